@@ -1,4 +1,4 @@
-"""Runs the code in its argument, as the tests of the hub send it to a process of its own."""
+"""Run the code in its argument, as the tests of the hub send it to a process of its own."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import sys
 from lm.config.data import Data
 from lm.config.schema import Config
 from lm.data.sources.errors import DataError
+from lm.data.sources.hub_parquet import HubDocuments
 from lm.data.sources.open import documents
 
 if __name__ == "__main__":
-    names = {"Data": Data, "Config": Config, "DataError": DataError, "documents": documents}
-    exec(sys.argv[1], names | {"__name__": "__main__"})
+    kinds = (Config, Data, DataError, HubDocuments)
+    exec(sys.argv[1], {kind.__name__: kind for kind in kinds} | {"documents": documents})

@@ -53,7 +53,7 @@ def test_every_document_is_streamed_whatever_the_shards_and_faults(hub, all_text
         + """
 print(digest(list(documents(data))))
 for count in (3, 5, 12, 17):  # fewer than the twelve row groups, as many, and more
-    print(digest(sorted(t for i in range(count) for t in documents(data, (i, count)))))
+    print(digest(sorted(t for i in range(count) for t in HubDocuments(data, (i, count)))))
 """,
         tmp_path,
         **hub,
@@ -68,10 +68,10 @@ def test_position_resumes_exactly_in_the_middle_of_a_shard(hub, all_texts, tmp_p
     said, _ = run(
         READ
         + """
-source = documents(data)
+source = HubDocuments(data)
 head = list(itertools.islice(source, 777))
 state = json.loads(json.dumps(source.state_dict()))
-again = documents(data, state=state)
+again = HubDocuments(data, state=state)
 same = again.state_dict() == state
 print(digest(head + list(again)), same)
 """,
@@ -163,21 +163,20 @@ from lm.config.load import build as make
 from lm.data.batches.loader import build
 from lm.data.corpus.prepare import prepare
 from lm.data.corpus.tokenizer import load_tokenizer
-if __name__ == "__main__":
-    cfg = make({"out_dir": tempfile.mkdtemp(), "tokenizer": {"vocab_size": 300,
-        "train_bytes": 100000}, "data": {"source": "fineweb", "seq_len": 128,
-        "val_tokens": 5000, "shuffle_buffer": 300, "workers": 2}})
-    tok = load_tokenizer(cfg, cfg.run_dir)
-    corpus = prepare(cfg, tok, cfg.run_dir)
-    train, held_out = build(cfg, tok, cfg.run_dir)
-    print(corpus.meta.complete, sum(int((b["labels"] != -100).sum()) for b in held_out[""]))
-    list(itertools.islice(train, 25))
-    state = train.state_dict()
-    expected = list(itertools.islice(train, 60))
-    again = build(cfg, tok, cfg.run_dir)[0]
-    again.load_state_dict(state)
-    print(all(torch.equal(a["labels"], b["labels"]) for a, b in zip(again, expected)))
-    del train, again
+cfg = make({"out_dir": tempfile.mkdtemp(), "tokenizer": {"vocab_size": 300,
+    "train_bytes": 100000}, "data": {"source": "fineweb", "seq_len": 128,
+    "val_tokens": 5000, "shuffle_buffer": 300, "workers": 2}})
+tok = load_tokenizer(cfg, cfg.run_dir)
+corpus = prepare(cfg, tok, cfg.run_dir)
+train, held_out = build(cfg, tok, cfg.run_dir)
+print(corpus.meta.complete, sum(int((b["labels"] != -100).sum()) for b in held_out[""]))
+list(itertools.islice(train, 25))
+state = train.state_dict()
+expected = list(itertools.islice(train, 60))
+again = build(cfg, tok, cfg.run_dir)[0]
+again.load_state_dict(state)
+print(all(torch.equal(a["labels"], b["labels"]) for a, b in zip(again, expected)))
+del train, again
 """,
         tmp_path,
         **hub,

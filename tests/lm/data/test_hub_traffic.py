@@ -52,7 +52,7 @@ def test_readers_together_fetch_the_corpus_about_once(hub, tmp_path, readers):
 count = 0
 for index in range({readers}):
     forget()
-    count += sum(1 for text in documents(data, (index, {readers})))
+    count += sum(1 for text in HubDocuments(data, (index, {readers})))
 print(count)
 """
     said, _ = run(SHARDS + code, tmp_path, **hub)
@@ -84,7 +84,7 @@ print(len(loader._streams))
 
 
 RESUME = """
-source = documents(data)
+source = HubDocuments(data)
 head = list(itertools.islice(source, 50_000))
 print(json.dumps(source.state_dict()))
 """
@@ -98,7 +98,7 @@ def test_resuming_after_50000_documents_fetches_one_row_group_at_once(large, tmp
         code = f"""
 state = json.loads({position!r})
 began = time.process_time()
-print(next(documents(data, state=state))[:8])
+print(next(HubDocuments(data, state=state))[:8])
 print(time.process_time() - began)
 """
         said, _ = run(SHARDS + code, tmp_path, **hub)
@@ -115,9 +115,10 @@ def test_a_position_is_of_its_commit(large, tmp_path):
         old, Hub.sha = Hub.sha, "b" * 40
         code = f"""
 state = json.loads({position!r})
-source = documents(data, state=state)
+source = HubDocuments(data, state=state)
 next(source)
-print(state["revision"], source.state_dict()["revision"], documents(data).state_dict()["revision"])
+for position in (state, source.state_dict(), HubDocuments(data).state_dict()):
+    print(position["revision"])
 """
         said, _ = run(SHARDS + code, tmp_path, **hub)
     assert said.split() == [old, old, "b" * 40]
@@ -163,7 +164,7 @@ print(loader.state_dict()["revision"])
 def test_a_position_of_version_0_1_is_refused(hub, tmp_path):
     code = """
 try:
-    documents(data, state={"examples_iterable": {}, "epoch": 0})
+    HubDocuments(data, state={"examples_iterable": {}, "epoch": 0})
 except DataError as e:
     print(e)
 """
@@ -255,9 +256,9 @@ def test_a_download_is_checked_by_the_hubs_sha256(tmp_path):
 SHARED = """
 import subprocess
 program = "import sys; from lm.config.data import Data; "
-program += "from lm.data.sources.open import documents; "
+program += "from lm.data.sources.hub_parquet import HubDocuments; "
 program += "data = Data(source='fineweb', download=sys.argv[1]); "
-program += "print(len(list(documents(data, (int(sys.argv[2]), 3)))))"
+program += "print(len(list(HubDocuments(data, (int(sys.argv[2]), 3)))))"
 started = [
     subprocess.Popen([sys.executable, "-c", program, FOLDER, str(i)], stdout=subprocess.PIPE)
     for i in range(3)
@@ -290,7 +291,7 @@ def test_seeds_and_passes_have_orders_of_their_own(tmp_path, bpe):
     """Of files, row groups and rows; a buffer alone would draw both from the same beginning."""
     bpe.save_pretrained(tmp_path / "bpe")
     code = """
-texts = lambda *order: list(documents(data, order=order or None))
+texts = lambda *order: list(HubDocuments(data, order=order or None))
 print(json.dumps([texts(), texts(0, 0), texts(0, 0), texts(1, 0), texts(0, 1)]))
 found = {}
 for seed in (0, 1):
@@ -332,11 +333,11 @@ for before, after, at in ((2, 3, 30), (3, 1, 606)):
 @pytest.mark.slow
 def test_a_position_of_before_there_was_an_order_goes_on_as_it_was(tmp_path):
     code = """
-source = documents(data)
+source = HubDocuments(data)
 head = list(itertools.islice(source, 150))
 state = source.state_dict()
 assert state.pop("order") is None
-print(json.dumps([list(documents(data, state=state, order=(0, 0))), list(source)]))
+print(json.dumps([list(HubDocuments(data, state=state, order=(0, 0))), list(source)]))
 """
     with serving(made_corpus(2, 2, 100)) as hub:
         said, _ = run(SHARDS + code, tmp_path, **hub)

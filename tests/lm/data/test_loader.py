@@ -20,6 +20,7 @@ from lm.data.corpus.documents import encode_documents
 from lm.data.corpus.prepare import prepare
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import is_validation
+from tests.lm.data.counter import Listed
 
 SIZES = st.tuples(st.integers(2, 90), st.integers(1, 9), st.integers(1, 5))
 
@@ -140,7 +141,7 @@ def test_build_on_a_prepared_corpus(cfg, bpe):
 
 
 def stream_loader(cfg, bpe, rank=0, world_size=1, seed=0):
-    return StreamLoader(cfg.data, bpe, 3, seed, rank, world_size)
+    return StreamLoader(cfg.data, bpe, 3, seed, rank, world_size, Listed)
 
 
 @pytest.mark.parametrize("buffer", [1, 8, 10_000])
