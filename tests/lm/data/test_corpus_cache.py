@@ -495,25 +495,6 @@ def test_preparing_ahead(cached, bpe, folder, monkeypatch):
         prepare_ahead(other_run(cached, "x", cache=None), bpe)
 
 
-@pytest.mark.slow  # two commands and a training
-def test_the_command_and_a_run_after_it(tmp_path):
-    env = {cache.VARIABLE: str(tmp_path / "cache")}
-    tiny = "configs/tiny/lm.yaml"
-    first = fprnn("prepare", tiny, **env)
-    assert first.returncode == 0, first.stderr
-    assert "made in" in first.stdout and str(tmp_path / "cache" / "corpus-") in first.stdout
-    assert not list((ROOT / "runs").glob("tiny/data"))
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.bin")}
-    again = fprnn("prepare", tiny, "train.steps=9", **env)
-    assert "there already, verified in" in again.stdout
-    run = fprnn("train", "--config", tiny, f"out_dir={tmp_path / 'runs'}", "train.steps=1", **env)
-    assert run.returncode == 0, run.stderr
-    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.bin")}
-    assert [p.name for p in (tmp_path / "runs/tiny/data").iterdir()] == ["corpus.json"]
-    refused = fprnn("prepare", tiny, "data.cache=null", **env)
-    assert refused.returncode == 65 and "data.cache is null" in refused.stderr
-
-
 def test_the_command_prepares_what_the_points_of_a_sweep_differ_in(tmp_path):
     sweep = tmp_path / "sweep.yaml"
     text = (ROOT / "configs/tiny/lm.yaml").read_text()

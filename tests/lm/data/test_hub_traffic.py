@@ -124,43 +124,6 @@ for position in (state, source.state_dict(), HubDocuments(data).state_dict()):
     assert said.split() == [old, old, "b" * 40]
 
 
-@pytest.mark.slow
-def test_the_next_pass_and_later_streams_read_the_commit_of_the_run(tmp_path, bpe):
-    """A dataset gets a commit while a run is stopped: the run reads the old one to its end."""
-    bpe.save_pretrained(tmp_path / "bpe")
-    opening = SHARDS + STREAM.format(bpe=str(tmp_path / "bpe"))
-    begin = """
-(loader,) = ranks(1)
-data.streams = 6
-take([loader], 1)  # five of six streams have not begun
-state = loader.state_dict()
-for stream in state["streams"].values():
-    stream["blocks"] = stream["blocks"].tolist()
-print(json.dumps(state))
-"""
-    go_on = """
-import torch
-state = json.loads({state!r})
-state["streams"] = {{int(number): stream for number, stream in state["streams"].items()}}
-for stream in state["streams"].values():
-    stream["blocks"] = torch.tensor(stream["blocks"], dtype=torch.int32)
-{change}
-(loader,) = ranks(1)
-loader.load_state_dict(state)
-while loader.epoch < 2:
-    next(loader)
-positions = [stream.position["documents"] for stream in loader._streams.values()]
-print(len(positions), *{{position["revision"] for position in positions}})
-print(loader.state_dict()["revision"])
-"""
-    with serving(made_corpus(2, 3, 30)) as hub:
-        state, _ = run(opening + begin, tmp_path, **hub)
-        old, Hub.sha = Hub.sha, "c" * 40
-        for change in ("", 'del state["revision"]  # written by an earlier version'):
-            said, _ = run(opening + go_on.format(state=state, change=change), tmp_path, **hub)
-            assert said.split() == ["6", old, old]
-
-
 def test_a_position_of_version_0_1_is_refused(hub, tmp_path):
     code = """
 try:
