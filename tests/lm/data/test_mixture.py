@@ -19,8 +19,7 @@ from lm.data.batches.mixture_loader import STRATA, Drawing, MixtureLoader, Stage
 from lm.data.batches.packing import IGNORE
 from lm.data.batches.shuffled import ShuffledBlocks
 from lm.data.batches.stream import StreamLoader
-from lm.data.corpus.ahead import prepare_config, summary
-from lm.data.corpus.corpora import open_sources, prepare_sources
+from lm.data.corpus.corpora import open_sources, prepare_config, prepare_sources, summary
 from lm.data.corpus.tokenizer import training_texts
 from lm.data.sources.errors import DataError
 from lm.data.sources.mixture import parts, shares, tokenizer_bytes
