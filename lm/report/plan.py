@@ -80,8 +80,8 @@ def training_data(cfg: Config, name: str = "") -> tuple[float | None, str]:
 
 
 def mixed_data(cfg: Config, tokens: int) -> dict[str, dict]:
-    """Of each source of a mixture its share of what is trained on (None: known once all are
-    tokenised), its tokens, where that number is from, and its passes; {} of a single source.
+    """Of each source of a mixture its share of what is trained on, its tokens, where that number
+    is from, and its passes; {} of a single source.
 
     Args:
         tokens: that are trained on, of all sources.
@@ -91,14 +91,11 @@ def mixed_data(cfg: Config, tokens: int) -> dict[str, dict]:
     from lm.data.sources.mixture import parts, shares
 
     counted = {name: training_data(part, name) for name, part in parts(cfg).items()}
-    known = {name: count for name, (count, _) in counted.items() if count is not None}
-    of_each: dict[str, float | None] = dict.fromkeys(counted)
-    if cfg.data.temperature is None or len(known) == len(counted):
-        of_each.update(shares(cfg.data, known))
+    share_of_source = shares(cfg.data)
     sources = {}
     for name, (count, where) in counted.items():
-        share = of_each[name]
-        passes = None if share is None or count is None else share * tokens / count
+        share = share_of_source[name]
+        passes = None if count is None else share * tokens / count
         sources[name] = {"share": share, "tokens": count, "where": where, "passes": passes}
     return sources
 
@@ -107,9 +104,7 @@ def _mixed(p: dict) -> list[tuple[str, str]]:
     """Rows of the sources of a mixture."""
     rows = []
     for name, source in p["sources"].items():
-        text = "share known once all are tokenised"
-        if source["share"] is not None:
-            text = f"{source['share']:.2%} of the sequences"
+        text = f"{source['share']:.2%} of the sequences"
         text += f"; {_tokens(source['tokens'], source['where'])}"
         if source["passes"] is not None:
             again = ": its blocks come again in a new order" * (source["passes"] > 1)

@@ -272,7 +272,7 @@ def test_the_page_of_a_real_run(tiny_run, tmp_path):
             ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
         )
         assert environment["commit"].rstrip("+") == head.stdout.strip()
-    assert known["data/corpus.json", "fingerprint"] == corpus["fingerprint"]
+    assert known["data/corpus.json", "settings"] == corpus["settings"]
     figures = {f"{name}.{kind}" for name in ("loss", "iterations") for kind in ("png", "pdf")}
     assert {p.name for p in (copied / "figures").iterdir()} == figures
     assert (copied / "summary.json").is_file()
