@@ -9,7 +9,6 @@ from pathlib import Path
 from lm.cli import main as lm_cli
 from lm.cli.arguments import parse
 from lm.config import load as config
-from lm.model.fields import GRADIENTS, SCHEDULES
 from synthetic import cli as synthetic_cli
 from synthetic import config as synthetic_config
 from synthetic import demo
@@ -67,15 +66,6 @@ def test_every_file_that_is_named_is_there():
             if not is_there(name, path):
                 missing.append(f"{relative(path)}: {name}")
     assert missing == []
-
-
-def test_the_page_of_keys_has_the_names_of_the_solver():
-    lines = (ROOT / "docs/config.md").read_text(encoding="utf-8").splitlines()
-    section = lines[lines.index("## `solver`") :]
-    for field, names in (("schedule", SCHEDULES), ("gradient", GRADIENTS)):
-        row = next(line for line in section if line.startswith(f"| `{field}`"))
-        kinds = row.split("|")[2]
-        assert set(re.findall(r"`([^`]+)`", kinds)) - {"auto"} == set(names) - {"auto"}, field
 
 
 def headings(page: Path) -> set[str]:

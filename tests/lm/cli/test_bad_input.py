@@ -304,7 +304,7 @@ def test_an_output_that_takes_no_more(output, said):
 )
 def test_sizes_that_no_machine_has(capsys, override):
     key = override.partition("=")[0]
-    words = rf"`{key}` is \S+: (it must be less than or equal to \d+|.*exceeded maximum size)"
+    words = rf"`{key}` is \S+: (it must be (less|a whole number)|.*exceeded maximum size)"
     assert re.search(words, refused(capsys, *dry_run(override)))
 
 
