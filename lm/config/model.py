@@ -88,7 +88,8 @@ def _annotation(field: Field) -> Any:
             raise PydanticCustomError(
                 "field", "it must be {words}", {"words": field.words(), "expected": names}
             )
-        return value
+        is_real = isinstance(field.takes, Number) and not field.takes.whole
+        return float(value) if is_real and isinstance(value, int) else value
 
     annotation: Any = Annotated[Any if field.takes else str, pydantic.AfterValidator(check)]
     return Annotated[annotation, FREE] if field.free else annotation
