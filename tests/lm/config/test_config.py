@@ -16,12 +16,13 @@ import synthetic.config
 from lm.common.errors import ConfigError
 from lm.config import load as config
 from lm.config.messages import is_key
-from lm.config.model import Model, Section, Solver
+from lm.config.model import Model, Solver
 from lm.config.resuming import FIXED, FREE, NOTED, resume_rule
 from lm.config.schema import UNSEEN, Config
 from lm.config.yaml_text import Loader
 from lm.model.fields import ARCHITECTURE, FIELDS, OPTIONS_ALONE, SOLVER, Number, Parsed
 from lm.training.build import build_model
+from tests import config_page
 
 ROOT = Path(__file__).parents[3]
 YAMLS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -196,11 +197,6 @@ def test_model_may_be_a_name(tmp_path, key):
     assert cfg.model == Model(name=key)
 
 
-def test_model_by_name_takes_overrides(tmp_path):
-    cfg = load(tmp_path, "model: mamba", "model.d_model=64", "model.n_layer=3")
-    assert cfg.model == Model(name="mamba", d_model=64, n_layer=3)
-
-
 def test_overriding_the_model_by_name_keeps_its_sizes(tmp_path):
     cfg = load(tmp_path, "model: {d_model: 64}", "model=mamba", "model.n_layer=3")
     assert cfg.model == Model(name="mamba", d_model=64, n_layer=3)
@@ -256,11 +252,6 @@ def test_override(text, value):
     assert parsed == value and type(parsed) is type(value)
 
 
-def test_overrides_win_over_the_yaml_and_the_last_wins(tmp_path):
-    cfg = load(tmp_path, "optim: {lr: 1.0, warmup: 7}", "optim.lr=2", "optim.lr=3")
-    assert (cfg.optim.lr, cfg.optim.warmup) == (3, 7)
-
-
 @pytest.mark.parametrize(
     "text, words",
     [
@@ -292,30 +283,6 @@ def test_a_link_in_a_circle_is_no_file(tmp_path):
     (tmp_path / "b").symlink_to(tmp_path / "a")
     with pytest.raises(ConfigError, match="no such file"):
         config.load(tmp_path / "a")
-
-
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("a: [1", "is not valid YAML"),
-        ("- 1\n- 2\n", "must hold a mapping"),
-        ("seed: 1\nseed: 2\n", "key `seed` appears twice"),
-        ("optim:\n  lr: 1\n  lr: 2\n", "key `lr` appears twice"),
-    ],
-)
-def test_a_bad_file_is_refused(tmp_path, text, words):
-    with pytest.raises(ConfigError) as e:
-        load(tmp_path, text)
-    assert words in str(e.value) and str(tmp_path / "c.yaml") in str(e.value)
-    assert "\n" not in str(e.value)
-
-
-def test_a_missing_file_and_one_that_is_no_text_are_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"nope\.yaml: no such file"):
-        config.load(tmp_path / "nope.yaml")
-    (tmp_path / "c.yaml").write_bytes(b"name: \xff")
-    with pytest.raises(ConfigError, match="not UTF-8"):
-        config.load(tmp_path / "c.yaml")
 
 
 def test_an_empty_file_is_the_defaults(tmp_path):
@@ -351,11 +318,6 @@ def test_variants_set_several_keys_under_a_name(tmp_path):
     assert (cfg.model.n_layer, cfg.solver.gradient, cfg.seed) == (3, "one_step", 1)
     assert (cfg.name, cfg.sweep) == ("s/003-one_step-seed=1", {})
     assert load(tmp_path, text, job_index=0).name == "s/000-plain-seed=0"
-
-
-def test_a_sweep_point_can_be_a_model_by_name(tmp_path):
-    text = "model: {d_model: 64}\nsweep: {model: [fprnn, mamba]}"
-    assert load(tmp_path, text, job_index=1).model == Model(name="mamba", d_model=64)
 
 
 @pytest.mark.parametrize("index", [-1, 6])
@@ -605,33 +567,9 @@ def test_the_matched_baseline_differs_from_the_papers_only_in_the_number_of_laye
 # docs/config.md.
 
 
-def documented() -> dict[str, str]:
-    """Dotted key → default, from the page's tables."""
-    rows, section = {}, ""
-    for line in (ROOT / "docs/config.md").read_text(encoding="utf-8").splitlines():
-        if line.startswith("## "):
-            name = re.fullmatch(r"## `([\w.]+)`", line)
-            section = f"{name[1]}." if name else ""
-        row = re.match(r"\| `(\w+)` \| .+? \| `(.*?)` \| .+ \|$", line)
-        if row:
-            assert section + row[1] not in rows, f"{section + row[1]} is there twice"
-            rows[section + row[1]] = row[2]
-    return rows
-
-
-def schema(section: Section, prefix: str = "") -> dict:
-    """Dotted key → default, from the schema."""
-    leaves = {}
-    for name, default in section.model_dump(mode="json").items():
-        value = getattr(section, name)
-        below = isinstance(value, Section)
-        leaves |= schema(value, f"{prefix}{name}.") if below else {prefix + name: default}
-    return leaves
-
-
-def test_the_page_has_every_key_with_its_default():
-    page = {k: yaml.load(v, Loader) for k, v in documented().items()}
-    assert page == schema(Config())
+def test_the_page_has_every_key_with_its_type_and_default():
+    text = config_page.PAGE.read_text(encoding="utf-8")
+    assert config_page.page(text) == text and config_page.MISSING not in text
 
 
 def test_the_page_says_what_a_resumed_run_may_change():
@@ -643,7 +581,13 @@ def test_the_page_says_what_a_resumed_run_may_change():
     said = dict(zip((FIXED, NOTED, FREE), items))
     said[FREE] -= {"train.steps"}
     tops = {name: resume_rule(Config, name) for name in Config.model_fields}
-    rules = {key: resume_rule(Config, key) for key in schema(Config()) if "." in key} | tops
+    keys = [
+        f"{prefix}.{name}"
+        for prefix, section in config_page.sections(Config()).items()
+        for name in type(section).model_fields
+        if prefix
+    ]
+    rules = {key: resume_rule(Config, key) for key in keys} | tops
     for key, rule in rules.items():
         inherited = FREE if key in tops else tops[key.partition(".")[0]]
         named = [kind for kind, keys in said.items() if key in keys]
