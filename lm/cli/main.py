@@ -290,7 +290,7 @@ def _report(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from lm.cli import doctor
 
-    findings = doctor.examine(args.out_dir)
+    findings = doctor.examine()
     print(doctor.report(findings))
     return 0 if doctor.works(findings) else 1
 
@@ -573,7 +573,6 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
         description="Try out what training needs on this machine, in seconds and without a network:"
         " exit status 0 where it works, 1 where something must be mended first.",
     )
-    c.add_argument("--out-dir", default="runs", metavar="DIR", help="of runs (default: runs)")
     c.set_defaults(run_command=_doctor)
 
 

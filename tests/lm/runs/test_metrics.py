@@ -1,16 +1,11 @@
 """Fixed-point statistics, throughput, the writers of a run's metrics, and progress on a console."""
 
-import io
 import json
-import re
-from datetime import datetime
 from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 
-from lm.common import console
 from lm.config.schema import Config
 from lm.model.batch import FixedPointReport
 from lm.model.solver import FixedPointStats
@@ -436,77 +431,6 @@ def test_wandb_has_the_new_branch_after_a_rollback(tmp_path, monkeypatch):
 # Progress.
 
 
-@pytest.fixture
-def screen(monkeypatch):
-    """`screen(terminal)` makes `say` write into the StringIO it returns."""
-
-    def use(terminal: bool) -> io.StringIO:
-        file = io.StringIO()
-        fake = Console(file=file, force_terminal=terminal, width=100, highlight=False)
-        monkeypatch.setattr(console.say, "_console", fake)
-        monkeypatch.setattr(console.say, "enabled", True)
-        return file
-
-    return use
-
-
-@pytest.fixture
-def now(monkeypatch):
-    now = SimpleNamespace(seconds=0.0)
-    monkeypatch.setattr(console, "time", SimpleNamespace(monotonic=lambda: now.seconds))
-    at = datetime(2026, 1, 2, 7, 5, 9)
-    monkeypatch.setattr(console, "datetime", SimpleNamespace(now=lambda: at))
-    return now
-
-
-def test_on_a_pipe_every_text_is_a_plain_line(screen, now):
-    """A compilation of a minute before the first update, a suspended hour and a validation of half
-    a minute after each tenth: what is left is known from the fifth update of this process on. By
-    the clock it is 8 s an update in the long run, so 8 h 48 min at the end."""
-    file = screen(terminal=False)
-    with console.Progress("training", 4000, 2, "updates", every_s=600) as bar:
-        for step in range(3, 42):
-            now.seconds += {3: 60, 10: 3600}.get(step, 5) + 30 * (step % 10 == 1)
-            bar.update(step, text="[loss] 3.1" if step in (3, 6, 7, 12, 41) else None)
-        now.seconds += 5 * 3959
-        bar.update(4000, text="done")
-    lines = file.getvalue().splitlines()
-    assert lines == [
-        "07:05:09  training 3/4000 updates  [loss] 3.1",  # no markup: brackets stay
-        "07:05:09  training 6/4000 updates  [loss] 3.1",
-        "07:05:09  training 7/4000 updates  [loss] 3.1  5 h 33 min left",
-        "07:05:09  training 10/4000 updates  5 h 32 min left",
-        "07:05:09  training 12/4000 updates  [loss] 3.1  10 h 17 min left",
-        "07:05:09  training 41/4000 updates  [loss] 3.1  9 h 10 min left",
-        "07:05:09  training 4000/4000 updates  done",
-    ]
-    assert "\x1b" not in file.getvalue()
-
-
-@pytest.mark.parametrize(
-    "seconds, text",
-    [
-        (0.2, "0 s"),
-        (89.4, "89 s"),
-        (90, "2 min"),
-        (3000, "50 min"),
-        (3 * 3600 + 290, "3 h 05 min"),
-        (6_956_340, "80 d 12 h"),
-    ],
-)
-def test_durations_are_plain(seconds, text):
-    assert console.duration(seconds) == text
-
-
-def test_the_pace_forgets_what_was_undone():
-    pace = console.Pace(passed_over=0, fewest=1, enough_s=0)
-    for seconds, done in ((0, 0), (10, 10), (11, 4), (17, 10)):  # rolled back to 4
-        pace.at(seconds, done)
-    assert pace.left(20) == pytest.approx(10 * 16 / 16)
-    pace.at(5, 12)  # by another clock
-    assert len(pace.spans) == 2
-
-
 def test_what_a_person_watches_is_labelled():
     record = {
         "loss": 2.0,
@@ -521,43 +445,6 @@ def test_what_a_person_watches_is_labelled():
         "|g| 0.50  ℓ* 8.6 4.1  evaluations 1.0 1.5  failed 1.00%  12,346 tokens/s  MFU 31.2%"
     )
     assert "ℓ* 4.5 (1.0 to 8.0)" in describe(record, {"mean": [float(i) for i in range(1, 9)]})
-
-
-def test_on_a_terminal_it_is_a_bar(screen):
-    file = screen(terminal=True)
-    with console.Progress("training", total=10, unit="updates") as bar:
-        bar.update(4, text="loss 3.2")
-        bar.update(5)  # keeps the text
-    text = file.getvalue()
-    assert "\x1b[" in text and "━" in text
-    assert "5/10" in text and "loss 3.2" in text.rpartition("5/10")[2]
-
-
-def test_on_a_terminal_a_history_of_the_texts_stays(screen, now):
-    """A text every other update of 100, 2 s each: a line for every twentieth of the work; then a
-    line every ten minutes, however little is done."""
-    file = screen(terminal=True)
-    with console.Progress("training", total=100, unit="updates") as bar:
-        for step in range(1, 61):
-            now.seconds += 2
-            bar.update(step, text=f"loss {step}.5" if step % 2 == 0 else None)
-        now.seconds += 601
-        bar.update(61, text="loss 61.5")
-        bar.update(62, text="loss 62.5")
-        bar.update(100, text="loss 100.5")
-    plain = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", file.getvalue())
-    kept = re.findall(r"07:05:09  training (\d+)/100 updates  loss \1\.5", plain)
-    assert kept == [*map(str, range(6, 61, 6)), "61", "100"]
-
-
-def test_other_ranks_are_silent(screen, monkeypatch):
-    for terminal in (False, True):
-        file = screen(terminal)
-        monkeypatch.setattr(console.say, "enabled", False)
-        console.say("hello")
-        with console.Progress("training", total=10) as bar:
-            bar.update(4, text="loss 3.2")
-        assert file.getvalue() == ""
 
 
 def test_imbalance_is_the_share_that_ranks_wait_for_the_slowest():
