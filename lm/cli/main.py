@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lm
-from lm.cli import importing as cli_import
 from lm.cli import inspect as cli_inspect
 from lm.cli import serve as cli_serve
 from lm.cli import status as cli_status
@@ -631,7 +630,6 @@ def parser(more: Sequence[AddCommands] = ()) -> argparse.ArgumentParser:
     _add_report(commands)
     cli_inspect.add(commands)
     _add_export(commands)
-    cli_import.add(commands)
     add_eval(commands)
     _add_generate(commands)
     cli_serve.add(commands)
