@@ -34,6 +34,8 @@ REMOVED = {
     "train.batch_warmup": None,
     "train.length_warmup": None,
     "train.spike": None,
+    "train.skip": None,
+    "train.ema": None,
     "engine.hang_s": 3600,
     "train.world_size": None,
     "train.workers": 0,  # of a synthetic run

@@ -19,7 +19,6 @@ from lm.kernels import OPERATIONS, asked, available, choice
 from lm.training import init_from
 from lm.training.build import check_section
 from lm.training.deepspeed_json import (
-    check_average,
     check_device,
     check_muon,
     deepspeed_config,
@@ -120,7 +119,7 @@ def check_config(cfg: Config, world_size: int) -> Checked:
     Raises:
         ConfigError: a warm-up that cannot be, sizes that do not go together, a DeepSpeed JSON that
             cannot be used, learning rates of parameters that are not there, a ZeRO stage that the
-            optimizer or train.ema cannot have.
+            optimizer cannot have.
         PlaceError, SourceError, DataError: as `check_inputs`. LoadError: a damaged `init_from`.
         BackendError: FPRNN_KERNELS names nothing that we have.
     """
@@ -128,7 +127,6 @@ def check_config(cfg: Config, world_size: int) -> Checked:
     check_updates(cfg)
     config = deepspeed_config(cfg, world_size)
     check_muon(cfg, config)
-    check_average(cfg, config)
     model = check_section(cfg.model, cfg.solver, cfg.data.seq_len)
     groups(model, cfg.optim)
     init_from.check(cfg, model)
