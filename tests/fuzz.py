@@ -113,8 +113,6 @@ def arguments(rng: random.Random, places: Places, folder: Path) -> Case:
             ("lm", ["train", "--config", *TRAINED, f"out_dir={folder}", f"resume={value}"]),
             ("lm", ["train", "--config", *TRAINED, f"out_dir={folder}", f"init_from={value}"]),
             ("lm", ["status", "--", value]),
-            ("lm", ["import", "--config", TINY, "--", value, folder / "hf"]),
-            ("lm", ["import", "--", value, folder / "hf"]),
             ("lm", ["check-mixer", "--", value]),
             ("synthetic", ["inspect", "--out", folder / "x.html", "--", value]),
             ("synthetic", ["inspect", synthetic, "--out", folder / "x.html", "--", value]),

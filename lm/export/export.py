@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from lm.common.files import read_json, target, writing
 from lm.export import travelling
@@ -15,7 +15,7 @@ from lm.export.folder import check_place, draft, publish, write_record
 from lm.export.travelling import ExportError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from lm.config.schema import Config
     from lm.export.model_card import Facts
@@ -53,12 +53,18 @@ def export(
     from lm.export.decoding import check_decoding
     from lm.runs.run_dir import RunDir
     from lm.training.foreign import as_transformers
+    from lm.training.trained import load_trained
 
     run, out = RunDir(run_dir), Path(out)
     _refuse_without_run(run)
     check_place(out, None, overwrite)
     check_licence(licence)
     trained = load_trained(run_dir, checkpoint, trust)
+    origin = f"Trained with fprnn for {trained.manifest['step']} updates."
+    if run.init_from.is_file():
+        source_model = read_json(run.init_from, ("path", "what"))
+        name = Path(source_model["path"]).name
+        origin += f" It began with weights of {name} ({source_model['what']})."
     check_decoding(trained.model)
     source = run_identity(trained.config)
     check_place(out, source, overwrite)
@@ -68,8 +74,8 @@ def export(
         model,
         out,
         run.tokenizer,
-        trained.name,
-        trained.origin,
+        trained.config.name,
+        origin,
         facts,
         licence,
         source=source,
@@ -106,57 +112,6 @@ def check_licence(name: str | None) -> None:
             f"`{name}` is no name of a licence as the hub has them: lower case, such as apache-2.0,"
             " mit, cc-by-4.0 or other"
         )
-
-
-class Trained(NamedTuple):
-    """What a run has trained."""
-
-    model: PreTrainedModel  # fp32, on the CPU, in training mode
-    tokenizer: PreTrainedTokenizerBase
-    name: str  # of the run
-    origin: str  # sentences on where its weights come from
-    config: Config
-    manifest: dict  # of the checkpoint
-
-
-def load_trained(run_dir: Path, checkpoint: Path | None = None, trust: bool = False) -> Trained:
-    """The model of a run directory with the weights of a checkpoint; arguments and errors as those
-    of `export`."""
-    from lm.config.load import load
-    from lm.config.plugin import reading_run
-    from lm.data.corpus.tokenizer import load_tokenizer
-    from lm.runs import checkpoint as checkpoints
-    from lm.runs.run_dir import RunDir
-    from lm.training.build import build_model, vocabulary
-    from lm.training.reshard import consolidated
-    from lm.training.resume import check_made_of
-
-    run = RunDir(run_dir)
-    _refuse_without_run(run)
-    path = Path(checkpoint) if checkpoint else checkpoints.newest(run.checkpoints)
-    if path is None:
-        raise checkpoints.CheckpointError(f"{run} has no complete checkpoint to export")
-    manifest = checkpoints.verify(path)
-    cfg = load(run.config)
-    check_made_of(path, manifest, run, cfg)
-    tokenizer = load_tokenizer(cfg, run.path)
-    ids = tokenizer.eos_token_id, tokenizer.pad_token_id
-    with reading_run(run.config, trust):
-        model = build_model(cfg, vocabulary(cfg, len(tokenizer)), *ids)
-    weights = consolidated(path)
-    try:
-        model.load_state_dict(weights, strict=True)
-    except RuntimeError as e:
-        first = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
-        raise ExportError(
-            f"{path} is of another model than {run.config} describes ({first}): a"
-            " run's config.yaml must stay as it was trained"
-        ) from None
-    origin = f"Trained with fprnn for {manifest['step']} updates."
-    if run.init_from.is_file():
-        began = read_json(run.init_from, ("path", "what"))
-        origin += f" It began with weights of {Path(began['path']).name} ({began['what']})."
-    return Trained(model, tokenizer, cfg.name, origin, cfg, manifest)
 
 
 def _refuse_without_run(run: RunDir) -> None:

@@ -7,8 +7,8 @@ residual stream: its out_proj is zero. So fixed-point layers are inserted into a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from lm.common.errors import ConfigError
 from lm.model.fields import heads_of, width_of_mlp
@@ -53,7 +53,6 @@ class Match:
 def match(
     source: Source,
     model: FPRNNForCausalLM,
-    layers: Literal["auto"] | list[int | None] = "auto",
     partial: bool = False,
     vocabulary: int | None = None,
     other_tokens: str = "",
@@ -63,7 +62,6 @@ def match(
     Args:
         source: Model that the weights are taken from.
         model: Model of the run; it may be on the meta device.
-        layers: For every layer the number of its partner, or None; auto: see `pair_layers`.
         partial: Take the weights that fit; otherwise the outputs must be the source's.
         vocabulary: Tokens of the model; None: not known yet, and taken to be the source's.
         other_tokens: Difference of the tokenizers, in words; "" if none is known.
@@ -81,7 +79,7 @@ def match(
     shapes = {name: t.shape for name, t in model.state_dict().items()}
     if ours.tie_embeddings:
         del shapes[HEAD]
-    matched = Match(pairs=pair_layers(source, ours, layers, partial))
+    matched = Match(pairs=pair_layers(source, ours, partial))
     wanted = {name: name for name in shapes if name.startswith("backbone.norm_f.")}
     wanted |= _match_vocabulary(matched, source, ours, vocabulary, other_tokens)
     _compare_models(matched, theirs, ours)
@@ -100,51 +98,26 @@ def match(
     return matched
 
 
-def pair_layers(
-    source: Source,
-    ours: FPRNNConfig,
-    layers: Literal["auto"] | list[int | None],
-    partial: bool,
-) -> list[int | None]:
+def pair_layers(source: Source, ours: FPRNNConfig, partial: bool) -> list[int | None]:
     """Return for every layer of a model the number of its partner in a source, or None.
 
-    auto: with equally many layers one to one; otherwise each layer in turn gets the next unused
-    layer of its kind. Under `partial` layers of another kind in between are passed over.
-
-    Raises:
-        ConfigError: If `layers` is no such list.
+    With equally many layers they are paired one to one; otherwise each layer in turn gets the next
+    unused layer of its kind. Under `partial` layers of another kind in between are passed over.
     """
     here = [layer.kind for layer in ours.layer_list()]
     there = [layer.kind for layer in source.config.layer_list()]
-    if layers == "auto":
-        if len(here) == len(there):
-            return list(range(len(here)))
-        pairs: list[int | None] = []
-        used = 0
-        for kind in here:
-            candidates = there[used:] if partial else there[used : used + 1]
-            if kind in candidates:
-                pairs.append(used + candidates.index(kind))
-                used += candidates.index(kind) + 1
-            else:
-                pairs.append(None)
-        return pairs
-    if len(layers) != len(here):
-        raise ConfigError(
-            f"init_from.layers has {len(layers)} entries, and the model {len(here)} layers: one"
-            " each, the number of the source's layer (from 0 on) or null"
-        )
-    numbers = [n for n in layers if n is not None]
-    if bad := [n for n in numbers if not 0 <= n < len(there)]:
-        raise ConfigError(
-            f"init_from.layers names layer {bad[0]}: {source.path} has 0 to {len(there) - 1}"
-        )
-    if not partial and numbers != sorted(set(numbers)):
-        raise ConfigError(
-            f"init_from.layers is {layers}: with layers twice or out of order the outputs are not"
-            " the source's, which init_from.partial=true permits"
-        )
-    return list(layers)
+    if len(here) == len(there):
+        return list(range(len(here)))
+    pairs: list[int | None] = []
+    used = 0
+    for kind in here:
+        candidates = there[used:] if partial else there[used : used + 1]
+        if kind in candidates:
+            pairs.append(used + candidates.index(kind))
+            used += candidates.index(kind) + 1
+        else:
+            pairs.append(None)
+    return pairs
 
 
 def _match_vocabulary(
@@ -204,7 +177,7 @@ def _match_layer(
         # A weight of the same name would mean something else.
         matched.differs.append(f"{label}: it is a {other.kind} there")
         matched.pairs[index] = None
-    if layer.kind == "lstm" and partner is None:
+    if layer.kind == "lstm":
         raise ConfigError(f"layer {index} is a new lstm, which cannot begin by adding nothing")
     matched.silent.append(index)
     return {}
@@ -294,18 +267,14 @@ def described(matched: Match, source: Source, config: FPRNNConfig) -> list[str]:
 
 def record(matched: Match, source: Source, config: FPRNNConfig) -> dict:
     """Return the content of init_from.json."""
+    layers = [
+        {"kind": layer.kind, "from": partner, "adds_nothing": index in matched.silent}
+        for index, (layer, partner) in enumerate(zip(config.layer_list(), matched.pairs))
+    ]
     return {
         "path": str(source.path),
         "what": source.what,
-        "layers": [
-            {"kind": layer.kind, "from": partner, "adds_nothing": index in matched.silent}
-            for index, (layer, partner) in enumerate(zip(config.layer_list(), matched.pairs))
-        ],
-        "parameters": matched.numbers,
-        "taken": matched.taken,
-        "new": matched.new,
-        "left": matched.left,
+        "layers": layers,
         "outputs_equal": not matched.differs,
-        "differs": matched.differs,
-        "notes": matched.notes,
+        **asdict(matched),
     }

@@ -386,14 +386,6 @@ def test_a_run_of_a_warmup_that_is_refused_now_is_still_exported(tiny_run, tmp_p
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-def test_a_config_of_the_papers_that_is_no_text(capsys, tmp_path):
-    (tmp_path / "c.yaml").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "x").write_text("weights")
-    words = "import", tmp_path / "x", tmp_path / "out", "--config", tmp_path / "c.yaml"
-    message = refused(capsys, *words)
-    assert "is neither JSON nor YAML" in message
-
-
 def test_code_of_a_folder_is_run_if_trusted_and_that_of_the_hub_never(tmp_path, monkeypatch):
     import transformers
 
