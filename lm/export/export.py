@@ -10,9 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.common.files import read_json, target, writing
-from lm.export import travelling
+from lm.export.export_code import (
+    ExportError,
+    mixer_files,
+    own_mixers,
+    write_kernels,
+    write_mixers,
+)
 from lm.export.folder import check_place, draft, publish, write_record
-from lm.export.travelling import ExportError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -152,9 +157,10 @@ def write_export(
     logging.disable_progress_bar()
     out, source = Path(out), source or {"name": name}
     check_place(out, source, overwrite)
-    own_files = {}
-    if type(model).__module__.startswith("lm."):  # of this package, not of transformers
-        own_files = travelling.flat_files(model)
+    is_ours = type(model).__module__.startswith("lm.")  # not a class of transformers
+    mixers = own_mixers(model)
+    own_files = mixer_files(mixers)
+    if is_ours:
         _map_auto_classes(model)
     with writing(out):
         out = target(out)
@@ -164,16 +170,15 @@ def write_export(
         model.save_pretrained(new)
         for weights in new.glob("*.safetensors"):  # safetensors makes them for the user alone
             shutil.copymode(new / "config.json", weights)
-        travelling.write(own_files, new)
-        if (new / travelling.KERNELS).is_file():
-            travelling.carry_kernels(new)
+        write_mixers(new, mixers, own_files)
+        if is_ours:
+            write_kernels(new)
         for file in Path(tokenizer).iterdir() if tokenizer else ():
             if file.name not in (RECORD, SUMS):
                 shutil.copy(file, new)
         _say_length(model, new / "tokenizer_config.json")
         if own_files:
-            files = ", ".join(name for name in own_files if name != travelling.REGISTER)
-            origin += f" Its mixer is its author's own and travels along: {files}."
+            origin += f" Its mixer is its author's own and travels along: {', '.join(own_files)}."
         has_tokenizer = any((new / file).is_file() for file in TOKENIZER)
         card = model_card.card(model, name, origin, facts, has_tokenizer, licence)
         (new / measured.CARD).write_text(card, encoding="utf-8")

@@ -64,14 +64,14 @@ MUTATIONS = [
     ),
     Mutation(
         "running: carried kernels may be changed by the group",
-        "lm/model/carried.py",
+        "lm/model/operators.py",
         "found.st_mode & 0o022",
         "found.st_mode & 0o002",
         (OPEN,),
     ),
     Mutation(
         "running: the folder around carried kernels may be anybody's",
-        "lm/model/carried.py",
+        "lm/model/operators.py",
         "for place in (folder, folder.parent):",
         "for place in (folder,):",
         (OPEN,),
