@@ -79,13 +79,7 @@ def read(path: Path, label: str, now: float) -> Files:
     if not run.holds_run:
         raise RunDirError(f"{run} holds no run (it has no config.yaml)")
     remarks: list[str] = []
-    records, unread, left_out = _records(run)
-    if left_out:
-        total = len(records) + left_out
-        remarks.append(
-            f"{run.metrics.name} has {total:,} records: {len(records):,} of them are drawn, evenly"
-            f" spaced, and the newest"
-        )
+    records, unread = _records(run)
     if unread:
         remarks.append(
             f"{run.metrics.name}: {unread} line{'s' * (unread > 1)} hold{'s' * (unread == 1)} no"

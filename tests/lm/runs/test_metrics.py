@@ -356,29 +356,6 @@ def test_a_half_written_last_line_is_dropped(tmp_path):
     assert read_metrics(tmp_path) == [record(1), record(3)]
 
 
-def test_a_long_log_is_thinned_by_kind(tmp_path, monkeypatch):
-    """Training records evenly spaced and the newest in full, rare ones all, and no more in memory
-    than that; damage is still counted where it is met."""
-    monkeypatch.setattr(metrics, "MAX_RECORDS", 16)
-    monkeypatch.setattr(metrics, "NEWEST", 3)
-    with (tmp_path / "metrics.jsonl").open("w") as file:
-        for step in range(1, 1001):
-            file.write(json.dumps({"step": step, "loss": 1.0}) + "\n")
-            if step % 200 == 0:
-                file.write(json.dumps({"step": step, "validation": {"loss": 2.0}}) + "\n")
-                file.write("{damaged\n")
-    log = metrics.read_log(tmp_path)
-    steps = [r["step"] for r in log.records if "loss" in r]
-    assert steps[:-3] == list(range(1, 1001, 128)) and steps[-3:] == [998, 999, 1000]
-    assert [r["step"] for r in log.records if "validation" in r] == [200, 400, 600, 800, 1000]
-    assert log.unread == 5 and log.left_out == 1005 - len(log.records)
-    assert log.records == sorted(log.records, key=lambda r: r["step"])
-    assert sum(r is not None for r in metrics.iter_metrics(tmp_path)) == 1005
-    writer = Writer(Config(), RunDir(tmp_path), resumed_at=900)  # nothing of a run is lost
-    writer.close()
-    assert sum(r is not None for r in metrics.iter_metrics(tmp_path)) == 904
-
-
 def test_no_file_has_no_metrics(tmp_path):
     assert read_metrics(tmp_path) == []
 
