@@ -22,7 +22,6 @@ MISTYPED = [
     ("inspect runs a --file nope", "not both"),
     ("eval runs/nope --tasks catbabi_mini", "runs/nope: no such folder"),
     ("eval owner/nope --tasks catbabi_mini", "owner/nope: no such folder"),
-    ("agree runs/nope", "runs/nope: no such folder"),
     ("report runs/nope", "runs/nope: no such folder"),
     ("status runs/nope", "runs/nope: no such file or folder"),
     ("status nope.yaml", "nope.yaml: no such file"),
