@@ -22,7 +22,7 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.runs.run_dir import RunDir
 from lm.runs.written import EXPORT_RECORD
-from tests.test_house import ROOT
+from tests.test_layers import ROOT
 
 
 def read(folder) -> ModelCard:
