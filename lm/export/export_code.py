@@ -151,24 +151,26 @@ def _flatten(path: Path, ours: set[str]) -> str:
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines(keepends=True)
     for node in ast.walk(ast.parse(text)):
-        if not isinstance(node, ast.Import | ast.ImportFrom):
-            continue
-        is_from = isinstance(node, ast.ImportFrom)
-        where = f"{path}:{node.lineno}"
-        modules = [node.module or ""] if is_from else [alias.name for alias in node.names]
-        if is_from and node.level:
-            raise ExportError(
-                f"{where} imports {'.' * node.level}{node.module or ''}, a module of its own"
-                f" package: {_one_file_advice(path)}"
-            )
-        for module in modules:
-            if module.split(".")[0] != "lm":
-                _check_installed(module, where, path)
-            elif is_from:
+        where = f"{path}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "lm":
+                    raise ExportError(
+                        f"{where}: `import {alias.name}` cannot travel with an export: {HOW}"
+                    )
+                _check_installed(alias.name, where, path)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                raise ExportError(
+                    f"{where} imports {'.' * node.level}{module}, a module of its own package:"
+                    f" {_one_file_advice(path)}"
+                )
+            if module.split(".")[0] == "lm":
                 line = lines[node.lineno - 1]
                 lines[node.lineno - 1] = _flat_import(line, node, where, ours)
             else:
-                raise ExportError(f"{where}: `import {module}` cannot travel with an export: {HOW}")
+                _check_installed(module, where, path)
     return "".join(lines)
 
 

@@ -121,8 +121,8 @@ def _source(source: Data) -> str:
         return f"[{source.dataset}]({page}), configuration `{source.name}`, streamed"
     if source.source == "traces":
         traces = source.traces or Traces()
-        gaps = traces.gaps
-        gaps = ", ".join(map(str, gaps)) if isinstance(gaps, list) else f"up to {gaps}"
+        listed = traces.gaps if isinstance(traces.gaps, list) else [f"up to {traces.gaps}"]
+        gaps = ", ".join(map(str, listed))
         words = f"{traces.form} of {traces.letters} elements" if traces.letters else traces.form
         return f"traces of the group {traces.group} ({words}, gaps of {gaps}), made by fprnn"
     return f"{source.source} files, `{Path(source.path or '').name}`"
