@@ -100,7 +100,6 @@ class Train(Section):
     # null: what makes the global batch, or 1 where that is not given
     grad_accum_steps: int | None = Field(None, gt=0, le=MOST)
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
-    device: Literal["auto", "cpu"] = "auto"  # auto: GPUs; without any, small models alone
     threads: int | None = Field(None, gt=0, le=4096)  # CPU threads per rank; null: torch's choice
     # A loss or gradient of NaN or infinity: so often back to the last checkpoint, and on with the
     # data after it.
@@ -164,7 +163,7 @@ PROFILED = "two updates, the first and the last, counted from 1, as [10, 12]; or
 
 class Log(Section):
     every: int = Field(10, gt=0)  # updates
-    wandb: bool = False  # offline where wandb finds no login
+    wandb: bool = False
     tensorboard: bool = False
     probe_every: int = Field(100, ge=0)  # updates between probes of ℓ*; 0: at validations alone
     # the first and the last update of which rank 0 writes a PyTorch profile; null: of none

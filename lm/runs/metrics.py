@@ -6,7 +6,6 @@ import re
 import resource
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
