@@ -45,6 +45,7 @@ REMOVED = {
     "train.skip": None,
     "train.ema": None,
     "engine.hang_s": 3600,
+    "init_from.layers": "auto",
     "train.world_size": None,
     "train.workers": 0,  # of a synthetic run
     "log.wandb_project": "fprnn",

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from lm.common.errors import ConfigError
 from lm.config.model import Model, Solver, registered_mixers
 from lm.config.plugin import check_name
-from lm.export.travelling import ExportError, flat_files
+from lm.export.export_code import ExportError, mixer_files, own_mixers
 from lm.model.batch import CACHE
 from lm.model.mixer_base import Mixer
 from lm.training.build import build_section
@@ -194,8 +194,7 @@ def _solved(model) -> Finding:
 def _travels(model) -> Finding:
     """Whether an export of it can be made."""
     try:
-        files = flat_files(model)
+        files = mixer_files(own_mixers(model))
     except ExportError as e:
         return Finding("it travels with an export", False, str(e))
-    names = [name for name in files if name != "own_mixers.py"]
-    return Finding("it travels with an export", True, ", ".join(names) or "built in")
+    return Finding("it travels with an export", True, ", ".join(files) or "built in")

@@ -133,11 +133,11 @@ def _of_run(folder: Path, trust: bool) -> LanguageModel:
 
     import torch
 
-    from lm.export.export import load_trained
+    from lm.training.trained import load_trained
 
     trained = load_trained(folder, trust=trust)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return LanguageModel(trained.model.to(device), trained.tokenizer, trained.name)
+    return LanguageModel(trained.model.to(device), trained.tokenizer, trained.config.name)
 
 
 def _refuse_synthetic(folder: Path) -> None:

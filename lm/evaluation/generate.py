@@ -40,10 +40,7 @@ def load_exported(
 
     files = ("tokenizer.json", "tokenizer_config.json")
     if Path(path).is_dir() and not any((Path(path) / file).is_file() for file in files):
-        raise GenerationError(
-            f"{path} holds no tokenizer ({files[0]}): copy one there, or give it to"
-            " `fprnn import` with --tokenizer"
-        )
+        raise GenerationError(f"{path} holds no tokenizer ({files[0]}): copy one there")
     model = load_model(path, trust)
     tokenizer = load_tokenizer(path, trust)
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer

@@ -18,7 +18,7 @@ from .fixed_point import FixedPointBlock, Prepared
 from .gradient import whole_solve
 from .layers import Projection, RMSNorm, ShortConv, StepSize, WNLinear, affine_map, without_autocast
 from .mixers import nrm
-from .opaque import compiling
+from .operators import compiling
 from .scan import (
     backend,
     chunk_decays,

@@ -36,7 +36,6 @@ from .batch import (
     targets_of,
 )
 from .blocks import FPRNN
-from .carried import kernels as carried_kernels
 from .cell import find_root
 from .certified_pair import find_certified_pairs
 from .certified_root import find_certified_roots
@@ -52,9 +51,8 @@ from .gradient import whole_solve
 from .layers import RMSNorm, on_cpu
 from .m2rnn import M2RNN
 from .mixer_base import Mixer
-from .mixers import nrm
-from .opaque import compiling
-from .own_mixers import build_mixer
+from .mixers import build_mixer, nrm
+from .operators import bundled_kernels, compiling
 from .patterns import FIXED_POINT, IN_FP32
 from .plain import PlainLayer
 from .scan import selective_scan
@@ -81,7 +79,7 @@ _TRAVELS = (
     Mamba,
     Mixer,
     build_mixer,
-    carried_kernels,
+    bundled_kernels,
     find_certified_pairs,
     find_certified_roots,
     find_root,

@@ -138,10 +138,6 @@ def test_generate_to_a_place_that_cannot_be_written(capsys, small_export, tmp_pa
     assert (tmp_path / "new" / "text.txt").read_text().startswith("a")
 
 
-def test_agree_to_a_place_that_cannot_be_written(capsys, small_export, blocked):
-    assert "is a file" in refused(capsys, "agree", small_export, "--out", blocked / "x")
-
-
 def test_eval_to_a_place_that_cannot_be_written(capsys, small_export, blocked):
     pytest.importorskip("lm_eval")
     message = refused(
@@ -203,11 +199,7 @@ DAMAGES = {
 def test_weights_that_are_not_those_of_the_config_are_never_made_up(capsys, copy, damage):
     change, words = DAMAGES[damage]
     rewritten(copy, change)
-    for command in (
-        ["generate", copy, "--prompt", "a"],
-        ["agree", copy, "--length", 8],
-    ):
-        assert words in refused(capsys, *command)
+    assert words in refused(capsys, "generate", copy, "--prompt", "a")
 
 
 def test_evaluation_refuses_a_damaged_export(capsys, copy):
@@ -369,14 +361,6 @@ def test_a_checkpoint_of_another_model_is_not_exported(capsys, tiny_run, tmp_pat
         capsys, "export", run, tmp_path / "out"
     )
     assert not (tmp_path / "out").exists()
-
-
-def test_a_config_of_the_papers_that_is_no_text(capsys, tmp_path):
-    (tmp_path / "c.yaml").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "x").write_text("weights")
-    words = "import", tmp_path / "x", tmp_path / "out", "--config", tmp_path / "c.yaml"
-    message = refused(capsys, *words)
-    assert "is neither JSON nor YAML" in message
 
 
 def test_code_of_a_folder_is_run_if_trusted_and_that_of_the_hub_never(tmp_path, monkeypatch):

@@ -398,7 +398,7 @@ def test_with_a_contractive_mixer_it_is_the_papers_fixed_point(
         dict(token="iterate", stopping="paper", gradient="one_step"),
         dict(token="exact", stopping="causal", schedule=schedule, gradient="exact"),
     ):
-        config = golden.reference_config(golden.configuration(case.record)[0])
+        config = golden.reference_config(case.record)
         values = {**config.to_dict(), **rule, **fields, "contractive": 0.3}
         block = golden.build_block(FPRNNConfig.from_dict(values)).double().eval()
         weights = block.state_dict()
