@@ -18,7 +18,6 @@ ROOMS = (
     "lm.evaluation.inspection",
     "lm.evaluation.tasks",
     "lm.report",
-    "lm.report.sections",
     "lm.export",
     "lm.training",
     "lm.data.batches",
@@ -128,7 +127,7 @@ def test_rooms_tell_up_from_down():
     assert is_down("lm.training", "lm.data.batches") and not is_down("lm.data.batches", "lm.cli")
     assert is_down("synthetic", "lm.cli") and not is_down("lm.common", "lm.config")
     assert room("lm.data.sources.hub") == "lm.data.sources" and room("lm.datafile") is None
-    assert room("lm.report.plan") == "lm.report" and room("lm.report.sections.write") != "lm.report"
+    assert room("lm.report.plan") == "lm.report" and room("lm.data.sources.hub") != "lm.report"
     assert room("torch.nn") is None and room("lm") is None
 
 

@@ -554,16 +554,16 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser(
         "report",
         help="one page of a run or of several, also while they train; figures and a summary",
-        description="Write report.html, a page with nothing outside it, and report.markdown with"
-        " the same numbers: losses, ℓ*, work, speed, memory, evaluations, configuration and"
-        " provenance of a run, whatever there is of it so far. A finished run also gets its"
-        " figures and summary.json. Several runs stand in one page, whose place --out names.",
+        description="Write report.html, one file with all figures, report.markdown, figures/ (PNG"
+        " and PDF) and summary.json: losses, ℓ*, work, speed, memory, evaluations, configuration"
+        " and provenance of a run that is finished or still trains. Several runs share one page,"
+        " whose place --out names.",
     )
     c.add_argument("runs", nargs="+", metavar="RUN")
     c.add_argument(
         "--out",
         metavar="PLACE",
-        help="a folder, or FILE.html in one: write page and Markdown there, and nothing into RUN",
+        help="a folder to write to instead of RUN, or FILE.html for the page only",
     )
     c.set_defaults(run_command=_report)
 

@@ -20,27 +20,49 @@ _INK = "#0a0b0c"
 
 
 def render(template: Path, **values: object) -> str:
-    """A whole page: a template that extends page.html, which lies beside this file. What stands in
-    the values is text; only `Markup` is HTML."""
+    """Return a page: a template in HTML, which may extend page.html, or in Markdown.
+
+    In HTML, texts among the values are escaped; only `Markup` is HTML.
+    """
     environment = Environment(
         loader=FileSystemLoader([template.parent, Path(__file__).parent]),
-        autoescape=True,
+        autoescape=template.suffix == ".html",
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"anchor": anchor, "inline": inline}
+    environment.filters |= {
+        "anchor": anchor,
+        "inline": inline,
+        "escape_markdown": escape_markdown,
+        "fence": fence,
+    }
     environment.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "allow_nan": False}
     return environment.get_template(template.name).render(values)
 
 
 def anchor(text: str) -> str:
-    """What a link to the heading of this text ends with, after #."""
+    """Return the id of a heading with this text."""
     return "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())
 
 
 def inline(text: str) -> Markup:
-    """Plain text as HTML; what stands between `backticks` is code."""
+    """Return plain text as HTML; `backticks` mark code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
+def escape_markdown(text: str) -> str:
+    """Return plain text on one line of Markdown; `backticks` still mark code."""
+    parts = re.split(r"(`[^`]+`)", " ".join(text.split()))
+    plain = [re.sub(r"([\\`*_|<>\[\]])", r"\\\1", part) for part in parts[::2]]
+    parts[::2] = plain
+    return "".join(parts)
+
+
+def fence(text: str) -> str:
+    """Return a text between fences of Markdown that are longer than any fence in it."""
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    marks = "`" * max(3, longest + 1)
+    return f"{marks}\n{text.rstrip()}\n{marks}"
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import html
 import importlib.util
 import math
@@ -22,8 +23,6 @@ from lm.evaluation.inspection.words import (
     notes,
     plain,
 )
-from lm.report.sections.blocks import LINES, Chart, Curve, HeatMap
-from lm.report.sections.draw import drawings
 
 MADE_BY = "<!-- made by fprnn inspect -->"  # by which an earlier page is known
 NAMED_TICKS = 40  # tokens up to which the figures' axis names them
@@ -34,7 +33,7 @@ def page(measured: Measured) -> str:
     ways = colourings(measured)
     layers = measured.layers
     charts = None
-    if layers is not None and importlib.util.find_spec("matplotlib") is not None:
+    if layers is not None and all(map(importlib.util.find_spec, ("matplotlib", "pandas"))):
         charts = _charts(measured, layers)
     return render(
         Path(__file__).with_name("inspection.html"),
@@ -138,32 +137,35 @@ def _rounded(values: torch.Tensor) -> list[float | None]:
     return [None if value is None else float(f"{value:.5g}") for value in plain(values)]
 
 
-def _charts(measured: Measured, layers: Layers) -> list[tuple[str, Markup]]:
-    """ℓ*, the state's norm, the mixer's gate and the decay over time: a line for each layer, or a
-    heat map of many."""
+def _charts(measured: Measured, layers: Layers) -> list[tuple[str, str]]:
+    """Return figures over the tokens as PNG in base64: a curve for each layer."""
+    import pandas as pd
+
+    from lm.report.blocks import Curve, Figure
+    from lm.report.draw import draw, to_png
+
     rows = {
         "ℓ*": layers.iterations.float(),
         "state's norm ‖h_t‖": layers.state_norm,
         "gate a_t": layers.gate,
         "decay λ_t": layers.decay,
     }
-    steps = list(range(len(measured.tokens)))
-    names = [token.shown for token in measured.tokens] if len(steps) <= NAMED_TICKS else []
-    charts: list[tuple[str, Markup]] = []
+    index = pd.RangeIndex(len(measured.tokens), name="token")
+    names = [token.shown for token in measured.tokens] if len(index) <= NAMED_TICKS else []
+    charts = []
     for name, tensor in rows.items():
         if tensor.isnan().all():
             continue
-        values = [plain(row) for row in tensor]
-        block: Chart | HeatMap
-        if len(values) > LINES and len(steps) > 1:
-            block = HeatMap(name, name, "", steps, list(layers.numbers), values, "token")
-        else:
-            curves = [
-                Curve(f"layer {number}", i, steps, row)
-                for i, (number, row) in enumerate(zip(layers.numbers, values, strict=True))
-            ]
-            block = Chart(name, "", "", curves, ("token",), ticks=names)
-        charts.append((name, drawings(block)[0]))
+        curves = [
+            Curve(f"layer {number}", pd.Series(plain(row), index, dtype=float), i)
+            for i, (number, row) in enumerate(zip(layers.numbers, tensor, strict=True))
+        ]
+        drawing = draw(Figure("", name, name, "", {"": curves}))
+        if names:
+            ticks = drawing.axes[0].set_xticks(index, names, rotation=90, family="monospace")
+            for tick in ticks:
+                tick.label1.set_parse_math(False)  # a $ is a $
+        charts.append((name, base64.b64encode(to_png(drawing)).decode()))
     return charts
 
 

@@ -242,12 +242,12 @@ def test_a_folder_that_is_no_run_is_a_sentence(tmp_path, monkeypatch, capsys, ar
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unfinished_run_has_a_report_but_no_summary(tmp_path, capsys):
+def test_a_run_without_records_has_a_report(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("name: x")
     assert main(["report", str(tmp_path)]) == 0
     assert "is stopped: not finished, and nobody works on it" in capsys.readouterr().out
     assert {p.name for p in tmp_path.iterdir()} == {
-        "config.yaml", "report.html", "report.markdown", "report.tex",
+        "config.yaml", "report.html", "report.markdown", "summary.json",
     }  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from lm.common.errors import ConfigError
 from lm.config import load as config
 from lm.report.estimate import kept_by_layers
 from lm.report.plan import plan, where
-from lm.report.report import _add_layers
 from lm.training.build import build_model, check_section
 
 
@@ -66,12 +65,3 @@ def test_the_plan_counts_every_layer():
     assert found["parameters"] == sum(
         p.numel() for p in build_model(hybrid(layers="mamba"), 304).parameters()
     )
-
-
-def test_a_layer_is_called_by_its_number():
-    rows = []
-    table = type("Table", (), {"add_row": lambda self, *cells: rows.append(cells[0])})()
-    counts = {name: [3.0, 5.0] for name in ("mean", "median", "max")}
-    cost = {"evaluations": [1.0, 1.0], "failed": [0.0, 0.0]}
-    _add_layers(table, {"num_iters": counts, "layers": [3, 7], "training": cost, **cost})
-    assert rows == ["ℓ* layer 3", "ℓ* layer 7"]
