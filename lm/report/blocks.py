@@ -54,7 +54,7 @@ class Curve:
         label: Name in the legend.
         values: Numbers by update or by training tokens; NaN where a record holds no finite number.
         color: Index of the color.
-        style: line, faint, dashed or points.
+        style: line, faint or points.
     """
 
     label: str

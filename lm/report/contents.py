@@ -60,11 +60,11 @@ def _unsolved(runs: Sequence[Files]) -> list[Block]:
 
 
 def _event_table(runs: Sequence[Files]) -> list[Block]:
-    """Return the table of rollbacks, skipped updates and ended stages."""
+    """Return the table of rollbacks and ended stages."""
     rows = [row for files in runs for record in files.records for row in _events(files, record)]
     if not rows:
-        return [Notes(["No update was undone (rollback) or left out (skip)."])]
-    source = "metrics.jsonl: `rollback`, `skip`, `curriculum`"
+        return [Notes(["No update was undone (rollback)."])]
+    source = "metrics.jsonl: `rollback`, `curriculum`"
     if len(rows) > MAX_EVENTS:
         source += f"; the last {MAX_EVENTS} of {len(rows):,}"
     head = ["run", "update", "what", "why"]
@@ -72,12 +72,11 @@ def _event_table(runs: Sequence[Files]) -> list[Block]:
 
 
 def _events(files: Files, record: dict) -> list[list[str]]:
-    """Return the rows of a record: an update undone or left out, a stage that ended."""
+    """Return the rows of a record: an undone update, an ended stage."""
     start = [files.label, format_value(record["step"])]
     rows = []
-    for kind in ("rollback", "skip"):
-        if isinstance(event := record.get(kind), dict):
-            rows.append([*start, kind, str(event.get("why", ""))])
+    if isinstance(event := record.get("rollback"), dict):
+        rows.append([*start, "rollback", str(event.get("why", ""))])
     stage = record.get("curriculum")
     if isinstance(stage, dict) and stage.get("ended"):
         text = (

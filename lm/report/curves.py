@@ -170,8 +170,6 @@ def loss_curves(runs: Sequence[Files]) -> dict[str, list[Curve]]:
         name = files.label if len(runs) > 1 else "validation"
         losses = by_tokens(runs, files, column(files, "validation", "loss"))
         validation.append(Curve(name, losses, i, "points"))
-        losses = by_tokens(runs, files, column(files, "ema", "loss"))
-        validation.append(Curve(f"{name}, average of weights", losses, i, "dashed"))
     return {"training": training, "validation": validation}
 
 

@@ -27,7 +27,6 @@ DPI = 130
 STYLES: dict[str, dict[str, Any]] = {
     "line": {"lw": 1.5},
     "faint": {"lw": 0.7, "alpha": 0.4},
-    "dashed": {"ls": "--", "lw": 1.3},
     "points": {"marker": "o", "ms": 3.5, "lw": 1.3},
 }
 

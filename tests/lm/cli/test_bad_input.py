@@ -399,14 +399,6 @@ def test_a_sweep_finds_the_warmup_of_a_point_now(capsys, tmp_path):
     assert "and train.steps is only 10" in refused(capsys, "sweep", path)
 
 
-def test_gpus_are_those_of_a_plan(capsys, tmp_path):
-    for wrong in ("0", "-3", "two"):
-        assert f"--gpus: '{wrong}' is no whole number" in refused(capsys, *dry_run("--gpus", wrong))
-    message = refused(capsys, "train", "--config", TINY, f"out_dir={tmp_path}/runs", "--gpus", 2)
-    assert message.startswith("--gpus plans a --dry-run; to train on 2 GPUs start `deepspeed")
-    assert not (tmp_path / "runs").exists()
-
-
 @pytest.mark.parametrize("name", ["../../x", "/x", "..", ".", "a//b", "a/../b", r"a\b"])
 def test_a_name_stays_inside_out_dir(capsys, name):
     assert "`name`: " in refused(capsys, *dry_run(f"name={name}"))

@@ -379,22 +379,17 @@ def test_layers_have_the_numbers_of_their_model(tmp_path, layers):
     assert list(page.rows("Layers")) == [str(layer) for layer in layers]
 
 
-def test_a_mixture_with_z_loss_and_an_average_of_weights(tmp_path, undrawn):
+def test_a_mixture_with_z_loss(tmp_path, undrawn):
     lines = records(None, z_loss=0.01, data_share={"a": 0.7, "b": 0.3})
     for r in lines:
         if "validation" in r:
             loss = r["validation"]["loss"]
             r["validation"]["sources"] = {"a": {"loss": loss - 0.5}, "b": {"loss": loss + 1}}
-            r["ema"] = {"loss": loss - 0.1}
     page = reported(run_in(tmp_path / "mixed", lines), tmp_path)
     sources = page.rows("Validation loss of each source")
     gap = number(sources["b"]["last"]) - number(sources["a"]["last"])
     assert gap == pytest.approx(1.5, abs=1e-4)
     assert number(page.rows("Share of each source")["b"]["last"]) == 0.3
-    rows = {name.partition(": ")[2]: number(row["last"]) for name, row in page.rows("Loss").items()}
-    assert rows["validation"] - rows["validation, average of weights"] == pytest.approx(
-        0.1, abs=1e-4
-    )
     assert "z-loss (added to the loss): 0.01 throughout" in page.text
 
 

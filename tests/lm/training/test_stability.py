@@ -11,7 +11,6 @@ from lm.config.schema import check_updates
 from lm.export.export import ExportError, export
 from lm.model import modeling_fprnn
 from lm.model.batch import IGNORED
-from lm.report.plan import plan
 from lm.runs.checkpoint import read_state
 from lm.runs.metrics import Outliers, read_metrics
 from lm.training.build import build_model
@@ -199,15 +198,6 @@ def test_the_average_is_exported_where_there_is_one(with_everything, tiny_run, t
 def test_what_cannot_be_is_refused(tiny, overrides, words):
     with pytest.raises(ConfigError, match=words):
         check_config(tiny(*overrides), 1)
-
-
-def test_the_plan_counts_the_average(tiny):
-    plain = plan(tiny(), 1)
-    averaged = plan(tiny("train.ema=0.9"), 1)
-    assert averaged["memory"].average == 4 * plain["parameters"]
-    assert averaged["memory"].total - plain["memory"].total == 4 * plain["parameters"]
-    assert averaged["checkpoint_bytes"] - plain["checkpoint_bytes"] == 4 * plain["parameters"]
-    assert set(averaged["stages"]) == {0, 1, 2}
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
