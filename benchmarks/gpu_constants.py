@@ -29,7 +29,7 @@ from benchmarks.harness import numbers, ratio, show
 from benchmarks.root_search import FLOOR, record_equations, slowest
 from lm.kernels import BackendError, available
 from lm.kernels.cpu.roots import count_evaluations
-from lm.kernels.triton import launches, step
+from lm.kernels.triton import launches, scan
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 
@@ -80,14 +80,14 @@ def ceilings(clock: Clock, tokens: int, d: int) -> dict[str, float]:
     """What gpu_model.Rates holds but for a token's time."""
     x = torch.randn(tokens, d, device=clock.device)
     small = torch.randn(16, device=clock.device)
-    row = torch.randn(1, 1, 16, device=clock.device)
+    row, rate = torch.ones(1, 1, 16, device=clock.device), -torch.ones(16, 16, device=clock.device)
     found = {"bytes_s": 2 * x.numel() * 4 / clock.seconds(x.clone, 5)}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         rows, matrix = x.to(dtype), torch.randn(d, d, device=clock.device).to(dtype)
         took = clock.seconds(lambda rows=rows, matrix=matrix: rows @ matrix, 5)
         found[name] = 2 * tokens * d * d / took
     found["operation_s"] = clock.seconds(lambda: small + small, 200)
-    found["launch_s"] = clock.seconds(lambda: step.normalise(row, 1, 1e-6), 50)
+    found["launch_s"] = clock.seconds(lambda: scan.selective_scan(row, row, rate, row, row), 50)
     return found
 
 

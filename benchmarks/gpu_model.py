@@ -30,12 +30,12 @@ from benchmarks.contenders import EXACT_FIELDS, PAPER_FIELDS
 from benchmarks.harness import numbers, ratio, show
 from lm import kernels
 from lm.common.cards import SEQUENCE_S, TOKEN_S
-from lm.kernels.triton import cell, roots, scan, step, tokens
-from lm.model import blocks, layers, solver
+from lm.kernels.triton import cell, roots, scan, tokens
+from lm.model import layers, solver
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 
-KERNELS = {"selective_scan": scan, "step": step, "roots": roots, "cell": cell, "tokens": tokens}
+KERNELS = {"selective_scan": scan, "roots": roots, "cell": cell, "tokens": tokens}
 EVALUATIONS = 10  # of the paper's procedure; the paper reports fewer in training
 EASY, TERMS = 6, 4  # of the exact layer on text: evaluations to 1e-2, and terms of its adjoint
 WINDOW = 128
@@ -187,13 +187,12 @@ def counted(evaluations: int = 1, terms: int = 1) -> Iterator[Counter]:
         return next(asked) == 1
 
     with contextlib.ExitStack() as stack:
-        for module in (scan, step, roots, tokens):
+        for module in (scan, roots, tokens):
             stack.enter_context(mock.patch.object(module, "launch", counter.launch))
         for owner, name, stand_in in (
             (kernels, "_find", lambda name, *_: (KERNELS[name],) if name in KERNELS else ()),
             (cell, "_run", counter.run),
             (cell, "_aligned", lambda t: None if t is None else t.contiguous()),  # no address
-            (blocks, "_of_one_dtype", lambda o, *tensors: list(tensors)),  # as on a GPU
             (layers, "on_cpu", lambda x: False),
             (solver, "_read", read),
             (torch.Tensor, "__bool__", ended),
