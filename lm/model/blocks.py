@@ -217,7 +217,7 @@ class FPMamba1(FPMamba):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         d, n = config.d_inner, config.d_state
-        self.in_proj = nn.Linear(config.d_model, 2 * d, bias=config.bias)
+        self.in_proj = nn.Linear(config.d_model, 2 * d, bias=False)
         if config.use_short_conv:
             self.conv1d = ShortConv(d, config.d_conv)
         self.x_proj = nn.Linear(d, config.dt_rank + 2 * n, bias=False)
@@ -279,7 +279,7 @@ class FPMamba2(FPMamba):
         super().__init__(config)
         d, bc = config.d_inner, 2 * config.ngroups * config.d_state
         self.heads, self.groups, self.gate_in_loop = d // config.headdim, config.ngroups, True
-        self.in_proj = nn.Linear(config.d_model, 2 * d + bc + self.heads, bias=config.bias)
+        self.in_proj = nn.Linear(config.d_model, 2 * d + bc + self.heads, bias=False)
         if config.use_short_conv:
             self.conv1d = ShortConv(d + bc, config.d_conv)
         self.A_log = nn.Parameter(torch.empty(self.heads))
@@ -352,7 +352,7 @@ class FPRNN(FixedPointBlock):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         d = config.d_inner
-        self.in_proj = nn.Linear(config.d_model, 2 * d, bias=config.bias)
+        self.in_proj = nn.Linear(config.d_model, 2 * d, bias=False)
         if config.use_short_conv:
             for name in ("x", "b", "mixer", "lambda"):
                 self.add_module(f"conv1d_{name}", ShortConv(d, config.d_conv))

@@ -65,13 +65,13 @@ class Mamba(DiagonalLayer):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         d, n = config.d_inner, config.d_state
-        self.in_proj = nn.Linear(config.d_model, 2 * d, bias=config.bias)
+        self.in_proj = nn.Linear(config.d_model, 2 * d, bias=False)
         self.conv1d = ShortConv(d, config.d_conv)
         self.x_proj = nn.Linear(d, config.dt_rank + 2 * n, bias=False)
         self.dt_proj = StepSize(config.dt_rank, d)
         self.A_log = nn.Parameter(torch.empty(d, n))
         self.D = nn.Parameter(torch.empty(d))
-        self.out_proj = nn.Linear(d, config.d_model, bias=config.bias)
+        self.out_proj = nn.Linear(d, config.d_model, bias=False)
 
     def state_shapes(self) -> list[tuple[int, ...]]:
         c = self.config
@@ -127,13 +127,13 @@ class Mamba2(DiagonalLayer):
         super().__init__(config)
         d, bc = config.d_inner, 2 * config.ngroups * config.d_state
         self.heads = d // config.headdim
-        self.in_proj = nn.Linear(config.d_model, 2 * d + bc + self.heads, bias=config.bias)
+        self.in_proj = nn.Linear(config.d_model, 2 * d + bc + self.heads, bias=False)
         self.conv1d = ShortConv(d + bc, config.d_conv)
         self.A_log = nn.Parameter(torch.empty(self.heads))
         self.dt_bias = nn.Parameter(torch.empty(self.heads))
         self.D = nn.Parameter(torch.empty(self.heads))
         self.norm = RMSNorm(d, config.norm_epsilon)
-        self.out_proj = nn.Linear(d, config.d_model, bias=config.bias)
+        self.out_proj = nn.Linear(d, config.d_model, bias=False)
 
     def state_shapes(self) -> list[tuple[int, ...]]:
         c = self.config

@@ -115,7 +115,7 @@ class FixedPointBlock(nn.Module):
         d = config.d_inner
         self.mixer_width = 2 * d if config.mixer_h_dep and not config.symm_mixer else d
         self.mixer = build_mixer(config, d, self.mixer_width)
-        self.out_proj = nn.Linear(d, config.d_model, bias=config.bias)
+        self.out_proj = nn.Linear(d, config.d_model, bias=False)
         self.centroids = None
         if config.state_centroids:
             self.centroids = Centroids(config.state_centroids, d)
@@ -384,7 +384,7 @@ class FixedPointBlock(nn.Module):
             elif c.stopping == "causal":
                 products = product_dtype(self.out_proj.weight)
                 tol = min(tol, FINE.get(products, COARSE) if exact else COARSE)
-        return Rule(tol, max_iters, quantile, c.stepsize, c.stepsize_decay, c.patience)
+        return Rule(tol, max_iters, quantile, c.stepsize, c.stepsize_decay)
 
     def width(self, settings: Any, length: int, like: torch.Tensor) -> int:
         """How many tokens are solved at once. settings: as in `rule`. like: a tensor on the device

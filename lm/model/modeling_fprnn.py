@@ -48,7 +48,7 @@ from .fields import SOLVER, parse_gradient
 from .fixed_point import FixedPointBlock
 from .full_rank import solve_by_iterating
 from .gradient import whole_solve
-from .layers import on_cpu, residual_norm
+from .layers import RMSNorm, on_cpu
 from .mixer_base import Mixer
 from .mixers import nrm
 from .opaque import compiling
@@ -214,7 +214,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         self.embeddings = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(FPRNNLayer(config, layer) for layer in config.layer_list())
         self.how = Solving(config)
-        self.norm_f = residual_norm(config)
+        self.norm_f = RMSNorm(config.d_model, config.norm_epsilon)
         # The numbers of the fixed-point layers, from 0 on; None where all are.
         self.solved_layers = None
         if config.layers is not None:

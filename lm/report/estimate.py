@@ -81,7 +81,6 @@ class Memory(NamedTuple):
     master: float  # DeepSpeed's second copy of the weights (ZeRO 1 to 3), in fp32 like the first
     gradients: float
     optimizer: float
-    average: float  # of the weights (train.ema)
     buffers: float  # of DeepSpeed: gradients on their way, under ZeRO-3 gathered weights
     runtime: float  # CUDA's and NCCL's own
     activations: float  # what all layers keep
@@ -177,7 +176,6 @@ def memory(
         "master": share if stage else 0.0,
         "gradients": share if stage >= 2 else whole,
         "optimizer": moments / world_size if stage else moments,
-        "average": 0.0 if cfg.train.ema is None else whole,
         "buffers": _buffers(zero, stage, world_size, of),
         "runtime": RUNTIME if card.on_gpu else 0.0,
     }
@@ -300,8 +298,8 @@ def communication(of: Sizes, gpus: int, stage: int, passes: int) -> dict[str, fl
     return sent | ({"all-gather of weights": weights} if stage else {})
 
 
-def checkpoint_bytes(of: Sizes, stage: int, has_average: bool = False) -> float:
+def checkpoint_bytes(of: Sizes, stage: int) -> float:
     """Bytes of a checkpoint over all ranks: weights and AdamW's two moments (Muon's one), in fp32;
-    ZeRO-1 and 2 save the weights a second time, and there may be their average."""
-    weights = 1 + (stage in (1, 2)) + has_average
+    ZeRO-1 and 2 save the weights a second time."""
+    weights = 1 + (stage in (1, 2))
     return 4.0 * (of.parameters * (weights + 2) - of.by_muon)

@@ -72,7 +72,7 @@ def measure(cfg: Config) -> Measured:
     return Measured(
         device=on.name,
         bytes=peak_memory(device) - before,
-        planned_bytes=needed.total - needed.optimizer - needed.average - needed.runtime,
+        planned_bytes=needed.total - needed.optimizer - needed.runtime,
         seconds=seconds,
         tokens=ids.numel(),
     )

@@ -351,7 +351,7 @@ def _planned_memory(cfg: Config, at: Where, counted: Sizes, vocab_size: int) -> 
         "communication": sent,
         "communication_seconds": sum(sent.values()) / bytes_per_second,
         "link": link,
-        "checkpoint_bytes": estimate.checkpoint_bytes(counted, stage, cfg.train.ema is not None),
+        "checkpoint_bytes": estimate.checkpoint_bytes(counted, stage),
     }
 
 
@@ -508,7 +508,6 @@ PARTS = {
     "master": "DeepSpeed's copy of them",
     "gradients": "gradients",
     "optimizer": "optimizer's moments",
-    "average": "average of the weights",
     "buffers": "DeepSpeed's buffers",
     "runtime": "CUDA, NCCL (assumed)",
     "activations": "activations",

@@ -253,7 +253,7 @@ def test_the_formula_by_hand():
     assert (m.weights, m.gradients, m.master, m.optimizer) == (4 * n, 4 * n, 2 * n, 4 * n)
     assert m.activations == 2 * 14 * 4 * 32 * tokens + 8 * 16 * tokens
     assert m.working == 0.25 * 14 * 4 * 32 * tokens
-    assert m.loss == 12 * 64 * tokens and m.runtime == m.average == 0
+    assert m.loss == 12 * 64 * tokens and m.runtime == 0
     assert m.total == pytest.approx(14 * n + 4 * n + m.activations + max(m.working, m.loss))
     cfg.train.micro_batch_size = 1000
     assert plan(cfg, where(cfg, 2, "cpu"))["memory"].loss == 12 * 64 * 4096
