@@ -82,7 +82,6 @@ QUICK_SIZES = {  # a model that a CPU trains in seconds
     "tokenizer.train_bytes": 100_000,
     "train.global_batch_size": 2,
     "train.micro_batch_size": 2,
-    "train.device": "cpu",
     "eval.micro_batch_size": 2,
     "model.vocab_size": 512,
     "model.d_model": 16,

@@ -26,7 +26,7 @@ from synthetic.config import Config
 
 LINE_EVERY_S = 5.0  # between two lines of progress of several runs
 # What a model without a fixed point reads of the model section.
-OF_PLAIN = {"name", "d_model", "n_layer", "norm_epsilon", "residual_in_fp32", "tie_embeddings"}
+OF_PLAIN = {"name", "d_model", "n_layer", "tie_embeddings"}
 OF_PLAIN |= {"embedding_start"}
 OF_PLAIN |= {
     name

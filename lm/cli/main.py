@@ -189,9 +189,9 @@ def _export(args: argparse.Namespace) -> int:
         return 0
     from lm.export import push
 
-    if args.out is None and (args.checkpoint or args.ema or args.licence or args.overwrite):
+    if args.out is None and (args.checkpoint or args.licence or args.overwrite):
         raise ExportError(
-            "--checkpoint, --ema, --licence and --overwrite are of an export: give RUN and OUT, or"
+            "--checkpoint, --licence and --overwrite are of an export: give RUN and OUT, or"
             " push the export as it is without them"
         )
     folder = args.run
@@ -212,7 +212,6 @@ def _exported(args: argparse.Namespace) -> Path:
         args.run,
         args.out,
         args.checkpoint,
-        args.ema,
         args.licence,
         trust=args.trust,
         overwrite=args.overwrite,
@@ -439,7 +438,6 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     c.add_argument("run", metavar="RUN")
     c.add_argument("out", metavar="OUT", nargs="?")
     c.add_argument("--checkpoint", help="a checkpoint folder (default: the newest complete one)")
-    c.add_argument("--ema", action="store_true", help="the average of the weights (train.ema)")
     c.add_argument(
         "--overwrite",
         action="store_true",

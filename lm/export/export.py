@@ -28,7 +28,6 @@ def export(
     run_dir: Path,
     out: Path,
     checkpoint: Path | None = None,
-    ema: bool = False,
     licence: str | None = None,
     trust: bool = False,
     overwrite: bool = False,
@@ -38,15 +37,15 @@ def export(
     of Mamba alone is written as transformers' own class, without code.
 
     Args:
-        checkpoint: which one; None takes the newest complete one. ema: the average of the weights
-            (train.ema) in their place. licence: of the weights, as the hub names it; None: not
-            said. trust: run the code of a `module:Class` in the run's config.yaml. overwrite:
-            replace an export of another run, too, or a card that was changed.
+        checkpoint: which one; None takes the newest complete one.
+        licence: of the weights, as the hub names it; None: not said.
+        trust: run the code of a `module:Class` in the run's config.yaml.
+        overwrite: replace an export of another run, too, or a card that was changed.
     Raises:
         CheckpointError: the run has no complete checkpoint.
         ExportError: `run_dir` holds no run, `out` holds something that is no export or is another
-            run's, or the checkpoint is of another model than the run's config.yaml describes, or
-            has no average of the weights; a licence that is no name of one; weights whose
+            run's, or the checkpoint is of another model than the run's config.yaml describes; a
+            licence that is no name of one; weights whose
             teacher forcing and generation disagree (`check_decoding`).
         OutputError: `out` cannot be written.
     """
@@ -59,11 +58,11 @@ def export(
     _refuse_without_run(run)
     check_place(out, None, overwrite)
     check_licence(licence)
-    trained = load_trained(run_dir, checkpoint, ema, trust)
+    trained = load_trained(run_dir, checkpoint, trust)
     check_decoding(trained.model)
     source = run_identity(trained.config)
     check_place(out, source, overwrite)
-    facts = model_card.of_run(run, trained.config, trained.manifest, ema)
+    facts = model_card.of_run(run, trained.config, trained.manifest)
     model = as_transformers(trained.model)
     return write_export(
         model,
@@ -120,9 +119,7 @@ class Trained(NamedTuple):
     manifest: dict  # of the checkpoint
 
 
-def load_trained(
-    run_dir: Path, checkpoint: Path | None = None, ema: bool = False, trust: bool = False
-) -> Trained:
+def load_trained(run_dir: Path, checkpoint: Path | None = None, trust: bool = False) -> Trained:
     """The model of a run directory with the weights of a checkpoint; arguments and errors as those
     of `export`."""
     from lm.config.load import load
@@ -159,33 +156,12 @@ def load_trained(
     if run.init_from.is_file():
         began = read_json(run.init_from, ("path", "what"))
         origin += f" It began with weights of {Path(began['path']).name} ({began['what']})."
-    if ema:
-        origin += f" Its weights are their average, of decay {_put_average(model, path):g}."
     return Trained(model, tokenizer, cfg.name, origin, cfg, manifest)
 
 
 def _refuse_without_run(run: RunDir) -> None:
     if not run.holds_run:
         raise ExportError(f"{run} holds no run (it has no config.yaml)")
-
-
-def _put_average(model: PreTrainedModel, path: Path) -> float:
-    """Give the model the average of a checkpoint's weights → its decay."""
-    import torch
-
-    from lm.runs.checkpoint import read_state
-    from lm.training import ema
-
-    if not (path / ema.FILE).is_file():
-        raise ExportError(
-            f"{path} has no average of the weights: it is kept where train.ema is set; export"
-            " without --ema"
-        )
-    saved = read_state(path / ema.FILE)
-    with torch.no_grad():
-        for name, p in model.named_parameters():  # a tied weight has one name here
-            p.copy_(saved["weights"][name])
-    return saved["decay"]
 
 
 def write_export(

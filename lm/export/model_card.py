@@ -44,23 +44,22 @@ class Facts:
     datasets: list[str] = field(default_factory=list)
 
 
-def of_run(run: RunDir, cfg: Config, manifest: dict, ema: bool) -> Facts:
+def of_run(run: RunDir, cfg: Config, manifest: dict) -> Facts:
     """What a run directory says of one of its checkpoints. A file of the run that is gone or
     damaged leaves its line out, or says so.
 
     Args:
-        manifest: of the checkpoint. ema: the weights are their average.
+        manifest: of the checkpoint.
     """
     step, tokens = manifest["step"], _tokens(cfg, manifest)
     facts = Facts(data=_data(run, cfg), datasets=_datasets(cfg))
     facts.training = _training(run, cfg, manifest)
     measured = [r for r in iter_metrics(run.path) if r is not None and r["step"] == step]
-    weights = "ema" if ema else "validation"
-    scores = [r[weights] for r in measured if weights in r]
+    scores = [r["validation"] for r in measured if "validation" in r]
     facts.validation = known(_validation, scores[-1] if scores else {}) or [
         "Not validated at this update."
     ]
-    probes = [] if ema else [r["probe"] for r in measured if "probe" in r]
+    probes = [r["probe"] for r in measured if "probe" in r]
     facts.iterations = known(_iterations, probes[-1] if probes else {})
     facts.limitations = [
         f"It was trained on {tokens} in sequences of {cfg.data.seq_len}: what it does with longer"

@@ -167,15 +167,6 @@ ARCHITECTURE = {
         2, EXPAND, "The recurrence is d_inner = expand · d_model wide, which is a whole number."
     ),
     "dt_rank": Field("auto", SIZE, "Rank of the map to Δ; `auto`: ⌈d_model / 16⌉.", AUTO),
-    "d_conv": Field(4, SIZE, "Width of the short convolution, where there is one."),
-    "norm_epsilon": Field(1e-5, POSITIVE, "Of the norms of the residual stream."),
-    "rms_norm": Field(
-        True,
-        SWITCH,
-        "The norms of the residual stream, before each block and before the head, are RMSNorm;"
-        " `false`: LayerNorm with weight and bias. Of `fprnn` alone.",
-    ),
-    "residual_in_fp32": Field(True, SWITCH, "The residual stream is kept in fp32."),
     "tie_embeddings": Field(True, SWITCH, "Embedding and head share their weights."),
     "embedding_start": Field(
         0.02,
@@ -183,11 +174,6 @@ ARCHITECTURE = {
         "Standard deviation of the embedding at the start. What a layer adds to the residual stream"
         " is 0.02 of a Mamba layer and 0.2 of a fixed-point layer then"
         " (docs/language-model.md#who-speaks-first).",
-    ),
-    "bias": Field(
-        False,
-        SWITCH,
-        "in_proj and out_proj of every fixed-point block have a bias. Of `fprnn` alone.",
     ),
     "block": Field(
         "fp_mamba1", Choice(("fp_mamba1", "fp_mamba2", "fp_rnn")), "The fixed-point block."
@@ -393,9 +379,8 @@ SOLVER = {
     ),
     "stepsize": Field("auto", SHARE, "Damping: the first step size.", AUTO),
     "stepsize_decay": Field(
-        "auto", SHARE, "Damping: factor on the step size when `patience` runs out.", AUTO
+        "auto", SHARE, "Damping: factor on the step size after 15 iterations without gain.", AUTO
     ),
-    "patience": Field(15, COUNT, "Damping: iterations without gain before the step shrinks."),
     "gradient": Field(
         "auto",
         Parsed(parse_gradient, ("auto", *GRADIENTS)),

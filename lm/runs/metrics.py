@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
 import resource
-import statistics
 import sys
 import time
 from collections import deque
@@ -240,51 +238,6 @@ def imbalance(seconds: float, gather: Gather) -> dict:
         return {}
     slowest = over_ranks.max().clamp_min(1e-9)
     return {"imbalance": round(float(1 - over_ranks.mean() / slowest), 4)}
-
-
-class Outliers:
-    """Notices updates far above those before them, and counts them.
-
-    Args:
-        sigma: above their mean by so many standard deviations; None: never.
-        window: updates before one that it is compared with; with fewer none is an outlier.
-    """
-
-    def __init__(self, sigma: float | None = None, window: int = 0):
-        self.sigma, self.window = sigma, window
-        self.number = 0
-        self.before: dict[str, deque[float]] = {}
-
-    def look(self, **found: float) -> str | None:
-        """What is wrong with an update, or None. Outliers are remembered like others: what stays
-        high becomes what is usual.
-
-        Args:
-            found: numbers of one update by their names; NaN and infinity are others' business.
-        """
-        if self.sigma is None:
-            return None
-        wrong = []
-        for name, value in found.items():
-            if not math.isfinite(value):
-                continue
-            before = self.before.setdefault(name, deque(maxlen=self.window))
-            if len(before) == self.window:
-                mean, deviation = statistics.fmean(before), statistics.pstdev(before)
-                if value > mean + self.sigma * deviation:
-                    wrong.append(
-                        f"the {name.replace('_', ' ')} is {value:.4f}, more than {self.sigma:g}"
-                        f" standard deviations of {deviation:.4f} above its mean of {mean:.4f}"
-                    )
-            before.append(value)
-        return "; ".join(wrong) or None
-
-    def state_dict(self) -> dict:
-        return {"number": self.number, "before": {k: list(v) for k, v in self.before.items()}}
-
-    def load_state_dict(self, saved: dict) -> None:
-        self.number = saved["number"]
-        self.before = {k: deque(v, self.window) for k, v in saved["before"].items()}
 
 
 class Throughput:

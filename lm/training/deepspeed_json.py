@@ -203,28 +203,8 @@ def layout(cfg: Config, world_size: int) -> dict[str, int]:
 
 
 def highest_stage(cfg: Config) -> int:
-    """The highest ZeRO stage that a run can have: 3 has no whole matrix and no whole weights."""
-    return 2 if cfg.optim.name == "muon" or cfg.train.ema is not None else 3
-
-
-def check_average(cfg: Config, config: dict) -> None:
-    """Raises ConfigError where a rank has not all weights to average, in fp32.
-
-    Args:
-        config: what `deepspeed_config` has made of cfg.
-    """
-    if cfg.train.ema is None:
-        return
-    if config["zero_optimization"]["stage"] == 3:
-        raise ConfigError(
-            "train.ema averages whole weights, which no rank has under ZeRO-3: use"
-            " engine.zero_stage 0, 1 or 2 with it"
-        )
-    for kind in _low_precisions(config):
-        raise ConfigError(
-            f"train.ema averages weights in fp32, and engine.deepspeed sets {kind}.enabled: use"
-            " train.precision: bf16 instead, whose weights are fp32"
-        )
+    """The highest ZeRO stage that a run can have: 3 has no whole matrix."""
+    return 2 if cfg.optim.name == "muon" else 3
 
 
 def _low_precisions(config: dict) -> list[str]:

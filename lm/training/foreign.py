@@ -31,15 +31,13 @@ FIELDS = (
     ("num_hidden_layers", "n_layer"),
     ("state_size", "d_state"),
     ("expand", "expand"),
-    ("conv_kernel", "d_conv"),
-    ("use_bias", "bias"),
-    ("layer_norm_epsilon", "norm_epsilon"),
-    ("residual_in_fp32", "residual_in_fp32"),
     ("tie_word_embeddings", "tie_embeddings"),
     ("pad_token_id", "pad_token_id"),
     ("bos_token_id", "bos_token_id"),
     ("eos_token_id", "eos_token_id"),
 )
+# Their fields of which our layers have one value.
+FIXED = {"conv_kernel": 4, "use_bias": False, "layer_norm_epsilon": 1e-5}
 FIELDS_OF_KIND = {
     "mamba": (("time_step_rank", "dt_rank"),),
     "mamba2": (("head_dim", "headdim"), ("n_groups", "ngroups")),
@@ -127,7 +125,7 @@ def _config_of_transformers(c: FPRNNConfig) -> PretrainedConfig | None:
     """`of_transformers` the other way round; None where there is no such model."""
     from transformers import Mamba2Config, MambaConfig
 
-    if c.model_type != "fprnn" or not c.rms_norm or (c.reset_at_eos and c.eos_token_id is not None):
+    if c.model_type != "fprnn" or (c.reset_at_eos and c.eos_token_id is not None):
         return None
     layers = c.distinct_layers()
     kind = layers[0].kind
@@ -264,6 +262,11 @@ def of_transformers(c: PretrainedConfig) -> FPRNNConfig:
         wrong.append(f"hidden_act is {c.hidden_act}, ours is silu")
     if c.expand * c.hidden_size != width or getattr(c, "intermediate_size", width) != width:
         wrong.append("intermediate_size is not a whole multiple (expand) of hidden_size")
+    wrong += [
+        f"{name} is {getattr(c, name)}, ours is {value}"
+        for name, value in FIXED.items()
+        if getattr(c, name) != value
+    ]
     if wrong:
         raise SourceError(f"our layers cannot be this model: {'; '.join(wrong)}")
     fields = {ours: getattr(c, theirs) for theirs, ours in (*FIELDS, *FIELDS_OF_KIND[kind])}

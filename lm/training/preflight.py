@@ -19,7 +19,6 @@ from lm.kernels import OPERATIONS, asked, available, choice
 from lm.training import init_from
 from lm.training.build import check_section
 from lm.training.deepspeed_json import (
-    check_average,
     check_device,
     check_muon,
     deepspeed_config,
@@ -120,7 +119,7 @@ def check_config(cfg: Config, world_size: int) -> Checked:
     Raises:
         ConfigError: a warm-up that cannot be, sizes that do not go together, a DeepSpeed JSON that
             cannot be used, learning rates of parameters that are not there, a ZeRO stage that the
-            optimizer or train.ema cannot have.
+            optimizer cannot have.
         PlaceError, SourceError, DataError: as `check_inputs`. LoadError: a damaged `init_from`.
         BackendError: FPRNN_KERNELS names nothing that we have.
     """
@@ -128,7 +127,6 @@ def check_config(cfg: Config, world_size: int) -> Checked:
     check_updates(cfg)
     config = deepspeed_config(cfg, world_size)
     check_muon(cfg, config)
-    check_average(cfg, config)
     model = check_section(cfg.model, cfg.solver, cfg.data.seq_len)
     groups(model, cfg.optim)
     init_from.check(cfg, model)
@@ -136,25 +134,26 @@ def check_config(cfg: Config, world_size: int) -> Checked:
     return Checked(model, config)
 
 
-def check_gpu(cfg: Config, model: torch.nn.Module) -> None:
-    """Raises ConfigError where there is no GPU and the model is not one for a CPU, or the reverse.
+def check_gpu(model: torch.nn.Module) -> None:
+    """Refuse to train a large model where PyTorch finds no GPU.
+
+    An empty CUDA_VISIBLE_DEVICES hides the GPUs on purpose: then the CPU trains any model.
 
     Args:
         model: as of `check_config`; its embedding, which costs no time, is hardly there.
+
+    Raises:
+        ConfigError: No GPU is found, and the model is larger than MOST_ON_CPU.
     """
-    if torch.cuda.is_available():
-        if cfg.train.device == "cpu":
-            raise ConfigError(
-                "train.device is cpu, and there is a GPU: leave it out to train on the GPU, or hide"
-                " that (CUDA_VISIBLE_DEVICES='')"
-            )
+    if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return
     size = sum(p.numel() for p in model.parameters())
-    if cfg.train.device == "auto" and size > MOST_ON_CPU:
+    if size > MOST_ON_CPU:
         raise ConfigError(
             f"PyTorch finds no GPU here, and the model has {size / 1e6:.0f} M parameters beside its"
             f" embedding (more than {MOST_ON_CPU / 1e6:.0f} M): start it where there is one"
-            " (`fprnn doctor` says what was found), or say train.device=cpu if that is meant"
+            " (`fprnn doctor` says what was found), or set CUDA_VISIBLE_DEVICES='' to train on the"
+            " CPU"
         )
 
 
@@ -167,7 +166,7 @@ def check(cfg: Config, world_size: int) -> Checked:
         MissingPackageError: something that the config asks for is not installed.
     """
     checked = check_config(cfg, world_size)
-    check_gpu(cfg, checked.model)
+    check_gpu(checked.model)
     check_device(checked.deepspeed)
     sources = {part.data.source for part in parts(cfg).values()}
     for package, key, wanted in [

@@ -31,7 +31,6 @@ from lm.runs.log import Writer, describe, iterations, probed
 from lm.runs.metrics import (
     ELSEWHERE_NOTE,
     FailureWatch,
-    Outliers,
     Throughput,
     affine,
     fixed_point_metrics,
@@ -49,7 +48,6 @@ from lm.training import init_from
 from lm.training.build import build_model, vocabulary
 from lm.training.curriculum import Curriculum
 from lm.training.deepspeed_json import low_precision_modules
-from lm.training.ema import Average
 from lm.training.loop import Loop
 from lm.training.optim import described, moments, optimizer_order, signature
 from lm.training.preflight import check, check_same_kernels, environment
@@ -140,7 +138,6 @@ class Training(Loop):
         self.began = time.perf_counter()
         self.writer = None  # opened on rank 0
         self.signals = on_exit.enter_context(StopSignals())
-        self.outliers = Outliers(**cfg.train.skip.model_dump() if cfg.train.skip else {})
         self.stats: list = []  # reports of the solver since the last record
         self.tokens_per_step = cfg.tokens_per_step(ranks.world_size)
         profiled = cfg.log.profile if ranks.is_main else None
@@ -241,15 +238,11 @@ class Training(Loop):
 
     def check_finite(self, where: str = "") -> None:
         """Raises Diverged, on every rank, where the weights or moments of one are not finite."""
-        held = self.engine.held()
-        if self.average:
-            held["the average of the weights"] = list(self.average.weights.values())
-        what = not_finite(held)
+        what = not_finite(self.engine.held())
         self.ranks.raise_any(Diverged(where + what) if what else None)
 
     def _build_model(self) -> None:
         cfg, tokenizer = self.cfg, self.tokenizer
-        self.average = None  # a rollback's, with the model that it is of
         self.vocab_size = vocabulary(cfg, len(tokenizer))
         self.model = build_model(
             cfg, self.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -259,8 +252,6 @@ class Training(Loop):
         self.solves = cfg.model.has_fixed_point
         flops = affine(getattr(self.model, "flops_per_token", None), cfg.data.seq_len)
         self.engine = self._engine()
-        decay = cfg.train.ema
-        self.average = None if decay is None else Average(self.engine.deepspeed.module, decay)
         self.speed = Throughput(flops, self.ranks.world_size)
         self.watch = FailureWatch(say, self.model.solver() if self.solves else "none")
         watch = self.watch if self.solves else None
@@ -341,10 +332,6 @@ class Training(Loop):
         self.seconds = state["seconds"]
         self.speed.spent = state.get("spent", {})  # a run of before it was counted goes without
         self.rollbacks = state.get("rollbacks", 0)
-        if "outliers" in state:
-            self.outliers.load_state_dict(state["outliers"])
-        if self.average:
-            self.average.load(path, say)
         self.checkpoints.published = self.step
 
     @property
@@ -358,14 +345,11 @@ class Training(Loop):
             "seconds": self.seconds + time.perf_counter() - self.began,
             "spent": dict(self.speed.spent),
             "rollbacks": self.rollbacks,
-            "outliers": self.outliers.state_dict(),
             "rng": torch.get_rng_state(),
         }
         if torch.cuda.is_available():
             state["cuda_rng"] = torch.cuda.get_rng_state()
         files = self.engine.state_files(self.run.checkpoints, self.step)
-        if self.average and self.ranks.is_main:
-            files |= self.average.files()
         return {**files, self._own_file: state}
 
     def introduce(self) -> None:
@@ -469,18 +453,8 @@ class Training(Loop):
         # An adversary of what is not yet learned would keep it from being learned.
         against = cfg.train.adversary > 0 and self.curriculum.stage is None
         micro = self._micro_batches()
-        made = self.engine.step(
-            micro,
-            self.signals.asked,
-            self.alive,
-            self.outliers.look,
-            against=against,
-        )
+        made = self.engine.step(micro, self.signals.asked, self.alive, against=against)
         self.step += 1
-        if made.skipped:
-            self._note_skip(made.skipped)
-        if self.average:
-            self.average.update()
         self.stats += made.stats
         self.speed.count(self.tokens_per_step, passes=1 + against)
         self.engine.times.end_update()
@@ -496,11 +470,6 @@ class Training(Loop):
         """What happens within is part of no update."""
         yield
         self._skip_time()
-
-    def _note_skip(self, why: str) -> None:
-        self.outliers.number += 1
-        say(f"note: update {self.step} is skipped: {why}")
-        self.write({"skip": {"number": self.outliers.number, "why": why}})
 
     def go_back(self) -> bool:
         """Weights and optimizer from the newest checkpoint that can be used; see `Loop`."""
@@ -538,7 +507,6 @@ class Training(Loop):
             "lr": self.lr,
             "grad_norm": made.norm,
             **({"z_loss": made.z_loss} if cfg.train.z_loss else {}),
-            **({"skipped": self.outliers.number} if cfg.train.skip else {}),
             "tokens": self.step * self.tokens_per_step,
             **self.speed.read(mean(solver.get("evaluations", []))),
             **solver,
@@ -599,7 +567,7 @@ class Training(Loop):
             self._validate()
 
     def _validate(self) -> None:
-        measured = self.validation.measure(self.engine, self.step, self.alive, self.average)
+        measured = self.validation.measure(self.engine, self.step, self.alive)
         self._note_probe(measured)
         self.write(measured)
         self._skip_time()
@@ -608,7 +576,7 @@ class Training(Loop):
         """The last validation, and result.json, where they are not there yet."""
         steps = self.cfg.train.steps
         if not self.ranks.first(lambda: self._has_result(steps)):
-            final = self.validation.measure(self.engine, self.step, lambda: None, self.average)
+            final = self.validation.measure(self.engine, self.step, lambda: None)
             if self.ranks.is_main:
                 final |= self.validation.ngrams(self.run, self.vocab_size)
             self._note_probe(final)

@@ -97,8 +97,6 @@ def match(
         del shapes[HEAD]
     matched = Match(pairs=paired(source, ours, layers, partial))
     wanted = {"backbone.norm_f.weight": "backbone.norm_f.weight"}
-    if not ours.rms_norm:
-        wanted["backbone.norm_f.bias"] = "backbone.norm_f.bias"
     wanted |= _vocabulary(matched, source, ours, vocabulary, other_tokens)
     _compare_models(matched, theirs, ours)
     for index in range(len(matched.pairs)):
@@ -169,10 +167,6 @@ def _vocabulary(
 
 
 def _compare_models(matched: Match, theirs: FPRNNConfig, ours: FPRNNConfig) -> None:
-    for name in ("rms_norm", "norm_epsilon"):
-        there, here = getattr(theirs, name), getattr(ours, name)
-        if there != here:
-            matched.differs.append(f"it has {name} {there}, model.{name} is {here}")
     kinds = ({layer.kind for layer in config.layer_list()} for config in (theirs, ours))
     if set.intersection(*kinds) & set(FIXED_POINT):
         for name in OF_THE_SOLUTION:

@@ -5,7 +5,7 @@ from tests.mutations.of_model import ORACLE
 
 CELL = "lm/model/cell.py"
 CERTIFIED = "lm/model/certified_root.py"
-PAIR, CPU_PAIR = "lm/model/certified_pair.py", "lm/kernels/cpu/cell_pair.h"
+PAIR, CPU_PAIR = "lm/model/certified_root.py", "lm/kernels/cpu/cell_pair.h"
 MIXERS = "lm/model/mixers.py"
 BLOCKS = "lm/model/blocks.py"
 BLOCK = "lm/model/fixed_point.py"
@@ -581,66 +581,66 @@ MUTATIONS = [
         "certified pair: α and δ may lie on two sides",
         PAIR, "(sides[0] * sides[1] > 0) & is_clear[0] & is_clear[1]",
         "is_clear[0] & is_clear[1]",
-        (f"{TESTS}test_certified_pair.py::test_what_is_not_proven[sides]",),
+        (f"{TESTS}test_certified_root.py::test_what_is_not_proven[sides]",),
     ),
     Mutation(
         "certified pair: the side of α may be rounding",
         PAIR, "side.abs() > MIN_SIDE * length",
         "side.abs() > 0 * length",
-        (f"{TESTS}test_certified_pair.py::test_what_is_not_proven[line]",),
+        (f"{TESTS}test_certified_root.py::test_what_is_not_proven[line]",),
     ),
     Mutation(
         "certified pair: several roots may attract",
         PAIR, "(attracts.sum(1) <= 1)",
         "(attracts.sum(1) <= 9)",
-        (f"{TESTS}test_certified_pair.py::test_what_is_not_proven[several]",),
+        (f"{TESTS}test_certified_root.py::test_what_is_not_proven[several]",),
     ),
     Mutation(
         "certified pair: a piece may have three roots",
         PAIR, "(changes <= 1).all(1)",
         "(changes <= 3).all(1)",
-        (f"{TESTS}test_certified_pair.py::test_random_equations_have_the_root_that_picard_finds[20000]",),
+        (f"{TESTS}test_certified_root.py::test_random_equations_have_the_root_that_picard_finds[20000]",),
     ),
     Mutation(
         "certified pair: a root that repels counts as one that attracts",
         PAIR, "(rest[..., 0, 0] + rest[..., 1, 1] > 0)",
         "(rest[..., 0, 0] + rest[..., 1, 1] > -1e9)",
-        (f"{TESTS}test_certified_pair.py::test_a_rotation_that_attracts_nowhere_is_decided_at_once",),
+        (f"{TESTS}test_certified_root.py::test_a_rotation_that_attracts_nowhere_is_decided_at_once",),
     ),
     Mutation(
         "certified pair: the normal belongs to no eigenvalue",
         PAIR, "torch.stack([largest - b[:, 1, 1], b[:, 0, 1]], -1)",
         "torch.stack([largest + b[:, 1, 1], b[:, 0, 1]], -1)",
-        (f"{TESTS}test_certified_pair.py::test_random_equations_have_the_root_that_picard_finds[20000]",),
+        (f"{TESTS}test_certified_root.py::test_random_equations_have_the_root_that_picard_finds[20000]",),
     ),
     Mutation(
         "certified pair: γ₁ counts once",
         PAIR, "along = 2 * (v",
         "along = 1 * (v",
-        (f"{TESTS}test_certified_pair.py::test_the_polynomials_are_those_of_the_equation",),
+        (f"{TESTS}test_certified_root.py::test_the_polynomials_are_those_of_the_equation",),
     ),
     Mutation(
         "certified pair: the shift to a piece has the wrong sign",
         PAIR, "c[i] = c[i] + low * c[i + 1]",
         "c[i] = c[i] - low * c[i + 1]",
-        (f"{TESTS}test_certified_pair.py::test_bernstein_coefficients_count_zeros",),
+        (f"{TESTS}test_certified_root.py::test_bernstein_coefficients_count_zeros",),
     ),
     Mutation(
         "certified pair: C++ takes roots on the other side",
         CPU_PAIR, "side_alpha * side_delta > 0",
         "side_alpha * side_delta < 0",
-        (f"{TESTS}test_certified_pair.py::test_plain_pytorch_and_the_cpu_decide_alike",),
+        (f"{TESTS}test_certified_root.py::test_plain_pytorch_and_the_cpu_decide_alike",),
     ),
     Mutation(
         "certified pair: C++ has another γ₁",
         CPU_PAIR, "along[k] = 2 * (",
         "along[k] = 1 * (",
-        (f"{TESTS}test_certified_pair.py::test_plain_pytorch_and_the_cpu_decide_alike",),
+        (f"{TESTS}test_certified_root.py::test_plain_pytorch_and_the_cpu_decide_alike",),
     ),
     Mutation(
         "certified pair: C++ says that roots attract that do not",
         CPU_PAIR, "const bool attracting = attracts<2>(e, 2, at);",
         "const bool attracting = true;",
-        (f"{TESTS}test_certified_pair.py::test_plain_pytorch_and_the_cpu_decide_alike",),
+        (f"{TESTS}test_certified_root.py::test_plain_pytorch_and_the_cpu_decide_alike",),
     ),
 ]  # fmt: skip

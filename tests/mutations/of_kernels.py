@@ -4,10 +4,8 @@ from tests.mutations import Mutation
 from tests.mutations.of_model import iteration
 
 CPU_SCAN = "lm/kernels/cpu/scan.cpp"
-CPU_STEP = "lm/kernels/cpu/step.cpp"
 CPU_VECTOR = "lm/kernels/cpu/vector.h"
 SCAN = "lm/kernels/triton/scan.py"
-STEP = "lm/kernels/triton/step.py"
 CPU_ROOTS = "lm/kernels/cpu/roots.cpp"
 ROOTS = "lm/kernels/triton/roots.py"
 PAIR = "lm/kernels/triton/pair.py"
@@ -93,48 +91,6 @@ MUTATIONS = [
         (f"{TESTS}test_cpu.py::test_equals_the_plain_scan_whatever_is_left_out",),
     ),
     Mutation(
-        "compiled step: one gate for all reflections",
-        CPU_STEP, "Vec<T>{} + gates[i]", "Vec<T>{} + gates[0]",
-        compiled("fp_mamba1-householder2_lowrank"),
-    ),
-    Mutation(
-        "compiled step: every reflection is of the first vector's x",
-        CPU_STEP, "p.sequential ? so_far : x;", "x;",
-        compiled("fp_mamba1-householder4"),
-    ),
-    Mutation(
-        "compiled step: u divided by its length once, not twice",
-        CPU_STEP, "a * (across<T>(dot) / length) / length", "a * (across<T>(dot) / length)",
-        compiled("fp_mamba1-householder1"),
-    ),
-    Mutation(
-        "compiled step: eps is added, not a floor",
-        CPU_STEP, "return length < T(eps) ? T(eps) : length;", "return length + T(eps);",
-        compiled("fp_mamba1-large_eps"),
-    ),
-    Mutation(
-        "compiled step: relu lets negative numbers through",
-        CPU_STEP, "return v < T(0) ? Vec<T>{} : v;", "return v;",
-        compiled("fp_mamba1-relu"),
-    ),
-    Mutation(
-        "compiled step: eps outside the root",
-        CPU_STEP, "1 / std::sqrt(mean_square + T(p.eps))",
-        "1 / (std::sqrt(mean_square) + T(p.eps))",
-        compiled("fp_mamba1-large_norm_eps"),
-    ),
-    Mutation(
-        "compiled step: the residual relative to the change",
-        CPU_STEP, "largest<T>(change) / (largest<T>(size)",
-        "largest<T>(change) / (largest<T>(change)",
-        compiled("fp_mamba1-householder1"),
-    ),
-    Mutation(
-        "compiled step: the variance about zero",
-        CPU_STEP, "first_lanes<T>(load<T>(w + c, lanes) - mean, lanes)", "load<T>(w + c, lanes)",
-        compiled("fp_mamba1-householder1"),
-    ),
-    Mutation(
         "compiled exponential: the last term of the series left out",
         CPU_VECTOR, "i = F::terms - 2; i >= 0", "i = F::terms - 3; i >= 0",
         (f"{TESTS}test_cpu.py::test_the_exponential", *compiled("fp_mamba1-householder1")),
@@ -169,38 +125,6 @@ MUTATIONS = [
         "Triton scan: Δ's gradient without the input's part",
         SCAN, "ddts[TILE - 1 - j] + dus[TILE - 1 - j] * v", "ddts[TILE - 1 - j]",
         WHOLE_SCAN,
-    ),
-    # Triton: the rest of a step.
-    Mutation(
-        "Triton step: a product of reflections computed as a sum",
-        STEP, "            v = mixed\n", "            v = v\n",
-        triton("step", "test_mix[7-48-2-householder]"),
-    ),
-    Mutation(
-        "Triton step: the gates' gradient without the sigmoid's slope",
-        STEP, "-s * t * a * (1.0 - gate)", "-s * t * a",
-        triton("step", "test_mix[7-48-2-householder]"),
-    ),
-    Mutation(
-        "Triton step: the vectors' gradient without the factor two",
-        STEP, "0.0, 2.0 * s * t)", "0.0, s * t)",
-        triton("step", "test_mix[7-48-2-householder]"),
-    ),
-    Mutation(
-        "Triton step: the gradient of nrm keeps what is along u",
-        STEP, "u = (g - along * u) * inverse[:, None]", "u = g * inverse[:, None]",
-        triton("step", "test_normalise"),
-    ),
-    Mutation(
-        "Triton step: LayerNorm's gradient keeps its mean",
-        STEP, "dw -= (tl.sum(g, 1) / d)[:, None]", "dw -= 0.0 * g",
-        triton("step", "test_finish[7-48-gate-layer]"),
-    ),
-    Mutation(
-        "Triton step: the gate's gradient by silu itself, not its slope",
-        STEP, 'dgate = activate_grad(load(z, row, z_row, col, mask), "silu")',
-        'dgate = activate(load(z, row, z_row, col, mask), "silu")',
-        triton("step", "test_finish[7-48-gate-layer]"),
     ),
     # The packages of others.
     Mutation(

@@ -2,16 +2,16 @@
 
 from tests.mutations import Mutation
 
-ATTENTION = "lm/model/plain.py"
+ATTENTION = "lm/model/baseline_layers.py"
 CHUNKS = "lm/model/delta.py"
 DELTA = "lm/model/delta.py"
-CHANNELS = "lm/model/channel_delta.py"
-SLSTM = "lm/model/slstm.py"
-LSTM = "lm/model/plain.py"
+CHANNELS = "lm/model/delta.py"
+SLSTM = "lm/model/baseline_layers.py"
+LSTM = "lm/model/baseline_layers.py"
 OF_LSTM = "tests/lm/model/test_lstm.py::"
 DIAGONAL = "lm/model/diagonal.py"
 PATTERNS = "lm/model/patterns.py"
-PLAIN = "lm/model/plain.py"
+PLAIN = "lm/model/baseline_layers.py"
 STATE = "lm/model/state.py"
 CONFIG = "lm/model/configuration_fprnn.py"
 TESTS = "tests/lm/model/test_patterns.py::"
@@ -28,7 +28,7 @@ PACKED = (TESTS + "test_packed_documents_are_documents_alone",)
 OF_CHANNELS = ("tests/lm/model/test_channel_delta.py",)
 CHANNEL_RULE = (f"{OF_CHANNELS[0]}::test_the_rule_is_its_matrices",)
 OF_SLSTM = ("tests/lm/model/test_slstm.py",)
-M2RNN = "lm/model/m2rnn.py"
+M2RNN = "lm/model/diagonal.py"
 OF_M2RNN = ("tests/lm/model/test_m2rnn.py",)
 OF_MAMBA3 = ("tests/lm/model/test_mamba3.py",)
 GOES_ON = (
@@ -194,15 +194,15 @@ MUTATIONS = [
     Mutation(
         "layers: the delta rule's queries are not scaled",
         DELTA,
-        "* (self.config.d_model // h) ** -0.5",
-        "",
+        "q = unit(q.unflatten(-1, (h, -1))) * (self.config.d_model // h) ** -0.5",
+        "q = unit(q.unflatten(-1, (h, -1)))",
         PAPERS,
     ),
     Mutation(
         "layers: negative eigenvalues are not doubled",
         DELTA,
-        "beta = 2 * beta",
-        "beta = 1 * beta",
+        "beta = 2 * beta\n        log_alpha",
+        "beta = 1 * beta\n        log_alpha",
         PAPERS,
     ),
     Mutation(

@@ -76,7 +76,8 @@ MUTATIONS = [
     ),
     Mutation(
         "x̃ = M(x − y) + x",
-        MIXER_BASE, "return self(raw, x - y, weights) + y", "return self(raw, x - y, weights) + x",
+        MIXER_BASE, "self(raw.to(x.dtype), x - y, weights) + y",
+        "self(raw.to(x.dtype), x - y, weights) + x",
         iteration("fp_mamba2-kronecker"),
     ),
     Mutation(
@@ -228,12 +229,13 @@ MUTATIONS = [
     ),
     Mutation(
         "a sigmoid gate where silu is meant",
-        STEP, "w = w * F.silu(z.to(o.dtype))", "w = w * torch.sigmoid(z.to(o.dtype))",
+        STEP, "w * F.silu(z.to(o.dtype))", "w * torch.sigmoid(z.to(o.dtype))",
         iteration("fp_mamba1-gate_inside"),
     ),
     Mutation(
         "a sum for a mean in the RMSNorm that ends an iteration",
-        STEP, "w.square().mean(-1, keepdim=True) + eps", "w.square().sum(-1, keepdim=True) + eps",
+        STEP, "w.square().mean(-1, keepdim=True) + self.eps",
+        "w.square().sum(-1, keepdim=True) + self.eps",
         iteration("fp_mamba2-householder1"),
     ),
     Mutation(
@@ -275,7 +277,7 @@ MUTATIONS = [
     ),
     Mutation(
         "D multiplies the x that is not mixed",
-        BLOCKS, "self.out_norm(o, x, self.D, z, y)", "self.out_norm(o, s.x, self.D, z, y)",
+        BLOCKS, "combine(o, x, self._D()", "combine(o, s.x, self._D()",
         iteration("fp_mamba1-householder1"),
     ),
     Mutation(

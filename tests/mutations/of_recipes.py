@@ -1,4 +1,4 @@
-"""Mutations of schedules, optimizers, z-loss, skipped updates, averaged weights."""
+"""Mutations of schedules, optimizers, z-loss."""
 
 from tests.mutations import Mutation
 
@@ -6,19 +6,14 @@ MUON = "lm/training/muon.py"
 OPTIM = "lm/training/optim.py"
 LOSS = "lm/model/batch.py"
 METRICS = "lm/runs/metrics.py"
-EMA = "lm/training/ema.py"
 ENGINE = "lm/training/engine.py"
 RECIPES = "tests/lm/training/test_recipes.py::"
 STABILITY = "tests/lm/training/test_stability.py::"
 ACTIVE = (RECIPES + "test_muon_is_active_in_every_stage_that_may_have_it",)
 WSD = (RECIPES + "test_wsd_is_flat_and_then_linear",)
 RATES = (RECIPES + "test_each_parameter_has_the_rate_of_its_pattern",)
-UPDATES = (STABILITY + "test_updates_with_z_loss_and_skipped_ones",)
+UPDATES = (STABILITY + "test_updates_with_z_loss",)
 LOG_Z = (STABILITY + "test_log_z_is_that_of_the_softmax_and_no_part_of_the_loss",)
-OUTLIERS = (
-    STABILITY + "test_an_outlier_is_above_the_mean_by_so_many_deviations",
-    STABILITY + "test_no_update_is_an_outlier_before_the_window_is_full_and_a_new_level_is_taken",
-)
 AGAINST = (
     STABILITY + "test_an_update_against_the_adversary_is_both_passes_by_hand",
     STABILITY + "test_the_adversary_waits_for_the_end_of_the_curriculum",
@@ -31,7 +26,6 @@ ENDED = (
     "tests/lm/data/test_mixture.py"
     "::test_a_stage_that_is_learned_ends_at_once_and_stays_so_on_other_ranks",
 )
-AVERAGE = (STABILITY + "test_the_average_of_the_weights_is_the_recursion",)
 
 
 MUTATIONS = [
@@ -204,47 +198,5 @@ MUTATIONS = [
         "loss = loss + z_loss",
         "loss = loss - z_loss",
         UPDATES,
-    ),
-    Mutation(
-        "recipes: a skipped update steps",
-        ENGINE,
-        "if self._judge() is None:",
-        "if self._judge() is None or True:",
-        UPDATES,
-    ),
-    Mutation(
-        "recipes: each rank decides for itself",
-        ENGINE,
-        '(why or "another rank found it so") if votes else None',
-        "why",
-        UPDATES,
-    ),
-    Mutation(
-        "recipes: outliers are below the mean, too",
-        METRICS,
-        "if value > mean + self.sigma * deviation:",
-        "if abs(value - mean) > self.sigma * deviation:",
-        OUTLIERS,
-    ),
-    Mutation(
-        "recipes: outliers are forgotten",
-        METRICS,
-        "            before.append(value)\n",
-        "            if not wrong:\n                before.append(value)\n",
-        OUTLIERS,
-    ),
-    Mutation(
-        "recipes: the average forgets as it should remember",
-        EMA,
-        "lerp_(p, 1 - self.decay)",
-        "lerp_(p, self.decay)",
-        AVERAGE,
-    ),
-    Mutation(
-        "recipes: the average stays in the place of the weights",
-        EMA,
-        "        finally:\n            self._swap()\n",
-        "        finally:\n            pass\n",
-        AVERAGE,
     ),
 ]

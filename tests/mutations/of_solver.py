@@ -130,20 +130,8 @@ MUTATIONS = [
     # The language model.
     Mutation(
         "the residual stream drops what came before",
-        "lm/model/stack.py", "else residual + hidden\n        if self.residual_in_fp32",
-        "else hidden\n        if self.residual_in_fp32",
+        "lm/model/stack.py", "is None else residual + hidden", "is None else hidden",
         language_model("tied"),
-    ),
-    Mutation(
-        "the residual stream's norm is RMSNorm whatever rms_norm says",
-        LAYERS, "RMSNorm if config.rms_norm else LayerNorm", "RMSNorm",
-        language_model("layer_norm"),
-    ),
-    Mutation(
-        "the residual stream's LayerNorm without its bias",
-        LAYERS, "self.normalized_shape, weight, bias, self.eps",
-        "self.normalized_shape, weight, None, self.eps",
-        language_model("layer_norm"),
     ),
     Mutation(
         "the loss is of the token itself, not of the next",

@@ -45,8 +45,6 @@ MUTATIONS = [
          ".diag())", "pass", BECOMES),
         ("a layer's options are not compared", "if value != wanted:", "if False:",
          (*NAMED, STARTING + "test_what_does_not_start_as_a_mamba2_is_refused")),
-        ("another epsilon is no difference", 'for name in ("rms_norm", "norm_epsilon")',
-         'for name in ("rms_norm",)', NAMED),
         ("an equal name of another kind is taken",
          "if here != there and (there, here) not in RELATED:  # an",
          "if False:  # an", PART),

@@ -590,7 +590,7 @@ def test_the_papers_language_model_has_the_papers_constants():
     # The paper's solver (App. B.4).
     s = cfg.solver
     assert (s.token, s.schedule, s.stopping) == ("iterate", "parallel", "paper")
-    assert (s.tol, s.stepsize, s.stepsize_decay, s.patience) == (0.1, 0.99, 0.9, 15)
+    assert (s.tol, s.stepsize, s.stepsize_decay) == (0.1, 0.99, 0.9)
     assert (s.quantile, s.eval_max_iters) == (0.75, 1000)
     assert (s.gradient, s.n_backwards) == ("one_step", 1)
 

@@ -95,7 +95,7 @@ def test_a_checkpoint_of_other_ranks_than_the_config_can_have_keeps_its_count(tm
     """Such a run was continued on fewer ranks with larger micro-batches."""
     cfg = tiny("train.global_batch_size=4", "train.grad_accum_steps=null")
     manifest = {"step": 3, "world_size": 4, "global_batch_size": 4}
-    lines = model_card.of_run(RunDir(tmp_path), cfg, manifest, False).training
+    lines = model_card.of_run(RunDir(tmp_path), cfg, manifest).training
     assert "3 of 8 updates, 192 tokens: 4 sequences" in lines[0]
 
 

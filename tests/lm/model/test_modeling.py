@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import lm  # noqa: F401 (registers the Auto classes)
-from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.configuration_fprnn import REMOVED, FPRNNConfig
 from lm.model.fields import GATED
 from lm.model.modeling_fprnn import FPRNNForCausalLM, FPRNNModel
 from lm.model.patterns import FIXED_POINT, KINDS
@@ -413,10 +413,11 @@ def test_a_value_that_a_field_cannot_have_is_refused_also_when_it_is_set_later(f
         FPRNNForCausalLM(config)
 
 
-def test_a_field_that_was_removed_is_read_with_its_default_alone():
-    assert not hasattr(FPRNNConfig(jacobian_reg=0.0), "jacobian_reg")
-    with pytest.raises(ValueError, match=r"jacobian_reg is 0\.5, and is no longer there"):
-        FPRNNConfig(jacobian_reg=0.5)
+@pytest.mark.parametrize("name, value", REMOVED.items())
+def test_a_field_that_was_removed_is_read_with_its_value_alone(name, value):
+    assert name not in FPRNNConfig(**{name: value}).to_dict()
+    with pytest.raises(ValueError, match=rf"{name} is 'x', and the field was removed: every model"):
+        FPRNNConfig(**{name: "x"})
 
 
 def test_an_auto_that_is_set_later_is_settled():

@@ -37,7 +37,6 @@ MIXERS = {
 }
 OF_ALL = {
     "conv": dict(use_short_conv=True),
-    "conv3": dict(use_short_conv=True, d_conv=3),
     "symm": dict(symm_mixer=True, mixer_rank=2),
     "symm_kronecker": dict(symm_mixer=True, mixer="kronecker"),
     "no_h_dep": dict(mixer_h_dep=False, mixer_rank=2),
@@ -57,7 +56,6 @@ OF_ALL = {
     "large_eps_kronecker": dict(eps=0.6, mixer="kronecker"),
     "large_eps_monarch": dict(eps=0.6, mixer="monarch", mixer_rank=4),
     "large_norm_eps": dict(out_norm_epsilon=0.3),
-    "bias": dict(bias=True, mixer_rank=2),
     "square": dict(d_model=8, headdim=4, mixer="kronecker"),
     "expand1": dict(expand=1, dt_rank=3, headdim=1, mixer_rank=2),
 }
@@ -124,7 +122,6 @@ INTERPRETED = (
 )
 # What is applied after the iteration: f(y) has no gradient by it.
 AFTER = ("out_proj.weight", "z_y_proj.weight", "z_y_proj.direction", "z_y_proj.gain")
-every_case = pytest.mark.parametrize("name", ALL)
 # Of what is every block's, each toggle in one block in turn: for what costs more. The rest is slow.
 TURNS = {f"{block}-{name}" for i, name in enumerate(OF_ALL) for block in [list(BLOCKS)[i % 3]]}
 in_turn = pytest.mark.parametrize(
@@ -137,7 +134,7 @@ some_cases = pytest.mark.parametrize("name", SOME)
 def options_of(**kwargs):
     sizes = dict(vocab_size=9, d_model=D_MODEL, n_layer=1, d_state=3, dt_rank=2, headdim=3)
     solve = dict(schedule="parallel", tol=1e-13, max_iters=3000, stepsize=0.9)
-    solve |= dict(quantile=1.0, patience=3000)
+    solve |= dict(quantile=1.0, stepsize_decay=1.0)
     return FPRNNConfig(**{**sizes, "ngroups": 2, **solve, **kwargs})
 
 
@@ -229,8 +226,11 @@ def documents_and_padding(side):
     return starts, None if side == "none" else mask
 
 
-@pytest.mark.parametrize("backend", ["plain", "cpu"])
-@every_case
+@pytest.mark.parametrize(
+    "name, backend",
+    [(name, "plain") for name in ALL]
+    + [(name, "cpu") for name in ("fp_mamba1-householder1", *SOME)],
+)
 @torch.no_grad()
 def test_one_iteration(name, backend, monkeypatch):
     computed_by(backend, monkeypatch)
@@ -408,8 +408,7 @@ def test_a_step_and_its_gradients_in_single_precision(name, backend, monkeypatch
 MODELS = {
     "tied": dict(n_layer=2),
     "untied": dict(n_layer=2, tie_embeddings=False, block="fp_mamba2", use_short_conv=True),
-    "rnn": dict(n_layer=3, block="fp_rnn", use_short_conv=True, norm_epsilon=0.1),
-    "layer_norm": dict(n_layer=2, rms_norm=False, bias=True, norm_epsilon=0.05),
+    "rnn": dict(n_layer=3, block="fp_rnn", use_short_conv=True),
     "kronecker": dict(n_layer=2, mixer="kronecker", glu_in_loop=True, n_backwards=2),
 }
 

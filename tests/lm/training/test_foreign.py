@@ -36,9 +36,9 @@ def test_an_import_has_their_logits(tmp_path, form, kind):
 @pytest.mark.parametrize(
     "kind, fields",
     [
-        ("mamba", {"use_bias": True, "use_conv_bias": False, "tie_word_embeddings": False}),
-        ("mamba2", {"use_bias": True, "use_conv_bias": False, "tie_word_embeddings": False}),
-        ("mamba", {"expand": 4, "conv_kernel": 4, "residual_in_fp32": False}),
+        ("mamba", {"use_conv_bias": False, "tie_word_embeddings": False}),
+        ("mamba2", {"use_conv_bias": False, "tie_word_embeddings": False}),
+        ("mamba", {"expand": 4, "residual_in_fp32": False}),
     ],
 )
 def test_biases_and_heads_of_their_own_are_kept(tmp_path, kind, fields):
@@ -147,6 +147,8 @@ def test_a_damaged_folder_is_a_sentence(tmp_path, damage, said):
         ("mamba2", {"norm_before_gate": True}, "norms before the gate"),
         ("mamba2", {"rms_norm": False}, "no gated norm"),
         ("mamba", {"hidden_act": "gelu"}, "hidden_act is gelu, ours is silu"),
+        ("mamba", {"use_bias": True}, "use_bias is True, ours is False"),
+        ("mamba2", {"conv_kernel": 3}, "conv_kernel is 3, ours is 4"),
     ],
 )
 def test_what_our_layers_cannot_be_of_transformers(tmp_path, kind, fields, said):

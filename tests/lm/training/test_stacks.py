@@ -57,9 +57,11 @@ def test_fields_reach_the_layers():
     assert stacked(section) is section
 
 
-@pytest.mark.parametrize("kind, fields", [("mamba", {}), ("mamba2", {}), ("mamba", {"bias": True})])
+@pytest.mark.parametrize(
+    "kind, fields", [("mamba", {}), ("mamba2", {}), ("mamba", {"tie_embeddings": False})]
+)
 def test_a_stack_of_mamba_is_exported_as_transformers_own(kind, fields, tmp_path):
-    model = build(kind, tie_embeddings=not fields, **fields).eval()
+    model = build(kind, **fields).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.05 * torch.randn_like(p))
@@ -79,7 +81,6 @@ def test_a_stack_of_mamba_is_exported_as_transformers_own(kind, fields, tmp_path
     [
         ("transformer", {}),
         ("mamba2", {"ngroups": 2}),
-        ("mamba", {"rms_norm": False}),
         ("fprnn", {"layers": "mamba"}),  # whose documents begin from an empty state
         ("fprnn", {"layers": [{"mamba": {"expand": 1}}, "mamba"]}),
     ],
