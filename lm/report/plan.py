@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lm.common.cards import (
     EVALUATION_BANDWIDTH,
@@ -34,8 +34,6 @@ from lm.training.optim import described as described_optimizer
 if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedModel
-
-    from lm.report.measure import Measured
 
 UTILISATION = 0.25  # share of the card's peak in matrix products: an assumption
 EVALUATIONS = 10.0  # of a token and layer where a solve iterates: an assumption
@@ -173,7 +171,7 @@ class Layers:
         return (by_token + iterated * EVALUATIONS) / (by_token + iterated)
 
 
-def fits_kernel(block) -> bool:
+def fits_kernel(block: Any) -> bool:
     """Return whether a GPU's kernel solves the tokens of a layer one by one."""
     rank = block.kernel_rank() if block.centroids is None else None
     return bool(rank) and fits_a_gpu(rank, block.config.d_inner)
@@ -337,8 +335,14 @@ def slowest_link(card: Card, hosts: int) -> tuple[str, float]:
 # The table.
 
 
-def describe(p: dict, cfg: Config, measured: Measured | None = None) -> Table:
-    """Return the plan, and what was measured here, as a rich table of one screen."""
+def describe(p: dict, cfg: Config, measured: Any = None) -> Table:
+    """Return the plan as a rich table of one screen.
+
+    Args:
+        p: The plan.
+        cfg: The configuration.
+        measured: `lm.report.measure.Measured` of this machine.
+    """
     from rich.table import Table
 
     table = Table(title=f"Plan of {cfg.name}", show_header=False, title_justify="left")
