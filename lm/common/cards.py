@@ -1,4 +1,4 @@
-"""Cards that a run can be planned for: memory, peak and links."""
+"""Cards that a run can be planned for: memory, peak and bandwidth."""
 
 from __future__ import annotations
 
@@ -17,20 +17,18 @@ class Card(NamedTuple):
     name: str
     memory: float  # bytes, as CUDA reports them
     peak: dict[str, float] | None  # dense FLOP/s by precision, fp32 without TF32; None: unknown
-    nvlink: float  # bytes/s sent to the GPUs of its host; 0: PCIe only
     bandwidth: float  # bytes/s of its memory
     on_gpu: bool = True
 
 
-# NVLink: half of the number of the data sheet, which counts both directions.
 CARDS = {
     card.name: card
     for card in (
-        Card("a100-40g", 39.4 * GIB, {"bf16": 312e12, "fp32": 19.5e12}, 300e9, 1.555e12),
-        Card("a100-80g", 79.1 * GIB, {"bf16": 312e12, "fp32": 19.5e12}, 300e9, 2.039e12),
-        Card("l40s", 44.5 * GIB, {"bf16": 362e12, "fp32": 91.6e12}, 0.0, 0.864e12),
-        Card("h100-80g", 79.1 * GIB, {"bf16": 989e12, "fp32": 67e12}, 450e9, 3.35e12),
-        Card("h200", 139.8 * GIB, {"bf16": 989e12, "fp32": 67e12}, 450e9, 4.8e12),
+        Card("a100-40g", 39.4 * GIB, {"bf16": 312e12, "fp32": 19.5e12}, 1.555e12),
+        Card("a100-80g", 79.1 * GIB, {"bf16": 312e12, "fp32": 19.5e12}, 2.039e12),
+        Card("l40s", 44.5 * GIB, {"bf16": 362e12, "fp32": 91.6e12}, 0.864e12),
+        Card("h100-80g", 79.1 * GIB, {"bf16": 989e12, "fp32": 67e12}, 3.35e12),
+        Card("h200", 139.8 * GIB, {"bf16": 989e12, "fp32": 67e12}, 4.8e12),
     )
 }
 DEFAULT = "a100-80g"
@@ -48,11 +46,7 @@ TOKEN_S, SEQUENCE_S = 62.0e-6, 0.622e-6
 # without them (docs/kernels.md).
 EVALUATION_S = 1.8 * 0.11e-6 / 1536
 EVALUATION_BANDWIDTH = 3.35e12  # bytes/s of the card of EVALUATION_S
-PCIE = 25e9  # bytes/s between the GPUs of a host without NVLink, version 4 with 16 lanes
-# bytes/s between hosts: one InfiniBand port of 400 Gb/s (NDR) for each GPU, as in a DGX H100.
-INFINIBAND = 50e9
 CPU = "cpu"
-GPUS_A_HOST = 8
 
 
 def usable_cores() -> int:
@@ -73,7 +67,7 @@ def card(name: str) -> Card:
     """
     if name == CPU:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Card(CPU, float(memory), None, PCIE, math.nan, on_gpu=False)
+        return Card(CPU, float(memory), None, math.nan, on_gpu=False)
     if ":" in name:
         return _described_card(name)
     if name not in CARDS:
@@ -85,7 +79,7 @@ def card(name: str) -> Card:
 
 
 def _described_card(text: str) -> Card:
-    """Return the card that NAME:TFLOPS:GIB:TBPS describes; its links are PCIe.
+    """Return the card that NAME:TFLOPS:GIB:TBPS describes.
 
     Raises:
         ConfigError: Other fields than these, or one that is no number above 0.
@@ -98,7 +92,7 @@ def _described_card(text: str) -> Card:
     if not name or not all(0 < value < math.inf for value in (tflops, gib, tbps)):
         raise ConfigError(f"--gpu {text}: a card that is not listed is {DESCRIBED}")
     peak = dict.fromkeys(("bf16", "fp32"), tflops * 1e12)
-    return Card(name, gib * GIB, peak, nvlink=0.0, bandwidth=tbps * 1e12)
+    return Card(name, gib * GIB, peak, bandwidth=tbps * 1e12)
 
 
 def here() -> str:

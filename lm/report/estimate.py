@@ -1,4 +1,4 @@
-"""Memory of a rank and bytes between ranks, by the formulas of docs/scale.md.
+"""Memory of a rank, by the formulas of docs/scale.md.
 
 Weights, gradients and moments are fp32. The memory of DeepSpeed was read off runs of version 0.19;
 the activations of a layer are one number for each kind of layer. `fprnn plan --measure` prints the
@@ -57,13 +57,21 @@ LOGIT = 12.0  # bytes: its logit, and what loss and backward make of it
 
 
 class Sizes(NamedTuple):
-    """What memory and messages of a model are computed from."""
+    """Numbers of parameters of a model.
 
-    parameters: int  # N
+    Attributes:
+        parameters: All.
+        embedding: In the embedding.
+        sent_low: With gradients that DeepSpeed sends in bf16.
+        by_muon: Updated by Muon, with one moment where AdamW has two.
+        largest: In the largest tensor.
+    """
+
+    parameters: int
     embedding: int
-    sent_low: int = 0  # parameters whose gradients travel in bf16
-    by_muon: int = 0  # parameters that Muon steps, with one moment where AdamW has two
-    largest: int = 0  # parameters of the largest tensor
+    sent_low: int = 0
+    by_muon: int = 0
+    largest: int = 0
 
 
 class Memory(NamedTuple):
@@ -212,31 +220,6 @@ def _buffers(zero: dict, stage: int, ranks: int, of: Sizes) -> float:
 def limit(card: Card, world_size: int) -> float:
     """Return the bytes that a rank may use; all ranks share a CPU's memory."""
     return USABLE * card.memory if card.on_gpu else card.memory / world_size
-
-
-def communication(of: Sizes, gpus: int, stage: int, passes: int) -> dict[str, float]:
-    """Return the bytes that each GPU sends in an update, by collective, with rings.
-
-    These are the defaults of DeepSpeed 0.19: ZeRO-1 and 2 sum buckets over all ranks although each
-    rank needs only its own part; ZeRO-2 and 3 send the gradients of every pass; ZeRO-3 gathers the
-    weights for every forward and every backward.
-
-    Args:
-        of: Sizes of the model.
-        gpus: Number of ranks.
-        stage: ZeRO stage.
-        passes: Forward and backward passes of an update.
-    """
-    part = (gpus - 1) / gpus
-    weights = part * 4.0 * of.parameters
-    gradients = weights - part * 2.0 * of.sent_low
-    if stage == 3:
-        return {
-            "reduce-scatter of gradients": gradients * passes,
-            "all-gather of weights": 2 * gradients * passes,  # sent as gradients are
-        }
-    sent = {"all-reduce of gradients": 2 * gradients * (passes if stage == 2 else 1)}
-    return sent | ({"all-gather of weights": weights} if stage else {})
 
 
 def checkpoint_bytes(of: Sizes, stage: int) -> float:

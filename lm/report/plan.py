@@ -9,9 +9,6 @@ from lm.common.cards import (
     EVALUATION_BANDWIDTH,
     EVALUATION_S,
     GIB,
-    GPUS_A_HOST,
-    INFINIBAND,
-    PCIE,
     SEQUENCE_S,
     TOKEN_S,
     Card,
@@ -59,11 +56,6 @@ class Where:
     world_size: int
     card: Card
     utilisation: float = UTILISATION
-
-    @property
-    def hosts(self) -> int:
-        """Number of hosts with GPUS_A_HOST GPUs."""
-        return -(-self.world_size // GPUS_A_HOST)
 
 
 def where(world_size: int, gpu: str | None = None, utilisation: float | None = None) -> Where:
@@ -280,9 +272,8 @@ def plan(cfg: Config, at: Where | int) -> dict:
 
 
 def _planned_memory(cfg: Config, at: Where, counted: Sizes, vocab_size: int) -> dict:
-    """Return the bytes on a GPU, between GPUs and on the disk."""
+    """Return the bytes on a GPU and on the disk."""
     stage = deepspeed_config(cfg, at.world_size)["zero_optimization"]["stage"]
-    passes = cfg.train.accumulation(at.world_size) * (2 if cfg.train.adversary else 1)
     known = at.world_size, at.card, counted, vocab_size
     stages = {s: estimate.memory(cfg, *known, stage=s) for s in range(highest_stage(cfg) + 1)}
     needed, limit = estimate.memory(cfg, *known), estimate.limit(at.card, at.world_size)
@@ -294,7 +285,6 @@ def _planned_memory(cfg: Config, at: Where, counted: Sizes, vocab_size: int) -> 
         "fits": fits,
         "change": None if fits else smaller_batch(cfg, *known),
         "stages": stages,
-        "communication": estimate.communication(counted, at.world_size, stage, passes),
         "checkpoint_bytes": estimate.checkpoint_bytes(counted, stage),
     }
 
@@ -325,13 +315,6 @@ def smaller_batch(
     return None
 
 
-def slowest_link(card: Card, hosts: int) -> tuple[str, float]:
-    """Return the name and the bytes per second of the slowest link of a GPU."""
-    if hosts > 1:
-        return "InfiniBand", INFINIBAND
-    return ("NVLink", card.nvlink) if card.nvlink else ("PCIe", PCIE)
-
-
 # The table.
 
 
@@ -358,9 +341,7 @@ def describe(p: dict, cfg: Config, measured: Any = None) -> Table:
 def _what(p: dict, cfg: Config) -> list[tuple[str, str]]:
     """Return the rows of the model and its data."""
     at = p["at"]
-    ranks = f"{at.world_size} × {at.card.name} in {at.hosts} host{'s' * (at.hosts > 1)}"
-    if not at.card.on_gpu:
-        ranks = f"{at.world_size} (on this CPU)"
+    ranks = f"{at.world_size} × {at.card.name}"
     mixer_note = "is not imported by a plan: counted as a householder"
     return [
         ("parameters", f"{p['parameters'] / 1e6:,.1f} M"),
@@ -398,17 +379,11 @@ def _amount(count: float) -> str:
 
 
 def _work(p: dict, cfg: Config) -> list[tuple[str, str]]:
-    """Return the rows of FLOPs, hours, and bytes sent and saved."""
-    at = p["at"]
+    """Return the rows of FLOPs, hours and the checkpoint."""
     evaluations = "" if p["evaluations"] is None else f", evaluations = {p['evaluations']:g}"
     flops = f"{p['flops_per_token'] / 1e9:,.3f} G  ({p['flops']:.2e} in all)"
     rows = [(f"FLOPs per token{evaluations}", flops), *_hours(p, cfg)]
-    if at.world_size > 1:
-        sent, (link, speed) = sum(p["communication"].values()), slowest_link(at.card, at.hosts)
-        text = f"{_size(sent)} a GPU, {sent / speed:.2g} s over {link} where nothing overlaps"
-        rows.append(("sent per update", text))
-    rows.append(("checkpoint", f"{p['checkpoint_bytes'] / GIB:,.2f} GiB"))
-    return rows
+    return [*rows, ("checkpoint", f"{p['checkpoint_bytes'] / GIB:,.2f} GiB")]
 
 
 def _hours(p: dict, cfg: Config) -> list[tuple[str, str]]:

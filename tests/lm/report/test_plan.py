@@ -1,7 +1,5 @@
 """The cost of a run before it starts, against real models and a count of their products."""
 
-import io
-import json
 import re
 from pathlib import Path
 from typing import get_args
@@ -10,16 +8,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lm.common.cards import CARDS, EVALUATION_S, SEQUENCE_S, TOKEN_S
+from lm.common.cards import EVALUATION_S, SEQUENCE_S, TOKEN_S
 from lm.common.errors import ConfigError
 from lm.config import load as config
 from lm.config.data import Data, Stage
 from lm.config.model import Model
 from lm.config.schema import Config, Tokenizer
 from lm.report import estimate
-from lm.report.estimate import Sizes, communication
 from lm.report.measure import measure, warn_if_slow
-from lm.report.plan import describe, plan, slowest_link, where
+from lm.report.plan import describe, plan, where
 from lm.training.build import build_model
 
 ROOT = Path(__file__).parents[3]
@@ -160,23 +157,6 @@ def test_deepspeeds_buffers_are_those_of_its_json():
     assert needed(cfg, 4).buffers == 2 * 4 * 1000
 
 
-def test_buffers_follow_a_json_file_too(tmp_path):
-    cfg = tiny()
-    raw = {"zero_optimization": {"reduce_bucket_size": 1000, "overlap_comm": False}}
-    (tmp_path / "deepspeed.json").write_text(json.dumps(raw))
-    cfg.engine.deepspeed = str(tmp_path / "deepspeed.json")
-    assert needed(cfg, 4).buffers == 4 * 1000
-
-
-@pytest.mark.parametrize("gpus, gib", [(1, 0.19), (4, 0.37)])
-def test_buffers_of_the_160m_model_are_smaller_than_its_gradients(gpus, gib):
-    """DeepSpeed's default of 5e8 numbers with overlap_comm takes 3.7 GiB and more."""
-    cfg = config.load(LM / "fpmamba_160m_fineweb2b.yaml")
-    memory = needed(cfg, gpus)
-    assert memory.buffers / 2**30 == pytest.approx(gib, abs=0.01)
-    assert memory.buffers < memory.gradients
-
-
 def test_memory_is_that_of_the_stage_that_deepspeeds_own_json_sets():
     by_key, by_json = tiny(), tiny()
     by_key.engine.zero_stage = 3
@@ -195,14 +175,6 @@ def test_activations_grow_with_the_batch_and_shrink_with_checkpointing():
     cfg.train.micro_batch_size //= 2
     cfg.model.gradient_checkpointing = True
     assert needed(cfg).activations < before / 2
-
-
-def test_bf16_keeps_less_than_fp32():
-    cfg = tiny(d_model=64)
-    cfg.train.micro_batch_size = 16  # of fewer tokens the weights' copies in bf16 are more
-    full = needed(cfg).activations
-    cfg.train.precision = "bf16"
-    assert needed(cfg).activations < full
 
 
 # What an autograd walk over every tensor of a layer once counted, bytes a token and channel
@@ -357,30 +329,6 @@ def test_evaluations_are_one_where_tokens_are_solved_one_by_one():
     assert plan(tiny(name="mamba"), H200)["evaluations"] is None
 
 
-def test_what_is_sent_in_an_update():
-    of = Sizes(1000, 50, 400)  # 400 of the gradients in bf16
-    gradients, weights, part = 4 * 600 + 2 * 400, 4000, 7 / 8
-    sent = {s: communication(of, 8, s, 3) for s in range(4)}
-    assert sent[0] == {"all-reduce of gradients": 2 * part * gradients}
-    assert sent[1] == sent[0] | {"all-gather of weights": part * weights}
-    assert sent[2] == {
-        "all-reduce of gradients": 3 * 2 * part * gradients,
-        "all-gather of weights": part * weights,
-    }
-    assert sent[3] == {
-        "reduce-scatter of gradients": 3 * part * gradients,
-        "all-gather of weights": 3 * 2 * part * gradients,
-    }
-    assert sum(communication(of, 1, 1, 3).values()) == 0
-
-
-def test_hosts_are_linked_by_infiniband():
-    assert slowest_link(CARDS["h100-80g"], 1) == ("NVLink", 450e9)
-    assert slowest_link(CARDS["l40s"], 1) == ("PCIe", 25e9)
-    assert slowest_link(CARDS["h100-80g"], 2) == ("InfiniBand", 50e9)
-    assert where(16).hosts == 2  # eight GPUs a host
-
-
 @pytest.mark.parametrize(
     "options, words",
     [
@@ -513,21 +461,6 @@ def test_where_a_stage_waits_the_plan_says_at_least():
     assert "two passes in at least 4 updates" in shown(plan(cfg, H200), cfg)["hours"]
 
 
-def test_the_plan_as_a_table():
-    from rich.console import Console
-
-    cfg = config.load(LM / "mamba_160m_fineweb2b.yaml")
-    p = plan(cfg, 4)
-    file = io.StringIO()
-    Console(file=file, width=120).print(describe(p, cfg))
-    text = file.getvalue()
-    assert "Plan of mamba_160m_fineweb2b" in text
-    assert "hours" in text
-    for shown in (f"{p['parameters'] / 1e6:,.1f} M", "256 of 2,048 tokens", "524,288", "2.517 B",
-                  "50,264", "FLOPs per token", "memory: logits", "ZeRO-1"):  # fmt: skip
-        assert shown in text, shown
-
-
 @pytest.mark.parametrize("name", get_args(Model.model_fields["name"].annotation))
 def test_every_model_has_a_plan(name):
     made = plan(tiny(name=name, d_model=64, headdim=16), 2)
@@ -564,10 +497,7 @@ def test_a_card_that_is_not_listed_is_described():
     described = where(2, "b200:2250:178:8").card
     assert described.name == "b200" and described.memory == 178 * 2**30
     assert described.peak == {"bf16": 2250e12, "fp32": 2250e12} and described.bandwidth == 8e12
-    assert (
-        "2 × b200 in 1 host"
-        in shown(plan(tiny(), where(2, "b200:2250:178:8")), tiny())["ranks (GPUs)"]
-    )
+    assert "2 × b200" in shown(plan(tiny(), where(2, "b200:2250:178:8")), tiny())["ranks (GPUs)"]
     for wrong in ("b200:2250:178", "b200:0:178:8", "b200:x:178:8", ":1:1:1", "b200:inf:1:1"):
         with pytest.raises(ConfigError, match=f"--gpu {wrong}: .* is NAME:TFLOPS:GIB:TBPS"):
             where(2, wrong)
