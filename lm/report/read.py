@@ -169,11 +169,6 @@ def _records(run: RunDir, remarks: list[str]) -> list[dict]:
     """Return the records of a run in the order of their updates."""
     log = read_log(run.path)
     records = sorted((r for r in log.records if r["step"] <= LAST_STEP), key=lambda r: r["step"])
-    if log.left_out:
-        remarks.append(
-            f"{run.metrics.name} has {len(records) + log.left_out:,} records: {len(records):,} of"
-            " them are drawn, evenly spaced, and the newest"
-        )
     if unread := log.unread + len(log.records) - len(records):
         remarks.append(
             f"{run.metrics.name}: lines without a record: {unread} (cut short by a kill, damaged,"
