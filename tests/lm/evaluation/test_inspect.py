@@ -184,7 +184,7 @@ def test_bits_per_byte_are_those_of_text_local(small_export, tmp_path, monkeypat
 
     (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
     monkeypatch.setenv("FPRNN_EVAL_DATA", str(tmp_path))
-    results = evaluate(small_export, ["text_local"], out=tmp_path / "r.json", device="cpu")
+    results = evaluate(small_export, ["text_local"], out=tmp_path / "r.json")
     theirs = results["tasks"]["text_local"]["metrics"]["bits_per_byte"]["value"]
     assert fprnn.load(small_export).score(TEXT).bits_per_byte == pytest.approx(theirs, rel=1e-5)
 
