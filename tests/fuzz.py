@@ -85,8 +85,6 @@ def overrides(rng: random.Random, places: Places, folder: Path) -> Case:
 def arguments(rng: random.Random, places: Places, folder: Path) -> Case:
     """A command one of whose arguments is what it should not be."""
     run, export, synthetic = places
-    text = folder / "text"
-    text.write_text("a b c d e f g h " * 40)
     generate = ["generate", export, "--max-new-tokens", "1", "--prompt"]
     value = rng.choice([*VALUES, run, export, synthetic, folder])
     return rng.choice(
@@ -99,9 +97,6 @@ def arguments(rng: random.Random, places: Places, folder: Path) -> Case:
             ("lm", ["inspect", "--out", folder / "x.html", "--", value, "a b"]),
             ("lm", ["inspect", export, "--out", folder / "x.html", "--", value]),
             ("lm", ["inspect", export, "a b", "--out", value]),
-            ("lm", ["agree", export, "--out", folder / "x.json", "--text", value]),
-            ("lm", ["agree", export, "--text", text, "--length", "8", "--out", value]),
-            ("lm", ["agree", export, "--text", text, "--out", folder / "x", "--length", value]),
             ("lm", ["report", "--out", folder, "--", value]),
             ("lm", ["report", run, "--out", value]),
             ("lm", ["export", "--", value, folder / "hf"]),

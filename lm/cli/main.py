@@ -20,7 +20,6 @@ from lm.cli.arguments import (
     Number,
     Whole,
     add_trust,
-    names,
     parse,
     run,
 )
@@ -41,7 +40,6 @@ EPILOG = """examples:
   fprnn eval runs/demo/hf --suite paper --data eval_files
   fprnn serve runs/demo/hf
   fprnn inspect runs/demo "f(g(h(x), y))"
-  fprnn agree runs/demo/hf
   fprnn report runs/demo
   fprnn report runs/first runs/second --out runs/both.html
   fprnn sweep configs/lm/compare/tiny.yaml --run
@@ -242,28 +240,6 @@ def _generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def _agree(args: argparse.Namespace) -> int:
-    from lm.runs import places
-
-    places.find_model(args.checkpoint, on_hub=False)
-    places.check_files({"--text": args.text})
-
-    from lm.common.console import Progress, say
-    from lm.evaluation.agree import agree, table
-
-    with Progress("agree", unit="batches") as bar:
-        results = agree(args.checkpoint, **_solved_text(args), progress=bar.update)
-    say(table(results))
-    return 0
-
-
-def _solved_text(args: argparse.Namespace) -> dict:
-    """The options of `agree`; a list not given is left to its default."""
-    names = ("text", "tol", "sequences", "length", "batch_size", "seed", "out", "trust")
-    schedules = {} if args.schedules is None else {"schedules": args.schedules}
-    return {name: getattr(args, name) for name in names} | schedules
-
-
 def _report(args: argparse.Namespace) -> int:
     from lm.runs import places
 
@@ -292,51 +268,6 @@ def _check_mixer(args: argparse.Namespace) -> int:
     findings = check_mixer(args.mixer, args.block, args.rank)
     print(report(findings))
     return 1 if any(found.holds is False for found in findings) else 0
-
-
-def _add_solved_text(c: argparse.ArgumentParser, schedules: str) -> None:
-    """The options of `agree`."""
-    c.add_argument(
-        "checkpoint",
-        metavar="CKPT",
-        help="a run directory or an exported folder, of a fixed-point model",
-    )
-    c.add_argument("--text", metavar="FILE", help="UTF-8 text (default: built-in, held-out part)")
-    c.add_argument(
-        "--schedules", type=names, metavar="A,B,…", help=f"comma-separated (default: {schedules})"
-    )
-    c.add_argument(
-        "--tol",
-        type=Number(),
-        help="relative residual of the schedules that iterate, above 0 (default, and paper's: the"
-        " checkpoint's own)",
-    )
-    c.add_argument(
-        "--sequences",
-        type=Whole(),
-        default=8,
-        metavar="N",
-        help="how many, at least 1 (default: 8)",
-    )
-    c.add_argument(
-        "--length",
-        type=Whole(),
-        default=256,
-        metavar="L",
-        help="their tokens, at least 1, beyond what it was trained on too (default: 256)",
-    )
-    c.add_argument(
-        "--batch-size",
-        type=Whole(),
-        default=4,
-        metavar="B",
-        help="sequences solved at once, at least 1 (default: 4); the paper's stopping depends on"
-        " it",
-    )
-    c.add_argument(
-        "--seed", type=SEED, default=0, help="of the places in the text, at least 0 (default: 0)"
-    )
-    add_trust(c)
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
@@ -432,8 +363,8 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
         help="run directory → HuggingFace directory",
         description="Write a run as a folder that from_pretrained loads, with a model card. Nothing"
         " leaves this machine without --push, which says what it uploads and where. `fprnn export"
-        " OUT --push REPO` uploads an export that is there already, with what `fprnn eval` and"
-        " `fprnn agree` have added to its card.",
+        " OUT --push REPO` uploads an export that is there already, with what `fprnn eval` has"
+        " added to its card.",
     )
     c.add_argument("run", metavar="RUN")
     c.add_argument("out", metavar="OUT", nargs="?")
@@ -503,21 +434,6 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     c.add_argument("--out", help="also write the text to this file")
     add_trust(c)
     c.set_defaults(run_command=_generate)
-
-
-def _add_agree(commands: argparse._SubParsersAction) -> None:
-    c = commands.add_parser(
-        "agree",
-        help="do all schedules find the same solution, and at what work?",
-        description="Solve the same text under every schedule, each token's own equation solved"
-        " (token exact), and compare with the tight solution, which goes token by token: most"
-        " likely tokens, logits, perplexity, evaluations, tokens that failed. All should agree."
-        " `paper` is the paper's procedure (its map iterated on all tokens, stopped as one batch),"
-        " beside them for information; its ℓ* is counted for every layer.",
-    )
-    _add_solved_text(c, "sequential, window:16, parallel, paper")
-    c.add_argument("--out", metavar="JSON", help="results (default: CKPT/eval/agree.json)")
-    c.set_defaults(run_command=_agree)
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
@@ -605,7 +521,6 @@ def parser(more: Sequence[AddCommands] = ()) -> argparse.ArgumentParser:
     add_eval(commands)
     _add_generate(commands)
     cli_serve.add(commands)
-    _add_agree(commands)
     _add_check_mixer(commands)
     for add in more:
         add(commands)

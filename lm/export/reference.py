@@ -78,8 +78,7 @@ ALWAYS = {
 SOLVER = {"token": "exact", **dict.fromkeys(("schedule", "stopping", "gradient"), "auto")}
 ORIGIN = (
     "Imported from a checkpoint of the paper's code. It is solved exactly (`token: exact`); the"
-    " paper's own procedure, `model.solving(token='iterate')`, may find another solution:"
-    " `fprnn agree` compares them."
+    " paper's own procedure, `model.solving(token='iterate')`, may find another solution."
 )
 DENSE_WIDTH = 256  # d_inner of their selectivedense, whatever expand says
 

@@ -17,7 +17,8 @@ from lm.model.checksums import SUMS, read_sums
 EXPORT_RECORD = ".fprnn.json"
 CARD = "README.md"
 PAGE = "inspect.html"  # `fprnn inspect` writes it next to an export
-EVALUATIONS = ("eval/results.json", "eval/agree.json", PAGE)  # written next to an export
+# Written next to an export; `agree.json` by earlier versions.
+EVALUATIONS = ("eval/results.json", "eval/agree.json", PAGE)
 MAX_NAMES = 3  # names that a message gives
 
 TOKENIZER_FILES = (

@@ -496,15 +496,10 @@ def test_generate_called_from_python(small_export, options, words):
     [
         (["eval", "--tasks", "a", "--batch-size", "0"], "--batch-size: '0' is no whole number"),
         (["eval", "--tasks", "a", "--limit", "-1"], "--limit: '-1' is no whole number"),
-        (["eval", "--tasks", "a", "--num-fewshot", "-1"], "--num-fewshot: '-1' is no whole"),
         (["eval", "--tasks", " , "], "argument --tasks: the list is empty"),
-        (["agree", "--schedules", ""], "argument --schedules: the list is empty"),
-        (["agree", "--sequences", "0"], "--sequences: '0' is no whole number"),
-        (["agree", "--seed", "-1"], "--seed: '-1' is no whole number"),
-        (["agree", "--tol", "inf"], "--tol: 'inf' is no finite number"),
     ],
 )
-def test_eval_and_agree(capsys, small_export, args, words):
+def test_eval(capsys, small_export, args, words):
     assert words in refused(capsys, args[0], small_export, *args[1:])
 
 
@@ -513,8 +508,6 @@ def test_evaluate_called_from_python(small_export):
 
     with pytest.raises(EvaluationError, match="batch_size is 0"):
         evaluate(small_export, ["catbabi_mini"], batch_size=0)
-    with pytest.raises(EvaluationError, match="num_fewshot is -1"):
-        evaluate(small_export, ["catbabi_mini"], num_fewshot=-1)
 
 
 # Configuration files.

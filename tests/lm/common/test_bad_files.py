@@ -139,10 +139,6 @@ def test_generate_to_a_place_that_cannot_be_written(capsys, small_export, tmp_pa
     assert (tmp_path / "new" / "text.txt").read_text().startswith("a")
 
 
-def test_agree_to_a_place_that_cannot_be_written(capsys, small_export, blocked):
-    assert "is a file" in refused(capsys, "agree", small_export, "--out", blocked / "x")
-
-
 def test_eval_to_a_place_that_cannot_be_written(capsys, small_export, blocked):
     pytest.importorskip("lm_eval")
     message = refused(
@@ -204,11 +200,7 @@ DAMAGES = {
 def test_weights_that_are_not_those_of_the_config_are_never_made_up(capsys, copy, damage):
     change, words = DAMAGES[damage]
     rewritten(copy, change)
-    for command in (
-        ["generate", copy, "--prompt", "a"],
-        ["agree", copy, "--length", 8],
-    ):
-        assert words in refused(capsys, *command)
+    assert words in refused(capsys, "generate", copy, "--prompt", "a")
 
 
 def test_evaluation_refuses_a_damaged_export(capsys, copy):

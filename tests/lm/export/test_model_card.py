@@ -141,6 +141,12 @@ def test_what_is_measured_is_added_and_replaced_and_stays_with_the_same_weights(
     assert (out / "README.md").read_text() == text
     before, _, after = whole.partition(NOTHING_MEASURED)
     assert text.startswith(before) and text.endswith(after)
+    earlier = "Agreement of schedules, by an earlier version:\n\n| a |"
+    (out / "README.md").write_text(text.replace(END, f"{earlier}\n{END}"))
+    add_measured(out)
+    card = (out / "README.md").read_text()
+    assert card.count(earlier) == 1 and "| t | 4 | acc | 0.5000 | 0.1000 |" in card
+    (out / "README.md").write_text(text)
     (out / "eval/results.json").write_text('{"limit": 3')  # damaged: nothing is made up
     add_measured(out)
     assert (out / "README.md").read_text() == whole

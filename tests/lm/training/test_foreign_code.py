@@ -119,12 +119,9 @@ def test_foreign_code_of_an_export_runs_with_trust_alone(export, tmp_path, capsy
     write_json(export / "config.json", config | {"model_type": "somebodys"})
     code = (export / "configuration_fprnn.py").read_text()
     (export / "configuration_fprnn.py").write_text(code.replace('"fprnn"', '"somebodys"'))
-    text = tmp_path / "text"
-    text.write_text("a b c d e f g h " * 20)
     for words in (
         ("generate", export, "--prompt", "a"),
         ("inspect", export, "a"),
-        ("agree", export, "--text", text),
         ("eval", export, "--tasks", "catbabi_mini"),
     ):
         said = refused(capsys, *words)
