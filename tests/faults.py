@@ -49,10 +49,10 @@ def plain_kernels(_: int) -> None:
 
 def no_data_at(count: int) -> None:
     """The count-th micro-batch cannot be read."""
-    from lm.data.batches.loader import MapLoader
+    from lm.data.batches.mixture_loader import MixtureLoader
     from lm.data.sources.errors import DataError
 
-    real, read = MapLoader.__next__, [0]
+    real, read = MixtureLoader.__next__, [0]
 
     def following(self):
         read[0] += 1
@@ -60,7 +60,7 @@ def no_data_at(count: int) -> None:
             raise DataError("the disk with the text is gone")
         return real(self)
 
-    MapLoader.__next__ = following
+    MixtureLoader.__next__ = following
 
 
 def _before_update(count: int, what: Callable[[], None]) -> None:

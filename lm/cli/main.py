@@ -156,7 +156,7 @@ def _prepare(args: argparse.Namespace) -> int:
         check_tokenizer(cfg)
         check_data(cfg)
 
-    from lm.data.corpus.ahead import prepare_config, summary
+    from lm.data.corpus.corpora import prepare_config, summary
 
     done = []
     for cfg in configs:

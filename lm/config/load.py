@@ -25,6 +25,7 @@ SHORT = {"model": "name", "init_from": "path"}  # sections that a text may stand
 # one with its default is read without it.
 REMOVED = {
     "data.packing": "plain",
+    "data.temperature": None,
     "model.backend": "auto",
     "model.rms_norm": True,
     "model.bias": False,

@@ -108,7 +108,7 @@ def training_data(cfg: Config, name: str = "") -> tuple[float | None, str]:
 
 
 def data_sources(cfg: Config, tokens: int) -> dict[str, dict]:
-    """Return the share, tokens, source of that number and passes of each source of a mixture.
+    """Return the share, tokens, source of that number and passes of each source.
 
     A run without a mixture has one source, named "".
 
@@ -116,20 +116,14 @@ def data_sources(cfg: Config, tokens: int) -> dict[str, dict]:
         cfg: The configuration.
         tokens: Tokens that are trained on.
     """
-    if cfg.data.mixture is None:
-        counted, share_of = {"": training_data(cfg)}, {"": 1.0}
-    else:
-        from lm.data.sources.mixture import parts, shares
+    from lm.data.sources.mixture import parts, shares
 
-        counted = {name: training_data(part, name) for name, part in parts(cfg).items()}
-        known = {name: count for name, (count, _) in counted.items() if count is not None}
-        share_of = {}
-        if cfg.data.temperature is None or len(known) == len(counted):
-            share_of = shares(cfg.data, known)
+    share_of_source = shares(cfg.data)
     sources = {}
-    for name, (count, text) in counted.items():
-        share = share_of.get(name)
-        passes = share * tokens / count if share is not None and count else None
+    for name, part in parts(cfg).items():
+        count, text = training_data(part, name)
+        share = share_of_source[name]
+        passes = share * tokens / count if count else None
         sources[name] = {"share": share, "tokens": count, "where": text, "passes": passes}
     return sources
 
@@ -360,11 +354,7 @@ def _what(p: dict, cfg: Config) -> list[tuple[str, str]]:
 
 def _source_row(name: str, source: dict) -> tuple[str, str]:
     """Return the row of a source: its share, its tokens, and how often they are repeated."""
-    parts = []
-    if source["share"] is None:
-        parts.append("share known once all are tokenised")
-    elif name:
-        parts.append(f"{source['share']:.2%} of the sequences")
+    parts = [f"{source['share']:.2%} of the sequences"] if name else []
     count = source["tokens"]
     parts.append(source["where"] if count is None else f"{_amount(count)} ({source['where']})")
     if (passes := source["passes"]) is not None:

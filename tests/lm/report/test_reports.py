@@ -248,7 +248,7 @@ def test_the_report_of_a_real_run(tiny_run, tmp_path, capsys):
     known = {(row[0], row[1]): row[2] for row in page.tables["Provenance"][0]}
     assert known["environment.json", "torch"] == environment["torch"]
     assert known["environment.json", "commit"] == (environment["commit"] or "null")
-    assert known["data/corpus.json", "fingerprint"] == corpus["fingerprint"]
+    assert known["data/corpus.json", "settings"] == corpus["settings"]
     figures = {path.name for path in (copied / "figures").iterdir()}
     names = {"loss.png", "loss.pdf", "lr.png", "grad_norm.pdf", "memory.png"}
     assert names <= figures <= {f"{name}.{kind}" for name in FIGURES for kind in ("png", "pdf")}
