@@ -171,6 +171,12 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(draw, "save", lambda drawing, png, folder, name: None)
 
 
+@pytest.fixture
+def no_pdf(monkeypatch):
+    """Reports without files of their figures."""
+    monkeypatch.setattr(draw, "save", lambda drawing, png, folder, name: None)
+
+
 @pytest.fixture(scope="module")
 def solved(tmp_path_factory):
     """The directory of a run with two solved layers."""
@@ -292,7 +298,7 @@ def test_curves_are_drawn_from_the_records(solved, tmp_path, monkeypatch):
     assert seen["bits_per_byte"] == [[expected, expected]]
 
 
-def test_the_page_needs_no_other_file(solved, tmp_path):
+def test_the_page_needs_no_other_file(solved, tmp_path, no_pdf):
     page = reported(solved, tmp_path)
     targets = [v for _, name, v in page.attributes if name in ("src", "href", "xlink:href")]
     assert targets and all(v.startswith(("#", "data:")) for v in targets)
@@ -371,7 +377,7 @@ def test_a_baseline_has_no_solver_and_that_is_said(tmp_path, undrawn):
 
 
 @pytest.mark.parametrize("layers", [[3, 7], list(range(24))])
-def test_layers_have_the_numbers_of_their_model(tmp_path, layers):
+def test_layers_have_the_numbers_of_their_model(tmp_path, layers, no_pdf):
     """Two layers have a legend; many have a color bar."""
     page = reported(run_in(tmp_path / "hybrid", records(layers)), tmp_path)
     for title in ("ℓ* of each layer", "Evaluations a token"):
@@ -479,7 +485,7 @@ def test_damaged_records_are_left_out_and_counted(tmp_path, undrawn):
     assert "nan" not in "".join(cell for t in page.tables.values() for r in t[0] for cell in r)
 
 
-def test_names_are_text_and_nothing_else(tmp_path):
+def test_names_are_text_and_nothing_else(tmp_path, no_pdf):
     """A label is no markup and no mathematics."""
     folders = [tmp_path / "_a$x_1$" / "r", tmp_path / "<script>alert(1)</script>|`b`" / "r"]
     for folder in folders:
