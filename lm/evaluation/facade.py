@@ -11,8 +11,7 @@ from lm.runs import places
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from lm.evaluation.inspection.page import Inspection
-    from lm.evaluation.inspection.result import Score
+    from lm.evaluation.inspection.result import Inspection, Score
 
 
 class FacadeError(UserError, RuntimeError):

@@ -22,7 +22,7 @@ from lm.kernels import Unsupported, run_in_clean_threads
 from lm.kernels.cache import open_cache_folder
 
 HERE = Path(__file__).parent
-SOURCES = ("scan.cpp", "step.cpp", "cell.cpp", "cell_backward.cpp", "roots.cpp")
+SOURCES = ("scan.cpp", "cell.cpp", "cell_backward.cpp", "roots.cpp")
 HEADERS = (
     "vector.h",
     "cell.h",
@@ -46,7 +46,7 @@ FLAGS = (
 # For AMD's Zen g++ splits a multiply-add where it likes, so that a sum of one sequence would be
 # rounded otherwise than that of eight.
 FLAGS_OF_GCC = ("--param=avoid-fma-max-bits=0",)
-FUNCTIONS = ("scan", "backward", "mix", "normalise", "finish", "cell", "cell_backward", "roots")
+FUNCTIONS = ("scan", "backward", "cell", "cell_backward", "roots")
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 
 

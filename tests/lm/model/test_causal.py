@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lm.model import cell
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.solver import FAILED, NonFiniteError, token_residual
@@ -121,17 +120,6 @@ def token_by_token(name):
     return tokens, expected
 
 
-@functools.cache
-def gradients_token_by_token(name):
-    """Tokens, and the gradients of a loss on them, without a limit on what a token passes back."""
-    tokens = ids(length=9)
-    tokens[0, 4] = EOS
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FPRNN_KERNELS", "plain")
-        patch.setattr(cell, "MOST_GAIN", 1e9)
-        return tokens, gradients_of(model_of(name), tokens, schedule="sequential")
-
-
 def gradients_of(model, tokens, **fields):
     return gradients_and_norms(model, tokens, **fields)[0]
 
@@ -150,40 +138,6 @@ def assert_alike(ours, theirs, tol=1e-8):
     for name, grad in theirs.items():
         scale = grad.abs().max().clamp_min(1e-6)
         assert ((ours[name] - grad).abs().max() / scale).item() < tol, name
-
-
-@pytest.mark.parametrize(
-    "name, schedule",
-    [
-        (name, schedule) if name in BLOCKS and schedule not in MORE else slow(name, schedule)
-        for name in MODELS
-        for schedule in SCHEDULES[:4]
-    ],
-)
-def test_every_schedule_has_one_gradient(name, schedule, monkeypatch):
-    """Where no token is at a fold: MOST_GAIN limits every term of the series by itself."""
-    monkeypatch.setenv("FPRNN_KERNELS", "plain")
-    monkeypatch.setattr(cell, "MOST_GAIN", 1e9)
-    tokens, expected = gradients_token_by_token(name)
-    assert_alike(gradients_of(model_of(name), tokens, schedule=schedule), expected, 1e-7)
-
-
-@every_model
-def test_the_exact_gradient_is_that_of_finite_differences_of_the_loss(name):
-    model, tokens = model_of(name, n_layer=1).train(), ids(length=8)
-    found = gradients_of(model, tokens)
-    for key in found:
-        p = model.get_parameter(key)
-        direction = torch.randn(p.shape, generator=torch.Generator().manual_seed(4)).double()
-        original, values = p.data, []
-        with torch.no_grad():
-            for step in (1e-6, -1e-6):
-                p.data = original + step * direction
-                values.append(model(tokens, labels=tokens).loss.item())
-            p.data = original
-        numeric = (values[0] - values[1]) / 2e-6
-        analytic = (found[key] * direction).sum().item()
-        assert abs(numeric - analytic) < 2e-5 * (1 + abs(numeric)), key
 
 
 @pytest.mark.parametrize("name", ["fp_mamba1", "fp_mamba2", "fp_rnn", "fp_mamba1-kronecker"])
