@@ -234,8 +234,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a sum for a mean in the RMSNorm that ends an iteration",
-        STEP, "w.square().mean(-1, keepdim=True) + self.eps",
-        "w.square().sum(-1, keepdim=True) + self.eps",
+        "lm/model/cell.py", "v.square().mean(-1, keepdim=True) + self.eps) * weight",
+        "v.square().sum(-1, keepdim=True) + self.eps) * weight",
         iteration("fp_mamba2-householder1"),
     ),
     Mutation(

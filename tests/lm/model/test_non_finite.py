@@ -91,8 +91,15 @@ def test_divergence_is_an_error_that_names_layer_cause_and_cure(solver):
             call()
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("mixer", ["kronecker", "monarch", "mixture", "householder"])
+@pytest.mark.parametrize(
+    "mixer, solver",
+    [
+        (mixer, solver)
+        for i, mixer in enumerate(["kronecker", "monarch", "mixture", "householder"])
+        for j, solver in enumerate(SOLVERS)
+        if (i + j) % 2 == 0
+    ],
+)
 def test_what_is_returned_is_finite_or_refused(mixer, solver):
     model, ids = wild(mixer, solver, max_iters=60), tokens(30)
     try:
