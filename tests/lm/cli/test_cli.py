@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -80,6 +81,17 @@ def test_help_is_quick_and_imports_nothing_heavy(tmp_path):
     assert {"lm", "argparse"} <= imported
     heavy = {"torch", "transformers", "pydantic", "deepspeed", "numpy", "yaml", "rich", "wandb"}
     assert not imported & heavy
+
+
+def test_every_command_has_help_with_an_example(capsys):
+    from fprnn.command import main as whole
+
+    for command in {*COMMANDS, "synthetic", "demo"} - {"import"}:
+        with pytest.raises(SystemExit) as e:
+            whole([command, "--help"])
+        shown = capsys.readouterr().out
+        assert e.value.code == 0 and shown.startswith(f"usage: fprnn {command}")
+        assert re.search(rf"^  .*(fprnn|lm) {command}( |$)", shown.partition("examples:")[2], re.M)
 
 
 def test_these_are_all_commands(capsys):
