@@ -32,6 +32,7 @@ EPILOG = """examples:
   fprnn train --config configs/lm/demo.yaml
   fprnn plan configs/lm/fpmamba_160m_fineweb2b.yaml --gpu a100-80g
   fprnn prepare configs/lm/demo.yaml
+  fprnn tokenizer train --config configs/lm/demo.yaml --out runs/tokenizer
   deepspeed --num_gpus 4 --module lm train --config configs/lm/fpmamba_160m_fineweb2b.yaml
   fprnn generate runs/demo --prompt "The list"
   fprnn eval runs/demo --tasks catbabi_mini
@@ -49,6 +50,13 @@ EPILOG = """examples:
   fprnn demo s3
   fprnn synthetic train --config configs/synthetic/small/s3.yaml
 """
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """argparse's formatter, which leaves the lines of examples as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
 
 
 def _config_of_run(args: argparse.Namespace) -> Config:
@@ -497,7 +505,7 @@ def parser(more: Sequence[AddCommands] = ()) -> argparse.ArgumentParser:
         prog="fprnn",
         description="Pretrain, export and evaluate fixed-point RNN language models.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     # DeepSpeed's launcher passes it; LOCAL_RANK in the environment says the same.
     p.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -521,6 +529,10 @@ def parser(more: Sequence[AddCommands] = ()) -> argparse.ArgumentParser:
     _add_check_mixer(commands)
     for add in more:
         add(commands)
+    for name, command in commands.choices.items():
+        examples = [line for line in EPILOG.splitlines() if f" {name} " in f"{line} "]
+        command.epilog = "\n".join(["examples:", *examples])
+        command.formatter_class = HelpFormatter
     return p
 
 
