@@ -92,7 +92,7 @@ def arguments(rng: random.Random, places: Places, folder: Path) -> Case:
             ("lm", [*generate, value]),
             *(
                 ("lm", [*generate, "a", option, value])
-                for option in ("--temperature", "--top-k", "--seed", "--schedule", "--tol", "--out")
+                for option in ("--temperature", "--top-k", "--seed")
             ),
             ("lm", ["inspect", "--out", folder / "x.html", "--", value, "a b"]),
             ("lm", ["inspect", export, "--out", folder / "x.html", "--", value]),

@@ -227,26 +227,16 @@ def _exported(args: argparse.Namespace) -> Path:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from lm.common.files import check_file, write_text
-    from lm.evaluation.facade import generate
+    from lm.evaluation.facade import load
 
-    if args.out:
-        check_file(args.out)
-    text = generate(
-        args.checkpoint,
+    text = load(args.checkpoint, args.trust).generate(
         args.prompt,
-        trust=args.trust,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
         seed=args.seed,
-        schedule=args.schedule,
-        tol=args.tol,
-        max_iters=args.max_iters,
     )
     print(text)
-    if args.out:
-        write_text(args.out, text + "\n")
     return 0
 
 
@@ -444,24 +434,6 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
         help="draw from the K likeliest tokens; 0: from all (default: 50)",
     )
     c.add_argument("--seed", type=SEED, default=0, help="of the drawing, at least 0 (default: 0)")
-    c.add_argument(
-        "--schedule",
-        help="which tokens are solved together: parallel, sequential, window:W, auto, exact, or"
-        " paper (default: the checkpoint's)",
-    )
-    c.add_argument(
-        "--tol",
-        type=Number(),
-        help="relative residual at which a token has converged, above 0 (default: the"
-        " checkpoint's)",
-    )
-    c.add_argument(
-        "--max-iters",
-        type=Whole(),
-        metavar="N",
-        help="iterations a token may have, at least 1 (default: the checkpoint's)",
-    )
-    c.add_argument("--out", help="also write the text to this file")
     add_trust(c)
     c.set_defaults(run_command=_generate)
 
