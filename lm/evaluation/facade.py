@@ -11,7 +11,8 @@ from lm.runs import places
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from lm.evaluation.inspection.result import Inspection, Score
+    from lm.evaluation.inspection.page import Inspection
+    from lm.evaluation.inspection.result import Score
 
 MIN_TEMPERATURE = 1e-3  # logits divided by less may be infinite
 
