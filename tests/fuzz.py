@@ -110,7 +110,6 @@ def arguments(rng: random.Random, places: Places, folder: Path) -> Case:
             ("lm", ["status", "--", value]),
             ("lm", ["import", "--config", TINY, "--", value, folder / "hf"]),
             ("lm", ["import", "--", value, folder / "hf"]),
-            ("lm", ["check-mixer", "--", value]),
             ("synthetic", ["inspect", "--out", folder / "x.html", "--", value]),
             ("synthetic", ["inspect", synthetic, "--out", folder / "x.html", "--", value]),
             ("synthetic", ["eval", "--lengths", "2", "--out", folder / "x.json", "--", value]),

@@ -47,7 +47,6 @@ EPILOG = """examples:
   fprnn status configs/lm/compare/tiny.yaml
   fprnn status runs/demo runs/other --follow
   fprnn doctor
-  fprnn check-mixer my_mixer:PlaneRotation
   fprnn demo s3
   fprnn synthetic train --config configs/synthetic/small/s3.yaml
 """
@@ -262,14 +261,6 @@ def _doctor(args: argparse.Namespace) -> int:
     return 0 if doctor.works(findings) else 1
 
 
-def _check_mixer(args: argparse.Namespace) -> int:
-    from lm.evaluation.check_mixer import check_mixer, report
-
-    findings = check_mixer(args.mixer, args.block, args.rank)
-    print(report(findings))
-    return 1 if any(found.holds is False for found in findings) else 0
-
-
 def _add_planned_for(c: argparse.ArgumentParser) -> None:
     """What `plan` and `train --dry-run` plan for."""
     c.add_argument(
@@ -467,31 +458,6 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
     c.set_defaults(run_command=_doctor)
 
 
-def _add_check_mixer(commands: argparse._SubParsersAction) -> None:
-    c = commands.add_parser(
-        "check-mixer",
-        help="does a channel mixer of one's own do what a model takes for granted",
-        description="Build small models with a mixer, in fp64, and compare: gradients with"
-        " differences of the loss, what it says of itself with its matrix, one order of solving"
-        " with another. Exit status 1 where something is wrong (docs/extending.md).",
-    )
-    c.add_argument("mixer", metavar="MIXER", help="module:Class, or a name, as in model.mixer")
-    c.add_argument(
-        "--block",
-        choices=("fp_mamba1", "fp_mamba2", "fp_rnn"),
-        default="fp_mamba1",
-        help="the layers it is tried in (default: fp_mamba1)",
-    )
-    c.add_argument(
-        "--rank",
-        type=Whole(),
-        default=1,
-        metavar="R",
-        help="model.mixer_rank, at least 1 (default: 1)",
-    )
-    c.set_defaults(run_command=_check_mixer)
-
-
 def parser(more: Sequence[AddCommands] = ()) -> argparse.ArgumentParser:
     """The command line. Nothing heavy is imported to build it or to print its help.
 
@@ -523,7 +489,6 @@ def parser(more: Sequence[AddCommands] = ()) -> argparse.ArgumentParser:
     add_eval(commands)
     _add_generate(commands)
     cli_serve.add(commands)
-    _add_check_mixer(commands)
     for add in more:
         add(commands)
     return p
