@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lm.cli.arguments import Whole
 
 if TYPE_CHECKING:
-    from lm.evaluation.inspection.result import Inspection
+    from lm.evaluation.inspection.page import Inspection
     from synthetic.trained import Trained
 
 WORDS = (8, 24, 48)  # the lengths of the words that the page shows token by token
