@@ -89,7 +89,7 @@ def _validate(args: argparse.Namespace) -> int:
         load_tree(path)
 
     from lm.common.console import say
-    from synthetic.profile_page import table, write
+    from synthetic.profile import table, write
     from synthetic.validate import validate
 
     out_dir = args.out_dir or f"runs/validate{'_quick' * args.quick}"
@@ -101,9 +101,8 @@ def _validate(args: argparse.Namespace) -> int:
     if args.seeds:
         shown += ["--seeds", *map(str, args.seeds)]
     command = shlex.join(["fprnn", "synthetic", "validate", *args.config, *shown])
-    drawn = write(made, Path(out_dir), command)
-    say(f"wrote    {drawn.page}")
-    say(f"wrote    {drawn.radar}")
+    for path in write(made, Path(out_dir), command):
+        say(f"wrote    {path}")
     return 0 if all(row["passed"] for row in made["bars"]) else 2
 
 
@@ -239,9 +238,9 @@ def _add_validate(commands: argparse._SubParsersAction) -> None:
         help="the profile of models: abilities, over lengths and seeds",
         description="State tracking, automata, brackets, arithmetic, copying, recall, …: trains a"
         " small recipe for each ability on the `model:` section of any YAML (several: side by"
-        " side), tries it on up to 64 times longer sequences, prints one table, and draws a page"
-        " with a radar for each model (DIR/profile.html, DIR/profile.png; numbers in"
-        " DIR/validate.json). How long it takes at most is said before it starts. Finished runs are"
+        " side), tries it on up to 64 times longer sequences, prints one table, and writes a page"
+        " with a radar for each model (README.md, profile.png and, with the"
+        " numbers, validate.json in DIR). How long it takes at most is said before it starts. Finished runs are"
         " kept, so a stopped command continues. Exit status 2: a bar was missed.",
     )
     command.add_argument(

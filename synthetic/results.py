@@ -140,6 +140,19 @@ def error_of_mean(rows: list[dict], metric: str) -> float:
     return float(np.sqrt(np.sum(np.square(errors))) / len(errors))
 
 
+def error_over_seeds(values: Sequence[float], stderrs: Sequence[float]) -> float:
+    """Return the error of the mean of one number over training seeds.
+
+    Args:
+        values: The number of each seed.
+        stderrs: Its standard error over test samples, NaN if unknown.
+
+    Returns:
+        The standard deviation over several seeds; the standard error of a single one.
+    """
+    return float(np.std(values, ddof=1)) if len(values) > 1 else float(stderrs[0])
+
+
 def plus_minus(stderr: float, digits: int = 3) -> str:
     """ " ±0.012" to stand behind a value; "" where the error is not known."""
     return "" if np.isnan(stderr) else f" ±{stderr:.{digits}f}"

@@ -18,15 +18,15 @@ from synthetic.abilities import ABILITIES, RECIPES
 from synthetic.results import (
     curriculum_note,
     error_of_mean,
+    error_over_seeds,
     in_training,
     iterations_of_layers,
     mean_of,
     way_of,
 )
 from synthetic.runs import differences, is_finished, result_of, run_all
-from synthetic.trained import Spread, spread_of
 
-PAGES = ("profile.html", "profile.png")  # drawn next to validate.json
+PAGES = ("README.md", "profile.png", "lengths.png")  # next to validate.json
 
 TAKEN = ("model", "solver", "optim")  # sections of a config that is validated
 # A model is tried at the longest length of its training times these, as far as a sequence has no
@@ -244,32 +244,26 @@ def profile(runs: dict[Point, config.Config]) -> dict[str, list[dict]]:
 
 
 def _measured(results: list[dict], metric: str, length: int | None) -> dict:
-    """A metric at a length, of all seeds: its mean and error (see `Spread`), and how it was
+    """A metric at a length, of all seeds: its mean and error, and how it was
     measured."""
     rows_of_seeds = [
         [row for row in result["eval"] if length in (None, row["length"])] for result in results
     ]
-    spread = spread_of(
-        [(mean_of(rows, metric), error_of_mean(rows, metric)) for rows in rows_of_seeds]
-    )
+    values = [mean_of(rows, metric) for rows in rows_of_seeds]
+    errors = [error_of_mean(rows, metric) for rows in rows_of_seeds]
     rows = [row for rows in rows_of_seeds for row in rows]
     way = way_of(rows[0])
     return {
         "metric": metric,
         "length": length or rows[0]["length"],
-        "value": spread.mean,
-        "error": spread.error,
-        "seeds": list(spread.values),
+        "value": mean(values),
+        "error": error_over_seeds(values, errors),
+        "seeds": values,
         "chance": results[0]["chance"],
         "read": way.read,
         "solver": way.solver,
         "in_training": in_training(rows),
     }
-
-
-def spread_in(row: dict) -> Spread:
-    """The Spread that a row of a profile holds."""
-    return Spread(tuple(row["seeds"]), row["error"])
 
 
 def _work(results: list[dict], trained_to: int) -> dict:

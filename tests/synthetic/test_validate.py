@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import signal
 import threading
 import time
@@ -13,7 +12,7 @@ import pytest
 from lm.common.errors import BAD_CONFIG, ConfigError, Stopped, TrainingError
 from lm.config import load as base
 from lm.runs.checkpoint import listed
-from synthetic import abilities, config, profile_page, tasks, validate
+from synthetic import abilities, config, profile, tasks, validate
 from synthetic.abilities import Ability
 from synthetic.cli import main
 from synthetic.evaluate import parse_lengths
@@ -37,7 +36,7 @@ def recipes(tmp_path, monkeypatch):
         recipe = {"name": name, "task": {"group": group}, **TINY}
         (folder / f"{name}.yaml").write_text(json.dumps(recipe))
         few[name[:4]] = Ability(name, f"products of {group}", number < 2)
-    for module in (abilities, validate, profile_page):
+    for module in (abilities, validate):
         monkeypatch.setattr(module, "ABILITIES", few)
     monkeypatch.setattr(validate, "RECIPES", folder)
     return few
@@ -215,16 +214,18 @@ def test_a_profile_has_the_numbers_of_its_runs(two, tmp_path, recipes):
         assert (row["num_iters"] is None) == (row["evaluations"] is None) == (row["model"] == "l")
 
 
-def test_the_page_shows_every_number(two, tmp_path, recipes):
+def test_the_page_has_the_table_and_the_figures(two, tmp_path, recipes):
     made = validate.validate(two, [], str(tmp_path / "out"), quick=True)
-    drawn = profile_page.write(made, tmp_path / "out", "fprnn synthetic validate a<b>.yaml")
-    text = drawn.page.read_text()
-    assert "a&lt;b&gt;.yaml" in text
-    assert not re.search(r"(src|href)=.http", text)  # nothing outside it
-    for row in made["lengths"]:
-        assert f"<td>{row['value']:.4f}" in text
-    assert text.count("<figure>") == 1 + len(made["work"]) / 2
-    assert drawn.radar.read_bytes().startswith(b"\x89PNG")
+    page, *pictures = profile.write(made, tmp_path / "out", "fprnn synthetic validate a.yaml")
+    text = page.read_text()
+    assert "Made by `fprnn synthetic validate a.yaml`" in text
+    for row in made["bars"]:
+        assert f" | {row['value']:.3f}" in text
+    for picture in pictures:
+        assert f"]({picture.name})" in text
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    panels = [ax.get_title() for ax in profile.curves(made).axes]
+    assert panels == list(dict.fromkeys(row["ability"] for row in made["work"]))
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,7 @@ def test_the_page_shows_every_number(two, tmp_path, recipes):
 )
 def test_a_radar_counts_from_guessing(metric, value, chance, expected):
     row = {"metric": metric, "value": value, "chance": chance}
-    assert profile_page.above_chance(row) == pytest.approx(expected)
+    assert profile.above_chance(row) == pytest.approx(expected)
 
 
 def test_a_radar_reads_the_longest_length_that_was_tried():
@@ -249,7 +250,7 @@ def test_a_radar_reads_the_longest_length_that_was_tried():
         for length, value in ((4, 1.0), (8, 0.7), (16, 0.4), (64, 0.1))
     ]
     made = {"lengths": [{**row, "metric": "sequence_accuracy", "chance": 0.0} for row in rows]}
-    found = [profile_page._at(made, "a", "m", times) for times in (1, 2, 8, 16)]
+    found = [profile.ability_at(made, "a", "m", times) for times in (1, 2, 8, 16)]
     assert found == [1.0, 0.7, 0.4, 0.1]
 
 
@@ -266,7 +267,7 @@ WORK |= {"state_noise": 0.0}
 
 def test_test_samples_that_training_has_too_are_named_below_the_table():
     rows = [a_row(length=4, in_training="9 of 36"), a_row()]
-    caption = profile_page.table({"bars": rows, "work": [WORK]}).caption
+    caption = profile.table({"bars": rows, "work": [WORK]}).caption
     assert caption.splitlines() == [
         "m: read at once; solver: none",
         "m, parity at 4: 9 of 36 test samples are in training too",
@@ -276,7 +277,7 @@ def test_test_samples_that_training_has_too_are_named_below_the_table():
 def test_noise_on_the_states_is_named_below_the_table():
     noisy, plain = WORK | {"state_noise": 0.1}, WORK | {"model": "n"}
     rows = [a_row(), a_row(model="n")]
-    caption = profile_page.table({"bars": rows, "work": [noisy, noisy, plain]}).caption
+    caption = profile.table({"bars": rows, "work": [noisy, noisy, plain]}).caption
     assert caption.splitlines() == [
         "m, n: read at once; solver: none",
         "m: trained with noise of 0.1 on its states",
@@ -285,9 +286,9 @@ def test_noise_on_the_states_is_named_below_the_table():
 
 def test_what_an_old_result_does_not_say_is_called_unknown_in_words():
     row = a_row(error=math.nan, read="unknown", solver="unknown", in_training="unknown")
-    table = profile_page.table({"bars": [row], "work": [WORK]})
+    table = profile.table({"bars": [row], "work": [WORK]})
     assert table.caption.splitlines()[1:] == [
-        "m, parity at 8: whether training has the test samples too is unknown",
+        "m, parity at 8: it is unknown if training has the test samples too",
     ]
     assert next(iter(table.columns[4].cells)) == "0.500 ·"
 
