@@ -239,9 +239,9 @@ def _add_validate(commands: argparse._SubParsersAction) -> None:
         description="State tracking, automata, brackets, arithmetic, copying, recall, …: trains a"
         " small recipe for each ability on the `model:` section of any YAML (several: side by"
         " side), tries it on up to 64 times longer sequences, prints one table, and writes a page"
-        " with a radar for each model (README.md, profile.png and, with the"
-        " numbers, validate.json in DIR). How long it takes at most is said before it starts. Finished runs are"
-        " kept, so a stopped command continues. Exit status 2: a bar was missed.",
+        " with a radar for each model (README.md, profile.png and, with the numbers, validate.json"
+        " in DIR). Finished runs are kept, so a stopped command continues. Exit status 2: a bar was"
+        " missed.",
     )
     command.add_argument(
         "config", nargs="+", metavar="CONFIG", help="also key=value, of model, solver and optim"

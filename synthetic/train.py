@@ -75,31 +75,6 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
         run.release()
 
 
-def seconds_an_update(cfg: Config, count: int) -> float:
-    """How long an update of this run takes at its longest length, mean of `count` after a first
-    one. Nothing is written.
-
-    Raises:
-        ConfigError, TaskError: as `train`.
-    """
-    training = Training(cfg)
-    longest = cfg.train.lengths[1]
-    lengths = (longest, longest)
-    batch = training.task.batch(cfg.seed, "train", 0, cfg.train.batch_size, lengths)
-    tensors = as_tensors(batch, training.device)
-    training.model.train()
-    for group in training.optimizer.param_groups:  # nothing is learned of it
-        group["lr"] = 0.0
-    began = 0.0
-    for number in range(1 + count):
-        if number == 1:
-            began = time.perf_counter()
-        training.optimizer.zero_grad(set_to_none=True)
-        training._gradient(1 + number, tensors, False)
-        training.optimizer.step()
-    return (time.perf_counter() - began) / count
-
-
 class Training(Loop):
     """A run under way: `start`, `fit`, `conclude`, `close`, in this order. Making one refuses what
     cannot be, and writes nothing.

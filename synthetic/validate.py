@@ -7,8 +7,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
-from lm.common.console import Progress, say
-from lm.common.errors import ConfigError, TrainingError
+from lm.common.console import say
+from lm.common.errors import ConfigError
 from lm.common.files import check_together, write_json
 from lm.config import load as base
 from lm.config.schema import Config as LMConfig
@@ -35,7 +35,6 @@ TIMES = (1, 2, 4, 8, 16, 32, 64)
 MOST_TOKENS = 1200
 SEEDS = (0, 1, 2)  # of training, unless the profile is a quick one
 QUICK_EXAMPLES = 200  # sequences a length, in a quick profile
-TIMED_UPDATES = 2  # of each run, by which its time is told before it starts
 
 
 class Point(NamedTuple):
@@ -144,37 +143,6 @@ def _lengths(tree: dict, path: str) -> str:
     return ",".join(map(str, sorted(lengths)))
 
 
-def seconds_at_most(waiting: dict[Point, config.Config]) -> float:
-    """How long these runs take, one after another, if none of them ends early. Two updates of each
-    ability and model at the longest length are timed; reading a token in an evaluation takes a
-    third of what it takes in an update.
-
-    Raises:
-        TrainingError: an update is not finite; says of which run.
-    """
-    from synthetic.train import seconds_an_update
-
-    runs_by_kind: dict[tuple[str, str], list[config.Config]] = {}
-    for point, cfg in waiting.items():
-        runs_by_kind.setdefault(point[:2], []).append(cfg)
-    total = 0.0
-    with Progress("timing", total=len(runs_by_kind), unit="models") as bar:
-        for number, runs in enumerate(runs_by_kind.values(), 1):
-            cfg = runs[0]
-            try:
-                of_update = seconds_an_update(cfg, TIMED_UPDATES)
-            except FloatingPointError as e:
-                raise TrainingError(f"{cfg.name} cannot be trained: {e}") from None
-            longest = cfg.train.lengths[1]
-            lengths = map(int, cfg.eval.lengths.split(","))
-            validations = cfg.train.steps // cfg.eval.every
-            read = cfg.eval.examples * (sum(lengths) + validations * longest)
-            updates = cfg.train.steps + read / (3 * cfg.train.batch_size * longest)
-            total += len(runs) * of_update * updates
-            bar.update(number)
-    return total
-
-
 def validate(
     paths: Sequence[str],
     overrides: Sequence[str] = (),
@@ -202,11 +170,7 @@ def validate(
                 f"{cfg.run_dir} holds a finished run of another config"
                 f" ({'; '.join(different[:4])}): choose another --out-dir, or delete it"
             )
-    waiting = {point: cfg for point, cfg in runs.items() if not is_finished(cfg)}
-    say(f"{len(runs)} runs, {len(runs) - len(waiting)} of them finished already")
-    if waiting:
-        minutes = seconds_at_most(waiting) / 60 / jobs
-        say(f"all takes about {minutes:.0f} minutes at most; what is learned ends sooner")
+    say(f"{len(runs)} runs, {sum(map(is_finished, runs.values()))} of them finished already")
     run_all(list(runs.values()), jobs)
     made = profile(runs)
     write_json(Path(out_dir) / "validate.json", made)
