@@ -112,17 +112,23 @@ def _trained_state(run: RunDir) -> dict:
     return saved
 
 
-def trained_on(run_dir: str | Path) -> tuple[config.Task, set[int] | None]:
-    """The task that a run was trained on, and the `Batch.shared` of all its training batches (None
-    of a run that did not keep them).
+def trained_on(run_dir: str | Path) -> tuple[config.Task, bool]:
+    """Return the task that a run was trained on, and whether its splits were held apart; the runs
+    of the first versions did not do so.
 
     Raises:
         CheckpointError: nothing was trained there.
     """
     run = RunDir(run_dir)
-    kept = _trained_state(run).get("seen")
-    task = load(run.config).task
-    return task, None if kept is None else set(kept.tolist())
+    return load(run.config).task, were_held_apart(_trained_state(run))
+
+
+def were_held_apart(state: dict) -> bool:
+    """Return True if the training of a checkpoint held the splits apart.
+
+    Until this was recorded, a checkpoint of such a training had its samples of short lengths.
+    """
+    return state.get("held_apart", state.get("seen") is not None)
 
 
 class Loaded(NamedTuple):

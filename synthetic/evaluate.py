@@ -252,12 +252,9 @@ class _Scores:
         self.values: dict[str, list[np.ndarray]] = {}
         self.groups: dict[str, list[np.ndarray]] = {}
         self.samples: list[np.ndarray] = []  # of each batch, its sequences' hashes; not of a stream
-        self.shared: list[int] = []  # hashes of samples that training may have had
 
     def add(self, number: int, batch: Batch, predicted: np.ndarray) -> None:
         """Args: number: of the batch. predicted: (b,l)."""
-        if batch.shared is not None:
-            self.shared += batch.shared.tolist()
         if not self.task.streams:
             lengths = None if batch.mask is None else batch.mask.sum(1)
             self.samples.append(splits.keys(batch.input_ids, lengths))
@@ -287,19 +284,18 @@ class _Scores:
         means = {name: float(items.mean()) for name, items in pooled.items()}
         return {"metrics": means, "stderr": errors}
 
-    def in_training(self, length: int, split: str, sequences: int, seen: set[int] | None) -> dict:
-        """{"count", "of"}: how many of the samples training has too; a count of None: not known.
 
-        Args: seen: as of `measure`.
-        """
-        if self.task.streams:
-            count, questions = self.task.seen[split]
-            return {"count": count, "of": questions}
-        if seen is None:  # a run of before the splits were held apart, or of few letters so far
-            return {"count": None, "of": sequences}
-        if self.task.held_apart(length):
-            return {"count": 0, "of": sequences}
-        return {"count": sum(key in seen for key in self.shared), "of": sequences}
+def _in_training(task: Task, length: int, split: str, sequences: int, held_apart: bool) -> dict:
+    """Return {"count", "of"}: how many of the samples training may have too; a count of None: not
+    known.
+
+    Where a length has too few samples to hold splits apart, training may have all of them.
+    """
+    if task.streams:
+        count, questions = task.seen[split]
+        return {"count": count, "of": questions}
+    count = 0 if task.held_apart(length) else sequences
+    return {"count": count if held_apart else None, "of": sequences}
 
 
 @contextlib.contextmanager
@@ -409,7 +405,7 @@ def measure(
     seed: int,
     precision: str,
     token_by_token: bool = False,
-    seen: set[int] | None = None,
+    held_apart: bool = True,
 ) -> dict:
     """One length: {"metrics", "stderr", "sequences", "distinct", "seconds", "read", "solver",
     "in_training"} and, with a solver, per layer "evaluations", "failed", "residual" over all that
@@ -420,12 +416,12 @@ def measure(
     stream: None). `stderr` takes a sequence that was drawn again as the same one, and has ℓ* (its
     mean over layers, over those probed) too. `solver` is what the model itself says it solves by,
     or "none". `in_training` is {"count", "of"}: how many of the samples (of a stream: of the
-    questions) training has too; a count of None: not known.
+    questions) training may have too; a count of None: not known.
 
     Args:
         token_by_token: solve token by token (a model that carries its state); ℓ* is that of the
             whole sequence all the same.
-        seen: `Batch.shared` of all training batches, None where that was not kept.
+        held_apart: The model was trained on a split that is held apart from this one.
     Raises:
         TaskError: the length is impossible, or beyond the memory of this machine.
     """
@@ -455,7 +451,7 @@ def measure(
         "distinct": scores.distinct,
         "read": TOKEN_BY_TOKEN if token_by_token else way_of_reading,
         "solver": solver,
-        "in_training": scores.in_training(length, split, reading.sequences, seen),
+        "in_training": _in_training(task, length, split, reading.sequences, held_apart),
         "seconds": round(seconds, 3),
         **fixed_point_metrics(statistics),
     }
@@ -490,11 +486,11 @@ def evaluate_all(
     lengths: Sequence[int],
     seeds: Sequence[int],
     precision: str,
-    seen: set[int] | None = None,
+    held_apart: bool = True,
 ) -> list[dict]:
     """Every length with every seed of test data → [{"length", "seed", "read", "solver", …}].
 
-    With eval.sequential also read token by token. seen: as of `measure`.
+    With eval.sequential also read token by token. held_apart: as of `measure`.
     """
     if task.streams:  # one test set, read in segments as in training
         lengths, seeds = [cfg.train.lengths[1]], [0]
@@ -503,7 +499,9 @@ def evaluate_all(
     done, total = 0, sum(lengths) * len(seeds) * len(ways)  # a length takes as long as its tokens
     with Progress("evaluating", total=total, unit="tokens a sequence") as bar:
         for length, seed, token_by_token in itertools.product(lengths, seeds, ways):
-            row = measure(model, task, cfg, length, "test", seed, precision, token_by_token, seen)
+            row = measure(
+                model, task, cfg, length, "test", seed, precision, token_by_token, held_apart
+            )
             results.append({"length": length, "seed": seed, **row})
             done += length
             bar.update(done)
@@ -538,11 +536,9 @@ def evaluate_run(
             f"{cfg.train.lengths[1]}: neither lengths nor seeds apply"
         )
     test_lengths = parse_lengths(lengths or cfg.eval.lengths, task)
-    trained_task, seen = trained_on(run_dir)
-    results = evaluate_all(model, task, cfg, test_lengths, test_seeds, precision, seen)
-    if cfg.task != trained_task:  # which samples the other one had is not known
-        for row in results:
-            row["in_training"]["count"] = None
+    trained_task, held_apart = trained_on(run_dir)
+    held_apart = held_apart and cfg.task == trained_task
+    results = evaluate_all(model, task, cfg, test_lengths, test_seeds, precision, held_apart)
     tested = {None, *(row["length"] for row in results)}
     result = {
         "run": str(run_dir),

@@ -212,9 +212,7 @@ def notes(drawn: pd.DataFrame, runs: Iterable[Trained], solver: str = "solver") 
         for length, shares in shared.groupby("length")["in_training"]
     ]
     if at_most:
-        found.append(
-            f"Test samples that training has too, at length (at most): {', '.join(at_most)}"
-        )
+        found.append(f"Test samples that training may have too, at length: {', '.join(at_most)}")
     for run in runs:
         if note := curriculum_note(run.result, run.cfg):
             found.append(f"{run.label or 'the model'}, seed {run.seed}: {note}")

@@ -73,7 +73,7 @@ def notes(made: Profile) -> list[str]:
         for note in row.get("curriculum_notes", ()):
             found.append(f"{row['model']}, {row['ability']}, {note}")
     for row in made["bars"]:
-        share = f"{row['in_training']} test samples are in training too"
+        share = f"{row['in_training']} test samples may be in training too"
         if row["in_training"] == UNKNOWN:
             share = "it is unknown if training has the test samples too"
         if row["in_training"] != "0":

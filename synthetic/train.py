@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -29,7 +28,7 @@ from lm.training.loop import Loop
 from lm.training.optim import described, lr_factor, optimizer
 from lm.training.preflight import kernel_operations
 from synthetic import centroids, init_from, tasks
-from synthetic.build import STATE, build, held, newest_state
+from synthetic.build import STATE, build, held, newest_state, were_held_apart
 from synthetic.config import Config
 from synthetic.evaluate import (
     Tensors,
@@ -109,7 +108,7 @@ class Training(Loop):
         self.batch_number = 0  # of the next batch: more, where a rollback has left some out
         self.solved_at: int | None = None  # the update at which train.stop_at was reached
         self.state: Any = None  # that a stream carries from segment to segment
-        self.seen: set[int] | None = set()  # of training's samples those that are not held apart
+        self.held_apart = True  # of training's samples; of a run by an early version False
         self.shortest, self.full_length = cfg.train.lengths
         curriculum = cfg.train.curriculum
         start = curriculum.start if curriculum else self.full_length
@@ -172,7 +171,7 @@ class Training(Loop):
             for line in self.init_from.apply():
                 say(f"init     {line}")
             self.init_from.write(run)
-            self.seen = self.init_from.seen  # its samples are in training, too
+            self.held_apart = self.init_from.held_apart
             if any(new.vectors is not None for new in self.init_from.centroids):
                 score = self._measure_validation(self.longest)["metrics"][self.task.headline]
                 say(f"init     {centroids.describe_start(score, self.longest)}")
@@ -196,7 +195,6 @@ class Training(Loop):
 
     def state_dict(self) -> dict:
         """All that a run goes on from."""
-        seen = self.seen
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -209,7 +207,7 @@ class Training(Loop):
             "state": self.state,
             "rollbacks": self.rollbacks,
             "rng": torch.get_rng_state(),
-            "seen": None if seen is None else torch.tensor(sorted(seen), dtype=torch.uint64),
+            "held_apart": self.held_apart,
         }
 
     def load_state_dict(self, saved: dict) -> None:
@@ -224,8 +222,7 @@ class Training(Loop):
         self.solved_at = saved["solved_at"]
         self.state = saved["state"]
         self.rollbacks = saved.get("rollbacks", 0)
-        seen = saved.get("seen")
-        self.seen = None if seen is None else set(seen.tolist())
+        self.held_apart = were_held_apart(saved)
         torch.set_rng_state(saved["rng"].cpu())
 
     def fit(self) -> None:
@@ -277,8 +274,6 @@ class Training(Loop):
             group["lr"] = peak * factor
         batch = next(self.batches)
         self.batch_number += 1
-        if self.seen is not None and batch.shared is not None:
-            self.seen.update(np.unique(batch.shared).tolist())
         tensors = as_tensors(batch, self.device)
 
         # 2. Its gradient.
@@ -338,7 +333,7 @@ class Training(Loop):
 
     def go_back(self) -> bool:
         """All but the place in the data from the newest checkpoint; see `Loop`."""
-        next_batch, seen = self.batch_number, self.seen
+        next_batch = self.batch_number
         saved = None
         if to_go_back_to(self.run.checkpoints, self.went_back_to, say):
             with contextlib.suppress(CheckpointError):  # none can be used
@@ -346,7 +341,7 @@ class Training(Loop):
         if saved is None:
             return False
         self.load_state_dict(saved)
-        self.batch_number, self.seen = next_batch, seen
+        self.batch_number = next_batch
         self.state = None  # what comes next does not continue what the checkpoint had read
         self.batches = self._batches()
         self._begin_window()
@@ -420,9 +415,16 @@ class Training(Loop):
 
     def _measure_validation(self, length: int) -> dict:
         cfg = self.cfg
-        seen = None if self.letters else self.seen  # words of few letters are not held apart
+        held_apart = self.held_apart and not self.letters  # words of few letters are not
         return measure(
-            self.model, self.task, cfg, length, "valid", cfg.seed, self.precision, seen=seen
+            self.model,
+            self.task,
+            cfg,
+            length,
+            "valid",
+            cfg.seed,
+            self.precision,
+            held_apart=held_apart,
         )
 
     def _grow_or_stop(self, score: float) -> None:
@@ -455,7 +457,7 @@ class Training(Loop):
         cfg, task = self.cfg, self.task
         task.draw_from(None)
         results = evaluate_all(
-            self.model, task, cfg, self.lengths, cfg.eval.seeds, self.precision, self.seen
+            self.model, task, cfg, self.lengths, cfg.eval.seeds, self.precision, self.held_apart
         )
         result = {
             "task": cfg.task.name,

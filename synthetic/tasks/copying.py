@@ -136,9 +136,9 @@ class Copying(Task):
         self.check_length(lengths[1])
         if split != "train":  # one example a row
             drawn = draw_lengths(rng, batch_size, lengths, first=self.shortest)
-            tokens, due, shared = self._examples(rng, drawn, split)
+            tokens, due = self._examples(rng, drawn, split)
             sizes = self.tokens(drawn)
-            return self._batch(tokens, due, sizes, int(sizes.max()))._replace(shared=shared)
+            return self._batch(tokens, due, sizes, int(sizes.max()))
         if self.tokens(lengths[1]) > self.context:
             raise TaskError(
                 f"{self.name} with strings of length {lengths[1]} needs a context of "
@@ -151,8 +151,8 @@ class Copying(Task):
         drawn = drawn.reshape(batch_size, slots)
         fits = self.tokens(drawn).cumsum(1) <= self.context
         sizes = (self.tokens(drawn) * fits).sum(1)
-        tokens, due, shared = self._examples(rng, drawn[fits], split)
-        return self._batch(tokens, due, sizes, self.context)._replace(shared=shared)
+        tokens, due = self._examples(rng, drawn[fits], split)
+        return self._batch(tokens, due, sizes, self.context)
 
     def score(self, predicted: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
         """character_accuracy: of the letters; string_accuracy: of the examples, where every letter
@@ -185,9 +185,9 @@ class Copying(Task):
 
     def _examples(
         self, rng: np.random.Generator, lengths: np.ndarray, split: str
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Examples with strings of these lengths (b,), all one after another → tokens, whether each
-        belongs to an answer, and `Batch.shared`."""
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Examples with strings of these lengths (b,), all one after another → tokens, and whether
+        each belongs to an answer."""
         # 1. The strings, held apart by split.
         width = int(lengths.max())
         apart = self._are_apart(lengths)
@@ -213,8 +213,7 @@ class Copying(Task):
 
         # 3. One after another, without the strings' own padding.
         kept = wide != self.pad
-        shared = None if apart.all() else splits.keys(strings[~apart], lengths[~apart])
-        return wide[kept], due[kept], shared
+        return wide[kept], due[kept]
 
     def _strings(
         self, rng: np.random.Generator, lengths: np.ndarray, width: int

@@ -61,8 +61,7 @@ class FormalLanguage(Task):
         drawn = draw_lengths(rng, batch_size, lengths)
         ids = self.draw(rng, batch_size, int(drawn.max()))
         self.hold_apart(rng, ids, drawn, split)
-        batch = self.label(ids, self.answers(ids), drawn)
-        return batch._replace(shared=self.shared(ids, drawn, split))
+        return self.label(ids, self.answers(ids), drawn)
 
     def draw(self, rng: np.random.Generator, count: int, width: int) -> np.ndarray:
         """Random symbols (count,width)."""
@@ -88,15 +87,6 @@ class FormalLanguage(Task):
     def _are_apart(self, sizes: np.ndarray) -> np.ndarray:
         """`held_apart` of each of these lengths (b,)."""
         return sizes >= (self.opening or np.inf)
-
-    def shared(self, ids: np.ndarray, sizes: np.ndarray, split: str) -> np.ndarray | None:
-        """`Batch.shared` of ids (b,w), of which `sizes` (b,) are each row's own."""
-        if self.every and split == "train":  # of all beginnings: their answers are labels as well
-            short = ids[:, : self.opening - 1] if self.opening else ids
-            inside = np.arange(short.shape[1]) < sizes[:, None]
-            return splits.prefix_keys(short)[inside]
-        rows = ~self._are_apart(sizes)
-        return splits.keys(ids[rows], sizes[rows]) if rows.any() else None
 
     def label(self, ids: np.ndarray, answers: np.ndarray, sizes: np.ndarray) -> Batch:
         """The batch of ids (b,l) and the answers (b,l) at all of them.
@@ -280,10 +270,9 @@ class ModularArithmetic(FormalLanguage):
             self.hold_apart(rng, ids, drawn, split)
             answers = self._values(ids)
         rows = np.arange(batch_size)
-        shared = self.shared(ids, drawn, split)
         ids[rows, drawn] = self.equals
         answers[rows, drawn] = answers[rows, drawn - 1]
-        return self.label(ids, answers, drawn + 1)._replace(shared=shared)
+        return self.label(ids, answers, drawn + 1)
 
     def typed(self, words: list[str]) -> Batch:
         """An expression, with its `=` or without."""

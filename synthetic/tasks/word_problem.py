@@ -102,7 +102,7 @@ class WordProblem(Task):
             x, y = self.rows[split]
             pick = rng.integers(0, len(x), batch_size)
             x, y = x[pick, :length], y[pick, :length]
-            return Batch(x, y, shared=self._shared(x, split))
+            return Batch(x, y)
 
         def draw(*shape: int) -> np.ndarray:
             return self.elements[rng.integers(0, len(self.elements), shape)]
@@ -116,15 +116,7 @@ class WordProblem(Task):
                 np.ones(batch_size, bool),
                 lambda rows: (draw(len(rows), opening),),
             )
-        return Batch(x, self.group.products(x), shared=self._shared(x, split))
-
-    def _shared(self, x: np.ndarray, split: str) -> np.ndarray | None:
-        """`Batch.shared` of words (b,l). Of a training word also its beginnings, whose answers are
-        labels as well."""
-        if split == "train":
-            short = x[:, : self.opening - 1] if self.opening else x
-            return splits.prefix_keys(short).ravel()
-        return None if self.held_apart(x.shape[1]) else splits.keys(x)
+        return Batch(x, self.group.products(x))
 
 
 def split_rows(

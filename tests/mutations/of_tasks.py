@@ -118,13 +118,6 @@ MUTATIONS = [
         OF_DRAWN,
     ),
     Mutation(
-        "tasks: short rows that training begins with are not named",
-        DRAWN,
-        "return splits.prefix_keys(drawn.content[:, :short]).ravel()",
-        "return splits.keys(drawn.content)",
-        OF_DRAWN,
-    ),
-    Mutation(
         "tasks: gaps up to a number are all as likely",
         TRACES,
         "[q**gap for gap in traces.lengths]",

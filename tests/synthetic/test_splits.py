@@ -1,4 +1,4 @@
-"""Training, validation and test have no sample in common; where they must, it is counted."""
+"""Training, validation and test have no sample in common, unless there are too few samples."""
 
 import functools
 
@@ -74,32 +74,15 @@ def stream(name):
 def test_no_sample_of_a_test_or_validation_set_is_in_training(name):
     task, trained = stream(name)
     length = HELD[name][1]
-    assert task.held_apart(length)
+    assert task.held_apart(length) and not task.held_apart(HELD[name][2])
     sets = {}
     for split, seed in [("valid", 0), ("test", 0), ("test", 5)]:
         batches = [task.batch(seed, split, i, 100, (length, length)) for i in range(10)]
-        assert all(batch.shared is None for batch in batches)
         whole = {asked for batch in batches for asked in one_a_row(task, batch)}
         assert len(whole) > 30 and {len(sample) for sample in whole} == {length}
         assert not whole & trained
         sets[split, seed] = whole
     assert not sets["valid", 0] & (sets["test", 0] | sets["test", 5])
-
-
-@pytest.mark.parametrize("name", HELD)
-def test_what_training_shares_with_short_samples_is_named(name):
-    """`Batch.shared` has the hash of a short test sample exactly if training asks it too."""
-    task, trained = stream(name)
-    _, _, short, lengths = HELD[name]
-    seen = set()
-    for i in range(UPDATES):
-        shared = task.batch(0, "train", i, 64, lengths).shared
-        seen |= set() if shared is None else set(shared.tolist())
-    batch = task.batch(0, "test", 0, 200, (short, short))
-    asked = one_a_row(task, batch)
-    assert batch.shared.shape == (200,) and not task.held_apart(short)
-    assert [key in seen for key in batch.shared.tolist()] == [a in trained for a in asked]
-    assert any(key in seen for key in batch.shared.tolist())
 
 
 def test_where_there_are_few_samples_all_splits_have_all_of_them():
@@ -110,9 +93,6 @@ def test_where_there_are_few_samples_all_splits_have_all_of_them():
         assert len(np.unique(ids, axis=0)) == 36
     trivial = tasks.build(Task(name="word_problem", group="Z1"))
     assert not trivial.held_apart(100)
-    assert trivial.batch(0, "test", 0, 3, (5, 5)).shared.tolist()[0] in set(
-        trivial.batch(0, "train", 0, 3, (7, 7)).shared.tolist()
-    )
 
 
 def test_samples_stay_as_they_were_drawn_but_for_their_split():
@@ -135,7 +115,6 @@ def test_hashes_depend_on_the_content_alone():
     found = splits.keys(ids, sizes)
     wider = np.hstack([ids, rng.integers(0, 6, (5000, 40))])
     assert (splits.keys(wider, sizes) == found).all()
-    assert (splits.prefix_keys(ids)[np.arange(5000), sizes - 1] == found).all()
     content = {tuple(row[:n].tolist()) for row, n in zip(ids, sizes)}
     assert len(np.unique(found)) == len(content)
     shares = [splits.is_of(split, splits.keys(ids)).mean() for split in tasks.SPLITS]

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from synthetic import evaluate, tasks
+from synthetic.build import were_held_apart
 from synthetic.config import Bar, Config, Task
 from synthetic.evaluate import (
     PROBED,
@@ -205,7 +206,7 @@ def test_the_error_is_the_spread_of_other_test_samples():
 
 
 def test_a_model_without_a_solver_says_none_and_rows_say_how_they_were_read():
-    rows = evaluate_all(Oracle(8), S3, config(examples=50), [3, 8], [0], "fp32", seen=set())
+    rows = evaluate_all(Oracle(8), S3, config(examples=50), [5, 8], [0], "fp32")
     assert [(r["read"], r["solver"]) for r in rows] == [("at once", "none")] * 2
     assert [r["in_training"] for r in rows] == [{"count": 0, "of": 50}] * 2
     table = summary({"eval": rows}, "x")
@@ -213,24 +214,20 @@ def test_a_model_without_a_solver_says_none_and_rows_say_how_they_were_read():
     assert "in training" in [column.header for column in table.columns]
 
 
-def test_what_training_has_too_is_counted_where_it_is_not_held_apart():
+@pytest.mark.parametrize(
+    ("length", "held_apart", "count", "shown"),
+    [(5, True, 0, "0"), (2, True, 36, "36 of 36"), (5, False, None, "unknown")],
+)
+def test_samples_that_training_may_have_are_counted(length, held_apart, count, shown):
+    """All of them where there are too few; of a run by an early version it is not known."""
     cfg = config(examples=36, batch_size=36)
-    words = S3.batch(0, "test", 0, 36, (2, 2)).input_ids
-    seen = {int(key) for key in S3.batch(0, "test", 0, 36, (2, 2)).shared[:1]}
-    expected = int((words == words[0]).all(1).sum())
-    for known, shown in [(seen, f"{expected} of 36"), (set(), "0"), (None, "unknown")]:
-        row = measure(Oracle(8), S3, cfg, 2, "test", 0, "fp32", seen=known)
-        assert row["in_training"]["count"] == {"0": 0, "unknown": None}.get(shown, expected)
-        assert in_training([row]) == shown
-    row = measure(Oracle(8), S3, cfg, 5, "test", 0, "fp32", seen=set())
-    assert row["in_training"] == {"count": 0, "of": 36}  # held apart
+    row = measure(Oracle(8), S3, cfg, length, "test", 0, "fp32", held_apart=held_apart)
+    assert row["in_training"] == {"count": count, "of": 36} and in_training([row]) == shown
 
 
-def test_a_run_of_before_the_splits_were_held_apart_says_unknown_at_every_length():
-    """It has kept nothing of its training, which was not held apart from today's test samples."""
-    rows = evaluate_all(Oracle(8), S3, config(examples=50), [2, 5, 16], [0], "fp32", seen=None)
-    assert [row["in_training"]["count"] for row in rows] == [None] * 3
-    assert in_training(rows) == "unknown"
+def test_checkpoints_of_earlier_versions_tell_if_splits_were_held_apart():
+    assert were_held_apart({"held_apart": True}) and were_held_apart({"seen": torch.tensor([])})
+    assert not were_held_apart({"seen": None}) and not were_held_apart({})
 
 
 def test_few_in_many_are_not_rounded_to_none():
@@ -268,7 +265,7 @@ def test_a_sample_drawn_again_and_again_is_one_sample_in_the_error(tmp_path):
     right = row["metrics"]["sequence_accuracy"]
     of_rows = (right * (1 - right) / count) ** 0.5
     assert row["stderr"]["sequence_accuracy"] == pytest.approx(of_rows, rel=0.25)
-    rows = evaluate_all(AllOrNothing(0), S3, config(examples=50), [16], [0], "fp32", set())
+    rows = evaluate_all(AllOrNothing(0), S3, config(examples=50), [16], [0], "fp32")
     assert rows[0]["distinct"] == 50
     table = summary({"eval": [{"length": 16, **row}]}, "x")
     column = next(c for c in table.columns if c.header == "distinct samples")
@@ -354,7 +351,7 @@ def test_a_limit_of_evaluation_is_the_solver_s_and_ends_with_it():
 
 
 def test_the_table_shows_what_solving_cost_and_left():
-    rows = evaluate_all(Solved(8), S3, config(examples=5), [4, 16], [0], "fp32", seen=set())
+    rows = evaluate_all(Solved(8), S3, config(examples=5), [4, 16], [0], "fp32")
     table = summary({"eval": rows}, "x")
     cells = {c.header: list(c.cells) for c in table.columns}
     assert cells["failed"] == ["0.40%", "1.60%"] and cells["evaluations"] == ["1.0 1.0"] * 2
