@@ -35,7 +35,6 @@ def _train(args: argparse.Namespace) -> int:
     cfg = load(args.config, args.override, args.job_index)
     refuse_sweep(cfg, args.config)
     places.check_folders({"task.data": cfg.task.data})
-    places.check_files({"task.csv": cfg.task.csv})
 
     from lm.runs.run_dir import RunDir
     from synthetic.results import summary, verdict
@@ -208,8 +207,8 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
         help="look inside: the decoded state and ℓ* at every token of one sequence",
         description="Show, in the terminal and on one HTML page, what a trained run makes of one"
         " sequence: the state it decodes at each token beside the right one, ℓ*, states, gates and"
-        " decays. WORD: the input's tokens by name (213 231 for S3, '(2+(1-3))' for arithmetic, the"
-        " string for copying); without, --length draws a test sequence. docs/inspect.md.",
+        " decays. WORD: the input's tokens by name (213 231 for S3, '([' for dyck); without,"
+        " --length draws a test sequence. docs/inspect.md.",
     )
     command.add_argument("run", metavar="RUN")
     command.add_argument("word", nargs="*", metavar="WORD")

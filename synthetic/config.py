@@ -51,7 +51,6 @@ class Task(Section):
 
     name: str = "word_problem"  # a registered name, or module:Class
     group: str = "S3"  # of word_problem: S5, A5, D4, Z60, A4_x_Z5, …
-    csv: str | None = None  # of word_problem: files of the original data instead of our generator
     alphabet: int = Field(26, ge=2)  # letters, of copying; keys, and as many values, of recall
     ngram: int = Field(2, ge=1)  # n of the n-gram tasks; longest key and value of fuzzy_recall
     context: int = Field(256, gt=0)  # tokens that copying packs its training strings into

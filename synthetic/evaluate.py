@@ -208,11 +208,11 @@ def probe_first(model: nn.Module, input_ids: torch.Tensor, mask: torch.Tensor | 
     return probe(model, input_ids[:count], None if mask is None else mask[:count])
 
 
-def check_seeds(seeds: Sequence[int], task: Task) -> None:
-    """Test data are counted once: no seed twice, and of a file, which has one test set, only one.
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Refuse a seed that is there twice: its test samples would be counted twice.
 
     Raises:
-        TaskError: a seed is negative or there twice, or several are given for a file.
+        TaskError: a seed is negative or there twice.
     """
     seeds = list(seeds)
     if any(seed < 0 for seed in seeds):
@@ -222,11 +222,6 @@ def check_seeds(seeds: Sequence[int], task: Task) -> None:
         raise TaskError(
             f"seeds {seeds}: seed {repeated[0]} is there twice; its test samples are the same ones,"
             " so name the seeds once each"
-        )
-    path = getattr(task, "csv", None)
-    if len(seeds) > 1 and path:
-        raise TaskError(
-            f"seeds {seeds}: {path} has one set of test rows, whatever the seed; give one seed"
         )
 
 
@@ -529,7 +524,7 @@ def evaluate_run(
     check_file(path)
     cfg, task, model, precision = load_run(run_dir, overrides, trust)
     test_seeds = seeds or cfg.eval.seeds
-    check_seeds(test_seeds, task)
+    check_seeds(test_seeds)
     if task.streams and (lengths or seeds):
         say(
             f"note: {cfg.task.name} has one test set, read in segments of train.length="

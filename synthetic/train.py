@@ -96,7 +96,7 @@ class Training(Loop):
         self.lengths = parse_lengths(cfg.eval.lengths, self.task)
         self.lengths_during = parse_lengths(cfg.eval.during, self.task) if cfg.eval.during else []
         _check_lengths_and_bars(cfg, self.task, self.lengths)
-        check_seeds(cfg.eval.seeds, self.task)
+        check_seeds(cfg.eval.seeds)
         for package, wanted in (("wandb", cfg.log.wandb), ("tensorboard", cfg.log.tensorboard)):
             if wanted:
                 require(package, f"log.{package}")

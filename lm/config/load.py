@@ -37,6 +37,7 @@ REMOVED = {
     "engine.hang_s": 3600,
     "train.world_size": None,
     "train.workers": 0,  # of a synthetic run
+    "task.csv": None,
     "log.wandb_project": "fprnn",
     "log.contraction": False,
 }

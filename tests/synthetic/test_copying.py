@@ -7,10 +7,23 @@ from hypothesis import strategies as st
 
 from synthetic.config import Task
 from synthetic.tasks import IGNORE, TaskError, build
-from synthetic.tasks.copying import Copying, oracle
+from synthetic.tasks.copying import Copying
 
 NAMES = ("copy", "prefix_ngram", "suffix_ngram", "duplicate_ngram")
 LOOK_UPS = ("prefix_ngram", "suffix_ngram")
+
+
+def oracle(text: str, task_name: str, ngram: int) -> str:
+    """The answer to a prompt, or to the prompt that an example's text begins with."""
+    parts = text.removeprefix("$").split("|")
+    if task_name == "prefix_ngram":
+        key, s = parts[:2]
+    elif task_name == "suffix_ngram":
+        s, key = parts[0], parts[1][:ngram]
+    else:
+        return parts[0] + "."
+    after = s.find(key) + ngram
+    return s[after : after + ngram] + "."
 
 
 def task(name: str, **fields) -> Copying:

@@ -5,10 +5,9 @@ import functools
 import numpy as np
 import pytest
 
-from lm.data.sources.groups import group
 from synthetic import tasks
 from synthetic.config import Task
-from synthetic.tasks import IGNORE, TaskError, splits
+from synthetic.tasks import IGNORE, splits
 
 # Each task with a length at which its splits are held apart, one at which there are too few samples
 # for that, and the training lengths.
@@ -120,33 +119,3 @@ def test_hashes_depend_on_the_content_alone():
     shares = [splits.is_of(split, splits.keys(ids)).mean() for split in tasks.SPLITS]
     assert sum(shares) == 1
     assert shares == pytest.approx([14 / 16, 1 / 16, 1 / 16], abs=0.015)
-
-
-def write(folder, x, name="words.csv"):
-    y = group("S3").products(x)
-    lines = [f"0,{' '.join(map(str, a))},{' '.join(map(str, b))}" for a, b in zip(x, y)]
-    path = folder / name
-    path.write_text("\n".join(["seed,input,target", *lines]) + "\n")
-    return Task(name="word_problem", group="S3", csv=str(path))
-
-
-def test_the_rows_of_a_file_are_split_and_none_is_in_two_splits(tmp_path):
-    x = np.random.default_rng(0).integers(0, 6, (400, 9))
-    x[200:] = x[:200]  # each row twice
-    x[0:50, 6:] = x[50:100, 6:]
-    task = tasks.build(write(tmp_path, x))
-    assert task.held_apart(9) and task.held_apart(5) and not task.held_apart(4)
-    openings = {}
-    for split in tasks.SPLITS:
-        batches = [task.batch(0, split, i, 200, (9, 9)) for i in range(30)]
-        ids = np.concatenate([b.input_ids for b in batches])
-        assert (group("S3").products(ids) == np.concatenate([b.labels for b in batches])).all()
-        assert {tuple(r) for r in ids} <= {tuple(r) for r in x}
-        openings[split] = {tuple(r[:5]) for r in ids}
-    count = len({tuple(r[:5]) for r in x})
-    assert sum(map(len, openings.values())) == count == len(set().union(*openings.values()))
-    assert len(openings["train"]) == pytest.approx(0.8 * count, abs=2)
-    assert len(openings["valid"]) == pytest.approx(0.1 * count, abs=2)
-    few = write(tmp_path, np.repeat(x[:4], 5, 0), "few.csv")
-    with pytest.raises(TaskError, match=r"few\.csv: its rows begin with only 4 different words of"):
-        tasks.build(few)

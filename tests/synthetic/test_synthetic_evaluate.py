@@ -246,39 +246,28 @@ def test_the_error_of_several_seeds_is_smaller():
     assert np.isnan(error_of_mean(rows, "token_accuracy"))
 
 
-def file_of_words(folder, rows: int):
-    """The word problem of S3 from a file of random words of 16 elements."""
-    x = np.random.default_rng(0).integers(0, 6, (rows, 16))
-    lines = [
-        " ".join(map(str, a)) + "," + " ".join(map(str, b)) for a, b in zip(x, S3.group.products(x))
-    ]
-    (folder / "words.csv").write_text("\n".join(["input,target", *lines]) + "\n")
-    return tasks.build(Task(name="word_problem", group="S3", csv=str(folder / "words.csv")))
+def test_a_sample_drawn_again_and_again_is_one_sample_in_the_error():
+    class ByFirst(Oracle):
+        """Right on the words that begin with one of three elements."""
 
+        def forward(self, input_ids, attention_mask=None):
+            y = torch.from_numpy(S3.group.products(input_ids.numpy()))
+            y = torch.where(input_ids[:, :1] < 3, y, (y + 1) % 6)
+            return SimpleNamespace(logits=nn.functional.one_hot(y, 6).float())
 
-def test_a_sample_drawn_again_and_again_is_one_sample_in_the_error(tmp_path):
-    words = file_of_words(tmp_path, 200)
-    cfg = config(examples=1000, batch_size=100)
-    row = measure(AllOrNothing(0), words, cfg, 16, "test", 0, "fp32")
-    count = len(words.rows["test"][0])  # about a tenth of the rows
-    assert row["sequences"] == 1000 and row["distinct"] == count < 25
-    right = row["metrics"]["sequence_accuracy"]
-    of_rows = (right * (1 - right) / count) ** 0.5
-    assert row["stderr"]["sequence_accuracy"] == pytest.approx(of_rows, rel=0.25)
-    rows = evaluate_all(AllOrNothing(0), S3, config(examples=50), [16], [0], "fp32")
-    assert rows[0]["distinct"] == 50
-    table = summary({"eval": [{"length": 16, **row}]}, "x")
+    row = measure(ByFirst(0), S3, config(examples=1000), 2, "test", 0, "fp32")
+    assert row["sequences"] == 1000 and row["distinct"] == 36
+    assert row["stderr"]["sequence_accuracy"] == pytest.approx(0.5 / 36**0.5, rel=0.1)
+    assert measure(ByFirst(0), S3, config(examples=50), 16, "test", 0, "fp32")["distinct"] == 50
+    table = summary({"eval": [{"length": 2, **row}]}, "x")
     column = next(c for c in table.columns if c.header == "distinct samples")
-    assert list(column.cells) == [str(count)]
+    assert list(column.cells) == ["36"]
 
 
-def test_test_data_cannot_be_counted_twice(tmp_path):
+def test_test_data_cannot_be_counted_twice():
     with pytest.raises(TaskError, match=r"seeds \[0, 1, 0\]: seed 0 is there twice; .* once each"):
-        check_seeds([0, 1, 0], S3)
-    with pytest.raises(TaskError, match=r"seeds \[0, 1\]: .*words\.csv has one set of test rows"):
-        check_seeds([0, 1], file_of_words(tmp_path, 200))
-    check_seeds([0, 1], S3)
-    check_seeds([3], file_of_words(tmp_path, 200))
+        check_seeds([0, 1, 0])
+    check_seeds([0, 1])
 
 
 class Solved(Oracle):
