@@ -88,21 +88,23 @@ def _validate(args: argparse.Namespace) -> int:
         load_tree(path)
 
     from lm.common.console import say
-    from synthetic.profile import table, write
+    from synthetic.profile import describe, judge, summarize, write
+    from synthetic.results import table
     from synthetic.validate import validate
 
     out_dir = args.out_dir or f"runs/validate{'_quick' * args.quick}"
-    made = validate(paths, overrides, out_dir, args.jobs, args.quick, args.seeds)
-    say(table(made))
+    runs = validate(paths, overrides, out_dir, args.jobs, args.quick, args.seeds)
+    say(table(summarize(runs), "Models and their abilities"))
+    say("\n".join(describe(runs)))
     shown = ["--quick"] * args.quick
     if args.out_dir:
         shown += ["--out-dir", args.out_dir]
     if args.seeds:
         shown += ["--seeds", *map(str, args.seeds)]
     command = shlex.join(["fprnn", "synthetic", "validate", *args.config, *shown])
-    for path in write(made, Path(out_dir), command):
+    for path in write(runs, Path(out_dir), command):
         say(f"wrote    {path}")
-    return 0 if all(row["passed"] for row in made["bars"]) else 2
+    return 0 if judge(runs)["passed"].all() else 2
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -112,6 +114,7 @@ def _report(args: argparse.Namespace) -> int:
 
     from lm.common.console import say
     from synthetic.report import overview, report
+    from synthetic.results import table
 
     name, overrides = args.name, list(args.override)
     if name and "=" in name:  # no report, only overrides
@@ -119,8 +122,9 @@ def _report(args: argparse.Namespace) -> int:
     if args.out_dir:
         overrides.append(f"out_dir={json.dumps(args.out_dir, ensure_ascii=False)}")
     if name is None:
-        made, problems = overview(args.scale, tuple(overrides))
-        say(made)
+        rows, problems = overview(args.scale, tuple(overrides))
+        title = f"Reports at scale {args.scale}; minutes of training, one run after another"
+        say(table(rows, title))
         for problem in problems:
             say(f"note: {problem}")
         return 0
@@ -238,7 +242,7 @@ def _add_validate(commands: argparse._SubParsersAction) -> None:
         description="State tracking, automata, brackets, arithmetic, copying, recall, …: trains a"
         " small recipe for each ability on the `model:` section of any YAML (several: side by"
         " side), tries it on up to 64 times longer sequences, prints one table, and writes a page"
-        " with a radar for each model (README.md, profile.png and, with the numbers, validate.json"
+        " with a radar for each model (README.md, profile.png and, with the numbers, validate.csv"
         " in DIR). Finished runs are kept, so a stopped command continues. Exit status 2: a bar was"
         " missed.",
     )

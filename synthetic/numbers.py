@@ -95,6 +95,12 @@ def _lines_of_row(row: dict) -> list[dict]:
     ]
 
 
+def write_csv(numbers: pd.DataFrame, path: Path) -> None:
+    """Write the table; the numbers come last."""
+    columns = [name for name in numbers if name not in LAST_COLUMNS]
+    numbers.to_csv(path, columns=[*columns, *LAST_COLUMNS], index=False)
+
+
 def at_end(runs: Iterable[Trained]) -> pd.DataFrame:
     """Return the table of the runs' final evaluations."""
     return pd.DataFrame([line for run in runs for line in lines(run, run.result["eval"])])

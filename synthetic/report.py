@@ -11,7 +11,6 @@ from typing import Any
 
 import matplotlib
 import pandas as pd
-from rich.table import Table
 
 from lm.common.console import say
 from lm.common.errors import ConfigError, TrainingError
@@ -28,8 +27,9 @@ from lm.runs.metrics import read_metrics
 from lm.runs.run_dir import RunDir
 from synthetic.config import Config, load
 from synthetic.labels import model_label, task_label
-from synthetic.numbers import LAST_COLUMNS, Trained
+from synthetic.numbers import LAST_COLUMNS, Trained, write_csv
 from synthetic.plots import KINDS, Drawing, ReportError
+from synthetic.results import in_words, table
 from synthetic.runs import differences, is_finished, result_of, run_all, seed_of
 
 CONFIGS = find_shipped("configs/synthetic")
@@ -413,37 +413,14 @@ LATEX_SIGNS |= {"⌈": r"$\lceil$", "⌉": r"$\rceil$", "²": "$^2$"}
 
 def _write(drawing: Drawing, folder: Path, paths: dict[str, Path]) -> None:
     """Write NAME.png, NAME.pdf, NAME.csv with all numbers, and NAME.tex with the printed table."""
-    numbers = drawing.numbers
-    columns = [name for name in numbers if name not in LAST_COLUMNS]
     summary = pd.DataFrame(in_words(drawing.summary))
     with writing(folder), matplotlib.rc_context({"pdf.fonttype": 42}):  # letters stay letters
         folder.mkdir(parents=True, exist_ok=True)
         drawing.figure.savefig(paths["figure"], dpi=140)
         drawing.figure.savefig(paths["PDF"], metadata={"CreationDate": None})
-        numbers.to_csv(paths["numbers"], columns=[*columns, *LAST_COLUMNS], index=False)
+        write_csv(drawing.numbers, paths["numbers"])
         latex = summary.to_latex(index=False, header=False, escape=True)
         paths["LaTeX"].write_text(latex.translate(str.maketrans(LATEX_SIGNS)), encoding="utf-8")
-
-
-def table(rows: list[dict], title: str) -> Table:
-    """Return dictionaries as a rich table; columns are in the order in which they first appear."""
-    head, *body = in_words(rows)
-    made = Table(title=title, title_justify="left")
-    for name in head:
-        made.add_column(name, justify="left" if name == "run" else "right")
-    for cells in body:
-        made.add_row(*cells)
-    return made
-
-
-def in_words(rows: list[dict]) -> list[list[str]]:
-    """Return dictionaries as rows of text; the first row is the head."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    return [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
-
-
-def _cell(value: Any) -> str:
-    return "–" if value is None else str(value)
 
 
 def _minutes(sweep: Sweep) -> int | None:
@@ -453,8 +430,8 @@ def _minutes(sweep: Sweep) -> int | None:
     return math.ceil(sum(result_of(cfg)["training_seconds"] for cfg in sweep.configs) / 60)
 
 
-def overview(scale: str, overrides: tuple[str, ...] = ()) -> tuple[Table, list[str]]:
-    """Return a rich table of all reports, and the errors of configs that could not be read."""
+def overview(scale: str, overrides: tuple[str, ...] = ()) -> tuple[list[dict], list[str]]:
+    """Return a row for each report, and the errors of configs that could not be read."""
     rows = []
     problems = []
     for name, entry in REPORTS.items():
@@ -468,7 +445,4 @@ def overview(scale: str, overrides: tuple[str, ...] = ()) -> tuple[Table, list[s
         except (ConfigError, DamagedError, ReportError) as e:
             problems.append(str(e))
         rows.append(row)
-    made = table(rows, f"Reports at scale {scale}; minutes of training, one run after another")
-    for column in made.columns[:3]:
-        column.justify = "left"
-    return made, problems
+    return rows, problems

@@ -1,32 +1,23 @@
-"""The profile of a model: every ability over lengths and seeds; what is planned, trained, found."""
+"""The runs of a profile: every ability of a model over lengths and seeds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any, NamedTuple
 
 from lm.common.console import say
 from lm.common.errors import ConfigError
-from lm.common.files import check_together, write_json
+from lm.common.files import check_together
 from lm.config import load as base
 from lm.config.schema import Config as LMConfig
 from lm.runs.run_dir import RunDirError
 from synthetic import config
 from synthetic.abilities import ABILITIES, RECIPES
-from synthetic.results import (
-    curriculum_note,
-    error_of_mean,
-    error_over_seeds,
-    in_training,
-    iterations_of_layers,
-    mean_of,
-    way_of,
-)
+from synthetic.numbers import LAST_COLUMNS, Trained
 from synthetic.runs import differences, is_finished, result_of, run_all
 
-PAGES = ("README.md", "profile.png", "lengths.png")  # next to validate.json
+FILES = ("validate.csv", "README.md", "profile.png", "lengths.png")
 
 TAKEN = ("model", "solver", "optim")  # sections of a config that is validated
 # A model is tried at the longest length of its training times these, as far as a sequence has no
@@ -150,20 +141,21 @@ def validate(
     jobs: int = 1,
     quick: bool = False,
     seeds: Sequence[int] | None = None,
-) -> dict[str, list[dict]]:
+) -> list[Trained]:
     """Train and test every ability of the model of every config; finished runs are not repeated.
 
     Returns:
-        what `profile` gives; also written to OUT/validate.json.
+        The runs, whose `panel` is the ability.
+
     Raises:
-        ConfigError: a config that cannot be validated.
-        RunDirError: OUT holds a finished run of another config. OutputError: nothing can be
-            written there.
-        TrainingError: some runs failed.
+        ConfigError: If a config cannot be validated.
+        RunDirError: If OUT holds a finished run of another config.
+        OutputError: If nothing can be written there.
+        TrainingError: If some runs failed.
     """
     runs = plan(paths, overrides, out_dir, quick, seeds)
-    record = Path(out_dir) / "validate.json"
-    check_together(record, '"lengths"', record, *(Path(out_dir) / name for name in PAGES))
+    files = [Path(out_dir) / name for name in FILES]
+    check_together(files[0], ",".join(LAST_COLUMNS), *files)
     for cfg in filter(is_finished, runs.values()):  # its figures would be those of another model
         if different := differences(cfg):
             raise RunDirError(
@@ -172,79 +164,7 @@ def validate(
             )
     say(f"{len(runs)} runs, {sum(map(is_finished, runs.values()))} of them finished already")
     run_all(list(runs.values()), jobs)
-    made = profile(runs)
-    write_json(Path(out_dir) / "validate.json", made)
-    return made
-
-
-def profile(runs: dict[Point, config.Config]) -> dict[str, list[dict]]:
-    """What finished runs have found, the seeds of a model together.
-
-    Returns:
-        "lengths": a row for each ability, model and length with the headline metric of every seed;
-        "bars": a row for each bar and model; "work": a row for each ability and model.
-    """
-    made: dict[str, list[dict]] = {"lengths": [], "bars": [], "work": []}
-    pairs = dict.fromkeys((point.ability, point.model) for point in runs)
-    for ability, model in pairs:
-        configs = [cfg for point, cfg in runs.items() if point[:2] == (ability, model)]
-        results = [result_of(cfg) for cfg in configs]
-        about = {"ability": ability, "task": configs[0].task.name, "model": model}
-        trained_to = configs[0].train.lengths[1]
-        headline = results[0]["headline"]
-        for length in sorted({row["length"] for row in results[0]["eval"]}):
-            row = _measured(results, headline, length)
-            made["lengths"].append({**about, "trained_to": trained_to, **row})
-        for bar in configs[0].bars:
-            row = _measured(results, bar.metric, bar.length)
-            passed = row["value"] >= bar.least
-            judged = {"least": bar.least, "passed": passed}
-            made["bars"].append({**about, "trained_to": trained_to, **row, **judged})
-        about["state_noise"] = configs[0].solver.state_noise
-        ends = [curriculum_note(result, cfg) for result, cfg in zip(results, configs, strict=True)]
-        early = [f"seed {cfg.seed}: {note}" for cfg, note in zip(configs, ends) if note]
-        made["work"].append({**about, "curriculum_notes": early, **_work(results, trained_to)})
-    return made
-
-
-def _measured(results: list[dict], metric: str, length: int | None) -> dict:
-    """A metric at a length, of all seeds: its mean and error, and how it was
-    measured."""
-    rows_of_seeds = [
-        [row for row in result["eval"] if length in (None, row["length"])] for result in results
+    return [
+        Trained(cfg.run_dir, cfg, cfg.seed, {}, point.model, point.ability, result_of(cfg), [])
+        for point, cfg in runs.items()
     ]
-    values = [mean_of(rows, metric) for rows in rows_of_seeds]
-    errors = [error_of_mean(rows, metric) for rows in rows_of_seeds]
-    rows = [row for rows in rows_of_seeds for row in rows]
-    way = way_of(rows[0])
-    return {
-        "metric": metric,
-        "length": length or rows[0]["length"],
-        "value": mean(values),
-        "error": error_over_seeds(values, errors),
-        "seeds": values,
-        "chance": results[0]["chance"],
-        "read": way.read,
-        "solver": way.solver,
-        "in_training": in_training(rows),
-    }
-
-
-def _work(results: list[dict], trained_to: int) -> dict:
-    """What the seeds of a model took on average; ℓ* and evaluations at the training length."""
-    rows = [row for result in results for row in result["eval"] if row["length"] == trained_to]
-    iterations = [layers for row in rows if (layers := iterations_of_layers(row)) is not None]
-    return {
-        "parameters": results[0]["parameters"],
-        "updates": _mean(result["updates"] for result in results),
-        "seconds": _mean(result["training_seconds"] for result in results),
-        "evaluations": _mean(mean(row["evaluations"]) for row in rows if "evaluations" in row),
-        "num_iters": _mean(mean(layers) for layers in iterations),
-        "n": len(results),
-    }
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    """None of nothing."""
-    known = list(values)
-    return sum(known) / len(known) if known else None
