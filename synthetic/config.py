@@ -22,28 +22,9 @@ MAX_BATCH_IDS = 2**28  # 2 GiB of token ids, before any of them is embedded
 
 
 class Automaton(Section):
-    """A transition table, or what is drawn (synthetic/tasks/automaton.py)."""
+    """A transition table: for each letter, the states that states 0, 1, … go to."""
 
-    # of each letter, the states that states 0, 1, … go to; null: drawn by the other fields
-    table: tuple[tuple[int, ...], ...] | None = None
-    states: int = Field(5, ge=2)  # at most 5
-    letters: int = Field(3, ge=1, le=26)
-    kind: Literal["aperiodic", "solvable", "unsolvable"] = "unsolvable"
-    seed: NonNegativeInt = 0  # of the automaton, not of its words
-
-    @model_validator(mode="after")
-    def _given_or_drawn(self) -> Self:
-        drawn = [
-            f"`{name}`"
-            for name, field in type(self).model_fields.items()
-            if name != "table" and getattr(self, name) != field.default
-        ]
-        if self.table is not None and drawn:
-            raise ValueError(
-                f"`table` is given, so {' and '.join(sorted(drawn))} would have no effect: leave it"
-                " out, or the table"
-            )
-        return self
+    table: tuple[tuple[int, ...], ...] | None = None  # null: synthetic.tasks.automaton.DEFAULT
 
 
 class Task(Section):

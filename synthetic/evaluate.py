@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -102,41 +101,6 @@ def as_tensors(batch: Batch, device: torch.device | str) -> Tensors:
 
     mask = None if batch.mask is None else tensor(batch.mask)
     return Tensors(tensor(batch.input_ids), tensor(batch.labels), mask)
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:  # with what the kernel would give up of its file cache, which is most of the memory
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return 1024 * int(line.split()[1])
-    except OSError:
-        pass
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def sequences_that_fit(model: nn.Module, length: int, wanted: int, device: torch.device) -> int:
-    """How many sequences of this length, `wanted` at most, an evaluation pass can hold.
-
-    What one needs is a rough lower bound: a dozen activations of the inner width, and the logits
-    twice.
-
-    Raises:
-        TaskError: not even one.
-    """
-    config: Any = model.config
-    numbers_per_token = 12 * 2 * getattr(config, "hidden_size", 64) + 2 * config.vocab_size
-    heads = getattr(config, "num_attention_heads", 0)  # a Transformer's scores: heads · l² numbers
-    bytes_per_sequence = 4 * length * (numbers_per_token + heads * length)
-    free = int(0.8 * _free_bytes(device))
-    if bytes_per_sequence > free:
-        raise TaskError(
-            f"length {length} does not fit: one sequence needs about"
-            f" {bytes_per_sequence / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; evaluate"
-            " shorter lengths"
-        )
-    return max(1, min(wanted, free // bytes_per_sequence))
 
 
 class Answers(NamedTuple):
@@ -324,7 +288,6 @@ class _Reading(NamedTuple):
 
     batches: int
     batch_size: int  # sequences a batch, on which the data depend
-    at_once: int  # of these so many in one call, as memory allows
     carries_state: bool  # from call to call
     token_by_token: bool
 
@@ -333,45 +296,15 @@ class _Reading(NamedTuple):
         return self.batches * self.batch_size
 
 
-def _reading(
-    model: nn.Module, task: Task, cfg: Config, length: int, split: str, token_by_token: bool
-) -> _Reading:
-    """Raises TaskError: the length does not fit."""
-    batch_size = at_once = cfg.eval.batch_size
+def _reading(task: Task, cfg: Config, length: int, split: str, token_by_token: bool) -> _Reading:
+    batch_size = cfg.eval.batch_size
     if task.streams:
         batches = task.segments(split, batch_size, length)
     else:
         batch_size = min(batch_size, cfg.eval.examples)
-        at_once = sequences_that_fit(model, length, batch_size, next(model.parameters()).device)
         batches = math.ceil(cfg.eval.examples / batch_size)
     carries_state = task.streams or token_by_token
-    return _Reading(batches, batch_size, at_once, carries_state, token_by_token)
-
-
-def _predict(
-    model: nn.Module, tensors: Tensors, reading: _Reading, before: Any
-) -> tuple[np.ndarray, list, Any]:
-    """What the model answers to a batch, (b,l); the solver's statistics; the state after it.
-
-    Args: before: the state to start from, or None.
-    """
-    predicted = []
-    statistics = []
-    state = None
-    for first in range(0, len(tensors.input_ids), reading.at_once):
-        rows = slice(first, first + reading.at_once)
-        answers = answer(
-            model,
-            tensors.input_ids[rows],
-            None if tensors.mask is None else tensors.mask[rows],
-            before,
-            reading.carries_state,
-            reading.token_by_token,
-        )
-        state = answers.state
-        statistics += [each for each in answers.statistics if each is not None]
-        predicted.append(answers.logits.argmax(-1).cpu().numpy())
-    return np.concatenate(predicted), statistics, state
+    return _Reading(batches, batch_size, carries_state, token_by_token)
 
 
 def _read_all(
@@ -384,9 +317,14 @@ def _read_all(
     for number in range(reading.batches):
         batch = scores.task.batch(seed, split, number, reading.batch_size, (length, length))
         before: Any = state if batch.carry else None
-        predicted, solved, state = _predict(model, as_tensors(batch, device), reading, before)
-        statistics += solved
-        scores.add(number, batch, predicted)
+        tensors = as_tensors(batch, device)
+        carries_state, token_by_token = reading.carries_state, reading.token_by_token
+        answers = answer(
+            model, tensors.input_ids, tensors.mask, before, carries_state, token_by_token
+        )
+        state = answers.state
+        statistics += [each for each in answers.statistics if each is not None]
+        scores.add(number, batch, answers.logits.argmax(-1).cpu().numpy())
     return statistics
 
 
@@ -423,14 +361,14 @@ def measure(
     # 1. How much there is to read, and how.
     task.check_length(length)
     device = next(model.parameters()).device
-    reading = _reading(model, task, cfg, length, split, token_by_token)
+    reading = _reading(task, cfg, length, split, token_by_token)
 
     # 2. Read all of it; then count ℓ* on the first sequences.
     scores = _Scores(task)
     probed = None
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     limited = solving(model, eval_max_iters=cfg.eval.max_iters)
-    with _evaluating(model), _enough_memory(length, reading.at_once), limited, autocast:
+    with _evaluating(model), _enough_memory(length, reading.batch_size), limited, autocast:
         began = time.perf_counter()
         solver = solver_of(model, 1 if token_by_token else length)
         statistics = _read_all(model, scores, reading, length, split, seed)
@@ -461,7 +399,7 @@ def _probed(
     """ℓ* of the first sequences of a length, as `probe_first` gives it."""
     batch = task.batch(seed, split, 0, reading.batch_size, (length, length))
     tensors = as_tensors(batch, next(model.parameters()).device)
-    return probe_first(model, tensors.input_ids[: reading.at_once], tensors.mask)
+    return probe_first(model, tensors.input_ids, tensors.mask)
 
 
 def _add_probe(record: dict, probed: Any, scores: _Scores) -> None:

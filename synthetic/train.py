@@ -38,7 +38,6 @@ from synthetic.evaluate import (
     measure,
     parse_lengths,
     probe_first,
-    sequences_that_fit,
     solver_of,
     solving,
 )
@@ -134,9 +133,6 @@ class Training(Loop):
         cfg, task = self.cfg, self.task
         longest_read = max(cfg.train.lengths[1], *self.lengths)
         self.model, self.device, self.precision = build(cfg, task, longest_read)
-        if not task.streams:  # whose segments are as long as in training
-            longest_evaluated = max([*self.lengths, *self.lengths_during])
-            sequences_that_fit(self.model, longest_evaluated, 1, self.device)
         self.carries_state = task.streams
         self.optimizer = optimizer(self.model, cfg.optim, on_gpu=False)
         # Asked of the config, not of a group: a checkpoint that is loaded puts its own there.

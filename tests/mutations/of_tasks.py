@@ -83,20 +83,6 @@ MUTATIONS = [
         OF_AUTOMATON,
     ),
     Mutation(
-        "tasks: a group is solvable if its commutators are fewer by chance",
-        AUTOMATON,
-        "        if len(derived) == len(group):\n            return False",
-        "        if len(derived) == len(group):\n            return True",
-        OF_AUTOMATON,
-    ),
-    Mutation(
-        "tasks: groups of a part of the states are not seen",
-        AUTOMATON,
-        "kept = np.unique(e)",
-        "kept = np.arange(len(e))",
-        OF_AUTOMATON,
-    ),
-    Mutation(
         "tasks: brackets nest one deeper than is said",
         DYCK,
         "(depth < self.depth) & (rng",

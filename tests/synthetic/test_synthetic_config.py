@@ -154,3 +154,15 @@ def test_limits_of_iterations_are_for_what_iterates(tmp_path, solver):
 def test_the_default_of_either_limit_is_for_both(tmp_path):
     text = "train: {max_iters: config}\neval: {max_iters: null}"
     assert config.load(write(tmp_path, text)).solver.token == "auto"
+
+
+def test_removed_keys_of_tasks_are_read_with_their_defaults_only(tmp_path):
+    drawn = "states: 5, letters: 3, kind: unsolvable, seed"
+    text = f"task: {{csv: null, automaton: {{table: null, {drawn}: 0}}}}"
+    assert config.load(write(tmp_path, text)).task.automaton.table is None
+    for value, key in (
+        (text.replace("null, au", "x.csv, au"), "task.csv"),
+        (f"{text[:-4]}1}}}}", "seed"),
+    ):
+        with pytest.raises(ConfigError, match=rf"`\S*{key}` is no longer there"):
+            config.load(write(tmp_path, value))

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +14,6 @@ from synthetic.build import were_held_apart
 from synthetic.config import Bar, Config, Task
 from synthetic.evaluate import (
     PROBED,
-    _free_bytes,
     check_seeds,
     evaluate_all,
     measure,
@@ -133,21 +131,6 @@ def test_bars():
     assert found[2]["value"] is None
 
 
-def test_a_length_beyond_memory_is_a_sentence(monkeypatch):
-    monkeypatch.setattr("synthetic.evaluate._free_bytes", lambda device: 10_000)
-    with pytest.raises(TaskError, match=r"length 512 does not fit: .* evaluate shorter lengths"):
-        measure(Oracle(8), S3, config(), 512, "test", 0, "fp32")
-
-
-def test_the_sequences_do_not_depend_on_how_many_fit_in_memory(monkeypatch):
-    cfg, found = config(examples=50, batch_size=20), []
-    for fit in (20, 7, 1):
-        monkeypatch.setattr("synthetic.evaluate.sequences_that_fit", lambda *_, n=fit: n)
-        tried = measure(Oracle(2), S3, cfg, 6, "test", 0, "fp32")
-        found.append((tried["sequences"], tried["metrics"], tried["stderr"]))
-    assert found[0] == found[1] == found[2] and found[0][0] == 60
-
-
 def test_a_cpu_that_runs_out_of_memory_is_a_sentence():
     class Greedy(Oracle):
         def forward(self, input_ids, attention_mask=None):
@@ -164,16 +147,6 @@ def test_other_errors_of_a_model_stay_what_they_are():
 
     with pytest.raises(RuntimeError, match="shapes do not go together"):
         measure(Broken(1), S3, config(), 4, "test", 0, "fp32")
-
-
-def test_the_free_memory_counts_what_the_file_cache_would_give_up(monkeypatch):
-    info = Path("/proc/meminfo")
-    if not info.exists():
-        pytest.skip("no /proc/meminfo")
-    kib = {k: int(v.split()[0]) for k, v in (x.split(":") for x in info.read_text().splitlines())}
-    monkeypatch.setattr("os.sysconf", lambda name: 1)  # nothing but the cache
-    free = _free_bytes(torch.device("cpu"))
-    assert free == pytest.approx(1024 * kib["MemAvailable"], rel=0.1)
 
 
 def test_the_error_of_a_token_metric_takes_a_sequence_as_one():
