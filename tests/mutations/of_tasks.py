@@ -14,7 +14,7 @@ OF_MEMORY = ("tests/synthetic/test_memory.py",)
 OF_SWAPS = ("tests/synthetic/test_swaps.py",)
 OF_AUTOMATON = ("tests/synthetic/test_automaton.py",)
 OF_DYCK = ("tests/synthetic/test_dyck.py",)
-OF_DRAWN = ("tests/synthetic/test_drawn.py",)
+OF_DRAWN = ("tests/synthetic/test_splits.py",)
 OF_TRACES = ("tests/lm/data/test_traces.py",)
 INIT_FROM = "tests/synthetic/test_synthetic_init_from.py"
 

@@ -149,22 +149,6 @@ def test_evaluation_has_one_example_a_row(name):
     assert same.mask is None and same.input_ids.shape == (50, made.tokens(10))
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_batches_depend_on_their_arguments_alone(name):
-    first, again, *others = (
-        task(name).batch(seed, split, index, 4, (8, 12))
-        for seed, split, index in [
-            (0, "train", 0),
-            (0, "train", 0),
-            (0, "train", 1),
-            (1, "train", 0),
-            (0, "valid", 0),
-        ]
-    )
-    assert (first.input_ids == again.input_ids).all() and (first.labels == again.labels).all()
-    assert all(not np.array_equal(first.input_ids, other.input_ids) for other in others)
-
-
 def means(made: Copying, predicted: np.ndarray, batch) -> dict:
     return {name: values.mean() for name, values in made.score(predicted, batch).items()}
 

@@ -7,7 +7,7 @@ import pytest
 
 from synthetic import tasks
 from synthetic.config import Task
-from synthetic.tasks import IGNORE, splits
+from synthetic.tasks import IGNORE, TaskError, splits
 
 # Each task with a length at which its splits are held apart, one at which there are too few samples
 # for that, and the training lengths.
@@ -33,6 +33,17 @@ HELD = {
     "parity": ({"name": "parity", "supervision": "every"}, 12, 8, (3, 16)),
     "even_pairs": ({"name": "even_pairs"}, 13, 8, (3, 16)),
     "cycle": ({"name": "cycle_navigation"}, 8, 5, (3, 16)),
+    "dyck": ({"name": "dyck", "supervision": "every"}, 24, 3, (3, 24)),
+}
+# Likewise of tasks whose rows are drawn whole (None: no length has too few samples).
+DRAWN = {
+    "mqar": ({"name": "mqar", "alphabet": 16, "pairs": 2}, 12, None, (8, 20)),
+    "in_context": ({"name": "in_context_recall", "alphabet": 4}, 14, 4, (4, 20)),
+    "noisy": ({"name": "noisy_recall", "alphabet": 4}, 16, 4, (4, 20)),
+    "fuzzy": ({"name": "fuzzy_recall", "alphabet": 4, "ngram": 2}, 18, 8, (8, 24)),
+    "selective": ({"name": "selective_copying", "alphabet": 8, "content": 5}, 16, None, (11, 20)),
+    "memorization": ({"name": "memorization", "alphabet": 8}, 12, 6, (2, 16)),
+    "repl": ({"name": "repl", "variables": 3}, 8, 3, (2, 10)),
 }
 UPDATES = 300
 
@@ -84,6 +95,25 @@ def test_no_sample_of_a_test_or_validation_set_is_in_training(name):
     assert not sets["valid", 0] & (sets["test", 0] | sets["test", 5])
 
 
+@pytest.mark.parametrize("name", [*HELD, *DRAWN])
+def test_batches_are_whole_and_depend_on_their_arguments_alone(name):
+    section, *_, lengths = HELD.get(name) or DRAWN[name]
+    task = tasks.build(Task(**section))
+    for split in tasks.SPLITS:
+        batch = task.batch(3, split, 2, 16, lengths)
+        tasks.check_batch(name, task, batch)
+        again = tasks.build(Task(**section)).batch(3, split, 2, 16, lengths)
+        assert np.array_equal(batch.input_ids, again.input_ids)
+        assert np.array_equal(batch.labels, again.labels)
+        for other in [(4, split, 2), (3, split, 3), (3, {"train": "test"}.get(split, "train"), 2)]:
+            assert not np.array_equal(batch.input_ids, task.batch(*other, 16, lengths).input_ids)
+        if batch.mask is not None:
+            assert (np.diff(batch.mask.astype(int), axis=1) <= 0).all()  # only on the right
+            assert (batch.labels[~batch.mask] == IGNORE).all()
+            if hasattr(task, "pad"):
+                assert ((batch.input_ids == task.pad) == ~batch.mask).all()
+
+
 def test_where_there_are_few_samples_all_splits_have_all_of_them():
     for split in tasks.SPLITS:
         task = tasks.build(Task(name="word_problem", group="S3"))
@@ -119,3 +149,54 @@ def test_hashes_depend_on_the_content_alone():
     shares = [splits.is_of(split, splits.keys(ids)).mean() for split in tasks.SPLITS]
     assert sum(shares) == 1
     assert shares == pytest.approx([14 / 16, 1 / 16, 1 / 16], abs=0.015)
+
+
+def task_of(name):
+    return tasks.build(Task(**DRAWN[name][0]))
+
+
+def content(task, ids):
+    """What a row is about, read off its tokens: of MQAR the pairs, of selective copying the letters
+    in order; else all of it."""
+    words = [task.token_name(int(i)) for i in ids]
+    if task.name == "mqar":
+        return tuple(words[: 2 * task.pairs])
+    if task.name == "selective_copying":
+        return tuple(word for word in words if word not in "_|")
+    return tuple(word for word in words if word != "_")
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_no_row_of_a_test_or_validation_set_begins_a_row_of_training(name):
+    task, (_, length, short, lengths) = task_of(name), DRAWN[name]
+    assert task.held_apart(length) and not (short and task.held_apart(short))
+    batches = [task.batch(0, "train", i, 64, lengths) for i in range(150)]
+    trained = {content(task, ids) for batch in batches for ids in batch.input_ids}
+    beginnings = {row[:end] for row in trained for end in range(1, len(row) + 1)}
+    rows = {}
+    for split, seed in [("valid", 0), ("test", 0), ("test", 5)]:
+        batches = [task.batch(seed, split, i, 100, (length, length)) for i in range(5)]
+        rows[split, seed] = {content(task, ids) for batch in batches for ids in batch.input_ids}
+        assert len(rows[split, seed]) > 30
+        assert not rows[split, seed] & beginnings
+    assert not rows["valid", 0] & (rows["test", 0] | rows["test", 5])
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_lengths_that_no_row_has_are_refused(name):
+    task = task_of(name)
+    task.check_length(task.shortest)
+    with pytest.raises(TaskError, match=f"has no sequences of length {task.shortest - 1}: it has"):
+        task.check_length(task.shortest - 1)
+    if task.apart == 2:
+        with pytest.raises(TaskError, match=f"lengths {task.shortest}, {task.shortest + 2}, "):
+            task.check_length(task.shortest + 1)
+
+
+def test_rows_of_a_split_are_redrawn_whole():
+    """Labels and content of a redrawn row are those of its new ids."""
+    task = tasks.build(Task(name="selective_copying", alphabet=8, content=5))
+    batch = task.batch(0, "valid", 0, 500, (16, 16))
+    letters = np.array([row[row < 8] for row in batch.input_ids])
+    assert (batch.labels[:, -5:] == letters).all()
+    assert splits.is_of("valid", splits.keys(letters[:, : task.opening])).all()

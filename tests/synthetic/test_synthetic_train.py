@@ -314,65 +314,28 @@ def test_batches_are_those_of_the_task_in_order(cfg):
         assert (next(stream).input_ids == expected.input_ids).all()
 
 
+ODD = ("task.name=mod_arithmetic", "train.length=[3, 9]", "eval.lengths=5")
+
+
 @pytest.mark.parametrize(
-    "overrides, error, message",
+    "overrides, message",
     [
-        (["task.group=Q8"], TaskError, "unknown group"),
-        (["task.name=parety"], ConfigError, "did you mean `parity`"),
-        (["train.curiculum.start=2"], ConfigError, "train.curriculum"),
-        (["train.length=[5, 3]"], ConfigError, "shortest first"),
-        (["train.curriculum={start: 2, letters: 9}"], TaskError, "are only 3"),
-        (["task.name=parity", "train.curriculum={start: 2, letters: 2}"], TaskError, "alone"),
-        (["task.name=parity", "train.curriculum={start: 2, letters: 3}"], TaskError, "alone"),
-        (["train.adversary=-1"], ConfigError, "train.adversary"),
-        (["train.adversary=0.1", "model.name=lstm"], ConfigError, "lstm has not: set it to 0"),
-        (["eval.lengths=a"], ConfigError, "must be a length"),
-        (["model.vocab_size=2"], TaskError, "has 3 ids"),
-        (["task.name=mod_arithmetic", "train.length=4"], TaskError, "1, 3, 5"),
+        (["train.curriculum={start: 2, letters: 9}"], "are only 3"),
+        (["task.name=parity", "train.curriculum={start: 2, letters: 2}"], "alone"),
+        (["train.adversary=-1"], "train.adversary"),
+        (["train.adversary=0.1", "model.name=lstm"], "lstm has not: set it to 0"),
+        (["task.name=mod_arithmetic", "train.length=4"], "1, 3, 5"),
+        (["eval.seeds=[]"], "eval.seeds"),
+        (["eval.seeds=[1,1]"], "seed 1 is there twice"),
         # What would come up in the middle of the run, or at its end, is said before it starts.
-        (["train.length=[0, 4]"], ConfigError, "or it must be greater than 0"),
-        (["eval.seeds=[]"], ConfigError, "eval.seeds"),
-        (["eval.seeds=[-1]"], ConfigError, "eval.seeds"),
-        (
-            [
-                "task.name=mod_arithmetic",
-                "train.length=[3, 9]",
-                "eval.lengths=5",
-                "train.curriculum={start: 4}",
-            ],
-            TaskError,
-            "no expressions of length 4",
-        ),
-        (
-            [
-                "task.name=copy",
-                "task.context=20",
-                "train.length=[2, 12]",
-                "train.curriculum={start: 4}",
-            ],
-            TaskError,
-            "needs a context of 27 tokens",
-        ),
-        (
-            ["bars=[{metric: token_accuracy, length: 7, least: 0.5}]"],
-            TaskError,
-            r"a bar is at length 7, which eval.lengths does not try \(2, 4, 6\)",
-        ),
-        (
-            ["bars=[{metric: nope, length: 4, least: 0.5}]"],
-            TaskError,
-            "a bar is on `nope`: word_problem has token_accuracy, sequence_accuracy",
-        ),
-        (
-            ["eval.lengths=4,10000000000"],
-            ConfigError,
-            r"`10000000000` of `4,10000000000` is above 1,048,576, the longest length",
-        ),
-        (["eval.seeds=[1,1]"], TaskError, r"seed 1 is there twice"),
+        ([*ODD, "train.curriculum.start=4"], "no expressions of length 4"),
+        (["task={name: copy, context: 20}", "train.length=[2,12]"], "needs a context of 27 tokens"),
+        (["bars=[{metric: token_accuracy, length: 7, least: 0.5}]"], r"does not try \(2, 4, 6\)"),
+        (["bars=[{metric: nope, length: 4, least: 0.5}]"], "a bar is on `nope`: word_problem has"),
     ],
 )
-def test_bad_input_is_a_sentence(cfg, tmp_path, overrides, error, message):
-    with pytest.raises(error, match=message):
+def test_bad_input_is_a_sentence(cfg, tmp_path, overrides, message):
+    with pytest.raises((ConfigError, TaskError), match=message):
         train(cfg(*overrides))
     assert not (tmp_path / "runs/t/metrics.jsonl").exists()
 

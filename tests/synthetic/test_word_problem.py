@@ -91,14 +91,6 @@ def test_letters_that_cannot_be_left_out():
         tasks.build(Task(name="parity")).draw_from(2)
 
 
-def test_the_same_arguments_give_the_same_batch_and_others_another():
-    task = tasks.build(Task(name="word_problem", group="S5"))
-    one = task.batch(0, "train", 7, 8, (12, 12)).input_ids
-    assert (one == task.batch(0, "train", 7, 8, (12, 12)).input_ids).all()
-    for other in [(1, "train", 7), (0, "valid", 7), (0, "train", 8)]:
-        assert (one != task.batch(*other, 8, (12, 12)).input_ids).any()
-
-
 def test_accuracies():
     task = tasks.build(Task(name="word_problem", group="S3"))
     batch = task.batch(0, "test", 0, 4, (5, 5))
