@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -283,49 +283,34 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-class _Reading(NamedTuple):
-    """How the samples of one length are given to a model."""
-
-    batches: int
-    batch_size: int  # sequences a batch, on which the data depend
-    carries_state: bool  # from call to call
-    token_by_token: bool
-
-    @property
-    def sequences(self) -> int:
-        return self.batches * self.batch_size
-
-
-def _reading(task: Task, cfg: Config, length: int, split: str, token_by_token: bool) -> _Reading:
-    batch_size = cfg.eval.batch_size
+def _batches(task: Task, cfg: Config, length: int, split: str) -> tuple[int, int]:
+    """Return the number of batches of a length, and their sequences, on which the data depend."""
     if task.streams:
-        batches = task.segments(split, batch_size, length)
-    else:
-        batch_size = min(batch_size, cfg.eval.examples)
-        batches = math.ceil(cfg.eval.examples / batch_size)
-    carries_state = task.streams or token_by_token
-    return _Reading(batches, batch_size, carries_state, token_by_token)
+        return task.segments(split, cfg.eval.batch_size, length), cfg.eval.batch_size
+    batch_size = min(cfg.eval.batch_size, cfg.eval.examples)
+    return math.ceil(cfg.eval.examples / batch_size), batch_size
 
 
 def _read_all(
-    model: nn.Module, scores: _Scores, reading: _Reading, length: int, split: str, seed: int
-) -> list:
-    """Score a model's answers to all batches of a length → the solver's statistics."""
+    model: nn.Module, scores: _Scores, batches: Iterable[Batch], token_by_token: bool
+) -> tuple[list, Tensors | None]:
+    """Score a model's answers to all batches → the solver's statistics, and the first batch."""
     device = next(model.parameters()).device
-    statistics = []
+    carries_state = token_by_token or scores.task.streams
+    statistics: list = []
+    first: Tensors | None = None
     state = None
-    for number in range(reading.batches):
-        batch = scores.task.batch(seed, split, number, reading.batch_size, (length, length))
-        before: Any = state if batch.carry else None
+    for number, batch in enumerate(batches):
         tensors = as_tensors(batch, device)
-        carries_state, token_by_token = reading.carries_state, reading.token_by_token
+        before: Any = state if batch.carry else None
         answers = answer(
             model, tensors.input_ids, tensors.mask, before, carries_state, token_by_token
         )
         state = answers.state
         statistics += [each for each in answers.statistics if each is not None]
         scores.add(number, batch, answers.logits.argmax(-1).cpu().numpy())
-    return statistics
+        first = first or tensors
+    return statistics, first
 
 
 @torch.no_grad()
@@ -358,48 +343,38 @@ def measure(
     Raises:
         TaskError: the length is impossible, or beyond the memory of this machine.
     """
-    # 1. How much there is to read, and how.
+    # 1. Read all of it; then count ℓ* on the first sequences.
     task.check_length(length)
-    device = next(model.parameters()).device
-    reading = _reading(task, cfg, length, split, token_by_token)
-
-    # 2. Read all of it; then count ℓ* on the first sequences.
+    count, batch_size = _batches(task, cfg, length, split)
+    batches = (task.batch(seed, split, i, batch_size, (length, length)) for i in range(count))
     scores = _Scores(task)
-    probed = None
+    device = next(model.parameters()).device
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     limited = solving(model, eval_max_iters=cfg.eval.max_iters)
-    with _evaluating(model), _enough_memory(length, reading.batch_size), limited, autocast:
+    with _evaluating(model), _enough_memory(length, batch_size), limited, autocast:
         began = time.perf_counter()
         solver = solver_of(model, 1 if token_by_token else length)
-        statistics = _read_all(model, scores, reading, length, split, seed)
+        statistics, first = _read_all(model, scores, batches, token_by_token)
         seconds = time.perf_counter() - began
-        if statistics:
-            probed = _probed(model, task, reading, length, split, seed)
+        probed = None
+        if first is not None and statistics:
+            probed = probe_first(model, first.input_ids, first.mask)
 
-    # 3. What it amounts to.
+    # 2. What it amounts to.
     way_of_reading = IN_SEGMENTS if task.streams else AT_ONCE
     record = {
         **scores.record(),
-        "sequences": reading.sequences,
+        "sequences": count * batch_size,
         "distinct": scores.distinct,
         "read": TOKEN_BY_TOKEN if token_by_token else way_of_reading,
         "solver": solver,
-        "in_training": _in_training(task, length, split, reading.sequences, held_apart),
+        "in_training": _in_training(task, length, split, count * batch_size, held_apart),
         "seconds": round(seconds, 3),
         **fixed_point_metrics(statistics),
     }
     if probed is not None:
         _add_probe(record, probed, scores)
     return record
-
-
-def _probed(
-    model: nn.Module, task: Task, reading: _Reading, length: int, split: str, seed: int
-) -> Any:
-    """ℓ* of the first sequences of a length, as `probe_first` gives it."""
-    batch = task.batch(seed, split, 0, reading.batch_size, (length, length))
-    tensors = as_tensors(batch, next(model.parameters()).device)
-    return probe_first(model, tensors.input_ids, tensors.mask)
 
 
 def _add_probe(record: dict, probed: Any, scores: _Scores) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -43,7 +44,7 @@ from synthetic.evaluate import (
 )
 from synthetic.init_from import Start
 from synthetic.results import curriculum_note, passes, solver_text
-from synthetic.update import MaxIters, Pass, backward, batches_from, loss_of
+from synthetic.update import Pass, backward, loss_of, max_iters_at
 
 
 def train(cfg: Config, overwrite: bool = False) -> dict:
@@ -140,7 +141,6 @@ class Training(Loop):
         self.parameters = sum(p.numel() for p in self.model.parameters())
         kappa = cfg.train.adversary
         self.adversary = Adversary(self.model, kappa) if kappa else None
-        self.max_iters = MaxIters(cfg)
 
     def start(self, run: RunDir) -> None:
         """In a directory that is ours: say what trains, go on where it was left, open the log.
@@ -251,7 +251,9 @@ class Training(Loop):
     def _batches(self) -> Iterator[tasks.Batch]:
         """From the next one on, as long as they are now."""
         lengths = min(self.shortest, self.longest), self.longest
-        return batches_from(self.task, self.cfg, lengths, self.batch_number)
+        cfg = self.cfg
+        for number in itertools.count(self.batch_number):
+            yield self.task.batch(cfg.seed, "train", number, cfg.train.batch_size, lengths)
 
     def _begin_window(self) -> None:
         """What the next record sums up begins here."""
@@ -304,7 +306,7 @@ class Training(Loop):
             Diverged: a block has made NaN or infinity, forward or back.
         """
         before = self.state if continues else None
-        limit = None if self.cfg.train.max_iters == "config" else self.max_iters.at(number)
+        limit = None if self.cfg.train.max_iters == "config" else max_iters_at(self.cfg, number)
 
         def one_pass() -> Pass:
             return loss_of(self.model, tensors, before, self.carries_state, self._autocast)
@@ -530,7 +532,7 @@ def _solver_line(model: nn.Module, cfg: Config) -> str:
     if isinstance(training, str) or isinstance(evaluation, str):
         return "none"
     if training["max_iters"] is not None:
-        training["max_iters"] = MaxIters(cfg).at(0)
+        training["max_iters"] = max_iters_at(cfg, 0)
         if cfg.train.max_iters == "gamma":
             training["max_iters"] = f"⌈Γ({cfg.train.gamma_shape:g}, 1)⌉"
     if evaluation["max_iters"] is not None:

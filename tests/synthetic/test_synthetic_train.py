@@ -18,7 +18,7 @@ from synthetic.evaluate import evaluate_run
 from synthetic.results import curriculum_note
 from synthetic.tasks import TaskError
 from synthetic.train import Training, train
-from synthetic.update import MaxIters, batches_from
+from synthetic.update import max_iters_at
 
 TREE = {
     "name": "t",
@@ -262,13 +262,13 @@ def test_the_adversary_raises_the_loss(cfg):
 
 
 def test_lmax_is_fixed_unlimited_or_drawn(cfg):
-    assert MaxIters(cfg()).at(3) == 10
-    assert MaxIters(cfg("train.max_iters=7", *ITERATED)).at(3) == 7
-    assert MaxIters(cfg("train.max_iters=unlimited", *ITERATED)).at(3) > 10**6
-    drawn = MaxIters(cfg("train.max_iters=gamma", *ITERATED))
-    values = np.array([drawn.at(s) for s in range(3000)])
+    assert max_iters_at(cfg(), 3) == 10
+    assert max_iters_at(cfg("train.max_iters=7", *ITERATED), 3) == 7
+    assert max_iters_at(cfg("train.max_iters=unlimited", *ITERATED), 3) > 10**6
+    drawn = cfg("train.max_iters=gamma", *ITERATED)
+    values = np.array([max_iters_at(drawn, s) for s in range(3000)])
     assert values.min() >= 1 and 4.3 < values.mean() < 4.7  # ⌈Γ(4, 1)⌉: 4 and about a half
-    assert [drawn.at(s) for s in range(50)] == list(values[:50])
+    assert [max_iters_at(drawn, s) for s in range(50)] == list(values[:50])
     c = cfg("name=few", "train.max_iters=2", "train.steps=2", *ITERATED)
     train(c)
     # Two iterations, and the evaluation that is differentiated.
@@ -308,7 +308,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(cfg):
 def test_batches_are_those_of_the_task_in_order(cfg):
     c = cfg()
     task = tasks.build(c.task)
-    stream = batches_from(task, c, (4, 4), 5)
+    training = Training(c)
+    training.batch_number = 5
+    stream = training._batches()
     for index in range(5, 12):
         expected = task.batch(c.seed, "train", index, 8, (4, 4))
         assert (next(stream).input_ids == expected.input_ids).all()
