@@ -32,8 +32,7 @@ class Start:
     Args:
         cfg: of the run, with an `init_from`. model: the run's.
     Attributes:
-        seen: as `synthetic.train.Training.seen`, of the batches that the source was trained on;
-            empty where that was on another task, None where it is not known.
+        held_apart: Neither the source nor this run is trained on samples of other splits.
     Raises:
         ConfigError: the run itself, or a model that does not match. SourceError: no trained
             synthetic run, or one of another model than ours. CheckpointError: a damaged one.
@@ -48,9 +47,9 @@ class Start:
             )
         self.source, loaded = _read(wanted.path)
         self.model = model
-        task, seen = trained_on(self.source.path)
+        task, held_apart = trained_on(self.source.path)
         other_task = _other_task(task, cfg.task)
-        self.seen = set() if other_task else seen
+        self.held_apart = bool(other_task) or held_apart
         self.found = upcycle.match(
             self.source,
             model,

@@ -48,6 +48,11 @@ REMOVED = {
     "init_from.layers": "auto",
     "train.world_size": None,
     "train.workers": 0,  # of a synthetic run
+    "task.csv": None,
+    "task.automaton.states": 5,
+    "task.automaton.letters": 3,
+    "task.automaton.kind": "unsolvable",
+    "task.automaton.seed": 0,
     "log.wandb_project": "fprnn",
     "log.contraction": False,
 }
