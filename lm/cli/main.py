@@ -258,8 +258,6 @@ def _doctor(args: argparse.Namespace) -> int:
     return 0 if doctor.works(findings) else 1
 
 
-
-
 def _add_train(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser(
         "train",
