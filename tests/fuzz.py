@@ -92,7 +92,7 @@ def arguments(rng: random.Random, places: Places, folder: Path) -> Case:
             ("lm", [*generate, value]),
             *(
                 ("lm", [*generate, "a", option, value])
-                for option in ("--temperature", "--top-k", "--seed", "--schedule", "--tol", "--out")
+                for option in ("--temperature", "--top-k", "--seed")
             ),
             ("lm", ["inspect", "--out", folder / "x.html", "--", value, "a b"]),
             ("lm", ["inspect", export, "--out", folder / "x.html", "--", value]),
@@ -108,7 +108,6 @@ def arguments(rng: random.Random, places: Places, folder: Path) -> Case:
             ("lm", ["train", "--config", *TRAINED, f"out_dir={folder}", f"resume={value}"]),
             ("lm", ["train", "--config", *TRAINED, f"out_dir={folder}", f"init_from={value}"]),
             ("lm", ["status", "--", value]),
-            ("lm", ["check-mixer", "--", value]),
             ("synthetic", ["inspect", "--out", folder / "x.html", "--", value]),
             ("synthetic", ["inspect", synthetic, "--out", folder / "x.html", "--", value]),
             ("synthetic", ["eval", "--lengths", "2", "--out", folder / "x.json", "--", value]),

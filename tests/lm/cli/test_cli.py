@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 LM = ROOT / "configs/lm"
 COMMANDS = (
     "doctor", "plan", "tokenizer", "prepare", "train", "sweep", "status", "report", "inspect",
-    "export", "eval", "generate", "serve", "check-mixer",
+    "export", "eval", "generate", "serve",
 )  # fmt: skip
 
 # Runs in every Python started with it on the path: no name is resolved, nothing is connected to.

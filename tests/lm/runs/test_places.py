@@ -19,7 +19,6 @@ MISTYPED = [
     ("generate runs/nope --prompt a", "runs/nope: no such folder; give a run or an export"),
     ("generate ./nope --prompt a", "./nope: no such folder"),
     ("inspect runs/nope a", "runs/nope: no such folder"),
-    ("inspect runs a --file nope", "not both"),
     ("eval runs/nope --tasks catbabi_mini", "runs/nope: no such folder"),
     ("eval owner/nope --tasks catbabi_mini", "owner/nope: no such folder"),
     ("report runs/nope", "runs/nope: no such folder"),
