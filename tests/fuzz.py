@@ -86,7 +86,6 @@ def commands(places: Places, folder: Path) -> dict[str, list[Case]]:
         "export": [
             ("lm", ["generate", export, "--max-new-tokens", "1", "--prompt", "a"]),
             ("lm", ["generate", export, "--prompt", "a", "--temperature", "1", "--top-k", "1"]),
-            ("lm", ["generate", export, "--prompt", "a", "--tol", "1", "--schedule", "parallel"]),
             ("lm", ["inspect", "--out", page, export, "a b"]),
             ("lm", ["report", "--out", folder / "out", export]),
             ("lm", ["eval", export, "--out", scores, "--tasks", "catbabi_mini", "--limit", "1"]),

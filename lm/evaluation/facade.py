@@ -132,8 +132,8 @@ def load(path: Path | str, trust: bool = False) -> LanguageModel:
         PlaceError: Nothing there, or a file.
         FacadeError: A run of the synthetic suite, or a folder without a tokenizer.
         LoadError: Damaged files.
-        CheckpointError: A run without a complete checkpoint.
-        ExportError: A checkpoint that the run's config.yaml does not describe.
+        CheckpointError: A run without a complete checkpoint, or one that the run's config.yaml
+            does not describe.
     """
     folder = Path(path).expanduser()
     kind = places.find_model(path)
