@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lm
-from lm.cli import importing as cli_import
 from lm.cli import inspect as cli_inspect
 from lm.cli import serve as cli_serve
 from lm.cli import status as cli_status
@@ -24,7 +23,6 @@ from lm.cli.arguments import (
     run,
 )
 from lm.cli.eval import add_eval
-from lm.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from lm.config.schema import Config
@@ -34,6 +32,7 @@ EPILOG = """examples:
   fprnn train --config configs/lm/demo.yaml
   fprnn plan configs/lm/fpmamba_160m_fineweb2b.yaml --gpu a100-80g
   fprnn prepare configs/lm/demo.yaml
+  fprnn tokenizer train --config configs/lm/demo.yaml --out runs/tokenizer
   deepspeed --num_gpus 4 --module lm train --config configs/lm/fpmamba_160m_fineweb2b.yaml
   fprnn generate runs/demo --prompt "The list"
   fprnn eval runs/demo --tasks catbabi_mini
@@ -50,6 +49,13 @@ EPILOG = """examples:
   fprnn demo s3
   fprnn synthetic train --config configs/synthetic/small/s3.yaml
 """
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """argparse's formatter, which leaves the lines of examples as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
 
 
 def _config_of_run(args: argparse.Namespace) -> Config:
@@ -70,20 +76,10 @@ def _train(args: argparse.Namespace) -> int:
         from lm.common.ranks import launched
 
         say.enabled = launched()[0] == 0
-        planned, status = _planned(cfg, args)
+        planned, status = _planned(cfg)
         say(cfg.to_yaml())
         say(planned)
         return status
-    if args.gpus:
-        raise ConfigError(
-            f"--gpus plans a --dry-run; to train on {args.gpus} GPUs start `deepspeed --num_gpus"
-            f" {args.gpus} --module lm train …`"
-        )
-    for name in ("nodes", "gpu", "utilisation", "evaluations"):
-        if getattr(args, name) is not None:
-            raise ConfigError(
-                f"--{name} is for `fprnn plan` and a --dry-run: training takes what is there"
-            )
     _say_if_slow(cfg)
 
     from lm.training.train import train
@@ -101,7 +97,7 @@ def _say_if_slow(cfg: Config) -> None:
     rank, world_size, _ = launched()
     if rank or RunDir(cfg.run_dir).is_finished or not cfg.model.has_fixed_point:
         return
-    from lm.report.slow import warn_if_slow
+    from lm.report.measure import warn_if_slow
 
     if note := warn_if_slow(cfg, world_size):
         say(note)
@@ -116,14 +112,16 @@ def _plan(args: argparse.Namespace) -> int:
         from lm.report.measure import measure
 
         measured = measure(cfg)
-    planned, status = _planned(cfg, args, measured)
+    planned, status = _planned(cfg, args.gpus, args.gpu, args.utilisation, measured)
     say(planned)
     return status
 
 
-def _planned(cfg, args, measured=None):
-    """What `plan` and `train --dry-run` print, a table, and what they end with: BAD_CONFIG where
-    the run does not fit the card. measured: what `--measure` has found here."""
+def _planned(cfg, gpus=None, gpu=None, utilisation=None, measured=None):
+    """Return the table of `plan` and `train --dry-run`, and their exit status.
+
+    The status is BAD_CONFIG if the run does not fit the card.
+    """
     from lm.cli.doctor import hub
     from lm.common.console import say
     from lm.common.errors import BAD_CONFIG
@@ -135,8 +133,8 @@ def _planned(cfg, args, measured=None):
     from lm.training.build import with_built_in_mixers
     from lm.training.preflight import check_config
 
-    gpus = args.gpus or launched()[1]
-    at = where(cfg, gpus, args.gpu, args.nodes, args.utilisation, args.evaluations)
+    gpus = gpus or launched()[1]
+    at = where(gpus, gpu, utilisation)
     with nothing_imported("a plan"):
         check_config(with_built_in_mixers(cfg)[0], gpus)
         check_folder(cfg.run_dir)
@@ -164,7 +162,7 @@ def _prepare(args: argparse.Namespace) -> int:
         check_tokenizer(cfg)
         check_data(cfg)
 
-    from lm.data.corpus.ahead import prepare_config, summary
+    from lm.data.corpus.corpora import prepare_config, summary
 
     done = []
     for cfg in configs:
@@ -195,9 +193,9 @@ def _export(args: argparse.Namespace) -> int:
         return 0
     from lm.export import push
 
-    if args.out is None and (args.checkpoint or args.ema or args.licence or args.overwrite):
+    if args.out is None and (args.checkpoint or args.licence or args.overwrite):
         raise ExportError(
-            "--checkpoint, --ema, --licence and --overwrite are of an export: give RUN and OUT, or"
+            "--checkpoint, --licence and --overwrite are of an export: give RUN and OUT, or"
             " push the export as it is without them"
         )
     folder = args.run
@@ -218,7 +216,6 @@ def _exported(args: argparse.Namespace) -> Path:
         args.run,
         args.out,
         args.checkpoint,
-        args.ema,
         args.licence,
         trust=args.trust,
         overwrite=args.overwrite,
@@ -256,46 +253,9 @@ def _report(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from lm.cli import doctor
 
-    findings = doctor.examine(args.out_dir)
+    findings = doctor.examine()
     print(doctor.report(findings))
     return 0 if doctor.works(findings) else 1
-
-
-def _add_planned_for(c: argparse.ArgumentParser) -> None:
-    """What `plan` and `train --dry-run` plan for."""
-    c.add_argument(
-        "--gpus",
-        type=Whole(1, 1_000_000),
-        metavar="N",
-        help="GPUs to plan for, in all, at least 1 (default: those launched)",
-    )
-    c.add_argument(
-        "--nodes",
-        type=Whole(1, 1_000_000),
-        metavar="M",
-        help="hosts that they are in, evenly, at least 1 (default: 8 GPUs each)",
-    )
-    c.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help="their kind: a100-40g, a100-80g, l40s, h100-80g or h200; any other by its data sheet,"
-        " NAME:TFLOPS:GIB:TBPS (b200:2250:178:8: dense TFLOP/s, memory in GiB, its TB/s); cpu: this"
-        " machine (default: the one here, else a100-80g)",
-    )
-    c.add_argument(
-        "--utilisation",
-        type=Number(),
-        metavar="U",
-        help="share of the card's peak that matrix products reach, above 0 and at most 1 (default:"
-        " 0.25, an assumption); it does not change the hours of layers solved token after token",
-    )
-    c.add_argument(
-        "--evaluations",
-        type=Number(),
-        metavar="E",
-        help="evaluations of a token in every layer, above 0, for the hours (default: 1 where"
-        " tokens are solved one by one, else 10, an assumption)",
-    )
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
@@ -309,7 +269,6 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     c.add_argument("--config", required=True, metavar="YAML")
     c.add_argument("--overwrite", action="store_true", help="delete the run of this name first")
     c.add_argument("--dry-run", action="store_true", help="print config and cost, train nothing")
-    _add_planned_for(c)
     c.add_argument(
         "--job-index",
         type=Whole(0),
@@ -330,7 +289,26 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         " docs/scale.md says how the numbers are made.",
     )
     c.add_argument("config", metavar="CONFIG")
-    _add_planned_for(c)
+    c.add_argument(
+        "--gpus",
+        type=Whole(1, 1_000_000),
+        metavar="N",
+        help="GPUs to plan for, in all (default: those launched)",
+    )
+    c.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="their kind: a100-40g, a100-80g, l40s, h100-80g or h200; any other by its data sheet,"
+        " NAME:TFLOPS:GIB:TBPS (b200:2250:178:8: dense TFLOP/s, memory in GiB, its TB/s); cpu: this"
+        " machine (default: the one here, else a100-80g)",
+    )
+    c.add_argument(
+        "--utilisation",
+        type=Number(),
+        metavar="U",
+        help="share of the card's peak that matrix products reach, above 0 and at most 1 (default:"
+        " 0.25, an assumption)",
+    )
     c.add_argument(
         "--measure",
         action="store_true",
@@ -379,7 +357,6 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     c.add_argument("run", metavar="RUN")
     c.add_argument("out", metavar="OUT", nargs="?")
     c.add_argument("--checkpoint", help="a checkpoint folder (default: the newest complete one)")
-    c.add_argument("--ema", action="store_true", help="the average of the weights (train.ema)")
     c.add_argument(
         "--overwrite",
         action="store_true",
@@ -433,16 +410,16 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser(
         "report",
         help="one page of a run or of several, also while they train; figures and a summary",
-        description="Write report.html, a page with nothing outside it, and report.markdown with"
-        " the same numbers: losses, ℓ*, work, speed, memory, evaluations, configuration and"
-        " provenance of a run, whatever there is of it so far. A finished run also gets its"
-        " figures and summary.json. Several runs stand in one page, whose place --out names.",
+        description="Write report.html, one file with all figures, report.markdown, figures/ (PNG"
+        " and PDF) and summary.json: losses, ℓ*, work, speed, memory, evaluations, configuration"
+        " and provenance of a run that is finished or still trains. Several runs share one page,"
+        " whose place --out names.",
     )
     c.add_argument("runs", nargs="+", metavar="RUN")
     c.add_argument(
         "--out",
         metavar="PLACE",
-        help="a folder, or FILE.html in one: write page and Markdown there, and nothing into RUN",
+        help="a folder to write to instead of RUN, or FILE.html for the page only",
     )
     c.set_defaults(run_command=_report)
 
@@ -454,7 +431,6 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
         description="Try out what training needs on this machine, in seconds and without a network:"
         " exit status 0 where it works, 1 where something must be mended first.",
     )
-    c.add_argument("--out-dir", default="runs", metavar="DIR", help="of runs (default: runs)")
     c.set_defaults(run_command=_doctor)
 
 
@@ -467,7 +443,7 @@ def parser(more: Sequence[AddCommands] = ()) -> argparse.ArgumentParser:
         prog="fprnn",
         description="Pretrain, export and evaluate fixed-point RNN language models.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     # DeepSpeed's launcher passes it; LOCAL_RANK in the environment says the same.
     p.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -485,12 +461,15 @@ def parser(more: Sequence[AddCommands] = ()) -> argparse.ArgumentParser:
     _add_report(commands)
     cli_inspect.add(commands)
     _add_export(commands)
-    cli_import.add(commands)
     add_eval(commands)
     _add_generate(commands)
     cli_serve.add(commands)
     for add in more:
         add(commands)
+    for name, command in commands.choices.items():
+        examples = [line for line in EPILOG.splitlines() if f" {name} " in f"{line} "]
+        command.epilog = "\n".join(["examples:", *examples])
+        command.formatter_class = HelpFormatter
     return p
 
 

@@ -139,10 +139,10 @@ def load(path: Path | str, trust: bool = False) -> LanguageModel:
     kind = places.find_model(path)
     if kind == "run":
         _refuse_synthetic(folder)
-        from lm.export.export import load_trained
+        from lm.training.trained import load_trained
 
         trained = load_trained(folder, trust=trust)
-        model, tokenizer, name = trained.model, trained.tokenizer, trained.name
+        model, tokenizer, name = trained.model, trained.tokenizer, trained.config.name
     else:
         place = folder if kind == "export" else path
         if kind == "export":

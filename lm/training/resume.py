@@ -35,8 +35,7 @@ def made_of(cfg: Config, run: RunDir) -> dict:
 
 
 def check_made_of(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
-    """Refuse a run that is no longer what one of its checkpoints is made of. What a manifest of an
-    earlier version does not say is not compared.
+    """Refuse a run that is no longer what one of its checkpoints is made of.
 
     Args:
         path: of the checkpoint. cfg: as the run has it now.
@@ -50,7 +49,7 @@ def check_made_of(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
 
 def check_tokenizer(path: Path, manifest: dict, run: RunDir) -> None:
     """Raises RunDirError where a run has another tokenizer than one of its checkpoints."""
-    if how := difference(run.tokenizer, manifest.get("tokenizer", {})):
+    if how := difference(run.tokenizer, manifest["tokenizer"]):
         raise RunDirError(
             f"{run.tokenizer / how}: {path} was trained with another tokenizer; bring it back"
         )
@@ -58,7 +57,7 @@ def check_tokenizer(path: Path, manifest: dict, run: RunDir) -> None:
 
 def check_corpora(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
     """Raises RunDirError where a run has another corpus than one of its checkpoints."""
-    for name, sums in manifest.get("corpora", {}).items():
+    for name, sums in manifest["corpora"].items():
         now = checksums(run.path, name) if name in parts(cfg) else {}
         if sums and now and sums != now:
             raise RunDirError(
@@ -74,7 +73,7 @@ def check_batch(path: Path, manifest: dict, now: dict) -> None:
     Args:
         now: `identity` of this run.
     """
-    before, sequences = manifest.get("global_batch_size"), now["global_batch_size"]
+    before, sequences = manifest["global_batch_size"], now["global_batch_size"]
     if before != sequences:
         raise CheckpointError(
             f"{path} was trained with {before} sequences an update, this run has {sequences}: set"
@@ -86,10 +85,9 @@ def check_optimizer(path: Path, manifest: dict, now: dict) -> None:
     """Raises CheckpointError where the optimizer's state is of another than this run's.
 
     Args:
-        now: `optim.signature` of this run. A manifest from before there was one is of AdamW
-            with one learning rate.
+        now: `optim.signature` of this run.
     """
-    before = {key: value for key, value in manifest.get("optimizer", {}).items() if value}
+    before = {key: value for key, value in manifest["optimizer"].items() if value}
     now = {key: value for key, value in now.items() if value}
     if before != now:
         was, this = (

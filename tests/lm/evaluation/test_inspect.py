@@ -22,7 +22,7 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.runs.exported import load_tokenizer
 from lm.runs.metrics import probe
-from tests.test_house import imports
+from tests.test_layers import imports
 
 TEXT = "f(g(h(x), [1, 2]))\n  naïve 東 🙂 <b>&amp;</b> $x$"
 START = 0  # the id of EOS, which stands before a text
