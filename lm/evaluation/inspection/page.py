@@ -55,7 +55,9 @@ class Inspection(Measured):
 def page(found: Measured) -> str:
     """Return the whole page."""
     layers = found.layers
-    has_figure = layers is not None and importlib.util.find_spec("matplotlib") is not None
+    figure = None
+    if layers is not None and importlib.util.find_spec("matplotlib") is not None:
+        figure = _figure(layers, found.tokens)
     return render(
         Path(__file__).with_name("inspection.html"),
         title=f"Inside {found.name}",
@@ -64,7 +66,7 @@ def page(found: Measured) -> str:
         facts=list_facts(found),
         data=_data(found),
         layers=None if layers is None else layer_rows(layers, found.tokens),
-        figure=_figure(layers, found.tokens) if has_figure else None,
+        figure=figure,
         note=None if layers is None or not any(_ends_elsewhere(layers)) else ELSEWHERE_NOTE,
     )
 
@@ -150,11 +152,12 @@ def _plain(values: torch.Tensor) -> list[float | None]:
 def _data(found: Measured) -> dict:
     """Return the numbers that the page's script reads."""
     layers = []
-    for i, number in enumerate(found.layers.numbers if found.layers else []):
-        layer = {"number": number, "iterations": found.layers.iterations[i].tolist()}
-        for name in ("state_norm", "gate", "decay"):
-            layer[name] = _plain(getattr(found.layers, name)[i])
-        layers.append(layer)
+    if found.layers is not None:
+        for i, number in enumerate(found.layers.numbers):
+            layer = {"number": number, "iterations": found.layers.iterations[i].tolist()}
+            for name in ("state_norm", "gate", "decay"):
+                layer[name] = _plain(getattr(found.layers, name)[i])
+            layers.append(layer)
     return {
         "colourings": [colouring._asdict() for colouring in colourings(found)],
         "tokens": [token._asdict() for token in found.tokens],

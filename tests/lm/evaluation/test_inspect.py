@@ -7,7 +7,6 @@ import math
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.runs.exported import load_tokenizer
 from lm.runs.metrics import probe
-from tests.test_layers import imports
 
 TEXT = "f(g(h(x), [1, 2]))\n  naïve 東 🙂 <b>&amp;</b> $x$"
 START = 0  # the id of EOS, which stands before a text
@@ -398,11 +396,5 @@ def test_the_facade_is_light_and_shipped():
     imported = set(done.stdout.split())
     assert "fprnn" in imported
     assert not imported & {"torch", "transformers", "pydantic", "numpy", "yaml", "rich"}
-    assert imports(Path(fprnn.__file__).read_text(encoding="utf-8"), "fprnn") == {
-        "fprnn.one_layer",
-        "lm",
-        "lm.evaluation.facade",
-        "typing",
-    }
     names = ["FixedPointLayer", "LanguageModel", "__version__", "load"]
     assert sorted(fprnn.__all__) == names
