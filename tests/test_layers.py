@@ -19,7 +19,6 @@ PACKAGES = (
     "lm.evaluation.inspection",
     "lm.evaluation.tasks",
     "lm.report",
-    "lm.report.sections",
     "lm.export",
     "lm.training",
     "lm.data.batches",

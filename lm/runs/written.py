@@ -17,7 +17,8 @@ from lm.model.checksums import SUMS, read_sums
 EXPORT_RECORD = ".fprnn.json"
 CARD = "README.md"
 PAGE = "inspect.html"  # `fprnn inspect` writes it next to an export
-EVALUATIONS = ("eval/results.json", "eval/agree.json", PAGE)  # written next to an export
+# Written next to an export; `agree.json` by earlier versions.
+EVALUATIONS = ("eval/results.json", "eval/agree.json", PAGE)
 MAX_NAMES = 3  # names that a message gives
 
 TOKENIZER_FILES = (
@@ -31,6 +32,12 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+# Figures of `fprnn report` (lm/report/contents.py).
+FIGURES = (
+    *("loss", "bits_per_byte", "sources", "epochs", "shares", "z_loss", "iterations"),
+    *("evaluations", "failed", "bisected", "limited", "residual", "adjoint", "lr", "grad_norm"),
+    *("tokens_per_s", "mfu", "imbalance", "breakdown", "memory"),
+)
 _TOKENIZER = "|".join(re.escape(name) for name in (*TOKENIZER_FILES, "made_from.json", SUMS))
 RUN_FILES = re.compile(
     rf"""
@@ -39,7 +46,7 @@ RUN_FILES = re.compile(
     | (.*/)? lease\.json (\.\d+)?
     | (.*/)? \.[^/]+\.\d+\.tmp                                     # cut off while it was written
     | report\.(html|markdown|tex)
-    | figures/ (loss|iterations)\.(png|pdf)
+    | figures/ ({"|".join(FIGURES)})\.(png|pdf)
     | (tokenizer | \.tokenizer-[a-z0-9_]{{8}}) / ({_TOKENIZER})
     | data/ ([^/]+/)? ((corpus|meta|verified|about)\.json | (train|val)\.(bin|tmp) | shards\.jsonl)
     | checkpoints/ (last\.pt | step-\d+(-\d+)?(\.partial)?/ [^/]+\.(pt|json))

@@ -14,9 +14,8 @@ import torch
 import lm.common.errors
 from lm.cli.arguments import Number, Whole, names
 from lm.cli.main import main, parser
-from lm.common.errors import BAD_CONFIG, UserError, install_command, sentence
-from lm.evaluation.facade import generate
-from lm.evaluation.generate import GenerationError
+from lm.common.errors import UserError, install_command, sentence
+from lm.evaluation.facade import FacadeError, load
 from tests.refusals import refused
 from tests.running import ENV
 
@@ -353,8 +352,6 @@ def test_a_sweep_over_nothing(capsys):
         ("{out_dir: [a, b]}", "is a sweep over `out_dir`"),
         ("{sweep: [{}]}", "is a sweep over `sweep`"),
         ("{models: {a: {model.d_state: 4, name: x}}}", "sweep.models.a is a sweep over `name`"),
-        ("{seed: [0, 1, 0]}", "sweep.seed has 0 twice"),
-        ("{optim.betas: [[0.9, 0.95], [0.9, 0.95]]}", "has [0.9, 0.95] twice"),
     ],
 )
 def test_a_sweep_whose_points_are_no_different_trainings(capsys, tmp_path, sweep, words):
@@ -369,12 +366,9 @@ def test_a_sweep_finds_the_warmup_of_a_point_now(capsys, tmp_path):
     assert "and train.steps is only 10" in refused(capsys, "sweep", path)
 
 
-def test_gpus_are_those_of_a_plan(capsys, tmp_path):
-    for wrong in ("0", "-3", "two"):
-        assert f"--gpus: '{wrong}' is no whole number" in refused(capsys, *dry_run("--gpus", wrong))
-    message = refused(capsys, "train", "--config", TINY, f"out_dir={tmp_path}/runs", "--gpus", 2)
-    assert message.startswith("--gpus plans a --dry-run; to train on 2 GPUs start `deepspeed")
-    assert not (tmp_path / "runs").exists()
+@pytest.mark.parametrize("name", ["../../x", "/x", "..", ".", "a//b", "a/../b", r"a\b"])
+def test_a_name_stays_inside_out_dir(capsys, name):
+    assert "`name`: " in refused(capsys, *dry_run(f"name={name}"))
 
 
 @pytest.mark.parametrize("key", ["name", "out_dir"])
@@ -413,7 +407,7 @@ def options() -> list[tuple[str, argparse.Action]]:
 
 def test_every_number_has_a_range_that_its_help_states():
     numbers = [(c, a) for c, a in options() if isinstance(a.type, Whole | Number)]
-    assert len(numbers) > 20
+    assert len(numbers) > 10
     assert {a.type for _, a in options()} - {a.type for _, a in numbers} == {None, names}
     for command, action in numbers:
         stated = any(word in action.help for word in ("at least", "above", "from 0 on", "0: from"))
@@ -442,12 +436,13 @@ def test_no_number_is_taken_beyond_its_range(capsys, command, action):
         (["--temperature", "-1"], "argument --temperature: '-1' is no finite number from 0 on"),
         (["--temperature", "nan"], "argument --temperature: 'nan' is no finite number"),
         (["--seed", "-1"], "argument --seed: '-1' is no whole number from 0"),
-        (["--tol", "0"], "argument --tol: '0' is no finite number above 0"),
         (["--top-p", "0.5"], "unrecognized arguments: --top-p 0.5"),
-        (["--schedule", "windows:4"], "schedule is `windows:4`"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "a\udcff"], "the prompt is no text: character 1 is not UTF-8"),
-        (["--temperature", "1e-300"], "temperature is 1e-300: it must be 0 (greedy) or a finite"),
+        (
+            ["--temperature", "1e-300"],
+            "temperature is 1e-300: it must be 0 (greedy) or at least 0.001",
+        ),
     ],
 )
 def test_generate(capsys, small_export, args, words):
@@ -457,17 +452,15 @@ def test_generate(capsys, small_export, args, words):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"max_new_tokens": 0}, "max_new_tokens is 0: it must be at least 1"),
+        ({"max_new_tokens": 0}, "`max_new_tokens` must be greater than 0"),
         ({"temperature": -1.0}, "temperature is -1: it must be 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_k": -1}, "top_k is -1"),
-        ({"seed": -1}, "seed is -1"),
-        ({"tol": float("inf")}, "tol is inf"),
+        ({"top_k": -1}, "`top_k` has to be a strictly positive integer"),
     ],
 )
 def test_generate_called_from_python(small_export, options, words):
-    with pytest.raises(GenerationError, match=words):
-        generate(small_export, "a", **options)
+    with pytest.raises((FacadeError, ValueError), match=words):
+        load(small_export).generate("a", **options)
 
 
 @pytest.mark.parametrize(
@@ -475,15 +468,10 @@ def test_generate_called_from_python(small_export, options, words):
     [
         (["eval", "--tasks", "a", "--batch-size", "0"], "--batch-size: '0' is no whole number"),
         (["eval", "--tasks", "a", "--limit", "-1"], "--limit: '-1' is no whole number"),
-        (["eval", "--tasks", "a", "--num-fewshot", "-1"], "--num-fewshot: '-1' is no whole"),
         (["eval", "--tasks", " , "], "argument --tasks: the list is empty"),
-        (["agree", "--schedules", ""], "argument --schedules: the list is empty"),
-        (["agree", "--sequences", "0"], "--sequences: '0' is no whole number"),
-        (["agree", "--seed", "-1"], "--seed: '-1' is no whole number"),
-        (["agree", "--tol", "inf"], "--tol: 'inf' is no finite number"),
     ],
 )
-def test_eval_and_agree(capsys, small_export, args, words):
+def test_eval(capsys, small_export, args, words):
     assert words in refused(capsys, args[0], small_export, *args[1:])
 
 
@@ -492,8 +480,6 @@ def test_evaluate_called_from_python(small_export):
 
     with pytest.raises(EvaluationError, match="batch_size is 0"):
         evaluate(small_export, ["catbabi_mini"], batch_size=0)
-    with pytest.raises(EvaluationError, match="num_fewshot is -1"):
-        evaluate(small_export, ["catbabi_mini"], num_fewshot=-1)
 
 
 # Configuration files.
@@ -541,13 +527,3 @@ def test_a_broken_pipe_that_is_not_our_output_is_a_bug(monkeypatch):
 
     with pytest.raises(BrokenPipeError, match="of a service"):
         run(argparse.Namespace(run_command=broken))
-
-
-def test_a_removed_current_folder_is_refused(tmp_path):
-    code = "import sys; from fprnn.command import main; sys.exit(main(['doctor']))"
-    command = f'cd {tmp_path} && rmdir {tmp_path} && exec {sys.executable} -c "{code}"'
-    done = subprocess.run(
-        ["bash", "-c", command], env=ENV, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == BAD_CONFIG
-    assert done.stderr == "error: the current folder was removed: start from another folder\n"
