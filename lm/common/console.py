@@ -133,7 +133,9 @@ class Progress:
 
         The first update is not timed, because it may compile.
         """
+        if self.first is None or not total or done >= total:
+            return ""
         seconds, units = now - self.first[0], done - self.first[1]
-        if not total or done >= total or units <= 0 or seconds < ENOUGH_S:
+        if units <= 0 or seconds < ENOUGH_S:
             return ""
         return f"{duration(seconds / units * (total - done))} left"

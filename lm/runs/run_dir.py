@@ -257,13 +257,16 @@ def check_config(path: Path, manifest: dict, run: RunDir, cfg: Run) -> None:
 
     Args:
         path: Folder of the checkpoint.
-        manifest: Its manifest, which holds the config that it was trained with.
+        manifest: Its manifest, which holds the config that it was trained with, except in runs of
+            version 0.1.
         run: The run that it is of.
         cfg: The run's config as it is now.
 
     Raises:
         RunDirError: Such keys differ; it names each.
     """
+    if "config" not in manifest:
+        return
     was = build(manifest["config"], f"{path}/manifest.json: config", type(cfg))
     changed = [
         text

@@ -37,6 +37,8 @@ def made_of(cfg: Config, run: RunDir) -> dict:
 def check_made_of(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
     """Refuse a run that is no longer what one of its checkpoints is made of.
 
+    Checkpoints of version 0.1 hold neither config nor checksums of tokenizer and corpora.
+
     Args:
         path: of the checkpoint. cfg: as the run has it now.
     Raises:
@@ -49,7 +51,7 @@ def check_made_of(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
 
 def check_tokenizer(path: Path, manifest: dict, run: RunDir) -> None:
     """Raises RunDirError where a run has another tokenizer than one of its checkpoints."""
-    if how := difference(run.tokenizer, manifest["tokenizer"]):
+    if how := difference(run.tokenizer, manifest.get("tokenizer", {})):
         raise RunDirError(
             f"{run.tokenizer / how}: {path} was trained with another tokenizer; bring it back"
         )
@@ -57,7 +59,7 @@ def check_tokenizer(path: Path, manifest: dict, run: RunDir) -> None:
 
 def check_corpora(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
     """Raises RunDirError where a run has another corpus than one of its checkpoints."""
-    for name, sums in manifest["corpora"].items():
+    for name, sums in manifest.get("corpora", {}).items():
         now = checksums(run.path, name) if name in parts(cfg) else {}
         if sums and now and sums != now:
             raise RunDirError(
