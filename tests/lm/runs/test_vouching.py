@@ -277,6 +277,18 @@ def test_another_corpus_in_mid_run_is_refused(stopped, tmp_path):
     run(stopped.parent, "resume=auto", moved)
 
 
+def test_a_run_of_version_0_1_goes_on(stopped, tiny_losses):
+    """Its manifests hold neither config nor checksums, and its tokenizer has none."""
+    (stopped / "tokenizer" / SUMS).unlink()
+    path = stopped / "checkpoints/step-000004" / MANIFEST
+    manifest = json.loads(path.read_text())
+    for key in ("tokenizer", "corpora", "config"):
+        del manifest[key]
+    path.write_text(json.dumps(manifest))
+    found, _ = run(stopped.parent, "resume=auto")
+    assert [r["loss"] for r in found] == [r["loss"] for r in tiny_losses]
+
+
 def test_a_report_says_that_a_run_is_not_what_it_was(capsys, stopped):
     assert not [line for line in report([stopped]) if "changed" in str(line)]
     other_tokenizer(stopped / "tokenizer")

@@ -162,7 +162,7 @@ def test_a_run_that_stands_still_ends_with_its_stacks(tmp_path):
     assert done.returncode == HANG
     assert "error: rank 0 has stood still" in done.stderr
     stacks = (tmp_path / "tiny/stacks/rank0000.txt").read_text()
-    assert "in step" in stacks and "faults.py" in stacks
+    assert "in update" in stacks and "faults.py" in stacks
     # Its lease is that of a dead process: the next one takes it over.
     _, done = run(tmp_path, "resume=auto")
     assert "was left by process" in done.stdout

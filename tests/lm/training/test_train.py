@@ -92,14 +92,13 @@ def test_the_same_seed_gives_the_same_trace_bit_for_bit_whatever_is_probed(tmp_p
 
 
 def test_a_run_with_brackets_in_its_name_goes_on_next_to_one_that_the_name_matches(tmp_path):
-    out, steps = tmp_path / "runs", ("train.steps=2", "checkpoint.every=2")
-    run(out, *steps, "name=exp1", "seed=1", name="exp1")
-    run(out, *steps, "name=exp[1]", name="exp[1]")
-    more = ("train.steps=4", "checkpoint.every=2", "resume=auto")
-    found, _ = run(out, *more, "name=exp[1]", name="exp[1]")
-    run(tmp_path / "others", *steps)
-    expected, _ = run(tmp_path / "others", *more)
-    assert trace(found) == trace(expected)
+    settings = ("train.steps=4", "checkpoint.every=2", "resume=auto")
+    run(tmp_path, *settings, "name=exp1", "seed=1", name="exp1")
+    expected, _ = run(tmp_path, *settings, "name=exp[1]", name="exp[1]")
+    shutil.rmtree(tmp_path / "exp[1]/checkpoints/step-000004")
+    (tmp_path / "exp[1]/result.json").unlink()
+    found, done = run(tmp_path, *settings, "name=exp[1]", name="exp[1]")
+    assert "at update 2" in done.stdout and trace(found) == trace(expected)
 
 
 def test_killed_and_resumed_equals_uninterrupted(tmp_path, uninterrupted):
