@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from lm.evaluation.inspection.measure import in_words, named_guesses, predictions, read
-from lm.evaluation.inspection.result import Answer, Inspection
+from lm.evaluation.inspection.page import Inspection
+from lm.evaluation.inspection.result import Answer
 from lm.evaluation.inspection.tokens import Token
 from synthetic.build import load_run
-from synthetic.evaluate import as_tensors, sequences_that_fit, solver_of, solving
+from synthetic.evaluate import as_tensors, solver_of, solving
 from synthetic.tasks import IGNORE, Batch, Task, TaskError
 
 if TYPE_CHECKING:
@@ -70,7 +71,6 @@ def inspect_batch(
     size = batch.input_ids.shape[1] if batch.mask is None else int(batch.mask[0].sum())
     if size > LONGEST:
         raise TaskError(f"the sequence has {size:,} tokens: inspect shows at most {LONGEST:,}")
-    sequences_that_fit(model, size, 1, device)
     ids, labels, _ = as_tensors(batch, device)
     ids, due = ids[:, :size], labels[0, :size].tolist()
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")

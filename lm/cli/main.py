@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lm
-from lm.cli import importing as cli_import
 from lm.cli import inspect as cli_inspect
 from lm.cli import serve as cli_serve
 from lm.cli import status as cli_status
@@ -33,6 +32,7 @@ EPILOG = """examples:
   fprnn train --config configs/lm/demo.yaml
   fprnn plan configs/lm/fpmamba_160m_fineweb2b.yaml --gpu a100-80g
   fprnn prepare configs/lm/demo.yaml
+  fprnn tokenizer train --config configs/lm/demo.yaml --out runs/tokenizer
   deepspeed --num_gpus 4 --module lm train --config configs/lm/fpmamba_160m_fineweb2b.yaml
   fprnn generate runs/demo --prompt "The list"
   fprnn eval runs/demo --tasks catbabi_mini
@@ -46,10 +46,16 @@ EPILOG = """examples:
   fprnn status configs/lm/compare/tiny.yaml
   fprnn status runs/demo runs/other --follow
   fprnn doctor
-  fprnn check-mixer my_mixer:PlaneRotation
   fprnn demo s3
   fprnn synthetic train --config configs/synthetic/small/s3.yaml
 """
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """argparse's formatter, which leaves the lines of examples as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
 
 
 def _config_of_run(args: argparse.Namespace) -> Config:
@@ -217,26 +223,16 @@ def _exported(args: argparse.Namespace) -> Path:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from lm.common.files import check_file, write_text
-    from lm.evaluation.facade import generate
+    from lm.evaluation.facade import load
 
-    if args.out:
-        check_file(args.out)
-    text = generate(
-        args.checkpoint,
+    text = load(args.checkpoint, args.trust).generate(
         args.prompt,
-        trust=args.trust,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
         seed=args.seed,
-        schedule=args.schedule,
-        tol=args.tol,
-        max_iters=args.max_iters,
     )
     print(text)
-    if args.out:
-        write_text(args.out, text + "\n")
     return 0
 
 
@@ -257,17 +253,9 @@ def _report(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from lm.cli import doctor
 
-    findings = doctor.examine(args.out_dir)
+    findings = doctor.examine()
     print(doctor.report(findings))
     return 0 if doctor.works(findings) else 1
-
-
-def _check_mixer(args: argparse.Namespace) -> int:
-    from lm.evaluation.check_mixer import check_mixer, report
-
-    findings = check_mixer(args.mixer, args.block, args.rank)
-    print(report(findings))
-    return 1 if any(found.holds is False for found in findings) else 0
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
@@ -414,24 +402,6 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
         help="draw from the K likeliest tokens; 0: from all (default: 50)",
     )
     c.add_argument("--seed", type=SEED, default=0, help="of the drawing, at least 0 (default: 0)")
-    c.add_argument(
-        "--schedule",
-        help="which tokens are solved together: parallel, sequential, window:W, auto, exact, or"
-        " paper (default: the checkpoint's)",
-    )
-    c.add_argument(
-        "--tol",
-        type=Number(),
-        help="relative residual at which a token has converged, above 0 (default: the"
-        " checkpoint's)",
-    )
-    c.add_argument(
-        "--max-iters",
-        type=Whole(),
-        metavar="N",
-        help="iterations a token may have, at least 1 (default: the checkpoint's)",
-    )
-    c.add_argument("--out", help="also write the text to this file")
     add_trust(c)
     c.set_defaults(run_command=_generate)
 
@@ -461,33 +431,7 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
         description="Try out what training needs on this machine, in seconds and without a network:"
         " exit status 0 where it works, 1 where something must be mended first.",
     )
-    c.add_argument("--out-dir", default="runs", metavar="DIR", help="of runs (default: runs)")
     c.set_defaults(run_command=_doctor)
-
-
-def _add_check_mixer(commands: argparse._SubParsersAction) -> None:
-    c = commands.add_parser(
-        "check-mixer",
-        help="does a channel mixer of one's own do what a model takes for granted",
-        description="Build small models with a mixer, in fp64, and compare: gradients with"
-        " differences of the loss, what it says of itself with its matrix, one order of solving"
-        " with another. Exit status 1 where something is wrong (docs/extending.md).",
-    )
-    c.add_argument("mixer", metavar="MIXER", help="module:Class, or a name, as in model.mixer")
-    c.add_argument(
-        "--block",
-        choices=("fp_mamba1", "fp_mamba2", "fp_rnn"),
-        default="fp_mamba1",
-        help="the layers it is tried in (default: fp_mamba1)",
-    )
-    c.add_argument(
-        "--rank",
-        type=Whole(),
-        default=1,
-        metavar="R",
-        help="model.mixer_rank, at least 1 (default: 1)",
-    )
-    c.set_defaults(run_command=_check_mixer)
 
 
 def parser(more: Sequence[AddCommands] = ()) -> argparse.ArgumentParser:
@@ -499,7 +443,7 @@ def parser(more: Sequence[AddCommands] = ()) -> argparse.ArgumentParser:
         prog="fprnn",
         description="Pretrain, export and evaluate fixed-point RNN language models.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     # DeepSpeed's launcher passes it; LOCAL_RANK in the environment says the same.
     p.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -517,13 +461,15 @@ def parser(more: Sequence[AddCommands] = ()) -> argparse.ArgumentParser:
     _add_report(commands)
     cli_inspect.add(commands)
     _add_export(commands)
-    cli_import.add(commands)
     add_eval(commands)
     _add_generate(commands)
     cli_serve.add(commands)
-    _add_check_mixer(commands)
     for add in more:
         add(commands)
+    for name, command in commands.choices.items():
+        examples = [line for line in EPILOG.splitlines() if f" {name} " in f"{line} "]
+        command.epilog = "\n".join(["examples:", *examples])
+        command.formatter_class = HelpFormatter
     return p
 
 

@@ -45,8 +45,14 @@ REMOVED = {
     "train.skip": None,
     "train.ema": None,
     "engine.hang_s": 3600,
+    "init_from.layers": "auto",
     "train.world_size": None,
     "train.workers": 0,  # of a synthetic run
+    "task.csv": None,
+    "task.automaton.states": 5,
+    "task.automaton.letters": 3,
+    "task.automaton.kind": "unsolvable",
+    "task.automaton.seed": 0,
     "log.wandb_project": "fprnn",
     "log.contraction": False,
 }
@@ -237,13 +243,6 @@ def _refuse_place(key: str, sweep_key: str, where: str) -> None:
         )
 
 
-def _refuse_repeated(key: str, values: list[Any], where: str) -> None:
-    """Raise ConfigError for a value that is there twice: two points would train alike."""
-    for i, value in enumerate(values):
-        if any(value == other and type(value) is type(other) for other in values[:i]):
-            raise ConfigError(f"{where}: sweep.{key} has {value!r} twice: each value trains once")
-
-
 def _axis(key: str, values: Any, where: str, schema: type[Run]) -> list[Any]:
     """What a sweep goes over under one of its keys."""
     _refuse_place(key, f"sweep.{key}", where)
@@ -259,7 +258,6 @@ def _axis(key: str, values: Any, where: str, schema: type[Run]) -> list[Any]:
         raise ConfigError(f"{where}: sweep over unknown key `{key}`{nearest(key, schema)}")
     if not isinstance(values, list) or not values:
         raise ConfigError(f"{where}: sweep.{key} must be a non-empty list")
-    _refuse_repeated(key, values, where)
     return values
 
 

@@ -17,7 +17,7 @@ from .fixed_point import FixedPointBlock, Prepared
 from .gradient import whole_solve
 from .layers import Projection, RMSNorm, ShortConv, StepSize, WNLinear, affine_map, without_autocast
 from .mixers import nrm
-from .opaque import compiling
+from .operators import compiling
 from .scan import (
     backend,
     chunk_decays,
@@ -50,23 +50,17 @@ def combine(
 
 
 class EndLayerNorm(nn.LayerNorm):
-    """LayerNorm at the end of an FP-Mamba-1 iteration; without input it returns its Norm."""
+    """LayerNorm at the end of an FP-Mamba-1 iteration; a call returns the Norm."""
 
-    def forward(self, w: torch.Tensor | None = None) -> Any:
-        if w is None:
-            return Norm("layer", self.weight, self.bias, self.eps)
-        weight, bias = self.weight.to(w.dtype), self.bias.to(w.dtype)
-        return F.layer_norm(w, weight.shape, weight, bias, self.eps)
+    def forward(self) -> Norm:  # type: ignore[override]
+        return Norm("layer", self.weight, self.bias, self.eps)
 
 
 class EndRMSNorm(RMSNorm):
-    """RMSNorm at the end of an FP-Mamba-2 iteration; without input it returns its Norm."""
+    """RMSNorm at the end of an FP-Mamba-2 iteration; a call returns the Norm."""
 
-    def forward(self, w: torch.Tensor | None = None) -> Any:  # type: ignore[override]
-        if w is None:
-            return Norm("rms", self.weight, None, self.eps)
-        inverse = torch.rsqrt(w.square().mean(-1, keepdim=True) + self.eps)
-        return w * inverse * self.weight.to(w.dtype)
+    def forward(self) -> Norm:  # type: ignore[override]
+        return Norm("rms", self.weight, None, self.eps)
 
 
 class MambaTime(NamedTuple):
@@ -158,7 +152,8 @@ class FPMamba(FixedPointBlock):
 
     def norm_time(self, s: Prepared, o: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """norm((o + D x̃) ⊙ silu(z)), the gate where it is in the loop."""
-        return self.out_norm(combine(o, x, self._D(), s.z if self.gate_in_loop else None))
+        norm = self.out_norm()
+        return norm(combine(o, x, self._D(), s.z if self.gate_in_loop else None))
 
     def own(self, s: Prepared, parts: MambaParts) -> Own:
         B, C = parts.B, parts.C

@@ -26,7 +26,7 @@ from .layers import (
     without_autocast,
 )
 from .mixers import Mixer, MixerWeights, build_mixer
-from .opaque import compiling
+from .operators import compiling
 from .scan import backend, faster
 from .solver import (
     FAILED,

@@ -37,7 +37,6 @@ from .batch import (
     targets_of,
 )
 from .blocks import FPRNN
-from .carried import kernels as carried_kernels
 from .cell import find_root
 from .certified_root import find_certified_roots
 from .checksums import refuse_changed
@@ -50,9 +49,8 @@ from .full_rank import solve_by_iterating
 from .gradient import whole_solve
 from .layers import RMSNorm, on_cpu
 from .mixer_base import Mixer
-from .mixers import nrm
-from .opaque import compiling
-from .own_mixers import build_mixer
+from .mixers import build_mixer, nrm
+from .operators import bundled_kernels, compiling
 from .patterns import FIXED_POINT, IN_FP32
 from .scan import selective_scan
 from .solver import NonFiniteError, all_finite, asserted, explained, read_flags, stack_flags
@@ -74,7 +72,7 @@ _TRAVELS = (
     Mamba,
     Mixer,
     build_mixer,
-    carried_kernels,
+    bundled_kernels,
     find_certified_roots,
     find_root,
     nrm,

@@ -225,12 +225,38 @@ def _entry(
     Args:
         folder: RUN/data.
         record: Record of the run, if it began before.
+
+    Raises:
+        DataError: If the source cannot be read, or a recorded corpus is gone and the source is
+            another text now.
     """
     root = cache.root(data) or folder
-    if record is not None and (found := _find(folder, record)) is not None:
-        _say_if_changed(root, data, tokenizer, found)
-        return found
-    entry = _same_entry(data, tokenizer, folder, record, root)
+    entry = None
+    reason = "the source is another text than then"
+    try:
+        entry = cache.corpus_folder(root, data, tokenizer)
+    except DataError as e:
+        if record is None:
+            raise
+        reason = f"it cannot be made again: {e}"
+    if record is not None:
+        began_with = _place(folder, record)
+        is_same = entry is not None and entry.name == began_with.name
+        if (found := _find(folder, record)) is not None:
+            if not is_same:
+                say(
+                    "note: the source is not what it was when the run began: the run goes on with"
+                    f" its corpus, {found}"
+                )
+            return found
+        if not is_same:
+            raise DataError(
+                f"{folder.parent} uses the corpus {began_with}, which is not there, and {reason};"
+                f" bring back {began_with}, or the text as it was, or train anew under another"
+                " `name`"
+            )
+        say(f"data     {began_with} is not there: looked for, and made again, in {root}")
+    assert entry is not None
     if data.cache == "auto" and read_meta(entry) is None and not cache.is_usable(root):
         say(
             f"note: {root} cannot be written: the corpus goes into {folder}, for this run alone"
@@ -238,38 +264,6 @@ def _entry(
         )
         entry = folder / entry.name
     _make(entry, data, tokenizer, progress)
-    return entry
-
-
-def _same_entry(
-    data: Data,
-    tokenizer: PreTrainedTokenizerFast,
-    folder: Path,
-    record: Record | None,
-    root: Path,
-) -> Path:
-    """Return the place of the corpus in the cache; it must be the one that the run began with.
-
-    Raises:
-        DataError: If the source cannot be read, or is not the text that the run began with.
-    """
-    if record is None:
-        return cache.corpus_folder(root, data, tokenizer)
-    gone = _place(folder, record)
-    mend = f"bring back {gone}, or the text as it was, or train anew under another `name`"
-    try:
-        entry = cache.corpus_folder(root, data, tokenizer)
-    except DataError as e:
-        raise DataError(
-            f"{folder.parent} uses the corpus {gone}, which is not there, and it cannot be made"
-            f" again: {e}; {mend}"
-        ) from None
-    if entry.name != gone.name:
-        raise DataError(
-            f"{folder.parent} uses the corpus {gone}, which is not there, and the source is another"
-            f" text than then: {mend}"
-        )
-    say(f"data     {gone} is not there: looked for, and made again, in {root}")
     return entry
 
 
@@ -306,20 +300,6 @@ def _make(
             f"{e} (a prepared corpus; data.cache, or {cache.VARIABLE}, names another folder, and"
             " data.cache=null is the run directory)"
         ) from None
-
-
-def _say_if_changed(
-    root: Path, data: Data, tokenizer: PreTrainedTokenizerFast, entry: Path
-) -> None:
-    try:
-        is_changed = cache.corpus_folder(root, data, tokenizer).name != entry.name
-    except DataError:
-        is_changed = True
-    if is_changed:
-        say(
-            f"note: the source is not what it was when the run began: the run goes on with its"
-            f" corpus, {entry}"
-        )
 
 
 def _place(folder: Path, record: Record) -> Path:

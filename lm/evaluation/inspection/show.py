@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING
 
 from lm.common.console import say
 from lm.common.files import check_replaceable
-from lm.evaluation.inspection.page import MADE_BY, Colouring, colourings, layer_rows, list_facts
-from lm.evaluation.inspection.result import Inspection
+from lm.evaluation.inspection.page import (
+    MADE_BY,
+    Colouring,
+    Inspection,
+    colourings,
+    layer_rows,
+    list_facts,
+)
 from lm.runs.written import PAGE
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ It is passed as packed bytes: ctypes takes microseconds to convert as many argum
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import platform
 import shutil
@@ -207,6 +208,12 @@ def check(dtype: torch.dtype, *arguments: tuple[str, torch.Tensor | None, Sequen
 def address(t: torch.Tensor | None) -> int:
     """Where a tensor lies; 0, a null pointer, for None."""
     return 0 if t is None else t.data_ptr()
+
+
+@functools.cache
+def checkpoint_steps(length: int) -> int:
+    """Return the steps between two checkpoints: the power of two at or above √length."""
+    return 1 << math.ceil(math.log2(max(1.0, length**0.5)))
 
 
 def token_step(t: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -5,8 +5,7 @@ import shutil
 import pytest
 
 from lm.cli.main import main
-from lm.evaluation.facade import generate
-from lm.evaluation.generate import GenerationError
+from lm.evaluation.facade import FacadeError, load
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.runs.exported import LoadError
 from lm.runs.places import PlaceError
@@ -20,7 +19,7 @@ def test_generate_draws_by_its_seed_with_a_cache(small_export, monkeypatch, caps
         return plain(self, **kwargs)
 
     monkeypatch.setattr(FPRNNForCausalLM, "generate", spy)
-    texts = [generate(small_export, "Mary", max_new_tokens=6, seed=seed) for seed in (1, 1, 2)]
+    texts = [load(small_export).generate("Mary", max_new_tokens=6, seed=seed) for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
     options = ["--temperature", "0", "--max-new-tokens", "2"]
     assert main(["generate", str(small_export), "--prompt", "Mary", *options]) == 0
@@ -29,29 +28,24 @@ def test_generate_draws_by_its_seed_with_a_cache(small_export, monkeypatch, caps
     assert [kwargs["do_sample"] for kwargs in calls] == [True, True, True, False]
 
 
-def test_a_run_generates_as_its_export_does(tiny_run, tiny_export):
-    texts = [generate(folder, "The", max_new_tokens=4) for folder in (tiny_run, tiny_export)]
-    assert texts[0] == texts[1]
-
-
 def test_other_models_generate_and_other_folders_are_refused(tmp_path, byte_tokenizer):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     with pytest.raises(PlaceError, match="nowhere: no such folder; give a run or an export"):
-        generate(tmp_path / "nowhere", "Mary")
+        load(tmp_path / "nowhere").generate("Mary")
     with pytest.raises(PlaceError, match=r"holds neither a run \(config.yaml\) nor an export"):
-        generate(tmp_path, "Mary")
+        load(tmp_path).generate("Mary")
     other = tmp_path / "other"
     shutil.copytree(byte_tokenizer, other)
     config = GPT2Config(vocab_size=264, n_embd=8, n_layer=1, n_head=1)
     GPT2LMHeadModel(config).save_pretrained(other)
-    assert generate(other, "Mary", max_new_tokens=2).startswith("Mary")
+    assert load(other).generate("Mary", max_new_tokens=2).startswith("Mary")
     bare = tmp_path / "bare"
     shutil.copytree(byte_tokenizer, bare)
     (bare / "config.json").write_text('{"model_type": "no_such_model"}')
     with pytest.raises(LoadError, match="cannot load"):
-        generate(bare, "Mary")
+        load(bare).generate("Mary")
     (bare / "tokenizer.json").unlink()
     (bare / "tokenizer_config.json").unlink()
-    with pytest.raises(GenerationError, match="holds no tokenizer"):
-        generate(bare, "Mary")
+    with pytest.raises(FacadeError, match="holds no tokenizer"):
+        load(bare).generate("Mary")

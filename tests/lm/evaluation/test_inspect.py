@@ -16,14 +16,13 @@ import fprnn
 from lm.cli.main import main
 from lm.common.errors import BAD_CONFIG, FAILED, UserError
 from lm.evaluation.inspection import measure, show
-from lm.evaluation.inspection.page import MADE_BY, page
-from lm.evaluation.inspection.result import Inspection
+from lm.evaluation.inspection.page import MADE_BY, Inspection, page
 from lm.evaluation.inspection.tokens import make_tokens, show_bytes
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.runs.exported import load_tokenizer
 from lm.runs.metrics import probe
-from tests.test_house import imports
+from tests.test_layers import imports
 
 TEXT = "f(g(h(x), [1, 2]))\n  naïve 東 🙂 <b>&amp;</b> $x$"
 START = 0  # the id of EOS, which stands before a text

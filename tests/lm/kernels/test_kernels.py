@@ -18,6 +18,7 @@ from lm.model import scan
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests.kernels import assert_close, quicken_interpreter
+from tests.marks import slow
 from tests.oracles import scan_inputs
 
 FP32, FP64 = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
@@ -397,8 +398,10 @@ def everything(model, padded):
 
 
 # Interpreted, the search for roots takes half a second a token.
-@pytest.mark.parametrize("token", ["iterate", pytest.param("exact", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name, token",
+    [("mamba1, gate outside, padded", "iterate"), *(slow(name, "exact") for name in MODELS)],
+)
 def test_a_model_through_triton_is_the_plain_one(name, token, monkeypatch):
     """All tokens at once: token by token on a CPU is the compiled cell's."""
     interpreted()

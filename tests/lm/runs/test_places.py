@@ -26,8 +26,6 @@ MISTYPED = [
     ("status nope.yaml", "nope.yaml: no such file"),
     ("export runs/nope out", "runs/nope: no such folder"),
     ("export runs/nope --push a/b", "RUN runs/nope: no such folder"),
-    ("import runs/nope out", "runs/nope: no such folder"),
-    ("import nope.pth out --config nope.json", "--config nope.json: no such file"),
     ("plan nope.yaml", "nope.yaml: no such file"),
     ("sweep nope.yaml --run", "nope.yaml: no such file"),
     (f"train --config {DEMO} data.source=text data.path=nope", "data.path nope: no such file"),

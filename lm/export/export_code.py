@@ -1,8 +1,8 @@
-"""What travels in an export beside the files of lm/model: the kernels, and a mixer of one's own.
+"""Code that an export brings along next to the files of lm/model: kernels, and a user's own mixer.
 
-An export is flat: its files import each other as `from .file import name`. So does, in its copy,
-the file of a mixer: what it imports of lm.model is there too, and of other modules it may import
-those that are installed.
+An export is flat: its files import each other as `from .file import name`. So does the copy of a
+mixer's file. The mixer may import names from lm.model, whose files are there too, and installed
+packages.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from lm.common.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-REGISTER = "own_mixers.py"  # of lm/model: what is written in its place registers the mixers
-KERNELS = "carried.py"  # of lm/model: brings the text of lm/kernels along
-EMPTY = "FILES: dict[str, str] = {}"  # its line for it
+KERNELS_LINE = "FILES: dict[str, str] = {}"  # of operators.py
 HOW = "write `from lm.model.FILE import NAME`"
 
 
@@ -31,7 +29,7 @@ class ExportError(UserError, RuntimeError):
 
 
 def own_mixers(model: PreTrainedModel) -> dict[str, type]:
-    """`model.mixer` → its class, of those mixers of a model that are not built in."""
+    """Return the mixers of a model that are not built in: `model.mixer` → class."""
     from lm.model.fixed_point import FixedPointBlock
     from lm.model.mixer_base import MIXERS, is_built_in
 
@@ -40,18 +38,15 @@ def own_mixers(model: PreTrainedModel) -> dict[str, type]:
     return {name: cls for name, cls in used.items() if not is_built_in(cls)}
 
 
-def flat_files(model: PreTrainedModel) -> dict[str, str]:
-    """Name → text of the files that a model's own mixers travel in; {} where it has none.
+def mixer_files(mixers: dict[str, type]) -> dict[str, str]:
+    """Return the name and the flat text of the files that define these mixers.
 
     Raises:
-        ExportError: a mixer that cannot travel: it is not in a file, its file has the name of one
-            of ours or imports what would not be there.
+        ExportError: If a mixer is not in a file, or its file has the name of one of ours or imports
+            something that would not be there.
     """
     import lm.model
 
-    mixers = own_mixers(model)
-    if not mixers:
-        return {}
     ours = {path.name for path in Path(lm.model.__file__).parent.glob("*.py")}
     sources: dict[str, Path] = {}
     for cls in mixers.values():
@@ -63,33 +58,37 @@ def flat_files(model: PreTrainedModel) -> dict[str, str]:
                 f" {whose}: rename its file"
             )
         sources[name] = path
-    files = {name: _flattened(path, ours) for name, path in sources.items()}
-    return {**files, REGISTER: _register(mixers)}
+    return {name: _flatten(path, ours) for name, path in sources.items()}
 
 
-def write(files: dict[str, str], folder: Path) -> None:
-    """Put the files of `flat_files` into a folder that `save_pretrained` has written, and give the
-    model the `model_type` of one whose code is the checkpoint's own."""
+def write_mixers(folder: Path, mixers: dict[str, type], files: dict[str, str]) -> None:
+    """Put a user's mixers into a folder that `save_pretrained` has written.
+
+    mixers.py registers them, and the model gets the `model_type` of checkpoints that need their own
+    code.
+    """
     from lm.model.configuration_fprnn import MODEL_TYPES
 
-    if not files:
+    if not mixers:
         return
-    plain, own = MODEL_TYPES
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")
-    code = folder / "configuration_fprnn.py"
-    text = code.read_text(encoding="utf-8")
-    line = f'    model_type = "{plain}"\n'
-    if text.count(line) != 1:
-        raise AssertionError(f"{code} no longer has the line `{line.strip()}` once")
-    code.write_text(text.replace(line, f'    model_type = "{own}"\n'), encoding="utf-8")
-    described = folder / "config.json"
-    config = json.loads(described.read_text(encoding="utf-8"))
-    config["model_type"] = own
-    described.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    lines = ["", "", "from .mixer_base import register"]
+    for i, (name, cls) in enumerate(mixers.items()):
+        module = cls.__module__.rpartition(".")[2]
+        lines += [f"from .{module} import {cls.__name__} as own_{i}"]
+        lines += [f"register({name!r}, own_{i})"]
+    with (folder / "mixers.py").open("a", encoding="utf-8") as file:
+        file.write("\n".join(lines) + "\n")
+    plain, own = (f'    model_type = "{name}"\n' for name in MODEL_TYPES)
+    _replace_line(folder / "configuration_fprnn.py", plain, own)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["model_type"] = MODEL_TYPES[1]
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")
 
 
-def carry_kernels(folder: Path) -> None:
+def write_kernels(folder: Path) -> None:
     """Put the text of lm/kernels into the code of a folder that `save_pretrained` has written, so
     that it computes as fast where fprnn is not installed."""
     import lm.common.errors
@@ -97,31 +96,34 @@ def carry_kernels(folder: Path) -> None:
     import lm.kernels
 
     package = Path(lm.kernels.__file__).parent
-    kinds = (".py", ".h", ".cpp")
-    places = {
-        place.relative_to(package).as_posix(): place
-        for place in sorted(package.rglob("*"))
-        if place.suffix in kinds
-    }
+    places = [path for path in sorted(package.rglob("*")) if path.suffix in (".py", ".h", ".cpp")]
+    files = {path.relative_to(package).as_posix(): path for path in places}
     for module in (lm.common.errors, lm.common.secrets):  # the kernels import them
         assert module.__file__ is not None
-        places[Path(module.__file__).name] = Path(module.__file__)
-    texts = {name: place.read_text(encoding="utf-8") for name, place in places.items()}
+        files[Path(module.__file__).name] = Path(module.__file__)
     # Line by line, and quoted: transformers looks for imports by the beginnings of lines.
     lines = ["FILES: dict[str, str] = {"]
-    for name, text in texts.items():
+    for name, path in files.items():
+        text = path.read_text(encoding="utf-8")
         lines += [f"    {name!r}: ("]
         lines += [f"        {line!r}" for line in text.splitlines(keepends=True)]
         lines += ["    ),"]
-    code = folder / KERNELS
-    text = code.read_text(encoding="utf-8")
-    if text.count(EMPTY) != 1:
-        raise AssertionError(f"{code} no longer has the line `{EMPTY}` once")
-    code.write_text(text.replace(EMPTY, "\n".join([*lines, "}"])), encoding="utf-8")
+    _replace_line(folder / "operators.py", KERNELS_LINE, "\n".join([*lines, "}"]))
+
+
+def _replace_line(file: Path, line: str, text: str) -> None:
+    before = file.read_text(encoding="utf-8")
+    count = before.count(line)
+    assert count == 1, f"{file} has the line `{line.strip()}` {count} times"
+    file.write_text(before.replace(line, text), encoding="utf-8")
 
 
 def _source(cls: type) -> Path:
-    """The file of a class."""
+    """Return the file of a class.
+
+    Raises:
+        ExportError: If it is in none, or not at the top of its module.
+    """
     file = getattr(sys.modules[cls.__module__], "__file__", None)
     if cls.__module__ == "__main__" or file is None or not file.endswith(".py"):
         raise ExportError(
@@ -136,59 +138,44 @@ def _source(cls: type) -> Path:
     return Path(file)
 
 
-def _register(mixers: dict[str, type]) -> str:
-    """The file in the place of own_mixers.py."""
-    lines = [
-        '"""The mixers that this model\'s code brings along: built-in ones and its author\'s."""',
-        "",
-        "from .mixer_base import register",
-        "from .mixers import build_mixer",
-    ]
-    aliases = {cls: f"own_{i}" for i, cls in enumerate(dict.fromkeys(mixers.values()))}
-    lines += [
-        f"from .{cls.__module__.rpartition('.')[2]} import {cls.__name__} as {alias}"
-        for cls, alias in aliases.items()
-    ]
-    lines += ["", '__all__ = ["build_mixer"]', ""]
-    lines += [f"register({name!r}, {aliases[cls]})" for name, cls in mixers.items()]
-    return "\n".join(lines) + "\n"
+def _flatten(path: Path, ours: set[str]) -> str:
+    """Return the text of a mixer's file with its imports of lm.model as those of a flat folder.
 
-
-def _flattened(path: Path, ours: set[str]) -> str:
-    """The text of a mixer's file, its imports of lm.model made those of a flat folder.
+    Args:
+        path: The mixer's file.
+        ours: Names of the files of lm/model.
 
     Raises:
-        ExportError: it imports something that will not be there.
+        ExportError: If it imports something that will not be there.
     """
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines(keepends=True)
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom):
-            where = f"{path}:{node.lineno}"
-            if node.level:
-                raise ExportError(
-                    f"{where} imports {'.' * node.level}{node.module or ''}, a module of its own"
-                    f" package: {_alone(path)}"
-                )
-            module = node.module or ""
-            if module.split(".")[0] == "lm":
-                line = lines[node.lineno - 1]
-                lines[node.lineno - 1] = _flat_import(line, node, where, ours)
-            else:
-                _check_installed(module, where, path)
-        elif isinstance(node, ast.Import):
+        where = f"{path}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import):
             for alias in node.names:
-                where = f"{path}:{node.lineno}"
                 if alias.name.split(".")[0] == "lm":
                     raise ExportError(
                         f"{where}: `import {alias.name}` cannot travel with an export: {HOW}"
                     )
                 _check_installed(alias.name, where, path)
+        elif isinstance(node, ast.ImportFrom):
+            module = node.module or ""
+            if node.level:
+                raise ExportError(
+                    f"{where} imports {'.' * node.level}{module}, a module of its own package:"
+                    f" {_one_file_advice(path)}"
+                )
+            if module.split(".")[0] == "lm":
+                line = lines[node.lineno - 1]
+                lines[node.lineno - 1] = _flat_import(line, node, where, ours)
+            else:
+                _check_installed(module, where, path)
     return "".join(lines)
 
 
 def _flat_import(line: str, node: ast.ImportFrom, where: str, ours: set[str]) -> str:
-    """`from lm.model.file import …` → `from .file import …`."""
+    """Return `from lm.model.file import …` as `from .file import …`."""
     found = re.match(r"(\s*)from\s+lm\.model\.(\w+)\s+import\b", line)
     if found is None or any(alias.name == "*" for alias in node.names):
         raise ExportError(
@@ -203,21 +190,19 @@ def _flat_import(line: str, node: ast.ImportFrom, where: str, ours: set[str]) ->
 def _check_installed(module: str, where: str, path: Path) -> None:
     """Refuse a module that is neither Python's own nor an installed package."""
     top = module.split(".")[0]
-    if top in sys.stdlib_module_names:
-        return
-    spec = importlib.util.find_spec(top)
-    if spec is None:  # an optional one, that is not here
+    spec = None if top in sys.stdlib_module_names else importlib.util.find_spec(top)
+    if spec is None:  # Python's own, or an optional one that is not here
         return
     places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or [])
     folders = {"site-packages", "dist-packages"}
     if not all(folders & set(Path(place).parts) for place in places):
         raise ExportError(
             f"{where} imports {module} from {places[0]}, which is not installed as a package and"
-            f" would not be there: {_alone(path)}"
+            f" would not be there: {_one_file_advice(path)}"
         )
 
 
-def _alone(path: Path) -> str:
+def _one_file_advice(path: Path) -> str:
     return (
         f"a mixer travels as one file, {path.name}: put what it needs into it, or import it from"
         " lm.model or an installed package"
