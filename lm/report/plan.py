@@ -159,8 +159,8 @@ class Layers:
 
 def fits_kernel(block: Any) -> bool:
     """Return whether a GPU's kernel solves the tokens of a layer one by one."""
-    rank = block.kernel_rank() if block.centroids is None else None
-    return bool(rank) and fits_a_gpu(rank, block.config.d_inner)
+    rank = 0 if block.centroids is not None else block.kernel_rank()
+    return rank > 0 and fits_a_gpu(rank, block.config.d_inner)
 
 
 def layers_of(cfg: Config, model: PreTrainedModel, on_gpu: bool) -> Layers:

@@ -23,6 +23,7 @@ RESULT = ("updates", "tokens", "training_seconds", "tokens_per_s", "validation")
 KINDS: dict = dict.fromkeys(("updates", "tokens", "validation.tokens", "validation.bytes"), int)
 KINDS |= dict.fromkeys(("training_seconds", "tokens_per_s", "validation.loss"), float)
 KINDS |= {"validation": dict, "validation.perplexity": float, "validation.bits_per_byte": float}
+KINDS |= {"baselines": dict, "baselines.*": float, "probe": dict}
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,8 @@ def _row(summary: dict) -> dict[str, Any]:
     for name, scores in sources.items() if isinstance(sources, dict) else ():
         if isinstance(scores, dict):
             row[f"perplexity of {name}"] = number(scores.get("perplexity"))
-    known = summary.get("baselines", {})
+    baseline = summary.get("baselines") or {}
+    known = {name: value for name, value in baseline.items() if (number(value) or 0) > 0}
     row |= {f"{name} baseline": value for name, value in known.items()}
     if known and row["perplexity"]:
         ratio = row["perplexity"] / min(known.values())
@@ -149,16 +150,18 @@ def layer_tables(summaries: Sequence[dict]) -> list[Block]:
         if counts is None:
             continue
         fixed_point = summary["fixed_point"]
-        layers = fixed_point.get("layers", list(range(len(counts["mean"]))))
+        layers = fixed_point.get("layers")
+        if not isinstance(layers, list):
+            layers = list(range(len(counts["mean"])))
         columns: dict[str, Sequence[object]] = {
             "layer": [str(layer) for layer in layers],
             "ℓ* mean": marked(counts),
-            "median": counts.get("median") or [],
-            "max": counts.get("max") or [],
+            "median": _numbers(counts.get("median")),
+            "max": _numbers(counts.get("max")),
         }
         for name, scores in (("training", fixed_point["training"]), ("evaluation", fixed_point)):
-            columns[f"evaluations ({name})"] = scores.get("evaluations") or []
-            columns[f"not solved ({name})"] = scores.get("failed") or []
+            columns[f"evaluations ({name})"] = _numbers(scores.get("evaluations"))
+            columns[f"not solved ({name})"] = _numbers(scores.get("failed"))
         columns = {name: column for name, column in columns.items() if column}
         rows = [[_cell(column, i) for column in columns.values()] for i in range(len(layers))]
         title = "Layers" if len(summaries) == 1 else f"Layers of {summary['run']}"
