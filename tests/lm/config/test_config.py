@@ -80,6 +80,8 @@ def test_a_key_that_was_removed_is_read_with_its_default_alone(key):
     tree = {}
     config.set_key(tree, key, config.REMOVED[key])
     assert config.build(tree) == Config() and tree != {}
+    with pytest.raises(ConfigError, match="was removed: leave it out"):
+        config.parse_override(f"{key}=1")
     config.set_key(tree, key, "another")
     assert f"`{key}` is no longer there, and is 'another'" in refused(tree)
 
