@@ -118,7 +118,7 @@ class Field(NamedTuple):
         elif isinstance(self.takes, Parsed):
             words = f"one of {', '.join(self.takes.forms)}"
         elif isinstance(self.takes, tuple):
-            words = f"one of {', '.join(self.takes)}"
+            words = f"one of {', '.join(map(str, self.takes))}"
         else:
             words = "true or false" if self.takes is bool else ""
         return ", or ".join([words, *({None: "null"}.get(other, other) for other in self.or_else)])
