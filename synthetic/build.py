@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,16 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lm.common.errors import refused_pickle
 from lm.common.files import read_json
 from lm.config.plugin import reading_run
-from lm.model.channel_delta import RWKV7State
-from lm.model.delta import DeltaState
+from lm.model.baseline_layers import AttentionState, LSTMState, NoState, SLSTMState
+from lm.model.delta import DeltaState, RWKV7State
 from lm.model.diagonal import ScanState, TrapezoidState
-from lm.model.plain import AttentionState, LSTMState, NoState
-from lm.model.slstm import SLSTMState
 from lm.model.state import BlockState, FPRNNState
-from lm.runs.checkpoint import MANIFEST, CheckpointError, newest, not_finite, step_of
+from lm.runs.checkpoint import MANIFEST, CheckpointError, newest, not_finite, read_state, step_of
 from lm.runs.run_dir import RunDir, check_config
 from lm.training.build import build_section
 from synthetic import config, tasks
@@ -68,24 +64,6 @@ def build(cfg: Config, task: tasks.Task, seq_len: int) -> Built:
     return Built(model.to(device), device, precision)
 
 
-def read_checkpoint(path: Path, device: torch.device | str = "cpu") -> dict:
-    """A file that `synthetic.train` has saved.
-
-    Raises:
-        CheckpointError: the file is damaged.
-    """
-    try:
-        with torch.serialization.safe_globals(STATES):
-            return torch.load(path, map_location=device, weights_only=True)
-    except pickle.UnpicklingError as e:
-        raise CheckpointError(refused_pickle(path, e)) from None
-    except (RuntimeError, EOFError) as e:
-        reason = str(e).partition("\n")[0]
-        raise CheckpointError(
-            f"{path} is damaged ({reason}): bring it back, or train anew with --overwrite"
-        ) from e
-
-
 def newest_state(
     run: RunDir, device: torch.device | str = "cpu", say: Callable[[str], None] = print
 ) -> dict | None:
@@ -101,7 +79,7 @@ def newest_state(
         return None
     check_config(path, read_json(path / MANIFEST), run, load(run.config))
     while path is not None:
-        state = read_checkpoint(path / STATE, device)
+        state = read_state(path / STATE, STATES, device)
         what = not_finite(held(state))
         if not what:
             return state
@@ -132,17 +110,23 @@ def _trained_state(run: RunDir) -> dict:
     return saved
 
 
-def trained_on(run_dir: str | Path) -> tuple[config.Task, set[int] | None]:
-    """The task that a run was trained on, and the `Batch.shared` of all its training batches (None
-    of a run that did not keep them).
+def trained_on(run_dir: str | Path) -> tuple[config.Task, bool]:
+    """Return the task that a run was trained on, and whether its splits were held apart; the runs
+    of the first versions did not do so.
 
     Raises:
         CheckpointError: nothing was trained there.
     """
     run = RunDir(run_dir)
-    kept = _trained_state(run).get("seen")
-    task = load(run.config).task
-    return task, None if kept is None else set(kept.tolist())
+    return load(run.config).task, were_held_apart(_trained_state(run))
+
+
+def were_held_apart(state: dict) -> bool:
+    """Return True if the training of a checkpoint held the splits apart.
+
+    Until this was recorded, a checkpoint of such a training had its samples of short lengths.
+    """
+    return state.get("held_apart", state.get("seen") is not None)
 
 
 class Loaded(NamedTuple):

@@ -35,7 +35,6 @@ def _train(args: argparse.Namespace) -> int:
     cfg = load(args.config, args.override, args.job_index)
     refuse_sweep(cfg, args.config)
     places.check_folders({"task.data": cfg.task.data})
-    places.check_files({"task.csv": cfg.task.csv})
 
     from lm.runs.run_dir import RunDir
     from synthetic.results import summary, verdict
@@ -89,22 +88,23 @@ def _validate(args: argparse.Namespace) -> int:
         load_tree(path)
 
     from lm.common.console import say
-    from synthetic.profile_page import table, write
+    from synthetic.profile import describe, judge, summarize, write
+    from synthetic.results import table
     from synthetic.validate import validate
 
     out_dir = args.out_dir or f"runs/validate{'_quick' * args.quick}"
-    made = validate(paths, overrides, out_dir, args.jobs, args.quick, args.seeds)
-    say(table(made))
+    runs = validate(paths, overrides, out_dir, args.jobs, args.quick, args.seeds)
+    say(table(summarize(runs), "Models and their abilities"))
+    say("\n".join(describe(runs)))
     shown = ["--quick"] * args.quick
     if args.out_dir:
         shown += ["--out-dir", args.out_dir]
     if args.seeds:
         shown += ["--seeds", *map(str, args.seeds)]
     command = shlex.join(["fprnn", "synthetic", "validate", *args.config, *shown])
-    drawn = write(made, Path(out_dir), command)
-    say(f"wrote    {drawn.page}")
-    say(f"wrote    {drawn.radar}")
-    return 0 if all(row["passed"] for row in made["bars"]) else 2
+    for path in write(runs, Path(out_dir), command):
+        say(f"wrote    {path}")
+    return 0 if judge(runs)["passed"].all() else 2
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -114,6 +114,7 @@ def _report(args: argparse.Namespace) -> int:
 
     from lm.common.console import say
     from synthetic.report import overview, report
+    from synthetic.results import table
 
     name, overrides = args.name, list(args.override)
     if name and "=" in name:  # no report, only overrides
@@ -121,8 +122,9 @@ def _report(args: argparse.Namespace) -> int:
     if args.out_dir:
         overrides.append(f"out_dir={json.dumps(args.out_dir, ensure_ascii=False)}")
     if name is None:
-        made, problems = overview(args.scale, tuple(overrides))
-        say(made)
+        rows, problems = overview(args.scale, tuple(overrides))
+        title = f"Reports at scale {args.scale}; minutes of training, one run after another"
+        say(table(rows, title))
         for problem in problems:
             say(f"note: {problem}")
         return 0
@@ -209,8 +211,8 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
         help="look inside: the decoded state and ℓ* at every token of one sequence",
         description="Show, in the terminal and on one HTML page, what a trained run makes of one"
         " sequence: the state it decodes at each token beside the right one, ℓ*, states, gates and"
-        " decays. WORD: the input's tokens by name (213 231 for S3, '(2+(1-3))' for arithmetic, the"
-        " string for copying); without, --length draws a test sequence. docs/inspect.md.",
+        " decays. WORD: the input's tokens by name (213 231 for S3, '([' for dyck); without,"
+        " --length draws a test sequence. docs/inspect.md.",
     )
     command.add_argument("run", metavar="RUN")
     command.add_argument("word", nargs="*", metavar="WORD")
@@ -239,10 +241,10 @@ def _add_validate(commands: argparse._SubParsersAction) -> None:
         help="the profile of models: abilities, over lengths and seeds",
         description="State tracking, automata, brackets, arithmetic, copying, recall, …: trains a"
         " small recipe for each ability on the `model:` section of any YAML (several: side by"
-        " side), tries it on up to 64 times longer sequences, prints one table, and draws a page"
-        " with a radar for each model (DIR/profile.html, DIR/profile.png; numbers in"
-        " DIR/validate.json). How long it takes at most is said before it starts. Finished runs are"
-        " kept, so a stopped command continues. Exit status 2: a bar was missed.",
+        " side), tries it on up to 64 times longer sequences, prints one table, and writes a page"
+        " with a radar for each model (README.md, profile.png and, with the numbers, validate.csv"
+        " in DIR). Finished runs are kept, so a stopped command continues. Exit status 2: a bar was"
+        " missed.",
     )
     command.add_argument(
         "config", nargs="+", metavar="CONFIG", help="also key=value, of model, solver and optim"

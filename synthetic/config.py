@@ -22,28 +22,9 @@ MAX_BATCH_IDS = 2**28  # 2 GiB of token ids, before any of them is embedded
 
 
 class Automaton(Section):
-    """A transition table, or what is drawn (synthetic/tasks/automaton.py)."""
+    """A transition table: for each letter, the states that states 0, 1, … go to."""
 
-    # of each letter, the states that states 0, 1, … go to; null: drawn by the other fields
-    table: tuple[tuple[int, ...], ...] | None = None
-    states: int = Field(5, ge=2)  # at most 5
-    letters: int = Field(3, ge=1, le=26)
-    kind: Literal["aperiodic", "solvable", "unsolvable"] = "unsolvable"
-    seed: NonNegativeInt = 0  # of the automaton, not of its words
-
-    @model_validator(mode="after")
-    def _given_or_drawn(self) -> Self:
-        drawn = [
-            f"`{name}`"
-            for name, field in type(self).model_fields.items()
-            if name != "table" and getattr(self, name) != field.default
-        ]
-        if self.table is not None and drawn:
-            raise ValueError(
-                f"`table` is given, so {' and '.join(sorted(drawn))} would have no effect: leave it"
-                " out, or the table"
-            )
-        return self
+    table: tuple[tuple[int, ...], ...] | None = None  # null: synthetic.tasks.automaton.DEFAULT
 
 
 class Task(Section):
@@ -51,7 +32,6 @@ class Task(Section):
 
     name: str = "word_problem"  # a registered name, or module:Class
     group: str = "S3"  # of word_problem: S5, A5, D4, Z60, A4_x_Z5, …
-    csv: str | None = None  # of word_problem: files of the original data instead of our generator
     alphabet: int = Field(26, ge=2)  # letters, of copying; keys, and as many values, of recall
     ngram: int = Field(2, ge=1)  # n of the n-gram tasks; longest key and value of fuzzy_recall
     context: int = Field(256, gt=0)  # tokens that copying packs its training strings into

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -104,41 +103,6 @@ def as_tensors(batch: Batch, device: torch.device | str) -> Tensors:
     return Tensors(tensor(batch.input_ids), tensor(batch.labels), mask)
 
 
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:  # with what the kernel would give up of its file cache, which is most of the memory
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return 1024 * int(line.split()[1])
-    except OSError:
-        pass
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def sequences_that_fit(model: nn.Module, length: int, wanted: int, device: torch.device) -> int:
-    """How many sequences of this length, `wanted` at most, an evaluation pass can hold.
-
-    What one needs is a rough lower bound: a dozen activations of the inner width, and the logits
-    twice.
-
-    Raises:
-        TaskError: not even one.
-    """
-    config: Any = model.config
-    numbers_per_token = 12 * 2 * getattr(config, "hidden_size", 64) + 2 * config.vocab_size
-    heads = getattr(config, "num_attention_heads", 0)  # a Transformer's scores: heads · l² numbers
-    bytes_per_sequence = 4 * length * (numbers_per_token + heads * length)
-    free = int(0.8 * _free_bytes(device))
-    if bytes_per_sequence > free:
-        raise TaskError(
-            f"length {length} does not fit: one sequence needs about"
-            f" {bytes_per_sequence / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free; evaluate"
-            " shorter lengths"
-        )
-    return max(1, min(wanted, free // bytes_per_sequence))
-
-
 class Answers(NamedTuple):
     """What a model makes of some tokens."""
 
@@ -208,11 +172,11 @@ def probe_first(model: nn.Module, input_ids: torch.Tensor, mask: torch.Tensor | 
     return probe(model, input_ids[:count], None if mask is None else mask[:count])
 
 
-def check_seeds(seeds: Sequence[int], task: Task) -> None:
-    """Test data are counted once: no seed twice, and of a file, which has one test set, only one.
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Refuse a seed that is there twice: its test samples would be counted twice.
 
     Raises:
-        TaskError: a seed is negative or there twice, or several are given for a file.
+        TaskError: a seed is negative or there twice.
     """
     seeds = list(seeds)
     if any(seed < 0 for seed in seeds):
@@ -222,11 +186,6 @@ def check_seeds(seeds: Sequence[int], task: Task) -> None:
         raise TaskError(
             f"seeds {seeds}: seed {repeated[0]} is there twice; its test samples are the same ones,"
             " so name the seeds once each"
-        )
-    path = getattr(task, "csv", None)
-    if len(seeds) > 1 and path:
-        raise TaskError(
-            f"seeds {seeds}: {path} has one set of test rows, whatever the seed; give one seed"
         )
 
 
@@ -252,12 +211,9 @@ class _Scores:
         self.values: dict[str, list[np.ndarray]] = {}
         self.groups: dict[str, list[np.ndarray]] = {}
         self.samples: list[np.ndarray] = []  # of each batch, its sequences' hashes; not of a stream
-        self.shared: list[int] = []  # hashes of samples that training may have had
 
     def add(self, number: int, batch: Batch, predicted: np.ndarray) -> None:
         """Args: number: of the batch. predicted: (b,l)."""
-        if batch.shared is not None:
-            self.shared += batch.shared.tolist()
         if not self.task.streams:
             lengths = None if batch.mask is None else batch.mask.sum(1)
             self.samples.append(splits.keys(batch.input_ids, lengths))
@@ -287,19 +243,18 @@ class _Scores:
         means = {name: float(items.mean()) for name, items in pooled.items()}
         return {"metrics": means, "stderr": errors}
 
-    def in_training(self, length: int, split: str, sequences: int, seen: set[int] | None) -> dict:
-        """{"count", "of"}: how many of the samples training has too; a count of None: not known.
 
-        Args: seen: as of `measure`.
-        """
-        if self.task.streams:
-            count, questions = self.task.seen[split]
-            return {"count": count, "of": questions}
-        if seen is None:  # a run of before the splits were held apart, or of few letters so far
-            return {"count": None, "of": sequences}
-        if self.task.held_apart(length):
-            return {"count": 0, "of": sequences}
-        return {"count": sum(key in seen for key in self.shared), "of": sequences}
+def _in_training(task: Task, length: int, split: str, sequences: int, held_apart: bool) -> dict:
+    """Return {"count", "of"}: how many of the samples training may have too; a count of None: not
+    known.
+
+    Where a length has too few samples to hold splits apart, training may have all of them.
+    """
+    if task.streams:
+        count, questions = task.seen[split]
+        return {"count": count, "of": questions}
+    count = 0 if task.held_apart(length) else sequences
+    return {"count": count if held_apart else None, "of": sequences}
 
 
 @contextlib.contextmanager
@@ -328,75 +283,34 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-class _Reading(NamedTuple):
-    """How the samples of one length are given to a model."""
-
-    batches: int
-    batch_size: int  # sequences a batch, on which the data depend
-    at_once: int  # of these so many in one call, as memory allows
-    carries_state: bool  # from call to call
-    token_by_token: bool
-
-    @property
-    def sequences(self) -> int:
-        return self.batches * self.batch_size
-
-
-def _reading(
-    model: nn.Module, task: Task, cfg: Config, length: int, split: str, token_by_token: bool
-) -> _Reading:
-    """Raises TaskError: the length does not fit."""
-    batch_size = at_once = cfg.eval.batch_size
+def _batches(task: Task, cfg: Config, length: int, split: str) -> tuple[int, int]:
+    """Return the number of batches of a length, and their sequences, on which the data depend."""
     if task.streams:
-        batches = task.segments(split, batch_size, length)
-    else:
-        batch_size = min(batch_size, cfg.eval.examples)
-        at_once = sequences_that_fit(model, length, batch_size, next(model.parameters()).device)
-        batches = math.ceil(cfg.eval.examples / batch_size)
-    carries_state = task.streams or token_by_token
-    return _Reading(batches, batch_size, at_once, carries_state, token_by_token)
-
-
-def _predict(
-    model: nn.Module, tensors: Tensors, reading: _Reading, before: Any
-) -> tuple[np.ndarray, list, Any]:
-    """What the model answers to a batch, (b,l); the solver's statistics; the state after it.
-
-    Args: before: the state to start from, or None.
-    """
-    predicted = []
-    statistics = []
-    state = None
-    for first in range(0, len(tensors.input_ids), reading.at_once):
-        rows = slice(first, first + reading.at_once)
-        answers = answer(
-            model,
-            tensors.input_ids[rows],
-            None if tensors.mask is None else tensors.mask[rows],
-            before,
-            reading.carries_state,
-            reading.token_by_token,
-        )
-        state = answers.state
-        statistics += [each for each in answers.statistics if each is not None]
-        predicted.append(answers.logits.argmax(-1).cpu().numpy())
-    return np.concatenate(predicted), statistics, state
+        return task.segments(split, cfg.eval.batch_size, length), cfg.eval.batch_size
+    batch_size = min(cfg.eval.batch_size, cfg.eval.examples)
+    return math.ceil(cfg.eval.examples / batch_size), batch_size
 
 
 def _read_all(
-    model: nn.Module, scores: _Scores, reading: _Reading, length: int, split: str, seed: int
-) -> list:
-    """Score a model's answers to all batches of a length → the solver's statistics."""
+    model: nn.Module, scores: _Scores, batches: Iterable[Batch], token_by_token: bool
+) -> tuple[list, Tensors | None]:
+    """Score a model's answers to all batches → the solver's statistics, and the first batch."""
     device = next(model.parameters()).device
-    statistics = []
+    carries_state = token_by_token or scores.task.streams
+    statistics: list = []
+    first: Tensors | None = None
     state = None
-    for number in range(reading.batches):
-        batch = scores.task.batch(seed, split, number, reading.batch_size, (length, length))
+    for number, batch in enumerate(batches):
+        tensors = as_tensors(batch, device)
         before: Any = state if batch.carry else None
-        predicted, solved, state = _predict(model, as_tensors(batch, device), reading, before)
-        statistics += solved
-        scores.add(number, batch, predicted)
-    return statistics
+        answers = answer(
+            model, tensors.input_ids, tensors.mask, before, carries_state, token_by_token
+        )
+        state = answers.state
+        statistics += [each for each in answers.statistics if each is not None]
+        scores.add(number, batch, answers.logits.argmax(-1).cpu().numpy())
+        first = first or tensors
+    return statistics, first
 
 
 @torch.no_grad()
@@ -409,7 +323,7 @@ def measure(
     seed: int,
     precision: str,
     token_by_token: bool = False,
-    seen: set[int] | None = None,
+    held_apart: bool = True,
 ) -> dict:
     """One length: {"metrics", "stderr", "sequences", "distinct", "seconds", "read", "solver",
     "in_training"} and, with a solver, per layer "evaluations", "failed", "residual" over all that
@@ -420,57 +334,47 @@ def measure(
     stream: None). `stderr` takes a sequence that was drawn again as the same one, and has ℓ* (its
     mean over layers, over those probed) too. `solver` is what the model itself says it solves by,
     or "none". `in_training` is {"count", "of"}: how many of the samples (of a stream: of the
-    questions) training has too; a count of None: not known.
+    questions) training may have too; a count of None: not known.
 
     Args:
         token_by_token: solve token by token (a model that carries its state); ℓ* is that of the
             whole sequence all the same.
-        seen: `Batch.shared` of all training batches, None where that was not kept.
+        held_apart: The model was trained on a split that is held apart from this one.
     Raises:
         TaskError: the length is impossible, or beyond the memory of this machine.
     """
-    # 1. How much there is to read, and how.
+    # 1. Read all of it; then count ℓ* on the first sequences.
     task.check_length(length)
-    device = next(model.parameters()).device
-    reading = _reading(model, task, cfg, length, split, token_by_token)
-
-    # 2. Read all of it; then count ℓ* on the first sequences.
+    count, batch_size = _batches(task, cfg, length, split)
+    batches = (task.batch(seed, split, i, batch_size, (length, length)) for i in range(count))
     scores = _Scores(task)
-    probed = None
+    device = next(model.parameters()).device
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     limited = solving(model, eval_max_iters=cfg.eval.max_iters)
-    with _evaluating(model), _enough_memory(length, reading.at_once), limited, autocast:
+    with _evaluating(model), _enough_memory(length, batch_size), limited, autocast:
         began = time.perf_counter()
         solver = solver_of(model, 1 if token_by_token else length)
-        statistics = _read_all(model, scores, reading, length, split, seed)
+        statistics, first = _read_all(model, scores, batches, token_by_token)
         seconds = time.perf_counter() - began
-        if statistics:
-            probed = _probed(model, task, reading, length, split, seed)
+        probed = None
+        if first is not None and statistics:
+            probed = probe_first(model, first.input_ids, first.mask)
 
-    # 3. What it amounts to.
+    # 2. What it amounts to.
     way_of_reading = IN_SEGMENTS if task.streams else AT_ONCE
     record = {
         **scores.record(),
-        "sequences": reading.sequences,
+        "sequences": count * batch_size,
         "distinct": scores.distinct,
         "read": TOKEN_BY_TOKEN if token_by_token else way_of_reading,
         "solver": solver,
-        "in_training": scores.in_training(length, split, reading.sequences, seen),
+        "in_training": _in_training(task, length, split, count * batch_size, held_apart),
         "seconds": round(seconds, 3),
         **fixed_point_metrics(statistics),
     }
     if probed is not None:
         _add_probe(record, probed, scores)
     return record
-
-
-def _probed(
-    model: nn.Module, task: Task, reading: _Reading, length: int, split: str, seed: int
-) -> Any:
-    """ℓ* of the first sequences of a length, as `probe_first` gives it."""
-    batch = task.batch(seed, split, 0, reading.batch_size, (length, length))
-    tensors = as_tensors(batch, next(model.parameters()).device)
-    return probe_first(model, tensors.input_ids[: reading.at_once], tensors.mask)
 
 
 def _add_probe(record: dict, probed: Any, scores: _Scores) -> None:
@@ -490,11 +394,11 @@ def evaluate_all(
     lengths: Sequence[int],
     seeds: Sequence[int],
     precision: str,
-    seen: set[int] | None = None,
+    held_apart: bool = True,
 ) -> list[dict]:
     """Every length with every seed of test data → [{"length", "seed", "read", "solver", …}].
 
-    With eval.sequential also read token by token. seen: as of `measure`.
+    With eval.sequential also read token by token. held_apart: as of `measure`.
     """
     if task.streams:  # one test set, read in segments as in training
         lengths, seeds = [cfg.train.lengths[1]], [0]
@@ -503,7 +407,9 @@ def evaluate_all(
     done, total = 0, sum(lengths) * len(seeds) * len(ways)  # a length takes as long as its tokens
     with Progress("evaluating", total=total, unit="tokens a sequence") as bar:
         for length, seed, token_by_token in itertools.product(lengths, seeds, ways):
-            row = measure(model, task, cfg, length, "test", seed, precision, token_by_token, seen)
+            row = measure(
+                model, task, cfg, length, "test", seed, precision, token_by_token, held_apart
+            )
             results.append({"length": length, "seed": seed, **row})
             done += length
             bar.update(done)
@@ -531,18 +437,16 @@ def evaluate_run(
     check_file(path)
     cfg, task, model, precision = load_run(run_dir, overrides, trust)
     test_seeds = seeds or cfg.eval.seeds
-    check_seeds(test_seeds, task)
+    check_seeds(test_seeds)
     if task.streams and (lengths or seeds):
         say(
             f"note: {cfg.task.name} has one test set, read in segments of train.length="
             f"{cfg.train.lengths[1]}: neither lengths nor seeds apply"
         )
     test_lengths = parse_lengths(lengths or cfg.eval.lengths, task)
-    trained_task, seen = trained_on(run_dir)
-    results = evaluate_all(model, task, cfg, test_lengths, test_seeds, precision, seen)
-    if cfg.task != trained_task:  # which samples the other one had is not known
-        for row in results:
-            row["in_training"]["count"] = None
+    trained_task, held_apart = trained_on(run_dir)
+    held_apart = held_apart and cfg.task == trained_task
+    results = evaluate_all(model, task, cfg, test_lengths, test_seeds, precision, held_apart)
     tested = {None, *(row["length"] for row in results)}
     result = {
         "run": str(run_dir),

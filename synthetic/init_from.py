@@ -11,7 +11,7 @@ from lm.common.files import write_json
 from lm.runs.checkpoint import listed
 from lm.runs.run_dir import RunDir
 from lm.training import upcycle
-from lm.training.foreign import Source, SourceError, settled
+from lm.training.foreign import Source, SourceError, source_weights
 from synthetic import centroids
 from synthetic.build import Loaded, load_run, trained_on
 from synthetic.config import Config, Task
@@ -32,8 +32,7 @@ class Start:
     Args:
         cfg: of the run, with an `init_from`. model: the run's.
     Attributes:
-        seen: as `synthetic.train.Training.seen`, of the batches that the source was trained on;
-            empty where that was on another task, None where it is not known.
+        held_apart: Neither the source nor this run is trained on samples of other splits.
     Raises:
         ConfigError: the run itself, or a model that does not match. SourceError: no trained
             synthetic run, or one of another model than ours. CheckpointError: a damaged one.
@@ -48,13 +47,12 @@ class Start:
             )
         self.source, loaded = _read(wanted.path)
         self.model = model
-        task, seen = trained_on(self.source.path)
+        task, held_apart = trained_on(self.source.path)
         other_task = _other_task(task, cfg.task)
-        self.seen = set() if other_task else seen
+        self.held_apart = bool(other_task) or held_apart
         self.found = upcycle.match(
             self.source,
             model,
-            wanted.layers,
             wanted.partial,
             model.config.vocab_size,
             other_task,
@@ -82,7 +80,7 @@ def _read(path: str) -> tuple[Source, Loaded]:
     with torch.random.fork_rng(devices=all_gpus):
         loaded = load_run(run.path)  # its module is imported if our own configuration names it
     config = loaded.model.config
-    weights = settled(loaded.model.state_dict(), config, run.path)
+    weights = source_weights(loaded.model.state_dict(), config, run.path)
     return Source(run.path, "a synthetic run", config, weights, None), loaded
 
 

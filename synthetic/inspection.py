@@ -10,9 +10,9 @@ import torch
 from lm.evaluation.inspection.measure import in_words, named_guesses, predictions, read
 from lm.evaluation.inspection.page import Inspection
 from lm.evaluation.inspection.result import Answer
-from lm.evaluation.inspection.tokens import named
+from lm.evaluation.inspection.tokens import Token
 from synthetic.build import load_run
-from synthetic.evaluate import as_tensors, sequences_that_fit, solver_of, solving
+from synthetic.evaluate import as_tensors, solver_of, solving
 from synthetic.tasks import IGNORE, Batch, Task, TaskError
 
 if TYPE_CHECKING:
@@ -71,7 +71,6 @@ def inspect_batch(
     size = batch.input_ids.shape[1] if batch.mask is None else int(batch.mask[0].sum())
     if size > LONGEST:
         raise TaskError(f"the sequence has {size:,} tokens: inspect shows at most {LONGEST:,}")
-    sequences_that_fit(model, size, 1, device)
     ids, labels, _ = as_tensors(batch, device)
     ids, due = ids[:, :size], labels[0, :size].tolist()
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
@@ -89,7 +88,7 @@ def inspect_batch(
     return Inspection(
         name=name,
         model=in_words(model),
-        tokens=named(numbers, [task.token_name(number) for number in numbers]),
+        tokens=[Token(number, task.token_name(number)) for number in numbers],
         loss=found.loss,
         entropy=found.entropy,
         guesses=guesses,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import csv
 import math
 import os
 import shlex
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import matplotlib
+import pandas as pd
 
 from lm.common.console import say
 from lm.common.errors import ConfigError, TrainingError
@@ -22,37 +22,35 @@ from lm.common.files import (
     read_json,
     writing,
 )
-from lm.common.page import save_pdf
 from lm.config import load as base
-from lm.report.sections.latex import tabular
 from lm.runs.metrics import read_metrics
 from lm.runs.run_dir import RunDir
 from synthetic.config import Config, load
-from synthetic.drawing import Drawing, ReportError
-from synthetic.figures import bars, curves, heatmap, scatter, times
 from synthetic.labels import model_label, task_label
-from synthetic.runs import differences, is_finished, result_of, seed_of
-from synthetic.trained import Trained, curriculum_notes, notes
-
-if TYPE_CHECKING:
-    from rich.table import Table
+from synthetic.numbers import LAST_COLUMNS, Trained, write_csv
+from synthetic.plots import KINDS, Drawing, ReportError
+from synthetic.results import in_words, table
+from synthetic.runs import differences, is_finished, result_of, run_all, seed_of
 
 CONFIGS = find_shipped("configs/synthetic")
 SCALES = ("small", "paper")
-SHOWN = 5  # command lines of missing runs that are printed
 
 
 @dataclass(frozen=True)
 class Report:
-    """A figure or table of the paper and how it is drawn from runs."""
+    """A figure or table of the paper: a specification for `synthetic.plots`."""
 
     where: str  # in the paper
     title: str
     what: str  # it shows, for the list of reports
-    draw: Callable[[list[Trained], str], Drawing]
+    kind: str  # of synthetic.plots.KINDS
+    options: dict[str, Any] = field(default_factory=dict)  # of that kind
     minutes: int | None = None  # its small runs train, on one core; None: not measured
-    all_limits: bool = False  # also evaluated under each ℓmax that the sweep trains with
-    paper: str = ""  # its values, where the paper gives them as numbers; "": it only draws them
+    paper: str = ""  # the paper's values; "": the paper only draws them
+
+    def draw(self, runs: list[Trained], title: str) -> Drawing:
+        """Draw the figure from finished runs."""
+        return KINDS[self.kind](runs, title, **self.options)
 
 
 REPORTS = {
@@ -60,66 +58,69 @@ REPORTS = {
         "State tracking",
         "Words of S3, trained on up to 16 letters",
         "FP-Mamba follows a state that Mamba cannot",
-        curves,
+        "curves",
         minutes=3,
     ),
     "fig1": Report(
         "Fig. 1",
         "Length generalisation by ℓmax in training",
         "the more iterations in training, the further a model goes",
-        curves,
+        "curves",
     ),
     "fig2": Report(
         "Fig. 2",
         "State tracking and copying",
         "which depth and which reflections track state and copy",
-        partial(scatter, x=("copy", "character_accuracy"), y=("word_problem", "token_accuracy")),
+        "scatter",
+        {"metric": {"copy": "character_accuracy", "word_problem": "token_accuracy"}},
     ),
     "fig3b": Report(
         "Fig. 3b",
         "Length generalisation by mixer",
         "how far each mixer goes",
-        curves,
+        "curves",
         minutes=4,
     ),
     "fig3c": Report(
         "Fig. 3c",
         "Iterations to the fixed point by mixer",
         "ℓ* against the test length",
-        partial(curves, metric="num_iters"),
+        "curves",
+        {"metric": "num_iters"},
         minutes=4,
     ),
     "fig4": Report(
         "Fig. 4",
         "Word problem",
         "fixed-point models against deeper baselines",
-        curves,
+        "curves",
         minutes=17,
     ),
     "tab1": Report(
         "Table 1",
         "Copying by what depends on y",
         "which of λ, b, c, Q must read y to copy",
-        partial(bars, metric="character_accuracy"),
+        "bars",
+        {"metric": "character_accuracy"},
         paper="at twice the trained length, character accuracy: 0.11 with λ alone, 0.94 with all",
     ),
     "fig5": Report(
         "Fig. 5",
         "Training time by ℓmax",
         "what a fixed ℓmax costs and gains",
-        times,
+        "times",
     ),
     "fig6": Report(
         "Fig. 6",
         "Training time with a random ℓmax",
         "ℓmax drawn anew each update, ⌈Γ(4, 1)⌉",
-        times,
+        "times",
     ),
     "fig9": Report(
         "Fig. 9",
         "Word problem, trained on long words",
         "tested to four times that length",
-        curves,
+        "curves",
         paper="trained to 128, at four times that. A5: FP-Mamba-1 kronecker 0.9955, householder 4"
         " 0.8768; FP-Mamba-2 0.9821, 0.8819; Gated DeltaProduct 4 0.2390. S5: 0.9075, 0.8637;"
         " 0.9282, 0.9220; 0.4542",
@@ -128,13 +129,14 @@ REPORTS = {
         "Fig. 10",
         "Read at once and token by token",
         "the same models, in the paper parallel and sequential evaluation",
-        curves,
+        "curves",
     ),
     "tab2": Report(
         "Table 2",
         "Modular arithmetic with brackets",
         "scaled accuracy beyond the trained lengths",
-        partial(bars, at="beyond"),
+        "bars",
+        {"at": "beyond"},
         paper="trained to 40, tested to 256: Transformer 0.025, mLSTM 0.034, Mamba 0.136, sLSTM"
         " 0.173, DeltaNet 0.200, Gated DeltaProduct 0.342, FP-Mamba of 4 reflections 0.384",
     ),
@@ -142,66 +144,78 @@ REPORTS = {
         "Fig. 11",
         "Modular arithmetic with brackets",
         "the runs of tab2 over lengths",
-        curves,
+        "curves",
     ),
     "catbabi": Report(
         "CatbAbI",
         "CatbAbI, answers",
         "accuracy by model and layers; the tasks' are in the CSV",
-        partial(bars, at="whole"),
+        "bars",
+        {"at": "whole"},
         minutes=23,
         paper="10k questions a task, 1 and 2 layers: Mamba 0.7828, 0.8708; FP-Mamba kronecker"
         " 0.7993, 0.8416; householder 1 0.8132, 0.8908; 2 0.8160, 0.8747; 3 0.8079, 0.8955",
     ),
     "ablation": Report(
         "Ablation",
-        "ℓmax in training and in evaluation",
+        "ℓmax in training (colours) and in evaluation",
         "the runs of fig1 under each ℓmax",
-        heatmap,
-        all_limits=True,
+        "limits",
     ),
 }
 
 
 @dataclass
 class Sweep:
-    """The points of a report's config: what they are called and where their runs lie."""
+    """The points of a report's config, and their runs."""
 
     path: Path
     overrides: tuple[str, ...]
     points: list[dict[str, Any]]  # dotted key → value, mappings flattened
     configs: list[Config]
+    limits: list[int]  # ℓmax that every run is evaluated under as well
 
     def finished(self) -> list[int]:
-        """The numbers of the points that have been trained."""
+        """Return the indices of the points that have been trained."""
         return [i for i, cfg in enumerate(self.configs) if is_finished(cfg)]
 
     def missing(self) -> list[int]:
-        """The numbers of the others."""
+        """Return the indices of the other points."""
         finished = set(self.finished())
         return [i for i in range(len(self.configs)) if i not in finished]
 
-    def command(self, index: int | str) -> str:
-        """The line that trains a point.
+    def missing_evaluations(self) -> list[tuple[Config, int]]:
+        """Return the finished runs and ℓmax under which a run was not evaluated since it
+        finished."""
+        return [
+            (self.configs[i], limit)
+            for i in self.finished()
+            for limit in self.limits
+            if not _is_evaluated(self.configs[i], limit)
+        ]
 
-        Args: index: its number, or a shell's variable that holds it.
-        """
-        parts = ["fprnn", "synthetic", "train", "--config", _shown(self.path), "--job-index"]
-        line = [*map(shlex.quote, parts), str(index), *map(shlex.quote, self.overrides)]
-        return " ".join(line)
+
+def limit_file(cfg: Config, limit: int) -> Path:
+    """Return the file of a run's evaluation under another ℓmax."""
+    return cfg.run_dir / f"eval-max_iters-{limit}.json"
+
+
+def _is_evaluated(cfg: Config, limit: int) -> bool:
+    file = limit_file(cfg, limit)
+    return file.exists() and file.stat().st_mtime >= RunDir(cfg.run_dir).result.stat().st_mtime
 
 
 def _shown(path: Path) -> str:
-    """A path as one would type it here."""
+    """Return a path as one would type it here."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
 
 def config_path(name: str, scale: str, config: str | None = None) -> Path:
-    """The YAML of a report.
+    """Return the YAML of a report.
 
     Raises:
-        ReportError: no such report, or no such file.
+        ReportError: If there is no such report, or no such file.
     """
     if name not in REPORTS:
         raise ReportError(f"no report `{name}`: there are {', '.join(REPORTS)}")
@@ -213,20 +227,27 @@ def config_path(name: str, scale: str, config: str | None = None) -> Path:
     return Path(_shown(path))
 
 
-def expand(path: Path, overrides: tuple[str, ...] = ()) -> Sweep:
-    """The sweep of a YAML as `train --job-index` would run it, overrides over every point.
+def expand(path: Path, overrides: tuple[str, ...] = (), all_limits: bool = False) -> Sweep:
+    """Return the sweep of a YAML as `train --job-index` would run it.
+
+    Args:
+        path: The YAML.
+        overrides: key=value, of every point.
+        all_limits: Every run is also evaluated under each ℓmax that the sweep trains with.
 
     Raises:
-        ConfigError: keys or values that cannot be.
+        ConfigError: If keys or values are not valid.
     """
     points = base.sweep_points(base.load_tree(path), str(path), Config)
     configs = [load(path, overrides, i) for i in range(len(points))]
-    return Sweep(path, tuple(overrides), [_flat(point) for point in points], configs)
+    limits = {cfg.train.max_iters for cfg in configs if all_limits}
+    in_order = sorted(limit for limit in limits if isinstance(limit, int))
+    return Sweep(path, tuple(overrides), [_flat(point) for point in points], configs, in_order)
 
 
 def _flat(point: dict[str, Any]) -> dict[str, Any]:
-    """{"model": {"name": "mamba"}} → {"model.name": "mamba"}; a variant, which has a name of its
-    own, stays one."""
+    """Flatten {"model": {"name": "mamba"}} to {"model.name": "mamba"}; a variant has a name and
+    stays as it is."""
     flat: dict[str, Any] = {}
     for key, value in point.items():
         if isinstance(value, dict) and not isinstance(value, base.Variant):
@@ -236,42 +257,16 @@ def _flat(point: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def limits_in_training(sweep: Sweep) -> list[int]:
-    """The values of ℓmax that the sweep trains with."""
-    limits = (cfg.train.max_iters for cfg in sweep.configs)
-    return sorted({limit for limit in limits if isinstance(limit, int)})
-
-
-def limit_file(cfg: Config, limit: int) -> Path:
-    """Where a run's evaluation under another ℓmax lies."""
-    return cfg.run_dir / f"eval-max_iters-{limit}.json"
-
-
-def limits_missing(cfg: Config, limits: list[int]) -> list[int]:
-    """Which ℓmax a finished run was not evaluated under since it finished."""
-    finished_at = RunDir(cfg.run_dir).result.stat().st_mtime
-    missing = []
-    for limit in limits:
-        file = limit_file(cfg, limit)
-        if not file.exists() or file.stat().st_mtime < finished_at:
-            missing.append(limit)
-    return missing
-
-
-def collect(sweep: Sweep, limits: list[int]) -> list[Trained]:
-    """The finished runs, in the order of the sweep; a note on those of another config."""
-    runs = []
+def collect(sweep: Sweep) -> list[Trained]:
+    """Return the finished runs in the order of the sweep, and print a note on runs of another
+    config."""
+    runs: list[Trained] = []
+    missing = sweep.missing_evaluations()
     for i in sweep.finished():
         cfg = sweep.configs[i]
         point = sweep.points[i]
         if different := differences(cfg):
             say(f"note: {cfg.run_dir} is of another config: {'; '.join(different[:4])}")
-        missing = limits_missing(cfg, limits)
-        under_limits = {
-            limit: read_json(limit_file(cfg, limit), ("eval",))
-            for limit in limits
-            if limit not in missing
-        }
         runs.append(
             Trained(
                 run_dir=cfg.run_dir,
@@ -282,87 +277,54 @@ def collect(sweep: Sweep, limits: list[int]) -> list[Trained]:
                 panel=task_label(cfg, point),
                 result=result_of(cfg),
                 records=read_metrics(cfg.run_dir),
-                under_limits=under_limits,
+                under_limits={
+                    limit: read_json(limit_file(cfg, limit), ("eval",))
+                    for limit in sweep.limits
+                    if (cfg, limit) not in missing
+                },
             )
         )
     labels = [(run.label, run.seed) for run in runs]
-    for i, run in enumerate(runs):  # two curves of one name and seed would be one in the legend
+    for i, run in enumerate(runs):  # two curves with the same label and seed would look like one
         if labels.count(labels[i]) > 1:
             run.model += f" ({labels[:i].count(labels[i]) + 1})"
     return runs
 
 
-def missing_lines(sweep: Sweep, limits: list[int]) -> list[str]:
-    """The command lines that would do what has not been done, and a loop over them."""
-    return [*_lines_of_missing_runs(sweep), *_lines_of_missing_evaluations(sweep, limits)]
-
-
-def _lines_of_missing_runs(sweep: Sweep) -> list[str]:
-    missing = sweep.missing()
-    if not missing:
-        return []
-    lines = [f"{len(missing)} of {len(sweep.configs)} runs are missing; these train them:"]
-    lines += [f"  {sweep.command(i)}" for i in missing[:SHOWN]]
-    if len(missing) > SHOWN:
-        lines.append(f"  … and {len(missing) - SHOWN} more")
-    if len(missing) > 1:
-        numbers = " ".join(map(str, missing))
-        script = find_shipped("launch/synthetic_array.sbatch")
-        submit = [_shown(script), _shown(sweep.path), *sweep.overrides]
-        lines.append("all of them, one after another or as a Slurm array:")
-        lines.append(f"  for i in {numbers}; do {sweep.command('$i')}; done")
-        lines.append(f"  mkdir -p logs && sbatch --array={_ranges(missing)} {shlex.join(submit)}")
+def missing_lines(sweep: Sweep) -> list[str]:
+    """Return the command lines that train the missing runs, here or as a Slurm array."""
+    lines = []
+    if missing := sweep.missing():
+        parts = ["fprnn", "synthetic", "train", "--config", _shown(sweep.path), "--job-index"]
+        command = f"{shlex.join(parts)} $i {shlex.join(sweep.overrides)}".strip()
+        script = _shown(find_shipped("launch/synthetic_array.sbatch"))
+        submit = shlex.join([script, _shown(sweep.path), *sweep.overrides])
+        lines = [
+            f"{len(missing)} of {len(sweep.configs)} runs are missing; --run trains them, or a"
+            " loop, or a Slurm array:",
+            f"  for i in {' '.join(map(str, missing))}; do {command}; done",
+            f"  mkdir -p logs && sbatch --array={','.join(map(str, missing))} {submit}",
+        ]
+    if evaluations := sweep.missing_evaluations():
+        lines.append(
+            f"{len(evaluations)} evaluations under another ℓmax are missing; --run does them"
+        )
     return lines
 
 
-def _lines_of_missing_evaluations(sweep: Sweep, limits: list[int]) -> list[str]:
-    missing = [
-        (sweep.configs[i], limit)
-        for i in sweep.finished()
-        for limit in limits_missing(sweep.configs[i], limits)
-    ]
-    if not missing:
-        return []
-    lines = [f"{len(missing)} evaluations under another ℓmax are missing; --run does them, or"]
-    for cfg, limit in missing[:SHOWN]:
-        command = ["fprnn", "synthetic", "eval", str(cfg.run_dir)]
-        command += ["--out", str(limit_file(cfg, limit)), f"eval.max_iters={limit}"]
-        lines.append(f"  {shlex.join(command)}")
-    if len(missing) > SHOWN:
-        lines.append(f"  … and {len(missing) - SHOWN} more")
-    return lines
-
-
-def _ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] → 0-2,5."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and ranges[-1][-1] == number - 1:
-            ranges[-1].append(number)
-        else:
-            ranges.append([number])
-    return ",".join(f"{r[0]}-{r[-1]}" if len(r) > 1 else str(r[0]) for r in ranges)
-
-
-def run_missing(sweep: Sweep, limits: list[int], jobs: int = 1) -> None:
-    """Train and evaluate what is missing.
+def run_missing(sweep: Sweep, jobs: int = 1) -> None:
+    """Train and evaluate everything that is missing.
 
     Raises:
-        TrainingError: a run failed or a signal asked for a stop.
+        TrainingError: If a run failed or a signal asked for a stop.
     """
     from synthetic.evaluate import evaluate_run
-    from synthetic.runs import run_all
 
     run_all([sweep.configs[i] for i in sweep.missing()], jobs)
-    for i in sweep.finished():
-        cfg = sweep.configs[i]
-        for limit in limits_missing(cfg, limits):
-            evaluate_run(
-                cfg.run_dir,
-                cfg.eval.lengths,
-                overrides=(f"eval.max_iters={limit}",),
-                out=limit_file(cfg, limit),
-            )
+    for cfg, limit in sweep.missing_evaluations():
+        overrides = (f"eval.max_iters={limit}",)
+        out = limit_file(cfg, limit)
+        evaluate_run(cfg.run_dir, cfg.eval.lengths, overrides=overrides, out=out)
 
 
 def report(
@@ -374,147 +336,107 @@ def report(
     run: bool = False,
     jobs: int = 1,
 ) -> dict[str, Path]:
-    """Draw a report from the runs that are finished, and say which are not.
+    """Draw a report from the runs that are finished, and print which are not.
+
+    Args:
+        name: A key of REPORTS.
+        scale: "small" or "paper".
+        overrides: key=value, of every run.
+        config: The YAML of the sweep; None: the one of the report at this scale.
+        out: Folder of the files; None: OUT_DIR/reports/SCALE.
+        run: Train the missing runs first.
+        jobs: Processes at once.
 
     Returns:
-        {"figure", "PDF", "numbers", "LaTeX"}: the files written.
-    Raises:
-        ReportError: no such report, no run to draw it from. OutputError: it cannot be written.
-        ConfigError, TaskError, TrainingError: as `synthetic.train.train`.
-    """
-    import matplotlib.pyplot as plt  # where it is missing, say so before anything is trained
+        The files written: {"figure", "PDF", "numbers", "LaTeX"}.
 
-    # 1. What it is drawn from; with --run the runs that are missing are trained.
-    sweep = expand(config_path(name, scale, config), overrides)
+    Raises:
+        ReportError: If there is no such report, or no run to draw it from.
+        OutputError: If the files cannot be written.
+        ConfigError, TaskError, TrainingError: As `synthetic.train.train`.
+    """
+    # 1. Train the missing runs if asked to.
+    path = config_path(name, scale, config)
+    entry = REPORTS[name]
+    sweep = expand(path, overrides, entry.kind == "limits")
     folder = Path(out) if out else Path(sweep.configs[0].out_dir) / "reports" / scale
     check_folder(folder)
-    paths = _paths(folder, name)
+    kinds = {"figure": "png", "PDF": "pdf", "numbers": "csv", "LaTeX": "tex"}
+    paths = {what: folder / f"{name}.{kind}" for what, kind in kinds.items()}
     check_together(paths["numbers"], ",".join(LAST_COLUMNS), *paths.values())
-    entry = REPORTS[name]
-    limits = limits_in_training(sweep) if entry.all_limits else []
     failure = None
     if run:
         try:
-            run_missing(sweep, limits, jobs)
-        except TrainingError as e:  # what there is can be drawn all the same
+            run_missing(sweep, jobs)
+        except TrainingError as e:  # the finished runs can be drawn all the same
             failure = e
+            say(f"error: {e}")
 
-    # 2. The figure.
-    runs = collect(sweep, limits)
-    what_is_missing = missing_lines(sweep, limits)
-    if failure:
-        say(f"error: {failure}")
+    # 2. Draw and write the figure.
+    runs = collect(sweep)
+    missing = missing_lines(sweep)
     try:
-        _check_there_are_runs(runs, sweep, name)
+        if not runs:
+            raise ReportError(
+                f"report {name} has none of its {len(sweep.configs)} runs yet (in"
+                f" {sweep.configs[0].run_dir.parent}): start them, or give --run"
+            )
         drawing = entry.draw(runs, f"{entry.title} ({scale})")
     except ReportError:
-        say("\n".join(what_is_missing))
+        say("\n".join(missing))
         raise
-
-    # 3. Written, printed, and what is missing said.
     _write(drawing, folder, paths)
-    plt.close(drawing.figure)
-    counts = f"{len(runs)} of {len(sweep.configs)} runs"
-    say(table(drawing.summary, f"{entry.where}: {entry.title} ({scale}, {counts})"))
-    for note in notes([(run.model, run.result["eval"]) for run in runs]) + curriculum_notes(runs):
-        say(note)
-    say(_papers_values(entry, scale))
-    for what, path in paths.items():
-        say(f"{what:<8} {path}")
-    if what_is_missing:
-        say("\n".join(what_is_missing))
+
+    # 3. Print the summary, the notes, and what is missing.
+    count = f"{len(runs)} of {len(sweep.configs)} runs"
+    say(table(drawing.summary, f"{entry.where}: {entry.title} ({scale}, {count})"))
+    lines = [*drawing.notes, describe_paper(entry, scale)]
+    lines += [f"{what:<8} {path}" for what, path in paths.items()]
+    say("\n".join([*lines, *missing]))
     if failure:
         raise failure
     return paths
 
 
-def _papers_values(entry: Report, scale: str) -> str:
-    """What the paper has in this place, and whether it is of the scale that ran."""
+def describe_paper(entry: Report, scale: str) -> str:
+    """Return the paper's values, and whether they are of the scale that ran."""
     if not entry.paper:
         return f"The paper's {entry.where} is a figure without numbers."
     theirs = "its scale" if scale == "paper" else "its scale, which is not the one that ran here"
     return f"The paper ({theirs}), {entry.paper}."
 
 
-def _check_there_are_runs(runs: list[Trained], sweep: Sweep, name: str) -> None:
-    if not runs:
-        raise ReportError(
-            f"report {name} has none of its {len(sweep.configs)} runs yet (in"
-            f" {sweep.configs[0].run_dir.parent}): start them, or give --run"
-        )
-
-
-def _paths(folder: Path, name: str) -> dict[str, Path]:
-    kinds = {"figure": "png", "PDF": "pdf", "numbers": "csv", "LaTeX": "tex"}
-    return {what: folder / f"{name}.{kind}" for what, kind in kinds.items()}
+# Signs of our tables that pdflatex does not know.
+LATEX_SIGNS = {"ℓ": r"$\ell$", "λ": r"$\lambda$", "Γ": r"$\Gamma$", "≥": r"$\ge$", "±": r"$\pm$"}
+LATEX_SIGNS |= {"⌈": r"$\lceil$", "⌉": r"$\rceil$", "²": "$^2$"}
 
 
 def _write(drawing: Drawing, folder: Path, paths: dict[str, Path]) -> None:
-    """Write NAME.png and .pdf, NAME.csv, and what is printed as NAME.tex."""
-    with writing(folder):
+    """Write NAME.png, NAME.pdf, NAME.csv with all numbers, and NAME.tex with the printed table."""
+    summary = pd.DataFrame(in_words(drawing.summary))
+    with writing(folder), matplotlib.rc_context({"pdf.fonttype": 42}):  # letters stay letters
         folder.mkdir(parents=True, exist_ok=True)
         drawing.figure.savefig(paths["figure"], dpi=140)
-        save_pdf(drawing.figure, paths["PDF"])
-        write_csv(paths["numbers"], drawing.rows)
-        paths["LaTeX"].write_text(tabular(in_words(drawing.summary)) + "\n", encoding="utf-8")
-
-
-LAST_COLUMNS = ("length", "metric", "value", "stderr")
-
-
-def write_csv(path: Path, rows: list[dict]) -> None:
-    """Rows of any keys; a key that a row lacks is left empty. The numbers come last."""
-    keys = dict.fromkeys(key for row in rows for key in row)
-    columns = [key for key in keys if key not in LAST_COLUMNS]
-    with path.open("w", newline="", encoding="utf-8") as f:
-        writer = csv.DictWriter(f, [*columns, *LAST_COLUMNS])
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def table(rows: list[dict], title: str) -> Table:
-    """Dictionaries as a rich table; columns appear in the order they first come up."""
-    from rich.table import Table
-
-    head, *body = in_words(rows)
-    made = Table(title=title, title_justify="left")
-    for name in head:
-        made.add_column(name, justify="left" if name == "run" else "right")
-    for cells in body:
-        made.add_row(*cells)
-    return made
-
-
-def in_words(rows: list[dict]) -> list[list[str]]:
-    """Dictionaries as rows of text, the first being the head."""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    return [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) >= 10 else f"{value:.4f}"
-    return "–" if value is None else str(value)
+        drawing.figure.savefig(paths["PDF"], metadata={"CreationDate": None})
+        write_csv(drawing.numbers, paths["numbers"])
+        latex = summary.to_latex(index=False, header=False, escape=True)
+        paths["LaTeX"].write_text(latex.translate(str.maketrans(LATEX_SIGNS)), encoding="utf-8")
 
 
 def _minutes(sweep: Sweep) -> int | None:
-    """How long the runs of a sweep trained, where all of them are there."""
+    """Return how long the runs of a sweep trained, if all of them are there."""
     if sweep.missing():
         return None
     return math.ceil(sum(result_of(cfg)["training_seconds"] for cfg in sweep.configs) / 60)
 
 
-def overview(scale: str, overrides: tuple[str, ...] = ()) -> tuple[Table, list[str]]:
-    """All reports as a rich table, with how long each trains, how many runs it has and how many of
-    them are found; and what was wrong with those whose config could not be read."""
+def overview(scale: str, overrides: tuple[str, ...] = ()) -> tuple[list[dict], list[str]]:
+    """Return a row for each report, and the errors of configs that could not be read."""
     rows = []
     problems = []
     for name, entry in REPORTS.items():
-        row: dict[str, Any] = {
-            "report": name,
-            "paper": entry.where,
-            "shows": f"{entry.title}: {entry.what}",
-        }
+        row: dict[str, Any] = {"report": name, "paper": entry.where}
+        row["shows"] = f"{entry.title}: {entry.what}"
         try:
             sweep = expand(config_path(name, scale), overrides)
             measured = entry.minutes if scale == "small" else None
@@ -523,7 +445,4 @@ def overview(scale: str, overrides: tuple[str, ...] = ()) -> tuple[Table, list[s
         except (ConfigError, DamagedError, ReportError) as e:
             problems.append(str(e))
         rows.append(row)
-    made = table(rows, f"Reports at scale {scale}; minutes of training, one run after another")
-    for column in made.columns[:3]:
-        column.justify = "left"
-    return made, problems
+    return rows, problems

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -140,6 +140,19 @@ def error_of_mean(rows: list[dict], metric: str) -> float:
     return float(np.sqrt(np.sum(np.square(errors))) / len(errors))
 
 
+def error_over_seeds(values: Sequence[float], stderrs: Sequence[float]) -> float:
+    """Return the error of the mean of one number over training seeds.
+
+    Args:
+        values: The number of each seed.
+        stderrs: Its standard error over test samples, NaN if unknown.
+
+    Returns:
+        The standard deviation over several seeds; the standard error of a single one.
+    """
+    return float(np.std(values, ddof=1)) if len(values) > 1 else float(stderrs[0])
+
+
 def plus_minus(stderr: float, digits: int = 3) -> str:
     """ " ±0.012" to stand behind a value; "" where the error is not known."""
     return "" if np.isnan(stderr) else f" ±{stderr:.{digits}f}"
@@ -160,17 +173,6 @@ def at_length(
     return sum(values) / len(values) if values else None
 
 
-def solved_length(results: list[dict], metric: str, least: float = 0.9) -> int:
-    """The longest evaluated length up to which the metric never falls below `least`; 0 if none."""
-    longest = 0
-    for length in sorted({row["length"] for row in results}):
-        value = at_length(results, length, metric)
-        if value is None or value < least:
-            break
-        longest = length
-    return longest
-
-
 def passes(bars: Iterable[Bar], results: list[dict]) -> list[dict]:
     """Each bar of the config with the value reached and whether it passed."""
     judged = []
@@ -181,12 +183,65 @@ def passes(bars: Iterable[Bar], results: list[dict]) -> list[dict]:
     return judged
 
 
-SOLVING = ("ℓ* per layer", "evaluations", "failed")  # columns of a model with a solver
+LEFT = {"run", "ability", "task", "metric", "report", "paper", "shows", "read"}  # columns of words
 
 
-def _solving_cells(rows: list[dict]) -> list[str]:
-    """SOLVING of rows of one length: ℓ* and evaluations a token of each layer, and the share of
-    tokens that were not solved in the worst of them."""
+def table(rows: list[dict], title: str, caption: str = "") -> Table:
+    """Return dictionaries as a rich table; columns are in the order in which they first appear."""
+    from rich.table import Table
+
+    head, *body = in_words(rows)
+    made = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    for name in head:
+        made.add_column(name, justify="left" if name in LEFT else "right")
+    for cells in body:
+        made.add_row(*cells)
+    return made
+
+
+def in_words(rows: list[dict]) -> list[list[str]]:
+    """Return dictionaries as rows of text; the first row is the head."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
+
+
+def _cell(value: Any) -> str:
+    return "–" if value is None else str(value)
+
+
+def summary(result: dict, title: str) -> Table:
+    """Return a run's result as a rich table: a line for each length and way of reading, with
+    metrics ± standard error, ℓ*, the cost of solving, and the samples that training may have too;
+    the solvers and warnings stand below."""
+    rows = result["eval"]
+    metrics = list(rows[0]["metrics"])
+    groups: dict[tuple[int, Way], list[dict]] = {}  # the seeds of each length and way
+    for row in sorted(rows, key=lambda row: row["length"]):
+        groups.setdefault((row["length"], way_of(row)), []).append(row)
+    several_ways = len({way for _, way in groups}) > 1
+    lines = []
+    for (length, way), seeds in groups.items():
+        line: dict[str, Any] = {"length": length}
+        if several_ways:
+            line["read"] = way.read
+        for metric in metrics:
+            error = plus_minus(error_of_mean(seeds, metric))
+            line[metric.replace("_", " ")] = f"{mean_of(seeds, metric):.4f}{error}"
+        if any("failed" in row for row in rows):
+            line |= _solving_cells(seeds)
+        count = distinct_samples(seeds)
+        line["distinct samples"] = UNKNOWN if count is None else f"{count:,}"
+        line["in training"] = in_training(seeds)
+        lines.append(line)
+    if len(lines) == 1 and len(metrics) > 4:  # CatbAbI has a metric for each bAbI task
+        lines = [{"metric": name, "value": value} for name, value in lines[0].items()]
+    notes = [ELSEWHERE_NOTE] if any(elsewhere_of_layers(rows)) else []
+    return table(lines, title, "\n".join([solved_by(rows), *failure_notes(rows), *notes]))
+
+
+def _solving_cells(rows: list[dict]) -> dict[str, str]:
+    """Return ℓ* and evaluations a token of each layer, and the share of tokens that were not solved
+    in the worst of them, of rows of one length."""
 
     def mean_of_layers(of_rows: list[list[float] | None]) -> str:
         known = [layers for layers in of_rows if layers is not None]
@@ -196,71 +251,11 @@ def _solving_cells(rows: list[dict]) -> list[str]:
     marks = [ELSEWHERE * elsewhere for elsewhere in elsewhere_of_layers(rows)]
     iterations = mean_of_layers([iterations_of_layers(row) for row in rows]).split(" ")
     pairs = itertools.zip_longest(iterations, marks, fillvalue="")
-    return [
-        " ".join(count + mark for count, mark in pairs),
-        mean_of_layers([row.get("evaluations") for row in rows]),
-        UNKNOWN if share is None else f"{share:.2%}",
-    ]
-
-
-def summary(result: dict, title: str) -> Table:
-    """A run's result as a rich table: per length, metrics ± standard error, ℓ*, what solving cost
-    and left, and how many of the samples training has too. What solved it stands below."""
-    from rich.table import Table
-
-    rows = result["eval"]
-    metrics = list(rows[0]["metrics"])
-    notes = [ELSEWHERE_NOTE] if any(elsewhere_of_layers(rows)) else []
-    caption = "\n".join([solved_by(rows), *failure_notes(rows), *notes])
-    table = Table(title=title, caption=caption, caption_justify="left")
-    if len(rows) == 1 and len(metrics) > 4:  # CatbAbI: one row, with a metric for each bAbI task
-        _fill_with_metrics(table, rows, metrics)
-    else:
-        _fill_with_lengths(table, rows, metrics)
-    return table
-
-
-def _fill_with_metrics(table: Table, rows: list[dict], metrics: Sequence[str]) -> None:
-    """One line a metric, of the only row of a result."""
-    for heading in ("metric", "value", "standard error"):
-        table.add_column(heading, justify="right")
-    for metric in metrics:
-        stderr = plus_minus(error_of_mean(rows, metric), 4).strip() or UNKNOWN
-        table.add_row(metric, f"{rows[0]['metrics'][metric]:.4f}", stderr)
-    if "failed" in rows[0]:
-        for heading, cell in zip(SOLVING, _solving_cells(rows)):
-            table.add_row(heading, cell)
-    table.add_row("questions in training", in_training(rows))
-
-
-def _fill_with_lengths(table: Table, rows: list[dict], metrics: Sequence[str]) -> None:
-    """One line a length, or a length and a way of reading where there are several."""
-    # 1. The columns.
-    ways = list(dict.fromkeys(way_of(row) for row in rows))
-    has_solver = any("failed" in row for row in rows)
-    headings = ["length", *(metric.replace("_", " ") for metric in metrics)]
-    headings += SOLVING if has_solver else ()
-    headings += ["distinct samples", "in training"]
-    for heading in headings:
-        table.add_column(heading, justify="right")
-        if heading == "length" and len(ways) > 1:
-            table.add_column("read")
-
-    # 2. The lines: the seeds of a length together.
-    lengths = sorted({row["length"] for row in rows})
-    for length, way in itertools.product(lengths, ways):
-        seeds = [row for row in rows if (row["length"], way_of(row)) == (length, way)]
-        cells = [str(length)]
-        if len(ways) > 1:
-            cells.append(way.read)
-        for metric in metrics:
-            cells.append(f"{mean_of(seeds, metric):.4f}{plus_minus(error_of_mean(seeds, metric))}")
-        if has_solver:
-            cells += _solving_cells(seeds)
-        count = distinct_samples(seeds)
-        cells.append(UNKNOWN if count is None else f"{count:,}")
-        cells.append(in_training(seeds))
-        table.add_row(*cells)
+    return {
+        "ℓ* per layer": " ".join(count + mark for count, mark in pairs),
+        "evaluations": mean_of_layers([row.get("evaluations") for row in rows]),
+        "failed": UNKNOWN if share is None else f"{share:.2%}",
+    }
 
 
 def verdict(result: dict) -> str:

@@ -18,22 +18,14 @@ from lm.common.errors import Stopped, TrainingError
 from lm.common.files import DamagedError, check_folder, check_kinds
 from lm.common.signals import STOP, stop_with_parent
 from lm.config import load as base
-from lm.model import patterns
 from lm.runs.metrics import read_metrics
-from lm.runs.run_dir import RunDir, settled
+from lm.runs.run_dir import RunDir
+from lm.runs.run_dir import differences as config_differences
 from lm.training.build import check_section
 from synthetic.config import Config
 
 LINE_EVERY_S = 5.0  # between two lines of progress of several runs
-# What a model without a fixed point reads of the model section.
-OF_PLAIN = {"name", "d_model", "n_layer", "tie_embeddings"}
-OF_PLAIN |= {"embedding_start"}
-OF_PLAIN |= {
-    name
-    for pattern in patterns.STACKS.values()
-    for kind in pattern.split()
-    for name in patterns.KINDS[kind]
-}
+SECTIONS = ("model", "solver", "task", "optim", "train", "eval")  # decide about a result
 
 
 def is_finished(cfg: Config) -> bool:
@@ -65,38 +57,22 @@ KINDS |= {"headline": str, "chance": float, "bars": list, "updates": int, "param
 
 
 def differences(cfg: Config) -> list[str]:
-    """Where the config a run was made with differs from this one, in what matters."""
-    saved, wanted = _comparable(cfg)
-    found = []
-    for section in ("model", "solver", "task", "optim", "train", "eval"):
-        for key, was in (saved.get(section) or {}).items():
-            of_fprnn = section == "solver" or (section == "model" and key not in OF_PLAIN)
-            if of_fprnn and cfg.model.name != "fprnn":
-                continue
-            value = wanted[section].get(key, was)
-            folder_not_given = key == "data" and value is None  # it was, when the run was started
-            if value != was and key != "threads" and not folder_not_given:
-                found.append(f"{section}.{key} was {was}, is {value}")
-    return found
+    """Return how the config that a run was made with differs from this one, in what matters.
 
-
-def _comparable(cfg: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The config that a run was made with, and the one of today, both with settled values: with
-    what the defaults of their version stand for."""
+    A key that is newer than the run had the effect of its default.
+    """
     path = RunDir(cfg.run_dir).config
-    saved = base.without_removed(base.load_tree(path), str(path)) if path.exists() else {}
-    wanted = cfg.model_dump(mode="json")
-    if "model" in saved:
-        # A key that is newer than the run had the effect of its default.
-        defaults = type(cfg.model)().model_dump(mode="json")
-        solver = base.build({"solver": saved.get("solver") or {}}, str(path), Config).solver
-        saved = {**saved, "model": settled(defaults | saved["model"], solver.iterates)}
-        wanted = {**wanted, "model": settled(wanted["model"], cfg.solver.iterates)}
-    if section := saved.get("solver"):
-        settled_solver = base.build({"solver": section}, str(path), Config).solver.settled()
-        saved["solver"] = {key: settled_solver[key] for key in section}  # others are newer than it
-        wanted["solver"] = cfg.solver.settled()
-    return saved, wanted
+    if not path.exists():
+        return []
+    was = base.build(base.load_tree(path), str(path), Config)
+    changed: dict[str, str] = {}
+    for keys in config_differences(was, cfg).values():
+        changed |= keys
+    changed.pop("train.threads", None)
+    if cfg.task.data is None:  # the folder was given when the run was started
+        changed.pop("task.data", None)
+    prefixes = tuple(f"{section}." for section in SECTIONS)
+    return [text for key, text in sorted(changed.items()) if key.startswith(prefixes)]
 
 
 def seed_of(cfg: Config) -> int:
@@ -194,10 +170,7 @@ def _in_processes(waiting: list[Config], jobs: int) -> list[str]:
                     made += run.cfg.train.steps
                 if time.monotonic() - last_line >= LINE_EVERY_S:
                     last_line = time.monotonic()
-                    records = [_newest(run.cfg) for run in running]
-                    texts = [_standing(run.cfg, newest) for run, newest in zip(running, records)]
-                    done = made + sum(record.get("step", 0) for record in records)
-                    progress.update(done, text="; ".join(texts))
+                    progress.update(made + sum(_updates(run.cfg) for run in running))
         finally:  # of an interrupt: the runs save before they end
             for run in running:
                 run.process.terminate()
@@ -206,19 +179,9 @@ def _in_processes(waiting: list[Config], jobs: int) -> list[str]:
     return failed
 
 
-def _newest(cfg: Config) -> dict:
-    """The newest record of training in a run's log, {} where there is none yet."""
-    records = [record for record in read_metrics(cfg.run_dir) if "loss" in record]
-    return records[-1] if records else {}
-
-
-def _standing(cfg: Config, record: dict) -> str:
-    """How far a run is: "001-Mamba 1,200/2,500, loss 0.41, accuracy 0.87 up to 5"."""
-    text = f"{cfg.name} {record.get('step', 0):,}/{cfg.train.steps:,}"
-    if record:
-        text += f", loss {record['loss']:.3f}, accuracy {record['accuracy']:.2f}"
-        text += f" up to {record['longest']}"
-    return text
+def _updates(cfg: Config) -> int:
+    """Return how many updates a run has logged."""
+    return max((record["step"] for record in read_metrics(cfg.run_dir)), default=0)
 
 
 def _start(cfg: Config, path: Path, threads: int) -> _Running:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -29,7 +29,7 @@ from lm.training.loop import Loop
 from lm.training.optim import described, lr_factor, optimizer
 from lm.training.preflight import kernel_operations
 from synthetic import centroids, init_from, tasks
-from synthetic.build import STATE, build, held, newest_state
+from synthetic.build import STATE, build, held, newest_state, were_held_apart
 from synthetic.config import Config
 from synthetic.evaluate import (
     Tensors,
@@ -39,13 +39,12 @@ from synthetic.evaluate import (
     measure,
     parse_lengths,
     probe_first,
-    sequences_that_fit,
     solver_of,
     solving,
 )
 from synthetic.init_from import Start
 from synthetic.results import curriculum_note, passes, solver_text
-from synthetic.update import MaxIters, Pass, backward, batches_from, loss_of
+from synthetic.update import Pass, backward, loss_of, max_iters_at
 
 
 def train(cfg: Config, overwrite: bool = False) -> dict:
@@ -75,31 +74,6 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
         run.release()
 
 
-def seconds_an_update(cfg: Config, count: int) -> float:
-    """How long an update of this run takes at its longest length, mean of `count` after a first
-    one. Nothing is written.
-
-    Raises:
-        ConfigError, TaskError: as `train`.
-    """
-    training = Training(cfg)
-    longest = cfg.train.lengths[1]
-    lengths = (longest, longest)
-    batch = training.task.batch(cfg.seed, "train", 0, cfg.train.batch_size, lengths)
-    tensors = as_tensors(batch, training.device)
-    training.model.train()
-    for group in training.optimizer.param_groups:  # nothing is learned of it
-        group["lr"] = 0.0
-    began = 0.0
-    for number in range(1 + count):
-        if number == 1:
-            began = time.perf_counter()
-        training.optimizer.zero_grad(set_to_none=True)
-        training._gradient(1 + number, tensors, False)
-        training.optimizer.step()
-    return (time.perf_counter() - began) / count
-
-
 class Training(Loop):
     """A run under way: `start`, `fit`, `conclude`, `close`, in this order. Making one refuses what
     cannot be, and writes nothing.
@@ -122,7 +96,7 @@ class Training(Loop):
         self.lengths = parse_lengths(cfg.eval.lengths, self.task)
         self.lengths_during = parse_lengths(cfg.eval.during, self.task) if cfg.eval.during else []
         _check_lengths_and_bars(cfg, self.task, self.lengths)
-        check_seeds(cfg.eval.seeds, self.task)
+        check_seeds(cfg.eval.seeds)
         for package, wanted in (("wandb", cfg.log.wandb), ("tensorboard", cfg.log.tensorboard)):
             if wanted:
                 require(package, f"log.{package}")
@@ -134,7 +108,7 @@ class Training(Loop):
         self.batch_number = 0  # of the next batch: more, where a rollback has left some out
         self.solved_at: int | None = None  # the update at which train.stop_at was reached
         self.state: Any = None  # that a stream carries from segment to segment
-        self.seen: set[int] | None = set()  # of training's samples those that are not held apart
+        self.held_apart = True  # of training's samples; of a run by an early version False
         self.shortest, self.full_length = cfg.train.lengths
         curriculum = cfg.train.curriculum
         start = curriculum.start if curriculum else self.full_length
@@ -160,9 +134,6 @@ class Training(Loop):
         cfg, task = self.cfg, self.task
         longest_read = max(cfg.train.lengths[1], *self.lengths)
         self.model, self.device, self.precision = build(cfg, task, longest_read)
-        if not task.streams:  # whose segments are as long as in training
-            longest_evaluated = max([*self.lengths, *self.lengths_during])
-            sequences_that_fit(self.model, longest_evaluated, 1, self.device)
         self.carries_state = task.streams
         self.optimizer = optimizer(self.model, cfg.optim, on_gpu=False)
         # Asked of the config, not of a group: a checkpoint that is loaded puts its own there.
@@ -170,7 +141,6 @@ class Training(Loop):
         self.parameters = sum(p.numel() for p in self.model.parameters())
         kappa = cfg.train.adversary
         self.adversary = Adversary(self.model, kappa) if kappa else None
-        self.max_iters = MaxIters(cfg)
 
     def start(self, run: RunDir) -> None:
         """In a directory that is ours: say what trains, go on where it was left, open the log.
@@ -197,7 +167,7 @@ class Training(Loop):
             for line in self.init_from.apply():
                 say(f"init     {line}")
             self.init_from.write(run)
-            self.seen = self.init_from.seen  # its samples are in training, too
+            self.held_apart = self.init_from.held_apart
             if any(new.vectors is not None for new in self.init_from.centroids):
                 score = self._measure_validation(self.longest)["metrics"][self.task.headline]
                 say(f"init     {centroids.describe_start(score, self.longest)}")
@@ -221,7 +191,6 @@ class Training(Loop):
 
     def state_dict(self) -> dict:
         """All that a run goes on from."""
-        seen = self.seen
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -234,7 +203,7 @@ class Training(Loop):
             "state": self.state,
             "rollbacks": self.rollbacks,
             "rng": torch.get_rng_state(),
-            "seen": None if seen is None else torch.tensor(sorted(seen), dtype=torch.uint64),
+            "held_apart": self.held_apart,
         }
 
     def load_state_dict(self, saved: dict) -> None:
@@ -249,8 +218,7 @@ class Training(Loop):
         self.solved_at = saved["solved_at"]
         self.state = saved["state"]
         self.rollbacks = saved.get("rollbacks", 0)
-        seen = saved.get("seen")
-        self.seen = None if seen is None else set(seen.tolist())
+        self.held_apart = were_held_apart(saved)
         torch.set_rng_state(saved["rng"].cpu())
 
     def fit(self) -> None:
@@ -263,7 +231,6 @@ class Training(Loop):
         self.solver = solver_of(self.model.train())
         self.failure_watch = FailureWatch(say, self.solver)
         self.fit_began = time.perf_counter()
-        self.profile.begin_at(self.step)
         self._begin_window()
         self.batches = self._batches()
         self.bar = Progress("training", total=steps, start=self.step, unit="updates")
@@ -283,7 +250,9 @@ class Training(Loop):
     def _batches(self) -> Iterator[tasks.Batch]:
         """From the next one on, as long as they are now."""
         lengths = min(self.shortest, self.longest), self.longest
-        return batches_from(self.task, self.cfg, lengths, self.batch_number)
+        cfg = self.cfg
+        for number in itertools.count(self.batch_number):
+            yield self.task.batch(cfg.seed, "train", number, cfg.train.batch_size, lengths)
 
     def _begin_window(self) -> None:
         """What the next record sums up begins here."""
@@ -302,8 +271,6 @@ class Training(Loop):
             group["lr"] = peak * factor
         batch = next(self.batches)
         self.batch_number += 1
-        if self.seen is not None and batch.shared is not None:
-            self.seen.update(np.unique(batch.shared).tolist())
         tensors = as_tensors(batch, self.device)
 
         # 2. Its gradient.
@@ -338,7 +305,7 @@ class Training(Loop):
             Diverged: a block has made NaN or infinity, forward or back.
         """
         before = self.state if continues else None
-        limit = None if self.cfg.train.max_iters == "config" else self.max_iters.at(number)
+        limit = None if self.cfg.train.max_iters == "config" else max_iters_at(self.cfg, number)
 
         def one_pass() -> Pass:
             return loss_of(self.model, tensors, before, self.carries_state, self._autocast)
@@ -363,7 +330,7 @@ class Training(Loop):
 
     def go_back(self) -> bool:
         """All but the place in the data from the newest checkpoint; see `Loop`."""
-        next_batch, seen = self.batch_number, self.seen
+        next_batch = self.batch_number
         saved = None
         if to_go_back_to(self.run.checkpoints, self.went_back_to, say):
             with contextlib.suppress(CheckpointError):  # none can be used
@@ -371,7 +338,7 @@ class Training(Loop):
         if saved is None:
             return False
         self.load_state_dict(saved)
-        self.batch_number, self.seen = next_batch, seen
+        self.batch_number = next_batch
         self.state = None  # what comes next does not continue what the checkpoint had read
         self.batches = self._batches()
         self._begin_window()
@@ -445,9 +412,16 @@ class Training(Loop):
 
     def _measure_validation(self, length: int) -> dict:
         cfg = self.cfg
-        seen = None if self.letters else self.seen  # words of few letters are not held apart
+        held_apart = self.held_apart and not self.letters  # words of few letters are not
         return measure(
-            self.model, self.task, cfg, length, "valid", cfg.seed, self.precision, seen=seen
+            self.model,
+            self.task,
+            cfg,
+            length,
+            "valid",
+            cfg.seed,
+            self.precision,
+            held_apart=held_apart,
         )
 
     def _grow_or_stop(self, score: float) -> None:
@@ -480,7 +454,7 @@ class Training(Loop):
         cfg, task = self.cfg, self.task
         task.draw_from(None)
         results = evaluate_all(
-            self.model, task, cfg, self.lengths, cfg.eval.seeds, self.precision, self.seen
+            self.model, task, cfg, self.lengths, cfg.eval.seeds, self.precision, self.held_apart
         )
         result = {
             "task": cfg.task.name,
@@ -557,7 +531,7 @@ def _solver_line(model: nn.Module, cfg: Config) -> str:
     if isinstance(training, str) or isinstance(evaluation, str):
         return "none"
     if training["max_iters"] is not None:
-        training["max_iters"] = MaxIters(cfg).at(0)
+        training["max_iters"] = max_iters_at(cfg, 0)
         if cfg.train.max_iters == "gamma":
             training["max_iters"] = f"⌈Γ({cfg.train.gamma_shape:g}, 1)⌉"
     if evaluation["max_iters"] is not None:

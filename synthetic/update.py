@@ -1,9 +1,8 @@
-"""One update of the trainer: its batch, its limit on iterations, its loss and gradient."""
+"""One update of the trainer: its limit on iterations, its loss and gradient."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -18,31 +17,17 @@ from synthetic.config import Config
 from synthetic.evaluate import Tensors, answer
 
 
-def batches_from(
-    task: tasks.Task, cfg: Config, lengths: tuple[int, int], first: int
-) -> Iterator[tasks.Batch]:
-    """Training batches from number `first` on; each is made from (seed, number) alone."""
-    for number in itertools.count(first):
-        yield task.batch(cfg.seed, "train", number, cfg.train.batch_size, lengths)
-
-
-class MaxIters:
-    """ℓmax of every update: fixed, none, or drawn from ⌈Γ(shape, 1)⌉ (paper, Fig. 6)."""
-
-    def __init__(self, cfg: Config):
-        self.cfg = cfg
-
-    def at(self, update: int) -> int:
-        """ℓmax of the update of this number."""
-        settings = self.cfg.train
-        if settings.max_iters == "config":
-            return self.cfg.solver.max_iters
-        if settings.max_iters == "unlimited":
-            return 10**9  # the solver's own damping gives up long before
-        if settings.max_iters == "gamma":
-            rng = np.random.default_rng([self.cfg.seed, len(tasks.SPLITS), update])
-            return int(np.ceil(rng.gamma(settings.gamma_shape)))
-        return settings.max_iters
+def max_iters_at(cfg: Config, update: int) -> int:
+    """Return ℓmax of an update: fixed, none, or drawn from ⌈Γ(shape, 1)⌉ (paper, Fig. 6)."""
+    settings = cfg.train
+    if settings.max_iters == "config":
+        return cfg.solver.max_iters
+    if settings.max_iters == "unlimited":
+        return 10**9  # the solver's own damping gives up long before
+    if settings.max_iters == "gamma":
+        rng = np.random.default_rng([cfg.seed, len(tasks.SPLITS), update])
+        return int(np.ceil(rng.gamma(settings.gamma_shape)))
+    return settings.max_iters
 
 
 class Pass(NamedTuple):

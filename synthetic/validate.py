@@ -1,32 +1,23 @@
-"""The profile of a model: every ability over lengths and seeds; what is planned, trained, found."""
+"""The runs of a profile: every ability of a model over lengths and seeds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean
 from typing import Any, NamedTuple
 
-from lm.common.console import Progress, say
-from lm.common.errors import ConfigError, TrainingError
-from lm.common.files import check_together, write_json
+from lm.common.console import say
+from lm.common.errors import ConfigError
+from lm.common.files import check_together
 from lm.config import load as base
 from lm.config.schema import Config as LMConfig
 from lm.runs.run_dir import RunDirError
 from synthetic import config
 from synthetic.abilities import ABILITIES, RECIPES
-from synthetic.results import (
-    curriculum_note,
-    error_of_mean,
-    in_training,
-    iterations_of_layers,
-    mean_of,
-    way_of,
-)
+from synthetic.numbers import LAST_COLUMNS, Trained
 from synthetic.runs import differences, is_finished, result_of, run_all
-from synthetic.trained import Spread, spread_of
 
-PAGES = ("profile.html", "profile.png")  # drawn next to validate.json
+FILES = ("validate.csv", "README.md", "profile.png", "lengths.png")
 
 TAKEN = ("model", "solver", "optim")  # sections of a config that is validated
 # A model is tried at the longest length of its training times these, as far as a sequence has no
@@ -35,7 +26,6 @@ TIMES = (1, 2, 4, 8, 16, 32, 64)
 MOST_TOKENS = 1200
 SEEDS = (0, 1, 2)  # of training, unless the profile is a quick one
 QUICK_EXAMPLES = 200  # sequences a length, in a quick profile
-TIMED_UPDATES = 2  # of each run, by which its time is told before it starts
 
 
 class Point(NamedTuple):
@@ -144,37 +134,6 @@ def _lengths(tree: dict, path: str) -> str:
     return ",".join(map(str, sorted(lengths)))
 
 
-def seconds_at_most(waiting: dict[Point, config.Config]) -> float:
-    """How long these runs take, one after another, if none of them ends early. Two updates of each
-    ability and model at the longest length are timed; reading a token in an evaluation takes a
-    third of what it takes in an update.
-
-    Raises:
-        TrainingError: an update is not finite; says of which run.
-    """
-    from synthetic.train import seconds_an_update
-
-    runs_by_kind: dict[tuple[str, str], list[config.Config]] = {}
-    for point, cfg in waiting.items():
-        runs_by_kind.setdefault(point[:2], []).append(cfg)
-    total = 0.0
-    with Progress("timing", total=len(runs_by_kind), unit="models") as bar:
-        for number, runs in enumerate(runs_by_kind.values(), 1):
-            cfg = runs[0]
-            try:
-                of_update = seconds_an_update(cfg, TIMED_UPDATES)
-            except FloatingPointError as e:
-                raise TrainingError(f"{cfg.name} cannot be trained: {e}") from None
-            longest = cfg.train.lengths[1]
-            lengths = map(int, cfg.eval.lengths.split(","))
-            validations = cfg.train.steps // cfg.eval.every
-            read = cfg.eval.examples * (sum(lengths) + validations * longest)
-            updates = cfg.train.steps + read / (3 * cfg.train.batch_size * longest)
-            total += len(runs) * of_update * updates
-            bar.update(number)
-    return total
-
-
 def validate(
     paths: Sequence[str],
     overrides: Sequence[str] = (),
@@ -182,111 +141,30 @@ def validate(
     jobs: int = 1,
     quick: bool = False,
     seeds: Sequence[int] | None = None,
-) -> dict[str, list[dict]]:
+) -> list[Trained]:
     """Train and test every ability of the model of every config; finished runs are not repeated.
 
     Returns:
-        what `profile` gives; also written to OUT/validate.json.
+        The runs, whose `panel` is the ability.
+
     Raises:
-        ConfigError: a config that cannot be validated.
-        RunDirError: OUT holds a finished run of another config. OutputError: nothing can be
-            written there.
-        TrainingError: some runs failed.
+        ConfigError: If a config cannot be validated.
+        RunDirError: If OUT holds a finished run of another config.
+        OutputError: If nothing can be written there.
+        TrainingError: If some runs failed.
     """
     runs = plan(paths, overrides, out_dir, quick, seeds)
-    record = Path(out_dir) / "validate.json"
-    check_together(record, '"lengths"', record, *(Path(out_dir) / name for name in PAGES))
+    files = [Path(out_dir) / name for name in FILES]
+    check_together(files[0], ",".join(LAST_COLUMNS), *files)
     for cfg in filter(is_finished, runs.values()):  # its figures would be those of another model
         if different := differences(cfg):
             raise RunDirError(
                 f"{cfg.run_dir} holds a finished run of another config"
                 f" ({'; '.join(different[:4])}): choose another --out-dir, or delete it"
             )
-    waiting = {point: cfg for point, cfg in runs.items() if not is_finished(cfg)}
-    say(f"{len(runs)} runs, {len(runs) - len(waiting)} of them finished already")
-    if waiting:
-        minutes = seconds_at_most(waiting) / 60 / jobs
-        say(f"all takes about {minutes:.0f} minutes at most; what is learned ends sooner")
+    say(f"{len(runs)} runs, {sum(map(is_finished, runs.values()))} of them finished already")
     run_all(list(runs.values()), jobs)
-    made = profile(runs)
-    write_json(Path(out_dir) / "validate.json", made)
-    return made
-
-
-def profile(runs: dict[Point, config.Config]) -> dict[str, list[dict]]:
-    """What finished runs have found, the seeds of a model together.
-
-    Returns:
-        "lengths": a row for each ability, model and length with the headline metric of every seed;
-        "bars": a row for each bar and model; "work": a row for each ability and model.
-    """
-    made: dict[str, list[dict]] = {"lengths": [], "bars": [], "work": []}
-    pairs = dict.fromkeys((point.ability, point.model) for point in runs)
-    for ability, model in pairs:
-        configs = [cfg for point, cfg in runs.items() if point[:2] == (ability, model)]
-        results = [result_of(cfg) for cfg in configs]
-        about = {"ability": ability, "task": configs[0].task.name, "model": model}
-        trained_to = configs[0].train.lengths[1]
-        headline = results[0]["headline"]
-        for length in sorted({row["length"] for row in results[0]["eval"]}):
-            row = _measured(results, headline, length)
-            made["lengths"].append({**about, "trained_to": trained_to, **row})
-        for bar in configs[0].bars:
-            row = _measured(results, bar.metric, bar.length)
-            passed = row["value"] >= bar.least
-            judged = {"least": bar.least, "passed": passed}
-            made["bars"].append({**about, "trained_to": trained_to, **row, **judged})
-        about["state_noise"] = configs[0].solver.state_noise
-        ends = [curriculum_note(result, cfg) for result, cfg in zip(results, configs, strict=True)]
-        early = [f"seed {cfg.seed}: {note}" for cfg, note in zip(configs, ends) if note]
-        made["work"].append({**about, "curriculum_notes": early, **_work(results, trained_to)})
-    return made
-
-
-def _measured(results: list[dict], metric: str, length: int | None) -> dict:
-    """A metric at a length, of all seeds: its mean and error (see `Spread`), and how it was
-    measured."""
-    rows_of_seeds = [
-        [row for row in result["eval"] if length in (None, row["length"])] for result in results
+    return [
+        Trained(cfg.run_dir, cfg, cfg.seed, {}, point.model, point.ability, result_of(cfg), [])
+        for point, cfg in runs.items()
     ]
-    spread = spread_of(
-        [(mean_of(rows, metric), error_of_mean(rows, metric)) for rows in rows_of_seeds]
-    )
-    rows = [row for rows in rows_of_seeds for row in rows]
-    way = way_of(rows[0])
-    return {
-        "metric": metric,
-        "length": length or rows[0]["length"],
-        "value": spread.mean,
-        "error": spread.error,
-        "seeds": list(spread.values),
-        "chance": results[0]["chance"],
-        "read": way.read,
-        "solver": way.solver,
-        "in_training": in_training(rows),
-    }
-
-
-def spread_in(row: dict) -> Spread:
-    """The Spread that a row of a profile holds."""
-    return Spread(tuple(row["seeds"]), row["error"])
-
-
-def _work(results: list[dict], trained_to: int) -> dict:
-    """What the seeds of a model took on average; ℓ* and evaluations at the training length."""
-    rows = [row for result in results for row in result["eval"] if row["length"] == trained_to]
-    iterations = [layers for row in rows if (layers := iterations_of_layers(row)) is not None]
-    return {
-        "parameters": results[0]["parameters"],
-        "updates": _mean(result["updates"] for result in results),
-        "seconds": _mean(result["training_seconds"] for result in results),
-        "evaluations": _mean(mean(row["evaluations"]) for row in rows if "evaluations" in row),
-        "num_iters": _mean(mean(layers) for layers in iterations),
-        "n": len(results),
-    }
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    """None of nothing."""
-    known = list(values)
-    return sum(known) / len(known) if known else None

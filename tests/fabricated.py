@@ -14,7 +14,13 @@ DATA = ("task.data=nowhere",)
 
 
 def sweep(name, scale="small", *overrides):
-    return report.expand(report.config_path(name, scale), overrides)
+    return report.expand(report.config_path(name, scale), overrides, name == "ablation")
+
+
+def drawn(name, out_dir):
+    """The drawing of a report from its runs in `out_dir`."""
+    runs = report.collect(sweep(name, "small", f"out_dir={out_dir}", *DATA))
+    return report.REPORTS[name].draw(runs, name)
 
 
 def falling(length: int, reach: float) -> float:

@@ -120,7 +120,7 @@ FAULTS = {
     "nan_at": wrap(ENGINE, "forward", _nan_loss, _trains),
     "nonfinite_at": wrap(ENGINE, "forward", _nonfinite, _trains),
     # The count-th micro-batch that is read.
-    "no_data_at": wrap("lm.data.batches.loader:MapLoader", "__next__", _no_data),
+    "no_data_at": wrap("lm.data.batches.mixture_loader:MixtureLoader", "__next__", _no_data),
     # The count-th update.
     "stop_at": wrap(ENGINE, "step", _suspended),
     "sleep_at": wrap(ENGINE, "step", _endless),

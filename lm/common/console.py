@@ -65,19 +65,6 @@ def duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h"
 
 
-def time_left(seconds: float, done: int, units: int) -> str:
-    """Return words such as "12 min left"; "" if it is not known yet.
-
-    Args:
-        seconds: Time since the first update, which is not timed because it may compile.
-        done: Units that were done in this time.
-        units: Units that are left.
-    """
-    if done <= 0 or seconds < ENOUGH_S:
-        return ""
-    return f"{duration(seconds / done * units)} left"
-
-
 class Progress:
     """Progress of long work: a line for every text, and on a terminal a bar below the lines.
 
@@ -138,8 +125,17 @@ class Progress:
             return
         self.last_line = now
         of = f"/{total}" if total else ""
-        left = ""
-        if total and done < total:
-            left = time_left(now - self.first[0], done - self.first[1], total - done)
-        parts = [f"{self.name} {done}{of} {self.unit}".rstrip(), text, left]
+        parts = [f"{self.name} {done}{of} {self.unit}".rstrip(), text, self._left(now, done, total)]
         say("  ".join([f"{datetime.now():%H:%M:%S}", *(part for part in parts if part)]))
+
+    def _left(self, now: float, done: int, total: int | None) -> str:
+        """Return words such as "12 min left"; "" if it is not known or nothing is left.
+
+        The first update is not timed, because it may compile.
+        """
+        if self.first is None or not total or done >= total:
+            return ""
+        seconds, units = now - self.first[0], done - self.first[1]
+        if units <= 0 or seconds < ENOUGH_S:
+            return ""
+        return f"{duration(seconds / units * (total - done))} left"

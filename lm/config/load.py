@@ -25,6 +25,7 @@ SHORT = {"model": "name", "init_from": "path"}  # sections that a text may stand
 # one with its default is read without it.
 REMOVED = {
     "data.packing": "plain",
+    "data.temperature": None,
     "model.backend": "auto",
     "model.rms_norm": True,
     "model.bias": False,
@@ -44,8 +45,14 @@ REMOVED = {
     "train.skip": None,
     "train.ema": None,
     "engine.hang_s": 3600,
+    "init_from.layers": "auto",
     "train.world_size": None,
     "train.workers": 0,  # of a synthetic run
+    "task.csv": None,
+    "task.automaton.states": 5,
+    "task.automaton.letters": 3,
+    "task.automaton.kind": "unsolvable",
+    "task.automaton.seed": 0,
     "log.wandb_project": "fprnn",
     "log.contraction": False,
 }

@@ -152,8 +152,6 @@ class InitFrom(Section):
     goes on from, which is `resume`."""
 
     path: str = pydantic.Field(min_length=1)  # a run, checkpoint, export, or a folder with a Mamba
-    # of each layer the number of the source's whose weights it takes, null: new; auto: by kind
-    layers: Literal["auto"] | list[Count | None] = "auto"
     partial: bool = False  # take what fits; else the outputs at the start are the source's
 
     @model_validator(mode="before")

@@ -163,7 +163,7 @@ PROFILED = "two updates, the first and the last, counted from 1, as [10, 12]; or
 
 class Log(Section):
     every: int = Field(10, gt=0)  # updates
-    wandb: bool = False  # offline where wandb finds no login
+    wandb: bool = False
     tensorboard: bool = False
     probe_every: int = Field(100, ge=0)  # updates between probes of ℓ*; 0: at validations alone
     # the first and the last update of which rank 0 writes a PyTorch profile; null: of none

@@ -216,8 +216,7 @@ ARCHITECTURE = {
         " `monarch`, `mixture`). At −3 they are 0.05 at first instead of 0.5: the layer starts"
         " nearly as a diagonal one, and learns to mix. `auto`: −3 for `kronecker`, `monarch` and"
         " `mixture` of `fp_mamba1` and `fp_mamba2` with `token: exact`"
-        " (docs/model.md#where-a-token-has-several-solutions), else 0, as in the paper. A layer"
-        " that `init_from` converts starts at the identity itself, whatever this is"
+        " (docs/model.md#where-a-token-has-several-solutions), else 0, as in the paper"
         " (docs/language-model.md#one-change-at-a-time).",
         AUTO,
         free=True,  # of new weights alone

@@ -8,16 +8,13 @@ from torch import nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .baseline_layers import LSTM, SLSTM, Attention, GatedMLP, PlainLayer
 from .blocks import FPMamba1, FPMamba2, build_block
-from .channel_delta import KDA, RWKV7
-from .delta import DeltaProduct, GatedDeltaNet, GatedDeltaProduct
-from .diagonal import Mamba, Mamba2, Mamba3
+from .delta import KDA, RWKV7, DeltaProduct, GatedDeltaNet, GatedDeltaProduct
+from .diagonal import M2RNN, Mamba, Mamba2, Mamba3
 from .fixed_point import FixedPointBlock
 from .layers import Orthogonal, RMSNorm, WNLinear
-from .m2rnn import M2RNN
 from .mixers import Kronecker, Monarch, Reflections
-from .plain import LSTM, Attention, GatedMLP, PlainLayer
-from .slstm import SLSTM
 from .state import Sequences
 
 # What a layer of a pattern may be (patterns.py) beside a fixed-point block.

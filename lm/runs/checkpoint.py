@@ -436,7 +436,9 @@ def drop_after(folder: Path, step: int) -> None:
     drop_partial(folder)
 
 
-def read_state(path: Path, classes: Sequence[type] = ()) -> dict[str, Any]:
+def read_state(
+    path: Path, classes: Sequence[type] = (), device: torch.device | str = "cpu"
+) -> dict[str, Any]:
     """A file of a verified checkpoint: tensors, numbers, text, and objects of `classes`. Nothing in
     it is run: that a manifest lists a file does not say who wrote it.
 
@@ -445,7 +447,7 @@ def read_state(path: Path, classes: Sequence[type] = ()) -> dict[str, Any]:
     """
     try:
         with torch.serialization.safe_globals(list(classes)):
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return torch.load(path, map_location=device, weights_only=True)
     except pickle.UnpicklingError as e:
         named = re.search(r"GLOBAL (\S+)", str(e))
         what = named[1] if named else "something"

@@ -29,7 +29,6 @@ from lm.training.optim import groups
 MOST_ON_CPU = 20e6  # parameters, beside the embedding
 SSD_LAYERS = {"mamba2", "mamba3", "fp_mamba2"}  # kinds whose scan is Mamba-2's
 SSD_OPERATIONS = {"ssd_scan", "mamba2_scan"}
-WANDB_MODES = ("online", "offline", "shared", "disabled", "run", "dryrun")
 
 
 def kernel_operations(model: torch.nn.Module) -> tuple[str, ...]:
@@ -89,21 +88,21 @@ def check_same_kernels(ranks: Ranks, model: torch.nn.Module) -> None:
 
 
 def commit() -> str | None:
-    """The git commit of this package's checkout, with a + where files of it were changed since;
-    None where it is none, or git is not there."""
+    """Return the git commit of this package's checkout, with a + if tracked files were changed.
+
+    It is None where the package is no checkout, or git is not there.
+    """
     folder = Path(__file__).parents[2]
     if not (folder / ".git").exists():
         return None
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(folder), *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-        return done.stdout.strip()
-
+    command = ["git", "-C", str(folder), "describe", "--always", "--exclude=*", "--abbrev=40"]
     try:
-        return git("rev-parse", "HEAD") + "+" * bool(git("status", "--porcelain", "lm"))
+        done = subprocess.run(
+            [*command, "--dirty=+"], capture_output=True, text=True, check=True, timeout=20
+        )
     except (OSError, subprocess.SubprocessError):
         return None
+    return done.stdout.strip()
 
 
 class Checked(NamedTuple):
@@ -162,7 +161,7 @@ def check(cfg: Config, world_size: int) -> Checked:
 
     Raises:
         ConfigError, CheckpointError, BackendError, DataError: as `check_config`; no GPU for a
-            large model; a WANDB_MODE that wandb does not know.
+            large model.
         MissingPackageError: something that the config asks for is not installed.
     """
     checked = check_config(cfg, world_size)
@@ -177,7 +176,4 @@ def check(cfg: Config, world_size: int) -> Checked:
     ]:
         if wanted:
             require(package, key)
-    mode = os.environ.get("WANDB_MODE")
-    if cfg.log.wandb and mode and mode not in WANDB_MODES:
-        raise ConfigError(f"WANDB_MODE is {mode!r}: it must be one of {', '.join(WANDB_MODES)}")
     return checked

@@ -23,20 +23,17 @@ from lm.runs.checkpoint import (
     drop_after,
     not_finite,
     read_state,
-    step_of,
     to_go_back_to,
     to_resume,
 )
 from lm.runs.log import Writer, describe, iterations, probed
 from lm.runs.metrics import (
-    ELSEWHERE_NOTE,
     FailureWatch,
     Throughput,
     affine,
     fixed_point_metrics,
     imbalance,
     is_due,
-    is_elsewhere,
     iter_metrics,
     mean,
     peak_memory,
@@ -156,7 +153,7 @@ class Training(Loop):
         )
         self.checkpoint = ranks.first(to_resume, cfg.resume, run.checkpoints, say)
         self._open_data()
-        self._build_with_finite_weights(named=cfg.resume != "auto")
+        self._build_model()
 
     def _open_data(self) -> None:
         """Rank 0 tokenises, the others open what it wrote; on a node that does not see it, in a
@@ -207,39 +204,10 @@ class Training(Loop):
         else:
             check_tokenizer(path, manifest, self.run)
 
-    def _build_with_finite_weights(self, named: bool) -> None:
-        """The model as `checkpoint` has it, or where that holds NaN as the newest before it that
-        does not: versions before this one saved what they had.
-
-        Args:
-            named: `checkpoint` is what was asked for, and no other will do.
-        Raises:
-            CheckpointError: there is no such checkpoint.
-        """
-        self._build_model()
-        while self.checkpoint is not None:
-            path = self.checkpoint[0]
-            try:
-                self.check_finite(f"checkpoint {path}: ")
-                return
-            except Diverged as e:
-                if named:
-                    raise CheckpointError(f"{e}: resume an older one") from None
-                say(f"passed over: {e}")
-            folder = self.run.checkpoints
-            self.checkpoint = self.ranks.first(to_resume, "auto", folder, say, step_of(path))
-            if self.checkpoint is None:
-                raise CheckpointError(
-                    f"every whole checkpoint in {folder} holds NaN or infinity: train anew with"
-                    " --overwrite"
-                )
-            self.engine.release()
-            self._build_model()
-
-    def check_finite(self, where: str = "") -> None:
+    def check_finite(self) -> None:
         """Raises Diverged, on every rank, where the weights or moments of one are not finite."""
         what = not_finite(self.engine.held())
-        self.ranks.raise_any(Diverged(where + what) if what else None)
+        self.ranks.raise_any(Diverged(what) if what else None)
 
     def _build_model(self) -> None:
         cfg, tokenizer = self.cfg, self.tokenizer
@@ -330,8 +298,8 @@ class Training(Loop):
             torch.manual_seed(seed % 2**64)
         self.batches.load_state_dict(state["loader"])
         self.seconds = state["seconds"]
-        self.speed.spent = state.get("spent", {})  # a run of before it was counted goes without
-        self.rollbacks = state.get("rollbacks", 0)
+        self.speed.spent = state["spent"]
+        self.rollbacks = state["rollbacks"]
         self.checkpoints.published = self.step
 
     @property
@@ -382,7 +350,6 @@ class Training(Loop):
         watchdog = Watchdog(self.cfg.engine.timeout_s, self.run.stacks, self.ranks.rank)
         self.alive = watchdog.alive
         self.began = time.perf_counter()
-        self.profile.begin_at(self.step)
         self._skip_time()
         self.bar = Progress("training", steps, self.step, "updates", QUIET_S)
         with watchdog, self.bar:
@@ -448,7 +415,6 @@ class Training(Loop):
     def update(self) -> None:
         """One update of all ranks, from as many micro-batches as it takes."""
         self.lr = self.engine.lr
-        self.engine.times.annotate = self.profile.is_on
         cfg = self.cfg
         # An adversary of what is not yet learned would keep it from being learned.
         against = cfg.train.adversary > 0 and self.curriculum.stage is None
@@ -479,10 +445,7 @@ class Training(Loop):
         after, seconds = self.batches.state_dict(), self.seconds
         self.engine.release()  # with the gradients that are spoilt
         self.checkpoint = checkpoint
-        try:
-            self._build_with_finite_weights(named=False)
-        except CheckpointError as e:
-            raise Diverged(str(e)) from None
+        self._build_model()
         self._restore(*self.checkpoint)
         restored = self.batches.state_dict()
         if "ends" in restored:  # of the stages that these weights have learned
@@ -538,15 +501,8 @@ class Training(Loop):
         record = {"step": self.step, **self.validation.probed(self.engine)}
         self.write(record)
         say(f"update {self.step:>6}{iterations(record)}")
-        self._note_probe(record)
-        self._skip_time()
-
-    def _note_probe(self, record: dict) -> None:
-        """Keep ℓ* for the lines to come; explain its mark the first time that it is printed."""
-        probes = self.num_iters, probed(record)
-        if [p is not None and any(is_elsewhere(p)) for p in probes] == [False, True]:
-            say(f"note: {ELSEWHERE_NOTE}")
         self.num_iters = probed(record)
+        self._skip_time()
 
     def _end_stage_if_learned(self) -> None:
         """Before a checkpoint, which then knows of it."""
@@ -568,7 +524,7 @@ class Training(Loop):
 
     def _validate(self) -> None:
         measured = self.validation.measure(self.engine, self.step, self.alive)
-        self._note_probe(measured)
+        self.num_iters = probed(measured)
         self.write(measured)
         self._skip_time()
 
@@ -579,7 +535,6 @@ class Training(Loop):
             final = self.validation.measure(self.engine, self.step, lambda: None)
             if self.ranks.is_main:
                 final |= self.validation.ngrams(self.run, self.vocab_size)
-            self._note_probe(final)
             self.write(final)
             tokens = steps * self.tokens_per_step
             result = {

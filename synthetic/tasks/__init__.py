@@ -28,7 +28,6 @@ class Batch(NamedTuple):
     mask: np.ndarray | None = None  # (b,l) bool, False at padding (always on the right)
     kinds: np.ndarray | None = None  # (b,l) int64: the sub-task of a label, of a task that has them
     carry: bool = False  # the sequences go on where those of the batch before ended
-    shared: np.ndarray | None = None  # (n,) uint64: hashes of its samples that are not held apart
 
 
 class TaskSection(Protocol):
@@ -44,9 +43,7 @@ class Task:
     define `sample` (whose labels are its oracle) and `held_apart`. docs/extending.md has one.
 
     Training, validation and test have no sample in common wherever `held_apart` says so
-    (synthetic/tasks/splits.py). The hashes of all other samples are in `Batch.shared`. A training
-    batch also lists there the short samples that its own begin with, if labels are due inside it:
-    training has seen their answers, too.
+    (synthetic/tasks/splits.py).
 
     Attributes:
         vocab_size: ids run from 0 to vocab_size − 1, in inputs and in labels.

@@ -1,8 +1,7 @@
-"""Copying random strings and looking n-grams up in them: datasets, oracle and metrics."""
+"""Copying random strings and looking n-grams up in them: datasets and metrics."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from string import ascii_letters, digits
 from typing import TypeVar
@@ -87,58 +86,15 @@ class Copying(Task):
     def token_name(self, number: int) -> str:
         return self.text([number])
 
-    def typed(self, words: list[str]) -> Batch:
-        """A prompt as in the class's description, without its spaces; of copying also the string
-        alone. What is typed of the answer must be right; the rest of it is put behind."""
-        text = "".join(" ".join(words).split())
-        copies = self.name in ("copy", "duplicate_ngram")
-        if copies and "$" not in text:
-            text = f"${text}|"
-        prompt = self._prompt(text)
-        answer = oracle(prompt, self.name, self.n)
-        if not f"{prompt}{answer}".startswith(text):
-            raise TaskError(f"the answer to {prompt} is {answer}, not {text.removeprefix(prompt)}")
-        numbers = {self.text([i]): i for i in range(self.vocab_size)}
-        ids = np.array([[numbers[character] for character in prompt + answer]])
-        labels = np.full(ids.shape, IGNORE)
-        labels[:, len(prompt) - 1 : -1] = ids[:, len(prompt) :]
-        return Batch(ids, labels)
-
-    def _prompt(self, text: str) -> str:
-        """The prompt that a text begins with.
-
-        Raises:
-            TaskError: it begins with none.
-        """
-        letters = "".join(self.text([i]) for i in range(self.letters))
-        a, n = f"[{re.escape(letters)}]", self.n
-        pattern, example = {
-            "copy": (rf"\$({a}+)\|", "$abc|"),
-            "duplicate_ngram": (rf"\$({a}+)\|", "$abcab|"),
-            "suffix_ngram": (rf"\$({a}+)\|({a}{{{n}}})", "$abcde|ab"),
-            "prefix_ngram": (rf"\$({a}{{{n}}})\|({a}+)\|", "$ab|abcde|"),
-        }[self.name]
-        found = re.match(pattern, text)
-        if not found:
-            raise TaskError(
-                f"{text} begins with no prompt of {self.name} over the letters {letters} with"
-                f" n-grams of {n}: one is {example}"
-            )
-        if len(found.groups()) == 2:
-            key, s = found.groups() if self.name == "prefix_ngram" else found.groups()[::-1]
-            if key not in s or len(s) - s.find(key) < 2 * n:
-                raise TaskError(f"{s} has no {n} letters after {key}: there is no answer")
-        return found[0]
-
     def sample(
         self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
     ) -> Batch:
         self.check_length(lengths[1])
         if split != "train":  # one example a row
             drawn = draw_lengths(rng, batch_size, lengths, first=self.shortest)
-            tokens, due, shared = self._examples(rng, drawn, split)
+            tokens, due = self._examples(rng, drawn, split)
             sizes = self.tokens(drawn)
-            return self._batch(tokens, due, sizes, int(sizes.max()))._replace(shared=shared)
+            return self._batch(tokens, due, sizes, int(sizes.max()))
         if self.tokens(lengths[1]) > self.context:
             raise TaskError(
                 f"{self.name} with strings of length {lengths[1]} needs a context of "
@@ -151,8 +107,8 @@ class Copying(Task):
         drawn = drawn.reshape(batch_size, slots)
         fits = self.tokens(drawn).cumsum(1) <= self.context
         sizes = (self.tokens(drawn) * fits).sum(1)
-        tokens, due, shared = self._examples(rng, drawn[fits], split)
-        return self._batch(tokens, due, sizes, self.context)._replace(shared=shared)
+        tokens, due = self._examples(rng, drawn[fits], split)
+        return self._batch(tokens, due, sizes, self.context)
 
     def score(self, predicted: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
         """character_accuracy: of the letters; string_accuracy: of the examples, where every letter
@@ -185,9 +141,9 @@ class Copying(Task):
 
     def _examples(
         self, rng: np.random.Generator, lengths: np.ndarray, split: str
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Examples with strings of these lengths (b,), all one after another → tokens, whether each
-        belongs to an answer, and `Batch.shared`."""
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Examples with strings of these lengths (b,), all one after another → tokens, and whether
+        each belongs to an answer."""
         # 1. The strings, held apart by split.
         width = int(lengths.max())
         apart = self._are_apart(lengths)
@@ -213,8 +169,7 @@ class Copying(Task):
 
         # 3. One after another, without the strings' own padding.
         kept = wide != self.pad
-        shared = None if apart.all() else splits.keys(strings[~apart], lengths[~apart])
-        return wide[kept], due[kept], shared
+        return wide[kept], due[kept]
 
     def _strings(
         self, rng: np.random.Generator, lengths: np.ndarray, width: int
@@ -269,16 +224,3 @@ class Copying(Task):
     def _ngram(self, s: np.ndarray, at: np.ndarray) -> np.ndarray:
         """The n-grams of strings (b,l) that begin at (b,), (b,n)."""
         return np.take_along_axis(s, self._places(at), 1)
-
-
-def oracle(text: str, task_name: str, ngram: int) -> str:
-    """The answer to a prompt, or to the prompt that an example's text begins with."""
-    parts = text.removeprefix("$").split("|")
-    if task_name == "prefix_ngram":
-        key, s = parts[:2]
-    elif task_name == "suffix_ngram":
-        s, key = parts[0], parts[1][:ngram]
-    else:
-        return parts[0] + "."
-    after = s.find(key) + ngram
-    return s[after : after + ngram] + "."

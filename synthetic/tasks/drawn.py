@@ -17,7 +17,6 @@ class Drawn(NamedTuple):
     input_ids: np.ndarray  # (b,l)
     labels: np.ndarray  # (b,l)
     mask: np.ndarray | None = None  # (b,l), as of Batch
-    sizes: np.ndarray | None = None  # (b,) how many numbers of a content are its own; None: all
 
 
 def name_of_pair(number: int, keys: int) -> str:
@@ -34,11 +33,9 @@ class DrawnTask(Task):
 
     Attributes:
         name: as in a config. shortest, apart: its lengths are shortest, shortest + apart, …
-        slack: so many numbers more than `content_width` a content may have.
     """
 
     name: str
-    slack = 0
     shortest = 1
     apart = 1
 
@@ -89,17 +86,4 @@ class DrawnTask(Task):
                 lambda rows: arrays_of(self.draw(rng, len(rows), length, split)),
             )
         mask = None if drawn.mask is None or drawn.mask.all() else drawn.mask
-        shared = None
-        if split == "train" or not self.held_apart(length):
-            shared = self._shared(drawn, split)
-        return Batch(drawn.input_ids, drawn.labels, mask, shared=shared)
-
-    def _shared(self, drawn: Drawn, split: str) -> np.ndarray:
-        """`Batch.shared`: of training also the short samples that its own begin with, since answers
-        may be due inside."""
-        if split == "train":
-            short = drawn.content.shape[1]
-            if self.opening is not None:  # longer ones are held apart
-                short = min(short, self.opening - 1 + self.slack)
-            return splits.prefix_keys(drawn.content[:, :short]).ravel()
-        return splits.keys(drawn.content, drawn.sizes)
+        return Batch(drawn.input_ids, drawn.labels, mask)

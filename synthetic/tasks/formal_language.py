@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import operator
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
@@ -61,8 +59,7 @@ class FormalLanguage(Task):
         drawn = draw_lengths(rng, batch_size, lengths)
         ids = self.draw(rng, batch_size, int(drawn.max()))
         self.hold_apart(rng, ids, drawn, split)
-        batch = self.label(ids, self.answers(ids), drawn)
-        return batch._replace(shared=self.shared(ids, drawn, split))
+        return self.label(ids, self.answers(ids), drawn)
 
     def draw(self, rng: np.random.Generator, count: int, width: int) -> np.ndarray:
         """Random symbols (count,width)."""
@@ -88,15 +85,6 @@ class FormalLanguage(Task):
     def _are_apart(self, sizes: np.ndarray) -> np.ndarray:
         """`held_apart` of each of these lengths (b,)."""
         return sizes >= (self.opening or np.inf)
-
-    def shared(self, ids: np.ndarray, sizes: np.ndarray, split: str) -> np.ndarray | None:
-        """`Batch.shared` of ids (b,w), of which `sizes` (b,) are each row's own."""
-        if self.every and split == "train":  # of all beginnings: their answers are labels as well
-            short = ids[:, : self.opening - 1] if self.opening else ids
-            inside = np.arange(short.shape[1]) < sizes[:, None]
-            return splits.prefix_keys(short)[inside]
-        rows = ~self._are_apart(sizes)
-        return splits.keys(ids[rows], sizes[rows]) if rows.any() else None
 
     def label(self, ids: np.ndarray, answers: np.ndarray, sizes: np.ndarray) -> Batch:
         """The batch of ids (b,l) and the answers (b,l) at all of them.
@@ -280,46 +268,11 @@ class ModularArithmetic(FormalLanguage):
             self.hold_apart(rng, ids, drawn, split)
             answers = self._values(ids)
         rows = np.arange(batch_size)
-        shared = self.shared(ids, drawn, split)
         ids[rows, drawn] = self.equals
         answers[rows, drawn] = answers[rows, drawn - 1]
-        return self.label(ids, answers, drawn + 1)._replace(shared=shared)
+        return self.label(ids, answers, drawn + 1)
 
-    def typed(self, words: list[str]) -> Batch:
-        """An expression, with its `=` or without."""
-        ids = self._ids(words)
-        if ids and ids[-1] == self.equals:
-            ids = ids[:-1]
-        self.check_length(len(ids))
-        text = "".join(self.characters[i] for i in ids)
-        value = self._value_typed(ids, text)
-        row = np.array([[*ids, self.equals]])
-        answers = np.full(row.shape, value)
-        if not self.brackets:
-            answers[:, :-1] = self._values(row[:, :-1])
-        return self.label(row, answers, np.array([row.shape[1]]))
-
-    def _value_typed(self, ids: list[int], text: str) -> int:
-        """What the oracle says of an expression, which must be one of this task's."""
-        if self.brackets:
-            before = [self.open, *ids]  # + and * stand behind a digit or a closed bracket
-            follows = [*range(self.modulus), self.close]
-            signs = (self.plus, self.times)
-            is_ours = all(
-                last in follows for last, i in zip(before, ids, strict=False) if i in signs
-            )
-        else:
-            by_turns = [i < self.modulus for i in ids[::2]] + [
-                i in self.operators for i in ids[1::2]
-            ]
-            is_ours = all(by_turns)
-        try:
-            if is_ours:
-                return oracle_arithmetic(text, self.modulus)
-        except (SyntaxError, KeyError, ValueError):
-            pass
-        example = "(2+(1-3))" if self.brackets else "2+1*3"
-        raise TaskError(f"{text} is no expression of {self.name}: one is {example}")
+    typed = Task.typed  # expressions cannot be typed
 
     def draw(self, rng: np.random.Generator, count: int, width: int) -> np.ndarray:
         """Digits and operators by turns (count,width): an expression without brackets."""
@@ -399,41 +352,3 @@ class ModularArithmetic(FormalLanguage):
         ids[(start + enclosed)[negative]] = self.minus
         ids[start + enclosed + negative] = digit
         return np.where(negative, -digit, digit)
-
-
-def oracle_arithmetic(text: str, modulus: int) -> int:
-    """The value of an expression, up to its `=` if it has one, as Python reads it.
-
-    Raises:
-        SyntaxError, KeyError, ValueError: it is no expression of digits, + - * and brackets.
-    """
-    functions = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
-
-    def value(node: ast.expr) -> int:
-        if isinstance(node, ast.Constant) and isinstance(node.value, int):
-            return node.value
-        if isinstance(node, ast.UnaryOp):
-            return -value(node.operand)
-        if isinstance(node, ast.BinOp):
-            return functions[type(node.op)](value(node.left), value(node.right))
-        raise ValueError(f"{text} has more than digits, + - * and brackets")
-
-    return value(ast.parse(text.partition("=")[0], mode="eval").body) % modulus
-
-
-def oracle_parity(text: str) -> int:
-    """1 where the number of ones is odd."""
-    return text.count("1") % 2
-
-
-def oracle_even_pairs(text: str) -> int:
-    """1 where the number of `ab` and `ba` together is even."""
-    return 1 - (text.count("ab") + text.count("ba")) % 2
-
-
-def oracle_cycle(text: str, modulus: int) -> int:
-    """The place on a cycle that the moves lead to, from place 0."""
-    place = 0
-    for move in text:
-        place = (place + {"0": 0, "+": 1, "-": -1}[move]) % modulus
-    return place

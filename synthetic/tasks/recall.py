@@ -175,7 +175,7 @@ class InContextRecall(DrawnTask):
         is_answer[mask] = due[kept]
         labels = np.full((count, length), IGNORE)
         labels[:, :-1] = np.where(is_answer[:, 1:], ids[:, 1:], IGNORE)
-        return Drawn(ids.copy(), ids, labels, mask, mask.sum(1))
+        return Drawn(ids.copy(), ids, labels, mask)
 
     def token_name(self, number: int) -> str:
         if number == self.pad:

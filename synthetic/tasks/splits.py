@@ -12,7 +12,7 @@ import numpy as np
 
 # Samples fall into PARTS parts by their hash: part 0 is validation's, part 1 test's, the others are
 # training's. Where there are fewer than LEAST different samples, parts would be a handful each:
-# there all splits draw from all samples, and what they share is counted (`evaluate.measure`).
+# there all splits draw from all samples, and results say so (`evaluate.measure`).
 PARTS = 16
 LEAST = 4096
 HELD_OUT = {"valid": 0, "test": 1}
@@ -40,12 +40,6 @@ def keys(ids: np.ndarray, sizes: np.ndarray | None = None) -> np.ndarray:
     if sizes is not None:
         content[np.arange(ids.shape[1]) >= sizes[:, None]] = 0
     return content @ _factors(ids.shape[1])
-
-
-def prefix_keys(ids: np.ndarray) -> np.ndarray:
-    """The hashes of the first 1, 2, … w tokens of each sample, (b,w) uint64."""
-    content = ids.astype(np.uint64) + np.uint64(1)
-    return (content * _factors(ids.shape[1])).cumsum(1)
 
 
 def is_of(split: str, keys: np.ndarray) -> np.ndarray:

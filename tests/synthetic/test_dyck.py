@@ -70,14 +70,3 @@ def test_words_that_are_typed():
     ]:
         with pytest.raises(TaskError, match=message):
             task.typed([text])
-
-
-def test_splits_differ_in_how_words_begin():
-    task = build(Task(name="dyck"))
-    opening = task.opening
-    begin = {}
-    for split in ("train", "valid", "test"):
-        batches = [task.batch(0, split, i, 200, (24, 24)) for i in range(10)]
-        begin[split] = {tuple(ids[:opening]) for batch in batches for ids in batch.input_ids}
-    assert not begin["train"] & begin["test"] and not begin["train"] & begin["valid"]
-    assert not begin["valid"] & begin["test"]

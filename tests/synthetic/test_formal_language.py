@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 
 from synthetic.config import Task
 from synthetic.tasks import IGNORE, TaskError, build
-from synthetic.tasks.formal_language import (
-    FormalLanguage,
-    oracle_arithmetic,
-    oracle_cycle,
-    oracle_even_pairs,
-    oracle_parity,
-)
+from synthetic.tasks.formal_language import FormalLanguage
 
 ARITHMETIC = ("mod_arithmetic", "mod_arithmetic_brackets")
 TOKEN_BY_TOKEN = ("parity", "even_pairs", "cycle_navigation")
@@ -27,11 +21,14 @@ def task(name: str, **fields) -> FormalLanguage:
 
 
 def oracle(made: FormalLanguage, text: str) -> int:
+    """The answer at the end of a text, told by its letters alone."""
     if made.name in ARITHMETIC:
-        return oracle_arithmetic(text, made.modulus)
+        return eval(text.partition("=")[0]) % made.modulus
     if made.name == "cycle_navigation":
-        return oracle_cycle(text, made.modulus)
-    return {"parity": oracle_parity, "even_pairs": oracle_even_pairs}[made.name](text)
+        return (text.count("+") - text.count("-")) % made.modulus
+    if made.name == "parity":
+        return text.count("1") % 2
+    return 1 - (text.count("ab") + text.count("ba")) % 2
 
 
 @st.composite
@@ -87,14 +84,6 @@ def test_brackets_have_no_answers_on_the_way():
         task("mod_arithmetic_brackets", supervision="every")
 
 
-def test_the_oracles_on_examples_by_hand():
-    assert [oracle_arithmetic(s, 5) for s in ("1+2*3=", "1-1-1", "0*1+4*3-2", "7")] == [2, 4, 0, 2]
-    assert oracle_arithmetic("((1--2)*(-4))=", 5) == 3
-    assert [oracle_parity(s) for s in ("0", "1", "0110", "111")] == [0, 1, 0, 1]
-    assert [oracle_even_pairs(s) for s in ("a", "ab", "aba", "aabbba", "babb")] == [1, 0, 1, 1, 1]
-    assert [oracle_cycle(s, 5) for s in ("0", "+-0--", "+++-", "+++++")] == [0, 3, 2, 0]
-
-
 def test_expressions_with_brackets_have_the_given_shapes():
     made = task("mod_arithmetic_brackets")
     shapes = {1: {"d"}, 2: {"-d"}, 3: {"(d)"}, 4: {"(-d)"}, 5: {"(d±d)"}, 6: {"(-d±d)", "(d±-d)"}}
@@ -113,7 +102,7 @@ def test_brackets_also_evaluate_products():
     texts = [made.text(ids[ids != made.pad]) for ids in batch.input_ids]
     assert any("*" in text for text in texts)
     labels = batch.labels[batch.labels != IGNORE]
-    assert labels.tolist() == [oracle_arithmetic(text, 5) for text in texts]
+    assert labels.tolist() == [oracle(made, text) for text in texts]
 
 
 @pytest.mark.parametrize("name, length", [*((n, 41) for n in NAMES), (ARITHMETIC[1], 256)])
@@ -141,31 +130,6 @@ def test_vocabularies_hold_inputs_labels_and_padding():
     assert task("cycle_navigation", modulus=2).vocab_size == 4  # three moves, two places
     assert task("mod_arithmetic", modulus=12).text([11, 12, 10, 17, 18]) == "11+10=_"
     assert [task(n, modulus=4).chance for n in NAMES] == [1 / 4, 1 / 4, 1 / 2, 1 / 2, 1 / 4]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_padding_is_on_the_right_and_masked(name):
-    made = task(name)
-    batch = made.batch(0, "train", 0, 100, (1, 15))
-    assert ((batch.input_ids == made.pad) == ~batch.mask).all()
-    assert (np.diff(batch.mask.astype(int), axis=1) <= 0).all()
-    assert made.batch(0, "train", 0, 100, (15, 15)).mask is None
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_batches_depend_on_their_arguments_alone(name):
-    first, again, *others = (
-        task(name).batch(seed, split, index, 8, (31, 31))
-        for seed, split, index in [
-            (0, "train", 0),
-            (0, "train", 0),
-            (0, "train", 1),
-            (1, "train", 0),
-            (0, "valid", 0),
-        ]
-    )
-    assert (first.input_ids == again.input_ids).all() and (first.labels == again.labels).all()
-    assert all(not np.array_equal(first.input_ids, other.input_ids) for other in others)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,11 +1,10 @@
-"""Training, validation and test have no sample in common; where they must, it is counted."""
+"""Training, validation and test have no sample in common, unless there are too few samples."""
 
 import functools
 
 import numpy as np
 import pytest
 
-from lm.data.sources.groups import group
 from synthetic import tasks
 from synthetic.config import Task
 from synthetic.tasks import IGNORE, TaskError, splits
@@ -34,6 +33,17 @@ HELD = {
     "parity": ({"name": "parity", "supervision": "every"}, 12, 8, (3, 16)),
     "even_pairs": ({"name": "even_pairs"}, 13, 8, (3, 16)),
     "cycle": ({"name": "cycle_navigation"}, 8, 5, (3, 16)),
+    "dyck": ({"name": "dyck", "supervision": "every"}, 24, 3, (3, 24)),
+}
+# Likewise of tasks whose rows are drawn whole (None: no length has too few samples).
+DRAWN = {
+    "mqar": ({"name": "mqar", "alphabet": 16, "pairs": 2}, 12, None, (8, 20)),
+    "in_context": ({"name": "in_context_recall", "alphabet": 4}, 14, 4, (4, 20)),
+    "noisy": ({"name": "noisy_recall", "alphabet": 4}, 16, 4, (4, 20)),
+    "fuzzy": ({"name": "fuzzy_recall", "alphabet": 4, "ngram": 2}, 18, 8, (8, 24)),
+    "selective": ({"name": "selective_copying", "alphabet": 8, "content": 5}, 16, None, (11, 20)),
+    "memorization": ({"name": "memorization", "alphabet": 8}, 12, 6, (2, 16)),
+    "repl": ({"name": "repl", "variables": 3}, 8, 3, (2, 10)),
 }
 UPDATES = 300
 
@@ -74,11 +84,10 @@ def stream(name):
 def test_no_sample_of_a_test_or_validation_set_is_in_training(name):
     task, trained = stream(name)
     length = HELD[name][1]
-    assert task.held_apart(length)
+    assert task.held_apart(length) and not task.held_apart(HELD[name][2])
     sets = {}
     for split, seed in [("valid", 0), ("test", 0), ("test", 5)]:
         batches = [task.batch(seed, split, i, 100, (length, length)) for i in range(10)]
-        assert all(batch.shared is None for batch in batches)
         whole = {asked for batch in batches for asked in one_a_row(task, batch)}
         assert len(whole) > 30 and {len(sample) for sample in whole} == {length}
         assert not whole & trained
@@ -86,20 +95,23 @@ def test_no_sample_of_a_test_or_validation_set_is_in_training(name):
     assert not sets["valid", 0] & (sets["test", 0] | sets["test", 5])
 
 
-@pytest.mark.parametrize("name", HELD)
-def test_what_training_shares_with_short_samples_is_named(name):
-    """`Batch.shared` has the hash of a short test sample exactly if training asks it too."""
-    task, trained = stream(name)
-    _, _, short, lengths = HELD[name]
-    seen = set()
-    for i in range(UPDATES):
-        shared = task.batch(0, "train", i, 64, lengths).shared
-        seen |= set() if shared is None else set(shared.tolist())
-    batch = task.batch(0, "test", 0, 200, (short, short))
-    asked = one_a_row(task, batch)
-    assert batch.shared.shape == (200,) and not task.held_apart(short)
-    assert [key in seen for key in batch.shared.tolist()] == [a in trained for a in asked]
-    assert any(key in seen for key in batch.shared.tolist())
+@pytest.mark.parametrize("name", [*HELD, *DRAWN])
+def test_batches_are_whole_and_depend_on_their_arguments_alone(name):
+    section, *_, lengths = HELD.get(name) or DRAWN[name]
+    task = tasks.build(Task(**section))
+    for split in tasks.SPLITS:
+        batch = task.batch(3, split, 2, 16, lengths)
+        tasks.check_batch(name, task, batch)
+        again = tasks.build(Task(**section)).batch(3, split, 2, 16, lengths)
+        assert np.array_equal(batch.input_ids, again.input_ids)
+        assert np.array_equal(batch.labels, again.labels)
+        for other in [(4, split, 2), (3, split, 3), (3, {"train": "test"}.get(split, "train"), 2)]:
+            assert not np.array_equal(batch.input_ids, task.batch(*other, 16, lengths).input_ids)
+        if batch.mask is not None:
+            assert (np.diff(batch.mask.astype(int), axis=1) <= 0).all()  # only on the right
+            assert (batch.labels[~batch.mask] == IGNORE).all()
+            if hasattr(task, "pad"):
+                assert ((batch.input_ids == task.pad) == ~batch.mask).all()
 
 
 def test_where_there_are_few_samples_all_splits_have_all_of_them():
@@ -110,9 +122,6 @@ def test_where_there_are_few_samples_all_splits_have_all_of_them():
         assert len(np.unique(ids, axis=0)) == 36
     trivial = tasks.build(Task(name="word_problem", group="Z1"))
     assert not trivial.held_apart(100)
-    assert trivial.batch(0, "test", 0, 3, (5, 5)).shared.tolist()[0] in set(
-        trivial.batch(0, "train", 0, 3, (7, 7)).shared.tolist()
-    )
 
 
 def test_samples_stay_as_they_were_drawn_but_for_their_split():
@@ -135,7 +144,6 @@ def test_hashes_depend_on_the_content_alone():
     found = splits.keys(ids, sizes)
     wider = np.hstack([ids, rng.integers(0, 6, (5000, 40))])
     assert (splits.keys(wider, sizes) == found).all()
-    assert (splits.prefix_keys(ids)[np.arange(5000), sizes - 1] == found).all()
     content = {tuple(row[:n].tolist()) for row, n in zip(ids, sizes)}
     assert len(np.unique(found)) == len(content)
     shares = [splits.is_of(split, splits.keys(ids)).mean() for split in tasks.SPLITS]
@@ -143,31 +151,52 @@ def test_hashes_depend_on_the_content_alone():
     assert shares == pytest.approx([14 / 16, 1 / 16, 1 / 16], abs=0.015)
 
 
-def write(folder, x, name="words.csv"):
-    y = group("S3").products(x)
-    lines = [f"0,{' '.join(map(str, a))},{' '.join(map(str, b))}" for a, b in zip(x, y)]
-    path = folder / name
-    path.write_text("\n".join(["seed,input,target", *lines]) + "\n")
-    return Task(name="word_problem", group="S3", csv=str(path))
+def task_of(name):
+    return tasks.build(Task(**DRAWN[name][0]))
 
 
-def test_the_rows_of_a_file_are_split_and_none_is_in_two_splits(tmp_path):
-    x = np.random.default_rng(0).integers(0, 6, (400, 9))
-    x[200:] = x[:200]  # each row twice
-    x[0:50, 6:] = x[50:100, 6:]
-    task = tasks.build(write(tmp_path, x))
-    assert task.held_apart(9) and task.held_apart(5) and not task.held_apart(4)
-    openings = {}
-    for split in tasks.SPLITS:
-        batches = [task.batch(0, split, i, 200, (9, 9)) for i in range(30)]
-        ids = np.concatenate([b.input_ids for b in batches])
-        assert (group("S3").products(ids) == np.concatenate([b.labels for b in batches])).all()
-        assert {tuple(r) for r in ids} <= {tuple(r) for r in x}
-        openings[split] = {tuple(r[:5]) for r in ids}
-    count = len({tuple(r[:5]) for r in x})
-    assert sum(map(len, openings.values())) == count == len(set().union(*openings.values()))
-    assert len(openings["train"]) == pytest.approx(0.8 * count, abs=2)
-    assert len(openings["valid"]) == pytest.approx(0.1 * count, abs=2)
-    few = write(tmp_path, np.repeat(x[:4], 5, 0), "few.csv")
-    with pytest.raises(TaskError, match=r"few\.csv: its rows begin with only 4 different words of"):
-        tasks.build(few)
+def content(task, ids):
+    """What a row is about, read off its tokens: of MQAR the pairs, of selective copying the letters
+    in order; else all of it."""
+    words = [task.token_name(int(i)) for i in ids]
+    if task.name == "mqar":
+        return tuple(words[: 2 * task.pairs])
+    if task.name == "selective_copying":
+        return tuple(word for word in words if word not in "_|")
+    return tuple(word for word in words if word != "_")
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_no_row_of_a_test_or_validation_set_begins_a_row_of_training(name):
+    task, (_, length, short, lengths) = task_of(name), DRAWN[name]
+    assert task.held_apart(length) and not (short and task.held_apart(short))
+    batches = [task.batch(0, "train", i, 64, lengths) for i in range(150)]
+    trained = {content(task, ids) for batch in batches for ids in batch.input_ids}
+    beginnings = {row[:end] for row in trained for end in range(1, len(row) + 1)}
+    rows = {}
+    for split, seed in [("valid", 0), ("test", 0), ("test", 5)]:
+        batches = [task.batch(seed, split, i, 100, (length, length)) for i in range(5)]
+        rows[split, seed] = {content(task, ids) for batch in batches for ids in batch.input_ids}
+        assert len(rows[split, seed]) > 30
+        assert not rows[split, seed] & beginnings
+    assert not rows["valid", 0] & (rows["test", 0] | rows["test", 5])
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_lengths_that_no_row_has_are_refused(name):
+    task = task_of(name)
+    task.check_length(task.shortest)
+    with pytest.raises(TaskError, match=f"has no sequences of length {task.shortest - 1}: it has"):
+        task.check_length(task.shortest - 1)
+    if task.apart == 2:
+        with pytest.raises(TaskError, match=f"lengths {task.shortest}, {task.shortest + 2}, "):
+            task.check_length(task.shortest + 1)
+
+
+def test_rows_of_a_split_are_redrawn_whole():
+    """Labels and content of a redrawn row are those of its new ids."""
+    task = tasks.build(Task(name="selective_copying", alphabet=8, content=5))
+    batch = task.batch(0, "valid", 0, 500, (16, 16))
+    letters = np.array([row[row < 8] for row in batch.input_ids])
+    assert (batch.labels[:, -5:] == letters).all()
+    assert splits.is_of("valid", splits.keys(letters[:, : task.opening])).all()

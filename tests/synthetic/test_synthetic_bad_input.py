@@ -12,10 +12,8 @@ import pytest
 from lm.cli.arguments import Number, Whole
 from lm.common.errors import BAD_CONFIG, ConfigError, MissingPackageError, install_command
 from lm.common.files import DamagedError, OutputError
-from lm.training.build import check_section
 from synthetic import config
 from synthetic.cli import main, parser
-from synthetic.lengths import parse_ranges
 from synthetic.runs import result_of, run_all
 from synthetic.train import train
 from tests.refusals import refused as refused_by
@@ -58,41 +56,22 @@ def blocked(tmp_path):
     "override, words",
     [
         ("train.max_iters=lots", "'lots': it must be a valid integer or it must be 'config',"),
-        ("train.max_iters=0", "`train.max_iters` is 0"),
         ("eval.lengths=48:2", "`48:2` goes down from 48 to 2: it must be START:STOP, as 2:48"),
         ("eval.lengths=2:1000000000:1", "`2:1000000000:1` is above 1,048,576, the longest length"),
         ("eval.lengths=2:1000000:1", "stands for 999,999 lengths, each of which is evaluated"),
         ("eval.during=4,1000000000", "`1000000000` of `4,1000000000` is above 1,048,576"),
-        ("train.length=1e9", "train.length"),
-        ("train.length=[2, 1000000000]", "train.length"),
-        ("train={batch_size: 65536, length: 65536}", "has 4,294,967,296 ids, and at most"),
         ("eval.lengths=8,x", "`x` of `8,x` must be a length, START:STOP"),
-        ("eval.lengths=2:8:0", "`2:8:0` must be a length, START:STOP"),
-        ("eval.during=48:2", "`eval.during`: `48:2` goes down"),
+        ("train={batch_size: 65536, length: 65536}", "has 4,294,967,296 ids, and at most"),
+        ("train.length=1e9", "train.length"),
+        ("train.length=[a, b]", "`train.length` is ['a', 'b']: it must be a valid integer"),
+        ("train.length=[9, 4]", "length [9, 4] is empty: shortest first"),
         ("resume=sometimes", "`resume` is 'sometimes': it must be 'auto' or 'never'"),
         ("name=../../x", "`name`: `../../x` is no name of a folder inside out_dir"),
-        ("name=/x", "`name`: `/x` is no name of a folder inside out_dir"),
-        (
-            "train.length=0",
-            "`train.length` is 0: it must be greater than 0 or it must be a valid tuple",
-        ),
-        ("train.length=[a, b]", "`train.length` is ['a', 'b']: it must be a valid integer"),
-        ("train.length=[4]", "`train.length` is [4]: it must be a valid integer"),
-        ("train.length=[9, 4]", "length [9, 4] is empty: shortest first"),
         ("train.curriculum.start=99", "curriculum.start is 99, and the longest of train.length"),
         ("train.curriculum={}", "`train.curriculum.start` is missing"),
-        ("bars=[{}]", "`bars[0].metric` is missing"),
-        (
-            "bars=[{metric: a, least: 2}]",
-            "`bars[0].least` is 2: it must be less than or equal to 1",
-        ),
         ("bars=[{metric: a, leest: 1}]", "unknown key `bars[0].leest`; did you mean `bars.least`?"),
         ("bars=x", "`bars` is 'x': it must be a valid tuple"),
         ("eval.seeds=[-1]", "`eval.seeds[0]` is -1: it must be greater than or equal to 0"),
-        ("eval.examples=0", "`eval.examples` is 0"),
-        ("train.stop_at=2", "`train.stop_at` is 2"),
-        ("train.gamma_shape=0", "`train.gamma_shape` is 0"),
-        ("task.ngram=0", "`task.ngram` is 0"),
         ("optim.warmup=99", "optim.warmup is 99 updates, and train.steps is only 2"),
         ("train.steps=true", "`train.steps`: true and false are only for what is"),
         ("steps", "override `steps` must read key=value"),
@@ -138,13 +117,6 @@ def test_validate_of_a_file_that_is_no_model(capsys, tmp_path, text, words):
     assert words in refused(capsys, "validate", tmp_path / "c.yaml")
 
 
-def test_lengths():
-    assert parse_ranges("16, 2:48,2:50:1") == [(16,), (2, 48), (2, 50, 1)]
-    for wrong in ("", "0", "-3", "1:2:3:4", "4,,5", "2:0"):
-        with pytest.raises(ValueError, match="must be a length, START:STOP"):
-            parse_ranges(wrong)
-
-
 # Sizes of models, and sweeps.
 
 
@@ -179,13 +151,6 @@ def test_no_run_starts_where_one_of_them_cannot(capsys, tmp_path):
         with pytest.raises(ConfigError, match=words):
             run_all([first, second], jobs)
     assert not (tmp_path / "runs").exists()
-
-
-def test_every_shipped_recipe_can_be_built():
-    """What `run_all` now asks of every run beforehand."""
-    for name in ("s3", "copy", "mod_arithmetic", "recall"):
-        cfg = config.load(ROOT / f"configs/synthetic/small/{name}.yaml")
-        check_section(cfg.model, cfg.solver, cfg.train.lengths[1])
 
 
 def test_a_sweep_needs_an_index(capsys, tmp_path):

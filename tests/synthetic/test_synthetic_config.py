@@ -1,5 +1,6 @@
 """The page docs/synthetic.md against the schema, and nested and optional sections."""
 
+import json
 import re
 from pathlib import Path
 
@@ -154,3 +155,12 @@ def test_limits_of_iterations_are_for_what_iterates(tmp_path, solver):
 def test_the_default_of_either_limit_is_for_both(tmp_path):
     text = "train: {max_iters: config}\neval: {max_iters: null}"
     assert config.load(write(tmp_path, text)).solver.token == "auto"
+
+
+def test_removed_keys_of_tasks_are_read_with_their_defaults_only(tmp_path):
+    drawn = {"table": None, "states": 5, "letters": 3, "kind": "unsolvable", "seed": 0}
+    task = {"csv": None, "automaton": drawn}
+    assert config.load(write(tmp_path, json.dumps({"task": task}))).task.automaton.table is None
+    for other in ({"csv": "x.csv"}, {"automaton": drawn | {"seed": 1}}):
+        with pytest.raises(ConfigError, match=r"`task\.\S*` is no longer there"):
+            config.load(write(tmp_path, json.dumps({"task": task | other})))

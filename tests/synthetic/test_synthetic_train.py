@@ -18,7 +18,7 @@ from synthetic.evaluate import evaluate_run
 from synthetic.results import curriculum_note
 from synthetic.tasks import TaskError
 from synthetic.train import Training, train
-from synthetic.update import MaxIters, batches_from
+from synthetic.update import max_iters_at
 
 TREE = {
     "name": "t",
@@ -262,13 +262,13 @@ def test_the_adversary_raises_the_loss(cfg):
 
 
 def test_lmax_is_fixed_unlimited_or_drawn(cfg):
-    assert MaxIters(cfg()).at(3) == 10
-    assert MaxIters(cfg("train.max_iters=7", *ITERATED)).at(3) == 7
-    assert MaxIters(cfg("train.max_iters=unlimited", *ITERATED)).at(3) > 10**6
-    drawn = MaxIters(cfg("train.max_iters=gamma", *ITERATED))
-    values = np.array([drawn.at(s) for s in range(3000)])
+    assert max_iters_at(cfg(), 3) == 10
+    assert max_iters_at(cfg("train.max_iters=7", *ITERATED), 3) == 7
+    assert max_iters_at(cfg("train.max_iters=unlimited", *ITERATED), 3) > 10**6
+    drawn = cfg("train.max_iters=gamma", *ITERATED)
+    values = np.array([max_iters_at(drawn, s) for s in range(3000)])
     assert values.min() >= 1 and 4.3 < values.mean() < 4.7  # ⌈Γ(4, 1)⌉: 4 and about a half
-    assert [drawn.at(s) for s in range(50)] == list(values[:50])
+    assert [max_iters_at(drawn, s) for s in range(50)] == list(values[:50])
     c = cfg("name=few", "train.max_iters=2", "train.steps=2", *ITERATED)
     train(c)
     # Two iterations, and the evaluation that is differentiated.
@@ -308,71 +308,36 @@ def test_a_loss_that_is_not_finite_stops_the_run(cfg):
 def test_batches_are_those_of_the_task_in_order(cfg):
     c = cfg()
     task = tasks.build(c.task)
-    stream = batches_from(task, c, (4, 4), 5)
+    training = Training(c)
+    training.batch_number = 5
+    stream = training._batches()
     for index in range(5, 12):
         expected = task.batch(c.seed, "train", index, 8, (4, 4))
         assert (next(stream).input_ids == expected.input_ids).all()
 
 
+ODD = ("task.name=mod_arithmetic", "train.length=[3, 9]", "eval.lengths=5")
+
+
 @pytest.mark.parametrize(
-    "overrides, error, message",
+    "overrides, message",
     [
-        (["task.group=Q8"], TaskError, "unknown group"),
-        (["task.name=parety"], ConfigError, "did you mean `parity`"),
-        (["train.curiculum.start=2"], ConfigError, "train.curriculum"),
-        (["train.length=[5, 3]"], ConfigError, "shortest first"),
-        (["train.curriculum={start: 2, letters: 9}"], TaskError, "are only 3"),
-        (["task.name=parity", "train.curriculum={start: 2, letters: 2}"], TaskError, "alone"),
-        (["task.name=parity", "train.curriculum={start: 2, letters: 3}"], TaskError, "alone"),
-        (["train.adversary=-1"], ConfigError, "train.adversary"),
-        (["train.adversary=0.1", "model.name=lstm"], ConfigError, "lstm has not: set it to 0"),
-        (["eval.lengths=a"], ConfigError, "must be a length"),
-        (["model.vocab_size=2"], TaskError, "has 3 ids"),
-        (["task.name=mod_arithmetic", "train.length=4"], TaskError, "1, 3, 5"),
+        (["train.curriculum={start: 2, letters: 9}"], "are only 3"),
+        (["task.name=parity", "train.curriculum={start: 2, letters: 2}"], "alone"),
+        (["train.adversary=-1"], "train.adversary"),
+        (["train.adversary=0.1", "model.name=lstm"], "lstm has not: set it to 0"),
+        (["task.name=mod_arithmetic", "train.length=4"], "1, 3, 5"),
+        (["eval.seeds=[]"], "eval.seeds"),
+        (["eval.seeds=[1,1]"], "seed 1 is there twice"),
         # What would come up in the middle of the run, or at its end, is said before it starts.
-        (["train.length=[0, 4]"], ConfigError, "or it must be greater than 0"),
-        (["eval.seeds=[]"], ConfigError, "eval.seeds"),
-        (["eval.seeds=[-1]"], ConfigError, "eval.seeds"),
-        (
-            [
-                "task.name=mod_arithmetic",
-                "train.length=[3, 9]",
-                "eval.lengths=5",
-                "train.curriculum={start: 4}",
-            ],
-            TaskError,
-            "no expressions of length 4",
-        ),
-        (
-            [
-                "task.name=copy",
-                "task.context=20",
-                "train.length=[2, 12]",
-                "train.curriculum={start: 4}",
-            ],
-            TaskError,
-            "needs a context of 27 tokens",
-        ),
-        (
-            ["bars=[{metric: token_accuracy, length: 7, least: 0.5}]"],
-            TaskError,
-            r"a bar is at length 7, which eval.lengths does not try \(2, 4, 6\)",
-        ),
-        (
-            ["bars=[{metric: nope, length: 4, least: 0.5}]"],
-            TaskError,
-            "a bar is on `nope`: word_problem has token_accuracy, sequence_accuracy",
-        ),
-        (
-            ["eval.lengths=4,10000000000"],
-            ConfigError,
-            r"`10000000000` of `4,10000000000` is above 1,048,576, the longest length",
-        ),
-        (["eval.seeds=[1,1]"], TaskError, r"seed 1 is there twice"),
+        ([*ODD, "train.curriculum.start=4"], "no expressions of length 4"),
+        (["task={name: copy, context: 20}", "train.length=[2,12]"], "needs a context of 27 tokens"),
+        (["bars=[{metric: token_accuracy, length: 7, least: 0.5}]"], r"does not try \(2, 4, 6\)"),
+        (["bars=[{metric: nope, length: 4, least: 0.5}]"], "a bar is on `nope`: word_problem has"),
     ],
 )
-def test_bad_input_is_a_sentence(cfg, tmp_path, overrides, error, message):
-    with pytest.raises(error, match=message):
+def test_bad_input_is_a_sentence(cfg, tmp_path, overrides, message):
+    with pytest.raises((ConfigError, TaskError), match=message):
         train(cfg(*overrides))
     assert not (tmp_path / "runs/t/metrics.jsonl").exists()
 
@@ -467,7 +432,7 @@ def test_what_training_had_is_kept_and_counted_in_later_evaluations(cfg):
         "solver.stopping=causal",
     )
     rows = {r["length"]: r for r in train(c)["eval"]}
-    assert rows[2]["in_training"] == {"count": 16, "of": 16}  # there are nine of them
+    assert rows[2]["in_training"] == {"count": 16, "of": 16}  # there are too few to hold any apart
     assert rows[12]["in_training"] == {"count": 0, "of": 16}
     solver = {
         "token": "iterate",

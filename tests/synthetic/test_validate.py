@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import signal
 import threading
 import time
@@ -13,11 +12,13 @@ import pytest
 from lm.common.errors import BAD_CONFIG, ConfigError, Stopped, TrainingError
 from lm.config import load as base
 from lm.runs.checkpoint import listed
-from synthetic import abilities, config, profile_page, tasks, validate
+from synthetic import abilities, config, profile, tasks, validate
 from synthetic.abilities import Ability
 from synthetic.cli import main
 from synthetic.evaluate import parse_lengths
+from synthetic.numbers import Trained
 from synthetic.runs import is_finished, run_all
+from tests.fabricated import numbers
 
 TINY = {
     "train": {"steps": 2, "batch_size": 4, "length": 3},
@@ -37,8 +38,7 @@ def recipes(tmp_path, monkeypatch):
         recipe = {"name": name, "task": {"group": group}, **TINY}
         (folder / f"{name}.yaml").write_text(json.dumps(recipe))
         few[name[:4]] = Ability(name, f"products of {group}", number < 2)
-    for module in (abilities, validate, profile_page):
-        monkeypatch.setattr(module, "ABILITIES", few)
+    monkeypatch.setattr(validate, "ABILITIES", few)
     monkeypatch.setattr(validate, "RECIPES", folder)
     return few
 
@@ -159,18 +159,17 @@ def test_the_command_prints_one_table_and_goes_on_where_it_stopped(two, tmp_path
     command = ["validate", *two, "optim.lr=1e-3", "--out-dir", out, "--seeds", "0", "1"]
     assert main(command) == 0
     shown = capsys.readouterr().out
-    for text in (*recipes, "✓", "fp", "l", "all takes about 0 minutes at most"):
+    for text in (*recipes, "✓", "fp", "l", "16 runs, 0 of them finished already"):
         assert text in shown
-    made = json.loads((tmp_path / "out/validate.json").read_text())
-    rows = made["bars"]
-    assert len(rows) == 8 and {r["ability"] for r in rows} == recipes.keys()
+    rows = numbers(tmp_path / "out/validate.csv")
+    assert {r["panel"] for r in rows} == recipes.keys()
     solvers = {r["model"]: r["solver"] for r in rows}
     assert solvers["fp"].startswith("token exact, ") and solvers["l"] == "none"
-    assert all(r["read"] == "at once" and r["error"] >= 0 for r in rows)
-    assert {r["in_training"] for r in rows} == {"0"}
+    assert {r["read"] for r in rows} == {"at once"}
     words = " ".join(shown.split())
-    assert f"fp: read at once; solver: {solvers['fp']}" in words
-    assert "l: read at once; solver: none" in words
+    assert f"Solver in evaluation: {solvers['fp']} (fp)" in words
+    assert "Solver in evaluation: none (l)" in words
+    assert "fp: trained with noise of 0.2" in words and "l: trained with" not in words
     assert config.load(tmp_path / "out/fp/s3/seed0/config.yaml").optim.lr == 1e-3
     assert main(command) == 0
     assert "16 runs, 16 of them finished already" in capsys.readouterr().out
@@ -188,43 +187,42 @@ def test_the_command_prints_one_table_and_goes_on_where_it_stopped(two, tmp_path
 
 
 def test_a_profile_has_the_numbers_of_its_runs(two, tmp_path, recipes):
-    made = validate.validate(two, [], str(tmp_path / "out"), seeds=[0, 1])
+    out = tmp_path / "out"
+    runs = validate.validate(two, [], str(out), seeds=[0, 1])
     results = {}
-    for path in (tmp_path / "out").glob("*/*/*/result.json"):
-        results[path.relative_to(tmp_path / "out").parts[:3]] = json.loads(path.read_text())
+    for path in out.glob("*/*/*/result.json"):
+        results[path.relative_to(out).parts[:3]] = json.loads(path.read_text())
     assert len(results) == 2 * 4 * 2
-    for row in made["lengths"] + made["bars"]:
+    judged = profile.judge(runs)
+    assert len(judged) == 8 and set(judged["bar"]) == {0.0} and judged["passed"].all()
+    for row in judged.to_dict("records"):
         recipe = recipes[row["ability"]].recipe
-        found = [
-            next(
-                line["metrics"][row["metric"]]
-                for line in results[row["model"], recipe, f"seed{seed}"]["eval"]
-                if line["length"] == row["length"]
-            )
+        values = [
+            line["metrics"]["token_accuracy"]
             for seed in (0, 1)
+            for line in results[row["model"], recipe, f"seed{seed}"]["eval"]
+            if line["length"] == 5
         ]
-        assert row["seeds"] == found and row["value"] == pytest.approx(sum(found) / 2)
-        assert row["error"] == pytest.approx(abs(found[0] - found[1]) / math.sqrt(2))
-    lengths = {row["length"] for row in made["lengths"]}
+        assert row["metric"] == "token accuracy at 5, trained to 3"
+        assert row["value"] == pytest.approx(sum(values) / 2)
+        assert row["error"] == pytest.approx(abs(values[0] - values[1]) / math.sqrt(2))
+    lengths = set(profile.headlines(runs)["length"])
     assert lengths == {3 * times for times in validate.TIMES} | {5}
-    assert {row["model"]: row["state_noise"] for row in made["work"]} == {"fp": 0.2, "l": 0}
-    for row in made["work"]:
-        runs = [results[row["model"], recipes[row["ability"]].recipe, f"seed{i}"] for i in (0, 1)]
-        assert row["updates"] == 2 and row["n"] == 2
-        assert row["parameters"] == runs[0]["parameters"]
-        assert (row["num_iters"] is None) == (row["evaluations"] is None) == (row["model"] == "l")
+    parameters, seconds = profile.summarize(runs)[-2:]
+    assert parameters["fp"] == results["fp", "s3", "seed0"]["parameters"]
+    assert seconds["fp"] == pytest.approx(
+        sum(r["training_seconds"] for key, r in results.items() if key[0] == "fp")
+    )
 
-
-def test_the_page_shows_every_number(two, tmp_path, recipes):
-    made = validate.validate(two, [], str(tmp_path / "out"), quick=True)
-    drawn = profile_page.write(made, tmp_path / "out", "fprnn synthetic validate a<b>.yaml")
-    text = drawn.page.read_text()
-    assert "a&lt;b&gt;.yaml" in text
-    assert not re.search(r"(src|href)=.http", text)  # nothing outside it
-    for row in made["lengths"]:
-        assert f"<td>{row['value']:.4f}" in text
-    assert text.count("<figure>") == 1 + len(made["work"]) / 2
-    assert drawn.radar.read_bytes().startswith(b"\x89PNG")
+    page, *pictures = profile.write(runs, out, "fprnn synthetic validate a.yaml")[1:]
+    text = page.read_text()
+    assert "by `fprnn synthetic validate a.yaml`" in text
+    for value in judged["value"]:
+        assert f" | {value:.3f}" in text
+    for picture in pictures:
+        assert f"]({picture.name})" in text
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    assert [ax.get_title() for ax in profile.draw_lengths(runs).axes] == list(recipes)
 
 
 @pytest.mark.parametrize(
@@ -239,57 +237,18 @@ def test_the_page_shows_every_number(two, tmp_path, recipes):
     ],
 )
 def test_a_radar_counts_from_guessing(metric, value, chance, expected):
-    row = {"metric": metric, "value": value, "chance": chance}
-    assert profile_page.above_chance(row) == pytest.approx(expected)
+    assert profile.above_chance(value, metric, chance) == pytest.approx(expected)
 
 
-def test_a_radar_reads_the_longest_length_that_was_tried():
+def test_a_radar_reads_the_longest_length_that_was_tried(tmp_path):
+    cfg = config.load(write(tmp_path, "train: {length: 4}"))
     rows = [
-        {"ability": "a", "model": "m", "trained_to": 4, "length": length, "value": value}
+        {"length": length, "metrics": {"sequence_accuracy": value}}
         for length, value in ((4, 1.0), (8, 0.7), (16, 0.4), (64, 0.1))
     ]
-    made = {"lengths": [{**row, "metric": "sequence_accuracy", "chance": 0.0} for row in rows]}
-    found = [profile_page._at(made, "a", "m", times) for times in (1, 2, 8, 16)]
-    assert found == [1.0, 0.7, 0.4, 0.1]
-
-
-def a_row(**fields):
-    """Of the bars of a profile."""
-    row = {"ability": "a", "model": "m", "metric": "accuracy", "trained_to": 8, "value": 0.5}
-    row |= {"error": 0.01, "seeds": [0.5], "least": 0.9, "passed": False, "read": "at once"}
-    return row | {"solver": "none", "in_training": "0", "length": 8, "task": "parity"} | fields
-
-
-WORK = {"ability": "a", "model": "m", "parameters": 1, "seconds": 1.0, "updates": 1}
-WORK |= {"state_noise": 0.0}
-
-
-def test_test_samples_that_training_has_too_are_named_below_the_table():
-    rows = [a_row(length=4, in_training="9 of 36"), a_row()]
-    caption = profile_page.table({"bars": rows, "work": [WORK]}).caption
-    assert caption.splitlines() == [
-        "m: read at once; solver: none",
-        "m, parity at 4: 9 of 36 test samples are in training too",
-    ]
-
-
-def test_noise_on_the_states_is_named_below_the_table():
-    noisy, plain = WORK | {"state_noise": 0.1}, WORK | {"model": "n"}
-    rows = [a_row(), a_row(model="n")]
-    caption = profile_page.table({"bars": rows, "work": [noisy, noisy, plain]}).caption
-    assert caption.splitlines() == [
-        "m, n: read at once; solver: none",
-        "m: trained with noise of 0.1 on its states",
-    ]
-
-
-def test_what_an_old_result_does_not_say_is_called_unknown_in_words():
-    row = a_row(error=math.nan, read="unknown", solver="unknown", in_training="unknown")
-    table = profile_page.table({"bars": [row], "work": [WORK]})
-    assert table.caption.splitlines()[1:] == [
-        "m, parity at 8: whether training has the test samples too is unknown",
-    ]
-    assert next(iter(table.columns[4].cells)) == "0.500 ·"
+    result = {"eval": rows, "headline": "sequence_accuracy", "chance": 0.0}
+    run = Trained(tmp_path, cfg, 0, {}, "m", "a", result, [])
+    assert [profile.ability_at([run], times) for times in (1, 2, 8, 16)] == [1.0, 0.7, 0.4, 0.1]
 
 
 @pytest.mark.slow

@@ -1,8 +1,7 @@
-"""Batches against a walk by hand; files, and what is refused."""
+"""Batches against a walk by hand, and what is refused."""
 
 import math
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -85,25 +84,11 @@ def test_words_of_few_letters_are_of_the_simplest_and_not_held_apart():
     assert (task.batch(0, "train", 0, 64, (9, 9)).input_ids == before.input_ids).all()
 
 
-def test_letters_that_cannot_be_left_out(tmp_path):
+def test_letters_that_cannot_be_left_out():
     with pytest.raises(TaskError, match="are only 6"):
         tasks.build(Task(name="word_problem", group="S3")).draw_from(7)
     with pytest.raises(TaskError, match="of word_problem alone"):
         tasks.build(Task(name="parity")).draw_from(2)
-    path = tmp_path / "words.csv"
-    rows = [f"0,{i % 6} {i // 6},{i % 6} {(i % 6 + i // 6) % 6}" for i in range(36)]
-    path.write_text("\n".join(["seed,input,target", *rows]))
-    of_file = tasks.build(Task(name="word_problem", group="Z6", csv=str(path)))
-    with pytest.raises(TaskError, match=r"words of task\.csv"):
-        of_file.draw_from(2)
-
-
-def test_the_same_arguments_give_the_same_batch_and_others_another():
-    task = tasks.build(Task(name="word_problem", group="S5"))
-    one = task.batch(0, "train", 7, 8, (12, 12)).input_ids
-    assert (one == task.batch(0, "train", 7, 8, (12, 12)).input_ids).all()
-    for other in [(1, "train", 7), (0, "valid", 7), (0, "train", 8)]:
-        assert (one != task.batch(*other, 8, (12, 12)).input_ids).any()
 
 
 def test_accuracies():
@@ -122,47 +107,6 @@ def test_a_group_that_is_none_is_refused(name):
         tasks.build(Task(name="word_problem", group=name))
 
 
-def write(path, text):
-    path.write_text(text)
-    return Task(name="word_problem", group="S3", csv=str(path))
-
-
-def test_the_files_of_the_original_data_are_read(tmp_path):
-    g = group("S3")
-    x = np.random.default_rng(0).integers(0, 6, (50, 9))
-    y = g.products(x)
-    rows = [
-        f"{i},{' '.join(map(str, a))},{' '.join(map(str, b))}" for i, (a, b) in enumerate(zip(x, y))
-    ]
-    task = tasks.build(write(tmp_path / "S3=9.csv", "\n".join(["seed,input,target", *rows]) + "\n"))
-    for split in tasks.SPLITS:  # which rows are of which split: test_splits.py
-        batch = task.batch(0, split, 0, 16, (6, 6))
-        assert (batch.labels == g.products(batch.input_ids)).all()
-        prefixes = {tuple(r[:6]) for r in x}
-        assert all(tuple(r) in prefixes for r in batch.input_ids)
-    with pytest.raises(TaskError, match="length 10 is longer than the file's 9"):
-        task.check_length(10)
-
-
-@pytest.mark.parametrize(
-    "text, message",
-    [
-        ("seed,input\n1,2\n", "no column target"),
-        ("input,target\n1 2,1 2\n1,1\n", "one length"),
-        ("input,target\n1 x,1 2\n", r":2: input must be numbers"),
-        ("input,target\n" + "1 2,1 6\n" * 5, "holds element 6, the group has 0 to 5"),
-        ("input,target\n1 2,1 2\n", "has 1 rows"),
-        ("input,target\n1 2,1 2\n1 2\n", r":3: target must be numbers"),
-        ("input,target\n" + "1 2,1 -2\n" * 5, "holds element -2, the group has 0 to 5"),
-    ],
-)
-def test_a_bad_file_is_refused(tmp_path, text, message):
-    with pytest.raises(TaskError, match=message):
-        tasks.build(write(tmp_path / "x.csv", text))
-
-
-def test_a_missing_file_and_a_length_of_zero_are_refused(tmp_path):
-    with pytest.raises(TaskError, match="no word-problem file"):
-        tasks.build(Task(name="word_problem", group="S3", csv=str(tmp_path / "none.csv")))
+def test_a_length_of_zero_is_refused():
     with pytest.raises(TaskError, match="at least 1 element"):
         tasks.build(Task(name="word_problem")).check_length(0)

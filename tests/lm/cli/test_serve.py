@@ -84,9 +84,10 @@ def served(export, log):
 
 
 def expected(export, **sampling) -> str:
-    from lm.evaluation.generate import load_exported
+    from lm.evaluation.facade import load
 
-    model, tokenizer = load_exported(export)
+    loaded = load(export)
+    model, tokenizer = loaded.model, loaded.tokenizer
     batch = tokenizer(PROMPT, return_tensors="pt").to(model.device)
     out = model.generate(**batch, do_sample=False, max_new_tokens=12, **sampling)
     return tokenizer.decode(out[0, batch["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -15,10 +15,10 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
+from lm.model.baseline_layers import Attention, GatedMLP
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.patterns import KINDS, Layer, parse
-from lm.model.plain import Attention, GatedMLP
 from lm.model.solver import NonFiniteError
 from lm.model.state import Sequences
 

@@ -12,7 +12,6 @@ from lm.config.model import Model
 from lm.config.schema import Config
 from lm.export.export import write_export
 from lm.model.patterns import STACKS
-from lm.runs.run_dir import RunDir, RunDirError, check_config
 from lm.training.build import build_model, stacked
 from lm.training.foreign import as_transformers
 
@@ -93,12 +92,3 @@ def test_what_transformers_cannot_compute_stays_ours(name, fields):
 def test_a_pattern_beside_a_name_is_refused():
     with pytest.raises(ConfigError, match=r"model\.layers is of model\.name fprnn, not of lstm"):
         build("lstm", layers="mamba")
-
-
-def test_a_run_of_when_baselines_were_classes_is_refused(tmp_path):
-    cfg = Config(model={"name": "transformer"})
-    saved = cfg.model_dump(mode="json")
-    check_config(tmp_path, {"config": saved}, RunDir(tmp_path), cfg)
-    saved["model"]["backend"] = "auto"
-    with pytest.raises(RunDirError, match=r"when model\.name transformer was a class of its own"):
-        check_config(tmp_path, {"config": saved}, RunDir(tmp_path), cfg)

@@ -1,0 +1,196 @@
+"""The profile of models for people: a table in the terminal, a page (Markdown) and two figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from lm.common.files import writing
+from synthetic.numbers import Trained, at_end, notes, over_seeds, write_csv
+from synthetic.plots import MARKERS, PALETTE, add_legend, draw_curve, limit_height, words
+from synthetic.results import plus_minus
+from synthetic.validate import FILES
+
+FURTHER = 8  # times the training length: the second line of a radar
+ERRORS = "± standard deviation over seeds; of one seed the standard error over test samples"
+
+
+def judge(runs: Sequence[Trained]) -> pd.DataFrame:
+    """Return a line for each model and each bar of its recipes: value, error, passed."""
+    numbers = at_end(runs)
+    found = []
+    for label, of_model in numbers.groupby("label", sort=False):
+        run = next(run for run in runs if run.label == label)
+        for bar in run.cfg.bars:
+            means = over_seeds(of_model[of_model["metric"] == bar.metric])
+            mean = means.loc[bar.length or means.index[0]]
+            metric = f"{words(bar.metric)} at {mean.name:,}"
+            if mean.name != run.trained_to:
+                metric += f", trained to {run.trained_to}"
+            found.append(
+                {
+                    "ability": run.panel,
+                    "task": run.cfg.task.name,
+                    "metric": metric,
+                    "bar": bar.least,
+                    "model": run.model,
+                    "value": mean["value"],
+                    "error": mean["error"],
+                    "passed": mean["value"] >= bar.least,
+                }
+            )
+    return pd.DataFrame(found)
+
+
+def summarize(runs: Sequence[Trained]) -> list[dict[str, Any]]:
+    """Return the table of a profile: a line for each bar, a column for each model; then the
+    parameters and the seconds of training of each model."""
+    lines: dict[tuple, dict[str, Any]] = {}
+    for row in judge(runs).to_dict("records"):
+        about = {name: row[name] for name in ("ability", "task", "metric", "bar")}
+        line = lines.setdefault(tuple(about.values()), about)
+        mark = "✓" if row["passed"] else "·"
+        line[row["model"]] = f"{row['value']:.3f}{plus_minus(row['error'])} {mark}"
+    parameters: dict[str, Any] = {"ability": "parameters"}
+    seconds: dict[str, Any] = {"ability": "training of all seeds, seconds"}
+    for run in runs:
+        size, spent = run.result["parameters"], run.result["training_seconds"]
+        parameters[run.model] = max(size, parameters.get(run.model, 0))
+        seconds[run.model] = round(spent + seconds.get(run.model, 0), 1)
+    return [*lines.values(), parameters, seconds]
+
+
+def describe(runs: Sequence[Trained]) -> list[str]:
+    """Return the sentences below a profile."""
+    found = ["✓ reaches the bar; " + ERRORS, *notes(headlines(runs), runs)]
+    noises = {run.model: run.cfg.solver.state_noise for run in runs}
+    for model, noise in noises.items():
+        if noise:
+            found.append(f"{model}: trained with noise of {noise:g} on its states")
+    return found
+
+
+def headlines(runs: Sequence[Trained]) -> pd.DataFrame:
+    """Return the lines of each task's headline metric."""
+    numbers = at_end(runs)
+    metric_of = {run.panel: run.headline for run in runs}
+    return numbers[numbers["metric"] == numbers["panel"].map(metric_of)]
+
+
+def above_chance(value: float, metric: str, chance: float) -> float:
+    """Return a value on a scale from 0, guessing, to 1, perfect.
+
+    Scaled accuracy is on it already, and nobody guesses a whole sequence.
+    """
+    is_of_tokens = metric in ("token_accuracy", "character_accuracy", "accuracy")
+    chance = chance if is_of_tokens else 0.0
+    return max(0.0, (value - chance) / (1 - chance))
+
+
+def ability_at(runs: Sequence[Trained], times: int) -> float:
+    """Return how much of an ability a model has at so many times the training length: at the
+    longest length up to there that was tried.
+
+    Args:
+        runs: The seeds of one model and ability.
+        times: Of the training length.
+    """
+    values = over_seeds(headlines(runs))["value"]
+    value = values[values.index <= times * runs[0].trained_to].iloc[-1]
+    return above_chance(value, runs[0].headline, runs[0].result["chance"])
+
+
+def draw_radars(runs: Sequence[Trained]) -> Figure:
+    """Draw a radar for each model: its abilities at the training length, and at FURTHER times that
+    (or as far as was tried)."""
+    models = list(dict.fromkeys(run.model for run in runs))
+    figure, axes = _grid(len(models), size=3.7, polar=True)
+    for ax, model in zip(axes, models):
+        seeds: dict[str, list[Trained]] = {}
+        for run in runs:
+            if run.model == model:
+                seeds.setdefault(run.panel, []).append(run)
+        angles = [2 * math.pi * i / len(seeds) for i in range(len(seeds) + 1)]
+        for times, color, name in (
+            (1, PALETTE[5], "trained length"),
+            (FURTHER, PALETTE[0], f"×{FURTHER}"),
+        ):
+            values = [ability_at(of_ability, times) for of_ability in seeds.values()]
+            ax.plot(angles, [*values, values[0]], color=color, lw=1.6, label=name)
+            ax.fill(angles, [*values, values[0]], color=color, alpha=0.15)
+        ax.set_title(model, pad=22)
+        ax.set_ylim(0, 1)
+        ax.set_yticks([0.5, 1.0], ["", ""])
+        ax.set_xticks(angles[:-1], list(seeds), fontsize="x-small")
+        ax.grid(alpha=0.3)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    return figure
+
+
+def _grid(count: int, size: float, **subplot: bool) -> tuple[Figure, list]:
+    """Return a figure with square panels, four in a row."""
+    columns = min(4, count)
+    rows = math.ceil(count / columns)
+    figure = Figure(figsize=(size * columns, size * rows + 0.4), layout="constrained")
+    return figure, [figure.add_subplot(rows, columns, i + 1, **subplot) for i in range(count)]
+
+
+def draw_lengths(runs: Sequence[Trained]) -> Figure:
+    """Draw the headline metric of each ability over the test length, a line for each model."""
+    abilities = headlines(runs).groupby("panel", sort=False)
+    figure, axes = _grid(len(abilities), size=3.4)
+    for ax, (ability, lines) in zip(axes, abilities):
+        for i, (model, of_model) in enumerate(lines.groupby("model", sort=False)):
+            style = {"color": PALETTE[i % len(PALETTE)], "marker": MARKERS[i % len(MARKERS)]}
+            draw_curve(ax, over_seeds(of_model), {**style, "ms": 4, "lw": 1.5}, model)
+        trained_to = next(run.trained_to for run in runs if run.panel == ability)
+        ax.axvline(trained_to, color="gray", ls=":", lw=1.3, label="longest of training")
+        ax.set_xscale("log", base=2)
+        metric = lines["metric"].iloc[0]
+        limit_height(ax, metric, lines["value"].min())
+        ax.set(title=ability, xlabel="test length", ylabel=words(metric))
+        ax.grid(alpha=0.3)
+    add_legend(figure, axes)
+    return figure
+
+
+def write(runs: Sequence[Trained], folder: Path, command: str) -> list[Path]:
+    """Write all numbers (validate.csv), a page (README.md) and its two figures.
+
+    Args:
+        runs: Of the profile.
+        folder: Of the files.
+        command: The command that made it, for the page.
+
+    Returns:
+        The files.
+
+    Raises:
+        OutputError: If they cannot be written.
+    """
+    numbers, page, radars, lengths = paths = [folder / name for name in FILES]
+    rows = summarize(runs)
+    head = list(rows[0])
+    table = [head, ["---"] * len(head), *([row.get(name, "") for name in head] for row in rows)]
+    parts = [
+        "# Profile",
+        f"Models trained on short sequences of every task, tried on longer ones by `{command}`.",
+        f"![a radar for each model]({radars.name})",
+        f"0, the middle, is guessing, and 1, the rim, perfect: at the longest length of training,"
+        f" and at {FURTHER} times that (or as far as was tried).",
+        "\n".join(f"| {' | '.join(map(str, row))} |" for row in table),
+        "\n".join(f"- {note}" for note in describe(runs)),
+        f"![accuracy over length]({lengths.name})",
+        f"Every number is in {numbers.name}.",
+    ]
+    with writing(folder):
+        write_csv(at_end(runs), numbers)
+        draw_radars(runs).savefig(radars, dpi=130)
+        draw_lengths(runs).savefig(lengths, dpi=130)
+        page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    return paths
