@@ -13,7 +13,6 @@ import yaml
 
 import fprnn
 from lm.common.errors import ConfigError
-from lm.config import model as config_model
 from lm.config.load import build as build_config
 from lm.config.schema import Config
 from lm.evaluation.check_mixer import check_mixer
@@ -21,6 +20,7 @@ from lm.export.export import ExportError, export, write_export
 from lm.model import mixer_base
 from lm.model.checksums import forget
 from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.fields import MIXERS
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.training import init_from
 from lm.training.build import build_model
@@ -86,9 +86,9 @@ def test_the_page_has_the_files_that_are_tried():
     assert blocks().keys() == {"my_mixer.py", "my_tasks.py", "lights.yaml"}
 
 
-def test_the_names_that_are_read_as_text_are_those_that_are_registered():
+def test_the_names_of_mixers_are_those_that_are_registered():
     built_in = [n for n, cls in mixer_base.MIXERS.items() if mixer_base.is_built_in(cls)]
-    assert config_model._built_in_mixers() == built_in and len(built_in) == 7
+    assert list(MIXERS) == built_in and len(built_in) == 7
 
 
 def test_the_pages_mixer_does_what_a_model_takes_for_granted(page):

@@ -60,7 +60,7 @@ def wait_for_step(run_dir, step, log, seconds=120):
 
 
 def status(config, *overrides) -> list[dict]:
-    done = fprnn("sweep", config, "--json", *overrides)
+    done = fprnn("status", config, "--json", *overrides)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

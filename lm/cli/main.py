@@ -293,7 +293,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         "--gpus",
         type=Whole(1, 1_000_000),
         metavar="N",
-        help="GPUs to plan for, in all (default: those launched)",
+        help="GPUs to plan for, in all, at least 1 (default: those launched)",
     )
     c.add_argument(
         "--gpu",

@@ -115,6 +115,8 @@ def parse_override(text: str, schema: type[Run] = Config) -> tuple[str, Any]:
     key, sep, value = text.partition("=")
     if not sep or not key:
         raise ConfigError(f"override `{text}` must read key=value, e.g. optim.lr=1e-3")
+    if key in REMOVED:
+        raise ConfigError(f"override `{text}`: the key `{key}` was removed: leave it out")
     if not is_key(key, schema) and not key.startswith("engine.deepspeed."):
         raise ConfigError(f"unknown key `{key}`{nearest(key, schema)}")
     return key, parse(value, f"override `{text}`: the value")

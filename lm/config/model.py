@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import sys
-from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import pydantic
@@ -20,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from lm.config.plugin import check_name
 from lm.config.resuming import FREE
-from lm.model.fields import ARCHITECTURE, SOLVER, Field, Number
+from lm.model.fields import ARCHITECTURE, MIXERS, SOLVER, Field, Number
 from lm.model.patterns import FIXED_POINT
 
 
@@ -58,19 +55,11 @@ Count = Annotated[int, pydantic.Field(ge=0)]
 
 
 def registered_mixers() -> list[str]:
-    """The names that `@mixer` has registered. Where the model's code is not loaded these are the
-    built-in ones, and they are read from their file as text: a configuration needs no torch."""
+    """Return the names that `@mixer` has registered, without an import: a config needs no torch."""
     register = sys.modules.get("lm.model.mixer_base")
     if register is None or "lm.model.mixers" not in sys.modules:
-        return _built_in_mixers()
+        return list(MIXERS)
     return list(register.MIXERS)
-
-
-@cache
-def _built_in_mixers() -> list[str]:
-    source = (Path(__file__).parents[1] / "model" / "mixers.py").read_text(encoding="utf-8")
-    decorators = re.findall(r"^@mixer\((.+)\)$", source, re.M)
-    return [name for names in decorators for name in re.findall(r'"(\w+)"', names)]
 
 
 def section_of(fields: dict[str, Field], base: type[Section], name: str) -> Any:

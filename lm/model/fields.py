@@ -118,7 +118,7 @@ class Field(NamedTuple):
         elif isinstance(self.takes, Parsed):
             words = f"one of {', '.join(self.takes.forms)}"
         elif isinstance(self.takes, tuple):
-            words = f"one of {', '.join(self.takes)}"
+            words = f"one of {', '.join(map(str, self.takes))}"
         else:
             words = "true or false" if self.takes is bool else ""
         return ", or ".join([words, *({None: "null"}.get(other, other) for other in self.or_else)])
@@ -402,6 +402,16 @@ VOCAB_SIZE = Field(50280, Number(1, 2**24, whole=True), "Rows of the embedding."
 FIELDS = {"vocab_size": VOCAB_SIZE, **ARCHITECTURE, **OPTIONS_ALONE, **SOLVER}
 
 
+# The mixers of lm/model/mixers.py, in the order in which they are registered.
+MIXERS = (
+    "householder",
+    "dplr",
+    "kronecker",
+    "monarch",
+    "nonselective",
+    "selective_dense",
+    "mixture",
+)
 GATED = ("householder", "dplr", "kronecker", "monarch", "mixture")  # mixers with gates a_t
 H_DEP = {"b_h_dep": True, "c_h_dep": True, "dt_h_dep": False, "gate_h_dep": True}  # of FP-Mamba
 MAX_DENSE = 256  # d_inner above which selective_dense is refused: it costs O(d³) per token

@@ -168,7 +168,6 @@ def test_sizes_that_do_not_go_together(capsys, tiny, overrides, words):
 @pytest.mark.parametrize(
     "overrides, words",
     [
-        (["model.mixer=monarch", "model.mixer_rank=7"], "mixer_rank is 7"),
         (["resume=sometimes"], "`resume` is 'sometimes': it must be never, auto or the folder"),
         (["resume=runs/step-000001"], "and there is no such folder"),
         (
@@ -372,10 +371,10 @@ def test_a_name_stays_inside_out_dir(capsys, name):
 
 
 @pytest.mark.parametrize("key", ["name", "out_dir"])
-@pytest.mark.parametrize("character", [r"\e", r"\x9b", r"\n", r"\u202e"])
-def test_control_characters_are_in_no_name(capsys, key, character):
-    message = refused(capsys, *dry_run(f'{key}="a{character}]0;title"'))
-    assert "holds a character that no folder's name should have" in message
+def test_control_characters_are_in_no_name(capsys, key):
+    for character in (r"\e", r"\x9b", r"\n", r"\u202e"):
+        message = refused(capsys, *dry_run(f'{key}="a{character}]0;title"'))
+        assert "holds a character that no folder's name should have" in message
 
 
 @pytest.mark.parametrize("key", ["data.cache", "data.path", "tokenizer.name", "init_from"])
@@ -431,11 +430,7 @@ def test_no_number_is_taken_beyond_its_range(capsys, command, action):
     "args, words",
     [
         (["--max-new-tokens", "0"], "argument --max-new-tokens: '0' is no whole number from 1 on"),
-        (["--max-new-tokens", "-3"], "'-3' is no whole number from 1 on"),
-        (["--top-k", "-1"], "argument --top-k: '-1' is no whole number from 0 on"),
-        (["--temperature", "-1"], "argument --temperature: '-1' is no finite number from 0 on"),
         (["--temperature", "nan"], "argument --temperature: 'nan' is no finite number"),
-        (["--seed", "-1"], "argument --seed: '-1' is no whole number from 0"),
         (["--top-p", "0.5"], "unrecognized arguments: --top-p 0.5"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "a\udcff"], "the prompt is no text: character 1 is not UTF-8"),

@@ -15,7 +15,6 @@ from lm.common.errors import (
     MissingPackageError,
     install_command,
     missing_package,
-    require,
 )
 from tests.refusals import refused
 from tests.running import ENV
@@ -108,14 +107,6 @@ def test_a_sentencepiece_model_says_what_it_needs(tiny, without, tmp_path):
         load_tokenizer(tiny(f"tokenizer.name={tmp_path / 'sp'}"), tmp_path / "run")
 
 
-def test_require(without):
-    require("torch", "everything")
-    require("torch.nn", "everything")
-    with pytest.raises(MissingPackageError, match=r"it needs .*\[train\]'"):
-        without("wandb")
-        require("wandb", "it")
-
-
 # Runs `python -m lm` in a Python in which a package is not installed.
 WITHOUT = """
 import runpy, sys
@@ -138,16 +129,9 @@ runpy.run_module("lm", run_name="__main__")
     "package, command",
     [
         ("pydantic", ["sweep", "configs/lm/sweep_mixers.yaml"]),
-        ("yaml", ["sweep", "configs/lm/sweep_mixers.yaml"]),
         ("rich", ["train", "--config", TINY, "--dry-run"]),
         ("deepspeed", ["train", "--config", TINY, "out_dir=OUT"]),
-        pytest.param(
-            "tokenizers", ["train", "--config", TINY, "out_dir=OUT"], marks=pytest.mark.slow
-        ),
         ("lm_eval", ["eval", "EXPORT", "--tasks", "catbabi_mini"]),
-        pytest.param(
-            "accelerate", ["eval", "EXPORT", "--tasks", "catbabi_mini"], marks=pytest.mark.slow
-        ),
         ("torch", ["generate", "EXPORT", "--prompt", "a"]),
     ],
 )

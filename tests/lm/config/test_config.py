@@ -79,9 +79,12 @@ def test_a_key_that_was_removed_is_read_with_its_default_alone(key):
     assert not is_key(key, Config)
     tree = {}
     config.set_key(tree, key, config.REMOVED[key])
-    assert config.build(tree) == Config() and tree != {}
+    assert key.rpartition(".")[2] not in str(config.without_removed(tree, "config"))
+    with pytest.raises(ConfigError, match="was removed: leave it out"):
+        config.parse_override(f"{key}=1")
     config.set_key(tree, key, "another")
-    assert f"`{key}` is no longer there, and is 'another'" in refused(tree)
+    with pytest.raises(ConfigError, match=rf"`{re.escape(key)}` .* is 'another'"):
+        config.without_removed(tree, "config")
 
 
 def test_every_error_is_named_at_once():
@@ -103,12 +106,8 @@ def test_every_error_is_named_at_once():
             ["`model.vocab_size` is 'many'", "must be a valid integer", "or it must be 'auto'"],
         ),
         ({"optim": {"betas": [0.9]}}, ["`optim.betas[1]` is missing"]),
-        ({"optim": {"betas": [0.9, 0.9, 0.9]}}, ["is [0.9, 0.9, 0.9]", "at most 2 items"]),
-        ({"optim": {"betas": 0.9}}, ["`optim.betas` is 0.9", "must be a valid tuple"]),
         ({"optim": {"betas": [True, 0.9]}}, ["`optim.betas`: true and false"]),
         ({"optim": 3}, ["`optim` is 3", "must be a valid dictionary"]),
-        ({"optim": None}, ["`optim` is null", "must be a valid dictionary"]),
-        ({"model": 3}, ["`model` is 3", "must be a valid dictionary"]),
         ({"name": 7}, ["`name` is 7", "must be a valid string"]),
         (
             {"name": datetime.date(2020, 1, 2)},
@@ -132,11 +131,8 @@ def test_every_error_is_named_at_once():
         ),
         ({"solver": {"schedule": "window:0"}}, ["is `window:0`; W is at least 1"]),
         ({"solver": {"schedule": 4}}, ["`solver.schedule`: schedule is `4`"]),
-        ({"solver": {"schedule": "mixed"}}, ["is `mixed`", "sequential (one token after"]),
         ({"solver": {"token": "exakt"}}, ["is 'exakt'", "did you mean `exact`?"]),
-        ({"solver": {"stopping": "papre"}}, ["is 'papre'", "did you mean `paper`?"]),
         ({"solver": {"gradient": "adjoint"}}, ["is `adjoint`", "adjoint:K (the first"]),
-        ({"solver": {"gradient": "adjoint:-1"}}, ["is `adjoint:-1`", "adjoint:K (the first"]),
         ({"solver": {"gradient": "one-step"}}, ["is `one-step`", "one_step (the paper's"]),
         ({"solver": {"adjoint_clip": 0}}, ["is 0", "must be a number above 0"]),
         # Out of range.
@@ -150,17 +146,11 @@ def test_every_error_is_named_at_once():
         ({"solver": {"quantile": 1.1}}, ["`solver.quantile` is 1.1", "a number from 0 to 1"]),
         ({"data": {"val_fraction": 1}}, ["`data.val_fraction` is 1", "less than 1"]),
         ({"optim": {"lr": float("nan")}}, ["`optim.lr` is nan", "finite"]),
-        ({"optim": {"lr": float("inf")}}, ["`optim.lr` is inf", "finite"]),
-        ({"optim": {"lr": 0}}, ["`optim.lr` is 0", "greater than 0"]),
-        ({"optim": {"warmup": -1}}, ["`optim.warmup` is -1", "greater than or equal to 0"]),
         ({"optim": {"betas": [0.9, 1.0]}}, ["`optim.betas[1]` is 1.0", "less than 1"]),
         ({"seed": -1}, ["`seed` is -1", "greater than or equal to 0"]),
         ({"seed": 2**64}, [f"`seed` is {2**64}", f"less than or equal to {2**64 - 1}"]),
-        ({"data": {"seq_len": 0}}, ["`data.seq_len` is 0", "greater than 0"]),
         ({"name": ""}, ["`name` is ''", "at least 1 character"]),
-        ({"out_dir": ""}, ["`out_dir` is ''", "at least 1 character"]),
         ({"out_dir": "~nobody_of_this_name/x"}, ["`out_dir`", "begins with ~"]),
-        ({"tokenizer": {"name": ""}}, ["`tokenizer.name` is ''", "at least 1 character"]),
         *(
             ({"name": name}, [f"`name`: `{name}` is no name of a folder inside out_dir"])
             for name in ("../../x", "/x", "..", ".", "a//b", "a/../b", "a/")
