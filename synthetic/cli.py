@@ -269,7 +269,8 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
         help="the paper's figures and tables from the runs that are finished",
         description="Without NAME: all reports and how many of their runs are found. With NAME:"
         " draw it into OUT_DIR/reports/SCALE, with its numbers as CSV, and print the commands of"
-        " the runs that are missing. OVERRIDES go over every run, e.g. task.data=data/babi/en-valid. Exit status 1: no run.",
+        " the runs that are missing. OVERRIDES go over every run, e.g."
+        " task.data=data/babi/en-valid. Exit status 1: no run.",
     )
     command.add_argument(
         "name", nargs="?", metavar="NAME", help="fig1, tab1, catbabi, … (see the list)"
