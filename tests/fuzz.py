@@ -120,7 +120,7 @@ def arguments(rng: random.Random, places: Places, folder: Path) -> Case:
             ("synthetic", ["inspect", synthetic, "--out", folder / "x.html", "--", value]),
             ("synthetic", ["eval", "--lengths", "2", "--out", folder / "x.json", "--", value]),
             ("synthetic", ["eval", synthetic, "--out", folder / "x.json", "--lengths", value]),
-            ("synthetic", ["report", "--out-dir", folder, "--", value]),
+            ("synthetic", ["report", f"out_dir={folder}", "--", value]),
             ("synthetic", ["validate", "--", value]),
         ]
     )
