@@ -68,11 +68,6 @@ def fastest_scan(*inputs: Tensor) -> Tensor:
     return selective_scan(*inputs)[0]
 
 
-def paper_block(block: Any, scan: paper.Scan = chunked_scan) -> paper.Block:
-    """A block's weights in the paper's procedure."""
-    return paper.Block(dict(block.named_parameters()), block.config, scan)
-
-
 def paper_model(model: FPRNNForCausalLM, scan: paper.Scan = chunked_scan) -> paper.LanguageModel:
     """The same weights, solved by the paper's procedure."""
     return paper.LanguageModel(model, scan).train(model.training)

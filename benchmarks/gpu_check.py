@@ -82,7 +82,6 @@ QUICK_SIZES = {  # a model that a CPU trains in seconds
     "tokenizer.train_bytes": 100_000,
     "train.global_batch_size": 2,
     "train.micro_batch_size": 2,
-    "train.device": "cpu",
     "eval.micro_batch_size": 2,
     "model.vocab_size": 512,
     "model.d_model": 16,
@@ -242,20 +241,15 @@ def eval_figures(path: Path, lines: list[str]) -> dict[str, Any]:
 
 
 def timing_figures(path: Path, lines: list[str]) -> dict[str, Any]:
-    """Return the figures of benchmarks.gpu_constants: the constants of lm/common/cards.py, the
-    kernels of a token, and each layer's milliseconds next to those predicted of an A100."""
+    """Return the figures of benchmarks.gpu_constants: rates, kernels and layers."""
     record = json.loads(path.read_text(encoding="utf-8"))
     figures = {**record["rates"], "graphs": record["graphs"]}
-    evaluations = record.get("evaluations", {})
-    figures |= {f"evaluations, {name}": count for name, count in evaluations.items()}
     for batch, kernels in record["kernels"].items():
         for name, seconds in kernels.items():
             figures[f"{batch} × {name}"] = f"{seconds * 1e6:.1f} µs"
     for batch, layers in record["layers"].items():
         for name, seconds in layers.items():
-            predicted = record.get("assumed", {}).get(batch, {}).get(name)
-            note = "" if predicted is None else f" (predicted {predicted * 1e3:,.2f})"
-            figures[f"{batch} × {name}"] = f"{seconds * 1e3:,.2f} ms{note}"
+            figures[f"{batch} × {name}"] = f"{seconds * 1e3:,.2f} ms"
     return figures
 
 

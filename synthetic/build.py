@@ -11,11 +11,9 @@ from torch import nn
 
 from lm.common.files import read_json
 from lm.config.plugin import reading_run
-from lm.model.channel_delta import RWKV7State
-from lm.model.delta import DeltaState
+from lm.model.baseline_layers import AttentionState, LSTMState, NoState, SLSTMState
+from lm.model.delta import DeltaState, RWKV7State
 from lm.model.diagonal import ScanState, TrapezoidState
-from lm.model.plain import AttentionState, LSTMState, NoState
-from lm.model.slstm import SLSTMState
 from lm.model.state import BlockState, FPRNNState
 from lm.runs.checkpoint import MANIFEST, CheckpointError, newest, not_finite, read_state, step_of
 from lm.runs.run_dir import RunDir, check_config

@@ -11,7 +11,7 @@ from lm.common.files import write_json
 from lm.runs.checkpoint import listed
 from lm.runs.run_dir import RunDir
 from lm.training import upcycle
-from lm.training.foreign import Source, SourceError, settled
+from lm.training.foreign import Source, SourceError, source_weights
 from synthetic import centroids
 from synthetic.build import Loaded, load_run, trained_on
 from synthetic.config import Config, Task
@@ -53,7 +53,6 @@ class Start:
         self.found = upcycle.match(
             self.source,
             model,
-            wanted.layers,
             wanted.partial,
             model.config.vocab_size,
             other_task,
@@ -81,7 +80,7 @@ def _read(path: str) -> tuple[Source, Loaded]:
     with torch.random.fork_rng(devices=all_gpus):
         loaded = load_run(run.path)  # its module is imported if our own configuration names it
     config = loaded.model.config
-    weights = settled(loaded.model.state_dict(), config, run.path)
+    weights = source_weights(loaded.model.state_dict(), config, run.path)
     return Source(run.path, "a synthetic run", config, weights, None), loaded
 
 

@@ -10,7 +10,7 @@ import torch
 from lm.evaluation.inspection.measure import in_words, named_guesses, predictions, read
 from lm.evaluation.inspection.page import Inspection
 from lm.evaluation.inspection.result import Answer
-from lm.evaluation.inspection.tokens import named
+from lm.evaluation.inspection.tokens import Token
 from synthetic.build import load_run
 from synthetic.evaluate import as_tensors, solver_of, solving
 from synthetic.tasks import IGNORE, Batch, Task, TaskError
@@ -88,7 +88,7 @@ def inspect_batch(
     return Inspection(
         name=name,
         model=in_words(model),
-        tokens=named(numbers, [task.token_name(number) for number in numbers]),
+        tokens=[Token(number, task.token_name(number)) for number in numbers],
         loss=found.loss,
         entropy=found.entropy,
         guesses=guesses,

@@ -19,7 +19,8 @@ from lm.common.files import DamagedError, check_folder, check_kinds
 from lm.common.signals import STOP, stop_with_parent
 from lm.config import load as base
 from lm.runs.metrics import read_metrics
-from lm.runs.run_dir import RunDir, changed_keys
+from lm.runs.run_dir import RunDir
+from lm.runs.run_dir import differences as config_differences
 from lm.training.build import check_section
 from synthetic.config import Config
 
@@ -64,16 +65,14 @@ def differences(cfg: Config) -> list[str]:
     if not path.exists():
         return []
     was = base.build(base.load_tree(path), str(path), Config)
-    changed = changed_keys(was, cfg)
+    changed: dict[str, str] = {}
+    for keys in config_differences(was, cfg).values():
+        changed |= keys
     changed.pop("train.threads", None)
     if cfg.task.data is None:  # the folder was given when the run was started
         changed.pop("task.data", None)
-    return [
-        f"{key} was {before}, is {now}"
-        for key, (before, now) in changed.items()
-        if key.startswith(tuple(f"{section}." for section in SECTIONS))
-        and not (key.startswith("solver.") and cfg.model.name != "fprnn")
-    ]
+    prefixes = tuple(f"{section}." for section in SECTIONS)
+    return [text for key, text in sorted(changed.items()) if key.startswith(prefixes)]
 
 
 def seed_of(cfg: Config) -> int:

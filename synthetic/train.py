@@ -231,7 +231,6 @@ class Training(Loop):
         self.solver = solver_of(self.model.train())
         self.failure_watch = FailureWatch(say, self.solver)
         self.fit_began = time.perf_counter()
-        self.profile.begin_at(self.step)
         self._begin_window()
         self.batches = self._batches()
         self.bar = Progress("training", total=steps, start=self.step, unit="updates")

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from lm.config.model import Model, Section, Solver
 from lm.config.schema import Config
 from lm.config.yaml_text import Loader
-from lm.model.fields import ARCHITECTURE, SOLVER
+from lm.model.fields import ARCHITECTURE, SOLVER, Field
 
 PAGE = Path(__file__).parents[1] / "docs/config.md"
 HEAD = "| key | type | default | meaning |"
@@ -29,6 +29,7 @@ RULE = "| --- | --- | --- | --- |"
 ROW = re.compile(r"\| `(\w+)` \| (.+?) \| `(.*?)` \| (.+) \|$")
 HEADING = re.compile(r"## (?:`([\w.]+)`|Top level)$")
 MISSING = "NOT YET SAID"
+TABLES: dict[type, dict[str, Field]] = {Model: ARCHITECTURE, Solver: SOLVER}
 SANE = 1000  # an upper limit above is there to catch slips, and is not shown
 WRITTEN_SHORT = ("InitFrom",)  # sections that a text alone stands for
 
@@ -45,8 +46,6 @@ def sections(section: Section, prefix: str = "") -> dict[str, Section]:
 
 def kind(field: FieldInfo) -> str:
     """What a field takes, as the page says it."""
-    if field.description and field.annotation is str:
-        return ", ".join(f"`{form}`" for form in field.description.split(", "))
     return ", ".join(dict.fromkeys(_kinds(field.annotation, list(field.metadata))))
 
 
@@ -95,12 +94,11 @@ def default(value: Any, written: str | None) -> str:
     return json.dumps(value) if not isinstance(value, str) else value
 
 
-def meanings(section: Section) -> dict[str, str]:
+def meanings(table_of: dict[str, Field]) -> dict[str, str]:
     """What the fields of a model and its solver mean, with links for the pages they name."""
-    tables = {Model: ARCHITECTURE, Solver: SOLVER}
     return {
         name: re.sub(r"docs/([\w-]+\.md)(#[\w-]+)?", r"[\1](\1\2)", field.meaning)
-        for name, field in tables.get(type(section), {}).items()
+        for name, field in table_of.items()
     }
 
 
@@ -115,13 +113,15 @@ def table(section: Section, rows: dict[str, tuple[str, str]], order: list[str]) 
     names = [name for name in order if name in leaves]
     names += [name for name in leaves if name not in names]
     dumped = section.model_dump(mode="json")
-    of_the_model = meanings(section)
+    table_of = TABLES.get(type(section), {})
+    of_the_model = meanings(table_of)
     lines = []
     for name in names:
         written, meaning = rows.get(name, (None, MISSING))
         meaning = of_the_model.get(name, meaning)
         value = default(dumped[name], written)
-        lines.append(f"| `{name}` | {kind(fields[name])} | `{value}` | {meaning} |")
+        words = table_of[name].words() if name in table_of else ""
+        lines.append(f"| `{name}` | {words or kind(fields[name])} | `{value}` | {meaning} |")
     return lines
 
 

@@ -1,119 +1,109 @@
-"""A command line with faults injected: `python -m tests.faults FAULT[=N][,FAULT...] COMMAND...`."""
+"""A command line with faults injected: `python -m tests.faults FAULT[=N][,FAULT...] COMMAND...`.
+
+Each fault happens at the N-th call of the function that it replaces.
+"""
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
+
+ENGINE = "lm.training.engine:Engine"
+SYNTHETIC = "synthetic.train"
 
 
-def nan_at(count: int) -> None:
-    """The loss of the count-th forward pass in training is NaN."""
-    from lm.training.engine import Engine
+def wrap(place: str, name: str, act: Callable[..., Any], counts: Callable[..., bool] | None = None):
+    """Return a fault: at the N-th call of a function, `act` takes its place.
 
-    real, passes = Engine.forward, [0]
+    Args:
+        place: Module, or module:Class, that has the function.
+        name: Name of the function there.
+        act: Called with the function and the arguments of the call.
+        counts: Called with the arguments: whether a call counts; None: every call does.
+    """
 
-    def forward(self, batch):
-        output = real(self, batch)
-        if self.deepspeed.module.training:
-            passes[0] += 1
-            if passes[0] == count:
-                output.loss = output.loss * float("nan")
-        return output
+    def inject(count: int) -> None:
+        module, _, cls = place.partition(":")
+        owner = importlib.import_module(module)
+        owner = getattr(owner, cls) if cls else owner
+        real, calls = getattr(owner, name), [0]
 
-    Engine.forward = forward
+        def wrapped(*args, **options):
+            calls[0] += counts is None or counts(*args)
+            is_it = calls[0] == count and (counts is None or counts(*args))
+            return act(real, *args, **options) if is_it else real(*args, **options)
+
+        setattr(owner, name, wrapped)
+
+    return inject
 
 
-def nonfinite_at(count: int) -> None:
-    """The count-th forward pass in training finds a number that is not finite, inside a block."""
-    from lm.training.engine import Engine
+def _trains(engine, *_) -> bool:
+    return engine.deepspeed.module.training
 
-    real, passes = Engine.forward, [0]
 
-    def forward(self, batch):
-        if self.deepspeed.module.training:
-            passes[0] += 1
-            if passes[0] == count:
-                raise FloatingPointError("block 0 has made NaN")
-        return real(self, batch)
+def _nan_loss(real, *args):
+    output = real(*args)
+    output.loss = output.loss * float("nan")
+    return output
 
-    Engine.forward = forward
+
+def _synthetic_nan_loss(real, *args):
+    made = real(*args)
+    return made._replace(loss=made.loss * float("nan"))
+
+
+def _nonfinite(*_):
+    raise FloatingPointError("block 0 has made NaN")
+
+
+def _no_data(*_):
+    from lm.data.sources.errors import DataError
+
+    raise DataError("the disk with the text is gone")
+
+
+def _suspended(real, *args, **options):
+    """SIGSTOP, as of a node that hangs."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return real(*args, **options)
+
+
+def _suspended_at_the_end(real, training):
+    """SIGSTOP before the last validation."""
+    training.validation.measure = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
+    real(training)
+
+
+def _endless(real, *args, **options):
+    time.sleep(600)
+    return real(*args, **options)
+
+
+def _nan_weight(real, engine, *args, **options):
+    made = real(engine, *args, **options)
+    held = engine.base_optimizer.param_groups[0]["params"]
+    for parameter in [*held, *engine.deepspeed.module.parameters()]:
+        if parameter.numel():
+            parameter.data.view(-1)[0] = float("nan")
+    return made
+
+
+def _nan_moment(real, trainer, *args, **options):
+    made = real(trainer, *args, **options)
+    optimizer = getattr(trainer, "base_optimizer", None) or trainer.optimizer
+    next(iter(optimizer.state.values()))["exp_avg_sq"].view(-1)[0] = float("nan")
+    return made
 
 
 def plain_kernels(_: int) -> None:
     """This rank finds no kernels."""
     os.environ["FPRNN_KERNELS"] = "plain"
-
-
-def no_data_at(count: int) -> None:
-    """The count-th micro-batch cannot be read."""
-    from lm.data.batches.loader import MapLoader
-    from lm.data.sources.errors import DataError
-
-    real, read = MapLoader.__next__, [0]
-
-    def following(self):
-        read[0] += 1
-        if read[0] == count:
-            raise DataError("the disk with the text is gone")
-        return real(self)
-
-    MapLoader.__next__ = following
-
-
-def _before_update(count: int, what: Callable[[], None]) -> None:
-    from lm.training.engine import Engine
-
-    real, updates = Engine.step, [0]
-
-    def step(self, *args, **options):
-        updates[0] += 1
-        if updates[0] == count:
-            what()
-        return real(self, *args, **options)
-
-    Engine.step = step
-
-
-def stop_at(count: int) -> None:
-    """SIGSTOP before the count-th update, as of a node that hangs."""
-    _before_update(count, lambda: os.kill(os.getpid(), signal.SIGSTOP))
-
-
-def stop_at_the_end(_: int) -> None:
-    """SIGSTOP before the last validation."""
-    from lm.training.train import Training
-
-    real = Training.conclude
-
-    def conclude(self):
-        self.validation.measure = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
-        real(self)
-
-    Training.conclude = conclude
-
-
-def sleep_at(count: int) -> None:
-    """The count-th update never ends."""
-    _before_update(count, lambda: time.sleep(600))
-
-
-def _after_update(count: int, spoil: Callable) -> None:
-    """Call spoil(base optimizer, model) after the count-th update."""
-    from lm.training.engine import Engine
-
-    real, updates = Engine.step, [0]
-
-    def step(self, *args, **options):
-        made = real(self, *args, **options)
-        updates[0] += 1
-        if updates[0] == count:
-            spoil(self.base_optimizer, self.deepspeed.module)
-        return made
-
-    Engine.step = step
 
 
 def looks_every(count: int) -> None:
@@ -123,86 +113,25 @@ def looks_every(count: int) -> None:
     curriculum.EVERY = count
 
 
-def _spoil_weight(optimizer, model) -> None:
-    for parameter in [*optimizer.param_groups[0]["params"], *model.parameters()]:
-        if parameter.numel():
-            parameter.data.view(-1)[0] = float("nan")
-
-
-def _spoil_moment(optimizer, model) -> None:
-    next(iter(optimizer.state.values()))["exp_avg_sq"].view(-1)[0] = float("nan")
-
-
-def weight_nan_at(count: int) -> None:
-    """The count-th update leaves NaN in a weight."""
-    _after_update(count, _spoil_weight)
-
-
-def moment_nan_at(count: int) -> None:
-    """The count-th update leaves NaN in a moment of the optimizer."""
-    _after_update(count, _spoil_moment)
-
-
-def synthetic_moment_nan_at(count: int) -> None:
-    """The count-th update of the synthetic trainer leaves NaN in a moment of the optimizer."""
-    from synthetic.train import Training
-
-    real, updates = Training.update, [0]
-
-    def update(self):
-        real(self)
-        updates[0] += 1
-        if updates[0] == count:
-            _spoil_moment(self.optimizer, self.model)
-
-    Training.update = update
-
-
-def synthetic_nan_at(count: int) -> None:
-    """The loss of the count-th pass of the synthetic trainer is NaN."""
-    import synthetic.train
-
-    real, passes = synthetic.train.loss_of, [0]
-
-    def loss_of(*args):
-        made = real(*args)
-        passes[0] += 1
-        return made._replace(loss=made.loss * float("nan")) if passes[0] == count else made
-
-    synthetic.train.loss_of = loss_of
-
-
-def synthetic_nonfinite_at(count: int) -> None:
-    """The count-th pass of the synthetic trainer finds a number that is not finite, in a block."""
-    import synthetic.train
-
-    real, passes = synthetic.train.loss_of, [0]
-
-    def loss_of(*args):
-        passes[0] += 1
-        if passes[0] == count:
-            raise FloatingPointError("block 0 has made NaN")
-        return real(*args)
-
-    synthetic.train.loss_of = loss_of
-
-
-INJECTED = (
-    plain_kernels,
-    nan_at,
-    nonfinite_at,
-    no_data_at,
-    stop_at,
-    stop_at_the_end,
-    sleep_at,
-    weight_nan_at,
-    moment_nan_at,
-    looks_every,
-    synthetic_moment_nan_at,
-    synthetic_nan_at,
-    synthetic_nonfinite_at,
-)
-FAULTS = {fault.__name__: fault for fault in INJECTED}
+FAULTS = {
+    "plain_kernels": plain_kernels,
+    "looks_every": looks_every,
+    # The count-th forward pass in training.
+    "nan_at": wrap(ENGINE, "forward", _nan_loss, _trains),
+    "nonfinite_at": wrap(ENGINE, "forward", _nonfinite, _trains),
+    # The count-th micro-batch that is read.
+    "no_data_at": wrap("lm.data.batches.mixture_loader:MixtureLoader", "__next__", _no_data),
+    # The count-th update.
+    "stop_at": wrap(ENGINE, "step", _suspended),
+    "sleep_at": wrap(ENGINE, "step", _endless),
+    "weight_nan_at": wrap(ENGINE, "step", _nan_weight),
+    "moment_nan_at": wrap(ENGINE, "step", _nan_moment),
+    "stop_at_the_end": wrap("lm.training.train:Training", "conclude", _suspended_at_the_end),
+    # The same of the synthetic trainer.
+    "synthetic_nan_at": wrap(SYNTHETIC, "loss_of", _synthetic_nan_loss),
+    "synthetic_nonfinite_at": wrap(SYNTHETIC, "loss_of", _nonfinite),
+    "synthetic_moment_nan_at": wrap(f"{SYNTHETIC}:Training", "update", _nan_moment),
+}
 
 
 def main() -> int:

@@ -3,9 +3,7 @@
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
-COMMON = dict(
-    vocab_size=24, hidden_size=32, num_hidden_layers=2, state_size=4, conv_kernel=3, use_cache=False
-)
+COMMON = dict(vocab_size=24, hidden_size=32, num_hidden_layers=2, state_size=4, use_cache=False)
 SIZES = {"mamba": dict(n=4, r=3), "mamba2": dict(n=4, p=8)}  # of tests/oracle_mamba.py
 
 

@@ -78,10 +78,14 @@ class Forked:
 
 
 class ForkServer:
-    """One for each process of pytest; started when it is first asked."""
+    """One for each process of pytest; started when it is first asked.
 
-    def __init__(self, root, environment):
-        self.root, self.environment = root, environment
+    Args:
+        modules: Modules that it imports; none: those of a training.
+    """
+
+    def __init__(self, root, environment, modules=()):
+        self.root, self.environment, self.modules = root, environment, modules
         self.process = None
 
     def start(self, module, arguments, environment=(), cwd=None):
@@ -122,7 +126,7 @@ class ForkServer:
 
     def _start(self):
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.forked"],
+            [sys.executable, "-m", "tests.forked", *self.modules],
             cwd=self.root,
             env=os.environ | self.environment,
             stdin=subprocess.PIPE,
@@ -149,13 +153,16 @@ SLOW_TO_IMPORT = (
 
 def _import_what_is_slow():
     """With one thread, so that a fork has all that this process has."""
-    from lm.training.engine import _import_deepspeed
+    if len(sys.argv) == 1:
+        from lm.training.engine import _import_deepspeed
 
-    _import_deepspeed()
-    for name in SLOW_TO_IMPORT:
+        _import_deepspeed()
+    for name in sys.argv[1:] or SLOW_TO_IMPORT:
         importlib.import_module(name)
     gc.freeze()
-    assert len(os.listdir("/proc/self/task")) == 1, "a thread would be lost in a fork"
+    threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    threads = [name for name in threads if name != "jemalloc_bg_thd"]  # pyarrow's begins again
+    assert len(threads) == 1, "a thread would be lost in a fork"
 
 
 def _become(asked):

@@ -350,8 +350,7 @@ def block_output(parameters, options, u, starts=None, mask=None):
 
 def residual_norm(parameters, name, x, options):
     """A norm of the residual stream. x: (l,d_model)."""
-    norm = rms_norm if options.rms_norm else layer_norm
-    return torch.stack([norm(parameters, name, token, options.norm_epsilon) for token in x])
+    return torch.stack([rms_norm(parameters, name, token, options.norm_epsilon) for token in x])
 
 
 def logits_of(parameters, options, ids, mask=None):

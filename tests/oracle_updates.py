@@ -1,7 +1,6 @@
 """Updates of an engine beside plain autograd: `python -m tests.oracle_updates`, on one rank or two.
 
-Prints for several models and ZeRO stages what z-loss did to an update, and what a skipped one left
-behind.
+Prints for several models and ZeRO stages what z-loss did to an update.
 """
 
 import copy
@@ -10,14 +9,12 @@ import json
 import torch
 
 from lm.config.load import load
-from lm.runs.checkpoint import snapshot
 from lm.training import engine as ds
 from lm.training.build import build_model
 
 WEIGHT = 0.05
 SETTINGS = ["train.global_batch_size=4", "train.micro_batch_size=1", "train.grad_accum_steps=null",
-            "optim.grad_clip=0.3", f"train.z_loss={WEIGHT}",
-            "train.skip={sigma: 3, window: 2}", "model.headdim=8"]  # fmt: skip
+            "optim.grad_clip=0.3", f"train.z_loss={WEIGHT}", "model.headdim=8"]  # fmt: skip
 DELTA = "model.layers=gated_deltanet gated_deltaproduct"
 CASES = [("fprnn", 0), ("fprnn", 1), ("fprnn", 2), ("fprnn", 3), ("transformer", 1),
          ("fprnn", 3, DELTA)]  # fmt: skip
@@ -44,28 +41,6 @@ def expected(model, ids, labels):
     return [cross_entropy.item(), z_loss.item(), norm.item()]
 
 
-def state(engine):
-    """What a checkpoint would hold of weights and optimizer."""
-    files = engine.state_files("nowhere", 0)
-    kept = ("module", "optimizer", "optimizer_state_dict")
-    return snapshot([v for f in files.values() for k, v in f.items() if k in kept])
-
-
-def equal(one, other):
-    """Whether nested containers hold the same tensors, to the last bit; learning rates aside."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(
-            equal(one[k], other[k])
-            for k in one
-            if k not in ("lr", "fragment", "param_slice_mappings")
-        )
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
-    return True
-
-
 def case(ranks, name, stage, *more):
     settings = [*SETTINGS, f"model.name={name}", f"engine.zero_stage={stage}", *more]
     cfg = load("configs/tiny/lm.yaml", settings)
@@ -73,28 +48,10 @@ def case(ranks, name, stage, *more):
     plain = build_model(cfg, 64)
     engine = ds.Engine(cfg, copy.deepcopy(plain), ranks)
     ids, labels, own = micro_batches(ranks)
-    first = engine.step(own, outlier=lambda **found: None)
-    before, lr = state(engine), engine.lr
-    # One rank alone finds it so: the last.
-    last = ranks.rank == ranks.world_size - 1
-    seen = []
-
-    def outlier(**found):
-        seen.append(found)
-        return "too high" if last else None
-
-    second = engine.step(own, outlier=outlier)
-    after = state(engine)
-    third = engine.step(own, outlier=lambda **found: None)
+    first = engine.step(own)
     return {
         "expected": expected(plain, ids, labels),
         "found": [first.loss, first.z_loss, first.norm],
-        "skipped": [bool(u.skipped) for u in (first, second, third)],
-        "asked": [len(seen), seen[0] == {"loss": second.loss, "gradient_norm": second.norm}],
-        "unchanged": equal(before, after),
-        "moves again": not equal(after, state(engine)),
-        "lr goes on": engine.lr != lr,
-        "same gradient": abs(third.norm - second.norm) < 1e-6 * second.norm,
     }
 
 

@@ -89,13 +89,3 @@ def printed_by_ranks(module, processes):
     """What a module prints last on rank 0, of so many processes, as JSON."""
     printed = [rank.communicate(120)[0] for rank in ranks_of(module, [], processes)]
     return json.loads(printed[0].splitlines()[-1])
-
-
-def as_before(run_dir):
-    """Take from a run what earlier versions did not say of what it is made of."""
-    (Path(run_dir) / "tokenizer/SHA256SUMS").unlink()
-    for path in Path(run_dir).glob("checkpoints/*/manifest.json"):
-        said = json.loads(path.read_text())
-        for key in ("tokenizer", "corpora", "config"):
-            del said[key]
-        path.write_text(json.dumps(said))

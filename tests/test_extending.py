@@ -315,9 +315,9 @@ def test_a_language_model_is_trained_resumed_and_exported(page, tmp_path):
     with pytest.raises(ConfigError, match=r"config\.yaml, and nothing here .* --trust"):
         export(tmp_path / "runs/tiny", tmp_path / "hf")
     out = export(tmp_path / "runs/tiny", tmp_path / "hf", trust=True)
-    from lm.evaluation.facade import generate
+    from lm.evaluation.facade import load
 
-    assert generate(out, "The", trust=True, max_new_tokens=3, temperature=0)
+    assert load(out, trust=True).generate("The", max_new_tokens=3, temperature=0)
 
 
 # Tasks.

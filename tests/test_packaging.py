@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_house import ROOT, relative, repository_files
+from tests.test_layers import ROOT, relative, repository_files
 
 PACKAGES = ("fprnn", "lm", "synthetic")
 EXTRAS = ("train", "eval", "docs", "dev")  # as in the Makefile

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks import paper
-from lm.export.reference import reference_name
 from tests.golden import HERE, SETTINGS, Case, relative_error
+from tests.golden.reference import reference_name
 from tests.golden.test_golden import SHARED
 
 NAMES = ("m1_hh1", "m1_hh1_symm", "m1_hh4_lmcfg", "lm_hh1_default")

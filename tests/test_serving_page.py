@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.running import ENV
-from tests.test_pages import blocks
+from tests.test_docs import blocks
 
 CHECKS = """
 loaded = torch.export.load("model.pt2").module()

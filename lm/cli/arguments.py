@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import dataclass
 
-from lm.common.errors import FAILED, ConfigError, Stopped, exit_status, sentence
+from lm.common.errors import FAILED, Stopped, exit_status, sentence
 from lm.common.files import printable
 from lm.common.secrets import mask_logs
 
@@ -90,35 +90,13 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
         setattr(args, words_of, [*getattr(args, words_of), *words])
     pairs_of = getattr(args, "pairs", "override")
     no_pair = any("=" not in text or text.startswith("-") for text in rest)
-    if no_pair or (rest and not hasattr(args, pairs_of)):
-        hint = _key_of_option(rest, getattr(args, pairs_of, None))
+    takes_pairs = hasattr(args, pairs_of)
+    if no_pair or (rest and not takes_pairs):
+        hint = ". Keys of the YAML are set without dashes: key=value" if takes_pairs else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
         setattr(args, pairs_of, [*getattr(args, pairs_of), *rest])
     return args
-
-
-def _key_of_option(rest: list[str], pairs: list[str] | None) -> str:
-    """Return the override that an unknown option stands for, as in `--lr 1e-3`, or "".
-
-    Args:
-        rest: What argparse did not understand.
-        pairs: The overrides; the value of an unknown option is one for argparse. None: the command
-            takes none.
-    """
-    if pairs is None:
-        return ""
-    from lm.config.messages import all_keys
-    from lm.config.schema import Config
-
-    option, _, value = next((text for text in rest if text.startswith("--")), "").partition("=")
-    name = option.removeprefix("--").replace("-", "_")
-    keys = sorted(all_keys(Config), key=lambda key: key.count("."))
-    key = next((key for key in keys if name and name in (key, key.rpartition(".")[2])), None)
-    if key is None:
-        return ""
-    value = value or next((text for text in pairs if "=" not in text), "VALUE")
-    return f". A key of the YAML is set without dashes: {key}={value}"
 
 
 def words_after_options(rest: list[str]) -> tuple[list[str], list[str]]:
@@ -144,7 +122,6 @@ def run(args: argparse.Namespace) -> int:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
-        _check_current_folder()
         status = args.run_command(args)
         if sys.stdout is not None:  # closed
             sys.stdout.flush()
@@ -165,18 +142,6 @@ def run(args: argparse.Namespace) -> int:
             print(f"{label}{printable(text)}", file=sys.stderr)
         _drop_output()
         return exit_status(e)
-
-
-def _check_current_folder() -> None:
-    """Refuse to run in a folder that was removed: libraries fail there with obscure messages.
-
-    Raises:
-        ConfigError: The current folder no longer exists.
-    """
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        raise ConfigError("the current folder was removed: start from another folder") from None
 
 
 def _drop_output() -> bool:

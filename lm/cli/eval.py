@@ -39,13 +39,6 @@ def add_eval(commands: argparse._SubParsersAction) -> None:
         help="documents at once, at least 1, or auto: as many as memory holds, at most 64 (default:"
         " 8)",
     )
-    c.add_argument(
-        "--num-fewshot",
-        type=Whole(0),
-        metavar="N",
-        help="examples shown before each document, at least 0 (default: the task's)",
-    )
-    c.add_argument("--include-path", help="a folder with more task YAMLs")
     c.add_argument("--out", help="results JSON (default: CKPT/eval/results.json)")
     add_trust(c)
     c.set_defaults(run_command=_eval)
@@ -55,7 +48,7 @@ def _eval(args: argparse.Namespace) -> int:
     from lm.runs import places
 
     places.find_model(args.checkpoint, on_hub=False)
-    places.check_folders({"--data": args.data, "--include-path": args.include_path})
+    places.check_folders({"--data": args.data})
 
     from lm.common.console import say
     from lm.evaluation.evaluate import evaluate, table
@@ -67,8 +60,6 @@ def _eval(args: argparse.Namespace) -> int:
         data=args.data,
         limit=args.limit,
         batch_size=args.batch_size,
-        include_path=args.include_path,
-        num_fewshot=args.num_fewshot,
         out=args.out,
         trust=args.trust,
     )

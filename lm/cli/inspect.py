@@ -11,7 +11,7 @@ from lm.common.errors import UserError
 
 
 class InspectArgumentError(UserError, ValueError):
-    """A text that was not given, or given twice; the message says what would do."""
+    """No text is given, or it is not UTF-8."""
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -22,11 +22,10 @@ def add(commands: argparse._SubParsersAction) -> None:
         description="Read a text and show, in the terminal and on one HTML page, how many"
         " iterations each token needs in each layer (ℓ*), its loss, what was predicted in its"
         " place, and the states, gates and decays over time. docs/inspect.md says what each number"
-        " is. TEXT: one or several, put together by spaces; `-` reads standard input.",
+        " is. TEXT: one or several, put together by spaces; `-` reads standard input (`- < FILE`).",
     )
     c.add_argument("checkpoint", metavar="CKPT", help="a run directory or an exported folder")
     c.add_argument("text", nargs="*", metavar="TEXT")
-    c.add_argument("--file", metavar="F", help="read the text of this UTF-8 file instead")
     c.add_argument(
         "--out",
         metavar="HTML",
@@ -40,7 +39,7 @@ def add(commands: argparse._SubParsersAction) -> None:
 def _inspect(args: argparse.Namespace) -> int:
     from lm.runs import places
 
-    text = _text(args.text, args.file)
+    text = _read_text(args.text)
     places.find_model(args.checkpoint)
 
     from lm.evaluation.facade import load
@@ -52,31 +51,19 @@ def _inspect(args: argparse.Namespace) -> int:
     return 0
 
 
-def _text(words: list[str], file: str | None) -> str:
-    """The text to look at.
+def _read_text(words: list[str]) -> str:
+    """Return the text to look at.
 
     Raises:
-        InspectArgumentError: none, two, or a file that cannot be read.
+        InspectArgumentError: There is none, or standard input is not UTF-8.
     """
-    if bool(words) == bool(file):
-        what = "give either a TEXT or --file, not both" if file else "no text is given"
+    if not words:
         raise InspectArgumentError(
-            f"{what}: name it after the checkpoint, or --file F, or `-` for standard input"
+            "no text is given: name it after the checkpoint, or `-` for standard input"
         )
-    if words == ["-"]:
-        return _decoded(sys.stdin.buffer.read(), "standard input")
-    return _of_file(file) if file else " ".join(words)
-
-
-def _of_file(file: str) -> str:
+    if words != ["-"]:
+        return " ".join(words)
     try:
-        return _decoded(Path(file).read_bytes(), file)
-    except OSError as e:
-        raise InspectArgumentError(f"{file} cannot be read: {e.strerror or e}") from None
-
-
-def _decoded(raw: bytes, where: str) -> str:
-    try:
-        return raw.decode()
+        return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as e:
-        raise InspectArgumentError(f"{where} is not UTF-8 (byte {e.start})") from None
+        raise InspectArgumentError(f"standard input is not UTF-8 (byte {e.start})") from None

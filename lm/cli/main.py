@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lm
-from lm.cli import importing as cli_import
 from lm.cli import inspect as cli_inspect
 from lm.cli import serve as cli_serve
 from lm.cli import status as cli_status
@@ -20,12 +19,10 @@ from lm.cli.arguments import (
     Number,
     Whole,
     add_trust,
-    names,
     parse,
     run,
 )
 from lm.cli.eval import add_eval
-from lm.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from lm.config.schema import Config
@@ -35,6 +32,7 @@ EPILOG = """examples:
   fprnn train --config configs/lm/demo.yaml
   fprnn plan configs/lm/fpmamba_160m_fineweb2b.yaml --gpu a100-80g
   fprnn prepare configs/lm/demo.yaml
+  fprnn tokenizer train --config configs/lm/demo.yaml --out runs/tokenizer
   deepspeed --num_gpus 4 --module lm train --config configs/lm/fpmamba_160m_fineweb2b.yaml
   fprnn generate runs/demo --prompt "The list"
   fprnn eval runs/demo --tasks catbabi_mini
@@ -42,17 +40,22 @@ EPILOG = """examples:
   fprnn eval runs/demo/hf --suite paper --data eval_files
   fprnn serve runs/demo/hf
   fprnn inspect runs/demo "f(g(h(x), y))"
-  fprnn agree runs/demo/hf
   fprnn report runs/demo
   fprnn report runs/first runs/second --out runs/both.html
   fprnn sweep configs/lm/compare/tiny.yaml --run
   fprnn status configs/lm/compare/tiny.yaml
   fprnn status runs/demo runs/other --follow
   fprnn doctor
-  fprnn check-mixer my_mixer:PlaneRotation
   fprnn demo s3
   fprnn synthetic train --config configs/synthetic/small/s3.yaml
 """
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """argparse's formatter, which leaves the lines of examples as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
 
 
 def _config_of_run(args: argparse.Namespace) -> Config:
@@ -73,20 +76,10 @@ def _train(args: argparse.Namespace) -> int:
         from lm.common.ranks import launched
 
         say.enabled = launched()[0] == 0
-        planned, status = _planned(cfg, args)
+        planned, status = _planned(cfg)
         say(cfg.to_yaml())
         say(planned)
         return status
-    if args.gpus:
-        raise ConfigError(
-            f"--gpus plans a --dry-run; to train on {args.gpus} GPUs start `deepspeed --num_gpus"
-            f" {args.gpus} --module lm train …`"
-        )
-    for name in ("nodes", "gpu", "utilisation", "evaluations"):
-        if getattr(args, name) is not None:
-            raise ConfigError(
-                f"--{name} is for `fprnn plan` and a --dry-run: training takes what is there"
-            )
     _say_if_slow(cfg)
 
     from lm.training.train import train
@@ -104,7 +97,7 @@ def _say_if_slow(cfg: Config) -> None:
     rank, world_size, _ = launched()
     if rank or RunDir(cfg.run_dir).is_finished or not cfg.model.has_fixed_point:
         return
-    from lm.report.slow import warn_if_slow
+    from lm.report.measure import warn_if_slow
 
     if note := warn_if_slow(cfg, world_size):
         say(note)
@@ -119,14 +112,16 @@ def _plan(args: argparse.Namespace) -> int:
         from lm.report.measure import measure
 
         measured = measure(cfg)
-    planned, status = _planned(cfg, args, measured)
+    planned, status = _planned(cfg, args.gpus, args.gpu, args.utilisation, measured)
     say(planned)
     return status
 
 
-def _planned(cfg, args, measured=None):
-    """What `plan` and `train --dry-run` print, a table, and what they end with: BAD_CONFIG where
-    the run does not fit the card. measured: what `--measure` has found here."""
+def _planned(cfg, gpus=None, gpu=None, utilisation=None, measured=None):
+    """Return the table of `plan` and `train --dry-run`, and their exit status.
+
+    The status is BAD_CONFIG if the run does not fit the card.
+    """
     from lm.cli.doctor import hub
     from lm.common.console import say
     from lm.common.errors import BAD_CONFIG
@@ -138,8 +133,8 @@ def _planned(cfg, args, measured=None):
     from lm.training.build import with_built_in_mixers
     from lm.training.preflight import check_config
 
-    gpus = args.gpus or launched()[1]
-    at = where(cfg, gpus, args.gpu, args.nodes, args.utilisation, args.evaluations)
+    gpus = gpus or launched()[1]
+    at = where(gpus, gpu, utilisation)
     with nothing_imported("a plan"):
         check_config(with_built_in_mixers(cfg)[0], gpus)
         check_folder(cfg.run_dir)
@@ -167,7 +162,7 @@ def _prepare(args: argparse.Namespace) -> int:
         check_tokenizer(cfg)
         check_data(cfg)
 
-    from lm.data.corpus.ahead import prepare_config, summary
+    from lm.data.corpus.corpora import prepare_config, summary
 
     done = []
     for cfg in configs:
@@ -198,9 +193,9 @@ def _export(args: argparse.Namespace) -> int:
         return 0
     from lm.export import push
 
-    if args.out is None and (args.checkpoint or args.ema or args.licence or args.overwrite):
+    if args.out is None and (args.checkpoint or args.licence or args.overwrite):
         raise ExportError(
-            "--checkpoint, --ema, --licence and --overwrite are of an export: give RUN and OUT, or"
+            "--checkpoint, --licence and --overwrite are of an export: give RUN and OUT, or"
             " push the export as it is without them"
         )
     folder = args.run
@@ -221,7 +216,6 @@ def _exported(args: argparse.Namespace) -> Path:
         args.run,
         args.out,
         args.checkpoint,
-        args.ema,
         args.licence,
         trust=args.trust,
         overwrite=args.overwrite,
@@ -229,49 +223,17 @@ def _exported(args: argparse.Namespace) -> Path:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from lm.common.files import check_file, write_text
-    from lm.evaluation.facade import generate
+    from lm.evaluation.facade import load
 
-    if args.out:
-        check_file(args.out)
-    text = generate(
-        args.checkpoint,
+    text = load(args.checkpoint, args.trust).generate(
         args.prompt,
-        trust=args.trust,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         top_k=args.top_k,
         seed=args.seed,
-        schedule=args.schedule,
-        tol=args.tol,
-        max_iters=args.max_iters,
     )
     print(text)
-    if args.out:
-        write_text(args.out, text + "\n")
     return 0
-
-
-def _agree(args: argparse.Namespace) -> int:
-    from lm.runs import places
-
-    places.find_model(args.checkpoint, on_hub=False)
-    places.check_files({"--text": args.text})
-
-    from lm.common.console import Progress, say
-    from lm.evaluation.agree import agree, table
-
-    with Progress("agree", unit="batches") as bar:
-        results = agree(args.checkpoint, **_solved_text(args), progress=bar.update)
-    say(table(results))
-    return 0
-
-
-def _solved_text(args: argparse.Namespace) -> dict:
-    """The options of `agree`; a list not given is left to its default."""
-    names = ("text", "tol", "sequences", "length", "batch_size", "seed", "out", "trust")
-    schedules = {} if args.schedules is None else {"schedules": args.schedules}
-    return {name: getattr(args, name) for name in names} | schedules
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -291,99 +253,9 @@ def _report(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from lm.cli import doctor
 
-    findings = doctor.examine(args.out_dir)
+    findings = doctor.examine()
     print(doctor.report(findings))
     return 0 if doctor.works(findings) else 1
-
-
-def _check_mixer(args: argparse.Namespace) -> int:
-    from lm.evaluation.check_mixer import check_mixer, report
-
-    findings = check_mixer(args.mixer, args.block, args.rank)
-    print(report(findings))
-    return 1 if any(found.holds is False for found in findings) else 0
-
-
-def _add_solved_text(c: argparse.ArgumentParser, schedules: str) -> None:
-    """The options of `agree`."""
-    c.add_argument(
-        "checkpoint",
-        metavar="CKPT",
-        help="a run directory or an exported folder, of a fixed-point model",
-    )
-    c.add_argument("--text", metavar="FILE", help="UTF-8 text (default: built-in, held-out part)")
-    c.add_argument(
-        "--schedules", type=names, metavar="A,B,…", help=f"comma-separated (default: {schedules})"
-    )
-    c.add_argument(
-        "--tol",
-        type=Number(),
-        help="relative residual of the schedules that iterate, above 0 (default, and paper's: the"
-        " checkpoint's own)",
-    )
-    c.add_argument(
-        "--sequences",
-        type=Whole(),
-        default=8,
-        metavar="N",
-        help="how many, at least 1 (default: 8)",
-    )
-    c.add_argument(
-        "--length",
-        type=Whole(),
-        default=256,
-        metavar="L",
-        help="their tokens, at least 1, beyond what it was trained on too (default: 256)",
-    )
-    c.add_argument(
-        "--batch-size",
-        type=Whole(),
-        default=4,
-        metavar="B",
-        help="sequences solved at once, at least 1 (default: 4); the paper's stopping depends on"
-        " it",
-    )
-    c.add_argument(
-        "--seed", type=SEED, default=0, help="of the places in the text, at least 0 (default: 0)"
-    )
-    add_trust(c)
-
-
-def _add_planned_for(c: argparse.ArgumentParser) -> None:
-    """What `plan` and `train --dry-run` plan for."""
-    c.add_argument(
-        "--gpus",
-        type=Whole(1, 1_000_000),
-        metavar="N",
-        help="GPUs to plan for, in all, at least 1 (default: those launched)",
-    )
-    c.add_argument(
-        "--nodes",
-        type=Whole(1, 1_000_000),
-        metavar="M",
-        help="hosts that they are in, evenly, at least 1 (default: 8 GPUs each)",
-    )
-    c.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help="their kind: a100-40g, a100-80g, l40s, h100-80g or h200; any other by its data sheet,"
-        " NAME:TFLOPS:GIB:TBPS (b200:2250:178:8: dense TFLOP/s, memory in GiB, its TB/s); cpu: this"
-        " machine (default: the one here, else a100-80g)",
-    )
-    c.add_argument(
-        "--utilisation",
-        type=Number(),
-        metavar="U",
-        help="share of the card's peak that matrix products reach, above 0 and at most 1 (default:"
-        " 0.25, an assumption); it does not change the hours of layers solved token after token",
-    )
-    c.add_argument(
-        "--evaluations",
-        type=Number(),
-        metavar="E",
-        help="evaluations of a token in every layer, above 0, for the hours (default: 1 where"
-        " tokens are solved one by one, else 10, an assumption)",
-    )
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
@@ -397,7 +269,6 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     c.add_argument("--config", required=True, metavar="YAML")
     c.add_argument("--overwrite", action="store_true", help="delete the run of this name first")
     c.add_argument("--dry-run", action="store_true", help="print config and cost, train nothing")
-    _add_planned_for(c)
     c.add_argument(
         "--job-index",
         type=Whole(0),
@@ -418,7 +289,26 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         " docs/scale.md says how the numbers are made.",
     )
     c.add_argument("config", metavar="CONFIG")
-    _add_planned_for(c)
+    c.add_argument(
+        "--gpus",
+        type=Whole(1, 1_000_000),
+        metavar="N",
+        help="GPUs to plan for, in all (default: those launched)",
+    )
+    c.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="their kind: a100-40g, a100-80g, l40s, h100-80g or h200; any other by its data sheet,"
+        " NAME:TFLOPS:GIB:TBPS (b200:2250:178:8: dense TFLOP/s, memory in GiB, its TB/s); cpu: this"
+        " machine (default: the one here, else a100-80g)",
+    )
+    c.add_argument(
+        "--utilisation",
+        type=Number(),
+        metavar="U",
+        help="share of the card's peak that matrix products reach, above 0 and at most 1 (default:"
+        " 0.25, an assumption)",
+    )
     c.add_argument(
         "--measure",
         action="store_true",
@@ -461,13 +351,12 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
         help="run directory → HuggingFace directory",
         description="Write a run as a folder that from_pretrained loads, with a model card. Nothing"
         " leaves this machine without --push, which says what it uploads and where. `fprnn export"
-        " OUT --push REPO` uploads an export that is there already, with what `fprnn eval` and"
-        " `fprnn agree` have added to its card.",
+        " OUT --push REPO` uploads an export that is there already, with what `fprnn eval` has"
+        " added to its card.",
     )
     c.add_argument("run", metavar="RUN")
     c.add_argument("out", metavar="OUT", nargs="?")
     c.add_argument("--checkpoint", help="a checkpoint folder (default: the newest complete one)")
-    c.add_argument("--ema", action="store_true", help="the average of the weights (train.ema)")
     c.add_argument(
         "--overwrite",
         action="store_true",
@@ -513,57 +402,24 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
         help="draw from the K likeliest tokens; 0: from all (default: 50)",
     )
     c.add_argument("--seed", type=SEED, default=0, help="of the drawing, at least 0 (default: 0)")
-    c.add_argument(
-        "--schedule",
-        help="which tokens are solved together: parallel, sequential, window:W, auto, exact, or"
-        " paper (default: the checkpoint's)",
-    )
-    c.add_argument(
-        "--tol",
-        type=Number(),
-        help="relative residual at which a token has converged, above 0 (default: the"
-        " checkpoint's)",
-    )
-    c.add_argument(
-        "--max-iters",
-        type=Whole(),
-        metavar="N",
-        help="iterations a token may have, at least 1 (default: the checkpoint's)",
-    )
-    c.add_argument("--out", help="also write the text to this file")
     add_trust(c)
     c.set_defaults(run_command=_generate)
-
-
-def _add_agree(commands: argparse._SubParsersAction) -> None:
-    c = commands.add_parser(
-        "agree",
-        help="do all schedules find the same solution, and at what work?",
-        description="Solve the same text under every schedule, each token's own equation solved"
-        " (token exact), and compare with the tight solution, which goes token by token: most"
-        " likely tokens, logits, perplexity, evaluations, tokens that failed. All should agree."
-        " `paper` is the paper's procedure (its map iterated on all tokens, stopped as one batch),"
-        " beside them for information; its ℓ* is counted for every layer.",
-    )
-    _add_solved_text(c, "sequential, window:16, parallel, paper")
-    c.add_argument("--out", metavar="JSON", help="results (default: CKPT/eval/agree.json)")
-    c.set_defaults(run_command=_agree)
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser(
         "report",
         help="one page of a run or of several, also while they train; figures and a summary",
-        description="Write report.html, a page with nothing outside it, and report.markdown with"
-        " the same numbers: losses, ℓ*, work, speed, memory, evaluations, configuration and"
-        " provenance of a run, whatever there is of it so far. A finished run also gets its"
-        " figures and summary.json. Several runs stand in one page, whose place --out names.",
+        description="Write report.html, one file with all figures, report.markdown, figures/ (PNG"
+        " and PDF) and summary.json: losses, ℓ*, work, speed, memory, evaluations, configuration"
+        " and provenance of a run that is finished or still trains. Several runs share one page,"
+        " whose place --out names.",
     )
     c.add_argument("runs", nargs="+", metavar="RUN")
     c.add_argument(
         "--out",
         metavar="PLACE",
-        help="a folder, or FILE.html in one: write page and Markdown there, and nothing into RUN",
+        help="a folder to write to instead of RUN, or FILE.html for the page only",
     )
     c.set_defaults(run_command=_report)
 
@@ -575,33 +431,7 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
         description="Try out what training needs on this machine, in seconds and without a network:"
         " exit status 0 where it works, 1 where something must be mended first.",
     )
-    c.add_argument("--out-dir", default="runs", metavar="DIR", help="of runs (default: runs)")
     c.set_defaults(run_command=_doctor)
-
-
-def _add_check_mixer(commands: argparse._SubParsersAction) -> None:
-    c = commands.add_parser(
-        "check-mixer",
-        help="does a channel mixer of one's own do what a model takes for granted",
-        description="Build small models with a mixer, in fp64, and compare: gradients with"
-        " differences of the loss, what it says of itself with its matrix, one order of solving"
-        " with another. Exit status 1 where something is wrong (docs/extending.md).",
-    )
-    c.add_argument("mixer", metavar="MIXER", help="module:Class, or a name, as in model.mixer")
-    c.add_argument(
-        "--block",
-        choices=("fp_mamba1", "fp_mamba2", "fp_rnn"),
-        default="fp_mamba1",
-        help="the layers it is tried in (default: fp_mamba1)",
-    )
-    c.add_argument(
-        "--rank",
-        type=Whole(),
-        default=1,
-        metavar="R",
-        help="model.mixer_rank, at least 1 (default: 1)",
-    )
-    c.set_defaults(run_command=_check_mixer)
 
 
 def parser(more: Sequence[AddCommands] = ()) -> argparse.ArgumentParser:
@@ -613,7 +443,7 @@ def parser(more: Sequence[AddCommands] = ()) -> argparse.ArgumentParser:
         prog="fprnn",
         description="Pretrain, export and evaluate fixed-point RNN language models.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     # DeepSpeed's launcher passes it; LOCAL_RANK in the environment says the same.
     p.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
@@ -631,14 +461,15 @@ def parser(more: Sequence[AddCommands] = ()) -> argparse.ArgumentParser:
     _add_report(commands)
     cli_inspect.add(commands)
     _add_export(commands)
-    cli_import.add(commands)
     add_eval(commands)
     _add_generate(commands)
     cli_serve.add(commands)
-    _add_agree(commands)
-    _add_check_mixer(commands)
     for add in more:
         add(commands)
+    for name, command in commands.choices.items():
+        examples = [line for line in EPILOG.splitlines() if f" {name} " in f"{line} "]
+        command.epilog = "\n".join(["examples:", *examples])
+        command.formatter_class = HelpFormatter
     return p
 
 

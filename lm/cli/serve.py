@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,7 +49,6 @@ def _serve(args: argparse.Namespace) -> int:
     _check_export(args.checkpoint)
     for package in PACKAGES:
         require(package, "fprnn serve")
-    _check_address(args.host, args.port)
 
     from lm.runs.exported import load_model, load_tokenizer
 
@@ -103,23 +101,3 @@ def _check_export(checkpoint: str) -> None:
             f"{checkpoint} has an @ in its path, after which `transformers serve` expects a"
             " revision: rename the folder, or serve a link to it"
         )
-
-
-def _check_address(host: str, port: int) -> None:
-    """Refuse, before the model is loaded, an address that cannot be listened on.
-
-    Raises:
-        ServeError: The port is in use, or the host is not an address of this machine.
-    """
-    try:
-        for family, kind, protocol, _, address in socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        ):
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                probe.bind(address)
-    except OSError as e:
-        raise ServeError(
-            f"cannot listen on {host}, port {port}: {e.strerror}. Choose another with --port or"
-            " --host"
-        ) from None

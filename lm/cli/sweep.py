@@ -78,25 +78,18 @@ def run_points(path: str, names: list[str], overrides: list[str], gpus: int | No
     from lm.runs.status import sweep_status
 
     has_failed = False
-    left = list(range(len(names)))
     with StopSignals() as signals:
-        while left:
-            busy = []  # points of other processes, which may stop before their end
-            for i in left:
-                name = names[i]
-                point = sweep_status(path, overrides)[i]  # now: another process may have trained it
-                failure = read_mapping(RunDir(point.run_dir).failure) or {}
-                if not point.is_left or failure.get("exit_code") == DIVERGED:
-                    say(f"{name}: {point.state}")
-                    busy += [i] if point.state == "running" else []
-                    continue
-                say(f"{name}: point {i + 1} of {len(names)}")
-                status = _train_point(_command(path, i, overrides, gpus), signals)
-                if status:
-                    has_failed |= status != DIVERGED
-                    say(f"{name}: ended with exit status {status}")
-            now = sweep_status(path, overrides)
-            left = [i for i in busy if now[i].is_left]
+        for i, name in enumerate(names):
+            point = sweep_status(path, overrides)[i]  # now: another process may have trained it
+            failure = read_mapping(RunDir(point.run_dir).failure) or {}
+            if not point.is_left or failure.get("exit_code") == DIVERGED:
+                say(f"{name}: {point.state}")
+                continue
+            say(f"{name}: point {i + 1} of {len(names)}")
+            status = _train_point(_command(path, i, overrides, gpus), signals)
+            if status:
+                has_failed |= status != DIVERGED
+                say(f"{name}: ended with exit status {status}")
     return int(has_failed)
 
 

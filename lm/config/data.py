@@ -78,8 +78,7 @@ class Source(Section):
     path: str | None = None
     text_field: str = "text"
     traces: Traces | None = None
-    # relative to the others; null: `data.temperature` makes it
-    weight: float | None = Field(None, ge=0, le=1e9)
+    weight: float = Field(ge=0, le=1e9)  # relative to the others
 
     @field_validator("source", mode="before")
     @classmethod
@@ -155,29 +154,6 @@ def check_names(mixture: dict) -> None:
             )
 
 
-def check_weights(mixture: dict[str, Source], temperature: float | None) -> None:
-    """Raises ValueError unless all sources have a weight, not all 0; or under a temperature none
-    has one."""
-    given = {name: part.weight for name, part in mixture.items()}
-    if temperature is not None:
-        if said := [name for name, weight in given.items() if weight is not None]:
-            raise ValueError(
-                f"`data.mixture.{said[0]}.weight` and `data.temperature` both say how much is drawn"
-                " from the sources: leave out one of them (null)"
-            )
-        return
-    if missing := [name for name, weight in given.items() if weight is None]:
-        raise ValueError(
-            f"`data.mixture.{missing[0]}.weight` is missing: give every source a weight of at least"
-            " 0, or `data.temperature`, which makes them of the sources' sizes"
-        )
-    if not any(given.values()):
-        raise ValueError(
-            f"the weights of `data.mixture` ({', '.join(given)}) sum to 0: one at least must be"
-            " above 0"
-        )
-
-
 def check_mixture(data: Data) -> None:
     """What the keys of `data` must be together, where it may have a mixture.
 
@@ -185,13 +161,12 @@ def check_mixture(data: Data) -> None:
         ValueError: they say two things, or one that cannot be.
     """
     if data.mixture is None:
-        if data.temperature is not None:
-            raise ValueError(
-                "`data.temperature` weighs the sources of `data.mixture`, which is null: give"
-                " several sources, or leave it out"
-            )
         return
-    check_weights(data.mixture, data.temperature)
+    if not any(part.weight for part in data.mixture.values()):
+        raise ValueError(
+            f"the weights of `data.mixture` ({', '.join(data.mixture)}) sum to 0: one at least must"
+            " be above 0"
+        )
     for key in OF_A_SINGLE_SOURCE:
         if getattr(data, key) != type(data).model_fields[key].default:
             raise ValueError(
@@ -226,7 +201,6 @@ class Data(Section):
     )
     # several sources in the place of one
     mixture: dict[str, Source] | None = None
-    temperature: float | None = Field(None, gt=0)  # weights ∝ (training tokens)^(1/temperature)
     # other weights of the mixture at first, stage after stage
     curriculum: list[Stage] = Field(default_factory=list)
 

@@ -25,16 +25,27 @@ SHORT = {"model": "name", "init_from": "path"}  # sections that a text may stand
 # one with its default is read without it.
 REMOVED = {
     "data.packing": "plain",
+    "data.temperature": None,
     "model.backend": "auto",
+    "model.rms_norm": True,
+    "model.bias": False,
+    "model.residual_in_fp32": True,
+    "model.d_conv": 4,
+    "model.norm_epsilon": 1e-5,
     "model.position": "rope",
     "model.attention_window": None,
     "model.allow_neg_eigval": "auto",
     "solver.jacobian_reg": 0.0,
+    "solver.patience": 15,
     "optim.muon": {"lr": None, "momentum": 0.95, "nesterov": True, "scale": "match_rms_adamw"},
     "train.batch_warmup": None,
     "train.length_warmup": None,
     "train.spike": None,
+    "train.device": "auto",
+    "train.skip": None,
+    "train.ema": None,
     "engine.hang_s": 3600,
+    "init_from.layers": "auto",
     "train.world_size": None,
     "train.workers": 0,  # of a synthetic run
     "task.csv": None,
@@ -232,13 +243,6 @@ def _refuse_place(key: str, sweep_key: str, where: str) -> None:
         )
 
 
-def _refuse_repeated(key: str, values: list[Any], where: str) -> None:
-    """Raise ConfigError for a value that is there twice: two points would train alike."""
-    for i, value in enumerate(values):
-        if any(value == other and type(value) is type(other) for other in values[:i]):
-            raise ConfigError(f"{where}: sweep.{key} has {value!r} twice: each value trains once")
-
-
 def _axis(key: str, values: Any, where: str, schema: type[Run]) -> list[Any]:
     """What a sweep goes over under one of its keys."""
     _refuse_place(key, f"sweep.{key}", where)
@@ -254,7 +258,6 @@ def _axis(key: str, values: Any, where: str, schema: type[Run]) -> list[Any]:
         raise ConfigError(f"{where}: sweep over unknown key `{key}`{nearest(key, schema)}")
     if not isinstance(values, list) or not values:
         raise ConfigError(f"{where}: sweep.{key} must be a non-empty list")
-    _refuse_repeated(key, values, where)
     return values
 
 

@@ -100,10 +100,7 @@ def _sentence(key: str, value: Any, findings: list[ErrorDetails], schema: type[B
         return f"`{key}`: {message}" if key else message
     messages = [re.sub(r", (unable|got) .*", "", f["msg"]) for f in findings]
     wanted = " or ".join(dict.fromkeys(re.sub(r"^\w+ should", "it must", m) for m in messages))
-    try:
-        shown = repr(value) if isinstance(value, str | list | dict) else str(value)  # a date
-    except ValueError:  # Python converts no integer of more than 4,300 digits
-        shown = "a number of thousands of digits"
+    shown = repr(value) if isinstance(value, str | list | dict) else str(value)  # a date
     shown = "null" if value is None else shown[:80]
     # A hint where a name is nearly right: a choice, or the word before a colon.
     choices = [str(f.get("ctx", {}).get(n)) for f in findings for n in ("expected", "pattern")]

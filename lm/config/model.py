@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import re
 import sys
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -18,10 +16,12 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from lm.config.plugin import check_name
 from lm.config.resuming import FREE
-from lm.model.fields import ARCHITECTURE, SOLVER, Choice, Field, Number, Parsed, Switch
+from lm.model.fields import ARCHITECTURE, SOLVER, Field, Number
+from lm.model.patterns import FIXED_POINT
 
 
 class Section(BaseModel):
@@ -45,14 +45,13 @@ class Section(BaseModel):
         """Python counts true as 1, and `train.steps: true` would train for one step."""
         annotation = cls.model_fields[info.field_name].annotation
         elements = value if isinstance(value, list | tuple) else [value]
-        a_switch = bool in (annotation, *get_args(annotation))
-        if not a_switch and any(isinstance(element, bool) for element in elements):
+        is_free = annotation is Any or bool in (annotation, *get_args(annotation))
+        if not is_free and any(isinstance(element, bool) for element in elements):
             raise ValueError("true and false are only for what is switched on or off")
         return value
 
 
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
-OpenFraction = Annotated[float, pydantic.Field(gt=0, lt=1)]
 Fraction1 = Annotated[float, pydantic.Field(ge=0, le=1)]
 Size = Annotated[int, pydantic.Field(gt=0, le=65_536)]  # above it, more than a machine holds
 Count = Annotated[int, pydantic.Field(ge=0)]
@@ -76,37 +75,24 @@ def _built_in_mixers() -> list[str]:
 
 def section_of(fields: dict[str, Field], base: type[Section], name: str) -> Any:
     """A Section with the fields of a table of lm/model/fields.py, after those of `base`."""
-    of_pydantic: Any = {key: (_annotation(field), field.default) for key, field in fields.items()}
-    return create_model(name, __base__=base, **of_pydantic)
+    annotated: Any = {key: (_annotation(field), field.default) for key, field in fields.items()}
+    return create_model(name, __base__=base, **annotated)
 
 
 def _annotation(field: Field) -> Any:
-    """What pydantic calls the values that a field can have."""
-    annotation: Any = str  # of Anything: the class below says which text
-    match field.takes:
-        case Choice(names):
-            annotation = Literal[names]
-        case Switch():
-            annotation = bool
-        case Number(least, most, open, whole):
-            above = "gt" if open in ("left", "both") else "ge"
-            below = "lt" if open in ("right", "both") else "le"
-            ends: Any = {above: least} | ({} if most == math.inf else {below: most})
-            annotation = Annotated[int if whole else float, pydantic.Field(**ends)]
-        case Parsed(parse, forms):
-            described = pydantic.Field(description=", ".join(forms))
-            annotation = Annotated[str, described, pydantic.AfterValidator(_read_by(parse))]
-    for other in field.or_else:
-        annotation = annotation | (None if other is None else Literal[other])
+    """Return the annotation with which pydantic checks a field of the table."""
+
+    def check(value: Any) -> Any:
+        if not field.takes_value(value):
+            names = field.or_else if isinstance(field.takes, Number) else field.takes
+            raise PydanticCustomError(
+                "field", "it must be {words}", {"words": field.words(), "expected": names}
+            )
+        is_real = isinstance(field.takes, Number) and not field.takes.whole
+        return float(value) if is_real and isinstance(value, int) else value
+
+    annotation: Any = Annotated[Any if field.takes else str, pydantic.AfterValidator(check)]
     return Annotated[annotation, FREE] if field.free else annotation
-
-
-def _read_by(parse: Callable[[str], Any]) -> Callable[[str], str]:
-    def read(text):
-        parse(text)
-        return text
-
-    return read
 
 
 class _Named(Section):
@@ -146,8 +132,7 @@ class Model(section_of(ARCHITECTURE, _Named, "Architecture")):  # type: ignore[m
     @property
     def has_fixed_point(self) -> bool:
         """Whether some layer is solved."""
-        kinds = get_args(type(self).model_fields["block"].annotation)
-        named = self.layers is None or any(kind in str(self.layers) for kind in kinds)
+        named = self.layers is None or any(kind in str(self.layers) for kind in FIXED_POINT)
         return self.name == "fprnn" and named
 
 
@@ -178,8 +163,6 @@ class InitFrom(Section):
     goes on from, which is `resume`."""
 
     path: str = pydantic.Field(min_length=1)  # a run, checkpoint, export, or a folder with a Mamba
-    # of each layer the number of the source's whose weights it takes, null: new; auto: by kind
-    layers: Literal["auto"] | list[Count | None] = "auto"
     partial: bool = False  # take what fits; else the outputs at the start are the source's
 
     @model_validator(mode="before")

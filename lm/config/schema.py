@@ -17,7 +17,7 @@ from pydantic import (
 
 from lm.common.errors import ConfigError
 from lm.config.data import LARGEST, Data
-from lm.config.model import Fraction, InitFrom, Model, OpenFraction, Section, Solver
+from lm.config.model import Fraction, InitFrom, Model, Section, Solver
 from lm.config.resuming import FIXED, FREE, NOTED
 from lm.config.yaml_text import Dumper
 
@@ -89,14 +89,6 @@ class Optim(Section):
         return DECAY if self.decay is None else self.decay
 
 
-class Skip(Section):
-    """An update whose loss or gradient norm is more than `sigma` standard deviations above the mean
-    of the last `window` updates is left out."""
-
-    sigma: float = Field(6.0, gt=0)
-    window: int = Field(128, ge=2, le=100_000)
-
-
 class Train(Section):
     """How much is trained at once, and for how long."""
 
@@ -108,7 +100,6 @@ class Train(Section):
     # null: what makes the global batch, or 1 where that is not given
     grad_accum_steps: int | None = Field(None, gt=0, le=MOST)
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
-    device: Literal["auto", "cpu"] = "auto"  # auto: GPUs; without any, small models alone
     threads: int | None = Field(None, gt=0, le=4096)  # CPU threads per rank; null: torch's choice
     # A loss or gradient of NaN or infinity: so often back to the last checkpoint, and on with the
     # data after it.
@@ -118,8 +109,6 @@ class Train(Section):
     # κ of lm.model.state.Adversary, a second pass of every update; 0: none. With a curriculum from
     # its end on.
     adversary: Annotated[float, NOTED] = Field(0.0, ge=0)
-    skip: Annotated[Skip | None, NOTED] = None  # updates that are left out
-    ema: Annotated[OpenFraction | None, NOTED] = None  # β of an average of the weights; null: none
 
     @model_validator(mode="after")
     def _one_way_to_say_the_batch(self) -> Self:
@@ -174,7 +163,7 @@ PROFILED = "two updates, the first and the last, counted from 1, as [10, 12]; or
 
 class Log(Section):
     every: int = Field(10, gt=0)  # updates
-    wandb: bool = False  # offline where wandb finds no login
+    wandb: bool = False
     tensorboard: bool = False
     probe_every: int = Field(100, ge=0)  # updates between probes of ℓ*; 0: at validations alone
     # the first and the last update of which rank 0 writes a PyTorch profile; null: of none

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -80,29 +81,12 @@ def parse(text: str, where: str) -> Any:
             f"{where} is not valid YAML: a tag (!!int, !!float, !!bool or !!timestamp) stands"
             " before a text that is no such value"
         ) from None
-    _refuse_cycles(tree, where, set(), set())  # nested no deeper than the loader itself goes
+    try:
+        json.dumps(tree, default=str, skipkeys=True)
+    except ValueError as e:  # a number of thousands of digits, or a value that holds itself
+        why = "an anchor (&name) holds itself" if "ircular" in str(e) else str(e)
+        raise ConfigError(f"{where} is not YAML for a config: {why}") from None
     return tree
-
-
-def _refuse_cycles(tree: Any, where: str, around: set[int], seen: set[int]) -> None:
-    """Refuse a value that holds itself, which YAML can write by an anchor.
-
-    Args:
-        around: Identities of the mappings and lists that `tree` lies in.
-        seen: Identities of those that were looked at: an anchor may be used often.
-
-    Raises:
-        ConfigError: There is one.
-    """
-    if id(tree) in around:
-        raise ConfigError(f"{where} is not YAML for a config: an anchor (&name) holds itself")
-    if not isinstance(tree, dict | list) or id(tree) in seen:
-        return
-    seen.add(id(tree))
-    around.add(id(tree))
-    for value in tree.values() if isinstance(tree, dict) else tree:
-        _refuse_cycles(value, where, around, seen)
-    around.remove(id(tree))
 
 
 def load_tree(path: str | Path) -> dict:

@@ -1,1 +1,1 @@
-"""What a finished model is asked: lm-eval's tasks, samples, agreement, a look inside."""
+"""What a finished model is asked: lm-eval's tasks, samples, a look inside."""

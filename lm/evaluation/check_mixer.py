@@ -1,11 +1,15 @@
-"""`fprnn check-mixer`: does a mixer do what a model takes for granted? Small, in fp64.
+"""Check that a mixer does what a model takes for granted, in small models in fp64.
+
+    python -m lm.evaluation.check_mixer my_mixer:PlaneRotation [--block fp_rnn] [--rank 2]
 
 Each check has an oracle that knows nothing of the mixer's formulas: its own matrix, differences of
-the loss, the same tokens solved in another order.
+the loss, the same tokens solved in another order. The exit status is 1 where something is wrong.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
 from typing import NamedTuple
 
 import torch
@@ -14,7 +18,6 @@ import torch.nn.functional as F
 from lm.common.errors import ConfigError
 from lm.config.model import Model, Solver, registered_mixers
 from lm.config.plugin import check_name
-from lm.export.travelling import ExportError, flat_files
 from lm.model.batch import CACHE
 from lm.model.mixer_base import Mixer
 from lm.training.build import build_section
@@ -29,7 +32,7 @@ STEP = 1e-6
 
 
 class Finding(NamedTuple):
-    """What one check found."""
+    """Result of one check."""
 
     what: str
     holds: bool | None  # None: to be known, neither right nor wrong
@@ -37,11 +40,16 @@ class Finding(NamedTuple):
 
 
 def check_mixer(name: str, block: str = "fp_mamba1", rank: int = 1, seed: int = 0) -> list[Finding]:
-    """Every check of the mixer `name` (as `model.mixer` has it), in layers of a kind.
+    """Run every check of a mixer.
 
-    Args: block: as model.block. rank: model.mixer_rank.
+    Args:
+        name: As model.mixer.
+        block: As model.block, the layers it is tried in.
+        rank: As model.mixer_rank.
+        seed: Seed of weights and tokens.
+
     Raises:
-        ConfigError: no such mixer, or it cannot be made.
+        ConfigError: There is no such mixer, or it cannot be made.
     """
     try:
         check_name(name, registered_mixers(), "mixer")
@@ -57,12 +65,11 @@ def check_mixer(name: str, block: str = "fp_mamba1", rank: int = 1, seed: int = 
             *_of_the_gradient(model),
             *_of_the_order(model),
             _solved(free),
-            _travels(free),
         ]
 
 
 def report(findings: list[Finding]) -> str:
-    """The findings as lines."""
+    """Return the findings as lines."""
     words = {True: "ok", False: "WRONG", None: "note"}
     width = max(len(found.what) for found in findings)
     return "\n".join(
@@ -191,11 +198,20 @@ def _solved(model) -> Finding:
     return Finding("a token's own equation is solved without `contractive`", None, figure)
 
 
-def _travels(model) -> Finding:
-    """Whether an export of it can be made."""
+def main(argv: list[str] | None = None) -> int:
+    """Check the mixer that the command line names."""
+    p = argparse.ArgumentParser(description="Check a mixer of one's own (docs/extending.md).")
+    p.add_argument("mixer", help="module:Class, or a name, as in model.mixer")
+    p.add_argument("--block", choices=("fp_mamba1", "fp_mamba2", "fp_rnn"), default="fp_mamba1")
+    p.add_argument("--rank", type=int, default=1, help="model.mixer_rank (default: 1)")
+    args = p.parse_args(argv)
     try:
-        files = flat_files(model)
-    except ExportError as e:
-        return Finding("it travels with an export", False, str(e))
-    names = [name for name in files if name != "own_mixers.py"]
-    return Finding("it travels with an export", True, ", ".join(names) or "built in")
+        findings = check_mixer(args.mixer, args.block, args.rank)
+    except ConfigError as e:
+        p.error(str(e))
+    print(report(findings))
+    return int(any(found.holds is False for found in findings))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

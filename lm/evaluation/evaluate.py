@@ -1,7 +1,6 @@
-"""lm-eval on an exported checkpoint: our offline tasks and the standard ones, to a results file.
+"""lm-eval on a run or an exported checkpoint: our offline tasks and the standard ones, as a file.
 
-`import lm` registers our model classes with transformers' Auto classes, so our own code is run and
-not the copy in the checkpoint; lm-eval itself is heavy and imported only when it is used.
+lm-eval itself is heavy and imported only when it is used.
 """
 
 from __future__ import annotations
@@ -26,26 +25,18 @@ from lm.evaluation import facade
 from lm.evaluation.tasks import TASKS_DIR, paper
 from lm.export.measured import add_measured
 from lm.runs import places
-from lm.runs.exported import load_model, load_tokenizer
 from lm.runs.metrics import failures, fixed_point_metrics
 
 if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
     from rich.table import Table
 
-# lm-eval's warnings about what is as it should be.
-_NOISE = (
-    "Custom kwargs can be passed",
-    "Overwriting default num_fewshot",
-    "`pretrained` model kwarg is not of type `str`",
-)
 AUTO = "auto"  # the batch size that lm-eval finds
-
-
-OF_TEXT = ("perplexity", "bits_per_byte")  # shown beside a suite task's accuracy
+OF_TEXT = ("perplexity", "bits_per_byte")  # shown next to a suite task's accuracy
 
 
 class EvaluationError(UserError, RuntimeError):
-    """An evaluation that cannot be run; the message says why, and what would do."""
+    """An evaluation that cannot be run; the message gives the reason and a cure."""
 
 
 def evaluate(
@@ -56,78 +47,66 @@ def evaluate(
     data: Path | None = None,
     limit: int | None = None,
     batch_size: int | Literal["auto"] = 8,
-    device: str | None = None,
-    include_path: Path | None = None,
-    num_fewshot: int | None = None,
     out: Path | None = None,
     trust: bool = False,
 ) -> dict:
-    """Run lm-eval's `tasks` (names of tasks, groups, tags) on a run directory or an export.
+    """Run lm-eval on a run directory (its newest checkpoint, in fp32) or an export.
 
-    Of a run directory the newest complete checkpoint is evaluated, in fp32.
-    `suite` is "paper" (lm/evaluation/tasks/paper.py) or None; of a suite `tasks` chooses (none:
-    all), and `data` is a folder of local files that take the place of the hub. `limit` takes only
-    that many documents of each task; `batch_size` "auto" is the largest that memory holds, which
-    lm-eval finds by trying; `include_path` is a folder with further task files. Weights
-    are float32 on the CPU, elsewhere as saved; `trust` runs the code of a checkpoint that is not
-    ours. The results go to `out`, by default checkpoint/eval/results.json, and are returned:
-    {"tasks": {name: {"metrics": {metric: {"value", "stderr", …}}, …}}, "solver", "fixed_point",
-    "versions": …, …}, of a suite also "suite", see `lm.evaluation.tasks.paper.scores`; a number
-    that is not finite is None there. Tasks that give a perplexity
-    to each document's continuation, such as LAMBADA, also have "bits_per_byte". `solver` is what
-    the model says it solves by ("none" without a solver), `fixed_point` what that cost and left,
-    see `lm.runs.metrics.fixed_point_metrics`.
+    Args:
+        checkpoint: A run directory or an exported folder; weights are float32 on the CPU, on a GPU
+            as saved.
+        tasks: Names of tasks, groups and tags; of a suite those to run (none: all).
+        suite: "paper" (lm/evaluation/tasks/paper.py) or None.
+        data: Folder of local files that a suite reads in place of the hub.
+        limit: Number of documents of each task; None: all.
+        batch_size: Documents at once; "auto": the most that memory holds, found by trying.
+        out: Results file; default: checkpoint/eval/results.json.
+        trust: Run the code that a checkpoint brings along.
+
+    Returns:
+        The content of the file: {"tasks": {name: {"metrics": {metric: {"value", "stderr", …}}, …}},
+        "solver", "fixed_point", "versions", …}, of a suite also "suite" (`paper.scores`). Numbers
+        that are not finite are None. Tasks that give a perplexity to each document's continuation,
+        such as LAMBADA, also have "bits_per_byte". "solver" describes the solver ("none" without
+        one), "fixed_point" its cost (`lm.runs.metrics.fixed_point_metrics`).
 
     Raises:
-        PlaceError: no run and no export there.
-        EvaluationError: lm-eval is not installed, an unknown task, a task whose data cannot be had,
-            or that has fewer examples than `num_fewshot`. SuiteError: the same, of a suite.
-        LoadError, CheckpointError: a damaged checkpoint. OutputError: `out` cannot be written.
+        PlaceError: Neither a run nor an export is there.
+        EvaluationError, SuiteError: lm-eval is not installed, a task is unknown, or its data are
+            missing.
+        LoadError, CheckpointError: The checkpoint is damaged.
+        OutputError: `out` cannot be written.
     """
-    # 1. Everything that can be refused is refused before the model is loaded.
+    # 1. Refuse what can be refused before the model is loaded.
     checkpoint = Path(checkpoint)
-    kind = places.find_model(checkpoint, on_hub=False)
-    _check_numbers(limit, batch_size, num_fewshot)
-    sources = _check_tasks(tasks, suite, data, include_path, num_fewshot)
-    if sources is not None:
-        num_fewshot = 0
-    _check_lm_eval()
+    places.find_model(checkpoint, on_hub=False)
+    _check_options(tasks, suite, data, limit, batch_size)
+    for package in ("lm_eval", "accelerate"):  # lm-eval needs accelerate for any HF model
+        if importlib.util.find_spec(package) is None:
+            raise missing_package(package, "evaluation")
     path = Path(out) if out else checkpoint / "eval" / "results.json"
     check_file(path)
-    with _quiet():
-        if sources is None:
-            manager, selected = _load_tasks(tasks, include_path)
-        else:
-            manager, selected = paper.load(sources)
-        _check_examples(selected, num_fewshot)
-        device = device or _default_device()
-        solver, model_args = _model_for_lm_eval(checkpoint, kind, device, trust)
-        # 2. The tasks.
-        with _solves() as solves:
-            raw = _run_lm_eval(
-                model_args,
-                device,
-                tasks=selected,
-                task_manager=manager,
-                num_fewshot=num_fewshot,
-                batch_size=batch_size,
-                limit=limit,
-            )
-    # 3. What came out.
-    of_tasks = {name: _task_results(raw, name) for name in sorted(raw["results"], key=natural)}
+    sources = paper.choose(tasks, data) if suite else {}
+    with _stdout_to_stderr():
+        manager, selected = load_tasks(tasks, sources)
+        # 2. Run the tasks.
+        loaded = facade.load(checkpoint, trust)
+        raw, solves = _run(loaded, manager, selected, batch_size, limit)
+    # 3. Write the results.
+    scored = {name: _task_results(raw, name) for name in sorted(raw["results"], key=natural)}
     results = {
         "checkpoint": checkpoint.resolve().name,
         "limit": limit,
-        "num_fewshot": num_fewshot,
         "batch_size": batch_size,
-        "device": str(device),
-        "solver": solver,
+        "device": loaded.model.device.type,
+        "solver": loaded.model.solver() if hasattr(loaded.model, "solver") else "none",
         "fixed_point": fixed_point_metrics(solves),
-        "versions": _versions(),
-        "tasks": of_tasks,
+        "versions": {"fprnn": lm.__version__}
+        | {name: importlib.metadata.version(name) for name in ("lm_eval", "transformers", "torch")},
+        "tasks": scored,
     }
-    if sources is not None:
-        results["suite"] = paper.scores(sources, of_tasks, limit)
+    if suite:
+        results["suite"] = paper.scores(sources, scored, limit)
     write_json(path, results)
     if out is None:
         add_measured(checkpoint)
@@ -135,69 +114,129 @@ def evaluate(
 
 
 def natural(name: str) -> list:
-    """A key of sorting that puts traces_s3_4 before traces_s3_16."""
+    """Return a sort key that puts traces_s3_4 before traces_s3_16."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
-def _default_device() -> str:
-    import torch
+def _check_options(
+    tasks: list[str],
+    suite: str | None,
+    data: Path | None,
+    limit: int | None,
+    batch_size: int | str,
+) -> None:
+    if limit is not None and limit < 1:
+        raise EvaluationError(f"limit is {limit}: it is the number of documents, at least 1")
+    if batch_size != AUTO and (isinstance(batch_size, str) or batch_size < 1):
+        raise EvaluationError(f"batch_size is {batch_size}: it must be at least 1, or {AUTO}")
+    if suite not in (None, paper.NAME):
+        raise EvaluationError(f"no suite `{suite}`: there is one, `{paper.NAME}`")
+    if suite is None and data is not None:
+        raise EvaluationError(
+            "--data is the folder of a suite's files: give --suite paper with it (`text_local`"
+            " reads the folder that FPRNN_EVAL_DATA names)"
+        )
+    if suite is None and not tasks:
+        raise EvaluationError(
+            "no tasks given: --tasks catbabi_mini needs no network, --suite paper are the six that"
+            " language models are compared by"
+        )
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
-
-def _model_for_lm_eval(
-    checkpoint: Path, kind: str, device: str, trust: bool
-) -> tuple[dict | str, dict]:
-    """Load a checkpoint, and return how its model is solved and what lm-eval is given of it.
-
-    lm-eval reads an export itself, so that `accelerate launch` can do so on every GPU. It cannot
-    read a run directory, so it gets the model.
-
-    Args:
-        kind: "run" or "export".
-
-    Returns:
-        (the solver as the model describes it, "none" without one; lm-eval's `model_args`).
+def _make_manager(names: list[str]) -> TaskManager:
+    """Return lm-eval's TaskManager, which knows our tasks, and its own where these are asked for.
 
     Raises:
-        LoadError, CheckpointError: The tokenizer or the weights are damaged or missing. lm-eval
-            would continue with random weights in place of missing ones.
+        EvaluationError: Unknown tasks; the message suggests names.
     """
-    args: dict[str, Any]
-    if kind == "run":
-        loaded = facade.load(checkpoint, trust)
-        model = loaded.model.to(device)
-        args = {"pretrained": model, "tokenizer": loaded.tokenizer}
-    else:
-        load_tokenizer(checkpoint, trust)
-        model = load_model(checkpoint, trust).eval()
-        dtype = "float32" if device == "cpu" else "auto"
-        args = {"pretrained": str(checkpoint), "trust_remote_code": trust, "dtype": dtype}
-    return model.solver() if hasattr(model, "solver") else "none", args
+    from lm_eval.tasks import TaskManager
+
+    # lm-eval needs seconds to read its own thousands of task files.
+    manager = TaskManager(include_path=[str(TASKS_DIR)], include_defaults=False)
+    if not set(names) <= set(manager.all_tasks):
+        manager = TaskManager(include_path=[str(TASKS_DIR)])
+    problems = []
+    for name in sorted(set(names) - set(manager.all_tasks)):
+        close = difflib.get_close_matches(name, manager.all_tasks, 3, 0.6)
+        hint = f"; the nearest are {', '.join(f'`{c}`' for c in close)}" if close else ""
+        problems.append(f"unknown task `{name}`{hint}")
+    if problems:
+        raise EvaluationError("; ".join(problems) + " (`lm_eval ls tasks` lists lm-eval's own)")
+    return manager
 
 
-def _run_lm_eval(model_args: dict, device: str, **options) -> dict:
-    """Return lm-eval's raw results.
+def load_tasks(names: list[str], sources: dict[str, paper.Source]) -> tuple[TaskManager, list[Any]]:
+    """Return lm-eval's manager, and its tasks and groups with their documents.
 
     Args:
-        options: Of `lm_eval.simple_evaluate`.
+        names: Names of tasks, groups and tags; not read with `sources`.
+        sources: Tasks of a suite, from `paper.choose`; {} without a suite.
+
+    Raises:
+        EvaluationError, SuiteError: A task is unknown, or its documents cannot be had.
     """
+    specs: dict[str, str | dict] = {name: name for name in names}
+    if sources:
+        manager = paper.make_manager(sources)
+        specs = {name: paper.task_spec(name, source) for name, source in sources.items()}
+    else:
+        manager = _make_manager(names)
+    selected = []
+    for name, spec in specs.items():
+        try:
+            loaded = manager.load([spec])
+        except (OSError, ValueError, ImportError) as error:
+            hint = ""
+            if name in paper.TASKS:
+                hint = f"; --suite paper --data DIR reads it from {paper.file_names(name)}"
+            raise EvaluationError(f"task `{name}` could not be loaded: {error}{hint}") from error
+        # A suite's local file makes its task the member of a group, which has no results.
+        groups = loaded["groups"] if spec == name else {}
+        nested = {child for group in groups for child in loaded["group_map"][group]}
+        items = groups | loaded["tasks"]
+        selected += [item for key, item in items.items() if key not in nested]
+    return manager, selected
+
+
+def _run(
+    loaded: facade.LanguageModel,
+    manager: TaskManager,
+    tasks: list[Any],
+    batch_size: int | str,
+    limit: int | None,
+) -> tuple[dict, list]:
+    """Return lm-eval's raw results and the statistics of every solve."""
     import lm_eval
 
-    return lm_eval.simple_evaluate(
-        model="hf",
-        model_args=model_args,
-        device=device,
-        bootstrap_iters=1000,
-        log_samples=True,  # for bits per byte
-        **options,
-    )
+    model = loaded.model.float() if loaded.model.device.type == "cpu" else loaded.model
+    solves = []
+
+    def keep(module, args, output):
+        if getattr(output, "fixed_point", None) is not None:
+            solves.append(output.fixed_point)
+
+    with contextlib.ExitStack() as hooks:
+        hooks.callback(model.register_forward_hook(keep).remove)
+        raw = lm_eval.simple_evaluate(
+            model="hf",
+            model_args={"pretrained": model, "tokenizer": loaded.tokenizer},
+            device=model.device.type,
+            tasks=tasks,
+            task_manager=manager,
+            batch_size=batch_size,
+            limit=limit,
+            bootstrap_iters=1000,
+            log_samples=True,  # for bits per byte
+        )
+    return raw, solves
 
 
 def table(results: dict) -> Table:
-    """What `evaluate` returned, as a table: a row for each metric, value ± standard error; of a
-    suite the metric that stands for each task, and their mean. Below it a warning where too many
-    tokens were not solved."""
+    """Return results of `evaluate` as a table: a row for each metric, value ± standard error.
+
+    A suite shows the metric that stands for each task, and their mean. A warning stands below where
+    too many tokens were not solved.
+    """
     from rich.table import Table
 
     title = results["checkpoint"]
@@ -232,142 +271,6 @@ def table(results: dict) -> Table:
         of = len(suite["tasks"])
         out.add_row(f"mean of {of} of the suite's {len(paper.TASKS)}", "", "accuracies", mean)
     return out
-
-
-@contextlib.contextmanager
-def _solves() -> Iterator[list]:
-    """A list of the statistics of all solves that any model makes within the block: lm-eval builds
-    the model itself, so its outputs are seen by a hook on all modules."""
-    from torch.nn.modules.module import register_module_forward_hook
-
-    solves = []
-
-    def keep(module, args, output):
-        # By name: of an export whose code is its own the class is another than ours.
-        is_whole = type(output).__name__ == "FPRNNCausalLMOutput"
-        if is_whole and output.fixed_point is not None:
-            solves.append(output.fixed_point)
-
-    hook = register_module_forward_hook(keep)
-    try:
-        yield solves
-    finally:
-        hook.remove()
-
-
-def _check_numbers(limit: int | None, batch_size: int | str, num_fewshot: int | None) -> None:
-    if limit is not None and limit < 1:
-        raise EvaluationError(f"limit is {limit}: it is the number of documents, at least 1")
-    if batch_size != AUTO and (isinstance(batch_size, str) or batch_size < 1):
-        raise EvaluationError(f"batch_size is {batch_size}: it must be at least 1, or {AUTO}")
-    if num_fewshot is not None and num_fewshot < 0:
-        raise EvaluationError(f"num_fewshot is {num_fewshot}: it must be at least 0")
-
-
-def _check_tasks(
-    tasks: list[str],
-    suite: str | None,
-    data: Path | None,
-    include_path: Path | None,
-    num_fewshot: int | None,
-) -> dict[str, paper.Source] | None:
-    """Where the documents of a suite's tasks come from; None without a suite.
-
-    Raises:
-        EvaluationError: options that do not go together, no folder at `include_path`. SuiteError:
-            files are missing.
-    """
-    if include_path is not None and not Path(include_path).is_dir():
-        raise EvaluationError(f"include_path {include_path} is not a folder")
-    if suite is None:
-        if data is not None:
-            raise EvaluationError(
-                "--data is the folder of a suite's files: give --suite paper with it"
-                " (`text_local` reads the folder that FPRNN_EVAL_DATA names)"
-            )
-        if not tasks:
-            raise EvaluationError(
-                "no tasks given: --tasks catbabi_mini needs no network, --suite paper are the six"
-                " that language models are compared by"
-            )
-        return None
-    if suite != paper.NAME:
-        raise EvaluationError(f"no suite `{suite}`: there is one, `{paper.NAME}`")
-    if include_path is not None:
-        raise EvaluationError(
-            "--include-path adds tasks of one's own, and a suite has none of them"
-        )
-    if num_fewshot:
-        raise EvaluationError(
-            f"num_fewshot is {num_fewshot}: the suite `{suite}` is zero-shot; its tasks are run"
-            " with examples by --tasks, without --suite"
-        )
-    return paper.choose(tasks, data)
-
-
-def _check_examples(selected: list, num_fewshot: int | None) -> None:
-    """Refuse more examples than a task has, which lm-eval would find out after loading the model.
-
-    Args:
-        selected: Tasks and groups as `_load_tasks` returns them.
-
-    Raises:
-        EvaluationError: A task has fewer than `num_fewshot` examples.
-    """
-    if not num_fewshot:
-        return
-    for item in selected:
-        for task in item.get_all_tasks() if hasattr(item, "get_all_tasks") else [item]:
-            if not hasattr(task, "sampler"):
-                continue  # a task that shows no examples, such as a perplexity
-            count = len(list(task.fewshot_docs()))
-            if task.fewshot_cfg.split == task.config.test_split:
-                count -= 1  # a document is no example of itself
-            if num_fewshot > count:
-                raise EvaluationError(
-                    f"num_fewshot is {num_fewshot}: task `{task.config.task}` has"
-                    f" {max(count, 0)} examples to show"
-                )
-
-
-def _check_lm_eval() -> None:
-    # accelerate comes with lm_eval[hf]; without it lm-eval fails late and obscurely.
-    for package in ("lm_eval", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            raise missing_package(package, "evaluation")
-
-
-def _load_tasks(names: list[str], include_path: Path | None) -> tuple[Any, list[Any]]:
-    """lm-eval's TaskManager and the named tasks and groups, loaded before the model is, so that
-    errors come early."""
-    from lm_eval.tasks import TaskManager
-
-    folders = [str(TASKS_DIR)] + ([str(include_path)] if include_path else [])
-    # Reading lm-eval's own thousands of task files takes seconds; ours alone take none.
-    manager = TaskManager(include_path=folders, include_defaults=False)
-    if not set(names) <= set(manager.all_tasks):
-        manager = TaskManager(include_path=folders)
-    known = set(manager.all_tasks)
-    problems = []
-    for name in sorted(set(names) - known):
-        close = difflib.get_close_matches(name, sorted(known), 3, 0.6)
-        problems.append(
-            f"unknown task `{name}`"
-            + (f"; the nearest are {', '.join(f'`{c}`' for c in close)}" if close else "")
-        )
-    if problems:
-        raise EvaluationError("; ".join(problems) + " (`lm_eval ls tasks` lists lm-eval's own)")
-    selected = []
-    for name in dict.fromkeys(names):
-        try:
-            loaded = manager.load([name])
-        except (OSError, ValueError, ImportError) as error:
-            raise EvaluationError(f"task `{name}` could not be loaded: {error}") from error
-        grouped = {task for group in loaded["groups"].values() for task in group.get_all_tasks()}
-        nested = {child for children in loaded["group_map"].values() for child in children}
-        selected += [g for n, g in loaded["groups"].items() if n not in nested]
-        selected += [t for t in loaded["tasks"].values() if t not in grouped]
-    return manager, selected
 
 
 def _task_results(raw: dict, name: str) -> dict:
@@ -427,49 +330,18 @@ def _finite(value: Any) -> float | None:
     return float(value)
 
 
-def _versions() -> dict[str, str | None]:
-    """Of this package, and of those that an evaluation runs on."""
-    packages = ("lm_eval", "transformers", "torch")
-    return {"fprnn": lm.__version__} | {package: _version(package) for package in packages}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Leave the progress bars of the evaluation and real warnings, hush the rest."""
-    from transformers.utils import logging as hf_logging
-
-    def keep(record: logging.LogRecord) -> bool:
-        return not any(text in record.getMessage() for text in _NOISE)
-
-    names = ("lm_eval.api.task", "lm_eval.evaluator", "lm_eval.models.huggingface")
-    logger, level = logging.getLogger("lm_eval"), logging.getLogger("lm_eval").level
-    hf_level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
-    serial = os.environ.get("DISABLE_MULTIPROC")
-    logger.setLevel(logging.WARNING)
-    hf_logging.set_verbosity_error()
-    hf_logging.disable_progress_bar()
-    # lm-eval would fork one bootstrapping process a core out of a process that runs torch.
+def _stdout_to_stderr() -> Iterator[None]:
+    """Keep lm-eval's progress and warnings, on stderr, and hide its notes."""
+    logging.getLogger("lm_eval").setLevel(logging.WARNING)
+    logging.getLogger("lm_eval.api.task").setLevel(logging.ERROR)  # it explains --metadata
+    logging.getLogger("lm_eval.models.huggingface").addFilter(_is_warning)
+    # lm-eval would fork a bootstrapping process per core from a process that runs torch.
     os.environ["DISABLE_MULTIPROC"] = "1"
-    for name in names:
-        logging.getLogger(name).addFilter(keep)
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # it prints about its bootstrapping
-            yield
-    finally:
-        for name in names:
-            logging.getLogger(name).removeFilter(keep)
-        logger.setLevel(level)
-        hf_logging.set_verbosity(hf_level)
-        if bars:
-            hf_logging.enable_progress_bar()
-        if serial is None:
-            del os.environ["DISABLE_MULTIPROC"]
-        else:
-            os.environ["DISABLE_MULTIPROC"] = serial
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+def _is_warning(record: logging.LogRecord) -> bool:
+    """Return whether a record of lm-eval is no note on the model that it is given loaded."""
+    return "`pretrained`" not in record.getMessage()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lm.common.errors import UserError
 from lm.runs import places
@@ -14,17 +14,20 @@ if TYPE_CHECKING:
     from lm.evaluation.inspection.page import Inspection
     from lm.evaluation.inspection.result import Score
 
+MIN_TEMPERATURE = 1e-3  # logits divided by less may be infinite
+
 
 class FacadeError(UserError, RuntimeError):
-    """A run that no language model can be loaded from; the message says what is there."""
+    """A model or prompt that cannot be used; the message gives the reason and a cure."""
 
 
 class LanguageModel:
     """A trained language model and its tokenizer, in evaluation mode.
 
     Attributes:
-        model: the PreTrainedModel itself, in fp32 where it is of a run directory, else as saved.
-        tokenizer: its tokenizer. name: of the folder, or on the hub.
+        model: The PreTrainedModel itself, in fp32 from a run directory, else as saved.
+        tokenizer: Its tokenizer.
+        name: Name of the folder, or on the hub.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str):
@@ -32,40 +35,77 @@ class LanguageModel:
         self.tokenizer = tokenizer
         self.name = name
 
-    def generate(self, prompt: str, **options: Any) -> str:
-        """The prompt and its continuation, as `fprnn generate` prints it.
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = 64,
+        temperature: float = 0.8,
+        top_k: int = 50,
+        seed: int = 0,
+    ) -> str:
+        """Return the prompt and its continuation, as `fprnn generate` prints it.
 
         Args:
-            options: fields of generate.Sampling: max_new_tokens (64), temperature (0.8; 0 is
-            greedy decoding), top_k (50; 0: all), seed (0), and schedule, tol, max_iters: how a
-            fixed-point model is solved.
-        Raises:
-            GenerationError: a number out of its range, an empty prompt, or a solver setting that
-                the model has not. TypeError: no such option.
-        """
-        from lm.evaluation.generate import Sampling, continued
+            prompt: Text of at least one character.
+            max_new_tokens: Maximum number of tokens to append, at least 1.
+            temperature: 0 for greedy decoding, else at least 0.001.
+            top_k: Draw from so many of the likeliest tokens; 0: from all.
+            seed: Sampling seed.
 
-        return continued(self.model, self.tokenizer, prompt, Sampling(**options))
+        Raises:
+            FacadeError: The prompt is empty or no text, or the temperature is too low.
+            ValueError: transformers refuses another number.
+        """
+        import torch
+
+        from lm.model.configuration_fprnn import MODEL_TYPES
+
+        if temperature != 0 and not temperature >= MIN_TEMPERATURE:
+            raise FacadeError(
+                f"temperature is {temperature:g}: it must be 0 (greedy) or at least"
+                f" {MIN_TEMPERATURE:g}"
+            )
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as e:  # bytes of a command line that are no UTF-8
+            raise FacadeError(f"the prompt is no text: character {e.start} is not UTF-8") from None
+        inputs = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+        if inputs["input_ids"].shape[1] == 0:
+            raise FacadeError("the prompt is empty: give at least one character")
+        options: dict = {"do_sample": False}
+        if temperature > 0:
+            options = {"do_sample": True, "temperature": temperature, "top_k": top_k}
+        if self.model.config.model_type in MODEL_TYPES:  # generation_config.json may say otherwise
+            options["use_cache"] = True
+        torch.manual_seed(seed)
+        ids = self.model.generate(
+            **inputs.to(self.model.device),
+            max_new_tokens=max_new_tokens,
+            pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
+            **options,
+        )
+        return self.tokenizer.decode(ids[0], skip_special_tokens=True)
 
     def score(self, text: str) -> Score:
-        """How likely the model finds a text: the log-probability of each token in nats, and from
-        these loss (nats a token), perplexity and bits per byte. The text is read after one BOS or
-        EOS token, as lm-eval reads it, so its first token counts too.
+        """Return the log-probability of each token of a text, its loss and bits per byte.
+
+        The text is read after one BOS or EOS token, as lm-eval reads it.
 
         Raises:
-            InspectionError: an empty text, no Unicode, or more than evaluation reads at once.
+            InspectionError: An empty text, no Unicode, or more than evaluation reads at once.
         """
         from lm.evaluation.inspection.measure import score_text
 
         return score_text(self.model, self.tokenizer, text)
 
     def inspect(self, text: str) -> Inspection:
-        """What the model makes of a text: loss, entropy and likeliest predictions of each token,
-        and of each layer that is solved ℓ* of each token, the state's norm, the mixer's gate, the
-        decay. A notebook shows the result as a page; `.to_html(path)` writes that page.
+        """Return loss, entropy and predictions of each token, and ℓ*, states and gates of layers.
+
+        A notebook shows the result as a page; `.to_html(path)` writes that page.
 
         Raises:
-            InspectionError: as `score`.
+            InspectionError: As `score`.
         """
         from lm.evaluation.inspection.measure import inspect_text
 
@@ -90,8 +130,7 @@ def load(path: Path | str, trust: bool = False) -> LanguageModel:
 
     Raises:
         PlaceError: Nothing there, or a file.
-        FacadeError: A run of the synthetic suite.
-        GenerationError: A folder without a tokenizer.
+        FacadeError: A run of the synthetic suite, or a folder without a tokenizer.
         LoadError: Damaged files.
         CheckpointError: A run without a complete checkpoint.
         ExportError: A checkpoint that the run's config.yaml does not describe.
@@ -99,45 +138,24 @@ def load(path: Path | str, trust: bool = False) -> LanguageModel:
     folder = Path(path).expanduser()
     kind = places.find_model(path)
     if kind == "run":
-        return _of_run(folder, trust)
+        _refuse_synthetic(folder)
+        from lm.training.trained import load_trained
 
-    from lm.evaluation.generate import load_exported
+        trained = load_trained(folder, trust=trust)
+        model, tokenizer, name = trained.model, trained.tokenizer, trained.config.name
+    else:
+        place = folder if kind == "export" else path
+        if kind == "export":
+            _refuse_without_tokenizer(folder)
+        from lm.runs.exported import load_model, load_tokenizer
 
-    model, tokenizer = load_exported(folder if kind == "export" else path, trust)
-    name = folder.resolve().name if kind == "export" else str(path)
-    return LanguageModel(model, tokenizer, name)
-
-
-def generate(path: Path | str, prompt: str, trust: bool = False, **options: Any) -> str:
-    """Return the prompt and its continuation.
-
-    Args:
-        path: A run directory, an exported folder or a name on the hub.
-        prompt: Text of at least one character.
-        trust: Run the code that a directory brings along where it has a mixer of its own.
-        options: Fields of Sampling.
-
-    Raises:
-        GenerationError: A number out of its range, an empty prompt, or `solving` refuses.
-        PlaceError, LoadError, CheckpointError: As `load`.
-    """
-    from lm.evaluation.generate import Sampling
-
-    Sampling(**options)  # refuses a number before the model is loaded
-    return load(path, trust).generate(prompt, **options)
-
-
-def _of_run(folder: Path, trust: bool) -> LanguageModel:
-    """Load the model of a run directory."""
-    _refuse_synthetic(folder)
+        model, tokenizer = load_model(place, trust), load_tokenizer(place, trust)
+        name = folder.resolve().name if kind == "export" else str(path)
 
     import torch
 
-    from lm.export.export import load_trained
-
-    trained = load_trained(folder, trust=trust)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return LanguageModel(trained.model.to(device), trained.tokenizer, trained.name)
+    return LanguageModel(model.to(device), tokenizer, name)
 
 
 def _refuse_synthetic(folder: Path) -> None:
@@ -148,3 +166,9 @@ def _refuse_synthetic(folder: Path) -> None:
             f"{folder} is a run of the synthetic suite, whose tokens are no text: `fprnn synthetic"
             f" inspect {folder}` looks inside it"
         )
+
+
+def _refuse_without_tokenizer(folder: Path) -> None:
+    files = ("tokenizer.json", "tokenizer_config.json")
+    if not any((folder / file).is_file() for file in files):
+        raise FacadeError(f"{folder} holds no tokenizer ({files[0]}): copy one there")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lm.export.travelling import ExportError
+from lm.export.export_code import ExportError
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import lm
 from lm.common.files import check_folder, printable, read_mapping, write_json, writing
+from lm.export.export_code import ExportError
 from lm.export.measured import BEGIN, END, add_measured
-from lm.export.travelling import ExportError
 from lm.model.checksums import SUMS, read_sums
 from lm.runs.written import CARD, EVALUATIONS, EXPORT_RECORD, delete_files, export_files
 

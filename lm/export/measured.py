@@ -1,4 +1,4 @@
-"""What `fprnn eval` and `fprnn agree` found of an export, in its model card."""
+"""Scores of `fprnn eval` in the model card of an export."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from lm.common.files import read_mapping, write_text
-from lm.runs.metrics import ELSEWHERE_NOTE, is_elsewhere, marked
 from lm.runs.written import CARD
 
 # Between these lines of a card `add_measured` writes.
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-NOTHING_MEASURED = "Nothing yet: `fprnn eval` and `fprnn agree` write here what they find."
+NOTHING_MEASURED = "Nothing yet: `fprnn eval` writes its scores here."
+# Earlier versions wrote this table below the scores; it stays.
+AGREEMENT = "Agreement of schedules"
 
 
 def known(describe: Callable[[dict], list[str]], results: dict) -> list[str]:
@@ -23,8 +24,7 @@ def known(describe: Callable[[dict], list[str]], results: dict) -> list[str]:
 
 
 def add_measured(folder: Path | str) -> None:
-    """Put what `fprnn eval` and `fprnn agree` have left in an export's eval/ into its card; a card
-    that has no place for it stays as it is.
+    """Write the scores in an export's eval/results.json into its card, if the card has the marks.
 
     Raises:
         OutputError: it cannot be written.
@@ -36,13 +36,13 @@ def add_measured(folder: Path | str) -> None:
     except (OSError, ValueError):
         return
     before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    section, end, after = rest.partition(END)
     if not begin or not end:
         return
     results = read_mapping(folder / "eval" / "results.json") or {}
-    agreement = read_mapping(folder / "eval" / "agree.json") or {}
     lines = known(_evaluations, results) if results else []
-    lines += known(_agreement, agreement) if agreement else []
+    _, heading, table = section.partition(AGREEMENT)
+    lines += ["", f"{heading}{table}"] if heading else []
     said = "\n".join(lines).strip() or NOTHING_MEASURED
     write_text(path, f"{before}{BEGIN}\n{said}\n{END}{after}")
 
@@ -64,25 +64,3 @@ def _evaluations(results: dict) -> list[str]:
             count = "" if task["samples"] is None else task["samples"]
             lines.append(f"| {name} | {count} | {metric} | {value or 'not finite'} | {error} |")
     return lines
-
-
-def _agreement(results: dict) -> list[str]:
-    lines = [
-        "",
-        f"Agreement of schedules (`fprnn agree`) on {results['sequences']} sequences of"
-        f" {results['length']} tokens, with the tight solution, which goes token by token"
-        f" (perplexity {results['tight']['perplexity']:.3f}):",
-        "",
-        "| schedule | tolerance | same most likely token | largest difference of a logit"
-        " | perplexity | evaluations a token | tokens not solved |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, row in results["schedules"].items():
-        tolerance = "" if row["tol"] is None else f"{row['tol']:g}"
-        lines.append(
-            f"| {name} | {tolerance} | {row['top1']:.2%} | {row['difference']:.1e} |"
-            f" {row['perplexity']:.3f} | {row['evaluations']:.1f} | {row['failed']:.2%} |"
-        )
-    counted = {"mean": results["num_iters"], "elsewhere": results.get("elsewhere")}
-    lines += ["", f"ℓ\\* of the layers there: {', '.join(marked(counted))}."]
-    return [*lines, f"{ELSEWHERE_NOTE}."] if any(is_elsewhere(counted)) else lines

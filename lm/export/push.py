@@ -1,44 +1,40 @@
-"""An exported directory → a repository of the HuggingFace hub, when asked; private by default."""
+"""Upload of an exported folder to the HuggingFace hub, on request; private by default."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from lm.common.errors import UserError
-from lm.export.measured import CARD
 from lm.export.model_card import with_place
 from lm.model.checksums import refuse_changed
-from lm.runs.written import PAGE
+from lm.runs.written import CARD, PAGE
 
 
 class PushError(UserError, RuntimeError):
     """An upload that cannot be made; the message says why, and what is on the hub then."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """A repository that may be written to.
+class Place(NamedTuple):
+    """A repository that may be written to."""
 
-    Args:
-        repository: OWNER/NAME. user: who is logged in. exists: it is there already.
-    """
-
-    repository: str
-    user: str
+    repository: str  # OWNER/NAME
+    user: str  # who is logged in
     exists: bool
     public: bool
 
 
 def find(repository: str, public: bool = False) -> Place:
-    """Find out, before anything is made or uploaded, whether the hub would take it.
+    """Find out, before anything is made or uploaded, whether the hub would take an upload.
 
     Args:
-        public: what is uploaded may be seen by everybody.
+        repository: OWNER/NAME, or NAME.
+        public: Whether everybody may see the upload.
+
     Raises:
-        PushError: no token, no network, no such name, or a repository that is public already where
-            that was not asked for.
+        PushError: If there is no token, no network or no such name, or the repository is public
+            already and `public` is False.
     """
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
@@ -54,7 +50,7 @@ def find(repository: str, public: bool = False) -> Place:
             " (https://huggingface.co/settings/tokens); nothing was uploaded"
         )
     api = HfApi()
-    user = _asked(api.whoami, "the token is not accepted, or the hub is not reached")["name"]
+    user = _request(api.whoami, "the token is not accepted, or the hub is not reached")["name"]
     name = repository if "/" in repository else f"{user}/{repository}"
 
     def look_up():
@@ -63,7 +59,7 @@ def find(repository: str, public: bool = False) -> Place:
         except RepositoryNotFoundError:
             return None
 
-    there = _asked(look_up, f"{name} cannot be looked up")
+    there = _request(look_up, f"{name} cannot be looked up")
     if there is None:
         return Place(name, user, False, public)
     if not there.private and not public:
@@ -75,7 +71,11 @@ def find(repository: str, public: bool = False) -> Place:
 
 
 def check_export(folder: Path) -> None:
-    """Raises PushError where a folder is no export with a model card, or not as it was written."""
+    """Refuse a folder that is no export, or whose files were changed.
+
+    Raises:
+        PushError: It has no model or no card, or does not match its SHA256SUMS.
+    """
     folder = Path(folder)
     if not (folder / "config.json").is_file() or not (folder / CARD).is_file():
         raise PushError(
@@ -89,12 +89,13 @@ def check_export(folder: Path) -> None:
 
 
 def push(folder: Path, place: Place, say: Callable[[str], None]) -> str:
-    """Upload the files of an exported directory in one commit → its address. Folders inside, with
-    results and figures, stay here: the model card holds the numbers. So does what is no part of the
-    model: hidden files, and the page of `fprnn inspect`, whose text is nobody else's.
+    """Upload the files of an exported folder in one commit, and return its address.
+
+    Sub-folders, hidden files and the page of `fprnn inspect` stay here: they may hold texts of the
+    user.
 
     Raises:
-        PushError: `folder` is no export, or the hub did not take it; a commit is whole or not made.
+        PushError: If `folder` is no export, or the hub refuses; a commit is whole or not made.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -102,8 +103,8 @@ def push(folder: Path, place: Place, say: Callable[[str], None]) -> str:
     folder = Path(folder)
     files = sorted(path for path in folder.iterdir() if path.is_file() and _is_uploaded(path.name))
     size = sum(path.stat().st_size for path in files)
-    where = "public" if place.public else "private"
     kind = "the repository" if place.exists else "the new repository"
+    where = "public" if place.public else "private"
     say(f"uploads {len(files)} files, {size / 1e6:.1f} MB, to {kind} {place.repository} ({where})")
     say(f"  as {place.user}: {', '.join(path.name for path in files)}")
     card = with_place((folder / CARD).read_text(encoding="utf-8"), place.repository)
@@ -111,31 +112,30 @@ def push(folder: Path, place: Place, say: Callable[[str], None]) -> str:
     operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
     api = HfApi()
     if not place.exists:
-        _asked(
+        _request(
             lambda: api.create_repo(place.repository, private=not place.public, exist_ok=False),
             f"{place.repository} cannot be made; nothing was uploaded",
         )
     left = "it is as it was" if place.exists else "it was made, and is empty"
-    done = _asked(
-        lambda: api.create_commit(
-            place.repository, operations, commit_message="Uploaded by fprnn export"
-        ),
+    message = "Uploaded by fprnn export"
+    commit = _request(
+        lambda: api.create_commit(place.repository, operations, commit_message=message),
         f"the upload to {place.repository} failed; {left}",
     )
-    return done.commit_url
+    return commit.commit_url
 
 
 def _is_uploaded(name: str) -> bool:
     return name != PAGE and (not name.startswith(".") or name == ".gitattributes")
 
 
-def _asked(request: Callable, failure: str):
-    """What the hub answers.
+def _request(request: Callable, failure: str):
+    """Return the hub's answer.
 
     Raises:
-        PushError: it refuses, or is not reached.
+        PushError: If it refuses, or is not reached.
     """
-    from huggingface_hub.errors import HTTPError  # of whatever library huggingface_hub asks by
+    from huggingface_hub.errors import HTTPError  # of the library that huggingface_hub uses
 
     try:
         return request()

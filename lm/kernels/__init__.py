@@ -28,13 +28,11 @@ INTERFACE = ("fprnn-kernels", 3)
 MODULES = {
     "cpu": {
         "selective_scan": "cpu.scan",
-        "step": "cpu.step",
         "cell": "cpu.cell",
         "roots": "cpu.roots",
     },
     "triton": {
         "selective_scan": "triton.scan",
-        "step": "triton.step",
         "cell": "triton.cell",
         "roots": "triton.roots",
         "tokens": "triton.tokens",
@@ -50,10 +48,7 @@ MODULES = {
 Result = TypeVar("Result")
 # The scan that a layer's whole recurrence (bias and softplus of Δ, scan, skip, gate) contains.
 FUSED = {"mamba_scan": "selective_scan", "mamba2_scan": "ssd_scan"}
-OPERATIONS = (
-    "selective_scan", "ssd_scan", *FUSED, "step", "short_conv", "cell", "roots", "tokens",
-)  # fmt: skip
-NO_GRADIENT = {("cpu", "step")}
+OPERATIONS = ("selective_scan", "ssd_scan", *FUSED, "short_conv", "cell", "roots", "tokens")
 NO_DOUBLE = ("triton", "mamba_ssm")
 
 
@@ -200,15 +195,13 @@ def _candidates(operation, device_type, name):
 
 
 @functools.cache
-def _find(operation, device_type, dtype, grad, name):
+def _find(operation, device_type, dtype, name):
     """The modules that can compute an operation, the one to be used first."""
-    found = [
-        (backend, module)
+    return tuple(
+        module
         for backend, module in _candidates(operation, device_type, name)
         if not (dtype == torch.float64 and backend in NO_DOUBLE)
-        and not (grad and (backend, operation) in NO_GRADIENT)
-    ]
-    return tuple(module for _, module in found)
+    )
 
 
 def find(operation: str, like: torch.Tensor) -> ModuleType | None:
@@ -219,7 +212,7 @@ def find(operation: str, like: torch.Tensor) -> ModuleType | None:
     Raises:
         BackendError: FPRNN_KERNELS names what is not there.
     """
-    found = _find(operation, like.device.type, like.dtype, torch.is_grad_enabled(), asked())
+    found = _find(operation, like.device.type, like.dtype, asked())
     return found[0] if found else None
 
 
@@ -233,8 +226,7 @@ def compute(operation: str, function: str, like: torch.Tensor, *args: Any) -> An
         BackendError: FPRNN_KERNELS names what is not there.
     """
     reasons = []
-    grad = torch.is_grad_enabled()
-    for module in _find(operation, like.device.type, like.dtype, grad, asked()):
+    for module in _find(operation, like.device.type, like.dtype, asked()):
         try:
             return getattr(module, function)(*args)
         except Unsupported as unsupported:

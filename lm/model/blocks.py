@@ -1,7 +1,6 @@
 """The fixed-point blocks: `prepare` (once per solve), `step` (once per iteration), `finish`.
 
-What one iteration does besides products and the scan stands first, in plain PyTorch; lm/kernels
-fuses it.
+What one iteration does besides products and the scan stands first.
 
 Shape suffixes: b batch, l length, d channels (d_inner), n d_state, h heads, g groups.
 """
@@ -18,120 +17,50 @@ from .fixed_point import FixedPointBlock, Prepared
 from .gradient import whole_solve
 from .layers import Projection, RMSNorm, ShortConv, StepSize, WNLinear, affine_map, without_autocast
 from .mixers import nrm
-from .opaque import compiling
+from .operators import compiling
 from .scan import (
     backend,
     chunk_decays,
-    faster,
     linear_scan,
     selective_scan,
     ssd_decays,
     ssd_scan,
 )
-from .solver import token_residual
 from .state import Sequences, once, shift
 
 
 def normalise(v: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
     """nrm(v) (b,l,k) of each of the groups that the last dimension is cut into. v: (b,l,k)."""
-    unit = faster("step", "normalise", v, v, groups, eps)
-    if unit is not None:
-        return unit
     return nrm(v.unflatten(-1, (groups, -1)), eps).flatten(-2)
 
 
-class EndLayerNorm(nn.LayerNorm):
-    """The end of an FP-Mamba-1 iteration: LayerNorm((o + D ⊙ x) ⊙ silu(z))."""
+def combine(
+    o: torch.Tensor, x: torch.Tensor, D: torch.Tensor, z: torch.Tensor | None
+) -> torch.Tensor:
+    """Return (o + D ⊙ x) ⊙ silu(z) (b,l,d) in o's dtype, which a norm then ends an iteration with.
 
-    def forward(
-        self,
-        o: torch.Tensor | None = None,
-        x: torch.Tensor | None = None,
-        D: torch.Tensor | None = None,
-        z: torch.Tensor | None = None,
-        y: torch.Tensor | None = None,
-    ) -> Any:
-        """`finish`, and given the iterate y (b,l,d) as well, `finish_residual`; of nothing, the
-        Norm by itself."""
-        if o is None:
-            return Norm("layer", self.weight, self.bias, self.eps)
-        end = o, x, D, z, self.weight, self.bias, self.eps, "layer"
-        return finish(*end) if y is None else finish_residual(*end, y)
+    Args:
+        o: Output of the scan, (b,l,d).
+        x: Mixed input, (b,l,d).
+        D: Skip weights, (d,).
+        z: Gate, (b,l,d), or None.
+    """
+    w = o + D.to(o.dtype) * x
+    return w if z is None else w * F.silu(z.to(o.dtype))
+
+
+class EndLayerNorm(nn.LayerNorm):
+    """LayerNorm at the end of an FP-Mamba-1 iteration; a call returns the Norm."""
+
+    def forward(self) -> Norm:  # type: ignore[override]
+        return Norm("layer", self.weight, self.bias, self.eps)
 
 
 class EndRMSNorm(RMSNorm):
-    """The end of an FP-Mamba-2 iteration: RMSNorm((o + D ⊙ x) ⊙ silu(z))."""
+    """RMSNorm at the end of an FP-Mamba-2 iteration; a call returns the Norm."""
 
-    def forward(  # type: ignore[override]
-        self,
-        o: torch.Tensor | None = None,
-        x: torch.Tensor | None = None,
-        D: torch.Tensor | None = None,
-        z: torch.Tensor | None = None,
-        y: torch.Tensor | None = None,
-    ) -> Any:
-        """`finish`, and given the iterate y (b,l,d) as well, `finish_residual`; of nothing, the
-        Norm by itself."""
-        if o is None:
-            return Norm("rms", self.weight, None, self.eps)
-        end = o, x, D, z, self.weight, None, self.eps, "rms"
-        return finish(*end) if y is None else finish_residual(*end, y)
-
-
-def finish(
-    o: torch.Tensor,
-    x: torch.Tensor,
-    D: torch.Tensor,
-    z: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    kind: str,
-) -> torch.Tensor:
-    """The end of an iteration: the skip, the gate and the norm of w = (o + D ⊙ x) ⊙ silu(z).
-
-    Args:
-        o: (b,l,d) from the scan. x: (b,l,d) mixed. D: (d,). z: (b,l,d), or None for no gate.
-        weight: (d,). bias: (d,) or None. kind: "layer" (LayerNorm) or "rms" (RMSNorm).
-    Returns:
-        (b,l,d), in o's dtype.
-    """
-    ends = _of_one_dtype(o, D, z, weight, bias)
-    g = faster("step", "finish", o, o, x, *ends, eps, kind)
-    if g is not None:
-        return g
-    w = o + D.to(o.dtype) * x
-    if z is not None:
-        w = w * F.silu(z.to(o.dtype))
-    weight = weight.to(o.dtype)
-    if kind == "layer":
-        return F.layer_norm(w, weight.shape, weight, bias.to(o.dtype), eps)  # type: ignore[union-attr]
-    return w * torch.rsqrt(w.square().mean(-1, keepdim=True) + eps) * weight
-
-
-def finish_residual(
-    o: torch.Tensor,
-    x: torch.Tensor,
-    D: torch.Tensor,
-    z: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    kind: str,
-    y: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`finish` and the solver's `token_residual` (b,l) of y (b,l,d) and it; no gradient."""
-    ends = _of_one_dtype(o, D, z, weight, bias)
-    found = faster("step", "finish_residual", o, o, x, *ends, eps, kind, y)
-    if found is not None:
-        return found
-    g = finish(o, x, D, z, weight, bias, eps, kind)
-    return g, token_residual(y, g)
-
-
-def _of_one_dtype(o, *tensors):
-    """The tensors in o's dtype on a CPU, whose kernels are compiled for one; else as they are."""
-    return [t if t is None or not o.is_cpu else t.to(o.dtype) for t in tensors]
+    def forward(self) -> Norm:  # type: ignore[override]
+        return Norm("rms", self.weight, None, self.eps)
 
 
 class MambaTime(NamedTuple):
@@ -221,6 +150,11 @@ class FPMamba(FixedPointBlock):
         """silu(z), where the gate is in the loop."""
         return F.silu(s.z.to(s.x.dtype)) if self.gate_in_loop else None
 
+    def norm_time(self, s: Prepared, o: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """norm((o + D x̃) ⊙ silu(z)), the gate where it is in the loop."""
+        norm = self.out_norm()
+        return norm(combine(o, x, self._D(), s.z if self.gate_in_loop else None))
+
     def own(self, s: Prepared, parts: MambaParts) -> Own:
         B, C = parts.B, parts.C
         if self.groups > 1:
@@ -278,7 +212,7 @@ class FPMamba1(FPMamba):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         d, n = config.d_inner, config.d_state
-        self.in_proj = nn.Linear(config.d_model, 2 * d, bias=config.bias)
+        self.in_proj = nn.Linear(config.d_model, 2 * d, bias=False)
         if config.use_short_conv:
             self.conv1d = ShortConv(d, config.d_conv)
         self.x_proj = nn.Linear(d, config.dt_rank + 2 * n, bias=False)
@@ -321,13 +255,6 @@ class FPMamba1(FPMamba):
         kept = torch.exp(parts.dt.unsqueeze(-1) * s.time.A).mean((-2, -1))
         return kept if s.time.keep is None else kept * s.time.keep
 
-    def norm_time(
-        self, s: Prepared, o: torch.Tensor, x: torch.Tensor, y: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """LayerNorm((o + D x̃) ⊙ silu(z)), the gate where it is in the loop."""
-        z = s.z if self.config.glu_in_loop else None
-        return self.out_norm(o, x, self.D, z, y)
-
     def _D(self):
         """(d,)"""
         return self.D
@@ -347,7 +274,7 @@ class FPMamba2(FPMamba):
         super().__init__(config)
         d, bc = config.d_inner, 2 * config.ngroups * config.d_state
         self.heads, self.groups, self.gate_in_loop = d // config.headdim, config.ngroups, True
-        self.in_proj = nn.Linear(config.d_model, 2 * d + bc + self.heads, bias=config.bias)
+        self.in_proj = nn.Linear(config.d_model, 2 * d + bc + self.heads, bias=False)
         if config.use_short_conv:
             self.conv1d = ShortConv(d + bc, config.d_conv)
         self.A_log = nn.Parameter(torch.empty(self.heads))
@@ -390,12 +317,6 @@ class FPMamba2(FPMamba):
         kept = torch.exp(parts.dt * s.time.A).mean(-1)
         return kept if s.time.keep is None else kept * s.time.keep
 
-    def norm_time(
-        self, s: Prepared, o: torch.Tensor, x: torch.Tensor, y: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """RMSNorm((o + D x̃) ⊙ silu(z)), one D per head."""
-        return self.out_norm(o, x, self._D(), s.z, y)
-
     def _D(self):
         """(d,)"""
         return self.D.repeat_interleave(self.config.headdim)
@@ -426,7 +347,7 @@ class FPRNN(FixedPointBlock):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         d = config.d_inner
-        self.in_proj = nn.Linear(config.d_model, 2 * d, bias=config.bias)
+        self.in_proj = nn.Linear(config.d_model, 2 * d, bias=False)
         if config.use_short_conv:
             for name in ("x", "b", "mixer", "lambda"):
                 self.add_module(f"conv1d_{name}", ShortConv(d, config.d_conv))
@@ -474,10 +395,8 @@ class FPRNN(FixedPointBlock):
         """λ_t, over channels."""
         return parts.decay.mean(-1)
 
-    def norm_time(
-        self, s: Prepared, o: torch.Tensor, x: torch.Tensor, y: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        return o if y is None else (o, token_residual(y, o))
+    def norm_time(self, s: Prepared, o: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return o
 
     def own(self, s: Prepared, parts: VectorTime) -> Own:
         """Linear in h_t, as there is no norm: Q = I − a u uᵀ is known and, for one reflection,

@@ -20,9 +20,15 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .certified_pair import DECIDE_AFTER, find_certified_pairs
+from .certified_root import (
+    DECIDE_AFTER,
+    MOST_GAIN,
+    ROUNDING,
+    SOLVED,
+    find_certified_pairs,
+    find_certified_roots,
+)
 from .certified_root import MAX_DIRECT_STEPS as MAX_DIRECT_STEPS
-from .certified_root import MOST_GAIN, ROUNDING, SOLVED, find_certified_roots
 from .scan import faster
 from .solver import BISECTED, FAILED, LIMITED, Damping, Rule
 

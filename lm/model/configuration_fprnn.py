@@ -55,8 +55,16 @@ def gate_start(block: str, mixer: str, iterates: bool, value: float | str) -> fl
     return 0.0 if iterates or block == "fp_rnn" else NEAR_IDENTITY.get(mixer, 0.0)
 
 
-# Fields that are no longer there, and their defaults: a config.json of then is read with these.
-REMOVED = {"jacobian_reg": 0.0}
+# Former fields and the values that the model has for them now: a config.json with these is read.
+REMOVED = {
+    "jacobian_reg": 0.0,
+    "rms_norm": True,
+    "bias": False,
+    "residual_in_fp32": True,
+    "d_conv": 4,
+    "norm_epsilon": 1e-5,
+    "patience": 15,
+}
 # What models of transformers have by convention; a recurrence has no longest input, but
 # lm-evaluation-harness cuts contexts to max_position_embeddings.
 BY_CONVENTION = {"max_position_embeddings": 2048, "use_cache": True}
@@ -86,6 +94,8 @@ class FPRNNConfig(PretrainedConfig):
     """
 
     model_type = "fprnn"
+    d_conv = 4  # width of every short convolution
+    norm_epsilon = 1e-5  # of the norms of the residual stream
     # Aliases → the names that `to_dict` and config.json have. PEFT looks for `tie_word_embeddings`
     # in that dictionary; without the entry it trains the embedding apart from the tied head.
     attribute_map = {  # noqa: RUF012 (HuggingFace's convention)
@@ -100,7 +110,9 @@ class FPRNNConfig(PretrainedConfig):
     def __init__(self, **fields: Any) -> None:
         for name, default in REMOVED.items():
             if (value := fields.pop(name, default)) != default:
-                raise ValueError(f"{name} is {value!r}, and is no longer there: leave it out")
+                raise ValueError(
+                    f"{name} is {value!r}, and the field was removed: every model has {default!r}"
+                )
         for name, field in FIELDS.items():
             setattr(self, name, fields.pop(name, field.default))
         # Older exports have `tie_embeddings` alone, which the loop has read.

@@ -59,46 +59,25 @@ def parse_gradient(text: str) -> tuple[str, int | None]:
     raise ValueError(f"gradient is `{text}`; the gradients are: {known}")
 
 
-class Choice(NamedTuple):
-    """One of some names."""
-
-    names: tuple[str, ...]
-
-    def check(self, value: Any) -> str:
-        """What it must be instead; "" where `value` is one of them."""
-        return "" if value in self.names else f"one of {', '.join(self.names)}"
-
-
-class Switch(NamedTuple):
-    """True or False."""
-
-    def check(self, value: Any) -> str:
-        """What it must be instead; "" where `value` is one."""
-        return "" if isinstance(value, bool) else "true or false"
-
-
 class Number(NamedTuple):
-    """A number in a range, whose ends belong to it unless it is `open`."""
+    """Finite numbers between two ends, which belong to them unless `open` names them."""
 
     least: float
     most: float = math.inf
     open: str = ""  # "left", "right" or "both"
     whole: bool = False
 
-    def check(self, value: Any) -> str:
-        """What it must be instead; "" where `value` is one."""
+    def holds(self, value: Any) -> bool:
+        """Return whether a value is one of these numbers."""
         is_number = isinstance(value, int if self.whole else int | float)
-        if isinstance(value, bool) or not is_number or not self._holds(value):
-            return self._words()
-        return ""
-
-    def _holds(self, value: float) -> bool:
-        """NaN is in no range, and infinity and whole numbers beyond it in none either."""
+        if isinstance(value, bool) or not is_number:
+            return False
         above = self.least < value if self.open in ("left", "both") else self.least <= value
         below = value < self.most if self.open in ("right", "both") else value <= self.most
         return above and below and abs(value) <= sys.float_info.max
 
-    def _words(self) -> str:
+    def words(self) -> str:
+        """Describe the numbers: `a whole number from 1 to 65,536`."""
         kind = "a whole number" if self.whole else "a number"
         after = self.open in ("left", "both")
         if self.most == math.inf:
@@ -110,42 +89,61 @@ class Number(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """A text that a function reads: it raises a ValueError, whose sentence says what is known."""
+    """Texts that a function reads: it raises a ValueError, whose sentence says what is known."""
 
     parse: Callable[[str], Any]
     forms: tuple[str, ...]
 
-    def check(self, value: Any) -> str:
-        """Always "": a text that cannot be read raises `parse`'s ValueError."""
-        self.parse(value)
-        return ""
-
-
-class Anything(NamedTuple):
-    """What only the code that reads it can judge."""
-
-    def check(self, value: Any) -> str:
-        """Always ""."""
-        return ""
-
 
 class Field(NamedTuple):
-    """One field."""
+    """One field of a model or its solver.
+
+    Args:
+        takes: What its values are: some names, `bool`, numbers, texts that a function reads; None
+            for what only the code that reads it can judge.
+        or_else: Values besides these: "auto", None.
+        free: A resumed run may have another value: nothing trained depends on it.
+    """
 
     default: Any
-    takes: Choice | Switch | Number | Parsed | Anything
+    takes: tuple[str, ...] | type[bool] | Number | Parsed | None
     meaning: str
-    or_else: tuple[Any, ...] = ()  # "auto", None: what it can be besides
-    free: bool = False  # a resumed run may have another: nothing trained depends on it
+    or_else: tuple[Any, ...] = ()
+    free: bool = False
+
+    def words(self) -> str:
+        """Describe the values: `one of rows, spectral, or auto`; "" for what `takes` None."""
+        if isinstance(self.takes, Number):
+            words = self.takes.words()
+        elif isinstance(self.takes, Parsed):
+            words = f"one of {', '.join(self.takes.forms)}"
+        elif isinstance(self.takes, tuple):
+            words = f"one of {', '.join(self.takes)}"
+        else:
+            words = "true or false" if self.takes is bool else ""
+        return ", or ".join([words, *({None: "null"}.get(other, other) for other in self.or_else)])
+
+    def takes_value(self, value: Any) -> bool:
+        """Return whether the field can have a value.
+
+        Raises:
+            ValueError: A text that cannot be read, with a sentence of its own.
+        """
+        if any(value is other or value == other for other in self.or_else):
+            return True
+        if isinstance(self.takes, Parsed):
+            self.takes.parse(value)
+            return True
+        if isinstance(self.takes, Number):
+            return self.takes.holds(value)
+        if self.takes is bool:
+            return isinstance(value, bool)
+        return self.takes is None or value in self.takes
 
     def check(self, name: str, value: Any) -> None:
-        """Raise a ValueError, in a sentence, where the field cannot have a value."""
-        if any(value is other or value == other for other in self.or_else):
-            return
-        if must := self.takes.check(value):
-            others = [{None: "null"}.get(other, other) for other in self.or_else]
-            must = ", or ".join([must, *others])
-            raise ValueError(f"{name} is {value!r}: it must be {must}")
+        """Raise a ValueError, in a sentence, if the field cannot have a value."""
+        if not self.takes_value(value):
+            raise ValueError(f"{name} is {value!r}: it must be {self.words()}")
 
 
 # Far above what a machine holds, and far below what no tensor can have.
@@ -155,7 +153,6 @@ EXPAND = Number(0, 65_536, open="left")
 POSITIVE = Number(0, open="left")
 FRACTION = Number(0, 1)
 SHARE = Number(0, 1, open="left")
-SWITCH = Switch()
 AUTO = ("auto",)
 
 # The architecture: the section `model:` has these too.
@@ -167,16 +164,7 @@ ARCHITECTURE = {
         2, EXPAND, "The recurrence is d_inner = expand · d_model wide, which is a whole number."
     ),
     "dt_rank": Field("auto", SIZE, "Rank of the map to Δ; `auto`: ⌈d_model / 16⌉.", AUTO),
-    "d_conv": Field(4, SIZE, "Width of the short convolution, where there is one."),
-    "norm_epsilon": Field(1e-5, POSITIVE, "Of the norms of the residual stream."),
-    "rms_norm": Field(
-        True,
-        SWITCH,
-        "The norms of the residual stream, before each block and before the head, are RMSNorm;"
-        " `false`: LayerNorm with weight and bias. Of `fprnn` alone.",
-    ),
-    "residual_in_fp32": Field(True, SWITCH, "The residual stream is kept in fp32."),
-    "tie_embeddings": Field(True, SWITCH, "Embedding and head share their weights."),
+    "tie_embeddings": Field(True, bool, "Embedding and head share their weights."),
     "embedding_start": Field(
         0.02,
         POSITIVE,
@@ -184,17 +172,10 @@ ARCHITECTURE = {
         " is 0.02 of a Mamba layer and 0.2 of a fixed-point layer then"
         " (docs/language-model.md#who-speaks-first).",
     ),
-    "bias": Field(
-        False,
-        SWITCH,
-        "in_proj and out_proj of every fixed-point block have a bias. Of `fprnn` alone.",
-    ),
-    "block": Field(
-        "fp_mamba1", Choice(("fp_mamba1", "fp_mamba2", "fp_rnn")), "The fixed-point block."
-    ),
+    "block": Field("fp_mamba1", ("fp_mamba1", "fp_mamba2", "fp_rnn"), "The fixed-point block."),
     "layers": Field(
         None,
-        Anything(),
+        None,
         "Which layers there are, `mamba*3 fp_mamba1` or a list with options"
         " (docs/model.md#layer-patterns); `null`: `n_layer` layers of `block`. Of `fprnn` alone.",
     ),
@@ -212,7 +193,7 @@ ARCHITECTURE = {
     ),
     "mixer": Field(
         "householder",
-        Anything(),
+        None,
         "The channel mixer Q (paper App. C.3): `householder`, `dplr`, `kronecker`, `monarch`,"
         " `nonselective`, `mixture` or `selective_dense`; `module:Class` is one of your own"
         " (docs/extending.md#add-a-mixer) and runs its code.",
@@ -221,9 +202,7 @@ ARCHITECTURE = {
     "mixer_proj_rank": Field(
         None, SIZE, "q of the low-rank map to the reflection vectors; `null`: a full map.", (None,)
     ),
-    "mixer_act": Field(
-        "silu", Choice(("silu", "relu", "identity")), "Activation of the mixer's vectors."
-    ),
+    "mixer_act": Field("silu", ("silu", "relu", "identity"), "Activation of the mixer's vectors."),
     "out_start": Field(
         1.0,
         POSITIVE,
@@ -237,18 +216,17 @@ ARCHITECTURE = {
         " `monarch`, `mixture`). At −3 they are 0.05 at first instead of 0.5: the layer starts"
         " nearly as a diagonal one, and learns to mix. `auto`: −3 for `kronecker`, `monarch` and"
         " `mixture` of `fp_mamba1` and `fp_mamba2` with `token: exact`"
-        " (docs/model.md#where-a-token-has-several-solutions), else 0, as in the paper. A layer"
-        " that `init_from` converts starts at the identity itself, whatever this is"
+        " (docs/model.md#where-a-token-has-several-solutions), else 0, as in the paper"
         " (docs/language-model.md#one-change-at-a-time).",
         AUTO,
         free=True,  # of new weights alone
     ),
     "eigen_range": Field(
-        "signed", Choice(("signed", "positive")), "Eigenvalues of Q in [−1, 1] or in [0, 1]."
+        "signed", ("signed", "positive"), "Eigenvalues of Q in [−1, 1] or in [0, 1]."
     ),
     "kronecker_norm": Field(
         "auto",
-        Choice(("rows", "spectral")),
+        ("rows", "spectral"),
         "Kronecker: rows normalised, or divided by the largest eigenvalue as well. `auto`:"
         " `spectral` for `fp_rnn`, else `rows`.",
         AUTO,
@@ -261,31 +239,31 @@ ARCHITECTURE = {
         ("auto", None),
     ),
     "mixer_h_dep": Field(
-        True, SWITCH, "The mixer reads sh(y), the previous token's iterate, as well as x."
+        True, bool, "The mixer reads sh(y), the previous token's iterate, as well as x."
     ),
-    "symm_mixer": Field(False, SWITCH, "It reads x + sh(y) instead of [x, sh(y)]."),
+    "symm_mixer": Field(False, bool, "It reads x + sh(y) instead of [x, sh(y)]."),
     "b_h_dep": Field(
         True,
-        SWITCH,
+        bool,
         "B reads sh(y) as well as x (Table 1). This and the next three: of `fp_mamba1` and"
         " `fp_mamba2`.",
     ),
-    "c_h_dep": Field(True, SWITCH, "C reads sh(y) as well as x."),
+    "c_h_dep": Field(True, bool, "C reads sh(y) as well as x."),
     "dt_h_dep": Field(
         False,
-        SWITCH,
+        bool,
         "The step size Δ, and with it the decay λ = exp(Δ A), reads sh(y) as well as x. Costs time:"
         " the decays of an iteration are not those of the next.",
     ),
     "gate_h_dep": Field(
         True,
-        SWITCH,
+        bool,
         "The output gate, where it is outside the iteration, reads sh(y) as well as x, through"
         " d_inner² weights.",
     ),
-    "bc_norm": Field(True, SWITCH, "B and C are normalised."),
-    "glu_in_loop": Field(False, SWITCH, "The output gate is inside the iteration."),
-    "use_short_conv": Field(False, SWITCH, "A causal convolution on x."),
+    "bc_norm": Field(True, bool, "B and C are normalised."),
+    "glu_in_loop": Field(False, bool, "The output gate is inside the iteration."),
+    "use_short_conv": Field(False, bool, "A causal convolution on x."),
     "state_centroids": Field(
         0,
         Number(0, 65_536, whole=True),
@@ -316,7 +294,7 @@ ARCHITECTURE = {
         1e-5, POSITIVE, "Floor of the norms that vectors inside the iteration are divided by."
     ),
     "reset_at_eos": Field(
-        True, SWITCH, "A token after EOS starts from an empty state (packed documents)."
+        True, bool, "A token after EOS starts from an empty state (packed documents)."
     ),
 }
 
@@ -324,7 +302,7 @@ ARCHITECTURE = {
 OPTIONS_ALONE = {
     "position": Field(
         "rope",
-        Choice(("rope", "nope")),
+        ("rope", "nope"),
         "How `attention` layers know positions: rotary embeddings, or not at all.",
     ),
     "attention_window": Field(
@@ -332,7 +310,7 @@ OPTIONS_ALONE = {
     ),
     "allow_neg_eigval": Field(
         "auto",
-        SWITCH,
+        bool,
         "β of `gated_deltanet`, `kda` and the DeltaProducts is in (0, 2), not (0, 1); `auto`: for"
         " the DeltaProducts only, as in flash-linear-attention.",
         AUTO,
@@ -343,7 +321,7 @@ OPTIONS_ALONE = {
 SOLVER = {
     "token": Field(
         "auto",
-        Choice(TOKENS),
+        TOKENS,
         "`exact`: each token's own equation is solved, given all before it, so that every schedule"
         " has the same solution. `iterate`: the paper's iteration f. `auto`: `iterate` under"
         " `stopping: paper`, else `exact`.",
@@ -358,7 +336,7 @@ SOLVER = {
     ),
     "stopping": Field(
         "auto",
-        Choice(("auto", "causal", "paper")),
+        ("auto", "causal", "paper"),
         "`causal`: a token has converged when it and all before it have. `paper`: all tokens of the"
         " batch stop at once (App. B.4); needs `token: iterate`. `auto`: `causal`, or `paper` where"
         " `token` is `iterate`.",
@@ -393,9 +371,8 @@ SOLVER = {
     ),
     "stepsize": Field("auto", SHARE, "Damping: the first step size.", AUTO),
     "stepsize_decay": Field(
-        "auto", SHARE, "Damping: factor on the step size when `patience` runs out.", AUTO
+        "auto", SHARE, "Damping: factor on the step size after 15 iterations without gain.", AUTO
     ),
-    "patience": Field(15, COUNT, "Damping: iterations without gain before the step shrinks."),
     "gradient": Field(
         "auto",
         Parsed(parse_gradient, ("auto", *GRADIENTS)),

@@ -26,7 +26,7 @@ from .layers import (
     without_autocast,
 )
 from .mixers import Mixer, MixerWeights, build_mixer
-from .opaque import compiling
+from .operators import compiling
 from .scan import backend, faster
 from .solver import (
     FAILED,
@@ -115,7 +115,7 @@ class FixedPointBlock(nn.Module):
         d = config.d_inner
         self.mixer_width = 2 * d if config.mixer_h_dep and not config.symm_mixer else d
         self.mixer = build_mixer(config, d, self.mixer_width)
-        self.out_proj = nn.Linear(d, config.d_model, bias=config.bias)
+        self.out_proj = nn.Linear(d, config.d_model, bias=False)
         self.centroids = None
         if config.state_centroids:
             self.centroids = Centroids(config.state_centroids, d)
@@ -138,10 +138,8 @@ class FixedPointBlock(nn.Module):
         """Noise on what the block's norm makes, as noise on y: its weight is that of y."""
         return noise
 
-    def norm_time(
-        self, s: Prepared, o: torch.Tensor, x: torch.Tensor, y: torch.Tensor | None = None
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """From o and x̃ to the iterate (b,l,d); given y as well, its `token_residual` (b,l) too."""
+    def norm_time(self, s: Prepared, o: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """From o and x̃ to the iterate (b,l,d)."""
         raise NotImplementedError
 
     def own(self, s: Prepared, parts: Any) -> Own:
@@ -288,7 +286,8 @@ class FixedPointBlock(nn.Module):
         x, parts, _ = self._mixed(s, y)
         with torch.autocast(x.device.type, enabled=False):
             o, _ = self.scan_time(s, parts, x)
-            g, residual = self.norm_time(s, o, x, y)
+            g = self.norm_time(s, o, x)
+            residual = token_residual(y, g)
         return s.seqs.masked(g), s.seqs.masked(residual.unsqueeze(-1)).squeeze(-1)
 
     def explicit(
@@ -385,7 +384,7 @@ class FixedPointBlock(nn.Module):
             elif c.stopping == "causal":
                 products = product_dtype(self.out_proj.weight)
                 tol = min(tol, FINE.get(products, COARSE) if exact else COARSE)
-        return Rule(tol, max_iters, quantile, c.stepsize, c.stepsize_decay, c.patience)
+        return Rule(tol, max_iters, quantile, c.stepsize, c.stepsize_decay)
 
     def width(self, settings: Any, length: int, like: torch.Tensor) -> int:
         """How many tokens are solved at once. settings: as in `rule`. like: a tensor on the device

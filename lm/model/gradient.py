@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .cell import Norm, Token, solve_low_rank
 from .mixers import ACTIVATIONS, nrm, reflections_of
-from .opaque import compiling, opaque
+from .operators import compiling, opaque
 from .scan import faster
 from .solver import NonFiniteError, Rule, solve_paper
 

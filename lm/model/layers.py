@@ -219,16 +219,6 @@ class RMSNorm(nn.Module):
         return unit.to(self.weight.dtype) * self.weight
 
 
-class LayerNorm(nn.LayerNorm):
-    """LayerNorm with weight and bias, computed in fp32 or wider, returned in the weight's dtype."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        weight, bias = self.weight.to(wide), self.bias.to(wide)
-        normed = F.layer_norm(x.to(wide), self.normalized_shape, weight, bias, self.eps)
-        return normed.to(self.weight.dtype)
-
-
 class GroupNorm(nn.GroupNorm):
     """Every token's groups of channels normalised, (b,l,d) → (b,l,d), in fp32 or wider."""
 
@@ -237,12 +227,6 @@ class GroupNorm(nn.GroupNorm):
         weight, bias = self.weight.to(wide.dtype), self.bias.to(wide.dtype)
         normed = F.group_norm(wide.flatten(0, 1), self.num_groups, weight, bias, self.eps)
         return normed.view_as(wide)
-
-
-def residual_norm(config: Any) -> nn.Module:
-    """The norm of the residual stream, before every block and before the head."""
-    kind = RMSNorm if config.rms_norm else LayerNorm
-    return kind(config.d_model, config.norm_epsilon)
 
 
 class Centroids(nn.Module):

@@ -56,7 +56,7 @@ class Mixer(nn.Module):
         solved by in closed form. Without it y itself is iterated, with Q_t held fixed; both have
         the exact gradient.
         `gates`: what `fprnn inspect` draws of it.
-        `reflections`: what a compiled kernel needs; `mix`: where Q x + (I − Q) y is had for less.
+        `reflections`: what a compiled kernel needs.
     """
 
     out_features = 0
@@ -115,7 +115,7 @@ class Mixer(nn.Module):
         weights: MixerWeights,
     ) -> torch.Tensor:
         """x̃ = Q x + (I − Q) y = M(P; x − y) + y (…,d). raw: (…,m) = P Wᵀ + b. x, y: (…,d)."""
-        return self(raw, x - y, weights) + y
+        return self(raw.to(x.dtype), x - y, weights) + y
 
     def bound(self, raw: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         """An upper bound of ‖I − Q‖₂, (…,1): √(‖·‖₁ ‖·‖_∞) of the matrix, in d applications."""

@@ -21,7 +21,6 @@ from torch import nn
 from .cell import LowRank
 from .layers import Orthogonal, WNLinear, affine_map
 from .mixer_base import Mixer, MixerWeights, bound_of, mixer, named_mixer
-from .scan import backend, faster
 
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "identity": lambda x: x}
 POWER_STEPS = {"kronecker": 16, "selective_dense": 32}
@@ -188,23 +187,6 @@ class Reflections(Mixer):
 
     def reflections(self) -> tuple[Any, ...]:
         return self.rank, self.scale, self.act_name, self.sequential, self.eps, None
-
-    def mix(
-        self,
-        raw: torch.Tensor,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        weights: MixerWeights,
-    ) -> torch.Tensor:
-        mixed = None
-        if backend("step", x) is not None:
-            r = self.rank
-            vectors, gates = raw[..., :-r], raw[..., -r:]
-            if weights.extra:
-                vectors = self._second_layer(vectors, weights)
-            options = r, self.scale, self.eps, self.act_name, self.sequential
-            mixed = faster("step", "mix", x, gates, vectors, x, y, *options)
-        return super().mix(raw.to(x.dtype), x, y, weights) if mixed is None else mixed
 
     def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         a, u = self.vectors(raw, weights)

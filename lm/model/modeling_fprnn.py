@@ -15,6 +15,7 @@ from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.modeling_utils import PreTrainedModel
 
+from .baseline_layers import PlainLayer
 from .batch import (
     CACHE,
     FixedPointReport,
@@ -36,11 +37,8 @@ from .batch import (
     targets_of,
 )
 from .blocks import FPRNN
-from .carried import kernels as carried_kernels
 from .cell import find_root
-from .certified_pair import find_certified_pairs
 from .certified_root import find_certified_roots
-from .channel_delta import KDA
 from .checksums import refuse_changed
 from .configuration_fprnn import FPRNNConfig, refuse_solver_token
 from .delta import GatedDeltaNet
@@ -49,16 +47,12 @@ from .fields import SOLVER, parse_gradient
 from .fixed_point import FixedPointBlock
 from .full_rank import solve_by_iterating
 from .gradient import whole_solve
-from .layers import on_cpu, residual_norm
-from .m2rnn import M2RNN
+from .layers import RMSNorm, on_cpu
 from .mixer_base import Mixer
-from .mixers import nrm
-from .opaque import compiling
-from .own_mixers import build_mixer
+from .mixers import build_mixer, nrm
+from .operators import bundled_kernels, compiling
 from .patterns import FIXED_POINT, IN_FP32
-from .plain import PlainLayer
 from .scan import selective_scan
-from .slstm import SLSTM
 from .solver import NonFiniteError, all_finite, asserted, explained, read_flags, stack_flags
 from .stack import FPRNNLayer, initialise, initialise_once, let_be_known
 from .state import (
@@ -73,16 +67,12 @@ from .state import (
 
 # transformers copies only files that the modeling file itself names; these keep the list whole.
 _TRAVELS = (
-    KDA,
-    M2RNN,
-    SLSTM,
     FPRNN,
     GatedDeltaNet,
     Mamba,
     Mixer,
     build_mixer,
-    carried_kernels,
-    find_certified_pairs,
+    bundled_kernels,
     find_certified_roots,
     find_root,
     nrm,
@@ -222,7 +212,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         self.embeddings = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(FPRNNLayer(config, layer) for layer in config.layer_list())
         self.how = Solving(config)
-        self.norm_f = residual_norm(config)
+        self.norm_f = RMSNorm(config.d_model, config.norm_epsilon)
         # The numbers of the fixed-point layers, from 0 on; None where all are.
         self.solved_layers = None
         if config.layers is not None:

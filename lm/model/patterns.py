@@ -18,9 +18,7 @@ _OF_MIXERS = (
 )
 _OF_BLOCKS = (
     "expand",
-    "bias",
     "use_short_conv",
-    "d_conv",
     "out_norm_epsilon",
     "out_start",
     "eps",
@@ -37,22 +35,22 @@ _OF_FP_MAMBA = (
     "glu_in_loop",
     "state_centroids",
 )
-_OF_DELTA = ("n_heads", "headdim", "expand", "d_conv", "allow_neg_eigval")
+_OF_DELTA = ("n_heads", "headdim", "expand", "allow_neg_eigval")
 # Every kind of layer, and the fields of FPRNNConfig that it reads: these may be its options.
 KINDS = {
     "fp_mamba1": (*_OF_FP_MAMBA, "dt_rank"),
     "fp_mamba2": (*_OF_FP_MAMBA, "headdim", "ngroups"),
     "fp_rnn": (*_OF_MIXERS, *_OF_BLOCKS),
-    "mamba": ("expand", "d_state", "dt_rank", "d_conv", "bias"),
-    "mamba2": ("expand", "d_state", "d_conv", "headdim", "ngroups", "bias"),
+    "mamba": ("expand", "d_state", "dt_rank"),
+    "mamba2": ("expand", "d_state", "headdim", "ngroups"),
     "mamba3": ("expand", "d_state", "headdim", "ngroups"),
     "gated_deltanet": _OF_DELTA,
     "gated_deltaproduct": (*_OF_DELTA, "n_householder"),
     "deltaproduct": (*_OF_DELTA, "n_householder"),
     "kda": _OF_DELTA,
     "rwkv7": ("n_heads", "headdim"),
-    "slstm": ("n_heads", "headdim", "d_conv"),
-    "m2rnn": ("expand", "d_state", "d_conv", "headdim", "ngroups"),
+    "slstm": ("n_heads", "headdim"),
+    "m2rnn": ("expand", "d_state", "headdim", "ngroups"),
     "attention": ("n_heads", "position", "attention_window"),
     "mlp": ("d_ff",),
     "lstm": (),

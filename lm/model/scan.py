@@ -27,8 +27,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from transformers.utils import logging
 
-from .carried import kernels as carried_kernels
-from .opaque import compiling, opaque
+from .operators import bundled_kernels, compiling, opaque
 
 logger = logging.get_logger(__name__)
 
@@ -46,7 +45,7 @@ def _kernels():
     kernels, why = _find_kernels()
     if kernels is None:
         try:
-            kernels = carried_kernels()
+            kernels = bundled_kernels()
         except (OSError, RuntimeError) as wrong:
             why += f", and those that came with the model cannot be written: {wrong}"
     if kernels is None:

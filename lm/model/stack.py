@@ -8,16 +8,13 @@ from torch import nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .baseline_layers import LSTM, SLSTM, Attention, GatedMLP, PlainLayer
 from .blocks import FPMamba1, FPMamba2, build_block
-from .channel_delta import KDA, RWKV7
-from .delta import DeltaProduct, GatedDeltaNet, GatedDeltaProduct
-from .diagonal import Mamba, Mamba2, Mamba3
+from .delta import KDA, RWKV7, DeltaProduct, GatedDeltaNet, GatedDeltaProduct
+from .diagonal import M2RNN, Mamba, Mamba2, Mamba3
 from .fixed_point import FixedPointBlock
-from .layers import Orthogonal, RMSNorm, WNLinear, residual_norm
-from .m2rnn import M2RNN
+from .layers import Orthogonal, RMSNorm, WNLinear
 from .mixers import Kronecker, Monarch, Reflections
-from .plain import LSTM, Attention, GatedMLP, PlainLayer
-from .slstm import SLSTM
 from .state import Sequences
 
 # What a layer of a pattern may be (patterns.py) beside a fixed-point block.
@@ -52,8 +49,7 @@ class FPRNNLayer(SolvesOnceLayer):
     def __init__(self, config: Any, layer: Any) -> None:
         """config: the model's. layer: a patterns.Layer."""
         super().__init__()
-        self.residual_in_fp32 = config.residual_in_fp32
-        self.norm = residual_norm(config)
+        self.norm = RMSNorm(config.d_model, config.norm_epsilon)
         self.kind = layer.kind
         own = config.of_layer(layer)
         if layer.kind in PLAIN:
@@ -69,8 +65,7 @@ class FPRNNLayer(SolvesOnceLayer):
         count_iterations: bool = False,
     ) -> tuple[Any, ...]:
         residual = hidden if residual is None else residual + hidden
-        if self.residual_in_fp32:
-            residual = residual.to(torch.promote_types(residual.dtype, torch.float32))
+        residual = residual.to(torch.promote_types(residual.dtype, torch.float32))
         checkpointed = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         checkpoint = self._gradient_checkpointing_func if checkpointed else None
         # What the block returns after its output: its stats, or None, and its state if asked.

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .opaque import compiling
+from .operators import compiling
 
 
 class BlockState(NamedTuple):

@@ -1,21 +1,20 @@
-"""What a run takes, by formulas that docs/scale.md derives: memory of a rank, FLOPs, hours, bytes.
+"""Memory of a rank, by the formulas of docs/scale.md.
 
-N: parameters, w: ranks. Weights, gradients and moments are fp32. What DeepSpeed holds was read off
-runs of it (0.19); what a layer keeps is one stated number for each kind of layer. `fprnn plan
---measure` prints what this machine measures beside it.
+Weights, gradients and moments are fp32. The memory of DeepSpeed was read off runs of version 0.19;
+the activations of a layer are one number for each kind of layer. `fprnn plan --measure` prints the
+measured memory of this machine next to the formula.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from lm.common.cards import GIB, REACHED, SEQUENCE_S, TOKEN_S, Card
+from lm.common.cards import GIB, Card
 from lm.config.model import Model
 from lm.config.schema import Config, Optim
-from lm.model.fields import parse_gradient
 from lm.model.modeling_fprnn import LOSS_CHUNK_TOKENS
 from lm.model.patterns import KINDS, Layer, parse
 from lm.training.build import build_model, stacked
@@ -56,22 +55,23 @@ IN_BF16 = 0.75
 WORKING = 0.25  # of what a layer keeps lives a second time in its backward; of windows all of it
 LOGIT = 12.0  # bytes: its logit, and what loss and backward make of it
 
-# Numbers of 4 bytes that an evaluation moves for each token and channel of d_inner, by `token`, and
-# a term of the adjoint: counted by `python -m benchmarks.gpu_model`, of householder.
-MOVED = {"iterate": 25.0, "exact": 22.3, "full rank": 98.0}
-MOVED_BY_TERM = {"exact": 55.0, "full rank": 225.0}
-TERMS = 4  # of the adjoint, where its tolerance ends it: assumed
-COUNTS = (1, 5, 10, 20)  # evaluations that FLOPs are shown for; an exact token one by one takes 1
-
 
 class Sizes(NamedTuple):
-    """What memory and messages of a model are computed from."""
+    """Numbers of parameters of a model.
 
-    parameters: int  # N
+    Attributes:
+        parameters: All.
+        embedding: In the embedding.
+        sent_low: With gradients that DeepSpeed sends in bf16.
+        by_muon: Updated by Muon, with one moment where AdamW has two.
+        largest: In the largest tensor.
+    """
+
+    parameters: int
     embedding: int
-    sent_low: int = 0  # parameters whose gradients travel in bf16
-    by_muon: int = 0  # parameters that Muon steps, with one moment where AdamW has two
-    largest: int = 0  # parameters of the largest tensor
+    sent_low: int = 0
+    by_muon: int = 0
+    largest: int = 0
 
 
 class Memory(NamedTuple):
@@ -81,7 +81,6 @@ class Memory(NamedTuple):
     master: float  # DeepSpeed's second copy of the weights (ZeRO 1 to 3), in fp32 like the first
     gradients: float
     optimizer: float
-    average: float  # of the weights (train.ema)
     buffers: float  # of DeepSpeed: gradients on their way, under ZeRO-3 gathered weights
     runtime: float  # CUDA's and NCCL's own
     activations: float  # what all layers keep
@@ -177,7 +176,6 @@ def memory(
         "master": share if stage else 0.0,
         "gradients": share if stage >= 2 else whole,
         "optimizer": moments / world_size if stage else moments,
-        "average": 0.0 if cfg.train.ema is None else whole,
         "buffers": _buffers(zero, stage, world_size, of),
         "runtime": RUNTIME if card.on_gpu else 0.0,
     }
@@ -220,88 +218,14 @@ def _buffers(zero: dict, stage: int, ranks: int, of: Sizes) -> float:
 
 
 def limit(card: Card, world_size: int) -> float:
-    """Bytes that a rank may have; a CPU's memory is shared by all."""
+    """Return the bytes that a rank may use; all ranks share a CPU's memory."""
     return USABLE * card.memory if card.on_gpu else card.memory / world_size
 
 
-def flops_of(cfg: Config, model: torch.nn.Module, length: int | None = None) -> dict[str, float]:
-    """FLOPs of a token in training, forward and backward, by what they depend on.
+def checkpoint_bytes(of: Sizes, stage: int) -> float:
+    """Return the bytes of a checkpoint over all ranks, in fp32.
 
-    Args: length: of the sequences; None: data.seq_len.
+    It holds the weights, under ZeRO-1 and 2 twice, and AdamW's two moments (Muon's one).
     """
-    length = length or cfg.data.seq_len
-    if model.solver() == "none":
-        return {"no layer is solved": model.flops_per_token(1, length=length)}
-    return {f"evaluations = {k}": model.flops_per_token(k, length=length) for k in COUNTS}
-
-
-def hours(flops: float, gpus: int, card: Card, precision: str, utilisation: float) -> float | None:
-    """Of a run; None where the card's peak is not known."""
-    if card.peak is None:
-        return None
-    return flops / (gpus * card.peak[precision] * utilisation) / 3600
-
-
-def launch_hours(layers: int, length: int, micro_batches: float, micro_batch: int) -> float:
-    """What layers solved token by token on a GPU wait for one token after the other, forward and
-    backward: whatever its arithmetic, a token is four small kernels of a CUDA graph.
-
-    The seconds a token were measured on an H100 at d_inner 1,536.
-
-    Args: layers: of those. micro_batches: of a GPU, in the whole run. micro_batch: sequences.
-    """
-    return micro_batches * layers * length * (TOKEN_S + SEQUENCE_S * micro_batch) / 3600
-
-
-def moving_hours(
-    tokens: float,
-    channels: int,
-    solver: dict[str, Any],
-    at_once: bool,
-    evaluations: float,
-    gpus: int,
-    card: Card,
-) -> float:
-    """What iterating takes beyond one evaluation: it moves memory, and hardly computes.
-
-    Args:
-        tokens: of all layers that iterate. channels: d_inner. solver: its fields, settled.
-        at_once: one kernel solves the tokens' equations. evaluations: a token.
-    """
-    if not card.bandwidth:
-        return 0.0
-    exact = "exact" if at_once else "full rank"
-    of_one = exact if solver["token"] == "exact" else "iterate"
-    numbers = MOVED[of_one] * max(0.0, evaluations - 1)
-    kind, terms = parse_gradient(solver["gradient"])
-    if kind in ("exact", "adjoint"):
-        numbers += MOVED_BY_TERM[exact] * (TERMS if terms is None else terms)
-    return tokens * channels * 4 * numbers / (gpus * REACHED * card.bandwidth) / 3600
-
-
-def communication(of: Sizes, gpus: int, stage: int, passes: int) -> dict[str, float]:
-    """Bytes that each GPU sends in an update, by collective, each as a ring does it.
-
-    As DeepSpeed 0.19 does by default: ZeRO-1 and 2 sum buckets over all ranks although each needs
-    its own part alone; ZeRO-2 and 3 send the gradients of every pass; ZeRO-3 gathers the
-    weights for every forward and every backward.
-
-    Args: passes: forward and backward, of an update.
-    """
-    part = (gpus - 1) / gpus
-    weights = part * 4.0 * of.parameters
-    gradients = weights - part * 2.0 * of.sent_low
-    if stage == 3:
-        return {
-            "reduce-scatter of gradients": gradients * passes,
-            "all-gather of weights": 2 * gradients * passes,  # sent as gradients are
-        }
-    sent = {"all-reduce of gradients": 2 * gradients * (passes if stage == 2 else 1)}
-    return sent | ({"all-gather of weights": weights} if stage else {})
-
-
-def checkpoint_bytes(of: Sizes, stage: int, has_average: bool = False) -> float:
-    """Bytes of a checkpoint over all ranks: weights and AdamW's two moments (Muon's one), in fp32;
-    ZeRO-1 and 2 save the weights a second time, and there may be their average."""
-    weights = 1 + (stage in (1, 2)) + has_average
+    weights = 1 + (stage in (1, 2))
     return 4.0 * (of.parameters * (weights + 2) - of.by_muon)

@@ -1,4 +1,4 @@
-"""`fprnn plan --measure`: one micro-batch of the real model on this machine, beside the formula."""
+"""Times and memory of the model on this machine: `plan --measure`, and a warning of `train`."""
 
 from __future__ import annotations
 
@@ -10,25 +10,41 @@ from typing import NamedTuple
 import torch
 
 from lm.common.cards import CPU, GIB, card, here
+from lm.common.console import duration
 from lm.common.errors import ConfigError
 from lm.common.heap import keep_freed_memory
 from lm.config.schema import Config
-from lm.report.estimate import memory, sizes
+from lm.kernels.cell import fits_a_gpu
+from lm.report.estimate import memory, on_the_meta_device, sizes
+from lm.report.plan import layers_of
 from lm.runs.metrics import peak_memory
 from lm.training.build import build_model, vocabulary
 
+PROBED_TOKENS = 2  # of each sequence: takes seconds even if a whole window takes a minute
+PROBED_VOCABULARY = 64  # embedding and head hardly count if a solve is slow
+LOADED_S = 5.0  # upper bound of loading libraries in the first pass
+SLOW_S = 60.0  # seconds of an update from which a run is announced as slow
+
 
 class Measured(NamedTuple):
-    """Of one micro-batch, forward and backward, with weights and gradients but no optimizer."""
+    """One micro-batch, forward and backward, with weights and gradients but no optimizer.
+
+    Attributes:
+        device: Name of the device.
+        bytes: Peak memory.
+        planned_bytes: Memory by the formula.
+        seconds: Time of the second pass; the first compiles and allocates.
+        tokens: Tokens of the micro-batch.
+    """
 
     device: str
-    bytes: float  # at the worst moment
-    planned_bytes: float  # what the formula says of the same
-    seconds: float  # of the second pass: the first compiles and asks for memory
+    bytes: float
+    planned_bytes: float
+    seconds: float
     tokens: int
 
     def rows(self, micro_batches: int) -> list[tuple[str, str]]:
-        """Rows of the plan's table. micro_batches: that a rank trains on in the whole run."""
+        """Return the rows of the plan's table for so many micro-batches of a rank."""
         seen = f"{self.bytes / GIB:.3f} GiB, by the formula {self.planned_bytes / GIB:.3f}"
         pace = f"{self.seconds:.3f} s, {self.tokens / self.seconds:,.0f} tokens/s"
         in_all = self.seconds * micro_batches / 3600
@@ -40,10 +56,10 @@ class Measured(NamedTuple):
 
 
 def measure(cfg: Config) -> Measured:
-    """Train two micro-batches of random tokens, on the GPU where there is one.
+    """Train two micro-batches of random tokens, on the GPU if there is one.
 
     Raises:
-        ConfigError: as `build_model` and `vocabulary`; or the GPU's memory does not hold it.
+        ConfigError: As `build_model` and `vocabulary`, or if the GPU's memory is too small.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     on = card(here() if device.type == "cuda" else CPU)
@@ -72,7 +88,7 @@ def measure(cfg: Config) -> Measured:
     return Measured(
         device=on.name,
         bytes=peak_memory(device) - before,
-        planned_bytes=needed.total - needed.optimizer - needed.average - needed.runtime,
+        planned_bytes=needed.total - needed.optimizer - needed.runtime,
         seconds=seconds,
         tokens=ids.numel(),
     )
@@ -94,10 +110,54 @@ def time_pass(model: torch.nn.Module, ids: torch.Tensor, cfg: Config) -> float:
 
 
 def _begin(device: torch.device) -> int:
-    """Bytes held now; the peak counts from now on, where the system allows that."""
+    """Return the bytes held now, and let the peak count from now on if the system allows it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
     with contextlib.suppress(OSError):  # no Linux, or not allowed
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     return peak_memory(device)
+
+
+def warn_if_slow(cfg: Config, world_size: int) -> str | None:
+    """Return a sentence about a run whose updates will take minutes, before it starts.
+
+    Layers that PyTorch iterates (mixers of full rank; on a GPU all without a kernel) can take hours
+    for the work of seconds, and nothing is printed before the first update is done. So a few tokens
+    of a micro-batch are trained here. Other models are not timed.
+
+    Args:
+        cfg: The configuration.
+        world_size: Ranks of the run.
+
+    Returns:
+        The sentence, or None if an update is predicted to take less than `SLOW_S`.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    meta = on_the_meta_device(cfg, PROBED_VOCABULARY)
+    layers = layers_of(cfg, meta, device.type == "cuda")
+    slow = [b for b in (*layers.paper, *layers.iterated) if not has_kernel(b)]
+    if not slow:
+        return None
+    length = min(PROBED_TOKENS, cfg.data.seq_len)
+    with torch.random.fork_rng(), device:
+        model = build_model(cfg, PROBED_VOCABULARY).train()
+        ids = torch.randint(0, PROBED_VOCABULARY, (cfg.train.micro_batch_size, length))
+        pieces = cfg.data.seq_len / length * cfg.train.accumulation(world_size)
+        seconds = time_pass(model, ids, cfg)
+        if SLOW_S / pieces < seconds < LOADED_S:  # may include the loading of libraries
+            seconds = time_pass(model, ids, cfg)
+    if (predicted := seconds * pieces) <= SLOW_S:
+        return None
+    mixers = ", ".join(sorted({b.config.mixer for b in slow}))
+    return (
+        f"note: an update will take about {duration(predicted)} or more here (measured: {length} of"
+        f" the {cfg.data.seq_len} tokens), because mixer {mixers} is iterated in PyTorch;"
+        " model.mixer=dplr is solved token by token, in a small part of that"
+    )
+
+
+def has_kernel(block: torch.nn.Module) -> bool:
+    """Return whether a kernel solves the equations of a layer's tokens in an iteration."""
+    reflections = block.mixer.reflections()
+    return reflections is not None and fits_a_gpu(reflections[0], block.config.d_inner)

@@ -6,9 +6,9 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,32 +38,37 @@ Look = Callable[[], list[Status]]
 
 
 def look_at(places: list[str], overrides: list[str], follow: bool) -> Look:
-    """What is seen of all places, whenever it is called.
+    """Return a function that returns the state of all runs.
 
     Args:
-        places: run directories, of language models or synthetic tasks; or the YAML of a sweep,
-            whose points are trained with these overrides.
-        follow: runs that are not there yet are waited for.
+        places: Run directories, of language models or synthetic tasks, or YAMLs of sweeps.
+        overrides: Overrides of the sweeps' points.
+        follow: Whether runs that do not exist yet are waited for.
+
     Raises:
-        ConfigError: a YAML is wrong. PlaceError: a directory holds no run.
+        ConfigError: If a YAML is wrong.
+        PlaceError: If a directory holds no run.
     """
-    parts: list[Look] = []
-    for place in dict.fromkeys(map(os.path.normpath, places)):
-        if place.endswith((".yaml", ".yml")):
-            parts.append(partial(sweep_status, place, overrides))
-        else:
+    places = list(dict.fromkeys(map(os.path.normpath, places)))
+    sweeps = [place for place in places if place.endswith((".yaml", ".yml"))]
+    for place in places:
+        if place not in sweeps:
             check_runs_to_watch(place, follow)
-            run = RunDir(place)
-            parts.append(partial(_status_of, run))
-    return lambda: [status for part in parts for status in part()]
 
+    def look() -> list[Status]:
+        statuses = []
+        for place in places:
+            if place in sweeps:
+                statuses += sweep_status(place, overrides)
+            else:
+                statuses.append(run_status(RunDir(place), time.time()))
+        return statuses
 
-def _status_of(run: RunDir) -> list[Status]:
-    return [run_status(run, time.time())]
+    return look
 
 
 def show(look: Look) -> None:
-    """One table, what became of the runs, and of a sweep what it has reached."""
+    """Print the table of the runs, remarks, and the results of finished points of a sweep."""
     seen = look()
     say(table(seen))
     for line in remarks(seen):
@@ -73,50 +78,36 @@ def show(look: Look) -> None:
 
 
 def follow(look: Look) -> bool:
-    """Show the runs until all have ended, then what became of each; whether all are done."""
-    looks = _until_ended(look)
-    seen = _live(looks) if say.console.is_terminal else _lines(looks)
+    """Show the runs until all have ended, and return whether all are done.
+
+    A terminal has one table that changes; otherwise there is a line for every new record.
+    """
+    from rich.live import Live
+
+    said: dict[str, tuple] = {}
+    is_terminal = say.console.is_terminal
+    with Live(console=say.console, auto_refresh=False) if is_terminal else nullcontext() as live:
+        while True:
+            seen = look()
+            if live is not None:
+                live.update(table(seen), refresh=True)
+            for status in seen if live is None else ():
+                news = status.state, status.step, status.validation
+                if said.get(status.run_dir) != news:
+                    said[status.run_dir] = news
+                    say(format_line(status))
+            if all(status.state not in ("running", "missing") for status in seen):
+                break
+            time.sleep(EVERY_S)
     for line in remarks(seen):
         say(line)
     return all(status.state == "done" for status in seen)
 
 
-def _until_ended(look: Look) -> Iterator[list[Status]]:
-    while True:
-        seen = look()
-        yield seen
-        if all(status.state not in ("running", "missing") for status in seen):
-            return
-        time.sleep(EVERY_S)
-
-
-def _live(looks: Iterable[list[Status]]) -> list[Status]:
-    """A table that is drawn anew with every look → the last one."""
-    from rich.live import Live
-
-    seen = []
-    with Live(console=say.console, auto_refresh=False) as live:
-        for seen in looks:
-            live.update(table(seen), refresh=True)
-    return seen
-
-
-def _lines(looks: Iterable[list[Status]]) -> list[Status]:
-    """A line for every new record and every change of state → the last look."""
-    said: dict[str, tuple] = {}
-    seen = []
-    for seen in looks:
-        for status in seen:
-            news = status.state, status.step, status.validation
-            if said.get(status.run_dir) != news:
-                said[status.run_dir] = news
-                say(line(status))
-    return seen
-
-
 def cells(status: Status) -> dict[str, str]:
-    """What the table shows of a run, by column; "" what is not known."""
+    """Return the cells of a run by column, "" for an unknown value."""
     record = status.record or {}
+    speed = record.get("tokens_per_s")
     updates = "" if status.step is None else f"{status.step:,}"
     if status.steps is not None:
         updates = f"{updates or 0} / {status.steps:,}"
@@ -126,19 +117,15 @@ def cells(status: Status) -> dict[str, str]:
         "update": updates,
         "loss": f"{record['loss']:.3f}" if record else "",
         "validation": status.validation,
-        "tokens/s": _thousands(record.get("tokens_per_s")),
+        "tokens/s": f"{speed:,.0f}" if is_number(speed) else "",
         "ℓ*": iterations_of_layers(status.num_iters) if status.num_iters else "",
         "time left": "" if status.left_s is None else duration(status.left_s),
         "last record": "" if status.seen_s is None else f"{duration(status.seen_s)} ago",
     }
 
 
-def _thousands(value: object) -> str:
-    return f"{value:,.0f}" if is_number(value) else ""
-
-
-def line(status: Status) -> str:
-    """The cells of a run as a line of labelled figures."""
+def format_line(status: Status) -> str:
+    """Return the cells of a run as a line."""
     shown = cells(status)
     parts = [f"{shown.pop('run')}  {shown.pop('state')}  {shown.pop('update')}".rstrip()]
     shown.pop("last record")
@@ -146,13 +133,13 @@ def line(status: Status) -> str:
 
 
 def short_names(names: list[str]) -> dict[str, str]:
-    """Of each path what it is below the folder that all are in; of a single one its last part."""
+    """Return each path relative to the folder that contains all of them."""
     common = os.path.commonpath([os.path.dirname(os.path.abspath(name)) for name in names])
     return {name: os.path.relpath(os.path.abspath(name), common) for name in names}
 
 
 def table(seen: list[Status]) -> Table:
-    """The runs as a rich table, with a count of their states below."""
+    """Return the runs as a rich table with a count of their states."""
     from rich.table import Table
     from rich.text import Text
 
@@ -172,8 +159,7 @@ def table(seen: list[Status]) -> Table:
 
 
 def remarks(seen: list[Status]) -> list[str]:
-    """A line for each run about which there is something to say, then how to train what is left of
-    a sweep."""
+    """Return a line for each run with a message, and the points of a sweep that are left."""
     lines = []
     for status in seen:
         name = status.run_dir if status.index is None else f"{status.index:03d}"
@@ -188,7 +174,7 @@ def remarks(seen: list[Status]) -> list[str]:
 
 
 def ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] → "0-2,5", as sbatch takes it."""
+    """Return numbers as sbatch takes them: [0, 1, 2, 5] is "0-2,5"."""
     parts: list[list[int]] = []
     for n in numbers:
         if parts and n == parts[-1][-1] + 1:
@@ -199,7 +185,7 @@ def ranges(numbers: list[int]) -> str:
 
 
 def results(seen: list[Status]) -> Table:
-    """What the finished points of a sweep have reached: a row for all seeds of a point."""
+    """Return the results of the finished points of a sweep: a row for all seeds of a point."""
     from rich.table import Table
 
     out = Table(title_justify="left", title="Finished points, mean ± standard deviation over seeds")
@@ -219,9 +205,11 @@ def results(seen: list[Status]) -> Table:
 
 
 def reached(status: Status) -> dict[str, float | None]:
-    """The numbers of a finished run by RESULTS; None what its files do not say. The validation is
-    in bits per byte, in nats a token where the text's bytes are not known; the seconds are those
-    of the updates; ℓ* is the mean over layers."""
+    """Return the numbers of a finished run by RESULTS, None for an unknown one.
+
+    The validation is in bits per byte, or in nats a token if the bytes are not known; the seconds
+    are those of the updates; ℓ* is the mean over layers.
+    """
     result = read_mapping(RunDir(status.run_dir).result) or {}
     validation = validation_of(result) or {}
     spent = [
@@ -249,8 +237,7 @@ def _over_seeds(done: list[dict[str, float | None]], name: str) -> str:
 
 
 def as_json(seen: list[Status]) -> str:
-    """A list of mappings, one a run, with the fields of Status; of those that are done the numbers
-    of `reached` as well."""
+    """Return a list of mappings: the fields of Status, and `reached` of a finished run."""
     rows = []
     for status in seen:
         numbers = reached(status) if status.state == "done" else None

@@ -30,16 +30,12 @@ class UpdateTimes:
     mark is an event in the device's stream: a part has the seconds between its first and last
     order being reached, those included in which the device had nothing to do. Nothing waits for an
     event: those that the device has passed are read after an update, the rest by `read`.
-
-    Attributes:
-        annotate: whether parts are named in a profile that is being taken.
     """
 
     def __init__(self, device: torch.device | str, solves: bool = False):
         """solves: whether there are solves to tell from the rest of a forward pass."""
         self.on_gpu = torch.device(device).type == "cuda"
         self.solves = solves
-        self.annotate = False
         self.updates = 0
         self._part = "other"
         self._marks: deque[Mark] = deque()
@@ -57,7 +53,7 @@ class UpdateTimes:
         around, self._part = self._part, name
         self._mark(name)
         try:
-            with torch.profiler.record_function(name) if self.annotate else _unnamed:
+            with torch.profiler.record_function(name):  # its name in a profile (`log.profile`)
                 yield
         finally:
             self._part = around

@@ -17,7 +17,6 @@ from lm.common.files import read_mapping, writing
 
 BEAT_S = 10.0  # seconds between two signs of life
 PATIENCE_S = 30.0  # a holder elsewhere that gives none for so long is taken for dead
-WRITING_S = 2.0  # a lease that says nothing yet is being written for no longer than this
 
 
 class LeaseError(UserError, RuntimeError):
@@ -52,7 +51,7 @@ class Lease:
             OutputError: the file cannot be written.
         """
         while not self._create():
-            holder = self._holder()
+            holder = read_mapping(self.path)
             if holder is None:
                 continue  # gone meanwhile
             self._outlive(holder)
@@ -93,14 +92,6 @@ class Lease:
                 raise
         return True
 
-    def _holder(self) -> dict | None:
-        """What the lease says; None where there is none. Whoever has made an empty one is about to
-        write its name: it is looked at again."""
-        until = time.monotonic() + WRITING_S
-        while (holder := read_mapping(self.path)) == {} and time.monotonic() < until:
-            time.sleep(0.01)
-        return holder
-
     def _outlive(self, holder: dict) -> None:
         """Returns when the holder is dead; raises LeaseError when it lives."""
         place = self.path.parent
@@ -112,7 +103,7 @@ class Lease:
             )
             lives = self._gives_sign()
         if lives:
-            found = read_mapping(self.path) or holder  # its name may have been written meanwhile
+            found = read_mapping(self.path) or holder  # it may have been half written
             raise LeaseError(
                 f"{place} is in use by {_name(found)}: stop that one, or choose another `name`"
                 " (two processes in one run directory would spoil it)"

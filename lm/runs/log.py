@@ -8,7 +8,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, TextIO, TypeVar
+from typing import TextIO, TypeVar
 
 from lm.common.console import say
 from lm.common.files import write_text, writing
@@ -121,33 +121,8 @@ Result = TypeVar("Result")
 OUR_STEP = "global_step"  # wandb's own step may not go back, as a resumed run and a rollback do
 
 
-def _wandb_mode() -> Any:
-    """Return the `mode` of `wandb.init`: None, which leaves it to wandb, or "offline" without a
-    login.
-
-    wandb itself looks for the mode and for credentials: in the environment (`WANDB_MODE`,
-    `WANDB_API_KEY`, `WANDB_IDENTITY_TOKEN_FILE`), in its settings files, and in the netrc file
-    (`NETRC`) under the host of `WANDB_BASE_URL`.
-
-    Raises:
-        wandb.Error: Credentials have a wrong format, or contradict each other.
-    """
-    import wandb
-
-    settings = wandb.setup().settings
-    if os.environ.get("WANDB_MODE") or settings.mode != "online":
-        return None
-    if wandb.login(prompt=False, verify=False):
-        return None
-    say(
-        f"note: log.wandb: no login for {settings.base_url} (`wandb login`): the run is offline;"
-        " `wandb sync` sends it later"
-    )
-    return "offline"
-
-
 class Wandb:
-    """Weights & Biases; a resumed run continues in the same place.
+    """Weights & Biases; a resumed run continues in the same place. wandb finds its login and mode.
 
     What wandb has cannot be deleted: after a rollback the records that the run has left stay, and
     those of the same updates that come after them are drawn over the same step.
@@ -165,7 +140,6 @@ class Wandb:
             name=cfg.name,
             dir=str(run),
             config=cfg.model_dump(mode="json"),
-            mode=_wandb_mode(),
         )
         self.run.define_metric(OUR_STEP)
         self.run.define_metric("*", step_metric=OUR_STEP)

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import re
 import resource
-import statistics
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from lm.common.files import parse_json, printable
+from lm.common.files import CONTROL, parse_json, printable
 
 # Dense bf16 peak in FLOP/s, from the makers' data sheets, by a part of the device's name.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L40": 181e12, "V100": 125e12}
 
-# Of a kind of record, what is read of a log at most: twice the pixels of a wide chart; and of the
-# newest ones all, by which the time that is left is judged.
-MAX_RECORDS, NEWEST = 4096, 64
 Gather = Callable[[torch.Tensor], torch.Tensor]  # concatenates over ranks, along the last dimension
 
 # What a solve counts of its tokens (lm/model/solver.py), in records.
@@ -242,51 +236,6 @@ def imbalance(seconds: float, gather: Gather) -> dict:
     return {"imbalance": round(float(1 - over_ranks.mean() / slowest), 4)}
 
 
-class Outliers:
-    """Notices updates far above those before them, and counts them.
-
-    Args:
-        sigma: above their mean by so many standard deviations; None: never.
-        window: updates before one that it is compared with; with fewer none is an outlier.
-    """
-
-    def __init__(self, sigma: float | None = None, window: int = 0):
-        self.sigma, self.window = sigma, window
-        self.number = 0
-        self.before: dict[str, deque[float]] = {}
-
-    def look(self, **found: float) -> str | None:
-        """What is wrong with an update, or None. Outliers are remembered like others: what stays
-        high becomes what is usual.
-
-        Args:
-            found: numbers of one update by their names; NaN and infinity are others' business.
-        """
-        if self.sigma is None:
-            return None
-        wrong = []
-        for name, value in found.items():
-            if not math.isfinite(value):
-                continue
-            before = self.before.setdefault(name, deque(maxlen=self.window))
-            if len(before) == self.window:
-                mean, deviation = statistics.fmean(before), statistics.pstdev(before)
-                if value > mean + self.sigma * deviation:
-                    wrong.append(
-                        f"the {name.replace('_', ' ')} is {value:.4f}, more than {self.sigma:g}"
-                        f" standard deviations of {deviation:.4f} above its mean of {mean:.4f}"
-                    )
-            before.append(value)
-        return "; ".join(wrong) or None
-
-    def state_dict(self) -> dict:
-        return {"number": self.number, "before": {k: list(v) for k, v in self.before.items()}}
-
-    def load_state_dict(self, saved: dict) -> None:
-        self.number = saved["number"]
-        self.before = {k: deque(v, self.window) for k, v in saved["before"].items()}
-
-
 class Throughput:
     """What updates take: tokens per second between two readings, MFU where the peak is known, and
     the time of all updates of the run; what `skip` leaves out (validations, saves) is not in it.
@@ -348,102 +297,50 @@ def _clocks() -> dict[str, float]:
     return {"seconds": time.perf_counter(), "processor_seconds": time.process_time()}
 
 
-class Thinned:
-    """Lines of one kind: evenly spaced ones, and the newest in full; memory does not grow.
-
-    Attributes:
-        count: How many lines there were.
-    """
-
-    def __init__(self) -> None:
-        self.count, self.stride = 0, 1
-        self.spaced: list[tuple[int, bytes]] = []
-        self.newest: deque[tuple[int, bytes]] = deque(maxlen=NEWEST)
-
-    def add(self, number: int, line: bytes) -> None:
-        """Add the next line. number: its place in the file."""
-        if self.count % self.stride == 0:
-            self.spaced.append((number, line))
-            if len(self.spaced) == MAX_RECORDS:
-                self.spaced, self.stride = self.spaced[::2], 2 * self.stride
-        self.newest.append((number, line))
-        self.count += 1
-
-
 class Log(NamedTuple):
-    """The records of a run's `metrics.jsonl`, thinned where there are very many.
+    """The records of a run's `metrics.jsonl`.
 
     Args:
-        records: At most MAX_RECORDS of a kind, evenly spaced, and the newest, in the file's order.
+        records: One mapping per update that was recorded, in the file's order.
         unread: Number of lines that hold no record: the last one, cut short by a kill, or damaged.
-        left_out: Number of records that are not among `records`.
     """
 
     records: list[dict]
     unread: int
-    left_out: int
 
 
 def read_metrics(run_dir: Path) -> list[dict]:
-    """Return the records of `metrics.jsonl`, as `read_log` thins them."""
+    """Return the records of `metrics.jsonl`."""
     return read_log(run_dir).records
 
 
 def read_log(run_dir: Path) -> Log:
-    """Read `metrics.jsonl` line by line, in memory that does not grow with it.
-
-    A kind is a set of keys, so that a rare record (a validation, a rollback) is not thinned with
-    the frequent ones. Where there are more than MAX_RECORDS of training, only those that are kept
-    are parsed, and only in them a damaged line is noticed.
-    """
-    kinds: dict[frozenset[str] | None, Thinned] = {}
-    training = kinds.setdefault(None, Thinned())
-    unread = 0
-    for number, line in enumerate(_lines(run_dir)):
-        if _is_training(line):
-            training.add(number, line)
-        elif (record := parse_record(line)) is not None:
-            kinds.setdefault(frozenset(record), Thinned()).add(number, line)
-        else:
-            unread += 1
-    sampled = {
-        place: line for kind in kinds.values() for place, line in (*kind.spaced, *kind.newest)
-    }
-    parsed = [parse_record(sampled[place]) for place in sorted(sampled)]
+    """Read `metrics.jsonl`, and count the lines that hold no record."""
+    parsed = list(iter_metrics(run_dir))
     records = [record for record in parsed if record is not None]
-    unread += len(parsed) - len(records)
-    return Log(records, unread, sum(kind.count for kind in kinds.values()) - len(parsed))
-
-
-def _is_training(line: bytes) -> bool:
-    """Return whether a line looks like a record of training alone, as a Writer writes it; parsing
-    a million of them would take a minute."""
-    is_whole = (
-        line.startswith(b'{"step": ') and line.endswith(b"}\n") and b', "loss": ' in line[:40]
-    )
-    return is_whole and b'"valid' not in line and b'"probe": ' not in line
+    return Log(records, len(parsed) - len(records))
 
 
 def iter_metrics(run_dir: Path) -> Iterator[dict | None]:
     """Yield the record of every line of `metrics.jsonl`, None for a line that holds none."""
-    return map(parse_record, _lines(run_dir))
-
-
-def _lines(run_dir: Path) -> Iterator[bytes]:
     path = Path(run_dir) / "metrics.jsonl"
     if path.is_file():
         with path.open("rb") as file:
-            yield from file
+            yield from map(parse_record, file)
 
 
 def parse_record(line: bytes) -> dict | None:
-    """The record that a line of `metrics.jsonl` holds, with its step; None where it holds none."""
+    """Return the record that a line of `metrics.jsonl` holds; None if it holds none."""
     try:
-        record = parse_json(line)
+        text = line.decode("utf-8")
+        record = parse_json(text)
     except ValueError:  # also of bytes that are no UTF-8
         return None
     step = record.get("step") if isinstance(record, dict) else None
-    return printable(record) if type(step) is int and step >= 0 else None
+    if type(step) is not int or step < 0:
+        return None
+    needs_escapes = "\\" in text or CONTROL.search(text)  # almost no record: the test is fast
+    return printable(record) if needs_escapes else record
 
 
 def affine(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from lm.common.errors import ConfigError, DivergedAlone, UserError, exit_status, sentence
 from lm.common.files import check_folder, printable, read_json, write_json, write_text, writing
@@ -57,7 +56,6 @@ class RunDir:
     def __init__(self, path: Path | str):
         self.path = Path(path)
         self._lease: Lease | None = None
-        self.previous: Run | None = None  # the config of the run that is continued
 
     def __str__(self) -> str:
         return str(self.path)
@@ -164,7 +162,7 @@ class RunDir:
                     f"{self} already holds a run: continue it with resume=auto, choose another"
                     " `name`, or delete it with --overwrite"
                 )
-            self.previous = _continued(cfg, self.config, say)
+            _check_continued(cfg, self.config, say)
             if cfg.resume == "auto":
                 self._refuse_lost_checkpoints()
             self.failure.unlink(missing_ok=True)
@@ -234,48 +232,51 @@ def comparable(cfg: Run) -> dict:
     return _flat({**tree, "model": model, "solver": cfg.solver.settled()})
 
 
-def changed_keys(was: Run, now: Run) -> dict[str, tuple[Any, Any]]:
-    """What two configurations say differently: dotted key → (then, now)."""
+def differences(was: Run, now: Run) -> dict[Resume, dict[str, str]]:
+    """Return the keys that two configurations set differently, by what a resumed run may change.
+
+    Returns:
+        Rule → {dotted key: "KEY was 1, is 2"}. The solver of a baseline, which has none, is left
+        out.
+    """
     old, new = comparable(was), comparable(now)
-    return {
-        key: (old.get(key), new.get(key))
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    }
+    found: dict[Resume, dict[str, str]] = {rule: {} for rule in Resume}
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        has_effect = not key.startswith("solver.") or now.model.name == "fprnn"
+        if before != after and has_effect:
+            rule = resume_rule(type(now), key)
+            found[rule][key] = f"{key} was {before!r}, is {after!r}"
+    return found
 
 
 def check_config(path: Path, manifest: dict, run: RunDir, cfg: Run) -> None:
-    """Refuse a config that says something else of what a run may not change than one of the run's
-    checkpoints. Where files lie it may say, and a tokenizer's files are compared themselves.
+    """Refuse a config that differs from a checkpoint's in what a resumed run may not change.
+
+    The places of files may differ, and a tokenizer's files are compared themselves.
 
     Args:
-        path: of the checkpoint, whose manifest says with which config it was trained; one of an
-            earlier version does not.
+        path: Folder of the checkpoint.
+        manifest: Its manifest, which holds the config that it was trained with, except in runs of
+            version 0.1.
+        run: The run that it is of.
+        cfg: The run's config as it is now.
+
     Raises:
-        RunDirError: naming each key.
+        RunDirError: Such keys differ; it names each.
     """
     if "config" not in manifest:
         return
-    model = manifest["config"].get("model", {})
-    if "backend" in model and model.get("name", "fprnn") != "fprnn":
-        raise RunDirError(
-            f"{path} was trained when model.name {model['name']} was a class of its own; now it is"
-            " short for layers of a pattern, whose weights have other names: train it anew, or use"
-            " the version that it was trained with"
-        )
-    schema = type(cfg)
-    was = build(manifest["config"], f"{path}/manifest.json: config", schema)
-    other = [
-        f"{key} was {before!r}, is {now!r}"
-        for key, (before, now) in changed_keys(was, cfg).items()
-        if resume_rule(schema, key) is Resume.FIXED
-        and not key.startswith("tokenizer.")
-        and not key.endswith("path")
+    was = build(manifest["config"], f"{path}/manifest.json: config", type(cfg))
+    changed = [
+        text
+        for key, text in differences(was, cfg)[Resume.FIXED].items()
+        if not key.startswith("tokenizer.") and not key.endswith("path")
     ]
-    if other:
+    if changed:
         raise RunDirError(
-            f"{run.config} is not what {path} was trained with ({'; '.join(other)}): bring it back"
-            " as it was (the checkpoint's manifest.json holds it)"
+            f"{run.config} is not what {path} was trained with ({'; '.join(changed)}): bring it"
+            " back as it was (the checkpoint's manifest.json holds it)"
         )
 
 
@@ -303,32 +304,27 @@ def _flat(tree: dict, prefix: str = "") -> dict:
     return flat
 
 
-def _continued(cfg: Run, saved: Path, say: Callable[[str], None]) -> Run:
-    """Refuse what a continued run may not change, and say what changes its training.
+def _check_continued(cfg: Run, saved: Path, say: Callable[[str], None]) -> None:
+    """Refuse what a resumed run may not change, and print what changes its training.
 
     Args:
-        saved: the config.yaml that it was trained with so far.
-    Returns:
-        what it holds.
+        cfg: The config to continue with.
+        saved: The config.yaml that the run was trained with so far.
+        say: Function that prints a sentence.
+
     Raises:
-        RunDirError: it is a run of another config.
+        RunDirError: It is a run of another config.
     """
     # Through the schema: a key that is newer than the run has its default there.
     was = build(load_tree(saved), str(saved), type(cfg))
-    changed = changed_keys(was, cfg)
-    said: dict[Resume, list[str]] = {rule: [] for rule in Resume}
-    for key, (before, now) in changed.items():
-        if key.startswith("solver.") and cfg.model.name != "fprnn":
-            continue  # a baseline has none
-        said[resume_rule(type(cfg), key)].append(f"{key} was {before!r}, is {now!r}")
-    if other := said[Resume.FIXED]:
+    changed = differences(was, cfg)
+    if changed[Resume.FIXED]:
         raise RunDirError(
-            f"{saved.parent} holds a run of another config ({'; '.join(other)}): choose another"
-            " `name`, or delete it with --overwrite"
+            f"{saved.parent} holds a run of another config"
+            f" ({'; '.join(changed[Resume.FIXED].values())}): choose another `name`, or delete it"
+            " with --overwrite"
         )
-    if noted := said[Resume.NOTED]:
-        say(f"note: {'; '.join(noted)}: training goes on with what it is now")
-    if "train.steps" in changed:
-        before, now = changed["train.steps"]
-        say(f"note: train.steps was {before}, is {now}: the schedule now ends at {now}")
-    return was
+    if noted := changed[Resume.NOTED]:
+        say(f"note: {'; '.join(noted.values())}: training goes on with what it is now")
+    if (steps := cfg.train.steps) != was.train.steps:
+        say(f"note: train.steps was {was.train.steps}, is {steps}: the schedule ends at {steps}")

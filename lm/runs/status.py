@@ -6,14 +6,16 @@ that is damaged or half written is an answer here, never an error.
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeGuard
 
-from lm.common.console import Pace, duration
+from lm.common.console import duration
 from lm.common.errors import PREEMPTED, ConfigError
 from lm.common.files import read_mapping
 from lm.config import load as config
@@ -95,14 +97,19 @@ def run_status(run: RunDir, now: float) -> Status:
 
 
 def _seconds_left(trained: list[dict], steps: int) -> float | None:
-    """Until `steps` updates are done, judged by the last records of training."""
-    pace = Pace(passed_over=0, fewest=1, enough_s=0, window=50)
-    for record in trained:
+    """Return the seconds until `steps` updates are done, judged by the last records of training."""
+    points = []
+    for record in trained[-50:]:
         spent = record.get("spent")
         seconds = spent.get("seconds") if isinstance(spent, dict) else record.get("seconds")
         if is_number(seconds):
-            pace.at(seconds, record["step"])
-    return pace.left(steps)
+            points.append((seconds, record["step"]))
+    rates = [
+        (now - before) / (done - done_before)
+        for (before, done_before), (now, done) in itertools.pairwise(points)
+        if done > done_before
+    ]
+    return statistics.median(rates) * max(0, steps - points[-1][1]) if rates else None
 
 
 def _validation(record: dict) -> str:

@@ -1,7 +1,7 @@
 """Files that this program writes into a run directory or an export: only these are ever deleted.
 
-A run directory has a fixed layout (`RUN_FILES`). An export lists its files in `.fprnn.json`; one
-that an earlier version wrote lists them in SHA256SUMS, or is known by their names.
+A run directory has a fixed layout (`RUN_FILES`). An export lists its files in `.fprnn.json`, or if
+an earlier version wrote it, in SHA256SUMS.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from lm.model.checksums import SUMS, read_sums
 EXPORT_RECORD = ".fprnn.json"
 CARD = "README.md"
 PAGE = "inspect.html"  # `fprnn inspect` writes it next to an export
-EVALUATIONS = ("eval/results.json", "eval/agree.json", PAGE)  # written next to an export
+# Written next to an export; `agree.json` by earlier versions.
+EVALUATIONS = ("eval/results.json", "eval/agree.json", PAGE)
 MAX_NAMES = 3  # names that a message gives
 
 TOKENIZER_FILES = (
@@ -31,6 +32,12 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
+# Figures of `fprnn report` (lm/report/contents.py).
+FIGURES = (
+    *("loss", "bits_per_byte", "sources", "epochs", "shares", "z_loss", "iterations"),
+    *("evaluations", "failed", "bisected", "limited", "residual", "adjoint", "lr", "grad_norm"),
+    *("tokens_per_s", "mfu", "imbalance", "breakdown", "memory"),
+)
 _TOKENIZER = "|".join(re.escape(name) for name in (*TOKENIZER_FILES, "made_from.json", SUMS))
 RUN_FILES = re.compile(
     rf"""
@@ -39,7 +46,7 @@ RUN_FILES = re.compile(
     | (.*/)? lease\.json (\.\d+)?
     | (.*/)? \.[^/]+\.\d+\.tmp                                     # cut off while it was written
     | report\.(html|markdown|tex)
-    | figures/ (loss|iterations)\.(png|pdf)
+    | figures/ ({"|".join(FIGURES)})\.(png|pdf)
     | (tokenizer | \.tokenizer-[a-z0-9_]{{8}}) / ({_TOKENIZER})
     | data/ ([^/]+/)? ((corpus|meta|verified|about)\.json | (train|val)\.(bin|tmp) | shards\.jsonl)
     | checkpoints/ (last\.pt | step-\d+(-\d+)?(\.partial)?/ [^/]+\.(pt|json))
@@ -47,14 +54,6 @@ RUN_FILES = re.compile(
     | profile/ (\.\d+\.)? updates-\d+-\d+\.(trace\.json\.gz|txt)
     | tensorboard/ events\.out\.tfevents\.[^/]+
     | wandb/ ((offline-)?run-[^/]+/.+ | latest-run | debug[^/]*\.log)
-    """,
-    re.VERBOSE,
-)
-_EXPORT_FILES = re.compile(
-    rf"""
-      (config | generation_config | model\.safetensors\.index)\.json
-    | model(-\d+-of-\d+)?\.safetensors
-    | {re.escape(CARD)} | {_TOKENIZER}
     """,
     re.VERBOSE,
 )
@@ -86,42 +85,14 @@ def export_files(folder: Path) -> set[str]:
         names = record.get("files")
         is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
         return {*names, EXPORT_RECORD} if names and is_list else set()
-    if not _is_earlier_export(folder):
-        return set()
-    try:
+    try:  # an export of before the record: its SHA256SUMS lists all files but the card
+        card = (folder / CARD).read_text(encoding="utf-8", errors="replace")
         sums = read_sums(folder)
-    except (OSError, ValueError):  # damaged: the names have to do
-        sums = {}
-    present = {path.name for path in folder.iterdir() if path.is_file()}
-    names = {*sums, SUMS, CARD} if sums else set(filter(_EXPORT_FILES.fullmatch, present))
-    return present & (names | _imported(folder, "modeling_fprnn.py", set()))
-
-
-def _is_earlier_export(folder: Path) -> bool:
-    """Return whether an earlier version, which left no `.fprnn.json`, wrote this export."""
-    config = read_mapping(folder / "config.json")
-    if not config:
-        return False
-    from lm.model.configuration_fprnn import MODEL_TYPES  # imports transformers: seconds
-
-    if config.get("model_type") in MODEL_TYPES:
-        return True
-    try:  # a Mamba is exported as transformers' own class
-        return "fprnn" in (folder / CARD).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return False
-
-
-def _imported(folder: Path, name: str, known: set[str]) -> set[str]:
-    """Return the code files that a code file of a flat folder needs, itself included."""
-    path = folder / name
-    if name in known or not path.is_file():
-        return known
-    known.add(name)
-    text = path.read_text(encoding="utf-8", errors="replace")
-    for module in re.findall(r"^\s*from\s+\.(\w+)\s+import\b", text, re.MULTILINE):
-        _imported(folder, f"{module}.py", known)
-    return known
+    except (OSError, ValueError):
+        return set()
+    if not sums or "fprnn" not in card:
+        return set()
+    return {name for name in (*sums, SUMS, CARD) if (folder / name).is_file()}
 
 
 def foreign_files(folder: Path, is_own: Callable[[str], bool]) -> str:

@@ -151,30 +151,19 @@ def _settle_autocast(config: dict) -> None:
         config: DeepSpeed's JSON, which this changes.
 
     Raises:
-        ConfigError: The section is not a mapping, a name is not a class of `torch.nn` (DeepSpeed
-            imports each, and a YAML must not run code), or `communication_data_type` is set where
-            DeepSpeed ignores it.
+        ConfigError: A name is not a class of `torch.nn` (DeepSpeed imports each, and a YAML must
+            not run code), or `communication_data_type` is set where DeepSpeed ignores it.
     """
     if "torch_autocast" not in config:
         return
     autocast = config["torch_autocast"]
-    if not isinstance(autocast, dict):
+    is_mapping = isinstance(autocast, dict)
+    names = autocast.setdefault("lower_precision_safe_modules", []) if is_mapping else None
+    if not isinstance(names, list) or not all(_is_torch_module(name) for name in names):
         raise ConfigError(
-            f"engine.deepspeed sets torch_autocast to {autocast!r}: it must be a mapping"
+            f"engine.deepspeed sets torch_autocast to {autocast!r}: it must be a mapping, and its"
+            " lower_precision_safe_modules a list of classes of torch.nn, such as [torch.nn.Linear]"
         )
-    names = autocast.setdefault("lower_precision_safe_modules", [])
-    if not isinstance(names, list):
-        raise ConfigError(
-            f"engine.deepspeed sets lower_precision_safe_modules of torch_autocast to {names!r}: it"
-            " must be a list of classes, such as [torch.nn.Linear]"
-        )
-    for name in names:
-        package, _, kind = str(name).rpartition(".")
-        if package != "torch.nn" or not isinstance(getattr(torch.nn, kind, None), type):
-            raise ConfigError(
-                f"engine.deepspeed: lower_precision_safe_modules of torch_autocast has {name!r}: it"
-                " must be a class of torch.nn, such as torch.nn.Linear"
-            )
     if "communication_data_type" in config and config["zero_optimization"]["stage"] != 0:
         raise ConfigError(
             "engine.deepspeed sets communication_data_type, which DeepSpeed does not use under"
@@ -182,6 +171,11 @@ def _settle_autocast(config: dict) -> None:
             " {lower_precision_safe_modules: [torch.nn.Linear]} to round those of linear layers to"
             " bf16"
         )
+
+
+def _is_torch_module(name: object) -> bool:
+    package, _, kind = str(name).rpartition(".")
+    return package == "torch.nn" and isinstance(getattr(torch.nn, kind, None), type)
 
 
 def bucket_size(parameters: int, largest: int) -> int:
@@ -203,28 +197,8 @@ def layout(cfg: Config, world_size: int) -> dict[str, int]:
 
 
 def highest_stage(cfg: Config) -> int:
-    """The highest ZeRO stage that a run can have: 3 has no whole matrix and no whole weights."""
-    return 2 if cfg.optim.name == "muon" or cfg.train.ema is not None else 3
-
-
-def check_average(cfg: Config, config: dict) -> None:
-    """Raises ConfigError where a rank has not all weights to average, in fp32.
-
-    Args:
-        config: what `deepspeed_config` has made of cfg.
-    """
-    if cfg.train.ema is None:
-        return
-    if config["zero_optimization"]["stage"] == 3:
-        raise ConfigError(
-            "train.ema averages whole weights, which no rank has under ZeRO-3: use"
-            " engine.zero_stage 0, 1 or 2 with it"
-        )
-    for kind in _low_precisions(config):
-        raise ConfigError(
-            f"train.ema averages weights in fp32, and engine.deepspeed sets {kind}.enabled: use"
-            " train.precision: bf16 instead, whose weights are fp32"
-        )
+    """The highest ZeRO stage that a run can have: 3 has no whole matrix."""
+    return 2 if cfg.optim.name == "muon" else 3
 
 
 def _low_precisions(config: dict) -> list[str]:

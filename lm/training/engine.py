@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import gc
 import io
 import math
@@ -194,8 +193,7 @@ class Update(NamedTuple):
         loss: mean over all ranks and micro-batches. norm: of the gradient, before clipping.
         stats: the FixedPointReport of each micro-batch of this rank; none of a baseline.
         stopping: some rank was asked to stop. z_loss: what `train.z_loss` has added to the loss,
-            which is without it; mean as the loss. skipped: why weights and optimizer were left as
-            they were.
+            which is without it; mean as the loss.
     """
 
     loss: float
@@ -203,7 +201,6 @@ class Update(NamedTuple):
     stats: list
     stopping: bool
     z_loss: float = 0.0
-    skipped: str | None = None
 
 
 def _slice(address) -> slice:
@@ -297,11 +294,6 @@ class Engine:
             self._lay_out_matrices()
         kappa = cfg.train.adversary
         self._adversary = Adversary(self.deepspeed.module, kappa) if kappa else None
-        # Of the update under way: () → why it is to be skipped, or None.
-        self._judge: Callable[[], str | None] | None = None
-        self._skip: str | None = None  # what it has said
-        if cfg.train.skip:
-            self.base_optimizer.step = self._unless_skipped(self.base_optimizer.step)
         self._solves = hasattr(model, "passes") and bool(model.fixed_point_blocks())
         self._noise_generators: list[torch.Generator] | None = None  # of this micro-batch
         self.times = UpdateTimes(ranks.device, self._solves)
@@ -341,7 +333,6 @@ class Engine:
         batches: list[Batch],
         stop: bool = False,
         alive: Callable[[], None] = lambda: None,
-        outlier: Callable[..., str | None] | None = None,
         against: bool = False,
     ) -> Update:
         """One update.
@@ -349,8 +340,6 @@ class Engine:
         Args:
             batches: its micro-batches, on every rank as many as `train.accumulation` says.
             stop: this rank was asked to stop. alive: called after each micro-batch.
-            outlier: (loss=…, gradient_norm=…) → why the update is to be skipped, or None; asked
-                where `train.skip` is set.
             against: each micro-batch has a second pass, against `train.adversary`; each of the two
                 gives half of the gradient.
         Raises:
@@ -388,13 +377,12 @@ class Engine:
             raise Diverged(f"the loss is {loss}")
         with self.times.part("optimizer"):
             norm = self._norm_of_plain_gradients() if self.zero_stage == 0 else None
-            self._skip, self._judge = None, self._judged_once(loss, norm, outlier)
             self.deepspeed.step()
             if norm is None:
                 norm = float(self.deepspeed.get_global_grad_norm())
         if not math.isfinite(norm):
             raise Diverged(f"the gradient norm is {norm} (the loss was {loss:.4f})")
-        return Update(loss, norm, stats, asked > 0, added, self._skip)
+        return Update(loss, norm, stats, asked > 0, added)
 
     def _make_noise_generators(self, number: int, size: int) -> list[torch.Generator] | None:
         """Make the generators of the state noise, one for each sequence of a micro-batch.
@@ -446,37 +434,6 @@ class Engine:
         with adversary.second_pass():
             loss, z_loss, _ = self._pass(batch, share)
         return (loss + z_loss) / 2
-
-    def _unless_skipped(self, step: Callable) -> Callable:
-        """The optimizer's step, or nothing where the update is to be skipped. DeepSpeed calls it,
-        under ZeRO for each group, once the norm is known: what it does before and after (gradients,
-        counters, the schedule) is as in any update, and the weights that it copies are the same."""
-
-        @functools.wraps(step)
-        def step_or_not(*args, **kwargs):
-            assert self._judge is not None  # an update is under way
-            if self._judge() is None:
-                return step(*args, **kwargs)
-
-        return step_or_not
-
-    def _judged_once(
-        self, loss: float, norm: float | None, outlier: Callable[..., str | None] | None
-    ) -> Callable[[], str | None]:
-        """() → why this update is to be skipped, on every rank alike, or None."""
-        asked = False
-
-        def judge() -> str | None:
-            nonlocal asked
-            if not asked and outlier is not None:
-                found = self.deepspeed.optimizer._global_grad_norm if norm is None else norm
-                why = outlier(loss=loss, gradient_norm=float(found))
-                (votes,) = self.ranks.sum(why is not None)
-                self._skip = (why or "another rank found it so") if votes else None
-            asked = True
-            return self._skip
-
-        return judge
 
     def _z_loss(self, output) -> torch.Tensor | float:
         """`train.z_loss` times the mean of log²Z over the targets of a micro-batch; 0: off."""

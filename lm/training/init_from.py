@@ -21,76 +21,53 @@ SHOWN = 3  # tokens that a message gives
 
 
 def read(path: str | Path, shapes_only: bool = False) -> Source:
-    """The language model in a folder: one of our runs (its newest checkpoint) or checkpoints, an
-    export, or a Mamba of transformers.
+    """Read the language model in a folder.
+
+    Args:
+        path: One of our runs (its newest checkpoint) or checkpoints, an export, or a Mamba of
+            transformers.
+        shapes_only: Leave the weights on the meta device where that saves time.
 
     Raises:
-        SourceError: no such folder, or it holds none of these. CheckpointError, RunDirError,
-            LoadError: a run or an export that is damaged, or was changed.
+        SourceError: If there is no such folder, or it holds none of these.
+        CheckpointError, RunDirError, LoadError: If a run or an export is damaged, or was changed.
     """
     from lm.model.configuration_fprnn import MODEL_TYPES
     from lm.runs.checkpoint import MANIFEST
+    from lm.runs.exported import load_model
 
     path = Path(path).expanduser()
     foreign.check_source_folder(path)
     if RunDir(path).holds_run:
-        return _of_run(RunDir(path), None, shapes_only)
+        return _read_run(RunDir(path), None, shapes_only)
     if (path / MANIFEST).is_file():
-        return _of_run(RunDir(path.parent.parent), path, shapes_only)
-    if foreign.read_config(path).get("model_type") in MODEL_TYPES:
-        return _of_export(path)
-    return foreign.read_folder(path, shapes_only)
+        return _read_run(RunDir(path.parent.parent), path, shapes_only)
+    if foreign.read_config(path).get("model_type") not in MODEL_TYPES:
+        return foreign.read_folder(path, shapes_only)
+    model = load_model(path)
+    weights = foreign.source_weights(model.state_dict(), model.config, path)
+    tokenizer = foreign.tokenizer_folder(path)
+    return Source(path, "our export", model.config, weights, tokenizer)
 
 
-def _of_run(run: RunDir, path: Path | None, shapes_only: bool) -> Source:
-    """Of a run's checkpoint; None: the newest."""
-    import torch
-
-    from lm.config.load import load
-    from lm.config.plugin import reading_run
-    from lm.data.corpus.tokenizer import load_tokenizer
-    from lm.runs import checkpoint as checkpoints
-    from lm.training.build import build_model, vocabulary
-    from lm.training.reshard import consolidated
-    from lm.training.resume import check_made_of
+def _read_run(run: RunDir, checkpoint: Path | None, shapes_only: bool) -> Source:
+    """Read a checkpoint of a run; None: the newest."""
+    from lm.training.trained import load_trained
 
     if not run.holds_run:
-        raise SourceError(f"{path} is no checkpoint of a run: {run} has no config.yaml")
-    path = path or checkpoints.newest(run.checkpoints)
-    if path is None:
-        raise checkpoints.CheckpointError(f"{run} has no complete checkpoint to start from")
-    cfg = load(run.config)
-    manifest = checkpoints.verify(path)
-    what = f"our run, update {manifest['step']}"
+        raise SourceError(f"{checkpoint} is no checkpoint of a run: {run} has no config.yaml")
     if not run.tokenizer.is_dir():
         raise SourceError(f"{run} has no tokenizer: it was never trained")
-    check_made_of(path, manifest, run, cfg)
-    tokenizer = load_tokenizer(cfg, run.path)
-    ids = tokenizer.eos_token_id, tokenizer.pad_token_id
-    with (
-        reading_run(run.config, trust=False, advice=OWN_CODE_ADVICE),
-        torch.random.fork_rng(devices=[]),
-        torch.device("meta" if shapes_only else "cpu"),
-    ):
-        model = build_model(cfg, vocabulary(cfg, len(tokenizer)), *ids)
-    if not shapes_only:
-        trained = consolidated(path)
-        try:
-            model.load_state_dict(trained)
-        except RuntimeError as e:
-            first = str(e).partition("\n")[2].partition("\n")[0].strip()
-            raise SourceError(f"{path} is not of {run.config}: {first}") from None
-    weights = foreign.settled(model.state_dict(), model.config, path, shapes_only)
+    trained = load_trained(
+        run.path,
+        checkpoint,
+        advice=OWN_CODE_ADVICE,
+        shapes_only=shapes_only,
+    )
+    model, path = trained.model, trained.path
+    weights = foreign.source_weights(model.state_dict(), model.config, path)
+    what = f"our run, update {trained.manifest['step']}"
     return Source(path, what, model.config, weights, run.tokenizer)
-
-
-def _of_export(path: Path) -> Source:
-    from lm.runs.exported import load_model
-
-    model = load_model(path)
-    weights = foreign.settled(model.state_dict(), model.config, path)
-    has_tokenizer = any((path / name).is_file() for name in foreign.TOKENIZER)
-    return Source(path, "our export", model.config, weights, path if has_tokenizer else None)
 
 
 def goes_on(cfg: Config) -> bool:
@@ -134,9 +111,7 @@ def check(cfg: Config, model: PreTrainedModel) -> list[str]:
         return [f"{wanted.path}: not read, the run goes on from its own checkpoint"]
     tokens = cfg.model.vocab_size
     source = read(wanted.path, shapes_only=True)
-    found = upcycle.match(
-        source, model, wanted.layers, wanted.partial, None if tokens == "auto" else tokens
-    )
+    found = upcycle.match(source, model, wanted.partial, None if tokens == "auto" else tokens)
     lines = upcycle.described(found, source, model.config)
     if tokens == "auto":
         there = source.config.vocab_size
@@ -172,14 +147,8 @@ def _begin(
     from lm.common.files import write_json
 
     source = read(wanted.path)
-    found = upcycle.match(
-        source,
-        model,
-        wanted.layers,
-        wanted.partial,
-        model.config.vocab_size,
-        _other_tokens(source, tokenizer),
-    )
+    other_tokens = _other_tokens(source, tokenizer)
+    found = upcycle.match(source, model, wanted.partial, model.config.vocab_size, other_tokens)
     upcycle.apply(found, source, model)
     for line in upcycle.described(found, source, model.config):
         say(f"init     {line}")

@@ -12,6 +12,8 @@ from lm.config.schema import Optim, number_of_updates
 # Arguments of torch.optim.Muon, with which a step of a matrix is about as large as AdamW's.
 MUON = {"momentum": 0.95, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
 
+NAMES = {"adamw": "AdamW", "muon": "Muon"}
+
 if TYPE_CHECKING:
     import torch
 
@@ -99,7 +101,7 @@ def _factors(names: list[str], patterns: dict[str, float]) -> dict[str, float]:
     """{parameter: its factor} of those that a pattern matches."""
     taken: dict[str, str] = {}
     for pattern in patterns:
-        matched = _matched(names, pattern)
+        matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
             raise ConfigError(
                 f"optim.lr_factors: `{pattern}` matches no parameter; there are, for example,"
@@ -113,10 +115,6 @@ def _factors(names: list[str], patterns: dict[str, float]) -> dict[str, float]:
                 )
             taken[name] = pattern
     return {name: patterns[pattern] for name, pattern in taken.items()}
-
-
-def _matched(names: list[str], pattern: str) -> list[str]:
-    return [name for name in names if fnmatchcase(name, pattern)]
 
 
 def parameter_groups(model: torch.nn.Module, optim: Optim) -> list[dict]:
@@ -177,23 +175,14 @@ def signature(optim: Optim) -> dict:
 
 
 def described(model: torch.nn.Module, optim: Optim) -> list[str]:
-    """What a run says of its optimizer beside the default: which parameters Muon and each pattern
-    took."""
-    sizes = {name: p.numel() for name, p in model.named_parameters() if p.requires_grad}
+    """Return a line for each group that Muon steps, or that has a learning rate of its own."""
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
     lines = []
-    if optim.name == "muon":
-        own = matrices(model)
-        of_each = ([n for n in sizes if (n in own) == by_muon] for by_muon in (True, False))
-        muon, rest = (_counted(names, sizes) for names in of_each)
-        lines.append(f"Muon: {muon}; AdamW: {rest}")
-    for pattern, factor in optim.lr_factors.items():
-        matched = _matched(list(sizes), pattern)
-        lines.append(f"learning rate × {factor:g}: `{pattern}`, {_counted(matched, sizes)}")
+    for group in groups(model, optim):
+        rate = f", learning rate × {group.factor:g}" if group.factor != 1 else ""
+        if rate or group.method == "muon":
+            names, count = group.names, sum(sizes[name] for name in group.names)
+            shown = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
+            tensors = f"{len(names)} tensor{'s' * (len(names) > 1)}, {count:,} numbers"
+            lines.append(f"{NAMES[group.method]}{rate}: {tensors} ({shown})")
     return lines
-
-
-def _counted(names: list[str], sizes: dict[str, int]) -> str:
-    """'2 tensors, 32 numbers (a.weight, b.weight)'."""
-    shown = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
-    count = sum(sizes[name] for name in names)
-    return f"{len(names)} tensor{'s' * (len(names) > 1)}, {count:,} numbers ({shown})"

@@ -19,7 +19,6 @@ from lm.kernels import OPERATIONS, asked, available, choice
 from lm.training import init_from
 from lm.training.build import check_section
 from lm.training.deepspeed_json import (
-    check_average,
     check_device,
     check_muon,
     deepspeed_config,
@@ -30,7 +29,6 @@ from lm.training.optim import groups
 MOST_ON_CPU = 20e6  # parameters, beside the embedding
 SSD_LAYERS = {"mamba2", "mamba3", "fp_mamba2"}  # kinds whose scan is Mamba-2's
 SSD_OPERATIONS = {"ssd_scan", "mamba2_scan"}
-WANDB_MODES = ("online", "offline", "shared", "disabled", "run", "dryrun")
 
 
 def kernel_operations(model: torch.nn.Module) -> tuple[str, ...]:
@@ -90,21 +88,21 @@ def check_same_kernels(ranks: Ranks, model: torch.nn.Module) -> None:
 
 
 def commit() -> str | None:
-    """The git commit of this package's checkout, with a + where files of it were changed since;
-    None where it is none, or git is not there."""
+    """Return the git commit of this package's checkout, with a + if tracked files were changed.
+
+    It is None where the package is no checkout, or git is not there.
+    """
     folder = Path(__file__).parents[2]
     if not (folder / ".git").exists():
         return None
-
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(folder), *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-        return done.stdout.strip()
-
+    command = ["git", "-C", str(folder), "describe", "--always", "--exclude=*", "--abbrev=40"]
     try:
-        return git("rev-parse", "HEAD") + "+" * bool(git("status", "--porcelain", "lm"))
+        done = subprocess.run(
+            [*command, "--dirty=+"], capture_output=True, text=True, check=True, timeout=20
+        )
     except (OSError, subprocess.SubprocessError):
         return None
+    return done.stdout.strip()
 
 
 class Checked(NamedTuple):
@@ -120,7 +118,7 @@ def check_config(cfg: Config, world_size: int) -> Checked:
     Raises:
         ConfigError: a warm-up that cannot be, sizes that do not go together, a DeepSpeed JSON that
             cannot be used, learning rates of parameters that are not there, a ZeRO stage that the
-            optimizer or train.ema cannot have.
+            optimizer cannot have.
         PlaceError, SourceError, DataError: as `check_inputs`. LoadError: a damaged `init_from`.
         BackendError: FPRNN_KERNELS names nothing that we have.
     """
@@ -128,7 +126,6 @@ def check_config(cfg: Config, world_size: int) -> Checked:
     check_updates(cfg)
     config = deepspeed_config(cfg, world_size)
     check_muon(cfg, config)
-    check_average(cfg, config)
     model = check_section(cfg.model, cfg.solver, cfg.data.seq_len)
     groups(model, cfg.optim)
     init_from.check(cfg, model)
@@ -136,25 +133,26 @@ def check_config(cfg: Config, world_size: int) -> Checked:
     return Checked(model, config)
 
 
-def check_gpu(cfg: Config, model: torch.nn.Module) -> None:
-    """Raises ConfigError where there is no GPU and the model is not one for a CPU, or the reverse.
+def check_gpu(model: torch.nn.Module) -> None:
+    """Refuse to train a large model where PyTorch finds no GPU.
+
+    An empty CUDA_VISIBLE_DEVICES hides the GPUs on purpose: then the CPU trains any model.
 
     Args:
         model: as of `check_config`; its embedding, which costs no time, is hardly there.
+
+    Raises:
+        ConfigError: No GPU is found, and the model is larger than MOST_ON_CPU.
     """
-    if torch.cuda.is_available():
-        if cfg.train.device == "cpu":
-            raise ConfigError(
-                "train.device is cpu, and there is a GPU: leave it out to train on the GPU, or hide"
-                " that (CUDA_VISIBLE_DEVICES='')"
-            )
+    if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         return
     size = sum(p.numel() for p in model.parameters())
-    if cfg.train.device == "auto" and size > MOST_ON_CPU:
+    if size > MOST_ON_CPU:
         raise ConfigError(
             f"PyTorch finds no GPU here, and the model has {size / 1e6:.0f} M parameters beside its"
             f" embedding (more than {MOST_ON_CPU / 1e6:.0f} M): start it where there is one"
-            " (`fprnn doctor` says what was found), or say train.device=cpu if that is meant"
+            " (`fprnn doctor` says what was found), or set CUDA_VISIBLE_DEVICES='' to train on the"
+            " CPU"
         )
 
 
@@ -163,11 +161,11 @@ def check(cfg: Config, world_size: int) -> Checked:
 
     Raises:
         ConfigError, CheckpointError, BackendError, DataError: as `check_config`; no GPU for a
-            large model; a WANDB_MODE that wandb does not know.
+            large model.
         MissingPackageError: something that the config asks for is not installed.
     """
     checked = check_config(cfg, world_size)
-    check_gpu(cfg, checked.model)
+    check_gpu(checked.model)
     check_device(checked.deepspeed)
     sources = {part.data.source for part in parts(cfg).values()}
     for package, key, wanted in [
@@ -178,7 +176,4 @@ def check(cfg: Config, world_size: int) -> Checked:
     ]:
         if wanted:
             require(package, key)
-    mode = os.environ.get("WANDB_MODE")
-    if cfg.log.wandb and mode and mode not in WANDB_MODES:
-        raise ConfigError(f"WANDB_MODE is {mode!r}: it must be one of {', '.join(WANDB_MODES)}")
     return checked

@@ -35,8 +35,9 @@ def made_of(cfg: Config, run: RunDir) -> dict:
 
 
 def check_made_of(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
-    """Refuse a run that is no longer what one of its checkpoints is made of. What a manifest of an
-    earlier version does not say is not compared.
+    """Refuse a run that is no longer what one of its checkpoints is made of.
+
+    Checkpoints of version 0.1 hold neither config nor checksums of tokenizer and corpora.
 
     Args:
         path: of the checkpoint. cfg: as the run has it now.
@@ -74,7 +75,7 @@ def check_batch(path: Path, manifest: dict, now: dict) -> None:
     Args:
         now: `identity` of this run.
     """
-    before, sequences = manifest.get("global_batch_size"), now["global_batch_size"]
+    before, sequences = manifest["global_batch_size"], now["global_batch_size"]
     if before != sequences:
         raise CheckpointError(
             f"{path} was trained with {before} sequences an update, this run has {sequences}: set"
@@ -86,10 +87,9 @@ def check_optimizer(path: Path, manifest: dict, now: dict) -> None:
     """Raises CheckpointError where the optimizer's state is of another than this run's.
 
     Args:
-        now: `optim.signature` of this run. A manifest from before there was one is of AdamW
-            with one learning rate.
+        now: `optim.signature` of this run.
     """
-    before = {key: value for key, value in manifest.get("optimizer", {}).items() if value}
+    before = {key: value for key, value in manifest["optimizer"].items() if value}
     now = {key: value for key, value in now.items() if value}
     if before != now:
         was, this = (

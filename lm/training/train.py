@@ -23,21 +23,17 @@ from lm.runs.checkpoint import (
     drop_after,
     not_finite,
     read_state,
-    step_of,
     to_go_back_to,
     to_resume,
 )
 from lm.runs.log import Writer, describe, iterations, probed
 from lm.runs.metrics import (
-    ELSEWHERE_NOTE,
     FailureWatch,
-    Outliers,
     Throughput,
     affine,
     fixed_point_metrics,
     imbalance,
     is_due,
-    is_elsewhere,
     iter_metrics,
     mean,
     peak_memory,
@@ -49,7 +45,6 @@ from lm.training import init_from
 from lm.training.build import build_model, vocabulary
 from lm.training.curriculum import Curriculum
 from lm.training.deepspeed_json import low_precision_modules
-from lm.training.ema import Average
 from lm.training.loop import Loop
 from lm.training.optim import described, moments, optimizer_order, signature
 from lm.training.preflight import check, check_same_kernels, environment
@@ -140,7 +135,6 @@ class Training(Loop):
         self.began = time.perf_counter()
         self.writer = None  # opened on rank 0
         self.signals = on_exit.enter_context(StopSignals())
-        self.outliers = Outliers(**cfg.train.skip.model_dump() if cfg.train.skip else {})
         self.stats: list = []  # reports of the solver since the last record
         self.tokens_per_step = cfg.tokens_per_step(ranks.world_size)
         profiled = cfg.log.profile if ranks.is_main else None
@@ -159,7 +153,7 @@ class Training(Loop):
         )
         self.checkpoint = ranks.first(to_resume, cfg.resume, run.checkpoints, say)
         self._open_data()
-        self._build_with_finite_weights(named=cfg.resume != "auto")
+        self._build_model()
 
     def _open_data(self) -> None:
         """Rank 0 tokenises, the others open what it wrote; on a node that does not see it, in a
@@ -210,46 +204,13 @@ class Training(Loop):
         else:
             check_tokenizer(path, manifest, self.run)
 
-    def _build_with_finite_weights(self, named: bool) -> None:
-        """The model as `checkpoint` has it, or where that holds NaN as the newest before it that
-        does not: versions before this one saved what they had.
-
-        Args:
-            named: `checkpoint` is what was asked for, and no other will do.
-        Raises:
-            CheckpointError: there is no such checkpoint.
-        """
-        self._build_model()
-        while self.checkpoint is not None:
-            path = self.checkpoint[0]
-            try:
-                self.check_finite(f"checkpoint {path}: ")
-                return
-            except Diverged as e:
-                if named:
-                    raise CheckpointError(f"{e}: resume an older one") from None
-                say(f"passed over: {e}")
-            folder = self.run.checkpoints
-            self.checkpoint = self.ranks.first(to_resume, "auto", folder, say, step_of(path))
-            if self.checkpoint is None:
-                raise CheckpointError(
-                    f"every whole checkpoint in {folder} holds NaN or infinity: train anew with"
-                    " --overwrite"
-                )
-            self.engine.release()
-            self._build_model()
-
-    def check_finite(self, where: str = "") -> None:
+    def check_finite(self) -> None:
         """Raises Diverged, on every rank, where the weights or moments of one are not finite."""
-        held = self.engine.held()
-        if self.average:
-            held["the average of the weights"] = list(self.average.weights.values())
-        what = not_finite(held)
-        self.ranks.raise_any(Diverged(where + what) if what else None)
+        what = not_finite(self.engine.held())
+        self.ranks.raise_any(Diverged(what) if what else None)
 
     def _build_model(self) -> None:
         cfg, tokenizer = self.cfg, self.tokenizer
-        self.average = None  # a rollback's, with the model that it is of
         self.vocab_size = vocabulary(cfg, len(tokenizer))
         self.model = build_model(
             cfg, self.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id
@@ -259,8 +220,6 @@ class Training(Loop):
         self.solves = cfg.model.has_fixed_point
         flops = affine(getattr(self.model, "flops_per_token", None), cfg.data.seq_len)
         self.engine = self._engine()
-        decay = cfg.train.ema
-        self.average = None if decay is None else Average(self.engine.deepspeed.module, decay)
         self.speed = Throughput(flops, self.ranks.world_size)
         self.watch = FailureWatch(say, self.model.solver() if self.solves else "none")
         watch = self.watch if self.solves else None
@@ -339,12 +298,8 @@ class Training(Loop):
             torch.manual_seed(seed % 2**64)
         self.batches.load_state_dict(state["loader"])
         self.seconds = state["seconds"]
-        self.speed.spent = state.get("spent", {})  # a run of before it was counted goes without
-        self.rollbacks = state.get("rollbacks", 0)
-        if "outliers" in state:
-            self.outliers.load_state_dict(state["outliers"])
-        if self.average:
-            self.average.load(path, say)
+        self.speed.spent = state["spent"]
+        self.rollbacks = state["rollbacks"]
         self.checkpoints.published = self.step
 
     @property
@@ -358,14 +313,11 @@ class Training(Loop):
             "seconds": self.seconds + time.perf_counter() - self.began,
             "spent": dict(self.speed.spent),
             "rollbacks": self.rollbacks,
-            "outliers": self.outliers.state_dict(),
             "rng": torch.get_rng_state(),
         }
         if torch.cuda.is_available():
             state["cuda_rng"] = torch.cuda.get_rng_state()
         files = self.engine.state_files(self.run.checkpoints, self.step)
-        if self.average and self.ranks.is_main:
-            files |= self.average.files()
         return {**files, self._own_file: state}
 
     def introduce(self) -> None:
@@ -398,7 +350,6 @@ class Training(Loop):
         watchdog = Watchdog(self.cfg.engine.timeout_s, self.run.stacks, self.ranks.rank)
         self.alive = watchdog.alive
         self.began = time.perf_counter()
-        self.profile.begin_at(self.step)
         self._skip_time()
         self.bar = Progress("training", steps, self.step, "updates", QUIET_S)
         with watchdog, self.bar:
@@ -464,23 +415,12 @@ class Training(Loop):
     def update(self) -> None:
         """One update of all ranks, from as many micro-batches as it takes."""
         self.lr = self.engine.lr
-        self.engine.times.annotate = self.profile.is_on
         cfg = self.cfg
         # An adversary of what is not yet learned would keep it from being learned.
         against = cfg.train.adversary > 0 and self.curriculum.stage is None
         micro = self._micro_batches()
-        made = self.engine.step(
-            micro,
-            self.signals.asked,
-            self.alive,
-            self.outliers.look,
-            against=against,
-        )
+        made = self.engine.step(micro, self.signals.asked, self.alive, against=against)
         self.step += 1
-        if made.skipped:
-            self._note_skip(made.skipped)
-        if self.average:
-            self.average.update()
         self.stats += made.stats
         self.speed.count(self.tokens_per_step, passes=1 + against)
         self.engine.times.end_update()
@@ -497,11 +437,6 @@ class Training(Loop):
         yield
         self._skip_time()
 
-    def _note_skip(self, why: str) -> None:
-        self.outliers.number += 1
-        say(f"note: update {self.step} is skipped: {why}")
-        self.write({"skip": {"number": self.outliers.number, "why": why}})
-
     def go_back(self) -> bool:
         """Weights and optimizer from the newest checkpoint that can be used; see `Loop`."""
         checkpoint = self.ranks.first(to_go_back_to, self.run.checkpoints, self.went_back_to, say)
@@ -510,10 +445,7 @@ class Training(Loop):
         after, seconds = self.batches.state_dict(), self.seconds
         self.engine.release()  # with the gradients that are spoilt
         self.checkpoint = checkpoint
-        try:
-            self._build_with_finite_weights(named=False)
-        except CheckpointError as e:
-            raise Diverged(str(e)) from None
+        self._build_model()
         self._restore(*self.checkpoint)
         restored = self.batches.state_dict()
         if "ends" in restored:  # of the stages that these weights have learned
@@ -538,7 +470,6 @@ class Training(Loop):
             "lr": self.lr,
             "grad_norm": made.norm,
             **({"z_loss": made.z_loss} if cfg.train.z_loss else {}),
-            **({"skipped": self.outliers.number} if cfg.train.skip else {}),
             "tokens": self.step * self.tokens_per_step,
             **self.speed.read(mean(solver.get("evaluations", []))),
             **solver,
@@ -570,15 +501,8 @@ class Training(Loop):
         record = {"step": self.step, **self.validation.probed(self.engine)}
         self.write(record)
         say(f"update {self.step:>6}{iterations(record)}")
-        self._note_probe(record)
-        self._skip_time()
-
-    def _note_probe(self, record: dict) -> None:
-        """Keep ℓ* for the lines to come; explain its mark the first time that it is printed."""
-        probes = self.num_iters, probed(record)
-        if [p is not None and any(is_elsewhere(p)) for p in probes] == [False, True]:
-            say(f"note: {ELSEWHERE_NOTE}")
         self.num_iters = probed(record)
+        self._skip_time()
 
     def _end_stage_if_learned(self) -> None:
         """Before a checkpoint, which then knows of it."""
@@ -599,8 +523,8 @@ class Training(Loop):
             self._validate()
 
     def _validate(self) -> None:
-        measured = self.validation.measure(self.engine, self.step, self.alive, self.average)
-        self._note_probe(measured)
+        measured = self.validation.measure(self.engine, self.step, self.alive)
+        self.num_iters = probed(measured)
         self.write(measured)
         self._skip_time()
 
@@ -608,10 +532,9 @@ class Training(Loop):
         """The last validation, and result.json, where they are not there yet."""
         steps = self.cfg.train.steps
         if not self.ranks.first(lambda: self._has_result(steps)):
-            final = self.validation.measure(self.engine, self.step, lambda: None, self.average)
+            final = self.validation.measure(self.engine, self.step, lambda: None)
             if self.ranks.is_main:
                 final |= self.validation.ngrams(self.run, self.vocab_size)
-            self._note_probe(final)
             self.write(final)
             tokens = steps * self.tokens_per_step
             result = {

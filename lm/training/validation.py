@@ -18,7 +18,6 @@ from lm.data.sources.mixture import parts
 from lm.runs.log import iterations
 from lm.runs.metrics import FailureWatch, fixed_point_metrics, probe
 from lm.runs.run_dir import RunDir
-from lm.training.ema import Average
 from lm.training.engine import Engine
 
 if TYPE_CHECKING:
@@ -58,15 +57,12 @@ class Validation:
             if part.data.source == "traces"
         }
 
-    def measure(
-        self, engine: Engine, step: int, alive: Callable[[], None], average: Average | None = None
-    ) -> dict:
+    def measure(self, engine: Engine, step: int, alive: Callable[[], None]) -> dict:
         """The record of a validation after update `step`: loss, perplexity, bits per byte,
         ℓ*.
 
         Args:
-            alive: called after each micro-batch. average: of the weights; its loss and perplexity
-                are measured as well ("ema").
+            alive: called after each micro-batch.
         """
         scores = self._scores(engine, alive)
         record = {"step": step, "validation": scores, **self.probed(engine)}
@@ -79,10 +75,6 @@ class Validation:
             f"{of_sources}"
             f"{iterations(record)}"
         )
-        if average is not None:
-            with average.in_place():
-                record["ema"] = self._scores(engine, alive)
-            say(f"update {step:>6}  … of the average of the weights {record['ema']['loss']:.4f}")
         if self.watch is not None:
             self.watch.look(record["probe"], f"validation after update {step}")
         return record

@@ -43,7 +43,7 @@ def _questions(story: babi.Story) -> list[tuple[int, str]]:
 
 @task("catbabi")
 class CatBabi(Task):
-    """bAbI (task.data: `python -m lm.evaluation.tasks.babi --help`) in segments in a row.
+    """bAbI's stories (lm/evaluation/tasks/babi.py) in segments in a row.
 
     `batch` cuts an epoch's stream in batch_size parallel streams; segment i is their columns
     [i·S, (i + 1)·S) with S = lengths[1], the last one what is left of them (so it may be shorter).
@@ -66,8 +66,8 @@ class CatBabi(Task):
     def __init__(self, task: config.Task):
         if task.data is None:
             raise TaskError(
-                "catbabi reads bAbI from a folder: set task.data to it, for example to "
-                "data/babi/en-valid after `python -m lm.evaluation.tasks.babi download data/babi`"
+                f"catbabi reads bAbI from a folder: set task.data to it, for example to"
+                f" {babi.FOLDER} after `{babi.DOWNLOAD}`"
             )
         self.mode = task.mode
         self.stories = sorted(set(task.stories))

@@ -107,21 +107,6 @@ def test_all_linear_finds_the_mixers_and_unloading_restores_the_model(name):
         torch.testing.assert_close(wrapped.unload()(X).logits, plain)
 
 
-@every_block
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_adapters_train_under_gradient_checkpointing(name, reentrant):
-    gradients = []
-    for checkpointed in (False, True):
-        wrapped = adapted(moderate(name), "all-linear").train()
-        if checkpointed:
-            wrapped.gradient_checkpointing_enable({"use_reentrant": reentrant})
-            wrapped.enable_input_require_grads()
-        wrapped(input_ids=X, labels=X).loss.backward()
-        gradients.append([p.grad for p in wrapped.parameters() if p.requires_grad])
-    for a, b in zip(*gradients, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-7, atol=1e-9)
-
-
 TOKENS = [3, 5, 7]
 TRAINED_TOKENS = {
     "trainable tokens": ("TrainableTokensConfig", dict(token_indices=TOKENS)),
@@ -199,12 +184,3 @@ def test_offloaded_weights_are_there_when_they_are_needed(name, where, tmp_path)
         torch.testing.assert_close(model(X).logits, expected)
     assert {n for n, p in model.named_parameters() if p.device.type == "meta"} == offloaded
     assert model.generate(X, max_new_tokens=1, pad_token_id=0).shape[1] == 6
-
-
-@every_block
-def test_a_device_map_loads_and_runs(name, tmp_path):
-    model = moderate(name, n_layer=3)
-    model.save_pretrained(tmp_path)
-    places = {"backbone.embeddings": "cpu", "lm_head": "cpu", "backbone": "cpu"}
-    loaded = type(model).from_pretrained(tmp_path, device_map=places, dtype=torch.float64)
-    torch.testing.assert_close(loaded(X).logits, model(X).logits)

@@ -106,25 +106,6 @@ def test_a_language_model_is_loaded_with_a_new_head(tied, tmp_path, caplog):
     assert torch.equal(again.eval()(ids()).logits, model.eval()(ids()).logits)
 
 
-@pytest.mark.slow
-def test_the_trainer_accumulates_gradients_as_one_batch(tmp_path):
-    from transformers import Trainer, TrainingArguments
-
-    rows = [{"input_ids": ids(1, 5, seed=i)[0], "labels": torch.tensor(i % 3)} for i in range(4)]
-    weights = []
-    for size, steps in ((4, 1), (1, 4)):
-        model = classifier().train()
-        arguments = TrainingArguments(
-            str(tmp_path), per_device_train_batch_size=size, gradient_accumulation_steps=steps,
-            max_steps=1, report_to=[], use_cpu=True, optim="sgd", learning_rate=0.5,
-            max_grad_norm=0, save_strategy="no", disable_tqdm=True,
-        )  # fmt: skip
-        Trainer(model, arguments, train_dataset=rows).train()
-        weights.append(model.score.weight)
-    torch.testing.assert_close(weights[1], weights[0])
-    assert not torch.allclose(weights[0], classifier().score.weight)
-
-
 ELSEWHERE = """
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification

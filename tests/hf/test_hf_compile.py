@@ -8,13 +8,10 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests.hf.models import BLOCKS, build, ids
+from tests.marks import slow
 from tests.running import ENV, ROOT
 
 every_block = pytest.mark.parametrize("name", BLOCKS)
-# A compilation takes seconds: of the blocks all but the first are slow.
-first_block = pytest.mark.parametrize(
-    "name", [BLOCKS[0], *(pytest.param(b, marks=pytest.mark.slow) for b in BLOCKS[1:])]
-)
 
 
 @pytest.fixture(autouse=True)
@@ -53,57 +50,46 @@ def check_same(model, fast, **batch):
     model.eval()
 
 
-@first_block
-def test_forward_and_training_are_one_graph(name):
+SETTINGS = [
+    {"layers": "mamba fp_mamba1"},
+    slow({"layers": "mamba2 fp_mamba1"}),
+    slow({"layers": "attention fp_mamba1"}),
+    slow({"layers": "gated_deltanet fp_mamba1"}),
+    slow({"state_noise": 0.1, "mixer_proj_rank": 4}),
+    slow({"mixer": "dplr", "mixer_rank": 2, "contractive": 0.5, "use_short_conv": True}),
+]
+# A compilation takes seconds: of the blocks all but the first are slow.
+WAYS = [
+    ("fp_mamba1", "aot_eager", False),
+    slow("fp_mamba2", "aot_eager", False),
+    slow("fp_rnn", "aot_eager", False),
+    *(slow(name, "inductor", False) for name in BLOCKS),
+    slow("fp_mamba1", "aot_eager", True),
+]
+UNSUPPORTED = [
+    {"schedule": "window:4"},
+    slow({"mixer": "kronecker"}),
+    slow({"token": "iterate"}),
+    slow({"dt_h_dep": True}),
+]
+
+
+@pytest.mark.parametrize("name, backend, checkpointed", WAYS)
+def test_forward_and_training_are_one_graph(name, backend, checkpointed):
     model = build(name).eval()
-    check_same(model, compiled(model), **padded())
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    check_same(model, compiled(model, backend), **padded())
     assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
 
 
-@pytest.mark.slow
-@every_block
-def test_inductor_gives_the_same(name):
-    model = build(name).eval()
-    check_same(model, compiled(model, "inductor"), **padded())
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"layers": "mamba fp_mamba1"},
-        pytest.param({"layers": "mamba2 fp_mamba1"}, marks=pytest.mark.slow),
-        pytest.param({"layers": "attention fp_mamba1"}, marks=pytest.mark.slow),
-        pytest.param({"layers": "gated_deltanet fp_mamba1"}, marks=pytest.mark.slow),
-        pytest.param({"state_noise": 0.1, "mixer_proj_rank": 4}, marks=pytest.mark.slow),
-        pytest.param(
-            {"mixer": "dplr", "mixer_rank": 2, "contractive": 0.5, "use_short_conv": True},
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("fields", SETTINGS, ids=str)
 def test_layers_and_settings_in_one_graph(fields):
     model = build("fp_mamba1", **fields).eval()
     check_same(model, compiled(model, "eager"), input_ids=ids(2, 6))
 
 
-@pytest.mark.slow
-def test_checkpoints_in_one_graph():
-    model = build("fp_mamba1").eval()
-    model.gradient_checkpointing_enable()
-    check_same(model, compiled(model), **padded())
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        pytest.param({"mixer": "kronecker"}, marks=pytest.mark.slow),
-        {"schedule": "window:4"},
-        pytest.param({"token": "iterate"}, marks=pytest.mark.slow),
-        pytest.param({"dt_h_dep": True}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("fields", UNSUPPORTED, ids=str)
 def test_what_has_no_operator_is_solved_between_graphs(fields):
     model = build("fp_mamba1", **fields).eval()
     check_same(model, compiled(model, "eager", whole=False), **padded())
@@ -174,7 +160,7 @@ def exported(model, **fixed):
         return torch.export.export(model, (), {"input_ids": ids(), **fixed}, dynamic_shapes=shapes)
 
 
-@first_block
+@pytest.mark.parametrize("name", ["fp_mamba1", slow("fp_mamba2"), slow("fp_rnn")])
 def test_export_for_any_batch_and_length(name):
     model = build(name).eval()
     fixed = {"use_cache": False, "return_state": True}

@@ -1,7 +1,5 @@
 """What transformers' GenerationTesterMixin checks, for our blocks and for the baselines."""
 
-import inspect
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +7,7 @@ from transformers import AutoTokenizer, DynamicCache
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput
 
 from lm.model.state import FPRNNCache
-from tests.hf.models import BASELINES, BLOCKS, PAD, VOCAB, build, exact, ids
+from tests.hf.models import BASELINES, BLOCKS, PAD, VOCAB, exact, ids
 
 every_block = pytest.mark.parametrize("name", BLOCKS)
 every_model = pytest.mark.parametrize("name", [*BLOCKS, *BASELINES])
@@ -151,19 +149,6 @@ def test_what_a_recurrence_cannot_do_is_refused_in_a_sentence(name):
         model.generate(tokens, assistant_model=made(name), **GREEDY)
     with pytest.raises(ValueError, match=r"not used by the model: \['lables'\]"):
         model.generate(tokens, lables=tokens, **GREEDY)
-
-
-@pytest.mark.parametrize("name", [*BLOCKS, "lstm", "deltaproduct"])
-def test_half_precision_generates(name):
-    model = build(name).eval().to(torch.bfloat16)
-    out = model.generate(ids(), **GREEDY)
-    assert out.shape == (2, 14) and out.max() < VOCAB
-
-
-def test_generate_knows_the_arguments():
-    parameters = inspect.signature(exact("fp_rnn").forward).parameters
-    assert {"position_ids", "attention_mask", "inputs_embeds", "use_cache"} <= set(parameters)
-    assert "shift_labels" not in parameters  # the Trainer would call it a label that is missing
 
 
 @every_model

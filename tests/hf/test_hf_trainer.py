@@ -93,26 +93,6 @@ def test_evaluate_predict_and_compute_metrics(name, tmp_path):
     assert made.predict(rows()).predictions.shape == (4, 9, VOCAB)
 
 
-@pytest.mark.parametrize("name", ["fp_mamba1", "fp_rnn", "lstm"])
-def test_the_best_checkpoint_is_kept_loaded_and_trained_on(name, tmp_path):
-    arguments = {
-        "save_strategy": "steps", "eval_strategy": "steps", "save_steps": 1, "eval_steps": 1,
-        "load_best_model_at_end": True, "learning_rate": 0.5, "max_steps": 3,
-    }  # fmt: skip
-    model = build(name)
-    made = trainer(model, tmp_path, **arguments)
-    made.train()
-    losses = [entry["eval_loss"] for entry in made.state.log_history if "eval_loss" in entry]
-    assert len(losses) == 3 and made.state.best_metric == pytest.approx(min(losses))
-    assert made.evaluate()["eval_loss"] == pytest.approx(min(losses), rel=1e-4)
-    again = type(model).from_pretrained(made.state.best_model_checkpoint)
-    for key, tensor in again.state_dict().items():
-        assert torch.equal(tensor, model.state_dict()[key]), key
-    made = trainer(build(name, seed=1), tmp_path, **{**arguments, "max_steps": 4})
-    made.train(resume_from_checkpoint=True)
-    assert made.state.global_step == 4
-
-
 @pytest.mark.parametrize("name", [*BLOCKS, "lstm", "deltaproduct", "transformer"])
 def test_padding_free_batches_train_as_padded_ones_do(name, tmp_path):
     data = [{"input_ids": ids(1, n, seed=n)[0].tolist()} for n in (5, 9, 3)]

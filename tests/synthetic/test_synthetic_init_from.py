@@ -99,7 +99,6 @@ def test_a_run_that_goes_on_reads_nothing_of_it(source, cfg, capsys):
         (["model.d_model=32"], "d_model 16, model.d_model is 32: nothing of another width"),
         (["task.group=S3"], "trained on another task (task.group Z3 there, S3 here)"),
         (["model.d_state=8"], "d_state is 8, and 4 there"),
-        (["init_from.layers=[0]"], "init_from.layers has 1 entries, and the model 3 layers"),
         (["init_from.layer=[0]"], "unknown key `init_from.layer`"),
     ],
 )

@@ -52,7 +52,7 @@ def write(tmp_path, text, name="models.yaml"):
 @pytest.fixture
 def two(tmp_path):
     size = "d_model: 16, d_state: 4, headdim: 8"
-    fp = f"name: fp\nmodel: {{name: fprnn, {size}}}\nsolver: {{patience: 15, state_noise: 0.2}}\n"
+    fp = f"name: fp\nmodel: {{name: fprnn, {size}}}\nsolver: {{n_backwards: 1, state_noise: 0.2}}\n"
     return [write(tmp_path, fp), write(tmp_path, f"model: {{name: lstm, {size}}}\n", "l.yaml")]
 
 
@@ -181,9 +181,9 @@ def test_the_command_prints_one_table_and_goes_on_where_it_stopped(two, tmp_path
     command[3] = "optim.lr=1e-3"
     for name, code in (("l", 0), ("fp", 1)):
         saved = tmp_path / "out" / name / "s3/seed0/config.yaml"
-        saved.write_text(saved.read_text().replace("patience: 15", "patience: 3"))
+        saved.write_text(saved.read_text().replace("n_backwards: 1", "n_backwards: 3"))
         assert main(command) == code
-    assert "of another config (solver.patience was 3, is 15)" in capsys.readouterr().err
+    assert "of another config (solver.n_backwards was 3, is 1)" in capsys.readouterr().err
 
 
 def test_a_profile_has_the_numbers_of_its_runs(two, tmp_path, recipes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from lm.data.corpus.integrity import Tokens
 from lm.data.sources.errors import DataError
 from lm.data.sources.mixture import shares
 
-__all__ = ["MapLoader", "StreamLoader", "build", "merge_states", "validation_blocks"]
+__all__ = ["StreamLoader", "build", "merge_states", "single_source_loader", "validation_blocks"]
 
 
 def build(
@@ -28,7 +27,7 @@ def build(
     run_dir: Path,
     rank: int = 0,
     world_size: int = 1,
-) -> tuple[MapLoader | StreamLoader | MixtureLoader, dict[str, list[MicroBatch]]]:
+) -> tuple[StreamLoader | MixtureLoader, dict[str, list[MicroBatch]]]:
     """(endless training loader, validation micro-batches by source) of this rank, once
     `prepare_sources` has run. A run on a single source has that of the name "".
 
@@ -37,22 +36,20 @@ def build(
     """
     corpora = open_sources(cfg, run_dir)
     size = cfg.train.micro_batch_size
-    train: MapLoader | StreamLoader | MixtureLoader
+    train: StreamLoader | MixtureLoader
     place = (rank, world_size)
     if cfg.data.mixture is not None:
         sources = {
             name: ShuffledBlocks(corpus.train, cfg.data.seq_len, cfg.seed, number)
             for number, (name, corpus) in enumerate(sorted(corpora.items()))
         }
-        tokens = {name: corpus.meta.train_tokens for name, corpus in corpora.items()}
         of_update = cfg.train.sequences(world_size)
         stages = [(stage.until * of_update, stage.weights) for stage in cfg.data.curriculum]
-        weights = shares(cfg.data, tokens)
-        train = MixtureLoader(sources, weights, size, cfg.seed, *place, stages)
+        train = MixtureLoader(sources, shares(cfg.data), size, cfg.seed, *place, stages)
     elif cfg.data.source == "fineweb":
         train = StreamLoader(cfg.data, tokenizer, size, cfg.seed, *place)
     else:
-        train = MapLoader(corpora[""].train, cfg.data.seq_len, size, cfg.seed, *place)
+        train = single_source_loader(corpora[""].train, cfg.data.seq_len, size, cfg.seed, *place)
     eval_size = cfg.eval.micro_batch_size or size
     held_out = {
         name: validation_blocks(corpus.val, cfg.data, eval_size, *place)
@@ -85,82 +82,19 @@ def validation_blocks(
     return batches
 
 
-class MapLoader:
-    """Endless shuffled micro-batches over a token array.
+def single_source_loader(
+    tokens: Tokens,
+    seq_len: int,
+    micro_batch_size: int,
+    seed: int = 0,
+    rank: int = 0,
+    world_size: int = 1,
+) -> MixtureLoader:
+    """Make the loader of a run on one corpus of tokens (n,), at least 2.
 
-    Epoch e visits every block once, in a permutation drawn from (seed, e); a micro-batch may cross
-    into the next epoch. The global sequence of micro-batches does not depend on the number of
-    ranks: number g goes to rank g % world_size. The last block is padded with labels -100, so no
-    token is dropped.
-
-    Args:
-        tokens: (n,) ids, at least 2.
+    Epoch e visits every block once, in a permutation drawn from (seed, e).
     """
-
-    def __init__(
-        self,
-        tokens: Tokens,
-        seq_len: int,
-        micro_batch_size: int,
-        seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-    ):
-        self._size = micro_batch_size
-        self._rank = rank
-        self._world_size = world_size
-        self._blocks = ShuffledBlocks(tokens, seq_len, seed)
-        if not len(self._blocks):
-            raise DataError(f"{len(tokens)} training tokens make no block: there is no target")
-        self._seed = seed
-        self._next = 0  # the first block, counted over epochs, that no rank has seen
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """Sampling share per source."""
-        return {"": 1.0}
-
-    @property
-    def epoch(self) -> int:
-        """Completed passes over the corpus."""
-        return self._next // len(self._blocks)
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        return self
-
-    def __next__(self) -> MicroBatch:
-        first = self._next + self._rank * self._size
-        self._next += self._world_size * self._size
-        return micro_batch(self._blocks.rows(np.arange(first, first + self._size)))
-
-    def drawn(self) -> dict:
-        """What came from each source of a mixture; nothing of a single one."""
-        return {}
-
-    def state_dict(self) -> dict:
-        """Independent of the rank and of the number of ranks."""
-        return {
-            "next_global_micro_batch": self._next // self._size,
-            "micro_batch_size": self._size,
-            "blocks": len(self._blocks),
-            "seed": self._seed,
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        """Continues at the state's block, also with another world or micro-batch size.
-
-        Raises:
-            DataError: the state is of another corpus, sequence length or seed.
-        """
-        if "blocks" not in state:
-            raise DataError(
-                "the checkpoint's data position is of another kind of data (a stream, or several"
-                " sources of data.mixture): the data must not change on resuming"
-            )
-        for key, ours in (("blocks", len(self._blocks)), ("seed", self._seed)):
-            if state[key] != ours:
-                raise DataError(
-                    f"the checkpoint's data position is of {key} {state[key]}, this run has {ours}:"
-                    " the corpus, data.seq_len and seed must not change on resuming"
-                )
-        self._next = state["next_global_micro_batch"] * state["micro_batch_size"]
+    blocks = ShuffledBlocks(tokens, seq_len, seed)
+    if not len(blocks):
+        raise DataError(f"{len(tokens)} training tokens make no block: there is no target")
+    return MixtureLoader({"": blocks}, {"": 1.0}, micro_batch_size, seed, rank, world_size)

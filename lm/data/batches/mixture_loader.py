@@ -17,21 +17,12 @@ STRATA = 256  # sequences in a row of which every source has its share, to a seq
 DRAWING = 0x6D6978  # beside the seed: no other generator is made of both
 
 
-class Weighing(NamedTuple):
-    """How points of [0, 1) fall to sources."""
-
-    possible: np.ndarray  # the numbers of those with a weight above 0
-    bounds: np.ndarray  # between them
-
-    @classmethod
-    def from_weights(cls, weights: list[float]) -> Weighing:
-        """weights: of all sources; not all are 0."""
-        possible = np.flatnonzero(weights)
-        ends = np.cumsum(np.array(weights)[possible])
-        return cls(possible, ends[:-1] / ends[-1])
-
-    def sources(self, points: np.ndarray) -> np.ndarray:
-        return self.possible[np.searchsorted(self.bounds, points, side="right")]
+def _assign(points: np.ndarray, weights: list[float]) -> np.ndarray:
+    """Map points of [0, 1) to the numbers of sources; a source's part of [0, 1) is its share."""
+    possible = np.flatnonzero(weights)
+    ends = np.cumsum(np.array(weights)[possible])
+    bounds = ends[:-1] / ends[-1]
+    return possible[np.searchsorted(bounds, points, side="right")]
 
 
 class Drawing:
@@ -46,8 +37,7 @@ class Drawing:
 
     def __init__(self, weights: list[float], seed: int, stages: Sequence[Stage] = ()):
         self._ends = [stage.end for stage in stages]
-        by_stage = (*(stage.weights for stage in stages), weights)
-        self._weighings = [Weighing.from_weights(of_sources) for of_sources in by_stage]
+        self._weights = [*(stage.weights for stage in stages), weights]
         self._seed = seed
 
     def sources(self, first: int, count: int) -> np.ndarray:
@@ -65,7 +55,7 @@ class Drawing:
         drawn = np.empty(STRATA, dtype=np.int64)
         for stage in np.unique(stages):
             here = stages == stage
-            drawn[here] = self._weighings[stage].sources(points[here])
+            drawn[here] = _assign(points[here], self._weights[stage])
         return drawn
 
 
@@ -77,14 +67,15 @@ class Stage(NamedTuple):
 
 
 class MixtureLoader:
-    """Endless micro-batches whose sequences are drawn from several corpora.
+    """Endless micro-batches whose sequences are drawn from one corpus or several.
 
     Sequence p of the run is from the source that `Drawing` says, and is the next block in the
     shuffled order of that source, which begins its next epoch when it has none left. Micro-batch g,
     sequences g·b to g·b + b - 1, goes to rank g % world_size: nothing depends on the ranks.
 
     Args:
-        sources: name → its blocks. weights: name → its share once the stages are over.
+        sources: name → its blocks; "" is the name of a single one.
+        weights: name → its share once the stages are over.
         stages: (sequences until its end, name → weight) of each, in their order.
     """
 
@@ -154,7 +145,9 @@ class MixtureLoader:
 
     def drawn(self) -> dict[str, Any]:
         """What all ranks have drawn since the run began: of each source its share of the targets,
-        and its epochs."""
+        and its epochs. Empty for a run on a single source."""
+        if self._names == [""]:
+            return {}
         pairs = list(zip(self._sources, self._drawn.tolist()))
         targets = [source.targets(count) for source, count in pairs]
         total = max(1, sum(targets))
@@ -167,40 +160,62 @@ class MixtureLoader:
         }
 
     def state_dict(self) -> dict:
-        """Independent of the rank and of the number of ranks."""
-        return {
+        """Return the position, which does not depend on the rank or the number of ranks."""
+        state = {
             "next_global_micro_batch": self._next // self._size,
             "micro_batch_size": self._size,
             "seed": self._seed,
+        }
+        if self._names == [""]:
+            return state | {"blocks": len(self._sources[0])}
+        columns = zip(self._names, self._weights, self._sources, self._drawn.tolist())
+        return state | {
             "stages": [stage._asdict() for stage in self._stages],
             "ends": list(self._ends),
             "mixture": {
-                name: {"weight": weight, "blocks": len(source), "drawn": int(drawn)}
-                for name, weight, source, drawn in zip(
-                    self._names, self._weights, self._sources, self._drawn
-                )
+                name: {"weight": weight, "blocks": len(source), "drawn": drawn}
+                for name, weight, source, drawn in columns
             },
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continues at the state's sequence, also with another world or micro-batch size.
+        """Continue at the state's sequence, also with another world or micro-batch size.
 
         Raises:
-            DataError: the state is of other sources, weights, sequence length or seed.
+            DataError: If the state is of other sources, weights, sequence length or seed.
         """
-        if "mixture" not in state:
-            raise DataError(
-                "the checkpoint's data position is of a run on a single source, and this one has"
-                " data.mixture: the data must not change on resuming"
-            )
         ours = self.state_dict()
-        if state["seed"] != ours["seed"]:
+        kind = "mixture" if "mixture" in ours else "blocks"
+        if kind not in state:
             raise DataError(
-                f"the checkpoint's data position is of seed {state['seed']}, this run has"
-                f" {ours['seed']}: it must not change on resuming"
+                "the checkpoint's data position is of another kind of data (a stream, a single"
+                " source, several of data.mixture): the data must not change on resuming"
             )
-        then = state["mixture"]  # when the checkpoint was written
-        now = ours["mixture"]
+        for key in ours.keys() & {"seed", "blocks"}:
+            if state[key] != ours[key]:
+                raise DataError(
+                    f"the checkpoint's data position is of {key} {state[key]}, this run has"
+                    f" {ours[key]}: the corpus, data.seq_len and seed must not change on resuming"
+                )
+        self._next = state["next_global_micro_batch"] * state["micro_batch_size"]
+        if kind == "blocks":
+            self._drawn[:] = self._next
+            return
+        self._check_mixture(state, ours)
+        then = state["mixture"].values()
+        self._weights = [source["weight"] for source in then]
+        configured = [stage.end for stage in self._stages]
+        self._ends = list(state.get("ends", configured))  # older ones have none
+        self._drawing = self._draw()
+        self._drawn[:] = [source["drawn"] for source in then]
+
+    def _check_mixture(self, state: dict, ours: dict) -> None:
+        """Refuse the position in another mixture.
+
+        Raises:
+            DataError: If its sources, their weights or sizes, or its curriculum are others.
+        """
+        then, now = state["mixture"], ours["mixture"]
         if list(then) != list(now):
             raise DataError(
                 f"the checkpoint's data position is of the sources {', '.join(then)}, this run has"
@@ -208,7 +223,6 @@ class MixtureLoader:
             )
         for name in now:
             for key in ("weight", "blocks"):
-                # Of a temperature the last digit of a weight may be another on another machine.
                 if not math.isclose(then[name][key], now[name][key], rel_tol=1e-9):
                     raise DataError(
                         f"the checkpoint's data position in data.mixture.{name} is of {key}"
@@ -220,9 +234,3 @@ class MixtureLoader:
                 "the checkpoint's data position is of another data.curriculum, or of other"
                 " sequences an update: they must not change on resuming"
             )
-        self._weights = [then[name]["weight"] for name in self._names]
-        configured = [stage.end for stage in self._stages]
-        self._ends = list(state.get("ends", configured))  # older ones have none
-        self._drawing = self._draw()
-        self._next = state["next_global_micro_batch"] * state["micro_batch_size"]
-        self._drawn[:] = [then[name]["drawn"] for name in self._names]

@@ -15,7 +15,8 @@ from lm.config.data import Data
 from lm.data.batches.packing import MicroBatch, Packer, micro_batch
 from lm.data.corpus.documents import encode_documents
 from lm.data.sources.errors import DataError
-from lm.data.sources.open import documents, is_validation
+from lm.data.sources.hub_parquet import HubDocuments
+from lm.data.sources.open import is_validation
 from lm.data.sources.readers import ReaderError, Readers
 
 BATCH = 64  # documents tokenised at a time
@@ -29,7 +30,7 @@ class BlockStream:
 
     Args:
         seed: of these orders.
-        open_documents: `sources.documents`, or a stand-in with its signature.
+        open_documents: HubDocuments, or a stand-in with its signature.
         revision: Commit of the dataset that the first pass reads without a state; None: the newest.
             Every later pass reads the commit of the pass before.
     """
@@ -41,7 +42,7 @@ class BlockStream:
         shard: tuple[int, int],
         seed: int,
         state: dict | None = None,
-        open_documents: Callable = documents,
+        open_documents: Callable = HubDocuments,
         revision: str | None = None,
     ):
         self._data = data
@@ -119,7 +120,7 @@ class StreamLoader:
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
-        open_documents: Callable = documents,
+        open_documents: Callable = HubDocuments,
     ):
         self._data = data
         self._tokenizer = tokenizer

@@ -15,6 +15,7 @@ from lm.data.batches.packing import IGNORE
 from lm.data.corpus.documents import encode_documents
 
 UNKNOWN = -1  # bytes of an id that may stand for any text, such as <unk>
+SPACE = "▁"  # how sentencepiece writes a space
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # sentencepiece's token of one byte
 # How byte-level BPE writes bytes: a visible character of Latin-1 as itself, the others from 256 on.
 VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
@@ -48,8 +49,7 @@ class TextBytes:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
         self._eos = tokenizer.eos_token_id
-        parts = _decoders(tokenizer)
-        self._prefix = _prefix(parts)
+        kinds = _decoder_kinds(tokenizer)
         vocabulary = tokenizer.get_vocab()
         added = tokenizer.added_tokens_decoder
         size = max(vocabulary.values()) + 1
@@ -58,11 +58,14 @@ class TextBytes:
         for piece, number in vocabulary.items():
             if number in added and added[number].special:
                 continue
-            text = _text(piece, parts, number in added)
+            text = _text(piece, kinds, number in added)
             self._sizes[number] = len(text)
             self._begins_with_space[number] = text.startswith(b" ")
         if self._eos is not None:
             self._sizes[self._eos] = 0
+        self._prefix = 0  # spaces that the tokenizer puts before a document
+        if {"Metaspace", "Strip"} & kinds and _count_in(tokenizer, self, "a") == 2:
+            self._prefix = 1
         _probe(tokenizer, self, [token.content for token in added.values() if not token.special])
 
     def count(self, before: ArrayLike, targets: ArrayLike) -> int | None:
@@ -93,70 +96,59 @@ def in_bits(bits: float | None) -> str:
     return "" if bits is None else f"  bits per byte {bits:.4f}"
 
 
-def _decoders(tokenizer: PreTrainedTokenizerFast) -> list[dict]:
-    """What turns tokens into text, in order, as `tokenizers` describes it."""
+def _decoder_kinds(tokenizer: PreTrainedTokenizerFast) -> set[str]:
+    """Return the kinds of the decoder's parts, which turn tokens into text.
+
+    Raises:
+        UncountableError: If the bytes of a token do not follow from its piece.
+    """
     decoder = tokenizer.backend_tokenizer.decoder
     if decoder is None:
         raise UncountableError("the tokenizer has no decoder, which would say what its tokens mean")
     described = json.loads(decoder.__getstate__())
     parts = described["decoders"] if described["type"] == "Sequence" else [described]
-    fused = False
     for part in parts:
-        kind = part["type"]
-        fused |= kind == "Fuse"
-        known = kind in ("ByteLevel", "ByteFallback", "Fuse", "Metaspace")
-        known |= kind == "Replace" and "String" in part["pattern"]
-        # Of the whole text, not of each token.
-        known |= kind == "Strip" and fused and part["content"] == " " and part["stop"] == 0
-        if not known:
+        is_known = part["type"] in ("ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Strip")
+        if not is_known and (part["type"], part.get("pattern")) != ("Replace", {"String": SPACE}):
             raise UncountableError(
-                f"the tokenizer's decoder has a part {kind} whose tokens' bytes cannot be told;"
-                " byte-level BPE and sentencepiece are known"
+                f"the tokenizer's decoder has a part {part['type']} whose tokens' bytes cannot be"
+                " told; byte-level BPE and sentencepiece are known"
             )
-    return parts
+    return {part["type"] for part in parts}
 
 
-def _prefix(parts: list[dict]) -> int:
-    """Spaces that are put before a document and taken away when it is decoded."""
-    prefix = 0
-    for part in parts:
-        if part["type"] == "Strip":
-            prefix += part["start"]
-        elif part["type"] == "Metaspace":
-            prefix += part["prepend_scheme"] != "never"
-    if prefix > 1:
-        raise UncountableError(f"the tokenizer's decoder takes {prefix} spaces from a document")
-    return prefix
+def _text(piece: str, decoder_kinds: set[str], is_added: bool) -> bytes:
+    """Return the bytes of text that a token stands for inside a document."""
+    if "ByteLevel" in decoder_kinds:
+        is_spelled = not is_added and ALPHABET.keys() >= set(piece)
+        return bytes(ALPHABET[c] for c in piece) if is_spelled else piece.encode()
+    if "ByteFallback" in decoder_kinds and BYTE.fullmatch(piece):
+        return bytes([int(piece[3:5], 16)])
+    return piece.replace(SPACE, " ").encode()
 
 
-def _text(piece: str, parts: list[dict], added: bool) -> bytes:
-    """The bytes of text that a token stands for inside a document."""
-    for part in parts:
-        kind = part["type"]
-        if kind == "ByteLevel":
-            spelled = not added and ALPHABET.keys() >= set(piece)
-            return bytes(ALPHABET[c] for c in piece) if spelled else piece.encode()
-        if kind == "Replace":
-            piece = piece.replace(part["pattern"]["String"], part["content"])
-        elif kind == "Metaspace":
-            piece = piece.replace(part["replacement"], " ")
-        elif kind == "ByteFallback" and BYTE.fullmatch(piece):
-            return bytes([int(piece[3:5], 16)])
-    return piece.encode()
+def _count_in(tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, text: str) -> int | None:
+    """Count the bytes of a text from its tokens.
+
+    Raises:
+        UncountableError: If the tokenizer cannot read the text.
+    """
+    try:
+        ids = encode_documents(tokenizer, [text], leading_eos=True)
+    except Exception as e:  # tokenizers raises no other, say of a character without a token
+        raise UncountableError(f"the tokenizer cannot read {text!r}: {e}") from None
+    return text_bytes.count(ids[:-1], ids[1:])
 
 
 def _probe(tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, added: list[str]) -> None:
-    """Raises UncountableError where a text does not come back, or its bytes are miscounted."""
+    """Raise UncountableError if a text does not come back, or its bytes are miscounted."""
     backend = tokenizer.backend_tokenizer
-    for text in (*PROBES, *(f"a {content} b" for content in added if "▁" not in content)):
-        try:
-            ids = encode_documents(tokenizer, [text], leading_eos=True)
-        except Exception as e:  # tokenizers raises no other, say of a character without a token
-            raise UncountableError(f"the tokenizer cannot read {text!r}: {e}") from None
-        counted, true = text_bytes.count(ids[:-1], ids[1:]), len(text.encode())
-        back = backend.decode(ids[1:-1].tolist(), skip_special_tokens=False)
+    for text in (*PROBES, *(f"a {content} b" for content in added if SPACE not in content)):
+        count = _count_in(tokenizer, text_bytes, text)
+        ids = encode_documents(tokenizer, [text])
+        back = backend.decode(ids[:-1].tolist(), skip_special_tokens=False)
         # Byte-level decoders garble added tokens such as "é", which stand for themselves.
-        if counted != true or (text in PROBES and back != text):
+        if count != len(text.encode()) or (text in PROBES and back != text):
             raise UncountableError(
                 f"the tokenizer does not keep the text as it is (of {text!r} it gives back"
                 f" {back!r}), so its tokens do not say how many bytes they stand for"
@@ -168,7 +160,7 @@ def bytes_of_tokens(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[
     where it is a special token; what it decodes to by itself where the tokenizer is neither
     byte-level nor sentencepiece."""
     try:
-        parts = _decoders(tokenizer)
+        kinds = _decoder_kinds(tokenizer)
     except UncountableError:
         return [tokenizer.decode([number]).encode() for number in ids]
     added = tokenizer.added_tokens_decoder
@@ -178,5 +170,5 @@ def bytes_of_tokens(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[
         if piece is None:  # the model's vocabulary is rounded up beyond the tokenizer's
             found.append(f"<{number}>".encode())
         else:
-            found.append(piece.encode() if special else _text(piece, parts, number in added))
+            found.append(piece.encode() if special else _text(piece, kinds, number in added))
     return found

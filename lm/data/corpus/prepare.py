@@ -1,10 +1,9 @@
-"""Pretokenises a corpus once: in the cache, for every run that wants it, or in a run directory."""
+"""Prepare a corpus once: in the cache, where all runs find it, or in a run directory."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -19,36 +18,33 @@ from lm.config.schema import Config
 from lm.data.corpus import cache
 from lm.data.corpus.corpus import Corpus, Meta, check_enough, open_folder, read_meta, verify
 from lm.data.corpus.tokenising import documents_done, tokenise
-from lm.data.sources import traces
 from lm.data.sources.errors import DataError
-from lm.data.sources.listing import ENDINGS, list_files, report_files, source_files
 
-__all__ = ["Corpus", "Meta", "fingerprint", "open_corpus", "prepare", "prepare_ahead"]
+__all__ = ["Corpus", "Meta", "open_corpus", "prepare", "prepare_ahead"]
 
-RECORD = "corpus.json"  # in RUN/data: which corpus of the cache the run uses
+RECORD = "corpus.json"  # in RUN/data: which corpus the run uses
 Progress = Callable[[int, int], None]  # is called with (documents, tokens) done so far
 
 
 @dataclass(frozen=True)
 class Record:
-    """What RUN/data/corpus.json holds.
+    """Content of RUN/data/corpus.json.
 
     Fields:
-        corpus: the folder in the cache; relative to RUN/data where `data.cache` is a relative path.
-        settings: a digest of what made it, but for the text.
-        fingerprint: of `fingerprint`, when the run began.
-        sha256: of each file.
+        corpus: Folder of the corpus; relative to RUN/data if it lies in the run directory, or if
+            `data.cache` is a relative path.
+        settings: Digest of the split and the tokenizer.
+        sha256: Checksum of each file.
     """
 
     corpus: str
     settings: str
-    fingerprint: str
     sha256: dict[str, str]
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What `prepare_ahead` has made, or found."""
+    """A corpus that `prepare_ahead` made or found."""
 
     folder: Path
     meta: Meta
@@ -63,39 +59,35 @@ def prepare(
     progress: Progress | None = None,
     name: str = "",
 ) -> Corpus:
-    """Tokenises the source into the cache of `data.cache`, or without one into `run_dir/data`,
-    unless that is done already for the same text and tokenizer. Of a run on several nodes one
-    process calls this; the others then call `ensure_here`.
+    """Tokenise the source into the cache, unless the same text and tokenizer are there already.
 
-    A run goes on with the corpus that it began with, also when the source has changed since or is
-    gone. What is prepared already is verified: its files are read and their checksums compared. A
-    file above integrity.ALWAYS_BYTES is read only if it has changed since it was last verified.
+    Without a cache (`data.cache: null`) the corpus goes into the run directory. A run continues
+    with the corpus that it began with, also if the source has changed since or is gone. The files
+    of a corpus are verified: read, and their checksums compared. A file above
+    integrity.ALWAYS_BYTES is read only if it has changed since it was last verified. A stream
+    (`fineweb`) is read only until `data.val_tokens` held-out tokens are there.
 
-    Of a stream (`fineweb`) it reads only until `data.val_tokens` held-out tokens are there.
+    One process of a run calls this; on the other nodes `ensure_here` follows.
 
     Args:
-        name: of a source of a mixture, whose config `cfg` is; "": the run has a single source.
+        name: Name of a source of a mixture, whose config `cfg` is; "" for a single source.
 
     Raises:
-        DataError: unreadable or empty source, no validation document, fewer tokens than a block;
-            prepared files that are damaged; a corpus that is gone and cannot be made again.
-        OutputError: no space or no right to write them.
+        DataError: If the source cannot be read or is empty, no document is held out, there are
+            fewer tokens than a block, prepared files are damaged, or a corpus is gone and cannot be
+            made again.
+        OutputError: If there is no space or no right to write.
     """
     folder = place_in_run(run_dir, name)
-    wanted = cache.digest(cache.settings(cfg.data, tokenizer))
+    settings = cache.digest(cache.settings(cfg.data, tokenizer))
     record = _read_record(folder)
-    if record is not None and record.settings != wanted:
+    if record is not None and record.settings != settings:
         say(f"data     {folder} is of another split or tokenizer: prepared anew")
         record = None
-    entry = None
-    if read_meta(folder) is None:
-        entry = _entry(cfg, tokenizer, folder, record, progress)
-    if entry is None:
-        meta = _in_run(cfg.data, tokenizer, folder, progress)
-        entry = folder
-    else:
-        meta = _meta_of(entry)
-        verify(entry, meta, len(tokenizer))
+    is_old_run = read_meta(folder) is not None  # earlier versions wrote into RUN/data itself
+    entry = folder if is_old_run else _entry(cfg.data, tokenizer, folder, record, progress)
+    meta = _read_entry(entry)
+    verify(entry, meta, len(tokenizer))
     if record is not None and record.sha256 != meta.sha256:
         raise DataError(
             f"{run_dir} was trained on another corpus than the one that {entry} holds now"
@@ -103,16 +95,18 @@ def prepare(
             " another `name`"
         )
     check_enough(meta, cfg.data)
-    if entry != folder:
-        _write_record(folder, entry, wanted, cfg.data, tokenizer, meta, record)
+    if not is_old_run:
+        written = Record(_recorded_place(entry, folder, cfg.data), settings, meta.sha256)
+        if written != record:
+            _write_record(folder, written, meta)
     return open_folder(entry)
 
 
-def _meta_of(entry: Path) -> Meta:
-    """What an entry of the cache says of itself, once it has been found or made.
+def _read_entry(entry: Path) -> Meta:
+    """Read the meta.json of a corpus that was just found or made.
 
     Raises:
-        DataError: it is damaged, or has gone since.
+        DataError: If it is damaged, or has gone since.
     """
     meta = read_meta(entry)
     if meta is None:
@@ -121,56 +115,57 @@ def _meta_of(entry: Path) -> Meta:
 
 
 def place_in_run(run_dir: Path, name: str = "") -> Path:
-    """Where a run keeps its corpus, or the note of which one of the cache it is; of the source
-    `name` of a mixture."""
+    """Return the folder with the record of a run's corpus (of the source `name` of a mixture)."""
     return Path(run_dir) / "data" / name
 
 
 def open_corpus(run_dir: Path, name: str = "") -> Corpus:
-    """The corpus that a run uses; that it is what was written, `prepare` has verified.
+    """Open the corpus of a run; `prepare` has verified it.
 
     Raises:
-        DataError: it is not there, or its files are not of the recorded length.
+        DataError: If it is not there, or its files do not have the recorded length.
     """
     folder = place_in_run(run_dir, name)
     record = _read_record(folder)
-    if (folder / "meta.json").exists() or record is None:
-        return open_folder(folder)
-    if (entry := _find(folder, record)) is None:
-        raise DataError(
-            f"{run_dir} uses the corpus {_place(folder, record)}, which is not there:"
-            f" continue the run with resume=auto, or `fprnn prepare {run_dir}/config.yaml`,"
-            " and it is made again"
-        )
-    return open_folder(entry)
+    entry = _find(folder, record)
+    if entry is not None:
+        return open_folder(entry)
+    if record is None:
+        raise DataError(f"{folder} holds no prepared corpus: run `prepare`")
+    raise DataError(
+        f"{run_dir} uses the corpus {_place(folder, record)}, which is not there:"
+        f" continue the run with resume=auto, or `fprnn prepare {run_dir}/config.yaml`,"
+        " and it is made again"
+    )
 
 
 def checksums(run_dir: Path, name: str = "") -> dict[str, str]:
-    """The sha256 of each file of the corpus that a run uses, as the run says; {} where it does not.
+    """Return the sha256 of each file of a run's corpus, as the run recorded it, else {}.
 
     Args:
-        name: of a source of a mixture.
+        name: Name of a source of a mixture.
     """
     folder = place_in_run(run_dir, name)
-    found = read_mapping(folder / "meta.json") or read_mapping(folder / RECORD) or {}
-    return found.get("sha256") or {}
+    recorded = read_mapping(folder / "meta.json") or read_mapping(folder / RECORD) or {}
+    return recorded.get("sha256") or {}
 
 
 def ensure_here(
     cfg: Config, tokenizer: PreTrainedTokenizerFast, run_dir: Path, name: str = ""
 ) -> None:
-    """Makes the corpus that a run uses on this node too, where its cache is not that of the node
-    that `prepare` ran on. Any number of processes may call it.
+    """Make the corpus of a run on this node too, if this node has a cache of its own.
+
+    Any number of processes may call it.
 
     Raises:
-        DataError, OutputError: as `prepare`.
+        DataError, OutputError: As `prepare`.
     """
     folder = place_in_run(run_dir, name)
     record = _read_record(folder)
-    if (folder / "meta.json").exists() or record is None or _find(folder, record):
+    if record is None or _find(folder, record):
         return
-    entry = _entry(cfg, tokenizer, folder, record, None)
-    if entry is None or _meta_of(entry).sha256 != record.sha256:
+    entry = _entry(cfg.data, tokenizer, folder, record, None)
+    if _read_entry(entry).sha256 != record.sha256:
         raise DataError(
             f"{_place(folder, record)}, the corpus of {run_dir}, is not on this node: set"
             " data.cache to a folder that all nodes share"
@@ -180,10 +175,10 @@ def ensure_here(
 def prepare_ahead(
     cfg: Config, tokenizer: PreTrainedTokenizerFast, progress: Progress | None = None
 ) -> Prepared:
-    """Makes the corpus of a config in the cache, or verifies the one that is there.
+    """Make the corpus of a config in the cache, or verify the one that is there.
 
     Raises:
-        DataError, OutputError: as `prepare`.
+        DataError, OutputError: As `prepare`.
     """
     began = time.monotonic()
     root = cache.root(cfg.data)
@@ -194,7 +189,7 @@ def prepare_ahead(
         )
     entry = cache.corpus_folder(root, cfg.data, tokenizer)
     made = _make(entry, cfg.data, tokenizer, progress)
-    meta = _meta_of(entry)
+    meta = _read_entry(entry)
     if not made:
         verify(entry, meta, len(tokenizer))
     check_enough(meta, cfg.data)
@@ -204,135 +199,81 @@ def prepare_ahead(
 def training_tokens(
     cfg: Config, tokenizer: PreTrainedTokenizerFast, run_dir: Path, name: str = ""
 ) -> tuple[int, Path] | None:
-    """(training tokens, folder) of what a run has prepared of this source with this tokenizer; None
-    where it has not.
+    """Return the training tokens of a run's corpus and its folder; None if it has no such corpus.
 
     Raises:
-        DataError: what it has is damaged or gone.
+        DataError: If the corpus is damaged.
     """
     folder = place_in_run(run_dir, name)
-    wanted = fingerprint(cfg.data, tokenizer)
     record = _read_record(folder)
-    if not (folder / "meta.json").exists() and record is not None:
-        entry = _find(folder, record)
-        if entry is None or record.fingerprint != wanted:
-            return None
-        return open_folder(entry).meta.train_tokens, entry
-    meta = open_folder(folder).meta
-    return (meta.train_tokens, folder) if meta.fingerprint == wanted else None
-
-
-def fingerprint(data: Data, tokenizer: PreTrainedTokenizerFast) -> str:
-    """Changes when the tokens would: source, files (size and time), split, tokenizer. Of what lies
-    in a run directory; the cache looks at what is in the files."""
-    keys = {"source", "text_field", "val_fraction", "leading_eos"}
-    parts = {key: getattr(data, key) for key in keys}
-    if data.source == "fineweb":
-        parts |= {"hub": [data.dataset, data.name], "val_tokens": data.val_tokens}
-    elif data.source == "builtin":
-        parts |= {"python": sys.version}
-    elif data.source == "traces":
-        parts |= {"traces": traces.described(data.traces)}
-    else:
-        states = [(str(path.resolve()), cache.file_state(path)) for path in source_files(data)]
-        parts |= {"files": [(path, size, mtime) for path, (size, mtime, *_) in states]}
-    parts |= {"tokenizer": tokenizer.backend_tokenizer.to_str(), "eos": tokenizer.eos_token_id}
-    return cache.digest(parts)
-
-
-def _in_run(
-    data: Data, tokenizer: PreTrainedTokenizerFast, folder: Path, progress: Progress | None
-) -> Meta:
-    """The corpus in a run directory, made or verified."""
-    if data.source in ENDINGS:
-        report_files(data, list_files(data))
-    wanted = fingerprint(data, tokenizer)
-    meta = read_meta(folder)
-    if meta is not None and meta.fingerprint == wanted:
-        verify(folder, meta, len(tokenizer))
-        return meta
-    if meta is not None:
-        say(f"data     {folder} is of other text, another split or tokenizer: prepared anew")
-    elif (folder / "train.bin").exists():
-        say(f"data     {folder} has no meta.json, so that it was left unfinished: prepared anew")
-
-    def check_source() -> None:
-        cache.check_unchanged([data], lambda: fingerprint(data, tokenizer), wanted)
-
-    return tokenise(data, tokenizer, folder, wanted, progress, check_source=check_source)
+    entry = _find(folder, record)
+    settings = cache.digest(cache.settings(cfg.data, tokenizer))
+    if entry is None or (record is not None and record.settings != settings):
+        return None
+    return open_folder(entry).meta.train_tokens, entry
 
 
 def _entry(
-    cfg: Config,
+    data: Data,
     tokenizer: PreTrainedTokenizerFast,
     folder: Path,
     record: Record | None,
     progress: Progress | None,
-) -> Path | None:
-    """The folder in the cache that holds the corpus of a run, made where it is not there; None: it
-    goes into the run directory.
+) -> Path:
+    """Return the folder of a run's corpus, which is made if it is not there.
 
     Args:
         folder: RUN/data.
-        record: of the run, where it began before.
+        record: Record of the run, if it began before.
+
+    Raises:
+        DataError: If the source cannot be read, or a recorded corpus is gone and the source is
+            another text now.
     """
-    data = cfg.data
-    if record is not None and (found := _find(folder, record)) is not None:
-        _say_changed(data, tokenizer, record, found)
-        return found
-    root = cache.root(data)
-    if root is None:
-        return None
-    entry = _same_entry(data, tokenizer, folder, record, root)
+    root = cache.root(data) or folder
+    entry = None
+    reason = "the source is another text than then"
+    try:
+        entry = cache.corpus_folder(root, data, tokenizer)
+    except DataError as e:
+        if record is None:
+            raise
+        reason = f"it cannot be made again: {e}"
+    if record is not None:
+        began_with = _place(folder, record)
+        is_same = entry is not None and entry.name == began_with.name
+        if (found := _find(folder, record)) is not None:
+            if not is_same:
+                say(
+                    "note: the source is not what it was when the run began: the run goes on with"
+                    f" its corpus, {found}"
+                )
+            return found
+        if not is_same:
+            raise DataError(
+                f"{folder.parent} uses the corpus {began_with}, which is not there, and {reason};"
+                f" bring back {began_with}, or the text as it was, or train anew under another"
+                " `name`"
+            )
+        say(f"data     {began_with} is not there: looked for, and made again, in {root}")
+    assert entry is not None
     if data.cache == "auto" and read_meta(entry) is None and not cache.is_usable(root):
         say(
             f"note: {root} cannot be written: the corpus goes into {folder}, for this run alone"
             f" (data.cache, or {cache.VARIABLE}, names a folder for all)"
         )
-        return None
+        entry = folder / entry.name
     _make(entry, data, tokenizer, progress)
-    return entry
-
-
-def _same_entry(
-    data: Data,
-    tokenizer: PreTrainedTokenizerFast,
-    folder: Path,
-    record: Record | None,
-    root: Path,
-) -> Path:
-    """Where the corpus belongs in the cache; of a run that began before, the one it began with.
-
-    Raises:
-        DataError: the source cannot be read, or it is not what the run began with.
-    """
-    if record is None:
-        return cache.corpus_folder(root, data, tokenizer)
-    gone = _place(folder, record)
-    mend = f"bring back {gone}, or the text as it was, or train anew under another `name`"
-    try:
-        entry = cache.corpus_folder(root, data, tokenizer)
-    except DataError as e:
-        raise DataError(
-            f"{folder.parent} uses the corpus {gone}, which is not there, and it cannot be made"
-            f" again: {e}; {mend}"
-        ) from None
-    if entry.name != gone.name:
-        raise DataError(
-            f"{folder.parent} uses the corpus {gone}, which is not there, and the source is another"
-            f" text than then: {mend}"
-        )
-    say(f"data     {gone} is not there: looked for, and made again, in {root}")
     return entry
 
 
 def _make(
     entry: Path, data: Data, tokenizer: PreTrainedTokenizerFast, progress: Progress | None
 ) -> bool:
-    """Makes an entry of the cache, once; returns whether it was made here.
+    """Make a corpus, unless it is there; return True if it was made here.
 
     Raises:
-        DataError, OutputError: as `prepare`.
+        DataError, OutputError: As `prepare`.
     """
 
     def check_source() -> None:
@@ -356,51 +297,46 @@ def _make(
         )
     except OutputError as e:
         raise OutputError(
-            f"{e} (the corpus cache; data.cache, or {cache.VARIABLE}, names another folder, and"
+            f"{e} (a prepared corpus; data.cache, or {cache.VARIABLE}, names another folder, and"
             " data.cache=null is the run directory)"
         ) from None
 
 
-def _say_changed(
-    data: Data, tokenizer: PreTrainedTokenizerFast, record: Record, entry: Path
-) -> None:
-    try:
-        changed = fingerprint(data, tokenizer) != record.fingerprint
-    except (DataError, OSError):
-        changed = True
-    if changed:
-        say(
-            f"note: the source is not what it was when the run began, or elsewhere: the run goes on"
-            f" with its corpus, {entry}"
-        )
-
-
 def _place(folder: Path, record: Record) -> Path:
-    """Where a record says that the corpus is."""
+    """Return the folder that a record names."""
     return Path(os.path.normpath(folder / record.corpus))
 
 
-def _find(folder: Path, record: Record) -> Path | None:
-    """The folder of a recorded corpus, where the record says or in this machine's cache."""
-    recorded = _place(folder, record)
-    for place in (recorded, cache.default_root() / recorded.name):
-        if (place / "meta.json").is_file():
-            return place
-    return None
+def _recorded_place(entry: Path, folder: Path, data: Data) -> str:
+    """Return the path of a corpus as a record keeps it."""
+    if entry.parent == folder:
+        return entry.name
+    if data.cache not in (None, "auto") and not Path(data.cache).expanduser().is_absolute():
+        return os.path.relpath(entry, folder.resolve())
+    return str(entry)
+
+
+def _find(folder: Path, record: Record | None) -> Path | None:
+    """Find the corpus of a run: where its record says, in this machine's cache, in RUN/data."""
+    places = [folder]  # of an earlier version
+    if record is not None:
+        recorded = _place(folder, record)
+        places += [recorded, cache.default_root() / recorded.name]
+    return next((place for place in places if (place / "meta.json").is_file()), None)
 
 
 def _read_record(folder: Path) -> Record | None:
-    """What corpus.json holds; None where there is none.
+    """Read corpus.json; None if there is none.
 
     Raises:
-        DataError: it is damaged.
+        DataError: If it is damaged.
     """
     path = folder / RECORD
     if not path.exists():
         return None
     try:
-        found = read_json(path, ("corpus", "settings", "fingerprint", "sha256"))
-        return Record(**{key: found[key] for key in Record.__dataclass_fields__})
+        fields = read_json(path, tuple(Record.__dataclass_fields__))
+        return Record(**{key: fields[key] for key in Record.__dataclass_fields__})
     except DamagedError as e:
         raise DataError(
             f"{e}; delete it, and the next start looks up or makes the corpus that the source has"
@@ -408,26 +344,8 @@ def _read_record(folder: Path) -> Record | None:
         ) from None
 
 
-def _write_record(
-    folder: Path,
-    entry: Path,
-    settings: str,
-    data: Data,
-    tokenizer: PreTrainedTokenizerFast,
-    meta: Meta,
-    before: Record | None,
-) -> None:
-    """Notes in RUN/data which corpus the run uses."""
-    place = str(entry)
-    if data.cache not in (None, "auto") and not Path(data.cache).expanduser().is_absolute():
-        place = os.path.relpath(entry, folder.resolve())
-    if before is not None:
-        began_with = before.fingerprint
-    else:
-        began_with = fingerprint(data, tokenizer)
-    record = Record(place, settings, began_with, meta.sha256 or {})
-    if record == before:
-        return
+def _write_record(folder: Path, record: Record, meta: Meta) -> None:
+    """Record in RUN/data which corpus the run uses."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     counts = {"documents": meta.documents, "tokens": meta.tokens}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
-import os
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass
@@ -16,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lm.common.cards import usable_cores
 from lm.common.console import say
-from lm.common.files import OutputError, parse_json, sync, write_json, write_text, writing
+from lm.common.files import OutputError, read_mapping, sync, write_json, writing
 from lm.common.signals import StopRequested
 from lm.config.data import Data
 from lm.data.corpus import integrity
@@ -36,7 +34,7 @@ STREAM_VAL_TOKENS = 262_144  # held out of a stream when data.val_tokens does no
 CHECK_SOURCE_S = 60.0  # between two looks at the source's files: one asks the size of each file
 # None of them casts doubt on the shards that are finished.
 KEEPING_ERRORS = (OutputError, readers.ReaderError, KeyboardInterrupt, SystemExit, StopRequested)
-JOURNAL = "shards.jsonl"  # of what is tokenised and on the disk; gone when the corpus is whole
+JOURNAL = "shards.json"  # the finished shards; gone when the corpus is whole
 
 
 @dataclass(frozen=True)
@@ -47,15 +45,6 @@ class Tokens:
     raw: dict[str, bytes]
     documents: dict[str, int]
     largest: int
-
-
-@dataclass(frozen=True)
-class JournalLine:
-    """What the files held after some shard, and their checksums then; by split."""
-
-    documents: dict[str, int]
-    tokens: dict[str, int]
-    sha256: dict[str, str]
 
 
 def tokenise(
@@ -124,10 +113,9 @@ def tokenise(
 
 
 def documents_done(folder: Path) -> int:
-    """How many documents whoever is at work in a folder has finished."""
-    with contextlib.suppress(OSError, IndexError):  # no journal, no line in it yet
-        return sum(_lines(folder / JOURNAL, None)[-1].documents.values())
-    return 0
+    """Return how many documents of an unfinished corpus are tokenised and on the disk."""
+    journal = read_mapping(folder / JOURNAL) or {}
+    return sum(journal.get("documents", {}).values())
 
 
 def worker_count(data: Data) -> int:
@@ -138,10 +126,10 @@ def worker_count(data: Data) -> int:
 
 
 class _Files:
-    """train.tmp and val.tmp, and the journal of what they hold.
+    """train.tmp and val.tmp, and a journal of their content, for the next start after a kill.
 
     Args:
-        header: the journal's first line, that of the same work; None: without a journal.
+        header: Description of the work; a journal with another one is not used. None: no journal.
     """
 
     def __init__(self, folder: Path, dtype: np.dtype, header: dict | None):
@@ -153,13 +141,12 @@ class _Files:
         self.documents = dict.fromkeys(SPLITS, 0)
 
     def open(self) -> None:
-        """Go on where the journal says, else anew.
+        """Continue behind the last shard of the journal, else begin anew.
 
         Raises:
-            OutputError: the system refuses.
+            OutputError: If the system refuses.
         """
-        if (last := self._reopened()) is not None:
-            self.documents = dict(last.documents)
+        if self._reopen():
             say(
                 f"data     {self._folder} was left unfinished: its first"
                 f" {sum(self.documents.values())} documents are tokenised already, on from there"
@@ -167,39 +154,31 @@ class _Files:
             return
         for split in SPLITS:
             self.writers[split] = integrity.Writer(self._folder / f"{split}.tmp", self._dtype)
-        if self._header is not None:
-            write_text(self._journal, json.dumps(self._header) + "\n")
 
-    def _reopened(self) -> JournalLine | None:
-        """The journal's last line, with the files open where it says that they ended; None where
-        they are not what it says."""
-        try:
-            lines = _lines(self._journal, self._header)
-        except OSError:
-            return None
-        if not lines:
-            return None
-        last = lines[-1]
+    def _reopen(self) -> bool:
+        """Open the files where the journal says that they end; False if they are not that long, or
+        hold something else."""
+        journal = read_mapping(self._journal) or {}
+        if self._header is None or journal.get("header") != self._header:
+            return False
         for split in SPLITS:
             path = self._folder / f"{split}.tmp"
             try:
-                writer = integrity.Writer(path, self._dtype, last.tokens[split])
+                writer = integrity.Writer(path, self._dtype, journal["tokens"][split])
             except (OutputError, DataError):  # not there, shorter
-                return None
+                return False
             self.writers[split] = writer
-            if writer.sha256 != last.sha256[split]:
+            if writer.sha256 != journal["sha256"][split]:
                 say(f"data     {path} is not what was written: prepared anew")
-                return None
-        # A line that was cut off is cut off here, too.
-        text = [json.dumps(self._header), *(json.dumps(asdict(line)) for line in lines)]
-        write_text(self._journal, "\n".join(text) + "\n")
-        return last
+                return False
+        self.documents = journal["documents"]
+        return True
 
     def add(self, tokens: Tokens) -> None:
         """Write a shard; then it is on the disk, and in the journal.
 
         Raises:
-            OutputError: the system refuses.
+            OutputError: If the system refuses.
         """
         for split in SPLITS:
             self.writers[split].add(np.frombuffer(tokens.raw[split], self._dtype))
@@ -208,15 +187,13 @@ class _Files:
             return
         for writer in self.writers.values():
             writer.sync()
-        line = JournalLine(
-            dict(self.documents),
-            {split: self.writers[split].tokens for split in SPLITS},
-            {split: self.writers[split].sha256 for split in SPLITS},
-        )
-        with writing(self._journal), open(self._journal, "a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(line)) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        journal = {
+            "header": self._header,
+            "documents": self.documents,
+            "tokens": {split: writer.tokens for split, writer in self.writers.items()},
+            "sha256": {split: writer.sha256 for split, writer in self.writers.items()},
+        }
+        write_json(self._journal, journal)
 
     def finish(self) -> dict[str, str]:
         """Give the files their names; returns their checksums."""
@@ -251,24 +228,6 @@ class _Files:
 
     def forget(self) -> None:
         self._journal.unlink(missing_ok=True)
-
-
-def _lines(journal: Path, header: dict | None) -> list[JournalLine]:
-    """The lines of a journal, up to one that was cut off; none of a journal of other work.
-
-    Args:
-        header: that it must have; None: any.
-
-    Raises:
-        OSError: it cannot be read.
-    """
-    lines: list[JournalLine] = []
-    first, *rest = journal.read_text(encoding="utf-8", errors="replace").split("\n")
-    with contextlib.suppress(ValueError, TypeError):
-        if header is None or parse_json(first) == header:
-            for text in rest:
-                lines.append(JournalLine(**parse_json(text)))
-    return lines
 
 
 def _fill(
@@ -313,17 +272,34 @@ def _fill(
 def _tokenised(
     shards: Iterator[list[str]], data: Data, tokenizer: PreTrainedTokenizerFast, dtype: np.dtype
 ) -> Generator[Tokens]:
-    """The shards tokenised, in their order: of a large local corpus by several processes, else
-    here. To be closed, which ends the processes."""
+    """Tokenise shards in their order: of a large local corpus in several processes, else here.
+
+    Close the generator to end the processes.
+    """
     payload = (data, tokenizer, dtype)
     first = list(itertools.islice(shards, SMALL + 1))
     shards = itertools.chain(first, shards)
     is_stream = data.source == "fineweb"
     workers = 1 if is_stream or len(first) <= SMALL else worker_count(data)
-    if workers > 1:
-        yield from _in_order(shards, payload, workers)
-    else:
+    if workers == 1:
         yield from map(encoder(payload), shards)
+        return
+    # Process n has the shards n, n + workers, …: the answers are read in the order of the shards.
+    # A process answers before it gets another shard, so that neither end waits with a full pipe.
+    pool = readers.Readers("lm.data.corpus.tokenising:encoder", [payload] * workers)
+    try:
+        sent = 0
+        for texts in shards:
+            process = sent % workers
+            finished = pool.receive(process) if sent >= workers else None
+            pool.send(process, texts)
+            sent += 1
+            if finished is not None:
+                yield finished
+        for number in range(max(0, sent - workers), sent):
+            yield pool.receive(number % workers)
+    finally:
+        pool.close()
 
 
 def _shards(texts: Iterator[str], most: int) -> Iterator[list[str]]:
@@ -342,7 +318,7 @@ def _shards(texts: Iterator[str], most: int) -> Iterator[list[str]]:
 
 
 def encoder(payload: tuple[Data, PreTrainedTokenizerFast, np.dtype]) -> Callable:
-    """The function that tokenises a shard (its texts → Tokens), here or in a process."""
+    """Make the function that tokenises a shard (its texts → Tokens), here or in a process."""
     data, tokenizer, dtype = payload
 
     def encode(texts: list[str]) -> Tokens:
@@ -362,51 +338,3 @@ def encoder(payload: tuple[Data, PreTrainedTokenizerFast, np.dtype]) -> Callable
         return Tokens({split: b"".join(raw[split]) for split in SPLITS}, counts, largest)
 
     return encode
-
-
-def shard_encoder(payload: tuple) -> Callable:
-    """`encoder` as a reader process calls it: with the shard's number, which names the answer."""
-    encode = encoder(payload)
-    return lambda _number, texts: encode(texts)
-
-
-def _in_order(shards: Iterator[list[str]], payload: tuple, workers: int) -> Iterator[Tokens]:
-    """The shards tokenised by processes, in their order. Each has one shard at a time, and answers
-    before it gets another; twice as many shards as processes are in memory at most.
-
-    Raises:
-        ReaderError: a process has died. RuntimeError: its function raised; with the traceback.
-    """
-    pool = readers.Readers(
-        "lm.data.corpus.tokenising:shard_encoder", [payload] * workers, [[]] * workers
-    )
-    idle = list(pool.connections)
-    busy = set()
-    finished: dict[int, Tokens] = {}  # by the number of the shard, those not yet yielded
-    sent = 0  # shards given to a process
-    yielded = 0
-    try:
-        while True:
-            # 1. Give every idle process a shard, unless too many wait for an earlier one.
-            while idle and sent - yielded < 2 * workers:
-                texts = next(shards, None)
-                if texts is None:
-                    break
-                process = idle.pop()
-                pool.send(process, sent, texts)
-                busy.add(process)
-                sent += 1
-            # 2. Hand on the next shard in order, as soon as it is there.
-            if yielded in finished:
-                yield finished.pop(yielded)
-                yielded += 1
-                continue
-            # 3. Else wait for an answer; without any to come all is done.
-            if not busy:
-                return
-            for process in pool.wait(busy):
-                number, finished[number] = pool.receive(process)
-                busy.discard(process)
-                idle.append(process)
-    finally:
-        pool.close()

@@ -9,7 +9,6 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -132,7 +131,7 @@ def _trained_once(cfg: Config, log: Callable[[str], None]) -> PreTrainedTokenize
 def train_bpe(cfg: Config, log: Callable[[str], None] = warnings.warn) -> PreTrainedTokenizerFast:
     """A byte-level BPE of `tokenizer.vocab_size` tokens (256 bytes, EOS and PAD among them) trained
     on `tokenizer.train_bytes` of training documents; decode(encode(text)) == text for any text."""
-    tokenizer = bpe_of(_training_texts(cfg), cfg.tokenizer.vocab_size)
+    tokenizer = bpe_of(training_texts(cfg), cfg.tokenizer.vocab_size)
     _say_if_small(len(tokenizer), cfg, log)
     return tokenizer
 
@@ -161,27 +160,24 @@ def _say_if_small(size: int, cfg: Config, log: Callable[[str], None]) -> None:
         )
 
 
-def _training_texts(cfg: Config) -> Iterator[str]:
-    """Training documents of the source, or of each of a mixture, up to the bytes of each."""
+def training_texts(cfg: Config, held_out: Callable[[str], None] = lambda _: None) -> Iterator[str]:
+    """Yield training documents of each source, up to its share of `tokenizer.train_bytes`.
+
+    Args:
+        held_out: Receives the documents of validation that are met on the way.
+
+    Raises:
+        DataError: If a source cannot be read, or has no training document.
+    """
     budgets = tokenizer_bytes(cfg)
     for name, part in parts(cfg).items():
         if budgets[name]:
             with naming(name):
-                yield from first_texts(part.data, budgets[name])
+                yield from _first_texts(part.data, budgets[name], held_out)
 
 
-def first_texts(
-    data: Data, most: int, held_out: Callable[[str], None] = lambda _: None
-) -> Iterator[str]:
-    """Training documents, until they have `most` bytes.
-
-    Args:
-        held_out: is given the documents of validation that are met on the way.
-
-    Raises:
-        DataError: the source cannot be read, or has no training document.
-    """
-    left = most
+def _first_texts(data: Data, size: int, held_out: Callable[[str], None]) -> Iterator[str]:
+    left = size
     for text in documents(data):
         if is_validation(text, data.val_fraction):
             held_out(text)
@@ -190,7 +186,7 @@ def first_texts(
         left -= len(text.encode())
         if left <= 0:
             return
-    if left == most:
+    if left == size:
         raise DataError(
             "no training document to train a tokenizer on: every document of the corpus is held "
             "out; lower data.val_fraction or add documents"
@@ -265,16 +261,12 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
 
 
 def _from_gpt2_files(folder: Path) -> PreTrainedTokenizerFast:
-    """Byte-level BPE from vocab.json and merges.txt; the `#version` line is optional there."""
-    vocab = parse_json((folder / "vocab.json").read_text(encoding="utf-8"))
-    lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
-    if lines[0].startswith("#version"):
-        lines = lines[1:]
-    merges: Any = [tuple(line.split(" ")) for line in lines if line.strip()]
-    backend = Tokenizer(models.BPE(vocab, merges))
+    """Load a byte-level BPE from vocab.json and merges.txt."""
+    vocab = str(folder / "vocab.json")
+    backend = Tokenizer(models.BPE.from_file(vocab, str(folder / "merges.txt")))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    eos = next((token for token in (EOS, "</s>") if token in vocab), None)
+    eos = next((token for token in (EOS, "</s>") if backend.token_to_id(token) is not None), None)
     return _wrap(backend, **({"eos_token": eos} if eos else {}))
 
 

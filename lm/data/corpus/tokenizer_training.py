@@ -1,12 +1,10 @@
-"""`fprnn tokenizer train`: a tokenizer of its own, trained on a source and kept in a folder."""
+"""`fprnn tokenizer train`: train a tokenizer on a source, and keep it in a folder."""
 
 from __future__ import annotations
 
 import io
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerFast
@@ -15,117 +13,71 @@ from lm.common.errors import UserError, require
 from lm.common.files import OutputError, check_folder, writing
 from lm.config.schema import Config
 from lm.data.corpus.documents import encode_documents
-from lm.data.corpus.tokenizer import bpe_of, first_texts, from_sentencepiece, save
+from lm.data.corpus.tokenizer import bpe_of, from_sentencepiece, save, training_texts
 from lm.data.sources.errors import DataError
-from lm.data.sources.mixture import naming, parts, tokenizer_bytes
 
-HELD_OUT_BYTES = 1_000_000  # of held-out text that a tokenizer is measured on
 SENTENCE_BYTES = 2**30  # sentencepiece leaves longer lines out; its default is 4,192
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What was trained, and how well it does on documents that it was not trained on.
+def train_tokenizer(cfg: Config, kind: str, out: Path) -> str:
+    """Train a tokenizer of `tokenizer.vocab_size` tokens, and write it to a folder.
 
-    Fields:
-        tokens: of its vocabulary. exact: every held-out document comes back as it was.
-    """
-
-    kind: str
-    folder: Path
-    tokens: int
-    documents: int
-    bytes: int
-    held_out_bytes: int
-    held_out_tokens: int
-    exact: bool
-    seconds: float
-
-
-@dataclass
-class _Read:
-    """What went by while the documents were read."""
-
-    documents: int = 0
-    bytes: int = 0
-    held_out: list[str] = field(default_factory=list)
-    held_out_bytes: int = 0
-
-    def keep(self, text: str) -> None:
-        """A document of validation, for the measurement."""
-        if self.held_out_bytes < HELD_OUT_BYTES:
-            self.held_out.append(text)
-            self.held_out_bytes += len(text.encode())
-
-
-def train_tokenizer(
-    cfg: Config, kind: str, out: Path, progress: Callable[[int], None] = lambda _: None
-) -> Trained:
-    """Trains a tokenizer of `tokenizer.vocab_size` tokens on `tokenizer.train_bytes` of the
-    training documents that `data` describes, and writes it to a folder that `tokenizer.name` can
-    name. The same text and settings make the same files.
+    It reads `tokenizer.train_bytes` of the training documents that `data` describes. The folder can
+    be a `tokenizer.name`. The same text and settings make the same files.
 
     Args:
-        kind: "bpe" (byte-level) or "sentencepiece" (its BPE, with bytes to fall back on).
-        progress: called with the bytes read so far.
+        kind: "bpe" (byte-level) or "sentencepiece" (its BPE, which spells unknown text in bytes).
+
+    Returns:
+        A description of the tokenizer: its size, and how well it does on held-out documents.
 
     Raises:
-        DataError: the source cannot be read, or yields no such vocabulary.
-        OutputError: the folder holds something, or cannot be written.
-        MissingPackageError: sentencepiece is not installed.
+        DataError: If the source cannot be read, or yields no such vocabulary.
+        OutputError: If the folder holds something, or cannot be written.
+        MissingPackageError: If sentencepiece is not installed.
     """
-    began = time.monotonic()
-    out = Path(out)
     if kind == "sentencepiece":
         require("sentencepiece", "a tokenizer of --type sentencepiece")
     check_folder(out)
     if out.is_dir() and any(out.iterdir()):
         raise OutputError(f"{out} is not empty: name a new folder")
-    read = _Read()
-    texts = _texts(cfg, read, progress)
+    held_out: list[str] = []
     train = {"bpe": bpe_of, "sentencepiece": sentencepiece_of}[kind]
-    tokenizer = train(texts, cfg.tokenizer.vocab_size)
-    held_out = read.held_out
-    exact = all(
-        tokenizer.decode(encode_documents(tokenizer, [text])[:-1].tolist()) == text
-        for text in held_out
-    )
-    size = {"vocab_size": cfg.tokenizer.vocab_size, "train_bytes": cfg.tokenizer.train_bytes}
+    wanted = {
+        "vocab_size": cfg.tokenizer.vocab_size,
+        "train_bytes": cfg.tokenizer.train_bytes,
+    }
+    tokenizer = train(training_texts(cfg, held_out.append), wanted["vocab_size"])
     with writing(out):
-        save(tokenizer, out, {"name": kind, **size})
-    return Trained(
-        kind=kind,
-        folder=out,
-        tokens=len(tokenizer),
-        documents=read.documents,
-        bytes=read.bytes,
-        held_out_bytes=read.held_out_bytes,
-        held_out_tokens=len(encode_documents(tokenizer, held_out)) - len(held_out),
-        exact=exact,
-        seconds=time.monotonic() - began,
+        save(tokenizer, out, {"name": kind, **wanted})
+    return (
+        f"tokenizer {kind}, {len(tokenizer)} of {wanted['vocab_size']} tokens\n"
+        f"held out  {_measure(tokenizer, held_out)}\n"
+        f"          {out}: tokenizer.name={out} trains with it"
     )
 
 
-def _texts(cfg: Config, read: _Read, progress: Callable[[int], None]) -> Iterator[str]:
-    """The training documents of all sources, up to the bytes of each."""
-    budgets = tokenizer_bytes(cfg)
-    for name, part in parts(cfg).items():
-        if not budgets[name]:
-            continue
-        with naming(name):
-            for text in first_texts(part.data, budgets[name], read.keep):
-                read.documents += 1
-                read.bytes += len(text.encode())
-                progress(read.bytes)
-                yield text
+def _measure(tokenizer: PreTrainedTokenizerFast, held_out: list[str]) -> str:
+    """Describe how well a tokenizer does on documents that it was not trained on."""
+    if not held_out:
+        return "no validation document went by (data.val_fraction): not measured"
+    encoded = [encode_documents(tokenizer, [text])[:-1].tolist() for text in held_out]
+    is_exact = all(tokenizer.decode(ids) == text for ids, text in zip(encoded, held_out))
+    size = sum(len(text.encode()) for text in held_out)
+    back = "each comes back exactly" if is_exact else "NOT each comes back as it was"
+    return (
+        f"{size / sum(map(len, encoded)):.3f} bytes per token on {size:,} bytes of validation"
+        f" documents; {back}"
+    )
 
 
 def sentencepiece_of(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A sentencepiece BPE whose decode(encode(text)) == text for any text: nothing is normalised,
-    no space added or removed, and what has no piece is spelt in bytes.
+    """Train a sentencepiece BPE with decode(encode(text)) == text for any text.
+
+    Nothing is normalised, no space is added or removed, and text without a piece is spelt in bytes.
 
     Raises:
-        DataError: the text yields no such vocabulary.
+        DataError: If the text yields no such vocabulary.
     """
     import sentencepiece
 
@@ -164,8 +116,8 @@ def sentencepiece_of(texts: Iterator[str], vocab_size: int) -> PreTrainedTokeniz
             raise failure[0] from None
         reason = str(e).strip().splitlines()[-1].rpartition("] ")[2]  # without a place in C++
         raise DataError(
-            f"sentencepiece cannot make {vocab_size} tokens of this text: {reason} (it is"
-            " --vocab-size, or tokenizer.vocab_size)"
+            f"sentencepiece cannot make {vocab_size} tokens of this text: {reason} (set"
+            " tokenizer.vocab_size)"
         ) from None
     if failure:
         raise failure[0]
@@ -174,22 +126,3 @@ def sentencepiece_of(texts: Iterator[str], vocab_size: int) -> PreTrainedTokeniz
         tokenizer = from_sentencepiece(Path(folder))
     tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def summary(trained: Trained) -> str:
-    """What a person wants to know of a tokenizer that was trained."""
-    t = trained
-    lines = [
-        f"tokenizer {t.kind}, {t.tokens} tokens, of {t.documents:,} documents ({t.bytes:,} bytes),"
-        f" in {t.seconds:.1f} s"
-    ]
-    if t.held_out_tokens:
-        back = "each comes back exactly" if t.exact else "NOT each comes back as it was"
-        lines.append(
-            f"held out  {t.held_out_bytes / t.held_out_tokens:.3f} bytes per token on"
-            f" {t.held_out_bytes:,} bytes of validation documents; {back}"
-        )
-    else:
-        lines.append("held out  no validation document went by (data.val_fraction): not measured")
-    lines.append(f"          {t.folder}: tokenizer.name={t.folder} trains with it")
-    return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from functools import lru_cache
 
@@ -93,26 +94,20 @@ def _order(name: str) -> int:
     """The number of elements; beyond MAX_ORDER at least that many."""
     order = 1
     for part in name.split("_x_"):
-        found = re.fullmatch(r"([SAZ])([1-9][0-9]{0,5})|(D)([3-9])", part)
-        if not found:
+        if not re.fullmatch(r"[SAZ][1-9][0-9]{0,5}|D[3-9]", part):
             raise DataError(
                 f"unknown group `{name}`: groups are S<n> (all permutations of n), A<n> (the even"
                 " ones), D<n> (the symmetries of a polygon of 3 to 9 corners), Z<n> (addition"
                 " modulo n) and their products, as in S5, A5, D4, Z60, A4_x_Z5"
             )
-        kind = found[1] or found[3]
-        n = int(found[2] or found[4])
+        kind, n = part[0], int(part[1:])
         if kind == "Z":
-            factor = n
+            order *= n
         elif kind == "D":
-            factor = 2 * n
-        else:  # n!, of the even ones half
-            factor = 1
-            for k in range(2 if kind == "S" else 3, n + 1):
-                factor *= k
-                if factor > MAX_ORDER:  # n! of a large n has too many digits to count on
-                    break
-        order *= factor
+            order *= 2 * n
+        else:
+            halves = 2 if kind == "A" and n > 1 else 1
+            order *= math.factorial(min(n, 9)) // halves  # 9! is beyond MAX_ORDER
     return order
 
 

@@ -23,7 +23,6 @@ ENDINGS = {
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}  # ending → pyarrow's name
 COMPRESSED_SOURCES = ("text", "jsonl")  # parquet compresses its own columns
-KERNEL_FOLDERS = ("/proc", "/sys")  # endless through their links, and reading some files blocks
 MAX_NAMED = 6  # endings that a message lists; a longer list is not read
 
 
@@ -62,7 +61,6 @@ def list_files(data: Data) -> Listing:
     path = Path(data.path).expanduser()
     try:
         if path.is_file():
-            _refuse_kernel_folder(path, os.path.realpath(path))
             return Listing([path])
         is_folder = path.is_dir()
     except (OSError, ValueError) as e:  # ValueError: a null byte
@@ -85,8 +83,8 @@ def report_files(data: Data, listing: Listing) -> None:
     text = f"data     {data.path}: {_files(endings.total())} read ({_counts(endings)})"
     if listing.skipped:
         text += (
-            f", {_files(listing.skipped.total())} skipped ({_counts(listing.skipped)})"
-            f"{_advice(place, data.source, listing.skipped)}"
+            f", {_files(listing.skipped.total())} skipped ({_counts(listing.skipped)};"
+            " data.path='FOLDER/**' reads every file)"
         )
     _say_once(text)
 
@@ -111,7 +109,7 @@ def _list_folder(folder: Path, source: str) -> Listing:
         expected += f" (or one of them with {', '.join(COMPRESSIONS)})"
     holds = "it is empty"
     if skipped:
-        holds = f"it holds {_counts(skipped)}{_advice(folder, source, skipped)}"
+        holds = f"it holds {_counts(skipped)}; data.path='{folder}/**' reads every file"
     raise DataError(f"data.path {folder} is a folder without any {expected} file in it: {holds}")
 
 
@@ -145,7 +143,7 @@ def _walk(
         with_hidden: Whether `*` and `**` match names that start with a dot.
 
     Raises:
-        DataError: If a folder cannot be read, or is one of the kernel's.
+        DataError: If a folder cannot be read.
     """
     # Links wait until all folders are finished, so that a file keeps its path without links if it
     # has such a path. The same folder with the same parts is expanded once, which ends loops.
@@ -157,7 +155,6 @@ def _walk(
         if (real, parts) in finished:
             continue
         finished.add((real, parts))
-        _refuse_kernel_folder(folder, real)
         is_recursive = parts[0] == "**"
         below = parts if is_recursive else parts[1:]
         if is_recursive:
@@ -203,15 +200,6 @@ def _follow(is_kind: Callable[[], bool]) -> bool:
         return False
 
 
-def _refuse_kernel_folder(path: Path, real: str) -> None:
-    for folder in KERNEL_FOLDERS:
-        if real == folder or real.startswith(f"{folder}/"):
-            raise DataError(
-                f"{path} of data.path lies in {folder}, which holds the state of this machine and"
-                " no corpus: name a folder of text"
-            )
-
-
 def _is_read(name: str, source: str) -> bool:
     """Return True if a source reads a file of this name in a folder."""
     ending = _ending(name)
@@ -243,23 +231,6 @@ def _counts(endings: Counter[str]) -> str:
     if other_count := endings.total() - sum(count for _, count in endings.most_common(MAX_NAMED)):
         descriptions.append(f"{other_count:,} others")
     return ", ".join(descriptions)
-
-
-def _advice(place: Path, source: str, skipped: Counter[str]) -> str:
-    """Say what reads the skipped files."""
-    hints = []
-    for other in ENDINGS:
-        if other != source and (endings := [e for e in skipped if _is_read(f"x{e}", other)]):
-            hints.append(f"data.source={other} reads {', '.join(sorted(endings))}")
-    unknown = [e for e in skipped if e.startswith(".") and not _known(e)]
-    if unknown and place.is_dir():
-        commonest = max(unknown, key=lambda ending: skipped[ending])
-        hints.append(f"data.path='{place}/**/*{commonest}' reads {commonest} files")
-    return f": {'; '.join(hints)}" if hints else ""
-
-
-def _known(ending: str) -> bool:
-    return any(_is_read(f"x{ending}", source) for source in ENDINGS)
 
 
 def _reason(error: Exception) -> str:

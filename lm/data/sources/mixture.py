@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from lm.config.data import OF_A_SINGLE_SOURCE, Data
 from lm.config.schema import Config
@@ -25,7 +25,7 @@ def single(data: Data) -> dict[str, Data]:
     found = {}
     for name, source in sorted((data.mixture or {}).items()):
         own = {key: getattr(source, key) for key in OF_A_SINGLE_SOURCE if hasattr(source, key)}
-        of_several: dict = {"mixture": None, "temperature": None, "curriculum": []}
+        of_several: dict = {"mixture": None, "curriculum": []}
         found[name] = data.model_copy(update=own | of_several)
     return found
 
@@ -38,14 +38,10 @@ def described(data: Data) -> str:
 
 
 def tokenizer_bytes(cfg: Config) -> dict[str, int]:
-    """How much text of each source a tokenizer is trained on, `tokenizer.train_bytes` in all: by
-    weight; under a temperature alike, since no token can be counted without a tokenizer."""
-    names, total = list(parts(cfg)), cfg.tokenizer.train_bytes
-    if cfg.data.mixture is None:
-        return {"": total}
-    if cfg.data.temperature is not None:
-        return {name: math.ceil(total / len(names)) for name in names}
-    return {name: math.ceil(total * share) for name, share in shares(cfg.data, {}).items()}
+    """Return how many bytes of each source a tokenizer is trained on: `tokenizer.train_bytes` in
+    all, by weight."""
+    total = cfg.tokenizer.train_bytes
+    return {name: math.ceil(total * share) for name, share in shares(cfg.data).items()}
 
 
 @contextlib.contextmanager
@@ -64,20 +60,13 @@ def naming(name: str) -> Iterator[None]:
         raise DataError(said if said != str(e) else f"data.mixture.{name}: {e}") from None
 
 
-def shares(data: Data, tokens: Mapping[str, float]) -> dict[str, float]:
-    """The share of each source once the curriculum is over, in alphabetic order; they sum to 1.
+def shares(data: Data) -> dict[str, float]:
+    """Return the share of each source once the curriculum is over, in alphabetic order.
 
-    Args:
-        tokens: of the training split of each source, read under a `data.temperature` alone.
+    They sum to 1; a run on a single source has {"": 1}.
     """
-    mixture = data.mixture or {}
-    names = sorted(mixture)
-    if data.temperature is None:
-        weights = {name: mixture[name].weight or 0.0 for name in names}
-    else:
-        most = max(tokens[name] for name in names)
-        weights = {
-            name: math.exp(math.log(tokens[name] / most) / data.temperature) for name in names
-        }
+    if data.mixture is None:
+        return {"": 1.0}
+    weights = {name: source.weight for name, source in sorted(data.mixture.items())}
     total = math.fsum(weights.values())
     return {name: weight / total for name, weight in weights.items()}

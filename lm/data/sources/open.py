@@ -14,7 +14,6 @@ import sysconfig
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
 
 from lm.common.errors import require
 from lm.common.files import parse_json
@@ -31,14 +30,6 @@ LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 BLANK_LINES = re.compile(r"\r?\n(?:[ \t]*\r?\n)+")
 
 
-class Documents(Protocol):
-    """An iterator of document strings whose position can be saved, as plain data."""
-
-    def __iter__(self) -> Iterator[str]: ...
-    def __next__(self) -> str: ...
-    def state_dict(self) -> dict | None: ...
-
-
 def is_validation(text: str, val_fraction: float) -> bool:
     """Whether a document is held out. A hash of its content alone decides, so that the splits
     never overlap, however documents are ordered, sharded or repeated."""
@@ -46,46 +37,17 @@ def is_validation(text: str, val_fraction: float) -> bool:
     return int.from_bytes(digest, "big") < val_fraction * 2**64
 
 
-def documents(
-    data: Data,
-    shard: tuple[int, int] = (0, 1),
-    state: dict | None = None,
-    order: tuple[int, int] | None = None,
-) -> Documents:
-    """The documents (non-blank strings) of shard `(index, count)` of the source, from its start or
-    from the `state_dict()` of an earlier iterator over the same shard.
+def documents(data: Data) -> Iterator[str]:
+    """Return the documents (non-blank strings) of a source, in its own order.
 
-    Args:
-        order: (seed, epoch) of a shuffle of what is streamed from the hub; None: as it stands.
     Raises:
-        DataError: here or while iterating; something is missing, unreadable or empty.
+        DataError: Here or while iterating, if something is missing, unreadable or empty.
     """
     if data.source == "fineweb":
         from lm.data.sources.hub_parquet import HubDocuments
 
-        return HubDocuments(data, shard, state, order)
-    return LocalDocuments(data, shard, state)
-
-
-class LocalDocuments:
-    """Iterator over a finite source; its position is the number of documents read."""
-
-    def __init__(self, data: Data, shard: tuple[int, int] = (0, 1), state: dict | None = None):
-        self._read = state["read"] if state else 0
-        index, count = shard
-        start = index + self._read * count
-        self._texts = itertools.islice(_local_documents(data), start, None, count)
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        text = next(self._texts)
-        self._read += 1
-        return text
-
-    def state_dict(self) -> dict:
-        return {"read": self._read}
+        return HubDocuments(data)
+    return _local_documents(data)
 
 
 def _local_documents(data: Data) -> Iterator[str]:

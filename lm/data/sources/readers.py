@@ -14,7 +14,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from multiprocessing import connection, resource_tracker, util
 from typing import Any, NoReturn
 
@@ -30,26 +30,26 @@ class ReaderError(MachineError):
 
 
 class Readers:
-    """Processes that each hold some keys; `take(key)` is the next answer for a key.
+    """Processes that answer requests: for a key its next answer (`take`), or one by one.
 
-    The answers for a key come in order, however the processes overtake each other. After the first
-    `take` of a key up to `ahead` of its answers are made in advance. At the end the processes are
-    killed, not waited for.
+    Each process holds some keys. The answers for a key come in order, however the processes
+    overtake each other; after the first `take` of a key up to `ahead` of its answers are made in
+    advance. A process without keys answers what it is sent: `send`, then `receive`.
 
-    Processes without keys only do what they are sent: `send`, `wait` and `receive` are for them.
+    At the end the processes are killed, not waited for.
 
     Args:
-        entry: "module:function"; the function is called in each process with `payload`, and returns
-            the function that maps a key to its next answer.
-        payloads: of each process, anything that can be pickled.
-        keys: of each process, those that it answers for.
+        entry: "module:function"; each process calls the function with its payload, which returns
+            the function that maps a request to an answer.
+        payloads: Payload of each process, anything that can be pickled.
+        keys: Keys of each process.
     """
 
     def __init__(
         self,
         entry: str,
         payloads: Sequence[object],
-        keys: Sequence[Sequence[Hashable]],
+        keys: Sequence[Sequence[Hashable]] = (),
         ahead: int = 2,
     ):
         started = [_start(entry, payload) for payload in payloads]
@@ -57,7 +57,8 @@ class Readers:
         self._connections = [ours for _, ours in started]
         self._owner = {key: i for i, held in enumerate(keys) for key in held}
         self._answers: dict[Hashable, deque] = {key: deque() for key in self._owner}
-        self._asked = dict.fromkeys(self._owner, 0)
+        self._asked: dict[Hashable, int] = dict.fromkeys(self._owner, 0)
+        self._queues: list[deque] = [deque() for _ in started]  # keys asked for, in order
         self._ahead = ahead
         self.close = util.Finalize(
             self, _kill, (self._processes, self._connections), exitpriority=100
@@ -66,11 +67,6 @@ class Readers:
     @property
     def pids(self) -> list[int]:
         return [process.pid for process in self._processes]
-
-    @property
-    def connections(self) -> list[connection.Connection]:
-        """One a process."""
-        return list(self._connections)
 
     def check(self) -> None:
         """Costs microseconds.
@@ -88,72 +84,53 @@ class Readers:
             raise ReaderError(f"loader worker {number} (pid {process.pid}) {how}")
 
     def take(self, key: Hashable) -> Any:
-        """The next answer for a key.
+        """Return the next answer for a key.
 
         Raises:
-            ReaderError: a process has died. RuntimeError: its function raised; with the traceback.
+            ReaderError: If a process has died.
+            RuntimeError: If its function raised; with the traceback.
         """
-        waiting = self._answers[key]
-        self._ask(key)
-        while not waiting:
-            self.check()
+        answers = self._answers[key]
+        while self._asked[key] + len(answers) <= self._ahead:
+            self.send(self._owner[key], key)
+            self._queues[self._owner[key]].append(key)
+            self._asked[key] += 1
+        while not answers:
             sentinels = [process.sentinel for process in self._processes]
             ready = connection.wait([*self._connections, *sentinels])
-            for answering in self._connections:
-                if answering in ready:
-                    self._receive(answering)
-        return waiting.popleft()
+            self.check()
+            for number, ours in enumerate(self._connections):
+                if ours in ready:
+                    answered = self._queues[number].popleft()
+                    self._answers[answered].append(self.receive(number))
+                    self._asked[answered] -= 1
+        return answers.popleft()
 
-    def _ask(self, key: Hashable) -> None:
-        """Asks for the answer that is about to be taken, and for those ahead of it."""
-        while self._asked[key] + len(self._answers[key]) <= self._ahead:
-            try:
-                self._connections[self._owner[key]].send((key,))
-            except OSError:
-                self._raise_dead()
-            self._asked[key] += 1
-
-    def _receive(self, answering: connection.Connection) -> None:
-        key, answer = self.receive(answering)
-        self._answers[key].append(answer)
-        self._asked[key] -= 1
-
-    def send(self, to: connection.Connection, key: Hashable, what: object) -> None:
-        """Asks an idle process for its function's answer to (key, what).
+    def send(self, number: int, request: object) -> None:
+        """Ask a process for its function's answer to a request.
 
         Raises:
-            ReaderError: a process has died.
+            ReaderError: If a process has died.
         """
         try:
-            to.send((key, what))
+            self._connections[number].send(request)
         except OSError:
             self._raise_dead()
 
-    def wait(self, busy: Iterable[connection.Connection]) -> list[connection.Connection]:
-        """Those that have an answer, once there is one.
+    def receive(self, number: int) -> Any:
+        """Wait for the next answer of a process.
 
         Raises:
-            ReaderError: a process has died.
-        """
-        sentinels = [process.sentinel for process in self._processes]
-        candidates = list(busy)
-        ready = connection.wait([*candidates, *sentinels])
-        self.check()
-        return [answering for answering in candidates if answering in ready]
-
-    def receive(self, ready: connection.Connection) -> tuple[Any, Any]:
-        """(key, answer) of a process.
-
-        Raises:
-            ReaderError: a process has died. RuntimeError: its function raised; with the traceback.
+            ReaderError: If a process has died.
+            RuntimeError: If its function raised; with the traceback.
         """
         try:
-            key, answer, failure = ready.recv()
+            answer, failure = self._connections[number].recv()
         except (EOFError, OSError):
             self._raise_dead()
         if failure:
             raise RuntimeError(f"a loader worker failed:\n{failure}")
-        return key, answer
+        return answer
 
     def _raise_dead(self) -> NoReturn:
         """The other end of a connection is closed: its process is dead or about to be."""
@@ -199,18 +176,16 @@ def work(ours: connection.Connection, parent: int, entry: str, payload: bytes) -
     mask_logs()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["OMP_NUM_THREADS"] = "1"
-    key = None
     try:
         module, _, function = entry.partition(":")
         make: Callable = getattr(importlib.import_module(module), function)
         answer = make(pickle.loads(payload))
         while True:
-            key, *what = ours.recv()
-            ours.send((key, answer(key, *what), None))
+            ours.send((answer(ours.recv()), None))
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except Exception:
-        ours.send((key, None, traceback.format_exc()))
+        ours.send((None, traceback.format_exc()))
 
 
 def _die_with(parent: int) -> None:

@@ -16,7 +16,7 @@ from lm.common.errors import UserError
 from lm.data.batches.text_bytes import bytes_of_tokens
 from lm.evaluation.inspection.page import Inspection
 from lm.evaluation.inspection.result import Guess, Layers, Score
-from lm.evaluation.inspection.tokens import tokens_of, visible
+from lm.evaluation.inspection.tokens import make_tokens, show_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -172,18 +172,14 @@ def inspect_text(
     found = predictions(logits, [*ids[1:], None])
 
     def names(numbers: list[int]) -> list[str]:
-        raw = bytes_of_tokens(tokenizer, numbers)
-        return ["".join(piece.text for piece in visible(of)) for of in raw]
+        return list(map(show_bytes, bytes_of_tokens(tokenizer, numbers)))
 
     guesses = named_guesses(found.guesses, names)
     none = torch.full((1,), torch.nan)
-    raw = bytes_of_tokens(tokenizer, ids)
-    tokens = tokens_of(ids[: len(start)], raw[: len(start)])
-    tokens += tokens_of(of_text, raw[len(start) :])
     return Inspection(
         name=name,
         model=in_words(model),
-        tokens=tokens,
+        tokens=make_tokens(ids, bytes_of_tokens(tokenizer, ids)),
         loss=torch.cat([none, found.loss[:-1]]),
         entropy=torch.cat([none, found.entropy[:-1]]),
         guesses=[[], *guesses[:-1]],
@@ -208,7 +204,7 @@ def score_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text:
     loss = predictions(logits, [*ids[1:], None]).loss[:-1]
     if not start:
         loss = torch.cat([torch.full((1,), torch.nan), loss])
-    shown = [token.shown for token in tokens_of(of_text, bytes_of_tokens(tokenizer, of_text))]
+    shown = list(map(show_bytes, bytes_of_tokens(tokenizer, of_text)))
     return Score(of_text, shown, -loss, len(text.encode()) if start else None)
 
 

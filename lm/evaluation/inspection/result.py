@@ -1,4 +1,4 @@
-"""What was measured on one text or word, and the sums that follow from it."""
+"""Results of reading one text or word: numbers of every token and layer, and their sums."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ class Guess(NamedTuple):
     probability: float
 
 
-@dataclass(frozen=True)
-class Answer:
-    """What a task asks for at one token, and what the model says there."""
+class Answer(NamedTuple):
+    """The answer of a synthetic task at one token: the model's and the right one."""
 
     predicted: str
     right: str | None  # None: no answer is due there
 
     @property
     def is_right(self) -> bool | None:
+        """Whether the model's answer is right; None where none is due."""
         return None if self.right is None else self.predicted == self.right
 
 
 @dataclass(frozen=True, eq=False)
 class Layers:
-    """What goes on in the layers that are solved; n layers, t tokens."""
+    """Measurements of the layers that are solved; n layers, t tokens."""
 
-    numbers: list[int]  # (n,) which layers of the model these are, from 0 on
+    numbers: list[int]  # (n,) their numbers in the model, from 0
     iterations: torch.Tensor  # (n,t) ℓ* of each token, counted by the probe
     converged: torch.Tensor  # (n,) bool: the paper's procedure came to its tolerance
     elsewhere: torch.Tensor  # (n,) share of the tokens where it ends in another solution
@@ -54,10 +54,12 @@ class Layers:
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """What a model makes of t tokens. Of a text the first token may be one that was put before it;
-    `loss`, `entropy` and `guesses` of a token are of the prediction of this very token, made when
-    those before it had been read. Of a synthetic task they are of the answer at the token, made
-    when it has been read."""
+    """Numbers of a model that reads t tokens.
+
+    Before a text stands one token that the tokenizer starts with, if it has one. `loss`, `entropy`
+    and `guesses` of a token are of the prediction of this token, made after those before it. Of a
+    synthetic task they are of the answer at the token, made after reading it.
+    """
 
     name: str  # of the checkpoint
     model: str  # in words
@@ -68,48 +70,40 @@ class Measured:
     layers: Layers | None  # None: the model has no layer that is solved
     text_bytes: int | None = None  # of UTF-8 that the scored tokens stand for; None: no text
     has_start: bool = False  # the first token was put before the text
-    following: list[Guess] = field(default_factory=list)  # what would come after the last token
+    following: list[Guess] = field(default_factory=list)  # predicted after the last token
     answers: list[Answer] | None = None  # (t,) of a synthetic task
-    solver: dict | str = "none"  # how the model was solved
+    solver: dict | str = "none"  # the solver's description
 
     @property
     def scored(self) -> int:
-        """How many tokens have a loss."""
+        """Number of tokens that have a loss."""
         return int((~self.loss.isnan()).sum())
-
-    @property
-    def total_loss(self) -> float:
-        """Nats over all tokens that have a loss."""
-        return float(self.loss.double().nansum())
 
     @property
     def mean_loss(self) -> float:
         """Nats a token; NaN without a token that has a loss."""
-        return self.total_loss / self.scored if self.scored else math.nan
+        return float(self.loss.double().nanmean())
 
     @property
     def perplexity(self) -> float:
+        """Perplexity a token."""
         return math.exp(min(self.mean_loss, 700.0))
 
     @property
     def bits_per_byte(self) -> float | None:
         """None where there is no text, or its first token was not predicted."""
-        return bits_per_byte(self.total_loss, self.text_bytes)
+        return bits_per_byte(float(self.loss.double().nansum()), self.text_bytes)
 
     def __repr__(self) -> str:
-        solved = "no layer with ℓ*"
-        if self.layers is not None:
-            mean, count = float(self.layers.mean_iterations.mean()), len(self.layers.numbers)
-            solved = f"ℓ* {mean:.1f}, mean over {count} layer{'s' * (count != 1)}"
         return (
             f"{type(self).__name__}({self.name}: {len(self.tokens)} tokens, loss"
-            f" {self.mean_loss:.4f} nats a token, {solved})"
+            f" {self.mean_loss:.4f} nats a token)"
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """How likely a model finds a text of t tokens."""
+    """Likelihood of a text of t tokens."""
 
     ids: list[int]  # (t,)
     texts: list[str]  # (t,) as shown
@@ -124,9 +118,11 @@ class Score:
 
     @property
     def perplexity(self) -> float:
+        """Perplexity a token."""
         return math.exp(min(self.loss, 700.0))
 
     @property
     def bits_per_byte(self) -> float | None:
+        """None where the first token was not predicted."""
         total = float(-self.log_probabilities.double().nansum())
         return bits_per_byte(total, self.text_bytes)

@@ -6,12 +6,14 @@ of what it would download. docs/evaluation.md says which files, and where the ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from lm.common.errors import UserError
-from lm.common.files import parse_json
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
 
 NAME = "paper"
 ENDINGS = (".jsonl", ".parquet")
@@ -25,21 +27,19 @@ class SuiteTask(NamedTuple):
     """One task of the suite.
 
     Fields:
-        folder: of lm-eval's tasks, where it is defined.
-        metric: of lm-eval's metrics the one that stands for the task.
-        files: name of a local file, without its ending → the split that it holds. The first is the
-            split that lm-eval scores.
-        columns: of the hub's, those that the task reads.
-        can_be_scored: whether a row with these columns has what the task needs.
-        right: what `can_be_scored` asks for, in words.
+        folder: Folder of lm-eval's tasks that defines it.
+        metric: The metric of lm-eval that stands for the task.
+        files: Name of a local file, without its ending → the split that it holds. lm-eval scores
+            the first split.
+        is_scorable: Test of a row.
+        needs: What `is_scorable` demands, for a message.
     """
 
     folder: str
     metric: str
     files: dict[str, str]
-    columns: tuple[str, ...]
-    can_be_scored: Callable[[dict], bool]
-    right: str
+    is_scorable: Callable[[dict], bool]
+    needs: str
 
 
 def _has_last_word(row: dict) -> bool:
@@ -47,22 +47,25 @@ def _has_last_word(row: dict) -> bool:
     return bool(before.strip() and last.strip())
 
 
-def _ending_is_known(row: dict) -> bool:
+def _has_known_ending(row: dict) -> bool:
+    texts = [row["activity_label"], row["ctx_a"], row["ctx_b"]]
     label = str(row["label"])  # "3" on the hub; lm-eval reads no "3.0"
-    return label.isdigit() and int(label) in range(len(row["endings"]))
+    return None not in texts and label.isdigit() and int(label) < len(row["endings"])
 
 
-def _solution_is_known(row: dict) -> bool:
-    return row["label"] in (0, 1)
+def _has_known_solution(row: dict) -> bool:
+    return None not in (row["goal"], row["sol1"], row["sol2"]) and row["label"] in (0, 1)
 
 
-def _choice_is_known(row: dict) -> bool:
+def _has_known_choice(row: dict) -> bool:
     labels = list(row["choices"]["label"])
-    return len(row["choices"]["text"]) == len(labels) and row["answerKey"] in labels
+    is_whole = row["question"] is not None and len(row["choices"]["text"]) == len(labels)
+    return is_whole and row["answerKey"] in labels
 
 
-def _option_is_known(row: dict) -> bool:
-    return row["answer"] in ("1", "2") and "_" in row["sentence"]
+def _has_known_option(row: dict) -> bool:
+    is_whole = None not in (row["option1"], row["option2"])
+    return is_whole and row["answer"] in ("1", "2") and "_" in row["sentence"]
 
 
 def _arc(name: str, metric: str) -> SuiteTask:
@@ -70,9 +73,9 @@ def _arc(name: str, metric: str) -> SuiteTask:
         "arc",
         metric,
         {f"{name}_test": "test", f"{name}_val": "validation"},
-        ("question", "choices", "answerKey"),
-        _choice_is_known,
-        "`choices` {`text`, `label`} of equal length, and `answerKey` one of the labels",
+        _has_known_choice,
+        "`question`, `choices` {`text`, `label`} of equal length, and `answerKey`, one of the"
+        " labels",
     )
 
 
@@ -81,7 +84,6 @@ TASKS = {
         "lambada",
         "acc",
         {"lambada_openai": "test"},
-        ("text",),
         _has_last_word,
         "`text` of two words at least",
     ),
@@ -89,17 +91,15 @@ TASKS = {
         "hellaswag",
         "acc_norm",
         {"hellaswag_val": "validation"},
-        ("activity_label", "ctx_a", "ctx_b", "endings", "label"),
-        _ending_is_known,
-        "`label` the number of one of the `endings`, from 0",
+        _has_known_ending,
+        "`activity_label`, `ctx_a`, `ctx_b`, `endings`, and `label`, the number of one, from 0",
     ),
     "piqa": SuiteTask(
         "piqa",
         "acc",
         {"piqa_val": "validation"},
-        ("goal", "sol1", "sol2", "label"),
-        _solution_is_known,
-        "`label` 0 or 1",
+        _has_known_solution,
+        "`goal`, `sol1`, `sol2`, and `label`, 0 or 1",
     ),
     "arc_easy": _arc("arc_easy", "acc"),
     "arc_challenge": _arc("arc_challenge", "acc_norm"),
@@ -107,29 +107,28 @@ TASKS = {
         "winogrande",
         "acc",
         {"winogrande_val": "validation"},
-        ("sentence", "option1", "option2", "answer"),
-        _option_is_known,
-        '`answer` "1" or "2", and `sentence` with a _',
+        _has_known_option,
+        '`sentence` with a _, `option1`, `option2`, and `answer`, "1" or "2"',
     ),
 }
 
 
 class Source(NamedTuple):
-    """Where a task's documents come from: a local file, or the hub where `path` is None."""
+    """Place of a task's documents: a local file, or the hub where `path` is None."""
 
     split: str
     path: Path | None = None
 
 
 def choose(tasks: list[str], data: Path | str | None) -> dict[str, Source]:
-    """The chosen tasks of the suite, in its order, and where each one's documents come from.
+    """Return the chosen tasks of the suite, in its order, with the place of their documents.
 
     Args:
-        tasks: names; empty: all.
-        data: a folder of local files; None: the hub.
+        tasks: Names; empty: all.
+        data: Folder of local files; None: the hub.
+
     Raises:
-        SuiteError: a task that is not of the suite; no such folder; a file that is missing, or
-            there twice.
+        SuiteError: A task is not of the suite, or files are missing (the message names all).
     """
     if other := [f"`{name}`" for name in tasks if name not in TASKS]:
         raise SuiteError(
@@ -140,50 +139,41 @@ def choose(tasks: list[str], data: Path | str | None) -> dict[str, Source]:
     if data is None:
         return {name: Source(split_of_lm_eval(name)) for name in chosen}
     folder = Path(data).expanduser()
-    if not folder.is_dir():
-        raise SuiteError(f"no folder of evaluation data at {folder}")
     found = {name: source for name in chosen if (source := _find(folder, name)) is not None}
     missing = [name for name in chosen if name not in found]
     if missing:
-        wanted = "; ".join(f"{name}: {_names(name)}" for name in missing)
-        there = [name for name in chosen if name not in missing]
-        rest = f"; --tasks {','.join(there)} runs what is there" if there else ""
+        wanted = "; ".join(f"{name}: {file_names(name)}" for name in missing)
+        rest = f"; --tasks {','.join(found)} runs what is there" if found else ""
         raise SuiteError(f"{folder} lacks the files of {len(missing)} tasks ({wanted}){rest}")
     return found
 
 
-def load(sources: dict[str, Source]) -> tuple[Any, list[Any]]:
-    """lm-eval's TaskManager and its tasks, with their documents.
+def make_manager(names: Iterable[str]) -> TaskManager:
+    """Return lm-eval's TaskManager for these tasks: reading all task files takes seconds."""
+    import lm_eval.tasks
+
+    root = Path(lm_eval.tasks.__file__).parent
+    folders = {str(root / TASKS[name].folder) for name in names}
+    return lm_eval.tasks.TaskManager(include_path=sorted(folders), include_defaults=False)
+
+
+def task_spec(name: str, source: Source) -> str | dict:
+    """Return lm-eval's own task by its name, or with its documents from a file.
+
+    lm-eval puts what is given over its own definition only in a member of a group.
 
     Raises:
-        SuiteError: a file that cannot be read, or holds other rows than the hub's; a task that
-            this lm-eval does not have, or that cannot be downloaded.
+        SuiteError: The file cannot be read, or a row has no answer.
     """
-    import lm_eval.tasks
-    from lm_eval.tasks import TaskManager
-
-    # All of lm-eval's thousands of task files take seconds to read.
-    root = Path(lm_eval.tasks.__file__).parent
-    folders = [root / folder for folder in {TASKS[name].folder for name in sources}]
-    manager = TaskManager(include_path=[str(f) for f in folders], include_defaults=False)
-    if absent := set(sources) - set(manager.all_tasks):
-        raise SuiteError(
-            f"the installed lm-eval has no task {', '.join(sorted(absent))} in {root}: the suite"
-            " needs lm-eval 0.4.13 or later"
-        )
-    loaded = []
-    for name, source in sources.items():
-        spec = name if source.path is None else _from_file(name, source)
-        try:
-            loaded += manager.load([spec])["tasks"].values()
-        except SuiteError:
-            raise
-        except (OSError, ValueError, ImportError) as e:
-            raise SuiteError(
-                f"task `{name}` could not be loaded: {e}; --data DIR reads its documents from local"
-                f" files ({_names(name)})"
-            ) from e
-    return manager, loaded
+    if source.path is None:
+        return name
+    kind = "parquet" if source.path.suffix == ".parquet" else "json"
+    files = {source.split: str(source.path)}
+    _check_rows(name, kind, source.path)
+    member = dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split"))
+    member |= {"task": name, "dataset_path": kind, "dataset_name": None}
+    member |= {"dataset_kwargs": {"data_files": files}, f"{source.split}_split": source.split}
+    return {"group": NAME, "task": [member]}
 
 
 def scores(sources: dict[str, Source], tasks: dict, limit: int | None) -> dict:
@@ -224,86 +214,41 @@ def split_of_lm_eval(name: str) -> str:
     return next(iter(TASKS[name].files.values()))
 
 
-def _find(folder: Path, name: str) -> Source | None:
-    for stem, split in TASKS[name].files.items():
-        there = [folder / f"{stem}{ending}" for ending in ENDINGS]
-        there = [path for path in there if path.is_file()]
-        if len(there) > 1:
-            raise SuiteError(
-                f"{folder} has both {there[0].name} and {there[1].name} for {name}: leave one"
-            )
-        if there:
-            return Source(split, there[0])
-    return None
-
-
-def _names(name: str) -> str:
-    """The files that a task can be read from, in words."""
+def file_names(name: str) -> str:
+    """Return the files that a task can be read from, for a message."""
     return " or ".join(f"{stem}.jsonl (or .parquet)" for stem in TASKS[name].files)
 
 
-def _from_file(name: str, source: Source) -> dict:
-    """lm-eval's definition of a task, with its documents from a file: only what says where they
-    are is replaced. As the one member of a group: there lm-eval puts what is given over the task's
-    own definition, by itself in its place."""
-    if source.path is None:
-        raise ValueError(f"the source of {name} is no file")
-    rows = list(_rows(name, source.path))
-
-    def documents(**_):
-        from datasets import Dataset, DatasetDict
-
-        return DatasetDict({source.split: Dataset.from_list(rows)})
-
-    nowhere = dict.fromkeys(("training_split", "validation_split", "test_split", "fewshot_split"))
-    own = nowhere | {f"{source.split}_split": source.split}
-    member = {"task": name, "custom_dataset": documents, **own}
-    return {"group": NAME, "task": [member]}
+def _find(folder: Path, name: str) -> Source | None:
+    for stem, split in TASKS[name].files.items():
+        for ending in ENDINGS:
+            if (folder / f"{stem}{ending}").is_file():
+                return Source(split, folder / f"{stem}{ending}")
+    return None
 
 
-def _rows(name: str, path: Path) -> Iterator[dict]:
-    """The rows of a file, with the columns that the task reads.
+def _check_rows(name: str, kind: str, path: Path) -> None:
+    """Refuse a file with a row that lm-eval would score as wrong.
 
     Raises:
-        SuiteError: the file cannot be read, has no rows, or a row is not like the hub's.
+        SuiteError: The file cannot be read, has no rows, or a row has no answer.
     """
-    task, number = TASKS[name], 0
-    for number, row in enumerate(_read(path), 1):
-        where = f"{path}, row {number}"
-        absent = [c for c in task.columns if not isinstance(row, dict) or row.get(c) is None]
-        if absent:
-            columns = ", ".join(f"`{column}`" for column in absent)
-            raise SuiteError(f"{where} has no {columns}: {name} needs the hub's own columns")
-        try:
-            whole = task.can_be_scored(row)
-        except (TypeError, ValueError, LookupError, AttributeError):
-            whole = False
-        if not whole:
-            raise SuiteError(
-                f"{where} cannot be scored (a split without answers?): {name} needs {task.right}"
-            )
-        yield {column: row[column] for column in task.columns}
-    if not number:
-        raise SuiteError(f"{path} has no rows")
+    from pyarrow import ArrowException, json, parquet
 
-
-def _read(path: Path) -> Iterator[Any]:
-    if path.suffix == ".parquet":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            yield from pq.read_table(path).to_pylist()
-        except (OSError, pa.ArrowException) as e:
-            raise SuiteError(f"{path} cannot be read as parquet: {e}") from None
-        return
+    read = parquet.read_table if kind == "parquet" else json.read_json
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as e:
-        raise SuiteError(f"{path} cannot be read: {e}") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                yield parse_json(line)
-            except ValueError as e:
-                raise SuiteError(f"{path}, line {number}: not JSON ({e})") from None
+        rows = read(path).to_pylist()
+    except (ArrowException, OSError, UnicodeDecodeError) as e:
+        raise SuiteError(f"{path} cannot be read as {kind}: {e}") from None
+    if not rows:
+        raise SuiteError(f"{path} has no rows")
+    for number, row in enumerate(rows, 1):
+        try:
+            is_scorable = TASKS[name].is_scorable(row)
+        except (TypeError, ValueError, LookupError, AttributeError):
+            is_scorable = False
+        if not is_scorable:
+            raise SuiteError(
+                f"{path}, row {number} cannot be scored (a split without answers?): {name} needs"
+                f" {TASKS[name].needs}"
+            )

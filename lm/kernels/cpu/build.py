@@ -7,6 +7,7 @@ It is passed as packed bytes: ctypes takes microseconds to convert as many argum
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import platform
 import shutil
@@ -22,7 +23,7 @@ from lm.kernels import Unsupported, run_in_clean_threads
 from lm.kernels.cache import open_cache_folder
 
 HERE = Path(__file__).parent
-SOURCES = ("scan.cpp", "step.cpp", "cell.cpp", "cell_backward.cpp", "roots.cpp")
+SOURCES = ("scan.cpp", "cell.cpp", "cell_backward.cpp", "roots.cpp")
 HEADERS = (
     "vector.h",
     "cell.h",
@@ -46,7 +47,7 @@ FLAGS = (
 # For AMD's Zen g++ splits a multiply-add where it likes, so that a sum of one sequence would be
 # rounded otherwise than that of eight.
 FLAGS_OF_GCC = ("--param=avoid-fma-max-bits=0",)
-FUNCTIONS = ("scan", "backward", "mix", "normalise", "finish", "cell", "cell_backward", "roots")
+FUNCTIONS = ("scan", "backward", "cell", "cell_backward", "roots")
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 
 
@@ -207,6 +208,12 @@ def check(dtype: torch.dtype, *arguments: tuple[str, torch.Tensor | None, Sequen
 def address(t: torch.Tensor | None) -> int:
     """Where a tensor lies; 0, a null pointer, for None."""
     return 0 if t is None else t.data_ptr()
+
+
+@functools.cache
+def checkpoint_steps(length: int) -> int:
+    """Return the steps between two checkpoints: the power of two at or above √length."""
+    return 1 << math.ceil(math.log2(max(1.0, length**0.5)))
 
 
 def token_step(t: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -9,7 +9,6 @@ them that read sh(y).
 """
 
 import functools
-import math
 import struct
 from typing import NamedTuple
 
@@ -20,7 +19,14 @@ from torch.autograd.function import once_differentiable
 from lm.kernels import cell as arguments
 from lm.kernels.cell import ACTS, NORMS, Layout, Options, Readout, shapes_of, sizes_of
 from lm.kernels.cpu import build as cpu_build
-from lm.kernels.cpu.build import DTYPES, address, check, functions, token_step
+from lm.kernels.cpu.build import (
+    DTYPES,
+    address,
+    check,
+    checkpoint_steps,
+    functions,
+    token_step,
+)
 
 # `struct Cell` of cell.h: sizes, numbers, addresses.
 _SIZES, _NUMBERS, _ADDRESSES = 22, 5, 38
@@ -107,8 +113,8 @@ def _prepare(
     tensors = raw, *map(_contiguous, (weight_y, x, dt)), A, keep
     tensors = (*tensors, *map(_contiguous, (gate, D, weight, bias, y0)), h0)
     tensors = (*tensors, *map(_contiguous, readout))
-    threads = torch.get_num_threads()
-    fields = (b, length, *model, *equation, *row, centroids, raw_step, _every(length), threads)
+    run = checkpoint_steps(length), torch.get_num_threads()
+    fields = (b, length, *model, *equation, *row, centroids, raw_step, *run)
     return _Problem(fields, numbers, tensors)
 
 
@@ -124,12 +130,6 @@ def _stored(h, kind):
         last = h.permute(0, 3, 1, 2)
         return h if last.is_contiguous() else last.contiguous().permute(0, 2, 3, 1)
     return h.contiguous()
-
-
-@functools.cache
-def _every(length):
-    """Steps between two checkpoints: the power of two at or above √length."""
-    return 1 << math.ceil(math.log2(max(1.0, length**0.5)))
 
 
 def _results(problem):

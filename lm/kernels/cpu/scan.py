@@ -7,8 +7,6 @@ The mathematics is that of lm.model.scan.selective_scan, its oracle. States live
 shape, goes back in without a copy; so does A where it is the transpose of an (n,d) tensor.
 """
 
-import functools
-import math
 import struct
 
 import torch
@@ -16,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lm.kernels.cpu import build as cpu_build
-from lm.kernels.cpu.build import DTYPES, check, functions, token_step
+from lm.kernels.cpu.build import DTYPES, check, checkpoint_steps, functions, token_step
 
 # `struct Problem` of scan.cpp: sizes, then addresses.
 _SIZES, _ADDRESSES = 8, 20
@@ -79,15 +77,9 @@ def _prepare(x, dt, A, B, C, h0, keep, D):
     if h0 is not None and h0.stride() != (n * d, 1, d):
         h0 = h0.transpose(1, 2).contiguous().transpose(1, 2)
     (B, B_step), (C, C_step) = token_step(B), token_step(C)
-    sizes = b, length, d, n, _every(length), torch.get_num_threads(), B_step, C_step
+    sizes = b, length, d, n, checkpoint_steps(length), torch.get_num_threads(), B_step, C_step
     D = None if D is None else D.contiguous()
     return sizes, (x.contiguous(), dt.contiguous(), A, B, C, D, h0, keep)
-
-
-@functools.cache
-def _every(length):
-    """Steps between two checkpoints: the power of two at or above √length."""
-    return 1 << math.ceil(math.log2(max(1.0, length**0.5)))
 
 
 def _state(sizes, like):

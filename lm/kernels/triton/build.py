@@ -17,7 +17,6 @@ from lm.kernels import Unsupported, run_in_clean_threads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MaybeTensor = TypeVar("MaybeTensor", bound=torch.Tensor | None)
-MOST_COLUMNS = 65536  # of a token that one program holds: 128 a thread
 MOST_PROGRAMS = 65535  # along the second and the third axis of a grid
 
 
@@ -138,46 +137,6 @@ def as_rows(t: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
     return rows, rows.stride(0)
 
 
-def block_for(width: int, per_warp: int = 512) -> dict[str, int]:
-    """The block of a program for tokens of `width` entries, and its warps.
-
-    A block has 1024 entries or more, so that narrow tokens share one. A warp has per_warp of them
-    (512 are 16 a thread), as long as 16 warps suffice; less where a kernel keeps much of each.
-
-    Raises:
-        Unsupported: tokens are wider than MOST_COLUMNS.
-    """
-    columns = triton.next_power_of_2(width)
-    if columns > MOST_COLUMNS:
-        raise Unsupported(f"a token has {width} entries: at most {MOST_COLUMNS} fit")
-    tokens = max(1, 1024 // columns)
-    warps = max(1, min(16, tokens * columns // per_warp))
-    return {"TOKENS": tokens, "COLUMNS": columns, "num_warps": warps}
-
-
-@triton.jit
-def tile(tokens, width, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The tokens and columns of this program's block, which tokens there are, and which entries."""
-    row = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    col = tl.arange(0, COLUMNS)
-    live = row < tokens
-    return row, col, live, live[:, None] & (col < width)[None, :]
-
-
-@triton.jit
-def load(pointer, row, stride, col, mask):
-    """Rows of a (tokens,k) tensor, in fp32; zero outside the mask. bf16 is widened right here: the
-    interpreter cannot compute with it."""
-    at = pointer + row[:, None] * stride + col[None, :]
-    return tl.load(at, mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def store(pointer, row, stride, col, mask, value):
-    """Write what `load` would read."""
-    tl.store(pointer + row[:, None] * stride + col[None, :], value, mask=mask)
-
-
 @triton.jit
 def activate(p, ACT: tl.constexpr):
     if ACT == "silu":
@@ -198,4 +157,4 @@ def activate_grad(p, ACT: tl.constexpr):
     return slope
 
 
-INTERPRETED = not isinstance(load, triton.JITFunction)
+INTERPRETED = not isinstance(activate, triton.JITFunction)

@@ -22,8 +22,12 @@ from lm.kernels import Unsupported
 from lm.kernels.cell import MOST_REFLECTIONS, fits_a_gpu
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton.build import activate, activate_grad, as_rows, check, launch, needs_grad
-from lm.kernels.triton.step import MOST_PARTIALS, RESIDUAL_FLOOR, _largest
 from lm.kernels.triton.token import FAILED, mixed_of, normed_of, reflections, solve, transposed
+
+# Maximal number of rows of partial sums. One program writes each row, for many tokens: enough
+# programs to fill a GPU, few enough rows to be small next to the tokens.
+MOST_PARTIALS = 512
+RESIDUAL_FLOOR = tl.constexpr(1e-8)  # as in lm/model/solver.py
 
 
 class Options(NamedTuple):
@@ -66,6 +70,17 @@ def _self_check(device) -> float:
         y = F.layer_norm(whole, (d,), weight, weight, 1e-5)
     grads = [torch.autograd.grad(t.square().sum(), inputs) for t in (ours, y)]
     return triton_build.deviation((ours, *grads[0]), (y, *grads[1]), 1e-3)
+
+
+@triton.jit
+def _largest(v):
+    """Return max |v| of every row, NaN if there is one (tl.max may drop it).
+
+    Read as integers, the bits of numbers without a sign are in the order of the numbers, and the
+    bits of NaN come last.
+    """
+    bits = v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(bits, 1).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -14,9 +14,8 @@ import torch
 import lm.common.errors
 from lm.cli.arguments import Number, Whole, names
 from lm.cli.main import main, parser
-from lm.common.errors import BAD_CONFIG, UserError, install_command, sentence
-from lm.evaluation.facade import generate
-from lm.evaluation.generate import GenerationError
+from lm.common.errors import UserError, install_command, sentence
+from lm.evaluation.facade import FacadeError, load
 from tests.refusals import refused
 from tests.running import ENV
 
@@ -163,16 +162,6 @@ def test_sizes_that_do_not_go_together(capsys, tiny, overrides, words):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("mixer", ["householder", "monarch"])
-def test_a_check_of_sizes_leaves_the_random_numbers_alone(tiny, mixer):
-    from lm.training.build import check_section
-
-    cfg = tiny(f"model.mixer={mixer}")
-    before = torch.get_rng_state()
-    check_section(cfg.model, cfg.solver, cfg.data.seq_len)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 # What training refuses before it reads or writes anything.
 
 
@@ -212,19 +201,13 @@ def test_a_large_model_without_a_gpu_is_refused_unless_that_is_meant(tiny, monke
     from lm.training.preflight import check
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     large = ["model.d_model=1024", "model.n_layer=12"]
-    with pytest.raises(UserError, match=r"no GPU here, and the model has \d+ M .*device=cpu"):
+    with pytest.raises(UserError, match=r"no GPU here, and the model has \d+ M .*DEVICES=''"):
         check(tiny(*large), 1)
-    check(tiny(*large, "train.device=cpu"), 1)
     check(tiny(), 1)
-
-
-def test_a_cpu_is_not_asked_for_where_there_is_a_gpu(tiny, monkeypatch):
-    from lm.training.preflight import check
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match=r"train\.device is cpu, and there is a GPU"):
-        check(tiny("train.device=cpu"), 1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    check(tiny(*large), 1)
 
 
 @pytest.mark.parametrize(
@@ -306,17 +289,13 @@ def test_an_output_that_takes_no_more(output, said):
         *("train.threads=1e11", "model.d_model=1e12", "model.n_layer=1e9", "engine.timeout_s=1e13"),
         *("data.prepare_workers=100000", "train.micro_batch_size=1000000", "train.steps=1e23"),
         *("eval.micro_batch_size=1000000", "data.seq_len=1e9", "model.vocab_size=1e10"),
+        "data.workers=100000",
     ],
 )
 def test_sizes_that_no_machine_has(capsys, override):
     key = override.partition("=")[0]
-    words = rf"`{key}` is \S+: (it must be less than or equal to \d+|.*exceeded maximum size)"
+    words = rf"`{key}` is \S+: (it must be (less|a whole number)|.*exceeded maximum size)"
     assert re.search(words, refused(capsys, *dry_run(override)))
-
-
-def test_a_number_of_workers_that_no_machine_has(capsys):
-    words = "`data.workers` is 100000: it must be less than or equal to 1024"
-    assert words in refused(capsys, *dry_run("data.workers=100000"))
 
 
 def test_a_sweep_of_a_million_points(capsys, tmp_path):
@@ -335,16 +314,6 @@ def test_fp16_on_a_cpu(tiny):
         check(tiny("engine.deepspeed={fp16: {enabled: true}}"), 1)
     with pytest.raises(UserError, match=r"engine.deepspeed sets fp16 to True: it must be a map"):
         check(tiny("engine.deepspeed={fp16: true}"), 1)
-
-
-def test_a_mode_that_wandb_does_not_know(tiny, monkeypatch):
-    from lm.training.preflight import check
-
-    monkeypatch.setattr("lm.training.preflight.require", lambda *_: None)
-    monkeypatch.setenv("WANDB_MODE", "nonsense")
-    with pytest.raises(UserError, match="WANDB_MODE is 'nonsense': it must be one of online"):
-        check(tiny("log.wandb=true"), 1)
-    check(tiny(), 1)
 
 
 def test_a_sweep_needs_an_index(capsys, tmp_path):
@@ -383,8 +352,6 @@ def test_a_sweep_over_nothing(capsys):
         ("{out_dir: [a, b]}", "is a sweep over `out_dir`"),
         ("{sweep: [{}]}", "is a sweep over `sweep`"),
         ("{models: {a: {model.d_state: 4, name: x}}}", "sweep.models.a is a sweep over `name`"),
-        ("{seed: [0, 1, 0]}", "sweep.seed has 0 twice"),
-        ("{optim.betas: [[0.9, 0.95], [0.9, 0.95]]}", "has [0.9, 0.95] twice"),
     ],
 )
 def test_a_sweep_whose_points_are_no_different_trainings(capsys, tmp_path, sweep, words):
@@ -397,14 +364,6 @@ def test_a_sweep_finds_the_warmup_of_a_point_now(capsys, tmp_path):
     path = tmp_path / "sweep.yaml"
     path.write_text("sweep: {train.steps: [100, 10]}\noptim: {warmup: 50}\n")
     assert "and train.steps is only 10" in refused(capsys, "sweep", path)
-
-
-def test_gpus_are_those_of_a_plan(capsys, tmp_path):
-    for wrong in ("0", "-3", "two"):
-        assert f"--gpus: '{wrong}' is no whole number" in refused(capsys, *dry_run("--gpus", wrong))
-    message = refused(capsys, "train", "--config", TINY, f"out_dir={tmp_path}/runs", "--gpus", 2)
-    assert message.startswith("--gpus plans a --dry-run; to train on 2 GPUs start `deepspeed")
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("name", ["../../x", "/x", "..", ".", "a//b", "a/../b", r"a\b"])
@@ -448,7 +407,7 @@ def options() -> list[tuple[str, argparse.Action]]:
 
 def test_every_number_has_a_range_that_its_help_states():
     numbers = [(c, a) for c, a in options() if isinstance(a.type, Whole | Number)]
-    assert len(numbers) > 20
+    assert len(numbers) > 10
     assert {a.type for _, a in options()} - {a.type for _, a in numbers} == {None, names}
     for command, action in numbers:
         stated = any(word in action.help for word in ("at least", "above", "from 0 on", "0: from"))
@@ -477,12 +436,13 @@ def test_no_number_is_taken_beyond_its_range(capsys, command, action):
         (["--temperature", "-1"], "argument --temperature: '-1' is no finite number from 0 on"),
         (["--temperature", "nan"], "argument --temperature: 'nan' is no finite number"),
         (["--seed", "-1"], "argument --seed: '-1' is no whole number from 0"),
-        (["--tol", "0"], "argument --tol: '0' is no finite number above 0"),
         (["--top-p", "0.5"], "unrecognized arguments: --top-p 0.5"),
-        (["--schedule", "windows:4"], "schedule is `windows:4`"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "a\udcff"], "the prompt is no text: character 1 is not UTF-8"),
-        (["--temperature", "1e-300"], "temperature is 1e-300: it must be 0 (greedy) or a finite"),
+        (
+            ["--temperature", "1e-300"],
+            "temperature is 1e-300: it must be 0 (greedy) or at least 0.001",
+        ),
     ],
 )
 def test_generate(capsys, small_export, args, words):
@@ -492,17 +452,15 @@ def test_generate(capsys, small_export, args, words):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"max_new_tokens": 0}, "max_new_tokens is 0: it must be at least 1"),
+        ({"max_new_tokens": 0}, "`max_new_tokens` must be greater than 0"),
         ({"temperature": -1.0}, "temperature is -1: it must be 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_k": -1}, "top_k is -1"),
-        ({"seed": -1}, "seed is -1"),
-        ({"tol": float("inf")}, "tol is inf"),
+        ({"top_k": -1}, "`top_k` has to be a strictly positive integer"),
     ],
 )
 def test_generate_called_from_python(small_export, options, words):
-    with pytest.raises(GenerationError, match=words):
-        generate(small_export, "a", **options)
+    with pytest.raises((FacadeError, ValueError), match=words):
+        load(small_export).generate("a", **options)
 
 
 @pytest.mark.parametrize(
@@ -510,15 +468,10 @@ def test_generate_called_from_python(small_export, options, words):
     [
         (["eval", "--tasks", "a", "--batch-size", "0"], "--batch-size: '0' is no whole number"),
         (["eval", "--tasks", "a", "--limit", "-1"], "--limit: '-1' is no whole number"),
-        (["eval", "--tasks", "a", "--num-fewshot", "-1"], "--num-fewshot: '-1' is no whole"),
         (["eval", "--tasks", " , "], "argument --tasks: the list is empty"),
-        (["agree", "--schedules", ""], "argument --schedules: the list is empty"),
-        (["agree", "--sequences", "0"], "--sequences: '0' is no whole number"),
-        (["agree", "--seed", "-1"], "--seed: '-1' is no whole number"),
-        (["agree", "--tol", "inf"], "--tol: 'inf' is no finite number"),
     ],
 )
-def test_eval_and_agree(capsys, small_export, args, words):
+def test_eval(capsys, small_export, args, words):
     assert words in refused(capsys, args[0], small_export, *args[1:])
 
 
@@ -527,8 +480,6 @@ def test_evaluate_called_from_python(small_export):
 
     with pytest.raises(EvaluationError, match="batch_size is 0"):
         evaluate(small_export, ["catbabi_mini"], batch_size=0)
-    with pytest.raises(EvaluationError, match="num_fewshot is -1"):
-        evaluate(small_export, ["catbabi_mini"], num_fewshot=-1)
 
 
 # Configuration files.
@@ -538,7 +489,6 @@ def test_evaluate_called_from_python(small_export):
     "text, words",
     [
         (b"- 1\n", "must hold a mapping of keys to values"),
-        (b"hello\n", "must hold a mapping of keys to values"),
         (b"seed: 1\nseed: 2\n", "is not valid YAML, line 2, column 1: key `seed` appears twice"),
         (b"train:\n\tsteps: 1\n", "line 2, column 1: it is indented with a tab"),
         (b"a: [1", "is not valid YAML, line 1, column 6: "),
@@ -568,10 +518,6 @@ def test_a_folder_in_place_of_a_file(capsys, tmp_path):
         assert message == f"{tmp_path} is a folder: name a YAML file in it"
 
 
-def test_an_override_without_a_value(capsys):
-    assert "override `lr` must read key=value" in refused(capsys, *dry_run("lr"))
-
-
 def test_a_broken_pipe_that_is_not_our_output_is_a_bug(monkeypatch):
     """Of a tracker's service, say: it may not end a training without a word."""
     from lm.cli.arguments import run
@@ -581,13 +527,3 @@ def test_a_broken_pipe_that_is_not_our_output_is_a_bug(monkeypatch):
 
     with pytest.raises(BrokenPipeError, match="of a service"):
         run(argparse.Namespace(run_command=broken))
-
-
-def test_a_removed_current_folder_is_refused(tmp_path):
-    code = "import sys; from fprnn.command import main; sys.exit(main(['doctor']))"
-    command = f'cd {tmp_path} && rmdir {tmp_path} && exec {sys.executable} -c "{code}"'
-    done = subprocess.run(
-        ["bash", "-c", command], env=ENV, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == BAD_CONFIG
-    assert done.stderr == "error: the current folder was removed: start from another folder\n"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,7 +19,7 @@ ROOT = Path(__file__).parents[3]
 LM = ROOT / "configs/lm"
 COMMANDS = (
     "doctor", "plan", "tokenizer", "prepare", "train", "sweep", "status", "report", "inspect",
-    "export", "import", "eval", "generate", "serve", "agree", "check-mixer",
+    "export", "eval", "generate", "serve",
 )  # fmt: skip
 
 # Runs in every Python started with it on the path: no name is resolved, nothing is connected to.
@@ -82,12 +83,15 @@ def test_help_is_quick_and_imports_nothing_heavy(tmp_path):
     assert not imported & heavy
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(capsys, command):
-    with pytest.raises(SystemExit) as e:
-        main([command, "--help"])
-    assert e.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: fprnn {command}")
+def test_every_command_has_help_with_an_example(capsys):
+    from fprnn.command import main as whole
+
+    for command in {*COMMANDS, "synthetic", "demo"} - {"import"}:
+        with pytest.raises(SystemExit) as e:
+            whole([command, "--help"])
+        shown = capsys.readouterr().out
+        assert e.value.code == 0 and shown.startswith(f"usage: fprnn {command}")
+        assert re.search(rf"^  .*(fprnn|lm) {command}( |$)", shown.partition("examples:")[2], re.M)
 
 
 def test_these_are_all_commands(capsys):
@@ -112,9 +116,6 @@ def test_an_unknown_key_is_one_line_without_a_traceback(tmp_path):
 @pytest.mark.parametrize(
     "text, overrides, words",
     [
-        ("a: [1", [], "is not valid YAML"),
-        ("", ["optim.lr"], "must read key=value"),
-        ("", ["name=[1"], "is not valid YAML"),
         ("", ["--job-index", "0"], "has no `sweep:` section"),
         ("tokenizer: {name: gpt2}", ["--dry-run"], "set model.vocab_size (50264 for gpt2)"),
     ],
@@ -123,12 +124,6 @@ def test_other_mistakes_are_one_line_too(tmp_path, capsys, text, overrides, word
     assert main(["train", "--config", config(tmp_path, text), *overrides]) in REFUSED
     err = capsys.readouterr().err
     assert err.startswith("error: ") and err.count("\n") == 1 and words in err
-
-
-def test_a_missing_config_is_one_line(tmp_path):
-    message = refused(lm("train", "--config", "nope.yaml", "--dry-run", cwd=tmp_path))
-    assert message == "nope.yaml: no such file; give a YAML file"
-    assert refused(lm("sweep", "nope.yaml", cwd=tmp_path)) == message
 
 
 def test_sweep_lists_the_grid(tmp_path):
@@ -158,10 +153,8 @@ def test_the_network_is_really_blocked(tmp_path, offline):
 @pytest.mark.parametrize(
     "name, parameters, flops",
     [
-        ("fpmamba_160m_fineweb2b", "169.4 M", "evaluations = 10"),
-        pytest.param(
-            "mamba_160m_fineweb2b", "83.9 M", "no layer is solved", marks=pytest.mark.slow
-        ),
+        ("fpmamba_160m_fineweb2b", "169.4 M", ", evaluations = 1"),
+        pytest.param("mamba_160m_fineweb2b", "83.9 M", "", marks=pytest.mark.slow),
     ],
 )
 def test_a_dry_run_prints_the_cost_and_leaves_nothing(tmp_path, offline, name, parameters, flops):
@@ -177,36 +170,34 @@ def test_a_dry_run_prints_the_cost_and_leaves_nothing(tmp_path, offline, name, p
     assert rows["parameters"] == parameters
     assert rows["sequences per update"] == "256 of 2,048 tokens"
     assert rows["tokens trained on"] == "2.517 B in 4,800 updates"
-    assert rows["passes over the data"] == "0.26: nothing is read twice"
-    assert rows[f"FLOPs per token, {flops}"].endswith("in all)")
+    assert rows["tokens in the data"].endswith("0.26 passes: nothing is read twice")
+    assert rows[f"FLOPs per token{flops}"].endswith("in all)")
     assert "GiB (estimate): fits" in rows["memory per GPU, ZeRO-1"]
     assert f"name: {name}\n" in result.stdout  # the resolved config, defaults and all
     assert "  weight_decay: 0.1\n" in result.stdout and "  timeout_s: 1800\n" in result.stdout
     assert list(cwd.iterdir()) == []
 
 
-def test_a_dry_run_counts_the_gpus_it_is_asked_for(tmp_path, capsys):
+def test_plan_prints_the_same_as_a_dry_run_after_the_configuration(tmp_path, capsys):
     path = config(tmp_path, "model: {d_model: 16, n_layer: 1}\ntrain: {micro_batch_size: 3}")
-    assert main(["train", "--config", path, "--dry-run", "--gpus", "5", "data.seq_len=7"]) == 0
-    assert "15 of 7 tokens" in capsys.readouterr().out
-
-
-def test_plan_prints_what_a_dry_run_prints_after_the_configuration(tmp_path, capsys):
-    path = config(tmp_path, "model: {d_model: 16, n_layer: 1}\ntrain: {micro_batch_size: 3}")
-    options = ["--gpus", "8", "--gpu", "h200", "--nodes", "2", "data.seq_len=7"]
-    assert main(["plan", path, *options]) == 0
+    assert main(["plan", path, "data.seq_len=7"]) == 0
     planned = capsys.readouterr().out
-    assert "8 × h200 in 2 hosts" in planned and "seq_len" not in planned
-    assert main(["train", "--config", path, "--dry-run", *options]) == 0
+    assert "3 of 7 tokens" in planned and "seq_len" not in planned
+    assert main(["train", "--config", path, "--dry-run", "data.seq_len=7"]) == 0
     assert capsys.readouterr().out.endswith(planned)
 
 
-def test_what_is_planned_for_is_refused_where_something_is_trained(tmp_path, capsys):
-    path = config(tmp_path, "model: {d_model: 16, n_layer: 1}")
-    assert main(["train", "--config", path, "--gpu", "h200"]) == BAD_CONFIG
-    assert "--gpu is for `fprnn plan` and a --dry-run" in capsys.readouterr().err
+def test_plan_takes_the_hardware_from_its_options(tmp_path, capsys):
+    path = config(tmp_path, "model: {d_model: 16, n_layer: 1}\ntrain: {micro_batch_size: 3}")
+    assert main(["plan", path, "--gpus", "16", "--gpu", "h200", "data.seq_len=7"]) == 0
+    planned = capsys.readouterr().out
+    assert "16 × h200" in planned and "48 of 7 tokens" in planned
     assert main(["plan", path, "--gpu", "h9000"]) == BAD_CONFIG
     assert "--gpu h9000: no such card is known here; known are" in capsys.readouterr().err
+    for wrong in ("0", "-3", "two"):
+        with pytest.raises(SystemExit):
+            main(["plan", path, "--gpus", wrong])
+        assert f"--gpus: '{wrong}' is no whole number" in capsys.readouterr().err
 
 
 def test_local_rank_is_accepted_before_the_command(tmp_path):
@@ -242,22 +233,13 @@ def test_a_folder_that_is_no_run_is_a_sentence(tmp_path, monkeypatch, capsys, ar
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unfinished_run_has_a_report_but_no_summary(tmp_path, capsys):
+def test_a_run_without_records_has_a_report(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("name: x")
     assert main(["report", str(tmp_path)]) == 0
     assert "is stopped: not finished, and nobody works on it" in capsys.readouterr().out
     assert {p.name for p in tmp_path.iterdir()} == {
-        "config.yaml", "report.html", "report.markdown", "report.tex",
+        "config.yaml", "report.html", "report.markdown", "summary.json",
     }  # fmt: skip
-
-
-def test_an_error_that_is_not_ours_is_not_swallowed(monkeypatch):
-    def broken(*args):
-        raise ZeroDivisionError("a bug")
-
-    monkeypatch.setattr("lm.config.load.load_tree", broken)
-    with pytest.raises(ZeroDivisionError):
-        main(["sweep", "any.yaml"])
 
 
 def test_an_interrupt_has_its_own_status(monkeypatch, capsys):
@@ -280,12 +262,7 @@ print(type(config).__module__, lm_class.__name__, model_class.__name__)
 @pytest.mark.parametrize(
     "imports",
     [
-        pytest.param("import lm, transformers", marks=pytest.mark.slow),
         pytest.param("import transformers, lm", marks=pytest.mark.slow),
-        pytest.param("import lm.model.stack, transformers", marks=pytest.mark.slow),
-        pytest.param(
-            "import transformers; transformers.AutoConfig; import lm", marks=pytest.mark.slow
-        ),
         "import transformers; transformers.AutoModelForCausalLM; import lm",
         pytest.param("import lm, lm.model.modeling_fprnn, transformers", marks=pytest.mark.slow),
     ],
@@ -318,14 +295,12 @@ def test_the_version(capsys):
 
 @pytest.mark.parametrize("micro, status", [(8, 0), (64, BAD_CONFIG)])
 def test_a_plan_that_does_not_fit_ends_non_zero(micro, status, tmp_path, capsys):
-    """With a dry run alike, on the card that is named."""
     path = config(tmp_path, "model: {d_model: 256, n_layer: 2}")
     options = ["--gpu", "a100-40g", f"train.micro_batch_size={micro}", "data.seq_len=32768"]
     if status == 0:
         options[-1] = "data.seq_len=128"
     assert main(["plan", path, *options]) == status
     assert ("to make it fit" in capsys.readouterr().out) == bool(status)
-    assert main(["train", "--config", path, "--dry-run", *options]) == status
 
 
 @pytest.mark.parametrize(
@@ -342,7 +317,7 @@ def test_the_160m_configurations_fit_the_card_they_are_launched_on(name, gpu):
     from lm.report.plan import plan, where
 
     cfg = configs.load(LM / f"{name}.yaml")
-    planned = plan(cfg, where(cfg, 4, gpu))
+    planned = plan(cfg, where(4, gpu))
     assert planned["fits"] and planned["sequences_per_step"] == 256
 
 
@@ -363,23 +338,11 @@ def test_an_anchor_that_holds_itself_is_refused(tmp_path, capsys, text, status):
     assert status is None or ended == status
 
 
-@pytest.mark.parametrize(
-    "options, hint",
-    [
-        (["--lr", "1e-3"], "optim.lr=1e-3"),
-        (["--lr=1e-3"], "optim.lr=1e-3"),
-        (["--micro-batch-size", "4"], "train.micro_batch_size=4"),
-        (["--optim.lr", "1e-3"], "optim.lr=1e-3"),
-        (["--seed"], "seed=VALUE"),
-        (["--nonsense", "1"], None),
-    ],
-)
-def test_an_option_that_is_a_key_is_named_as_one(capsys, options, hint):
+def test_an_unknown_option_says_how_keys_are_set(capsys):
     with pytest.raises(SystemExit):
-        main(["train", "--config", "c.yaml", *options])
+        main(["train", "--config", "c.yaml", "--lr", "1e-3"])
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "unrecognized arguments: " + options[0] in said
-    assert said.endswith(f"A key of the YAML is set without dashes: {hint}") == (hint is not None)
+    assert "unrecognized arguments: --lr. Keys of the YAML are set without dashes" in said
 
 
 def test_a_dry_run_of_several_ranks_is_printed_once(tmp_path, capsys, monkeypatch):

@@ -7,11 +7,9 @@ import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lm.cli import doctor
 from lm.common.errors import install_command
@@ -71,16 +69,15 @@ def run_doctor(*args, **environment):
     )
 
 
-def test_this_machine_trains(tmp_path):
-    """Offline and in seconds; nothing is written."""
+def test_this_machine_trains():
+    """Offline and in seconds."""
     began = time.monotonic()
-    done = run_doctor("--out-dir", str(tmp_path / "runs"))
+    done = run_doctor()
     assert done.returncode == 0, done.stdout + done.stderr
     assert time.monotonic() - began < 60
     assert "Training works here." in done.stdout and "BAD" not in done.stdout
-    for name in ("torch", "kernels", "ranks", "deepspeed", "memory", "out_dir"):
+    for name in ("torch", "kernels", "ranks", "deepspeed", "packages", "hub"):
         assert f"  {name} " in done.stdout
-    assert not (tmp_path / "runs").exists()
 
 
 def test_a_machine_without_anything_has_a_report_all_the_same(tmp_path):
@@ -93,6 +90,7 @@ def test_a_machine_without_anything_has_a_report_all_the_same(tmp_path):
     assert "BAD   torch" in done.stdout and "libcudart.so.99: cannot open" in done.stdout
     assert "BAD   deepspeed" in done.stdout and install_command("deepspeed") in done.stdout
     assert "Training does not work here: mend torch, deepspeed" in done.stdout
+    assert "  kernels " not in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -110,13 +108,12 @@ def test_an_import_that_crashes_hangs_or_fails(broken, package, source, words):
 
 
 def test_packages_that_are_not_installed(without):
-    without("deepspeed", "wandb", "lm_eval", "mamba_ssm", "causal_conv1d", "pydantic")
-    extras, mamba = doctor.packages()
+    without("deepspeed", "wandb", "lm_eval", "pydantic")
+    extras = doctor.packages()
     assert extras.state == "bad" and extras.cure.endswith(f"'{ROOT}[train,eval]'")
     assert all(name in extras.text for name in ("deepspeed", "lm_eval", "pydantic", "wandb"))
-    assert mamba.state == "note" and "--no-build-isolation 'causal-conv1d" in mamba.cure
     without("wandb")
-    assert doctor.packages()[0].state == "note", "training does without it"
+    assert doctor.packages().state == "note", "training does without it"
 
 
 @pytest.mark.parametrize("seen, listed, state, words", [
@@ -126,22 +123,16 @@ def test_packages_that_are_not_installed(without):
 ])  # fmt: skip
 def test_gpus(programs, monkeypatch, seen, listed, state, words):
     facts = {"version": "2.13.0", "devices": seen, "cuda": "12.8", "threads": 2}
-    monkeypatch.setattr(doctor, "tried", lambda *_: (facts, ""))
+    monkeypatch.setattr(doctor, "try_in_process", lambda *_: (facts, ""))
     if listed:
         programs(nvidia_smi=listed)
     _, finding = doctor.torch_and_gpus(1)
     assert finding.state == state and words in finding.text
 
 
-def test_without_a_compiler(programs):
-    assert "apt-get install -y g++" in doctor.packages()[-1].cure
-    programs(**{"g++": "exit 0"})
-    assert all(finding.name != "g++" for finding in doctor.packages())
-
-
 def test_kernels_that_do_not_compile_are_named(monkeypatch):
     facts = {"device": "cpu", "slow": ["cell"], "words": "plain PyTorch (cpu: g++ is missing)"}
-    monkeypatch.setattr(doctor, "tried", lambda *_: (facts, ""))
+    monkeypatch.setattr(doctor, "try_in_process", lambda *_: (facts, ""))
     finding = doctor.kernels(1)
     assert finding.state == "note" and "g++ is missing" in finding.text
     assert "apt-get install" in finding.cure
@@ -154,11 +145,11 @@ def test_kernels_that_do_not_compile_are_named(monkeypatch):
 @pytest.mark.slow
 def test_processes_that_do_not_reach_each_other(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonsense0")
-    finding = doctor.ranks(60, False)
+    finding = doctor.ranks(60)
     assert finding.state == "bad" and "GLOO_SOCKET_IFNAME=lo" in finding.cure
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 8])
+@pytest.mark.parametrize("gpus", [0, 1, 2, 8])
 def test_nccl_is_tried_on_one_gpu_too(monkeypatch, gpus):
     spawned = []
 
@@ -170,7 +161,7 @@ def test_nccl_is_tried_on_one_gpu_too(monkeypatch, gpus):
     monkeypatch.setattr(torch.multiprocessing, "spawn", spawn)
     assert doctor._try_gloo() == {"processes": 2}
     assert doctor._try_nccl() == {"processes": min(2, gpus)}
-    assert spawned == [("gloo", 2), ("nccl", min(2, gpus))]
+    assert spawned == [("gloo", 2), *([("nccl", min(2, gpus))] if gpus else [])]
 
 
 GLOO_WORKS = "two processes reach each other by gloo"
@@ -195,45 +186,11 @@ def test_each_backend_has_a_trial_and_a_limit_of_its_own(
         limits[name] = timeout
         return {"processes": 2 if name == "gloo" else gpus}, "it hangs" if name == failing else ""
 
-    monkeypatch.setattr(doctor, "tried", tried)
-    finding = doctor.ranks(7, gpus > 0)
+    monkeypatch.setattr(doctor, "try_in_process", tried)
+    finding = doctor.ranks(7)
     assert finding[1:3] == (state, text) and finding.cure.startswith(cure)
-    names = ["gloo"] if gpus == 0 or failing == "gloo" else ["gloo", "nccl"]
+    names = ["gloo"] if failing == "gloo" else ["gloo", "nccl"]
     assert limits == dict.fromkeys(names, 7)
-
-
-@pytest.mark.parametrize("has_gpu", [True, False])
-def test_nccl_is_tried_where_torch_sees_a_gpu(monkeypatch, has_gpu):
-    finding = doctor.Finding("GPU", "ok" if has_gpu else "note", "")
-    tried = []
-    monkeypatch.setattr(
-        doctor, "torch_and_gpus", lambda _: [doctor.Finding("torch", "ok", ""), finding]
-    )
-    monkeypatch.setattr(doctor, "kernels", lambda timeout: doctor.Finding("kernels", "ok", ""))
-    monkeypatch.setattr(doctor, "ranks", lambda *args: tried.append(args) or finding)
-    assert len(doctor._torch_and_what_needs_it(3)) == 4 and tried == [(3, has_gpu)]
-
-
-@pytest.mark.parametrize("is_right", [True, False])
-def test_the_sum_by_nccl_is_computed_on_the_gpu(monkeypatch, is_right):
-    devices, started, ones = [], [], torch.ones
-
-    def on_device(size, device):
-        devices.append(device)
-        return ones(size)
-
-    monkeypatch.setattr(torch, "ones", on_device)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
-    monkeypatch.setattr(dist, "init_process_group", lambda name, **how: started.append((name, how)))
-    monkeypatch.setattr(dist, "all_reduce", lambda t: t if is_right else t.zero_())
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
-    if is_right:
-        doctor._sum_of_ones(0, "nccl", "store", 1)
-    else:
-        with pytest.raises(RuntimeError, match="by nccl the sum of 1 ones was"):
-            doctor._sum_of_ones(0, "nccl", "store", 1)
-    assert devices == ["cuda:0"]
-    assert started == [("nccl", {"init_method": "file://store", "rank": 0, "world_size": 1})]
 
 
 class NotFound(http.server.BaseHTTPRequestHandler):
@@ -265,33 +222,3 @@ def test_the_hub(monkeypatch):
         assert "timed out" in doctor.hub().text and time.monotonic() - began < 3
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert doctor.hub().cure == "unset HF_HUB_OFFLINE"
-
-
-def test_disks(tmp_path, monkeypatch):
-    assert doctor.disk(tmp_path / "a/b").state in ("ok", "note")
-    (tmp_path / "file").touch()
-    finding = doctor.disk(tmp_path / "file")
-    assert finding.state == "bad" and "is a file" in finding.text and "out_dir=" in finding.cure
-    for free, state in ((0.5, "bad"), (5, "note"), (500, "ok")):
-        usage = SimpleNamespace(free=free * 2**30)
-        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _, usage=usage: usage)
-        assert doctor.disk(tmp_path).state == state
-
-
-def test_memory_of_a_container(monkeypatch):
-    files = {
-        "/proc/meminfo": "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n",
-        "/sys/fs/cgroup/memory.max": f"{8 * 2**30}\n",
-    }
-    monkeypatch.setattr(doctor, "_text", lambda path: files[path])
-    finding = doctor.memory()
-    assert finding.text == "32 of 64 GiB free; this container may have 8 GiB"
-    files["/proc/meminfo"] = "MemTotal: 67108864 kB\nMemAvailable: 1048576 kB\n"
-    assert doctor.memory().state == "bad"
-    usage = SimpleNamespace(total=64 * 2**20)
-    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: usage)
-    files["/proc/meminfo"] = ""
-    finding = doctor.memory()
-    assert (
-        finding.state == "note" and "only 64 MiB" in finding.text and "--shm-size" in finding.cure
-    )

@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -54,26 +53,13 @@ def test_a_package_that_is_missing_is_named(package, tmp_path, capsys, monkeypat
     assert f"fprnn serve needs the package {package}" in refused(capsys, "serve", tmp_path)
 
 
-def test_a_port_in_use_is_refused_before_the_model_is_loaded(tmp_path, capsys, installed):
-    (tmp_path / "config.json").write_text("{}")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        said = refused(capsys, "serve", tmp_path, "--host", "127.0.0.1", "--port", port)
-    assert f"cannot listen on 127.0.0.1, port {port}: Address already in use" in said
-    said = refused(capsys, "serve", tmp_path, "--host", "203.0.113.7")
-    assert "cannot listen on 203.0.113.7, port 8000" in said
-
-
 @pytest.mark.slow
-def test_damaged_weights_are_refused(tiny_export, tmp_path, capsys, installed, monkeypatch):
+def test_damaged_weights_are_refused(tiny_export, tmp_path, capsys, installed):
     damaged = tmp_path / "export"
     shutil.copytree(tiny_export, damaged)
     with open(damaged / "model.safetensors", "r+b") as file:
         file.seek(-4, 2)
         file.write(b"\xff\xff\xff\xff")
-    monkeypatch.setattr(serve, "_check_address", lambda host, port: None)
     assert "model.safetensors" in refused(capsys, "serve", damaged)
 
 
@@ -98,9 +84,10 @@ def served(export, log):
 
 
 def expected(export, **sampling) -> str:
-    from lm.evaluation.generate import load_exported
+    from lm.evaluation.facade import load
 
-    model, tokenizer = load_exported(export)
+    loaded = load(export)
+    model, tokenizer = loaded.model, loaded.tokenizer
     batch = tokenizer(PROMPT, return_tensors="pt").to(model.device)
     out = model.generate(**batch, do_sample=False, max_new_tokens=12, **sampling)
     return tokenizer.decode(out[0, batch["input_ids"].shape[1] :], skip_special_tokens=True)

@@ -15,7 +15,6 @@ from lm.cli.main import main
 from lm.common.errors import BAD_CONFIG, DIVERGED, FAILED, PREEMPTED
 from lm.runs.checkpoint import newest
 from lm.runs.lease import is_alive
-from lm.runs.status import Status
 from tests.running import ENV, ROOT, losses
 
 YAML = """
@@ -114,18 +113,6 @@ def sweep_signals():
     from lm.common.signals import STOP
 
     return STOP
-
-
-def test_a_point_of_another_process_is_trained_if_that_one_stops(path, tmp_path, monkeypatch):
-    states = [["running", "done", "done", "done"]] * 4 + [["stopped", "done", "done", "done"]] * 9
-    monkeypatch.setattr(
-        "lm.runs.status.sweep_status",
-        lambda *_: [Status(str(tmp_path / f"{i}"), state) for i, state in enumerate(states.pop(0))],
-    )
-    trainings = Trainings(0)
-    monkeypatch.setattr(sweep.subprocess, "Popen", trainings)
-    assert main(["sweep", str(path), "--run"]) == 0
-    assert len(trainings.commands) == 1 and "0" in trainings.commands[0]
 
 
 @pytest.mark.slow

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
+
+from tests.forked import ForkServer
+from tests.running import ENV, ROOT
 
 REPO = "HuggingFaceFW/fineweb"
 README = """---
@@ -28,22 +35,48 @@ configs:
     path: sample/10BT/*
 ---
 """
-OPENING = (
-    "from lm.config.data import Data; from lm.config.schema import Config;"
-    " from lm.data.sources.open import *\n"
+SLOW_TO_IMPORT = (
+    "datasets",
+    "lm.data.batches.loader",
+    "lm.data.corpus.prepare",
+    "lm.data.corpus.tokenizer",
+    "lm.data.sources.hub_parquet",
 )
 
 
 def run(code: str, home: Path, **env: str) -> tuple[str, float]:
-    """Output and seconds of the code in a fresh interpreter, for the hub's address is read once."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | env
-    env |= {"HF_HOME": str(home), "PYTHONWARNINGS": "ignore"}
+    """Run code in a process of its own → (output, seconds).
+
+    The process is forked from one that has the address of the stand-in hub, which libraries read
+    once; with another environment it is a fresh interpreter.
+    """
     start = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, "-c", OPENING + code], env=env, capture_output=True, text=True, timeout=120
-    )
+    arguments = ["-m", "tests.lm.data.hub_code", code]
+    if env == environment():
+        done = forks().run("tests.lm.data.hub_code", [code], timeout=120)
+    else:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | env
+        env |= {"HF_HOME": str(home), "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip(), time.perf_counter() - start
+
+
+@functools.cache
+def environment() -> dict[str, str]:
+    """Start the stand-in hub, once; return the environment of processes that ask it."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+
+
+@functools.cache
+def forks() -> ForkServer:
+    home = tempfile.mkdtemp(prefix="fprnn-hub-")
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    env = {"HF_HOME": home, "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "0"}
+    return ForkServer(ROOT, ENV | env | environment(), SLOW_TO_IMPORT)
 
 
 def corpus_bytes_served() -> int:
@@ -157,10 +190,7 @@ def serving(files: dict[str, bytes]):
     Hub.served = []
     Hub.breaks = []
     Hub.sha256 = {}
+    Hub.sha = "a" * 40
     Hub.is_silent = False
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
+    yield environment()
     Hub.is_silent = False
-    server.shutdown()
-    server.server_close()

@@ -114,10 +114,11 @@ def test_the_corpus_of_the_cache_is_that_of_a_run_directory(cached, bpe):
     own = other_run(cached, "own", cache=None)
     inside, _ = prepared(own, bpe)
     assert inside.meta.sha256 == corpus.meta.sha256
-    assert not (own.run_dir / "data" / "corpus.json").exists()
+    before = record(own)
+    assert (own.run_dir / "data" / before["corpus"] / "train.bin").exists()
     own.data.cache = cached.data.cache  # a run that has its own goes on with it
     _, calls = prepared(own, bpe)
-    assert not calls and not (own.run_dir / "data" / "corpus.json").exists()
+    assert not calls and record(own) == before
 
 
 def test_the_address_is_that_of_the_content(cached, bpe, folder, tmp_path):
@@ -156,17 +157,12 @@ def test_other_content_is_another_entry(cached, bpe, folder, change, byte_tokeni
     assert open_corpus(cached.run_dir).meta == before.meta
 
 
-@pytest.mark.parametrize("place", ["cache", "run directory"])
 @pytest.mark.parametrize("when", ["at once", "at the end"])
-def test_a_file_that_grows_while_it_is_read_is_noticed(
-    cached, bpe, folder, monkeypatch, place, when
-):
+def test_a_file_that_grows_while_it_is_read_is_noticed(cached, bpe, folder, monkeypatch, when):
     """The entry would hold other tokens than its address stands for."""
     small_shards(monkeypatch)
     if when == "at once":
         monkeypatch.setattr(tokenising, "CHECK_SOURCE_S", 0)
-    if place == "run directory":
-        cached.data.cache = None
     calls = []
 
     def grow(*done):
@@ -178,7 +174,7 @@ def test_a_file_that_grows_while_it_is_read_is_noticed(
     with pytest.raises(DataError, match=r"changed while it was read \(.*mine\.jsonl last\)"):
         prepare(cached, bpe, cached.run_dir, grow)
     assert len(calls) == (3 if when == "at once" else 21)
-    assert not list(folder.rglob("*.bin")) and not list(cached.run_dir.rglob("*.bin"))
+    assert not list(folder.rglob("*.bin"))
     corpus, calls = prepared(cached, bpe)
     assert calls and corpus.meta.documents == 201
 
@@ -259,7 +255,7 @@ def test_a_kill_in_the_middle_loses_no_finished_shard(cached, folder, workers, c
     with pytest.raises(DataError, match="no prepared corpus"):
         open_corpus(cached.run_dir)
     if cut:  # while the next shard was being written
-        for name, half in (("train.tmp", b"abcde"), ("val.tmp", b"f"), ("shards.jsonl", b'{"doc')):
+        for name, half in (("train.tmp", b"abcde"), ("val.tmp", b"f")):
             with open(entry / name, "ab") as file:
                 file.write(half)
     go(one := process(cached))
@@ -296,8 +292,8 @@ def test_what_was_left_is_not_trusted_when_it_is_not_what_was_written(
     elif change == "cut":
         os.truncate(entry / "val.tmp", 2)
     else:
-        text = (entry / "shards.jsonl").read_text()
-        (entry / "shards.jsonl").write_text(text.replace("uint16", "uint32", 1))
+        text = (entry / "shards.json").read_text()
+        (entry / "shards.json").write_text(text.replace("uint16", "uint32", 1))
     corpus, calls = prepared(cached, bpe)
     said = " ".join(capsys.readouterr().out.split())
     assert calls == 20 and ("train.tmp is not what was written" in said) == (change == "damaged")
@@ -322,7 +318,7 @@ def test_those_who_wait_go_on_for_one_that_is_killed(cached, folder):
     runs = [other_run(cached, name) for name in ("a", "b")]
     maker, other = process(runs[0], kill_at=100, pause=0.2), process(runs[1])
     go(maker)
-    while not list(folder.glob("corpus-*/shards.jsonl")):
+    while not list(folder.glob("corpus-*/shards.json")):
         assert maker[0].poll() is None
     go(other)
     said, last = finished(other)
@@ -455,7 +451,7 @@ def test_a_full_disk_is_a_sentence_and_with_space_it_goes_on(cached, bpe, mounte
     tokenising_shards = tokenising.SHARD_DOCUMENTS
     tokenising.SHARD_DOCUMENTS = 200
     try:
-        match = r"cannot be written: No space left on device \(the corpus cache; data.cache, or"
+        match = r"cannot be written: No space left on device \(a prepared corpus; data.cache, or"
         with pytest.raises(OutputError, match=match) as caught:
             prepare(cached, bpe, cached.run_dir, lambda *done: calls.append(done))
         done = calls[-1][0]
@@ -484,7 +480,7 @@ def test_a_cache_that_is_only_read(cached, bpe, mounted, monkeypatch, capsys):
     monkeypatch.setenv(cache.VARIABLE, str(place))
     other.data.cache = "auto"
     corpus, calls = prepared(other, bpe)
-    assert calls and (other.run_dir / "data" / "train.bin").exists()
+    assert calls and list((other.run_dir / "data").glob("corpus-*/train.bin"))
     assert "the corpus goes into" in " ".join(capsys.readouterr().out.split())
     assert prepared(other, bpe)[0].meta == corpus.meta
     remount("rw")
@@ -497,25 +493,6 @@ def test_preparing_ahead(cached, bpe, folder, monkeypatch):
     assert prepared(cached, bpe)[1] == 0
     with pytest.raises(DataError, match="cache is null"):
         prepare_ahead(other_run(cached, "x", cache=None), bpe)
-
-
-@pytest.mark.slow  # two commands and a training
-def test_the_command_and_a_run_after_it(tmp_path):
-    env = {cache.VARIABLE: str(tmp_path / "cache")}
-    tiny = "configs/tiny/lm.yaml"
-    first = fprnn("prepare", tiny, **env)
-    assert first.returncode == 0, first.stderr
-    assert "made in" in first.stdout and str(tmp_path / "cache" / "corpus-") in first.stdout
-    assert not list((ROOT / "runs").glob("tiny/data"))
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.bin")}
-    again = fprnn("prepare", tiny, "train.steps=9", **env)
-    assert "there already, verified in" in again.stdout
-    run = fprnn("train", "--config", tiny, f"out_dir={tmp_path / 'runs'}", "train.steps=1", **env)
-    assert run.returncode == 0, run.stderr
-    assert before == {p: p.stat().st_mtime_ns for p in (tmp_path / "cache").rglob("*.bin")}
-    assert [p.name for p in (tmp_path / "runs/tiny/data").iterdir()] == ["corpus.json"]
-    refused = fprnn("prepare", tiny, "data.cache=null", **env)
-    assert refused.returncode == 65 and "data.cache is null" in refused.stderr
 
 
 def test_the_command_prepares_what_the_points_of_a_sweep_differ_in(tmp_path):

@@ -44,9 +44,7 @@ def test_files_that_are_skipped_are_named_with_what_reads_them(tmp_path, capsys)
     said = reported(tmp_path, "text", capsys)
     assert f"{tmp_path}: 3 files read (3 .txt), 9 files skipped (7 .py, 1 " in said
     assert "1 .jsonl.gz" in said and "1 no ending" in said
-    assert "data.source=jsonl reads .jsonl.gz" in said
-    advised = f"{tmp_path}/**/*.py"
-    assert f"data.path='{advised}' reads .py files" in said and len(names(advised)) == 7
+    assert len(names(f"{tmp_path}/**/*.py")) == 7
     assert len(names(f"{tmp_path}/**")) == 12
     assert reported(tmp_path / "0.txt", "text", capsys) == ""
     said = reported(f"{tmp_path}/*.txt", "text", capsys)
@@ -57,12 +55,9 @@ def test_files_that_are_skipped_are_named_with_what_reads_them(tmp_path, capsys)
 def test_a_folder_of_another_source_is_refused_by_what_it_holds(tmp_path, source):
     other = {"text": "a.parquet", "jsonl": "a.json.gz", "parquet": "a.jsonl.zst"}[source]
     fill(tmp_path, other)
-    advice = {
-        "text": "data.source=parquet reads .parquet",
-        "jsonl": r"data.path='.*/\*\*/\*.json.gz' reads .json.gz files",
-        "parquet": "data.source=jsonl reads .jsonl.zst",
-    }[source]
-    with pytest.raises(DataError, match=rf"without any .* file in it: it holds 1 .*: {advice}$"):
+    with pytest.raises(
+        DataError, match=rf"without any .* file in it: it holds 1 {other[1:]}; .*/\*\*'"
+    ):
         source_files(Data(source=source, path=str(tmp_path)))
 
 
@@ -105,7 +100,7 @@ def test_a_broken_link_is_named_as_skipped(tmp_path, capsys):
     os.mkfifo(tmp_path / "c.txt")
     for path in (tmp_path, tmp_path / "*.txt"):
         said = reported(path, "text", capsys)
-        assert "1 file read (1 .txt), 2 files skipped (1 broken link, 1 special file)" in said
+        assert "1 file read (1 .txt), 2 files skipped (1 broken link, 1 special file;" in said
 
 
 @pytest.mark.parametrize("pattern", ["", "**/*.txt", "*/*.txt"])
@@ -131,15 +126,6 @@ def test_globs_are_those_of_python(tmp_path):
     assert names(f"{tmp_path}/.h*/*") == [".hidden/a4.txt"]
     assert names(f"{tmp_path}/x[[]1]/*") == ["x[1]/a6.txt"]
     assert names(f"{tmp_path}/x[1]") == ["a6.txt"]
-
-
-@pytest.mark.parametrize("path", ["/proc", "/proc/version", "/sys/**/*.txt", "link", "folder"])
-def test_the_kernels_folders_are_no_corpus(tmp_path, path):
-    (tmp_path / "link").symlink_to("/proc/self")
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "folder" / "sub").symlink_to("/sys")
-    with pytest.raises(DataError, match=r"lies in /(proc|sys), which holds the state of this mach"):
-        source_files(Data(source="text", path=str(tmp_path / path)))
 
 
 def test_a_path_that_the_system_refuses_is_named():

@@ -14,14 +14,13 @@ import torch
 from lm.common.errors import ConfigError
 from lm.config import load as config
 from lm.config.data import Data
-from lm.data.batches.loader import MapLoader, build
+from lm.data.batches.loader import build, single_source_loader
 from lm.data.batches.mixture_loader import STRATA, Drawing, MixtureLoader, Stage
 from lm.data.batches.packing import IGNORE
 from lm.data.batches.shuffled import ShuffledBlocks
 from lm.data.batches.stream import StreamLoader
-from lm.data.corpus.ahead import prepare_config, summary
-from lm.data.corpus.corpora import open_sources, prepare_sources
-from lm.data.corpus.tokenizer import _training_texts
+from lm.data.corpus.corpora import open_sources, prepare_config, prepare_sources, summary
+from lm.data.corpus.tokenizer import training_texts
 from lm.data.sources.errors import DataError
 from lm.data.sources.mixture import parts, shares, tokenizer_bytes
 from lm.data.sources.open import is_validation
@@ -216,10 +215,10 @@ def test_a_state_of_another_mixture_is_refused():
         loader(tokens={"a": 41, "b": 90}).load_state_dict(state)
     with pytest.raises(DataError, match="seed 7, this run has 8"):
         loader(seed=8).load_state_dict(state)
-    single = MapLoader(np.arange(50), 4, 3)
+    single = single_source_loader(np.arange(50), 4, 3)
     with pytest.raises(DataError, match="of another kind of data"):
         single.load_state_dict(state)
-    with pytest.raises(DataError, match="a run on a single source"):
+    with pytest.raises(DataError, match="of another kind of data"):
         loader().load_state_dict(single.state_dict())
     stream = StreamLoader(Data(streams=1), None, 3)
     for other in (state, single.state_dict()):
@@ -230,21 +229,10 @@ def test_a_state_of_another_mixture_is_refused():
 # Weights.
 
 
-def mixed(weights: dict, **data) -> Data:
-    """`weights`: None where a source has none."""
-    mixture = {name: {"source": "builtin", "weight": weight} for name, weight in weights.items()}
-    return config.build({"data": {"mixture": mixture, **data}}).data
-
-
-def test_shares_by_weight_and_by_temperature():
-    assert shares(mixed({"b": 3, "a": 1}), {}) == {"a": 0.25, "b": 0.75}
-    counts = {"a": 1000, "b": 16_000}
-    none = dict.fromkeys(counts)
-    assert shares(mixed(none, temperature=1), counts) == pytest.approx({"a": 1 / 17, "b": 16 / 17})
-    assert shares(mixed(none, temperature=2), counts) == pytest.approx({"a": 0.2, "b": 0.8})
-    assert shares(mixed(none, temperature=1e-4), counts) == {"a": 0, "b": 1}  # no overflow
-    found = shares(mixed(none, temperature=1e9), counts)
-    assert found == pytest.approx({"a": 0.5, "b": 0.5})
+def test_shares_are_the_weights_of_a_mixture():
+    mixture = {"b": {"source": "builtin", "weight": 3}, "a": {"source": "builtin", "weight": 1}}
+    assert shares(config.build({"data": {"mixture": mixture}}).data) == {"a": 0.25, "b": 0.75}
+    assert shares(Data()) == {"": 1.0}
 
 
 def test_the_mean_of_validation_is_weighed_by_shares():
@@ -266,7 +254,7 @@ ONLY = {"until": 9, "weights": {"web": 1}}
 REFUSED = [
     ({"mixture": {"web": WEB | {"weight": 0}}}, "`data.mixture` (web) sum to 0"),
     ({"mixture": {"web": WEB | {"weight": -1}}}, "`data.mixture.web.weight` is -1"),
-    ({"mixture": {"web": WEB | {"weight": None}}}, "`data.mixture.web.weight` is missing"),
+    ({"mixture": {"web": {"source": "builtin"}}}, "`data.mixture.web.weight` is missing"),
     ({"mixture": {"web": {"weight": 1}}}, "`data.mixture.web.source` is missing"),
     ({"mixture": {"web": WEB | {"source": "webb"}}}, "`data.mixture.web.source` is 'webb'"),
     ({"mixture": {"web": WEB | {"source": "fineweb"}}}, "`data.mixture.web.source`: a stream"),
@@ -277,10 +265,9 @@ REFUSED = [
     ({"mixture": {2023: WEB}}, "2023 cannot be a source's name"),
     ({"mixture": [WEB]}, "it must be a valid dictionary"),
     ({"mixture": {}}, "`data.mixture`: it has no source"),
-    ({"mixture": {"web": WEB}, "temperature": 2}, "`data.mixture.web.weight` and `data.temp"),
     ({"mixture": {"web": WEB}, "source": "jsonl", "path": "y"}, "`data.source` is of a single"),
     ({"mixture": {"web": WEB}, "text_field": "y"}, "`data.text_field` is of a single"),
-    ({"temperature": 2}, "`data.temperature` weighs the sources of `data.mixture`"),
+    ({"temperature": 2}, "`data.temperature` is no longer there"),
     (
         {"mixture": {"web": WEB}, "curriculum": [ONLY | {"at": 0.9}]},
         "`data.curriculum.0.at` waits for the answers of its traces, and none of its sources",
@@ -360,7 +347,7 @@ def test_each_source_is_prepared_as_it_is_alone_and_validated_alone(two, bpe):
 def test_a_tokenizer_of_a_mixture_reads_each_source_by_its_weight(two):
     two.tokenizer.train_bytes = 1000
     assert tokenizer_bytes(two) == {"back": 250, "own": 750}
-    found = list(_training_texts(two))
+    found = list(training_texts(two))
     back = [t for t in found if t.endswith("backwards")]
     assert (
         250 <= sum(map(len, back)) < 400
@@ -368,7 +355,7 @@ def test_a_tokenizer_of_a_mixture_reads_each_source_by_its_weight(two):
     )
     assert not any(is_validation(text, two.data.val_fraction) for text in found)
     two.data.mixture["back"].weight = 0
-    assert not any(t.endswith("backwards") for t in _training_texts(two))
+    assert not any(t.endswith("backwards") for t in training_texts(two))
 
 
 def test_a_sentence_about_a_source_names_its_key(two, bpe, capsys):
@@ -411,14 +398,12 @@ def test_the_shipped_mixture_is_planned():
     cfg.optim.lr_factors = {"*.A_log": 0.5}
     rows = [name for name, _ in _what(plan(cfg, 1), cfg)]
     assert rows[-3:] == ["source prose", "source python", "optimizer"]
-    cfg.data = Data(mixture={n: {"source": "builtin"} for n in found}, temperature=2.0)
-    assert {source["share"] for source in plan(cfg, 1)["sources"].values()} == {None}
 
 
 def test_a_single_source_draws_what_it_drew_before():
     """The permutations of a run on one source are still those of (seed, epoch)."""
-    found = [row[0] - 1 for row in take(MapLoader(np.arange(101), 1, 10, 5), 20)]
+    found = [row[0] - 1 for row in take(single_source_loader(np.arange(101), 1, 10, 5), 20)]
     expected = [np.random.default_rng([5, epoch]).permutation(100) for epoch in (0, 1)]
     assert found == np.concatenate(expected).tolist()
-    assert torch.equal(next(MapLoader(np.arange(9), 4, 2))["input_ids"][:, 1:] + 1,
-                       next(MapLoader(np.arange(9), 4, 2))["labels"][:, 1:])  # fmt: skip
+    assert torch.equal(next(single_source_loader(np.arange(9), 4, 2))["input_ids"][:, 1:] + 1,
+                       next(single_source_loader(np.arange(9), 4, 2))["labels"][:, 1:])  # fmt: skip

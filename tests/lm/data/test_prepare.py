@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from lm.common.files import OutputError
-from lm.data.corpus import integrity
+from lm.data.corpus import cache, integrity
 from lm.data.corpus.documents import encode_documents
-from lm.data.corpus.prepare import open_corpus, prepare
+from lm.data.corpus.prepare import checksums, open_corpus, prepare, training_tokens
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import is_validation
 
@@ -31,46 +30,37 @@ def test_streams_are_the_documents_of_each_split(cfg, bpe, texts):
     assert seen[-1] == (200, meta.train_tokens + meta.val_tokens)
 
 
-def test_it_is_done_once(cfg, bpe):
-    prepare(cfg, bpe, cfg.run_dir)
-    again = []
-    corpus = prepare(cfg, bpe, cfg.run_dir, lambda *done: again.append(done))
-    assert not again
-    assert open_corpus(cfg.run_dir).meta == corpus.meta
+def entry_of(cfg) -> Path:
+    """The corpus in a run directory."""
+    (entry,) = (cfg.run_dir / "data").glob("corpus-*")
+    return entry
 
 
-@pytest.mark.parametrize("change", ["killed", "setting", "file"])
-def test_it_is_redone_when_needed_and_said(cfg, bpe, jsonl, tmp_path, capsys, change):
-    path = tmp_path / "mine.jsonl"
-    path.write_bytes(jsonl.read_bytes())
-    cfg.data.path = str(path)
+def test_another_split_in_the_same_run_is_prepared_anew_and_said(cfg, bpe, capsys):
     before = prepare(cfg, bpe, cfg.run_dir).meta
-    folder = cfg.run_dir / "data"
-    if change == "killed":
-        (folder / "meta.json").unlink()
-    elif change == "setting":
-        cfg.data.leading_eos = True
-    else:
-        with path.open("a") as file:
-            file.write(json.dumps({"text": "one more"}) + "\n")
-    if change == "killed":
-        with pytest.raises(DataError, match="no prepared corpus, or an incomplete one"):
-            open_corpus(cfg.run_dir)
-    done = []
-    after = prepare(cfg, bpe, cfg.run_dir, lambda *d: done.append(d)).meta
-    assert done and (after == before) == (change == "killed")
-    said = " ".join(capsys.readouterr().out.split())
-    assert "prepared anew" in said
-    assert ("has no meta.json" if change == "killed" else "other text, another split") in said
+    cfg.data.leading_eos = True
+    after = prepare(cfg, bpe, cfg.run_dir).meta
+    assert after.train_tokens == before.train_tokens + before.train_documents
+    assert "is of another split or tokenizer: prepared anew" in capsys.readouterr().out
+    assert open_corpus(cfg.run_dir).meta == after
 
 
-def test_another_tokenizer_is_noticed(cfg, bpe, shared):
-    from lm.data.corpus.tokenizer import load_tokenizer
-
-    prepare(cfg, bpe, cfg.run_dir)
-    cfg.tokenizer.name = str(shared / "tokenizers" / "gpt2")
-    gpt2 = load_tokenizer(cfg, cfg.run_dir)
-    assert prepare(cfg, gpt2, cfg.run_dir).train[:].max() > 320
+def test_a_corpus_in_the_run_directory_itself_is_of_an_earlier_version(cfg, bpe):
+    meta = prepare(cfg, bpe, cfg.run_dir).meta
+    folder, entry = cfg.run_dir / "data", entry_of(cfg)
+    for path in entry.iterdir():
+        path.rename(folder / path.name)
+    entry.rmdir()
+    (folder / "corpus.json").unlink()
+    calls = []
+    corpus = prepare(cfg, bpe, cfg.run_dir, lambda *done: calls.append(done))
+    assert corpus.meta == meta and not calls and not (folder / "corpus.json").exists()
+    assert open_corpus(cfg.run_dir).meta == meta
+    assert training_tokens(cfg, bpe, cfg.run_dir) == (meta.train_tokens, folder)
+    assert checksums(cfg.run_dir) == meta.sha256
+    flip(folder / "train.bin")
+    with pytest.raises(DataError, match=r"data/train.bin is damaged"):
+        prepare(cfg, bpe, cfg.run_dir)
 
 
 def fails(cfg, bpe, match):
@@ -96,31 +86,10 @@ def test_error_sentences(cfg, bpe, tmp_path):
     fails(cfg, bpe, "corpus is empty")
 
 
-def damaged(run_dir, name: str, change: str) -> None:
-    path = run_dir / "data" / name
+def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
-    if change == "zeroed":
-        data[:] = bytes(len(data))
-    elif change == "one bit":
-        data[len(data) // 2] ^= 1
-    elif change == "cut":
-        del data[-2:]
+    data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    if change == "missing":
-        path.unlink()
-
-
-@pytest.mark.parametrize("name", ["train.bin", "val.bin"])
-@pytest.mark.parametrize("change", ["zeroed", "one bit", "cut", "missing"])
-def test_damage_is_a_sentence_and_nothing_is_tokenised_over_it(cfg, bpe, name, change):
-    prepare(cfg, bpe, cfg.run_dir)
-    damaged(cfg.run_dir, name, change)
-    done = []
-    with pytest.raises(DataError, match=rf"data/{name} is damaged: .*; delete .*/data, and") as e:
-        prepare(cfg, bpe, cfg.run_dir, lambda *d: done.append(d))
-    assert not done and "\n" not in str(e.value)
-    shutil.rmtree(cfg.run_dir / "data")  # as the sentence says
-    assert prepare(cfg, bpe, cfg.run_dir).meta.complete
 
 
 def test_large_files_are_read_again_only_when_they_changed(cfg, bpe, monkeypatch):
@@ -137,13 +106,13 @@ def test_large_files_are_read_again_only_when_they_changed(cfg, bpe, monkeypatch
     prepare(cfg, bpe, cfg.run_dir)
     prepare(cfg, bpe, cfg.run_dir)
     assert set(read) <= {"val.bin"}
-    path = cfg.run_dir / "data" / "train.bin"
+    path = entry_of(cfg) / "train.bin"
     stat = path.stat()
-    damaged(cfg.run_dir, "train.bin", "one bit")
+    flip(path)
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as a copy may: the rest tells
     with pytest.raises(DataError, match=r"train.bin is damaged: its sha256 is"):
         prepare(cfg, bpe, cfg.run_dir)
-    damaged(cfg.run_dir, "train.bin", "one bit")  # the same bit: mended
+    flip(path)  # the same bit: mended
     read.clear()
     prepare(cfg, bpe, cfg.run_dir)
     prepare(cfg, bpe, cfg.run_dir)
@@ -153,8 +122,7 @@ def test_large_files_are_read_again_only_when_they_changed(cfg, bpe, monkeypatch
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"fingerprint": 1}', "null"])
 def test_a_damaged_meta_json_is_a_sentence(cfg, bpe, text):
     prepare(cfg, bpe, cfg.run_dir)
-    path = cfg.run_dir / "data" / "meta.json"
-    path.write_text(text)
+    (entry_of(cfg) / "meta.json").write_text(text)
     for act in (lambda: open_corpus(cfg.run_dir), lambda: prepare(cfg, bpe, cfg.run_dir)):
         with pytest.raises(DataError, match=r"meta\.json is damaged: .*; delete "):
             act()
@@ -162,7 +130,7 @@ def test_a_damaged_meta_json_is_a_sentence(cfg, bpe, text):
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_full_disk_is_a_sentence_and_leaves_nothing_that_looks_whole(cfg, bpe, split):
-    folder = cfg.run_dir / "data"
+    folder = cache.corpus_folder(cfg.run_dir / "data", cfg.data, bpe)
     folder.mkdir(parents=True)
     (folder / f"{split}.tmp").symlink_to("/dev/full")  # it takes no byte: ENOSPC
     with pytest.raises(OutputError, match=rf"{split}.tmp cannot be written: No space left") as e:
@@ -187,12 +155,13 @@ def test_files_reach_the_disk_before_meta_json_says_so(cfg, bpe, monkeypatch):
     monkeypatch.setattr(os, "replace", noted_replace)
     prepare(cfg, bpe, cfg.run_dir)
     last = order.index(("name", "meta.json")) - 1
+    folder = entry_of(cfg).name
     assert order[last][0] == "sync" and "meta.json" in order[last][1]  # its draft
     for split in ("train", "val"):
         named = order.index(("name", f"{split}.bin"))
         assert order.index(("sync", f"{split}.tmp")) < named < last
-        assert ("sync", "data") in order[named:last]
-    assert order[last + 1 :] == [("name", "meta.json"), ("sync", "data")]
+        assert ("sync", folder) in order[named:last]
+    assert order[last + 1 : last + 3] == [("name", "meta.json"), ("sync", folder)]
 
 
 CUT = """
@@ -200,9 +169,9 @@ import os, sys
 from pathlib import Path
 from lm.data.sources.errors import DataError
 from lm.data.corpus.corpus import open_folder
-from lm.data.batches.loader import MapLoader
+from lm.data.batches.loader import single_source_loader
 folder = Path(sys.argv[1])
-loader = MapLoader(open_folder(folder).train, 16, 3)
+loader = single_source_loader(open_folder(folder).train, 16, 3)
 next(loader)
 os.truncate(folder / "train.bin", 64)
 try:
@@ -215,7 +184,8 @@ except DataError as e:
 
 def test_a_corpus_that_is_cut_short_while_it_is_read_is_a_sentence(cfg, bpe):
     """In a process of its own, which a memory map would end by SIGBUS."""
-    folder = prepare(cfg, bpe, cfg.run_dir) and cfg.run_dir / "data"
+    prepare(cfg, bpe, cfg.run_dir)
+    folder = entry_of(cfg)
     done = subprocess.run([sys.executable, "-c", CUT, folder], capture_output=True, text=True)
     assert done.returncode == 0, (done.returncode, done.stderr)
     said = f"{folder}/train.bin is damaged: it was cut short while it was read, to 64 bytes of "

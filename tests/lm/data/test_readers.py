@@ -13,6 +13,7 @@ import pytest
 from lm.common.errors import MACHINE, exit_status
 from lm.data.batches.stream import ShuffledStream, StreamLoader
 from lm.data.sources.readers import ReaderError, Readers
+from tests.lm.data.counter import Listed
 
 COUNT = "tests.lm.data.counter:counter"
 TRAINER = """
@@ -26,7 +27,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "error":
         raise ValueError("as a bug would")
     if sys.argv[1] == "busy":  # the workers are in the middle of a long answer
-        readers._connections[0].send(("sleep",)), readers._connections[1].send(("sleep",))
+        readers.send(0, "sleep"), readers.send(1, "sleep")
     if sys.argv[1] not in ("end", "error"):
         time.sleep(60)
 """
@@ -76,10 +77,9 @@ def test_a_killed_worker_is_an_error_at_once_also_of_the_others_keys(readers):
 
 
 def test_a_bug_in_a_worker_keeps_its_traceback(readers):
-    readers._owner["raise"] = 0
-    readers._answers["raise"], readers._asked["raise"] = [], 0
+    readers.send(0, "raise")
     with pytest.raises(RuntimeError, match=r"(?s)a loader worker failed.*ZeroDivisionError: in"):
-        readers.take("raise")
+        readers.receive(0)
 
 
 def test_workers_outlive_the_signals_of_a_launcher_and_of_a_terminal(readers):
@@ -123,7 +123,7 @@ def test_a_trainer_that_ends_does_not_wait_for_workers(mode):
 def test_a_micro_batch_that_was_half_drawn_is_drawn_again(cfg, bpe, monkeypatch):
     """The worker dies between two of its blocks."""
     cfg.data.workers, cfg.data.streams, cfg.data.shuffle_buffer = 2, 4, 8
-    loader = StreamLoader(cfg.data, bpe, 3)
+    loader = StreamLoader(cfg.data, bpe, 3, open_documents=Listed)
     real, draws = ShuffledStream.draw, [0]
 
     def draw(self, readers):
@@ -138,7 +138,7 @@ def test_a_micro_batch_that_was_half_drawn_is_drawn_again(cfg, bpe, monkeypatch)
             for _ in range(9):
                 next(loader)
     loader.close()
-    fresh = StreamLoader(cfg.data.model_copy(update={"workers": 0}), bpe, 3)
+    fresh = StreamLoader(cfg.data.model_copy(update={"workers": 0}), bpe, 3, open_documents=Listed)
     for _ in range(loader.state_dict()["next_global_micro_batch"]):
         next(fresh)
     for _ in range(4):
@@ -148,8 +148,8 @@ def test_a_micro_batch_that_was_half_drawn_is_drawn_again(cfg, bpe, monkeypatch)
 
 def test_a_killed_worker_ends_a_stream_with_a_sentence_and_it_can_go_on(cfg, bpe):
     cfg.data.workers, cfg.data.streams, cfg.data.shuffle_buffer = 2, 4, 8
-    loader = StreamLoader(cfg.data, bpe, 3)
-    plain = StreamLoader(cfg.data.model_copy(update={"workers": 0}), bpe, 3)
+    loader = StreamLoader(cfg.data, bpe, 3, open_documents=Listed)
+    plain = StreamLoader(cfg.data.model_copy(update={"workers": 0}), bpe, 3, open_documents=Listed)
     for _ in range(3):
         assert next(loader)["labels"].equal(next(plain)["labels"])
     os.kill(loader._readers.pids[0], signal.SIGKILL)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import argparse
 import bisect
 import calendar
-import itertools
-import json
 import subprocess
 import sys
-from collections import Counter
 from pydoc_data.topics import topics
 
 import pyarrow as pa
@@ -95,17 +92,6 @@ def test_lone_surrogate_in_json_becomes_encodable(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x\\ud83d"}\n')
     assert list(documents(Data(source="jsonl", path=str(path)))) == ["x\ufffd"]
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 7])
-def test_shards_partition_the_documents_and_positions_resume(texts, jsonl, count):
-    data = Data(source="jsonl", path=str(jsonl))
-    shards = [list(documents(data, (i, count))) for i in range(count)]
-    assert Counter(itertools.chain(*shards)) == Counter(texts)
-    source = documents(data, (count - 1, count))
-    head = list(itertools.islice(source, 11))
-    state = json.loads(json.dumps(source.state_dict()))
-    assert head + list(documents(data, (count - 1, count), state)) == shards[-1]
 
 
 @given(st.text(), st.floats(0.01, 0.99))

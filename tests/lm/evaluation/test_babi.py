@@ -1,13 +1,6 @@
-"""bAbI: the reader against plain line handling of the real files, each refusal, the download."""
+"""bAbI: the reader against plain line handling of the real files, refusals, the lm-eval task."""
 
-import io
 import re
-import socket
-import subprocess
-import sys
-import tarfile
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -15,8 +8,7 @@ import pytest
 from lm.evaluation.tasks import TASKS_DIR, babi
 from lm.evaluation.tasks.catbabi import stories as lm_eval_stories
 
-ROOT = Path(__file__).parents[3]
-SHARED = ROOT.parent / "shared/data/babi/en-valid"
+SHARED = Path(__file__).parents[4] / "shared/data/babi/en-valid"
 shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data/babi")
 
 STORIES = """\
@@ -29,38 +21,18 @@ STORIES = """\
 """
 
 
-def text(task: int, split: str, count: int = 1) -> str:
+def text(task: int, split: str) -> str:
     """A file's text, with a word and an answer that only this one has."""
-    own = f"1 The thing{task} is here.\n2 What is that? \t{split}{task}\t1\n"
-    return STORIES * count + own
-
-
-def files(count: int = 1) -> dict[str, str]:
-    return {
-        f"qa{task}_{split}.txt": text(task, split, count)
-        for task in babi.TASKS
-        for split in babi.SPLITS
-    }
+    return STORIES + f"1 The thing{task} is here.\n2 What is that? \t{split}{task}\t1\n"
 
 
 @pytest.fixture
 def folder(tmp_path):
     path = tmp_path / "en-valid"
     path.mkdir()
-    for name, content in files().items():
-        (path / name).write_text(content)
-    return path
-
-
-@pytest.fixture
-def original(tmp_path):
-    """The layout without a valid split: qa1_some-name_train.txt."""
-    path = tmp_path / "en"
-    path.mkdir()
     for task in babi.TASKS:
-        for split in ("train", "test"):
-            content = "".join(f"1 Story {split} {i}.\n2 Which? \t{i}\t1\n" for i in range(30))
-            (path / f"qa{task}_some-name_{split}.txt").write_text(content)
+        for split in babi.SPLITS:
+            (path / f"qa{task}_{split}.txt").write_text(text(task, split))
     return path
 
 
@@ -90,36 +62,31 @@ def test_tasks_come_in_the_order_asked_for(folder):
     assert [s.task for s in babi.read(folder, "train", [10, 1])] == [10] * 3 + [1] * 3
 
 
-def test_the_vocabulary_is_of_all_tasks_and_splits(folder):
-    words = babi.vocabulary(folder)
+def test_the_vocabulary_is_sorted_after_padding_and_eos(folder):
+    words = babi.words(story for split in babi.SPLITS for story in babi.read(folder, split))
     assert words[:2] == ["<pad>", "<eos>"] and words[2:] == sorted(set(words[2:]))
     assert {"thing1", "thing20", "train1", "valid7", "test20", "milk,apple", ".", "?"} <= {*words}
 
 
-def test_without_valid_files_the_end_of_train_is_valid(original):
-    train, valid, test = (babi.read(original, split, [5, 11]) for split in babi.SPLITS)
-    assert [s.tokens[2] for s in train] == [str(i) for i in range(27)] * 2
-    assert [s.tokens[2] for s in valid] == ["27", "28", "29"] * 2
-    assert {s.tokens[1] for s in valid} == {"train"} and len(test) == 60
-    assert babi.counts(original)[11]["valid"] == (3, 3, 3 * 7)
-
-
 @shared
-def test_counts_of_the_real_files_by_plain_line_handling():
-    counts, words = babi.counts(SHARED), set()
+def test_the_real_files_by_plain_line_handling():
+    words, every = set(), []
     for task in babi.TASKS:
         for split in babi.SPLITS:
             lines = (SHARED / f"qa{task}_{split}.txt").read_text().splitlines()
-            stories = sum(line.startswith("1 ") for line in lines)
             asked = [line.split("\t") for line in lines if "\t" in line]
             tokens = [answer for _, answer, _ in asked]
             for line in lines:
                 sentence = line.split("\t")[0].split(" ", 1)[1].strip()
                 tokens += [*sentence[:-1].split(), sentence[-1]]
-            assert counts[task][split] == (stories, len(asked), len(tokens)), (task, split)
+            read = babi.read(SHARED, split, [task])
+            assert len(read) == sum(line.startswith("1 ") for line in lines), (task, split)
+            assert sum(len(story.answers) for story in read) == len(asked), (task, split)
+            assert sum(len(story.tokens) for story in read) == len(tokens), (task, split)
             assert split != "test" or len(asked) == 1000
             words |= {token.lower() for token in tokens}
-    assert babi.vocabulary(SHARED) == ["<pad>", "<eos>", *sorted(words)]
+            every += read
+    assert babi.words(every) == ["<pad>", "<eos>", *sorted(words)]
     assert len(words) == 176
 
 
@@ -137,36 +104,31 @@ def test_the_real_stories_word_for_word():
 def test_missing_files_are_named(folder, tmp_path):
     (folder / "qa3_valid.txt").unlink()
     (folder / "qa12_test.txt").unlink()
-    for function in (babi.vocabulary, babi.counts):
-        with pytest.raises(babi.BabiError, match=r"lacks qa3_valid\.txt, qa12_test\.txt$"):
-            function(folder)
+    with pytest.raises(babi.BabiError, match=r"lacks qa3_valid\.txt, qa12_test\.txt$"):
+        babi.check(folder)
     with pytest.raises(babi.BabiError, match=r"lacks qa12_test\.txt$"):
         babi.read(folder, "test")
     assert babi.read(folder, "test", [3])
-    with pytest.raises(babi.BabiError, match=f"did you mean {re.escape(str(folder))}"):
-        babi.read(tmp_path, "train")
-    with pytest.raises(babi.BabiError, match=r"no folder .*nowhere"):
-        babi.read(tmp_path / "nowhere", "train")
+    for other in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(babi.BabiError, match=r"holds no bAbI files .*: `curl -L http.* | tar"):
+            babi.read(other, "train")
 
 
-def test_missing_files_of_the_original_layout_are_named(original):
-    (original / "qa2_some-name_train.txt").unlink()
-    with pytest.raises(babi.BabiError, match=r"lacks qa2_\*_train\.txt$"):
-        babi.vocabulary(original)
+READS = "a line must read `N A statement.` or, with tabs, `N A question?`"
 
 
 @pytest.mark.parametrize(
     "content, where, why",
     [
-        ("1 Mary went home.\nJohn too.\n", 2, "must start with its number"),
+        ("1 Mary went home.\nJohn too.\n", 2, READS),
         ("2 Mary went home.\n", 1, "line number 2 of the story, where 1 was due"),
-        ("1 Mary went home.\n\n3 John too.\n", 3, "where 2, or 1 for a new story was due"),
-        ("1 Mary went home.\n2 Where is Mary?\n", 2, "neither a statement"),
-        ("1 Mary went home\n", 1, "neither a statement"),
-        ("1 Where is Mary.\thome\t1\n", 1, "a question must read"),
-        ("1 Where is Mary?\thome\t1\t2\n", 1, "a question must read"),
-        ("1 Where is Mary?\t\t1\n", 1, "the answer must be one word"),
-        ("1 Where is Mary?\tat home\t1\n", 1, "not `at home`"),
+        ("1 Mary went home.\n\n3 John too.\n", 3, "line number 3 of the story, where 2 was due"),
+        ("1 Mary went home.\n2 Where is Mary?\n", 2, READS),
+        ("1 Mary went home\n", 1, READS),
+        ("1 Where is Mary.\thome\t1\n", 1, READS),
+        ("1 Where is Mary?\thome\t1\t2\n", 1, READS),
+        ("1 Where is Mary?\t\t1\n", 1, READS),
+        ("1 Where is Mary?\tat home\t1\n", 1, READS),
         (b"1 Mary went home.\n2 Mary \xff.\n", 2, "not UTF-8"),
         ("", None, "holds no stories"),
     ],
@@ -184,149 +146,6 @@ def test_line_ends_of_another_system_and_no_supporting_lines(folder):
     plain = re.sub(r"\t\d+\n", "\n", text(1, "test"))
     (folder / "qa1_test.txt").write_bytes(plain.replace("\n", "\r\n").encode())
     assert babi.read(folder, "test", [1]) == expected
-
-
-def test_no_such_split_or_task(folder):
-    with pytest.raises(babi.BabiError, match="no split `dev`: there are train, valid, test"):
-        babi.read(folder, "dev")
-    with pytest.raises(babi.BabiError, match="no bAbI task 0, 21"):
-        babi.read(folder, "train", [0, 1, 21])
-
-
-def archive(entries: dict[str, str], links: dict[str, str] | None = None) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w:gz") as tar:
-        for name, content in entries.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content.encode()))
-        for name, target in (links or {}).items():
-            member = tarfile.TarInfo(name)
-            member.type, member.linkname = tarfile.SYMTYPE, target
-            tar.addfile(member)
-    return out.getvalue()
-
-
-def whole(variants=("en-valid", "en-valid-10k")) -> dict[str, str]:
-    top = "tasks_1-20_v1-2"
-    entries = {
-        f"{top}/{variant}/{name}": content
-        for count, variant in enumerate(variants, 1)
-        for name, content in files(count).items()
-    }
-    return entries | {f"{top}/README": "x", "../../escaped.txt": "x", f"{top}/en-valid/x.py": "x"}
-
-
-@pytest.fixture
-def serve():
-    """A function (body, status, declared length) → the URL of a loopback server that sends it."""
-    servers = []
-
-    def start(body: bytes, status: int = 200, length: int | None = None) -> str:
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body) if length is None else length))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_):
-                pass
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        servers.append(server)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{server.server_port}/babi.tar.gz"
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
-
-
-@pytest.mark.parametrize("variant, count", [("en-valid", 1), ("en-valid-10k", 2)])
-def test_download_takes_only_the_variant(serve, tmp_path, variant, count):
-    body, seen = archive(whole()), []
-    url, base = serve(body), tmp_path / "data/babi"
-    path = babi.download(base, variant, url=url, progress=lambda *n: seen.append(n), timeout=10)
-    assert path == base / variant and [*base.iterdir()] == [path]
-    assert {p.name: p.read_text() for p in path.iterdir()} == files(count)
-    assert seen[-1] == (len(body), len(body)) and not [*tmp_path.rglob("escaped.txt")]
-    assert babi.vocabulary(path)
-    # A folder that is complete is not fetched again; one that is not is never overwritten.
-    assert babi.download(base, variant, url="http://127.0.0.1:9/none") == path
-    (path / "qa1_test.txt").unlink()
-    with pytest.raises(babi.BabiError, match=r"lacks qa1_test\.txt"):
-        babi.download(base, variant, url=url)
-
-
-def closed_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
-def test_download_without_a_network_says_what_to_do(tmp_path):
-    url = f"http://127.0.0.1:{closed_port()}/babi.tar.gz"
-    with pytest.raises(babi.BabiError) as e:
-        babi.download(tmp_path, url=url, timeout=5)
-    message = str(e.value)
-    for part in (url, "tasks_1-20_v1-2.tar.gz", "tasks_1-20_v1-2/en-valid at", "refused"):
-        assert part in message
-    assert str(tmp_path / "en-valid") in message and "\n" not in message
-    assert not [*tmp_path.iterdir()]
-
-
-def test_download_refuses_what_is_not_the_archive(serve, tmp_path):
-    good = archive(whole())
-    truncated = archive({k: v * 99 for k, v in whole().items()})
-    cases = {
-        "the server answered 404": serve(b"", status=404),
-        "connection ended after": serve(good, length=len(good) + 5),
-        "did not give bAbI's archive": serve(b"<html>come in</html>"),
-        "did not give bAbI's archive (": serve(truncated[: len(truncated) // 2]),
-        "no files of bAbI in a folder en-valid": serve(archive({"a/b.txt": "x"})),
-        "lacks qa20_test.txt": serve(
-            archive({k: v for k, v in whole().items() if not k.endswith("qa20_test.txt")})
-        ),
-        "no files of bAbI": serve(archive({}, {"t/en-valid/qa1_train.txt": "/etc/passwd"})),
-    }
-    for why, url in cases.items():
-        with pytest.raises(babi.BabiError, match=re.escape(why)):
-            babi.download(tmp_path, url=url, timeout=10)
-        assert not [*tmp_path.iterdir()], why
-    with pytest.raises(babi.BabiError, match="no variant `hn`"):
-        babi.download(tmp_path, "hn")
-    (tmp_path / "file").write_text("")
-    with pytest.raises(babi.BabiError, match="cannot be written"):
-        babi.download(tmp_path / "file", url=cases["no files of bAbI"])
-
-
-def test_the_command_line(folder, serve, tmp_path, capsys):
-    assert babi.main(["counts", str(folder)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1 + 20 + 2 and lines[1].split()[:3] == ["qa1", "3", "4"]
-    assert lines[-2].split()[:3] == ["all", "60", "80"]
-    assert lines[-1].startswith(f"vocabulary: {len(babi.vocabulary(folder))} ")
-    url = serve(archive(whole()))
-    assert babi.main(["download", str(tmp_path / "new"), "--url", url]) == 0
-    assert str(tmp_path / "new/en-valid") in capsys.readouterr().out
-    assert babi.main(["counts", str(tmp_path / "nowhere")]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith("error: no folder ") and error.count("\n") == 1
-    with pytest.raises(SystemExit, match="0"):
-        babi.main(["download", "--help"])
-    assert "en-valid-10k" in capsys.readouterr().out
-
-
-def test_the_module_runs(folder):
-    command = [sys.executable, "-m", "lm.evaluation.tasks.babi", "counts", str(folder / "nowhere")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1 and done.stderr.startswith("error: no folder")
-    assert "Traceback" not in done.stderr and done.stdout == ""
-
-
-# The lm-eval task
 
 
 def lines_of(folder, task, split):

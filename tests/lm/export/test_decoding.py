@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lm.export.decoding import check_decoding
-from lm.export.travelling import ExportError
+from lm.export.export_code import ExportError
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests.marks import slow

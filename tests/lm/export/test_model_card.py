@@ -22,7 +22,7 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.runs.run_dir import RunDir
 from lm.runs.written import EXPORT_RECORD
-from tests.test_house import ROOT
+from tests.test_layers import ROOT
 
 
 def read(folder) -> ModelCard:
@@ -66,8 +66,8 @@ def test_the_card_of_a_run_says_what_its_files_say(tiny_run, tmp_path):
     data = section(text, "Data")
     assert corpus["sha256"]["train.bin"] in data and f"{corpus['tokens']:,} tokens" in data
     assert "`tiny.jsonl`" in data and str(ROOT) not in text
-    rows = re.findall(r"^\| \d+ \| ([\d.]+) ", section(text, "Iterations of each layer"), re.M)
-    assert rows == [f"{mean:.1f}" for mean in result["probe"]["num_iters"]["mean"]]
+    means = re.findall(r"([\d.]+)†? \(layer \d+\)", validation)
+    assert means == [f"{mean:.1f}" for mean in result["probe"]["num_iters"]["mean"]]
     assert model_card.PAPER in section(text, "Paper") and "Weights: cc-by-4.0" in text
 
 
@@ -87,7 +87,7 @@ def test_another_checkpoint_has_its_own_numbers_and_no_others(tiny_run, tmp_path
     text = read(export(tiny_run, tmp_path / "hf", tiny_run / "checkpoints/step-000004")).text
     assert "4 of 8 updates, 256 tokens" in section(text, "Training")
     assert section(text, "Validation") == "Not validated at this update."
-    assert "## Iterations" not in text and "seconds" not in section(text, "Training")
+    assert "seconds" not in section(text, "Training")
     assert read(tmp_path / "hf").data.license == "unknown" and "has not said" in text
 
 
@@ -95,7 +95,7 @@ def test_a_checkpoint_of_other_ranks_than_the_config_can_have_keeps_its_count(tm
     """Such a run was continued on fewer ranks with larger micro-batches."""
     cfg = tiny("train.global_batch_size=4", "train.grad_accum_steps=null")
     manifest = {"step": 3, "world_size": 4, "global_batch_size": 4}
-    lines = model_card.of_run(RunDir(tmp_path), cfg, manifest, False).training
+    lines = model_card.of_run(RunDir(tmp_path), cfg, manifest).training
     assert "3 of 8 updates, 192 tokens: 4 sequences" in lines[0]
 
 
@@ -141,6 +141,12 @@ def test_what_is_measured_is_added_and_replaced_and_stays_with_the_same_weights(
     assert (out / "README.md").read_text() == text
     before, _, after = whole.partition(NOTHING_MEASURED)
     assert text.startswith(before) and text.endswith(after)
+    earlier = "Agreement of schedules, by an earlier version:\n\n| a |"
+    (out / "README.md").write_text(text.replace(END, f"{earlier}\n{END}"))
+    add_measured(out)
+    card = (out / "README.md").read_text()
+    assert card.count(earlier) == 1 and "| t | 4 | acc | 0.5000 | 0.1000 |" in card
+    (out / "README.md").write_text(text)
     (out / "eval/results.json").write_text('{"limit": 3')  # damaged: nothing is made up
     add_measured(out)
     assert (out / "README.md").read_text() == whole

@@ -7,8 +7,7 @@ import pytest
 from lm.kernels import cell as kernels_cell
 from lm.kernels.cpu import build, roots
 from lm.kernels.cpu import cell as cpu_cell
-from lm.kernels.cpu import step as cpu_step
-from lm.model import cell, certified_pair, solver
+from lm.model import cell, certified_root, solver
 
 RULE = solver.Rule()
 # Name → value in lm/model, of the search for a root.
@@ -33,7 +32,7 @@ SEARCH |= {
     "PATIENCE": RULE.patience,
 }
 PAIR = {
-    name: getattr(certified_pair, name)
+    name: getattr(certified_root, name)
     for name in (
         "MAX_PAIR_STEPS",
         "MAX_POLISH_STEPS",
@@ -44,7 +43,7 @@ PAIR = {
         "DECIDE_AFTER",
     )
 }
-PAIR |= {"PIECE_COUNT": len(certified_pair.PIECES)}
+PAIR |= {"PIECE_COUNT": len(certified_root.PIECES)}
 OUTCOMES = {name: getattr(solver, name) for name in ("FAILED", "BISECTED", "LIMITED")}
 
 
@@ -78,9 +77,8 @@ def order(names):
             | order(kernels_cell.NORMS)
             | order(kernels_cell.ACTS),
         ),
-        ("step.cpp", {"RESIDUAL_FLOOR": solver.RESIDUAL_FLOOR} | order(cpu_step._ACTS)),
     ],
-    ids=["cell_equation.h", "cell_pair.h", "cell.h", "step.cpp"],
+    ids=["cell_equation.h", "cell_pair.h", "cell.h"],
 )
 def test_cpp_has_the_constants_of_python(file, expected):
     """In both directions: a constant that is new in C++ wants a place here."""
@@ -94,7 +92,7 @@ def test_the_pieces_of_the_interval_are_those_of_python():
     source = (build.HERE / "cell_pair.h").read_text(encoding="utf-8")
     for name in ("PIECES", "WIDE_PIECES"):
         (values,) = re.findall(rf" {name}\[[^\]]+\] = \{{([^}}]+)\}}", source)
-        assert tuple(map(float, values.split(","))) == getattr(certified_pair, name)
+        assert tuple(map(float, values.split(","))) == getattr(certified_root, name)
 
 
 @pytest.mark.parametrize("file", ["cell_equation.h", "cell_root.h"])
@@ -113,7 +111,7 @@ def test_python_modules_of_kernels_have_the_constants_of_the_model():
 
 def test_triton_has_the_constants_of_python():
     pytest.importorskip("triton")
-    from lm.kernels.triton import pair, step, token, tokens
+    from lm.kernels.triton import pair, token, tokens
     from lm.kernels.triton import roots as triton_roots
 
     def value_of(module, name):
@@ -125,9 +123,8 @@ def test_triton_has_the_constants_of_python():
     of_pair = {name: value for name, value in PAIR.items() if name != "DECIDE_AFTER"}  # at once
     assert {name: value_of(pair, name) for name in of_pair} == of_pair
     for name in ("PIECES", "WIDE_PIECES"):
-        assert value_of(pair, name) == getattr(certified_pair, name)
+        assert value_of(pair, name) == getattr(certified_root, name)
     shared = ("MOST_PICARD", "MOST_NEWTON", "BISECTIONS", "MOST_GAIN")
     assert [value_of(token, name) for name in shared] == [SEARCH[name] for name in shared]
     assert {name: value_of(token, name) for name in OUTCOMES} == OUTCOMES
-    floors = {value_of(module, "RESIDUAL_FLOOR") for module in (step, tokens)}
-    assert floors == {solver.RESIDUAL_FLOOR}
+    assert value_of(tokens, "RESIDUAL_FLOOR") == solver.RESIDUAL_FLOOR

@@ -12,8 +12,8 @@ import torch
 
 from lm.kernels import Unsupported
 from lm.kernels.cpu import build as cpu_build
+from lm.kernels.cpu import roots as cpu_roots
 from lm.kernels.cpu import scan as cpu
-from lm.kernels.cpu import step as cpu_step
 from lm.kernels.cpu.build import token_step
 from lm.model.scan import selective_scan_plain as plain_scan
 from tests.kernels import assert_close, poisoned_memory, skip_where_missing
@@ -81,16 +81,6 @@ def test_equals_the_plain_scan_whatever_is_left_out(given, with_keep):
         keep = resets(3, 37) if with_keep else None
         expected = results(with_D(plain_scan), tensors, keep)
         assert_close(results(cpu.selective_scan, tensors, keep), expected, tol)
-
-
-def test_gradcheck():
-    t = {k: v.requires_grad_() for k, v in inputs(2, 5, 3, 2).items()}
-    keep = resets(2, 5)
-
-    def scan(x, dt, A, B, C, h0, D):
-        return cpu.selective_scan(x, dt, A, B, C, h0, keep, D)
-
-    assert torch.autograd.gradcheck(scan, tuple(t.values()))
 
 
 def test_only_the_final_state_or_only_some_gradients():
@@ -250,7 +240,7 @@ def test_clang_builds_without_openmp(monkeypatch, tmp_path):
     monkeypatch.setattr(cpu_build.shutil, "which", {"clang++": str(clang)}.get)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     functions = cpu_build.functions.__wrapped__
-    for module in (cpu, cpu_build, cpu_step):
+    for module in (cpu, cpu_build, cpu_roots):
         monkeypatch.setattr(module, "functions", functions)
     assert cpu_build._what_is_wrong.__wrapped__(cpu._self_check) == ""
 
@@ -260,7 +250,7 @@ def test_why_not(monkeypatch, tmp_path):
     library, functions = cpu_build.build(), cpu_build.functions.__wrapped__
     saved = []
     probe = functools.partial(cpu_build._what_is_wrong.__wrapped__, cpu._self_check)
-    for module in (cpu, cpu_build, cpu_step):
+    for module in (cpu, cpu_build, cpu_roots):
         monkeypatch.setattr(module, "functions", functions)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with monkeypatch.context() as m:
@@ -282,7 +272,7 @@ def test_why_not(monkeypatch, tmp_path):
             assert probe() == "" and not saved
         with torch.inference_mode(), torch.device("meta"):
             assert probe() == ""
-            assert cpu_build._what_is_wrong.__wrapped__(cpu_step._self_check) == ""
+            assert cpu_build._what_is_wrong.__wrapped__(cpu_roots._self_check) == ""
         assert cpu_build.usable(lambda: float("nan")) == (
             False,
             "the CPU kernels compute something else than plain PyTorch: off by nan",

@@ -551,16 +551,3 @@ def test_raw_may_be_a_slice():
     expected = cpu_cell.cell(layout, options, **tensors, adjoint=None)[0]
     tensors["raw"] = wide[..., 2:-3]
     assert torch.equal(cpu_cell.cell(layout, options, **tensors, adjoint=None)[0], expected)
-
-
-def test_gradcheck():
-    layout, options, tensors = problem(2, 4, 5, 2, rank=2)
-    keep, y0, h0 = (tensors.pop(k) for k in NOT_DIFFERENTIATED)
-    for v in tensors.values():
-        v.requires_grad_()
-
-    def solve(*values):
-        given = dict(zip(tensors, values), keep=keep, y0=y0, h0=h0)
-        return cpu_cell.cell(layout, options, **given, adjoint=None)[0]
-
-    assert torch.autograd.gradcheck(solve, tuple(tensors.values()))

@@ -18,6 +18,7 @@ from lm.model import scan
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests.kernels import assert_close, quicken_interpreter
+from tests.marks import slow
 from tests.oracles import scan_inputs
 
 FP32, FP64 = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
@@ -67,7 +68,7 @@ def interpreted():
 def test_an_unknown_name_is_refused_wherever_it_is_read(monkeypatch):
     monkeypatch.setenv("FPRNN_KERNELS", "cuda")
     sentence = r"^FPRNN_KERNELS is `cuda`: it must be auto, plain or one of cpu, triton, mamba_ssm$"
-    for call in (kernels.asked, available, lambda: find("step", FP32)):
+    for call in (kernels.asked, available, lambda: find("roots", FP32)):
         with pytest.raises(BackendError, match=sentence):
             call()
     with pytest.raises(BackendError, match="`cuda`"):
@@ -77,11 +78,11 @@ def test_an_unknown_name_is_refused_wherever_it_is_read(monkeypatch):
 @pytest.mark.parametrize("name", ["", "auto"])
 def test_auto_on_a_cpu_is_the_compiled_scan_and_never_the_interpreter(name, monkeypatch, on_cpu):
     own = module()
-    on_cpu(cpu={"selective_scan": own, "step": own})
+    on_cpu(cpu={"selective_scan": own, "roots": own})
     monkeypatch.setenv("FPRNN_KERNELS", name)
     assert find("selective_scan", FP32) is find("selective_scan", FP64) is own
     assert find("ssd_scan", FP32) is None and find("short_conv", FP32) is None
-    assert find("step", FP32.to("meta")) is None
+    assert find("roots", FP32.to("meta")) is None
 
 
 def test_plain_is_none(monkeypatch):
@@ -91,17 +92,16 @@ def test_plain_is_none(monkeypatch):
 
 
 def test_a_name_comes_first_and_what_it_lacks_is_computed_by_another(monkeypatch, on_cpu):
-    scan_of_cpu, step_of_cpu, scan_of_triton = module(), module(), module()
+    scan_of_cpu, roots_of_cpu, scan_of_triton = module(), module(), module()
     on_cpu(
-        cpu={"selective_scan": scan_of_cpu, "step": step_of_cpu},
+        cpu={"selective_scan": scan_of_cpu, "roots": roots_of_cpu},
         triton={"selective_scan": scan_of_triton},
     )
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
     assert find("selective_scan", FP32) is scan_of_triton
     assert find("selective_scan", FP64) is scan_of_cpu
-    with torch.no_grad():
-        assert find("step", FP32) is step_of_cpu
+    assert find("roots", FP32) is roots_of_cpu
     monkeypatch.setenv("FPRNN_KERNELS", "cpu")
     assert find("selective_scan", FP32) is scan_of_cpu
 
@@ -145,28 +145,20 @@ def test_without_a_gpu_triton_is_an_error(monkeypatch):
         build._what_is_wrong.cache_clear()
 
 
-def test_no_gradient_through_the_step_of_the_cpu(on_cpu):
-    own = module()
-    on_cpu(cpu={"selective_scan": own, "step": own})
-    assert find("step", FP32) is None and find("selective_scan", FP32) is own
-    with torch.no_grad():
-        assert find("step", FP32) is own
-
-
 # Sentences.
 
 
 def test_what_is_available_and_what_is_missing(monkeypatch, on_cpu):
     works = module()
     on_cpu(
-        cpu={"selective_scan": works, "step": module("there is no g++ on PATH")},
+        cpu={"selective_scan": works, "roots": module("there is no g++ on PATH")},
         triton=dict.fromkeys(kernels.MODULES["triton"], works),
         mamba_ssm={"selective_scan": module("built without"), "ssd_scan": works},
     )
-    assert available("cpu") == "selective_scan cpu (cpu for step: there is no g++ on PATH)"
+    assert available("cpu") == "selective_scan cpu (cpu for roots: there is no g++ on PATH)"
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert available("cuda") == (
-        "selective_scan triton, ssd_scan mamba_ssm, step triton, cell triton, roots triton,"
+        "selective_scan triton, ssd_scan mamba_ssm, cell triton, roots triton,"
         " tokens triton (mamba_ssm for selective_scan: built without)"
     )
     monkeypatch.setenv("FPRNN_KERNELS", "mamba_ssm")  # it can do something
@@ -235,7 +227,7 @@ def test_gpu_kernels_are_checked_side_by_side_after_the_first(call, on_cpu, monk
     Two operations of one module share its check.
     """
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    checked, meeting = [], threading.Barrier(6)
+    checked, meeting = [], threading.Barrier(5)
 
     def checking(name, why=""):
         @functools.cache  # as the self-checks are
@@ -260,11 +252,10 @@ def test_gpu_kernels_are_checked_side_by_side_after_the_first(call, on_cpu, monk
     monkeypatch.setitem(kernels.MODULES["mamba_ssm"], "mamba2_scan", shared)
     call("cuda")
     assert checked[0] == ("selective_scan", True)
-    assert len(checked) == len(set(checked)) == 7 and not any(is_main for _, is_main in checked[1:])
+    assert len(checked) == len(set(checked)) == 6 and not any(is_main for _, is_main in checked[1:])
     assert kernels.choice("cuda") == {
         "selective_scan": ("triton",),
         "ssd_scan": ("mamba_ssm",),
-        "step": ("triton",),
         "short_conv": ("mamba_ssm",),
         "cell": (),
         "roots": ("triton",),
@@ -272,8 +263,8 @@ def test_gpu_kernels_are_checked_side_by_side_after_the_first(call, on_cpu, monk
         "mamba_scan": (),
         "mamba2_scan": ("mamba_ssm",),
     }
-    assert set(kernels.choice("cuda", ("step", "cell"))) == {"step", "cell"}
-    assert available("cuda", ("step", "short_conv")) == "step triton, short_conv mamba_ssm"
+    assert set(kernels.choice("cuda", ("roots", "cell"))) == {"roots", "cell"}
+    assert available("cuda", ("roots", "short_conv")) == "roots triton, short_conv mamba_ssm"
     assert available("cuda").endswith(
         " (mamba_ssm for selective_scan: lm.kernels.own_mamba_ssm_gone is not installed; triton for"
         " cell: it is off)"
@@ -337,7 +328,7 @@ def test_other_errors_are_not_swallowed(on_cpu):
 
 def test_without_the_package_the_plain_versions_are_used(monkeypatch):
     monkeypatch.setattr(scan, "_kernels", lambda: None)
-    assert scan.backend("step", FP32) is None and scan.faster("step", "mix", FP32) is None
+    assert scan.backend("roots", FP32) is None and scan.faster("roots", "find_roots", FP32) is None
     tensors = scan_inputs(1, 4, 3, 2)
     found, plain = scan.selective_scan(**tensors), scan.selective_scan_plain(**tensors)
     assert torch.equal(found[0], plain[0])
@@ -407,8 +398,10 @@ def everything(model, padded):
 
 
 # Interpreted, the search for roots takes half a second a token.
-@pytest.mark.parametrize("token", ["iterate", pytest.param("exact", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name, token",
+    [("mamba1, gate outside, padded", "iterate"), *(slow(name, "exact") for name in MODELS)],
+)
 def test_a_model_through_triton_is_the_plain_one(name, token, monkeypatch):
     """All tokens at once: token by token on a CPU is the compiled cell's."""
     interpreted()
@@ -434,8 +427,6 @@ def test_a_model_through_triton_is_the_plain_one(name, token, monkeypatch):
     for key in plain_exact:
         assert torch.equal(ours_exact[key], plain_exact[key]), key
     block = MODELS[name].get("block", "fp_mamba1")
-    expected = {"mix", "normalise", "finish_residual"}  # the residual: ℓ*'s
-    expected |= {"selective_scan"} if block == "fp_mamba1" else set()  # FP-Mamba-2's is mamba-ssm's
-    exact = {"solve_tokens", "solve_tokens_residual"}
-    expected |= {"finish"} if token == "iterate" else exact
+    expected = {"selective_scan"} if block == "fp_mamba1" else set()  # FP-Mamba-2's is mamba-ssm's
+    expected |= {"solve_tokens", "solve_tokens_residual"} if token == "exact" else set()
     assert set(used) == expected | ({"short_conv"} if "conv" in name else set())

@@ -8,8 +8,7 @@ import torch
 from lm.kernels.triton import roots as triton_roots
 from lm.kernels.triton.build import INTERPRETED
 from lm.model import cell
-from lm.model.certified_pair import find_certified_pairs
-from lm.model.certified_root import SOLVED
+from lm.model.certified_root import SOLVED, find_certified_pairs
 from tests.kernels import quicken_interpreter, skip_where_missing
 
 triton = pytest.importorskip("triton")

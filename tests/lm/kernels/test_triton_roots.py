@@ -8,7 +8,7 @@ from lm.kernels.cpu import roots as cpu_roots
 from lm.kernels.triton import roots as triton_roots
 from lm.kernels.triton.build import INTERPRETED
 from lm.model import cell
-from lm.model.certified_pair import find_certified_pairs
+from lm.model.certified_root import find_certified_pairs
 from lm.model.solver import BISECTED, FAILED
 from tests.kernels import (
     assert_nothing_spills,

@@ -6,7 +6,7 @@ import torch
 
 from benchmarks.root_search import FLOOR, random_pairs
 from lm.kernels.cpu import roots as cpu_roots
-from lm.model import certified_pair
+from lm.model import certified_root
 from lm.model.cell import Coefficients, _find_root_by_picard, _find_root_plain
 from lm.model.solver import BISECTED, FAILED
 from tests.kernels import skip_where_missing
@@ -34,7 +34,7 @@ def test_random_equations_have_the_root_that_picard_finds(n):
     equations = random_pairs(n, 3)
     coefficients = Coefficients(*equations, FLOOR)
     picard, _ = cpu_roots.count_evaluations(equations, FLOOR, True)
-    s, attracts, is_proven = certified_pair.find_certified_pairs(coefficients)
+    s, attracts, is_proven = certified_root.find_certified_pairs(coefficients)
     converged = is_proven & (picard.outcome == 0)
     assert (scaled_distance(coefficients, picard.s, s)[converged] < 1e-3).all()
     assert attracts[converged].all()
@@ -45,7 +45,7 @@ def test_plain_pytorch_and_the_cpu_decide_alike():
     skip_where_missing(cpu_roots)
     equations = random_pairs(20_000, 4)
     coefficients = Coefficients(*equations, FLOOR)
-    s, attracts, is_proven = certified_pair.find_certified_pairs(coefficients)
+    s, attracts, is_proven = certified_root.find_certified_pairs(coefficients)
     compiled, evaluations = cpu_roots.count_evaluations(equations, FLOOR, False)
     distance = scaled_distance(coefficients, s, compiled.s)
     assert (distance[is_proven] < 1e-4).all()
@@ -70,7 +70,7 @@ def test_the_root_is_on_the_side_of_alpha():
     """B = diag(3, 1/2): two roots attract, one on each side of the line s₁ = 0."""
     for side in (1.0, -1.0):
         c = equation(alpha=(side * 0.1, 0.0), beta=(3.0, 0.0, 0.0, 0.5))
-        s, attracts, is_proven = certified_pair.find_certified_pairs(c)
+        s, attracts, is_proven = certified_root.find_certified_pairs(c)
         assert is_proven and attracts and s[0, 0] * side > 2.5
         expected, outcome = _find_root_by_picard(c)
         assert outcome == 0
@@ -80,7 +80,7 @@ def test_the_root_is_on_the_side_of_alpha():
 def test_a_rotation_that_attracts_nowhere_is_decided_at_once():
     """B turns and stretches: the only root repels, and Picard circles around it."""
     c = equation(alpha=(0.1, 0.0), beta=(4.0, -5.0, 5.0, 4.0))
-    s, attracts, is_proven = certified_pair.find_certified_pairs(c)
+    s, attracts, is_proven = certified_root.find_certified_pairs(c)
     assert is_proven and not attracts
     assert _find_root_by_picard(c)[1] == BISECTED
     torch.testing.assert_close(c.phi(s)[0], s, rtol=1e-9, atol=1e-12)
@@ -120,14 +120,14 @@ def test_a_rotation_that_attracts_nowhere_is_decided_at_once():
     ids=["sides", "line", "zero", "several", "pole", "nan", "infinity"],
 )
 def test_what_is_not_proven(numbers):
-    s, _, is_proven = certified_pair.find_certified_pairs(equation(**numbers))
+    s, _, is_proven = certified_root.find_certified_pairs(equation(**numbers))
     assert not is_proven and (s == 0).all()
 
 
 def test_the_polynomials_are_those_of_the_equation():
     """det, s = v / det and N² = det² D at some g, for random equations."""
     fields = [t.double() for t in random_pairs(50, 5)]
-    e = certified_pair.PairEquation(*fields, FLOOR)
+    e = certified_root.PairEquation(*fields, FLOOR)
     for g in (1e-3, 0.3):
         powers = g ** torch.arange(5, dtype=torch.float64)
         rest = torch.eye(2, dtype=torch.float64) - g * e.beta
@@ -147,14 +147,14 @@ def test_bernstein_coefficients_count_zeros():
         zeros = rng.uniform(0, 2, 3)
         coefficients = np.poly([*zeros, 1j, -1j, -2.0])[::-1].real.copy()
         p = torch.from_numpy(coefficients).unsqueeze(0)
-        b = certified_pair.to_bernstein(p, ends)[0]
+        b = certified_root.to_bernstein(p, ends)[0]
         at_ends = np.polyval(coefficients[::-1], ends[0].numpy())
         np.testing.assert_allclose(b[:, 0], at_ends[:-1], rtol=1e-9, atol=1e-12)
         np.testing.assert_allclose(b[:, -1], at_ends[1:], rtol=1e-9, atol=1e-12)
-        changes, at_end = certified_pair.count_sign_changes(p, ends)
+        changes, at_end = certified_root.count_sign_changes(p, ends)
         inside = np.histogram(zeros, ends[0].numpy())[0]
         extra = changes[0].numpy() - inside
         assert (extra >= 0).all() and (extra % 2 == 0).all()
         torch.testing.assert_close(at_end[0], b[:, -1])
     flat = torch.zeros(1, 7, dtype=torch.float64)
-    assert (certified_pair.count_sign_changes(flat, ends)[0] == 9).all()
+    assert (certified_root.count_sign_changes(flat, ends)[0] == 9).all()

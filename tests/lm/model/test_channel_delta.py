@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lm.model.channel_delta import KDA, RWKV7, channel_delta_rule
 from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.delta import KDA, RWKV7, channel_delta_rule
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import Sequences
 from lm.training.optim import decays

@@ -15,7 +15,7 @@ from lm.model.delta import (
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import Sequences
 
-SIZES = dict(vocab_size=24, d_model=32, headdim=8, d_conv=3, reset_at_eos=False, n_layer=1)
+SIZES = dict(vocab_size=24, d_model=32, headdim=8, reset_at_eos=False, n_layer=1)
 
 
 def inputs(length, n, seed=0):

@@ -79,7 +79,7 @@ def test_token_is_not_taken_for_a_password(tmp_path):
     assert loaded.solver()["token"] == "iterate"
 
 
-@pytest.mark.parametrize("name", ["max_iters", "eval_max_iters", "n_backwards", "patience"])
+@pytest.mark.parametrize("name", ["max_iters", "eval_max_iters", "n_backwards"])
 @pytest.mark.parametrize("value", [0, -1, 1.5])
 def test_a_number_of_times_is_a_whole_one_above_zero(name, value):
     model = model_of()

@@ -1,18 +1,13 @@
 """Which of Q, B, C and Δ read sh(y) (the paper's Table 1): one iteration written out, solves."""
 
-import copy
 import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from lm.model import blocks
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.mixers import nrm
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.state import Sequences
-from tests.oracles import mixer_matrix
 
 FIELDS = ("mixer_h_dep", "b_h_dep", "c_h_dep", "dt_h_dep")
 MAMBAS = ("fp_mamba1", "fp_mamba2")
@@ -163,170 +158,7 @@ def test_dt_y_proj_starts_as_the_other_weight_normalised_maps():
 # One iteration against docs/model.md, a token at a time.
 
 
-def wn(linear):
-    """W = g · v / ‖v‖ of each row, from the parameters."""
-    return linear.gain * linear.direction / linear.direction.norm(dim=1, keepdim=True)
-
-
-def naive_step(block, u, y, starts, real):
-    """f(y) of one sequence, and its final state. u: (l,d_model), y: (l,d), starts, real: (l,)."""
-    cfg, d, k = block.config, block.config.d_inner, block.config.d_state * block.config.ngroups
-    first = cfg.block == "fp_mamba1"
-    heads = d if first else block.heads
-    A = -torch.exp(block.A_log)
-    out, h = torch.zeros_like(y), y.new_zeros(heads, d // heads, cfg.d_state)
-    for t in range(len(u)):
-        if starts[t]:
-            h = torch.zeros_like(h)
-        if not real[t]:  # the identity on the state
-            continue
-        projected = block.in_proj.weight @ u[t]
-        if first:
-            x, z = projected.split([d, d])
-            delta, B, C = (block.x_proj.weight @ x).split([cfg.dt_rank, k, k])
-        else:
-            z, x, B, C, delta = projected.split([d, d, k, k, heads])
-        before = torch.zeros_like(x) if t == 0 or starts[t] or not real[t - 1] else y[t - 1]
-        P = x
-        if cfg.mixer_h_dep:
-            P = x + before if cfg.symm_mixer else torch.cat([x, before])
-        eye, Q = torch.eye(d, dtype=y.dtype), mixer_matrix(block.mixer.state_dict(), P, cfg)
-        mixed = Q @ x + (eye - Q) @ y[t]
-        if cfg.b_h_dep:
-            B = B + wn(block.bc_y_proj)[:k] @ before
-        if cfg.c_h_dep:
-            C = C + wn(block.bc_y_proj)[-k:] @ before
-        if cfg.dt_h_dep:
-            delta = delta + wn(block.dt_y_proj) @ before
-        dt = block.dt_proj.weight @ delta + block.dt_proj.bias if first else delta + block.dt_bias
-        dt = F.softplus(dt)
-        # Per head (of FP-Mamba-1: channel) B and C of its group, over the states.
-        B, C = (
-            (nrm(m.view(cfg.ngroups, -1), cfg.eps) if cfg.bc_norm else m.view(cfg.ngroups, -1))
-            .repeat_interleave(heads // cfg.ngroups, 0)
-            .unsqueeze(1)
-            for m in (B, C)
-        )
-        by_head = mixed.view(heads, -1, 1)
-        rate = A if first else A.unsqueeze(-1)
-        h = torch.exp(dt.unsqueeze(-1) * rate).unsqueeze(1) * h + dt.view(-1, 1, 1) * by_head * B
-        o = ((h * C).sum(-1) + block.D.view(-1, 1) * by_head[..., 0]).flatten()
-        if first:
-            o = o * F.silu(z) if cfg.glu_in_loop else o
-            norm = block.out_norm
-            out[t] = F.layer_norm(o, (d,), norm.weight, norm.bias, norm.eps)
-        else:
-            o = o * F.silu(z)
-            rms = torch.sqrt(o.square().mean() + cfg.out_norm_epsilon)
-            out[t] = o / rms * block.out_norm.weight
-    return out, h.squeeze(1) if first else h
-
-
-STEPS = {
-    **{label(c): c for c in COMBINATIONS},
-    "symm": dict(block="fp_mamba1", symm_mixer=True, b_h_dep=False, dt_h_dep=True),
-    "gate_inside": dict(block="fp_mamba1", glu_in_loop=True, c_h_dep=False, dt_h_dep=True),
-    "no_bc_norm": dict(block="fp_mamba1", bc_norm=False, c_h_dep=False, dt_h_dep=True),
-    "groups": dict(block="fp_mamba2", ngroups=2, b_h_dep=False, dt_h_dep=True),
-    "groups_b": dict(block="fp_mamba2", ngroups=2, c_h_dep=False, bc_norm=False, dt_h_dep=True),
-    "two_reflections": dict(block="fp_mamba2", mixer_rank=2, dt_h_dep=True),
-}
-
-
-@pytest.mark.parametrize("kind", ["plain", "starts", "left_padding", "right_padding"])
-@pytest.mark.parametrize("name", STEPS)
-@torch.no_grad()
-def test_one_iteration_equals_the_definition(name, kind):
-    block = block_of(**STEPS[name], contractive=None)
-    length, starts, mask = 11, None, None
-    if kind == "starts":
-        starts = torch.zeros(2, length, dtype=torch.bool)
-        starts[0, 4] = starts[0, 7] = starts[1, 0] = starts[1, 10] = True
-    elif kind != "plain":
-        mask = torch.ones(2, length, dtype=torch.bool)
-        mask[0, :4] = mask[1, :1] = False
-        mask = mask if kind == "left_padding" else mask.flip(1)
-    u, y = normal(2, length, 8), normal(2, length, 16, seed=2)
-    y = y if mask is None else y * mask.unsqueeze(-1)  # as every iterate is
-    mine, h = block.step(block.prepare(u, Sequences(mask, starts)), y, True)
-    nothing = torch.zeros(length, dtype=torch.bool)
-    for row in range(2):
-        expected, state = naive_step(
-            block, u[row], y[row],
-            nothing if starts is None else starts[row], ~nothing if mask is None else mask[row],
-        )  # fmt: skip
-        torch.testing.assert_close(mine[row], expected, rtol=1e-9, atol=1e-10)
-        torch.testing.assert_close(h[row], state, rtol=1e-9, atol=1e-10)
-
-
 # The solve.
-
-
-@every_setting
-@torch.no_grad()
-def test_padding_documents_and_segments_give_what_the_tokens_alone_give(name):
-    model, tokens = model_of(**SETTINGS[name], n_layer=2), ids()
-    alone = model(tokens, return_state=True)
-    assert (alone.fixed_point.failed == 0).all()
-    close = dict(rtol=0, atol=1e-8)
-    for pad in ((5, 0), (0, 5)):
-        mask = F.pad(torch.ones_like(tokens), pad)
-        padded = model(F.pad(tokens, pad, value=7), attention_mask=mask).logits
-        torch.testing.assert_close(padded[mask.bool()], alone.logits.flatten(0, 1), **close)
-    packed = tokens.clone()
-    packed[:, 9] = 0  # the end of a document
-    torch.testing.assert_close(model(packed).logits[:, 10:], model(tokens[:, 10:]).logits, **close)
-    for tokens_, whole in ((tokens, alone), (packed, model(packed, return_state=True))):
-        state = None
-        segments = (t.split((10, 1, 13), 1) for t in (tokens_, whole.logits))
-        for segment, expected in zip(*segments, strict=True):
-            out = model(segment, state=state, return_state=True)
-            state = out.state
-            torch.testing.assert_close(out.logits, expected, **close)
-        for mine, theirs in zip(state.layers, whole.state.layers):
-            torch.testing.assert_close(mine.y, theirs.y, **close)
-            torch.testing.assert_close(mine.h, theirs.h, **close)
-
-
-@pytest.mark.parametrize("gradient", ["one_step", "implicit", "exact"])
-@every_setting
-def test_every_parameter_has_the_gradient_that_finite_differences_give(name, gradient):
-    block = block_of(**{**SETTINGS[name], "tol": 1e-13}, gradient=gradient, stepsize=0.9)
-    u, cotangent = normal(2, 6, 8), normal(2, 6, 8, seed=3)
-    with torch.no_grad():
-        y_star = block._solve(block.prepare(u)).y
-
-    def scalar():  # these gradients are of the solve, the others of the steps after it
-        if gradient in ("exact", "implicit"):
-            return (block(u)[0] * cotangent).sum()
-        s = block.prepare(u)
-        return (block.finish(s, block.step(s, y_star)) * cotangent).sum()
-
-    (block(u)[0] * cotangent).sum().backward()
-    for parameter, p in block.named_parameters():
-        assert torch.isfinite(p.grad).all() and p.grad.abs().max() > 0, parameter
-        direction, original = normal(*p.shape, seed=4), p.data
-        with torch.no_grad():
-            p.data = original + 1e-6 * direction
-            plus = scalar()
-            p.data = original - 1e-6 * direction
-            numeric = ((plus - scalar()) / 2e-6).item()
-            p.data = original
-        analytic = (p.grad * direction).sum().item()
-        assert abs(numeric - analytic) < 1e-5 * (1 + abs(numeric)), parameter
-
-
-@every_setting
-def test_gradient_checkpointing_gives_the_same(name):
-    grads = []
-    for checkpointing in (False, True):
-        model = model_of(**SETTINGS[name], n_layer=2).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-        model(ids(), labels=ids()).loss.backward()
-        grads.append({n: p.grad for n, p in model.named_parameters()})
-    for parameter, grad in grads[0].items():
-        torch.testing.assert_close(grads[1][parameter], grad, msg=parameter)
 
 
 @every_setting
@@ -349,19 +181,6 @@ def test_bf16_stays_near_fp32_and_trains(name, tmp_path):
 
 
 # What stands around it.
-
-
-@every_setting
-@torch.no_grad()
-def test_a_saved_model_comes_back(name, tmp_path):
-    model = model_of(torch.float32, **SETTINGS[name], tol=1e-4)
-    model.save_pretrained(tmp_path)
-    loaded = FPRNNForCausalLM.from_pretrained(tmp_path).eval()
-    for field in FIELDS:
-        assert getattr(loaded.config, field) == getattr(model.config, field)
-    assert loaded.state_dict().keys() == model.state_dict().keys()
-    aligned = copy.deepcopy(loaded)  # a file's tensors lie anywhere, and BLAS rounds accordingly
-    assert torch.equal(aligned(ids()).logits, model(ids()).logits)
 
 
 @pytest.mark.parametrize("name", MAMBAS)

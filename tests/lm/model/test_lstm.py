@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lm.model.baseline_layers import LSTM, LSTMState
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.plain import LSTM, LSTMState
 from lm.model.state import Sequences
 
 WIDTH = 8

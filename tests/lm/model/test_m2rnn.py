@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.m2rnn import M2RNN
+from lm.model.diagonal import M2RNN
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests.lm.model.test_channel_delta import layer
 from tests.lm.model.test_delta import SIZES

@@ -76,7 +76,7 @@ NAMED = r"^layer 0: .* Cause: .*mixer {} .*contractive null.* What helps: .*cont
 
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_divergence_is_an_error_that_names_layer_cause_and_cure(solver):
-    model, ids = wild("nonselective", solver), tokens(80)
+    model, ids = wild("nonselective", solver), tokens(80, batch=1)
     calls = (
         lambda: model(ids),
         lambda: model(ids, labels=ids),
@@ -86,13 +86,20 @@ def test_divergence_is_an_error_that_names_layer_cause_and_cure(solver):
         lambda: model.backbone(ids),
         lambda: model.generate(ids, max_new_tokens=2),
     )
-    for call in calls if solver == "sequential" else calls[1::2]:
+    for call in calls if solver == "paper" else calls[1::5]:
         with pytest.raises(NonFiniteError, match=NAMED.format("nonselective")):
             call()
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("mixer", ["kronecker", "monarch", "mixture", "householder"])
+@pytest.mark.parametrize(
+    "mixer, solver",
+    [
+        (mixer, solver)
+        for i, mixer in enumerate(["kronecker", "monarch", "mixture", "householder"])
+        for j, solver in enumerate(SOLVERS)
+        if (i + j) % 2 == 0
+    ],
+)
 def test_what_is_returned_is_finite_or_refused(mixer, solver):
     model, ids = wild(mixer, solver, max_iters=60), tokens(30)
     try:
@@ -139,9 +146,14 @@ GRADIENTS = {
 }
 
 
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("block", ["fp_mamba1", "fp_mamba2", "fp_rnn"])
+@pytest.mark.parametrize(
+    "block, gradient, solver",
+    [
+        (("fp_mamba1", "fp_mamba2", "fp_rnn")[(i + j) % 3], gradient, solver)
+        for i, gradient in enumerate(GRADIENTS)
+        for j, solver in enumerate(SOLVERS)
+    ],
+)
 def test_a_forward_pass_without_gradients_is_the_one_with_them(block, gradient, solver):
     fields = dict(block=block, headdim=8, tol=0.1, eval_tol=0.1, **GRADIENTS[gradient])
     model = model_of(n_layer=2, **fields, **SOLVERS[solver]).double().eval()

@@ -15,14 +15,14 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
+from lm.model.baseline_layers import Attention, GatedMLP
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.patterns import KINDS, Layer, parse
-from lm.model.plain import Attention, GatedMLP
 from lm.model.solver import NonFiniteError
 from lm.model.state import Sequences
 
-SIZES = dict(vocab_size=24, d_model=32, d_state=4, headdim=8, d_conv=3, reset_at_eos=False)
+SIZES = dict(vocab_size=24, d_model=32, d_state=4, headdim=8, reset_at_eos=False)
 HYBRID = "mamba fp_mamba1 attention mlp mamba2"
 HYBRIDS = {
     "all": dict(layers=HYBRID, n_layer=5),
@@ -118,7 +118,7 @@ def test_a_pattern_of_equal_layers_is_the_pure_stack():
 def test_mamba_is_transformers_mamba(kind):
     ours = build(dtype=torch.float32, n_layer=2, layers=kind, tie_embeddings=False)
     common = dict(
-        vocab_size=24, hidden_size=32, num_hidden_layers=2, state_size=4, expand=2, conv_kernel=3,
+        vocab_size=24, hidden_size=32, num_hidden_layers=2, state_size=4, expand=2,
         tie_word_embeddings=False, use_cache=False,
     )  # fmt: skip
     if kind == "mamba":

@@ -72,12 +72,6 @@ def test_autocast_does_not_reach_inside():
     assert torch.equal(grad, torch.autograd.grad(y.sum(), [t["x"]])[0])
 
 
-def test_gradcheck():
-    t = inputs(2, 7, 3, 2)
-    keep = torch.tensor([[1, 1, 0, 1, 1, 1, 0], [1] * 7], dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda *a: selective_scan(*a, keep), tuple(t.values()))
-
-
 def test_shared_decays_change_nothing():
     t = inputs(2, 33, 4, 3)
     decays = chunk_decays(t["dt"].detach(), t["A"].detach())

@@ -80,5 +80,7 @@ def test_what_from_pretrained_changes_is_checked_like_the_rest(tmp_path):
             ValueError, match=r"max_iters is .*: it must be a whole number from 1 to 1e\+09"
         ):
             FPRNNConfig(max_iters=value)
-    with pytest.raises(ValueError, match="d_conv is 0: it must be a whole number from 1 to 65,536"):
-        load(tmp_path, d_conv=0)
+    with pytest.raises(
+        ValueError, match="mixer_rank is 0: it must be a whole number from 1 to 65,536"
+    ):
+        load(tmp_path, mixer_rank=0)

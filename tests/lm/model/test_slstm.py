@@ -3,9 +3,9 @@
 import torch
 import torch.nn.functional as F
 
+from lm.model.baseline_layers import SLSTM
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.slstm import SLSTM
 from tests.lm.model.test_channel_delta import layer
 from tests.lm.model.test_delta import SIZES
 

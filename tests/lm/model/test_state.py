@@ -18,6 +18,7 @@ BLOCKS = {
     for glu in (False, True)
     if not (glu and block == "fp_rnn")
 }
+BLOCKS["fp_mamba1-dt"] = dict(dt_h_dep=True)
 SEGMENTS = {
     "whole": (24,),
     "three": (8, 8, 8),

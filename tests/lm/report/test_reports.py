@@ -1,4 +1,4 @@
-"""The page of runs: every number on it is one of their files, whatever state these are in."""
+"""The report of runs: every number is from their files, whatever state these are in."""
 
 import html.parser
 import json
@@ -6,21 +6,19 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import time
 
 import pytest
 
 from lm.cli.main import main
-from lm.common import page as shell
 from lm.common.errors import BAD_CONFIG
 from lm.common.files import OutputError
+from lm.report import draw
+from lm.report.blocks import format_bytes, format_error
+from lm.report.read import labels
 from lm.report.report import report
-from lm.report.sections.blocks import in_bytes, with_error
-from lm.report.sections.read import labels
-from tests.running import ROOT
+from lm.runs.written import FIGURES
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 STEPS, EVERY = 40, 4
 
 
@@ -138,48 +136,27 @@ def reported(runs, out=None) -> Page:
     return Page((out or runs[0]) / "report.html")
 
 
-@pytest.mark.parametrize("kind", ["html", "markdown", "tex"])
-def test_a_report_replaces_no_file_of_somebody_else(tiny_run, tmp_path, kind):
-    mine = tmp_path / f"paper.{kind}"
-    mine.write_text("\\documentclass{article}")
-    with pytest.raises(OutputError, match=rf"paper\.{kind} is there already"):
-        report([tiny_run], tmp_path / "paper.html")
-    assert mine.read_text() == "\\documentclass{article}"
-    assert sorted(tmp_path.iterdir()) == [mine]
-    mine.unlink()
-    for _ in range(2):  # its own files it replaces
-        report([tiny_run], tmp_path / "paper.html")
-
-
 def number(text: str) -> float:
     return float(text.replace(",", ""))
 
 
-def near(value):
-    """What six digits keep of a number."""
-    return pytest.approx(value, rel=1e-5)
+def check_curve(row: dict[str, str], values: list[float]) -> None:
+    """A row "in numbers" is that of these values."""
+    assert row["points"] == str(len(values))
+    expected = {"first": values[0], "min": min(values), "max": max(values), "last": values[-1]}
+    assert {name: number(row[name]) for name in expected} == pytest.approx(expected, rel=1e-5)
 
 
-def check_curve(row: dict[str, str], pairs: list[tuple[int, float]]) -> None:
-    """A row "in numbers" is that of these (update, value)."""
-    values = [value for _, value in pairs]
-    assert row["points"] == str(len(pairs))
-    assert row["updates"] == f"{pairs[0][0]:,} to {pairs[-1][0]:,}"
-    expected = {"first": values[0], "least": min(values), "most": max(values), "last": values[-1]}
-    assert {name: number(row[name]) for name in expected} == near(expected)
-
-
-def check_chart(page: Page, title: str, curves: list[list[tuple[int, float]]]) -> None:
-    """A picture's numbers are those of these curves; where all of them are the same, a sentence
-    stands in its place."""
-    values = {value for pairs in curves for _, value in pairs}
+def check_figure(page: Page, title: str, curves: list[list[float]]) -> None:
+    """A figure's numbers are those of these curves; equal values are a sentence."""
+    values = {value for curve in curves for value in curve}
     if len(values) > 1:
-        for row, pairs in zip(page.rows(title).values(), curves, strict=True):
-            check_curve(row, pairs)
+        for row, curve in zip(page.rows(title).values(), curves, strict=True):
+            check_curve(row, curve)
         return
     assert title not in page.headings
     said = re.search(rf"{re.escape(title)} \([^)]*\): (\S+) throughout\.", page.text)
-    assert number(said[1]) == near(values.pop())
+    assert number(said[1]) == pytest.approx(values.pop(), rel=1e-5)
 
 
 def lines_of(folder) -> list[dict]:
@@ -188,11 +165,16 @@ def lines_of(folder) -> list[dict]:
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Pages without their pictures, which take most of the time."""
-    monkeypatch.setattr(
-        "lm.report.sections.as_html.drawings",
-        lambda block: ["<svg></svg>"] * len(getattr(block, "axes", "1")),
-    )
+    """Reports without their figures, which take most of the time."""
+    monkeypatch.setattr(draw, "draw", lambda figure: None)
+    monkeypatch.setattr(draw, "to_png", lambda drawing: b"PNG")
+    monkeypatch.setattr(draw, "save", lambda drawing, png, folder, name: None)
+
+
+@pytest.fixture
+def no_pdf(monkeypatch):
+    """Reports without files of their figures."""
+    monkeypatch.setattr(draw, "save", lambda drawing, png, folder, name: None)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +189,7 @@ PLAIN = {
     "Learning rate": ("lr", 1),
     "Gradient norm": ("grad_norm", 1),
     "Throughput": ("tokens_per_s", 1),
-    "Memory": ("peak_memory_bytes", 2**20),
+    "Memory": ("peak_memory_bytes", 2**30),
 }
 OF_LAYERS = {
     "Evaluations a token": "evaluations",
@@ -221,21 +203,21 @@ def check_numbers(page: Page, folder) -> None:
     """Every figure's numbers are those of metrics.jsonl."""
     found = lines_of(folder)
     training = [r for r in found if "loss" in r]
-    check_curve(page.rows("Training loss")["training"], [(r["step"], r["loss"]) for r in training])
+    losses = page.rows("Loss")
+    check_curve(losses["training: training"], [r["loss"] for r in training])
+    scores = [r["validation"] for r in found if "validation" in r]
+    check_curve(losses["validation: validation"], [of["loss"] for of in scores])
+    (baselines,) = [r["baselines"] for r in found if "baselines" in r]
+    for name, perplexity in baselines.items():
+        assert number(losses[name]["last"]) == pytest.approx(math.log(perplexity), rel=1e-5)
+    check_figure(page, "Bits per byte", [[of["bits_per_byte"] for of in scores]])
     for title, (key, size) in PLAIN.items():
-        check_chart(page, title, [[(r["step"], r[key] / size) for r in training]])
+        check_figure(page, title, [[r[key] / size for r in training]])
     layers = range(len(training[0]["evaluations"]))
     for title, key in OF_LAYERS.items():
-        check_chart(page, title, [[(r["step"], r[key][i]) for r in training] for i in layers])
-    probes = [(r["step"], r["probe"]["num_iters"]["mean"]) for r in found if "probe" in r]
-    check_chart(page, "ℓ* of each layer", [[(s, mean[i]) for s, mean in probes] for i in layers])
-    scores = [(r["step"], r["validation"]) for r in found if "validation" in r]
-    rows = page.rows("Validation loss")
-    last = list(rows["validation"])[-1]  # a column: of one validation alone there is one
-    assert number(rows["validation"][last]) == near(scores[-1][1]["loss"])
-    for name, perplexity in found[-1].get("baselines", found[-2].get("baselines")).items():
-        assert number(rows[name][last]) == near(math.log(perplexity))
-    check_chart(page, "Bits per byte", [[(step, of["bits_per_byte"]) for step, of in scores]])
+        check_figure(page, title, [[r[key][i] for r in training] for i in layers])
+    means = [r["probe"]["num_iters"]["mean"] for r in found if "probe" in r]
+    check_figure(page, "ℓ* of each layer", [[mean[i] for mean in means] for i in layers])
 
 
 def check_result(page: Page, folder) -> None:
@@ -244,9 +226,13 @@ def check_result(page: Page, folder) -> None:
     assert shown["run"] == folder.name and shown["state"] == "done"
     for name in ("updates", "tokens", "parameters"):
         assert shown[name] == f"{result[name]:,}"
-    for name, key in (("validation loss", "loss"), ("bits per byte", "bits_per_byte")):
-        assert number(shown[name]) == near(result["validation"][key])
-    assert number(shown["tokens/s"]) == near(result["tokens_per_s"])
+    numbers = {
+        "validation loss": result["validation"]["loss"],
+        "bits per byte": result["validation"]["bits_per_byte"],
+        "tokens/s": result["tokens_per_s"],
+    }
+    found = {name: number(shown[name]) for name in numbers}
+    assert found == pytest.approx(numbers, rel=1e-5)
 
 
 def test_every_number_is_that_of_the_file(solved, tmp_path, undrawn):
@@ -254,10 +240,11 @@ def test_every_number_is_that_of_the_file(solved, tmp_path, undrawn):
     check_numbers(page, solved)
     check_result(page, solved)
     assert not (solved / "report.html").exists() and not (solved / "summary.json").exists()
+    for key in ("grad_norm", "probe.num_iters.mean", "validation.bits_per_byte", "failed"):
+        assert f"metrics.jsonl: {key}" in page.text
 
 
-def test_the_page_of_a_real_run(tiny_run, tmp_path):
-    """With figures and summary, as ever, and with what it ran on."""
+def test_the_report_of_a_real_run(tiny_run, tmp_path, capsys):
     copied = shutil.copytree(tiny_run, tmp_path / "tiny", ignore=shutil.ignore_patterns("hf"))
     page = reported(copied)
     check_numbers(page, copied)
@@ -267,62 +254,64 @@ def test_the_page_of_a_real_run(tiny_run, tmp_path):
     known = {(row[0], row[1]): row[2] for row in page.tables["Provenance"][0]}
     assert known["environment.json", "torch"] == environment["torch"]
     assert known["environment.json", "commit"] == (environment["commit"] or "null")
-    if (ROOT / ".git").exists():
-        head = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
-        )
-        assert environment["commit"].rstrip("+") == head.stdout.strip()
-    assert known["data/corpus.json", "fingerprint"] == corpus["fingerprint"]
-    figures = {f"{name}.{kind}" for name in ("loss", "iterations") for kind in ("png", "pdf")}
-    assert {p.name for p in (copied / "figures").iterdir()} == figures
-    assert (copied / "summary.json").is_file()
+    assert known["data/corpus.json", "settings"] == corpus["settings"]
+    figures = {path.name for path in (copied / "figures").iterdir()}
+    names = {"loss.png", "loss.pdf", "lr.png", "grad_norm.pdf", "memory.png"}
+    assert names <= figures <= {f"{name}.{kind}" for name in FIGURES for kind in ("png", "pdf")}
+    assert (copied / "figures/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (copied / "figures/loss.pdf").read_bytes().startswith(b"%PDF")
+    summary = json.loads((copied / "summary.json").read_text())
+    result = json.loads((copied / "result.json").read_text())
+    assert summary["validation"] == result["validation"]
+    assert len(summary["fixed_point"]["num_iters"]["mean"]) == 2
+    said = capsys.readouterr().out
+    assert "against the better baseline" in said and "not solved (evaluation)" in said
 
 
-def test_figures_are_drawn_from_the_records(solved, tmp_path, monkeypatch):
-    """Over updates, and over the tokens of the same records."""
+def test_curves_are_drawn_from_the_records(solved, tmp_path, monkeypatch):
+    """Over updates; of several runs the loss over the tokens of the same records."""
     seen = {}
-    draw = shell.svg
+    make = draw.draw
 
-    def svg(drawn):
-        axes = drawn.axes[0]
-        key = axes.get_ylabel(), axes.get_xlabel()
-        seen.setdefault(key, []).append([line.get_xydata().tolist() for line in axes.lines])
-        return draw(drawn)
+    def record_lines(figure):
+        drawing = make(figure)
+        seen[figure.name] = [
+            [line.get_xydata().tolist() for line in axes.lines] for axes in drawing.axes
+        ]
+        return drawing
 
-    monkeypatch.setattr(shell, "svg", svg)
-    reported(solved, tmp_path)
+    monkeypatch.setattr(draw, "draw", record_lines)
+    monkeypatch.setattr(draw, "to_png", lambda drawing: b"PNG")
+    monkeypatch.setattr(draw, "save", lambda drawing, png, folder, name: None)
     found = lines_of(solved)
-    tokens = {r["step"]: r["tokens"] for r in found if "loss" in r}
-    expected = [[float(r["tokens"]), r["loss"]] for r in found if "loss" in r]
-    assert seen["nats per token", "training tokens"][0][0] == expected
-    expected = [[float(r["step"]), r["grad_norm"]] for r in found if "loss" in r]
-    assert seen["before clipping", "update"] == [[expected]]
-    ((drawn,),) = seen["bits", "training tokens"]
-    scores = {r["step"]: r["validation"]["bits_per_byte"] for r in found if "validation" in r}
-    assert [y for _, y in drawn] == list(scores.values())
-    between = {10: (tokens[8] + tokens[12]) / 2, 30: (tokens[28] + tokens[32]) / 2}
-    assert [x for x, _ in drawn] == [between.get(step, tokens.get(step)) for step in scores]
+    training = [r for r in found if "loss" in r]
+    reported(solved, tmp_path)
+    assert seen["loss"][0][0] == [[float(r["step"]), r["loss"]] for r in training]
+    assert seen["grad_norm"] == [[[[float(r["step"]), r["grad_norm"]] for r in training]]]
+    other = shutil.copytree(solved, tmp_path / "other")
+    reported([solved, other], tmp_path / "both")
+    assert seen["loss"][0][0] == [[float(r["tokens"]), r["loss"]] for r in training]
+    tokens = {r["step"]: r["tokens"] for r in training}
+    tokens |= {10: (tokens[8] + tokens[12]) / 2, 30: (tokens[28] + tokens[32]) / 2}
+    scores = [r for r in found if "validation" in r]
+    expected = [[tokens[r["step"]], r["validation"]["bits_per_byte"]] for r in scores]
+    assert seen["bits_per_byte"] == [[expected, expected]]
 
 
-def test_nothing_of_the_page_is_outside_it(solved, tmp_path):
+def test_the_page_needs_no_other_file(solved, tmp_path, no_pdf):
     page = reported(solved, tmp_path)
     targets = [v for _, name, v in page.attributes if name in ("src", "href", "xlink:href")]
     assert targets and all(v.startswith(("#", "data:")) for v in targets)
     assert {tag for tag, _, _ in page.attributes} & {"link", "iframe", "object", "base"} == set()
     text = (tmp_path / "report.html").read_text()
-    assert "@import" not in text and not re.search(r"url\((?!#)", text)
+    assert "@import" not in text and "url(" not in text
     ids = {value for _, name, value in page.attributes if name == "id"}
     assert {v[1:] for _, name, v in page.attributes if name == "href"} <= ids
-    headings = [value for tag, name, value in page.attributes if tag == "h2" and name == "id"]
-    assert len(headings) == len(set(headings)) >= 9
 
 
-def test_every_figure_says_what_it_is_drawn_from(solved, tmp_path, undrawn):
-    text = reported(solved, tmp_path).text
-    html_text = (tmp_path / "report.html").read_text()
-    assert html_text.count("<figure") == html_text.count("<figcaption>metrics.jsonl: <code>") > 8
-    for key in ("grad_norm", "probe.num_iters.mean", "validation.bits_per_byte", "failed"):
-        assert f"metrics.jsonl: {key} over step" in text
+def test_a_named_page_is_written_without_a_folder(solved, tmp_path, undrawn):
+    assert main(["report", str(solved), "--out", str(tmp_path / "a.html")]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["a.html"]
 
 
 def test_markdown_has_the_same_tables(solved, tmp_path, undrawn):
@@ -330,14 +319,10 @@ def test_markdown_has_the_same_tables(solved, tmp_path, undrawn):
     text = (tmp_path / "report.markdown").read_text()
     rows = re.findall(r"^\| (.*) \|$", text, re.M)
     cells = [re.split(r" (?<!\\)\| ", re.sub(r"\\(?!\|)(.)", r"\1", row)) for row in rows]
-    found = [row for row in cells if set("".join(row)) - set("-:")]
+    found = [row for row in cells if set("".join(row)) - set("-: ")]
     assert found == [row for of in page.tables.values() for table in of for row in table]
-
-
-def test_markdown_keeps_the_spaces_around_code(solved, tmp_path, undrawn):
-    reported(solved, tmp_path)
-    text = (tmp_path / "report.markdown").read_text()
-    assert "From metrics.jsonl: `loss` over `step` and `tokens`; nats per token." in text
+    assert "From metrics.jsonl: `loss`, `validation.loss`; nats per token." in text
+    assert "![Loss](figures/loss.png)" in text
 
 
 def test_a_checkpoint_table_adds_up(solved, tmp_path, undrawn):
@@ -346,42 +331,17 @@ def test_a_checkpoint_table_adds_up(solved, tmp_path, undrawn):
     assert (row["size of the last"], row["training waited s"]) == ("121 KiB", "0.5")
 
 
-def test_each_chart_is_shown_once_with_a_switch_of_its_axis(solved, tmp_path):
-    """Both drawings lie in the page; which is seen is the reader's choice, without a script."""
-    reported(solved, tmp_path)
-    text = (tmp_path / "report.html").read_text()
-    for title in ("Training loss", "Validation loss", "Bits per byte"):
-        (figure,) = re.findall(rf"<figure><h3>{title}</h3>.*?</figure>", text, re.S)
-        buttons = re.findall(r"<input type='radio' name='(.*?)' value='(\w+)'( checked)?>", figure)
-        assert [value for _, value, _ in buttons] == ["update", "tokens"]
-        assert [bool(pressed) for _, _, pressed in buttons] == [True, False]
-        assert figure.count("<svg") == 2 and len({name for name, _, _ in buttons}) == 1
-    assert text.count("<svg") == text.count("<figure>") + 3
-
-
-def test_what_does_not_move_is_said_and_not_drawn(tmp_path):
-    """A share of failures that is 0 throughout, one validation alone."""
+def test_equal_values_are_a_sentence(tmp_path, undrawn):
+    """A share of failures that is 0 throughout is no figure."""
     lines = records([0, 1])
     for r in lines:
         if "failed" in r:
             r["failed"] = [0.0, 0.0]
             r["lr"] = 0.002
-    lines = [r for r in lines if r["step"] == 40 or "validation" not in r]
     page = reported(run_in(tmp_path / "run", lines), tmp_path)
     assert "Tokens whose solve failed (share of the tokens): 0 throughout." in page.text
     assert "Learning rate (learning rate): 0.002 throughout." in page.text
-    assert not {"Tokens whose solve failed", "Learning rate", "Bits per byte"} & {*page.headings}
-    rows = page.rows("Validation loss")
-    assert list(rows) == ["validation", "unigram", "bigram"] and len(rows["bigram"]) == 2
-    assert list(page.rows("ℓ* of each layer")["layer 1"]) == ["curve", "iterations"]
-
-
-def test_tables_for_a_paper(solved, tmp_path, undrawn):
-    folder = shutil.copytree(solved, tmp_path / "a_run")
-    reported(folder, tmp_path)
-    text = (tmp_path / "report.tex").read_text()
-    assert r"run & a\_run \\" in text and r"$\ell^*$ & 9.21429 \\" in text
-    assert text.count(r"\begin{tabular}{lr") == text.count(r"\bottomrule") == 2
+    assert not {"Tokens whose solve failed", "Learning rate"} & {*page.headings}
 
 
 @pytest.mark.parametrize(
@@ -398,12 +358,12 @@ def test_tables_for_a_paper(solved, tmp_path, undrawn):
     ],
 )
 def test_an_error_decides_the_digits(value, error, text):
-    assert with_error(value, error) == text
+    assert format_error(value, error) == text
 
 
 def test_bytes_are_read_in_a_unit():
     counts = {0: "0 KiB", 123_496: "121 KiB", 1_268_000_000: "1.18 GiB", 2**43: "8 TiB"}
-    assert {count: in_bytes(count) for count in counts} == counts
+    assert {count: format_bytes(count) for count in counts} == counts
 
 
 # Runs of other kinds.
@@ -412,65 +372,40 @@ def test_bytes_are_read_in_a_unit():
 def test_a_baseline_has_no_solver_and_that_is_said(tmp_path, undrawn):
     folder = run_in(tmp_path / "plain", records(None), model={"name": "mamba"})
     page = reported(folder, tmp_path)
-    assert "plain has no solver (model.name mamba), and so no ℓ*" in page.text
+    assert "plain has no solver ( mamba ), and so no ℓ*" in page.text
     assert "ℓ* of each layer" not in page.headings and "Residual" not in page.headings
 
 
-def test_a_hybrid_names_its_layers(tmp_path, undrawn):
-    folder = run_in(tmp_path / "hybrid", records([3, 7]))
-    page = reported(folder, tmp_path)
-    for title in ("ℓ* of each layer", *OF_LAYERS):
-        if title != "Tokens whose solve failed":  # of these layers 0
-            assert list(page.rows(title)) == ["layer 3", "layer 7"]
+@pytest.mark.parametrize("layers", [[3, 7], list(range(24))])
+def test_layers_have_the_numbers_of_their_model(tmp_path, layers, no_pdf):
+    """Two layers have a legend; many have a color bar."""
+    page = reported(run_in(tmp_path / "hybrid", records(layers)), tmp_path)
+    for title in ("ℓ* of each layer", "Evaluations a token"):
+        assert list(page.rows(title)) == [f"layer {layer}" for layer in layers]
+    assert list(page.rows("Layers")) == [str(layer) for layer in layers]
 
 
-def test_many_layers_are_a_heat_map(tmp_path, monkeypatch):
-    meshes = []
-    draw = shell.svg
-
-    def svg(drawn):
-        meshes.extend(m.get_array().tolist() for m in drawn.axes[0].collections)
-        return draw(drawn)
-
-    monkeypatch.setattr(shell, "svg", svg)
-    folder = run_in(tmp_path / "deep", records(list(range(24))))
-    page = reported(folder, tmp_path)
-    probes = [r["probe"]["num_iters"]["mean"] for r in lines_of(folder) if "probe" in r]
-    assert meshes[0] == [list(row) for row in zip(*probes, strict=True)]
-    assert list(page.rows("ℓ* of each layer")) == [f"layer {i}" for i in range(24)]
-
-
-def test_a_mixture_with_z_loss_and_an_average_of_weights(tmp_path, undrawn):
+def test_a_mixture_with_z_loss(tmp_path, undrawn):
     lines = records(None, z_loss=0.01, data_share={"a": 0.7, "b": 0.3})
     for r in lines:
         if "validation" in r:
             loss = r["validation"]["loss"]
-            of = {"a": {"loss": loss - 0.5}, "b": {"loss": loss + 1}}
-            r["validation"]["sources"] = of
-            r["ema"] = {"loss": loss - 0.1}
+            r["validation"]["sources"] = {"a": {"loss": loss - 0.5}, "b": {"loss": loss + 1}}
     page = reported(run_in(tmp_path / "mixed", lines), tmp_path)
-    of_sources = page.rows("Validation loss of each source")
-    assert number(of_sources["a"]["last"]) + 1.5 == near(number(of_sources["b"]["last"]))
-    assert number(page.rows("Share of each source")["b"]["of the targets"]) == 0.3
-    rows = page.rows("Validation loss")
-    gap = number(rows["validation"]["last"]) - number(
-        rows["validation, average of weights"]["last"]
-    )
-    assert gap == pytest.approx(0.1, abs=1e-4)
+    sources = page.rows("Validation loss of each source")
+    gap = number(sources["b"]["last"]) - number(sources["a"]["last"])
+    assert gap == pytest.approx(1.5, abs=1e-4)
+    assert number(page.rows("Share of each source")["b"]["last"]) == 0.3
     assert "z-loss (added to the loss): 0.01 throughout" in page.text
 
 
-def test_the_parts_of_an_update(tmp_path, solved):
+def test_the_parts_of_an_update(tmp_path, undrawn):
     parts = {"data": 0.1, "forward": 0.5, "solve": 0.25, "backward": 0.15, "communication": 0.0}
-    folder = run_in(tmp_path / "timed", records([0], breakdown=parts))
-    page = reported(folder, tmp_path)
+    page = reported(run_in(tmp_path / "timed", records([0], breakdown=parts)), tmp_path)
     rows = page.rows("Time of an update")
-    assert {name: row["share"] for name, row in rows.items()} == {
-        "data": "10.0%", "forward": "50.0%", "solve": "25.0%", "backward": "15.0%", "all": "–",
-    }  # fmt: skip
-    assert number(rows["all"]["mean seconds an update"]) == 1
-    without = reported(solved, tmp_path / "without")
-    assert "Not recorded: the parts of an update's time ( breakdown )" in without.text
+    assert {name: number(row["last"]) for name, row in rows.items()} == {
+        name: seconds for name, seconds in parts.items() if seconds
+    }
 
 
 def test_scores_samples_and_events(tmp_path, undrawn):
@@ -482,24 +417,24 @@ def test_scores_samples_and_events(tmp_path, undrawn):
     ]
     folder = run_in(tmp_path / "run", lines)
     scores = {"acc": {"value": 0.24, "stderr": 0.061, "higher_is_better": True}}
-    spoilt = {"acc": {"value": 0.5, "higher_is_better": ["true"]}}
+    plain = {"acc": {"value": 0.5, "higher_is_better": ["true"]}}
     (folder / "hf/eval").mkdir(parents=True)
-    tasks = {"catbabi_mini": {"metrics": scores}, "spoilt": {"metrics": spoilt}}
+    tasks = {"catbabi_mini": {"metrics": scores}, "plain": {"metrics": plain}}
     (folder / "hf/eval/results.json").write_text(json.dumps({"limit": 50, "tasks": tasks}))
     (folder / "sample.txt").write_text("Once <b>upon</b> a ``` time")
     page = reported(folder, tmp_path)
-    row = page.rows("Evaluations")["catbabi_mini"]
+    row = page.rows("Scores")["catbabi_mini"]
     assert (row["metric"], row["run"]) == ("acc ↑", "0.24 ± 0.06 (50 documents)")
-    assert page.rows("Evaluations")["spoilt"]["metric"] == "acc"
+    assert page.rows("Scores")["plain"]["metric"] == "acc"
     assert "Once <b>upon</b> a ``` time" in page.text
-    events = page.tables["Events"][0][1:]
-    assert events[0][1:] == ["40", "rollback", "the loss is <nan>"]
-    assert [row[1:] for row in events[1:]] == [
-        ["40", "curriculum", "stage 1 is learned, answers 0.9"]
+    events = [row[1:] for row in page.tables["Events"][0][1:]]
+    assert events == [
+        ["40", "rollback", "the loss is <nan>"],
+        ["40", "curriculum", "stage 1 is learned, answers 0.9"],
     ]
 
 
-# States, and what is damaged.
+# States, and damaged files.
 
 
 def test_a_run_that_trains_is_reported_as_far_as_it_is(tmp_path, undrawn):
@@ -509,9 +444,9 @@ def test_a_run_that_trains_is_reported_as_far_as_it_is(tmp_path, undrawn):
     (folder / "lease.json").write_text(json.dumps({"host": "n7", "pid": 12, "job": "4711"}))
     page = reported(folder)
     assert "live is running: job 4711 on n7, process 12; update 28 of 40, last record" in page.text
-    assert "1 line holds no record" in page.text
-    assert page.rows("Training loss")["training"]["updates"] == "4 to 28"
-    assert not (folder / "summary.json").exists() and not (folder / "figures").exists()
+    assert "lines without a record: 1" in page.text
+    assert page.rows("Loss")["training: training"]["points"] == "7"
+    assert json.loads((folder / "summary.json").read_text())["updates"] == 28
     (folder / "lease.json").unlink()
     failure = {"sentence": "the loss is nan", "exit_code": 76}
     (folder / "failure.json").write_text(json.dumps(failure))
@@ -534,23 +469,24 @@ def test_damaged_records_are_left_out_and_counted(tmp_path, undrawn):
     training[4]["evaluations"] = [1.0]  # of another number of layers
     training[5]["residual"] = {"no": "list"}
     training[6]["breakdown"] = {"data": "long"}
+    training[7]["lr"] = 10**400
     lines[2]["probe"] = 7
     folder = run_in(tmp_path / "run", lines)
     (folder / "environment.json").write_text("{")
     with (folder / "metrics.jsonl").open("ab") as f:
         f.write(b'\xff\xfe\n[1]\n{"step": -1}\n')
     page = reported(folder, tmp_path)
-    assert "3 lines hold no record" in page.text
+    assert "lines without a record: 3" in page.text
     assert "environment.json is damaged: it is no JSON mapping" in page.text
     row = page.rows("Gradient norm")["run"]
-    assert row["points"] == "8" and "2 of the values are no finite numbers" in page.text
+    assert row["points"] == "8" and "2 values are no finite numbers" in page.text
     assert page.rows("Evaluations a token")["layer 1"]["points"] == "9"
-    assert "evaluations over step ; 1 damaged record(s) left out" in page.text
+    assert "evaluations ; 1 damaged records are left out" in page.text
     assert "nan" not in "".join(cell for t in page.tables.values() for r in t[0] for cell in r)
 
 
-def test_names_are_text_and_nothing_else(tmp_path):
-    """A label is no markup, no mathematics, and is not hidden for its underscore."""
+def test_names_are_text_and_nothing_else(tmp_path, no_pdf):
+    """A label is no markup and no mathematics."""
     folders = [tmp_path / "_a$x_1$" / "r", tmp_path / "<script>alert(1)</script>|`b`" / "r"]
     for folder in folders:
         run_in(folder, records([0]))
@@ -558,18 +494,15 @@ def test_names_are_text_and_nothing_else(tmp_path):
     assert list(page.rows("Results")) == ["_a$x_1$", "<script>alert(1)</script>|`b`"]
     text = (tmp_path / "out/report.html").read_text()
     assert "<script>alert" not in text and text.count("<script>") == 1
-    assert text.count("_a$x_1$</text>") >= 10  # in the figures
     assert "<script>" not in (tmp_path / "out/report.markdown").read_text().replace("\\<", "")
 
 
-def test_a_result_that_is_damaged_can_be_looked_at_elsewhere(tmp_path, capsys, undrawn):
+def test_a_damaged_result_is_named(tmp_path, capsys, undrawn):
     folder = run_in(tmp_path / "run", records([0]))
     (folder / "result.json").write_text("{")
-    assert main(["report", str(folder)]) == 1
-    assert "result.json is damaged" in capsys.readouterr().err
-    assert not (folder / "report.html").exists()
-    text = reported(folder, tmp_path / "out").text
-    assert "run is failed" in text and "result.json is damaged" in text
+    text = reported(folder).text
+    assert "run is failed" in text and "result.json is damaged: it is not JSON" in text
+    assert "note: " in capsys.readouterr().out
 
 
 # Several runs.
@@ -583,18 +516,17 @@ def two(tmp_path_factory, solved):
     return reported([solved, other], folder / "out"), folder / "out"
 
 
-def test_two_runs_stand_beside_each_other(two, solved):
+def test_two_runs_stand_in_one_report(two):
     page, out = two
-    names = [solved.name, "plain"]
     rows = page.rows("Results")
-    label = next(name for name in rows if name.endswith("/solved"))
-    other = next(name for name in rows if name.endswith("/plain"))
-    assert rows[label]["ℓ*"] != "–" and rows[other]["ℓ*"] == "–", names
-    curves = [row["curve"] for row in page.rows("Gradient norm").values()]
-    assert curves == [label, other]
+    label, other = rows
+    assert label.endswith("/solved") and other.endswith("/plain")
+    assert rows[label]["ℓ*"] != "–" and rows[other]["ℓ*"] == "–"
+    assert [row["curve"] for row in page.rows("Gradient norm").values()] == [label, other]
     assert f"{other} has no solver" in page.text
-    assert "Not recorded" in page.text
-    assert {p.name for p in out.iterdir()} == {"report.html", "report.markdown", "report.tex"}
+    files = {"report.html", "report.markdown", "summary.json", "figures"}
+    assert {path.name for path in out.iterdir()} == files
+    assert json.loads((out / "summary.json").read_text()).keys() == {label, other}
 
 
 def test_only_keys_that_differ_are_compared(two):
@@ -605,7 +537,7 @@ def test_only_keys_that_differ_are_compared(two):
     assert "train.steps" not in rows and "name" not in rows
 
 
-def test_labels_are_what_differs(tmp_path):
+def test_labels_are_the_differences_of_the_paths(tmp_path):
     def of(*names):
         return labels([tmp_path / name for name in names])
 
@@ -615,14 +547,35 @@ def test_labels_are_what_differs(tmp_path):
     assert of("x/y") == ["y"]
 
 
-def test_what_is_refused(tmp_path, solved, capsys):
+# Refusals.
+
+
+@pytest.mark.parametrize(
+    "name, out", [("paper.html", "paper.html"), ("report.html", "."), ("report.markdown", "."),
+                  ("summary.json", "."), ("figures/loss.png", ".")]
+)  # fmt: skip
+def test_a_report_replaces_no_file_of_somebody_else(tiny_run, tmp_path, name, out, undrawn):
+    mine = tmp_path / name
+    mine.parent.mkdir(exist_ok=True)
+    mine.write_text("mine")
+    with pytest.raises(OutputError, match=r"is there already|no report\.html of an earlier report"):
+        report([tiny_run], tmp_path / out)
+    assert mine.read_text() == "mine"
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [mine]
+    mine.unlink()
+    mine.parent.rmdir() if mine.parent != tmp_path else None
+    for _ in range(2):  # its own files it replaces
+        report([tiny_run], tmp_path / out)
+
+
+def test_refusals(tmp_path, solved, capsys):
     suite = tmp_path / "suite"
     suite.mkdir()
     (suite / "config.yaml").write_text("task: s3\n")
     folder = tmp_path / "no"
     page = tmp_path / "out"
     for args, words in (
-        ([solved, solved], "say where to write it with --out"),
+        ([solved, solved], "name it by --out"),
         ([solved, solved, "--out", page], "is given twice"),
         ([solved, folder, "--out", page], "no such folder"),
         ([suite, "--out", page], "fprnn synthetic report"),
@@ -631,66 +584,3 @@ def test_what_is_refused(tmp_path, solved, capsys):
         assert main(["report", *map(str, args)]) == (BAD_CONFIG if words == "no such folder" else 1)
         assert words in capsys.readouterr().err
     assert {p.name for p in tmp_path.iterdir()} == {"suite"}
-
-
-# As a browser shows it.
-
-MEASURE = """
-<script>
-const of = document.querySelector("iframe");
-of.addEventListener("load", () => {
-  const page = of.contentWindow, root = of.contentDocument.documentElement;
-  const all = what => [...of.contentDocument.querySelectorAll(what)];
-  for (const head of all("th")) head.click();
-  const shown = () => all("figure svg").filter(svg => svg.getClientRects().length);
-  const clipped = () => shown().flatMap(svg => {
-    const box = svg.getBoundingClientRect();
-    return [...svg.querySelectorAll("text")].filter(text => {
-      const at = text.getBoundingClientRect();
-      return at.left < box.left - 1 || at.right > box.right + 1
-        || at.top < box.top - 1 || at.bottom > box.bottom + 1;
-    }).map(text => text.textContent);
-  });
-  const measured = {scroll: root.scrollWidth, inner: page.innerWidth, errors: page.failures,
-                    height: root.scrollHeight, clipped: clipped(), drawings: shown().length,
-                    figures: all("figure").length};
-  const wide = all(".scroll, figure").filter(table => table.scrollWidth > table.clientWidth);
-  measured.wide = wide.length;
-  measured.unseen = wide.filter(
-    table => !page.getComputedStyle(table).backgroundImage.includes("gradient")).length;
-  const first = shown()[0];
-  for (const button of all("input[value=tokens]")) button.click();
-  measured.clipped.push(...clipped());
-  measured.switched = [shown().length, first.getClientRects().length];
-  document.title = JSON.stringify(measured);
-});
-</script>
-"""
-WATCH = "<script>failures = []; onerror = what => { failures.push(String(what)); };</script>"
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-@pytest.mark.parametrize("width", [420, 1200])
-def test_a_browser_shows_it_without_scrolling_sideways(two, tmp_path, width):
-    """In a frame of that width: a window of chromium has 500 at least. No label is cut, a table
-    that goes on to the side has a shadow there, and every chart is seen once."""
-    measured = measure((two[1] / "report.html").read_text(), tmp_path, width)
-    assert measured["scroll"] <= width and measured["height"] > 3000
-    assert measured["drawings"] == measured["figures"] > 8
-    assert measured["switched"] == [measured["drawings"], 0]
-    assert measured["wide"] > 0 and measured["unseen"] == 0
-
-
-def measure(text: str, tmp_path, width: int) -> dict:
-    """What a browser finds of a page; it has no error and no label that is cut."""
-    text = text.replace("<head>", f"<head>{WATCH}", 1)
-    srcdoc = html.escape(text.replace("<details>", "<details open>"))
-    frame = f"<iframe style='border:0;width:{width}px;height:900px' srcdoc=\"{srcdoc}\"></iframe>"
-    (tmp_path / "frame.html").write_text(f"<!doctype html><title></title>{frame}{MEASURE}")
-    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom"]
-    command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=4000"]
-    command += ["--window-size=1400,1000", f"file://{tmp_path / 'frame.html'}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    measured = json.loads(html.unescape(re.search(r"<title>(.*?)</title>", done.stdout)[1]))
-    assert measured["errors"] == measured["clipped"] == [] and measured["inner"] == width
-    return measured

@@ -1,7 +1,6 @@
 """The breakdown of an update's time: on a CPU by the clock, on a device by what it had to do."""
 
 import statistics
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -72,15 +71,8 @@ def test_every_second_of_an_update_is_in_one_part(clock):
     assert times.read()["other"] == 2  # the mean begins anew
 
 
-def test_a_model_that_solves_nothing_has_no_solve(clock):
-    times = UpdateTimes("cpu")
-    times.skip()
-    an_update(times, clock, SECONDS)
-    assert set(times.read()) == {"data", "forward", "backward", "optimizer", "other"}
-
-
 def test_a_part_that_fails_ends(clock):
-    times = UpdateTimes("cpu")
+    times = UpdateTimes("cpu")  # which solves nothing
     times.skip()
     with pytest.raises(FloatingPointError), times.part("forward"):
         clock.seconds += 1
@@ -157,27 +149,3 @@ def test_the_parts_of_a_real_run_add_up(tiny_run):
         misses.append(abs(sum(parts.values()) - (after - before)))
         shares.append((parts["forward"] + parts["backward"]) / sum(parts.values()))
     assert statistics.median(misses) < 0.0015 and statistics.median(shares) > 0.5
-
-
-def test_it_costs_next_to_nothing():
-    """Less than a hundredth of an update of 50 ms, with two micro-batches and 24 layers."""
-    times, updates = UpdateTimes("cpu", solves=True), 50
-    times.skip()
-    best = float("inf")
-    for _ in range(5):
-        began = time.process_time()
-        for _ in range(updates):
-            with times.part("data"):
-                pass
-            for _ in range(2):
-                with times.part("forward"):
-                    for _ in range(24):
-                        with times.solving():
-                            pass
-                with times.part("backward"):
-                    pass
-                with times.part("optimizer"):
-                    pass
-            times.end_update()
-        best = min(best, (time.process_time() - began) / updates)
-    assert best < 0.01 * 0.05, best

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from lm.config.data import Data
-from lm.data.batches.loader import MapLoader
+from lm.data.batches.loader import single_source_loader
 from lm.training.curriculum import EVERY, Curriculum
 from tests.lm.data.test_mixture import loader, take
 from tests.lm.training.test_elastic import trace
@@ -56,7 +56,7 @@ def test_the_answers_of_a_stage_that_waits_end_it(capsys):
 
 
 def test_without_stages_nothing_is_asked():
-    plain = Curriculum(Data(), MapLoader(range(50), 4, 3))
+    plain = Curriculum(Data(), single_source_loader(range(50), 4, 3))
     assert plain.stage is None and plain.waiting(EVERY) == []
     none = Curriculum(Data(source="builtin", mixture=MIXTURE), loader())
     assert none.stage is None and none.waiting(EVERY) == []

@@ -23,7 +23,7 @@ def close(records, reference, after):
     found = trace(records)
     assert sorted(found) == list(range(after + 1, 9))
     for step, (loss, lr, tokens) in found.items():
-        assert loss == pytest.approx(reference[step][0], abs=1e-5), step
+        assert loss == pytest.approx(reference[step][0], rel=1e-5), step
         assert (lr, tokens) == (pytest.approx(reference[step][1], rel=1e-12), reference[step][2])
 
 

@@ -77,8 +77,17 @@ def test_deepspeed_config_says_what_the_yaml_says(tiny, tmp_path):
     merged = deepspeed_json.deepspeed_config(tiny(f"engine.deepspeed={raw}"), 1)
     assert merged["zero_optimization"]["overlap_comm"] is True
     assert merged["zero_optimization"]["stage"] == 1 and merged["prescale_gradients"] is True
-    with pytest.raises(ConfigError, match=r"cannot read .*missing\.json"):
-        deepspeed_json.deepspeed_config(tiny("engine.deepspeed=missing.json"), 1)
+    (tmp_path / "list.json").write_text("[1]")
+    for place, words in [
+        ("missing.json", r"cannot read .*missing\.json"),
+        ("/dev/zero", "/dev/zero is no file"),
+        (tmp_path / "list.json", r"list\.json must hold a mapping of keys to values"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            deepspeed_json.deepspeed_config(tiny(f"engine.deepspeed={place}"), 1)
+    # The gradient buffer holds the model, or its largest tensor.
+    sizes = [deepspeed_json.bucket_size(*of) for of in [(7, 4), (10**9, 10), (10**9, 6 * 10**7)]]
+    assert sizes == [7, 5 * 10**7, 6 * 10**7]
 
 
 def test_lr_of_every_update_is_applied(tiny_losses):
@@ -106,7 +115,7 @@ def test_two_processes_give_the_losses_of_one(tmp_path, tiny_losses, stage):
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1))])
 def test_bf16_trains_near_fp32(tmp_path, tiny_losses, stage):
     records, _ = run(tmp_path / "runs", "train.precision=bf16", f"engine.zero_stage={stage}")
     ours, theirs = ([r["loss"] for r in rs] for rs in (records, tiny_losses))
@@ -126,12 +135,6 @@ def test_gradients_are_accumulated_and_summed_in_fp32_under_bf16(processes):
     assert rounded["error"] > 1e-4 and rounded["bf16"] > 0.1
 
 
-@pytest.mark.parametrize("parameters, largest, size", [(7, 4, 7), (10**9, 10, 5 * 10**7),
-                                                       (10**9, 6 * 10**7, 6 * 10**7)])  # fmt: skip
-def test_the_gradient_buffer_is_as_large_as_the_model_needs(parameters, largest, size):
-    assert deepspeed_json.bucket_size(parameters, largest) == size
-
-
 @pytest.mark.parametrize(
     "raw, sentence",
     [
@@ -139,9 +142,7 @@ def test_the_gradient_buffer_is_as_large_as_the_model_needs(parameters, largest,
         ({"gradient_clipping": "auto"}, 'holds "auto"'),
         ({"zero_optimization": 3}, "sets zero_optimization to 3: it must be a mapping"),
         ({"zero_optimization": {"stage": 5}}, "stage of zero_optimization to 5: it must be one of"),
-        ({"zero_optimization": {"stage": [3]}}, "stage of zero_optimization to"),
         ({"zero_optimization": {"stage": True}}, "stage of zero_optimization to True"),
-        ({"gradient_clipping": -1}, "gradient_clipping to -1: it must be a norm from 0 on"),
         ({"gradient_clipping": math.nan}, "gradient_clipping to nan: it must be a norm from 0 on"),
         ({"gradient_clipping": "x"}, "sets gradient_clipping to 'x': it must be a number"),
         (
@@ -149,13 +150,10 @@ def test_the_gradient_buffer_is_as_large_as_the_model_needs(parameters, largest,
             "overlap_comm of zero_optimization to 3: it",
         ),
         ({"torch_autocast": 3}, "sets torch_autocast to 3: it must be a mapping"),
-        (
-            {"torch_autocast": {"lower_precision_safe_modules": 3}},
-            r"to 3: it must be a list of classes, such as \[torch\.nn\.Linear\]",
-        ),
+        ({"torch_autocast": {"lower_precision_safe_modules": 3}}, "a list of classes of torch.nn"),
         (
             {"torch_autocast": {"lower_precision_safe_modules": ["os.system"]}},
-            "has 'os.system': it must be a class of torch.nn",
+            "a list of classes of torch.nn",
         ),
         (
             {"torch_autocast": {"enabled": True}, "communication_data_type": "bf16"},
@@ -175,19 +173,6 @@ def test_what_deepspeed_itself_refuses_is_a_sentence(tmp_path):
         run(tmp_path / "runs", "engine.deepspeed={bf16: {enabled: x}}")
     said = "error: DeepSpeed does not start with what engine.deepspeed says: ValidationError: 1 val"
     assert said in str(caught.value) and "Traceback" not in str(caught.value)
-
-
-@pytest.mark.parametrize("text", ["[1]", "3", "null"])
-def test_a_deepspeed_file_must_hold_a_mapping(tiny, tmp_path, text):
-    raw = tmp_path / "ds.json"
-    raw.write_text(text)
-    with pytest.raises(ConfigError, match=r"ds\.json must hold a mapping of keys to values"):
-        deepspeed_json.deepspeed_config(tiny(f"engine.deepspeed={raw}"), 1)
-
-
-def test_a_device_is_no_deepspeed_file(tiny):
-    with pytest.raises(ConfigError, match=r"engine\.deepspeed: /dev/zero is no file"):
-        deepspeed_json.deepspeed_config(tiny("engine.deepspeed=/dev/zero"), 1)
 
 
 def test_one_task_of_slurm_needs_no_rank_and_ranks_may_come_from_it(monkeypatch):

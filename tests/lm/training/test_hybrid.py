@@ -6,8 +6,7 @@ import synthetic.config
 from lm.common.errors import ConfigError
 from lm.config import load as config
 from lm.report.estimate import kept_by_layers
-from lm.report.plan import plan, where
-from lm.report.report import _add_layers
+from lm.report.plan import plan
 from lm.training.build import build_model, check_section
 
 
@@ -42,8 +41,6 @@ def test_what_needs_a_fixed_point_is_refused_without_one():
     cfg = hybrid(layers="mamba attention")
     assert hybrid(layers="mamba fp_rnn").model.has_fixed_point and hybrid().model.has_fixed_point
     assert not cfg.model.has_fixed_point and not hybrid(name="mamba").model.has_fixed_point
-    with pytest.raises(ConfigError, match=r"--evaluations .* mamba attention iterates nothing"):
-        where(cfg, 1, evaluations=4)
     with pytest.raises(ConfigError, match="which mamba has not: set it to 0"):
         config.build(
             {"model": {"layers": "mamba"}, "train": {"adversary": 0.1}},
@@ -62,16 +59,7 @@ def test_the_plan_counts_every_layer():
     mlp = [kept_by_layers(hybrid(layers="mlp", n_layer=1, expand=e), False)[0] * e for e in (1, 4)]
     assert mlp[0] == mlp[1], "it has no expand"
     found = plan(hybrid(layers="mamba"), 1)
-    assert list(found["flops_per_token"]) == ["no layer is solved"] and found["evaluations"] is None
+    assert found["flops_per_token"] > 0 and found["evaluations"] is None
     assert found["parameters"] == sum(
         p.numel() for p in build_model(hybrid(layers="mamba"), 304).parameters()
     )
-
-
-def test_a_layer_is_called_by_its_number():
-    rows = []
-    table = type("Table", (), {"add_row": lambda self, *cells: rows.append(cells[0])})()
-    counts = {name: [3.0, 5.0] for name in ("mean", "median", "max")}
-    cost = {"evaluations": [1.0, 1.0], "failed": [0.0, 0.0]}
-    _add_layers(table, {"num_iters": counts, "layers": [3, 7], "training": cost, **cost})
-    assert rows == ["ℓ* layer 3", "ℓ* layer 7"]

@@ -84,10 +84,7 @@ def test_groups_without_factors_are_the_two_there_always_were(tiny):
         ("{nothing*: 2}", "`nothing\\*` matches no parameter; there are, for example, backbone"),
         ("{'*.A_log': 2, '*A_log': 3}", r"`\*.A_log` and `\*A_log` both match backbone"),
         ("{'*.A_log': -1}", "factors above 0"),
-        ("{'*.A_log': true}", "factors above 0"),
-        ("{'*.A_log': fast}", "factors above 0"),
         ("{'*.A_log': 1.0e308}", "factors above 0 and up to 1000"),
-        ("{'*.A_log': .nan}", "factors above 0"),
         ("3", "is 3: it must be a valid dictionary"),
     ],
 )
@@ -96,24 +93,10 @@ def test_a_bad_pattern_or_factor_is_refused(tiny, value, words):
         check_config(tiny(f"optim.lr_factors={value}"), 1)
 
 
-@pytest.mark.parametrize(
-    "override, words",
-    [
-        ("optim.lr=1e300", r"`optim.lr` is 1e\+300: it must be less than or equal to 1000"),
-        ("optim.eps=1e300", r"`optim.eps` is 1e\+300: it must be less than or equal to 1"),
-        ("optim.weight_decay=1e300", r"`optim.weight_decay` is 1e\+300: it must be .* 1000"),
-    ],
-)
-def test_numbers_beyond_any_training_are_refused(tiny, override, words):
-    with pytest.raises(ConfigError, match=words):
-        tiny(override)
-
-
-def test_the_plan_says_which_parameters_a_pattern_took(tiny):
-    assert plan(tiny(), 1)["optimizer"] == []
-    first, second = plan(tiny(FACTORS), 1)["optimizer"]
-    assert first.startswith("learning rate × 0.1: `*.A_log`, 2 tensors, 256 numbers (backbone.")
-    assert "× 3: `backbone.layers.1.*norm*`" in second
+@pytest.mark.parametrize("key, most", [("lr", 1000), ("eps", 1), ("weight_decay", 1000)])
+def test_numbers_beyond_any_training_are_refused(tiny, key, most):
+    with pytest.raises(ConfigError, match=rf"`optim.{key}` is 1e\+300: it must be .* {most}"):
+        tiny(f"optim.{key}=1e300")
 
 
 def test_patterns_with_dots_may_be_swept():
@@ -124,13 +107,19 @@ def test_patterns_with_dots_may_be_swept():
         assert config.build(chosen).optim.lr_factors == expected
 
 
+def test_the_plan_says_which_parameters_a_pattern_took(tiny):
+    assert plan(tiny(), 1)["optimizer"] == []
+    first, second = plan(tiny(FACTORS), 1)["optimizer"]
+    assert first.startswith("AdamW, learning rate × 0.1: 2 tensors, 256 numbers (backbone.")
+    assert second.startswith("AdamW, learning rate × 3: ")
+
+
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
     plain, own = (optim.signature(o) for o in (Optim(), Optim(lr_factors={"*.A_log": 0.1})))
     check_optimizer(tmp_path, {"optimizer": own}, own)
-    check_optimizer(tmp_path, {}, plain)  # from before there was any other
-    for manifest, now in [({}, own), ({"optimizer": plain}, own), ({"optimizer": own}, plain)]:
+    for before, now in [(plain, own), (own, plain)]:
         with pytest.raises(CheckpointError, match=r"lr_factors=\{'\*.A_log': 0.1\}"):
-            check_optimizer(tmp_path, manifest, now)
+            check_optimizer(tmp_path, {"optimizer": before}, now)
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
@@ -228,10 +217,10 @@ def test_what_muon_cannot_have_is_refused(tiny, overrides, words):
 
 
 def test_a_checkpoint_of_adamw_is_refused_under_muon(tmp_path):
-    muon = optim.signature(Optim(name="muon"))
-    for manifest, now in (({}, muon), ({"optimizer": muon}, optim.signature(Optim()))):
+    muon, adamw = (optim.signature(Optim(name=name)) for name in ("muon", "adamw"))
+    for before, now in ((adamw, muon), (muon, adamw)):
         with pytest.raises(CheckpointError, match="trained with another optimizer"):
-            check_optimizer(tmp_path, manifest, now)
+            check_optimizer(tmp_path, {"optimizer": before}, now)
 
 
 def test_the_plan_counts_one_moment_of_muon(tiny):

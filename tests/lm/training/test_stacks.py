@@ -12,7 +12,6 @@ from lm.config.model import Model
 from lm.config.schema import Config
 from lm.export.export import write_export
 from lm.model.patterns import STACKS
-from lm.runs.run_dir import RunDir, RunDirError, check_config
 from lm.training.build import build_model, stacked
 from lm.training.foreign import as_transformers
 
@@ -57,9 +56,11 @@ def test_fields_reach_the_layers():
     assert stacked(section) is section
 
 
-@pytest.mark.parametrize("kind, fields", [("mamba", {}), ("mamba2", {}), ("mamba", {"bias": True})])
+@pytest.mark.parametrize(
+    "kind, fields", [("mamba", {}), ("mamba2", {}), ("mamba", {"tie_embeddings": False})]
+)
 def test_a_stack_of_mamba_is_exported_as_transformers_own(kind, fields, tmp_path):
-    model = build(kind, tie_embeddings=not fields, **fields).eval()
+    model = build(kind, **fields).eval()
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.05 * torch.randn_like(p))
@@ -79,7 +80,6 @@ def test_a_stack_of_mamba_is_exported_as_transformers_own(kind, fields, tmp_path
     [
         ("transformer", {}),
         ("mamba2", {"ngroups": 2}),
-        ("mamba", {"rms_norm": False}),
         ("fprnn", {"layers": "mamba"}),  # whose documents begin from an empty state
         ("fprnn", {"layers": [{"mamba": {"expand": 1}}, "mamba"]}),
     ],
@@ -92,12 +92,3 @@ def test_what_transformers_cannot_compute_stays_ours(name, fields):
 def test_a_pattern_beside_a_name_is_refused():
     with pytest.raises(ConfigError, match=r"model\.layers is of model\.name fprnn, not of lstm"):
         build("lstm", layers="mamba")
-
-
-def test_a_run_of_when_baselines_were_classes_is_refused(tmp_path):
-    cfg = Config(model={"name": "transformer"})
-    saved = cfg.model_dump(mode="json")
-    check_config(tmp_path, {"config": saved}, RunDir(tmp_path), cfg)
-    saved["model"]["backend"] = "auto"
-    with pytest.raises(RunDirError, match=r"when model\.name transformer was a class of its own"):
-        check_config(tmp_path, {"config": saved}, RunDir(tmp_path), cfg)

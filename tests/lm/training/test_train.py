@@ -61,7 +61,7 @@ def test_a_run_leaves_everything_behind(tiny_run, tiny_losses):
     assert tiny_losses[-1]["loss"] < tiny_losses[0]["loss"]
 
 
-def test_bits_per_byte_are_of_the_held_out_text(tiny_run, tmp_path):
+def test_bits_per_byte_are_of_the_held_out_text(tiny_run):
     """Its documents as they are in the file, less what the first token, no target, stands for."""
     from transformers import PreTrainedTokenizerFast
 
@@ -78,30 +78,17 @@ def test_bits_per_byte_are_of_the_held_out_text(tiny_run, tmp_path):
     assert result["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
     logged = [r for r in read_metrics(tiny_run) if "validation" in r]
     assert [r["validation"] for r in logged] == [result]
-    summary = fprnn("report", shutil.copytree(tiny_run, tmp_path / "copy"))
-    shown = " ".join(summary.stdout.split())
-    assert f"bits per byte │ {bits:.4f} on {text_bytes:,} bytes of text" in shown
-    bigram = json.loads((tiny_run / "result.json").read_text())["baselines"]["bigram"]
-    of_bigram = math.log2(bigram) * result["tokens"] / text_bytes
-    assert f"{bigram:.2f} bits per byte {of_bigram:.4f}" in shown
 
 
-def test_probes_are_made_every_so_often_and_change_nothing(tmp_path, tiny_losses):
+def test_the_same_seed_gives_the_same_trace_bit_for_bit_whatever_is_probed(tmp_path, tiny_losses):
     probing, _ = run(tmp_path / "runs", "log.probe_every=3", "eval.every=6")
     assert trace(probing) == trace(tiny_losses)
     records = read_metrics(tmp_path / "runs/tiny")
     probes = [r for r in records if "probe" in r]
     assert [r["step"] for r in probes] == [3, 6, 8]
     assert ["validation" in r for r in probes] == [False, True, True]
-
-
-def test_a_fixed_seed_gives_the_same_trace_bit_for_bit(tmp_path, tiny_losses):
-    again, _ = run(tmp_path / "runs", "log.probe_every=0")
-    assert trace(again) == trace(tiny_losses)
-    probes = [r["step"] for r in read_metrics(tmp_path / "runs/tiny") if "probe" in r]
-    assert probes == [8]  # of the validation at the end alone
-    other, _ = run(tmp_path / "other", "seed=1")
-    assert trace(other) != trace(tiny_losses)
+    other, _ = run(tmp_path / "other", "seed=1", "train.steps=2")
+    assert trace(other) != trace(tiny_losses[:2])
 
 
 def test_a_run_with_brackets_in_its_name_goes_on_next_to_one_that_the_name_matches(tmp_path):
@@ -158,14 +145,6 @@ def refused(*args):
     return lines[0]
 
 
-def refused_here(capsys, args):
-    """`refused`, in this process: for what is found out before a process group is made."""
-    assert main(list(args)) in REFUSED
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    return lines[0]
-
-
 def tiny_args(out, *overrides):
     return ("train", "--config", "configs/tiny/lm.yaml", f"out_dir={out}", *overrides)
 
@@ -190,50 +169,19 @@ def test_overwrite_trains_anew_and_a_finished_run_is_not_trained_again(tmp_path,
     assert "complete already" in done.stdout and [r["loss"] for r in again] == anew
 
 
-def test_overwrite_does_not_delete_what_is_no_run(tmp_path):
-    (tmp_path / "tiny").mkdir()
-    (tmp_path / "tiny/thesis.txt").write_text("years of work")
-    message = refused(*tiny_args(tmp_path), "--overwrite")
-    assert "is not empty and holds no run" in message
-    assert (tmp_path / "tiny/thesis.txt").exists()
-
-
-def test_a_loss_that_becomes_infinite_stops_the_run_and_keeps_the_checkpoint(tmp_path):
-    out = tmp_path / "runs"
-    message = refused(
-        *tiny_args(out, "optim.lr=1000", "optim.grad_clip=0", "optim.warmup=1", "optim.min_lr=0",
-                   "checkpoint.every=1")
-    )  # fmt: skip
-    assert "stopped at update" in message and "checkpoint" in message
-    assert any(word in message for word in ("nan", "inf", "NaN"))
-    checkpoints = sorted((out / "tiny/checkpoints").glob("step-*/manifest.json"))
-    assert checkpoints or "nothing saved yet" in message
-
-
 @pytest.mark.parametrize(
     "override,sentence",
     [
         ("data.seq_len=100000", "seq_len"),
-        ("data.path=nowhere.jsonl", "nowhere.jsonl"),
         ("model.vocab_size=100", "model.vocab_size to at least"),
-        ("resume=runs/none", "there is no such folder"),
-        ("model.nlayer=3", "did you mean `model.n_layer`?"),
-        ("train.steps=many", "train.steps"),
+        ("data.source=fineweb", "fineweb"),
     ],
 )
-def test_bad_input_is_a_sentence(tmp_path, override, sentence, capsys):
-    assert sentence in refused_here(capsys, tiny_args(tmp_path / "runs", override))
-
-
-def test_empty_corpus_is_a_sentence(tmp_path, capsys):
-    (tmp_path / "empty.jsonl").write_text("")
-    args = tiny_args(tmp_path / "runs", f"data.path={tmp_path / 'empty.jsonl'}")
-    assert "empty.jsonl" in refused_here(capsys, args)
-
-
-def test_fineweb_without_a_network_is_a_sentence(tmp_path, capsys):
-    message = refused_here(capsys, tiny_args(tmp_path / "runs", "data.source=fineweb"))
-    assert "FineWeb" in message or "fineweb" in message
+def test_what_the_data_cannot_give_is_a_sentence(tmp_path, override, sentence, capsys):
+    """It is found out before a process group is made."""
+    assert main(list(tiny_args(tmp_path / "runs", override))) in REFUSED
+    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert sentence in said.lower()
 
 
 def test_mamba_trains_through_the_same_config(tmp_path):
@@ -276,25 +224,3 @@ def test_resuming_from_an_older_checkpoint_leaves_the_other_branch(tmp_path):
     again, _ = run(out, "checkpoint.every=3", "checkpoint.keep=1", f"resume={older}")
     assert trace(again) == trace(first)
     assert [p.name for p in (out / "tiny/checkpoints").glob("step-*")] == ["step-000008"]
-
-
-def test_changed_optimizer_settings_are_refused_on_resume(tiny_run):
-    message = refused(*tiny_args(tiny_run.parent, "resume=auto", "optim.lr=1e-3"))
-    assert "optim.lr was 0.01, is 0.001" in message
-
-
-def test_the_mark_of_iterations_is_explained_when_it_is_first_printed(monkeypatch):
-    from types import SimpleNamespace
-
-    from lm.runs.metrics import ELSEWHERE_NOTE
-    from lm.training import train as module
-
-    said = []
-    monkeypatch.setattr(module, "say", said.append)
-    training = SimpleNamespace(num_iters=None)
-    for share in (0.0, 0.5, 0.5):
-        record = {"probe": {"num_iters": {"mean": [4.0], "elsewhere": [share]}}}
-        module.Training._note_probe(training, record)
-        assert said == [f"note: {ELSEWHERE_NOTE}"] * (share > 0)
-    module.Training._note_probe(training, {})  # of a model without a solver
-    assert training.num_iters is None and len(said) == 1

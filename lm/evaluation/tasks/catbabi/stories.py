@@ -5,8 +5,8 @@ their answers, and only the last story bears on the last question, whose answer 
 model. All stories of a context are of one bAbI task, so that they also show what an answer looks
 like. The words are those of the files, in their own case.
 
-The folder (`python -m lm.evaluation.tasks.babi download DIR` makes one) is named by the
-environment variable FPRNN_BABI, or on lm-eval's own command line by --metadata '{"data": "DIR"}'.
+The folder (lm/evaluation/tasks/babi.py says where it comes from) is named by the environment
+variable FPRNN_BABI, or on lm-eval's own command line by --metadata '{"data": "DIR"}'.
 
 lm-eval loads this file by its path; the package must be installed, for its reader of bAbI.
 """
@@ -63,8 +63,7 @@ def load(
     if not data:
         raise babi.BabiError(
             "this task reads bAbI from the folder that the environment variable FPRNN_BABI names, "
-            "and FPRNN_BABI is not set; `python -m lm.evaluation.tasks.babi download DIR` makes"
-            " DIR/en-valid"
+            f"and FPRNN_BABI is not set; `{babi.DOWNLOAD}` makes {babi.FOLDER}"
         )
     folder = os.path.expanduser(data)
     splits = {s: [x for _, x in babi.read_lines(folder, s, [qa])] for s in babi.SPLITS}

@@ -1,1 +1,0 @@
-"""The page of one or several runs, also while they train: `fprnn report`."""

@@ -1,0 +1,80 @@
+"""The model of a run directory with the weights of one of its checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from lm.config.plugin import TRUST_ADVICE, reading_run
+from lm.config.schema import Config
+from lm.runs import checkpoint as checkpoints
+from lm.runs.run_dir import RunDir
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+class Trained(NamedTuple):
+    """A trained model and its run."""
+
+    model: PreTrainedModel  # fp32, on the CPU, in training mode
+    tokenizer: PreTrainedTokenizerBase
+    config: Config
+    manifest: dict  # of the checkpoint
+    path: Path  # of the checkpoint
+
+
+def load_trained(
+    run_dir: Path,
+    checkpoint: Path | None = None,
+    trust: bool = False,
+    advice: str = TRUST_ADVICE,
+    shapes_only: bool = False,
+) -> Trained:
+    """Load the model of a run directory.
+
+    Args:
+        run_dir: The run's folder.
+        checkpoint: One of its checkpoints; None: the newest complete one.
+        trust: Run the code of a `module:Class` in the run's config.yaml.
+        advice: What the user can do where that is needed, for the message.
+        shapes_only: Leave the weights on the meta device.
+
+    Raises:
+        CheckpointError: If it holds no run, or no complete checkpoint, or the checkpoint is damaged
+            or of another model than config.yaml describes.
+        RunDirError: If its tokenizer, corpus or config are no longer those of the checkpoint.
+    """
+    import torch
+
+    from lm.config.load import load
+    from lm.data.corpus.tokenizer import load_tokenizer
+    from lm.training.build import build_model, vocabulary
+    from lm.training.reshard import consolidated
+    from lm.training.resume import check_made_of
+
+    run = RunDir(run_dir)
+    if not run.holds_run:
+        raise checkpoints.CheckpointError(f"{run} holds no run (it has no config.yaml)")
+    path = Path(checkpoint) if checkpoint else checkpoints.newest(run.checkpoints)
+    if path is None:
+        raise checkpoints.CheckpointError(f"{run} has no complete checkpoint")
+    manifest = checkpoints.verify(path)
+    cfg = load(run.config)
+    check_made_of(path, manifest, run, cfg)
+    tokenizer = load_tokenizer(cfg, run.path)
+    ids = tokenizer.eos_token_id, tokenizer.pad_token_id
+    device = torch.device("meta" if shapes_only else "cpu")
+    with reading_run(run.config, trust, advice), torch.random.fork_rng(devices=[]), device:
+        model = build_model(cfg, vocabulary(cfg, len(tokenizer)), *ids)
+    if not shapes_only:
+        weights = consolidated(path)
+        try:
+            model.load_state_dict(weights, strict=True)
+        except RuntimeError as e:
+            first = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
+            raise checkpoints.CheckpointError(
+                f"{path} is of another model than {run.config} describes ({first}): a"
+                " run's config.yaml must stay as it was trained"
+            ) from None
+    return Trained(model, tokenizer, cfg, manifest, path)
