@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -96,13 +94,7 @@ def _validate(args: argparse.Namespace) -> int:
     runs = validate(paths, overrides, out_dir, args.jobs, args.quick, args.seeds)
     say(table(summarize(runs), "Models and their abilities"))
     say("\n".join(describe(runs)))
-    shown = ["--quick"] * args.quick
-    if args.out_dir:
-        shown += ["--out-dir", args.out_dir]
-    if args.seeds:
-        shown += ["--seeds", *map(str, args.seeds)]
-    command = shlex.join(["fprnn", "synthetic", "validate", *args.config, *shown])
-    for path in write(runs, Path(out_dir), command):
+    for path in write(runs, Path(out_dir)):
         say(f"wrote    {path}")
     return 0 if judge(runs)["passed"].all() else 2
 
@@ -119,8 +111,6 @@ def _report(args: argparse.Namespace) -> int:
     name, overrides = args.name, list(args.override)
     if name and "=" in name:  # no report, only overrides
         name, overrides = None, [name, *overrides]
-    if args.out_dir:
-        overrides.append(f"out_dir={json.dumps(args.out_dir, ensure_ascii=False)}")
     if name is None:
         rows, problems = overview(args.scale, tuple(overrides))
         title = f"Reports at scale {args.scale}; minutes of training, one run after another"
@@ -128,7 +118,8 @@ def _report(args: argparse.Namespace) -> int:
         for problem in problems:
             say(f"note: {problem}")
         return 0
-    report(name, args.scale, tuple(overrides), args.config, args.out, args.run_missing, args.jobs)
+    run, jobs = args.run_missing, args.jobs
+    report(name, args.scale, tuple(overrides), args.config, run=run, jobs=jobs)
     return 0
 
 
@@ -277,8 +268,9 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
         "report",
         help="the paper's figures and tables from the runs that are finished",
         description="Without NAME: all reports and how many of their runs are found. With NAME:"
-        " draw it, write its numbers as CSV, and print the commands of the runs that are missing."
-        " OVERRIDES go over every run, e.g. task.data=data/babi/en-valid. Exit status 1: no run.",
+        " draw it into OUT_DIR/reports/SCALE, with its numbers as CSV, and print the commands of"
+        " the runs that are missing. OVERRIDES go over every run, e.g."
+        " task.data=data/babi/en-valid. Exit status 1: no run.",
     )
     command.add_argument(
         "name", nargs="?", metavar="NAME", help="fig1, tab1, catbabi, … (see the list)"
@@ -299,10 +291,6 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         help="with --run: processes at once, at least 1 (default: 1)",
     )
-    command.add_argument(
-        "--out-dir", metavar="DIR", help="of the runs (default: the config's out_dir)"
-    )
-    command.add_argument("--out", metavar="FOLDER", help="default: DIR/reports/SCALE")
     command.add_argument("override", nargs="*", metavar="key=value")
     command.set_defaults(run_command=_report)
 

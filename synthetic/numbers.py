@@ -64,7 +64,12 @@ def lines(run: Trained, rows: Iterable[dict], **columns: Any) -> list[dict]:
         rows: Rows of a result's `eval`.
         columns: Further columns, the same in every line.
     """
-    about = {"run": str(run.run_dir), "label": run.label, "panel": run.panel, "model": run.model}
+    about: dict[str, Any] = {
+        "run": str(run.run_dir),
+        "label": run.label,
+        "panel": run.panel,
+        "model": run.model,
+    }
     about["task"] = run.cfg.task.name
     about |= {**run.point, "seed": run.seed, **columns}
     return [about | line for row in rows for line in _lines_of_row(row)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
@@ -398,7 +398,13 @@ def _summary_of_stairs(seeds: list[Trained], stairs: list[pd.DataFrame]) -> dict
     }
 
 
-KINDS = {"curves": curves, "limits": limits, "scatter": scatter, "bars": bars, "times": times}
+KINDS: dict[str, Callable[..., Drawing]] = {
+    "curves": curves,
+    "limits": limits,
+    "scatter": scatter,
+    "bars": bars,
+    "times": times,
+}
 
 
 def new_figure(

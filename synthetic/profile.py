@@ -159,13 +159,12 @@ def draw_lengths(runs: Sequence[Trained]) -> Figure:
     return figure
 
 
-def write(runs: Sequence[Trained], folder: Path, command: str) -> list[Path]:
+def write(runs: Sequence[Trained], folder: Path) -> list[Path]:
     """Write all numbers (validate.csv), a page (README.md) and its two figures.
 
     Args:
         runs: Of the profile.
         folder: Of the files.
-        command: The command that made it, for the page.
 
     Returns:
         The files.
@@ -179,7 +178,8 @@ def write(runs: Sequence[Trained], folder: Path, command: str) -> list[Path]:
     table = [head, ["---"] * len(head), *([row.get(name, "") for name in head] for row in rows)]
     parts = [
         "# Profile",
-        f"Models trained on short sequences of every task, tried on longer ones by `{command}`.",
+        "Models trained on short sequences of every task and tried on longer ones, by"
+        " `fprnn synthetic validate`.",
         f"![a radar for each model]({radars.name})",
         f"0, the middle, is guessing, and 1, the rim, perfect: at the longest length of training,"
         f" and at {FURTHER} times that (or as far as was tried).",

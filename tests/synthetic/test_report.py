@@ -279,7 +279,7 @@ def test_labels_of_what_reads_y():
 
 def test_missing_runs_are_named_with_commands_that_parse(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    args = ["report", "fig4", "--out-dir", "my runs", "train.steps=7"]
+    args = ["report", "fig4", "out_dir=my runs", "train.steps=7"]
     assert cli.main(args) == 1
     out, err = capsys.readouterr()
     assert "report fig4 has none of its 8 runs yet" in err
@@ -296,8 +296,8 @@ def test_missing_runs_are_named_with_commands_that_parse(tmp_path, capsys, monke
         "--array=0,1,2,3,4,5,6,7",
         str(ROOT / "launch/synthetic_array.sbatch"),
         parsed.config,
+        "out_dir=my runs",
         "train.steps=7",
-        'out_dir="my runs"',
     ]
 
 
@@ -305,19 +305,20 @@ def test_what_is_found_is_drawn_and_what_is_not_is_named(tmp_path, capsys):
     found = sweep("fig1", "small", f"out_dir={tmp_path}")
     for i in (1, 3):
         fabricate(found.configs[i], 20.0)
-    assert (
-        cli.main(["report", "fig1", "--out-dir", str(tmp_path), "--out", str(tmp_path / "x")]) == 0
-    )
+    assert cli.main(["report", "fig1", f"out_dir={tmp_path}"]) == 0
     out = capsys.readouterr().out
     assert "3 of 5 runs are missing" in out and "for i in 0 2 4; do" in out
     assert "--array=0,2,4" in out
-    assert {r["train.max_iters"] for r in numbers(tmp_path / "x/fig1.csv")} == {"2", "8"}
-    assert (tmp_path / "x/fig1.png").exists()
+    assert {r["train.max_iters"] for r in numbers(tmp_path / "reports/small/fig1.csv")} == {
+        "2",
+        "8",
+    }
+    assert (tmp_path / "reports/small/fig1.png").exists()
 
 
 def test_evaluations_that_are_missing_are_counted(tmp_path, capsys):
     fabricate_all("fig1", tmp_path)
-    assert cli.main(["report", "ablation", "--out-dir", str(tmp_path)]) == 0
+    assert cli.main(["report", "ablation", f"out_dir={tmp_path}"]) == 0
     assert "20 evaluations under another ℓmax are missing; --run" in capsys.readouterr().out
 
 
@@ -378,7 +379,7 @@ sweep:
 def test_the_missing_runs_can_be_trained(tmp_path, capsys):
     config = tmp_path / "tiny.yaml"
     config.write_text(TINY)
-    args = ["--config", str(config), "--out-dir", str(tmp_path / "runs")]
+    args = ["--config", str(config), f"out_dir={tmp_path / 'runs'}"]
     assert cli.main(["report", "ablation", "--run", *args]) == 0
     out = capsys.readouterr().out
     assert "are missing" not in out
@@ -408,7 +409,7 @@ def test_a_failed_run_does_not_keep_the_others_from_being_drawn(tmp_path, capsys
         raise TrainingError("the loss is nan")
 
     monkeypatch.setattr(report, "run_all", fail)
-    assert cli.main(["report", "fig3c", "--run", "--out-dir", str(tmp_path)]) == 1
+    assert cli.main(["report", "fig3c", "--run", f"out_dir={tmp_path}"]) == 1
     assert "2 of 3 runs are missing" in capsys.readouterr().out
     assert (tmp_path / "reports/small/fig3c.png").exists()
 
