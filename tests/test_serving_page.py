@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.running import ENV
-from tests.test_docs import blocks
+from tests.test_docs import find_blocks
 
 CHECKS = """
 loaded = torch.export.load("model.pt2").module()
@@ -22,13 +22,13 @@ assert [len(texts) for texts in pipe(["The list", "A"], max_new_tokens=3, batch_
 def test_the_python_of_the_page_runs(tiny_export, tmp_path):
     (tmp_path / "runs/demo").mkdir(parents=True)
     (tmp_path / "runs/demo/hf").symlink_to(tiny_export)
-    found = [text for why, language, text in blocks("serving.md") if language == "python"]
-    typed = [t for why, language, t in blocks("serving.md") if language == "python" and not why]
-    assert len(found) == 4 and len(typed) == 2
-    for text in found:
+    blocks = [block for block in find_blocks("serving.md") if block[1] == "python"]
+    scripts = [text for reason, _, text in blocks if not reason]
+    assert len(blocks) == 4 and len(scripts) == 2
+    for _, _, text in blocks:
         compile(text, "serving.md", "exec")
     done = subprocess.run(
-        [sys.executable, "-c", "\n".join([*typed, CHECKS])],
+        [sys.executable, "-c", "\n".join([*scripts, CHECKS])],
         cwd=tmp_path,
         env=ENV,
         capture_output=True,
