@@ -16,19 +16,12 @@ def add(commands: argparse._SubParsersAction) -> None:
     t = actions.add_parser(
         "train",
         help="train one and write it to a folder",
-        description="Train a tokenizer on the training documents of a source, or of a mixture, each"
-        " source by its weight. Held-out documents are left out, and it is measured on them."
+        description="Train a byte-level BPE on the training documents of a source, or of a mixture,"
+        " each source by its weight. Held-out documents are left out, and it is measured on them."
         " OVERRIDES are keys of the YAML: `fprnn tokenizer train --out tokenizers/web"
         " data.source=text data.path=data/web tokenizer.vocab_size=32000`.",
     )
     t.add_argument("--config", metavar="YAML", help="whose `data` and `tokenizer` (default: none)")
-    t.add_argument(
-        "--type",
-        choices=("bpe", "sentencepiece"),
-        default="bpe",
-        dest="kind",
-        help="byte-level BPE, or sentencepiece's BPE with bytes to fall back on (default: bpe)",
-    )
     t.add_argument("--out", required=True, metavar="DIR", help="a new folder")
     t.add_argument("override", nargs="*", metavar="key=value")
     t.set_defaults(run_command=_train)
@@ -53,6 +46,6 @@ def _train(args: argparse.Namespace) -> int:
     from lm.data.corpus.tokenizer_training import train_tokenizer
     from lm.data.sources.mixture import described
 
-    say(f"data     {described(cfg.data)}; {cfg.tokenizer.vocab_size} tokens of {args.kind}")
-    say(train_tokenizer(cfg, args.kind, Path(args.out)))
+    say(f"data     {described(cfg.data)}; {cfg.tokenizer.vocab_size} tokens of bpe")
+    say(train_tokenizer(cfg, Path(args.out)))
     return 0

@@ -24,7 +24,6 @@ EXTRAS = {
     "pyarrow": "train",  # comes with datasets
     "pydantic": "train",
     "rich": "train",
-    "sentencepiece": "train",
     "tensorboard": "train",
     "tokenizers": "train",
     "uvicorn": "serve",

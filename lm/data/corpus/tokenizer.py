@@ -1,4 +1,4 @@
-"""Load or train the tokenizer: byte-level BPE, GPT-2 files, sentencepiece, any HuggingFace one."""
+"""Load or train the tokenizer: byte-level BPE, GPT-2 files, any HuggingFace tokenizer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lm.common.errors import UserError, require
 from lm.common.files import parse_json
 from lm.config.data import Data
 from lm.config.schema import Config
@@ -246,17 +245,13 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
             )
         if {"vocab.json", "merges.txt"} <= has:
             return _from_gpt2_files(folder)
-        if "tokenizer.model" in has:
-            return from_sentencepiece(folder)
-    except UserError:
-        raise
     except Exception as e:  # the loaders raise whatever they meet, bare Exception included
         _refuse_foreign_code(str(folder), e)
         reason = str(e).strip().splitlines()[0] if str(e) else type(e).__name__
         raise DataError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
     raise DataError(
-        f"{folder} holds no tokenizer: tokenizer.json, vocab.json with merges.txt, or "
-        f"tokenizer.model (it holds {', '.join(sorted(has)) or 'nothing'})"
+        f"{folder} holds no tokenizer: tokenizer.json, or vocab.json with merges.txt"
+        f" (it holds {', '.join(sorted(has)) or 'nothing'})"
     )
 
 
@@ -268,53 +263,6 @@ def _from_gpt2_files(folder: Path) -> PreTrainedTokenizerFast:
     backend.decoder = decoders.ByteLevel()
     eos = next((token for token in (EOS, "</s>") if backend.token_to_id(token) is not None), None)
     return _wrap(backend, **({"eos_token": eos} if eos else {}))
-
-
-def from_sentencepiece(folder: Path) -> PreTrainedTokenizerFast:
-    """A bare tokenizer.model. A BPE without normalisation (Llama, Mistral) is rebuilt here, because
-    transformers 5.23 loses its leading space and orders its merges by id, not by score."""
-    require("sentencepiece", "a tokenizer.model")
-    from sentencepiece import sentencepiece_model_pb2
-
-    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made at import
-    model.ParseFromString((folder / "tokenizer.model").read_bytes())
-    trainer, rules = model.trainer_spec, model.normalizer_spec
-    if trainer.model_type != trainer.BPE or rules.precompiled_charsmap:
-        return PreTrainedTokenizerFast.from_pretrained(str(folder))
-    if rules.remove_extra_whitespaces:
-        raise DataError(
-            f"{folder}/tokenizer.model removes repeated spaces and line ends; train it with "
-            "remove_extra_whitespaces=False, or give a tokenizer.json"
-        )
-    ids = {piece.piece: i for i, piece in enumerate(model.pieces)}
-    splits = [
-        (-piece.score, cut, piece.piece[:cut], piece.piece[cut:])
-        for piece in model.pieces
-        if piece.type == piece.NORMAL
-        for cut in range(1, len(piece.piece))
-        if piece.piece[:cut] in ids and piece.piece[cut:] in ids
-    ]
-    merges = [(left, right) for *_, left, right in sorted(splits, key=lambda split: split[:2])]
-    backend = Tokenizer(
-        models.BPE(
-            ids,
-            merges,
-            unk_token=trainer.unk_piece,
-            fuse_unk=True,
-            byte_fallback=trainer.byte_fallback,
-        )
-    )
-    prefix = rules.add_dummy_prefix
-    space = normalizers.Replace(" ", "▁")
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁")] * prefix + [space])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        + [decoders.Strip(" ", 1, 0)] * prefix
-    )
-    special = {"unk_token": trainer.unk_piece}
-    special |= {"bos_token": trainer.bos_piece} if trainer.bos_id >= 0 else {}
-    special |= {"eos_token": trainer.eos_piece} if trainer.eos_id >= 0 else {}
-    return _wrap(backend, **special)
 
 
 def save(tokenizer: PreTrainedTokenizerFast, folder: Path, record: dict) -> None:

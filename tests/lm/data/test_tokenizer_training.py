@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-import pytest
-
 from lm.cli.main import main
-from lm.common.errors import install_command
 from lm.config.load import build
 from lm.data.corpus import tokenizer_training
 from lm.data.corpus.corpora import prepare_sources
@@ -29,13 +26,12 @@ def options(path, *more) -> list[str]:
     return ["tokenizer", "train", "data.source=jsonl", f"data.path={path}", *map(str, more)]
 
 
-@pytest.mark.parametrize("kind", ["bpe", "sentencepiece"])
-def test_trained_twice_it_is_the_same_and_text_comes_back(cfg, kind, tmp_path):
+def test_trained_twice_it_is_the_same_and_text_comes_back(cfg, tmp_path):
     for name in ("one", "two"):
-        said = train_tokenizer(cfg, kind, tmp_path / name)
+        said = train_tokenizer(cfg, tmp_path / name)
     files = {p.name: p.read_bytes() for p in (tmp_path / "one").iterdir()}
     assert files == {p.name: p.read_bytes() for p in (tmp_path / "two").iterdir()}
-    assert said.startswith(f"tokenizer {kind}, ") and "each comes back exactly" in said
+    assert said.startswith("tokenizer bpe, ") and "each comes back exactly" in said
     cfg.tokenizer.name = str(tmp_path / "one")
     tokenizer = load_tokenizer(cfg, cfg.run_dir)
     assert tokenizer.eos_token_id is not None and f" {len(tokenizer)} of 320 tokens" in said
@@ -50,7 +46,7 @@ def test_trained_twice_it_is_the_same_and_text_comes_back(cfg, kind, tmp_path):
 
 
 def test_the_bpe_is_the_one_that_a_run_would_train(cfg, tmp_path):
-    train_tokenizer(cfg, "bpe", tmp_path / "out")
+    train_tokenizer(cfg, tmp_path / "out")
     ours = json.loads((tmp_path / "out/tokenizer.json").read_text("utf-8"))
     assert ours == json.loads(train_bpe(cfg).backend_tokenizer.to_str())
 
@@ -66,7 +62,7 @@ def test_it_reads_training_documents_and_is_measured_on_the_others(
 
     real = tokenizer_training.bpe_of
     monkeypatch.setattr(tokenizer_training, "bpe_of", bpe_of)
-    said = train_tokenizer(cfg, "bpe", tmp_path / "out")
+    said = train_tokenizer(cfg, tmp_path / "out")
     held_out = [text for text in texts if is_validation(text, cfg.data.val_fraction)]
     assert sorted(read + held_out) == sorted(texts) and held_out
     cfg.tokenizer.name = str(tmp_path / "out")
@@ -76,7 +72,7 @@ def test_it_reads_training_documents_and_is_measured_on_the_others(
     assert f" {size / tokens:.3f} bytes per token on {size:,} bytes of validation" in said
     read.clear()
     cfg.tokenizer.train_bytes = 500
-    train_tokenizer(cfg, "bpe", tmp_path / "less")
+    train_tokenizer(cfg, tmp_path / "less")
     assert 500 <= sum(map(len, read)) < 800
 
 
@@ -97,21 +93,17 @@ def test_a_mixture_is_read_by_weight(cfg, tmp_path):
     tree = {"data": {"mixture": {"a": own | {"weight": 3}, "b": own | {"weight": 1}}}}
     both = build(tree | {"tokenizer": {"vocab_size": 320, "train_bytes": 2000}})
     assert 2000 <= sum(len(text) for text in training_texts(both)) < 2800
-    assert "tokenizer bpe, " in train_tokenizer(both, "bpe", tmp_path / "out")
+    assert "tokenizer bpe, " in train_tokenizer(both, tmp_path / "out")
 
 
-def test_what_cannot_be_trained_is_a_sentence(jsonl, tmp_path, capsys, monkeypatch):
+def test_what_cannot_be_trained_is_a_sentence(jsonl, tmp_path, capsys):
     out = ("--out", tmp_path / "out")
 
     def sentence(*args) -> str:
         assert main([str(a) for a in args]) in {1, 65, 78}
         return capsys.readouterr().err.removeprefix("error: ")
 
-    sentencepiece = (*out, "--type", "sentencepiece")
-    said = sentence(*options(jsonl, *sentencepiece, "tokenizer.vocab_size=258"))
-    assert said.startswith("sentencepiece cannot make 258 tokens of this text: Vocabulary size is")
-    assert "Internal" not in said and "src/" not in said
-    said = sentence(*options(jsonl, *sentencepiece, "data.text_field=body"))
+    said = sentence(*options(jsonl, *out, "data.text_field=body"))
     assert "has no key `body`" in said
     assert "no such file" in sentence(*options("none.jsonl", *out))
     said = sentence("tokenizer", "train", *out, "data.source=text")
@@ -119,9 +111,3 @@ def test_what_cannot_be_trained_is_a_sentence(jsonl, tmp_path, capsys, monkeypat
     said = sentence("tokenizer", "train", *out, "data.val_frac=0.1")
     assert "did you mean `data.val_fraction`?" in said
     assert not (tmp_path / "out").exists()
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    said = sentence(*options(jsonl, *sentencepiece))
-    assert said == (
-        "a tokenizer of --type sentencepiece needs the package sentencepiece, which is not"
-        f" installed: {install_command('sentencepiece')}\n"
-    )
