@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lm
@@ -176,50 +175,22 @@ def _prepare(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from lm.runs import places
 
-    if args.out is None:
-        places.check_folders({"RUN": args.run})
-    else:
-        places.check_run(args.run)
+    places.check_run(args.run)
     places.check_folders({"--checkpoint": args.checkpoint})
 
-    from lm.export.export import ExportError
-
-    if args.out is None and args.push is None:
-        raise ExportError("OUT is missing: the folder to export to (only --push does without)")
-    if args.public and args.push is None:
-        raise ExportError("--public is of --push REPO: without it nothing is uploaded")
-    if args.push is None:
-        print(_exported(args))
-        return 0
-    from lm.export import push
-
-    if args.out is None and (args.checkpoint or args.licence or args.overwrite):
-        raise ExportError(
-            "--checkpoint, --licence and --overwrite are of an export: give RUN and OUT, or"
-            " push the export as it is without them"
-        )
-    folder = args.run
-    if args.out is None:
-        push.check_export(folder)
-    place = push.find(args.push, args.public)
-    if args.out is not None:
-        folder = _exported(args)
-        print(folder)
-    print(push.push(folder, place, lambda line: print(line, file=sys.stderr)))
-    return 0
-
-
-def _exported(args: argparse.Namespace) -> Path:
     from lm.export.export import export
 
-    return export(
-        args.run,
-        args.out,
-        args.checkpoint,
-        args.licence,
-        trust=args.trust,
-        overwrite=args.overwrite,
+    print(
+        export(
+            args.run,
+            args.out,
+            args.checkpoint,
+            args.licence,
+            trust=args.trust,
+            overwrite=args.overwrite,
+        )
     )
+    return 0
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -349,13 +320,11 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser(
         "export",
         help="run directory → HuggingFace directory",
-        description="Write a run as a folder that from_pretrained loads, with a model card. Nothing"
-        " leaves this machine without --push, which says what it uploads and where. `fprnn export"
-        " OUT --push REPO` uploads an export that is there already, with what `fprnn eval` has"
-        " added to its card.",
+        description="Write a run as a folder that from_pretrained loads, with a model card."
+        " huggingface_hub's `hf upload` brings it to the hub (docs/cluster-run.md).",
     )
     c.add_argument("run", metavar="RUN")
-    c.add_argument("out", metavar="OUT", nargs="?")
+    c.add_argument("out", metavar="OUT")
     c.add_argument("--checkpoint", help="a checkpoint folder (default: the newest complete one)")
     c.add_argument(
         "--overwrite",
@@ -367,10 +336,6 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
         "--licence",
         metavar="ID",
         help="of the weights, as the hub names it: apache-2.0, … (default: unknown)",
-    )
-    c.add_argument("--push", metavar="REPO", help="then upload it to the hub as OWNER/NAME")
-    c.add_argument(
-        "--public", action="store_true", help="with --push: for everybody (default: private)"
     )
     add_trust(c)
     c.set_defaults(run_command=_export)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 # Requirements of an export: `dependencies` of pyproject.toml (a test compares).
 NEEDED = ("torch>=2.11,<2.14", "transformers>=5.0,<6", "safetensors>=0.5")
 PAPER = "https://arxiv.org/abs/2503.10799"
-# Place of the model in the snippet: the folder of the card; `with_place` puts the hub's name there.
 HERE = 'path = "."  # this folder; on the hub its name there'
 ALWAYS = (
     "A research model that continues text. It follows no instructions, it may say what is false or"
@@ -262,11 +261,6 @@ def _snippet(has_code: bool, has_tokenizer: bool) -> list[str]:
         ]
     model = f"model = AutoModelForCausalLM.from_pretrained(path{trust}).eval()"
     return ["```python", *imports, "", HERE, model, *use, "```"]
-
-
-def with_place(text: str, repository: str) -> str:
-    """Return the card whose snippet loads the model from the hub."""
-    return text.replace(HERE, f'path = "{repository}"')
 
 
 def _architecture(model: PreTrainedModel, is_solved: bool) -> list[str]:

@@ -25,7 +25,6 @@ MISTYPED = [
     ("status runs/nope", "runs/nope: no such file or folder"),
     ("status nope.yaml", "nope.yaml: no such file"),
     ("export runs/nope out", "runs/nope: no such folder"),
-    ("export runs/nope --push a/b", "RUN runs/nope: no such folder"),
     ("plan nope.yaml", "nope.yaml: no such file"),
     ("sweep nope.yaml --run", "nope.yaml: no such file"),
     (f"train --config {DEMO} data.source=text data.path=nope", "data.path nope: no such file"),

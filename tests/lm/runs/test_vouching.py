@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from lm.common.errors import BAD_DATA, FAILED
 from lm.data.sources.errors import DataError
 from lm.export.measured import CARD
-from lm.export.push import PushError, check_export
 from lm.model.checksums import SUMS, read_sums, write_sums
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.report.report import report
@@ -77,11 +76,8 @@ def test_a_changed_tokenizer_of_an_export_is_refused(capsys, copy):
         load_tokenizer(copy)
     said = refused(capsys, "generate", copy, "--prompt", "a")
     assert f"{path} is damaged, or was changed" in said and f"delete {SUMS}" in said
-    with pytest.raises(PushError, match=r"tokenizer\.json is damaged.*; nothing was uploaded"):
-        check_export(copy)
     (copy / SUMS).unlink()  # as the sentence says, where the change is meant
     load_tokenizer(copy)
-    check_export(copy)
 
 
 @pytest.mark.parametrize(
