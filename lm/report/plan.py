@@ -364,7 +364,7 @@ def _hours(p: dict, cfg: Config) -> list[tuple[str, str]]:
     origins = {
         "matrix products": f"at {at.utilisation:.0%} of {peak:g} TFLOP/s (--utilisation)",
         "token after token": "by layers solved so, measured untrained on an H100",
-        "iterating": f"by {EVALUATIONS:g} evaluations a token (assumed), from a time on an H100",
+        "iterating": f"by {EVALUATIONS:g} evaluations a token (assumed), estimated for an H100",
     }
     passes = ""
     if cfg.train.adversary:
