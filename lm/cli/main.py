@@ -88,17 +88,16 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _say_if_slow(cfg: Config) -> None:
-    """Print what to expect of a run whose updates take minutes; rank 0 measures it."""
+    """Print on rank 0 that updates of a run can take minutes."""
     from lm.common.console import say
     from lm.common.ranks import launched
     from lm.runs.run_dir import RunDir
 
-    rank, world_size, _ = launched()
-    if rank or RunDir(cfg.run_dir).is_finished or not cfg.model.has_fixed_point:
+    if launched()[0] or RunDir(cfg.run_dir).is_finished or not cfg.model.has_fixed_point:
         return
     from lm.report.measure import warn_if_slow
 
-    if note := warn_if_slow(cfg, world_size):
+    if note := warn_if_slow(cfg):
         say(note)
 
 
