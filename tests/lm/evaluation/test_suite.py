@@ -324,20 +324,15 @@ def test_what_does_not_go_together_is_refused(small_export, tasks, options, word
 @pytest.mark.parametrize(
     "name, row, words",
     [
-        ("piqa_val", {"goal": "a", "sol1": "b", "label": 0}, "row 2 cannot be scored.*`sol2`"),
-        (
-            "piqa_val",
-            ROWS["piqa_val"][0] | {"label": -1},
-            "row 2 cannot be scored.*`label`, 0 or 1",
-        ),
+        ("piqa_val", {"goal": "a", "sol1": "b", "label": 0}, "row 2 cannot be scored.* sol2,"),
+        ("piqa_val", ROWS["piqa_val"][0] | {"label": -1}, "row 2 cannot be scored.*, label$"),
         ("piqa_val", ["a"], "piqa_val.jsonl cannot be read as json"),
         ("hellaswag_val", ROWS["hellaswag_val"][0] | {"label": ""}, "row 2 cannot be scored"),
-        ("hellaswag_val", ROWS["hellaswag_val"][0] | {"label": "4"}, "row 2 cannot be scored"),
         ("hellaswag_val", ROWS["hellaswag_val"][0] | {"label": 3.0}, "label. changed from string"),
-        ("arc_challenge_test", ARC[0] | {"answerKey": "1"}, "row 2 cannot be scored"),
+        ("arc_challenge_test", ARC[0] | {"answerKey": ""}, "row 2 cannot be scored"),
         ("arc_easy_val", ARC[0] | {"choices": ["a", "b"]}, "choices. changed from object"),
         ("winogrande_val", ROWS["winogrande_val"][0] | {"answer": ""}, "row 2 cannot be scored"),
-        ("lambada_openai", {"text": "word"}, "row 2 cannot be scored.*two words"),
+        ("lambada_openai", {"text": ""}, "row 2 cannot be scored.*text"),
     ],
 )
 def test_rows_without_an_answer_are_refused(tmp_path, name, row, words):
