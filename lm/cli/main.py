@@ -12,7 +12,6 @@ from lm.cli import inspect as cli_inspect
 from lm.cli import serve as cli_serve
 from lm.cli import status as cli_status
 from lm.cli import sweep as cli_sweep
-from lm.cli import tokenizer as cli_tokenizer
 from lm.cli.arguments import (
     SEED,
     Number,
@@ -31,7 +30,6 @@ EPILOG = """examples:
   fprnn train --config configs/lm/demo.yaml
   fprnn plan configs/lm/fpmamba_160m_fineweb2b.yaml --gpu a100-80g
   fprnn prepare configs/lm/demo.yaml
-  fprnn tokenizer train --config configs/lm/demo.yaml --out runs/tokenizer
   deepspeed --num_gpus 4 --module lm train --config configs/lm/fpmamba_160m_fineweb2b.yaml
   fprnn generate runs/demo --prompt "The list"
   fprnn eval runs/demo --tasks catbabi_mini
@@ -417,7 +415,6 @@ def parser(more: Sequence[AddCommands] = ()) -> argparse.ArgumentParser:
     # In the order in which one needs them.
     _add_doctor(commands)
     _add_plan(commands)
-    cli_tokenizer.add(commands)
     _add_prepare(commands)
     _add_train(commands)
     cli_sweep.add(commands)

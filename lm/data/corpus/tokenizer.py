@@ -130,25 +130,20 @@ def _trained_once(cfg: Config, log: Callable[[str], None]) -> PreTrainedTokenize
 def train_bpe(cfg: Config, log: Callable[[str], None] = warnings.warn) -> PreTrainedTokenizerFast:
     """A byte-level BPE of `tokenizer.vocab_size` tokens (256 bytes, EOS and PAD among them) trained
     on `tokenizer.train_bytes` of training documents; decode(encode(text)) == text for any text."""
-    tokenizer = bpe_of(training_texts(cfg), cfg.tokenizer.vocab_size)
-    _say_if_small(len(tokenizer), cfg, log)
-    return tokenizer
-
-
-def bpe_of(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of up to `vocab_size` tokens, trained on texts."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=cfg.tokenizer.vocab_size,
         min_frequency=2,
         special_tokens=[EOS, PAD],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
-    return _wrap(backend, eos_token=EOS, pad_token=PAD)
+    backend.train_from_iterator(training_texts(cfg), trainer)
+    tokenizer = _wrap(backend, eos_token=EOS, pad_token=PAD)
+    _say_if_small(len(tokenizer), cfg, log)
+    return tokenizer
 
 
 def _say_if_small(size: int, cfg: Config, log: Callable[[str], None]) -> None:
@@ -159,11 +154,8 @@ def _say_if_small(size: int, cfg: Config, log: Callable[[str], None]) -> None:
         )
 
 
-def training_texts(cfg: Config, held_out: Callable[[str], None] = lambda _: None) -> Iterator[str]:
+def training_texts(cfg: Config) -> Iterator[str]:
     """Yield training documents of each source, up to its share of `tokenizer.train_bytes`.
-
-    Args:
-        held_out: Receives the documents of validation that are met on the way.
 
     Raises:
         DataError: If a source cannot be read, or has no training document.
@@ -172,14 +164,13 @@ def training_texts(cfg: Config, held_out: Callable[[str], None] = lambda _: None
     for name, part in parts(cfg).items():
         if budgets[name]:
             with naming(name):
-                yield from _first_texts(part.data, budgets[name], held_out)
+                yield from _first_texts(part.data, budgets[name])
 
 
-def _first_texts(data: Data, size: int, held_out: Callable[[str], None]) -> Iterator[str]:
+def _first_texts(data: Data, size: int) -> Iterator[str]:
     left = size
     for text in documents(data):
         if is_validation(text, data.val_fraction):
-            held_out(text)
             continue
         yield text
         left -= len(text.encode())

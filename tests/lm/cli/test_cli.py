@@ -18,7 +18,7 @@ from tests.running import REFUSED
 ROOT = Path(__file__).parents[3]
 LM = ROOT / "configs/lm"
 COMMANDS = (
-    "doctor", "plan", "tokenizer", "prepare", "train", "sweep", "status", "report", "inspect",
+    "doctor", "plan", "prepare", "train", "sweep", "status", "report", "inspect",
     "export", "eval", "generate", "serve",
 )  # fmt: skip
 

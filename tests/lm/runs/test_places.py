@@ -37,7 +37,6 @@ MISTYPED = [
         "cannot read nope.json as JSON: it is no file",
     ),
     (f"train --config {DEMO} tokenizer.name=runs/nope", "tokenizer.name runs/nope: no such folder"),
-    ("tokenizer train --out t data.source=text data.path=nope", "data.path nope: no such file"),
     ("synthetic train --config nope.yaml", "nope.yaml: no such file"),
     (f"synthetic train --config {CATBABI} sweep={{}} task.data=nope", "task.data nope: no such"),
     ("synthetic eval nope", "nope: no such folder"),
