@@ -263,15 +263,6 @@ def save(tokenizer: PreTrainedTokenizerFast, folder: Path, record: dict) -> None
     try:
         draft.chmod(0o755)
         tokenizer.save_pretrained(str(draft))
-        path = draft / "tokenizer_config.json"
-        config = parse_json(path.read_text(encoding="utf-8"))
-        # transformers 4 knows neither the class name nor the key that version 5 writes.
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        named = {v for k, v in config.items() if k.endswith("_token")}
-        extra = [t for t in config.pop("extra_special_tokens", []) if t not in named]
-        if extra:
-            config["additional_special_tokens"] = extra
-        path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
         (draft / RECORD).write_text(json.dumps(record), encoding="utf-8")
         checksums.write_sums(draft, [file.name for file in draft.iterdir()])
         try:

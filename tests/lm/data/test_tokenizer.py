@@ -76,7 +76,6 @@ def test_bpe_is_trained_once_saved_and_loaded(cfg, bpe):
     assert (second.eos_token, second.pad_token, len(second)) == (EOS, PAD, 320)
     assert (saved / "tokenizer.json").stat().st_mtime_ns == mtime
     settings = json.loads((saved / "tokenizer_config.json").read_text())
-    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert settings["clean_up_tokenization_spaces"] is False
     assert [p.name for p in cfg.run_dir.iterdir()] == ["tokenizer"]  # no draft left behind
     assert second.decode(second.encode("a , b .\n")) == "a , b .\n"
