@@ -149,14 +149,17 @@ def _flatten(path: Path, ours: set[str]) -> str:
         ExportError: If it imports something that will not be there.
     """
     text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
-        modules = []
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             modules = ["." * node.level + (node.module or "")]
-            if OF_MODEL.match(ast.unparse(node)) and f"{modules[0].split('.')[-1]}.py" in ours:
+            found = OF_MODEL.match(lines[node.lineno - 1])
+            if found is not None and f"{found[2]}.py" in ours:
                 continue
+        else:
+            continue
         for module in modules:
             if not _is_installed(module):
                 raise ExportError(
