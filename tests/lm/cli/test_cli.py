@@ -160,7 +160,8 @@ def test_the_network_is_really_blocked(tmp_path, offline):
 def test_a_dry_run_prints_the_cost_and_leaves_nothing(tmp_path, offline, name, parameters, flops):
     cwd = tmp_path / "cwd"
     cwd.mkdir()
-    result = lm("train", "--config", str(LM / f"{name}.yaml"), "--dry-run", cwd=cwd, **offline)
+    wide = {**offline, "COLUMNS": "200"}  # no cell of the table is wrapped
+    result = lm("train", "--config", str(LM / f"{name}.yaml"), "--dry-run", cwd=cwd, **wide)
     assert (result.returncode, result.stderr) == (0, "")
     rows = {}
     for line in result.stdout.splitlines():

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from lm.cli.main import main
+from lm.common.console import say
 from lm.common.errors import BAD_CONFIG
 from lm.common.files import OutputError
 from lm.report import draw
@@ -242,7 +243,9 @@ def test_every_number_is_that_of_the_file(solved, tmp_path, undrawn):
         assert f"metrics.jsonl: {key}" in page.text
 
 
-def test_the_report_of_a_real_run(tiny_run, tmp_path, capsys):
+def test_the_report_of_a_real_run(tiny_run, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")  # no cell of the table is wrapped
+    monkeypatch.setattr(say, "_console", None)
     copied = shutil.copytree(tiny_run, tmp_path / "tiny", ignore=shutil.ignore_patterns("hf"))
     page = reported(copied)
     check_numbers(page, copied)
