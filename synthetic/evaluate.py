@@ -18,8 +18,8 @@ from lm.common.console import Progress, say
 from lm.common.files import check_file, write_json, writing
 from lm.runs.metrics import fixed_point_metrics, probe
 from lm.runs.run_dir import RunDir
-from synthetic.build import load_run, trained_on
-from synthetic.config import Config
+from synthetic.build import load_run
+from synthetic.config import Config, load
 from synthetic.lengths import parse_ranges
 from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN, passes
 from synthetic.tasks import Batch, Task, TaskError, splits
@@ -444,8 +444,7 @@ def evaluate_run(
             f"{cfg.train.lengths[1]}: neither lengths nor seeds apply"
         )
     test_lengths = parse_lengths(lengths or cfg.eval.lengths, task)
-    trained_task, held_apart = trained_on(run_dir)
-    held_apart = held_apart and cfg.task == trained_task
+    held_apart = cfg.task == load(RunDir(run_dir).config).task  # the task it was trained on
     results = evaluate_all(model, task, cfg, test_lengths, test_seeds, precision, held_apart)
     tested = {None, *(row["length"] for row in results)}
     result = {

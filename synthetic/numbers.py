@@ -17,13 +17,12 @@ from synthetic.results import (
     UNKNOWN,
     curriculum_note,
     elsewhere_of_layers,
+    error_of_mean,
     error_over_seeds,
     failed_share,
     in_training,
-    iterations_of_layers,
     plus_minus,
     solver_text,
-    way_of,
 )
 
 LAST_COLUMNS = ("length", "metric", "value", "stderr")  # of the table
@@ -77,15 +76,12 @@ def lines(run: Trained, rows: Iterable[dict], **columns: Any) -> list[dict]:
 
 def _lines_of_row(row: dict) -> list[dict]:
     metrics = dict(row["metrics"])
-    layers = iterations_of_layers(row)
-    if layers is not None:
-        metrics["num_iters"] = float(np.mean(layers))
-    way = way_of(row)
-    solver = row.get("solver", UNKNOWN)
+    if "num_iters" in row:
+        metrics["num_iters"] = float(np.mean(row["num_iters"]["mean"]))
     about = {
-        "read": way.read,
-        "solver": way.solver,
-        "solver_without_limit": solver_text(solver, limit=False),
+        "read": row["read"],
+        "solver": solver_text(row["solver"]),
+        "solver_without_limit": solver_text(row["solver"], limit=False),
         "in_training": in_training([row]),
         "distinct": row.get("distinct"),
         "failed": failed_share([row]),
@@ -93,9 +89,8 @@ def _lines_of_row(row: dict) -> list[dict]:
         "test_seed": row.get("seed"),
         "length": row["length"],
     }
-    stderr = row.get("stderr", {})
     return [
-        {**about, "metric": metric, "value": value, "stderr": stderr.get(metric, np.nan)}
+        {**about, "metric": metric, "value": value, "stderr": row["stderr"].get(metric, np.nan)}
         for metric, value in metrics.items()
     ]
 
@@ -119,15 +114,11 @@ def while_training(runs: Iterable[Trained]) -> pd.DataFrame:
         last_lengths: set[int] = set()
         for record in run.records:
             measured = record.get("over_lengths", {})
-            # Older logs hold only the metrics of each length.
-            rows = [
-                {"length": int(length), "metrics": row, **(row if "metrics" in row else {})}
-                for length, row in measured.items()
-            ]
+            rows = [{"length": int(length), **row} for length, row in measured.items()]
             made += lines(run, rows, step=record["step"], seconds=record.get("seconds"))
             last_lengths = {row["length"] for row in rows} or last_lengths
         final = [row for row in run.result["eval"] if row["length"] in last_lengths]
-        final = [row for row in final if way_of(row).read != TOKEN_BY_TOKEN]
+        final = [row for row in final if row["read"] != TOKEN_BY_TOKEN]
         if last_lengths == {row["length"] for row in final}:
             step, seconds = run.result["updates"], run.result["training_seconds"]
             made += lines(run, final, step=step, seconds=seconds)
@@ -173,11 +164,6 @@ def over_seeds(numbers: pd.DataFrame, by: Sequence[str] = ("length",)) -> pd.Dat
             }
         )
     return pd.DataFrame(found).set_index(list(by))
-
-
-def error_of_mean(stderrs: Sequence[float]) -> float:
-    """Return the standard error of a mean, given those of its independent terms."""
-    return float(np.sqrt(np.square(stderrs).sum()) / len(stderrs))
 
 
 def seed_count(counts: Iterable[int]) -> str:

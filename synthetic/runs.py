@@ -43,12 +43,17 @@ def result_of(cfg: Config) -> dict:
     result = run.read_result(("eval",))
     check_kinds(run.result, result, KINDS)
     for row in result["eval"]:
-        if row is None or row.get("length") is None or row.get("metrics") is None:
-            raise DamagedError(f"{run.result} is damaged: each row must hold length and metrics")
+        missing = [name for name in IN_EVERY_ROW if (row or {}).get(name) is None]
+        if missing:
+            raise DamagedError(
+                f"{run.result} is damaged: a row of `eval` has no {' and no '.join(missing)}; the"
+                " command that trained the run writes it again"
+            )
     return result
 
 
 # Of a result, what is put into tables and figures.
+IN_EVERY_ROW = ("length", "metrics", "stderr", "read", "solver", "in_training")
 KINDS: dict = {"eval": list, "eval.*": dict, "eval.*.length": int, "eval.*.seed": int}
 KINDS |= {"eval.*.metrics": dict, "eval.*.metrics.*": float, "eval.*.read": str}
 KINDS |= {"eval.*.stderr": dict, "eval.*.stderr.*": float, "eval.*.in_training": dict}
