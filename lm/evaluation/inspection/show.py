@@ -37,17 +37,16 @@ def default_page(place: Path | str) -> Path:
     return folder / PAGE if folder.is_dir() else Path(PAGE)
 
 
-def check_page(path: Path, made_by: str = MADE_BY) -> None:
+def check_page(path: Path) -> None:
     """Refuse a path where the page cannot be written.
 
     Args:
-        path: The page.
-        made_by: Comment that marks an earlier page of the command, which may be replaced.
+        path: The page; an earlier page of the command may be replaced.
 
     Raises:
         OutputError: It cannot be written, or another file is there.
     """
-    check_replaceable(path, made_by)
+    check_replaceable(path, MADE_BY)
 
 
 def show(found: Inspection, out: Path) -> None:
