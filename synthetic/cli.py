@@ -232,10 +232,10 @@ def _add_validate(commands: argparse._SubParsersAction) -> None:
         help="the profile of models: abilities, over lengths and seeds",
         description="State tracking, automata, brackets, arithmetic, copying, recall, …: trains a"
         " small recipe for each ability on the `model:` section of any YAML (several: side by"
-        " side), tries it on up to 64 times longer sequences, prints one table, and writes a page"
-        " with a radar for each model (README.md, profile.png and, with the numbers, validate.csv"
-        " in DIR). Finished runs are kept, so a stopped command continues. Exit status 2: a bar was"
-        " missed.",
+        " side), tries it on up to 64 times longer sequences, prints one table, and writes into DIR"
+        " the numbers (validate.csv), a radar for each model (profile.png) and curves over lengths"
+        " (lengths.png). Finished runs are kept, so a stopped command continues. Exit status 2: a"
+        " bar was missed.",
     )
     command.add_argument(
         "config", nargs="+", metavar="CONFIG", help="also key=value, of model, solver and optim"

@@ -208,18 +208,15 @@ def test_a_profile_has_the_numbers_of_its_runs(two, tmp_path, recipes):
         assert row["error"] == pytest.approx(abs(values[0] - values[1]) / math.sqrt(2))
     lengths = set(profile.headlines(runs)["length"])
     assert lengths == {3 * times for times in validate.TIMES} | {5}
-    parameters, seconds = profile.summarize(runs)[-2:]
+    *rows, parameters, seconds = profile.summarize(runs)
     assert parameters["fp"] == results["fp", "s3", "seed0"]["parameters"]
     assert seconds["fp"] == pytest.approx(
         sum(r["training_seconds"] for key, r in results.items() if key[0] == "fp")
     )
 
-    page, *pictures = profile.write(runs, out)[1:]
-    text = page.read_text()
     for value in judged["value"]:
-        assert f" | {value:.3f}" in text
-    for picture in pictures:
-        assert f"]({picture.name})" in text
+        assert any(f"{value:.3f}" in str(cell) for row in rows for cell in row.values())
+    for picture in profile.write(runs, out)[1:]:
         assert picture.read_bytes().startswith(b"\x89PNG")
     assert [ax.get_title() for ax in profile.draw_lengths(runs).axes] == list(recipes)
 
