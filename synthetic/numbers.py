@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ class Trained:
     panel: str  # the task, if the sweep has several
     result: dict
     records: list[dict]  # of metrics.jsonl
-    under_limits: dict[int, dict] = field(default_factory=dict)  # ℓmax in evaluation → eval JSON
 
     @property
     def headline(self) -> str:
@@ -81,7 +80,6 @@ def _lines_of_row(row: dict) -> list[dict]:
     about = {
         "read": row["read"],
         "solver": solver_text(row["solver"]),
-        "solver_without_limit": solver_text(row["solver"], limit=False),
         "in_training": in_training([row]),
         "distinct": row.get("distinct"),
         "failed": failed_share([row]),
@@ -122,17 +120,6 @@ def while_training(runs: Iterable[Trained]) -> pd.DataFrame:
         if last_lengths == {row["length"] for row in final}:
             step, seconds = run.result["updates"], run.result["training_seconds"]
             made += lines(run, final, step=step, seconds=seconds)
-    return pd.DataFrame(made)
-
-
-def under_limits(runs: Iterable[Trained]) -> pd.DataFrame:
-    """Return the table of the evaluations of the runs under each ℓmax, column `eval.max_iters`."""
-    made: list[dict] = []
-    for run in runs:
-        results = {limit: result["eval"] for limit, result in run.under_limits.items()}
-        results[run.cfg.eval.max_iters or run.cfg.solver.eval_max_iters] = run.result["eval"]
-        for limit, rows in sorted(results.items()):
-            made += lines(run, rows, **{"eval.max_iters": limit})
     return pd.DataFrame(made)
 
 
@@ -178,17 +165,16 @@ def with_error(value: float, error: float) -> str:
     return f"{value:.{digits}f}{plus_minus(error, min(3, digits))}"
 
 
-def notes(drawn: pd.DataFrame, runs: Iterable[Trained], solver: str = "solver") -> list[str]:
+def notes(drawn: pd.DataFrame, runs: Iterable[Trained]) -> list[str]:
     """Return the sentences below a figure: solvers, unsolved tokens, test samples that training
     has too, and curricula that ended early.
 
     Args:
         drawn: The lines that the figure shows.
         runs: All runs of the figure.
-        solver: Column of the solvers' names.
     """
     found = []
-    models_by_solver = drawn.groupby(solver, sort=False)["model"].unique()
+    models_by_solver = drawn.groupby("solver", sort=False)["model"].unique()
     for name, models in models_by_solver.items():
         models_in_words = f" ({'; '.join(models)})" if len(models_by_solver) > 1 else ""
         found.append(f"Solver in evaluation: {name}{models_in_words}")

@@ -18,20 +18,15 @@ AT_ONCE, TOKEN_BY_TOKEN, IN_SEGMENTS = "at once", "token by token", "in segments
 UNKNOWN = "unknown"  # if training may have the test samples too
 
 
-def solver_text(solver: dict | str, limit: bool = True) -> str:
+def solver_text(solver: dict | str) -> str:
     """Describe the `solver` of a row, for example "token iterate, parallel, paper, tol 0.1, at most
-    1000 iterations".
-
-    Args:
-        solver: The row's field.
-        limit: Include the largest number of iterations.
-    """
+    1000 iterations"."""
     if isinstance(solver, str):
         return solver
     parts = [f"token {solver['token']}", solver["schedule"]]
     if solver["tol"] is not None:
         parts += [solver["stopping"], f"tol {solver['tol']:g}"]
-    if limit and solver["max_iters"] is not None:
+    if solver["max_iters"] is not None:
         parts.append(f"at most {solver['max_iters']} iterations")
     return ", ".join(parts)
 

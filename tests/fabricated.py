@@ -14,7 +14,7 @@ DATA = ("task.data=nowhere",)
 
 
 def sweep(name, scale="small", *overrides):
-    return report.expand(report.config_path(name, scale), overrides, name == "ablation")
+    return report.expand(report.config_path(name, scale), overrides)
 
 
 def drawn(name, out_dir):
@@ -118,10 +118,6 @@ def fabricate_all(name: str, out_dir, scale: str = "small") -> list[Config]:
     for i, cfg in enumerate(configs):
         reach = cfg.train.lengths[1] * (0.6 + 0.5 * i)
         fabricate(cfg, reach, 100.0 + 40 * i)
-        if name == "ablation":
-            for n in (1, 2, 4, 8, 16):
-                found = {"eval": rows(cfg, min(reach, 8 * n))}
-                report.limit_file(cfg, n).write_text(json.dumps(found))
     return configs
 
 

@@ -51,7 +51,7 @@ def legend(drawing) -> set[str]:
     return {text.get_text() for each in drawing.figure.legends for text in each.get_texts()}
 
 
-@pytest.mark.parametrize("name", ["fig1", "fig3c", "tab1", "fig5", "ablation"])
+@pytest.mark.parametrize("name", ["fig1", "fig3c", "tab1", "fig5"])
 def test_seeds_are_drawn_together_with_their_number(name, seeds):
     entry = report.REPORTS[name]
     options = {"metric": "token_accuracy"} if name == "tab1" else entry.options
@@ -60,9 +60,7 @@ def test_seeds_are_drawn_together_with_their_number(name, seeds):
     ticks = {text.get_text() for text in drawing.figure.axes[0].get_yticklabels()}
     assert len({t for t in ticks | legend(drawing) if "(n = 3)" in t}) == models
     footer = " ".join(drawing.figure._supxlabel.get_text().split())
-    solver = "token iterate, parallel, causal, tol 0.01" + ", at most 1000 iterations" * (
-        name != "ablation"
-    )
+    solver = "token iterate, parallel, causal, tol 0.01, at most 1000 iterations"
     assert f"Solver in evaluation: {solver}" in footer
     if models == 2:
         assert "Solver in evaluation: none (LSTM)" in footer
@@ -208,10 +206,3 @@ def test_a_point_is_paired_by_seed_and_says_of_how_many(tmp_path):
     found = found[found["length"] == 32].set_index(["task", "metric"])["value"]
     expected = found["copy", "character_accuracy"], found["word_problem", "token_accuracy"]
     assert [tuple(point) for point in dots.get_xydata()] == [expected]
-
-
-def test_notes_are_only_on_the_lengths_that_are_drawn(tmp_path):
-    fabricate_all("ablation", tmp_path)  # below length 4 training has all test samples
-    made = drawn("ablation", tmp_path)
-    assert 2 in set(made.numbers["length"])
-    assert "Test samples that training may have" not in made.figure._supxlabel.get_text()
