@@ -10,6 +10,7 @@ import time
 import pytest
 
 from lm.common.errors import BAD_CONFIG, ConfigError, Stopped, TrainingError
+from lm.common.signals import STOP
 from lm.config import load as base
 from lm.runs.checkpoint import listed
 from synthetic import abilities, config, profile, tasks, validate
@@ -279,12 +280,16 @@ def test_a_signal_stops_the_runs_at_once_and_they_go_on(two, tmp_path, recipes):
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGTERM)
 
+    before = {number: signal.getsignal(number) for number in STOP}
     threading.Thread(target=signal_once_started, daemon=True).start()
-    with pytest.raises(Stopped, match="stopped by a signal"):
-        run_all(runs, jobs=2)
+    try:
+        with pytest.raises(Stopped, match="stopped by a signal"):
+            run_all(runs, jobs=2)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
     for cfg in runs:
         assert listed(cfg.run_dir / "checkpoints") and not is_finished(cfg)
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_run_that_diverges_does_not_stop_the_others(two, tmp_path, recipes):
