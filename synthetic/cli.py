@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lm.cli.arguments import SEED, Whole, add_trust, parse, run
-from synthetic.lengths import MAX_LENGTH, parse_ranges
+from synthetic.lengths import MAX_LENGTH
 
 EPILOG = """examples:
   fprnn synthetic train --config configs/synthetic/small/s3.yaml
@@ -123,15 +123,6 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _lengths(text: str) -> str:
-    """An argparse type: lengths as they were typed, if they are any."""
-    try:
-        parse_ranges(text)
-    except ValueError as e:
-        raise argparse.ArgumentTypeError(str(e)) from None
-    return text
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line of `python -m synthetic`. Nothing heavy is imported to build it."""
     whole = argparse.ArgumentParser(prog="python -m synthetic", **ABOUT)
@@ -182,7 +173,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         description="Lengths: 16,32,48; 2:50:1 (from, to, step); 2:512 (from, to, ×√2 each).",
     )
     command.add_argument("run", metavar="RUN")
-    command.add_argument("--lengths", type=_lengths, help="default: the config's eval.lengths")
+    command.add_argument("--lengths", help="default: the config's eval.lengths")
     command.add_argument(
         "--seeds",
         type=SEED,

@@ -49,7 +49,6 @@ class Task:
         vocab_size: ids run from 0 to vocab_size − 1, in inputs and in labels.
         chance: accuracy of guessing (1 / number of possible answers).
         headline: the metric that says whether the task is solved (1.0 = perfect).
-        source: where the task comes from, for tables.
         streams: batches continue each other, and evaluation goes over one epoch of them in order;
             such a task has `segments` and `seen`.
         seen: of a stream, each split's questions that are in training, and all of them.
@@ -58,7 +57,6 @@ class Task:
     vocab_size: int
     chance: float
     headline: str = "sequence_accuracy"
-    source: str = ""
     streams: bool = False
     seen: dict[str, tuple[int, int]]
 

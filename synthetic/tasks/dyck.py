@@ -28,8 +28,6 @@ class Dyck(FormalLanguage):
     after an even number.
     """
 
-    source = "Hewitt et al. 2020 (arXiv 2010.07515)"
-
     def __init__(self, task: config.Task):
         super().__init__(task)
         self.kinds, self.depth = task.brackets, task.depth

@@ -150,7 +150,6 @@ class Parity(FormalLanguage):
     """Is the number of ones odd (1) or even (0)? `parity_check` of Delétang et al. 2023, "Neural
     Networks and the Chomsky Hierarchy" (arXiv 2207.02098)."""
 
-    source = "Delétang et al. 2023 (arXiv 2207.02098)"
     vocab_size = 3
     symbols = 2
     characters = "01"
@@ -166,7 +165,6 @@ class EvenPairs(FormalLanguage):
     last symbol the same? `even_pairs` of Delétang et al. 2023 (arXiv 2207.02098), whose classes
     are numbered the other way round."""
 
-    source = "Delétang et al. 2023 (arXiv 2207.02098)"
     vocab_size = 3
     symbols = 2
     characters = "ab"
@@ -182,7 +180,6 @@ class CycleNavigation(FormalLanguage):
     (0), one forward (1), one back (2). `cycle_navigation` of Delétang et al. 2023 (arXiv
     2207.02098)."""
 
-    source = "Delétang et al. 2023 (arXiv 2207.02098)"
     symbols = 3
     characters = "0+-"
 
@@ -212,8 +209,6 @@ class ModularArithmetic(FormalLanguage):
     Delétang et al. leave them out by default. (Grazzi et al. report both, Table 5; the scores that
     FP-Mamba's are set beside agree with those without.)
     """
-
-    source = "Delétang et al. 2023 (arXiv 2207.02098), Grazzi et al. 2024 (arXiv 2411.12537)"
 
     def __init__(self, task: config.Task):
         super().__init__(task)

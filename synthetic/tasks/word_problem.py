@@ -20,8 +20,6 @@ class WordProblem(Task):
     """Running products of random elements of a group (Liu et al. 2023; Merrill, Petty & Sabharwal
     2024, "The Illusion of State in State-Space Models")."""
 
-    source = "Merrill et al. 2024"
-
     def __init__(self, task: config.Task):
         try:
             self.group = group(task.group)

@@ -13,8 +13,7 @@ from lm.common.errors import BAD_CONFIG, ConfigError, Stopped, TrainingError
 from lm.common.signals import STOP
 from lm.config import load as base
 from lm.runs.checkpoint import listed
-from synthetic import abilities, config, profile, tasks, validate
-from synthetic.abilities import Ability
+from synthetic import config, profile, tasks, validate
 from synthetic.cli import main
 from synthetic.evaluate import parse_lengths
 from synthetic.numbers import Trained
@@ -38,7 +37,7 @@ def recipes(tmp_path, monkeypatch):
     for number, (name, group) in enumerate(groups.items()):
         recipe = {"name": name, "task": {"group": group}, **TINY}
         (folder / f"{name}.yaml").write_text(json.dumps(recipe))
-        few[name[:4]] = Ability(name, f"products of {group}", number < 2)
+        few[name[:4]] = validate.Ability(name, number < 2)
     monkeypatch.setattr(validate, "ABILITIES", few)
     monkeypatch.setattr(validate, "RECIPES", folder)
     return few
@@ -58,9 +57,9 @@ def two(tmp_path):
 
 
 def test_the_recipes_are_complete_and_their_bars_measured():
-    for recipe, what, _ in abilities.ABILITIES.values():
+    for recipe, _ in validate.ABILITIES.values():
         cfg = config.load(validate.RECIPES / f"{recipe}.yaml")
-        assert what and len(cfg.bars) == 2 and cfg.name == recipe
+        assert len(cfg.bars) == 2 and cfg.name == recipe
         lengths = parse_lengths(cfg.eval.lengths, tasks.build(cfg.task))
         assert {bar.length for bar in cfg.bars} <= set(lengths)
         assert cfg.bars[0].length == cfg.train.lengths[1]
@@ -72,7 +71,7 @@ def test_a_config_of_one_model_is_planned_with_its_own_optimizer(tmp_path):
         "name: one\nmodel: {name: lstm, d_model: 24}\noptim: {lr: 5e-4}\ntrain: {steps: 9}\n",
     )
     runs = validate.plan([path], ["model.n_layer=2"], str(tmp_path))
-    assert list(dict.fromkeys(point.ability for point in runs)) == list(abilities.ABILITIES)
+    assert list(dict.fromkeys(point.ability for point in runs)) == list(validate.ABILITIES)
     for point, cfg in runs.items():
         assert (cfg.model.name, cfg.model.d_model, cfg.model.n_layer) == ("lstm", 24, 2)
         assert cfg.optim.lr == 5e-4 and cfg.train.steps > 9
@@ -86,7 +85,7 @@ def test_a_config_of_one_model_is_planned_with_its_own_optimizer(tmp_path):
 def test_a_quick_profile_has_fewer_abilities_one_seed_and_fewer_sequences(tmp_path):
     path = write(tmp_path, "model: {name: lstm, d_model: 24}\n")
     runs = validate.plan([path], [], str(tmp_path), quick=True)
-    quick = [name for name, ability in abilities.ABILITIES.items() if ability.is_quick]
+    quick = [name for name, ability in validate.ABILITIES.items() if ability.is_quick]
     assert [point.ability for point in runs] == quick and 3 < len(quick) < 8
     assert {point.seed for point in runs} == {0}
     assert {cfg.eval.examples for cfg in runs.values()} == {validate.QUICK_EXAMPLES}
