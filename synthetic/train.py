@@ -28,7 +28,7 @@ from lm.runs.run_dir import RunDir
 from lm.training.loop import Loop
 from lm.training.optim import described, lr_factor, optimizer
 from lm.training.preflight import kernel_operations
-from synthetic import centroids, init_from, tasks
+from synthetic import init_from, tasks
 from synthetic.build import STATE, build, held, newest_state
 from synthetic.config import Config
 from synthetic.evaluate import (
@@ -168,7 +168,9 @@ class Training(Loop):
             self.init_from.write(run)
             if any(new.vectors is not None for new in self.init_from.centroids):
                 score = self._measure_validation(self.longest)["metrics"][self.task.headline]
-                say(f"init     {centroids.describe_start(score, self.longest)}")
+                say(
+                    f"init     {score:.3f} of the sequences of {self.longest} right before training"
+                )
         self.init_from = None  # its weights need not be kept
         if not self.is_last:
             run.result.unlink(missing_ok=True)  # what is there is of fewer updates

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -48,6 +48,7 @@ class Task:
     Attributes:
         vocab_size: ids run from 0 to vocab_size − 1, in inputs and in labels.
         chance: accuracy of guessing (1 / number of possible answers).
+        names: of the ids in typed sequences; empty: sequences cannot be typed.
         headline: the metric that says whether the task is solved (1.0 = perfect).
         streams: batches continue each other, and evaluation goes over one epoch of them in order;
             such a task has `segments` and `seen`.
@@ -57,6 +58,7 @@ class Task:
     vocab_size: int
     chance: float
     headline: str = "sequence_accuracy"
+    names: Sequence[str] = ()
     streams: bool = False
     seen: dict[str, tuple[int, int]]
 
@@ -122,15 +124,33 @@ class Task:
         """An answer's id as it is shown."""
         return self.token_name(number)
 
-    def typed(self, words: list[str]) -> Batch:
-        """A sequence that somebody typed, with the answers that the task's oracle gives: a batch of
-        one, without padding.
+    def label_typed(self, ids: np.ndarray) -> Batch:
+        """Label the ids (1,l) of a typed sequence by the task's oracle.
 
         Raises:
-            TaskError: a word that the task has not, or no sequence of it; or sequences of this task
-                cannot be typed.
+            TaskError: The task has no such sequence.
         """
-        raise TaskError("sequences of this task cannot be typed: --length N draws one of them")
+        raise NotImplementedError
+
+    def typed(self, words: list[str]) -> Batch:
+        """Return the sequence that somebody typed by the names of its tokens, with its answers: a
+        batch of one, without padding. Names of one character need no spaces between them.
+
+        Raises:
+            TaskError: The task has no names, no such token, or no such sequence.
+        """
+        if not self.names:
+            raise TaskError("sequences of this task cannot be typed: --length N draws one of them")
+        numbers = {name: number for number, name in enumerate(self.names)}
+        ids = []
+        for word in " ".join(words).split():
+            for name in [word] if word in numbers else word:
+                if name not in numbers:
+                    known = ", ".join(list(numbers)[:6]) + ", …" * (len(numbers) > 6)
+                    raise TaskError(f"`{word}` is no token of the task: these are {known}")
+                ids.append(numbers[name])
+        self.check_length(len(ids))
+        return self.label_typed(np.array([ids]))
 
     def sequences(self, batch: Batch) -> dict[str, np.ndarray]:
         """For each metric with several items a sequence: the row of the batch that each item is of,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -39,6 +39,10 @@ class FormalLanguage(Task):
 
     def held_apart(self, length: int) -> bool:
         return self.opening is not None and length >= self.opening
+
+    @property
+    def names(self) -> Sequence[str]:  # type: ignore[override]
+        return self.characters
 
     @property
     def pad(self) -> int:
@@ -115,30 +119,8 @@ class FormalLanguage(Task):
     def answer_name(self, number: int) -> str:
         return str(number)
 
-    def typed(self, words: list[str]) -> Batch:
-        """The symbols as they are written, with or without spaces between them."""
-        ids = np.array([self._ids(words)], int).reshape(1, -1)
-        self.check_length(ids.shape[1])
+    def label_typed(self, ids: np.ndarray) -> Batch:
         return self.label(ids, self.answers(ids), np.array([ids.shape[1]]))
-
-    def _ids(self, words: list[str]) -> list[int]:
-        """Of each symbol its id; where one begins as another does, the longer one is meant.
-
-        Raises:
-            TaskError: something that is no symbol.
-        """
-        numbers = {symbol: number for number, symbol in enumerate(self.characters)}
-        longest_first = sorted(numbers, key=len, reverse=True)
-        found = []
-        for rest in " ".join(words).split():
-            while rest:
-                symbol = next((s for s in longest_first if rest.startswith(s)), None)
-                if symbol is None:
-                    known = " ".join(self.characters)
-                    raise TaskError(f"`{rest}` is no symbol of {self.name}: these are {known}")
-                found.append(numbers[symbol])
-                rest = rest.removeprefix(symbol)
-        return found
 
     def text(self, ids: Iterable[int]) -> str:
         """Ids as characters; padding is `_`."""
@@ -267,7 +249,7 @@ class ModularArithmetic(FormalLanguage):
         answers[rows, drawn] = answers[rows, drawn - 1]
         return self.label(ids, answers, drawn + 1)
 
-    typed = Task.typed  # expressions cannot be typed
+    names = ()  # expressions cannot be typed
 
     def draw(self, rng: np.random.Generator, count: int, width: int) -> np.ndarray:
         """Digits and operators by turns (count,width): an expression without brackets."""

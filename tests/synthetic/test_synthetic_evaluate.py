@@ -133,24 +133,6 @@ def test_bars():
     assert found[2]["value"] is None
 
 
-def test_a_cpu_that_runs_out_of_memory_is_a_sentence():
-    class Greedy(Oracle):
-        def forward(self, input_ids, attention_mask=None):
-            return torch.empty(1 << 50)
-
-    with pytest.raises(TaskError, match="length 4 does not fit in memory, 250 sequences at once"):
-        measure(Greedy(1), S3, config(), 4, "test", 0, "fp32")
-
-
-def test_other_errors_of_a_model_stay_what_they_are():
-    class Broken(Oracle):
-        def forward(self, input_ids, attention_mask=None):
-            raise RuntimeError("shapes do not go together")
-
-    with pytest.raises(RuntimeError, match="shapes do not go together"):
-        measure(Broken(1), S3, config(), 4, "test", 0, "fp32")
-
-
 def test_the_error_of_a_token_metric_takes_a_sequence_as_one():
     """The tokens of a sequence after a mistake are all wrong: they are no samples of their own."""
     right = np.repeat(np.random.default_rng(0).random(400) < 0.5, 32).astype(float)

@@ -182,14 +182,7 @@ def test_pairs_that_are_no_means_are_not_offered(ends):
 def test_the_started_model_is_measured_before_training(args, source, capsys):
     train(config.load(args[2], (*args[3:], THROUGH, "init_from.partial=true")))
     said = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"right on [01]\.\d{3} of the sequences of 4 before training", said)
-
-
-def test_a_start_that_has_to_learn_anew_is_warned_of():
-    assert centroids.describe_start(0.0, 16).startswith("warning: right on 0.000")
-    assert centroids.describe_start(0.97, 16) == (
-        "right on 0.970 of the sequences of 16 before training"
-    )
+    assert re.search(r"init [01]\.\d{3} of the sequences of 4 right before training", said)
 
 
 def test_an_answer_and_its_token_stand_at_the_sequences_end(source, monkeypatch):
