@@ -34,7 +34,6 @@ class Report:
 
     where: str  # in the paper
     title: str
-    what: str  # it shows, for the list of reports
     kind: str  # of synthetic.plots.KINDS
     options: dict[str, Any] = field(default_factory=dict)  # of that kind
     minutes: int | None = None  # its small runs train, on one core; None: not measured
@@ -47,101 +46,58 @@ class Report:
 
 REPORTS = {
     "demo": Report(
-        "State tracking",
-        "Words of S3, trained on up to 16 letters",
-        "FP-Mamba follows a state that Mamba cannot",
-        "curves",
-        minutes=3,
+        "State tracking", "Words of S3, trained on up to 16 letters", "curves", minutes=3
     ),
-    "fig1": Report(
-        "Fig. 1",
-        "Length generalisation by ℓmax in training",
-        "the more iterations in training, the further a model goes",
-        "curves",
-    ),
+    "fig1": Report("Fig. 1", "Length generalisation by ℓmax in training", "curves"),
     "fig2": Report(
         "Fig. 2",
         "State tracking and copying",
-        "which depth and which reflections track state and copy",
         "scatter",
         {"metric": {"copy": "character_accuracy", "word_problem": "token_accuracy"}},
     ),
-    "fig3b": Report(
-        "Fig. 3b",
-        "Length generalisation by mixer",
-        "how far each mixer goes",
-        "curves",
-        minutes=4,
-    ),
+    "fig3b": Report("Fig. 3b", "Length generalisation by mixer", "curves", minutes=4),
     "fig3c": Report(
         "Fig. 3c",
         "Iterations to the fixed point by mixer",
-        "ℓ* against the test length",
         "curves",
         {"metric": "num_iters"},
         minutes=4,
     ),
     "fig4": Report(
-        "Fig. 4",
-        "Word problem",
-        "fixed-point models against deeper baselines",
-        "curves",
-        minutes=17,
+        "Fig. 4", "Word problem: fixed-point models and deeper baselines", "curves", minutes=17
     ),
     "tab1": Report(
         "Table 1",
         "Copying by what depends on y",
-        "which of λ, b, c, Q must read y to copy",
         "bars",
         {"metric": "character_accuracy"},
         paper="at twice the trained length, character accuracy: 0.11 with λ alone, 0.94 with all",
     ),
-    "fig5": Report(
-        "Fig. 5",
-        "Training time by ℓmax",
-        "what a fixed ℓmax costs and gains",
-        "times",
-    ),
+    "fig5": Report("Fig. 5", "Longest solved length over training time, by ℓmax", "times"),
     "fig6": Report(
-        "Fig. 6",
-        "Training time with a random ℓmax",
-        "ℓmax drawn anew each update, ⌈Γ(4, 1)⌉",
-        "times",
+        "Fig. 6", "Longest solved length over training time, with a random ℓmax", "times"
     ),
     "fig9": Report(
         "Fig. 9",
         "Word problem, trained on long words",
-        "tested to four times that length",
         "curves",
         paper="trained to 128, at four times that. A5: FP-Mamba-1 kronecker 0.9955, householder 4"
         " 0.8768; FP-Mamba-2 0.9821, 0.8819; Gated DeltaProduct 4 0.2390. S5: 0.9075, 0.8637;"
         " 0.9282, 0.9220; 0.4542",
     ),
-    "fig10": Report(
-        "Fig. 10",
-        "Read at once and token by token",
-        "the same models, in the paper parallel and sequential evaluation",
-        "curves",
-    ),
+    "fig10": Report("Fig. 10", "Read at once and token by token", "curves"),
     "tab2": Report(
         "Table 2",
         "Modular arithmetic with brackets",
-        "scaled accuracy beyond the trained lengths",
         "bars",
         {"at": "beyond"},
         paper="trained to 40, tested to 256: Transformer 0.025, mLSTM 0.034, Mamba 0.136, sLSTM"
         " 0.173, DeltaNet 0.200, Gated DeltaProduct 0.342, FP-Mamba of 4 reflections 0.384",
     ),
-    "fig11": Report(
-        "Fig. 11",
-        "Modular arithmetic with brackets",
-        "the runs of tab2 over lengths",
-        "curves",
-    ),
+    "fig11": Report("Fig. 11", "Modular arithmetic with brackets", "curves"),
     "catbabi": Report(
         "CatbAbI",
         "CatbAbI, answers",
-        "accuracy by model and layers; the tasks' are in the CSV",
         "bars",
         {"at": "whole"},
         minutes=23,
@@ -372,8 +328,7 @@ def overview(scale: str, overrides: tuple[str, ...] = ()) -> tuple[list[dict], l
     rows = []
     problems = []
     for name, entry in REPORTS.items():
-        row: dict[str, Any] = {"report": name, "paper": entry.where}
-        row["shows"] = f"{entry.title}: {entry.what}"
+        row: dict[str, Any] = {"report": name, "paper": entry.where, "shows": entry.title}
         try:
             sweep = expand(config_path(name, scale), overrides)
             measured = entry.minutes if scale == "small" else None
