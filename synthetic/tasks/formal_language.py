@@ -311,8 +311,7 @@ class ModularArithmetic(FormalLanguage):
         below = np.empty(0, int)
         for values, is_leaf, op in reversed(depths):
             left, right = np.split(below, 2)
-            sums = np.where(op == self.minus, left - right, left + right)
-            values[~is_leaf] = np.where(op == self.times, left * right, sums)
+            values[~is_leaf] = np.where(op == self.minus, left - right, left + right)
             below = values % self.modulus
         return ids.reshape(-1, width), np.repeat(below[:, None], width, 1)
 

@@ -15,7 +15,7 @@ from synthetic.evaluate import parse_lengths
 from synthetic.labels import model_label, task_label
 from synthetic.plots import ReportError
 from tests.fabricated import DATA, fabricate, fabricate_all, numbers, sweep
-from tests.running import REFUSED, ROOT
+from tests.running import ROOT
 
 PNG = b"\x89PNG\r\n\x1a\n"
 NAMES = list(report.REPORTS)
@@ -226,13 +226,6 @@ def test_training_time_against_the_longest_solved_length(tmp_path):
         assert value == max(good, default=0)
 
 
-def test_the_tasks_of_catbabi_are_in_the_numbers(tmp_path):
-    fabricate_all("catbabi", tmp_path)
-    paths = report.report("catbabi", overrides=(f"out_dir={tmp_path}", *DATA))
-    metrics = {r["metric"] for r in numbers(paths["numbers"])}
-    assert metrics == {"accuracy", *(f"qa{number}" for number in range(1, 21))}
-
-
 def labels(name, scale="small"):
     found = sweep(name, scale)
     return [(task_label(c, p), model_label(c, p)) for c, p in zip(found.configs, found.points)]
@@ -334,19 +327,6 @@ def test_the_overview_counts_runs(tmp_path, capsys):
             assert (int(minutes), int(runs), int(found)) == (15, 5, 5)
         else:
             assert minutes.strip() == str(entry.minutes or "–")
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["fig99"], "no report `fig99`: there are demo, fig1, "),
-        (["fig1", "--config", "nowhere.yaml"], "--config nowhere.yaml: no such file"),
-        (["fig1", "task.groop=S3"], "unknown key `task.groop`"),
-    ],
-)
-def test_errors_are_sentences(args, message, capsys):
-    assert cli.main(["report", *args]) in REFUSED
-    assert message in capsys.readouterr().err
 
 
 TINY = """

@@ -240,18 +240,3 @@ def test_a_run_is_no_start_of_itself(source, capsys):
     assert "this run itself" in refused(
         capsys, "train", "--config", config_file, *at_home, "--overwrite"
     )
-
-
-def test_partial_takes_the_layers_of_another_task(cfg):
-    other = {"group": "S3"}
-    cfg = cfg.model_copy(
-        update={
-            "task": cfg.task.model_copy(update=other),
-            "init_from": cfg.init_from.model_copy(update={"partial": True}),
-        }
-    )
-    started = Training(cfg)
-    embedding = started.model.backbone.embeddings.weight.clone()
-    said = "\n".join(started.init_from.apply())
-    assert torch.equal(started.model.backbone.embeddings.weight, embedding)
-    assert "it was trained on another task" in said

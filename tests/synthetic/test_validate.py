@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from lm.common.errors import BAD_CONFIG, ConfigError, Stopped, TrainingError
+from lm.common.errors import ConfigError, Stopped, TrainingError
 from lm.common.signals import STOP
 from lm.config import load as base
 from lm.runs.checkpoint import listed
@@ -134,6 +134,7 @@ def test_a_model_is_planned_with_its_own_solver(tmp_path, text, overrides):
     "text, overrides, message",
     [
         ("name: x\noptim: {lr: 1e-3}\n", [], "has no `model:` section"),
+        ("model: {}\noptim: 3", [], "`optim` is 3: it must be a section"),
         ("modle: {d_model: 8}\n", [], "unknown section modle"),
         ("model: {d_model: 8}\n", ["train.steps=3"], "keys of model, solver and optim only"),
         ("model: {d_modle: 8}\n", [], "did you mean `model.d_model`"),
@@ -142,11 +143,6 @@ def test_a_model_is_planned_with_its_own_solver(tmp_path, text, overrides):
 def test_what_cannot_be_validated_is_refused(tmp_path, text, overrides, message):
     with pytest.raises(ConfigError, match=message):
         validate.plan([write(tmp_path, text)], overrides, "runs")
-
-
-def test_overrides_alone_are_refused(capsys):
-    assert main(["validate", "model.d_model=32"]) == BAD_CONFIG
-    assert "needs a config with a `model:` section" in capsys.readouterr().err
 
 
 def test_two_configs_of_one_name_are_refused(two):
