@@ -225,7 +225,6 @@ def report(
     scale: str = "small",
     overrides: tuple[str, ...] = (),
     config: str | None = None,
-    out: str | None = None,
     run: bool = False,
     jobs: int = 1,
 ) -> dict[str, Path]:
@@ -236,7 +235,6 @@ def report(
         scale: "small" or "paper".
         overrides: key=value, of every run.
         config: The YAML of the sweep; None: the one of the report at this scale.
-        out: Folder of the files; None: OUT_DIR/reports/SCALE.
         run: Train the missing runs first.
         jobs: Processes at once.
 
@@ -252,7 +250,7 @@ def report(
     path = config_path(name, scale, config)
     entry = REPORTS[name]
     sweep = expand(path, overrides)
-    folder = Path(out) if out else Path(sweep.configs[0].out_dir) / "reports" / scale
+    folder = Path(sweep.configs[0].out_dir) / "reports" / scale
     check_folder(folder)
     kinds = {"figure": "png", "PDF": "pdf", "numbers": "csv", "LaTeX": "tex"}
     paths = {what: folder / f"{name}.{kind}" for what, kind in kinds.items()}

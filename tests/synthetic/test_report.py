@@ -162,16 +162,16 @@ def test_a_report_draws_and_writes_its_numbers(name, tmp_path):
 @pytest.mark.parametrize("kind", ["png", "tex", "csv"])
 def test_a_report_replaces_no_file_of_somebody_else(tmp_path, kind):
     fabricate_all("tab2", tmp_path)
-    mine = tmp_path / "paper" / f"tab2.{kind}"
-    mine.parent.mkdir()
+    mine = tmp_path / "reports/small" / f"tab2.{kind}"
+    mine.parent.mkdir(parents=True)
     mine.write_text("mine")
     overrides = (f"out_dir={tmp_path}",)
     with pytest.raises(OutputError, match="this command did not write it"):
-        report.report("tab2", overrides=overrides, out=str(mine.parent))
+        report.report("tab2", overrides=overrides)
     assert mine.read_text() == "mine"
     mine.unlink()
     for _ in range(2):  # its own files it replaces
-        report.report("tab2", overrides=overrides, out=str(mine.parent))
+        report.report("tab2", overrides=overrides)
 
 
 def test_the_papers_values_stand_beside_ours_with_the_scale(tmp_path, capsys):
