@@ -5,7 +5,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -28,12 +28,6 @@ class Batch(NamedTuple):
     mask: np.ndarray | None = None  # (b,l) bool, False at padding (always on the right)
     kinds: np.ndarray | None = None  # (b,l) int64: the sub-task of a label, of a task that has them
     carry: bool = False  # the sequences go on where those of the batch before ended
-
-
-class TaskSection(Protocol):
-    """The `task` section of a YAML, of which each task reads what concerns it."""
-
-    name: str
 
 
 class Task:
@@ -62,7 +56,7 @@ class Task:
     streams: bool = False
     seen: dict[str, tuple[int, int]]
 
-    def __init__(self, section: TaskSection | None = None):
+    def __init__(self, section: Any = None):
         """Nothing is read from the section."""
 
     def check_length(self, length: int) -> None:
@@ -163,38 +157,21 @@ TASKS: dict[str, type[Task]] = {}  # name in a config → class
 
 
 def task(*names: str) -> Callable[[type[AnyTask]], type[AnyTask]]:
-    """A decorator that registers a subclass of Task under these names, which `task.name` may then
-    have. One that is not in this folder can also be named as `module:Class`.
-
-    Raises:
-        TaskError: what is decorated is no Task or lacks a method; a name that another has.
-    """
+    """Return a decorator that registers a class of this folder under these names, which `task.name`
+    may then have. Classes elsewhere are named as `module:Class`."""
 
     def decorated(cls: type[AnyTask]) -> type[AnyTask]:
-        check_class(cls)
-        for name in names:
-            other = TASKS.setdefault(name, cls)
-            if _place(other) != _place(cls):
-                raise TaskError(
-                    f"task `{name}` is {_place(other)} already: register {_place(cls)} under"
-                    " another name"
-                )
-            TASKS[name] = cls
+        TASKS.update(dict.fromkeys(names, cls))
         return cls
 
     return decorated
 
 
-def _place(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
 def check_class(cls: type) -> None:
     """Raises TaskError where a class cannot be a task."""
+    place = f"{cls.__module__}:{cls.__qualname__}"
     if not issubclass(cls, Task):
-        raise TaskError(
-            f"{_place(cls)} is no task: it must be derived from Task, of synthetic.tasks"
-        )
+        raise TaskError(f"{place} is no task: it must be derived from Task, of synthetic.tasks")
     if cls.batch is not Task.batch:  # of one long stream, which has no samples
         return
     calls = {
@@ -204,20 +181,19 @@ def check_class(cls: type) -> None:
     missing = [call for name, call in calls.items() if getattr(cls, name) is getattr(Task, name)]
     if missing:
         raise TaskError(
-            f"{_place(cls)} has no method {' and none '.join(missing)}: a task must define"
+            f"{place} has no method {' and none '.join(missing)}: a task must define"
             f" {' and '.join(calls.values())} (docs/extending.md)"
         )
 
 
 def registered_tasks() -> list[str]:
-    """The names that `@task` has registered: those of the files here, and others that were imported
-    before."""
+    """Return the names that `@task` has registered in the files of this folder."""
     for module in pkgutil.iter_modules(__path__):
         import_module(f"{__name__}.{module.name}")
     return list(TASKS)
 
 
-def build(section: TaskSection) -> Task:
+def build(section: Any) -> Task:
     """`synthetic.config.Task` → the dataset it names.
 
     Raises:
