@@ -11,6 +11,15 @@ from synthetic.evaluate import parse_lengths
 from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN
 
 DATA = ("task.data=nowhere",)
+ROW = {  # of an evaluation
+    "length": 2,
+    "metrics": {"a": 1},
+    "stderr": {"a": 0.1},
+    "read": "at once",
+    "solver": "none",
+    "distinct": 4,
+    "in_training": {"count": 0, "of": 4},
+}
 
 
 def sweep(name, scale="small", *overrides):

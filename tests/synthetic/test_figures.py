@@ -9,7 +9,7 @@ import pytest
 from synthetic import plots, report
 from synthetic.numbers import Trained, at_end, lines, notes, over_seeds
 from synthetic.results import summary
-from tests.fabricated import drawn, fabricate, fabricate_all, sweep
+from tests.fabricated import ROW, drawn, fabricate, fabricate_all, sweep
 
 SEEDS = """
 name: seeds
@@ -96,17 +96,6 @@ def test_iterations_of_another_solution_are_marked(tmp_path):
     assert len([label for label in legend(made) if "†" in label]) == 1
     footer = " ".join(made.figure._supxlabel.get_text().split())
     assert "† the paper's procedure" in footer and "Not learned" not in footer
-
-
-ROW = {
-    "length": 2,
-    "metrics": {"a": 1},
-    "stderr": {"a": 0.1},
-    "read": "at once",
-    "solver": "none",
-    "distinct": 4,
-    "in_training": {"count": 0, "of": 4},
-}
 
 
 def a_run(model="m", **result) -> Trained:

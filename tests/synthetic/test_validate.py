@@ -18,7 +18,7 @@ from synthetic.cli import main
 from synthetic.evaluate import parse_lengths
 from synthetic.numbers import Trained
 from synthetic.runs import is_finished, run_all
-from tests.fabricated import numbers
+from tests.fabricated import ROW, numbers
 
 TINY = {
     "train": {"steps": 2, "batch_size": 4, "length": 3},
@@ -235,7 +235,7 @@ def test_a_radar_counts_from_guessing(metric, value, chance, expected):
 def test_a_radar_reads_the_longest_length_that_was_tried(tmp_path):
     cfg = config.load(write(tmp_path, "train: {length: 4}"))
     rows = [
-        {"length": length, "metrics": {"sequence_accuracy": value}}
+        {**ROW, "length": length, "metrics": {"sequence_accuracy": value}}
         for length, value in ((4, 1.0), (8, 0.7), (16, 0.4), (64, 0.1))
     ]
     result = {"eval": rows, "headline": "sequence_accuracy", "chance": 0.0}
