@@ -44,6 +44,7 @@ REMOVED = {
     "train.device": "auto",
     "train.skip": None,
     "train.ema": None,
+    "train.z_loss": 0.0,
     "engine.hang_s": 3600,
     "init_from.layers": "auto",
     "train.world_size": None,

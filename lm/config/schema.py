@@ -104,8 +104,6 @@ class Train(Section):
     # A loss or gradient of NaN or infinity: so often back to the last checkpoint, and on with the
     # data after it.
     rollbacks: int = Field(2, ge=0)
-    # so many times the mean of log²Z over the targets is added to the loss; 0: off
-    z_loss: Annotated[float, NOTED] = Field(0.0, ge=0)
     # κ of lm.model.state.Adversary, a second pass of every update; 0: none. With a curriculum from
     # its end on.
     adversary: Annotated[float, NOTED] = Field(0.0, ge=0)
