@@ -55,7 +55,6 @@ class Optim(Section):
     decay: float | None = Field(None, gt=0)
     lr_factors: dict[str, float] = {}  # noqa: RUF012 (of pydantic, which copies it)
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0, le=1)
     weight_decay: float = Field(0.1, ge=0, le=MAX_LR)
     grad_clip: float = Field(1.0, ge=0)  # 0: off
     name: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, AdamW for the rest
@@ -153,7 +152,6 @@ class Engine(Section):
 class Checkpoint(Section):
     every: int = Field(500, gt=0)  # updates
     keep: int = Field(2, gt=0)  # newest checkpoints kept
-    keep_every: int | None = Field(None, gt=0)  # updates; beside them all of its multiples
 
 
 PROFILED = "two updates, the first and the last, counted from 1, as [10, 12]; or null"
@@ -177,7 +175,6 @@ class Log(Section):
 
 class Eval(Section):
     every: int = Field(500, gt=0)  # updates; always once more at the end
-    micro_batch_size: int | None = Field(None, gt=0, le=65_536)  # null: that of training
 
 
 class Run(Section):

@@ -71,7 +71,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(tree, key, meant):
 
 def test_an_unknown_key_that_resembles_none_lists_what_is_known_there():
     message = refused({"checkpoint": {"zzzz": 1}})
-    assert message == "config: unknown key `checkpoint.zzzz`; known there: every, keep, keep_every"
+    assert message == "config: unknown key `checkpoint.zzzz`; known there: every, keep"
 
 
 @pytest.mark.parametrize("key", config.REMOVED)
@@ -84,6 +84,9 @@ def test_a_key_that_was_removed_is_read_with_its_default_alone(key):
     with pytest.raises(ConfigError, match="was removed: leave it out"):
         config.parse_override(f"{key}=1")
     config.set_key(tree, key, "another")
+    if key in config.OF_NO_EFFECT:
+        assert config.without_removed(tree, "config") != tree
+        return
     with pytest.raises(ConfigError, match=rf"`{re.escape(key)}` .* is 'another'"):
         config.without_removed(tree, "config")
 
@@ -539,10 +542,9 @@ def test_our_configuration_of_it_differs_only_in_the_solver_and_in_what_changes_
     papers = config.load(PAPERS)
     ours = config.load(ROOT / "configs/lm/fpmamba_160m_fineweb2b.yaml")
     assert ours.solver == Config().solver
-    assert ours.train.micro_batch_size == ours.eval.micro_batch_size == 32
+    assert ours.train.micro_batch_size == 32
     ours.name, ours.solver = papers.name, papers.solver
     ours.train.micro_batch_size = papers.train.micro_batch_size
-    ours.eval.micro_batch_size = papers.eval.micro_batch_size
     assert ours == papers
 
 
