@@ -127,15 +127,18 @@ KEPT = ("checkpoint.every=2", "checkpoint.keep=4", "resume=auto")
 
 
 @pytest.mark.parametrize(
-    "value, place", [(1e30, "weights"), (float("nan"), "exp_avg")], ids=["overflow", "NaN"]
+    "value, place, resume",
+    [(1e30, "weights", "auto"), (float("nan"), "exp_avg", "step-000006")],
+    ids=["overflow", "NaN"],
 )
 def test_what_fails_again_from_one_checkpoint_goes_back_to_the_one_before(
-    every_second, tmp_path, value, place
+    every_second, tmp_path, value, place, resume
 ):
     """Weights that are finite and overflow in every pass; a moment that is NaN."""
     out = shutil.copytree(every_second, tmp_path / "out")
-    spoilt(out / "tiny/checkpoints/step-000006", value, place)
-    _, done = run(out, *KEPT)
+    newest = out / "tiny/checkpoints/step-000006"
+    spoilt(newest, value, place)
+    _, done = run(out, *KEPT, f"resume={'auto' if resume == 'auto' else newest}")
     said = " ".join(done.stdout.split())
     assert "back to the checkpoint of update 6" in said
     assert (
