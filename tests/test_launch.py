@@ -216,11 +216,6 @@ def test_deepspeed_refuses_what_cannot_be(fake):
     assert fake.lines() == []
 
 
-@pytest.mark.parametrize("status", [0, 3])
-def test_deepspeed_passes_the_exit_status_on(fake, status):
-    assert fake.run("deepspeed.sh", "c.yaml", EXIT_AT_ONCE=str(status))[0] == status
-
-
 @pytest.mark.parametrize(
     "name, to_group, again",
     [

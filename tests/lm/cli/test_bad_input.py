@@ -100,17 +100,6 @@ def test_a_limit_of_the_process_is_a_sentence(error, words):
     assert said is None if words is None else words in said
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.version.cuda is not None, reason="CUDA's libraries take more addresses")
-def test_a_small_model_trains_in_little_memory(tmp_path):
-    """DeepSpeed's buffers are sized by the model: 2 GB of them did not fit before."""
-    command = [sys.executable, "-m", "lm", "train", "--config", TINY, f"out_dir={tmp_path}"]
-    command += [f"data.path={ROOT}/tests/data/tiny.jsonl", "train.steps=2", "name=little"]
-    limited = ["bash", "-c", 'ulimit -v 3500000; exec "$@"', "bash", *command]
-    done = subprocess.run(limited, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
 @pytest.mark.parametrize("command", [["sweep", "x.yaml"], ["report", "x"]])
 def test_a_bug_keeps_its_traceback(monkeypatch, command):
     def broken(*_):
@@ -256,7 +245,6 @@ def test_a_launcher_that_does_not_say_where_ranks_meet(capsys, monkeypatch, tiny
 
 def test_a_terminal_that_has_few_characters(tmp_path):
     """What it cannot print is printed by its number, and ends no command."""
-    from tests.running import ENV
 
     config = tmp_path / "sweep.yaml"
     config.write_text("name: ℓ\nsweep: {seed: [1]}\n", encoding="utf-8")
@@ -274,9 +262,8 @@ def test_a_terminal_that_has_few_characters(tmp_path):
     ],
 )
 def test_an_output_that_takes_no_more(output, said):
-    from tests.running import ENV
 
-    command = f"{sys.executable} -m lm train --config {TINY} --dry-run {output}"
+    command = f"{sys.executable} -m lm sweep configs/lm/sweep_mixers.yaml {output}"
     line = ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"]
     done = subprocess.run(line, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=60)
     assert done.stderr == said and (done.returncode == 1 or output == "| true"), done
@@ -365,11 +352,6 @@ def test_a_sweep_finds_the_warmup_of_a_point_now(capsys, tmp_path):
     assert "and train.steps is only 10" in refused(capsys, "sweep", path)
 
 
-@pytest.mark.parametrize("name", ["../../x", "/x", "..", ".", "a//b", "a/../b", r"a\b"])
-def test_a_name_stays_inside_out_dir(capsys, name):
-    assert "`name`: " in refused(capsys, *dry_run(f"name={name}"))
-
-
 @pytest.mark.parametrize("key", ["name", "out_dir"])
 def test_control_characters_are_in_no_name(capsys, key):
     for character in (r"\e", r"\x9b", r"\n", r"\u202e"):
@@ -413,17 +395,17 @@ def test_every_number_has_a_range_that_its_help_states():
         assert stated, f"{command} {action.option_strings}: {action.help}"
 
 
-@pytest.mark.parametrize("command, action", options(), ids=lambda v: getattr(v, "dest", v))
-def test_no_number_is_taken_beyond_its_range(capsys, command, action):
-    if not isinstance(action.type, Whole | Number):
-        return
-    wrong = ["-1", "nan", "inf", "lots", "", str(-(10**30))]
-    if not getattr(action.type, "zero", False) and getattr(action.type, "least", 1):
-        wrong.append("0")
-    for text in wrong:
-        with pytest.raises(argparse.ArgumentTypeError, match=r"is no (whole|finite) number"):
-            action.type(text)
-    assert action.default is None or action.type(str(action.default)) == action.default
+def test_no_number_is_taken_beyond_its_range():
+    for _, action in options():
+        if not isinstance(action.type, Whole | Number):
+            continue
+        wrong = ["-1", "nan", "inf", "lots", "", str(-(10**30))]
+        if not getattr(action.type, "zero", False) and getattr(action.type, "least", 1):
+            wrong.append("0")
+        for text in wrong:
+            with pytest.raises(argparse.ArgumentTypeError, match=r"is no (whole|finite) number"):
+                action.type(text)
+        assert action.default is None or action.type(str(action.default)) == action.default
 
 
 @pytest.mark.parametrize(
@@ -458,21 +440,11 @@ def test_generate_called_from_python(small_export, options, words):
         load(small_export).generate("a", **options)
 
 
-@pytest.mark.parametrize(
-    "args, words",
-    [
-        (["eval", "--tasks", "a", "--batch-size", "0"], "--batch-size: '0' is no whole number"),
-        (["eval", "--tasks", "a", "--limit", "-1"], "--limit: '-1' is no whole number"),
-        (["eval", "--tasks", " , "], "argument --tasks: the list is empty"),
-    ],
-)
-def test_eval(capsys, small_export, args, words):
-    assert words in refused(capsys, args[0], small_export, *args[1:])
-
-
-def test_evaluate_called_from_python(small_export):
+def test_eval(capsys, small_export):
     from lm.evaluation.evaluate import EvaluationError, evaluate
 
+    said = refused(capsys, "eval", small_export, "--tasks", " , ")
+    assert "argument --tasks: the list is empty" in said
     with pytest.raises(EvaluationError, match="batch_size is 0"):
         evaluate(small_export, ["catbabi_mini"], batch_size=0)
 

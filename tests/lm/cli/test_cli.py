@@ -144,12 +144,6 @@ def offline(tmp_path) -> dict:
     return {"path": folder, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
 
 
-def test_the_network_is_really_blocked(tmp_path, offline):
-    code = "import urllib.request as u; u.urlopen('http://127.0.0.1:9')"
-    result = python("-c", code, cwd=tmp_path, **offline)
-    assert result.returncode == 1 and "network used" in result.stderr
-
-
 @pytest.mark.parametrize(
     "name, parameters, flops",
     [
@@ -259,25 +253,12 @@ print(type(config).__module__, lm_class.__name__, model_class.__name__)
 """
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        pytest.param("import transformers, lm", marks=pytest.mark.slow),
-        "import transformers; transformers.AutoModelForCausalLM; import lm",
-        pytest.param("import lm, lm.model.modeling_fprnn, transformers", marks=pytest.mark.slow),
-    ],
-)
-def test_import_lm_registers_the_auto_classes(tmp_path, imports):
+def test_import_lm_registers_the_auto_classes(tmp_path):
+    imports = "import transformers; transformers.AutoModelForCausalLM; import lm"
     result = python("-c", imports + REGISTERED, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     printed = result.stdout.split()
     assert printed == ["lm.model.configuration_fprnn", "FPRNNForCausalLM", "FPRNNModel"]
-
-
-@pytest.mark.slow
-def test_without_lm_transformers_does_not_know_the_model(tmp_path):
-    result = python("-c", "import transformers" + REGISTERED, cwd=tmp_path)
-    assert result.returncode == 1 and "fprnn" in result.stderr
 
 
 def test_importing_lm_alone_does_not_import_transformers(tmp_path):

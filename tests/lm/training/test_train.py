@@ -196,26 +196,6 @@ def test_mamba_trains_through_the_same_config(tmp_path):
     assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), MambaForCausalLM)
 
 
-def test_a_sweep_point_trains_into_its_own_directory(tmp_path):
-    config = tmp_path / "sweep.yaml"
-    text = (ROOT / "configs/tiny/lm.yaml").read_text()
-    config.write_text(
-        text.replace("tests/data", str(ROOT / "tests/data")).replace("steps: 8", "steps: 2")
-        + "sweep:\n  optim.lr: [1.0e-3, 2.0e-3]\n"
-    )
-    out = tmp_path / "runs"
-    done = fprnn("train", "--config", config, "--job-index", 1, f"out_dir={out}")
-    assert done.returncode == 0, done.stderr
-    assert losses(out / "tiny/001-lr=0.002")[0]["lr"] == pytest.approx(2e-3)
-
-
-def test_a_start_that_failed_can_be_started_again(tmp_path):
-    out = tmp_path / "runs"
-    refused(*tiny_args(out, "data.seq_len=100000"))
-    records, _ = run(out, "train.steps=1", "checkpoint.every=1")
-    assert len(records) == 1
-
-
 def test_resuming_from_an_older_checkpoint_leaves_the_other_branch(tmp_path):
     out = tmp_path / "runs"
     first, _ = run(out, "checkpoint.every=2", "checkpoint.keep=9")
