@@ -1,7 +1,6 @@
 """Every command of `python -m lm` on bad input: one sentence, before anything long has started."""
 
 import argparse
-import ast
 import errno
 import re
 import subprocess
@@ -36,34 +35,6 @@ def dry_run(*overrides) -> list[str]:
 
 
 # The base class of errors.
-
-# Not the user's: a kernel that passes a size on to another, and lm/model, which carries no package.
-OTHERS = {"Unsupported", "NonFiniteError", "MixerError", "StopRequested"}
-
-
-def error_classes() -> dict[str, list[str]]:
-    """name → bases of every class in lm and synthetic that is an error by name or base."""
-    found = {}
-    for top in ("lm", "synthetic"):
-        for path in (ROOT / top).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ClassDef):
-                    bases = [ast.unparse(base) for base in node.bases]
-                    if any(b.endswith(("Error", "Exception")) for b in [node.name, *bases]):
-                        found[node.name] = bases
-    return found
-
-
-def test_every_error_of_ours_is_known_by_its_base_class():
-    classes = error_classes()
-    assert {"ConfigError", "TaskError", "Stopped", "BabiError", "BackendError"} <= classes.keys()
-
-    def is_users(name):
-        bases = classes.get(name, [])
-        return "UserError" in bases or any(is_users(base) for base in bases)
-
-    rest = {name for name in classes if name != "UserError" and not is_users(name)}
-    assert rest == OTHERS
 
 
 def test_what_is_the_users_to_mend_and_what_is_a_bug():
@@ -158,17 +129,11 @@ def test_sizes_that_do_not_go_together(capsys, tiny, overrides, words):
     "overrides, words",
     [
         (["resume=sometimes"], "`resume` is 'sometimes': it must be never, auto or the folder"),
-        (["resume=runs/step-000001"], "and there is no such folder"),
         (
             ["optim.warmup=50", "train.steps=8"],
             "optim.warmup is 50 updates, and train.steps is only 8",
         ),
-        (
-            ["data.source=text", "data.path=/nonexist"],
-            "data.path /nonexist: no such file or folder",
-        ),
         (["optim.warmup=1.5"], "optim.warmup: 1.5 updates cannot be"),
-        (["engine.deepspeed=nope.json"], "engine.deepspeed: cannot read nope.json as JSON"),
         (
             ["engine.deepspeed={optimizer: {type: Lion, params: {lr: 1}}}"],
             "engine.deepspeed sets optimizer, which DeepSpeed would leave unused",
@@ -325,12 +290,6 @@ def test_kernels_that_we_do_not_have(capsys, monkeypatch):
     )
 
 
-def test_a_sweep_over_nothing(capsys):
-    assert refused(capsys, *dry_run("sweep={model.mixer: []}")) == (
-        f"{TINY}: sweep.model.mixer must be a non-empty list"
-    )
-
-
 @pytest.mark.parametrize(
     "sweep,words",
     [
@@ -465,17 +424,12 @@ def test_eval(capsys, small_export):
         (b"name: a\0b\n", "is not valid YAML: character 8 is '\\x00', which must be escaped"),
         (b"a: " + b"[" * 3000, "is nested too deep"),
         (b"name: \xff\xfe\n", "is not UTF-8 text: byte 6 is 0xff"),
-        (b"1: 2\n", "Keys should be strings"),
-        (b"name: 2020-01-01\n", "`name` is 2020-01-01: it must be a valid string"),
-        (b"sweep: {a: [1]}\n", "sweep over unknown key `a`"),
-        (b"sweep: 3\n", "`sweep` is 3: it must be a valid dictionary"),
     ],
 )
 def test_a_bad_file(capsys, tmp_path, text, words):
     path = tmp_path / "c.yaml"
     path.write_bytes(text)
-    point = ["--job-index", "0"] if words.startswith("sweep over") else []
-    message = refused(capsys, "train", "--config", path, "--dry-run", *point)
+    message = refused(capsys, "train", "--config", path, "--dry-run")
     assert message.startswith(f"{path}") and words in message
 
 

@@ -113,19 +113,6 @@ def test_an_unknown_key_is_one_line_without_a_traceback(tmp_path):
     assert message == f"{path}: unknown key `train.lr`; did you mean `optim.lr`?"
 
 
-@pytest.mark.parametrize(
-    "text, overrides, words",
-    [
-        ("", ["--job-index", "0"], "has no `sweep:` section"),
-        ("tokenizer: {name: gpt2}", ["--dry-run"], "set model.vocab_size (50264 for gpt2)"),
-    ],
-)
-def test_other_mistakes_are_one_line_too(tmp_path, capsys, text, overrides, words):
-    assert main(["train", "--config", config(tmp_path, text), *overrides]) in REFUSED
-    err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1 and words in err
-
-
 def test_sweep_lists_the_grid(tmp_path):
     result = lm("sweep", str(LM / "sweep_mixers.yaml"), cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
@@ -199,32 +186,6 @@ def test_local_rank_is_accepted_before_the_command(tmp_path):
     result = lm("--local_rank=0", "train", "--config", path, "--dry-run", "seed=4", cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     assert "seed: 4\n" in result.stdout
-
-
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (["export", "there", "out"], "there holds no run (it has no config.yaml)"),
-        (["export", "missing", "out"], "missing: no such folder; give a run directory"),
-        (["report", "there"], "there holds no run (it has no config.yaml)"),
-        (["report", "missing"], "missing: no such folder; give a run directory"),
-        (
-            ["generate", "there", "--prompt", "a"],
-            "there holds neither a run (config.yaml) nor an export (config.json)",
-        ),
-        (
-            ["generate", "./missing", "--prompt", "a"],
-            "./missing: no such folder; give a run or an export",
-        ),
-    ],
-)
-def test_a_folder_that_is_no_run_is_a_sentence(tmp_path, monkeypatch, capsys, args, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "file").write_text("not a run")
-    assert main(args) == BAD_CONFIG
-    assert capsys.readouterr().err == f"error: {message}\n"
-    assert not (tmp_path / "out").exists()
 
 
 def test_a_run_without_records_has_a_report(tmp_path, capsys):
