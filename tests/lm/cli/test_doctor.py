@@ -93,10 +93,13 @@ def test_a_machine_without_anything_has_a_report_all_the_same(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "source, words",
-    [(CRASH, "it crashed (SIGABRT)"), (HANG, "no answer within 2 s"), (RAISE, "libcudart.so.99")],
+    "package, source, words",
+    [
+        ("torch", CRASH, "it crashed (SIGABRT)"),
+        ("torch", HANG, "no answer within 2 s"),
+        ("deepspeed", RAISE, "libcudart.so.99"),
+    ],
 )
-@pytest.mark.parametrize("package", ["torch", "deepspeed"])
 def test_an_import_that_crashes_hangs_or_fails(broken, package, source, words):
     broken(package, source)
     began = time.monotonic()

@@ -1,5 +1,5 @@
 """Bad inputs, drawn at random, for both command lines; each must end as docs/cluster.md says, with
-a sentence and without a traceback. FPRNN_FUZZ: how many, 48 if unset.
+a sentence and without a traceback. FPRNN_FUZZ: how many, 30 if unset.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from synthetic.config import Config as SyntheticConfig
 from synthetic.train import train
 from tests.running import ROOT
 
-COUNT = int(os.environ.get("FPRNN_FUZZ", "48"))
+COUNT = int(os.environ.get("FPRNN_FUZZ", "30"))
 STATUSES = {0, 1, 2, 65, 71, 75, 76, 77, 78}
 TINY = ROOT / "configs/tiny/lm.yaml"
 TEXT = ROOT / "tests/data/tiny.jsonl"
