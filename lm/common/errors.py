@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import importlib.metadata
 import importlib.util
-import os
 import re
 import shlex
 from pathlib import Path
@@ -177,35 +176,15 @@ def sentence(error: BaseException) -> str | None:
     """What a command line prints for an error that is the user's to mend; None for a bug.
 
     Besides UserError these are a place that the system refuses, a missing package of ours, wherever
-    it was imported, numbers that became NaN or infinite (lm/model raises FloatingPointError for
-    them), and a limit on memory or open files.
+    it was imported, and numbers that became NaN or infinite (lm/model raises FloatingPointError for
+    them).
     """
     if isinstance(error, UserError | FloatingPointError):
         return mask_credentials(str(error))
     if isinstance(error, OSError) and error.errno in OF_A_PLACE:
         return f"{error.filename or 'the output, or a file'}: {error.strerror}"
     package = _missing(error)
-    return _exhausted(error) if package is None else str(missing_package(package))
-
-
-def _exhausted(error: BaseException) -> str | None:
-    """Return a sentence for an error that a limit of this process causes; None for any other.
-
-    PyTorch and gloo raise a RuntimeError with the system's own words in it.
-    """
-    text = str(error)
-    is_system = isinstance(error, MemoryError | OSError | RuntimeError)
-    if isinstance(error, MemoryError) or (is_system and "allocate memory" in text):
-        return (
-            f"this process cannot have more memory ({text.strip().partition(chr(10))[0]}): a"
-            " smaller micro-batch, length or model needs less; `ulimit -v` prints its limit in KB"
-        )
-    if is_system and os.strerror(errno.EMFILE) in text:
-        return (
-            "this process cannot open more files: `ulimit -n` prints how many it may have open, and"
-            " `ulimit -n 1024` raises that where the system allows it"
-        )
-    return None
+    return None if package is None else str(missing_package(package))
 
 
 def exit_status(error: BaseException) -> int:

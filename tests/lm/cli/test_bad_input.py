@@ -1,7 +1,6 @@
 """Every command of `python -m lm` on bad input: one sentence, before anything long has started."""
 
 import argparse
-import errno
 import re
 import subprocess
 import sys
@@ -48,27 +47,6 @@ def test_what_is_the_users_to_mend_and_what_is_a_bug():
     assert sentence(wrapped).endswith(f"is not installed: {install_command('safetensors')}")
     bugs = (ValueError("x"), KeyError("x"), ModuleNotFoundError("x", name="lm.nothing"), OSError())
     assert [sentence(bug) for bug in bugs] == [None] * 4
-
-
-GLOO = "[enforce fail at loop.cc:105] fd_ != -1. -1 vs -1. epoll_create: Too many open files"
-TORCH = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
-
-
-@pytest.mark.parametrize(
-    "error, words",
-    [
-        (RuntimeError(TORCH + ": you tried to allocate 67108864 bytes."), "have more memory"),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), "have more memory"),
-        (MemoryError(), "have more memory"),
-        (RuntimeError(GLOO), "cannot open more files: `ulimit -n`"),
-        (OSError(errno.EMFILE, "Too many open files", "x"), "cannot open more files"),
-        (RuntimeError("size mismatch"), None),
-        (ValueError(TORCH), None),
-    ],
-)
-def test_a_limit_of_the_process_is_a_sentence(error, words):
-    said = sentence(error)
-    assert said is None if words is None else words in said
 
 
 @pytest.mark.parametrize("command", [["sweep", "x.yaml"], ["report", "x"]])
