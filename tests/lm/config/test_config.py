@@ -5,7 +5,6 @@ import inspect
 import itertools
 import re
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import yaml
@@ -18,7 +17,7 @@ from lm.config.model import Model, Solver
 from lm.config.resuming import FIXED, FREE, NOTED, resume_rule
 from lm.config.schema import UNSEEN, Config
 from lm.config.yaml_text import Loader, parse
-from lm.model.fields import ARCHITECTURE, FIELDS, OPTIONS_ALONE, SOLVER, Number, Parsed
+from lm.model.fields import FIELDS, OPTIONS_ALONE
 from lm.training.build import build_model
 from tests import config_page
 
@@ -366,33 +365,6 @@ def test_the_defaults_of_the_sections_are_those_of_fprnn_config():
     shown = inspect.signature(FPRNNConfig).parameters
     assert shown.keys() > FIELDS.keys() and shown["d_model"].default == 768
     assert "d_model (768): Width of the residual stream." in FPRNNConfig.__doc__
-
-
-def choices() -> list[tuple[str, str, object]]:
-    """(section, field, value) for every name that a field of the two sections takes."""
-    names = [("model", "name", value) for value in get_args(Model.model_fields["name"].annotation)]
-    return names + [
-        (section, name, value)
-        for section, table in (("model", ARCHITECTURE), ("solver", SOLVER))
-        for name, field in table.items()
-        if isinstance(field.takes, tuple) and not isinstance(field.takes, Number | Parsed)
-        for value in field.takes
-    ]
-
-
-@pytest.mark.parametrize("section, field, value", choices())
-def test_every_choice_of_the_model_and_the_solver_runs(section, field, value):
-    import torch
-
-    tree = {"model": {"d_model": 16, "n_layer": 1, "d_state": 4, "headdim": 8}}
-    tree.setdefault(section, {})[field] = value
-    model = build_model(config.build(tree), 16).train()
-    ids = torch.arange(8).reshape(1, 8)
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    assert torch.isfinite(loss)
-    if field != "name":
-        assert value == "auto" or getattr(model.config, field, value) == value
 
 
 CHOICES = {
