@@ -248,7 +248,7 @@ def test_a_report_names_a_damaged_result(capsys, tmp_path, text, words):
     assert words in " ".join(capsys.readouterr().out.split())
 
 
-def test_what_files_say_moves_no_cursor(capsys, tiny_run, tmp_path):
+def test_what_files_say_moves_no_cursor(capsys, tiny_run, tmp_path, undrawn):
     """Of a failure, a result, and records: their control characters are written out."""
     escapes = "\x1b]0;title\x07\x1b[2J\x9b31m"
     run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))

@@ -164,14 +164,6 @@ def lines_of(folder) -> list[dict]:
 
 
 @pytest.fixture
-def undrawn(monkeypatch):
-    """Reports without their figures, which take most of the time."""
-    monkeypatch.setattr(draw, "draw", lambda figure: None)
-    monkeypatch.setattr(draw, "to_png", lambda drawing: b"PNG")
-    monkeypatch.setattr(draw, "save", lambda drawing, png, folder, name: None)
-
-
-@pytest.fixture
 def no_pdf(monkeypatch):
     """Reports without files of their figures."""
     monkeypatch.setattr(draw, "save", lambda drawing, png, folder, name: None)
