@@ -37,6 +37,7 @@ REMOVED = {
     "model.allow_neg_eigval": "auto",
     "solver.jacobian_reg": 0.0,
     "solver.patience": 15,
+    "solver.adjoint_clip": None,
     "optim.muon": {"lr": None, "momentum": 0.95, "nesterov": True, "scale": "match_rms_adamw"},
     "train.batch_warmup": None,
     "train.length_warmup": None,

@@ -53,7 +53,6 @@ class Options(NamedTuple):
     groups: int  # of B and C
     norm: str  # "layer", "rms" or "none"
     norm_eps: float
-    adjoint_clip: float  # the most that ‖W_yᵀ …‖ may be, in largest ‖∂y‖ of its sequence; inf: none
     states: int = 0  # n of FP-Mamba-2; 0: B and C reach to the next part of the row
 
 

@@ -176,14 +176,13 @@ class FPMamba(FixedPointBlock):
         rank, *_ = reflections
         at = {name: columns.start for name, columns in s.projections.columns.items()}
         layout = at["mixer"], at["mixer"] + rank * x.shape[-1], at["B"], at["C"]
-        norm, clip = self.out_norm(), self.settings(s.seqs).adjoint_clip
+        norm = self.out_norm()
         options = (
             *reflections,
             cfg.bc_norm,
             self.groups,
             norm.kind,
             norm.eps,
-            clip,
             cfg.d_state,
         )
         weights = s.time.A, self._D(), norm.weight, norm.bias
@@ -412,9 +411,8 @@ class FPRNN(FixedPointBlock):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         rank, *_ = reflections
         x, at = s.x, s.projections.columns["mixer"].start
-        clip = self.settings(s.seqs).adjoint_clip
         # No norm; B and C, which the kernel does not read here, count as one normalised group.
-        options = (*reflections, True, 1, "none", 0.0, clip, 0)
+        options = (*reflections, True, 1, "none", 0.0, 0)
         before = (s.seqs.before(name) for name in ("y", "h"))
         y, h = (None if t is None else t.to(x.dtype) for t in before)
         layout = at, at + rank * x.shape[-1], 0, 0

@@ -64,6 +64,7 @@ REMOVED = {
     "d_conv": 4,
     "norm_epsilon": 1e-5,
     "patience": 15,
+    "adjoint_clip": None,
 }
 # What models of transformers have by convention; a recurrence has no longest input, but
 # lm-evaluation-harness cuts contexts to max_position_embeddings.

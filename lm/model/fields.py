@@ -382,13 +382,6 @@ SOLVER = {
         " which has neither `exact` nor `adjoint:K`.",
     ),
     "n_backwards": Field(1, COUNT, "Steps of the `one_step` gradient (App. B.2)."),
-    "adjoint_clip": Field(
-        None,
-        POSITIVE,
-        "In the exact gradient, what reaches a token from later ones is at most so many times the"
-        " largest that reaches one of the sequence from above; `null`: no limit.",
-        (None,),
-    ),
     "state_noise": Field(
         0.0,
         Number(0),

@@ -80,7 +80,6 @@ def adjoint_gradient(
     F_of_y: Callable[[torch.Tensor], torch.Tensor],
     y_star: torch.Tensor,
     terms: int | None,
-    clip: float | None,
     norms: torch.Tensor | None,
     tol: float,
     products: torch.dtype,
@@ -96,7 +95,6 @@ def adjoint_gradient(
         backward, under the autocast of now.
         y_star: (b,l,d), detached. terms: K, of the sum's terms after the first; None: until the
         largest change of a sequence is below tol of the largest entry, or rounding.
-        clip: Jᵀ g of a token is at most so many times as long as the longest v of its sequence.
         norms: where the backward writes max ‖g_t‖ / max ‖v_t‖ of every sequence, (b,).
         products: the dtype that F multiplies in.
     """
@@ -116,7 +114,7 @@ def adjoint_gradient(
         lowest = torch.full_like(v[:, 0, 0], torch.inf)
         for _ in range(most):
             (again,) = torch.autograd.grad(F0, y0, g, retain_graph=True)
-            before, g = g, v + clipped(again, clip, longest)
+            before, g = g, v + again
             if terms is None:
                 change = _largest(g - before) / _largest(g).clamp_min(1e-30)
                 rounding = change <= ROUNDING * torch.finfo(products).eps
@@ -141,15 +139,6 @@ def _longest(v):
     return torch.linalg.vector_norm(v, dim=-1).amax(1, keepdim=True)
 
 
-def clipped(carried: torch.Tensor, clip: float | None, longest: torch.Tensor) -> torch.Tensor:
-    """carried (b,l,d), each token's at most clip · longest (b,1) long; clip None: as it is."""
-    if clip is None:
-        return carried
-    size = torch.linalg.vector_norm(carried, dim=-1)
-    share = (clip * longest / size.clamp_min(1e-30)).clamp_max(1.0)
-    return carried * share.unsqueeze(-1)
-
-
 def whole_solve(
     layout: tuple[int, ...],
     options: tuple[Any, ...],
@@ -161,7 +150,7 @@ def whole_solve(
     None: there is no kernel.
 
     Args:
-        layout, options: as lm.kernels.cell has them, `adjoint_clip` None for none.
+        layout, options: as lm.kernels.cell has them.
         tensors: raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0, as `cell`
         there has them; of an FP-RNN dt is `fresh`, A is `decay`, both (b,l,d).
         adjoint: as there; left as it is under a compiler.
@@ -176,8 +165,6 @@ def whole_solve(
 
 def _by_kernel(layout, options, tensors, adjoint, readout=None):
     raw, weight_y, x, dt, A, keep, *others, y0, h0 = tensors
-    *most, clip, states = options
-    options = (*most, float("inf") if clip is None else clip, states)
     if A.dim() == 3:
         given = raw, weight_y, x, A, dt, keep, y0, h0, adjoint
         return faster("cell", "cell_rnn", x, layout, options, *given)
@@ -211,11 +198,10 @@ def _whole_solve(
     groups: int,
     norm: str,
     norm_eps: float,
-    adjoint_clip: float | None,
     states: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     mixer = rank, scale, act, sequential, eps, contractive
-    options = *mixer, bc_norm, groups, norm, norm_eps, adjoint_clip, states
+    options = *mixer, bc_norm, groups, norm, norm_eps, states
     tensors = raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0
     found = _by_kernel(tuple(layout), options, tensors, None)
     if found is None:
@@ -247,14 +233,12 @@ def whole_solve_plain(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`whole_solve` as a loop over time, differentiable; its arguments."""
     raw, weight_y, x, dt, A, keep, gate, D, weight, bias, y0, h0 = tensors
-    norm, clip = Norm(options[8], weight, bias, options[9]), options[10]
+    norm = Norm(options[8], weight, bias, options[9])
     shapes = _shapes(*tensors, *options)
     y = torch.zeros_like(x[:, 0]) if y0 is None else y0
     h = torch.zeros_like(shapes[1]) if h0 is None else h0.to(x.dtype)
     ys, outcomes = [], []
-    longest: list[Tensor] = []
     for t in range(x.shape[1]):
-        y = _clipping(y, clip, longest)
         before, row, now = y, raw[:, t], x[:, t]
         if keep is not None:
             alive = keep[:, t, None].to(x.dtype)
@@ -268,20 +252,7 @@ def whole_solve_plain(
         h = time.state + time.grown(mixed)
         ys.append(y)
         outcomes.append(outcome)
-    y = torch.stack(ys, 1)
-    if clip is not None and y.requires_grad:
-        y.register_hook(lambda v: longest.append(torch.linalg.vector_norm(v, dim=-1).amax(1, True)))
-    return y, h, torch.stack(outcomes, 1)
-
-
-def _clipping(y, clip, longest):
-    """y (b,d), through which the gradient of later tokens is `clipped`. longest: a list that
-    will hold the length of the longest gradient of each sequence, (b,1)."""
-    if clip is None or not y.requires_grad:
-        return y
-    link = y.view_as(y)
-    link.register_hook(lambda g: clipped(g.unsqueeze(1), clip, longest[-1])[:, 0])
-    return link
+    return torch.stack(ys, 1), h, torch.stack(outcomes, 1)
 
 
 def _low_rank(row, d, layout, options):
@@ -310,7 +281,7 @@ def _recurrence(h, row, dt, A, layout, options):
     if A.dim() == 2 and A.shape == h.shape:  # FP-RNN's decay
         past = A * h
         return _Time(past, past, dt, lambda mixed: dt * mixed)
-    *_, eps, _, bc_norm, groups, _, _, _, _ = options
+    *_, eps, _, bc_norm, groups, _, _, _ = options
     n = h.shape[-1]
     B, C = (row[:, at : at + groups * n].unflatten(-1, (groups, n)) for at in layout[2:])
     if bc_norm:

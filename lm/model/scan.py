@@ -31,7 +31,7 @@ from .operators import bundled_kernels, compiling, opaque
 
 logger = logging.get_logger(__name__)
 
-INTERFACE = ("fprnn-kernels", 3)  # of lm.kernels, as this file uses it
+INTERFACE = ("fprnn-kernels", 4)  # of lm.kernels, as this file uses it
 
 # Largest temporary (in bytes) that may be kept for one solve (decays) or one backward slice.
 MAX_TEMPORARY = 512 * 2**20

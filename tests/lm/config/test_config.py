@@ -135,7 +135,6 @@ def test_every_error_is_named_at_once():
         ({"solver": {"token": "exakt"}}, ["is 'exakt'", "did you mean `exact`?"]),
         ({"solver": {"gradient": "adjoint"}}, ["is `adjoint`", "adjoint:K (the first"]),
         ({"solver": {"gradient": "one-step"}}, ["is `one-step`", "one_step (the paper's"]),
-        ({"solver": {"adjoint_clip": 0}}, ["is 0", "must be a number above 0"]),
         # Out of range.
         ({"train": {"steps": 0}}, ["`train.steps` is 0", "greater than 0"]),
         (
@@ -362,7 +361,6 @@ trees = st.fixed_dictionaries(
             {},
             optional={
                 "tol": st.floats(0, 1e300, exclude_min=True),
-                "adjoint_clip": st.none() | st.floats(0, 1e300, exclude_min=True),
                 "schedule": st.sampled_from(["auto", "window:7", "parallel"]),
             },
         ),

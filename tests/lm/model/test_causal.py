@@ -163,20 +163,13 @@ def test_the_first_terms_of_the_series_tend_to_the_exact_gradient(name):
     assert errors[2] < 1e-9 and errors[0] > 1e-3
 
 
-def test_the_adjoint_is_clipped_and_its_norm_told():
+def test_the_norm_of_the_adjoint_is_the_same_in_every_schedule():
     model, tokens = model_of("fp_mamba1", n_layer=1), ids()
-    exact, (free,) = gradients_and_norms(model, tokens)
-    first = dict(schedule="parallel", gradient="adjoint:0")
+    _, (free,) = gradients_and_norms(model, tokens)
     assert free.shape == (2,) and (free > 0.5).all()
     for schedule in ("sequential", "parallel"):
-        same, (norms,) = gradients_and_norms(model, tokens, schedule=schedule, adjoint_clip=1e6)
-        assert_alike(same, exact, 1e-7)
+        _, (norms,) = gradients_and_norms(model, tokens, schedule=schedule)
         torch.testing.assert_close(norms, free, rtol=0.05, atol=0)
-        cut, (norms,) = gradients_and_norms(model, tokens, schedule=schedule, adjoint_clip=1e-9)
-        assert any(largest(cut[key], exact[key]) > 1e-4 for key in exact)
-        if schedule == "parallel":  # nothing comes back from later tokens: the first term alone
-            torch.testing.assert_close(norms, torch.ones_like(norms), rtol=1e-6, atol=0)
-            assert_alike(cut, gradients_of(model, tokens, **first), 1e-6)
 
 
 # What a token may depend on.

@@ -10,7 +10,7 @@ from tests.hf.models import build, ids
 
 CASES = [
     ("fp_mamba1", {"mixer": "householder", "mixer_rank": 2, "glu_in_loop": True}),
-    ("fp_mamba1", {"mixer": "dplr", "mixer_rank": 3, "contractive": 0.9, "adjoint_clip": 0.5}),
+    ("fp_mamba1", {"mixer": "dplr", "mixer_rank": 3, "contractive": 0.9}),
     ("fp_mamba2", {"mixer": "householder", "mixer_rank": 1, "ngroups": 2, "eigen_range": "signed"}),
     ("fp_mamba2", {"mixer": "dplr", "mixer_rank": 2, "bc_norm": False}),
     ("fp_rnn", {"mixer": "householder", "mixer_rank": 2, "contractive": 0.7}),
