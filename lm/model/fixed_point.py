@@ -13,7 +13,6 @@ from torch import nn
 from .cell import Own, solve_low_rank
 from .fields import AUTO_WINDOW, parse_gradient, parse_schedule
 from .full_rank import FullRank, solve_by_iterating
-from .gradient import adjoint_gradient, implicit_gradient
 from .layers import (
     Centroids,
     Projection,
@@ -33,7 +32,9 @@ from .solver import (
     SHARES,
     Rule,
     Solution,
+    adjoint_gradient,
     count_iterations_of,
+    implicit_gradient,
     relative_residual,
     solve_paper,
     solve_sequential,

@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import lm  # noqa: F401 (registers the Auto classes)
 from lm.model.configuration_fprnn import REMOVED, FPRNNConfig
-from lm.model.fields import GATED
+from lm.model.fields import FIXED_POINT, GATED, KINDS
 from lm.model.modeling_fprnn import FPRNNForCausalLM, FPRNNModel
-from lm.model.patterns import FIXED_POINT, KINDS
 
 
 def small(**kwargs):

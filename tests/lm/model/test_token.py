@@ -7,9 +7,8 @@ import torch.nn.functional as F
 from lm.model import fixed_point
 from lm.model.blocks import build_block
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.gradient import adjoint_gradient
 from lm.model.layers import Projection, side_by_side
-from lm.model.solver import FAILED
+from lm.model.solver import FAILED, adjoint_gradient
 from lm.model.stack import initialise
 from lm.model.state import Sequences
 

@@ -11,7 +11,7 @@ from lm.common.errors import ConfigError
 from lm.config.model import Model
 from lm.config.schema import Config
 from lm.export.export import write_export
-from lm.model.patterns import STACKS
+from lm.model.fields import STACKS
 from lm.training.build import build_model, stacked
 from lm.training.foreign import as_transformers
 
