@@ -29,7 +29,7 @@ from lm.kernels.cpu.build import (
 )
 
 # `struct Cell` of cell.h: sizes, numbers, addresses.
-_SIZES, _NUMBERS, _ADDRESSES = 22, 5, 38
+_SIZES, _NUMBERS, _ADDRESSES = 22, 4, 38
 NARROW = False  # all tensors have one dtype
 CENTROIDS = True  # it reads through them
 NO_READOUT = Readout(None, None, None, None)  # type: ignore[arg-type]

@@ -502,7 +502,7 @@ def launched(d, n, r, kind):
     """One launch of each kernel, in bf16, as cases of `resources`."""
     norm, heads = ("layer", 1) if kind == "mamba1" else ("rms", d // 64)
     options = triton_cell.Options(
-        r, 2.0, "silu", True, 1e-6, None, True, 1, norm, 1e-5, 0.0, n
+        r, 2.0, "silu", True, 1e-6, None, True, 1, norm, 1e-5, n
     )  # fmt: skip
     layout = triton_cell.Layout(0, r * d, r * d + r, r * d + r + n)
     columns = r * d + r + 2 * n
