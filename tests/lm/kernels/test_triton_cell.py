@@ -101,20 +101,6 @@ def test_ranks(rank, sequential):
         dict(order=("gates", "C", "B", "vectors"), reading=2, sequential=False, rank=2),
         # of eps 3.5 some vectors are shorter, some longer
         dict(order=("B", "pad", "C", "vectors", "pad", "gates"), eps=3.5, rank=2),
-        # one at a time, where one of those fails
-        slow(dict(norm="rms", without=("norm_bias",))),
-        slow(dict(norm="none", without=("norm_weight", "norm_bias"))),
-        slow(dict(without=("norm_weight", "norm_bias"))),
-        slow(dict(contractive=0.9, rank=3)),
-        slow(dict(contractive=0.9, rank=3, sequential=False)),
-        slow(dict(bc_norm=False)),
-        slow(dict(eps=3.5, rank=2)),
-        slow(dict(act="relu")),
-        slow(dict(act="identity", rank=2, without=("gate",))),
-        slow(dict(without=("y0", "h0", "keep"))),
-        slow(dict(reading=0)),
-        slow(dict(order=("gates", "C", "B", "vectors"), reading=2)),
-        slow(dict(order=("B", "pad", "C", "vectors", "pad", "gates"), rank=2)),
     ],
     ids=str,
 )
