@@ -35,22 +35,20 @@ from .batch import (
     refuse_unknown,
     targets_of,
 )
-from .blocks import FPRNN
+from .blocks import FPRNN, whole_solve
 from .cell import find_root
 from .certified_root import find_certified_roots
 from .checksums import refuse_changed
 from .configuration_fprnn import FPRNNConfig, refuse_solver_token
 from .delta import GatedDeltaNet
 from .diagonal import Mamba
-from .fields import SOLVER, parse_gradient
+from .fields import FIXED_POINT, IN_FP32, SOLVER, parse_gradient
 from .fixed_point import FixedPointBlock
 from .full_rank import solve_by_iterating
-from .gradient import whole_solve
 from .layers import RMSNorm, on_cpu
 from .mixer_base import Mixer
 from .mixers import build_mixer, nrm
 from .operators import bundled_kernels, compiling
-from .patterns import FIXED_POINT, IN_FP32
 from .scan import selective_scan
 from .solver import NonFiniteError, all_finite, asserted, explained, read_flags, stack_flags
 from .stack import FPRNNLayer, initialise, initialise_once, let_be_known

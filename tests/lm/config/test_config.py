@@ -126,7 +126,6 @@ def test_every_error_is_named_at_once():
         ({"solver": {"schedule": "window:0"}}, ["is `window:0`; W is at least 1"]),
         ({"solver": {"token": "exakt"}}, ["is 'exakt'", "did you mean `exact`?"]),
         ({"solver": {"gradient": "one-step"}}, ["is `one-step`", "one_step (the paper's"]),
-        ({"solver": {"adjoint_clip": 0}}, ["is 0", "must be a number above 0"]),
         # Out of range.
         ({"train": {"steps": 0}}, ["`train.steps` is 0", "greater than 0"]),
         (

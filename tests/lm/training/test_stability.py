@@ -1,4 +1,4 @@
-"""Updates and the adversary: against formulas, refused."""
+"""Updates, also with the adversary and under bf16, equal those of autograd; bad settings."""
 
 import json
 
@@ -6,22 +6,51 @@ import pytest
 
 from lm.common.errors import ConfigError
 from lm.config.schema import check_updates
+from lm.training.preflight import check_config
 from tests.running import printed_by_ranks, run
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_updates_are_those_of_plain_autograd(processes):
-    """In all ZeRO stages, with micro-batches of unequal numbers of targets."""
-    for name, case in printed_by_ranks("tests.oracle_updates", processes).items():
-        assert case["found"] == pytest.approx(case["expected"], rel=1e-5), name
+@pytest.fixture(scope="module", params=[2, pytest.param(1, marks=pytest.mark.slow)])
+def updates(request):
+    """On two ranks or one: (their number, what tests/oracle_updates.py prints)."""
+    return request.param, printed_by_ranks("tests.oracle_updates", request.param)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_an_update_against_the_adversary_is_both_passes_by_hand(processes):
+@pytest.mark.parametrize(
+    "kind, tolerance", [("plain", 1e-5), ("against_adversary", 1e-5), ("under_bf16", 1e-6)]
+)
+def test_an_update_is_that_of_autograd(kind, tolerance, updates):
     """In all ZeRO stages, with micro-batches of unequal numbers of targets."""
-    for stage, case in printed_by_ranks("tests.oracle_against", processes).items():
-        assert case["found"] == pytest.approx(case["expected"], rel=1e-5), stage
+    for name, case in updates[1][kind].items():
+        if "engine.deepspeed" not in name:
+            assert case["found"] == pytest.approx(case["expected"], rel=tolerance), name
+
+
+def test_an_update_against_the_adversary_solves_as_often_as_one_without(updates):
+    processes, found = updates
+    for stage, case in found["against_adversary"].items():
         assert case["solves"] == [4 // processes] * 3, stage
+
+
+def test_gradients_are_accumulated_and_summed_in_fp32_under_bf16(updates):
+    """With linear layers named in engine.deepspeed theirs are rounded."""
+    *of_stages, rounded = updates[1]["under_bf16"].values()
+    assert len(of_stages) == 4
+    assert all(case["error"] < 1e-6 and case["bf16"] == 0.0 for case in of_stages)
+    assert rounded["error"] > 1e-4 and rounded["bf16"] > 0.1
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (("train.ema=0.9",), "the key `train.ema` was removed"),
+        (("train.z_loss=1e-4",), "the key `train.z_loss` was removed"),
+        (("train.skip={sigma: 6}",), "the key `train.skip` was removed"),
+    ],
+)
+def test_what_cannot_be_is_refused(tiny, overrides, words):
+    with pytest.raises(ConfigError, match=words):
+        check_config(tiny(*overrides), 1)
 
 
 def test_the_adversary_waits_for_the_end_of_the_curriculum(tmp_path):

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from lm.config.model import Model
 from lm.config.schema import Config
 from lm.export.export import write_export
-from lm.model.patterns import STACKS
+from lm.model.fields import STACKS
 from lm.training.build import build_model, stacked
 from lm.training.foreign import as_transformers
 
