@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from lm.cli.arguments import add_overrides
+
 
 def add(commands: argparse._SubParsersAction) -> None:
     """Add the command to the command line. Nothing heavy is imported."""
@@ -30,7 +32,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="byte-level BPE, or sentencepiece's BPE with bytes to fall back on (default: bpe)",
     )
     t.add_argument("--out", required=True, metavar="DIR", help="a new folder")
-    t.add_argument("override", nargs="*", metavar="key=value")
+    add_overrides(t)
     t.set_defaults(run_command=_train)
 
 
