@@ -248,7 +248,10 @@ def _add_validate(commands: argparse._SubParsersAction) -> None:
         " missed.",
     )
     command.add_argument(
-        "config", nargs="+", metavar="CONFIG", help="also key=value, of model, solver and optim"
+        "config",
+        nargs="+",
+        metavar="CONFIG",
+        help="YAMLs with a `model:`, and key=value of model, solver and optim",
     )
     command.add_argument(
         "--out-dir",
