@@ -12,6 +12,7 @@ from lm.evaluation.inspection.page import (
     Colouring,
     Inspection,
     colourings,
+    explain_mark,
     layer_rows,
     list_facts,
 )
@@ -75,6 +76,8 @@ def parts(found: Inspection, console: Console) -> list[RenderableType]:
         for row in body:
             table.add_row(*(Text(cell) for cell in row))
         out.append(table)
+        if note := explain_mark(found.layers):
+            out.append(note)
     out.append("\n".join(f"{name}: {value}" for name, value in list_facts(found)))
     return out
 
