@@ -7,7 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lm.cli.arguments import SEED, Whole, add_trust, parse, run
+from lm.cli.arguments import (
+    SEED,
+    HelpFormatter,
+    Whole,
+    add_examples,
+    add_overrides,
+    add_trust,
+    parse,
+    run,
+)
 from synthetic.lengths import MAX_LENGTH
 
 EPILOG = """examples:
@@ -20,7 +29,7 @@ EPILOG = """examples:
 ABOUT: dict[str, Any] = {
     "description": "Does a sequence mixer track state, copy, compute and remember?",
     "epilog": EPILOG,
-    "formatter_class": argparse.RawDescriptionHelpFormatter,
+    "formatter_class": HelpFormatter,
 }
 
 
@@ -166,6 +175,7 @@ def _add_commands(whole: argparse.ArgumentParser) -> None:
     _add_inspect(commands)
     _add_validate(commands)
     _add_report(commands)
+    add_examples(commands, EPILOG)
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
@@ -176,7 +186,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         " dotted keys, e.g. task.group=A5 model.mixer_rank=4; docs/synthetic.md lists all keys."
         " Exit status 2: trained, but below one of the config's bars.",
     )
-    command.add_argument("--config", required=True, metavar="YAML")
+    command.add_argument("--config", required=True, metavar="YAML", help="the run to train")
     command.add_argument(
         "--overwrite", action="store_true", help="delete the run of this name first"
     )
@@ -186,7 +196,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         metavar="I",
         help="train point I of the YAML's sweep, from 0 on",
     )
-    command.add_argument("override", nargs="*", metavar="key=value")
+    add_overrides(command)
     command.set_defaults(run_command=_train)
 
 
@@ -196,7 +206,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         help="evaluate a trained run over other lengths and seeds",
         description="Lengths: 16,32,48; 2:50:1 (from, to, step); 2:512 (from, to, ×√2 each).",
     )
-    command.add_argument("run", metavar="RUN")
+    command.add_argument("run", metavar="RUN", help="a run directory")
     command.add_argument("--lengths", help="default: the config's eval.lengths")
     command.add_argument(
         "--seeds",
@@ -207,7 +217,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("--out", help="results JSON (default: RUN/eval.json)")
     add_trust(command)
-    command.add_argument("override", nargs="*", metavar="key=value")
+    add_overrides(command)
     command.set_defaults(run_command=_eval)
 
 
@@ -220,8 +230,8 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
         " decays. WORD: the input's tokens by name (213 231 for S3, '([' for dyck); without,"
         " --length draws a test sequence. docs/inspect.md.",
     )
-    command.add_argument("run", metavar="RUN")
-    command.add_argument("word", nargs="*", metavar="WORD")
+    command.add_argument("run", metavar="RUN", help="a run directory")
+    command.add_argument("word", nargs="*", metavar="WORD", help="the input, token by token")
     command.add_argument(
         "--length",
         type=Whole(1, MAX_LENGTH),
@@ -253,7 +263,10 @@ def _add_validate(commands: argparse._SubParsersAction) -> None:
         " bar was missed.",
     )
     command.add_argument(
-        "config", nargs="+", metavar="CONFIG", help="also key=value, of model, solver and optim"
+        "config",
+        nargs="+",
+        metavar="CONFIG",
+        help="YAMLs with a `model:`, and key=value of model, solver and optim",
     )
     command.add_argument(
         "--out-dir",
@@ -306,7 +319,7 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         help="with --run: processes at once, at least 1 (default: 1)",
     )
-    command.add_argument("override", nargs="*", metavar="key=value")
+    add_overrides(command)
     command.set_defaults(run_command=_report)
 
 

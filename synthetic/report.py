@@ -304,13 +304,13 @@ LATEX_SIGNS |= {"⌈": r"$\lceil$", "⌉": r"$\rceil$", "²": "$^2$"}
 
 def _write(drawing: Drawing, folder: Path, paths: dict[str, Path]) -> None:
     """Write NAME.png, NAME.pdf, NAME.csv with all numbers, and NAME.tex with the printed table."""
-    summary = pd.DataFrame(in_words(drawing.summary))
+    head, *rows = in_words(drawing.summary)
     with writing(folder), matplotlib.rc_context({"pdf.fonttype": 42}):  # letters stay letters
         folder.mkdir(parents=True, exist_ok=True)
         drawing.figure.savefig(paths["figure"], dpi=140)
         drawing.figure.savefig(paths["PDF"], metadata={"CreationDate": None})
         write_csv(drawing.numbers, paths["numbers"])
-        latex = summary.to_latex(index=False, header=False, escape=True)
+        latex = pd.DataFrame(rows, columns=head).to_latex(index=False, escape=True)
         paths["LaTeX"].write_text(latex.translate(str.maketrans(LATEX_SIGNS)), encoding="utf-8")
 
 

@@ -3,6 +3,8 @@ calls. tests/test_slurm.py has the same on a real Slurm."""
 
 import os
 import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+
+from lm.cli import main as lm_cli
+from lm.cli.arguments import parse
 
 LAUNCH = Path(__file__).parent.parent / "launch"
 SCRIPTS = (
@@ -74,6 +79,7 @@ FAKE_SCONTROL = """\
 if [ "$1" = show ]; then echo n7; echo n8; else echo "scontrol $*" >> "$LOG"; fi
 """
 FAKE_RECORDER = '#!/usr/bin/env bash\necho "$(basename "$0") $*" >> "$LOG"\n'
+QUOTING_RECORDER = '#!/usr/bin/env bash\nprintf "%s\\n" "${*@Q}" >> "$LOG"\n'  # its arguments alone
 
 
 @pytest.fixture
@@ -394,17 +400,20 @@ def test_scripts_outside_slurm(fake):
     assert fake.lines() == []
 
 
-def test_demo_runs_its_steps_in_order(fake):
-    status, output = fake.run("demo.sh", "train.steps=5", PY=str(fake.bin / "py"))
-    assert status == 0
-    assert fake.lines() == [
-        "py -m lm train --config configs/lm/demo.yaml train.steps=5",
-        "py -m lm export runs/demo runs/demo/hf",
-        "py -m lm eval runs/demo/hf --tasks catbabi_mini --limit 50",
-        "py -m lm generate runs/demo/hf --prompt The following --out runs/demo/sample.txt",
-        "py -m lm report runs/demo",
-    ]
-    assert len(re.findall(r"^== ", output, re.M)) == 5
+def test_demo_runs_its_steps_in_order(fake, tmp_path):
+    """Its commands are ones that the command line takes."""
+    (tmp_path / "launch").mkdir()  # the script works in the folder above its own
+    (tmp_path / "runs/demo").mkdir(parents=True)
+    script = shutil.copy(LAUNCH / "demo.sh", tmp_path / "launch")
+    (fake.bin / "py").write_text(QUOTING_RECORDER)
+    status, output = fake.run(script, "train.steps=5", PY=str(fake.bin / "py"))
+    assert status == 0 and len(re.findall(r"^== ", output, re.M)) == 5
+    commands = [shlex.split(line) for line in fake.lines()]
+    assert {tuple(words[:2]) for words in commands} == {("-m", "lm")}
+    names = [parse(lm_cli.parser(), words[2:]).command for words in commands]
+    assert names == ["train", "export", "eval", "generate", "report"]
+    assert "train.steps=5" in commands[0]
+    assert (tmp_path / "runs/demo/sample.txt").exists()
 
 
 def test_demo_stops_at_the_first_failure(fake):

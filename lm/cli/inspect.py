@@ -24,7 +24,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         " is. TEXT: one or several, put together by spaces; `-` reads standard input (`- < FILE`).",
     )
     c.add_argument("checkpoint", metavar="CKPT", help="a run directory or an exported folder")
-    c.add_argument("text", nargs="*", metavar="TEXT")
+    c.add_argument("text", nargs="*", metavar="TEXT", help="the text; `-`: standard input")
     c.add_argument(
         "--out",
         metavar="HTML",

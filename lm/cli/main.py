@@ -14,8 +14,11 @@ from lm.cli import status as cli_status
 from lm.cli import sweep as cli_sweep
 from lm.cli.arguments import (
     SEED,
+    HelpFormatter,
     Number,
     Whole,
+    add_examples,
+    add_overrides,
     add_trust,
     parse,
     run,
@@ -46,13 +49,6 @@ EPILOG = """examples:
   fprnn demo s3
   fprnn synthetic train --config configs/synthetic/small/s3.yaml
 """
-
-
-class HelpFormatter(argparse.HelpFormatter):
-    """argparse's formatter, which leaves the lines of examples as they are."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
 
 
 def _config_of_run(args: argparse.Namespace) -> Config:
@@ -234,7 +230,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         " optim.lr=1e-3 model.mixer=dplr solver.schedule=parallel resume=auto; docs/config.md"
         " lists all keys, and what a resumed run may change (its solver, not its model).",
     )
-    c.add_argument("--config", required=True, metavar="YAML")
+    c.add_argument("--config", required=True, metavar="YAML", help="the run or sweep to train")
     c.add_argument("--overwrite", action="store_true", help="delete the run of this name first")
     c.add_argument("--dry-run", action="store_true", help="print config and cost, train nothing")
     c.add_argument(
@@ -243,7 +239,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         metavar="I",
         help="train point I of the YAML's sweep, from 0 on (`fprnn sweep` lists them)",
     )
-    c.add_argument("override", nargs="*", metavar="key=value")
+    add_overrides(c)
     c.set_defaults(run_command=_train)
 
 
@@ -256,7 +252,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         " Where the run does not fit the card the exit status is 78."
         " docs/scale.md says how the numbers are made.",
     )
-    c.add_argument("config", metavar="CONFIG")
+    c.add_argument("config", metavar="CONFIG", help="the YAML of a run or sweep")
     c.add_argument(
         "--gpus",
         type=Whole(1, 1_000_000),
@@ -289,7 +285,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         metavar="I",
         help="plan point I of the YAML's sweep, from 0 on",
     )
-    c.add_argument("override", nargs="*", metavar="key=value")
+    add_overrides(c)
     c.set_defaults(run_command=_plan)
 
 
@@ -305,11 +301,11 @@ def _add_prepare(commands: argparse._SubParsersAction) -> None:
         " such a run still asks the hub for the list of its files, and without data.download for"
         " its text.",
     )
-    c.add_argument("config", metavar="CONFIG")
+    c.add_argument("config", metavar="CONFIG", help="the YAML of a run or sweep")
     c.add_argument(
         "--job-index", type=Whole(0), metavar="I", help="prepare point I of the sweep, from 0 on"
     )
-    c.add_argument("override", nargs="*", metavar="key=value")
+    add_overrides(c)
     c.set_defaults(run_command=_prepare)
 
 
@@ -320,8 +316,8 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
         description="Write a run as a folder that from_pretrained loads, with a model card."
         " huggingface_hub's `hf upload` brings it to the hub (docs/cluster-run.md).",
     )
-    c.add_argument("run", metavar="RUN")
-    c.add_argument("out", metavar="OUT")
+    c.add_argument("run", metavar="RUN", help="a run directory")
+    c.add_argument("out", metavar="OUT", help="the folder to write")
     c.add_argument("--checkpoint", help="a checkpoint folder (default: the newest complete one)")
     c.add_argument(
         "--overwrite",
@@ -377,7 +373,7 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
         " and provenance of a run that is finished or still trains. Several runs share one page,"
         " whose place --out names.",
     )
-    c.add_argument("runs", nargs="+", metavar="RUN")
+    c.add_argument("runs", nargs="+", metavar="RUN", help="run directories")
     c.add_argument(
         "--out",
         metavar="PLACE",
@@ -427,10 +423,7 @@ def parser(more: Sequence[AddCommands] = ()) -> argparse.ArgumentParser:
     cli_serve.add(commands)
     for add in more:
         add(commands)
-    for name, command in commands.choices.items():
-        examples = [line for line in EPILOG.splitlines() if f" {name} " in f"{line} "]
-        command.epilog = "\n".join(["examples:", *examples])
-        command.formatter_class = HelpFormatter
+    add_examples(commands, EPILOG)
     return p
 
 

@@ -92,7 +92,7 @@ def _samples(runs: Sequence[Files]) -> list[Block]:
             cut = len(files.sample) > MAX_SAMPLE
             first = f" (the first {MAX_SAMPLE:,} of {len(files.sample):,} characters)" * cut
             blocks += [Notes([f"{files.label}{first}:"]), Text(files.sample[:MAX_SAMPLE])]
-    command = "fprnn generate RUN/hf --prompt TEXT --out RUN/sample.txt"
+    command = "fprnn generate RUN --prompt TEXT > RUN/sample.txt"
     return blocks or [Notes([f"No sample.txt: `{command}` makes it."])]
 
 

@@ -151,6 +151,7 @@ def test_a_report_draws_and_writes_its_numbers(name, tmp_path):
     assert paths["PDF"].read_bytes().startswith(b"%PDF")
     lines = paths["LaTeX"].read_text().splitlines()
     assert lines[0].startswith(r"\begin{tabular}{l") and lines[-1] == r"\end{tabular}"
+    assert [lines.index(rule) for rule in (r"\toprule", r"\midrule")] == [1, 3]  # around the head
     assert sum(line.endswith(r" \\") for line in lines) > 1
     found = numbers(paths["numbers"])
     assert {row["run"] for row in found} == {str(cfg.run_dir) for cfg in configs}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lm.common.console import say
 from lm.common.files import check_replaceable
-from lm.evaluation.inspection.page import MADE_BY, Inspection, layer_rows, list_facts
+from lm.evaluation.inspection.page import MADE_BY, Inspection, explain_mark, layer_rows, list_facts
 from lm.runs.written import PAGE
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ def parts(found: Inspection) -> list[RenderableType]:
         for row in body:
             table.add_row(*(Text(cell) for cell in row))
         out.append(table)
+        if note := explain_mark(found.layers):
+            out.append(note)
     out.append("\n".join(f"{name}: {value}" for name, value in list_facts(found)))
     return out
 
