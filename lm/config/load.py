@@ -56,6 +56,8 @@ REMOVED = {
     "log.wandb_project": "fprnn",
     "log.contraction": False,
 }
+# Removed keys on which nothing trained depends: a YAML with any value of them is read without it.
+WITHOUT_EFFECT = {"train.device"}
 
 # The functions below take the `schema` a YAML is read by: Config, or another tree of Sections
 # (synthetic/config.py).
@@ -126,7 +128,7 @@ def without_removed(tree: dict, where: str) -> dict:
     """A whole YAML without the keys of REMOVED; the tree given is left as it is.
 
     Raises:
-        ConfigError: one of them has another value than its default was.
+        ConfigError: one of them has another value than its default was, and had an effect.
     """
     tree = copy.deepcopy(tree)
     for key, default in REMOVED.items():
@@ -137,7 +139,7 @@ def without_removed(tree: dict, where: str) -> dict:
         if not isinstance(section, dict) or last not in section:
             continue
         value = section.pop(last)
-        if value != default:
+        if value != default and key not in WITHOUT_EFFECT:
             raise ConfigError(
                 f"{where}: `{key}` is no longer there, and is {value!r}: leave it out, which trains"
                 f" as its default {default!r} did"
