@@ -58,11 +58,10 @@ REMOVED = {
     "task.automaton.seed": 0,
     "log.wandb_project": "fprnn",
     "log.contraction": False,
-    "checkpoint.keep_every": None,
     "eval.micro_batch_size": None,
 }
-# Removed keys that changed no number beyond its rounding: they are read with any value.
-OF_NO_EFFECT = {"eval.micro_batch_size"}
+# Removed keys on which nothing trained depends: a YAML with any value of them is read without it.
+WITHOUT_EFFECT = {"train.device", "eval.micro_batch_size"}
 
 # The functions below take the `schema` a YAML is read by: Config, or another tree of Sections
 # (synthetic/config.py).
@@ -133,7 +132,7 @@ def without_removed(tree: dict, where: str) -> dict:
     """A whole YAML without the keys of REMOVED; the tree given is left as it is.
 
     Raises:
-        ConfigError: one of them has another value than its default was.
+        ConfigError: one of them has another value than its default was, and had an effect.
     """
     tree = copy.deepcopy(tree)
     for key, default in REMOVED.items():
@@ -144,7 +143,7 @@ def without_removed(tree: dict, where: str) -> dict:
         if not isinstance(section, dict) or last not in section:
             continue
         value = section.pop(last)
-        if value != default and key not in OF_NO_EFFECT:
+        if value != default and key not in WITHOUT_EFFECT:
             raise ConfigError(
                 f"{where}: `{key}` is no longer there, and is {value!r}: leave it out, which trains"
                 f" as its default {default!r} did"

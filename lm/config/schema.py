@@ -152,6 +152,7 @@ class Engine(Section):
 class Checkpoint(Section):
     every: int = Field(500, gt=0)  # updates
     keep: int = Field(2, gt=0)  # newest checkpoints kept
+    keep_every: int | None = Field(None, gt=0)  # updates; checkpoints of its multiples stay, too
 
 
 PROFILED = "two updates, the first and the last, counted from 1, as [10, 12]; or null"

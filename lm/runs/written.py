@@ -48,7 +48,8 @@ RUN_FILES = re.compile(
     | report\.(html|markdown|tex)
     | figures/ ({"|".join(FIGURES)})\.(png|pdf)
     | (tokenizer | \.tokenizer-[a-z0-9_]{{8}}) / ({_TOKENIZER})
-    | data/ ([^/]+/)? ((corpus|meta|verified|about)\.json | (train|val)\.(bin|tmp) | shards\.jsonl?)
+    | data/ ([^/]+/)? (corpus-[0-9a-f]+/)? (                       # SOURCE, the corpus
+        (corpus|meta|verified|about|files|shards)\.json | (train|val)\.(bin|tmp) | shards\.jsonl)
     | checkpoints/ (last\.pt | step-\d+(-\d+)?(\.partial)?/ [^/]+\.(pt|json))
     | stacks/ rank\d+\.txt
     | profile/ (\.\d+\.)? updates-\d+-\d+\.(trace\.json\.gz|txt)

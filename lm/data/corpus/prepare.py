@@ -309,7 +309,7 @@ def _place(folder: Path, record: Record) -> Path:
 
 def _recorded_place(entry: Path, folder: Path, data: Data) -> str:
     """Return the path of a corpus as a record keeps it."""
-    if entry.parent == folder:
+    if entry.parent.resolve() == folder.resolve():
         return entry.name
     if data.cache not in (None, "auto") and not Path(data.cache).expanduser().is_absolute():
         return os.path.relpath(entry, folder.resolve())

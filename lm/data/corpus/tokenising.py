@@ -112,8 +112,18 @@ def tokenise(
 
 def documents_done(folder: Path) -> int:
     """Return how many documents of an unfinished corpus are tokenised and on the disk."""
-    journal = read_mapping(folder / JOURNAL) or {}
-    return sum(journal.get("documents", {}).values())
+    return sum(_read_journal(folder / JOURNAL).get("documents", {}).values())
+
+
+def _read_journal(path: Path) -> dict:
+    """Return the content of a journal; {} if there is none, or it is damaged."""
+    journal = read_mapping(path) or {}
+    for key, kind in (("documents", int), ("tokens", int), ("sha256", str)):
+        numbers = journal.get(key)
+        kinds = [type(numbers.get(split)) for split in SPLITS] if isinstance(numbers, dict) else []
+        if kinds != [kind] * len(SPLITS):
+            return {}
+    return journal
 
 
 def worker_count(data: Data) -> int:
@@ -150,13 +160,14 @@ class _Files:
                 f" {sum(self.documents.values())} documents are tokenised already, on from there"
             )
             return
+        self.forget()
         for split in SPLITS:
             self.writers[split] = integrity.Writer(self._folder / f"{split}.tmp", self._dtype)
 
     def _reopen(self) -> bool:
         """Open the files where the journal says that they end; False if they are not that long, or
         hold something else."""
-        journal = read_mapping(self._journal) or {}
+        journal = _read_journal(self._journal)
         if self._header is None or journal.get("header") != self._header:
             return False
         for split in SPLITS:

@@ -21,6 +21,7 @@ from lm.data.corpus.prepare import ensure_here, open_corpus, prepare, prepare_ah
 from lm.data.sources import readers
 from lm.data.sources.errors import DataError
 from lm.data.sources.readers import ReaderError
+from lm.runs.written import foreign_files, run_file_test
 from tests.forked import Forked
 from tests.running import FORKS, ROOT, fprnn
 
@@ -270,7 +271,7 @@ def bpe_of(cfg):
     return tokenizers.load_tokenizer(cfg, cfg.run_dir)
 
 
-@pytest.mark.parametrize("change", ["damaged", "cut", "of other settings"])
+@pytest.mark.parametrize("change", ["damaged", "cut", "of other settings", "without a key"])
 def test_what_was_left_is_not_trusted_when_it_is_not_what_was_written(
     cached, bpe, folder, monkeypatch, capsys, change
 ):
@@ -289,13 +290,55 @@ def test_what_was_left_is_not_trusted_when_it_is_not_what_was_written(
     elif change == "cut":
         os.truncate(entry / "val.tmp", 2)
     else:
+        old, new = ("uint16", "uint32") if change == "of other settings" else ("tokens", "tolens")
         text = (entry / "shards.json").read_text()
-        (entry / "shards.json").write_text(text.replace("uint16", "uint32", 1))
+        (entry / "shards.json").write_text(text.replace(old, new, 1))
     corpus, calls = prepared(cached, bpe)
     said = " ".join(capsys.readouterr().out.split())
     assert calls == 20 and ("train.tmp is not what was written" in said) == (change == "damaged")
     own, _ = prepared(other_run(cached, "own", cache=None), bpe)
     assert own.meta.sha256 == corpus.meta.sha256
+
+
+def test_a_damaged_part_that_is_begun_again_is_not_said_to_be_kept(
+    cached, bpe, folder, monkeypatch, capsys
+):
+    """The second start is stopped before its first shard is finished."""
+    small_shards(monkeypatch)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(cached, bpe, cached.run_dir, interrupt)
+    assert "10 documents are kept" in " ".join(capsys.readouterr().out.split())
+    (entry,) = entries(folder)
+    with open(entry / "train.tmp", "r+b") as file:
+        file.write(b"\xff\xff")
+    monkeypatch.setattr(tokenising, "documents", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(cached, bpe, cached.run_dir)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "is not what was written: prepared anew" in said and "are kept" not in said
+
+
+@pytest.mark.parametrize("name", ["", "web"])
+def test_a_corpus_in_a_run_directory_is_of_the_programs_own_files(cached, bpe, monkeypatch, name):
+    """A run that was killed while it tokenised is started again, and --overwrite deletes it."""
+    small_shards(monkeypatch)
+    cached.data.cache = None
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(cached, bpe, cached.run_dir, interrupt, name)
+    is_own = run_file_test(cached.run_dir)
+    assert list(cached.run_dir.rglob("shards.json"))
+    assert foreign_files(cached.run_dir, is_own) == ""
+    prepare(cached, bpe, cached.run_dir, name=name)
+    assert list(cached.run_dir.rglob("train.bin"))
+    assert foreign_files(cached.run_dir, is_own) == ""
 
 
 def test_several_at_once_one_makes_it_and_the_others_wait(cached, folder):

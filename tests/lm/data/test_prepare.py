@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -43,6 +44,16 @@ def test_another_split_in_the_same_run_is_prepared_anew_and_said(cfg, bpe, capsy
     assert after.train_tokens == before.train_tokens + before.train_documents
     assert "is of another split or tokenizer: prepared anew" in capsys.readouterr().out
     assert open_corpus(cfg.run_dir).meta == after
+
+
+def test_the_record_is_relative_also_where_the_run_directory_has_two_dots(cfg, bpe, tmp_path):
+    (tmp_path / "there").mkdir()
+    cfg.out_dir = str(tmp_path / "there" / ".." / "runs")
+    meta = prepare(cfg, bpe, cfg.run_dir).meta
+    prepare(cfg, bpe, cfg.run_dir)  # as when the run is resumed
+    record = json.loads((cfg.run_dir / "data" / "corpus.json").read_text())
+    assert record["corpus"] == entry_of(cfg).name
+    assert open_corpus(cfg.run_dir).meta == meta
 
 
 def test_a_corpus_in_the_run_directory_itself_is_of_an_earlier_version(cfg, bpe):

@@ -52,7 +52,9 @@ def test_every_file_of_a_run_is_known_also_of_its_report_and_export(tiny, run_co
     [
         "config.yaml", "wandb/offline-run-20261127_021012-abc/files/output.log", "wandb/latest-run",
         "tensorboard/events.out.tfevents.1.host.2.0", "profile/updates-3-5.trace.json.gz",
-        "data/web/train.bin", "data/lease.json", "checkpoints/step-000004-17.partial/x_states.pt",
+        "data/web/train.bin", "data/lease.json", "data/files.json", "data/corpus-0a/shards.json",
+        "data/web/corpus-0a/train.tmp", "data/web/corpus-0a/about.json",
+        "checkpoints/step-000004-17.partial/x_states.pt",
         "checkpoints/step-000004/.manifest.json.12.tmp", "tokenizer/vocab.json",
         "stacks/rank0000.txt", "checkpoints/last.pt", ".tokenizer-a1_b2c3d/tokenizer.json",
         "eval-max_iters-4.json", "data/corpus-1a/shards.json", "data/corpus-1a/shards.jsonl",
