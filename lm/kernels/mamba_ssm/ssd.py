@@ -58,8 +58,8 @@ def _scan_deviation(allowed):
     tensors = (x, dt, A, B, C, x[:, :2].reshape(1, 2, 3, 2))
     keep = (torch.arange(66.0) % 40 != 20)[None]
 
-    def scan(*tensors):
-        return ssd_scan(*tensors, keep)
+    def scan(x, dt, A, B, C, S):
+        return ssd_scan(x, dt, A, B, C, S, keep)
 
     def loop(x, dt, A, B, C, S):
         ys = []

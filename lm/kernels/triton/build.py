@@ -88,12 +88,13 @@ def gradient_deviation(
         loss: Function of what they return; its gradients by the tensors are compared.
         allowed: See `deviation`.
     """
-    results = []
-    for function in (ours, theirs):
+
+    def with_gradients(function):
         leaves = [t.detach().clone().requires_grad_() for t in tensors]
         outputs = function(*leaves)
-        results.append((*outputs, *torch.autograd.grad(loss(*outputs), leaves)))
-    return deviation(*results, allowed)
+        return *outputs, *torch.autograd.grad(loss(*outputs), leaves)
+
+    return deviation(with_gradients(ours), with_gradients(theirs), allowed)
 
 
 def check(**tensors: tuple[torch.Tensor | None, Sequence[int]]) -> None:
