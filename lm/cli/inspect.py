@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from lm.cli.arguments import add_trust
 from lm.common.errors import UserError
@@ -42,9 +43,10 @@ def _inspect(args: argparse.Namespace) -> int:
     places.find_model(args.checkpoint)
 
     from lm.evaluation.facade import load
-    from lm.evaluation.inspection.show import choose_page, show
+    from lm.evaluation.inspection.show import check_page, default_page, show
 
-    out = choose_page(args.checkpoint, args.out)
+    out = Path(args.out) if args.out else default_page(args.checkpoint)
+    check_page(out)
     show(load(args.checkpoint, args.trust).inspect(text), out)
     return 0
 
