@@ -68,11 +68,10 @@ def _inspect(args: argparse.Namespace) -> int:
 
     places.check_run(args.run)
 
-    from lm.evaluation.inspection.show import check_page, default_page, show
+    from lm.evaluation.inspection.show import choose_page, show
     from synthetic.inspection import inspect_run
 
-    out = Path(args.out) if args.out else default_page(args.run)
-    check_page(out)
+    out = choose_page(args.run, args.out)
     show(inspect_run(args.run, args.word, args.length, args.seed, args.trust), out)
     return 0
 

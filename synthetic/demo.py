@@ -47,12 +47,12 @@ def add(commands: argparse._SubParsersAction) -> None:
 
 def _demo(args: argparse.Namespace) -> int:
     from lm.common.console import say
-    from lm.evaluation.inspection.show import check_page
+    from lm.common.files import check_replaceable
     from synthetic.report import collect, config_path, expand, report
 
     out = Path(args.out)
     page = out / "index.html"
-    check_page(page, MADE_BY)
+    check_replaceable(page, MADE_BY)
     overrides = (f"out_dir={json.dumps(args.out, ensure_ascii=False)}", *args.override)
     sweep = expand(config_path(REPORT, "small"), overrides)
     if sweep.missing():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from lm.cli.arguments import add_trust
 from lm.common.errors import UserError
@@ -43,10 +42,9 @@ def _inspect(args: argparse.Namespace) -> int:
     places.find_model(args.checkpoint)
 
     from lm.evaluation.facade import load
-    from lm.evaluation.inspection.show import check_page, default_page, show
+    from lm.evaluation.inspection.show import choose_page, show
 
-    out = Path(args.out) if args.out else default_page(args.checkpoint)
-    check_page(out)
+    out = choose_page(args.checkpoint, args.out)
     show(load(args.checkpoint, args.trust).inspect(text), out)
     return 0
 

@@ -14,23 +14,17 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 
-def default_page(place: Path | str) -> Path:
-    """Return the page's path where none is given: in the folder that was loaded, if it is one."""
-    folder = Path(place)
-    return folder / PAGE if folder.is_dir() else Path(PAGE)
-
-
-def check_page(path: Path, made_by: str = MADE_BY) -> None:
-    """Refuse a path where the page cannot be written.
-
-    Args:
-        path: The page.
-        made_by: Comment that marks an earlier page of the command, which may be replaced.
+def choose_page(place: Path | str, out: str | None) -> Path:
+    """Return the page's path: `out`, else a file in the folder that was loaded, if it is one.
 
     Raises:
-        OutputError: It cannot be written, or another file is there.
+        OutputError: It cannot be written, or a file that is no such page is there.
     """
-    check_replaceable(path, made_by)
+    folder = Path(place)
+    default = folder / PAGE if folder.is_dir() else Path(PAGE)
+    page = default if out is None else Path(out)
+    check_replaceable(page, MADE_BY)
+    return page
 
 
 def show(found: Inspection, out: Path) -> None:
