@@ -18,7 +18,6 @@ from lm.config import load as config
 from lm.export.model_card import PAPER
 from synthetic import cli as synthetic_cli
 from synthetic import config as synthetic_config
-from synthetic import demo
 from tests import config_page
 from tests.test_layers import ROOT, relative, repository_files
 
@@ -89,7 +88,7 @@ def split_program(words: list[str]) -> tuple[str, list[str]]:
 
 def test_every_command_of_the_pages_is_valid():
     parsers = {
-        "fprnn": lm_cli.parser((synthetic_cli.add, demo.add)),
+        "fprnn": lm_cli.parser((synthetic_cli.add, synthetic_cli.add_demo)),
         "lm": lm_cli.parser(),
         "synthetic": synthetic_cli.parser(),
     }

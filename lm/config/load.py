@@ -37,6 +37,8 @@ REMOVED = {
     "model.allow_neg_eigval": "auto",
     "solver.jacobian_reg": 0.0,
     "solver.patience": 15,
+    "optim.eps": 1e-8,
+    "solver.adjoint_clip": None,
     "optim.muon": {"lr": None, "momentum": 0.95, "nesterov": True, "scale": "match_rms_adamw"},
     "train.batch_warmup": None,
     "train.length_warmup": None,
@@ -44,6 +46,7 @@ REMOVED = {
     "train.device": "auto",
     "train.skip": None,
     "train.ema": None,
+    "train.z_loss": 0.0,
     "engine.hang_s": 3600,
     "init_from.layers": "auto",
     "train.world_size": None,
@@ -55,7 +58,11 @@ REMOVED = {
     "task.automaton.seed": 0,
     "log.wandb_project": "fprnn",
     "log.contraction": False,
+    "checkpoint.keep_every": None,
+    "eval.micro_batch_size": None,
 }
+# Removed keys that changed no number beyond its rounding: they are read with any value.
+OF_NO_EFFECT = {"eval.micro_batch_size"}
 
 # The functions below take the `schema` a YAML is read by: Config, or another tree of Sections
 # (synthetic/config.py).
@@ -137,7 +144,7 @@ def without_removed(tree: dict, where: str) -> dict:
         if not isinstance(section, dict) or last not in section:
             continue
         value = section.pop(last)
-        if value != default:
+        if value != default and key not in OF_NO_EFFECT:
             raise ConfigError(
                 f"{where}: `{key}` is no longer there, and is {value!r}: leave it out, which trains"
                 f" as its default {default!r} did"

@@ -119,9 +119,7 @@ runpy.run_module("lm", run_name="__main__")
     "package, command",
     [
         ("pydantic", ["sweep", "configs/lm/sweep_mixers.yaml"]),
-        ("rich", ["train", "--config", TINY, "--dry-run"]),
         ("deepspeed", ["train", "--config", TINY, "out_dir=OUT"]),
-        ("lm_eval", ["eval", "EXPORT", "--tasks", "catbabi_mini"]),
         ("torch", ["generate", "EXPORT", "--prompt", "a"]),
     ],
 )

@@ -17,8 +17,8 @@ from transformers.models.llama.modeling_llama import (
 
 from lm.model.baseline_layers import Attention, GatedMLP
 from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.fields import KINDS, Layer, parse
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.patterns import KINDS, Layer, parse
 from lm.model.solver import NonFiniteError
 from lm.model.state import Sequences
 

@@ -358,14 +358,3 @@ def test_a_config_that_is_gone_is_no_new_run(tiny, here, stopped, leased, lost):
             claimed(tiny, stopped, *overrides)
     assert (stopped / "checkpoints/step-000004").is_dir()
     assert not (stopped / "config.yaml").exists()
-
-
-def test_damaged_lines_of_the_log_are_said(stopped):
-    log = stopped / "metrics.jsonl"
-    lines = log.read_text().splitlines(keepends=True)
-    log.write_text("".join([*lines[:2], lines[2][:20] + "\0\n", *lines[3:], '{"step": 9, "lo']))
-    _, done = run(stopped.parent, "resume=auto")
-    said = " ".join(done.stdout.split())
-    assert f"note: {log}: 2 lines hold no record (cut short by a kill, or damaged): dropped" in said
-    steps = [r["step"] for r in losses(stopped)]
-    assert steps == [1, 2, 4, 5, 6, 7, 8]
