@@ -96,7 +96,7 @@ def test_every_command_of_the_pages_is_valid():
     for page, words in find_commands():
         program, args = split_program(words)
         programs.add(program)
-        depth = 2 if args[:1] in (["synthetic"], ["tokenizer"]) else 1
+        depth = 2 if args[:1] == ["synthetic"] else 1
         is_mention = len(args) <= depth
         if program not in parsers or is_mention or "--help" in args:
             continue
