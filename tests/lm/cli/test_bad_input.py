@@ -87,6 +87,7 @@ TORCH = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can'
     "error, words",
     [
         (RuntimeError(TORCH + ": you tried to allocate 67108864 bytes."), "have more memory"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB."), "have more memory"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "have more memory"),
         (MemoryError(), "have more memory"),
         (RuntimeError(GLOO), "cannot open more files: `ulimit -n`"),
