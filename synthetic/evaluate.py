@@ -176,11 +176,9 @@ def check_seeds(seeds: Sequence[int]) -> None:
     """Refuse a seed that is there twice: its test samples would be counted twice.
 
     Raises:
-        TaskError: a seed is negative or there twice.
+        TaskError: a seed is there twice.
     """
     seeds = list(seeds)
-    if any(seed < 0 for seed in seeds):
-        raise TaskError(f"seeds {seeds}: a seed is 0 or more")
     repeated = [seed for seed in dict.fromkeys(seeds) if seeds.count(seed) > 1]
     if repeated:
         raise TaskError(

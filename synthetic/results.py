@@ -89,7 +89,7 @@ def failure_notes(rows: list[dict]) -> list[str]:
 
 def error_of_mean(stderrs: Sequence[float]) -> float:
     """Return the standard error of a mean from the standard errors of its independent terms."""
-    return float(np.sqrt(np.square(stderrs).sum()) / len(stderrs))
+    return float(np.sqrt(np.square(np.asarray(stderrs)).sum()) / len(stderrs))
 
 
 def error_over_seeds(values: Sequence[float], stderrs: Sequence[float]) -> float:

@@ -76,6 +76,7 @@ def rows(cfg: Config, reach: float, seeds=(0,)) -> list[dict]:
         if cfg.model.name == "fprnn":
             mean = [min(n, 16) * 0.8 + reach / 10] * cfg.model.n_layer
             row |= {"num_iters": {"mean": mean}, "probed": 32}
+            row["stderr"]["num_iters"] = 0.5
             row |= {"evaluations": [v + 2 for v in mean], "failed": [0.0] * cfg.model.n_layer}
         made.append(row)
     return made

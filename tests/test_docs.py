@@ -77,7 +77,9 @@ def find_commands() -> list[tuple[str, list[str]]]:
         lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
         for line in lines:
             if re.match(r"(fprnn|python -m) .", line):
-                commands.append((relative(page), shlex.split(line, comments=True)))
+                words = shlex.split(line, comments=True)
+                redirected = (i for i, word in enumerate(words) if word in ("<", ">"))
+                commands.append((relative(page), words[: next(redirected, None)]))
     return commands
 
 

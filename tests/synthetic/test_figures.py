@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pandas as pd
 import pytest
 
@@ -116,16 +115,6 @@ def test_rows_are_averaged_over_test_seeds_and_layers():
     assert a["error"].to_dict() == pytest.approx({4: 0.1, 8: 0.1 / 2**0.5})
     iterations = over_seeds(made[made["metric"] == "num_iters"])
     assert iterations["value"].to_dict() == {8: 4.0}
-
-
-def test_the_error_of_several_seeds_is_their_standard_deviation(seeds):
-    several = [run for run in seeds if run.cfg.model.name == "lstm"]
-    made = at_end(several)
-    made = made[made["metric"] == "sequence_accuracy"]
-    found = over_seeds(made).loc[16]
-    values = made.loc[made["length"] == 16, "value"]
-    assert found["values"] == values.to_list() and found["value"] == pytest.approx(values.mean())
-    assert found["error"] == pytest.approx(np.std(values, ddof=1))
 
 
 def table_of(**rows_by_model) -> pd.DataFrame:

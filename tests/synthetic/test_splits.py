@@ -74,8 +74,10 @@ def content(task, ids) -> tuple:
 
 
 def training_samples(task, lengths) -> set:
-    """Everything that training asks in UPDATES batches, and every beginning of a drawn row."""
-    batches = [task.batch(0, "train", i, 64, lengths) for i in range(UPDATES)]
+    """Everything that training asks in UPDATES batches; of drawn rows (in a third of the batches)
+    every beginning."""
+    updates = UPDATES // 3 if isinstance(task, DrawnTask) else UPDATES
+    batches = [task.batch(0, "train", i, 64, lengths) for i in range(updates)]
     if not isinstance(task, DrawnTask):
         return {sample for batch in batches for sample in samples(task, batch)}
     rows = {content(task, ids) for batch in batches for ids in batch.input_ids}

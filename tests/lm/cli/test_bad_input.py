@@ -1,6 +1,7 @@
 """Every command of `python -m lm` on bad input: one sentence, before anything long has started."""
 
 import argparse
+import errno
 import re
 import subprocess
 import sys
@@ -47,6 +48,39 @@ def test_what_is_the_users_to_mend_and_what_is_a_bug():
     assert sentence(wrapped).endswith(f"is not installed: {install_command('safetensors')}")
     bugs = (ValueError("x"), KeyError("x"), ModuleNotFoundError("x", name="lm.nothing"), OSError())
     assert [sentence(bug) for bug in bugs] == [None] * 4
+
+
+GLOO = "[enforce fail at loop.cc:105] fd_ != -1. -1 vs -1. epoll_create: Too many open files"
+TORCH = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"
+
+
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (RuntimeError(TORCH + ": you tried to allocate 67108864 bytes."), "have more memory"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB."), "have more memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "have more memory"),
+        (MemoryError(), "have more memory"),
+        (RuntimeError(GLOO), "cannot open more files: `ulimit -n`"),
+        (OSError(errno.EMFILE, "Too many open files", "x"), "cannot open more files"),
+        (RuntimeError("size mismatch"), None),
+        (ValueError(TORCH), None),
+    ],
+)
+def test_a_limit_of_the_process_is_a_sentence(error, words):
+    said = sentence(error)
+    assert said is None if words is None else words in said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.version.cuda is not None, reason="CUDA's libraries take more addresses")
+def test_a_small_model_trains_in_little_memory(tmp_path):
+    """DeepSpeed's buffers are sized by the model: 2 GB of them did not fit before."""
+    command = [sys.executable, "-m", "lm", "train", "--config", TINY, f"out_dir={tmp_path}"]
+    command += [f"data.path={ROOT}/tests/data/tiny.jsonl", "train.steps=2", "name=little"]
+    limited = ["bash", "-c", 'ulimit -v 3500000; exec "$@"', "bash", *command]
+    done = subprocess.run(limited, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 @pytest.mark.parametrize("command", [["sweep", "x.yaml"], ["report", "x"]])

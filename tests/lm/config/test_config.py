@@ -68,7 +68,7 @@ def test_an_unknown_key_is_refused_with_the_nearest(tree, key, meant):
 
 def test_an_unknown_key_that_resembles_none_lists_what_is_known_there():
     message = refused({"checkpoint": {"zzzz": 1}})
-    assert message == "config: unknown key `checkpoint.zzzz`; known there: every, keep"
+    assert message == "config: unknown key `checkpoint.zzzz`; known there: every, keep, keep_every"
 
 
 @pytest.mark.parametrize("key", config.REMOVED)
