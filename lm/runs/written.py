@@ -48,7 +48,8 @@ RUN_FILES = re.compile(
     | report\.(html|markdown|tex)
     | figures/ ({"|".join(FIGURES)})\.(png|pdf)
     | (tokenizer | \.tokenizer-[a-z0-9_]{{8}}) / ({_TOKENIZER})
-    | data/ ([^/]+/)? ((corpus|meta|verified|about)\.json | (train|val)\.(bin|tmp) | shards\.jsonl?)
+    | data/ ([^/]+/){{0,2}} (corpus|meta|verified|about|files|shards)\.json
+    | data/ ([^/]+/){{0,2}} ((train|val)\.(bin|tmp) | shards\.jsonl)
     | checkpoints/ (last\.pt | step-\d+(-\d+)?(\.partial)?/ [^/]+\.(pt|json))
     | stacks/ rank\d+\.txt
     | profile/ (\.\d+\.)? updates-\d+-\d+\.(trace\.json\.gz|txt)
