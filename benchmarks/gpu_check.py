@@ -72,7 +72,6 @@ SIZES = {  # the shipped configuration, in one micro-batch an update
     "tokenizer.train_bytes": 3_000_000,
     "train.global_batch_size": 32,
     "train.micro_batch_size": 32,
-    "eval.micro_batch_size": 8,
 }
 QUICK_SIZES = {  # a model that a CPU trains in seconds
     "data.val_tokens": 512,
@@ -82,7 +81,6 @@ QUICK_SIZES = {  # a model that a CPU trains in seconds
     "tokenizer.train_bytes": 100_000,
     "train.global_batch_size": 2,
     "train.micro_batch_size": 2,
-    "eval.micro_batch_size": 2,
     "model.vocab_size": 512,
     "model.d_model": 16,
     "model.n_layer": 2,

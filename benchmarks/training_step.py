@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import contenders, paper
 from benchmarks.harness import ms, parse, parser, ratio, run, shortest
-from lm.model.patterns import pattern_of
+from lm.model.fields import pattern_of
 
 OURS, ONE_STEP = "exact gradient", "exact token, one-step gradient"
 PAPER_ROW = "paper's procedure"

@@ -17,7 +17,8 @@ echo "== eval: 50 questions on small stories"
 "$PY" -m lm eval runs/demo/hf --tasks catbabi_mini --limit 50
 
 echo "== generate: runs/demo/sample.txt"
-"$PY" -m lm generate runs/demo/hf --prompt "The following" --out runs/demo/sample.txt
+sample=$("$PY" -m lm generate runs/demo/hf --prompt "The following")
+printf '%s\n' "$sample" | tee runs/demo/sample.txt
 
 echo "== report: the figures of runs/demo"
 "$PY" -m lm report runs/demo

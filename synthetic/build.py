@@ -18,7 +18,7 @@ from lm.model.state import BlockState, FPRNNState
 from lm.runs.checkpoint import MANIFEST, CheckpointError, newest, not_finite, read_state, step_of
 from lm.runs.run_dir import RunDir, check_config
 from lm.training.build import build_section
-from synthetic import config, tasks
+from synthetic import tasks
 from synthetic.config import Config, load
 
 STATE = "state.pt"  # the one file of a checkpoint
@@ -108,25 +108,6 @@ def _trained_state(run: RunDir) -> dict:
             f"{run} holds no trained model ({run.checkpoints} has no checkpoint): train it"
         )
     return saved
-
-
-def trained_on(run_dir: str | Path) -> tuple[config.Task, bool]:
-    """Return the task that a run was trained on, and whether its splits were held apart; the runs
-    of the first versions did not do so.
-
-    Raises:
-        CheckpointError: nothing was trained there.
-    """
-    run = RunDir(run_dir)
-    return load(run.config).task, were_held_apart(_trained_state(run))
-
-
-def were_held_apart(state: dict) -> bool:
-    """Return True if the training of a checkpoint held the splits apart.
-
-    Until this was recorded, a checkpoint of such a training had its samples of short lengths.
-    """
-    return state.get("held_apart", state.get("seen") is not None)
 
 
 class Loaded(NamedTuple):

@@ -18,8 +18,6 @@ BATCHES, SEQUENCES = 16, 512  # of training data
 # β. With 16, states of A5 mix several centroids; 64 and 1,000 are alike (docs/fixed-point.md).
 SHARPNESS = 64.0
 MIN_STATES = 30  # of every pair of answer and last token: fewer give no reliable mean
-# A started model that is right on a smaller share of the sequences has to learn anew.
-MIN_ACCURACY = 0.5
 
 
 class NewCentroids(NamedTuple):
@@ -92,23 +90,6 @@ def start(model: torch.nn.Module, found: list[NewCentroids]) -> list[str]:
         centroids.vectors.copy_(vectors)
         centroids.log_sharpness.fill_(math.log(SHARPNESS))
     return [new.description for new in found]
-
-
-def describe_start(accuracy: float, length: int) -> str:
-    """Describe the accuracy of a model that has just got its centroids, before any training; a
-    warning if it is low.
-
-    Args:
-        accuracy: Share of the sequences that are right.
-        length: Tokens of a sequence.
-    """
-    text = f"right on {accuracy:.3f} of the sequences of {length} before training"
-    if accuracy >= MIN_ACCURACY:
-        return text
-    return (
-        f"warning: {text}: states of the same answer are not alike enough for their mean to stand"
-        " for them, and the layer learns anew"
-    )
 
 
 def _choose_means(

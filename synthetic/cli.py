@@ -7,8 +7,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lm.cli.arguments import SEED, Whole, add_trust, parse, run
-from synthetic.lengths import MAX_LENGTH, parse_ranges
+from lm.cli.arguments import (
+    SEED,
+    HelpFormatter,
+    Whole,
+    add_examples,
+    add_overrides,
+    add_trust,
+    parse,
+    run,
+)
+from synthetic.lengths import MAX_LENGTH
 
 EPILOG = """examples:
   fprnn synthetic train --config configs/synthetic/small/s3.yaml
@@ -20,7 +29,7 @@ EPILOG = """examples:
 ABOUT: dict[str, Any] = {
     "description": "Does a sequence mixer track state, copy, compute and remember?",
     "epilog": EPILOG,
-    "formatter_class": argparse.RawDescriptionHelpFormatter,
+    "formatter_class": HelpFormatter,
 }
 
 
@@ -68,11 +77,10 @@ def _inspect(args: argparse.Namespace) -> int:
 
     places.check_run(args.run)
 
-    from lm.evaluation.inspection.show import check_page, default_page, show
+    from lm.evaluation.inspection.show import choose_page, show
     from synthetic.inspection import inspect_run
 
-    out = Path(args.out) if args.out else default_page(args.run)
-    check_page(out)
+    out = choose_page(args.run, args.out)
     show(inspect_run(args.run, args.word, args.length, args.seed, args.trust), out)
     return 0
 
@@ -123,15 +131,6 @@ def _report(args: argparse.Namespace) -> int:
     return 0
 
 
-def _lengths(text: str) -> str:
-    """An argparse type: lengths as they were typed, if they are any."""
-    try:
-        parse_ranges(text)
-    except ValueError as e:
-        raise argparse.ArgumentTypeError(str(e)) from None
-    return text
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line of `python -m synthetic`. Nothing heavy is imported to build it."""
     whole = argparse.ArgumentParser(prog="python -m synthetic", **ABOUT)
@@ -144,6 +143,31 @@ def add(commands: argparse._SubParsersAction) -> None:
     _add_commands(commands.add_parser("synthetic", help="the validation suite", **ABOUT))
 
 
+def add_demo(commands: argparse._SubParsersAction) -> None:
+    """Add `demo` to another command line."""
+    command = commands.add_parser(
+        "demo",
+        help="train FP-Mamba and Mamba side by side, and see what each can do: minutes, two cores",
+        description="Train one layer of FP-Mamba and two of Mamba at once on words of the group S3:"
+        " the answer after each letter is the product of all so far. Both learn on words of up to"
+        " 16 letters (FP-Mamba in a curriculum, with noise on its states; Mamba at all lengths from"
+        " the start, because a curriculum would keep it at short words) and then read words of up"
+        " to 1,024. The figure is runs/demo_s3/reports/small/demo.png. Some 80 seconds on two"
+        " cores. A stopped demo goes on; a finished one is only drawn. The state that a"
+        " model decodes at each token: fprnn synthetic inspect RUN --length 24.",
+    )
+    command.add_argument("name", nargs="?", choices=["s3"], default="s3", help="default: s3")
+    command.add_argument("override", nargs="*", metavar="key=value", help="of both models' YAML")
+    command.set_defaults(run_command=_demo)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from synthetic.report import report
+
+    report("demo", "small", ("out_dir=runs/demo_s3", *args.override), run=True, jobs=2)
+    return 0
+
+
 def _add_commands(whole: argparse.ArgumentParser) -> None:
     commands = whole.add_subparsers(dest="synthetic", required=True, metavar="COMMAND")
     _add_train(commands)
@@ -151,6 +175,7 @@ def _add_commands(whole: argparse.ArgumentParser) -> None:
     _add_inspect(commands)
     _add_validate(commands)
     _add_report(commands)
+    add_examples(commands, EPILOG)
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
@@ -161,7 +186,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         " dotted keys, e.g. task.group=A5 model.mixer_rank=4; docs/synthetic.md lists all keys."
         " Exit status 2: trained, but below one of the config's bars.",
     )
-    command.add_argument("--config", required=True, metavar="YAML")
+    command.add_argument("--config", required=True, metavar="YAML", help="the run to train")
     command.add_argument(
         "--overwrite", action="store_true", help="delete the run of this name first"
     )
@@ -171,7 +196,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         metavar="I",
         help="train point I of the YAML's sweep, from 0 on",
     )
-    command.add_argument("override", nargs="*", metavar="key=value")
+    add_overrides(command)
     command.set_defaults(run_command=_train)
 
 
@@ -181,8 +206,8 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
         help="evaluate a trained run over other lengths and seeds",
         description="Lengths: 16,32,48; 2:50:1 (from, to, step); 2:512 (from, to, ×√2 each).",
     )
-    command.add_argument("run", metavar="RUN")
-    command.add_argument("--lengths", type=_lengths, help="default: the config's eval.lengths")
+    command.add_argument("run", metavar="RUN", help="a run directory")
+    command.add_argument("--lengths", help="default: the config's eval.lengths")
     command.add_argument(
         "--seeds",
         type=SEED,
@@ -192,7 +217,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument("--out", help="results JSON (default: RUN/eval.json)")
     add_trust(command)
-    command.add_argument("override", nargs="*", metavar="key=value")
+    add_overrides(command)
     command.set_defaults(run_command=_eval)
 
 
@@ -205,8 +230,8 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
         " decays. WORD: the input's tokens by name (213 231 for S3, '([' for dyck); without,"
         " --length draws a test sequence. docs/inspect.md.",
     )
-    command.add_argument("run", metavar="RUN")
-    command.add_argument("word", nargs="*", metavar="WORD")
+    command.add_argument("run", metavar="RUN", help="a run directory")
+    command.add_argument("word", nargs="*", metavar="WORD", help="the input, token by token")
     command.add_argument(
         "--length",
         type=Whole(1, MAX_LENGTH),
@@ -232,13 +257,16 @@ def _add_validate(commands: argparse._SubParsersAction) -> None:
         help="the profile of models: abilities, over lengths and seeds",
         description="State tracking, automata, brackets, arithmetic, copying, recall, …: trains a"
         " small recipe for each ability on the `model:` section of any YAML (several: side by"
-        " side), tries it on up to 64 times longer sequences, prints one table, and writes a page"
-        " with a radar for each model (README.md, profile.png and, with the numbers, validate.csv"
-        " in DIR). Finished runs are kept, so a stopped command continues. Exit status 2: a bar was"
-        " missed.",
+        " side), tries it on up to 64 times longer sequences, prints one table, and writes into DIR"
+        " the numbers (validate.csv), a radar for each model (profile.png) and curves over lengths"
+        " (lengths.png). Finished runs are kept, so a stopped command continues. Exit status 2: a"
+        " bar was missed.",
     )
     command.add_argument(
-        "config", nargs="+", metavar="CONFIG", help="also key=value, of model, solver and optim"
+        "config",
+        nargs="+",
+        metavar="CONFIG",
+        help="YAMLs with a `model:`, and key=value of model, solver and optim",
     )
     command.add_argument(
         "--out-dir",
@@ -291,7 +319,7 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         help="with --run: processes at once, at least 1 (default: 1)",
     )
-    command.add_argument("override", nargs="*", metavar="key=value")
+    add_overrides(command)
     command.set_defaults(run_command=_report)
 
 

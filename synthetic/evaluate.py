@@ -18,8 +18,8 @@ from lm.common.console import Progress, say
 from lm.common.files import check_file, write_json, writing
 from lm.runs.metrics import fixed_point_metrics, probe
 from lm.runs.run_dir import RunDir
-from synthetic.build import load_run, trained_on
-from synthetic.config import Config
+from synthetic.build import load_run
+from synthetic.config import Config, load
 from synthetic.lengths import parse_ranges
 from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN, passes
 from synthetic.tasks import Batch, Task, TaskError, splits
@@ -176,11 +176,9 @@ def check_seeds(seeds: Sequence[int]) -> None:
     """Refuse a seed that is there twice: its test samples would be counted twice.
 
     Raises:
-        TaskError: a seed is negative or there twice.
+        TaskError: a seed is there twice.
     """
     seeds = list(seeds)
-    if any(seed < 0 for seed in seeds):
-        raise TaskError(f"seeds {seeds}: a seed is 0 or more")
     repeated = [seed for seed in dict.fromkeys(seeds) if seeds.count(seed) > 1]
     if repeated:
         raise TaskError(
@@ -258,21 +256,6 @@ def _in_training(task: Task, length: int, split: str, sequences: int, held_apart
 
 
 @contextlib.contextmanager
-def _enough_memory(length: int, at_once: int) -> Iterator[None]:
-    """Raises TaskError where what is within runs out of memory."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as e:
-        out_of_memory = isinstance(e, (MemoryError, torch.OutOfMemoryError))
-        if not out_of_memory and "can't allocate memory" not in str(e):  # how a CPU says it
-            raise
-        raise TaskError(
-            f"length {length} does not fit in memory, {at_once} sequences at once: make"
-            " eval.batch_size smaller"
-        ) from None
-
-
-@contextlib.contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
     """The model in evaluation mode, and then in the one that it was in."""
     was_training = model.training
@@ -341,7 +324,7 @@ def measure(
             whole sequence all the same.
         held_apart: The model was trained on a split that is held apart from this one.
     Raises:
-        TaskError: the length is impossible, or beyond the memory of this machine.
+        TaskError: the length is impossible.
     """
     # 1. Read all of it; then count ℓ* on the first sequences.
     task.check_length(length)
@@ -351,7 +334,7 @@ def measure(
     device = next(model.parameters()).device
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     limited = solving(model, eval_max_iters=cfg.eval.max_iters)
-    with _evaluating(model), _enough_memory(length, batch_size), limited, autocast:
+    with _evaluating(model), limited, autocast:
         began = time.perf_counter()
         solver = solver_of(model, 1 if token_by_token else length)
         statistics, first = _read_all(model, scores, batches, token_by_token)
@@ -444,8 +427,7 @@ def evaluate_run(
             f"{cfg.train.lengths[1]}: neither lengths nor seeds apply"
         )
     test_lengths = parse_lengths(lengths or cfg.eval.lengths, task)
-    trained_task, held_apart = trained_on(run_dir)
-    held_apart = held_apart and cfg.task == trained_task
+    held_apart = cfg.task == load(RunDir(run_dir).config).task  # the task it was trained on
     results = evaluate_all(model, task, cfg, test_lengths, test_seeds, precision, held_apart)
     tested = {None, *(row["length"] for row in results)}
     result = {

@@ -13,7 +13,7 @@ from lm.runs.run_dir import RunDir
 from lm.training import upcycle
 from lm.training.foreign import Source, SourceError, source_weights
 from synthetic import centroids
-from synthetic.build import Loaded, load_run, trained_on
+from synthetic.build import Loaded, load_run
 from synthetic.config import Config, Task
 
 
@@ -31,8 +31,6 @@ class Start:
 
     Args:
         cfg: of the run, with an `init_from`. model: the run's.
-    Attributes:
-        held_apart: Neither the source nor this run is trained on samples of other splits.
     Raises:
         ConfigError: the run itself, or a model that does not match. SourceError: no trained
             synthetic run, or one of another model than ours. CheckpointError: a damaged one.
@@ -47,9 +45,7 @@ class Start:
             )
         self.source, loaded = _read(wanted.path)
         self.model = model
-        task, held_apart = trained_on(self.source.path)
-        other_task = _other_task(task, cfg.task)
-        self.held_apart = bool(other_task) or held_apart
+        other_task = _other_task(loaded.cfg.task, cfg.task)
         self.found = upcycle.match(
             self.source,
             model,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,12 @@ from synthetic.results import (
     UNKNOWN,
     curriculum_note,
     elsewhere_of_layers,
+    error_of_mean,
     error_over_seeds,
     failed_share,
     in_training,
-    iterations_of_layers,
     plus_minus,
     solver_text,
-    way_of,
 )
 
 LAST_COLUMNS = ("length", "metric", "value", "stderr")  # of the table
@@ -41,7 +40,6 @@ class Trained:
     panel: str  # the task, if the sweep has several
     result: dict
     records: list[dict]  # of metrics.jsonl
-    under_limits: dict[int, dict] = field(default_factory=dict)  # ℓmax in evaluation → eval JSON
 
     @property
     def headline(self) -> str:
@@ -77,15 +75,11 @@ def lines(run: Trained, rows: Iterable[dict], **columns: Any) -> list[dict]:
 
 def _lines_of_row(row: dict) -> list[dict]:
     metrics = dict(row["metrics"])
-    layers = iterations_of_layers(row)
-    if layers is not None:
-        metrics["num_iters"] = float(np.mean(layers))
-    way = way_of(row)
-    solver = row.get("solver", UNKNOWN)
+    if "num_iters" in row:
+        metrics["num_iters"] = float(np.mean(row["num_iters"]["mean"]))
     about = {
-        "read": way.read,
-        "solver": way.solver,
-        "solver_without_limit": solver_text(solver, limit=False),
+        "read": row["read"],
+        "solver": solver_text(row["solver"]),
         "in_training": in_training([row]),
         "distinct": row.get("distinct"),
         "failed": failed_share([row]),
@@ -93,9 +87,8 @@ def _lines_of_row(row: dict) -> list[dict]:
         "test_seed": row.get("seed"),
         "length": row["length"],
     }
-    stderr = row.get("stderr", {})
     return [
-        {**about, "metric": metric, "value": value, "stderr": stderr.get(metric, np.nan)}
+        {**about, "metric": metric, "value": value, "stderr": row["stderr"].get(metric, np.nan)}
         for metric, value in metrics.items()
     ]
 
@@ -119,29 +112,14 @@ def while_training(runs: Iterable[Trained]) -> pd.DataFrame:
         last_lengths: set[int] = set()
         for record in run.records:
             measured = record.get("over_lengths", {})
-            # Older logs hold only the metrics of each length.
-            rows = [
-                {"length": int(length), "metrics": row, **(row if "metrics" in row else {})}
-                for length, row in measured.items()
-            ]
+            rows = [{"length": int(length), **row} for length, row in measured.items()]
             made += lines(run, rows, step=record["step"], seconds=record.get("seconds"))
             last_lengths = {row["length"] for row in rows} or last_lengths
         final = [row for row in run.result["eval"] if row["length"] in last_lengths]
-        final = [row for row in final if way_of(row).read != TOKEN_BY_TOKEN]
+        final = [row for row in final if row["read"] != TOKEN_BY_TOKEN]
         if last_lengths == {row["length"] for row in final}:
             step, seconds = run.result["updates"], run.result["training_seconds"]
             made += lines(run, final, step=step, seconds=seconds)
-    return pd.DataFrame(made)
-
-
-def under_limits(runs: Iterable[Trained]) -> pd.DataFrame:
-    """Return the table of the evaluations of the runs under each ℓmax, column `eval.max_iters`."""
-    made: list[dict] = []
-    for run in runs:
-        results = {limit: result["eval"] for limit, result in run.under_limits.items()}
-        results[run.cfg.eval.max_iters or run.cfg.solver.eval_max_iters] = run.result["eval"]
-        for limit, rows in sorted(results.items()):
-            made += lines(run, rows, **{"eval.max_iters": limit})
     return pd.DataFrame(made)
 
 
@@ -175,11 +153,6 @@ def over_seeds(numbers: pd.DataFrame, by: Sequence[str] = ("length",)) -> pd.Dat
     return pd.DataFrame(found).set_index(list(by))
 
 
-def error_of_mean(stderrs: Sequence[float]) -> float:
-    """Return the standard error of a mean, given those of its independent terms."""
-    return float(np.sqrt(np.square(stderrs).sum()) / len(stderrs))
-
-
 def seed_count(counts: Iterable[int]) -> str:
     """Return "3", or "1–3" if some of a drawing has fewer seeds."""
     counts = list(counts)
@@ -192,17 +165,16 @@ def with_error(value: float, error: float) -> str:
     return f"{value:.{digits}f}{plus_minus(error, min(3, digits))}"
 
 
-def notes(drawn: pd.DataFrame, runs: Iterable[Trained], solver: str = "solver") -> list[str]:
+def notes(drawn: pd.DataFrame, runs: Iterable[Trained]) -> list[str]:
     """Return the sentences below a figure: solvers, unsolved tokens, test samples that training
     has too, and curricula that ended early.
 
     Args:
         drawn: The lines that the figure shows.
         runs: All runs of the figure.
-        solver: Column of the solvers' names.
     """
     found = []
-    models_by_solver = drawn.groupby(solver, sort=False)["model"].unique()
+    models_by_solver = drawn.groupby("solver", sort=False)["model"].unique()
     for name, models in models_by_solver.items():
         models_in_words = f" ({'; '.join(models)})" if len(models_by_solver) > 1 else ""
         found.append(f"Solver in evaluation: {name}{models_in_words}")

@@ -1,4 +1,4 @@
-"""The kinds of figures of the reports: curves over length or ℓmax, scatter, bars, time."""
+"""The kinds of figures of the reports: curves over length, scatter, bars, time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from synthetic.numbers import (
     notes,
     over_seeds,
     seed_count,
-    under_limits,
     while_training,
     with_error,
 )
@@ -76,37 +75,8 @@ def longest_solved(values: pd.Series) -> int:
 
 
 def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawing:
-    """Draw a metric (default: the task's headline; `num_iters` is ℓ*) over the test length, with a
-    panel for each task."""
-    return _draw_lines(runs, title, metric or runs[0].headline, at_end(runs))
-
-
-def limits(runs: list[Trained], title: str) -> Drawing:
-    """Draw the headline metric over ℓmax in evaluation, with a panel for the training length, its
-    double and the longest length."""
-    numbers = under_limits(runs)
-    evaluated = numbers["length"].unique()
-    trained_to = runs[0].trained_to
-    lengths = {nearest(evaluated, trained_to), nearest(evaluated, 2 * trained_to), max(evaluated)}
-    panels = numbers["length"].map(lambda length: f"test length {length}")
-    numbers = numbers.assign(panel=panels, solver=numbers["solver_without_limit"])
-    shown = numbers["length"].isin(lengths)
-    return _draw_lines(runs, title, runs[0].headline, numbers, shown, x="eval.max_iters")
-
-
-X_LABELS = {"length": "test length (tokens)", "eval.max_iters": "ℓmax in evaluation (iterations)"}
-
-
-def _draw_lines(
-    runs: list[Trained],
-    title: str,
-    metric: str,
-    numbers: pd.DataFrame,
-    shown: pd.Series | bool = True,
-    x: str = "length",
-) -> Drawing:
-    """Draw a metric over a column, with a colour for each model, and dashes if the model read token
-    by token.
+    """Draw a metric over the test length, with a panel for each task, a colour for each model, and
+    dashes if the model read token by token.
 
     ℓ* of a model that has not learned its task is marked, because it does not tell how many
     iterations solving the task takes; so is ℓ* of another solution than the model's.
@@ -114,16 +84,15 @@ def _draw_lines(
     Args:
         runs: Finished runs.
         title: Of the figure.
-        metric: Which lines of the table are drawn.
-        numbers: All lines of the table.
-        shown: Which of them may be drawn.
-        x: Column of the horizontal axis.
+        metric: None: the task's headline; `num_iters` is ℓ*.
 
     Raises:
         ReportError: If no run has this metric.
     """
     # 1. Select the runs and the lines.
-    drawn = numbers[(numbers["metric"] == metric) & shown]
+    metric = metric or runs[0].headline
+    numbers = at_end(runs)
+    drawn = numbers[numbers["metric"] == metric]
     if drawn.empty:
         raise ReportError(f"none of the runs found has {words(metric)}: nothing to draw")
     runs = [run for run in runs if str(run.run_dir) in set(drawn["run"])]
@@ -133,12 +102,12 @@ def _draw_lines(
         labels = {run.label for run in runs}
         unlearned = {label for label in labels if not has_learned(runs, label)}
 
-    # 2. Draw a panel for each task or length.
+    # 2. Draw a panel for each task.
     figure, axes = new_figure(list(drawn["panel"].unique()), title, sharey=True)
     summary = []
-    for ax, (panel, of_panel) in zip(axes, drawn.groupby("panel", sort=False)):
+    for ax, (_, of_panel) in zip(axes, drawn.groupby("panel", sort=False)):
         for (label, model, read), line in of_panel.groupby(["label", "model", "read"], sort=False):
-            means = over_seeds(line, (x,))
+            means = over_seeds(line)
             several_ways = drawn.loc[drawn["label"] == label, "read"].nunique() > 1
             is_elsewhere = metric == "num_iters" and bool(line["elsewhere"].any())
             name = f"{model}, {read}" if several_ways else model
@@ -148,11 +117,11 @@ def _draw_lines(
             style |= NOT_LEARNED if label in unlearned else {}
             n = seed_count(means["n"])
             draw_curve(ax, means, style, f"{name} (n = {n})".strip())
-            row = {"run": label if x == "length" else f"{label}, {panel}", "n": n}
+            row = {"run": label, "n": n}
             row |= {"read": read} if several_ways else {}
-            row |= _summary_of_line(means, x, [run for run in runs if run.label == label])
+            row |= _summary_of_line(means, [run for run in runs if run.label == label])
             summary.append(row)
-        _finish_panel(ax, x, metric, of_panel, runs)
+        _finish_panel(ax, metric, of_panel, runs)
     axes[0].set_ylabel(words(metric))
     add_legend(figure, axes)
 
@@ -168,14 +137,13 @@ def _draw_lines(
     return Drawing(figure, numbers[numbers["run"].isin(drawn["run"])], summary, remarks)
 
 
-def _finish_panel(ax: Axes, x: str, metric: str, drawn: pd.DataFrame, runs: list[Trained]) -> None:
+def _finish_panel(ax: Axes, metric: str, drawn: pd.DataFrame, runs: list[Trained]) -> None:
     """Draw the training lengths, and set the scales and the label of the horizontal axis."""
-    if x == "length":
-        for length in {run.trained_to for run in runs}:
-            ax.axvline(length, color="gray", ls=":", lw=1.3, label="training length")
-    if drawn[x].max() > WIDE * drawn[x].min():
+    for length in {run.trained_to for run in runs}:
+        ax.axvline(length, color="gray", ls=":", lw=1.3, label="training length")
+    if drawn["length"].max() > WIDE * drawn["length"].min():
         ax.set_xscale("log", base=2)
-    ax.set_xlabel(X_LABELS[x])
+    ax.set_xlabel("test length (tokens)")
     ax.grid(alpha=0.3)
     limit_height(ax, metric, drawn["value"].min())
 
@@ -193,20 +161,16 @@ def _at_once(numbers: pd.DataFrame, metric: str) -> pd.DataFrame:
     return numbers[(numbers["metric"] == metric) & (numbers["read"] != TOKEN_BY_TOKEN)]
 
 
-def _summary_of_line(means: pd.DataFrame, x: str, seeds: list[Trained]) -> dict:
-    """Return the values at the training length and at the longest, or under every ℓmax; how far the
-    lengths are solved, and the seconds of training."""
-    if x == "length":
-        places = [nearest(means.index, seeds[0].trained_to), means.index.max()]
-    else:
-        places = list(means.index)
-    row: dict[str, Any] = {
-        f"at {place}": with_error(*means.loc[place, ["value", "error"]]) for place in places
+def _summary_of_line(means: pd.DataFrame, seeds: list[Trained]) -> dict:
+    """Return the values at the training length and at the longest, how far the lengths are solved,
+    and the seconds of training."""
+    places = [nearest(means.index, seeds[0].trained_to), means.index.max()]
+    solved = over_seeds(_at_once(at_end(seeds), seeds[0].headline))["value"]
+    return {
+        **{f"at {place}": with_error(*means.loc[place, ["value", "error"]]) for place in places},
+        f"solved (≥ {SOLVED})": longest_solved(solved),
+        "training s": _training_seconds(seeds),
     }
-    if x == "length":
-        solved = over_seeds(_at_once(at_end(seeds), seeds[0].headline))["value"]
-        row[f"solved (≥ {SOLVED})"] = longest_solved(solved)
-    return row | {"training s": _training_seconds(seeds)}
 
 
 def _training_seconds(seeds: list[Trained]) -> str:
@@ -400,7 +364,6 @@ def _summary_of_stairs(seeds: list[Trained], stairs: list[pd.DataFrame]) -> dict
 
 KINDS: dict[str, Callable[..., Drawing]] = {
     "curves": curves,
-    "limits": limits,
     "scatter": scatter,
     "bars": bars,
     "times": times,

@@ -1,4 +1,4 @@
-"""The profile of models for people: a table in the terminal, a page (Markdown) and two figures."""
+"""The profile of models for people: a table in the terminal, and two figures."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def ability_at(runs: Sequence[Trained], times: int) -> float:
 
 def draw_radars(runs: Sequence[Trained]) -> Figure:
     """Draw a radar for each model: its abilities at the training length, and at FURTHER times that
-    (or as far as was tried)."""
+    (or as far as was tried), from 0, guessing, to 1, perfect."""
     models = list(dict.fromkeys(run.model for run in runs))
     figure, axes = _grid(len(models), size=3.7, polar=True)
     for ax, model in zip(axes, models):
@@ -160,7 +160,7 @@ def draw_lengths(runs: Sequence[Trained]) -> Figure:
 
 
 def write(runs: Sequence[Trained], folder: Path) -> list[Path]:
-    """Write all numbers (validate.csv), a page (README.md) and its two figures.
+    """Write all numbers (validate.csv) and two figures.
 
     Args:
         runs: Of the profile.
@@ -172,25 +172,9 @@ def write(runs: Sequence[Trained], folder: Path) -> list[Path]:
     Raises:
         OutputError: If they cannot be written.
     """
-    numbers, page, radars, lengths = paths = [folder / name for name in FILES]
-    rows = summarize(runs)
-    head = list(rows[0])
-    table = [head, ["---"] * len(head), *([row.get(name, "") for name in head] for row in rows)]
-    parts = [
-        "# Profile",
-        "Models trained on short sequences of every task and tried on longer ones, by"
-        " `fprnn synthetic validate`.",
-        f"![a radar for each model]({radars.name})",
-        f"0, the middle, is guessing, and 1, the rim, perfect: at the longest length of training,"
-        f" and at {FURTHER} times that (or as far as was tried).",
-        "\n".join(f"| {' | '.join(map(str, row))} |" for row in table),
-        "\n".join(f"- {note}" for note in describe(runs)),
-        f"![accuracy over length]({lengths.name})",
-        f"Every number is in {numbers.name}.",
-    ]
+    numbers, radars, lengths = paths = [folder / name for name in FILES]
     with writing(folder):
         write_csv(at_end(runs), numbers)
         draw_radars(runs).savefig(radars, dpi=130)
         draw_lengths(runs).savefig(lengths, dpi=130)
-        page.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
     return paths

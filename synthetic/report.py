@@ -14,17 +14,9 @@ import pandas as pd
 
 from lm.common.console import say
 from lm.common.errors import ConfigError, TrainingError
-from lm.common.files import (
-    DamagedError,
-    check_folder,
-    check_together,
-    find_shipped,
-    read_json,
-    writing,
-)
+from lm.common.files import DamagedError, check_folder, check_together, find_shipped, writing
 from lm.config import load as base
 from lm.runs.metrics import read_metrics
-from lm.runs.run_dir import RunDir
 from synthetic.config import Config, load
 from synthetic.labels import model_label, task_label
 from synthetic.numbers import LAST_COLUMNS, Trained, write_csv
@@ -42,7 +34,6 @@ class Report:
 
     where: str  # in the paper
     title: str
-    what: str  # it shows, for the list of reports
     kind: str  # of synthetic.plots.KINDS
     options: dict[str, Any] = field(default_factory=dict)  # of that kind
     minutes: int | None = None  # its small runs train, on one core; None: not measured
@@ -55,112 +46,63 @@ class Report:
 
 REPORTS = {
     "demo": Report(
-        "State tracking",
-        "Words of S3, trained on up to 16 letters",
-        "FP-Mamba follows a state that Mamba cannot",
-        "curves",
-        minutes=3,
+        "State tracking", "Words of S3, trained on up to 16 letters", "curves", minutes=3
     ),
-    "fig1": Report(
-        "Fig. 1",
-        "Length generalisation by ℓmax in training",
-        "the more iterations in training, the further a model goes",
-        "curves",
-    ),
+    "fig1": Report("Fig. 1", "Length generalisation by ℓmax in training", "curves"),
     "fig2": Report(
         "Fig. 2",
         "State tracking and copying",
-        "which depth and which reflections track state and copy",
         "scatter",
         {"metric": {"copy": "character_accuracy", "word_problem": "token_accuracy"}},
     ),
-    "fig3b": Report(
-        "Fig. 3b",
-        "Length generalisation by mixer",
-        "how far each mixer goes",
-        "curves",
-        minutes=4,
-    ),
+    "fig3b": Report("Fig. 3b", "Length generalisation by mixer", "curves", minutes=4),
     "fig3c": Report(
         "Fig. 3c",
         "Iterations to the fixed point by mixer",
-        "ℓ* against the test length",
         "curves",
         {"metric": "num_iters"},
         minutes=4,
     ),
     "fig4": Report(
-        "Fig. 4",
-        "Word problem",
-        "fixed-point models against deeper baselines",
-        "curves",
-        minutes=17,
+        "Fig. 4", "Word problem: fixed-point models and deeper baselines", "curves", minutes=17
     ),
     "tab1": Report(
         "Table 1",
         "Copying by what depends on y",
-        "which of λ, b, c, Q must read y to copy",
         "bars",
         {"metric": "character_accuracy"},
         paper="at twice the trained length, character accuracy: 0.11 with λ alone, 0.94 with all",
     ),
-    "fig5": Report(
-        "Fig. 5",
-        "Training time by ℓmax",
-        "what a fixed ℓmax costs and gains",
-        "times",
-    ),
+    "fig5": Report("Fig. 5", "Longest solved length over training time, by ℓmax", "times"),
     "fig6": Report(
-        "Fig. 6",
-        "Training time with a random ℓmax",
-        "ℓmax drawn anew each update, ⌈Γ(4, 1)⌉",
-        "times",
+        "Fig. 6", "Longest solved length over training time, with a random ℓmax", "times"
     ),
     "fig9": Report(
         "Fig. 9",
         "Word problem, trained on long words",
-        "tested to four times that length",
         "curves",
         paper="trained to 128, at four times that. A5: FP-Mamba-1 kronecker 0.9955, householder 4"
         " 0.8768; FP-Mamba-2 0.9821, 0.8819; Gated DeltaProduct 4 0.2390. S5: 0.9075, 0.8637;"
         " 0.9282, 0.9220; 0.4542",
     ),
-    "fig10": Report(
-        "Fig. 10",
-        "Read at once and token by token",
-        "the same models, in the paper parallel and sequential evaluation",
-        "curves",
-    ),
+    "fig10": Report("Fig. 10", "Read at once and token by token", "curves"),
     "tab2": Report(
         "Table 2",
         "Modular arithmetic with brackets",
-        "scaled accuracy beyond the trained lengths",
         "bars",
         {"at": "beyond"},
         paper="trained to 40, tested to 256: Transformer 0.025, mLSTM 0.034, Mamba 0.136, sLSTM"
         " 0.173, DeltaNet 0.200, Gated DeltaProduct 0.342, FP-Mamba of 4 reflections 0.384",
     ),
-    "fig11": Report(
-        "Fig. 11",
-        "Modular arithmetic with brackets",
-        "the runs of tab2 over lengths",
-        "curves",
-    ),
+    "fig11": Report("Fig. 11", "Modular arithmetic with brackets", "curves"),
     "catbabi": Report(
         "CatbAbI",
         "CatbAbI, answers",
-        "accuracy by model and layers; the tasks' are in the CSV",
         "bars",
         {"at": "whole"},
         minutes=23,
         paper="10k questions a task, 1 and 2 layers: Mamba 0.7828, 0.8708; FP-Mamba kronecker"
         " 0.7993, 0.8416; householder 1 0.8132, 0.8908; 2 0.8160, 0.8747; 3 0.8079, 0.8955",
-    ),
-    "ablation": Report(
-        "Ablation",
-        "ℓmax in training (colours) and in evaluation",
-        "the runs of fig1 under each ℓmax",
-        "limits",
     ),
 }
 
@@ -173,7 +115,6 @@ class Sweep:
     overrides: tuple[str, ...]
     points: list[dict[str, Any]]  # dotted key → value, mappings flattened
     configs: list[Config]
-    limits: list[int]  # ℓmax that every run is evaluated under as well
 
     def finished(self) -> list[int]:
         """Return the indices of the points that have been trained."""
@@ -183,26 +124,6 @@ class Sweep:
         """Return the indices of the other points."""
         finished = set(self.finished())
         return [i for i in range(len(self.configs)) if i not in finished]
-
-    def missing_evaluations(self) -> list[tuple[Config, int]]:
-        """Return the finished runs and ℓmax under which a run was not evaluated since it
-        finished."""
-        return [
-            (self.configs[i], limit)
-            for i in self.finished()
-            for limit in self.limits
-            if not _is_evaluated(self.configs[i], limit)
-        ]
-
-
-def limit_file(cfg: Config, limit: int) -> Path:
-    """Return the file of a run's evaluation under another ℓmax."""
-    return cfg.run_dir / f"eval-max_iters-{limit}.json"
-
-
-def _is_evaluated(cfg: Config, limit: int) -> bool:
-    file = limit_file(cfg, limit)
-    return file.exists() and file.stat().st_mtime >= RunDir(cfg.run_dir).result.stat().st_mtime
 
 
 def _shown(path: Path) -> str:
@@ -227,22 +148,19 @@ def config_path(name: str, scale: str, config: str | None = None) -> Path:
     return Path(_shown(path))
 
 
-def expand(path: Path, overrides: tuple[str, ...] = (), all_limits: bool = False) -> Sweep:
+def expand(path: Path, overrides: tuple[str, ...] = ()) -> Sweep:
     """Return the sweep of a YAML as `train --job-index` would run it.
 
     Args:
         path: The YAML.
         overrides: key=value, of every point.
-        all_limits: Every run is also evaluated under each ℓmax that the sweep trains with.
 
     Raises:
         ConfigError: If keys or values are not valid.
     """
     points = base.sweep_points(base.load_tree(path), str(path), Config)
     configs = [load(path, overrides, i) for i in range(len(points))]
-    limits = {cfg.train.max_iters for cfg in configs if all_limits}
-    in_order = sorted(limit for limit in limits if isinstance(limit, int))
-    return Sweep(path, tuple(overrides), [_flat(point) for point in points], configs, in_order)
+    return Sweep(path, tuple(overrides), [_flat(point) for point in points], configs)
 
 
 def _flat(point: dict[str, Any]) -> dict[str, Any]:
@@ -261,7 +179,6 @@ def collect(sweep: Sweep) -> list[Trained]:
     """Return the finished runs in the order of the sweep, and print a note on runs of another
     config."""
     runs: list[Trained] = []
-    missing = sweep.missing_evaluations()
     for i in sweep.finished():
         cfg = sweep.configs[i]
         point = sweep.points[i]
@@ -277,11 +194,6 @@ def collect(sweep: Sweep) -> list[Trained]:
                 panel=task_label(cfg, point),
                 result=result_of(cfg),
                 records=read_metrics(cfg.run_dir),
-                under_limits={
-                    limit: read_json(limit_file(cfg, limit), ("eval",))
-                    for limit in sweep.limits
-                    if (cfg, limit) not in missing
-                },
             )
         )
     labels = [(run.label, run.seed) for run in runs]
@@ -293,38 +205,19 @@ def collect(sweep: Sweep) -> list[Trained]:
 
 def missing_lines(sweep: Sweep) -> list[str]:
     """Return the command lines that train the missing runs, here or as a Slurm array."""
-    lines = []
-    if missing := sweep.missing():
-        parts = ["fprnn", "synthetic", "train", "--config", _shown(sweep.path), "--job-index"]
-        command = f"{shlex.join(parts)} $i {shlex.join(sweep.overrides)}".strip()
-        script = _shown(find_shipped("launch/synthetic_array.sbatch"))
-        submit = shlex.join([script, _shown(sweep.path), *sweep.overrides])
-        lines = [
-            f"{len(missing)} of {len(sweep.configs)} runs are missing; --run trains them, or a"
-            " loop, or a Slurm array:",
-            f"  for i in {' '.join(map(str, missing))}; do {command}; done",
-            f"  mkdir -p logs && sbatch --array={','.join(map(str, missing))} {submit}",
-        ]
-    if evaluations := sweep.missing_evaluations():
-        lines.append(
-            f"{len(evaluations)} evaluations under another ℓmax are missing; --run does them"
-        )
-    return lines
-
-
-def run_missing(sweep: Sweep, jobs: int = 1) -> None:
-    """Train and evaluate everything that is missing.
-
-    Raises:
-        TrainingError: If a run failed or a signal asked for a stop.
-    """
-    from synthetic.evaluate import evaluate_run
-
-    run_all([sweep.configs[i] for i in sweep.missing()], jobs)
-    for cfg, limit in sweep.missing_evaluations():
-        overrides = (f"eval.max_iters={limit}",)
-        out = limit_file(cfg, limit)
-        evaluate_run(cfg.run_dir, cfg.eval.lengths, overrides=overrides, out=out)
+    missing = sweep.missing()
+    if not missing:
+        return []
+    parts = ["fprnn", "synthetic", "train", "--config", _shown(sweep.path), "--job-index"]
+    command = f"{shlex.join(parts)} $i {shlex.join(sweep.overrides)}".strip()
+    script = _shown(find_shipped("launch/synthetic_array.sbatch"))
+    submit = shlex.join([script, _shown(sweep.path), *sweep.overrides])
+    return [
+        f"{len(missing)} of {len(sweep.configs)} runs are missing; --run trains them, or a"
+        " loop, or a Slurm array:",
+        f"  for i in {' '.join(map(str, missing))}; do {command}; done",
+        f"  mkdir -p logs && sbatch --array={','.join(map(str, missing))} {submit}",
+    ]
 
 
 def report(
@@ -332,7 +225,6 @@ def report(
     scale: str = "small",
     overrides: tuple[str, ...] = (),
     config: str | None = None,
-    out: str | None = None,
     run: bool = False,
     jobs: int = 1,
 ) -> dict[str, Path]:
@@ -343,7 +235,6 @@ def report(
         scale: "small" or "paper".
         overrides: key=value, of every run.
         config: The YAML of the sweep; None: the one of the report at this scale.
-        out: Folder of the files; None: OUT_DIR/reports/SCALE.
         run: Train the missing runs first.
         jobs: Processes at once.
 
@@ -358,8 +249,8 @@ def report(
     # 1. Train the missing runs if asked to.
     path = config_path(name, scale, config)
     entry = REPORTS[name]
-    sweep = expand(path, overrides, entry.kind == "limits")
-    folder = Path(out) if out else Path(sweep.configs[0].out_dir) / "reports" / scale
+    sweep = expand(path, overrides)
+    folder = Path(sweep.configs[0].out_dir) / "reports" / scale
     check_folder(folder)
     kinds = {"figure": "png", "PDF": "pdf", "numbers": "csv", "LaTeX": "tex"}
     paths = {what: folder / f"{name}.{kind}" for what, kind in kinds.items()}
@@ -367,7 +258,7 @@ def report(
     failure = None
     if run:
         try:
-            run_missing(sweep, jobs)
+            run_all([sweep.configs[i] for i in sweep.missing()], jobs)
         except TrainingError as e:  # the finished runs can be drawn all the same
             failure = e
             say(f"error: {e}")
@@ -413,13 +304,13 @@ LATEX_SIGNS |= {"⌈": r"$\lceil$", "⌉": r"$\rceil$", "²": "$^2$"}
 
 def _write(drawing: Drawing, folder: Path, paths: dict[str, Path]) -> None:
     """Write NAME.png, NAME.pdf, NAME.csv with all numbers, and NAME.tex with the printed table."""
-    summary = pd.DataFrame(in_words(drawing.summary))
+    head, *rows = in_words(drawing.summary)
     with writing(folder), matplotlib.rc_context({"pdf.fonttype": 42}):  # letters stay letters
         folder.mkdir(parents=True, exist_ok=True)
         drawing.figure.savefig(paths["figure"], dpi=140)
         drawing.figure.savefig(paths["PDF"], metadata={"CreationDate": None})
         write_csv(drawing.numbers, paths["numbers"])
-        latex = summary.to_latex(index=False, header=False, escape=True)
+        latex = pd.DataFrame(rows, columns=head).to_latex(index=False, escape=True)
         paths["LaTeX"].write_text(latex.translate(str.maketrans(LATEX_SIGNS)), encoding="utf-8")
 
 
@@ -435,8 +326,7 @@ def overview(scale: str, overrides: tuple[str, ...] = ()) -> tuple[list[dict], l
     rows = []
     problems = []
     for name, entry in REPORTS.items():
-        row: dict[str, Any] = {"report": name, "paper": entry.where}
-        row["shows"] = f"{entry.title}: {entry.what}"
+        row: dict[str, Any] = {"report": name, "paper": entry.where, "shows": entry.title}
         try:
             sweep = expand(config_path(name, scale), overrides)
             measured = entry.minutes if scale == "small" else None

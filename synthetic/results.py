@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,24 +15,18 @@ if TYPE_CHECKING:
 
 # How the tokens of a sequence are given to the model: `read` of a row.
 AT_ONCE, TOKEN_BY_TOKEN, IN_SEGMENTS = "at once", "token by token", "in segments"
-UNKNOWN = "unknown"  # said of what was not recorded when a result was written
+UNKNOWN = "unknown"  # if training may have the test samples too
 
 
-def solver_text(solver: dict | str, limit: bool = True) -> str:
-    """`solver` of a row in words: "token exact, sequential", or "token iterate, parallel, paper,
-    tol 0.1, at most 1000 iterations".
-
-    Results of before tokens were solved exactly name no token; theirs were all iterated.
-
-    Args: limit: say the largest number of iterations, too.
-    """
+def solver_text(solver: dict | str) -> str:
+    """Describe the `solver` of a row, for example "token iterate, parallel, paper, tol 0.1, at most
+    1000 iterations"."""
     if isinstance(solver, str):
         return solver
-    parts = [f"token {solver['token']}"] if "token" in solver else []
-    parts.append(solver["schedule"])
+    parts = [f"token {solver['token']}", solver["schedule"]]
     if solver["tol"] is not None:
         parts += [solver["stopping"], f"tol {solver['tol']:g}"]
-    if limit and solver["max_iters"] is not None:
+    if solver["max_iters"] is not None:
         parts.append(f"at most {solver['max_iters']} iterations")
     return ", ".join(parts)
 
@@ -52,92 +45,51 @@ def curriculum_note(result: dict, cfg: Config) -> str:
     return f"its curriculum ended at length {length}: it was never trained at {full_length}"
 
 
-class Way(NamedTuple):
-    """How a row of a result was made."""
-
-    read: str  # AT_ONCE, TOKEN_BY_TOKEN, IN_SEGMENTS or UNKNOWN
-    solver: str  # in words
-
-
-def way_of(row: dict) -> Way:
-    """How a row of a result was made.
-
-    Old results recorded neither `read` nor `solver`, only a `schedule`: "sequential" where they
-    read token by token, else "parallel", which says nothing of either.
-    """
-    read_by_old_row = TOKEN_BY_TOKEN if row.get("schedule") == "sequential" else UNKNOWN
-    return Way(row.get("read", read_by_old_row), solver_text(row.get("solver", UNKNOWN)))
-
-
 def solved_by(rows: list[dict]) -> str:
-    """What solved the rows, a line for each way of reading where there are several."""
-    ways = list(dict.fromkeys(way_of(row) for row in rows))
+    """Describe what solved the rows, with a line for each way of reading if there are several."""
+    ways = list(dict.fromkeys((row["read"], solver_text(row["solver"])) for row in rows))
     if len(ways) == 1:
-        return f"read {ways[0].read}; solver: {ways[0].solver}"
-    return "\n".join(f"{way.read}: {way.solver}" for way in ways)
+        return "read {}; solver: {}".format(*ways[0])
+    return "\n".join(f"{read}: {solver}" for read, solver in ways)
 
 
 def in_training(rows: list[dict]) -> str:
-    """How many of the rows' samples training has too: "0", "3 of 36" or "unknown"."""
-    shares = [row.get("in_training") for row in rows]
-    known = [share for share in shares if share is not None and share["count"] is not None]
-    if len(known) < len(shares):
+    """Describe how many of the rows' samples training has too: "0", "3 of 36" or "unknown"."""
+    shares = [row["in_training"] for row in rows]
+    if any(share["count"] is None for share in shares):
         return UNKNOWN
-    count = sum(share["count"] for share in known)
-    samples = sum(share["of"] for share in known)
-    return f"{count} of {samples}" if count else "0"
-
-
-def distinct_samples(rows: list[dict]) -> int | None:
-    """How many of a seed's samples are different ones, of the rows of one length; the least of
-    several seeds. None where it was not recorded."""
-    counts = [row["distinct"] for row in rows if row.get("distinct") is not None]
-    return min(counts) if len(counts) == len(rows) else None
-
-
-def iterations_of_layers(row: dict) -> list[float] | None:
-    """ℓ* of each layer, None where it was not measured: for a model without a solver, and in
-    results of before there was a probe. What those call `num_iters` is how many iterations their
-    own schedule took."""
-    return row["num_iters"]["mean"] if "probed" in row else None
+    count = sum(share["count"] for share in shares)
+    return f"{count} of {sum(share['of'] for share in shares)}" if count else "0"
 
 
 def elsewhere_of_layers(rows: list[dict]) -> list[bool]:
-    """Of each layer whether in one of the rows ℓ* belongs to another solution than the model's; []
-    where it was not measured."""
-    probes = [is_elsewhere(row["num_iters"]) for row in rows if "probed" in row]
+    """Return for each layer if ℓ* in one of the rows belongs to another solution than the model's;
+    [] for a model without a solver."""
+    probes = [is_elsewhere(row["num_iters"]) for row in rows if "num_iters" in row]
     return [any(of_layer) for of_layer in zip(*probes)]
 
 
 def failed_share(rows: list[dict]) -> float | None:
-    """The share of tokens that were not solved, mean over rows of the worst layer's; None without a
-    solver, or of results of before it was recorded."""
+    """Return the share of tokens that were not solved in the worst layer, mean over rows; None for
+    a model without a solver."""
     shares = [max(row["failed"]) for row in rows if "failed" in row]
     return float(np.mean(shares)) if shares else None
 
 
 def failure_notes(rows: list[dict]) -> list[str]:
-    """A warning for each layer that left too many tokens unsolved, and what to do; of the row where
-    it left the most."""
-    worst: dict[int, tuple[list[float], str]] = {}  # by place: its shares, and what is said
+    """Return a warning for each layer that left too many tokens unsolved, from its worst row."""
+    worst: dict[int, tuple[list[float], str]] = {}  # by place: its shares, and the warning
     for row in rows:
-        said = failures(row, row.get("solver", UNKNOWN))
-        for place, sentence in said.items():
+        for place, sentence in failures(row, row["solver"]).items():
             shares = [row[name][place] for name in SHARES if name in row]
             if place not in worst or shares > worst[place][0]:
                 worst[place] = shares, f"warning: at length {row['length']} {sentence}"
     return [sentence for _, (_, sentence) in sorted(worst.items())]
 
 
-def mean_of(rows: list[dict], metric: str) -> float:
-    """Mean over rows (the seeds of one length) of a metric."""
-    return float(np.mean([row["metrics"][metric] for row in rows if metric in row["metrics"]]))
-
-
-def error_of_mean(rows: list[dict], metric: str) -> float:
-    """The standard error of `mean_of`, of rows of different samples; NaN where it is not known."""
-    errors = [row.get("stderr", {}).get(metric, np.nan) for row in rows]
-    return float(np.sqrt(np.sum(np.square(errors))) / len(errors))
+def error_of_mean(stderrs: Sequence[float]) -> float:
+    """Return the standard error of a mean from the standard errors of its independent terms."""
+    return float(np.sqrt(np.square(np.asarray(stderrs)).sum()) / len(stderrs))
 
 
 def error_over_seeds(values: Sequence[float], stderrs: Sequence[float]) -> float:
@@ -154,30 +106,23 @@ def error_over_seeds(values: Sequence[float], stderrs: Sequence[float]) -> float
 
 
 def plus_minus(stderr: float, digits: int = 3) -> str:
-    """ " ±0.012" to stand behind a value; "" where the error is not known."""
-    return "" if np.isnan(stderr) else f" ±{stderr:.{digits}f}"
-
-
-def at_length(
-    results: list[dict], length: int | None, metric: str, token_by_token: bool = False
-) -> float | None:
-    """Mean over seeds of a metric at a length (None: the only one), as the model reads token by
-    token or otherwise; None where it was not measured."""
-    values = [
-        row["metrics"][metric]
-        for row in results
-        if metric in row["metrics"]
-        and length in (None, row["length"])
-        and (way_of(row).read == TOKEN_BY_TOKEN) == token_by_token
-    ]
-    return sum(values) / len(values) if values else None
+    """Return " ±0.012", to follow a value."""
+    return f" ±{stderr:.{digits}f}"
 
 
 def passes(bars: Iterable[Bar], results: list[dict]) -> list[dict]:
-    """Each bar of the config with the value reached and whether it passed."""
+    """Return each bar of the config with the value reached, mean over the seeds of the test data,
+    and if it passed; rows that were read token by token do not count."""
     judged = []
     for bar in bars:
-        value = at_length(results, bar.length, bar.metric)
+        values = [
+            row["metrics"][bar.metric]
+            for row in results
+            if bar.metric in row["metrics"]
+            and bar.length in (None, row["length"])
+            and row["read"] != TOKEN_BY_TOKEN
+        ]
+        value = sum(values) / len(values) if values else None
         passed = value is not None and value >= bar.least
         judged.append({**bar.model_dump(), "value": value, "passed": passed})
     return judged
@@ -210,27 +155,32 @@ def _cell(value: Any) -> str:
 
 
 def summary(result: dict, title: str) -> Table:
-    """Return a run's result as a rich table: a line for each length and way of reading, with
-    metrics ± standard error, ℓ*, the cost of solving, and the samples that training may have too;
-    the solvers and warnings stand below."""
+    """Return a run's result as a rich table.
+
+    It has a line for each length and way of reading: the metrics with their standard errors, ℓ*,
+    the cost of solving, and the samples that training may have too. Below it stand the solvers and
+    warnings.
+    """
     rows = result["eval"]
     metrics = list(rows[0]["metrics"])
-    groups: dict[tuple[int, Way], list[dict]] = {}  # the seeds of each length and way
+    groups: dict[tuple[int, str], list[dict]] = {}  # the seeds of each length and way
     for row in sorted(rows, key=lambda row: row["length"]):
-        groups.setdefault((row["length"], way_of(row)), []).append(row)
-    several_ways = len({way for _, way in groups}) > 1
+        groups.setdefault((row["length"], row["read"]), []).append(row)
+    several_ways = len({read for _, read in groups}) > 1
     lines = []
-    for (length, way), seeds in groups.items():
+    for (length, read), seeds in groups.items():
         line: dict[str, Any] = {"length": length}
         if several_ways:
-            line["read"] = way.read
+            line["read"] = read
         for metric in metrics:
-            error = plus_minus(error_of_mean(seeds, metric))
-            line[metric.replace("_", " ")] = f"{mean_of(seeds, metric):.4f}{error}"
-        if any("failed" in row for row in rows):
+            scored = [row for row in seeds if metric in row["metrics"]]
+            mean = np.mean([row["metrics"][metric] for row in scored])
+            error = error_of_mean([row["stderr"][metric] for row in scored])
+            line[metric.replace("_", " ")] = f"{mean:.4f}{plus_minus(error)}"
+        if "failed" in seeds[0]:
             line |= _solving_cells(seeds)
-        count = distinct_samples(seeds)
-        line["distinct samples"] = UNKNOWN if count is None else f"{count:,}"
+        if seeds[0]["distinct"] is not None:  # of the seed with the fewest
+            line["distinct samples"] = f"{min(row['distinct'] for row in seeds):,}"
         line["in training"] = in_training(seeds)
         lines.append(line)
     if len(lines) == 1 and len(metrics) > 4:  # CatbAbI has a metric for each bAbI task
@@ -241,20 +191,14 @@ def summary(result: dict, title: str) -> Table:
 
 def _solving_cells(rows: list[dict]) -> dict[str, str]:
     """Return ℓ* and evaluations a token of each layer, and the share of tokens that were not solved
-    in the worst of them, of rows of one length."""
-
-    def mean_of_layers(of_rows: list[list[float] | None]) -> str:
-        known = [layers for layers in of_rows if layers is not None]
-        return " ".join(f"{mean:.1f}" for mean in np.mean(known, 0)) if known else UNKNOWN
-
-    share = failed_share(rows)
+    in the worst layer, of rows of one length."""
+    iterations = np.mean([row["num_iters"]["mean"] for row in rows], 0)
+    evaluations = np.mean([row["evaluations"] for row in rows], 0)
     marks = [ELSEWHERE * elsewhere for elsewhere in elsewhere_of_layers(rows)]
-    iterations = mean_of_layers([iterations_of_layers(row) for row in rows]).split(" ")
-    pairs = itertools.zip_longest(iterations, marks, fillvalue="")
     return {
-        "ℓ* per layer": " ".join(count + mark for count, mark in pairs),
-        "evaluations": mean_of_layers([row.get("evaluations") for row in rows]),
-        "failed": UNKNOWN if share is None else f"{share:.2%}",
+        "ℓ* per layer": " ".join(f"{mean:.1f}{mark}" for mean, mark in zip(iterations, marks)),
+        "evaluations": " ".join(f"{mean:.1f}" for mean in evaluations),
+        "failed": f"{failed_share(rows):.2%}",
     }
 
 

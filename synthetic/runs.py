@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from lm.common.console import Progress, say
+from lm.common.console import say
 from lm.common.errors import Stopped, TrainingError
 from lm.common.files import DamagedError, check_folder, check_kinds
-from lm.common.signals import STOP, stop_with_parent
+from lm.common.signals import StopSignals, stop_with_parent
 from lm.config import load as base
-from lm.runs.metrics import read_metrics
 from lm.runs.run_dir import RunDir
 from lm.runs.run_dir import differences as config_differences
 from lm.training.build import check_section
 from synthetic.config import Config
 
-LINE_EVERY_S = 5.0  # between two lines of progress of several runs
 SECTIONS = ("model", "solver", "task", "optim", "train", "eval")  # decide about a result
 
 
@@ -43,12 +37,17 @@ def result_of(cfg: Config) -> dict:
     result = run.read_result(("eval",))
     check_kinds(run.result, result, KINDS)
     for row in result["eval"]:
-        if row is None or row.get("length") is None or row.get("metrics") is None:
-            raise DamagedError(f"{run.result} is damaged: each row must hold length and metrics")
+        missing = [name for name in IN_EVERY_ROW if (row or {}).get(name) is None]
+        if missing:
+            raise DamagedError(
+                f"{run.result} is damaged: a row of `eval` has no {' and no '.join(missing)}; the"
+                " command that trained the run writes it again"
+            )
     return result
 
 
 # Of a result, what is put into tables and figures.
+IN_EVERY_ROW = ("length", "metrics", "stderr", "read", "solver", "in_training")
 KINDS: dict = {"eval": list, "eval.*": dict, "eval.*.length": int, "eval.*.seed": int}
 KINDS |= {"eval.*.metrics": dict, "eval.*.metrics.*": float, "eval.*.read": str}
 KINDS |= {"eval.*.stderr": dict, "eval.*.stderr.*": float, "eval.*.in_training": dict}
@@ -118,92 +117,53 @@ def _one_by_one(waiting: list[Config]) -> list[str]:
     return failed
 
 
-@contextlib.contextmanager
-def _stopped_by_signals() -> Iterator[None]:
-    """Within, a signal that asks for a stop raises Stopped."""
-
-    def stop(*_: Any) -> None:
-        raise Stopped("stopped by a signal: what was running is saved, the same command continues")
-
-    handlers_before = {number: signal.signal(number, stop) for number in STOP}
-    try:
-        yield
-    finally:
-        for number, handler in handlers_before.items():
-            signal.signal(number, handler)
-
-
-class _Running(NamedTuple):
-    """A run in a process of its own."""
-
-    process: subprocess.Popen
-    cfg: Config
-    log: Path
-    began: float  # time.monotonic()
-
-
 def _in_processes(waiting: list[Config], jobs: int) -> list[str]:
-    """Train `jobs` runs at once, each in a process → a line for each run that failed."""
-    numbered = list(enumerate(waiting, 1))
-    running: list[_Running] = []
+    """Train `jobs` runs at once, each in a process, and return a line for each run that failed."""
+    left = list(waiting)
+    running: dict[subprocess.Popen, Config] = {}
     failed: list[str] = []
     threads = max(1, (os.cpu_count() or 1) // jobs)
-    updates = sum(cfg.train.steps for cfg in waiting)
-    made = 0  # by runs that have ended
-    last_line = time.monotonic()
-    with (
-        _stopped_by_signals(),
-        tempfile.TemporaryDirectory() as folder,
-        Progress("runs", updates, unit="updates", every_s=LINE_EVERY_S) as progress,
-    ):
+    with StopSignals() as signals, tempfile.TemporaryDirectory() as folder:
         try:
-            while numbered or running:
-                while numbered and len(running) < jobs:
-                    number, cfg = numbered.pop(0)
-                    say(f"start  {number} of {len(waiting)}  {cfg.run_dir}")
-                    running.append(_start(cfg, Path(folder) / f"{number}.yaml", threads))
+            while (left or running) and not signals.asked:
+                if left and len(running) < jobs:
+                    cfg = left.pop(0)
+                    number = len(waiting) - len(left)
+                    say(f"start  {number} of {len(waiting)}  {cfg.run_dir}, log {_log_of(cfg)}")
+                    running[_start(cfg, Path(folder) / f"{number}.yaml", threads)] = cfg
+                    continue
                 time.sleep(0.2)
-                ended = [run for run in running if run.process.poll() is not None]
-                for run in ended:
-                    running.remove(run)
-                    failed += _failure_of(run)
-                    made += run.cfg.train.steps
-                if time.monotonic() - last_line >= LINE_EVERY_S:
-                    last_line = time.monotonic()
-                    progress.update(made + sum(_updates(run.cfg) for run in running))
-        finally:  # of an interrupt: the runs save before they end
-            for run in running:
-                run.process.terminate()
-            for run in running:
-                run.process.wait()
+                for process in [process for process in running if process.poll() is not None]:
+                    cfg = running.pop(process)
+                    if is_finished(cfg):  # exit status 2 is a missed bar, not a failure
+                        say(f"done   {cfg.run_dir}")
+                        continue
+                    say(f"FAILED {cfg.run_dir}: see {_log_of(cfg)}")
+                    failed.append(f"see {_log_of(cfg)}")
+        finally:  # the runs save before they end
+            for process in running:
+                process.terminate()
+            for process in running:
+                process.wait()
+    if signals.asked:
+        raise Stopped("stopped by a signal: what was running is saved, the same command continues")
     return failed
 
 
-def _updates(cfg: Config) -> int:
-    """Return how many updates a run has logged."""
-    return max((record["step"] for record in read_metrics(cfg.run_dir)), default=0)
+def _log_of(cfg: Config) -> Path:
+    """Return the file of a run's output."""
+    return cfg.run_dir.with_name(cfg.run_dir.name + ".log")
 
 
-def _start(cfg: Config, path: Path, threads: int) -> _Running:
+def _start(cfg: Config, path: Path, threads: int) -> subprocess.Popen:
     """Train a run in a process of its own, from a YAML that is written to `path`."""
-    point = cfg.model_copy(update={"sweep": {}})  # of which it is one already
+    point = cfg.model_copy(update={"sweep": {}})  # the config is one of its points
     path.write_text(point.to_yaml(), encoding="utf-8")
-    log = cfg.run_dir.with_name(cfg.run_dir.name + ".log")
+    log = _log_of(cfg)
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "synthetic", "train", "--config", str(path)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with log.open("w") as f:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command, stdout=f, stderr=f, env=environment, preexec_fn=stop_with_parent()
         )
-    return _Running(process, cfg, log, time.monotonic())
-
-
-def _failure_of(run: _Running) -> list[str]:
-    """Say how a run has ended → a line if it failed, else none."""
-    seconds = time.monotonic() - run.began
-    if is_finished(run.cfg):  # exit status 2 is a missed bar, not a failure
-        say(f"done   {run.cfg.run_dir} in {seconds:.0f} s")
-        return []
-    say(f"FAILED {run.cfg.run_dir} after {seconds:.0f} s: see {run.log}")
-    return [f"see {run.log}"]

@@ -28,8 +28,8 @@ from lm.runs.run_dir import RunDir
 from lm.training.loop import Loop
 from lm.training.optim import described, lr_factor, optimizer
 from lm.training.preflight import kernel_operations
-from synthetic import centroids, init_from, tasks
-from synthetic.build import STATE, build, held, newest_state, were_held_apart
+from synthetic import init_from, tasks
+from synthetic.build import STATE, build, held, newest_state
 from synthetic.config import Config
 from synthetic.evaluate import (
     Tensors,
@@ -108,7 +108,6 @@ class Training(Loop):
         self.batch_number = 0  # of the next batch: more, where a rollback has left some out
         self.solved_at: int | None = None  # the update at which train.stop_at was reached
         self.state: Any = None  # that a stream carries from segment to segment
-        self.held_apart = True  # of training's samples; of a run by an early version False
         self.shortest, self.full_length = cfg.train.lengths
         curriculum = cfg.train.curriculum
         start = curriculum.start if curriculum else self.full_length
@@ -167,10 +166,11 @@ class Training(Loop):
             for line in self.init_from.apply():
                 say(f"init     {line}")
             self.init_from.write(run)
-            self.held_apart = self.init_from.held_apart
             if any(new.vectors is not None for new in self.init_from.centroids):
                 score = self._measure_validation(self.longest)["metrics"][self.task.headline]
-                say(f"init     {centroids.describe_start(score, self.longest)}")
+                say(
+                    f"init     {score:.3f} of the sequences of {self.longest} right before training"
+                )
         self.init_from = None  # its weights need not be kept
         if not self.is_last:
             run.result.unlink(missing_ok=True)  # what is there is of fewer updates
@@ -203,22 +203,20 @@ class Training(Loop):
             "state": self.state,
             "rollbacks": self.rollbacks,
             "rng": torch.get_rng_state(),
-            "held_apart": self.held_apart,
         }
 
     def load_state_dict(self, saved: dict) -> None:
-        """From `state_dict`; also of runs that did not keep all of it yet."""
+        """Continue from `state_dict`; a run of version 0.1 has no letters."""
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.step = saved["step"]
-        self.batch_number = saved.get("batch_number", self.step)
+        self.batch_number = saved["batch_number"]
         self.seconds = saved["seconds"]
         self.longest = saved["longest"]
         self._draw_from(saved.get("letters"))
         self.solved_at = saved["solved_at"]
         self.state = saved["state"]
-        self.rollbacks = saved.get("rollbacks", 0)
-        self.held_apart = were_held_apart(saved)
+        self.rollbacks = saved["rollbacks"]
         torch.set_rng_state(saved["rng"].cpu())
 
     def fit(self) -> None:
@@ -412,7 +410,7 @@ class Training(Loop):
 
     def _measure_validation(self, length: int) -> dict:
         cfg = self.cfg
-        held_apart = self.held_apart and not self.letters  # words of few letters are not
+        held_apart = not self.letters  # words of few letters are not
         return measure(
             self.model,
             self.task,
@@ -453,9 +451,7 @@ class Training(Loop):
         """Evaluate the trained model, and write result.json."""
         cfg, task = self.cfg, self.task
         task.draw_from(None)
-        results = evaluate_all(
-            self.model, task, cfg, self.lengths, cfg.eval.seeds, self.precision, self.held_apart
-        )
+        results = evaluate_all(self.model, task, cfg, self.lengths, cfg.eval.seeds, self.precision)
         result = {
             "task": cfg.task.name,
             "model": cfg.model.name,

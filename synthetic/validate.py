@@ -1,4 +1,4 @@
-"""The runs of a profile: every ability of a model over lengths and seeds."""
+"""The abilities of a profile, and its runs: every ability of a model over lengths and seeds."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 
 from lm.common.console import say
 from lm.common.errors import ConfigError
-from lm.common.files import check_together
+from lm.common.files import check_together, find_shipped
 from lm.config import load as base
 from lm.config.schema import Config as LMConfig
 from lm.runs.run_dir import RunDirError
 from synthetic import config
-from synthetic.abilities import ABILITIES, RECIPES
 from synthetic.numbers import LAST_COLUMNS, Trained
 from synthetic.runs import differences, is_finished, result_of, run_all
 
-FILES = ("validate.csv", "README.md", "profile.png", "lengths.png")
+RECIPES = find_shipped("configs/synthetic/small")
+FILES = ("validate.csv", "profile.png", "lengths.png")
 
 TAKEN = ("model", "solver", "optim")  # sections of a config that is validated
 # A model is tried at the longest length of its training times these, as far as a sequence has no
@@ -26,6 +26,30 @@ TIMES = (1, 2, 4, 8, 16, 32, 64)
 MOST_TOKENS = 1200
 SEEDS = (0, 1, 2)  # of training, unless the profile is a quick one
 QUICK_EXAMPLES = 200  # sequences a length, in a quick profile
+
+
+class Ability(NamedTuple):
+    """An axis of a profile. The bars of its recipe are its thresholds."""
+
+    recipe: str  # of RECIPES
+    is_quick: bool = False  # in the quick profile, too
+
+
+ABILITIES = {
+    "state": Ability("s3", True),  # running products of S3
+    "automaton": Ability("automaton"),  # an automaton with unsolvable groups
+    "session": Ability("repl"),  # swaps of variables in a Python session
+    "parity": Ability("parity"),  # is the number of ones odd?
+    "brackets": Ability("dyck", True),  # which bracket is open?
+    "arithmetic": Ability("mod_arithmetic", True),  # expressions modulo 3
+    "copying": Ability("copy", True),  # a string, letter by letter
+    "selective copying": Ability("selective_copying"),  # letters among blanks
+    "look-up": Ability("recall", True),  # what followed this letter?
+    "recall": Ability("mqar", True),  # values by their keys (MQAR)
+    "noisy recall": Ability("noisy_recall"),  # the same in noise
+    "fuzzy recall": Ability("fuzzy_recall"),  # keys and values of several tokens
+    "memorization": Ability("memorization"),  # a dictionary by heart
+}
 
 
 class Point(NamedTuple):
@@ -89,7 +113,7 @@ def plan(
         name, sections = _model_of(path, overrides)
         if any(name == point.model for point in runs):
             raise ConfigError(f"{path}: another config is named `{name}` too")
-        for ability, (recipe, _, is_quick) in ABILITIES.items():
+        for ability, (recipe, is_quick) in ABILITIES.items():
             if quick and not is_quick:
                 continue
             tree = _with_model(base.load_tree(RECIPES / f"{recipe}.yaml"), sections)

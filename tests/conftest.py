@@ -62,6 +62,16 @@ def tiny(tmp_path):
     return build
 
 
+@pytest.fixture
+def undrawn(monkeypatch):
+    """Reports without their figures, which take most of the time."""
+    from lm.report import draw
+
+    monkeypatch.setattr(draw, "draw", lambda figure: None)
+    monkeypatch.setattr(draw, "to_png", lambda drawing: b"PNG")
+    monkeypatch.setattr(draw, "save", lambda drawing, png, folder, name: None)
+
+
 @pytest.fixture(scope="session")
 def byte_tokenizer(tmp_path_factory):
     """The folder of a byte-level tokenizer of 257 tokens, EOS first."""

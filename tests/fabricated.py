@@ -11,10 +11,19 @@ from synthetic.evaluate import parse_lengths
 from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN
 
 DATA = ("task.data=nowhere",)
+ROW = {  # of an evaluation
+    "length": 2,
+    "metrics": {"a": 1},
+    "stderr": {"a": 0.1},
+    "read": "at once",
+    "solver": "none",
+    "distinct": 4,
+    "in_training": {"count": 0, "of": 4},
+}
 
 
 def sweep(name, scale="small", *overrides):
-    return report.expand(report.config_path(name, scale), overrides, name == "ablation")
+    return report.expand(report.config_path(name, scale), overrides)
 
 
 def drawn(name, out_dir):
@@ -67,6 +76,7 @@ def rows(cfg: Config, reach: float, seeds=(0,)) -> list[dict]:
         if cfg.model.name == "fprnn":
             mean = [min(n, 16) * 0.8 + reach / 10] * cfg.model.n_layer
             row |= {"num_iters": {"mean": mean}, "probed": 32}
+            row["stderr"]["num_iters"] = 0.5
             row |= {"evaluations": [v + 2 for v in mean], "failed": [0.0] * cfg.model.n_layer}
         made.append(row)
     return made
@@ -118,10 +128,6 @@ def fabricate_all(name: str, out_dir, scale: str = "small") -> list[Config]:
     for i, cfg in enumerate(configs):
         reach = cfg.train.lengths[1] * (0.6 + 0.5 * i)
         fabricate(cfg, reach, 100.0 + 40 * i)
-        if name == "ablation":
-            for n in (1, 2, 4, 8, 16):
-                found = {"eval": rows(cfg, min(reach, 8 * n))}
-                report.limit_file(cfg, n).write_text(json.dumps(found))
     return configs
 
 

@@ -138,21 +138,6 @@ def solve_token(reflect, free, gamma, x, end, options, tol):
     return value(s), rest + reflect.from_dots(s), failed
 
 
-def clipped(y, options, limit):
-    """y, the gradient that comes back to it scaled down to adjoint_clip · limit (b,)."""
-    if not y.requires_grad or math.isinf(options.adjoint_clip):
-        return y
-    y = y * 1
-
-    def clip(g):
-        size = g.norm(dim=-1, keepdim=True)
-        most = options.adjoint_clip * limit.unsqueeze(-1)
-        return torch.where(size > most, g * (most / size), g)
-
-    y.register_hook(clip)
-    return y
-
-
 def nearest(before, t, readout):
     """Read `before` through the centroids, each weighed by hand; zero where no token is before.
 
@@ -171,18 +156,17 @@ def nearest(before, t, readout):
     return read * has_token_before
 
 
-def begin(t, keep, y, y0, raw, weight_y, options, limit, readout=None):
+def begin(t, keep, before, raw, weight_y, readout=None):
     """The row of token t, and what is kept of what was before it (b,1)."""
     kept = torch.ones(len(raw), 1, dtype=raw.dtype) if keep is None else keep[:, t : t + 1]
-    before = y if t == 0 else clipped(y, options, limit)
     read = nearest(before * kept, t, readout) @ weight_y.t()
     row = raw[:, t] + F.pad(read, (0, raw.shape[-1] - read.shape[-1]))
     return row, kept
 
 
 def cell(layout, options, raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0,
-         limit=None, tol=1e-14, readout=None):  # fmt: skip
-    """As lm.kernels.cpu.cell.cell; limit: max_t ‖∂y_t‖ (b,), where adjoint_clip is finite."""
+         tol=1e-14, readout=None):  # fmt: skip
+    """As lm.kernels.cpu.cell.cell."""
     b, length, d = x.shape
     heads = len(A) if A.dim() == 1 else None
     wide = d // options.groups
@@ -191,7 +175,7 @@ def cell(layout, options, raw, weight_y, x, dt, A, keep, gate, D, norm_weight, n
     h = x.new_zeros(b, d, n) if h0 is None else h0.reshape(b, d, n)
     ys, failures = [], []
     for t in range(length):
-        row, kept = begin(t, keep, y, y0, raw, weight_y, options, limit, readout)
+        row, kept = begin(t, keep, y, raw, weight_y, readout)
         reflect = Reflect(row, d, layout, options)
         B, C = (
             row[:, at : at + options.groups * n].unflatten(-1, (options.groups, n))
@@ -219,7 +203,7 @@ def cell(layout, options, raw, weight_y, x, dt, A, keep, gate, D, norm_weight, n
     return torch.stack(ys, 1), h, torch.stack(failures, 1)
 
 
-def cell_rnn(layout, options, raw, weight_y, x, decay, fresh, keep, y0, h0, limit=None):
+def cell_rnn(layout, options, raw, weight_y, x, decay, fresh, keep, y0, h0):
     """As lm.kernels.cpu.cell.cell_rnn."""
     options = options._replace(norm="none")
     b, length, d = x.shape
@@ -227,7 +211,7 @@ def cell_rnn(layout, options, raw, weight_y, x, decay, fresh, keep, y0, h0, limi
     h = x.new_zeros(b, d) if h0 is None else h0
     ys, failures = [], []
     for t in range(length):
-        row, kept = begin(t, keep, y, y0, raw, weight_y, options, limit)
+        row, kept = begin(t, keep, y, raw, weight_y)
         reflect = Reflect(row, d, layout, options)
         past = decay[:, t] * kept * h
         y, _, failed = solve_token(reflect, past, fresh[:, t], x[:, t], lambda v: v, options, 0)

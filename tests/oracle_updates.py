@@ -1,63 +1,143 @@
-"""Updates of an engine beside plain autograd: `python -m tests.oracle_updates`, on one rank or two.
+"""Updates of an engine and of plain autograd: `python -m tests.oracle_updates`, on one rank or two.
 
-Prints for several models and ZeRO stages what z-loss did to an update.
+Prints, for several models and ZeRO stages, loss and norm of the gradient of an update, and the same
+by autograd: a plain update, one against the adversary, and one under bf16.
 """
 
 import copy
 import json
+from unittest import mock
 
 import torch
 
 from lm.config.load import load
+from lm.model.state import Adversary
 from lm.training import engine as ds
 from lm.training.build import build_model
 
-WEIGHT = 0.05
-SETTINGS = ["train.global_batch_size=4", "train.micro_batch_size=1", "train.grad_accum_steps=null",
-            "optim.grad_clip=0.3", f"train.z_loss={WEIGHT}", "model.headdim=8"]  # fmt: skip
+KAPPA = 0.3
+SETTINGS = [
+    "train.global_batch_size=4",
+    "train.micro_batch_size=1",
+    "train.grad_accum_steps=null",
+    "model.headdim=8",
+]
+CLIPPED = ["optim.grad_clip=0.3"]
+AGAINST = [*CLIPPED, f"train.adversary={KAPPA}"]
+# Without momentum and clipping AdamW's first moment is the gradient.
+BF16 = ["train.precision=bf16", "optim.grad_clip=0", "optim.betas=[0.0, 0.95]"]
+ROUNDED = "engine.deepspeed={torch_autocast: {lower_precision_safe_modules: [torch.nn.Linear]}}"
 DELTA = "model.layers=gated_deltanet gated_deltaproduct"
-CASES = [("fprnn", 0), ("fprnn", 1), ("fprnn", 2), ("fprnn", 3), ("transformer", 1),
-         ("fprnn", 3, DELTA)]  # fmt: skip
+STAGES = [(stage,) for stage in range(4)]
+OTHER_MODELS = [(1, "model.name=transformer"), (3, DELTA)]
 
 
-def micro_batches(ranks):
-    """All four sequences, with 9, 5, 12 and 1 targets, and those of this rank."""
+def prepare(ranks, stage, *settings):
+    """Return a model, its engine, all four sequences with their labels, and those of this rank.
+
+    The sequences have 9, 5, 12 and 1 targets.
+    """
+    cfg = load("configs/tiny/lm.yaml", [*SETTINGS, f"engine.zero_stage={stage}", *settings])
+    torch.manual_seed(0)
+    model = build_model(cfg, 64)
+    engine = ds.Engine(cfg, copy.deepcopy(model), ranks)
     ids = torch.randint(64, (4, 12))
     labels = ids.roll(-1, 1)
     for row, targets in enumerate((9, 5, 12, 1)):
         labels[row, targets:] = -100
     each = [{"input_ids": i[None], "labels": j[None]} for i, j in zip(ids, labels)]
-    return ids, labels, each[ranks.rank :: ranks.world_size]
+    return model.train(), engine, ids, labels, each[ranks.rank :: ranks.world_size]
 
 
-def expected(model, ids, labels):
-    """(cross-entropy, z-loss, norm of the gradient of their sum) of all targets at once."""
-    model.train()
-    logits = model(input_ids=ids).logits[labels != -100]
-    cross_entropy = torch.nn.functional.cross_entropy(logits, labels[labels != -100])
-    z_loss = WEIGHT * (logits.exp().sum(-1).log() ** 2).mean()
-    gradient = torch.autograd.grad(cross_entropy + z_loss, list(model.parameters()))
-    norm = torch.stack([g.norm() for g in gradient]).norm()
-    return [cross_entropy.item(), z_loss.item(), norm.item()]
+def norm_of(gradients):
+    return torch.stack([g.norm() for g in gradients]).norm().item()
 
 
-def case(ranks, name, stage, *more):
-    settings = [*SETTINGS, f"model.name={name}", f"engine.zero_stage={stage}", *more]
-    cfg = load("configs/tiny/lm.yaml", settings)
-    torch.manual_seed(0)
-    plain = build_model(cfg, 64)
-    engine = ds.Engine(cfg, copy.deepcopy(plain), ranks)
-    ids, labels, own = micro_batches(ranks)
-    first = engine.step(own)
+def cross_entropy(logits, labels):
+    """Return the mean cross-entropy of the targets among the labels."""
+    return torch.nn.functional.cross_entropy(logits[labels != -100], labels[labels != -100])
+
+
+def plain(ranks, stage, *settings):
+    """Compare the cross-entropy of all targets at once and the norm of its gradient."""
+    model, engine, ids, labels, own = prepare(ranks, stage, *CLIPPED, *settings)
+    update = engine.step(own)
+    loss = cross_entropy(model(input_ids=ids).logits, labels)
+    gradient = torch.autograd.grad(loss, list(model.parameters()))
     return {
-        "expected": expected(plain, ids, labels),
-        "found": [first.loss, first.z_loss, first.norm],
+        "expected": [loss.item(), norm_of(gradient)],
+        "found": [update.loss, update.norm],
     }
+
+
+def against_adversary(ranks, stage):
+    """Compare the cross-entropy of the first passes, and the norm of half the gradient of all."""
+    # Every sequence meets the largest adversary, by hand as in the engine.
+    with mock.patch("torch.rand", lambda shape, **_: torch.ones(shape)):
+        model, engine, ids, labels, own = prepare(ranks, stage, *AGAINST)
+        updates = [engine.step(own, against=against) for against in (True, True, False)]
+        adversary, total = Adversary(model, KAPPA), 0.0
+        for row, targets in zip(ids, labels):
+            share = (targets != -100).sum() / (labels != -100).sum()
+            for number, enter in enumerate((adversary.first_pass, adversary.second_pass)):
+                with enter():
+                    logits = model(input_ids=row[None]).logits[0]
+                loss = cross_entropy(logits, targets)
+                (loss * share / 2).backward()
+                total += (loss * share).item() * (number == 0)
+    return {
+        "expected": [total, norm_of([p.grad for p in model.parameters()])],
+        "found": [updates[0].loss, updates[0].norm],
+        "solves": [len(update.stats) for update in updates],
+    }
+
+
+def under_bf16(ranks, stage, *settings):
+    """Compare the norm of the gradient.
+
+    Also return the largest difference of a gradient relative to the largest number in it, and the
+    share of parameters whose gradients are all numbers of bf16."""
+    model, engine, ids, labels, own = prepare(ranks, stage, *BF16, *settings)
+    norm = engine.step(own).norm
+    for row, targets in zip(ids, labels):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=row[None], labels=targets[None], shift_labels=targets[None]).loss
+        (loss * (targets != -100).sum() / (labels != -100).sum()).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    error, rounded, count = 0.0, 0, 0
+    for name, moment, source in gradients(engine):
+        wanted = expected[name].flatten()[source]
+        if not len(wanted):
+            continue
+        moment = moment[: len(wanted)]
+        error = max(error, ((moment - wanted).abs().max() / expected[name].abs().max()).item())
+        rounded += torch.equal(moment, moment.bfloat16().float())
+        count += 1
+    found = {"found": [norm], "expected": [norm_of(expected.values())]}
+    return {**found, "error": error, "bf16": rounded / count}
+
+
+def gradients(engine):
+    """The parts of each gradient that this rank's optimizer has stepped with."""
+    for flat, parts in engine._optimizer_parts():
+        moment = engine.base_optimizer.state[flat]["exp_avg"].view(-1)
+        for name, target, source in parts:
+            yield name, moment[target], source
+
+
+CASES = {
+    plain: [*STAGES, *OTHER_MODELS],
+    against_adversary: STAGES,
+    under_bf16: [*STAGES, (1, ROUNDED)],
+}
 
 
 def main():
     ranks = ds.start(load("configs/tiny/lm.yaml", SETTINGS))
-    found = {" ".join(map(str, asked)): case(ranks, *asked) for asked in CASES}
+    found = {
+        update.__name__: {" ".join(map(str, case)): update(ranks, *case) for case in cases}
+        for update, cases in CASES.items()
+    }
     if ranks.is_main:
         print(json.dumps(found))
     ranks.barrier()

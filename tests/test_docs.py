@@ -18,7 +18,6 @@ from lm.config import load as config
 from lm.export.model_card import PAPER
 from synthetic import cli as synthetic_cli
 from synthetic import config as synthetic_config
-from synthetic import demo
 from tests import config_page
 from tests.test_layers import ROOT, relative, repository_files
 
@@ -78,7 +77,9 @@ def find_commands() -> list[tuple[str, list[str]]]:
         lines += [" ".join(code.split()) for code in re.findall(r"`([^`]+)`", prose)]
         for line in lines:
             if re.match(r"(fprnn|python -m) .", line):
-                commands.append((relative(page), shlex.split(line, comments=True)))
+                words = shlex.split(line, comments=True)
+                redirected = (i for i, word in enumerate(words) if word in ("<", ">"))
+                commands.append((relative(page), words[: next(redirected, None)]))
     return commands
 
 
@@ -89,7 +90,7 @@ def split_program(words: list[str]) -> tuple[str, list[str]]:
 
 def test_every_command_of_the_pages_is_valid():
     parsers = {
-        "fprnn": lm_cli.parser((synthetic_cli.add, demo.add)),
+        "fprnn": lm_cli.parser((synthetic_cli.add, synthetic_cli.add_demo)),
         "lm": lm_cli.parser(),
         "synthetic": synthetic_cli.parser(),
     }
@@ -97,7 +98,7 @@ def test_every_command_of_the_pages_is_valid():
     for page, words in find_commands():
         program, args = split_program(words)
         programs.add(program)
-        depth = 2 if args[:1] in (["synthetic"], ["tokenizer"]) else 1
+        depth = 2 if args[:1] == ["synthetic"] else 1
         is_mention = len(args) <= depth
         if program not in parsers or is_mention or "--help" in args:
             continue

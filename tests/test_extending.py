@@ -276,7 +276,7 @@ def test_names_are_refused_with_the_nearest_and_only_once_given(page):
 @pytest.mark.parametrize(
     "name, line, words",
     [
-        ("my_mixer_2", "import my_tasks", "imports my_tasks from"),
+        ("my_mixer_2", "import my_tasks", "imports my_tasks, which would not be there"),
         ("my_mixer_2", "import lm.model.layers", "write `from lm.model.FILE import NAME`"),
         ("my_mixer_2", "from lm.model import layers", "write `from lm.model.FILE import NAME`"),
         ("my_mixer_2", "from lm.common.errors import UserError", "write `from lm.model.FILE"),

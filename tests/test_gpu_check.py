@@ -1,6 +1,5 @@
 """`make gpu-check`: a dry run on a CPU, failing parts, and the figures it reads."""
 
-import functools
 import importlib
 import json
 import os
@@ -20,7 +19,6 @@ E   ModuleNotFoundError: No module named 'pydantic'
 </error></testcase>"""
 # Its child holds the pipe open, and must end with it.
 HANGS = "import subprocess as s; print('so far', flush=True); s.run(['sleep', '99'])"
-UPDATE = {"grad_norm": 1.0, "tokens_per_s": 100.0, "mfu": 0.1, "peak_memory_bytes": 2**31}
 BROKEN = BARE.replace("ModuleNotFoundError: No module named 'pydantic'", "SyntaxError")
 
 
@@ -115,64 +113,6 @@ def test_what_pytest_found(cases, rc, status, said, tmp_path, module):
     assert outcome.figures.get("passed", 1) == int(PASSED in cases or not cases)
 
 
-def test_the_figures_of_a_plan(module):
-    """Read from the real output: 2.517 B tokens, so an hour has 2.517e9 / hours tokens."""
-    g = module("gpu_check")
-    command = ["-m", "lm", "plan", g.FPRNN, "--gpus", "1", "--gpu", "h100-80g"]
-    done = subprocess.run(
-        [sys.executable, *command, "train.micro_batch_size=32"],
-        cwd=ROOT,
-        env={**os.environ, "COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-    )
-    figures = g.plan_figures(done.stdout.splitlines(keepends=True))
-    assert 40 < figures["memory_gib"] < 79
-    assert 20_000 < figures["tokens_per_s"] < 200_000
-    with pytest.raises(KeyError):
-        g.plan_figures(["error: no such file"])
-
-
-def test_the_figures_of_a_run(tmp_path, module):
-    g = module("gpu_check")
-
-    def write(steps, **changes):
-        records = [
-            UPDATE | {"step": step, "loss": 9.0 - step, "spent": {"seconds": 60.0 + step}} | changes
-            for step in steps
-        ]
-        records += [{"step": 4, "checkpoint": {"step": 4, "seconds": 2.0}}]
-        records += [{"step": 8, "validation": {"loss": 0.5}}]
-        text = "".join(json.dumps(record) + "\n" for record in records)
-        (tmp_path / "metrics.jsonl").write_text(text)
-
-    write(range(1, 9))
-    lines = ["device   H100; kernels: cell triton\n"]
-    figures = g.training_figures(tmp_path, range(1, 9), lines)
-    assert figures["first_update_s"] == 61.0 and figures["tokens_per_s"] == 100.0
-    assert figures["losses"] == [8.0, 1.0] and figures["validation_loss"] == 0.5
-    assert figures["peak_memory_gib"] == 2.0 and figures["kernels"].strip() == "cell triton"
-
-    def outcome(rc=0):
-        judge = functools.partial(g.training_figures, tmp_path, range(1, 9))
-        return g.judge_figures(judge, rc, ["the last line\n", "\n"])
-
-    assert outcome().status == "ok"
-    assert outcome(2) == ("failed", outcome().figures, "exit status 2: the last line")
-    write(range(1, 8))
-    assert "update 8 has no record" in outcome().reason
-    write(range(1, 9), loss=float("nan"))
-    assert "nan" in outcome().reason
-    (tmp_path / "metrics.jsonl").unlink()
-    assert outcome().status == "failed"
-
-
-def test_a_run_that_did_not_resume_has_failed(tmp_path, module):
-    g = module("gpu_check")
-    with pytest.raises(ValueError, match="did not say that it resumed"):
-        g.resume_figures(tmp_path, ["training 10 updates\n"])
-
-
 def test_the_parts_fit_into_ten_minutes(tmp_path, module):
     g = module("gpu_check")
     assert sum(g.LIMITS.values()) <= 560
@@ -199,20 +139,3 @@ def test_the_overrides_make_a_valid_configuration(name, tmp_path, module):
     cfg = load.load(ROOT / getattr(g, name), words)
     assert cfg.train.accumulation(1) == 1 and cfg.data.seq_len == 2048
     assert cfg.model.d_model == 768 and cfg.model.n_layer == 12
-
-
-def test_the_figures_of_the_timings(tmp_path, module):
-    path = tmp_path / "timings.json"
-    record = {
-        "rates": {"token_s": 6e-5},
-        "graphs": "2 of 2 recorded",
-        "kernels": {"16": {"token_kernel": 2.35e-5}},
-        "layers": {"16": {"exact": 0.04}},
-    }
-    path.write_text(json.dumps(record))
-    assert module("gpu_check").timing_figures(path, []) == {
-        "token_s": 6e-5,
-        "graphs": "2 of 2 recorded",
-        "16 × token_kernel": "23.5 µs",
-        "16 × exact": "40.00 ms",
-    }

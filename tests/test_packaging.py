@@ -156,12 +156,6 @@ def test_the_makefile_s_installs_resolve_from_the_index_alone(resolve, python):
     assert [name for name in sorted(unpinned) if not name.startswith(of_torch)] == []
 
 
-@pytest.mark.slow
-def test_the_oldest_torch_resolves_on_python_3_12(resolve):
-    requirement = f"fprnn[{','.join(EXTRAS)}] @ {ROOT.as_uri()}"
-    assert resolve("3.12.0", [requirement], ["torch==2.11.*"])["triton"] == "3.6.0"
-
-
 def test_the_extras_are_those_of_the_makefile():
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert f".[{','.join(EXTRAS)}]" in text and "-c constraints.txt" in text

@@ -69,34 +69,6 @@ def log_of(path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_each_task_is_told_its_rank(slurm, tmp_path):
-    """Two nodes of two tasks; `python` only writes down what it was told."""
-    python = tmp_path / "bin" / "python"
-    python.parent.mkdir()
-    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_SIZE MASTER_ADDR MASTER_PORT"
-    lines = [f'echo "{name}=${name}" >> {tmp_path}/rank$RANK' for name in names.split()]
-    python.write_text("\n".join(["#!/usr/bin/env bash", *lines, f'echo "$@" > {tmp_path}/args']))
-    python.chmod(0o755)
-    jobs = []
-    for _ in range(2):
-        job = submit(
-            slurm, "slurm.sbatch", tmp_path / "out", ("--nodes=2", "--ntasks-per-node=2"),
-            "c.yaml", "name=a b", PATH=f"{python.parent}:{slurm.env['PATH']}",
-        )  # fmt: skip
-        slurm.wait(job, "COMPLETED")
-        told = [
-            dict(line.split("=", 1) for line in (tmp_path / f"rank{r}").read_text().splitlines())
-            for r in range(4)
-        ]
-        assert [[t[n] for n in names.split()[:4]] for t in told] == [
-            ["0", "4", "0", "2"], ["1", "4", "1", "2"], ["2", "4", "0", "2"], ["3", "4", "1", "2"],
-        ]  # fmt: skip
-        assert len({t["MASTER_PORT"] for t in told}) == 1
-        jobs.append(told[0]["MASTER_PORT"])
-    assert jobs[0] != jobs[1]
-    assert (tmp_path / "args").read_text() == "-m lm train --config c.yaml resume=auto name=a b\n"
-
-
 def test_two_nodes_preempted_and_queued_again_to_the_end(slurm, tmp_path):
     """USR1, as at the time limit: both ranks save and leave 75, the job is queued again, goes on
     and finishes."""

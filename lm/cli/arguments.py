@@ -61,6 +61,33 @@ class Number:
 SEED = Whole(0, 2**64 - 1)  # what torch takes
 
 
+class HelpFormatter(argparse.HelpFormatter):
+    """argparse's formatter, which leaves the lines of examples as they are."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
+
+
+def add_examples(commands: argparse._SubParsersAction, examples: str) -> None:
+    """Show the examples of each command below its options.
+
+    Args:
+        commands: Commands; those that have an epilog keep it.
+        examples: "examples:" and a line for each example.
+    """
+    head, *lines = examples.splitlines()
+    for name, command in commands.choices.items():
+        if command.epilog is None:
+            matching = [line for line in lines if f" {name} " in f"{line} "]
+            command.epilog = "\n".join([head, *matching])
+            command.formatter_class = HelpFormatter
+
+
+def add_overrides(c: argparse.ArgumentParser) -> None:
+    """Add the overrides of a command that reads a YAML."""
+    c.add_argument("override", nargs="*", metavar="key=value", help="overrides of the YAML's keys")
+
+
 def add_trust(c: argparse.ArgumentParser) -> None:
     """Add the option of a command that loads a run or an export."""
     c.add_argument(

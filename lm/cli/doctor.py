@@ -29,7 +29,7 @@ HUB_TIMEOUT_S = 3.0
 INSTALL_TORCH = "pip install torch, the build for this machine's driver (nvidia-smi names its CUDA)"
 INSTALL_GCC = "apt-get install -y g++ (or load the cluster's module, or conda install gxx)"
 # Packages of the extra `train` without which only something that a config may ask for is missing.
-OPTIONAL = ("sentencepiece", "matplotlib", "wandb", "tensorboard", "datasets", "pyarrow")
+OPTIONAL = ("matplotlib", "wandb", "tensorboard", "datasets", "pyarrow")
 
 
 class Finding(NamedTuple):

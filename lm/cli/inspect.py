@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from lm.cli.arguments import add_trust
 from lm.common.errors import UserError
@@ -25,7 +24,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         " is. TEXT: one or several, put together by spaces; `-` reads standard input (`- < FILE`).",
     )
     c.add_argument("checkpoint", metavar="CKPT", help="a run directory or an exported folder")
-    c.add_argument("text", nargs="*", metavar="TEXT")
+    c.add_argument("text", nargs="*", metavar="TEXT", help="the text; `-`: standard input")
     c.add_argument(
         "--out",
         metavar="HTML",
@@ -43,10 +42,9 @@ def _inspect(args: argparse.Namespace) -> int:
     places.find_model(args.checkpoint)
 
     from lm.evaluation.facade import load
-    from lm.evaluation.inspection.show import check_page, default_page, show
+    from lm.evaluation.inspection.show import choose_page, show
 
-    out = Path(args.out) if args.out else default_page(args.checkpoint)
-    check_page(out)
+    out = choose_page(args.checkpoint, args.out)
     show(load(args.checkpoint, args.trust).inspect(text), out)
     return 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import lm
@@ -13,11 +12,13 @@ from lm.cli import inspect as cli_inspect
 from lm.cli import serve as cli_serve
 from lm.cli import status as cli_status
 from lm.cli import sweep as cli_sweep
-from lm.cli import tokenizer as cli_tokenizer
 from lm.cli.arguments import (
     SEED,
+    HelpFormatter,
     Number,
     Whole,
+    add_examples,
+    add_overrides,
     add_trust,
     parse,
     run,
@@ -32,7 +33,6 @@ EPILOG = """examples:
   fprnn train --config configs/lm/demo.yaml
   fprnn plan configs/lm/fpmamba_160m_fineweb2b.yaml --gpu a100-80g
   fprnn prepare configs/lm/demo.yaml
-  fprnn tokenizer train --config configs/lm/demo.yaml --out runs/tokenizer
   deepspeed --num_gpus 4 --module lm train --config configs/lm/fpmamba_160m_fineweb2b.yaml
   fprnn generate runs/demo --prompt "The list"
   fprnn eval runs/demo --tasks catbabi_mini
@@ -49,13 +49,6 @@ EPILOG = """examples:
   fprnn demo s3
   fprnn synthetic train --config configs/synthetic/small/s3.yaml
 """
-
-
-class HelpFormatter(argparse.HelpFormatter):
-    """argparse's formatter, which leaves the lines of examples as they are."""
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
 
 
 def _config_of_run(args: argparse.Namespace) -> Config:
@@ -89,17 +82,16 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _say_if_slow(cfg: Config) -> None:
-    """Print what to expect of a run whose updates take minutes; rank 0 measures it."""
+    """Print on rank 0 that updates of a run can take minutes."""
     from lm.common.console import say
     from lm.common.ranks import launched
     from lm.runs.run_dir import RunDir
 
-    rank, world_size, _ = launched()
-    if rank or RunDir(cfg.run_dir).is_finished or not cfg.model.has_fixed_point:
+    if launched()[0] or RunDir(cfg.run_dir).is_finished or not cfg.model.has_fixed_point:
         return
     from lm.report.measure import warn_if_slow
 
-    if note := warn_if_slow(cfg, world_size):
+    if note := warn_if_slow(cfg):
         say(note)
 
 
@@ -176,50 +168,22 @@ def _prepare(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from lm.runs import places
 
-    if args.out is None:
-        places.check_folders({"RUN": args.run})
-    else:
-        places.check_run(args.run)
+    places.check_run(args.run)
     places.check_folders({"--checkpoint": args.checkpoint})
 
-    from lm.export.export import ExportError
-
-    if args.out is None and args.push is None:
-        raise ExportError("OUT is missing: the folder to export to (only --push does without)")
-    if args.public and args.push is None:
-        raise ExportError("--public is of --push REPO: without it nothing is uploaded")
-    if args.push is None:
-        print(_exported(args))
-        return 0
-    from lm.export import push
-
-    if args.out is None and (args.checkpoint or args.licence or args.overwrite):
-        raise ExportError(
-            "--checkpoint, --licence and --overwrite are of an export: give RUN and OUT, or"
-            " push the export as it is without them"
-        )
-    folder = args.run
-    if args.out is None:
-        push.check_export(folder)
-    place = push.find(args.push, args.public)
-    if args.out is not None:
-        folder = _exported(args)
-        print(folder)
-    print(push.push(folder, place, lambda line: print(line, file=sys.stderr)))
-    return 0
-
-
-def _exported(args: argparse.Namespace) -> Path:
     from lm.export.export import export
 
-    return export(
-        args.run,
-        args.out,
-        args.checkpoint,
-        args.licence,
-        trust=args.trust,
-        overwrite=args.overwrite,
+    print(
+        export(
+            args.run,
+            args.out,
+            args.checkpoint,
+            args.licence,
+            trust=args.trust,
+            overwrite=args.overwrite,
+        )
     )
+    return 0
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -266,7 +230,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         " optim.lr=1e-3 model.mixer=dplr solver.schedule=parallel resume=auto; docs/config.md"
         " lists all keys, and what a resumed run may change (its solver, not its model).",
     )
-    c.add_argument("--config", required=True, metavar="YAML")
+    c.add_argument("--config", required=True, metavar="YAML", help="the run or sweep to train")
     c.add_argument("--overwrite", action="store_true", help="delete the run of this name first")
     c.add_argument("--dry-run", action="store_true", help="print config and cost, train nothing")
     c.add_argument(
@@ -275,7 +239,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         metavar="I",
         help="train point I of the YAML's sweep, from 0 on (`fprnn sweep` lists them)",
     )
-    c.add_argument("override", nargs="*", metavar="key=value")
+    add_overrides(c)
     c.set_defaults(run_command=_train)
 
 
@@ -288,7 +252,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         " Where the run does not fit the card the exit status is 78."
         " docs/scale.md says how the numbers are made.",
     )
-    c.add_argument("config", metavar="CONFIG")
+    c.add_argument("config", metavar="CONFIG", help="the YAML of a run or sweep")
     c.add_argument(
         "--gpus",
         type=Whole(1, 1_000_000),
@@ -321,7 +285,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         metavar="I",
         help="plan point I of the YAML's sweep, from 0 on",
     )
-    c.add_argument("override", nargs="*", metavar="key=value")
+    add_overrides(c)
     c.set_defaults(run_command=_plan)
 
 
@@ -337,11 +301,11 @@ def _add_prepare(commands: argparse._SubParsersAction) -> None:
         " such a run still asks the hub for the list of its files, and without data.download for"
         " its text.",
     )
-    c.add_argument("config", metavar="CONFIG")
+    c.add_argument("config", metavar="CONFIG", help="the YAML of a run or sweep")
     c.add_argument(
         "--job-index", type=Whole(0), metavar="I", help="prepare point I of the sweep, from 0 on"
     )
-    c.add_argument("override", nargs="*", metavar="key=value")
+    add_overrides(c)
     c.set_defaults(run_command=_prepare)
 
 
@@ -349,13 +313,11 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser(
         "export",
         help="run directory → HuggingFace directory",
-        description="Write a run as a folder that from_pretrained loads, with a model card. Nothing"
-        " leaves this machine without --push, which says what it uploads and where. `fprnn export"
-        " OUT --push REPO` uploads an export that is there already, with what `fprnn eval` has"
-        " added to its card.",
+        description="Write a run as a folder that from_pretrained loads, with a model card."
+        " huggingface_hub's `hf upload` brings it to the hub (docs/cluster-run.md).",
     )
-    c.add_argument("run", metavar="RUN")
-    c.add_argument("out", metavar="OUT", nargs="?")
+    c.add_argument("run", metavar="RUN", help="a run directory")
+    c.add_argument("out", metavar="OUT", help="the folder to write")
     c.add_argument("--checkpoint", help="a checkpoint folder (default: the newest complete one)")
     c.add_argument(
         "--overwrite",
@@ -367,10 +329,6 @@ def _add_export(commands: argparse._SubParsersAction) -> None:
         "--licence",
         metavar="ID",
         help="of the weights, as the hub names it: apache-2.0, … (default: unknown)",
-    )
-    c.add_argument("--push", metavar="REPO", help="then upload it to the hub as OWNER/NAME")
-    c.add_argument(
-        "--public", action="store_true", help="with --push: for everybody (default: private)"
     )
     add_trust(c)
     c.set_defaults(run_command=_export)
@@ -415,7 +373,7 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
         " and provenance of a run that is finished or still trains. Several runs share one page,"
         " whose place --out names.",
     )
-    c.add_argument("runs", nargs="+", metavar="RUN")
+    c.add_argument("runs", nargs="+", metavar="RUN", help="run directories")
     c.add_argument(
         "--out",
         metavar="PLACE",
@@ -453,7 +411,6 @@ def parser(more: Sequence[AddCommands] = ()) -> argparse.ArgumentParser:
     # In the order in which one needs them.
     _add_doctor(commands)
     _add_plan(commands)
-    cli_tokenizer.add(commands)
     _add_prepare(commands)
     _add_train(commands)
     cli_sweep.add(commands)
@@ -466,10 +423,7 @@ def parser(more: Sequence[AddCommands] = ()) -> argparse.ArgumentParser:
     cli_serve.add(commands)
     for add in more:
         add(commands)
-    for name, command in commands.choices.items():
-        examples = [line for line in EPILOG.splitlines() if f" {name} " in f"{line} "]
-        command.epilog = "\n".join(["examples:", *examples])
-        command.formatter_class = HelpFormatter
+    add_examples(commands, EPILOG)
     return p
 
 

@@ -30,7 +30,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         " It needs the extra `serve` (docs/serving.md). A client names the model as CKPT is named"
         " here.",
     )
-    c.add_argument("checkpoint", metavar="CKPT")
+    c.add_argument("checkpoint", metavar="CKPT", help="an exported folder")
     c.add_argument("--host", default="localhost", help="address to listen on (default: localhost)")
     c.add_argument(
         "--port",

@@ -8,7 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from lm.cli.arguments import Whole
+from lm.cli.arguments import Whole, add_overrides
 from lm.common.files import find_shipped
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         " other. `fprnn status YAML` says how far each is and what it has reached. OVERRIDES are of"
         " every point.",
     )
-    c.add_argument("config", metavar="YAML")
+    c.add_argument("config", metavar="YAML", help="a YAML with a `sweep:`")
     c.add_argument(
         "--run",
         action="store_true",
@@ -40,7 +40,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         help="with --run: launch each point under DeepSpeed on N GPUs, at least 1 (default: one"
         " process)",
     )
-    c.add_argument("override", nargs="*", metavar="key=value")
+    add_overrides(c)
     c.set_defaults(run_command=_sweep)
 
 

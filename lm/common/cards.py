@@ -41,9 +41,10 @@ DESCRIBED = (
 # for all cards. The layer was untrained and used Picard's search, which needs 52, 104 and 158
 # evaluations for the slowest of 16, 64 and 128 sequences; Newton's needs 7 to 8 (docs/kernels.md).
 TOKEN_S, SEQUENCE_S = 62.0e-6, 0.622e-6
-# Seconds of a further evaluation of the paper's procedure, for each token and channel of d_inner:
-# 0.11 µs for 1,536 channels, measured on an H100 with Triton kernels for mixer and norms, times 1.8
-# without them (docs/kernels.md).
+# Seconds of a further evaluation of the paper's procedure, for each token and channel of d_inner.
+# This is an estimate: 0.11 µs for 1,536 channels is chosen so that FLOPs plus evaluations give the
+# 1.27 µs a token that were measured at 128 × 512 tokens on an H100 before the step kernels were
+# removed; it is multiplied by 1.8, the predicted loss without them.
 EVALUATION_S = 1.8 * 0.11e-6 / 1536
 EVALUATION_BANDWIDTH = 3.35e12  # bytes/s of the card of EVALUATION_S
 CPU = "cpu"

@@ -24,7 +24,6 @@ EXTRAS = {
     "pyarrow": "train",  # comes with datasets
     "pydantic": "train",
     "rich": "train",
-    "sentencepiece": "train",
     "tensorboard": "train",
     "tokenizers": "train",
     "uvicorn": "serve",
@@ -195,7 +194,8 @@ def _exhausted(error: BaseException) -> str | None:
     """
     text = str(error)
     is_system = isinstance(error, MemoryError | OSError | RuntimeError)
-    if isinstance(error, MemoryError) or (is_system and "allocate memory" in text):
+    has_words = "allocate memory" in text or "CUDA out of memory" in text
+    if isinstance(error, MemoryError) or (is_system and has_words):
         return (
             f"this process cannot have more memory ({text.strip().partition(chr(10))[0]}): a"
             " smaller micro-batch, length or model needs less; `ulimit -v` prints its limit in KB"

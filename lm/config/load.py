@@ -37,6 +37,8 @@ REMOVED = {
     "model.allow_neg_eigval": "auto",
     "solver.jacobian_reg": 0.0,
     "solver.patience": 15,
+    "optim.eps": 1e-8,
+    "solver.adjoint_clip": None,
     "optim.muon": {"lr": None, "momentum": 0.95, "nesterov": True, "scale": "match_rms_adamw"},
     "train.batch_warmup": None,
     "train.length_warmup": None,
@@ -44,6 +46,7 @@ REMOVED = {
     "train.device": "auto",
     "train.skip": None,
     "train.ema": None,
+    "train.z_loss": 0.0,
     "engine.hang_s": 3600,
     "init_from.layers": "auto",
     "train.world_size": None,
@@ -55,9 +58,10 @@ REMOVED = {
     "task.automaton.seed": 0,
     "log.wandb_project": "fprnn",
     "log.contraction": False,
+    "eval.micro_batch_size": None,
 }
 # Removed keys on which nothing trained depends: a YAML with any value of them is read without it.
-WITHOUT_EFFECT = {"train.device"}
+WITHOUT_EFFECT = {"train.device", "eval.micro_batch_size"}
 
 # The functions below take the `schema` a YAML is read by: Config, or another tree of Sections
 # (synthetic/config.py).

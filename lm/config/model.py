@@ -17,8 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from lm.config.plugin import check_name
 from lm.config.resuming import FREE
-from lm.model.fields import ARCHITECTURE, MIXERS, SOLVER, Field, Number
-from lm.model.patterns import FIXED_POINT
+from lm.model.fields import ARCHITECTURE, FIXED_POINT, MIXERS, SOLVER, Field, Number
 
 
 class Section(BaseModel):

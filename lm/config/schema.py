@@ -55,7 +55,6 @@ class Optim(Section):
     decay: float | None = Field(None, gt=0)
     lr_factors: dict[str, float] = {}  # noqa: RUF012 (of pydantic, which copies it)
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    eps: float = Field(1e-8, gt=0, le=1)
     weight_decay: float = Field(0.1, ge=0, le=MAX_LR)
     grad_clip: float = Field(1.0, ge=0)  # 0: off
     name: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, AdamW for the rest
@@ -104,8 +103,6 @@ class Train(Section):
     # A loss or gradient of NaN or infinity: so often back to the last checkpoint, and on with the
     # data after it.
     rollbacks: int = Field(2, ge=0)
-    # so many times the mean of log²Z over the targets is added to the loss; 0: off
-    z_loss: Annotated[float, NOTED] = Field(0.0, ge=0)
     # κ of lm.model.state.Adversary, a second pass of every update; 0: none. With a curriculum from
     # its end on.
     adversary: Annotated[float, NOTED] = Field(0.0, ge=0)
@@ -155,7 +152,7 @@ class Engine(Section):
 class Checkpoint(Section):
     every: int = Field(500, gt=0)  # updates
     keep: int = Field(2, gt=0)  # newest checkpoints kept
-    keep_every: int | None = Field(None, gt=0)  # updates; beside them all of its multiples
+    keep_every: int | None = Field(None, gt=0)  # updates; checkpoints of its multiples stay, too
 
 
 PROFILED = "two updates, the first and the last, counted from 1, as [10, 12]; or null"
@@ -179,7 +176,6 @@ class Log(Section):
 
 class Eval(Section):
     every: int = Field(500, gt=0)  # updates; always once more at the end
-    micro_batch_size: int | None = Field(None, gt=0, le=65_536)  # null: that of training
 
 
 class Run(Section):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 KERNELS_LINE = "FILES: dict[str, str] = {}"  # of operators.py
-HOW = "write `from lm.model.FILE import NAME`"
+OF_MODEL = re.compile(r"^(\s*)from\s+lm\.model\.(\w+)\s+import\b(?!\s*\*)", re.MULTILINE)
 
 
 class ExportError(UserError, RuntimeError):
@@ -149,61 +149,35 @@ def _flatten(path: Path, ours: set[str]) -> str:
         ExportError: If it imports something that will not be there.
     """
     text = path.read_text(encoding="utf-8")
-    lines = text.splitlines(keepends=True)
+    lines = text.splitlines()
     for node in ast.walk(ast.parse(text)):
-        where = f"{path}:{getattr(node, 'lineno', 0)}"
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] == "lm":
-                    raise ExportError(
-                        f"{where}: `import {alias.name}` cannot travel with an export: {HOW}"
-                    )
-                _check_installed(alias.name, where, path)
+            modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            module = node.module or ""
-            if node.level:
+            modules = ["." * node.level + (node.module or "")]
+            found = OF_MODEL.match(lines[node.lineno - 1])
+            if found is not None and f"{found[2]}.py" in ours:
+                continue
+        else:
+            continue
+        for module in modules:
+            if not _is_installed(module):
                 raise ExportError(
-                    f"{where} imports {'.' * node.level}{module}, a module of its own package:"
-                    f" {_one_file_advice(path)}"
+                    f"{path}:{node.lineno} imports {module}, which would not be there: a mixer"
+                    f" travels as one file, {path.name}; put what it needs into it, write `from"
+                    " lm.model.FILE import NAME`, or import an installed package"
                 )
-            if module.split(".")[0] == "lm":
-                line = lines[node.lineno - 1]
-                lines[node.lineno - 1] = _flat_import(line, node, where, ours)
-            else:
-                _check_installed(module, where, path)
-    return "".join(lines)
+    return OF_MODEL.sub(r"\1from .\2 import", text)
 
 
-def _flat_import(line: str, node: ast.ImportFrom, where: str, ours: set[str]) -> str:
-    """Return `from lm.model.file import …` as `from .file import …`."""
-    found = re.match(r"(\s*)from\s+lm\.model\.(\w+)\s+import\b", line)
-    if found is None or any(alias.name == "*" for alias in node.names):
-        raise ExportError(
-            f"{where}: `{line.strip()}` cannot travel with an export, which has the files of"
-            f" lm/model alone: {HOW}, on a line of its own"
-        )
-    if f"{found[2]}.py" not in ours:
-        raise ExportError(f"{where}: lm/model has no {found[2]}.py")
-    return f"{found[1]}from .{found[2]} import{line[found.end() :]}"
-
-
-def _check_installed(module: str, where: str, path: Path) -> None:
-    """Refuse a module that is neither Python's own nor an installed package."""
+def _is_installed(module: str) -> bool:
+    """Return whether a module is Python's own, an installed package, or an optional one."""
     top = module.split(".")[0]
+    if top in ("", "lm"):
+        return False
     spec = None if top in sys.stdlib_module_names else importlib.util.find_spec(top)
     if spec is None:  # Python's own, or an optional one that is not here
-        return
+        return True
     places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or [])
     folders = {"site-packages", "dist-packages"}
-    if not all(folders & set(Path(place).parts) for place in places):
-        raise ExportError(
-            f"{where} imports {module} from {places[0]}, which is not installed as a package and"
-            f" would not be there: {_one_file_advice(path)}"
-        )
-
-
-def _one_file_advice(path: Path) -> str:
-    return (
-        f"a mixer travels as one file, {path.name}: put what it needs into it, or import it from"
-        " lm.model or an installed package"
-    )
+    return all(folders & set(Path(place).parts) for place in places)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from lm import __version__
 from lm.common.files import read_mapping
-from lm.config.data import Data, Traces
+from lm.config.data import Data
 from lm.config.schema import Config
 from lm.data.corpus.prepare import place_in_run
+from lm.data.sources import traces
 from lm.data.sources.mixture import parts
 from lm.export.measured import BEGIN, END, NOTHING_MEASURED, known
 from lm.runs.metrics import ELSEWHERE_NOTE, is_elsewhere, iter_metrics, marked
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 # Requirements of an export: `dependencies` of pyproject.toml (a test compares).
 NEEDED = ("torch>=2.11,<2.14", "transformers>=5.0,<6", "safetensors>=0.5")
 PAPER = "https://arxiv.org/abs/2503.10799"
-# Place of the model in the snippet: the folder of the card; `with_place` puts the hub's name there.
 HERE = 'path = "."  # this folder; on the hub its name there'
 ALWAYS = (
     "A research model that continues text. It follows no instructions, it may say what is false or"
@@ -120,11 +120,8 @@ def _source(source: Data) -> str:
         page = f"https://huggingface.co/datasets/{source.dataset}"
         return f"[{source.dataset}]({page}), configuration `{source.name}`, streamed"
     if source.source == "traces":
-        traces = source.traces or Traces()
-        listed = traces.gaps if isinstance(traces.gaps, list) else [f"up to {traces.gaps}"]
-        gaps = ", ".join(map(str, listed))
-        words = f"{traces.form} of {traces.letters} elements" if traces.letters else traces.form
-        return f"traces of the group {traces.group} ({words}, gaps of {gaps}), made by fprnn"
+        settings = traces.described(source.traces).items()
+        return f"traces, made by fprnn ({', '.join(f'{key} {value}' for key, value in settings)})"
     return f"{source.source} files, `{Path(source.path or '').name}`"
 
 
@@ -262,11 +259,6 @@ def _snippet(has_code: bool, has_tokenizer: bool) -> list[str]:
         ]
     model = f"model = AutoModelForCausalLM.from_pretrained(path{trust}).eval()"
     return ["```python", *imports, "", HERE, model, *use, "```"]
-
-
-def with_place(text: str, repository: str) -> str:
-    """Return the card whose snippet loads the model from the hub."""
-    return text.replace(HERE, f'path = "{repository}"')
 
 
 def _architecture(model: PreTrainedModel, is_solved: bool) -> list[str]:

@@ -21,7 +21,7 @@ from lm.common.errors import UserError
 # What lm/model/scan.py asks for before it uses this package: a name, since another package may be
 # called `lm`, and the version of `find`, `compute` and of what they call the kernels with. An
 # exported model carries a scan.py of its own, which may be older or newer than what is installed.
-INTERFACE = ("fprnn-kernels", 3)
+INTERFACE = ("fprnn-kernels", 4)
 
 # backend → operation → its module, the backend to be preferred first. An operation that a backend
 # lacks is computed by another.

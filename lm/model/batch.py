@@ -225,36 +225,25 @@ def nll_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     )
 
 
-def log_z_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Summed log²Z over the targets that are not IGNORED, Z = Σ_v exp(logit_v) being what the
-    softmax divides by (docs/recipes.md, "z-loss")."""
-    log_z = in_fp32(logits).logsumexp(-1)
-    return log_z.square().masked_fill(targets == IGNORED, 0.0).sum()
-
-
 def chunked_nll_sum(
     head: Callable[[torch.Tensor], torch.Tensor],
     hidden: torch.Tensor,
     targets: torch.Tensor,
     chunk_tokens: int,
-    log_z: bool = False,
-) -> Any:
+) -> torch.Tensor:
     """`nll_sum` of head(hidden) without ever holding all logits: those of a chunk of tokens are
     computed again in the backward.
 
     Args:
         head: hidden (…,d_model) → logits. hidden: (b,l,d_model). targets: (b,l).
-        log_z: `log_z_sum` as well: the two sums.
     """
 
     def of_chunk(hidden, targets):
-        logits = in_fp32(head(hidden))
-        nll = nll_sum(logits, targets)
-        return (nll, log_z_sum(logits, targets)) if log_z else nll
+        return nll_sum(in_fp32(head(hidden)), targets)
 
     chunks = zip(hidden.flatten(0, 1).split(chunk_tokens), targets.flatten().split(chunk_tokens))
     sums = [checkpoint(of_chunk, h, t, use_reentrant=False) for h, t in chunks]
-    return tuple(map(sum, zip(*sums))) if log_z else sum(sums)
+    return sum(sums)
 
 
 def number_of(
@@ -350,8 +339,8 @@ class FPRNNOutput(ModelOutput):
 
 @_output
 class FPRNNCausalLMOutput(ModelOutput):
-    """loss (scalar); logits (b,l,vocab_size) in fp32, None under `loss_only`; log_z (scalar), if it
-    was asked for; the rest as in FPRNNOutput."""
+    """loss (scalar); logits (b,l,vocab_size) in fp32, None under `loss_only`; the rest as in
+    FPRNNOutput."""
 
     loss: torch.FloatTensor | None = None
     logits: torch.FloatTensor | None = None
@@ -359,5 +348,4 @@ class FPRNNCausalLMOutput(ModelOutput):
     fixed_point: FixedPointReport | None = None
     state: FPRNNState | None = None
     cache: FPRNNCache | None = None
-    log_z: torch.FloatTensor | None = None
     attentions: None = None

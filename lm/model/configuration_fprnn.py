@@ -9,8 +9,18 @@ from typing import Any
 from transformers.configuration_utils import PretrainedConfig
 
 from .checksums import forget
-from .fields import FIELDS, TOKENS, check_sizes, parse_gradient, parse_schedule
-from .patterns import FIXED_POINT, Layer, parse
+from .fields import (
+    FIELDS,
+    FIXED_POINT,
+    GATED,
+    KINDS,
+    TOKENS,
+    Layer,
+    heads_of,
+    parse,
+    parse_gradient,
+    parse_schedule,
+)
 
 # `model_type` of our models in a config.json: the second where a mixer travels along that no other
 # code has, so that transformers takes the checkpoint's own code, if it is trusted, for ours.
@@ -64,6 +74,7 @@ REMOVED = {
     "d_conv": 4,
     "norm_epsilon": 1e-5,
     "patience": 15,
+    "adjoint_clip": None,
 }
 # What models of transformers have by convention; a recurrence has no longest input, but
 # lm-evaluation-harness cuts contexts to max_position_embeddings.
@@ -255,6 +266,140 @@ class FPRNNConfig(PretrainedConfig):
                 f"gradient `{self.gradient}` goes through tokens that are solved: it needs token"
                 " `exact`; of the paper's iteration it is `implicit`"
             )
+
+
+H_DEP = {"b_h_dep": True, "c_h_dep": True, "dt_h_dep": False, "gate_h_dep": True}  # of FP-Mamba
+MAX_DENSE = 256  # d_inner above which selective_dense is refused: it costs O(d³) per token
+
+
+def nearest_divisor(whole: int, wanted: int) -> int:
+    """The divisor of `whole` that is nearest to `wanted`."""
+    divisors = (m for m in range(1, whole + 1) if whole % m == 0)
+    return min(divisors, key=lambda m: abs(m - wanted))
+
+
+def check_sizes(config: Any, kind: str) -> None:
+    """Find out whether the sizes of a layer of some kind go together.
+
+    Args: config: the FPRNNConfig of the layer. kind: see fields.KINDS.
+    Raises:
+        ValueError: they do not; names the field, and what would do.
+    """
+    if "expand" in KINDS[kind]:
+        _check_width(config)
+    if "ngroups" in KINDS[kind]:
+        _check_groups(config)
+    if kind == "mamba3" and config.d_state < 4:
+        raise ValueError(
+            f"d_state is {config.d_state}: mamba3 turns pairs in half of its channels, so it must"
+            " be 4 or more"
+        )
+    if kind.startswith("fp_"):
+        _check_mixer(config, kind)
+        _check_centroids(config, kind)
+    if "n_heads" in KINDS[kind]:
+        _check_heads(config, kind)
+
+
+def _check_width(config):
+    width = config.expand * config.d_model
+    if config.d_inner < 1 or abs(config.d_inner - width) > 1e-6 * width:
+        nearest = max(1, config.d_inner)
+        raise ValueError(
+            f"expand is {config.expand:g}: d_inner = expand · d_model must be a whole number, and"
+            f" {config.expand:g} · {config.d_model} is none; {nearest / config.d_model:.9g} gives"
+            f" {nearest}"
+        )
+
+
+def _check_groups(config):
+    d = config.d_inner
+    if d % config.headdim:
+        raise ValueError(
+            f"headdim is {config.headdim}: it must divide d_inner = expand · d_model = {d}, as"
+            f" {nearest_divisor(d, config.headdim)} does"
+        )
+    heads = d // config.headdim
+    if heads % config.ngroups:
+        raise ValueError(
+            f"ngroups is {config.ngroups}: it must divide the {heads} heads (d_inner / headdim),"
+            f" as {nearest_divisor(heads, config.ngroups)} does"
+        )
+
+
+def _check_mixer(config, kind):
+    d = config.d_inner
+    if kind == "fp_rnn" and config.glu_in_loop:
+        raise ValueError(
+            "glu_in_loop is for fp_mamba1 and fp_mamba2: fp_rnn iterates its state itself"
+        )
+    for name, default in H_DEP.items():
+        if kind == "fp_rnn" and getattr(config, name) != default:
+            raise ValueError(
+                f"{name} is {getattr(config, name)}, which only fp_mamba1 and fp_mamba2 can have;"
+                f" of fp_rnn it must be {default}"
+            )
+    if config.glu_in_loop and not config.gate_h_dep:
+        raise ValueError(
+            "gate_h_dep is False: with glu_in_loop the gate is inside the iteration and reads x"
+            " alone as it is; leave gate_h_dep True (in this layer's options)"
+        )
+    if config.mixer_gate_start and config.mixer not in GATED:
+        raise ValueError(
+            f"mixer_gate_start is {config.mixer_gate_start}: it is for mixers with gates"
+            f" ({', '.join(GATED)}), not for {config.mixer}: leave it 0 (in this layer's options)"
+        )
+    if config.mixer == "monarch" and d % config.mixer_rank:
+        raise ValueError(
+            f"mixer_rank is {config.mixer_rank}: of monarch it is the block size and must divide"
+            f" d_inner = expand · d_model = {d}, as {nearest_divisor(d, config.mixer_rank)} does"
+        )
+    if config.mixer == "selective_dense" and d > MAX_DENSE:
+        raise ValueError(
+            f"selective_dense builds a {d}×{d} matrix per token and iteration: d_inner ="
+            f" expand · d_model may be at most {MAX_DENSE}"
+        )
+    if config.mixer_proj_rank is not None and config.mixer not in ("householder", "dplr"):
+        raise ValueError(f"mixer_proj_rank is for householder and dplr, not for {config.mixer}")
+
+
+def _check_centroids(config, kind):
+    k = config.state_centroids
+    if k and "state_centroids" not in KINDS[kind]:
+        raise ValueError(
+            f"state_centroids is {k}: it is of fp_mamba1 and fp_mamba2, whose states have one"
+            f" length, not of {kind}: leave it 0"
+        )
+    mixer_reads = config.mixer_h_dep and config.mixer != "nonselective"
+    if k and not (mixer_reads or config.b_h_dep or config.c_h_dep or config.dt_h_dep):
+        raise ValueError(
+            f"state_centroids is {k}, and nothing reads sh(y): set b_h_dep, c_h_dep, dt_h_dep, or"
+            " mixer_h_dep of a mixer that is not nonselective"
+        )
+
+
+def _check_heads(config, kind):
+    d, heads = config.d_model, heads_of(config)
+    if d % heads:
+        raise ValueError(
+            f"n_heads is {config.n_heads} ({heads} heads): it must divide d_model = {d},"
+            f" as {nearest_divisor(d, heads)} does"
+        )
+    if "expand" in KINDS[kind] and config.d_inner % heads:
+        raise ValueError(
+            f"n_heads is {config.n_heads} ({heads} heads): it must divide d_inner = expand ·"
+            f" d_model = {config.d_inner}, too, as {nearest_divisor(config.d_inner, heads)} does"
+        )
+    if kind in ("rwkv7", "slstm") and heads == d:
+        raise ValueError(
+            f"n_heads is {config.n_heads}: {kind} normalises each head, which must be wider than"
+            f" one of the {d} channels"
+        )
+    if kind == "attention" and config.position == "rope" and (d // heads) % 2:
+        raise ValueError(
+            f"d_model / n_heads is {d // heads}: RoPE rotates pairs, so it must be even; or set"
+            " position to nope"
+        )
 
 
 def _signature() -> inspect.Signature:

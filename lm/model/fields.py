@@ -1,15 +1,15 @@
 """The fields of a model and of its solver: name, default, what each can be, and what it means.
 
 `FPRNNConfig`, the sections `model:` and `solver:` of the YAML and docs/config.md are made from it.
-Below them: which sizes of a layer go together, and what those left open are.
+Below them: the kinds of layers, and the language of layer patterns, `"mamba*3 fp_mamba1 mlp"` or a
+list with options.
 """
 
+import difflib
 import math
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
-
-from .patterns import KINDS
 
 AUTO_WINDOW = 128
 TOKENS = ("auto", "exact", "iterate")
@@ -382,13 +382,6 @@ SOLVER = {
         " which has neither `exact` nor `adjoint:K`.",
     ),
     "n_backwards": Field(1, COUNT, "Steps of the `one_step` gradient (App. B.2)."),
-    "adjoint_clip": Field(
-        None,
-        POSITIVE,
-        "In the exact gradient, what reaches a token from later ones is at most so many times the"
-        " largest that reaches one of the sequence from above; `null`: no limit.",
-        (None,),
-    ),
     "state_noise": Field(
         0.0,
         Number(0),
@@ -413,14 +406,6 @@ MIXERS = (
     "mixture",
 )
 GATED = ("householder", "dplr", "kronecker", "monarch", "mixture")  # mixers with gates a_t
-H_DEP = {"b_h_dep": True, "c_h_dep": True, "dt_h_dep": False, "gate_h_dep": True}  # of FP-Mamba
-MAX_DENSE = 256  # d_inner above which selective_dense is refused: it costs O(d³) per token
-
-
-def nearest_divisor(whole: int, wanted: int) -> int:
-    """The divisor of `whole` that is nearest to `wanted`."""
-    divisors = (m for m in range(1, whole + 1) if whole % m == 0)
-    return min(divisors, key=lambda m: abs(m - wanted))
 
 
 def heads_of(config: Any) -> int:
@@ -441,125 +426,175 @@ def width_of_mlp(config: Any) -> int:
     return -(-8 * config.d_model // (3 * 64)) * 64 if config.d_ff == "auto" else config.d_ff
 
 
-def check_sizes(config: Any, kind: str) -> None:
-    """Find out whether the sizes of a layer of some kind go together.
+FIXED_POINT = ("fp_mamba1", "fp_mamba2", "fp_rnn")
+_OF_MIXERS = (
+    "mixer",
+    "mixer_rank",
+    "mixer_proj_rank",
+    "mixer_act",
+    "mixer_gate_start",
+    "eigen_range",
+    "kronecker_norm",
+    "contractive",
+    "mixer_h_dep",
+    "symm_mixer",
+)
+_OF_BLOCKS = (
+    "expand",
+    "use_short_conv",
+    "out_norm_epsilon",
+    "out_start",
+    "eps",
+)
+_OF_FP_MAMBA = (
+    *_OF_MIXERS,
+    *_OF_BLOCKS,
+    "d_state",
+    "b_h_dep",
+    "c_h_dep",
+    "dt_h_dep",
+    "gate_h_dep",
+    "bc_norm",
+    "glu_in_loop",
+    "state_centroids",
+)
+_OF_DELTA = ("n_heads", "headdim", "expand", "allow_neg_eigval")
+# Every kind of layer, and the fields of FPRNNConfig that it reads: these may be its options.
+KINDS = {
+    "fp_mamba1": (*_OF_FP_MAMBA, "dt_rank"),
+    "fp_mamba2": (*_OF_FP_MAMBA, "headdim", "ngroups"),
+    "fp_rnn": (*_OF_MIXERS, *_OF_BLOCKS),
+    "mamba": ("expand", "d_state", "dt_rank"),
+    "mamba2": ("expand", "d_state", "headdim", "ngroups"),
+    "mamba3": ("expand", "d_state", "headdim", "ngroups"),
+    "gated_deltanet": _OF_DELTA,
+    "gated_deltaproduct": (*_OF_DELTA, "n_householder"),
+    "deltaproduct": (*_OF_DELTA, "n_householder"),
+    "kda": _OF_DELTA,
+    "rwkv7": ("n_heads", "headdim"),
+    "slstm": ("n_heads", "headdim"),
+    "m2rnn": ("expand", "d_state", "headdim", "ngroups"),
+    "attention": ("n_heads", "position", "attention_window"),
+    "mlp": ("d_ff",),
+    "lstm": (),
+}
+_WIDE_MAMBA, _WIDE_MAMBA2 = ("A_log", "D", "dt_proj.bias"), ("A_log", "D", "dt_bias")
+_WIDE_DELTA = ("A_log", "dt_bias")
+# What the short forms of `model.name` stand for: n_layer times these layers.
+STACKS = {
+    "mamba": "mamba",
+    "mamba2": "mamba2",
+    "mamba3": "mamba3 mlp",
+    "transformer": "attention mlp",
+    "lstm": "lstm",
+    "gated_deltanet": "gated_deltanet mlp",
+    "deltaproduct": "deltaproduct mlp",
+    "gated_deltaproduct": "gated_deltaproduct mlp",
+    "kda": "kda mlp",
+    "rwkv7": "rwkv7 mlp",
+    "slstm": "slstm mlp",
+    "m2rnn": "m2rnn mlp",
+}
+# Parameters whose exp() and softplus() need more digits than half precision has.
+IN_FP32 = {
+    "fp_mamba1": _WIDE_MAMBA,
+    "mamba": _WIDE_MAMBA,
+    "fp_mamba2": _WIDE_MAMBA2,
+    "mamba2": _WIDE_MAMBA2,
+    "gated_deltanet": _WIDE_DELTA,
+    "gated_deltaproduct": _WIDE_DELTA,
+    "kda": _WIDE_DELTA,
+    "mamba3": ("D", "dt_bias"),
+    "m2rnn": _WIDE_MAMBA2,
+}
 
-    Args: config: the FPRNNConfig of the layer. kind: see patterns.KINDS.
+
+class Layer(NamedTuple):
+    """One layer of a pattern."""
+
+    kind: str  # of KINDS
+    options: dict  # fields of FPRNNConfig that are others in this layer
+
+
+def pattern_of(layers: Any) -> list[Layer]:
+    """The Layers that a pattern names, once.
+
+    Args:
+        layers: a line of kinds, each with a count if it likes (`mamba*3`), or a list of such lines
+            and of mappings {kind: {field: value}}.
     Raises:
-        ValueError: they do not; names the field, and what would do.
+        ValueError: as `parse`, but for n_layer.
     """
-    if "expand" in KINDS[kind]:
-        _check_width(config)
-    if "ngroups" in KINDS[kind]:
-        _check_groups(config)
-    if kind == "mamba3" and config.d_state < 4:
+    pattern = []
+    for item in [layers] if isinstance(layers, str) else _checked_list(layers):
+        if isinstance(item, str):
+            for word in item.split():
+                pattern += _repeated(word, {})
+        else:
+            pattern += _with_options(item)
+    if not pattern:
+        raise ValueError("layers is empty: it must name a layer, as `mamba*3 fp_mamba1` does")
+    kinds = sorted({layer.kind for layer in pattern} & set(FIXED_POINT))
+    if len(kinds) > 1:
         raise ValueError(
-            f"d_state is {config.d_state}: mamba3 turns pairs in half of its channels, so it must"
-            " be 4 or more"
+            f"layers has {' and '.join(kinds)}: the fixed-point layers of one model are of one"
+            " kind, since its solver's defaults are those of that kind"
         )
-    if kind.startswith("fp_"):
-        _check_mixer(config, kind)
-        _check_centroids(config, kind)
-    if "n_heads" in KINDS[kind]:
-        _check_heads(config, kind)
+    return pattern
 
 
-def _check_width(config):
-    width = config.expand * config.d_model
-    if config.d_inner < 1 or abs(config.d_inner - width) > 1e-6 * width:
-        nearest = max(1, config.d_inner)
+def parse(layers: Any, n_layer: int) -> list[Layer]:
+    """The layers of a model, one after the other.
+
+    Args: layers: see `pattern_of`. n_layer: how many there are; a pattern of fewer is repeated.
+    Returns:
+        n_layer Layers.
+    Raises:
+        ValueError: an unknown kind, an option that the kind does not have, several kinds of
+            fixed-point layers, a pattern that does not fit n_layer.
+    """
+    pattern = pattern_of(layers)
+    if n_layer % len(pattern):
+        fitting = len(pattern) * max(1, round(n_layer / len(pattern)))
         raise ValueError(
-            f"expand is {config.expand:g}: d_inner = expand · d_model must be a whole number, and"
-            f" {config.expand:g} · {config.d_model} is none; {nearest / config.d_model:.9g} gives"
-            f" {nearest}"
+            f"layers has {len(pattern)} layers, and n_layer is {n_layer}: n_layer must be"
+            f" {len(pattern)}, or a multiple of it that repeats the pattern, as {fitting} is"
         )
+    return pattern * (n_layer // len(pattern))
 
 
-def _check_groups(config):
-    d = config.d_inner
-    if d % config.headdim:
+def _checked_list(layers):
+    if isinstance(layers, list | tuple) and all(isinstance(item, str | dict) for item in layers):
+        return layers
+    raise ValueError(
+        f"layers is {layers!r}: it must be a line such as `mamba*3 fp_mamba1`, or a list of kinds"
+        " and of mappings {kind: {option: value}}"
+    )
+
+
+def _with_options(item):
+    if len(item) != 1 or not isinstance(next(iter(item.values())), dict):
         raise ValueError(
-            f"headdim is {config.headdim}: it must divide d_inner = expand · d_model = {d}, as"
-            f" {nearest_divisor(d, config.headdim)} does"
+            f"layers has {item!r}: a layer with options is a mapping of one kind to its options,"
+            " {fp_mamba1: {mixer_rank: 2}}"
         )
-    heads = d // config.headdim
-    if heads % config.ngroups:
-        raise ValueError(
-            f"ngroups is {config.ngroups}: it must divide the {heads} heads (d_inner / headdim),"
-            f" as {nearest_divisor(heads, config.ngroups)} does"
-        )
+    ((word, options),) = item.items()
+    return _repeated(str(word), options)
 
 
-def _check_mixer(config, kind):
-    d = config.d_inner
-    if kind == "fp_rnn" and config.glu_in_loop:
-        raise ValueError(
-            "glu_in_loop is for fp_mamba1 and fp_mamba2: fp_rnn iterates its state itself"
-        )
-    for name, default in H_DEP.items():
-        if kind == "fp_rnn" and getattr(config, name) != default:
+def _repeated(word, options):
+    kind, star, count = word.partition("*")
+    if kind not in KINDS:
+        near = difflib.get_close_matches(kind, KINDS, 1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise ValueError(f"layers names `{kind}`{hint}: the kinds are {', '.join(KINDS)}")
+    if star and not (count.isdecimal() and int(count) > 0):
+        raise ValueError(f"layers has `{word}`: a count is a whole number above 0, as in {kind}*3")
+    for name in options:
+        if name not in KINDS[kind]:
+            near = difflib.get_close_matches(name, KINDS[kind], 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
             raise ValueError(
-                f"{name} is {getattr(config, name)}, which only fp_mamba1 and fp_mamba2 can have;"
-                f" of fp_rnn it must be {default}"
+                f"layers gives `{name}` to {kind}{hint}: its options are {', '.join(KINDS[kind])}"
             )
-    if config.glu_in_loop and not config.gate_h_dep:
-        raise ValueError(
-            "gate_h_dep is False: with glu_in_loop the gate is inside the iteration and reads x"
-            " alone as it is; leave gate_h_dep True (in this layer's options)"
-        )
-    if config.mixer_gate_start and config.mixer not in GATED:
-        raise ValueError(
-            f"mixer_gate_start is {config.mixer_gate_start}: it is for mixers with gates"
-            f" ({', '.join(GATED)}), not for {config.mixer}: leave it 0 (in this layer's options)"
-        )
-    if config.mixer == "monarch" and d % config.mixer_rank:
-        raise ValueError(
-            f"mixer_rank is {config.mixer_rank}: of monarch it is the block size and must divide"
-            f" d_inner = expand · d_model = {d}, as {nearest_divisor(d, config.mixer_rank)} does"
-        )
-    if config.mixer == "selective_dense" and d > MAX_DENSE:
-        raise ValueError(
-            f"selective_dense builds a {d}×{d} matrix per token and iteration: d_inner ="
-            f" expand · d_model may be at most {MAX_DENSE}"
-        )
-    if config.mixer_proj_rank is not None and config.mixer not in ("householder", "dplr"):
-        raise ValueError(f"mixer_proj_rank is for householder and dplr, not for {config.mixer}")
-
-
-def _check_centroids(config, kind):
-    k = config.state_centroids
-    if k and "state_centroids" not in KINDS[kind]:
-        raise ValueError(
-            f"state_centroids is {k}: it is of fp_mamba1 and fp_mamba2, whose states have one"
-            f" length, not of {kind}: leave it 0"
-        )
-    mixer_reads = config.mixer_h_dep and config.mixer != "nonselective"
-    if k and not (mixer_reads or config.b_h_dep or config.c_h_dep or config.dt_h_dep):
-        raise ValueError(
-            f"state_centroids is {k}, and nothing reads sh(y): set b_h_dep, c_h_dep, dt_h_dep, or"
-            " mixer_h_dep of a mixer that is not nonselective"
-        )
-
-
-def _check_heads(config, kind):
-    d, heads = config.d_model, heads_of(config)
-    if d % heads:
-        raise ValueError(
-            f"n_heads is {config.n_heads} ({heads} heads): it must divide d_model = {d},"
-            f" as {nearest_divisor(d, heads)} does"
-        )
-    if "expand" in KINDS[kind] and config.d_inner % heads:
-        raise ValueError(
-            f"n_heads is {config.n_heads} ({heads} heads): it must divide d_inner = expand ·"
-            f" d_model = {config.d_inner}, too, as {nearest_divisor(config.d_inner, heads)} does"
-        )
-    if kind in ("rwkv7", "slstm") and heads == d:
-        raise ValueError(
-            f"n_heads is {config.n_heads}: {kind} normalises each head, which must be wider than"
-            f" one of the {d} channels"
-        )
-    if kind == "attention" and config.position == "rope" and (d // heads) % 2:
-        raise ValueError(
-            f"d_model / n_heads is {d // heads}: RoPE rotates pairs, so it must be even; or set"
-            " position to nope"
-        )
+    return [Layer(kind, options)] * (int(count) if star else 1)

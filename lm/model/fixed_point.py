@@ -13,7 +13,6 @@ from torch import nn
 from .cell import Own, solve_low_rank
 from .fields import AUTO_WINDOW, parse_gradient, parse_schedule
 from .full_rank import FullRank, solve_by_iterating
-from .gradient import adjoint_gradient, clipped, implicit_gradient
 from .layers import (
     Centroids,
     Projection,
@@ -33,7 +32,9 @@ from .solver import (
     SHARES,
     Rule,
     Solution,
+    adjoint_gradient,
     count_iterations_of,
+    implicit_gradient,
     relative_residual,
     solve_paper,
     solve_sequential,
@@ -480,7 +481,7 @@ class FixedPointBlock(nn.Module):
     def _solve_sequential(self, s):
         if not torch.is_grad_enabled():
             return solve_sequential(self.one_token, s)
-        clip, adjoint_norm = self.settings(s.seqs).adjoint_clip, s.seqs.adjoint_norm
+        adjoint_norm = s.seqs.adjoint_norm
         longest = []
 
         def remember(v):
@@ -496,11 +497,6 @@ class FixedPointBlock(nn.Module):
                 adjoint_norm.copy_(torch.maximum(adjoint_norm, norms.detach()))
 
         def one_token(now):
-            state = now.seqs.state
-            if state is not None and state.y.requires_grad:
-                link = state.y.view_as(state.y)
-                link.register_hook(lambda g: clipped(g.unsqueeze(1), clip, longest[-1])[:, 0])
-                now = now._replace(seqs=now.seqs._replace(state=state._replace(y=link)))
             y, h, outcome = self.one_token(now)
             if y.requires_grad:
                 y.register_hook(watch)
@@ -529,7 +525,6 @@ class FixedPointBlock(nn.Module):
                 lambda y: self.explicit(constants, y, of_y_alone=True)[0],
                 y_star,
                 terms,
-                c.adjoint_clip,
                 s.seqs.adjoint_norm,
                 self.rule(c).tol,
                 product_dtype(self.out_proj.weight),

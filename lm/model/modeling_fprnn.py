@@ -29,29 +29,26 @@ from .batch import (
     ends_among,
     in_fp32,
     kept,
-    log_z_sum,
     nll_sum,
     number_of,
     one_cache,
     refuse_unknown,
     targets_of,
 )
-from .blocks import FPRNN
+from .blocks import FPRNN, whole_solve
 from .cell import find_root
 from .certified_root import find_certified_roots
 from .checksums import refuse_changed
 from .configuration_fprnn import FPRNNConfig, refuse_solver_token
 from .delta import GatedDeltaNet
 from .diagonal import Mamba
-from .fields import SOLVER, parse_gradient
+from .fields import FIXED_POINT, IN_FP32, SOLVER, parse_gradient
 from .fixed_point import FixedPointBlock
 from .full_rank import solve_by_iterating
-from .gradient import whole_solve
 from .layers import RMSNorm, on_cpu
 from .mixer_base import Mixer
 from .mixers import build_mixer, nrm
 from .operators import bundled_kernels, compiling
-from .patterns import FIXED_POINT, IN_FP32
 from .scan import selective_scan
 from .solver import NonFiniteError, all_finite, asserted, explained, read_flags, stack_flags
 from .stack import FPRNNLayer, initialise, initialise_once, let_be_known
@@ -526,7 +523,6 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         position_ids: torch.Tensor | None = None,
         seq_idx: torch.Tensor | None = None,
         count_iterations: bool = False,
-        log_z: bool = False,
         cache: FPRNNCache | None = None,
         **kwargs: Any,
     ) -> FPRNNCausalLMOutput | tuple[Any, ...]:
@@ -537,7 +533,6 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             logits_to_keep: only the last so many positions' logits (0: all), or a tensor: see
                 loss.kept. The loss is then over these alone.
             loss_only: no logits; the loss is computed LOSS_CHUNK_TOKENS at a time.
-            log_z: also the mean of log²Z over the same targets; it is no part of the loss.
             state, return_state, past_key_values, use_cache, position_ids, seq_idx,
                 count_iterations and what is raised: see FPRNNModel.forward. The last target of a
                 segment is the first token of the next: segments are trained with shift_labels.
@@ -550,7 +545,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         # 1. What is to be predicted, (b,l).
         targets = targets_of(labels, kwargs.pop("shift_labels", None))
         num_items = kwargs.get("num_items_in_batch")
-        self._check_targets(targets, loss_only, logits_to_keep, log_z)
+        self._check_targets(targets, loss_only, logits_to_keep)
         if loss_only and use_cache is None:
             use_cache = False  # nothing is to go on from here
 
@@ -575,10 +570,10 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         # 3. The head: logits (b,·,vocab_size), and the loss.
         hidden = outputs.last_hidden_state
         if loss_only:
-            scored = self._loss_in_chunks(hidden, targets, num_items, log_z)
+            total = chunked_nll_sum(self.lm_head, hidden, targets, LOSS_CHUNK_TOKENS)
+            logits, loss = None, total / number_of(targets, num_items)
         else:
-            scored = self._logits_and_loss(hidden, targets, logits_to_keep, num_items, log_z)
-        logits, loss, mean_log_z = scored
+            logits, loss = self._logits_and_loss(hidden, targets, logits_to_keep, num_items)
         self._check_finite(outputs.is_finite, logits, loss)
         output = FPRNNCausalLMOutput(
             loss=loss,
@@ -587,30 +582,16 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             fixed_point=outputs.fixed_point,
             state=outputs.state,
             **{CACHE: getattr(outputs, CACHE)},
-            log_z=mean_log_z,
         )
         return output if _as_dict(return_dict, self.config) else output.to_tuple()
 
-    def _loss_in_chunks(self, hidden, targets, num_items, log_z):
-        """None for the logits, the loss, and the mean of log²Z if asked for."""
-        total = chunked_nll_sum(self.lm_head, hidden, targets, LOSS_CHUNK_TOKENS, log_z)
-        count = number_of(targets, num_items)
-        if not log_z:
-            return None, total / count, None
-        nll, of_z = total
-        return None, nll / count, of_z / count
-
-    def _logits_and_loss(self, hidden, targets, logits_to_keep, num_items, log_z):
-        """The logits (b,·,vocab_size), and over the same positions the loss, given targets, and
-        the mean of log²Z if asked for."""
+    def _logits_and_loss(self, hidden, targets, logits_to_keep, num_items):
+        """Return the logits (b,·,vocab_size) and, given targets, the loss over these positions."""
         logits = in_fp32(self.lm_head(kept(hidden, logits_to_keep)))
         if targets is None:
-            return logits, None, None
+            return logits, None
         those = kept(targets, logits_to_keep)
-        count = number_of(those, num_items)
-        loss = nll_sum(logits, those) / count
-        mean_log_z = log_z_sum(logits, those) / count if log_z else None
-        return logits, loss, mean_log_z
+        return logits, nll_sum(logits, those) / number_of(those, num_items)
 
     def _check_finite(self, of_backbone, logits, loss):
         """Read the flags of the whole pass at once; refuse the pass if one is False.
@@ -634,11 +615,10 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             symptom = "finite hidden states gave a logit or a loss that is NaN or infinite"
             raise explained("the head", self.lm_head, self.config, symptom)
 
-    def _check_targets(self, targets, loss_only, logits_to_keep, log_z):
-        """Raise a ValueError where a loss, or a part of it, would be missing without a word."""
-        if targets is None and (loss_only or log_z):
-            which = "loss_only" if loss_only else "log_z"
-            raise ValueError(f"{which} needs labels or shift_labels")
+    def _check_targets(self, targets, loss_only, logits_to_keep):
+        """Raise a ValueError if a loss would be missing without a word."""
+        if targets is None and loss_only:
+            raise ValueError("loss_only needs labels or shift_labels")
         if loss_only and (torch.is_tensor(logits_to_keep) or logits_to_keep):
             raise ValueError("loss_only is of all tokens: logits_to_keep must be 0 with it")
 

@@ -31,7 +31,7 @@ from .operators import bundled_kernels, compiling, opaque
 
 logger = logging.get_logger(__name__)
 
-INTERFACE = ("fprnn-kernels", 3)  # of lm.kernels, as this file uses it
+INTERFACE = ("fprnn-kernels", 4)  # of lm.kernels, as this file uses it
 
 # Largest temporary (in bytes) that may be kept for one solve (decays) or one backward slice.
 MAX_TEMPORARY = 512 * 2**20
@@ -307,24 +307,29 @@ def selective_scan(
     return selective_scan_plain(*inputs, decays) if found is None else found  # type: ignore[call-arg]
 
 
-def _selective_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    h0: torch.Tensor | None,
-    keep: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    y, h = selective_scan(x, dt, A, B, C, h0, keep)
-    return y.contiguous(), h.contiguous()
+def _operator_of(scan, state_shape):
+    """The operator that computes `scan`. state_shape: (x, A, B) → the shape of the final state."""
+
+    def operator(
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        h0: torch.Tensor | None,
+        keep: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        y, h = scan(x, dt, A, B, C, h0, keep)
+        return y.contiguous(), h.contiguous()
+
+    def shapes(x, dt, A, B, C, h0, keep):
+        return x.new_empty(x.shape), x.new_empty(state_shape(x, A, B))
+
+    operator.__name__ = scan.__name__
+    return opaque(operator, shapes, 2)
 
 
-def _scan_shapes(x, dt, A, B, C, h0, keep):
-    return x.new_empty(x.shape), x.new_empty(x.shape[0], *A.shape)
-
-
-_scan_operator = opaque(_selective_scan, _scan_shapes, 2)
+_scan_operator = _operator_of(selective_scan, lambda x, A, B: (x.shape[0], *A.shape))
 
 
 def _same_dtype(*tensors):
@@ -484,25 +489,9 @@ def ssd_scan(
         return y.flatten(1, 2)[:, :length], state
 
 
-def _ssd_scan(
-    x: torch.Tensor,
-    dt: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    C: torch.Tensor,
-    h0: torch.Tensor | None,
-    keep: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    y, h = ssd_scan(x, dt, A, B, C, h0, keep)
-    return y.contiguous(), h.contiguous()
-
-
-def _ssd_shapes(x, dt, A, B, C, h0, keep):
-    b, _, heads, p = x.shape
-    return x.new_empty(x.shape), x.new_empty(b, heads, p, B.shape[-1])
-
-
-_ssd_operator = opaque(_ssd_scan, _ssd_shapes, 2)
+_ssd_operator = _operator_of(
+    ssd_scan, lambda x, A, B: (x.shape[0], x.shape[2], x.shape[3], B.shape[-1])
+)
 
 
 def _few_conv(x, weight, bias):

@@ -3,7 +3,9 @@
 With `token: exact` (cell.py) the recurrence is explicit, y_t = F(what comes before t): it has one
 solution, which `solve_sequential` computes and `solve_windows` iterates to. With `token: iterate`
 the paper's f is iterated: by `solve_paper`, all tokens of the batch at once until the batch has
-converged (App. B.4), or by `solve_windows`. No gradients flow through an iteration.
+converged (App. B.4), or by `solve_windows`. No gradients flow through an iteration:
+`implicit_gradient` and `adjoint_gradient` attach the gradient of the solution, which they find by
+an iteration in the backward.
 
 A number that is not finite is never returned: it would be a loss of NaN, or a token sampled from
 it, without a word. Where, why and what helps is said.
@@ -11,6 +13,7 @@ it, without a word. Where, why and what helps is said.
 Shape suffixes: b batch, l length, d channels; w tokens of a window.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -355,3 +358,121 @@ def stats_of(residual: torch.Tensor, outcome: torch.Tensor, evaluations: float) 
         (outcome & what != 0).to(residual.dtype).mean(1) for what in (FAILED, BISECTED, LIMITED)
     )
     return FixedPointStats(evaluations, failed, bisected, limited, residual)
+
+
+DIVERGED = "the solve in the backward of `gradient: implicit` diverged"
+CURE = (
+    "The layer does not contract at its fixed point: use gradient exact (with token exact),"
+    " one_step, or bound the mixer (contractive: 0.9)"
+)
+
+MOST_GROWTH = 1e3  # of g over v, beyond which an iteration that has not converged will not do so
+
+# Machine epsilons of the products below which a change of the adjoint that no longer shrinks is
+# rounding: under bf16 it stays there for ever.
+ROUNDING = 8
+
+
+def implicit_gradient(
+    f: Callable[[torch.Tensor], torch.Tensor], y_star: torch.Tensor, first: torch.Tensor, rule: Rule
+) -> torch.Tensor:
+    """`first` = f(y*) with the true gradient of the fixed point attached (paper Eq. 16).
+
+    The cotangent v of y* becomes g = (I − J)⁻ᵀ v, J = ∂f/∂y at y*, the fixed point of the Neumann
+    iteration g ← v + Jᵀ g, found in the backward by the paper's solver, with its damping.
+
+    Args:
+        f: the iteration. y_star: (b,l,d), detached. first: f(y*), which carries the graph to the
+        parameters. rule: tolerance and ℓmax of the backward solve.
+    Raises (in the backward):
+        NonFiniteError: the iteration for g diverged. One that has not converged is warned of.
+    """
+    if not (torch.is_grad_enabled() and first.requires_grad):
+        return first
+    y0 = y_star.detach().requires_grad_()
+    f0 = f(y0)
+
+    def solve_for_g(v):
+        def neumann(g):
+            return v + torch.autograd.grad(f0, y0, g, retain_graph=True)[0]
+
+        try:
+            g, stats, *_ = solve_paper(neumann, v, rule._replace(quantile=1.0))
+        except NonFiniteError as e:
+            raise NonFiniteError(f"{DIVERGED}: {e}. {CURE}") from None
+        if not stats.converged.all():
+            growth = (g.abs().max() / v.abs().max()).item()
+            if growth > MOST_GROWTH:
+                raise NonFiniteError(f"{DIVERGED}: it grew {growth:.0e}-fold. {CURE}")
+            missed = f"relative residual {stats.residual.max():.1e}, not below {rule.tol:g}"
+            text = f"the implicit gradient is not exact: {missed}. {CURE}"
+            warnings.warn(text, stacklevel=2)
+        return g
+
+    y = first.view_as(first)
+    y.register_hook(solve_for_g)
+    return y
+
+
+def adjoint_gradient(
+    F: Callable[[torch.Tensor], torch.Tensor],
+    F_of_y: Callable[[torch.Tensor], torch.Tensor],
+    y_star: torch.Tensor,
+    terms: int | None,
+    norms: torch.Tensor | None,
+    tol: float,
+    products: torch.dtype,
+) -> torch.Tensor:
+    """F(y*) with the gradient of the explicit recurrence's solution attached.
+
+    The cotangent v of y* becomes g = Σ_k (Jᵀ)ᵏ v, J = ∂F/∂y at y*. F at token t reads tokens before
+    t alone, so Jᴸ = 0 and L terms are all there are. Fewer do: later ones are below the tolerance
+    that y* itself was found to, or rounding.
+
+    Args:
+        F: (b,l,d) → (b,l,d). F_of_y: the same, whose graph goes to y alone; it is computed in the
+        backward, under the autocast of now.
+        y_star: (b,l,d), detached. terms: K, of the sum's terms after the first; None: until the
+        largest change of a sequence is below tol of the largest entry, or rounding.
+        norms: where the backward writes max ‖g_t‖ / max ‖v_t‖ of every sequence, (b,).
+        products: the dtype that F multiplies in.
+    """
+    first = F(y_star)
+    if not first.requires_grad:
+        return first
+    device = y_star.device.type
+    dtype, on = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+    autocast = torch.autocast(device, dtype, enabled=on)
+
+    def sum_up(v):
+        most = v.shape[1] if terms is None else terms
+        longest, g = _longest(v), v
+        with torch.enable_grad(), autocast:  # a graph of its own: `first`'s may be a checkpoint's
+            y0 = y_star.detach().requires_grad_()
+            F0 = F_of_y(y0)
+        lowest = torch.full_like(v[:, 0, 0], torch.inf)
+        for _ in range(most):
+            (again,) = torch.autograd.grad(F0, y0, g, retain_graph=True)
+            before, g = g, v + again
+            if terms is None:
+                change = _largest(g - before) / _largest(g).clamp_min(1e-30)
+                rounding = change <= ROUNDING * torch.finfo(products).eps
+                if ((change < tol) | (rounding & (change >= lowest))).all():
+                    break
+                lowest = torch.minimum(lowest, change)
+        if norms is not None:
+            norms.copy_((_longest(g) / longest.clamp_min(1e-30)).squeeze(1).detach())
+        return g
+
+    first.register_hook(sum_up)
+    return first
+
+
+def _largest(v):
+    """The largest |entry| of every sequence. (b,l,d) → (b,)"""
+    return torch.linalg.vector_norm(v, torch.inf, dim=(1, 2))
+
+
+def _longest(v):
+    """The largest ‖v_t‖₂ of every sequence. (b,l,d) → (b,1)"""
+    return torch.linalg.vector_norm(v, dim=-1).amax(1, keepdim=True)

@@ -17,7 +17,7 @@ from .layers import Orthogonal, RMSNorm, WNLinear
 from .mixers import Kronecker, Monarch, Reflections
 from .state import Sequences
 
-# What a layer of a pattern may be (patterns.py) beside a fixed-point block.
+# What a layer of a pattern may be (fields.KINDS) beside a fixed-point block.
 PLAIN = {
     "mamba": Mamba,
     "mamba2": Mamba2,
@@ -47,7 +47,7 @@ class FPRNNLayer(SolvesOnceLayer):
     """residual += hidden; hidden = block(norm(residual))."""
 
     def __init__(self, config: Any, layer: Any) -> None:
-        """config: the model's. layer: a patterns.Layer."""
+        """config: the model's. layer: a fields.Layer."""
         super().__init__()
         self.norm = RMSNorm(config.d_model, config.norm_epsilon)
         self.kind = layer.kind

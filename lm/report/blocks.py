@@ -118,31 +118,6 @@ def format_value(value: object) -> str:
     return str(value)
 
 
-def format_error(value: float, error: float | None) -> str:
-    """Return a value and its standard error with the digits that the error allows.
-
-    Two digits of an error that begins with 100 to 354 are kept, else one: the rule of the Particle
-    Data Group.
-    """
-    if error is None or not math.isfinite(error) or error <= 0:
-        return f"{value:.4f}"
-    exponent = math.floor(math.log10(error))
-    digits = (1 if error / 10**exponent < 3.545 else 0) - exponent
-    decimals = max(0, digits)
-    return f"{round(value, digits):,.{decimals}f} ± {round(error, digits):,.{decimals}f}"
-
-
-def format_bytes(count: float | None) -> str:
-    """Return a number of bytes in a unit, such as 1.18 GiB."""
-    if count is None:
-        return NO_VALUE
-    for unit in ("KiB", "MiB", "GiB"):
-        count /= 1024
-        if count < 1000:
-            return f"{count:,.3g} {unit}"
-    return f"{count / 1024:,.3g} TiB"
-
-
 def summarize_curves(figure: Figure) -> Table:
     """Return the first, lowest, highest and last value of every curve of a figure."""
     rows = [["curve", "points", "first", "min", "max", "last"]]

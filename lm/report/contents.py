@@ -12,10 +12,9 @@ from lm.report.blocks import (
     Section,
     Table,
     Text,
-    format_bytes,
     format_value,
 )
-from lm.report.curves import figures, having, loss_figure, number
+from lm.report.curves import figures, having, loss_figure
 from lm.report.read import PLACE_KEYS, Files, as_written, flat
 from lm.report.summary import describe_state, layer_tables, result_table, score_table
 
@@ -33,7 +32,7 @@ def sections(runs: Sequence[Files], summaries: Sequence[dict]) -> list[Section]:
             [*_unsolved(runs), *figures(runs, "Fixed point"), *layer_tables(summaries)],
         ),
         Section("Optimization", [*figures(runs, "Optimization"), *_event_table(runs)]),
-        Section("Speed and memory", [*figures(runs, "Speed and memory"), *_checkpoints(runs)]),
+        Section("Speed and memory", figures(runs, "Speed and memory")),
         Section("Evaluations", score_table(runs)),
         Section("Samples", _samples(runs)),
         Section("Configuration", _configuration(runs)),
@@ -86,25 +85,6 @@ def _events(files: Files, record: dict) -> list[list[str]]:
     return rows
 
 
-def _checkpoints(runs: Sequence[Files]) -> list[Block]:
-    """Return the table of the saves of each run."""
-    rows = [
-        ["run", "saves", "last at update", "size of the last", "training waited s", "longest s"]
-    ]
-    for files in runs:
-        saves = [r["checkpoint"] for r in having(files, "checkpoint")]
-        saves = [save for save in saves if isinstance(save, dict)]
-        if saves:
-            waited = [number(save.get("blocked_s")) or 0.0 for save in saves]
-            seconds = [number(save.get("seconds")) or 0.0 for save in saves]
-            step, size = (number(saves[-1].get(key)) for key in ("step", "bytes"))
-            cells = [format_value(len(saves)), format_value(step), format_bytes(size)]
-            rows.append([files.label, *cells, *map(format_value, (sum(waited), max(seconds)))])
-    if len(rows) == 1:
-        return []
-    return [Table(rows, "metrics.jsonl: `checkpoint`", "Checkpoints")]
-
-
 def _samples(runs: Sequence[Files]) -> list[Block]:
     blocks: list[Block] = []
     for files in runs:
@@ -112,7 +92,7 @@ def _samples(runs: Sequence[Files]) -> list[Block]:
             cut = len(files.sample) > MAX_SAMPLE
             first = f" (the first {MAX_SAMPLE:,} of {len(files.sample):,} characters)" * cut
             blocks += [Notes([f"{files.label}{first}:"]), Text(files.sample[:MAX_SAMPLE])]
-    command = "fprnn generate RUN/hf --prompt TEXT --out RUN/sample.txt"
+    command = "fprnn generate RUN --prompt TEXT > RUN/sample.txt"
     return blocks or [Notes([f"No sample.txt: `{command}` makes it."])]
 
 

@@ -55,7 +55,6 @@ SPECS = {
         ),
         Spec("epochs", "Epochs of each source", "epochs", ("data_epochs",), "name"),
         Spec("shares", "Share of each source", "of the targets", ("data_share",), "name"),
-        Spec("z_loss", "z-loss", "added to the loss", ("z_loss",)),
     ],
     "Fixed point": [
         Spec(

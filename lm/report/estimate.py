@@ -15,8 +15,8 @@ import torch
 from lm.common.cards import GIB, Card
 from lm.config.model import Model
 from lm.config.schema import Config, Optim
+from lm.model.fields import KINDS, Layer, parse
 from lm.model.modeling_fprnn import LOSS_CHUNK_TOKENS
-from lm.model.patterns import KINDS, Layer, parse
 from lm.training.build import build_model, stacked
 from lm.training.deepspeed_json import bucket_size, deepspeed_config
 from lm.training.optim import matrices

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from lm.common.cards import CPU, GIB, card, here
-from lm.common.console import duration
 from lm.common.errors import ConfigError
 from lm.common.heap import keep_freed_memory
 from lm.config.schema import Config
@@ -20,10 +19,7 @@ from lm.report.plan import layers_of
 from lm.runs.metrics import peak_memory
 from lm.training.build import build_model, vocabulary
 
-PROBED_TOKENS = 2  # of each sequence: takes seconds even if a whole window takes a minute
-PROBED_VOCABULARY = 64  # embedding and head hardly count if a solve is slow
-LOADED_S = 5.0  # upper bound of loading libraries in the first pass
-SLOW_S = 60.0  # seconds of an update from which a run is announced as slow
+PROBED_VOCABULARY = 64  # the layers do not depend on it
 
 
 class Measured(NamedTuple):
@@ -119,41 +115,21 @@ def _begin(device: torch.device) -> int:
     return peak_memory(device)
 
 
-def warn_if_slow(cfg: Config, world_size: int) -> str | None:
-    """Return a sentence about a run whose updates will take minutes, before it starts.
+def warn_if_slow(cfg: Config) -> str | None:
+    """Return a sentence about layers that PyTorch iterates, before a run starts; None without them.
 
-    Layers that PyTorch iterates (mixers of full rank; on a GPU all without a kernel) can take hours
-    for the work of seconds, and nothing is printed before the first update is done. So a few tokens
-    of a micro-batch are trained here. Other models are not timed.
-
-    Args:
-        cfg: The configuration.
-        world_size: Ranks of the run.
-
-    Returns:
-        The sentence, or None if an update is predicted to take less than `SLOW_S`.
+    An update of such layers (mixers of full rank; on a GPU all without a kernel) can take minutes,
+    and nothing is printed before the first one is done.
     """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     meta = on_the_meta_device(cfg, PROBED_VOCABULARY)
-    layers = layers_of(cfg, meta, device.type == "cuda")
+    layers = layers_of(cfg, meta, torch.cuda.is_available())
     slow = [b for b in (*layers.paper, *layers.iterated) if not has_kernel(b)]
     if not slow:
         return None
-    length = min(PROBED_TOKENS, cfg.data.seq_len)
-    with torch.random.fork_rng(), device:
-        model = build_model(cfg, PROBED_VOCABULARY).train()
-        ids = torch.randint(0, PROBED_VOCABULARY, (cfg.train.micro_batch_size, length))
-        pieces = cfg.data.seq_len / length * cfg.train.accumulation(world_size)
-        seconds = time_pass(model, ids, cfg)
-        if SLOW_S / pieces < seconds < LOADED_S:  # may include the loading of libraries
-            seconds = time_pass(model, ids, cfg)
-    if (predicted := seconds * pieces) <= SLOW_S:
-        return None
     mixers = ", ".join(sorted({b.config.mixer for b in slow}))
     return (
-        f"note: an update will take about {duration(predicted)} or more here (measured: {length} of"
-        f" the {cfg.data.seq_len} tokens), because mixer {mixers} is iterated in PyTorch;"
-        " model.mixer=dplr is solved token by token, in a small part of that"
+        f"note: mixer {mixers} is iterated in PyTorch, so an update can take minutes: `fprnn plan`"
+        " with --measure times it; model.mixer=dplr is solved token by token, in a small part of it"
     )
 
 

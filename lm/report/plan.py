@@ -16,7 +16,6 @@ from lm.common.cards import (
     here,
 )
 from lm.common.errors import ConfigError
-from lm.config import load
 from lm.config.schema import Config
 from lm.kernels.cell import fits_a_gpu
 from lm.model.fields import AUTO_WINDOW
@@ -32,6 +31,10 @@ if TYPE_CHECKING:
     from rich.table import Table
     from transformers import PreTrainedModel
 
+SMALLER = (
+    "a smaller train.micro_batch_size with more train.grad_accum_steps,"
+    " model.gradient_checkpointing=true, a higher ZeRO stage, or more GPUs"
+)
 UTILISATION = 0.25  # share of the card's peak in matrix products: an assumption
 EVALUATIONS = 10.0  # of a token and layer where a solve iterates: an assumption
 
@@ -271,42 +274,14 @@ def _planned_memory(cfg: Config, at: Where, counted: Sizes, vocab_size: int) -> 
     known = at.world_size, at.card, counted, vocab_size
     stages = {s: estimate.memory(cfg, *known, stage=s) for s in range(highest_stage(cfg) + 1)}
     needed, limit = estimate.memory(cfg, *known), estimate.limit(at.card, at.world_size)
-    fits = needed.total <= limit
     return {
         "zero_stage": stage,
         "memory": needed,
         "limit": limit,
-        "fits": fits,
-        "change": None if fits else smaller_batch(cfg, *known),
+        "fits": needed.total <= limit,
         "stages": stages,
         "checkpoint_bytes": estimate.checkpoint_bytes(counted, stage),
     }
-
-
-def smaller_batch(
-    cfg: Config, world_size: int, card: Card, of: Sizes, vocab_size: int
-) -> tuple[dict[str, int | bool], estimate.Memory] | None:
-    """Return the largest micro-batch that fits with the same global batch, and its memory.
-
-    Gradient checkpointing is added if none fits without; None if none fits at all.
-    """
-    t = cfg.train
-    for extra in ({}, {"model.gradient_checkpointing": True}):
-        for part in range(1, t.micro_batch_size + 1):
-            if t.micro_batch_size % part:
-                continue
-            keys: dict[str, int | bool] = dict(extra)
-            if part > 1:
-                keys["train.micro_batch_size"] = t.micro_batch_size // part
-                if t.global_batch_size is None:  # else accumulation follows
-                    keys["train.grad_accum_steps"] = t.accumulation(world_size) * part
-            tree = cfg.model_dump(mode="json")
-            for key, value in keys.items():
-                load.set_key(tree, key, value)
-            needed = estimate.memory(load.build(tree), world_size, card, of, vocab_size)
-            if needed.total <= estimate.limit(card, world_size):
-                return keys, needed
-    return None
 
 
 # The table.
@@ -389,7 +364,7 @@ def _hours(p: dict, cfg: Config) -> list[tuple[str, str]]:
     origins = {
         "matrix products": f"at {at.utilisation:.0%} of {peak:g} TFLOP/s (--utilisation)",
         "token after token": "by layers solved so, measured untrained on an H100",
-        "iterating": f"by {EVALUATIONS:g} evaluations a token (assumed), from a time on an H100",
+        "iterating": f"by {EVALUATIONS:g} evaluations a token (assumed), estimated for an H100",
     }
     passes = ""
     if cfg.train.adversary:
@@ -433,16 +408,8 @@ def _memory(p: dict) -> list[tuple[str, str]]:
     limit = f"{_size(p['limit'])} of {_size(at.card.memory)} ({at.card.name})"
     rows.append(("memory there is", limit if at.card.on_gpu else f"{_size(p['limit'])} a rank"))
     if not p["fits"]:
-        rows.append(("to make it fit", _change(p)))
+        rows.append(("to make it fit", SMALLER))
     return rows
-
-
-def _change(p: dict) -> str:
-    if p["change"] is None:
-        return "no micro-batch does, checkpointed or not: a ZeRO stage, more GPUs, a smaller model"
-    keys, needed = p["change"]
-    texts = [f"{key}={str(value).lower()}" for key, value in keys.items()]
-    return f"{' '.join(texts)} (then {_size(needed.total)})"
 
 
 def _size(count: float) -> str:

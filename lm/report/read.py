@@ -13,6 +13,7 @@ from lm.common.errors import ConfigError
 from lm.common.files import DamagedError, check_kinds, read_mapping
 from lm.config import load as config
 from lm.config.yaml_text import load_tree
+from lm.report.status import short_names
 from lm.runs.metrics import read_log
 from lm.runs.run_dir import RunDir, RunDirError, comparable
 from lm.runs.status import Status, run_status
@@ -80,8 +81,9 @@ def read_all(folders: Sequence[Path | str]) -> list[Files]:
     for i, path in enumerate(paths):
         if resolved[i] in resolved[:i]:
             raise RunDirError(f"{path} is given twice: name each run once")
-    names, now = labels(paths), time.time()
-    return [read(path, name, now) for path, name in zip(paths, names, strict=True)]
+    names = short_names([str(path) for path in paths])
+    now = time.time()
+    return [read(path, encodable(names[str(path)]), now) for path in paths]
 
 
 def read(path: Path, label: str, now: float) -> Files:
@@ -176,21 +178,6 @@ def _records(run: RunDir, remarks: list[str]) -> list[dict]:
             " or just being written); they are passed over"
         )
     return records
-
-
-def labels(paths: Sequence[Path]) -> list[str]:
-    """Return short names of directories: their paths without the first and last common folders."""
-    parts = [path.resolve().parts for path in paths]
-    if len(parts) == 1:
-        return [encodable(parts[0][-1])]
-    shortest = min(map(len, parts))
-    first = 0
-    while first < shortest - 1 and len({of[first] for of in parts}) == 1:
-        first += 1
-    end = 0
-    while end < shortest - first - 1 and len({of[-1 - end] for of in parts}) == 1:
-        end += 1
-    return [encodable("/".join(of[first : len(of) - end])) for of in parts]
 
 
 def encodable(text: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lm.common.console import duration
-from lm.report.blocks import NO_VALUE, Block, Notes, Table, format_error, format_value
+from lm.report.blocks import NO_VALUE, Block, Notes, Table, format_value
 from lm.report.curves import baselines, last, number
 from lm.report.read import Files
 from lm.runs.metrics import ELSEWHERE_NOTE, is_elsewhere, marked
@@ -210,7 +210,7 @@ def _scores(files: Files) -> dict[tuple[str, str], str]:
             value, error = number(score["value"]), number(score.get("stderr"))
             text = NO_VALUE if value is None else format_value(value)
             if value is not None and error:
-                text = format_error(value, error)
+                text = f"{value:.4f} ± {error:.4f}"
             limit = "" if files.limit is None else f" ({files.limit} documents)"
             cells[task, metric + arrow] = text + limit
     return cells

@@ -198,11 +198,13 @@ class Checkpoints:
         self._news.put(Saved(job.step, job.blocked_s, seconds, total))
 
     def _prune(self) -> None:
-        """Delete whole checkpoints beyond the newest `keep`. Those of `keep_every` are not among
-        them, nor damaged ones, which nobody can count on, and somebody may want to rescue."""
+        """Delete whole checkpoints beyond the newest `keep`, except multiples of `keep_every`.
+
+        Damaged checkpoints stay, because somebody may want to rescue them.
+        """
         every = self.settings.keep_every
-        passing = [path for path in listed(self.folder) if not every or step_of(path) % every]
-        whole = [path for path in passing if self._is_intact(path)]
+        candidates = [p for p in listed(self.folder) if not every or step_of(p) % every]
+        whole = [path for path in candidates if self._is_intact(path)]
         for path in whole[: -self.settings.keep]:
             _set_aside(path)
         drop_partial(self.folder)

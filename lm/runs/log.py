@@ -20,7 +20,7 @@ from lm.runs.run_dir import RunDir
 GROUPS = {
     "solver": ("adjoint", "evaluations", *SHARES, "residual"),
     "time": ("breakdown", "checkpoint", "imbalance", "mfu", "seconds", "spent", "tokens_per_s"),
-    "validation": ("baselines", "baselines_of_sources", "ema", "over_lengths"),
+    "validation": ("baselines", "baselines_of_sources", "over_lengths"),
     "data": ("curriculum", "data_epochs", "data_share"),
 }
 GROUP_OF = {key: group for group, keys in GROUPS.items() for key in keys}

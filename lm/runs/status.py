@@ -7,8 +7,8 @@ that is damaged or half written is an answer here, never an error.
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -171,7 +171,10 @@ def is_count(value: object) -> TypeGuard[int]:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Return whether a value is a number that a float holds: not NaN, infinity or 10**400."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max
 
 
 def num_iters_of(record: dict) -> dict | None:

@@ -13,7 +13,7 @@ from lm.common.errors import ConfigError
 from lm.config.model import Model, Solver
 from lm.config.plugin import is_place, load_class
 from lm.config.schema import Config
-from lm.model.patterns import KINDS, STACKS
+from lm.model.fields import KINDS, STACKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -192,15 +192,13 @@ class Update(NamedTuple):
     Args:
         loss: mean over all ranks and micro-batches. norm: of the gradient, before clipping.
         stats: the FixedPointReport of each micro-batch of this rank; none of a baseline.
-        stopping: some rank was asked to stop. z_loss: what `train.z_loss` has added to the loss,
-            which is without it; mean as the loss.
+        stopping: some rank was asked to stop.
     """
 
     loss: float
     norm: float
     stats: list
     stopping: bool
-    z_loss: float = 0.0
 
 
 def _slice(address) -> slice:
@@ -313,8 +311,6 @@ class Engine:
     def forward(self, batch: Batch) -> ModelOutput:
         """input_ids, labels (b,l), labels already shifted → the model's output, with its loss."""
         batch = {k: v.to(self.ranks.device, non_blocking=True) for k, v in batch.items()}
-        log_z = self.deepspeed.module.training and self.cfg.train.z_loss > 0
-        extra = {"loss_only": True, "log_z": log_z}
         timed: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self._solves:
             timed = self.deepspeed.module.passes(
@@ -325,7 +321,7 @@ class Engine:
                 input_ids=batch["input_ids"],
                 labels=batch["labels"],
                 shift_labels=batch["labels"],
-                **extra,
+                loss_only=True,
             )
 
     def step(
@@ -348,20 +344,16 @@ class Engine:
         """
         self.deepspeed.train()
         total, stats = torch.zeros((), device=self.ranks.device), []
-        added = torch.zeros_like(total)  # by the z-loss
         shares = self._shares(batches)
         adversary = self._adversary if against else None
         for i, (batch, share) in enumerate(zip(batches, shares)):
             is_last = i == len(batches) - 1
             self._noise_generators = self._make_noise_generators(i, len(batch["input_ids"]))
             with adversary.first_pass() if adversary else contextlib.nullcontext():
-                loss, z_loss, report = self._pass(batch, share)
+                loss, report = self._pass(batch, share)
             if report is not None:
                 stats.append(report)
             total += loss.detach().float() / len(batches)
-            if self.cfg.train.z_loss:
-                added += torch.as_tensor(z_loss).detach().float() / len(batches)
-                loss = loss + z_loss
             if adversary is None:
                 self._backward(loss, is_last)
             else:
@@ -371,8 +363,8 @@ class Engine:
             if not is_last:
                 with self.times.part("optimizer"):
                     self.deepspeed.step()
-        loss, added, asked = self.ranks.sum(total.item(), added.item(), stop)
-        loss, added = loss / self.ranks.world_size, added / self.ranks.world_size
+        loss, asked = self.ranks.sum(total.item(), stop)
+        loss = loss / self.ranks.world_size
         if not math.isfinite(loss):
             raise Diverged(f"the loss is {loss}")
         with self.times.part("optimizer"):
@@ -382,7 +374,7 @@ class Engine:
                 norm = float(self.deepspeed.get_global_grad_norm())
         if not math.isfinite(norm):
             raise Diverged(f"the gradient norm is {norm} (the loss was {loss:.4f})")
-        return Update(loss, norm, stats, asked > 0, added)
+        return Update(loss, norm, stats, asked > 0)
 
     def _make_noise_generators(self, number: int, size: int) -> list[torch.Generator] | None:
         """Make the generators of the state noise, one for each sequence of a micro-batch.
@@ -408,10 +400,8 @@ class Engine:
             generators.append(torch.Generator(self.ranks.device).manual_seed(int(state[0] >> 1)))
         return generators
 
-    def _pass(
-        self, batch: Batch, share: float
-    ) -> tuple[torch.Tensor, torch.Tensor | float, FixedPointReport | None]:
-        """The loss of a micro-batch and its z-loss, times its share, and what its solves report.
+    def _pass(self, batch: Batch, share: float) -> tuple[torch.Tensor, FixedPointReport | None]:
+        """Return the loss of a micro-batch times its share, and the report of its solves.
 
         Raises:
             Diverged, DivergedAlone: as `_spoilt`.
@@ -419,26 +409,21 @@ class Engine:
         try:
             with self.times.part("forward"):
                 output = self.forward(batch)
-                loss, z_loss = output.loss * share, self._z_loss(output) * share
+                loss = output.loss * share
         except FloatingPointError as e:
-            return self._spoilt(e), 0.0, None
-        return loss, z_loss, getattr(output, "fixed_point", None)
+            return self._spoilt(e), None
+        return loss, getattr(output, "fixed_point", None)
 
     def _second_pass(
         self, adversary: Adversary, batch: Batch, share: float, spoilt: bool
     ) -> torch.Tensor:
-        """Half of the loss against the adversary, z-loss included. spoilt: the first pass was, and
-        has left no gradient to go along."""
+        """Half of the loss against the adversary. spoilt: the first pass was, and has left no
+        gradient to go along."""
         if spoilt:
             return self._spoilt(FloatingPointError("the first pass was spoilt"))
         with adversary.second_pass():
-            loss, z_loss, _ = self._pass(batch, share)
-        return (loss + z_loss) / 2
-
-    def _z_loss(self, output) -> torch.Tensor | float:
-        """`train.z_loss` times the mean of log²Z over the targets of a micro-batch; 0: off."""
-        weight = self.cfg.train.z_loss
-        return weight * output.log_z if weight else 0.0
+            loss, _ = self._pass(batch, share)
+        return loss / 2
 
     def _spoilt(self, error: FloatingPointError) -> torch.Tensor:
         """A loss of NaN in the place of one that a forward pass has not come to. Its backward meets

@@ -12,6 +12,7 @@ from lm.config.schema import Optim, number_of_updates
 # Arguments of torch.optim.Muon, with which a step of a matrix is about as large as AdamW's.
 MUON = {"momentum": 0.95, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
 
+EPS = 1e-8  # AdamW's ε, torch's default
 NAMES = {"adamw": "AdamW", "muon": "Muon"}
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def optimizer(model: torch.nn.Module, optim: Optim, on_gpu: bool) -> torch.optim
     import torch
 
     taken = parameter_groups(model, optim)
-    adamw = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": optim.eps}
+    adamw = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": EPS}
     adamw["fused"] = True if on_gpu else None
     if optim.name == "adamw":
         return torch.optim.AdamW(taken, **adamw)

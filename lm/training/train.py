@@ -469,7 +469,6 @@ class Training(Loop):
             "perplexity": math.exp(min(made.loss, 700.0)),
             "lr": self.lr,
             "grad_norm": made.norm,
-            **({"z_loss": made.z_loss} if cfg.train.z_loss else {}),
             "tokens": self.step * self.tokens_per_step,
             **self.speed.read(mean(solver.get("evaluations", []))),
             **solver,

@@ -11,8 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lm.common.errors import ConfigError
-from lm.model.fields import heads_of, width_of_mlp
-from lm.model.patterns import FIXED_POINT, KINDS
+from lm.model.fields import FIXED_POINT, KINDS, heads_of, width_of_mlp
 from lm.training.foreign import EMBEDDING, HEAD, Source
 
 if TYPE_CHECKING:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -30,12 +30,6 @@ class Batch(NamedTuple):
     carry: bool = False  # the sequences go on where those of the batch before ended
 
 
-class TaskSection(Protocol):
-    """The `task` section of a YAML, of which each task reads what concerns it."""
-
-    name: str
-
-
 class Task:
     """One dataset: an endless, seeded source of batches, and its metrics.
 
@@ -48,8 +42,8 @@ class Task:
     Attributes:
         vocab_size: ids run from 0 to vocab_size − 1, in inputs and in labels.
         chance: accuracy of guessing (1 / number of possible answers).
+        names: of the ids in typed sequences; empty: sequences cannot be typed.
         headline: the metric that says whether the task is solved (1.0 = perfect).
-        source: where the task comes from, for tables.
         streams: batches continue each other, and evaluation goes over one epoch of them in order;
             such a task has `segments` and `seen`.
         seen: of a stream, each split's questions that are in training, and all of them.
@@ -58,11 +52,11 @@ class Task:
     vocab_size: int
     chance: float
     headline: str = "sequence_accuracy"
-    source: str = ""
+    names: Sequence[str] = ()
     streams: bool = False
     seen: dict[str, tuple[int, int]]
 
-    def __init__(self, section: TaskSection | None = None):
+    def __init__(self, section: Any = None):
         """Nothing is read from the section."""
 
     def check_length(self, length: int) -> None:
@@ -124,15 +118,33 @@ class Task:
         """An answer's id as it is shown."""
         return self.token_name(number)
 
-    def typed(self, words: list[str]) -> Batch:
-        """A sequence that somebody typed, with the answers that the task's oracle gives: a batch of
-        one, without padding.
+    def label_typed(self, ids: np.ndarray) -> Batch:
+        """Label the ids (1,l) of a typed sequence by the task's oracle.
 
         Raises:
-            TaskError: a word that the task has not, or no sequence of it; or sequences of this task
-                cannot be typed.
+            TaskError: The task has no such sequence.
         """
-        raise TaskError("sequences of this task cannot be typed: --length N draws one of them")
+        raise NotImplementedError
+
+    def typed(self, words: list[str]) -> Batch:
+        """Return the sequence that somebody typed by the names of its tokens, with its answers: a
+        batch of one, without padding. Names of one character need no spaces between them.
+
+        Raises:
+            TaskError: The task has no names, no such token, or no such sequence.
+        """
+        if not self.names:
+            raise TaskError("sequences of this task cannot be typed: --length N draws one of them")
+        numbers = {name: number for number, name in enumerate(self.names)}
+        ids = []
+        for word in " ".join(words).split():
+            for name in [word] if word in numbers else word:
+                if name not in numbers:
+                    known = ", ".join(list(numbers)[:6]) + ", …" * (len(numbers) > 6)
+                    raise TaskError(f"`{word}` is no token of the task: these are {known}")
+                ids.append(numbers[name])
+        self.check_length(len(ids))
+        return self.label_typed(np.array([ids]))
 
     def sequences(self, batch: Batch) -> dict[str, np.ndarray]:
         """For each metric with several items a sequence: the row of the batch that each item is of,
@@ -145,38 +157,21 @@ TASKS: dict[str, type[Task]] = {}  # name in a config → class
 
 
 def task(*names: str) -> Callable[[type[AnyTask]], type[AnyTask]]:
-    """A decorator that registers a subclass of Task under these names, which `task.name` may then
-    have. One that is not in this folder can also be named as `module:Class`.
-
-    Raises:
-        TaskError: what is decorated is no Task or lacks a method; a name that another has.
-    """
+    """Return a decorator that registers a class of this folder under these names, which `task.name`
+    may then have. Classes elsewhere are named as `module:Class`."""
 
     def decorated(cls: type[AnyTask]) -> type[AnyTask]:
-        check_class(cls)
-        for name in names:
-            other = TASKS.setdefault(name, cls)
-            if _place(other) != _place(cls):
-                raise TaskError(
-                    f"task `{name}` is {_place(other)} already: register {_place(cls)} under"
-                    " another name"
-                )
-            TASKS[name] = cls
+        TASKS.update(dict.fromkeys(names, cls))
         return cls
 
     return decorated
 
 
-def _place(cls: type) -> str:
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
 def check_class(cls: type) -> None:
     """Raises TaskError where a class cannot be a task."""
+    place = f"{cls.__module__}:{cls.__qualname__}"
     if not issubclass(cls, Task):
-        raise TaskError(
-            f"{_place(cls)} is no task: it must be derived from Task, of synthetic.tasks"
-        )
+        raise TaskError(f"{place} is no task: it must be derived from Task, of synthetic.tasks")
     if cls.batch is not Task.batch:  # of one long stream, which has no samples
         return
     calls = {
@@ -186,20 +181,19 @@ def check_class(cls: type) -> None:
     missing = [call for name, call in calls.items() if getattr(cls, name) is getattr(Task, name)]
     if missing:
         raise TaskError(
-            f"{_place(cls)} has no method {' and none '.join(missing)}: a task must define"
+            f"{place} has no method {' and none '.join(missing)}: a task must define"
             f" {' and '.join(calls.values())} (docs/extending.md)"
         )
 
 
 def registered_tasks() -> list[str]:
-    """The names that `@task` has registered: those of the files here, and others that were imported
-    before."""
+    """Return the names that `@task` has registered in the files of this folder."""
     for module in pkgutil.iter_modules(__path__):
         import_module(f"{__name__}.{module.name}")
     return list(TASKS)
 
 
-def build(section: TaskSection) -> Task:
+def build(section: Any) -> Task:
     """`synthetic.config.Task` → the dataset it names.
 
     Raises:

@@ -27,8 +27,6 @@ class Automaton(FormalLanguage):
     random words.
     """
 
-    source = "Liu et al. 2023 (arXiv 2210.10749)"
-
     def __init__(self, task: config.Task):
         super().__init__(task)
         table = task.automaton.table

@@ -60,7 +60,6 @@ class CatBabi(Task):
     """
 
     headline = "accuracy"
-    source = "bAbI v1.2 (Weston et al. 2015), concatenated as in CatbAbI (Schlag et al. 2021)"
     streams = True  # batches continue each other; evaluation goes over a whole epoch in order
 
     def __init__(self, task: config.Task):

@@ -42,7 +42,6 @@ class Copying(Task):
     """
 
     headline = "string_accuracy"
-    source = "Jelassi et al. 2024 (arXiv 2402.01032)"
 
     def __init__(self, task: config.Task):
         self.name = task.name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from synthetic import config
-from synthetic.tasks import TaskError, splits, task
+from synthetic.tasks import Batch, TaskError, splits, task
 from synthetic.tasks.formal_language import FormalLanguage
 
 PAIRS = ("()", "[]", "{}", "<>", "«»", "‹›", "⟦⟧", "⟨⟩")
@@ -27,8 +27,6 @@ class Dyck(FormalLanguage):
     of brackets one is open, so one of k kinds (with k = 1 nothing is asked there); `chance` is that
     after an even number.
     """
-
-    source = "Hewitt et al. 2020 (arXiv 2010.07515)"
 
     def __init__(self, task: config.Task):
         super().__init__(task)
@@ -101,15 +99,15 @@ class Dyck(FormalLanguage):
         arrays = ids[:, :opening].copy(), ids
         splits.hold_apart(split, arrays, self._are_apart(sizes), again)
 
-    def _ids(self, words: list[str]) -> list[int]:
-        ids = super()._ids(words)
+    def label_typed(self, ids: np.ndarray) -> Batch:
         opened: list[int] = []
-        for i in ids:
+        for i in ids[0].tolist():
             if i < self.kinds:
                 opened.append(i)
             elif not opened or opened.pop() != i - self.kinds:
-                text = "".join(self.characters[j] for j in ids)
-                raise TaskError(f"{text} closes a bracket that is not the innermost open one")
+                raise TaskError(
+                    f"{self.text(ids[0])} closes a bracket that is not the innermost open one"
+                )
             if len(opened) > self.depth:
                 raise TaskError(f"at most {self.depth} brackets are open at once (task.depth)")
-        return ids
+        return super().label_typed(ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -39,6 +39,10 @@ class FormalLanguage(Task):
 
     def held_apart(self, length: int) -> bool:
         return self.opening is not None and length >= self.opening
+
+    @property
+    def names(self) -> Sequence[str]:  # type: ignore[override]
+        return self.characters
 
     @property
     def pad(self) -> int:
@@ -115,30 +119,8 @@ class FormalLanguage(Task):
     def answer_name(self, number: int) -> str:
         return str(number)
 
-    def typed(self, words: list[str]) -> Batch:
-        """The symbols as they are written, with or without spaces between them."""
-        ids = np.array([self._ids(words)], int).reshape(1, -1)
-        self.check_length(ids.shape[1])
+    def label_typed(self, ids: np.ndarray) -> Batch:
         return self.label(ids, self.answers(ids), np.array([ids.shape[1]]))
-
-    def _ids(self, words: list[str]) -> list[int]:
-        """Of each symbol its id; where one begins as another does, the longer one is meant.
-
-        Raises:
-            TaskError: something that is no symbol.
-        """
-        numbers = {symbol: number for number, symbol in enumerate(self.characters)}
-        longest_first = sorted(numbers, key=len, reverse=True)
-        found = []
-        for rest in " ".join(words).split():
-            while rest:
-                symbol = next((s for s in longest_first if rest.startswith(s)), None)
-                if symbol is None:
-                    known = " ".join(self.characters)
-                    raise TaskError(f"`{rest}` is no symbol of {self.name}: these are {known}")
-                found.append(numbers[symbol])
-                rest = rest.removeprefix(symbol)
-        return found
 
     def text(self, ids: Iterable[int]) -> str:
         """Ids as characters; padding is `_`."""
@@ -150,7 +132,6 @@ class Parity(FormalLanguage):
     """Is the number of ones odd (1) or even (0)? `parity_check` of Delétang et al. 2023, "Neural
     Networks and the Chomsky Hierarchy" (arXiv 2207.02098)."""
 
-    source = "Delétang et al. 2023 (arXiv 2207.02098)"
     vocab_size = 3
     symbols = 2
     characters = "01"
@@ -166,7 +147,6 @@ class EvenPairs(FormalLanguage):
     last symbol the same? `even_pairs` of Delétang et al. 2023 (arXiv 2207.02098), whose classes
     are numbered the other way round."""
 
-    source = "Delétang et al. 2023 (arXiv 2207.02098)"
     vocab_size = 3
     symbols = 2
     characters = "ab"
@@ -182,7 +162,6 @@ class CycleNavigation(FormalLanguage):
     (0), one forward (1), one back (2). `cycle_navigation` of Delétang et al. 2023 (arXiv
     2207.02098)."""
 
-    source = "Delétang et al. 2023 (arXiv 2207.02098)"
     symbols = 3
     characters = "0+-"
 
@@ -212,8 +191,6 @@ class ModularArithmetic(FormalLanguage):
     Delétang et al. leave them out by default. (Grazzi et al. report both, Table 5; the scores that
     FP-Mamba's are set beside agree with those without.)
     """
-
-    source = "Delétang et al. 2023 (arXiv 2207.02098), Grazzi et al. 2024 (arXiv 2411.12537)"
 
     def __init__(self, task: config.Task):
         super().__init__(task)
@@ -272,7 +249,7 @@ class ModularArithmetic(FormalLanguage):
         answers[rows, drawn] = answers[rows, drawn - 1]
         return self.label(ids, answers, drawn + 1)
 
-    typed = Task.typed  # expressions cannot be typed
+    names = ()  # expressions cannot be typed
 
     def draw(self, rng: np.random.Generator, count: int, width: int) -> np.ndarray:
         """Digits and operators by turns (count,width): an expression without brackets."""
@@ -334,8 +311,7 @@ class ModularArithmetic(FormalLanguage):
         below = np.empty(0, int)
         for values, is_leaf, op in reversed(depths):
             left, right = np.split(below, 2)
-            sums = np.where(op == self.minus, left - right, left + right)
-            values[~is_leaf] = np.where(op == self.times, left * right, sums)
+            values[~is_leaf] = np.where(op == self.minus, left - right, left + right)
             below = values % self.modulus
         return ids.reshape(-1, width), np.repeat(below[:, None], width, 1)
 

@@ -24,7 +24,6 @@ class SelectiveCopying(DrawnTask):
     """
 
     headline = "token_accuracy"
-    source = "Poli et al. 2024 (arXiv 2403.17844)"
 
     def __init__(self, task: config.Task):
         self.name = task.name
@@ -70,7 +69,6 @@ class Memorization(DrawnTask):
     """
 
     headline = "token_accuracy"
-    source = "Poli et al. 2024 (arXiv 2403.17844)"
     shortest = 2
     apart = 2
 

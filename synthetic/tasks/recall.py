@@ -30,7 +30,6 @@ class MultiQueryRecall(DrawnTask):
     """
 
     headline = "token_accuracy"
-    source = "Arora et al. 2024 (arXiv 2312.04927)"
     apart = 2
     power = 0.01
 
@@ -108,7 +107,6 @@ class InContextRecall(DrawnTask):
     """
 
     headline = "token_accuracy"
-    source = "Poli et al. 2024 (arXiv 2403.17844)"
     noise_tokens = 16
 
     def __init__(self, task: config.Task):

@@ -33,8 +33,6 @@ class Repl(DrawnTask):
     one swap.
     """
 
-    source = "the form of lm/data/sources/traces.py"
-
     def __init__(self, task: config.Task):
         self.name = task.name
         self.n = task.variables

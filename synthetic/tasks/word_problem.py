@@ -20,8 +20,6 @@ class WordProblem(Task):
     """Running products of random elements of a group (Liu et al. 2023; Merrill, Petty & Sabharwal
     2024, "The Illusion of State in State-Space Models")."""
 
-    source = "Merrill et al. 2024"
-
     def __init__(self, task: config.Task):
         try:
             self.group = group(task.group)
@@ -63,16 +61,7 @@ class WordProblem(Task):
     def token_name(self, number: int) -> str:
         return self.names[number]
 
-    def typed(self, words: list[str]) -> Batch:
-        """Elements by their names, see `element_names`."""
-        numbers = {name: number for number, name in enumerate(self.names)}
-        elements = [name for word in words for name in word.split()]
-        for name in elements:
-            if name not in numbers:
-                some = ", ".join(self.names[:6]) + (", …" if len(self.names) > 6 else "")
-                raise TaskError(f"`{name}` is no element of {self.group.name}: these are {some}")
-        self.check_length(len(elements))
-        ids = np.array([[numbers[name] for name in elements]])
+    def label_typed(self, ids: np.ndarray) -> Batch:
         return Batch(ids, self.group.products(ids))
 
     def sample(

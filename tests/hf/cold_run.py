@@ -86,9 +86,9 @@ def by_trainer(model, tokenizer, asked):
     return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
 
 
-def main() -> None:
-    asked = {"loop": "steps", "checkpoint": False, "compile": None, "lora": False}
-    asked |= json.loads(sys.argv[1])
+def run(**given):
+    """Return the losses of training and the generated tokens; see the top of this file."""
+    asked = {"loop": "steps", "checkpoint": False, "compile": None, "lora": False, **given}
     tokenizer = AutoTokenizer.from_pretrained(asked["tokenizer"])
     torch.manual_seed(0)
     model = build("fp_mamba1", vocab_size=SIZE, eos_token_id=0)
@@ -104,8 +104,8 @@ def main() -> None:
         stop_strings=["qqq"],
         tokenizer=tokenizer,
     )
-    print(json.dumps({"losses": losses, "tokens": tokens.tolist()}))
+    return {"losses": losses, "tokens": tokens.tolist()}
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(run(**json.loads(sys.argv[1]))))

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.hf import cold_run
 from tests.running import ENV, ROOT
 
 
@@ -20,7 +21,7 @@ def trained(tokenizer, **asked):
 
 def check(tokenizer, loop, lora, ways):
     """Each way gives the losses and tokens of plain training."""
-    plain = trained(tokenizer, loop=loop, lora=lora)
+    plain = cold_run.run(tokenizer=str(tokenizer), loop=loop, lora=lora)
     assert len(plain["losses"]) == 2 and plain["losses"][0] != plain["losses"][1]
     for way in ways:
         found = trained(tokenizer, loop=loop, lora=lora, **way)

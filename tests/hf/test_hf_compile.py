@@ -147,7 +147,7 @@ def test_eager_computation_calls_no_operator(monkeypatch):
     def refused(*args):
         raise AssertionError("an operator was called")
 
-    monkeypatch.setattr("lm.model.gradient._operator", refused)
+    monkeypatch.setattr("lm.model.blocks._operator", refused)
     monkeypatch.setattr("lm.model.scan._scan_operator", refused)
     build("fp_mamba1", layers="mamba fp_mamba1")(ids(), labels=ids()).loss.backward()
 
@@ -195,7 +195,7 @@ with torch.no_grad():
     program = torch.export.export(model, (x,), {{"use_cache": False}}).module()
     torch.testing.assert_close(program(x, use_cache=False).logits, plain, rtol=1e-5, atol=1e-5)
 if {installed}:
-    import lm.model.gradient
+    import lm.model.blocks
 model = model.train()
 torch.compile(model, backend="aot_eager", fullgraph=True)(x, labels=x).loss.backward()
 print("as before")

@@ -107,22 +107,6 @@ def test_embeddings_start_a_generation(name):
 
 
 @every_block
-@torch.no_grad()
-def test_a_generation_goes_on_from_another_ones_cache(name):
-    model, tokens = made(name), ids(2, 6)
-    whole = model.generate(tokens, **{**GREEDY, "max_new_tokens": 8, "min_new_tokens": 8}, **DICT)
-    short = {**GREEDY, "max_new_tokens": 3, "min_new_tokens": 3}
-    first = model.generate(tokens, **short, **DICT)
-    cache = first.past_key_values
-    assert cache.get_seq_length() == first.sequences.shape[1] - 1
-    rest = model.generate(first.sequences, past_key_values=cache, **GREEDY, **DICT)
-    assert rest.past_key_values is cache
-    assert torch.equal(rest.sequences, whole.sequences)
-    for a, b in zip(first.scores + rest.scores, whole.scores, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-
-
-@every_block
 def test_the_configs_use_cache_decides(name):
     model = made(name)
     assert isinstance(model(ids()).past_key_values, FPRNNCache)

@@ -132,11 +132,6 @@ def test_a_context_is_packed_with_as_many_examples_as_fit(name):
     assert {len(the_string(name, e)) for row in rows for e in row} == set(range(4, 21))
 
 
-def test_examples_that_fill_the_context_leave_no_padding():
-    batch = task("copy", context=26).batch(0, "train", 0, 4, (5, 5))
-    assert batch.input_ids.shape == (4, 26) and batch.mask is None
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_evaluation_has_one_example_a_row(name):
     made = task(name, context=10)  # which concerns training alone

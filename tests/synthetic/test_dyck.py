@@ -66,7 +66,7 @@ def test_words_that_are_typed():
         ("(]", "closes a bracket that is not the innermost"),
         (")", "closes a bracket that is not the innermost"),
         ("(((", "at most 2 brackets are open at once"),
-        ("(x", "`x.*` is no symbol of dyck"),
+        ("(x", r"`\(x` is no token of the task"),
     ]:
         with pytest.raises(TaskError, match=message):
             task.typed([text])

@@ -2,14 +2,13 @@
 
 import json
 
-import numpy as np
 import pandas as pd
 import pytest
 
 from synthetic import plots, report
 from synthetic.numbers import Trained, at_end, lines, notes, over_seeds
-from synthetic.results import AT_ONCE, TOKEN_BY_TOKEN, summary, way_of
-from tests.fabricated import drawn, fabricate, fabricate_all, numbers, sweep
+from synthetic.results import summary
+from tests.fabricated import ROW, drawn, fabricate, fabricate_all, sweep
 
 SEEDS = """
 name: seeds
@@ -51,7 +50,7 @@ def legend(drawing) -> set[str]:
     return {text.get_text() for each in drawing.figure.legends for text in each.get_texts()}
 
 
-@pytest.mark.parametrize("name", ["fig1", "fig3c", "tab1", "fig5", "ablation"])
+@pytest.mark.parametrize("name", ["fig1", "fig3c", "tab1", "fig5"])
 def test_seeds_are_drawn_together_with_their_number(name, seeds):
     entry = report.REPORTS[name]
     options = {"metric": "token_accuracy"} if name == "tab1" else entry.options
@@ -60,9 +59,7 @@ def test_seeds_are_drawn_together_with_their_number(name, seeds):
     ticks = {text.get_text() for text in drawing.figure.axes[0].get_yticklabels()}
     assert len({t for t in ticks | legend(drawing) if "(n = 3)" in t}) == models
     footer = " ".join(drawing.figure._supxlabel.get_text().split())
-    solver = "token iterate, parallel, causal, tol 0.01" + ", at most 1000 iterations" * (
-        name != "ablation"
-    )
+    solver = "token iterate, parallel, causal, tol 0.01, at most 1000 iterations"
     assert f"Solver in evaluation: {solver}" in footer
     if models == 2:
         assert "Solver in evaluation: none (LSTM)" in footer
@@ -107,53 +104,17 @@ def a_run(model="m", **result) -> Trained:
 
 def test_rows_are_averaged_over_test_seeds_and_layers():
     rows = [
-        {"length": 8, "metrics": {"a": 0.5}, "num_iters": {"mean": [2.0, 4.0]}, "probed": 2},
-        {"length": 8, "metrics": {"a": 1.0}, "num_iters": {"mean": [5.0, 5.0]}, "probed": 2},
-        # Before ℓ* was probed: the iterations of its schedule are something else.
-        {"length": 4, "metrics": {"a": 1.0}, "num_iters": {"mean": [9.0, 9.0]}},
+        {"length": 8, "metrics": {"a": 0.5}, "num_iters": {"mean": [2.0, 4.0]}},
+        {"length": 8, "metrics": {"a": 1.0}, "num_iters": {"mean": [5.0, 5.0]}},
+        {"length": 4, "metrics": {"a": 1.0}},
     ]
-    rows = [{**row, "stderr": {"a": 0.1}} for row in rows]
+    rows = [{**ROW, **row} for row in rows]
     made = at_end([a_run(eval=rows)])
     a = over_seeds(made[made["metric"] == "a"])
     assert a["value"].to_dict() == {4: 1.0, 8: 0.75}
     assert a["error"].to_dict() == pytest.approx({4: 0.1, 8: 0.1 / 2**0.5})
     iterations = over_seeds(made[made["metric"] == "num_iters"])
     assert iterations["value"].to_dict() == {8: 4.0}
-
-
-def test_the_error_of_several_seeds_is_their_standard_deviation(seeds):
-    several = [run for run in seeds if run.cfg.model.name == "lstm"]
-    made = at_end(several)
-    made = made[made["metric"] == "sequence_accuracy"]
-    found = over_seeds(made).loc[16]
-    values = made.loc[made["length"] == 16, "value"]
-    assert found["values"] == values.to_list() and found["value"] == pytest.approx(values.mean())
-    assert found["error"] == pytest.approx(np.std(values, ddof=1))
-
-
-def test_results_of_before_the_solver_was_recorded_are_called_unknown(tmp_path, capsys):
-    for cfg in fabricate_all("fig10", tmp_path):
-        path = cfg.run_dir / "result.json"
-        result = json.loads(path.read_text())
-        for row in result["eval"]:
-            row["schedule"] = "sequential" if row["read"] == TOKEN_BY_TOKEN else "parallel"
-            for key in ("read", "solver", "stderr", "in_training", "probed", "failed"):
-                row.pop(key, None)
-        path.write_text(json.dumps(result))
-    paths = report.report("fig10", overrides=(f"out_dir={tmp_path}",))
-    found = numbers(paths["numbers"])
-    assert {r["solver"] for r in found} == {r["in_training"] for r in found} == {"unknown"}
-    assert {r["read"] for r in found} == {"unknown", TOKEN_BY_TOKEN}
-    assert {r["stderr"] for r in found} == {""}
-    assert "num_iters" not in {r["metric"] for r in found}  # it was not yet what ℓ* is
-    old = [{"length": 2, "metrics": {"accuracy": 0.5}, "schedule": "parallel"}] * 2
-    cells = [cell for column in summary({"eval": old}, "old").columns for cell in column.cells]
-    assert "0.5000" in cells and not any("nan" in str(cell) for cell in cells)
-    assert "parallel" not in paths["numbers"].read_text()
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "nan" not in shown
-    assert "Solver in evaluation: unknown" in shown
-    assert "For some, it is unknown if training has the test samples too" in shown
 
 
 def table_of(**rows_by_model) -> pd.DataFrame:
@@ -163,21 +124,20 @@ def table_of(**rows_by_model) -> pd.DataFrame:
 
 def test_tokens_that_were_not_solved_are_noted_below_a_figure():
     solver = {"token": "exact", "schedule": "sequential", "tol": None, "max_iters": None}
-    row = {"length": 2, "metrics": {"a": 1}, "solver": solver}
-    row["in_training"] = {"count": 0, "of": 4}
+    row = {**ROW, "solver": solver}
     rows = [{**row, "failed": [0.0, 0.02]}, {**row, "failed": [0.0, 0.04]}]
     assert notes(table_of(a=rows, b=[{**row, "failed": [0.001]}]), []) == [
         "Solver in evaluation: token exact, sequential",
         "Tokens whose equation was not solved, more than 0.1%: a: 3.00%",
     ]
-    caption = summary({"eval": rows}, "x").caption
+    iterated = {"num_iters": {"mean": [1.0, 1.0]}, "evaluations": [1.0, 1.0]}
+    caption = summary({"eval": [each | iterated for each in rows]}, "x").caption
     assert "warning: at length 2 the token's equation was not solved for 4.00% of" in caption
     assert "model.contractive: 0.9" in caption
 
 
 def test_test_samples_that_training_has_too_are_noted():
-    row = {"length": 2, "metrics": {"a": 1}, "solver": "none"}
-    row["in_training"] = {"count": 3, "of": 4}
+    row = {**ROW, "in_training": {"count": 3, "of": 4}}
     held = {**row, "length": 9, "in_training": {"count": 0, "of": 4}}
     assert notes(table_of(a=[row, held]), []) == [
         "Solver in evaluation: none",
@@ -224,18 +184,3 @@ def test_a_point_is_paired_by_seed_and_says_of_how_many(tmp_path):
     found = found[found["length"] == 32].set_index(["task", "metric"])["value"]
     expected = found["copy", "character_accuracy"], found["word_problem", "token_accuracy"]
     assert [tuple(point) for point in dots.get_xydata()] == [expected]
-
-
-def test_how_an_old_result_was_read_is_unknown_where_it_was_not_recorded():
-    """What was not read token by token was read at once, or, of CatbAbI, in segments."""
-    solver, words = {"metrics": {"token_accuracy": 0.5}}, {"schedule": "parallel", "length": 16}
-    assert way_of({**solver, **words}) == ("unknown", "unknown")
-    assert way_of({**solver, **words, "schedule": "sequential"}) == (TOKEN_BY_TOKEN, "unknown")
-    assert way_of({**solver, "read": AT_ONCE, "solver": "none"}) == (AT_ONCE, "none")
-
-
-def test_notes_are_only_on_the_lengths_that_are_drawn(tmp_path):
-    fabricate_all("ablation", tmp_path)  # below length 4 training has all test samples
-    made = drawn("ablation", tmp_path)
-    assert 2 in set(made.numbers["length"])
-    assert "Test samples that training may have" not in made.figure._supxlabel.get_text()

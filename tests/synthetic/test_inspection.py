@@ -61,8 +61,8 @@ def test_names_of_elements_multiply_as_permutations_do():
 @pytest.mark.parametrize(
     "name, word, says",
     [
-        ("word_problem", "213 999", "`999` is no element of S3: these are 123, 132"),
-        ("parity", "012", "`2` is no symbol of parity: these are 0 1"),
+        ("word_problem", "213 999", "`999` is no token of the task: these are 123, 132"),
+        ("parity", "012", "`012` is no token of the task: these are 0, 1"),
     ],
 )
 def test_what_is_no_sequence_of_a_task_is_refused(name, word, says):

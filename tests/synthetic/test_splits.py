@@ -1,13 +1,12 @@
 """Training, validation and test have no sample in common, unless there are too few samples."""
 
-import functools
-
 import numpy as np
 import pytest
 
 from synthetic import tasks
 from synthetic.config import Task
 from synthetic.tasks import IGNORE, TaskError, splits
+from synthetic.tasks.drawn import DrawnTask
 
 # Each task with a length at which its splits are held apart, one at which there are too few samples
 # for that, and the training lengths.
@@ -65,33 +64,45 @@ def samples(task, batch) -> list[tuple]:
     return found
 
 
-def one_a_row(task, batch) -> list[tuple]:
+def content(task, ids) -> tuple:
+    """What a row that is drawn whole is about, by the names of its tokens: of MQAR the pairs, of
+    selective copying the letters in order; else all of it."""
+    words = [task.token_name(int(i)) for i in ids]
+    if task.name == "mqar":
+        return tuple(words[: 2 * task.pairs])
+    return tuple(word for word in words if word not in ("_", "|"))
+
+
+def training_samples(task, lengths) -> set:
+    """Everything that training asks in UPDATES batches; of drawn rows (in a third of the batches)
+    every beginning."""
+    updates = UPDATES // 3 if isinstance(task, DrawnTask) else UPDATES
+    batches = [task.batch(0, "train", i, 64, lengths) for i in range(updates)]
+    if not isinstance(task, DrawnTask):
+        return {sample for batch in batches for sample in samples(task, batch)}
+    rows = {content(task, ids) for batch in batches for ids in batch.input_ids}
+    return {row[:end] for row in rows for end in range(1, len(row) + 1)}
+
+
+def evaluation_samples(task, batch) -> set:
     """The sample that each row of an evaluation batch, all of one length, is."""
+    if isinstance(task, DrawnTask):
+        return {content(task, ids) for ids in batch.input_ids}
     rows = zip(batch.input_ids[:, None], batch.labels[:, None])
-    return [max(samples(task, tasks.Batch(ids, labels)), key=len) for ids, labels in rows]
+    return {max(samples(task, tasks.Batch(ids, labels)), key=len) for ids, labels in rows}
 
 
-@functools.cache
-def stream(name):
-    """The task, and everything that its training asks in UPDATES batches."""
-    section, *_, lengths = HELD[name]
-    task = tasks.build(Task(**section))
-    batches = (task.batch(0, "train", i, 64, lengths) for i in range(UPDATES))
-    return task, {sample for batch in batches for sample in samples(task, batch)}
-
-
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", [*HELD, *DRAWN])
 def test_no_sample_of_a_test_or_validation_set_is_in_training(name):
-    task, trained = stream(name)
-    length = HELD[name][1]
-    assert task.held_apart(length) and not task.held_apart(HELD[name][2])
+    section, length, short, lengths = HELD.get(name) or DRAWN[name]
+    task = tasks.build(Task(**section))
+    assert task.held_apart(length) and not (short and task.held_apart(short))
+    trained = training_samples(task, lengths)
     sets = {}
     for split, seed in [("valid", 0), ("test", 0), ("test", 5)]:
         batches = [task.batch(seed, split, i, 100, (length, length)) for i in range(10)]
-        whole = {asked for batch in batches for asked in one_a_row(task, batch)}
-        assert len(whole) > 30 and {len(sample) for sample in whole} == {length}
-        assert not whole & trained
-        sets[split, seed] = whole
+        sets[split, seed] = set().union(*(evaluation_samples(task, batch) for batch in batches))
+        assert len(sets[split, seed]) > 30 and not sets[split, seed] & trained
     assert not sets["valid", 0] & (sets["test", 0] | sets["test", 5])
 
 
@@ -155,33 +166,6 @@ def task_of(name):
     return tasks.build(Task(**DRAWN[name][0]))
 
 
-def content(task, ids):
-    """What a row is about, read off its tokens: of MQAR the pairs, of selective copying the letters
-    in order; else all of it."""
-    words = [task.token_name(int(i)) for i in ids]
-    if task.name == "mqar":
-        return tuple(words[: 2 * task.pairs])
-    if task.name == "selective_copying":
-        return tuple(word for word in words if word not in "_|")
-    return tuple(word for word in words if word != "_")
-
-
-@pytest.mark.parametrize("name", DRAWN)
-def test_no_row_of_a_test_or_validation_set_begins_a_row_of_training(name):
-    task, (_, length, short, lengths) = task_of(name), DRAWN[name]
-    assert task.held_apart(length) and not (short and task.held_apart(short))
-    batches = [task.batch(0, "train", i, 64, lengths) for i in range(150)]
-    trained = {content(task, ids) for batch in batches for ids in batch.input_ids}
-    beginnings = {row[:end] for row in trained for end in range(1, len(row) + 1)}
-    rows = {}
-    for split, seed in [("valid", 0), ("test", 0), ("test", 5)]:
-        batches = [task.batch(seed, split, i, 100, (length, length)) for i in range(5)]
-        rows[split, seed] = {content(task, ids) for batch in batches for ids in batch.input_ids}
-        assert len(rows[split, seed]) > 30
-        assert not rows[split, seed] & beginnings
-    assert not rows["valid", 0] & (rows["test", 0] | rows["test", 5])
-
-
 @pytest.mark.parametrize("name", DRAWN)
 def test_lengths_that_no_row_has_are_refused(name):
     task = task_of(name)
@@ -191,12 +175,3 @@ def test_lengths_that_no_row_has_are_refused(name):
     if task.apart == 2:
         with pytest.raises(TaskError, match=f"lengths {task.shortest}, {task.shortest + 2}, "):
             task.check_length(task.shortest + 1)
-
-
-def test_rows_of_a_split_are_redrawn_whole():
-    """Labels and content of a redrawn row are those of its new ids."""
-    task = tasks.build(Task(name="selective_copying", alphabet=8, content=5))
-    batch = task.batch(0, "valid", 0, 500, (16, 16))
-    letters = np.array([row[row < 8] for row in batch.input_ids])
-    assert (batch.labels[:, -5:] == letters).all()
-    assert splits.is_of("valid", splits.keys(letters[:, : task.opening])).all()

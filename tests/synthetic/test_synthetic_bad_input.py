@@ -1,23 +1,18 @@
 """Every command of `python -m synthetic` on bad input: one sentence, before anything starts."""
 
-import argparse
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from lm.cli.arguments import Number, Whole
-from lm.common.errors import BAD_CONFIG, ConfigError, MissingPackageError, install_command
+from lm.common.errors import BAD_CONFIG, ConfigError, MissingPackageError
 from lm.common.files import DamagedError, OutputError
 from synthetic import config
-from synthetic.cli import main, parser
+from synthetic.cli import main
 from synthetic.runs import result_of, run_all
 from synthetic.train import train
 from tests.refusals import refused as refused_by
-from tests.running import ENV
 
 ROOT = Path(__file__).parents[2]
 S3 = str(ROOT / "configs/synthetic/small/s3.yaml")
@@ -65,56 +60,17 @@ def blocked(tmp_path):
         ("train.length=1e9", "train.length"),
         ("train.length=[a, b]", "`train.length` is ['a', 'b']: it must be a valid integer"),
         ("train.length=[9, 4]", "length [9, 4] is empty: shortest first"),
-        ("resume=sometimes", "`resume` is 'sometimes': it must be 'auto' or 'never'"),
-        ("name=../../x", "`name`: `../../x` is no name of a folder inside out_dir"),
         ("train.curriculum.start=99", "curriculum.start is 99, and the longest of train.length"),
         ("train.curriculum={}", "`train.curriculum.start` is missing"),
         ("bars=[{metric: a, leest: 1}]", "unknown key `bars[0].leest`; did you mean `bars.least`?"),
-        ("bars=x", "`bars` is 'x': it must be a valid tuple"),
         ("eval.seeds=[-1]", "`eval.seeds[0]` is -1: it must be greater than or equal to 0"),
         ("optim.warmup=99", "optim.warmup is 99 updates, and train.steps is only 2"),
-        ("train.steps=true", "`train.steps`: true and false are only for what is"),
-        ("steps", "override `steps` must read key=value"),
     ],
 )
 def test_a_value_that_cannot_be(capsys, tmp_path, override, words):
     out = f"out_dir={tmp_path / 'runs'}"
     assert words in refused(capsys, "train", "--config", S3, out, *QUICK, override)
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        (b"- 1\n", "must hold a mapping"),
-        (b"seed: 1\nseed: 2\n", "line 2, column 1: key `seed` appears twice"),
-        (b"train:\n\tsteps: 1\n", "it is indented with a tab"),
-        (b"name: \xff\n", "is not UTF-8 text"),
-    ],
-)
-def test_a_bad_file(capsys, tmp_path, text, words):
-    path = tmp_path / "c.yaml"
-    path.write_bytes(text)
-    for command in (["train", "--config"], ["validate"]):
-        assert words in refused(capsys, *command, path)
-
-
-def test_a_folder_in_place_of_a_file(capsys, tmp_path):
-    for command in (["train", "--config"], ["validate"]):
-        assert "is a folder: name a YAML file in it" in refused(capsys, *command, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "text, words",
-    [
-        ("name: a", "has no `model:` section"),
-        ("model: {}\noptim: 3", "`optim` is 3: it must be a section"),
-        ("model: {}\n1: 2\nx: 3", "unknown section 1, x"),
-    ],
-)
-def test_validate_of_a_file_that_is_no_model(capsys, tmp_path, text, words):
-    (tmp_path / "c.yaml").write_text(text)
-    assert words in refused(capsys, "validate", tmp_path / "c.yaml")
 
 
 # Sizes of models, and sweeps.
@@ -153,38 +109,7 @@ def test_no_run_starts_where_one_of_them_cannot(capsys, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_sweep_needs_an_index(capsys, tmp_path):
-    out = f"out_dir={tmp_path / 'runs'}"
-    assert refused(capsys, "train", "--config", FIG3C, out) == (
-        f"{FIG3C} is a sweep: say which of its points to train, --job-index 0 to 2; or sweep={{}}"
-        " for the config without it"
-    )
-    assert "outside the sweep: 0 to 2" in refused(
-        capsys, "train", "--config", FIG3C, "--job-index", 3
-    )
-    assert not (tmp_path / "runs").exists()
-
-
 # Options.
-
-
-def options() -> list[tuple[str, argparse.Action]]:
-    """(command, option) of every option that takes a value."""
-    (commands,) = (a for a in parser()._actions if a.dest == "synthetic")
-    return [
-        (command, action)
-        for command, below in commands.choices.items()
-        for action in below._actions
-        if action.option_strings and action.nargs != 0
-    ]
-
-
-def test_every_number_has_a_range_that_its_help_states():
-    numbers = [a for _, a in options() if isinstance(a.type, Whole | Number)]
-    assert {a.dest for a in numbers} == {"job_index", "seeds", "jobs", "length", "seed"}
-    assert not any(a.type in (int, float) for _, a in options())
-    for action in numbers:
-        assert "at least" in action.help or "from 0 on" in action.help
 
 
 @pytest.mark.parametrize(
@@ -195,8 +120,6 @@ def test_every_number_has_a_range_that_its_help_states():
         (["report", "fig3c", "--jobs", "0"], "argument --jobs: '0' is no whole number"),
         (["train", "--config", FIG3C, "--job-index", "-1"], "--job-index: '-1' is no whole"),
         (["eval", "run", "--seeds", "0", "-1"], "argument --seeds: '-1' is no whole number"),
-        (["eval", "run", "--lengths", "48:2"], "argument --lengths: `48:2` goes down from 48 to 2"),
-        (["eval", "run", "--lengths", ""], "argument --lengths: `` must be a length"),
         (["report", "nope"], "no report `nope`: there are demo"),
         (["report", "fig3c", "nope"], "override `nope` must read key=value"),
         (["eval", "run", "nope"], "run: no such folder"),
@@ -254,32 +177,3 @@ def test_training_says_what_is_missing_before_it_begins(monkeypatch, tmp_path, p
     with pytest.raises(MissingPackageError, match=f"log.{package} needs the package {package}"):
         train(cfg)
     assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    "package, command",
-    [
-        ("matplotlib", ["report", "fig3c"]),
-        ("pydantic", ["train", "--config", S3]),
-    ],
-)
-def test_a_missing_package_is_named_with_its_extra(tmp_path, package, command):
-    code = (
-        "import sys\n"
-        "sys.modules[sys.argv.pop(1)] = None\n"  # as if it were not installed
-        "from synthetic.cli import main\n"
-        "sys.exit(main())"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, package, *command],
-        cwd=tmp_path,
-        env=ENV,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stdout) == (BAD_CONFIG, "")
-    assert done.stderr == (
-        f"error: this command needs the package {package}, which is not installed:"
-        f" {install_command(package)}\n"
-    )

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from synthetic import evaluate, tasks
-from synthetic.build import were_held_apart
+from synthetic import tasks
 from synthetic.config import Bar, Config, Task
 from synthetic.evaluate import (
     PROBED,
@@ -20,7 +19,7 @@ from synthetic.evaluate import (
     parse_lengths,
     standard_error,
 )
-from synthetic.results import at_length, error_of_mean, in_training, passes, summary
+from synthetic.results import error_of_mean, in_training, passes, summary
 from synthetic.tasks import TaskError
 
 S3 = tasks.build(Task(name="word_problem", group="S3"))
@@ -94,10 +93,10 @@ def test_the_metrics_of_a_model_that_is_right_up_to_a_length():
 
 def test_seeds_are_other_data():
     cfg = config(examples=50)
-    results = evaluate_all(Oracle(8), S3, cfg, [4, 8, 16], [0, 1], "fp32")
+    results = evaluate_all(Oracle(8), S3, cfg, [5, 8, 16], [0, 1], "fp32")
     assert [(r["length"], r["seed"]) for r in results] == [
-        (4, 0),
-        (4, 1),
+        (5, 0),
+        (5, 1),
         (8, 0),
         (8, 1),
         (16, 0),
@@ -105,48 +104,16 @@ def test_seeds_are_other_data():
     ]
     assert results[4]["metrics"] != results[5]["metrics"]
     mean = np.mean([r["metrics"]["token_accuracy"] for r in results[4:]])
-    assert at_length(results, 16, "token_accuracy") == pytest.approx(mean)
-    assert at_length(results, 5, "token_accuracy") is None
-
-
-def test_the_time_left_goes_by_tokens(monkeypatch):
-    """A length of 1,024 takes 256 times as long as one of 4, not as long."""
-    told = []
-    monkeypatch.setattr(
-        evaluate.Progress, "update", lambda bar, done: told.append((done, bar.total))
-    )
-    evaluate_all(Oracle(8), S3, config(examples=50), [4, 8, 16], [0, 1], "fp32")
-    assert told == [(done, 56) for done in (4, 8, 16, 24, 40, 56)]
-
-
-def test_bars():
-    results = evaluate_all(Oracle(8), S3, config(examples=50), [8, 16], [0], "fp32")
     bars = [
-        Bar(metric="sequence_accuracy", length=8, least=0.99),
-        Bar(metric="token_accuracy", length=16, least=0.95),
-        Bar(metric="token_accuracy", length=99, least=0.1),
+        Bar(metric="token_accuracy", length=n, least=b)
+        for n, b in ((16, 0.1), (16, 0.95), (99, 0.1))
     ]
-    found = passes(bars, results)
-    assert [b["passed"] for b in found] == [True, False, False]
-    assert found[2]["value"] is None
-
-
-def test_a_cpu_that_runs_out_of_memory_is_a_sentence():
-    class Greedy(Oracle):
-        def forward(self, input_ids, attention_mask=None):
-            return torch.empty(1 << 50)
-
-    with pytest.raises(TaskError, match="length 4 does not fit in memory, 250 sequences at once"):
-        measure(Greedy(1), S3, config(), 4, "test", 0, "fp32")
-
-
-def test_other_errors_of_a_model_stay_what_they_are():
-    class Broken(Oracle):
-        def forward(self, input_ids, attention_mask=None):
-            raise RuntimeError("shapes do not go together")
-
-    with pytest.raises(RuntimeError, match="shapes do not go together"):
-        measure(Broken(1), S3, config(), 4, "test", 0, "fp32")
+    judged = passes(bars, results)
+    assert [bar["value"] for bar in judged] == [pytest.approx(mean)] * 2 + [None]
+    assert [bar["passed"] for bar in judged] == [True, False, False]
+    table = summary({"eval": results}, "x")
+    assert table.caption == "read at once; solver: none"
+    assert list(next(c for c in table.columns if c.header == "in training").cells) == ["0"] * 3
 
 
 def test_the_error_of_a_token_metric_takes_a_sequence_as_one():
@@ -176,45 +143,23 @@ def test_the_error_is_the_spread_of_other_test_samples():
     assert spread == pytest.approx(0.05, rel=0.3)
 
 
-def test_a_model_without_a_solver_says_none_and_rows_say_how_they_were_read():
-    rows = evaluate_all(Oracle(8), S3, config(examples=50), [5, 8], [0], "fp32")
-    assert [(r["read"], r["solver"]) for r in rows] == [("at once", "none")] * 2
-    assert [r["in_training"] for r in rows] == [{"count": 0, "of": 50}] * 2
-    table = summary({"eval": rows}, "x")
-    assert table.caption == "read at once; solver: none"
-    assert "in training" in [column.header for column in table.columns]
-
-
 @pytest.mark.parametrize(
     ("length", "held_apart", "count", "shown"),
     [(5, True, 0, "0"), (2, True, 36, "36 of 36"), (5, False, None, "unknown")],
 )
 def test_samples_that_training_may_have_are_counted(length, held_apart, count, shown):
-    """All of them where there are too few; of a run by an early version it is not known."""
+    """All of them where there are too few; it is unknown of a run trained on another task."""
     cfg = config(examples=36, batch_size=36)
     row = measure(Oracle(8), S3, cfg, length, "test", 0, "fp32", held_apart=held_apart)
     assert row["in_training"] == {"count": count, "of": 36} and in_training([row]) == shown
-
-
-def test_checkpoints_of_earlier_versions_tell_if_splits_were_held_apart():
-    assert were_held_apart({"held_apart": True}) and were_held_apart({"seen": torch.tensor([])})
-    assert not were_held_apart({"seen": None}) and not were_held_apart({})
-
-
-def test_few_in_many_are_not_rounded_to_none():
-    rows = [
-        {"in_training": {"count": 1, "of": 10_000}},
-        {"in_training": {"count": 0, "of": 10_000}},
-    ]
-    assert in_training(rows) == "1 of 20000"
+    few = [{"in_training": {"count": n, "of": 10_000}} for n in (1, 0)]
+    assert in_training(few) == "1 of 20000"
 
 
 def test_the_error_of_several_seeds_is_smaller():
     rows = evaluate_all(Oracle(4), S3, config(examples=50), [8], [0, 1, 2, 3], "fp32")
     each = [r["stderr"]["token_accuracy"] for r in rows]
-    assert error_of_mean(rows, "token_accuracy") == pytest.approx(np.mean(each) / 2, rel=0.05)
-    del rows[0]["stderr"]
-    assert np.isnan(error_of_mean(rows, "token_accuracy"))
+    assert error_of_mean(each) == pytest.approx(np.mean(each) / 2, rel=0.05)
 
 
 def test_a_sample_drawn_again_and_again_is_one_sample_in_the_error():

@@ -1,10 +1,8 @@
 """The synthetic trainer under faults: signals, NaN, a second process, damage, a full disk."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
@@ -12,11 +10,11 @@ import torch
 
 from lm.common.errors import DIVERGED, FAILED, PREEMPTED
 from lm.model.checksums import sha256
-from lm.runs.checkpoint import MANIFEST, listed, newest
+from lm.runs.checkpoint import MANIFEST, newest
 from lm.runs.metrics import read_metrics
 from lm.runs.run_dir import RunDirError
 from synthetic.build import load_run
-from tests.running import ENV, FORKS, ROOT
+from tests.running import FORKS
 
 SMALL = (
     "model={d_model: 8, n_layer: 1, d_state: 2, expand: 1}",
@@ -41,20 +39,6 @@ def words(out, *overrides, fault=None):
 
 def start(out, *overrides, fault=None):
     return FORKS.start(*words(out, *overrides, fault=fault))
-
-
-def start_a_group(out, *overrides):
-    """A fresh interpreter that leads a group of its own, as a terminal starts one."""
-    module, arguments = words(out, *overrides)
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *arguments],
-        cwd=ROOT,
-        env=ENV,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 def finished(out, *overrides, fault=None):
@@ -186,25 +170,6 @@ def test_a_config_that_was_changed_is_refused(tmp_path):
         load_run(tmp_path / "x")
 
 
-def test_a_second_process_is_refused(tmp_path):
-    first = start(tmp_path, "train.steps=100000")
-    wait_for_step(tmp_path / "x", 3, first)
-    status, _, error = finished(tmp_path, "train.steps=100000")
-    assert status == FAILED and f"is in use by process {first.pid}" in error
-    first.kill()
-    first.wait(60)
-
-
-def test_a_damaged_checkpoint_is_passed_over(tmp_path, whole):
-    assert finished(tmp_path)[0] == 0
-    for path in listed(tmp_path / "x/checkpoints")[1:]:
-        os.truncate(path / "state.pt", 100)
-    (tmp_path / "x/result.json").unlink()
-    status, output, _ = finished(tmp_path)
-    assert status == 0 and "passed over" in output and "resumed  at update 30" in output
-    assert trace(tmp_path / "x") == whole
-
-
 def test_a_full_disk_is_a_sentence(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -217,24 +182,3 @@ def test_a_full_disk_is_a_sentence(tmp_path):
         assert "cannot be written" in error and error.count("\n") == 1
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
-
-
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGUSR1, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)],
-    ids=lambda n: n.name,
-)
-def test_a_signal_to_the_whole_group_saves(tmp_path, number):
-    """As Slurm and a closing terminal send it."""
-    process = start_a_group(tmp_path, "train.steps=4000")
-    wait_for_step(tmp_path / "x", 13, process)
-    os.killpg(process.pid, number)
-    error = process.communicate(timeout=60)[1]
-    assert process.returncode == PREEMPTED and "checkpoint saved" in error
-
-
-def test_every_save_is_in_the_log(tmp_path, whole):
-    assert finished(tmp_path)[0] == 0
-    saves = [r["checkpoint"] for r in read_metrics(tmp_path / "x") if "checkpoint" in r]
-    assert [s["step"] for s in saves] == [10, 20, 30, 40]
-    assert all(s["bytes"] > 1000 and 0 < s["blocked_s"] <= s["seconds"] for s in saves)

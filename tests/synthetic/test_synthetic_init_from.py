@@ -13,7 +13,7 @@ import torch
 from lm.common.errors import ConfigError
 from lm.training.foreign import SourceError
 from synthetic import centroids, config
-from synthetic.build import load_run, trained_on
+from synthetic.build import load_run
 from synthetic.cli import main
 from synthetic.tasks import IGNORE
 from synthetic.train import Training, train
@@ -81,7 +81,6 @@ def test_a_run_that_goes_on_reads_nothing_of_it(source, cfg, capsys):
     assert "outputs at the start are the source's" in capsys.readouterr().out
     written = json.loads((cfg.run_dir / "init_from.json").read_text())
     assert written["outputs_equal"] and [p["from"] for p in written["layers"]] == [None, 0, None]
-    assert trained_on(cfg.run_dir)[1]
     shutil.rmtree(lent)
     longer = cfg.train.model_copy(update={"steps": 4})
     assert train(cfg.model_copy(update={"train": longer}))["updates"] == 4
@@ -183,14 +182,7 @@ def test_pairs_that_are_no_means_are_not_offered(ends):
 def test_the_started_model_is_measured_before_training(args, source, capsys):
     train(config.load(args[2], (*args[3:], THROUGH, "init_from.partial=true")))
     said = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"right on [01]\.\d{3} of the sequences of 4 before training", said)
-
-
-def test_a_start_that_has_to_learn_anew_is_warned_of():
-    assert centroids.describe_start(0.0, 16).startswith("warning: right on 0.000")
-    assert centroids.describe_start(0.97, 16) == (
-        "right on 0.970 of the sequences of 16 before training"
-    )
+    assert re.search(r"init [01]\.\d{3} of the sequences of 4 right before training", said)
 
 
 def test_an_answer_and_its_token_stand_at_the_sequences_end(source, monkeypatch):
@@ -248,18 +240,3 @@ def test_a_run_is_no_start_of_itself(source, capsys):
     assert "this run itself" in refused(
         capsys, "train", "--config", config_file, *at_home, "--overwrite"
     )
-
-
-def test_partial_takes_the_layers_of_another_task(cfg):
-    other = {"group": "S3"}
-    cfg = cfg.model_copy(
-        update={
-            "task": cfg.task.model_copy(update=other),
-            "init_from": cfg.init_from.model_copy(update={"partial": True}),
-        }
-    )
-    started = Training(cfg)
-    embedding = started.model.backbone.embeddings.weight.clone()
-    said = "\n".join(started.init_from.apply())
-    assert torch.equal(started.model.backbone.embeddings.weight, embedding)
-    assert "it was trained on another task" in said

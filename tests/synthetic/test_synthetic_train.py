@@ -5,15 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
-from lm.cli.arguments import parse
 from lm.common.errors import BAD_CONFIG, ConfigError
-from lm.runs.checkpoint import CheckpointError, listed, newest
+from lm.runs.checkpoint import CheckpointError, newest
 from lm.runs.metrics import read_metrics
 from lm.runs.run_dir import RunDirError
 from synthetic import config, tasks
-from synthetic.cli import main, parser
+from synthetic.cli import main
 from synthetic.evaluate import evaluate_run
 from synthetic.results import curriculum_note
 from synthetic.tasks import TaskError
@@ -243,24 +241,6 @@ def test_an_adversary_waits_for_the_last_letters(cfg):
     assert adversarial == [False] * 3 + [True] * 4
 
 
-def test_an_adversary_works_once_the_curriculum_is_at_its_longest(cfg):
-    easy = ("train.steps=12", "train.length=[1, 3]", "eval.every=2", "checkpoint.every=100")
-    easy += ("task.group=Z1", "train.curriculum={start: 1, grow: 1}")
-    c = cfg("train.adversary=0.1", *easy)
-    train(c)
-    of_training = [r for r in read_metrics(c.run_dir) if "loss" in r]
-    assert [r["longest"] for r in of_training] == [1, 1, 2, 2] + [3] * 8
-    assert ["adversarial_loss" in r for r in of_training] == [False] * 4 + [True] * 8
-
-
-def test_the_adversary_raises_the_loss(cfg):
-    c = cfg("train.adversary=0.1", "train.steps=30", "log.every=1")
-    train(c)
-    records = [r for r in read_metrics(c.run_dir) if "loss" in r]
-    rises = [r["adversarial_loss"] > r["loss"] for r in records]
-    assert sum(rises) >= 27, rises
-
-
 def test_lmax_is_fixed_unlimited_or_drawn(cfg):
     assert max_iters_at(cfg(), 3) == 10
     assert max_iters_at(cfg("train.max_iters=7", *ITERATED), 3) == 7
@@ -282,38 +262,6 @@ def test_baselines_train(cfg, name):
     assert not {"num_iters", "probed", "failed"} & result["eval"][0].keys()
     assert result["model"] == name
     assert not any({"probe", "failed"} & r.keys() for r in read_metrics(c.run_dir))
-
-
-@pytest.mark.parametrize(
-    "task", ["copy", "suffix_ngram", "mod_arithmetic", "mod_arithmetic_brackets", "parity"]
-)
-def test_every_family_of_tasks_trains(cfg, task):
-    c = cfg(
-        f"task.name={task}",
-        "train.length=[5, 9]",
-        "eval.lengths=9",
-        "train.steps=2",
-        "task.context=32",
-        f"name={task}",
-    )
-    train(c)
-    assert (c.run_dir / "result.json").exists()
-
-
-def test_a_loss_that_is_not_finite_stops_the_run(cfg):
-    with pytest.raises((RuntimeError, FloatingPointError), match=r"NaN|nan|inf"):
-        train(cfg("optim.lr=1e30", "optim.min_lr=0", "optim.grad_clip=0"))
-
-
-def test_batches_are_those_of_the_task_in_order(cfg):
-    c = cfg()
-    task = tasks.build(c.task)
-    training = Training(c)
-    training.batch_number = 5
-    stream = training._batches()
-    for index in range(5, 12):
-        expected = task.batch(c.seed, "train", index, 8, (4, 4))
-        assert (next(stream).input_ids == expected.input_ids).all()
 
 
 ODD = ("task.name=mod_arithmetic", "train.length=[3, 9]", "eval.lengths=5")
@@ -463,22 +411,6 @@ def test_the_questions_that_bAbI_has_in_two_splits_are_counted(cfg, babi):
     assert (row["read"], row["solver"]) == ("in segments", "none")
     # Three places, asked of once or twice: of so few stories the most come again.
     assert 40 <= row["in_training"]["count"] <= row["in_training"]["of"] == 48
-
-
-def test_a_saved_optimizer_state_is_on_disk_whole_or_not_at_all(cfg):
-    c = cfg()
-    train(c)
-    folder = c.run_dir / "checkpoints"
-    assert [p.name for p in listed(folder)][-1] == "step-000012"
-    assert {p.name for p in newest(folder).iterdir()} == {"manifest.json", "state.pt"}
-    assert torch.load(newest(folder) / "state.pt", weights_only=True)["step"] == 12
-
-
-def test_unknown_options_are_refused():
-    with pytest.raises(SystemExit):
-        parse(parser(), ["train", "--config", "x", "--overwrite", "--lr=3"])
-    parsed = parse(parser(), ["train", "--config", "x", "a=1", "--overwrite", "b=2"])
-    assert parsed.override == ["a=1", "b=2"]
 
 
 @pytest.mark.gpu

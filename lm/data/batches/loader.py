@@ -50,9 +50,8 @@ def build(
         train = StreamLoader(cfg.data, tokenizer, size, cfg.seed, *place)
     else:
         train = single_source_loader(corpora[""].train, cfg.data.seq_len, size, cfg.seed, *place)
-    eval_size = cfg.eval.micro_batch_size or size
     held_out = {
-        name: validation_blocks(corpus.val, cfg.data, eval_size, *place)
+        name: validation_blocks(corpus.val, cfg.data, size, *place)
         for name, corpus in corpora.items()
     }
     return train, held_out

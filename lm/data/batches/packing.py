@@ -29,12 +29,6 @@ class Packer:
         self._rest = stream[blocks * self.seq_len :].copy()
         return block_rows(stream, self.seq_len, np.arange(blocks))
 
-    def flush(self) -> np.ndarray:
-        """The end of a finite stream: the targets still waiting, as (0 or 1, seq_len + 1) with
-        IGNORE after the last token. The packer is empty afterwards."""
-        rest, self._rest = self._rest, np.empty(0, dtype=np.int64)
-        return block_rows(rest, self.seq_len, np.arange(block_count(len(rest), self.seq_len)))
-
     def state_dict(self) -> dict:
         return {"seq_len": self.seq_len, "rest": self._rest.tolist()}
 

@@ -41,10 +41,6 @@ class Meta:
     def tokens(self) -> int:
         return self.train_tokens + self.val_tokens
 
-    def checksum(self, name: str) -> str:
-        """The sha256 of a file."""
-        return self.sha256[name]
-
     @property
     def bytes(self) -> int:
         return self.tokens * np.dtype(self.dtype).itemsize
@@ -102,7 +98,7 @@ def verify(folder: Path, meta: Meta, vocab_size: int) -> None:
     check_sizes(folder, meta)
     for name in (f"{split}.bin" for split in SPLITS):
         path = folder / name
-        known = meta.checksum(name)
+        known = meta.sha256[name]
         if integrity.is_remembered(path):
             continue
         if path.stat().st_size > integrity.ALWAYS_BYTES:

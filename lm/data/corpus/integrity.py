@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import os
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -156,27 +155,19 @@ def is_remembered(path: Path) -> bool:
     return _recorded(path.parent).get(path.name) == state(path)
 
 
-def read_through(
-    path: Path, dtype: np.dtype, progress: Callable[[int], None] | None = None
-) -> tuple[str, int]:
+def read_through(path: Path, dtype: np.dtype) -> tuple[str, int]:
     """(sha256, largest id or -1) of a file of token ids, read in pieces.
-
-    Args:
-        progress: called with the bytes read so far.
 
     Raises:
         DataError: it cannot be read.
     """
-    sha256, largest, done = hashlib.sha256(), -1, 0
+    sha256, largest = hashlib.sha256(), -1
     try:
         with open(path, "rb") as file:
             while raw := file.read(CHUNK):
                 sha256.update(raw)
                 ids = np.frombuffer(raw[: len(raw) // dtype.itemsize * dtype.itemsize], dtype)
                 largest = max(largest, int(ids.max(initial=0)))
-                done += len(raw)
-                if progress:
-                    progress(done)
     except OSError as e:
         raise DataError(f"{path} cannot be read: {e.strerror}") from None
     return sha256.hexdigest(), largest

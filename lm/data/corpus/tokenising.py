@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,7 +30,6 @@ SHARD_CHARACTERS = 8_000_000  # or so many characters
 SMALL = 2  # a corpus of up to so many shards is not worth the start of processes
 MOST_WORKERS = 16  # by `auto`: one process reads the text for all, and feeds no more than some 20
 STREAM_VAL_TOKENS = 262_144  # held out of a stream when data.val_tokens does not say
-CHECK_SOURCE_S = 60.0  # between two looks at the source's files: one asks the size of each file
 # None of them casts doubt on the shards that are finished.
 KEEPING_ERRORS = (OutputError, readers.ReaderError, KeyboardInterrupt, SystemExit, StopRequested)
 JOURNAL = "shards.json"  # the finished shards; gone when the corpus is whole
@@ -65,8 +63,8 @@ def tokenise(
     Args:
         progress: called with (documents, tokens) done so far.
         check: called after each shard. What it raises ends the work; a later call goes on there.
-        check_source: Called now and then, and after the last shard. Raises DataError if the text is
-            no longer the text of the fingerprint.
+        check_source: Called after the last shard. Raises DataError if the text is no longer the
+            text of the fingerprint.
 
     Raises:
         DataError: the source cannot be read or used, or a process died. OutputError: no space.
@@ -80,7 +78,7 @@ def tokenise(
     files = _Files(folder, dtype, None if stream else header)
     try:
         files.open()
-        _fill(data, tokenizer, dtype, files, progress, check, check_source)
+        _fill(data, tokenizer, dtype, files, progress, check)
         check_source()
         sums = files.finish()
     except KEEPING_ERRORS as e:
@@ -248,7 +246,6 @@ def _fill(
     files: _Files,
     progress: Callable[[int, int], None] | None,
     check: Callable[[], None],
-    check_source: Callable[[], None],
 ) -> None:
     """Tokenises what is left of the source into the files.
 
@@ -258,7 +255,6 @@ def _fill(
     enough = None  # validation tokens, after which a stream has been read far enough
     if data.source == "fineweb":
         enough = (data.val_tokens or STREAM_VAL_TOKENS) + 1
-    last_check = time.monotonic()
     left = itertools.islice(documents(data), sum(files.documents.values()), None)
     shards = _shards(left, BATCH if enough else SHARD_DOCUMENTS)
     with contextlib.closing(_tokenised(shards, data, tokenizer, dtype)) as results:
@@ -270,9 +266,6 @@ def _fill(
                 )
             files.add(tokens)
             check()
-            if time.monotonic() - last_check > CHECK_SOURCE_S:
-                check_source()
-                last_check = time.monotonic()
             if progress:
                 total = sum(writer.tokens for writer in files.writers.values())
                 progress(sum(files.documents.values()), total)

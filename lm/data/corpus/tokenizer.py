@@ -1,4 +1,4 @@
-"""Load or train the tokenizer: byte-level BPE, GPT-2 files, sentencepiece, any HuggingFace one."""
+"""Load or train the tokenizer: byte-level BPE, GPT-2 files, any HuggingFace tokenizer."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from lm.common.errors import UserError, require
 from lm.common.files import parse_json
 from lm.config.data import Data
 from lm.config.schema import Config
@@ -131,25 +130,20 @@ def _trained_once(cfg: Config, log: Callable[[str], None]) -> PreTrainedTokenize
 def train_bpe(cfg: Config, log: Callable[[str], None] = warnings.warn) -> PreTrainedTokenizerFast:
     """A byte-level BPE of `tokenizer.vocab_size` tokens (256 bytes, EOS and PAD among them) trained
     on `tokenizer.train_bytes` of training documents; decode(encode(text)) == text for any text."""
-    tokenizer = bpe_of(training_texts(cfg), cfg.tokenizer.vocab_size)
-    _say_if_small(len(tokenizer), cfg, log)
-    return tokenizer
-
-
-def bpe_of(texts: Iterator[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of up to `vocab_size` tokens, trained on texts."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=cfg.tokenizer.vocab_size,
         min_frequency=2,
         special_tokens=[EOS, PAD],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
-    return _wrap(backend, eos_token=EOS, pad_token=PAD)
+    backend.train_from_iterator(training_texts(cfg), trainer)
+    tokenizer = _wrap(backend, eos_token=EOS, pad_token=PAD)
+    _say_if_small(len(tokenizer), cfg, log)
+    return tokenizer
 
 
 def _say_if_small(size: int, cfg: Config, log: Callable[[str], None]) -> None:
@@ -160,11 +154,8 @@ def _say_if_small(size: int, cfg: Config, log: Callable[[str], None]) -> None:
         )
 
 
-def training_texts(cfg: Config, held_out: Callable[[str], None] = lambda _: None) -> Iterator[str]:
+def training_texts(cfg: Config) -> Iterator[str]:
     """Yield training documents of each source, up to its share of `tokenizer.train_bytes`.
-
-    Args:
-        held_out: Receives the documents of validation that are met on the way.
 
     Raises:
         DataError: If a source cannot be read, or has no training document.
@@ -173,14 +164,13 @@ def training_texts(cfg: Config, held_out: Callable[[str], None] = lambda _: None
     for name, part in parts(cfg).items():
         if budgets[name]:
             with naming(name):
-                yield from _first_texts(part.data, budgets[name], held_out)
+                yield from _first_texts(part.data, budgets[name])
 
 
-def _first_texts(data: Data, size: int, held_out: Callable[[str], None]) -> Iterator[str]:
+def _first_texts(data: Data, size: int) -> Iterator[str]:
     left = size
     for text in documents(data):
         if is_validation(text, data.val_fraction):
-            held_out(text)
             continue
         yield text
         left -= len(text.encode())
@@ -246,17 +236,13 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
             )
         if {"vocab.json", "merges.txt"} <= has:
             return _from_gpt2_files(folder)
-        if "tokenizer.model" in has:
-            return from_sentencepiece(folder)
-    except UserError:
-        raise
     except Exception as e:  # the loaders raise whatever they meet, bare Exception included
         _refuse_foreign_code(str(folder), e)
         reason = str(e).strip().splitlines()[0] if str(e) else type(e).__name__
         raise DataError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
     raise DataError(
-        f"{folder} holds no tokenizer: tokenizer.json, vocab.json with merges.txt, or "
-        f"tokenizer.model (it holds {', '.join(sorted(has)) or 'nothing'})"
+        f"{folder} holds no tokenizer: tokenizer.json, or vocab.json with merges.txt"
+        f" (it holds {', '.join(sorted(has)) or 'nothing'})"
     )
 
 
@@ -270,53 +256,6 @@ def _from_gpt2_files(folder: Path) -> PreTrainedTokenizerFast:
     return _wrap(backend, **({"eos_token": eos} if eos else {}))
 
 
-def from_sentencepiece(folder: Path) -> PreTrainedTokenizerFast:
-    """A bare tokenizer.model. A BPE without normalisation (Llama, Mistral) is rebuilt here, because
-    transformers 5.23 loses its leading space and orders its merges by id, not by score."""
-    require("sentencepiece", "a tokenizer.model")
-    from sentencepiece import sentencepiece_model_pb2
-
-    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]  # made at import
-    model.ParseFromString((folder / "tokenizer.model").read_bytes())
-    trainer, rules = model.trainer_spec, model.normalizer_spec
-    if trainer.model_type != trainer.BPE or rules.precompiled_charsmap:
-        return PreTrainedTokenizerFast.from_pretrained(str(folder))
-    if rules.remove_extra_whitespaces:
-        raise DataError(
-            f"{folder}/tokenizer.model removes repeated spaces and line ends; train it with "
-            "remove_extra_whitespaces=False, or give a tokenizer.json"
-        )
-    ids = {piece.piece: i for i, piece in enumerate(model.pieces)}
-    splits = [
-        (-piece.score, cut, piece.piece[:cut], piece.piece[cut:])
-        for piece in model.pieces
-        if piece.type == piece.NORMAL
-        for cut in range(1, len(piece.piece))
-        if piece.piece[:cut] in ids and piece.piece[cut:] in ids
-    ]
-    merges = [(left, right) for *_, left, right in sorted(splits, key=lambda split: split[:2])]
-    backend = Tokenizer(
-        models.BPE(
-            ids,
-            merges,
-            unk_token=trainer.unk_piece,
-            fuse_unk=True,
-            byte_fallback=trainer.byte_fallback,
-        )
-    )
-    prefix = rules.add_dummy_prefix
-    space = normalizers.Replace(" ", "▁")
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁")] * prefix + [space])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-        + [decoders.Strip(" ", 1, 0)] * prefix
-    )
-    special = {"unk_token": trainer.unk_piece}
-    special |= {"bos_token": trainer.bos_piece} if trainer.bos_id >= 0 else {}
-    special |= {"eos_token": trainer.eos_piece} if trainer.eos_id >= 0 else {}
-    return _wrap(backend, **special)
-
-
 def save(tokenizer: PreTrainedTokenizerFast, folder: Path, record: dict) -> None:
     """Writes the folder beside its place and moves it there, so that it is whole or absent."""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -324,15 +263,6 @@ def save(tokenizer: PreTrainedTokenizerFast, folder: Path, record: dict) -> None
     try:
         draft.chmod(0o755)
         tokenizer.save_pretrained(str(draft))
-        path = draft / "tokenizer_config.json"
-        config = parse_json(path.read_text(encoding="utf-8"))
-        # transformers 4 knows neither the class name nor the key that version 5 writes.
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-        named = {v for k, v in config.items() if k.endswith("_token")}
-        extra = [t for t in config.pop("extra_special_tokens", []) if t not in named]
-        if extra:
-            config["additional_special_tokens"] = extra
-        path.write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
         (draft / RECORD).write_text(json.dumps(record), encoding="utf-8")
         checksums.write_sums(draft, [file.name for file in draft.iterdir()])
         try:

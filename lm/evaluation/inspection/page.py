@@ -67,7 +67,7 @@ def page(found: Measured) -> str:
         data=_data(found),
         layers=None if layers is None else layer_rows(layers, found.tokens),
         figure=figure,
-        note=None if layers is None or not any(_ends_elsewhere(layers)) else ELSEWHERE_NOTE,
+        note=None if layers is None else explain_mark(layers),
     )
 
 
@@ -137,6 +137,11 @@ def layer_rows(layers: Layers, tokens: list[Token]) -> list[list[str]]:
             ]
         )
     return rows
+
+
+def explain_mark(layers: Layers) -> str | None:
+    """Return the sentence that explains the mark of ℓ*, or None if no layer has the mark."""
+    return ELSEWHERE_NOTE if any(_ends_elsewhere(layers)) else None
 
 
 def _ends_elsewhere(layers: Layers) -> list[bool]:

@@ -27,7 +27,7 @@ struct Cell {
     int64_t rows, length, channels, states, kind, heads, groups;
     int64_t rank, act, sequential, bc_norm, norm;
     int64_t columns, reading, vectors, gates, B_at, C_at, centroids, raw_step, every, threads;
-    double scale, eps, kappa, norm_eps, adjoint_clip;  // kappa: 0 for none
+    double scale, eps, kappa, norm_eps;  // kappa: 0 for none
     const void *raw, *weight;                          // (b,l,K) (reading,d)
     const void *x, *dt, *A;                            // (b,l,d) (b,l,d) (n,d)
     const void *keep, *gate, *D;                       // (b,l) or null, (b,l,d) or null, (d)

@@ -29,7 +29,7 @@ from lm.kernels.cpu.build import (
 )
 
 # `struct Cell` of cell.h: sizes, numbers, addresses.
-_SIZES, _NUMBERS, _ADDRESSES = 22, 5, 38
+_SIZES, _NUMBERS, _ADDRESSES = 22, 4, 38
 NARROW = False  # all tensors have one dtype
 CENTROIDS = True  # it reads through them
 NO_READOUT = Readout(None, None, None, None)  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def _settled(layout, options, kind, d, n, heads, columns, reading):
     equation = options.rank, act, options.sequential, options.bc_norm, norm
     row = columns, reading, layout.vectors, layout.gates, layout.B, layout.C
     kappa = options.contractive or 0.0
-    numbers = options.scale, options.eps, kappa, options.norm_eps, options.adjoint_clip
+    numbers = options.scale, options.eps, kappa, options.norm_eps
     return (d, n, _KINDS[kind], heads, groups), equation, row, numbers
 
 

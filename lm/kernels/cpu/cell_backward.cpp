@@ -87,8 +87,7 @@ void through_centroids(const Cell &p, int64_t first, int64_t count, int64_t t, c
                     d * sizeof(T));
 }
 
-// carried of token t − 1 from the rows' gradients at t: through the weight and the centroids, kept,
-// no longer than its limit.
+// carried of token t − 1 from the rows' gradients at t: through the weight and the centroids, kept.
 template <class T>
 void carry(const Cell &p, int64_t first, int64_t count, int64_t t, const Maps<T> &maps,
            Backward<T> &f) {
@@ -101,17 +100,9 @@ void carry(const Cell &p, int64_t first, int64_t count, int64_t t, const Maps<T>
     if (p.centroids) through_centroids<T>(p, first, count, t, maps, f);
     for (int64_t i = 0; i < count; ++i) {
         T *carried = f.carried + i * f.width;
-        T times = p.keep ? in<T>(p.keep)[(first + i) * p.length + t] : T(1);
-        Vec<T> squares{};
-        for (int64_t c = 0; c < f.width; c += LANES<T>) {
-            const Vec<T> kept = vector_at<T>(carried + c) * times;
-            squares += kept * kept;
-            put<T>(carried + c, kept);
-        }
-        const double size = std::sqrt(double(across<T>(squares)));
-        if (!(size > f.limit[i])) continue;
-        times = T(f.limit[i] / size);
-        for (int64_t c = 0; c < f.width; ++c) carried[c] *= times;
+        const T times = p.keep ? in<T>(p.keep)[(first + i) * p.length + t] : T(1);
+        for (int64_t c = 0; c < f.width; c += LANES<T>)
+            put<T>(carried + c, vector_at<T>(carried + c) * times);
     }
 }
 
@@ -131,8 +122,6 @@ void group_back(const Cell &p, int64_t first, int64_t count, const Maps<T> &maps
             const double size = std::sqrt(double(across<T>(squares)));
             if (!(size <= most[i])) most[i] = size;
         }
-        const bool clips = p.adjoint_clip <= std::numeric_limits<double>::max();
-        f.limit[i] = clips ? p.adjoint_clip * most[i] : std::numeric_limits<double>::infinity();
     }
     for (int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
         const int64_t start = chunk * p.every, steps = std::min(p.every, p.length - start);

@@ -29,7 +29,7 @@ template <class T> struct Backward {
     T *lambda, *v, *e, *d_mixed, *mu_B, *ddt, *d_log, *inflow, *d_u;  // (d) each, of one token
     T *dB, *dC, *zeros;                  // (groups·n), zeros (d)
     std::vector<Vec<T>> lanes_B, lanes_C;
-    std::vector<double> limit, largest;  // of each sequence: of ‖carried‖, ‖λ‖ so far
+    std::vector<double> largest;         // of each sequence: of ‖λ‖ so far
     Arena<T> arena;
 
     static int64_t size(const Cell &p, int64_t count) {
@@ -41,7 +41,7 @@ template <class T> struct Backward {
     }
     Backward(const Cell &p, int64_t count)
         : width(Arena<T>::whole(p.channels)), state(Arena<T>::whole(p.states * p.channels)),
-          lanes_B(p.groups * p.states), lanes_C(lanes_B.size()), limit(count), largest(count),
+          lanes_B(p.groups * p.states), lanes_C(lanes_B.size()), largest(count),
           arena(size(p, count)) {
         for (int64_t i = 0; i < count * p.every; ++i) tokens.emplace_back(p, arena);
         H = p.kind == RNN ? nullptr : arena.take(count * p.every * state);

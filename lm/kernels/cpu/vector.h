@@ -108,29 +108,18 @@ template <class T> inline Vec<T> first_lanes(Vec<T> v, int64_t lanes) {
     return load<T>(part, lanes);
 }
 
-template <class T> inline Vec<T> magnitude(Vec<T> v) { return v < T(0) ? -v : v; }
-
 template <class T> const T *in(const void *p) { return static_cast<const T *>(p); }
 template <class T> T *out(void *p) { return static_cast<T *>(p); }
 
-// All lanes in one by `op`, halves first: as many steps as the lanes have bits, not as many as lanes.
-template <class T, int lanes, class V, class Op> inline T fold(V v, Op op) {
+// The sum of all lanes, halves first: as many steps as the lanes have bits, not as many as lanes.
+template <class T, int lanes = LANES<T>, class V = Vec<T>> inline T across(V v) {
     T all[lanes];
     put<T, lanes>(all, v);
     if constexpr (lanes == 2)
-        return op(all[0], all[1]);
+        return all[0] + all[1];
     else
-        return fold<T, lanes / 2>(
-            op(vector_at<T, lanes / 2>(all), vector_at<T, lanes / 2>(all + lanes / 2)), op);
-}
-
-template <class T> inline T across(Vec<T> v) {
-    return fold<T, LANES<T>>(v, [](auto a, auto b) { return a + b; });
-}
-
-// None of the lanes may be NaN.
-template <class T> inline T largest(Vec<T> v) {
-    return fold<T, LANES<T>>(v, [](auto a, auto b) { return a > b ? a : b; });
+        return across<T, lanes / 2>(vector_at<T, lanes / 2>(all) +
+                                    vector_at<T, lanes / 2>(all + lanes / 2));
 }
 
 }  // namespace

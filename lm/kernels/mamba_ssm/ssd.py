@@ -1,8 +1,5 @@
 """mamba-ssm's chunked scan of Mamba-2, in Triton, behind the signature of lm.model.scan's."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 import triton
@@ -40,13 +37,12 @@ def _self_check(device) -> float:
     B, C = torch.cos(torch.arange(2 * 66 * 2.0)).reshape(2, 1, 66, 1, 2)
     dt = torch.linspace(-2, 1, 66 * 2).reshape(1, 66, 2)
     bias, A, D = torch.tensor([[0.5, -0.5], [-0.1, -1.0], [2.0, -1.0]])
-    results = []
-    for scan in (mamba2_scan, _unfused):
-        leaves = [t.clone().requires_grad_() for t in (x, dt, bias, A, B, C, D, z)]
-        y, S = scan(*leaves)
-        results.append((y, S, *torch.autograd.grad(y.sum() + S.sum(), leaves)))
-    fused, unfused = results
-    return triton_build.deviation(fused, unfused, allowed)
+    tensors = (x, dt, bias, A, B, C, D, z)
+    return triton_build.gradient_deviation(mamba2_scan, _unfused, tensors, _loss, allowed)
+
+
+def _loss(y, S):
+    return y.sum() + S.sum()
 
 
 def _unfused(x, dt, bias, A, B, C, D, z):
@@ -59,23 +55,22 @@ def _scan_deviation(allowed):
     x = torch.sin(torch.arange(66 * 2 * 3.0)).reshape(1, 66, 2, 3)
     B, C = torch.cos(torch.arange(2 * 66 * 2.0)).reshape(2, 1, 66, 1, 2)
     dt, A = torch.linspace(0.1, 1, 66 * 2).reshape(1, 66, 2), torch.tensor([-0.1, -1.0])
-    inputs = [t.requires_grad_() for t in (x, dt, A, B, C, x[:, :2].reshape(1, 2, 3, 2))]
+    tensors = (x, dt, A, B, C, x[:, :2].reshape(1, 2, 3, 2))
     keep = (torch.arange(66.0) % 40 != 20)[None]
-    scan: Callable[..., Any] = ssd_scan
-    ours = scan(*inputs, keep)
-    x, dt, A, B, C, S = again = [t.detach().requires_grad_() for t in inputs]
-    ys = []
-    for t in range(66):
-        u = (dt[:, t, :, None] * x[:, t]).unsqueeze(-1)
-        decay = keep[:, t, None] * torch.exp(dt[:, t] * A)
-        S = decay[..., None, None] * S + u * B[:, t].unsqueeze(-2)
-        ys.append((S * C[:, t].unsqueeze(-2)).sum(-1))
-    results = [
-        (y, S, *torch.autograd.grad(y.sum() + S.sum(), leaves))
-        for (y, S), leaves in ((ours, inputs), ((torch.stack(ys, 1), S), again))
-    ]
-    ours, theirs = results
-    return triton_build.deviation(ours, theirs, allowed)
+
+    def scan(x, dt, A, B, C, S):
+        return ssd_scan(x, dt, A, B, C, S, keep)
+
+    def loop(x, dt, A, B, C, S):
+        ys = []
+        for t in range(66):
+            u = (dt[:, t, :, None] * x[:, t]).unsqueeze(-1)
+            decay = keep[:, t, None] * torch.exp(dt[:, t] * A)
+            S = decay[..., None, None] * S + u * B[:, t].unsqueeze(-2)
+            ys.append((S * C[:, t].unsqueeze(-2)).sum(-1))
+        return torch.stack(ys, 1), S
+
+    return triton_build.gradient_deviation(scan, loop, tensors, _loss, allowed)
 
 
 def ssd_scan(

@@ -72,6 +72,31 @@ def deviation(
     return torch.stack(errors).max().item() / allowed
 
 
+def gradient_deviation(
+    ours: Callable[..., tuple[torch.Tensor, ...]],
+    theirs: Callable[..., tuple[torch.Tensor, ...]],
+    tensors: Sequence[torch.Tensor],
+    loss: Callable[..., torch.Tensor],
+    allowed: float,
+) -> float:
+    """Return the `deviation` between two functions of the same tensors, gradients included.
+
+    Args:
+        ours: Function of the tensors that returns several.
+        theirs: The function it is compared with.
+        tensors: Arguments of both.
+        loss: Function of what they return; its gradients by the tensors are compared.
+        allowed: See `deviation`.
+    """
+
+    def with_gradients(function):
+        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+        outputs = function(*leaves)
+        return *outputs, *torch.autograd.grad(loss(*outputs), leaves)
+
+    return deviation(with_gradients(ours), with_gradients(theirs), allowed)
+
+
 def check(**tensors: tuple[torch.Tensor | None, Sequence[int]]) -> None:
     """Check name=(tensor, shape); tensors that are None are left out.
 

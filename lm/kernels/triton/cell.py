@@ -241,7 +241,7 @@ def _plan(layout, options, kind, sizes, tensors, kept):
         chunk = min(chunk, 1 << int(math.log2(most)))
     optional = ("keep", "gate", "D", "norm_weight", "norm_bias", "h0")
     return Plan(
-        layout, options._replace(adjoint_clip=0.0), kind, sizes.b, sizes.d, sizes.n, sizes.heads,
+        layout, options, kind, sizes.b, sizes.d, sizes.n, sizes.heads,
         sizes.columns, sizes.reading, sizes.columns, chunk, tensors["raw"].dtype,
         tensors["weight_y"].dtype, tensors["raw"].device,
         tuple(name for name in optional if tensors[name] is not None), kept, _precision(),
@@ -321,7 +321,7 @@ def _last_settle(plan):
     return [_settle(plan, False)]
 
 
-def _backward(plan, sizes, tensors, kept, grad_y, clip):
+def _backward(plan, sizes, tensors, kept, grad_y):
     """The gradients by the names of the arguments, and the largest adjoint (b,)."""
     b, length, d, n = sizes.b, sizes.length, sizes.d, sizes.n
     like, units = tensors["x"], 2 * plan.options.groups * n
@@ -329,7 +329,6 @@ def _backward(plan, sizes, tensors, kept, grad_y, clip):
     zeros, empty, steps = like.new_zeros, like.new_empty, (b, plan.chunk)
     scratch = dict(
         weight=tensors["weight_y"], grad_y=grad_y,
-        limit=most * clip if clip < math.inf else torch.full_like(most, math.inf),
         largest=zeros(b), carried=zeros(b, d), mu=zeros(b, n * d),
         d_raw=zeros(b, length, sizes.columns, dtype=plan.raw), dx=empty(b, length, d),
         ddt=empty(b, length, d),
@@ -399,16 +398,16 @@ class _Cell(torch.autograd.Function):
         ctx.names = *tensors, *kept
         ctx.dtypes = [None if t is None else t.dtype for t in (raw, weight_y, x, dt, A, gate)]
         ctx.dtypes += [None if t is None else t.dtype for t in (D, weight, bias)]
-        ctx.others = plan, sizes, options.adjoint_clip, adjoint
+        ctx.others = plan, sizes, adjoint
         return found["y"], final, found["outcome"]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y, *_):
         saved = dict(zip(ctx.names, ctx.saved_tensors))
-        plan, sizes, clip, adjoint = ctx.others
+        plan, sizes, adjoint = ctx.others
         grad_y = torch.zeros_like(saved["y"]) if grad_y is None else _wide(grad_y)
-        found, largest = _backward(plan, sizes, saved, saved, grad_y, clip)
+        found, largest = _backward(plan, sizes, saved, saved, grad_y)
         if adjoint is not None:
             adjoint.copy_(largest)
         names = "raw", "weight_y", "x", "dt", "A", "gate", "D", "norm_weight", "norm_bias"

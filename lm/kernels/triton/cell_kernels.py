@@ -35,7 +35,7 @@ SLOTS = (
     *("raw", "weight", "x", "dt", "A", "keep", "gate", "D", "norm_weight", "norm_bias"),
     *("y", "outcome", "rows", "roots", "checkpoints"),
     *("before", "state", "inflow", "units"),
-    *("grad_y", "limit", "largest", "carried", "mu"),
+    *("grad_y", "largest", "carried", "mu"),
     *("H", "past", "inflows", "all_units", "sums"),  # of the chunk, computed again
     *("d_raw", "dx", "ddt", "dA", "d_gate", "dD", "d_weight", "d_bias"),
     *("d_history", "d_state"),  # from token_back to rates_back, and from one rates_back to the next
@@ -45,11 +45,11 @@ AT_RAW, AT_WEIGHT, AT_X, AT_DT, AT_A = (tl.constexpr(i) for i in range(2, 7))
 AT_KEEP, AT_GATE, AT_D, AT_NORM_WEIGHT, AT_NORM_BIAS = (tl.constexpr(i) for i in range(7, 12))
 AT_Y, AT_OUTCOME, AT_ROWS, AT_ROOTS, AT_CHECKPOINTS = (tl.constexpr(i) for i in range(12, 17))
 AT_BEFORE, AT_STATE, AT_INFLOW, AT_UNITS = (tl.constexpr(i) for i in range(17, 21))
-AT_GRAD_Y, AT_LIMIT, AT_LARGEST, AT_CARRIED, AT_MU = (tl.constexpr(i) for i in range(21, 26))
-AT_H, AT_PAST, AT_INFLOWS, AT_ALL_UNITS, AT_SUMS = (tl.constexpr(i) for i in range(26, 31))
-AT_D_RAW, AT_DX, AT_DDT, AT_DA = (tl.constexpr(i) for i in range(31, 35))
-AT_D_GATE, AT_DD, AT_D_WEIGHT, AT_D_BIAS = (tl.constexpr(i) for i in range(35, 39))
-AT_D_HISTORY, AT_D_STATE = (tl.constexpr(i) for i in range(39, 41))
+AT_GRAD_Y, AT_LARGEST, AT_CARRIED, AT_MU = (tl.constexpr(i) for i in range(21, 25))
+AT_H, AT_PAST, AT_INFLOWS, AT_ALL_UNITS, AT_SUMS = (tl.constexpr(i) for i in range(25, 30))
+AT_D_RAW, AT_DX, AT_DDT, AT_DA = (tl.constexpr(i) for i in range(30, 34))
+AT_D_GATE, AT_DD, AT_D_WEIGHT, AT_D_BIAS = (tl.constexpr(i) for i in range(34, 38))
+AT_D_HISTORY, AT_D_STATE = (tl.constexpr(i) for i in range(38, 40))
 FP32 = tl.constexpr(tl.float32)
 
 
@@ -368,13 +368,9 @@ def again_kernel(
 
 
 @triton.jit
-def states_kernel(
-    table, d, n, wide, headdim, chunk: tl.constexpr,
-    KIND: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr,
-    D: tl.constexpr, NB: tl.constexpr,
-):  # fmt: skip
-    """The chunk's states after their decay, `H` (b,c,n,d), and `past` = H C (b,c,d), of D channels
-    of one sequence. NB: at or above n."""
+def _tile_of_state(table, d, n, D: tl.constexpr, NB: tl.constexpr):
+    """Place of a program in the chunk: sequence, first token, number of tokens; its D channels, the
+    real ones of them; its NB states, the real entries of the tile (NB,D), their places in (n,d)."""
     b = tl.program_id(0).to(tl.int64)
     first = tl.load(table + AT_FIRST)
     length = tl.load(table + AT_LENGTH)
@@ -382,7 +378,18 @@ def states_kernel(
     live = col < d
     i = tl.arange(0, NB)
     some = (i < n)[:, None] & live[None, :]
-    place = i[:, None] * d + col[None, :]
+    return b, first, length, col, live, i, some, i[:, None] * d + col[None, :]
+
+
+@triton.jit
+def states_kernel(
+    table, d, n, wide, headdim, chunk: tl.constexpr,
+    KIND: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr,
+    D: tl.constexpr, NB: tl.constexpr,
+):  # fmt: skip
+    """The chunk's states after their decay, `H` (b,c,n,d), and `past` = H C (b,c,d), of D channels
+    of one sequence. NB: at or above n."""
+    b, first, length, col, live, i, some, place = _tile_of_state(table, d, n, D, NB)
     chunks = (length + chunk - 1) // chunk
     entering = address(table, AT_CHECKPOINTS) + (b * chunks + first // chunk) * n * d
     h = tl.load(entering + place, mask=some, other=0.0)
@@ -404,11 +411,8 @@ def states_kernel(
 
 @triton.jit
 def _received(table, at, b, col, live, d):
-    """What later tokens send to y_t (D,), no longer than its limit, and ∂y_t."""
+    """What later tokens send to y_t (D,), and ∂y_t."""
     carried = tl.load(address(table, AT_CARRIED) + b * d + col, mask=live, other=0.0)
-    size = tl.sqrt(tl.sum(carried * carried, 0))
-    limit = tl.load(address(table, AT_LIMIT) + b)
-    carried *= tl.where(size > limit, limit / size, 1.0)
     own = tl.load(address(table, AT_GRAD_Y) + at * d + col, mask=live, other=0.0)
     lambda_ = own + carried
     size = tl.sqrt(tl.sum(lambda_ * lambda_, 0))
@@ -577,14 +581,7 @@ def rates_back_kernel(
     gradient in registers, so that token_back, whose program is one multiprocessor's, need not read
     and write n·d sums for every token (98 kB at d 1,536).
     """
-    b = tl.program_id(0).to(tl.int64)
-    first = tl.load(table + AT_FIRST)
-    length = tl.load(table + AT_LENGTH)
-    col = tl.program_id(1) * D + tl.arange(0, D)
-    live = col < d
-    i = tl.arange(0, NB)
-    some = (i < n)[:, None] & live[None, :]
-    place = i[:, None] * d + col[None, :]
+    b, first, length, col, live, i, some, place = _tile_of_state(table, d, n, D, NB)
     d_state = address(table, AT_D_STATE) + b * (n * d) + place
     mu = tl.load(d_state, mask=some, other=0.0)
     A = _rates(table, i, col, live, d, n, headdim, KIND)

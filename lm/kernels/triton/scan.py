@@ -301,18 +301,19 @@ def self_check(scan: Callable[..., Any], with_state: bool = True) -> float:
     A = -torch.linspace(0.1, 9, 19 * 3).reshape(19, 3)
     B, C = torch.linspace(-1, 1, 2 * 5 * 3).reshape(2, 1, 5, 3)
     given = (x, dt, A, B, C, A[None]) if with_state else (x, dt, A, B, C)
-    x, dt, A, B, C, *h0 = inputs = [t.clone().requires_grad_() for t in given]
-    h, ys = h0[0] if h0 else x.new_zeros(1, 19, 3), []
-    for t in range(5):
-        u = (dt[:, t] * x[:, t]).unsqueeze(-1)
-        h = torch.exp(dt[:, t].unsqueeze(-1) * A) * h + u * B[:, t].unsqueeze(-2)
-        ys.append((h * C[:, t].unsqueeze(-2)).sum(-1))
-    results = []
-    for y, state in (scan(*inputs), (torch.stack(ys, 1), h)):
-        loss = y.sum() + state.sum() if with_state else y.sum()
-        results.append((y, state, *torch.autograd.grad(loss, inputs)))
-    ours, theirs = results
-    return triton_build.deviation(ours, theirs, 1e-4)
+
+    def loop(x, dt, A, B, C, *h0):
+        h, ys = h0[0] if h0 else x.new_zeros(1, 19, 3), []
+        for t in range(5):
+            u = (dt[:, t] * x[:, t]).unsqueeze(-1)
+            h = torch.exp(dt[:, t].unsqueeze(-1) * A) * h + u * B[:, t].unsqueeze(-2)
+            ys.append((h * C[:, t].unsqueeze(-2)).sum(-1))
+        return torch.stack(ys, 1), h
+
+    def loss(y, h):
+        return y.sum() + h.sum() if with_state else y.sum()
+
+    return triton_build.gradient_deviation(scan, loop, given, loss, 1e-4)
 
 
 def _blocks(d, n):

@@ -1,7 +1,6 @@
 """Every command of `python -m lm` on bad input: one sentence, before anything long has started."""
 
 import argparse
-import ast
 import errno
 import re
 import subprocess
@@ -37,34 +36,6 @@ def dry_run(*overrides) -> list[str]:
 
 # The base class of errors.
 
-# Not the user's: a kernel that passes a size on to another, and lm/model, which carries no package.
-OTHERS = {"Unsupported", "NonFiniteError", "MixerError", "StopRequested"}
-
-
-def error_classes() -> dict[str, list[str]]:
-    """name → bases of every class in lm and synthetic that is an error by name or base."""
-    found = {}
-    for top in ("lm", "synthetic"):
-        for path in (ROOT / top).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if isinstance(node, ast.ClassDef):
-                    bases = [ast.unparse(base) for base in node.bases]
-                    if any(b.endswith(("Error", "Exception")) for b in [node.name, *bases]):
-                        found[node.name] = bases
-    return found
-
-
-def test_every_error_of_ours_is_known_by_its_base_class():
-    classes = error_classes()
-    assert {"ConfigError", "TaskError", "Stopped", "BabiError", "BackendError"} <= classes.keys()
-
-    def is_users(name):
-        bases = classes.get(name, [])
-        return "UserError" in bases or any(is_users(base) for base in bases)
-
-    rest = {name for name in classes if name != "UserError" and not is_users(name)}
-    assert rest == OTHERS
-
 
 def test_what_is_the_users_to_mend_and_what_is_a_bug():
     assert sentence(UserError("so it is")) == "so it is"
@@ -87,6 +58,7 @@ TORCH = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can'
     "error, words",
     [
         (RuntimeError(TORCH + ": you tried to allocate 67108864 bytes."), "have more memory"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB."), "have more memory"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "have more memory"),
         (MemoryError(), "have more memory"),
         (RuntimeError(GLOO), "cannot open more files: `ulimit -n`"),
@@ -129,8 +101,6 @@ def test_a_bug_keeps_its_traceback(monkeypatch, command):
     "overrides, words",
     [
         (["model.mixer=monarch", "model.mixer_rank=7"], "mixer_rank is 7: of monarch it is the"),
-        (["model.mixer=selective_dense", "model.d_model=512"], "d_inner = expand · d_model may be"),
-        (["model.block=fp_mamba2", "model.headdim=7"], "headdim is 7: it must divide d_inner"),
         (
             ["model.block=fp_mamba2", "model.headdim=8", "model.ngroups=3"],
             "ngroups is 3: it must divide the 4 heads (d_inner / headdim), as 2 does",
@@ -141,12 +111,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch, command):
             "mixer_proj_rank is for householder",
         ),
         (["model=transformer", "model.headdim=6"], "model.headdim is 6: it must divide d_model"),
-        (
-            ["model=transformer", "model.n_heads=3"],
-            "n_heads is 3 (3 heads): it must divide",
-        ),
-        (["model=mamba2", "model.headdim=7"], "headdim is 7: it must divide d_inner"),
-        (["model=gated_deltanet", "model.headdim=6"], "model.headdim is 6: it must divide"),
+        (["model=transformer", "model.n_heads=3"], "n_heads is 3 (3 heads): it must divide"),
     ],
 )
 def test_sizes_that_do_not_go_together(capsys, tiny, overrides, words):
@@ -169,17 +134,11 @@ def test_sizes_that_do_not_go_together(capsys, tiny, overrides, words):
     "overrides, words",
     [
         (["resume=sometimes"], "`resume` is 'sometimes': it must be never, auto or the folder"),
-        (["resume=runs/step-000001"], "and there is no such folder"),
         (
             ["optim.warmup=50", "train.steps=8"],
             "optim.warmup is 50 updates, and train.steps is only 8",
         ),
-        (
-            ["data.source=text", "data.path=/nonexist"],
-            "data.path /nonexist: no such file or folder",
-        ),
         (["optim.warmup=1.5"], "optim.warmup: 1.5 updates cannot be"),
-        (["engine.deepspeed=nope.json"], "engine.deepspeed: cannot read nope.json as JSON"),
         (
             ["engine.deepspeed={optimizer: {type: Lion, params: {lr: 1}}}"],
             "engine.deepspeed sets optimizer, which DeepSpeed would leave unused",
@@ -256,7 +215,6 @@ def test_a_launcher_that_does_not_say_where_ranks_meet(capsys, monkeypatch, tiny
 
 def test_a_terminal_that_has_few_characters(tmp_path):
     """What it cannot print is printed by its number, and ends no command."""
-    from tests.running import ENV
 
     config = tmp_path / "sweep.yaml"
     config.write_text("name: ℓ\nsweep: {seed: [1]}\n", encoding="utf-8")
@@ -274,9 +232,8 @@ def test_a_terminal_that_has_few_characters(tmp_path):
     ],
 )
 def test_an_output_that_takes_no_more(output, said):
-    from tests.running import ENV
 
-    command = f"{sys.executable} -m lm train --config {TINY} --dry-run {output}"
+    command = f"{sys.executable} -m lm sweep configs/lm/sweep_mixers.yaml {output}"
     line = ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"]
     done = subprocess.run(line, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=60)
     assert done.stderr == said and (done.returncode == 1 or output == "| true"), done
@@ -287,7 +244,7 @@ def test_an_output_that_takes_no_more(output, said):
     [
         *("train.threads=1e11", "model.d_model=1e12", "model.n_layer=1e9", "engine.timeout_s=1e13"),
         *("data.prepare_workers=100000", "train.micro_batch_size=1000000", "train.steps=1e23"),
-        *("eval.micro_batch_size=1000000", "data.seq_len=1e9", "model.vocab_size=1e10"),
+        *("data.seq_len=1e9", "model.vocab_size=1e10"),
         "data.workers=100000",
     ],
 )
@@ -338,12 +295,6 @@ def test_kernels_that_we_do_not_have(capsys, monkeypatch):
     )
 
 
-def test_a_sweep_over_nothing(capsys):
-    assert refused(capsys, *dry_run("sweep={model.mixer: []}")) == (
-        f"{TINY}: sweep.model.mixer must be a non-empty list"
-    )
-
-
 @pytest.mark.parametrize(
     "sweep,words",
     [
@@ -363,11 +314,6 @@ def test_a_sweep_finds_the_warmup_of_a_point_now(capsys, tmp_path):
     path = tmp_path / "sweep.yaml"
     path.write_text("sweep: {train.steps: [100, 10]}\noptim: {warmup: 50}\n")
     assert "and train.steps is only 10" in refused(capsys, "sweep", path)
-
-
-@pytest.mark.parametrize("name", ["../../x", "/x", "..", ".", "a//b", "a/../b", r"a\b"])
-def test_a_name_stays_inside_out_dir(capsys, name):
-    assert "`name`: " in refused(capsys, *dry_run(f"name={name}"))
 
 
 @pytest.mark.parametrize("key", ["name", "out_dir"])
@@ -413,17 +359,17 @@ def test_every_number_has_a_range_that_its_help_states():
         assert stated, f"{command} {action.option_strings}: {action.help}"
 
 
-@pytest.mark.parametrize("command, action", options(), ids=lambda v: getattr(v, "dest", v))
-def test_no_number_is_taken_beyond_its_range(capsys, command, action):
-    if not isinstance(action.type, Whole | Number):
-        return
-    wrong = ["-1", "nan", "inf", "lots", "", str(-(10**30))]
-    if not getattr(action.type, "zero", False) and getattr(action.type, "least", 1):
-        wrong.append("0")
-    for text in wrong:
-        with pytest.raises(argparse.ArgumentTypeError, match=r"is no (whole|finite) number"):
-            action.type(text)
-    assert action.default is None or action.type(str(action.default)) == action.default
+def test_no_number_is_taken_beyond_its_range():
+    for _, action in options():
+        if not isinstance(action.type, Whole | Number):
+            continue
+        wrong = ["-1", "nan", "inf", "lots", "", str(-(10**30))]
+        if not getattr(action.type, "zero", False) and getattr(action.type, "least", 1):
+            wrong.append("0")
+        for text in wrong:
+            with pytest.raises(argparse.ArgumentTypeError, match=r"is no (whole|finite) number"):
+                action.type(text)
+        assert action.default is None or action.type(str(action.default)) == action.default
 
 
 @pytest.mark.parametrize(
@@ -458,21 +404,11 @@ def test_generate_called_from_python(small_export, options, words):
         load(small_export).generate("a", **options)
 
 
-@pytest.mark.parametrize(
-    "args, words",
-    [
-        (["eval", "--tasks", "a", "--batch-size", "0"], "--batch-size: '0' is no whole number"),
-        (["eval", "--tasks", "a", "--limit", "-1"], "--limit: '-1' is no whole number"),
-        (["eval", "--tasks", " , "], "argument --tasks: the list is empty"),
-    ],
-)
-def test_eval(capsys, small_export, args, words):
-    assert words in refused(capsys, args[0], small_export, *args[1:])
-
-
-def test_evaluate_called_from_python(small_export):
+def test_eval(capsys, small_export):
     from lm.evaluation.evaluate import EvaluationError, evaluate
 
+    said = refused(capsys, "eval", small_export, "--tasks", " , ")
+    assert "argument --tasks: the list is empty" in said
     with pytest.raises(EvaluationError, match="batch_size is 0"):
         evaluate(small_export, ["catbabi_mini"], batch_size=0)
 
@@ -493,17 +429,12 @@ def test_evaluate_called_from_python(small_export):
         (b"name: a\0b\n", "is not valid YAML: character 8 is '\\x00', which must be escaped"),
         (b"a: " + b"[" * 3000, "is nested too deep"),
         (b"name: \xff\xfe\n", "is not UTF-8 text: byte 6 is 0xff"),
-        (b"1: 2\n", "Keys should be strings"),
-        (b"name: 2020-01-01\n", "`name` is 2020-01-01: it must be a valid string"),
-        (b"sweep: {a: [1]}\n", "sweep over unknown key `a`"),
-        (b"sweep: 3\n", "`sweep` is 3: it must be a valid dictionary"),
     ],
 )
 def test_a_bad_file(capsys, tmp_path, text, words):
     path = tmp_path / "c.yaml"
     path.write_bytes(text)
-    point = ["--job-index", "0"] if words.startswith("sweep over") else []
-    message = refused(capsys, "train", "--config", path, "--dry-run", *point)
+    message = refused(capsys, "train", "--config", path, "--dry-run")
     assert message.startswith(f"{path}") and words in message
 
 

@@ -19,7 +19,7 @@ from tests.running import REFUSED
 ROOT = Path(__file__).parents[3]
 LM = ROOT / "configs/lm"
 COMMANDS = (
-    "doctor", "plan", "tokenizer", "prepare", "train", "sweep", "status", "report", "inspect",
+    "doctor", "plan", "prepare", "train", "sweep", "status", "report", "inspect",
     "export", "eval", "generate", "serve",
 )  # fmt: skip
 
@@ -87,7 +87,7 @@ def test_help_is_quick_and_imports_nothing_heavy(tmp_path):
 def test_every_command_has_help_with_an_example(capsys):
     from fprnn.command import main as whole
 
-    for command in {*COMMANDS, "synthetic", "demo"} - {"import"}:
+    for command in {*COMMANDS, "synthetic", "demo"}:
         with pytest.raises(SystemExit) as e:
             whole([command, "--help"])
         shown = capsys.readouterr().out
@@ -114,19 +114,6 @@ def test_an_unknown_key_is_one_line_without_a_traceback(tmp_path):
     assert message == f"{path}: unknown key `train.lr`; did you mean `optim.lr`?"
 
 
-@pytest.mark.parametrize(
-    "text, overrides, words",
-    [
-        ("", ["--job-index", "0"], "has no `sweep:` section"),
-        ("tokenizer: {name: gpt2}", ["--dry-run"], "set model.vocab_size (50264 for gpt2)"),
-    ],
-)
-def test_other_mistakes_are_one_line_too(tmp_path, capsys, text, overrides, words):
-    assert main(["train", "--config", config(tmp_path, text), *overrides]) in REFUSED
-    err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1 and words in err
-
-
 def test_sweep_lists_the_grid(tmp_path):
     result = lm("sweep", str(LM / "sweep_mixers.yaml"), cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
@@ -145,12 +132,6 @@ def offline(tmp_path) -> dict:
     return {"path": folder, "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
 
 
-def test_the_network_is_really_blocked(tmp_path, offline):
-    code = "import urllib.request as u; u.urlopen('http://127.0.0.1:9')"
-    result = python("-c", code, cwd=tmp_path, **offline)
-    assert result.returncode == 1 and "network used" in result.stderr
-
-
 @pytest.mark.parametrize(
     "name, parameters, flops",
     [
@@ -161,7 +142,8 @@ def test_the_network_is_really_blocked(tmp_path, offline):
 def test_a_dry_run_prints_the_cost_and_leaves_nothing(tmp_path, offline, name, parameters, flops):
     cwd = tmp_path / "cwd"
     cwd.mkdir()
-    result = lm("train", "--config", str(LM / f"{name}.yaml"), "--dry-run", cwd=cwd, **offline)
+    wide = {**offline, "COLUMNS": "200"}  # no cell of the table is wrapped
+    result = lm("train", "--config", str(LM / f"{name}.yaml"), "--dry-run", cwd=cwd, **wide)
     assert (result.returncode, result.stderr) == (0, "")
     rows = {}
     for line in result.stdout.splitlines():
@@ -208,32 +190,6 @@ def test_local_rank_is_accepted_before_the_command(tmp_path):
     assert "seed: 4\n" in result.stdout
 
 
-@pytest.mark.parametrize(
-    "args, message",
-    [
-        (["export", "there", "out"], "there holds no run (it has no config.yaml)"),
-        (["export", "missing", "out"], "missing: no such folder; give a run directory"),
-        (["report", "there"], "there holds no run (it has no config.yaml)"),
-        (["report", "missing"], "missing: no such folder; give a run directory"),
-        (
-            ["generate", "there", "--prompt", "a"],
-            "there holds neither a run (config.yaml) nor an export (config.json)",
-        ),
-        (
-            ["generate", "./missing", "--prompt", "a"],
-            "./missing: no such folder; give a run or an export",
-        ),
-    ],
-)
-def test_a_folder_that_is_no_run_is_a_sentence(tmp_path, monkeypatch, capsys, args, message):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / "file").write_text("not a run")
-    assert main(args) == BAD_CONFIG
-    assert capsys.readouterr().err == f"error: {message}\n"
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_run_without_records_has_a_report(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("name: x")
     assert main(["report", str(tmp_path)]) == 0
@@ -260,25 +216,12 @@ print(type(config).__module__, lm_class.__name__, model_class.__name__)
 """
 
 
-@pytest.mark.parametrize(
-    "imports",
-    [
-        pytest.param("import transformers, lm", marks=pytest.mark.slow),
-        "import transformers; transformers.AutoModelForCausalLM; import lm",
-        pytest.param("import lm, lm.model.modeling_fprnn, transformers", marks=pytest.mark.slow),
-    ],
-)
-def test_import_lm_registers_the_auto_classes(tmp_path, imports):
+def test_import_lm_registers_the_auto_classes(tmp_path):
+    imports = "import transformers; transformers.AutoModelForCausalLM; import lm"
     result = python("-c", imports + REGISTERED, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     printed = result.stdout.split()
     assert printed == ["lm.model.configuration_fprnn", "FPRNNForCausalLM", "FPRNNModel"]
-
-
-@pytest.mark.slow
-def test_without_lm_transformers_does_not_know_the_model(tmp_path):
-    result = python("-c", "import transformers" + REGISTERED, cwd=tmp_path)
-    assert result.returncode == 1 and "fprnn" in result.stderr
 
 
 def test_importing_lm_alone_does_not_import_transformers(tmp_path):

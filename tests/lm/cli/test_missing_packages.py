@@ -97,16 +97,6 @@ def test_figures_say_that_matplotlib_is_missing(capsys, without, tmp_path):
     assert refused(capsys, "report", tmp_path).startswith(words)
 
 
-def test_a_sentencepiece_model_says_what_it_needs(tiny, without, tmp_path):
-    from lm.data.corpus.tokenizer import load_tokenizer
-
-    (tmp_path / "sp").mkdir()
-    (tmp_path / "sp" / "tokenizer.model").write_bytes(b"x")
-    without("sentencepiece")
-    with pytest.raises(MissingPackageError, match=r"a tokenizer\.model needs the package"):
-        load_tokenizer(tiny(f"tokenizer.name={tmp_path / 'sp'}"), tmp_path / "run")
-
-
 # Runs `python -m lm` in a Python in which a package is not installed.
 WITHOUT = """
 import runpy, sys
@@ -129,9 +119,7 @@ runpy.run_module("lm", run_name="__main__")
     "package, command",
     [
         ("pydantic", ["sweep", "configs/lm/sweep_mixers.yaml"]),
-        ("rich", ["train", "--config", TINY, "--dry-run"]),
         ("deepspeed", ["train", "--config", TINY, "out_dir=OUT"]),
-        ("lm_eval", ["eval", "EXPORT", "--tasks", "catbabi_mini"]),
         ("torch", ["generate", "EXPORT", "--prompt", "a"]),
     ],
 )

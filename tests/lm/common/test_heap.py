@@ -6,16 +6,17 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from lm.common.heap import keep_freed_memory
+from lm.training import engine
+from synthetic import config, train
 from tests.running import ENV, ROOT
 
-BEGIN = """
+TEMPORARIES = """
 import ctypes, json, resource, sys
 from lm.common.heap import keep_freed_memory
 kept = keep_freed_memory() if sys.argv[1] == "kept" else None
-"""
-TEMPORARIES = """
 malloc, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
 malloc.argtypes, malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
 free.argtypes = [ctypes.c_void_p]
@@ -33,71 +34,45 @@ for _ in range(3):
     faults()
 print(json.dumps([kept, [faults() for _ in range(3)]]))
 """
-LARGE = """
-import torch
-for _ in range(6):
-    torch.ones(2**26)  # 256 MiB
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
-"""
-TRAININGS = """
-import json, sys, torch
-from lm.common import heap
-
-kept = []
-heap.keep_freed_memory = lambda: kept.append(True)
-from lm.config.load import load
-from lm.training import engine
-from synthetic import config
-from synthetic.train import Training
-
-torch.cuda.set_device = engine._import_deepspeed = None
-told = []
-for device in sys.argv[1].split():
-    torch.cuda.is_available = lambda: device == "cuda"
-    kept.clear()
-    for start in (
-        lambda: engine.start(load("configs/tiny/lm.yaml", [])),
-        lambda: Training(config.load("configs/synthetic/small/s3.yaml", [])),
-    ):
-        try:
-            start()
-        except (TypeError, RuntimeError, AssertionError):
-            pass  # where DeepSpeed or the GPU would come
-    told.append(list(kept))
-print(json.dumps(told))
-"""
 has_mallopt = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt")
-of_glibc = pytest.mark.skipif(not has_mallopt, reason="glibc's")
 
 
-# glibc begins with this limit and raises it by what is freed, so that what it keeps by itself
-# differs from process to process; set, it stays.
-BEGINS_WITH = ENV | {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
-
-
-def told(code: str, argument: str, env: dict[str, str] = ENV) -> list:
-    command = [sys.executable, "-c", code, argument]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@of_glibc
+@pytest.mark.skipif(not has_mallopt, reason="glibc's")
 def test_temporaries_find_the_memory_of_those_before():
-    _, given_back = told(BEGIN + TEMPORARIES, "given back", BEGINS_WITH)
-    kept, faults = told(BEGIN + TEMPORARIES, "kept", BEGINS_WITH)
+    # glibc raises this limit by what is freed, unless it is set.
+    env = ENV | {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
+    printed = [
+        subprocess.check_output([sys.executable, "-c", TEMPORARIES, how], cwd=ROOT, env=env)
+        for how in ("kept", "given back")
+    ]
+    (kept, faults), (_, given_back) = map(json.loads, printed)
     assert kept is True
     # The least, since a busy system takes pages away on its own account.
     assert min(faults) < min(given_back) / 10
 
 
-@pytest.mark.slow
-@of_glibc
-def test_large_tensors_leave_no_holes():
-    assert told(BEGIN + LARGE, "kept") < told(BEGIN + LARGE, "given back") + 2**27
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_trainings_on_a_cpu_keep_it(monkeypatch, tiny, on_gpu):
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name, value in {"WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    calls = []
 
+    def reached(name):
+        calls.append(name)
+        raise InterruptedError
 
-def test_trainings_on_a_cpu_keep_it():
-    assert told(TRAININGS, "cpu cuda") == [[True, True], []]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    for module in (engine, train):
+        monkeypatch.setattr(module, "keep_freed_memory", lambda: reached("kept"))
+    monkeypatch.setattr(engine, "_import_deepspeed", lambda: reached("later"))
+    monkeypatch.setattr(train.tasks, "build", lambda task: reached("later"))
+    task = config.load(ROOT / "configs/synthetic/small/s3.yaml", [])
+    for start in (lambda: engine.start(tiny()), lambda: train.Training(task)):
+        with pytest.raises(InterruptedError):
+            start()
+    assert calls == ["later" if on_gpu else "kept"] * 2
 
 
 def test_without_glibc_nothing_is_set(monkeypatch):

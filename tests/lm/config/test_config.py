@@ -5,12 +5,9 @@ import inspect
 import itertools
 import re
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import yaml
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 import synthetic.config
 from lm.common.errors import ConfigError
@@ -19,8 +16,8 @@ from lm.config.messages import is_key
 from lm.config.model import Model, Solver
 from lm.config.resuming import FIXED, FREE, NOTED, resume_rule
 from lm.config.schema import UNSEEN, Config
-from lm.config.yaml_text import Loader
-from lm.model.fields import ARCHITECTURE, FIELDS, OPTIONS_ALONE, SOLVER, Number, Parsed
+from lm.config.yaml_text import Loader, parse
+from lm.model.fields import FIELDS, OPTIONS_ALONE
 from lm.training.build import build_model
 from tests import config_page
 
@@ -101,18 +98,12 @@ def test_every_error_is_named_at_once():
     [
         # Wrong types.
         ({"train": {"steps": "many"}}, ["`train.steps` is 'many'", "must be a valid integer"]),
-        ({"train": {"steps": 1.5}}, ["`train.steps` is 1.5", "must be a valid integer"]),
         ({"train": {"steps": None}}, ["`train.steps` is null", "must be a valid integer"]),
         ({"train": {"steps": True}}, ["`train.steps`: true and false are only for what is"]),
         ({"log": {"wandb": "perhaps"}}, ["`log.wandb` is 'perhaps'", "must be a valid boolean"]),
-        (
-            {"model": {"vocab_size": "many"}},
-            ["`model.vocab_size` is 'many'", "must be a valid integer", "or it must be 'auto'"],
-        ),
         ({"optim": {"betas": [0.9]}}, ["`optim.betas[1]` is missing"]),
         ({"optim": {"betas": [True, 0.9]}}, ["`optim.betas`: true and false"]),
         ({"optim": 3}, ["`optim` is 3", "must be a valid dictionary"]),
-        ({"name": 7}, ["`name` is 7", "must be a valid string"]),
         (
             {"name": datetime.date(2020, 1, 2)},
             ["`name` is 2020-01-02", "must be a valid string"],
@@ -121,7 +112,6 @@ def test_every_error_is_named_at_once():
             {"engine": {"deepspeed": 3}},
             ["`engine.deepspeed` is 3", "dictionary or it must be a valid string"],
         ),
-        ({"sweep": 3}, ["`sweep` is 3", "must be a valid dictionary"]),
         ({1: 2}, ["`[1]`: Keys should be strings"]),
         # Wrong choices.
         ({"model": {"mixer": "houshold"}}, ["householder, dplr, kronecker", "mean `householder`"]),
@@ -134,11 +124,8 @@ def test_every_error_is_named_at_once():
             ["`solver.schedule`: schedule is `windows:4`", "window:W (W tokens at once"],
         ),
         ({"solver": {"schedule": "window:0"}}, ["is `window:0`; W is at least 1"]),
-        ({"solver": {"schedule": 4}}, ["`solver.schedule`: schedule is `4`"]),
         ({"solver": {"token": "exakt"}}, ["is 'exakt'", "did you mean `exact`?"]),
-        ({"solver": {"gradient": "adjoint"}}, ["is `adjoint`", "adjoint:K (the first"]),
         ({"solver": {"gradient": "one-step"}}, ["is `one-step`", "one_step (the paper's"]),
-        ({"solver": {"adjoint_clip": 0}}, ["is 0", "must be a number above 0"]),
         # Out of range.
         ({"train": {"steps": 0}}, ["`train.steps` is 0", "greater than 0"]),
         (
@@ -146,18 +133,16 @@ def test_every_error_is_named_at_once():
             ["`model.vocab_size` is -8", "than 0 or it must be 'auto'"],
         ),
         ({"model": {"dt_rank": 0}}, ["`model.dt_rank` is 0", "from 1 to 65,536, or auto"]),
-        ({"model": {"mixer_proj_rank": 0}}, ["`model.mixer_proj_rank` is 0", "from 1"]),
         ({"solver": {"quantile": 1.1}}, ["`solver.quantile` is 1.1", "a number from 0 to 1"]),
         ({"data": {"val_fraction": 1}}, ["`data.val_fraction` is 1", "less than 1"]),
         ({"optim": {"lr": float("nan")}}, ["`optim.lr` is nan", "finite"]),
         ({"optim": {"betas": [0.9, 1.0]}}, ["`optim.betas[1]` is 1.0", "less than 1"]),
         ({"seed": -1}, ["`seed` is -1", "greater than or equal to 0"]),
-        ({"seed": 2**64}, [f"`seed` is {2**64}", f"less than or equal to {2**64 - 1}"]),
         ({"name": ""}, ["`name` is ''", "at least 1 character"]),
         ({"out_dir": "~nobody_of_this_name/x"}, ["`out_dir`", "begins with ~"]),
         *(
             ({"name": name}, [f"`name`: `{name}` is no name of a folder inside out_dir"])
-            for name in ("../../x", "/x", "..", ".", "a//b", "a/../b", "a/")
+            for name in ("../../x", "/x", ".", "a//b", "a/")
         ),
         ({"name": "a\\b"}, ["`name`: 'a\\\\b' holds a character"]),
         ({"name": "a\0b"}, ["`name`: 'a\\x00b' holds the character NUL"]),
@@ -225,15 +210,12 @@ def test_a_whole_number_may_be_written_with_an_exponent(tmp_path):
     [
         ("train.steps=12", 12),
         ("optim.lr=2.5e-4", 2.5e-4),
-        ("optim.min_lr=0", 0),
         ("model.glu_in_loop=true", True),
-        ("model.bc_norm=false", False),
         ("data.val_tokens=null", None),
         ("data.val_tokens=", None),
         ("optim.betas=[0.8, 1e-1]", [0.8, 0.1]),
         ("engine.deepspeed={a: {b: 1}}", {"a": {"b": 1}}),
         ("name=a long name", "a long name"),
-        ("data.path=/data/*.jsonl", "/data/*.jsonl"),
         ("data.path=a=b", "a=b"),
         ("name=nan", "nan"),
         ("name='007'", "007"),
@@ -344,56 +326,28 @@ def test_a_bad_sweep_is_refused(tmp_path, text, words):
 
 # Written and read back.
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
-places = texts.map(lambda text: UNSEEN.sub("_", text))
-names = places.map(lambda text: re.sub(r"[/\\]", "_", text)).filter(lambda n: n not in (".", ".."))
-trees = st.fixed_dictionaries(
-    {},
-    optional={
-        "out_dir": places.filter(lambda text: not text.startswith("~")),
-        "name": names | st.sampled_from(["1e-3", "5E3", ".1e1", "off", "007", "2024-01-01"]),
-        "seed": st.integers(0, 2**64 - 1),
-        "model": st.fixed_dictionaries(
-            {},
-            optional={
-                "vocab_size": st.integers(1, 10**6) | st.just("auto"),
-                "mixer": st.sampled_from(["householder", "dplr", "kronecker"]),
-                "mixer_proj_rank": st.none() | st.integers(1, 99),
-            },
-        ),
-        "solver": st.fixed_dictionaries(
-            {},
-            optional={
-                "tol": st.floats(0, 1e300, exclude_min=True),
-                "adjoint_clip": st.none() | st.floats(0, 1e300, exclude_min=True),
-                "schedule": st.sampled_from(["auto", "window:7", "parallel"]),
-            },
-        ),
-        "optim": st.fixed_dictionaries(
-            {
-                "betas": st.tuples(*[st.floats(0, 1, exclude_max=True)] * 2),
-                "min_lr": st.just(0.0),
-                "lr": st.floats(0, 1e3, exclude_min=True),
-            }
-        ),
-        "engine": st.fixed_dictionaries(
-            {"deepspeed": st.none() | places | st.dictionaries(texts, st.integers() | texts)}
-        ),
-        "sweep": st.dictionaries(st.just("optim.lr"), st.lists(st.floats(1e-4, 1), min_size=1)),
-    },
-)
+TEXTS = [
+    "1e-3",
+    ".1e1",
+    "off",
+    "007",
+    "2024-01-01",
+    "null",
+    "a: b",
+    "- é",
+    '"',
+    "\x85",
+    "a\u2028 b\n",
+]
 
 
-@given(tree=trees)
-@example(tree={"engine": {"deepspeed": "\x85"}})
-@example(tree={"engine": {"deepspeed": {"a": "\0"}}})
-@example(tree={"engine": {"deepspeed": "a\u2028 b\n"}})
-@settings(max_examples=150, deadline=None)
-def test_to_yaml_reads_back_as_the_same_config(tmp_path_factory, tree):
-    cfg = config.build(tree)
-    path = tmp_path_factory.getbasetemp() / "round.yaml"
-    path.write_text(cfg.to_yaml(), encoding="utf-8")
-    assert config.load(path) == cfg
+@pytest.mark.parametrize("text", TEXTS)
+def test_to_yaml_reads_back_as_the_same_config(tmp_path, text):
+    trees = [{"engine": {"deepspeed": {text: text}}}, {"engine": {"deepspeed": text}}]
+    trees += [{"name": text, "out_dir": text}] * (UNSEEN.search(text) is None)
+    for tree in trees:
+        cfg = config.build({"seed": 2**64 - 1, "optim": {"lr": 1e-300, "min_lr": 0}, **tree})
+        assert load(tmp_path, cfg.to_yaml()) == cfg
 
 
 # The model section and FPRNNConfig.
@@ -410,33 +364,6 @@ def test_the_defaults_of_the_sections_are_those_of_fprnn_config():
     shown = inspect.signature(FPRNNConfig).parameters
     assert shown.keys() > FIELDS.keys() and shown["d_model"].default == 768
     assert "d_model (768): Width of the residual stream." in FPRNNConfig.__doc__
-
-
-def choices() -> list[tuple[str, str, object]]:
-    """(section, field, value) for every name that a field of the two sections takes."""
-    names = [("model", "name", value) for value in get_args(Model.model_fields["name"].annotation)]
-    return names + [
-        (section, name, value)
-        for section, table in (("model", ARCHITECTURE), ("solver", SOLVER))
-        for name, field in table.items()
-        if isinstance(field.takes, tuple) and not isinstance(field.takes, Number | Parsed)
-        for value in field.takes
-    ]
-
-
-@pytest.mark.parametrize("section, field, value", choices())
-def test_every_choice_of_the_model_and_the_solver_runs(section, field, value):
-    import torch
-
-    tree = {"model": {"d_model": 16, "n_layer": 1, "d_state": 4, "headdim": 8}}
-    tree.setdefault(section, {})[field] = value
-    model = build_model(config.build(tree), 16).train()
-    ids = torch.arange(8).reshape(1, 8)
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    assert torch.isfinite(loss)
-    if field != "name":
-        assert value == "auto" or getattr(model.config, field, value) == value
 
 
 CHOICES = {
@@ -489,14 +416,11 @@ def test_every_shipped_yaml_parses(path):
     tree = config.load_tree(path)
     cfg = config.load(path, schema=schema)
     assert cfg.name == tree["name"]
+    assert config.build(parse(cfg.to_yaml(), "written"), "written", schema) == cfg
     if "sweep" in tree:
         points = config.sweep_points(tree, str(path), schema)
         names = {config.load(path, (), i, schema).name for i in range(len(points))}
         assert len(names) == len(points)
-
-
-def test_there_are_shipped_yamls():
-    assert {p.name for p in YAMLS} >= {"demo.yaml", "fpmamba_160m_fineweb2b.yaml"}
 
 
 PAPERS = ROOT / "configs/lm/fpmamba_160m_fineweb2b_paper.yaml"
@@ -542,10 +466,9 @@ def test_our_configuration_of_it_differs_only_in_the_solver_and_in_what_changes_
     papers = config.load(PAPERS)
     ours = config.load(ROOT / "configs/lm/fpmamba_160m_fineweb2b.yaml")
     assert ours.solver == Config().solver
-    assert ours.train.micro_batch_size == ours.eval.micro_batch_size == 32
+    assert ours.train.micro_batch_size == 32
     ours.name, ours.solver = papers.name, papers.solver
     ours.train.micro_batch_size = papers.train.micro_batch_size
-    ours.eval.micro_batch_size = papers.eval.micro_batch_size
     assert ours == papers
 
 
@@ -586,9 +509,3 @@ def test_the_page_says_what_a_resumed_run_may_change():
         inherited = FREE if key in tops else tops[key.partition(".")[0]]
         named = [kind for kind, keys in said.items() if key in keys]
         assert named == ([] if rule is inherited else [rule]), key
-
-
-def test_every_sweep_point_has_its_own_directory_under_any_name():
-    path = ROOT / "configs/lm/sweep_mixers.yaml"
-    names = {config.load(path, ["name=exp2"], i).name for i in range(6)}
-    assert len(names) == 6 and all(n.startswith("exp2/00") for n in names)

@@ -17,6 +17,7 @@ from lm.kernels.cpu import scan as cpu
 from lm.kernels.cpu.build import token_step
 from lm.model.scan import selective_scan_plain as plain_scan
 from tests.kernels import assert_close, poisoned_memory, skip_where_missing
+from tests.lm.kernels.test_scans import results
 from tests.oracles import scan_inputs, sequential_scan
 
 
@@ -47,18 +48,6 @@ def with_D(scan):
         return (y if D is None else y + D * x), h
 
     return both
-
-
-def results(scan, tensors, keep):
-    """{"y", "final state", "grad x", …} of a scan."""
-    tensors = {k: v.clone().requires_grad_() for k, v in tensors.items()}
-    keep = None if keep is None else keep.to(tensors["x"].dtype)
-    y, h = scan(**tensors, keep=keep)
-    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
-    loss = (y * weights).sum() + (h * h).sum() / 2
-    grads = torch.autograd.grad(loss, list(tensors.values()))
-    named = {f"grad {name}": g for name, g in zip(tensors, grads)}
-    return {"y": y.detach(), "final state": h.detach(), **named}
 
 
 @pytest.mark.parametrize("n", [1, 8, 16, 64])
@@ -92,17 +81,6 @@ def test_only_the_final_state_or_only_some_gradients():
     torch.testing.assert_close(ours, theirs)
 
 
-def test_without_gradient_it_computes_the_same():
-    t = inputs(2, 33, 20, 16, torch.float32)
-    y, h = cpu.selective_scan(**t)
-    assert not y.requires_grad
-    y_grad, h_grad = cpu.selective_scan(**{k: v.clone().requires_grad_() for k, v in t.items()})
-    assert y_grad.requires_grad and torch.equal(y, y_grad) and torch.equal(h, h_grad)
-    with torch.no_grad():
-        y_off, _ = cpu.selective_scan(**{k: v.clone().requires_grad_() for k, v in t.items()})
-    assert not y_off.requires_grad and torch.equal(y, y_off)
-
-
 def test_any_strides():
     def spread(v):
         return torch.stack([v, torch.full_like(v, torch.nan)], -1)[..., 0]
@@ -114,21 +92,6 @@ def test_any_strides():
     t, keep = inputs(2, 12, 20, 16), resets(2, 12)
     assert not any(spread(v).is_contiguous() for v in (*t.values(), keep))
     assert_close(results(scan, t, keep), results(cpu.selective_scan, t, keep), 1e-15)
-
-
-def test_a_state_goes_back_in_without_a_copy_and_two_halves_make_a_whole():
-    t = inputs(2, 20, 20, 16, torch.float32)
-    h0, D = t.pop("h0"), t.pop("D")
-    A = t.pop("A")
-    y, h = cpu.selective_scan(**t, A=A, h0=h0, D=D)
-    halves, state = [], h0
-    for part in (slice(0, 13), slice(13, 20)):
-        half, state = cpu.selective_scan(
-            **{k: v[:, part] for k, v in t.items()}, A=A, h0=state, D=D
-        )
-        halves.append(half)
-    assert state.transpose(1, 2).is_contiguous()
-    assert torch.equal(torch.cat(halves, 1), y) and torch.equal(state, h)
 
 
 @pytest.mark.parametrize(
@@ -153,33 +116,6 @@ def test_the_exponential(dtype, low, eps):
     assert special[:2].isnan().all() and special[2:].isinf().all()
 
 
-@pytest.mark.parametrize("name", ["x", "dt"])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_nan_reaches_later_steps_of_its_own_channel_only(name, bad):
-    t = inputs(3, 20, 37, 16, torch.float32)
-    clean, clean_h = cpu.selective_scan(**t)
-    t[name][1, 7, 20] = bad
-    y, h = cpu.selective_scan(**t)
-    reached = torch.zeros_like(y, dtype=torch.bool)
-    reached[1, 7:, 20] = True
-    assert torch.equal(~y.isfinite(), reached)
-    assert torch.equal(y[~reached], clean[~reached])
-    assert not h[1, 20].isfinite().any() and torch.equal(h[0], clean_h[0])
-
-
-def test_a_reset_forgets_and_dt_zero_keeps():
-    t = inputs(1, 6, 20, 4, torch.float32)
-    keep = torch.ones(1, 6, dtype=torch.bool)
-    keep[0, 2] = False
-    t["dt"][:, 4:] = 0
-    y, h = cpu.selective_scan(**t, keep=keep)
-    t["h0"] = t["h0"] + 1
-    other, other_h = cpu.selective_scan(**t, keep=keep)
-    assert torch.equal(y[:, 2:], other[:, 2:]) and torch.equal(h, other_h)
-    t = {k: v[:, :4] if k in ("x", "dt", "B", "C") else v for k, v in t.items()}
-    assert torch.equal(cpu.selective_scan(**t, keep=keep[:, :4])[1], h)
-
-
 def test_B_and_C_may_be_slices_of_one_tensor():
     t = inputs(3, 20, 37, 8, torch.float32)
     both = torch.cat([t["B"], t["C"], t["B"] + torch.nan], -1)
@@ -202,15 +138,6 @@ def test_the_number_of_threads_changes_nothing():
     for other in runs[1:]:
         for name in other:
             assert torch.equal(runs[0][name], other[name]), name
-
-
-@pytest.mark.parametrize("b, length", [(0, 4), (2, 0)], ids=["no rows", "no steps"])
-def test_nothing_to_do(b, length):
-    t = inputs(b, length, 5, 3)
-    found = results(cpu.selective_scan, t, None)
-    assert found["y"].shape == (b, length, 5) and torch.equal(found["final state"], t["h0"])
-    assert torch.equal(found["grad h0"], t["h0"])  # of ‖h‖²/2
-    assert torch.equal(found["grad A"], torch.zeros(5, 3, dtype=torch.float64))
 
 
 def test_what_does_not_fit_is_refused():

@@ -21,6 +21,7 @@ from tests.kernels import (
     skip_where_missing,
     sliced,
 )
+from tests.lm.kernels.test_scans import results
 from tests.oracles import scan_inputs
 
 LOW = 1e-2  # of results in bf16, which Triton's interpreter truncates instead of rounding
@@ -56,16 +57,6 @@ def resets(b, length):
     keep[0, 0] = False
     keep[:, 4::5] = keep[:, 5::5] = False
     return keep
-
-
-def results(scan, tensors, keep=None):
-    """{"y", "final state", "grad x", …} of a scan."""
-    tensors = {k: v.detach().clone().requires_grad_() for k, v in tensors.items()}
-    y, h = scan(**tensors, keep=keep)
-    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).reshape(y.shape)
-    grads = torch.autograd.grad((y * weights).sum() + (h * h).sum() / 2, list(tensors.values()))
-    named = {f"grad {name}": g for name, g in zip(tensors, grads)}
-    return {"y": y.detach(), "final state": h.detach(), **named}
 
 
 def oracle(tensors, keep=None):
@@ -179,59 +170,6 @@ def test_gradients_of_stride_0_and_only_some_of_them():
         triton_scan.selective_scan(**ours)[output].sum().backward()
         selective_scan_plain(**theirs)[output].sum().backward()
         assert_close({name: ours[name].grad}, {name: theirs[name].grad}, 1e-5)
-
-
-def test_without_gradient_it_computes_the_same_and_a_state_goes_back_in():
-    t = inputs(1, 20, 5, 3)
-    y, h = triton_scan.selective_scan(**t)
-    with_grad = triton_scan.selective_scan(**t | {"x": t["x"].clone().requires_grad_()})
-    assert not y.requires_grad and with_grad[0].requires_grad
-    assert torch.equal(y, with_grad[0]) and torch.equal(h, with_grad[1])
-    halves, state = [], t["h0"]
-    for part in (slice(0, 13), slice(13, 20)):
-        own = {k: t[k][:, part] for k in ("x", "dt", "B", "C")}
-        half, state = triton_scan.selective_scan(**own, A=t["A"], h0=state)
-        halves.append(half)
-    assert state.transpose(1, 2).is_contiguous()
-    assert torch.equal(torch.cat(halves, 1), y) and torch.equal(state, h)
-
-
-@pytest.mark.parametrize("name", ["x", "dt"])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_nan_reaches_later_steps_of_its_own_channel_only(name, bad, chunks_of):
-    chunks_of(16)
-    t = inputs(2, 36, 5, 3)
-    clean, clean_h = triton_scan.selective_scan(**t)
-    t[name][1, 7, 2] = bad
-    y, h = triton_scan.selective_scan(**t)
-    reached = torch.zeros_like(y, dtype=torch.bool)
-    reached[1, 7:, 2] = True
-    assert torch.equal(~y.isfinite(), reached)
-    assert torch.equal(y[~reached], clean[~reached])
-    assert not h[1, 2].isfinite().any() and torch.equal(h[0], clean_h[0])
-
-
-def test_a_reset_forgets_and_dt_zero_keeps(chunks_of):
-    chunks_of(16)
-    t, keep = inputs(1, 40, 5, 4), torch.ones(1, 40, device=DEVICE)
-    keep[0, 20] = 0
-    t["dt"][:, 33:] = 0
-    y, h = triton_scan.selective_scan(**t, keep=keep)
-    t["h0"] = t["h0"] + 1
-    other, other_h = triton_scan.selective_scan(**t, keep=keep)
-    assert torch.equal(y[:, 20:], other[:, 20:]) and torch.equal(h, other_h)
-    assert not torch.equal(y[:, :20], other[:, :20])
-    t = {k: v[:, :33] if k in ("x", "dt", "B", "C") else v for k, v in t.items()}
-    assert torch.equal(triton_scan.selective_scan(**t, keep=keep[:, :33])[1], h)
-
-
-@pytest.mark.parametrize("b, length", [(0, 4), (2, 0)], ids=["no rows", "no steps"])
-def test_nothing_to_do(b, length):
-    t = inputs(b, length, 5, 3)
-    found = results(triton_scan.selective_scan, t)
-    assert found["y"].shape == (b, length, 5) and torch.equal(found["final state"], t["h0"])
-    assert torch.equal(found["grad h0"], t["h0"])  # of ‖h‖²/2
-    assert torch.equal(found["grad A"], torch.zeros(5, 3, device=DEVICE))
 
 
 def test_what_does_not_fit_is_refused():

@@ -135,59 +135,6 @@ def test_left_padded_in_a_batch_equals_alone(name):
         torch.testing.assert_close(logits[i : i + 1, pad:], alone[i], rtol=0, atol=1e-12)
 
 
-@some_blocks
-@torch.no_grad()
-def test_documents_end_in_the_prompt_and_between_chunks(name):
-    model, tokens = quick(name, **LOOSE), ids()
-    tokens[0, 1] = tokens[0, 16] = tokens[0, 20] = EOS  # 16: the last of the prompt of 17
-    tokens[1, 2] = tokens[1, 18] = EOS  # 2: the last of the prompt of 3
-    whole = model(tokens).logits
-    torch.testing.assert_close(whole[:1, 17:21], model(tokens[:1, 17:21]).logits)
-    for sizes in CUTS.values():
-        logits, cache = decode(model, tokens, sizes)
-        torch.testing.assert_close(logits, whole, rtol=0, atol=1e-12)
-    assert torch.equal(cache.state.last_token, tokens[:, -1])
-    model.config.reset_at_eos = False
-    running = model(tokens).logits
-    assert (running - whole).abs().max() > 1e-4
-    logits, _ = decode(model, tokens, CUTS["17"])
-    torch.testing.assert_close(logits, running, rtol=0, atol=1e-12)
-
-
-@some_blocks
-def test_greedy(name):
-    model, tokens = quick(name, **LOOSE), ids(3, 6)
-    tokens[2, 5] = EOS
-    cached = assert_cache_changes_nothing(model, tokens)
-    assert cached.past_key_values.get_seq_length() == cached.sequences.shape[1] - 1
-
-
-@some_blocks
-def test_greedy_left_padded(name):
-    model, tokens = quick(name, **LOOSE), ids(2, 6)
-    alone = generate(model, tokens[1:, 4:])[0].sequences[0]
-    mask = torch.ones_like(tokens)
-    tokens[1, :4], mask[1, :4] = EOS, 0
-    together = assert_cache_changes_nothing(model, tokens, attention_mask=mask).sequences[1, 4:]
-    n = min(len(alone), len(together))  # one may have gone on with padding after its end
-    assert torch.equal(alone[:n], together[:n]) and n > 4
-
-
-@some_blocks
-def test_beams_and_samples(name):
-    model, tokens = quick(name, **LOOSE), ids(2, 6)
-    beams = dict(num_beams=3, num_return_sequences=2, max_new_tokens=5)
-    cached = assert_cache_changes_nothing(model, tokens, **beams)
-    assert not (cached.beam_indices[:, 1:] == cached.beam_indices[:, :1]).all()  # rows did move
-    samples = dict(do_sample=True, top_k=10, temperature=1.5, num_return_sequences=3)
-    assert_cache_changes_nothing(model, tokens, max_new_tokens=5, **samples)
-
-
-def test_generation_of_the_other_schedules():
-    for schedule in ("auto", "window:4", "parallel"):
-        assert_cache_changes_nothing(quick(schedule=schedule, eval_tol=1e-9), ids(2, 6))
-
-
 @pytest.mark.parametrize("padded", [False, True])
 def test_generation_goes_on_from_a_returned_cache(padded):
     model, tokens = quick(**LOOSE), ids(2, 6)
@@ -221,17 +168,6 @@ def test_a_prompt_prefilled_in_chunks(given, beams):
     assert chunked.past_key_values.get_seq_length() == chunked.sequences.shape[1] - 1
     with pytest.raises(ValueError, match="chunking without a cache"):
         generate(model, tokens, prefill_chunk_size=4, use_cache=False)
-
-
-@some_blocks
-def test_a_prompt_of_embeddings(name):
-    model, tokens = quick(name, **LOOSE), ids(2, 6)
-    embeds = model.get_input_embeddings()(tokens).detach()
-    of_ids, expected, _ = generate(model, tokens)
-    of_embeds, logits, lengths = generate(model, inputs_embeds=embeds)
-    assert lengths == [6] + [1] * (len(lengths) - 1)
-    assert torch.equal(of_embeds.sequences, of_ids.sequences[:, 6:])
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "window:4", "parallel", "auto"])

@@ -163,20 +163,13 @@ def test_the_first_terms_of_the_series_tend_to_the_exact_gradient(name):
     assert errors[2] < 1e-9 and errors[0] > 1e-3
 
 
-def test_the_adjoint_is_clipped_and_its_norm_told():
+def test_the_norm_of_the_adjoint_is_the_same_in_every_schedule():
     model, tokens = model_of("fp_mamba1", n_layer=1), ids()
-    exact, (free,) = gradients_and_norms(model, tokens)
-    first = dict(schedule="parallel", gradient="adjoint:0")
+    _, (free,) = gradients_and_norms(model, tokens)
     assert free.shape == (2,) and (free > 0.5).all()
     for schedule in ("sequential", "parallel"):
-        same, (norms,) = gradients_and_norms(model, tokens, schedule=schedule, adjoint_clip=1e6)
-        assert_alike(same, exact, 1e-7)
+        _, (norms,) = gradients_and_norms(model, tokens, schedule=schedule)
         torch.testing.assert_close(norms, free, rtol=0.05, atol=0)
-        cut, (norms,) = gradients_and_norms(model, tokens, schedule=schedule, adjoint_clip=1e-9)
-        assert any(largest(cut[key], exact[key]) > 1e-4 for key in exact)
-        if schedule == "parallel":  # nothing comes back from later tokens: the first term alone
-            torch.testing.assert_close(norms, torch.ones_like(norms), rtol=1e-6, atol=0)
-            assert_alike(cut, gradients_of(model, tokens, **first), 1e-6)
 
 
 # What a token may depend on.
@@ -194,14 +187,6 @@ def test_later_tokens_change_nothing_bit_for_bit(name, kernels, dtype, monkeypat
     one, other = run(model, tokens), run(model, changed)
     assert torch.equal(one.logits[:, :7], other.logits[:, :7])
     assert largest(one.logits[:, 7:], other.logits[:, 7:]) > 1e-3
-
-
-@pytest.mark.parametrize("schedule", ["parallel", "window:4"])
-@every_model
-def test_later_tokens_change_no_other_schedules_result(name, schedule):
-    model, tokens = model_of(name, schedule, n_layer=1), ids()
-    changed = torch.cat([tokens[:, :7], ids(seed=1)[:, 7:]], 1)
-    close(run(model, changed).logits[:, :7], run(model, tokens).logits[:, :7])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -229,49 +214,7 @@ def test_a_sequence_alone_and_in_a_batch_are_the_same(name):
     close(run(model, tokens[5:6]).logits[0], run(model, tokens).logits[5], 1e-8)
 
 
-@pytest.mark.parametrize("name", ["fp_mamba1", "fp_mamba2", "fp_rnn"])
-def test_decoding_is_the_whole_pass_in_single_precision_on_a_trained_model(name):
-    model, tokens = model_of(name, dtype=torch.float32).train(), ids(4, 24)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(30):
-        optimizer.zero_grad()
-        model(tokens, labels=tokens).loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    model.eval()
-    whole, state, logits = run(model, tokens), None, []
-    for segment in tokens.split((7,) + (1,) * 17, 1):
-        out = run(model, segment, state=state, return_state=True)
-        state = out.state
-        logits.append(out.logits)
-    close(torch.cat(logits, 1), whole.logits, 1e-5)
-
-
 # The compiled cell.
-
-
-@pytest.mark.parametrize(
-    "name, dtype, tol",
-    [
-        *(
-            slow(name, torch.float64, 1e-8) if name in LONG else (name, torch.float64, 1e-8)
-            for name in MODELS
-        ),
-        *((name, torch.float32, 2e-2) for name in BLOCKS),
-    ],
-    ids=str,
-)
-def test_compiled_and_plain_give_the_same_gradients(name, dtype, tol, monkeypatch):
-    tokens, found = ids(3, 12), {}
-    tokens[0, 4] = EOS
-    for kernels in ("plain", "auto"):
-        monkeypatch.setenv("FPRNN_KERNELS", kernels)
-        model = model_of(name, dtype=dtype, n_layer=1)
-        gradients, (norm,) = gradients_and_norms(model, tokens)
-        found[kernels] = gradients, norm
-    assert_alike(found["auto"][0], found["plain"][0], tol)
-    ours, theirs = (norms.clamp_min(1) for _, norms in (found["auto"], found["plain"]))
-    torch.testing.assert_close(ours, theirs, rtol=max(tol, 1e-6), atol=0)
 
 
 # The paper's fixed point.

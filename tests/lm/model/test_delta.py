@@ -10,6 +10,7 @@ from lm.model.delta import (
     GatedDeltaNet,
     GatedDeltaProduct,
     chunked_delta_rule,
+    delta_rule,
     gated_delta_rule,
 )
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -75,6 +76,15 @@ def test_chunks_are_the_recurrence(n, chunk, packed):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_loop_is_the_recurrence(n):
+    *args, log_alpha, S = inputs(7, n)
+    for gate in (log_alpha, None):
+        expected = by_token(*args, 0 * log_alpha if gate is None else gate, S)
+        for found, right in zip(delta_rule(*args, gate, S), expected, strict=True):
+            torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
+
+
 def test_few_tokens_are_the_same():
     """What decoding computes by the loop over time, with a document that starts among them."""
     *args, S = inputs(4, 1)
@@ -83,6 +93,15 @@ def test_few_tokens_are_the_same():
         gated_delta_rule(*args, S, starts), by_token(*args, S, starts), strict=True
     ):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_half_precision_inputs_are_computed_in_fp32():
+    args = [t.to(torch.bfloat16) for t in inputs(6, 2)]
+    with torch.autocast("cpu", torch.bfloat16):
+        o, S = delta_rule(*args)
+    assert o.dtype == S.dtype == torch.float32
+    expected, _ = delta_rule(*(t.double() for t in args))
+    torch.testing.assert_close(o.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_strong_gates_and_long_chunks_stay_finite():

@@ -14,6 +14,7 @@ from lm.model import layers
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests.kernels import quicken_interpreter, skip_where_missing
+from tests.marks import slow
 from tests.tracker import loss_and_gradient, tracker, words
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(encountered|plain PyTorch):RuntimeWarning")
@@ -92,8 +93,9 @@ class Refusing:
         raise Unsupported("as within a CUDA graph of someone else")
 
 
-@pytest.mark.parametrize("schedule", ["sequential", "window:3"])
-@pytest.mark.parametrize("rank", [1, 2])
+@pytest.mark.parametrize(
+    "schedule, rank", [("window:3", 1), ("sequential", 2), slow("sequential", 1)]
+)
 def test_where_a_kernel_refuses_rows_in_bf16_are_widened(schedule, rank, monkeypatch):
     """Plain PyTorch solves a token in fp32, whatever its rows were read in."""
     quicken_interpreter()

@@ -17,8 +17,8 @@ from transformers.models.llama.modeling_llama import (
 
 from lm.model.baseline_layers import Attention, GatedMLP
 from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.fields import KINDS, Layer, parse
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.patterns import KINDS, Layer, parse
 from lm.model.solver import NonFiniteError
 from lm.model.state import Sequences
 
@@ -203,18 +203,6 @@ def test_segments_and_single_tokens_give_what_the_whole_gives(hybrid):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing(hybrid, side):
-    ids = ids_of(2, 9)
-    mask = torch.ones_like(ids)
-    hidden = slice(0, 4) if side == "left" else slice(5, 9)
-    mask[1, hidden] = 0
-    alone = ids[1:, 4:] if side == "left" else ids[1:, :5]
-    logits = hybrid(ids, attention_mask=mask).logits
-    close(logits[:1], hybrid(ids[:1]).logits)
-    close(logits[1:, 4:] if side == "left" else logits[1:, :5], hybrid(alone).logits)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
 def test_a_state_after_padding_goes_on_as_without(hybrid, side):
     ids, more = ids_of(2, 8), ids_of(2, 5, seed=2)
     mask = torch.ones_like(ids)
@@ -238,16 +226,6 @@ def test_packed_documents_are_documents_alone(hybrid):
     close(new, whole[:, 7:])  # the first token of a segment may start a document
 
 
-@pytest.mark.parametrize("how", [{}, {"num_beams": 2}])
-def test_generation_with_a_cache_is_that_without(hybrid, how):
-    ids = ids_of(2, 6)
-    mask = torch.ones_like(ids)
-    mask[1, :2] = 0
-    settings = dict(attention_mask=mask, max_new_tokens=5, do_sample=False, pad_token_id=0, **how)
-    cached, plain = (hybrid.generate(ids, use_cache=use, **settings) for use in (True, False))
-    assert torch.equal(cached, plain)
-
-
 def test_the_window_bounds_the_cache():
     model = build(**HYBRIDS["window"]).eval()
     state = model(ids_of(2, 30), return_state=True).state
@@ -263,20 +241,6 @@ def test_a_state_of_another_model_is_refused(hybrid):
         hybrid(ids_of(3, 3), state=own)
     with pytest.raises(ValueError, match="of a hybrid model"):
         build(n_layer=2)(ids_of(2, 3), state=own)
-
-
-@pytest.mark.parametrize("name", ["all", "delta"])
-def test_gradients_reach_every_parameter_and_checkpointing_keeps_them(name):
-    model = build(**HYBRIDS[name]).train()
-    ids = ids_of(2, 9)
-    model(ids, labels=ids).loss.backward()
-    plain = {name: p.grad.clone() for name, p in model.named_parameters()}
-    assert all(grad.abs().sum() > 0 for grad in plain.values())
-    model.zero_grad()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    model(ids, labels=ids, loss_only=True).loss.backward()
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(p.grad, plain[name], msg=name)
 
 
 def test_the_report_is_of_the_fixed_point_layers():

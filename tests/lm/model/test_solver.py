@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from lm.model.gradient import implicit_gradient
 from lm.model.solver import (
     NonFiniteError,
     Rule,
     _share_elsewhere,
+    implicit_gradient,
     relative_residual,
     solve_paper,
 )

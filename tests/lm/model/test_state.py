@@ -193,34 +193,6 @@ def test_the_gradient_with_a_state_is_that_of_the_whole_cut_at_the_border(name):
 
 
 @every_block
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing_gives_the_same(name, reentrant):
-    tokens, results = ids(), []
-    for checkpointing in (False, True):
-        model = model_of(**BLOCKS[name]).train()
-        if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        state = model(tokens[:, :10], return_state=True).state
-        out = model(tokens[:, 10:], labels=tokens[:, 10:], state=state, return_state=True)
-        out.loss.backward()
-        assert all(not t.requires_grad for _, t in leaves(out.state))
-        results.append((out, {n: p.grad for n, p in model.named_parameters()}))
-    (plain, grads), (checkpointed, others) = results
-    assert_same_state(plain.state, checkpointed.state)
-    for parameter, grad in grads.items():
-        torch.testing.assert_close(others[parameter], grad, msg=parameter)
-
-
-@pytest.mark.parametrize("gradient", ["implicit", "one_step", "adjoint:2"])
-@torch.no_grad()
-def test_other_gradients_end_in_the_same_state(gradient):
-    tokens = ids()
-    plain = model_of(use_short_conv=True)(tokens, return_state=True)
-    other = model_of(use_short_conv=True, gradient=gradient)(tokens, return_state=True)
-    assert_same_state(plain.state, other.state)
-
-
-@every_block
 @torch.no_grad()
 def test_bf16_autocast(name):
     model, tokens = model_of(torch.float32, **BLOCKS[name], tol=1e-2), ids()
@@ -246,25 +218,6 @@ def test_asking_for_the_state_changes_no_number(name):
     assert torch.equal(plain.logits, asked.logits)
     assert torch.equal(plain.fixed_point.evaluations, asked.fixed_point.evaluations)
     assert model.carries_state
-
-
-@torch.no_grad()
-def test_a_state_keeps_no_sequence_alive():
-    state = model_of(use_short_conv=True, block="fp_rnn")(ids(), return_state=True).state
-    for name, tensor in leaves(state):
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes, name
-
-
-@torch.no_grad()
-def test_anothers_state_is_refused_in_a_sentence():
-    model = model_of()
-    state = model(ids(), return_state=True).state
-    with pytest.raises(ValueError, match="state is of a batch of 2, the input's batch is 3"):
-        model(ids(3), state=state)
-    with pytest.raises(
-        ValueError, match="is of a model with 2 layers of d_inner 16, this one has 1 of 16"
-    ):
-        model_of(n_layer=1)(ids(), state=state)
 
 
 def test_last_takes_the_last_tokens_of_each_row_within_its_document():

@@ -5,12 +5,12 @@ import itertools
 import pytest
 import torch
 
-from lm.model import blocks, gradient
+from lm.model import blocks
 from tests.hf.models import build, ids
 
 CASES = [
     ("fp_mamba1", {"mixer": "householder", "mixer_rank": 2, "glu_in_loop": True}),
-    ("fp_mamba1", {"mixer": "dplr", "mixer_rank": 3, "contractive": 0.9, "adjoint_clip": 0.5}),
+    ("fp_mamba1", {"mixer": "dplr", "mixer_rank": 3, "contractive": 0.9}),
     ("fp_mamba2", {"mixer": "householder", "mixer_rank": 1, "ngroups": 2, "eigen_range": "signed"}),
     ("fp_mamba2", {"mixer": "dplr", "mixer_rank": 2, "bc_norm": False}),
     ("fp_rnn", {"mixer": "householder", "mixer_rank": 2, "contractive": 0.7}),
@@ -20,7 +20,7 @@ CASES = [
 @pytest.fixture
 def solves(monkeypatch):
     """What blocks asked to be solved: a list of the arguments."""
-    asked, solve = [], gradient.whole_solve
+    asked, solve = [], blocks.whole_solve
 
     def watched(*args):
         asked.append(args)
@@ -45,10 +45,10 @@ def test_the_plain_loop_is_the_kernel_with_its_gradients(name, fields, documents
     before = (torch.full_like(kept[2][:, 0], 0.1), None)
     kept[-2:] = before
     found = []
-    for solve in (gradient._by_kernel, gradient.whole_solve_plain):
+    for solve in (blocks._by_kernel, blocks.whole_solve_plain):
         inputs = [t if t is None else t.detach().requires_grad_() for t in kept[:5] + kept[6:10]]
         args = *inputs[:5], kept[5] if kept[5] is None else kept[5].detach(), *inputs[5:], *before
-        extra = (None,) if solve is gradient._by_kernel else ()
+        extra = (None,) if solve is blocks._by_kernel else ()
         y, h, outcome = solve(layout, options, args, *extra)
         inputs = [t for t in inputs if t is not None]
         weights = torch.linspace(-1, 2, y.numel(), dtype=y.dtype).view_as(y)

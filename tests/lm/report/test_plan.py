@@ -238,29 +238,15 @@ def paper(*overrides: str) -> Config:
     return config.load(LM / "fpmamba_160m_fineweb2b_paper.yaml", overrides)
 
 
-def test_the_smallest_change_that_fits_is_named_as_it_is_typed():
+def test_what_does_not_fit_is_said_with_what_needs_less():
     cfg = paper("train.micro_batch_size=16")
     p = plan(cfg, where(4, "a100-40g"))
     assert not p["fits"]
-    said = shown(p, cfg)["to make it fit"]
-    assert said.startswith("train.micro_batch_size=8 (then ")
-    typed = paper(*said.partition(" (")[0].split())  # and it does, with the global batch kept
-    again = plan(typed, where(4, "a100-40g"))
+    assert shown(p, cfg)["to make it fit"].startswith("a smaller train.micro_batch_size")
+    smaller = paper("train.micro_batch_size=8")
+    again = plan(smaller, where(4, "a100-40g"))
     assert again["fits"] and again["tokens_per_step"] == p["tokens_per_step"]
-    assert "to make it fit" not in shown(again, typed)
-
-
-def test_checkpointing_is_named_where_no_micro_batch_fits_without():
-    cfg = paper("model.n_layer=40", "train.micro_batch_size=2", "data.seq_len=8192")
-    p = plan(cfg, where(4, "a100-40g"))
-    assert not p["fits"] and p["change"][0]["model.gradient_checkpointing"] is True
-
-
-def test_where_nothing_fits_the_plan_says_so():
-    cfg = paper("model.n_layer=400")
-    p = plan(cfg, where(1, "a100-40g"))
-    assert p["change"] is None
-    assert "more GPUs, a smaller model" in shown(p, cfg)["to make it fit"]
+    assert "to make it fit" not in shown(again, smaller)
 
 
 # Time.
@@ -469,28 +455,13 @@ def test_every_model_has_a_plan(name):
 
 
 @pytest.mark.parametrize(
-    "cfg, seconds, words",
-    [
-        (tiny(mixer="kronecker"), 3.0, "about 2 min or more here .*mixer kronecker .*mixer=dplr"),
-        (tiny(mixer="kronecker"), 1.0, None),
-        (tiny(), 60.0, None),  # a householder's tokens are solved one by one: it is not timed
-        (tiny(name="mamba"), 60.0, None),
-    ],
+    "cfg, is_slow",
+    [(tiny(mixer="kronecker"), True), (tiny(), False), (tiny(name="mamba"), False)],
 )
-def test_a_run_of_slow_updates_says_so_before_it_starts(cfg, seconds, words, monkeypatch):
-    """An update here is 2 micro-batches of 32 tokens, of which 2 are timed."""
-    trained = []
-
-    def pass_of(model, ids, cfg):
-        trained.append(tuple(ids.shape))
-        return seconds
-
-    monkeypatch.setattr("lm.report.measure.time_pass", pass_of)
-    before = torch.get_rng_state()
-    note = warn_if_slow(cfg, 1)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert set(trained) <= {(3, 2)}
-    assert note is None if words is None else re.search(words, note)
+def test_a_run_of_slow_updates_says_so_before_it_starts(cfg, is_slow):
+    note = warn_if_slow(cfg)
+    assert (note is not None) == is_slow
+    assert not is_slow or re.search("mixer kronecker .*--measure .*mixer=dplr", note)
 
 
 def test_a_card_that_is_not_listed_is_described():

@@ -139,7 +139,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_good_checkpoint(tmp_path):
     assert found == {2, 3} and number > 12
 
 
-def test_old_ones_go_and_those_of_keep_every_stay(tmp_path):
+def test_multiples_of_keep_every_stay(tmp_path):
     save(tmp_path, *range(1, 11), keep=2, keep_every=4)
     assert steps_of(tmp_path) == [4, 8, 9, 10]
     save(tmp_path, 11, 12, keep=2, keep_every=4)

@@ -166,7 +166,8 @@ def test_wrong_kinds_of_values(sweep):
     sweep.write(
         1,
         result_json=RESULT | {"updates": "8"},
-        metrics_jsonl=records({"step": 3}, 7, {"step": "x"}, {"step": -1}) + '{"step": 99999',
+        metrics_jsonl=records({"step": 3, "loss": 10**400}, 7, {"step": "x"}, {"step": -1})
+        + '{"step": 99999',
     )
     sweep.write(2, result_json=RESULT | {"validation": {"loss": None}})
     sweep.write(
@@ -176,7 +177,7 @@ def test_wrong_kinds_of_values(sweep):
     )
     points = sweep.points()
     assert [p.state for p in points] == ["missing", "failed", "failed", "stopped"]
-    assert points[1].step == 3 and points[3].num_iters is None
+    assert (points[1].step, points[1].record) == (3, None) and points[3].num_iters is None
 
 
 def test_overrides_say_where_the_runs_are_and_how_long(sweep, tmp_path, capsys):

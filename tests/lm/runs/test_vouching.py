@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from lm.common.errors import BAD_DATA, FAILED
 from lm.data.sources.errors import DataError
 from lm.export.measured import CARD
-from lm.export.push import PushError, check_export
 from lm.model.checksums import SUMS, read_sums, write_sums
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.report.report import report
@@ -77,11 +76,8 @@ def test_a_changed_tokenizer_of_an_export_is_refused(capsys, copy):
         load_tokenizer(copy)
     said = refused(capsys, "generate", copy, "--prompt", "a")
     assert f"{path} is damaged, or was changed" in said and f"delete {SUMS}" in said
-    with pytest.raises(PushError, match=r"tokenizer\.json is damaged.*; nothing was uploaded"):
-        check_export(copy)
     (copy / SUMS).unlink()  # as the sentence says, where the change is meant
     load_tokenizer(copy)
-    check_export(copy)
 
 
 @pytest.mark.parametrize(
@@ -362,14 +358,3 @@ def test_a_config_that_is_gone_is_no_new_run(tiny, here, stopped, leased, lost):
             claimed(tiny, stopped, *overrides)
     assert (stopped / "checkpoints/step-000004").is_dir()
     assert not (stopped / "config.yaml").exists()
-
-
-def test_damaged_lines_of_the_log_are_said(stopped):
-    log = stopped / "metrics.jsonl"
-    lines = log.read_text().splitlines(keepends=True)
-    log.write_text("".join([*lines[:2], lines[2][:20] + "\0\n", *lines[3:], '{"step": 9, "lo']))
-    _, done = run(stopped.parent, "resume=auto")
-    said = " ".join(done.stdout.split())
-    assert f"note: {log}: 2 lines hold no record (cut short by a kill, or damaged): dropped" in said
-    steps = [r["step"] for r in losses(stopped)]
-    assert steps == [1, 2, 4, 5, 6, 7, 8]

@@ -26,7 +26,7 @@ SETTINGS = (
     "train.global_batch_size=4", "train.grad_accum_steps=null", "checkpoint.every=5",
     "log.every=1", "log.probe_every=0", "eval.every=100000",
     "optim.schedule=constant", "optim.warmup=5", "optim.lr=3e-5",
-    "optim.min_lr=1e-6", "optim.eps=0.01", "model.contractive=0.3",
+    "optim.min_lr=1e-6", "model.contractive=0.3",
 )  # fmt: skip
 
 

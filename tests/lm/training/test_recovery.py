@@ -27,7 +27,7 @@ def trace(records):
 
 
 @pytest.mark.parametrize("stage", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3))])
-def test_nan_goes_back_to_the_checkpoint_and_on_with_the_next_data(tmp_path, stage):
+def test_nan_goes_back_to_the_checkpoint_and_on_with_the_next_data(tmp_path, tiny_run, stage):
     """Update 6 is NaN: what was learnt in 5 is lost, updates 5 to 8 have the data of 7 to 10. That
     is what a run does whose checkpoint of 4 stands two updates further in the data."""
     settings = (f"engine.zero_stage={stage}", "log.every=1", "train.rollbacks=1")
@@ -41,7 +41,10 @@ def test_nan_goes_back_to_the_checkpoint_and_on_with_the_next_data(tmp_path, sta
     (rollback,) = [r["rollback"] for r in records if "rollback" in r]
     assert rollback == {"number": 1, "from": 6, "why": "the loss is nan"}
 
-    run(tmp_path / "whole", *settings)
+    if stage == 1:  # the tiny run's own
+        shutil.copytree(tiny_run, tmp_path / "whole/tiny", ignore=shutil.ignore_patterns("hf"))
+    else:
+        run(tmp_path / "whole", *settings)
     checkpoint = tmp_path / "whole/tiny/checkpoints/step-000004"
     advance(checkpoint, micro_batches=4)
     expected, _ = run(tmp_path / "ahead", *settings, f"resume={checkpoint}")
@@ -127,15 +130,18 @@ KEPT = ("checkpoint.every=2", "checkpoint.keep=4", "resume=auto")
 
 
 @pytest.mark.parametrize(
-    "value, place", [(1e30, "weights"), (float("nan"), "exp_avg")], ids=["overflow", "NaN"]
+    "value, place, resume",
+    [(1e30, "weights", "auto"), (float("nan"), "exp_avg", "step-000006")],
+    ids=["overflow", "NaN"],
 )
 def test_what_fails_again_from_one_checkpoint_goes_back_to_the_one_before(
-    every_second, tmp_path, value, place
+    every_second, tmp_path, value, place, resume
 ):
     """Weights that are finite and overflow in every pass; a moment that is NaN."""
     out = shutil.copytree(every_second, tmp_path / "out")
-    spoilt(out / "tiny/checkpoints/step-000006", value, place)
-    _, done = run(out, *KEPT)
+    newest = out / "tiny/checkpoints/step-000006"
+    spoilt(newest, value, place)
+    _, done = run(out, *KEPT, f"resume={'auto' if resume == 'auto' else newest}")
     said = " ".join(done.stdout.split())
     assert "back to the checkpoint of update 6" in said
     assert (

@@ -1,96 +1,56 @@
-"""z-loss and the adversary: against formulas, resumed, refused."""
+"""Updates, also with the adversary and under bf16, equal those of autograd; bad settings."""
 
 import json
 
 import pytest
-import torch
 
 from lm.common.errors import ConfigError
 from lm.config.schema import check_updates
-from lm.model import modeling_fprnn
-from lm.model.batch import IGNORED
-from lm.training.build import build_model
 from lm.training.preflight import check_config
 from tests.running import printed_by_ranks, run
 
 
-@pytest.fixture
-def model(tiny):
-    torch.manual_seed(0)
-    return build_model(tiny(), 32).double()
+@pytest.fixture(scope="module", params=[2, pytest.param(1, marks=pytest.mark.slow)])
+def updates(request):
+    """On two ranks or one: (their number, what tests/oracle_updates.py prints)."""
+    return request.param, printed_by_ranks("tests.oracle_updates", request.param)
 
 
-def batch_of(*shape):
-    ids = torch.randint(32, shape, generator=torch.Generator().manual_seed(1))
-    targets = ids.roll(-1, 1).masked_fill(torch.rand(shape) < 0.3, IGNORED)
-    return ids, targets
-
-
-@pytest.mark.parametrize("loss_only", [True, False])
-def test_log_z_is_that_of_the_softmax_and_no_part_of_the_loss(model, loss_only, monkeypatch):
-    """In chunks that cut rows, against a loop over the targets."""
-    monkeypatch.setattr(modeling_fprnn, "LOSS_CHUNK_TOKENS", 7)
-    ids, targets = batch_of(2, 12)
-    ask = {"input_ids": ids, "shift_labels": targets, "loss_only": loss_only}
-    found = model(**ask, log_z=True)
-    logits = model(input_ids=ids).logits
-    rows = [logits[i, t] for i, t in zip(*torch.where(targets != IGNORED))]
-    expected = sum(row.exp().sum().log() ** 2 for row in rows) / len(rows)
-    assert found.log_z.item() == pytest.approx(expected.item(), rel=1e-10)
-    assert found.loss.item() == model(**ask).loss.item() and model(**ask).log_z is None
-    head = model.lm_head.weight
-    gradients = (torch.autograd.grad(value, head)[0] for value in (found.log_z, expected))
-    torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-12)
-
-
-def test_log_z_needs_targets(model):
-    with pytest.raises(ValueError, match="log_z needs labels"):
-        model(input_ids=batch_of(1, 4)[0], log_z=True)
-
-
-@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_updates_with_z_loss(processes):
+@pytest.mark.parametrize(
+    "kind, tolerance", [("plain", 1e-5), ("against_adversary", 1e-5), ("under_bf16", 1e-6)]
+)
+def test_an_update_is_that_of_autograd(kind, tolerance, updates):
     """In all ZeRO stages, with micro-batches of unequal numbers of targets."""
-    for name, case in printed_by_ranks("tests.oracle_updates", processes).items():
-        assert case["found"] == pytest.approx(case["expected"], rel=1e-5), name
+    for name, case in updates[1][kind].items():
+        if "engine.deepspeed" not in name:
+            assert case["found"] == pytest.approx(case["expected"], rel=tolerance), name
 
 
-WITH_Z_LOSS = ("train.z_loss=1e-2", "checkpoint.every=4", "eval.every=4")
+def test_an_update_against_the_adversary_solves_as_often_as_one_without(updates):
+    processes, found = updates
+    for stage, case in found["against_adversary"].items():
+        assert case["solves"] == [4 // processes] * 3, stage
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_with_z_loss_logs_it_and_resumes_exactly(tmp_path, stage):
-    """Under another stage laid out anew."""
-    records, _ = run(tmp_path / "whole", *WITH_Z_LOSS)
-    assert all(0.2 < r["z_loss"] < 0.4 for r in records)  # 0.01 log² of about 300
-    checkpoint = tmp_path / "whole/tiny/checkpoints/step-000004"
-    settings = (*WITH_Z_LOSS, f"resume={checkpoint}", f"engine.zero_stage={stage}")
-    again, _ = run(tmp_path / "again", *settings)
-    close = {"rel": 1e-5} if stage == 2 else {"rel": 0.0, "abs": 0.0}
-    for one, other in zip(again, records[4:], strict=True):
-        for key in ("loss", "grad_norm", "z_loss"):
-            assert one[key] == pytest.approx(other[key], **close), (key, one["step"])
+def test_gradients_are_accumulated_and_summed_in_fp32_under_bf16(updates):
+    """With linear layers named in engine.deepspeed theirs are rounded."""
+    *of_stages, rounded = updates[1]["under_bf16"].values()
+    assert len(of_stages) == 4
+    assert all(case["error"] < 1e-6 and case["bf16"] == 0.0 for case in of_stages)
+    assert rounded["error"] > 1e-4 and rounded["bf16"] > 0.1
 
 
 @pytest.mark.parametrize(
     "overrides, words",
     [
         (("train.ema=0.9",), "the key `train.ema` was removed"),
-        (("train.z_loss=-1",), "`train.z_loss` is -1"),
+        (("train.z_loss=1e-4",), "the key `train.z_loss` was removed"),
         (("train.skip={sigma: 6}",), "the key `train.skip` was removed"),
     ],
 )
 def test_what_cannot_be_is_refused(tiny, overrides, words):
     with pytest.raises(ConfigError, match=words):
         check_config(tiny(*overrides), 1)
-
-
-@pytest.mark.parametrize("processes", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_an_update_against_the_adversary_is_both_passes_by_hand(processes):
-    """In all ZeRO stages, with micro-batches of unequal numbers of targets."""
-    for stage, case in printed_by_ranks("tests.oracle_against", processes).items():
-        assert case["found"] == pytest.approx(case["expected"], rel=1e-5), stage
-        assert case["solves"] == [4 // processes] * 3, stage
 
 
 def test_the_adversary_waits_for_the_end_of_the_curriculum(tmp_path):

@@ -7,11 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lm.common.errors import ConfigError
 from lm.config.model import Model
 from lm.config.schema import Config
 from lm.export.export import write_export
-from lm.model.patterns import STACKS
+from lm.model.fields import STACKS
 from lm.training.build import build_model, stacked
 from lm.training.foreign import as_transformers
 
@@ -87,8 +86,3 @@ def test_a_stack_of_mamba_is_exported_as_transformers_own(kind, fields, tmp_path
 def test_what_transformers_cannot_compute_stays_ours(name, fields):
     model = build(name, **fields)
     assert as_transformers(model) is model
-
-
-def test_a_pattern_beside_a_name_is_refused():
-    with pytest.raises(ConfigError, match=r"model\.layers is of model\.name fprnn, not of lstm"):
-        build("lstm", layers="mamba")

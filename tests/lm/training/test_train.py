@@ -87,18 +87,23 @@ def test_the_same_seed_gives_the_same_trace_bit_for_bit_whatever_is_probed(tmp_p
     probes = [r for r in records if "probe" in r]
     assert [r["step"] for r in probes] == [3, 6, 8]
     assert ["validation" in r for r in probes] == [False, True, True]
-    other, _ = run(tmp_path / "other", "seed=1", "train.steps=2")
-    assert trace(other) != trace(tiny_losses[:2])
 
 
-def test_a_run_with_brackets_in_its_name_goes_on_next_to_one_that_the_name_matches(tmp_path):
-    settings = ("train.steps=4", "checkpoint.every=2", "resume=auto")
-    run(tmp_path, *settings, "name=exp1", "seed=1", name="exp1")
-    expected, _ = run(tmp_path, *settings, "name=exp[1]", name="exp[1]")
-    shutil.rmtree(tmp_path / "exp[1]/checkpoints/step-000004")
-    (tmp_path / "exp[1]/result.json").unlink()
-    found, done = run(tmp_path, *settings, "name=exp[1]", name="exp[1]")
-    assert "at update 2" in done.stdout and trace(found) == trace(expected)
+def copied(tiny_run, place):
+    """A copy of the tiny run."""
+    return shutil.copytree(tiny_run, place, ignore=shutil.ignore_patterns("hf"))
+
+
+def test_a_run_with_brackets_in_its_name_goes_on_next_to_one_that_the_name_matches(
+    tmp_path, tiny_run, tiny_losses
+):
+    """The neighbour has other weights under the same update."""
+    own, neighbor = (copied(tiny_run, tmp_path / name) for name in ("exp[1]", "exp1"))
+    shutil.rmtree(neighbor / "checkpoints/step-000004")
+    (own / "checkpoints/step-000008").rename(neighbor / "checkpoints/step-000004")
+    (own / "result.json").unlink()
+    found, done = run(tmp_path, "resume=auto", "name=exp[1]", name="exp[1]")
+    assert "at update 4" in done.stdout and trace(found) == trace(tiny_losses)
 
 
 def test_killed_and_resumed_equals_uninterrupted(tmp_path, uninterrupted):
@@ -157,9 +162,11 @@ def test_a_run_is_never_overwritten_unless_asked(tiny_run):
     assert (tiny_run / "metrics.jsonl").read_text() == before
 
 
-def test_overwrite_trains_anew_and_a_finished_run_is_not_trained_again(tmp_path, tiny_losses):
+def test_overwrite_trains_anew_and_a_finished_run_is_not_trained_again(
+    tmp_path, tiny_run, tiny_losses
+):
     short = ("train.steps=2", "checkpoint.every=2")
-    run(tmp_path / "runs", *short, "seed=3")
+    copied(tiny_run, tmp_path / "runs/tiny")
     done = fprnn(*tiny_args(tmp_path / "runs", *short), "--overwrite")
     assert done.returncode == 0, done.stderr
     anew = [r["loss"] for r in losses(tmp_path / "runs/tiny")]
@@ -196,30 +203,9 @@ def test_mamba_trains_through_the_same_config(tmp_path):
     assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "hf"), MambaForCausalLM)
 
 
-def test_a_sweep_point_trains_into_its_own_directory(tmp_path):
-    config = tmp_path / "sweep.yaml"
-    text = (ROOT / "configs/tiny/lm.yaml").read_text()
-    config.write_text(
-        text.replace("tests/data", str(ROOT / "tests/data")).replace("steps: 8", "steps: 2")
-        + "sweep:\n  optim.lr: [1.0e-3, 2.0e-3]\n"
-    )
-    out = tmp_path / "runs"
-    done = fprnn("train", "--config", config, "--job-index", 1, f"out_dir={out}")
-    assert done.returncode == 0, done.stderr
-    assert losses(out / "tiny/001-lr=0.002")[0]["lr"] == pytest.approx(2e-3)
-
-
-def test_a_start_that_failed_can_be_started_again(tmp_path):
-    out = tmp_path / "runs"
-    refused(*tiny_args(out, "data.seq_len=100000"))
-    records, _ = run(out, "train.steps=1", "checkpoint.every=1")
-    assert len(records) == 1
-
-
-def test_resuming_from_an_older_checkpoint_leaves_the_other_branch(tmp_path):
-    out = tmp_path / "runs"
-    first, _ = run(out, "checkpoint.every=2", "checkpoint.keep=9")
-    older = out / "tiny/checkpoints/step-000004"
-    again, _ = run(out, "checkpoint.every=3", "checkpoint.keep=1", f"resume={older}")
-    assert trace(again) == trace(first)
-    assert [p.name for p in (out / "tiny/checkpoints").glob("step-*")] == ["step-000008"]
+def test_resuming_from_an_older_checkpoint_leaves_the_other_branch(tmp_path, tiny_run, tiny_losses):
+    checkpoints = copied(tiny_run, tmp_path / "tiny") / "checkpoints"
+    older = checkpoints / "step-000004"
+    again, _ = run(tmp_path, "checkpoint.every=3", "checkpoint.keep=1", f"resume={older}")
+    assert trace(again) == trace(tiny_losses)
+    assert [p.name for p in checkpoints.glob("step-*")] == ["step-000008"]

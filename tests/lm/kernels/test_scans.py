@@ -1,0 +1,98 @@
+"""The selective scan of every backend: NaN, resets, halves, no gradient, nothing to do."""
+
+import importlib
+
+import pytest
+import torch
+
+from tests.kernels import poisoned_memory, skip_where_missing
+from tests.oracles import scan_inputs
+
+
+def results(scan, tensors, keep=None):
+    """{"y", "final state", "grad x", …} of a scan."""
+    tensors = {k: v.detach().clone().requires_grad_() for k, v in tensors.items()}
+    keep = keep.to(tensors["x"].dtype) if keep is not None else None
+    y, h = scan(**tensors, keep=keep)
+    weights = torch.linspace(-1, 1, y.numel(), dtype=y.dtype, device=y.device).reshape(y.shape)
+    grads = torch.autograd.grad((y * weights).sum() + (h * h).sum() / 2, list(tensors.values()))
+    named = {f"grad {name}": g for name, g in zip(tensors, grads)}
+    return {"y": y.detach(), "final state": h.detach(), **named}
+
+
+@pytest.fixture(params=["cpu", "triton"])
+def scan(request, monkeypatch):
+    """A backend's scan; Triton's in chunks of 16 steps where there are many."""
+    if request.param == "triton":
+        pytest.importorskip("triton")
+    module = importlib.import_module(f"lm.kernels.{request.param}.scan")
+    skip_where_missing(module)
+    if request.param == "triton":
+        chunk_length = lambda b, length, d, n: 16 if length > 30 else length  # noqa: E731
+        monkeypatch.setattr(module, "_chunk_length", chunk_length)
+    with poisoned_memory():
+        yield module.selective_scan
+
+
+@pytest.fixture
+def inputs(scan):
+    """Function of batch, length, channels and states: tensors in fp32 where the scan computes."""
+    device = "cpu"
+    if (
+        "triton" in scan.__module__
+        and not importlib.import_module("lm.kernels.triton.build").INTERPRETED
+    ):
+        device = "cuda"
+    return lambda *sizes: {k: v.to(device).float() for k, v in scan_inputs(*sizes).items()}
+
+
+@pytest.mark.parametrize("name", ["x", "dt"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_nan_reaches_later_steps_of_its_own_channel_only(name, bad, scan, inputs):
+    t = inputs(2, 36, 20, 3)
+    clean, clean_h = scan(**t)
+    t[name][1, 7, 2] = bad
+    y, h = scan(**t)
+    reached = torch.zeros_like(y, dtype=torch.bool)
+    reached[1, 7:, 2] = True
+    assert torch.equal(~y.isfinite(), reached)
+    assert torch.equal(y[~reached], clean[~reached])
+    assert not h[1, 2].isfinite().any() and torch.equal(h[0], clean_h[0])
+
+
+def test_a_reset_forgets_and_dt_zero_keeps(scan, inputs):
+    t = inputs(1, 40, 20, 4)
+    keep = torch.ones_like(t["x"][..., 0])
+    keep[0, 20] = 0
+    t["dt"][:, 33:] = 0
+    y, h = scan(**t, keep=keep)
+    t["h0"] = t["h0"] + 1
+    other, other_h = scan(**t, keep=keep)
+    assert torch.equal(y[:, 20:], other[:, 20:]) and torch.equal(h, other_h)
+    assert not torch.equal(y[:, :20], other[:, :20])
+    t = {k: v[:, :33] if k in ("x", "dt", "B", "C") else v for k, v in t.items()}
+    assert torch.equal(scan(**t, keep=keep[:, :33])[1], h)
+
+
+def test_without_gradient_it_computes_the_same_and_a_state_goes_back_in(scan, inputs):
+    t = inputs(2, 20, 20, 16)
+    y, h = scan(**t)
+    with_grad = scan(**t | {"x": t["x"].clone().requires_grad_()})
+    assert not y.requires_grad and with_grad[0].requires_grad
+    assert torch.equal(y, with_grad[0]) and torch.equal(h, with_grad[1])
+    halves, state = [], t["h0"]
+    for part in (slice(0, 13), slice(13, 20)):
+        own = {k: t[k][:, part] for k in ("x", "dt", "B", "C")}
+        half, state = scan(**own, A=t["A"], h0=state)
+        halves.append(half)
+    assert state.transpose(1, 2).is_contiguous()
+    assert torch.equal(torch.cat(halves, 1), y) and torch.equal(state, h)
+
+
+@pytest.mark.parametrize("b, length", [(0, 4), (2, 0)], ids=["no rows", "no steps"])
+def test_nothing_to_do(b, length, scan, inputs):
+    t = inputs(b, length, 5, 3)
+    found = results(scan, t)
+    assert found["y"].shape == (b, length, 5) and torch.equal(found["final state"], t["h0"])
+    assert torch.equal(found["grad h0"], t["h0"])  # of ‖h‖²/2
+    assert not found["grad A"].any()
