@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -82,11 +81,36 @@ def parse(text: str, where: str) -> Any:
             " before a text that is no such value"
         ) from None
     try:
-        json.dumps(tree, default=str, skipkeys=True)
-    except ValueError as e:  # a number of thousands of digits, or a value that holds itself
-        why = "an anchor (&name) holds itself" if "ircular" in str(e) else str(e)
-        raise ConfigError(f"{where} is not YAML for a config: {why}") from None
+        _check_values(tree, set(), set())  # nested no deeper than the loader itself goes
+    except ValueError as e:
+        raise ConfigError(f"{where} is not YAML for a config: {e}") from None
     return tree
+
+
+def _check_values(tree: Any, around: set[int], seen: set[int]) -> None:
+    """Refuse a value that cannot be written again.
+
+    Args:
+        tree: The value.
+        around: Identities of the mappings and lists that `tree` lies in.
+        seen: Identities of those that were checked: an anchor may stand for one a billion times.
+
+    Raises:
+        ValueError: If it holds itself, or has an integer of more digits than Python converts.
+    """
+    if isinstance(tree, int):
+        str(tree)
+    if not isinstance(tree, dict | list):
+        return
+    if id(tree) in around:
+        raise ValueError("an anchor (&name) holds itself")
+    if id(tree) in seen:
+        return
+    seen.add(id(tree))
+    around.add(id(tree))
+    for value in (*tree.keys(), *tree.values()) if isinstance(tree, dict) else tree:
+        _check_values(value, around, seen)
+    around.remove(id(tree))
 
 
 def load_tree(path: str | Path) -> dict:

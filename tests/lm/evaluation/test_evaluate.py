@@ -22,7 +22,6 @@ from lm.runs.places import PlaceError
 from tests.marks import slow
 
 REPOSITORY = TASKS_DIR.parents[2]
-SHARED_EVAL = REPOSITORY.parent / "shared" / "data" / "eval"
 
 
 @pytest.fixture(scope="module")
