@@ -62,6 +62,8 @@ REMOVED = {
 }
 # Removed keys on which nothing trained depends: a YAML with any value of them is read without it.
 WITHOUT_EFFECT = {"train.device", "eval.micro_batch_size"}
+# Sections that describe the weights; the others matter only while a run trains.
+MODEL_SECTIONS = ("model", "solver")
 
 # The functions below take the `schema` a YAML is read by: Config, or another tree of Sections
 # (synthetic/config.py).
@@ -128,11 +130,17 @@ def parse_override(text: str, schema: type[Run] = Config) -> tuple[str, Any]:
     return key, parse(value, f"override `{text}`: the value")
 
 
-def without_removed(tree: dict, where: str) -> dict:
-    """A whole YAML without the keys of REMOVED; the tree given is left as it is.
+def without_removed(tree: dict, where: str, trained: bool = False) -> dict:
+    """Return a copy of a whole YAML without the keys of REMOVED.
+
+    Args:
+        tree: The YAML.
+        where: Its place, for the message.
+        trained: Only weights that are trained already are read: the keys of training may have any
+            value.
 
     Raises:
-        ConfigError: one of them has another value than its default was, and had an effect.
+        ConfigError: If a key has another value than its default was, and this has an effect.
     """
     tree = copy.deepcopy(tree)
     for key, default in REMOVED.items():
@@ -143,7 +151,8 @@ def without_removed(tree: dict, where: str) -> dict:
         if not isinstance(section, dict) or last not in section:
             continue
         value = section.pop(last)
-        if value != default and key not in WITHOUT_EFFECT:
+        is_read = parents[0] in MODEL_SECTIONS if trained else key not in WITHOUT_EFFECT
+        if value != default and is_read:
             raise ConfigError(
                 f"{where}: `{key}` is no longer there, and is {value!r}: leave it out, which trains"
                 f" as its default {default!r} did"
@@ -154,14 +163,22 @@ def without_removed(tree: dict, where: str) -> dict:
 @overload
 def build(tree: dict, where: str = "config") -> Config: ...
 @overload
-def build(tree: dict, where: str, schema: type[AnyRun]) -> AnyRun: ...
-def build(tree: dict, where: str = "config", schema: type[Run] = Config) -> Run:
-    """A mapping → Config (or the schema given).
+def build(tree: dict, where: str, schema: type[AnyRun], trained: bool = False) -> AnyRun: ...
+def build(
+    tree: dict, where: str = "config", schema: type[Run] = Config, trained: bool = False
+) -> Run:
+    """Return the configuration of a YAML.
+
+    Args:
+        tree: The YAML.
+        where: Its place, for messages.
+        schema: Class of the configuration.
+        trained: As for `without_removed`.
 
     Raises:
-        ConfigError: naming every key that is unknown, mistyped or out of range.
+        ConfigError: If keys are unknown, mistyped or out of range; it names every one.
     """
-    tree = without_removed(tree, where)
+    tree = without_removed(tree, where, trained)
     try:
         return schema.model_validate(tree)
     except ValidationError as e:

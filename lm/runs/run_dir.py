@@ -267,7 +267,7 @@ def check_config(path: Path, manifest: dict, run: RunDir, cfg: Run) -> None:
     """
     if "config" not in manifest:
         return
-    was = build(manifest["config"], f"{path}/manifest.json: config", type(cfg))
+    was = build(manifest["config"], f"{path}/manifest.json: config", type(cfg), trained=True)
     changed = [
         text
         for key, text in differences(was, cfg)[Resume.FIXED].items()

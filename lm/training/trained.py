@@ -47,7 +47,7 @@ def load_trained(
     """
     import torch
 
-    from lm.config.load import load
+    from lm.config.load import build, load_tree
     from lm.data.corpus.tokenizer import load_tokenizer
     from lm.training.build import build_model, vocabulary
     from lm.training.reshard import consolidated
@@ -60,7 +60,7 @@ def load_trained(
     if path is None:
         raise checkpoints.CheckpointError(f"{run} has no complete checkpoint")
     manifest = checkpoints.verify(path)
-    cfg = load(run.config)
+    cfg = build(load_tree(run.config), str(run.config), Config, trained=True)
     check_made_of(path, manifest, run, cfg)
     tokenizer = load_tokenizer(cfg, run.path)
     ids = tokenizer.eos_token_id, tokenizer.pad_token_id

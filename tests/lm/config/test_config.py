@@ -4,6 +4,7 @@ import datetime
 import inspect
 import itertools
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,9 @@ def test_a_key_that_was_removed_is_read_with_its_default_alone(key):
         return
     with pytest.raises(ConfigError, match=rf"`{re.escape(key)}` .* is 'another'"):
         config.without_removed(tree, "config")
+    describes_weights = key.startswith(config.MODEL_SECTIONS)
+    with pytest.raises(ConfigError) if describes_weights else nullcontext():
+        config.without_removed(tree, "config", trained=True)
 
 
 def test_every_error_is_named_at_once():
