@@ -6,9 +6,11 @@ import argparse
 import io
 import math
 import os
+import select
 import sys
 import time
 from dataclasses import dataclass
+from typing import TextIO
 
 from lm.common.errors import FAILED, Stopped, exit_status, sentence
 from lm.common.files import printable
@@ -172,15 +174,31 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _drop_output() -> bool:
-    """Leave nothing that cannot be written for Python to write, and complain of, as it ends.
+    """Discard the output that cannot be written, so that Python does not fail on it as it ends.
 
-    Returns: whether there was such a thing, or nowhere to write.
+    Returns:
+        Whether nobody reads the output any more.
     """
     if sys.stdout is None:
         return True
     try:
         sys.stdout.flush()
+        is_closed = _has_no_reader(sys.stdout)
     except OSError:
+        is_closed = True
+    if is_closed:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False
+    return is_closed
+
+
+def _has_no_reader(stream: TextIO) -> bool:
+    """Return whether a stream is a pipe whose reader has ended.
+
+    An unbuffered stream has nothing to flush, and does not notice it.
+    """
+    poll = select.poll()
+    try:
+        poll.register(stream.fileno(), 0)
+    except io.UnsupportedOperation:  # no file: a test reads it
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
