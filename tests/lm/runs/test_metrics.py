@@ -342,12 +342,10 @@ def test_numbers_are_grouped_by_what_they_are_of():
             "step": 3,
             "validation": {"loss": 2.0, "sources": {"web": {"loss": 1.0}}, "bytes": None},
             "probe": {"failed": [0.5], "num_iters": {"max": [9]}, "layers": [2]},
-            "ema": {"loss": 1.5},
         }
     ) == {
         "validation/loss": 2.0,
         "validation/sources/web/loss": 1.0,
-        "validation/ema/loss": 1.5,
         "solver/layer2/probe/failed": 0.5,
         "solver/layer2/probe/num_iters/max": 9,
     }
