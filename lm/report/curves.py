@@ -58,7 +58,11 @@ SPECS = {
     ],
     "Fixed point": [
         Spec(
-            "iterations", "ℓ* of each layer", "ℓ* (iterations)", ("probe", "num_iters", "mean"), "layer"
+            "iterations",
+            "ℓ* of each layer",
+            "ℓ* (iterations)",
+            ("probe", "num_iters", "mean"),
+            "layer",
         ),
         Spec("evaluations", "Evaluations a token", "evaluations", ("evaluations",), "layer"),
         Spec("failed", "Tokens whose solve failed", SHARE, ("failed",), "layer"),
