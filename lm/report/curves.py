@@ -60,7 +60,7 @@ SPECS = {
         Spec(
             "iterations",
             "ℓ* of each layer",
-            "ℓ* (iterations)",
+            "ℓ* in iterations",
             ("probe", "num_iters", "mean"),
             "layer",
         ),
