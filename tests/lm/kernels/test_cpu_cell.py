@@ -488,9 +488,13 @@ def test_the_largest_adjoint_is_reported():
     found = results(cpu_cell.cell, (layout, options, tensors), adjoint=adjoint)
     assert (adjoint >= 1).all() and all(v.isfinite().all() for v in found.values())
     tensors["x"].requires_grad_()
-    y, _, _ = cpu_cell.cell(layout, options, **tensors, adjoint=adjoint)
-    y.backward(torch.zeros_like(y))
-    assert torch.equal(adjoint, torch.zeros_like(adjoint))
+    norms = {}
+    for scale in (0.0, 1.0, 1000.0):  # the norm is relative to the cotangent's
+        y, _, _ = cpu_cell.cell(layout, options, **tensors, adjoint=adjoint)
+        y.backward(torch.full_like(y, scale))
+        norms[scale] = adjoint.clone()
+    assert torch.equal(norms[0.0], torch.zeros_like(adjoint))
+    torch.testing.assert_close(norms[1000.0], norms[1.0])
 
 
 # What is refused.
