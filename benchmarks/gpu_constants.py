@@ -41,7 +41,7 @@ if find_spec("mamba_ssm"):
 
 
 def make_layer(fields: dict[str, Any], a: argparse.Namespace, batch: int) -> Callable[[], None]:
-    """Return a training step of one layer without an optimizer, in bf16."""
+    """Return a layer's training step without an optimizer, in bf16."""
     options = dict(vocab_size=64, d_model=a.d_model, n_layer=1, **fields)
     torch.manual_seed(0)
     block = FPRNNForCausalLM(FPRNNConfig(**options)).to(a.device).train().backbone.layers[0].block

@@ -44,7 +44,7 @@ def root_functions(shape: Shape, device: torch.device) -> dict:
 
 
 def solve_functions(shape: Shape, device: torch.device) -> dict:
-    """{part: function} of a layer's whole exact solve, and of one evaluation of f."""
+    """Return functions by name: a layer's whole exact solve, and an evaluation of f."""
     model = contenders.ours(shape._replace(layers=1), glu_in_loop=True).to(device).train()
     (block,) = contenders.blocks(model)
     u = torch.randn(shape.batch, shape.length, shape.d_model, device=device)

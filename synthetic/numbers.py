@@ -127,7 +127,7 @@ def over_seeds(numbers: pd.DataFrame, by: Sequence[str] = ("length",)) -> pd.Dat
     """Return means over seeds, first over those of the test data, then over those of training.
 
     Args:
-        numbers: Lines of one metric.
+        numbers: Lines with the same metric.
         by: Columns that tell the means apart.
 
     Returns:

@@ -234,7 +234,7 @@ def report(
         name: A key of REPORTS.
         scale: "small" or "paper".
         overrides: key=value, of every run.
-        config: The YAML of the sweep; None: the one of the report at this scale.
+        config: The YAML of the sweep; None: the report's own YAML at this scale.
         run: Train the missing runs first.
         jobs: Processes at once.
 

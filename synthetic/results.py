@@ -93,7 +93,7 @@ def error_of_mean(stderrs: Sequence[float]) -> float:
 
 
 def error_over_seeds(values: Sequence[float], stderrs: Sequence[float]) -> float:
-    """Return the error of the mean of one number over training seeds.
+    """Return the error of a number's mean over training seeds.
 
     Args:
         values: The number of each seed.

@@ -31,7 +31,7 @@ STEP = 1e-6
 
 
 class Finding(NamedTuple):
-    """Result of one check."""
+    """Result of a check."""
 
     what: str
     holds: bool

@@ -1,4 +1,4 @@
-"""Figures of the report from the records of one or several runs."""
+"""Figures of the report, drawn from the records of its runs."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def _planned_memory(cfg: Config, at: Where, counted: Sizes, vocab_size: int) -> 
 
 
 def describe(p: dict, cfg: Config, measured: Any = None) -> Table:
-    """Return the plan as a rich table of one screen.
+    """Return the plan as a rich table that fits on a screen.
 
     Args:
         p: The plan.

@@ -229,7 +229,7 @@ def as_written(value: object) -> str:
 
 
 def _manifests(run: RunDir) -> list[Path]:
-    """Return the manifests of the one source, or of each source of a mixture."""
+    """Return the manifest of every source."""
     return sorted([*run.data.glob("corpus.json"), *run.data.glob("*/corpus.json")])
 
 

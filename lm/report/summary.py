@@ -22,7 +22,7 @@ SOURCE = (
 
 
 def summarize(files: Files) -> dict[str, Any]:
-    """Return the numbers of a run, also of one that still trains.
+    """Return the numbers of a run, also while it trains.
 
     Those of result.json replace the last ones of metrics.jsonl.
     """

@@ -1,4 +1,4 @@
-"""The model of a run directory with the weights of one of its checkpoints."""
+"""Loading the model of a run directory with the weights of a checkpoint."""
 
 from __future__ import annotations
 

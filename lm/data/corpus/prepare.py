@@ -175,7 +175,7 @@ def ensure_here(
 def prepare_ahead(
     cfg: Config, tokenizer: PreTrainedTokenizerFast, progress: Progress | None = None
 ) -> Prepared:
-    """Make the corpus of a config in the cache, or verify the one that is there.
+    """Make the corpus of a config in the cache, or verify the existing corpus.
 
     Raises:
         DataError, OutputError: As `prepare`.

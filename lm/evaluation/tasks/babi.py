@@ -93,7 +93,7 @@ def words(stories: Iterable[Story]) -> list[str]:
 
 
 def _parse(path: Path) -> list[list[Line]]:
-    """Return the stories of one file."""
+    """Return the stories of a file."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as e:

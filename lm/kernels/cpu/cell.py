@@ -206,19 +206,20 @@ class _Cell(torch.autograd.Function):
             ctx.adjoint.copy_(adjoint)
         d_readout: tuple[Tensor | None, ...] = NO_READOUT
         if d_logits is not None:
-            before = _before(y, keep, y0, noise)
+            before = _before(y, y0, noise)
             d_keys = torch.einsum("blk,bld->kd", d_logits, before)
             d_values = torch.einsum("blk,bld->kd", alphas, d_reads)
             d_readout = d_keys, d_logits.sum((0, 1)), d_values, d_noise
         return *grads, *d_readout, None
 
 
-def _before(y, keep, y0, noise):
-    """What is read of the token before every token, (b,l,d)."""
+def _before(y, y0, noise):
+    """Return the vectors that every token reads of the token before it, (b,l,d).
+
+    Documents need no mask, because a document's first token has no gradient of its logits.
+    """
     first = torch.zeros_like(y[:, :1]) if y0 is None else y0.unsqueeze(1)
     before = torch.cat([first, y[:, :-1]], 1)
-    if keep is not None:
-        before = before * keep.unsqueeze(-1)
     return before if noise is None else before + noise
 
 
