@@ -187,7 +187,7 @@ class _Cell(torch.autograd.Function):
         *tensors, y, outcome, rows, roots, checkpoints, alphas, reads = ctx.saved_tensors
         if grad_y is None:
             grad_y = torch.zeros_like(y)
-        raw, weight_y, x, dt, A, keep, gate, D, weight, bias, y0, *_, noise = tensors
+        raw, weight_y, x, dt, A, _, gate, D, weight, bias, y0, *_, noise = tensors
         problem = ctx.problem._replace(tensors=tuple(tensors))
         d_raw = x.new_empty((raw if rows is None else rows).shape)
         adjoint = x.new_empty(len(x))
