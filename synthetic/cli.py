@@ -227,7 +227,7 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
         help="look inside: the decoded state and ℓ* at every token of one sequence",
         description="Show, in the terminal and on one HTML page, what a trained run makes of one"
         " sequence: the state it decodes at each token beside the right one, ℓ*, states, gates and"
-        " decays. WORD: the input's tokens by name (213 231 for S3, '([' for dyck); without,"
+        " decays. WORD: the input's tokens by name (213 231 for S3); without,"
         " --length draws a test sequence. docs/inspect.md.",
     )
     command.add_argument("run", metavar="RUN", help="a run directory")

@@ -35,7 +35,7 @@ class Task(Section):
     alphabet: int = Field(26, ge=2)  # letters, of copying; keys, and as many values, of recall
     ngram: int = Field(2, ge=1)  # n of the n-gram tasks; longest key and value of fuzzy_recall
     context: int = Field(256, gt=0)  # tokens that copying packs its training strings into
-    modulus: int = Field(5, ge=2)  # of modular arithmetic and cycle navigation
+    modulus: int = Field(5, ge=2)  # of modular arithmetic
     pairs: int | None = Field(None, gt=0)  # of mqar; null: a sixteenth of the length
     noise: base.Fraction = 0.2  # of noisy_recall: the share of pairs that are noise
     content: int = Field(16, gt=0)  # of selective_copying: the letters among the blanks

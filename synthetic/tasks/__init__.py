@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from lm.common.errors import UserError
 from lm.config.plugin import is_place, load_class
+from synthetic.tasks import splits
 
 IGNORE = -100  # a label that is not scored
 SPLITS = ("train", "valid", "test")
@@ -34,25 +36,33 @@ class Task:
     """One dataset: an endless, seeded source of batches, and its metrics.
 
     A subclass is made with the `task` section of a YAML; it must set `vocab_size` and `chance`, and
-    define `sample` (whose labels are its oracle) and `held_apart`. docs/extending.md has one.
+    define `sample` (whose labels are its oracle) and `count_contents` (or `held_apart`).
+    docs/extending.md has one.
 
     Training, validation and test have no sample in common wherever `held_apart` says so
-    (synthetic/tasks/splits.py).
+    (synthetic/tasks/splits.py): samples of different splits differ within the first `opening`
+    numbers of their content. So no test sample is the beginning of a training sample either.
 
     Attributes:
+        name: as in a config.
         vocab_size: ids run from 0 to vocab_size − 1, in inputs and in labels.
         chance: accuracy of guessing (1 / number of possible answers).
-        names: of the ids in typed sequences; empty: sequences cannot be typed.
+        names: of the ids, as sequences are shown and typed; empty: the ids themselves.
+        shortest: the task has lengths shortest, shortest + apart, …
+        apart: see `shortest`.
         headline: the metric that says whether the task is solved (1.0 = perfect).
         streams: batches continue each other, and evaluation goes over one epoch of them in order;
             such a task has `segments` and `seen`.
         seen: of a stream, each split's questions that are in training, and all of them.
     """
 
+    name: str = "this task"
     vocab_size: int
     chance: float
     headline: str = "sequence_accuracy"
     names: Sequence[str] = ()
+    shortest: int = 1
+    apart: int = 1
     streams: bool = False
     seen: dict[str, tuple[int, int]]
 
@@ -61,11 +71,29 @@ class Task:
 
     def check_length(self, length: int) -> None:
         """Raises TaskError when no sequence of the task has this length."""
+        if length < self.shortest or (length - self.shortest) % self.apart:
+            lengths = ", ".join(str(self.shortest + self.apart * i) for i in range(3))
+            raise TaskError(
+                f"{self.name} has no sequences of length {length}: it has lengths {lengths}, …"
+            )
+
+    def count_contents(self, width: int) -> float:
+        """Count the different contents of so many numbers."""
+        raise NotImplementedError
+
+    def content_width(self, length: int) -> int:
+        """Return how many numbers the content of a sequence of this length has, at least."""
+        return length
+
+    @cached_property
+    def opening(self) -> int | None:
+        """Numbers of the content that decide the split; None: there are too few contents."""
+        return splits.opening_length(self.count_contents)
 
     def held_apart(self, length: int) -> bool:
         """Whether no test or validation sample of this length is in training, whatever the seeds.
         It is False where there are too few different ones."""
-        raise NotImplementedError
+        return self.opening is not None and self.content_width(length) >= self.opening
 
     def draw_from(self, letters: int | None) -> None:
         """From now on draw sequences of so many letters alone, the simplest ones; None: of all.
@@ -112,7 +140,7 @@ class Task:
 
     def token_name(self, number: int) -> str:
         """An input's id as it is shown, and typed."""
-        return str(number)
+        return self.names[number] if self.names else str(number)
 
     def answer_name(self, number: int) -> str:
         """An answer's id as it is shown."""
@@ -131,9 +159,9 @@ class Task:
         batch of one, without padding. Names of one character need no spaces between them.
 
         Raises:
-            TaskError: The task has no names, no such token, or no such sequence.
+            TaskError: The task cannot label them, or has no such token or sequence.
         """
-        if not self.names:
+        if type(self).label_typed is Task.label_typed:
             raise TaskError("sequences of this task cannot be typed: --length N draws one of them")
         numbers = {name: number for number, name in enumerate(self.names)}
         ids = []
@@ -176,9 +204,11 @@ def check_class(cls: type) -> None:
         return
     calls = {
         "sample": "sample(self, rng, batch_size, lengths, split)",
-        "held_apart": "held_apart(self, length)",
+        "count_contents": "count_contents(self, width)",
     }
     missing = [call for name, call in calls.items() if getattr(cls, name) is getattr(Task, name)]
+    if cls.held_apart is not Task.held_apart:  # it needs no counts
+        missing = [call for call in missing if call != calls["count_contents"]]
     if missing:
         raise TaskError(
             f"{place} has no method {' and none '.join(missing)}: a task must define"

@@ -63,6 +63,7 @@ class CatBabi(Task):
     streams = True  # batches continue each other; evaluation goes over a whole epoch in order
 
     def __init__(self, task: config.Task):
+        self.name = task.name
         if task.data is None:
             raise TaskError(
                 f"catbabi reads bAbI from a folder: set task.data to it, for example to"
@@ -78,6 +79,7 @@ class CatBabi(Task):
         except babi.BabiError as e:
             raise TaskError(f"task.data: {e}") from e
         self.vocabulary = babi.words(story for split in SPLITS for story in stories[split])
+        self.names = self.vocabulary
         self.vocab_size = len(self.vocabulary)
         self.eos = self.vocabulary.index(babi.EOS)
         self.pad = self.vocabulary.index(babi.PAD)
@@ -116,12 +118,8 @@ class CatBabi(Task):
             kinds[start + np.array(story.answers, np.int64)] = story.task
         return _Corpus(tokens, kinds, starts)
 
-    def token_name(self, number: int) -> str:
-        return self.vocabulary[number]
-
     def check_length(self, length: int) -> None:
-        if length < 1:
-            raise TaskError(f"length {length}: a segment has at least one token")
+        super().check_length(length)
         for split in SPLITS:
             self._check(split, 1, length)
 

@@ -187,7 +187,7 @@ def test_refusals(folder, tmp_path):
         data.batch(0, "train", 0, 100, (1000, 1000))
     with pytest.raises(TaskError, match="test has only"):
         data.segments("test", 100, 1000)
-    with pytest.raises(TaskError, match="at least one token"):
+    with pytest.raises(TaskError, match="no sequences of length 0"):
         data.check_length(0)
     with pytest.raises(TaskError, match="has only"):
         data.check_length(10**6)

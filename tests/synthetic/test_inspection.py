@@ -30,8 +30,7 @@ def task_of(name: str, **fields) -> tasks.Task:
         ("word_problem", {"group": "A5"}, (7,)),
         ("word_problem", {"group": "S3_x_Z4"}, (7,)),
         ("parity", {}, (5,)),
-        ("even_pairs", {"supervision": "every"}, (5,)),
-        ("cycle_navigation", {"modulus": 12}, (6,)),
+        ("automaton", {"supervision": "every"}, (5,)),
     ],
 )
 def test_what_is_drawn_can_be_typed_and_has_the_same_answers(name, fields, lengths):
@@ -71,7 +70,7 @@ def test_what_is_no_sequence_of_a_task_is_refused(name, word, says):
 
 
 def test_a_task_without_an_oracle_for_words_says_how_to_see_one():
-    for task in (tasks.Task(), task_of("copy"), task_of("mod_arithmetic")):
+    for task in (tasks.Task(), task_of("copy"), task_of("mod_arithmetic"), task_of("dyck")):
         with pytest.raises(TaskError, match="--length N draws one"):
             task.typed(["x"])
 

@@ -58,7 +58,7 @@ def test_the_tasks_are_those_that_the_page_names():
         for name in tasks.registered_tasks()
         if tasks.TASKS[name].__module__.startswith("synthetic.")
     }
-    assert len(built_in) == 20 and all(f"`{name}`" in text for name in built_in)
+    assert len(built_in) == 16 and all(f"`{name}`" in text for name in built_in)
 
 
 def write(tmp_path, text):

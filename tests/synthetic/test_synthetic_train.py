@@ -278,7 +278,7 @@ ODD = ("task.name=mod_arithmetic", "train.length=[3, 9]", "eval.lengths=5")
         (["eval.seeds=[]"], "eval.seeds"),
         (["eval.seeds=[1,1]"], "seed 1 is there twice"),
         # What would come up in the middle of the run, or at its end, is said before it starts.
-        ([*ODD, "train.curriculum.start=4"], "no expressions of length 4"),
+        ([*ODD, "train.curriculum.start=4"], "no sequences of length 4"),
         (["task={name: copy, context: 20}", "train.length=[2,12]"], "needs a context of 27 tokens"),
         (["bars=[{metric: token_accuracy, length: 7, least: 0.5}]"], r"does not try \(2, 4, 6\)"),
         (["bars=[{metric: nope, length: 4, least: 0.5}]"], "a bar is on `nope`: word_problem has"),
