@@ -21,7 +21,7 @@ from synthetic.lengths import MAX_LENGTH
 
 EPILOG = """examples:
   fprnn synthetic train --config configs/synthetic/small/s3.yaml
-  fprnn synthetic eval runs/synthetic/s3 --lengths 2:512
+  fprnn synthetic eval runs/synthetic/s3 eval.lengths=2:512
   fprnn synthetic inspect runs/synthetic/s3 213 231 321
   fprnn synthetic report fig3c --run
   fprnn synthetic validate configs/synthetic/models/*.yaml --jobs 2
@@ -65,7 +65,7 @@ def _eval(args: argparse.Namespace) -> int:
     from synthetic.evaluate import evaluate_run
     from synthetic.results import summary, verdict
 
-    result = evaluate_run(args.run, args.lengths, args.seeds, args.override, args.out, args.trust)
+    result = evaluate_run(args.run, args.override, args.out, args.trust)
     say(summary(result, args.run))
     if text := verdict(result):
         say(text)
@@ -121,8 +121,7 @@ def _report(args: argparse.Namespace) -> int:
         name, overrides = None, [name, *overrides]
     if name is None:
         rows, problems = overview(args.scale, tuple(overrides))
-        title = f"Reports at scale {args.scale}; minutes of training, one run after another"
-        say(table(rows, title))
+        say(table(rows, f"Reports at scale {args.scale}"))
         for problem in problems:
             say(f"note: {problem}")
         return 0
@@ -204,17 +203,10 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "eval",
         help="evaluate a trained run over other lengths and seeds",
-        description="Lengths: 16,32,48; 2:50:1 (from, to, step); 2:512 (from, to, ×√2 each).",
+        description="OVERRIDES: eval.lengths=16,32,48 or 2:50:1 (from, to, step) or 2:512 (from,"
+        " to, ×√2 each); eval.seeds=[0,1,2] of the test data; other keys of eval and solver.",
     )
     command.add_argument("run", metavar="RUN", help="a run directory")
-    command.add_argument("--lengths", help="default: the config's eval.lengths")
-    command.add_argument(
-        "--seeds",
-        type=SEED,
-        nargs="+",
-        metavar="SEED",
-        help="of the test data, each at least 0 (default: the config's eval.seeds)",
-    )
     command.add_argument("--out", help="results JSON (default: RUN/eval.json)")
     add_trust(command)
     add_overrides(command)
@@ -258,9 +250,8 @@ def _add_validate(commands: argparse._SubParsersAction) -> None:
         description="State tracking, automata, brackets, arithmetic, copying, recall, …: trains a"
         " small recipe for each ability on the `model:` section of any YAML (several: side by"
         " side), tries it on up to 64 times longer sequences, prints one table, and writes into DIR"
-        " the numbers (validate.csv), a radar for each model (profile.png) and curves over lengths"
-        " (lengths.png). Finished runs are kept, so a stopped command continues. Exit status 2: a"
-        " bar was missed.",
+        " the numbers (validate.csv) and curves over lengths (lengths.png). Finished runs are kept,"
+        " so a stopped command continues. Exit status 2: a bar was missed.",
     )
     command.add_argument(
         "config",

@@ -174,6 +174,13 @@ class Eval(Section):
             parse_ranges(value)
         return value
 
+    @field_validator("seeds")
+    @classmethod
+    def _different_seeds(cls, value):
+        if len(set(value)) < len(value):
+            raise ValueError(f"a seed of {list(value)} is there twice, with the same test samples")
+        return value
+
 
 class Bar(Section):
     """What counts as passed: `metric` at every one of `lengths` is at least `least`."""

@@ -172,21 +172,6 @@ def probe_first(model: nn.Module, input_ids: torch.Tensor, mask: torch.Tensor | 
     return probe(model, input_ids[:count], None if mask is None else mask[:count])
 
 
-def check_seeds(seeds: Sequence[int]) -> None:
-    """Refuse a seed that is there twice: its test samples would be counted twice.
-
-    Raises:
-        TaskError: a seed is there twice.
-    """
-    seeds = list(seeds)
-    repeated = [seed for seed in dict.fromkeys(seeds) if seeds.count(seed) > 1]
-    if repeated:
-        raise TaskError(
-            f"seeds {seeds}: seed {repeated[0]} is there twice; its test samples are the same ones,"
-            " so name the seeds once each"
-        )
-
-
 def standard_error(values: np.ndarray, groups: np.ndarray) -> float:
     """The standard error of a mean whose items are not all independent.
 
@@ -375,16 +360,16 @@ def evaluate_all(
     task: Task,
     cfg: Config,
     lengths: Sequence[int],
-    seeds: Sequence[int],
     precision: str,
     held_apart: bool = True,
 ) -> list[dict]:
-    """Every length with every seed of test data → [{"length", "seed", "read", "solver", …}].
+    """Every length with every seed of `eval` → [{"length", "seed", "read", "solver", …}].
 
     With eval.sequential also read token by token. held_apart: as of `measure`.
     """
+    seeds = cfg.eval.seeds
     if task.streams:  # one test set, read in segments as in training
-        lengths, seeds = [cfg.train.lengths[1]], [0]
+        lengths, seeds = [cfg.train.lengths[1]], (0,)
     ways = [False, True] if cfg.eval.sequential else [False]
     results: list[dict] = []
     done, total = 0, sum(lengths) * len(seeds) * len(ways)  # a length takes as long as its tokens
@@ -401,34 +386,25 @@ def evaluate_all(
 
 def evaluate_run(
     run_dir: str | Path,
-    lengths: str | None = None,
-    seeds: Sequence[int] | None = None,
     overrides: Sequence[str] = (),
     out: str | Path | None = None,
     trust: bool = False,
 ) -> dict:
-    """Evaluate a trained run again, over other lengths or seeds (or with other eval.* keys).
+    """Evaluate a trained run again, with other eval.* keys.
 
     Returns:
         what was written to `out` (default RUN/eval.json).
     Raises:
-        CheckpointError, TaskError: as `synthetic.build.load_run`, and for lengths or seeds that
-            the task cannot have. OutputError: `out` cannot be written.
+        CheckpointError, TaskError: as `synthetic.build.load_run`, and for lengths that the task
+            cannot have. OutputError: `out` cannot be written.
     """
     run_dir = Path(run_dir)
     path = Path(out) if out else RunDir(run_dir).evaluation
     check_file(path)
     cfg, task, model, precision = load_run(run_dir, overrides, trust)
-    test_seeds = seeds or cfg.eval.seeds
-    check_seeds(test_seeds)
-    if task.streams and (lengths or seeds):
-        say(
-            f"note: {cfg.task.name} has one test set, read in segments of train.length="
-            f"{cfg.train.lengths[1]}: neither lengths nor seeds apply"
-        )
-    test_lengths = parse_lengths(lengths or cfg.eval.lengths, task)
+    lengths = parse_lengths(cfg.eval.lengths, task)
     held_apart = cfg.task == load(RunDir(run_dir).config).task  # the task it was trained on
-    results = evaluate_all(model, task, cfg, test_lengths, test_seeds, precision, held_apart)
+    results = evaluate_all(model, task, cfg, lengths, precision, held_apart)
     tested = {None, *(row["length"] for row in results)}
     result = {
         "run": str(run_dir),

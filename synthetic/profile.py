@@ -1,4 +1,4 @@
-"""The profile of models for people: a table in the terminal, and two figures."""
+"""The profile of models for people: a table in the terminal, and a figure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from synthetic.plots import MARKERS, PALETTE, add_legend, draw_curve, limit_heig
 from synthetic.results import plus_minus
 from synthetic.validate import FILES
 
-FURTHER = 8  # times the training length: the second line of a radar
 ERRORS = "± standard deviation over seeds; of one seed the standard error over test samples"
 
 
@@ -82,68 +81,13 @@ def headlines(runs: Sequence[Trained]) -> pd.DataFrame:
     return numbers[numbers["metric"] == numbers["panel"].map(metric_of)]
 
 
-def above_chance(value: float, metric: str, chance: float) -> float:
-    """Return a value on a scale from 0, guessing, to 1, perfect.
-
-    Scaled accuracy is on it already, and nobody guesses a whole sequence.
-    """
-    is_of_tokens = metric in ("token_accuracy", "character_accuracy", "accuracy")
-    chance = chance if is_of_tokens else 0.0
-    return max(0.0, (value - chance) / (1 - chance))
-
-
-def ability_at(runs: Sequence[Trained], times: int) -> float:
-    """Return how much of an ability a model has at so many times the training length: at the
-    longest length up to there that was tried.
-
-    Args:
-        runs: The seeds of one model and ability.
-        times: Of the training length.
-    """
-    values = over_seeds(headlines(runs))["value"]
-    value = values[values.index <= times * runs[0].trained_to].iloc[-1]
-    return above_chance(value, runs[0].headline, runs[0].result["chance"])
-
-
-def draw_radars(runs: Sequence[Trained]) -> Figure:
-    """Draw a radar for each model: its abilities at the training length, and at FURTHER times that
-    (or as far as was tried), from 0, guessing, to 1, perfect."""
-    models = list(dict.fromkeys(run.model for run in runs))
-    figure, axes = _grid(len(models), size=3.7, polar=True)
-    for ax, model in zip(axes, models):
-        seeds: dict[str, list[Trained]] = {}
-        for run in runs:
-            if run.model == model:
-                seeds.setdefault(run.panel, []).append(run)
-        angles = [2 * math.pi * i / len(seeds) for i in range(len(seeds) + 1)]
-        for times, color, name in (
-            (1, PALETTE[5], "trained length"),
-            (FURTHER, PALETTE[0], f"×{FURTHER}"),
-        ):
-            values = [ability_at(of_ability, times) for of_ability in seeds.values()]
-            ax.plot(angles, [*values, values[0]], color=color, lw=1.6, label=name)
-            ax.fill(angles, [*values, values[0]], color=color, alpha=0.15)
-        ax.set_title(model, pad=22)
-        ax.set_ylim(0, 1)
-        ax.set_yticks([0.5, 1.0], ["", ""])
-        ax.set_xticks(angles[:-1], list(seeds), fontsize="x-small")
-        ax.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    return figure
-
-
-def _grid(count: int, size: float, **subplot: bool) -> tuple[Figure, list]:
-    """Return a figure with square panels, four in a row."""
-    columns = min(4, count)
-    rows = math.ceil(count / columns)
-    figure = Figure(figsize=(size * columns, size * rows + 0.4), layout="constrained")
-    return figure, [figure.add_subplot(rows, columns, i + 1, **subplot) for i in range(count)]
-
-
 def draw_lengths(runs: Sequence[Trained]) -> Figure:
     """Draw the headline metric of each ability over the test length, a line for each model."""
     abilities = headlines(runs).groupby("panel", sort=False)
-    figure, axes = _grid(len(abilities), size=3.4)
+    columns = min(4, len(abilities))
+    rows = math.ceil(len(abilities) / columns)
+    figure = Figure(figsize=(3.4 * columns, 3.4 * rows + 0.4), layout="constrained")
+    axes = [figure.add_subplot(rows, columns, i + 1) for i in range(len(abilities))]
     for ax, (ability, lines) in zip(axes, abilities):
         for i, (model, of_model) in enumerate(lines.groupby("model", sort=False)):
             style = {"color": PALETTE[i % len(PALETTE)], "marker": MARKERS[i % len(MARKERS)]}
@@ -160,7 +104,7 @@ def draw_lengths(runs: Sequence[Trained]) -> Figure:
 
 
 def write(runs: Sequence[Trained], folder: Path) -> list[Path]:
-    """Write all numbers (validate.csv) and two figures.
+    """Write all numbers (validate.csv) and the figure.
 
     Args:
         runs: Of the profile.
@@ -172,9 +116,8 @@ def write(runs: Sequence[Trained], folder: Path) -> list[Path]:
     Raises:
         OutputError: If they cannot be written.
     """
-    numbers, radars, lengths = paths = [folder / name for name in FILES]
+    numbers, lengths = paths = [folder / name for name in FILES]
     with writing(folder):
         write_csv(at_end(runs), numbers)
-        draw_radars(runs).savefig(radars, dpi=130)
         draw_lengths(runs).savefig(lengths, dpi=130)
     return paths

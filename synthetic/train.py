@@ -34,7 +34,6 @@ from synthetic.config import Config
 from synthetic.evaluate import (
     Tensors,
     as_tensors,
-    check_seeds,
     evaluate_all,
     measure,
     parse_lengths,
@@ -96,7 +95,6 @@ class Training(Loop):
         self.lengths = parse_lengths(cfg.eval.lengths, self.task)
         self.lengths_during = parse_lengths(cfg.eval.during, self.task) if cfg.eval.during else []
         _check_lengths_and_bars(cfg, self.task, self.lengths)
-        check_seeds(cfg.eval.seeds)
         for package, wanted in (("wandb", cfg.log.wandb), ("tensorboard", cfg.log.tensorboard)):
             if wanted:
                 require(package, f"log.{package}")
@@ -451,7 +449,7 @@ class Training(Loop):
         """Evaluate the trained model, and write result.json."""
         cfg, task = self.cfg, self.task
         task.draw_from(None)
-        results = evaluate_all(self.model, task, cfg, self.lengths, cfg.eval.seeds, self.precision)
+        results = evaluate_all(self.model, task, cfg, self.lengths, self.precision)
         result = {
             "task": cfg.task.name,
             "model": cfg.model.name,

@@ -17,7 +17,7 @@ from synthetic.numbers import LAST_COLUMNS, Trained
 from synthetic.runs import differences, is_finished, result_of, run_all
 
 RECIPES = find_shipped("configs/synthetic/small")
-FILES = ("validate.csv", "profile.png", "lengths.png")
+FILES = ("validate.csv", "lengths.png")
 
 TAKEN = ("model", "solver", "optim")  # sections of a config that is validated
 # A model is tried at the longest length of its training times these, as far as a sequence has no

@@ -323,11 +323,8 @@ def test_the_overview_counts_runs(tmp_path, capsys):
     for name, entry in report.REPORTS.items():
         line = next(line for line in lines if line.startswith(f"│ {name} "))
         assert entry.where in line
-        minutes, runs, found = line.rstrip(" │").split("│")[-3:]
-        if name in ("fig11", "tab2"):  # there: as long as they took
-            assert (int(minutes), int(runs), int(found)) == (15, 5, 5)
-        else:
-            assert minutes.strip() == str(entry.minutes or "–")
+        runs, found = line.rstrip(" │").split("│")[-2:]
+        assert int(found) == (5 if name in ("fig11", "tab2") else 0) <= int(runs)
 
 
 TINY = """

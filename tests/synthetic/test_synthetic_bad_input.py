@@ -119,7 +119,7 @@ def test_no_run_starts_where_one_of_them_cannot(capsys, tmp_path):
         (["validate", S3, "--jobs", "-1"], "argument --jobs: '-1' is no whole number"),
         (["report", "fig3c", "--jobs", "0"], "argument --jobs: '0' is no whole number"),
         (["train", "--config", FIG3C, "--job-index", "-1"], "--job-index: '-1' is no whole"),
-        (["eval", "run", "--seeds", "0", "-1"], "argument --seeds: '-1' is no whole number"),
+        (["validate", S3, "--seeds", "0", "-1"], "argument --seeds: '-1' is no whole number"),
         (["report", "nope"], "no report `nope`: there are demo"),
         (["report", "fig3c", "nope"], "override `nope` must read key=value"),
         (["eval", "run", "nope"], "run: no such folder"),
@@ -145,8 +145,8 @@ def test_places_that_cannot_be_written(capsys, trained, tmp_path, blocked):
     assert words in refused(capsys, "train", "--config", S3, *QUICK, f"out_dir={blocked}")
     assert words in refused(capsys, "validate", S3, "--out-dir", blocked)
     assert words in refused(capsys, "report", "fig3c", "--run", f"out_dir={blocked}")
-    assert words in refused(capsys, "eval", trained, "--lengths", 4, "--out", blocked / "x")
-    folder = refused(capsys, "eval", trained, "--lengths", 4, "--out", tmp_path)
+    assert words in refused(capsys, "eval", trained, "eval.lengths=4", "--out", blocked / "x")
+    folder = refused(capsys, "eval", trained, "eval.lengths=4", "--out", tmp_path)
     assert folder == f"{tmp_path} is a folder: name a file in it"
     cfg = config.load(S3, [*QUICK, f"out_dir={blocked}"])
     with pytest.raises(OutputError, match=words):
