@@ -24,7 +24,6 @@ from synthetic.lengths import parse_ranges
 from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN, passes
 from synthetic.tasks import Batch, Task, TaskError, splits
 
-LADDER = 2**0.5  # START:STOP without a step: each length about so many times the one before
 # Sequences of a length, and tokens of them, that ℓ* is measured on at most: a probe costs as many
 # solves as ℓ*, and on state tracking that grows with the length.
 PROBED = 32
@@ -34,7 +33,7 @@ PROBED_TOKENS = 2048
 def parse_lengths(text: str, task: Task) -> list[int]:
     """Lengths to evaluate: "16,32,48"; "2:50:1" (from, to, step); "2:512" (from, to, ×√2 each).
 
-    A range keeps the lengths that the task can have; one named by itself must be possible.
+    A range stands for the nearest lengths that the task has; one named by itself must be possible.
 
     Raises:
         TaskError: not a list of lengths, or a length the task cannot have.
@@ -45,44 +44,13 @@ def parse_lengths(text: str, task: Task) -> list[int]:
         raise TaskError(f"lengths: {e}") from None
     lengths: set[int] = set()
     for numbers in ranges:
-        if len(numbers) == 1:
-            task.check_length(numbers[0])
-            lengths.add(numbers[0])
-        else:
-            lengths.update(_possible_lengths(numbers, task))
+        if len(numbers) > 1:  # for a length that the task has not, the one below stands in
+            below = [n - (n - task.shortest) % task.apart for n in numbers if n >= task.shortest]
+            numbers = below or numbers
+        for length in numbers:
+            task.check_length(length)
+        lengths.update(numbers)
     return sorted(lengths)
-
-
-def _possible_lengths(numbers: tuple[int, ...], task: Task) -> list[int]:
-    """The lengths of a range (start, stop) or (start, stop, step) that a task can have. For one
-    that it cannot have the length just below stands in.
-
-    Raises:
-        TaskError: the task can have none of them.
-    """
-    start, stop = numbers[:2]
-    if len(numbers) == 3:
-        wanted = list(range(start, stop + 1, numbers[2]))
-    else:
-        rungs = math.floor(math.log(stop / start, LADDER) + 1e-9)
-        wanted = [*dict.fromkeys(round(start * LADDER**i) for i in range(rungs + 1)), stop]
-    possible = []
-    for length in wanted:
-        if _can_have(task, length):
-            possible.append(length)
-        elif _can_have(task, length - 1):
-            possible.append(length - 1)
-    if not possible:
-        task.check_length(stop)  # says which lengths there are
-    return possible
-
-
-def _can_have(task: Task, length: int) -> bool:
-    try:
-        task.check_length(length)
-    except TaskError:
-        return False
-    return True
 
 
 class Tensors(NamedTuple):

@@ -56,7 +56,7 @@ def test_a_range_keeps_the_lengths_a_task_can_have():
 
 @pytest.mark.parametrize("text", ["", "a", "0", "5:2", "1:2:3:4", "2:8:0", "4,,5", "-3"])
 def test_what_is_no_list_of_lengths_is_refused(text):
-    with pytest.raises(TaskError, match=r"must be (a length, )?START:STOP"):
+    with pytest.raises(TaskError, match="must be a length, START:STOP"):
         parse_lengths(text, S3)
 
 
