@@ -312,12 +312,12 @@ def test_the_command_line(cfg, tmp_path, capsys):
     assert "FAIL" not in capsys.readouterr().out
     # A checkpoint is for the vocabulary it was trained on.
     assert main(["eval", str(c.run_dir), "task.group=Z5"]) == 1
-    assert "was trained on 3 ids, task `word_problem` has 5" in capsys.readouterr().err
+    assert "are not for task `word_problem`, which has 5 ids" in capsys.readouterr().err
     # The second has weights of the same shapes.
     for another in ("model.d_model=32", "model.eigen_range=positive"):
         assert main(["eval", str(c.run_dir), another]) == 1
         said = capsys.readouterr().err
-        assert "is of another model than its config and the overrides" in said
+        assert "the overrides describe another model than that of" in said
     assert main(["eval", str(tmp_path / "nothing")]) == BAD_CONFIG
     assert "no such folder" in capsys.readouterr().err
     checkpoint = newest(c.run_dir / "checkpoints") / "state.pt"
