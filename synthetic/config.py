@@ -45,7 +45,6 @@ class Task(Section):
     automaton: Automaton = Automaton()
     supervision: Literal["last", "every"] = "last"  # of the formal languages: where answers are due
     data: str | None = None  # of catbabi: the folder with qa*_train.txt
-    mode: Literal["answers", "lm"] = "answers"  # of catbabi: which tokens are labels
     stories: tuple[int, ...] = tuple(range(1, 21))  # of catbabi: the bAbI tasks used
     options: dict[str, Any] = {}  # noqa: RUF012 (of pydantic) of a task of one's own
 

@@ -1,8 +1,8 @@
 """CatbAbI: the bAbI stories as one long stream; an answer is due at each question's `?`.
 
 Schlag, Munkhdalai, Schmidhuber 2021, arXiv 2011.07831. As in its authors' code, stories of all
-tasks are shuffled and joined with an `<eos>` before each; mode `answers` is their question
-answering (QM) mode, mode `lm` their language modelling mode.
+tasks are shuffled and joined with an `<eos>` before each; this is their question answering (QM)
+mode.
 """
 
 from __future__ import annotations
@@ -69,7 +69,6 @@ class CatBabi(Task):
                 f"catbabi reads bAbI from a folder: set task.data to it, for example to"
                 f" {babi.FOLDER} after `{babi.DOWNLOAD}`"
             )
-        self.mode = task.mode
         self.stories = sorted(set(task.stories))
         if not self.stories or not set(self.stories) <= set(babi.TASKS):
             raise TaskError(f"task.stories is {task.stories}: a list of bAbI's tasks, 1 to 20")
@@ -206,7 +205,7 @@ class CatBabi(Task):
         # What follows the last story is an `<eos>`, as after all the others.
         tokens = np.append(corpus.tokens[source], np.int32(self.eos))
         kinds = np.append(corpus.kinds[source], np.int8(0))[1:]  # at the `?`, not at the answer
-        labels = tokens[1:] if self.mode == "lm" else np.where(kinds > 0, tokens[1:], IGNORE)
+        labels = np.where(kinds > 0, tokens[1:], IGNORE)
 
         # 2. Cut into rows.
         bounds, longest = self._bounds(split, batch_size)
@@ -224,15 +223,13 @@ class CatBabi(Task):
         return streams
 
     def score(self, predicted: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
-        """`accuracy` of the answers, `qa1` … that of each bAbI task used (empty where a batch has
-        none of it), and in mode `lm` the `token_accuracy` of all tokens."""
+        """`accuracy` of the answers, and `qa1` … that of each bAbI task used (empty where a batch
+        has none of it)."""
         right = (predicted == batch.labels).astype(float)
         assert batch.kinds is not None  # of a batch of this class
         metrics = {"accuracy": right[batch.kinds > 0]}
         for story in self.stories:
             metrics[f"qa{story}"] = right[batch.kinds == story]
-        if self.mode == "lm":
-            metrics["token_accuracy"] = right[batch.labels != IGNORE]
         return metrics
 
     def sequences(self, batch: Batch) -> dict[str, np.ndarray]:

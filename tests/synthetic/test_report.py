@@ -74,7 +74,6 @@ PAPER = {
         "train.batch_size": 32,
         "optim.lr": 1e-3,
         "optim.weight_decay": 0,
-        "task.mode": "answers",
         "task.stories": tuple(range(1, 21)),
     },
 }

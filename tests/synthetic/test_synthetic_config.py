@@ -159,8 +159,8 @@ def test_the_default_of_either_limit_is_for_both(tmp_path):
 
 def test_removed_keys_of_tasks_are_read_with_their_defaults_only(tmp_path):
     drawn = {"table": None, "states": 5, "letters": 3, "kind": "unsolvable", "seed": 0}
-    task = {"csv": None, "automaton": drawn}
+    task = {"csv": None, "mode": "answers", "automaton": drawn}
     assert config.load(write(tmp_path, json.dumps({"task": task}))).task.automaton.table is None
-    for other in ({"csv": "x.csv"}, {"automaton": drawn | {"seed": 1}}):
+    for other in ({"csv": "x.csv"}, {"mode": "lm"}, {"automaton": drawn | {"seed": 1}}):
         with pytest.raises(ConfigError, match=r"`task\.\S*` is no longer there"):
             config.load(write(tmp_path, json.dumps({"task": task | other})))
