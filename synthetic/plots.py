@@ -8,6 +8,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -104,7 +105,7 @@ def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawin
 
     # 2. Draw a panel for each task.
     figure, axes = new_figure(list(drawn["panel"].unique()), title, sharey=True)
-    summary = []
+    shown = []
     for ax, (_, of_panel) in zip(axes, drawn.groupby("panel", sort=False)):
         for (label, model, read), line in of_panel.groupby(["label", "model", "read"], sort=False):
             means = over_seeds(line)
@@ -115,12 +116,10 @@ def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawin
             style = {**styles[model], "markevery": max(1, len(means) // 12)}
             style |= {"ls": "--"} if read == TOKEN_BY_TOKEN else {}
             style |= NOT_LEARNED if label in unlearned else {}
-            n = seed_count(means["n"])
-            draw_curve(ax, means, style, f"{name} (n = {n})".strip())
-            row = {"run": label, "n": n}
-            row |= {"read": read} if several_ways else {}
-            row |= _summary_of_line(means, [run for run in runs if run.label == label])
-            summary.append(row)
+            draw_curve(ax, means, style, f"{name} (n = {seed_count(means['n'])})".strip())
+            trained_to = next(run.trained_to for run in runs if run.label == label)
+            places = nearest(means.index, trained_to), means.index.max()
+            shown.append(line[line["length"].isin(places)])
         _finish_panel(ax, metric, of_panel, runs)
     axes[0].set_ylabel(words(metric))
     add_legend(figure, axes)
@@ -134,7 +133,33 @@ def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawin
         )
     if metric == "num_iters" and drawn["elsewhere"].any():
         remarks.append(ELSEWHERE_NOTE)
+    lines = pd.concat(shown)
+    summary = summarize(lines.assign(place=lines["length"]), runs)
     return Drawing(figure, numbers[numbers["run"].isin(drawn["run"])], summary, remarks)
+
+
+def summarize(shown: pd.DataFrame, runs: list[Trained]) -> list[dict]:
+    """Return a line for each model and way of reading, with a column for each place.
+
+    Args:
+        shown: Lines with a further column `place`: a test length, or the name of a column.
+        runs: All runs of the figure.
+    """
+    has_ways = shown["read"].nunique() > 1
+    summary = []
+    for (label, read), lines in shown.groupby(["label", "read"], sort=False):
+        means = over_seeds(lines, ("place",))
+        row = {"run": label, "n": seed_count(means["n"])}
+        row |= {"read": read} if has_ways else {}
+        for place, mean in means.iterrows():
+            column = place if isinstance(place, str) else f"at {place}"
+            row[column] = with_error(mean["value"], mean["error"])
+        seconds = [
+            run.result["training_seconds"] for run in runs if label in (run.label, run.model)
+        ]
+        row["training s"] = f"{sum(seconds) / len(seconds):.4g}"
+        summary.append(row)
+    return summary
 
 
 def _finish_panel(ax: Axes, metric: str, drawn: pd.DataFrame, runs: list[Trained]) -> None:
@@ -159,22 +184,6 @@ def has_learned(runs: list[Trained], label: str) -> bool:
 def _at_once(numbers: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Return the lines of a metric that were not read token by token."""
     return numbers[(numbers["metric"] == metric) & (numbers["read"] != TOKEN_BY_TOKEN)]
-
-
-def _summary_of_line(means: pd.DataFrame, seeds: list[Trained]) -> dict:
-    """Return the values at the training length and at the longest, how far the lengths are solved,
-    and the seconds of training."""
-    places = [nearest(means.index, seeds[0].trained_to), means.index.max()]
-    solved = over_seeds(_at_once(at_end(seeds), seeds[0].headline))["value"]
-    return {
-        **{f"at {place}": with_error(*means.loc[place, ["value", "error"]]) for place in places},
-        f"solved (≥ {SOLVED})": longest_solved(solved),
-        "training s": _training_seconds(seeds),
-    }
-
-
-def _training_seconds(seeds: list[Trained]) -> str:
-    return f"{sum(run.result['training_seconds'] for run in seeds) / len(seeds):.4g}"
 
 
 def scatter(runs: list[Trained], title: str, metric: dict[str, str]) -> Drawing:
@@ -202,15 +211,9 @@ def scatter(runs: list[Trained], title: str, metric: dict[str, str]) -> Drawing:
     lengths = drawn.groupby("task")["length"].first()
     figure, (ax,) = new_figure([""], title)
     families: dict[str, list] = {}
-    summary = []
     for model, style in styles_of(runs).items():
         of_model = means.loc[model]
         n = seed_count(of_model["n"])
-        texts = {
-            f"{task.replace('_', ' ')} at {lengths[task]}": with_error(row["value"], row["error"])
-            for task, row in of_model.iterrows()
-        }
-        summary.append({"run": model, "n": n, **texts})
         if len(of_model) == len(metric):
             x, y = (of_model.loc[task] for task in metric)
             _draw_point(ax, x, y, {**style, "label": f"{model} (n = {n})"})
@@ -229,6 +232,8 @@ def scatter(runs: list[Trained], title: str, metric: dict[str, str]) -> Drawing:
     ax.set(xlim=(0, 1.02), ylim=(0, 1.02), xlabel=labels[0], ylabel=labels[1])
     ax.grid(alpha=0.3)
     add_legend(figure, [ax])
+    places = [f"{line.task.replace('_', ' ')} at {line.length}" for line in drawn.itertuples()]
+    summary = summarize(drawn.assign(place=places, label=drawn["model"]), runs)
     return Drawing(figure, numbers, summary, [*notes(drawn, runs), ERRORS])
 
 
@@ -269,17 +274,12 @@ def bars(runs: list[Trained], title: str, metric: str | None = None, at: str = "
     kinds = {run.label: (run.cfg.model.name, run.cfg.model.mixer) for run in runs}
     colors = dict(zip(dict.fromkeys(kinds.values()), PALETTE * len(kinds)))
     figure, (ax,) = new_figure([""], title, width=5.2, height=1.9 + 0.34 * len(kinds))
-    summary = []
     for y, (label, kind) in enumerate(kinds.items()):
         mean = means.loc[label]
         ax.barh(y, mean["value"], xerr=mean["error"], color=colors[kind], height=0.7, capsize=2)
         if mean["n"] > 1:
             ax.plot(mean["values"], [y] * mean["n"], "o", mfc="w", mec="k", ms=3)
         ax.text(1.03, y, f"{mean['value']:.3f}", va="center", fontsize="small")
-        text = with_error(mean["value"], mean["error"])
-        seconds = _training_seconds([run for run in runs if run.label == label])
-        summary.append({"run": label, "n": mean["n"], f"{words(metric)}, {place}": text})
-        summary[-1]["training s"] = seconds
     ax.set_yticks(range(len(kinds)), [f"{label} (n = {means.loc[label, 'n']})" for label in kinds])
     ax.invert_yaxis()
     ax.set(xlim=(1.05 * min(0, means["value"].min()), 1.15), xlabel=f"{words(metric)}, {place}")
@@ -289,6 +289,7 @@ def bars(runs: list[Trained], title: str, metric: str | None = None, at: str = "
     if not metric.startswith("scaled"):
         ax.axvline(runs[0].result["chance"], color="gray", ls=":", lw=1.3, label="chance")
         add_legend(figure, [ax])
+    summary = summarize(drawn.assign(place=f"{words(metric)}, {place}"), runs)
     return Drawing(figure, numbers, summary, [*notes(drawn, runs), ERRORS])
 
 
@@ -322,9 +323,8 @@ def times(runs: list[Trained], title: str) -> Drawing:
         }
         for _, evaluation in drawn.groupby(["run", "seconds"])
     ]
-    of_evaluation = pd.DataFrame(solved).assign(length=None, metric="solved_length", stderr=None)
+    of_evaluation = pd.DataFrame(solved).assign(length=None, metric="solved_length", stderr=np.nan)
     figure, (ax,) = new_figure([""], title)
-    summary = []
     for model, style in styles_of(runs).items():
         of_model = of_evaluation[of_evaluation["model"] == model]
         stairs = [stair.sort_values("seconds") for _, stair in of_model.groupby("run")]
@@ -333,9 +333,6 @@ def times(runs: list[Trained], title: str) -> Drawing:
             seconds, lengths = [0.0, *stair["seconds"]], [0, *stair["value"]]
             style = {**style, "drawstyle": "steps-post", "markevery": [-1], "ms": 6}
             ax.plot(seconds, lengths, label=label, **style)
-        if stairs:
-            seeds = [run for run in runs if run.model == model]
-            summary.append(_summary_of_stairs(seeds, stairs))
     for length in {run.trained_to for run in runs}:
         ax.axhline(length, color="gray", ls=":", lw=1.3, label="training length")
     ax.set(xlabel="training time (s)", xlim=(0, None), ylim=(0, None))
@@ -343,23 +340,10 @@ def times(runs: list[Trained], title: str) -> Drawing:
     ax.grid(alpha=0.3)
     add_legend(figure, [ax])
     remarks = [*notes(drawn, runs), "n: training seeds, a line for each; its mark: the end"]
+    longest = of_evaluation.loc[of_evaluation.groupby("run")["value"].idxmax()]
+    summary = summarize(longest.assign(place="longest solved"), runs)
     numbers = pd.concat([drawn, of_evaluation]).astype({"length": "Int64"})
     return Drawing(figure, numbers, summary, remarks)
-
-
-def _summary_of_stairs(seeds: list[Trained], stairs: list[pd.DataFrame]) -> dict:
-    """Return when the training length was solved in all seeds, and how far they came; means."""
-    trained_to = seeds[0].trained_to
-    reached = [stair.loc[stair["value"] >= trained_to, "seconds"].min() for stair in stairs]
-    longest = [stair["value"].max() for stair in stairs]
-    until = sum(reached) / len(reached)  # NaN if a seed has not solved it
-    return {
-        "run": seeds[0].label,
-        "n": len(stairs),
-        f"s until {trained_to} was solved": None if pd.isna(until) else f"{until:.4g}",
-        "longest solved": f"{sum(longest) / len(longest):.4g}",
-        "training s": _training_seconds(seeds),
-    }
 
 
 KINDS: dict[str, Callable[..., Drawing]] = {

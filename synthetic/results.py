@@ -106,8 +106,8 @@ def error_over_seeds(values: Sequence[float], stderrs: Sequence[float]) -> float
 
 
 def plus_minus(stderr: float, digits: int = 3) -> str:
-    """Return " ±0.012", to follow a value."""
-    return f" ±{stderr:.{digits}f}"
+    """Return " ±0.012", to follow a value; "" if the error is unknown."""
+    return "" if np.isnan(stderr) else f" ±{stderr:.{digits}f}"
 
 
 def passes(bars: Iterable[Bar], results: list[dict]) -> list[dict]:
