@@ -94,6 +94,7 @@ def _validate(args: argparse.Namespace) -> int:
         load_tree(path)
 
     from lm.common.console import say
+    from synthetic.plots import curves
     from synthetic.profile import describe, judge, summarize, write
     from synthetic.results import table
     from synthetic.validate import validate
@@ -101,8 +102,9 @@ def _validate(args: argparse.Namespace) -> int:
     out_dir = args.out_dir or f"runs/validate{'_quick' * args.quick}"
     runs = validate(paths, overrides, out_dir, args.jobs, args.quick, args.seeds)
     say(table(summarize(runs), "Models and their abilities"))
-    say("\n".join(describe(runs)))
-    for path in write(runs, Path(out_dir)):
+    drawing = curves(runs, "Abilities over test lengths")
+    say("\n".join(describe(runs, drawing)))
+    for path in write(drawing, Path(out_dir)):
         say(f"wrote    {path}")
     return 0 if judge(runs)["passed"].all() else 2
 

@@ -104,6 +104,13 @@ def at_end(runs: Iterable[Trained]) -> pd.DataFrame:
     return pd.DataFrame([line for run in runs for line in lines(run, run.result["eval"])])
 
 
+def headlines(runs: Sequence[Trained]) -> pd.DataFrame:
+    """Return the lines of each task's headline metric."""
+    numbers = at_end(runs)
+    metric_of = {run.panel: run.headline for run in runs}
+    return numbers[numbers["metric"] == numbers["panel"].map(metric_of)]
+
+
 def while_training(runs: Iterable[Trained]) -> pd.DataFrame:
     """Return the table of the evaluations over lengths while the runs trained; the last one is of
     the finished model, if it has all these lengths."""

@@ -17,6 +17,7 @@ from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE
 from synthetic.numbers import (
     Trained,
     at_end,
+    headlines,
     notes,
     over_seeds,
     seed_count,
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*"
 SOLVED = 0.9  # of the headline metric: a length counts as solved
-WIDE = 100  # times the shortest length, above which the axis of lengths is logarithmic
+WIDE = 60  # times the shortest length, above which the axis of lengths is logarithmic
+MAX_COLUMNS = 4  # panels in a row
 NOT_LEARNED = {"ls": ":", "mfc": "none", "alpha": 0.6}  # style of ℓ* of such a model
 ERRORS = (
     "n: training seeds. Of several: their mean, dots each of them, shade or bar ± their standard"
@@ -85,15 +87,15 @@ def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawin
     Args:
         runs: Finished runs.
         title: Of the figure.
-        metric: None: the task's headline; `num_iters` is ℓ*.
+        metric: None: each task's headline; `num_iters` is ℓ*.
 
     Raises:
         ReportError: If no run has this metric.
     """
     # 1. Select the runs and the lines.
-    metric = metric or runs[0].headline
     numbers = at_end(runs)
-    drawn = numbers[numbers["metric"] == metric]
+    drawn = numbers[numbers["metric"] == metric] if metric else headlines(runs)
+    metric = metric or runs[0].headline
     if drawn.empty:
         raise ReportError(f"none of the runs found has {words(metric)}: nothing to draw")
     runs = [run for run in runs if str(run.run_dir) in set(drawn["run"])]
@@ -120,8 +122,7 @@ def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawin
             trained_to = next(run.trained_to for run in runs if run.label == label)
             places = nearest(means.index, trained_to), means.index.max()
             shown.append(line[line["length"].isin(places)])
-        _finish_panel(ax, metric, of_panel, runs)
-    axes[0].set_ylabel(words(metric))
+        _finish_panel(ax, of_panel, runs)
     add_legend(figure, axes)
 
     # 3. Collect the notes.
@@ -162,15 +163,19 @@ def summarize(shown: pd.DataFrame, runs: list[Trained]) -> list[dict]:
     return summary
 
 
-def _finish_panel(ax: Axes, metric: str, drawn: pd.DataFrame, runs: list[Trained]) -> None:
-    """Draw the training lengths, and set the scales and the label of the horizontal axis."""
-    for length in {run.trained_to for run in runs}:
+def _finish_panel(ax: Axes, drawn: pd.DataFrame, runs: list[Trained]) -> None:
+    """Draw the training lengths, and set the scales and labels of the axes."""
+    for length in {run.trained_to for run in runs if run.panel == drawn["panel"].iloc[0]}:
         ax.axvline(length, color="gray", ls=":", lw=1.3, label="training length")
     if drawn["length"].max() > WIDE * drawn["length"].min():
         ax.set_xscale("log", base=2)
-    ax.set_xlabel("test length (tokens)")
+    metric = drawn["metric"].iloc[0]
+    ax.set(xlabel="test length (tokens)", ylabel=words(metric))
     ax.grid(alpha=0.3)
-    limit_height(ax, metric, drawn["value"].min())
+    if metric.endswith("accuracy"):  # a scaled one may be below 0, the accuracy of guessing
+        ax.set_ylim(1.05 * min(0.0, drawn["value"].min()), 1.02)
+    else:
+        ax.set_ylim(bottom=0)
 
 
 def has_learned(runs: list[Trained], label: str) -> bool:
@@ -357,7 +362,7 @@ KINDS: dict[str, Callable[..., Drawing]] = {
 def new_figure(
     panels: Sequence[str], title: str, width: float = 4.6, height: float = 3.8, **options: Any
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure with a row of panels.
+    """Return a figure with panels, up to MAX_COLUMNS in a row.
 
     Args:
         panels: Their titles; the title of a single panel is not shown.
@@ -366,14 +371,18 @@ def new_figure(
         height: Of a panel, in inches.
         options: Of matplotlib's `subplots`.
     """
-    size = (width * len(panels) + 2.4, height)  # with the legend on the right
+    columns = min(MAX_COLUMNS, len(panels))
+    rows = -(-len(panels) // columns)
+    size = (width * columns + 2.4, height * rows)  # with the legend on the right
     figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False, **options)
-    for ax, name in zip(axes[0], panels):
+    axes = figure.subplots(rows, columns, squeeze=False, **options).ravel()
+    for ax, name in zip(axes, panels):
         ax.set_title(name if len(panels) > 1 else "")
         ax.spines[["top", "right"]].set_visible(False)
+    for ax in axes[len(panels) :]:
+        ax.remove()
     figure.suptitle(title, x=0.01, ha="left")
-    return figure, axes[0]
+    return figure, axes[: len(panels)]
 
 
 def add_legend(figure: Figure, axes: Iterable[Axes]) -> None:
@@ -408,15 +417,6 @@ def styles_of(runs: list[Trained]) -> dict[str, dict]:
         }
         for i, (model, color) in enumerate(zip(models, colors))
     }
-
-
-def limit_height(ax: Axes, metric: str, lowest: float) -> None:
-    """Set the vertical scale of a metric: an accuracy is shown up to 1."""
-    if metric.endswith("accuracy"):
-        # Scaled accuracy may be below 0, the accuracy of guessing.
-        ax.set_ylim(1.05 * min(0.0, lowest), 1.02)
-    else:
-        ax.set_ylim(bottom=0)
 
 
 def draw_curve(ax: Axes, means: pd.DataFrame, style: dict, label: str) -> None:

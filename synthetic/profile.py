@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure
 
 from lm.common.files import writing
-from synthetic.numbers import Trained, at_end, notes, over_seeds, write_csv
-from synthetic.plots import MARKERS, PALETTE, add_legend, draw_curve, limit_height, words
+from synthetic.numbers import Trained, at_end, over_seeds, write_csv
+from synthetic.plots import Drawing, words
 from synthetic.results import plus_minus
 from synthetic.validate import FILES
-
-ERRORS = "± standard deviation over seeds; of one seed the standard error over test samples"
 
 
 def judge(runs: Sequence[Trained]) -> pd.DataFrame:
@@ -64,9 +60,9 @@ def summarize(runs: Sequence[Trained]) -> list[dict[str, Any]]:
     return [*lines.values(), parameters, seconds]
 
 
-def describe(runs: Sequence[Trained]) -> list[str]:
+def describe(runs: Sequence[Trained], drawing: Drawing) -> list[str]:
     """Return the sentences below a profile."""
-    found = ["✓ reaches the bar; " + ERRORS, *notes(headlines(runs), runs)]
+    found = ["✓ reaches the bar", *drawing.notes]
     noises = {run.model: run.cfg.solver.state_noise for run in runs}
     for model, noise in noises.items():
         if noise:
@@ -74,40 +70,11 @@ def describe(runs: Sequence[Trained]) -> list[str]:
     return found
 
 
-def headlines(runs: Sequence[Trained]) -> pd.DataFrame:
-    """Return the lines of each task's headline metric."""
-    numbers = at_end(runs)
-    metric_of = {run.panel: run.headline for run in runs}
-    return numbers[numbers["metric"] == numbers["panel"].map(metric_of)]
-
-
-def draw_lengths(runs: Sequence[Trained]) -> Figure:
-    """Draw the headline metric of each ability over the test length, a line for each model."""
-    abilities = headlines(runs).groupby("panel", sort=False)
-    columns = min(4, len(abilities))
-    rows = math.ceil(len(abilities) / columns)
-    figure = Figure(figsize=(3.4 * columns, 3.4 * rows + 0.4), layout="constrained")
-    axes = [figure.add_subplot(rows, columns, i + 1) for i in range(len(abilities))]
-    for ax, (ability, lines) in zip(axes, abilities):
-        for i, (model, of_model) in enumerate(lines.groupby("model", sort=False)):
-            style = {"color": PALETTE[i % len(PALETTE)], "marker": MARKERS[i % len(MARKERS)]}
-            draw_curve(ax, over_seeds(of_model), {**style, "ms": 4, "lw": 1.5}, model)
-        trained_to = next(run.trained_to for run in runs if run.panel == ability)
-        ax.axvline(trained_to, color="gray", ls=":", lw=1.3, label="longest of training")
-        ax.set_xscale("log", base=2)
-        metric = lines["metric"].iloc[0]
-        limit_height(ax, metric, lines["value"].min())
-        ax.set(title=ability, xlabel="test length", ylabel=words(metric))
-        ax.grid(alpha=0.3)
-    add_legend(figure, axes)
-    return figure
-
-
-def write(runs: Sequence[Trained], folder: Path) -> list[Path]:
+def write(drawing: Drawing, folder: Path) -> list[Path]:
     """Write all numbers (validate.csv) and the figure.
 
     Args:
-        runs: Of the profile.
+        drawing: Curves of the profile's runs.
         folder: Of the files.
 
     Returns:
@@ -118,6 +85,6 @@ def write(runs: Sequence[Trained], folder: Path) -> list[Path]:
     """
     numbers, lengths = paths = [folder / name for name in FILES]
     with writing(folder):
-        write_csv(at_end(runs), numbers)
-        draw_lengths(runs).savefig(lengths, dpi=130)
+        write_csv(drawing.numbers, numbers)
+        drawing.figure.savefig(lengths, dpi=130)
     return paths
