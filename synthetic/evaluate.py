@@ -178,11 +178,6 @@ class _Scores:
             self.values.setdefault(name, []).append(items)
             self.groups.setdefault(name, []).append(group)
 
-    @property
-    def distinct(self) -> int | None:
-        """How many of the sequences are different ones; None of a stream."""
-        return None if self.task.streams else len(np.unique(np.concatenate(self.samples)))
-
     def record(self) -> dict[str, dict[str, float]]:
         """{"metrics", "stderr"}: of each metric the mean over all items, and that mean's error."""
         pooled = {name: np.concatenate(items) for name, items in self.values.items()}
@@ -261,23 +256,24 @@ def measure(
     token_by_token: bool = False,
     held_apart: bool = True,
 ) -> dict:
-    """One length: {"metrics", "stderr", "sequences", "distinct", "seconds", "read", "solver",
-    "in_training"} and, with a solver, per layer "evaluations", "failed", "residual" over all that
-    was solved, and "num_iters" (ℓ*) of the first "probed" sequences.
+    """Measure one length.
 
-    A task that is one long stream (CatbAbI) is gone through once, its state carried along; ℓ* is
-    that of its first segments. `distinct`: how many of the sequences are different ones (of a
-    stream: None). `stderr` takes a sequence that was drawn again as the same one, and has ℓ* (its
-    mean over layers, over those probed) too. `solver` is what the model itself says it solves by,
-    or "none". `in_training` is {"count", "of"}: how many of the samples (of a stream: of the
-    questions) training may have too; a count of None: not known.
+    A task that is one long stream (CatbAbI) is read once, its state carried along; ℓ* is counted
+    on its first segments.
 
     Args:
-        token_by_token: solve token by token (a model that carries its state); ℓ* is that of the
-            whole sequence all the same.
+        token_by_token: Solve token by token; the model must carry its state. ℓ* is still counted
+            on whole sequences.
         held_apart: The model was trained on a split that is held apart from this one.
+
+    Returns:
+        "metrics" and "stderr" (a sequence that was drawn again is the same sample), "sequences",
+        "seconds", "read", "solver" (as the model reports it), "in_training"; with a solver, per
+        layer "evaluations", "failed" and "residual" over all tokens, and "num_iters" (ℓ*) of the
+        first "probed" sequences. docs/synthetic.md explains each.
+
     Raises:
-        TaskError: the length is impossible.
+        TaskError: The task has no such length.
     """
     # 1. Read all of it; then count ℓ* on the first sequences.
     task.check_length(length)
@@ -301,7 +297,6 @@ def measure(
     record = {
         **scores.record(),
         "sequences": count * batch_size,
-        "distinct": scores.distinct,
         "read": TOKEN_BY_TOKEN if token_by_token else way_of_reading,
         "solver": solver,
         "in_training": _in_training(task, length, split, count * batch_size, held_apart),

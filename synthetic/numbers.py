@@ -81,7 +81,6 @@ def _lines_of_row(row: dict) -> list[dict]:
         "read": row["read"],
         "solver": solver_text(row["solver"]),
         "in_training": in_training([row]),
-        "distinct": row.get("distinct"),
         "failed": failed_share([row]),
         "elsewhere": any(elsewhere_of_layers([row])),
         "test_seed": row.get("seed"),

@@ -179,8 +179,6 @@ def summary(result: dict, title: str) -> Table:
             line[metric.replace("_", " ")] = f"{mean:.4f}{plus_minus(error)}"
         if "failed" in seeds[0]:
             line |= _solving_cells(seeds)
-        if seeds[0]["distinct"] is not None:  # of the seed with the fewest
-            line["distinct samples"] = f"{min(row['distinct'] for row in seeds):,}"
         line["in training"] = in_training(seeds)
         lines.append(line)
     if len(lines) == 1 and len(metrics) > 4:  # CatbAbI has a metric for each bAbI task

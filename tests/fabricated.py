@@ -17,7 +17,6 @@ ROW = {  # of an evaluation
     "stderr": {"a": 0.1},
     "read": "at once",
     "solver": "none",
-    "distinct": 4,
     "in_training": {"count": 0, "of": 4},
 }
 

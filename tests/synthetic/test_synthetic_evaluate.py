@@ -172,12 +172,8 @@ def test_a_sample_drawn_again_and_again_is_one_sample_in_the_error():
             return SimpleNamespace(logits=nn.functional.one_hot(y, 6).float())
 
     row = measure(ByFirst(0), S3, config(examples=1000), 2, "test", 0, "fp32")
-    assert row["sequences"] == 1000 and row["distinct"] == 36
+    assert row["sequences"] == 1000
     assert row["stderr"]["sequence_accuracy"] == pytest.approx(0.5 / 36**0.5, rel=0.1)
-    assert measure(ByFirst(0), S3, config(examples=50), 16, "test", 0, "fp32")["distinct"] == 50
-    table = summary({"eval": [{"length": 2, **row}]}, "x")
-    column = next(c for c in table.columns if c.header == "distinct samples")
-    assert list(column.cells) == ["36"]
 
 
 class Solved(Oracle):
