@@ -167,7 +167,7 @@ def seed_count(counts: Iterable[int]) -> str:
 
 def with_error(value: float, error: float) -> str:
     """Return a mean with its error, as tables show it."""
-    digits = 1 if value >= 10 else 4  # iterations, or an accuracy
+    digits = 1 if value > 1 else 4  # iterations or a length, or an accuracy
     return f"{value:.{digits}f}{plus_minus(error, min(3, digits))}"
 
 

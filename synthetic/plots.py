@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*"
 SOLVED = 0.9  # of the headline metric: a length counts as solved
-WIDE = 60  # times the shortest length, above which the axis of lengths is logarithmic
+WIDE = 100  # as `wide` of `curves`
 MAX_COLUMNS = 4  # panels in a row
 NOT_LEARNED = {"ls": ":", "mfc": "none", "alpha": 0.6}  # style of ℓ* of such a model
 ERRORS = (
@@ -77,7 +77,9 @@ def longest_solved(values: pd.Series) -> int:
     return int(solved[solved].index.max()) if solved.any() else 0
 
 
-def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawing:
+def curves(
+    runs: list[Trained], title: str, metric: str | None = None, wide: float = WIDE
+) -> Drawing:
     """Draw a metric over the test length, with a panel for each task, a colour for each model, and
     dashes if the model read token by token.
 
@@ -88,6 +90,7 @@ def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawin
         runs: Finished runs.
         title: Of the figure.
         metric: None: each task's headline; `num_iters` is ℓ*.
+        wide: Times the shortest length, above which the axis of lengths is logarithmic.
 
     Raises:
         ReportError: If no run has this metric.
@@ -122,7 +125,7 @@ def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawin
             trained_to = next(run.trained_to for run in runs if run.label == label)
             places = nearest(means.index, trained_to), means.index.max()
             shown.append(line[line["length"].isin(places)])
-        _finish_panel(ax, of_panel, runs)
+        _finish_panel(ax, of_panel, runs, wide)
     add_legend(figure, axes)
 
     # 3. Collect the notes.
@@ -163,11 +166,11 @@ def summarize(shown: pd.DataFrame, runs: list[Trained]) -> list[dict]:
     return summary
 
 
-def _finish_panel(ax: Axes, drawn: pd.DataFrame, runs: list[Trained]) -> None:
+def _finish_panel(ax: Axes, drawn: pd.DataFrame, runs: list[Trained], wide: float) -> None:
     """Draw the training lengths, and set the scales and labels of the axes."""
     for length in {run.trained_to for run in runs if run.panel == drawn["panel"].iloc[0]}:
         ax.axvline(length, color="gray", ls=":", lw=1.3, label="training length")
-    if drawn["length"].max() > WIDE * drawn["length"].min():
+    if drawn["length"].max() > wide * drawn["length"].min():
         ax.set_xscale("log", base=2)
     metric = drawn["metric"].iloc[0]
     ax.set(xlabel="test length (tokens)", ylabel=words(metric))
