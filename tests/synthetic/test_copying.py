@@ -88,13 +88,6 @@ def test_unique_keys_do_not_make_a_value_certain(letters, n):
     assert len({p[:n] for p in pairs}) == letters**n
 
 
-def test_the_oracle_on_examples_by_hand():
-    assert oracle("$abc|", "copy", 2) == oracle("$abc|abc.", "copy", 1) == "abc."
-    assert oracle("$abcdef|bc", "suffix_ngram", 2) == "de."
-    assert oracle("$abcdef|bcde.", "suffix_ngram", 2) == "de."
-    assert oracle("$abaab|a", "suffix_ngram", 1) == "b."  # the first occurrence
-
-
 def test_tokens_are_the_letters_and_four_more():
     made = task("copy")
     assert (made.vocab_size, made.chance) == (30, 1 / 26)

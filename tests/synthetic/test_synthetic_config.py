@@ -8,9 +8,7 @@ import pytest
 import yaml
 
 from lm.common.errors import ConfigError
-from lm.config.messages import all_keys
 from lm.config.model import Section
-from lm.config.resuming import FIXED, NOTED, resume_rule
 from lm.config.yaml_text import Loader
 from synthetic import config, tasks
 from synthetic.config import Config
@@ -109,24 +107,6 @@ def test_lengths_need_no_quotes(tmp_path, text):
     assert config.load(path, [f"eval.lengths={text}"]).eval.lengths == text
     again = write(tmp_path, config.load(path).to_yaml())
     assert config.load(again).eval.lengths == text
-
-
-def test_every_key_says_what_a_resumed_run_may_do_with_it():
-    fixed = {key for key in all_keys(Config) if resume_rule(Config, key) is FIXED}
-    tops = {key for key in fixed if "." not in key}
-    assert tops == {"seed", "model", "init_from", "task", "optim"}
-    assert {key for key in fixed if key.startswith("train.")} == {
-        "train.batch_size",
-        "train.length",
-        "train.precision",
-        "train.curriculum",
-        "train.curriculum.start",
-        "train.curriculum.grow",
-        "train.curriculum.at",
-        "train.curriculum.letters",
-    }
-    noted = {key for key in all_keys(Config) if resume_rule(Config, key) is NOTED}
-    assert noted >= {"solver", "solver.gradient", "train.max_iters", "train.gamma_shape"}
 
 
 @pytest.mark.parametrize(

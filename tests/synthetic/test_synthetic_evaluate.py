@@ -124,24 +124,6 @@ def test_the_error_of_a_token_metric_takes_a_sequence_as_one():
     assert standard_error(right, sequences) == pytest.approx(0.5 / 400**0.5, rel=0.01)
 
 
-class AllOrNothing(Oracle):
-    """Right on all tokens of a word or on none, as its sixth element says."""
-
-    def forward(self, input_ids, attention_mask=None):
-        y = torch.from_numpy(S3.group.products(input_ids.numpy()))
-        y = torch.where(input_ids[:, 5:6] < 3, y, (y + 1) % 6)
-        return SimpleNamespace(logits=nn.functional.one_hot(y, 6).float())
-
-
-def test_the_error_is_the_spread_of_other_test_samples():
-    cfg = config(examples=100, batch_size=100)
-    found = [measure(AllOrNothing(0), S3, cfg, 16, "test", n, "fp32") for n in range(60)]
-    spread = np.std([row["metrics"]["token_accuracy"] for row in found])
-    said = [row["stderr"]["token_accuracy"] for row in found]
-    assert np.mean(said) == pytest.approx(0.05, rel=0.02)  # of 100 words, not of 1,600 tokens
-    assert spread == pytest.approx(0.05, rel=0.3)
-
-
 @pytest.mark.parametrize(
     ("length", "held_apart", "count", "shown"),
     [(5, True, 0, "0"), (2, True, 36, "36 of 36"), (5, False, None, "unknown")],
