@@ -115,20 +115,15 @@ def _report(args: argparse.Namespace) -> int:
     places.check_files({"--config": args.config})
 
     from lm.common.console import say
-    from synthetic.report import overview, report
+    from synthetic.report import REPORTS, report
     from synthetic.results import table
 
-    name, overrides = args.name, list(args.override)
-    if name and "=" in name:  # no report, only overrides
-        name, overrides = None, [name, *overrides]
-    if name is None:
-        rows, problems = overview(args.scale, tuple(overrides))
-        say(table(rows, f"Reports at scale {args.scale}"))
-        for problem in problems:
-            say(f"note: {problem}")
+    if args.name is None:
+        entries = [{"report": k, "paper": v.where, "shows": v.title} for k, v in REPORTS.items()]
+        say(table(entries, "Reports"))
         return 0
     run, jobs = args.run_missing, args.jobs
-    report(name, args.scale, tuple(overrides), args.config, run=run, jobs=jobs)
+    report(args.name, args.scale, tuple(args.override), args.config, run=run, jobs=jobs)
     return 0
 
 
@@ -288,7 +283,7 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "report",
         help="the paper's figures and tables from the runs that are finished",
-        description="Without NAME: all reports and how many of their runs are found. With NAME:"
+        description="Without NAME: all reports. With NAME:"
         " draw it into OUT_DIR/reports/SCALE, with its numbers as CSV, and print the commands of"
         " the runs that are missing. OVERRIDES go over every run, e.g."
         " task.data=data/babi/en-valid. Exit status 1: no run.",

@@ -12,7 +12,7 @@ import matplotlib
 import pandas as pd
 
 from lm.common.console import say
-from lm.common.errors import ConfigError, TrainingError
+from lm.common.errors import TrainingError
 from lm.common.files import check_folder, check_together, find_shipped, writing
 from lm.config import load as base
 from lm.runs.metrics import read_metrics
@@ -304,18 +304,3 @@ def _write(drawing: Drawing, folder: Path, paths: dict[str, Path]) -> None:
         write_csv(drawing.numbers, paths["numbers"])
         latex = pd.DataFrame(rows, columns=head).to_latex(index=False, escape=True)
         paths["LaTeX"].write_text(latex.translate(str.maketrans(LATEX_SIGNS)), encoding="utf-8")
-
-
-def overview(scale: str, overrides: tuple[str, ...] = ()) -> tuple[list[dict], list[str]]:
-    """Return a row for each report, and the errors of configs that could not be read."""
-    rows = []
-    problems = []
-    for name, entry in REPORTS.items():
-        row: dict[str, Any] = {"report": name, "paper": entry.where, "shows": entry.title}
-        try:
-            sweep = expand(config_path(name, scale), overrides)
-            row |= {"runs": len(sweep.configs), "found": len(sweep.finished())}
-        except (ConfigError, ReportError) as e:
-            problems.append(str(e))
-        rows.append(row)
-    return rows, problems

@@ -465,11 +465,7 @@ class Training(Loop):
         return result
 
     def close(self) -> None:
-        """End loaders, profile, the save under way and the log, however far `start` came."""
-        if hasattr(self, "batches"):
-            # The loader processes end when their iterator goes. The profile refers back to this
-            # object, so it would go only at the exit, which waits for them for ever.
-            del self.batches
+        """End the profile, the save under way and the log, however far `start` came."""
         if hasattr(self, "profile"):
             self.profile.close()
         if hasattr(self, "checkpoints"):

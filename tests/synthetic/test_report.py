@@ -248,15 +248,12 @@ def test_a_scatter_needs_both_tasks(tmp_path):
     assert report.report("fig2", overrides=(f"out_dir={tmp_path}",))["figure"].exists()
 
 
-def test_the_overview_counts_runs(tmp_path, capsys):
-    fabricate_all("fig11", tmp_path)
-    assert cli.main(["report", f"out_dir={tmp_path}"]) == 0
+def test_the_reports_are_listed(capsys):
+    assert cli.main(["report"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, entry in report.REPORTS.items():
         line = next(line for line in lines if line.startswith(f"│ {name} "))
-        assert entry.where in line
-        runs, found = line.rstrip(" │").split("│")[-2:]
-        assert int(found) == (5 if name in ("fig11", "tab2") else 0) <= int(runs)
+        assert entry.where in line and entry.title in line
 
 
 TINY = """
