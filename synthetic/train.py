@@ -31,6 +31,7 @@ from synthetic import init_from, tasks
 from synthetic.build import STATE, build, held, newest_state
 from synthetic.config import Config
 from synthetic.evaluate import (
+    Answers,
     Tensors,
     as_tensors,
     evaluate_all,
@@ -42,7 +43,7 @@ from synthetic.evaluate import (
 )
 from synthetic.init_from import Start
 from synthetic.results import curriculum_note, passes, solver_text
-from synthetic.update import Pass, backward, loss_of, max_iters_at
+from synthetic.update import backward, loss_of, max_iters_at
 
 
 def train(cfg: Config, overwrite: bool = False) -> dict:
@@ -268,18 +269,17 @@ class Training(Loop):
         # 2. Its gradient.
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        passed, adversarial_loss = self._gradient(number, tensors, batch.carry)
+        loss, answers, adversarial_loss = self._gradient(number, tensors, batch.carry)
         clip = self.cfg.optim.grad_clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
-        loss = passed.loss
         if not torch.isfinite(norm + loss.detach()):
             raise Diverged(f"the loss is {loss.item()}, the gradient norm {norm.item()}")
 
         # 3. The weights move, and what is logged is counted.
         self.optimizer.step()
         self.step = number
-        self.state = passed.state
-        self._count(tensors, passed)
+        self.state = answers.state
+        self._count(tensors, answers)
         self.last_input = tensors.input_ids, tensors.mask
         lr = self.cfg.optim.lr * factor
         record = {"loss": loss, "lr": lr, "grad_norm": norm, "longest": self.longest}
@@ -289,7 +289,7 @@ class Training(Loop):
 
     def _gradient(
         self, number: int, tensors: Tensors, continues: bool
-    ) -> tuple[Pass, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, Answers, torch.Tensor | None]:
         """Forward and backward of the update of this number → as `synthetic.update.backward`.
 
         Args: continues: the batch goes on where the one before ended.
@@ -299,7 +299,7 @@ class Training(Loop):
         before = self.state if continues else None
         limit = None if self.cfg.train.max_iters == "config" else max_iters_at(self.cfg, number)
 
-        def one_pass() -> Pass:
+        def one_pass() -> tuple[torch.Tensor, Answers]:
             return loss_of(self.model, tensors, before, self.carries_state, self._autocast)
 
         try:
@@ -308,13 +308,13 @@ class Training(Loop):
         except FloatingPointError as e:
             raise Diverged(str(e)) from None
 
-    def _count(self, tensors: Tensors, passed: Pass) -> None:
+    def _count(self, tensors: Tensors, answers: Answers) -> None:
         scored = tensors.labels != tasks.IGNORE
-        self.correct += ((passed.logits.argmax(-1) == tensors.labels) & scored).sum()
+        self.correct += ((answers.logits.argmax(-1) == tensors.labels) & scored).sum()
         self.scored += scored.sum()
         self.tokens += tensors.input_ids.numel()
-        if passed.statistics[0] is not None:
-            self.statistics += passed.statistics
+        if answers.statistics[0] is not None:
+            self.statistics += answers.statistics
 
     def _autocast(self) -> torch.autocast:
         enabled = self.precision == "bf16"
