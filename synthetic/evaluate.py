@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -190,28 +190,15 @@ class _Scores:
         return {"metrics": means, "stderr": errors}
 
 
-def _in_training(task: Task, length: int, split: str, sequences: int, held_apart: bool) -> dict:
+def _in_training(task: Task, length: int, sequences: int, held_apart: bool) -> dict:
     """Return {"count", "of"}: how many of the samples training may have too; a count of None: not
-    known.
+    known, as of a stream, whose splits are files.
 
     Where a length has too few samples to hold splits apart, training may have all of them.
     """
-    if task.streams:
-        count, questions = task.seen[split]
-        return {"count": count, "of": questions}
     count = 0 if task.held_apart(length) else sequences
-    return {"count": count if held_apart else None, "of": sequences}
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, and then in the one that it was in."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
+    is_known = held_apart and not task.streams
+    return {"count": count if is_known else None, "of": sequences}
 
 
 def _batches(task: Task, cfg: Config, length: int, split: str) -> tuple[int, int]:
@@ -256,7 +243,7 @@ def measure(
     token_by_token: bool = False,
     held_apart: bool = True,
 ) -> dict:
-    """Measure one length.
+    """Measure one length, and leave the model in evaluation mode.
 
     A task that is one long stream (CatbAbI) is read once, its state carried along; ℓ* is counted
     on its first segments.
@@ -283,7 +270,8 @@ def measure(
     device = next(model.parameters()).device
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     limited = solving(model, eval_max_iters=cfg.eval.max_iters)
-    with _evaluating(model), limited, autocast:
+    model.eval()
+    with limited, autocast:
         began = time.perf_counter()
         solver = solver_of(model, 1 if token_by_token else length)
         statistics, first = _read_all(model, scores, batches, token_by_token)
@@ -299,7 +287,7 @@ def measure(
         "sequences": count * batch_size,
         "read": TOKEN_BY_TOKEN if token_by_token else way_of_reading,
         "solver": solver,
-        "in_training": _in_training(task, length, split, count * batch_size, held_apart),
+        "in_training": _in_training(task, length, count * batch_size, held_apart),
         "seconds": round(seconds, 3),
         **fixed_point_metrics(statistics),
     }

@@ -108,14 +108,9 @@ class Sweep:
     points: list[dict[str, Any]]  # dotted key → value, mappings flattened
     configs: list[Config]
 
-    def finished(self) -> list[int]:
-        """Return the indices of the points that have been trained."""
-        return [i for i, cfg in enumerate(self.configs) if is_finished(cfg)]
-
     def missing(self) -> list[int]:
-        """Return the indices of the other points."""
-        finished = set(self.finished())
-        return [i for i in range(len(self.configs)) if i not in finished]
+        """Return the indices of the points that have not been trained."""
+        return [i for i, cfg in enumerate(self.configs) if not is_finished(cfg)]
 
 
 def _shown(path: Path) -> str:
@@ -171,9 +166,9 @@ def collect(sweep: Sweep) -> list[Trained]:
     """Return the finished runs in the order of the sweep, and print a note on runs of another
     config."""
     runs: list[Trained] = []
-    for i in sweep.finished():
-        cfg = sweep.configs[i]
-        point = sweep.points[i]
+    for cfg, point in zip(sweep.configs, sweep.points, strict=True):
+        if not is_finished(cfg):
+            continue
         if different := differences(cfg):
             say(f"note: {cfg.run_dir} is of another config: {'; '.join(different[:4])}")
         runs.append(

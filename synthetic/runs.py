@@ -42,8 +42,6 @@ def differences(cfg: Config) -> list[str]:
     A key that is newer than the run had the effect of its default.
     """
     path = RunDir(cfg.run_dir).config
-    if not path.exists():
-        return []
     was = base.build(base.load_tree(path), str(path), Config)
     changed: dict[str, str] = {}
     for keys in config_differences(was, cfg).values():

@@ -52,8 +52,7 @@ class Task:
         apart: see `shortest`.
         headline: the metric that says whether the task is solved (1.0 = perfect).
         streams: batches continue each other, and evaluation goes over one epoch of them in order;
-            such a task has `segments` and `seen`.
-        seen: of a stream, each split's questions that are in training, and all of them.
+            such a task has `segments`.
     """
 
     name: str = "this task"
@@ -64,7 +63,6 @@ class Task:
     shortest: int = 1
     apart: int = 1
     streams: bool = False
-    seen: dict[str, tuple[int, int]]
 
     def __init__(self, section: Any = None):
         """Nothing is read from the section."""

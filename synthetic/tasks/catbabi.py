@@ -36,11 +36,6 @@ class _Epoch(NamedTuple):
     lengths: np.ndarray  # (b,) int64: tokens of each row; behind them is padding
 
 
-def _questions(story: babi.Story) -> list[tuple[int, str]]:
-    """Each question of a story: its bAbI task, and the story up to its answer."""
-    return [(story.task, " ".join(story.tokens[:answer])) for answer in story.answers]
-
-
 @task("catbabi")
 class CatBabi(Task):
     """bAbI's stories (lm/evaluation/tasks/babi.py) in segments in a row.
@@ -53,8 +48,7 @@ class CatBabi(Task):
     every stream begins with a story (else its first questions would lack their facts) and is padded
     on the right to the longest one, and each question is due exactly once.
 
-    The splits are those of the files. bAbI's own have questions in common. `seen` has two numbers
-    for each split: its questions whose story up to there is in training, word for word; and all.
+    The splits are those of the files; bAbI's own have questions in common.
 
     task.stories restricts the bAbI tasks used; ids and vocab_size do not depend on it.
     """
@@ -93,15 +87,6 @@ class CatBabi(Task):
             for answer in story.answers
         }
         self.chance = 1 / len(answers)
-        questions = {
-            split: [question for story in used[split] for question in _questions(story)]
-            for split in SPLITS
-        }
-        of_training = set(questions["train"])
-        self.seen = {
-            split: (sum(question in of_training for question in asked), len(asked))
-            for split, asked in questions.items()
-        }
         self._corpora = {split: self._corpus(used[split]) for split in SPLITS}
         # Of each split the epoch last asked for, and what it was asked for with.
         self._epochs: dict[str, tuple[tuple[int, ...], _Epoch]] = {}
@@ -123,7 +108,7 @@ class CatBabi(Task):
             self._check(split, 1, length)
 
     def held_apart(self, length: int) -> bool:
-        return self.seen["valid"][0] == self.seen["test"][0] == 0
+        return False
 
     def _check(self, split: str, batch_size: int, length: int) -> None:
         size = len(self._corpora[split].tokens)
