@@ -50,8 +50,8 @@ def _train(args: argparse.Namespace) -> int:
     result = train(cfg, args.overwrite)
     seconds = result["training_seconds"]
     say(summary(result, f"{cfg.run_dir}: {result['updates']} updates in {seconds:.0f} s"))
-    if text := verdict(result):
-        say(text)
+    for line in verdict(result):
+        say(line)
     say(f"result   {RunDir(cfg.run_dir).result}")
     return 0 if all(bar["passed"] for bar in result["bars"]) else 2
 
@@ -67,8 +67,8 @@ def _eval(args: argparse.Namespace) -> int:
 
     result = evaluate_run(args.run, args.override, args.out, args.trust)
     say(summary(result, args.run))
-    if text := verdict(result):
-        say(text)
+    for line in verdict(result):
+        say(line)
     return 0
 
 

@@ -200,12 +200,12 @@ def _solving_cells(rows: list[dict]) -> dict[str, str]:
     }
 
 
-def verdict(result: dict) -> str:
-    """The pass/fail lines of a recipe; '' for a config without bars."""
+def verdict(result: dict) -> list[str]:
+    """Return a line for each bar: passed or failed."""
     lines = []
     for bar in result["bars"]:
         at = f" at length {bar['length']}" if bar["length"] else ""
         value = "not measured" if bar["value"] is None else f"{bar['value']:.4f}"
         word = "PASS" if bar["passed"] else "FAIL"
         lines.append(f"{word}  {bar['metric']}{at}: {value} (bar {bar['least']:g})")
-    return "\n".join(lines)
+    return lines

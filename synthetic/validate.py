@@ -82,10 +82,7 @@ def _model_of(path: str, overrides: Sequence[str]) -> tuple[str, dict[str, Any]]
                 " only"
             )
     base.set_overrides(kept, overrides, config.Config)
-    name = tree.get("name", Path(path).stem)
-    if not isinstance(name, str):
-        raise ConfigError(f"{path}: `name` is {name!r}: it must be a text")
-    return name, kept
+    return str(tree.get("name", Path(path).stem)), kept
 
 
 def plan(

@@ -8,6 +8,7 @@ mode.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -88,8 +89,7 @@ class CatBabi(Task):
         }
         self.chance = 1 / len(answers)
         self._corpora = {split: self._corpus(used[split]) for split in SPLITS}
-        # Of each split the epoch last asked for, and what it was asked for with.
-        self._epochs: dict[str, tuple[tuple[int, ...], _Epoch]] = {}
+        self._streams = lru_cache(maxsize=len(SPLITS))(self._cut)
 
     def _corpus(self, stories: list[babi.Story]) -> _Corpus:
         """Stories as one sequence of ids, an `<eos>` in front of each."""
@@ -134,7 +134,9 @@ class CatBabi(Task):
         """Segment `index` modulo `segments` of epoch `index` div `segments`."""
         length = lengths[1]
         epoch, segment = divmod(index, self.segments(split, batch_size, length))
-        streams = self._epoch(seed, split, epoch, batch_size)
+        if split != "train":  # one order for ever
+            seed = epoch = 0
+        streams = self._streams(seed, split, epoch, batch_size)
         columns = slice(segment * length, (segment + 1) * length)
         tokens = streams.tokens[:, columns].astype(np.int64)
         place = np.arange(streams.tokens.shape[1])[columns]
@@ -148,9 +150,7 @@ class CatBabi(Task):
         )
 
     def _order(self, seed: int, split: str, epoch: int) -> np.ndarray:
-        """The order of the stories; that of valid and test is always the same."""
-        if split != "train":
-            seed = epoch = 0
+        """The order of the stories."""
         rng = np.random.default_rng([seed, SPLITS.index(split), epoch])
         return rng.permutation(len(self._corpora[split].starts) - 1)
 
@@ -169,16 +169,7 @@ class CatBabi(Task):
         bounds = ordered[np.searchsorted(ordered, even)]
         return bounds, int(np.diff(bounds).max())
 
-    def _epoch(self, seed: int, split: str, epoch: int, batch_size: int) -> _Epoch:
-        """`_streams`, of which those of a split that were made last are kept."""
-        # Valid and test have one order, whatever the seed and the epoch.
-        arguments = (seed, epoch, batch_size) if split == "train" else (batch_size,)
-        if split not in self._epochs or self._epochs[split][0] != arguments:
-            streams = self._streams(seed, split, epoch, batch_size)
-            self._epochs[split] = (arguments, streams)
-        return self._epochs[split][1]
-
-    def _streams(self, seed: int, split: str, epoch: int, batch_size: int) -> _Epoch:
+    def _cut(self, seed: int, split: str, epoch: int, batch_size: int) -> _Epoch:
         """An epoch's stories, one after another, cut into parallel streams."""
         # 1. All tokens in the order of the epoch, and the answers that are due at them.
         corpus = self._corpora[split]
