@@ -18,7 +18,6 @@ from synthetic.results import (
     curriculum_note,
     elsewhere_of_layers,
     error_of_mean,
-    error_over_seeds,
     failed_share,
     in_training,
     plus_minus,
@@ -137,26 +136,26 @@ def over_seeds(numbers: pd.DataFrame, by: Sequence[str] = ("length",)) -> pd.Dat
         by: Columns that tell the means apart.
 
     Returns:
-        A frame with `by` as sorted index: n (training seeds), value, error (of all seeds),
-        values and seeds (of each).
+        A frame with `by` as sorted index: n (training seeds), value, error (the standard deviation
+        over seeds; of a single one the standard error over test samples), values and seeds.
     """
     of_run = numbers.groupby([*by, "run", "seed"]).agg(
         value=("value", "mean"), stderr=("stderr", error_of_mean)
     )
-    found = []
-    for key, group in of_run.groupby(level=list(range(len(by)))):
-        values = group["value"].to_list()
-        found.append(
-            {
-                **dict(zip(by, key)),
-                "n": len(values),
-                "value": float(np.mean(values)),
-                "error": error_over_seeds(values, group["stderr"].to_list()),
-                "values": values,
-                "seeds": group.index.get_level_values("seed").to_list(),
-            }
+    means = (
+        of_run.reset_index(["run", "seed"])
+        .groupby(level=list(by))
+        .agg(
+            n=("value", "size"),
+            value=("value", "mean"),
+            error=("value", "std"),
+            stderr=("stderr", "first"),
+            values=("value", list),
+            seeds=("seed", list),
         )
-    return pd.DataFrame(found).set_index(list(by))
+    )
+    means["error"] = means["error"].fillna(means["stderr"])  # of a single seed there is no spread
+    return means
 
 
 def seed_count(counts: Iterable[int]) -> str:

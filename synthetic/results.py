@@ -92,19 +92,6 @@ def error_of_mean(stderrs: Sequence[float]) -> float:
     return float(np.sqrt(np.square(np.asarray(stderrs)).sum()) / len(stderrs))
 
 
-def error_over_seeds(values: Sequence[float], stderrs: Sequence[float]) -> float:
-    """Return the error of a number's mean over training seeds.
-
-    Args:
-        values: The number of each seed.
-        stderrs: Its standard error over test samples, NaN if unknown.
-
-    Returns:
-        The standard deviation over several seeds; the standard error of a single one.
-    """
-    return float(np.std(values, ddof=1)) if len(values) > 1 else float(stderrs[0])
-
-
 def plus_minus(stderr: float, digits: int = 3) -> str:
     """Return " ±0.012", to follow a value; "" if the error is unknown."""
     return "" if np.isnan(stderr) else f" ±{stderr:.{digits}f}"

@@ -117,8 +117,7 @@ class Task:
     def batch(
         self, seed: int, split: str, index: int, batch_size: int, lengths: tuple[int, int]
     ) -> Batch:
-        """Batch `index` of a split: the same for the same arguments, whoever asks and in whatever
-        order (so any number of loader processes gives the same data)."""
+        """Batch `index` of a split: the same for the same arguments, in whatever order."""
         rng = np.random.default_rng([seed, SPLITS.index(split), index])
         return self.sample(rng, batch_size, lengths, split)
 
