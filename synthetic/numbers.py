@@ -195,19 +195,10 @@ def notes(drawn: pd.DataFrame, runs: Iterable[Trained]) -> list[str]:
     if (drawn["in_training"] == UNKNOWN).any():
         found.append("For some, it is unknown if training has the test samples too")
     shared = drawn[~drawn["in_training"].isin(("0", UNKNOWN))]
-    at_most = [
-        f"{length} ({max(shares, key=_as_share)})"
-        for length, shares in shared.groupby("length")["in_training"]
-    ]
-    if at_most:
-        found.append(f"Test samples that training may have too, at length: {', '.join(at_most)}")
+    if len(shared):
+        lengths = ", ".join(map(str, sorted(shared["length"].unique())))
+        found.append(f"Test samples that training may have too, at length: {lengths}")
     for run in runs:
         if note := curriculum_note(run.result, run.cfg):
             found.append(f"{run.label or 'the model'}, seed {run.seed}: {note}")
     return found
-
-
-def _as_share(text: str) -> float:
-    """Return 3/36 for "3 of 36"."""
-    count, samples = map(int, text.split(" of "))
-    return count / samples

@@ -140,7 +140,7 @@ def test_test_samples_that_training_has_too_are_noted():
     held = {**row, "length": 9, "in_training": {"count": 0, "of": 4}}
     assert notes(table_of(a=[row, held]), []) == [
         "Solver in evaluation: none",
-        "Test samples that training may have too, at length: 2 (3 of 4)",
+        "Test samples that training may have too, at length: 2",
     ]
 
 
