@@ -16,6 +16,7 @@ from synthetic.cli import main
 from synthetic.inspection import inspect_batch
 from synthetic.tasks import IGNORE, TaskError
 from synthetic.train import train
+from tests.fabricated import TINY
 
 SPACED = ("word_problem",)  # tasks whose tokens are typed with spaces between them
 
@@ -130,19 +131,7 @@ def test_where_no_answer_is_due_there_is_none_to_be_wrong():
 
 def test_the_command_shows_a_trained_run(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.yaml").write_text(
-        json.dumps(
-            {
-                "name": "t",
-                "out_dir": str(tmp_path / "runs"),
-                "model": {"d_model": 16, "d_state": 4},
-                "task": {"group": "Z3"},
-                "optim": {"lr": 1e-2, "warmup": 1},
-                "train": {"steps": 2, "batch_size": 4, "length": 4},
-                "eval": {"every": 2, "lengths": "4", "examples": 4, "batch_size": 4},
-            }
-        )
-    )
+    (tmp_path / "c.yaml").write_text(json.dumps({**TINY, "out_dir": str(tmp_path / "runs")}))
     train(config.load(tmp_path / "c.yaml"))
     run = str(tmp_path / "runs/t")
     capsys.readouterr()

@@ -17,12 +17,11 @@ from synthetic.results import curriculum_note
 from synthetic.tasks import TaskError
 from synthetic.train import Training, train
 from synthetic.update import max_iters_at
+from tests.fabricated import TINY
 
 TREE = {
-    "name": "t",
-    "model": {"d_model": 16, "d_state": 4},
+    **TINY,
     "solver": {"max_iters": 10, "eval_max_iters": 10},
-    "task": {"name": "word_problem", "group": "Z3"},
     "optim": {"lr": 1e-2, "warmup": 2},
     "train": {"steps": 12, "batch_size": 8, "length": 4},
     "eval": {"every": 4, "lengths": "2:6:2", "examples": 16, "batch_size": 8},
