@@ -66,9 +66,11 @@ def lines(run: Trained, rows: Iterable[dict], **columns: Any) -> list[dict]:
         "label": run.label,
         "panel": run.panel,
         "model": run.model,
+        "task": run.cfg.task.name,
+        **run.point,
+        "seed": run.seed,
+        **columns,
     }
-    about["task"] = run.cfg.task.name
-    about |= {**run.point, "seed": run.seed, **columns}
     return [about | line for row in rows for line in _lines_of_row(row)]
 
 
