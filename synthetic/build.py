@@ -127,40 +127,27 @@ def load_run(run_dir: str | Path, overrides: Sequence[str] = (), trust: bool = F
 
     Raises:
         ConfigError: Its config names code of its own, which is not trusted.
-        CheckpointError: nothing was trained there, or another model.
-        TaskError: the checkpoint was trained on another vocabulary.
+        CheckpointError: nothing was trained there, or another model, or on other ids.
     """
     run = RunDir(run_dir)
     saved = _trained_state(run)
     cfg = load(run.config, overrides)
-    trained = load(run.config).model.model_dump()
-    wanted = cfg.model.model_dump(exclude={"vocab_size"})  # the shapes of the weights tell it
-    differing = [key for key, value in wanted.items() if value != trained[key]]
-    if differing:  # not every other model has weights of another shape
-        key = differing[0]
+    vocab_size = cfg.model.vocab_size  # the shapes of the weights tell it
+    if cfg.model != load(run.config, [f"model.vocab_size={vocab_size}"]).model:
         raise CheckpointError(
-            f"{run} is of another model than its config and the overrides describe (model.{key} was"
-            f" {trained[key]}, is {getattr(cfg.model, key)}): leave the `model` section as it was"
-            " trained"
+            f"the overrides describe another model than that of {run}: leave the `model` section as"
+            " it was trained"
         )
     with reading_run(run.config, trust):
         task = tasks.build(cfg.task)
         model, _, precision = build(cfg, task, cfg.train.lengths[1])
-    weights = saved["model"]
-    ours = model.state_dict()
-    for name, tensor in weights.items():
-        if "embedding" in name and name in ours and len(ours[name]) != len(tensor):
-            raise tasks.TaskError(
-                f"{run} was trained on {len(tensor)} ids, task `{cfg.task.name}` has"
-                f" {len(ours[name])}: a checkpoint is for the vocabulary it was trained on"
-            )
     try:
-        model.load_state_dict(weights)
+        model.load_state_dict(saved["model"])
     except RuntimeError as e:
         # torch's message: a heading, then a line for each thing that does not fit.
         first = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
         raise CheckpointError(
-            f"{run} is of another model than its config and the overrides describe ({first}):"
-            " leave the `model` section as it was trained"
+            f"the weights of {run} are not for task `{cfg.task.name}`, which has"
+            f" {task.vocab_size} ids, or its class was changed ({first})"
         ) from None
     return Loaded(cfg, task, model.eval(), precision)

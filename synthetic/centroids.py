@@ -61,22 +61,17 @@ def new_centroids(
     }
     if not partners:
         return []
-    if other_task:
-        return [
-            NewCentroids(index, None, f"layer {index}: random centroids: {other_task}")
-            for index in partners
-        ]
-    ends = _ends(source)
+    ends = None if other_task else _ends(source)
     found = []
     for index, partner in partners.items():
         k, width = model.backbone.layers[index].block.centroids.vectors.shape
-        states = ends.states.get(partner)
-        if states is None or states.shape[1] != width:
-            why = f"its partner, layer {partner}, has no states of {width} channels"
-            found.append(NewCentroids(index, None, f"layer {index}: random centroids: {why}"))
+        states = ends.states.get(partner) if ends else None
+        if ends and states is not None and states.shape[1] == width:
+            means, description = _choose_means(k, states, ends, source.cfg.run_dir)
+            found.append(NewCentroids(index, means, f"layer {index}: {description}"))
             continue
-        means, description = _choose_means(k, states, ends, source.cfg.run_dir)
-        found.append(NewCentroids(index, means, f"layer {index}: {description}"))
+        why = other_task or f"its partner, layer {partner}, has no states of {width} channels"
+        found.append(NewCentroids(index, None, f"layer {index}: random centroids: {why}"))
     return found
 
 

@@ -21,7 +21,7 @@ from synthetic.lengths import MAX_LENGTH
 
 EPILOG = """examples:
   fprnn synthetic train --config configs/synthetic/small/s3.yaml
-  fprnn synthetic eval runs/synthetic/s3 --lengths 2:512
+  fprnn synthetic eval runs/synthetic/s3 eval.lengths=2:512
   fprnn synthetic inspect runs/synthetic/s3 213 231 321
   fprnn synthetic report fig3c --run
   fprnn synthetic validate configs/synthetic/models/*.yaml --jobs 2
@@ -50,8 +50,8 @@ def _train(args: argparse.Namespace) -> int:
     result = train(cfg, args.overwrite)
     seconds = result["training_seconds"]
     say(summary(result, f"{cfg.run_dir}: {result['updates']} updates in {seconds:.0f} s"))
-    if text := verdict(result):
-        say(text)
+    for line in verdict(result):
+        say(line)
     say(f"result   {RunDir(cfg.run_dir).result}")
     return 0 if all(bar["passed"] for bar in result["bars"]) else 2
 
@@ -65,10 +65,10 @@ def _eval(args: argparse.Namespace) -> int:
     from synthetic.evaluate import evaluate_run
     from synthetic.results import summary, verdict
 
-    result = evaluate_run(args.run, args.lengths, args.seeds, args.override, args.out, args.trust)
+    result = evaluate_run(args.run, args.override, args.out, args.trust)
     say(summary(result, args.run))
-    if text := verdict(result):
-        say(text)
+    for line in verdict(result):
+        say(line)
     return 0
 
 
@@ -94,6 +94,7 @@ def _validate(args: argparse.Namespace) -> int:
         load_tree(path)
 
     from lm.common.console import say
+    from synthetic.plots import curves
     from synthetic.profile import describe, judge, summarize, write
     from synthetic.results import table
     from synthetic.validate import validate
@@ -101,8 +102,9 @@ def _validate(args: argparse.Namespace) -> int:
     out_dir = args.out_dir or f"runs/validate{'_quick' * args.quick}"
     runs = validate(paths, overrides, out_dir, args.jobs, args.quick, args.seeds)
     say(table(summarize(runs), "Models and their abilities"))
-    say("\n".join(describe(runs)))
-    for path in write(runs, Path(out_dir)):
+    drawing = curves(runs, "Abilities over test lengths", wide=1)
+    say("\n".join(describe(runs, drawing)))
+    for path in write(drawing, Path(out_dir)):
         say(f"wrote    {path}")
     return 0 if judge(runs)["passed"].all() else 2
 
@@ -113,21 +115,15 @@ def _report(args: argparse.Namespace) -> int:
     places.check_files({"--config": args.config})
 
     from lm.common.console import say
-    from synthetic.report import overview, report
+    from synthetic.report import REPORTS, report
     from synthetic.results import table
 
-    name, overrides = args.name, list(args.override)
-    if name and "=" in name:  # no report, only overrides
-        name, overrides = None, [name, *overrides]
-    if name is None:
-        rows, problems = overview(args.scale, tuple(overrides))
-        title = f"Reports at scale {args.scale}; minutes of training, one run after another"
-        say(table(rows, title))
-        for problem in problems:
-            say(f"note: {problem}")
+    if args.name is None:
+        entries = [{"report": k, "paper": v.where, "shows": v.title} for k, v in REPORTS.items()]
+        say(table(entries, "Reports"))
         return 0
     run, jobs = args.run_missing, args.jobs
-    report(name, args.scale, tuple(overrides), args.config, run=run, jobs=jobs)
+    report(args.name, args.scale, tuple(args.override), args.config, run=run, jobs=jobs)
     return 0
 
 
@@ -204,17 +200,10 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "eval",
         help="evaluate a trained run over other lengths and seeds",
-        description="Lengths: 16,32,48; 2:50:1 (from, to, step); 2:512 (from, to, ×√2 each).",
+        description="OVERRIDES: eval.lengths=16,32,48 or 2:50:1 (from, to, step) or 2:512 (from,"
+        " to, ×√2 each); eval.seeds=[0,1,2] of the test data; other keys of eval and solver.",
     )
     command.add_argument("run", metavar="RUN", help="a run directory")
-    command.add_argument("--lengths", help="default: the config's eval.lengths")
-    command.add_argument(
-        "--seeds",
-        type=SEED,
-        nargs="+",
-        metavar="SEED",
-        help="of the test data, each at least 0 (default: the config's eval.seeds)",
-    )
     command.add_argument("--out", help="results JSON (default: RUN/eval.json)")
     add_trust(command)
     add_overrides(command)
@@ -227,7 +216,7 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
         help="look inside: the decoded state and ℓ* at every token of one sequence",
         description="Show, in the terminal and on one HTML page, what a trained run makes of one"
         " sequence: the state it decodes at each token beside the right one, ℓ*, states, gates and"
-        " decays. WORD: the input's tokens by name (213 231 for S3, '([' for dyck); without,"
+        " decays. WORD: the input's tokens by name (213 231 for S3); without,"
         " --length draws a test sequence. docs/inspect.md.",
     )
     command.add_argument("run", metavar="RUN", help="a run directory")
@@ -258,9 +247,8 @@ def _add_validate(commands: argparse._SubParsersAction) -> None:
         description="State tracking, automata, brackets, arithmetic, copying, recall, …: trains a"
         " small recipe for each ability on the `model:` section of any YAML (several: side by"
         " side), tries it on up to 64 times longer sequences, prints one table, and writes into DIR"
-        " the numbers (validate.csv), a radar for each model (profile.png) and curves over lengths"
-        " (lengths.png). Finished runs are kept, so a stopped command continues. Exit status 2: a"
-        " bar was missed.",
+        " the numbers (validate.csv) and curves over lengths (lengths.png). Finished runs are kept,"
+        " so a stopped command continues. Exit status 2: a bar was missed.",
     )
     command.add_argument(
         "config",
@@ -295,7 +283,7 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "report",
         help="the paper's figures and tables from the runs that are finished",
-        description="Without NAME: all reports and how many of their runs are found. With NAME:"
+        description="Without NAME: all reports. With NAME:"
         " draw it into OUT_DIR/reports/SCALE, with its numbers as CSV, and print the commands of"
         " the runs that are missing. OVERRIDES go over every run, e.g."
         " task.data=data/babi/en-valid. Exit status 1: no run.",

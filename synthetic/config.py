@@ -35,7 +35,7 @@ class Task(Section):
     alphabet: int = Field(26, ge=2)  # letters, of copying; keys, and as many values, of recall
     ngram: int = Field(2, ge=1)  # n of the n-gram tasks; longest key and value of fuzzy_recall
     context: int = Field(256, gt=0)  # tokens that copying packs its training strings into
-    modulus: int = Field(5, ge=2)  # of modular arithmetic and cycle navigation
+    modulus: int = Field(5, ge=2)  # of modular arithmetic
     pairs: int | None = Field(None, gt=0)  # of mqar; null: a sixteenth of the length
     noise: base.Fraction = 0.2  # of noisy_recall: the share of pairs that are noise
     content: int = Field(16, gt=0)  # of selective_copying: the letters among the blanks
@@ -45,7 +45,6 @@ class Task(Section):
     automaton: Automaton = Automaton()
     supervision: Literal["last", "every"] = "last"  # of the formal languages: where answers are due
     data: str | None = None  # of catbabi: the folder with qa*_train.txt
-    mode: Literal["answers", "lm"] = "answers"  # of catbabi: which tokens are labels
     stories: tuple[int, ...] = tuple(range(1, 21))  # of catbabi: the bAbI tasks used
     options: dict[str, Any] = {}  # noqa: RUF012 (of pydantic) of a task of one's own
 
@@ -172,6 +171,13 @@ class Eval(Section):
     def _lengths(cls, value):
         if value is not None:
             parse_ranges(value)
+        return value
+
+    @field_validator("seeds")
+    @classmethod
+    def _different_seeds(cls, value):
+        if len(set(value)) < len(value):
+            raise ValueError(f"a seed of {list(value)} is there twice, with the same test samples")
         return value
 
 

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ from synthetic.lengths import parse_ranges
 from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN, passes
 from synthetic.tasks import Batch, Task, TaskError, splits
 
-LADDER = 2**0.5  # START:STOP without a step: each length about so many times the one before
 # Sequences of a length, and tokens of them, that ℓ* is measured on at most: a probe costs as many
 # solves as ℓ*, and on state tracking that grows with the length.
 PROBED = 32
@@ -34,7 +33,7 @@ PROBED_TOKENS = 2048
 def parse_lengths(text: str, task: Task) -> list[int]:
     """Lengths to evaluate: "16,32,48"; "2:50:1" (from, to, step); "2:512" (from, to, ×√2 each).
 
-    A range keeps the lengths that the task can have; one named by itself must be possible.
+    A range stands for the nearest lengths that the task has; one named by itself must be possible.
 
     Raises:
         TaskError: not a list of lengths, or a length the task cannot have.
@@ -45,44 +44,13 @@ def parse_lengths(text: str, task: Task) -> list[int]:
         raise TaskError(f"lengths: {e}") from None
     lengths: set[int] = set()
     for numbers in ranges:
-        if len(numbers) == 1:
-            task.check_length(numbers[0])
-            lengths.add(numbers[0])
-        else:
-            lengths.update(_possible_lengths(numbers, task))
+        if len(numbers) > 1:  # for a length that the task has not, the one below stands in
+            below = [n - (n - task.shortest) % task.apart for n in numbers if n >= task.shortest]
+            numbers = below or numbers
+        for length in numbers:
+            task.check_length(length)
+        lengths.update(numbers)
     return sorted(lengths)
-
-
-def _possible_lengths(numbers: tuple[int, ...], task: Task) -> list[int]:
-    """The lengths of a range (start, stop) or (start, stop, step) that a task can have. For one
-    that it cannot have the length just below stands in.
-
-    Raises:
-        TaskError: the task can have none of them.
-    """
-    start, stop = numbers[:2]
-    if len(numbers) == 3:
-        wanted = list(range(start, stop + 1, numbers[2]))
-    else:
-        rungs = math.floor(math.log(stop / start, LADDER) + 1e-9)
-        wanted = [*dict.fromkeys(round(start * LADDER**i) for i in range(rungs + 1)), stop]
-    possible = []
-    for length in wanted:
-        if _can_have(task, length):
-            possible.append(length)
-        elif _can_have(task, length - 1):
-            possible.append(length - 1)
-    if not possible:
-        task.check_length(stop)  # says which lengths there are
-    return possible
-
-
-def _can_have(task: Task, length: int) -> bool:
-    try:
-        task.check_length(length)
-    except TaskError:
-        return False
-    return True
 
 
 class Tensors(NamedTuple):
@@ -172,21 +140,6 @@ def probe_first(model: nn.Module, input_ids: torch.Tensor, mask: torch.Tensor | 
     return probe(model, input_ids[:count], None if mask is None else mask[:count])
 
 
-def check_seeds(seeds: Sequence[int]) -> None:
-    """Refuse a seed that is there twice: its test samples would be counted twice.
-
-    Raises:
-        TaskError: a seed is there twice.
-    """
-    seeds = list(seeds)
-    repeated = [seed for seed in dict.fromkeys(seeds) if seeds.count(seed) > 1]
-    if repeated:
-        raise TaskError(
-            f"seeds {seeds}: seed {repeated[0]} is there twice; its test samples are the same ones,"
-            " so name the seeds once each"
-        )
-
-
 def standard_error(values: np.ndarray, groups: np.ndarray) -> float:
     """The standard error of a mean whose items are not all independent.
 
@@ -225,11 +178,6 @@ class _Scores:
             self.values.setdefault(name, []).append(items)
             self.groups.setdefault(name, []).append(group)
 
-    @property
-    def distinct(self) -> int | None:
-        """How many of the sequences are different ones; None of a stream."""
-        return None if self.task.streams else len(np.unique(np.concatenate(self.samples)))
-
     def record(self) -> dict[str, dict[str, float]]:
         """{"metrics", "stderr"}: of each metric the mean over all items, and that mean's error."""
         pooled = {name: np.concatenate(items) for name, items in self.values.items()}
@@ -242,28 +190,15 @@ class _Scores:
         return {"metrics": means, "stderr": errors}
 
 
-def _in_training(task: Task, length: int, split: str, sequences: int, held_apart: bool) -> dict:
+def _in_training(task: Task, length: int, sequences: int, held_apart: bool) -> dict:
     """Return {"count", "of"}: how many of the samples training may have too; a count of None: not
-    known.
+    known, as of a stream, whose splits are files.
 
     Where a length has too few samples to hold splits apart, training may have all of them.
     """
-    if task.streams:
-        count, questions = task.seen[split]
-        return {"count": count, "of": questions}
     count = 0 if task.held_apart(length) else sequences
-    return {"count": count if held_apart else None, "of": sequences}
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, and then in the one that it was in."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
+    is_known = held_apart and not task.streams
+    return {"count": count if is_known else None, "of": sequences}
 
 
 def _batches(task: Task, cfg: Config, length: int, split: str) -> tuple[int, int]:
@@ -308,23 +243,24 @@ def measure(
     token_by_token: bool = False,
     held_apart: bool = True,
 ) -> dict:
-    """One length: {"metrics", "stderr", "sequences", "distinct", "seconds", "read", "solver",
-    "in_training"} and, with a solver, per layer "evaluations", "failed", "residual" over all that
-    was solved, and "num_iters" (ℓ*) of the first "probed" sequences.
+    """Measure one length, and leave the model in evaluation mode.
 
-    A task that is one long stream (CatbAbI) is gone through once, its state carried along; ℓ* is
-    that of its first segments. `distinct`: how many of the sequences are different ones (of a
-    stream: None). `stderr` takes a sequence that was drawn again as the same one, and has ℓ* (its
-    mean over layers, over those probed) too. `solver` is what the model itself says it solves by,
-    or "none". `in_training` is {"count", "of"}: how many of the samples (of a stream: of the
-    questions) training may have too; a count of None: not known.
+    A task that is one long stream (CatbAbI) is read once, its state carried along; ℓ* is counted
+    on its first segments.
 
     Args:
-        token_by_token: solve token by token (a model that carries its state); ℓ* is that of the
-            whole sequence all the same.
+        token_by_token: Solve token by token; the model must carry its state. ℓ* is still counted
+            on whole sequences.
         held_apart: The model was trained on a split that is held apart from this one.
+
+    Returns:
+        "metrics" and "stderr" (a sequence that was drawn again is the same sample), "sequences",
+        "seconds", "read", "solver" (as the model reports it), "in_training"; with a solver, per
+        layer "evaluations", "failed" and "residual" over all tokens, and "num_iters" (ℓ*) of the
+        first "probed" sequences. docs/synthetic.md explains each.
+
     Raises:
-        TaskError: the length is impossible.
+        TaskError: The task has no such length.
     """
     # 1. Read all of it; then count ℓ* on the first sequences.
     task.check_length(length)
@@ -334,7 +270,8 @@ def measure(
     device = next(model.parameters()).device
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     limited = solving(model, eval_max_iters=cfg.eval.max_iters)
-    with _evaluating(model), limited, autocast:
+    model.eval()
+    with limited, autocast:
         began = time.perf_counter()
         solver = solver_of(model, 1 if token_by_token else length)
         statistics, first = _read_all(model, scores, batches, token_by_token)
@@ -348,10 +285,9 @@ def measure(
     record = {
         **scores.record(),
         "sequences": count * batch_size,
-        "distinct": scores.distinct,
         "read": TOKEN_BY_TOKEN if token_by_token else way_of_reading,
         "solver": solver,
-        "in_training": _in_training(task, length, split, count * batch_size, held_apart),
+        "in_training": _in_training(task, length, count * batch_size, held_apart),
         "seconds": round(seconds, 3),
         **fixed_point_metrics(statistics),
     }
@@ -375,16 +311,16 @@ def evaluate_all(
     task: Task,
     cfg: Config,
     lengths: Sequence[int],
-    seeds: Sequence[int],
     precision: str,
     held_apart: bool = True,
 ) -> list[dict]:
-    """Every length with every seed of test data → [{"length", "seed", "read", "solver", …}].
+    """Every length with every seed of `eval` → [{"length", "seed", "read", "solver", …}].
 
     With eval.sequential also read token by token. held_apart: as of `measure`.
     """
+    seeds = cfg.eval.seeds
     if task.streams:  # one test set, read in segments as in training
-        lengths, seeds = [cfg.train.lengths[1]], [0]
+        lengths, seeds = [cfg.train.lengths[1]], (0,)
     ways = [False, True] if cfg.eval.sequential else [False]
     results: list[dict] = []
     done, total = 0, sum(lengths) * len(seeds) * len(ways)  # a length takes as long as its tokens
@@ -401,34 +337,25 @@ def evaluate_all(
 
 def evaluate_run(
     run_dir: str | Path,
-    lengths: str | None = None,
-    seeds: Sequence[int] | None = None,
     overrides: Sequence[str] = (),
     out: str | Path | None = None,
     trust: bool = False,
 ) -> dict:
-    """Evaluate a trained run again, over other lengths or seeds (or with other eval.* keys).
+    """Evaluate a trained run again, with other eval.* keys.
 
     Returns:
         what was written to `out` (default RUN/eval.json).
     Raises:
-        CheckpointError, TaskError: as `synthetic.build.load_run`, and for lengths or seeds that
-            the task cannot have. OutputError: `out` cannot be written.
+        CheckpointError, TaskError: as `synthetic.build.load_run`, and for lengths that the task
+            cannot have. OutputError: `out` cannot be written.
     """
     run_dir = Path(run_dir)
     path = Path(out) if out else RunDir(run_dir).evaluation
     check_file(path)
     cfg, task, model, precision = load_run(run_dir, overrides, trust)
-    test_seeds = seeds or cfg.eval.seeds
-    check_seeds(test_seeds)
-    if task.streams and (lengths or seeds):
-        say(
-            f"note: {cfg.task.name} has one test set, read in segments of train.length="
-            f"{cfg.train.lengths[1]}: neither lengths nor seeds apply"
-        )
-    test_lengths = parse_lengths(lengths or cfg.eval.lengths, task)
+    lengths = parse_lengths(cfg.eval.lengths, task)
     held_apart = cfg.task == load(RunDir(run_dir).config).task  # the task it was trained on
-    results = evaluate_all(model, task, cfg, test_lengths, test_seeds, precision, held_apart)
+    results = evaluate_all(model, task, cfg, lengths, precision, held_apart)
     tested = {None, *(row["length"] for row in results)}
     result = {
         "run": str(run_dir),

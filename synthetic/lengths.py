@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import re
+
 # A thousand times the longest length of a shipped configuration; a batch of 64 takes 0.5 GB.
 MAX_LENGTH = 2**20
 MAX_LENGTHS = 10_000  # every length is an evaluation of its own
+LADDER = 2**0.5  # START:STOP without a step: each length about so many times the one before
+PART = re.compile(r"\s*([1-9]\d*)(?::([1-9]\d*))?(?::([1-9]\d*))?\s*")
 
 
-def parse_ranges(text: str) -> list[tuple[int, ...]]:
-    """Return each part of the list as numbers: (length,), (start, stop) or (start, stop, step).
+def parse_ranges(text: str) -> list[list[int]]:
+    """Return the lengths of each part of the list.
 
     Raises:
-        ValueError: If it is no list of lengths, a length is above MAX_LENGTH, or the list has more
-            than MAX_LENGTHS of them; the message names the part and what would be right.
+        ValueError: If it is no list of lengths, or has more than MAX_LENGTHS of them.
     """
-    parts = [_numbers(part.strip(), text) for part in str(text).split(",")]
-    count = sum(len(range(p[0], p[1] + 1, p[2])) if len(p) == 3 else 1 for p in parts)
+    parts = [_expand(part) for part in str(text).split(",")]
+    count = sum(map(len, parts))
     if count > MAX_LENGTHS:
         raise ValueError(
             f"`{text}` stands for {count:,} lengths, each of which is evaluated: at most"
@@ -24,24 +28,18 @@ def parse_ranges(text: str) -> list[tuple[int, ...]]:
     return parts
 
 
-def _numbers(part: str, text: str) -> tuple[int, ...]:
-    """The numbers of one part of the list `text`."""
-    of_list = "" if part == text else f" of `{text}`"
-    try:
-        numbers = tuple(int(number) for number in part.split(":"))
-    except ValueError:
-        numbers = ()
-    if not 1 <= len(numbers) <= 3 or min(numbers) < 1:
+def _expand(part: str) -> list[int]:
+    """Return the lengths of one part of a list."""
+    match = PART.fullmatch(part)
+    start, stop, step = (int(number or 0) for number in match.groups()) if match else (0, 0, 0)
+    stop = stop or start
+    if not 1 <= start <= stop <= MAX_LENGTH:
         raise ValueError(
-            f"`{part}`{of_list} must be a length, START:STOP (×√2 from one to the next) or"
-            " START:STOP:STEP, of whole numbers above 0"
+            f"`{part}` must be a length, START:STOP (×√2 from one to the next) or START:STOP:STEP,"
+            f" of whole numbers from 1 to {MAX_LENGTH:,}, the smaller one first"
         )
-    if max(numbers[:2]) > MAX_LENGTH:
-        raise ValueError(f"`{part}`{of_list} is above {MAX_LENGTH:,}, the longest length")
-    if len(numbers) > 1 and numbers[0] > numbers[1]:
-        upwards = ":".join(map(str, (numbers[1], numbers[0], *numbers[2:])))
-        raise ValueError(
-            f"`{part}`{of_list} goes down from {numbers[0]} to {numbers[1]}: it must be"
-            f" START:STOP, as {upwards}"
-        )
-    return numbers
+    if step:
+        return list(range(start, stop + 1, step))
+    rungs = math.floor(math.log(stop / start, LADDER) + 1e-9)
+    ladder = [round(start * LADDER**rung) for rung in range(rungs + 1)]
+    return list(dict.fromkeys([*ladder, stop]))

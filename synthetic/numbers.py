@@ -18,7 +18,6 @@ from synthetic.results import (
     curriculum_note,
     elsewhere_of_layers,
     error_of_mean,
-    error_over_seeds,
     failed_share,
     in_training,
     plus_minus,
@@ -67,9 +66,11 @@ def lines(run: Trained, rows: Iterable[dict], **columns: Any) -> list[dict]:
         "label": run.label,
         "panel": run.panel,
         "model": run.model,
+        "task": run.cfg.task.name,
+        **run.point,
+        "seed": run.seed,
+        **columns,
     }
-    about["task"] = run.cfg.task.name
-    about |= {**run.point, "seed": run.seed, **columns}
     return [about | line for row in rows for line in _lines_of_row(row)]
 
 
@@ -81,7 +82,6 @@ def _lines_of_row(row: dict) -> list[dict]:
         "read": row["read"],
         "solver": solver_text(row["solver"]),
         "in_training": in_training([row]),
-        "distinct": row.get("distinct"),
         "failed": failed_share([row]),
         "elsewhere": any(elsewhere_of_layers([row])),
         "test_seed": row.get("seed"),
@@ -102,6 +102,13 @@ def write_csv(numbers: pd.DataFrame, path: Path) -> None:
 def at_end(runs: Iterable[Trained]) -> pd.DataFrame:
     """Return the table of the runs' final evaluations."""
     return pd.DataFrame([line for run in runs for line in lines(run, run.result["eval"])])
+
+
+def headlines(runs: Sequence[Trained]) -> pd.DataFrame:
+    """Return the lines of each task's headline metric."""
+    numbers = at_end(runs)
+    metric_of = {run.panel: run.headline for run in runs}
+    return numbers[numbers["metric"] == numbers["panel"].map(metric_of)]
 
 
 def while_training(runs: Iterable[Trained]) -> pd.DataFrame:
@@ -131,26 +138,26 @@ def over_seeds(numbers: pd.DataFrame, by: Sequence[str] = ("length",)) -> pd.Dat
         by: Columns that tell the means apart.
 
     Returns:
-        A frame with `by` as sorted index: n (training seeds), value, error (of all seeds),
-        values and seeds (of each).
+        A frame with `by` as sorted index: n (training seeds), value, error (the standard deviation
+        over seeds; of a single one the standard error over test samples), values and seeds.
     """
     of_run = numbers.groupby([*by, "run", "seed"]).agg(
         value=("value", "mean"), stderr=("stderr", error_of_mean)
     )
-    found = []
-    for key, group in of_run.groupby(level=list(range(len(by)))):
-        values = group["value"].to_list()
-        found.append(
-            {
-                **dict(zip(by, key)),
-                "n": len(values),
-                "value": float(np.mean(values)),
-                "error": error_over_seeds(values, group["stderr"].to_list()),
-                "values": values,
-                "seeds": group.index.get_level_values("seed").to_list(),
-            }
+    means = (
+        of_run.reset_index(["run", "seed"])
+        .groupby(level=list(by))
+        .agg(
+            n=("value", "size"),
+            value=("value", "mean"),
+            error=("value", "std"),
+            stderr=("stderr", "first"),
+            values=("value", list),
+            seeds=("seed", list),
         )
-    return pd.DataFrame(found).set_index(list(by))
+    )
+    means["error"] = means["error"].fillna(means["stderr"])  # of a single seed there is no spread
+    return means
 
 
 def seed_count(counts: Iterable[int]) -> str:
@@ -161,7 +168,7 @@ def seed_count(counts: Iterable[int]) -> str:
 
 def with_error(value: float, error: float) -> str:
     """Return a mean with its error, as tables show it."""
-    digits = 1 if value >= 10 else 4  # iterations, or an accuracy
+    digits = 1 if value > 1 else 4  # iterations or a length, or an accuracy
     return f"{value:.{digits}f}{plus_minus(error, min(3, digits))}"
 
 
@@ -190,19 +197,10 @@ def notes(drawn: pd.DataFrame, runs: Iterable[Trained]) -> list[str]:
     if (drawn["in_training"] == UNKNOWN).any():
         found.append("For some, it is unknown if training has the test samples too")
     shared = drawn[~drawn["in_training"].isin(("0", UNKNOWN))]
-    at_most = [
-        f"{length} ({max(shares, key=_as_share)})"
-        for length, shares in shared.groupby("length")["in_training"]
-    ]
-    if at_most:
-        found.append(f"Test samples that training may have too, at length: {', '.join(at_most)}")
+    if len(shared):
+        lengths = ", ".join(map(str, sorted(shared["length"].unique())))
+        found.append(f"Test samples that training may have too, at length: {lengths}")
     for run in runs:
         if note := curriculum_note(run.result, run.cfg):
             found.append(f"{run.label or 'the model'}, seed {run.seed}: {note}")
     return found
-
-
-def _as_share(text: str) -> float:
-    """Return 3/36 for "3 of 36"."""
-    count, samples = map(int, text.split(" of "))
-    return count / samples

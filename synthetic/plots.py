@@ -8,6 +8,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
@@ -16,6 +17,7 @@ from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE
 from synthetic.numbers import (
     Trained,
     at_end,
+    headlines,
     notes,
     over_seeds,
     seed_count,
@@ -31,7 +33,8 @@ if TYPE_CHECKING:
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = "osD^vPX*"
 SOLVED = 0.9  # of the headline metric: a length counts as solved
-WIDE = 100  # times the shortest length, above which the axis of lengths is logarithmic
+WIDE = 100  # as `wide` of `curves`
+MAX_COLUMNS = 4  # panels in a row
 NOT_LEARNED = {"ls": ":", "mfc": "none", "alpha": 0.6}  # style of ℓ* of such a model
 ERRORS = (
     "n: training seeds. Of several: their mean, dots each of them, shade or bar ± their standard"
@@ -74,7 +77,9 @@ def longest_solved(values: pd.Series) -> int:
     return int(solved[solved].index.max()) if solved.any() else 0
 
 
-def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawing:
+def curves(
+    runs: list[Trained], title: str, metric: str | None = None, wide: float = WIDE
+) -> Drawing:
     """Draw a metric over the test length, with a panel for each task, a colour for each model, and
     dashes if the model read token by token.
 
@@ -84,15 +89,16 @@ def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawin
     Args:
         runs: Finished runs.
         title: Of the figure.
-        metric: None: the task's headline; `num_iters` is ℓ*.
+        metric: None: each task's headline; `num_iters` is ℓ*.
+        wide: Times the shortest length, above which the axis of lengths is logarithmic.
 
     Raises:
         ReportError: If no run has this metric.
     """
     # 1. Select the runs and the lines.
-    metric = metric or runs[0].headline
     numbers = at_end(runs)
-    drawn = numbers[numbers["metric"] == metric]
+    drawn = numbers[numbers["metric"] == metric] if metric else headlines(runs)
+    metric = metric or runs[0].headline
     if drawn.empty:
         raise ReportError(f"none of the runs found has {words(metric)}: nothing to draw")
     runs = [run for run in runs if str(run.run_dir) in set(drawn["run"])]
@@ -104,7 +110,7 @@ def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawin
 
     # 2. Draw a panel for each task.
     figure, axes = new_figure(list(drawn["panel"].unique()), title, sharey=True)
-    summary = []
+    shown = []
     for ax, (_, of_panel) in zip(axes, drawn.groupby("panel", sort=False)):
         for (label, model, read), line in of_panel.groupby(["label", "model", "read"], sort=False):
             means = over_seeds(line)
@@ -115,14 +121,11 @@ def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawin
             style = {**styles[model], "markevery": max(1, len(means) // 12)}
             style |= {"ls": "--"} if read == TOKEN_BY_TOKEN else {}
             style |= NOT_LEARNED if label in unlearned else {}
-            n = seed_count(means["n"])
-            draw_curve(ax, means, style, f"{name} (n = {n})".strip())
-            row = {"run": label, "n": n}
-            row |= {"read": read} if several_ways else {}
-            row |= _summary_of_line(means, [run for run in runs if run.label == label])
-            summary.append(row)
-        _finish_panel(ax, metric, of_panel, runs)
-    axes[0].set_ylabel(words(metric))
+            draw_curve(ax, means, style, f"{name} (n = {seed_count(means['n'])})".strip())
+            trained_to = next(run.trained_to for run in runs if run.label == label)
+            places = nearest(means.index, trained_to), means.index.max()
+            shown.append(line[line["length"].isin(places)])
+        _finish_panel(ax, of_panel, runs, wide)
     add_legend(figure, axes)
 
     # 3. Collect the notes.
@@ -134,18 +137,48 @@ def curves(runs: list[Trained], title: str, metric: str | None = None) -> Drawin
         )
     if metric == "num_iters" and drawn["elsewhere"].any():
         remarks.append(ELSEWHERE_NOTE)
+    lines = pd.concat(shown)
+    summary = summarize(lines.assign(place=lines["length"]), runs)
     return Drawing(figure, numbers[numbers["run"].isin(drawn["run"])], summary, remarks)
 
 
-def _finish_panel(ax: Axes, metric: str, drawn: pd.DataFrame, runs: list[Trained]) -> None:
-    """Draw the training lengths, and set the scales and the label of the horizontal axis."""
-    for length in {run.trained_to for run in runs}:
+def summarize(shown: pd.DataFrame, runs: list[Trained]) -> list[dict]:
+    """Return a line for each model and way of reading, with a column for each place.
+
+    Args:
+        shown: Lines with a further column `place`: a test length, or the name of a column.
+        runs: All runs of the figure.
+    """
+    has_ways = shown["read"].nunique() > 1
+    summary = []
+    for (label, read), lines in shown.groupby(["label", "read"], sort=False):
+        means = over_seeds(lines, ("place",))
+        row = {"run": label, "n": seed_count(means["n"])}
+        row |= {"read": read} if has_ways else {}
+        for place, mean in means.iterrows():
+            column = place if isinstance(place, str) else f"at {place}"
+            row[column] = with_error(mean["value"], mean["error"])
+        seconds = [
+            run.result["training_seconds"] for run in runs if label in (run.label, run.model)
+        ]
+        row["training s"] = f"{sum(seconds) / len(seconds):.4g}"
+        summary.append(row)
+    return summary
+
+
+def _finish_panel(ax: Axes, drawn: pd.DataFrame, runs: list[Trained], wide: float) -> None:
+    """Draw the training lengths, and set the scales and labels of the axes."""
+    for length in {run.trained_to for run in runs if run.panel == drawn["panel"].iloc[0]}:
         ax.axvline(length, color="gray", ls=":", lw=1.3, label="training length")
-    if drawn["length"].max() > WIDE * drawn["length"].min():
+    if drawn["length"].max() > wide * drawn["length"].min():
         ax.set_xscale("log", base=2)
-    ax.set_xlabel("test length (tokens)")
+    metric = drawn["metric"].iloc[0]
+    ax.set(xlabel="test length (tokens)", ylabel=words(metric))
     ax.grid(alpha=0.3)
-    limit_height(ax, metric, drawn["value"].min())
+    if metric.endswith("accuracy"):  # a scaled one may be below 0, the accuracy of guessing
+        ax.set_ylim(1.05 * min(0.0, drawn["value"].min()), 1.02)
+    else:
+        ax.set_ylim(bottom=0)
 
 
 def has_learned(runs: list[Trained], label: str) -> bool:
@@ -159,22 +192,6 @@ def has_learned(runs: list[Trained], label: str) -> bool:
 def _at_once(numbers: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Return the lines of a metric that were not read token by token."""
     return numbers[(numbers["metric"] == metric) & (numbers["read"] != TOKEN_BY_TOKEN)]
-
-
-def _summary_of_line(means: pd.DataFrame, seeds: list[Trained]) -> dict:
-    """Return the values at the training length and at the longest, how far the lengths are solved,
-    and the seconds of training."""
-    places = [nearest(means.index, seeds[0].trained_to), means.index.max()]
-    solved = over_seeds(_at_once(at_end(seeds), seeds[0].headline))["value"]
-    return {
-        **{f"at {place}": with_error(*means.loc[place, ["value", "error"]]) for place in places},
-        f"solved (≥ {SOLVED})": longest_solved(solved),
-        "training s": _training_seconds(seeds),
-    }
-
-
-def _training_seconds(seeds: list[Trained]) -> str:
-    return f"{sum(run.result['training_seconds'] for run in seeds) / len(seeds):.4g}"
 
 
 def scatter(runs: list[Trained], title: str, metric: dict[str, str]) -> Drawing:
@@ -202,15 +219,9 @@ def scatter(runs: list[Trained], title: str, metric: dict[str, str]) -> Drawing:
     lengths = drawn.groupby("task")["length"].first()
     figure, (ax,) = new_figure([""], title)
     families: dict[str, list] = {}
-    summary = []
     for model, style in styles_of(runs).items():
         of_model = means.loc[model]
         n = seed_count(of_model["n"])
-        texts = {
-            f"{task.replace('_', ' ')} at {lengths[task]}": with_error(row["value"], row["error"])
-            for task, row in of_model.iterrows()
-        }
-        summary.append({"run": model, "n": n, **texts})
         if len(of_model) == len(metric):
             x, y = (of_model.loc[task] for task in metric)
             _draw_point(ax, x, y, {**style, "label": f"{model} (n = {n})"})
@@ -229,6 +240,8 @@ def scatter(runs: list[Trained], title: str, metric: dict[str, str]) -> Drawing:
     ax.set(xlim=(0, 1.02), ylim=(0, 1.02), xlabel=labels[0], ylabel=labels[1])
     ax.grid(alpha=0.3)
     add_legend(figure, [ax])
+    places = [f"{line.task.replace('_', ' ')} at {line.length}" for line in drawn.itertuples()]
+    summary = summarize(drawn.assign(place=places, label=drawn["model"]), runs)
     return Drawing(figure, numbers, summary, [*notes(drawn, runs), ERRORS])
 
 
@@ -269,17 +282,12 @@ def bars(runs: list[Trained], title: str, metric: str | None = None, at: str = "
     kinds = {run.label: (run.cfg.model.name, run.cfg.model.mixer) for run in runs}
     colors = dict(zip(dict.fromkeys(kinds.values()), PALETTE * len(kinds)))
     figure, (ax,) = new_figure([""], title, width=5.2, height=1.9 + 0.34 * len(kinds))
-    summary = []
     for y, (label, kind) in enumerate(kinds.items()):
         mean = means.loc[label]
         ax.barh(y, mean["value"], xerr=mean["error"], color=colors[kind], height=0.7, capsize=2)
         if mean["n"] > 1:
             ax.plot(mean["values"], [y] * mean["n"], "o", mfc="w", mec="k", ms=3)
         ax.text(1.03, y, f"{mean['value']:.3f}", va="center", fontsize="small")
-        text = with_error(mean["value"], mean["error"])
-        seconds = _training_seconds([run for run in runs if run.label == label])
-        summary.append({"run": label, "n": mean["n"], f"{words(metric)}, {place}": text})
-        summary[-1]["training s"] = seconds
     ax.set_yticks(range(len(kinds)), [f"{label} (n = {means.loc[label, 'n']})" for label in kinds])
     ax.invert_yaxis()
     ax.set(xlim=(1.05 * min(0, means["value"].min()), 1.15), xlabel=f"{words(metric)}, {place}")
@@ -289,6 +297,7 @@ def bars(runs: list[Trained], title: str, metric: str | None = None, at: str = "
     if not metric.startswith("scaled"):
         ax.axvline(runs[0].result["chance"], color="gray", ls=":", lw=1.3, label="chance")
         add_legend(figure, [ax])
+    summary = summarize(drawn.assign(place=f"{words(metric)}, {place}"), runs)
     return Drawing(figure, numbers, summary, [*notes(drawn, runs), ERRORS])
 
 
@@ -322,9 +331,8 @@ def times(runs: list[Trained], title: str) -> Drawing:
         }
         for _, evaluation in drawn.groupby(["run", "seconds"])
     ]
-    of_evaluation = pd.DataFrame(solved).assign(length=None, metric="solved_length", stderr=None)
+    of_evaluation = pd.DataFrame(solved).assign(length=None, metric="solved_length", stderr=np.nan)
     figure, (ax,) = new_figure([""], title)
-    summary = []
     for model, style in styles_of(runs).items():
         of_model = of_evaluation[of_evaluation["model"] == model]
         stairs = [stair.sort_values("seconds") for _, stair in of_model.groupby("run")]
@@ -333,9 +341,6 @@ def times(runs: list[Trained], title: str) -> Drawing:
             seconds, lengths = [0.0, *stair["seconds"]], [0, *stair["value"]]
             style = {**style, "drawstyle": "steps-post", "markevery": [-1], "ms": 6}
             ax.plot(seconds, lengths, label=label, **style)
-        if stairs:
-            seeds = [run for run in runs if run.model == model]
-            summary.append(_summary_of_stairs(seeds, stairs))
     for length in {run.trained_to for run in runs}:
         ax.axhline(length, color="gray", ls=":", lw=1.3, label="training length")
     ax.set(xlabel="training time (s)", xlim=(0, None), ylim=(0, None))
@@ -343,23 +348,10 @@ def times(runs: list[Trained], title: str) -> Drawing:
     ax.grid(alpha=0.3)
     add_legend(figure, [ax])
     remarks = [*notes(drawn, runs), "n: training seeds, a line for each; its mark: the end"]
+    longest = of_evaluation.loc[of_evaluation.groupby("run")["value"].idxmax()]
+    summary = summarize(longest.assign(place="longest solved"), runs)
     numbers = pd.concat([drawn, of_evaluation]).astype({"length": "Int64"})
     return Drawing(figure, numbers, summary, remarks)
-
-
-def _summary_of_stairs(seeds: list[Trained], stairs: list[pd.DataFrame]) -> dict:
-    """Return when the training length was solved in all seeds, and how far they came; means."""
-    trained_to = seeds[0].trained_to
-    reached = [stair.loc[stair["value"] >= trained_to, "seconds"].min() for stair in stairs]
-    longest = [stair["value"].max() for stair in stairs]
-    until = sum(reached) / len(reached)  # NaN if a seed has not solved it
-    return {
-        "run": seeds[0].label,
-        "n": len(stairs),
-        f"s until {trained_to} was solved": None if pd.isna(until) else f"{until:.4g}",
-        "longest solved": f"{sum(longest) / len(longest):.4g}",
-        "training s": _training_seconds(seeds),
-    }
 
 
 KINDS: dict[str, Callable[..., Drawing]] = {
@@ -373,7 +365,7 @@ KINDS: dict[str, Callable[..., Drawing]] = {
 def new_figure(
     panels: Sequence[str], title: str, width: float = 4.6, height: float = 3.8, **options: Any
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure with a row of panels.
+    """Return a figure with panels, up to MAX_COLUMNS in a row.
 
     Args:
         panels: Their titles; the title of a single panel is not shown.
@@ -382,14 +374,18 @@ def new_figure(
         height: Of a panel, in inches.
         options: Of matplotlib's `subplots`.
     """
-    size = (width * len(panels) + 2.4, height)  # with the legend on the right
+    columns = min(MAX_COLUMNS, len(panels))
+    rows = -(-len(panels) // columns)
+    size = (width * columns + 2.4, height * rows)  # with the legend on the right
     figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False, **options)
-    for ax, name in zip(axes[0], panels):
+    axes = figure.subplots(rows, columns, squeeze=False, **options).ravel()
+    for ax, name in zip(axes, panels):
         ax.set_title(name if len(panels) > 1 else "")
         ax.spines[["top", "right"]].set_visible(False)
+    for ax in axes[len(panels) :]:
+        ax.remove()
     figure.suptitle(title, x=0.01, ha="left")
-    return figure, axes[0]
+    return figure, axes[: len(panels)]
 
 
 def add_legend(figure: Figure, axes: Iterable[Axes]) -> None:
@@ -424,15 +420,6 @@ def styles_of(runs: list[Trained]) -> dict[str, dict]:
         }
         for i, (model, color) in enumerate(zip(models, colors))
     }
-
-
-def limit_height(ax: Axes, metric: str, lowest: float) -> None:
-    """Set the vertical scale of a metric: an accuracy is shown up to 1."""
-    if metric.endswith("accuracy"):
-        # Scaled accuracy may be below 0, the accuracy of guessing.
-        ax.set_ylim(1.05 * min(0.0, lowest), 1.02)
-    else:
-        ax.set_ylim(bottom=0)
 
 
 def draw_curve(ax: Axes, means: pd.DataFrame, style: dict, label: str) -> None:

@@ -1,23 +1,18 @@
-"""The profile of models for people: a table in the terminal, and two figures."""
+"""The profile of models for people: a table in the terminal, and a figure."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure
 
 from lm.common.files import writing
-from synthetic.numbers import Trained, at_end, notes, over_seeds, write_csv
-from synthetic.plots import MARKERS, PALETTE, add_legend, draw_curve, limit_height, words
+from synthetic.numbers import Trained, at_end, over_seeds, write_csv
+from synthetic.plots import Drawing, words
 from synthetic.results import plus_minus
 from synthetic.validate import FILES
-
-FURTHER = 8  # times the training length: the second line of a radar
-ERRORS = "± standard deviation over seeds; of one seed the standard error over test samples"
 
 
 def judge(runs: Sequence[Trained]) -> pd.DataFrame:
@@ -65,9 +60,9 @@ def summarize(runs: Sequence[Trained]) -> list[dict[str, Any]]:
     return [*lines.values(), parameters, seconds]
 
 
-def describe(runs: Sequence[Trained]) -> list[str]:
+def describe(runs: Sequence[Trained], drawing: Drawing) -> list[str]:
     """Return the sentences below a profile."""
-    found = ["✓ reaches the bar; " + ERRORS, *notes(headlines(runs), runs)]
+    found = ["✓ reaches the bar", *drawing.notes]
     noises = {run.model: run.cfg.solver.state_noise for run in runs}
     for model, noise in noises.items():
         if noise:
@@ -75,95 +70,11 @@ def describe(runs: Sequence[Trained]) -> list[str]:
     return found
 
 
-def headlines(runs: Sequence[Trained]) -> pd.DataFrame:
-    """Return the lines of each task's headline metric."""
-    numbers = at_end(runs)
-    metric_of = {run.panel: run.headline for run in runs}
-    return numbers[numbers["metric"] == numbers["panel"].map(metric_of)]
-
-
-def above_chance(value: float, metric: str, chance: float) -> float:
-    """Return a value on a scale from 0, guessing, to 1, perfect.
-
-    Scaled accuracy is on it already, and nobody guesses a whole sequence.
-    """
-    is_of_tokens = metric in ("token_accuracy", "character_accuracy", "accuracy")
-    chance = chance if is_of_tokens else 0.0
-    return max(0.0, (value - chance) / (1 - chance))
-
-
-def ability_at(runs: Sequence[Trained], times: int) -> float:
-    """Return how much of an ability a model has at so many times the training length: at the
-    longest length up to there that was tried.
+def write(drawing: Drawing, folder: Path) -> list[Path]:
+    """Write all numbers (validate.csv) and the figure.
 
     Args:
-        runs: The seeds of one model and ability.
-        times: Of the training length.
-    """
-    values = over_seeds(headlines(runs))["value"]
-    value = values[values.index <= times * runs[0].trained_to].iloc[-1]
-    return above_chance(value, runs[0].headline, runs[0].result["chance"])
-
-
-def draw_radars(runs: Sequence[Trained]) -> Figure:
-    """Draw a radar for each model: its abilities at the training length, and at FURTHER times that
-    (or as far as was tried), from 0, guessing, to 1, perfect."""
-    models = list(dict.fromkeys(run.model for run in runs))
-    figure, axes = _grid(len(models), size=3.7, polar=True)
-    for ax, model in zip(axes, models):
-        seeds: dict[str, list[Trained]] = {}
-        for run in runs:
-            if run.model == model:
-                seeds.setdefault(run.panel, []).append(run)
-        angles = [2 * math.pi * i / len(seeds) for i in range(len(seeds) + 1)]
-        for times, color, name in (
-            (1, PALETTE[5], "trained length"),
-            (FURTHER, PALETTE[0], f"×{FURTHER}"),
-        ):
-            values = [ability_at(of_ability, times) for of_ability in seeds.values()]
-            ax.plot(angles, [*values, values[0]], color=color, lw=1.6, label=name)
-            ax.fill(angles, [*values, values[0]], color=color, alpha=0.15)
-        ax.set_title(model, pad=22)
-        ax.set_ylim(0, 1)
-        ax.set_yticks([0.5, 1.0], ["", ""])
-        ax.set_xticks(angles[:-1], list(seeds), fontsize="x-small")
-        ax.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
-    return figure
-
-
-def _grid(count: int, size: float, **subplot: bool) -> tuple[Figure, list]:
-    """Return a figure with square panels, four in a row."""
-    columns = min(4, count)
-    rows = math.ceil(count / columns)
-    figure = Figure(figsize=(size * columns, size * rows + 0.4), layout="constrained")
-    return figure, [figure.add_subplot(rows, columns, i + 1, **subplot) for i in range(count)]
-
-
-def draw_lengths(runs: Sequence[Trained]) -> Figure:
-    """Draw the headline metric of each ability over the test length, a line for each model."""
-    abilities = headlines(runs).groupby("panel", sort=False)
-    figure, axes = _grid(len(abilities), size=3.4)
-    for ax, (ability, lines) in zip(axes, abilities):
-        for i, (model, of_model) in enumerate(lines.groupby("model", sort=False)):
-            style = {"color": PALETTE[i % len(PALETTE)], "marker": MARKERS[i % len(MARKERS)]}
-            draw_curve(ax, over_seeds(of_model), {**style, "ms": 4, "lw": 1.5}, model)
-        trained_to = next(run.trained_to for run in runs if run.panel == ability)
-        ax.axvline(trained_to, color="gray", ls=":", lw=1.3, label="longest of training")
-        ax.set_xscale("log", base=2)
-        metric = lines["metric"].iloc[0]
-        limit_height(ax, metric, lines["value"].min())
-        ax.set(title=ability, xlabel="test length", ylabel=words(metric))
-        ax.grid(alpha=0.3)
-    add_legend(figure, axes)
-    return figure
-
-
-def write(runs: Sequence[Trained], folder: Path) -> list[Path]:
-    """Write all numbers (validate.csv) and two figures.
-
-    Args:
-        runs: Of the profile.
+        drawing: Curves of the profile's runs.
         folder: Of the files.
 
     Returns:
@@ -172,9 +83,8 @@ def write(runs: Sequence[Trained], folder: Path) -> list[Path]:
     Raises:
         OutputError: If they cannot be written.
     """
-    numbers, radars, lengths = paths = [folder / name for name in FILES]
+    numbers, lengths = paths = [folder / name for name in FILES]
     with writing(folder):
-        write_csv(at_end(runs), numbers)
-        draw_radars(runs).savefig(radars, dpi=130)
-        draw_lengths(runs).savefig(lengths, dpi=130)
+        write_csv(drawing.numbers, numbers)
+        drawing.figure.savefig(lengths, dpi=130)
     return paths

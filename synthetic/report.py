@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import shlex
 from dataclasses import dataclass, field
@@ -13,8 +12,8 @@ import matplotlib
 import pandas as pd
 
 from lm.common.console import say
-from lm.common.errors import ConfigError, TrainingError
-from lm.common.files import DamagedError, check_folder, check_together, find_shipped, writing
+from lm.common.errors import TrainingError
+from lm.common.files import check_folder, check_together, find_shipped, writing
 from lm.config import load as base
 from lm.runs.metrics import read_metrics
 from synthetic.config import Config, load
@@ -36,7 +35,6 @@ class Report:
     title: str
     kind: str  # of synthetic.plots.KINDS
     options: dict[str, Any] = field(default_factory=dict)  # of that kind
-    minutes: int | None = None  # its small runs train, on one core; None: not measured
     paper: str = ""  # the paper's values; "": the paper only draws them
 
     def draw(self, runs: list[Trained], title: str) -> Drawing:
@@ -45,9 +43,7 @@ class Report:
 
 
 REPORTS = {
-    "demo": Report(
-        "State tracking", "Words of S3, trained on up to 16 letters", "curves", minutes=3
-    ),
+    "demo": Report("State tracking", "Words of S3, trained on up to 16 letters", "curves"),
     "fig1": Report("Fig. 1", "Length generalisation by ℓmax in training", "curves"),
     "fig2": Report(
         "Fig. 2",
@@ -55,17 +51,14 @@ REPORTS = {
         "scatter",
         {"metric": {"copy": "character_accuracy", "word_problem": "token_accuracy"}},
     ),
-    "fig3b": Report("Fig. 3b", "Length generalisation by mixer", "curves", minutes=4),
+    "fig3b": Report("Fig. 3b", "Length generalisation by mixer", "curves"),
     "fig3c": Report(
         "Fig. 3c",
         "Iterations to the fixed point by mixer",
         "curves",
         {"metric": "num_iters"},
-        minutes=4,
     ),
-    "fig4": Report(
-        "Fig. 4", "Word problem: fixed-point models and deeper baselines", "curves", minutes=17
-    ),
+    "fig4": Report("Fig. 4", "Word problem: fixed-point models and deeper baselines", "curves"),
     "tab1": Report(
         "Table 1",
         "Copying by what depends on y",
@@ -100,7 +93,6 @@ REPORTS = {
         "CatbAbI, answers",
         "bars",
         {"at": "whole"},
-        minutes=23,
         paper="10k questions a task, 1 and 2 layers: Mamba 0.7828, 0.8708; FP-Mamba kronecker"
         " 0.7993, 0.8416; householder 1 0.8132, 0.8908; 2 0.8160, 0.8747; 3 0.8079, 0.8955",
     ),
@@ -116,14 +108,9 @@ class Sweep:
     points: list[dict[str, Any]]  # dotted key → value, mappings flattened
     configs: list[Config]
 
-    def finished(self) -> list[int]:
-        """Return the indices of the points that have been trained."""
-        return [i for i, cfg in enumerate(self.configs) if is_finished(cfg)]
-
     def missing(self) -> list[int]:
-        """Return the indices of the other points."""
-        finished = set(self.finished())
-        return [i for i in range(len(self.configs)) if i not in finished]
+        """Return the indices of the points that have not been trained."""
+        return [i for i, cfg in enumerate(self.configs) if not is_finished(cfg)]
 
 
 def _shown(path: Path) -> str:
@@ -179,9 +166,9 @@ def collect(sweep: Sweep) -> list[Trained]:
     """Return the finished runs in the order of the sweep, and print a note on runs of another
     config."""
     runs: list[Trained] = []
-    for i in sweep.finished():
-        cfg = sweep.configs[i]
-        point = sweep.points[i]
+    for cfg, point in zip(sweep.configs, sweep.points, strict=True):
+        if not is_finished(cfg):
+            continue
         if different := differences(cfg):
             say(f"note: {cfg.run_dir} is of another config: {'; '.join(different[:4])}")
         runs.append(
@@ -312,27 +299,3 @@ def _write(drawing: Drawing, folder: Path, paths: dict[str, Path]) -> None:
         write_csv(drawing.numbers, paths["numbers"])
         latex = pd.DataFrame(rows, columns=head).to_latex(index=False, escape=True)
         paths["LaTeX"].write_text(latex.translate(str.maketrans(LATEX_SIGNS)), encoding="utf-8")
-
-
-def _minutes(sweep: Sweep) -> int | None:
-    """Return how long the runs of a sweep trained, if all of them are there."""
-    if sweep.missing():
-        return None
-    return math.ceil(sum(result_of(cfg)["training_seconds"] for cfg in sweep.configs) / 60)
-
-
-def overview(scale: str, overrides: tuple[str, ...] = ()) -> tuple[list[dict], list[str]]:
-    """Return a row for each report, and the errors of configs that could not be read."""
-    rows = []
-    problems = []
-    for name, entry in REPORTS.items():
-        row: dict[str, Any] = {"report": name, "paper": entry.where, "shows": entry.title}
-        try:
-            sweep = expand(config_path(name, scale), overrides)
-            measured = entry.minutes if scale == "small" else None
-            row |= {"minutes": _minutes(sweep) or measured}
-            row |= {"runs": len(sweep.configs), "found": len(sweep.finished())}
-        except (ConfigError, DamagedError, ReportError) as e:
-            problems.append(str(e))
-        rows.append(row)
-    return rows, problems

@@ -92,22 +92,9 @@ def error_of_mean(stderrs: Sequence[float]) -> float:
     return float(np.sqrt(np.square(np.asarray(stderrs)).sum()) / len(stderrs))
 
 
-def error_over_seeds(values: Sequence[float], stderrs: Sequence[float]) -> float:
-    """Return the error of a number's mean over training seeds.
-
-    Args:
-        values: The number of each seed.
-        stderrs: Its standard error over test samples, NaN if unknown.
-
-    Returns:
-        The standard deviation over several seeds; the standard error of a single one.
-    """
-    return float(np.std(values, ddof=1)) if len(values) > 1 else float(stderrs[0])
-
-
 def plus_minus(stderr: float, digits: int = 3) -> str:
-    """Return " ±0.012", to follow a value."""
-    return f" ±{stderr:.{digits}f}"
+    """Return " ±0.012", to follow a value; "" if the error is unknown."""
+    return "" if np.isnan(stderr) else f" ±{stderr:.{digits}f}"
 
 
 def passes(bars: Iterable[Bar], results: list[dict]) -> list[dict]:
@@ -179,8 +166,6 @@ def summary(result: dict, title: str) -> Table:
             line[metric.replace("_", " ")] = f"{mean:.4f}{plus_minus(error)}"
         if "failed" in seeds[0]:
             line |= _solving_cells(seeds)
-        if seeds[0]["distinct"] is not None:  # of the seed with the fewest
-            line["distinct samples"] = f"{min(row['distinct'] for row in seeds):,}"
         line["in training"] = in_training(seeds)
         lines.append(line)
     if len(lines) == 1 and len(metrics) > 4:  # CatbAbI has a metric for each bAbI task
@@ -202,12 +187,12 @@ def _solving_cells(rows: list[dict]) -> dict[str, str]:
     }
 
 
-def verdict(result: dict) -> str:
-    """The pass/fail lines of a recipe; '' for a config without bars."""
+def verdict(result: dict) -> list[str]:
+    """Return a line for each bar: passed or failed."""
     lines = []
     for bar in result["bars"]:
         at = f" at length {bar['length']}" if bar["length"] else ""
         value = "not measured" if bar["value"] is None else f"{bar['value']:.4f}"
         word = "PASS" if bar["passed"] else "FAIL"
         lines.append(f"{word}  {bar['metric']}{at}: {value} (bar {bar['least']:g})")
-    return "\n".join(lines)
+    return lines

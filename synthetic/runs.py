@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lm.common.console import say
 from lm.common.errors import Stopped, TrainingError
-from lm.common.files import DamagedError, check_folder, check_kinds
+from lm.common.files import check_folder
 from lm.common.signals import StopSignals, stop_with_parent
 from lm.config import load as base
 from lm.runs.run_dir import RunDir
@@ -33,26 +33,7 @@ def result_of(cfg: Config) -> dict:
     Raises:
         RunDirError: it has not finished. DamagedError: its result cannot be read.
     """
-    run = RunDir(cfg.run_dir)
-    result = run.read_result(("eval",))
-    check_kinds(run.result, result, KINDS)
-    for row in result["eval"]:
-        missing = [name for name in IN_EVERY_ROW if (row or {}).get(name) is None]
-        if missing:
-            raise DamagedError(
-                f"{run.result} is damaged: a row of `eval` has no {' and no '.join(missing)}; the"
-                " command that trained the run writes it again"
-            )
-    return result
-
-
-# Of a result, what is put into tables and figures.
-IN_EVERY_ROW = ("length", "metrics", "stderr", "read", "solver", "in_training")
-KINDS: dict = {"eval": list, "eval.*": dict, "eval.*.length": int, "eval.*.seed": int}
-KINDS |= {"eval.*.metrics": dict, "eval.*.metrics.*": float, "eval.*.read": str}
-KINDS |= {"eval.*.stderr": dict, "eval.*.stderr.*": float, "eval.*.in_training": dict}
-KINDS |= {"eval.*.failed": list, "eval.*.failed.*": float, "eval.*.solver": (str, dict)}
-KINDS |= {"headline": str, "chance": float, "bars": list, "updates": int, "parameters": int}
+    return RunDir(cfg.run_dir).read_result(("eval", "headline", "chance", "bars", "updates"))
 
 
 def differences(cfg: Config) -> list[str]:
@@ -61,8 +42,6 @@ def differences(cfg: Config) -> list[str]:
     A key that is newer than the run had the effect of its default.
     """
     path = RunDir(cfg.run_dir).config
-    if not path.exists():
-        return []
     was = base.build(base.load_tree(path), str(path), Config)
     changed: dict[str, str] = {}
     for keys in config_differences(was, cfg).values():

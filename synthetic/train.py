@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lm.common.console import Progress, say
-from lm.common.errors import Diverged, exit_status, require, sentence
+from lm.common.errors import Diverged, require
 from lm.common.files import write_json
 from lm.common.heap import keep_freed_memory
 from lm.common.ranks import Ranks
@@ -20,7 +20,6 @@ from lm.common.signals import StopSignals
 from lm.kernels import available
 from lm.model.state import Adversary
 from lm.runs.checkpoint import CheckpointError, Checkpoints, not_finite, to_go_back_to
-from lm.runs.lease import LeaseError
 from lm.runs.log import Writer, describe, iterations_of_layers, probed
 from lm.runs.metrics import FailureWatch, fixed_point_metrics, is_due
 from lm.runs.profile import Profile
@@ -32,9 +31,9 @@ from synthetic import init_from, tasks
 from synthetic.build import STATE, build, held, newest_state
 from synthetic.config import Config
 from synthetic.evaluate import (
+    Answers,
     Tensors,
     as_tensors,
-    check_seeds,
     evaluate_all,
     measure,
     parse_lengths,
@@ -44,7 +43,7 @@ from synthetic.evaluate import (
 )
 from synthetic.init_from import Start
 from synthetic.results import curriculum_note, passes, solver_text
-from synthetic.update import Pass, backward, loss_of, max_iters_at
+from synthetic.update import backward, loss_of, max_iters_at
 
 
 def train(cfg: Config, overwrite: bool = False) -> dict:
@@ -63,11 +62,8 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
         training.start(run)
         training.fit()
         return training.conclude()
-    except LeaseError:
-        raise  # the directory is another's
     except Exception as e:
-        with contextlib.suppress(Exception):  # the disk may be what failed
-            run.write_failure(sentence(e) or repr(e), exit_status(e))
+        run.leave_word(e, is_main=True)
         raise
     finally:
         training.close()
@@ -96,7 +92,6 @@ class Training(Loop):
         self.lengths = parse_lengths(cfg.eval.lengths, self.task)
         self.lengths_during = parse_lengths(cfg.eval.during, self.task) if cfg.eval.during else []
         _check_lengths_and_bars(cfg, self.task, self.lengths)
-        check_seeds(cfg.eval.seeds)
         for package, wanted in (("wandb", cfg.log.wandb), ("tensorboard", cfg.log.tensorboard)):
             if wanted:
                 require(package, f"log.{package}")
@@ -274,18 +269,17 @@ class Training(Loop):
         # 2. Its gradient.
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        passed, adversarial_loss = self._gradient(number, tensors, batch.carry)
+        loss, answers, adversarial_loss = self._gradient(number, tensors, batch.carry)
         clip = self.cfg.optim.grad_clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
-        loss = passed.loss
         if not torch.isfinite(norm + loss.detach()):
             raise Diverged(f"the loss is {loss.item()}, the gradient norm {norm.item()}")
 
         # 3. The weights move, and what is logged is counted.
         self.optimizer.step()
         self.step = number
-        self.state = passed.state
-        self._count(tensors, passed)
+        self.state = answers.state
+        self._count(tensors, answers)
         self.last_input = tensors.input_ids, tensors.mask
         lr = self.cfg.optim.lr * factor
         record = {"loss": loss, "lr": lr, "grad_norm": norm, "longest": self.longest}
@@ -295,7 +289,7 @@ class Training(Loop):
 
     def _gradient(
         self, number: int, tensors: Tensors, continues: bool
-    ) -> tuple[Pass, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, Answers, torch.Tensor | None]:
         """Forward and backward of the update of this number → as `synthetic.update.backward`.
 
         Args: continues: the batch goes on where the one before ended.
@@ -305,7 +299,7 @@ class Training(Loop):
         before = self.state if continues else None
         limit = None if self.cfg.train.max_iters == "config" else max_iters_at(self.cfg, number)
 
-        def one_pass() -> Pass:
+        def one_pass() -> tuple[torch.Tensor, Answers]:
             return loss_of(self.model, tensors, before, self.carries_state, self._autocast)
 
         try:
@@ -314,13 +308,13 @@ class Training(Loop):
         except FloatingPointError as e:
             raise Diverged(str(e)) from None
 
-    def _count(self, tensors: Tensors, passed: Pass) -> None:
+    def _count(self, tensors: Tensors, answers: Answers) -> None:
         scored = tensors.labels != tasks.IGNORE
-        self.correct += ((passed.logits.argmax(-1) == tensors.labels) & scored).sum()
+        self.correct += ((answers.logits.argmax(-1) == tensors.labels) & scored).sum()
         self.scored += scored.sum()
         self.tokens += tensors.input_ids.numel()
-        if passed.statistics[0] is not None:
-            self.statistics += passed.statistics
+        if answers.statistics[0] is not None:
+            self.statistics += answers.statistics
 
     def _autocast(self) -> torch.autocast:
         enabled = self.precision == "bf16"
@@ -451,7 +445,7 @@ class Training(Loop):
         """Evaluate the trained model, and write result.json."""
         cfg, task = self.cfg, self.task
         task.draw_from(None)
-        results = evaluate_all(self.model, task, cfg, self.lengths, cfg.eval.seeds, self.precision)
+        results = evaluate_all(self.model, task, cfg, self.lengths, self.precision)
         result = {
             "task": cfg.task.name,
             "model": cfg.model.name,
@@ -471,11 +465,7 @@ class Training(Loop):
         return result
 
     def close(self) -> None:
-        """End loaders, profile, the save under way and the log, however far `start` came."""
-        if hasattr(self, "batches"):
-            # The loader processes end when their iterator goes. The profile refers back to this
-            # object, so it would go only at the exit, which waits for them for ever.
-            del self.batches
+        """End the profile, the save under way and the log, however far `start` came."""
         if hasattr(self, "profile"):
             self.profile.close()
         if hasattr(self, "checkpoints"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from lm.model.state import Adversary
 from synthetic import tasks
 from synthetic.config import Config
-from synthetic.evaluate import Tensors, answer
+from synthetic.evaluate import Answers, Tensors, answer
 
 
 def max_iters_at(cfg: Config, update: int) -> int:
@@ -30,22 +30,13 @@ def max_iters_at(cfg: Config, update: int) -> int:
     return settings.max_iters
 
 
-class Pass(NamedTuple):
-    """One forward pass over a training batch."""
-
-    loss: torch.Tensor  # of what is minimised
-    logits: torch.Tensor  # (b,l,vocab)
-    statistics: list  # of the solver, as of `synthetic.evaluate.Answers`
-    state: Any  # after the batch
-
-
 def loss_of(
     model: nn.Module,
     tensors: Tensors,
     state: Any,
     carries_state: bool,
     autocast: Callable[[], AbstractContextManager],
-) -> Pass:
+) -> tuple[torch.Tensor, Answers]:
     """The mean loss over the labels that count, and what `answer` returns.
 
     Args: state: that the batch continues, or None.
@@ -61,25 +52,24 @@ def loss_of(
         ignore_index=tasks.IGNORE,
         reduction="sum",
     )
-    loss = total / count.clamp_min(1)  # a segment of a stream may hold no answer
-    return Pass(loss, answers.logits, answers.statistics, answers.state)
+    return total / count.clamp_min(1), answers  # a segment of a stream may hold no answer
 
 
 def backward(
-    one_pass: Callable[[], Pass], adversary: Adversary | None
-) -> tuple[Pass, torch.Tensor | None]:
+    one_pass: Callable[[], tuple[torch.Tensor, Answers]], adversary: Adversary | None
+) -> tuple[torch.Tensor, Answers, torch.Tensor | None]:
     """The gradient of one pass over a batch, or of the mean of it and one against an adversary.
 
-    Returns: the first pass, and the loss of the second or None.
+    Returns: the loss and the answers of the first pass, and the loss of the second or None.
     """
     if adversary is None:
-        passed = one_pass()
-        passed.loss.backward()
-        return passed, None
+        loss, answers = one_pass()
+        loss.backward()
+        return loss, answers, None
     with adversary.first_pass():
-        passed = one_pass()
-    (passed.loss / 2).backward()
+        loss, answers = one_pass()
+    (loss / 2).backward()
     with adversary.second_pass():
-        adversarial_loss = one_pass().loss
+        adversarial_loss, _ = one_pass()
     (adversarial_loss / 2).backward()
-    return passed, adversarial_loss
+    return loss, answers, adversarial_loss

@@ -368,7 +368,7 @@ def test_the_task_and_the_mixer_are_trained_resumed_and_evaluated(page, tmp_path
     "old, new, words",
     [
         ("def sample(", "def samples(", "no method sample(self, rng, batch_size, lengths, split)"),
-        ("def held_apart(", "def apart(", "has no method held_apart(self, length)"),
+        ("def count_contents(", "def count(", "has no method count_contents(self, width)"),
         ("(Task):", ":", "is no task: it must be derived from Task"),
         ("self.chance =", "self.luck =", "has no chance: its class, or its __init__, must set"),
         ("max(2**self.n, self.n + 1)", "2", "and vocab_size is 2: ids run from 0 to 1"),

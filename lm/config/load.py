@@ -52,6 +52,7 @@ REMOVED = {
     "train.world_size": None,
     "train.workers": 0,  # of a synthetic run
     "task.csv": None,
+    "task.mode": "answers",
     "task.automaton.states": 5,
     "task.automaton.letters": 3,
     "task.automaton.kind": "unsolvable",

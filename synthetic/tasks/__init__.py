@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from importlib import import_module
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from lm.common.errors import UserError
 from lm.config.plugin import is_place, load_class
+from synthetic.tasks import splits
 
 IGNORE = -100  # a label that is not scored
 SPLITS = ("train", "valid", "test")
@@ -34,38 +36,62 @@ class Task:
     """One dataset: an endless, seeded source of batches, and its metrics.
 
     A subclass is made with the `task` section of a YAML; it must set `vocab_size` and `chance`, and
-    define `sample` (whose labels are its oracle) and `held_apart`. docs/extending.md has one.
+    define `sample` (whose labels are its oracle) and `count_contents` (or `held_apart`).
+    docs/extending.md has one.
 
     Training, validation and test have no sample in common wherever `held_apart` says so
-    (synthetic/tasks/splits.py).
+    (synthetic/tasks/splits.py): samples of different splits differ within the first `opening`
+    numbers of their content. So no test sample is the beginning of a training sample either.
 
     Attributes:
+        name: as in a config.
         vocab_size: ids run from 0 to vocab_size − 1, in inputs and in labels.
         chance: accuracy of guessing (1 / number of possible answers).
-        names: of the ids in typed sequences; empty: sequences cannot be typed.
+        names: of the ids, as sequences are shown and typed; empty: the ids themselves.
+        shortest: the task has lengths shortest, shortest + apart, …
+        apart: see `shortest`.
         headline: the metric that says whether the task is solved (1.0 = perfect).
         streams: batches continue each other, and evaluation goes over one epoch of them in order;
-            such a task has `segments` and `seen`.
-        seen: of a stream, each split's questions that are in training, and all of them.
+            such a task has `segments`.
     """
 
+    name: str = "this task"
     vocab_size: int
     chance: float
     headline: str = "sequence_accuracy"
     names: Sequence[str] = ()
+    shortest: int = 1
+    apart: int = 1
     streams: bool = False
-    seen: dict[str, tuple[int, int]]
 
     def __init__(self, section: Any = None):
         """Nothing is read from the section."""
 
     def check_length(self, length: int) -> None:
         """Raises TaskError when no sequence of the task has this length."""
+        if length < self.shortest or (length - self.shortest) % self.apart:
+            lengths = ", ".join(str(self.shortest + self.apart * i) for i in range(3))
+            raise TaskError(
+                f"{self.name} has no sequences of length {length}: it has lengths {lengths}, …"
+            )
+
+    def count_contents(self, width: int) -> float:
+        """Count the different contents of so many numbers."""
+        raise self._lacks("count_contents(self, width)")
+
+    def content_width(self, length: int) -> int:
+        """Return how many numbers the content of a sequence of this length has, at least."""
+        return length
+
+    @cached_property
+    def opening(self) -> int | None:
+        """Numbers of the content that decide the split; None: there are too few contents."""
+        return splits.opening_length(self.count_contents)
 
     def held_apart(self, length: int) -> bool:
         """Whether no test or validation sample of this length is in training, whatever the seeds.
         It is False where there are too few different ones."""
-        raise NotImplementedError
+        return self.opening is not None and self.content_width(length) >= self.opening
 
     def draw_from(self, letters: int | None) -> None:
         """From now on draw sequences of so many letters alone, the simplest ones; None: of all.
@@ -82,13 +108,16 @@ class Task:
         self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
     ) -> Batch:
         """Draw a batch; each sequence's length is uniform over the valid ones in [lo, hi]."""
-        raise NotImplementedError
+        raise self._lacks("sample(self, rng, batch_size, lengths, split)")
+
+    def _lacks(self, call: str) -> TaskError:
+        place = f"{type(self).__module__}:{type(self).__qualname__}"
+        return TaskError(f"{place} has no method {call}: a task must define it (docs/extending.md)")
 
     def batch(
         self, seed: int, split: str, index: int, batch_size: int, lengths: tuple[int, int]
     ) -> Batch:
-        """Batch `index` of a split: the same for the same arguments, whoever asks and in whatever
-        order (so any number of loader processes gives the same data)."""
+        """Batch `index` of a split: the same for the same arguments, in whatever order."""
         rng = np.random.default_rng([seed, SPLITS.index(split), index])
         return self.sample(rng, batch_size, lengths, split)
 
@@ -112,7 +141,7 @@ class Task:
 
     def token_name(self, number: int) -> str:
         """An input's id as it is shown, and typed."""
-        return str(number)
+        return self.names[number] if self.names else str(number)
 
     def answer_name(self, number: int) -> str:
         """An answer's id as it is shown."""
@@ -131,9 +160,9 @@ class Task:
         batch of one, without padding. Names of one character need no spaces between them.
 
         Raises:
-            TaskError: The task has no names, no such token, or no such sequence.
+            TaskError: The task cannot label them, or has no such token or sequence.
         """
-        if not self.names:
+        if type(self).label_typed is Task.label_typed:
             raise TaskError("sequences of this task cannot be typed: --length N draws one of them")
         numbers = {name: number for number, name in enumerate(self.names)}
         ids = []
@@ -167,25 +196,6 @@ def task(*names: str) -> Callable[[type[AnyTask]], type[AnyTask]]:
     return decorated
 
 
-def check_class(cls: type) -> None:
-    """Raises TaskError where a class cannot be a task."""
-    place = f"{cls.__module__}:{cls.__qualname__}"
-    if not issubclass(cls, Task):
-        raise TaskError(f"{place} is no task: it must be derived from Task, of synthetic.tasks")
-    if cls.batch is not Task.batch:  # of one long stream, which has no samples
-        return
-    calls = {
-        "sample": "sample(self, rng, batch_size, lengths, split)",
-        "held_apart": "held_apart(self, length)",
-    }
-    missing = [call for name, call in calls.items() if getattr(cls, name) is getattr(Task, name)]
-    if missing:
-        raise TaskError(
-            f"{place} has no method {' and none '.join(missing)}: a task must define"
-            f" {' and '.join(calls.values())} (docs/extending.md)"
-        )
-
-
 def registered_tasks() -> list[str]:
     """Return the names that `@task` has registered in the files of this folder."""
     for module in pkgutil.iter_modules(__path__):
@@ -203,7 +213,10 @@ def build(section: Any) -> Task:
     """
     if is_place(section.name):
         cls = load_class(section.name, "task.name")
-        check_class(cls)
+        if not issubclass(cls, Task):
+            raise TaskError(
+                f"{section.name} is no task: it must be derived from Task, of synthetic.tasks"
+            )
     else:
         registered_tasks()
         cls = TASKS[section.name]

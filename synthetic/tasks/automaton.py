@@ -50,27 +50,19 @@ class Automaton(FormalLanguage):
 
 
 def _checked(rows: tuple[tuple[int, ...], ...]) -> np.ndarray:
-    """The table (letters,states) of a config.
+    """Return the table (letters,states) of a config.
 
     Raises:
-        TaskError: rows of several lengths, states that it has not, too many letters.
+        TaskError: The rows are not the transitions of an automaton.
     """
-    sizes = {len(row) for row in rows}
-    if not rows or len(sizes) != 1 or sizes <= {0, 1}:
+    states = len(rows[0]) if rows else 0
+    has_states = all(len(row) == states and set(row) <= set(range(states)) for row in rows)
+    if states < 2 or len(rows) > len(ascii_lowercase) or not has_states:
         raise TaskError(
-            "task.automaton.table must have a row for each letter, and in each the state that"
-            f" states 0, 1, … go to, two or more; its rows have {sorted(sizes)} numbers"
+            f"task.automaton.table is {rows}: it must have a row for each letter, 26 at most, and"
+            " in each row the states, 0, 1, …, that the states 0, 1, … go to, two or more"
         )
-    if len(rows) > len(ascii_lowercase):
-        raise TaskError(f"task.automaton.table has {len(rows)} letters: 26 are the most")
-    table = np.array(rows)
-    wrong = table[(table < 0) | (table >= table.shape[1])]
-    if len(wrong):
-        raise TaskError(
-            f"task.automaton.table goes to state {wrong[0]}: its states are 0 to"
-            f" {table.shape[1] - 1}, as many as a row has numbers"
-        )
-    return table
+    return np.array(rows)
 
 
 def long_run(table: np.ndarray) -> np.ndarray:

@@ -1,13 +1,14 @@
 """CatbAbI: the bAbI stories as one long stream; an answer is due at each question's `?`.
 
 Schlag, Munkhdalai, Schmidhuber 2021, arXiv 2011.07831. As in its authors' code, stories of all
-tasks are shuffled and joined with an `<eos>` before each; mode `answers` is their question
-answering (QM) mode, mode `lm` their language modelling mode.
+tasks are shuffled and joined with an `<eos>` before each; this is their question answering (QM)
+mode.
 """
 
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -36,11 +37,6 @@ class _Epoch(NamedTuple):
     lengths: np.ndarray  # (b,) int64: tokens of each row; behind them is padding
 
 
-def _questions(story: babi.Story) -> list[tuple[int, str]]:
-    """Each question of a story: its bAbI task, and the story up to its answer."""
-    return [(story.task, " ".join(story.tokens[:answer])) for answer in story.answers]
-
-
 @task("catbabi")
 class CatBabi(Task):
     """bAbI's stories (lm/evaluation/tasks/babi.py) in segments in a row.
@@ -53,8 +49,7 @@ class CatBabi(Task):
     every stream begins with a story (else its first questions would lack their facts) and is padded
     on the right to the longest one, and each question is due exactly once.
 
-    The splits are those of the files. bAbI's own have questions in common. `seen` has two numbers
-    for each split: its questions whose story up to there is in training, word for word; and all.
+    The splits are those of the files; bAbI's own have questions in common.
 
     task.stories restricts the bAbI tasks used; ids and vocab_size do not depend on it.
     """
@@ -63,12 +58,12 @@ class CatBabi(Task):
     streams = True  # batches continue each other; evaluation goes over a whole epoch in order
 
     def __init__(self, task: config.Task):
+        self.name = task.name
         if task.data is None:
             raise TaskError(
                 f"catbabi reads bAbI from a folder: set task.data to it, for example to"
                 f" {babi.FOLDER} after `{babi.DOWNLOAD}`"
             )
-        self.mode = task.mode
         self.stories = sorted(set(task.stories))
         if not self.stories or not set(self.stories) <= set(babi.TASKS):
             raise TaskError(f"task.stories is {task.stories}: a list of bAbI's tasks, 1 to 20")
@@ -78,6 +73,7 @@ class CatBabi(Task):
         except babi.BabiError as e:
             raise TaskError(f"task.data: {e}") from e
         self.vocabulary = babi.words(story for split in SPLITS for story in stories[split])
+        self.names = self.vocabulary
         self.vocab_size = len(self.vocabulary)
         self.eos = self.vocabulary.index(babi.EOS)
         self.pad = self.vocabulary.index(babi.PAD)
@@ -92,18 +88,8 @@ class CatBabi(Task):
             for answer in story.answers
         }
         self.chance = 1 / len(answers)
-        questions = {
-            split: [question for story in used[split] for question in _questions(story)]
-            for split in SPLITS
-        }
-        of_training = set(questions["train"])
-        self.seen = {
-            split: (sum(question in of_training for question in asked), len(asked))
-            for split, asked in questions.items()
-        }
         self._corpora = {split: self._corpus(used[split]) for split in SPLITS}
-        # Of each split the epoch last asked for, and what it was asked for with.
-        self._epochs: dict[str, tuple[tuple[int, ...], _Epoch]] = {}
+        self._streams = lru_cache(maxsize=len(SPLITS))(self._cut)
 
     def _corpus(self, stories: list[babi.Story]) -> _Corpus:
         """Stories as one sequence of ids, an `<eos>` in front of each."""
@@ -116,17 +102,13 @@ class CatBabi(Task):
             kinds[start + np.array(story.answers, np.int64)] = story.task
         return _Corpus(tokens, kinds, starts)
 
-    def token_name(self, number: int) -> str:
-        return self.vocabulary[number]
-
     def check_length(self, length: int) -> None:
-        if length < 1:
-            raise TaskError(f"length {length}: a segment has at least one token")
+        super().check_length(length)
         for split in SPLITS:
             self._check(split, 1, length)
 
     def held_apart(self, length: int) -> bool:
-        return self.seen["valid"][0] == self.seen["test"][0] == 0
+        return False
 
     def _check(self, split: str, batch_size: int, length: int) -> None:
         size = len(self._corpora[split].tokens)
@@ -152,7 +134,9 @@ class CatBabi(Task):
         """Segment `index` modulo `segments` of epoch `index` div `segments`."""
         length = lengths[1]
         epoch, segment = divmod(index, self.segments(split, batch_size, length))
-        streams = self._epoch(seed, split, epoch, batch_size)
+        if split != "train":  # one order for ever
+            seed = epoch = 0
+        streams = self._streams(seed, split, epoch, batch_size)
         columns = slice(segment * length, (segment + 1) * length)
         tokens = streams.tokens[:, columns].astype(np.int64)
         place = np.arange(streams.tokens.shape[1])[columns]
@@ -166,9 +150,7 @@ class CatBabi(Task):
         )
 
     def _order(self, seed: int, split: str, epoch: int) -> np.ndarray:
-        """The order of the stories; that of valid and test is always the same."""
-        if split != "train":
-            seed = epoch = 0
+        """The order of the stories."""
         rng = np.random.default_rng([seed, SPLITS.index(split), epoch])
         return rng.permutation(len(self._corpora[split].starts) - 1)
 
@@ -187,16 +169,7 @@ class CatBabi(Task):
         bounds = ordered[np.searchsorted(ordered, even)]
         return bounds, int(np.diff(bounds).max())
 
-    def _epoch(self, seed: int, split: str, epoch: int, batch_size: int) -> _Epoch:
-        """`_streams`, of which those of a split that were made last are kept."""
-        # Valid and test have one order, whatever the seed and the epoch.
-        arguments = (seed, epoch, batch_size) if split == "train" else (batch_size,)
-        if split not in self._epochs or self._epochs[split][0] != arguments:
-            streams = self._streams(seed, split, epoch, batch_size)
-            self._epochs[split] = (arguments, streams)
-        return self._epochs[split][1]
-
-    def _streams(self, seed: int, split: str, epoch: int, batch_size: int) -> _Epoch:
+    def _cut(self, seed: int, split: str, epoch: int, batch_size: int) -> _Epoch:
         """An epoch's stories, one after another, cut into parallel streams."""
         # 1. All tokens in the order of the epoch, and the answers that are due at them.
         corpus = self._corpora[split]
@@ -208,7 +181,7 @@ class CatBabi(Task):
         # What follows the last story is an `<eos>`, as after all the others.
         tokens = np.append(corpus.tokens[source], np.int32(self.eos))
         kinds = np.append(corpus.kinds[source], np.int8(0))[1:]  # at the `?`, not at the answer
-        labels = tokens[1:] if self.mode == "lm" else np.where(kinds > 0, tokens[1:], IGNORE)
+        labels = np.where(kinds > 0, tokens[1:], IGNORE)
 
         # 2. Cut into rows.
         bounds, longest = self._bounds(split, batch_size)
@@ -226,15 +199,13 @@ class CatBabi(Task):
         return streams
 
     def score(self, predicted: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
-        """`accuracy` of the answers, `qa1` … that of each bAbI task used (empty where a batch has
-        none of it), and in mode `lm` the `token_accuracy` of all tokens."""
+        """`accuracy` of the answers, and `qa1` … that of each bAbI task used (empty where a batch
+        has none of it)."""
         right = (predicted == batch.labels).astype(float)
         assert batch.kinds is not None  # of a batch of this class
         metrics = {"accuracy": right[batch.kinds > 0]}
         for story in self.stories:
             metrics[f"qa{story}"] = right[batch.kinds == story]
-        if self.mode == "lm":
-            metrics["token_accuracy"] = right[batch.labels != IGNORE]
         return metrics
 
     def sequences(self, batch: Batch) -> dict[str, np.ndarray]:

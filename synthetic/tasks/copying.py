@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from string import ascii_letters, digits
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
 from synthetic import config
 from synthetic.tasks import IGNORE, Batch, Task, TaskError, draw_lengths, splits, task
 
-Lengths = TypeVar("Lengths", int, np.ndarray)
-
-CHARACTERS = ascii_letters + digits  # of the first letters; see `Copying.text`
+CHARACTERS = ascii_letters + digits  # of the first letters
 
 
-@task("copy", "prefix_ngram", "suffix_ngram", "duplicate_ngram")
+@task("copy", "suffix_ngram")
 class Copying(Task):
     """The string tasks of Jelassi et al. 2024, "Repeat After Me: Transformers are Better than State
     Space Models at Copying" (arXiv 2402.01032).
@@ -26,9 +24,7 @@ class Copying(Task):
     model answers what stands in brackets, one token ahead and given the true ones before:
 
         copy             $ s | [s .]
-        duplicate_ngram  $ s | [s .]           some n-gram occurs twice in s, without overlap
         suffix_ngram     $ s | key [value .]   value: the n letters of s right after the key
-        prefix_ngram     $ key | s | [value .]
 
     The key is an n-gram that occurs exactly once in s. Only with two letters and n ≤ 2, where that
     would leave almost nothing of the string to chance, it may occur again, and the first
@@ -50,40 +46,21 @@ class Copying(Task):
         self.context = task.context
         self.start, self.bar, self.end, self.pad = range(self.letters, self.letters + 4)
         self.vocab_size = self.letters + 4
+        further = (chr(256 + i) for i in range(len(CHARACTERS), self.letters))
+        self.names = [*CHARACTERS[: self.letters], *further, *"$|.*"]
         self.chance = 1 / self.letters
-        self.shortest = 1 if self.name == "copy" else 2 * self.n
+        self.shortest = 1 if self.name == "copy" else 2 * self.n  # two n-grams fit
 
-    def check_length(self, length: int) -> None:
-        if length < self.shortest:
-            room = "" if self.name == "copy" else f", where two {self.n}-grams fit"
-            raise TaskError(
-                f"{self.name} has no strings of length {length}: it has lengths "
-                f"{self.shortest}, {self.shortest + 1}, …{room}"
-            )
+    def count_contents(self, width: int) -> float:
+        return self.letters**width
 
-    def held_apart(self, length: int) -> bool:
-        return bool(self._are_apart(np.array([length]))[0])
-
-    def _are_apart(self, lengths: np.ndarray) -> np.ndarray:
-        """Whether there are enough different strings of these lengths (b,) → (b,) bool."""
-        free_letters = lengths - (self.n if self.name == "duplicate_ngram" else 0)
-        return free_letters * np.log(self.letters) >= np.log(splits.LEAST)
-
-    def tokens(self, length: Lengths) -> Lengths:
-        """Tokens of an example with a string of this length."""
-        extra = {"suffix_ngram": 2 * self.n + 3, "prefix_ngram": 2 * self.n + 4}
-        return length + extra[self.name] if self.name in extra else 2 * length + 3
+    def tokens(self, length: Any) -> Any:
+        """Tokens of an example with a string of this length (an int or an array)."""
+        return 2 * length + 3 if self.name == "copy" else length + 2 * self.n + 3
 
     def text(self, ids: Iterable[int]) -> str:
         """Ids as characters, one each."""
-        special = {self.start: "$", self.bar: "|", self.end: ".", self.pad: "*"}
-        return "".join(
-            special[i] if i in special else CHARACTERS[i] if i < len(CHARACTERS) else chr(256 + i)
-            for i in map(int, ids)
-        )
-
-    def token_name(self, number: int) -> str:
-        return self.text([number])
+        return "".join(self.names[i] for i in map(int, ids))
 
     def sample(
         self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
@@ -145,7 +122,7 @@ class Copying(Task):
         each belongs to an answer."""
         # 1. The strings, held apart by split.
         width = int(lengths.max())
-        apart = self._are_apart(lengths)
+        apart = lengths >= (self.opening or np.inf)
         drawn = self._strings(rng, lengths, width)
         splits.hold_apart(
             split, drawn, apart, lambda rows: self._strings(rng, lengths[rows], width), lengths
@@ -154,14 +131,11 @@ class Copying(Task):
 
         # 2. Prompt and answer of each, side by side: (b, all columns), padded within.
         start, bar, end = (np.full((len(strings), 1), i) for i in (self.start, self.bar, self.end))
-        if self.name == "prefix_ngram":
-            _, key, value = drawn
-            prompt, answer = [start, key, bar, strings, bar], [value, end]
-        elif self.name == "suffix_ngram":
+        if self.name == "copy":
+            prompt, answer = [start, strings, bar], [strings, end]
+        else:
             _, key, value = drawn
             prompt, answer = [start, strings, bar, key], [value, end]
-        else:
-            prompt, answer = [start, strings, bar], [strings, end]
         wide = np.hstack(prompt + answer)
         due = np.zeros(wide.shape, bool)
         due[:, -sum(part.shape[1] for part in answer) :] = True
@@ -177,17 +151,9 @@ class Copying(Task):
         (b,n)."""
         s = rng.integers(self.letters, size=(len(lengths), width))
         s[np.arange(width) >= lengths[:, None]] = self.pad
-        if self.name in ("prefix_ngram", "suffix_ngram"):
-            return s, *self._look_up(rng, s, lengths)
-        if self.name == "duplicate_ngram":
-            self._duplicate(rng, s, lengths)
-        return (s,)
-
-    def _duplicate(self, rng: np.random.Generator, s: np.ndarray, lengths: np.ndarray) -> None:
-        """Copy an n-gram to a later place of its string, in place."""
-        places = (lengths - 2 * self.n + 1)[:, None]  # of a first n-gram that has another behind it
-        first, second = np.sort(rng.integers(0, places, (len(s), 2)), 1).T
-        np.put_along_axis(s, self._places(second + self.n), self._ngram(s, first), 1)
+        if self.name == "copy":
+            return (s,)
+        return s, *self._look_up(rng, s, lengths)
 
     def _look_up(
         self, rng: np.random.Generator, s: np.ndarray, lengths: np.ndarray
@@ -216,10 +182,6 @@ class Copying(Task):
         windows = np.lib.stride_tricks.sliding_window_view(s, self.n, axis=1)
         return (windows == key[:, None]).all(-1)
 
-    def _places(self, at: np.ndarray) -> np.ndarray:
-        """Where the letters of the n-grams that begin at (b,) lie, (b,n)."""
-        return at[:, None] + np.arange(self.n)
-
     def _ngram(self, s: np.ndarray, at: np.ndarray) -> np.ndarray:
         """The n-grams of strings (b,l) that begin at (b,), (b,n)."""
-        return np.take_along_axis(s, self._places(at), 1)
+        return np.take_along_axis(s, at[:, None] + np.arange(self.n), 1)

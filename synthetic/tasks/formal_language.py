@@ -1,9 +1,8 @@
-"""Formal languages: modular arithmetic, parity, even pairs and a walk on a cycle."""
+"""Formal languages: modular arithmetic and parity."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,7 @@ from synthetic.tasks import IGNORE, Batch, Task, TaskError, draw_lengths, splits
 class FormalLanguage(Task):
     """What the languages share: answers at the last token or at every one, scored at the last.
 
-    A subclass says what its symbols are and what the answer after each of them is. Samples of
-    different splits differ within their first `opening` tokens; those that are shorter are shared.
+    A subclass says what its symbols are and what the answer after each of them is.
     """
 
     headline = "scaled_accuracy"
@@ -27,18 +25,8 @@ class FormalLanguage(Task):
         self.name = task.name
         self.every = task.supervision == "every"
 
-    @cached_property
-    def opening(self) -> int | None:
-        """The first tokens that decide of which split a sample is; None: no length has enough
-        different samples to be held apart."""
-        return splits.opening_length(self.count)
-
-    def count(self, length: int) -> int:
-        """The number of different samples of this length."""
-        return self.symbols**length
-
-    def held_apart(self, length: int) -> bool:
-        return self.opening is not None and length >= self.opening
+    def count_contents(self, width: int) -> float:
+        return self.symbols**width
 
     @property
     def names(self) -> Sequence[str]:  # type: ignore[override]
@@ -48,10 +36,6 @@ class FormalLanguage(Task):
     def pad(self) -> int:
         """The id of padding."""
         return self.vocab_size - 1
-
-    def check_length(self, length: int) -> None:
-        if length < 1:
-            raise TaskError(f"{self.name} has no sequences of length {length}: it has 1, 2, 3, …")
 
     def answers(self, ids: np.ndarray) -> np.ndarray:
         """(b,l) → (b,l): the answer if the sequence ended at this very symbol."""
@@ -77,14 +61,11 @@ class FormalLanguage(Task):
         Args: sizes: (b,) how many ids of a row are its own.
         """
         opening = self.opening
-        if opening is None:  # no length is held apart
-            return
-        splits.hold_apart(
-            split,
-            (ids[:, :opening],),
-            self._are_apart(sizes),
-            lambda rows: (self.draw(rng, len(rows), opening),),
-        )
+        if opening is not None:
+            apart = self._are_apart(sizes)
+            splits.hold_openings_apart(
+                split, ids[:, :opening], apart, lambda count: self.draw(rng, count, opening)
+            )
 
     def _are_apart(self, sizes: np.ndarray) -> np.ndarray:
         """`held_apart` of each of these lengths (b,)."""
@@ -141,40 +122,6 @@ class Parity(FormalLanguage):
         return ids.cumsum(1) % 2
 
 
-@task("even_pairs")
-class EvenPairs(FormalLanguage):
-    """Is the number of `ab` and `ba` together even (1) or odd (0)? That is, are the first and the
-    last symbol the same? `even_pairs` of Delétang et al. 2023 (arXiv 2207.02098), whose classes
-    are numbered the other way round."""
-
-    vocab_size = 3
-    symbols = 2
-    characters = "ab"
-    chance = 1 / 2
-
-    def answers(self, ids: np.ndarray) -> np.ndarray:
-        return (ids == ids[:, :1]).astype(int)
-
-
-@task("cycle_navigation")
-class CycleNavigation(FormalLanguage):
-    """Where on a cycle of `task.modulus` places, from place 0, do the moves lead? Moves are stay
-    (0), one forward (1), one back (2). `cycle_navigation` of Delétang et al. 2023 (arXiv
-    2207.02098)."""
-
-    symbols = 3
-    characters = "0+-"
-
-    def __init__(self, task: config.Task):
-        super().__init__(task)
-        self.modulus = task.modulus
-        self.vocab_size = max(3, task.modulus) + 1
-        self.chance = 1 / task.modulus
-
-    def answers(self, ids: np.ndarray) -> np.ndarray:
-        return np.array([0, 1, -1])[ids].cumsum(1) % self.modulus
-
-
 @task("mod_arithmetic", "mod_arithmetic_brackets")
 class ModularArithmetic(FormalLanguage):
     """The value, modulo `task.modulus`, of an expression that ends with `=`: `modular_arithmetic`
@@ -207,29 +154,22 @@ class ModularArithmetic(FormalLanguage):
         special = range(self.modulus, self.modulus + 6)
         self.plus, self.minus, self.times, self.open, self.close, self.equals = special
         self.operators = [self.plus, self.minus, *([] if self.brackets else [self.times])]
+        self.apart = 1 if self.brackets else 2  # digits and operators alternate
 
-    def check_length(self, length: int) -> None:
-        super().check_length(length)
-        if not self.brackets and length % 2 == 0:
-            raise TaskError(
-                f"{self.name} has no expressions of length {length}: digits and operators "
-                f"alternate, so it has lengths 1, 3, 5, …"
-            )
-
-    def count(self, length: int) -> int:
+    def count_contents(self, width: int) -> float:
         if not self.brackets:
-            digits = (length + 1) // 2
-            return self.modulus**digits * len(self.operators) ** (digits - 1) * (length % 2)
+            digits = (width + 1) // 2
+            return self.modulus**digits * len(self.operators) ** (digits - 1) * (width % 2)
         counts = [0, *[self.modulus] * 4]
-        for n in range(5, length + 1):
+        for n in range(5, width + 1):
             pairs = sum(counts[left] * counts[n - 3 - left] for left in range(1, n - 3))
             counts.append(len(self.operators) * pairs)
-        return counts[length]
+        return counts[width]
 
     def sample(
         self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
     ) -> Batch:
-        drawn = draw_lengths(rng, batch_size, lengths, apart=1 if self.brackets else 2)
+        drawn = draw_lengths(rng, batch_size, lengths, self.apart)
         width = int(drawn.max()) + 1
         if self.brackets:
             ids, answers = self._bracketed(rng, drawn, width)
@@ -249,7 +189,7 @@ class ModularArithmetic(FormalLanguage):
         answers[rows, drawn] = answers[rows, drawn - 1]
         return self.label(ids, answers, drawn + 1)
 
-    names = ()  # expressions cannot be typed
+    label_typed = Task.label_typed  # expressions cannot be typed
 
     def draw(self, rng: np.random.Generator, count: int, width: int) -> np.ndarray:
         """Digits and operators by turns (count,width): an expression without brackets."""

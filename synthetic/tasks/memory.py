@@ -6,7 +6,7 @@ import numpy as np
 
 from synthetic import config
 from synthetic.tasks import IGNORE, task
-from synthetic.tasks.drawn import Drawn, DrawnTask, name_of_pair
+from synthetic.tasks.drawn import Drawn, DrawnTask, pair_names
 
 
 @task("selective_copying")
@@ -33,6 +33,7 @@ class SelectiveCopying(DrawnTask):
         self.vocab_size = self.letters + 2
         self.chance = 1 / self.letters
         self.shortest = 2 * self.content + 1
+        self.names = [*map(str, range(self.letters)), "_", "|"]
 
     def count_contents(self, width: int) -> float:
         return float(self.letters) ** width if width <= self.content else 0.0
@@ -50,9 +51,6 @@ class SelectiveCopying(DrawnTask):
         labels = np.full((count, length), IGNORE)
         labels[:, room + 1 :] = letters
         return Drawn(letters, ids, labels)
-
-    def token_name(self, number: int) -> str:
-        return {self.blank: "_", self.copy: "|"}.get(number, str(number))
 
 
 @task("memorization")
@@ -78,6 +76,7 @@ class Memorization(DrawnTask):
         self.asked = 2 * self.keys
         self.vocab_size = 2 * self.keys + 1
         self.chance = 1 / self.keys
+        self.names = [*pair_names(self.keys), "?"]
         self.value_of = self.keys + np.random.default_rng(0).permutation(self.keys)
 
     def count_contents(self, width: int) -> float:
@@ -93,6 +92,3 @@ class Memorization(DrawnTask):
         labels = np.full((count, length), IGNORE)
         labels[:, 1::2] = self.value_of[keys]
         return Drawn(keys, ids, labels)
-
-    def token_name(self, number: int) -> str:
-        return "?" if number == self.asked else name_of_pair(number, self.keys)

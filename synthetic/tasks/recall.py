@@ -9,7 +9,7 @@ import numpy as np
 
 from synthetic import config
 from synthetic.tasks import IGNORE, TaskError, task
-from synthetic.tasks.drawn import Drawn, DrawnTask, name_of_pair
+from synthetic.tasks.drawn import Drawn, DrawnTask, pair_names
 
 MOST_MOTIFS = 10_000
 
@@ -38,6 +38,7 @@ class MultiQueryRecall(DrawnTask):
         self.keys = task.alphabet
         self.pairs = task.pairs
         self.vocab_size = 2 * self.keys
+        self.names = pair_names(self.keys)
         self.chance = 1 / self.keys
         self.shortest = 4 if self.pairs is None else 4 * self.pairs
         self.check_length(self.shortest)
@@ -83,9 +84,6 @@ class MultiQueryRecall(DrawnTask):
         np.put_along_axis(labels, asked_at, values, 1)
         return Drawn(ids[:, : 2 * pairs].copy(), ids, labels)
 
-    def token_name(self, number: int) -> str:
-        return name_of_pair(number, self.keys)
-
 
 @task("in_context_recall", "noisy_recall", "fuzzy_recall")
 class InContextRecall(DrawnTask):
@@ -117,6 +115,11 @@ class InContextRecall(DrawnTask):
         self.motifs = _motifs(self.letters, longest)
         self.pad = 2 * self.letters + self.noise_tokens
         self.vocab_size = self.pad + 1
+        self.names = [
+            *pair_names(self.letters),
+            *(f"n{i}" for i in range(self.noise_tokens)),
+            "_",
+        ]
         # The letters of a value differ: after i of them one of the others is guessed.
         tokens = range(longest)
         frequencies = [longest - i for i in tokens]
@@ -174,12 +177,6 @@ class InContextRecall(DrawnTask):
         labels = np.full((count, length), IGNORE)
         labels[:, :-1] = np.where(is_answer[:, 1:], ids[:, 1:], IGNORE)
         return Drawn(ids.copy(), ids, labels, mask)
-
-    def token_name(self, number: int) -> str:
-        if number == self.pad:
-            return "_"
-        noise = number - 2 * self.letters
-        return name_of_pair(number, self.letters) if noise < 0 else f"n{noise}"
 
 
 def _motifs(letters: int, longest: int) -> np.ndarray:

@@ -80,6 +80,20 @@ def hold_apart(
         rows = rows[~some_fit]
 
 
+def hold_openings_apart(
+    split: str, openings: np.ndarray, apart: np.ndarray, draw: Callable[[int], np.ndarray]
+) -> None:
+    """Draw the openings of samples anew, in place, until all are of the split.
+
+    Args:
+        split: Of the samples.
+        openings: (b,w), the first ids of each.
+        apart: (b,) bool, as of `hold_apart`.
+        draw: A number of samples → openings of so many new ones.
+    """
+    hold_apart(split, (openings,), apart, lambda rows: (draw(len(rows)),))
+
+
 def opening_length(count: Callable[[int], float], longest: int = 64) -> int | None:
     """The shortest length, at least 2, of which there are LEAST different samples.
 

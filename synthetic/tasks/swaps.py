@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from synthetic import config
-from synthetic.tasks import IGNORE, TaskError, task
+from synthetic.tasks import IGNORE, task
 from synthetic.tasks.drawn import Drawn, DrawnTask
 
 NAMES = "abcdefghi"
@@ -36,10 +36,9 @@ class Repl(DrawnTask):
     def __init__(self, task: config.Task):
         self.name = task.name
         self.n = task.variables
-        if not 2 <= self.n <= len(NAMES):
-            raise TaskError(f"task.variables is {self.n}: it must be 2 to {len(NAMES)}")
         self.tokens = [*NAMES[: self.n], *map(str, range(1, self.n + 1))]
         self.tokens += [">>>", ",", "=", "print(", ")", "\n"]
+        self.names = [*self.tokens[:-1], "⏎"]
         self.vocab_size = len(self.tokens)
         self.chance = 1 / self.n
 
@@ -88,9 +87,6 @@ class Repl(DrawnTask):
             labels.extend([column(IGNORE)] * len(line))
             ask_for_one()
         return Drawn(np.stack(content, 1), np.stack(columns, 1), np.stack(labels, 1))
-
-    def token_name(self, number: int) -> str:
-        return "⏎" if self.tokens[number] == "\n" else self.tokens[number]
 
     def text(self, ids: np.ndarray) -> str:
         """The session as Python would read it."""

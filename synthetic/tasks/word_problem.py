@@ -25,19 +25,17 @@ class WordProblem(Task):
             self.group = group(task.group)
         except DataError as e:
             raise TaskError(str(e)) from None
+        self.name = task.name
         self.vocab_size = self.group.order
         self.chance = 1 / self.group.order
-        # Words of different splits differ within this many elements; shorter ones are shared.
-        self.opening = splits.opening_length(lambda length: self.group.order**length)
         self.names = element_names(task.group)
         self.elements = np.arange(self.group.order)  # the elements that words are made of
 
-    def check_length(self, length: int) -> None:
-        if length < 1:
-            raise TaskError(f"word problem: a sequence has at least 1 element, not {length}")
+    def count_contents(self, width: int) -> float:
+        return self.group.order**width
 
     def held_apart(self, length: int) -> bool:
-        return self._all_letters and self.opening is not None and length >= self.opening
+        return self._all_letters and super().held_apart(length)
 
     def draw_from(self, letters: int | None) -> None:
         """See `Task.draw_from`: elements of low order come first.
@@ -58,9 +56,6 @@ class WordProblem(Task):
     def _all_letters(self) -> bool:
         return len(self.elements) == self.group.order
 
-    def token_name(self, number: int) -> str:
-        return self.names[number]
-
     def label_typed(self, ids: np.ndarray) -> Batch:
         return Batch(ids, self.group.products(ids))
 
@@ -77,10 +72,8 @@ class WordProblem(Task):
         x = draw(batch_size, length)
         opening = self.opening
         if opening is not None and length >= opening and (self._all_letters or split == "train"):
-            splits.hold_apart(
-                split,
-                (x[:, :opening],),
-                np.ones(batch_size, bool),
-                lambda rows: (draw(len(rows), opening),),
+            apart = np.ones(batch_size, bool)
+            splits.hold_openings_apart(
+                split, x[:, :opening], apart, lambda count: draw(count, opening)
             )
         return Batch(x, self.group.products(x))

@@ -9,19 +9,15 @@ from synthetic.config import Task
 from synthetic.tasks import IGNORE, TaskError, build
 from synthetic.tasks.copying import Copying
 
-NAMES = ("copy", "prefix_ngram", "suffix_ngram", "duplicate_ngram")
-LOOK_UPS = ("prefix_ngram", "suffix_ngram")
+NAMES = ("copy", "suffix_ngram")
 
 
 def oracle(text: str, task_name: str, ngram: int) -> str:
     """The answer to a prompt, or to the prompt that an example's text begins with."""
-    parts = text.removeprefix("$").split("|")
-    if task_name == "prefix_ngram":
-        key, s = parts[:2]
-    elif task_name == "suffix_ngram":
-        s, key = parts[0], parts[1][:ngram]
-    else:
-        return parts[0] + "."
+    s, key = text.removeprefix("$").split("|")
+    if task_name == "copy":
+        return s + "."
+    key = key[:ngram]
     after = s.find(key) + ngram
     return s[after : after + ngram] + "."
 
@@ -35,8 +31,8 @@ def examples(row: str) -> list[str]:
     return [part + "." for part in row.rstrip("*").split(".")[:-1]]
 
 
-def the_string(name: str, example: str) -> str:
-    return example.strip("$").split("|")[name == "prefix_ngram"]
+def the_string(example: str) -> str:
+    return example.strip("$").split("|")[0]
 
 
 @st.composite
@@ -62,7 +58,7 @@ def test_every_example_is_a_prompt_and_the_oracles_answer(case):
         expected = ""
         for example in examples(made.text(ids)):
             answer = oracle(example, made.name, made.n)
-            s = the_string(made.name, example)
+            s = the_string(example)
             assert max(lengths[0], made.shortest) <= len(s) <= lengths[1]
             assert example.endswith(answer) and len(example) == made.tokens(len(s))
             # One token ahead: the answer begins on the last token of the prompt.
@@ -72,14 +68,13 @@ def test_every_example_is_a_prompt_and_the_oracles_answer(case):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.sampled_from(LOOK_UPS), st.integers(2, 5), st.integers(1, 4), st.integers(0, 2**30))
-def test_the_key_is_unique_wherever_that_leaves_the_string_to_chance(name, letters, n, seed):
-    made = task(name, alphabet=letters, ngram=n)
+@given(st.integers(2, 5), st.integers(1, 4), st.integers(0, 2**30))
+def test_the_key_is_unique_wherever_that_leaves_the_string_to_chance(letters, n, seed):
+    made = task("suffix_ngram", alphabet=letters, ngram=n)
     rows = made.batch(seed, "valid", 0, 20, (2 * n, 2 * n + 40)).input_ids
     for (example,) in (examples(made.text(ids)) for ids in rows):
-        s, n_places = the_string(name, example), len(the_string(name, example)) - n + 1
-        key = example[1 : n + 1] if name == "prefix_ngram" else example.split("|")[1][:n]
-        occurrences = [i for i in range(n_places) if s[i : i + n] == key]
+        s, key = the_string(example), example.split("|")[1][:n]
+        occurrences = [i for i in range(len(s) - n + 1) if s[i : i + n] == key]
         assert len(occurrences) == 1 or max(letters, n) == 2
         assert occurrences[0] <= len(s) - 2 * n
 
@@ -91,23 +86,6 @@ def test_unique_keys_do_not_make_a_value_certain(letters, n):
     pairs = {made.text(ids)[-2 * n - 1 : -1] for ids in rows}
     assert {p[:n] for p in pairs} == {p[n:] for p in pairs}  # every n-gram is a key and a value
     assert len({p[:n] for p in pairs}) == letters**n
-
-
-@pytest.mark.parametrize("n, length", [(1, 2), (2, 4), (3, 20)])
-def test_an_ngram_occurs_twice_without_overlap(n, length):
-    made = task("duplicate_ngram", ngram=n, alphabet=26)
-    for ids in made.batch(0, "train", 0, 20, (length, length)).input_ids:
-        for example in examples(made.text(ids)):
-            s = the_string(made.name, example)
-            assert any(s[i : i + n] in s[i + n :] for i in range(length - n))
-
-
-def test_the_oracle_on_examples_by_hand():
-    assert oracle("$abc|", "copy", 2) == oracle("$abc|abc.", "duplicate_ngram", 1) == "abc."
-    assert oracle("$abcdef|bc", "suffix_ngram", 2) == "de."
-    assert oracle("$abcdef|bcde.", "suffix_ngram", 2) == "de."
-    assert oracle("$bc|abcdef|", "prefix_ngram", 2) == "de."
-    assert oracle("$abaab|a", "suffix_ngram", 1) == "b."  # the first occurrence
 
 
 def test_tokens_are_the_letters_and_four_more():
@@ -129,7 +107,7 @@ def test_a_context_is_packed_with_as_many_examples_as_fit(name):
     assert (np.diff(batch.mask.astype(int), axis=1) <= 0).all()  # only on the right
     assert (batch.mask.sum(1) > 100 - made.tokens(20)).all()
     rows = [examples(made.text(ids)) for ids in batch.input_ids]
-    assert {len(the_string(name, e)) for row in rows for e in row} == set(range(4, 21))
+    assert {len(the_string(e)) for row in rows for e in row} == set(range(4, 21))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -178,31 +156,16 @@ def test_a_mistake_costs_one_example_of_its_context():
 @pytest.mark.parametrize(
     "name, lengths, said",
     [
-        ("copy", (0, 0), "copy has no strings of length 0: it has lengths 1, 2, …"),
-        (
-            "suffix_ngram",
-            (2, 5),
-            "suffix_ngram has no strings of length 5: it has lengths 6, 7, "
-            "…, where two 3-grams fit",
-        ),
-        ("prefix_ngram", (5, 5), "prefix_ngram has no strings of length 5"),
-        ("duplicate_ngram", (5, 5), "duplicate_ngram has no strings of length 5"),
+        ("copy", (0, 0), "copy has no sequences of length 0: it has lengths 1, 2, 3, …"),
+        ("suffix_ngram", (2, 5), "suffix_ngram has no sequences of length 5: it has lengths 6, 7,"),
     ],
 )
 def test_too_short_strings_are_refused(name, lengths, said):
-    made = task(name, ngram=3)
-    for refused in (
-        lambda: made.check_length(lengths[1]),
-        lambda: made.batch(0, "valid", 0, 2, lengths),
-    ):
-        with pytest.raises(TaskError) as error:
-            refused()
-        assert str(error.value).startswith(said)
-    made.check_length(made.shortest)
-    assert made.shortest == (1 if name == "copy" else 6)
+    with pytest.raises(TaskError, match=said):
+        task(name, ngram=3).batch(0, "valid", 0, 2, lengths)
 
 
-@pytest.mark.parametrize("name, longest", zip(NAMES, (126, 248, 249, 126)))
+@pytest.mark.parametrize("name, longest", zip(NAMES, (126, 249)))
 def test_strings_that_do_not_fit_the_context_are_refused(name, longest):
     made = task(name, context=256)
     made.batch(0, "train", 0, 2, (longest, longest))

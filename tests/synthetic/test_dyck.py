@@ -37,7 +37,7 @@ def test_words_are_counted():
     task = build(Task(name="dyck", brackets=2, depth=3))
     for length in range(1, 8):
         drawn = task.draw(np.random.default_rng(0), 20_000, length)
-        assert len(np.unique(drawn, axis=0)) == task.count(length)
+        assert len(np.unique(drawn, axis=0)) == task.count_contents(length)
 
 
 def test_guessing_is_the_most_frequent_answer():
@@ -57,16 +57,3 @@ def test_guessing_is_the_most_frequent_answer():
         TaskError, match=r"task\.depth is 1: after an even number of brackets all are"
     ):
         build(Task(name="dyck", brackets=1, depth=1))
-
-
-def test_words_that_are_typed():
-    task = build(Task(name="dyck", supervision="every", depth=2))
-    assert task.typed(["([", "]", ")"]).labels.tolist() == [[1, 2, 1, 0]]
-    for text, message in [
-        ("(]", "closes a bracket that is not the innermost"),
-        (")", "closes a bracket that is not the innermost"),
-        ("(((", "at most 2 brackets are open at once"),
-        ("(x", r"`\(x` is no token of the task"),
-    ]:
-        with pytest.raises(TaskError, match=message):
-            task.typed([text])

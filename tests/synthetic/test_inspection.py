@@ -16,6 +16,7 @@ from synthetic.cli import main
 from synthetic.inspection import inspect_batch
 from synthetic.tasks import IGNORE, TaskError
 from synthetic.train import train
+from tests.fabricated import TINY
 
 SPACED = ("word_problem",)  # tasks whose tokens are typed with spaces between them
 
@@ -30,8 +31,7 @@ def task_of(name: str, **fields) -> tasks.Task:
         ("word_problem", {"group": "A5"}, (7,)),
         ("word_problem", {"group": "S3_x_Z4"}, (7,)),
         ("parity", {}, (5,)),
-        ("even_pairs", {"supervision": "every"}, (5,)),
-        ("cycle_navigation", {"modulus": 12}, (6,)),
+        ("automaton", {"supervision": "every"}, (5,)),
     ],
 )
 def test_what_is_drawn_can_be_typed_and_has_the_same_answers(name, fields, lengths):
@@ -71,7 +71,7 @@ def test_what_is_no_sequence_of_a_task_is_refused(name, word, says):
 
 
 def test_a_task_without_an_oracle_for_words_says_how_to_see_one():
-    for task in (tasks.Task(), task_of("copy"), task_of("mod_arithmetic")):
+    for task in (tasks.Task(), task_of("copy"), task_of("mod_arithmetic"), task_of("dyck")):
         with pytest.raises(TaskError, match="--length N draws one"):
             task.typed(["x"])
 
@@ -131,19 +131,7 @@ def test_where_no_answer_is_due_there_is_none_to_be_wrong():
 
 def test_the_command_shows_a_trained_run(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "c.yaml").write_text(
-        json.dumps(
-            {
-                "name": "t",
-                "out_dir": str(tmp_path / "runs"),
-                "model": {"d_model": 16, "d_state": 4},
-                "task": {"group": "Z3"},
-                "optim": {"lr": 1e-2, "warmup": 1},
-                "train": {"steps": 2, "batch_size": 4, "length": 4},
-                "eval": {"every": 2, "lengths": "4", "examples": 4, "batch_size": 4},
-            }
-        )
-    )
+    (tmp_path / "c.yaml").write_text(json.dumps({**TINY, "out_dir": str(tmp_path / "runs")}))
     train(config.load(tmp_path / "c.yaml"))
     run = str(tmp_path / "runs/t")
     capsys.readouterr()

@@ -22,74 +22,6 @@ NAMES = list(report.REPORTS)
 BOTH = pytest.mark.parametrize("scale", report.SCALES)
 
 
-WORDS = {
-    "model.d_model": 512,
-    "model.d_state": 16,
-    "train.batch_size": 512,
-    "train.steps": 125_000,
-    "optim.lr": 1e-4,
-    "optim.weight_decay": 0.01,
-    "optim.grad_clip": 1,
-    "optim.schedule": "cosine",
-}
-BRACKETS = {
-    "model.d_model": 128,
-    "model.n_layer": 2,
-    "task.modulus": 5,
-    "train.length": (3, 40),
-    "train.steps": 100_000,
-    "train.batch_size": 256,
-    "optim.lr": 1e-3,
-    "optim.min_lr": 1e-6,
-    "optim.weight_decay": 0.1,
-    "optim.grad_clip": 0,
-    "optim.warmup": 10_000,
-    "optim.schedule": "cosine",
-}
-PAPER = {
-    **{
-        n: {**WORDS, "train.length": 16}
-        for n in ("fig1", "fig3b", "fig3c", "fig4", "fig5", "fig6", "fig10")
-    },
-    "fig9": {**WORDS, "train.length": 128},
-    "tab1": {
-        "model.d_model": 1024,
-        "task.alphabet": 26,
-        "task.context": 256,
-        "train.length": (5, 50),
-        "train.steps": 10_000,
-        "train.batch_size": 128,
-        "optim.lr": 5e-5,
-        "optim.warmup": 300,
-        "optim.weight_decay": 0.1,
-        "optim.grad_clip": 1,
-        "optim.schedule": "linear",
-    },
-    "tab2": BRACKETS,
-    "fig11": BRACKETS,
-    "catbabi": {
-        "model.d_model": 512,
-        "train.length": 200,
-        "train.steps": 15_000,
-        "train.batch_size": 32,
-        "optim.lr": 1e-3,
-        "optim.weight_decay": 0,
-        "task.mode": "answers",
-        "task.stories": tuple(range(1, 21)),
-    },
-}
-
-
-@pytest.mark.parametrize("name", PAPER)
-def test_the_papers_constants(name):
-    for cfg in sweep(name, "paper").configs:
-        for key, value in PAPER[name].items():
-            section, field = key.split(".")
-            assert getattr(getattr(cfg, section), field) == value, (key, cfg.name)
-        if cfg.task.name == "word_problem":  # baselines are given two layers
-            assert cfg.model.n_layer == (1 if cfg.model.name == "fprnn" else 2)
-
-
 @BOTH
 @pytest.mark.parametrize("name", NAMES)
 def test_every_point_of_every_config_is_valid(name, scale):
@@ -316,18 +248,12 @@ def test_a_scatter_needs_both_tasks(tmp_path):
     assert report.report("fig2", overrides=(f"out_dir={tmp_path}",))["figure"].exists()
 
 
-def test_the_overview_counts_runs(tmp_path, capsys):
-    fabricate_all("fig11", tmp_path)
-    assert cli.main(["report", f"out_dir={tmp_path}"]) == 0
+def test_the_reports_are_listed(capsys):
+    assert cli.main(["report"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, entry in report.REPORTS.items():
         line = next(line for line in lines if line.startswith(f"│ {name} "))
-        assert entry.where in line
-        minutes, runs, found = line.rstrip(" │").split("│")[-3:]
-        if name in ("fig11", "tab2"):  # there: as long as they took
-            assert (int(minutes), int(runs), int(found)) == (15, 5, 5)
-        else:
-            assert minutes.strip() == str(entry.minutes or "–")
+        assert entry.where in line and entry.title in line
 
 
 TINY = """

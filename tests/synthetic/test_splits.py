@@ -20,8 +20,6 @@ HELD = {
         2,
         (2, 8),
     ),
-    "prefix": ({"name": "prefix_ngram", "alphabet": 4, "ngram": 2, "context": 60}, 7, 4, (4, 9)),
-    "duplicate": ({"name": "duplicate_ngram", "alphabet": 8, "context": 60}, 6, 4, (4, 8)),
     "arithmetic": (
         {"name": "mod_arithmetic", "modulus": 3, "supervision": "every"},
         11,
@@ -30,8 +28,7 @@ HELD = {
     ),
     "brackets": ({"name": "mod_arithmetic_brackets", "modulus": 3}, 15, 7, (3, 20)),
     "parity": ({"name": "parity", "supervision": "every"}, 12, 8, (3, 16)),
-    "even_pairs": ({"name": "even_pairs"}, 13, 8, (3, 16)),
-    "cycle": ({"name": "cycle_navigation"}, 8, 5, (3, 16)),
+    "automaton": ({"name": "automaton"}, 8, 5, (3, 16)),
     "dyck": ({"name": "dyck", "supervision": "every"}, 24, 3, (3, 24)),
 }
 # Likewise of tasks whose rows are drawn whole (None: no length has too few samples).
@@ -54,7 +51,7 @@ def samples(task, batch) -> list[tuple]:
     for row, (ids, labels) in enumerate(zip(batch.input_ids, batch.labels)):
         if hasattr(task, "letters"):
             for text in task.text(ids).rstrip("*").split(".")[:-1]:
-                found.append(text.strip("$").split("|")[task.name == "prefix_ngram"])
+                found.append(text.strip("$").split("|")[0])
         else:
             ids = ids if batch.mask is None else ids[batch.mask[row]]
             ends = np.flatnonzero(labels[: len(ids)] != IGNORE) + 1

@@ -8,9 +8,7 @@ import pytest
 import yaml
 
 from lm.common.errors import ConfigError
-from lm.config.messages import all_keys
 from lm.config.model import Section
-from lm.config.resuming import FIXED, NOTED, resume_rule
 from lm.config.yaml_text import Loader
 from synthetic import config, tasks
 from synthetic.config import Config
@@ -58,7 +56,7 @@ def test_the_tasks_are_those_that_the_page_names():
         for name in tasks.registered_tasks()
         if tasks.TASKS[name].__module__.startswith("synthetic.")
     }
-    assert len(built_in) == 20 and all(f"`{name}`" in text for name in built_in)
+    assert len(built_in) == 16 and all(f"`{name}`" in text for name in built_in)
 
 
 def write(tmp_path, text):
@@ -111,24 +109,6 @@ def test_lengths_need_no_quotes(tmp_path, text):
     assert config.load(again).eval.lengths == text
 
 
-def test_every_key_says_what_a_resumed_run_may_do_with_it():
-    fixed = {key for key in all_keys(Config) if resume_rule(Config, key) is FIXED}
-    tops = {key for key in fixed if "." not in key}
-    assert tops == {"seed", "model", "init_from", "task", "optim"}
-    assert {key for key in fixed if key.startswith("train.")} == {
-        "train.batch_size",
-        "train.length",
-        "train.precision",
-        "train.curriculum",
-        "train.curriculum.start",
-        "train.curriculum.grow",
-        "train.curriculum.at",
-        "train.curriculum.letters",
-    }
-    noted = {key for key in all_keys(Config) if resume_rule(Config, key) is NOTED}
-    assert noted >= {"solver", "solver.gradient", "train.max_iters", "train.gamma_shape"}
-
-
 @pytest.mark.parametrize(
     "text, key",
     [
@@ -159,8 +139,8 @@ def test_the_default_of_either_limit_is_for_both(tmp_path):
 
 def test_removed_keys_of_tasks_are_read_with_their_defaults_only(tmp_path):
     drawn = {"table": None, "states": 5, "letters": 3, "kind": "unsolvable", "seed": 0}
-    task = {"csv": None, "automaton": drawn}
+    task = {"csv": None, "mode": "answers", "automaton": drawn}
     assert config.load(write(tmp_path, json.dumps({"task": task}))).task.automaton.table is None
-    for other in ({"csv": "x.csv"}, {"automaton": drawn | {"seed": 1}}):
+    for other in ({"csv": "x.csv"}, {"mode": "lm"}, {"automaton": drawn | {"seed": 1}}):
         with pytest.raises(ConfigError, match=r"`task\.\S*` is no longer there"):
             config.load(write(tmp_path, json.dumps({"task": task | other})))

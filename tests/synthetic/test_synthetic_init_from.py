@@ -17,16 +17,10 @@ from synthetic.build import load_run
 from synthetic.cli import main
 from synthetic.tasks import IGNORE
 from synthetic.train import Training, train
+from tests.fabricated import TINY
 from tests.refusals import refused as refused_by
 
-TREE = {
-    "name": "t",
-    "model": {"d_model": 16, "d_state": 4, "layers": "fp_mamba1", "n_layer": 1},
-    "task": {"name": "word_problem", "group": "Z3"},
-    "optim": {"lr": 1e-2, "warmup": 1},
-    "train": {"steps": 3, "batch_size": 8, "length": 4},
-    "eval": {"lengths": "4", "examples": 8, "batch_size": 8},
-}
+TREE = {**TINY, "model": {**TINY["model"], "layers": "fp_mamba1", "n_layer": 1}}
 HYBRID = ("model.layers=mamba fp_mamba1 mamba", "model.n_layer=3", "seed=7", "task.context=99")
 
 refused = partial(refused_by, run=main, prog="python -m synthetic")

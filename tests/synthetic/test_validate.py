@@ -16,9 +16,10 @@ from lm.runs.checkpoint import listed
 from synthetic import config, profile, tasks, validate
 from synthetic.cli import main
 from synthetic.evaluate import parse_lengths
-from synthetic.numbers import Trained
+from synthetic.numbers import headlines
+from synthetic.plots import curves
 from synthetic.runs import is_finished, run_all
-from tests.fabricated import ROW, numbers
+from tests.fabricated import numbers
 
 TINY = {
     "train": {"steps": 2, "batch_size": 4, "length": 3},
@@ -202,7 +203,8 @@ def test_a_profile_has_the_numbers_of_its_runs(two, tmp_path, recipes):
         assert row["metric"] == "token accuracy at 5, trained to 3"
         assert row["value"] == pytest.approx(sum(values) / 2)
         assert row["error"] == pytest.approx(abs(values[0] - values[1]) / math.sqrt(2))
-    lengths = set(profile.headlines(runs)["length"])
+    drawing = curves(runs, "")
+    lengths = set(headlines(runs)["length"])
     assert lengths == {3 * times for times in validate.TIMES} | {5}
     *rows, parameters, seconds = profile.summarize(runs)
     assert parameters["fp"] == results["fp", "s3", "seed0"]["parameters"]
@@ -212,35 +214,8 @@ def test_a_profile_has_the_numbers_of_its_runs(two, tmp_path, recipes):
 
     for value in judged["value"]:
         assert any(f"{value:.3f}" in str(cell) for row in rows for cell in row.values())
-    for picture in profile.write(runs, out)[1:]:
-        assert picture.read_bytes().startswith(b"\x89PNG")
-    assert [ax.get_title() for ax in profile.draw_lengths(runs).axes] == list(recipes)
-
-
-@pytest.mark.parametrize(
-    "metric, value, chance, expected",
-    [
-        ("token_accuracy", 0.25, 0.25, 0.0),
-        ("token_accuracy", 0.625, 0.25, 0.5),
-        ("token_accuracy", 0.1, 0.25, 0.0),
-        ("sequence_accuracy", 0.25, 0.25, 0.25),
-        ("scaled_accuracy", 0.25, 0.25, 0.25),
-        ("scaled_accuracy", -0.25, 0.25, 0.0),
-    ],
-)
-def test_a_radar_counts_from_guessing(metric, value, chance, expected):
-    assert profile.above_chance(value, metric, chance) == pytest.approx(expected)
-
-
-def test_a_radar_reads_the_longest_length_that_was_tried(tmp_path):
-    cfg = config.load(write(tmp_path, "train: {length: 4}"))
-    rows = [
-        {**ROW, "length": length, "metrics": {"sequence_accuracy": value}}
-        for length, value in ((4, 1.0), (8, 0.7), (16, 0.4), (64, 0.1))
-    ]
-    result = {"eval": rows, "headline": "sequence_accuracy", "chance": 0.0}
-    run = Trained(tmp_path, cfg, 0, {}, "m", "a", result, [])
-    assert [profile.ability_at([run], times) for times in (1, 2, 8, 16)] == [1.0, 0.7, 0.4, 0.1]
+    assert profile.write(drawing, out)[1].read_bytes().startswith(b"\x89PNG")
+    assert [ax.get_title() for ax in drawing.figure.axes] == list(recipes)
 
 
 @pytest.mark.slow

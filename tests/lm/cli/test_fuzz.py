@@ -95,7 +95,7 @@ def commands(places: Places, folder: Path) -> dict[str, list[Case]]:
         ],
         "synthetic": [
             ("synthetic", ["inspect", "--out", page, synthetic, "--length", "3"]),
-            ("synthetic", ["eval", "--out", scores, synthetic, "--lengths", "3"]),
+            ("synthetic", ["eval", "--out", scores, synthetic, "eval.lengths=3"]),
             ("synthetic", ["train", "--config", synthetic / "config.yaml", *going_on]),
             ("synthetic", ["report", "fig1", f"out_dir={folder}"]),
             ("lm", ["report", "--out", folder / "out", synthetic]),
