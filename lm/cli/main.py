@@ -37,7 +37,7 @@ EPILOG = """examples:
   fprnn generate runs/demo --prompt "The list"
   fprnn eval runs/demo --tasks catbabi_mini
   fprnn export runs/demo runs/demo/hf
-  fprnn eval runs/demo/hf --suite paper --data eval_files
+  fprnn eval runs/demo/hf --suite paper
   fprnn serve runs/demo/hf
   fprnn inspect runs/demo "f(g(h(x), y))"
   fprnn report runs/demo
