@@ -1,11 +1,7 @@
-"""An inspection as one HTML page: the text coloured, each token's numbers, figures over time."""
+"""An inspection as one HTML page: the text coloured, the numbers of each token and layer."""
 
 from __future__ import annotations
 
-import base64
-import html
-import importlib.util
-import io
 import math
 from pathlib import Path
 from typing import NamedTuple
@@ -13,14 +9,12 @@ from typing import NamedTuple
 import torch
 from markupsafe import Markup
 
-from lm.common.files import write_text
 from lm.common.page import render
-from lm.evaluation.inspection.result import Layers, Measured
+from lm.evaluation.inspection.result import Inspection, Layers
 from lm.evaluation.inspection.tokens import Token
 from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE, is_elsewhere
 
 MADE_BY = "<!-- made by fprnn inspect -->"  # marks a page that this command may replace
-MAX_NAMED_TICKS = 40  # up to so many tokens the axis of a figure names them
 LN2 = math.log(2)
 
 
@@ -34,30 +28,9 @@ class Colouring(NamedTuple):
     digits: int
 
 
-class Inspection(Measured):
-    """Results of reading a text or word, with the page that shows them."""
-
-    def to_html(self, path: Path | str) -> Path:
-        """Write a page that needs no other file.
-
-        Raises:
-            OutputError: It cannot be written.
-        """
-        write_text(path, page(self))
-        return Path(path)
-
-    def _repr_html_(self) -> str:
-        """Return the page for a notebook, in a frame that keeps their styles apart."""
-        source = html.escape(page(self), quote=True)
-        return f"<iframe srcdoc='{source}' style='width:100%;height:720px;border:0'></iframe>"
-
-
-def page(found: Measured) -> str:
+def page(found: Inspection) -> str:
     """Return the whole page."""
     layers = found.layers
-    figure = None
-    if layers is not None and importlib.util.find_spec("matplotlib") is not None:
-        figure = _figure(layers, found.tokens)
     return render(
         Path(__file__).with_name("inspection.html"),
         title=f"Inside {found.name}",
@@ -66,12 +39,11 @@ def page(found: Measured) -> str:
         facts=list_facts(found),
         data=_data(found),
         layers=None if layers is None else layer_rows(layers, found.tokens),
-        figure=figure,
         note=None if layers is None else explain_mark(layers),
     )
 
 
-def colourings(found: Measured) -> list[Colouring]:
+def colourings(found: Inspection) -> list[Colouring]:
     """Return all colourings, the first one shown; those of ℓ* have one scale."""
     out = []
     if found.layers is not None:
@@ -89,7 +61,7 @@ def colourings(found: Measured) -> list[Colouring]:
     return out
 
 
-def list_facts(found: Measured) -> list[tuple[str, str]]:
+def list_facts(found: Inspection) -> list[tuple[str, str]]:
     """Return (name, value) of the model, the text and their sums."""
     count = f"{len(found.tokens) - found.has_start:,}"
     if found.text_bytes is not None:
@@ -154,7 +126,7 @@ def _plain(values: torch.Tensor) -> list[float | None]:
     return [None if math.isnan(value) else float(f"{value:.6g}") for value in values.tolist()]
 
 
-def _data(found: Measured) -> dict:
+def _data(found: Inspection) -> dict:
     """Return the numbers that the page's script reads."""
     layers = []
     if found.layers is not None:
@@ -172,34 +144,3 @@ def _data(found: Measured) -> dict:
         "answers": found.answers is not None,
         "layers": layers,
     }
-
-
-def _figure(layers: Layers, tokens: list[Token]) -> str:
-    """Return ℓ*, norm, gate and decay over the tokens as a PNG in base64: a line per layer."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = {
-        "ℓ*": layers.iterations.float(),
-        "state's norm ‖h_t‖": layers.state_norm,
-        "gate a_t": layers.gate,
-        "decay λ_t": layers.decay,
-    }
-    rows = {name: values for name, values in rows.items() if not values.isnan().all()}
-    drawn, panels = pyplot.subplots(len(rows), 1, figsize=(8, 2.2 * len(rows)), sharex=True)
-    colours = pyplot.cm.viridis(torch.linspace(0, 0.9, len(layers.numbers)).numpy())
-    for axes, (name, values) in zip(panels, rows.items(), strict=True):
-        axes.set_ylabel(name)
-        for number, row, colour in zip(layers.numbers, values, colours, strict=True):
-            axes.plot(row.tolist(), ".-", color=colour, label=f"layer {number}")
-    panels[0].legend(fontsize="small", ncols=6)
-    panels[-1].set_xlabel("token")
-    if len(tokens) <= MAX_NAMED_TICKS:
-        names = [token.shown.replace("$", r"\$") for token in tokens]
-        panels[-1].set_xticks(range(len(names)), names, rotation=90, family="monospace")
-    buffer = io.BytesIO()
-    drawn.savefig(buffer, format="png", dpi=120, bbox_inches="tight")
-    pyplot.close(drawn)
-    return base64.b64encode(buffer.getvalue()).decode()

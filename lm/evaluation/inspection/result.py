@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import math
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
+from lm.common.files import write_text
 from lm.data.batches.text_bytes import bits_per_byte
 from lm.evaluation.inspection.tokens import Token
 
@@ -53,7 +56,7 @@ class Layers:
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class Inspection:
     """Numbers of a model that reads t tokens.
 
     Before a text stands one token that the tokenizer starts with, if it has one. `loss`, `entropy`
@@ -94,35 +97,26 @@ class Measured:
         """None where there is no text, or its first token was not predicted."""
         return bits_per_byte(float(self.loss.double().nansum()), self.text_bytes)
 
+    def to_html(self, path: Path | str) -> Path:
+        """Write a page that needs no other file.
+
+        Raises:
+            OutputError: It cannot be written.
+        """
+        from lm.evaluation.inspection.page import page
+
+        write_text(path, page(self))
+        return Path(path)
+
+    def _repr_html_(self) -> str:
+        """Return the page for a notebook, in a frame that keeps their styles apart."""
+        from lm.evaluation.inspection.page import page
+
+        source = html.escape(page(self), quote=True)
+        return f"<iframe srcdoc='{source}' style='width:100%;height:720px;border:0'></iframe>"
+
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({self.name}: {len(self.tokens)} tokens, loss"
             f" {self.mean_loss:.4f} nats a token)"
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Score:
-    """Likelihood of a text of t tokens."""
-
-    ids: list[int]  # (t,)
-    texts: list[str]  # (t,) as shown
-    log_probabilities: torch.Tensor  # (t,) nats, of each token given those before it; NaN of a
-    # first token that nothing came before
-    text_bytes: int | None  # of UTF-8; None: the first token was not predicted
-
-    @property
-    def loss(self) -> float:
-        """Nats a token."""
-        return float(-self.log_probabilities.double().nanmean())
-
-    @property
-    def perplexity(self) -> float:
-        """Perplexity a token."""
-        return math.exp(min(self.loss, 700.0))
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        """None where the first token was not predicted."""
-        total = float(-self.log_probabilities.double().nansum())
-        return bits_per_byte(total, self.text_bytes)

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from lm.common.console import say
 from lm.common.files import check_replaceable
-from lm.evaluation.inspection.page import MADE_BY, Inspection, explain_mark, layer_rows, list_facts
+from lm.evaluation.inspection.page import MADE_BY, explain_mark, layer_rows, list_facts
+from lm.evaluation.inspection.result import Inspection
 from lm.runs.written import PAGE
 
 if TYPE_CHECKING:
