@@ -314,7 +314,7 @@ def test_the_command_line(cfg, tmp_path, capsys):
     assert main(["eval", str(c.run_dir), "task.group=Z5"]) == 1
     assert "was trained on 3 ids, task `word_problem` has 5" in capsys.readouterr().err
     # The second has weights of the same shapes.
-    for another in ("model.d_model=32", "model.eigen_range=positive"):
+    for another in ("model.d_model=32", "model.contractive=0.5"):
         assert main(["eval", str(c.run_dir), another]) == 1
         said = capsys.readouterr().err
         assert "is of another model than its config and the overrides" in said

@@ -102,7 +102,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch, command):
     [
         (["model.mixer=monarch", "model.mixer_rank=7"], "mixer_rank is 7: of monarch it is the"),
         (
-            ["model.block=fp_mamba2", "model.headdim=8", "model.ngroups=3"],
+            ["model.layers=[fp_mamba2: {ngroups: 3}]", "model.headdim=8"],
             "ngroups is 3: it must divide the 4 heads (d_inner / headdim), as 2 does",
         ),
         (["model.block=fp_rnn"], "glu_in_loop is for fp_mamba1 and fp_mamba2"),

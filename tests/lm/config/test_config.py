@@ -136,7 +136,7 @@ def test_every_error_is_named_at_once():
             {"model": {"vocab_size": -8}},
             ["`model.vocab_size` is -8", "than 0 or it must be 'auto'"],
         ),
-        ({"model": {"dt_rank": 0}}, ["`model.dt_rank` is 0", "from 1 to 65,536, or auto"]),
+        ({"model": {"d_ff": 0}}, ["`model.d_ff` is 0", "from 1 to 65,536, or auto"]),
         ({"solver": {"quantile": 1.1}}, ["`solver.quantile` is 1.1", "a number from 0 to 1"]),
         ({"data": {"val_fraction": 1}}, ["`data.val_fraction` is 1", "less than 1"]),
         ({"optim": {"lr": float("nan")}}, ["`optim.lr` is nan", "finite"]),

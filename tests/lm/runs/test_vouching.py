@@ -240,14 +240,14 @@ def test_a_changed_config_of_a_run_is_refused(capsys, stopped, tmp_path):
     """One that fits the weights, and makes another model of them."""
     config = stopped / "config.yaml"
     whole = config.read_text()
-    config.write_text(whole.replace("mixer_act: silu", "mixer_act: relu"))
+    config.write_text(whole.replace("reset_at_eos: true", "reset_at_eos: false"))
     assert config.read_text() != whole
     named = "config.yaml is not what"
-    change = "(model.mixer_act was 'silu', is 'relu')"
+    change = "(model.reset_at_eos was True, is False)"
     for command in (["export", stopped, tmp_path / "out"], ["inspect", stopped, "a text"]):
         said = refused(capsys, *command)
         assert named in said and change in said
-    done = fprnn(*TINY, f"out_dir={stopped.parent}", "model.mixer_act=relu")
+    done = fprnn(*TINY, f"out_dir={stopped.parent}", "model.reset_at_eos=false")
     assert done.returncode == FAILED and named in done.stderr and change in done.stderr
     # What may be changed, may be changed there.
     config.write_text(whole.replace("steps: 8", "steps: 6"))
