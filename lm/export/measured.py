@@ -11,8 +11,6 @@ from lm.runs.written import CARD
 # Between these lines of a card `add_measured` writes.
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 NOTHING_MEASURED = "Nothing yet: `fprnn eval` writes its scores here."
-# Earlier versions wrote this table below the scores; it stays.
-AGREEMENT = "Agreement of schedules"
 
 
 def known(describe: Callable[[dict], list[str]], results: dict) -> list[str]:
@@ -36,13 +34,11 @@ def add_measured(folder: Path | str) -> None:
     except (OSError, ValueError):
         return
     before, begin, rest = text.partition(BEGIN)
-    section, end, after = rest.partition(END)
+    _, end, after = rest.partition(END)
     if not begin or not end:
         return
     results = read_mapping(folder / "eval" / "results.json") or {}
     lines = known(_evaluations, results) if results else []
-    _, heading, table = section.partition(AGREEMENT)
-    lines += ["", f"{heading}{table}"] if heading else []
     said = "\n".join(lines).strip() or NOTHING_MEASURED
     write_text(path, f"{before}{BEGIN}\n{said}\n{END}{after}")
 
