@@ -23,7 +23,6 @@ from lm.common.errors import UserError, missing_package
 from lm.common.files import check_file, write_json
 from lm.evaluation import facade
 from lm.evaluation.tasks import TASKS_DIR
-from lm.export.measured import add_measured
 from lm.runs import places
 from lm.runs.metrics import failures, fixed_point_metrics
 
@@ -112,8 +111,6 @@ def evaluate(
     if suite:
         results["suite"] = _suite_scores(suite, scored, limit)
     write_json(path, results)
-    if out is None:
-        add_measured(checkpoint)
     return results
 
 

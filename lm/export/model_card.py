@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +14,6 @@ from lm.common.files import read_mapping
 from lm.config.schema import Config
 from lm.config.yaml_text import Dumper
 from lm.data.sources.mixture import parts
-from lm.export.measured import BEGIN, END, NOTHING_MEASURED, known
 from lm.runs.metrics import ELSEWHERE_NOTE, is_elsewhere, iter_metrics, marked
 from lm.runs.run_dir import RunDir
 
@@ -28,6 +28,7 @@ ALWAYS = (
     "A research model that continues text. It follows no instructions, it may say what is false or"
     " harmful, and it has the biases of its data: none of this was measured."
 )
+SCORES = "`eval/results.json`, which `fprnn eval` writes."
 # Sections of a run's configuration that a card shows; the others change no weight.
 SHOWN = {"seed", "init_from", "model", "solver", "tokenizer", "data", "optim", "train"}
 CITATION = f"""[Fixed-Point RNNs: Interpolating from Diagonal to Dense]({PAPER}), NeurIPS 2025.
@@ -94,7 +95,7 @@ def of_run(run: RunDir, cfg: Config, manifest: dict) -> Facts:
     validation: list[str] = []
     for name, describe in (("validation", _validation), ("probe", _iterations)):
         found = [record[name] for record in records if name in record]
-        validation += known(describe, found[-1]) if found else []
+        validation += _known(describe, found[-1]) if found else []
     limitation = (
         f"It was trained on {tokens} in sequences of {cfg.data.seq_len}: what it does with longer"
         " ones was not measured in training."
@@ -102,6 +103,14 @@ def of_run(run: RunDir, cfg: Config, manifest: dict) -> Facts:
     sources = [part.data for part in parts(cfg).values()]
     datasets = sorted({s.dataset for s in sources if s.source == "fineweb"})
     return Facts(training, validation or ["Not validated at this update."], [limitation], datasets)
+
+
+def _known(describe: Callable[[dict], list[str]], record: dict) -> list[str]:
+    """Return the lines about a record; none if it is damaged."""
+    try:
+        return describe(record)
+    except (LookupError, TypeError, AttributeError, ValueError):
+        return []
 
 
 def _without_places(value: Any) -> Any:
@@ -172,7 +181,7 @@ def card(
         "The model": _architecture(model, is_solved),
         "Training": facts.training,
         "Validation": facts.validation,
-        "Measured on this folder": [BEGIN, NOTHING_MEASURED, END],
+        "Scores": [SCORES],
         "Limitations": [f"- {text}" for text in (ALWAYS, *facts.limitations)],
         "Licence": [weights + " The code of fprnn in this folder: Apache-2.0." * has_code],
         "Versions": _versions(has_code),

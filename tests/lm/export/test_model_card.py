@@ -14,7 +14,6 @@ from huggingface_hub import ModelCard
 
 from lm.export import model_card
 from lm.export.export import ExportError, export, write_export
-from lm.export.measured import BEGIN, END, NOTHING_MEASURED, add_measured
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.runs.run_dir import RunDir
@@ -100,33 +99,6 @@ def test_a_model_that_was_not_trained_here_says_so(tmp_path, monkeypatch, capsys
     monkeypatch.chdir(out)
     exec(compile(snippet(out), "card", "exec"), {})
     assert capsys.readouterr().out.startswith("tensor([[ 1,  2,  3, ")
-
-
-def test_what_is_measured_is_added_and_replaced_and_stays_with_the_same_weights(tiny_run, tmp_path):
-    out = export(tiny_run, tmp_path / "hf")
-    whole = (out / "README.md").read_text()
-    metric = {"value": 0.25, "stderr": 0.1, "higher_is_better": True}
-    results = {"limit": 4, "device": "cpu", "versions": {"lm_eval": "0"}, "tasks": {}}
-    for value in (0.25, 0.5):
-        results["tasks"] = {"t": {"samples": 4, "metrics": {"acc": {**metric, "value": value}}}}
-        (out / "eval").mkdir(exist_ok=True)
-        (out / "eval/results.json").write_text(json.dumps(results))
-        add_measured(out)
-    text = (out / "README.md").read_text()
-    assert "| t | 4 | acc | 0.5000 | 0.1000 |" in text and "0.2500" not in text
-    assert "the first 4 documents" in text
-    export(tiny_run, out)
-    assert (out / "README.md").read_text() == text
-    before, _, after = whole.partition(NOTHING_MEASURED)
-    assert text.startswith(before) and text.endswith(after)
-    (out / "eval/results.json").write_text('{"limit": 3')  # damaged: nothing is made up
-    add_measured(out)
-    assert (out / "README.md").read_text() == whole
-    (out / "README.md").write_text("a card of somebody else")
-    add_measured(out)
-    assert (out / "README.md").read_text() == "a card of somebody else"
-    export(tiny_run, out, overwrite=True)
-    assert (out / "README.md").read_text() == whole and BEGIN in whole and END in whole
 
 
 def test_a_licence_must_be_a_name_of_one(tiny_run, tmp_path):

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from lm.common.errors import BAD_DATA, FAILED
 from lm.data.sources.errors import DataError
-from lm.export.measured import CARD
 from lm.model.checksums import SUMS, read_sums, write_sums
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.report.report import report
@@ -22,7 +21,7 @@ from lm.runs.checkpoint import MANIFEST
 from lm.runs.exported import LoadError, load_model, load_tokenizer
 from lm.runs.lease import Lease
 from lm.runs.run_dir import RunDir, RunDirError
-from lm.runs.written import EXPORT_RECORD
+from lm.runs.written import CARD, EXPORT_RECORD
 from lm.training.init_from import read as read_source
 from tests.refusals import refused
 from tests.running import ENV, ROOT, fprnn, losses, run
@@ -99,7 +98,7 @@ def test_damaged_checksums_are_named(copy, text, words):
 
 
 def test_a_file_that_is_gone_is_named_and_the_card_may_change(copy):
-    (copy / CARD).write_text("Other words, and what `fprnn eval` adds.")
+    (copy / CARD).write_text("Other words.")
     load_model(copy)
     (copy / "generation_config.json").unlink()
     with pytest.raises(LoadError, match=r"generation_config\.json is missing"):
