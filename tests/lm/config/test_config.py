@@ -241,9 +241,7 @@ def test_override(text, value):
         ("sweep.optim.lr=[1]", "unknown key `sweep.optim.lr`"),
         ("name=[1", "override `name=[1`: the value is not valid YAML"),
         ("optim.lr=abc", "`optim.lr` is 'abc'"),
-        *((f"optim.lr=!!{tag}", "is no such value") for tag in ('int ""', "int _", "bool x")),
-        ("optim.lr=!!timestamp x", "is no such value"),
-        (f"optim.lr=0x{'f' * 5000}", "Exceeds the limit (4300 digits)"),
+        ("optim.lr=!!int _", "not valid YAML: a number, date or tag cannot be read"),
         ("train.steps=-1", "`train.steps` is -1"),
     ],
 )
