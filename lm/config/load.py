@@ -7,11 +7,10 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
 
-from pydantic import (
-    ValidationError,
-)
+from pydantic import ValidationError
+from typing_extensions import TypeVar
 
 from lm.common.errors import ConfigError
 from lm.config.messages import explain, is_key, nearest
@@ -75,7 +74,7 @@ MODEL_SECTIONS = ("model", "solver")
 
 # The functions below take the `schema` a YAML is read by: Config, or another tree of Sections
 # (synthetic/config.py).
-AnyRun = TypeVar("AnyRun", bound=Run)
+AnyRun = TypeVar("AnyRun", bound=Run, default=Config)
 
 
 def set_key(tree: dict, dotted: str, value: Any) -> None:
@@ -168,13 +167,12 @@ def without_removed(tree: dict, where: str, trained: bool = False) -> dict:
     return tree
 
 
-@overload
-def build(tree: dict, where: str = "config") -> Config: ...
-@overload
-def build(tree: dict, where: str, schema: type[AnyRun], trained: bool = False) -> AnyRun: ...
 def build(
-    tree: dict, where: str = "config", schema: type[Run] = Config, trained: bool = False
-) -> Run:
+    tree: dict,
+    where: str = "config",
+    schema: type[AnyRun] = Config,  # type: ignore[assignment]
+    trained: bool = False,
+) -> AnyRun:
     """Return the configuration of a YAML.
 
     Args:
@@ -193,20 +191,12 @@ def build(
         raise explain(e, tree, where, schema) from None
 
 
-@overload
-def load(
-    path: str | Path, overrides: Sequence[str] = (), job_index: int | None = None
-) -> Config: ...
-@overload
-def load(
-    path: str | Path, overrides: Sequence[str], job_index: int | None, schema: type[AnyRun]
-) -> AnyRun: ...
 def load(
     path: str | Path,
     overrides: Sequence[str] = (),
     job_index: int | None = None,
-    schema: type[Run] = Config,
-) -> Run:
+    schema: type[AnyRun] = Config,  # type: ignore[assignment]
+) -> AnyRun:
     """Defaults, then the YAML, then the sweep point `job_index`, then `key=value` overrides.
 
     Raises:
