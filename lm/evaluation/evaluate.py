@@ -12,7 +12,6 @@ import importlib.util
 import logging
 import math
 import os
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
     from rich.table import Table
 
-AUTO = "auto"  # the batch size that lm-eval finds
 # The suite `paper`: lm-eval's own tasks, and the metric that stands for each (docs/evaluation.md).
 PAPER = {
     "lambada_openai": "acc",
@@ -63,8 +61,8 @@ def evaluate(
             as saved.
         tasks: Names of tasks, groups and tags; none with a suite.
         suite: "paper", the tasks of PAPER, or None.
-        limit: Number of documents of each task; None: all.
-        batch_size: Documents at once; "auto": the most that memory holds, found by trying.
+        limit: Number of documents of each task, at least 1; None: all.
+        batch_size: Documents at once, at least 1; "auto": the most that memory holds.
         out: Results file; default: checkpoint/eval/results.json.
         trust: Run the code that a checkpoint brings along.
 
@@ -84,7 +82,7 @@ def evaluate(
     # 1. Refuse what can be refused before the model is loaded.
     checkpoint = Path(checkpoint)
     places.find_model(checkpoint, on_hub=False)
-    _check_options(tasks, suite, limit, batch_size)
+    _check_options(tasks, suite)
     for package in ("lm_eval", "accelerate"):  # lm-eval needs accelerate for any HF model
         if importlib.util.find_spec(package) is None:
             raise missing_package(package, "evaluation")
@@ -96,7 +94,7 @@ def evaluate(
         loaded = facade.load(checkpoint, trust)
         raw, solves = _run(loaded, manager, selected, batch_size, limit)
     # 3. Write the results.
-    scored = {name: _task_results(raw, name) for name in sorted(raw["results"], key=natural)}
+    scored = {name: _task_results(raw, name) for name in raw["results"]}
     results = {
         "checkpoint": checkpoint.resolve().name,
         "limit": limit,
@@ -114,21 +112,7 @@ def evaluate(
     return results
 
 
-def natural(name: str) -> list:
-    """Return a sort key that puts traces_s3_4 before traces_s3_16."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
-
-
-def _check_options(
-    tasks: list[str],
-    suite: str | None,
-    limit: int | None,
-    batch_size: int | str,
-) -> None:
-    if limit is not None and limit < 1:
-        raise EvaluationError(f"limit is {limit}: it is the number of documents, at least 1")
-    if batch_size != AUTO and (isinstance(batch_size, str) or batch_size < 1):
-        raise EvaluationError(f"batch_size is {batch_size}: it must be at least 1, or {AUTO}")
+def _check_options(tasks: list[str], suite: str | None) -> None:
     if suite not in (None, "paper"):
         raise EvaluationError(f"no suite `{suite}`: there is one, `paper`")
     if suite and tasks:
@@ -235,13 +219,10 @@ def table(results: dict) -> Table:
     for column in (1, 3):
         out.columns[column].justify = "right"
     suite = results.get("suite")
-    for name in suite["tasks"] if suite else results["tasks"]:
-        task = results["tasks"][name]
+    for name, task in results["tasks"].items():
+        shown = [suite["tasks"][name]["metric"]] if suite else task["metrics"]
         label, count = name, "" if task["samples"] is None else str(task["samples"])
-        metrics = list(task["metrics"])
-        if suite:
-            metrics = [suite["tasks"][name]["metric"], *({"perplexity"} & set(metrics))]
-        for metric in metrics:
+        for metric in shown:
             entry = task["metrics"][metric]
             arrow = {True: " ↑", False: " ↓"}.get(entry["higher_is_better"], "")
             value = "not finite" if entry["value"] is None else f"{entry['value']:.4g}"
@@ -311,13 +292,7 @@ def _stdout_to_stderr() -> Iterator[None]:
     """Keep lm-eval's progress and warnings, on stderr, and hide its notes."""
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
     logging.getLogger("lm_eval.api.task").setLevel(logging.ERROR)  # it explains --metadata
-    logging.getLogger("lm_eval.models.huggingface").addFilter(_is_warning)
     # lm-eval would fork a bootstrapping process per core from a process that runs torch.
     os.environ["DISABLE_MULTIPROC"] = "1"
     with contextlib.redirect_stdout(sys.stderr):
         yield
-
-
-def _is_warning(record: logging.LogRecord) -> bool:
-    """Return whether a record of lm-eval is no note on the model that it is given loaded."""
-    return "`pretrained`" not in record.getMessage()

@@ -49,7 +49,7 @@ def colourings(found: Inspection) -> list[Colouring]:
     if found.layers is not None:
         high = max(float(found.layers.iterations.max()), 2.0)
         rows = found.layers.iterations.tolist()
-        mean = found.layers.mean_iterations.tolist()
+        mean = found.layers.iterations.double().mean(0).tolist()
         if len(rows) > 1:
             out.append(Colouring("ℓ*, mean over layers", mean, 1, high, 1))
         for number, row in zip(found.layers.numbers, rows, strict=True):

@@ -49,11 +49,6 @@ class Layers:
     gate: torch.Tensor  # (n,t) the mean of the mixer's gates a_t; NaN where it has none
     decay: torch.Tensor  # (n,t) the mean over the state of the factor on h_{t−1}
 
-    @property
-    def mean_iterations(self) -> torch.Tensor:
-        """ℓ* of each token, the mean over layers (t,)."""
-        return self.iterations.double().mean(0)
-
 
 @dataclass(frozen=True, eq=False)
 class Inspection:

@@ -243,7 +243,7 @@ def test_the_page_holds_every_token_and_number_and_nothing_of_the_text_as_markup
     assert frame.startswith("<iframe srcdoc='") and frame.count("'") == 4
 
 
-def test_a_model_without_a_solver_has_loss_and_entropy_and_says_so(byte_tokenizer, tokenizer):
+def test_a_model_without_a_solver_has_loss_and_entropy_and_says_so(tokenizer, tmp_path, capsys):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -260,24 +260,17 @@ def test_a_model_without_a_solver_has_loss_and_entropy_and_says_so(byte_tokenize
     assert found.layers is None and found.scored == 5
     text = page(found)
     assert "no layer that is solved" in text
-    printed = printed_of(found)
+    show.show(found, tmp_path / "page.html")
+    printed = capsys.readouterr().out
     assert "there is no ℓ*" in printed and "ℓ*, mean" not in printed
 
 
-def printed_of(found) -> str:
-    from rich.console import Console
-
-    console = Console(file=io.StringIO(), width=200)
-    for part in show.parts(found):
-        console.print(part)
-    return console.file.getvalue()
-
-
-def test_a_terminal_has_the_text_and_its_layers(tokenizer):
+def test_a_terminal_has_the_text_and_its_layers(tokenizer, tmp_path, capsys):
     _, found = inspected("fp_mamba1", tokenizer)
-    printed = printed_of(found)
+    show.show(found, tmp_path / "page.html")
+    printed = capsys.readouterr().out
     assert "\x1b" not in printed and "ℓ*, mean" in printed
-    assert "f(g(h(x),·[1,·2]))↵\n" in printed
+    assert "f(g(h(x),·[1,·2]))↵\n" in printed and "page: " in printed
 
 
 @pytest.mark.parametrize(

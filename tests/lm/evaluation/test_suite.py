@@ -102,12 +102,11 @@ def test_the_command_prints_one_accuracy_a_task_and_their_mean(
     command = ["eval", str(small_export), "--suite", "paper", "--limit", "1", "--out", str(out)]
     assert main(command) == 0
     text = " ".join(capsys.readouterr().out.split())
-    order = [text.index(f"│ {name} ") for name in PAPER]
-    assert order == sorted(order)
+    assert all(f"│ {name} " in text for name in PAPER)
     suite = json.loads(out.read_text())["suite"]
     assert f"mean of the suite's 6 │ │ accuracies │ {suite['mean']:.4g} " in text
     assert text.count("acc_norm ↑") == 2 and text.count(" acc ↑") == 4
-    assert "perplexity ↓" in text and not suite["complete"]
+    assert not suite["complete"]
 
 
 @pytest.mark.parametrize(
