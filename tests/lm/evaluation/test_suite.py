@@ -2,6 +2,7 @@
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,8 @@ pytest.importorskip("rich")
 
 import datasets
 import torch
+from lm_eval import tasks
+from lm_eval.tasks import TaskManager
 
 from lm.cli.main import main
 from lm.evaluation.evaluate import PAPER, EvaluationError, evaluate, load_tasks
@@ -65,12 +68,25 @@ def load_rows(path, name=None, **_):
     return datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), rows))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_tasks():
+    """lm-eval needs seconds to read all of its task files: it reads those of the suite."""
+    root = Path(tasks.__file__).parent
+    folders = [str(root / name) for name in ("lambada", "hellaswag", "piqa", "arc", "winogrande")]
+
+    def manager(include_path, include_defaults=True):
+        return TaskManager(include_path=[*include_path, *folders], include_defaults=False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tasks, "TaskManager", manager)
+        patch.setattr(datasets, "load_dataset", load_rows)
+        yield
+
+
 @pytest.fixture(scope="module")
 def results(small_export, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "r.json"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets, "load_dataset", load_rows)
-        found = evaluate(small_export, [], suite="paper", out=out)
+    found = evaluate(small_export, [], suite="paper", out=out)
     assert json.loads(out.read_text()) == found
     return found
 
@@ -94,10 +110,7 @@ def test_the_suite_says_what_stands_for_each_task(results):
     assert suite["mean"] == pytest.approx(sum(values) / 6) and suite["complete"]
 
 
-def test_the_command_prints_one_accuracy_a_task_and_their_mean(
-    small_export, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.setattr(datasets, "load_dataset", load_rows)
+def test_the_command_prints_one_accuracy_a_task_and_their_mean(small_export, tmp_path, capsys):
     out = tmp_path / "r.json"
     command = ["eval", str(small_export), "--suite", "paper", "--limit", "1", "--out", str(out)]
     assert main(command) == 0
@@ -110,16 +123,16 @@ def test_the_command_prints_one_accuracy_a_task_and_their_mean(
 
 
 @pytest.mark.parametrize(
-    "tasks, suite, words",
+    "names, suite, words",
     [
         ([], "papers", "no suite `papers`: there is one, `paper`"),
         (["piqa"], "paper", "--suite paper has its own tasks: give it without --tasks"),
         ([], None, "no tasks given: --tasks catbabi_mini needs no network, --suite paper"),
     ],
 )
-def test_what_does_not_go_together_is_refused(small_export, tasks, suite, words):
+def test_what_does_not_go_together_is_refused(small_export, names, suite, words):
     with pytest.raises(EvaluationError, match=words):
-        evaluate(small_export, tasks, suite=suite)
+        evaluate(small_export, names, suite=suite)
 
 
 def test_the_hub_out_of_reach(monkeypatch):
