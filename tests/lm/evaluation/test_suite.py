@@ -1,7 +1,6 @@
-"""The suite `paper`: lm-eval's tasks on rows of the hub's form, scored by hand; refusals."""
+"""The suite `paper`: lm-eval's tasks on rows of the hub's form; plain text; refusals."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -11,20 +10,18 @@ pytest.importorskip("accelerate")
 pytest.importorskip("rich")
 
 import datasets
-import torch
 from lm_eval import tasks
 from lm_eval.tasks import TaskManager
 
+import fprnn
 from lm.cli.main import main
 from lm.evaluation.evaluate import PAPER, EvaluationError, evaluate, load_tasks
 from lm.evaluation.tasks import TASKS_DIR
-from lm.runs.exported import load_model, load_tokenizer
 
 CHOICES = {"text": ["rain", "a very long wooden bridge", "air"], "label": ["A", "B", "C"]}
 ARC = {"id": "q", "question": "What falls?", "choices": CHOICES, "answerKey": "A"}
-LAMBADA = [("she saw a naïve", " cat"), ('he said: "wait\n\nfor', "  me"), ("one", "  two")]
 ROWS = {  # by the data set that lm-eval asks the hub for
-    "EleutherAI/lambada_openai": [{"text": context + word} for context, word in LAMBADA],
+    "EleutherAI/lambada_openai": [{"text": "she saw a naïve cat"}, {"text": "one two"}],
     "Rowan/hellaswag": [
         {
             "ind": 24,
@@ -44,23 +41,6 @@ ROWS = {  # by the data set that lm-eval asks the hub for
         {"sentence": "Sam won, _ lost.", "option1": "Sam", "option2": "Ann", "answer": "2"}
     ],
 }
-
-
-class ByHand:
-    """Log-likelihoods of an export whose tokenizer has a token for each byte."""
-
-    def __init__(self, checkpoint):
-        self.model, self.tokenizer = load_model(checkpoint).eval(), load_tokenizer(checkpoint)
-
-    def __call__(self, context, continuation):
-        """(nats, whether each token is the likeliest) of a continuation."""
-        ids = self.tokenizer(context + continuation)["input_ids"]
-        first = len(self.tokenizer(context)["input_ids"])
-        with torch.no_grad():
-            log_p = self.model(torch.tensor([ids[:-1]])).logits[0].log_softmax(-1)
-        rows = range(first - 1, len(ids) - 1)
-        greedy = all(log_p[i].argmax() == ids[i + 1] for i in rows)
-        return sum(log_p[i, ids[i + 1]].item() for i in rows), greedy
 
 
 def load_rows(path, name=None, **_):
@@ -89,16 +69,6 @@ def results(small_export, tmp_path_factory):
     found = evaluate(small_export, [], suite="paper", out=out)
     assert json.loads(out.read_text()) == found
     return found
-
-
-def test_lambada_scored_by_hand(small_export, results):
-    by_hand = ByHand(small_export)
-    # A context that ends with a space: lm-eval scores the space with the word.
-    scores = [by_hand(*pair) for pair in LAMBADA]
-    nats = -sum(score for score, _ in scores)
-    metrics = results["tasks"]["lambada_openai"]["metrics"]
-    assert metrics["perplexity"]["value"] == pytest.approx(math.exp(nats / 3), rel=1e-4)
-    assert metrics["acc"]["value"] == pytest.approx(sum(greedy for _, greedy in scores) / 3)
 
 
 def test_the_suite_says_what_stands_for_each_task(results):
@@ -145,15 +115,14 @@ def test_the_hub_out_of_reach(monkeypatch):
 
 
 def test_bits_per_byte_of_plain_text(small_export, tmp_path, monkeypatch):
-    """The whole file, as it is, after an EOS that is not scored; no end."""
+    """The whole file, as it is, after an EOS that is not scored; no end: as `inspect` reads it."""
     text = "naïve 東京, [and] more.\n\n"
     (tmp_path / "a.txt").write_bytes(text.encode())
     monkeypatch.setenv("FPRNN_EVAL_DATA", str(tmp_path))
     out = tmp_path / "r.json"
     found = evaluate(small_export, ["text_local"], out=out)
     metrics = found["tasks"]["text_local"]["metrics"]
-    nats = -ByHand(small_export)("<eos>", text)[0]
-    bits = nats / math.log(2) / len(text.encode())
+    bits = fprnn.load(small_export).inspect(text).bits_per_byte
     assert metrics["bits_per_byte"]["value"] == pytest.approx(bits, rel=1e-5)
     assert metrics["byte_perplexity"]["value"] == pytest.approx(2**bits, rel=1e-5)
     monkeypatch.setenv("FPRNN_EVAL_DATA", str(TASKS_DIR))
