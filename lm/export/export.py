@@ -136,7 +136,7 @@ def write_export(
         tokenizer: Folder of the tokenizer; None: there is none.
         name: Title of the card.
         origin: Origin of the weights, in sentences.
-        facts: Facts of their training; None: they were not trained here.
+        facts: Facts of their training; None: not known.
         licence: Licence of the weights, as the hub names it; None: not known.
         source: As `check_place`; None: of this name.
         overwrite: As `export`.
@@ -152,7 +152,6 @@ def write_export(
     from lm.export import model_card
     from lm.model.checksums import SUMS, write_sums
     from lm.runs.written import CARD
-    from lm.training.foreign import tokenizer_folder
 
     logging.disable_progress_bar()
     out, source = Path(out), source or {"name": name}
@@ -179,7 +178,7 @@ def write_export(
             if file.name not in (RECORD, SUMS):
                 shutil.copy(file, new)
         _write_length(model, new / "tokenizer_config.json")
-        card = model_card.card(model, name, origin, facts, bool(tokenizer_folder(new)), licence)
+        card = model_card.card(model, name, origin, facts, licence)
         (new / CARD).write_text(card, encoding="utf-8")
         # People and `fprnn eval` write into the card, so it has no checksum.
         write_sums(new, [file.name for file in new.iterdir() if file.name != CARD])

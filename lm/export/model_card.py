@@ -148,7 +148,6 @@ def card(
     name: str,
     origin: str,
     facts: Facts | None,
-    has_tokenizer: bool,
     licence: str | None,
 ) -> str:
     """Return the text of the card.
@@ -157,15 +156,14 @@ def card(
         model: The exported model.
         name: Title.
         origin: Origin of the weights, in sentences.
-        facts: Facts of its training; None: it was not trained here.
-        has_tokenizer: Whether a tokenizer lies next to the model.
+        facts: Facts of its training; None: not known.
         licence: Licence of the weights, as the hub names it; None: not known.
     """
     from huggingface_hub import ModelCardData
 
     has_code = type(model).__module__.startswith("lm.")  # otherwise a class of transformers
     is_solved = bool(getattr(model, "fixed_point_blocks", list)())
-    facts = facts or Facts(["Not known: this model was not trained by fprnn."], [], [], [])
+    facts = facts or Facts([], [], [], [])
     front = ModelCardData(
         license=licence or "unknown",  # the hub's word
         library_name="transformers",
@@ -177,7 +175,7 @@ def card(
     if licence is None:
         weights = "Weights: whoever trained them has not said (`fprnn export --licence`)."
     sections = {
-        "Use": _snippet(has_code, has_tokenizer),
+        "Use": _snippet(has_code),
         "The model": _architecture(model, is_solved),
         "Training": facts.training,
         "Validation": facts.validation,
@@ -194,22 +192,19 @@ def card(
     return text
 
 
-def _snippet(has_code: bool, has_tokenizer: bool) -> list[str]:
+def _snippet(has_code: bool) -> list[str]:
     trust = ", trust_remote_code=True" if has_code else ""
-    imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
-    use = [
+    return [
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        HERE,
+        f"model = AutoModelForCausalLM.from_pretrained(path{trust}).eval()",
         f"tokenizer = AutoTokenizer.from_pretrained(path{trust})",
         'ids = tokenizer("The following", return_tensors="pt")["input_ids"]',
         "print(tokenizer.decode(model.generate(ids, max_new_tokens=20)[0]))",
+        "```",
     ]
-    if not has_tokenizer:
-        imports = ["import torch", "from transformers import AutoModelForCausalLM"]
-        use = [
-            "ids = torch.tensor([[1, 2, 3]])  # no tokenizer came with this model",
-            "print(model.generate(ids, max_new_tokens=20))",
-        ]
-    model = f"model = AutoModelForCausalLM.from_pretrained(path{trust}).eval()"
-    return ["```python", *imports, "", HERE, model, *use, "```"]
 
 
 def _architecture(model: PreTrainedModel, is_solved: bool) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from markupsafe import Markup
@@ -16,16 +15,6 @@ from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE, is_elsewhere
 
 MADE_BY = "<!-- made by fprnn inspect -->"  # marks a page that this command may replace
 LN2 = math.log(2)
-
-
-class Colouring(NamedTuple):
-    """One number for each token, which gives it a colour."""
-
-    name: str
-    values: list[float | None]  # None: there is none for this token
-    low: float  # the number without colour
-    high: float  # the number with the full colour
-    digits: int
 
 
 def page(found: Inspection) -> str:
@@ -43,21 +32,27 @@ def page(found: Inspection) -> str:
     )
 
 
-def colourings(found: Inspection) -> list[Colouring]:
-    """Return all colourings, the first one shown; those of ℓ* have one scale."""
+def colourings(found: Inspection) -> list[dict]:
+    """Return all colourings, the first one shown; those of ℓ* have one scale.
+
+    Returns:
+        For each its name, a number of each token (None: there is none), the numbers without and
+        with the full colour ("low", "high"), and the digits to show.
+    """
     out = []
     if found.layers is not None:
-        high = max(float(found.layers.iterations.max()), 2.0)
-        rows = found.layers.iterations.tolist()
-        mean = found.layers.iterations.double().mean(0).tolist()
+        scale = {"low": 1, "high": max(float(found.layers.iterations.max()), 2.0)}
+        rows = found.layers.iterations
         if len(rows) > 1:
-            out.append(Colouring("ℓ*, mean over layers", mean, 1, high, 1))
-        for number, row in zip(found.layers.numbers, rows, strict=True):
-            out.append(Colouring(f"ℓ*, layer {number}", row, 1, high, 0))
+            mean = rows.double().mean(0).tolist()
+            out.append({"name": "ℓ*, mean over layers", "values": mean, **scale, "digits": 1})
+        for number, row in zip(found.layers.numbers, rows.tolist(), strict=True):
+            out.append({"name": f"ℓ*, layer {number}", "values": row, **scale, "digits": 0})
     subject = "answer" if found.answers else "token"
     for name, values in (("loss", found.loss), ("entropy", found.entropy)):
-        high = max(float(values.nan_to_num().max()), 0.1)
-        out.append(Colouring(f"{name} of the {subject}, nats", _plain(values), 0, high, 2))
+        scale = {"low": 0, "high": max(float(values.nan_to_num().max()), 0.1)}
+        name = f"{name} of the {subject}, nats"
+        out.append({"name": name, "values": _plain(values), **scale, "digits": 2})
     return out
 
 
@@ -136,7 +131,7 @@ def _data(found: Inspection) -> dict:
                 layer[name] = _plain(getattr(found.layers, name)[i])
             layers.append(layer)
     return {
-        "colourings": [colouring._asdict() for colouring in colourings(found)],
+        "colourings": colourings(found),
         "tokens": [token._asdict() for token in found.tokens],
         "loss": _plain(found.loss),
         "entropy": _plain(found.entropy),

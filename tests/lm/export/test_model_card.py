@@ -9,7 +9,6 @@ import sys
 import tomllib
 
 import pytest
-import torch
 from huggingface_hub import ModelCard
 
 from lm.export import model_card
@@ -89,16 +88,11 @@ def test_a_run_whose_files_are_gone_or_spoilt_still_has_a_card(tiny_run, tmp_pat
     assert "Not validated at this update." in text and "on what hardware is not known" in text
 
 
-def test_a_model_that_was_not_trained_here_says_so(tmp_path, monkeypatch, capsys):
-    torch.manual_seed(0)
+def test_a_model_that_is_not_the_papers_has_no_paper(tmp_path):
     config = FPRNNConfig(vocab_size=16, d_model=8, n_layer=1, d_state=2, layers="mamba")
     out = write_export(FPRNNForCausalLM(config), tmp_path / "hf", None, "mine", "From elsewhere.")
     text = read(out).text
-    assert "not trained by fprnn" in section(text, "Training")
-    assert "From elsewhere." in text and "Paper" not in text  # a Mamba is not the paper's
-    monkeypatch.chdir(out)
-    exec(compile(snippet(out), "card", "exec"), {})
-    assert capsys.readouterr().out.startswith("tensor([[ 1,  2,  3, ")
+    assert "From elsewhere." in text and "Paper" not in text and "## Training" not in text
 
 
 def test_a_licence_must_be_a_name_of_one(tiny_run, tmp_path):
