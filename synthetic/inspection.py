@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from lm.evaluation.inspection.measure import in_words, named_guesses, predictions, read
-from lm.evaluation.inspection.result import Answer, Inspection
+from lm.evaluation.inspection.page import Inspection
+from lm.evaluation.inspection.result import Answer
 from lm.evaluation.inspection.tokens import Token
 from synthetic.build import load_run
 from synthetic.evaluate import as_tensors, solver_of, solving

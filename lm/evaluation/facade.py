@@ -11,7 +11,7 @@ from lm.runs import places
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from lm.evaluation.inspection.result import Inspection
+    from lm.evaluation.inspection.page import Inspection
 
 MIN_TEMPERATURE = 1e-3  # logits divided by less may be infinite
 

@@ -13,7 +13,8 @@ import torch
 
 from lm.common.errors import UserError
 from lm.data.batches.text_bytes import bytes_of_tokens
-from lm.evaluation.inspection.result import Guess, Inspection, Layers
+from lm.evaluation.inspection.page import Inspection
+from lm.evaluation.inspection.result import Guess, Layers
 from lm.evaluation.inspection.tokens import make_tokens, show_bytes
 
 if TYPE_CHECKING:

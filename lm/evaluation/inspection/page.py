@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import html
 import math
 from pathlib import Path
 
 import torch
 from markupsafe import Markup
 
+from lm.common.files import write_text
 from lm.common.page import render
-from lm.evaluation.inspection.result import Inspection, Layers
+from lm.evaluation.inspection.result import Layers, Measured
 from lm.evaluation.inspection.tokens import Token
 from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE, is_elsewhere
 
@@ -17,7 +19,25 @@ MADE_BY = "<!-- made by fprnn inspect -->"  # marks a page that this command may
 LN2 = math.log(2)
 
 
-def page(found: Inspection) -> str:
+class Inspection(Measured):
+    """Results of reading a text or word, with the page that shows them."""
+
+    def to_html(self, path: Path | str) -> Path:
+        """Write a page that needs no other file.
+
+        Raises:
+            OutputError: It cannot be written.
+        """
+        write_text(path, page(self))
+        return Path(path)
+
+    def _repr_html_(self) -> str:
+        """Return the page for a notebook, in a frame that keeps their styles apart."""
+        source = html.escape(page(self), quote=True)
+        return f"<iframe srcdoc='{source}' style='width:100%;height:720px;border:0'></iframe>"
+
+
+def page(found: Measured) -> str:
     """Return the whole page."""
     layers = found.layers
     return render(
@@ -32,7 +52,7 @@ def page(found: Inspection) -> str:
     )
 
 
-def colourings(found: Inspection) -> list[dict]:
+def colourings(found: Measured) -> list[dict]:
     """Return all colourings, the first one shown; those of ℓ* have one scale.
 
     Returns:
@@ -56,7 +76,7 @@ def colourings(found: Inspection) -> list[dict]:
     return out
 
 
-def list_facts(found: Inspection) -> list[tuple[str, str]]:
+def list_facts(found: Measured) -> list[tuple[str, str]]:
     """Return (name, value) of the model, the text and their sums."""
     count = f"{len(found.tokens) - found.has_start:,}"
     if found.text_bytes is not None:
@@ -121,7 +141,7 @@ def _plain(values: torch.Tensor) -> list[float | None]:
     return [None if math.isnan(value) else float(f"{value:.6g}") for value in values.tolist()]
 
 
-def _data(found: Inspection) -> dict:
+def _data(found: Measured) -> dict:
     """Return the numbers that the page's script reads."""
     layers = []
     if found.layers is not None:

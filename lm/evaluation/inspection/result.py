@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import html
 import math
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from lm.common.files import write_text
 from lm.data.batches.text_bytes import bits_per_byte
 from lm.evaluation.inspection.tokens import Token
 
@@ -51,7 +48,7 @@ class Layers:
 
 
 @dataclass(frozen=True, eq=False)
-class Inspection:
+class Measured:
     """Numbers of a model that reads t tokens.
 
     Before a text stands one token that the tokenizer starts with, if it has one. `loss`, `entropy`
@@ -91,24 +88,6 @@ class Inspection:
     def bits_per_byte(self) -> float | None:
         """None where there is no text, or its first token was not predicted."""
         return bits_per_byte(float(self.loss.double().nansum()), self.text_bytes)
-
-    def to_html(self, path: Path | str) -> Path:
-        """Write a page that needs no other file.
-
-        Raises:
-            OutputError: It cannot be written.
-        """
-        from lm.evaluation.inspection.page import page
-
-        write_text(path, page(self))
-        return Path(path)
-
-    def _repr_html_(self) -> str:
-        """Return the page for a notebook, in a frame that keeps their styles apart."""
-        from lm.evaluation.inspection.page import page
-
-        source = html.escape(page(self), quote=True)
-        return f"<iframe srcdoc='{source}' style='width:100%;height:720px;border:0'></iframe>"
 
     def __repr__(self) -> str:
         return (

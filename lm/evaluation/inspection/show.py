@@ -6,8 +6,7 @@ from pathlib import Path
 
 from lm.common.console import say
 from lm.common.files import check_replaceable
-from lm.evaluation.inspection.page import MADE_BY, explain_mark, layer_rows, list_facts
-from lm.evaluation.inspection.result import Inspection
+from lm.evaluation.inspection.page import MADE_BY, Inspection, explain_mark, layer_rows, list_facts
 from lm.runs.written import PAGE
 
 

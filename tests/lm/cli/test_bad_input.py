@@ -406,12 +406,8 @@ def test_generate_called_from_python(small_export, options, words):
 
 
 def test_eval(capsys, small_export):
-    from lm.evaluation.evaluate import EvaluationError, evaluate
-
     said = refused(capsys, "eval", small_export, "--tasks", " , ")
     assert "argument --tasks: the list is empty" in said
-    with pytest.raises(EvaluationError, match="batch_size is 0"):
-        evaluate(small_export, ["catbabi_mini"], batch_size=0)
 
 
 # Configuration files.

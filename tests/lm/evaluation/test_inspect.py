@@ -15,8 +15,7 @@ import fprnn
 from lm.cli.main import main
 from lm.common.errors import FAILED, UserError
 from lm.evaluation.inspection import measure, show
-from lm.evaluation.inspection.page import MADE_BY, page
-from lm.evaluation.inspection.result import Inspection
+from lm.evaluation.inspection.page import MADE_BY, Inspection, page
 from lm.evaluation.inspection.tokens import make_tokens, show_bytes
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
