@@ -17,7 +17,7 @@ def add_eval(commands: argparse._SubParsersAction) -> None:
         " their names and metrics.",
     )
     c.add_argument("checkpoint", metavar="CKPT", help="a run directory or an exported folder")
-    c.add_argument("--suite", metavar="NAME", help="paper: the six tasks, with their mean")
+    c.add_argument("--suite", choices=("paper",), help="paper: the six tasks, with their mean")
     c.add_argument(
         "--tasks",
         type=names,

@@ -48,7 +48,7 @@ def evaluate(
     checkpoint: Path,
     tasks: list[str],
     *,
-    suite: str | None = None,
+    suite: Literal["paper"] | None = None,
     limit: int | None = None,
     batch_size: int | Literal["auto"] = 8,
     out: Path | None = None,
@@ -68,7 +68,8 @@ def evaluate(
 
     Returns:
         The content of the file: {"tasks": {name: {"metrics": {metric: {"value", "stderr", …}}, …}},
-        "solver", "fixed_point", "versions", …}, of a suite also "suite" (`_suite_scores`). Numbers
+        "solver", "fixed_point", "versions", …}, of a suite also "suite": {"metrics": the one of
+        each task, "mean": of these, "complete": all documents were scored}. Numbers
         that are not finite are None. "solver" describes the solver ("none" without one),
         "fixed_point" its cost (`lm.runs.metrics.fixed_point_metrics`).
 
@@ -107,14 +108,14 @@ def evaluate(
         "tasks": scored,
     }
     if suite:
-        results["suite"] = _suite_scores(suite, scored, limit)
+        values = [scored[name]["metrics"][metric]["value"] for name, metric in PAPER.items()]
+        mean = None if None in values else sum(values) / len(values)
+        results["suite"] = {"metrics": PAPER, "mean": mean, "complete": limit is None}
     write_json(path, results)
     return results
 
 
 def _check_options(tasks: list[str], suite: str | None) -> None:
-    if suite not in (None, "paper"):
-        raise EvaluationError(f"no suite `{suite}`: there is one, `paper`")
     if suite and tasks:
         raise EvaluationError(f"--suite {suite} has its own tasks: give it without --tasks")
     if not suite and not tasks:
@@ -220,7 +221,7 @@ def table(results: dict) -> Table:
         out.columns[column].justify = "right"
     suite = results.get("suite")
     for name, task in results["tasks"].items():
-        shown = [suite["tasks"][name]["metric"]] if suite else task["metrics"]
+        shown = [suite["metrics"][name]] if suite else task["metrics"]
         label, count = name, "" if task["samples"] is None else str(task["samples"])
         for metric in shown:
             entry = task["metrics"][metric]
@@ -233,7 +234,7 @@ def table(results: dict) -> Table:
     if suite:
         out.add_section()
         mean = "not finite" if suite["mean"] is None else f"{suite['mean']:.4g}"
-        out.add_row(f"mean of the suite's {len(suite['tasks'])}", "", "accuracies", mean)
+        out.add_row(f"mean of the suite's {len(suite['metrics'])}", "", "accuracies", mean)
     return out
 
 
@@ -257,27 +258,6 @@ def _task_results(raw: dict, name: str) -> dict:
         "num_fewshot": raw.get("n-shot", {}).get(name),
         "metrics": metrics,
     }
-
-
-def _suite_scores(suite: str, tasks: dict, limit: int | None) -> dict:
-    """Return the number that stands for each task of a suite, and for the suite.
-
-    Args:
-        suite: Name of the suite.
-        tasks: Name → {"metrics": {metric: {"value", "stderr"}}}.
-        limit: Maximum number of documents of a task; None: all.
-
-    Returns:
-        {"name", "tasks": {name: {"metric", "value", "stderr"}}, "mean": of the values, "complete":
-        all documents were scored}.
-    """
-    scored = {}
-    for name, metric in PAPER.items():
-        entry = tasks[name]["metrics"][metric]
-        scored[name] = {"metric": metric, "value": entry["value"], "stderr": entry["stderr"]}
-    values = [row["value"] for row in scored.values()]
-    mean = None if None in values else sum(values) / len(values)
-    return {"name": suite, "tasks": scored, "mean": mean, "complete": limit is None}
 
 
 def _finite(value: Any) -> float | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,8 +52,7 @@ def export(
         CheckpointError: If the run has no complete checkpoint, or one of another model than its
             config.yaml describes.
         ExportError: If `run_dir` holds no run, `out` holds something that is no export or is
-            another run's, the licence is no name of one, or teacher forcing and generation disagree
-            (`check_decoding`).
+            another run's, or teacher forcing and generation disagree (`check_decoding`).
         OutputError: If `out` cannot be written.
     """
     from lm.export import model_card
@@ -67,11 +65,6 @@ def export(
     if not run.holds_run:
         raise ExportError(f"{run} holds no run (it has no config.yaml)")
     check_place(out, None, overwrite)
-    if licence is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", licence):
-        raise ExportError(
-            f"`{licence}` is no name of a licence as the hub has them: lower case, such as"
-            " apache-2.0, mit, cc-by-4.0 or other"
-        )
     trained = load_trained(run_dir, checkpoint, trust)
     check_decoding(trained.model)
     source = run_identity(trained.config)

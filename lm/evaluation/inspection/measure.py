@@ -6,7 +6,7 @@ Shapes: t tokens, n solved layers, v vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -46,10 +46,17 @@ def read(
     blocks = model.fixed_point_blocks() if hasattr(model, "fixed_point_blocks") else []
     if not blocks:
         return model(input_ids=ids, attention_mask=mask).logits[0].float(), None
-    with _inputs_of(blocks) as inputs:
+    inputs = {}
+
+    def keep(block, given):
+        inputs[block] = given[:2]  # the vectors that it reads, and facts about the tokens
+
+    with contextlib.ExitStack() as hooks:
+        for block in blocks:
+            hooks.callback(block.register_forward_pre_hook(keep).remove)
         output = model(input_ids=ids, attention_mask=mask, count_iterations=True, use_cache=False)
     report = output.fixed_point
-    observed = [block.over_time(*given) for block, given in zip(blocks, inputs, strict=True)]
+    observed = [block.over_time(*inputs[block]) for block in blocks]
     numbers = report.layers if report.layers is not None else list(range(len(blocks)))
     missing = torch.full(ids.shape, torch.nan)
     layers = Layers(
@@ -69,24 +76,6 @@ def read(
 def _rows(values) -> torch.Tensor:
     """(1,t) each → (n,t) on the CPU."""
     return torch.cat([value.float().cpu() for value in values])
-
-
-@contextlib.contextmanager
-def _inputs_of(blocks) -> Iterator[list]:
-    """A list of what each block is given (the vectors that it reads, and what is known of the
-    tokens) by a pass within."""
-    found = [None] * len(blocks)
-
-    def keep(index):
-        def hook(block, given):
-            found[index] = given[:2]
-
-        return hook
-
-    with contextlib.ExitStack() as hooks:
-        for index, block in enumerate(blocks):
-            hooks.callback(block.register_forward_pre_hook(keep(index)).remove)
-        yield found
 
 
 def predictions(logits: torch.Tensor, targets: list[int | None]) -> Predictions:
