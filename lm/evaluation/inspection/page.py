@@ -39,7 +39,7 @@ class Inspection(Measured):
 
 def page(found: Measured) -> str:
     """Return the whole page."""
-    layers = found.layers
+    rows = None if found.layers is None else layer_rows(found.layers, found.tokens)
     return render(
         Path(__file__).with_name("inspection.html"),
         title=f"Inside {found.name}",
@@ -47,8 +47,8 @@ def page(found: Measured) -> str:
         found=found,
         facts=list_facts(found),
         data=_data(found),
-        layers=None if layers is None else layer_rows(layers, found.tokens),
-        note=None if layers is None else explain_mark(layers),
+        layers=rows,
+        note=explain_mark(rows or []),
     )
 
 
@@ -104,7 +104,7 @@ def layer_rows(layers: Layers, tokens: list[Token]) -> list[list[str]]:
     """Return a table of the layers that are solved, its head first."""
     heads = ["layer", "ℓ*, mean", "ℓ*, most", "at token", "state's norm", "gate a", "decay λ"]
     rows = [[*heads, "bisected", "limited"]]
-    is_marked = _ends_elsewhere(layers)
+    is_marked = is_elsewhere({"mean": layers.numbers, "elsewhere": layers.elsewhere.tolist()})
     for i, number in enumerate(layers.numbers):
         counts = layers.iterations[i]
         at = int(counts.argmax())
@@ -126,14 +126,9 @@ def layer_rows(layers: Layers, tokens: list[Token]) -> list[list[str]]:
     return rows
 
 
-def explain_mark(layers: Layers) -> str | None:
-    """Return the sentence that explains the mark of ℓ*, or None if no layer has the mark."""
-    return ELSEWHERE_NOTE if any(_ends_elsewhere(layers)) else None
-
-
-def _ends_elsewhere(layers: Layers) -> list[bool]:
-    """Return of each layer whether the paper's procedure ends in another solution."""
-    return is_elsewhere({"mean": layers.numbers, "elsewhere": layers.elsewhere.tolist()})
+def explain_mark(rows: list[list[str]]) -> str | None:
+    """Return the sentence that explains the mark of ℓ*, or None if no row has the mark."""
+    return ELSEWHERE_NOTE if any(ELSEWHERE in row[1] for row in rows) else None
 
 
 def _plain(values: torch.Tensor) -> list[float | None]:

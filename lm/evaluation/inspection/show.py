@@ -33,12 +33,12 @@ def show(found: Inspection, out: Path) -> None:
     if found.layers is None:
         say("note: no layer of this model is solved for a fixed point: there is no ℓ*")
     else:
-        head, *body = layer_rows(found.layers, found.tokens)
-        table = Table(*head)
-        for row in body:
+        rows = layer_rows(found.layers, found.tokens)
+        table = Table(*rows[0])
+        for row in rows[1:]:
             table.add_row(*(Text(cell) for cell in row))
         say(table)
-        if note := explain_mark(found.layers):
+        if note := explain_mark(rows):
             say(note)
     say("\n".join(f"{name}: {value}" for name, value in list_facts(found)))
     say(f"page: {out}")
