@@ -15,8 +15,6 @@ SourceName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 OF_A_SINGLE_SOURCE = ("source", "path", "dataset", "name", "text_field", "traces")
 LARGEST = 2**24  # tokens in a row, in a vocabulary; blocks in a buffer
 Workers = Annotated[int, Field(gt=0, le=1024)]
-
-
 Gap = Annotated[int, Field(ge=0, le=2**14)]
 
 
@@ -48,15 +46,10 @@ class Traces(Section):
 
     @property
     def lengths(self) -> list[int]:
-        """The gaps that occur."""
+        """The gaps that occur: a session may be asked before any swap."""
         if isinstance(self.gaps, list):
             return self.gaps
-        return list(range(self.shortest, self.gaps + 1))
-
-    @property
-    def shortest(self) -> int:
-        """The shortest of the gaps up to a number: a session may be asked before any swap."""
-        return 0 if self.form == "repl" else 1
+        return list(range(int(self.form == "words"), self.gaps + 1))
 
 
 def check_source(source: Source | Data) -> None:

@@ -16,6 +16,7 @@ from lm.common.errors import ConfigError
 from lm.config.messages import explain, is_key, nearest
 from lm.config.schema import UNSEEN, Config, Run, check_updates
 from lm.config.yaml_text import load_tree, parse
+from lm.model.fields import OPTIONS_ALONE
 
 MOST_POINTS = 10_000  # of a sweep
 OF_THE_WHOLE_SWEEP = {"name", "out_dir", "sweep"}
@@ -131,10 +132,18 @@ def parse_override(text: str, schema: type[Run] = Config) -> tuple[str, Any]:
     if not sep or not key:
         raise ConfigError(f"override `{text}` must read key=value, e.g. optim.lr=1e-3")
     if key in REMOVED:
-        raise ConfigError(f"override `{text}`: the key `{key}` was removed: leave it out")
+        raise ConfigError(f"override `{text}`: the key `{key}` was removed: {_replacement(key)}")
     if not is_key(key, schema) and not key.startswith("engine.deepspeed."):
         raise ConfigError(f"unknown key `{key}`{nearest(key, schema)}")
     return key, parse(value, f"override `{text}`: the value")
+
+
+def _replacement(key: str) -> str:
+    """Return what takes the place of a removed key, for a message."""
+    section, _, name = key.partition(".")
+    if section == "model" and name in OPTIONS_ALONE:
+        return f"give it to layers, as in `model.layers: [KIND: {{{name}: …}}]`"
+    return "leave it out, which trains with its default"
 
 
 def without_removed(tree: dict, where: str, trained: bool = False) -> dict:
@@ -161,8 +170,8 @@ def without_removed(tree: dict, where: str, trained: bool = False) -> dict:
         is_read = parents[0] in MODEL_SECTIONS if trained else key not in WITHOUT_EFFECT
         if value != default and is_read:
             raise ConfigError(
-                f"{where}: `{key}` is no longer there, and is {value!r}: leave it out, which trains"
-                f" as its default {default!r} did"
+                f"{where}: `{key}` is no longer there, and is {value!r} (its default was"
+                f" {default!r}): {_replacement(key)}"
             )
     return tree
 

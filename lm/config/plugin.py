@@ -100,7 +100,9 @@ def load_class(place: str, key: str) -> type:
         )
     if not is_imported:
         say(f"note: {key} is {place}: the code of {module_name} is run")
-    is_run_folder = run_config is not None and _is_within(folder, run_config.parent)
+    is_run_folder = run_config is not None and Path(folder).resolve().is_relative_to(
+        run_config.parent.resolve()
+    )
     if folder not in sys.path and "" not in sys.path and not is_run_folder:
         sys.path.append(folder)  # last: nothing that is installed is hidden by a file of its name
     try:
@@ -121,10 +123,6 @@ def load_class(place: str, key: str) -> type:
         hint = f"; did you mean `{module_name}:{near[0]}`?" if near else ""
         raise ConfigError(f"{key} is {place}: {module.__file__} has no class {class_name}{hint}")
     return found
-
-
-def _is_within(folder: str, parent: Path) -> bool:
-    return Path(folder).resolve().is_relative_to(parent.resolve())
 
 
 def _not_importable(key: str, place: str, error: Exception) -> ConfigError:
