@@ -2,7 +2,7 @@
 
 m = fprnn.load("runs/demo")        # a run directory, an export, any from_pretrained folder
 m.generate("The list", max_new_tokens=20)
-m.score("def f(x):").bits_per_byte
+m.inspect("def f(x):").bits_per_byte
 m.inspect("f(g(h(x), y))").to_html("inspect.html")     # docs/inspect.md
 layer = fprnn.FixedPointLayer(d_model=256)             # docs/one-layer.md
 """

@@ -13,20 +13,17 @@ def add_eval(commands: argparse._SubParsersAction) -> None:
         "eval",
         help="lm-eval on a run or an exported directory",
         description="Run tasks of lm-eval, ours or its own, or a suite of them: `paper` is LAMBADA,"
-        " HellaSwag, PIQA, ARC (easy, challenge) and WinoGrande, zero-shot, from the hub or from"
-        " the files of --data. docs/evaluation.md has their names, formats and metrics.",
+        " HellaSwag, PIQA, ARC (easy, challenge) and WinoGrande, zero-shot. docs/evaluation.md has"
+        " their names and metrics.",
     )
     c.add_argument("checkpoint", metavar="CKPT", help="a run directory or an exported folder")
-    c.add_argument("--suite", metavar="NAME", help="paper: the six tasks, with their mean")
-    c.add_argument(
-        "--data", metavar="DIR", help="a folder of the suite's files (default: from the hub)"
-    )
+    c.add_argument("--suite", choices=("paper",), help="paper: the six tasks, with their mean")
     c.add_argument(
         "--tasks",
         type=names,
         default=[],
         metavar="A,B,…",
-        help="comma-separated; ours and lm-eval's own, or of the suite (default: all of it)",
+        help="comma-separated; ours and lm-eval's own",
     )
     c.add_argument(
         "--limit", type=Whole(), metavar="N", help="documents per task, at least 1 (default: all)"
@@ -48,7 +45,6 @@ def _eval(args: argparse.Namespace) -> int:
     from lm.runs import places
 
     places.find_model(args.checkpoint, on_hub=False)
-    places.check_folders({"--data": args.data})
 
     from lm.common.console import say
     from lm.evaluation.evaluate import evaluate, table
@@ -57,7 +53,6 @@ def _eval(args: argparse.Namespace) -> int:
         args.checkpoint,
         args.tasks,
         suite=args.suite,
-        data=args.data,
         limit=args.limit,
         batch_size=args.batch_size,
         out=args.out,

@@ -37,7 +37,7 @@ EPILOG = """examples:
   fprnn generate runs/demo --prompt "The list"
   fprnn eval runs/demo --tasks catbabi_mini
   fprnn export runs/demo runs/demo/hf
-  fprnn eval runs/demo/hf --suite paper --data eval_files
+  fprnn eval runs/demo/hf --suite paper
   fprnn serve runs/demo/hf
   fprnn inspect runs/demo "f(g(h(x), y))"
   fprnn report runs/demo
@@ -119,7 +119,6 @@ def _planned(cfg, gpus=None, gpu=None, utilisation=None, measured=None):
     from lm.common.errors import BAD_CONFIG
     from lm.common.files import check_folder
     from lm.common.ranks import launched
-    from lm.config.plugin import nothing_imported
     from lm.data.sources.mixture import parts
     from lm.report.plan import describe, plan, where
     from lm.training.build import with_built_in_mixers
@@ -127,15 +126,14 @@ def _planned(cfg, gpus=None, gpu=None, utilisation=None, measured=None):
 
     gpus = gpus or launched()[1]
     at = where(gpus, gpu, utilisation)
-    with nothing_imported("a plan"):
-        check_config(with_built_in_mixers(cfg)[0], gpus)
-        check_folder(cfg.run_dir)
-        if any(part.data.source == "fineweb" for part in parts(cfg).values()):
-            found = hub()
-            if found.state != "ok":
-                say(f"note: {found.text}")
-        planned = plan(cfg, at)
-        return describe(planned, cfg, measured), 0 if planned["fits"] else BAD_CONFIG
+    check_config(with_built_in_mixers(cfg)[0], gpus)
+    check_folder(cfg.run_dir)
+    if any(part.data.source == "fineweb" for part in parts(cfg).values()):
+        found = hub()
+        if found.state != "ok":
+            say(f"note: {found.text}")
+    planned = plan(cfg, at)
+    return describe(planned, cfg, measured), 0 if planned["fits"] else BAD_CONFIG
 
 
 def _prepare(args: argparse.Namespace) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -10,13 +9,12 @@ from pydantic import Field, field_validator, model_validator
 from lm.config.model import Section, Size
 from lm.config.resuming import FREE
 
-NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+# A source's name is the name of a folder of the run, too.
+SourceName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 # Of `data`, what describes a single source: with a mixture each source has its own.
 OF_A_SINGLE_SOURCE = ("source", "path", "dataset", "name", "text_field", "traces")
 LARGEST = 2**24  # tokens in a row, in a vocabulary; blocks in a buffer
 Workers = Annotated[int, Field(gt=0, le=1024)]
-
-
 Gap = Annotated[int, Field(ge=0, le=2**14)]
 
 
@@ -48,15 +46,10 @@ class Traces(Section):
 
     @property
     def lengths(self) -> list[int]:
-        """The gaps that occur."""
+        """The gaps that occur: a session may be asked before any swap."""
         if isinstance(self.gaps, list):
             return self.gaps
-        return list(range(self.shortest, self.gaps + 1))
-
-    @property
-    def shortest(self) -> int:
-        """The shortest of the gaps up to a number: a session may be asked before any swap."""
-        return 0 if self.form == "repl" else 1
+        return list(range(int(self.form == "words"), self.gaps + 1))
 
 
 def check_source(source: Source | Data) -> None:
@@ -142,18 +135,6 @@ def check_curriculum(stages: list[Stage], mixture: dict[str, Source] | None) -> 
         ended = stage.until
 
 
-def check_names(mixture: dict) -> None:
-    """Raises ValueError for a mixture without a source, or a name that no folder should have."""
-    if not mixture:
-        raise ValueError("it has no source: give at least one, or null for `data.source` alone")
-    for name in mixture:
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise ValueError(
-                f"{name!r} cannot be a source's name, which is a folder of the run, too: lower-case"
-                " letters, digits, `_` and `-`, a letter or digit first (digits alone in quotes)"
-            )
-
-
 def check_mixture(data: Data) -> None:
     """What the keys of `data` must be together, where it may have a mixture.
 
@@ -200,16 +181,9 @@ class Data(Section):
         "auto"  # processes per rank that read them
     )
     # several sources in the place of one
-    mixture: dict[str, Source] | None = None
+    mixture: dict[SourceName, Source] | None = Field(None, min_length=1)
     # other weights of the mixture at first, stage after stage
     curriculum: list[Stage] = Field(default_factory=list)
-
-    @field_validator("mixture", mode="before")
-    @classmethod
-    def _names_of_sources(cls, value):
-        if isinstance(value, dict):
-            check_names(value)
-        return value
 
     @model_validator(mode="after")
     def _one_source_or_a_mixture(self) -> Self:

@@ -7,16 +7,16 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any
 
-from pydantic import (
-    ValidationError,
-)
+from pydantic import ValidationError
+from typing_extensions import TypeVar
 
 from lm.common.errors import ConfigError
 from lm.config.messages import explain, is_key, nearest
 from lm.config.schema import UNSEEN, Config, Run, check_updates
 from lm.config.yaml_text import load_tree, parse
+from lm.model.fields import OPTIONS_ALONE
 
 MOST_POINTS = 10_000  # of a sweep
 OF_THE_WHOLE_SWEEP = {"name", "out_dir", "sweep"}
@@ -35,6 +35,14 @@ REMOVED = {
     "model.position": "rope",
     "model.attention_window": None,
     "model.allow_neg_eigval": "auto",
+    "model.dt_rank": "auto",
+    "model.ngroups": 1,
+    "model.mixer_act": "silu",
+    "model.out_start": 1.0,
+    "model.eigen_range": "signed",
+    "model.symm_mixer": False,
+    "model.bc_norm": True,
+    "model.eps": 1e-5,
     "solver.jacobian_reg": 0.0,
     "solver.patience": 15,
     "optim.eps": 1e-8,
@@ -68,7 +76,7 @@ MODEL_SECTIONS = ("model", "solver")
 
 # The functions below take the `schema` a YAML is read by: Config, or another tree of Sections
 # (synthetic/config.py).
-AnyRun = TypeVar("AnyRun", bound=Run)
+AnyRun = TypeVar("AnyRun", bound=Run, default=Config)
 
 
 def set_key(tree: dict, dotted: str, value: Any) -> None:
@@ -125,10 +133,18 @@ def parse_override(text: str, schema: type[Run] = Config) -> tuple[str, Any]:
     if not sep or not key:
         raise ConfigError(f"override `{text}` must read key=value, e.g. optim.lr=1e-3")
     if key in REMOVED:
-        raise ConfigError(f"override `{text}`: the key `{key}` was removed: leave it out")
+        raise ConfigError(f"override `{text}`: the key `{key}` was removed: {_replacement(key)}")
     if not is_key(key, schema) and not key.startswith("engine.deepspeed."):
         raise ConfigError(f"unknown key `{key}`{nearest(key, schema)}")
     return key, parse(value, f"override `{text}`: the value")
+
+
+def _replacement(key: str) -> str:
+    """Return what takes the place of a removed key, for a message."""
+    section, _, name = key.partition(".")
+    if section == "model" and name in OPTIONS_ALONE:
+        return f"give it to layers, as in `model.layers: [KIND: {{{name}: …}}]`"
+    return "leave it out, which trains with its default"
 
 
 def without_removed(tree: dict, where: str, trained: bool = False) -> dict:
@@ -155,19 +171,18 @@ def without_removed(tree: dict, where: str, trained: bool = False) -> dict:
         is_read = parents[0] in MODEL_SECTIONS if trained else key not in WITHOUT_EFFECT
         if value != default and is_read:
             raise ConfigError(
-                f"{where}: `{key}` is no longer there, and is {value!r}: leave it out, which trains"
-                f" as its default {default!r} did"
+                f"{where}: `{key}` is no longer there, and is {value!r} (its default was"
+                f" {default!r}): {_replacement(key)}"
             )
     return tree
 
 
-@overload
-def build(tree: dict, where: str = "config") -> Config: ...
-@overload
-def build(tree: dict, where: str, schema: type[AnyRun], trained: bool = False) -> AnyRun: ...
 def build(
-    tree: dict, where: str = "config", schema: type[Run] = Config, trained: bool = False
-) -> Run:
+    tree: dict,
+    where: str = "config",
+    schema: type[AnyRun] = Config,  # type: ignore[assignment]
+    trained: bool = False,
+) -> AnyRun:
     """Return the configuration of a YAML.
 
     Args:
@@ -186,20 +201,12 @@ def build(
         raise explain(e, tree, where, schema) from None
 
 
-@overload
-def load(
-    path: str | Path, overrides: Sequence[str] = (), job_index: int | None = None
-) -> Config: ...
-@overload
-def load(
-    path: str | Path, overrides: Sequence[str], job_index: int | None, schema: type[AnyRun]
-) -> AnyRun: ...
 def load(
     path: str | Path,
     overrides: Sequence[str] = (),
     job_index: int | None = None,
-    schema: type[Run] = Config,
-) -> Run:
+    schema: type[AnyRun] = Config,  # type: ignore[assignment]
+) -> AnyRun:
     """Defaults, then the YAML, then the sweep point `job_index`, then `key=value` overrides.
 
     Raises:

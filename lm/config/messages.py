@@ -57,10 +57,8 @@ def nearest(key: str, schema: type[BaseModel]) -> str:
     siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == parent}
     outermost_last = sorted(keys, key=lambda k: k.count("."))[::-1]
     by_leaf = {k.rpartition(".")[2]: k for k in outermost_last}
-    whole = {} if siblings else dict(zip(keys, keys))
-    tries = [(last, by_leaf, 1.0), (last, siblings, 0.6), (last, by_leaf, 0.7), (key, whole, 0.6)]
-    for word, known, cutoff in tries:
-        if close := difflib.get_close_matches(word, known, 1, cutoff):
+    for known, cutoff in ((by_leaf, 1.0), (siblings, 0.6), (by_leaf, 0.7)):
+        if close := difflib.get_close_matches(last, known, 1, cutoff):
             return f"; did you mean `{known[close[0]]}`?"
     return f"; known there: {', '.join(siblings or schema.model_fields)}"
 

@@ -50,7 +50,6 @@ class Section(BaseModel):
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
 Fraction1 = Annotated[float, pydantic.Field(ge=0, le=1)]
 Size = Annotated[int, pydantic.Field(gt=0, le=65_536)]  # above it, more than a machine holds
-Count = Annotated[int, pydantic.Field(ge=0)]
 
 
 def registered_mixers() -> list[str]:

@@ -24,24 +24,9 @@ from lm.common.errors import ConfigError
 
 PLACE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
-_forbidden: ContextVar[str] = ContextVar("_forbidden", default="")  # by which command
 # The config.yaml of a run directory that is being read, and whether the caller trusts it.
 _run_config: ContextVar[tuple[Path, bool, str] | None] = ContextVar("_run_config", default=None)
 TRUST_ADVICE = "--trust (in Python trust=True) runs it, once you know whose it is"
-
-
-@contextlib.contextmanager
-def nothing_imported(by: str) -> Iterator[None]:
-    """Within the block `load_class` refuses.
-
-    Args:
-        by: what does not import, for the message.
-    """
-    token = _forbidden.set(by)
-    try:
-        yield
-    finally:
-        _forbidden.reset(token)
 
 
 @contextlib.contextmanager
@@ -106,8 +91,6 @@ def load_class(place: str, key: str) -> type:
     """
     module_name, _, class_name = place.partition(":")
     folder = os.getcwd()
-    if by := _forbidden.get():
-        raise ConfigError(f"{key} is {place}: {by} imports no code of others")
     is_imported = module_name in sys.modules
     run_config, is_trusted, advice = _run_config.get() or (None, True, "")
     if not is_imported and not is_trusted:
@@ -117,7 +100,9 @@ def load_class(place: str, key: str) -> type:
         )
     if not is_imported:
         say(f"note: {key} is {place}: the code of {module_name} is run")
-    is_run_folder = run_config is not None and _is_within(folder, run_config.parent)
+    is_run_folder = run_config is not None and Path(folder).resolve().is_relative_to(
+        run_config.parent.resolve()
+    )
     if folder not in sys.path and "" not in sys.path and not is_run_folder:
         sys.path.append(folder)  # last: nothing that is installed is hidden by a file of its name
     try:
@@ -138,10 +123,6 @@ def load_class(place: str, key: str) -> type:
         hint = f"; did you mean `{module_name}:{near[0]}`?" if near else ""
         raise ConfigError(f"{key} is {place}: {module.__file__} has no class {class_name}{hint}")
     return found
-
-
-def _is_within(folder: str, parent: Path) -> bool:
-    return Path(folder).resolve().is_relative_to(parent.resolve())
 
 
 def _not_importable(key: str, place: str, error: Exception) -> ConfigError:

@@ -38,10 +38,8 @@ class Tokenizer(Section):
 
 DECAY = 0.2  # of all updates: the end of `schedule: wsd` where `optim.decay` says nothing
 MAX_LR = 1000.0  # of a rate, a factor of it, a decay: no training has more, and fp32 ends at 3e38
-LR_FACTORS = (
-    f"a mapping of patterns of parameters' names to factors above 0 and up to {MAX_LR:g},"
-    " {'*.A_log': 0.1}"
-)
+# Patterns of parameters' names → factors, {'*.A_log': 0.1}.
+LrFactors = dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0, le=MAX_LR)]]
 
 
 class Optim(Section):
@@ -53,7 +51,7 @@ class Optim(Section):
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     # of `wsd`: its last updates, below 1 a fraction of all of them; null: DECAY
     decay: float | None = Field(None, gt=0)
-    lr_factors: dict[str, float] = {}  # noqa: RUF012 (of pydantic, which copies it)
+    lr_factors: LrFactors = {}  # noqa: RUF012 (of pydantic, which copies it)
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     weight_decay: float = Field(0.1, ge=0, le=MAX_LR)
     grad_clip: float = Field(1.0, ge=0)  # 0: off
@@ -73,15 +71,6 @@ class Optim(Section):
                 " leave it out (null)"
             )
         return self
-
-    @field_validator("lr_factors", mode="before")
-    @classmethod
-    def _factors_above_0(cls, value):
-        for pattern, factor in value.items() if isinstance(value, dict) else ():
-            is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
-            if not is_number or not 0 < factor <= MAX_LR or not pattern:
-                raise ValueError(f"{pattern!r}: {factor!r} will not do: it must be {LR_FACTORS}")
-        return value
 
     @property
     def decay_of_wsd(self) -> float:
@@ -155,9 +144,6 @@ class Checkpoint(Section):
     keep_every: int | None = Field(None, gt=0)  # updates; checkpoints of its multiples stay, too
 
 
-PROFILED = "two updates, the first and the last, counted from 1, as [10, 12]; or null"
-
-
 class Log(Section):
     every: int = Field(10, gt=0)  # updates
     wandb: bool = False
@@ -165,13 +151,6 @@ class Log(Section):
     probe_every: int = Field(100, ge=0)  # updates between probes of ℓ*; 0: at validations alone
     # the first and the last update of which rank 0 writes a PyTorch profile; null: of none
     profile: tuple[PositiveInt, PositiveInt] | None = None
-
-    @field_validator("profile")
-    @classmethod
-    def _first_to_last(cls, value):
-        if value is not None and value[0] > value[1]:
-            raise ValueError(f"{list(value)} will not do: it must be {PROFILED}")
-        return value
 
 
 class Eval(Section):
@@ -242,6 +221,10 @@ def number_of_updates(value: float, steps: int) -> int:
 
 def check_profile(profile: tuple[int, int] | None, steps: int) -> None:
     """Raises ValueError for a `log.profile` of updates that a run of so many does not make."""
+    if profile is not None and profile[0] > profile[1]:
+        raise ValueError(
+            f"`log.profile` is {list(profile)}: it must be the first and the last of the updates"
+        )
     if profile is not None and profile[1] > steps:
         raise ValueError(
             f"`log.profile` ends with update {profile[1]}, and `train.steps` is only {steps}"
@@ -270,19 +253,26 @@ def check_updates(cfg: Run) -> None:
         ConfigError: the warm-up is longer than the run, or no whole number of updates; there is no
             room for the decay of `wsd` after it; the adversary would never begin.
     """
-    _check_decay(cfg.optim, cfg.train.steps)
     if isinstance(cfg, Config):
         _check_adversary_begins(cfg)
-    warmup = cfg.optim.warmup
-    if warmup > 1 and warmup != int(warmup):
+    optim, steps = cfg.optim, cfg.train.steps
+    decay = optim.decay_of_wsd if optim.schedule == "wsd" else 0.0
+    for name, value in (("warmup", optim.warmup), ("decay", decay)):
+        if value > 1 and value != int(value):
+            raise ConfigError(
+                f"optim.{name}: {value:g} updates cannot be: below 1 it is a fraction of all"
+                " updates, else a whole number of them"
+            )
+    warmup, decay = number_of_updates(optim.warmup, steps), number_of_updates(decay, steps)
+    if warmup > steps:
         raise ConfigError(
-            f"optim.warmup: {warmup:g} updates cannot be: below 1 it is a fraction of all updates,"
-            " else a whole number of them"
+            f"optim.warmup is {warmup} updates, and train.steps is only {steps}: the learning rate"
+            " would never reach optim.lr"
         )
-    if warmup > cfg.train.steps:
+    if warmup + decay > steps:
         raise ConfigError(
-            f"optim.warmup is {warmup:g} updates, and train.steps is only {cfg.train.steps}: the"
-            " learning rate would never reach optim.lr"
+            f"optim.warmup and optim.decay are {warmup} and {decay} updates, and train.steps is"
+            f" only {steps}: they do not fit one after the other"
         )
 
 
@@ -294,23 +284,6 @@ def _check_adversary_begins(cfg: Config) -> None:
         f" {cfg.data.curriculum[-1].until}, and train.steps is only {cfg.train.steps}: set it to 0,"
         " or let the last stage end sooner"
     )
-
-
-def _check_decay(optim: Optim, steps: int) -> None:
-    if optim.schedule != "wsd":
-        return
-    decay = optim.decay_of_wsd
-    if decay > 1 and decay != int(decay):
-        raise ConfigError(
-            f"optim.decay: {decay:g} updates cannot be: below 1 it is a fraction of all updates,"
-            " else a whole number of them"
-        )
-    in_updates = [number_of_updates(value, steps) for value in (optim.warmup, decay)]
-    if sum(in_updates) > steps:
-        raise ConfigError(
-            f"optim.warmup and optim.decay are {in_updates[0]} and {in_updates[1]} updates, and"
-            f" train.steps is only {steps}: they do not fit one after the other"
-        )
 
 
 class Config(Run):

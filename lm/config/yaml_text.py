@@ -60,7 +60,7 @@ def parse(text: str, where: str) -> Any:
         ConfigError: it is not valid YAML.
     """
     try:
-        tree = yaml.load(text, Loader)  # a SafeLoader
+        return yaml.load(text, Loader)  # a SafeLoader
     except yaml.MarkedYAMLError as e:
         mark = e.problem_mark or e.context_mark
         problem = e.problem or e.context
@@ -69,48 +69,12 @@ def parse(text: str, where: str) -> Any:
         place = f"line {mark.line + 1}, column {mark.column + 1}"
         raise ConfigError(f"{where} is not valid YAML, {place}: {problem}") from None
     except yaml.reader.ReaderError as e:
-        found = f"character {e.position + 1} is {chr(e.character)!r}, which must be escaped"
-        raise ConfigError(f"{where} is not valid YAML: {found}") from None
+        reason = f"character {e.position + 1} is {chr(e.character)!r}, which must be escaped"
     except RecursionError:
-        raise ConfigError(f"{where} is not YAML for a config: it is nested too deep") from None
-    except ValueError as e:  # of a date that is none, a number of thousands of digits
-        raise ConfigError(f"{where} is not valid YAML: {e}") from None
-    except (IndexError, KeyError, AttributeError, TypeError):  # PyYAML's constructors, of `!!int _`
-        raise ConfigError(
-            f"{where} is not valid YAML: a tag (!!int, !!float, !!bool or !!timestamp) stands"
-            " before a text that is no such value"
-        ) from None
-    try:
-        _check_values(tree, set(), set())  # nested no deeper than the loader itself goes
-    except ValueError as e:
-        raise ConfigError(f"{where} is not YAML for a config: {e}") from None
-    return tree
-
-
-def _check_values(tree: Any, around: set[int], seen: set[int]) -> None:
-    """Refuse a value that cannot be written again.
-
-    Args:
-        tree: The value.
-        around: Identities of the mappings and lists that `tree` lies in.
-        seen: Identities of those that were checked: an anchor may stand for one a billion times.
-
-    Raises:
-        ValueError: If it holds itself, or has an integer of more digits than Python converts.
-    """
-    if isinstance(tree, int):
-        str(tree)
-    if not isinstance(tree, dict | list):
-        return
-    if id(tree) in around:
-        raise ValueError("an anchor (&name) holds itself")
-    if id(tree) in seen:
-        return
-    seen.add(id(tree))
-    around.add(id(tree))
-    for value in (*tree.keys(), *tree.values()) if isinstance(tree, dict) else tree:
-        _check_values(value, around, seen)
-    around.remove(id(tree))
+        reason = "it is nested too deep"
+    except (ValueError, LookupError, AttributeError, TypeError) as e:  # of PyYAML's constructors
+        reason = f"a number, date or tag cannot be read ({e})"
+    raise ConfigError(f"{where} is not valid YAML: {reason}")
 
 
 def load_tree(path: str | Path) -> dict:

@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from lm.evaluation.inspection.page import Inspection
-    from lm.evaluation.inspection.result import Score
 
 MIN_TEMPERATURE = 1e-3  # logits divided by less may be infinite
 
@@ -87,25 +86,14 @@ class LanguageModel:
         )
         return self.tokenizer.decode(ids[0], skip_special_tokens=True)
 
-    def score(self, text: str) -> Score:
-        """Return the log-probability of each token of a text, its loss and bits per byte.
-
-        The text is read after one BOS or EOS token, as lm-eval reads it.
-
-        Raises:
-            InspectionError: An empty text, no Unicode, or more than evaluation reads at once.
-        """
-        from lm.evaluation.inspection.measure import score_text
-
-        return score_text(self.model, self.tokenizer, text)
-
     def inspect(self, text: str) -> Inspection:
         """Return loss, entropy and predictions of each token, and ℓ*, states and gates of layers.
 
-        A notebook shows the result as a page; `.to_html(path)` writes that page.
+        The text is read after one BOS or EOS token, as lm-eval reads it. A notebook shows the
+        result as a page; `.to_html(path)` writes that page.
 
         Raises:
-            InspectionError: As `score`.
+            InspectionError: An empty text, no Unicode, or more than evaluation reads at once.
         """
         from lm.evaluation.inspection.measure import inspect_text
 

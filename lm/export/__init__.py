@@ -1,1 +1,1 @@
-"""From a run directory to a HuggingFace directory: code, card, upload, the paper's reference."""
+"""From a run directory to a HuggingFace directory: weights, tokenizer, code and model card."""

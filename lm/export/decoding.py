@@ -69,15 +69,16 @@ def _generate(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     """
     import torch
 
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = model.config.vocab_size
-    token = torch.randint(vocabulary, (SEQUENCES, 1), generator=generator)
-    ids, logits, cache = [], [], None
-    for _ in range(LENGTH):
-        output = model(input_ids=token, past_key_values=cache, use_cache=True)
-        ids.append(token)
-        logits.append(output.logits)
-        cache = output.past_key_values
-        shares = output.logits[:, -1].float().softmax(-1)
-        token = torch.multinomial(shares, 1, generator=generator)
-    return torch.cat(ids, 1), torch.cat(logits, 1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        start = torch.randint(model.config.vocab_size, (SEQUENCES, 1), device=model.device)
+        output = model.generate(
+            start,
+            do_sample=True,
+            top_k=0,
+            min_new_tokens=LENGTH,
+            max_new_tokens=LENGTH,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    return output.sequences[:, :-1], torch.stack(output.logits, 1)

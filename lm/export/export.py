@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,8 +52,7 @@ def export(
         CheckpointError: If the run has no complete checkpoint, or one of another model than its
             config.yaml describes.
         ExportError: If `run_dir` holds no run, `out` holds something that is no export or is
-            another run's, the licence is no name of one, or teacher forcing and generation disagree
-            (`check_decoding`).
+            another run's, or teacher forcing and generation disagree (`check_decoding`).
         OutputError: If `out` cannot be written.
     """
     from lm.export import model_card
@@ -67,11 +65,6 @@ def export(
     if not run.holds_run:
         raise ExportError(f"{run} holds no run (it has no config.yaml)")
     check_place(out, None, overwrite)
-    if licence is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", licence):
-        raise ExportError(
-            f"`{licence}` is no name of a licence as the hub has them: lower case, such as"
-            " apache-2.0, mit, cc-by-4.0 or other"
-        )
     trained = load_trained(run_dir, checkpoint, trust)
     check_decoding(trained.model)
     source = run_identity(trained.config)
@@ -136,7 +129,7 @@ def write_export(
         tokenizer: Folder of the tokenizer; None: there is none.
         name: Title of the card.
         origin: Origin of the weights, in sentences.
-        facts: Facts of their training; None: they were not trained here.
+        facts: Facts of their training; None: not known.
         licence: Licence of the weights, as the hub names it; None: not known.
         source: As `check_place`; None: of this name.
         overwrite: As `export`.
@@ -152,7 +145,6 @@ def write_export(
     from lm.export import model_card
     from lm.model.checksums import SUMS, write_sums
     from lm.runs.written import CARD
-    from lm.training.foreign import tokenizer_folder
 
     logging.disable_progress_bar()
     out, source = Path(out), source or {"name": name}
@@ -179,7 +171,7 @@ def write_export(
             if file.name not in (RECORD, SUMS):
                 shutil.copy(file, new)
         _write_length(model, new / "tokenizer_config.json")
-        card = model_card.card(model, name, origin, facts, bool(tokenizer_folder(new)), licence)
+        card = model_card.card(model, name, origin, facts, licence)
         (new / CARD).write_text(card, encoding="utf-8")
         # People and `fprnn eval` write into the card, so it has no checksum.
         write_sums(new, [file.name for file in new.iterdir() if file.name != CARD])

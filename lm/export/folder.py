@@ -20,9 +20,11 @@ from pathlib import Path
 import lm
 from lm.common.files import check_folder, printable, read_mapping, write_json, writing
 from lm.export.export_code import ExportError
-from lm.export.measured import BEGIN, END, add_measured
 from lm.model.checksums import SUMS, read_sums
 from lm.runs.written import CARD, EVALUATIONS, EXPORT_RECORD, delete_files, export_files
+
+# Earlier versions wrote the scores of `fprnn eval` between these lines of a card.
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
 def check_place(out: Path, source: dict | None, overwrite: bool) -> None:
@@ -86,7 +88,7 @@ def _card(out: Path) -> str:
 
 
 def _card_digest(text: str) -> str:
-    """Return the checksum of a card without the block that `fprnn eval` fills."""
+    """Return the checksum of a card, without the scores that an earlier version wrote into it."""
     before, _, rest = text.partition(BEGIN)
     return hashlib.sha256((before + rest.partition(END)[2]).encode()).hexdigest()
 
@@ -140,9 +142,7 @@ def _replace(new: Path, out: Path) -> None:
     delete_files(out, stale.__contains__)
     os.replace(new / EXPORT_RECORD, out / EXPORT_RECORD)
     measured = [name for name in EVALUATIONS if (out / name).is_file()]
-    if has_same_weights:
-        add_measured(out)
-    elif measured:
+    if measured and not has_same_weights:
         kept = f"{', '.join(measured)} in {out}"
         print(f"note: {kept}: kept, and measured on the weights before", file=sys.stderr)
 

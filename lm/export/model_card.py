@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import yaml
 
 from lm import __version__
 from lm.common.files import read_mapping
-from lm.config.data import Data
 from lm.config.schema import Config
-from lm.data.corpus.prepare import place_in_run
-from lm.data.sources import traces
+from lm.config.yaml_text import Dumper
 from lm.data.sources.mixture import parts
-from lm.export.measured import BEGIN, END, NOTHING_MEASURED, known
 from lm.runs.metrics import ELSEWHERE_NOTE, is_elsewhere, iter_metrics, marked
 from lm.runs.run_dir import RunDir
 
@@ -28,6 +28,9 @@ ALWAYS = (
     "A research model that continues text. It follows no instructions, it may say what is false or"
     " harmful, and it has the biases of its data: none of this was measured."
 )
+SCORES = "`eval/results.json`, which `fprnn eval` writes."
+# Sections of a run's configuration that a card shows; the others change no weight.
+SHOWN = {"seed", "init_from", "model", "solver", "tokenizer", "data", "optim", "train"}
 CITATION = f"""[Fixed-Point RNNs: Interpolating from Diagonal to Dense]({PAPER}), NeurIPS 2025.
 
 ```bibtex
@@ -46,19 +49,17 @@ SPEED = (
 )
 
 
-@dataclass
-class Facts:
-    """Origin of a model; every line is an item of a Markdown list.
+class Facts(NamedTuple):
+    """Facts of a model's training; every text is a line of Markdown.
 
     Attributes:
         datasets: Names on the hub, for the front matter.
     """
 
-    data: list[str]
     training: list[str]
-    validation: list[str] = field(default_factory=list)
-    limitations: list[str] = field(default_factory=list)
-    datasets: list[str] = field(default_factory=list)
+    validation: list[str]
+    limitations: list[str]
+    datasets: list[str]
 
 
 def of_run(run: RunDir, cfg: Config, manifest: dict) -> Facts:
@@ -71,105 +72,57 @@ def of_run(run: RunDir, cfg: Config, manifest: dict) -> Facts:
         cfg: Its configuration.
         manifest: Manifest of the checkpoint.
     """
-    step = manifest["step"]
+    step, size = manifest["step"], manifest["global_batch_size"]
+    tokens = f"{step * size * cfg.data.seq_len:,} tokens"
+    environment = read_mapping(run.environment) or {}
+    names = ("device", "fprnn", "commit", "python", "torch", "deepspeed")
+    used = [f"{name} {environment[name]}" for name in names if environment.get(name)]
+    config = _without_places(cfg.model_dump(mode="json", include=SHOWN))
+    text = yaml.dump(
+        config, Dumper=Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None
+    )
+    training = [
+        f"- {step:,} of {cfg.train.steps:,} updates, {tokens}: {size} sequences an update.",
+        f"- {manifest['world_size']} ranks; {', '.join(used) or 'on what hardware is not known'}.",
+        "- The licence of the text is that of its source; fprnn does not know it.",
+        "- Its configuration, of files the names alone:",
+        "",
+        "```yaml",
+        text.rstrip(),
+        "```",
+    ]
     records = [r for r in iter_metrics(run.path) if r is not None and r["step"] == step]
-    facts = Facts(_data(run, cfg), _training(run, cfg, manifest))
+    validation: list[str] = []
     for name, describe in (("validation", _validation), ("probe", _iterations)):
         found = [record[name] for record in records if name in record]
-        facts.validation += known(describe, found[-1]) if found else []
-    facts.validation = facts.validation or ["Not validated at this update."]
-    facts.limitations = [
-        f"It was trained on {_tokens(cfg, manifest)} in sequences of {cfg.data.seq_len}: what it"
-        " does with longer ones was not measured in training."
-    ]
-    sources = [part.data for part in parts(cfg).values()]
-    facts.datasets = sorted({s.dataset for s in sources if s.source == "fineweb"})
-    return facts
-
-
-def _tokens(cfg: Config, manifest: dict) -> str:
-    """Return the number of tokens trained on until a checkpoint, in words."""
-    return f"{manifest['step'] * manifest['global_batch_size'] * cfg.data.seq_len:,} tokens"
-
-
-def _data(run: RunDir, cfg: Config) -> list[str]:
-    lines = []
-    for name, part in parts(cfg).items():
-        label = f"`{name}`: " if name else ""
-        lines.append(
-            f"- {label}{_source(part.data)}; {part.data.val_fraction:.2%} of the documents held out"
-            " for validation, chosen by a hash of their content."
-        )
-        folder = place_in_run(run.path, name)
-        manifest = read_mapping(folder / "corpus.json") or read_mapping(folder / "meta.json") or {}
-        lines += known(_corpus, manifest)
-    if cfg.tokenizer.name == "bpe":
-        lines.append(
-            "- Tokenizer: a byte-level BPE trained on at most"
-            f" {cfg.tokenizer.train_bytes:,} bytes of that text."
-        )
-    else:
-        lines.append(f"- Tokenizer: `{_public(cfg.tokenizer.name)}`.")
-    return [*lines, "- The licence of the text is that of its source; fprnn does not know it."]
-
-
-def _source(source: Data) -> str:
-    if source.source == "builtin":
-        return "`builtin`, the text that every Python installation carries"
-    if source.source == "fineweb":
-        page = f"https://huggingface.co/datasets/{source.dataset}"
-        return f"[{source.dataset}]({page}), configuration `{source.name}`, streamed"
-    if source.source == "traces":
-        settings = traces.described(source.traces).items()
-        return f"traces, made by fprnn ({', '.join(f'{key} {value}' for key, value in settings)})"
-    return f"{source.source} files, `{Path(source.path or '').name}`"
-
-
-def _corpus(manifest: dict) -> list[str]:
-    """Describe corpus.json, or meta.json where the run keeps its corpus itself."""
-    if not manifest:
-        return ["- No manifest of the tokenised text was kept with the run."]
-    if manifest.get("complete") is False:
-        counts = f"{manifest['val_documents']:,} documents, {manifest['val_tokens']:,} tokens"
-        return [f"- Held out: {counts}."]
-    documents, tokens = (
-        manifest.get(name) or manifest[f"train_{name}"] + manifest[f"val_{name}"]
-        for name in ("documents", "tokens")
+        validation += _known(describe, found[-1]) if found else []
+    limitation = (
+        f"It was trained on {tokens} in sequences of {cfg.data.seq_len}: what it does with longer"
+        " ones was not measured in training."
     )
-    sums = ", ".join(f"`{name}` {digest}" for name, digest in (manifest["sha256"] or {}).items())
-    lines = [f"- {documents:,} documents, {tokens:,} tokens of this tokenizer."]
-    return lines + ([f"- sha256 of the tokenised text: {sums}."] if sums else [])
+    sources = [part.data for part in parts(cfg).values()]
+    datasets = sorted({s.dataset for s in sources if s.source == "fineweb"})
+    return Facts(training, validation or ["Not validated at this update."], [limitation], datasets)
 
 
-def _public(name: str) -> str:
-    """Return a name on the hub as it is, and of a folder of this machine the last part."""
-    is_folder = name.startswith((".", "/", "~")) or Path(name).is_dir()
-    return Path(name).name if is_folder else name
+def _known(describe: Callable[[dict], list[str]], record: dict) -> list[str]:
+    """Return the lines about a record; none if it is damaged."""
+    try:
+        return describe(record)
+    except (LookupError, TypeError, AttributeError, ValueError):
+        return []
 
 
-def _training(run: RunDir, cfg: Config, manifest: dict) -> list[str]:
-    step, world_size, optim = manifest["step"], manifest["world_size"], cfg.optim
-    environment, result = read_mapping(run.environment) or {}, read_mapping(run.result) or {}
-    optimizer = "Muon for matrices, AdamW for the rest" if optim.name == "muon" else "AdamW"
-    lines = [
-        f"- {step:,} of {cfg.train.steps:,} updates, {_tokens(cfg, manifest)}:"
-        f" {manifest['global_batch_size']} sequences an update, seed {cfg.seed},"
-        f" {cfg.train.precision}.",
-        f"- {optimizer}: peak learning rate {optim.lr:g}, schedule `{optim.schedule}` with warm-up"
-        f" {optim.warmup:g} and floor {optim.min_lr:g}, betas {optim.betas[0]:g} and"
-        f" {optim.betas[1]:g}, weight decay {optim.weight_decay:g}, gradients clipped at"
-        f" {optim.grad_clip:g}.",
-    ]
-    if "device" in environment:
-        ranks = f"{world_size} process{'es' * (world_size > 1)}"
-        lines.append(f"- {ranks}; {environment['device']}.")
-    else:
-        lines.append("- On what hardware is not known.")
-    if result.get("updates") == step and "training_seconds" in result:
-        lines.append(f"- {result['training_seconds']:,} seconds.")
-    names = ("fprnn", "commit", "python", "torch", "deepspeed")
-    versions = [f"{name} {environment[name]}" for name in names if environment.get(name)]
-    return lines + ([f"- Trained with {', '.join(versions)}."] if versions else [])
+def _without_places(value: Any) -> Any:
+    """Return a value of a configuration, each path to a file of this machine as its last part."""
+    if isinstance(value, dict):
+        return {key: _without_places(below) for key, below in value.items()}
+    if isinstance(value, list):
+        return [_without_places(below) for below in value]
+    is_place = isinstance(value, str) and (
+        value.startswith((".", "/", "~")) or os.path.exists(value)
+    )
+    return Path(value).name if is_place else value
 
 
 def _validation(scores: dict) -> list[str]:
@@ -195,7 +148,6 @@ def card(
     name: str,
     origin: str,
     facts: Facts | None,
-    has_tokenizer: bool,
     licence: str | None,
 ) -> str:
     """Return the text of the card.
@@ -204,16 +156,14 @@ def card(
         model: The exported model.
         name: Title.
         origin: Origin of the weights, in sentences.
-        facts: Facts of its training; None: it was not trained here.
-        has_tokenizer: Whether a tokenizer lies next to the model.
+        facts: Facts of its training; None: not known.
         licence: Licence of the weights, as the hub names it; None: not known.
     """
     from huggingface_hub import ModelCardData
 
     has_code = type(model).__module__.startswith("lm.")  # otherwise a class of transformers
     is_solved = bool(getattr(model, "fixed_point_blocks", list)())
-    unknown = ["Not known: this model was not trained by fprnn."]
-    facts = facts or Facts(unknown, unknown)
+    facts = facts or Facts([], [], [], [])
     front = ModelCardData(
         license=licence or "unknown",  # the hub's word
         library_name="transformers",
@@ -225,12 +175,11 @@ def card(
     if licence is None:
         weights = "Weights: whoever trained them has not said (`fprnn export --licence`)."
     sections = {
-        "Use": _snippet(has_code, has_tokenizer),
+        "Use": _snippet(has_code),
         "The model": _architecture(model, is_solved),
-        "Data": facts.data,
         "Training": facts.training,
         "Validation": facts.validation,
-        "Measured on this folder": [BEGIN, NOTHING_MEASURED, END],
+        "Scores": [SCORES],
         "Limitations": [f"- {text}" for text in (ALWAYS, *facts.limitations)],
         "Licence": [weights + " The code of fprnn in this folder: Apache-2.0." * has_code],
         "Versions": _versions(has_code),
@@ -243,38 +192,31 @@ def card(
     return text
 
 
-def _snippet(has_code: bool, has_tokenizer: bool) -> list[str]:
+def _snippet(has_code: bool) -> list[str]:
     trust = ", trust_remote_code=True" if has_code else ""
-    imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
-    use = [
+    return [
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        HERE,
+        f"model = AutoModelForCausalLM.from_pretrained(path{trust}).eval()",
         f"tokenizer = AutoTokenizer.from_pretrained(path{trust})",
         'ids = tokenizer("The following", return_tensors="pt")["input_ids"]',
         "print(tokenizer.decode(model.generate(ids, max_new_tokens=20)[0]))",
+        "```",
     ]
-    if not has_tokenizer:
-        imports = ["import torch", "from transformers import AutoModelForCausalLM"]
-        use = [
-            "ids = torch.tensor([[1, 2, 3]])  # no tokenizer came with this model",
-            "print(model.generate(ids, max_new_tokens=20))",
-        ]
-    model = f"model = AutoModelForCausalLM.from_pretrained(path{trust}).eval()"
-    return ["```python", *imports, "", HERE, model, *use, "```"]
 
 
 def _architecture(model: PreTrainedModel, is_solved: bool) -> list[str]:
-    c = model.config
     count = sum(p.numel() for p in model.parameters())
-    lines = [f"- `{c.model_type}`, {count:,} parameters (fp32), {c.vocab_size:,} tokens."]
-    if not hasattr(c, "d_model"):
-        return lines
-    lines.append(f"- {c.n_layer} layers of width {c.d_model}: `{c.layers or c.block}`.")
+    lines = [
+        f"- `{model.config.model_type}`, {count:,} parameters (fp32), {model.config.vocab_size:,}"
+        " tokens; config.json has its layers."
+    ]
     if is_solved:
-        lines += [
-            f"- Channel mixer `{c.mixer}` of rank {c.mixer_rank}, state size {c.d_state}.",
-            f"- Solver: token `{c.token}`, schedule `{c.schedule}`, stopping `{c.stopping}`;"
-            f" tolerance in evaluation `{c.eval_tol}`, at most {c.eval_max_iters:,} iterations;"
-            f" gradient `{c.gradient}`. No weight depends on it: `model.solving(…)` takes another.",
-        ]
+        lines.append(
+            "- No weight depends on the solver of config.json: `model.solving(…)` takes another."
+        )
     return lines
 
 

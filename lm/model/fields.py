@@ -163,7 +163,6 @@ ARCHITECTURE = {
     "expand": Field(
         2, EXPAND, "The recurrence is d_inner = expand · d_model wide, which is a whole number."
     ),
-    "dt_rank": Field("auto", SIZE, "Rank of the map to Δ; `auto`: ⌈d_model / 16⌉.", AUTO),
     "tie_embeddings": Field(True, bool, "Embedding and head share their weights."),
     "embedding_start": Field(
         0.02,
@@ -185,12 +184,6 @@ ARCHITECTURE = {
         "Head dimension of `fp_mamba2`, `mamba2`, `mamba3` and `m2rnn`; divides d_inner. Of layers"
         " with `n_heads`: see there.",
     ),
-    "ngroups": Field(
-        1,
-        SIZE,
-        "Groups of B, C of `fp_mamba2`, `mamba2` and `mamba3`, of keys and queries of `m2rnn`;"
-        " divides the heads.",
-    ),
     "mixer": Field(
         "householder",
         None,
@@ -201,13 +194,6 @@ ARCHITECTURE = {
     "mixer_rank": Field(1, SIZE, "r: number of reflections, or rank; of `monarch` the block size."),
     "mixer_proj_rank": Field(
         None, SIZE, "q of the low-rank map to the reflection vectors; `null`: a full map.", (None,)
-    ),
-    "mixer_act": Field("silu", ("silu", "relu", "identity"), "Activation of the mixer's vectors."),
-    "out_start": Field(
-        1.0,
-        POSITIVE,
-        "Factor on `out_proj` of a fixed-point layer at the start: how loud it is at first"
-        " (docs/language-model.md#who-speaks-first).",
     ),
     "mixer_gate_start": Field(
         "auto",
@@ -220,9 +206,6 @@ ARCHITECTURE = {
         " (docs/language-model.md#one-change-at-a-time).",
         AUTO,
         free=True,  # of new weights alone
-    ),
-    "eigen_range": Field(
-        "signed", ("signed", "positive"), "Eigenvalues of Q in [−1, 1] or in [0, 1]."
     ),
     "kronecker_norm": Field(
         "auto",
@@ -241,7 +224,6 @@ ARCHITECTURE = {
     "mixer_h_dep": Field(
         True, bool, "The mixer reads sh(y), the previous token's iterate, as well as x."
     ),
-    "symm_mixer": Field(False, bool, "It reads x + sh(y) instead of [x, sh(y)]."),
     "b_h_dep": Field(
         True,
         bool,
@@ -261,7 +243,6 @@ ARCHITECTURE = {
         "The output gate, where it is outside the iteration, reads sh(y) as well as x, through"
         " d_inner² weights.",
     ),
-    "bc_norm": Field(True, bool, "B and C are normalised."),
     "glu_in_loop": Field(False, bool, "The output gate is inside the iteration."),
     "use_short_conv": Field(False, bool, "A causal convolution on x."),
     "state_centroids": Field(
@@ -290,9 +271,6 @@ ARCHITECTURE = {
         2, SIZE, "Steps a token of `deltaproduct` and `gated_deltaproduct`, the layers too."
     ),
     "out_norm_epsilon": Field(1e-5, POSITIVE, "Of the LayerNorm that ends an iteration."),
-    "eps": Field(
-        1e-5, POSITIVE, "Floor of the norms that vectors inside the iteration are divided by."
-    ),
     "reset_at_eos": Field(
         True, bool, "A token after EOS starts from an empty state (packed documents)."
     ),
@@ -300,6 +278,28 @@ ARCHITECTURE = {
 
 # What a pattern gives to a layer as its option (docs/model.md#layer-patterns), and no key sets.
 OPTIONS_ALONE = {
+    "dt_rank": Field("auto", SIZE, "Rank of the map to Δ; `auto`: ⌈d_model / 16⌉.", AUTO),
+    "ngroups": Field(
+        1,
+        SIZE,
+        "Groups of B, C of `fp_mamba2`, `mamba2` and `mamba3`, of keys and queries of `m2rnn`;"
+        " divides the heads.",
+    ),
+    "mixer_act": Field("silu", ("silu", "relu", "identity"), "Activation of the mixer's vectors."),
+    "out_start": Field(
+        1.0,
+        POSITIVE,
+        "Factor on `out_proj` of a fixed-point layer at the start: how loud it is at first"
+        " (docs/language-model.md#who-speaks-first).",
+    ),
+    "eigen_range": Field(
+        "signed", ("signed", "positive"), "Eigenvalues of Q in [−1, 1] or in [0, 1]."
+    ),
+    "symm_mixer": Field(False, bool, "The mixer reads x + sh(y) instead of [x, sh(y)]."),
+    "bc_norm": Field(True, bool, "B and C are normalised."),
+    "eps": Field(
+        1e-5, POSITIVE, "Floor of the norms that vectors inside the iteration are divided by."
+    ),
     "position": Field(
         "rope",
         ("rope", "nope"),

@@ -313,7 +313,7 @@ def test_the_command_line(cfg, tmp_path, capsys):
     assert main(["eval", str(c.run_dir), "task.group=Z5"]) == 1
     assert "are not for task `word_problem`, which has 5 ids" in capsys.readouterr().err
     # The second has weights of the same shapes.
-    for another in ("model.d_model=32", "model.eigen_range=positive"):
+    for another in ("model.d_model=32", "model.contractive=0.5"):
         assert main(["eval", str(c.run_dir), another]) == 1
         said = capsys.readouterr().err
         assert "the overrides describe another model than that of" in said

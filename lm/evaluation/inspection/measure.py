@@ -6,8 +6,7 @@ Shapes: t tokens, n solved layers, v vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ import torch
 from lm.common.errors import UserError
 from lm.data.batches.text_bytes import bytes_of_tokens
 from lm.evaluation.inspection.page import Inspection
-from lm.evaluation.inspection.result import Guess, Layers, Score
+from lm.evaluation.inspection.result import Guess, Layers
 from lm.evaluation.inspection.tokens import make_tokens, show_bytes
 
 if TYPE_CHECKING:
@@ -47,10 +46,17 @@ def read(
     blocks = model.fixed_point_blocks() if hasattr(model, "fixed_point_blocks") else []
     if not blocks:
         return model(input_ids=ids, attention_mask=mask).logits[0].float(), None
-    with _inputs_of(blocks) as inputs:
+    inputs = {}
+
+    def keep(block, given):
+        inputs[block] = given[:2]  # the vectors that it reads, and facts about the tokens
+
+    with contextlib.ExitStack() as hooks:
+        for block in blocks:
+            hooks.callback(block.register_forward_pre_hook(keep).remove)
         output = model(input_ids=ids, attention_mask=mask, count_iterations=True, use_cache=False)
     report = output.fixed_point
-    observed = [block.over_time(*given) for block, given in zip(blocks, inputs, strict=True)]
+    observed = [block.over_time(*inputs[block]) for block in blocks]
     numbers = report.layers if report.layers is not None else list(range(len(blocks)))
     missing = torch.full(ids.shape, torch.nan)
     layers = Layers(
@@ -70,24 +76,6 @@ def read(
 def _rows(values) -> torch.Tensor:
     """(1,t) each → (n,t) on the CPU."""
     return torch.cat([value.float().cpu() for value in values])
-
-
-@contextlib.contextmanager
-def _inputs_of(blocks) -> Iterator[list]:
-    """A list of what each block is given (the vectors that it reads, and what is known of the
-    tokens) by a pass within."""
-    found = [None] * len(blocks)
-
-    def keep(index):
-        def hook(block, given):
-            found[index] = given[:2]
-
-        return hook
-
-    with contextlib.ExitStack() as hooks:
-        for index, block in enumerate(blocks):
-            hooks.callback(block.register_forward_pre_hook(keep(index)).remove)
-        yield found
 
 
 def predictions(logits: torch.Tensor, targets: list[int | None]) -> Predictions:
@@ -191,42 +179,13 @@ def inspect_text(
     )
 
 
-@torch.no_grad()
-def score_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> Score:
-    """How likely the model, in evaluation mode, finds a text.
-
-    Raises:
-        InspectionError: see `encode` and `predictions`.
-    """
-    start, of_text = encode(model, tokenizer, text)
-    ids = start + of_text
-    logits = model(input_ids=torch.tensor([ids], device=model.device)).logits[0].float()
-    loss = predictions(logits, [*ids[1:], None]).loss[:-1]
-    if not start:
-        loss = torch.cat([torch.full((1,), torch.nan), loss])
-    shown = list(map(show_bytes, bytes_of_tokens(tokenizer, of_text)))
-    return Score(of_text, shown, -loss, len(text.encode()) if start else None)
-
-
 def in_words(model: PreTrainedModel) -> str:
-    """A model in a few words: its kind, layers, width, parameters."""
+    """Return a model in a few words: its layers, mixers, width and parameters."""
     config = model.config
-    width = getattr(config, "hidden_size", None)
-    count = sum(p.numel() for p in model.parameters())
-    words = [config.model_type]
     blocks = model.fixed_point_blocks() if hasattr(model, "fixed_point_blocks") else []
-    if getattr(config, "layers", None) is not None:  # a pattern of several kinds
-        kinds = Counter(layer.kind for layer in config.layer_list())
-        words = [" and ".join(f"{count} {kind}" for kind, count in kinds.items())]
-    elif blocks:
-        words = [config.block]
-    mixers = dict.fromkeys(block.config.mixer for block in blocks)
-    if mixers:
-        words.append(f"{' and '.join(mixers)} mixer")
-    layers = getattr(config, "num_hidden_layers", None)
-    if layers:
-        words.append(f"{layers} layer{'s' * (layers != 1)}")
-    if width:
-        words.append(f"d_model {width}")
-    words.append(f"{count:,} parameters")
-    return ", ".join(words)
+    kind = getattr(config, "layers", None) or (config.block if blocks else config.model_type)
+    words = [str(kind), *sorted({f"mixer {block.config.mixer}" for block in blocks})]
+    for label, name in (("layers", "num_hidden_layers"), ("d_model", "hidden_size")):
+        words.append(f"{label} {getattr(config, name, 'unknown')}")
+    count = sum(p.numel() for p in model.parameters())
+    return ", ".join([*words, f"{count:,} parameters"])

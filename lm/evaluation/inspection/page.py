@@ -1,14 +1,10 @@
-"""An inspection as one HTML page: the text coloured, each token's numbers, figures over time."""
+"""An inspection as one HTML page: the text coloured, the numbers of each token and layer."""
 
 from __future__ import annotations
 
-import base64
 import html
-import importlib.util
-import io
 import math
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from markupsafe import Markup
@@ -20,18 +16,7 @@ from lm.evaluation.inspection.tokens import Token
 from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE, is_elsewhere
 
 MADE_BY = "<!-- made by fprnn inspect -->"  # marks a page that this command may replace
-MAX_NAMED_TICKS = 40  # up to so many tokens the axis of a figure names them
 LN2 = math.log(2)
-
-
-class Colouring(NamedTuple):
-    """One number for each token, which gives it a colour."""
-
-    name: str
-    values: list[float | None]  # None: there is none for this token
-    low: float  # the number without colour
-    high: float  # the number with the full colour
-    digits: int
 
 
 class Inspection(Measured):
@@ -54,10 +39,7 @@ class Inspection(Measured):
 
 def page(found: Measured) -> str:
     """Return the whole page."""
-    layers = found.layers
-    figure = None
-    if layers is not None and importlib.util.find_spec("matplotlib") is not None:
-        figure = _figure(layers, found.tokens)
+    rows = None if found.layers is None else layer_rows(found.layers, found.tokens)
     return render(
         Path(__file__).with_name("inspection.html"),
         title=f"Inside {found.name}",
@@ -65,27 +47,32 @@ def page(found: Measured) -> str:
         found=found,
         facts=list_facts(found),
         data=_data(found),
-        layers=None if layers is None else layer_rows(layers, found.tokens),
-        figure=figure,
-        note=None if layers is None else explain_mark(layers),
+        layers=rows,
+        note=explain_mark(rows or []),
     )
 
 
-def colourings(found: Measured) -> list[Colouring]:
-    """Return all colourings, the first one shown; those of ℓ* have one scale."""
+def colourings(found: Measured) -> list[dict]:
+    """Return all colourings, the first one shown; those of ℓ* have one scale.
+
+    Returns:
+        For each its name, a number of each token (None: there is none), the numbers without and
+        with the full colour ("low", "high"), and the digits to show.
+    """
     out = []
     if found.layers is not None:
-        high = max(float(found.layers.iterations.max()), 2.0)
-        rows = found.layers.iterations.tolist()
-        mean = found.layers.mean_iterations.tolist()
+        scale = {"low": 1, "high": max(float(found.layers.iterations.max()), 2.0)}
+        rows = found.layers.iterations
         if len(rows) > 1:
-            out.append(Colouring("ℓ*, mean over layers", mean, 1, high, 1))
-        for number, row in zip(found.layers.numbers, rows, strict=True):
-            out.append(Colouring(f"ℓ*, layer {number}", row, 1, high, 0))
+            mean = rows.double().mean(0).tolist()
+            out.append({"name": "ℓ*, mean over layers", "values": mean, **scale, "digits": 1})
+        for number, row in zip(found.layers.numbers, rows.tolist(), strict=True):
+            out.append({"name": f"ℓ*, layer {number}", "values": row, **scale, "digits": 0})
     subject = "answer" if found.answers else "token"
     for name, values in (("loss", found.loss), ("entropy", found.entropy)):
-        high = max(float(values.nan_to_num().max()), 0.1)
-        out.append(Colouring(f"{name} of the {subject}, nats", _plain(values), 0, high, 2))
+        scale = {"low": 0, "high": max(float(values.nan_to_num().max()), 0.1)}
+        name = f"{name} of the {subject}, nats"
+        out.append({"name": name, "values": _plain(values), **scale, "digits": 2})
     return out
 
 
@@ -117,7 +104,7 @@ def layer_rows(layers: Layers, tokens: list[Token]) -> list[list[str]]:
     """Return a table of the layers that are solved, its head first."""
     heads = ["layer", "ℓ*, mean", "ℓ*, most", "at token", "state's norm", "gate a", "decay λ"]
     rows = [[*heads, "bisected", "limited"]]
-    is_marked = _ends_elsewhere(layers)
+    is_marked = is_elsewhere({"mean": layers.numbers, "elsewhere": layers.elsewhere.tolist()})
     for i, number in enumerate(layers.numbers):
         counts = layers.iterations[i]
         at = int(counts.argmax())
@@ -139,14 +126,9 @@ def layer_rows(layers: Layers, tokens: list[Token]) -> list[list[str]]:
     return rows
 
 
-def explain_mark(layers: Layers) -> str | None:
-    """Return the sentence that explains the mark of ℓ*, or None if no layer has the mark."""
-    return ELSEWHERE_NOTE if any(_ends_elsewhere(layers)) else None
-
-
-def _ends_elsewhere(layers: Layers) -> list[bool]:
-    """Return of each layer whether the paper's procedure ends in another solution."""
-    return is_elsewhere({"mean": layers.numbers, "elsewhere": layers.elsewhere.tolist()})
+def explain_mark(rows: list[list[str]]) -> str | None:
+    """Return the sentence that explains the mark of ℓ*, or None if no row has the mark."""
+    return ELSEWHERE_NOTE if any(ELSEWHERE in row[1] for row in rows) else None
 
 
 def _plain(values: torch.Tensor) -> list[float | None]:
@@ -164,7 +146,7 @@ def _data(found: Measured) -> dict:
                 layer[name] = _plain(getattr(found.layers, name)[i])
             layers.append(layer)
     return {
-        "colourings": [colouring._asdict() for colouring in colourings(found)],
+        "colourings": colourings(found),
         "tokens": [token._asdict() for token in found.tokens],
         "loss": _plain(found.loss),
         "entropy": _plain(found.entropy),
@@ -172,34 +154,3 @@ def _data(found: Measured) -> dict:
         "answers": found.answers is not None,
         "layers": layers,
     }
-
-
-def _figure(layers: Layers, tokens: list[Token]) -> str:
-    """Return ℓ*, norm, gate and decay over the tokens as a PNG in base64: a line per layer."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = {
-        "ℓ*": layers.iterations.float(),
-        "state's norm ‖h_t‖": layers.state_norm,
-        "gate a_t": layers.gate,
-        "decay λ_t": layers.decay,
-    }
-    rows = {name: values for name, values in rows.items() if not values.isnan().all()}
-    drawn, panels = pyplot.subplots(len(rows), 1, figsize=(8, 2.2 * len(rows)), sharex=True)
-    colours = pyplot.cm.viridis(torch.linspace(0, 0.9, len(layers.numbers)).numpy())
-    for axes, (name, values) in zip(panels, rows.items(), strict=True):
-        axes.set_ylabel(name)
-        for number, row, colour in zip(layers.numbers, values, colours, strict=True):
-            axes.plot(row.tolist(), ".-", color=colour, label=f"layer {number}")
-    panels[0].legend(fontsize="small", ncols=6)
-    panels[-1].set_xlabel("token")
-    if len(tokens) <= MAX_NAMED_TICKS:
-        names = [token.shown.replace("$", r"\$") for token in tokens]
-        panels[-1].set_xticks(range(len(names)), names, rotation=90, family="monospace")
-    buffer = io.BytesIO()
-    drawn.savefig(buffer, format="png", dpi=120, bbox_inches="tight")
-    pyplot.close(drawn)
-    return base64.b64encode(buffer.getvalue()).decode()

@@ -46,11 +46,6 @@ class Layers:
     gate: torch.Tensor  # (n,t) the mean of the mixer's gates a_t; NaN where it has none
     decay: torch.Tensor  # (n,t) the mean over the state of the factor on h_{t−1}
 
-    @property
-    def mean_iterations(self) -> torch.Tensor:
-        """ℓ* of each token, the mean over layers (t,)."""
-        return self.iterations.double().mean(0)
-
 
 @dataclass(frozen=True, eq=False)
 class Measured:
@@ -99,30 +94,3 @@ class Measured:
             f"{type(self).__name__}({self.name}: {len(self.tokens)} tokens, loss"
             f" {self.mean_loss:.4f} nats a token)"
         )
-
-
-@dataclass(frozen=True, eq=False)
-class Score:
-    """Likelihood of a text of t tokens."""
-
-    ids: list[int]  # (t,)
-    texts: list[str]  # (t,) as shown
-    log_probabilities: torch.Tensor  # (t,) nats, of each token given those before it; NaN of a
-    # first token that nothing came before
-    text_bytes: int | None  # of UTF-8; None: the first token was not predicted
-
-    @property
-    def loss(self) -> float:
-        """Nats a token."""
-        return float(-self.log_probabilities.double().nanmean())
-
-    @property
-    def perplexity(self) -> float:
-        """Perplexity a token."""
-        return math.exp(min(self.loss, 700.0))
-
-    @property
-    def bits_per_byte(self) -> float | None:
-        """None where the first token was not predicted."""
-        total = float(-self.log_probabilities.double().nansum())
-        return bits_per_byte(total, self.text_bytes)

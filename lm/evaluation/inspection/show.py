@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from lm.common.console import say
 from lm.common.files import check_replaceable
 from lm.evaluation.inspection.page import MADE_BY, Inspection, explain_mark, layer_rows, list_facts
 from lm.runs.written import PAGE
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 
 def choose_page(place: Path | str, out: str | None) -> Path:
@@ -28,31 +24,24 @@ def choose_page(place: Path | str, out: str | None) -> Path:
 
 
 def show(found: Inspection, out: Path) -> None:
-    """Print an inspection, and write its page."""
-    found.to_html(out)
-    for part in parts(found):
-        say(part)
-    say(f"page: {out}")
-
-
-def parts(found: Inspection) -> list[RenderableType]:
-    """Return the parts to print: the tokens, the table of the layers, the sums."""
+    """Print the tokens, the table of the layers and the sums, and write the page."""
     from rich.table import Table
     from rich.text import Text
 
-    out: list[RenderableType] = [Text("".join(_shown_tokens(found)))]
+    found.to_html(out)
+    say(Text("".join(_shown_tokens(found))))
     if found.layers is None:
-        out.append("note: no layer of this model is solved for a fixed point: there is no ℓ*")
+        say("note: no layer of this model is solved for a fixed point: there is no ℓ*")
     else:
-        head, *body = layer_rows(found.layers, found.tokens)
-        table = Table(*head)
-        for row in body:
+        rows = layer_rows(found.layers, found.tokens)
+        table = Table(*rows[0])
+        for row in rows[1:]:
             table.add_row(*(Text(cell) for cell in row))
-        out.append(table)
-        if note := explain_mark(found.layers):
-            out.append(note)
-    out.append("\n".join(f"{name}: {value}" for name, value in list_facts(found)))
-    return out
+        say(table)
+        if note := explain_mark(rows):
+            say(note)
+    say("\n".join(f"{name}: {value}" for name, value in list_facts(found)))
+    say(f"page: {out}")
 
 
 def _shown_tokens(found: Inspection) -> list[str]:

@@ -105,16 +105,12 @@ def _parse(path: Path) -> list[list[Line]]:
             continue
         match = _LINE.fullmatch(line.strip())
         index, sentence, answer = match.groups() if match else ("", "", None)
-        if not sentence.endswith("." if answer is None else "?"):
+        is_due = index == "1" or (stories and index == str(len(stories[-1]) + 1))
+        if not is_due or not sentence.endswith("." if answer is None else "?"):
             raise BabiError(
                 f"{path}:{number}: a line must read `N A statement.` or, with tabs, `N A"
-                " question?`, its answer as one word, the supporting lines"
-            )
-        due = len(stories[-1]) + 1 if stories else 1
-        if int(index) not in (1, due):
-            raise BabiError(
-                f"{path}:{number}: line number {index} of the story, where {due} was due (or 1,"
-                " for a new story)"
+                " question?`, its answer as one word, the supporting lines; N counts the lines of"
+                " a story from 1"
             )
         if int(index) == 1:
             stories.append([])

@@ -102,7 +102,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch, command):
     [
         (["model.mixer=monarch", "model.mixer_rank=7"], "mixer_rank is 7: of monarch it is the"),
         (
-            ["model.block=fp_mamba2", "model.headdim=8", "model.ngroups=3"],
+            ["model.layers=[fp_mamba2: {ngroups: 3}]", "model.headdim=8"],
             "ngroups is 3: it must divide the 4 heads (d_inner / headdim), as 2 does",
         ),
         (["model.block=fp_rnn"], "glu_in_loop is for fp_mamba1 and fp_mamba2"),
@@ -406,12 +406,8 @@ def test_generate_called_from_python(small_export, options, words):
 
 
 def test_eval(capsys, small_export):
-    from lm.evaluation.evaluate import EvaluationError, evaluate
-
     said = refused(capsys, "eval", small_export, "--tasks", " , ")
     assert "argument --tasks: the list is empty" in said
-    with pytest.raises(EvaluationError, match="batch_size is 0"):
-        evaluate(small_export, ["catbabi_mini"], batch_size=0)
 
 
 # Configuration files.

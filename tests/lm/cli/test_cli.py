@@ -13,7 +13,6 @@ import pytest
 from lm import __version__
 from lm.cli.main import main, parser
 from lm.common.errors import BAD_CONFIG
-from lm.config.yaml_text import parse
 from tests.running import REFUSED
 
 ROOT = Path(__file__).parents[3]
@@ -263,29 +262,6 @@ def test_the_160m_configurations_fit_the_card_they_are_launched_on(name, gpu):
     cfg = configs.load(LM / f"{name}.yaml")
     planned = plan(cfg, where(4, gpu))
     assert planned["fits"] and planned["sequences_per_step"] == 256
-
-
-@pytest.mark.parametrize(
-    "text, status",
-    [
-        ("model: &m {d_model: 16, layers: *m}", 78),
-        ("sweep: &s {optim.lr: [*s]}", 78),
-        ("&all name: a\nmodel: {d_model: 16, n_layer: 1}", 0),  # an anchor on a key
-        ("data: {traces: &t {form: repl}, mixture: {a: {traces: *t, source: traces}}}", None),
-    ],
-)
-def test_an_anchor_that_holds_itself_is_refused(tmp_path, capsys, text, status):
-    ended = main(["plan", config(tmp_path, text)])
-    said = capsys.readouterr().err
-    refusal = "c.yaml is not YAML for a config: an anchor (&name) holds itself\n"
-    assert said.endswith(refusal) == (status == BAD_CONFIG) and said.count("YAML") <= 1
-    assert status is None or ended == status
-
-
-def test_anchors_of_anchors_are_looked_at_once(tmp_path):
-    """Written out, the last of them has 10^30 elements."""
-    lines = ["a0: &a0 [1]", *(f"a{i}: &a{i} [{f'*a{i - 1},' * 10}]" for i in range(1, 31))]
-    assert len(parse("\n".join(lines), "a text")) == 31
 
 
 def test_an_unknown_option_says_how_keys_are_set(capsys):

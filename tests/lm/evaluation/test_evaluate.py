@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,38 +26,16 @@ REPOSITORY = TASKS_DIR.parents[2]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(byte_tokenizer, tmp_path_factory):
     """A random transformers Mamba with a byte-level tokenizer."""
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import MambaConfig, MambaForCausalLM, PreTrainedTokenizerFast
+    from transformers import MambaConfig, MambaForCausalLM
 
     folder = tmp_path_factory.mktemp("checkpoint") / "tiny"
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        ["Mary went to the kitchen. Where is the apple? John picked up the milk."] * 3,
-        trainers.BpeTrainer(
-            vocab_size=320,
-            special_tokens=["<eos>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<eos>")
+    shutil.copytree(byte_tokenizer, folder)
     torch.manual_seed(0)
-    config = MambaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        num_hidden_layers=1,
-        state_size=4,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
+    config = MambaConfig(vocab_size=264, hidden_size=32, num_hidden_layers=1, state_size=4)
     MambaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -106,30 +85,6 @@ def test_same_numbers_again_and_in_the_file_asked_for(checkpoint, tmp_path):
     assert first["tasks"] == second["tasks"]
 
 
-@pytest.mark.slow
-def test_the_choice_task_scores_a_model_that_knows(checkpoint, monkeypatch, tmp_path):
-    """Likelihoods that favour the true answer give accuracy 1, and the opposite 0."""
-    from lm_eval.models.huggingface import HFLM
-
-    sign = 1.0
-
-    def loglikelihood(self, requests, disable_tqdm=False):
-        return [(sign * (r.args[1] == " " + r.doc["answer"]), False) for r in requests]
-
-    def generate_until(self, requests, disable_tqdm=False):
-        return [f" {r.doc['answer']}" for r in requests]
-
-    monkeypatch.setattr(HFLM, "loglikelihood", loglikelihood)
-    monkeypatch.setattr(HFLM, "generate_until", generate_until)
-    where = {"out": tmp_path / "r.json"}
-    tasks = evaluate(checkpoint, ["catbabi"], **where)["tasks"]
-    assert tasks["catbabi_mini"]["metrics"]["acc"]["value"] == 1
-    assert tasks["catbabi_mini_gen"]["metrics"]["exact_match"]["value"] == 1
-    sign = -1.0
-    tasks = evaluate(checkpoint, ["catbabi_mini"], **where)["tasks"]
-    assert tasks["catbabi_mini"]["metrics"]["acc"]["value"] == 0
-
-
 def test_table_shows_each_metric_with_its_error():
     from rich.console import Console
 
@@ -164,10 +119,6 @@ def test_refusals_that_need_no_model(checkpoint, tmp_path, monkeypatch):
         evaluate(tmp_path / "nowhere", ["catbabi_mini"])
     with pytest.raises(PlaceError, match=r"holds neither a run \(config\.yaml\) nor an export"):
         evaluate(tmp_path, ["catbabi_mini"])
-    with pytest.raises(EvaluationError, match="no tasks given"):
-        evaluate(checkpoint, [])
-    with pytest.raises(EvaluationError, match="limit is 0"):
-        evaluate(checkpoint, ["catbabi_mini"], limit=0)
     monkeypatch.delenv("FPRNN_EVAL_DATA")
     with pytest.raises(EvaluationError, match=r"`text_local` could not.*FPRNN_EVAL_DATA is not"):
         evaluate(checkpoint, ["text_local"])
@@ -205,18 +156,6 @@ def test_unknown_tasks_get_the_nearest_names(checkpoint, manager, monkeypatch):
     assert "`lambada_openai`" in message
     assert "unknown task `qqqqqqqq` (" in message
     assert "unknown task `catbabi_mini`" not in message
-
-
-@pytest.mark.slow  # it waits for the hub
-def test_a_standard_task_that_cannot_be_downloaded(checkpoint):
-    script = (
-        "import sys; from pathlib import Path\n"
-        "from lm.evaluation.evaluate import evaluate, EvaluationError\n"
-        "try: evaluate(Path(sys.argv[1]), ['arc_easy'], limit=2)\n"
-        "except EvaluationError as error: print(error)"
-    )
-    run = _python("-c", script, str(checkpoint))
-    assert run.stdout.startswith("task `arc_easy` could not be loaded: "), run.stdout + run.stderr
 
 
 def test_the_plain_lm_eval_command_line(checkpoint, tmp_path):
@@ -270,5 +209,3 @@ def test_the_batch_size_may_be_left_to_lm_eval(small_export, tmp_path):
         for size in ("auto", 2)
     ]
     assert results[0]["batch_size"] == "auto" and results[0]["tasks"] == results[1]["tasks"]
-    with pytest.raises(EvaluationError, match=r"batch_size is many: .* at least 1, or auto"):
-        evaluate(small_export, ["catbabi_mini"], batch_size="many", out=out)

@@ -7,7 +7,6 @@ from lm.export.decoding import check_decoding
 from lm.export.export_code import ExportError
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from tests.marks import slow
 
 
 def model_of(**fields):
@@ -16,7 +15,7 @@ def model_of(**fields):
     return FPRNNForCausalLM(FPRNNConfig(**{**sizes, **fields}))
 
 
-@slow
+@pytest.mark.slow
 def test_a_layer_that_amplifies_rounding_is_refused():
     """An untrained monarch with open gates is chaotic."""
     model = model_of(mixer="monarch", mixer_rank=8, mixer_gate_start=0.0).train()

@@ -129,9 +129,15 @@ def test_what_an_auto_stands_for_and_the_solver_of_a_baseline_are_no_change(tiny
 
 @pytest.mark.parametrize(
     "change",
-    ["seed=1", "model.eps=1e-4", "tokenizer.vocab_size=310", "data.seq_len=8", "optim.lr=1e-3",
-     "model.d_state=3"],
-)  # fmt: skip
+    [
+        "seed=1",
+        "model.out_norm_epsilon=1e-4",
+        "tokenizer.vocab_size=310",
+        "data.seq_len=8",
+        "optim.lr=1e-3",
+        "model.d_state=3",
+    ],
+)
 def test_what_a_resumed_run_may_not_change_is_refused_by_name(tiny, change):
     started(tiny())
     key = change.partition("=")[0]

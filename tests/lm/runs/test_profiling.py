@@ -98,7 +98,7 @@ def test_a_profiler_that_fails_does_not_stop_the_run(tmp_path, monkeypatch, faul
 @pytest.mark.parametrize(
     "profile, words",
     [
-        ([4, 3], "[4, 3] will not do: it must be two updates"),
+        ([4, 3], "`log.profile` is [4, 3]: it must be the first and the last"),
         ([0, 3], "`log.profile[0]` is 0: it must be greater than 0"),
         (3, "`log.profile` is 3"),
         ([3, 21], "`log.profile` ends with update 21, and `train.steps` is only 20"),

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM
 
 from lm.common.errors import BAD_DATA, FAILED
 from lm.data.sources.errors import DataError
-from lm.export.measured import CARD
 from lm.model.checksums import SUMS, read_sums, write_sums
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.report.report import report
@@ -22,7 +21,7 @@ from lm.runs.checkpoint import MANIFEST
 from lm.runs.exported import LoadError, load_model, load_tokenizer
 from lm.runs.lease import Lease
 from lm.runs.run_dir import RunDir, RunDirError
-from lm.runs.written import EXPORT_RECORD
+from lm.runs.written import CARD, EXPORT_RECORD
 from lm.training.init_from import read as read_source
 from tests.refusals import refused
 from tests.running import ENV, ROOT, fprnn, losses, run
@@ -99,7 +98,7 @@ def test_damaged_checksums_are_named(copy, text, words):
 
 
 def test_a_file_that_is_gone_is_named_and_the_card_may_change(copy):
-    (copy / CARD).write_text("Other words, and what `fprnn eval` adds.")
+    (copy / CARD).write_text("Other words.")
     load_model(copy)
     (copy / "generation_config.json").unlink()
     with pytest.raises(LoadError, match=r"generation_config\.json is missing"):
@@ -240,14 +239,14 @@ def test_a_changed_config_of_a_run_is_refused(capsys, stopped, tmp_path):
     """One that fits the weights, and makes another model of them."""
     config = stopped / "config.yaml"
     whole = config.read_text()
-    config.write_text(whole.replace("mixer_act: silu", "mixer_act: relu"))
+    config.write_text(whole.replace("reset_at_eos: true", "reset_at_eos: false"))
     assert config.read_text() != whole
     named = "config.yaml is not what"
-    change = "(model.mixer_act was 'silu', is 'relu')"
+    change = "(model.reset_at_eos was True, is False)"
     for command in (["export", stopped, tmp_path / "out"], ["inspect", stopped, "a text"]):
         said = refused(capsys, *command)
         assert named in said and change in said
-    done = fprnn(*TINY, f"out_dir={stopped.parent}", "model.mixer_act=relu")
+    done = fprnn(*TINY, f"out_dir={stopped.parent}", "model.reset_at_eos=false")
     assert done.returncode == FAILED and named in done.stderr and change in done.stderr
     # What may be changed, may be changed there.
     config.write_text(whole.replace("steps: 8", "steps: 6"))

@@ -171,9 +171,11 @@ def test_where_documents_start_is_noted(sources):
 # Configurations.
 
 OURS = (
-    "model.d_model=32", "model.layers=mamba fp_mamba1 mamba", "model.n_layer=3",
-    "model.dt_rank=3", "model.headdim=8",
-)  # fmt: skip
+    "model.d_model=32",
+    "model.layers=[mamba: {dt_rank: 3}, fp_mamba1: {dt_rank: 3}, mamba: {dt_rank: 3}]",
+    "model.n_layer=3",
+    "model.headdim=8",
+)
 
 
 def test_a_plan_says_what_is_taken_and_refuses_what_does_not_fit(tiny, tmp_path, capsys):
@@ -226,10 +228,10 @@ def test_a_run_of_ours_its_checkpoint_and_its_export_are_sources(tiny, tiny_run,
     paper = tiny("solver.stopping=paper")
     found = upcycle.match(sources[0], on_the_meta_device(paper, 304))
     assert "solver.token is iterate here, and exact there" in found.notes and not found.differs
-    other = tiny("model.glu_in_loop=false", "model.mixer_act=relu")
+    other = tiny("model.glu_in_loop=false", "model.out_norm_epsilon=1e-3")
     with pytest.raises(ConfigError) as e:
         upcycle.match(sources[0], on_the_meta_device(other, 304))
-    for said in ("missing: ", "mixer_act is relu, and silu there", "glu_in_loop is False"):
+    for said in ("missing: ", "out_norm_epsilon is 0.001, and 1e-05 there", "glu_in_loop is False"):
         assert said in str(e.value)
 
 

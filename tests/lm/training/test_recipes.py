@@ -83,8 +83,8 @@ def test_groups_without_factors_are_the_two_there_always_were(tiny):
     [
         ("{nothing*: 2}", "`nothing\\*` matches no parameter; there are, for example, backbone"),
         ("{'*.A_log': 2, '*A_log': 3}", r"`\*.A_log` and `\*A_log` both match backbone"),
-        ("{'*.A_log': -1}", "factors above 0"),
-        ("{'*.A_log': 1.0e308}", "factors above 0 and up to 1000"),
+        ("{'*.A_log': -1}", "it must be greater than 0"),
+        ("{'*.A_log': 1.0e308}", "it must be less than or equal to 1000"),
         ("3", "is 3: it must be a valid dictionary"),
     ],
 )

@@ -1,1 +1,1 @@
-"""LAMBADA, ARC-Easy and plain text read from local files."""
+"""Plain text read from local files."""
