@@ -150,7 +150,8 @@ def _public(name: str) -> str:
 def _training(run: RunDir, cfg: Config, manifest: dict) -> list[str]:
     step, world_size, optim = manifest["step"], manifest["world_size"], cfg.optim
     environment, result = read_mapping(run.environment) or {}, read_mapping(run.result) or {}
-    optimizer = "Muon for matrices, AdamW for the rest" if optim.name == "muon" else "AdamW"
+    # Earlier versions had Muon.
+    optimizer = "Muon and AdamW" if manifest.get("optimizer", {}).get("muon") else "AdamW"
     lines = [
         f"- {step:,} of {cfg.train.steps:,} updates, {_tokens(cfg, manifest)}:"
         f" {manifest['global_batch_size']} sequences an update, seed {cfg.seed},"

@@ -196,57 +196,23 @@ def layout(cfg: Config, world_size: int) -> dict[str, int]:
     return {"world_size": world_size, "zero_stage": stage}
 
 
-def highest_stage(cfg: Config) -> int:
-    """The highest ZeRO stage that a run can have: 3 has no whole matrix."""
-    return 2 if cfg.optim.name == "muon" else 3
-
-
-def _low_precisions(config: dict) -> list[str]:
-    """The sections of DeepSpeed's JSON that make the weights themselves fp16 or bf16."""
-    kinds = ("fp16", "bf16", "bfloat16")
-    for kind in kinds:
-        if not isinstance(config.get(kind, {}), dict):
-            raise ConfigError(
-                f"engine.deepspeed sets {kind} to {config[kind]!r}: it must be a mapping, as in"
-                f" {{{kind}: {{enabled: true}}}}"
-            )
-    return [kind for kind in kinds if config.get(kind, {}).get("enabled")]
-
-
 def check_device(config: dict) -> None:
-    """Raises ConfigError for weights in fp16 on a CPU, which DeepSpeed refuses by a traceback.
+    """Refuse weights in fp16 on a CPU, which DeepSpeed refuses by a traceback.
 
     Args:
-        config: what `deepspeed_config` has made of a configuration.
+        config: DeepSpeed's JSON, as `deepspeed_config` returns it.
+
+    Raises:
+        ConfigError: They are asked for, or `fp16` is no mapping.
     """
-    if "fp16" in _low_precisions(config) and not torch.cuda.is_available():
+    fp16 = config.get("fp16", {})
+    if not isinstance(fp16, dict):
+        raise ConfigError(
+            f"engine.deepspeed sets fp16 to {fp16!r}: it must be a mapping, as in {{fp16:"
+            " {enabled: true}}"
+        )
+    if fp16.get("enabled") and not torch.cuda.is_available():
         raise ConfigError(
             "engine.deepspeed sets fp16.enabled, which needs a GPU, and there is none: leave it"
             " out (train.precision: bf16 and fp32 run on a CPU)"
-        )
-
-
-def check_muon(cfg: Config, config: dict) -> None:
-    """Raises ConfigError where Muon would not get whole matrices.
-
-    Args:
-        config: what `deepspeed_config` has made of cfg.
-    """
-    if cfg.optim.name != "muon":
-        return
-    zero = config["zero_optimization"]
-    if zero["stage"] == 3:
-        raise ConfigError(
-            "optim.name is muon, which steps whole matrices, and ZeRO-3 has cut them apart: use"
-            " engine.zero_stage 0, 1 or 2 with it"
-        )
-    where = None
-    if zero.get("offload_optimizer"):
-        where = "zero_optimization.offload_optimizer"
-    for kind in _low_precisions(config):
-        where = f"{kind}.enabled"
-    if where:
-        raise ConfigError(
-            f"engine.deepspeed sets {where}, under which Muon was never compared with itself on one"
-            " process: leave it out (train.precision: bf16 is possible), or use optim.name adamw"
         )

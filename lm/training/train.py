@@ -46,7 +46,7 @@ from lm.training.build import build_model, vocabulary
 from lm.training.curriculum import Curriculum
 from lm.training.deepspeed_json import low_precision_modules
 from lm.training.loop import Loop
-from lm.training.optim import described, moments, optimizer_order, signature
+from lm.training.optim import described, optimizer_order, signature
 from lm.training.preflight import check, check_same_kernels, environment
 from lm.training.reshard import gathered
 from lm.training.resume import (
@@ -242,8 +242,7 @@ class Training(Loop):
             return engine
         was = f"{manifest['world_size']} ranks under ZeRO-{manifest['zero_stage']}"
         say(f"note: {path} was written by {was}: weights and optimizer are laid out anew")
-        names = optimizer_order(self.model, cfg.optim)
-        whole = gathered(path, manifest, names, moments(self.model, cfg.optim))
+        whole = gathered(path, manifest, optimizer_order(self.model, cfg.optim))
         self.model.load_state_dict(whole.weights)
         engine = ds.Engine(cfg, self.model, ranks, self.settings)
         engine.go_on(whole.moments, manifest["step"], whole.adamw_steps)
