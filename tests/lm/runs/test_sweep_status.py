@@ -111,34 +111,6 @@ def test_a_point_of_each_state_and_the_table(sweep, capsys, monkeypatch):
     assert read[1]["run_dir"] == str(sweep.folders[1])
 
 
-@pytest.mark.parametrize(
-    "files, state, words",
-    [
-        ({}, "stopped", "nobody works on it"),
-        ({"lease_json": Lease(3600)}, "stopped", "killed: job 12_3 on n7, process 4711"),
-        (
-            {"failure_json": {"sentence": "stopped by a signal after update 5", "exit_code": 75}},
-            "stopped",
-            "stopped by a signal after update 5",
-        ),
-        ({"result_json": RESULT | {"updates": 5}}, "stopped", "not finished"),
-        # Taken up again: what stands there is of before.
-        ({"result_json": RESULT, "lease_json": Lease(1)}, "running", "n7"),
-        (
-            {"failure_json": {"sentence": "x", "exit_code": 1}, "lease_json": Lease(1)},
-            "running",
-            "",
-        ),
-        # The clocks of two hosts differ.
-        ({"lease_json": Lease(-20)}, "running", "n7"),
-    ],
-)
-def test_stopped_and_taken_up_again(sweep, files, state, words):
-    sweep.write(1, **files)
-    point = sweep.point(1)
-    assert point.state == state and words in point.text
-
-
 @pytest.mark.parametrize("text", ["", "{", '{"pid": 1', "null", "[1]", "\0\0\0\0", "[" * 100_000])
 @pytest.mark.parametrize("name", ["lease", "failure", "result", "config", "metrics"])
 def test_half_of_a_file(sweep, name, text):
