@@ -148,7 +148,7 @@ class Training(Loop):
             CheckpointError: the checkpoint cannot be used.
         """
         self.run = run
-        self.profile = Profile(self.cfg.log.profile, run.profile, say, self._paused)
+        self.profile = Profile(self.cfg.log.profile, run.profile, say)
         about = {"config": self.cfg.model_dump(mode="json")}
         self.checkpoints = Checkpoints(run.checkpoints, Ranks(), self.cfg.checkpoint, about)
         self._introduce()

@@ -138,7 +138,7 @@ class Training(Loop):
         self.stats: list = []  # reports of the solver since the last record
         self.tokens_per_step = cfg.tokens_per_step(ranks.world_size)
         profiled = cfg.log.profile if ranks.is_main else None
-        self.profile = Profile(profiled, run.profile, say, self._paused)
+        self.profile = Profile(profiled, run.profile, say)
         on_exit.callback(self.profile.close)
         say(f"run      {run} ({ranks.world_size} process{'es' * (ranks.world_size > 1)})")
         about = identity(cfg, ranks.world_size)
@@ -429,12 +429,6 @@ class Training(Loop):
         """What has happened since the last update is part of none."""
         self.speed.skip()
         self.engine.times.skip()
-
-    @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
-        """What happens within is part of no update."""
-        yield
-        self._skip_time()
 
     def go_back(self) -> bool:
         """Weights and optimizer from the newest checkpoint that can be used; see `Loop`."""
