@@ -106,3 +106,20 @@ def test_a_real_run_is_profiled_by_its_parts(tmp_path, tiny_losses):
     # Two micro-batches an update, two layers; a part is named once in each.
     counts = {n: names.count(n) for n in ("data", "forward", "solve", "backward", "optimizer")}
     assert counts == {"data": 2, "forward": 4, "solve": 8, "backward": 4, "optimizer": 4}
+
+
+def test_a_synthetic_run_is_profiled_too(tmp_path):
+    from synthetic.train import train as train_task
+
+    tree = {
+        "out_dir": str(tmp_path),
+        "model": {"d_model": 16, "d_state": 4},
+        "task": {"name": "word_problem", "group": "Z3"},
+        "train": {"steps": 3, "batch_size": 8, "length": 4},
+        "eval": {"lengths": "4", "examples": 8},
+        "log": {"profile": [1, 2]},
+    }
+    cfg = config.build(tree, "config", synthetic_config.Config)
+    train_task(cfg)
+    names = names_in(cfg.run_dir / "profile/updates-1-2.trace.json.gz")
+    assert "update 1" in names and "update 2" in names and "update 3" not in names
