@@ -291,7 +291,7 @@ class Engine:
         self._adversary = Adversary(self.deepspeed.module, kappa) if kappa else None
         self._solves = hasattr(model, "passes") and bool(model.fixed_point_blocks())
         self._noise_generators: list[torch.Generator] | None = None  # of this micro-batch
-        self.times = UpdateTimes(ranks.device, self._solves)
+        self.times = UpdateTimes(ranks.device)
         _limit_collectives(_limit_of_collectives(cfg), ranks.objects)
 
     @property

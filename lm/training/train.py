@@ -349,7 +349,7 @@ class Training(Loop):
         watchdog = Watchdog(self.cfg.engine.timeout_s, self.run.stacks, self.ranks.rank)
         self.alive = watchdog.alive
         self.began = time.perf_counter()
-        self._skip_time()
+        self.speed.skip()
         self.bar = Progress("training", steps, self.step, "updates", QUIET_S)
         with watchdog, self.bar:
             self._catch_up()
@@ -425,11 +425,6 @@ class Training(Loop):
         self.engine.times.end_update()
         self.made, self.stopping = made, made.stopping
 
-    def _skip_time(self) -> None:
-        """What has happened since the last update is part of none."""
-        self.speed.skip()
-        self.engine.times.skip()
-
     def go_back(self) -> bool:
         """Weights and optimizer from the newest checkpoint that can be used; see `Loop`."""
         checkpoint = self.ranks.first(to_go_back_to, self.run.checkpoints, self.went_back_to, say)
@@ -445,7 +440,7 @@ class Training(Loop):
             after["ends"] = restored["ends"]
         self.batches.load_state_dict(after)
         self.seconds, self.stats = seconds, []
-        self._skip_time()
+        self.speed.skip()
         return True
 
     def _record_if_due(self) -> None:
@@ -475,7 +470,7 @@ class Training(Loop):
         self.log_saves()
         self.bar.update(self.step, steps, describe(record, self.num_iters))
         self.watch.look(record, f"update {self.step}")
-        self._skip_time()  # a record is no update
+        self.speed.skip()  # a record is no update
 
     def _peak_memory(self) -> int:
         """Of the rank that has held the most."""
@@ -494,7 +489,7 @@ class Training(Loop):
         self.write(record)
         say(f"update {self.step:>6}{iterations(record)}")
         self.num_iters = probed(record)
-        self._skip_time()
+        self.speed.skip()
 
     def _end_stage_if_learned(self) -> None:
         """Before a checkpoint, which then knows of it."""
@@ -504,11 +499,11 @@ class Training(Loop):
         self.check_finite()
         likely = self.validation.likely(self.engine, sources, self.alive)
         self.write(self.curriculum.look(self.step, likely))
-        self._skip_time()
+        self.speed.skip()
 
     def _save_if_due(self) -> None:
         if self.save_if_due():
-            self._skip_time()
+            self.speed.skip()
 
     def _validate_if_due(self) -> None:
         if self.step % self.cfg.eval.every == 0 and not self.is_last:
@@ -518,7 +513,7 @@ class Training(Loop):
         measured = self.validation.measure(self.engine, self.step, self.alive)
         self.num_iters = probed(measured)
         self.write(measured)
-        self._skip_time()
+        self.speed.skip()
 
     def conclude(self) -> None:
         """The last validation, and result.json, where they are not there yet."""
