@@ -7,7 +7,6 @@ measured memory of this machine next to the formula.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,13 +60,11 @@ class Sizes(NamedTuple):
     Attributes:
         parameters: All.
         embedding: In the embedding.
-        sent_low: With gradients that DeepSpeed sends in bf16.
         largest: In the largest tensor.
     """
 
     parameters: int
     embedding: int
-    sent_low: int = 0
     largest: int = 0
 
 
@@ -96,21 +93,11 @@ def on_the_meta_device(cfg: Config, vocab_size: int) -> torch.nn.Module:
         return build_model(cfg, vocab_size)
 
 
-def sizes(model: torch.nn.Module, low_precision: Sequence[str] = ()) -> Sizes:
-    """Return the sizes of a model, which may lie on the meta device.
-
-    Args:
-        low_precision: Classes of `torch.nn` whose gradients DeepSpeed sends in bf16.
-    """
-    low: dict[int, int] = {}
-    classes = [getattr(torch.nn, name.rpartition(".")[2]) for name in low_precision]
-    for module in model.modules():
-        if module.__class__ in classes:
-            low |= {id(p): p.numel() for p in module.parameters(recurse=False)}
+def sizes(model: torch.nn.Module) -> Sizes:
+    """Return the sizes of a model, which may lie on the meta device."""
     return Sizes(
         parameters=sum(p.numel() for p in model.parameters()),
         embedding=model.get_input_embeddings().weight.numel(),
-        sent_low=sum(low.values()),
         largest=max(p.numel() for p in model.parameters()),
     )
 
@@ -196,17 +183,16 @@ def memory(
 def _buffers(zero: dict, stage: int, ranks: int, of: Sizes) -> float:
     """Return the bytes of DeepSpeed's communication buffers on a rank.
 
-    There is one buffer for each dtype that is sent. Under ZeRO-1 and 2 with `overlap_comm`,
-    DeepSpeed fills a second one of each dtype while it sends the first.
+    Under ZeRO-1 and 2 with `overlap_comm`, DeepSpeed fills a second one while it sends the first.
     """
     if stage == 0:
         return 0.0
     size = zero.get("reduce_bucket_size", bucket_size(of.parameters, of.largest))
     if stage < 3:
-        return size * 4.0 * (2 if of.sent_low else 1) * (2 if zero["overlap_comm"] else 1)
+        return size * 4.0 * (2 if zero["overlap_comm"] else 1)
     gathered = zero.get("stage3_max_live_parameters", MOST_GATHERED)
     whole = 4.0 * min(of.parameters, gathered) if ranks > 1 else 0.0
-    return size * (6.0 if of.sent_low else 4.0) + whole
+    return size * 4.0 + whole
 
 
 def limit(card: Card, world_size: int) -> float:

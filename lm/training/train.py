@@ -44,7 +44,6 @@ from lm.training import engine as ds
 from lm.training import init_from
 from lm.training.build import build_model, vocabulary
 from lm.training.curriculum import Curriculum
-from lm.training.deepspeed_json import low_precision_modules
 from lm.training.loop import Loop
 from lm.training.optim import described, optimizer_order, signature
 from lm.training.preflight import check, check_same_kernels, environment
@@ -331,10 +330,8 @@ class Training(Loop):
         for line in described(self.model, cfg.optim):
             say(f"optim    {line}")
         stage = self.engine.zero_stage
-        rounded = ", ".join(low_precision_modules(self.engine.config))
-        note = f"; gradients of {rounded} are rounded to bf16" if rounded else ""
         tokens = self.tokens_per_step
-        say(f"training {cfg.train.steps} updates of {tokens} tokens, ZeRO-{stage}{note}")
+        say(f"training {cfg.train.steps} updates of {tokens} tokens, ZeRO-{stage}")
 
     def fit(self) -> None:
         """The updates that are left, with records, probes, validations and checkpoints when due.

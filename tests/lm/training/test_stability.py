@@ -22,8 +22,7 @@ def updates(request):
 def test_an_update_is_that_of_autograd(kind, tolerance, updates):
     """In all ZeRO stages, with micro-batches of unequal numbers of targets."""
     for name, case in updates[1][kind].items():
-        if "engine.deepspeed" not in name:
-            assert case["found"] == pytest.approx(case["expected"], rel=tolerance), name
+        assert case["found"] == pytest.approx(case["expected"], rel=tolerance), name
 
 
 def test_an_update_against_the_adversary_solves_as_often_as_one_without(updates):
@@ -33,11 +32,9 @@ def test_an_update_against_the_adversary_solves_as_often_as_one_without(updates)
 
 
 def test_gradients_are_accumulated_and_summed_in_fp32_under_bf16(updates):
-    """With linear layers named in engine.deepspeed theirs are rounded."""
-    *of_stages, rounded = updates[1]["under_bf16"].values()
+    of_stages = updates[1]["under_bf16"].values()
     assert len(of_stages) == 4
     assert all(case["error"] < 1e-6 and case["bf16"] == 0.0 for case in of_stages)
-    assert rounded["error"] > 1e-4 and rounded["bf16"] > 0.1
 
 
 @pytest.mark.parametrize(
