@@ -20,7 +20,7 @@ from lm.runs.run_dir import RunDir
 GROUPS = {
     "solver": ("adjoint", "evaluations", "probe", *SHARES, "residual"),
     "time": ("breakdown", "checkpoint", "imbalance", "mfu", "seconds", "spent", "tokens_per_s"),
-    "validation": ("baselines", "baselines_of_sources", "over_lengths"),
+    "validation": ("baselines", "over_lengths"),
     "data": ("curriculum", "data_epochs", "data_share"),
 }
 NAMES = {key: f"{group}/{key}" for group, keys in GROUPS.items() for key in keys}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm.common.errors import BAD_CONFIG, UserError
-from lm.common.files import parse_json
+from lm.common.files import read_mapping
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -80,22 +80,9 @@ def check_source_folder(path: Path) -> None:
         )
 
 
-def read_config(folder: Path) -> dict:
-    """Return the config.json of a folder.
-
-    Raises:
-        SourceError: If it is not there, or holds no mapping.
-    """
-    file = Path(folder) / "config.json"
-    try:
-        raw = parse_json(file.read_text(encoding="utf-8"))
-    except OSError:
-        raise SourceError(f"{folder} has no config.json: it holds no model") from None
-    except ValueError as e:  # JSONDecodeError and UnicodeDecodeError
-        raise SourceError(f"{file} is damaged: it is not JSON ({e})") from None
-    if not isinstance(raw, dict):
-        raise SourceError(f"{file} must hold a mapping")
-    return raw
+def model_type(folder: Path) -> str | None:
+    """Return the kind of model that the config.json of a folder names; None if it names none."""
+    return (read_mapping(folder / "config.json") or {}).get("model_type")
 
 
 def tokenizer_folder(folder: Path) -> Path | None:
@@ -121,12 +108,12 @@ def read_folder(folder: Path, shapes_only: bool = False) -> Source:
     from lm.runs.exported import load_model
 
     folder = Path(folder)
-    kind = read_config(folder).get("model_type")
+    kind = model_type(folder)
     if kind not in FIELDS_OF_KIND:
         raise SourceError(
-            f"{folder / 'config.json'} describes {f'a {kind}' if kind else 'no model known here'}:"
-            " it must be mamba or mamba2, as transformers writes them (of state-spaces' models the"
-            " hub has these too, as NAME-hf)"
+            f"{folder} holds no model known here (the model_type of its config.json is {kind}): it"
+            " must be mamba or mamba2, as transformers writes them (of state-spaces' models the hub"
+            " has these too, as NAME-hf)"
         )
     try:
         theirs = AutoConfig.from_pretrained(folder, trust_remote_code=False)

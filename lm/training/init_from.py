@@ -42,7 +42,7 @@ def read(path: str | Path, shapes_only: bool = False) -> Source:
         return _read_run(RunDir(path), None, shapes_only)
     if (path / MANIFEST).is_file():
         return _read_run(RunDir(path.parent.parent), path, shapes_only)
-    if foreign.read_config(path).get("model_type") not in MODEL_TYPES:
+    if foreign.model_type(path) not in MODEL_TYPES:
         return foreign.read_folder(path, shapes_only)
     model = load_model(path)
     weights = foreign.source_weights(model.state_dict(), model.config, path)
