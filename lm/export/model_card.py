@@ -211,7 +211,6 @@ def card(
     """
     from huggingface_hub import ModelCardData
 
-    has_code = type(model).__module__.startswith("lm.")  # otherwise a class of transformers
     is_solved = bool(getattr(model, "fixed_point_blocks", list)())
     unknown = ["Not known: this model was not trained by fprnn."]
     facts = facts or Facts(unknown, unknown)
@@ -226,15 +225,15 @@ def card(
     if licence is None:
         weights = "Weights: whoever trained them has not said (`fprnn export --licence`)."
     sections = {
-        "Use": _snippet(has_code, has_tokenizer),
+        "Use": _snippet(has_tokenizer),
         "The model": _architecture(model, is_solved),
         "Data": facts.data,
         "Training": facts.training,
         "Validation": facts.validation,
         "Measured on this folder": [BEGIN, NOTHING_MEASURED, END],
         "Limitations": [f"- {text}" for text in (ALWAYS, *facts.limitations)],
-        "Licence": [weights + " The code of fprnn in this folder: Apache-2.0." * has_code],
-        "Versions": _versions(has_code),
+        "Licence": [weights + " The code of fprnn in this folder: Apache-2.0."],
+        "Versions": _versions(),
         "Paper": [CITATION] if is_solved else [],
     }
     text = f"---\n{front.rstrip()}\n---\n\n# {name}\n\n{origin}\n"
@@ -244,11 +243,10 @@ def card(
     return text
 
 
-def _snippet(has_code: bool, has_tokenizer: bool) -> list[str]:
-    trust = ", trust_remote_code=True" if has_code else ""
+def _snippet(has_tokenizer: bool) -> list[str]:
     imports = ["from transformers import AutoModelForCausalLM, AutoTokenizer"]
     use = [
-        f"tokenizer = AutoTokenizer.from_pretrained(path{trust})",
+        "tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=True)",
         'ids = tokenizer("The following", return_tensors="pt")["input_ids"]',
         "print(tokenizer.decode(model.generate(ids, max_new_tokens=20)[0]))",
     ]
@@ -258,7 +256,7 @@ def _snippet(has_code: bool, has_tokenizer: bool) -> list[str]:
             "ids = torch.tensor([[1, 2, 3]])  # no tokenizer came with this model",
             "print(model.generate(ids, max_new_tokens=20))",
         ]
-    model = f"model = AutoModelForCausalLM.from_pretrained(path{trust}).eval()"
+    model = "model = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=True).eval()"
     return ["```python", *imports, "", HERE, model, *use, "```"]
 
 
@@ -266,8 +264,6 @@ def _architecture(model: PreTrainedModel, is_solved: bool) -> list[str]:
     c = model.config
     count = sum(p.numel() for p in model.parameters())
     lines = [f"- `{c.model_type}`, {count:,} parameters (fp32), {c.vocab_size:,} tokens."]
-    if not hasattr(c, "d_model"):
-        return lines
     lines.append(f"- {c.n_layer} layers of width {c.d_model}: `{c.layers or c.block}`.")
     if is_solved:
         lines += [
@@ -279,13 +275,13 @@ def _architecture(model: PreTrainedModel, is_solved: bool) -> list[str]:
     return lines
 
 
-def _versions(has_code: bool) -> list[str]:
+def _versions() -> list[str]:
     import torch
     import transformers
 
-    lines = [
+    return [
         f"- Needs {', '.join(f'`{needed}`' for needed in NEEDED)}; fprnn need not be installed.",
         f"- Written by fprnn {__version__} with torch {torch.__version__}, transformers"
         f" {transformers.__version__}.",
+        SPEED,
     ]
-    return [*lines, SPEED] if has_code else lines

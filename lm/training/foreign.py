@@ -1,4 +1,4 @@
-"""Mamba models of transformers in our terms, and ours in theirs: configuration and names.
+"""Mamba models of transformers in our terms: configuration and names.
 
 Their layers are `mamba` and `mamba2` of lm/model/diagonal.py, whose parameters have the same names,
 shapes and meaning. Of state-spaces' checkpoints the hub has the same ones in this format.
@@ -14,7 +14,7 @@ from lm.common.errors import BAD_CONFIG, UserError
 from lm.common.files import read_mapping
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
     from lm.model.configuration_fprnn import FPRNNConfig
 
@@ -211,40 +211,3 @@ def _unsupported_by_mamba2(c: PretrainedConfig) -> list[str]:
     if not getattr(c, "rms_norm", True):
         wrong.append("it has no gated norm")
     return wrong
-
-
-def as_transformers(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a stack of Mamba, or of Mamba-2, layers as transformers' own class with the same
-    weights. Any other model, and one that resets its state at each document, is returned as it is.
-    """
-    from transformers import AutoModelForCausalLM
-
-    theirs = _mamba_config(model.config)
-    if theirs is None:
-        return model
-    other = AutoModelForCausalLM.from_config(theirs)
-    there, here = IN_LAYERS
-    weights = {name.replace(here, there): t for name, t in model.state_dict().items()}
-    other.load_state_dict(weights)
-    return other.train(model.training)
-
-
-def _mamba_config(c: FPRNNConfig) -> PretrainedConfig | None:
-    """Return the inverse of `config_of_mamba`; None if transformers has no such model."""
-    from transformers import Mamba2Config, MambaConfig
-
-    if c.model_type != "fprnn" or (c.reset_at_eos and c.eos_token_id is not None):
-        return None
-    layers = c.distinct_layers()
-    kind = layers[0].kind
-    if len(layers) > 1 or layers[0].options or kind not in ("mamba", "mamba2"):
-        return None
-    if not isinstance(c.expand, int):  # theirs is a whole number
-        return None
-    fields = {their: getattr(c, our) for their, our in (*FIELDS, *FIELDS_OF_KIND[kind])}
-    fields["max_position_embeddings"] = c.max_position_embeddings
-    if kind == "mamba":
-        return MambaConfig(**fields)
-    if c.ngroups != 1:  # see `_unsupported_by_mamba2`
-        return None
-    return Mamba2Config(num_heads=c.d_inner // c.headdim, **fields)

@@ -24,8 +24,8 @@ def check_inputs(cfg: Config) -> None:
         DataError: As `check_tokenizer` and `check_data`.
     """
     check_resume(cfg.resume)
-    begins = not Path(cfg.run_dir, "checkpoints").exists()  # else nothing of it may be read
-    if cfg.init_from is not None and begins:
+    # A run that continues reads nothing of init_from.
+    if cfg.init_from is not None and not Path(cfg.run_dir, "checkpoints").exists():
         check_source_folder(Path(cfg.init_from.path).expanduser())
     own = cfg.engine.deepspeed
     if isinstance(own, str) and not Path(own).is_file():
