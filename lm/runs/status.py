@@ -210,18 +210,14 @@ def reached_by(result: dict) -> str:
 
 
 def is_held(run: RunDir, lease: dict, now: float) -> bool:
-    """Whether the process that a run's lease names is at work.
+    """Return whether the process that a run's lease names is at work: it touches the file.
 
     Args:
-        lease: what lease.json holds. now: Unix seconds.
+        lease: Content of lease.json.
+        now: Unix seconds.
     """
-    return is_alive(lease) is not False and is_fresh(run.lease, now)
-
-
-def is_fresh(path: Path, now: float) -> bool:
-    """Whether the holder of a lease lives: it touches the file."""
-    beat = _written(path)
-    return beat is not None and abs(now - beat) <= FRESH_S
+    beat = _written(run.lease)
+    return is_alive(lease) is not False and beat is not None and abs(now - beat) <= FRESH_S
 
 
 def _written(path: Path) -> float | None:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 OWN_CODE_ADVICE = "the configuration that you pass must name it as well, which imports it"
-SHOWN = 3  # tokens that a message gives
 
 
 def read(path: str | Path, shapes_only: bool = False) -> Source:
@@ -159,7 +158,7 @@ def _begin(
 def _other_tokens(source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
     """In what a source's tokenizer differs from the run's, in words; "" where every token of it has
     the same number here, or it has none beside it."""
-    from lm.runs.exported import load_tokenizer
+    from lm.runs.exported import first_names, load_tokenizer
 
     if source.tokenizer is None:
         return ""
@@ -167,7 +166,7 @@ def _other_tokens(source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
     others = [token for token, number in theirs.items() if ours.get(token) != number]
     if not others:
         return ""
-    shown = ", ".join(map(repr, sorted(others)[:SHOWN])) + (", …" if len(others) > SHOWN else "")
+    shown = first_names(map(repr, others))
     return (
         f"its tokenizer is another: {len(others)} of its {len(theirs)} tokens have another number"
         f" here, or none ({shown}); tokenizer.name={source.tokenizer} is its own"

@@ -210,10 +210,10 @@ def test_a_key_without_a_sweep_is_refused(capsys, option):
 
 def test_a_run_that_is_not_there_is_refused(tmp_path, capsys):
     assert main(["status", str(tmp_path / "of/late")]) == BAD_CONFIG
-    assert "no such file or folder" in capsys.readouterr().err
+    assert "no such folder; give a run directory" in capsys.readouterr().err
     FakeRun(tmp_path / "of/late")
     assert main(["status", str(tmp_path / "of")]) == BAD_CONFIG
-    assert f"it has 1 of them below: {tmp_path}/of/*/" in capsys.readouterr().err
+    assert f"it has 1 below, such as {tmp_path}/of/late" in capsys.readouterr().err
 
 
 def test_names_are_told_apart_below_what_they_share():

@@ -22,7 +22,7 @@ MISTYPED = [
     ("eval runs/nope --tasks catbabi_mini", "runs/nope: no such folder"),
     ("eval owner/nope --tasks catbabi_mini", "owner/nope: no such folder"),
     ("report runs/nope", "runs/nope: no such folder"),
-    ("status runs/nope", "runs/nope: no such file or folder"),
+    ("status runs/nope", "runs/nope: no such folder"),
     ("status nope.yaml", "nope.yaml: no such file"),
     ("export runs/nope out", "runs/nope: no such folder"),
     ("plan nope.yaml", "nope.yaml: no such file"),
