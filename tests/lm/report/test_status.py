@@ -113,6 +113,7 @@ def test_a_folders_name_moves_no_cursor(tmp_path, capsys, monkeypatch):
         ({"result.json": RESULT | {"updates": 5}}, "stopped", "not finished"),
         ({"result.json": "{"}, "failed", "result.json is damaged"),
         ({"result.json": {"updates": 8, "validation": 7}}, "failed", "result.json is damaged"),
+        ({"result.json": RESULT | {"updates": "8"}}, "failed", "result.json is damaged"),
         ({"failure.json": {"sentence": "the loss is nan", "exit_code": 76}}, "failed", "is nan"),
         ({"failure.json": {"sentence": "by a signal", "exit_code": 75}}, "stopped", "by a signal"),
         ({"failure.json": ""}, "failed", "damaged"),
@@ -152,6 +153,7 @@ def test_damaged_logs_say_nothing(run, text):
     assert (seen.step, seen.steps, seen.left_s) == (None, None, None)
     broken = training(3, "x", lr=None, tokens_per_s=[1], valid={"metrics": 3}, validation="y")
     run.log({"step": 2, "probe": [1]}, broken | {"loss": float("nan")}, broken, mode="w")
+    run.log(broken | {"loss": 10**400}, {"step": 1, "probe": {"num_iters": {"mean": [1.0, None]}}})
     shown = status.cells(run.look())
     assert shown["update"] == "3" and shown["loss"] == "3.250"
     assert shown["tokens/s"] == shown["validation"] == shown["ℓ*"] == ""

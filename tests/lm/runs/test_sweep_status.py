@@ -134,24 +134,6 @@ def test_a_lease_that_is_being_written_is_a_sign_of_life(sweep):
     assert sweep.point(1).state == "running"
 
 
-def test_wrong_kinds_of_values(sweep):
-    sweep.write(
-        1,
-        result_json=RESULT | {"updates": "8"},
-        metrics_jsonl=records({"step": 3, "loss": 10**400}, 7, {"step": "x"}, {"step": -1})
-        + '{"step": 99999',
-    )
-    sweep.write(2, result_json=RESULT | {"validation": {"loss": None}})
-    sweep.write(
-        3,
-        lease_json=Lease(3600, pid=[1]),
-        metrics_jsonl=records({"step": 2, "probe": {"num_iters": {"mean": [1.0, None]}}}),
-    )
-    points = sweep.points()
-    assert [p.state for p in points] == ["missing", "failed", "failed", "stopped"]
-    assert (points[1].step, points[1].record) == (3, None) and points[3].num_iters is None
-
-
 def test_overrides_say_where_the_runs_are_and_how_long(sweep, tmp_path, capsys):
     """As they were given to sbatch: another name, another folder, more updates."""
     sweep.write(0, steps=20, result_json=RESULT | {"updates": 20})
