@@ -144,23 +144,18 @@ def source_weights(state: dict, config: FPRNNConfig, path: Path) -> dict:
         path: Folder that the error message names.
 
     Raises:
-        SourceError: If a weight is NaN or infinite, or the head is not the embedding although the
-            configuration ties them.
+        SourceError: If the head is not the embedding although the configuration ties them.
     """
     import torch
 
     weights = {name: t.to(torch.float32) for name, t in state.items()}
-    on_meta = weights[EMBEDDING].is_meta
     if config.tie_embeddings:
-        head = weights.pop(HEAD)
-        if not on_meta and not torch.equal(head, weights[EMBEDDING]):
+        head, embedding = weights.pop(HEAD), weights[EMBEDDING]
+        if not embedding.is_meta and not torch.equal(head, embedding):
             raise SourceError(
                 f"{path}: its config.json says that the head is the embedding, but {HEAD} is not"
                 f" {EMBEDDING}"
             )
-    names = [] if on_meta else [n for n, t in weights.items() if not torch.isfinite(t).all()]
-    if names:
-        raise SourceError(f"the weights in {path} are NaN or infinite: {', '.join(names)}")
     return weights
 
 

@@ -156,18 +156,17 @@ def _begin(
 
 
 def _other_tokens(source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
-    """In what a source's tokenizer differs from the run's, in words; "" where every token of it has
-    the same number here, or it has none beside it."""
-    from lm.runs.exported import first_names, load_tokenizer
+    """Return the difference of a source's tokenizer from the run's, in words; "" if every token of
+    it has the same number here, or the source has no tokenizer."""
+    from lm.runs.exported import load_tokenizer
 
     if source.tokenizer is None:
         return ""
     theirs, ours = load_tokenizer(source.tokenizer).get_vocab(), tokenizer.get_vocab()
-    others = [token for token, number in theirs.items() if ours.get(token) != number]
+    others = theirs.items() - ours.items()
     if not others:
         return ""
-    shown = first_names(map(repr, others))
     return (
         f"its tokenizer is another: {len(others)} of its {len(theirs)} tokens have another number"
-        f" here, or none ({shown}); tokenizer.name={source.tokenizer} is its own"
+        f" here, or none; tokenizer.name={source.tokenizer} is its own"
     )

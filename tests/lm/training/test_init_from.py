@@ -239,7 +239,7 @@ def test_another_tokenizer_is_refused(byte_tokenizer, tiny_run):
     numbers = own.get_vocab()
     swapped = SimpleNamespace(get_vocab=lambda: {**numbers, a: numbers[b], b: numbers[a]})
     said = init_from._other_tokens(source, swapped)
-    assert f"2 of its {len(own)} tokens have another number here, or none ({a!r}, {b!r})" in said
+    assert f"2 of its {len(own)} tokens have another number here, or none" in said
     own.add_tokens(["<more>"])
     assert init_from._other_tokens(source, own) == ""
 
