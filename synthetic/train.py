@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lm.common.console import Progress, say
-from lm.common.errors import Diverged, exit_status, require, sentence
+from lm.common.errors import Diverged, require
 from lm.common.files import write_json
 from lm.common.heap import keep_freed_memory
 from lm.common.ranks import Ranks
@@ -20,7 +20,6 @@ from lm.common.signals import StopSignals
 from lm.kernels import available
 from lm.model.state import Adversary
 from lm.runs.checkpoint import CheckpointError, Checkpoints, not_finite, to_go_back_to
-from lm.runs.lease import LeaseError
 from lm.runs.log import Writer, describe, iterations_of_layers, probed
 from lm.runs.metrics import FailureWatch, fixed_point_metrics, is_due
 from lm.runs.profile import Profile
@@ -63,11 +62,8 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
         training.start(run)
         training.fit()
         return training.conclude()
-    except LeaseError:
-        raise  # the directory is another's
     except Exception as e:
-        with contextlib.suppress(Exception):  # the disk may be what failed
-            run.write_failure(sentence(e) or repr(e), exit_status(e))
+        run.write_failure(e)
         raise
     finally:
         training.close()

@@ -40,29 +40,6 @@ class CheckpointError(UserError, RuntimeError):
     """A checkpoint that cannot be written or used; the message says which file and why."""
 
 
-@dataclass(frozen=True)
-class Saved:
-    """What a save cost.
-
-    Args:
-        blocked_s: seconds that training waited. seconds: from the beginning to the publication.
-        bytes: of all files.
-    """
-
-    step: int
-    blocked_s: float
-    seconds: float
-    bytes: int
-
-    def record(self) -> dict:
-        return {
-            "step": self.step,
-            "blocked_s": round(self.blocked_s, 3),
-            "seconds": round(self.seconds, 3),
-            "bytes": self.bytes,
-        }
-
-
 @dataclass
 class _Job:
     """One save under way on this rank."""
@@ -92,7 +69,7 @@ class Checkpoints:
         self.published: int | None = None  # the step of the newest that this process has written
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None
-        self._news: queue.SimpleQueue[Saved] = queue.SimpleQueue()
+        self._news: queue.SimpleQueue[dict] = queue.SimpleQueue()
 
     def save(self, step: int, collect: Callable[[], dict[str, object]]) -> None:
         """Take a copy of the state, and write it from a thread while training goes on.
@@ -147,8 +124,9 @@ class Checkpoints:
         job.cancelled.set()
         self._thread.join()
 
-    def news(self) -> list[Saved]:
-        """What was published since the last call (on rank 0)."""
+    def news(self) -> list[dict]:
+        """Return what was published since the last call (on rank 0): step, seconds that training
+        waited, seconds from the beginning to the publication, bytes of all files."""
         return [self._news.get() for _ in range(self._news.qsize())]
 
     def _begin(self, partial: Path) -> None:
@@ -194,8 +172,13 @@ class Checkpoints:
             sync(self.folder)
         checksums.trust(path, {name: digest for name, (_, digest) in files.items()})
         self._prune()
-        seconds = time.monotonic() - job.began
-        self._news.put(Saved(job.step, job.blocked_s, seconds, total))
+        saved = {
+            "step": job.step,
+            "blocked_s": round(job.blocked_s, 3),
+            "seconds": round(time.monotonic() - job.began, 3),
+            "bytes": total,
+        }
+        self._news.put(saved)
 
     def _prune(self) -> None:
         """Delete whole checkpoints beyond the newest `keep`, except multiples of `keep_every`.

@@ -88,11 +88,11 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
             training.conclude()
         except torch.OutOfMemoryError as e:
             refused = _too_large(cfg, run)
-            run.leave_word(refused, ranks.is_main)
+            run.write_failure(refused, ranks.is_main)
             raise refused from e
         except Exception as e:
             error = of_lost_peer(e) or e
-            run.leave_word(error, ranks.is_main)
+            run.write_failure(error, ranks.is_main)
             if error is e:
                 raise
             raise error from None
