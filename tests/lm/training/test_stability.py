@@ -6,7 +6,6 @@ import pytest
 
 from lm.common.errors import ConfigError
 from lm.config.schema import check_updates
-from lm.training.preflight import check_config
 from tests.running import printed_by_ranks, run
 
 
@@ -35,19 +34,6 @@ def test_gradients_are_accumulated_and_summed_in_fp32_under_bf16(updates):
     of_stages = updates[1]["under_bf16"].values()
     assert len(of_stages) == 4
     assert all(case["error"] < 1e-6 and case["bf16"] == 0.0 for case in of_stages)
-
-
-@pytest.mark.parametrize(
-    "overrides, words",
-    [
-        (("train.ema=0.9",), "the key `train.ema` was removed"),
-        (("train.z_loss=1e-4",), "the key `train.z_loss` was removed"),
-        (("train.skip={sigma: 6}",), "the key `train.skip` was removed"),
-    ],
-)
-def test_what_cannot_be_is_refused(tiny, overrides, words):
-    with pytest.raises(ConfigError, match=words):
-        check_config(tiny(*overrides), 1)
 
 
 def test_the_adversary_waits_for_the_end_of_the_curriculum(tmp_path):
