@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from lm.model.modeling_fprnn import FPRNNForCausalLM
 
 # Fields on which an output depends, and which may differ from the source's.
-NOTED_FIELDS = ("token", "stopping", "tol", "eval_tol", "max_iters", "eval_max_iters")
-NOTED_FIELDS += ("reset_at_eos",)
+NOTED_FIELDS = (
+    *("token", "stopping", "tol", "eval_tol", "max_iters", "eval_max_iters"),
+    "reset_at_eos",
+)
 START_FIELDS = ("mixer_gate_start", "out_start")  # only new weights depend on these
 MAX_NAMES = 6  # names of weights that a message gives
 
@@ -150,9 +152,9 @@ def _match_layer(
         other = theirs.layer_list()[partner]
         label = f"layer {index} ({layer.kind}, of its layer {partner})"
         if layer.kind == other.kind:
-            options, there = ours.of_layer(layer), theirs.of_layer(other)
+            configs = ours.of_layer(layer), theirs.of_layer(other)
             for name in KINDS[layer.kind]:
-                values = [_value(config, name) for config in (options, there)]
+                values = [_value(config, name) for config in configs]
                 if values[0] != values[1] and name not in START_FIELDS:
                     matched.differs.append(f"{label}: {name} is {values[0]}, and {values[1]} there")
             here, there = f"backbone.layers.{index}.", f"backbone.layers.{partner}."
@@ -181,7 +183,7 @@ def _take(matched: Match, source: Source, shapes: dict, wanted: dict[str, str]) 
     at_vocabulary = {EMBEDDING, HEAD}  # these are compared by their number of tokens
     compared = set(at_vocabulary)
     for name, shape in shapes.items():
-        there = wanted.get(name)
+        there = wanted.get(name, "")  # no weight has this name
         tensor = source.weights.get(there)
         if tensor is not None and (tensor.shape == shape or name in at_vocabulary):
             matched.taken[name] = there
@@ -190,7 +192,7 @@ def _take(matched: Match, source: Source, shapes: dict, wanted: dict[str, str]) 
             if tensor is not None:
                 sizes = f"{list(tensor.shape)} there, {list(shape)} here"
                 problems["of another shape"].append(f"{name} {sizes}")
-            elif there is not None:
+            elif there:
                 problems["missing"].append(name)
         compared.add(there)
     problems["extra"] = [name for name in source.weights if name not in compared]
