@@ -197,16 +197,10 @@ def validation_of(result: dict) -> dict | None:
 
 
 def reached_by(result: dict) -> str:
-    """What a result says: the validation of a language model, else the updates."""
-    reached = validation_of(result)
-    if reached is None:
-        text = f"{result['updates']} updates"
-    else:
-        text = f"validation loss {reached['loss']:.4f}, perplexity {reached['perplexity']:.2f}"
-        if is_number(bits := reached.get("bits_per_byte")):
-            text += f", {bits:.4f} bits per byte"
+    """Return what a result says of the training, in words."""
     seconds = result.get("training_seconds")
-    return f"{text}, trained {duration(seconds)}" if is_number(seconds) else text
+    trained = f", trained {duration(seconds)}" if is_number(seconds) else ""
+    return f"{result['updates']} updates{trained}"
 
 
 def is_held(run: RunDir, lease: dict, now: float) -> bool:

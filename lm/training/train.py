@@ -86,16 +86,13 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
             training.introduce()
             training.fit()
             training.conclude()
-        except torch.OutOfMemoryError as e:
-            refused = _too_large(cfg, run)
-            run.write_failure(refused, ranks.is_main)
-            raise refused from e
         except Exception as e:
-            error = of_lost_peer(e) or e
+            is_too_large = isinstance(e, torch.OutOfMemoryError)
+            error = _too_large(cfg, run) if is_too_large else of_lost_peer(e) or e
             run.write_failure(error, ranks.is_main)
             if error is e:
                 raise
-            raise error from None
+            raise error from e
     say(f"next     fprnn report {run}, or fprnn export {run} {run}/hf")
     return run.path
 

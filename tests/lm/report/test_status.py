@@ -97,11 +97,7 @@ def test_a_folders_name_moves_no_cursor(tmp_path, capsys, monkeypatch):
     "files, state, words",
     [
         ({}, "stopped", "nobody works on it"),
-        (
-            {"result.json": RESULT},
-            "done",
-            "loss 2.5000, perplexity 12.18, 1.2500 bits per byte",
-        ),
+        ({"result.json": RESULT}, "done", "8 updates, trained 67 min"),
         (
             {"result.json": {"updates": 8, "solved_at": None, "training_seconds": 300}},
             "done",
@@ -198,7 +194,7 @@ def test_one_table_whatever_the_runs_do(two, capsys):
     (b.path / "result.json").unlink()
     assert main(["status", str(a.path), str(b.path), f"{b.path}/"]) == 0
     head, *rows, counts, of_a, why = capsys.readouterr().out.splitlines()
-    assert counts.strip() == "1 done, 1 stopped" and of_a.startswith(f"{a.path} done: validation")
+    assert counts.strip() == "1 done, 1 stopped" and of_a.startswith(f"{a.path} done: 8 updates")
     assert head.split()[:3] == ["run", "state", "update"] and head.endswith("last record")
     assert [row.split()[:2] for row in rows] == [["a", "done"], ["b", "stopped"]]
     assert why.startswith(f"{b.path} stopped: not finished, and nobody works on it")
