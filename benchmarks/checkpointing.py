@@ -61,10 +61,11 @@ def measure(engine, ranks, cfg, batch, folder, saves) -> None:
         beside = seconds(lambda: engine.step([batch]))
         made.finish()
         (saved,) = made.news()
+        blocked = saved["blocked_s"]
         print(
-            f"save {step}   blocked {saved.blocked_s:.2f} s = {saved.blocked_s / min(alone):.2f}"
-            f" updates; {saved.bytes / 2**30:.2f} GiB on the disk after {saved.seconds:.1f} s"
-            f" ({saved.bytes / 2**20 / saved.seconds:,.0f} MiB/s); an update beside it"
+            f"save {step}   blocked {blocked:.2f} s = {blocked / min(alone):.2f}"
+            f" updates; {saved['bytes'] / 2**30:.2f} GiB on the disk after {saved['seconds']:.1f} s"
+            f" ({saved['bytes'] / 2**20 / saved['seconds']:,.0f} MiB/s); an update beside it"
             f" {beside:.2f} s",
             flush=True,
         )

@@ -63,7 +63,7 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
         training.fit()
         return training.conclude()
     except Exception as e:
-        run.leave_word(e, is_main=True)
+        run.write_failure(e)
         raise
     finally:
         training.close()
@@ -143,7 +143,7 @@ class Training(Loop):
             CheckpointError: the checkpoint cannot be used.
         """
         self.run = run
-        self.profile = Profile(self.cfg.log.profile, run.profile, say, self._paused)
+        self.profile = Profile(self.cfg.log.profile, run.profile, say)
         about = {"config": self.cfg.model_dump(mode="json")}
         self.checkpoints = Checkpoints(run.checkpoints, Ranks(), self.cfg.checkpoint, about)
         self._introduce()

@@ -17,14 +17,7 @@ from lm.cli import main as lm_cli
 from lm.cli.arguments import parse
 
 LAUNCH = Path(__file__).parent.parent / "launch"
-SCRIPTS = (
-    "again.sh",
-    "deepspeed.sh",
-    "slurm.sbatch",
-    "slurm_array.sbatch",
-    "synthetic_array.sbatch",
-    "demo.sh",
-)
+SCRIPTS = sorted(path.name for path in LAUNCH.iterdir())
 
 # Starts two "workers" that, like a training run, note the signal, save for a moment and leave 75.
 # Like the real launcher it dies of TERM and INT without waiting for them, and of USR1 where that is
@@ -317,15 +310,19 @@ def fake_python(fake):
     return fake
 
 
-def test_a_job_tells_each_task_its_rank(fake_python):
-    status, output = fake_python.run(
-        "slurm.sbatch", "c.yaml", "optim.lr=1e-3", "name=a b", EXIT_AT_ONCE="0", **JOB
-    )
-    assert status == 0 and "job 71234 on n[7-8], start 0" in output
-    assert (
-        fake_python.lines("python")
-        == ["python -m lm train --config c.yaml resume=auto optim.lr=1e-3 name=a b"] * 4
-    )
+@pytest.mark.parametrize(
+    "script, environment, point, words",
+    [
+        ("slurm.sbatch", JOB, "", "job 71234 on n[7-8], start 0"),
+        ("slurm_array.sbatch", SLURM, " --job-index 3", "sweep point 3"),
+    ],
+)
+def test_a_job_tells_each_task_its_rank(fake_python, script, environment, point, words):
+    overrides = ("optim.lr=1e-3", "name=a b")
+    status, output = fake_python.run(script, "c.yaml", *overrides, EXIT_AT_ONCE="0", **environment)
+    assert status == 0 and words in output
+    trains = f"python -m lm train --config c.yaml resume=auto{point} optim.lr=1e-3 name=a b"
+    assert fake_python.lines("python") == [trains] * 4
     assert fake_python.lines("rank") == [
         "rank 0/4 0/2 n7:15234",
         "rank 1/4 1/2 n7:15234",
@@ -333,17 +330,6 @@ def test_a_job_tells_each_task_its_rank(fake_python):
         "rank 3/4 1/2 n7:15234",
     ]
     assert "option --kill-on-bad-exit=0" in fake_python.lines("option")
-
-
-def test_an_array_task_trains_its_sweep_point(fake_python):
-    status, output = fake_python.run(
-        "slurm_array.sbatch", "c.yaml", "optim.lr=1e-3", EXIT_AT_ONCE="0", **SLURM
-    )
-    assert status == 0 and "sweep point 3" in output
-    assert (
-        fake_python.lines("python")
-        == ["python -m lm train --config c.yaml resume=auto --job-index 3 optim.lr=1e-3"] * 4
-    )
 
 
 @pytest.mark.parametrize(
@@ -388,16 +374,18 @@ def test_a_job_whose_whole_group_is_asked_to_stop_waits_for_its_run(fake_python,
     assert process.returncode == 75 and fake_python.lines("scontrol") == []
 
 
-def test_scripts_outside_slurm(fake):
-    status, output = fake.run("slurm_array.sbatch", "c.yaml", **JOB)
-    assert status != 0 and "submit with sbatch --array" in output
-    status, output = fake.run("slurm_array.sbatch", **SLURM)
-    assert status != 0 and "usage: sbatch --array" in output
-    status, output = fake.run("slurm.sbatch", "c.yaml")
-    assert status != 0 and "submit with sbatch" in output
-    status, output = fake.run("slurm.sbatch", **JOB)
-    assert status != 0 and "usage: sbatch" in output
-    assert fake.lines() == []
+@pytest.mark.parametrize(
+    "words, environment, said",
+    [
+        (["slurm_array.sbatch", "c.yaml"], JOB, "submit with sbatch --array"),
+        (["slurm_array.sbatch"], SLURM, "usage: sbatch --array"),
+        (["slurm.sbatch", "c.yaml"], {}, "submit with sbatch"),
+        (["slurm.sbatch"], JOB, "usage: sbatch"),
+    ],
+)
+def test_scripts_outside_slurm(fake, words, environment, said):
+    status, output = fake.run(*words, **environment)
+    assert status != 0 and said in output and fake.lines() == []
 
 
 def test_demo_runs_its_steps_in_order(fake, tmp_path):

@@ -46,6 +46,7 @@ REMOVED = {
     "solver.jacobian_reg": 0.0,
     "solver.patience": 15,
     "optim.eps": 1e-8,
+    "optim.name": "adamw",
     "solver.adjoint_clip": None,
     "optim.muon": {"lr": None, "momentum": 0.95, "nesterov": True, "scale": "match_rms_adamw"},
     "train.batch_warmup": None,

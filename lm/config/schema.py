@@ -43,7 +43,7 @@ LrFactors = dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=
 
 
 class Optim(Section):
-    """AdamW, or Muon beside it, with decoupled weight decay and a schedule, counted in updates."""
+    """AdamW with decoupled weight decay and a schedule, counted in updates."""
 
     lr: float = Field(4e-3, gt=0, le=MAX_LR)
     min_lr: float = Field(1e-5, ge=0)
@@ -55,7 +55,6 @@ class Optim(Section):
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     weight_decay: float = Field(0.1, ge=0, le=MAX_LR)
     grad_clip: float = Field(1.0, ge=0)  # 0: off
-    name: Literal["adamw", "muon"] = "adamw"  # muon: for matrices, AdamW for the rest
 
     @model_validator(mode="after")
     def _floor_below_peak(self) -> Self:

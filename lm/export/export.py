@@ -37,8 +37,7 @@ def export(
 ) -> Path:
     """Write weights (fp32 safetensors), config, tokenizer and code to `out`.
 
-    `AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)` then works without `lm`. A
-    stack of Mamba layers is written as transformers' own class, without code.
+    `AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)` then works without `lm`.
 
     Args:
         run_dir: The run's folder.
@@ -58,7 +57,6 @@ def export(
     from lm.export import model_card
     from lm.export.decoding import check_decoding
     from lm.runs.run_dir import RunDir
-    from lm.training.foreign import as_transformers
     from lm.training.trained import load_trained
 
     run, out = RunDir(run_dir), Path(out)
@@ -74,7 +72,7 @@ def export(
         start = read_json(run.init_from, ("path", "what"))
         origin += f" It began with weights of {Path(start['path']).name} ({start['what']})."
     return write_export(
-        as_transformers(trained.model),
+        trained.model,
         out,
         run.tokenizer,
         trained.config.name,
@@ -149,11 +147,8 @@ def write_export(
     logging.disable_progress_bar()
     out, source = Path(out), source or {"name": name}
     check_place(out, source, overwrite)
-    is_ours = type(model).__module__.startswith("lm.")  # not a class of transformers
     mixers = own_mixers(model)
     own_files = mixer_files(mixers)
-    if is_ours:
-        _map_auto_classes(model)
     if own_files:
         origin += f" Its mixer is its author's own and travels along: {', '.join(own_files)}."
     with writing(out):
@@ -161,12 +156,12 @@ def write_export(
     out.parent.mkdir(parents=True, exist_ok=True)
     with draft(out) as folder:
         new = folder / "export"
+        _map_auto_classes(model)
         model.save_pretrained(new)
         for weights in new.glob("*.safetensors"):  # safetensors makes them for the user alone
             shutil.copymode(new / "config.json", weights)
         write_mixers(new, mixers, own_files)
-        if is_ours:
-            write_kernels(new)
+        write_kernels(new)
         for file in Path(tokenizer).iterdir() if tokenizer else ():
             if file.name not in (RECORD, SUMS):
                 shutil.copy(file, new)

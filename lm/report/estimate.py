@@ -7,19 +7,17 @@ measured memory of this machine next to the formula.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from lm.common.cards import GIB, Card
 from lm.config.model import Model
-from lm.config.schema import Config, Optim
+from lm.config.schema import Config
 from lm.model.fields import KINDS, Layer, parse
 from lm.model.modeling_fprnn import LOSS_CHUNK_TOKENS
 from lm.training.build import build_model, stacked
 from lm.training.deepspeed_json import bucket_size, deepspeed_config
-from lm.training.optim import matrices
 
 MOST_GATHERED = 1_000_000_000  # parameters that ZeRO-3 keeps whole (stage3_max_live_parameters)
 # CUDA's context, the workspaces of cuBLAS and the channels of NCCL: assumed, not measured.
@@ -62,15 +60,11 @@ class Sizes(NamedTuple):
     Attributes:
         parameters: All.
         embedding: In the embedding.
-        sent_low: With gradients that DeepSpeed sends in bf16.
-        by_muon: Updated by Muon, with one moment where AdamW has two.
         largest: In the largest tensor.
     """
 
     parameters: int
     embedding: int
-    sent_low: int = 0
-    by_muon: int = 0
     largest: int = 0
 
 
@@ -99,26 +93,11 @@ def on_the_meta_device(cfg: Config, vocab_size: int) -> torch.nn.Module:
         return build_model(cfg, vocab_size)
 
 
-def sizes(
-    model: torch.nn.Module, low_precision: Sequence[str] = (), optim: Optim | None = None
-) -> Sizes:
-    """Return the sizes of a model, which may lie on the meta device.
-
-    Args:
-        low_precision: Classes of `torch.nn` whose gradients DeepSpeed sends in bf16.
-        optim: Settings of the optimizer; None: AdamW.
-    """
-    low: dict[int, int] = {}
-    classes = [getattr(torch.nn, name.rpartition(".")[2]) for name in low_precision]
-    for module in model.modules():
-        if module.__class__ in classes:
-            low |= {id(p): p.numel() for p in module.parameters(recurse=False)}
-    muon = matrices(model) if optim is not None and optim.name == "muon" else ()
+def sizes(model: torch.nn.Module) -> Sizes:
+    """Return the sizes of a model, which may lie on the meta device."""
     return Sizes(
         parameters=sum(p.numel() for p in model.parameters()),
         embedding=model.get_input_embeddings().weight.numel(),
-        sent_low=sum(low.values()),
-        by_muon=sum(p.numel() for name, p in model.named_parameters() if name in muon),
         largest=max(p.numel() for p in model.parameters()),
     )
 
@@ -169,7 +148,7 @@ def memory(
     zero = deepspeed_config(cfg, world_size, card.on_gpu)["zero_optimization"]
     stage = zero["stage"] if stage is None else stage
     whole = 4.0 * of.parameters
-    share, moments = whole / world_size, 2 * whole - 4.0 * of.by_muon
+    share, moments = whole / world_size, 2 * whole
     # 1. What every update holds.
     held = {
         "weights": share if stage == 3 else whole,
@@ -204,17 +183,16 @@ def memory(
 def _buffers(zero: dict, stage: int, ranks: int, of: Sizes) -> float:
     """Return the bytes of DeepSpeed's communication buffers on a rank.
 
-    There is one buffer for each dtype that is sent. Under ZeRO-1 and 2 with `overlap_comm`,
-    DeepSpeed fills a second one of each dtype while it sends the first.
+    Under ZeRO-1 and 2 with `overlap_comm`, DeepSpeed fills a second one while it sends the first.
     """
     if stage == 0:
         return 0.0
     size = zero.get("reduce_bucket_size", bucket_size(of.parameters, of.largest))
     if stage < 3:
-        return size * 4.0 * (2 if of.sent_low else 1) * (2 if zero["overlap_comm"] else 1)
+        return size * 4.0 * (2 if zero["overlap_comm"] else 1)
     gathered = zero.get("stage3_max_live_parameters", MOST_GATHERED)
     whole = 4.0 * min(of.parameters, gathered) if ranks > 1 else 0.0
-    return size * (6.0 if of.sent_low else 4.0) + whole
+    return size * 4.0 + whole
 
 
 def limit(card: Card, world_size: int) -> float:
@@ -225,7 +203,7 @@ def limit(card: Card, world_size: int) -> float:
 def checkpoint_bytes(of: Sizes, stage: int) -> float:
     """Return the bytes of a checkpoint over all ranks, in fp32.
 
-    It holds the weights, under ZeRO-1 and 2 twice, and AdamW's two moments (Muon's one).
+    It holds the weights, under ZeRO-1 and 2 twice, and AdamW's two moments.
     """
     weights = 1 + (stage in (1, 2))
-    return 4.0 * (of.parameters * (weights + 2) - of.by_muon)
+    return 4.0 * of.parameters * (weights + 2)

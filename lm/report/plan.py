@@ -24,7 +24,7 @@ from lm.report.estimate import Sizes, on_the_meta_device, sizes
 from lm.runs.run_dir import RunDir
 from lm.training import init_from
 from lm.training.build import vocabulary, with_built_in_mixers
-from lm.training.deepspeed_json import deepspeed_config, highest_stage, low_precision_modules
+from lm.training.deepspeed_json import deepspeed_config
 from lm.training.optim import described as described_optimizer
 
 if TYPE_CHECKING:
@@ -240,7 +240,7 @@ def plan(cfg: Config, at: Where | int) -> dict:
     model = on_the_meta_device(cfg, vocab_size)
     layers = layers_of(cfg, model, at.card.on_gpu)
     solved = settled_schedule(cfg, layers)
-    counted = sizes(model, low_precision_modules(deepspeed_config(cfg, at.world_size)), cfg.optim)
+    counted = sizes(model)
     tokens = cfg.train.steps * cfg.tokens_per_step(at.world_size)
     # An update against the adversary is a second pass.
     trained = (cfg.train.steps + cfg.updates_against) * cfg.tokens_per_step(at.world_size)
@@ -272,7 +272,7 @@ def _planned_memory(cfg: Config, at: Where, counted: Sizes, vocab_size: int) -> 
     """Return the bytes on a GPU and on the disk."""
     stage = deepspeed_config(cfg, at.world_size)["zero_optimization"]["stage"]
     known = at.world_size, at.card, counted, vocab_size
-    stages = {s: estimate.memory(cfg, *known, stage=s) for s in range(highest_stage(cfg) + 1)}
+    stages = {s: estimate.memory(cfg, *known, stage=s) for s in range(4)}
     needed, limit = estimate.memory(cfg, *known), estimate.limit(at.card, at.world_size)
     return {
         "zero_stage": stage,

@@ -4,120 +4,69 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import NamedTuple
 
 import torch
 
-PARTS = ("data", "forward", "solve", "backward", "optimizer", "other")
-
-
-class Mark(NamedTuple):
-    """Where one part ends and the next begins."""
-
-    part: str | None  # that begins here; None: time that is no update's
-    when: float | torch.cuda.Event
+PARTS = ("data", "forward", "solve", "backward", "optimizer")
 
 
 class UpdateTimes:
     """Seconds that updates spend in each of PARTS.
 
-    There is a mark wherever one part ends and another begins, and the time between two marks
-    belongs to the part that the first one names: no time is counted twice, none is lost. On a CPU
-    a mark is a reading of the clock. A GPU works behind the host that orders the work, so there a
-    mark is an event in the device's stream: a part has the seconds between its first and last
-    order being reached, those included in which the device had nothing to do. Nothing waits for an
-    event: those that the device has passed are read after an update, the rest by `read`.
+    On a CPU the clock is read where a part begins and ends. A GPU works behind the host that orders
+    the work, so there an event in the device's stream is recorded: a part has the seconds between
+    its first and last order being reached. Only `read` waits for events.
     """
 
-    def __init__(self, device: torch.device | str, solves: bool = False):
-        """solves: whether there are solves to tell from the rest of a forward pass."""
+    def __init__(self, device: torch.device | str):
         self.on_gpu = torch.device(device).type == "cuda"
-        self.solves = solves
         self.updates = 0
-        self._part = "other"
-        self._marks: deque[Mark] = deque()
-        self._seconds: dict[str | None, float] = defaultdict(float)
-
-    def skip(self) -> None:
-        """What has happened since the last update is part of none: a validation, a checkpoint."""
-        if self._marks:
-            self._marks[-1] = self._marks[-1]._replace(part=None)
-        self._mark("other")
+        self._part: str | None = None
+        self._spans: list[tuple] = []  # (part, where it began, where it ended)
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What happens within is of this part; of what is around it where it ends."""
-        around, self._part = self._part, name
-        self._mark(name)
+        """Count the time within as this part's."""
+        outer, self._part = self._part, name
+        begun = self._mark()
         try:
             with torch.profiler.record_function(name):  # its name in a profile (`log.profile`)
                 yield
         finally:
-            self._part = around
-            self._mark(around)
+            self._spans.append((name, begun, self._mark()))
+            self._part = outer
 
     def solving(self) -> AbstractContextManager[None]:
-        """The context of a solve. One in a backward pass, of a layer that is computed again, is
-        part of that; one in a validation is no update's."""
-        return self.part("solve") if self._part == "forward" else _unnamed
+        """Return the context of a solve. One in a backward pass, of a layer that is computed again,
+        is part of that; one in a validation is no update's."""
+        return self.part("solve") if self._part == "forward" else contextlib.nullcontext()
 
     def end_update(self) -> None:
-        """An update has ended. What follows is "other", and the next one's, or nobody's after a
-        `skip`."""
-        self._mark("other")
+        """Count an update."""
         self.updates += 1
-        self._settle()
 
     def read(self) -> dict[str, float]:
-        """Seconds per update in each part, mean over the updates since the last reading; {} of
-        none. Together they are what an update takes. "forward" is without "solve", which is
-        absent where nothing is solved."""
-        if self._marks:
-            _wait_for(self._marks[-1])
-        self._settle()
-        updates, seconds = self.updates, self._seconds
-        self.updates, self._seconds = 0, defaultdict(float)
-        if not updates:
-            return {}
-        return {
-            part: float(f"{seconds[part] / updates:.6g}")
-            for part in PARTS
-            if part != "solve" or self.solves
-        }
+        """Return seconds per update in each part, mean over the updates since the last reading.
 
-    def _mark(self, part: str) -> None:
-        if self.on_gpu:
-            when = torch.cuda.Event(enable_timing=True)
-            when.record()
-        else:
-            when = time.perf_counter()
-        self._marks.append(Mark(part, when))
+        "forward" is without "solve", which is absent where nothing is solved.
+        """
+        if self.on_gpu and self._spans:
+            self._spans[-1][2].synchronize()
+        seconds = dict.fromkeys(PARTS, 0.0)
+        for name, begun, ended in self._spans:
+            seconds[name] += begun.elapsed_time(ended) / 1000 if self.on_gpu else ended - begun
+        seconds["forward"] -= seconds["solve"]
+        if not seconds["solve"]:
+            del seconds["solve"]
+        updates = max(1, self.updates)
+        self.updates, self._spans = 0, []
+        return {name: float(f"{value / updates:.6g}") for name, value in seconds.items()}
 
-    def _settle(self) -> None:
-        """Add up what lies between marks that are passed; the last one stays, where the next part
-        begins."""
-        marks = self._marks
-        while len(marks) > 1 and _is_passed(marks[1]):
-            begun = marks.popleft()
-            self._seconds[begun.part] += _seconds_between(begun, marks[0])
-
-
-def _wait_for(mark: Mark) -> None:
-    if not isinstance(mark.when, float):
-        mark.when.synchronize()
-
-
-def _is_passed(mark: Mark) -> bool:
-    return isinstance(mark.when, float) or mark.when.query()
-
-
-def _seconds_between(begun: Mark, ended: Mark) -> float:
-    if isinstance(begun.when, float):
-        return ended.when - begun.when
-    return begun.when.elapsed_time(ended.when) / 1000
-
-
-_unnamed = contextlib.nullcontext()
+    def _mark(self) -> float | torch.cuda.Event:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +34,6 @@ def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
             than were exported; a weight that is missing, unknown to the model, of another shape,
             or not finite. transformers itself would go on with random values.
     """
-    import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -63,14 +63,19 @@ def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
         logging.set_verbosity(verbosity)
         if bars:
             logging.enable_progress_bar()
+    kinds = {
+        "missing": found["missing_keys"],
+        "unknown to the model": found["unexpected_keys"],
+        "of another shape than config.json says": [
+            f"{name} {list(saved)}, not {list(ours)}"
+            for name, saved, ours in found["mismatched_keys"]
+        ],
+        "NaN or infinite": [n for n, p in model.named_parameters() if not p.isfinite().all()],
+    }
     wrong = [
-        *_named("missing", found["missing_keys"]),
-        *_named("unknown to the model", found["unexpected_keys"]),
-        *_named("of another shape than config.json says", _misshapen(found["mismatched_keys"])),
-        *_named(
-            "NaN or infinite",
-            [name for name, p in model.named_parameters() if not torch.isfinite(p).all()],
-        ),
+        f"{len(names)} weight{'s' * (len(names) > 1)} {kind} ({first_names(names)})"
+        for kind, names in kinds.items()
+        if names
     ]
     if wrong:
         raise LoadError(
@@ -108,10 +113,10 @@ def _foreign_code(error: Exception, path: Path | str) -> LoadError | None:
         return None
     if not _is_here(path):
         return LoadError(f"{path} runs code of its own, and code from the hub is never run here")
-    files = sorted(file.name for file in Path(path).glob("*.py"))
-    shown = ", ".join(files[:SHOWN]) + (", …" if len(files) > SHOWN else "")
+    files = [file.name for file in Path(path).glob("*.py")]
+    shown = first_names(files) or "named in its JSON files"
     return LoadError(
-        f"{path} runs code of its own ({shown or 'named in its JSON files'}), which nothing here"
+        f"{path} runs code of its own ({shown}), which nothing here"
         " has checked: --trust (in Python trust=True) runs it, once you know whose it is"
     )
 
@@ -138,15 +143,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def _misshapen(mismatched) -> list[str]:
-    """("name", saved shape, the model's) … as text."""
-    return [f"{name} {list(saved)}, not {list(ours)}" for name, saved, ours in mismatched]
-
-
-def _named(what: str, names) -> list[str]:
-    """["2 weights missing: a, b"], or [] where there are none."""
+def first_names(names: Iterable[str]) -> str:
+    """Return the first of sorted names, for a message."""
     names = sorted(names)
-    if not names:
-        return []
-    shown = ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
-    return [f"{len(names)} weight{'s' * (len(names) > 1)} {what} ({shown})"]
+    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")

@@ -8,7 +8,7 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from lm.common.console import say
 from lm.common.files import write_text, writing
@@ -18,14 +18,13 @@ from lm.runs.run_dir import RunDir
 
 # Where wandb and TensorBoard show a record's key; one that is not here is of the training.
 GROUPS = {
-    "solver": ("adjoint", "evaluations", *SHARES, "residual"),
+    "solver": ("adjoint", "evaluations", "probe", *SHARES, "residual"),
     "time": ("breakdown", "checkpoint", "imbalance", "mfu", "seconds", "spent", "tokens_per_s"),
-    "validation": ("baselines", "baselines_of_sources", "over_lengths"),
+    "validation": ("baselines", "over_lengths"),
     "data": ("curriculum", "data_epochs", "data_share"),
 }
-GROUP_OF = {key: group for group, keys in GROUPS.items() for key in keys}
-# Mappings that are a group themselves.
-WHOLE = {"probe": "solver", "valid": "validation", "validation": "validation"}
+NAMES = {key: f"{group}/{key}" for group, keys in GROUPS.items() for key in keys}
+NAMES |= {"valid": "validation", "validation": "validation"}
 MOST_LAYERS = 6  # whose numbers are shown one by one
 
 
@@ -82,39 +81,28 @@ def iterations(record: dict) -> str:
 
 
 def grouped(record: dict) -> dict[str, float]:
-    """The numbers of a record under the names that wandb and TensorBoard have them by: train/loss,
-    validation/perplexity, solver/layer0/residual, solver/layer0/probe/num_iters/mean,
-    time/tokens_per_s. What is no number is left out."""
-    numbers: dict[str, float] = {}
-    for key, value in record.items():
-        if key in ("step", "layers"):
-            continue
-        if key == "probe":
-            layers = value.get("layers")
-            _put(numbers, "solver", {"probe": value}, layers)
-        elif key in WHOLE:
-            _put(numbers, WHOLE[key], value, None)
-        else:
-            _put(numbers, GROUP_OF.get(key, "train"), {key: value}, record.get("layers"))
-    return numbers
+    """Return the numbers of a record under the names that wandb and TensorBoard have them by.
 
-
-def _put(numbers: dict, group: str, value, layers: list[int] | None, name: str = "") -> None:
-    """A nested value by names of one group.
-
-    Args:
-        layers: which layers a list has numbers of; None: all, from 0 on.
-        name: of the value within its group, "" of the group itself.
+    Such as train/loss, validation/perplexity, time/tokens_per_s, solver/residual/layer0 and
+    solver/probe/num_iters/mean/layer0. Values that are no numbers are left out.
     """
-    if isinstance(value, dict):
-        for key, below in value.items():
-            if key != "layers":
-                _put(numbers, group, below, layers, f"{name}/{key}")
-    elif isinstance(value, list):
-        for layer, number in zip(layers or range(len(value)), value):
-            _put(numbers, f"{group}/layer{layer}", number, None, name)
-    elif isinstance(value, int | float):
-        numbers[group + name] = value
+    numbers: dict[str, float] = {}
+
+    def put(name: str, value: Any, layers: list[int] | None) -> None:
+        if isinstance(value, dict):
+            for key, below in value.items():
+                if key != "layers":
+                    put(f"{name}/{key}", below, value.get("layers", layers))
+        elif isinstance(value, list):
+            for layer, number in zip(layers or range(len(value)), value):
+                put(f"{name}/layer{layer}", number, None)
+        elif isinstance(value, int | float):
+            numbers[name] = value
+
+    for key, value in record.items():
+        if key not in ("step", "layers"):
+            put(NAMES.get(key, f"train/{key}"), value, record.get("layers"))
+    return numbers
 
 
 Result = TypeVar("Result")

@@ -23,6 +23,25 @@ Gather = Callable[[torch.Tensor], torch.Tensor]  # concatenates over ranks, alon
 SHARES = ("failed", "bisected", "limited")
 FAILED_SHARE = 0.001  # of a layer's tokens: more that were not solved are warned about
 ILL_SHARE = 0.01  # likewise of those that were bisected, or whose gradient may be limited
+# What a solve counts → largest share without a warning, the problem, its consequence.
+PROBLEMS = {
+    "failed": (
+        FAILED_SHARE,
+        "the token's equation was not solved",
+        "so what the layer gave there is not its solution",
+    ),
+    "bisected": (
+        ILL_SHARE,
+        "the token's equation has a solution that its iteration does not come to",
+        "so it was bisected, and a small change of the input may lead to another",
+    ),
+    "limited": (
+        ILL_SHARE,
+        "the token's equation is nearly singular",
+        "so the gradient may be shortened there",
+    ),
+}
+CURES = "train with model.contractive: 0.9, or begin near the identity (model.mixer_gate_start: -3)"
 ELSEWHERE_SHARE = 0.01  # above it ℓ* of a layer is marked: it does not belong to the layer's answer
 ELSEWHERE = "†"
 ELSEWHERE_NOTE = (
@@ -188,36 +207,14 @@ def failures(measured: dict, solver: dict | str) -> dict[int, str]:
     """
     if not isinstance(solver, dict) or solver.get("token") != "exact":
         return {}
-    cures = (
-        "train with model.contractive: 0.9, or begin near the identity (model.mixer_gate_start: -3)"
-    )
-    kinds = {
-        "failed": (
-            FAILED_SHARE,
-            "the token's equation was not solved",
-            "so what the layer gave there is not its solution",
-        ),
-        "bisected": (
-            ILL_SHARE,
-            "the token's equation has a solution that its iteration does not come to",
-            "so it was bisected, and a small change of the input may lead to another",
-        ),
-        "limited": (
-            ILL_SHARE,
-            "the token's equation is nearly singular",
-            "so the gradient may be shortened there",
-        ),
-    }
-    said: dict[int, str] = {}
     numbers = measured.get("layers")
-    for name, (most, what, therefore) in kinds.items():
-        for layer, share in enumerate(measured.get(name, [])):
-            if share > most and layer not in said:
-                said[layer] = (
-                    f"{what} for {share:.2%} of the tokens of layer"
-                    f" {numbers[layer] if numbers else layer} (more than {most:.1%}), {therefore}:"
-                    f" {cures}"
-                )
+    said: dict[int, str] = {}
+    for name, (most, problem, consequence) in PROBLEMS.items():
+        for place, share in enumerate(measured.get(name, [])):
+            if share > most:
+                layer = numbers[place] if numbers else place
+                shares = f"{share:.2%} of the tokens of layer {layer} (more than {most:.1%})"
+                said.setdefault(place, f"{problem} for {shares}, {consequence}: {CURES}")
     return said
 
 

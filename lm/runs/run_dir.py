@@ -141,19 +141,17 @@ class RunDir:
             raise RunDirError(f"{self} has no result.json: training is unfinished")
         return printable(read_json(self.result, keys))
 
-    def write_failure(self, sentence: str, exit_status: int) -> None:
-        """Leave word of why a run stopped, for `fprnn status`; taken back by `claim`."""
-        masked = mask_credentials(sentence)
-        write_json(self.failure, {"sentence": masked, "exit_code": exit_status})
+    def write_failure(self, error: Exception, is_main: bool = True) -> None:
+        """Write why a run stopped, for `fprnn status`; `claim` deletes it.
 
-    def leave_word(self, error: Exception, is_main: bool) -> None:
-        """failure.json, for whoever looks at the run from outside: rank 0's, unless another rank
-        knows better and was first."""
+        Rank 0 does, unless another rank knows better and was first.
+        """
         if isinstance(error, LeaseError) or self.failure.exists():
             return
         if is_main or isinstance(error, DivergedAlone):
+            masked = mask_credentials(sentence(error) or repr(error))
             with contextlib.suppress(Exception):  # the disk may be what failed
-                self.write_failure(sentence(error) or repr(error), exit_status(error))
+                write_json(self.failure, {"sentence": masked, "exit_code": exit_status(error)})
 
     def _take(self, cfg: Run, overwrite: bool, say: Callable[[str], None]) -> None:
         if self.holds_run and not overwrite and self.is_started:

@@ -197,31 +197,21 @@ def validation_of(result: dict) -> dict | None:
 
 
 def reached_by(result: dict) -> str:
-    """What a result says: the validation of a language model, else the updates."""
-    reached = validation_of(result)
-    if reached is None:
-        text = f"{result['updates']} updates"
-    else:
-        text = f"validation loss {reached['loss']:.4f}, perplexity {reached['perplexity']:.2f}"
-        if is_number(bits := reached.get("bits_per_byte")):
-            text += f", {bits:.4f} bits per byte"
+    """Return what a result says of the training, in words."""
     seconds = result.get("training_seconds")
-    return f"{text}, trained {duration(seconds)}" if is_number(seconds) else text
+    trained = f", trained {duration(seconds)}" if is_number(seconds) else ""
+    return f"{result['updates']} updates{trained}"
 
 
 def is_held(run: RunDir, lease: dict, now: float) -> bool:
-    """Whether the process that a run's lease names is at work.
+    """Return whether the process that a run's lease names is at work: it touches the file.
 
     Args:
-        lease: what lease.json holds. now: Unix seconds.
+        lease: Content of lease.json.
+        now: Unix seconds.
     """
-    return is_alive(lease) is not False and is_fresh(run.lease, now)
-
-
-def is_fresh(path: Path, now: float) -> bool:
-    """Whether the holder of a lease lives: it touches the file."""
-    beat = _written(path)
-    return beat is not None and abs(now - beat) <= FRESH_S
+    beat = _written(run.lease)
+    return is_alive(lease) is not False and beat is not None and abs(now - beat) <= FRESH_S
 
 
 def _written(path: Path) -> float | None:

@@ -15,6 +15,12 @@ from lm.config.schema import Config
 # Numbers of a gradient buffer. Four buffers of the 160M model: large enough for a network's full
 # bandwidth, and a part is sent while the next is computed.
 MAX_BUCKET = 50_000_000
+# Keys of DeepSpeed's → our key that decides them.
+DECIDED = {
+    "optimizer": "optim",
+    "scheduler": "optim.schedule",
+    "torch_autocast": "train.precision",
+}
 
 
 def _merge(base: dict, over: dict) -> dict:
@@ -74,14 +80,20 @@ def deepspeed_config(cfg: Config, world_size: int, on_gpu: bool | None = None) -
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
     }
-    if t.precision == "bf16":  # fp32 weights; matrix products in bf16
-        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    if t.precision == "bf16":
+        # Weights in fp32, matrix products in bf16. DeepSpeed's default of the last key is every
+        # linear layer: it rounds their gradients to bf16 before it accumulates and sums them.
+        config["torch_autocast"] = {
+            "enabled": True,
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],
+        }
     own = _own(cfg)
-    for key, section in (("optimizer", "optim"), ("scheduler", "optim.schedule")):
+    for key, decides in DECIDED.items():
         if key in own:
             raise ConfigError(
-                f"engine.deepspeed sets {key}, which DeepSpeed would leave unused, since it is"
-                f" given that of `{section}`: leave it out, and set `{section}`"
+                f"engine.deepspeed sets {key}, and `{decides}` decides it: leave it out, and set"
+                f" `{decides}`"
             )
     _check_kinds(config, own)
     merged = _merge(config, own)
@@ -107,7 +119,11 @@ def deepspeed_config(cfg: Config, world_size: int, on_gpu: bool | None = None) -
             f"engine.deepspeed sets the stage of zero_optimization to {zero['stage']!r}: it must be"
             " one of 0, 1, 2, 3"
         )
-    _settle_autocast(merged)
+    if "communication_data_type" in merged and t.precision == "bf16" and zero["stage"] != 0:
+        raise ConfigError(
+            "engine.deepspeed sets communication_data_type, which DeepSpeed does not use under"
+            " autocast and ZeRO: leave it out to send gradients in fp32"
+        )
     if '"auto"' in json.dumps(merged):
         raise ConfigError(
             'engine.deepspeed holds "auto", which only the HuggingFace Trainer fills in: give'
@@ -132,52 +148,6 @@ def _check_kinds(ours: dict, own: dict, section: str = "") -> None:
             )
 
 
-def low_precision_modules(config: dict) -> list[str]:
-    """Return the classes of modules whose gradients DeepSpeed rounds to bf16 and sends so.
-
-    Args:
-        config: DeepSpeed's JSON, as `deepspeed_config` returns it.
-    """
-    return config.get("torch_autocast", {}).get("lower_precision_safe_modules", [])
-
-
-def _settle_autocast(config: dict) -> None:
-    """Have gradients accumulated and summed in fp32, unless `engine.deepspeed` names classes.
-
-    DeepSpeed's default is every linear layer: it rounds their gradients to bf16 before it
-    accumulates and sums them, and under ZeRO-3 their weights before it gathers them.
-
-    Args:
-        config: DeepSpeed's JSON, which this changes.
-
-    Raises:
-        ConfigError: A name is not a class of `torch.nn` (DeepSpeed imports each, and a YAML must
-            not run code), or `communication_data_type` is set where DeepSpeed ignores it.
-    """
-    if "torch_autocast" not in config:
-        return
-    autocast = config["torch_autocast"]
-    is_mapping = isinstance(autocast, dict)
-    names = autocast.setdefault("lower_precision_safe_modules", []) if is_mapping else None
-    if not isinstance(names, list) or not all(_is_torch_module(name) for name in names):
-        raise ConfigError(
-            f"engine.deepspeed sets torch_autocast to {autocast!r}: it must be a mapping, and its"
-            " lower_precision_safe_modules a list of classes of torch.nn, such as [torch.nn.Linear]"
-        )
-    if "communication_data_type" in config and config["zero_optimization"]["stage"] != 0:
-        raise ConfigError(
-            "engine.deepspeed sets communication_data_type, which DeepSpeed does not use under"
-            " autocast and ZeRO: leave it out to send gradients in fp32, or set torch_autocast:"
-            " {lower_precision_safe_modules: [torch.nn.Linear]} to round those of linear layers to"
-            " bf16"
-        )
-
-
-def _is_torch_module(name: object) -> bool:
-    package, _, kind = str(name).rpartition(".")
-    return package == "torch.nn" and isinstance(getattr(torch.nn, kind, None), type)
-
-
 def bucket_size(parameters: int, largest: int) -> int:
     """Return how many numbers DeepSpeed's gradient buffer holds.
 
@@ -196,57 +166,23 @@ def layout(cfg: Config, world_size: int) -> dict[str, int]:
     return {"world_size": world_size, "zero_stage": stage}
 
 
-def highest_stage(cfg: Config) -> int:
-    """The highest ZeRO stage that a run can have: 3 has no whole matrix."""
-    return 2 if cfg.optim.name == "muon" else 3
-
-
-def _low_precisions(config: dict) -> list[str]:
-    """The sections of DeepSpeed's JSON that make the weights themselves fp16 or bf16."""
-    kinds = ("fp16", "bf16", "bfloat16")
-    for kind in kinds:
-        if not isinstance(config.get(kind, {}), dict):
-            raise ConfigError(
-                f"engine.deepspeed sets {kind} to {config[kind]!r}: it must be a mapping, as in"
-                f" {{{kind}: {{enabled: true}}}}"
-            )
-    return [kind for kind in kinds if config.get(kind, {}).get("enabled")]
-
-
 def check_device(config: dict) -> None:
-    """Raises ConfigError for weights in fp16 on a CPU, which DeepSpeed refuses by a traceback.
+    """Refuse weights in fp16 on a CPU, which DeepSpeed refuses by a traceback.
 
     Args:
-        config: what `deepspeed_config` has made of a configuration.
+        config: DeepSpeed's JSON, as `deepspeed_config` returns it.
+
+    Raises:
+        ConfigError: They are asked for, or `fp16` is no mapping.
     """
-    if "fp16" in _low_precisions(config) and not torch.cuda.is_available():
+    fp16 = config.get("fp16", {})
+    if not isinstance(fp16, dict):
+        raise ConfigError(
+            f"engine.deepspeed sets fp16 to {fp16!r}: it must be a mapping, as in {{fp16:"
+            " {enabled: true}}"
+        )
+    if fp16.get("enabled") and not torch.cuda.is_available():
         raise ConfigError(
             "engine.deepspeed sets fp16.enabled, which needs a GPU, and there is none: leave it"
             " out (train.precision: bf16 and fp32 run on a CPU)"
-        )
-
-
-def check_muon(cfg: Config, config: dict) -> None:
-    """Raises ConfigError where Muon would not get whole matrices.
-
-    Args:
-        config: what `deepspeed_config` has made of cfg.
-    """
-    if cfg.optim.name != "muon":
-        return
-    zero = config["zero_optimization"]
-    if zero["stage"] == 3:
-        raise ConfigError(
-            "optim.name is muon, which steps whole matrices, and ZeRO-3 has cut them apart: use"
-            " engine.zero_stage 0, 1 or 2 with it"
-        )
-    where = None
-    if zero.get("offload_optimizer"):
-        where = "zero_optimization.offload_optimizer"
-    for kind in _low_precisions(config):
-        where = f"{kind}.enabled"
-    if where:
-        raise ConfigError(
-            f"engine.deepspeed sets {where}, under which Muon was never compared with itself on one"
-            " process: leave it out (train.precision: bf16 is possible), or use optim.name adamw"
         )

@@ -36,7 +36,6 @@ from lm.model.state import Adversary
 from lm.runs.checkpoint import read_state
 from lm.runs.clock import UpdateTimes
 from lm.training.deepspeed_json import bucket_size, deepspeed_config
-from lm.training.muon import MatricesAndRest, Piece
 from lm.training.optim import lr_factor, optimizer
 
 if TYPE_CHECKING:
@@ -288,13 +287,11 @@ class Engine:
                 ),
                 config=self.config,
             )
-        if isinstance(self.base_optimizer, MatricesAndRest) and self.zero_stage:
-            self._lay_out_matrices()
         kappa = cfg.train.adversary
         self._adversary = Adversary(self.deepspeed.module, kappa) if kappa else None
         self._solves = hasattr(model, "passes") and bool(model.fixed_point_blocks())
         self._noise_generators: list[torch.Generator] | None = None  # of this micro-batch
-        self.times = UpdateTimes(ranks.device, self._solves)
+        self.times = UpdateTimes(ranks.device)
         _limit_collectives(_limit_of_collectives(cfg), ranks.objects)
 
     @property
@@ -525,17 +522,14 @@ class Engine:
         ZeRO stage. The model had its weights before this engine was made.
 
         Args:
-            moments: {"exp_avg", "exp_avg_sq" and, of Muon, "momentum_buffer": {parameter name: its
-                shape}}, each of the parameters that have it.
+            moments: {"exp_avg", "exp_avg_sq": {parameter name: tensor of its shape}}.
             adamw_steps: that AdamW has made: updates, without those that were skipped.
         """
         on_gpu = self.ranks.device.type == "cuda"  # where AdamW is fused
         for flat, parts in self._optimizer_parts():
-            own = {k: v for k, v in moments.items() if all(name in v for name, _, _ in parts)}
-            state = {}
-            if "exp_avg" in own:
-                state["step"] = torch.tensor(adamw_steps, device=flat.device if on_gpu else "cpu")
-            for key, whole in own.items():
+            steps = torch.tensor(adamw_steps, device=flat.device if on_gpu else "cpu")
+            state = {"step": steps}
+            for key, whole in moments.items():
                 state[key] = torch.zeros_like(flat)
                 for name, target, source in parts:
                     # Past the end of `whole` there is a partition's padding.
@@ -554,14 +548,6 @@ class Engine:
             scheduler.state_dict()
             | {"last_epoch": updates, "_step_count": updates + 1, "_last_lr": rates}
         )
-
-    def _lay_out_matrices(self) -> None:
-        shapes = {name: p.shape for name, p in self.deepspeed.module.named_parameters()}
-        pieces = {
-            flat: [Piece(shapes[name], place, part) for name, place, part in parts]
-            for flat, parts in self._optimizer_parts()
-        }
-        self.base_optimizer.laid_out(pieces, self.ranks.world_size, self.ranks.rank)
 
     def _optimizer_parts(self) -> Iterator[tuple[torch.Tensor, list[tuple[str, slice, slice]]]]:
         """(a tensor that is stepped, [(parameter name, slice of that tensor, slice of the whole

@@ -1,4 +1,4 @@
-"""Mamba models of transformers in our terms, and ours in theirs: configuration and names.
+"""Mamba models of transformers in our terms: configuration and names.
 
 Their layers are `mamba` and `mamba2` of lm/model/diagonal.py, whose parameters have the same names,
 shapes and meaning. Of state-spaces' checkpoints the hub has the same ones in this format.
@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm.common.errors import BAD_CONFIG, UserError
-from lm.common.files import parse_json
+from lm.common.files import read_mapping
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
     from lm.model.configuration_fprnn import FPRNNConfig
 
@@ -80,22 +80,9 @@ def check_source_folder(path: Path) -> None:
         )
 
 
-def read_config(folder: Path) -> dict:
-    """Return the config.json of a folder.
-
-    Raises:
-        SourceError: If it is not there, or holds no mapping.
-    """
-    file = Path(folder) / "config.json"
-    try:
-        raw = parse_json(file.read_text(encoding="utf-8"))
-    except OSError:
-        raise SourceError(f"{folder} has no config.json: it holds no model") from None
-    except ValueError as e:  # JSONDecodeError and UnicodeDecodeError
-        raise SourceError(f"{file} is damaged: it is not JSON ({e})") from None
-    if not isinstance(raw, dict):
-        raise SourceError(f"{file} must hold a mapping")
-    return raw
+def model_type(folder: Path) -> str | None:
+    """Return the kind of model that the config.json of a folder names; None if it names none."""
+    return (read_mapping(folder / "config.json") or {}).get("model_type")
 
 
 def tokenizer_folder(folder: Path) -> Path | None:
@@ -121,12 +108,12 @@ def read_folder(folder: Path, shapes_only: bool = False) -> Source:
     from lm.runs.exported import load_model
 
     folder = Path(folder)
-    kind = read_config(folder).get("model_type")
+    kind = model_type(folder)
     if kind not in FIELDS_OF_KIND:
         raise SourceError(
-            f"{folder / 'config.json'} describes {f'a {kind}' if kind else 'no model known here'}:"
-            " it must be mamba or mamba2, as transformers writes them (of state-spaces' models the"
-            " hub has these too, as NAME-hf)"
+            f"{folder} holds no model known here (the model_type of its config.json is {kind}): it"
+            " must be mamba or mamba2, as transformers writes them (of state-spaces' models the hub"
+            " has these too, as NAME-hf)"
         )
     try:
         theirs = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -157,23 +144,18 @@ def source_weights(state: dict, config: FPRNNConfig, path: Path) -> dict:
         path: Folder that the error message names.
 
     Raises:
-        SourceError: If a weight is NaN or infinite, or the head is not the embedding although the
-            configuration ties them.
+        SourceError: If the head is not the embedding although the configuration ties them.
     """
     import torch
 
     weights = {name: t.to(torch.float32) for name, t in state.items()}
-    on_meta = weights[EMBEDDING].is_meta
     if config.tie_embeddings:
-        head = weights.pop(HEAD)
-        if not on_meta and not torch.equal(head, weights[EMBEDDING]):
+        head, embedding = weights.pop(HEAD), weights[EMBEDDING]
+        if not embedding.is_meta and not torch.equal(head, embedding):
             raise SourceError(
                 f"{path}: its config.json says that the head is the embedding, but {HEAD} is not"
                 f" {EMBEDDING}"
             )
-    names = [] if on_meta else [n for n, t in weights.items() if not torch.isfinite(t).all()]
-    if names:
-        raise SourceError(f"the weights in {path} are NaN or infinite: {', '.join(names)}")
     return weights
 
 
@@ -224,40 +206,3 @@ def _unsupported_by_mamba2(c: PretrainedConfig) -> list[str]:
     if not getattr(c, "rms_norm", True):
         wrong.append("it has no gated norm")
     return wrong
-
-
-def as_transformers(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a stack of Mamba, or of Mamba-2, layers as transformers' own class with the same
-    weights. Any other model, and one that resets its state at each document, is returned as it is.
-    """
-    from transformers import AutoModelForCausalLM
-
-    theirs = _mamba_config(model.config)
-    if theirs is None:
-        return model
-    other = AutoModelForCausalLM.from_config(theirs)
-    there, here = IN_LAYERS
-    weights = {name.replace(here, there): t for name, t in model.state_dict().items()}
-    other.load_state_dict(weights)
-    return other.train(model.training)
-
-
-def _mamba_config(c: FPRNNConfig) -> PretrainedConfig | None:
-    """Return the inverse of `config_of_mamba`; None if transformers has no such model."""
-    from transformers import Mamba2Config, MambaConfig
-
-    if c.model_type != "fprnn" or (c.reset_at_eos and c.eos_token_id is not None):
-        return None
-    layers = c.distinct_layers()
-    kind = layers[0].kind
-    if len(layers) > 1 or layers[0].options or kind not in ("mamba", "mamba2"):
-        return None
-    if not isinstance(c.expand, int):  # theirs is a whole number
-        return None
-    fields = {their: getattr(c, our) for their, our in (*FIELDS, *FIELDS_OF_KIND[kind])}
-    fields["max_position_embeddings"] = c.max_position_embeddings
-    if kind == "mamba":
-        return MambaConfig(**fields)
-    if c.ngroups != 1:  # see `_unsupported_by_mamba2`
-        return None
-    return Mamba2Config(num_heads=c.d_inner // c.headdim, **fields)

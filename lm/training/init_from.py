@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 OWN_CODE_ADVICE = "the configuration that you pass must name it as well, which imports it"
-SHOWN = 3  # tokens that a message gives
 
 
 def read(path: str | Path, shapes_only: bool = False) -> Source:
@@ -42,7 +41,7 @@ def read(path: str | Path, shapes_only: bool = False) -> Source:
         return _read_run(RunDir(path), None, shapes_only)
     if (path / MANIFEST).is_file():
         return _read_run(RunDir(path.parent.parent), path, shapes_only)
-    if foreign.read_config(path).get("model_type") not in MODEL_TYPES:
+    if foreign.model_type(path) not in MODEL_TYPES:
         return foreign.read_folder(path, shapes_only)
     model = load_model(path)
     weights = foreign.source_weights(model.state_dict(), model.config, path)
@@ -157,18 +156,17 @@ def _begin(
 
 
 def _other_tokens(source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
-    """In what a source's tokenizer differs from the run's, in words; "" where every token of it has
-    the same number here, or it has none beside it."""
+    """Return the difference of a source's tokenizer from the run's, in words; "" if every token of
+    it has the same number here, or the source has no tokenizer."""
     from lm.runs.exported import load_tokenizer
 
     if source.tokenizer is None:
         return ""
     theirs, ours = load_tokenizer(source.tokenizer).get_vocab(), tokenizer.get_vocab()
-    others = [token for token, number in theirs.items() if ours.get(token) != number]
+    others = theirs.items() - ours.items()
     if not others:
         return ""
-    shown = ", ".join(map(repr, sorted(others)[:SHOWN])) + (", …" if len(others) > SHOWN else "")
     return (
         f"its tokenizer is another: {len(others)} of its {len(theirs)} tokens have another number"
-        f" here, or none ({shown}); tokenizer.name={source.tokenizer} is its own"
+        f" here, or none; tokenizer.name={source.tokenizer} is its own"
     )

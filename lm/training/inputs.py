@@ -24,20 +24,14 @@ def check_inputs(cfg: Config) -> None:
         DataError: As `check_tokenizer` and `check_data`.
     """
     check_resume(cfg.resume)
-    if cfg.init_from is not None and not _continues(cfg):
+    # A run that continues reads nothing of init_from.
+    if cfg.init_from is not None and not Path(cfg.run_dir, "checkpoints").exists():
         check_source_folder(Path(cfg.init_from.path).expanduser())
     own = cfg.engine.deepspeed
     if isinstance(own, str) and not Path(own).is_file():
         raise ConfigError(f"engine.deepspeed: cannot read {own} as JSON: it is no file")
     check_tokenizer(cfg)
     check_data(cfg)
-
-
-def _continues(cfg: Config) -> bool:
-    """Whether a run may continue from a checkpoint, and so reads nothing of `init_from`."""
-    checkpoints = Path(cfg.run_dir, "checkpoints")
-    has_any = checkpoints.is_dir() and any(checkpoints.iterdir())
-    return has_any if cfg.resume == "auto" else cfg.resume != "never"
 
 
 def check_tokenizer(cfg: Config) -> None:

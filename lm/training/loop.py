@@ -137,7 +137,7 @@ class Loop(ABC):
     def log_saves(self) -> None:
         """A record of every checkpoint that was published since the last call."""
         for saved in self.checkpoints.news():
-            self.write({"checkpoint": saved.record()})
+            self.write({"checkpoint": saved})
 
     def _finish_saves(self) -> None:
         self.checkpoints.finish()

@@ -9,11 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from lm.common.errors import ConfigError
 from lm.config.schema import Optim, number_of_updates
 
-# Arguments of torch.optim.Muon, with which a step of a matrix is about as large as AdamW's.
-MUON = {"momentum": 0.95, "nesterov": True, "adjust_lr_fn": "match_rms_adamw"}
-
 EPS = 1e-8  # AdamW's ε, torch's default
-NAMES = {"adamw": "AdamW", "muon": "Muon"}
 
 if TYPE_CHECKING:
     import torch
@@ -22,7 +18,6 @@ if TYPE_CHECKING:
 class Group(NamedTuple):
     """Parameters that are stepped alike."""
 
-    method: str  # "adamw" or "muon"
     decays: bool  # weight decay acts on them
     factor: float  # on the learning rate (optim.lr_factors)
     names: list[str]
@@ -63,36 +58,18 @@ def decays(name: str) -> bool:
     return not (kept or "norm" in owner or owner == "centroids")
 
 
-def matrices(model: torch.nn.Module) -> set[str]:
-    """Names of the parameters that Muon is for: 2-D weights of hidden layers of more than one row
-    and column, where decay acts. Not embedding and head, A_log, norms, gains, biases, convolutions.
-    What a layer stacks in one weight (in_proj: x and z) is one matrix, and of a weight-normalised
-    map the matrix is its direction."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    of_ends = {id(module.weight) for module in ends if module is not None}
-    return {
-        name
-        for name, p in model.named_parameters()
-        if p.requires_grad and p.ndim == 2 and min(p.shape) > 1 and decays(name)
-        if id(p) not in of_ends
-    }
-
-
 def groups(model: torch.nn.Module, optim: Optim) -> list[Group]:
-    """The trainable parameters in the optimizer's groups: with decay and without, and of each those
-    that Muon steps, and those with a factor of their own, apart.
+    """Return the trainable parameters in groups of equal decay and factor on the learning rate.
 
     Raises:
         ConfigError: a pattern of `optim.lr_factors` matches no parameter, or two match one.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     factors = _factors([name for name, _ in named], optim.lr_factors)
-    by_muon = matrices(model) if optim.name == "muon" else set()
     found: dict[tuple, Group] = {}
     for name, p in named:
-        method = "muon" if name in by_muon else "adamw"
-        key = (method, not decays(name), factors.get(name, 1.0))
-        group = found.setdefault(key, Group(method, decays(name), key[2], [], []))
+        key = (not decays(name), factors.get(name, 1.0))
+        group = found.setdefault(key, Group(decays(name), key[1], [], []))
         group.names.append(name)
         group.params.append(p)
     return [found[key] for key in sorted(found)]
@@ -127,7 +104,6 @@ def parameter_groups(model: torch.nn.Module, optim: Optim) -> list[dict]:
     return [
         {
             "params": group.params,
-            "method": group.method,
             "weight_decay": optim.weight_decay if group.decays else 0.0,
             "lr": optim.lr * group.factor,
         }
@@ -136,21 +112,20 @@ def parameter_groups(model: torch.nn.Module, optim: Optim) -> list[dict]:
 
 
 def optimizer(model: torch.nn.Module, optim: Optim, on_gpu: bool) -> torch.optim.Optimizer:
-    """What steps a model: AdamW, or Muon for its matrices and AdamW for the rest.
+    """Return AdamW over the parameters of a model, fused on a GPU.
 
     Raises:
         ConfigError: as `groups`.
     """
     import torch
 
-    taken = parameter_groups(model, optim)
-    adamw = {"lr": optim.lr, "betas": tuple(optim.betas), "eps": EPS}
-    adamw["fused"] = True if on_gpu else None
-    if optim.name == "adamw":
-        return torch.optim.AdamW(taken, **adamw)
-    from lm.training.muon import MatricesAndRest
-
-    return MatricesAndRest(taken, {"lr": optim.lr, **MUON}, adamw)
+    return torch.optim.AdamW(
+        parameter_groups(model, optim),
+        lr=optim.lr,
+        betas=tuple(optim.betas),
+        eps=EPS,
+        fused=True if on_gpu else None,
+    )
 
 
 def optimizer_order(model: torch.nn.Module, optim: Optim) -> list[str]:
@@ -158,32 +133,19 @@ def optimizer_order(model: torch.nn.Module, optim: Optim) -> list[str]:
     return [name for group in groups(model, optim) for name in group.names]
 
 
-def moments(model: torch.nn.Module, optim: Optim) -> dict[str, list[str]]:
-    """What the optimizer keeps of parameters, in their shape: {its key: names of those}."""
-    of_method = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
-    kept: dict[str, list[str]] = {}
-    for group in groups(model, optim):
-        for key in of_method[group.method]:
-            kept.setdefault(key, []).extend(group.names)
-    return kept
-
-
 def signature(optim: Optim) -> dict:
-    """What a checkpoint's manifest says of its optimizer: a state goes on under the same alone."""
-    # With the names that manifests have said it by since these could be set.
-    muon = {"lr": None, "momentum": 0.95, "nesterov": True, "scale": "match_rms_adamw"}
-    return {"lr_factors": optim.lr_factors, "muon": muon if optim.name == "muon" else {}}
+    """Return the settings that a checkpoint's optimizer state is bound to."""
+    return {"lr_factors": optim.lr_factors}
 
 
 def described(model: torch.nn.Module, optim: Optim) -> list[str]:
-    """Return a line for each group that Muon steps, or that has a learning rate of its own."""
+    """Return a line for each group that has a learning rate of its own."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     lines = []
     for group in groups(model, optim):
-        rate = f", learning rate × {group.factor:g}" if group.factor != 1 else ""
-        if rate or group.method == "muon":
+        if group.factor != 1:
             names, count = group.names, sum(sizes[name] for name in group.names)
             shown = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
             tensors = f"{len(names)} tensor{'s' * (len(names) > 1)}, {count:,} numbers"
-            lines.append(f"{NAMES[group.method]}{rate}: {tensors} ({shown})")
+            lines.append(f"AdamW, learning rate × {group.factor:g}: {tensors} ({shown})")
     return lines

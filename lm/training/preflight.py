@@ -18,11 +18,7 @@ from lm.data.sources.mixture import parts
 from lm.kernels import OPERATIONS, asked, available, choice
 from lm.training import init_from
 from lm.training.build import check_section
-from lm.training.deepspeed_json import (
-    check_device,
-    check_muon,
-    deepspeed_config,
-)
+from lm.training.deepspeed_json import check_device, deepspeed_config
 from lm.training.inputs import check_inputs
 from lm.training.optim import groups
 
@@ -117,15 +113,13 @@ def check_config(cfg: Config, world_size: int) -> Checked:
 
     Raises:
         ConfigError: a warm-up that cannot be, sizes that do not go together, a DeepSpeed JSON that
-            cannot be used, learning rates of parameters that are not there, a ZeRO stage that the
-            optimizer cannot have.
+            cannot be used, learning rates of parameters that are not there.
         PlaceError, SourceError, DataError: as `check_inputs`. LoadError: a damaged `init_from`.
         BackendError: FPRNN_KERNELS names nothing that we have.
     """
     asked()
     check_updates(cfg)
     config = deepspeed_config(cfg, world_size)
-    check_muon(cfg, config)
     model = check_section(cfg.model, cfg.solver, cfg.data.seq_len)
     groups(model, cfg.optim)
     init_from.check(cfg, model)

@@ -11,6 +11,7 @@ import torch
 from lm.runs.checkpoint import read_state, verify
 from lm.training.engine import consolidate_zero, read_zero
 
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 _PLAIN = "mp_rank_00_model_states.pt"  # where stage 0 keeps all
 
 
@@ -19,8 +20,7 @@ class Gathered(NamedTuple):
 
     Args:
         weights: in fp32, under the model's names.
-        moments: {"exp_avg", "exp_avg_sq", "momentum_buffer": {name: of that parameter's shape}},
-            each of the parameters that have it.
+        moments: {"exp_avg", "exp_avg_sq": {parameter name: tensor of its shape}}.
     """
 
     weights: dict[str, torch.Tensor]
@@ -40,33 +40,28 @@ def consolidated(path: Path) -> dict[str, torch.Tensor]:
     return consolidate_zero(path.parent, path.name)
 
 
-def gathered(
-    path: Path, manifest: dict, names: list[str], moments: dict[str, list[str]]
-) -> Gathered:
+def gathered(path: Path, manifest: dict, names: list[str]) -> Gathered:
     """Weights and optimizer of a verified checkpoint, whole. All of it is read, by every rank that
     calls this.
 
     Args:
-        names: of the parameters, in the optimizer's order. moments: of each the parameters that
-            have it, as `lm.training.optim.moments` says.
+        names: of the parameters, in the optimizer's order.
     """
     if manifest["zero_stage"] == 0:
-        return _of_one_piece(path, names, moments)
-    found = {}
-    for key, having in moments.items():
-        whole = _laid_out_as_weights(path, manifest["zero_stage"], key)
-        found[key] = {name: whole[name] for name in having if name in whole}
+        return _of_one_piece(path, names)
+    stage = manifest["zero_stage"]
+    found = {key: _laid_out_as_weights(path, stage, key) for key in MOMENTS}
     one = read_zero(next(path.glob("*optim_states.pt")))["optimizer_state_dict"]
-    states, _ = _states_and_weights(one, manifest["zero_stage"])
+    states, _ = _states_and_weights(one, stage)
     return Gathered(consolidate_zero(path.parent, path.name), found, _adamw_steps(states))
 
 
-def _of_one_piece(path: Path, names: list[str], moments: dict[str, list[str]]) -> Gathered:
+def _of_one_piece(path: Path, names: list[str]) -> Gathered:
     saved = read_state(path / _PLAIN)
     states = saved["optimizer"]["state"]
     found = {
         key: {name: states[i][key] for i, name in enumerate(names) if key in states.get(i, {})}
-        for key in moments
+        for key in MOMENTS
     }
     return Gathered(saved["module"], found, _adamw_steps(states))
 
@@ -76,8 +71,8 @@ def _adamw_steps(states: dict[int, dict]) -> float:
 
 
 def _laid_out_as_weights(path: Path, stage: int, key: str) -> dict[str, torch.Tensor]:
-    """One moment of all parameters that have it (of the others something else). Each rank's lies in
-    its file as its weights do, so DeepSpeed puts it together when it is given in their place."""
+    """Return one moment of all parameters. Each rank's lies in its file as its weights do, so
+    DeepSpeed puts it together when it is given in their place."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "moment"
         copy.mkdir()
@@ -100,7 +95,5 @@ def _states_and_weights(saved: dict, stage: int) -> tuple[dict, list]:
 def _put_in_place_of_weights(saved: dict, stage: int, key: str) -> None:
     states, weights = _states_and_weights(saved, stage)
     for i, weight in enumerate(weights):
-        if key not in states[i]:  # of a group that another method steps
-            continue
         # Without the padding at a partition's end, as the weights are saved.
         weights[i] = states[i][key].flatten()[: weight.numel()].view(weight.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -44,9 +44,8 @@ from lm.training import engine as ds
 from lm.training import init_from
 from lm.training.build import build_model, vocabulary
 from lm.training.curriculum import Curriculum
-from lm.training.deepspeed_json import low_precision_modules
 from lm.training.loop import Loop
-from lm.training.optim import described, moments, optimizer_order, signature
+from lm.training.optim import described, optimizer_order, signature
 from lm.training.preflight import check, check_same_kernels, environment
 from lm.training.reshard import gathered
 from lm.training.resume import (
@@ -87,16 +86,13 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
             training.introduce()
             training.fit()
             training.conclude()
-        except torch.OutOfMemoryError as e:
-            refused = _too_large(cfg, run)
-            run.leave_word(refused, ranks.is_main)
-            raise refused from e
         except Exception as e:
-            error = of_lost_peer(e) or e
-            run.leave_word(error, ranks.is_main)
+            is_too_large = isinstance(e, torch.OutOfMemoryError)
+            error = _too_large(cfg, run) if is_too_large else of_lost_peer(e) or e
+            run.write_failure(error, ranks.is_main)
             if error is e:
                 raise
-            raise error from None
+            raise error from e
     say(f"next     fprnn report {run}, or fprnn export {run} {run}/hf")
     return run.path
 
@@ -138,7 +134,7 @@ class Training(Loop):
         self.stats: list = []  # reports of the solver since the last record
         self.tokens_per_step = cfg.tokens_per_step(ranks.world_size)
         profiled = cfg.log.profile if ranks.is_main else None
-        self.profile = Profile(profiled, run.profile, say, self._paused)
+        self.profile = Profile(profiled, run.profile, say)
         on_exit.callback(self.profile.close)
         say(f"run      {run} ({ranks.world_size} process{'es' * (ranks.world_size > 1)})")
         about = identity(cfg, ranks.world_size)
@@ -242,8 +238,7 @@ class Training(Loop):
             return engine
         was = f"{manifest['world_size']} ranks under ZeRO-{manifest['zero_stage']}"
         say(f"note: {path} was written by {was}: weights and optimizer are laid out anew")
-        names = optimizer_order(self.model, cfg.optim)
-        whole = gathered(path, manifest, names, moments(self.model, cfg.optim))
+        whole = gathered(path, manifest, optimizer_order(self.model, cfg.optim))
         self.model.load_state_dict(whole.weights)
         engine = ds.Engine(cfg, self.model, ranks, self.settings)
         engine.go_on(whole.moments, manifest["step"], whole.adamw_steps)
@@ -332,10 +327,8 @@ class Training(Loop):
         for line in described(self.model, cfg.optim):
             say(f"optim    {line}")
         stage = self.engine.zero_stage
-        rounded = ", ".join(low_precision_modules(self.engine.config))
-        note = f"; gradients of {rounded} are rounded to bf16" if rounded else ""
         tokens = self.tokens_per_step
-        say(f"training {cfg.train.steps} updates of {tokens} tokens, ZeRO-{stage}{note}")
+        say(f"training {cfg.train.steps} updates of {tokens} tokens, ZeRO-{stage}")
 
     def fit(self) -> None:
         """The updates that are left, with records, probes, validations and checkpoints when due.
@@ -350,7 +343,7 @@ class Training(Loop):
         watchdog = Watchdog(self.cfg.engine.timeout_s, self.run.stacks, self.ranks.rank)
         self.alive = watchdog.alive
         self.began = time.perf_counter()
-        self._skip_time()
+        self.speed.skip()
         self.bar = Progress("training", steps, self.step, "updates", QUIET_S)
         with watchdog, self.bar:
             self._catch_up()
@@ -426,17 +419,6 @@ class Training(Loop):
         self.engine.times.end_update()
         self.made, self.stopping = made, made.stopping
 
-    def _skip_time(self) -> None:
-        """What has happened since the last update is part of none."""
-        self.speed.skip()
-        self.engine.times.skip()
-
-    @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
-        """What happens within is part of no update."""
-        yield
-        self._skip_time()
-
     def go_back(self) -> bool:
         """Weights and optimizer from the newest checkpoint that can be used; see `Loop`."""
         checkpoint = self.ranks.first(to_go_back_to, self.run.checkpoints, self.went_back_to, say)
@@ -452,7 +434,7 @@ class Training(Loop):
             after["ends"] = restored["ends"]
         self.batches.load_state_dict(after)
         self.seconds, self.stats = seconds, []
-        self._skip_time()
+        self.speed.skip()
         return True
 
     def _record_if_due(self) -> None:
@@ -482,7 +464,7 @@ class Training(Loop):
         self.log_saves()
         self.bar.update(self.step, steps, describe(record, self.num_iters))
         self.watch.look(record, f"update {self.step}")
-        self._skip_time()  # a record is no update
+        self.speed.skip()  # a record is no update
 
     def _peak_memory(self) -> int:
         """Of the rank that has held the most."""
@@ -501,7 +483,7 @@ class Training(Loop):
         self.write(record)
         say(f"update {self.step:>6}{iterations(record)}")
         self.num_iters = probed(record)
-        self._skip_time()
+        self.speed.skip()
 
     def _end_stage_if_learned(self) -> None:
         """Before a checkpoint, which then knows of it."""
@@ -511,11 +493,11 @@ class Training(Loop):
         self.check_finite()
         likely = self.validation.likely(self.engine, sources, self.alive)
         self.write(self.curriculum.look(self.step, likely))
-        self._skip_time()
+        self.speed.skip()
 
     def _save_if_due(self) -> None:
         if self.save_if_due():
-            self._skip_time()
+            self.speed.skip()
 
     def _validate_if_due(self) -> None:
         if self.step % self.cfg.eval.every == 0 and not self.is_last:
@@ -525,7 +507,7 @@ class Training(Loop):
         measured = self.validation.measure(self.engine, self.step, self.alive)
         self.num_iters = probed(measured)
         self.write(measured)
-        self._skip_time()
+        self.speed.skip()
 
     def conclude(self) -> None:
         """The last validation, and result.json, where they are not there yet."""

@@ -11,15 +11,18 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lm.common.errors import ConfigError
-from lm.model.fields import FIXED_POINT, KINDS, heads_of, width_of_mlp
+from lm.model.fields import KINDS, heads_of, width_of_mlp
 from lm.training.foreign import EMBEDDING, HEAD, Source
 
 if TYPE_CHECKING:
     from lm.model.configuration_fprnn import FPRNNConfig
     from lm.model.modeling_fprnn import FPRNNForCausalLM
 
-# Fields of the solver on which an output depends.
-SOLUTION_FIELDS = ("token", "stopping", "tol", "eval_tol", "max_iters", "eval_max_iters")
+# Fields on which an output depends, and which may differ from the source's.
+NOTED_FIELDS = (
+    *("token", "stopping", "tol", "eval_tol", "max_iters", "eval_max_iters"),
+    "reset_at_eos",
+)
 START_FIELDS = ("mixer_gate_start", "out_start")  # only new weights depend on these
 MAX_NAMES = 6  # names of weights that a message gives
 
@@ -31,18 +34,14 @@ class Match:
     Attributes:
         taken: {name here: name there}.
         new: Names of the weights that keep their initial values.
-        left: Names of the source's weights that are not taken.
-        numbers: Parameters of each of the three.
         pairs: For every layer here the number of its partner, or None.
         silent: Layers whose out_proj is zeroed.
         differs: Reasons why the outputs at the start are not the source's; [] if they are.
-        notes: Other remarks.
+        notes: Fields of the model and the solver that differ.
     """
 
     taken: dict[str, str] = field(default_factory=dict)
     new: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-    numbers: dict[str, int] = field(default_factory=dict)
     pairs: list[int | None] = field(default_factory=list)
     silent: list[int] = field(default_factory=list)
     differs: list[str] = field(default_factory=list)
@@ -79,9 +78,12 @@ def match(
     if ours.tie_embeddings:
         del shapes[HEAD]
     matched = Match(pairs=pair_layers(source, ours, partial))
+    for name in NOTED_FIELDS:
+        there, here = getattr(theirs, name), getattr(ours, name)
+        if there != here:
+            matched.notes.append(f"{name} is {here} here, and {there} there")
     wanted = {"backbone.norm_f.weight": "backbone.norm_f.weight"}
     wanted |= _match_vocabulary(matched, source, ours, vocabulary, other_tokens)
-    _compare_models(matched, theirs, ours)
     for index in range(len(matched.pairs)):
         wanted |= _match_layer(matched, theirs, ours, index, shapes)
     problems = _take(matched, source, shapes, wanted)
@@ -93,7 +95,7 @@ def match(
         )
     if not matched.taken:
         raise ConfigError(f"init_from: nothing in {source.path} ({source.what}) fits the model")
-    matched.differs = [*problems, *matched.differs]
+    matched.differs[:0] = problems
     return matched
 
 
@@ -141,21 +143,6 @@ def _match_vocabulary(
     return wanted
 
 
-def _compare_models(matched: Match, theirs: FPRNNConfig, ours: FPRNNConfig) -> None:
-    kinds = ({layer.kind for layer in config.layer_list()} for config in (theirs, ours))
-    if set.intersection(*kinds) & set(FIXED_POINT):
-        for name in SOLUTION_FIELDS:
-            there, here = getattr(theirs, name), getattr(ours, name)
-            if there != here:
-                matched.notes.append(f"solver.{name} is {here} here, and {there} there")
-    if ours.reset_at_eos != theirs.reset_at_eos:
-        place = "here" if theirs.reset_at_eos else "there"
-        matched.notes.append(
-            f"model.reset_at_eos is {str(ours.reset_at_eos).lower()}, and not there: within one"
-            f" document outputs are the same, from the second on the state is carried on {place}"
-        )
-
-
 def _match_layer(
     matched: Match, theirs: FPRNNConfig, ours: FPRNNConfig, index: int, shapes: dict
 ) -> dict[str, str]:
@@ -165,8 +152,11 @@ def _match_layer(
         other = theirs.layer_list()[partner]
         label = f"layer {index} ({layer.kind}, of its layer {partner})"
         if layer.kind == other.kind:
-            for said in _differences(layer.kind, ours.of_layer(layer), theirs.of_layer(other)):
-                matched.differs.append(f"{label}: {said}")
+            configs = ours.of_layer(layer), theirs.of_layer(other)
+            for name in KINDS[layer.kind]:
+                values = [_value(config, name) for config in configs]
+                if values[0] != values[1] and name not in START_FIELDS:
+                    matched.differs.append(f"{label}: {name} is {values[0]}, and {values[1]} there")
             here, there = f"backbone.layers.{index}.", f"backbone.layers.{partner}."
             return {n: n.replace(here, there, 1) for n in shapes if n.startswith(here)}
         # A weight of the same name would mean something else.
@@ -176,16 +166,6 @@ def _match_layer(
         raise ConfigError(f"layer {index} is a new lstm, which cannot begin by adding nothing")
     matched.silent.append(index)
     return {}
-
-
-def _differences(kind: str, ours: Any, theirs: Any) -> list[str]:
-    """Return the options of a layer that differ, in words; ours, theirs: the layers' configs."""
-    said = []
-    for name in KINDS[kind]:
-        here, there = _value(ours, name), _value(theirs, name)
-        if here != there and name not in START_FIELDS:
-            said.append(f"{name} is {here}, and {there} there")
-    return said
 
 
 def _value(config: Any, name: str) -> Any:
@@ -198,33 +178,27 @@ def _value(config: Any, name: str) -> Any:
 
 
 def _take(matched: Match, source: Source, shapes: dict, wanted: dict[str, str]) -> list[str]:
-    """Fill in taken, new and left; return the missing, extra and misshapen ones in words."""
-    missing, misshapen, numbers = [], [], {"taken": 0, "new": 0}
+    """Fill in taken and new; return the missing, extra and misshapen names in words."""
+    problems: dict[str, list[str]] = {"missing": [], "extra": [], "of another shape": []}
     at_vocabulary = {EMBEDDING, HEAD}  # these are compared by their number of tokens
-    accounted_for = set(at_vocabulary)
+    compared = set(at_vocabulary)
     for name, shape in shapes.items():
-        there = wanted.get(name, "")
+        there = wanted.get(name, "")  # no weight has this name
         tensor = source.weights.get(there)
         if tensor is not None and (tensor.shape == shape or name in at_vocabulary):
             matched.taken[name] = there
-            numbers["taken"] += tensor.numel()
-            continue
-        matched.new.append(name)
-        numbers["new"] += shape.numel()
-        if tensor is not None:
-            misshapen.append(f"{name} {list(tensor.shape)} there, {list(shape)} here")
-            accounted_for.add(there)
-        elif there:
-            missing.append(name)
-    used = set(matched.taken.values())
-    matched.left = [name for name in source.weights if name not in used]
-    numbers["left"] = sum(source.weights[name].numel() for name in matched.left)
-    matched.numbers = numbers
-    extra = [name for name in matched.left if name not in accounted_for]
-    kinds = [("missing", missing), ("extra", extra), ("of another shape", misshapen)]
+        else:
+            matched.new.append(name)
+            if tensor is not None:
+                sizes = f"{list(tensor.shape)} there, {list(shape)} here"
+                problems["of another shape"].append(f"{name} {sizes}")
+            elif there:
+                problems["missing"].append(name)
+        compared.add(there)
+    problems["extra"] = [name for name in source.weights if name not in compared]
     return [
         f"{len(names)} {what}: {', '.join(names[:MAX_NAMES])}{', …' * (len(names) > MAX_NAMES)}"
-        for what, names in kinds
+        for what, names in problems.items()
         if names
     ]
 
@@ -245,11 +219,9 @@ def apply(matched: Match, source: Source, model: FPRNNForCausalLM) -> None:
 def described(matched: Match, source: Source, config: FPRNNConfig) -> list[str]:
     """Return lines that say which weights are taken."""
     kinds = [layer.kind for layer in config.layer_list()]
-    amounts = [
-        f"{len(names)} weights ({matched.numbers[key] / 1e6:.3f} M) {key}"
-        for key, names in (("taken", matched.taken), ("new", matched.new), ("left", matched.left))
-    ]
-    lines = [f"{source.path} ({source.what}): {', '.join(amounts)}"]
+    size = sum(source.weights[name].numel() for name in matched.taken.values()) / 1e6
+    taken = f"{len(matched.taken)} weights ({size:.3f} M) taken, {len(matched.new)} new"
+    lines = [f"{source.path} ({source.what}): {taken}"]
     if matched.silent:
         named = ", ".join(f"{index} ({kinds[index]})" for index in matched.silent)
         lines.append(f"new layers, whose out_proj is zero: {named}")

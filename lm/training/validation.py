@@ -132,26 +132,18 @@ class Validation:
         return {"probe": fixed_point_metrics([report], self.ranks.gather, rows)}
 
     def ngrams(self, run: RunDir, vocab_size: int) -> dict[str, dict]:
-        """{"baselines": perplexities of unigrams and bigrams on the same text}: what a model must
-        beat. Of a mixture they are counted and measured source by source, and their means beside
-        them are made as those of the model."""
+        """Return perplexities of unigrams and bigrams on the same text, which a model must beat;
+        {} of a mixture."""
         from lm.data.batches import loader
         from lm.data.batches.ngram import ngram_baselines
         from lm.data.corpus.corpora import open_sources
 
-        size, of_sources = self.cfg.train.micro_batch_size, {}
-        for name, corpus in open_sources(self.cfg, run.path).items():
-            targets = loader.validation_blocks(corpus.val, self.cfg.data, size)
-            of_sources[name] = ngram_baselines(corpus.train, targets, vocab_size)
-        if self.cfg.data.mixture is None:
-            return {"baselines": of_sources[""]}
-        means = {
-            kind: math.exp(
-                sum(share * math.log(of_sources[name][kind]) for name, share in self.shares.items())
-            )
-            for kind in next(iter(of_sources.values()))
-        }
-        return {"baselines": means, "baselines_of_sources": of_sources}
+        if self.cfg.data.mixture is not None:
+            return {}
+        corpus = open_sources(self.cfg, run.path)[""]
+        size = self.cfg.train.micro_batch_size
+        targets = loader.validation_blocks(corpus.val, self.cfg.data, size)
+        return {"baselines": ngram_baselines(corpus.train, targets, vocab_size)}
 
 
 def probe_sequences(labels: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,7 @@ def test_sizes_that_do_not_go_together(capsys, tiny, overrides, words):
         (["optim.warmup=1.5"], "optim.warmup: 1.5 updates cannot be"),
         (
             ["engine.deepspeed={optimizer: {type: Lion, params: {lr: 1}}}"],
-            "engine.deepspeed sets optimizer, which DeepSpeed would leave unused",
+            "engine.deepspeed sets optimizer, and `optim` decides it",
         ),
         (["engine.deepspeed={scheduler: {type: OneCycle}}"], "leave it out, and set `optim.sched"),
     ],

@@ -332,8 +332,8 @@ def test_numbers_are_grouped_by_what_they_are_of():
         "time/tokens_per_s": 9.0,
         "time/spent/seconds": 4.0,
         "time/breakdown/data": 0.5,
-        "solver/layer1/failed": 0.0,
-        "solver/layer3/failed": 0.25,
+        "solver/failed/layer1": 0.0,
+        "solver/failed/layer3": 0.25,
         "train/anything_new": 7,
         "data/data_share/web": 0.5,
     }
@@ -346,13 +346,13 @@ def test_numbers_are_grouped_by_what_they_are_of():
     ) == {
         "validation/loss": 2.0,
         "validation/sources/web/loss": 1.0,
-        "solver/layer2/probe/failed": 0.5,
-        "solver/layer2/probe/num_iters/max": 9,
+        "solver/probe/failed/layer2": 0.5,
+        "solver/probe/num_iters/max/layer2": 9,
     }
     tried = {"step": 1, "valid": {"metrics": {"acc": 0.5}, "failed": [0.25]}, "seconds": 2.0}
     assert grouped(tried) == {
         "validation/metrics/acc": 0.5,
-        "validation/layer0/failed": 0.25,
+        "validation/failed/layer0": 0.25,
         "time/seconds": 2.0,
     }
 

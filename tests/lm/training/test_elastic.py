@@ -98,17 +98,6 @@ def test_a_batch_of_another_size_is_refused(reference, tmp_path):
     assert "was trained with 4 sequences an update, this run has 2" in done.stderr, ENV
 
 
-@pytest.mark.slow  # three processes
-def test_a_path_given_again_leaves_the_branch_again(reference, tmp_path):
-    """Nothing of the first time stays, for a rollback or a resume to take."""
-    out, expected = reference
-    older = out / "runs/tiny/checkpoints/step-000002"
-    run(tmp_path, *EVERY, f"resume={older}")
-    again, _ = run(tmp_path, *EVERY, f"resume={older}", "checkpoint.every=100")
-    close(again, expected, 2)
-    assert [p.name for p in listed(tmp_path / "tiny/checkpoints")] == ["step-000008"]
-
-
 def test_fewer_updates_than_were_made_are_refused(reference, tmp_path):
     out, _ = reference
     shutil.copytree(out / "runs", tmp_path / "runs")

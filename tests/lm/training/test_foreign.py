@@ -89,11 +89,9 @@ A_LOG = "backbone.layers.1.mixer.A_log"
 @pytest.mark.parametrize(
     "damage, said",
     [
-        (lambda f: (f / "config.json").unlink(), "has no config.json: it holds no model"),
-        (rewrite("config.json", "{"), "config.json is damaged: it is not JSON"),
-        (rewrite("config.json", "[]"), "must hold a mapping"),
-        (rewrite("config.json", '{"model_type": "gpt2"}'), "describes a gpt2: it must be mamba or"),
-        (rewrite("config.json", "{}"), "describes no model known here"),
+        (lambda f: (f / "config.json").unlink(), "holds no model known here"),
+        (rewrite("config.json", "{"), "holds no model known here"),
+        (rewrite("config.json", '{"model_type": "gpt2"}'), "is gpt2.: it must be mamba or"),
         (rewrite("pytorch_model.bin", "nothing"), r"pytorch_model.bin is not read: it is a pickle"),
         (lambda f: (f / "pytorch_model.bin").unlink(), "no file named model.safetensors"),
         (

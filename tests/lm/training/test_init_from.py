@@ -78,7 +78,7 @@ def test_an_inserted_layer_adds_nothing_and_learns(sources, kind, layers, new):
         for p in target.parameters():
             p += 0.1
     found = started(sources[kind][0], target)
-    assert (found.silent, found.left, found.differs) == (new, [], [])
+    assert (found.silent, found.differs) == (new, [])
     assert_equal_logits(sources, kind, target)
     target.train()(ids_of(), labels=ids_of()).loss.backward()
     for index in new:
@@ -120,23 +120,16 @@ def test_a_source_with_a_head_of_its_own_needs_one_here(tmp_path):
     source = read_folder(transformers_folder(tmp_path, "mamba", tie_word_embeddings=False)[0])
     with pytest.raises(ConfigError, match=r"its head is not its embedding, and model.tie_embe"):
         upcycle.match(source, model("mamba", 2))
-    found = upcycle.match(source, model("mamba", 2), partial=True)
-    assert found.left == ["lm_head.weight"] and found.numbers["left"] == 24 * 32
+    assert "lm_head.weight" not in upcycle.match(source, model("mamba", 2), partial=True).taken
 
 
-def test_a_part_is_counted(sources):
-    """By hand: d_model 32, d_inner 64, n 4, r 3, k 4; a layer there has 32 + 2·32·64 + 64·4 + 64 +
-    64·11 + 64·3 + 64 + 64·4 + 64 + 64·32 = 7,776."""
+def test_a_part_is_taken_and_nothing_else_changes(sources):
     source = sources["mamba"][0]
     target = model("fp_mamba1 mlp mamba", 3, d_state=8)
     before = {name: p.clone() for name, p in target.named_parameters()}
     found = started(source, target, partial=True)
     assert (found.pairs, found.silent) == ([None, None, 0], [0, 1])
-    # Of another d_state A_log and x_proj do not fit: 64·4 + 64·11 of a layer.
-    misfit = 64 * 4 + 64 * 11
-    assert found.numbers["taken"] == 24 * 32 + 32 + 7776 - misfit
-    assert found.numbers["left"] == 7776 + misfit
-    assert sum(found.numbers[key] for key in ("taken", "new")) == target.num_parameters()
+    assert len(found.taken) == 2 + 10 - 2  # of another d_state A_log and x_proj do not fit
     said = "; ".join(found.differs)
     for part in ("10 extra: ", "2 of another shape: ", "d_state is 8, and 4 there"):
         assert part in said
@@ -151,9 +144,9 @@ def test_a_part_of_the_layers(sources):
     """Fewer layers, another kind, another vocabulary: taken under `partial`, and said."""
     source = sources["mamba"][0]
     found = upcycle.match(source, model("mamba", 1), partial=True)
-    assert found.pairs == [0] and len(found.left) == 10 and "10 extra" in found.differs[0]
+    assert found.pairs == [0] and "10 extra" in found.differs[0]
     found = upcycle.match(source, model("mamba", 2), partial=True, vocabulary=32)
-    assert found.new == found.left == ["backbone.embeddings.weight"]
+    assert found.new == ["backbone.embeddings.weight"]
     found = upcycle.match(source, model("attention mamba", 2), partial=True)
     assert found.silent == [0] and found.pairs == [None, 1]
     with pytest.raises(ConfigError, match="a new lstm, which cannot begin by adding nothing"):
@@ -165,7 +158,7 @@ def test_a_part_of_the_layers(sources):
 
 def test_where_documents_start_is_noted(sources):
     found = upcycle.match(sources["mamba"][0], model("mamba", 2, reset_at_eos=True))
-    assert found.differs == [] and "model.reset_at_eos is true, and not there" in found.notes[0]
+    assert found.differs == [] and found.notes == ["reset_at_eos is True here, and False there"]
 
 
 # Configurations.
@@ -227,7 +220,7 @@ def test_a_run_of_ours_its_checkpoint_and_its_export_are_sources(tiny, tiny_run,
     assert (found.pairs, found.differs) == ([0, None, 1], [])
     paper = tiny("solver.stopping=paper")
     found = upcycle.match(sources[0], on_the_meta_device(paper, 304))
-    assert "solver.token is iterate here, and exact there" in found.notes and not found.differs
+    assert "token is iterate here, and exact there" in found.notes and not found.differs
     other = tiny("model.glu_in_loop=false", "model.out_norm_epsilon=1e-3")
     with pytest.raises(ConfigError) as e:
         upcycle.match(sources[0], on_the_meta_device(other, 304))
@@ -248,7 +241,7 @@ def test_another_tokenizer_is_refused(byte_tokenizer, tiny_run):
     numbers = own.get_vocab()
     swapped = SimpleNamespace(get_vocab=lambda: {**numbers, a: numbers[b], b: numbers[a]})
     said = init_from._other_tokens(source, swapped)
-    assert f"2 of its {len(own)} tokens have another number here, or none ({a!r}, {b!r})" in said
+    assert f"2 of its {len(own)} tokens have another number here, or none" in said
     own.add_tokens(["<more>"])
     assert init_from._other_tokens(source, own) == ""
 

