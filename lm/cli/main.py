@@ -41,7 +41,7 @@ EPILOG = """examples:
   fprnn serve runs/demo/hf
   fprnn inspect runs/demo "f(g(h(x), y))"
   fprnn report runs/demo
-  fprnn report runs/first runs/second --out runs/both.html
+  fprnn report runs/first runs/second --out runs/both
   fprnn sweep configs/lm/compare/tiny.yaml --run
   fprnn status configs/lm/compare/tiny.yaml
   fprnn status runs/demo runs/other --follow
@@ -368,8 +368,8 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser(
         "report",
         help="one page of a run or of several, also while they train; figures and a summary",
-        description="Write report.html, one file with all figures, report.markdown, figures/ (PNG"
-        " and PDF) and summary.json: losses, ℓ*, work, speed, memory, evaluations, configuration"
+        description="Write report.html, one file with all figures, figures/ (PNG and PDF) and"
+        " summary.json: losses, ℓ*, work, speed, memory, evaluations, configuration"
         " and provenance of a run that is finished or still trains. Several runs share one page,"
         " whose place --out names.",
     )
@@ -377,7 +377,7 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     c.add_argument(
         "--out",
         metavar="PLACE",
-        help="a folder to write to instead of RUN, or FILE.html for the page only",
+        help="a folder to write to instead of RUN",
     )
     c.set_defaults(run_command=_report)
 

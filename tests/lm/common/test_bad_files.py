@@ -267,7 +267,7 @@ def test_what_files_say_moves_no_cursor(capsys, tiny_run, tmp_path, undrawn):
             shown = capsys.readouterr()
             assert not CONTROL.search(shown.out + shown.err)
             assert (words[0], folder) != ("report", failed) or r"\x1b]0;title" in shown.out
-        for name in ("report.html", "report.markdown", "summary.json"):
+        for name in ("report.html", "summary.json"):
             assert not CONTROL.search((tmp_path / "page" / name).read_text())
 
 
