@@ -73,7 +73,6 @@ def _train(args: argparse.Namespace) -> int:
         say(cfg.to_yaml())
         say(planned)
         return status
-    _say_if_slow(cfg)
 
     from lm.training.train import train
 
@@ -81,35 +80,16 @@ def _train(args: argparse.Namespace) -> int:
     return 0
 
 
-def _say_if_slow(cfg: Config) -> None:
-    """Print on rank 0 that updates of a run can take minutes."""
-    from lm.common.console import say
-    from lm.common.ranks import launched
-    from lm.runs.run_dir import RunDir
-
-    if launched()[0] or RunDir(cfg.run_dir).is_finished or not cfg.model.has_fixed_point:
-        return
-    from lm.report.measure import warn_if_slow
-
-    if note := warn_if_slow(cfg):
-        say(note)
-
-
 def _plan(args: argparse.Namespace) -> int:
     from lm.common.console import say
 
     cfg = _config_of_run(args)
-    measured = None
-    if args.measure:
-        from lm.report.measure import measure
-
-        measured = measure(cfg)
-    planned, status = _planned(cfg, args.gpus, args.gpu, args.utilisation, measured)
+    planned, status = _planned(cfg, args.gpus, args.gpu, args.utilisation)
     say(planned)
     return status
 
 
-def _planned(cfg, gpus=None, gpu=None, utilisation=None, measured=None):
+def _planned(cfg, gpus=None, gpu=None, utilisation=None):
     """Return the table of `plan` and `train --dry-run`, and their exit status.
 
     The status is BAD_CONFIG if the run does not fit the card.
@@ -135,7 +115,7 @@ def _planned(cfg, gpus=None, gpu=None, utilisation=None, measured=None):
             if found.state != "ok":
                 say(f"note: {found.text}")
         planned = plan(cfg, at)
-        return describe(planned, cfg, measured), 0 if planned["fits"] else BAD_CONFIG
+        return describe(planned, cfg), 0 if planned["fits"] else BAD_CONFIG
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -272,12 +252,6 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         metavar="U",
         help="share of the card's peak that matrix products reach, above 0 and at most 1 (default:"
         " 0.25, an assumption)",
-    )
-    c.add_argument(
-        "--measure",
-        action="store_true",
-        help="also train one micro-batch of the model here, on the GPU where there is one: print"
-        " its memory beside the formula's, and its seconds",
     )
     c.add_argument(
         "--job-index",

@@ -1,8 +1,7 @@
 """Memory of a rank, by the formulas of docs/scale.md.
 
 Weights, gradients and moments are fp32. The memory of DeepSpeed was read off runs of version 0.19;
-the activations of a layer are one number for each kind of layer. `fprnn plan --measure` prints the
-measured memory of this machine next to the formula.
+the activations of a layer are one number for each kind of layer.
 """
 
 from __future__ import annotations

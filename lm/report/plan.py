@@ -287,20 +287,17 @@ def _planned_memory(cfg: Config, at: Where, counted: Sizes, vocab_size: int) -> 
 # The table.
 
 
-def describe(p: dict, cfg: Config, measured: Any = None) -> Table:
+def describe(p: dict, cfg: Config) -> Table:
     """Return the plan as a rich table that fits on a screen.
 
     Args:
         p: The plan.
         cfg: The configuration.
-        measured: `lm.report.measure.Measured` of this machine.
     """
     from rich.table import Table
 
     table = Table(title=f"Plan of {cfg.name}", show_header=False, title_justify="left")
-    micro_batches = cfg.train.steps * cfg.train.accumulation(p["at"].world_size)
-    rows = [] if measured is None else measured.rows(micro_batches)
-    for part in (_what(p, cfg), _work(p, cfg), _memory(p), rows):
+    for part in (_what(p, cfg), _work(p, cfg), _memory(p)):
         for row in part:
             table.add_row(*row)
         table.add_section()
@@ -359,7 +356,7 @@ def _hours(p: dict, cfg: Config) -> list[tuple[str, str]]:
         if at.card.on_gpu:
             slow = len(p["layers"].loop) + len(p["layers"].iterated)
             reason = f"of {slow} layers that no measured kernel solves"
-        return [("hours", f"not known {reason}: --measure times them here")]
+        return [("hours", f"not known {reason}: a run of a few updates logs its tokens/s")]
     peak = at.card.peak[cfg.train.precision] / 1e12
     origins = {
         "matrix products": f"at {at.utilisation:.0%} of {peak:g} TFLOP/s (--utilisation)",
