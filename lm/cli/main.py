@@ -94,13 +94,10 @@ def _planned(cfg, gpus=None, gpu=None, utilisation=None):
 
     The status is BAD_CONFIG if the run does not fit the card.
     """
-    from lm.cli.doctor import hub
-    from lm.common.console import say
     from lm.common.errors import BAD_CONFIG
     from lm.common.files import check_folder
     from lm.common.ranks import launched
     from lm.config.plugin import nothing_imported
-    from lm.data.sources.mixture import parts
     from lm.report.plan import describe, plan, where
     from lm.training.build import with_built_in_mixers
     from lm.training.preflight import check_config
@@ -110,10 +107,6 @@ def _planned(cfg, gpus=None, gpu=None, utilisation=None):
     with nothing_imported("a plan"):
         check_config(with_built_in_mixers(cfg)[0], gpus)
         check_folder(cfg.run_dir)
-        if any(part.data.source == "fineweb" for part in parts(cfg).values()):
-            found = hub()
-            if found.state != "ok":
-                say(f"note: {found.text}")
         planned = plan(cfg, at)
         return describe(planned, cfg), 0 if planned["fits"] else BAD_CONFIG
 
