@@ -44,7 +44,7 @@ EPILOG = """examples:
   fprnn report runs/first runs/second --out runs/both
   fprnn sweep configs/lm/compare/tiny.yaml --run
   fprnn status configs/lm/compare/tiny.yaml
-  fprnn status runs/demo runs/other --follow
+  fprnn status runs/demo runs/other
   fprnn doctor
   fprnn demo s3
   fprnn synthetic train --config configs/synthetic/small/s3.yaml

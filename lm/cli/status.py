@@ -9,7 +9,7 @@ def add(commands: argparse._SubParsersAction) -> None:
     """Add the command to those of the command line."""
     c = commands.add_parser(
         "status",
-        help="how far runs or the points of a sweep are, once or live (--follow)",
+        help="how far runs or the points of a sweep are",
         description="Show how far runs are, from the files in their directories: state (done,"
         " running, stopped, failed or missing), updates, loss, validation, tokens/s, iterations,"
         " time left, age of the last record; why one has ended; and what the finished points of a"
@@ -22,13 +22,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         metavar="PLACE",
         help="a run directory, also of a synthetic task, or a sweep's YAML and its key=value",
     )
-    c.add_argument(
-        "--follow",
-        action="store_true",
-        help="until all have ended: a live table on a terminal, else a line for every new record;"
-        " exit status 0 where all are done, else 1. Waits for runs that are not there yet",
-    )
-    c.add_argument("--json", action="store_true", help="once, for a program to read")
+    c.add_argument("--json", action="store_true", help="for a program to read")
     c.set_defaults(run_command=_status)
 
 
@@ -49,15 +43,13 @@ def _status(args: argparse.Namespace) -> int:
         if place.endswith((".yaml", ".yml")):
             load_tree(place)
         else:
-            places.check_runs_to_watch(place, args.follow)
+            places.check_run_to_watch(place)
 
     from lm.report import status
 
-    look = status.look_at(places_given, overrides, args.follow)
+    seen = status.look_at(places_given, overrides)
     if args.json:
-        print(status.as_json(look()))
-        return 0
-    if args.follow:
-        return 0 if status.follow(look) else 1
-    status.show(look)
+        print(status.as_json(seen))
+    else:
+        status.show(seen)
     return 0

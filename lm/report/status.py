@@ -1,4 +1,4 @@
-"""What `fprnn status` shows: how far runs are, live or once, and what a sweep has reached."""
+"""What `fprnn status` shows: how far runs are, and what a sweep has reached."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,14 +14,12 @@ from lm.common.console import duration, say
 from lm.common.files import printable, read_mapping
 from lm.runs.log import iterations_of_layers
 from lm.runs.metrics import ELSEWHERE_NOTE, is_elsewhere, read_metrics
-from lm.runs.places import check_runs_to_watch
 from lm.runs.run_dir import RunDir
 from lm.runs.status import STATES, Status, is_number, run_status, sweep_status, validation_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-EVERY_S = 2.0  # seconds between two looks
 COLOURS = {
     "running": "green",
     "done": "blue",
@@ -34,74 +30,33 @@ COLOURS = {
 RIGHT = ("update", "loss", "tokens/s", "time left", "last record")
 RESULTS = ("parameters", "tokens", "validation", "training s", "ℓ*")
 
-Look = Callable[[], list[Status]]
 
-
-def look_at(places: list[str], overrides: list[str], follow: bool) -> Look:
-    """Return a function that returns the state of all runs.
+def look_at(places: list[str], overrides: list[str]) -> list[Status]:
+    """Return the state of all runs.
 
     Args:
         places: Run directories, of language models or synthetic tasks, or YAMLs of sweeps.
         overrides: Overrides of the sweeps' points.
-        follow: Whether runs that do not exist yet are waited for.
 
     Raises:
         ConfigError: If a YAML is wrong.
-        PlaceError: If a directory holds no run.
     """
-    places = list(dict.fromkeys(map(os.path.normpath, places)))
-    sweeps = [place for place in places if place.endswith((".yaml", ".yml"))]
-    for place in places:
-        if place not in sweeps:
-            check_runs_to_watch(place, follow)
-
-    def look() -> list[Status]:
-        statuses = []
-        for place in places:
-            if place in sweeps:
-                statuses += sweep_status(place, overrides)
-            else:
-                statuses.append(run_status(RunDir(place), time.time()))
-        return statuses
-
-    return look
+    statuses = []
+    for place in dict.fromkeys(map(os.path.normpath, places)):
+        if place.endswith((".yaml", ".yml")):
+            statuses += sweep_status(place, overrides)
+        else:
+            statuses.append(run_status(RunDir(place), time.time()))
+    return statuses
 
 
-def show(look: Look) -> None:
+def show(seen: list[Status]) -> None:
     """Print the table of the runs, remarks, and the results of finished points of a sweep."""
-    seen = look()
     say(table(seen))
     for line in remarks(seen):
         say(line)
     if any(status.label and status.state == "done" for status in seen):
         say(results(seen))
-
-
-def follow(look: Look) -> bool:
-    """Show the runs until all have ended, and return whether all are done.
-
-    A terminal has one table that changes; otherwise there is a line for every new record.
-    """
-    from rich.live import Live
-
-    said: dict[str, tuple] = {}
-    is_terminal = say.console.is_terminal
-    with Live(console=say.console, auto_refresh=False) if is_terminal else nullcontext() as live:
-        while True:
-            seen = look()
-            if live is not None:
-                live.update(table(seen), refresh=True)
-            for status in seen if live is None else ():
-                news = status.state, status.step, status.validation
-                if said.get(status.run_dir) != news:
-                    said[status.run_dir] = news
-                    say(format_line(status))
-            if all(status.state not in ("running", "missing") for status in seen):
-                break
-            time.sleep(EVERY_S)
-    for line in remarks(seen):
-        say(line)
-    return all(status.state == "done" for status in seen)
 
 
 def cells(status: Status) -> dict[str, str]:
@@ -122,14 +77,6 @@ def cells(status: Status) -> dict[str, str]:
         "time left": "" if status.left_s is None else duration(status.left_s),
         "last record": "" if status.seen_s is None else f"{duration(status.seen_s)} ago",
     }
-
-
-def format_line(status: Status) -> str:
-    """Return the cells of a run as a line."""
-    shown = cells(status)
-    parts = [f"{shown.pop('run')}  {shown.pop('state')}  {shown.pop('update')}".rstrip()]
-    shown.pop("last record")
-    return "  ".join(parts + [f"{name} {text}" for name, text in shown.items() if text])
 
 
 def short_names(names: list[str]) -> dict[str, str]:

@@ -37,27 +37,23 @@ def check_run(path: Path | str) -> None:
         raise PlaceError(f"{path} holds no run (it has no {RUN_FILE}){_hint(folder)}")
 
 
-def check_runs_to_watch(path: Path | str, follow: bool) -> None:
+def check_run_to_watch(path: Path | str) -> None:
     """Refuse a path that `fprnn status` can show nothing of.
 
     Args:
         path: A run directory; one whose training starts has only a lease so far.
-        follow: Whether a run that is not there yet is waited for.
 
     Raises:
-        PlaceError: There is no run, and none to wait for.
+        PlaceError: There is no run.
     """
     folder = Path(path)
     if (folder / RUN_FILE).is_file() or (folder / "lease.json").exists():
         return
+    hint = "give a run directory or a sweep's YAML"
+    if not folder.exists():
+        raise PlaceError(f"{path}: no such file or folder; {hint}{_near(folder)}")
     if below := _runs_below(folder):
         hint = f"it has {len(below)} of them below: {folder}/*/"
-    elif follow:
-        return
-    else:
-        hint = "give a run directory or a sweep's YAML, or --follow to wait for the run"
-        if not folder.exists():
-            raise PlaceError(f"{path}: no such file or folder; {hint}{_near(folder)}")
     raise PlaceError(f"{path} is no run directory, it has no {RUN_FILE}: {hint}{_near(folder)}")
 
 

@@ -201,64 +201,23 @@ def test_one_table_whatever_the_runs_do(two, capsys):
     assert why.startswith(f"{b.path} stopped: not finished, and nobody works on it")
 
 
-def test_it_follows_until_all_have_ended_and_says_how(two, capsys, monkeypatch):
-    """Between two looks b logs an update, then fails."""
-    a, b = two
-    (b.path / "result.json").unlink()
-    b.log(training(3, 3.0), mode="w")
-    (b.path / "lease.json").write_text('{"host": "n7", "pid": 1}')
-    slept = []
-
-    def sleep(seconds):
-        slept.append(seconds)
-        if len(slept) == 1:
-            b.log(training(4, 4.0))
-        else:
-            (b.path / "lease.json").unlink()
-            (b.path / "failure.json").write_text('{"sentence": "a spike", "exit_code": 76}')
-
-    monkeypatch.setattr(status.time, "sleep", sleep)
-    assert main(["status", str(a.path), str(b.path), "--follow"]) == 1
-    lines = [line for line in capsys.readouterr().out.splitlines() if str(b.path) in line]
-    assert slept == [status.EVERY_S] * 2
-    for line, words in zip(
-        lines,
-        ("running  3 / 8  loss 3.250", "4 / 8", "failed  4 / 8", "failed: a spike"),
-        strict=True,
-    ):
-        assert words in line
-    (b.path / "failure.json").unlink()
-    b.put("result.json", RESULT)
-    assert main(["status", str(a.path), str(b.path), "--follow"]) == 0
-
-
-@pytest.mark.parametrize("option", [[], ["--json"], ["--follow"]])
+@pytest.mark.parametrize("option", [[], ["--json"]])
 def test_a_key_without_a_sweep_is_refused(capsys, option):
     assert main(["status", "seed=1", *option]) == BAD_CONFIG
     assert "`seed=1` sets a key of a sweep, and no sweep is named" in capsys.readouterr().err
 
 
-def test_a_run_that_is_not_there_is_waited_for_only_when_asked(tmp_path, capsys, monkeypatch):
-    path = tmp_path / "of/late"
-    assert main(["status", str(path)]) == BAD_CONFIG
-    said = capsys.readouterr().err
-    assert "no such file or folder" in said and "--follow" in said
-
-    def sleep(_):
-        FakeRun(path).put("result.json", RESULT)
-
-    monkeypatch.setattr(status.time, "sleep", sleep)
-    assert main(["status", str(path), "--follow"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "missing" in lines[0] and "done" in lines[1]
-    assert main(["status", str(tmp_path / "of"), "--follow"]) == BAD_CONFIG
-    assert f"it has 1 of them below: {tmp_path}/of/*/" in capsys.readouterr().err
+def test_a_place_without_a_run_is_refused(two, tmp_path, capsys):
+    assert main(["status", str(tmp_path / "of/late")]) == BAD_CONFIG
+    assert "no such file or folder; give a run directory" in capsys.readouterr().err
+    assert main(["status", str(tmp_path / "of")]) == BAD_CONFIG
+    assert f"it has 2 of them below: {tmp_path}/of/*/" in capsys.readouterr().err
 
 
 def test_a_real_run_that_is_done(tiny_run, capsys):
-    assert main(["status", str(tiny_run), "--follow"]) == 0
-    first, last = capsys.readouterr().out.splitlines()
-    assert "done  8 / 8  loss" in first and "done: validation loss" in last
+    assert main(["status", str(tiny_run)]) == 0
+    _, row, last = capsys.readouterr().out.splitlines()
+    assert "done" in row and "8 / 8" in row and "done: validation loss" in last
 
 
 def test_names_are_told_apart_below_what_they_share():
