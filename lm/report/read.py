@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from lm.config.yaml_text import load_tree
 from lm.report.status import short_names
 from lm.runs.metrics import read_log
 from lm.runs.run_dir import RunDir, RunDirError, comparable
-from lm.runs.status import Status, run_status
+from lm.runs.status import Status, is_number, run_status
 
 LAST_STEP = 2**53  # a record of a later update is damaged
 RESULT = ("updates", "tokens", "training_seconds", "tokens_per_s", "validation")
@@ -111,9 +110,7 @@ class Files:
 
 def number(value: object) -> float | int | None:
     """Return a finite number as it is, and None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return value if abs(value) <= sys.float_info.max else None
+    return value if is_number(value) else None
 
 
 def nested(record: object, *keys: str) -> Any:
