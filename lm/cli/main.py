@@ -236,8 +236,8 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         "--gpu",
         metavar="NAME",
         help="their kind: a100-40g, a100-80g, l40s, h100-80g or h200; any other by its data sheet,"
-        " NAME:TFLOPS:GIB:TBPS (b200:2250:178:8: dense TFLOP/s, memory in GiB, its TB/s); cpu: this"
-        " machine (default: the one here, else a100-80g)",
+        " NAME:TFLOPS:GIB (b200:2250:178: dense TFLOP/s, memory in GiB); cpu: this machine"
+        " (default: the one here, else a100-80g)",
     )
     c.add_argument(
         "--utilisation",

@@ -5,16 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lm.common.cards import (
-    EVALUATION_BANDWIDTH,
-    EVALUATION_S,
-    GIB,
-    SEQUENCE_S,
-    TOKEN_S,
-    Card,
-    card,
-    here,
-)
+from lm.common.cards import GIB, SEQUENCE_S, TOKEN_S, Card, card, here
 from lm.common.errors import ConfigError
 from lm.config.schema import Config
 from lm.kernels.cell import fits_a_gpu
@@ -141,23 +132,19 @@ class Layers:
     Attributes:
         kernel: Solved token by token by a GPU's kernel.
         loop: Solved token by token in PyTorch or by the CPU's kernel.
-        paper: Iterated by the paper's procedure.
-        iterated: Iterated with the exact token.
+        iterated: Iterated, in windows or by the paper's procedure.
     """
 
     kernel: list
     loop: list
-    paper: list
     iterated: list
 
     @property
     def evaluations(self) -> float | None:
         """Evaluations of a token, mean over layers; None for a model without such layers."""
         by_token = len(self.kernel) + len(self.loop)
-        iterated = len(self.paper) + len(self.iterated)
-        if not by_token + iterated:
-            return None
-        return (by_token + iterated * EVALUATIONS) / (by_token + iterated)
+        count = by_token + len(self.iterated)
+        return (by_token + len(self.iterated) * EVALUATIONS) / count if count else None
 
 
 def fits_kernel(block: Any) -> bool:
@@ -174,14 +161,14 @@ def layers_of(cfg: Config, model: PreTrainedModel, on_gpu: bool) -> Layers:
     blocks, solver = model.fixed_point_blocks(), cfg.solver.settled()
     by_token = []
     if solver["token"] != "exact":
-        return Layers([], [], blocks, [])
+        return Layers([], [], blocks)
     if solver["schedule"] == "sequential":
         by_token = blocks
     elif solver["schedule"] == "auto":
         by_token = [b for b in blocks if (fits_kernel(b) if on_gpu else b.mixer.has_low_rank)]
     kernel = [b for b in by_token if on_gpu and fits_kernel(b)]
     loop = [b for b in by_token if b not in kernel]
-    return Layers(kernel, loop, [], [b for b in blocks if b not in by_token])
+    return Layers(kernel, loop, [b for b in blocks if b not in by_token])
 
 
 def settled_schedule(cfg: Config, layers: Layers) -> Config:
@@ -194,7 +181,7 @@ def settled_schedule(cfg: Config, layers: Layers) -> Config:
     return copy
 
 
-def hours(cfg: Config, at: Where, layers: Layers, flops: float, d_inner: int) -> dict | None:
+def hours(cfg: Config, at: Where, layers: Layers, flops: float) -> dict | None:
     """Return the hours of a run by part, or None where no rate was measured.
 
     Args:
@@ -202,7 +189,6 @@ def hours(cfg: Config, at: Where, layers: Layers, flops: float, d_inner: int) ->
         at: The hardware.
         layers: Fixed-point layers.
         flops: FLOPs of the run with one evaluation.
-        d_inner: Channels of a layer.
     """
     if at.card.peak is None or layers.loop or layers.iterated:
         return None
@@ -211,13 +197,9 @@ def hours(cfg: Config, at: Where, layers: Layers, flops: float, d_inner: int) ->
     # One token after the other waits for launches, whatever its arithmetic.
     tokens = passes * cfg.train.accumulation(at.world_size) * cfg.data.seq_len
     by_token = TOKEN_S + SEQUENCE_S * cfg.train.micro_batch_size
-    # A further evaluation moves memory.
-    evaluation = EVALUATION_S * d_inner * EVALUATION_BANDWIDTH / at.card.bandwidth
-    iterated = len(layers.paper) * cfg.train.micro_batch_size * (EVALUATIONS - 1) * evaluation
     return {
         "matrix products": flops / (peak * at.utilisation) / 3600,
         "token after token": tokens * len(layers.kernel) * by_token / 3600,
-        "iterating": tokens * iterated / 3600,
     }
 
 
@@ -263,7 +245,7 @@ def plan(cfg: Config, at: Where | int) -> dict:
         "evaluations": evaluations,
         "flops_per_token": flops_per_token,
         "flops": flops_per_token * trained,
-        "hours": hours(cfg, at, layers, once, getattr(model.config, "d_inner", 0)),
+        "hours": hours(cfg, at, layers, once),
         **_planned_memory(solved, at, counted, vocab_size),
     }
 
@@ -361,7 +343,6 @@ def _hours(p: dict, cfg: Config) -> list[tuple[str, str]]:
     origins = {
         "matrix products": f"at {at.utilisation:.0%} of {peak:g} TFLOP/s (--utilisation)",
         "token after token": "by layers solved so, measured untrained on an H100",
-        "iterating": f"by {EVALUATIONS:g} evaluations a token (assumed), estimated for an H100",
     }
     passes = ""
     if cfg.train.adversary:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from lm.common.cards import EVALUATION_S, SEQUENCE_S, TOKEN_S
+from lm.common.cards import SEQUENCE_S, TOKEN_S
 from lm.common.errors import ConfigError
 from lm.config import load as config
 from lm.config.data import Data, Stage
@@ -242,21 +242,17 @@ def test_what_does_not_fit_is_said_with_what_needs_less():
 # Time.
 
 
-def test_hours_are_flops_over_the_cards_rate_and_the_time_of_iterating():
-    cfg = paper()
+def test_hours_are_flops_over_the_cards_rate():
+    cfg = config.load(LM / "mamba_160m_fineweb2b.yaml")
     p = plan(cfg, where(4, "a100-80g", utilisation=0.5))
     model = estimate.on_the_meta_device(cfg, 50264)
     flops = model.flops_per_token(1, length=2048) * p["tokens"]
     assert p["hours"]["matrix products"] == pytest.approx(flops / (4 * 312e12 * 0.5) / 3600)
-    evaluations = 12 * 9 * p["tokens"] / 4
-    seconds = evaluations * 1536 * EVALUATION_S * 3.35 / 2.039
-    assert p["hours"]["iterating"] == pytest.approx(seconds / 3600)
-    assert p["hours"]["token after token"] == 0 and p["evaluations"] == 10
-    assert p["flops_per_token"] == model.flops_per_token(10, length=2048)
+    assert p["hours"]["token after token"] == 0 and p["evaluations"] is None
     said = shown(p, cfg)
     assert said["hours"] == f"{sum(p['hours'].values()):,.2f}, the sum of these"
     assert said["… matrix products"].endswith("at 50% of 312 TFLOP/s (--utilisation)")
-    assert "… token after token" not in said and "… iterating" in said
+    assert "… token after token" not in said
 
 
 def test_tokens_one_after_the_other_take_their_time_whatever_their_flops():
@@ -265,7 +261,7 @@ def test_tokens_one_after_the_other_take_their_time_whatever_their_flops():
     micro_batches = cfg.train.steps * cfg.train.accumulation(4)
     seconds = 12 * 2048 * micro_batches * (TOKEN_S + SEQUENCE_S * cfg.train.micro_batch_size)
     assert p["hours"]["token after token"] == pytest.approx(seconds / 3600)
-    assert p["hours"]["iterating"] == 0 and p["evaluations"] == 1
+    assert p["evaluations"] == 1
     faster = plan(cfg, where(4, "a100-80g", utilisation=0.5))["hours"]
     assert faster["token after token"] == p["hours"]["token after token"]
     assert faster["matrix products"] == pytest.approx(p["hours"]["matrix products"] / 2)
@@ -282,6 +278,7 @@ def test_tokens_one_after_the_other_take_their_time_whatever_their_flops():
         ({}, {"layers": ["fp_mamba1", {"fp_mamba1": {"dt_h_dep": True}}]}, H200, None),
         ({"schedule": "sequential"}, {"mixer": "kronecker"}, H200, None),
         ({"schedule": "parallel"}, {}, H200, None),
+        ({"token": "iterate", "stopping": "paper"}, {}, H200, None),
         ({}, {}, where(1, "cpu"), None),
     ],
     ids=str,
@@ -445,12 +442,12 @@ def test_every_model_has_a_plan(name):
 
 
 def test_a_card_that_is_not_listed_is_described():
-    described = where(2, "b200:2250:178:8").card
+    described = where(2, "b200:2250:178").card
     assert described.name == "b200" and described.memory == 178 * 2**30
-    assert described.peak == {"bf16": 2250e12, "fp32": 2250e12} and described.bandwidth == 8e12
-    assert "2 × b200" in shown(plan(tiny(), where(2, "b200:2250:178:8")), tiny())["ranks (GPUs)"]
-    for wrong in ("b200:2250:178", "b200:0:178:8", "b200:x:178:8", ":1:1:1", "b200:inf:1:1"):
-        with pytest.raises(ConfigError, match=f"--gpu {wrong}: .* is NAME:TFLOPS:GIB:TBPS"):
+    assert described.peak == {"bf16": 2250e12, "fp32": 2250e12}
+    assert "2 × b200" in shown(plan(tiny(), where(2, "b200:2250:178")), tiny())["ranks (GPUs)"]
+    for wrong in ("b200:2250:178:8", "b200:0:178", "b200:x:178", ":1:1", "b200:inf:1"):
+        with pytest.raises(ConfigError, match=f"--gpu {wrong}: .* is NAME:TFLOPS:GIB,"):
             where(2, wrong)
     with pytest.raises(ConfigError, match="Any other is described by its data sheet: NAME:TFLOPS"):
         where(2, "b200")
