@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 # Distinguishable by color-blind readers.
 PALETTE = ("#2a7fd4", "#e0702a", "#17a673", "#c46fb0", "#d9a514", "#4bb6e8", "#9a7d6a")
 PANEL = (6.4, 3.8)  # inches
-MAX_LEGEND = 12  # entries; of more curves, such as layers, some are named
+MAX_LEGEND = 8  # entries; of more curves, such as layers, some are named
 MAX_LABEL = 44  # characters
 LOG_SPAN = 5  # ratio of the highest and the lowest value from which an axis is logarithmic
 MIN_LINE = 30  # values; a line of fewer shows each as a point
