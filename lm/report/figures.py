@@ -242,7 +242,7 @@ def _colors(count: int) -> Sequence:
         return PALETTE[:count]
     import matplotlib
 
-    return matplotlib.colormaps["viridis"](np.linspace(0, 0.95, count))
+    return list(matplotlib.colormaps["viridis"](np.linspace(0, 0.95, count)))
 
 
 def _escape(label: str) -> str:

@@ -94,16 +94,17 @@ def _sections(runs: Sequence, summaries: Sequence[dict], folder: Path) -> list[d
     states = [summary.describe_state(files) for files in runs]
     remarks = [f"{files.label}: {remark}" for files in runs for remark in files.remarks]
     results = summary.result_table(runs, summaries)
-    sections = [{"title": "Results", "lines": [*states, *remarks], "tables": [results]}]
-    tables, lines = summary.layer_tables(runs)
+    sections: list[dict[str, Any]] = []
+    sections.append({"title": "Results", "lines": [*states, *remarks], "tables": [results]})
+    layers, lines = summary.layer_tables(runs)
     lines += [f"{f.label} has no solver, and so no ℓ*." for f in runs if f.solves is False]
-    more = {"Fixed point": tables, "Optimization": summary.event_tables(runs)}
+    more = {"Fixed point": layers, "Optimization": summary.event_tables(runs)}
     for title in SPECS:
         drawn, constants = figures(runs, title)
         notes = constants + lines * (title == "Fixed point")
         images = [(figure, save(figure, folder)) for figure in drawn]
-        section = {"title": title, "lines": notes, "figures": images, "tables": more.get(title, [])}
-        sections.append(section)
+        tables = more.get(title, [])
+        sections.append({"title": title, "lines": notes, "figures": images, "tables": tables})
     scores, settings = summary.score_tables(runs), summary.config_tables(runs)
     sections.append({"title": "Evaluations", "tables": scores})
     sections.append({"title": "Configuration", "tables": settings})
