@@ -12,7 +12,6 @@ from lm.kernels.cell import fits_a_gpu
 from lm.model.fields import AUTO_WINDOW
 from lm.report import estimate
 from lm.report.estimate import Sizes, on_the_meta_device, sizes
-from lm.runs.run_dir import RunDir
 from lm.training import init_from
 from lm.training.build import vocabulary, with_built_in_mixers
 from lm.training.deepspeed_json import deepspeed_config, highest_stage, low_precision_modules
@@ -28,13 +27,6 @@ SMALLER = (
 )
 UTILISATION = 0.25  # share of the card's peak in matrix products: an assumption
 EVALUATIONS = 10.0  # of a token and layer where a solve iterates: an assumption
-
-# Tokens of GPT-2 in hub datasets, by their cards.
-HUB_TOKENS = {
-    ("HuggingFaceFW/fineweb", "sample-10BT"): 10e9,
-    ("HuggingFaceFW/fineweb", "sample-100BT"): 100e9,
-    ("HuggingFaceFW/fineweb", "sample-350BT"): 350e9,
-}
 
 
 @dataclass(frozen=True)
@@ -64,62 +56,6 @@ def where(world_size: int, gpu: str | None = None, utilisation: float | None = N
             " above 0 and at most 1"
         )
     return Where(world_size, card(gpu or here()), utilisation or UTILISATION)
-
-
-# Data.
-
-
-def training_data(cfg: Config, name: str = "") -> tuple[float | None, str]:
-    """Return the tokens that a run trains on before any is repeated, and their source.
-
-    The tokens are None before the source is tokenized. Reads no text.
-
-    Args:
-        cfg: The configuration.
-        name: Name of the source in a mixture.
-    """
-    d = cfg.data
-    if d.source == "fineweb":
-        name = f"{d.dataset} {d.name}"
-        if (total := HUB_TOKENS.get((d.dataset, d.name))) is None:
-            return None, f"the number of tokens of {name} is not known here"
-        tokenizer = "GPT-2's tokens"
-        if cfg.tokenizer.name.rstrip("/").rpartition("/")[2] != "gpt2":
-            tokenizer += f", those of `{cfg.tokenizer.name}` will be more or fewer"
-        return total * (1 - d.val_fraction), f"about, in {name} without validation; {tokenizer}"
-    unknown = None, f"known once `{d.source}` is tokenised, when the run starts"
-    if not RunDir(cfg.run_dir).tokenizer.is_dir():
-        return unknown
-    from lm.data.corpus.prepare import training_tokens
-    from lm.data.corpus.tokenizer import load_tokenizer
-    from lm.data.sources.errors import DataError
-
-    try:
-        counted = training_tokens(cfg, load_tokenizer(cfg, cfg.run_dir), cfg.run_dir, name)
-    except DataError:  # absent, or made by another tokenizer
-        return unknown
-    return unknown if counted is None else (counted[0], f"as tokenised in {counted[1]}")
-
-
-def data_sources(cfg: Config, tokens: int) -> dict[str, dict]:
-    """Return the share, tokens, source of that number and passes of each source.
-
-    A run without a mixture has one source, named "".
-
-    Args:
-        cfg: The configuration.
-        tokens: Tokens that are trained on.
-    """
-    from lm.data.sources.mixture import parts, shares
-
-    share_of_source = shares(cfg.data)
-    sources = {}
-    for name, part in parts(cfg).items():
-        count, text = training_data(part, name)
-        share = share_of_source[name]
-        passes = share * tokens / count if count else None
-        sources[name] = {"share": share, "tokens": count, "where": text, "passes": passes}
-    return sources
 
 
 # Work.
@@ -240,7 +176,6 @@ def plan(cfg: Config, at: Where | int) -> dict:
         "sequences_per_step": cfg.train.sequences(at.world_size),
         "tokens_per_step": cfg.tokens_per_step(at.world_size),
         "tokens": tokens,
-        "sources": data_sources(cfg, tokens),
         "layers": layers,
         "evaluations": evaluations,
         "flops_per_token": flops_per_token,
@@ -288,8 +223,11 @@ def describe(p: dict, cfg: Config) -> Table:
 
 def _what(p: dict, cfg: Config) -> list[tuple[str, str]]:
     """Return the rows of the model and its data."""
+    from lm.data.sources.mixture import shares
+
     at = p["at"]
     ranks = f"{at.world_size} × {at.card.name}"
+    mixed = {} if cfg.data.mixture is None else shares(cfg.data)
     mixer_note = "is not imported by a plan: counted as a householder"
     return [
         ("parameters", f"{p['parameters'] / 1e6:,.1f} M"),
@@ -301,20 +239,9 @@ def _what(p: dict, cfg: Config) -> list[tuple[str, str]]:
         ("sequences per update", f"{p['sequences_per_step']:,} of {cfg.data.seq_len:,} tokens"),
         ("tokens per update", f"{p['tokens_per_step']:,}"),
         ("tokens trained on", f"{_amount(p['tokens'])} in {cfg.train.steps:,} updates"),
-        *(_source_row(name, source) for name, source in p["sources"].items()),
+        *((f"source {name}", f"{share:.2%} of the sequences") for name, share in mixed.items()),
         *(("optimizer", line) for line in p["optimizer"]),
     ]
-
-
-def _source_row(name: str, source: dict) -> tuple[str, str]:
-    """Return the row of a source: its share, its tokens, and how often they are repeated."""
-    parts = [f"{source['share']:.2%} of the sequences"] if name else []
-    count = source["tokens"]
-    parts.append(source["where"] if count is None else f"{_amount(count)} ({source['where']})")
-    if (passes := source["passes"]) is not None:
-        again = ": the data repeats in a new order" if passes > 1 else ": nothing is read twice"
-        parts.append(f"{passes:.2f} passes{again}")
-    return f"source {name}" if name else "tokens in the data", "; ".join(parts)
 
 
 def _amount(count: float) -> str:

@@ -13,7 +13,7 @@ from lm.common.errors import ConfigError
 from lm.config import load as config
 from lm.config.data import Data, Stage
 from lm.config.model import Model
-from lm.config.schema import Config, Tokenizer
+from lm.config.schema import Config
 from lm.report import estimate
 from lm.report.plan import describe, plan, where
 from lm.training.build import build_model
@@ -350,57 +350,6 @@ def shown(p: dict, cfg: Config) -> dict[str, str]:
     """The rows of the table."""
     table = describe(p, cfg)
     return dict(zip(*(list(column.cells) for column in table.columns)))
-
-
-def test_the_plan_says_whether_data_repeats():
-    cfg = paper()
-    p = plan(cfg, 4)
-    assert p["tokens"] == 2_516_582_400
-    row = shown(p, cfg)["tokens in the data"]
-    assert row.startswith("9.500 B (about, ") and "without validation; GPT-2's tokens); " in row
-    assert row.endswith("0.26 passes: nothing is read twice")
-    cfg.train.steps = 48_000
-    row = shown(plan(cfg, 4), cfg)["tokens in the data"]
-    assert row.endswith("2.65 passes: the data repeats in a new order")
-    cfg.tokenizer = Tokenizer(vocab_size=300)
-    row = shown(plan(cfg, 4), cfg)["tokens in the data"]
-    assert "; GPT-2's tokens, those of `bpe` will be more or fewer" in row
-    cfg.data.name = "CC-MAIN-2024-10"
-    assert shown(plan(cfg, 4), cfg)["tokens in the data"] == (
-        "the number of tokens of HuggingFaceFW/fineweb CC-MAIN-2024-10 is not known here"
-    )
-
-
-def test_the_tokens_of_a_local_source_are_those_that_were_tokenised(tmp_path, byte_tokenizer):
-    from lm.data.corpus.prepare import prepare
-    from lm.data.corpus.tokenizer import load_tokenizer
-
-    def local(**data) -> Config:
-        cfg = tiny()
-        cfg.out_dir = str(tmp_path)
-        cfg.tokenizer.name = str(byte_tokenizer)
-        cfg.data = Data(seq_len=32, **data)
-        return cfg
-
-    corpus = ROOT / "tests/data/tiny.jsonl"
-    cfg = local(source="jsonl", path=str(corpus))
-    p = plan(cfg, 1)
-    assert p["sources"][""]["passes"] is None
-    assert "known once `jsonl` is tokenised" in shown(p, cfg)["tokens in the data"]
-
-    meta = prepare(cfg, load_tokenizer(cfg, cfg.run_dir), cfg.run_dir).meta
-    cfg.train.steps = 1 + 3 * meta.train_tokens // (3 * 2 * 32)
-    p = plan(cfg, 1)
-    assert p["sources"][""]["tokens"] == meta.train_tokens
-    assert 3 <= p["sources"][""]["passes"] < 3.2
-    assert shown(p, cfg)["tokens in the data"].endswith("passes: the data repeats in a new order")
-
-    others = [local(source="text", path=str(corpus)), local(source="jsonl", path=str(corpus))]
-    others[1].tokenizer = Tokenizer(vocab_size=300)
-    for other in others:
-        p = plan(other, 1)
-        assert p["sources"][""]["tokens"] is None
-        assert "known once" in shown(p, other)["tokens in the data"]
 
 
 @pytest.mark.parametrize("until, passes", [(None, 14), (3, 11), (9, 7)])
