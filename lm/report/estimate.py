@@ -98,21 +98,19 @@ def on_the_meta_device(cfg: Config, vocab_size: int) -> torch.nn.Module:
         return build_model(cfg, vocab_size)
 
 
-def sizes(
-    model: torch.nn.Module, low_precision: Sequence[str] = (), optim: Optim | None = None
-) -> Sizes:
+def sizes(model: torch.nn.Module, low_precision: Sequence[str], optim: Optim) -> Sizes:
     """Return the sizes of a model, which may lie on the meta device.
 
     Args:
         low_precision: Classes of `torch.nn` whose gradients DeepSpeed sends in bf16.
-        optim: Settings of the optimizer; None: AdamW.
+        optim: Settings of the optimizer.
     """
     low: dict[int, int] = {}
     classes = [getattr(torch.nn, name.rpartition(".")[2]) for name in low_precision]
     for module in model.modules():
         if module.__class__ in classes:
             low |= {id(p): p.numel() for p in module.parameters(recurse=False)}
-    muon = matrices(model) if optim is not None and optim.name == "muon" else ()
+    muon = matrices(model) if optim.name == "muon" else ()
     return Sizes(
         parameters=sum(p.numel() for p in model.parameters()),
         embedding=model.get_input_embeddings().weight.numel(),
@@ -158,15 +156,19 @@ def _kept_by_solved(m: Model, solver: dict, on_gpu: bool) -> float:
 
 
 def memory(
-    cfg: Config, world_size: int, card: Card, of: Sizes, vocab_size: int, stage: int | None = None
+    cfg: Config, world_size: int, card: Card, of: Sizes, vocab_size: int, stage: int
 ) -> Memory:
-    """Of one rank of a run.
+    """Return the memory of one rank of a run.
 
     Args:
-        of: the model's sizes. stage: of ZeRO; None: as configured.
+        cfg: The configuration.
+        world_size: Number of ranks.
+        card: Their kind.
+        of: Sizes of the model.
+        vocab_size: Number of tokens.
+        stage: Stage of ZeRO.
     """
     zero = deepspeed_config(cfg, world_size, card.on_gpu)["zero_optimization"]
-    stage = zero["stage"] if stage is None else stage
     whole = 4.0 * of.parameters
     share, moments = whole / world_size, 2 * whole - 4.0 * of.by_muon
     # 1. What every update holds.

@@ -190,7 +190,7 @@ def _planned_memory(cfg: Config, at: Where, counted: Sizes, vocab_size: int) -> 
     stage = deepspeed_config(cfg, at.world_size)["zero_optimization"]["stage"]
     known = at.world_size, at.card, counted, vocab_size
     stages = {s: estimate.memory(cfg, *known, stage=s) for s in range(highest_stage(cfg) + 1)}
-    needed, limit = estimate.memory(cfg, *known), estimate.limit(at.card, at.world_size)
+    needed, limit = stages[stage], estimate.limit(at.card, at.world_size)
     return {
         "zero_stage": stage,
         "memory": needed,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.common.console import duration, say
-from lm.common.files import printable, read_mapping
+from lm.common.files import read_mapping
 from lm.runs.log import iterations_of_layers
 from lm.runs.metrics import ELSEWHERE_NOTE, is_elsewhere, read_metrics
 from lm.runs.run_dir import RunDir
@@ -20,13 +20,6 @@ from lm.runs.status import STATES, Status, is_number, run_status, sweep_status, 
 if TYPE_CHECKING:
     from rich.table import Table
 
-COLOURS = {
-    "running": "green",
-    "done": "blue",
-    "stopped": "yellow",
-    "failed": "red",
-    "missing": "dim",
-}
 RIGHT = ("update", "loss", "tokens/s", "time left", "last record")
 RESULTS = ("parameters", "tokens", "validation", "training s", "ℓ*")
 
@@ -88,7 +81,6 @@ def short_names(names: list[str]) -> dict[str, str]:
 def table(seen: list[Status]) -> Table:
     """Return the runs as a rich table with a count of their states."""
     from rich.table import Table
-    from rich.text import Text
 
     counts = {state: sum(status.state == state for status in seen) for state in STATES}
     summary = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
@@ -100,8 +92,7 @@ def table(seen: list[Status]) -> Table:
         out.add_column(name, justify="right" if name in RIGHT else "left", overflow="fold")
     for status in seen:
         shown = cells(status) | {"run": short[status.run_dir]}
-        styles = {"state": COLOURS[status.state]}
-        out.add_row(*(Text(printable(text), styles.get(name, "")) for name, text in shown.items()))
+        out.add_row(*shown.values())
     return out
 
 
