@@ -114,11 +114,6 @@ def test_sizes_that_do_not_go_together(capsys, tiny, overrides, words):
     [
         (["resume=sometimes"], "`resume` is 'sometimes': it must be never, auto or the folder"),
         (
-            ["optim.warmup=50", "train.steps=8"],
-            "optim.warmup is 50 updates, and train.steps is only 8",
-        ),
-        (["optim.warmup=1.5"], "optim.warmup: 1.5 updates cannot be"),
-        (
             ["engine.deepspeed={optimizer: {type: Lion, params: {lr: 1}}}"],
             "engine.deepspeed sets optimizer, which DeepSpeed would leave unused",
         ),
