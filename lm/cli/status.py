@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -42,8 +43,8 @@ def _status(args: argparse.Namespace) -> int:
     for place in places_given:
         if place.endswith((".yaml", ".yml")):
             load_tree(place)
-        else:
-            places.check_run_to_watch(place)
+        elif not Path(place, "lease.json").exists():  # a run that starts has nothing else
+            places.check_run(place)
 
     from lm.report import status
 

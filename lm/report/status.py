@@ -1,4 +1,4 @@
-"""What `fprnn status` shows: how far runs are, and what a sweep has reached."""
+"""Tables of `fprnn status`: how far runs are, and what a sweep has reached."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ MISTYPED = [
     ("eval runs/nope --tasks catbabi_mini", "runs/nope: no such folder"),
     ("eval owner/nope --tasks catbabi_mini", "owner/nope: no such folder"),
     ("report runs/nope", "runs/nope: no such folder"),
-    ("status runs/nope", "runs/nope: no such file or folder"),
+    ("status runs/nope", "runs/nope: no such folder"),
     ("status nope.yaml", "nope.yaml: no such file"),
     ("export runs/nope out", "runs/nope: no such folder"),
     ("plan nope.yaml", "nope.yaml: no such file"),
@@ -103,31 +103,25 @@ class Hub:
         self.error = error
 
     def model_info(self, name: str, timeout: float):
-        assert timeout <= 2
+        assert timeout <= 5
         raise self.error
 
 
 def test_the_hub_is_asked_once(monkeypatch):
     import httpx
-    from huggingface_hub import constants, errors
+    from huggingface_hub import errors
 
     def ask(error):
         monkeypatch.setattr("huggingface_hub.HfApi", lambda: Hub(error))
         return find_model("owner/name")
 
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     answer = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
-    with pytest.raises(PlaceError, match="the hub has no such model, or a private one"):
-        ask(errors.RepositoryNotFoundError("no", response=answer))
-    with pytest.raises(PlaceError, match=r"the hub cannot be reached \(no route\)"):
+    with pytest.raises(PlaceError, match="no such folder here, and no model of the hub: 404"):
+        ask(errors.RepositoryNotFoundError("404", response=answer))
+    with pytest.raises(PlaceError, match="no model of the hub: no route"):
         ask(httpx.ConnectError("no route"))
     assert ask(errors.GatedRepoError("ask first", response=answer)) == "hub"
-    assert ask(errors.HfHubHTTPError("503", response=answer)) == "hub"
-    assert ask(httpx.ReadTimeout("slow")) == "hub"
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(PlaceError, match="HF_HUB_OFFLINE forbids asking the hub"):
-        ask(AssertionError("asked"))
-    with pytest.raises(PlaceError, match="no model on the hub has such a name"):
+    with pytest.raises(PlaceError, match="no model of the hub: Repo id must use"):
         find_model("ow ner/name")
 
 
