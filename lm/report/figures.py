@@ -90,7 +90,7 @@ SPECS = {
             leaf=("loss",),
         ),
         Spec("epochs", "Epochs of each source", "epochs", ("data_epochs",), "name"),
-        Spec("shares", "Share of each source", "of the targets", ("data_share",), "name"),
+        Spec("shares", "Share of each source", "of the data", ("data_share",), "name"),
     ],
     "Fixed point": [
         Spec("iterations", "ℓ* of each layer", "ℓ* in iterations", NUM_ITERS, "layer"),
