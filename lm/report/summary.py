@@ -141,11 +141,11 @@ def _row(files: Files, summary: dict) -> dict[str, Any]:
         "tokens": None if tokens is None else int(tokens),
         "parameters": summary.get("parameters"),
         "validation loss": validation.get("loss"),
-        "perplexity": validation.get("perplexity"),
+        "perplexity": number(validation.get("perplexity")),
         "bits per byte": validation.get("bits_per_byte"),
     }
     for name, scores in (validation.get("sources") or {}).items():
-        row[f"perplexity of {name}"] = scores.get("perplexity")
+        row[f"perplexity of {name}"] = nested(scores, "perplexity")
     row |= {f"{name} baseline": value for name, value in files.baselines.items()}
     if files.baselines and row["perplexity"]:
         ratio = row["perplexity"] / min(files.baselines.values())

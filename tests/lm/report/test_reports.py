@@ -375,6 +375,10 @@ def test_a_damaged_result_is_named(tmp_path, capsys, undrawn):
     text = reported(folder)
     assert "run is failed" in text and "result.json is damaged: it is not JSON" in text
     assert "note: " in capsys.readouterr().out
+    validation = {"loss": 2.0, "perplexity": 10**400, "sources": {"a": None}}
+    result = {"updates": STEPS, "tokens": 1, "training_seconds": 1.0, "tokens_per_s": 1.0}
+    (folder / "result.json").write_text(json.dumps(result | {"validation": validation}))
+    assert "validation loss 2" in reported(folder)
 
 
 # Several runs.
