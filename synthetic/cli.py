@@ -237,7 +237,7 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
         " any other file is not",
     )
     add_trust(command)
-    command.set_defaults(run_command=_inspect, words="word")
+    command.set_defaults(run_command=_inspect, more="word")
 
 
 def _add_validate(commands: argparse._SubParsersAction) -> None:
@@ -276,7 +276,7 @@ def _add_validate(commands: argparse._SubParsersAction) -> None:
     command.add_argument(
         "--jobs", type=Whole(), default=1, metavar="N", help="runs at once, at least 1 (default: 1)"
     )
-    command.set_defaults(run_command=_validate, pairs="config")
+    command.set_defaults(run_command=_validate, more="config")
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:

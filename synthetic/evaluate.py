@@ -324,14 +324,12 @@ def evaluate_all(
     ways = [False, True] if cfg.eval.sequential else [False]
     results: list[dict] = []
     done, total = 0, sum(lengths) * len(seeds) * len(ways)  # a length takes as long as its tokens
-    with Progress("evaluating", total=total, unit="tokens a sequence") as bar:
-        for length, seed, token_by_token in itertools.product(lengths, seeds, ways):
-            row = measure(
-                model, task, cfg, length, "test", seed, precision, token_by_token, held_apart
-            )
-            results.append({"length": length, "seed": seed, **row})
-            done += length
-            bar.update(done)
+    bar = Progress("evaluating", total=total, unit="tokens a sequence")
+    for length, seed, token_by_token in itertools.product(lengths, seeds, ways):
+        row = measure(model, task, cfg, length, "test", seed, precision, token_by_token, held_apart)
+        results.append({"length": length, "seed": seed, **row})
+        done += length
+        bar.update(done)
     return results
 
 

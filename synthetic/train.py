@@ -226,8 +226,8 @@ class Training(Loop):
         self.fit_began = time.perf_counter()
         self._begin_window()
         self.batches = self._batches()
-        self.bar = Progress("training", total=steps, start=self.step, unit="updates")
-        with StopSignals() as self.signals, self.bar:
+        self.bar = Progress("training", total=steps, unit="updates")
+        with StopSignals() as self.signals:
             self.make_updates()
         self.seconds = self._seconds_so_far()
 

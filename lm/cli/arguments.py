@@ -108,38 +108,21 @@ def names(text: str) -> list[str]:
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """The arguments; what a command takes many of may stand before and after its options.
+    """Return the arguments; a list of them may stand before and after the options.
 
-    A command says by `set_defaults` which of its lists that is: `words` takes anything, `pairs`
-    key=value alone (default: `override`, where it has that).
+    A command names its list by `set_defaults(more=…)`; the default is `override`.
     """
     args, rest = parser.parse_known_args(argv)
-    if words_of := getattr(args, "words", None):
-        words, rest = words_after_options(rest)
-        setattr(args, words_of, [*getattr(args, words_of), *words])
-    pairs_of = getattr(args, "pairs", "override")
-    no_pair = any("=" not in text or text.startswith("-") for text in rest)
-    takes_pairs = hasattr(args, pairs_of)
-    if no_pair or (rest and not takes_pairs):
-        hint = ". Keys of the YAML are set without dashes: key=value" if takes_pairs else ""
+    name = getattr(args, "more", "override")
+    end = rest.index("--") if "--" in rest else len(rest)  # words, also with dashes, follow it
+    has_option = any(text.startswith("-") and text != "-" for text in rest[:end])
+    if has_option or (rest and not hasattr(args, name)):
+        takes_keys = hasattr(args, "override")
+        hint = ". Keys of the YAML are set without dashes: key=value" if takes_keys else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
-        setattr(args, pairs_of, [*getattr(args, pairs_of), *rest])
+        setattr(args, name, [*getattr(args, name), *rest[:end], *rest[end + 1 :]])
     return args
-
-
-def words_after_options(rest: list[str]) -> tuple[list[str], list[str]]:
-    """Of what argparse did not understand: the words, which stand behind options where they might
-    have stood before them, and what is really unknown."""
-    words: list[str] = []
-    unknown: list[str] = []
-    while rest:
-        text, *rest = rest
-        if text == "--":  # all that follows are words
-            return [*words, *rest], unknown
-        is_option = text.startswith("-") and text != "-"
-        (unknown if is_option else words).append(text)
-    return words, unknown
 
 
 def run(args: argparse.Namespace) -> int:

@@ -32,7 +32,7 @@ def add(commands: argparse._SubParsersAction) -> None:
         " any other file is not",
     )
     add_trust(c)
-    c.set_defaults(run_command=_inspect, words="text")
+    c.set_defaults(run_command=_inspect, more="text")
 
 
 def _inspect(args: argparse.Namespace) -> int:

@@ -41,7 +41,7 @@ EPILOG = """examples:
   fprnn serve runs/demo/hf
   fprnn inspect runs/demo "f(g(h(x), y))"
   fprnn report runs/demo
-  fprnn report runs/first runs/second --out runs/both.html
+  fprnn report runs/first runs/second --out runs/both
   fprnn sweep configs/lm/compare/tiny.yaml --run
   fprnn status configs/lm/compare/tiny.yaml
   fprnn status runs/demo runs/other
@@ -73,7 +73,6 @@ def _train(args: argparse.Namespace) -> int:
         say(cfg.to_yaml())
         say(planned)
         return status
-    _say_if_slow(cfg)
 
     from lm.training.train import train
 
@@ -81,45 +80,23 @@ def _train(args: argparse.Namespace) -> int:
     return 0
 
 
-def _say_if_slow(cfg: Config) -> None:
-    """Print on rank 0 that updates of a run can take minutes."""
-    from lm.common.console import say
-    from lm.common.ranks import launched
-    from lm.runs.run_dir import RunDir
-
-    if launched()[0] or RunDir(cfg.run_dir).is_finished or not cfg.model.has_fixed_point:
-        return
-    from lm.report.measure import warn_if_slow
-
-    if note := warn_if_slow(cfg):
-        say(note)
-
-
 def _plan(args: argparse.Namespace) -> int:
     from lm.common.console import say
 
     cfg = _config_of_run(args)
-    measured = None
-    if args.measure:
-        from lm.report.measure import measure
-
-        measured = measure(cfg)
-    planned, status = _planned(cfg, args.gpus, args.gpu, args.utilisation, measured)
+    planned, status = _planned(cfg, args.gpus, args.gpu, args.utilisation)
     say(planned)
     return status
 
 
-def _planned(cfg, gpus=None, gpu=None, utilisation=None, measured=None):
+def _planned(cfg, gpus=None, gpu=None, utilisation=None):
     """Return the table of `plan` and `train --dry-run`, and their exit status.
 
     The status is BAD_CONFIG if the run does not fit the card.
     """
-    from lm.cli.doctor import hub
-    from lm.common.console import say
     from lm.common.errors import BAD_CONFIG
     from lm.common.files import check_folder
     from lm.common.ranks import launched
-    from lm.data.sources.mixture import parts
     from lm.report.plan import describe, plan, where
     from lm.training.build import with_built_in_mixers
     from lm.training.preflight import check_config
@@ -128,12 +105,8 @@ def _planned(cfg, gpus=None, gpu=None, utilisation=None, measured=None):
     at = where(gpus, gpu, utilisation)
     check_config(with_built_in_mixers(cfg)[0], gpus)
     check_folder(cfg.run_dir)
-    if any(part.data.source == "fineweb" for part in parts(cfg).values()):
-        found = hub()
-        if found.state != "ok":
-            say(f"note: {found.text}")
     planned = plan(cfg, at)
-    return describe(planned, cfg, measured), 0 if planned["fits"] else BAD_CONFIG
+    return describe(planned, cfg), 0 if planned["fits"] else BAD_CONFIG
 
 
 def _prepare(args: argparse.Namespace) -> int:
@@ -261,8 +234,8 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         "--gpu",
         metavar="NAME",
         help="their kind: a100-40g, a100-80g, l40s, h100-80g or h200; any other by its data sheet,"
-        " NAME:TFLOPS:GIB:TBPS (b200:2250:178:8: dense TFLOP/s, memory in GiB, its TB/s); cpu: this"
-        " machine (default: the one here, else a100-80g)",
+        " NAME:TFLOPS:GIB (b200:2250:178: dense TFLOP/s, memory in GiB); cpu: this machine"
+        " (default: the one here, else a100-80g)",
     )
     c.add_argument(
         "--utilisation",
@@ -270,12 +243,6 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
         metavar="U",
         help="share of the card's peak that matrix products reach, above 0 and at most 1 (default:"
         " 0.25, an assumption)",
-    )
-    c.add_argument(
-        "--measure",
-        action="store_true",
-        help="also train one micro-batch of the model here, on the GPU where there is one: print"
-        " its memory beside the formula's, and its seconds",
     )
     c.add_argument(
         "--job-index",
@@ -366,8 +333,8 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     c = commands.add_parser(
         "report",
         help="one page of a run or of several, also while they train; figures and a summary",
-        description="Write report.html, one file with all figures, report.markdown, figures/ (PNG"
-        " and PDF) and summary.json: losses, ℓ*, work, speed, memory, evaluations, configuration"
+        description="Write report.html, one file with all figures, figures/ (PNG and PDF) and"
+        " summary.json: losses, ℓ*, work, speed, memory, evaluations, configuration"
         " and provenance of a run that is finished or still trains. Several runs share one page,"
         " whose place --out names.",
     )
@@ -375,7 +342,7 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     c.add_argument(
         "--out",
         metavar="PLACE",
-        help="a folder to write to instead of RUN, or FILE.html for the page only",
+        help="a folder to write to instead of RUN",
     )
     c.set_defaults(run_command=_report)
 

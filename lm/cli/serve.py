@@ -7,17 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.cli.arguments import Whole, add_trust
-from lm.common.errors import UserError, require
+from lm.common.errors import require
 from lm.runs.places import PlaceError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 PACKAGES = ("fastapi", "uvicorn", "openai")  # without them `transformers serve` does not start
-
-
-class ServeError(UserError, RuntimeError):
-    """An export that cannot be served; the message gives the reason."""
 
 
 def add(commands: argparse._SubParsersAction) -> None:
@@ -46,7 +42,9 @@ def add(commands: argparse._SubParsersAction) -> None:
 def _serve(args: argparse.Namespace) -> int:
     from lm.common.console import say
 
-    _check_export(args.checkpoint)
+    if not (Path(args.checkpoint) / "config.json").is_file():
+        cure = f"make one with `fprnn export RUN {args.checkpoint}`"
+        raise PlaceError(f"{args.checkpoint} is no export: {cure}")
     for package in PACKAGES:
         require(package, "fprnn serve")
 
@@ -80,24 +78,3 @@ def provide_class(config: PreTrainedConfig) -> None:
     for name in config.architectures or ():
         if not hasattr(transformers, name):
             setattr(transformers, name, transformers.AutoModelForCausalLM)
-
-
-def _check_export(checkpoint: str) -> None:
-    """Refuse, before anything heavy is imported, a path that is no export.
-
-    Raises:
-        PlaceError: The path holds no export.
-        ServeError: The path has a character that the server does not take.
-    """
-    folder = Path(checkpoint)
-    if not (folder / "config.json").is_file():
-        cure = f"make one with `fprnn export RUN {checkpoint}`"
-        if (folder / "config.yaml").is_file():
-            cure = f"it is a run: `fprnn export {folder} {folder / 'hf'}`, then serve that"
-        problem = " is no export" if folder.exists() else ": no such folder"
-        raise PlaceError(f"{checkpoint}{problem}; {cure}")
-    if "@" in checkpoint:
-        raise ServeError(
-            f"{checkpoint} has an @ in its path, after which `transformers serve` expects a"
-            " revision: rename the folder, or serve a link to it"
-        )

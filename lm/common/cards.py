@@ -1,4 +1,4 @@
-"""Cards that a run can be planned for: memory, peak and bandwidth."""
+"""Cards that a run can be planned for: memory and peak."""
 
 from __future__ import annotations
 
@@ -17,36 +17,29 @@ class Card(NamedTuple):
     name: str
     memory: float  # bytes, as CUDA reports them
     peak: dict[str, float] | None  # dense FLOP/s by precision, fp32 without TF32; None: unknown
-    bandwidth: float  # bytes/s of its memory
     on_gpu: bool = True
 
 
 CARDS = {
     card.name: card
     for card in (
-        Card("a100-40g", 39.4 * GIB, {"bf16": 312e12, "fp32": 19.5e12}, 1.555e12),
-        Card("a100-80g", 79.1 * GIB, {"bf16": 312e12, "fp32": 19.5e12}, 2.039e12),
-        Card("l40s", 44.5 * GIB, {"bf16": 362e12, "fp32": 91.6e12}, 0.864e12),
-        Card("h100-80g", 79.1 * GIB, {"bf16": 989e12, "fp32": 67e12}, 3.35e12),
-        Card("h200", 139.8 * GIB, {"bf16": 989e12, "fp32": 67e12}, 4.8e12),
+        Card("a100-40g", 39.4 * GIB, {"bf16": 312e12, "fp32": 19.5e12}),
+        Card("a100-80g", 79.1 * GIB, {"bf16": 312e12, "fp32": 19.5e12}),
+        Card("l40s", 44.5 * GIB, {"bf16": 362e12, "fp32": 91.6e12}),
+        Card("h100-80g", 79.1 * GIB, {"bf16": 989e12, "fp32": 67e12}),
+        Card("h200", 139.8 * GIB, {"bf16": 989e12, "fp32": 67e12}),
     )
 }
 DEFAULT = "a100-80g"
 DESCRIBED = (
-    "NAME:TFLOPS:GIB:TBPS, such as b200:2250:178:8 (dense TFLOP/s in the precision of the run,"
-    " memory in GiB and its TB/s)"
+    "NAME:TFLOPS:GIB, such as b200:2250:178 (dense TFLOP/s in the precision of the run, memory in"
+    " GiB)"
 )
 # Seconds of a token in a layer that is solved token by token, forward and backward, and their
 # growth with the sequences. Measured on an H100 with d_inner 1,536 and one reflection, and taken
 # for all cards. The layer was untrained and used Picard's search, which needs 52, 104 and 158
 # evaluations for the slowest of 16, 64 and 128 sequences; Newton's needs 7 to 8 (docs/kernels.md).
 TOKEN_S, SEQUENCE_S = 62.0e-6, 0.622e-6
-# Seconds of a further evaluation of the paper's procedure, for each token and channel of d_inner.
-# This is an estimate: 0.11 µs for 1,536 channels is chosen so that FLOPs plus evaluations give the
-# 1.27 µs a token that were measured at 128 × 512 tokens on an H100 before the step kernels were
-# removed; it is multiplied by 1.8, the predicted loss without them.
-EVALUATION_S = 1.8 * 0.11e-6 / 1536
-EVALUATION_BANDWIDTH = 3.35e12  # bytes/s of the card of EVALUATION_S
 CPU = "cpu"
 
 
@@ -61,14 +54,14 @@ def card(name: str) -> Card:
     """Return the card of a name.
 
     Args:
-        name: A card of CARDS, `cpu` for this machine, or NAME:TFLOPS:GIB:TBPS for any other.
+        name: A card of CARDS, `cpu` for this machine, or NAME:TFLOPS:GIB for any other.
 
     Raises:
         ConfigError: If there is no such card.
     """
     if name == CPU:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Card(CPU, float(memory), None, math.nan, on_gpu=False)
+        return Card(CPU, float(memory), None, on_gpu=False)
     if ":" in name:
         return _described_card(name)
     if name not in CARDS:
@@ -80,20 +73,20 @@ def card(name: str) -> Card:
 
 
 def _described_card(text: str) -> Card:
-    """Return the card that NAME:TFLOPS:GIB:TBPS describes.
+    """Return the card that NAME:TFLOPS:GIB describes.
 
     Raises:
         ConfigError: Other fields than these, or one that is no number above 0.
     """
     name, *fields = text.split(":")
     try:
-        tflops, gib, tbps = map(float, fields)
+        tflops, gib = map(float, fields)
     except ValueError:
-        tflops = gib = tbps = math.nan
-    if not name or not all(0 < value < math.inf for value in (tflops, gib, tbps)):
+        tflops = gib = math.nan
+    if not name or not all(0 < value < math.inf for value in (tflops, gib)):
         raise ConfigError(f"--gpu {text}: a card that is not listed is {DESCRIBED}")
     peak = dict.fromkeys(("bf16", "fp32"), tflops * 1e12)
-    return Card(name, gib * GIB, peak, bandwidth=tbps * 1e12)
+    return Card(name, gib * GIB, peak)
 
 
 def here() -> str:

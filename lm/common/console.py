@@ -1,20 +1,16 @@
-"""What a person sees: messages and progress, live on a terminal, plain lines on a pipe."""
+"""What a person sees: messages and progress, as lines."""
 
 from __future__ import annotations
 
 import os
 import time
 from datetime import datetime
-from typing import TYPE_CHECKING
 
 from lm.common.files import printable
 from lm.common.secrets import mask_credentials
 
-if TYPE_CHECKING:
-    from rich.progress import Progress as RichProgress
-
 PIPE_WIDTH = 1000  # columns where there is no terminal: no table is cut there
-PLAIN_EVERY_S = 5.0  # seconds between lines of a progress report that is not a terminal
+PLAIN_EVERY_S = 5.0  # seconds between two lines of progress
 ENOUGH_S = 2.0  # of timed work, before the time left is printed
 
 
@@ -66,62 +62,28 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Progress of long work: a line for every text, and on a terminal a bar below the lines.
-
-    Without a terminal there is also a line without a text now and then.
+    """Progress of long work: a line for every text, and now and then a line without one.
 
     Args:
         name: What is done.
         total: Units of all work; None: not known.
-        start: Units that were done before.
         unit: Name of the units.
         every_s: Seconds between two lines without a text.
     """
 
     def __init__(
-        self,
-        name: str,
-        total: int | None = None,
-        start: int = 0,
-        unit: str = "",
-        every_s: float = PLAIN_EVERY_S,
+        self, name: str, total: int | None = None, unit: str = "", every_s: float = PLAIN_EVERY_S
     ):
-        self.name, self.total, self.start, self.unit = name, total, start, unit
-        self.every_s = every_s
-        self.bar: RichProgress | None = None
+        self.name, self.total, self.unit, self.every_s = name, total, unit, every_s
         self.last_line = time.monotonic()
         self.first: tuple[float, int] | None = None  # seconds and units at the first update
-
-    def __enter__(self):
-        if say.enabled and say.console.is_terminal:
-            from rich import progress
-
-            self.bar = progress.Progress(
-                progress.TextColumn("{task.description}"),
-                progress.BarColumn(bar_width=24),
-                progress.MofNCompleteColumn(),
-                progress.TextColumn(self.unit),
-                progress.TimeElapsedColumn(),
-                progress.TimeRemainingColumn(),
-                console=say.console,
-                transient=self.total is None,
-            )
-            self.task = self.bar.add_task(self.name, total=self.total, completed=self.start)
-            self.bar.start()
-        return self
-
-    def __exit__(self, *exc):
-        if self.bar:
-            self.bar.stop()
 
     def update(self, done: int, total: int | None = None, text: str | None = None) -> None:
         """Show that so many units are done, with a text or without."""
         total = total or self.total
         now = time.monotonic()
         self.first = self.first or (now, done)
-        if self.bar:
-            self.bar.update(self.task, completed=done, total=total)
-        if text is None and (self.bar or now - self.last_line < self.every_s):
+        if text is None and now - self.last_line < self.every_s:
             return
         self.last_line = now
         of = f"/{total}" if total else ""

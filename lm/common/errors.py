@@ -32,20 +32,6 @@ EXTRAS = {
 }
 # What the package itself depends on, directly or through torch and transformers.
 BASE = ("httpx", "huggingface_hub", "numpy", "safetensors", "torch", "transformers")
-# Package → the requirement of pyproject.toml that brings it, where the name is another.
-REQUIREMENTS = {
-    "accelerate": "lm_eval",
-    "fastapi": "transformers[serving]",
-    "httpx": "transformers",
-    "huggingface_hub": "transformers",
-    "numpy": "transformers",
-    "openai": "transformers[serving]",
-    "pyarrow": "datasets",
-    "uvicorn": "transformers[serving]",
-    "yaml": "pyyaml",
-}
-
-
 # What the system says of a path that a person gave, wherever it is first looked at.
 OF_A_PLACE = (errno.EACCES, errno.EIO, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC, errno.EROFS)
 
@@ -130,25 +116,24 @@ def install_command(*packages: str) -> str:
     """Return a command that installs packages of EXTRAS or BASE in the versions that fit.
 
     This project is on no package index, so that `pip install fprnn[train]` would fail: in a
-    checkout the command installs the extras of the checkout, otherwise the packages themselves.
+    checkout the command installs the extras of the checkout, otherwise their requirements.
     """
     checkout = Path(__file__).parents[2]
+    extras = sorted({EXTRAS[p] for p in packages if p in EXTRAS}, reverse=True)
     if (checkout / "pyproject.toml").is_file():
-        extras = ",".join(sorted({EXTRAS[p] for p in packages if p in EXTRAS}, reverse=True))
-        target = f"{checkout}[{extras}]" if extras else str(checkout)
+        target = f"{checkout}[{','.join(extras)}]" if extras else str(checkout)
         options = ("-c", str(checkout / "constraints.txt"), "-e", target)
         return shlex.join(["pip", "install", *options])
     try:
         requirements = importlib.metadata.requires("fprnn") or []
     except importlib.metadata.PackageNotFoundError:
-        requirements = []
-    versions: dict[str, str] = {}
+        return shlex.join(["pip", "install", *packages])
+    names = []
     for requirement in requirements:
-        text = requirement.partition(";")[0].strip()
-        # The base comes first: `transformers`, not the `transformers[serving]` of an extra.
-        versions.setdefault(re.split(r"[^\w.-]", text)[0].lower().replace("-", "_"), text)
-    names = [REQUIREMENTS.get(name, name) for name in packages]
-    return shlex.join(["pip", "install", *dict.fromkeys(versions.get(n, n) for n in names)])
+        name, _, condition = requirement.partition(";")  # a condition names the extra
+        if any(extra in condition for extra in extras) or not (extras or condition):
+            names.append(name.strip())
+    return shlex.join(["pip", "install", *names])
 
 
 def missing_package(name: str, purpose: str = "this command") -> MissingPackageError:

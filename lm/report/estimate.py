@@ -1,8 +1,7 @@
 """Memory of a rank, by the formulas of docs/scale.md.
 
 Weights, gradients and moments are fp32. The memory of DeepSpeed was read off runs of version 0.19;
-the activations of a layer are one number for each kind of layer. `fprnn plan --measure` prints the
-measured memory of this machine next to the formula.
+the activations of a layer are one number for each kind of layer.
 """
 
 from __future__ import annotations
@@ -138,15 +137,19 @@ def _kept_by_solved(m: Model, solver: dict, on_gpu: bool) -> float:
 
 
 def memory(
-    cfg: Config, world_size: int, card: Card, of: Sizes, vocab_size: int, stage: int | None = None
+    cfg: Config, world_size: int, card: Card, of: Sizes, vocab_size: int, stage: int
 ) -> Memory:
-    """Of one rank of a run.
+    """Return the memory of one rank of a run.
 
     Args:
-        of: the model's sizes. stage: of ZeRO; None: as configured.
+        cfg: The configuration.
+        world_size: Number of ranks.
+        card: Their kind.
+        of: Sizes of the model.
+        vocab_size: Number of tokens.
+        stage: Stage of ZeRO.
     """
     zero = deepspeed_config(cfg, world_size, card.on_gpu)["zero_optimization"]
-    stage = zero["stage"] if stage is None else stage
     whole = 4.0 * of.parameters
     share, moments = whole / world_size, 2 * whole
     # 1. What every update holds.

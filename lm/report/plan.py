@@ -5,23 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lm.common.cards import (
-    EVALUATION_BANDWIDTH,
-    EVALUATION_S,
-    GIB,
-    SEQUENCE_S,
-    TOKEN_S,
-    Card,
-    card,
-    here,
-)
+from lm.common.cards import GIB, SEQUENCE_S, TOKEN_S, Card, card, here
 from lm.common.errors import ConfigError
 from lm.config.schema import Config
 from lm.kernels.cell import fits_a_gpu
 from lm.model.fields import AUTO_WINDOW
 from lm.report import estimate
 from lm.report.estimate import Sizes, on_the_meta_device, sizes
-from lm.runs.run_dir import RunDir
 from lm.training import init_from
 from lm.training.build import vocabulary, with_built_in_mixers
 from lm.training.deepspeed_json import deepspeed_config
@@ -37,13 +27,6 @@ SMALLER = (
 )
 UTILISATION = 0.25  # share of the card's peak in matrix products: an assumption
 EVALUATIONS = 10.0  # of a token and layer where a solve iterates: an assumption
-
-# Tokens of GPT-2 in hub datasets, by their cards.
-HUB_TOKENS = {
-    ("HuggingFaceFW/fineweb", "sample-10BT"): 10e9,
-    ("HuggingFaceFW/fineweb", "sample-100BT"): 100e9,
-    ("HuggingFaceFW/fineweb", "sample-350BT"): 350e9,
-}
 
 
 @dataclass(frozen=True)
@@ -75,62 +58,6 @@ def where(world_size: int, gpu: str | None = None, utilisation: float | None = N
     return Where(world_size, card(gpu or here()), utilisation or UTILISATION)
 
 
-# Data.
-
-
-def training_data(cfg: Config, name: str = "") -> tuple[float | None, str]:
-    """Return the tokens that a run trains on before any is repeated, and their source.
-
-    The tokens are None before the source is tokenized. Reads no text.
-
-    Args:
-        cfg: The configuration.
-        name: Name of the source in a mixture.
-    """
-    d = cfg.data
-    if d.source == "fineweb":
-        name = f"{d.dataset} {d.name}"
-        if (total := HUB_TOKENS.get((d.dataset, d.name))) is None:
-            return None, f"the number of tokens of {name} is not known here"
-        tokenizer = "GPT-2's tokens"
-        if cfg.tokenizer.name.rstrip("/").rpartition("/")[2] != "gpt2":
-            tokenizer += f", those of `{cfg.tokenizer.name}` will be more or fewer"
-        return total * (1 - d.val_fraction), f"about, in {name} without validation; {tokenizer}"
-    unknown = None, f"known once `{d.source}` is tokenised, when the run starts"
-    if not RunDir(cfg.run_dir).tokenizer.is_dir():
-        return unknown
-    from lm.data.corpus.prepare import training_tokens
-    from lm.data.corpus.tokenizer import load_tokenizer
-    from lm.data.sources.errors import DataError
-
-    try:
-        counted = training_tokens(cfg, load_tokenizer(cfg, cfg.run_dir), cfg.run_dir, name)
-    except DataError:  # absent, or made by another tokenizer
-        return unknown
-    return unknown if counted is None else (counted[0], f"as tokenised in {counted[1]}")
-
-
-def data_sources(cfg: Config, tokens: int) -> dict[str, dict]:
-    """Return the share, tokens, source of that number and passes of each source.
-
-    A run without a mixture has one source, named "".
-
-    Args:
-        cfg: The configuration.
-        tokens: Tokens that are trained on.
-    """
-    from lm.data.sources.mixture import parts, shares
-
-    share_of_source = shares(cfg.data)
-    sources = {}
-    for name, part in parts(cfg).items():
-        count, text = training_data(part, name)
-        share = share_of_source[name]
-        passes = share * tokens / count if count else None
-        sources[name] = {"share": share, "tokens": count, "where": text, "passes": passes}
-    return sources
-
-
 # Work.
 
 
@@ -141,23 +68,19 @@ class Layers:
     Attributes:
         kernel: Solved token by token by a GPU's kernel.
         loop: Solved token by token in PyTorch or by the CPU's kernel.
-        paper: Iterated by the paper's procedure.
-        iterated: Iterated with the exact token.
+        iterated: Iterated, in windows or by the paper's procedure.
     """
 
     kernel: list
     loop: list
-    paper: list
     iterated: list
 
     @property
     def evaluations(self) -> float | None:
         """Evaluations of a token, mean over layers; None for a model without such layers."""
         by_token = len(self.kernel) + len(self.loop)
-        iterated = len(self.paper) + len(self.iterated)
-        if not by_token + iterated:
-            return None
-        return (by_token + iterated * EVALUATIONS) / (by_token + iterated)
+        count = by_token + len(self.iterated)
+        return (by_token + len(self.iterated) * EVALUATIONS) / count if count else None
 
 
 def fits_kernel(block: Any) -> bool:
@@ -174,14 +97,14 @@ def layers_of(cfg: Config, model: PreTrainedModel, on_gpu: bool) -> Layers:
     blocks, solver = model.fixed_point_blocks(), cfg.solver.settled()
     by_token = []
     if solver["token"] != "exact":
-        return Layers([], [], blocks, [])
+        return Layers([], [], blocks)
     if solver["schedule"] == "sequential":
         by_token = blocks
     elif solver["schedule"] == "auto":
         by_token = [b for b in blocks if (fits_kernel(b) if on_gpu else b.mixer.has_low_rank)]
     kernel = [b for b in by_token if on_gpu and fits_kernel(b)]
     loop = [b for b in by_token if b not in kernel]
-    return Layers(kernel, loop, [], [b for b in blocks if b not in by_token])
+    return Layers(kernel, loop, [b for b in blocks if b not in by_token])
 
 
 def settled_schedule(cfg: Config, layers: Layers) -> Config:
@@ -194,7 +117,7 @@ def settled_schedule(cfg: Config, layers: Layers) -> Config:
     return copy
 
 
-def hours(cfg: Config, at: Where, layers: Layers, flops: float, d_inner: int) -> dict | None:
+def hours(cfg: Config, at: Where, layers: Layers, flops: float) -> dict | None:
     """Return the hours of a run by part, or None where no rate was measured.
 
     Args:
@@ -202,7 +125,6 @@ def hours(cfg: Config, at: Where, layers: Layers, flops: float, d_inner: int) ->
         at: The hardware.
         layers: Fixed-point layers.
         flops: FLOPs of the run with one evaluation.
-        d_inner: Channels of a layer.
     """
     if at.card.peak is None or layers.loop or layers.iterated:
         return None
@@ -211,13 +133,9 @@ def hours(cfg: Config, at: Where, layers: Layers, flops: float, d_inner: int) ->
     # One token after the other waits for launches, whatever its arithmetic.
     tokens = passes * cfg.train.accumulation(at.world_size) * cfg.data.seq_len
     by_token = TOKEN_S + SEQUENCE_S * cfg.train.micro_batch_size
-    # A further evaluation moves memory.
-    evaluation = EVALUATION_S * d_inner * EVALUATION_BANDWIDTH / at.card.bandwidth
-    iterated = len(layers.paper) * cfg.train.micro_batch_size * (EVALUATIONS - 1) * evaluation
     return {
         "matrix products": flops / (peak * at.utilisation) / 3600,
         "token after token": tokens * len(layers.kernel) * by_token / 3600,
-        "iterating": tokens * iterated / 3600,
     }
 
 
@@ -258,12 +176,11 @@ def plan(cfg: Config, at: Where | int) -> dict:
         "sequences_per_step": cfg.train.sequences(at.world_size),
         "tokens_per_step": cfg.tokens_per_step(at.world_size),
         "tokens": tokens,
-        "sources": data_sources(cfg, tokens),
         "layers": layers,
         "evaluations": evaluations,
         "flops_per_token": flops_per_token,
         "flops": flops_per_token * trained,
-        "hours": hours(cfg, at, layers, once, getattr(model.config, "d_inner", 0)),
+        "hours": hours(cfg, at, layers, once),
         **_planned_memory(solved, at, counted, vocab_size),
     }
 
@@ -273,7 +190,7 @@ def _planned_memory(cfg: Config, at: Where, counted: Sizes, vocab_size: int) -> 
     stage = deepspeed_config(cfg, at.world_size)["zero_optimization"]["stage"]
     known = at.world_size, at.card, counted, vocab_size
     stages = {s: estimate.memory(cfg, *known, stage=s) for s in range(4)}
-    needed, limit = estimate.memory(cfg, *known), estimate.limit(at.card, at.world_size)
+    needed, limit = stages[stage], estimate.limit(at.card, at.world_size)
     return {
         "zero_stage": stage,
         "memory": needed,
@@ -287,20 +204,17 @@ def _planned_memory(cfg: Config, at: Where, counted: Sizes, vocab_size: int) -> 
 # The table.
 
 
-def describe(p: dict, cfg: Config, measured: Any = None) -> Table:
+def describe(p: dict, cfg: Config) -> Table:
     """Return the plan as a rich table that fits on a screen.
 
     Args:
         p: The plan.
         cfg: The configuration.
-        measured: `lm.report.measure.Measured` of this machine.
     """
     from rich.table import Table
 
     table = Table(title=f"Plan of {cfg.name}", show_header=False, title_justify="left")
-    micro_batches = cfg.train.steps * cfg.train.accumulation(p["at"].world_size)
-    rows = [] if measured is None else measured.rows(micro_batches)
-    for part in (_what(p, cfg), _work(p, cfg), _memory(p), rows):
+    for part in (_what(p, cfg), _work(p, cfg), _memory(p)):
         for row in part:
             table.add_row(*row)
         table.add_section()
@@ -309,8 +223,11 @@ def describe(p: dict, cfg: Config, measured: Any = None) -> Table:
 
 def _what(p: dict, cfg: Config) -> list[tuple[str, str]]:
     """Return the rows of the model and its data."""
+    from lm.data.sources.mixture import shares
+
     at = p["at"]
     ranks = f"{at.world_size} × {at.card.name}"
+    mixed = {} if cfg.data.mixture is None else shares(cfg.data)
     mixer_note = "is not imported by a plan: counted as a householder"
     return [
         ("parameters", f"{p['parameters'] / 1e6:,.1f} M"),
@@ -322,20 +239,9 @@ def _what(p: dict, cfg: Config) -> list[tuple[str, str]]:
         ("sequences per update", f"{p['sequences_per_step']:,} of {cfg.data.seq_len:,} tokens"),
         ("tokens per update", f"{p['tokens_per_step']:,}"),
         ("tokens trained on", f"{_amount(p['tokens'])} in {cfg.train.steps:,} updates"),
-        *(_source_row(name, source) for name, source in p["sources"].items()),
+        *((f"source {name}", f"{share:.2%} of the sequences") for name, share in mixed.items()),
         *(("optimizer", line) for line in p["optimizer"]),
     ]
-
-
-def _source_row(name: str, source: dict) -> tuple[str, str]:
-    """Return the row of a source: its share, its tokens, and how often they are repeated."""
-    parts = [f"{source['share']:.2%} of the sequences"] if name else []
-    count = source["tokens"]
-    parts.append(source["where"] if count is None else f"{_amount(count)} ({source['where']})")
-    if (passes := source["passes"]) is not None:
-        again = ": the data repeats in a new order" if passes > 1 else ": nothing is read twice"
-        parts.append(f"{passes:.2f} passes{again}")
-    return f"source {name}" if name else "tokens in the data", "; ".join(parts)
 
 
 def _amount(count: float) -> str:
@@ -359,12 +265,11 @@ def _hours(p: dict, cfg: Config) -> list[tuple[str, str]]:
         if at.card.on_gpu:
             slow = len(p["layers"].loop) + len(p["layers"].iterated)
             reason = f"of {slow} layers that no measured kernel solves"
-        return [("hours", f"not known {reason}: --measure times them here")]
+        return [("hours", f"not known {reason}: a run of a few updates logs its tokens/s")]
     peak = at.card.peak[cfg.train.precision] / 1e12
     origins = {
         "matrix products": f"at {at.utilisation:.0%} of {peak:g} TFLOP/s (--utilisation)",
         "token after token": "by layers solved so, measured untrained on an H100",
-        "iterating": f"by {EVALUATIONS:g} evaluations a token (assumed), estimated for an H100",
     }
     passes = ""
     if cfg.train.adversary:

@@ -5,26 +5,27 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from lm.common.errors import ConfigError
-from lm.common.files import DamagedError, check_kinds, read_mapping
+from lm.common.files import DamagedError, check_kinds, printable, read_mapping
 from lm.config import load as config
 from lm.config.yaml_text import load_tree
 from lm.report.status import short_names
 from lm.runs.metrics import read_log
 from lm.runs.run_dir import RunDir, RunDirError, comparable
-from lm.runs.status import Status, run_status
+from lm.runs.status import Status, is_number, run_status
 
 LAST_STEP = 2**53  # a record of a later update is damaged
-PLACE_KEYS = ("name", "out_dir")  # keys of the run's place
 RESULT = ("updates", "tokens", "training_seconds", "tokens_per_s", "validation")
-KINDS: dict = dict.fromkeys(("updates", "tokens", "validation.tokens", "validation.bytes"), int)
+KINDS: dict = dict.fromkeys(("updates", "tokens", "parameters", "validation.tokens"), int)
 KINDS |= dict.fromkeys(("training_seconds", "tokens_per_s", "validation.loss"), float)
 KINDS |= {"validation": dict, "validation.perplexity": float, "validation.bits_per_byte": float}
-KINDS |= {"baselines": dict, "baselines.*": float, "probe": dict}
+KINDS |= {"validation.sources": dict, "validation.sources.*": dict}
 
 
 @dataclass(frozen=True)
@@ -37,17 +38,12 @@ class Files:
         status: State of the run (`lm.runs.status`).
         records: Records of metrics.jsonl in the order of their updates.
         config: Configuration by dotted keys.
-        config_text: Text of config.yaml.
-        solves: Whether the model has a fixed-point layer; None if the configuration is damaged.
         defaults: Defaults of the schema by dotted keys; empty if the configuration is of another.
-        result: Numbers of a finished run; this and the next are empty if the file is absent.
-        environment: Versions and devices.
+        solves: Whether the model has a fixed-point layer; None if the configuration is damaged.
+        result: Numbers of a finished run, else empty.
         tasks: Scores of `fprnn eval` by task.
         limit: Documents per task, if `fprnn eval` was limited.
-        init_from: Source of the initial weights.
-        deepspeed: Configuration of DeepSpeed.
-        corpora: Manifests of the data by file.
-        sample: Text of sample.txt, or None.
+        texts: Texts of the other files by their names.
         remarks: Sentences on damaged files.
     """
 
@@ -56,18 +52,72 @@ class Files:
     status: Status
     records: list[dict]
     config: dict[str, Any]
-    config_text: str
-    solves: bool | None
     defaults: dict[str, Any]
+    solves: bool | None
     result: dict
-    environment: dict
     tasks: dict[str, dict]
     limit: int | None
-    init_from: dict
-    deepspeed: dict
-    corpora: dict[str, dict]
-    sample: str | None
-    remarks: list[str] = field(default_factory=list)
+    texts: dict[str, str]
+    remarks: list[str]
+
+    def find(self, *keys: str) -> dict[int, Any]:
+        """Return the values under nested keys by update."""
+        found = ((record["step"], nested(record, *keys)) for record in self.records)
+        return {step: value for step, value in found if value is not None}
+
+    def column(self, *keys: str) -> pd.Series:
+        """Return the numbers under nested keys by update, NaN for what is no finite number."""
+        values = {step: number(value) for step, value in self.find(*keys).items()}
+        return pd.Series(values, dtype=float).rename_axis("update")
+
+    def last(self, *keys: str) -> float | None:
+        """Return the last finite number under nested keys, or None."""
+        values = self.column(*keys).dropna()
+        return None if values.empty else float(values.iloc[-1])
+
+    @property
+    def baselines(self) -> dict[str, float]:
+        """Perplexities of the n-gram models by name."""
+        last = next(reversed(self.find("baselines").values()), None)
+        items = last.items() if isinstance(last, dict) else ()
+        return {name: value for name, value in items if (number(value) or 0) > 0}
+
+    def layers(self, *keys: str) -> dict[str, pd.Series]:
+        """Return the numbers of each layer by update.
+
+        The records of a hybrid name their layers under `layers`; others count them from 0. A record
+        without one number for each layer has NaN.
+        """
+        values = self.find(*keys)
+        names_by_step = self.find(*keys[:-1][:1], "layers")
+        rows = {}
+        for step, row in values.items():
+            row = row if isinstance(row, list) else []
+            names = names_by_step.get(step, list(range(len(row))))
+            fits = isinstance(names, list) and len(names) == len(row)
+            rows[step] = dict(zip(map(str, names), map(number, row))) if fits else {}
+        frame = pd.DataFrame(list(rows.values()), list(rows), dtype=float).rename_axis("update")
+        names = sorted((name for name in frame if name.isdigit()), key=int)
+        return {f"layer {name}": frame[name] for name in names}
+
+    def names(self, keys: Sequence[str], leaf: Sequence[str]) -> dict[str, pd.Series]:
+        """Return the numbers of each name of a mapping by update, without names of only zeros."""
+        mappings = [value for value in self.find(*keys).values() if isinstance(value, dict)]
+        names = dict.fromkeys(name for mapping in mappings for name in mapping)
+        columns = {name: self.column(*keys, name, *leaf) for name in names}
+        return {name: values for name, values in columns.items() if values.fillna(0).any()}
+
+
+def number(value: object) -> float | int | None:
+    """Return a finite number as it is, and None for anything else."""
+    return value if is_number(value) else None
+
+
+def nested(record: object, *keys: str) -> Any:
+    """Return the value under nested keys of a record, or None."""
+    for key in keys:
+        record = record.get(key) if isinstance(record, dict) else None
+    return record
 
 
 def read_all(folders: Sequence[Path | str]) -> list[Files]:
@@ -103,31 +153,22 @@ def read(path: Path, label: str, now: float) -> Files:
     remarks: list[str] = []
     records = _records(run, remarks)
     settings, defaults, solves = _config(run, remarks)
-
-    def mapping(place: Path) -> dict:
-        value = read_mapping(place)
-        if value == {}:
-            remarks.append(f"{place.relative_to(run.path)} is damaged: it is no JSON mapping")
-        return value or {}
-
     tasks, limit = _scores(run, remarks)
+    sources = [*run.data.glob("corpus.json"), *run.data.glob("*/corpus.json")]
+    others = [run.config, run.environment, run.init_from, run.deepspeed, *sorted(sources)]
+    texts = {str(p.relative_to(run.path)): _text(p) for p in others if p.is_file()}
     return Files(
         label=label,
         run=run,
         status=run_status(run, now),
         records=records,
         config=settings,
-        config_text=_text(run.config) or "",
-        solves=solves,
         defaults=defaults,
+        solves=solves,
         result=_result(run, remarks),
-        environment=mapping(run.environment),
         tasks=tasks,
         limit=limit,
-        init_from=mapping(run.init_from),
-        deepspeed=mapping(run.deepspeed),
-        corpora={str(p.relative_to(run.path)): mapping(p) for p in _manifests(run)},
-        sample=_text(run.path / "sample.txt"),
+        texts=texts,
         remarks=remarks,
     )
 
@@ -141,10 +182,6 @@ def _result(run: RunDir, remarks: list[str]) -> dict:
         check_kinds(run.result, result, KINDS)
     except (DamagedError, RunDirError) as e:
         remarks.append(str(e))
-        return {}
-    validation = result["validation"] or {}
-    if not all(isinstance(validation.get(key), int | float) for key in ("perplexity", "tokens")):
-        remarks.append(f"{run.result} is damaged: its validation must hold perplexity and tokens")
         return {}
     return result
 
@@ -189,38 +226,23 @@ def _config(run: RunDir, remarks: list[str]) -> tuple[dict, dict, bool | None]:
     """Return the configuration, the defaults of the schema, and whether a layer is solved.
 
     A key that is newer than the run has its default. A configuration that the schema does not
-    accept is returned as it is in the file.
+    accept is shown only as its text.
 
     Raises:
         RunDirError: If it is a run of the synthetic suite.
     """
     try:
         tree = load_tree(run.config)
-    except ConfigError as e:
-        remarks.append(f"config.yaml is damaged: {e}")
-        return {}, {}, None
-    if "task" in tree:
-        raise RunDirError(
-            f"{run} holds a run of the synthetic suite: `fprnn synthetic report` draws those"
-        )
-    try:
+        if "task" in tree:
+            raise RunDirError(
+                f"{run} holds a run of the synthetic suite: `fprnn synthetic report` draws those"
+            )
         cfg = config.build(tree, str(run.config))
     except ConfigError as e:
-        remarks.append(f"config.yaml is not of this version's schema and is shown as it is: {e}")
-        return flat(tree), {}, None
+        remarks.append(f"config.yaml is damaged, or not of this version's schema: {e}")
+        return {}, {}, None
     defaults = comparable(config.build({}))
     return comparable(cfg), defaults, cfg.model.has_fixed_point
-
-
-def flat(tree: dict, prefix: str = "") -> dict[str, Any]:
-    """Return a nested mapping by dotted keys."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
 
 
 def as_written(value: object) -> str:
@@ -228,14 +250,6 @@ def as_written(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _manifests(run: RunDir) -> list[Path]:
-    """Return the manifest of every source."""
-    return sorted([*run.data.glob("corpus.json"), *run.data.glob("*/corpus.json")])
-
-
-def _text(path: Path) -> str | None:
-    """Return the text of a file, or None if there is none."""
-    try:
-        return path.read_bytes().decode("utf-8", errors="replace")
-    except OSError:
-        return None
+def _text(path: Path) -> str:
+    """Return the text of a file, without control characters."""
+    return printable(path.read_bytes().decode("utf-8", errors="replace"))

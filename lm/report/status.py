@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.common.console import duration, say
-from lm.common.files import printable, read_mapping
+from lm.common.files import read_mapping
 from lm.runs.log import iterations_of_layers
 from lm.runs.metrics import ELSEWHERE_NOTE, is_elsewhere, read_metrics
 from lm.runs.run_dir import RunDir
@@ -20,13 +20,6 @@ from lm.runs.status import STATES, Status, is_number, run_status, sweep_status, 
 if TYPE_CHECKING:
     from rich.table import Table
 
-COLOURS = {
-    "running": "green",
-    "done": "blue",
-    "stopped": "yellow",
-    "failed": "red",
-    "missing": "dim",
-}
 RIGHT = ("update", "loss", "tokens/s", "time left", "last record")
 RESULTS = ("parameters", "tokens", "validation", "training s", "ℓ*")
 
@@ -88,7 +81,6 @@ def short_names(names: list[str]) -> dict[str, str]:
 def table(seen: list[Status]) -> Table:
     """Return the runs as a rich table with a count of their states."""
     from rich.table import Table
-    from rich.text import Text
 
     counts = {state: sum(status.state == state for status in seen) for state in STATES}
     summary = ", ".join(f"{count} {state}" for state, count in counts.items() if count)
@@ -100,8 +92,7 @@ def table(seen: list[Status]) -> Table:
         out.add_column(name, justify="right" if name in RIGHT else "left", overflow="fold")
     for status in seen:
         shown = cells(status) | {"run": short[status.run_dir]}
-        styles = {"state": COLOURS[status.state]}
-        out.add_row(*(Text(printable(text), styles.get(name, "")) for name, text in shown.items()))
+        out.add_row(*shown.values())
     return out
 
 
@@ -131,24 +122,24 @@ def ranges(numbers: list[int]) -> str:
     return ",".join(f"{p[0]}-{p[-1]}" if len(p) > 1 else str(p[0]) for p in parts)
 
 
-def results(seen: list[Status]) -> Table:
+def results(seen: list[Status]) -> str:
     """Return the results of the finished points of a sweep: a row for all seeds of a point."""
-    from rich.table import Table
+    import pandas as pd
 
-    out = Table(title_justify="left", title="Finished points, mean ± standard deviation over seeds")
-    out.add_column("point")
-    for name in ("seeds", *RESULTS):
-        out.add_column(name, justify="right")
-    points: dict[tuple[Path, str], list[Status]] = {}
+    rows = []
     for status in seen:
         if status.label:
-            points.setdefault((Path(status.run_dir).parent, status.label), []).append(status)
-    for (_, label), of_point in points.items():
-        done = [reached(status) for status in of_point if status.state == "done"]
-        if done:
-            count = str(len(done)) if len(done) == len(of_point) else f"{len(done)}/{len(of_point)}"
-            out.add_row(label, count, *(_over_seeds(done, name) for name in RESULTS))
-    return out
+            is_done = status.state == "done"
+            names = {"sweep": Path(status.run_dir).parent.name, "point": status.label}
+            rows.append({**names, "done": is_done, **(reached(status) if is_done else {})})
+    frame = pd.DataFrame(rows).astype(dict.fromkeys(RESULTS, float))
+    points = frame.groupby(["sweep", "point"], sort=False)
+    table = points[list(RESULTS)].mean()
+    table.insert(3, "± over seeds", points["validation"].std())
+    table.insert(0, "seeds", points.size())
+    table.insert(0, "done", points["done"].sum())
+    finished = table[table["done"] > 0].reset_index()
+    return finished.to_string(float_format="{:,.6g}".format, na_rep="–", index=False)
 
 
 def reached(status: Status) -> dict[str, float | None]:
@@ -171,16 +162,6 @@ def reached(status: Status) -> dict[str, float | None]:
         "ℓ*": statistics.mean(layers) if layers else None,
     }
     return {name: value if is_number(value) else None for name, value in numbers.items()}
-
-
-def _over_seeds(done: list[dict[str, float | None]], name: str) -> str:
-    values = [value for row in done if (value := row[name]) is not None]
-    if not values:
-        return "–"
-    mean = statistics.mean(values)
-    if name == "validation":
-        return f"{mean:.4f}" + (f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else "")
-    return f"{mean:.1f}" if name == "ℓ*" else f"{mean:,.0f}"
 
 
 def as_json(seen: list[Status]) -> str:

@@ -4,21 +4,63 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from lm.common.console import duration
-from lm.report.blocks import NO_VALUE, Block, Notes, Table, format_value
-from lm.report.curves import baselines, last, number
-from lm.report.read import Files
-from lm.runs.metrics import ELSEWHERE_NOTE, is_elsewhere, marked
-from lm.runs.status import num_iters_of
+import pandas as pd
 
-WORK = ("evaluations", "failed", "bisected", "limited", "residual", "adjoint")  # lists per layer
+from lm.common.console import duration
+from lm.report.read import Files, as_written, nested, number
+from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE, ELSEWHERE_SHARE
+
+NO_VALUE = "–"
+MAX_EVENTS = 100
 SOURCE = (
     "result.json of a finished run, else the last record of metrics.jsonl with such a value:"
     " `step`, `tokens`, `validation`, `tokens_per_s`, `mfu`, `probe.num_iters.mean`, `evaluations`,"
     " `failed`"
 )
+OTHER_SOLUTION = f"{ELSEWHERE} share"
+# Columns of the table of layers, by their title.
+LAYERS = {
+    "ℓ* mean": ("probe", "num_iters", "mean"),
+    "ℓ* median": ("probe", "num_iters", "median"),
+    "ℓ* max": ("probe", "num_iters", "max"),
+    OTHER_SOLUTION: ("probe", "num_iters", "elsewhere"),
+    "evaluations (training)": ("evaluations",),
+    "not solved (training)": ("failed",),
+    "evaluations (evaluation)": ("probe", "evaluations"),
+    "not solved (evaluation)": ("probe", "failed"),
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of plain text below a head.
+
+    Attributes:
+        rows: Cells; the first row is the head.
+        source: File and keys of the numbers.
+        title: Heading; "" for none.
+        has_words: Whether most cells hold words, which are set flush left.
+    """
+
+    rows: list[list[str]]
+    source: str
+    title: str = ""
+    has_words: bool = False
+
+
+def format_value(value: object) -> str:
+    """Return a value as text: numbers with six significant digits, NO_VALUE for other things."""
+    if isinstance(value, str):
+        return value
+    known = number(value)
+    if known is None or math.isnan(known):
+        return NO_VALUE
+    if isinstance(known, int) or abs(known) >= 1e6:
+        return f"{known:,.0f}"
+    return f"{known:,.6g}"
 
 
 def summarize(files: Files) -> dict[str, Any]:
@@ -26,39 +68,37 @@ def summarize(files: Files) -> dict[str, Any]:
 
     Those of result.json replace the last ones of metrics.jsonl.
     """
-    recorded = {
+    scores = ("loss", "perplexity", "bits_per_byte")
+    summary = {
+        "run": files.label,
+        "state": files.status.state,
         "updates": files.status.step,
-        "tokens": last(files, "tokens"),
-        "training_seconds": last(files, "spent", "seconds"),
-        "tokens_per_s": last(files, "tokens_per_s"),
-        "training_loss": last(files, "loss"),
-        "mfu": last(files, "mfu"),
-        "validation": _last_value(files, "validation", dict) or {},
+        "tokens": files.last("tokens"),
+        "training_seconds": files.last("spent", "seconds"),
+        "tokens_per_s": files.last("tokens_per_s"),
+        "training_loss": files.last("loss"),
+        "mfu": files.last("mfu"),
+        "validation": {name: files.last("validation", name) for name in scores},
+        **files.result,
     }
-    summary = {"run": files.label, "state": files.status.state, **recorded, **files.result}
-    if losses := baselines(files):
-        summary["baselines"] = {name: math.exp(loss) for name, loss in losses.items()}
     summary.pop("probe", None)
-    if fixed_point := _fixed_point(files):
-        summary["fixed_point"] = fixed_point
+    if files.baselines:
+        summary["baselines"] = files.baselines
+    layers = _layers(files)
+    if not layers.empty:
+        summary["layers"] = layers.astype(object).where(layers.notna(), None).to_dict("index")
     if files.tasks:
         summary["evaluation"] = files.tasks
     return summary
 
 
-def _last_value(files: Files, key: str, kind: type) -> Any:
-    """Return the last value of a key in the result or the records, if it has this type."""
-    found = [files.result, *reversed(files.records)]
-    return next((value for r in found if isinstance(value := r.get(key), kind)), None)
-
-
-def _fixed_point(files: Files) -> dict[str, Any]:
-    """Return the last probe, and the last training record's numbers per layer as `training`."""
-    probe = _last_value(files, "probe", dict) or {}
-    if num_iters_of({"probe": probe}) is None:
-        probe = {}
-    training = {key: value for key in WORK if (value := _last_value(files, key, list))}
-    return {**probe, "training": training} if probe or training else {}
+def _layers(files: Files) -> pd.DataFrame:
+    """Return the last numbers of each layer: a row for a layer, a column for each of LAYERS."""
+    columns = {}
+    for title, keys in LAYERS.items():
+        layers = files.layers(*keys)
+        columns[title] = {name: values.ffill().iloc[-1] for name, values in layers.items()}
+    return pd.DataFrame({title: values for title, values in columns.items() if values})
 
 
 def describe_state(files: Files) -> str:
@@ -76,126 +116,77 @@ def describe_state(files: Files) -> str:
     return line
 
 
-def result_table(summaries: Sequence[dict]) -> Table:
+def result_table(runs: Sequence[Files], summaries: Sequence[dict]) -> Table:
     """Return a row for each run; of a single run a row for each of its values.
 
     Values that no run has are left out.
     """
-    rows = [_row(summary) for summary in summaries]
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    names = [name for name in names if any(row.get(name) is not None for row in rows)]
+    rows = [_row(files, summary) for files, summary in zip(runs, summaries, strict=True)]
+    names = list(dict.fromkeys(name for row in rows for name in row if row[name] is not None))
     body = [[format_value(row.get(name)) for name in names] for row in rows]
     if len(rows) == 1:
         return Table([list(pair) for pair in zip(names, body[0], strict=True)], SOURCE)
     return Table([names, *body], SOURCE)
 
 
-def _row(summary: dict) -> dict[str, Any]:
+def _row(files: Files, summary: dict) -> dict[str, Any]:
     """Return the cells of a run by column."""
     validation = summary["validation"] or {}
-    fixed_point = summary.get("fixed_point", {})
-    training = fixed_point.get("training", {})
+    layers = _layers(files)
+    tokens = summary["tokens"]
     row = {
         "run": summary["run"],
         "state": summary["state"],
-        "updates": number(summary["updates"]),
-        "tokens": _whole(summary["tokens"]),
-        "parameters": number(summary.get("parameters")),
-        "validation loss": number(validation.get("loss")),
+        "updates": summary["updates"],
+        "tokens": None if tokens is None else int(tokens),
+        "parameters": summary.get("parameters"),
+        "validation loss": validation.get("loss"),
         "perplexity": number(validation.get("perplexity")),
-        "bits per byte": number(validation.get("bits_per_byte")),
+        "bits per byte": validation.get("bits_per_byte"),
     }
-    sources = validation.get("sources")
-    for name, scores in sources.items() if isinstance(sources, dict) else ():
-        if isinstance(scores, dict):
-            row[f"perplexity of {name}"] = number(scores.get("perplexity"))
-    baseline = summary.get("baselines") or {}
-    known = {name: value for name, value in baseline.items() if (number(value) or 0) > 0}
-    row |= {f"{name} baseline": value for name, value in known.items()}
-    if known and row["perplexity"]:
-        ratio = row["perplexity"] / min(known.values())
+    for name, scores in (validation.get("sources") or {}).items():
+        row[f"perplexity of {name}"] = nested(scores, "perplexity")
+    row |= {f"{name} baseline": value for name, value in files.baselines.items()}
+    if files.baselines and row["perplexity"]:
+        ratio = row["perplexity"] / min(files.baselines.values())
         side = "below" if ratio < 1 else "NOT below"
         row["against the better baseline"] = f"{side}: ×{ratio:.2f}"
-    return row | {
-        "training loss": number(summary["training_loss"]),
-        "tokens/s": number(summary["tokens_per_s"]),
-        "MFU": number(summary["mfu"]),
-        "training s": number(summary["training_seconds"]),
-        "ℓ*": _mean(fixed_point.get("num_iters", {}).get("mean")),
-        "evaluations": _mean(training.get("evaluations")),
-        "failed": max(_numbers(training.get("failed")), default=None),
+    row |= {
+        "training loss": summary["training_loss"],
+        "tokens/s": summary["tokens_per_s"],
+        "MFU": summary["mfu"],
+        "training s": summary["training_seconds"],
     }
+    for name, title in (("ℓ*", "ℓ* mean"), ("evaluations", "evaluations (training)")):
+        row[name] = layers[title].mean() if title in layers else None
+    title = "not solved (training)"
+    row["failed"] = layers[title].max() if title in layers else None
+    return row
 
 
-def _whole(value: object) -> int | None:
-    known = number(value)
-    return None if known is None else int(known)
-
-
-def _mean(values: object) -> float | None:
-    known = _numbers(values)
-    return sum(known) / len(known) if known else None
-
-
-def _numbers(values: object) -> list[float]:
-    entries = values if isinstance(values, list) else []
-    return [value for entry in entries if (value := number(entry)) is not None]
-
-
-def layer_tables(summaries: Sequence[dict]) -> list[Block]:
-    """Return a table of ℓ* and work per layer for each run with fixed-point layers."""
-    blocks: list[Block] = []
-    for summary in summaries:
-        counts = summary.get("fixed_point", {}).get("num_iters")
-        if counts is None:
+def layer_tables(runs: Sequence[Files]) -> tuple[list[Table], list[str]]:
+    """Return a table of ℓ* and work per layer for each run with fixed-point layers, and notes."""
+    tables, lines = [], []
+    for files in runs:
+        layers = _layers(files)
+        if layers.empty:
             continue
-        fixed_point = summary["fixed_point"]
-        layers = fixed_point.get("layers")
-        if not isinstance(layers, list):
-            layers = list(range(len(counts["mean"])))
-        columns: dict[str, Sequence[object]] = {
-            "layer": [str(layer) for layer in layers],
-            "ℓ* mean": marked(counts),
-            "median": _numbers(counts.get("median")),
-            "max": _numbers(counts.get("max")),
-        }
-        for name, scores in (("training", fixed_point["training"]), ("evaluation", fixed_point)):
-            columns[f"evaluations ({name})"] = _numbers(scores.get("evaluations"))
-            columns[f"not solved ({name})"] = _numbers(scores.get("failed"))
-        columns = {name: column for name, column in columns.items() if column}
-        rows = [[_cell(column, i) for column in columns.values()] for i in range(len(layers))]
-        title = "Layers" if len(summaries) == 1 else f"Layers of {summary['run']}"
+        rows = [[name, *map(format_value, row)] for name, row in zip(layers.index, layers.values)]
+        title = "Layers" if len(runs) == 1 else f"Layers of {files.label}"
         source = "metrics.jsonl: the last `probe`, `evaluations` and `failed`"
-        blocks.append(Table([list(columns), *rows], source, title))
-        if any(is_elsewhere(counts)):
-            share = max(counts["elsewhere"])
-            note = (
-                f"{summary['run']}: {ELSEWHERE_NOTE} (up to {share:.0%} of the tokens of a layer)."
-            )
-            blocks.append(Notes([note]))
-    return blocks
+        tables.append(Table([["layer", *layers], *rows], source, title))
+        if OTHER_SOLUTION in layers and (layers[OTHER_SOLUTION] > ELSEWHERE_SHARE).any():
+            lines.append(f"{files.label}: {ELSEWHERE_NOTE}")
+    return tables, lines
 
 
-def _cell(column: Sequence[object], index: int) -> str:
-    return format_value(column[index]) if index < len(column) else NO_VALUE
-
-
-def score_table(runs: Sequence[Files]) -> list[Block]:
+def score_tables(runs: Sequence[Files]) -> list[Table]:
     """Return the scores of `fprnn eval`: a row for each task and metric."""
     cells = {files.label: _scores(files) for files in runs}
     rows = list(dict.fromkeys(row for scores in cells.values() for row in scores))
-    blocks: list[Block] = []
-    if rows:
-        head = ["task", "metric", *cells]
-        body = [[*row, *(scores.get(row, NO_VALUE) for scores in cells.values())] for row in rows]
-        source = "eval/results.json of the run, else of its export: value ± standard error"
-        blocks.append(Table([head, *body], source, "Scores"))
-    missing = [label for label, scores in cells.items() if not scores]
-    if missing:
-        names = "" if len(runs) == 1 else f" of {', '.join(missing)}"
-        command = "fprnn eval RUN --tasks catbabi_mini"
-        blocks.append(Notes([f"No evaluation{names}: `{command}` makes one."]))
-    return blocks
+    body = [[*row, *(scores.get(row, NO_VALUE) for scores in cells.values())] for row in rows]
+    source = "eval/results.json of the run, else of its export: value ± standard error"
+    return [Table([["task", "metric", *cells], *body], source, "Scores")] if rows else []
 
 
 def _scores(files: Files) -> dict[tuple[str, str], str]:
@@ -208,9 +199,41 @@ def _scores(files: Files) -> dict[tuple[str, str], str]:
             if isinstance(is_higher_better, bool):
                 arrow = " ↑" if is_higher_better else " ↓"
             value, error = number(score["value"]), number(score.get("stderr"))
-            text = NO_VALUE if value is None else format_value(value)
+            text = format_value(value)
             if value is not None and error:
                 text = f"{value:.4f} ± {error:.4f}"
             limit = "" if files.limit is None else f" ({files.limit} documents)"
             cells[task, metric + arrow] = text + limit
     return cells
+
+
+def event_tables(runs: Sequence[Files]) -> list[Table]:
+    """Return the table of rollbacks and ended stages, the last MAX_EVENTS."""
+    rows = []
+    for files in runs:
+        for record in files.records:
+            start = [files.label, format_value(record["step"])]
+            if why := nested(record, "rollback", "why"):
+                rows.append([*start, "rollback", str(why)])
+            if nested(record, "curriculum", "ended"):
+                stage, answers = (nested(record, "curriculum", k) for k in ("stage", "answers"))
+                text = f"stage {stage} is learned, answers {format_value(answers)}"
+                rows.append([*start, "curriculum", text])
+    head = ["run", "update", "what", "why"]
+    source = "metrics.jsonl: `rollback`, `curriculum`"
+    return [Table([head, *rows[-MAX_EVENTS:]], source, "Events", has_words=True)] if rows else []
+
+
+def config_tables(runs: Sequence[Files]) -> list[Table]:
+    """Return the keys that differ between runs; of one run those that are not the defaults."""
+    columns = {files.label: files.config for files in runs}
+    if len(runs) == 1:
+        columns = {"value": runs[0].config, "default": runs[0].defaults}
+    keys = sorted({key for column in columns.values() for key in column} - {"name", "out_dir"})
+    rows = [
+        [key, *(as_written(c[key]) if key in c else NO_VALUE for c in columns.values())]
+        for key in keys
+    ]
+    rows = [row for row in rows if len(set(row[1:])) > 1]
+    source = "config.yaml; keys with equal values are left out"
+    return [Table([["key", *columns], *rows], source, has_words=True)] if rows else []

@@ -32,11 +32,11 @@ TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-# Figures of `fprnn report` (lm/report/contents.py).
+# Figures of `fprnn report` (lm/report/figures.py).
 FIGURES = (
-    *("loss", "bits_per_byte", "sources", "epochs", "shares", "z_loss", "iterations"),
-    *("evaluations", "failed", "bisected", "limited", "residual", "adjoint", "lr", "grad_norm"),
-    *("tokens_per_s", "mfu", "imbalance", "breakdown", "memory"),
+    *("loss", "validation_loss", "bits_per_byte", "sources", "epochs", "shares", "z_loss"),
+    *("iterations", "evaluations", "failed", "bisected", "limited", "residual", "adjoint"),
+    *("lr", "grad_norm", "tokens_per_s", "mfu", "imbalance", "breakdown", "memory"),
 )
 _TOKENIZER = "|".join(re.escape(name) for name in (*TOKENIZER_FILES, "made_from.json", SUMS))
 RUN_FILES = re.compile(

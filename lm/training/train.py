@@ -164,10 +164,10 @@ class Training(Loop):
         ranks.first(self._stoppable, load_tokenizer, cfg, folder, say)
         ranks.first(self._check_made_of)
         self.tokenizer = load_tokenizer(cfg, folder)
-        with Progress("tokenised", unit="documents") as bar:
-            progress = lambda documents, _: bar.update(documents)  # noqa: E731
-            prepare = corpora.prepare_sources
-            ranks.first(self._stoppable, prepare, cfg, self.tokenizer, folder, progress)
+        bar = Progress("tokenised", unit="documents")
+        progress = lambda documents, _: bar.update(documents)  # noqa: E731
+        prepare = corpora.prepare_sources
+        ranks.first(self._stoppable, prepare, cfg, self.tokenizer, folder, progress)
         ranks.first(self._check_made_of)  # the corpora may be new
         self.checkpoints.about |= ranks.first(made_of, cfg, self.run)
         ranks.each(corpora.ensure_sources_here, cfg, self.tokenizer, folder)
@@ -344,8 +344,8 @@ class Training(Loop):
         self.alive = watchdog.alive
         self.began = time.perf_counter()
         self.speed.skip()
-        self.bar = Progress("training", steps, self.step, "updates", QUIET_S)
-        with watchdog, self.bar:
+        self.bar = Progress("training", steps, "updates", QUIET_S)
+        with watchdog:
             self._catch_up()
             self.make_updates()
         self.seconds += time.perf_counter() - self.began

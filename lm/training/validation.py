@@ -84,20 +84,20 @@ class Validation:
         traces also `answers`, see `likely`."""
         total = sum(len(batches) for batches in self.held_out.values())
         done, measured = 0, {}
-        with Progress("validating", unit="batches") as bar:
+        bar = Progress("validating", unit="batches")
 
-            def progress(of_source, _):
-                alive()
-                bar.update(done + of_source, total)
+        def progress(of_source, _):
+            alive()
+            bar.update(done + of_source, total)
 
-            for name, batches in self.held_out.items():
-                scores = engine.validate(batches, progress)
-                text = self.bytes[name]
-                bits = bits_per_byte(scores["loss"] * scores["tokens"], text)
-                measured[name] = scores | {"bits_per_byte": bits, "bytes": text}
-                if name in self.asked:
-                    measured[name]["answers"] = self.likely(engine, [name], alive)
-                done += len(batches)
+        for name, batches in self.held_out.items():
+            scores = engine.validate(batches, progress)
+            text = self.bytes[name]
+            bits = bits_per_byte(scores["loss"] * scores["tokens"], text)
+            measured[name] = scores | {"bits_per_byte": bits, "bytes": text}
+            if name in self.asked:
+                measured[name]["answers"] = self.likely(engine, [name], alive)
+            done += len(batches)
         return pooled(measured, self.shares)
 
     def likely(self, engine: Engine, names: list[str], alive: Callable[[], None]) -> float:

@@ -71,20 +71,19 @@ def prepare_config(cfg: Config) -> dict[str, Prepared]:
     """
     say(f"data     {described(cfg.data)}; tokenizer {cfg.tokenizer.name}")
     tokenizer = new_tokenizer(cfg, say)
-    with Progress("tokenised", unit="documents") as bar:
+    bar = Progress("tokenised", unit="documents")
 
-        def progress(documents: int, tokens: int) -> None:
-            bar.update(documents)
+    def progress(documents: int, tokens: int) -> None:
+        bar.update(documents)
 
-        prepared = {}
-        for name, part in parts(cfg).items():
-            with naming(name):
-                prepared[name] = prepare_ahead(part, tokenizer, progress)
+    prepared = {}
+    for name, part in parts(cfg).items():
+        with naming(name):
+            prepared[name] = prepare_ahead(part, tokenizer, progress)
     if cfg.data.source == "fineweb" and cfg.data.download:
         from lm.data.sources.hub_parquet import download_all
 
-        with Progress("downloaded", unit="files") as bar:
-            count = download_all(cfg.data, bar.update)
+        count = download_all(cfg.data, Progress("downloaded", unit="files").update)
         say(f"data     {count} files of {cfg.data.dataset} {cfg.data.name} in {cfg.data.download}")
     return prepared
 

@@ -196,23 +196,6 @@ def prepare_ahead(
     return Prepared(entry, meta, made, time.monotonic() - began)
 
 
-def training_tokens(
-    cfg: Config, tokenizer: PreTrainedTokenizerFast, run_dir: Path, name: str = ""
-) -> tuple[int, Path] | None:
-    """Return the training tokens of a run's corpus and its folder; None if it has no such corpus.
-
-    Raises:
-        DataError: If the corpus is damaged.
-    """
-    folder = place_in_run(run_dir, name)
-    record = _read_record(folder)
-    entry = _find(folder, record)
-    settings = cache.digest(cache.settings(cfg.data, tokenizer))
-    if entry is None or (record is not None and record.settings != settings):
-        return None
-    return open_folder(entry).meta.train_tokens, entry
-
-
 def _entry(
     data: Data,
     tokenizer: PreTrainedTokenizerFast,

@@ -72,17 +72,6 @@ def test_a_limit_of_the_process_is_a_sentence(error, words):
     assert said is None if words is None else words in said
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(torch.version.cuda is not None, reason="CUDA's libraries take more addresses")
-def test_a_small_model_trains_in_little_memory(tmp_path):
-    """DeepSpeed's buffers are sized by the model: 2 GB of them did not fit before."""
-    command = [sys.executable, "-m", "lm", "train", "--config", TINY, f"out_dir={tmp_path}"]
-    command += [f"data.path={ROOT}/tests/data/tiny.jsonl", "train.steps=2", "name=little"]
-    limited = ["bash", "-c", 'ulimit -v 3500000; exec "$@"', "bash", *command]
-    done = subprocess.run(limited, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
 @pytest.mark.parametrize("command", [["sweep", "x.yaml"], ["report", "x"]])
 def test_a_bug_keeps_its_traceback(monkeypatch, command):
     def broken(*_):
@@ -101,16 +90,6 @@ def test_a_bug_keeps_its_traceback(monkeypatch, command):
     "overrides, words",
     [
         (["model.mixer=monarch", "model.mixer_rank=7"], "mixer_rank is 7: of monarch it is the"),
-        (
-            ["model.layers=[fp_mamba2: {ngroups: 3}]", "model.headdim=8"],
-            "ngroups is 3: it must divide the 4 heads (d_inner / headdim), as 2 does",
-        ),
-        (["model.block=fp_rnn"], "glu_in_loop is for fp_mamba1 and fp_mamba2"),
-        (
-            ["model.mixer=kronecker", "model.mixer_proj_rank=4"],
-            "mixer_proj_rank is for householder",
-        ),
-        (["model=transformer", "model.headdim=6"], "model.headdim is 6: it must divide d_model"),
         (["model=transformer", "model.n_heads=3"], "n_heads is 3 (3 heads): it must divide"),
     ],
 )
@@ -134,11 +113,6 @@ def test_sizes_that_do_not_go_together(capsys, tiny, overrides, words):
     "overrides, words",
     [
         (["resume=sometimes"], "`resume` is 'sometimes': it must be never, auto or the folder"),
-        (
-            ["optim.warmup=50", "train.steps=8"],
-            "optim.warmup is 50 updates, and train.steps is only 8",
-        ),
-        (["optim.warmup=1.5"], "optim.warmup: 1.5 updates cannot be"),
         (
             ["engine.deepspeed={optimizer: {type: Lion, params: {lr: 1}}}"],
             "engine.deepspeed sets optimizer, and `optim` decides it",

@@ -2,12 +2,12 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from lm.common.errors import BAD_CONFIG, BAD_DATA, DIVERGED, HANG, MACHINE
@@ -155,34 +155,15 @@ def test_a_rank_that_is_killed_takes_the_run_down_and_it_goes_on(tmp_path):
     while not metrics.exists() or metrics.read_text().count("\n") < 12:
         assert process.poll() is None and time.monotonic() < until
         time.sleep(0.05)
-    lease = json.loads((out / "tiny/lease.json").read_text())
-    others = subprocess.run(["pgrep", "-f", f"out_dir={out}"], capture_output=True, text=True)
-    ranks = [int(pid) for pid in others.stdout.split() if is_rank(int(pid))]
-    (second,) = set(ranks) - {lease["pid"]}
-    os.kill(second, signal.SIGKILL)
+    below = psutil.Process(process.pid).children(recursive=True)
+    second = [child for child in below if child.environ().get("RANK") == "1"]
+    min(second, key=lambda child: child.create_time()).kill()  # the others are its workers
     process.communicate(timeout=60)
     assert process.returncode != 0
-    assert not any(alive(pid) for pid in ranks)
+    assert not psutil.wait_procs(below, timeout=10)[1]
     resumed, _ = run(out, *long, "resume=auto", processes=2, launcher=True)
     whole, _ = run(tmp_path / "whole", *long)
     assert [r["step"] for r in resumed] == list(range(1, 61))
     for ours, theirs in zip(resumed, whole):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
     assert len(losses(out / "tiny")) == 60
-
-
-def is_rank(pid):
-    """Whether a process was told a rank (the launcher was not)."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as f:
-            return b"\0RANK=" in b"\0" + f.read()
-    except OSError:
-        return False
-
-
-def alive(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as f:
-            return f.read().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False

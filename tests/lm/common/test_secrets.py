@@ -7,7 +7,6 @@ import logging
 
 import pytest
 
-from lm.cli import doctor
 from lm.common.console import say
 from lm.common.errors import UserError, sentence
 from lm.common.secrets import mask_credentials, mask_logs
@@ -37,9 +36,6 @@ def test_every_way_out_masks(tmp_path, capsys, monkeypatch, caplog):
     assert json.loads((tmp_path / "failure.json").read_text())["sentence"] == sentence(error)
     monkeypatch.setattr(say, "enabled", True)
     say(f"waiting for {URL}")
-    monkeypatch.setenv("HF_ENDPOINT", URL)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    text = doctor.hub().text
     before = logging.getLogRecordFactory()
     try:
         mask_logs()
@@ -47,9 +43,9 @@ def test_every_way_out_masks(tmp_path, capsys, monkeypatch, caplog):
         logging.getLogger("huggingface_hub.utils").warning("GET %s/a failed", URL)
     finally:
         logging.setLogRecordFactory(before)
-    shown = [sentence(error), capsys.readouterr().out, text, caplog.text]
-    assert all("***@127.0.0.1:9" in one or one is text for one in shown)
-    assert not any("s3cr3t" in one for one in shown) and "does not answer" in text
+    shown = [sentence(error), capsys.readouterr().out, caplog.text]
+    assert all("***@127.0.0.1:9" in one for one in shown)
+    assert not any("s3cr3t" in one for one in shown)
 
 
 def test_a_hub_that_cannot_be_reached_is_named_without_its_credentials(monkeypatch):

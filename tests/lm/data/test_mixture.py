@@ -370,31 +370,16 @@ def test_a_sentence_about_a_source_names_its_key(two, bpe, capsys):
 
 
 def test_prepared_ahead_and_planned(two, capsys):
-    def planned(cfg) -> dict[str, str]:
-        columns = describe(plan(cfg, 1), cfg).columns
-        return dict(zip(*(list(column.cells) for column in columns)))
-
     two.model.d_model, two.model.n_layer, two.train.steps = 16, 1, 30
-    assert planned(two)["source own"].startswith("75.00% of the sequences; known once `jsonl`")
+    columns = describe(plan(two, 1), two).columns
+    planned = dict(zip(*(list(column.cells) for column in columns)))
+    assert planned["source own"] == "75.00% of the sequences"
     text = summary(two, prepare_config(two))
     assert "source   back: 25.00%" in text and "corpus   20 documents" in text
-    from lm.data.corpus.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(two, two.run_dir)
-    tokens = prepare_sources(two, tokenizer, two.run_dir)["back"].meta.train_tokens
-    row = planned(two)["source back"]
-    passes = 0.25 * 30 * 3 * 16 / tokens
-    assert row.startswith(f"25.00% of the sequences; {tokens:,} (as tokenised in ")
-    assert f"; {passes:.2f} passes" in row and "tokens in the data" not in planned(two)
 
 
 def test_the_shipped_mixture_is_planned():
     cfg = config.load(LM / "mixture.yaml")
-    found = plan(cfg, 1)["sources"]
-    assert {name: source["share"] for name, source in found.items()} == {
-        "prose": 0.1,
-        "python": 0.9,
-    }
     cfg.optim.lr_factors = {"*.A_log": 0.5}
     rows = [name for name, _ in _what(plan(cfg, 1), cfg)]
     assert rows[-3:] == ["source prose", "source python", "optimizer"]
