@@ -1,4 +1,4 @@
-"""What the Triton kernels share: whether they run here, checks, launches, and rows of tokens.
+"""What the Triton kernels share: whether they run here, checks and launches.
 
 They run on CUDA tensors; on CPU tensors, slowly, where TRITON_INTERPRET=1 was set when this file
 was imported. All is computed in fp32 whatever is read.
@@ -151,15 +151,6 @@ def needs_grad(*tensors: torch.Tensor | None) -> bool:
 def dense(t: MaybeTensor) -> MaybeTensor:
     """t, its last dimension contiguous; a copy only where it is not. None stays None."""
     return t if t is None or t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()
-
-
-def as_rows(t: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
-    """t (…,k) as (tokens,k) and the stride between tokens; a copy only where one stride does not
-    reach them all. None stays None."""
-    if t is None:
-        return None, 0
-    rows = dense(t).flatten(0, -2)
-    return rows, rows.stride(0)
 
 
 @triton.jit

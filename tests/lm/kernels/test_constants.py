@@ -111,7 +111,7 @@ def test_python_modules_of_kernels_have_the_constants_of_the_model():
 
 def test_triton_has_the_constants_of_python():
     pytest.importorskip("triton")
-    from lm.kernels.triton import pair, token, tokens
+    from lm.kernels.triton import pair, token
     from lm.kernels.triton import roots as triton_roots
 
     def value_of(module, name):
@@ -127,4 +127,3 @@ def test_triton_has_the_constants_of_python():
     shared = ("MOST_PICARD", "MOST_NEWTON", "BISECTIONS", "MOST_GAIN")
     assert [value_of(token, name) for name in shared] == [SEARCH[name] for name in shared]
     assert {name: value_of(token, name) for name in OUTCOMES} == OUTCOMES
-    assert value_of(tokens, "RESIDUAL_FLOOR") == solver.RESIDUAL_FLOOR

@@ -227,7 +227,7 @@ def test_gpu_kernels_are_checked_side_by_side_after_the_first(call, on_cpu, monk
     Two operations of one module share its check.
     """
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    checked, meeting = [], threading.Barrier(5)
+    checked, meeting = [], threading.Barrier(4)
 
     def checking(name, why=""):
         @functools.cache  # as the self-checks are
@@ -252,14 +252,13 @@ def test_gpu_kernels_are_checked_side_by_side_after_the_first(call, on_cpu, monk
     monkeypatch.setitem(kernels.MODULES["mamba_ssm"], "mamba2_scan", shared)
     call("cuda")
     assert checked[0] == ("selective_scan", True)
-    assert len(checked) == len(set(checked)) == 6 and not any(is_main for _, is_main in checked[1:])
+    assert len(checked) == len(set(checked)) == 5 and not any(is_main for _, is_main in checked[1:])
     assert kernels.choice("cuda") == {
         "selective_scan": ("triton",),
         "ssd_scan": ("mamba_ssm",),
         "short_conv": ("mamba_ssm",),
         "cell": (),
         "roots": ("triton",),
-        "tokens": ("triton",),
         "mamba_scan": (),
         "mamba2_scan": ("mamba_ssm",),
     }
@@ -428,5 +427,5 @@ def test_a_model_through_triton_is_the_plain_one(name, token, monkeypatch):
         assert torch.equal(ours_exact[key], plain_exact[key]), key
     block = MODELS[name].get("block", "fp_mamba1")
     expected = {"selective_scan"} if block == "fp_mamba1" else set()  # FP-Mamba-2's is mamba-ssm's
-    expected |= {"solve_tokens", "solve_tokens_residual"} if token == "exact" else set()
+    expected |= {"find_roots"} if token == "exact" else set()
     assert set(used) == expected | ({"short_conv"} if "conv" in name else set())
