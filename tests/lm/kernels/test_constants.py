@@ -111,8 +111,8 @@ def test_python_modules_of_kernels_have_the_constants_of_the_model():
 
 def test_triton_has_the_constants_of_python():
     pytest.importorskip("triton")
-    from lm.kernels.triton import pair, token
     from lm.kernels.triton import roots as triton_roots
+    from lm.kernels.triton import token
 
     def value_of(module, name):
         constant = getattr(module, name)
@@ -120,10 +120,6 @@ def test_triton_has_the_constants_of_python():
 
     search = {name: value for name, value in SEARCH.items() if name != "MOST_GAIN"}
     assert {name: value_of(triton_roots, name) for name in search} == search
-    of_pair = {name: value for name, value in PAIR.items() if name != "DECIDE_AFTER"}  # at once
-    assert {name: value_of(pair, name) for name in of_pair} == of_pair
-    for name in ("PIECES", "WIDE_PIECES"):
-        assert value_of(pair, name) == getattr(certified_root, name)
     shared = ("MOST_PICARD", "MOST_NEWTON", "BISECTIONS", "MOST_GAIN")
     assert [value_of(token, name) for name in shared] == [SEARCH[name] for name in shared]
     assert {name: value_of(token, name) for name in OUTCOMES} == OUTCOMES
