@@ -123,9 +123,9 @@ def _blocks(plan, wide):
     return triton.cdiv(wide, constants["COLUMNS"]), triton.cdiv(plan.b, constants["TALL"])
 
 
-def _channels(plan, most=128):
+def _channels(plan):
     """Return the grid of a kernel whose programs share the channels, and the channels of each."""
-    wide = min(most, triton.next_power_of_2(plan.d))
+    wide = min(128, triton.next_power_of_2(plan.d))
     return (plan.b, triton.cdiv(plan.d, wide)), wide
 
 
@@ -169,12 +169,12 @@ def backward_launches(plan: Plan) -> list[Launch]:
         again = dict(chunk=plan.chunk, num_warps=plan.warps(512), **shared)
         launches.append(Launch(cell_kernels.again_kernel, (plan.b, plan.chunk), again))
         grid, wide = _channels(plan)
-        states = dict(
+        of_states = dict(
             chunk=plan.chunk, d=plan.d, n=plan.n, wide=plan.d // plan.options.groups,
             headdim=plan.d // plan.heads, KIND=plan.kind, GROUPS=plan.options.groups,
             KEEP="keep" in plan.given, D=wide, NB=triton.next_power_of_2(plan.n),
         )  # fmt: skip
-        launches.append(Launch(cell_kernels.states_kernel, grid, states))
+        launches.append(Launch(cell_kernels.states_kernel, grid, of_states))
     of_token = dict(
         chunk=plan.chunk, START="h0" in plan.given, num_warps=plan.warps(256),
         **shared, **plan.of_norm(),
@@ -187,10 +187,6 @@ def backward_launches(plan: Plan) -> list[Launch]:
         grid = _blocks(plan, plan.d)
         back = dict(step=step, **of_product)
         launches.append(Launch(cell_kernels.product_back_kernel, grid, back))
-    if plan.kind != "rnn":
-        # It holds four tiles of the state, where states_kernel holds two, and waits for its loads.
-        grid, wide = _channels(plan, max(16, min(32, 2048 // states["NB"])))
-        launches.append(Launch(cell_kernels.rates_back_kernel, grid, {**states, "D": wide}))
     return launches
 
 
@@ -341,7 +337,6 @@ def _backward(plan, sizes, tensors, kept, grad_y):
             H=empty(*steps, n * d), past=empty(*steps, d), inflows=empty(*steps, d),
             all_units=empty(*steps, units), sums=empty(b, units),
             dA=zeros(b, n * d if plan.kind == "mamba1" else d),
-            d_history=empty(*steps, d), d_state=zeros(b, n * d),
         )  # fmt: skip
     sums = dict(D="dD", norm_weight="d_weight", norm_bias="d_bias")
     for name, grad in sums.items():

@@ -412,7 +412,7 @@ def test_a_token_is_two_launches_forwards_and_two_back():
     sizes, named = triton_cell._prepare(layout, options, "mamba1", *given)
     plan = triton_cell._plan(layout, options, "mamba1", sizes, named, True)
     assert len(triton_cell.forward_launches(plan)) == 2 * 8 + 1
-    assert len(triton_cell.backward_launches(plan)) == 2 * 8 + 3
+    assert len(triton_cell.backward_launches(plan)) == 2 * 8 + 2
     plan = triton_cell._plan(layout, options, "mamba1", sizes, named, False)
     assert len(triton_cell.forward_launches(plan)) == 2 * 8
 
@@ -499,14 +499,13 @@ def launched(d, n, r, kind):
     )  # fmt: skip
     made = triton_cell.forward_launches(plan) + triton_cell.backward_launches(plan)
     table = torch.empty(32, dtype=torch.int64)
-    # The plan's chunk of one token gives every launch once; loops over a chunk are compiled as
-    # training has them.
-    looping = (triton_cell.cell_kernels.states_kernel, triton_cell.cell_kernels.rates_back_kernel)
-    chunks = [{"chunk": triton_cell.CHUNK} if launch.kernel in looping else {} for launch in made]
-    cases = [
-        launch_case(launch.kernel, table, **launch.args | chunk)
-        for launch, chunk in zip(made, chunks)
-    ]
+    # The plan's chunk of one token gives every launch once; the loop over a chunk is compiled as
+    # training has it.
+    cases = []
+    for launch in made:
+        is_loop = launch.kernel is triton_cell.cell_kernels.states_kernel
+        chunk = {"chunk": triton_cell.CHUNK} if is_loop else {}
+        cases.append(launch_case(launch.kernel, table, **launch.args | chunk))
     assert {case["kernel"] for case in cases} == kernels_of(triton_cell.cell_kernels)
     return cases
 
