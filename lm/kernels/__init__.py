@@ -37,7 +37,6 @@ MODULES = {
         "roots": "triton.roots",
     },
     "mamba_ssm": {
-        "selective_scan": "mamba_ssm.scan",
         "ssd_scan": "mamba_ssm.ssd",
         "mamba_scan": "mamba_ssm.scan",
         "mamba2_scan": "mamba_ssm.ssd",

@@ -19,8 +19,9 @@ from pathlib import Path
 
 import torch
 
-from lm.kernels import Unsupported, run_in_clean_threads
+from lm.kernels import Unsupported
 from lm.kernels.cache import open_cache_folder
+from lm.kernels.checks import find_fault
 
 HERE = Path(__file__).parent
 SOURCES = ("scan.cpp", "cell.cpp", "cell_backward.cpp", "roots.cpp")
@@ -51,30 +52,30 @@ FUNCTIONS = ("scan", "backward", "cell", "cell_backward", "roots")
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 
 
-def usable(self_check: Callable[[], float]) -> tuple[bool, str]:
+def usable(self_check: Callable[[torch.dtype], float]) -> tuple[bool, str]:
     """Check once whether kernels run here.
 
     Args:
-        self_check: Solves a small problem and returns how far the kernels are from plain PyTorch.
-            It is called in a clean thread.
+        self_check: Returns the deviation from plain PyTorch for a dtype; see `lm.kernels.checks`.
 
     Returns:
         Whether they run, and a sentence that gives the reason if they do not.
     """
-    wrong = _what_is_wrong(self_check)
-    return not wrong, wrong
+    fault = _find_fault(self_check)
+    return not fault, fault
 
 
 @functools.cache
-def _what_is_wrong(self_check) -> str:
+def _find_fault(self_check):
     try:
         functions()
     except RuntimeError as wrong:
         return str(wrong)
-    (error,) = run_in_clean_threads(self_check)
-    if not error < 1e-4:
-        return f"the CPU kernels compute something else than plain PyTorch: off by {error:.1e}"
-    return ""
+    faults = (
+        find_fault(functools.partial(self_check, dtype), "cpu", "the CPU kernels")
+        for dtype in DTYPES
+    )
+    return next(filter(None, faults), "")
 
 
 @functools.cache

@@ -26,9 +26,10 @@ from torch.autograd.function import once_differentiable
 from lm.kernels import Unsupported
 from lm.kernels import cell as arguments
 from lm.kernels.cell import Layout, Options, shapes_of, sizes_of
+from lm.kernels.checks import cell_deviation, needs_grad
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton import cell_kernels
-from lm.kernels.triton.build import INTERPRETED, check, deviation, needs_grad
+from lm.kernels.triton.build import INTERPRETED, check
 from lm.kernels.triton.launches import Launch, Schedule, schedule
 
 CHUNK = 64  # tokens of a CUDA graph, and between two states that the backward starts from
@@ -42,17 +43,12 @@ CENTROIDS = False
 
 
 def usable() -> tuple[bool, str]:
-    """Whether this runs here, and if not, why not; see `triton_build.usable`."""
+    """Return whether it runs here, and the reason if it does not; see `usable` of build.py."""
     return triton_build.usable(_self_check)
 
 
-def _self_check(device) -> float:
-    """The deviation from a loop over time, gradients included, on a small problem."""
-    layout, options, inputs = arguments.small_problem(torch.float32)
-    ours = _Cell.apply(*inputs, (layout, options, "mamba1", None, None, None, None))[0]
-    theirs = arguments.plain_loop(*inputs)
-    grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (ours, theirs)]
-    return deviation((ours, *grads[0]), (theirs, *grads[1]), 1e-3)
+def _self_check():
+    return cell_deviation(cell, torch.float32)
 
 
 class Plan(NamedTuple):

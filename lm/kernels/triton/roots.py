@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lm.kernels import Unsupported
-from lm.kernels.cpu.roots import BISECTED, FAILED, MOST_RANK, Roots, check_by_phi
+from lm.kernels.checks import FAILED, roots_deviation
+from lm.kernels.cpu.roots import BISECTED, MOST_RANK, Roots
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton.build import check, launch
 
@@ -30,13 +31,12 @@ ROUNDING, SOLVED = tl.constexpr(8.0), tl.constexpr(256.0)  # machine epsilons
 
 
 def usable() -> tuple[bool, str]:
-    """Whether the search runs here, and if not, why not; see `triton_build.usable`."""
+    """Return whether it runs here, and the reason if it does not; see `usable` of build.py."""
     return triton_build.usable(_self_check)
 
 
-def _self_check(device) -> float:
-    """The largest |φ(s) − s| of the roots of a few equations, as a multiple of what is allowed."""
-    return check_by_phi(find_roots, [torch.float32]) / 1e-4
+def _self_check():
+    return roots_deviation(find_roots, torch.float32)
 
 
 @triton.jit

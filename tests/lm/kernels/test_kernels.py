@@ -125,8 +125,9 @@ def test_a_name_that_cannot_run_is_an_error_with_its_reason(name, monkeypatch, o
     own = module("there is no such thing")
     on_cpu(**{name: dict.fromkeys(kernels.MODULES[name], own)})
     monkeypatch.setenv("FPRNN_KERNELS", name)
-    with pytest.raises(BackendError, match=f"`{name}`, .*selective_scan here: there is no such"):
-        find("selective_scan", FP32)  # on whatever device
+    operation = next(iter(kernels.MODULES[name]))
+    with pytest.raises(BackendError, match=f"`{name}`, .*{operation} here: there is no such"):
+        find(operation, FP32)  # on whatever device
     with pytest.raises(BackendError, match=f"cannot be used: {name}: there is no such thing"):
         available("cpu")
 
@@ -135,14 +136,14 @@ def test_without_a_gpu_triton_is_an_error(monkeypatch):
     build = pytest.importorskip("lm.kernels.triton.build", exc_type=ImportError)
     monkeypatch.setattr(build, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    build._what_is_wrong.cache_clear()
+    build._find_fault.cache_clear()
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
     try:
         for operation in kernels.MODULES["triton"]:
             with pytest.raises(BackendError, match=f"{operation} here: there is no CUDA device"):
                 find(operation, FP32)
     finally:
-        build._what_is_wrong.cache_clear()
+        build._find_fault.cache_clear()
 
 
 # Sentences.
@@ -153,13 +154,13 @@ def test_what_is_available_and_what_is_missing(monkeypatch, on_cpu):
     on_cpu(
         cpu={"selective_scan": works, "roots": module("there is no g++ on PATH")},
         triton=dict.fromkeys(kernels.MODULES["triton"], works),
-        mamba_ssm={"selective_scan": module("built without"), "ssd_scan": works},
+        mamba_ssm={"short_conv": module("built without"), "ssd_scan": works},
     )
     assert available("cpu") == "selective_scan cpu (cpu for roots: there is no g++ on PATH)"
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert available("cuda") == (
-        "selective_scan triton, ssd_scan mamba_ssm, cell triton, roots triton,"
-        " tokens triton (mamba_ssm for selective_scan: built without)"
+        "selective_scan triton, ssd_scan mamba_ssm, cell triton, roots triton (mamba_ssm for"
+        " short_conv: built without)"
     )
     monkeypatch.setenv("FPRNN_KERNELS", "mamba_ssm")  # it can do something
     assert available("cuda").startswith("selective_scan triton, ssd_scan mamba_ssm, ")
@@ -247,7 +248,7 @@ def test_gpu_kernels_are_checked_side_by_side_after_the_first(call, on_cpu, monk
         mamba_ssm={"ssd_scan": checking("ssd_scan"), "short_conv": checking("short_conv")},
     )
     monkeypatch.setitem(sys.modules, "lm.kernels.own_mamba_ssm_gone", None)
-    monkeypatch.setitem(kernels.MODULES["mamba_ssm"], "selective_scan", "own_mamba_ssm_gone")
+    monkeypatch.setitem(kernels.MODULES["mamba_ssm"], "mamba_scan", "own_mamba_ssm_gone")
     shared = kernels.MODULES["mamba_ssm"]["ssd_scan"]
     monkeypatch.setitem(kernels.MODULES["mamba_ssm"], "mamba2_scan", shared)
     call("cuda")
@@ -265,7 +266,7 @@ def test_gpu_kernels_are_checked_side_by_side_after_the_first(call, on_cpu, monk
     assert set(kernels.choice("cuda", ("roots", "cell"))) == {"roots", "cell"}
     assert available("cuda", ("roots", "short_conv")) == "roots triton, short_conv mamba_ssm"
     assert available("cuda").endswith(
-        " (mamba_ssm for selective_scan: lm.kernels.own_mamba_ssm_gone is not installed; triton for"
+        " (mamba_ssm for mamba_scan: lm.kernels.own_mamba_ssm_gone is not installed; triton for"
         " cell: it is off)"
     )
 
