@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.kernels import Unsupported
 from lm.kernels.cpu import build as cpu_build
 from lm.kernels.cpu import roots as cpu_roots
 from lm.kernels.cpu import scan as cpu
 from lm.kernels.cpu.build import token_step
-from lm.model.scan import selective_scan_plain as plain_scan
 from tests.kernels import assert_close, poisoned_memory, skip_where_missing
 from tests.lm.kernels.test_scans import results
 from tests.oracles import scan_inputs, sequential_scan
@@ -46,27 +44,6 @@ def test_equals_a_loop_in_value_state_and_every_gradient(length, d, n):
     assert_close(results(cpu.selective_scan, tensors, keep), expected, 1e-12)
     single = {k: v.float() for k, v in tensors.items()}
     assert_close(results(cpu.selective_scan, single, keep), expected, 2e-5)
-
-
-@pytest.mark.parametrize("with_keep", [False, True], ids=["plain", "resets"])
-@pytest.mark.parametrize("with_h0", [False, True], ids=["zero", "h0"])
-def test_equals_the_plain_scan_whatever_is_left_out(with_h0, with_keep):
-    for dtype, tol in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
-        tensors = scan_inputs(3, 37, 20, 16, dtype)
-        if not with_h0:
-            del tensors["h0"]
-        keep = resets(3, 37) if with_keep else None
-        expected = results(plain_scan, tensors, keep)
-        assert_close(results(cpu.selective_scan, tensors, keep), expected, tol)
-
-
-def test_only_the_final_state_or_only_some_gradients():
-    t = scan_inputs(2, 9, 5, 3)
-    t["x"].requires_grad_()
-    _, h = cpu.selective_scan(**t)
-    _, h_plain = plain_scan(**t)
-    (ours,), (theirs,) = (torch.autograd.grad(s.sum(), [t["x"]]) for s in (h, h_plain))
-    torch.testing.assert_close(ours, theirs)
 
 
 def test_any_strides():
@@ -126,18 +103,6 @@ def test_the_number_of_threads_changes_nothing():
     for other in runs[1:]:
         for name in other:
             assert torch.equal(runs[0][name], other[name]), name
-
-
-def test_what_does_not_fit_is_refused():
-    t = scan_inputs(2, 4, 5, 3)
-    with pytest.raises(Unsupported, match=r"^B is .*32"):
-        cpu.selective_scan(**{**t, "B": t["B"].float()})
-    with pytest.raises(Unsupported, match=r"^x is .*bfloat16"):
-        cpu.selective_scan(**{k: v.bfloat16() for k, v in t.items()})
-    with pytest.raises(ValueError, match=r"C is \(2, 3, 3\) where \(2, 4, 3\)"):
-        cpu.selective_scan(**{**t, "C": t["C"][:, 1:]})
-    with pytest.raises(ValueError, match=r"keep is \(2, 3\) where \(2, 4\)"):
-        cpu.selective_scan(**t, keep=torch.ones(2, 3))
 
 
 @pytest.mark.slow
