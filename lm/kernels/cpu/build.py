@@ -20,7 +20,6 @@ from pathlib import Path
 import torch
 
 from lm.kernels import Unsupported
-from lm.kernels.cache import open_cache_folder
 from lm.kernels.checks import find_fault
 
 HERE = Path(__file__).parent
@@ -126,6 +125,26 @@ def build() -> Path:
         _print_note(f"the compiled kernels {library} are damaged (wrong checksum) and are removed")
         library.unlink(missing_ok=True)
     return _compile([compiler, *flags], folder, name)
+
+
+def open_cache_folder() -> Path:
+    """Create the cache folder if necessary, and check that only this user can write into it.
+
+    Raises:
+        OSError: If the folder cannot be created, or if another user can write into it: a library
+            from there would run with this user's rights.
+        RuntimeError: If there is no home directory.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "fprnn" / "kernels"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    status = folder.stat()
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+        raise OSError(
+            f"other users can write into {folder}, and a library from there would run with your"
+            f" rights: chown and chmod go-w {folder}, or set XDG_CACHE_HOME to a folder of yours"
+        )
+    return folder
 
 
 def _compile(compiler: Sequence[str], folder: Path, name: str) -> Path:

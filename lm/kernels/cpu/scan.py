@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from lm.kernels.checks import needs_grad, scan_deviation
 from lm.kernels.cpu import build as cpu_build
-from lm.kernels.cpu.build import check, checkpoint_steps, functions, token_step
+from lm.kernels.cpu.build import address, check, checkpoint_steps, functions, token_step
 
 # `struct Problem` of scan.cpp: sizes, then addresses.
 _SIZES, _ADDRESSES = 8, 18
@@ -33,7 +33,7 @@ def _self_check(dtype):
 
 def _call(name, sizes, *tensors):
     """Call a function of the library on what `struct Problem` holds, as far as it is needed."""
-    addresses = [0 if t is None else t.data_ptr() for t in tensors]
+    addresses = [address(t) for t in tensors]
     missing = [0] * (_ADDRESSES - len(tensors))
     functions()[name][tensors[0].dtype](_pack(*sizes, *addresses, *missing))
 

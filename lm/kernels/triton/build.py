@@ -71,15 +71,6 @@ def check(**tensors: tuple[torch.Tensor | None, Sequence[int]]) -> None:
             raise TypeError(f"{name} is on {t.device}: all must be on one GPU, as {device} is")
 
 
-def check_keep(keep: torch.Tensor | None, x: torch.Tensor) -> None:
-    """Check keep (b,l), of any dtype, or None, for an x of (b,l,…). Errors: as in `check`."""
-    if keep is not None:
-        if keep.shape != x.shape[:2]:
-            raise ValueError(f"keep is {tuple(keep.shape)} where {tuple(x.shape[:2])} is expected")
-        if keep.device != x.device:
-            raise TypeError(f"keep is on {keep.device} and x on {x.device}")
-
-
 def launch(kernel: Any, programs: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Run a kernel on the device of its tensors, unless there is nothing to do.
 

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from lm.kernels import Unsupported
 from lm.kernels.checks import needs_grad, scan_deviation
 from lm.kernels.triton import build as triton_build
-from lm.kernels.triton.build import MOST_PROGRAMS, check, check_keep, dense, launch
+from lm.kernels.triton.build import MOST_PROGRAMS, check, dense, launch
 
 TILE = 16  # steps whose states the backward holds in registers
 # Time is cut until this many warps run: about five for each of the 528 schedulers of an H100. More
@@ -320,6 +320,7 @@ def _prepare(x, dt, A, B, C, h0, keep):
         TypeError, ValueError: devices or shapes. Unsupported: dtypes or sizes.
     """
     (b, length, d), n = x.shape, A.shape[-1]
+    keep = None if keep is None else keep.float().contiguous()
     check(
         x=(x, x.shape),
         dt=(dt, x.shape),
@@ -327,13 +328,10 @@ def _prepare(x, dt, A, B, C, h0, keep):
         B=(B, (b, length, n)),
         C=(C, (b, length, n)),
         h0=(h0, (b, d, n)),
+        keep=(keep, (b, length)),
     )
-    check_keep(keep, x)
     if max(b, triton.cdiv(length, TILE)) > MOST_PROGRAMS:  # said here, not in the backward
         raise Unsupported(f"x is {tuple(x.shape)}: at most {MOST_PROGRAMS} rows and tiles of time")
-    if keep is not None:
-        keep = keep.contiguous()
-        keep = keep.view(torch.uint8) if keep.dtype == torch.bool else keep
     if h0 is not None:
         h0 = h0.transpose(1, 2).float().contiguous()
     A = A.t().contiguous()

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from lm.kernels import cell as kernels_cell
+from lm.kernels import checks
 from lm.kernels.cpu import build, roots
 from lm.kernels.cpu import cell as cpu_cell
 from lm.model import cell, certified_root, solver
@@ -105,7 +106,7 @@ def test_the_search_in_cpp_has_no_number_without_a_name(file):
 
 
 def test_python_modules_of_kernels_have_the_constants_of_the_model():
-    assert (roots.FAILED, roots.BISECTED) == (solver.FAILED, solver.BISECTED)
+    assert (checks.FAILED, roots.BISECTED) == (solver.FAILED, solver.BISECTED)
     assert roots.MOST_RANK == kernels_cell.MOST_REFLECTIONS
 
 

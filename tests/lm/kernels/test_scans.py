@@ -110,7 +110,7 @@ def plain(tensors, keep=None):
 @pytest.mark.parametrize("with_keep", [False, True], ids=["plain", "resets"])
 @pytest.mark.parametrize("with_h0", [False, True], ids=["zero", "h0"])
 def test_whatever_is_left_out(with_h0, with_keep, length, scan, inputs):
-    t, keep = inputs(2, length, 20, 3), None
+    t, keep = inputs(1, length, 20, 2), None
     if not with_h0:
         del t["h0"]
     if with_keep:

@@ -13,7 +13,7 @@ import triton
 from lm.kernels import Unsupported
 from lm.kernels.checks import deviation
 from lm.kernels.triton import build as triton_build
-from lm.kernels.triton.build import INTERPRETED, check, check_keep, dense, launch
+from lm.kernels.triton.build import INTERPRETED, check, dense, launch
 
 FILES = ("cell", "roots", "scan")
 
@@ -83,12 +83,6 @@ def test_what_is_refused():
         check(B=(t, (3, 2)))
     with pytest.raises(TypeError, match=r"^B is on meta"):
         check(x=(t, (2, 3)), B=(t.to("meta"), (2, 3)))
-    check_keep(None, t)
-    check_keep(t.bool(), t)
-    with pytest.raises(ValueError, match=r"^keep is \(2,\) where \(2, 3\)"):
-        check_keep(t[:, 0], t)
-    with pytest.raises(TypeError, match=r"^keep is on meta"):
-        check_keep(t.to("meta"), t)
 
 
 def test_launches_that_cannot_be_are_unsupported():
