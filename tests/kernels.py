@@ -25,15 +25,12 @@ TYPES = {
     torch.int64: "*i64",
 }
 NUMBERS = {int: "i32", float: "fp32"}
-# Bytes of a thread that may spill, by Triton's version and kernel; others: 0. Triton 3.6 and 3.7
-# keep more addresses over the loop of tokens_back_kernel than 3.9 does: at 1,536 channels (16 warps
-# of 128 registers) up to 6 numbers do not fit. At 768 channels ptxas spills 2 by choice: with 128
-# registers two programs share a multiprocessor. The matrices of _roots_kernel for eight reflections
-# do not fit before Triton 3.9.
+# Bytes of a thread that may spill, by Triton's version and kernel; others: 0. The matrices of
+# _roots_kernel for eight reflections do not fit before Triton 3.9, nor do the states of FP-Mamba-2
+# at 64 states on sm_90 under Triton 3.7.
 SPILLS = {
-    (3, 6): {"tokens_back_kernel": 24, "_roots_kernel": 48},
-    (3, 7): {"tokens_back_kernel": 16, "_roots_kernel": 40},
-    (3, 9): {"tokens_back_kernel": 8},
+    (3, 6): {"_roots_kernel": 48},
+    (3, 7): {"_roots_kernel": 40, "states_kernel": 8},
 }
 
 

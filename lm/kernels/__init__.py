@@ -35,10 +35,8 @@ MODULES = {
         "selective_scan": "triton.scan",
         "cell": "triton.cell",
         "roots": "triton.roots",
-        "tokens": "triton.tokens",
     },
     "mamba_ssm": {
-        "selective_scan": "mamba_ssm.scan",
         "ssd_scan": "mamba_ssm.ssd",
         "mamba_scan": "mamba_ssm.scan",
         "mamba2_scan": "mamba_ssm.ssd",
@@ -48,7 +46,7 @@ MODULES = {
 Result = TypeVar("Result")
 # The scan that a layer's whole recurrence (bias and softplus of Δ, scan, skip, gate) contains.
 FUSED = {"mamba_scan": "selective_scan", "mamba2_scan": "ssd_scan"}
-OPERATIONS = ("selective_scan", "ssd_scan", *FUSED, "short_conv", "cell", "roots", "tokens")
+OPERATIONS = ("selective_scan", "ssd_scan", *FUSED, "short_conv", "cell", "roots")
 NO_DOUBLE = ("triton", "mamba_ssm")
 
 

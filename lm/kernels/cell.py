@@ -17,10 +17,8 @@ token.
 """
 
 import functools
-import math
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from lm.kernels import Unsupported
@@ -158,64 +156,3 @@ def _states(raw, layout, options):
     starts = (*layout, raw.shape[-1])
     ends = [min([at for at in starts if at > first], default=first) for first in layout[2:]]
     return min(end - first for end, first in zip(ends, layout[2:])) // options.groups
-
-
-# What a backend computes to be compared with a loop before it is used.
-
-
-def small_problem(dtype: torch.dtype) -> tuple[Layout, Options, list[Tensor]]:
-    """What a self-check computes, on torch's default device: an FP-Mamba-1 layer with one
-    reflection, and raw, weight_y, x, dt, A, gate, D, norm_weight, norm_bias, which want gradients.
-    """
-    b, length, d, n = 2, 3, 19, 3
-    layout = Layout(0, d, d + 1, d + 1 + n)
-    options = Options(1, 1.0, "silu", True, 1e-6, None, True, 1, "layer", 1e-5)
-
-    def wave(*shape):
-        return torch.linspace(-3, 40, math.prod(shape), dtype=dtype).sin().reshape(shape)
-
-    columns = d + 1 + 2 * n
-    given = (
-        wave(b, length, columns),
-        wave(columns, d) / 9,
-        wave(b, length, d),
-        wave(b, length, d).abs() / 4,
-        -1 - wave(n, d).abs().t(),
-        wave(b, length, d) / 2 + 1,
-        wave(d) / 4,
-        wave(d) + 1,
-        wave(d) / 4,
-    )
-    return layout, options, [t.detach().requires_grad_() for t in given]
-
-
-def plain_loop(
-    raw: Tensor,
-    weight_y: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    gate: Tensor,
-    D: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-) -> Tensor:
-    """y (b,l,d) of `small_problem`, its equation iterated."""
-    (b, length, d), n = x.shape, A.shape[1]
-    y, h, ys = x.new_zeros(b, d), x.new_zeros(b, d, n), []
-    normalize, layer_norm = torch.nn.functional.normalize, torch.nn.functional.layer_norm
-    for t in range(length):
-        vector, a, B, C = (raw[:, t] + y @ weight_y.t()).split([d, 1, n, n], -1)
-        u = normalize(torch.nn.functional.silu(vector), dim=-1)
-        B, C = normalize(B, dim=-1), normalize(C, dim=-1)
-        h = torch.exp(dt[:, t].unsqueeze(-1) * A) * h
-        past = (h * C.unsqueeze(1)).sum(-1)
-        for _ in range(40):
-            moved = torch.sigmoid(a) * (u * (y - x[:, t])).sum(-1, keepdim=True)
-            mixed = x[:, t] + moved * u
-            gamma = dt[:, t] * (B * C).sum(-1, keepdim=True) + D
-            y = layer_norm(gate[:, t] * (past + gamma * mixed), (d,), weight, bias, 1e-5)
-        moved = torch.sigmoid(a) * (u * (y - x[:, t])).sum(-1, keepdim=True)
-        h = h + (dt[:, t] * (x[:, t] + moved * u)).unsqueeze(-1) * B.unsqueeze(1)
-        ys.append(y)
-    return torch.stack(ys, 1)

@@ -26,7 +26,7 @@ from .layers import (
 )
 from .mixers import Mixer, MixerWeights, build_mixer
 from .operators import compiling
-from .scan import backend, faster
+from .scan import backend
 from .solver import (
     FAILED,
     SHARES,
@@ -250,17 +250,7 @@ class FixedPointBlock(nn.Module):
         """Whether it reads rows and maps of y in the dtype of products."""
         if compiling():
             return x.device.type != "cpu" and self._is_compiled(x, seqs)
-        if self._is_compiled(x, seqs):
-            return backend("cell", x).NARROW
-        c = self.settings(seqs)
-        return c.token == "exact" and self.width(c, x.shape[1], x) > 1 and self._solves_tokens(x)
-
-    def _solves_tokens(self, x):
-        """Whether a kernel of x's device solves the equations of many tokens at once."""
-        reflections, kernel = self.mixer.reflections(), backend("tokens", x)
-        if reflections is None or kernel is None:
-            return False
-        return kernel.fits(reflections[0], self.config.d_inner)
+        return self._is_compiled(x, seqs) and backend("cell", x).NARROW
 
     # One evaluation.
 
@@ -291,42 +281,19 @@ class FixedPointBlock(nn.Module):
             residual = token_residual(y, g)
         return s.seqs.masked(g), s.seqs.masked(residual.unsqueeze(-1)).squeeze(-1)
 
-    def explicit(
-        self, s: Prepared, y: torch.Tensor, with_residual: bool = False, of_y_alone: bool = False
-    ) -> tuple[Any, ...]:
+    def explicit(self, s: Prepared, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """F(y): every token's own equation solved, given what y says of the tokens before it.
 
-        Args: of_y_alone: no gradient goes to D and the norm.
-        Returns: F(y) (b,l,d), the recurrence's state at y, and the outcome (b,l); with_residual
-        also the `token_residual` (b,l), and then there is no gradient.
+        Returns:
+            F(y) (b,l,d), the recurrence's state at y, and the outcome (b,l).
         """
         x, parts, rows = self._mixed(s, y)
         with torch.autocast(x.device.type, enabled=False):
             o, h = self.scan_time(s, parts, x)
             own = self.own(s, parts)
-            if of_y_alone:
-                own = own._replace(D=_detached(own.D), norm=_detached(own.norm))
-            found = self._solve_by_kernel(s, rows["mixer"], o, x, own, y if with_residual else None)
-            if found is None:
-                gain = own.gain(x.shape[-1])
-                g, _, outcome = self._solve_tokens(s, rows, own.token(s.x, o - gain * x, gain))
-                found = g, outcome, token_residual(y, g) if with_residual else None
-        g, outcome, residual = found
-        found = s.seqs.masked(g), h, self._outcome(s, outcome)
-        return found if residual is None else (*found, self._outcome(s, residual))
-
-    def _solve_by_kernel(self, s, raw, o, x, own, y):
-        """g, the outcome and the residual of y (None without it); None: there is no kernel."""
-        if not self._solves_tokens(s.x):
-            return None
-        norm = own.norm
-        options = *self.mixer.reflections(), norm.kind, norm.eps
-        rows = self.mixer.rows_of_vectors(raw, s.mixer)
-        given = rows, s.x, o, x, own.dt, own.bc, own.D, own.z, norm.weight, norm.bias
-        if y is not None:
-            return faster("tokens", "solve_tokens_residual", s.x, options, *given, y)
-        found = faster("tokens", "solve_tokens", s.x, options, *given)
-        return None if found is None else (*found, None)
+            gain = own.gain(x.shape[-1])
+            g, _, outcome = self._solve_tokens(s, rows, own.token(s.x, o - gain * x, gain))
+        return s.seqs.masked(g), h, self._outcome(s, outcome)
 
     def one_token(self, s: Prepared) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The token after a state. s: of one token → y (b,1,d), the state, the outcome (b,1)."""
@@ -449,7 +416,11 @@ class FixedPointBlock(nn.Module):
             return solve_windows(self._iterated, s, rule, width)
         # After k iterations the first k tokens are exact; one more shows that the last is.
         rule = rule._replace(stepsize=1.0, max_iters=width + 1)
-        return solve_windows(lambda s, y: self.explicit(s, y, True), s, rule, width)
+        return solve_windows(self._solved, s, rule, width)
+
+    def _solved(self, s, y):
+        g, h, outcome = self.explicit(s, y)
+        return g, h, outcome, token_residual(y, g)
 
     def _iterated(self, s, y):
         g, h = self.step(s, y, True)
@@ -522,7 +493,7 @@ class FixedPointBlock(nn.Module):
             constants = s.detached()
             y = adjoint_gradient(
                 lambda y: self.explicit(s, y)[0],
-                lambda y: self.explicit(constants, y, of_y_alone=True)[0],
+                lambda y: self.explicit(constants, y)[0],
                 y_star,
                 terms,
                 s.seqs.adjoint_norm,

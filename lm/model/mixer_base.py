@@ -98,11 +98,6 @@ class Mixer(nn.Module):
         activation, whether one follows the other, eps, κ or None). None: it is none."""
         return None
 
-    def rows_of_vectors(self, raw: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
-        """What a kernel reads of a mixer that has `reflections`: r vectors of d channels before act
-        and nrm, then their gates before the sigmoid, (…,r·d+r). raw: (…,m)"""
-        return raw
-
     def gates(self, raw: torch.Tensor) -> torch.Tensor | None:
         """Its gates a_t = σ(·) of every token, (…,·); None: it has none. raw: (…,m)"""
         return None

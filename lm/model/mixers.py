@@ -176,12 +176,6 @@ class Reflections(Mixer):
     def gates(self, raw: torch.Tensor) -> torch.Tensor:
         return torch.sigmoid(raw[..., -self.rank :])
 
-    def rows_of_vectors(self, raw: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
-        if not weights.extra:
-            return raw
-        vectors, gates = raw[..., : -self.rank], raw[..., -self.rank :]
-        return torch.cat([self._second_layer(vectors, weights), gates], -1)
-
     def low_rank(self, raw: torch.Tensor, weights: MixerWeights) -> LowRank:
         return reflections_of(*self.vectors(raw, weights), self.sequential)
 
@@ -435,9 +429,6 @@ class Contractive(Mixer):
     def reflections(self) -> tuple[Any, ...] | None:
         found = self.mixer.reflections()
         return None if found is None else (*found[:-1], self.kappa)
-
-    def rows_of_vectors(self, raw: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
-        return self.mixer.rows_of_vectors(raw, weights)
 
     def gates(self, raw: torch.Tensor) -> torch.Tensor | None:
         """Those of the mixer, before it is pulled towards the identity."""

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import torch
 
-from lm.kernels import Unsupported, run_in_clean_threads
-from lm.kernels.cache import open_cache_folder
+from lm.kernels import Unsupported
+from lm.kernels.checks import find_fault
 
 HERE = Path(__file__).parent
 SOURCES = ("scan.cpp", "cell.cpp", "cell_backward.cpp", "roots.cpp")
@@ -51,30 +51,30 @@ FUNCTIONS = ("scan", "backward", "cell", "cell_backward", "roots")
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 
 
-def usable(self_check: Callable[[], float]) -> tuple[bool, str]:
+def usable(self_check: Callable[[torch.dtype], float]) -> tuple[bool, str]:
     """Check once whether kernels run here.
 
     Args:
-        self_check: Solves a small problem and returns how far the kernels are from plain PyTorch.
-            It is called in a clean thread.
+        self_check: Returns the deviation from plain PyTorch for a dtype; see `lm.kernels.checks`.
 
     Returns:
         Whether they run, and a sentence that gives the reason if they do not.
     """
-    wrong = _what_is_wrong(self_check)
-    return not wrong, wrong
+    fault = _find_fault(self_check)
+    return not fault, fault
 
 
 @functools.cache
-def _what_is_wrong(self_check) -> str:
+def _find_fault(self_check):
     try:
         functions()
     except RuntimeError as wrong:
         return str(wrong)
-    (error,) = run_in_clean_threads(self_check)
-    if not error < 1e-4:
-        return f"the CPU kernels compute something else than plain PyTorch: off by {error:.1e}"
-    return ""
+    faults = (
+        find_fault(functools.partial(self_check, dtype), "cpu", "the CPU kernels")
+        for dtype in DTYPES
+    )
+    return next(filter(None, faults), "")
 
 
 @functools.cache
@@ -125,6 +125,26 @@ def build() -> Path:
         _print_note(f"the compiled kernels {library} are damaged (wrong checksum) and are removed")
         library.unlink(missing_ok=True)
     return _compile([compiler, *flags], folder, name)
+
+
+def open_cache_folder() -> Path:
+    """Create the cache folder if necessary, and check that only this user can write into it.
+
+    Raises:
+        OSError: If the folder cannot be created, or if another user can write into it: a library
+            from there would run with this user's rights.
+        RuntimeError: If there is no home directory.
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "fprnn" / "kernels"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    status = folder.stat()
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+        raise OSError(
+            f"other users can write into {folder}, and a library from there would run with your"
+            f" rights: chown and chmod go-w {folder}, or set XDG_CACHE_HOME to a folder of yours"
+        )
+    return folder
 
 
 def _compile(compiler: Sequence[str], folder: Path, name: str) -> Path:

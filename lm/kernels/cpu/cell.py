@@ -18,9 +18,9 @@ from torch.autograd.function import once_differentiable
 
 from lm.kernels import cell as arguments
 from lm.kernels.cell import ACTS, NORMS, Layout, Options, Readout, shapes_of, sizes_of
+from lm.kernels.checks import cell_deviation, needs_grad
 from lm.kernels.cpu import build as cpu_build
 from lm.kernels.cpu.build import (
-    DTYPES,
     address,
     check,
     checkpoint_steps,
@@ -52,23 +52,12 @@ def fits(r: int, d: int) -> bool:
 
 
 def usable() -> tuple[bool, str]:
-    """Whether this runs here, and if not, why not, in a sentence; see build.usable."""
+    """Return whether it runs here, and the reason if it does not; see `usable` of build.py."""
     return cpu_build.usable(_self_check)
 
 
-def _self_check() -> float:
-    """The largest difference between the kernel and a loop over time, gradients included; NaN if
-    there is one."""
-    errors = []
-    for dtype in DTYPES:
-        layout, options, inputs = arguments.small_problem(dtype)
-        others = layout, options, "mamba1", None, None, None, None
-        ours = _Cell.apply(*inputs, *NO_READOUT, others)[0]
-        theirs = arguments.plain_loop(*inputs)
-        grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (ours, theirs)]
-        pairs = [(ours, theirs), *zip(*grads)]
-        errors += [(a - b).detach().abs().max().double() / (1 + b.abs().max()) for a, b in pairs]
-    return torch.stack(errors).max().item()
+def _self_check(dtype):
+    return cell_deviation(cell, dtype)
 
 
 @functools.cache
@@ -226,11 +215,9 @@ def _before(y, y0, noise):
 def _run(layout, options, kind, raw, weight_y, x, dt, A, keep, gate, D, weight, bias, *rest):
     y0, h0, adjoint, readout = rest
     readout = readout or NO_READOUT
-    if torch.is_grad_enabled():
-        inputs = (raw, weight_y, x, dt, A, gate, D, weight, bias, *readout)
-        if any(t is not None and t.requires_grad for t in inputs):
-            others = layout, options, kind, keep, y0, h0, adjoint
-            return _Cell.apply(*inputs, others)
+    inputs = (raw, weight_y, x, dt, A, gate, D, weight, bias, *readout)
+    if needs_grad(*inputs):
+        return _Cell.apply(*inputs, (layout, options, kind, keep, y0, h0, adjoint))
     given = raw, weight_y, x, dt, A, keep, gate, D, weight, bias, y0, h0, readout
     problem = _prepare(layout, options, kind, *given)
     results = _results(problem)

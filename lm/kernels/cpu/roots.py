@@ -6,19 +6,19 @@ Shape suffixes: n tokens, r rank.
 """
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lm.kernels import Unsupported
+from lm.kernels.checks import roots_deviation
 from lm.kernels.cpu import build as cpu_build
-from lm.kernels.cpu.build import DTYPES, address, check, functions
+from lm.kernels.cpu.build import address, check, functions
 
 MOST_RANK = 8  # as in cell_root.h
-FAILED, BISECTED = 1, 2  # as in lm/model/solver.py
-SCALE_BEYOND_PICARD = 30.0  # of an equation that the self-check has solved as well
+BISECTED = 2  # as in lm/model/solver.py
 _pack = struct.Struct("4qd9q").pack  # `struct Roots` of roots.cpp
 
 
@@ -30,38 +30,12 @@ class Roots(NamedTuple):
 
 
 def usable() -> tuple[bool, str]:
-    """Whether this runs here, and if not, why not, in a sentence; see build.usable."""
+    """Return whether it runs here, and the reason if it does not; see `usable` of build.py."""
     return cpu_build.usable(_self_check)
 
 
-def _self_check() -> float:
-    """The largest |φ(s) − s| of the roots of a few equations, relative; infinite where one was not
-    found."""
-    return check_by_phi(find_roots, list(DTYPES))
-
-
-def check_by_phi(search: Callable[..., Roots], dtypes: list[torch.dtype]) -> float:
-    """`_self_check` of some `find_roots`, on torch's default device."""
-    errors = []
-    for dtype in dtypes:
-        for r in (1, 3, 5):
-            steps = torch.arange(4 * r * r + 2, dtype=torch.float64)
-            alpha, delta, gamma1 = (steps[k : k + 4 * r].sin().view(4, r) for k in range(3))
-            beta = steps[: 4 * r * r].cos().view(4, r, r) / 4
-            gamma2 = beta @ beta.mT + torch.eye(r, dtype=torch.float64)
-            gamma0 = gamma1.square().sum(-1) + 1
-            alpha[3] *= SCALE_BEYOND_PICARD
-            beta[3] *= SCALE_BEYOND_PICARD
-            given = (t.to(dtype) for t in (alpha, beta, delta, gamma0, gamma1, gamma2))
-            s, outcome = search(*given, 1e-5)
-            s_column = s.double().unsqueeze(-1)
-            slant = gamma1 + (gamma2 @ s_column).squeeze(-1)
-            square = gamma0 + ((gamma1 + slant) * s).sum(-1)
-            numerator = alpha + (beta @ s_column).squeeze(-1)
-            phi = numerator * square.rsqrt().unsqueeze(-1) + delta
-            off = (phi - s).abs() / (1 + phi.abs())
-            errors.append(torch.where((outcome != FAILED).unsqueeze(-1), off, torch.inf).max())
-    return max(error.item() for error in errors)
+def _self_check(dtype):
+    return roots_deviation(find_roots, dtype)
 
 
 def find_roots(

@@ -1,6 +1,6 @@
 // Mamba-1's selective scan and its gradient on a CPU; lm/kernels/cpu/scan.py compiles and calls it.
 //
-//   h_t = keep_t exp(dt_t A) h_{t-1} + (dt_t x_t) B_t^T      y_t = h_t C_t + D x_t
+//   h_t = keep_t exp(dt_t A) h_{t-1} + (dt_t x_t) B_t^T      y_t = h_t C_t
 //
 // Sizes: b rows, l steps, d channels, n states. A vector holds neighbouring channels: every step is
 // then the same arithmetic in all lanes, B and C are broadcast, and no sum runs across lanes but
@@ -20,11 +20,11 @@ struct Problem {
     int64_t every;  // steps between checkpoints
     int64_t threads, B_step, C_step;
     const void *x, *dt, *A, *B, *C;  // (b,l,d) (b,l,d) (n,d) (b,l,n) (b,l,n)
-    const void *D, *h0, *keep;       // (d) (b,n,d) (b,l), each or null
+    const void *h0, *keep;           // (b,n,d) (b,l), each or null
     void *y, *final;                 // (b,l,d), (b,n,d)
     void *checkpoints;               // (b, ⌈l/every⌉, n, d) or null: the state entering a chunk
-    const void *grad_y, *grad_final;           // (b,l,d), (b,n,d); from here on backward only
-    void *dx, *ddt, *dA, *dB, *dC, *dD, *dh0;  // contiguous; the last two or null
+    const void *grad_y, *grad_final;      // (b,l,d), (b,n,d); from here on backward only
+    void *dx, *ddt, *dA, *dB, *dC, *dh0;  // contiguous; the last or null
 };
 
 namespace {
@@ -58,7 +58,6 @@ void scan_block(const Problem &p, int64_t row, int64_t block, Vec<T> *A, Vec<T> 
     T *y = out<T>(p.y) + at * d + c0;
     T *checkpoints = out<T>(p.checkpoints);
     if (checkpoints) checkpoints += row * ((p.length + p.every - 1) / p.every) * n * d + c0;
-    const Vec<T> D = p.D ? load<T>(in<T>(p.D) + c0, lanes) : Vec<T>{};
 
     load_state<T>(A, in<T>(p.A) + c0, p, lanes);
     load_state<T>(h, p.h0 ? in<T>(p.h0) + row * n * d + c0 : nullptr, p, lanes);
@@ -70,7 +69,7 @@ void scan_block(const Problem &p, int64_t row, int64_t block, Vec<T> *A, Vec<T> 
         const T *B_t = B + t * p.B_step, *C_t = C + t * p.C_step;
         if (keep && keep[t] != T(1))
             for (int64_t k = 0; k < n; ++k) h[k] *= keep[t];
-        Vec<T> sum = p.D ? D * x_t : Vec<T>{};
+        Vec<T> sum{};
         for (int64_t k = 0; k < n; ++k) {
             h[k] = exponential<T>(dt_t * A[k]) * h[k] + u * B_t[k];
             sum += h[k] * C_t[k];
@@ -83,11 +82,10 @@ void scan_block(const Problem &p, int64_t row, int64_t block, Vec<T> *A, Vec<T> 
 // What one backward task reads and writes besides the arrays of the problem.
 template <class T> struct Scratch {
     std::vector<Vec<T>> A, dA, g;    // (GROUP, n); g is the gradient of the state
-    std::vector<Vec<T>> dD;          // (GROUP)
     std::vector<Vec<T>> decays, h;   // (every, n), (every + 1, n): one chunk of one block
     std::vector<Vec<T>> dB, dC;      // (every, n): sums over the group's blocks
     explicit Scratch(const Problem &p)
-        : A(GROUP * p.states), dA(A.size()), g(A.size()), dD(GROUP), decays(p.every * p.states),
+        : A(GROUP * p.states), dA(A.size()), g(A.size()), decays(p.every * p.states),
           h(decays.size() + p.states), dB(decays.size()), dC(decays.size()) {}
 };
 
@@ -104,7 +102,6 @@ void backward_chunk(const Problem &p, Scratch<T> &s, int64_t row, int64_t chunk,
     const T *B = in<T>(p.B) + at * p.B_step, *C = in<T>(p.C) + at * p.C_step;
     const T *keep = p.keep ? in<T>(p.keep) + at : nullptr;
     T *dx = out<T>(p.dx) + at * d + c0, *ddt = out<T>(p.ddt) + at * d + c0;
-    const Vec<T> D = p.D ? load<T>(in<T>(p.D) + c0, lanes) : Vec<T>{};
     const Vec<T> *A = &s.A[slot * n];
     Vec<T> *dA = &s.dA[slot * n], *g = &s.g[slot * n];
 
@@ -134,9 +131,8 @@ void backward_chunk(const Problem &p, Scratch<T> &s, int64_t row, int64_t chunk,
             d_dt += d_log * A[k];
             dA[k] += d_log * dt_t;
         }
-        s.dD[slot] += gy_t * x_t;
         store<T>(ddt + t * d, d_dt + du * x_t, lanes);
-        store<T>(dx + t * d, p.D ? du * dt_t + D * gy_t : du * dt_t, lanes);
+        store<T>(dx + t * d, du * dt_t, lanes);
     }
 }
 
@@ -156,8 +152,8 @@ template <class T> void backward(const Problem &p) {
     const int64_t n = p.states, d = p.channels, length = p.length;
     const int64_t blocks = (d + LANES<T> - 1) / LANES<T>, groups = (blocks + GROUP - 1) / GROUP;
     const int64_t chunks = (length + p.every - 1) / p.every;
-    // Sums over rows (dA, dD) and over groups (dB, dC) are stored apart and added in order.
-    std::vector<T> dA(p.rows * n * d), dD(p.rows * d);
+    // Sums over rows (dA) and over groups (dB, dC) are stored apart and added in order.
+    std::vector<T> dA(p.rows * n * d);
     std::vector<T> dB(p.rows * groups * length * n), dC(dB.size());
 #pragma omp parallel num_threads(p.threads) if (p.rows * length * d * n > SMALL)
     {
@@ -174,7 +170,6 @@ template <class T> void backward(const Problem &p) {
                 }
             };
             std::fill(s.dA.begin(), s.dA.end(), Vec<T>{});
-            std::fill(s.dD.begin(), s.dD.end(), Vec<T>{});
             each([&](int64_t, int64_t slot, int64_t state, int64_t c0, int64_t lanes) {
                 load_state<T>(&s.A[slot * n], in<T>(p.A) + c0, p, lanes);
                 load_state<T>(&s.g[slot * n], in<T>(p.grad_final) + state, p, lanes);
@@ -192,9 +187,8 @@ template <class T> void backward(const Problem &p) {
                     dC[at + i] = across<T>(s.dC[i]);
                 }
             }
-            each([&](int64_t, int64_t slot, int64_t state, int64_t c0, int64_t lanes) {
+            each([&](int64_t, int64_t slot, int64_t state, int64_t, int64_t lanes) {
                 store_state<T>(&dA[state], &s.dA[slot * n], p, lanes);
-                store<T>(&dD[row * d + c0], s.dD[slot], lanes);
                 if (p.dh0) store_state<T>(out<T>(p.dh0) + state, &s.g[slot * n], p, lanes);
             });
         }
@@ -209,7 +203,6 @@ template <class T> void backward(const Problem &p) {
         add(out<T>(p.dC) + row * size, dC.data() + row * groups * size, groups, size);
     }
     add(out<T>(p.dA), dA.data(), p.rows, n * d);
-    if (p.dD) add(out<T>(p.dD), dD.data(), p.rows, d);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@ from causal_conv1d import causal_conv1d_fn
 from torch import Tensor
 
 from lm.kernels import Unsupported
+from lm.kernels.checks import deviation
 from lm.kernels.triton import build as triton_build
 
 TAPS = (2, 3, 4)  # that it was compiled for
@@ -15,7 +16,7 @@ def usable() -> tuple[bool, str]:
     return triton_build.usable(_self_check, "causal-conv1d's kernels")
 
 
-def _self_check(device) -> float:
+def _self_check() -> float:
     """The `deviation` on a small problem, gradients included."""
     x = torch.linspace(-2, 2, 40).view(1, 5, 8).requires_grad_()
     taps = torch.linspace(1, -1, 16).view(8, 1, 2).requires_grad_()
@@ -23,7 +24,7 @@ def _self_check(device) -> float:
     theirs = torch.nn.functional.silu(taps[:, 0, 1] * x + taps[:, 0, 0] * before)
     results = [(y, *torch.autograd.grad(y.sum(), (x, taps))) for y in (short_conv(x, taps), theirs)]
     ours, expected = results
-    return triton_build.deviation(ours, expected, 1e-4)
+    return deviation(ours, expected, 1e-4)
 
 
 def short_conv(

@@ -1,4 +1,4 @@
-"""mamba-ssm's selective scan, compiled for CUDA, behind the signature of lm.model.scan's."""
+"""The recurrence of a Mamba layer by mamba-ssm's selective scan, compiled for CUDA."""
 
 import torch
 import torch.nn.functional as F
@@ -6,27 +6,20 @@ from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
 from torch import Tensor
 
 from lm.kernels import Unsupported
+from lm.kernels.checks import gradient_deviation, loop_over_time
 from lm.kernels.triton import build as triton_build
-from lm.kernels.triton import scan as triton_scan
 
 MAX_STATES = 256
 
 
 def usable() -> tuple[bool, str]:
-    """Whether it runs here, and if not, why not, in a sentence; see `triton_build.usable`. That the
-    package can be imported says little: it may have been built without its kernels."""
+    """Return whether it runs here, and the reason if it does not; see `usable` of
+    triton/build.py. The package may be there without its kernels."""
     return triton_build.usable(_self_check, "mamba-ssm's kernels")
 
 
-def _self_check(device) -> float:
-    """Compare the scan with a loop, then `mamba_scan` with the scan inside PyTorch's operations.
-
-    Returns:
-        The `deviation`, gradients included.
-    """
-    error = triton_scan.self_check(selective_scan, with_state=False)
-    if not error < 1:
-        return error
+def _self_check():
+    """Return the `deviation` of `mamba_scan` from a loop, gradients included."""
     x, z, low_rank = torch.sin(torch.arange(3 * 6 * 4.0)).reshape(3, 1, 6, 4)
     weight, A = torch.cos(torch.arange(2 * 4 * 4.0)).reshape(2, 4, 4)
     B, C = torch.cos(torch.arange(2 * 6 * 4.0)).reshape(2, 1, 6, 4)
@@ -36,13 +29,13 @@ def _self_check(device) -> float:
     def loss(y, h):
         return y.square().sum()
 
-    return triton_build.gradient_deviation(mamba_scan, _unfused, tensors, loss, 1e-4)
+    return gradient_deviation(mamba_scan, _unfused, tensors, loss, 1e-4)
 
 
 def _unfused(x, low_rank, weight, bias, A, B, C, D, z):
     # The same product as in `mamba_scan`: another one may be rounded otherwise in TF32.
     dt = _step_sizes(low_rank, weight).transpose(1, 2)
-    y, h = selective_scan(x, F.softplus(dt + bias), A, B, C)
+    y, h = loop_over_time(x, F.softplus(dt + bias), A, B, C)
     return (y + D * x) * F.silu(z), h
 
 
@@ -58,29 +51,6 @@ class _NoGradient(torch.autograd.Function):
         raise RuntimeError(
             "mamba-ssm's selective scan has no gradient of its final state; Triton's has"
         )
-
-
-def selective_scan(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    h0: Tensor | None = None,
-    keep: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Mamba-1's selective scan by mamba-ssm; shapes as in lm.model.scan.selective_scan. y is
-    differentiable, the final state is not: to ask for its gradient is an error.
-
-    Raises:
-        Unsupported: a state before it, resets, dtypes that differ or are fp64, no tokens, n > 256.
-    """
-    if h0 is not None or keep is not None:
-        raise Unsupported("mamba-ssm's selective scan has no state before it and no resets")
-    _check(A, x, dt, B, C)
-    x, dt, B, C = (t.transpose(1, 2) for t in (x, dt, B, C))
-    y, h = selective_scan_fn(x, dt, A, B, C, return_last_state=True)
-    return y.transpose(1, 2).float(), _NoGradient.apply(h.float())
 
 
 def mamba_scan(

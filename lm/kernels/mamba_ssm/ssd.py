@@ -8,6 +8,7 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from lm.kernels import Unsupported
+from lm.kernels.checks import gradient_deviation
 from lm.kernels.triton import build as triton_build
 
 CHUNK = 256  # that of Mamba-2
@@ -22,7 +23,7 @@ def usable() -> tuple[bool, str]:
     return triton_build.usable(_self_check, "mamba-ssm's kernels")
 
 
-def _self_check(device) -> float:
+def _self_check() -> float:
     """Compare the scan with a loop, then `mamba2_scan` with the scan inside PyTorch's operations.
 
     Returns:
@@ -38,7 +39,7 @@ def _self_check(device) -> float:
     dt = torch.linspace(-2, 1, 66 * 2).reshape(1, 66, 2)
     bias, A, D = torch.tensor([[0.5, -0.5], [-0.1, -1.0], [2.0, -1.0]])
     tensors = (x, dt, bias, A, B, C, D, z)
-    return triton_build.gradient_deviation(mamba2_scan, _unfused, tensors, _loss, allowed)
+    return gradient_deviation(mamba2_scan, _unfused, tensors, _loss, allowed)
 
 
 def _loss(y, S):
@@ -70,7 +71,7 @@ def _scan_deviation(allowed):
             ys.append((S * C[:, t].unsqueeze(-2)).sum(-1))
         return torch.stack(ys, 1), S
 
-    return triton_build.gradient_deviation(scan, loop, tensors, _loss, allowed)
+    return gradient_deviation(scan, loop, tensors, _loss, allowed)
 
 
 def ssd_scan(

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: whether they run here, checks, launches, and rows of tokens.
+"""What the Triton kernels share: whether they run here, checks and launches.
 
 They run on CUDA tensors; on CPU tensors, slowly, where TRITON_INTERPRET=1 was set when this file
 was imported. All is computed in fp32 whatever is read.
@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
-from lm.kernels import Unsupported, run_in_clean_threads
+from lm.kernels import Unsupported
+from lm.kernels.checks import find_fault
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MaybeTensor = TypeVar("MaybeTensor", bound=torch.Tensor | None)
@@ -21,80 +22,33 @@ MOST_PROGRAMS = 65535  # along the second and the third axis of a grid
 
 
 def usable(
-    self_check: Callable[[str], float], kernels: str = "the Triton kernels"
+    self_check: Callable[[], float], kernels: str = "the Triton kernels"
 ) -> tuple[bool, str]:
-    """Check once whether kernels run here.
+    """Check once whether kernels run here; see `lm.kernels.checks.find_fault`.
 
     Args:
-        self_check: Solves a small problem on the device that it is given, which compiles the
-            kernels (seconds; afterwards Triton's cache has them), and returns the `deviation` from
-            plain PyTorch. It is called in a clean thread.
+        self_check: Compiles the kernels (seconds; afterwards Triton's cache has them). torch's
+            default device is the device to check.
         kernels: Their name in the sentence.
 
     Returns:
         Whether they run, and a sentence that gives the reason if they do not.
     """
-    wrong = _what_is_wrong(self_check, kernels)
-    return not wrong, wrong
+    fault = _find_fault(self_check, kernels)
+    return not fault, fault
 
 
 @functools.cache
-def _what_is_wrong(self_check, kernels) -> str:
-    if not INTERPRETED:
-        if not torch.cuda.is_available():
-            return "there is no CUDA device"
-        capability = torch.cuda.get_device_capability()
-        if capability < (8, 0):
-            found = ".".join(map(str, capability))
-            return f"the GPU has compute capability {found}, {kernels} need 8.0"
-    device = "cpu" if INTERPRETED else "cuda"
-    try:
-        (error,) = run_in_clean_threads(functools.partial(_checked, self_check, device))
-    except Exception as wrong:  # whatever Triton, its compiler or the driver raise
-        return f"{kernels} fail: {type(wrong).__name__}: {str(wrong)[-500:]}"
-    if not error < 1:
-        return f"{kernels} compute something else than plain PyTorch: {error:.1e} × allowed"
-    return ""
-
-
-def _checked(self_check, device):
-    with torch.device(device):
-        return self_check(device)
-
-
-def deviation(
-    ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor], allowed: float
-) -> float:
-    """The largest difference between two lists of tensors, each relative to its largest entry, as a
-    multiple of what is allowed; NaN if there is one."""
-    pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(ours, theirs)]
-    errors = [(a - b).abs().max() / b.abs().max().clamp_min(1e-3) for a, b in pairs]
-    return torch.stack(errors).max().item() / allowed
-
-
-def gradient_deviation(
-    ours: Callable[..., tuple[torch.Tensor, ...]],
-    theirs: Callable[..., tuple[torch.Tensor, ...]],
-    tensors: Sequence[torch.Tensor],
-    loss: Callable[..., torch.Tensor],
-    allowed: float,
-) -> float:
-    """Return the `deviation` between two functions of the same tensors, gradients included.
-
-    Args:
-        ours: Function of the tensors that returns several.
-        theirs: The function it is compared with.
-        tensors: Arguments of both.
-        loss: Function of what they return; its gradients by the tensors are compared.
-        allowed: See `deviation`.
-    """
-
-    def with_gradients(function):
-        leaves = [t.detach().clone().requires_grad_() for t in tensors]
-        outputs = function(*leaves)
-        return *outputs, *torch.autograd.grad(loss(*outputs), leaves)
-
-    return deviation(with_gradients(ours), with_gradients(theirs), allowed)
+def _find_fault(self_check, kernels):
+    if INTERPRETED:
+        return find_fault(self_check, "cpu", kernels)
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        found = ".".join(map(str, capability))
+        return f"the GPU has compute capability {found}, {kernels} need 8.0"
+    return find_fault(self_check, "cuda", kernels)
 
 
 def check(**tensors: tuple[torch.Tensor | None, Sequence[int]]) -> None:
@@ -117,15 +71,6 @@ def check(**tensors: tuple[torch.Tensor | None, Sequence[int]]) -> None:
             raise TypeError(f"{name} is on {t.device}: all must be on one GPU, as {device} is")
 
 
-def check_keep(keep: torch.Tensor | None, x: torch.Tensor) -> None:
-    """Check keep (b,l), of any dtype, or None, for an x of (b,l,…). Errors: as in `check`."""
-    if keep is not None:
-        if keep.shape != x.shape[:2]:
-            raise ValueError(f"keep is {tuple(keep.shape)} where {tuple(x.shape[:2])} is expected")
-        if keep.device != x.device:
-            raise TypeError(f"keep is on {keep.device} and x on {x.device}")
-
-
 def launch(kernel: Any, programs: tuple[int, ...], *args: Any, **constants: Any) -> None:
     """Run a kernel on the device of its tensors, unless there is nothing to do.
 
@@ -144,22 +89,9 @@ def launch(kernel: Any, programs: tuple[int, ...], *args: Any, **constants: Any)
         raise Unsupported(f"{kernel.__name__} does not fit this GPU: {wrong}") from wrong
 
 
-def needs_grad(*tensors: torch.Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
 def dense(t: MaybeTensor) -> MaybeTensor:
     """t, its last dimension contiguous; a copy only where it is not. None stays None."""
     return t if t is None or t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()
-
-
-def as_rows(t: torch.Tensor | None) -> tuple[torch.Tensor | None, int]:
-    """t (…,k) as (tokens,k) and the stride between tokens; a copy only where one stride does not
-    reach them all. None stays None."""
-    if t is None:
-        return None, 0
-    rows = dense(t).flatten(0, -2)
-    return rows, rows.stride(0)
 
 
 @triton.jit

@@ -26,9 +26,10 @@ from torch.autograd.function import once_differentiable
 from lm.kernels import Unsupported
 from lm.kernels import cell as arguments
 from lm.kernels.cell import Layout, Options, shapes_of, sizes_of
+from lm.kernels.checks import cell_deviation, needs_grad
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton import cell_kernels
-from lm.kernels.triton.build import INTERPRETED, check, deviation, needs_grad
+from lm.kernels.triton.build import INTERPRETED, check
 from lm.kernels.triton.launches import Launch, Schedule, schedule
 
 CHUNK = 64  # tokens of a CUDA graph, and between two states that the backward starts from
@@ -42,17 +43,12 @@ CENTROIDS = False
 
 
 def usable() -> tuple[bool, str]:
-    """Whether this runs here, and if not, why not; see `triton_build.usable`."""
+    """Return whether it runs here, and the reason if it does not; see `usable` of build.py."""
     return triton_build.usable(_self_check)
 
 
-def _self_check(device) -> float:
-    """The deviation from a loop over time, gradients included, on a small problem."""
-    layout, options, inputs = arguments.small_problem(torch.float32)
-    ours = _Cell.apply(*inputs, (layout, options, "mamba1", None, None, None, None))[0]
-    theirs = arguments.plain_loop(*inputs)
-    grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (ours, theirs)]
-    return deviation((ours, *grads[0]), (theirs, *grads[1]), 1e-3)
+def _self_check():
+    return cell_deviation(cell, torch.float32)
 
 
 class Plan(NamedTuple):
@@ -123,9 +119,9 @@ def _blocks(plan, wide):
     return triton.cdiv(wide, constants["COLUMNS"]), triton.cdiv(plan.b, constants["TALL"])
 
 
-def _channels(plan, most=128):
+def _channels(plan):
     """Return the grid of a kernel whose programs share the channels, and the channels of each."""
-    wide = min(most, triton.next_power_of_2(plan.d))
+    wide = min(128, triton.next_power_of_2(plan.d))
     return (plan.b, triton.cdiv(plan.d, wide)), wide
 
 
@@ -169,12 +165,12 @@ def backward_launches(plan: Plan) -> list[Launch]:
         again = dict(chunk=plan.chunk, num_warps=plan.warps(512), **shared)
         launches.append(Launch(cell_kernels.again_kernel, (plan.b, plan.chunk), again))
         grid, wide = _channels(plan)
-        states = dict(
+        of_states = dict(
             chunk=plan.chunk, d=plan.d, n=plan.n, wide=plan.d // plan.options.groups,
             headdim=plan.d // plan.heads, KIND=plan.kind, GROUPS=plan.options.groups,
             KEEP="keep" in plan.given, D=wide, NB=triton.next_power_of_2(plan.n),
         )  # fmt: skip
-        launches.append(Launch(cell_kernels.states_kernel, grid, states))
+        launches.append(Launch(cell_kernels.states_kernel, grid, of_states))
     of_token = dict(
         chunk=plan.chunk, START="h0" in plan.given, num_warps=plan.warps(256),
         **shared, **plan.of_norm(),
@@ -187,10 +183,6 @@ def backward_launches(plan: Plan) -> list[Launch]:
         grid = _blocks(plan, plan.d)
         back = dict(step=step, **of_product)
         launches.append(Launch(cell_kernels.product_back_kernel, grid, back))
-    if plan.kind != "rnn":
-        # It holds four tiles of the state, where states_kernel holds two, and waits for its loads.
-        grid, wide = _channels(plan, max(16, min(32, 2048 // states["NB"])))
-        launches.append(Launch(cell_kernels.rates_back_kernel, grid, {**states, "D": wide}))
     return launches
 
 
@@ -341,7 +333,6 @@ def _backward(plan, sizes, tensors, kept, grad_y):
             H=empty(*steps, n * d), past=empty(*steps, d), inflows=empty(*steps, d),
             all_units=empty(*steps, units), sums=empty(b, units),
             dA=zeros(b, n * d if plan.kind == "mamba1" else d),
-            d_history=empty(*steps, d), d_state=zeros(b, n * d),
         )  # fmt: skip
     sums = dict(D="dD", norm_weight="d_weight", norm_bias="d_bias")
     for name, grad in sums.items():

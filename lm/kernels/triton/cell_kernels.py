@@ -2,7 +2,7 @@
 
     forward, of a chunk:   settle, then for each token product, token
     backward, of a chunk:  again, states, then for each token, the last first, token_back and
-                           product_back; then rates_back, for the gradient of A
+                           product_back
 
 All addresses and the chunk's place stand in a table in the GPU's memory (SLOTS): what is launched
 is the same for all chunks, layers and passes, so that a CUDA graph can be replayed for them. What
@@ -38,7 +38,6 @@ SLOTS = (
     *("grad_y", "largest", "carried", "mu"),
     *("H", "past", "inflows", "all_units", "sums"),  # of the chunk, computed again
     *("d_raw", "dx", "ddt", "dA", "d_gate", "dD", "d_weight", "d_bias"),
-    *("d_history", "d_state"),  # from token_back to rates_back, and from one rates_back to the next
 )
 AT_FIRST, AT_LENGTH = (tl.constexpr(i) for i in range(2))
 AT_RAW, AT_WEIGHT, AT_X, AT_DT, AT_A = (tl.constexpr(i) for i in range(2, 7))
@@ -49,7 +48,6 @@ AT_GRAD_Y, AT_LARGEST, AT_CARRIED, AT_MU = (tl.constexpr(i) for i in range(21, 2
 AT_H, AT_PAST, AT_INFLOWS, AT_ALL_UNITS, AT_SUMS = (tl.constexpr(i) for i in range(25, 30))
 AT_D_RAW, AT_DX, AT_DDT, AT_DA = (tl.constexpr(i) for i in range(30, 34))
 AT_D_GATE, AT_DD, AT_D_WEIGHT, AT_D_BIAS = (tl.constexpr(i) for i in range(34, 38))
-AT_D_HISTORY, AT_D_STATE = (tl.constexpr(i) for i in range(38, 40))
 FP32 = tl.constexpr(tl.float32)
 
 
@@ -368,20 +366,6 @@ def again_kernel(
 
 
 @triton.jit
-def _tile_of_state(table, d, n, D: tl.constexpr, NB: tl.constexpr):
-    """Place of a program in the chunk: sequence, first token, number of tokens; its D channels, the
-    real ones of them; its NB states, the real entries of the tile (NB,D), their places in (n,d)."""
-    b = tl.program_id(0).to(tl.int64)
-    first = tl.load(table + AT_FIRST)
-    length = tl.load(table + AT_LENGTH)
-    col = tl.program_id(1) * D + tl.arange(0, D)
-    live = col < d
-    i = tl.arange(0, NB)
-    some = (i < n)[:, None] & live[None, :]
-    return b, first, length, col, live, i, some, i[:, None] * d + col[None, :]
-
-
-@triton.jit
 def states_kernel(
     table, d, n, wide, headdim, chunk: tl.constexpr,
     KIND: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr,
@@ -389,7 +373,14 @@ def states_kernel(
 ):  # fmt: skip
     """The chunk's states after their decay, `H` (b,c,n,d), and `past` = H C (b,c,d), of D channels
     of one sequence. NB: at or above n."""
-    b, first, length, col, live, i, some, place = _tile_of_state(table, d, n, D, NB)
+    b = tl.program_id(0).to(tl.int64)
+    first = tl.load(table + AT_FIRST)
+    length = tl.load(table + AT_LENGTH)
+    col = tl.program_id(1) * D + tl.arange(0, D)
+    live = col < d
+    i = tl.arange(0, NB)
+    some = (i < n)[:, None] & live[None, :]
+    place = i[:, None] * d + col[None, :]
     chunks = (length + chunk - 1) // chunk
     entering = address(table, AT_CHECKPOINTS) + (b * chunks + first // chunk) * n * d
     h = tl.load(entering + place, mask=some, other=0.0)
@@ -545,8 +536,8 @@ def token_back_kernel(
         tl.store(address(table, AT_DA) + at * d + col, e * h * kept, mask=live)
         tl.store(mu + col, e * decay * kept, mask=live)
     else:
-        tl.store(address(table, AT_D_HISTORY) + within * d + col, e, mask=live)
         ddt = d_gain * bc + mixed * mu_B
+        d_A = tl.zeros([D], tl.float32)  # of a head
         H = address(table, AT_H) + within * (n * d)
         for first in range(0, n, NB):
             i = first + tl.arange(0, NB)
@@ -559,48 +550,18 @@ def token_back_kernel(
             for g in tl.static_range(GROUPS):
                 of_group = tl.where((col // wide == g)[None, :], H_i * e[None, :], 0.0)
                 tl.store(sums + (GROUPS + g) * n + i, tl.sum(of_group, 1), mask=i < n)
-            ddt += tl.sum(d_H * H_i * A_i, 0)
+            d_log = d_H * H_i
+            ddt += tl.sum(d_log * A_i, 0)
+            if KIND == "mamba1":
+                _add(table, AT_DA, b * (n * d) + place, d_log * dt[None, :], some)
+            else:
+                d_A += tl.sum(d_log, 0) * dt
             tl.store(mu + place, d_H * tl.exp(dt[None, :] * A_i) * kept, mask=some)
         tl.store(address(table, AT_DDT) + at * d + col, ddt, mask=live)
+        if KIND == "mamba2":
+            _add(table, AT_DA, b * d + col, d_A, live)
         tl.debug_barrier()  # what one thread has written the others read
         for g in tl.static_range(GROUPS):
             d_bc = tl.sum(tl.where(col // wide == g, d_gain * dt, 0.0), 0)
             _through_units(row, d_row, sums, units, B_at, 0, g, d_bc, eps, n, GROUPS, BC_NORM, N)
             _through_units(row, d_row, sums, units, C_at, 1, g, d_bc, eps, n, GROUPS, BC_NORM, N)
-
-
-@triton.jit
-def rates_back_kernel(
-    table, d, n, wide, headdim, chunk: tl.constexpr,
-    KIND: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr,
-    D: tl.constexpr, NB: tl.constexpr,
-):  # fmt: skip
-    """Add the chunk's part of the gradient of A, for D channels of one sequence. NB: at or above n.
-
-    No token waits for this gradient. The kernel repeats token_back's recurrence of the state's
-    gradient in registers, so that token_back, whose program is one multiprocessor's, need not read
-    and write n·d sums for every token (98 kB at d 1,536).
-    """
-    b, first, length, col, live, i, some, place = _tile_of_state(table, d, n, D, NB)
-    d_state = address(table, AT_D_STATE) + b * (n * d) + place
-    mu = tl.load(d_state, mask=some, other=0.0)
-    A = _rates(table, i, col, live, d, n, headdim, KIND)
-    d_A = tl.zeros([NB, D], tl.float32)
-    for back in range(0, chunk):
-        step = chunk - 1 - back
-        t = first + step
-        if t < length:
-            at = b * length + t
-            within = b * chunk + step
-            dt = _step_size(table, at, col, live, d, headdim, KIND)
-            units = address(table, AT_ALL_UNITS) + within * (2 * GROUPS * n)
-            e = tl.load(address(table, AT_D_HISTORY) + within * d + col, mask=live, other=0.0)
-            d_H = mu + e[None, :] * _of_groups(units + GROUPS * n, i, col, n, wide, GROUPS)
-            H = tl.load(address(table, AT_H) + within * n * d + place, mask=some, other=0.0)
-            d_A += d_H * H * dt[None, :]
-            mu = d_H * tl.exp(dt[None, :] * A) * _kept(table, at, KEEP)
-    tl.store(d_state, mu, mask=some)
-    if KIND == "mamba1":
-        _add(table, AT_DA, b * (n * d) + place, d_A, some)
-    else:
-        _add(table, AT_DA, b * d + col, tl.sum(d_A, 0), live)

@@ -3,8 +3,8 @@
 A token's equation s = φ(s) is r numbers large (lm/model/cell.py). Plain PyTorch searches for all
 roots together, with some fifty small kernels for each of up to three hundred steps; here a program
 takes its tokens to the end by itself. All is computed in fp64, whatever is read: near a fold a
-rounding decides which root is taken. The search is the one of cell_root.h, step for step; pair.py
-has its part for two reflections.
+rounding decides which root is taken. The search is the one of cell_root.h, step for step, without
+its certificate for two reflections: they are searched for as more reflections are.
 
 Shape suffixes: n tokens, r rank; T tokens of a program, R the power of two at or above r. An
 `equation` is (α, Β, δ, γ0, γ1, Γ2, the floor of the square) of T tokens.
@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lm.kernels import Unsupported
-from lm.kernels.cpu.roots import BISECTED, FAILED, MOST_RANK, Roots, check_by_phi
+from lm.kernels.checks import FAILED, roots_deviation
+from lm.kernels.cpu.roots import BISECTED, MOST_RANK, Roots
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton.build import check, launch
-from lm.kernels.triton.pair import find_pair
 
 # The constants of lm/model/cell.py, under its names, and of its `Rule`: see test_constants.py.
 # Triton 3.7's interpreter cannot multiply a constexpr by a tensor: the tensor stands first.
@@ -31,13 +31,12 @@ ROUNDING, SOLVED = tl.constexpr(8.0), tl.constexpr(256.0)  # machine epsilons
 
 
 def usable() -> tuple[bool, str]:
-    """Whether the search runs here, and if not, why not; see `triton_build.usable`."""
+    """Return whether it runs here, and the reason if it does not; see `usable` of build.py."""
     return triton_build.usable(_self_check)
 
 
-def _self_check(device) -> float:
-    """The largest |φ(s) − s| of the roots of a few equations, as a multiple of what is allowed."""
-    return check_by_phi(find_roots, [torch.float32]) / 1e-4
+def _self_check():
+    return roots_deviation(find_roots, torch.float32)
 
 
 @triton.jit
@@ -338,10 +337,10 @@ def search(
 
     Returns:
         The roots (T,R) in fp64; whether (T,) there is one; and whether (T,) Picard does not
-        converge, so that another root, by bisection or the first of all, stands in its place.
+        converge, so that a root found by bisection stands in its place.
     """
-    # 1. With one reflection Newton's root, with two all roots on Picard's side: a root that is
-    # proven to be Picard's ends the search. Otherwise damped Picard from zero, shortened by Newton.
+    # 1. With one reflection Newton's root, if it is proven to be Picard's. Otherwise damped Picard
+    # from zero, shortened by Newton.
     s = tl.zeros_like(equation[0])
     root = s
     best_s = s
@@ -367,11 +366,6 @@ def search(
         direct, solved = _find_directly(ones, live, eps)
         root = direct[:, None]
         active = live & (solved == 0)
-    if R == 2:
-        root, attracts, is_proven = find_pair(equation, live, eps * SOLVED)
-        solved = is_proven & attracts
-        bisected = is_proven & (attracts == 0)
-        active = live & (is_proven == 0)
     iteration = 0
     while (iteration < MOST_PICARD) & _any(active):
         psi, _, _, _, residual, scale = _evaluate(s, equation)

@@ -20,9 +20,6 @@ the borders of tiles; within a tile everything follows at once, one state n at a
 results are the same from run to run. Nothing of size (b,l,d,n) is stored.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -30,8 +27,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lm.kernels import Unsupported
+from lm.kernels.checks import needs_grad, scan_deviation
 from lm.kernels.triton import build as triton_build
-from lm.kernels.triton.build import MOST_PROGRAMS, check, check_keep, dense, launch, needs_grad
+from lm.kernels.triton.build import MOST_PROGRAMS, check, dense, launch
 
 TILE = 16  # steps whose states the backward holds in registers
 # Time is cut until this many warps run: about five for each of the 528 schedulers of an H100. More
@@ -286,34 +284,12 @@ def _grad_kernel(
 
 
 def usable() -> tuple[bool, str]:
-    """Whether the scan runs here, and if not, why not, in a sentence; see `triton_build.usable`."""
+    """Return whether it runs here, and the reason if it does not; see `usable` of build.py."""
     return triton_build.usable(_self_check)
 
 
-def _self_check(device) -> float:
-    return self_check(selective_scan)
-
-
-def self_check(scan: Callable[..., Any], with_state: bool = True) -> float:
-    """How far a scan is from a loop over time, gradients included, on a small problem: the
-    `deviation`. with_state: there is a state before it, and a gradient of the one after it."""
-    x, dt = torch.linspace(0, 1, 2 * 5 * 19).reshape(2, 1, 5, 19)
-    A = -torch.linspace(0.1, 9, 19 * 3).reshape(19, 3)
-    B, C = torch.linspace(-1, 1, 2 * 5 * 3).reshape(2, 1, 5, 3)
-    given = (x, dt, A, B, C, A[None]) if with_state else (x, dt, A, B, C)
-
-    def loop(x, dt, A, B, C, *h0):
-        h, ys = h0[0] if h0 else x.new_zeros(1, 19, 3), []
-        for t in range(5):
-            u = (dt[:, t] * x[:, t]).unsqueeze(-1)
-            h = torch.exp(dt[:, t].unsqueeze(-1) * A) * h + u * B[:, t].unsqueeze(-2)
-            ys.append((h * C[:, t].unsqueeze(-2)).sum(-1))
-        return torch.stack(ys, 1), h
-
-    def loss(y, h):
-        return y.sum() + h.sum() if with_state else y.sum()
-
-    return triton_build.gradient_deviation(scan, loop, given, loss, 1e-4)
+def _self_check():
+    return scan_deviation(selective_scan)
 
 
 def _blocks(d, n):
@@ -344,6 +320,7 @@ def _prepare(x, dt, A, B, C, h0, keep):
         TypeError, ValueError: devices or shapes. Unsupported: dtypes or sizes.
     """
     (b, length, d), n = x.shape, A.shape[-1]
+    keep = None if keep is None else keep.float().contiguous()
     check(
         x=(x, x.shape),
         dt=(dt, x.shape),
@@ -351,13 +328,10 @@ def _prepare(x, dt, A, B, C, h0, keep):
         B=(B, (b, length, n)),
         C=(C, (b, length, n)),
         h0=(h0, (b, d, n)),
+        keep=(keep, (b, length)),
     )
-    check_keep(keep, x)
     if max(b, triton.cdiv(length, TILE)) > MOST_PROGRAMS:  # said here, not in the backward
         raise Unsupported(f"x is {tuple(x.shape)}: at most {MOST_PROGRAMS} rows and tiles of time")
-    if keep is not None:
-        keep = keep.contiguous()
-        keep = keep.view(torch.uint8) if keep.dtype == torch.bool else keep
     if h0 is not None:
         h0 = h0.transpose(1, 2).float().contiguous()
     A = A.t().contiguous()

@@ -5,6 +5,7 @@ import re
 import pytest
 
 from lm.kernels import cell as kernels_cell
+from lm.kernels import checks
 from lm.kernels.cpu import build, roots
 from lm.kernels.cpu import cell as cpu_cell
 from lm.model import cell, certified_root, solver
@@ -105,14 +106,14 @@ def test_the_search_in_cpp_has_no_number_without_a_name(file):
 
 
 def test_python_modules_of_kernels_have_the_constants_of_the_model():
-    assert (roots.FAILED, roots.BISECTED) == (solver.FAILED, solver.BISECTED)
+    assert (checks.FAILED, roots.BISECTED) == (solver.FAILED, solver.BISECTED)
     assert roots.MOST_RANK == kernels_cell.MOST_REFLECTIONS
 
 
 def test_triton_has_the_constants_of_python():
     pytest.importorskip("triton")
-    from lm.kernels.triton import pair, token, tokens
     from lm.kernels.triton import roots as triton_roots
+    from lm.kernels.triton import token
 
     def value_of(module, name):
         constant = getattr(module, name)
@@ -120,11 +121,6 @@ def test_triton_has_the_constants_of_python():
 
     search = {name: value for name, value in SEARCH.items() if name != "MOST_GAIN"}
     assert {name: value_of(triton_roots, name) for name in search} == search
-    of_pair = {name: value for name, value in PAIR.items() if name != "DECIDE_AFTER"}  # at once
-    assert {name: value_of(pair, name) for name in of_pair} == of_pair
-    for name in ("PIECES", "WIDE_PIECES"):
-        assert value_of(pair, name) == getattr(certified_root, name)
     shared = ("MOST_PICARD", "MOST_NEWTON", "BISECTIONS", "MOST_GAIN")
     assert [value_of(token, name) for name in shared] == [SEARCH[name] for name in shared]
     assert {name: value_of(token, name) for name in OUTCOMES} == OUTCOMES
-    assert value_of(tokens, "RESIDUAL_FLOOR") == solver.RESIDUAL_FLOOR

@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.kernels import Unsupported
 from lm.kernels.cpu import build as cpu_build
 from lm.kernels.cpu import roots as cpu_roots
 from lm.kernels.cpu import scan as cpu
 from lm.kernels.cpu.build import token_step
-from lm.model.scan import selective_scan_plain as plain_scan
 from tests.kernels import assert_close, poisoned_memory, skip_where_missing
 from tests.lm.kernels.test_scans import results
 from tests.oracles import scan_inputs, sequential_scan
@@ -33,52 +31,19 @@ def test_fresh_memory_is_poisoned():
     assert torch.ones(1).new_empty_strided((3, 4), (1, 3)).isnan().all()
 
 
-def inputs(b, length, d, n, dtype=torch.float64):
-    D = torch.randn(d, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return {**scan_inputs(b, length, d, n, dtype), "D": D.to(dtype)}
-
-
 def resets(b, length):
     return (torch.rand(b, length, generator=torch.Generator().manual_seed(1)) > 0.3).double()
-
-
-def with_D(scan):
-    def both(x, dt, A, B, C, h0=None, keep=None, D=None):
-        y, h = scan(x, dt, A, B, C, h0, keep)
-        return (y if D is None else y + D * x), h
-
-    return both
 
 
 @pytest.mark.parametrize("n", [1, 8, 16, 64])
 @pytest.mark.parametrize("d", [1, 5, 64, 100])
 @pytest.mark.parametrize("length", [1, 2, 7, 64, 257])
 def test_equals_a_loop_in_value_state_and_every_gradient(length, d, n):
-    keep, tensors = resets(2, length), inputs(2, length, d, n)
-    expected = results(with_D(sequential_scan), tensors, keep)
+    keep, tensors = resets(2, length), scan_inputs(2, length, d, n)
+    expected = results(sequential_scan, tensors, keep)
     assert_close(results(cpu.selective_scan, tensors, keep), expected, 1e-12)
     single = {k: v.float() for k, v in tensors.items()}
     assert_close(results(cpu.selective_scan, single, keep), expected, 2e-5)
-
-
-@pytest.mark.parametrize("with_keep", [False, True], ids=["plain", "resets"])
-@pytest.mark.parametrize("given", [(), ("h0",), ("D",), ("h0", "D")], ids="+".join)
-def test_equals_the_plain_scan_whatever_is_left_out(given, with_keep):
-    for dtype, tol in ((torch.float64, 1e-12), (torch.float32, 2e-5)):
-        tensors = inputs(3, 37, 20, 16, dtype)
-        tensors = {k: v for k, v in tensors.items() if k not in ("h0", "D") or k in given}
-        keep = resets(3, 37) if with_keep else None
-        expected = results(with_D(plain_scan), tensors, keep)
-        assert_close(results(cpu.selective_scan, tensors, keep), expected, tol)
-
-
-def test_only_the_final_state_or_only_some_gradients():
-    t = inputs(2, 9, 5, 3)
-    t["x"].requires_grad_()
-    _, h = cpu.selective_scan(**t)
-    _, h_plain = with_D(plain_scan)(**t)
-    (ours,), (theirs,) = (torch.autograd.grad(s.sum(), [t["x"]]) for s in (h, h_plain))
-    torch.testing.assert_close(ours, theirs)
 
 
 def test_any_strides():
@@ -89,7 +54,7 @@ def test_any_strides():
         y, h = cpu.selective_scan(keep=spread(keep), **{k: spread(v) for k, v in tensors.items()})
         return spread(y), spread(h)  # and so the gradients that come back
 
-    t, keep = inputs(2, 12, 20, 16), resets(2, 12)
+    t, keep = scan_inputs(2, 12, 20, 16), resets(2, 12)
     assert not any(spread(v).is_contiguous() for v in (*t.values(), keep))
     assert_close(results(scan, t, keep), results(cpu.selective_scan, t, keep), 1e-15)
 
@@ -117,7 +82,7 @@ def test_the_exponential(dtype, low, eps):
 
 
 def test_B_and_C_may_be_slices_of_one_tensor():
-    t = inputs(3, 20, 37, 8, torch.float32)
+    t = scan_inputs(3, 20, 37, 8, torch.float32)
     both = torch.cat([t["B"], t["C"], t["B"] + torch.nan], -1)
     slices = dict(zip("BC", both.split(8, -1)))
     assert all(token_step(v)[0] is v for v in slices.values())
@@ -127,7 +92,7 @@ def test_B_and_C_may_be_slices_of_one_tensor():
 
 
 def test_the_number_of_threads_changes_nothing():
-    t = inputs(5, 64, 100, 16, torch.float32)
+    t = scan_inputs(5, 64, 100, 16, torch.float32)
     runs = []
     try:
         for threads in (1, 2, 3):
@@ -138,18 +103,6 @@ def test_the_number_of_threads_changes_nothing():
     for other in runs[1:]:
         for name in other:
             assert torch.equal(runs[0][name], other[name]), name
-
-
-def test_what_does_not_fit_is_refused():
-    t = inputs(2, 4, 5, 3)
-    with pytest.raises(Unsupported, match=r"^B is .*32"):
-        cpu.selective_scan(**{**t, "B": t["B"].float()})
-    with pytest.raises(Unsupported, match=r"^x is .*bfloat16"):
-        cpu.selective_scan(**{k: v.bfloat16() for k, v in t.items()})
-    with pytest.raises(ValueError, match=r"C is \(2, 3, 3\) where \(2, 4, 3\)"):
-        cpu.selective_scan(**{**t, "C": t["C"][:, 1:]})
-    with pytest.raises(ValueError, match=r"keep is \(2, 3\) where \(2, 4\)"):
-        cpu.selective_scan(**t, keep=torch.ones(2, 3))
 
 
 @pytest.mark.slow
@@ -169,14 +122,14 @@ def test_clang_builds_without_openmp(monkeypatch, tmp_path):
     functions = cpu_build.functions.__wrapped__
     for module in (cpu, cpu_build, cpu_roots):
         monkeypatch.setattr(module, "functions", functions)
-    assert cpu_build._what_is_wrong.__wrapped__(cpu._self_check) == ""
+    assert cpu_build._find_fault.__wrapped__(cpu._self_check) == ""
 
 
 def test_why_not(monkeypatch, tmp_path):
     """What a fresh process would say."""
     library, functions = cpu_build.build(), cpu_build.functions.__wrapped__
     saved = []
-    probe = functools.partial(cpu_build._what_is_wrong.__wrapped__, cpu._self_check)
+    probe = functools.partial(cpu_build._find_fault.__wrapped__, cpu._self_check)
     for module in (cpu, cpu_build, cpu_roots):
         monkeypatch.setattr(module, "functions", functions)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -199,10 +152,10 @@ def test_why_not(monkeypatch, tmp_path):
             assert probe() == "" and not saved
         with torch.inference_mode(), torch.device("meta"):
             assert probe() == ""
-            assert cpu_build._what_is_wrong.__wrapped__(cpu_roots._self_check) == ""
-        assert cpu_build.usable(lambda: float("nan")) == (
+            assert cpu_build._find_fault.__wrapped__(cpu_roots._self_check) == ""
+        assert cpu_build.usable(lambda dtype: float("nan")) == (
             False,
-            "the CPU kernels compute something else than plain PyTorch: off by nan",
+            "the CPU kernels compute something else than plain PyTorch: nan × allowed",
         )
 
 

@@ -16,10 +16,11 @@ from lm.kernels import Unsupported
 from lm.kernels.triton import build as triton_build
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.scan import causal_conv, selective_scan_plain, ssd_decays, ssd_scan
+from lm.model.scan import causal_conv, ssd_decays, ssd_scan
 from lm.model.state import Sequences
 from tests.kernels import assert_close
-from tests.oracles import scan_inputs, sequential_scan
+from tests.lm.kernels.test_scans import results
+from tests.oracles import sequential_scan
 
 PACKAGE = "mamba_ssm"
 NAMES = ("", ".ops", ".ops.triton", ".ops.selective_scan_interface", ".ops.triton.ssd_combined")
@@ -104,7 +105,7 @@ def on_cpu(stand_in, monkeypatch):
     and a list of the functions that it has called."""
     monkeypatch.setattr(triton_build, "INTERPRETED", True)
     monkeypatch.setattr(kernels, "_device_of", lambda name: "cpu")
-    triton_build._what_is_wrong.cache_clear()
+    triton_build._find_fault.cache_clear()
     compute, used = kernels.compute, []
 
     def noted(operation, function, *args):
@@ -123,7 +124,7 @@ def on_cpu(stand_in, monkeypatch):
     yield choose, used
     for cached in (
         *(getattr(kernels, name) for name in KERNEL_CACHES),
-        triton_build._what_is_wrong,
+        triton_build._find_fault,
     ):
         cached.cache_clear()
 
@@ -151,32 +152,21 @@ def adapter(name):
     return importlib.import_module(f"lm.kernels.mamba_ssm.{name}")
 
 
-def results(scan, tensors, keep=None, state=True):
-    """{"y", "final state", "grad x", …}; state: the gradient is also that of the final state."""
-    tensors = {k: v.clone().requires_grad_() for k, v in tensors.items()}
-    y, h = scan(**tensors, keep=keep)
-    weights = torch.linspace(-1, 1, y.numel()).reshape(y.shape)
-    loss = (y * weights).sum() + ((h * h).sum() / 2 if state else 0)
-    grads = torch.autograd.grad(loss, list(tensors.values()))
-    named = {f"grad {name}": grad for name, grad in zip(tensors, grads)}
-    return {"y": y.detach(), "final state": h.detach(), **named}
+def test_what_the_layer_s_scan_does_not_take(stand_in):
+    x, weight, one = torch.ones(1, 2, 3), torch.ones(3, 3), torch.ones(3)
+    scan = adapter("scan").mamba_scan
 
+    def run(x, n=1):
+        B = x[..., :1].expand(1, 2, n)
+        return scan(x, x, weight, one, -torch.ones(3, n), B, B, one, x)
 
-def test_the_selective_scan(stand_in):
-    tensors = scan_inputs(2, 9, 5, 3, torch.float32)
-    h0, scan = tensors.pop("h0"), adapter("scan").selective_scan
-    expected = results(selective_scan_plain, tensors, state=False)
-    assert_close(results(scan, tensors, state=False), expected, 1e-5)
-    with pytest.raises(Unsupported, match="no state before it and no resets"):
-        scan(**tensors, h0=h0)
-    with pytest.raises(Unsupported, match="no state before it and no resets"):
-        scan(**tensors, keep=torch.ones(2, 9))
+    _, h = run(x.requires_grad_())
     with pytest.raises(RuntimeError, match="no gradient of its final state"):
-        results(scan, tensors)
+        h.sum().backward()
     with pytest.raises(Unsupported, match=r"torch\.float64"):
-        scan(**{k: v.double() for k, v in tensors.items()})
+        run(x.double())
     with pytest.raises(Unsupported, match="n = 257"):
-        scan(**{k: v for k, v in scan_inputs(1, 2, 1, 257, torch.float32).items() if k != "h0"})
+        run(x, 257)
 
 
 @pytest.mark.parametrize("with_keep", [False, True], ids=["plain", "resets"])
@@ -252,7 +242,7 @@ def test_the_function_is_probed_not_the_package(name, stand_in, monkeypatch):
     own, function = adapter(name), {"scan": NAMES[3], "ssd": NAMES[4]}[name]
     function = next(v for v in vars(stand_in[function]).values() if callable(v))
     assert own.usable() == (True, "")
-    probe = triton_build._what_is_wrong.__wrapped__
+    probe = triton_build._find_fault.__wrapped__
 
     def missing(*args, **options):
         raise NotImplementedError("built without its kernels")
@@ -285,7 +275,7 @@ def test_products_in_tf32_are_allowed_where_those_of_pytorch_are(stand_in, monke
         return y * 1.001, S
 
     monkeypatch.setattr(own, "mamba_chunk_scan_combined", rounded)
-    probe = triton_build._what_is_wrong.__wrapped__
+    probe = triton_build._find_fault.__wrapped__
     assert probe(own._self_check, "") != ""
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     assert probe(own._self_check, "") == ""
@@ -364,7 +354,7 @@ def test_a_map_of_delta_that_is_more_than_its_parameters_is_called(on_cpu):
 def test_why_the_dispatcher_cannot_use_it(monkeypatch):
     monkeypatch.setitem(sys.modules, PACKAGE, None)
     load = kernels._load.__wrapped__
-    for operation in ("selective_scan", "ssd_scan", "mamba_scan", "mamba2_scan"):
+    for operation in ("ssd_scan", "mamba_scan", "mamba2_scan"):
         name = f"lm.kernels.{kernels.MODULES['mamba_ssm'][operation]}"
         monkeypatch.delitem(sys.modules, name, raising=False)
         module, why = load("mamba_ssm", operation)

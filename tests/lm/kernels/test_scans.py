@@ -1,11 +1,13 @@
-"""The selective scan of every backend: NaN, resets, halves, no gradient, nothing to do."""
+"""The selective scan of every backend: what may be left out, NaN, resets, halves, refusals."""
 
 import importlib
 
 import pytest
 import torch
 
-from tests.kernels import poisoned_memory, skip_where_missing
+from lm.kernels import Unsupported
+from lm.model.scan import selective_scan_plain
+from tests.kernels import assert_close, poisoned_memory, skip_where_missing
 from tests.oracles import scan_inputs
 
 
@@ -96,3 +98,44 @@ def test_nothing_to_do(b, length, scan, inputs):
     assert found["y"].shape == (b, length, 5) and torch.equal(found["final state"], t["h0"])
     assert torch.equal(found["grad h0"], t["h0"])  # of ‖h‖²/2
     assert not found["grad A"].any()
+
+
+def plain(tensors, keep=None):
+    """The `results` of the plain scan in fp64."""
+    keep = None if keep is None else keep.double()
+    return results(selective_scan_plain, {k: v.double() for k, v in tensors.items()}, keep)
+
+
+@pytest.mark.parametrize("length", [21, 34], ids=["one chunk", "chunks"])
+@pytest.mark.parametrize("with_keep", [False, True], ids=["plain", "resets"])
+@pytest.mark.parametrize("with_h0", [False, True], ids=["zero", "h0"])
+def test_whatever_is_left_out(with_h0, with_keep, length, scan, inputs):
+    t, keep = inputs(1, length, 20, 2), None
+    if not with_h0:
+        del t["h0"]
+    if with_keep:
+        keep = torch.ones_like(t["x"][..., 0])
+        keep[0, 0] = 0
+        keep[:, 4::5] = keep[:, 5::5] = 0
+    assert_close(results(scan, t, keep), plain(t, keep), 2e-5)
+
+
+def test_gradients_of_stride_0_and_only_some_of_them(scan, inputs):
+    t = inputs(2, 18, 5, 3)
+    for name, output in (("x", 0), ("dt", 1), ("h0", 0)):
+        ours = t | {name: t[name].clone().requires_grad_()}
+        theirs = {k: v.double() for k, v in t.items()}
+        theirs[name].requires_grad_()
+        scan(**ours)[output].sum().backward()
+        selective_scan_plain(**theirs)[output].sum().backward()
+        assert_close({name: ours[name].grad}, {name: theirs[name].grad}, 1e-5)
+
+
+def test_what_does_not_fit_is_refused(scan, inputs):
+    t = inputs(2, 4, 5, 3)
+    with pytest.raises(Unsupported, match=r"^dt is torch.float64"):
+        scan(**{**t, "dt": t["dt"].double()})
+    with pytest.raises(ValueError, match=r"C is \(2, 3, 3\) where \(2, 4, 3\)"):
+        scan(**{**t, "C": t["C"][:, 1:]})
+    with pytest.raises(ValueError, match=r"keep is \(2, 3\) where \(2, 4\)"):
+        scan(**t, keep=t["x"][:, 1:, 0])

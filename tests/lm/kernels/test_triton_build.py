@@ -11,16 +11,17 @@ pytest.importorskip("triton")
 import triton
 
 from lm.kernels import Unsupported
+from lm.kernels.checks import deviation
 from lm.kernels.triton import build as triton_build
-from lm.kernels.triton.build import INTERPRETED, check, check_keep, dense, launch
+from lm.kernels.triton.build import INTERPRETED, check, dense, launch
 
-FILES = ("cell", "roots", "scan", "tokens")
+FILES = ("cell", "roots", "scan")
 
 
 @pytest.mark.parametrize("name", [pytest.param("roots", marks=pytest.mark.slow), "scan"])
 def test_every_file_is_probed_whatever_mode_the_first_caller_is_in(name):
     module = pytest.importorskip(f"lm.kernels.triton.{name}")
-    probe = triton_build._what_is_wrong.__wrapped__
+    probe = triton_build._find_fault.__wrapped__
     if not INTERPRETED and not torch.cuda.is_available():
         pytest.skip("there is no CUDA device")
     saved = []
@@ -34,27 +35,27 @@ def test_every_file_is_probed_whatever_mode_the_first_caller_is_in(name):
 
 def test_why_not(monkeypatch):
     monkeypatch.setattr(triton_build, "INTERPRETED", True)
-    said = triton_build.usable(lambda device: float("nan"))
+    said = triton_build.usable(lambda: float("nan"))
     assert said == (
         False,
         "the Triton kernels compute something else than plain PyTorch: nan × allowed",
     )
-    assert "2.0e+00 × allowed" in triton_build.usable(lambda device: 2.0)[1]
-    said = triton_build.usable(lambda device: 1 / 0, "mamba-ssm's kernels")
+    assert "2.0e+00 × allowed" in triton_build.usable(lambda: 2.0)[1]
+    said = triton_build.usable(lambda: 1 / 0, "mamba-ssm's kernels")
     assert said == (False, "mamba-ssm's kernels fail: ZeroDivisionError: division by zero")
     monkeypatch.setattr(triton_build, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert triton_build.usable(lambda device: 0.0) == (False, "there is no CUDA device")
+    assert triton_build.usable(lambda: 0.0) == (False, "there is no CUDA device")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     why = "the GPU has compute capability 7.5, the Triton kernels need 8.0"
-    assert triton_build.usable(lambda device: 0) == (False, why)
+    assert triton_build.usable(lambda: 0) == (False, why)
 
 
 def test_a_probe_is_made_once():
     calls = []
 
-    def self_check(device):
+    def self_check():
         calls.append(torch.empty(1).device.type)
         return 0.0
 
@@ -67,9 +68,9 @@ def test_a_probe_is_made_once():
 def test_deviation_is_relative_to_each_tensor_and_keeps_a_nan():
     ours, theirs = [torch.tensor([100.0, 1.0]), torch.tensor(1.0)], [torch.tensor([100.0, 2.0])]
     theirs.append(torch.tensor(1.0))
-    assert triton_build.deviation(ours, theirs, 0.1) == pytest.approx(0.1)
+    assert deviation(ours, theirs, 0.1) == pytest.approx(0.1)
     ours[1] = torch.tensor(torch.nan)
-    assert not triton_build.deviation(ours, theirs, 0.1) < 1e9
+    assert not deviation(ours, theirs, 0.1) < 1e9
 
 
 def test_what_is_refused():
@@ -82,12 +83,6 @@ def test_what_is_refused():
         check(B=(t, (3, 2)))
     with pytest.raises(TypeError, match=r"^B is on meta"):
         check(x=(t, (2, 3)), B=(t.to("meta"), (2, 3)))
-    check_keep(None, t)
-    check_keep(t.bool(), t)
-    with pytest.raises(ValueError, match=r"^keep is \(2,\) where \(2, 3\)"):
-        check_keep(t[:, 0], t)
-    with pytest.raises(TypeError, match=r"^keep is on meta"):
-        check_keep(t.to("meta"), t)
 
 
 def test_launches_that_cannot_be_are_unsupported():
@@ -107,9 +102,6 @@ def test_rows_are_copied_only_where_they_must_be():
     for part in (t, t[..., 4:9], t[:, :, :1], None):
         assert dense(part) is part
     assert dense(t[..., ::2]).is_contiguous()
-    rows, stride = triton_build.as_rows(t[..., 4:9])
-    assert rows.shape == (10, 5) and stride == 20 and rows.data_ptr() == t[..., 4:9].data_ptr()
-    assert triton_build.as_rows(None) == (None, 0)
 
 
 @pytest.mark.parametrize("name", FILES)

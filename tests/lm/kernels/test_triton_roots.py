@@ -8,15 +8,13 @@ from lm.kernels.cpu import roots as cpu_roots
 from lm.kernels.triton import roots as triton_roots
 from lm.kernels.triton.build import INTERPRETED
 from lm.model import cell
-from lm.model.certified_root import find_certified_pairs
-from lm.model.solver import BISECTED, FAILED
+from lm.model.solver import FAILED
 from tests.kernels import (
     assert_nothing_spills,
     poisoned_memory,
     recorded_launches,
     skip_where_missing,
 )
-from tests.lm.kernels.test_triton_pair import random_pairs
 from tests.lm.model.test_cell import (
     coefficients_of,
     normal,
@@ -66,29 +64,16 @@ def test_it_is_the_plain_search(r, tokens):
 
 @pytest.mark.parametrize("r, scale", [(1, 1e3), (2, 3.0), slow(3, 1e3)])
 def test_it_is_the_search_of_the_cpu_step_for_step(r, scale):
-    """Also where Picard does not converge and bisection finds the root."""
+    """Also where Picard does not converge and bisection finds the root. For two reflections the
+    search of the CPU by Picard, which does not certify."""
     if not cpu_roots.usable()[0]:
         pytest.skip(cpu_roots.usable()[1])
     coefficients = random_coefficients(16, r, scale, seed=20 + r)
     s, outcome = roots_of(coefficients)
-    expected, there = cpu_roots.find_roots(*in_fp32(coefficients))
+    *equations, floor = in_fp32(coefficients)
+    (expected, there), _ = cpu_roots.count_evaluations(equations, floor, by_picard=r > 1)
     assert torch.equal(outcome, there)
     torch.testing.assert_close(s, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_two_reflections_have_the_roots_and_outcomes_of_the_cpu():
-    """Proven roots, roots that do not attract Picard, and Picard's where nothing is proven."""
-    if not cpu_roots.usable()[0]:
-        pytest.skip(cpu_roots.usable()[1])
-    coefficients = cell.Coefficients(*random_pairs(200, seed=2), 1e-5)
-    s, outcome = roots_of(coefficients)
-    expected, there = cpu_roots.find_roots(*coefficients)
-    _, attracts, is_proven = find_certified_pairs(coefficients)
-    assert torch.equal(outcome, there) and 20 < (~is_proven).sum() < 60
-    assert (outcome[is_proven & ~attracts] == BISECTED).all() and (is_proven & ~attracts).any()
-    assert not outcome[is_proven & attracts].any()
-    assert set(outcome[~is_proven].tolist()) == {0, BISECTED}
-    torch.testing.assert_close(s, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_rotation_that_picard_circles_is_bisected():

@@ -83,18 +83,6 @@ def test_equals_the_plain_scan_in_value_state_and_every_gradient(
     assert_close(ours, oracle(tensors, keep), 1e-5)
 
 
-@pytest.mark.parametrize("chunk", [None, 16], ids=["one chunk", "chunks"])
-@pytest.mark.parametrize("with_keep", [False, True], ids=["plain", "resets"])
-@pytest.mark.parametrize("with_h0", [False, True], ids=["", "h0"])
-def test_whatever_is_left_out(with_h0, with_keep, chunk, chunks_of):
-    chunks_of(chunk)
-    tensors, keep = inputs(1, 21, 5, 2), resets(1, 21) if with_keep else None
-    if not with_h0:
-        del tensors["h0"]
-    ours = results(triton_scan.selective_scan, tensors, keep)
-    assert_close(ours, oracle(tensors, keep), 1e-5)
-
-
 def test_chunks_change_nothing_but_rounding_and_runs_nothing_at_all(chunks_of):
     tensors, keep = inputs(1, 34, 5, 2), resets(1, 34)
     runs = []
@@ -161,25 +149,10 @@ def test_views_whose_last_dimension_is_contiguous_are_not_copied(chunks_of):
         assert torch.equal(y, plain["y"]) and torch.equal(h, plain["final state"])
 
 
-def test_gradients_of_stride_0_and_only_some_of_them():
-    t = inputs(2, 18, 5, 3)
-    for name, output in (("x", 0), ("dt", 1), ("h0", 0)):
-        ours = t | {name: t[name].clone().requires_grad_()}
-        theirs = {k: v.double() for k, v in t.items()}
-        theirs[name].requires_grad_()
-        triton_scan.selective_scan(**ours)[output].sum().backward()
-        selective_scan_plain(**theirs)[output].sum().backward()
-        assert_close({name: ours[name].grad}, {name: theirs[name].grad}, 1e-5)
-
-
 def test_what_does_not_fit_is_refused():
     t = inputs(2, 4, 5, 3)
-    with pytest.raises(Unsupported, match=r"^dt is torch.float64: .*float16"):
-        triton_scan.selective_scan(**{**t, "dt": t["dt"].double()})
     with pytest.raises(TypeError, match=r"^B is on meta"):
         triton_scan.selective_scan(**{**t, "B": t["B"].to("meta")})
-    with pytest.raises(ValueError, match=r"C is \(2, 3, 3\) where \(2, 4, 3\)"):
-        triton_scan.selective_scan(**{**t, "C": t["C"][:, 1:]})
     with pytest.raises(Unsupported, match=r"at most 65535 rows"):
         triton_scan.selective_scan(**inputs(65536, 1, 1, 1))
 
