@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -133,7 +134,7 @@ class StreamLoader:
         self._revision: str | None = None  # commit of the dataset; None: not looked up yet
         self._next = 0  # the first micro-batch that no rank has had
         self._streams: dict[int, ShuffledStream] = {}  # this rank's, by their numbers
-        self._readers: Readers | _InThisProcess | None = None
+        self._readers: Readers | SimpleNamespace | None = None
         if self._stream_count is not None:
             self._own_numbers(self._stream_count)  # refuses now, not when the model is built
 
@@ -141,11 +142,6 @@ class StreamLoader:
     def shares(self) -> dict[str, float]:
         """Sampling share per source."""
         return {"": 1.0}
-
-    @property
-    def epoch(self) -> int:
-        """Completed passes of the stream that is furthest."""
-        return max((stream.epoch for stream in self._streams.values()), default=0)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
@@ -274,7 +270,7 @@ class StreamLoader:
                 self._streams[number] = ShuffledStream(number, buffer_size, self._seed)
         return count
 
-    def _open_readers(self, count: int) -> Readers | _InThisProcess:
+    def _open_readers(self, count: int) -> Readers | SimpleNamespace:
         """What reads this rank's streams: `data.workers` processes, dealt the streams in turn."""
         numbers = list(self._streams)
         workers = worker_count(self._data)
@@ -286,7 +282,8 @@ class StreamLoader:
         common = (self._data, self._tokenizer, count, self._seed, self._open, self._revision)
         positions = {number: self._streams[number].position for number in numbers}
         if not workers:
-            return _InThisProcess((*common, positions))
+            take = open_streams((*common, positions))
+            return SimpleNamespace(take=take, check=lambda: None, close=lambda: None)
         numbers_of_workers = [numbers[i::workers] for i in range(min(workers, len(numbers)))]
         payloads = [
             (*common, {number: positions[number] for number in own}) for own in numbers_of_workers
@@ -310,10 +307,6 @@ class ShuffledStream:
         self._buffer: list[np.ndarray] = []  # blocks to draw from
         self._pending: deque[np.ndarray] = deque()  # blocks read that wait to enter it
 
-    @property
-    def epoch(self) -> int:
-        return self.position["epoch"] if self.position else 0
-
     def mark(self) -> tuple:
         """Where it stands, for `go_back`."""
         rng = self._rng.bit_generator.state
@@ -323,7 +316,7 @@ class ShuffledStream:
         """What was drawn since is drawn again."""
         self._buffer, self._pending, self.position, self._rng.bit_generator.state = mark
 
-    def draw(self, readers: Readers | _InThisProcess) -> np.ndarray:
+    def draw(self, readers: Readers | SimpleNamespace) -> np.ndarray:
         """A block (seq_len + 1,).
 
         Raises:
@@ -413,16 +406,3 @@ def open_streams(payload: tuple) -> Callable[[int], tuple]:
             return None, str(e)
 
     return answer
-
-
-class _InThisProcess:
-    """What `Readers` does, without processes of their own."""
-
-    def __init__(self, payload: tuple):
-        self.take = open_streams(payload)
-
-    def check(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
