@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -191,46 +190,30 @@ class MixtureLoader:
                 "the checkpoint's data position is of another kind of data (a stream, a single"
                 " source, several of data.mixture): the data must not change on resuming"
             )
-        for key in ours.keys() & {"seed", "blocks"}:
-            if state[key] != ours[key]:
+        then, now = _identity(state), _identity(ours)
+        for key in then | now:
+            if then.get(key) != now.get(key):
                 raise DataError(
-                    f"the checkpoint's data position is of {key} {state[key]}, this run has"
-                    f" {ours[key]}: the corpus, data.seq_len and seed must not change on resuming"
+                    f"the checkpoint's data position is of {key} {then.get(key)}, this run has"
+                    f" {now.get(key)}: the corpus, data.seq_len, data.mixture, data.curriculum, the"
+                    " sequences of an update and the seed must not change on resuming"
                 )
         self._next = state["next_global_micro_batch"] * state["micro_batch_size"]
         if kind == "blocks":
             self._drawn[:] = self._next
             return
-        self._check_mixture(state, ours)
-        then = state["mixture"].values()
-        self._weights = [source["weight"] for source in then]
+        sources = state["mixture"].values()
+        self._weights = [source["weight"] for source in sources]
         configured = [stage.end for stage in self._stages]
         self._ends = list(state.get("ends", configured))  # older ones have none
         self._drawing = self._draw()
-        self._drawn[:] = [source["drawn"] for source in then]
+        self._drawn[:] = [source["drawn"] for source in sources]
 
-    def _check_mixture(self, state: dict, ours: dict) -> None:
-        """Refuse the position in another mixture.
 
-        Raises:
-            DataError: If its sources, their weights or sizes, or its curriculum are others.
-        """
-        then, now = state["mixture"], ours["mixture"]
-        if list(then) != list(now):
-            raise DataError(
-                f"the checkpoint's data position is of the sources {', '.join(then)}, this run has"
-                f" {', '.join(now)}: data.mixture must not change on resuming"
-            )
-        for name in now:
-            for key in ("weight", "blocks"):
-                if not math.isclose(then[name][key], now[name][key], rel_tol=1e-9):
-                    raise DataError(
-                        f"the checkpoint's data position in data.mixture.{name} is of {key}"
-                        f" {then[name][key]:.9g}, this run has {now[name][key]:.9g}: the corpus,"
-                        " its weight and data.seq_len must not change on resuming"
-                    )
-        if state.get("stages", []) != ours["stages"]:
-            raise DataError(
-                "the checkpoint's data position is of another data.curriculum, or of other"
-                " sequences an update: they must not change on resuming"
-            )
+def _identity(state: dict) -> dict[str, Any]:
+    """Return the parts of a state that must not change on resuming, by their names."""
+    identity = {key: state[key] for key in ("seed", "blocks") if key in state}
+    for name, source in state.get("mixture", {}).items():
+        identity[f"data.mixture.{name}: weight"] = float(f"{source['weight']:.9g}")
+        identity[f"data.mixture.{name}: blocks"] = source["blocks"]
+    return identity | {"data.curriculum": state.get("stages", [])}
