@@ -14,7 +14,6 @@ NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 # Of `data`, what describes a single source: with a mixture each source has its own.
 OF_A_SINGLE_SOURCE = ("source", "path", "dataset", "name", "text_field", "traces")
 LARGEST = 2**24  # tokens in a row, in a vocabulary; blocks in a buffer
-Workers = Annotated[int, Field(gt=0, le=1024)]
 
 
 Gap = Annotated[int, Field(ge=0, le=2**14)]
@@ -186,8 +185,6 @@ class Data(Section):
     # a folder of tokenised corpora that runs share; auto: $FPRNN_CACHE, else in the home;
     # null: none, each run has its own
     cache: Annotated[str | None, FREE] = Field("auto", min_length=1)
-    # processes that tokenise a large corpus; auto: as many as CPUs
-    prepare_workers: Annotated[Workers | Literal["auto"], FREE] = "auto"
     text_field: str = "text"  # the column (parquet) or key (jsonl) that holds the text
     traces: Traces | None = None  # of source `traces`: which text is made; null: the defaults
     seq_len: int = Field(256, gt=0, le=LARGEST)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from lm.common.console import say
-from lm.common.files import OutputError, parse_json
+from lm.common.files import parse_json
 from lm.config.data import Data
 from lm.data.corpus import integrity
 from lm.data.sources.errors import DataError, first_line
 
 SPLITS = ("train", "val")
+VERIFIED = "verified.json"  # checksums of the larger files when they were last read
+ALWAYS_BYTES = 2**30  # a file below this size is read whole at every start
 COUNTS = ("train_tokens", "train_documents", "val_tokens", "val_documents")
 
 
@@ -93,23 +93,19 @@ def read_meta(folder: Path) -> Meta | None:
         raise damaged(path, f"it does not hold what it should ({first_line(e)})") from None
 
 
-def verify(folder: Path, meta: Meta, vocab_size: int) -> None:
-    """Raises DataError where a file is not what was written, or holds ids of no token."""
+def verify(folder: Path, meta: Meta) -> None:
+    """Refuse files that are not what was written.
+
+    Raises:
+        DataError: If a file has another length or sha256 than meta.json says.
+    """
     check_sizes(folder, meta)
-    for name in (f"{split}.bin" for split in SPLITS):
-        path = folder / name
-        known = meta.sha256[name]
-        if integrity.is_remembered(path):
-            continue
-        if path.stat().st_size > integrity.ALWAYS_BYTES:
-            say(f"data     verifying {path} ({path.stat().st_size / 1e9:.1f} GB)")
-        found, largest = integrity.read_through(path, np.dtype(meta.dtype))
-        if found != known:
-            raise damaged(path, f"its sha256 is {found}, in meta.json {known}")
-        if largest >= vocab_size:
-            raise damaged(path, f"it holds the id {largest}, the vocabulary has {vocab_size}")
-        with contextlib.suppress(OutputError):  # in a folder that is only read: read again then
-            integrity.remember(folder, [name])
+    paths = [folder / f"{split}.bin" for split in SPLITS]
+    sums = integrity.checksums(paths, folder / VERIFIED, ALWAYS_BYTES)
+    for path in paths:
+        if sums[path] != meta.sha256[path.name]:
+            known = meta.sha256[path.name]
+            raise damaged(path, f"its sha256 is {sums[path]}, in meta.json {known}")
 
 
 def check_sizes(folder: Path, meta: Meta) -> None:

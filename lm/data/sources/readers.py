@@ -22,6 +22,7 @@ from lm.common.errors import MachineError
 from lm.common.secrets import mask_logs
 from lm.common.signals import STOP
 
+AHEAD = 2  # answers for a key that are made in advance
 WATCH_S = 0.5  # seconds between two looks at whether the parent is still there
 
 
@@ -30,17 +31,15 @@ class ReaderError(MachineError):
 
 
 class Readers:
-    """Processes that answer requests: for a key its next answer (`take`), or one by one.
+    """Processes that answer for keys; `take` returns the next answer for a key.
 
     Each process holds some keys. The answers for a key come in order, however the processes
-    overtake each other; after the first `take` of a key up to `ahead` of its answers are made in
-    advance. A process without keys answers what it is sent: `send`, then `receive`.
-
-    At the end the processes are killed, not waited for.
+    overtake each other; after the first `take` of a key up to AHEAD of its answers are made in
+    advance. At the end the processes are killed, not waited for.
 
     Args:
         entry: "module:function"; each process calls the function with its payload, which returns
-            the function that maps a request to an answer.
+            the function that maps a key to its next answer.
         payloads: Payload of each process, anything that can be pickled.
         keys: Keys of each process.
     """
@@ -49,8 +48,7 @@ class Readers:
         self,
         entry: str,
         payloads: Sequence[object],
-        keys: Sequence[Sequence[Hashable]] = (),
-        ahead: int = 2,
+        keys: Sequence[Sequence[Hashable]],
     ):
         started = [_start(entry, payload) for payload in payloads]
         self._processes = [process for process, _ in started]
@@ -59,7 +57,6 @@ class Readers:
         self._answers: dict[Hashable, deque] = {key: deque() for key in self._owner}
         self._asked: dict[Hashable, int] = dict.fromkeys(self._owner, 0)
         self._queues: list[deque] = [deque() for _ in started]  # keys asked for, in order
-        self._ahead = ahead
         self.close = util.Finalize(
             self, _kill, (self._processes, self._connections), exitpriority=100
         )  # called at exit before multiprocessing joins its children
@@ -91,9 +88,13 @@ class Readers:
             RuntimeError: If its function raised; with the traceback.
         """
         answers = self._answers[key]
-        while self._asked[key] + len(answers) <= self._ahead:
-            self.send(self._owner[key], key)
-            self._queues[self._owner[key]].append(key)
+        number = self._owner[key]
+        while self._asked[key] + len(answers) <= AHEAD:
+            try:
+                self._connections[number].send(key)
+            except OSError:
+                self._raise_dead()
+            self._queues[number].append(key)
             self._asked[key] += 1
         while not answers:
             sentinels = [process.sentinel for process in self._processes]
@@ -102,26 +103,15 @@ class Readers:
             for number, ours in enumerate(self._connections):
                 if ours in ready:
                     answered = self._queues[number].popleft()
-                    self._answers[answered].append(self.receive(number))
+                    self._answers[answered].append(self._receive(number))
                     self._asked[answered] -= 1
         return answers.popleft()
 
-    def send(self, number: int, request: object) -> None:
-        """Ask a process for its function's answer to a request.
+    def _receive(self, number: int) -> Any:
+        """Read the next answer of a process.
 
         Raises:
-            ReaderError: If a process has died.
-        """
-        try:
-            self._connections[number].send(request)
-        except OSError:
-            self._raise_dead()
-
-    def receive(self, number: int) -> Any:
-        """Wait for the next answer of a process.
-
-        Raises:
-            ReaderError: If a process has died.
+            ReaderError: If the process has died.
             RuntimeError: If its function raised; with the traceback.
         """
         try:

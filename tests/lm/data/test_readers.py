@@ -27,7 +27,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "error":
         raise ValueError("as a bug would")
     if sys.argv[1] == "busy":  # the workers are in the middle of a long answer
-        readers.send(0, "sleep"), readers.send(1, "sleep")
+        [ours.send("sleep") for ours in readers._connections]
     if sys.argv[1] not in ("end", "error"):
         time.sleep(60)
 """
@@ -53,7 +53,7 @@ def gone_within(pids: list[int], seconds: float) -> float | None:
 
 @pytest.fixture
 def readers():
-    made = Readers(COUNT, [0, 100], [["a", "b"], ["c"]])
+    made = Readers(COUNT, [0, 100], [["a", "b", "raise"], ["c"]])
     yield made
     made.close()
 
@@ -77,9 +77,8 @@ def test_a_killed_worker_is_an_error_at_once_also_of_the_others_keys(readers):
 
 
 def test_a_bug_in_a_worker_keeps_its_traceback(readers):
-    readers.send(0, "raise")
     with pytest.raises(RuntimeError, match=r"(?s)a loader worker failed.*ZeroDivisionError: in"):
-        readers.receive(0)
+        readers.take("raise")
 
 
 def test_workers_outlive_the_signals_of_a_launcher_and_of_a_terminal(readers):
