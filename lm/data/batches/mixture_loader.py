@@ -143,19 +143,18 @@ class MixtureLoader:
         return dict(zip(self._names, self._weights))
 
     def drawn(self) -> dict[str, Any]:
-        """What all ranks have drawn since the run began: of each source its share of the targets,
-        and its epochs. Empty for a run on a single source."""
+        """Return the share of the sequences and the epochs of each source since the run began.
+
+        Counted over all ranks. Empty for a run on a single source.
+        """
         if self._names == [""]:
             return {}
-        pairs = list(zip(self._sources, self._drawn.tolist()))
-        targets = [source.targets(count) for source, count in pairs]
-        total = max(1, sum(targets))
-        epochs = [count / len(source) for source, count in pairs]
+        counts = dict(zip(self._names, self._drawn.tolist()))
+        total = max(1, sum(counts.values()))
+        blocks = dict(zip(self._names, map(len, self._sources)))
         return {
-            "data_share": {
-                name: round(count / total, 6) for name, count in zip(self._names, targets)
-            },
-            "data_epochs": {name: round(count, 4) for name, count in zip(self._names, epochs)},
+            "data_share": {name: round(count / total, 6) for name, count in counts.items()},
+            "data_epochs": {name: round(count / blocks[name], 4) for name, count in counts.items()},
         }
 
     def state_dict(self) -> dict:

@@ -35,15 +35,6 @@ class ShuffledBlocks:
         indices = np.array([self._index(p) for p in positions], dtype=np.int64)
         return block_rows(self._tokens, self._seq_len, indices)
 
-    def targets(self, count: int) -> int:
-        """How many targets the first `count` blocks of the order have."""
-        epochs, begun = divmod(count, len(self))  # whole epochs, and blocks of the next one
-        padded = epochs  # the last block of each epoch
-        if begun:
-            padded += int((self._order(epochs)[:begun] == len(self) - 1).sum())
-        padding = len(self) * self._seq_len - (len(self._tokens) - 1)
-        return count * self._seq_len - padded * padding
-
     def _index(self, position: int) -> int:
         epoch, place = divmod(int(position), len(self))
         return int(self._order(epoch)[place])
