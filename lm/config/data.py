@@ -194,7 +194,7 @@ class Data(Section):
     shuffle_buffer: int = Field(1024, ge=1, le=LARGEST)  # blocks of all streams together
     streams: Size | Literal["auto"] = "auto"  # streams that a streamed source is dealt to
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], FREE] = (
-        "auto"  # processes per rank that read them
+        "auto"  # threads per rank that read them
     )
     # several sources in the place of one
     mixture: dict[str, Source] | None = None
