@@ -7,15 +7,14 @@ from pathlib import Path
 
 import numpy as np
 
-from lm.common.files import parse_json
+from lm.common.files import DamagedError, read_json
 from lm.config.data import Data
 from lm.data.corpus import integrity
-from lm.data.sources.errors import DataError, first_line
+from lm.data.sources.errors import DataError
 
 SPLITS = ("train", "val")
 VERIFIED = "verified.json"  # checksums of the larger files when they were last read
 ALWAYS_BYTES = 2**30  # a file below this size is read whole at every start
-COUNTS = ("train_tokens", "train_documents", "val_tokens", "val_documents")
 
 
 @dataclass(frozen=True)
@@ -71,26 +70,20 @@ def open_folder(folder: Path) -> Corpus:
 
 
 def read_meta(folder: Path) -> Meta | None:
-    """What meta.json holds; None where there is none.
+    """Return the content of meta.json; None if there is none.
 
     Raises:
-        DataError: it is damaged.
+        DataError: If it is damaged.
     """
     path = folder / "meta.json"
-    try:
-        meta = Meta(**parse_json(path.read_text(encoding="utf-8")))
-        if meta.dtype not in ("uint16", "uint32"):
-            raise ValueError(f"dtype is {meta.dtype!r}")
-        for key in COUNTS:
-            if type(getattr(meta, key)) is not int:
-                raise ValueError(f"{key} is {getattr(meta, key)!r}")
-        return meta
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except OSError as e:
-        raise DataError(f"{path} cannot be read: {e.strerror}") from None
-    except (ValueError, TypeError) as e:
-        raise damaged(path, f"it does not hold what it should ({first_line(e)})") from None
+    keys = tuple(Meta.__dataclass_fields__)
+    try:
+        content = read_json(path, keys)
+    except DamagedError as e:
+        raise DataError(f"{e}; {_cure(folder)}") from None
+    return Meta(**{key: content[key] for key in keys})
 
 
 def verify(folder: Path, meta: Meta) -> None:
@@ -120,10 +113,11 @@ def check_sizes(folder: Path, meta: Meta) -> None:
 
 
 def damaged(path: Path, how: str) -> DataError:
-    return DataError(
-        f"{path} is damaged: {how}; delete {path.parent}, and the next start prepares it again from"
-        " the source"
-    )
+    return DataError(f"{path} is damaged: {how}; {_cure(path.parent)}")
+
+
+def _cure(folder: Path) -> str:
+    return f"delete {folder}, and the next start prepares it again from the source"
 
 
 def check_enough(meta: Meta, data: Data) -> None:

@@ -109,7 +109,7 @@ class HubDocuments:
         """From the position's row on; nothing is fetched where none of this shard is left."""
         at = self._position
         first = at["row"] + (self._part - at["row"]) % self._parts
-        count = self._groups.rows(file, row_group)
+        count = self._groups.rows(file)[row_group]
         places = range(first, count, self._parts)
         if not places:
             return
@@ -164,7 +164,7 @@ class RowGroups:
 
         self.files, self._field, self._folder = files, field, folder
         self._hub = HfFileSystem()
-        self._counts: dict[int, int] = {}
+        self.rows = functools.cache(self._read_rows)
         # Several streams of a process may share a row group.
         self.texts = functools.lru_cache(maxsize=4)(self._read_texts)
         self._copy = functools.cache(self._download)
@@ -172,12 +172,12 @@ class RowGroups:
 
     def count(self, file: int) -> int:
         """Row groups of a file, given by its number."""
-        if file not in self._counts:
-            self._counts[file] = self._footer(file).num_row_groups
-        return self._counts[file]
+        return len(self.rows(file))
 
-    def rows(self, file: int, row_group: int) -> int:
-        return self._footer(file).row_group(row_group).num_rows
+    def _read_rows(self, file: int) -> list[int]:
+        """Rows of each row group of a file."""
+        footer = self._footer(file)
+        return [footer.row_group(number).num_rows for number in range(footer.num_row_groups)]
 
     def count_up_to(self, enough: int) -> int:
         """Row groups of all files, or at least `enough`: no more footers are read than that takes.
@@ -249,7 +249,7 @@ class RowGroups:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        path, size = self.files.paths[file], self._size(file)
+        path, size = self.files.paths[file], self._about(file)["size"]
         try:
             tail = self._fetch(file, max(0, size - 8), size)
             length = int.from_bytes(tail[:4], "little")
@@ -261,9 +261,6 @@ class RowGroups:
         except pa.ArrowException as error:
             raise DataError(f"{path} is not a whole parquet file: {first_line(error)}") from None
         return metadata
-
-    def _size(self, file: int) -> int:
-        return self._about(file)["size"]
 
     def _about(self, file: int) -> dict:
         """What the hub says of a file: `size`, `lfs` with its sha256, …"""
@@ -303,7 +300,9 @@ class RowGroups:
             )
 
         if not (place / name).is_file():
-            say(f"data     downloading {path} ({self._size(file) / 1e6:.0f} MB) to {place}")
+            say(
+                f"data     downloading {path} ({self._about(file)['size'] / 1e6:.0f} MB) to {place}"
+            )
         expected = (self._about(file).get("lfs") or {}).get("sha256")
         for _ in range(2):
             copy = Path(patiently(f"downloading {path}", attempt))
