@@ -54,7 +54,7 @@ SPECS = {
             leaf=("loss",),
         ),
         Spec("epochs", "Epochs of each source", "epochs", ("data_epochs",), "name"),
-        Spec("shares", "Share of each source", "of the targets", ("data_share",), "name"),
+        Spec("shares", "Share of each source", "of the sequences", ("data_share",), "name"),
     ],
     "Fixed point": [
         Spec(

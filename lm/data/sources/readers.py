@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 import weakref
@@ -24,69 +25,67 @@ class Readers:
         keys: Keys of each thread.
     """
 
-    def __init__(
-        self,
-        functions: Sequence[Callable[[int], Any]],
-        keys: Sequence[Sequence[int]],
-    ):
-        self._requests: dict[int, SimpleQueue] = {}
-        self._answers: dict[int, SimpleQueue] = {}
-        self._pending = {key: 0 for held in keys for key in held}  # requested and not taken
-        is_closed = threading.Event()
-        threads = []
-        for function, held in zip(functions, keys, strict=True):
-            requests: SimpleQueue = SimpleQueue()
-            answers: dict[int, SimpleQueue] = {key: SimpleQueue() for key in held}
-            self._requests |= dict.fromkeys(held, requests)
-            self._answers |= answers
-            arguments = (function, requests, answers, is_closed)
-            # A daemon: the process does not wait for a thread that waits for the network.
-            threads.append(threading.Thread(target=_serve, args=arguments, daemon=True))
-        self._finalizer = weakref.finalize(
-            self, _join, is_closed, list(self._requests.values()), threads
-        )
-        self._is_closed = is_closed
+    def __init__(self, functions: Sequence[Callable[[int], Any]], keys: Sequence[Sequence[int]]):
+        threads = [_Reader(*pair) for pair in zip(functions, keys, strict=True)]
+        self._thread = {key: thread for thread in threads for key in thread.answers}
+        self._pending = dict.fromkeys(self._thread, 0)  # requested and not taken
+        self.close = weakref.finalize(self, _end, threads)
         for thread in threads:
             thread.start()
 
     def take(self, key: int) -> Any:
         """Return the next answer for a key; raise what the thread's function raised."""
+        thread = self._thread[key]
         while self._pending[key] <= AHEAD:
-            self._requests[key].put(key)
+            thread.requests.put(key)
             self._pending[key] += 1
-        answer, error = self._answers[key].get()
+        answer, error = thread.answers[key].get()
         self._pending[key] -= 1
         if error is not None:
             raise error
         return answer
 
-    def close(self) -> None:
-        """Have the threads end after the answers that they are making."""
-        self._is_closed.set()
-        for requests in self._requests.values():
-            requests.put(None)
+
+class _Reader(threading.Thread):
+    """A thread that answers requests in their order.
+
+    It is a daemon: the process does not wait for a thread that waits for the network.
+    """
+
+    def __init__(self, function: Callable[[int], Any], keys: Sequence[int]):
+        super().__init__(name="reader", daemon=True)
+        self._function = function
+        self._is_ended = False
+        self.requests: SimpleQueue[int | None] = SimpleQueue()
+        self.answers: dict[int, SimpleQueue] = {key: SimpleQueue() for key in keys}
+        _running.add(self)
+
+    def run(self) -> None:
+        while (key := self.requests.get()) is not None and not self._is_ended:
+            try:
+                self.answers[key].put((self._function(key), None))
+            except Exception as error:
+                self.answers[key].put((None, error))
+
+    def end(self) -> None:
+        """Have it end after the answer that it is making."""
+        self._is_ended = True
+        self.requests.put(None)
 
 
-def _serve(
-    function: Callable[[int], Any],
-    requests: SimpleQueue,
-    answers: dict[int, SimpleQueue],
-    is_closed: threading.Event,
-) -> None:
-    while (key := requests.get()) is not None and not is_closed.is_set():
-        try:
-            answers[key].put((function(key), None))
-        except Exception as error:
-            answers[key].put((None, error))
+_running: weakref.WeakSet[_Reader] = weakref.WeakSet()
 
 
-def _join(
-    is_closed: threading.Event, requests: list[SimpleQueue], threads: list[threading.Thread]
-) -> None:
+def _end(threads: list[_Reader]) -> None:
+    for thread in threads:
+        thread.end()
+
+
+@atexit.register
+def _join() -> None:
     """Let threads finish, which must not run Rust or C++ while the interpreter ends."""
-    is_closed.set()
-    for queue in requests:
-        queue.put(None)
     deadline = time.monotonic() + PATIENCE_S
+    threads = [thread for thread in _running if thread.is_alive()]
+    _end(threads)
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))

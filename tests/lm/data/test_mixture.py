@@ -76,17 +76,6 @@ def test_every_source_goes_through_its_own_epochs_and_has_its_share():
         assert share == pytest.approx(count[name] / 1200, abs=1e-6)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_the_order_does_not_depend_on_ranks(world_size):
-    alone = loader()
-    ranks = [loader(rank=r, world_size=world_size) for r in range(world_size)]
-    for _ in range(150):
-        for rank in ranks:
-            assert take(rank, 1) == take(alone, 1)
-        assert len({json.dumps(x.state_dict()) for x in (alone, *ranks)}) == 1
-        assert all(rank.drawn() == alone.drawn() for rank in ranks)
-
-
 @pytest.mark.parametrize("before, after", [((3, 1), (3, 2)), ((3, 2), (1, 3)), ((2, 3), (6, 1))])
 def test_resume_anywhere_on_other_ranks_and_with_other_micro_batches(before, after):
     expected = take(loader(1), 1500)
@@ -96,6 +85,7 @@ def test_resume_anywhere_on_other_ranks_and_with_other_micro_batches(before, aft
         for _ in range(done):
             for rank in old:
                 next(rank)
+        assert all(rank.state_dict() == old[0].state_dict() for rank in old)
         state = json.loads(json.dumps(old[-1].state_dict()))
         size, world_size = after
         new = [loader(size, r, world_size) for r in range(world_size)]

@@ -17,7 +17,7 @@ from lm.data.sources.readers import Readers
 readers = Readers([lambda key: time.sleep(60) if key else "answer"], [[0, 1]])
 readers.take(0)
 if sys.argv[1] == "busy":
-    readers._requests[1].put(1)
+    readers._thread[1].requests.put(1)
     time.sleep(0.2)
 if sys.argv[1] == "closed":
     readers.close()
