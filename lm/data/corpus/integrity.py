@@ -118,8 +118,8 @@ def checksums(paths: Iterable[Path], record: Path, trusted_from: int = 0) -> dic
     for path in sorted(set(paths)):
         state = file_state(path)
         recorded = known.get(str(path))
-        is_known = isinstance(recorded, list) and recorded[:1] == [state]
-        if is_known and state[0] >= trusted_from:
+        is_large = state[0] >= trusted_from
+        if is_large and isinstance(recorded, list) and recorded[:1] == [state]:
             found[path] = recorded[1]
         else:
             unread[path] = state

@@ -10,6 +10,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
@@ -218,7 +219,7 @@ def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
     )
 
 
-def _load(name: str, kind: type, **options: bool) -> PreTrainedTokenizerFast:
+def _load(name: str, kind: Any, **options: bool) -> PreTrainedTokenizerFast:
     """Load a tokenizer by a class of transformers, from a folder or the hub.
 
     Raises:
