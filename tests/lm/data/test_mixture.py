@@ -15,9 +15,8 @@ from lm.common.errors import ConfigError
 from lm.config import load as config
 from lm.config.data import Data
 from lm.data.batches.loader import build, single_source_loader
-from lm.data.batches.mixture_loader import STRATA, Drawing, MixtureLoader, Stage
+from lm.data.batches.mixture_loader import STRATA, Drawing, MixtureLoader, ShuffledBlocks, Stage
 from lm.data.batches.packing import IGNORE
-from lm.data.batches.shuffled import ShuffledBlocks
 from lm.data.batches.stream import StreamLoader
 from lm.data.corpus.corpora import open_sources, prepare_config, prepare_sources
 from lm.data.corpus.tokenizer import training_texts
