@@ -80,13 +80,6 @@ def go(*started: tuple[Forked, Path]) -> None:
         signal_to_go.touch()
 
 
-def killed(cfg) -> None:
-    """Prepares in a process that is killed after 100 of the 200 documents."""
-    go(one := process(cfg, kill_at=100))
-    out, _ = one[0].communicate(timeout=60)
-    assert one[0].returncode == -signal.SIGKILL and "killed 100" in out
-
-
 def finished(started: tuple[Forked, Path]) -> tuple[str, dict]:
     """(what it said, its last line) of a process that succeeds."""
     out, err = started[0].communicate(timeout=60)
@@ -216,21 +209,6 @@ def test_a_bpe_is_trained_once_and_kept_with_each_run(cached, folder, monkeypatc
     assert len(tokenizers.new_tokenizer(cached, print)) == 300
 
 
-def test_after_a_kill_it_is_tokenised_again(cached, folder):
-    killed(cached)
-    (entry,) = entries(folder)
-    assert (entry / "train.tmp").exists() and not (entry / "meta.json").exists()
-    with pytest.raises(DataError, match="no prepared corpus"):
-        open_corpus(cached.run_dir)
-    bpe = tokenizers.load_tokenizer(cached, cached.run_dir)
-    again, calls = prepared(cached, bpe)
-    expected = prepared(other_run(cached, "own", cache=None), bpe)[0].meta.sha256
-    assert calls and again.meta.sha256 == expected
-    assert {p.name for p in entry.iterdir()} == {
-        "train.bin", "val.bin", "meta.json", "verified.json", "about.json", "lock",
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize("name", ["", "web"])
 def test_a_corpus_in_a_run_directory_is_of_the_programs_own_files(cached, bpe, name):
     """--overwrite deletes it."""
@@ -253,16 +231,24 @@ def test_several_at_once_one_makes_it_and_the_others_wait(cached, folder):
     assert len(entries(folder)) == 1
 
 
-def test_those_who_wait_go_on_for_one_that_is_killed(cached, folder):
+def test_those_who_wait_go_on_for_one_that_is_killed(cached, bpe, folder):
     runs = [other_run(cached, name) for name in ("a", "b")]
     maker, other = process(runs[0], kill_at=100, pause=0.2), process(runs[1])
     go(maker)
     while not list(folder.glob("corpus-*/train.tmp")):
         assert maker[0].poll() is None
+    with pytest.raises(DataError, match="no prepared corpus"):
+        open_corpus(runs[0].run_dir)
     go(other)
     said, last = finished(other)
     assert "waiting for another process" in said and len(last["seen"]) == 20
     maker[0].communicate(timeout=10)
+    assert maker[0].returncode == -signal.SIGKILL
+    own, _ = prepared(other_run(cached, "own", cache=None), bpe)
+    assert last["sha256"] == own.meta.sha256
+    assert {path.name for path in entries(folder)[0].iterdir()} == {
+        "train.bin", "val.bin", "meta.json", "verified.json", "about.json", "lock",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "meta.json"])
