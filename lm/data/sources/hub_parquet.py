@@ -165,8 +165,8 @@ class RowGroups:
         self.files, self._field, self._folder = files, field, folder
         self._hub = HfFileSystem()
         self.rows = functools.cache(self._read_rows)
-        # Several streams of a process may share a row group.
-        self.texts = functools.lru_cache(maxsize=4)(self._read_texts)
+        # Several streams of a rank may share a row group, which may be large.
+        self.texts = functools.lru_cache(maxsize=1)(self._read_texts)
         self._copy = functools.cache(self._download)
         self._footer = functools.lru_cache(maxsize=4)(self._read_footer)
 
