@@ -125,14 +125,14 @@ def _prepare(args: argparse.Namespace) -> int:
         check_tokenizer(cfg)
         check_data(cfg)
 
-    from lm.data.corpus.corpora import prepare_config, summary
+    from lm.data.corpus.corpora import prepare_config
 
     done = []
     for cfg in configs:
         made_of = (cfg.data.model_dump(), cfg.tokenizer.model_dump())
         if made_of not in done:  # most points of a sweep share theirs
             done.append(made_of)
-            say(summary(cfg, prepare_config(cfg)))
+            say(prepare_config(cfg))
     return 0
 
 

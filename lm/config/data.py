@@ -14,7 +14,6 @@ SourceName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 # Of `data`, what describes a single source: with a mixture each source has its own.
 OF_A_SINGLE_SOURCE = ("source", "path", "dataset", "name", "text_field", "traces")
 LARGEST = 2**24  # tokens in a row, in a vocabulary; blocks in a buffer
-Workers = Annotated[int, Field(gt=0, le=1024)]
 Gap = Annotated[int, Field(ge=0, le=2**14)]
 
 
@@ -167,8 +166,6 @@ class Data(Section):
     # a folder of tokenised corpora that runs share; auto: $FPRNN_CACHE, else in the home;
     # null: none, each run has its own
     cache: Annotated[str | None, FREE] = Field("auto", min_length=1)
-    # processes that tokenise a large corpus; auto: as many as CPUs
-    prepare_workers: Annotated[Workers | Literal["auto"], FREE] = "auto"
     text_field: str = "text"  # the column (parquet) or key (jsonl) that holds the text
     traces: Traces | None = None  # of source `traces`: which text is made; null: the defaults
     seq_len: int = Field(256, gt=0, le=LARGEST)
@@ -178,7 +175,7 @@ class Data(Section):
     shuffle_buffer: int = Field(1024, ge=1, le=LARGEST)  # blocks of all streams together
     streams: Size | Literal["auto"] = "auto"  # streams that a streamed source is dealt to
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], FREE] = (
-        "auto"  # processes per rank that read them
+        "auto"  # threads per rank that read them
     )
     # several sources in the place of one
     mixture: dict[SourceName, Source] | None = Field(None, min_length=1)

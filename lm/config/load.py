@@ -25,6 +25,7 @@ SHORT = {"model": "name", "init_from": "path"}  # sections that a text may stand
 # one with its default is read without it.
 REMOVED = {
     "data.packing": "plain",
+    "data.prepare_workers": "auto",
     "data.temperature": None,
     "model.backend": "auto",
     "model.rms_norm": True,
@@ -71,7 +72,7 @@ REMOVED = {
     "eval.micro_batch_size": None,
 }
 # Removed keys on which nothing trained depends: a YAML with any value of them is read without it.
-WITHOUT_EFFECT = {"train.device", "eval.micro_batch_size"}
+WITHOUT_EFFECT = {"train.device", "eval.micro_batch_size", "data.prepare_workers"}
 # Sections that describe the weights; the others matter only while a run trains.
 MODEL_SECTIONS = ("model", "solver")
 

@@ -49,7 +49,8 @@ RUN_FILES = re.compile(
     | figures/ ({"|".join(FIGURES)})\.(png|pdf)
     | (tokenizer | \.tokenizer-[a-z0-9_]{{8}}) / ({_TOKENIZER})
     | data/ ([^/]+/)? (corpus-[0-9a-f]+/)? (                       # SOURCE, the corpus
-        (corpus|meta|verified|about|files|shards)\.json | (train|val)\.(bin|tmp) | shards\.jsonl)
+        (corpus|meta|verified|about|files|shards)\.json | (train|val)\.(bin|tmp)
+        | shards\.jsonl | lock)
     | checkpoints/ (last\.pt | step-\d+(-\d+)?(\.partial)?/ [^/]+\.(pt|json))
     | stacks/ rank\d+\.txt
     | profile/ (\.\d+\.)? updates-\d+-\d+\.(trace\.json\.gz|txt)

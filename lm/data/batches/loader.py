@@ -9,9 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lm.config.data import Data
 from lm.config.schema import Config
-from lm.data.batches.mixture_loader import MixtureLoader
+from lm.data.batches.mixture_loader import MixtureLoader, ShuffledBlocks
 from lm.data.batches.packing import MicroBatch, block_count, block_rows, micro_batch
-from lm.data.batches.shuffled import ShuffledBlocks
 from lm.data.batches.stream import StreamLoader, merge_states
 from lm.data.corpus.corpora import open_sources
 from lm.data.corpus.integrity import Tokens

@@ -3,18 +3,59 @@
 from __future__ import annotations
 
 import bisect
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lm.data.batches.packing import MicroBatch, micro_batch
-from lm.data.batches.shuffled import ShuffledBlocks
+from lm.data.batches.packing import MicroBatch, block_count, block_rows, micro_batch
+from lm.data.corpus.integrity import Tokens
 from lm.data.sources.errors import DataError
 
 STRATA = 256  # sequences in a row of which every source has its share, to a sequence or two
 DRAWING = 0x6D6978  # beside the seed: no other generator is made of both
+
+
+class ShuffledBlocks:
+    """A token stream cut every `seq_len` tokens, wherever that is in a document; the last block is
+    padded with IGNORE, so no token is dropped. Block p of the endless order is block
+    `permutation(seed, p // blocks)[p % blocks]`.
+
+    Args:
+        tokens: (n,) ids.
+        seed: what the permutations are drawn from, beside the epoch.
+        source: its number in a mixture, so that no two are drawn alike; None: it is alone.
+    """
+
+    def __init__(self, tokens: Tokens, seq_len: int, seed: int, source: int | None = None):
+        self._tokens = tokens
+        self._seq_len = seq_len
+        self._seed = seed
+        self._source = [] if source is None else [source]
+        self._orders: dict[int, np.ndarray] = {}
+
+    def __len__(self) -> int:
+        """Blocks in an epoch."""
+        return block_count(len(self._tokens), self._seq_len)
+
+    def rows(self, positions: np.ndarray) -> np.ndarray:
+        """The blocks at positions (k,), counted over epochs, as (k, seq_len + 1) int64."""
+        indices = np.array([self._index(p) for p in positions], dtype=np.int64)
+        return block_rows(self._tokens, self._seq_len, indices)
+
+    def _index(self, position: int) -> int:
+        epoch, place = divmod(int(position), len(self))
+        return int(self._order(epoch)[place])
+
+    def _order(self, epoch: int) -> np.ndarray:
+        if epoch not in self._orders:
+            # Of the orders before only the last is kept: a micro-batch may begin in it.
+            self._orders = {
+                known: order for known, order in self._orders.items() if known == epoch - 1
+            }
+            rng = np.random.default_rng([self._seed, epoch, *self._source])
+            self._orders[epoch] = rng.permutation(len(self))
+        return self._orders[epoch]
 
 
 def _assign(points: np.ndarray, weights: list[float]) -> np.ndarray:
@@ -144,19 +185,18 @@ class MixtureLoader:
         return dict(zip(self._names, self._weights))
 
     def drawn(self) -> dict[str, Any]:
-        """What all ranks have drawn since the run began: of each source its share of the targets,
-        and its epochs. Empty for a run on a single source."""
+        """Return the share of the sequences and the epochs of each source since the run began.
+
+        Counted over all ranks. Empty for a run on a single source.
+        """
         if self._names == [""]:
             return {}
-        pairs = list(zip(self._sources, self._drawn.tolist()))
-        targets = [source.targets(count) for source, count in pairs]
-        total = max(1, sum(targets))
-        epochs = [count / len(source) for source, count in pairs]
+        counts = dict(zip(self._names, self._drawn.tolist()))
+        total = max(1, sum(counts.values()))
+        blocks = dict(zip(self._names, map(len, self._sources)))
         return {
-            "data_share": {
-                name: round(count / total, 6) for name, count in zip(self._names, targets)
-            },
-            "data_epochs": {name: round(count, 4) for name, count in zip(self._names, epochs)},
+            "data_share": {name: round(count / total, 6) for name, count in counts.items()},
+            "data_epochs": {name: round(count / blocks[name], 4) for name, count in counts.items()},
         }
 
     def state_dict(self) -> dict:
@@ -191,46 +231,30 @@ class MixtureLoader:
                 "the checkpoint's data position is of another kind of data (a stream, a single"
                 " source, several of data.mixture): the data must not change on resuming"
             )
-        for key in ours.keys() & {"seed", "blocks"}:
-            if state[key] != ours[key]:
+        then, now = _identity(state), _identity(ours)
+        for key in then | now:
+            if then.get(key) != now.get(key):
                 raise DataError(
-                    f"the checkpoint's data position is of {key} {state[key]}, this run has"
-                    f" {ours[key]}: the corpus, data.seq_len and seed must not change on resuming"
+                    f"the checkpoint's data position is of {key} {then.get(key)}, this run has"
+                    f" {now.get(key)}: the corpus, data.seq_len, data.mixture, data.curriculum, the"
+                    " sequences of an update and the seed must not change on resuming"
                 )
         self._next = state["next_global_micro_batch"] * state["micro_batch_size"]
         if kind == "blocks":
             self._drawn[:] = self._next
             return
-        self._check_mixture(state, ours)
-        then = state["mixture"].values()
-        self._weights = [source["weight"] for source in then]
+        sources = state["mixture"].values()
+        self._weights = [source["weight"] for source in sources]
         configured = [stage.end for stage in self._stages]
         self._ends = list(state.get("ends", configured))  # older ones have none
         self._drawing = self._draw()
-        self._drawn[:] = [source["drawn"] for source in then]
+        self._drawn[:] = [source["drawn"] for source in sources]
 
-    def _check_mixture(self, state: dict, ours: dict) -> None:
-        """Refuse the position in another mixture.
 
-        Raises:
-            DataError: If its sources, their weights or sizes, or its curriculum are others.
-        """
-        then, now = state["mixture"], ours["mixture"]
-        if list(then) != list(now):
-            raise DataError(
-                f"the checkpoint's data position is of the sources {', '.join(then)}, this run has"
-                f" {', '.join(now)}: data.mixture must not change on resuming"
-            )
-        for name in now:
-            for key in ("weight", "blocks"):
-                if not math.isclose(then[name][key], now[name][key], rel_tol=1e-9):
-                    raise DataError(
-                        f"the checkpoint's data position in data.mixture.{name} is of {key}"
-                        f" {then[name][key]:.9g}, this run has {now[name][key]:.9g}: the corpus,"
-                        " its weight and data.seq_len must not change on resuming"
-                    )
-        if state.get("stages", []) != ours["stages"]:
-            raise DataError(
-                "the checkpoint's data position is of another data.curriculum, or of other"
-                " sequences an update: they must not change on resuming"
-            )
+def _identity(state: dict) -> dict[str, Any]:
+    """Return the parts of a state that must not change on resuming, by their names."""
+    identity = {key: state[key] for key in ("seed", "blocks") if key in state}
+    for name, source in state.get("mixture", {}).items():
+        identity[f"data.mixture.{name}: weight"] = float(f"{source['weight']:.9g}")
+        identity[f"data.mixture.{name}: blocks"] = source["blocks"]
+    return identity | {"data.curriculum": state.get("stages", [])}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -17,7 +20,7 @@ from lm.data.corpus.documents import encode_documents
 from lm.data.sources.errors import DataError
 from lm.data.sources.hub_parquet import HubDocuments
 from lm.data.sources.open import is_validation
-from lm.data.sources.readers import ReaderError, Readers
+from lm.data.sources.readers import Readers
 
 BATCH = 64  # documents tokenised at a time
 AUTO_STREAMS = 16  # at most so many where the ranks are not more
@@ -108,8 +111,8 @@ class StreamLoader:
 
     A run reads one commit of the dataset, the newest one at its beginning.
 
-    With `data.workers` > 0 the streams of a rank are read, tokenised and packed in processes of
-    their own, which changes nothing in the order.
+    With `data.workers` > 0 the streams of a rank are read, tokenised and packed in threads of their
+    own, which changes nothing in the order.
     """
 
     def __init__(
@@ -133,7 +136,7 @@ class StreamLoader:
         self._revision: str | None = None  # commit of the dataset; None: not looked up yet
         self._next = 0  # the first micro-batch that no rank has had
         self._streams: dict[int, ShuffledStream] = {}  # this rank's, by their numbers
-        self._readers: Readers | _InThisProcess | None = None
+        self._readers: Readers | SimpleNamespace | None = None
         if self._stream_count is not None:
             self._own_numbers(self._stream_count)  # refuses now, not when the model is built
 
@@ -142,34 +145,24 @@ class StreamLoader:
         """Sampling share per source."""
         return {"": 1.0}
 
-    @property
-    def epoch(self) -> int:
-        """Completed passes of the stream that is furthest."""
-        return max((stream.epoch for stream in self._streams.values()), default=0)
-
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
 
     def __next__(self) -> MicroBatch:
-        """Raises DataError when reading failed for good, ReaderError when a worker died."""
+        """Return the next micro-batch of this rank.
+
+        Raises:
+            DataError: If reading failed for good.
+        """
         count = self._make_streams()
         stream = self._streams[(self._next + self._rank) % count]
-        before = stream.mark()
         try:
             if self._readers is None:
                 self._readers = self._open_readers(count)
-            self._readers.check()
             blocks = [stream.draw(self._readers) for _ in range(self._micro_batch_size)]
-        except DataError:
+        except UserError:
             self.close()
             raise
-        except ReaderError as e:
-            self.close()
-            stream.go_back(before)  # a micro-batch half drawn
-            raise ReaderError(
-                f"{e}; the kernel kills what uses too much memory (dmesg says so): fewer "
-                "data.workers need less; resume=auto continues from the last checkpoint"
-            ) from None
         self._next += self._world_size
         return micro_batch(np.stack(blocks))
 
@@ -190,7 +183,7 @@ class StreamLoader:
             self._streams[number].go_back(stream_mark)
 
     def close(self) -> None:
-        """Ends the workers; the position stays."""
+        """End the threads; the position stays."""
         if self._readers is not None:
             self._readers.close()
             self._readers = None
@@ -274,24 +267,41 @@ class StreamLoader:
                 self._streams[number] = ShuffledStream(number, buffer_size, self._seed)
         return count
 
-    def _open_readers(self, count: int) -> Readers | _InThisProcess:
-        """What reads this rank's streams: `data.workers` processes, dealt the streams in turn."""
+    def _open_readers(self, count: int) -> Readers | SimpleNamespace:
+        """Start the threads that read this rank's streams, which are dealt to them in turn."""
         numbers = list(self._streams)
-        workers = worker_count(self._data)
         if self._data.source == "fineweb" and self._revision is None:
             from lm.data.sources.hub import open_hub
 
             # Once for all streams: a stream whose turn comes later may find a newer commit.
             self._revision = open_hub(self._data).revision
-        common = (self._data, self._tokenizer, count, self._seed, self._open, self._revision)
-        positions = {number: self._streams[number].position for number in numbers}
+        workers = min(worker_count(self._data), len(numbers))
         if not workers:
-            return _InThisProcess((*common, positions))
-        numbers_of_workers = [numbers[i::workers] for i in range(min(workers, len(numbers)))]
-        payloads = [
-            (*common, {number: positions[number] for number in own}) for own in numbers_of_workers
-        ]
-        return Readers("lm.data.batches.stream:open_streams", payloads, numbers_of_workers)
+            return SimpleNamespace(take=self._open_streams(count), close=lambda: None)
+        # The threads are enough; several ranks with as many more would take the cores of training.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        functions = [self._open_streams(count) for _ in range(workers)]
+        return Readers(functions, [numbers[i::workers] for i in range(workers)])
+
+    def _open_streams(self, count: int) -> Callable[[int], tuple[np.ndarray, dict]]:
+        """Make the function of a thread: it maps the number of a stream to the stream's next blocks
+        (k, seq_len + 1) int32 and the position after them."""
+        positions = {number: stream.position for number, stream in self._streams.items()}
+        tokenizer = copy.deepcopy(self._tokenizer)  # one must not encode in two threads at once
+        data = self._data
+        seed = self._seed
+        source = (self._open, self._revision)
+        streams: dict[int, BlockStream] = {}
+
+        def answer(number: int) -> tuple[np.ndarray, dict]:
+            if number not in streams:
+                position = positions[number]
+                shard = (number, count)
+                streams[number] = BlockStream(data, tokenizer, shard, seed, position, *source)
+            blocks = next(streams[number]).astype(np.int32)
+            return blocks, streams[number].state_dict()
+
+        return answer
 
 
 class ShuffledStream:
@@ -310,10 +320,6 @@ class ShuffledStream:
         self._buffer: list[np.ndarray] = []  # blocks to draw from
         self._pending: deque[np.ndarray] = deque()  # blocks read that wait to enter it
 
-    @property
-    def epoch(self) -> int:
-        return self.position["epoch"] if self.position else 0
-
     def mark(self) -> tuple:
         """Where it stands, for `go_back`."""
         rng = self._rng.bit_generator.state
@@ -323,19 +329,16 @@ class ShuffledStream:
         """What was drawn since is drawn again."""
         self._buffer, self._pending, self.position, self._rng.bit_generator.state = mark
 
-    def draw(self, readers: Readers | _InThisProcess) -> np.ndarray:
+    def draw(self, readers: Readers | SimpleNamespace) -> np.ndarray:
         """A block (seq_len + 1,).
 
         Raises:
-            DataError: reading failed. ReaderError: a worker did.
+            DataError: If reading failed.
         """
         while len(self._buffer) < self._buffer_size:
             if not self._pending:
-                blocks, position = readers.take(self._number)
-                if blocks is None:
-                    raise DataError(position)
+                blocks, self.position = readers.take(self._number)
                 self._pending.extend(blocks)
-                self.position = position
             self._buffer.append(self._pending.popleft())
         index = self._rng.integers(len(self._buffer))
         self._buffer[index], self._buffer[-1] = self._buffer[-1], self._buffer[index]
@@ -376,7 +379,7 @@ def _find_revision(streams: dict) -> str | None:
 
 
 def worker_count(data: Data) -> int:
-    """Loader processes of a rank: `data.workers`; `auto`: AUTO_WORKERS for text from the hub."""
+    """Loader threads of a rank: `data.workers`; `auto`: AUTO_WORKERS for text from the hub."""
     if data.workers != "auto":
         return data.workers
     return AUTO_WORKERS if data.source == "fineweb" else 0
@@ -391,38 +394,3 @@ def _auto_streams(data: Data, world_size: int) -> int:
 
     most = min(AUTO_STREAMS, open_groups(data).count_up_to(AUTO_STREAMS))
     return max(1, most // world_size) * world_size
-
-
-def open_streams(payload: tuple) -> Callable[[int], tuple]:
-    """The function that maps the number of a stream to its next (blocks (k, seq_len + 1) int32,
-    position after them), or to (None, sentence) where reading failed."""
-    data, tokenizer, count, seed, open_documents, revision, positions = payload
-    streams: dict[int, BlockStream] = {}
-
-    def answer(number: int) -> tuple:
-        try:
-            if number not in streams:
-                shard = (number, count)
-                state = positions[number]
-                streams[number] = BlockStream(
-                    data, tokenizer, shard, seed, state, open_documents, revision
-                )
-            blocks = next(streams[number]).astype(np.int32)
-            return blocks, streams[number].state_dict()
-        except UserError as e:  # as data: no traceback is wanted of what a sentence says
-            return None, str(e)
-
-    return answer
-
-
-class _InThisProcess:
-    """What `Readers` does, without processes of their own."""
-
-    def __init__(self, payload: tuple):
-        self.take = open_streams(payload)
-
-    def check(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

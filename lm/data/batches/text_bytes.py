@@ -9,6 +9,7 @@ import re
 import numpy as np
 from numpy.typing import ArrayLike
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lm.common.errors import UserError
 from lm.data.batches.packing import IGNORE
@@ -17,11 +18,8 @@ from lm.data.corpus.documents import encode_documents
 UNKNOWN = -1  # bytes of an id that may stand for any text, such as <unk>
 SPACE = "▁"  # how sentencepiece writes a space
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # sentencepiece's token of one byte
-# How byte-level BPE writes bytes: a visible character of Latin-1 as itself, the others from 256 on.
-VISIBLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-HIDDEN = [byte for byte in range(256) if byte not in VISIBLE]
-ALPHABET = {chr(byte): byte for byte in VISIBLE}
-ALPHABET |= {chr(256 + i): byte for i, byte in enumerate(HIDDEN)}
+# How byte-level BPE writes bytes.
+ALPHABET = {character: byte for byte, character in bytes_to_unicode().items()}
 # What a tokenizer that loses nothing gives back: characters of one to four bytes, runs of spaces
 # and line ends, capitals, and what compatibility normalisation would change.
 PROBES = (

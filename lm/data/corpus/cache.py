@@ -6,35 +6,29 @@ what is in it, the text itself among it, wherever its files lie and whatever the
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerFast
 
 from lm.common.console import say
-from lm.common.files import OutputError, check_folder, read_mapping, write_json, writing
+from lm.common.files import writing
 from lm.config.data import Data
 from lm.config.schema import Config
 from lm.data.corpus import integrity
 from lm.data.sources import mixture, traces
 from lm.data.sources.errors import DataError
-from lm.data.sources.listing import ENDINGS, list_files, report_files, source_files
-from lm.model.checksums import sha256
-from lm.runs.lease import Lease, LeaseError
+from lm.data.sources.listing import list_files, report_files
 
 FORMAT = 1  # of an entry; goes up when the same text and settings make other tokens
 VARIABLE = "FPRNN_CACHE"
-LEASE = "lease.json"  # in an entry while it is made
+LOCK = "lock"  # in an entry, held by the process that makes it
 HASHES = "files.json"  # in the cache: checksums of source files, by path, with size and times
-SAY_EVERY_S = 30.0  # that a finished entry is waited for
-LOOK_EVERY_S = 0.5
-LARGE = 2**30  # bytes of text whose reading is said
 
 
 def root(data: Data) -> Path | None:
@@ -48,15 +42,6 @@ def root(data: Data) -> Path | None:
 def default_root() -> Path:
     """What `data.cache: auto` is."""
     return Path(os.environ.get(VARIABLE) or "~/.cache/fprnn/corpora").expanduser()
-
-
-def is_usable(folder: Path) -> bool:
-    """Whether something new can be made in the cache."""
-    try:
-        check_folder(folder)
-    except OutputError:
-        return False
-    return True
 
 
 def settings(data: Data, tokenizer: PreTrainedTokenizerFast) -> dict:
@@ -126,28 +111,9 @@ def content(folder: Path, data: Data) -> list | dict | str:
         return traces.described(data.traces)
     listing = list_files(data)
     report_files(data, listing)
-    known = read_mapping(folder / HASHES) or {}
-    found = {}
-    unread = []
     files = [path.resolve() for path in listing.files]
-    for path in set(files):
-        key = str(path)
-        state = file_state(path)
-        recorded = known.get(key)
-        if isinstance(recorded, list) and recorded[:1] == [state]:
-            found[key] = recorded
-        else:
-            found[key] = [state, None]
-            unread.append(key)
-    size = sum(found[key][0][0] for key in unread)
-    if size > LARGE:
-        say(f"data     reading {size / 1e9:.1f} GB of text, to know which it is")
-    for key in sorted(unread):
-        found[key][1] = _sha256(Path(key))
-    if unread:
-        with contextlib.suppress(OutputError):  # read again then
-            write_json(folder / HASHES, known | found)
-    return [found[str(path)][1] for path in files]
+    sums = integrity.checksums(files, folder / HASHES)
+    return [sums[path] for path in files]
 
 
 def check_unchanged(sources: Iterable[Data], read_address: Callable[[], str], address: str) -> None:
@@ -162,105 +128,46 @@ def check_unchanged(sources: Iterable[Data], read_address: Callable[[], str], ad
     """
     if read_address() == address:
         return
-    file_sources = [data for data in sources if data.source in ENDINGS]
-    newest = max(
-        (path for data in file_sources for path in source_files(data)),
-        key=lambda path: file_state(path)[1],
-    )
+    paths = ", ".join(str(data.path) for data in sources if data.path)
     raise DataError(
-        f"data.path {', '.join(str(data.path) for data in file_sources)} changed while it was read"
-        f" ({newest} last), so that nothing of it is kept: start again once nobody writes to it"
+        f"data.path {paths} changed while it was read, so that nothing of it is kept: start again"
+        " once nobody writes to it"
     )
 
 
-def make_once(
-    folder: Path,
-    is_there: Callable[[], bool],
-    make: Callable[[Callable[[], None]], None],
-    how_far: Callable[[], str] = lambda: "",
-) -> bool:
-    """Has an entry made by one process; others that want it meanwhile wait, and say so.
+def make_once(folder: Path, is_there: Callable[[], bool], make: Callable[[], None]) -> bool:
+    """Make an entry in one process; others that need it meanwhile wait, and say so.
 
     Args:
-        is_there: whether it is whole.
-        make: makes it, and calls what it is given now and then, which raises LeaseError when
-            another process has taken the entry over.
-        how_far: what whoever makes it has done so far.
+        is_there: Returns True if the entry is whole.
+        make: Makes it.
 
     Returns:
-        Whether it was made here.
+        True if it was made here.
 
     Raises:
-        OutputError: it cannot be written. Whatever `make` raises.
+        OutputError: If it cannot be written. Whatever `make` raises.
     """
     if is_there():
         return False
+    lock = FileLock(folder / LOCK)  # the system opens the lock of a process that dies
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    lease = Lease(folder / LEASE, _once(say))
-    if not _acquired(lease, folder, is_there, how_far):
-        return False
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            say(f"data     waiting for another process, which makes {folder}")
+            lock.acquire()
     try:
         if is_there():
             return False
-        make(lease.check)
+        make()
         return True
     finally:
-        lease.release()
-
-
-def _acquired(
-    lease: Lease, folder: Path, is_there: Callable[[], bool], how_far: Callable[[], str]
-) -> bool:
-    """Whether the lease is ours; False: the entry is there, another has made it."""
-    last_said = -SAY_EVERY_S  # seconds of the monotonic clock
-    while True:
-        try:
-            lease.acquire()
-            return True
-        except LeaseError:
-            holder = read_mapping(folder / LEASE) or {}
-        if is_there():
-            return False
-        if time.monotonic() - last_said >= SAY_EVERY_S:
-            last_said = time.monotonic()
-            who = f"process {holder.get('pid')} on {holder.get('host')}"
-            say(f"data     waiting for {who}, which makes {folder}{how_far()}")
-        time.sleep(LOOK_EVERY_S)
-
-
-def _once(tell: Callable[[str], None]) -> Callable[[str], None]:
-    """Says each sentence once."""
-    told = set()
-
-    def tell_once(text: str) -> None:
-        if text not in told:
-            told.add(text)
-            tell(text)
-
-    return tell_once
+        lock.release()
 
 
 def _split(data: Data) -> dict:
     """How a source becomes the documents of the two splits."""
     keys = ("source", "text_field", "val_fraction")
     return {"format": FORMAT} | {key: getattr(data, key) for key in keys}
-
-
-def file_state(path: Path) -> list[int]:
-    """Return the size, times and inode of a source file, which change when its content does.
-
-    Raises:
-        DataError: If the system refuses.
-    """
-    try:
-        return integrity.state(path)
-    except OSError as e:
-        raise DataError(f"{path} cannot be read: {e.strerror}") from None
-
-
-def _sha256(path: Path) -> str:
-    try:
-        return sha256(path)
-    except OSError as e:
-        raise DataError(f"{path} cannot be read: {e.strerror}") from None

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from lm.common.console import say
-from lm.common.files import OutputError, parse_json
+from lm.common.files import DamagedError, read_json
 from lm.config.data import Data
 from lm.data.corpus import integrity
-from lm.data.sources.errors import DataError, first_line
+from lm.data.sources.errors import DataError
 
 SPLITS = ("train", "val")
-COUNTS = ("train_tokens", "train_documents", "val_tokens", "val_documents")
+VERIFIED = "verified.json"  # checksums of the larger files when they were last read
+ALWAYS_BYTES = 2**30  # a file below this size is read whole at every start
 
 
 @dataclass(frozen=True)
@@ -71,45 +70,35 @@ def open_folder(folder: Path) -> Corpus:
 
 
 def read_meta(folder: Path) -> Meta | None:
-    """What meta.json holds; None where there is none.
+    """Return the content of meta.json; None if there is none.
 
     Raises:
-        DataError: it is damaged.
+        DataError: If it is damaged.
     """
     path = folder / "meta.json"
-    try:
-        meta = Meta(**parse_json(path.read_text(encoding="utf-8")))
-        if meta.dtype not in ("uint16", "uint32"):
-            raise ValueError(f"dtype is {meta.dtype!r}")
-        for key in COUNTS:
-            if type(getattr(meta, key)) is not int:
-                raise ValueError(f"{key} is {getattr(meta, key)!r}")
-        return meta
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except OSError as e:
-        raise DataError(f"{path} cannot be read: {e.strerror}") from None
-    except (ValueError, TypeError) as e:
-        raise damaged(path, f"it does not hold what it should ({first_line(e)})") from None
+    keys = tuple(Meta.__dataclass_fields__)
+    try:
+        content = read_json(path, keys)
+    except DamagedError as e:
+        raise DataError(f"{e}; {_cure(folder)}") from None
+    return Meta(**{key: content[key] for key in keys})
 
 
-def verify(folder: Path, meta: Meta, vocab_size: int) -> None:
-    """Raises DataError where a file is not what was written, or holds ids of no token."""
+def verify(folder: Path, meta: Meta) -> None:
+    """Refuse files that are not what was written.
+
+    Raises:
+        DataError: If a file has another length or sha256 than meta.json says.
+    """
     check_sizes(folder, meta)
-    for name in (f"{split}.bin" for split in SPLITS):
-        path = folder / name
-        known = meta.sha256[name]
-        if integrity.is_remembered(path):
-            continue
-        if path.stat().st_size > integrity.ALWAYS_BYTES:
-            say(f"data     verifying {path} ({path.stat().st_size / 1e9:.1f} GB)")
-        found, largest = integrity.read_through(path, np.dtype(meta.dtype))
-        if found != known:
-            raise damaged(path, f"its sha256 is {found}, in meta.json {known}")
-        if largest >= vocab_size:
-            raise damaged(path, f"it holds the id {largest}, the vocabulary has {vocab_size}")
-        with contextlib.suppress(OutputError):  # in a folder that is only read: read again then
-            integrity.remember(folder, [name])
+    paths = [folder / f"{split}.bin" for split in SPLITS]
+    sums = integrity.checksums(paths, folder / VERIFIED, ALWAYS_BYTES)
+    for path in paths:
+        if sums[path] != meta.sha256[path.name]:
+            known = meta.sha256[path.name]
+            raise damaged(path, f"its sha256 is {sums[path]}, in meta.json {known}")
 
 
 def check_sizes(folder: Path, meta: Meta) -> None:
@@ -124,10 +113,11 @@ def check_sizes(folder: Path, meta: Meta) -> None:
 
 
 def damaged(path: Path, how: str) -> DataError:
-    return DataError(
-        f"{path} is damaged: {how}; delete {path.parent}, and the next start prepares it again from"
-        " the source"
-    )
+    return DataError(f"{path} is damaged: {how}; {_cure(path.parent)}")
+
+
+def _cure(folder: Path) -> str:
+    return f"delete {folder}, and the next start prepares it again from the source"
 
 
 def check_enough(meta: Meta, data: Data) -> None:

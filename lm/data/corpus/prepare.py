@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from lm.config.data import Data
 from lm.config.schema import Config
 from lm.data.corpus import cache
 from lm.data.corpus.corpus import Corpus, Meta, check_enough, open_folder, read_meta, verify
-from lm.data.corpus.tokenising import documents_done, tokenise
+from lm.data.corpus.tokenising import tokenise
 from lm.data.sources.errors import DataError
 
 __all__ = ["Corpus", "Meta", "open_corpus", "prepare", "prepare_ahead"]
@@ -42,16 +41,6 @@ class Record:
     sha256: dict[str, str]
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A corpus that `prepare_ahead` made or found."""
-
-    folder: Path
-    meta: Meta
-    made: bool
-    seconds: float
-
-
 def prepare(
     cfg: Config,
     tokenizer: PreTrainedTokenizerFast,
@@ -64,7 +53,7 @@ def prepare(
     Without a cache (`data.cache: null`) the corpus goes into the run directory. A run continues
     with the corpus that it began with, also if the source has changed since or is gone. The files
     of a corpus are verified: read, and their checksums compared. A file above
-    integrity.ALWAYS_BYTES is read only if it has changed since it was last verified. A stream
+    ALWAYS_BYTES is read only if it has changed since it was last verified. A stream
     (`fineweb`) is read only until `data.val_tokens` held-out tokens are there.
 
     One process of a run calls this; on the other nodes `ensure_here` follows.
@@ -87,7 +76,7 @@ def prepare(
     is_old_run = read_meta(folder) is not None  # earlier versions wrote into RUN/data itself
     entry = folder if is_old_run else _entry(cfg.data, tokenizer, folder, record, progress)
     meta = _read_entry(entry)
-    verify(entry, meta, len(tokenizer))
+    verify(entry, meta)
     if record is not None and record.sha256 != meta.sha256:
         raise DataError(
             f"{run_dir} was trained on another corpus than the one that {entry} holds now"
@@ -174,13 +163,15 @@ def ensure_here(
 
 def prepare_ahead(
     cfg: Config, tokenizer: PreTrainedTokenizerFast, progress: Progress | None = None
-) -> Prepared:
+) -> tuple[Path, bool]:
     """Make the corpus of a config in the cache, or verify the existing corpus.
+
+    Returns:
+        Its folder, and True if it was made here.
 
     Raises:
         DataError, OutputError: As `prepare`.
     """
-    began = time.monotonic()
     root = cache.root(cfg.data)
     if root is None:
         raise DataError(
@@ -191,9 +182,9 @@ def prepare_ahead(
     made = _make(entry, cfg.data, tokenizer, progress)
     meta = _read_entry(entry)
     if not made:
-        verify(entry, meta, len(tokenizer))
+        verify(entry, meta)
     check_enough(meta, cfg.data)
-    return Prepared(entry, meta, made, time.monotonic() - began)
+    return entry, made
 
 
 def _entry(
@@ -213,26 +204,20 @@ def _entry(
         DataError: If the source cannot be read, or a recorded corpus is gone and the source is
             another text now.
     """
+    if record is not None and (found := _find(folder, record)):
+        return found
     root = cache.root(data) or folder
-    entry = None
-    reason = "the source is another text than then"
     try:
         entry = cache.corpus_folder(root, data, tokenizer)
+        reason = "the source is another text than then"
     except DataError as e:
         if record is None:
             raise
+        entry = None
         reason = f"it cannot be made again: {e}"
     if record is not None:
         began_with = _place(folder, record)
-        is_same = entry is not None and entry.name == began_with.name
-        if (found := _find(folder, record)) is not None:
-            if not is_same:
-                say(
-                    "note: the source is not what it was when the run began: the run goes on with"
-                    f" its corpus, {found}"
-                )
-            return found
-        if not is_same:
+        if entry is None or entry.name != began_with.name:
             raise DataError(
                 f"{folder.parent} uses the corpus {began_with}, which is not there, and {reason};"
                 f" bring back {began_with}, or the text as it was, or train anew under another"
@@ -240,12 +225,6 @@ def _entry(
             )
         say(f"data     {began_with} is not there: looked for, and made again, in {root}")
     assert entry is not None
-    if data.cache == "auto" and read_meta(entry) is None and not cache.is_usable(root):
-        say(
-            f"note: {root} cannot be written: the corpus goes into {folder}, for this run alone"
-            f" (data.cache, or {cache.VARIABLE}, names a folder for all)"
-        )
-        entry = folder / entry.name
     _make(entry, data, tokenizer, progress)
     return entry
 
@@ -264,20 +243,15 @@ def _make(
             [data], lambda: cache.corpus_folder(entry.parent, data, tokenizer).name, entry.name
         )
 
-    def make(check: Callable[[], None]) -> None:
+    def make() -> None:
         address = entry.name.partition("-")[2]
-        meta = tokenise(data, tokenizer, entry, address, progress, check, check_source)
+        meta = tokenise(data, tokenizer, entry, address, progress, check_source)
         text = data.path or (data.dataset if data.source == "fineweb" else data.source)
         with contextlib.suppress(OutputError):  # for people, who look into the cache
             write_json(entry / "about.json", {"text": text, "documents": meta.documents})
 
     try:
-        return cache.make_once(
-            entry,
-            lambda: read_meta(entry) is not None,
-            make,
-            lambda: f" ({documents_done(entry)} documents so far)",
-        )
+        return cache.make_once(entry, lambda: read_meta(entry) is not None, make)
     except OutputError as e:
         raise OutputError(
             f"{e} (a prepared corpus; data.cache, or {cache.VARIABLE}, names another folder, and"

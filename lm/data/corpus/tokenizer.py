@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -9,15 +10,16 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
-from lm.common.files import parse_json
+from lm.common.files import read_json
 from lm.config.data import Data
 from lm.config.schema import Config
 from lm.data.corpus import cache
-from lm.data.sources.errors import DataError
+from lm.data.sources.errors import DataError, first_line
 from lm.data.sources.hub import check_hub
 from lm.data.sources.mixture import naming, parts, tokenizer_bytes
 from lm.data.sources.open import documents, is_validation
@@ -42,10 +44,7 @@ def load_tokenizer(
     folder, wanted = Path(run_dir) / "tokenizer", _wanted(cfg)
     if folder.is_dir():
         record = folder / RECORD
-        try:
-            made_from = parse_json(record.read_text("utf-8")) if record.is_file() else wanted
-        except ValueError as e:  # JSONDecodeError and UnicodeDecodeError
-            raise DataError(f"{record} is damaged: it is not JSON ({e})") from None
+        made_from = read_json(record) if record.is_file() else wanted
         if made_from != wanted:
             raise DataError(
                 f"{folder} was made from {made_from}, but the config asks for {wanted}; "
@@ -88,14 +87,14 @@ def _read(folder: Path) -> PreTrainedTokenizerFast:
     """
     try:
         how = checksums.difference(folder, checksums.read_sums(folder))
-        if not how:
-            return PreTrainedTokenizerFast.from_pretrained(str(folder))
-    except Exception as e:  # the loaders raise whatever they meet, bare Exception included
-        reason = str(e).strip().splitlines()[0] if str(e) else type(e).__name__
-        raise DataError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
-    raise DataError(
-        f"{folder / how}: with another tokenizer the same text is other tokens; bring the file back"
-    )
+    except (OSError, ValueError) as e:
+        raise DataError(f"the tokenizer in {folder} cannot be loaded: {first_line(e)}") from None
+    if how:
+        raise DataError(
+            f"{folder / how}: with another tokenizer the same text is other tokens; bring the file"
+            " back"
+        )
+    return _load(str(folder), PreTrainedTokenizerFast)
 
 
 def _trained_once(cfg: Config, log: Callable[[str], None]) -> PreTrainedTokenizerFast:
@@ -105,10 +104,8 @@ def _trained_once(cfg: Config, log: Callable[[str], None]) -> PreTrainedTokenize
         return train_bpe(cfg, log)
     entry = cache.tokenizer_folder(root, cfg)
     folder = entry / "tokenizer"
-    if cfg.data.cache == "auto" and not folder.is_dir() and not cache.is_usable(root):
-        return train_bpe(cfg, log)
 
-    def make(_check: Callable[[], None]) -> None:
+    def make() -> None:
         tokenizer = train_bpe(cfg, log)
         cache.check_unchanged(
             [part.data for part in parts(cfg).values()],
@@ -141,7 +138,12 @@ def train_bpe(cfg: Config, log: Callable[[str], None] = warnings.warn) -> PreTra
         show_progress=False,
     )
     backend.train_from_iterator(training_texts(cfg), trainer)
-    tokenizer = _wrap(backend, eos_token=EOS, pad_token=PAD)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        eos_token=EOS,
+        pad_token=PAD,
+    )
     _say_if_small(len(tokenizer), cfg, log)
     return tokenizer
 
@@ -188,72 +190,51 @@ def _wanted(cfg: Config) -> dict:
     return {"name": t.name} | ({"vocab_size": t.vocab_size} if t.name == "bpe" else {})
 
 
-def _wrap(backend: Tokenizer, **special: str) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, clean_up_tokenization_spaces=False, **special
-    )
-
-
 def _from_huggingface(name: str) -> PreTrainedTokenizerFast:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _from_folder(folder)
     if "/" in name and looks_local(name):
         raise DataError(f"tokenizer.name {name}: no such folder")
-    try:
-        # The hub's local cache.
-        return AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError) as e:
-        _refuse_foreign_code(name, e)
+    with contextlib.suppress(DataError):  # the hub's local cache
+        return _load(name, AutoTokenizer, local_files_only=True)
     try:
         check_hub(f"tokenizer {name}")
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except DataError as e:
         raise DataError(
             f"{e}; `tokenizer.name: bpe` or the folder of a downloaded tokenizer works offline"
         ) from None
-    except (OSError, ValueError) as e:
-        _refuse_foreign_code(name, e)
-        reason = str(e).strip().splitlines()[0]
-        raise DataError(f"tokenizer {name} could not be loaded from the hub: {reason}") from None
-
-
-def _refuse_foreign_code(name: str, error: Exception) -> None:
-    """Raise DataError if transformers would have to run a tokenizer's own code."""
-    if "trust_remote_code" in str(error):
-        raise DataError(
-            f"tokenizer.name {name} is code of its own (`auto_map` in its tokenizer_config.json),"
-            " which no training runs: name a tokenizer with a tokenizer.json"
-        ) from None
+    return _load(name, AutoTokenizer)
 
 
 def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
-    has = {p.name for p in folder.iterdir()}
-    try:
-        if has & {"tokenizer.json", "tokenizer_config.json"}:
-            return AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
-            )
-        if {"vocab.json", "merges.txt"} <= has:
-            return _from_gpt2_files(folder)
-    except Exception as e:  # the loaders raise whatever they meet, bare Exception included
-        _refuse_foreign_code(str(folder), e)
-        reason = str(e).strip().splitlines()[0] if str(e) else type(e).__name__
-        raise DataError(f"the tokenizer in {folder} cannot be loaded: {reason}") from None
+    names = {path.name for path in folder.iterdir()}
+    if names & {"tokenizer.json", "tokenizer_config.json"}:
+        return _load(str(folder), AutoTokenizer, local_files_only=True)
+    if {"vocab.json", "merges.txt"} <= names:
+        return _load(str(folder), GPT2Tokenizer, local_files_only=True)
     raise DataError(
         f"{folder} holds no tokenizer: tokenizer.json, or vocab.json with merges.txt"
-        f" (it holds {', '.join(sorted(has)) or 'nothing'})"
+        f" (it holds {', '.join(sorted(names)) or 'nothing'})"
     )
 
 
-def _from_gpt2_files(folder: Path) -> PreTrainedTokenizerFast:
-    """Load a byte-level BPE from vocab.json and merges.txt."""
-    vocab = str(folder / "vocab.json")
-    backend = Tokenizer(models.BPE.from_file(vocab, str(folder / "merges.txt")))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    eos = next((token for token in (EOS, "</s>") if backend.token_to_id(token) is not None), None)
-    return _wrap(backend, **({"eos_token": eos} if eos else {}))
+def _load(name: str, kind: Any, **options: bool) -> PreTrainedTokenizerFast:
+    """Load a tokenizer by a class of transformers, from a folder or the hub.
+
+    Raises:
+        DataError: If the class cannot load it, or would have to run its own code.
+    """
+    try:
+        return kind.from_pretrained(name, trust_remote_code=False, **options)
+    except Exception as e:  # the loaders raise whatever they meet, bare Exception included
+        if "trust_remote_code" in str(e):
+            raise DataError(
+                f"tokenizer.name {name} is code of its own (`auto_map` in its"
+                " tokenizer_config.json), which no training runs: name a tokenizer with a"
+                " tokenizer.json"
+            ) from None
+        raise DataError(f"the tokenizer {name} cannot be loaded: {first_line(e)}") from None
 
 
 def save(tokenizer: PreTrainedTokenizerFast, folder: Path, record: dict) -> None:

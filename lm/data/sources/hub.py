@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import random
 import re
@@ -150,6 +151,8 @@ def _is_passing(error: Exception) -> bool:
         return any(status >= 500 or status in PASSING for status in statuses)
     if isinstance(error, FileNotFoundError | PermissionError):
         return False
+    if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+        return False  # a file cannot be written here
     return any(
         isinstance(e, OSError) or type(e).__module__.partition(".")[0] in ("httpx", "httpx2")
         for e in chain

@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lm.common.console import say
 from lm.config.data import Data
 from lm.data.sources.errors import DataError, first_line
 from lm.data.sources.hub import HubFiles, open_hub, patiently
-from lm.data.sources.hub_download import local_copy
 from lm.data.sources.parquet import check_text_column
+from lm.model.checksums import sha256
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-RECENT_BYTES = 2**26  # texts of the row groups read last that a process keeps
-POSITION = {"revision", "file", "groups_before", "row_group", "row"}  # keys of a state, and "order"
 FILES = 0x66696C65  # beside seed and epoch: the generator of the files' order
 
 
@@ -47,18 +46,8 @@ class HubDocuments:
         state: dict | None = None,
         order: tuple[int, int] | None = None,
     ):
-        is_beginning = state is not None and state.keys() == {"revision"}
-        if state is not None and not is_beginning and state.keys() - {"order"} != POSITION:
-            raise DataError(
-                "the checkpoint's position in the stream is of an earlier version, which dealt out "
-                "whole files; a run that streams cannot go on from it: train anew under another "
-                "run name"
-            )
         self._groups = open_groups(data, state["revision"] if state else None)
-        # A position without an order is of a run that went through the files as they stand.
-        self._position = self._start(order)
-        if state and not is_beginning:
-            self._position |= {"order": None} | state
+        self._position = self._start(order) | (state or {})
         self._file_order = self._permutation(len(self._groups.files.paths), FILES)
         # This shard has the row groups u with u % count == index, and of their rows those r with
         # r % parts == part.
@@ -120,7 +109,7 @@ class HubDocuments:
         """From the position's row on; nothing is fetched where none of this shard is left."""
         at = self._position
         first = at["row"] + (self._part - at["row"]) % self._parts
-        count = self._groups.rows(file, row_group)
+        count = self._groups.rows(file)[row_group]
         places = range(first, count, self._parts)
         if not places:
             return
@@ -151,7 +140,7 @@ def download_all(data: Data, progress: Callable[[int, int], None] | None = None)
         progress: called with (files there, all files).
 
     Raises:
-        DataError: as `local_copy`, or the hub does not answer. OutputError: no space.
+        DataError: a copy is damaged, there is no space, or the hub does not answer.
     """
     groups = open_groups(data)
     count = len(groups.files.paths)
@@ -175,18 +164,20 @@ class RowGroups:
 
         self.files, self._field, self._folder = files, field, folder
         self._hub = HfFileSystem()
-        self._counts: dict[int, int] = {}
-        self._recent: dict[tuple[int, int], pa.Array] = {}  # the newest last
+        self.rows = functools.cache(self._read_rows)
+        # Several streams of a rank may share a row group, which may be large.
+        self.texts = functools.lru_cache(maxsize=1)(self._read_texts)
+        self._copy = functools.cache(self._download)
         self._footer = functools.lru_cache(maxsize=4)(self._read_footer)
 
     def count(self, file: int) -> int:
         """Row groups of a file, given by its number."""
-        if file not in self._counts:
-            self._counts[file] = self._footer(file).num_row_groups
-        return self._counts[file]
+        return len(self.rows(file))
 
-    def rows(self, file: int, row_group: int) -> int:
-        return self._footer(file).row_group(row_group).num_rows
+    def _read_rows(self, file: int) -> list[int]:
+        """Rows of each row group of a file."""
+        footer = self._footer(file)
+        return [footer.row_group(number).num_rows for number in range(footer.num_row_groups)]
 
     def count_up_to(self, enough: int) -> int:
         """Row groups of all files, or at least `enough`: no more footers are read than that takes.
@@ -203,24 +194,8 @@ class RowGroups:
             raise DataError(f"{self.files.name} is empty: its files have no rows")
         return found
 
-    def texts(self, file: int, row_group: int) -> pa.Array:
-        """The text column (rows,) of a row group. Those read last are kept, RECENT_BYTES of them:
-        several streams of a process may share one, or a small dataset come again at once.
-
-        Raises:
-            DataError: as `_read_texts`.
-        """
-        key = file, row_group
-        column = self._recent.pop(key, None)
-        if column is None:
-            column = self._read_texts(file, row_group)
-        self._recent[key] = column
-        while sum(kept.nbytes for kept in self._recent.values()) > RECENT_BYTES:
-            del self._recent[next(iter(self._recent))]
-        return column
-
     def _read_texts(self, file: int, row_group: int) -> pa.Array:
-        """The text column of a row group, from the hub.
+        """The text column (rows,) of a row group, from the hub.
 
         Raises:
             DataError: it is damaged, on the hub itself: two reads in a row could not be decoded.
@@ -274,7 +249,7 @@ class RowGroups:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
-        path, size = self.files.paths[file], self._size(file)
+        path, size = self.files.paths[file], self._about(file)["size"]
         try:
             tail = self._fetch(file, max(0, size - 8), size)
             length = int.from_bytes(tail[:4], "little")
@@ -287,9 +262,6 @@ class RowGroups:
             raise DataError(f"{path} is not a whole parquet file: {first_line(error)}") from None
         return metadata
 
-    def _size(self, file: int) -> int:
-        return self._about(file)["size"]
-
     def _about(self, file: int) -> dict:
         """What the hub says of a file: `size`, `lfs` with its sha256, …"""
         path = self.files.paths[file]
@@ -299,20 +271,49 @@ class RowGroups:
         """Bytes of a file, of its local copy where there is to be one."""
         if self._folder is None:
             return self._fetch_remote(file, start, stop)
-        about = self._about(file)
-        copy = local_copy(
-            self.files.paths[file],
-            about["size"],
-            (about.get("lfs") or {}).get("sha256"),
-            Path(self._folder),
-            functools.partial(self._fetch_remote, file),
-        )
+        copy = self._copy(file)
         try:
             with open(copy, "rb") as local:
                 local.seek(start)
                 return local.read(stop - start)
         except OSError as e:
             raise DataError(f"{copy} cannot be read: {e.strerror}") from None
+
+    def _download(self, file: int) -> Path:
+        """Return the local copy of a file, downloaded if it is missing, and compare its sha256.
+
+        Raises:
+            DataError: If it is not what the hub says, twice, or cannot be downloaded.
+        """
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.utils import disable_progress_bars
+
+        path = self.files.paths[file]
+        repository, _, rest = path.removeprefix("hf://datasets/").partition("@")
+        commit, _, name = rest.partition("/")
+        place = Path(self._folder or "").expanduser() / f"datasets/{repository}@{commit}"
+        disable_progress_bars()
+
+        def attempt() -> str:
+            return hf_hub_download(
+                repository, name, repo_type="dataset", revision=commit, local_dir=place
+            )
+
+        if not (place / name).is_file():
+            say(
+                f"data     downloading {path} ({self._about(file)['size'] / 1e6:.0f} MB) to {place}"
+            )
+        expected = (self._about(file).get("lfs") or {}).get("sha256")
+        for _ in range(2):
+            copy = Path(patiently(f"downloading {path}", attempt))
+            found = sha256(copy)
+            if expected in (None, found):
+                return copy
+            copy.unlink()
+        raise DataError(
+            f"{path} was downloaded twice and is damaged: its sha256 is {found}, that on the hub "
+            f"{expected}; report it to the dataset's owner, or use another data.name"
+        )
 
     def _fetch_remote(self, file: int, start: int, stop: int) -> bytes:
         path = self.files.paths[file]

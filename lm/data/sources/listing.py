@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import fnmatch
 import glob
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import NoReturn
+
+from fsspec.utils import glob_translate
 
 from lm.common.console import say
 from lm.config.data import Data
@@ -67,11 +70,10 @@ def list_files(data: Data) -> Listing:
         raise DataError(f"data.path {data.path} cannot be read: {_reason(e)}") from None
     if is_folder:
         return _list_folder(path, data.source)
-    skipped: Counter[str] = Counter()
-    files = sorted(_matching_files(path, skipped))
-    if not files:
+    listing = _list_matches(path)
+    if not listing.files:
         raise DataError(f"data.path {data.path}: no such file or folder, and no file matches it")
-    return Listing(files, skipped)
+    return listing
 
 
 def report_files(data: Data, listing: Listing) -> None:
@@ -95,15 +97,16 @@ def _say_once(text: str) -> None:
 
 
 def _list_folder(folder: Path, source: str) -> Listing:
-    skipped: Counter[str] = Counter()
-    files = []
-    for path in _walk(folder, ("**", "*"), skipped, with_hidden=True):
-        if _is_read(path.name, source):
-            files.append(path)
-        else:
-            skipped[_ending(path.name)] += 1
+    endings = list(ENDINGS[source])
+    if source in COMPRESSED_SOURCES:
+        endings += [ending + packed for ending in ENDINGS[source] for packed in COMPRESSIONS]
+    found = _sorted_files(_walk(folder))
+    is_read = {path: _ending(path.name) in endings for path in found.files}
+    skipped = found.skipped
+    skipped.update(_ending(path.name) for path in found.files if not is_read[path])
+    files = [path for path in found.files if is_read[path]]
     if files:
-        return Listing(sorted(files), skipped)
+        return Listing(files, skipped)
     expected = ", ".join(f"*{ending}" for ending in ENDINGS[source])
     if source in COMPRESSED_SOURCES:
         expected += f" (or one of them with {', '.join(COMPRESSIONS)})"
@@ -113,104 +116,71 @@ def _list_folder(folder: Path, source: str) -> Listing:
     raise DataError(f"data.path {folder} is a folder without any {expected} file in it: {holds}")
 
 
-def _matching_files(pattern: Path, skipped: Counter[str]) -> Iterator[Path]:
-    """Yield the files that match a glob; `**` matches any number of folders.
+def _list_matches(pattern: Path) -> Listing:
+    """List the files that match a glob; `**` matches any number of folders.
 
     The pattern begins after the folders that exist: `part[1]/*.txt` reads the folder `part[1]`, not
     `part1`.
+
+    Raises:
+        DataError: If a folder cannot be read, or `**` is only a part of a name.
     """
-    parts = pattern.parts
-    depth = next((len(folder.parts) for folder in pattern.parents if folder.is_dir()), 0)
-    rest = enumerate(parts[depth:], depth)
-    magic = next((i for i, part in rest if glob.has_magic(part)), None)
-    if magic is None:
-        return
-    base = Path(*parts[:magic])
-    next_parts = parts[magic:] if parts[-1] != "**" else (*parts[magic:], "*")
-    if base.is_dir():
-        yield from _walk(base, next_parts, skipped, with_hidden=False)
+    base = next(folder for folder in pattern.parents if folder.is_dir())
+    parts = pattern.parts[len(base.parts) :]
+    if not glob.has_magic(parts[0]):
+        return Listing([])
+    try:
+        expression = re.compile(glob_translate("/".join(parts)))
+    except ValueError as e:
+        raise DataError(f"data.path {pattern}: {e}") from None
+
+    dots = sum(part.startswith(".") for part in parts)
+
+    def is_match(path: Path) -> bool:
+        below = path.relative_to(base)
+        # As in a shell, a name that starts with a dot is only matched by a part that does.
+        is_wanted = sum(name.startswith(".") for name in below.parts) == dots
+        return is_wanted and expression.match(below.as_posix()) is not None
+
+    found = _walk(base, None if "**" in parts else len(parts))
+    return _sorted_files(filter(is_match, found))
 
 
-def _walk(
-    base: Path, parts: tuple[str, ...], skipped: Counter[str], with_hidden: bool
-) -> Iterator[Path]:
-    """Yield the files below a folder that match the parts of a glob.
+def _sorted_files(paths: Iterable[Path]) -> Listing:
+    """Sort files; count broken links and special files as skipped."""
+    paths = sorted(paths)
+    files = [path for path in paths if path.is_file()]
+    others = [path for path in paths if not path.is_file()]
+    kinds = ("broken link" if path.is_symlink() else "special file" for path in others)
+    return Listing(files, Counter(kinds))
 
-    `glob` and `Path.rglob` skip folders that they cannot read, and `glob` follows links in circles.
+
+def _walk(base: Path, max_depth: int | None = None) -> Iterator[Path]:
+    """Yield the files below a folder; links to folders are followed, unless they form a circle.
 
     Args:
-        skipped: Receives the number of broken links and special files that match.
-        with_hidden: Whether `*` and `**` match names that start with a dot.
+        max_depth: Parts of the longest path below `base`; None: any number.
 
     Raises:
         DataError: If a folder cannot be read.
     """
-    # Links wait until all folders are finished, so that a file keeps its path without links if it
-    # has such a path. The same folder with the same parts is expanded once, which ends loops.
-    folders = [(base, os.path.realpath(base), parts)]
-    links: list[tuple[Path, str, tuple[str, ...]]] = []
-    finished = set()
-    while folders or links:
-        folder, real, parts = (folders or links).pop()
-        if (real, parts) in finished:
-            continue
-        finished.add((real, parts))
-        is_recursive = parts[0] == "**"
-        below = parts if is_recursive else parts[1:]
-        if is_recursive:
-            folders.append((folder, real, parts[1:]))
-        for entry in _entries(folder):
-            if not _matches(entry.name, parts[0], with_hidden):
-                continue
-            path = folder / entry.name
-            if _follow(entry.is_dir):
-                if below and entry.is_symlink():
-                    links.append((path, os.path.realpath(path), below))
-                elif below:
-                    folders.append((path, os.path.join(real, entry.name), below))
-            elif not below and _follow(entry.is_file):
-                yield path
-            elif not below:
-                skipped["broken link" if entry.is_symlink() else "special file"] += 1
+    reals = {str(base): [os.path.realpath(base)]}  # of a folder, with the folders above it
+    for folder, subfolders, names in os.walk(base, followlinks=True, onerror=_refuse_folder):
+        above = reals[folder]
+        paths = {name: os.path.join(folder, name) for name in subfolders}
+        reals |= {path: [*above, os.path.realpath(path)] for path in paths.values()}
+        is_deepest = len(above) == max_depth
+        subfolders[:] = [
+            name for name, path in paths.items() if not is_deepest and reals[path][-1] not in above
+        ]
+        yield from (Path(folder, name) for name in names)
 
 
-def _matches(name: str, pattern: str, with_hidden: bool) -> bool:
-    """Match a name with one part of a glob; `**` matches every name that `*` does."""
-    if name.startswith(".") and not with_hidden and not pattern.startswith("."):
-        return False
-    return fnmatch.fnmatchcase(name, pattern)
-
-
-def _entries(folder: Path) -> list[os.DirEntry]:
-    try:
-        with os.scandir(folder) as entries:
-            return list(entries)
-    except OSError as e:
-        raise DataError(
-            f"{folder}, a folder of data.path, cannot be read: {e.strerror}; make it readable, or"
-            " leave it out by a glob in data.path"
-        ) from None
-
-
-def _follow(is_kind: Callable[[], bool]) -> bool:
-    """Return the answer of a directory entry's `is_dir` or `is_file`; False for an endless link."""
-    try:
-        return is_kind()
-    except OSError:
-        return False
-
-
-def _is_read(name: str, source: str) -> bool:
-    """Return True if a source reads a file of this name in a folder."""
-    ending = _ending(name)
-    if ending in ENDINGS[source]:
-        return True
-    inner, _, compression = ending.rpartition(".")
-    return (
-        source in COMPRESSED_SOURCES
-        and inner in ENDINGS[source]
-        and f".{compression}" in COMPRESSIONS
-    )
+def _refuse_folder(error: OSError) -> NoReturn:
+    raise DataError(
+        f"{error.filename}, a folder of data.path, cannot be read: {error.strerror}; make it"
+        " readable, or leave it out by a glob in data.path"
+    ) from None
 
 
 def _ending(name: str) -> str:

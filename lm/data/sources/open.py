@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import hashlib
 import io
@@ -12,10 +11,9 @@ import os
 import re
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
-from lm.common.errors import require
 from lm.common.files import parse_json
 from lm.config.data import Data, Traces
 from lm.data.sources import traces
@@ -138,26 +136,14 @@ def _lines(path: Path) -> Iterator[bytes]:
     Raises:
         DataError: If the file cannot be read, or is not whole.
     """
+    import pyarrow as pa  # which reads all of them; Python 3.11 has no zstd
+
+    compression = COMPRESSIONS.get(path.suffix.lower())
     try:
-        with _open_binary(path) as lines:
-            yield from lines
+        with open(path, "rb") as file, pa.input_stream(file, compression) as stream:
+            yield from io.BufferedReader(stream, 2**20)
     except OSError as e:
         raise DataError(f"{path} cannot be read: {e.strerror or e}") from None
-
-
-@contextlib.contextmanager
-def _open_binary(path: Path) -> Iterator[Iterable[bytes]]:
-    compression = COMPRESSIONS.get(path.suffix.lower())
-    if compression is None:
-        with open(path, "rb") as file:
-            yield file
-        return
-    require("pyarrow", f"{path}, which is compressed,")
-    import pyarrow as pa
-
-    # pyarrow reads all of them; Python 3.11 has no zstd.
-    with pa.input_stream(str(path), compression=compression) as stream:
-        yield io.BufferedReader(stream)
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[str]:

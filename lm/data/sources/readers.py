@@ -1,194 +1,91 @@
-"""Reader processes: they answer requests, outlive a launcher's signals, and die with their parent.
-
-Little is imported here: a new process must be watching its parent before it imports anything heavy.
-"""
+"""Reader threads: they make answers in advance, while the main thread trains."""
 
 from __future__ import annotations
 
-import importlib
-import multiprocessing
-import os
-import pickle
-import signal
+import atexit
 import threading
 import time
-import traceback
-from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from multiprocessing import connection, resource_tracker, util
-from typing import Any, NoReturn
+import weakref
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any
 
-from lm.common.errors import MachineError
-from lm.common.secrets import mask_logs
-from lm.common.signals import STOP
-
-WATCH_S = 0.5  # seconds between two looks at whether the parent is still there
-
-
-class ReaderError(MachineError):
-    """A reader process is gone; the message says how."""
+AHEAD = 2  # answers for a key that are made in advance
+PATIENCE_S = 2.0  # at the end of the process, for the threads to finish their answers
 
 
 class Readers:
-    """Processes that answer requests: for a key its next answer (`take`), or one by one.
+    """Threads that answer for keys; `take` returns the next answer for a key.
 
-    Each process holds some keys. The answers for a key come in order, however the processes
-    overtake each other; after the first `take` of a key up to `ahead` of its answers are made in
-    advance. A process without keys answers what it is sent: `send`, then `receive`.
-
-    At the end the processes are killed, not waited for.
+    Each thread has some keys. The answers for a key come in order, however the threads overtake
+    each other; after the first `take` of a key up to AHEAD of its answers are made in advance.
 
     Args:
-        entry: "module:function"; each process calls the function with its payload, which returns
-            the function that maps a request to an answer.
-        payloads: Payload of each process, anything that can be pickled.
-        keys: Keys of each process.
+        functions: Function of each thread, which maps a key to its next answer.
+        keys: Keys of each thread.
     """
 
-    def __init__(
-        self,
-        entry: str,
-        payloads: Sequence[object],
-        keys: Sequence[Sequence[Hashable]] = (),
-        ahead: int = 2,
-    ):
-        started = [_start(entry, payload) for payload in payloads]
-        self._processes = [process for process, _ in started]
-        self._connections = [ours for _, ours in started]
-        self._owner = {key: i for i, held in enumerate(keys) for key in held}
-        self._answers: dict[Hashable, deque] = {key: deque() for key in self._owner}
-        self._asked: dict[Hashable, int] = dict.fromkeys(self._owner, 0)
-        self._queues: list[deque] = [deque() for _ in started]  # keys asked for, in order
-        self._ahead = ahead
-        self.close = util.Finalize(
-            self, _kill, (self._processes, self._connections), exitpriority=100
-        )  # called at exit before multiprocessing joins its children
+    def __init__(self, functions: Sequence[Callable[[int], Any]], keys: Sequence[Sequence[int]]):
+        threads = [_Reader(*pair) for pair in zip(functions, keys, strict=True)]
+        self._thread = {key: thread for thread in threads for key in thread.answers}
+        self._pending = dict.fromkeys(self._thread, 0)  # requested and not taken
+        self.close = weakref.finalize(self, _end, threads)
+        for thread in threads:
+            thread.start()
 
-    @property
-    def pids(self) -> list[int]:
-        return [process.pid for process in self._processes]
-
-    def check(self) -> None:
-        """Costs microseconds.
-
-        Raises:
-            ReaderError: a process has died.
-        """
-        sentinels = [process.sentinel for process in self._processes]
-        if dead := connection.wait(sentinels, timeout=0):
-            number = sentinels.index(dead[0])
-            process = self._processes[number]
-            process.join()
-            code = process.exitcode
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited ({code})"
-            raise ReaderError(f"loader worker {number} (pid {process.pid}) {how}")
-
-    def take(self, key: Hashable) -> Any:
-        """Return the next answer for a key.
-
-        Raises:
-            ReaderError: If a process has died.
-            RuntimeError: If its function raised; with the traceback.
-        """
-        answers = self._answers[key]
-        while self._asked[key] + len(answers) <= self._ahead:
-            self.send(self._owner[key], key)
-            self._queues[self._owner[key]].append(key)
-            self._asked[key] += 1
-        while not answers:
-            sentinels = [process.sentinel for process in self._processes]
-            ready = connection.wait([*self._connections, *sentinels])
-            self.check()
-            for number, ours in enumerate(self._connections):
-                if ours in ready:
-                    answered = self._queues[number].popleft()
-                    self._answers[answered].append(self.receive(number))
-                    self._asked[answered] -= 1
-        return answers.popleft()
-
-    def send(self, number: int, request: object) -> None:
-        """Ask a process for its function's answer to a request.
-
-        Raises:
-            ReaderError: If a process has died.
-        """
-        try:
-            self._connections[number].send(request)
-        except OSError:
-            self._raise_dead()
-
-    def receive(self, number: int) -> Any:
-        """Wait for the next answer of a process.
-
-        Raises:
-            ReaderError: If a process has died.
-            RuntimeError: If its function raised; with the traceback.
-        """
-        try:
-            answer, failure = self._connections[number].recv()
-        except (EOFError, OSError):
-            self._raise_dead()
-        if failure:
-            raise RuntimeError(f"a loader worker failed:\n{failure}")
+    def take(self, key: int) -> Any:
+        """Return the next answer for a key; raise what the thread's function raised."""
+        thread = self._thread[key]
+        while self._pending[key] <= AHEAD:
+            thread.requests.put(key)
+            self._pending[key] += 1
+        answer, error = thread.answers[key].get()
+        self._pending[key] -= 1
+        if error is not None:
+            raise error
         return answer
 
-    def _raise_dead(self) -> NoReturn:
-        """The other end of a connection is closed: its process is dead or about to be."""
-        connection.wait([process.sentinel for process in self._processes], timeout=5)
-        self.check()
-        raise ReaderError("a loader worker closed its connection")
+
+class _Reader(threading.Thread):
+    """A thread that answers requests in their order.
+
+    It is a daemon: the process does not wait for a thread that waits for the network.
+    """
+
+    def __init__(self, function: Callable[[int], Any], keys: Sequence[int]):
+        super().__init__(name="reader", daemon=True)
+        self._function = function
+        self._is_ended = False
+        self.requests: SimpleQueue[int | None] = SimpleQueue()
+        self.answers: dict[int, SimpleQueue] = {key: SimpleQueue() for key in keys}
+        _running.add(self)
+
+    def run(self) -> None:
+        while (key := self.requests.get()) is not None and not self._is_ended:
+            try:
+                self.answers[key].put((self._function(key), None))
+            except Exception as error:
+                self.answers[key].put((None, error))
+
+    def end(self) -> None:
+        """Have it end after the answer that it is making."""
+        self._is_ended = True
+        self.requests.put(None)
 
 
-def _start(entry: str, payload: object):
-    """(process, our end of its connection). The process is born with STOP blocked, and ignores
-    them as soon as it runs: there is no moment at which one of them would end it."""
-    context = multiprocessing.get_context("spawn")  # threads of tokenizers do not survive a fork
-    ours, theirs = context.Pipe()
-    arguments = (theirs, os.getpid(), entry, pickle.dumps(payload))
-    process = context.Process(target=work, args=arguments, daemon=True)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
-    try:
-        # Its start would unblock some of the signals, so it comes before that of the process.
-        resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP)
-        process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    theirs.close()
-    return process, ours
+_running: weakref.WeakSet[_Reader] = weakref.WeakSet()
 
 
-def _kill(processes: list, connections: list) -> None:
-    for process in processes:
-        process.kill()
-    for ours in connections:
-        ours.close()
-    for process in processes:
-        process.join(timeout=5)
+def _end(threads: list[_Reader]) -> None:
+    for thread in threads:
+        thread.end()
 
 
-def work(ours: connection.Connection, parent: int, entry: str, payload: bytes) -> None:
-    """What a reader process runs, until its parent is gone or hangs up."""
-    for number in STOP:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP)
-    threading.Thread(target=_die_with, args=(parent,), daemon=True).start()
-    mask_logs()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        module, _, function = entry.partition(":")
-        make: Callable = getattr(importlib.import_module(module), function)
-        answer = make(pickle.loads(payload))
-        while True:
-            ours.send((answer(ours.recv()), None))
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        return
-    except Exception:
-        ours.send((None, traceback.format_exc()))
-
-
-def _die_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(WATCH_S)
-    os._exit(1)
+@atexit.register
+def _join() -> None:
+    """Let threads finish, which must not run Rust or C++ while the interpreter ends."""
+    deadline = time.monotonic() + PATIENCE_S
+    threads = [thread for thread in _running if thread.is_alive()]
+    _end(threads)
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))

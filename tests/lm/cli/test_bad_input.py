@@ -218,7 +218,7 @@ def test_an_output_that_takes_no_more(python, output, said):
     "override",
     [
         *("train.threads=1e11", "model.d_model=1e12", "model.n_layer=1e9", "engine.timeout_s=1e13"),
-        *("data.prepare_workers=100000", "train.micro_batch_size=1000000", "train.steps=1e23"),
+        *("train.micro_batch_size=1000000", "train.steps=1e23"),
         *("data.seq_len=1e9", "model.vocab_size=1e10"),
         "data.workers=100000",
     ],

@@ -1,7 +1,6 @@
-"""What the reader processes of the tests do; light to import."""
+"""A stand-in for the documents of a hub."""
 
 import itertools
-import time
 
 from lm.data.sources.open import documents
 
@@ -24,18 +23,3 @@ class Listed:
 
     def state_dict(self):
         return {"read": self._read}
-
-
-def counter(first: int):
-    """Answers with the key and a number that goes up."""
-    numbers = {}
-
-    def answer(key):
-        if key == "sleep":
-            time.sleep(60)
-        if key == "raise":
-            raise ZeroDivisionError("in the worker")
-        numbers[key] = numbers.get(key, first - 1) + 1
-        return key, numbers[key]
-
-    return answer

@@ -154,16 +154,15 @@ class Hub(BaseHTTPRequestHandler):
     def file(self, data: bytes, body: bool):
         headers = {"ETag": f'"{self.etag(data)}"', "Accept-Ranges": "bytes"}
         wanted = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
-        if not wanted:
-            return self.reply(200, data, body, headers)
-        first, last = int(wanted[1]), int(wanted[2] or len(data) - 1)
-        last = min(last, len(data) - 1)
-        headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+        first, last = 0, len(data) - 1
+        if wanted:
+            first, last = int(wanted[1]), min(int(wanted[2] or last), last)
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
         piece = bytearray(data[first : last + 1])
-        for place in [place for place in self.breaks if first <= place <= last]:
+        for place in [place for place in self.breaks if body and first <= place <= last]:
             self.breaks.remove(place)
             piece[place - first] ^= 4
-        self.reply(206, bytes(piece), body, headers)
+        self.reply(206 if wanted else 200, bytes(piece), body, headers)
 
     def json(self, value, body: bool):
         self.reply(200, json.dumps(value).encode(), body, {"Content-Type": "application/json"})

@@ -10,17 +10,16 @@ import time
 from pathlib import Path
 
 from lm.config.load import build
-from lm.data.corpus import cache, tokenising
+from lm.data.corpus import tokenising
 from lm.data.corpus.prepare import prepare
 from lm.data.corpus.tokenizer import load_tokenizer
 
 
 def main(cfg: str, kill_at: str, pause: str, go: str) -> None:
-    """Prepares in shards of ten documents, at most one in `pause` seconds; kills itself when so
+    """Prepares in batches of ten documents, at most one in `pause` seconds; kills itself when so
     many documents are done (0: never). It waits for the file `go` before it begins, and prints
     which documents it has done, and the checksums."""
-    tokenising.SHARD_DOCUMENTS = 10
-    cache.SAY_EVERY_S = cache.LOOK_EVERY_S = 0.1
+    tokenising.BATCH = 10
     config, seen = build(json.loads(cfg)), []
 
     def progress(documents: int, _tokens: int) -> None:

@@ -18,9 +18,7 @@ from lm.data.batches.loader import build
 from lm.data.corpus import cache, tokenising
 from lm.data.corpus import tokenizer as tokenizers
 from lm.data.corpus.prepare import ensure_here, open_corpus, prepare, prepare_ahead
-from lm.data.sources import readers
 from lm.data.sources.errors import DataError
-from lm.data.sources.readers import ReaderError
 from lm.runs.written import foreign_files, run_file_test
 from tests.forked import Forked
 from tests.running import FORKS, ROOT, fprnn
@@ -38,7 +36,6 @@ def cached(cfg, jsonl, tmp_path, folder):
     cfg.data.path = str(tmp_path / "mine.jsonl")
     shutil.copy(jsonl, cfg.data.path)
     cfg.data.cache = str(folder)
-    cfg.data.prepare_workers = 1
     return cfg
 
 
@@ -61,8 +58,9 @@ def record(cfg) -> dict:
     return json.loads((cfg.run_dir / "data" / "corpus.json").read_text())
 
 
-def small_shards(monkeypatch, documents: int = 10) -> None:
-    monkeypatch.setattr(tokenising, "SHARD_DOCUMENTS", documents)
+@pytest.fixture
+def small_batches(monkeypatch):
+    monkeypatch.setattr(tokenising, "BATCH", 10)
 
 
 def process(cfg, kill_at: int = 0, pause: float = 0.0) -> tuple[Forked, Path]:
@@ -80,13 +78,6 @@ def go(*started: tuple[Forked, Path]) -> None:
             time.sleep(0.005)
     for _, signal_to_go in started:
         signal_to_go.touch()
-
-
-def killed(cfg) -> None:
-    """Prepares in a process that is killed after 100 of the 200 documents."""
-    go(one := process(cfg, kill_at=100))
-    out, _ = one[0].communicate(timeout=60)
-    assert one[0].returncode == -signal.SIGKILL and "killed 100" in out
 
 
 def finished(started: tuple[Forked, Path]) -> tuple[str, dict]:
@@ -129,7 +120,7 @@ def test_the_address_is_that_of_the_content(cached, bpe, folder, tmp_path):
     shutil.copy(cached.data.path, moved)
     os.utime(cached.data.path, (1, 1))
     for path in (cached.data.path, str(moved), str(moved.parent)):
-        data = cached.data.model_copy(update={"path": path, "seq_len": 8, "prepare_workers": 3})
+        data = cached.data.model_copy(update={"path": path, "seq_len": 8})
         assert cache.corpus_folder(folder, data, bpe) == here
 
 
@@ -158,9 +149,9 @@ def test_other_content_is_another_entry(cached, bpe, folder, change, byte_tokeni
     assert open_corpus(cached.run_dir).meta == before.meta
 
 
-def test_a_file_that_grows_while_it_is_read_is_noticed(cached, bpe, folder, monkeypatch):
+@pytest.mark.usefixtures("small_batches")
+def test_a_file_that_grows_while_it_is_read_is_noticed(cached, bpe, folder):
     """The entry would hold other tokens than its address stands for."""
-    small_shards(monkeypatch)
     calls = []
 
     def grow(*done):
@@ -169,7 +160,7 @@ def test_a_file_that_grows_while_it_is_read_is_noticed(cached, bpe, folder, monk
             with open(cached.data.path, "a") as file:
                 file.write('{"text": "one more document"}\n')
 
-    with pytest.raises(DataError, match=r"changed while it was read \(.*mine\.jsonl last\)"):
+    with pytest.raises(DataError, match=r"mine\.jsonl changed while it was read"):
         prepare(cached, bpe, cached.run_dir, grow)
     assert len(calls) == 21
     assert not list(folder.rglob("*.bin"))
@@ -218,127 +209,13 @@ def test_a_bpe_is_trained_once_and_kept_with_each_run(cached, folder, monkeypatc
     assert len(tokenizers.new_tokenizer(cached, print)) == 300
 
 
-@pytest.mark.parametrize("workers", [3])
-def test_processes_make_the_same_bytes_as_one(cached, bpe, monkeypatch, workers):
-    small_shards(monkeypatch, 7)
-    cached.data.prepare_workers = 1
-    alone, calls = prepared(cached, bpe)
-    assert calls == 29  # 200 documents
-    cached.data.prepare_workers, cached.data.cache = workers, f"{cached.data.cache}-2"
-    started, original = [], readers.Readers
-    monkeypatch.setattr(
-        readers, "Readers", lambda *args: started.append(len(args[1])) or original(*args)
-    )
-    together, calls = prepared(other_run(cached, "second"), bpe)
-    assert started == [workers] and calls == 29
-    assert together.meta.sha256 == alone.meta.sha256
-
-
-def test_a_small_corpus_is_tokenised_in_one_process(cached, bpe, monkeypatch):
-    monkeypatch.setattr(readers, "Readers", None)
-    cached.data.prepare_workers = 4
-    assert prepared(cached, bpe)[1] == 1
-
-
-@pytest.mark.parametrize(
-    ("workers", "cut"),
-    [(1, False), pytest.param(2, True, marks=pytest.mark.slow)],
-    ids=["between shards", "in a shard, processes"],
-)
-def test_a_kill_in_the_middle_loses_no_finished_shard(cached, folder, workers, cut):
-    cached.data.prepare_workers = workers
-    killed(cached)
-    (entry,) = entries(folder)
-    assert not (entry / "meta.json").exists() and (entry / "lease.json").exists()
-    with pytest.raises(DataError, match="no prepared corpus"):
-        open_corpus(cached.run_dir)
-    if cut:  # while the next shard was being written
-        for name, half in (("train.tmp", b"abcde"), ("val.tmp", b"f")):
-            with open(entry / name, "ab") as file:
-                file.write(half)
-    go(one := process(cached))
-    said, last = finished(one)
-    assert "first 100 documents are tokenised already" in said and "taken over" in said
-    assert last["seen"] == list(range(110, 201, 10))
-    expected = prepared(other_run(cached, "own", cache=None), bpe_of(cached))[0].meta.sha256
-    assert last["sha256"] == expected
-    assert {p.name for p in entry.iterdir()} == {
-        "train.bin", "val.bin", "meta.json", "verified.json", "about.json",
-    }  # fmt: skip
-
-
-def bpe_of(cfg):
-    return tokenizers.load_tokenizer(cfg, cfg.run_dir)
-
-
-@pytest.mark.parametrize("change", ["damaged", "cut", "of other settings", "without a key"])
-def test_what_was_left_is_not_trusted_when_it_is_not_what_was_written(
-    cached, bpe, folder, monkeypatch, capsys, change
-):
-    small_shards(monkeypatch)
-
-    def interrupt(documents, _tokens):
-        if documents == 100:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare(cached, bpe, cached.run_dir, interrupt)
-    (entry,) = entries(folder)
-    if change == "damaged":
-        with open(entry / "train.tmp", "r+b") as file:
-            file.write(b"\xff\xff")
-    elif change == "cut":
-        os.truncate(entry / "val.tmp", 2)
-    else:
-        old, new = ("uint16", "uint32") if change == "of other settings" else ("tokens", "tolens")
-        text = (entry / "shards.json").read_text()
-        (entry / "shards.json").write_text(text.replace(old, new, 1))
-    corpus, calls = prepared(cached, bpe)
-    said = " ".join(capsys.readouterr().out.split())
-    assert calls == 20 and ("train.tmp is not what was written" in said) == (change == "damaged")
-    own, _ = prepared(other_run(cached, "own", cache=None), bpe)
-    assert own.meta.sha256 == corpus.meta.sha256
-
-
-def test_a_damaged_part_that_is_begun_again_is_not_said_to_be_kept(
-    cached, bpe, folder, monkeypatch, capsys
-):
-    """The second start is stopped before its first shard is finished."""
-    small_shards(monkeypatch)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare(cached, bpe, cached.run_dir, interrupt)
-    assert "10 documents are kept" in " ".join(capsys.readouterr().out.split())
-    (entry,) = entries(folder)
-    with open(entry / "train.tmp", "r+b") as file:
-        file.write(b"\xff\xff")
-    monkeypatch.setattr(tokenising, "documents", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(cached, bpe, cached.run_dir)
-    said = " ".join(capsys.readouterr().out.split())
-    assert "is not what was written: prepared anew" in said and "are kept" not in said
-
-
 @pytest.mark.parametrize("name", ["", "web"])
-def test_a_corpus_in_a_run_directory_is_of_the_programs_own_files(cached, bpe, monkeypatch, name):
-    """A run that was killed while it tokenised is started again, and --overwrite deletes it."""
-    small_shards(monkeypatch)
+def test_a_corpus_in_a_run_directory_is_of_the_programs_own_files(cached, bpe, name):
+    """--overwrite deletes it."""
     cached.data.cache = None
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare(cached, bpe, cached.run_dir, interrupt, name)
-    is_own = run_file_test(cached.run_dir)
-    assert list(cached.run_dir.rglob("shards.json"))
-    assert foreign_files(cached.run_dir, is_own) == ""
     prepare(cached, bpe, cached.run_dir, name=name)
     assert list(cached.run_dir.rglob("train.bin"))
-    assert foreign_files(cached.run_dir, is_own) == ""
+    assert foreign_files(cached.run_dir, run_file_test(cached.run_dir)) == ""
 
 
 def test_several_at_once_one_makes_it_and_the_others_wait(cached, folder):
@@ -350,41 +227,28 @@ def test_several_at_once_one_makes_it_and_the_others_wait(cached, folder):
     assert len({json.dumps(last["sha256"]) for _, last in ended}) == 1
     for said, last in ended:
         if not last["seen"]:
-            assert "waiting for process" in said and "documents so far)" in said
+            assert "waiting for another process, which makes" in said
     assert len(entries(folder)) == 1
 
 
-def test_those_who_wait_go_on_for_one_that_is_killed(cached, folder):
+def test_those_who_wait_go_on_for_one_that_is_killed(cached, bpe, folder):
     runs = [other_run(cached, name) for name in ("a", "b")]
     maker, other = process(runs[0], kill_at=100, pause=0.2), process(runs[1])
     go(maker)
-    while not list(folder.glob("corpus-*/shards.json")):
+    while not list(folder.glob("corpus-*/train.tmp")):
         assert maker[0].poll() is None
+    with pytest.raises(DataError, match="no prepared corpus"):
+        open_corpus(runs[0].run_dir)
     go(other)
     said, last = finished(other)
-    assert "waiting for process" in said and "first 100 documents are tokenised" in said
-    assert last["seen"][0] == 110
+    assert "waiting for another process" in said and len(last["seen"]) == 20
     maker[0].communicate(timeout=10)
-
-
-def test_a_killed_worker_is_a_sentence_and_what_was_done_stays(cached, bpe, monkeypatch, capsys):
-    small_shards(monkeypatch)
-    cached.data.prepare_workers = 2
-    pools, original = [], readers.Readers
-    monkeypatch.setattr(
-        readers, "Readers", lambda *args: pools.append(original(*args)) or pools[-1]
-    )
-
-    def kill(documents, _tokens):
-        if documents == 50:
-            os.kill(pools[0].pids[0], signal.SIGKILL)
-
-    with pytest.raises(ReaderError, match="was killed by SIGKILL while tokenising; the next start"):
-        prepare(cached, bpe, cached.run_dir, kill)
-    _, calls = prepared(cached, bpe)
-    assert 0 < calls <= 15
-    said = " ".join(capsys.readouterr().out.split())
-    assert "documents are kept in" in said and "are tokenised already, on from there" in said
+    assert maker[0].returncode == -signal.SIGKILL
+    own, _ = prepared(other_run(cached, "own", cache=None), bpe)
+    assert last["sha256"] == own.meta.sha256
+    assert {path.name for path in entries(folder)[0].iterdir()} == {
+        "train.bin", "val.bin", "meta.json", "verified.json", "about.json", "lock",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "meta.json"])
@@ -406,14 +270,13 @@ def test_damage_is_found_and_mended_as_the_sentence_says(cached, bpe, folder, na
     assert calls and after.meta == before
 
 
-def test_a_run_goes_on_with_its_corpus_when_the_source_changes_or_goes(cached, bpe, capsys):
+def test_a_run_goes_on_with_its_corpus_when_the_source_changes_or_goes(cached, bpe):
     before = prepared(cached, bpe)[0].meta
     with open(cached.data.path, "a") as file:
         file.write('{"text": "one more"}\n')
     assert prepared(cached, bpe)[0].meta == before
     os.unlink(cached.data.path)
     assert prepared(cached, bpe)[0].meta == before
-    assert "the run goes on with its corpus" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("source", ["as it was", "changed", "gone"])
@@ -481,33 +344,23 @@ def mounted(tmp_path):
     subprocess.run(["umount", "-l", place], check=True)
 
 
-def test_a_full_disk_is_a_sentence_and_with_space_it_goes_on(cached, bpe, mounted, capsys):
+def test_a_full_disk_is_a_sentence_and_with_space_it_is_made(cached, bpe, mounted):
     place, remount = mounted
     cached.data.cache = str(place / "cache")
     with open(cached.data.path, "a") as file:
         for i in range(4000):
             file.write(json.dumps({"text": f"document {i} " + "of many words " * 30}) + "\n")
-    calls = []
-    tokenising_shards = tokenising.SHARD_DOCUMENTS
-    tokenising.SHARD_DOCUMENTS = 200
-    try:
-        match = r"cannot be written: No space left on device \(a prepared corpus; data.cache, or"
-        with pytest.raises(OutputError, match=match) as caught:
-            prepare(cached, bpe, cached.run_dir, lambda *done: calls.append(done))
-        done = calls[-1][0]
-        assert "\n" not in str(caught.value) and done >= 200
-        assert f"{done} documents are kept in" in " ".join(capsys.readouterr().out.split())
-        assert remount("size=64m").returncode == 0
-        calls.clear()
-        corpus = prepare(cached, bpe, cached.run_dir, lambda *done: calls.append(done))
-    finally:
-        tokenising.SHARD_DOCUMENTS = tokenising_shards
-    assert calls[0][0] == done + 200
+    match = r"cannot be written: No space left on device \(a prepared corpus; data.cache, or"
+    with pytest.raises(OutputError, match=match) as caught:
+        prepare(cached, bpe, cached.run_dir)
+    assert "\n" not in str(caught.value) and not list(place.rglob("*.tmp"))
+    assert remount("size=64m").returncode == 0
+    corpus = prepare(cached, bpe, cached.run_dir)
     own = other_run(cached, "own", cache=None)
     assert prepared(own, bpe)[0].meta.sha256 == corpus.meta.sha256
 
 
-def test_a_cache_that_is_only_read(cached, bpe, mounted, monkeypatch, capsys):
+def test_a_cache_that_is_only_read(cached, bpe, mounted):
     place, remount = mounted
     cached.data.cache = str(place)
     before = prepared(cached, bpe)[0].meta
@@ -517,19 +370,12 @@ def test_a_cache_that_is_only_read(cached, bpe, mounted, monkeypatch, capsys):
     other = other_run(cached, "other", leading_eos=True)
     with pytest.raises(OutputError, match=r"cannot be written: Read-only .*data.cache=null is the"):
         prepared(other, bpe)
-    monkeypatch.setenv(cache.VARIABLE, str(place))
-    other.data.cache = "auto"
-    corpus, calls = prepared(other, bpe)
-    assert calls and list((other.run_dir / "data").glob("corpus-*/train.bin"))
-    assert "the corpus goes into" in " ".join(capsys.readouterr().out.split())
-    assert prepared(other, bpe)[0].meta == corpus.meta
     remount("rw")
 
 
 def test_preparing_ahead(cached, bpe, folder, monkeypatch):
-    first, again = (prepare_ahead(cached, bpe) for _ in range(2))
-    assert first.made and not again.made and first.meta == again.meta
-    assert first.folder == again.folder == entries(folder)[0]
+    (first, made), (again, made_again) = (prepare_ahead(cached, bpe) for _ in range(2))
+    assert made and not made_again and first == again == entries(folder)[0]
     assert prepared(cached, bpe)[1] == 0
     with pytest.raises(DataError, match="cache is null"):
         prepare_ahead(other_run(cached, "x", cache=None), bpe)
@@ -541,5 +387,5 @@ def test_the_command_prepares_what_the_points_of_a_sweep_differ_in(tmp_path):
     sweep.write_text(text + "sweep:\n  optim.lr: [1e-3, 2e-3]\n  data.leading_eos: [true, false]\n")
     done = fprnn("prepare", sweep, **{cache.VARIABLE: str(tmp_path / "cache")})
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("made in") == 2 and len(entries(tmp_path / "cache")) == 2
+    assert done.stdout.count("bytes, made") == 2 and len(entries(tmp_path / "cache")) == 2
     assert len(entries(tmp_path / "cache", "tokenizer")) == 1

@@ -64,23 +64,6 @@ for count in (3, 5, 12, 17):  # fewer than the twelve row groups, as many, and m
     assert not Hub.faults
 
 
-def test_position_resumes_exactly_in_the_middle_of_a_shard(hub, all_texts, tmp_path):
-    said, _ = run(
-        READ
-        + """
-source = HubDocuments(data)
-head = list(itertools.islice(source, 777))
-state = json.loads(json.dumps(source.state_dict()))
-again = HubDocuments(data, state=state)
-same = again.state_dict() == state
-print(digest(head + list(again)), same)
-""",
-        tmp_path,
-        **hub,
-    )
-    assert said == f"{digest(all_texts)} True"
-
-
 @pytest.mark.parametrize(
     "data, sentence",
     [

@@ -60,29 +60,6 @@ print(count)
     assert 0.9 < corpus_bytes_served() / corpus_bytes() < 1.1
 
 
-@pytest.mark.parametrize("ranks", [8, *(pytest.param(n, marks=SLOW) for n in (1, 2, 3))])
-def test_a_pass_of_the_loader_fetches_the_corpus_about_once(tmp_path, bpe, ranks):
-    """Until the first stream of each rank has gone through its documents."""
-    bpe.save_pretrained(tmp_path / "bpe")
-    code = f"""
-from transformers import PreTrainedTokenizerFast
-from lm.data.batches.stream import StreamLoader
-tokenizer = PreTrainedTokenizerFast.from_pretrained({str(tmp_path / "bpe")!r})
-data.workers, data.seq_len, data.shuffle_buffer = 0, 512, 24
-for rank in range({ranks}):
-    forget()
-    loader = StreamLoader(data, tokenizer, 4, 0, rank, {ranks})
-    while not loader.epoch:
-        next(loader)
-print(len(loader._streams))
-"""
-    with serving(made_corpus(4, 3, 500)) as hub:
-        said, _ = run(SHARDS + code, tmp_path, **hub)
-    assert int(said) == {1: 12, 2: 6, 3: 4, 8: 1}[ranks]
-    begun = ranks / 12  # of the next pass a rank has fetched a row group
-    assert corpus_bytes_served() < 1.1 * (1 + begun) * corpus_bytes()
-
-
 RESUME = """
 source = HubDocuments(data)
 head = list(itertools.islice(source, 50_000))
@@ -122,17 +99,6 @@ for position in (state, source.state_dict(), HubDocuments(data).state_dict()):
 """
         said, _ = run(SHARDS + code, tmp_path, **hub)
     assert said.split() == [old, old, "b" * 40]
-
-
-def test_a_position_of_version_0_1_is_refused(hub, tmp_path):
-    code = """
-try:
-    HubDocuments(data, state={"examples_iterable": {}, "epoch": 0})
-except DataError as e:
-    print(e)
-"""
-    said, _ = run(SHARDS + code, tmp_path, **hub)
-    assert "is of an earlier version" in said and said.endswith("train anew under another run name")
 
 
 READ = """
@@ -210,31 +176,10 @@ def test_a_download_is_checked_by_the_hubs_sha256(tmp_path):
         last = said.splitlines()[-1]
         if on_the_hub:
             assert "000.parquet was downloaded twice and is damaged: its sha256 is" in last
-            assert not list(tmp_path.rglob("copies/**/*.parquet*[!k]"))
+            assert not list(tmp_path.rglob("000.parquet"))
         else:
             assert last == digest(texts)
             assert corpus_bytes_served() == 2 * len(files[name])
-
-
-SHARED = """
-import subprocess
-program = "import sys; from lm.config.data import Data; "
-program += "from lm.data.sources.hub_parquet import HubDocuments; "
-program += "data = Data(source='fineweb', download=sys.argv[1]); "
-program += "print(len(list(HubDocuments(data, (int(sys.argv[2]), 3)))))"
-started = [
-    subprocess.Popen([sys.executable, "-c", program, FOLDER, str(i)], stdout=subprocess.PIPE)
-    for i in range(3)
-]
-print(sum(int(process.communicate()[0].split()[-1]) for process in started))
-"""
-
-
-@pytest.mark.slow
-def test_readers_of_a_machine_share_one_download(tmp_path):
-    with serving(made_corpus(2, 3, 300)) as hub:
-        said, _ = run(SHARDS + f"FOLDER = {str(tmp_path / 'copies')!r}" + SHARED, tmp_path, **hub)
-        assert said == "1800" and corpus_bytes_served() == corpus_bytes()
 
 
 STREAM = """
@@ -278,7 +223,7 @@ def test_a_shuffled_stream_resumes_exactly_on_any_ranks(tmp_path, bpe):
     code = """
 whole = ranks(1)
 reference = take(whole, 700)
-print(whole[0].epoch)
+print(max(stream.position['epoch'] for stream in whole[0]._streams.values()))
 for before, after, at in ((2, 3, 30), (3, 1, 606)):
     loaders = ranks(before)
     assert take(loaders, at) == reference[:at], (before, at)
@@ -291,18 +236,3 @@ for before, after, at in ((2, 3, 30), (3, 1, 606)):
     with serving(made_corpus(3, 4, 30)) as hub:
         said, _ = run(SHARDS + STREAM.format(bpe=str(tmp_path / "bpe")) + code, tmp_path, **hub)
     assert int(said) >= 1  # into the second pass, which has another order
-
-
-@pytest.mark.slow
-def test_a_position_of_before_there_was_an_order_goes_on_as_it_was(tmp_path):
-    code = """
-source = HubDocuments(data)
-head = list(itertools.islice(source, 150))
-state = source.state_dict()
-assert state.pop("order") is None
-print(json.dumps([list(HubDocuments(data, state=state, order=(0, 0))), list(source)]))
-"""
-    with serving(made_corpus(2, 2, 100)) as hub:
-        said, _ = run(SHARDS + code, tmp_path, **hub)
-    old, new = json.loads(said)
-    assert old == new and len(old) == 250

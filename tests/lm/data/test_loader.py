@@ -122,6 +122,11 @@ def stream_loader(cfg, bpe, rank=0, world_size=1, seed=0):
     return StreamLoader(cfg.data, bpe, 3, seed, rank, world_size, Listed)
 
 
+def passes(loader) -> int:
+    """Completed passes of the stream that is furthest."""
+    return max((s.position["epoch"] for s in loader._streams.values() if s.position), default=0)
+
+
 @pytest.mark.parametrize("buffer", [1, 8, 10_000])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_stream_resumes_exactly_at_every_point(cfg, bpe, buffer, world_size):
@@ -132,7 +137,7 @@ def test_stream_resumes_exactly_at_every_point(cfg, bpe, buffer, world_size):
     for _ in range(120 // world_size):
         states.append(whole.state_dict())
         batches.append(next(whole))
-    assert whole.epoch >= 1
+    assert passes(whole) >= 1
     for at in (0, 1, 40, len(batches) - 3):
         resumed = stream_loader(cfg, bpe, rank, world_size, seed=9)  # the generator is in the state
         resumed.load_state_dict(states[at])
@@ -162,7 +167,7 @@ def test_ranks_of_a_stream_share_no_document(cfg, bpe, texts):
     for rank in range(2):
         loader = stream_loader(cfg, bpe, rank, 2)
         rows = []
-        while not loader.epoch:
+        while not passes(loader):
             rows += targets([next(loader)])
         shares.append({d for d in bpe.decode(rows).split("<|endoftext|>")[1:-1] if d in texts})
     assert shares[0] and shares[1]

@@ -57,7 +57,7 @@ def test_every_file_of_a_run_is_known_also_of_its_report_and_export(tiny, run_co
         "checkpoints/step-000004-17.partial/x_states.pt",
         "checkpoints/step-000004/.manifest.json.12.tmp", "tokenizer/vocab.json",
         "stacks/rank0000.txt", "checkpoints/last.pt", ".tokenizer-a1_b2c3d/tokenizer.json",
-        "eval-max_iters-4.json", "data/corpus-1a/shards.json", "data/corpus-1a/shards.jsonl",
+        "eval-max_iters-4.json", "data/corpus-1a/lock", "data/corpus-1a/shards.jsonl",
         "data/files.json", "data/web/corpus-1a/train.bin",
     ],
 )  # fmt: skip
