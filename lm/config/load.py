@@ -16,7 +16,7 @@ from lm.common.errors import ConfigError
 from lm.config.messages import explain, is_key, nearest
 from lm.config.schema import UNSEEN, Config, Run, check_updates
 from lm.config.yaml_text import load_tree, parse
-from lm.model.fields import OPTIONS_ALONE
+from lm.model.fields import KINDS, OPTIONS_ALONE
 
 MOST_POINTS = 10_000  # of a sweep
 OF_THE_WHOLE_SWEEP = {"name", "out_dir", "sweep"}
@@ -40,7 +40,6 @@ REMOVED = {
     "model.ngroups": 1,
     "model.mixer_act": "silu",
     "model.out_start": 1.0,
-    "model.eigen_range": "signed",
     "model.symm_mixer": False,
     "model.bc_norm": True,
     "model.eps": 1e-5,
@@ -162,6 +161,8 @@ def without_removed(tree: dict, where: str, trained: bool = False) -> dict:
         ConfigError: If a key has another value than its default was, and this has an effect.
     """
     tree = copy.deepcopy(tree)
+    if isinstance(tree.get("model"), dict):
+        _move_to_layers(tree["model"])
     for key, default in REMOVED.items():
         *parents, last = key.split(".")
         section: Any = tree
@@ -177,6 +178,20 @@ def without_removed(tree: dict, where: str, trained: bool = False) -> dict:
                 f" {default!r}): {_replacement(key)}"
             )
     return tree
+
+
+def _move_to_layers(model: dict) -> None:
+    """Turn former keys of `model` into options of its layers, if these are all of one kind."""
+    kind = model.get("block", "fp_mamba1")
+    options = {
+        name: model[name]
+        for name, field in OPTIONS_ALONE.items()
+        if name in KINDS.get(kind, ()) and model.get(name, field.default) != field.default
+    }
+    if options and model.get("layers") is None and model.get("name", "fprnn") == "fprnn":
+        model["layers"] = [{kind: options}]
+        for name in options:
+            del model[name]
 
 
 def build(

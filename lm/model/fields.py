@@ -207,6 +207,9 @@ ARCHITECTURE = {
         AUTO,
         free=True,  # of new weights alone
     ),
+    "eigen_range": Field(
+        "signed", ("signed", "positive"), "Eigenvalues of Q in [−1, 1] or in [0, 1]."
+    ),
     "kronecker_norm": Field(
         "auto",
         ("rows", "spectral"),
@@ -291,9 +294,6 @@ OPTIONS_ALONE = {
         POSITIVE,
         "Factor on `out_proj` of a fixed-point layer at the start: how loud it is at first"
         " (docs/language-model.md#who-speaks-first).",
-    ),
-    "eigen_range": Field(
-        "signed", ("signed", "positive"), "Eigenvalues of Q in [−1, 1] or in [0, 1]."
     ),
     "symm_mixer": Field(False, bool, "The mixer reads x + sh(y) instead of [x, sh(y)]."),
     "bc_norm": Field(True, bool, "B and C are normalised."),

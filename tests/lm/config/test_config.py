@@ -18,7 +18,7 @@ from lm.config.model import Model, Solver
 from lm.config.resuming import FIXED, FREE, NOTED, resume_rule
 from lm.config.schema import UNSEEN, Config
 from lm.config.yaml_text import Loader, parse
-from lm.model.fields import FIELDS, OPTIONS_ALONE
+from lm.model.fields import FIELDS, KINDS, OPTIONS_ALONE
 from lm.training.build import build_model
 from tests import config_page
 
@@ -79,6 +79,10 @@ def test_a_key_that_was_removed_is_read_with_its_default_alone(key):
     with pytest.raises(ConfigError, match=r"was removed: (leave it out|give it to layers)"):
         config.parse_override(f"{key}=1")
     config.set_key(tree, key, "another")
+    if key.removeprefix("model.") in KINDS["fp_mamba1"]:
+        option = {"fp_mamba1": {key.removeprefix("model."): "another"}}
+        assert config.without_removed(tree, "config") == {"model": {"layers": [option]}}
+        tree["model"]["layers"] = "fp_mamba1"  # a pattern of its own is not changed
     if key in config.WITHOUT_EFFECT:
         assert "another" not in str(config.without_removed(tree, "config"))
         return
