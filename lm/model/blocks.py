@@ -18,18 +18,10 @@ from torch import Tensor, nn
 
 from .cell import Norm, Own, Token, solve_low_rank
 from .fixed_point import FixedPointBlock, Prepared
-from .layers import Projection, RMSNorm, ShortConv, StepSize, WNLinear, affine_map, without_autocast
+from .layers import Projection, RMSNorm, ShortConv, StepSize, WNLinear, affine_map
 from .mixers import ACTIVATIONS, nrm, reflections_of
 from .operators import compiling, opaque
-from .scan import (
-    backend,
-    chunk_decays,
-    faster,
-    linear_scan,
-    selective_scan,
-    ssd_decays,
-    ssd_scan,
-)
+from .scan import faster, linear_scan, selective_scan, ssd_scan
 from .state import Sequences, once, shift
 
 
@@ -73,14 +65,11 @@ class MambaTime(NamedTuple):
     dt: torch.Tensor | None  # (b,l,d) or (b,l,h) step sizes; None: they read sh(y)
     A: torch.Tensor  # (d,n) or (h,) rates
     keep: torch.Tensor | None  # (b,l) 0 at the first token of a packed document, else 1
-    decays: tuple | torch.Tensor | None  # made once for all evaluations; None: by each
-    make_decays: Callable[..., Any]  # (dt, A, keep) → decays
 
     def cut(self, start: int, end: int) -> "MambaTime":
         """Of the tokens start ≤ t < end."""
         dt, keep = (None if t is None else t[:, start:end] for t in (self.dt, self.keep))
-        decays = None if dt is None else self.make_decays(dt, self.A, keep)
-        return MambaTime(dt, self.A, keep, decays, self.make_decays)
+        return MambaTime(dt, self.A, keep)
 
 
 class MambaParts(NamedTuple):
@@ -93,7 +82,7 @@ class MambaParts(NamedTuple):
 
 class FPMamba(FixedPointBlock):
     """What FP-Mamba-1 and 2 share: B, C and the step size, each of x alone or of sh(y) as well
-    (Table 1). A subclass also defines `_dt(delta, seqs)` and `_decays(dt, A, keep)`."""
+    (Table 1). A subclass also defines `_dt(delta, seqs)`."""
 
     groups = 1  # of B and C
 
@@ -112,11 +101,7 @@ class FPMamba(FixedPointBlock):
         cfg, acc = self.config, torch.promote_types(x.dtype, torch.float32)
         A = once(seqs.kept, ("A", acc), lambda: self._rates(acc))
         keep = None if seqs.starts is None else 1 - seqs.starts.to(acc)
-        dt = decays = None  # every evaluation makes its own where they read sh(y)
-        if not cfg.dt_h_dep:
-            dt = self._dt(delta, seqs)
-            with without_autocast(x):
-                decays = self._decays(dt, A, keep)
+        dt = None if cfg.dt_h_dep else self._dt(delta, seqs)
         B, C = bc_x.chunk(2, dim=-1)
         others = {"B": Projection("B", B, None), "C": Projection("C", C, None)}
         reading = [name for name, reads in (("B", cfg.b_h_dep), ("C", cfg.c_h_dep)) if reads]
@@ -132,7 +117,7 @@ class FPMamba(FixedPointBlock):
             others["delta"] = Projection("delta", delta if bias is None else delta + bias, matrix)
         mixed = x.to(acc).contiguous()
         projections, weights = self._project(x, mixed, seqs, *others.values())
-        time = MambaTime(dt, A, keep, decays, self._decays)
+        time = MambaTime(dt, A, keep)
         return Prepared(mixed, z, projections, weights, seqs, time, tail)
 
     def _rates(self, dtype):
@@ -235,12 +220,6 @@ class FPMamba1(FPMamba):
         delta, bc_x = self.x_proj(x).split([cfg.dt_rank, 2 * cfg.d_state], dim=-1)
         return self._prepared(x, z, bc_x, delta, seqs, tail)
 
-    def _decays(self, dt, A, keep):
-        if compiling() or backend("selective_scan", dt) is not None:  # it is faster without
-            return None
-        with torch.no_grad():  # the scan's backward makes its own
-            return chunk_decays(dt, A, keep)
-
     def _dt(self, delta, seqs):
         """Δ = softplus(δ W_dtᵀ + b_dt), zero at padding. delta: (b,l,dt_rank) → (b,l,d)."""
         return seqs.masked(F.softplus(self.dt_proj(delta)))
@@ -249,9 +228,8 @@ class FPMamba1(FPMamba):
         self, s: Prepared, parts: MambaParts, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """h_t = exp(Δ_t A) h_{t−1} + (Δ_t x̃_t) B_tᵀ, o_t = h_t C_t."""
-        _, A, keep, decays, _ = s.time
         dt, B, C = parts
-        return selective_scan(x, dt, A, B, C, s.seqs.before("h"), keep, decays)
+        return selective_scan(x, dt, s.time.A, B, C, s.seqs.before("h"), s.time.keep)
 
     def decay(self, s: Prepared, parts: MambaParts) -> torch.Tensor:
         """exp(Δ_t A), over channels and their n numbers."""
@@ -295,11 +273,6 @@ class FPMamba2(FPMamba):
         x, bc_x = xbc.split([d, bc], dim=-1)
         return self._prepared(x, z, bc_x, delta, seqs, tail)
 
-    def _decays(self, dt, A, keep):
-        if compiling() or backend("ssd_scan", dt) is not None:
-            return None
-        return ssd_decays(dt, A, keep)
-
     def _dt(self, delta, seqs):
         """dt = softplus(delta + bias), zero at padding. delta: (b,l,h) → the same."""
         acc = torch.promote_types(delta.dtype, torch.float32)
@@ -309,10 +282,10 @@ class FPMamba2(FPMamba):
         self, s: Prepared, parts: MambaParts, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """S_t = exp(Δ_t A) S_{t−1} + Δ_t x̃_t B_tᵀ per head, o_t = S_t C_t."""
-        cfg, (_, A, keep, decays, _) = self.config, s.time
+        cfg, A, keep = self.config, s.time.A, s.time.keep
         B, C = (m.unflatten(-1, (self.groups, cfg.d_state)) for m in (parts.B, parts.C))
         heads = x.unflatten(-1, (self.heads, cfg.headdim))
-        o, h = ssd_scan(heads, parts.dt, A, B, C, s.seqs.before("h"), keep, decays)
+        o, h = ssd_scan(heads, parts.dt, A, B, C, s.seqs.before("h"), keep)
         return o.flatten(-2), h
 
     def decay(self, s: Prepared, parts: MambaParts) -> torch.Tensor:
