@@ -25,9 +25,6 @@ from .state import Sequences, last
 class NoState(NamedTuple):
     """What a layer that looks at one token alone leaves behind."""
 
-    def select(self, rows: torch.Tensor) -> "NoState":
-        return self
-
 
 class PlainLayer(nn.Module):
     """A layer that is computed, not solved. A subclass defines the methods that raise
@@ -92,10 +89,6 @@ class AttentionState(NamedTuple):
     values: torch.Tensor  # (b,t,h,e)
     positions: torch.Tensor  # (b,t) of each key; UNSEEN: padding, or of a document that is over
     next_position: torch.Tensor  # (b,) of the token to come
-
-    def select(self, rows: torch.Tensor) -> "AttentionState":
-        """The state of these rows (k,) of the batch."""
-        return AttentionState(*(field[rows] for field in self))
 
 
 class Attention(PlainLayer):
@@ -223,10 +216,6 @@ class LSTMState(NamedTuple):
     h: torch.Tensor  # (b,d) output
     c: torch.Tensor  # (b,d) cell
 
-    def select(self, rows: torch.Tensor) -> "LSTMState":
-        """The state of these rows (k,) of the batch."""
-        return LSTMState(self.h[rows], self.c[rows])
-
 
 class LSTM(PlainLayer):
     """h_t, c_t = LSTM(u_t, h_{t−1}, c_{t−1}); the output is h_t. A document starts from zero."""
@@ -288,10 +277,6 @@ class SLSTMState(NamedTuple):
 
     cell: torch.Tensor  # (b,4,d) y, c, n, m
     conv: tuple[torch.Tensor, ...]  # one, (b,d_conv−1,d): the last inputs of the convolution
-
-    def select(self, rows: torch.Tensor) -> "SLSTMState":
-        """The state of these rows (k,) of the batch."""
-        return SLSTMState(self.cell[rows], tuple(t[rows] for t in self.conv))
 
 
 class SLSTM(PlainLayer):

@@ -144,10 +144,6 @@ class DeltaState(NamedTuple):
     S: torch.Tensor  # (b,h,v,k)
     conv: tuple[torch.Tensor, ...]  # (b,d_conv−1,·) the last inputs of the convolutions: q, k, v
 
-    def select(self, rows: torch.Tensor) -> "DeltaState":
-        """The state of these rows (k,) of the batch."""
-        return DeltaState(self.S[rows], tuple(t[rows] for t in self.conv))
-
 
 def unit(x: torch.Tensor) -> torch.Tensor:
     """x / ‖x‖₂ over the last dimension."""
@@ -383,10 +379,6 @@ class RWKV7State(NamedTuple):
 
     S: torch.Tensor  # (b,h,e,e)
     u: torch.Tensor  # (b,d) its input
-
-    def select(self, rows: torch.Tensor) -> "RWKV7State":
-        """The state of these rows (k,) of the batch."""
-        return RWKV7State(self.S[rows], self.u[rows])
 
 
 class RWKV7(PlainLayer):

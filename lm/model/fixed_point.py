@@ -42,7 +42,7 @@ from .solver import (
     stats_of,
     token_residual,
 )
-from .state import BlockState, Sequences, last, once, shift, state_shapes
+from .state import BlockState, Sequences, last, map_tensors, once, shift, state_shapes
 
 # The relative residual at which a window has converged is at most COARSE where exact tokens are
 # trained, where f is iterated token by token in evaluation, and under bf16, whose rounding is of
@@ -69,7 +69,7 @@ class Prepared(NamedTuple):
 
     def detached(self) -> "Prepared":
         """Without gradients."""
-        return _detached(self)
+        return map_tensors(torch.Tensor.detach, self)
 
     def cut(self, start: int, end: int, state: Any) -> "Prepared":
         """Of the tokens start ≤ t < end. state: the BlockState before the first of them."""
@@ -81,16 +81,6 @@ class Prepared(NamedTuple):
             self.seqs.cut(start, end, state),
             self.time.cut(start, end),
         )
-
-
-def _detached(made):
-    """Tensors in tuples in tuples, detached."""
-    if torch.is_tensor(made):
-        return made.detach()
-    if not isinstance(made, tuple):
-        return made
-    parts = map(_detached, made)
-    return type(made)(*parts) if hasattr(made, "_fields") else tuple(parts)
 
 
 class OverTime(NamedTuple):
@@ -305,7 +295,8 @@ class FixedPointBlock(nn.Module):
             o, h = self.scan_time(s, parts, x)
             own = self.own(s, parts)
             if of_y_alone:
-                own = own._replace(D=_detached(own.D), norm=_detached(own.norm))
+                D, norm = map_tensors(torch.Tensor.detach, (own.D, own.norm))
+                own = own._replace(D=D, norm=norm)
             found = self._solve_by_kernel(s, rows["mixer"], o, x, own, y if with_residual else None)
             if found is None:
                 gain = own.gain(x.shape[-1])

@@ -363,10 +363,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
             state = cache.state
         if state is None:
             return None
-        if self.config.layers is None:
-            state.check(batch, self.config)
-        else:
-            state.check_layers(batch, [layer.block.state_shapes() for layer in self.layers])
+        state.check(batch, [layer.block.state_shapes() for layer in self.layers])
         return state
 
     def _with_ids_of_ends(self, tokens):

@@ -25,10 +25,6 @@ class BlockState(NamedTuple):
     h: torch.Tensor  # the scan's state: FP-Mamba-1 (b,d,n), FP-Mamba-2 (b,h,p,n), FP-RNN (b,d)
     conv: tuple[torch.Tensor, ...]  # (b,k−1,·) the last inputs of the convolutions; () without
 
-    def select(self, rows: torch.Tensor) -> "BlockState":
-        """The state of these rows (k,) of the batch."""
-        return BlockState(*(t[rows] for t in self[:3]), tuple(t[rows] for t in self.conv))  # type: ignore[call-arg]
-
 
 def state_shapes(config: Any) -> list[tuple[int, ...]]:
     """Shapes, without b, of the tensors in a BlockState of such a block."""
@@ -48,6 +44,16 @@ def tensors_of(layer: tuple[Any, ...]) -> list[torch.Tensor]:
     return [tensor for fields in nested for tensor in fields]
 
 
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], nested: Any) -> Any:
+    """Apply a function to every tensor in tuples of tuples, named or not."""
+    if torch.is_tensor(nested):
+        return function(nested)
+    if not isinstance(nested, tuple):
+        return nested
+    parts = [map_tensors(function, part) for part in nested]
+    return type(nested)(*parts) if hasattr(nested, "_fields") else tuple(parts)
+
+
 def _fits(found, shape):
     return len(found) == len(shape) and all(n in (m, -1) for m, n in zip(found, shape))
 
@@ -59,36 +65,15 @@ class FPRNNState(NamedTuple):
     # (b,), −1 where a row had none, or an embedding that is no EOS token's; None: unknown
     last_token: torch.Tensor | None
 
-    def check(self, batch: int, config: Any) -> None:
-        """Raise a ValueError unless this is the state of `batch` streams and of such a model."""
-        first = self.layers[0]
-        if not isinstance(first, BlockState):
-            raise ValueError(f"the state is of a hybrid model, this one has {config.block} alone")
-        rows, width = first.y.shape
-        if (len(self.layers), width) != (config.n_layer, config.d_inner):
-            raise ValueError(
-                f"the state is of a model with {len(self.layers)} layers of d_inner {width}, this"
-                f" one has {config.n_layer} of {config.d_inner}"
-            )
-        found = [tuple(t.shape[1:]) for t in (first.h, *first.conv)]
-        right = state_shapes(config)[2:]
-        if found != right:
-            raise ValueError(
-                "the state is of another kind of block: for each stream its recurrence and its"
-                f" convolutions have left {found}, where {config.block} has {right}"
-            )
-        if rows != batch:
-            raise ValueError(f"the state is of a batch of {rows}, the input's batch is {batch}")
-
-    def check_layers(self, batch: int, wanted: list[list[tuple[int, ...]]]) -> None:
+    def check(self, batch: int, expected: list[list[tuple[int, ...]]]) -> None:
         """Raise a ValueError unless this is the state of `batch` streams and of a model with such
-        layers. wanted: what each layer's `state_shapes` gives."""
-        if len(self.layers) != len(wanted):
+        layers. expected: what each layer's `state_shapes` gives."""
+        if len(self.layers) != len(expected):
             raise ValueError(
                 f"the state is of a model with {len(self.layers)} layers, this one has"
-                f" {len(wanted)}"
+                f" {len(expected)}"
             )
-        for index, (layer, shapes) in enumerate(zip(self.layers, wanted)):
+        for index, (layer, shapes) in enumerate(zip(self.layers, expected)):
             found = [tuple(t.shape[1:]) for t in tensors_of(layer)]
             same = len(found) == len(shapes) and all(map(_fits, found, shapes))
             if not same:
@@ -108,8 +93,7 @@ class FPRNNState(NamedTuple):
 
     def select(self, rows: torch.Tensor) -> "FPRNNState":
         """The state of these rows (k,) of the batch."""
-        layers = tuple(layer.select(rows) for layer in self.layers)
-        return FPRNNState(layers, None if self.last_token is None else self.last_token[rows])
+        return map_tensors(lambda t: t[rows], self)
 
 
 class FPRNNCache:

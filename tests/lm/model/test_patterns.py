@@ -239,8 +239,6 @@ def test_a_state_of_another_model_is_refused(hybrid):
     own = hybrid(ids_of(2, 3), return_state=True).state
     with pytest.raises(ValueError, match="of a batch of 2, the input's is 3"):
         hybrid(ids_of(3, 3), state=own)
-    with pytest.raises(ValueError, match="of a hybrid model"):
-        build(n_layer=2)(ids_of(2, 3), state=own)
 
 
 def test_the_report_is_of_the_fixed_point_layers():
