@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput, logging
 
@@ -109,7 +108,7 @@ def checked_mask(
             " all that is before it in its document"
         )
     mask = attention_mask[:, -length:] != 0
-    return None if not torch.compiler.is_compiling() and mask.all() else mask
+    return None if mask.all() else mask
 
 
 def document_starts(
@@ -283,15 +282,6 @@ class FixedPointReport:
 
     def _asdict(self):
         return {name: getattr(self, name) for name in FixedPointStats._fields}
-
-
-# torch.export returns what it knows how to take apart. `layers` belongs to the form.
-pytree.register_pytree_node(
-    FixedPointReport,
-    lambda report: (list(report), report.layers),
-    FixedPointReport,
-    serialized_type_name=f"{FixedPointReport.__module__}.FixedPointReport",
-)
 
 
 # What transformers calls a cache, in an output and as an argument: `cache` from 5.24 on, where an

@@ -1,26 +1,22 @@
 """The fixed-point blocks: `prepare` (once per solve), `step` (once per iteration), `finish`.
 
 What one iteration does besides products and the scan stands first, the exact solve of a layer last.
-The solve is a function of tensors only, a kernel's or this: `lm.kernels.cell` has the equations and
-explains the arguments. Under torch.compile and torch.export it is one operator, which takes the
-kernel where it runs.
+A kernel's solve is a function of tensors only: `lm.kernels.cell` has the equations and explains the
+arguments.
 
-Shape suffixes: b batch, l length, d channels (d_inner), n d_state, h heads, g groups; of the solve
-r reflections, K columns of raw.
+Shape suffixes: b batch, l length, d channels (d_inner), n d_state, h heads, g groups.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .cell import Norm, Own, Token, solve_low_rank
+from .cell import Norm, Own
 from .fixed_point import FixedPointBlock, Prepared
 from .layers import Projection, RMSNorm, ShortConv, StepSize, WNLinear, affine_map
-from .mixers import ACTIVATIONS, nrm, reflections_of
-from .operators import compiling, opaque
+from .mixers import nrm
 from .scan import faster, linear_scan, selective_scan, ssd_scan
 from .state import Sequences, once, shift
 
@@ -435,17 +431,8 @@ def whole_solve(
         layout, options: as lm.kernels.cell has them.
         tensors: raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0, as `cell`
         there has them; of an FP-RNN dt is `fresh`, A is `decay`, both (b,l,d).
-        adjoint: as there; left as it is under a compiler.
-        readout: as there, a Readout; not under a compiler.
+        adjoint, readout: as there.
     """
-    if compiling():
-        assert readout is None  # such a layer is computed outside
-        y, h, outcome = _operator(*tensors, list(layout), *options)
-        return y, h.detach(), outcome
-    return _by_kernel(layout, options, tensors, adjoint, readout)
-
-
-def _by_kernel(layout, options, tensors, adjoint, readout=None):
     raw, weight_y, x, dt, A, keep, *others, y0, h0 = tensors
     if A.dim() == 3:
         given = raw, weight_y, x, A, dt, keep, y0, h0, adjoint
@@ -454,133 +441,6 @@ def _by_kernel(layout, options, tensors, adjoint, readout=None):
     if readout is not None:
         others.append(readout)
     return faster("cell", "cell", x, layout, options, raw, weight_y, x, dt, A, keep, *others)
-
-
-def _whole_solve(
-    raw: Tensor,
-    weight_y: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    keep: Tensor | None,
-    gate: Tensor | None,
-    D: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    y0: Tensor | None,
-    h0: Tensor | None,
-    layout: list[int],
-    rank: int,
-    scale: float,
-    act: str,
-    sequential: bool,
-    eps: float,
-    contractive: float | None,
-    bc_norm: bool,
-    groups: int,
-    norm: str,
-    norm_eps: float,
-    states: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    mixer = rank, scale, act, sequential, eps, contractive
-    options = *mixer, bc_norm, groups, norm, norm_eps, states
-    tensors = raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0
-    found = _by_kernel(tuple(layout), options, tensors, None)
-    if found is None:
-        tensors = raw.to(x.dtype), weight_y.to(x.dtype), *tensors[2:]
-        found = whole_solve_plain(tuple(layout), options, tensors)
-    y, h, outcome = found
-    return y, h.contiguous(), outcome
-
-
-def _shapes(raw, weight_y, x, dt, A, *others):
-    b, _, d = x.shape
-    states = others[-1]
-    state: tuple[int, ...]
-    if A.dim() == 2:
-        state = (b, d, A.shape[1])
-    elif A.dim() == 1:
-        state = (b, len(A), d // len(A), states)
-    else:
-        state = (b, d)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return y, x.new_empty(state), torch.empty(x.shape[:2], dtype=torch.uint8, device=x.device)
-
-
-_operator = opaque(_whole_solve, _shapes, 1)
-
-
-def whole_solve_plain(
-    layout: tuple[int, ...], options: tuple[Any, ...], tensors: tuple[Any, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`whole_solve` as a loop over time, differentiable; its arguments."""
-    raw, weight_y, x, dt, A, keep, gate, D, weight, bias, y0, h0 = tensors
-    norm = Norm(options[8], weight, bias, options[9])
-    shapes = _shapes(*tensors, *options)
-    y = torch.zeros_like(x[:, 0]) if y0 is None else y0
-    h = torch.zeros_like(shapes[1]) if h0 is None else h0.to(x.dtype)
-    ys, outcomes = [], []
-    for t in range(x.shape[1]):
-        before, row, now = y, raw[:, t], x[:, t]
-        if keep is not None:
-            alive = keep[:, t, None].to(x.dtype)
-            before, h = before * alive, h * alive.view(-1, *[1] * (h.dim() - 1))
-        if len(weight_y):
-            row = row + F.pad(before @ weight_y.t(), (0, row.shape[-1] - len(weight_y)))
-        time = _recurrence(h, row, dt[:, t], A[:, t] if A.dim() == 3 else A, layout, options)
-        gain = time.gain if D is None else time.gain + D
-        token = Token(now, time.history, gain, None if gate is None else gate[:, t], norm)
-        y, mixed, outcome = solve_low_rank(token, _low_rank(row, now.shape[-1], layout, options))
-        h = time.state + time.grown(mixed)
-        ys.append(y)
-        outcomes.append(outcome)
-    return torch.stack(ys, 1), h, torch.stack(outcomes, 1)
-
-
-def _low_rank(row, d, layout, options):
-    """I − Q of the tokens of a row (b,K), a LowRank."""
-    rank, scale, act, sequential, eps, kappa, *_ = options
-    u = row[:, layout[0] : layout[0] + rank * d].unflatten(-1, (rank, d))
-    a = scale * torch.sigmoid(row[:, layout[1] : layout[1] + rank])
-    found = reflections_of(a, nrm(ACTIVATIONS[act](u), eps), sequential)
-    if kappa is None:
-        return found
-    shrink = kappa / a.sum(-1, keepdim=True).clamp_min(kappa)
-    return found._replace(T=found.T * shrink.unsqueeze(-1))
-
-
-class _Time(NamedTuple):
-    """What the recurrence says of one token before it is solved."""
-
-    history: Tensor  # (b,d) its output without the token
-    state: Tensor  # without the token
-    gain: Tensor  # (b,d) what its output has of x̃
-    grown: Callable[[Tensor], Tensor]  # x̃ (b,d) → what the token adds to the state
-
-
-def _recurrence(h, row, dt, A, layout, options):
-    """_Time. h: the state before. row: (b,K). dt, A: of this token."""
-    if A.dim() == 2 and A.shape == h.shape:  # FP-RNN's decay
-        past = A * h
-        return _Time(past, past, dt, lambda mixed: dt * mixed)
-    *_, eps, _, bc_norm, groups, _, _, _ = options
-    n = h.shape[-1]
-    B, C = (row[:, at : at + groups * n].unflatten(-1, (groups, n)) for at in layout[2:])
-    if bc_norm:
-        B, C = nrm(B, eps), nrm(C, eps)
-    if A.dim() == 2:  # FP-Mamba-1
-        past = torch.exp(dt.unsqueeze(-1) * A) * h
-        gain = dt * (B * C).sum(-1)
-        return _Time((past * C).sum(-1), past, gain, lambda mixed: (dt * mixed).unsqueeze(-1) * B)
-    B, C = (part.repeat_interleave(len(A) // groups, 1).unsqueeze(2) for part in (B, C))
-    past = torch.exp(dt * A)[..., None, None] * h
-    wide = h.shape[2]
-
-    def grown(mixed):
-        return (dt.unsqueeze(-1) * mixed.unflatten(-1, (-1, wide))).unsqueeze(-1) * B
-
-    gain = (dt * (B * C).sum((-2, -1))).repeat_interleave(wide, -1)
-    return _Time((past * C).sum(-1).flatten(1), past, gain, grown)
 
 
 BLOCKS = {"fp_mamba1": FPMamba1, "fp_mamba2": FPMamba2, "fp_rnn": FPRNN}

@@ -25,7 +25,6 @@ from .layers import (
     without_autocast,
 )
 from .mixers import Mixer, MixerWeights, build_mixer
-from .operators import compiling
 from .scan import backend, faster
 from .solver import (
     FAILED,
@@ -48,11 +47,6 @@ from .state import BlockState, Sequences, last, map_tensors, once, shift, state_
 # trained, where f is iterated token by token in evaluation, and under bf16, whose rounding is of
 # that size. Exact tokens are evaluated to FINE (docs/fixed-point.md says what each leaves).
 COARSE, FINE = 0.01, {torch.float32: 1e-5, torch.float64: 1e-9}
-NOT_EXPORTED = (
-    "torch.export takes a solve that is one operator: `token: exact`, one token after the other"
-    " (`schedule: sequential`), a mixer of reflections (householder, dplr), `dt_h_dep: false`, no"
-    " centroids, the exact gradient if there is one, no count of iterations"
-)
 MATERIALISED = ("mixer", "bc_y_proj", "dt_y_proj", "z_y_proj")  # layers used as matrices
 
 
@@ -231,15 +225,13 @@ class FixedPointBlock(nn.Module):
         return self.mixer.merged(weights) if self._is_compiled(x, seqs) else weights
 
     def _is_compiled(self, x, seqs):
-        """Whether one operator or kernel is to compute the whole solve."""
+        """Whether one kernel is to compute the whole solve."""
         c = self.settings(seqs)
         by_token = c.token == "exact" and self.width(c, x.shape[1], x) == 1
-        return by_token and (compiling() or self._has_kernel(x))
+        return by_token and self._has_kernel(x)
 
     def _reads_narrow(self, x, seqs):
         """Whether it reads rows and maps of y in the dtype of products."""
-        if compiling():
-            return x.device.type != "cpu" and self._is_compiled(x, seqs)
         if self._is_compiled(x, seqs):
             return backend("cell", x).NARROW
         c = self.settings(seqs)
@@ -453,7 +445,7 @@ class FixedPointBlock(nn.Module):
         if self.centroids is not None and not self._has_kernel(s.x):
             return None
         after_padding = None  # the kernel passes y on unmasked: no token may follow padding
-        if mask is not None and not compiling():
+        if mask is not None:
             after_padding = F.pad(mask[:, 1:] & ~mask[:, :-1], (1, 0))
             if mask.device.type == "cpu" and after_padding.any():
                 return None
@@ -545,38 +537,13 @@ class FixedPointBlock(nn.Module):
         checkpoint: Callable[..., Any] | None = None,
         count_iterations: bool = False,
     ) -> tuple[Any, ...]:
-        """See the class. Under torch.compile a solve that is not one operator runs outside of it.
-
-        Raises:
-            NotImplementedError: under torch.export, such a solve.
-        """
-        if compiling() and not self.is_one_operator(u, seqs, count_iterations):
-            if torch.compiler.is_exporting():
-                raise NotImplementedError(NOT_EXPORTED)
-            return self._outside(u, seqs, checkpoint, count_iterations)
-        return self._forward(u, seqs, checkpoint, count_iterations)
-
-    def is_one_operator(self, u: torch.Tensor, seqs: Sequences, count_iterations: bool) -> bool:
-        """Whether torch.compile and torch.export have an operator for the solve and its gradient:
-        the exact token, one after the other, by reflections. Arguments: `forward`'s."""
-        c, own = self.settings(seqs), self.config
-        if count_iterations or c.token != "exact" or self.width(c, u.shape[1], u) != 1:
-            return False
-        with_gradient = torch.is_grad_enabled() and c.gradient != "exact"
-        reads_y = own.block != "fp_rnn" and (own.dt_h_dep or own.state_centroids)
-        return self.mixer.reflections() is not None and not (with_gradient or reads_y)
-
-    @torch.compiler.disable
-    def _outside(self, *args):
-        return self._forward(*args)
-
-    def _forward(self, u, seqs, checkpoint, count_iterations):
+        """See the class."""
         c = self.settings(seqs)
         if self.training:
             how = seqs.solving
             noise = how.draw_noise(self, u, c.state_noise, how.generators)
             seqs = seqs._replace(noise=noise)
-        if torch.is_grad_enabled() and not compiling():
+        if torch.is_grad_enabled():
             dtype = torch.promote_types(u.dtype, torch.float32)
             seqs = seqs._replace(adjoint_norm=u.new_zeros(len(u), dtype=dtype))
         if seqs.kept is not None:

@@ -48,9 +48,9 @@ from .full_rank import solve_by_iterating
 from .layers import RMSNorm, on_cpu
 from .mixer_base import Mixer
 from .mixers import build_mixer, nrm
-from .operators import bundled_kernels, compiling
+from .operators import bundled_kernels
 from .scan import selective_scan
-from .solver import NonFiniteError, all_finite, asserted, explained, read_flags, stack_flags
+from .solver import NonFiniteError, all_finite, explained, read_flags, stack_flags
 from .stack import FPRNNLayer, initialise, initialise_once, let_be_known
 from .state import (
     FPRNNCache,
@@ -250,10 +250,11 @@ class FPRNNModel(FPRNNPreTrainedModel):
         if starts is not None and mask is not None:
             starts = starts & mask  # padding may be EOS tokens; it must leave the state as it is
         is_read = starts is not None and (return_state or on_cpu(starts))
-        if is_read and not compiling() and not starts.any():
+        if is_read and not starts.any():
             starts = None
         return Sequences(mask, starts, return_state=return_state, solving=self.how)
 
+    @torch.compiler.disable  # the length of a solve depends on the data
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -290,7 +291,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
             count_iterations: measure ℓ*, what the paper's procedure would need, as well.
             defer_check: Do not wait for the device to check that the pass is finite. The caller
                 reads FPRNNOutput.is_finite instead and gives it to `refuse_nonfinite`. A pass that
-                updates a cache or is compiled is checked all the same, and has no is_finite.
+                updates a cache is checked all the same, and has no is_finite.
             kwargs: see inputs.refuse_unknown.
         Raises:
             ValueError: both or neither of input_ids and inputs_embeds, no tokens, ids outside the
@@ -299,6 +300,8 @@ class FPRNNModel(FPRNNPreTrainedModel):
             TypeError: an unknown keyword argument.
             NonFiniteError: something became NaN or infinite; names the layer, cause and cure.
         """
+        if torch.compiler.is_exporting():
+            raise NotImplementedError("torch.export cannot take a solve: its length is the data's")
         cfg = self.config
         refuse_unknown(type(self).__name__, kwargs, not (position_ids is None and seq_idx is None))
         if output_hidden_states is None:
@@ -329,7 +332,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         passed = self._through_layers(
             tokens.hidden, seqs, state, cache, output_hidden_states, count_iterations
         )
-        is_checked = not defer_check or cache is not None or compiling()
+        is_checked = not defer_check or cache is not None
         if is_checked:
             self._check_finite(passed.is_finite)
 
@@ -430,11 +433,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         Raises:
             NonFiniteError: A flag is False; the error names the first such place.
         """
-        if compiling():
-            for flag, (place, _) in zip(is_finite, self._places()):
-                asserted(flag, place)
-        else:
-            self.refuse_nonfinite(read_flags(is_finite), symptom)
+        self.refuse_nonfinite(read_flags(is_finite), symptom)
 
     def _places(self):
         """Return the places in which a pass may stop being finite: (name, module) each."""
@@ -601,10 +600,6 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             NonFiniteError: A flag is False; the error names the first such place.
         """
         of_head = [all_finite(t) for t in (logits, loss) if t is not None]
-        if compiling():
-            for flag in of_head:
-                asserted(flag, "the head")
-            return
         of_backbone = [] if of_backbone is None else list(of_backbone)
         flags = read_flags([*of_backbone, *of_head])
         self.backbone.refuse_nonfinite(flags[: len(of_backbone)])

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import logging
 
-from .operators import bundled_kernels, compiling, opaque
+from .operators import bundled_kernels
 
 logger = logging.get_logger(__name__)
 
@@ -94,18 +94,14 @@ def _find_kernels():
 
 def backend(operation: str, like: torch.Tensor) -> Any:
     """The module of lm.kernels that computes an operation (lm.kernels.OPERATIONS) on a tensor's
-    device and in its dtype, None where the plain version does, and under a compiler."""
-    if compiling():
-        return None
+    device and in its dtype, None where the plain version does."""
     kernels = _kernels()
     return None if kernels is None else kernels.find(operation, like)
 
 
 def faster(operation: str, function: str, like: torch.Tensor, *args: Any) -> Any:
     """What a function of the `backend` returns, None where the plain version is to be computed:
-    there is no backend, or none for such arguments; and under a compiler, which fuses that."""
-    if compiling():
-        return None
+    there is no backend, or none for such arguments."""
     kernels = _kernels()
     return None if kernels is None else kernels.compute(operation, function, like, *args)
 
@@ -153,35 +149,8 @@ def selective_scan(
         y (b,l,d) and the final state (b,d,n), in the dtype computed in.
     """
     inputs = _same_dtype(x, dt, A, B, C, h0, keep)
-    if compiling():
-        return _scan_operator(*inputs)
     found = faster("selective_scan", "selective_scan", inputs[0], *inputs)
     return selective_scan_plain(*inputs) if found is None else found  # type: ignore[arg-type]
-
-
-def _operator_of(scan, state_shape):
-    """The operator that computes `scan`. state_shape: (x, A, B) → the shape of the final state."""
-
-    def operator(
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        h0: torch.Tensor | None,
-        keep: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        y, h = scan(x, dt, A, B, C, h0, keep)
-        return y.contiguous(), h.contiguous()
-
-    def shapes(x, dt, A, B, C, h0, keep):
-        return x.new_empty(x.shape), x.new_empty(state_shape(x, A, B))
-
-    operator.__name__ = scan.__name__
-    return opaque(operator, shapes, 2)
-
-
-_scan_operator = _operator_of(selective_scan, lambda x, A, B: (x.shape[0], *A.shape))
 
 
 def _same_dtype(*tensors):
@@ -329,8 +298,6 @@ def ssd_scan(
         y (b,l,h,p) and the final state (b,h,p,n), in fp32, or fp64 if any input is.
     """
     inputs = *_same_dtype(x, dt, A, B, C, h0), keep
-    if compiling():
-        return _ssd_operator(*inputs)
     found = faster("ssd_scan", "ssd_scan", inputs[0], *inputs)
     return ssd_scan_plain(*inputs) if found is None else found
 
@@ -372,11 +339,6 @@ def ssd_scan_plain(
         C_h = C_c.repeat_interleave(per_group, 3) * from_start.unsqueeze(-1)
         y = y + torch.einsum("bichn,bihpn->bichp", C_h, entering)
         return y.flatten(1, 2)[:, :length], state
-
-
-_ssd_operator = _operator_of(
-    ssd_scan, lambda x, A, B: (x.shape[0], x.shape[2], x.shape[3], B.shape[-1])
-)
 
 
 def _few_conv(x, weight, bias):

@@ -43,16 +43,6 @@ def read_flags(flags: list[torch.Tensor]) -> list[bool]:
     return stack_flags(flags).tolist()
 
 
-def asserted(finite: torch.Tensor, where: str) -> None:
-    """What a compiled model says instead, a RuntimeError: its graph cannot look for the cause. On a
-    GPU nothing is said, where an assertion that fails would end the process' use of the GPU.
-
-    Args: finite: (,) bool. where: as in `explained`.
-    """
-    if finite.device.type == "cpu":
-        torch._assert_async(finite, f"{where}: its output is NaN or infinite")
-
-
 def explained(where: str, module: nn.Module, config: Any, what: str) -> NonFiniteError:
     """The NonFiniteError to raise.
 

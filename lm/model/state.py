@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .operators import compiling
-
 
 class BlockState(NamedTuple):
     """What one block leaves behind after a row's last token that is no padding; no gradient."""
@@ -155,7 +153,7 @@ class WeightCache:
 
         parameters: of which things are made; None: of something else as well.
         """
-        if parameters is None or torch.is_grad_enabled() or compiling():
+        if parameters is None or torch.is_grad_enabled():
             return None
         if any(t.is_inference() for t in parameters):  # these do not count their changes
             return None
@@ -272,9 +270,7 @@ def shift(y: torch.Tensor, seqs: Sequences, name: str = "y") -> torch.Tensor:
 
 def taken(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """x (b,l,…) at the positions `at` (b,k) of each row: (b,k,…)."""
-    # `take_along_dim` would have a compiler read the length as a constant.
-    index = at.reshape(*at.shape, *[1] * (x.dim() - 2))
-    return x.gather(1, index.expand(*at.shape, *x.shape[2:]))
+    return x.take_along_dim(at.reshape(*at.shape, *[1] * (x.dim() - 2)), 1)
 
 
 def last(x: torch.Tensor, n: int, before: torch.Tensor | None, seqs: Sequences) -> torch.Tensor:
