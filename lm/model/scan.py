@@ -198,7 +198,8 @@ def _scan_channels(x, dt, A, h0, B, C, keep):
         decays = decays * keep[..., None, None]
     written = (x * dt).unsqueeze(-1) * B.unsqueeze(2)
     h = linear_scan(decays.flatten(2), written.flatten(2), h0.flatten(1)).view_as(written)
-    return (h @ C.unsqueeze(-1)).squeeze(-1), h[:, -1].clone()
+    # No product of matrices, which a backward under autocast would round.
+    return (h * C.unsqueeze(2)).sum(-1), h[:, -1].clone()
 
 
 class _LinearScan(torch.autograd.Function):
