@@ -79,22 +79,6 @@ def test_token_is_not_taken_for_a_password(tmp_path):
     assert loaded.solver()["token"] == "iterate"
 
 
-@pytest.mark.parametrize("name", ["max_iters", "eval_max_iters", "n_backwards"])
-@pytest.mark.parametrize("value", [0, -1, 1.5])
-def test_a_number_of_times_is_a_whole_one_above_zero(name, value):
-    model = model_of()
-    with pytest.raises(ValueError, match=name), model.solving(**{name: value}):
-        pass
-
-
-def test_one_token_is_not_called_parallel():
-    model = model_of()
-    with model.solving(schedule="sequential"):
-        assert model.solver(1)["schedule"] == "sequential"
-    with model.solving(schedule="window:9"):
-        assert model.solver(9)["schedule"] == "parallel"
-
-
 def test_more_evaluations_are_more_flops_where_windows_are_solved():
     model = model_of()
     step = sum(layer.block.flops_per_token()[1] for layer in model.backbone.layers)

@@ -50,49 +50,7 @@ def test_every_iteration_is_that_of_the_papers_rule_written_out(name):
     before = torch.cat([torch.full_like(lowest[:1], torch.inf), lowest[:-1]])
     assert solution.stats.num_iters.tolist() == (before >= rule.tol).sum(0).tolist()
     assert solution.stats.converged.tolist() == (lowest[-1] < rule.tol).tolist()
-
-
-def test_finds_the_fixed_point_of_contractions():
-    f, exact = linear([0.5, -0.6, 0.0])
-    y, stats, *_ = solve_paper(f, torch.zeros_like(exact), Rule(tol=1e-12, max_iters=500))
-    torch.testing.assert_close(y, exact, rtol=1e-11, atol=0)
-    assert stats.converged.all()
-    assert stats.num_iters[2] <= 10 < stats.num_iters[0]
-
-
-def test_damping_tames_an_expansive_alternating_map():
-    f, exact = linear([-1.15])
-    y, stats, *_ = solve_paper(f, torch.zeros_like(exact), Rule(tol=1e-8, max_iters=500))
-    torch.testing.assert_close(y, exact, rtol=1e-6, atol=0)
-    undamped = solve_paper(
-        f, torch.zeros_like(exact), Rule(tol=1e-8, max_iters=500, stepsize=1, stepsize_decay=1)
-    ).stats
-    assert stats.converged.all() and not undamped.converged.any()
-
-
-def test_quantile_lets_the_slowest_sequence_go():
-    f, exact = linear([0.1, 0.1, 0.1, 0.1, 0.99])
-    y0 = torch.zeros_like(exact)
-    strict = solve_paper(f, y0, Rule(tol=1e-3, max_iters=5000, quantile=1.0)).stats
-    loose = solve_paper(f, y0, Rule(tol=1e-3, max_iters=5000, quantile=0.75)).stats
-    assert strict.converged.all()
-    assert loose.converged.tolist() == [True] * 4 + [False]
-    assert strict.num_iters[4] > 10 * loose.num_iters[4]
-
-
-def test_running_out_of_iterations_is_counted():
-    f, exact = linear([0.5, 0.99])
-    stats = solve_paper(f, torch.zeros_like(exact), Rule(tol=1e-6, max_iters=30)).stats
-    assert stats.converged.tolist() == [True, False]
-    assert stats.failed.tolist() == [0, 1]
-    assert stats.num_iters[1] == 30
-
-
-def test_gives_up_when_the_step_has_shrunk_away():
-    y0 = torch.ones(1, 2, 2)
-    rule = Rule(tol=1e-6, max_iters=10**6, patience=1)
-    stats = solve_paper(lambda y: -3 * y.sign(), y0, rule).stats
-    assert stats.failed.all() and stats.num_iters < 200
+    assert solution.stats.failed.tolist() == (lowest[-1] >= rule.tol).tolist()
 
 
 def test_nan_is_an_error_that_names_iteration_and_sequence():
