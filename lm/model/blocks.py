@@ -148,34 +148,20 @@ class FPMamba(FixedPointBlock):
         z = s.z if self.gate_in_loop else None
         return Own(parts.dt, bc, self._D(), z, self.out_norm())
 
-    def compiled(
-        self,
-        s: Prepared,
-        reflections: tuple[Any, ...],
-        weight_y: torch.Tensor,
-        adjoint: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def compiled(self, s: Prepared) -> tuple[Tensor, Tensor, Tensor] | None:
         if s.time.dt is None:
             return None
-        cfg, x = self.config, s.x
-        rank, *_ = reflections
+        cfg, x, raw = self.config, s.x, s.projections.raw
+        reflections, norm = self.mixer.reflections(), self.out_norm()
         at = {name: columns.start for name, columns in s.projections.columns.items()}
-        layout = at["mixer"], at["mixer"] + rank * x.shape[-1], at["B"], at["C"]
-        norm = self.out_norm()
-        options = (
-            *reflections,
-            cfg.bc_norm,
-            self.groups,
-            norm.kind,
-            norm.eps,
-            cfg.d_state,
-        )
+        layout = at["mixer"], at["mixer"] + reflections[0] * x.shape[-1], at["B"], at["C"]
+        options = *reflections, cfg.bc_norm, self.groups, norm.kind, norm.eps, cfg.d_state
         weights = s.time.A, self._D(), norm.weight, norm.bias
         A, D, weight, bias = (None if t is None else t.to(x.dtype) for t in weights)
         y, h = (s.seqs.before(name) for name in ("y", "h"))
-        tensors = (
-            s.projections.raw,
-            weight_y,
+        given = (
+            raw,
+            s.projections.weight_y.to(raw.dtype),
             x,
             s.time.dt,
             A,
@@ -186,8 +172,11 @@ class FPMamba(FixedPointBlock):
             bias,
             None if y is None else y.to(x.dtype),
             h,
+            s.seqs.adjoint_norm,
         )
-        return whole_solve(layout, options, tensors, adjoint, s.projections.readout(x.dtype))
+        readout = s.projections.readout(x.dtype)
+        given = given if readout is None else (*given, readout)  # not every backend has it
+        return faster("cell", "cell", x, layout, options, *given)
 
 
 class FPMamba1(FPMamba):
@@ -375,23 +364,17 @@ class FPRNN(FixedPointBlock):
         (I − w uᵀ) h_t = c with w = a (1 − λ) ⊙ u has the solution of Sherman & Morrison (1950)."""
         return Own(parts.fresh, None, None, None, Norm("none"))
 
-    def compiled(
-        self,
-        s: Prepared,
-        reflections: tuple[Any, ...],
-        weight_y: torch.Tensor,
-        adjoint: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        rank, *_ = reflections
-        x, at = s.x, s.projections.columns["mixer"].start
+    def compiled(self, s: Prepared) -> tuple[Tensor, Tensor, Tensor] | None:
+        x, raw, at = s.x, s.projections.raw, s.projections.columns["mixer"].start
+        reflections = self.mixer.reflections()
         # No norm; B and C, which the kernel does not read here, count as one normalised group.
         options = (*reflections, True, 1, "none", 0.0, 0)
+        layout = at, at + reflections[0] * x.shape[-1], 0, 0
         before = (s.seqs.before(name) for name in ("y", "h"))
         y, h = (None if t is None else t.to(x.dtype) for t in before)
-        layout = at, at + rank * x.shape[-1], 0, 0
-        time = s.time.fresh, s.time.decay, s.time.keep
-        tensors = s.projections.raw, weight_y, x, *time, None, None, None, None, y, h
-        return whole_solve(layout, options, tensors, adjoint)
+        weight_y = s.projections.weight_y.to(raw.dtype)
+        given = raw, weight_y, x, s.time.decay, s.time.fresh, s.time.keep, y, h
+        return faster("cell", "cell_rnn", x, layout, options, *given, s.seqs.adjoint_norm)
 
     def _tails(self, s, y):
         if s.tail is None:
@@ -415,32 +398,6 @@ class FPRNN(FixedPointBlock):
         once = 2 * (2 * d * d + 2 * d * d)
         once += 12 * d * c.d_conv if c.use_short_conv else 0
         return self._flops(once, 4 * d)
-
-
-def whole_solve(
-    layout: tuple[int, ...],
-    options: tuple[Any, ...],
-    tensors: tuple[Any, ...],
-    adjoint: Tensor | None,
-    readout: tuple[Tensor | None, ...] | None = None,
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """y (b,l,d), the state after the last token, and the outcome (b,l), see solver.py;
-    None: there is no kernel.
-
-    Args:
-        layout, options: as lm.kernels.cell has them.
-        tensors: raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0, as `cell`
-        there has them; of an FP-RNN dt is `fresh`, A is `decay`, both (b,l,d).
-        adjoint, readout: as there.
-    """
-    raw, weight_y, x, dt, A, keep, *others, y0, h0 = tensors
-    if A.dim() == 3:
-        given = raw, weight_y, x, A, dt, keep, y0, h0, adjoint
-        return faster("cell", "cell_rnn", x, layout, options, *given)
-    others = [*others, y0, h0, adjoint]
-    if readout is not None:
-        others.append(readout)
-    return faster("cell", "cell", x, layout, options, raw, weight_y, x, dt, A, keep, *others)
 
 
 BLOCKS = {"fp_mamba1": FPMamba1, "fp_mamba2": FPMamba2, "fp_rnn": FPRNN}

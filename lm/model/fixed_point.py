@@ -131,15 +131,9 @@ class FixedPointBlock(nn.Module):
         """What the tokens' own equations have besides their mixers and what is before them."""
         raise NotImplementedError
 
-    def compiled(
-        self,
-        s: Prepared,
-        reflections: tuple[Any, ...],
-        weight_y: torch.Tensor,
-        adjoint: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """The whole solve by a kernel: y (b,l,d), h and the outcome (b,l); None: there is none.
-        reflections, weight_y, adjoint: as `cell` in lm/kernels takes them."""
+    def compiled(self, s: Prepared) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """The whole solve by a kernel (`cell` in lm/kernels): y (b,l,d), h and the outcome (b,l);
+        None: there is none."""
         raise NotImplementedError
 
     def state_shapes(self) -> list[tuple[int, ...]]:
@@ -439,8 +433,8 @@ class FixedPointBlock(nn.Module):
         return g, h, torch.zeros_like(y[..., 0], dtype=torch.uint8), token_residual(y, g)
 
     def _solve_compiled(self, s):
-        reflections, mask = self.mixer.reflections(), s.seqs.mask
-        if reflections is None or s.mixer.extra:
+        mask = s.seqs.mask
+        if self.mixer.reflections() is None or s.mixer.extra:
             return None
         if self.centroids is not None and not self._has_kernel(s.x):
             return None
@@ -449,9 +443,8 @@ class FixedPointBlock(nn.Module):
             after_padding = F.pad(mask[:, 1:] & ~mask[:, :-1], (1, 0))
             if mask.device.type == "cpu" and after_padding.any():
                 return None
-        weight_y = s.projections.weight_y.to(s.projections.raw.dtype)
         with without_autocast(s.x):
-            found = self.compiled(s, reflections, weight_y, s.seqs.adjoint_norm)
+            found = self.compiled(s)
         if found is None:
             return None
         y, h, outcome = found

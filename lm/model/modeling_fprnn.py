@@ -35,7 +35,7 @@ from .batch import (
     refuse_unknown,
     targets_of,
 )
-from .blocks import FPRNN, whole_solve
+from .blocks import FPRNN
 from .cell import find_root
 from .certified_root import find_certified_roots
 from .checksums import refuse_changed
@@ -75,7 +75,6 @@ _TRAVELS = (
     nrm,
     selective_scan,
     solve_by_iterating,
-    whole_solve,
 )
 
 LOSS_CHUNK_TOKENS = 4096  # tokens whose logits exist at once when only the loss is wanted
