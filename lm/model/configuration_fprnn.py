@@ -18,7 +18,6 @@ from .fields import (
     Layer,
     heads_of,
     parse,
-    parse_gradient,
     parse_schedule,
 )
 
@@ -248,7 +247,6 @@ class FPRNNConfig(PretrainedConfig):
         if self.gradient == "auto":
             self.gradient = "one_step" if self.token == "iterate" else "exact"
         width = parse_schedule(self.schedule)
-        kind, _ = parse_gradient(self.gradient)
         if self.stopping == "paper":
             if self.token == "exact":
                 raise ValueError(
@@ -261,10 +259,10 @@ class FPRNNConfig(PretrainedConfig):
                     f" `{self.schedule}`"
                 )
             self.schedule = "parallel"
-        if kind in ("exact", "adjoint") and self.token == "iterate":
+        if self.gradient == "exact" and self.token == "iterate":
             raise ValueError(
-                f"gradient `{self.gradient}` goes through tokens that are solved: it needs token"
-                " `exact`; of the paper's iteration it is `implicit`"
+                "gradient `exact` goes through tokens that are solved: it needs token `exact`; of"
+                " the paper's iteration it is `implicit`"
             )
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .cell import Own, solve_low_rank
-from .fields import AUTO_WINDOW, parse_gradient, parse_schedule
+from .fields import AUTO_WINDOW, parse_schedule
 from .full_rank import FullRank, solve_by_iterating
 from .layers import (
     Centroids,
@@ -493,14 +493,12 @@ class FixedPointBlock(nn.Module):
         shape the gradient; under the paper's rule it is what the last of them gives, in both modes.
         """
         c, y_star = self.settings(s.seqs), solution.y
-        kind, terms = parse_gradient(c.gradient)
-        if kind in ("exact", "adjoint"):
+        if c.gradient == "exact":
             constants = s.detached()
             y = adjoint_gradient(
                 lambda y: self.explicit(s, y)[0],
                 lambda y: self.explicit(constants, y, of_y_alone=True)[0],
                 y_star,
-                terms,
                 s.seqs.adjoint_norm,
                 self.rule(c).tol,
                 product_dtype(self.out_proj.weight),
@@ -508,7 +506,7 @@ class FixedPointBlock(nn.Module):
             return solution.f_y.detach() + (y - y.detach()), solution.h, solution.stats
         first, h = self.step(s, y_star, True)
         y, h_end = first, h
-        if kind == "implicit":
+        if c.gradient == "implicit":
             y = implicit_gradient(lambda y: self.step(s, y), y_star, first, self.rule(c))
         else:
             for _ in range(c.n_backwards - 1):

@@ -42,7 +42,7 @@ from .checksums import refuse_changed
 from .configuration_fprnn import FPRNNConfig, refuse_solver_token
 from .delta import GatedDeltaNet
 from .diagonal import Mamba
-from .fields import FIXED_POINT, IN_FP32, SOLVER, parse_gradient
+from .fields import FIXED_POINT, IN_FP32, SOLVER
 from .fixed_point import FixedPointBlock
 from .full_rank import solve_by_iterating
 from .layers import RMSNorm, on_cpu
@@ -643,7 +643,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             return (3 if training else 1) * (once + head)
         block = solved[0]
         settings = self._settings()
-        (kind, _), how = parse_gradient(settings.gradient), block.solver(settings)
+        kind, how = settings.gradient, block.solver(settings)
         steps = settings.n_backwards if kind == "one_step" else 1
         differentiated = once + steps * step + head
         if kind == how["token"] == "exact" and how["schedule"] == "sequential":

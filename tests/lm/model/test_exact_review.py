@@ -47,7 +47,7 @@ def gradients(model, ids, outside=False, reentrant=None, **fields):
         dict(gradient="one_step", n_backwards=2),
         dict(gradient="implicit", schedule="window:4"),
         dict(token="iterate"),
-        dict(state_noise=0.2, schedule="parallel", gradient="adjoint:2"),
+        dict(state_noise=0.2, schedule="parallel", gradient="exact"),
     ],
     ids=str,
 )
