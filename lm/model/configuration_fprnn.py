@@ -74,6 +74,8 @@ REMOVED = {
     "norm_epsilon": 1e-5,
     "patience": 15,
     "adjoint_clip": None,
+    "position": "rope",
+    "attention_window": None,
 }
 # What models of transformers have by convention; a recurrence has no longest input, but
 # lm-evaluation-harness cuts contexts to max_position_embeddings.
@@ -393,10 +395,9 @@ def _check_heads(config, kind):
             f"n_heads is {config.n_heads}: {kind} normalises each head, which must be wider than"
             f" one of the {d} channels"
         )
-    if kind == "attention" and config.position == "rope" and (d // heads) % 2:
+    if kind == "attention" and (d // heads) % 2:
         raise ValueError(
-            f"d_model / n_heads is {d // heads}: RoPE rotates pairs, so it must be even; or set"
-            " position to nope"
+            f"d_model / n_heads is {d // heads}: RoPE rotates pairs, so it must be even"
         )
 
 

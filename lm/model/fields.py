@@ -279,14 +279,6 @@ ARCHITECTURE = {
 
 # What a pattern gives to a layer as its option (docs/model.md#layer-patterns), and no key sets.
 OPTIONS_ALONE = {
-    "position": Field(
-        "rope",
-        ("rope", "nope"),
-        "How `attention` layers know positions: rotary embeddings, or not at all.",
-    ),
-    "attention_window": Field(
-        None, SIZE, "Tokens that an `attention` layer looks at; `null`: all.", (None,)
-    ),
     "allow_neg_eigval": Field(
         "auto",
         bool,
@@ -452,7 +444,7 @@ KINDS = {
     "rwkv7": ("n_heads", "headdim"),
     "slstm": ("n_heads", "headdim"),
     "m2rnn": ("expand", "d_state", "headdim", "ngroups"),
-    "attention": ("n_heads", "position", "attention_window"),
+    "attention": ("n_heads",),
     "mlp": ("d_ff",),
     "lstm": (),
 }

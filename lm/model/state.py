@@ -96,7 +96,7 @@ class FPRNNState(NamedTuple):
 
 class FPRNNCache:
     """What `generate` carries from one forward pass to the next: an FPRNNState, of a size that does
-    not grow with the text (that of attention does, up to its window). A forward pass of k ≥ 1
+    not grow with the text (that of attention does). A forward pass of k ≥ 1
     tokens with it goes on exactly where the one before has ended."""
 
     state: Any  # FPRNNState | None
