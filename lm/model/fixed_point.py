@@ -258,15 +258,6 @@ class FixedPointBlock(nn.Module):
             g = s.seqs.masked(self.norm_time(s, o, x))
         return (g, h) if with_state else g
 
-    def step_residual(self, s: Prepared, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """f(y) and its `token_residual` (b,l); no gradient."""
-        x, parts, _ = self._mixed(s, y)
-        with torch.autocast(x.device.type, enabled=False):
-            o, _ = self.scan_time(s, parts, x)
-            g = self.norm_time(s, o, x)
-            residual = token_residual(y, g)
-        return s.seqs.masked(g), s.seqs.masked(residual.unsqueeze(-1)).squeeze(-1)
-
     def explicit(
         self, s: Prepared, y: torch.Tensor, with_residual: bool = False, of_y_alone: bool = False
     ) -> tuple[Any, ...]:
@@ -421,7 +412,7 @@ class FixedPointBlock(nn.Module):
             return self._solve_compiled(s) or self._solve_sequential(s)
         rule = self.rule(c)
         if c.stopping == "paper":
-            return solve_paper(lambda y: self.step_residual(s, y), torch.zeros_like(s.x), rule)
+            return solve_paper(lambda y: self.step(s, y), torch.zeros_like(s.x), rule)
         if c.token == "iterate":
             return solve_windows(self._iterated, s, rule, width)
         # After k iterations the first k tokens are exact; one more shows that the last is.
@@ -592,7 +583,7 @@ class FixedPointBlock(nn.Module):
         s = self.prepare(u, seqs)
         y = self._solve(s).y
         return count_iterations_of(
-            lambda y: self.step_residual(s, y), y, self.config.block, stats, seqs.mask
+            lambda y: self.step(s, y), y, self.config.block, stats, seqs.mask
         )
 
     @torch.no_grad()

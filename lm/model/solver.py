@@ -196,7 +196,7 @@ def solve_paper(
     Known limits (docs/fixed-point.md): the count depends on the whole batch and on later tokens.
 
     Args:
-        f: maps y (b,l,d) → f(y) (b,l,d), or to that and its `token_residual` (b,l).
+        f: maps y (b,l,d) → f(y) (b,l,d).
         y: the start. rule: see `Rule`.
         trace: a list that receives, per iteration, (residual, lowest, stepsize, waited), all (b,).
     Returns:
@@ -209,7 +209,7 @@ def solve_paper(
     token_iters = torch.ones(y.shape[:2], dtype=torch.long, device=y.device)
     while True:
         g = f(y)
-        g, of_tokens = g if isinstance(g, tuple) else (g, token_residual(y, g))
+        of_tokens = token_residual(y, g)
         residual = of_tokens.amax(1)
         iterations += 1
         unfinished = damping.lowest >= rule.tol
