@@ -148,18 +148,20 @@ class FPMamba(FixedPointBlock):
         z = s.z if self.gate_in_loop else None
         return Own(parts.dt, bc, self._D(), z, self.out_norm())
 
-    def compiled(self, s: Prepared) -> tuple[Tensor, Tensor, Tensor] | None:
+    def compiled(
+        self, s: Prepared, reflections: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
         if s.time.dt is None:
             return None
         cfg, x, raw = self.config, s.x, s.projections.raw
-        reflections, norm = self.mixer.reflections(), self.out_norm()
+        norm = self.out_norm()
         at = {name: columns.start for name, columns in s.projections.columns.items()}
         layout = at["mixer"], at["mixer"] + reflections[0] * x.shape[-1], at["B"], at["C"]
         options = *reflections, cfg.bc_norm, self.groups, norm.kind, norm.eps, cfg.d_state
         weights = s.time.A, self._D(), norm.weight, norm.bias
         A, D, weight, bias = (None if t is None else t.to(x.dtype) for t in weights)
         y, h = (s.seqs.before(name) for name in ("y", "h"))
-        given = (
+        given: tuple[Any, ...] = (
             raw,
             s.projections.weight_y.to(raw.dtype),
             x,
@@ -364,9 +366,10 @@ class FPRNN(FixedPointBlock):
         (I − w uᵀ) h_t = c with w = a (1 − λ) ⊙ u has the solution of Sherman & Morrison (1950)."""
         return Own(parts.fresh, None, None, None, Norm("none"))
 
-    def compiled(self, s: Prepared) -> tuple[Tensor, Tensor, Tensor] | None:
+    def compiled(
+        self, s: Prepared, reflections: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
         x, raw, at = s.x, s.projections.raw, s.projections.columns["mixer"].start
-        reflections = self.mixer.reflections()
         # No norm; B and C, which the kernel does not read here, count as one normalised group.
         options = (*reflections, True, 1, "none", 0.0, 0)
         layout = at, at + reflections[0] * x.shape[-1], 0, 0

@@ -131,9 +131,11 @@ class FixedPointBlock(nn.Module):
         """What the tokens' own equations have besides their mixers and what is before them."""
         raise NotImplementedError
 
-    def compiled(self, s: Prepared) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def compiled(
+        self, s: Prepared, reflections: tuple[Any, ...]
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """The whole solve by a kernel (`cell` in lm/kernels): y (b,l,d), h and the outcome (b,l);
-        None: there is none."""
+        None: there is none. reflections: the mixer's."""
         raise NotImplementedError
 
     def state_shapes(self) -> list[tuple[int, ...]]:
@@ -424,8 +426,8 @@ class FixedPointBlock(nn.Module):
         return g, h, torch.zeros_like(y[..., 0], dtype=torch.uint8), token_residual(y, g)
 
     def _solve_compiled(self, s):
-        mask = s.seqs.mask
-        if self.mixer.reflections() is None or s.mixer.extra:
+        reflections, mask = self.mixer.reflections(), s.seqs.mask
+        if reflections is None or s.mixer.extra:
             return None
         if self.centroids is not None and not self._has_kernel(s.x):
             return None
@@ -435,7 +437,7 @@ class FixedPointBlock(nn.Module):
             if mask.device.type == "cpu" and after_padding.any():
                 return None
         with without_autocast(s.x):
-            found = self.compiled(s)
+            found = self.compiled(s, reflections)
         if found is None:
             return None
         y, h, outcome = found
