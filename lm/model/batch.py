@@ -5,7 +5,7 @@ The loss of next-token prediction is a sum over targets, divided by what the cal
 Shapes: b batch, l length.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -274,14 +274,8 @@ class FixedPointReport:
         for name, value in zip(FixedPointStats._fields, fields, strict=True):
             setattr(self, name, value)
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._asdict().values())
-
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._asdict()})"
-
-    def _asdict(self):
-        return {name: getattr(self, name) for name in FixedPointStats._fields}
+        return f"{type(self).__name__}({vars(self)})"
 
 
 # What transformers calls a cache, in an output and as an argument: `cache` from 5.24 on, where an
