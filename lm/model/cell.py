@@ -20,8 +20,15 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .certified_root import (
+    DECIDE_AFTER,
+    MOST_GAIN,
+    ROUNDING,
+    SOLVED,
+    find_certified_pairs,
+    find_certified_roots,
+)
 from .certified_root import MAX_DIRECT_STEPS as MAX_DIRECT_STEPS
-from .certified_root import MOST_GAIN, ROUNDING, SOLVED, find_certified_roots
 from .scan import faster
 from .solver import BISECTED, FAILED, LIMITED, Damping, Rule
 
@@ -274,7 +281,7 @@ def find_root(coefficients: Coefficients) -> tuple[torch.Tensor, torch.Tensor]:
 def _find_root_plain(coefficients):
     """`find_root` in plain PyTorch, for all tokens at once."""
     if coefficients.alpha.shape[1] != 1:
-        return _find_root_by_picard(coefficients)
+        return _find_root_by_picard(coefficients, decides=True)
     roots, is_proven = find_certified_roots(coefficients)
     outcome = torch.zeros(len(roots), dtype=torch.uint8, device=roots.device)
     rest = (~is_proven).nonzero().squeeze(1)
@@ -283,8 +290,16 @@ def _find_root_plain(coefficients):
     return roots, outcome
 
 
-def _find_root_by_picard(coefficients):
-    """`find_root` by damped Picard from zero, and by bisection if it does not converge."""
+def _find_root_by_picard(coefficients, decides=False):
+    """Find the roots by damped Picard from zero, and by bisection if it does not converge.
+
+    Args:
+        coefficients: Of n tokens.
+        decides: Whether, for two reflections, `find_certified_pairs` decides after a few steps.
+
+    Returns:
+        As `find_root`.
+    """
     alpha = coefficients.alpha
     roots = torch.zeros_like(alpha)
     outcome = alpha.new_full((len(alpha),), FAILED, dtype=torch.uint8)
@@ -292,7 +307,7 @@ def _find_root_by_picard(coefficients):
     s = torch.zeros_like(alpha)
     damping = Damping(Rule(), alpha[:, 0])
     residual_before = torch.full_like(alpha[:, 0], torch.inf)
-    for _ in range(MOST_PICARD):
+    for iteration in range(MOST_PICARD):
         # 1. Where Picard is, and whether that is a root.
         value, there = coefficients.phi(s)
         psi = value - s
@@ -301,10 +316,13 @@ def _find_root_by_picard(coefficients):
         # 2. Newton goes the rest of a way that is short.
         found, by_newton = _polished(coefficients, s, there, residual, residual_before, ~done)
         done = done | by_newton
+        outcomes = torch.zeros_like(done, dtype=torch.uint8)
+        if decides and alpha.shape[1] == 2 and iteration == DECIDE_AFTER:
+            found, done, outcomes = _decided(coefficients, found, done)
         # 3. What is found is taken out; of what is NaN or infinite there is no solution.
         lost = ~torch.isfinite(residual)
         roots[searched[done]] = found[done]
-        outcome[searched[done]] = 0
+        outcome[searched[done]] = outcomes[done]
         roots[searched[lost]] = torch.nan
         # 4. The others take a damped step.
         damping.update(residual)
@@ -321,6 +339,19 @@ def _find_root_by_picard(coefficients):
     roots[searched], found = _last_resort(coefficients)
     outcome[searched[found]] = BISECTED
     return roots, outcome
+
+
+def _decided(coefficients, found, done):
+    """Add the roots that `find_certified_pairs` proves.
+
+    Returns:
+        The roots (n,2), which of them are done (n,), and their outcomes (n,): BISECTED where Picard
+        converges to no root.
+    """
+    pairs, attracts, is_proven = find_certified_pairs(coefficients)
+    is_new = is_proven & ~done
+    outcomes = torch.where(is_new & ~attracts, BISECTED, 0).to(torch.uint8)
+    return torch.where(is_new.unsqueeze(-1), pairs, found), done | is_new, outcomes
 
 
 def _polished(coefficients, s, there, residual, residual_before, unfinished):

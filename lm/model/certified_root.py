@@ -4,9 +4,17 @@ With r = 1 the equation is s = φ(s) = (α + β s) / √D(s) + δ with D = γ₀
 φ′ = (n₀ + n₁s) / D^(3/2): φ turns at most once. docs/fixed-point.md ("Newton's root and its proof")
 has the proof. All is computed in fp64: near a fold a rounding decides which root is taken.
 
-With r = 2 only the compiled kernels have such a proof (docs/fixed-point.md, "Two reflections").
+With r = 2 it is s = φ(s) = (α + B s) / √D(s) + δ with D = γ₀ + 2 γ₁·s + sᵀ Γ₂ s. Given
+g = 1/√D it is linear: s(g) = (I − g B)⁻¹ (g α + δ). So its roots are the zeros of a function of g,
 
-Shape suffixes: n tokens. With r = 1 every tensor is (n,).
+    F(g) = det − g N with det(g) = det(I − g B), v(g) = adj(I − g B) (g α + δ), s = v / det,
+    N² = det² D = γ₀ det² + 2 det γ₁·v + vᵀ Γ₂ v,
+
+and of the polynomial P = g² N² − det² of degree 6. Picard cannot leave a half-plane whose normal is
+an eigenvector of Bᵀ, and its roots are those with g below one over the eigenvalue.
+docs/fixed-point.md ("Two reflections") has the proof.
+
+Shape suffixes: n tokens; p pieces of the interval of g. With r = 1 every tensor is (n,).
 """
 
 from typing import Any, NamedTuple
@@ -180,3 +188,246 @@ def has_no_zero(
     b1 = 3 * c0 + c1
     bernstein = torch.stack([c0, b1, b1 + c1 + c2, c0 + c1 + c2 + c3])
     return (bernstein > 0).all(0) | (bernstein < 0).all(0)
+
+
+# Two reflections.
+
+# Picard's steps before this search. On a CPU they cost a third of it, and most equations need
+# fewer. On a GPU this search comes first, because a launch waits for its slowest sequence.
+DECIDE_AFTER = 12
+PIECES = (0.25, 0.5, 0.75, 0.9, 0.97, 0.99, 0.999, 1.0)  # of the interval, for a half-plane
+WIDE_PIECES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)  # in 1/√|det B|, for the whole plane
+# Newton within a piece ends after MAX_PAIR_STEPS, in C++ and Triton also after a step below
+# STILL · g.
+MAX_PAIR_STEPS, STILL = 20, 1e-12
+MAX_POLISH_STEPS = 2  # of Newton in s
+# The shares of the lengths of α and δ by which both must lie on the same side of the line. Rounding
+# may carry Picard across a line that is nearer.
+MIN_SIDE = 1e-4
+# A Bernstein coefficient has a sign if it exceeds this share of its terms' sizes.
+CERTAIN = 1e-13
+DEGREE = 6
+
+
+class PairEquation(NamedTuple):
+    """φ of n tokens with two reflections, and its polynomials in g."""
+
+    alpha: torch.Tensor  # (n,2)
+    beta: torch.Tensor  # (n,2,2)
+    delta: torch.Tensor  # (n,2)
+    gamma0: torch.Tensor  # (n,)
+    gamma1: torch.Tensor  # (n,2)
+    gamma2: torch.Tensor  # (n,2,2)
+    floor: float  # of the square under the root
+
+    def expand_determinant(self) -> torch.Tensor:
+        """Return the coefficients of det(I − g B), (n,3)."""
+        b = self.beta
+        trace = b[:, 0, 0] + b[:, 1, 1]
+        return torch.stack([torch.ones_like(trace), -trace, _det(b)], -1)
+
+    def expand_numerator(self) -> torch.Tensor:
+        """Return the coefficients of adj(I − g B) (g α + δ), (n,3,2)."""
+        moved_alpha, moved_delta = (_apply_adjugate(self.beta, v) for v in (self.alpha, self.delta))
+        return torch.stack([self.delta, self.alpha + moved_delta, moved_alpha], 1)
+
+    def expand_square(self) -> torch.Tensor:
+        """Return the coefficients of N², (n,5)."""
+        det, v = self.expand_determinant(), self.expand_numerator()
+        along = 2 * (v @ self.gamma1.unsqueeze(-1)).squeeze(-1)
+        pairs = v @ self.gamma2 @ v.transpose(1, 2)
+        pairs = pairs + self.gamma0[:, None, None] * det.unsqueeze(2) * det.unsqueeze(1)
+        pairs = pairs + along.unsqueeze(2) * det.unsqueeze(1)
+        zero = torch.zeros_like(det[:, 0])
+        rows = [
+            torch.stack([zero] * i + [pairs[:, i, j] for j in range(3)] + [zero] * (2 - i), -1)
+            for i in range(3)
+        ]
+        return rows[0] + rows[1] + rows[2]
+
+
+def _det(m):
+    return m[..., 0, 0] * m[..., 1, 1] - m[..., 0, 1] * m[..., 1, 0]
+
+
+def _apply_adjugate(b, x):
+    """Return −adj(B) x = (B − tr B · I) x, (n,2)."""
+    first = b[:, 0, 1] * x[:, 1] - b[:, 1, 1] * x[:, 0]
+    return torch.stack([first, b[:, 1, 0] * x[:, 0] - b[:, 0, 0] * x[:, 1]], -1)
+
+
+def _horner(coefficients, g):
+    """Evaluate polynomials (n,k) at g (n,p), with their derivatives."""
+    value = torch.zeros_like(g)
+    slope = torch.zeros_like(g)
+    for i in reversed(range(coefficients.shape[1])):
+        slope = slope * g + value
+        value = value * g + coefficients[:, i : i + 1]
+    return value, slope
+
+
+def find_ends(e: PairEquation) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the ends of the pieces of the interval of g in which Picard's root lies.
+
+    Returns:
+        The ends (n,p+1), increasing from zero, and whether (n,) they are known.
+    """
+    b = e.beta
+    half_trace, det = (b[:, 0, 0] + b[:, 1, 1]) / 2, _det(b)
+    square = ((b[:, 0, 0] - b[:, 1, 1]) / 2).square() + b[:, 0, 1] * b[:, 1, 0]
+    spread = square.clamp_min(0).sqrt()
+    largest = half_trace + spread  # eigenvalue
+    # 1. A normal w with wᵀ B = largest · wᵀ. Both rows are multiples of w; the longer one is used.
+    rows = torch.stack(
+        [
+            torch.stack([b[:, 1, 0], largest - b[:, 0, 0]], -1),
+            torch.stack([largest - b[:, 1, 1], b[:, 0, 1]], -1),
+        ],
+        1,
+    )
+    is_second = rows[:, 1].square().sum(-1) > rows[:, 0].square().sum(-1)
+    w = torch.where(is_second.unsqueeze(-1), rows[:, 1], rows[:, 0])
+    sides = [(w * x).sum(-1) for x in (e.alpha, e.delta)]
+    lengths = [w.norm(dim=-1) * x.norm(dim=-1) for x in (e.alpha, e.delta)]
+    is_zero = [length == 0 for length in lengths]
+    is_clear = [side.abs() > MIN_SIDE * length for side, length in zip(sides, lengths)]
+    agree = (sides[0] * sides[1] > 0) & is_clear[0] & is_clear[1]
+    agree = agree | (is_zero[0] & is_clear[1]) | (is_zero[1] & is_clear[0])
+    max_g = e.floor**-0.5
+    is_half = (square > 0) & (largest * max_g > 1) & agree
+    # 2. Otherwise all roots: det must have no zero.
+    is_whole = ~is_half & ((square < 0) | (largest <= 0))
+    unit = det.abs().rsqrt().clamp_max(max_g / 8)
+    half = largest.reciprocal().unsqueeze(-1) * _like(PIECES, largest)
+    whole = unit.unsqueeze(-1) * _like(WIDE_PIECES, unit)
+    whole = torch.nn.functional.pad(whole, (0, 1), value=max_g)
+    ends = torch.where(is_half.unsqueeze(-1), half, whole)
+    return torch.nn.functional.pad(ends, (1, 0)), is_half | is_whole
+
+
+def _like(values, t):
+    return torch.tensor(values, dtype=t.dtype, device=t.device)
+
+
+def to_bernstein(coefficients: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return the Bernstein coefficients of P on every piece, (n,p,7).
+
+    Args:
+        coefficients: Of P, (n,7).
+        ends: Of the pieces, (n,p+1).
+    """
+    low, width = ends[:, :-1], ends.diff(dim=1)
+    c = [coefficients[:, i : i + 1].expand_as(low) for i in range(DEGREE + 1)]
+    for j in range(DEGREE):  # Taylor's at `low`
+        for i in reversed(range(j, DEGREE)):
+            c[i] = c[i] + low * c[i + 1]
+    power = torch.ones_like(width)
+    for i, choices in enumerate((1, 6, 15, 20, 15, 6, 1)):
+        c[i] = c[i] * power / choices
+        power = power * width
+    for j in range(DEGREE):
+        for i in reversed(range(j, DEGREE)):
+            c[i + 1] = c[i + 1] + c[i]
+    return torch.stack(c, -1)
+
+
+def count_sign_changes(p: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bound the number of zeros of P in every piece by its Bernstein coefficients' sign changes.
+
+    Args:
+        p: Coefficients of P, (n,7).
+        ends: Of the pieces, (n,p+1).
+
+    Returns:
+        The sign changes, (n,p); 9 if a coefficient is too small to have a sign. And the last
+        coefficient, P at the upper end, (n,p).
+    """
+    b = to_bernstein(p, ends)
+    is_certain = (b.abs() > CERTAIN * to_bernstein(p.abs(), ends)).all(-1)
+    changes = ((b[..., 1:] > 0) != (b[..., :-1] > 0)).sum(-1)
+    return torch.where(is_certain, changes, 9), b[..., -1]
+
+
+@torch.no_grad()
+def find_certified_pairs(
+    coefficients: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Find all roots on Picard's side, and decide which one Picard converges to.
+
+    Args:
+        coefficients: The `cell.Coefficients` of n tokens with r = 2.
+
+    Returns:
+        The roots (n,2) in the dtype of the coefficients, zero if not proven; whether (n,) the root
+        attracts Picard; and whether (n,) this is proven. If a proven root does not attract, Picard
+        converges to no root.
+    """
+    dtype = coefficients.alpha.dtype
+    fields = [t.double() for t in coefficients[:-1]]
+    e = PairEquation(*fields, coefficients.floor)  # type: ignore[call-arg]
+    eps = torch.finfo(dtype).eps
+    # 1. The pieces, each with at most one zero of P.
+    ends, is_known = find_ends(e)
+    det, square, numerator = e.expand_determinant(), e.expand_square(), e.expand_numerator()
+    p = torch.nn.functional.pad(square, (2, 0))
+    squared = det.unsqueeze(2) * det.unsqueeze(1)
+    for i in range(3):
+        p[:, i : i + 3] -= squared[:, i]
+    changes, at_end = count_sign_changes(p, ends)
+    is_known = is_known & (changes <= 1).all(1) & (at_end[:, -1] > 0)
+    # 2. The zero of F in each piece that has one, by Newton within bounds.
+    low, high = ends[:, :-1], ends[:, 1:]
+    p_rises = at_end > 0  # F falls there
+    g = _middle(low, high)
+    for _ in range(MAX_PAIR_STEPS):
+        d, d_slope = _horner(det, g)
+        n_square, n_slope = _horner(square, g)
+        n = n_square.sqrt()
+        value, slope = d - g * n, d_slope - n - g * n_slope / (2 * n)
+        is_below = (value > 0) == p_rises
+        low, high = torch.where(is_below, g, low), torch.where(is_below, high, g)
+        newton_g = g - value / slope
+        g = torch.where((newton_g > low) & (newton_g < high), newton_g, _middle(low, high))
+    d, _ = _horner(det, g)
+    s = torch.stack([_horner(numerator[..., i], g)[0] / d for i in range(2)], -1)  # (n,p,2)
+    # 3. Polish them, and see which are roots and which attract.
+    for _ in range(MAX_POLISH_STEPS):
+        psi, rest, _ = _evaluate_pairs(e, s)
+        s = s + _solve_2x2(rest, psi)
+    psi, rest, size = _evaluate_pairs(e, s)
+    has_zero = changes == 1
+    is_root = psi.abs().amax(-1) <= SOLVED * eps * size
+    attracts = has_zero & (rest[..., 0, 0] + rest[..., 1, 1] > 0) & (_det(rest) > 0)
+    is_known = is_known & (is_root | ~has_zero).all(1) & has_zero.any(1)
+    is_known = is_known & (attracts.sum(1) <= 1)
+    # 4. Choose the root that attracts, otherwise the first.
+    chosen = torch.where(attracts.any(1), attracts.int().argmax(1), has_zero.int().argmax(1))
+    root = s.gather(1, chosen[:, None, None].expand(-1, 1, 2)).squeeze(1)
+    return torch.where(is_known.unsqueeze(-1), root, 0).to(dtype), attracts.any(1), is_known
+
+
+def _middle(low, high):
+    """Return the geometric mean; half of `high` where `low` is zero."""
+    return torch.where(low > 0, (low * high).sqrt(), high / 2)
+
+
+def _evaluate_pairs(e, s):
+    """Return ψ = φ(s) − s (n,p,2), I − φ′ (n,p,2,2), and the size of φ's terms (n,p)."""
+    moved = s @ e.beta.transpose(1, 2)
+    slant = e.gamma1.unsqueeze(1) + s @ e.gamma2.transpose(1, 2)
+    square = e.gamma0.unsqueeze(1) + ((e.gamma1.unsqueeze(1) + slant) * s).sum(-1)
+    inverse = square.clamp_min(e.floor).rsqrt().unsqueeze(-1)
+    top = e.alpha.unsqueeze(1) + moved
+    slope = e.beta.unsqueeze(1) * inverse.unsqueeze(-1)
+    slope = slope - top.unsqueeze(-1) * slant.unsqueeze(-2) * inverse.unsqueeze(-1) ** 3
+    size = (e.alpha.abs().unsqueeze(1) + s.abs() @ e.beta.abs().transpose(1, 2)) * inverse
+    size = (size + e.delta.abs().unsqueeze(1) + s.abs()).amax(-1)
+    eye = torch.eye(2, dtype=s.dtype, device=s.device)
+    return top * inverse + e.delta.unsqueeze(1) - s, eye - slope, size
+
+
+def _solve_2x2(m, b):
+    """Solve 2 × 2 systems: m (…,2,2), b (…,2)."""
+    first = m[..., 1, 1] * b[..., 0] - m[..., 0, 1] * b[..., 1]
+    second = m[..., 0, 0] * b[..., 1] - m[..., 1, 0] * b[..., 0]
+    return torch.stack([first, second], -1) / _det(m).unsqueeze(-1)

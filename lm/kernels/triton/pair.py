@@ -1,7 +1,7 @@
 """The certified root of a token with two reflections, in Triton.
 
-F(g) = det − g N; docs/fixed-point.md ("Two reflections") defines P, N² and det, and has the proof.
-All is computed in fp64.
+lm/model/certified_root.py defines F, P, N² and det, and is the same in plain PyTorch;
+docs/fixed-point.md ("Two reflections") has the proof. All is computed in fp64.
 
 Shape suffixes: T tokens of a program, p = 8 pieces of the interval of g. A piece is a lane of the
 second dimension, so that all pieces are computed at once. A polynomial is a tuple of its
@@ -11,7 +11,7 @@ coefficients, (T,1) or (T,p), the constant first.
 import triton
 import triton.language as tl
 
-# The constants of cell_pair.h (lm/kernels/cpu), under its names: see test_constants.py.
+# The constants of lm/model/certified_root.py, under its names: see test_constants.py.
 # Triton 3.7's interpreter cannot multiply a constexpr by a tensor: the tensor stands first.
 PIECES = tl.constexpr((0.25, 0.5, 0.75, 0.9, 0.97, 0.99, 0.999, 1.0))
 WIDE_PIECES = tl.constexpr((0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0))

@@ -7,7 +7,7 @@ import pytest
 from lm.kernels import cell as kernels_cell
 from lm.kernels.cpu import build, roots
 from lm.kernels.cpu import cell as cpu_cell
-from lm.model import cell, solver
+from lm.model import cell, certified_root, solver
 
 RULE = solver.Rule()
 # Name → value in lm/model, of the search for a root.
@@ -31,8 +31,19 @@ SEARCH |= {
     "STEPSIZE_DECAY": RULE.stepsize_decay,
     "PATIENCE": RULE.patience,
 }
-PAIR = ("MAX_PAIR_STEPS", "MAX_POLISH_STEPS", "MIN_SIDE", "CERTAIN", "STILL", "DEGREE")
-PAIR += ("PIECE_COUNT",)  # of C++ and Triton
+PAIR = {
+    name: getattr(certified_root, name)
+    for name in (
+        "MAX_PAIR_STEPS",
+        "MAX_POLISH_STEPS",
+        "MIN_SIDE",
+        "CERTAIN",
+        "STILL",
+        "DEGREE",
+        "DECIDE_AFTER",
+    )
+}
+PAIR |= {"PIECE_COUNT": len(certified_root.PIECES)}
 OUTCOMES = {name: getattr(solver, name) for name in ("FAILED", "BISECTED", "LIMITED")}
 
 
@@ -59,6 +70,7 @@ def order(names):
     "file, expected",
     [
         ("cell_equation.h", SEARCH | OUTCOMES | {"MOST": roots.MOST_RANK}),
+        ("cell_pair.h", PAIR),
         (
             "cell.h",
             {kind.upper(): number for kind, number in cpu_cell._KINDS.items()}
@@ -66,7 +78,7 @@ def order(names):
             | order(kernels_cell.ACTS),
         ),
     ],
-    ids=["cell_equation.h", "cell.h"],
+    ids=["cell_equation.h", "cell_pair.h", "cell.h"],
 )
 def test_cpp_has_the_constants_of_python(file, expected):
     """In both directions: a constant that is new in C++ wants a place here."""
@@ -74,6 +86,13 @@ def test_cpp_has_the_constants_of_python(file, expected):
     assert {name: found.get(name) for name in expected} == expected
     if file == "cell_equation.h":
         assert found.keys() == expected.keys()
+
+
+def test_the_pieces_of_the_interval_are_those_of_python():
+    source = (build.HERE / "cell_pair.h").read_text(encoding="utf-8")
+    for name in ("PIECES", "WIDE_PIECES"):
+        (values,) = re.findall(rf" {name}\[[^\]]+\] = \{{([^}}]+)\}}", source)
+        assert tuple(map(float, values.split(","))) == getattr(certified_root, name)
 
 
 @pytest.mark.parametrize("file", ["cell_equation.h", "cell_root.h"])
@@ -101,12 +120,10 @@ def test_triton_has_the_constants_of_python():
 
     search = {name: value for name, value in SEARCH.items() if name != "MOST_GAIN"}
     assert {name: value_of(triton_roots, name) for name in search} == search
-    in_cpp = constants("cell_pair.h")
-    assert {name: value_of(pair, name) for name in PAIR} == {name: in_cpp[name] for name in PAIR}
-    source = (build.HERE / "cell_pair.h").read_text(encoding="utf-8")
+    of_pair = {name: value for name, value in PAIR.items() if name != "DECIDE_AFTER"}  # at once
+    assert {name: value_of(pair, name) for name in of_pair} == of_pair
     for name in ("PIECES", "WIDE_PIECES"):
-        (values,) = re.findall(rf" {name}\[[^\]]+\] = \{{([^}}]+)\}}", source)
-        assert tuple(map(float, values.split(","))) == value_of(pair, name)
+        assert value_of(pair, name) == getattr(certified_root, name)
     shared = ("MOST_PICARD", "MOST_NEWTON", "BISECTIONS", "MOST_GAIN")
     assert [value_of(token, name) for name in shared] == [SEARCH[name] for name in shared]
     assert {name: value_of(token, name) for name in OUTCOMES} == OUTCOMES

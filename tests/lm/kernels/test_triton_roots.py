@@ -8,6 +8,7 @@ from lm.kernels.cpu import roots as cpu_roots
 from lm.kernels.triton import roots as triton_roots
 from lm.kernels.triton.build import INTERPRETED
 from lm.model import cell
+from lm.model.certified_root import find_certified_pairs
 from lm.model.solver import BISECTED, FAILED
 from tests.kernels import (
     assert_nothing_spills,
@@ -76,13 +77,17 @@ def test_it_is_the_search_of_the_cpu_step_for_step(r, scale):
 
 
 def test_two_reflections_have_the_roots_and_outcomes_of_the_cpu():
-    """Also where no root attracts Picard, and where nothing is proven."""
+    """Proven roots, roots that do not attract Picard, and Picard's where nothing is proven."""
     if not cpu_roots.usable()[0]:
         pytest.skip(cpu_roots.usable()[1])
     coefficients = cell.Coefficients(*random_pairs(200, seed=2), 1e-5)
     s, outcome = roots_of(coefficients)
     expected, there = cpu_roots.find_roots(*coefficients)
-    assert torch.equal(outcome, there) and set(outcome.tolist()) == {0, BISECTED}
+    _, attracts, is_proven = find_certified_pairs(coefficients)
+    assert torch.equal(outcome, there) and 20 < (~is_proven).sum() < 60
+    assert (outcome[is_proven & ~attracts] == BISECTED).all() and (is_proven & ~attracts).any()
+    assert not outcome[is_proven & attracts].any()
+    assert set(outcome[~is_proven].tolist()) == {0, BISECTED}
     torch.testing.assert_close(s, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -1,22 +1,19 @@
-"""The certified root of two reflections on the CPU: it is Picard's, and proven in fewer steps."""
+"""The certified root of two reflections: Picard's, and each condition of the proof."""
 
+import numpy as np
 import pytest
 import torch
 
 from benchmarks.root_search import FLOOR, random_pairs
 from lm.kernels.cpu import roots as cpu_roots
-from lm.model.cell import Coefficients, _find_root_by_picard
+from lm.model import certified_root
+from lm.model.cell import Coefficients, _find_root_by_picard, _find_root_plain
 from lm.model.solver import BISECTED, FAILED
 from tests.kernels import skip_where_missing
 from tests.marks import slow
 
 SHAPES = {"alpha": (1, 2), "beta": (1, 2, 2), "delta": (1, 2), "gamma0": (1,), "gamma1": (1, 2)}
 SHAPES |= {"gamma2": (1, 2, 2)}
-
-
-@pytest.fixture(autouse=True)
-def skip_without_compiler():
-    skip_where_missing(cpu_roots)
 
 
 def equation(alpha, beta, delta=(0, 0), gamma0=1.0, gamma1=(0, 0), gamma2=(1, 0, 0, 1)):
@@ -26,31 +23,73 @@ def equation(alpha, beta, delta=(0, 0), gamma0=1.0, gamma1=(0, 0), gamma2=(1, 0,
     return Coefficients(*fields, FLOOR)
 
 
+def scaled_distance(coefficients, s, other):
+    """Distances between roots in units of the equations' terms, (n,)."""
+    return (s - other).abs().amax(1) / coefficients.size(s, coefficients.phi(s)[1])
+
+
 @pytest.mark.parametrize("n", [20_000, slow(300_000)])
 def test_random_equations_have_the_root_that_picard_finds(n):
+    skip_where_missing(cpu_roots)
     equations = random_pairs(n, 3)
     coefficients = Coefficients(*equations, FLOOR)
-    picard, evaluations_before = cpu_roots.count_evaluations(equations, FLOOR, True)
-    found, evaluations = cpu_roots.count_evaluations(equations, FLOOR, False)
+    picard, _ = cpu_roots.count_evaluations(equations, FLOOR, True)
+    s, attracts, is_proven = certified_root.find_certified_pairs(coefficients)
+    converged = is_proven & (picard.outcome == 0)
+    assert (scaled_distance(coefficients, picard.s, s)[converged] < 1e-3).all()
+    assert attracts[converged].all()
+    assert is_proven.double().mean() > 0.8 and (is_proven & ~attracts).double().mean() > 0.03
+
+
+def test_plain_pytorch_and_the_cpu_decide_alike():
+    skip_where_missing(cpu_roots)
+    equations = random_pairs(20_000, 4)
+    coefficients = Coefficients(*equations, FLOOR)
+    s, attracts, is_proven = certified_root.find_certified_pairs(coefficients)
+    compiled, evaluations = cpu_roots.count_evaluations(equations, FLOOR, False)
+    distance = scaled_distance(coefficients, s, compiled.s)
+    assert (distance[is_proven] < 1e-4).all()
+    expected = torch.where(attracts, 0, BISECTED)
+    assert (expected == compiled.outcome)[is_proven].all()
+    assert not (compiled.outcome & FAILED).any()
+    assert evaluations[is_proven].max() < 100
+    picard, _ = cpu_roots.count_evaluations(equations, FLOOR, True)
     converged = picard.outcome == 0
-    size = coefficients.size(picard.s, coefficients.phi(picard.s)[1])
-    distance = (found.s - picard.s).abs().amax(1) / size
-    assert (distance[converged] < 1e-3).all()
-    assert not found.outcome[converged].any() and not (found.outcome & FAILED).any()
-    # A proof ends the search within 100 evaluations, also where no root attracts Picard.
-    many = evaluations_before > 200
-    assert (evaluations[many] < 100).double().mean() > 0.8
-    assert ((found.outcome == BISECTED) & (evaluations < 100)).double().mean() > 0.03
+    assert not compiled.outcome[converged].any()
+    assert (scaled_distance(coefficients, picard.s, compiled.s)[converged] < 1e-3).all()
+    whole, outcome = _find_root_plain(coefficients)
+    distance = scaled_distance(coefficients, whole, compiled.s)
+    assert (outcome == expected)[is_proven].all() and (distance[is_proven] < 1e-4).all()
+    both = (outcome | compiled.outcome) == 0
+    assert (distance[both] < 1e-3).all()
+    # Plain PyTorch runs Picard in fp32: near a fold one of the two may find no root.
+    assert (outcome != compiled.outcome).double().mean() < 0.004
+
+
+def test_the_root_is_on_the_side_of_alpha():
+    """B = diag(3, 1/2): two roots attract, one on each side of the line s₁ = 0."""
+    for side in (1.0, -1.0):
+        c = equation(alpha=(side * 0.1, 0.0), beta=(3.0, 0.0, 0.0, 0.5))
+        s, attracts, is_proven = certified_root.find_certified_pairs(c)
+        assert is_proven and attracts and s[0, 0] * side > 2.5
+        expected, outcome = _find_root_by_picard(c)
+        assert outcome == 0
+        torch.testing.assert_close(s, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_rotation_that_attracts_nowhere_is_decided_at_once():
+    """B turns and stretches: the only root repels, and Picard circles around it."""
+    c = equation(alpha=(0.1, 0.0), beta=(4.0, -5.0, 5.0, 4.0))
+    s, attracts, is_proven = certified_root.find_certified_pairs(c)
+    assert is_proven and not attracts
+    assert _find_root_by_picard(c)[1] == BISECTED
+    torch.testing.assert_close(c.phi(s)[0], s, rtol=1e-9, atol=1e-12)
+    assert _find_root_plain(c)[1] == BISECTED
 
 
 @pytest.mark.parametrize(
     "numbers",
     [
-        # B = diag(3, 1/2): two roots attract, one on each side of the line s₁ = 0.
-        dict(alpha=(0.1, 0.0), beta=(3.0, 0.0, 0.0, 0.5)),
-        dict(alpha=(-0.1, 0.0), beta=(3.0, 0.0, 0.0, 0.5)),
-        # B turns and stretches: the only root repels, and Picard circles around it.
-        dict(alpha=(0.1, 0.0), beta=(4.0, -5.0, 5.0, 4.0)),
         # α and δ lie on two sides of the line.
         dict(alpha=(0.1, 0.0), delta=(-0.3, 0.0), beta=(3.0, 0.0, 0.0, 0.5)),
         # α lies on the line up to 5e-5 of its length.
@@ -78,11 +117,44 @@ def test_random_equations_have_the_root_that_picard_finds(n):
         dict(alpha=(float("nan"), 1.0), beta=(3.0, 0.0, 0.0, 0.5)),
         dict(alpha=(1.0, 1.0), beta=(float("inf"), 0.0, 0.0, 0.5)),
     ],
-    ids=["right", "left", "turn", "sides", "line", "zero", "several", "pole", "nan", "infinity"],
+    ids=["sides", "line", "zero", "several", "pole", "nan", "infinity"],
 )
-def test_the_root_is_picards(numbers):
-    c = equation(**numbers)
-    s, outcome = cpu_roots.find_roots(*c)
-    expected, expected_outcome = _find_root_by_picard(c)
-    assert outcome == expected_outcome
-    torch.testing.assert_close(s, expected, rtol=1e-7, atol=1e-9, equal_nan=True)
+def test_what_is_not_proven(numbers):
+    s, _, is_proven = certified_root.find_certified_pairs(equation(**numbers))
+    assert not is_proven and (s == 0).all()
+
+
+def test_the_polynomials_are_those_of_the_equation():
+    """det, s = v / det and N² = det² D at some g, for random equations."""
+    fields = [t.double() for t in random_pairs(50, 5)]
+    e = certified_root.PairEquation(*fields, FLOOR)
+    for g in (1e-3, 0.3):
+        powers = g ** torch.arange(5, dtype=torch.float64)
+        rest = torch.eye(2, dtype=torch.float64) - g * e.beta
+        det = e.expand_determinant() @ powers[:3]
+        torch.testing.assert_close(det, torch.linalg.det(rest), rtol=1e-8, atol=1e-9)
+        s = torch.einsum("k,nki->ni", powers[:3], e.expand_numerator()) / det.unsqueeze(-1)
+        expected = torch.linalg.solve(rest, g * e.alpha + e.delta)
+        torch.testing.assert_close(s, expected, rtol=1e-6, atol=1e-9)
+        under = e.gamma0 + 2 * (e.gamma1 * s).sum(1) + torch.einsum("ni,nij,nj->n", s, e.gamma2, s)
+        torch.testing.assert_close(e.expand_square() @ powers, det**2 * under, rtol=1e-5, atol=1e-9)
+
+
+def test_bernstein_coefficients_count_zeros():
+    rng = np.random.default_rng(0)
+    ends = torch.tensor([[0.0, 0.3, 0.5, 2.0]], dtype=torch.float64)
+    for _ in range(20):
+        zeros = rng.uniform(0, 2, 3)
+        coefficients = np.poly([*zeros, 1j, -1j, -2.0])[::-1].real.copy()
+        p = torch.from_numpy(coefficients).unsqueeze(0)
+        b = certified_root.to_bernstein(p, ends)[0]
+        at_ends = np.polyval(coefficients[::-1], ends[0].numpy())
+        np.testing.assert_allclose(b[:, 0], at_ends[:-1], rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(b[:, -1], at_ends[1:], rtol=1e-9, atol=1e-12)
+        changes, at_end = certified_root.count_sign_changes(p, ends)
+        inside = np.histogram(zeros, ends[0].numpy())[0]
+        extra = changes[0].numpy() - inside
+        assert (extra >= 0).all() and (extra % 2 == 0).all()
+        torch.testing.assert_close(at_end[0], b[:, -1])
+    flat = torch.zeros(1, 7, dtype=torch.float64)
+    assert (certified_root.count_sign_changes(flat, ends)[0] == 9).all()

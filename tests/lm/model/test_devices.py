@@ -123,6 +123,7 @@ def test_no_operation_mixes_devices(name, answer, monkeypatch):
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
     for module, limit in LIMITS:  # no search ends early here
         monkeypatch.setattr(module, limit, 1)
+    monkeypatch.setattr(cell, "DECIDE_AFTER", 0)
     model = model_of(CASES[name])
     ids = torch.ones(2, 3, dtype=torch.long, device="meta")
     nonzero = fx_config.patch(meta_nonzero_assume_all_nonzero=True)
