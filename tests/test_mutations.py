@@ -90,7 +90,7 @@ def run_command(*options, timeout):
 
 
 def test_a_mutation_is_caught():
-    output = run_command("--only", "x added to its reflection", timeout=590)
+    output = run_command("--only", "T transposed in the m_j", timeout=590)
     assert "score: 1/1 mutations caught" in output
 
 

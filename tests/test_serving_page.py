@@ -1,6 +1,5 @@
 """docs/serving.md: its Python is run, on a tiny export in the place of the one it names."""
 
-import os
 import subprocess
 import sys
 
@@ -10,10 +9,6 @@ from tests.running import ENV
 from tests.test_docs import find_blocks
 
 CHECKS = """
-loaded = torch.export.load("model.pt2").module()
-for shape in ((1, 9), (3, 4)):
-    tokens = torch.randint(3, 50, shape)
-    torch.testing.assert_close(loaded(tokens), model(tokens).logits)
 assert [len(texts) for texts in pipe(["The list", "A"], max_new_tokens=3, batch_size=2)] == [1, 1]
 """
 
@@ -24,7 +19,7 @@ def test_the_python_of_the_page_runs(tiny_export, tmp_path):
     (tmp_path / "runs/demo/hf").symlink_to(tiny_export)
     blocks = [block for block in find_blocks("serving.md") if block[1] == "python"]
     scripts = [text for reason, _, text in blocks if not reason]
-    assert len(blocks) == 4 and len(scripts) == 2
+    assert len(blocks) == 3 and len(scripts) == 1
     for _, _, text in blocks:
         compile(text, "serving.md", "exec")
     done = subprocess.run(
@@ -38,4 +33,3 @@ def test_the_python_of_the_page_runs(tiny_export, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Do you wish to run the custom code" not in done.stdout + done.stderr
-    assert (tmp_path / "model.pt2").is_file() and os.path.getsize(tmp_path / "model.pt2") > 1000

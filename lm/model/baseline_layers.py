@@ -1,6 +1,6 @@
 """Layers without a fixed point: what they share, the gated MLP, softmax attention, the LSTM, sLSTM.
 
-Attention has rotary positions or none, a sliding window, packed documents; the LSTM (Hochreiter &
+Attention has rotary positions and packed documents; the LSTM (Hochreiter &
 Schmidhuber 1997) is torch.nn.LSTM, d_model wide; sLSTM is of Beck et al. 2024 ("xLSTM: Extended
 Long Short-Term Memory", arXiv 2405.04517).
 
@@ -24,9 +24,6 @@ from .state import Sequences, last
 
 class NoState(NamedTuple):
     """What a layer that looks at one token alone leaves behind."""
-
-    def select(self, rows: torch.Tensor) -> "NoState":
-        return self
 
 
 class PlainLayer(nn.Module):
@@ -86,21 +83,16 @@ UNSEEN = -1  # the position of a key that no query may look at any more, or neve
 
 
 class AttentionState(NamedTuple):
-    """The keys and values that later tokens may look at; grows with the text, up to the window."""
+    """The keys and values that later tokens may look at; grows with the text."""
 
     keys: torch.Tensor  # (b,t,h,e), rotated
     values: torch.Tensor  # (b,t,h,e)
     positions: torch.Tensor  # (b,t) of each key; UNSEEN: padding, or of a document that is over
     next_position: torch.Tensor  # (b,) of the token to come
 
-    def select(self, rows: torch.Tensor) -> "AttentionState":
-        """The state of these rows (k,) of the batch."""
-        return AttentionState(*(field[rows] for field in self))
-
 
 class Attention(PlainLayer):
-    """softmax(q kᵀ / √e) v over the tokens up to the query in its document, the last
-    `attention_window` of them where that is set."""
+    """softmax(q kᵀ / √e) v over the tokens up to the query in its document."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -125,8 +117,7 @@ class Attention(PlainLayer):
         first = None if before is None else before.next_position
         positions = torch.arange(u.shape[1], device=u.device).expand(len(u), -1)
         positions = positions if first is None else positions + first.unsqueeze(1)
-        if self.config.position == "rope":
-            q, k = rotated(q, positions), rotated(k, positions)
+        q, k = rotated(q, positions), rotated(k, positions)
         # 2. What lies before these tokens. No document that has ended is looked into again.
         keys, values, key_positions = k, v, positions_of_keys(positions, seqs)
         if before is not None:
@@ -134,9 +125,7 @@ class Attention(PlainLayer):
             values = torch.cat([before.values.to(v.dtype), v], 1)
             key_positions = torch.cat([before.positions, key_positions], 1)
         # 3. Attend.
-        plain = before is None and seqs.mask is None and seqs.starts is None
-        window = self.config.attention_window
-        whole = plain and (window is None or window >= u.shape[1])
+        whole = before is None and seqs.mask is None and seqs.starts is None
         seen = None if whole else self._seen(positions, key_positions, seqs)
         o = F.scaled_dot_product_attention(
             q.transpose(1, 2),
@@ -154,10 +143,8 @@ class Attention(PlainLayer):
         """Which keys each query looks at, (b,l,t) bool; at padding the token itself, so that no
         softmax is over nothing. positions: (b,l) of the queries. key_positions: (b,t)."""
         length, older = positions.shape[1], key_positions.shape[1] - positions.shape[1]
-        distance = positions.unsqueeze(2) - key_positions.unsqueeze(1)
-        seen = (distance >= 0) & (key_positions != UNSEEN).unsqueeze(1)
-        if self.config.attention_window is not None:
-            seen &= distance < self.config.attention_window
+        before = positions.unsqueeze(2) >= key_positions.unsqueeze(1)
+        seen = before & (key_positions != UNSEEN).unsqueeze(1)
         if seqs.starts is not None:
             document = seqs.starts.cumsum(1)
             of_key = F.pad(document, (older, 0))  # what is kept is of the document before the first
@@ -178,11 +165,8 @@ class Attention(PlainLayer):
             document = F.pad(seqs.starts.cumsum(1), (older, 0))
             over = document != document[:, -1:]
             key_positions = key_positions.masked_fill(over, UNSEEN)
-        if self.config.attention_window is not None:
-            gone = next_position.unsqueeze(1) - key_positions >= self.config.attention_window
-            key_positions = key_positions.masked_fill(gone, UNSEEN)
         drop = 0
-        if seqs.starts is not None or self.config.attention_window is not None:
+        if seqs.starts is not None:
             # What no row needs any more, of the oldest. (To ask waits for the device.)
             needed = (key_positions != UNSEEN).any(0).cumsum(0)
             drop = int((needed == 0).sum())
@@ -190,10 +174,9 @@ class Attention(PlainLayer):
         return AttentionState(keys, values, key_positions[:, drop:].clone(), next_position)
 
     def flops_per_token(self, length: int) -> int:
-        """A query looks at half of the sequence on average, or at its window."""
-        c = self.config
-        looked_at = min(length / 2, c.attention_window or float("inf"))
-        return 8 * c.d_model**2 + int(4 * c.d_model * looked_at)
+        """A query looks at half of the sequence on average."""
+        d = self.config.d_model
+        return 8 * d**2 + 2 * d * length
 
 
 def positions_of_keys(positions: torch.Tensor, seqs: Any) -> torch.Tensor:
@@ -222,10 +205,6 @@ class LSTMState(NamedTuple):
 
     h: torch.Tensor  # (b,d) output
     c: torch.Tensor  # (b,d) cell
-
-    def select(self, rows: torch.Tensor) -> "LSTMState":
-        """The state of these rows (k,) of the batch."""
-        return LSTMState(self.h[rows], self.c[rows])
 
 
 class LSTM(PlainLayer):
@@ -288,10 +267,6 @@ class SLSTMState(NamedTuple):
 
     cell: torch.Tensor  # (b,4,d) y, c, n, m
     conv: tuple[torch.Tensor, ...]  # one, (b,d_conv−1,d): the last inputs of the convolution
-
-    def select(self, rows: torch.Tensor) -> "SLSTMState":
-        """The state of these rows (k,) of the batch."""
-        return SLSTMState(self.cell[rows], tuple(t[rows] for t in self.conv))
 
 
 class SLSTM(PlainLayer):

@@ -5,13 +5,12 @@ The loss of next-token prediction is a sum over targets, divided by what the cal
 Shapes: b batch, l length.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import ModelOutput, logging
 
@@ -109,7 +108,7 @@ def checked_mask(
             " all that is before it in its document"
         )
     mask = attention_mask[:, -length:] != 0
-    return None if not torch.compiler.is_compiling() and mask.all() else mask
+    return None if mask.all() else mask
 
 
 def document_starts(
@@ -275,23 +274,8 @@ class FixedPointReport:
         for name, value in zip(FixedPointStats._fields, fields, strict=True):
             setattr(self, name, value)
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._asdict().values())
-
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self._asdict()})"
-
-    def _asdict(self):
-        return {name: getattr(self, name) for name in FixedPointStats._fields}
-
-
-# torch.export returns what it knows how to take apart. `layers` belongs to the form.
-pytree.register_pytree_node(
-    FixedPointReport,
-    lambda report: (list(report), report.layers),
-    FixedPointReport,
-    serialized_type_name=f"{FixedPointReport.__module__}.FixedPointReport",
-)
+        return f"{type(self).__name__}({vars(self)})"
 
 
 # What transformers calls a cache, in an output and as an argument: `cache` from 5.24 on, where an

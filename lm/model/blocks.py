@@ -1,35 +1,23 @@
 """The fixed-point blocks: `prepare` (once per solve), `step` (once per iteration), `finish`.
 
 What one iteration does besides products and the scan stands first, the exact solve of a layer last.
-The solve is a function of tensors only, a kernel's or this: `lm.kernels.cell` has the equations and
-explains the arguments. Under torch.compile and torch.export it is one operator, which takes the
-kernel where it runs.
+A kernel's solve is a function of tensors only: `lm.kernels.cell` has the equations and explains the
+arguments.
 
-Shape suffixes: b batch, l length, d channels (d_inner), n d_state, h heads, g groups; of the solve
-r reflections, K columns of raw.
+Shape suffixes: b batch, l length, d channels (d_inner), n d_state, h heads, g groups.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .cell import Norm, Own, Token, solve_low_rank
+from .cell import Norm, Own
 from .fixed_point import FixedPointBlock, Prepared
-from .layers import Projection, RMSNorm, ShortConv, StepSize, WNLinear, affine_map, without_autocast
-from .mixers import ACTIVATIONS, nrm, reflections_of
-from .operators import compiling, opaque
-from .scan import (
-    backend,
-    chunk_decays,
-    faster,
-    linear_scan,
-    selective_scan,
-    ssd_decays,
-    ssd_scan,
-)
+from .layers import Projection, RMSNorm, ShortConv, StepSize, WNLinear, affine_map
+from .mixers import nrm
+from .scan import faster, linear_scan, selective_scan, ssd_scan
 from .state import Sequences, once, shift
 
 
@@ -73,14 +61,11 @@ class MambaTime(NamedTuple):
     dt: torch.Tensor | None  # (b,l,d) or (b,l,h) step sizes; None: they read sh(y)
     A: torch.Tensor  # (d,n) or (h,) rates
     keep: torch.Tensor | None  # (b,l) 0 at the first token of a packed document, else 1
-    decays: tuple | torch.Tensor | None  # made once for all evaluations; None: by each
-    make_decays: Callable[..., Any]  # (dt, A, keep) → decays
 
     def cut(self, start: int, end: int) -> "MambaTime":
         """Of the tokens start ≤ t < end."""
         dt, keep = (None if t is None else t[:, start:end] for t in (self.dt, self.keep))
-        decays = None if dt is None else self.make_decays(dt, self.A, keep)
-        return MambaTime(dt, self.A, keep, decays, self.make_decays)
+        return MambaTime(dt, self.A, keep)
 
 
 class MambaParts(NamedTuple):
@@ -93,7 +78,7 @@ class MambaParts(NamedTuple):
 
 class FPMamba(FixedPointBlock):
     """What FP-Mamba-1 and 2 share: B, C and the step size, each of x alone or of sh(y) as well
-    (Table 1). A subclass also defines `_dt(delta, seqs)` and `_decays(dt, A, keep)`."""
+    (Table 1). A subclass also defines `_dt(delta, seqs)`."""
 
     groups = 1  # of B and C
 
@@ -112,11 +97,7 @@ class FPMamba(FixedPointBlock):
         cfg, acc = self.config, torch.promote_types(x.dtype, torch.float32)
         A = once(seqs.kept, ("A", acc), lambda: self._rates(acc))
         keep = None if seqs.starts is None else 1 - seqs.starts.to(acc)
-        dt = decays = None  # every evaluation makes its own where they read sh(y)
-        if not cfg.dt_h_dep:
-            dt = self._dt(delta, seqs)
-            with without_autocast(x):
-                decays = self._decays(dt, A, keep)
+        dt = None if cfg.dt_h_dep else self._dt(delta, seqs)
         B, C = bc_x.chunk(2, dim=-1)
         others = {"B": Projection("B", B, None), "C": Projection("C", C, None)}
         reading = [name for name, reads in (("B", cfg.b_h_dep), ("C", cfg.c_h_dep)) if reads]
@@ -132,7 +113,7 @@ class FPMamba(FixedPointBlock):
             others["delta"] = Projection("delta", delta if bias is None else delta + bias, matrix)
         mixed = x.to(acc).contiguous()
         projections, weights = self._project(x, mixed, seqs, *others.values())
-        time = MambaTime(dt, A, keep, decays, self._decays)
+        time = MambaTime(dt, A, keep)
         return Prepared(mixed, z, projections, weights, seqs, time, tail)
 
     def _rates(self, dtype):
@@ -168,33 +149,21 @@ class FPMamba(FixedPointBlock):
         return Own(parts.dt, bc, self._D(), z, self.out_norm())
 
     def compiled(
-        self,
-        s: Prepared,
-        reflections: tuple[Any, ...],
-        weight_y: torch.Tensor,
-        adjoint: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        self, s: Prepared, reflections: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
         if s.time.dt is None:
             return None
-        cfg, x = self.config, s.x
-        rank, *_ = reflections
-        at = {name: columns.start for name, columns in s.projections.columns.items()}
-        layout = at["mixer"], at["mixer"] + rank * x.shape[-1], at["B"], at["C"]
+        cfg, x, raw = self.config, s.x, s.projections.raw
         norm = self.out_norm()
-        options = (
-            *reflections,
-            cfg.bc_norm,
-            self.groups,
-            norm.kind,
-            norm.eps,
-            cfg.d_state,
-        )
+        at = {name: columns.start for name, columns in s.projections.columns.items()}
+        layout = at["mixer"], at["mixer"] + reflections[0] * x.shape[-1], at["B"], at["C"]
+        options = *reflections, cfg.bc_norm, self.groups, norm.kind, norm.eps, cfg.d_state
         weights = s.time.A, self._D(), norm.weight, norm.bias
         A, D, weight, bias = (None if t is None else t.to(x.dtype) for t in weights)
         y, h = (s.seqs.before(name) for name in ("y", "h"))
-        tensors = (
-            s.projections.raw,
-            weight_y,
+        given: tuple[Any, ...] = (
+            raw,
+            s.projections.weight_y.to(raw.dtype),
             x,
             s.time.dt,
             A,
@@ -205,8 +174,11 @@ class FPMamba(FixedPointBlock):
             bias,
             None if y is None else y.to(x.dtype),
             h,
+            s.seqs.adjoint_norm,
         )
-        return whole_solve(layout, options, tensors, adjoint, s.projections.readout(x.dtype))
+        readout = s.projections.readout(x.dtype)
+        given = given if readout is None else (*given, readout)  # not every backend has it
+        return faster("cell", "cell", x, layout, options, *given)
 
 
 class FPMamba1(FPMamba):
@@ -235,12 +207,6 @@ class FPMamba1(FPMamba):
         delta, bc_x = self.x_proj(x).split([cfg.dt_rank, 2 * cfg.d_state], dim=-1)
         return self._prepared(x, z, bc_x, delta, seqs, tail)
 
-    def _decays(self, dt, A, keep):
-        if compiling() or backend("selective_scan", dt) is not None:  # it is faster without
-            return None
-        with torch.no_grad():  # the scan's backward makes its own
-            return chunk_decays(dt, A, keep)
-
     def _dt(self, delta, seqs):
         """Δ = softplus(δ W_dtᵀ + b_dt), zero at padding. delta: (b,l,dt_rank) → (b,l,d)."""
         return seqs.masked(F.softplus(self.dt_proj(delta)))
@@ -249,9 +215,8 @@ class FPMamba1(FPMamba):
         self, s: Prepared, parts: MambaParts, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """h_t = exp(Δ_t A) h_{t−1} + (Δ_t x̃_t) B_tᵀ, o_t = h_t C_t."""
-        _, A, keep, decays, _ = s.time
         dt, B, C = parts
-        return selective_scan(x, dt, A, B, C, s.seqs.before("h"), keep, decays)
+        return selective_scan(x, dt, s.time.A, B, C, s.seqs.before("h"), s.time.keep)
 
     def decay(self, s: Prepared, parts: MambaParts) -> torch.Tensor:
         """exp(Δ_t A), over channels and their n numbers."""
@@ -295,11 +260,6 @@ class FPMamba2(FPMamba):
         x, bc_x = xbc.split([d, bc], dim=-1)
         return self._prepared(x, z, bc_x, delta, seqs, tail)
 
-    def _decays(self, dt, A, keep):
-        if compiling() or backend("ssd_scan", dt) is not None:
-            return None
-        return ssd_decays(dt, A, keep)
-
     def _dt(self, delta, seqs):
         """dt = softplus(delta + bias), zero at padding. delta: (b,l,h) → the same."""
         acc = torch.promote_types(delta.dtype, torch.float32)
@@ -309,10 +269,10 @@ class FPMamba2(FPMamba):
         self, s: Prepared, parts: MambaParts, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """S_t = exp(Δ_t A) S_{t−1} + Δ_t x̃_t B_tᵀ per head, o_t = S_t C_t."""
-        cfg, (_, A, keep, decays, _) = self.config, s.time
+        cfg, A, keep = self.config, s.time.A, s.time.keep
         B, C = (m.unflatten(-1, (self.groups, cfg.d_state)) for m in (parts.B, parts.C))
         heads = x.unflatten(-1, (self.heads, cfg.headdim))
-        o, h = ssd_scan(heads, parts.dt, A, B, C, s.seqs.before("h"), keep, decays)
+        o, h = ssd_scan(heads, parts.dt, A, B, C, s.seqs.before("h"), keep)
         return o.flatten(-2), h
 
     def decay(self, s: Prepared, parts: MambaParts) -> torch.Tensor:
@@ -407,22 +367,17 @@ class FPRNN(FixedPointBlock):
         return Own(parts.fresh, None, None, None, Norm("none"))
 
     def compiled(
-        self,
-        s: Prepared,
-        reflections: tuple[Any, ...],
-        weight_y: torch.Tensor,
-        adjoint: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        rank, *_ = reflections
-        x, at = s.x, s.projections.columns["mixer"].start
+        self, s: Prepared, reflections: tuple[Any, ...]
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        x, raw, at = s.x, s.projections.raw, s.projections.columns["mixer"].start
         # No norm; B and C, which the kernel does not read here, count as one normalised group.
         options = (*reflections, True, 1, "none", 0.0, 0)
+        layout = at, at + reflections[0] * x.shape[-1], 0, 0
         before = (s.seqs.before(name) for name in ("y", "h"))
         y, h = (None if t is None else t.to(x.dtype) for t in before)
-        layout = at, at + rank * x.shape[-1], 0, 0
-        time = s.time.fresh, s.time.decay, s.time.keep
-        tensors = s.projections.raw, weight_y, x, *time, None, None, None, None, y, h
-        return whole_solve(layout, options, tensors, adjoint)
+        weight_y = s.projections.weight_y.to(raw.dtype)
+        given = raw, weight_y, x, s.time.decay, s.time.fresh, s.time.keep, y, h
+        return faster("cell", "cell_rnn", x, layout, options, *given, s.seqs.adjoint_norm)
 
     def _tails(self, s, y):
         if s.tail is None:
@@ -446,168 +401,6 @@ class FPRNN(FixedPointBlock):
         once = 2 * (2 * d * d + 2 * d * d)
         once += 12 * d * c.d_conv if c.use_short_conv else 0
         return self._flops(once, 4 * d)
-
-
-def whole_solve(
-    layout: tuple[int, ...],
-    options: tuple[Any, ...],
-    tensors: tuple[Any, ...],
-    adjoint: Tensor | None,
-    readout: tuple[Tensor | None, ...] | None = None,
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """y (b,l,d), the state after the last token, and the outcome (b,l), see solver.py;
-    None: there is no kernel.
-
-    Args:
-        layout, options: as lm.kernels.cell has them.
-        tensors: raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0, as `cell`
-        there has them; of an FP-RNN dt is `fresh`, A is `decay`, both (b,l,d).
-        adjoint: as there; left as it is under a compiler.
-        readout: as there, a Readout; not under a compiler.
-    """
-    if compiling():
-        assert readout is None  # such a layer is computed outside
-        y, h, outcome = _operator(*tensors, list(layout), *options)
-        return y, h.detach(), outcome
-    return _by_kernel(layout, options, tensors, adjoint, readout)
-
-
-def _by_kernel(layout, options, tensors, adjoint, readout=None):
-    raw, weight_y, x, dt, A, keep, *others, y0, h0 = tensors
-    if A.dim() == 3:
-        given = raw, weight_y, x, A, dt, keep, y0, h0, adjoint
-        return faster("cell", "cell_rnn", x, layout, options, *given)
-    others = [*others, y0, h0, adjoint]
-    if readout is not None:
-        others.append(readout)
-    return faster("cell", "cell", x, layout, options, raw, weight_y, x, dt, A, keep, *others)
-
-
-def _whole_solve(
-    raw: Tensor,
-    weight_y: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    keep: Tensor | None,
-    gate: Tensor | None,
-    D: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    y0: Tensor | None,
-    h0: Tensor | None,
-    layout: list[int],
-    rank: int,
-    scale: float,
-    act: str,
-    sequential: bool,
-    eps: float,
-    contractive: float | None,
-    bc_norm: bool,
-    groups: int,
-    norm: str,
-    norm_eps: float,
-    states: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    mixer = rank, scale, act, sequential, eps, contractive
-    options = *mixer, bc_norm, groups, norm, norm_eps, states
-    tensors = raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0
-    found = _by_kernel(tuple(layout), options, tensors, None)
-    if found is None:
-        tensors = raw.to(x.dtype), weight_y.to(x.dtype), *tensors[2:]
-        found = whole_solve_plain(tuple(layout), options, tensors)
-    y, h, outcome = found
-    return y, h.contiguous(), outcome
-
-
-def _shapes(raw, weight_y, x, dt, A, *others):
-    b, _, d = x.shape
-    states = others[-1]
-    state: tuple[int, ...]
-    if A.dim() == 2:
-        state = (b, d, A.shape[1])
-    elif A.dim() == 1:
-        state = (b, len(A), d // len(A), states)
-    else:
-        state = (b, d)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return y, x.new_empty(state), torch.empty(x.shape[:2], dtype=torch.uint8, device=x.device)
-
-
-_operator = opaque(_whole_solve, _shapes, 1)
-
-
-def whole_solve_plain(
-    layout: tuple[int, ...], options: tuple[Any, ...], tensors: tuple[Any, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`whole_solve` as a loop over time, differentiable; its arguments."""
-    raw, weight_y, x, dt, A, keep, gate, D, weight, bias, y0, h0 = tensors
-    norm = Norm(options[8], weight, bias, options[9])
-    shapes = _shapes(*tensors, *options)
-    y = torch.zeros_like(x[:, 0]) if y0 is None else y0
-    h = torch.zeros_like(shapes[1]) if h0 is None else h0.to(x.dtype)
-    ys, outcomes = [], []
-    for t in range(x.shape[1]):
-        before, row, now = y, raw[:, t], x[:, t]
-        if keep is not None:
-            alive = keep[:, t, None].to(x.dtype)
-            before, h = before * alive, h * alive.view(-1, *[1] * (h.dim() - 1))
-        if len(weight_y):
-            row = row + F.pad(before @ weight_y.t(), (0, row.shape[-1] - len(weight_y)))
-        time = _recurrence(h, row, dt[:, t], A[:, t] if A.dim() == 3 else A, layout, options)
-        gain = time.gain if D is None else time.gain + D
-        token = Token(now, time.history, gain, None if gate is None else gate[:, t], norm)
-        y, mixed, outcome = solve_low_rank(token, _low_rank(row, now.shape[-1], layout, options))
-        h = time.state + time.grown(mixed)
-        ys.append(y)
-        outcomes.append(outcome)
-    return torch.stack(ys, 1), h, torch.stack(outcomes, 1)
-
-
-def _low_rank(row, d, layout, options):
-    """I − Q of the tokens of a row (b,K), a LowRank."""
-    rank, scale, act, sequential, eps, kappa, *_ = options
-    u = row[:, layout[0] : layout[0] + rank * d].unflatten(-1, (rank, d))
-    a = scale * torch.sigmoid(row[:, layout[1] : layout[1] + rank])
-    found = reflections_of(a, nrm(ACTIVATIONS[act](u), eps), sequential)
-    if kappa is None:
-        return found
-    shrink = kappa / a.sum(-1, keepdim=True).clamp_min(kappa)
-    return found._replace(T=found.T * shrink.unsqueeze(-1))
-
-
-class _Time(NamedTuple):
-    """What the recurrence says of one token before it is solved."""
-
-    history: Tensor  # (b,d) its output without the token
-    state: Tensor  # without the token
-    gain: Tensor  # (b,d) what its output has of x̃
-    grown: Callable[[Tensor], Tensor]  # x̃ (b,d) → what the token adds to the state
-
-
-def _recurrence(h, row, dt, A, layout, options):
-    """_Time. h: the state before. row: (b,K). dt, A: of this token."""
-    if A.dim() == 2 and A.shape == h.shape:  # FP-RNN's decay
-        past = A * h
-        return _Time(past, past, dt, lambda mixed: dt * mixed)
-    *_, eps, _, bc_norm, groups, _, _, _ = options
-    n = h.shape[-1]
-    B, C = (row[:, at : at + groups * n].unflatten(-1, (groups, n)) for at in layout[2:])
-    if bc_norm:
-        B, C = nrm(B, eps), nrm(C, eps)
-    if A.dim() == 2:  # FP-Mamba-1
-        past = torch.exp(dt.unsqueeze(-1) * A) * h
-        gain = dt * (B * C).sum(-1)
-        return _Time((past * C).sum(-1), past, gain, lambda mixed: (dt * mixed).unsqueeze(-1) * B)
-    B, C = (part.repeat_interleave(len(A) // groups, 1).unsqueeze(2) for part in (B, C))
-    past = torch.exp(dt * A)[..., None, None] * h
-    wide = h.shape[2]
-
-    def grown(mixed):
-        return (dt.unsqueeze(-1) * mixed.unflatten(-1, (-1, wide))).unsqueeze(-1) * B
-
-    gain = (dt * (B * C).sum((-2, -1))).repeat_interleave(wide, -1)
-    return _Time((past * C).sum(-1).flatten(1), past, gain, grown)
 
 
 BLOCKS = {"fp_mamba1": FPMamba1, "fp_mamba2": FPMamba2, "fp_rnn": FPRNN}

@@ -18,7 +18,6 @@ from .fields import (
     Layer,
     heads_of,
     parse,
-    parse_gradient,
     parse_schedule,
 )
 
@@ -75,6 +74,8 @@ REMOVED = {
     "norm_epsilon": 1e-5,
     "patience": 15,
     "adjoint_clip": None,
+    "position": "rope",
+    "attention_window": None,
 }
 # What models of transformers have by convention; a recurrence has no longest input, but
 # lm-evaluation-harness cuts contexts to max_position_embeddings.
@@ -248,7 +249,6 @@ class FPRNNConfig(PretrainedConfig):
         if self.gradient == "auto":
             self.gradient = "one_step" if self.token == "iterate" else "exact"
         width = parse_schedule(self.schedule)
-        kind, _ = parse_gradient(self.gradient)
         if self.stopping == "paper":
             if self.token == "exact":
                 raise ValueError(
@@ -261,10 +261,10 @@ class FPRNNConfig(PretrainedConfig):
                     f" `{self.schedule}`"
                 )
             self.schedule = "parallel"
-        if kind in ("exact", "adjoint") and self.token == "iterate":
+        if self.gradient == "exact" and self.token == "iterate":
             raise ValueError(
-                f"gradient `{self.gradient}` goes through tokens that are solved: it needs token"
-                " `exact`; of the paper's iteration it is `implicit`"
+                "gradient `exact` goes through tokens that are solved: it needs token `exact`; of"
+                " the paper's iteration it is `implicit`"
             )
 
 
@@ -395,10 +395,9 @@ def _check_heads(config, kind):
             f"n_heads is {config.n_heads}: {kind} normalises each head, which must be wider than"
             f" one of the {d} channels"
         )
-    if kind == "attention" and config.position == "rope" and (d // heads) % 2:
+    if kind == "attention" and (d // heads) % 2:
         raise ValueError(
-            f"d_model / n_heads is {d // heads}: RoPE rotates pairs, so it must be even; or set"
-            " position to nope"
+            f"d_model / n_heads is {d // heads}: RoPE rotates pairs, so it must be even"
         )
 
 

@@ -2,9 +2,8 @@
 
 Gated DeltaNet is of Yang et al. 2024, DeltaProduct with and without a gate of Siems et al. 2025.
 
-The rule as a loop over time, the same by chunks of steps, and the layers. Their parameters have the
-names, shapes and meaning of flash-linear-attention's layers; but what ends a layer is called
-`out_proj`, as in all.
+The rule by chunks of steps, and the layers. Their parameters have the names, shapes and meaning of
+flash-linear-attention's layers; but what ends a layer is called `out_proj`, as in all.
 
 Gated DeltaNet keeps a matrix S (v×k) per head,
 
@@ -59,84 +58,10 @@ from .layers import GroupNorm, RMSNorm, ShortConv, without_autocast
 from .scan import _chunked, ssd_decays
 from .state import Sequences, last, shift
 
+CHUNK = 64  # steps
+
 
 def delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    log_alpha: torch.Tensor | None = None,
-    S: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence, one step after the other, differentiable any number of times.
-
-    Args:
-        q: (b,l,h,k). k: (b,l,n,h,k), of unit length for a contraction. v: (b,l,n,h,v).
-        beta: (b,l,n,h). log_alpha: (b,l,h), ≤ 0, or None for no gate.
-        S: (b,h,v,k) initial state, zero if None. Computed in fp32, or fp64 if any is.
-    Returns:
-        o (b,l,h,v) and the final state (b,h,v,k), in the dtype computed in.
-    """
-    dtype = torch.float32
-    for t in (q, k, v, beta):
-        dtype = torch.promote_types(dtype, t.dtype)
-    with torch.autocast(q.device.type, enabled=False):
-        batch, length, n, heads, d_k = k.shape
-        # Matrix products over (batch · heads) small matrices; time comes first for unbind.
-        q_t = q.to(dtype).permute(1, 0, 2, 3).reshape(length, batch * heads, d_k, 1).unbind(0)
-        steps: Any = (
-            t.to(dtype).permute(1, 2, 0, 3, 4).reshape(length * n, batch * heads, -1, 1).unbind(0)
-            for t in (k, v, beta.unsqueeze(-1))
-        )
-        steps = list(zip(*steps))
-        if log_alpha is not None:
-            alpha = log_alpha.to(dtype).exp()
-            alpha = alpha.transpose(0, 1).reshape(length, batch * heads, 1, 1).unbind(0)
-        if S is None:
-            S = q.new_zeros(batch, heads, v.shape[-1], d_k, dtype=dtype)
-        S = S.to(dtype).flatten(0, 1)
-        o = []
-        for t in range(length):
-            if log_alpha is not None:
-                S = S * alpha[t]
-            for k_tj, v_tj, beta_tj in steps[t * n : (t + 1) * n]:
-                new = beta_tj * torch.baddbmm(v_tj, S, k_tj, alpha=-1)
-                S = torch.baddbmm(S, new, k_tj.transpose(1, 2))
-            o.append(torch.bmm(S, q_t[t]))
-        o = torch.stack(o).view(length, batch, heads, -1).transpose(0, 1)
-        return o, S.view(batch, heads, *S.shape[1:])
-
-
-CHUNK = 64  # steps
-FEW = 4  # steps up to which the loop over time is as fast
-
-
-def gated_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    beta: torch.Tensor,
-    log_alpha: torch.Tensor,
-    S: torch.Tensor | None = None,
-    starts: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`delta_rule` of packed documents, in the faster of its two forms.
-
-    Args:
-        q, k, v, beta, log_alpha, S: see `delta_rule`; a token with β = 0 and log α = 0 leaves the
-            state as it is.
-        starts: (b,l) bool, True at tokens that start from an empty state; None: there are none.
-    Returns:
-        as `delta_rule`.
-    """
-    if k.shape[1] * k.shape[2] <= FEW:
-        if starts is not None:
-            log_alpha = log_alpha.masked_fill(starts.unsqueeze(-1), -torch.inf)
-        return delta_rule(q, k, v, beta, log_alpha, S)
-    return chunked_delta_rule(q, k, v, beta, log_alpha, S, starts)
-
-
-def chunked_delta_rule(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -146,7 +71,18 @@ def chunked_delta_rule(
     starts: torch.Tensor | None = None,
     chunk: int = CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`gated_delta_rule` by chunks of `chunk` steps, or of fewer that make whole tokens."""
+    """The recurrence, by chunks.
+
+    Args:
+        q: (b,l,h,k). k: (b,l,n,h,k), of unit length for a contraction. v: (b,l,n,h,v).
+        beta: (b,l,n,h). log_alpha: (b,l,h), ≤ 0. A token with β = 0 and log α = 0 leaves the state
+            as it is.
+        S: (b,h,v,k) initial state, zero if None. Computed in fp32, or fp64 if any is.
+        starts: (b,l) bool, True at tokens that start from an empty state; None: there are none.
+        chunk: Steps of a chunk, or fewer that make whole tokens.
+    Returns:
+        o (b,l,h,v) and the final state (b,h,v,k), in the dtype computed in.
+    """
     dtype = torch.float32
     for t in (q, k, v, beta):
         dtype = torch.promote_types(dtype, t.dtype)
@@ -207,10 +143,6 @@ class DeltaState(NamedTuple):
 
     S: torch.Tensor  # (b,h,v,k)
     conv: tuple[torch.Tensor, ...]  # (b,d_conv−1,·) the last inputs of the convolutions: q, k, v
-
-    def select(self, rows: torch.Tensor) -> "DeltaState":
-        """The state of these rows (k,) of the batch."""
-        return DeltaState(self.S[rows], tuple(t[rows] for t in self.conv))
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:
@@ -284,7 +216,7 @@ class GatedDeltaProduct(PlainLayer):
         # 3. The recurrence, the gated norm of each head.
         z = self.g_proj(u)
         with without_autocast(u):
-            o, S = gated_delta_rule(q, k, v, beta, log_alpha, seqs.before("S"), seqs.starts)
+            o, S = delta_rule(q, k, v, beta, log_alpha, seqs.before("S"), seqs.starts)
             o = self.o_norm(o).to(wide).flatten(-2) * F.silu(z.to(wide))
         end = DeltaState(S.detach().clone(), tails) if seqs.return_state else None
         return self.out_proj(o.to(z.dtype)), end
@@ -447,10 +379,6 @@ class RWKV7State(NamedTuple):
 
     S: torch.Tensor  # (b,h,e,e)
     u: torch.Tensor  # (b,d) its input
-
-    def select(self, rows: torch.Tensor) -> "RWKV7State":
-        """The state of these rows (k,) of the batch."""
-        return RWKV7State(self.S[rows], self.u[rows])
 
 
 class RWKV7(PlainLayer):

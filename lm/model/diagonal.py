@@ -28,10 +28,6 @@ class ScanState(NamedTuple):
     h: torch.Tensor  # the scan's state: Mamba (b,d,n), Mamba-2 (b,h,p,n)
     conv: torch.Tensor  # (b,k−1,·) the last inputs of the convolution
 
-    def select(self, rows: torch.Tensor) -> "ScanState":
-        """The state of these rows (k,) of the batch."""
-        return ScanState(self.h[rows], self.conv[rows])
-
 
 class DiagonalLayer(PlainLayer):
     """The steps that Mamba and Mamba-2 share."""
@@ -187,10 +183,6 @@ class TrapezoidState(NamedTuple):
     x: torch.Tensor  # (b,d) what that token wrote, which the next one writes once more,
     k: torch.Tensor  # (b,h,n) and where it wrote it
     angle: torch.Tensor  # (b,h,r) by which its pairs were turned
-
-    def select(self, rows: torch.Tensor) -> "TrapezoidState":
-        """The state of these rows (k,) of the batch."""
-        return TrapezoidState(*(field[rows] for field in self))
 
 
 class Mamba3(PlainLayer):

@@ -19,12 +19,6 @@ SCHEDULES = {
     "window:W": "W tokens at once, then the next W",
     "parallel": "all tokens at once",
 }
-GRADIENTS = {
-    "exact": "of the solution: backpropagation through time",
-    "adjoint:K": "the first K + 1 terms of its Neumann series",
-    "one_step": "the paper's, of n_backwards steps from the solution (App. B.2)",
-    "implicit": "of the fixed point of the paper's iteration (Eq. 16)",
-}
 
 
 def parse_schedule(text: str) -> int | None:
@@ -42,21 +36,6 @@ def parse_schedule(text: str) -> int | None:
         return int(width)
     known = "; ".join(f"{name} ({what})" for name, what in SCHEDULES.items())
     raise ValueError(f"schedule is `{text}`; W is at least 1, and the schedules are: {known}")
-
-
-def parse_gradient(text: str) -> tuple[str, int | None]:
-    """A gradient (see GRADIENTS, or `auto`) as (its kind, its K or None).
-
-    Raises:
-        ValueError: no such gradient, or an impossible K.
-    """
-    kind, colon, steps = str(text).partition(":")
-    if not colon and (kind == "auto" or kind in GRADIENTS):
-        return kind, None
-    if kind == "adjoint" and steps.isdecimal():
-        return kind, int(steps)
-    known = "; ".join(f"{name} ({what})" for name, what in GRADIENTS.items())
-    raise ValueError(f"gradient is `{text}`; the gradients are: {known}")
 
 
 class Number(NamedTuple):
@@ -300,14 +279,6 @@ OPTIONS_ALONE = {
     "eps": Field(
         1e-5, POSITIVE, "Floor of the norms that vectors inside the iteration are divided by."
     ),
-    "position": Field(
-        "rope",
-        ("rope", "nope"),
-        "How `attention` layers know positions: rotary embeddings, or not at all.",
-    ),
-    "attention_window": Field(
-        None, SIZE, "Tokens that an `attention` layer looks at; `null`: all.", (None,)
-    ),
     "allow_neg_eigval": Field(
         "auto",
         bool,
@@ -375,11 +346,10 @@ SOLVER = {
     ),
     "gradient": Field(
         "auto",
-        Parsed(parse_gradient, ("auto", *GRADIENTS)),
-        "`exact`: backpropagation through time of the solution; `adjoint:K`: the first K + 1 terms"
-        " of its series; `one_step`: the paper's; `implicit`: of the fixed point of the paper's"
-        " iteration (docs/model.md). `auto`: `exact`, or `one_step` where `token` is `iterate`,"
-        " which has neither `exact` nor `adjoint:K`.",
+        ("auto", "exact", "one_step", "implicit"),
+        "`exact`: backpropagation through time of the solution; `one_step`: the paper's;"
+        " `implicit`: of the fixed point of the paper's iteration (docs/model.md). `auto`: `exact`,"
+        " or `one_step` where `token` is `iterate`, which has no `exact`.",
     ),
     "n_backwards": Field(1, COUNT, "Steps of the `one_step` gradient (App. B.2)."),
     "state_noise": Field(
@@ -474,7 +444,7 @@ KINDS = {
     "rwkv7": ("n_heads", "headdim"),
     "slstm": ("n_heads", "headdim"),
     "m2rnn": ("expand", "d_state", "headdim", "ngroups"),
-    "attention": ("n_heads", "position", "attention_window"),
+    "attention": ("n_heads",),
     "mlp": ("d_ff",),
     "lstm": (),
 }

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .cell import Own, solve_low_rank
-from .fields import AUTO_WINDOW, parse_gradient, parse_schedule
+from .fields import AUTO_WINDOW, parse_schedule
 from .full_rank import FullRank, solve_by_iterating
 from .layers import (
     Centroids,
@@ -25,7 +25,6 @@ from .layers import (
     without_autocast,
 )
 from .mixers import Mixer, MixerWeights, build_mixer
-from .operators import compiling
 from .scan import backend
 from .solver import (
     FAILED,
@@ -42,17 +41,12 @@ from .solver import (
     stats_of,
     token_residual,
 )
-from .state import BlockState, Sequences, last, once, shift, state_shapes
+from .state import BlockState, Sequences, last, map_tensors, once, shift, state_shapes
 
 # The relative residual at which a window has converged is at most COARSE where exact tokens are
 # trained, where f is iterated token by token in evaluation, and under bf16, whose rounding is of
 # that size. Exact tokens are evaluated to FINE (docs/fixed-point.md says what each leaves).
 COARSE, FINE = 0.01, {torch.float32: 1e-5, torch.float64: 1e-9}
-NOT_EXPORTED = (
-    "torch.export takes a solve that is one operator: `token: exact`, one token after the other"
-    " (`schedule: sequential`), a mixer of reflections (householder, dplr), `dt_h_dep: false`, no"
-    " centroids, the exact gradient if there is one, no count of iterations"
-)
 MATERIALISED = ("mixer", "bc_y_proj", "dt_y_proj", "z_y_proj")  # layers used as matrices
 
 
@@ -69,7 +63,7 @@ class Prepared(NamedTuple):
 
     def detached(self) -> "Prepared":
         """Without gradients."""
-        return _detached(self)
+        return map_tensors(torch.Tensor.detach, self)
 
     def cut(self, start: int, end: int, state: Any) -> "Prepared":
         """Of the tokens start ≤ t < end. state: the BlockState before the first of them."""
@@ -81,16 +75,6 @@ class Prepared(NamedTuple):
             self.seqs.cut(start, end, state),
             self.time.cut(start, end),
         )
-
-
-def _detached(made):
-    """Tensors in tuples in tuples, detached."""
-    if torch.is_tensor(made):
-        return made.detach()
-    if not isinstance(made, tuple):
-        return made
-    parts = map(_detached, made)
-    return type(made)(*parts) if hasattr(made, "_fields") else tuple(parts)
 
 
 class OverTime(NamedTuple):
@@ -148,14 +132,10 @@ class FixedPointBlock(nn.Module):
         raise NotImplementedError
 
     def compiled(
-        self,
-        s: Prepared,
-        reflections: tuple[Any, ...],
-        weight_y: torch.Tensor,
-        adjoint: torch.Tensor | None,
+        self, s: Prepared, reflections: tuple[Any, ...]
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """The whole solve by a kernel: y (b,l,d), h and the outcome (b,l); None: there is none.
-        reflections, weight_y, adjoint: as `cell` in lm/kernels takes them."""
+        """The whole solve by a kernel (`cell` in lm/kernels): y (b,l,d), h and the outcome (b,l);
+        None: there is none. reflections: the mixer's."""
         raise NotImplementedError
 
     def state_shapes(self) -> list[tuple[int, ...]]:
@@ -241,15 +221,13 @@ class FixedPointBlock(nn.Module):
         return self.mixer.merged(weights) if self._is_compiled(x, seqs) else weights
 
     def _is_compiled(self, x, seqs):
-        """Whether one operator or kernel is to compute the whole solve."""
+        """Whether one kernel is to compute the whole solve."""
         c = self.settings(seqs)
         by_token = c.token == "exact" and self.width(c, x.shape[1], x) == 1
-        return by_token and (compiling() or self._has_kernel(x))
+        return by_token and self._has_kernel(x)
 
     def _reads_narrow(self, x, seqs):
         """Whether it reads rows and maps of y in the dtype of products."""
-        if compiling():
-            return x.device.type != "cpu" and self._is_compiled(x, seqs)
         return self._is_compiled(x, seqs) and backend("cell", x).NARROW
 
     # One evaluation.
@@ -271,15 +249,6 @@ class FixedPointBlock(nn.Module):
             o, h = self.scan_time(s, parts, x)
             g = s.seqs.masked(self.norm_time(s, o, x))
         return (g, h) if with_state else g
-
-    def step_residual(self, s: Prepared, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """f(y) and its `token_residual` (b,l); no gradient."""
-        x, parts, _ = self._mixed(s, y)
-        with torch.autocast(x.device.type, enabled=False):
-            o, _ = self.scan_time(s, parts, x)
-            g = self.norm_time(s, o, x)
-            residual = token_residual(y, g)
-        return s.seqs.masked(g), s.seqs.masked(residual.unsqueeze(-1)).squeeze(-1)
 
     def explicit(self, s: Prepared, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """F(y): every token's own equation solved, given what y says of the tokens before it.
@@ -411,7 +380,7 @@ class FixedPointBlock(nn.Module):
             return self._solve_compiled(s) or self._solve_sequential(s)
         rule = self.rule(c)
         if c.stopping == "paper":
-            return solve_paper(lambda y: self.step_residual(s, y), torch.zeros_like(s.x), rule)
+            return solve_paper(lambda y: self.step(s, y), torch.zeros_like(s.x), rule)
         if c.token == "iterate":
             return solve_windows(self._iterated, s, rule, width)
         # After k iterations the first k tokens are exact; one more shows that the last is.
@@ -433,13 +402,12 @@ class FixedPointBlock(nn.Module):
         if self.centroids is not None and not self._has_kernel(s.x):
             return None
         after_padding = None  # the kernel passes y on unmasked: no token may follow padding
-        if mask is not None and not compiling():
+        if mask is not None:
             after_padding = F.pad(mask[:, 1:] & ~mask[:, :-1], (1, 0))
             if mask.device.type == "cpu" and after_padding.any():
                 return None
-        weight_y = s.projections.weight_y.to(s.projections.raw.dtype)
         with without_autocast(s.x):
-            found = self.compiled(s, reflections, weight_y, s.seqs.adjoint_norm)
+            found = self.compiled(s, reflections)
         if found is None:
             return None
         y, h, outcome = found
@@ -488,14 +456,12 @@ class FixedPointBlock(nn.Module):
         shape the gradient; under the paper's rule it is what the last of them gives, in both modes.
         """
         c, y_star = self.settings(s.seqs), solution.y
-        kind, terms = parse_gradient(c.gradient)
-        if kind in ("exact", "adjoint"):
+        if c.gradient == "exact":
             constants = s.detached()
             y = adjoint_gradient(
                 lambda y: self.explicit(s, y)[0],
                 lambda y: self.explicit(constants, y)[0],
                 y_star,
-                terms,
                 s.seqs.adjoint_norm,
                 self.rule(c).tol,
                 product_dtype(self.out_proj.weight),
@@ -503,7 +469,7 @@ class FixedPointBlock(nn.Module):
             return solution.f_y.detach() + (y - y.detach()), solution.h, solution.stats
         first, h = self.step(s, y_star, True)
         y, h_end = first, h
-        if kind == "implicit":
+        if c.gradient == "implicit":
             y = implicit_gradient(lambda y: self.step(s, y), y_star, first, self.rule(c))
         else:
             for _ in range(c.n_backwards - 1):
@@ -525,38 +491,13 @@ class FixedPointBlock(nn.Module):
         checkpoint: Callable[..., Any] | None = None,
         count_iterations: bool = False,
     ) -> tuple[Any, ...]:
-        """See the class. Under torch.compile a solve that is not one operator runs outside of it.
-
-        Raises:
-            NotImplementedError: under torch.export, such a solve.
-        """
-        if compiling() and not self.is_one_operator(u, seqs, count_iterations):
-            if torch.compiler.is_exporting():
-                raise NotImplementedError(NOT_EXPORTED)
-            return self._outside(u, seqs, checkpoint, count_iterations)
-        return self._forward(u, seqs, checkpoint, count_iterations)
-
-    def is_one_operator(self, u: torch.Tensor, seqs: Sequences, count_iterations: bool) -> bool:
-        """Whether torch.compile and torch.export have an operator for the solve and its gradient:
-        the exact token, one after the other, by reflections. Arguments: `forward`'s."""
-        c, own = self.settings(seqs), self.config
-        if count_iterations or c.token != "exact" or self.width(c, u.shape[1], u) != 1:
-            return False
-        with_gradient = torch.is_grad_enabled() and c.gradient != "exact"
-        reads_y = own.block != "fp_rnn" and (own.dt_h_dep or own.state_centroids)
-        return self.mixer.reflections() is not None and not (with_gradient or reads_y)
-
-    @torch.compiler.disable
-    def _outside(self, *args):
-        return self._forward(*args)
-
-    def _forward(self, u, seqs, checkpoint, count_iterations):
+        """See the class."""
         c = self.settings(seqs)
         if self.training:
             how = seqs.solving
             noise = how.draw_noise(self, u, c.state_noise, how.generators)
             seqs = seqs._replace(noise=noise)
-        if torch.is_grad_enabled() and not compiling():
+        if torch.is_grad_enabled():
             dtype = torch.promote_types(u.dtype, torch.float32)
             seqs = seqs._replace(adjoint_norm=u.new_zeros(len(u), dtype=dtype))
         if seqs.kept is not None:
@@ -614,7 +555,7 @@ class FixedPointBlock(nn.Module):
         s = self.prepare(u, seqs)
         y = self._solve(s).y
         return count_iterations_of(
-            lambda y: self.step_residual(s, y), y, self.config.block, stats, seqs.mask
+            lambda y: self.step(s, y), y, self.config.block, stats, seqs.mask
         )
 
     @torch.no_grad()

@@ -35,22 +35,22 @@ from .batch import (
     refuse_unknown,
     targets_of,
 )
-from .blocks import FPRNN, whole_solve
+from .blocks import FPRNN
 from .cell import find_root
 from .certified_root import find_certified_roots
 from .checksums import refuse_changed
 from .configuration_fprnn import FPRNNConfig, refuse_solver_token
 from .delta import GatedDeltaNet
 from .diagonal import Mamba
-from .fields import FIXED_POINT, IN_FP32, SOLVER, parse_gradient
+from .fields import FIXED_POINT, IN_FP32, SOLVER
 from .fixed_point import FixedPointBlock
 from .full_rank import solve_by_iterating
 from .layers import RMSNorm, on_cpu
 from .mixer_base import Mixer
 from .mixers import build_mixer, nrm
-from .operators import bundled_kernels, compiling
+from .operators import bundled_kernels
 from .scan import selective_scan
-from .solver import NonFiniteError, all_finite, asserted, explained, read_flags, stack_flags
+from .solver import NonFiniteError, all_finite, explained, read_flags, stack_flags
 from .stack import FPRNNLayer, initialise, initialise_once, let_be_known
 from .state import (
     FPRNNCache,
@@ -75,7 +75,6 @@ _TRAVELS = (
     nrm,
     selective_scan,
     solve_by_iterating,
-    whole_solve,
 )
 
 LOSS_CHUNK_TOKENS = 4096  # tokens whose logits exist at once when only the loss is wanted
@@ -250,10 +249,11 @@ class FPRNNModel(FPRNNPreTrainedModel):
         if starts is not None and mask is not None:
             starts = starts & mask  # padding may be EOS tokens; it must leave the state as it is
         is_read = starts is not None and (return_state or on_cpu(starts))
-        if is_read and not compiling() and not starts.any():
+        if is_read and not starts.any():
             starts = None
         return Sequences(mask, starts, return_state=return_state, solving=self.how)
 
+    @torch.compiler.disable  # the length of a solve depends on the data
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -290,7 +290,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
             count_iterations: measure ℓ*, what the paper's procedure would need, as well.
             defer_check: Do not wait for the device to check that the pass is finite. The caller
                 reads FPRNNOutput.is_finite instead and gives it to `refuse_nonfinite`. A pass that
-                updates a cache or is compiled is checked all the same, and has no is_finite.
+                updates a cache is checked all the same, and has no is_finite.
             kwargs: see inputs.refuse_unknown.
         Raises:
             ValueError: both or neither of input_ids and inputs_embeds, no tokens, ids outside the
@@ -299,6 +299,8 @@ class FPRNNModel(FPRNNPreTrainedModel):
             TypeError: an unknown keyword argument.
             NonFiniteError: something became NaN or infinite; names the layer, cause and cure.
         """
+        if torch.compiler.is_exporting():
+            raise NotImplementedError("torch.export cannot take a solve: its length is the data's")
         cfg = self.config
         refuse_unknown(type(self).__name__, kwargs, not (position_ids is None and seq_idx is None))
         if output_hidden_states is None:
@@ -329,7 +331,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         passed = self._through_layers(
             tokens.hidden, seqs, state, cache, output_hidden_states, count_iterations
         )
-        is_checked = not defer_check or cache is not None or compiling()
+        is_checked = not defer_check or cache is not None
         if is_checked:
             self._check_finite(passed.is_finite)
 
@@ -363,10 +365,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
             state = cache.state
         if state is None:
             return None
-        if self.config.layers is None:
-            state.check(batch, self.config)
-        else:
-            state.check_layers(batch, [layer.block.state_shapes() for layer in self.layers])
+        state.check(batch, [layer.block.state_shapes() for layer in self.layers])
         return state
 
     def _with_ids_of_ends(self, tokens):
@@ -433,11 +432,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         Raises:
             NonFiniteError: A flag is False; the error names the first such place.
         """
-        if compiling():
-            for flag, (place, _) in zip(is_finite, self._places()):
-                asserted(flag, place)
-        else:
-            self.refuse_nonfinite(read_flags(is_finite), symptom)
+        self.refuse_nonfinite(read_flags(is_finite), symptom)
 
     def _places(self):
         """Return the places in which a pass may stop being finite: (name, module) each."""
@@ -604,10 +599,6 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             NonFiniteError: A flag is False; the error names the first such place.
         """
         of_head = [all_finite(t) for t in (logits, loss) if t is not None]
-        if compiling():
-            for flag in of_head:
-                asserted(flag, "the head")
-            return
         of_backbone = [] if of_backbone is None else list(of_backbone)
         flags = read_flags([*of_backbone, *of_head])
         self.backbone.refuse_nonfinite(flags[: len(of_backbone)])
@@ -652,7 +643,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             return (3 if training else 1) * (once + head)
         block = solved[0]
         settings = self._settings()
-        (kind, _), how = parse_gradient(settings.gradient), block.solver(settings)
+        kind, how = settings.gradient, block.solver(settings)
         steps = settings.n_backwards if kind == "one_step" else 1
         differentiated = once + steps * step + head
         if kind == how["token"] == "exact" and how["schedule"] == "sequential":

@@ -8,9 +8,7 @@ p head dimension, g groups.
 
 Time is cut into i ≈ √L chunks of c ≈ √L steps, and one Python loop of c steps advances all chunks
 at once. A first pass from a zero state gives what each chunk adds; the states at the chunk
-boundaries follow by a loop over chunks; a second pass from the right states gives y. Nothing of
-size (b,l,d,n) is stored: the forward keeps only the boundary states, the backward recomputes the
-rest, a slice of channels at a time.
+boundaries follow by a loop over chunks; a second pass from the right states gives h.
 """
 
 import contextlib
@@ -25,15 +23,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 from transformers.utils import logging
 
-from .operators import bundled_kernels, compiling, opaque
+from .operators import bundled_kernels
 
 logger = logging.get_logger(__name__)
 
 INTERFACE = ("fprnn-kernels", 4)  # of lm.kernels, as this file uses it
 
-# Largest temporary (in bytes) that may be kept for one solve (decays) or one backward slice.
+# Largest temporary (in bytes) of the selective scan: it takes so many channels at once.
 MAX_TEMPORARY = 512 * 2**20
 
 
@@ -95,18 +94,14 @@ def _find_kernels():
 
 def backend(operation: str, like: torch.Tensor) -> Any:
     """The module of lm.kernels that computes an operation (lm.kernels.OPERATIONS) on a tensor's
-    device and in its dtype, None where the plain version does, and under a compiler."""
-    if compiling():
-        return None
+    device and in its dtype, None where the plain version does."""
     kernels = _kernels()
     return None if kernels is None else kernels.find(operation, like)
 
 
 def faster(operation: str, function: str, like: torch.Tensor, *args: Any) -> Any:
     """What a function of the `backend` returns, None where the plain version is to be computed:
-    there is no backend, or none for such arguments; and under a compiler, which fuses that."""
-    if compiling():
-        return None
+    there is no backend, or none for such arguments."""
     kernels = _kernels()
     return None if kernels is None else kernels.compute(operation, function, like, *args)
 
@@ -124,157 +119,13 @@ def _chunked(x, c):
     return x.unflatten(1, (-1, c))
 
 
-def _decay(dt_bicd, A_nd, keep_bic, j):
-    """exp(dt A) of step j in every chunk, (b,i,n,d); zero where a document starts."""
-    a = torch.exp(dt_bicd[:, :, j].unsqueeze(-2) * A_nd)
-    return a if keep_bic is None else a * keep_bic[:, :, j, None, None]
-
-
-def chunk_decays(
-    dt: torch.Tensor, A: torch.Tensor, keep: torch.Tensor | None = None
-) -> torch.Tensor | None:
-    """The decays exp(dt A) of all steps, shared by the iterations of one solve.
-
-    Args: as in `selective_scan`.
-    Returns:
-        (c,b,i,n,d), or None where that would take more than MAX_TEMPORARY bytes.
-    """
-    c = _chunk_size(dt.shape[1])
-    dtype = torch.promote_types(dt.dtype, torch.float32)
-    dt_bicd = _chunked(dt.to(dtype), c)
-    if dt_bicd.numel() * A.shape[1] * dt_bicd.element_size() > MAX_TEMPORARY:
-        return None
-    A_nd = A.to(dtype).t().contiguous()
-    keep_bic = None if keep is None else _chunked_keep(keep, c, dtype)
-    return torch.stack([_decay(dt_bicd, A_nd, keep_bic, j) for j in range(c)])
-
-
-def _chunked_keep(keep, c, dtype):
-    pad = -keep.shape[1] % c
-    return F.pad(keep.to(dtype), (0, pad), value=1.0).unflatten(1, (-1, c))
-
-
-def _advance(h, a, B_bin, u_bid):
-    """h ← a ⊙ h + u Bᵀ in place; h (b,i,n,d)."""
-    return h.mul_(a).addcmul_(B_bin.unsqueeze(-1), u_bid.unsqueeze(-2))
-
-
-def _carry(first, decay_bind, local_bind, reverse=False):
-    """States entering every chunk: s_0 = first, s_{i+1} = decay_i s_i + local_i.
-
-    Returns the entering states (b,i,n,d) and what leaves the last chunk (b,n,d).
-    """
-    order = range(decay_bind.shape[1])
-    entering, state = torch.empty_like(local_bind), first
-    for i in reversed(order) if reverse else order:
+def _carry(first, decay_bid, local_bid):
+    """States entering every chunk: s_0 = first, s_{i+1} = decay_i s_i + local_i, (b,i,d)."""
+    entering, state = torch.empty_like(local_bid), first
+    for i in range(decay_bid.shape[1]):
         entering[:, i] = state
-        state = torch.addcmul(local_bind[:, i], decay_bind[:, i], state)
-    return entering, state
-
-
-class _SelectiveScan(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, dt, A, B, C, h0, keep, decays):
-        length, c = x.shape[1], _chunk_size(x.shape[1])
-        A_nd = A.t().contiguous()
-        dt_c, B_c, C_c = _chunked(dt, c), _chunked(B, c), _chunked(C, c)
-        u_c = _chunked(x * dt, c)
-        keep_c = None if keep is None else _chunked_keep(keep, c, x.dtype)
-
-        def decay(j):
-            return _decay(dt_c, A_nd, keep_c, j) if decays is None else decays[j]
-
-        h = x.new_zeros(x.shape[0], u_c.shape[1], *A_nd.shape)
-        for j in range(c):
-            _advance(h, decay(j), B_c[:, :, j], u_c[:, :, j])
-        over_chunk = torch.exp(dt_c.sum(2).unsqueeze(-2) * A_nd)
-        if keep_c is not None:
-            over_chunk = over_chunk * keep_c.prod(2)[..., None, None]
-        start = h0.transpose(1, 2) if h0 is not None else h.new_zeros(h[:, 0].shape)
-        states, final = _carry(start, over_chunk, h)
-
-        y = torch.empty_like(u_c)
-        h = states.clone()
-        for j in range(c):
-            _advance(h, decay(j), B_c[:, :, j], u_c[:, :, j])
-            y[:, :, j] = torch.matmul(C_c[:, :, j].unsqueeze(-2), h).squeeze(-2)
-        ctx.save_for_backward(x, dt, A, B, C, keep, states)
-        ctx.has_h0 = h0 is not None
-        return y.flatten(1, 2)[:, :length], final.transpose(1, 2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_y, grad_final):
-        x, dt, A, B, C, keep, states = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):
-            per_channel = A.shape[1] * x.shape[0] * x.shape[1] * x.element_size() * 2
-            width = max(1, min(x.shape[2], MAX_TEMPORARY // per_channel))
-            parts = [
-                _backward_slice(
-                    x[..., s],
-                    dt[..., s],
-                    A[s],
-                    B,
-                    C,
-                    keep,
-                    states[..., s],
-                    grad_y[..., s],
-                    grad_final[:, s],
-                )
-                for s in (slice(k, k + width) for k in range(0, x.shape[2], width))
-            ]
-            dx, ddt, dA, dB, dC, dh0 = zip(*parts)
-            return (
-                torch.cat(dx, -1),
-                torch.cat(ddt, -1),
-                torch.cat(dA, 0),
-                sum(dB),
-                sum(dC),
-                torch.cat(dh0, 1) if ctx.has_h0 else None,
-                None,
-                None,
-            )
-
-
-def _backward_slice(x, dt, A, B, C, keep, states, grad_y, grad_final):
-    """Gradients for some of the channels; see `_SelectiveScan`. dB and dC are summed over them."""
-    length, c = x.shape[1], _chunk_size(x.shape[1])
-    A_nd = A.t().contiguous()
-    x_c, dt_c, B_c, C_c = (_chunked(t, c) for t in (x, dt, B, C))
-    gy_c, u_c = _chunked(grad_y.to(x.dtype), c), x_c * dt_c
-    keep_c = None if keep is None else _chunked_keep(keep, c, x.dtype)
-
-    a = torch.stack([_decay(dt_c, A_nd, keep_c, j) for j in range(c)])
-    hs = torch.empty_like(a)
-    h, g = states.clone(), torch.zeros_like(states)
-    for j in range(c):
-        hs[j] = _advance(h, a[j], B_c[:, :, j], u_c[:, :, j])
-    for j in reversed(range(c)):  # what each chunk sends back to the state that entered it
-        g.addcmul_(C_c[:, :, j].unsqueeze(-1), gy_c[:, :, j].unsqueeze(-2)).mul_(a[j])
-    over_chunk = torch.exp(dt_c.sum(2).unsqueeze(-2) * A_nd)
-    if keep_c is not None:
-        over_chunk = over_chunk * keep_c.prod(2)[..., None, None]
-    g, dh0 = _carry(grad_final.transpose(1, 2), over_chunk, g, reverse=True)
-
-    du, ddt = torch.empty_like(u_c), torch.empty_like(u_c)
-    dB, dC, dA_nd = torch.empty_like(B_c), torch.empty_like(C_c), torch.zeros_like(A_nd)
-    for j in reversed(range(c)):
-        gy_j = gy_c[:, :, j]
-        dC[:, :, j] = torch.matmul(hs[j], gy_j.unsqueeze(-1)).squeeze(-1)
-        g.addcmul_(C_c[:, :, j].unsqueeze(-1), gy_j.unsqueeze(-2))
-        dB[:, :, j] = torch.matmul(g, u_c[:, :, j].unsqueeze(-1)).squeeze(-1)
-        du[:, :, j] = torch.matmul(B_c[:, :, j].unsqueeze(-2), g).squeeze(-2)
-        g.mul_(a[j])
-        d_log = g * (hs[j - 1] if j else states)
-        ddt[:, :, j] = (d_log * A_nd).sum(-2)
-        dA_nd += (d_log * dt_c[:, :, j].unsqueeze(-2)).sum((0, 1))
-    ddt += du * x_c
-    dx = du * dt_c
-
-    def flat(t):
-        return t.flatten(1, 2)[:, :length]
-
-    return flat(dx), flat(ddt), dA_nd.t(), flat(dB), flat(dC), dh0.transpose(1, 2)
+        state = torch.addcmul(local_bid[:, i], decay_bid[:, i], state)
+    return entering
 
 
 def selective_scan(
@@ -285,51 +136,21 @@ def selective_scan(
     C: torch.Tensor,
     h0: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
-    decays: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Mamba-1's selective scan (Gu & Dao 2023; paper Eq. 12), differentiable once; by a `backend`
-    where there is one and no decays are given.
+    where there is one.
 
     Args:
         x: (b,l,d) input (already mixed), dt: (b,l,d) step sizes, A: (d,n) negative rates,
         B, C: (b,l,n). Computed in fp32, or fp64 if any of them is.
         h0: (b,d,n) initial state, zero if None.
         keep: (b,l) of 1, and 0 at tokens that start from an empty state; not differentiated.
-        decays: `chunk_decays(dt, A, keep)`, to share it between calls; never changes the result.
     Returns:
         y (b,l,d) and the final state (b,d,n), in the dtype computed in.
     """
-    inputs, found = _same_dtype(x, dt, A, B, C, h0, keep), None
-    if compiling():
-        return _scan_operator(*inputs)
-    if decays is None:
-        found = faster("selective_scan", "selective_scan", inputs[0], *inputs)
-    return selective_scan_plain(*inputs, decays) if found is None else found  # type: ignore[call-arg]
-
-
-def _operator_of(scan, state_shape):
-    """The operator that computes `scan`. state_shape: (x, A, B) → the shape of the final state."""
-
-    def operator(
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
-        h0: torch.Tensor | None,
-        keep: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        y, h = scan(x, dt, A, B, C, h0, keep)
-        return y.contiguous(), h.contiguous()
-
-    def shapes(x, dt, A, B, C, h0, keep):
-        return x.new_empty(x.shape), x.new_empty(state_shape(x, A, B))
-
-    operator.__name__ = scan.__name__
-    return opaque(operator, shapes, 2)
-
-
-_scan_operator = _operator_of(selective_scan, lambda x, A, B: (x.shape[0], *A.shape))
+    inputs = _same_dtype(x, dt, A, B, C, h0, keep)
+    found = faster("selective_scan", "selective_scan", inputs[0], *inputs)
+    return selective_scan_plain(*inputs) if found is None else found  # type: ignore[arg-type]
 
 
 def _same_dtype(*tensors):
@@ -348,11 +169,37 @@ def selective_scan_plain(
     C: torch.Tensor,
     h0: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
-    decays: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`selective_scan` in plain PyTorch, the oracle of the kernels."""
+    """`selective_scan` in plain PyTorch, the oracle of the kernels.
+
+    Nothing of size (b,l,d,n) is stored for the backward, which computes a slice of channels again.
+    """
+    x, dt, A, B, C, h0, keep = _same_dtype(x, dt, A, B, C, h0, keep)
+    h0 = x.new_zeros(len(x), *A.shape) if h0 is None else h0
+    size_of_channel = 4 * B.numel() * B.element_size()  # its states, and what they are made of
+    width = max(1, MAX_TEMPORARY // size_of_channel)
     with torch.autocast(x.device.type, enabled=False):
-        return _SelectiveScan.apply(*_same_dtype(x, dt, A, B, C, h0, keep), decays)
+        parts = [
+            checkpoint(
+                _scan_channels, *part, B, C, keep, use_reentrant=False, preserve_rng_state=False
+            )
+            for part in zip(
+                x.split(width, 2), dt.split(width, 2), A.split(width), h0.split(width, 1)
+            )
+        ]
+        y, h = zip(*parts)
+        return torch.cat(y, 2), torch.cat(h, 1)
+
+
+def _scan_channels(x, dt, A, h0, B, C, keep):
+    """y and the final state of some channels: their states are those of one `linear_scan`."""
+    decays = torch.exp(dt.unsqueeze(-1) * A)  # (b,l,d,n)
+    if keep is not None:
+        decays = decays * keep[..., None, None]
+    written = (x * dt).unsqueeze(-1) * B.unsqueeze(2)
+    h = linear_scan(decays.flatten(2), written.flatten(2), h0.flatten(1)).view_as(written)
+    # No product of matrices, which a backward under autocast would round.
+    return (h * C.unsqueeze(2)).sum(-1), h[:, -1].clone()
 
 
 class _LinearScan(torch.autograd.Function):
@@ -384,7 +231,7 @@ def _linear_recurrence(a, u, h0):
     h = torch.zeros_like(u_c[:, :, 0])
     for j in range(c):
         h = torch.addcmul(u_c[:, :, j], a_c[:, :, j], h)
-    h, _ = _carry(h0, a_c.prod(2), h)
+    h = _carry(h0, a_c.prod(2), h)
     out = torch.empty_like(u_c)
     for j in range(c):
         h = torch.addcmul(u_c[:, :, j], a_c[:, :, j], h)
@@ -440,32 +287,38 @@ def ssd_scan(
     C: torch.Tensor,
     h0: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
-    decays: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    chunk: int = SSD_CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mamba-2's scan in its chunked matrix form (state-space duality, Dao & Gu 2024).
+    """Mamba-2's scan, by a `backend` where there is one.
 
         S_t = exp(dt_t A) S_{t−1} + dt_t x_t B_tᵀ  (p×n per head),   y_t = S_t C_t
-
-    Within a chunk y is a masked matrix product; between chunks only the states are carried.
 
     Args:
         x: (b,l,h,p). dt: (b,l,h). A: (h,) negative. B, C: (b,l,g,n), g divides h.
         h0: (b,h,p,n), zero if None. keep: (b,l), 0 at tokens that start from an empty state.
-        decays: `ssd_decays(dt, A, keep)`, to share it between calls; its chunk wins.
     Returns:
         y (b,l,h,p) and the final state (b,h,p,n), in fp32, or fp64 if any input is.
     """
+    inputs = *_same_dtype(x, dt, A, B, C, h0), keep
+    found = faster("ssd_scan", "ssd_scan", inputs[0], *inputs)
+    return ssd_scan_plain(*inputs) if found is None else found
+
+
+def ssd_scan_plain(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    h0: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    chunk: int = SSD_CHUNK,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`ssd_scan` in its chunked matrix form (state-space duality, Dao & Gu 2024): within a chunk y
+    is a masked matrix product; between chunks only the states are carried."""
     x, dt, A, B, C, h0 = _same_dtype(x, dt, A, B, C, h0)
-    if compiling():
-        return _ssd_operator(x, dt, A, B, C, h0, keep)
-    if decays is None:
-        found = faster("ssd_scan", "ssd_scan", x, x, dt, A, B, C, h0, keep)
-        if found is not None:
-            return found
     with torch.autocast(x.device.type, enabled=False):
         length, heads, groups = x.shape[1], x.shape[2], B.shape[2]
-        between, to_end, from_start = decays or ssd_decays(dt, A, keep, chunk)
+        between, to_end, from_start = ssd_decays(dt, A, keep, chunk)
         chunk = between.shape[-1]
         per_group = heads // groups
         u = _chunked(x * dt.unsqueeze(-1), chunk)  # (b,i,c,h,p)
@@ -487,11 +340,6 @@ def ssd_scan(
         C_h = C_c.repeat_interleave(per_group, 3) * from_start.unsqueeze(-1)
         y = y + torch.einsum("bichn,bihpn->bichp", C_h, entering)
         return y.flatten(1, 2)[:, :length], state
-
-
-_ssd_operator = _operator_of(
-    ssd_scan, lambda x, A, B: (x.shape[0], x.shape[2], x.shape[3], B.shape[-1])
-)
 
 
 def _few_conv(x, weight, bias):

@@ -43,16 +43,6 @@ def read_flags(flags: list[torch.Tensor]) -> list[bool]:
     return stack_flags(flags).tolist()
 
 
-def asserted(finite: torch.Tensor, where: str) -> None:
-    """What a compiled model says instead, a RuntimeError: its graph cannot look for the cause. On a
-    GPU nothing is said, where an assertion that fails would end the process' use of the GPU.
-
-    Args: finite: (,) bool. where: as in `explained`.
-    """
-    if finite.device.type == "cpu":
-        torch._assert_async(finite, f"{where}: its output is NaN or infinite")
-
-
 def explained(where: str, module: nn.Module, config: Any, what: str) -> NonFiniteError:
     """The NonFiniteError to raise.
 
@@ -206,7 +196,7 @@ def solve_paper(
     Known limits (docs/fixed-point.md): the count depends on the whole batch and on later tokens.
 
     Args:
-        f: maps y (b,l,d) → f(y) (b,l,d), or to that and its `token_residual` (b,l).
+        f: maps y (b,l,d) → f(y) (b,l,d).
         y: the start. rule: see `Rule`.
         trace: a list that receives, per iteration, (residual, lowest, stepsize, waited), all (b,).
     Returns:
@@ -219,7 +209,7 @@ def solve_paper(
     token_iters = torch.ones(y.shape[:2], dtype=torch.long, device=y.device)
     while True:
         g = f(y)
-        g, of_tokens = g if isinstance(g, tuple) else (g, token_residual(y, g))
+        of_tokens = token_residual(y, g)
         residual = of_tokens.amax(1)
         iterations += 1
         unfinished = damping.lowest >= rule.tol
@@ -418,7 +408,6 @@ def adjoint_gradient(
     F: Callable[[torch.Tensor], torch.Tensor],
     F_of_y: Callable[[torch.Tensor], torch.Tensor],
     y_star: torch.Tensor,
-    terms: int | None,
     norms: torch.Tensor | None,
     tol: float,
     products: torch.dtype,
@@ -432,8 +421,8 @@ def adjoint_gradient(
     Args:
         F: (b,l,d) → (b,l,d). F_of_y: the same, whose graph goes to y alone; it is computed in the
         backward, under the autocast of now.
-        y_star: (b,l,d), detached. terms: K, of the sum's terms after the first; None: until the
-        largest change of a sequence is below tol of the largest entry, or rounding.
+        y_star: (b,l,d), detached. tol: the sum ends when the largest change of a sequence is below
+        tol of the largest entry, or rounding.
         norms: where the backward writes max ‖g_t‖ / max ‖v_t‖ of every sequence, (b,).
         products: the dtype that F multiplies in.
     """
@@ -445,21 +434,19 @@ def adjoint_gradient(
     autocast = torch.autocast(device, dtype, enabled=on)
 
     def sum_up(v):
-        most = v.shape[1] if terms is None else terms
         longest, g = _longest(v), v
         with torch.enable_grad(), autocast:  # a graph of its own: `first`'s may be a checkpoint's
             y0 = y_star.detach().requires_grad_()
             F0 = F_of_y(y0)
         lowest = torch.full_like(v[:, 0, 0], torch.inf)
-        for _ in range(most):
+        for _ in range(v.shape[1]):
             (again,) = torch.autograd.grad(F0, y0, g, retain_graph=True)
             before, g = g, v + again
-            if terms is None:
-                change = _largest(g - before) / _largest(g).clamp_min(1e-30)
-                rounding = change <= ROUNDING * torch.finfo(products).eps
-                if ((change < tol) | (rounding & (change >= lowest))).all():
-                    break
-                lowest = torch.minimum(lowest, change)
+            change = _largest(g - before) / _largest(g).clamp_min(1e-30)
+            rounding = change <= ROUNDING * torch.finfo(products).eps
+            if ((change < tol) | (rounding & (change >= lowest))).all():
+                break
+            lowest = torch.minimum(lowest, change)
         if norms is not None:
             norms.copy_((_longest(g) / longest.clamp_min(1e-30)).squeeze(1).detach())
         return g

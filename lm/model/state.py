@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .operators import compiling
-
 
 class BlockState(NamedTuple):
     """What one block leaves behind after a row's last token that is no padding; no gradient."""
@@ -24,10 +22,6 @@ class BlockState(NamedTuple):
     f_y: torch.Tensor  # (b,d) the iterate that the output was computed from
     h: torch.Tensor  # the scan's state: FP-Mamba-1 (b,d,n), FP-Mamba-2 (b,h,p,n), FP-RNN (b,d)
     conv: tuple[torch.Tensor, ...]  # (b,k−1,·) the last inputs of the convolutions; () without
-
-    def select(self, rows: torch.Tensor) -> "BlockState":
-        """The state of these rows (k,) of the batch."""
-        return BlockState(*(t[rows] for t in self[:3]), tuple(t[rows] for t in self.conv))  # type: ignore[call-arg]
 
 
 def state_shapes(config: Any) -> list[tuple[int, ...]]:
@@ -48,6 +42,16 @@ def tensors_of(layer: tuple[Any, ...]) -> list[torch.Tensor]:
     return [tensor for fields in nested for tensor in fields]
 
 
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], nested: Any) -> Any:
+    """Apply a function to every tensor in tuples of tuples, named or not."""
+    if torch.is_tensor(nested):
+        return function(nested)
+    if not isinstance(nested, tuple):
+        return nested
+    parts = [map_tensors(function, part) for part in nested]
+    return type(nested)(*parts) if hasattr(nested, "_fields") else tuple(parts)
+
+
 def _fits(found, shape):
     return len(found) == len(shape) and all(n in (m, -1) for m, n in zip(found, shape))
 
@@ -59,36 +63,15 @@ class FPRNNState(NamedTuple):
     # (b,), −1 where a row had none, or an embedding that is no EOS token's; None: unknown
     last_token: torch.Tensor | None
 
-    def check(self, batch: int, config: Any) -> None:
-        """Raise a ValueError unless this is the state of `batch` streams and of such a model."""
-        first = self.layers[0]
-        if not isinstance(first, BlockState):
-            raise ValueError(f"the state is of a hybrid model, this one has {config.block} alone")
-        rows, width = first.y.shape
-        if (len(self.layers), width) != (config.n_layer, config.d_inner):
-            raise ValueError(
-                f"the state is of a model with {len(self.layers)} layers of d_inner {width}, this"
-                f" one has {config.n_layer} of {config.d_inner}"
-            )
-        found = [tuple(t.shape[1:]) for t in (first.h, *first.conv)]
-        right = state_shapes(config)[2:]
-        if found != right:
-            raise ValueError(
-                "the state is of another kind of block: for each stream its recurrence and its"
-                f" convolutions have left {found}, where {config.block} has {right}"
-            )
-        if rows != batch:
-            raise ValueError(f"the state is of a batch of {rows}, the input's batch is {batch}")
-
-    def check_layers(self, batch: int, wanted: list[list[tuple[int, ...]]]) -> None:
+    def check(self, batch: int, expected: list[list[tuple[int, ...]]]) -> None:
         """Raise a ValueError unless this is the state of `batch` streams and of a model with such
-        layers. wanted: what each layer's `state_shapes` gives."""
-        if len(self.layers) != len(wanted):
+        layers. expected: what each layer's `state_shapes` gives."""
+        if len(self.layers) != len(expected):
             raise ValueError(
                 f"the state is of a model with {len(self.layers)} layers, this one has"
-                f" {len(wanted)}"
+                f" {len(expected)}"
             )
-        for index, (layer, shapes) in enumerate(zip(self.layers, wanted)):
+        for index, (layer, shapes) in enumerate(zip(self.layers, expected)):
             found = [tuple(t.shape[1:]) for t in tensors_of(layer)]
             same = len(found) == len(shapes) and all(map(_fits, found, shapes))
             if not same:
@@ -108,13 +91,12 @@ class FPRNNState(NamedTuple):
 
     def select(self, rows: torch.Tensor) -> "FPRNNState":
         """The state of these rows (k,) of the batch."""
-        layers = tuple(layer.select(rows) for layer in self.layers)
-        return FPRNNState(layers, None if self.last_token is None else self.last_token[rows])
+        return map_tensors(lambda t: t[rows], self)
 
 
 class FPRNNCache:
     """What `generate` carries from one forward pass to the next: an FPRNNState, of a size that does
-    not grow with the text (that of attention does, up to its window). A forward pass of k ≥ 1
+    not grow with the text (that of attention does). A forward pass of k ≥ 1
     tokens with it goes on exactly where the one before has ended."""
 
     state: Any  # FPRNNState | None
@@ -171,7 +153,7 @@ class WeightCache:
 
         parameters: of which things are made; None: of something else as well.
         """
-        if parameters is None or torch.is_grad_enabled() or compiling():
+        if parameters is None or torch.is_grad_enabled():
             return None
         if any(t.is_inference() for t in parameters):  # these do not count their changes
             return None
@@ -288,9 +270,7 @@ def shift(y: torch.Tensor, seqs: Sequences, name: str = "y") -> torch.Tensor:
 
 def taken(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """x (b,l,…) at the positions `at` (b,k) of each row: (b,k,…)."""
-    # `take_along_dim` would have a compiler read the length as a constant.
-    index = at.reshape(*at.shape, *[1] * (x.dim() - 2))
-    return x.gather(1, index.expand(*at.shape, *x.shape[2:]))
+    return x.take_along_dim(at.reshape(*at.shape, *[1] * (x.dim() - 2)), 1)
 
 
 def last(x: torch.Tensor, n: int, before: torch.Tensor | None, seqs: Sequences) -> torch.Tensor:

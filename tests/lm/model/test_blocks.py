@@ -79,9 +79,8 @@ def test_shift():
 
 
 def test_unknown_gradients_and_blocks_are_a_sentence():
-    for gradient in ("phantom:3", "implicit:3", "exact:2", "adjoint", "adjoint:-1"):
-        with pytest.raises(ValueError, match=f"gradient is `{gradient}`"):
-            FPRNNConfig(gradient=gradient)
+    with pytest.raises(ValueError, match="gradient is 'phantom:3': it must be one of auto, exact"):
+        FPRNNConfig(gradient="phantom:3")
     with pytest.raises(ValueError, match="block is 'mamba': it must be one of"):
         build_block(FPRNNConfig(block="mamba"))
     with pytest.raises(ValueError, match=r"headdim is 5: it must divide d_inner .* = 16, as 4"):

@@ -2,7 +2,6 @@
 on, and what is said of it."""
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.solver import FAILED, token_residual
 from lm.model.state import Sequences
-from tests import golden
 from tests.marks import slow
 
 EOS = 0
@@ -139,30 +137,6 @@ def assert_alike(ours, theirs, tol=1e-8):
         assert ((ours[name] - grad).abs().max() / scale).item() < tol, name
 
 
-@pytest.mark.parametrize("name", ["fp_mamba1", "fp_mamba2", "fp_rnn", "fp_mamba1-kronecker"])
-def test_where_the_iteration_contracts_it_is_the_implicit_gradient_and_the_papers_solution(name):
-    rule = dict(contractive=0.2, out_norm_epsilon=1.0, eval_tol=1e-12, tol=1e-12, max_iters=400)
-    model, tokens = model_of(name, **rule, eval_max_iters=400), ids()
-    expected = gradients_of(model, tokens)
-    implicit = dict(token="iterate", stopping="paper", gradient="implicit", quantile=1.0)
-    assert_alike(gradients_of(model, tokens, **implicit), expected, 1e-7)
-    assert_alike(gradients_of(model, tokens, gradient="implicit"), expected, 1e-7)
-    with model.eval().solving(**implicit):
-        paper = run(model, tokens)
-    assert (paper.fixed_point.failed == 0).all()
-    close(paper.logits, run(model, tokens).logits, 1e-10)
-
-
-@pytest.mark.parametrize("name", ["fp_mamba1", "fp_mamba2", "fp_rnn"])
-def test_the_first_terms_of_the_series_tend_to_the_exact_gradient(name):
-    model, tokens = model_of(name), ids(length=8)
-    exact, errors = gradients_of(model, tokens), []
-    for k in (0, 2, 8):
-        found = gradients_of(model, tokens, schedule="parallel", gradient=f"adjoint:{k}")
-        errors.append(max((found[n] - exact[n]).norm() / exact[n].norm() for n in exact))
-    assert errors[2] < 1e-9 and errors[0] > 1e-3
-
-
 def test_the_norm_of_the_adjoint_is_the_same_in_every_schedule():
     model, tokens = model_of("fp_mamba1", n_layer=1), ids()
     _, (free,) = gradients_and_norms(model, tokens)
@@ -212,48 +186,6 @@ def test_the_compiled_block_solves_a_row_alone_as_in_any_batch_bit_for_bit(name,
 def test_a_sequence_alone_and_in_a_batch_are_the_same(name):
     model, tokens = model_of(name), ids(8)
     close(run(model, tokens[5:6]).logits[0], run(model, tokens).logits[5], 1e-8)
-
-
-# The compiled cell.
-
-
-# The paper's fixed point.
-
-AT_ONCE, BY_WINDOWS = ("auto", "sequential"), ("plain", "window:7")
-
-
-@pytest.mark.parametrize(
-    "kernels, schedule",
-    [
-        case if case in (AT_ONCE, BY_WINDOWS) else slow(*case)
-        for case in itertools.product(("auto", "plain"), ("sequential", "window:7", "parallel"))
-    ],
-)
-@pytest.mark.parametrize("case", sorted(golden.HERE.glob("m1_*.json")), ids=lambda p: p.stem)
-def test_with_a_contractive_mixer_it_is_the_papers_fixed_point(
-    case, schedule, kernels, monkeypatch
-):
-    """The golden case's parameters, its mixer bounded: iterated by the paper's procedure to
-    rounding, and the exact token."""
-    monkeypatch.setenv("FPRNN_KERNELS", kernels)
-    case, found = golden.Case(case), []
-    rule = dict(tol=1e-13, eval_tol=1e-13, eval_max_iters=1000)
-    for fields in (
-        dict(token="iterate", stopping="paper", gradient="one_step"),
-        dict(token="exact", stopping="causal", schedule=schedule, gradient="exact"),
-    ):
-        config = golden.reference_config(case.record)
-        values = {**config.to_dict(), **rule, **fields, "contractive": 0.3}
-        block = golden.build_block(FPRNNConfig.from_dict(values)).double().eval()
-        weights = block.state_dict()
-        own = {(k if k in weights else f"mixer.{k}"): v.double() for k, v in case.state.items()}
-        block.load_state_dict(own)
-        with torch.no_grad():
-            s = block.prepare(case.tensors["input/hidden_states"].double())
-            y = block._solve(s).y
-            assert token_residual(y, block.step(s, y)).max() < 1e-10
-        found.append(y)
-    close(found[1], found[0], 1e-10)
 
 
 # What is said of it.

@@ -9,9 +9,7 @@ from lm.model.delta import (
     DeltaProduct,
     GatedDeltaNet,
     GatedDeltaProduct,
-    chunked_delta_rule,
     delta_rule,
-    gated_delta_rule,
 )
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import Sequences
@@ -62,11 +60,11 @@ def documents(length):
 
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
 @pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("chunk", [1, 8, 64])
-def test_chunks_are_the_recurrence(n, chunk, packed):
-    args = [t.requires_grad_() for t in inputs(21, n)]
-    starts = documents(21) if packed else None
-    found, expected = chunked_delta_rule(*args, starts, chunk), by_token(*args, starts)
+@pytest.mark.parametrize("length, chunk", [(9, 1), (21, 8), (21, 64), (9, 64)])
+def test_chunks_are_the_recurrence(n, length, chunk, packed):
+    args = [t.requires_grad_() for t in inputs(length, n)]
+    starts = documents(length) if packed else None
+    found, expected = delta_rule(*args, starts, chunk), by_token(*args, starts)
     weights = [torch.randn_like(t) for t in expected]
     grads = []
     for results in (found, expected):
@@ -74,25 +72,6 @@ def test_chunks_are_the_recurrence(n, chunk, packed):
         grads.append(torch.autograd.grad(total, args))
     for a, b in zip((*found, *grads[0]), (*expected, *grads[1])):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("n", [1, 2, 3])
-def test_the_loop_is_the_recurrence(n):
-    *args, log_alpha, S = inputs(7, n)
-    for gate in (log_alpha, None):
-        expected = by_token(*args, 0 * log_alpha if gate is None else gate, S)
-        for found, right in zip(delta_rule(*args, gate, S), expected, strict=True):
-            torch.testing.assert_close(found, right, rtol=0, atol=1e-12)
-
-
-def test_few_tokens_are_the_same():
-    """What decoding computes by the loop over time, with a document that starts among them."""
-    *args, S = inputs(4, 1)
-    starts = torch.tensor([[False, False, True, False], [True, False, False, False]])
-    for found, expected in zip(
-        gated_delta_rule(*args, S, starts), by_token(*args, S, starts), strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 def test_half_precision_inputs_are_computed_in_fp32():
@@ -106,7 +85,7 @@ def test_half_precision_inputs_are_computed_in_fp32():
 
 def test_strong_gates_and_long_chunks_stay_finite():
     q, k, v, beta, log_alpha, S = (t.float().requires_grad_() for t in inputs(200, 1))
-    o, end = chunked_delta_rule(q, k, v, beta, 100 * log_alpha, S, documents(200))
+    o, end = delta_rule(q, k, v, beta, 100 * log_alpha, S, documents(200))
     (o.sum() + end.sum()).backward()
     assert all(t.isfinite().all() for t in (o, end, q.grad, k.grad, log_alpha.grad, S.grad))
 

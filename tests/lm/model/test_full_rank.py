@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -222,12 +221,3 @@ def test_every_precision_takes_the_same_of_several_solutions(mixer, rank):
     narrow, wide = model(ids).logits, model.double()(ids).logits
     off = (narrow - wide).norm(dim=-1) / wide.norm(dim=-1)
     assert (off > 0.05).sum() == 0
-
-
-def test_the_page_has_the_limits_of_the_iteration():
-    page = (Path(__file__).parents[3] / "docs/model.md").read_text(encoding="utf-8")
-    powers = [f"{tol:.0e}".split("e-") for tol in full_rank.INNER_TOL.values()]
-    narrow, wide = (f"{digit}e-{int(power)}" for digit, power in powers)
-    assert full_rank.INNER_TOL[torch.float32] == full_rank.ROOT_TOL
-    assert f"{narrow} (fp64: {wide})" in page
-    assert f"at most {full_rank.MOST_PICARD} iterations" in page

@@ -9,7 +9,6 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 
 MAMBAS = ("fp_mamba1", "fp_mamba2")
-# A few of them that between them turn everything on and off, with what else changes the step.
 
 
 def model_of(dtype=torch.float64, **kwargs):
@@ -65,15 +64,6 @@ def test_dt_y_proj_starts_as_the_other_weight_normalised_maps():
     torch.testing.assert_close(weights.matrix(), weights.direction)  # gain is the row's norm
     bound = 64**-0.5  # kaiming_uniform(a=√5) on fan-in 64
     assert 0.9 * bound < weights.weight.abs().max() <= bound
-
-
-# One iteration against docs/model.md, a token at a time.
-
-
-# The solve.
-
-
-# What stands around it.
 
 
 @pytest.mark.parametrize("name", MAMBAS)

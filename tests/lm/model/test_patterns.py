@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from lm.model.baseline_layers import Attention, GatedMLP
+from lm.model.baseline_layers import Attention, GatedMLP, rotated
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.fields import KINDS, Layer, parse
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -26,8 +26,7 @@ SIZES = dict(vocab_size=24, d_model=32, d_state=4, headdim=8, reset_at_eos=False
 HYBRID = "mamba fp_mamba1 attention mlp mamba2"
 HYBRIDS = {
     "all": dict(layers=HYBRID, n_layer=5),
-    "window": dict(layers=[{"attention": {"attention_window": 3}}, "fp_mamba1"], n_layer=2),
-    "nope": dict(layers=["mamba2 fp_mamba2", {"attention": {"position": "nope"}}], n_layer=3),
+    "second": dict(layers="mamba2 fp_mamba2 attention", n_layer=3),
     "delta": dict(layers="gated_deltanet gated_deltaproduct fp_mamba1", n_layer=3),
     "baselines": dict(layers="lstm deltaproduct", n_layer=2),
     "newer": dict(layers="kda rwkv7 slstm fp_mamba1", n_layer=4),
@@ -82,7 +81,6 @@ def test_a_line_and_a_list_name_the_same_layers():
         ([{"gated_deltaproduct": {"n_householder": 0}}], 1, "n_householder is 0: it must be"),
         ([{"gated_deltaproduct": {"allow_neg_eigval": 3}}], 1, "must be true or false, or auto"),
         ("gated_delta_net", 1, r"did you mean gated_deltanet\?"),
-        ([{"attention": {"attention_window": 0}}], 1, "attention_window is 0: it must be a whole"),
         ([{"fp_mamba1": {"mixer": "monarch", "mixer_rank": 5}}], 1, "mixer_rank is 5: of monarch"),
     ],
 )  # fmt: skip
@@ -159,21 +157,17 @@ def test_the_mlp_is_llamas():
     torch.testing.assert_close(ours(u)[0], theirs(u))
 
 
-@pytest.mark.parametrize("window", [None, 1, 3])
-def test_attention_by_hand(window):
+def test_attention_by_hand():
     """Every query by itself, over the tokens that it may look at."""
-    config = FPRNNConfig(
-        **SIZES, n_layer=1, layers="attention", n_heads=2, position="nope", attention_window=window
-    )
+    config = FPRNNConfig(**SIZES, n_layer=1, layers="attention", n_heads=2)
     torch.manual_seed(0)
     layer = Attention(config).double()
     u = torch.randn(1, 7, 32, dtype=torch.float64)
     starts = torch.tensor([[False, False, True, False, False, False, True]])
     found = layer(u, Sequences(starts=starts))[0]
     q, k, v = (p(u[0]).view(7, 2, 16) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    first_of = [0, 0, 2, 2, 2, 2, 6]
-    for t in range(7):
-        first = max(first_of[t], 0 if window is None else t - window + 1)
+    q, k = (rotated(x[None], torch.arange(7)[None])[0] for x in (q, k))
+    for t, first in enumerate([0, 0, 2, 2, 2, 2, 6]):
         scores = torch.einsum("he,jhe->hj", q[t], k[first : t + 1]) / 4
         o = torch.einsum("hj,jhe->he", scores.softmax(-1), v[first : t + 1])
         torch.testing.assert_close(found[0, t], layer.out_proj(o.flatten()))
@@ -226,12 +220,6 @@ def test_packed_documents_are_documents_alone(hybrid):
     close(new, whole[:, 7:])  # the first token of a segment may start a document
 
 
-def test_the_window_bounds_the_cache():
-    model = build(**HYBRIDS["window"]).eval()
-    state = model(ids_of(2, 30), return_state=True).state
-    assert state.layers[0].keys.shape[1] <= 3
-
-
 def test_a_state_of_another_model_is_refused(hybrid):
     state = build(n_layer=len(hybrid.backbone.layers)).eval()(ids_of(2, 3), return_state=True).state
     with pytest.raises(ValueError, match="the state is of another model: layer 0 has left"):
@@ -239,8 +227,6 @@ def test_a_state_of_another_model_is_refused(hybrid):
     own = hybrid(ids_of(2, 3), return_state=True).state
     with pytest.raises(ValueError, match="of a batch of 2, the input's is 3"):
         hybrid(ids_of(3, 3), state=own)
-    with pytest.raises(ValueError, match="of a hybrid model"):
-        build(n_layer=2)(ids_of(2, 3), state=own)
 
 
 def test_the_report_is_of_the_fixed_point_layers():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from lm.model import solver
 from lm.model.solver import (
     NonFiniteError,
     Rule,
@@ -50,49 +51,7 @@ def test_every_iteration_is_that_of_the_papers_rule_written_out(name):
     before = torch.cat([torch.full_like(lowest[:1], torch.inf), lowest[:-1]])
     assert solution.stats.num_iters.tolist() == (before >= rule.tol).sum(0).tolist()
     assert solution.stats.converged.tolist() == (lowest[-1] < rule.tol).tolist()
-
-
-def test_finds_the_fixed_point_of_contractions():
-    f, exact = linear([0.5, -0.6, 0.0])
-    y, stats, *_ = solve_paper(f, torch.zeros_like(exact), Rule(tol=1e-12, max_iters=500))
-    torch.testing.assert_close(y, exact, rtol=1e-11, atol=0)
-    assert stats.converged.all()
-    assert stats.num_iters[2] <= 10 < stats.num_iters[0]
-
-
-def test_damping_tames_an_expansive_alternating_map():
-    f, exact = linear([-1.15])
-    y, stats, *_ = solve_paper(f, torch.zeros_like(exact), Rule(tol=1e-8, max_iters=500))
-    torch.testing.assert_close(y, exact, rtol=1e-6, atol=0)
-    undamped = solve_paper(
-        f, torch.zeros_like(exact), Rule(tol=1e-8, max_iters=500, stepsize=1, stepsize_decay=1)
-    ).stats
-    assert stats.converged.all() and not undamped.converged.any()
-
-
-def test_quantile_lets_the_slowest_sequence_go():
-    f, exact = linear([0.1, 0.1, 0.1, 0.1, 0.99])
-    y0 = torch.zeros_like(exact)
-    strict = solve_paper(f, y0, Rule(tol=1e-3, max_iters=5000, quantile=1.0)).stats
-    loose = solve_paper(f, y0, Rule(tol=1e-3, max_iters=5000, quantile=0.75)).stats
-    assert strict.converged.all()
-    assert loose.converged.tolist() == [True] * 4 + [False]
-    assert strict.num_iters[4] > 10 * loose.num_iters[4]
-
-
-def test_running_out_of_iterations_is_counted():
-    f, exact = linear([0.5, 0.99])
-    stats = solve_paper(f, torch.zeros_like(exact), Rule(tol=1e-6, max_iters=30)).stats
-    assert stats.converged.tolist() == [True, False]
-    assert stats.failed.tolist() == [0, 1]
-    assert stats.num_iters[1] == 30
-
-
-def test_gives_up_when_the_step_has_shrunk_away():
-    y0 = torch.ones(1, 2, 2)
-    rule = Rule(tol=1e-6, max_iters=10**6, patience=1)
-    stats = solve_paper(lambda y: -3 * y.sign(), y0, rule).stats
-    assert stats.failed.all() and stats.num_iters < 200
+    assert solution.stats.failed.tolist() == (lowest[-1] >= rule.tol).tolist()
 
 
 def test_nan_is_an_error_that_names_iteration_and_sequence():
@@ -136,14 +95,15 @@ def test_token_iters_is_the_iteration_after_which_a_token_and_all_before_it_stay
                 assert stats.token_iters[row, t] == expected, (seed, row, t)
 
 
-def test_the_count_of_a_sequence_ends_where_it_has_converged_whatever_others_need():
+def test_the_count_of_a_sequence_ends_where_it_has_converged_whatever_others_need(monkeypatch):
     residuals = [
         [[0.05, 0.5], [0.5, 0.5]],
         [[0.05, 0.05], [0.05, 0.5]],
         [[0.5, 0.05], [0.05, 0.05]],
     ]
     left = iter(torch.tensor(residuals))
-    stats = solve_paper(lambda y: (y, next(left)), torch.zeros(2, 2, 3), Rule()).stats
+    monkeypatch.setattr(solver, "token_residual", lambda y, g: next(left))
+    stats = solve_paper(lambda y: y, torch.zeros(2, 2, 3), Rule()).stats
     assert (stats.evaluations == 3).all() and stats.converged.all()
     assert stats.num_iters.tolist() == [2, 3]
     assert stats.token_iters.tolist() == [[1, 2], [2, 3]]

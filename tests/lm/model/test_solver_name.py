@@ -152,7 +152,7 @@ def test_solving_is_over_after_an_exception_and_refuses_before_it_begins():
         (dict(schedule="windows"), ValueError, "schedule is `windows`"),
         (dict(tol=-1.0), ValueError, "tol is -1.0: it must be a number above 0"),
         (dict(stopping="paper"), ValueError, "needs token `iterate`"),
-        (dict(gradient="implicit:2"), ValueError, "gradient is `implicit:2`"),
+        (dict(gradient="implicit:2"), ValueError, "gradient is 'implicit:2'"),
         (dict(token="iterate", gradient="exact"), ValueError, "needs token `exact`"),
     ]:
         with pytest.raises(kind, match=words), made.solving(**fields):

@@ -100,16 +100,6 @@ def test_iterations_that_lead_elsewhere_are_marked():
     torch.testing.assert_close(own.fixed_point.num_iters, papers.fixed_point.num_iters)
 
 
-def test_padding_leads_nowhere():
-    model = tracker().eval()
-    ids, _ = words(1, 8)
-    with torch.no_grad():
-        alone = model(ids, count_iterations=True).fixed_point.elsewhere
-        padded, mask = (torch.nn.functional.pad(t, (0, 5)) for t in (ids, torch.ones_like(ids)))
-        beside = model(padded, attention_mask=mask, count_iterations=True).fixed_point.elsewhere
-    torch.testing.assert_close(alone, beside)
-
-
 @pytest.mark.parametrize("rank", [1, 4])
 def test_limited_gradients_are_those_of_plain_pytorch(rank, monkeypatch):
     """Eight reflections at random have tokens whose equation is nearly singular."""
