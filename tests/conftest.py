@@ -101,10 +101,9 @@ def small_export(tmp_path_factory, byte_tokenizer):
     from lm.model.modeling_fprnn import FPRNNForCausalLM
 
     torch.manual_seed(0)
-    config = FPRNNConfig(
-        vocab_size=264, d_model=16, n_layer=1, d_state=4, glu_in_loop=True, contractive=0.5,
-        eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+    sizes = {"vocab_size": 264, "d_model": 16, "n_layer": 1, "d_state": 4}
+    tokens = {"eos_token_id": 0, "pad_token_id": 0}
+    config = FPRNNConfig(glu_in_loop=True, contractive=0.5, **sizes, **tokens)
     folder = tmp_path_factory.mktemp("export") / "small"
     return write_export(FPRNNForCausalLM(config), folder, byte_tokenizer, "small", "Random.")
 

@@ -115,7 +115,7 @@ def test_a_mixer_without_low_rank_is_iterated(page):
         ("return v - (", "return v - 0.5 * (", "low_rank is I − Q"),
     ],
     ids=["gradient", "bound", "linear", "low rank"],
-)  # fmt: skip
+)
 def test_a_mixer_that_is_wrong_is_found_out(page, old, new, what):
     typed(page, "my_mixer", old, new)
     found = {f.what: f.holds for f in check_mixer("my_mixer_2:PlaneRotation", "fp_rnn")}
@@ -251,7 +251,7 @@ def test_a_run_directory_runs_no_code_of_its_own(page, run_of_others, monkeypatc
         ("import math", "import math)", "my_mixer_2.py:1)"),
         ("class PlaneRotation", "class PlaneRotations", "did you mean `my_mixer_2:Plane"),
     ],
-)  # fmt: skip
+)
 def test_a_class_that_cannot_be_a_mixer_is_refused_in_a_sentence(page, old, new, words):
     typed(page, "my_mixer", old, new)
     with pytest.raises(ConfigError) as e:
@@ -375,7 +375,7 @@ def test_the_task_and_the_mixer_are_trained_resumed_and_evaluated(page, tmp_path
         ("@ 2 **", "@ 2.0 **", "labels are float64 of shape (8, 10): both input_ids and labels"),
         ("class Lights", "class Light", "did you mean `my_tasks_2:Light`?"),
     ],
-)  # fmt: skip
+)
 def test_a_class_that_cannot_be_a_task_is_refused_in_a_sentence(page, tmp_path, old, new, words):
     from synthetic.train import _check_lengths_and_bars
 

@@ -364,12 +364,10 @@ def test_what_is_queued_again(fake_python, script, status):
 
 
 def test_a_job_is_not_queued_again_for_ever(fake_python):
-    for count, times in (("2", 1), ("3", 1)):
-        fake_python.run(
-            "slurm.sbatch", "c.yaml", EXIT_AT_ONCE="77", MAX_RESTARTS="3",
-            SLURM_RESTART_COUNT=count, **JOB,
-        )  # fmt: skip
-        assert len(fake_python.lines("scontrol")) == times
+    environment = {**JOB, "EXIT_AT_ONCE": "77", "MAX_RESTARTS": "3"}
+    for count in ("2", "3"):
+        fake_python.run("slurm.sbatch", "c.yaml", SLURM_RESTART_COUNT=count, **environment)
+        assert len(fake_python.lines("scontrol")) == 1
 
 
 @pytest.mark.parametrize("name", ["TERM", "INT"])
@@ -433,9 +431,7 @@ def test_a_synthetic_array_task_trains_its_point(fake_python, left, status):
     ]
 
 
-@pytest.mark.parametrize("name, send", [
-    ("USR1", os.kill), ("TERM", os.kill), ("INT", os.killpg),
-])  # fmt: skip
+@pytest.mark.parametrize("name, send", [("USR1", os.kill), ("TERM", os.kill), ("INT", os.killpg)])
 def test_a_synthetic_array_task_saves_and_is_requeued_near_its_time_limit(fake_python, name, send):
     process = fake_python.start("synthetic_array.sbatch", "c.yaml", **SLURM)
     (ready,) = fake_python.wait_for("ready", 1)
@@ -452,10 +448,8 @@ def again(tmp_path, times, *statuses):
     log = tmp_path / "runs"
     cases = " ".join(f"{i}) {end} ;;" for i, end in enumerate(statuses, 1))
     command = f"echo run >> {log}; case $(wc -l < {log}) in {cases} esac"
-    done = subprocess.run(
-        [LAUNCH / "again.sh", str(times), "bash", "-c", command], capture_output=True, text=True,
-        timeout=30,
-    )  # fmt: skip
+    script = [LAUNCH / "again.sh", str(times), "bash", "-c", command]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=30)
     return done.returncode, log.read_text().count("run"), done.stderr
 
 
