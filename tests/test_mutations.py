@@ -20,13 +20,13 @@ def test_every_mutation_fits_the_sources():
 def test_every_mutation_has_tests_that_exist():
     assert len({(m.file, m.old, m.new) for m in MUTATIONS}) == len(MUTATIONS) >= 60
     for m in MUTATIONS:
-        assert m.tests, m.name
-        for arguments in m.tests:
-            case = shlex.split(arguments)[0]
-            assert case.count("[") == case.count("]"), f"{arguments}: quote a name with spaces"
+        cases = [word for word in shlex.split(m.tests) if word.startswith("tests/")]
+        assert cases, m.name
+        for case in cases:
+            assert case.count("[") == case.count("]"), f"{case}: quote a name with spaces"
             path, _, test = case.partition("[")[0].partition("::")
             source = (mutations.ROOT / path).read_text(encoding="utf-8")
-            assert not test or f"def {test}(" in source, arguments
+            assert not test or f"def {test}(" in source, case
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_every_mutation_has_tests_that_exist():
     ],
 )
 def test_a_stale_mutation_is_named(changes):
-    fitting = Mutation("the sign", "lm/model/solver.py", "class Rule(", "class Role(", ())
+    fitting = Mutation("the sign", "lm/model/solver.py", "class Rule(", "class Role(", "")
     assert mutations.find_stale([fitting]) == []
     (sentence,) = mutations.find_stale([fitting._replace(**changes)])
     assert "`the sign`" in sentence
@@ -70,7 +70,7 @@ def test_the_summary_names_mutations_that_were_not_caught(outcome):
     assert mutations.summarize([])[1] == 1
 
 
-@pytest.mark.parametrize("wrong", [["--only", "no such"], ["--sample", "0"], ["--jobs", "0"]])
+@pytest.mark.parametrize("wrong", [["--only", "no such"], ["--jobs", "0"]])
 def test_invalid_options_are_refused(wrong, capsys):
     with pytest.raises(SystemExit):
         mutations.main(wrong)
