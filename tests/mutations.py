@@ -110,7 +110,7 @@ def prepare_process():
         PYTHONDONTWRITEBYTECODE="1",
         PYTEST_DISABLE_PLUGIN_AUTOLOAD="1",  # loading plugins takes longer than most tests here
     )
-    for name in ("FPRNN_KERNELS", "PYTEST_ADDOPTS"):
+    for name in ("FPRNN_KERNELS", "FPRNN_TEST_CACHE", "FPRNN_TEST_SESSION", "PYTEST_ADDOPTS"):
         os.environ.pop(name, None)
     sys.dont_write_bytecode = True
     import pytest  # noqa: F401

@@ -75,8 +75,8 @@ def environment() -> dict[str, str]:
 def forks() -> ForkServer:
     home = tempfile.mkdtemp(prefix="fprnn-hub-")
     atexit.register(shutil.rmtree, home, ignore_errors=True)
-    env = {"HF_HOME": home, "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "0"}
-    return ForkServer(ROOT, ENV | env | environment(), SLOW_TO_IMPORT)
+    env = {"HF_HOME": home, "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "0", **environment()}
+    return ForkServer(ROOT, ENV | env, SLOW_TO_IMPORT, f"hub-{os.getpid()}")
 
 
 def corpus_bytes_served() -> int:

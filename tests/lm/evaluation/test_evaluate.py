@@ -20,6 +20,7 @@ from lm.evaluation.evaluate import EvaluationError, evaluate, table
 from lm.evaluation.tasks import TASKS_DIR
 from lm.runs.places import PlaceError
 from tests.marks import slow
+from tests.running import PLAIN_FORKS
 
 REPOSITORY = TASKS_DIR.parents[2]
 
@@ -220,11 +221,12 @@ def test_a_standard_task_that_cannot_be_downloaded(checkpoint):
 
 
 def test_the_plain_lm_eval_command_line(checkpoint, tmp_path):
-    run = _python(
-        *("-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={checkpoint}"),
+    arguments = (
+        *("--model", "hf", "--model_args", f"pretrained={checkpoint}"),
         *("--tasks", "catbabi_mini,catbabi_mini_gen", "--include_path", str(TASKS_DIR)),
         *("--device", "cpu", "--limit", "5", "--output_path", str(tmp_path / "out")),
     )
+    run = PLAIN_FORKS.run("lm_eval", arguments, timeout=300)
     assert run.returncode == 0, run.stderr
     assert "|catbabi_mini " in run.stdout and "exact_match" in run.stdout
     (written,) = (tmp_path / "out").rglob("results_*.json")
