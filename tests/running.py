@@ -33,7 +33,7 @@ def command(out_dir, *overrides, processes=0, config="configs/tiny/lm.yaml"):
 
 FORKS = ForkServer(ROOT, ENV)
 # It has imported nothing of this project.
-LIBRARIES = ("torch", "transformers.generation", "transformers.modeling_utils", "lm_eval.__main__")
+LIBRARIES = ("torch", "transformers.generation", "transformers.modeling_utils")
 PLAIN_FORKS = ForkServer(ROOT, ENV, LIBRARIES, "plain")
 # Hides this checkout, an editable install, and code of earlier checkpoints.
 ALONE = """

@@ -19,6 +19,7 @@ from lm.export.model_card import PAPER
 from synthetic import cli as synthetic_cli
 from synthetic import config as synthetic_config
 from tests import config_page
+from tests.running import FORKS
 from tests.test_layers import ROOT, relative, repository_files
 
 DOCS = ROOT / "docs"
@@ -118,27 +119,16 @@ def test_every_command_of_the_pages_is_valid():
 
 
 def test_every_option_of_a_benchmark_in_the_pages_exists():
-    """Read `--help` of each script, all in one process."""
+    """Read `--help` of each script."""
     options: dict[str, set[str]] = {}
     for _, words in find_commands():
         name, args = split_program(words)
         if name.startswith("benchmarks."):
             options.setdefault(name, set()).update(w for w in args if w.startswith("--"))
-    code = (
-        "import runpy, sys\n"
-        "for name in sys.argv[1:]:\n"
-        "    print('#', name)\n"
-        "    sys.argv = [name, '--help']\n"
-        "    try:\n"
-        "        runpy.run_module(name, run_name='__main__')\n"
-        "    except SystemExit:\n"
-        "        pass\n"
-    )
-    command = [sys.executable, "-c", code, *options]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    helps = dict(part.split("\n", 1) for part in result.stdout.split("# ")[1:])
     for name, used in options.items():
-        assert {option for option in used if option not in helps[name]} == set(), name
+        result = FORKS.run(name, ["--help"], timeout=120)
+        assert result.returncode == 0, result.stderr
+        assert {option for option in used if option not in result.stdout} == set(), name
 
 
 def test_the_functions_named_in_the_architecture_exist():

@@ -220,13 +220,23 @@ def test_a_standard_task_that_cannot_be_downloaded(checkpoint):
     assert run.stdout.startswith("task `arc_easy` could not be loaded: "), run.stdout + run.stderr
 
 
-def test_the_plain_lm_eval_command_line(checkpoint, tmp_path):
+FEW_TASKS = """
+import functools
+from lm_eval.tasks import TaskManager
+init = TaskManager.__init__
+TaskManager.__init__ = functools.partialmethod(init, include_defaults=False)
+"""
+
+
+@pytest.mark.parametrize("manager", [FEW_TASKS, slow("")], ids=["few", "all"])
+def test_the_plain_lm_eval_command_line(checkpoint, tmp_path, manager):
     arguments = (
         *("--model", "hf", "--model_args", f"pretrained={checkpoint}"),
         *("--tasks", "catbabi_mini,catbabi_mini_gen", "--include_path", str(TASKS_DIR)),
         *("--device", "cpu", "--limit", "5", "--output_path", str(tmp_path / "out")),
     )
-    run = PLAIN_FORKS.run("lm_eval", arguments, timeout=300)
+    code = f"{manager}\nfrom lm_eval.__main__ import cli_evaluate\ncli_evaluate()"
+    run = PLAIN_FORKS.run("-c", [code, *arguments], timeout=300)
     assert run.returncode == 0, run.stderr
     assert "|catbabi_mini " in run.stdout and "exact_match" in run.stdout
     (written,) = (tmp_path / "out").rglob("results_*.json")
