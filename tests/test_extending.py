@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -198,18 +199,17 @@ def test_a_checkpoint_imports_no_module(page, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def run_of_others(tmp_path_factory):
+def run_of_others(tiny_run, tmp_path_factory):
     """A run directory whose config and manifest name a module, which lies in it."""
-    place = tmp_path_factory.mktemp("run_of_others")
-    running.run(place, "train.steps=1", "data.val_tokens=32")
-    run = place / "tiny"
+    run = tmp_path_factory.mktemp("run_of_others") / "tiny"
+    shutil.copytree(tiny_run, run)
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["model"]["mixer"] = "evil:Mixer"
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    (manifest,) = run.glob("checkpoints/step-*/manifest.json")
-    described = json.loads(manifest.read_text())
-    described["config"]["model"]["mixer"] = "evil:Mixer"
-    manifest.write_text(json.dumps(described))
+    for manifest in run.glob("checkpoints/step-*/manifest.json"):
+        described = json.loads(manifest.read_text())
+        described["config"]["model"]["mixer"] = "evil:Mixer"
+        manifest.write_text(json.dumps(described))
     (run / "evil.py").write_text("raise SystemExit('it ran')\n")
     return run
 
