@@ -287,13 +287,6 @@ def try_mutations(mutations, jobs):
     return status
 
 
-def positive_integer(text):
-    """Return the positive integer in a text, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1 on")
-    return int(text)
-
-
 def main(argv=None):
     """Run the command line, and return its exit status."""
     parser = argparse.ArgumentParser(
@@ -302,9 +295,7 @@ def main(argv=None):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--only", metavar="TEXT", help="only mutations with TEXT in name or file")
-    parser.add_argument(
-        "--jobs", type=positive_integer, default=1, metavar="N", help="processes (default: 1)"
-    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
     parser.add_argument("--check", action="store_true", help="only check that no mutation is stale")
     args = parser.parse_args(argv)
     mutations = read_mutations()

@@ -69,12 +69,10 @@ def test_the_summary_names_mutations_that_were_not_caught(outcome):
     assert mutations.summarize([])[1] == 1
 
 
-@pytest.mark.parametrize("wrong", [["--only", "no such"], ["--jobs", "0"]])
-def test_invalid_options_are_refused(wrong, capsys):
+def test_a_text_that_no_mutation_has_is_refused(capsys):
     with pytest.raises(SystemExit):
-        mutations.main(wrong)
-    error = capsys.readouterr().err
-    assert "must be" in error or "no mutation" in error
+        mutations.main(["--only", "no such"])
+    assert "no mutation" in capsys.readouterr().err
 
 
 def run_command(*options, timeout):

@@ -2,10 +2,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -20,7 +16,7 @@ from lm.evaluation.evaluate import EvaluationError, evaluate, table
 from lm.evaluation.tasks import TASKS_DIR
 from lm.runs.places import PlaceError
 from tests.marks import slow
-from tests.running import PLAIN_FORKS
+from tests.running import FORKS, PLAIN_FORKS
 
 REPOSITORY = TASKS_DIR.parents[2]
 
@@ -216,7 +212,7 @@ def test_a_standard_task_that_cannot_be_downloaded(checkpoint):
         "try: evaluate(Path(sys.argv[1]), ['arc_easy'], limit=2)\n"
         "except EvaluationError as error: print(error)"
     )
-    run = _python("-c", script, str(checkpoint))
+    run = FORKS.run("-c", [script, checkpoint], timeout=400)
     assert run.stdout.startswith("task `arc_easy` could not be loaded: "), run.stdout + run.stderr
 
 
@@ -245,25 +241,6 @@ def test_the_plain_lm_eval_command_line(checkpoint, tmp_path, manager):
     metrics = ours["tasks"]["catbabi_mini"]["metrics"]
     assert theirs["acc,none"] == metrics["acc"]["value"]
     assert theirs["acc_norm,none"] == metrics["acc_norm"]["value"]
-
-
-def _python(*arguments: str) -> subprocess.CompletedProcess:
-    # A training in this process has named its own rank and port.
-    of_ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in of_ranks}
-    environment |= {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(REPOSITORY),
-    }
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=environment,
-        cwd=Path(REPOSITORY),
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
 
 
 def test_a_run_directory_is_evaluated_as_its_export_is(tiny_run, tiny_export, tmp_path):
