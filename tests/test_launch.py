@@ -317,15 +317,19 @@ def fake_python(fake):
     return fake
 
 
-def test_a_job_tells_each_task_its_rank(fake_python):
-    status, output = fake_python.run(
-        "slurm.sbatch", "c.yaml", "optim.lr=1e-3", "name=a b", EXIT_AT_ONCE="0", **JOB
-    )
-    assert status == 0 and "job 71234 on n[7-8], start 0" in output
-    assert (
-        fake_python.lines("python")
-        == ["python -m lm train --config c.yaml resume=auto optim.lr=1e-3 name=a b"] * 4
-    )
+@pytest.mark.parametrize(
+    "script, point, said",
+    [
+        ("slurm.sbatch", "", "job 71234 on n[7-8], start 0"),
+        ("slurm_array.sbatch", "--job-index 3 ", "sweep point 3"),
+    ],
+)
+def test_a_job_tells_each_task_its_rank_and_its_point(fake_python, script, point, said):
+    words = (script, "c.yaml", "optim.lr=1e-3", "name=a b")
+    status, output = fake_python.run(*words, EXIT_AT_ONCE="0", **(SLURM if point else JOB))
+    assert status == 0 and said in output
+    expected = f"python -m lm train --config c.yaml resume=auto {point}optim.lr=1e-3 name=a b"
+    assert fake_python.lines("python") == [expected] * 4
     assert fake_python.lines("rank") == [
         "rank 0/4 0/2 n7:15234",
         "rank 1/4 1/2 n7:15234",
@@ -333,17 +337,6 @@ def test_a_job_tells_each_task_its_rank(fake_python):
         "rank 3/4 1/2 n7:15234",
     ]
     assert "option --kill-on-bad-exit=0" in fake_python.lines("option")
-
-
-def test_an_array_task_trains_its_sweep_point(fake_python):
-    status, output = fake_python.run(
-        "slurm_array.sbatch", "c.yaml", "optim.lr=1e-3", EXIT_AT_ONCE="0", **SLURM
-    )
-    assert status == 0 and "sweep point 3" in output
-    assert (
-        fake_python.lines("python")
-        == ["python -m lm train --config c.yaml resume=auto --job-index 3 optim.lr=1e-3"] * 4
-    )
 
 
 @pytest.mark.parametrize(
