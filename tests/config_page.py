@@ -29,15 +29,8 @@ MISSING = "NOT YET SAID"
 TABLES: dict[type, dict[str, Field]] = {Model: ARCHITECTURE, Solver: SOLVER}
 SANE = 1000  # an upper limit above is there to catch slips, and is not shown
 WRITTEN_SHORT = "/InitFrom"  # the section that a text may stand for
-KINDS = {
-    "array": "list",
-    "boolean": "boolean",
-    "integer": "integer",
-    "null": "`null`",
-    "number": "number",
-    "object": "mapping",
-    "string": "text",
-}
+# The page's words for types of JSON, where they differ.
+KINDS = {"array": "list", "null": "`null`", "object": "mapping", "string": "text"}
 
 
 def sections(section: Section, prefix: str = "") -> dict[str, Section]:
@@ -61,7 +54,8 @@ def kinds(schema: dict[str, Any]) -> list[str]:
         return [f"{len(items)} {kinds(items[0])[0].replace('number', 'numbers')}"]
     if "$ref" in schema:
         return ["text", "mapping"] if schema["$ref"].endswith(WRITTEN_SHORT) else ["mapping"]
-    return [KINDS[schema.get("type", "object")] + number_range(schema)]
+    kind = schema.get("type", "object")
+    return [KINDS.get(kind, kind) + number_range(schema)]
 
 
 def number_range(schema: dict[str, Any]) -> str:

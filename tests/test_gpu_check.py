@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 
 from benchmarks import gpu_check
 from lm.config import load
-from tests.running import ROOT
+from tests.running import FORKS, ROOT
 
 XML = """<testsuites><testsuite>{}</testsuite></testsuites>"""
 PASSED = '<testcase classname="a" name="one"/>'
@@ -24,9 +23,8 @@ BROKEN = BARE.replace("ModuleNotFoundError: No module named 'pydantic'", "Syntax
 
 
 def make(out, *args):
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "benchmarks.gpu_check", "--out", str(out), *args]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    environment = {"CUDA_VISIBLE_DEVICES": ""}
+    return FORKS.run("benchmarks.gpu_check", ["--out", out, *args], 200, environment)
 
 
 @pytest.mark.slow  # a minute: eight processes that import everything
@@ -59,9 +57,8 @@ def test_without_a_gpu_it_says_so(tmp_path):
 def test_a_part_that_fails_or_hangs_stops_nothing(tmp_path, capsys):
     def part(name, code, limit=10.0, **kwargs):
         def judge(rc, lines):
-            return gpu_check.Outcome(
-                "failed" if rc else "ok", {"said": lines[-1].strip() if lines else ""}
-            )
+            said = lines[-1].strip() if lines else ""
+            return gpu_check.Outcome("failed" if rc else "ok", {"said": said})
 
         return gpu_check.Part(name, [sys.executable, "-c", code], judge, limit=limit, **kwargs)
 

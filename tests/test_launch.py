@@ -17,14 +17,7 @@ from lm.cli import main as lm_cli
 from lm.cli.arguments import parse
 
 LAUNCH = Path(__file__).parent.parent / "launch"
-SCRIPTS = (
-    "again.sh",
-    "deepspeed.sh",
-    "slurm.sbatch",
-    "slurm_array.sbatch",
-    "synthetic_array.sbatch",
-    "demo.sh",
-)
+SCRIPTS = sorted(path.name for path in LAUNCH.iterdir())
 
 # Starts two "workers" that, like a training run, note the signal, save for a moment and leave 75.
 # Like the real launcher it dies of TERM and INT without waiting for them, and of USR1 where that is
@@ -93,16 +86,14 @@ class Fake:
         self.log = folder / "log"
         self.bin = folder / "bin"
         self.bin.mkdir()
-        programs = {
-            "deepspeed": FAKE_DEEPSPEED,
-            "srun": FAKE_SRUN,
-            "scontrol": FAKE_SCONTROL,
-            "py": FAKE_RECORDER,
-        }
-        for name, text in programs.items():
-            (self.bin / name).write_text(text)
-            (self.bin / name).chmod(0o755)
-        self.started = []
+        self.add("deepspeed", FAKE_DEEPSPEED)
+        self.add("srun", FAKE_SRUN)
+        self.add("scontrol", FAKE_SCONTROL)
+        self.add("py", FAKE_RECORDER)
+
+    def add(self, name: str, text: str) -> None:
+        (self.bin / name).write_text(text)
+        (self.bin / name).chmod(0o755)
 
     def start(self, script: str, *arguments: str, **environment: str) -> subprocess.Popen:
         clean = {
@@ -111,7 +102,7 @@ class Fake:
             if not k.startswith(("SLURM", "CUDA_VISIBLE", "MASTER_"))
         }
         paths = {"PATH": f"{self.bin}:{os.environ['PATH']}", "LOG": str(self.log)}
-        process = subprocess.Popen(
+        return subprocess.Popen(
             ["bash", str(LAUNCH / script), *arguments],
             env=clean | paths | environment,
             cwd=LAUNCH.parent,
@@ -122,8 +113,6 @@ class Fake:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             start_new_session=True,  # a group of its own, as a terminal's or a batch system's job
         )
-        self.started.append(process)
-        return process
 
     def run(self, script: str, *arguments: str, **environment: str) -> tuple[int, str]:
         process = self.start(script, *arguments, **environment)
@@ -197,8 +186,7 @@ def test_deepspeed_on_the_hosts_of_a_file(fake, tmp_path):
     """The signal also goes to the first host: one rank there asks all others."""
     hosts = tmp_path / "hosts"
     hosts.write_text("# two nodes\n\nworker-1 slots=4\nworker-2 slots=4\n")
-    (fake.bin / "ssh").write_text(FAKE_RECORDER)
-    (fake.bin / "ssh").chmod(0o755)
+    fake.add("ssh", FAKE_RECORDER)
     process = fake.start(
         "deepspeed.sh", "c.yaml", "--hostfile", str(hosts), "--job-index", "1", MASTER_PORT="1234"
     )
@@ -312,8 +300,7 @@ exit 75
 
 @pytest.fixture
 def fake_python(fake):
-    (fake.bin / "python").write_text(FAKE_PYTHON)
-    (fake.bin / "python").chmod(0o755)
+    fake.add("python", FAKE_PYTHON)
     return fake
 
 
@@ -365,12 +352,12 @@ def test_a_job_is_not_queued_again_for_ever(fake_python):
 
 @pytest.mark.parametrize("name", ["TERM", "INT"])
 def test_a_job_whose_whole_group_is_asked_to_stop_waits_for_its_run(fake_python, name):
-    (fake_python.bin / "srun").write_text(
+    fake_python.add(
+        "srun",
         "#!/usr/bin/env bash\ntrap : TERM INT\nwhile [[ $1 = --* ]]; do shift; done\n"
-        'export SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_GTIDS=0\n"$@"\n'
+        'export SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_GTIDS=0\n"$@"\n',
     )
-    text = FAKE_PYTHON.replace("for s in TERM USR1", "for s in TERM INT USR1")
-    (fake_python.bin / "python").write_text(text)
+    fake_python.add("python", FAKE_PYTHON.replace("for s in TERM USR1", "for s in TERM INT USR1"))
     process = fake_python.start("slurm.sbatch", "c.yaml", **JOB)
     fake_python.wait_for("ready", 1)
     os.killpg(process.pid, getattr(signal, f"SIG{name}"))
@@ -396,7 +383,7 @@ def test_demo_runs_its_steps_in_order(fake, tmp_path):
     (tmp_path / "launch").mkdir()  # the script works in the folder above its own
     (tmp_path / "runs/demo").mkdir(parents=True)
     script = shutil.copy(LAUNCH / "demo.sh", tmp_path / "launch")
-    (fake.bin / "py").write_text(QUOTING_RECORDER)
+    fake.add("py", QUOTING_RECORDER)
     status, output = fake.run(script, "train.steps=5", PY=str(fake.bin / "py"))
     assert status == 0 and len(re.findall(r"^== ", output, re.M)) == 5
     commands = [shlex.split(line) for line in fake.lines()]
@@ -408,7 +395,7 @@ def test_demo_runs_its_steps_in_order(fake, tmp_path):
 
 
 def test_demo_stops_at_the_first_failure(fake):
-    (fake.bin / "py").write_text(FAKE_RECORDER + 'case "$*" in *export*) exit 4;; esac\n')
+    fake.add("py", FAKE_RECORDER + 'case "$*" in *export*) exit 4;; esac\n')
     status, _ = fake.run("demo.sh", PY=str(fake.bin / "py"))
     assert status == 4 and len(fake.lines()) == 2
 
