@@ -13,7 +13,7 @@ os.environ.setdefault("FPRNN_TEST_SESSION", str(os.getpid()))  # pytest-xdist's 
 if "FPRNN_TEST_CACHE" not in os.environ:  # of all processes of a session, pytest-xdist's too
     os.environ["FPRNN_TEST_CACHE"] = tempfile.mkdtemp(prefix="fprnn-cache-")
     atexit.register(shutil.rmtree, os.environ["FPRNN_TEST_CACHE"], ignore_errors=True)
-os.environ["FPRNN_CACHE"] = os.environ["FPRNN_TEST_CACHE"]
+os.environ["FPRNN_CACHE"] = os.path.join(os.environ["FPRNN_TEST_CACHE"], "corpora")
 
 import pytest
 import torch

@@ -19,7 +19,7 @@ from lm.export.model_card import PAPER
 from synthetic import cli as synthetic_cli
 from synthetic import config as synthetic_config
 from tests import config_page
-from tests.running import FORKS
+from tests.running import ENV, FORKS
 from tests.test_layers import ROOT, relative, repository_files
 
 DOCS = ROOT / "docs"
@@ -213,8 +213,6 @@ def checkout(tmp_path):
 
 def run_page(page: str, folder: Path) -> None:
     """Run the blocks of a page in their order, at a tiny scale; Python blocks share a session."""
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     session = []
     for reason, language, text in find_blocks(page):
         commands = []
@@ -228,7 +226,7 @@ def run_page(page: str, folder: Path) -> None:
             commands.append([sys.executable, *module, *words[1:]])
         for command in commands:
             result = subprocess.run(
-                command, cwd=folder, env=env, capture_output=True, text=True, timeout=600
+                command, cwd=folder, env=ENV, capture_output=True, text=True, timeout=600
             )
             # `doctor` ends with 1 if this machine lacks something.
             accepted = (0, 1) if "doctor" in command else (0,)
