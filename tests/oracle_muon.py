@@ -18,14 +18,13 @@ from lm.training.build import build_model
 QUINTIC = (3.4445, -4.7750, 2.0315)
 LR, MOMENTUM, DECAY = 0.01, 0.95, 0.3
 UPDATES = 3
-BATCHES = ["global_batch_size=4", "micro_batch_size=2", "grad_accum_steps=null"]
-OPTIM = ["name=muon", f"lr={LR}", f"weight_decay={DECAY}", "schedule=constant", "warmup=1"]
 SETTINGS = [
     "model.n_layer=3",  # so that the border between two ranks' pieces goes through a matrix
-    "optim.grad_clip=0.5",
-    *(f"optim.{setting}" for setting in OPTIM),
-    *(f"train.{setting}" for setting in BATCHES),
-]
+    "optim.name=muon", f"optim.lr={LR}",
+    f"optim.weight_decay={DECAY}", "optim.schedule=constant", "optim.warmup=1",
+    "optim.grad_clip=0.5", "train.global_batch_size=4", "train.micro_batch_size=2",
+    "train.grad_accum_steps=null",
+]  # fmt: skip
 
 
 def orthogonalised(matrix):
@@ -54,8 +53,10 @@ def differences(cfg, ranks):
     others = [p for name, p in plain.named_parameters() if name not in by_muon]
     decays = [p for n, p in plain.named_parameters() if n not in by_muon and optim.decays(n)]
     rest = [p for p in others if all(p is not q for q in decays)]
-    groups = [{"params": decays, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}]
-    adamw = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95))
+    adamw = torch.optim.AdamW(
+        [{"params": decays, "weight_decay": DECAY}, {"params": rest, "weight_decay": 0.0}],
+        lr=LR, betas=(0.9, 0.95),
+    )  # fmt: skip
     momentum = dict.fromkeys(by_muon, 0.0)
     worst_matrix, worst_other = 0.0, 0.0
     for _ in range(UPDATES):

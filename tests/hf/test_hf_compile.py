@@ -214,11 +214,7 @@ def test_an_export_by_itself_and_beside_the_package(installed, small_export, tmp
         hidden=str(ROOT if installed else tmp_path), folder=str(small_export), installed=installed
     )
     done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=env,
-        capture_output=True,
-        text=True,
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True,
         timeout=180,
-    )
+    )  # fmt: skip
     assert done.returncode == 0 and done.stdout.strip() == "as before", done.stderr[-3000:]
