@@ -26,16 +26,36 @@ TRANSFORMERS = "5.17.0"
 # Packages without a wheel on PyPI; all are pure Python.
 PURE = ("deepspeed", "rouge_score", "sqlitedict", "word2number")
 # DeepSpeed's requirements, and einops for mamba-ssm. constraints.txt has their versions.
-WHEELS = (
-    "pydantic", "pydantic_core", "annotated-types", "typing-inspection", "typing_extensions",
-    "hjson", "msgpack", "einops", "psutil", "py-cpuinfo",
-)  # fmt: skip
+WHEELS = [
+    "pydantic",
+    "pydantic_core",
+    "annotated-types",
+    "typing-inspection",
+    "typing_extensions",
+    "hjson",
+    "msgpack",
+    "einops",
+    "psutil",
+    "py-cpuinfo",
+]
 # lm-eval and what it needs; the machine has pandas, pyarrow, sacrebleu and scikit-learn.
-WHEELS += (
-    "lm_eval", "datasets", "dill", "multiprocess", "evaluate", "more-itertools", "pytablewriter",
-    "DataProperty", "mbstrdecoder", "typepy", "tabledata", "tcolorpy", "pathvalidate", "nltk",
+WHEELS += [
+    "lm_eval",
+    "datasets",
+    "dill",
+    "multiprocess",
+    "evaluate",
+    "more-itertools",
+    "pytablewriter",
+    "DataProperty",
+    "mbstrdecoder",
+    "typepy",
+    "tabledata",
+    "tcolorpy",
+    "pathvalidate",
+    "nltk",
     "chardet",
-)  # fmt: skip
+]
 COMPILED = {"causal-conv1d": "1.7.0", "mamba-ssm": "2.3.2.post1"}
 MODULES = (
     "causal_conv1d",

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-import types
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
-import annotated_types as at
 import yaml
-from pydantic.fields import FieldInfo
 
 from lm.config.model import Model, Section, Solver
 from lm.config.schema import Config
@@ -31,7 +28,9 @@ HEADING = re.compile(r"## (?:`([\w.]+)`|Top level)$")
 MISSING = "NOT YET SAID"
 TABLES: dict[type, dict[str, Field]] = {Model: ARCHITECTURE, Solver: SOLVER}
 SANE = 1000  # an upper limit above is there to catch slips, and is not shown
-WRITTEN_SHORT = ("InitFrom",)  # sections that a text alone stands for
+WRITTEN_SHORT = "/InitFrom"  # the section that a text may stand for
+# The page's words for types of JSON, where they differ.
+KINDS = {"array": "list", "null": "`null`", "object": "mapping", "string": "text"}
 
 
 def sections(section: Section, prefix: str = "") -> dict[str, Section]:
@@ -44,47 +43,33 @@ def sections(section: Section, prefix: str = "") -> dict[str, Section]:
     return found
 
 
-def kind(field: FieldInfo) -> str:
-    """What a field takes, as the page says it."""
-    return ", ".join(dict.fromkeys(_kinds(field.annotation, list(field.metadata))))
+def kinds(schema: dict[str, Any]) -> list[str]:
+    """Return what a field takes, from its JSON schema."""
+    if "anyOf" in schema:
+        return [kind for part in schema["anyOf"] for kind in kinds(part)]
+    if "enum" in schema or "const" in schema:
+        return [f"`{choice}`" for choice in schema.get("enum", [schema.get("const")])]
+    if "prefixItems" in schema:
+        items = schema["prefixItems"]
+        return [f"{len(items)} {kinds(items[0])[0].replace('number', 'numbers')}"]
+    if "$ref" in schema:
+        return ["text", "mapping"] if schema["$ref"].endswith(WRITTEN_SHORT) else ["mapping"]
+    kind = schema.get("type", "object")
+    return [KINDS.get(kind, kind) + number_range(schema)]
 
 
-def _kinds(annotation: Any, metadata: list) -> list[str]:
-    origin, parts = get_origin(annotation), get_args(annotation)
-    bounds = [b for m in metadata for b in getattr(m, "metadata", [m])]
-    if origin is Annotated:
-        return _kinds(parts[0], [*bounds, *parts[1:]])
-    if origin in (Union, types.UnionType):
-        return [found for part in parts for found in _kinds(part, bounds)]
-    if origin is Literal:
-        return [f"`{choice}`" for choice in parts]
-    if annotation is type(None):
-        return ["`null`"]
-    names = {bool: "boolean", int: "integer", float: "number", str: "text"}
-    if annotation in names:
-        return [names[annotation] + (_range(bounds) if annotation in (int, float) else "")]
-    if origin is tuple and Ellipsis not in parts:
-        return [f"{len(parts)} {_kinds(parts[0], [])[0].replace('number', 'numbers')}"]
-    if getattr(annotation, "__name__", "") in WRITTEN_SHORT:
-        return ["text", "mapping"]
-    return ["list" if origin in (list, tuple) else "mapping"]
-
-
-def _range(bounds: list) -> str:
-    """ " > 0", " in [0, 1)", …"""
-    lower = next((b for b in bounds if isinstance(b, at.Gt | at.Ge)), None)
-    upper = next((b for b in bounds if isinstance(b, at.Lt | at.Le)), None)
-    low = None if lower is None else getattr(lower, "gt", getattr(lower, "ge", None))
-    high = None if upper is None else getattr(upper, "lt", getattr(upper, "le", None))
-    if lower is None and upper is None:
+def number_range(schema: dict[str, Any]) -> str:
+    """Return the range of a number, such as " > 0" or " in [0, 1)", after a space."""
+    low = schema.get("minimum", schema.get("exclusiveMinimum"))
+    high = schema.get("maximum", schema.get("exclusiveMaximum"))
+    is_open, is_open_above = "exclusiveMinimum" in schema, "exclusiveMaximum" in schema
+    if low is None and high is None:
         return ""
-    if upper is None or (lower is not None and high > SANE):
-        return f" {'>' if isinstance(lower, at.Gt) else '≥'} {low:g}"
-    if lower is None:
-        return f" {'<' if isinstance(upper, at.Lt) else '≤'} {high:g}"
-    opening = "(" if isinstance(lower, at.Gt) else "["
-    closing = ")" if isinstance(upper, at.Lt) else "]"
-    return f" in {opening}{low:g}, {high:,}{closing}"
+    if high is None or (low is not None and high > SANE):
+        return f" {'>' if is_open else '≥'} {low:g}"
+    if low is None:
+        return f" {'<' if is_open_above else '≤'} {high:g}"
+    return f" in {'(' if is_open else '['}{low:g}, {high:,}{')' if is_open_above else ']'}"
 
 
 def default(value: Any, written: str | None) -> str:
@@ -113,6 +98,7 @@ def table(section: Section, rows: dict[str, tuple[str, str]], order: list[str]) 
     names = [name for name in order if name in leaves]
     names += [name for name in leaves if name not in names]
     dumped = section.model_dump(mode="json")
+    properties = type(section).model_json_schema()["properties"]
     table_of = TABLES.get(type(section), {})
     of_the_model = meanings(table_of)
     lines = []
@@ -121,7 +107,8 @@ def table(section: Section, rows: dict[str, tuple[str, str]], order: list[str]) 
         meaning = of_the_model.get(name, meaning)
         value = default(dumped[name], written)
         words = table_of[name].words() if name in table_of else ""
-        lines.append(f"| `{name}` | {words or kind(fields[name])} | `{value}` | {meaning} |")
+        words = words or ", ".join(dict.fromkeys(kinds(properties[name])))
+        lines.append(f"| `{name}` | {words} | `{value}` | {meaning} |")
     return lines
 
 

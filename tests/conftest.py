@@ -9,10 +9,11 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("FPRNN_TEST_SESSION", str(os.getpid()))  # pytest-xdist's workers inherit it
 if "FPRNN_TEST_CACHE" not in os.environ:  # of all processes of a session, pytest-xdist's too
     os.environ["FPRNN_TEST_CACHE"] = tempfile.mkdtemp(prefix="fprnn-cache-")
     atexit.register(shutil.rmtree, os.environ["FPRNN_TEST_CACHE"], ignore_errors=True)
-os.environ["FPRNN_CACHE"] = os.environ["FPRNN_TEST_CACHE"]
+os.environ["FPRNN_CACHE"] = os.path.join(os.environ["FPRNN_TEST_CACHE"], "corpora")
 
 import pytest
 import torch
@@ -99,10 +100,9 @@ def small_export(tmp_path_factory, byte_tokenizer):
     from lm.model.modeling_fprnn import FPRNNForCausalLM
 
     torch.manual_seed(0)
-    config = FPRNNConfig(
-        vocab_size=264, d_model=16, n_layer=1, d_state=4, glu_in_loop=True, contractive=0.5,
-        eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
+    sizes = {"vocab_size": 264, "d_model": 16, "n_layer": 1, "d_state": 4}
+    tokens = {"eos_token_id": 0, "pad_token_id": 0}
+    config = FPRNNConfig(glu_in_loop=True, contractive=0.5, **sizes, **tokens)
     folder = tmp_path_factory.mktemp("export") / "small"
     return write_export(FPRNNForCausalLM(config), folder, byte_tokenizer, "small", "Random.")
 

@@ -1,10 +1,11 @@
-"""Small Mambas of transformers."""
+"""Small Mambas of transformers, and the same in our terms."""
 
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
 
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+
 COMMON = dict(vocab_size=24, hidden_size=32, num_hidden_layers=2, state_size=4, use_cache=False)
-SIZES = {"mamba": dict(n=4, r=3), "mamba2": dict(n=4, p=8)}  # of tests/oracle_mamba.py
 
 
 def theirs(kind, **fields):
@@ -23,18 +24,26 @@ def theirs(kind, **fields):
 
 
 def transformers_folder(folder, kind, **fields):
-    """→ the folder, and the state dict of what is in it."""
+    """Save a model of transformers; return the folder and the model."""
     model = theirs(kind, **fields)
     model.save_pretrained(folder)
-    return folder, model.state_dict()
+    return folder, model
 
 
 def binary_folder(folder, kind):
     """The same with its weights in a pytorch_model.bin, as older versions wrote them."""
-    state = transformers_folder(folder, kind)[1]
+    _, model = transformers_folder(folder, kind)
     (folder / "model.safetensors").unlink()
-    torch.save(dict(state), folder / "pytorch_model.bin")
-    return folder, state
+    torch.save(dict(model.state_dict()), folder / "pytorch_model.bin")
+    return folder, model
+
+
+def ours_of(source):
+    """Return our model with a source's weights."""
+    model = FPRNNForCausalLM(source.config)
+    left = model.load_state_dict(source.weights, strict=False)
+    assert not left.unexpected_keys and set(left.missing_keys) <= {"lm_head.weight"}
+    return model.eval()
 
 
 def ids_of(batch=2, length=20):

@@ -7,12 +7,14 @@ start themselves.
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -78,24 +80,24 @@ class Forked:
 
 
 class ForkServer:
-    """One for each process of pytest; started when it is first asked.
+    """One for all processes of a session of pytest; started when one of them first asks.
 
     Args:
+        root: Folder that it runs in.
+        environment: Variables of the server and of every command.
         modules: Modules that it imports; none: those of a training.
+        name: Name of its socket in the session's folder.
     """
 
-    def __init__(self, root, environment, modules=()):
-        self.root, self.environment, self.modules = root, environment, modules
-        self.process = None
+    def __init__(self, root, environment, modules=(), name="training"):
+        self.root, self.environment, self.modules, self.name = root, environment, modules, name
 
     def start(self, module, arguments, environment=(), cwd=None):
-        """`python -m MODULE ARGUMENTS` → Forked.
+        """Start `python -m MODULE ARGUMENTS`, or `python -c CODE …` if module is "-c" → Forked.
 
         Args:
             environment: beside the server's own, or in its place. cwd: None: the server's root.
         """
-        if self.process is None or self.process.poll() is not None:
-            self._start()
         folder = tempfile.TemporaryDirectory(prefix="fprnn-forked-")
         arguments = list(map(str, arguments))
         asked = {
@@ -105,10 +107,11 @@ class ForkServer:
             "cwd": str(cwd or self.root),
             "folder": folder.name,
         }
-        self.process.stdin.write(json.dumps(asked) + "\n")
-        self.process.stdin.flush()
-        pid = int(self.process.stdout.readline())
-        return Forked(pid, [sys.executable, "-m", module, *arguments], folder)
+        with self._connect() as connection, connection.makefile("rw") as stream:
+            print(json.dumps(asked), file=stream, flush=True)
+            pid = int(stream.readline())
+        words = arguments if module == "-c" else [module, *arguments]
+        return Forked(pid, [sys.executable, "-c" if module == "-c" else "-m", *words], folder)
 
     def run(self, module, arguments, timeout, environment=(), cwd=None):
         """The same to its end → CompletedProcess, its output as text.
@@ -124,16 +127,30 @@ class ForkServer:
             raise subprocess.TimeoutExpired(started.args, timeout, *started.printed()) from None
         return subprocess.CompletedProcess(started.args, started.returncode, out, err)
 
-    def _start(self):
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.forked", *self.modules],
+    def _connect(self):
+        """Return a connection to the server, which is started if there is none."""
+        session = os.environ["FPRNN_TEST_SESSION"]
+        address = Path(os.environ["FPRNN_TEST_CACHE"], f"{self.name}-{session}.socket")
+        with address.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            connection = socket.socket(socket.AF_UNIX)
+            if connection.connect_ex(str(address)) != 0:
+                connection.close()
+                self._start(address)
+                connection = socket.socket(socket.AF_UNIX)
+                connection.connect(str(address))
+        return connection
+
+    def _start(self, address):
+        address.unlink(missing_ok=True)
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tests.forked", address, *self.modules],
             cwd=self.root,
             env=os.environ | self.environment,
-            stdin=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            text=True,
         )
-        atexit.register(self.process.kill)
+        server.stdout.readline()  # it listens
 
 
 SLOW_TO_IMPORT = (
@@ -153,11 +170,12 @@ SLOW_TO_IMPORT = (
 
 def _import_what_is_slow():
     """With one thread, so that a fork has all that this process has."""
-    if len(sys.argv) == 1:
+    modules = sys.argv[2:]
+    if not modules:
         from lm.training.engine import _import_deepspeed
 
         _import_deepspeed()
-    for name in sys.argv[1:] or SLOW_TO_IMPORT:
+    for name in modules or SLOW_TO_IMPORT:
         importlib.import_module(name)
     gc.freeze()
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
@@ -196,7 +214,12 @@ def _become(asked):
 
 def _status_of(module):
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if module == "-c":
+            code = sys.argv.pop(1)
+            sys.argv[0] = "-c"
+            exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
@@ -208,15 +231,17 @@ def _status_of(module):
     return 0
 
 
-def _supervise(asked, answers):
+def _supervise(connection):
     """Start the command, say its number, and leave its exit status where it is looked for."""
+    stream = connection.makefile("rw")
+    asked = json.loads(stream.readline())
     for name in ("out", "err"):
         Path(asked["folder"], name).touch()
     child = os.fork()
     if child == 0:
-        answers.close()
+        os.close(connection.fileno())
         _become(asked)
-    print(child, file=answers, flush=True)
+    print(child, file=stream, flush=True)
     _, ended = os.waitpid(child, 0)
     with contextlib.suppress(OSError):  # nobody waits for it any more
         written = Path(asked["folder"], "status.partial")
@@ -226,14 +251,27 @@ def _supervise(asked, answers):
 
 
 def _serve():
+    """Fork a supervisor for each connection, until the session of pytest ends."""
+    session = Path("/proc", os.environ["FPRNN_TEST_SESSION"])
     _import_what_is_slow()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are waited for by nobody
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what is printed by mistake is no answer
-    for line in sys.stdin:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(sys.argv[1])
+    listener.listen()
+    listener.settimeout(1)
+    print("listens", flush=True)
+    os.dup2(2, 1)  # nobody reads any more
+    while session.exists():
+        try:
+            connection, _ = listener.accept()
+        except TimeoutError:
+            continue
         if os.fork() == 0:
+            listener.close()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            _supervise(json.loads(line), answers)
+            connection.settimeout(None)
+            _supervise(connection)
+        connection.close()
 
 
 if __name__ == "__main__":

@@ -194,10 +194,16 @@ def _resources(cases, targets):
             said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         registers, stack = (int(re.search(rf"{w}:(\d+)", said)[1]) for w in ("REG", "STACK"))
         found.append(
-            {"case": case, "target": target, "registers": registers, "stack": stack,
-             "warps": made.metadata.num_warps, "shared": made.metadata.shared,
-             "copies": made.asm["ptx"].count("cp.async.c")}
-        )  # fmt: skip
+            {
+                "case": case,
+                "target": target,
+                "registers": registers,
+                "stack": stack,
+                "warps": made.metadata.num_warps,
+                "shared": made.metadata.shared,
+                "copies": made.asm["ptx"].count("cp.async.c"),
+            }
+        )
     return found
 
 

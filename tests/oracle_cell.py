@@ -164,8 +164,24 @@ def begin(t, keep, before, raw, weight_y, readout=None):
     return row, kept
 
 
-def cell(layout, options, raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0,
-         tol=1e-14, readout=None):  # fmt: skip
+def cell(
+    layout,
+    options,
+    raw,
+    weight_y,
+    x,
+    dt,
+    A,
+    keep,
+    gate,
+    D,
+    norm_weight,
+    norm_bias,
+    y0,
+    h0,
+    tol=1e-14,
+    readout=None,
+):
     """As lm.kernels.cpu.cell.cell."""
     b, length, d = x.shape
     heads = len(A) if A.dim() == 1 else None

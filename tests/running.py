@@ -32,11 +32,29 @@ def command(out_dir, *overrides, processes=0, config="configs/tiny/lm.yaml"):
 
 
 FORKS = ForkServer(ROOT, ENV)
+# It has imported nothing of this project.
+LIBRARIES = ("torch", "transformers.generation", "transformers.modeling_utils")
+PLAIN_FORKS = ForkServer(ROOT, ENV, LIBRARIES, "plain")
+# Hides this checkout, an editable install, and code of earlier checkpoints.
+ALONE = """
+import importlib.util, json, os, sys
+from transformers import dynamic_module_utils
+sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder)]
+sys.path[:] = [place for place in sys.path if not os.path.isdir(place + "/lm")]
+assert importlib.util.find_spec("lm") is None
+dynamic_module_utils.HF_MODULES_CACHE = os.environ["HF_HOME"] + "/modules"
+"""
 
 
 def fprnn(*args, **environment):
     """`python -m lm ARGS`, forked → CompletedProcess."""
     return FORKS.run("lm", args, timeout=300, environment=environment)
+
+
+def run_alone(code, *args, cwd, **environment):
+    """Run Python code with transformers, but without this checkout's `lm` → CompletedProcess."""
+    environment = {"HF_HOME": str(cwd / "hf"), **environment}
+    return PLAIN_FORKS.run("-c", [ALONE + code, *args], 120, environment, cwd)
 
 
 def losses(run_dir):

@@ -19,6 +19,7 @@ from lm.export.model_card import PAPER
 from synthetic import cli as synthetic_cli
 from synthetic import config as synthetic_config
 from tests import config_page
+from tests.running import ENV, FORKS
 from tests.test_layers import ROOT, relative, repository_files
 
 DOCS = ROOT / "docs"
@@ -118,27 +119,16 @@ def test_every_command_of_the_pages_is_valid():
 
 
 def test_every_option_of_a_benchmark_in_the_pages_exists():
-    """Read `--help` of each script, all in one process."""
+    """Read `--help` of each script."""
     options: dict[str, set[str]] = {}
     for _, words in find_commands():
         name, args = split_program(words)
         if name.startswith("benchmarks."):
             options.setdefault(name, set()).update(w for w in args if w.startswith("--"))
-    code = (
-        "import runpy, sys\n"
-        "for name in sys.argv[1:]:\n"
-        "    print('#', name)\n"
-        "    sys.argv = [name, '--help']\n"
-        "    try:\n"
-        "        runpy.run_module(name, run_name='__main__')\n"
-        "    except SystemExit:\n"
-        "        pass\n"
-    )
-    command = [sys.executable, "-c", code, *options]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    helps = dict(part.split("\n", 1) for part in result.stdout.split("# ")[1:])
     for name, used in options.items():
-        assert {option for option in used if option not in helps[name]} == set(), name
+        result = FORKS.run(name, ["--help"], timeout=120)
+        assert result.returncode == 0, result.stderr
+        assert {option for option in used if option not in result.stdout} == set(), name
 
 
 def test_the_functions_named_in_the_architecture_exist():
@@ -223,8 +213,6 @@ def checkout(tmp_path):
 
 def run_page(page: str, folder: Path) -> None:
     """Run the blocks of a page in their order, at a tiny scale; Python blocks share a session."""
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     session = []
     for reason, language, text in find_blocks(page):
         commands = []
@@ -238,7 +226,7 @@ def run_page(page: str, folder: Path) -> None:
             commands.append([sys.executable, *module, *words[1:]])
         for command in commands:
             result = subprocess.run(
-                command, cwd=folder, env=env, capture_output=True, text=True, timeout=600
+                command, cwd=folder, env=ENV, capture_output=True, text=True, timeout=600
             )
             # `doctor` ends with 1 if this machine lacks something.
             accepted = (0, 1) if "doctor" in command else (0,)

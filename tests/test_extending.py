@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -115,7 +116,7 @@ def test_a_mixer_without_low_rank_is_iterated(page):
         ("return v - (", "return v - 0.5 * (", "low_rank is I − Q"),
     ],
     ids=["gradient", "bound", "linear", "low rank"],
-)  # fmt: skip
+)
 def test_a_mixer_that_is_wrong_is_found_out(page, old, new, what):
     typed(page, "my_mixer", old, new)
     found = {f.what: f.holds for f in check_mixer("my_mixer_2:PlaneRotation", "fp_rnn")}
@@ -198,18 +199,17 @@ def test_a_checkpoint_imports_no_module(page, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def run_of_others(tmp_path_factory):
+def run_of_others(tiny_run, tmp_path_factory):
     """A run directory whose config and manifest name a module, which lies in it."""
-    place = tmp_path_factory.mktemp("run_of_others")
-    running.run(place, "train.steps=1", "data.val_tokens=32")
-    run = place / "tiny"
+    run = tmp_path_factory.mktemp("run_of_others") / "tiny"
+    shutil.copytree(tiny_run, run)
     config = yaml.safe_load((run / "config.yaml").read_text())
     config["model"]["mixer"] = "evil:Mixer"
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    (manifest,) = run.glob("checkpoints/step-*/manifest.json")
-    described = json.loads(manifest.read_text())
-    described["config"]["model"]["mixer"] = "evil:Mixer"
-    manifest.write_text(json.dumps(described))
+    for manifest in run.glob("checkpoints/step-*/manifest.json"):
+        described = json.loads(manifest.read_text())
+        described["config"]["model"]["mixer"] = "evil:Mixer"
+        manifest.write_text(json.dumps(described))
     (run / "evil.py").write_text("raise SystemExit('it ran')\n")
     return run
 
@@ -251,7 +251,7 @@ def test_a_run_directory_runs_no_code_of_its_own(page, run_of_others, monkeypatc
         ("import math", "import math)", "my_mixer_2.py:1)"),
         ("class PlaneRotation", "class PlaneRotations", "did you mean `my_mixer_2:Plane"),
     ],
-)  # fmt: skip
+)
 def test_a_class_that_cannot_be_a_mixer_is_refused_in_a_sentence(page, old, new, words):
     typed(page, "my_mixer", old, new)
     with pytest.raises(ConfigError) as e:
@@ -375,7 +375,7 @@ def test_the_task_and_the_mixer_are_trained_resumed_and_evaluated(page, tmp_path
         ("@ 2 **", "@ 2.0 **", "labels are float64 of shape (8, 10): both input_ids and labels"),
         ("class Lights", "class Light", "did you mean `my_tasks_2:Light`?"),
     ],
-)  # fmt: skip
+)
 def test_a_class_that_cannot_be_a_task_is_refused_in_a_sentence(page, tmp_path, old, new, words):
     from synthetic.train import _check_lengths_and_bars
 

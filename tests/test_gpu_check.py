@@ -1,15 +1,15 @@
 """`make gpu-check`: a dry run on a CPU, failing parts, and the figures it reads."""
 
-import importlib
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from benchmarks import gpu_check
+from lm.config import load
+from tests.running import FORKS, ROOT
+
 XML = """<testsuites><testsuite>{}</testsuite></testsuites>"""
 PASSED = '<testcase classname="a" name="one"/>'
 SKIPPED = '<testcase classname="a" name="two"><skipped message="no mamba_ssm"/></testcase>'
@@ -22,17 +22,9 @@ HANGS = "import subprocess as s; print('so far', flush=True); s.run(['sleep', '9
 BROKEN = BARE.replace("ModuleNotFoundError: No module named 'pydantic'", "SyntaxError")
 
 
-@pytest.fixture
-def module(monkeypatch):
-    """A function (name) → benchmarks.NAME."""
-    monkeypatch.syspath_prepend(str(ROOT))
-    return lambda name: importlib.import_module(f"benchmarks.{name}")
-
-
 def make(out, *args):
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "benchmarks.gpu_check", "--out", str(out), *args]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    environment = {"CUDA_VISIBLE_DEVICES": ""}
+    return FORKS.run("benchmarks.gpu_check", ["--out", out, *args], 200, environment)
 
 
 @pytest.mark.slow  # a minute: eight processes that import everything
@@ -62,14 +54,13 @@ def test_without_a_gpu_it_says_so(tmp_path):
     assert "no such folder" in make(tmp_path, "--card", str(tmp_path / "none")).stderr
 
 
-def test_a_part_that_fails_or_hangs_stops_nothing(tmp_path, module, capsys):
-    g = module("gpu_check")
-
+def test_a_part_that_fails_or_hangs_stops_nothing(tmp_path, capsys):
     def part(name, code, limit=10.0, **kwargs):
         def judge(rc, lines):
-            return g.Outcome("failed" if rc else "ok", {"said": lines[-1].strip() if lines else ""})
+            said = lines[-1].strip() if lines else ""
+            return gpu_check.Outcome("failed" if rc else "ok", {"said": said})
 
-        return g.Part(name, [sys.executable, "-c", code], judge, limit=limit, **kwargs)
+        return gpu_check.Part(name, [sys.executable, "-c", code], judge, limit=limit, **kwargs)
 
     parts = [
         part("good", "print('fine')"),
@@ -78,7 +69,7 @@ def test_a_part_that_fails_or_hangs_stops_nothing(tmp_path, module, capsys):
         part("hangs", HANGS, limit=-25.0),  # uses what the others left
         part("last", "print('fine again')", env={"PYTHONUNBUFFERED": "1"}),
     ]
-    status = g.check(parts, tmp_path, dict(os.environ), {}, tmp_path / "runs")
+    status = gpu_check.check(parts, tmp_path, dict(os.environ), {}, tmp_path / "runs")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert status == 1 and not summary["ok"] and summary["complete"]
     records = {p["part"]: p for p in summary["parts"]}
@@ -104,38 +95,36 @@ def test_a_part_that_fails_or_hangs_stops_nothing(tmp_path, module, capsys):
         ([], None, "failed", "wrote no results"),
     ],
 )
-def test_what_pytest_found(cases, rc, status, said, tmp_path, module):
+def test_what_pytest_found(cases, rc, status, said, tmp_path):
     xml = tmp_path / "tests.xml"
     if cases:
         xml.write_text(XML.format("".join(cases)))
-    outcome = module("gpu_check").judge_tests(xml, rc, [])
+    outcome = gpu_check.judge_tests(xml, rc, [])
     assert outcome.status == status and said in str(outcome.figures) + outcome.reason
     assert outcome.figures.get("passed", 1) == int(PASSED in cases or not cases)
 
 
-def test_the_parts_fit_into_ten_minutes(tmp_path, module):
-    g = module("gpu_check")
-    assert sum(g.LIMITS.values()) <= 560
-    parts = {part.name: part for part in g.all_parts(tmp_path, tmp_path / "runs", "cuda", False)}
-    assert list(parts) == list(g.LIMITS)
+def test_the_parts_fit_into_ten_minutes(tmp_path):
+    assert sum(gpu_check.LIMITS.values()) <= 560
+    parts = {
+        part.name: part for part in gpu_check.all_parts(tmp_path, tmp_path / "runs", "cuda", False)
+    }
+    assert list(parts) == list(gpu_check.LIMITS)
     files = [a for a in parts["tests"].command if a.startswith("tests/")]
     assert {"tests/lm/kernels/test_triton_cell.py", "tests/lm/kernels/test_triton_scan.py"} <= set(
         files
     )
-    assert g.FPRNN in parts["train"].command and g.MAMBA in parts["mamba"].command
+    assert gpu_check.FPRNN in parts["train"].command and gpu_check.MAMBA in parts["mamba"].command
     assert parts["mamba"].env == {"FPRNN_KERNELS": "triton"}
     assert parts["mamba_ssm"].env == {"FPRNN_KERNELS": "mamba_ssm"}
 
 
 @pytest.mark.parametrize("name", ["FPRNN", "MAMBA"])
-def test_the_overrides_make_a_valid_configuration(name, tmp_path, module):
-    from lm.config import load
-
-    g = module("gpu_check")
+def test_the_overrides_make_a_valid_configuration(name, tmp_path):
     (tmp_path / "fineweb").mkdir()
-    words = g.overrides(False, tmp_path, tmp_path)
+    words = gpu_check.overrides(False, tmp_path, tmp_path)
     assert f"data.path={tmp_path / 'fineweb'}" in words
-    assert "data.source=builtin" in g.overrides(False, tmp_path, None)
-    cfg = load.load(ROOT / getattr(g, name), words)
+    assert "data.source=builtin" in gpu_check.overrides(False, tmp_path, None)
+    cfg = load.load(ROOT / getattr(gpu_check, name), words)
     assert cfg.train.accumulation(1) == 1 and cfg.data.seq_len == 2048
     assert cfg.model.d_model == 768 and cfg.model.n_layer == 12

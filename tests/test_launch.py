@@ -86,16 +86,14 @@ class Fake:
         self.log = folder / "log"
         self.bin = folder / "bin"
         self.bin.mkdir()
-        programs = {
-            "deepspeed": FAKE_DEEPSPEED,
-            "srun": FAKE_SRUN,
-            "scontrol": FAKE_SCONTROL,
-            "py": FAKE_RECORDER,
-        }
-        for name, text in programs.items():
-            (self.bin / name).write_text(text)
-            (self.bin / name).chmod(0o755)
-        self.started = []
+        self.add("deepspeed", FAKE_DEEPSPEED)
+        self.add("srun", FAKE_SRUN)
+        self.add("scontrol", FAKE_SCONTROL)
+        self.add("py", FAKE_RECORDER)
+
+    def add(self, name: str, text: str) -> None:
+        (self.bin / name).write_text(text)
+        (self.bin / name).chmod(0o755)
 
     def start(self, script: str, *arguments: str, **environment: str) -> subprocess.Popen:
         clean = {
@@ -104,7 +102,7 @@ class Fake:
             if not k.startswith(("SLURM", "CUDA_VISIBLE", "MASTER_"))
         }
         paths = {"PATH": f"{self.bin}:{os.environ['PATH']}", "LOG": str(self.log)}
-        process = subprocess.Popen(
+        return subprocess.Popen(
             ["bash", str(LAUNCH / script), *arguments],
             env=clean | paths | environment,
             cwd=LAUNCH.parent,
@@ -115,8 +113,6 @@ class Fake:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             start_new_session=True,  # a group of its own, as a terminal's or a batch system's job
         )
-        self.started.append(process)
-        return process
 
     def run(self, script: str, *arguments: str, **environment: str) -> tuple[int, str]:
         process = self.start(script, *arguments, **environment)
@@ -190,8 +186,7 @@ def test_deepspeed_on_the_hosts_of_a_file(fake, tmp_path):
     """The signal also goes to the first host: one rank there asks all others."""
     hosts = tmp_path / "hosts"
     hosts.write_text("# two nodes\n\nworker-1 slots=4\nworker-2 slots=4\n")
-    (fake.bin / "ssh").write_text(FAKE_RECORDER)
-    (fake.bin / "ssh").chmod(0o755)
+    fake.add("ssh", FAKE_RECORDER)
     process = fake.start(
         "deepspeed.sh", "c.yaml", "--hostfile", str(hosts), "--job-index", "1", MASTER_PORT="1234"
     )
@@ -305,8 +300,7 @@ exit 75
 
 @pytest.fixture
 def fake_python(fake):
-    (fake.bin / "python").write_text(FAKE_PYTHON)
-    (fake.bin / "python").chmod(0o755)
+    fake.add("python", FAKE_PYTHON)
     return fake
 
 
@@ -350,22 +344,20 @@ def test_what_is_queued_again(fake_python, script, status):
 
 
 def test_a_job_is_not_queued_again_for_ever(fake_python):
-    for count, times in (("2", 1), ("3", 1)):
-        fake_python.run(
-            "slurm.sbatch", "c.yaml", EXIT_AT_ONCE="77", MAX_RESTARTS="3",
-            SLURM_RESTART_COUNT=count, **JOB,
-        )  # fmt: skip
-        assert len(fake_python.lines("scontrol")) == times
+    environment = {**JOB, "EXIT_AT_ONCE": "77", "MAX_RESTARTS": "3"}
+    for count in ("2", "3"):
+        fake_python.run("slurm.sbatch", "c.yaml", SLURM_RESTART_COUNT=count, **environment)
+        assert len(fake_python.lines("scontrol")) == 1
 
 
 @pytest.mark.parametrize("name", ["TERM", "INT"])
 def test_a_job_whose_whole_group_is_asked_to_stop_waits_for_its_run(fake_python, name):
-    (fake_python.bin / "srun").write_text(
+    fake_python.add(
+        "srun",
         "#!/usr/bin/env bash\ntrap : TERM INT\nwhile [[ $1 = --* ]]; do shift; done\n"
-        'export SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_GTIDS=0\n"$@"\n'
+        'export SLURM_STEP_NUM_TASKS=1 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_GTIDS=0\n"$@"\n',
     )
-    text = FAKE_PYTHON.replace("for s in TERM USR1", "for s in TERM INT USR1")
-    (fake_python.bin / "python").write_text(text)
+    fake_python.add("python", FAKE_PYTHON.replace("for s in TERM USR1", "for s in TERM INT USR1"))
     process = fake_python.start("slurm.sbatch", "c.yaml", **JOB)
     fake_python.wait_for("ready", 1)
     os.killpg(process.pid, getattr(signal, f"SIG{name}"))
@@ -393,7 +385,7 @@ def test_demo_runs_its_steps_in_order(fake, tmp_path):
     (tmp_path / "launch").mkdir()  # the script works in the folder above its own
     (tmp_path / "runs/demo").mkdir(parents=True)
     script = shutil.copy(LAUNCH / "demo.sh", tmp_path / "launch")
-    (fake.bin / "py").write_text(QUOTING_RECORDER)
+    fake.add("py", QUOTING_RECORDER)
     status, output = fake.run(script, "train.steps=5", PY=str(fake.bin / "py"))
     assert status == 0 and len(re.findall(r"^== ", output, re.M)) == 5
     commands = [shlex.split(line) for line in fake.lines()]
@@ -405,7 +397,7 @@ def test_demo_runs_its_steps_in_order(fake, tmp_path):
 
 
 def test_demo_stops_at_the_first_failure(fake):
-    (fake.bin / "py").write_text(FAKE_RECORDER + 'case "$*" in *export*) exit 4;; esac\n')
+    fake.add("py", FAKE_RECORDER + 'case "$*" in *export*) exit 4;; esac\n')
     status, _ = fake.run("demo.sh", PY=str(fake.bin / "py"))
     assert status == 4 and len(fake.lines()) == 2
 
@@ -421,9 +413,7 @@ def test_a_synthetic_array_task_trains_its_point(fake_python, left, status):
     ]
 
 
-@pytest.mark.parametrize("name, send", [
-    ("USR1", os.kill), ("TERM", os.kill), ("INT", os.killpg),
-])  # fmt: skip
+@pytest.mark.parametrize("name, send", [("USR1", os.kill), ("TERM", os.kill), ("INT", os.killpg)])
 def test_a_synthetic_array_task_saves_and_is_requeued_near_its_time_limit(fake_python, name, send):
     process = fake_python.start("synthetic_array.sbatch", "c.yaml", **SLURM)
     (ready,) = fake_python.wait_for("ready", 1)
@@ -440,10 +430,8 @@ def again(tmp_path, times, *statuses):
     log = tmp_path / "runs"
     cases = " ".join(f"{i}) {end} ;;" for i, end in enumerate(statuses, 1))
     command = f"echo run >> {log}; case $(wc -l < {log}) in {cases} esac"
-    done = subprocess.run(
-        [LAUNCH / "again.sh", str(times), "bash", "-c", command], capture_output=True, text=True,
-        timeout=30,
-    )  # fmt: skip
+    script = [LAUNCH / "again.sh", str(times), "bash", "-c", command]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=30)
     return done.returncode, log.read_text().count("run"), done.stderr
 
 

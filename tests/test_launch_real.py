@@ -20,13 +20,17 @@ def start(tmp_path, *where, **environment):
     clean = {k: v for k, v in ENV.items() if not k.startswith(("MASTER_", "SLURM"))}
     clean |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
     clean["PATH"] = f"{Path(sys.executable).parent}:{ENV['PATH']}"
+    arguments = ("configs/tiny/lm.yaml", *where, f"out_dir={tmp_path / 'runs'}", *LONG)
     return subprocess.Popen(
-        ["bash", ROOT / "launch/deepspeed.sh", "configs/tiny/lm.yaml", *where,
-         f"out_dir={tmp_path / 'runs'}", *LONG],
-        cwd=ROOT, env=clean | environment, text=True,
-        stdout=(tmp_path / "out").open("w"), stderr=subprocess.STDOUT,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), start_new_session=True,
-    )  # fmt: skip
+        ["bash", ROOT / "launch/deepspeed.sh", *arguments],
+        cwd=ROOT,
+        env=clean | environment,
+        text=True,
+        stdout=(tmp_path / "out").open("w"),
+        stderr=subprocess.STDOUT,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        start_new_session=True,
+    )
 
 
 def wait_for_updates(tmp_path, process, seconds=120):

@@ -28,8 +28,8 @@ def wheel(tmp_path_factory):
         copy.parent.mkdir(parents=True, exist_ok=True)
         if path.is_symlink() or path.is_file():
             shutil.copy2(path, copy, follow_symlinks=False)
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps",
-               "--no-index", "-w", folder, folder / "source"]  # fmt: skip
+    options = ["wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index", "-w"]
+    command = [sys.executable, "-m", "pip", *options, folder, folder / "source"]
     subprocess.run(command, check=True, timeout=300)
     (built,) = folder.glob("fprnn-*.whl")
     return built
@@ -54,9 +54,8 @@ def installed(wheel, tmp_path):
     folder.mkdir()
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
     python = place / "bin" / "python"
-    install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps",
-               "--no-index", wheel]  # fmt: skip
-    subprocess.run(install, check=True, timeout=300)
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", wheel], check=True)
     target = Path(sysconfig.get_path("purelib", vars={"base": place, "platbase": place}))
     # A line of a .pth file extends the path; editable installs in those folders do not take part.
     others = [p for p in sys.path if p.endswith("site-packages") and p != str(target)]
@@ -88,9 +87,9 @@ def test_a_wheel_works_away_from_the_checkout(installed):
     # 1. Train and export; a shipped configuration is named by the refusal.
     refusal = installed("fprnn", "train", "--config", "configs/lm/demo.yaml", status=78).stderr
     config = re.search(r"the one that comes with fprnn is (\S+)", refusal)[1]
-    small = ("model.d_model=16", "data.seq_len=16", "tokenizer.vocab_size=300", "train.steps=2",
-             "data.source=jsonl", f"data.path={ROOT / 'tests/data/tiny.jsonl'}")  # fmt: skip
-    installed("fprnn", "train", "--config", config, "name=run", *small)
+    small = ["model.d_model=16", "data.seq_len=16", "tokenizer.vocab_size=300", "train.steps=2"]
+    data = ("data.source=jsonl", f"data.path={ROOT / 'tests/data/tiny.jsonl'}")
+    installed("fprnn", "train", "--config", config, "name=run", *small, *data)
     installed("fprnn", "export", "runs/run", "export")
     installed("fprnn", "generate", "export", "--prompt", "a", "--max-new-tokens", "2")
     # 2. The validation suite.
@@ -124,9 +123,10 @@ def resolve(tmp_path_factory):
     def run(python, requirements, constraints):
         (folder / "requirements.in").write_text("\n".join(requirements))
         (folder / "constraints.txt").write_text("\n".join(constraints))
-        command = [uv.find_uv_bin(), "pip", "compile", "--quiet", "--no-config", "--no-header",
-                   "--no-annotate", "--python-version", python, "--python-platform", PLATFORM,
-                   "-c", folder / "constraints.txt", folder / "requirements.in"]  # fmt: skip
+        options = ["--quiet", "--no-config", "--no-header", "--no-annotate"]
+        target = ["--python-version", python, "--python-platform", PLATFORM]
+        files = ["-c", folder / "constraints.txt", folder / "requirements.in"]
+        command = [uv.find_uv_bin(), "pip", "compile", *options, *target, *files]
         done = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
         )

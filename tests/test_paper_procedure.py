@@ -1,7 +1,6 @@
 """The paper's procedure that benchmarks compare with (benchmarks/paper.py) against the authors' own
 code: the golden vectors kept here, and those of ../shared/golden where it is."""
 
-import ast
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from benchmarks import paper
 from tests.golden import HERE, SETTINGS, Case, relative_error
 from tests.golden.reference import reference_name
 from tests.golden.test_golden import SHARED
+from tests.test_layers import find_imports
 
 NAMES = ("m1_hh1", "m1_hh1_symm", "m1_hh4_lmcfg", "lm_hh1_default")
 PATHS = [path for folder in (HERE, SHARED) for path in sorted(folder.glob("*.json"))]
@@ -83,18 +83,7 @@ def test_the_cases_kept_here_are_among_them():
 
 
 def test_nothing_of_ours_is_in_it():
-    tree = ast.parse(Path(paper.__file__).read_text(encoding="utf-8"))
-    imported = {
-        name
-        for node in ast.walk(tree)
-        for name in (
-            [alias.name for alias in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module]
-            if isinstance(node, ast.ImportFrom)
-            else []
-        )
-    }
+    imported = find_imports(Path(paper.__file__).read_text(encoding="utf-8"), "benchmarks.paper")
     assert imported == {
         "__future__",
         "collections.abc",

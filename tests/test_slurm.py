@@ -46,6 +46,15 @@ def submit(slurm, script, log, options, *arguments, **environment) -> str:
     return slurm.call(*command, script, *arguments, **environment).strip()
 
 
+def submit_run(slurm, tmp_path, steps, *options, nodes=1) -> tuple[str, Path, Path]:
+    """Submit a training of the tiny config; return the job's id, run directory and log."""
+    log = tmp_path / "out"
+    options = (f"--nodes={nodes}", "--ntasks-per-node=1", *options)
+    overrides = (f"out_dir={tmp_path / 'runs'}", f"train.steps={steps}", *LONG)
+    job = submit(slurm, "slurm.sbatch", log, options, "configs/tiny/lm.yaml", *overrides)
+    return job, tmp_path / "runs/tiny", log
+
+
 def steps(run_dir) -> list[int]:
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -72,11 +81,7 @@ def log_of(path) -> str:
 def test_two_nodes_preempted_and_queued_again_to_the_end(slurm, tmp_path):
     """USR1, as at the time limit: both ranks save and leave 75, the job is queued again, goes on
     and finishes."""
-    run_dir, log = tmp_path / "runs" / "tiny", tmp_path / "out"
-    job = submit(
-        slurm, "slurm.sbatch", log, ("--nodes=2", "--ntasks-per-node=1"), "configs/tiny/lm.yaml",
-        f"out_dir={tmp_path / 'runs'}", "train.steps=400", *LONG,
-    )  # fmt: skip
+    job, run_dir, log = submit_run(slurm, tmp_path, 400, nodes=2)
     wait_for_step(run_dir, 30, log)
     slurm.call("scancel", "--signal=USR1", job)
     shown = slurm.wait(job, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
@@ -91,11 +96,7 @@ def test_two_nodes_preempted_and_queued_again_to_the_end(slurm, tmp_path):
 
 def test_a_rank_that_is_killed_ends_the_job(slurm, tmp_path):
     """On the second of two nodes: the job fails soon, is not queued again, and no rank stays."""
-    run_dir, log = tmp_path / "runs" / "tiny", tmp_path / "out"
-    job = submit(
-        slurm, "slurm.sbatch", log, ("--nodes=2", "--ntasks-per-node=1"), "configs/tiny/lm.yaml",
-        f"out_dir={tmp_path / 'runs'}", "train.steps=100000", *LONG,
-    )  # fmt: skip
+    job, run_dir, log = submit_run(slurm, tmp_path, 100000, nodes=2)
     wait_for_step(run_dir, 5, log)
     listed = subprocess.run(
         ["pgrep", "-f", f"^python .*{tmp_path}"], capture_output=True, text=True
@@ -115,12 +116,7 @@ def rank_of(pid: int) -> str:
 
 def test_the_time_limit(slurm, tmp_path):
     """Slurm itself sends USR1, up to a minute earlier than asked for: the run goes on after it."""
-    log = tmp_path / "out"
-    job = submit(
-        slurm, "slurm.sbatch", log,
-        ("--nodes=1", "--ntasks-per-node=1", "--time=2", "--signal=USR1@10"),
-        "configs/tiny/lm.yaml", f"out_dir={tmp_path / 'runs'}", "train.steps=100000", *LONG,
-    )  # fmt: skip
+    job, _, log = submit_run(slurm, tmp_path, 100000, "--time=2", "--signal=USR1@10")
     deadline = time.monotonic() + 200
     while "resumed" not in log_of(log):
         assert time.monotonic() < deadline, log_of(log)
@@ -144,10 +140,9 @@ def test_the_array_and_its_status_throughout(slurm, tmp_path):
     points = status(config, *overrides)
     assert [p["state"] for p in points] == ["missing"] * 3
 
-    job = submit(
-        slurm, "slurm_array.sbatch", tmp_path / "out-%a",
-        ("--array=0-2%2", "--nodes=1", "--ntasks-per-node=1"), config, *overrides,
-    )  # fmt: skip
+    options = ("--array=0-2%2", "--nodes=1", "--ntasks-per-node=1")
+    log = tmp_path / "out-%a"
+    job = submit(slurm, "slurm_array.sbatch", log, options, config, *overrides)
     folders = [Path(p["run_dir"]) for p in points]
     logs = [tmp_path / f"out-{i}" for i in range(3)]
     for i in (0, 1):
@@ -173,11 +168,7 @@ def test_the_array_and_its_status_throughout(slurm, tmp_path):
 
 def test_a_cancelled_job_is_not_queued_again(slurm, tmp_path):
     """TERM: it saves, and stays cancelled."""
-    run_dir, log = tmp_path / "runs" / "tiny", tmp_path / "out"
-    job = submit(
-        slurm, "slurm.sbatch", log, ("--nodes=1", "--ntasks-per-node=1"), "configs/tiny/lm.yaml",
-        f"out_dir={tmp_path / 'runs'}", "train.steps=100000", *LONG,
-    )  # fmt: skip
+    job, run_dir, log = submit_run(slurm, tmp_path, 100000)
     wait_for_step(run_dir, 3, log)
     slurm.call("scancel", job)
     slurm.wait(job, "CANCELLED")

@@ -155,11 +155,12 @@ def test_trl_trains_a_reward_model_from_the_path_of_a_language_model(byte_tokeni
             "rejected": [" bad and more", " bad"] * 8,
         }
     )
+    training = {"max_steps": 20, "per_device_train_batch_size": 4, "learning_rate": 3e-2}
+    where = {"use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no"}
+    loading = {"trust_remote_code": True, "dtype": "float32"}
     arguments = trl.RewardConfig(
-        str(tmp_path / "out"), max_steps=20, per_device_train_batch_size=4, learning_rate=3e-2,
-        report_to=[], use_cpu=True, bf16=False, logging_steps=1, save_strategy="no",
-        model_init_kwargs={"trust_remote_code": True, "dtype": "float32"},
-    )  # fmt: skip
+        str(tmp_path / "out"), logging_steps=1, model_init_kwargs=loading, **training, **where
+    )
     trainer = trl.RewardTrainer(
         str(path), args=arguments, train_dataset=pairs, processing_class=tokenizer
     )

@@ -1,20 +1,17 @@
 """What a HuggingFace user's first call may be, each in a process that has computed nothing yet."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from tests.hf import cold_run
-from tests.running import ENV, ROOT
+from tests.running import PLAIN_FORKS
 
 
 def trained(tokenizer, **asked):
     """Return losses and generated tokens of a user's process; see tests/hf/cold_run.py."""
-    command = [sys.executable, "-m", "tests.hf.cold_run"]
-    command += [json.dumps({"tokenizer": str(tokenizer), **asked})]
-    done = subprocess.run(command, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+    words = json.dumps({"tokenizer": str(tokenizer), **asked})
+    done = PLAIN_FORKS.run("tests.hf.cold_run", [words], timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     return json.loads(done.stdout.strip().splitlines()[-1])
 

@@ -193,11 +193,15 @@ def test_half_precision_keeps_what_needs_more(name, dtype, tmp_path):
         if dtype == torch.bfloat16:
             assert model.eval()(ids())[0].isfinite().all()
     assert set(wide) == {
-        "fp_mamba1": {"A_log", "D", "dt_proj.bias"}, "fp_mamba2": {"A_log", "D", "dt_bias"},
-        "mamba": {"A_log", "D", "dt_proj.bias"}, "mamba2": {"A_log", "D", "dt_bias"},
-        "mamba3": {"D", "dt_bias"}, "m2rnn": {"A_log", "D", "dt_bias"},
-        "gated_deltanet": {"A_log", "dt_bias"}, "kda": {"A_log", "dt_bias"},
-    }.get(name, set())  # fmt: skip
+        "fp_mamba1": {"A_log", "D", "dt_proj.bias"},
+        "fp_mamba2": {"A_log", "D", "dt_bias"},
+        "mamba": {"A_log", "D", "dt_proj.bias"},
+        "mamba2": {"A_log", "D", "dt_bias"},
+        "mamba3": {"D", "dt_bias"},
+        "m2rnn": {"A_log", "D", "dt_bias"},
+        "gated_deltanet": {"A_log", "dt_bias"},
+        "kda": {"A_log", "dt_bias"},
+    }.get(name, set())
 
 
 # Configurations

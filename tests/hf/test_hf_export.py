@@ -17,12 +17,8 @@ from lm.kernels.cpu import build as cpu_build
 from lm.kernels.cpu import scan as cpu
 from lm.model import operators, scan
 from tests.hf.models import BASELINES, BLOCKS, build, ids
+from tests.running import run_alone
 
-HIDE = """
-import importlib.util, json, os, sys
-sys.meta_path[:] = [f for f in sys.meta_path if "editable" not in str(f)]
-sys.path[:] = [p for p in sys.path if not os.path.isdir(p + "/lm")]
-"""
 LOAD = """
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -65,12 +61,7 @@ print(json.dumps(found))
 
 def elsewhere(code, tmp_path, *args, **env_too):
     """What the code prints last in a process without this checkout's `lm`; stderr."""
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    env.update(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "home"), OMP_NUM_THREADS="1", **env_too)
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", HIDE + code, *args],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = run_alone(code, *args, cwd=tmp_path, **env_too)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 

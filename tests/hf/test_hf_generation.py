@@ -13,9 +13,11 @@ every_block = pytest.mark.parametrize("name", BLOCKS)
 every_model = pytest.mark.parametrize("name", [*BLOCKS, *BASELINES])
 GREEDY = {"do_sample": False, "max_new_tokens": 5, "min_new_tokens": 5, "pad_token_id": PAD}
 DICT = {
-    "return_dict_in_generate": True, "output_scores": True, "output_logits": True,
+    "return_dict_in_generate": True,
+    "output_scores": True,
+    "output_logits": True,
     "output_hidden_states": True,
-}  # fmt: skip
+}
 
 
 def made(name, **fields):

@@ -138,41 +138,26 @@ def test_the_logits_to_keep(name):
 # What is refused
 
 
-WRONG = {
-    "an unknown argument": ({"lables": 1}, TypeError, "does not know the argument lables"),
-    "several": ({"token_type_ids": 1, "b": 2}, TypeError, "the argument b, token_type_ids"),
-    "a mask in 4 dimensions": (
-        {"attention_mask": torch.ones(2, 1, 9, 9)}, ValueError, r"9, 9\): it must be \(2, 9\)",
-    ),
-    "a mask of another length": (
-        {"attention_mask": torch.ones(2, 8)}, ValueError, r"attention_mask has shape \(2, 8\)",
-    ),
-    "a mask of another batch": (
-        {"attention_mask": torch.ones(1, 9)}, ValueError, r"attention_mask has shape \(1, 9\)",
-    ),
-    "positions of another length": (
-        {"position_ids": torch.arange(8)[None]}, ValueError, r"position_ids has shape \(1, 8\)",
-    ),
-    "positions of another kind": (
-        {"position_ids": torch.arange(9)}, ValueError, r"position_ids has shape \(9,\)",
-    ),
-    "numbers of another length": (
-        {"seq_idx": torch.zeros(2, 3)}, ValueError, r"seq_idx has shape \(2, 3\)",
-    ),
-    "packed lengths alone": (
-        {"cu_seq_lens_q": torch.tensor([0, 4, 18])}, ValueError, "does not read cu_seq_lens_q",
-    ),
-    "not causal": ({"is_causal": False}, ValueError, "is causal"),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("name", [*BLOCKS, "lstm", "deltaproduct"])
-@pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_is_refused_in_a_sentence(name, case):
-    arguments, error, words = WRONG[case]
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"lables": 1}, "does not know the argument lables"),
+        ({"token_type_ids": 1, "b": 2}, "the argument b, token_type_ids"),
+        ({"attention_mask": torch.ones(2, 1, 9, 9)}, r"9, 9\): it must be \(2, 9\)"),
+        ({"attention_mask": torch.ones(2, 8)}, r"attention_mask has shape \(2, 8\)"),
+        ({"attention_mask": torch.ones(1, 9)}, r"attention_mask has shape \(1, 9\)"),
+        ({"position_ids": torch.arange(8)[None]}, r"position_ids has shape \(1, 8\)"),
+        ({"position_ids": torch.arange(9)}, r"position_ids has shape \(9,\)"),
+        ({"seq_idx": torch.zeros(2, 3)}, r"seq_idx has shape \(2, 3\)"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 18])}, "does not read cu_seq_lens_q"),
+        ({"is_causal": False}, "is causal"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(name, arguments, words):
     model = exact(name).eval()
     for part in (model, model.base_model):
-        with pytest.raises(error, match=words):
+        with pytest.raises(TypeError if "the argument" in words else ValueError, match=words):
             part(ids(), **arguments)
 
 

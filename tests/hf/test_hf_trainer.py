@@ -29,9 +29,13 @@ def trainer(model, path, data=None, **arguments):
 def one_update(model, path, micro_batches, **arguments):
     """The loss that is logged and the weights after one update on the same four sequences."""
     made = trainer(
-        model, path, per_device_train_batch_size=4 // micro_batches,
-        gradient_accumulation_steps=micro_batches, max_grad_norm=0, **arguments,
-    )  # fmt: skip
+        model,
+        path,
+        per_device_train_batch_size=4 // micro_batches,
+        gradient_accumulation_steps=micro_batches,
+        max_grad_norm=0,
+        **arguments,
+    )
     made.train()
     (loss,) = (entry["loss"] for entry in made.state.log_history if "loss" in entry)
     return loss, dict(model.named_parameters())

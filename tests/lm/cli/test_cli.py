@@ -13,7 +13,7 @@ import pytest
 from lm import __version__
 from lm.cli.main import main, parser
 from lm.common.errors import BAD_CONFIG
-from tests.running import REFUSED
+from tests.running import PLAIN_FORKS, REFUSED
 
 ROOT = Path(__file__).parents[3]
 LM = ROOT / "configs/lm"
@@ -216,7 +216,7 @@ print(type(config).__module__, lm_class.__name__, model_class.__name__)
 
 def test_import_lm_registers_the_auto_classes(tmp_path):
     imports = "import transformers; transformers.AutoModelForCausalLM; import lm"
-    result = python("-c", imports + REGISTERED, cwd=tmp_path)
+    result = PLAIN_FORKS.run("-c", [imports + REGISTERED], timeout=120, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     printed = result.stdout.split()
     assert printed == ["lm.model.configuration_fprnn", "FPRNNForCausalLM", "FPRNNModel"]

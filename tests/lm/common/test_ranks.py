@@ -126,14 +126,15 @@ def test_data_that_one_rank_cannot_read_is_told_by_all(tmp_path):
 
 def test_the_timeout_reaches_the_groups_that_deepspeed_makes():
     """But for one that may wait for days, for what rank 0 does alone."""
-    waits = printed_by_ranks("tests.groups", 2)
+    waits = printed_by_ranks("tests.engine_sockets", 2)["timeouts"]
     assert len(waits) > 2 and set(waits[:-1]) == {84.7} and waits[-1] == 7 * 86400
 
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="no Linux")
 def test_a_run_of_one_process_listens_on_loopback_alone():
-    done = FORKS.run("tests.listeners", [], timeout=120)
-    assert set(json.loads(done.stdout.splitlines()[-1])) == {"0100007F"}, done.stderr
+    done = FORKS.run("tests.engine_sockets", [], timeout=120)
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert set(found["addresses"]) == {"0100007F"}, done.stderr
 
 
 @pytest.mark.slow

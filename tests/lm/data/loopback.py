@@ -42,6 +42,13 @@ SLOW_TO_IMPORT = (
     "lm.data.corpus.tokenizer",
     "lm.data.sources.hub_parquet",
 )
+IMPORTS = """
+from lm.config.data import Data
+from lm.config.schema import Config
+from lm.data.sources.errors import DataError
+from lm.data.sources.hub_parquet import HubDocuments
+from lm.data.sources.open import documents
+"""
 
 
 def run(code: str, home: Path, **env: str) -> tuple[str, float]:
@@ -51,13 +58,13 @@ def run(code: str, home: Path, **env: str) -> tuple[str, float]:
     once; with another environment it is a fresh interpreter.
     """
     start = time.perf_counter()
-    arguments = ["-m", "tests.lm.data.hub_code", code]
+    code = IMPORTS + code
     if env == environment():
-        done = forks().run("tests.lm.data.hub_code", [code], timeout=120)
+        done = forks().run("-c", [code], timeout=120)
     else:
         env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | env
         env |= {"HF_HOME": str(home), "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, *arguments]
+        command = [sys.executable, "-c", code]
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout.strip(), time.perf_counter() - start
@@ -75,8 +82,8 @@ def environment() -> dict[str, str]:
 def forks() -> ForkServer:
     home = tempfile.mkdtemp(prefix="fprnn-hub-")
     atexit.register(shutil.rmtree, home, ignore_errors=True)
-    env = {"HF_HOME": home, "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "0"}
-    return ForkServer(ROOT, ENV | env | environment(), SLOW_TO_IMPORT)
+    env = {"HF_HOME": home, "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "0", **environment()}
+    return ForkServer(ROOT, ENV | env, SLOW_TO_IMPORT, f"hub-{os.getpid()}")
 
 
 def corpus_bytes_served() -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +15,7 @@ from lm.data.corpus.documents import encode_documents
 from lm.data.corpus.prepare import checksums, open_corpus, prepare
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import is_validation
+from tests.running import FORKS
 
 
 def test_streams_are_the_documents_of_each_split(cfg, bpe, texts):
@@ -197,7 +196,7 @@ def test_a_corpus_that_is_cut_short_while_it_is_read_is_a_sentence(cfg, bpe):
     """In a process of its own, which a memory map would end by SIGBUS."""
     prepare(cfg, bpe, cfg.run_dir)
     folder = entry_of(cfg)
-    done = subprocess.run([sys.executable, "-c", CUT, folder], capture_output=True, text=True)
+    done = FORKS.run("-c", [CUT, folder], timeout=120)
     assert done.returncode == 0, (done.returncode, done.stderr)
     said = f"{folder}/train.bin is damaged: it was cut short while it was read, to 64 bytes of "
     assert done.stdout.startswith(said)

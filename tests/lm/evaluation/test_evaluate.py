@@ -2,11 +2,7 @@
 
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,6 +17,7 @@ from lm.evaluation.evaluate import EvaluationError, evaluate, table
 from lm.evaluation.tasks import TASKS_DIR
 from lm.runs.places import PlaceError
 from tests.marks import slow
+from tests.running import PLAIN_FORKS
 
 REPOSITORY = TASKS_DIR.parents[2]
 
@@ -158,12 +155,23 @@ def test_unknown_tasks_get_the_nearest_names(checkpoint, manager, monkeypatch):
     assert "unknown task `catbabi_mini`" not in message
 
 
-def test_the_plain_lm_eval_command_line(checkpoint, tmp_path):
-    run = _python(
-        *("-m", "lm_eval", "--model", "hf", "--model_args", f"pretrained={checkpoint}"),
+FEW_TASKS = """
+import functools
+from lm_eval.tasks import TaskManager
+init = TaskManager.__init__
+TaskManager.__init__ = functools.partialmethod(init, include_defaults=False)
+"""
+
+
+@pytest.mark.parametrize("manager", [FEW_TASKS, slow("")], ids=["few", "all"])
+def test_the_plain_lm_eval_command_line(checkpoint, tmp_path, manager):
+    arguments = (
+        *("--model", "hf", "--model_args", f"pretrained={checkpoint}"),
         *("--tasks", "catbabi_mini,catbabi_mini_gen", "--include_path", str(TASKS_DIR)),
         *("--device", "cpu", "--limit", "5", "--output_path", str(tmp_path / "out")),
     )
+    code = f"{manager}\nfrom lm_eval.__main__ import cli_evaluate\ncli_evaluate()"
+    run = PLAIN_FORKS.run("-c", [code, *arguments], timeout=300)
     assert run.returncode == 0, run.stderr
     assert "|catbabi_mini " in run.stdout and "exact_match" in run.stdout
     (written,) = (tmp_path / "out").rglob("results_*.json")
@@ -172,25 +180,6 @@ def test_the_plain_lm_eval_command_line(checkpoint, tmp_path):
     metrics = ours["tasks"]["catbabi_mini"]["metrics"]
     assert theirs["acc,none"] == metrics["acc"]["value"]
     assert theirs["acc_norm,none"] == metrics["acc_norm"]["value"]
-
-
-def _python(*arguments: str) -> subprocess.CompletedProcess:
-    # A training in this process has named its own rank and port.
-    of_ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    environment = {name: value for name, value in os.environ.items() if name not in of_ranks}
-    environment |= {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(REPOSITORY),
-    }
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=environment,
-        cwd=Path(REPOSITORY),
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
 
 
 def test_a_run_directory_is_evaluated_as_its_export_is(tiny_run, tiny_export, tmp_path):

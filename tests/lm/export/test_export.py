@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,11 +16,9 @@ from lm.export.folder import check_place, draft, publish, write_record
 from lm.runs.checkpoint import newest
 from lm.runs.written import EXPORT_RECORD, export_files
 from lm.training.reshard import consolidated
+from tests.running import run_alone
 
 ELSEWHERE = """
-import importlib.util, json, sys
-assert importlib.util.find_spec("lm") is None
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1], trust_remote_code=True)
@@ -41,15 +37,7 @@ def put(folder, name, text=""):
 
 
 def test_loads_in_a_process_where_lm_is_not_importable(tiny_export, tmp_path):
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    env.update(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hf"), OMP_NUM_THREADS="1")
-    # -P keeps the working directory off the path; a finder hides an editable install.
-    hide = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in str(f)]\n"
-    hide += "sys.path[:] = [p for p in sys.path if not __import__('os').path.isdir(p + '/lm')]\n"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", hide + ELSEWHERE, str(tiny_export)], cwd=tmp_path, env=env,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = run_alone(ELSEWHERE, tiny_export, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     module, text, new, total = json.loads(done.stdout.splitlines()[-1])
     assert module.startswith("transformers_modules") and text == "Mary went to the kitchen."

@@ -1,11 +1,8 @@
 """The model card: what it says is what the run's files say, its snippet runs, the hub reads it."""
 
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import tomllib
 
 from huggingface_hub import ModelCard
@@ -15,6 +12,7 @@ from lm.export.export import export, write_export
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.runs.run_dir import RunDir
+from tests.running import run_alone
 from tests.test_layers import ROOT
 
 
@@ -32,12 +30,7 @@ def snippet(folder) -> str:
 
 
 def test_the_snippet_runs_where_the_card_lies(tiny_export, tmp_path):
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    env |= {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", snippet(tiny_export)], cwd=tiny_export, env=env,
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = run_alone(snippet(tiny_export), cwd=tiny_export, HF_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.startswith("The following")
 

@@ -2,10 +2,7 @@
 
 import copy
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +17,7 @@ from lm.model.batch import CACHE
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import FPRNNCache
 from tests.lm.model.test_state import BLOCKS, EOS, assert_same_state, ids, leaves, model_of
+from tests.running import run_alone
 
 # 24 tokens: the prompt, then chunks.
 CUTS = {"1": (1, 4, 16, 1, 1, 1), "3": (3, 1, 16, 4), "17": (17, 1, 1, 4, 1)}
@@ -289,8 +287,6 @@ def test_bf16_model(name, tmp_path):
 
 
 ELSEWHERE = """
-import importlib.util, json, sys
-assert importlib.util.find_spec("lm") is None
 import torch
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
@@ -317,15 +313,7 @@ def test_an_exported_checkpoint_decodes_where_lm_is_not_importable(tmp_path, lay
     sizes = {"layers": layers, "n_layer": 4} if layers else {}
     model, tokens = quick(dtype=torch.float32, **LOOSE, **sizes), ids(2, 5)
     out = write_export(model, tmp_path / "out", None, "cached", "For a test.")
-    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    env.update(HF_HUB_OFFLINE="1", HF_HOME=str(tmp_path / "hf"), OMP_NUM_THREADS="1")
-    # -P keeps the working directory off the path; a finder hides an editable install.
-    hide = "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in str(f)]\n"
-    hide += "sys.path[:] = [p for p in sys.path if not __import__('os').path.isdir(p + '/lm')]\n"
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", hide + ELSEWHERE, str(out), json.dumps(tokens.tolist())],
-        cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    done = run_alone(ELSEWHERE, out, json.dumps(tokens.tolist()), cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     (cached, plain), cache, travelled, length = json.loads(done.stdout.splitlines()[-1])
     mine = generate(model, tokens, max_new_tokens=6)[0].sequences.tolist()

@@ -5,7 +5,6 @@ import json
 import random
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from lm.runs.run_dir import RunDir, RunDirError
 from lm.runs.written import CARD, EXPORT_RECORD
 from lm.training.init_from import read as read_source
 from tests.refusals import refused
-from tests.running import ENV, ROOT, fprnn, losses, run
+from tests.running import ROOT, fprnn, losses, run, run_alone
 
 
 @pytest.fixture
@@ -128,9 +127,7 @@ def test_from_pretrained_refuses_a_changed_shard(copy):
         FPRNNForCausalLM.from_pretrained(folder)
 
 
-ALONE = """
-import sys
-sys.modules["lm"] = None
+LOAD = """
 from transformers import AutoModelForCausalLM
 try:
     model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
@@ -142,15 +139,10 @@ except ValueError as e:
 
 def test_code_that_travels_refuses_changed_weights(copy, tmp_path):
     """In a process that has no `lm`."""
-    env = ENV | {"PYTHONPATH": "", "HF_HOME": str(tmp_path / "hf")}
-    command = [sys.executable, "-P", "-c", ALONE, copy]
-
-    def alone():
-        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True).stdout
-
-    assert alone() == "transformers_modules\n"
+    assert run_alone(LOAD, copy, cwd=tmp_path).stdout == "transformers_modules\n"
     flip(copy / "model.safetensors", 8 * 5000)
-    assert "model.safetensors is damaged, or was changed (its SHA-256 differs)" in alone()
+    printed = run_alone(LOAD, copy, cwd=tmp_path).stdout
+    assert "model.safetensors is damaged, or was changed (its SHA-256 differs)" in printed
 
 
 def test_what_a_user_saves_anew_is_not_refused(copy, tmp_path):

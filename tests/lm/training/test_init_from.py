@@ -17,8 +17,7 @@ from lm.report.plan import describe, plan
 from lm.training import init_from, upcycle
 from lm.training.foreign import SourceError, read_folder
 from lm.training.preflight import check_config
-from tests import oracle_mamba
-from tests.foreign import SIZES, binary_folder, ids_of, transformers_folder
+from tests.foreign import binary_folder, ids_of, ours_of, transformers_folder
 from tests.refusals import refused
 from tests.running import run
 
@@ -27,11 +26,11 @@ FIELDS = dict(vocab_size=24, d_model=32, d_state=4, dt_rank=3, headdim=8, reset_
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """{kind: (Source, its state dict)} of two layers each."""
+    """{kind: (Source, the model of transformers)} of two layers each."""
     found = {}
     for kind in ("mamba", "mamba2"):
-        folder, state = transformers_folder(tmp_path_factory.mktemp("there") / kind, kind)
-        found[kind] = read_folder(folder), state
+        folder, theirs = transformers_folder(tmp_path_factory.mktemp("there") / kind, kind)
+        found[kind] = read_folder(folder), theirs
     return found
 
 
@@ -47,14 +46,13 @@ def started(source, target, **how):
     return found
 
 
-def assert_equal_logits(sources, kind, target, atol=1e-10):
-    """In fp64 those of the equations, in fp32 to 1e-5."""
-    expected = oracle_mamba.logits(sources[kind][1], ids_of(), kind, **SIZES[kind])
-    with torch.no_grad():
-        fp32 = target(ids_of()).logits
-        fp64 = target.double()(ids_of()).logits
-    torch.testing.assert_close(fp32.double(), expected, atol=1e-5, rtol=0)
-    torch.testing.assert_close(fp64, expected, atol=atol, rtol=0)
+@torch.no_grad()
+def assert_equal_logits(sources, kind, target):
+    """Compare with transformers in fp32, and with the source in our terms in fp64."""
+    source, theirs = sources[kind]
+    torch.testing.assert_close(target(ids_of()).logits, theirs(ids_of()).logits, atol=1e-5, rtol=0)
+    found, expected = (m.double()(ids_of()).logits for m in (target, ours_of(source)))
+    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
 
 
 # Layers that are inserted.
