@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.common.errors import UserError, refused_pickle
+from lm.common.errors import UserError, refused_pickle, require
 from lm.model.checksums import refuse_changed
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
             than were exported; a weight that is missing, unknown to the model, of another shape,
             or not finite. transformers itself would go on with random values.
     """
+    require("torch", "a model")
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
