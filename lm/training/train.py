@@ -170,7 +170,7 @@ class Training(Loop):
         ranks.first(self._stoppable, prepare, cfg, self.tokenizer, folder, progress)
         ranks.first(self._check_made_of)  # the corpora may be new
         self.checkpoints.about |= ranks.first(made_of, cfg, self.run)
-        ranks.each(corpora.ensure_sources_here, cfg, self.tokenizer, folder)
+        ranks.each(corpora.ensure_sources_on_node, cfg, self.tokenizer, folder)
         built = loader.build(cfg, self.tokenizer, folder, ranks.rank, ranks.world_size)
         self.batches, self.held_out = built
         self.curriculum = Curriculum(cfg.data, self.batches)

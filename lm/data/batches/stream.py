@@ -18,7 +18,7 @@ from lm.config.data import Data
 from lm.data.batches.packing import MicroBatch, Packer, micro_batch
 from lm.data.corpus.documents import encode_documents
 from lm.data.sources.errors import DataError
-from lm.data.sources.hub_parquet import HubDocuments
+from lm.data.sources.hub_parquet import HubDocuments, open_groups
 from lm.data.sources.open import is_validation
 from lm.data.sources.readers import Readers
 
@@ -271,10 +271,8 @@ class StreamLoader:
         """Start the threads that read this rank's streams, which are dealt to them in turn."""
         numbers = list(self._streams)
         if self._data.source == "fineweb" and self._revision is None:
-            from lm.data.sources.hub import open_hub
-
             # Once for all streams: a stream whose turn comes later may find a newer commit.
-            self._revision = open_hub(self._data).revision
+            self._revision = open_groups(self._data).files.revision
         workers = min(worker_count(self._data), len(numbers))
         if not workers:
             return SimpleNamespace(take=self._open_streams(count), close=lambda: None)
@@ -390,7 +388,5 @@ def _auto_streams(data: Data, world_size: int) -> int:
     which are fetched once then; at least the ranks."""
     if data.source != "fineweb":
         return world_size
-    from lm.data.sources.hub_parquet import open_groups
-
     most = min(AUTO_STREAMS, open_groups(data).count_up_to(AUTO_STREAMS))
     return max(1, most // world_size) * world_size

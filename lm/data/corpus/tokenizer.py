@@ -107,11 +107,8 @@ def _trained_once(cfg: Config, log: Callable[[str], None]) -> PreTrainedTokenize
 
     def make() -> None:
         tokenizer = train_bpe(cfg, log)
-        cache.check_unchanged(
-            [part.data for part in parts(cfg).values()],
-            lambda: cache.tokenizer_folder(root, cfg).name,
-            entry.name,
-        )
+        sources = [part.data for part in parts(cfg).values()]
+        cache.refuse_change(entry, cache.tokenizer_folder(root, cfg), sources)
         save(tokenizer, folder, _wanted(cfg))
 
     made = cache.make_once(entry, folder.is_dir, make)
@@ -198,12 +195,10 @@ def _from_huggingface(name: str) -> PreTrainedTokenizerFast:
         raise DataError(f"tokenizer.name {name}: no such folder")
     with contextlib.suppress(DataError):  # the hub's local cache
         return _load(name, AutoTokenizer, local_files_only=True)
-    try:
-        check_hub(f"tokenizer {name}")
-    except DataError as e:
-        raise DataError(
-            f"{e}; `tokenizer.name: bpe` or the folder of a downloaded tokenizer works offline"
-        ) from None
+    check_hub(
+        f"tokenizer {name}",
+        "`tokenizer.name: bpe` or the folder of a downloaded tokenizer works offline",
+    )
     return _load(name, AutoTokenizer)
 
 

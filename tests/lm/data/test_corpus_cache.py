@@ -17,7 +17,7 @@ from lm.common.files import OutputError
 from lm.data.batches.loader import build
 from lm.data.corpus import cache, tokenising
 from lm.data.corpus import tokenizer as tokenizers
-from lm.data.corpus.prepare import ensure_here, open_corpus, prepare, prepare_ahead
+from lm.data.corpus.prepare import ensure_on_node, open_corpus, prepare, prepare_ahead
 from lm.data.sources.errors import DataError
 from lm.runs.written import foreign_files, run_file_test
 from tests.forked import Forked
@@ -285,22 +285,21 @@ def test_a_corpus_that_is_gone_is_made_again_or_missed_in_a_sentence(
 ):
     before = prepared(cached, bpe)[0].meta
     shutil.rmtree(folder)
-    with pytest.raises(DataError, match=r"not there: continue the run with resume=auto, or `fprnn"):
+    with pytest.raises(
+        DataError, match=r"missing: continue the run with resume=auto, or call `fprnn"
+    ):
         open_corpus(cached.run_dir)
     if source == "as it was":
         assert prepared(cached, bpe)[0].meta == before
-        assert "is not there: looked for, and made again" in " ".join(
-            capsys.readouterr().out.split()
-        )
+        output = " ".join(capsys.readouterr().out.split())
+        assert "is missing: looking for it, or making it again" in output
         return
     if source == "changed":
         with open(cached.data.path, "a") as file:
             file.write('{"text": "one more"}\n')
     else:
         os.unlink(cached.data.path)
-    with pytest.raises(
-        DataError, match=r"is not there, and .*[:;] bring back .*train anew"
-    ) as caught:
+    with pytest.raises(DataError, match=r"is missing, and .*[:;] restore .*scratch") as caught:
         prepared(cached, bpe)
     assert "\n" not in str(caught.value) and not entries(folder)
 
@@ -318,14 +317,14 @@ def test_another_corpus_under_the_recorded_name_is_refused(cached, bpe):
 
 def test_a_node_with_a_cache_of_its_own_makes_it_too(cached, bpe, folder, tmp_path):
     meta = prepared(cached, bpe)[0].meta
-    ensure_here(cached, bpe, cached.run_dir)
+    ensure_on_node(cached, bpe, cached.run_dir)
     folder.rename(tmp_path / "of the first node")
-    ensure_here(cached, bpe, cached.run_dir)
+    ensure_on_node(cached, bpe, cached.run_dir)
     assert open_corpus(cached.run_dir).meta == meta
     shutil.rmtree(folder)
     os.unlink(cached.data.path)
-    with pytest.raises(DataError, match="which is not there, and it cannot be made again"):
-        ensure_here(cached, bpe, cached.run_dir)
+    with pytest.raises(DataError, match="which is missing, and it cannot be made again"):
+        ensure_on_node(cached, bpe, cached.run_dir)
 
 
 @pytest.fixture

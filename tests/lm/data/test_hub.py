@@ -135,7 +135,7 @@ def test_a_dataset_of_other_files_is_a_sentence(tmp_path):
     files = {f"{folder}/a.jsonl": b'{"text": "x"}\n' for folder in ("sample/10BT", "data/CC")}
     with serving(files) as hub:
         said, _ = run(SENTENCE.format("{}"), tmp_path, **hub)
-    assert re.search(r"is not of parquet files \(a\.jsonl is one of 1 files\)", said)
+    assert re.search(r"does not consist of parquet files \(a\.jsonl is one of 1 files\)", said)
 
 
 def test_run_on_a_stream_prepares_validation_and_resumes_the_loader(hub, tmp_path):

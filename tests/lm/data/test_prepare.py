@@ -41,7 +41,7 @@ def test_another_split_in_the_same_run_is_prepared_anew_and_said(cfg, bpe, capsy
     cfg.data.leading_eos = True
     after = prepare(cfg, bpe, cfg.run_dir).meta
     assert after.train_tokens == before.train_tokens + before.train_documents
-    assert "is of another split or tokenizer: prepared anew" in capsys.readouterr().out
+    assert "has another split or tokenizer: prepared again" in capsys.readouterr().out
     assert open_corpus(cfg.run_dir).meta == after
 
 

@@ -139,9 +139,9 @@ def test_other_traces_are_another_corpus(tmp_path):
         Traces(), Traces(gaps=[1, 2]), Traces(group="A5"), Traces(form="repl"), Traces(answers=2),
         Traces(documents=100), Traces(gaps=2), Traces(letters=3),
     ]  # fmt: skip
-    contents = [cache.content(tmp_path, Data(source="traces", traces=s)) for s in sources]
+    contents = [cache.identify_text(tmp_path, Data(source="traces", traces=s)) for s in sources]
     assert len({json.dumps(content) for content in contents}) == len(sources)
-    assert cache.content(tmp_path, Data(source="traces")) == contents[0]
+    assert cache.identify_text(tmp_path, Data(source="traces")) == contents[0]
     assert "letters" not in contents[0], "what has none is the corpus it was"
 
 
