@@ -220,7 +220,7 @@ def test_a_run_directory_runs_no_code_of_its_own(page, run_of_others, monkeypatc
     """Not without trust; and with it not the code that lies in the run directory."""
     monkeypatch.chdir(run_of_others)
     if command == "init_from":
-        calls = [lambda: init_from.read("."), lambda: init_from.read(run_of_others, True)]
+        calls = [lambda: init_from.read_source("."), lambda: init_from.read_source(run_of_others)]
         words = "the configuration that you pass must name it as well"
     else:
         calls = [

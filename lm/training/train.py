@@ -228,7 +228,7 @@ class Training(Loop):
         one."""
         cfg, ranks = self.cfg, self.ranks
         if self.checkpoint is None:
-            init_from.begin(cfg, self.model, self.tokenizer, ranks, self.run)
+            init_from.initialize(cfg, self.model, self.tokenizer, ranks, self.run)
             return ds.Engine(cfg, self.model, ranks, self.settings)
         path, manifest = self.checkpoint
         check_optimizer(path, manifest, signature(cfg.optim))

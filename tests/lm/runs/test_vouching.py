@@ -21,7 +21,7 @@ from lm.runs.exported import LoadError, load_model, load_tokenizer
 from lm.runs.lease import Lease
 from lm.runs.run_dir import RunDir, RunDirError
 from lm.runs.written import CARD, EXPORT_RECORD
-from lm.training.init_from import read as read_source
+from lm.training.init_from import read_source
 from tests.refusals import refused
 from tests.running import ROOT, fprnn, losses, run, run_alone
 
