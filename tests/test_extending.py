@@ -13,10 +13,10 @@ import torch
 import yaml
 
 import fprnn
+from benchmarks.check_mixer import check_mixer
 from lm.common.errors import ConfigError
 from lm.config.load import build as build_config
 from lm.config.schema import Config
-from lm.evaluation.check_mixer import check_mixer
 from lm.export.export import ExportError, export, write_export
 from lm.model import mixer_base
 from lm.model.checksums import forget
