@@ -56,7 +56,7 @@ def test_a_folder_of_another_source_is_refused_by_what_it_holds(tmp_path, source
     other = {"text": "a.parquet", "jsonl": "a.json.gz", "parquet": "a.jsonl.zst"}[source]
     fill(tmp_path, other)
     with pytest.raises(
-        DataError, match=rf"without any .* file in it: it holds 1 {other[1:]}; .*/\*\*'"
+        DataError, match=rf"without any .* file: it contains 1 {other[1:]}; .*/\*\*'"
     ):
         source_files(Data(source=source, path=str(tmp_path)))
 

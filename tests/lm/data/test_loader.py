@@ -83,9 +83,9 @@ def test_resume_anywhere_also_with_another_world_size(sizes, done, world_size):
 
 def test_state_of_another_corpus_or_seed_is_refused():
     state = single_source_loader(np.arange(500), 4, 6).state_dict()
-    with pytest.raises(DataError, match="is of blocks 125, this run has 63"):
+    with pytest.raises(DataError, match="has blocks 125, this run has 63"):
         single_source_loader(np.arange(500), 8, 6).load_state_dict(state)
-    with pytest.raises(DataError, match="is of seed 0, this run has 1"):
+    with pytest.raises(DataError, match="has seed 0, this run has 1"):
         single_source_loader(np.arange(500), 4, 6, seed=1).load_state_dict(state)
     with pytest.raises(DataError, match="no block"):
         single_source_loader(np.arange(1), 4, 6)
@@ -216,7 +216,7 @@ def test_stream_error_sentences(cfg, bpe):
     with pytest.raises(DataError, match=r"micro_batch_size 3, this run has 4"):
         StreamLoader(cfg.data, bpe, 4, world_size=2).load_state_dict(state)
     old = {"rank": 0, "world_size": 1, "workers": 0, "streams": [None], "turn": 0}
-    with pytest.raises(DataError, match=r"of an earlier version.*train anew"):
+    with pytest.raises(DataError, match=r"by an earlier version.*train from scratch"):
         stream_loader(cfg, bpe).load_state_dict(old)
     cfg.data.val_fraction = 0.9999999
     with pytest.raises(DataError, match="has no training document"):

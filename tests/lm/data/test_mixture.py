@@ -15,7 +15,13 @@ from lm.common.errors import ConfigError
 from lm.config import load as config
 from lm.config.data import Data
 from lm.data.batches.loader import build, single_source_loader
-from lm.data.batches.mixture_loader import STRATA, Drawing, MixtureLoader, ShuffledBlocks, Stage
+from lm.data.batches.mixture_loader import (
+    STRATUM,
+    MixtureLoader,
+    ShuffledBlocks,
+    Stage,
+    draw_sources,
+)
 from lm.data.batches.packing import IGNORE
 from lm.data.batches.stream import StreamLoader
 from lm.data.corpus.corpora import open_sources, prepare_config, prepare_sources
@@ -44,6 +50,10 @@ def loader(size=3, rank=0, world_size=1, seed=7, weights=None, tokens=None, stag
     return MixtureLoader(sources, weights or WEIGHTS, size, seed, rank, world_size, stages)
 
 
+def draw(first, count, seed, weights, *stages) -> np.ndarray:
+    return draw_sources(first, count, seed, [*stages, Stage(-1, weights)])
+
+
 def rows(batches) -> list[list[int]]:
     return [row.tolist() for batch in batches for row in batch["labels"]]
 
@@ -62,7 +72,7 @@ def test_every_source_goes_through_its_own_epochs_and_has_its_share():
     count = Counter(map(owner, drawn))
     for name, weight in WEIGHTS.items():
         # Of every 256 in a row a source has its share to two: here of 1,200 in all.
-        assert abs(count[name] - 1200 * weight) <= 2 * math.ceil(1200 / STRATA), name
+        assert abs(count[name] - 1200 * weight) <= 2 * math.ceil(1200 / STRATUM), name
         own = [row for row in drawn if owner(row) == name]
         blocks = -(-(TOKENS[name] - 1) // LENGTH)
         everything = list(range(FIRST[name] + 1, FIRST[name] + TOKENS[name]))
@@ -70,8 +80,10 @@ def test_every_source_goes_through_its_own_epochs_and_has_its_share():
             part = own[epoch * blocks : (epoch + 1) * blocks]
             assert sorted(t for row in part for t in row if t != IGNORE) == everything, name
         assert own[:blocks] != own[blocks : 2 * blocks]  # each in another order
-        assert whole.drawn()["data_epochs"][name] == pytest.approx(len(own) / blocks, abs=1e-4)
-    for name, share in whole.drawn()["data_share"].items():
+        assert whole.source_metrics()["data_epochs"][name] == pytest.approx(
+            len(own) / blocks, abs=1e-4
+        )
+    for name, share in whole.source_metrics()["data_share"].items():
         assert share == pytest.approx(count[name] / 1200, abs=1e-6)
 
 
@@ -96,22 +108,21 @@ def test_resume_anywhere_on_other_ranks_and_with_other_micro_batches(before, aft
 
 
 def test_the_drawing_is_of_seed_and_place_alone():
-    drawing = Drawing([0.5, 0.3, 0.2], 3)
-    whole = drawing.sources(0, 2000)
-    assert [drawing.sources(p, 1)[0] for p in (0, 255, 256, 1999)] == whole[
-        [0, 255, 256, 1999]
-    ].tolist()
-    assert np.array_equal(drawing.sources(700, 900), whole[700:1600])
-    assert not np.array_equal(Drawing([0.5, 0.3, 0.2], 4).sources(0, 2000), whole)
-    # It is no pattern: what follows a sequence of source 0 has all shares again.
-    after = whole[1:][whole[:-1] == 0]
-    assert np.bincount(after) / len(after) == pytest.approx([0.5, 0.3, 0.2], abs=0.06)
-    assert set(Drawing([0.0, 1.0, 0.0], 0).sources(0, 3000)) == {1}
-    # One of 256 is exactly one of each 256 in a row, from 0 on.
-    rare = Drawing([1 / 256, 0.5, 127 / 256], 5).sources(0, 20 * STRATA).reshape(20, STRATA)
-    assert [np.bincount(row).tolist() for row in rare] == [[1, 128, 127]] * 20
-    # What runs were trained on stays what it is.
-    assert drawing.sources(250, 16).tolist() == GOLDEN
+    weights = [0.5, 0.3, 0.2]
+    sources = draw(0, 2000, 3, weights)
+    places = [0, 255, 256, 1999]
+    assert [draw(place, 1, 3, weights)[0] for place in places] == sources[places].tolist()
+    assert np.array_equal(draw(700, 900, 3, weights), sources[700:1600])
+    assert not np.array_equal(draw(0, 2000, 4, weights), sources)
+    # The successors of source 0 have the same shares, so there is no pattern.
+    successors = sources[1:][sources[:-1] == 0]
+    assert np.bincount(successors) / len(successors) == pytest.approx(weights, abs=0.06)
+    assert set(draw(0, 3000, 0, [0.0, 1.0, 0.0])) == {1}
+    # A share of 1/256 is exactly one sequence in every stratum of 256.
+    strata = draw(0, 20 * STRATUM, 5, [1 / 256, 0.5, 127 / 256]).reshape(20, STRATUM)
+    assert [np.bincount(stratum).tolist() for stratum in strata] == [[1, 128, 127]] * 20
+    # Runs of earlier versions continue with the same sources.
+    assert draw(250, 16, 3, weights).tolist() == GOLDEN
 
 
 STAGES = [(300, {"a": 1.0}), (720, {"b": 3.0, "c": 1.0})]
@@ -124,10 +135,9 @@ def test_a_curriculum_draws_by_the_weights_of_its_stages():
     assert set(of_second) == {"b", "c"} and abs(of_second["b"] / 420 - 0.75) < 0.03
     for name, weight in WEIGHTS.items():
         assert abs(after[name] / 780 - weight) < 0.03
-    # What follows the stages is what it is without them.
+    # Stages do not change the sources after them.
     assert np.array_equal(
-        Drawing([0.5, 0.5], 3, [Stage(10, [1.0, 0.0])]).sources(10, 990),
-        Drawing([0.5, 0.5], 3).sources(10, 990),
+        draw(10, 990, 3, [0.5, 0.5], Stage(10, [1.0, 0.0])), draw(10, 990, 3, [0.5, 0.5])
     )
 
 
@@ -143,7 +153,7 @@ def test_a_curriculum_goes_on_exactly_on_other_ranks_and_not_another_one():
     found = [row for _ in range(200) for rank in ranks for row in take(rank, 1)]
     assert found == expected[255 : 255 + 600]
     for other in ((), STAGES[:1], [(301, {"a": 1.0}), STAGES[1]]):
-        with pytest.raises(DataError, match=r"is of data\.curriculum \["):
+        with pytest.raises(DataError, match=r"has data\.curriculum \["):
             loader(3, stages=other).load_state_dict(state)
 
 
@@ -194,13 +204,13 @@ def test_a_state_of_another_mixture_is_refused():
     with pytest.raises(DataError, match="seed 7, this run has 8"):
         loader(seed=8).load_state_dict(state)
     single = single_source_loader(np.arange(50), 4, 3)
-    with pytest.raises(DataError, match="of another kind of data"):
+    with pytest.raises(DataError, match="belongs to another kind of data"):
         single.load_state_dict(state)
-    with pytest.raises(DataError, match="of another kind of data"):
+    with pytest.raises(DataError, match="belongs to another kind of data"):
         loader().load_state_dict(single.state_dict())
     stream = StreamLoader(Data(streams=1), None, 3)
     for other in (state, single.state_dict()):
-        with pytest.raises(DataError, match="is of prepared data, and this run streams"):
+        with pytest.raises(DataError, match="belongs to prepared data, and this run streams"):
             stream.load_state_dict(other)
 
 

@@ -87,9 +87,9 @@ def test_error_sentences(cfg, bpe, tmp_path):
     cfg.data.seq_len = tokens - 1
     prepare(cfg, bpe, cfg.run_dir)
     cfg.data.val_fraction = 1e-9
-    fails(cfg, bpe, "none of the 200 documents fell to validation.*raise data.val_fraction")
+    fails(cfg, bpe, "none of the 200 documents is in the validation split.*raise data.val_fraction")
     cfg.data.val_fraction = 0.9999999
-    fails(cfg, bpe, "all 200 documents fell to validation")
+    fails(cfg, bpe, "all 200 documents are in the validation split")
     (tmp_path / "e.jsonl").touch()
     cfg.data.path = str(tmp_path / "e.jsonl")
     fails(cfg, bpe, "corpus is empty")
@@ -126,7 +126,9 @@ def test_an_id_beyond_the_vocabulary_is_refused(cfg, bpe, monkeypatch):
     monkeypatch.setattr(
         tokenising, "encode_documents", lambda tokenizer, *_: np.array([len(tokenizer)])
     )
-    fails(cfg, bpe, "the tokenizer made the id 320, but its vocabulary has 320: its files do not")
+    fails(
+        cfg, bpe, "the tokenizer returned the id 320, but its vocabulary has 320 entries: its files"
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"fingerprint": 1}', "null"])
@@ -198,5 +200,5 @@ def test_a_corpus_that_is_cut_short_while_it_is_read_is_a_sentence(cfg, bpe):
     folder = entry_of(cfg)
     done = FORKS.run("-c", [CUT, folder], timeout=120)
     assert done.returncode == 0, (done.returncode, done.stderr)
-    said = f"{folder}/train.bin is damaged: it was cut short while it was read, to 64 bytes of "
+    said = f"{folder}/train.bin is damaged: it was truncated while it was read, to 64 bytes of "
     assert done.stdout.startswith(said)

@@ -12,9 +12,14 @@ from transformers import PreTrainedTokenizerFast
 from lm.common.ranks import Ranks
 from lm.config.data import Data
 from lm.data.batches.loader import validation_blocks
-from lm.data.batches.text_bytes import TextBytes, UncountableError, bits_per_byte, in_bits
+from lm.data.batches.text_bytes import (
+    TextBytes,
+    UncountableError,
+    bits_per_byte,
+    format_bits_per_byte,
+)
 from lm.data.corpus.documents import encode_documents
-from lm.data.corpus.tokenizer import _from_folder
+from lm.data.corpus.tokenizer import _load_folder
 from lm.training.validation import text_bytes_of
 from tests.lm.data.test_tokenizer import EDGE_CASES
 
@@ -77,7 +82,7 @@ def test_the_space_before_a_document_is_no_text(decoder, prepend):
 
 
 def test_a_real_tokenizer_counts_whole_documents(shared):
-    tokenizer = _from_folder(shared / "tokenizers/gpt2")
+    tokenizer = _load_folder(shared / "tokenizers/gpt2")
     table = pq.read_table(shared / "fineweb/000_00000.parquet", columns=["text"])
     texts = table["text"].to_pylist()[:60] + TEXTS
     text_bytes = TextBytes(tokenizer)
@@ -115,7 +120,9 @@ def test_end_tokens_are_no_text_but_their_bits_count(bpe):
 def test_a_uniform_model_of_bytes_has_the_bits_of_its_alphabet():
     assert bits_per_byte(1000 * math.log(256), 1000) == pytest.approx(8)
     assert bits_per_byte(3.0, None) is None and bits_per_byte(3.0, 0) is None
-    assert in_bits(1.5) == "  bits per byte 1.5000" and in_bits(None) == ""
+    assert (
+        format_bits_per_byte(1.5) == "  bits per byte 1.5000" and format_bits_per_byte(None) == ""
+    )
 
 
 def test_ranks_add_their_bytes(bpe, monkeypatch):
@@ -160,7 +167,7 @@ def changed(bpe, **parts) -> PreTrainedTokenizerFast:
     ids=str,
 )
 def test_a_tokenizer_that_changes_the_text_is_refused(bpe, parts):
-    with pytest.raises(UncountableError, match="does not keep the text as it is"):
+    with pytest.raises(UncountableError, match="does not preserve text"):
         TextBytes(changed(bpe, **parts))
 
 
@@ -209,5 +216,5 @@ def test_a_strip_of_every_token_is_refused():
     tokenizer = sentencepiece_like()
     parts = [decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0), decoders.Fuse()]
     tokenizer.backend_tokenizer.decoder = decoders.Sequence(parts)
-    with pytest.raises(UncountableError, match="does not keep the text as it is"):
+    with pytest.raises(UncountableError, match="does not preserve text"):
         TextBytes(tokenizer)

@@ -92,13 +92,16 @@ def test_small_corpus_says_that_the_vocabulary_is_smaller(cfg):
     cfg.tokenizer.vocab_size = 50_000
     said = []
     tokenizer = load_tokenizer(cfg, cfg.run_dir, said.append)
-    assert len(said) == 1 and f"{len(tokenizer)} tokens only, fewer than the 50000" in said[0]
+    assert (
+        len(said) == 1
+        and f"only {len(tokenizer)} tokens, fewer than tokenizer.vocab_size 50000" in said[0]
+    )
 
 
 def test_a_run_keeps_its_tokenizer(cfg):
     load_tokenizer(cfg, cfg.run_dir)
     cfg.tokenizer.vocab_size = 300
-    with pytest.raises(DataError, match=r"was made from .*320.*asks for .*300"):
+    with pytest.raises(DataError, match=r"was made from .*320.*config has .*300"):
         load_tokenizer(cfg, cfg.run_dir)
 
 
@@ -143,9 +146,9 @@ def test_error_sentences(cfg, tmp_path, monkeypatch):
     fails(cfg, tmp_path / "t", "has no EOS token")
     fails(cfg, tmp_path / "nowhere", "no such folder")
     (tmp_path / "empty").mkdir()
-    fails(cfg, tmp_path / "empty", "holds no tokenizer: .*it holds nothing")
+    fails(cfg, tmp_path / "empty", "contains no tokenizer: .*it contains nothing")
     (tmp_path / "empty" / "tokenizer.model").touch()
-    fails(cfg, tmp_path / "empty", r"tokenizer\.json, .*it holds tokenizer\.model")
+    fails(cfg, tmp_path / "empty", r"tokenizer\.json, .*it contains tokenizer\.model")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "tokenizer.json").write_text("{")
     fails(cfg, tmp_path / "bad", "cannot be loaded")
@@ -160,7 +163,7 @@ def test_code_of_a_tokenizers_own_is_neither_run_nor_asked_for(cfg, tmp_path, mo
     (tmp_path / "evil.py").write_text("raise SystemExit('it ran')\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     cfg.tokenizer.name = str(tmp_path)
-    with pytest.raises(DataError, match=r"is code of its own \(`auto_map` in .* no training runs"):
+    with pytest.raises(DataError, match=r"has its own code \(`auto_map` in .* training never runs"):
         load_tokenizer(cfg, cfg.run_dir)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from lm.config.data import Data, Traces
 from lm.data.batches.packing import IGNORE
-from lm.data.batches.questions import COUNT, asked
+from lm.data.batches.questions import COUNT, question_batches
 from lm.data.corpus import cache
 from lm.data.sources import traces
 from lm.data.sources.errors import DataError
@@ -147,7 +147,7 @@ def test_other_traces_are_another_corpus(tmp_path):
 
 def test_targets_of_questions_are_their_answers_alone(bpe):
     source = Traces(group="S3", gaps=[2, 6], documents=1)
-    batches = asked(source, bpe, 50, 128)
+    batches = question_batches(source, bpe, 50, 128)
     assert [len(batch["labels"]) for batch in batches] == [50, 50, COUNT - 100]
     turns = list(traces.questions(Traces(), 6, COUNT))
     inputs = torch.cat([batch["input_ids"] for batch in batches])
@@ -160,7 +160,7 @@ def test_targets_of_questions_are_their_answers_alone(bpe):
 
 
 def test_questions_have_the_letters_of_their_source(bpe):
-    for batch in asked(Traces(letters=4, gaps=[3], documents=1), bpe, 50, 128):
+    for batch in question_batches(Traces(letters=4, gaps=[3], documents=1), bpe, 50, 128):
         for row, targets in zip(batch["input_ids"], batch["labels"]):
             question = bpe.decode(row[1 : (targets != IGNORE).nonzero()[0] + 1])
             assert set(re.findall(r"(?<!= )\b\w+", question)) <= {"ba", "be", "bi", "ca"}
@@ -169,12 +169,12 @@ def test_questions_have_the_letters_of_their_source(bpe):
 def test_questions_are_as_long_as_training_can_show_them(bpe):
     """The longest gap that fits into seq_len; no more tokens at once than in training."""
     source = Traces(group="S3", gaps=[1, 6, 5000], documents=1)
-    fitting = asked(source, bpe, 50, 128)
+    fitting = question_batches(source, bpe, 50, 128)
     assert [batch["input_ids"].tolist() for batch in fitting] == [
         batch["input_ids"].tolist()
-        for batch in asked(source.model_copy(update={"gaps": [6]}), bpe, 50, 128)
+        for batch in question_batches(source.model_copy(update={"gaps": [6]}), bpe, 50, 128)
     ]
-    long = asked(source.model_copy(update={"gaps": [300]}), bpe, 50, 128)
+    long = question_batches(source.model_copy(update={"gaps": [300]}), bpe, 50, 128)
     assert sum(len(batch["labels"]) for batch in long) == COUNT
     for batch in long:
         rows, width = batch["labels"].shape
@@ -191,7 +191,7 @@ def test_an_answer_that_melts_into_its_question_is_still_a_target():
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["?", "<end>"])
     merged.train_from_iterator(traces.documents(source), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=merged, eos_token="<end>")
-    for batch in asked(source, tokenizer, 50, 128):
+    for batch in question_batches(source, tokenizer, 50, 128):
         assert (batch["labels"] != IGNORE).any(-1).all()
 
 
@@ -199,7 +199,10 @@ def test_how_likely_answers_of_several_tokens_are(bpe):
     """The whole answer, and of several sources the least likely ones."""
     session, words = Traces(form="repl", gaps=[1]), Traces(group="S3", gaps=[2])
     validation = object.__new__(Validation)
-    validation.asked = {"repl": asked(session, bpe, 50, 128), "words": asked(words, bpe, 50, 128)}
+    validation.asked = {
+        "repl": question_batches(session, bpe, 50, 128),
+        "words": question_batches(words, bpe, 50, 128),
+    }
     nll = {id(validation.asked["repl"]): 0.3, id(validation.asked["words"]): 0.1}  # of a token
 
     class Engine:
@@ -228,7 +231,7 @@ def test_only_traces_have_answers_in_the_line():
 
 
 def test_what_cannot_be_is_refused():
-    with pytest.raises(DataError, match="S2 to S9, of so many variables, not `A5`"):
+    with pytest.raises(DataError, match="S2 to S9, with so many variables, not `A5`"):
         traces.check(Traces(form="repl", group="A5"))
     with pytest.raises(DataError, match="unknown group `Q8`"):
         traces.check(Traces(group="Q8"))
