@@ -138,7 +138,9 @@ class MixtureLoader:
         self._rank = rank
         self._world_size = world_size
         self._next = 0  # next sequence of the run, over all ranks
-        self._counts = np.zeros(len(self._names), dtype=np.int64)  # sequences so far, per source
+        self._counts = np.zeros(
+            len(self._names), dtype=np.int64
+        )  # sequences drawn from each source
 
     @property
     def stage(self) -> int:

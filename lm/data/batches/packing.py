@@ -48,7 +48,7 @@ class Packer:
 
 
 def block_count(tokens: int, seq_len: int) -> int:
-    """Return the number of blocks of a stream with so many tokens, including a padded last one."""
+    """Return the number of blocks of a stream of `tokens` tokens; the last one may be padded."""
     return max(0, -(-(tokens - 1) // seq_len))
 
 

@@ -28,7 +28,7 @@ AUTO_WORKERS = 2  # threads per rank for `data.workers: auto` and text from the 
 
 
 class BlockStream:
-    """Endless packed training blocks of one shard of the documents, without validation documents.
+    """Endless packed training blocks of a shard of the documents, without validation documents.
 
     Args:
         shard: (index, count).
@@ -189,7 +189,7 @@ class StreamLoader:
             self._readers = None
 
     def state_dict(self) -> dict:
-        """Return the position of this rank's streams; `merge_states` combines those of all ranks.
+        """Return the position of this rank's streams; `merge_states` combines all ranks.
 
         It is plain data, and for each stream a tensor of the token ids in its buffer.
         """
@@ -262,7 +262,7 @@ class StreamLoader:
         return [(first + step) % count for step in range(0, count, self._world_size)]
 
     def _make_streams(self) -> int:
-        """Make this rank's streams if there are none; return the run's number of streams."""
+        """Make this rank's streams at the first call; return the run's number of streams."""
         if self._stream_count is None:
             self._stream_count = _auto_streams(self._data, self._world_size)
         count = self._stream_count
@@ -281,7 +281,7 @@ class StreamLoader:
         workers = min(worker_count(self._data), len(numbers))
         if not workers:
             return SimpleNamespace(take=self._open_streams(count), close=lambda: None)
-        # Our threads suffice: those of `tokenizers`, times the ranks, would slow down training.
+        # Our threads suffice; the threads of `tokenizers` on every rank would slow down training.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         functions = [self._open_streams(count) for _ in range(workers)]
         return Readers(functions, [numbers[i::workers] for i in range(workers)])
@@ -312,7 +312,7 @@ class StreamLoader:
 
 
 class ShuffledStream:
-    """Position and shuffle buffer of one stream.
+    """Position and shuffle buffer of a stream.
 
     Args:
         number: Number of the stream, from 0.

@@ -17,10 +17,10 @@ from lm.data.corpus.documents import encode_documents
 
 UNKNOWN = -1  # bytes of a token that may replace any text, such as <unk>
 SPACE = "▁"  # sentencepiece's character for a space
-BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # sentencepiece's token of one byte
+BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # sentencepiece's token for a single byte
 # Byte-level BPE's characters for bytes.
 ALPHABET = {character: byte for byte, character in bytes_to_unicode().items()}
-# Texts that only a lossless tokenizer reproduces: characters of one to four bytes, runs of spaces
+# Texts that only a lossless tokenizer reproduces: characters of 1 to 4 bytes, runs of spaces
 # and line ends, capitals, and characters that compatibility normalisation would change.
 PROBES = (
     "The naïve café (½ of it, x²) ﬁlled  with   spaces\tand\ttabs.\n\n  Next: 東京 мир שלום end \n",
@@ -37,7 +37,7 @@ class TextBytes:
     """Counter of the UTF-8 bytes of text behind token ids.
 
     A token of a byte-level BPE has as many bytes as characters. A token of sentencepiece has the
-    bytes of its characters, where ▁ is a space of one byte; <0x0A> is one byte. EOS has 0 bytes.
+    bytes of its characters, where ▁ is a space, a single byte; so is <0x0A>. EOS has 0 bytes.
     The space that sentencepiece puts before a document is not text: it is not counted after EOS.
 
     Raises:

@@ -108,7 +108,7 @@ def identify_text(folder: Path, data: Data) -> list | dict | str:
         folder: Cache, which remembers the checksums of files.
 
     Raises:
-        DataError: If a file cannot be read, or there is none.
+        DataError: If a file cannot be read, or no file exists.
     """
     if data.source == "fineweb":
         return [data.dataset, data.name, data.val_tokens]

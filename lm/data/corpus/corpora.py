@@ -40,7 +40,7 @@ def prepare_sources(
     """Prepare the corpus of each source; print the shares of a mixture.
 
     Args:
-        progress: Called with (documents, tokens) of a source done so far.
+        progress: Called with the numbers of documents and tokens of a source that are done.
 
     Raises:
         DataError, OutputError: As `prepare`.

@@ -33,7 +33,7 @@ RECORD = "made_from.json"  # in the saved folder: the settings that the tokenize
 def load_tokenizer(
     cfg: Config, run_dir: Path, log: Callable[[str], None] = warnings.warn
 ) -> PreTrainedTokenizerFast:
-    """Load the tokenizer of a run; make it and save it in `run_dir/tokenizer` if there is none.
+    """Load the tokenizer in `run_dir/tokenizer`; make it and save it there if it is missing.
 
     Args:
         log: Receives a message if a trained vocabulary is smaller than configured.

@@ -209,8 +209,8 @@ def _counts(endings: Counter[str]) -> str:
     """Format the number of files per ending, the most frequent first: `95 .py, 2 .json`."""
     most_common = endings.most_common(MAX_NAMED)
     texts = [f"{count:,} {ending}" for ending, count in most_common]
-    if rest := endings.total() - sum(count for _, count in most_common):
-        texts.append(f"{rest:,} others")
+    if unnamed := endings.total() - sum(count for _, count in most_common):
+        texts.append(f"{unnamed:,} others")
     return ", ".join(texts)
 
 

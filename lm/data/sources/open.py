@@ -111,7 +111,7 @@ def _docstrings(node: ast.AST) -> Iterator[str]:
 def cut_at_blank_lines(text: str) -> Iterator[str]:
     """Cut a text into pieces of MIN_DOCUMENT to MAX_DOCUMENT characters; the last may be shorter.
 
-    A cut is after a blank line; if there is none, after a line; if there is none, anywhere.
+    A cut is preferably after a blank line, otherwise after a line, otherwise anywhere.
     """
     start = 0
     while len(text) - start > MAX_DOCUMENT:

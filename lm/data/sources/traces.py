@@ -30,7 +30,7 @@ class Turn(NamedTuple):
 class Words:
     """Words of a group, such as "ba bo = bi ; bi be ca = bu ;".
 
-    The answer after "=" is the product of all elements so far, as in the word problem of
+    The answer after "=" is the product of all elements before it, as in the word problem of
     `synthetic/tasks/`.
     """
 
