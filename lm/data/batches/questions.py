@@ -54,8 +54,8 @@ def _encode(turn: traces.Turn, tokenizer: PreTrainedTokenizerBase) -> tuple[list
     """Encode EOS, a question and its answer.
 
     Returns:
-        Token ids, and the index of the answer's first token, where the ids begin to differ from
-        the ids of the question without its answer.
+        Token ids, and the index of the answer's first token: the first difference from the ids of
+        the question without its answer.
     """
     question, document = (
         tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -86,9 +86,10 @@ def open_hub(dataset: str, config: str, revision: str | None = None) -> HubFiles
     if not files:
         raise DataError(f"{name} has no files of a training split; set data.dataset and data.name")
     if foreign_files := [path for path in files if not path.endswith(".parquet")]:
+        example = foreign_files[0].rpartition("/")[2]
         raise DataError(
-            f"{name} does not consist of parquet files ({foreign_files[0].rpartition('/')[2]} is one of"
-            f" {len(files)} files): download it and use `data.source: jsonl` or `text`"
+            f"{name} does not consist of parquet files ({example} is one of {len(files)} files):"
+            " download it and use `data.source: jsonl` or `text`"
         )
     commit = re.match(r"hf://datasets/[^@]+@([^/]+)/", files[0])
     if not commit:
