@@ -35,7 +35,7 @@ from tests.lm.report.test_plan import LM
 from tests.refusals import refused
 
 LENGTH = 4
-TOKENS = {"a": 41, "b": 90, "c": 23}  # 10, 23 and 6 blocks; those of b and c end with padding
+TOKENS = {"a": 41, "b": 90, "c": 23}  # 10, 23 and 6 blocks; the last block is padded in b and c
 FIRST = {
     "a": 0,
     "b": 1000,
