@@ -160,7 +160,7 @@ class Training(Loop):
         from lm.data.sources import mixture
 
         cfg, ranks, folder = self.cfg, self.ranks, self.run.path
-        say(f"data     {mixture.described(cfg.data)}; tokenizer {cfg.tokenizer.name}")
+        say(f"data     {mixture.describe_data(cfg.data)}; tokenizer {cfg.tokenizer.name}")
         ranks.first(self._stoppable, load_tokenizer, cfg, folder, say)
         ranks.first(self._check_made_of)
         self.tokenizer = load_tokenizer(cfg, folder)
@@ -456,7 +456,7 @@ class Training(Loop):
             **solver,
             **imbalance(breakdown["forward"] + breakdown.get("solve", 0.0), self._gather_host),
             "breakdown": breakdown,
-            **self.batches.drawn(),
+            **self.batches.source_metrics(),
             "peak_memory_bytes": self._peak_memory(),
         }
         self.stats = []
@@ -525,7 +525,7 @@ class Training(Loop):
                 "tokens_per_s": round(tokens / max(self.seconds, 1e-9), 1),
                 "parameters": self.parameters,
                 "vocab_size": self.vocab_size,
-                **self.batches.drawn(),
+                **self.batches.source_metrics(),
                 **{k: v for k, v in final.items() if k != "step"},
             }
             self.ranks.first(write_json, self.run.result, result)

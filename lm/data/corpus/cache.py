@@ -78,7 +78,7 @@ def tokenizer_folder(folder: Path, cfg: Config) -> Path:
         budgets = mixture.tokenizer_bytes(cfg)
         text = {"mixture": []}
         for name, part in mixture.parts(cfg).items():
-            with mixture.naming(name):
+            with mixture.name_source_in_errors(name):
                 source = {"text": identify_text(folder, part.data), "bytes": budgets[name]}
             text["mixture"].append(_split_settings(part.data) | source)
     address = digest(
@@ -108,14 +108,14 @@ def identify_text(folder: Path, data: Data) -> list | dict | str:
         folder: Cache, which remembers the checksums of files.
 
     Raises:
-        DataError: If a file cannot be read, or there is none.
+        DataError: If a file cannot be read, or no file exists.
     """
     if data.source == "fineweb":
         return [data.dataset, data.name, data.val_tokens]
     if data.source == "builtin":
         return sys.version
     if data.source == "traces":
-        return traces.described(data.traces)
+        return traces.describe_text(data.traces)
     listing = list_files(data)
     report_files(data, listing)
     files = [path.resolve() for path in listing.files]

@@ -13,7 +13,7 @@ from lm.config.schema import Config
 from lm.data.corpus.corpus import Corpus, open_folder
 from lm.data.corpus.prepare import ensure_on_node, open_corpus, prepare, prepare_ahead
 from lm.data.corpus.tokenizer import new_tokenizer
-from lm.data.sources.mixture import described, naming, parts, shares
+from lm.data.sources.mixture import describe_data, name_source_in_errors, parts, shares
 
 Result = TypeVar("Result")
 
@@ -26,7 +26,7 @@ def _for_each(cfg: Config, action: Callable[[Config, str], Result]) -> dict[str,
     """
     results = {}
     for name, part in parts(cfg).items():
-        with naming(name):
+        with name_source_in_errors(name):
             results[name] = action(part, name)
     return results
 
@@ -40,7 +40,7 @@ def prepare_sources(
     """Prepare the corpus of each source; print the shares of a mixture.
 
     Args:
-        progress: Called with (documents, tokens) of a source done so far.
+        progress: Called with the numbers of documents and tokens of a source that are done.
 
     Raises:
         DataError, OutputError: As `prepare`.
@@ -81,7 +81,7 @@ def prepare_config(cfg: Config) -> str:
         DataError: If a source or the tokenizer cannot be read, or a corpus is damaged.
         OutputError: If the cache cannot be written.
     """
-    say(f"data     {described(cfg.data)}; tokenizer {cfg.tokenizer.name}")
+    say(f"data     {describe_data(cfg.data)}; tokenizer {cfg.tokenizer.name}")
     tokenizer = new_tokenizer(cfg, say)
     bar = Progress("tokenised", unit="documents")
 

@@ -20,7 +20,9 @@ from lm.data.corpus.tokenising import tokenise
 from lm.data.sources.errors import DataError
 
 RECORD = "corpus.json"  # in RUN/data: names the corpus that the run uses
-Progress = Callable[[int, int], None]  # called with (documents, tokens) done so far
+Progress = Callable[
+    [int, int], None
+]  # called with the numbers of documents and tokens that are done
 
 
 @dataclass(frozen=True)
@@ -272,7 +274,7 @@ def _find(folder: Path, record: Record | None) -> Path | None:
 
 
 def _read_record(folder: Path) -> Record | None:
-    """Read corpus.json; return None if there is none.
+    """Read corpus.json; return None if the file does not exist.
 
     Raises:
         DataError: If it is damaged.

@@ -24,7 +24,7 @@ _jitter = random.Random()  # a separate generator: it must not affect the run's 
 
 @dataclass(frozen=True)
 class HubFiles:
-    """Training files of one configuration of a hub dataset, at one commit."""
+    """Training files of a hub dataset's configuration, at a fixed commit."""
 
     name: str  # for messages
     revision: str  # commit hash
@@ -63,7 +63,7 @@ def check_hub(subject: str, offline_hint: str = "") -> None:
             time.sleep(1)
 
 
-@functools.lru_cache(maxsize=4)  # the streams of one process share it
+@functools.lru_cache(maxsize=4)  # the streams of a process share it
 def open_hub(dataset: str, config: str, revision: str | None = None) -> HubFiles:
     """List the training files of a dataset's configuration.
 
@@ -85,10 +85,11 @@ def open_hub(dataset: str, config: str, revision: str | None = None) -> HubFiles
     files = (builder.config.data_files or {}).get("train")
     if not files:
         raise DataError(f"{name} has no files of a training split; set data.dataset and data.name")
-    if others := [path for path in files if not path.endswith(".parquet")]:
+    if foreign_files := [path for path in files if not path.endswith(".parquet")]:
+        example = foreign_files[0].rpartition("/")[2]
         raise DataError(
-            f"{name} does not consist of parquet files ({others[0].rpartition('/')[2]} is one of"
-            f" {len(files)} files): download it and use `data.source: jsonl` or `text`"
+            f"{name} does not consist of parquet files ({example} is one of {len(files)} files):"
+            " download it and use `data.source: jsonl` or `text`"
         )
     commit = re.match(r"hf://datasets/[^@]+@([^/]+)/", files[0])
     if not commit:

@@ -24,7 +24,7 @@ FILES = 0x66696C65  # added to seed and epoch: separates this generator from all
 
 
 class HubDocuments:
-    """Iterator over the texts of one shard of a hub dataset.
+    """Iterator over the texts of a shard of a hub dataset.
 
     The row groups of all files are dealt out like cards: row group number u goes to the shard
     u % count. If there are fewer row groups than shards, several shards share a row group: with k
@@ -180,7 +180,7 @@ class RowGroups:
         """Count the row groups of all files; stop reading footers once there are `limit`.
 
         Raises:
-            DataError: If there are none.
+            DataError: If the dataset has no row groups.
         """
         count = 0
         for file in range(len(self.files.paths)):
@@ -290,8 +290,8 @@ class RowGroups:
         from huggingface_hub.utils import disable_progress_bars
 
         path = self.files.paths[file]
-        repository, _, rest = path.removeprefix("hf://datasets/").partition("@")
-        commit, _, name = rest.partition("/")
+        repository, _, versioned_name = path.removeprefix("hf://datasets/").partition("@")
+        commit, _, name = versioned_name.partition("/")
         folder = Path(self._folder or "").expanduser() / f"datasets/{repository}@{commit}"
         disable_progress_bars()
         download = functools.partial(

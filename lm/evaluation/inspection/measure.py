@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from lm.common.errors import UserError
-from lm.data.batches.text_bytes import bytes_of_tokens
+from lm.data.batches.text_bytes import token_bytes
 from lm.evaluation.inspection.page import Inspection
 from lm.evaluation.inspection.result import Guess, Layers
 from lm.evaluation.inspection.tokens import make_tokens, show_bytes
@@ -160,14 +160,14 @@ def inspect_text(
     found = predictions(logits, [*ids[1:], None])
 
     def names(numbers: list[int]) -> list[str]:
-        return list(map(show_bytes, bytes_of_tokens(tokenizer, numbers)))
+        return list(map(show_bytes, token_bytes(tokenizer, numbers)))
 
     guesses = named_guesses(found.guesses, names)
     none = torch.full((1,), torch.nan)
     return Inspection(
         name=name,
         model=in_words(model),
-        tokens=make_tokens(ids, bytes_of_tokens(tokenizer, ids)),
+        tokens=make_tokens(ids, token_bytes(tokenizer, ids)),
         loss=torch.cat([none, found.loss[:-1]]),
         entropy=torch.cat([none, found.entropy[:-1]]),
         guesses=[[], *guesses[:-1]],
