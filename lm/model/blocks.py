@@ -18,7 +18,7 @@ from .fixed_point import FixedPointBlock, Prepared
 from .layers import Projection, RMSNorm, ShortConv, StepSize, WNLinear, affine_map
 from .mixers import nrm
 from .scan import faster, linear_scan, selective_scan, ssd_scan
-from .state import Sequences, once, shift
+from .state import Sequences, cached, shift
 
 
 def normalise(v: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
@@ -95,21 +95,21 @@ class FPMamba(FixedPointBlock):
     def _prepared(self, x, z, bc_x, delta, seqs, tail):
         """Prepared, from u's projections; delta: the step size before its bias and softplus."""
         cfg, acc = self.config, torch.promote_types(x.dtype, torch.float32)
-        A = once(seqs.kept, ("A", acc), lambda: self._rates(acc))
+        A = cached(seqs.cache, ("A", acc), lambda: self._rates(acc))
         keep = None if seqs.starts is None else 1 - seqs.starts.to(acc)
         dt = None if cfg.dt_h_dep else self._dt(delta, seqs)
         B, C = bc_x.chunk(2, dim=-1)
         others = {"B": Projection("B", B, None), "C": Projection("C", C, None)}
         reading = [name for name, reads in (("B", cfg.b_h_dep), ("C", cfg.c_h_dep)) if reads]
         if reading:
-            matrix, bias = once(seqs.kept, "bc_y_proj", lambda: affine_map(self.bc_y_proj, x))
+            matrix, bias = cached(seqs.cache, "bc_y_proj", lambda: affine_map(self.bc_y_proj, x))
             from_x = bc_x if len(reading) == 2 else others[reading[0]].from_x
             from_x = from_x if bias is None else from_x + bias
             split = from_x.chunk(len(reading), -1), matrix.chunk(len(reading))
             for name, x_part, of_y in zip(reading, *split):
                 others[name] = Projection(name, x_part, of_y)
         if cfg.dt_h_dep:
-            matrix, bias = once(seqs.kept, "dt_y_proj", lambda: affine_map(self.dt_y_proj, x))
+            matrix, bias = cached(seqs.cache, "dt_y_proj", lambda: affine_map(self.dt_y_proj, x))
             others["delta"] = Projection("delta", delta if bias is None else delta + bias, matrix)
         mixed = x.to(acc).contiguous()
         projections, weights = self._project(x, mixed, seqs, *others.values())
@@ -160,7 +160,7 @@ class FPMamba(FixedPointBlock):
         options = *reflections, cfg.bc_norm, self.groups, norm.kind, norm.eps, cfg.d_state
         weights = s.time.A, self._D(), norm.weight, norm.bias
         A, D, weight, bias = (None if t is None else t.to(x.dtype) for t in weights)
-        y, h = (s.seqs.before(name) for name in ("y", "h"))
+        y, h = (s.seqs.get_state(name) for name in ("y", "h"))
         given: tuple[Any, ...] = (
             raw,
             s.projections.weight_y.to(raw.dtype),
@@ -201,7 +201,7 @@ class FPMamba1(FPMamba):
     def prepare(self, u: torch.Tensor, seqs: Sequences = Sequences()) -> Prepared:  # noqa: B008
         cfg = self.config
         x, z = self.in_proj(u).chunk(2, dim=-1)
-        x = seqs.masked(x)
+        x = seqs.zero_padding(x)
         tail = self._tail(x, seqs)
         x = self._conv(x, seqs, getattr(self, "conv1d", None))
         delta, bc_x = self.x_proj(x).split([cfg.dt_rank, 2 * cfg.d_state], dim=-1)
@@ -209,14 +209,14 @@ class FPMamba1(FPMamba):
 
     def _dt(self, delta, seqs):
         """Δ = softplus(δ W_dtᵀ + b_dt), zero at padding. delta: (b,l,dt_rank) → (b,l,d)."""
-        return seqs.masked(F.softplus(self.dt_proj(delta)))
+        return seqs.zero_padding(F.softplus(self.dt_proj(delta)))
 
     def scan_time(
         self, s: Prepared, parts: MambaParts, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """h_t = exp(Δ_t A) h_{t−1} + (Δ_t x̃_t) B_tᵀ, o_t = h_t C_t."""
         dt, B, C = parts
-        return selective_scan(x, dt, s.time.A, B, C, s.seqs.before("h"), s.time.keep)
+        return selective_scan(x, dt, s.time.A, B, C, s.seqs.get_state("h"), s.time.keep)
 
     def decay(self, s: Prepared, parts: MambaParts) -> torch.Tensor:
         """exp(Δ_t A), over channels and their n numbers."""
@@ -254,7 +254,7 @@ class FPMamba2(FPMamba):
     def prepare(self, u: torch.Tensor, seqs: Sequences = Sequences()) -> Prepared:  # noqa: B008
         d, bc = self.config.d_inner, 2 * self.config.ngroups * self.config.d_state
         z, xbc, delta = self.in_proj(u).split([d, d + bc, self.heads], dim=-1)
-        xbc = seqs.masked(xbc)
+        xbc = seqs.zero_padding(xbc)
         tail = self._tail(xbc, seqs)
         xbc = self._conv(xbc, seqs, getattr(self, "conv1d", None))
         x, bc_x = xbc.split([d, bc], dim=-1)
@@ -263,7 +263,7 @@ class FPMamba2(FPMamba):
     def _dt(self, delta, seqs):
         """dt = softplus(delta + bias), zero at padding. delta: (b,l,h) → the same."""
         acc = torch.promote_types(delta.dtype, torch.float32)
-        return seqs.masked(F.softplus(delta.to(acc) + self.dt_bias.to(acc)))
+        return seqs.zero_padding(F.softplus(delta.to(acc) + self.dt_bias.to(acc)))
 
     def scan_time(
         self, s: Prepared, parts: MambaParts, x: torch.Tensor
@@ -272,7 +272,7 @@ class FPMamba2(FPMamba):
         cfg, A, keep = self.config, s.time.A, s.time.keep
         B, C = (m.unflatten(-1, (self.groups, cfg.d_state)) for m in (parts.B, parts.C))
         heads = x.unflatten(-1, (self.heads, cfg.headdim))
-        o, h = ssd_scan(heads, parts.dt, A, B, C, s.seqs.before("h"), keep)
+        o, h = ssd_scan(heads, parts.dt, A, B, C, s.seqs.get_state("h"), keep)
         return o.flatten(-2), h
 
     def decay(self, s: Prepared, parts: MambaParts) -> torch.Tensor:
@@ -322,7 +322,7 @@ class FPRNN(FixedPointBlock):
 
     def prepare(self, u: torch.Tensor, seqs: Sequences = Sequences()) -> Prepared:  # noqa: B008
         x0, z = self.in_proj(u).chunk(2, dim=-1)
-        x0 = seqs.masked(x0)
+        x0 = seqs.zero_padding(x0)
         tail = self._tail(x0, seqs)  # the four convolutions read the same
         x, x_b, x_mixer, x_lambda = (
             self._conv(x0, seqs, getattr(self, f"conv1d_{name}", None))
@@ -335,8 +335,8 @@ class FPRNN(FixedPointBlock):
         decay, fresh = torch.sigmoid(gate), torch.sigmoid(-gate)  # λ and 1 − λ
         if seqs.mask is not None:  # the state passes padding unchanged
             decay = decay.masked_fill(~seqs.mask.unsqueeze(-1), 1.0)
-            fresh = seqs.masked(fresh)
-            x = seqs.masked(x)  # conv1d_x made it silu(bias) there, which conv1d_c would see
+            fresh = seqs.zero_padding(fresh)
+            x = seqs.zero_padding(x)  # conv1d_x made it silu(bias) there, which conv1d_c would see
         if seqs.starts is not None:
             decay = decay.masked_fill(seqs.starts.unsqueeze(-1), 0.0)
         mixed = b * x.to(acc)
@@ -351,7 +351,7 @@ class FPRNN(FixedPointBlock):
         self, s: Prepared, parts: VectorTime, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """h_t = λ_t h_{t−1} + (1 − λ_t) x̃_t."""
-        h = linear_scan(parts.decay, parts.fresh * x, s.seqs.before("h"))
+        h = linear_scan(parts.decay, parts.fresh * x, s.seqs.get_state("h"))
         return h, h[:, -1]
 
     def decay(self, s: Prepared, parts: VectorTime) -> torch.Tensor:
@@ -373,7 +373,7 @@ class FPRNN(FixedPointBlock):
         # No norm; B and C, which the kernel does not read here, count as one normalised group.
         options = (*reflections, True, 1, "none", 0.0, 0)
         layout = at, at + reflections[0] * x.shape[-1], 0, 0
-        before = (s.seqs.before(name) for name in ("y", "h"))
+        before = (s.seqs.get_state(name) for name in ("y", "h"))
         y, h = (None if t is None else t.to(x.dtype) for t in before)
         weight_y = s.projections.weight_y.to(raw.dtype)
         given = raw, weight_y, x, s.time.decay, s.time.fresh, s.time.keep, y, h

@@ -41,7 +41,15 @@ from .solver import (
     stats_of,
     token_residual,
 )
-from .state import BlockState, Sequences, last, map_tensors, once, shift, state_shapes
+from .state import (
+    BlockState,
+    Sequences,
+    cached,
+    last_valid_tokens,
+    map_tensors,
+    shift,
+    state_shapes,
+)
 
 # The relative residual at which a window has converged is at most COARSE where exact tokens are
 # trained, where f is iterated token by token in evaluation, and under bf16, whose rounding is of
@@ -77,7 +85,7 @@ class Prepared(NamedTuple):
         )
 
 
-class OverTime(NamedTuple):
+class TokenTrace(NamedTuple):
     """What goes on in a layer while it reads a sequence."""
 
     state_norm: torch.Tensor  # (b,l) ‖h_t‖₂, the recurrence's state after the token
@@ -158,7 +166,7 @@ class FixedPointBlock(nn.Module):
         if not self.config.use_short_conv:
             return x
         segments = None if seqs.starts is None else seqs.starts.cumsum(1)
-        tail = seqs.before("conv", index)
+        tail = seqs.get_state("conv", index)
         return conv(x, segments, tail)
 
     def _of_parameters(self):
@@ -179,7 +187,7 @@ class FixedPointBlock(nn.Module):
         """The last inputs of the convolution over x, None unless they will be needed."""
         if not (self.config.use_short_conv and seqs.return_state):
             return None
-        return last(x, self.config.d_conv - 1, seqs.before("conv", index), seqs)
+        return last_valid_tokens(x, self.config.d_conv - 1, seqs.get_state("conv", index), seqs)
 
     def _tails(self, s, y):
         """`BlockState.conv`. y: the iterate that the output is computed from."""
@@ -192,8 +200,9 @@ class FixedPointBlock(nn.Module):
             return None
 
         def at_the_end(y, name):
-            before = s.seqs.before(name)
-            return last(y, 1, None if before is None else before.unsqueeze(1), s.seqs).squeeze(1)
+            before = s.seqs.get_state(name)
+            before = None if before is None else before.unsqueeze(1)
+            return last_valid_tokens(y, 1, before, s.seqs).squeeze(1)
 
         last_y = at_the_end(y_star, "y")
         apart = y is not y_star or s.seqs.mask is not None or s.seqs.starts is not None
@@ -204,14 +213,14 @@ class FixedPointBlock(nn.Module):
         """The mixer's projection beside others. x: (b,l,d) what the mixer reads. like: (b,l,d) what
         it mixes. Returns Projections and the mixer's weights."""
         cfg, d = self.config, x.shape[-1]
-        weights = once(seqs.kept, "mixer", lambda: self._mixer_weights(x, seqs))
+        weights = cached(seqs.cache, "mixer", lambda: self._mixer_weights(x, seqs))
         of_y = None
         if cfg.mixer_h_dep:
             of_y = weights.first if cfg.symm_mixer else weights.first[:, d:]
         from_x = linear_by_eights(x, weights.first[:, :d], weights.bias)
         dtype = from_x.dtype if self._reads_narrow(like, seqs) else like.dtype
         mixer = Projection("mixer", from_x, of_y)
-        projections = side_by_side([mixer, *others], d, dtype, seqs.kept)
+        projections = side_by_side([mixer, *others], d, dtype, seqs.cache)
         projections = projections._replace(centroids=self.centroids)
         return projections.moved(self.in_units_of_y(seqs.noise)), weights
 
@@ -247,7 +256,7 @@ class FixedPointBlock(nn.Module):
         x, parts, _ = self._mixed(s, y)
         with torch.autocast(x.device.type, enabled=False):
             o, h = self.scan_time(s, parts, x)
-            g = s.seqs.masked(self.norm_time(s, o, x))
+            g = s.seqs.zero_padding(self.norm_time(s, o, x))
         return (g, h) if with_state else g
 
     def explicit(self, s: Prepared, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -262,7 +271,7 @@ class FixedPointBlock(nn.Module):
             own = self.own(s, parts)
             gain = own.gain(x.shape[-1])
             g, _, outcome = self._solve_tokens(s, rows, own.token(s.x, o - gain * x, gain))
-        return s.seqs.masked(g), h, self._outcome(s, outcome)
+        return s.seqs.zero_padding(g), h, self._outcome(s, outcome)
 
     def one_token(self, s: Prepared) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The token after a state. s: of one token → y (b,1,d), the state, the outcome (b,1)."""
@@ -274,7 +283,7 @@ class FixedPointBlock(nn.Module):
             token = own.token(s.x, history, own.gain(s.x.shape[-1]))
             y, mixed, outcome = self._solve_tokens(s, rows, token)
             _, h = self.scan_time(s, parts, mixed)
-        return s.seqs.masked(y), h, self._outcome(s, outcome)
+        return s.seqs.zero_padding(y), h, self._outcome(s, outcome)
 
     def _solve_tokens(self, s, rows, token):
         raw = rows["mixer"].to(token.x.dtype)
@@ -299,13 +308,13 @@ class FixedPointBlock(nn.Module):
         if not self.config.gate_h_dep:
             return s.z
         before = shift(y.to(s.z.dtype), s.seqs, "f_y")
-        return s.z + self._of_y("z_y_proj", before, s.seqs.kept)
+        return s.z + self._of_y("z_y_proj", before, s.seqs.cache)
 
     # How it is solved.
 
     def settings(self, seqs: Sequences) -> Any:
         """The config whose solver fields hold."""
-        return self.config if seqs.solving.settings is None else seqs.solving.settings
+        return self.config if seqs.options.settings is None else seqs.options.settings
 
     def rule(self, settings: Any) -> Rule:
         """The solver's rule for the mode the block is in: evaluation is stricter than training (as
@@ -370,7 +379,7 @@ class FixedPointBlock(nn.Module):
 
     def _solve(self, s):
         """The Solution; differentiable where gradients are on and it is token by token."""
-        with s.seqs.solving.around():
+        with s.seqs.options.solve_context():
             return self._solution(s)
 
     def _solution(self, s):
@@ -413,7 +422,7 @@ class FixedPointBlock(nn.Module):
         y, h, outcome = found
         if after_padding is not None:  # elsewhere that is not waited for: the model never has it
             outcome = torch.where(after_padding, outcome | FAILED, outcome)
-        y = s.seqs.masked(y)
+        y = s.seqs.zero_padding(y)
         stats = stats_of(torch.zeros_like(y[..., 0]), self._outcome(s, outcome), 1.0)
         return Solution(y, stats, y, h)
 
@@ -424,7 +433,7 @@ class FixedPointBlock(nn.Module):
         longest = []
 
         def remember(v):
-            v = s.seqs.masked(v)
+            v = s.seqs.zero_padding(v)
             longest.append(torch.linalg.vector_norm(v, dim=-1).amax(1, keepdim=True))
             if adjoint_norm is not None:
                 adjoint_norm.zero_()
@@ -494,14 +503,14 @@ class FixedPointBlock(nn.Module):
         """See the class."""
         c = self.settings(seqs)
         if self.training:
-            how = seqs.solving
+            how = seqs.options
             noise = how.draw_noise(self, u, c.state_noise, how.generators)
             seqs = seqs._replace(noise=noise)
         if torch.is_grad_enabled():
             dtype = torch.promote_types(u.dtype, torch.float32)
             seqs = seqs._replace(adjoint_norm=u.new_zeros(len(u), dtype=dtype))
-        if seqs.kept is not None:
-            seqs = seqs._replace(kept=seqs.kept.valid_for(self._of_parameters()))
+        if seqs.cache is not None:
+            seqs = seqs._replace(cache=seqs.cache.valid_for(self._of_parameters()))
         if self._through_time(u, c):
 
             def solve(u):
@@ -559,8 +568,8 @@ class FixedPointBlock(nn.Module):
         )
 
     @torch.no_grad()
-    def over_time(self, u: torch.Tensor, seqs: Sequences = Sequences()) -> OverTime:  # noqa: B008
-        """OverTime at the solution that the mode and the settings give, one token after the other.
+    def trace_tokens(self, u: torch.Tensor, seqs: Sequences = Sequences()) -> TokenTrace:  # noqa: B008
+        """TokenTrace at the solution of the mode and the settings, one token after the other.
         u: (b,l,d_model)."""
         s = self.prepare(u, seqs)
         y = self._solve(s).y
@@ -576,7 +585,7 @@ class FixedPointBlock(nn.Module):
             norms.append(torch.linalg.vector_norm(h.flatten(1), dim=-1, keepdim=True))
             state = BlockState(y[:, t], None, h, ())
         gate = None if gates is None else gates.mean(-1)
-        return OverTime(torch.cat(norms, 1), gate, torch.cat(decays, 1))
+        return TokenTrace(torch.cat(norms, 1), gate, torch.cat(decays, 1))
 
     def _flops(self, once, scan):
         """(once, per evaluation) from what the subclass counts on top of mixer, gate and the maps

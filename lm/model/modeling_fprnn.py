@@ -56,10 +56,10 @@ from .state import (
     FPRNNCache,
     FPRNNState,
     Sequences,
-    Solving,
-    last,
+    SolveOptions,
+    gather_tokens,
+    last_valid_tokens,
     padding_to_the_right,
-    taken,
 )
 
 # transformers copies only files that the modeling file itself names; these keep the list whole.
@@ -96,14 +96,14 @@ class Tokens(NamedTuple):
             return self
         order, back = padding_to_the_right(self.mask)
         input_ids, mask, starts = (
-            None if of_tokens is None else taken(of_tokens, order)
+            None if of_tokens is None else gather_tokens(of_tokens, order)
             for of_tokens in (self.input_ids, self.mask, self.starts)
         )
-        return Tokens(taken(self.hidden, order), input_ids, mask, starts, back)
+        return Tokens(gather_tokens(self.hidden, order), input_ids, mask, starts, back)
 
     def put_back(self, x: torch.Tensor) -> torch.Tensor:
         """What the layers made of the tokens, (b,l,·), with the padding in its place again."""
-        return x if self.back is None else taken(x, self.back)
+        return x if self.back is None else gather_tokens(x, self.back)
 
 
 class Passed(NamedTuple):
@@ -177,18 +177,18 @@ class FPRNNPreTrainedModel(PreTrainedModel):
 
     @contextlib.contextmanager
     def passes(self, **fields: Any) -> Iterator[None]:
-        """Inside, a pass of the model has these fields of state.Solving; contexts nest."""
+        """Inside, a pass of the model has these fields of state.SolveOptions; contexts nest."""
         backbone = self.base_model
-        before = backbone.how
-        backbone.how = before._replace(**fields)
+        before = backbone.solve_options
+        backbone.solve_options = before._replace(**fields)
         try:
             yield
         finally:
-            backbone.how = before
+            backbone.solve_options = before
 
     def _settings(self):
         """The config whose solver fields hold."""
-        settings = self.base_model.how.settings
+        settings = self.base_model.solve_options.settings
         return self.config if settings is None else settings
 
     @torch.no_grad()
@@ -207,7 +207,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(FPRNNLayer(config, layer) for layer in config.layer_list())
-        self.how = Solving(config)
+        self.solve_options = SolveOptions(config)
         self.norm_f = RMSNorm(config.d_model, config.norm_epsilon)
         # The numbers of the fixed-point layers, from 0 on; None where all are.
         self.solved_layers = None
@@ -218,7 +218,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy made inside `passes` would never leave it."""
-        return {**vars(self), "how": Solving(self.config)}
+        return {**vars(self), "solve_options": SolveOptions(self.config)}
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embeddings
@@ -251,7 +251,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         is_read = starts is not None and (return_state or on_cpu(starts))
         if is_read and not starts.any():
             starts = None
-        return Sequences(mask, starts, return_state=return_state, solving=self.how)
+        return Sequences(mask, starts, return_state=return_state, options=self.solve_options)
 
     @torch.compiler.disable  # the length of a solve depends on the data
     def forward(
@@ -391,7 +391,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
             if state is not None:
                 seqs = seqs._replace(state=state.layers[index])
             if cache is not None:
-                seqs = seqs._replace(kept=cache.kept(index))
+                seqs = seqs._replace(cache=cache.weight_cache(index))
             try:
                 hidden, residual, layer_stats, *end = layer(
                     hidden, residual, seqs, count_iterations
@@ -466,7 +466,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
             return FPRNNState(tuple(ends), None)
         known = state is not None and state.last_token is not None
         before = state.last_token if known else input_ids.new_full(input_ids.shape[:1], -1)
-        tokens = last(input_ids.unsqueeze(-1), 1, before[:, None, None], seqs)
+        tokens = last_valid_tokens(input_ids.unsqueeze(-1), 1, before[:, None, None], seqs)
         return FPRNNState(tuple(ends), tokens.flatten())
 
 

@@ -106,15 +106,15 @@ class FPRNNCache:
 
     def __init__(self, state: FPRNNState | None = None, length: int = 0) -> None:
         self.state, self.length = state, length
-        self._kept: dict[int, WeightCache] = {}  # of every layer
+        self._weight_caches: dict[int, WeightCache] = {}  # of every layer
 
-    def kept(self, layer: int) -> "WeightCache":
+    def weight_cache(self, layer: int) -> "WeightCache":
         """The WeightCache of a layer."""
-        return self._kept.setdefault(layer, WeightCache())
+        return self._weight_caches.setdefault(layer, WeightCache())
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is loaded elsewhere, has other parameters."""
-        return {**vars(self), "_kept": {}}
+        return {**vars(self), "_weight_caches": {}}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens seen, padding included."""
@@ -171,7 +171,7 @@ class WeightCache:
         return self._made[name]
 
 
-def once(kept: WeightCache | None, name: Hashable, make: Callable[[], Any]) -> Any:
+def cached(kept: WeightCache | None, name: Hashable, make: Callable[[], Any]) -> Any:
     """`kept.get_or_make`, where something may be kept. kept: WeightCache or None."""
     return make() if kept is None else kept.get_or_make(name, make)
 
@@ -221,13 +221,13 @@ def draw_state_noise(
     return sigma * draw(torch.rand, (len(u), 1, 1), u.device, generators) * noise
 
 
-class Solving(NamedTuple):
+class SolveOptions(NamedTuple):
     """How the layers solve in one pass of the model."""
 
     settings: Any = None  # a config whose solver fields hold; None: the block's own
     draw_noise: Callable[..., torch.Tensor | None] = draw_state_noise  # an Adversary has its own
     generators: list[torch.Generator] | None = None  # of the noise, one for each sequence: `draw`
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # each solve: a clock's context
+    solve_context: Callable[[], AbstractContextManager[Any]] = nullcontext  # around each solve
 
 
 class Sequences(NamedTuple):
@@ -240,11 +240,11 @@ class Sequences(NamedTuple):
     state: BlockState | None = None  # what the tokens before the first left behind
     return_state: bool = False  # the block returns its BlockState as well
     noise: torch.Tensor | None = None  # (b,l,d) added to sh(y) where it is read (`state_noise`)
-    kept: WeightCache | None = None  # what the block need not make of its parameters again
-    solving: Solving = Solving()
+    cache: WeightCache | None = None  # what the block need not make of its parameters again
+    options: SolveOptions = SolveOptions()
     adjoint_norm: torch.Tensor | None = None  # (b,) which the backward fills: FixedPointStats
 
-    def before(self, name: str, index: int | None = None) -> Any:
+    def get_state(self, name: str, index: int | None = None) -> Any:
         """A field of the state to start from (of a tuple: its index-th), None without a state."""
         value = None if self.state is None else getattr(self.state, name)
         return value if value is None or index is None else value[index]
@@ -252,9 +252,9 @@ class Sequences(NamedTuple):
     def cut(self, start: int, end: int, state: Any) -> "Sequences":
         """Of the tokens start ≤ t < end, which go on from the state."""
         mask, starts = (None if t is None else t[:, start:end] for t in (self.mask, self.starts))
-        return Sequences(mask, starts, state, solving=self.solving)
+        return Sequences(mask, starts, state, options=self.options)
 
-    def masked(self, x: torch.Tensor) -> torch.Tensor:
+    def zero_padding(self, x: torch.Tensor) -> torch.Tensor:
         """x, zero at padding. x: (b,l,·)"""
         return x if self.mask is None else x * self.mask.unsqueeze(-1)
 
@@ -262,18 +262,20 @@ class Sequences(NamedTuple):
 def shift(y: torch.Tensor, seqs: Sequences, name: str = "y") -> torch.Tensor:
     """sh(y)[t] = y[t−1]; at t = 0 the state's field `name`, zero without a state; zero at the first
     token of every packed document."""
-    before = seqs.before(name)
+    before = seqs.get_state(name)
     first = torch.zeros_like(y[:, :1]) if before is None else before.to(y.dtype).unsqueeze(1)
     y = torch.cat([first, y[:, :-1]], 1)
     return y if seqs.starts is None else y.masked_fill(seqs.starts.unsqueeze(-1), 0)
 
 
-def taken(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+def gather_tokens(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     """x (b,l,…) at the positions `at` (b,k) of each row: (b,k,…)."""
     return x.take_along_dim(at.reshape(*at.shape, *[1] * (x.dim() - 2)), 1)
 
 
-def last(x: torch.Tensor, n: int, before: torch.Tensor | None, seqs: Sequences) -> torch.Tensor:
+def last_valid_tokens(
+    x: torch.Tensor, n: int, before: torch.Tensor | None, seqs: Sequences
+) -> torch.Tensor:
     """The last n positions of each row that are not padding, zero where another document's.
 
     Args:
@@ -293,12 +295,12 @@ def last(x: torch.Tensor, n: int, before: torch.Tensor | None, seqs: Sequences) 
         at = torch.arange(x.shape[1], x.shape[1] + n, device=x.device).expand(x.shape[0], n)
     else:
         at = seqs.mask.sum(1, keepdim=True) + torch.arange(n, device=x.device)
-    tail = taken(joined, at)
+    tail = gather_tokens(joined, at)
     if seqs.starts is None or n == 0:
         return tail
     # `before` is of the document that the first token goes on with, unless that one starts another.
     document = F.pad(seqs.starts.long().cumsum(1), (n, 0))
-    document = taken(document, at)
+    document = gather_tokens(document, at)
     alive = document == document[:, -1:]
     return tail * alive.reshape(*alive.shape, *[1] * (tail.dim() - 2))
 
@@ -306,7 +308,7 @@ def last(x: torch.Tensor, n: int, before: torch.Tensor | None, seqs: Sequences) 
 def padding_to_the_right(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The order of positions that puts padding behind the tokens, and the order that undoes it.
 
-    mask: (b,l) bool → two (b,l), to be used with `taken`.
+    mask: (b,l) bool → two (b,l), to be used with `gather_tokens`.
     """
     order = torch.argsort((~mask).to(torch.int8), dim=1, stable=True)
     return order, order.argsort(1)

@@ -12,7 +12,7 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.fixed_point import FixedPointBlock
 from lm.model.layers import Centroids
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.state import BlockState, Sequences, Solving
+from lm.model.state import BlockState, Sequences, SolveOptions
 from lm.training.optim import decays
 
 SIZES = dict(vocab_size=24, d_model=20, d_state=5, n_layer=1, headdim=10, expand=1)
@@ -61,9 +61,9 @@ def solved(model, u, seqs, monkeypatch, kernel, schedule="sequential"):
         noise = torch.randn(
             *u.shape[:2], 20, generator=torch.Generator().manual_seed(3), dtype=u.dtype
         ).requires_grad_()
-        solving = Solving(draw_noise=lambda *_: noise)
+        options = SolveOptions(draw_noise=lambda *_: noise)
         with model.solving(schedule=schedule, tol=1e-12):
-            out, _, end = block(u, seqs._replace(solving=solving))
+            out, _, end = block(u, seqs._replace(options=options))
         wanted = [u, noise, *block.parameters()]
         grads = torch.autograd.grad(out.sin().sum(), wanted)
     if schedule == "sequential":
