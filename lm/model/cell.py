@@ -76,7 +76,7 @@ class Token(NamedTuple):
         return self.norm(v if self.gate is None else v * self.gate)
 
 
-class Own(NamedTuple):
+class TokenEquation(NamedTuple):
     """What a token's own x̃ becomes: norm(silu(z) ⊙ (history + (dt (B·C) + D) ⊙ x̃))."""
 
     dt: torch.Tensor  # (b,l,d), or (b,l,h) of heads

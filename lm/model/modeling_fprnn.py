@@ -61,6 +61,7 @@ from .state import (
     last_valid_tokens,
     padding_to_the_right,
 )
+from .strategies import choose_solver
 
 # transformers copies only files that the modeling file itself names; these keep the list whole.
 _TRAVELS = (
@@ -70,6 +71,7 @@ _TRAVELS = (
     Mixer,
     build_mixer,
     bundled_kernels,
+    choose_solver,
     find_certified_roots,
     find_root,
     nrm,
@@ -614,10 +616,10 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             raise ValueError("loss_only is of all tokens: logits_to_keep must be 0 with it")
 
     def solver(self, length: int | None = None) -> dict[str, Any] | str:
-        """How the layers' solves go in the mode the model is in; see FixedPointBlock.solver. "none"
+        """How the layers' solves go in the mode the model is in; see Solver.describe. "none"
         where no layer is solved."""
         blocks = self.fixed_point_blocks()
-        return blocks[0].solver(self._settings(), length) if blocks else "none"
+        return blocks[0].describe_solver(self._settings(), length) if blocks else "none"
 
     def flops_per_token(
         self, evaluations: float, training: bool = True, length: int | None = None
@@ -643,7 +645,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             return (3 if training else 1) * (once + head)
         block = solved[0]
         settings = self._settings()
-        kind, how = settings.gradient, block.solver(settings)
+        kind, how = settings.gradient, block.describe_solver(settings)
         steps = settings.n_backwards if kind == "one_step" else 1
         differentiated = once + steps * step + head
         if kind == how["token"] == "exact" and how["schedule"] == "sequential":

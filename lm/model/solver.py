@@ -242,7 +242,7 @@ def probe_rule(block: str) -> Rule:
     return Rule(tol=0.1, max_iters=1000, patience=15, **damping)
 
 
-def count_iterations_of(
+def count_iterations(
     f: Callable[[torch.Tensor], Any],
     y: torch.Tensor,
     block: str,

@@ -98,7 +98,7 @@ def test_the_gate_is_half_of_what_one_reflection_takes_off(tokenizer):
     found = block.trace_tokens(hidden)
     with torch.no_grad():
         s = block.prepare(hidden)
-        y = block._solve(s).y
+        y = block.choose_solver(hidden).solve(s).y
         before = torch.nn.functional.pad(y[:, :-1], (0, 0, 1, 0))
         Q = block.mixer.matrix(torch.cat([s.x, before], -1))
     mixing = torch.linalg.matrix_norm(torch.eye(Q.shape[-1]) - Q, ord=2)
@@ -140,8 +140,8 @@ def test_the_decay_is_the_rate_at_which_a_state_fades():
             ones = torch.ones(1, block.config.d_inner, block.config.d_state)
             state = fprnn_state(ones)
             window = window._replace(seqs=window.seqs._replace(state=state))
-            parts = block.parts_of(window, window.projections.rows(state.y[:, None]))
-            _, h = block.scan_time(window, parts, torch.zeros_like(window.x))
+            parts = block.select_parameters(window, window.projections.rows(state.y[:, None]))
+            _, h = block.run_recurrence(window, parts, torch.zeros_like(window.x))
             kept.append(float(h.mean()))
     torch.testing.assert_close(found.decay[0], torch.tensor(kept), rtol=1e-4, atol=1e-6)
 

@@ -241,7 +241,9 @@ def test_solver_fields_of_the_model_hold_in_its_layers():
     model = build(layers="mamba fp_mamba1", n_layer=2)
     model.config.tol, seen = 0.5, []
     block = model.fixed_point_blocks()[0]
-    block.register_forward_pre_hook(lambda block, given: seen.append(block.settings(given[1]).tol))
+    block.register_forward_pre_hook(
+        lambda block, given: seen.append(block.get_settings(given[1]).tol)
+    )
     model(ids_of(1, 3))
     with model.solving(schedule="parallel", tol=1e-3):
         model(ids_of(1, 3))
