@@ -219,7 +219,7 @@ class LSTM(PlainLayer):
 
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, LSTMState | None]:
         zero = u.new_zeros(len(u), u.shape[-1])
-        h, c = (zero if t is None else t.to(u.dtype) for t in map(seqs.before, ("h", "c")))
+        h, c = (zero if t is None else t.to(u.dtype) for t in map(seqs.get_state, ("h", "c")))
         # 1. Cut the text where a document starts in some row: (b,·,d) each.
         bounds = [0, u.shape[1]]
         if seqs.starts is not None:

@@ -247,9 +247,11 @@ class FixedPointBlock(nn.Module):
         y_before = shift(y.to(inputs.z.dtype), inputs.seqs, "f_y")
         cache = inputs.seqs.cache
         if cache is None:
-            return inputs.z + self.z_y_proj(y_before)
-        matrix = cache.get_or_make("z_y_proj", lambda: affine_map(self.z_y_proj, y_before))
-        return inputs.z + F.linear(y_before, *matrix)
+            from_y = self.z_y_proj(y_before)
+        else:
+            matrix = cache.get_or_make("z_y_proj", lambda: affine_map(self.z_y_proj, y_before))
+            from_y = F.linear(y_before, *matrix)
+        return inputs.z + from_y
 
     # Parts of `prepare` that all blocks share.
 

@@ -50,7 +50,7 @@ from .mixer_base import Mixer
 from .mixers import build_mixer, nrm
 from .operators import bundled_kernels
 from .scan import selective_scan
-from .solver import NonFiniteError, all_finite, explained, read_flags, stack_flags
+from .solver import NonFiniteError, all_finite, explain_nonfinite, read_flags, stack_flags
 from .stack import FPRNNLayer, initialise, initialise_once, let_be_known
 from .state import (
     FPRNNCache,
@@ -460,7 +460,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
             is_finite = is_finite.tolist()
         if is_finite is not None and not all(is_finite):
             place, module = self._places()[is_finite.index(False)]
-            raise explained(place, module, self.config, symptom) from None
+            raise explain_nonfinite(place, module, self.config, symptom) from None
 
     def _end(self, input_ids, seqs, state, ends):
         """The FPRNNState after the last token, from those of the layers."""
@@ -606,7 +606,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         self.backbone.refuse_nonfinite(flags[: len(of_backbone)])
         if not all(flags):
             symptom = "finite hidden states gave a logit or a loss that is NaN or infinite"
-            raise explained("the head", self.lm_head, self.config, symptom)
+            raise explain_nonfinite("the head", self.lm_head, self.config, symptom)
 
     def _check_targets(self, targets, loss_only, logits_to_keep):
         """Raise a ValueError if a loss would be missing without a word."""

@@ -34,11 +34,11 @@ from .solver import (
     Solution,
     adjoint_gradient,
     implicit_gradient,
+    make_stats,
     relative_residual,
     solve_paper,
     solve_sequential,
     solve_windows,
-    stats_of,
     token_residual,
 )
 from .state import Sequences, map_tensors, shift
@@ -305,7 +305,7 @@ class ExactSequential(Solver):
             status = torch.where(after_padding, status | FAILED, status)
         y = inputs.seqs.zero_padding(y)
         status = zero_status_at_padding(status, inputs)
-        return Solution(y, stats_of(torch.zeros_like(y[..., 0]), status, 1.0), y, h)
+        return Solution(y, make_stats(torch.zeros_like(y[..., 0]), status, 1.0), y, h)
 
     def solve_token(self, inputs: SolveInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Solve the equation of one token.

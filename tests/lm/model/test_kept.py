@@ -81,7 +81,7 @@ def test_a_layer_that_something_else_acts_in_is_asked_every_time():
     before = after(model, cache)
     added = lambda layer, given, out: out + given[0].sum()  # noqa: E731
     handle = block.mixer.u_proj.register_forward_hook(added)
-    assert block._of_parameters() is None
+    assert block._materialized_parameters() is None
     hooked = after(model, cache)
     assert not torch.allclose(hooked, before)
     handle.remove()
