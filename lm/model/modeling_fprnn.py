@@ -51,7 +51,7 @@ from .mixers import build_mixer, nrm
 from .operators import bundled_kernels
 from .scan import selective_scan
 from .solver import NonFiniteError, all_finite, explain_nonfinite, read_flags, stack_flags
-from .stack import FPRNNLayer, initialise, initialise_once, let_be_known
+from .stack import FPRNNLayer, initialise, initialise_once, register_model_types
 from .state import (
     FPRNNCache,
     FPRNNState,
@@ -59,7 +59,7 @@ from .state import (
     SolveOptions,
     gather_tokens,
     last_valid_tokens,
-    padding_to_the_right,
+    order_padding_last,
 )
 from .strategies import choose_solver
 
@@ -96,7 +96,7 @@ class Tokens(NamedTuple):
         or the first window, and its first token."""
         if self.mask is None:
             return self
-        order, back = padding_to_the_right(self.mask)
+        order, back = order_padding_last(self.mask)
         input_ids, mask, starts = (
             None if of_tokens is None else gather_tokens(of_tokens, order)
             for of_tokens in (self.input_ids, self.mask, self.starts)
@@ -483,7 +483,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         self.backbone = FPRNNModel(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
-        let_be_known(self)
+        register_model_types(self)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
@@ -667,7 +667,7 @@ class FPRNNForSequenceClassification(FPRNNPreTrainedModel):
         self.backbone = FPRNNModel(config)
         self.score = nn.Linear(config.d_model, config.num_labels, bias=False)
         self.post_init()
-        let_be_known(self)
+        register_model_types(self)
 
     def forward(
         self,

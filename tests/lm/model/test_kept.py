@@ -53,7 +53,7 @@ def fresh(model, cache):
 def test_what_is_kept_changes_nothing(settings):
     model = model_of(**settings)
     cache = model(ids(), use_cache=True).past_key_values
-    assert cache._weight_caches[0]._made and not copy.deepcopy(cache)._weight_caches
+    assert cache._weight_caches[0]._values and not copy.deepcopy(cache)._weight_caches
     assert torch.equal(after(model, cache), fresh(model, cache))
 
 
@@ -91,7 +91,7 @@ def test_a_layer_that_something_else_acts_in_is_asked_every_time():
 def test_nothing_is_kept_where_gradients_are_on():
     model = model_of()
     cache = model(ids(), use_cache=True).past_key_values
-    assert not cache._weight_caches[0]._made
+    assert not cache._weight_caches[0]._values
     after(model, cache).sum().backward()
     assert model.backbone.layers[0].block.mixer.u_proj.direction.grad.abs().max() > 0
 
