@@ -92,7 +92,7 @@ def fits_kernel(block: Any) -> bool:
 def layers_of(cfg: Config, model: PreTrainedModel, on_gpu: bool) -> Layers:
     """Return the layers of a model, which may lie on the meta device.
 
-    `auto` on a GPU is token by token if its kernel fits (`width` in lm/model/fixed_point.py).
+    `auto` on a GPU is token by token if its kernel fits (`window_width` in lm/model/strategies.py).
     """
     blocks, solver = model.fixed_point_blocks(), cfg.solver.settled()
     by_token = []

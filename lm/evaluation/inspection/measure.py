@@ -56,7 +56,7 @@ def read(
             hooks.callback(block.register_forward_pre_hook(keep).remove)
         output = model(input_ids=ids, attention_mask=mask, count_iterations=True, use_cache=False)
     report = output.fixed_point
-    observed = [block.over_time(*inputs[block]) for block in blocks]
+    observed = [block.trace_tokens(*inputs[block]) for block in blocks]
     numbers = report.layers if report.layers is not None else list(range(len(blocks)))
     missing = torch.full(ids.shape, torch.nan)
     layers = Layers(

@@ -95,10 +95,10 @@ def test_the_gate_is_half_of_what_one_reflection_takes_off(tokenizer):
     sizes = {**SIZES, "contractive": None}
     model = FPRNNForCausalLM(FPRNNConfig(**sizes, n_layer=1, mixer_rank=1, glu_in_loop=True)).eval()
     (block,), hidden = model.fixed_point_blocks(), torch.randn(1, 7, 16)
-    found = block.over_time(hidden)
+    found = block.trace_tokens(hidden)
     with torch.no_grad():
         s = block.prepare(hidden)
-        y = block._solve(s).y
+        y = block.choose_solver(hidden).solve(s).y
         before = torch.nn.functional.pad(y[:, :-1], (0, 0, 1, 0))
         Q = block.mixer.matrix(torch.cat([s.x, before], -1))
     mixing = torch.linalg.matrix_norm(torch.eye(Q.shape[-1]) - Q, ord=2)
@@ -122,7 +122,7 @@ def test_gates_are_those_of_the_mixers_own_layer(mixer, layer):
 
 def test_mixers_without_gates_have_none():
     model = FPRNNForCausalLM(FPRNNConfig(**SIZES, n_layer=1, mixer="nonselective")).eval()
-    assert model.fixed_point_blocks()[0].over_time(torch.randn(1, 3, 16)).gate is None
+    assert model.fixed_point_blocks()[0].trace_tokens(torch.randn(1, 3, 16)).gate is None
     _, layers = measure.read(model, torch.tensor([[1, 2, 3]]))
     assert layers.gate.isnan().all()
 
@@ -131,7 +131,7 @@ def test_the_decay_is_the_rate_at_which_a_state_fades():
     """With nothing written to it, FP-Mamba's state becomes exp(Δ A) times what it was."""
     model = model_of("fp_mamba1")
     block, hidden = model.fixed_point_blocks()[0], torch.randn(1, 5, 16)
-    found = block.over_time(hidden)
+    found = block.trace_tokens(hidden)
     with torch.no_grad():
         s = block.prepare(hidden)
         kept = []
@@ -140,8 +140,8 @@ def test_the_decay_is_the_rate_at_which_a_state_fades():
             ones = torch.ones(1, block.config.d_inner, block.config.d_state)
             state = fprnn_state(ones)
             window = window._replace(seqs=window.seqs._replace(state=state))
-            parts = block.parts_of(window, window.projections.rows(state.y[:, None]))
-            _, h = block.scan_time(window, parts, torch.zeros_like(window.x))
+            parts = block.select_parameters(window, window.projections.rows(state.y[:, None]))
+            _, h = block.run_recurrence(window, parts, torch.zeros_like(window.x))
             kept.append(float(h.mean()))
     torch.testing.assert_close(found.decay[0], torch.tensor(kept), rtol=1e-4, atol=1e-6)
 
