@@ -326,13 +326,3 @@ def test_an_export_is_inspected_with_what_the_package_itself_depends_on(small_ex
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Inspection(small: 5 tokens, loss ")
     assert MADE_BY in (tmp_path / "p.html").read_text(encoding="utf-8")
-
-
-def test_the_facade_is_light_and_shipped():
-    code = "import sys, fprnn; print(*{name.partition('.')[0] for name in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    imported = set(done.stdout.split())
-    assert "fprnn" in imported
-    assert not imported & {"torch", "transformers", "pydantic", "numpy", "yaml", "rich"}
-    names = ["FixedPointLayer", "LanguageModel", "__version__", "load"]
-    assert sorted(fprnn.__all__) == names
