@@ -30,7 +30,7 @@ from .certified_root import (
 )
 from .certified_root import MAX_DIRECT_STEPS as MAX_DIRECT_STEPS
 from .scan import faster
-from .solver import BISECTED, FAILED, LIMITED, Damping, Rule
+from .solver import BISECTED, FAILED, GRAD_LIMITED, Damping, Rule
 
 # The search for s, by the paper's damping.
 MOST_PICARD, MOST_NEWTON = 300, 10
@@ -456,10 +456,10 @@ def _rest_of(slope):
 
 
 def _attached(value, s, rest, outcome):
-    """The solution s (…,r) with the gradient of s = φ(s), and the outcome (…,) with LIMITED in it.
+    """Return s (…,r) with the gradient of s = φ(s), and the outcome (…,) with GRAD_LIMITED in it.
     value: φ(s), attached. rest: I − φ′."""
     limited = torch.linalg.matrix_norm(torch.linalg.inv_ex(rest)[0]) <= MOST_GAIN
     limited = ~limited & (outcome & FAILED == 0)  # NaN is limited, too
     if value.requires_grad:
         s = _Implicit.apply(value, s, rest, outcome)
-    return s, torch.where(limited, outcome | LIMITED, outcome)
+    return s, torch.where(limited, outcome | GRAD_LIMITED, outcome)

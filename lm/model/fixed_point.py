@@ -516,7 +516,9 @@ class FixedPointBlock(nn.Module):
         if count_iterations:
             stats = self._with_iterations(u, seqs, stats)
         else:  # this count used the run's tolerance; ℓ* is defined at 0.1
-            stats = stats._replace(num_iters=None, converged=None, token_iters=None, elsewhere=None)
+            stats = stats._replace(
+                num_iters=None, converged=None, token_iters=None, other_solution=None
+            )
         return (out, stats, end) if seqs.return_state else (out, stats)
 
     def _solved_apart(self, u, seqs, checkpoint):

@@ -101,12 +101,14 @@ class FixedPointStats(NamedTuple):
     evaluations: torch.Tensor  # evaluations a token that were done, of f or of F
     failed: torch.Tensor  # share of the tokens that were not solved, or not to the tolerance
     bisected: torch.Tensor  # of those that bisection found, since the iteration runs into nothing
-    limited: torch.Tensor  # of those where the gradient's limit may take effect (cell.LIMITED)
+    grad_limited: torch.Tensor  # of those whose gradient may be shortened (GRAD_LIMITED)
     residual: torch.Tensor  # relative residual of what the solve returned
     num_iters: torch.Tensor | None = None  # ℓ*: iterations that the paper's procedure needs
     converged: torch.Tensor | None = None  # bool: it did
     token_iters: torch.Tensor | None = None  # the one after which all tokens up to it stay within
-    elsewhere: torch.Tensor | None = None  # share of the tokens where it ends in another solution
+    other_solution: torch.Tensor | None = (
+        None  # share of the tokens where it ends in another solution
+    )
     # max over tokens of ‖adjoint‖ by that of what came from above, which the backward through time
     # writes here; until then, and without one, 0
     adjoint_norm: torch.Tensor | None = None
@@ -116,12 +118,12 @@ class FixedPointStats(NamedTuple):
 # largest entry, has ended in another solution.
 FAR = 0.5
 RESIDUAL_FLOOR = 1e-8  # added to ‖g‖∞ in a relative residual
-SHARES = ("failed", "bisected", "limited")  # of the tokens that are no padding
+SHARES = ("failed", "bisected", "grad_limited")  # of the tokens that are no padding
 
 # A token's outcome is a sum of these, 0 where all is well.
 FAILED = 1  # no solution was found, or the way through time has not come to it
 BISECTED = 2  # its own equation's iteration ran into none; bisection found one (cell.py)
-LIMITED = 4  # ‖(I − φ′)⁻¹‖ is above cell.MOST_GAIN, which can then shorten a gradient
+GRAD_LIMITED = 4  # ‖(I − φ′)⁻¹‖ is above cell.MOST_GAIN, which can then shorten a gradient
 
 
 class Solution(NamedTuple):
@@ -259,10 +261,10 @@ def count_iterations_of(
         there, most = torch.nan * y, torch.full(y.shape[:2], rule.max_iters, device=y.device)
         parts = most[:, 0], torch.zeros_like(most[:, 0], dtype=torch.bool), most
     counts = dict(zip(("num_iters", "converged", "token_iters"), parts))
-    return stats._replace(**counts, elsewhere=_share_elsewhere(there, y, mask))
+    return stats._replace(**counts, other_solution=_share_other_solution(there, y, mask))
 
 
-def _share_elsewhere(there, y, mask):
+def _share_other_solution(there, y, mask):
     """The share of the tokens (b,) at which two iterates (b,l,d) are further apart than FAR."""
     distance, size = (torch.linalg.vector_norm(t.float(), dim=-1) for t in (there - y, y))
     apart = ~(distance <= FAR * size)  # NaN is
@@ -344,10 +346,11 @@ def stats_of(residual: torch.Tensor, outcome: torch.Tensor, evaluations: float) 
     """FixedPointStats of tokens with these residuals and outcomes, (b,l) each."""
     residual = residual.detach().amax(1)
     evaluations = torch.full_like(residual, evaluations)
-    failed, bisected, limited = (
-        (outcome & what != 0).to(residual.dtype).mean(1) for what in (FAILED, BISECTED, LIMITED)
+    failed, bisected, grad_limited = (
+        (outcome & what != 0).to(residual.dtype).mean(1)
+        for what in (FAILED, BISECTED, GRAD_LIMITED)
     )
-    return FixedPointStats(evaluations, failed, bisected, limited, residual)
+    return FixedPointStats(evaluations, failed, bisected, grad_limited, residual)
 
 
 DIVERGED = "the solve in the backward of `gradient: implicit` diverged"

@@ -196,10 +196,10 @@ class Solved(Oracle):
             evaluations=each,
             failed=each * input_ids.shape[1] / 1000,
             bisected=0 * each,
-            limited=0 * each,
+            grad_limited=0 * each,
             residual=0 * each,
             num_iters=iterations,
-            elsewhere=0 * each,
+            other_solution=0 * each,
             layers=None,
         )
         return output
