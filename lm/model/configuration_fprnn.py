@@ -17,10 +17,10 @@ from .fields import (
     RENAMED_FIELDS,
     TOKENS,
     Layer,
-    heads_of,
     parse,
     parse_schedule,
     rename_options,
+    resolve_n_heads,
 )
 
 # `model_type` of our models in a config.json: the second where a mixer travels along that no other
@@ -390,7 +390,7 @@ def _check_centroids(config, kind):
 
 
 def _check_heads(config, kind):
-    d, heads = config.d_model, heads_of(config)
+    d, heads = config.d_model, resolve_n_heads(config)
     if d % heads:
         raise ValueError(
             f"n_heads is {config.n_heads} ({heads} heads): it must divide d_model = {d},"

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lm.common.errors import ConfigError
-from lm.model.fields import KINDS, heads_of, width_of_mlp
+from lm.model.fields import KINDS, resolve_d_ff, resolve_n_heads
 from lm.training.foreign import EMBEDDING, HEAD, Source
 
 if TYPE_CHECKING:
@@ -171,9 +171,9 @@ def _match_layer(
 def _value(config: Any, name: str) -> Any:
     """Return a field of a layer's config, with the defaults that depend on other fields."""
     if name == "n_heads":
-        return heads_of(config)
+        return resolve_n_heads(config)
     if name == "d_ff":
-        return width_of_mlp(config)
+        return resolve_d_ff(config)
     return getattr(config, name)
 
 
