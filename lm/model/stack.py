@@ -51,7 +51,7 @@ class FPRNNLayer(SolvesOnceLayer):
         super().__init__()
         self.norm = RMSNorm(config.d_model, config.norm_epsilon)
         self.kind = layer.kind
-        own = config.of_layer(layer)
+        own = config.layer_config(layer)
         if layer.kind in PLAIN:
             self.block = PLAIN[layer.kind](own)
         else:

@@ -152,7 +152,7 @@ def _match_layer(
         other = theirs.layer_list()[partner]
         label = f"layer {index} ({layer.kind}, of its layer {partner})"
         if layer.kind == other.kind:
-            configs = ours.of_layer(layer), theirs.of_layer(other)
+            configs = ours.layer_config(layer), theirs.layer_config(other)
             for name in KINDS[layer.kind]:
                 values = [_value(config, name) for config in configs]
                 if values[0] != values[1] and name not in START_FIELDS:

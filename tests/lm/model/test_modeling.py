@@ -114,7 +114,7 @@ def test_a_layer_may_be_narrower_than_the_model():
     narrow, wide = (layer.block for layer in model.backbone.layers)
     assert narrow.out_proj.weight.shape == (16, 4) and wide.out_proj.weight.shape == (16, 32)
     assert model(ids()).logits.shape[-1] == model.config.vocab_size
-    with pytest.raises(ValueError, match=r"expand is 0.3: .* 0.3 · 16 is none; 0.3125 gives 5"):
+    with pytest.raises(ValueError, match=r"expand is 0.3: .* 0.3 · 16 is not; 0.3125 gives 5"):
         small(expand=0.3)
     assert small(d_model=100, expand=0.57).config.d_inner == 57
     with pytest.raises(ValueError, match=r"0.3 · 7 is none; 0.285714286 gives 2"):
@@ -211,7 +211,10 @@ def test_full_rank_mixers_start_near_the_identity():
     )
     assert start(mixer="kronecker", mixer_gate_init_bias=0.0) == 0
     hybrid = FPRNNConfig(n_layer=2, layers=["fp_mamba1", {"fp_mamba1": {"mixer": "monarch"}}])
-    assert [hybrid.of_layer(layer).mixer_gate_init_bias for layer in hybrid.layer_list()] == [0, -3]
+    assert [hybrid.layer_config(layer).mixer_gate_init_bias for layer in hybrid.layer_list()] == [
+        0,
+        -3,
+    ]
 
 
 def test_a_loaded_gate_does_not_start_again(tmp_path):
@@ -230,7 +233,7 @@ def test_a_loaded_gate_does_not_start_again(tmp_path):
     [
         (
             dict(mixer="nonselective", mixer_gate_init_bias=-3),
-            "is for mixers with gates .householder,",
+            "is only for mixers with gates .householder,",
         ),
         (dict(mixer_gate_init_bias=-21), "must be a number from -20 to 20"),
         (dict(mixer_gate_init_bias="closed"), "must be a number from -20 to 20, or auto"),

@@ -29,7 +29,7 @@ def refused(cfg) -> str:
         ({"layers": [{"mamba": {"expand": "two"}}]}, "model.layers, mamba: expand is 'two': "),
         ({"layers": [{"fp_mamba1": {"bc_norm": 3}}]}, "model.layers, fp_mamba1: bc_norm is 3: "),
         ({"layers": [{"gated_deltanet": {"allow_neg_eigval": 3}}]}, "allow_neg_eigval is 3: "),
-        ({"layers": "gated_deltanet", "n_heads": 3}, "it must divide d_model = 16, as 2 does"),
+        ({"layers": "gated_deltanet", "n_heads": 3}, "it must divide d_model = 16, for example 2"),
         ({"layers": "mamba", "name": "lstm"}, "model.layers is of model.name fprnn, not of lstm"),
     ],
 )
