@@ -16,9 +16,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         " folder data.cache_dir, which all runs on the same data share. Runs on local sources then"
         " start without a network. For a stream (fineweb), the command makes the validation split,"
         " and downloads all files if data.download_dir is set; training still asks the hub for the"
-        " list of files, and without data.download_dir also for the text. For a sweep, all points are"
-        " prepared unless --job-index names one. Calling the command again verifies the files; a"
-        " command that was stopped continues.",
+        " list of files, and without data.download_dir also for the text. For a sweep, all points"
+        " are prepared unless --job-index names one. Calling the command again verifies the files;"
+        " a command that was stopped continues.",
     )
     command.add_argument("config", metavar="CONFIG", help="the YAML of a run or sweep")
     command.add_argument(

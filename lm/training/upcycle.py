@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm.common.errors import BAD_CONFIG, ConfigError, UserError
-from lm.model.fields import KINDS
+from lm.model.fields import KINDS, resolve_d_ff, resolve_n_heads
 from lm.runs.exported import first_names
 
 if TYPE_CHECKING:
