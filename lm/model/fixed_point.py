@@ -293,7 +293,7 @@ class FixedPointBlock(nn.Module):
             weights = self.mixer.weights(mixer_input)
             return weights if kernel is None else self.mixer.merged(weights)
 
-        weights = cached(seqs.cache, "mixer", compute_weights)
+        weights = cached(seqs.cache, ("mixer", kernel is None), compute_weights)
         weight_y = None
         if cfg.mixer_h_dep:
             weight_y = weights.first if cfg.symm_mixer else weights.first[:, d:]
