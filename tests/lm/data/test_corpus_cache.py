@@ -171,15 +171,15 @@ def test_file_that_grows_while_it_is_read_is_refused(cached, bpe, folder):
 
 
 def test_tokenizer_of_a_changing_text_is_refused(cached, folder, monkeypatch):
-    def train(cfg, log):
-        tokenizer = train_bpe(cfg, log)
+    def train(cfg):
+        tokenizer = train_bpe(cfg)
         os.truncate(cfg.data.path, 4000)
         return tokenizer
 
     train_bpe = tokenizers.train_bpe
     monkeypatch.setattr(tokenizers, "train_bpe", train)
     with pytest.raises(DataError, match="changed while it was read"):
-        tokenizers.new_tokenizer(cached, print)
+        tokenizers.new_tokenizer(cached)
     assert not list(folder.rglob("tokenizer.json"))
 
 
@@ -201,14 +201,14 @@ def test_bpe_is_trained_once_and_saved_in_each_run(cached, folder, monkeypatch):
     )
     runs = [other_run(cached, name) for name in ("a", "b")]
     for cfg in runs:
-        tokenizer = tokenizers.load_tokenizer(cfg, cfg.run_dir, print)
+        tokenizer = tokenizers.load_tokenizer(cfg, cfg.run_dir)
         prepare_and_count(cfg, tokenizer)
     assert len(calls) == len(entries(folder, "tokenizer")) == len(entries(folder)) == 1
     shutil.rmtree(folder)
     paths = [cfg.run_dir / "tokenizer" / "tokenizer.json" for cfg in runs]
     assert paths[0].read_bytes() == paths[1].read_bytes()
     cached.tokenizer.vocab_size = 300
-    assert len(tokenizers.new_tokenizer(cached, print)) == 300
+    assert len(tokenizers.new_tokenizer(cached)) == 300
 
 
 @pytest.mark.parametrize("name", ["", "web"])

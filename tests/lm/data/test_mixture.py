@@ -318,8 +318,8 @@ def test_sources_are_prepared_and_validated_separately(two, bpe):
     for name, part in parts(two).items():
         part.name = f"single-{name}"
         single = prepare_sources(part, bpe, part.run_dir)[""]
-        assert np.array_equal(single.train, corpora[name].train) and len(single.train)
-        assert np.array_equal(open_sources(two, two.run_dir)[name].val, single.val)
+        assert np.array_equal(single.train[:], corpora[name].train[:]) and len(single.train)
+        assert np.array_equal(open_sources(two, two.run_dir)[name].val[:], single.val[:])
     assert corpora["own"].meta.documents == 200 and corpora["back"].meta.documents == 20
     train, validation = build(two, bpe, two.run_dir)
     assert train.shares == {"back": 0.25, "own": 0.75}
