@@ -30,7 +30,7 @@ def tokenise(
     progress: Callable[[int, int], None] | None = None,
     check_source: Callable[[], None] = lambda: None,
 ) -> Meta:
-    """Tokenise a source into train.bin and val.bin; write meta.json last, as the mark of completion.
+    """Tokenise a source into train.bin and val.bin; write meta.json last, to mark completion.
 
     Args:
         folder: Folder of the files, which is made if it is missing.

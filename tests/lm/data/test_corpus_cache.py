@@ -65,10 +65,10 @@ def small_batches(monkeypatch):
 
 def start_process(cfg, kill_at: int = 0, pause: float = 0.0) -> tuple[Forked, Path]:
     """Start a process that prepares; return it and the file that it waits for."""
-    signal_to_go = Path(tempfile.mkdtemp()) / "go"
-    arguments = [json.dumps(cfg.model_dump(mode="json")), kill_at, pause, signal_to_go]
+    go_file = Path(tempfile.mkdtemp()) / "go"
+    arguments = [json.dumps(cfg.model_dump(mode="json")), kill_at, pause, go_file]
     environment = {cache.VARIABLE: os.environ[cache.VARIABLE]}
-    return FORKS.start("tests.lm.data.preparing", arguments, environment), signal_to_go
+    return FORKS.start("tests.lm.data.preparing", arguments, environment), go_file
 
 
 def release(*started: tuple[Forked, Path]) -> None:
@@ -76,8 +76,8 @@ def release(*started: tuple[Forked, Path]) -> None:
     for process, _ in started:
         while "ready\n" not in process.printed()[0] and process.poll() is None:
             time.sleep(0.005)
-    for _, signal_to_go in started:
-        signal_to_go.touch()
+    for _, go_file in started:
+        go_file.touch()
 
 
 def finish(started: tuple[Forked, Path]) -> tuple[str, dict]:
@@ -93,26 +93,25 @@ def test_runs_share_a_corpus(cached, bpe, folder):
     assert calls and len(entries(folder)) == 1
     assert [p.name for p in (cached.run_dir / "data").iterdir()] == ["corpus.json"]
     second = other_run(cached, "second")
-    again, calls = prepare_and_count(second, bpe)
-    assert not calls and again.meta == corpus.meta
-    assert again.train[:].tolist() == corpus.train[:].tolist()
-    assert read_record(cached) == read_record(second) and read_record(second)["corpus"] == str(
-        entries(folder)[0]
-    )
+    second_corpus, calls = prepare_and_count(second, bpe)
+    assert not calls and second_corpus.meta == corpus.meta
+    assert second_corpus.train[:].tolist() == corpus.train[:].tolist()
+    assert read_record(cached) == read_record(second)
+    assert read_record(second)["corpus"] == str(entries(folder)[0])
     train, validation = build(second, bpe, second.run_dir)
     assert next(train)["input_ids"].shape == (3, 16) and validation
 
 
 def test_cache_and_run_directory_have_the_same_corpus(cached, bpe):
     corpus, _ = prepare_and_count(cached, bpe)
-    own = other_run(cached, "own", cache=None)
-    inside, _ = prepare_and_count(own, bpe)
-    assert inside.meta.sha256 == corpus.meta.sha256
-    before = read_record(own)
-    assert (own.run_dir / "data" / before["corpus"] / "train.bin").exists()
-    own.data.cache = cached.data.cache  # does not move the corpus of a run
-    _, calls = prepare_and_count(own, bpe)
-    assert not calls and read_record(own) == before
+    uncached = other_run(cached, "uncached", cache=None)
+    run_corpus, _ = prepare_and_count(uncached, bpe)
+    assert run_corpus.meta.sha256 == corpus.meta.sha256
+    record = read_record(uncached)
+    assert (uncached.run_dir / "data" / record["corpus"] / "train.bin").exists()
+    uncached.data.cache = cached.data.cache  # does not move the corpus of a run
+    _, calls = prepare_and_count(uncached, bpe)
+    assert not calls and read_record(uncached) == record
 
 
 def test_address_depends_only_on_content(cached, bpe, folder, tmp_path):
@@ -246,8 +245,8 @@ def test_waiting_process_replaces_a_killed_one(cached, bpe, folder):
     assert "waiting for another process" in output and len(last["seen"]) == 20
     maker[0].communicate(timeout=10)
     assert maker[0].returncode == -signal.SIGKILL
-    own, _ = prepare_and_count(other_run(cached, "own", cache=None), bpe)
-    assert last["sha256"] == own.meta.sha256
+    uncached, _ = prepare_and_count(other_run(cached, "uncached", cache=None), bpe)
+    assert last["sha256"] == uncached.meta.sha256
     names = "train.bin val.bin meta.json verified.json about.json lock"
     assert {path.name for path in entries(folder)[0].iterdir()} == set(names.split())
 
@@ -354,8 +353,8 @@ def test_full_disk_is_an_error_until_there_is_space(cached, bpe, mounted):
     assert "\n" not in str(error.value) and not list(place.rglob("*.tmp"))
     assert remount("size=64m").returncode == 0
     corpus = prepare(cached, bpe, cached.run_dir)
-    own = other_run(cached, "own", cache=None)
-    assert prepare_and_count(own, bpe)[0].meta.sha256 == corpus.meta.sha256
+    uncached = other_run(cached, "uncached", cache=None)
+    assert prepare_and_count(uncached, bpe)[0].meta.sha256 == corpus.meta.sha256
 
 
 def test_read_only_cache_can_be_read(cached, bpe, mounted):
