@@ -127,7 +127,7 @@ def test_address_depends_only_on_content(cached, bpe, folder, tmp_path):
 
 @pytest.mark.parametrize("change", ["a file", "one byte", "split", "leading_eos", "tokenizer"])
 def test_other_content_has_another_entry(cached, bpe, folder, change, byte_tokenizer):
-    before, _ = prepare_and_count(cached, bpe)
+    old_corpus, _ = prepare_and_count(cached, bpe)
     second, tokenizer = other_run(cached, "second"), bpe
     if change == "a file":
         with open(cached.data.path, "a") as file:
@@ -145,9 +145,9 @@ def test_other_content_has_another_entry(cached, bpe, folder, change, byte_token
     else:
         second.tokenizer.name = str(byte_tokenizer)
         tokenizer = tokenizers.load_tokenizer(second, second.run_dir)
-    after, calls = prepare_and_count(second, tokenizer)
-    assert calls and after.meta != before.meta and len(entries(folder)) == 2
-    assert open_corpus(cached.run_dir).meta == before.meta
+    new_corpus, calls = prepare_and_count(second, tokenizer)
+    assert calls and new_corpus.meta != old_corpus.meta and len(entries(folder)) == 2
+    assert open_corpus(cached.run_dir).meta == old_corpus.meta
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -254,7 +254,7 @@ def test_waiting_process_replaces_a_killed_one(cached, bpe, folder):
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "meta.json"])
 @pytest.mark.parametrize("change", ["one bit", "cut", "missing"])
 def test_damage_is_detected_and_its_cure_works(cached, bpe, folder, name, change):
-    before = prepare_and_count(cached, bpe)[0].meta
+    meta = prepare_and_count(cached, bpe)[0].meta
     (entry,) = entries(folder)
     raw = bytearray((entry / name).read_bytes())
     raw[0] ^= 128
@@ -266,29 +266,29 @@ def test_damage_is_detected_and_its_cure_works(cached, bpe, folder, name, change
             with pytest.raises(DataError, match=rf"{name} is damaged: .*; delete {entry}, and"):
                 prepare_and_count(run, bpe)
         shutil.rmtree(entry)
-    after, calls = prepare_and_count(cached, bpe)
-    assert calls and after.meta == before
+    corpus, calls = prepare_and_count(cached, bpe)
+    assert calls and corpus.meta == meta
 
 
 def test_run_keeps_its_corpus_without_the_source(cached, bpe):
-    before = prepare_and_count(cached, bpe)[0].meta
+    meta = prepare_and_count(cached, bpe)[0].meta
     with open(cached.data.path, "a") as file:
         file.write('{"text": "one more"}\n')
-    assert prepare_and_count(cached, bpe)[0].meta == before
+    assert prepare_and_count(cached, bpe)[0].meta == meta
     os.unlink(cached.data.path)
-    assert prepare_and_count(cached, bpe)[0].meta == before
+    assert prepare_and_count(cached, bpe)[0].meta == meta
 
 
 @pytest.mark.parametrize("source", ["unchanged", "changed", "deleted"])
 def test_missing_corpus_is_made_only_from_the_same_text(cached, bpe, folder, source, capsys):
-    before = prepare_and_count(cached, bpe)[0].meta
+    meta = prepare_and_count(cached, bpe)[0].meta
     shutil.rmtree(folder)
     with pytest.raises(
         DataError, match=r"missing: continue the run with resume=auto, or call `fprnn"
     ):
         open_corpus(cached.run_dir)
     if source == "unchanged":
-        assert prepare_and_count(cached, bpe)[0].meta == before
+        assert prepare_and_count(cached, bpe)[0].meta == meta
         output = " ".join(capsys.readouterr().out.split())
         assert "is missing: looking for it, or making it again" in output
         return
@@ -360,10 +360,10 @@ def test_full_disk_is_an_error_until_there_is_space(cached, bpe, mounted):
 def test_read_only_cache_can_be_read(cached, bpe, mounted):
     place, remount = mounted
     cached.data.cache = str(place)
-    before = prepare_and_count(cached, bpe)[0].meta
+    meta = prepare_and_count(cached, bpe)[0].meta
     assert remount("ro").returncode == 0
     second = other_run(cached, "second")
-    assert prepare_and_count(second, bpe)[0].meta == before  # it exists
+    assert prepare_and_count(second, bpe)[0].meta == meta  # it exists
     other = other_run(cached, "other", leading_eos=True)
     with pytest.raises(OutputError, match=r"cannot be written: Read-only .*data.cache=null is the"):
         prepare_and_count(other, bpe)
