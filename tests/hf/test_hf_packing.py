@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from lm.model.batch import document_starts
+from lm.model.batch import find_document_starts
 from tests.hf.models import BASELINES, BLOCKS, EOS, PAD, exact, ids
 
 OURS = (*BLOCKS, *BASELINES)
@@ -102,15 +102,15 @@ def test_positions_that_go_up_say_nothing_new(name):
 
 
 def test_where_documents_start():
-    found = document_starts(POSITIONS, None, 2, 11)
+    found = find_document_starts(POSITIONS, None, 2, 11)
     assert found.nonzero().tolist() == [[0, 0], [0, 4], [0, 10], [1, 0], [1, 9]]
-    found = document_starts(None, NUMBERS, 2, 11)
+    found = find_document_starts(None, NUMBERS, 2, 11)
     assert found.nonzero().tolist() == [[0, 4], [0, 10], [1, 9]]
     assert (
-        document_starts(torch.tensor([[3, 4, 9, 9]]), None, 3, 4).int().tolist()
+        find_document_starts(torch.tensor([[3, 4, 9, 9]]), None, 3, 4).int().tolist()
         == [[0, 0, 0, 1]] * 3
     )
-    assert document_starts(None, None, 2, 11) is None
+    assert find_document_starts(None, None, 2, 11) is None
 
 
 # Logits
@@ -165,8 +165,11 @@ def test_what_cannot_be_is_refused_in_a_sentence(name, arguments, words):
 def test_tokens_that_cannot_be_are_refused_in_a_sentence(name):
     model = exact(name)
     for bad, words in (
-        (torch.tensor([[3, 40]]), "input_ids go from 3 to 40: the vocabulary's go from 0 to 39"),
-        (torch.tensor([[-1, 3]]), "input_ids go from -1 to 3"),
+        (
+            torch.tensor([[3, 40]]),
+            "input_ids are between 3 and 40: the vocabulary has the ids 0 to 39",
+        ),
+        (torch.tensor([[-1, 3]]), "input_ids are between -1 and 3"),
         (torch.tensor([3, 4]), r"input_ids has shape \(2,\): it must be \(batch, length\)"),
         (torch.zeros(2, 0, dtype=torch.long), r"shape \(2, 0\): there must be"),
         (torch.zeros(0, 4, dtype=torch.long), r"shape \(0, 4\): there must be"),

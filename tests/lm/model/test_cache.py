@@ -234,7 +234,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence():
 
     refused("state is of a batch of 2, the input's is 3", tokens=ids(3))
     refused("a model with 2 layers, this one has 1", quick(n_layer=1))
-    refused(r"layer 0 has left \[\(16,\)", quick(d_model=16))
+    refused(r"layer 0 of the state has the shapes \[\(16,\)", quick(d_model=16))
     refused("is a DynamicCache, not an FPRNNCache", past_key_values=DynamicCache())
     refused("is a tuple, not an FPRNNCache", past_key_values=((tokens, tokens),))
     refused("is a FPRNNState, not an FPRNNCache", past_key_values=out.state)
@@ -257,7 +257,7 @@ def test_the_cache_of_another_block_is_refused():
             with pytest.raises(ValueError, match="the state is of another model: layer 0"):
                 decode(model, ids(2, 1), (1,), cache)
             assert cache.get_seq_length() == 1
-    with pytest.raises(ValueError, match=r"\(16, 4\), \(3, 16\)\] for each stream, where"):
+    with pytest.raises(ValueError, match=r"\(16, 4\), \(3, 16\)\] per stream, and"):
         decode(quick(d_state=5), ids(2, 1), (1,), caches["fp_mamba1-conv"])
 
 

@@ -147,8 +147,8 @@ def test_solving_is_over_after_an_exception_and_refuses_before_it_begins():
         raise RuntimeError("inside")
     assert all(s is made.config for s in settings_of(made))
     for fields, kind, words in [
-        (dict(d_model=3), TypeError, "d_model is no solver field: these are "),
-        (dict(shedule="auto"), TypeError, "shedule is no solver field"),
+        (dict(d_model=3), TypeError, "d_model is not a solver field: these are "),
+        (dict(shedule="auto"), TypeError, "shedule is not a solver field"),
         (dict(schedule="windows"), ValueError, "schedule is `windows`"),
         (dict(tol=-1.0), ValueError, "tol is -1.0: it must be a number above 0"),
         (dict(stopping="paper"), ValueError, "needs token `iterate`"),
