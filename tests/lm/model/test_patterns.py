@@ -76,7 +76,7 @@ def test_a_line_and_a_list_name_the_same_layers():
         ([{"mamba2": {"headdim": 24}}], 1, "layers, mamba2: headdim is 24: it must divide"),
         ([{"attention": {"n_heads": 5}}], 1, "layers, attention: n_heads is 5 .* example 4"),
         ([{"attention": {"n_heads": 32}}], 1, "RoPE rotates pairs"),
-        ([{"gated_deltanet": {"n_heads": 5}}], 1, "layers, gated_deltanet: n_heads is 5 .* example 4"),
+        ([{"gated_deltanet": {"n_heads": 5}}], 1, "gated_deltanet: n_heads is 5 .* example 4"),
         ([{"gated_deltanet": {"n_householder": 2}}], 1, "gives `n_householder` to gated_deltanet"),
         ([{"gated_deltaproduct": {"n_householder": 0}}], 1, "n_householder is 0: it must be"),
         ([{"gated_deltaproduct": {"allow_neg_eigval": 3}}], 1, "must be true or false, or auto"),
