@@ -121,8 +121,12 @@ def test_a_layer_may_be_narrower_than_the_model():
         small(d_model=7, expand=0.3)
     assert small(d_model=7, expand=0.285714286).config.d_inner == 2
     for kind, fields, message in [
-        ("kda", {"expand": 0.25, "n_heads": 8}, "divide d_inner = expand · d_model = 4, for example 4"),
-        ("slstm", {"n_heads": 16}, "normalises each head, which must be wider than one of the 16"),
+        (
+            "kda",
+            {"expand": 0.25, "n_heads": 8},
+            "also divide d_inner = expand · d_model = 4, for",
+        ),
+        ("slstm", {"n_heads": 16}, "normalises each head, so a head must have more than one"),
     ]:
         with pytest.raises(ValueError, match=message):
             small(layers=kind, **fields)
