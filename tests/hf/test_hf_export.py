@@ -83,7 +83,7 @@ def test_every_auto_class_loads_and_saves_an_export(tmp_path):
         assert found[path] == pytest.approx(totals, rel=1e-5), path
 
 
-SAID = "fprnn's kernels are not used, and the model is computed in plain PyTorch: "
+SAID = "fprnn's kernels are not used, and the model runs in plain PyTorch: "
 STRANGERS = {
     "nothing": (None, "the package fprnn is not installed"),
     "a package without kernels": ({"__init__.py": "raise SystemExit(3)"}, "is not fprnn's"),
