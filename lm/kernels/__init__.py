@@ -28,12 +28,12 @@ INTERFACE = ("fprnn-kernels", 4)
 MODULES = {
     "cpu": {
         "selective_scan": "cpu.scan",
-        "cell": "cpu.cell",
+        "cell": "cpu.cpu_cell",
         "roots": "cpu.roots",
     },
     "triton": {
         "selective_scan": "triton.scan",
-        "cell": "triton.cell",
+        "cell": "triton.triton_cell",
         "roots": "triton.roots",
     },
     "mamba_ssm": {

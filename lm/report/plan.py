@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lm.common.cards import GIB, SEQUENCE_S, TOKEN_S, Card, card, here
 from lm.common.errors import ConfigError
 from lm.config.schema import Config
-from lm.kernels.cell import fits_a_gpu
+from lm.kernels.cell_arguments import fits_a_gpu
 from lm.model.fields import AUTO_WINDOW
 from lm.report import estimate
 from lm.report.estimate import Sizes, on_the_meta_device, sizes
