@@ -285,7 +285,7 @@ class Training(Loop):
         record = {"loss": loss, "lr": lr, "grad_norm": norm, "longest": self.longest}
         if adversarial_loss is not None:
             record["adversarial_loss"] = adversarial_loss
-        self.made, self.stopping = record, self.signals.asked
+        self.made, self.stopping = record, self.signals.is_stop_requested
 
     def _gradient(
         self, number: int, tensors: Tensors, continues: bool

@@ -50,7 +50,7 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def card(name: str) -> Card:
+def find_card(name: str) -> Card:
     """Return the card of a name.
 
     Args:
@@ -89,7 +89,7 @@ def _described_card(text: str) -> Card:
     return Card(name, gib * GIB, peak)
 
 
-def here() -> str:
+def detect_gpu_name() -> str:
     """Return the name of this machine's GPU, or DEFAULT if there is none or it is not listed."""
     import torch
 

@@ -48,7 +48,7 @@ class _Say:
 say = _Say()
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """45 s, 12 min, 3 h 05 min or 2 d 4 h."""
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -100,4 +100,4 @@ class Progress:
         seconds, units = now - self.first[0], done - self.first[1]
         if units <= 0 or seconds < ENOUGH_S:
             return ""
-        return f"{duration(seconds / units * (total - done))} left"
+        return f"{format_duration(seconds / units * (total - done))} left"

@@ -75,7 +75,7 @@ class Diverged(TrainingError):
     exit_status = DIVERGED
 
 
-class DivergedAlone(Diverged):
+class DivergedOnOneRank(Diverged):
     """One rank found it in the middle of what the ranks do together: they cannot go back."""
 
 
@@ -98,7 +98,7 @@ class MissingPackageError(UserError, ImportError):
     exit_status = BAD_CONFIG
 
 
-def refused_pickle(path: object, error: Exception) -> str:
+def describe_refused_pickle(path: object, error: Exception) -> str:
     """Return the sentence for a file that torch's safe reader of pickles refuses.
 
     Args:
@@ -157,7 +157,7 @@ def require(name: str, purpose: str) -> None:
         raise missing_package(name, purpose)
 
 
-def sentence(error: BaseException) -> str | None:
+def describe_user_error(error: BaseException) -> str | None:
     """What a command line prints for an error that is the user's to mend; None for a bug.
 
     Besides UserError these are a place that the system refuses, a missing package of ours, wherever

@@ -96,7 +96,7 @@ def check_file(path: Path | str) -> None:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return
     with writing(path):
-        real = target(path)
+        real = resolve_link(path)
     check_folder(real.parent)
     with writing(path):
         if real.exists():
@@ -184,7 +184,7 @@ def find_shipped(name: str) -> Path:
     return Path(os.path.realpath(Path(__file__).parents[2] / "fprnn" / name))
 
 
-def target(path: Path | str) -> Path:
+def resolve_link(path: Path | str) -> Path:
     """Where a link leads, so that it stays one; any other path as it is, made absolute.
 
     Raises:
@@ -220,7 +220,7 @@ def write_text(path: Path | str, text: str | Iterable[str]) -> None:
             with path.open("w", encoding="utf-8") as f:
                 f.writelines(parts)
             return
-        path = target(path)
+        path = resolve_link(path)
         tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

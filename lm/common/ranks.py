@@ -52,7 +52,7 @@ class Ranks:
         if self.world_size > 1:
             torch_dist.broadcast_object_list(box, src=0, group=self.objects)
         if box[1] is not None:
-            box[1].said_by_main = not self.is_main
+            box[1].is_reported_by_main = not self.is_main
             raise box[1]
         return box[0]
 
@@ -63,9 +63,9 @@ class Ranks:
             fn(*args)
         except Exception as e:
             error = e
-        self.raise_any(error)
+        self.raise_first_error(error)
 
-    def raise_any(self, error: Exception | None) -> None:
+    def raise_first_error(self, error: Exception | None) -> None:
         """Every rank says whether it has failed; where one has, all raise the first one's error."""
         errors: list[Exception | None] = [error]
         if self.world_size > 1:
@@ -93,7 +93,7 @@ class Ranks:
         return torch.cat(parts, dim=-1)
 
 
-def of_lost_peer(error: BaseException) -> MachineError | None:
+def as_lost_peer_error(error: BaseException) -> MachineError | None:
     """What to say of an error that a collective raises where another rank is gone (status 71) or
     does not answer (77); None of any other error."""
     text = str(error)
@@ -123,7 +123,7 @@ def _sendable(error: Exception) -> Exception:
         return RuntimeError(repr(error))
 
 
-def launched() -> tuple[int, int, int]:
+def read_launcher_ranks() -> tuple[int, int, int]:
     """(rank, number of ranks, rank on this host) as a launcher has put them into RANK, WORLD_SIZE
     and LOCAL_RANK of the environment; (0, 1, 0) where it has not.
 

@@ -50,7 +50,7 @@ class StopSignals:
     """
 
     def __init__(self):
-        self.asked = False
+        self.is_stop_requested = False
         self._is_interruptible = False
         self._before = {}
 
@@ -63,7 +63,7 @@ class StopSignals:
         """
         try:
             self._is_interruptible = True  # first: a signal between the two lines is not lost
-            if self.asked:
+            if self.is_stop_requested:
                 raise StopRequested
             yield
         finally:
@@ -77,12 +77,12 @@ class StopSignals:
         return self
 
     def __exit__(self, *exc):
-        if not self.asked:
+        if not self.is_stop_requested:
             for number, handler in self._before.items():
                 signal.signal(number, handler)
 
     def _ask(self, number, _):
-        self.asked = True
+        self.is_stop_requested = True
         name = signal.Signals(number).name
         said = f"{name}: saves and stops after this update (press again to quit unsaved)\n"
         os.write(2, said.encode())

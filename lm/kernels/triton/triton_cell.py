@@ -2,9 +2,9 @@
 
 The equations are those of lm/kernels/cell_arguments.py. A token is two launches, the product with
 W_y over the batch and one program a sequence for everything else; its gradient is two, the last
-token first, with the states of a chunk computed again from the one that entered it (cell_kernels.py). The
-launches of a chunk are a CUDA graph (launches.py); the gradient of W_y is one product at the end.
-Nothing waits for the GPU.
+token first, with the states of a chunk computed again from the one that entered it
+(cell_kernels.py). The launches of a chunk are a CUDA graph (launches.py); the gradient of W_y is
+one product at the end. Nothing waits for the GPU.
 
 Products are those of W_y's dtype, accumulated in fp32; rows are kept in raw's dtype; all else is
 fp32. A sequence's results do not depend on the batch, bit for bit, but for what `tl.dot` makes of
