@@ -15,7 +15,7 @@ MIN_TIMED_S = 2.0  # seconds of timed work before the remaining time is printed
 
 
 class _Say:
-    """`say(text)` prints on the main rank only; `say.console` is the rich console behind it."""
+    """Printer for the main rank. Calling it prints a text; `console` is its rich console."""
 
     def __init__(self):
         self.enabled, self._console = True, None

@@ -14,8 +14,8 @@ MAX_MMAP_THRESHOLD = 2**25
 def keep_freed_memory() -> bool:
     """Make glibc reuse freed memory in this process instead of returning it to the system.
 
-    By default glibc returns the temporaries of an update to the system, and those of the next
-    update cause page faults: up to a quarter of the time on a CPU (benchmarks/README.md).
+    By default glibc returns the temporaries of an update to the system, and allocating them again
+    causes page faults: up to a quarter of the time on a CPU (benchmarks/README.md).
 
     Returns:
         True if the C library has these settings (glibc), False otherwise (musl, macOS).

@@ -171,7 +171,7 @@ def check_address() -> None:
     """Check that a launcher has set MASTER_ADDR and MASTER_PORT, at which the ranks meet.
 
     Raises:
-        ConfigError: If one of them is missing or invalid.
+        ConfigError: If a variable is missing or invalid.
     """
     if not os.environ.get("MASTER_ADDR"):
         raise ConfigError(

@@ -48,7 +48,7 @@ def where(world_size: int, gpu: str | None = None, utilisation: float | None = N
     """Return what the options of `fprnn plan` mean; None is the default.
 
     Raises:
-        ConfigError: If there is no such card, or the utilisation is above 1.
+        ConfigError: If the card is unknown, or the utilisation is above 1.
     """
     if utilisation is not None and utilisation > 1:
         raise ConfigError(
