@@ -161,24 +161,25 @@ class FPMamba(FixedPointBlock):
         weights = s.time.A, self._D(), norm.weight, norm.bias
         A, D, weight, bias = (None if t is None else t.to(x.dtype) for t in weights)
         y, h = (s.seqs.before(name) for name in ("y", "h"))
-        given: tuple[Any, ...] = (
-            raw,
-            s.projections.weight_y.to(raw.dtype),
-            x,
-            s.time.dt,
-            A,
-            s.time.keep,
-            self._gate(s),
-            D,
-            weight,
-            bias,
-            None if y is None else y.to(x.dtype),
-            h,
-            s.seqs.adjoint_norm,
-        )
-        readout = s.projections.readout(x.dtype)
-        given = given if readout is None else (*given, readout)  # not every backend has it
-        return faster("cell", "cell", x, layout, options, *given)
+        arguments = {
+            "layout": layout,
+            "options": options,
+            "raw": raw,
+            "weight_y": s.projections.weight_y.to(raw.dtype),
+            "x": x,
+            "dt": s.time.dt,
+            "A": A,
+            "keep": s.time.keep,
+            "gate": self._gate(s),
+            "D": D,
+            "norm_weight": weight,
+            "norm_bias": bias,
+            "y0": None if y is None else y.to(x.dtype),
+            "h0": h,
+            "adjoint": s.seqs.adjoint_norm,
+            "readout": s.projections.readout(x.dtype),
+        }
+        return faster("cell", "cell", x, arguments)
 
 
 class FPMamba1(FPMamba):
@@ -375,9 +376,20 @@ class FPRNN(FixedPointBlock):
         layout = at, at + reflections[0] * x.shape[-1], 0, 0
         before = (s.seqs.before(name) for name in ("y", "h"))
         y, h = (None if t is None else t.to(x.dtype) for t in before)
-        weight_y = s.projections.weight_y.to(raw.dtype)
-        given = raw, weight_y, x, s.time.decay, s.time.fresh, s.time.keep, y, h
-        return faster("cell", "cell_rnn", x, layout, options, *given, s.seqs.adjoint_norm)
+        arguments = {
+            "layout": layout,
+            "options": options,
+            "raw": raw,
+            "weight_y": s.projections.weight_y.to(raw.dtype),
+            "x": x,
+            "decay": s.time.decay,
+            "fresh": s.time.fresh,
+            "keep": s.time.keep,
+            "y0": y,
+            "h0": h,
+            "adjoint": s.seqs.adjoint_norm,
+        }
+        return faster("cell", "cell_rnn", x, arguments)
 
     def _tails(self, s, y):
         if s.tail is None:

@@ -30,7 +30,7 @@ from .operators import bundled_kernels
 
 logger = logging.get_logger(__name__)
 
-INTERFACE = ("fprnn-kernels", 4)  # of lm.kernels, as this file uses it
+INTERFACE = ("fprnn-kernels", 5)  # of lm.kernels, as this file uses it
 
 # Largest temporary (in bytes) of the selective scan: it takes so many channels at once.
 MAX_TEMPORARY = 512 * 2**20
