@@ -59,13 +59,13 @@ struct Polynomials {
         det[0] = 1;
         det[1] = -(b[0][0] + b[1][1]);
         det[2] = b[0][0] * b[1][1] - b[0][1] * b[1][0];
-        const auto moved = [&](const double *x, double *to) {  // (B − tr B · I) x
+        const auto apply_shifted_beta = [&](const double *x, double *to) {  // (B − tr B · I) x
             to[0] = b[0][1] * x[1] - b[1][1] * x[0];
             to[1] = b[1][0] * x[0] - b[0][0] * x[1];
         };
         double moved_alpha[2], moved_delta[2], along[3];
-        moved(e.alpha, moved_alpha);
-        moved(e.delta, moved_delta);
+        apply_shifted_beta(e.alpha, moved_alpha);
+        apply_shifted_beta(e.delta, moved_delta);
         for (int i = 0; i < 2; ++i) {
             numerator[0][i] = e.delta[i];
             numerator[1][i] = e.alpha[i] + moved_delta[i];
@@ -165,23 +165,23 @@ inline bool find_pair(const Equation &e, double *root, bool &is_attracting) {
         if (!has_zero[p]) continue;
         const double g = find_zero(e, polynomials, ends[p], ends[p + 1], rises[p]);
         const double d = polynomials.det[0] + g * (polynomials.det[1] + g * polynomials.det[2]);
-        Point at;
+        Point point;
         for (int i = 0; i < 2; ++i)
-            at.s[i] = (polynomials.numerator[0][i] + g * (polynomials.numerator[1][i] + g * polynomials.numerator[2][i])) / d;
-        evaluate<2>(e, 2, at);
+            point.s[i] = (polynomials.numerator[0][i] + g * (polynomials.numerator[1][i] + g * polynomials.numerator[2][i])) / d;
+        evaluate<2>(e, 2, point);
         const double rounding = ROUNDING * std::numeric_limits<double>::epsilon();
         for (int step = 0; step < MAX_POLISH_STEPS; ++step) {
-            if (at.residual <= rounding * at.scale) break;
-            double moves[MOST];
-            newton_step<2>(e, 2, at, moves);
-            for (int i = 0; i < 2; ++i) at.s[i] += moves[i];
-            evaluate<2>(e, 2, at);
+            if (point.residual <= rounding * point.scale) break;
+            double step_s[MAX_REFLECTIONS];
+            newton_step<2>(e, 2, point, step_s);
+            for (int i = 0; i < 2; ++i) point.s[i] += step_s[i];
+            evaluate<2>(e, 2, point);
         }
-        if (!at_rounding(e, at, SOLVED)) return false;
-        const bool attracting = attracts<2>(e, 2, at);
+        if (!is_at_rounding(e, point, SOLVED)) return false;
+        const bool attracting = attracts<2>(e, 2, point);
         if (attracting && is_attracting) return false;
         if (attracting || !has_root)
-            for (int i = 0; i < 2; ++i) root[i] = at.s[i];
+            for (int i = 0; i < 2; ++i) root[i] = point.s[i];
         has_root = true;
         is_attracting = is_attracting || attracting;
     }

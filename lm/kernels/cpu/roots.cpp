@@ -43,19 +43,19 @@ template <class T, int R> void search(const Roots &p) {
 #pragma omp parallel for num_threads(p.threads) schedule(dynamic, 16)
     for (int64_t token = 0; token < p.tokens; ++token) {
         const Equation e = equation_of<T>(p, token);
-        Point at;
+        Point point;
         const uint8_t outcome =
-            p.by_picard ? solve_by_picard<R>(e, p.rank, at.s) : solve<R>(e, p.rank, at.s);
+            p.by_picard ? solve_by_picard<R>(e, p.rank, point.s) : solve<R>(e, p.rank, point.s);
         p.outcome[token] = outcome;
         if (p.evaluations) p.evaluations[token] = e.evaluations;
-        bool lost = false;  // the equation is of NaN or infinity: so is the answer
+        bool is_nonfinite = false;  // the equation is of NaN or infinity: so is the answer
         if (outcome == FAILED) {
-            evaluate<R>(e, p.rank, at);
-            lost = !(at.residual <= std::numeric_limits<double>::max());
+            evaluate<R>(e, p.rank, point);
+            is_nonfinite = !(point.residual <= std::numeric_limits<double>::max());
         }
         T *s = static_cast<T *>(p.s) + token * p.rank;
         for (int64_t i = 0; i < p.rank; ++i)
-            s[i] = lost ? std::numeric_limits<T>::quiet_NaN() : T(at.s[i]);
+            s[i] = is_nonfinite ? std::numeric_limits<T>::quiet_NaN() : T(point.s[i]);
     }
 }
 

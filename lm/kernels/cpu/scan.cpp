@@ -51,11 +51,11 @@ template <class T>
 void scan_block(const Problem &p, int64_t row, int64_t block, Vec<T> *A, Vec<T> *h) {
     const int64_t n = p.states, d = p.channels, c0 = block * LANES<T>;
     const int64_t lanes = std::min<int64_t>(LANES<T>, d - c0);
-    const int64_t at = row * p.length;
-    const T *x = in<T>(p.x) + at * d + c0, *dt = in<T>(p.dt) + at * d + c0;
-    const T *B = in<T>(p.B) + at * p.B_step, *C = in<T>(p.C) + at * p.C_step;
-    const T *keep = p.keep ? in<T>(p.keep) + at : nullptr;
-    T *y = out<T>(p.y) + at * d + c0;
+    const int64_t index = row * p.length;
+    const T *x = in<T>(p.x) + index * d + c0, *dt = in<T>(p.dt) + index * d + c0;
+    const T *B = in<T>(p.B) + index * p.B_step, *C = in<T>(p.C) + index * p.C_step;
+    const T *keep = p.keep ? in<T>(p.keep) + index : nullptr;
+    T *y = out<T>(p.y) + index * d + c0;
     T *checkpoints = out<T>(p.checkpoints);
     if (checkpoints) checkpoints += row * ((p.length + p.every - 1) / p.every) * n * d + c0;
 
@@ -96,12 +96,12 @@ void backward_chunk(const Problem &p, Scratch<T> &s, int64_t row, int64_t chunk,
     const int64_t n = p.states, d = p.channels, c0 = block * LANES<T>;
     const int64_t lanes = std::min<int64_t>(LANES<T>, d - c0);
     const int64_t first = chunk * p.every, steps = std::min(p.every, p.length - first);
-    const int64_t chunks = (p.length + p.every - 1) / p.every, at = row * p.length + first;
-    const T *x = in<T>(p.x) + at * d + c0, *dt = in<T>(p.dt) + at * d + c0;
-    const T *gy = in<T>(p.grad_y) + at * d + c0;
-    const T *B = in<T>(p.B) + at * p.B_step, *C = in<T>(p.C) + at * p.C_step;
-    const T *keep = p.keep ? in<T>(p.keep) + at : nullptr;
-    T *dx = out<T>(p.dx) + at * d + c0, *ddt = out<T>(p.ddt) + at * d + c0;
+    const int64_t chunks = (p.length + p.every - 1) / p.every, index = row * p.length + first;
+    const T *x = in<T>(p.x) + index * d + c0, *dt = in<T>(p.dt) + index * d + c0;
+    const T *gy = in<T>(p.grad_y) + index * d + c0;
+    const T *B = in<T>(p.B) + index * p.B_step, *C = in<T>(p.C) + index * p.C_step;
+    const T *keep = p.keep ? in<T>(p.keep) + index : nullptr;
+    T *dx = out<T>(p.dx) + index * d + c0, *ddt = out<T>(p.ddt) + index * d + c0;
     const Vec<T> *A = &s.A[slot * n];
     Vec<T> *dA = &s.dA[slot * n], *g = &s.g[slot * n];
 
@@ -110,9 +110,9 @@ void backward_chunk(const Problem &p, Scratch<T> &s, int64_t row, int64_t chunk,
         const Vec<T> dt_t = load<T>(dt + t * d, lanes), u = dt_t * load<T>(x + t * d, lanes);
         const Vec<T> *before = &s.h[t * n];
         Vec<T> *h = &s.h[(t + 1) * n], *a = &s.decays[t * n];
-        const T kept = keep ? keep[t] : T(1);
+        const T keep_t = keep ? keep[t] : T(1);
         for (int64_t k = 0; k < n; ++k) {
-            a[k] = exponential<T>(dt_t * A[k]) * kept;
+            a[k] = exponential<T>(dt_t * A[k]) * keep_t;
             h[k] = a[k] * before[k] + u * B[t * p.B_step + k];
         }
     }
@@ -162,7 +162,7 @@ template <class T> void backward(const Problem &p) {
         for (int64_t task = 0; task < p.rows * groups; ++task) {
             const int64_t row = task / groups, first = task % groups * GROUP;
             const int64_t last = std::min(blocks, first + GROUP);
-            const auto each = [&](auto &&body) {
+            const auto for_each_block = [&](auto &&body) {
                 for (int64_t block = first; block < last; ++block) {
                     const int64_t c0 = block * LANES<T>;
                     const int64_t lanes = std::min<int64_t>(LANES<T>, d - c0);
@@ -170,24 +170,24 @@ template <class T> void backward(const Problem &p) {
                 }
             };
             std::fill(s.dA.begin(), s.dA.end(), Vec<T>{});
-            each([&](int64_t, int64_t slot, int64_t state, int64_t c0, int64_t lanes) {
+            for_each_block([&](int64_t, int64_t slot, int64_t state, int64_t c0, int64_t lanes) {
                 load_state<T>(&s.A[slot * n], in<T>(p.A) + c0, p, lanes);
                 load_state<T>(&s.g[slot * n], in<T>(p.grad_final) + state, p, lanes);
             });
             for (int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
                 std::fill(s.dB.begin(), s.dB.end(), Vec<T>{});
                 std::fill(s.dC.begin(), s.dC.end(), Vec<T>{});
-                each([&](int64_t block, int64_t slot, int64_t, int64_t, int64_t) {
+                for_each_block([&](int64_t block, int64_t slot, int64_t, int64_t, int64_t) {
                     backward_chunk<T>(p, s, row, chunk, block, slot);
                 });
-                const int64_t at = (task * length + chunk * p.every) * n;
-                const int64_t here = std::min(p.every, length - chunk * p.every) * n;
-                for (int64_t i = 0; i < here; ++i) {
-                    dB[at + i] = across<T>(s.dB[i]);
-                    dC[at + i] = across<T>(s.dC[i]);
+                const int64_t index = (task * length + chunk * p.every) * n;
+                const int64_t chunk_size = std::min(p.every, length - chunk * p.every) * n;
+                for (int64_t i = 0; i < chunk_size; ++i) {
+                    dB[index + i] = sum_lanes<T>(s.dB[i]);
+                    dC[index + i] = sum_lanes<T>(s.dC[i]);
                 }
             }
-            each([&](int64_t, int64_t slot, int64_t state, int64_t, int64_t lanes) {
+            for_each_block([&](int64_t, int64_t slot, int64_t state, int64_t, int64_t lanes) {
                 store_state<T>(&dA[state], &s.dA[slot * n], p, lanes);
                 if (p.dh0) store_state<T>(out<T>(p.dh0) + state, &s.g[slot * n], p, lanes);
             });

@@ -75,14 +75,14 @@ template <class T> inline Vec<T> exponential(Vec<T> p) {
 
 // Through pointers like this one, not memcpy or v[i]: those make g++ keep v in memory, and a sum
 // that a loop carries takes its way through memory at every step.
-template <class T, int lanes> struct Loose {
+template <class T, int lanes> struct Unaligned {
     typedef T V __attribute__((vector_size(lanes * sizeof(T)), aligned(alignof(T)), may_alias));
 };
 template <class T, int lanes = LANES<T>> inline auto vector_at(const T *from) {
-    return *reinterpret_cast<const typename Loose<T, lanes>::V *>(from);
+    return *reinterpret_cast<const typename Unaligned<T, lanes>::V *>(from);
 }
 template <class T, int lanes = LANES<T>, class V> inline void put(T *to, V v) {
-    *reinterpret_cast<typename Loose<T, lanes>::V *>(to) = v;
+    *reinterpret_cast<typename Unaligned<T, lanes>::V *>(to) = v;
 }
 
 // The lanes of the last block beyond the end are zero: the scan's dt = 0 keeps their state zero.
@@ -101,7 +101,7 @@ template <class T> inline void store(T *to, Vec<T> v, int64_t lanes) {
 }
 
 // v, zero in the lanes beyond the end, where a result may be what no sum should see.
-template <class T> inline Vec<T> first_lanes(Vec<T> v, int64_t lanes) {
+template <class T> inline Vec<T> zero_padding_lanes(Vec<T> v, int64_t lanes) {
     if (lanes == LANES<T>) return v;
     T part[LANES<T>];
     put<T>(part, v);
@@ -112,13 +112,13 @@ template <class T> const T *in(const void *p) { return static_cast<const T *>(p)
 template <class T> T *out(void *p) { return static_cast<T *>(p); }
 
 // The sum of all lanes, halves first: as many steps as the lanes have bits, not as many as lanes.
-template <class T, int lanes = LANES<T>, class V = Vec<T>> inline T across(V v) {
+template <class T, int lanes = LANES<T>, class V = Vec<T>> inline T sum_lanes(V v) {
     T all[lanes];
     put<T, lanes>(all, v);
     if constexpr (lanes == 2)
         return all[0] + all[1];
     else
-        return across<T, lanes / 2>(vector_at<T, lanes / 2>(all) +
+        return sum_lanes<T, lanes / 2>(vector_at<T, lanes / 2>(all) +
                                     vector_at<T, lanes / 2>(all + lanes / 2));
 }
 

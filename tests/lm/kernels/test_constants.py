@@ -68,7 +68,7 @@ def order(names):
 @pytest.mark.parametrize(
     "file, expected",
     [
-        ("cell_equation.h", SEARCH | OUTCOMES | {"MOST": roots.MAX_RANK}),
+        ("cell_equation.h", SEARCH | OUTCOMES | {"MAX_REFLECTIONS": roots.MAX_RANK}),
         ("cell_pair.h", PAIR),
         (
             "cell_token.h",
