@@ -1,12 +1,12 @@
-// The exact token's gradient on a CPU: backpropagation through time, from the last token to the
-// first, with the implicit function theorem in the token (cell_gradient.h). States are computed
-// again from checkpoints, chunk by chunk; lm/kernels/cpu/cpu_cell.py says what is differentiated.
+// Backward pass of the `cell` kernel: backpropagation through time, from the last token to the first,
+// with the implicit function theorem in each token (cell_gradient.h). States are recomputed from
+// checkpoints, chunk by chunk. lm/kernels/cell_arguments.py lists the differentiable arguments.
 
 #include "cell_gradient.h"
 
 namespace {
 
-// One token of one sequence, the i-th of its group.
+// Backpropagate through one token of the i-th sequence of the group.
 template <class T, int R>
 void backprop_token(const Cell &p, int64_t row, int64_t t, int64_t i, const Token<T> &k, const T *H,
                 Backward<T> &f, Sums<T> &sums, std::vector<double> &d_bc) {
@@ -50,7 +50,8 @@ void backprop_token(const Cell &p, int64_t row, int64_t t, int64_t i, const Toke
     }
 }
 
-// carried, the gradient of what token t has read, through the centroids to y_{t−1}.
+// Backpropagate `carried`, the gradient of the vector that token t reads, through the centroids to
+// y_{t−1}.
 template <class T>
 void backprop_centroids(const Cell &p, int64_t first, int64_t count, int64_t t, const Maps<T> &maps,
                        Backward<T> &f) {
@@ -87,7 +88,7 @@ void backprop_centroids(const Cell &p, int64_t first, int64_t count, int64_t t, 
                     d * sizeof(T));
 }
 
-// carried of token t − 1 from the rows' gradients at t: through the weight and the centroids, kept.
+// Compute `carried` of token t − 1 from the gradients of the rows of token t.
 template <class T>
 void carry_back(const Cell &p, int64_t first, int64_t count, int64_t t, const Maps<T> &maps,
            Backward<T> &f) {
@@ -135,7 +136,7 @@ void backprop_group(const Cell &p, int64_t first, int64_t count, const Maps<T> &
                 const Token<T> &k = f.tokens[i * p.every + t];
                 backprop_token<T, R>(p, first + i, start + t, i, k, state_of(i, t), f, sums, d_bc);
             }
-            // Centroids are read before the first token, too.
+            // The first token reads centroids, too.
             if (start + t > 0 || p.centroids) carry_back<T>(p, first, count, start + t, maps, f);
         }
     }
@@ -143,7 +144,7 @@ void backprop_group(const Cell &p, int64_t first, int64_t count, const Maps<T> &
         out<T>(p.adjoint)[first + i] = T(max_grad_norm[i] == 0 ? 0 : f.largest[i] / max_grad_norm[i]);
 }
 
-// The sum of every sequence's, in order.
+// Add the gradients of all sequences, in their order.
 template <class T> void sum_sequences(void *to, const std::vector<T> &from, int64_t rows, int64_t size) {
     if (!to) return;
     T *sum = out<T>(to);
@@ -152,7 +153,8 @@ template <class T> void sum_sequences(void *to, const std::vector<T> &from, int6
         for (int64_t i = 0; i < size; ++i) sum[i] += from[row * size + i];
 }
 
-// y_{t−1} of token `at`, as its row read it, from channel c on: zeros where there was none.
+// Copy `wide` channels, from channel c on, of the vector that a token reads of y_{t−1}; zeros if it
+// reads nothing. index: the token's place among all tokens.
 template <class T> void read_previous_y(const Cell &p, int64_t index, int64_t c, int64_t wide, T *to) {
     const int64_t d = p.channels, tile_size = std::min(wide, d - c), t = index % p.length;
     const T *before = t ? in<T>(p.y) + (index - 1) * d : p.y0 ? in<T>(p.y0) + index / p.length * d : nullptr;
@@ -161,8 +163,8 @@ template <class T> void read_previous_y(const Cell &p, int64_t index, int64_t c,
     for (int64_t i = 0; i < wide; ++i) to[i] = before && i < tile_size ? before[c + i] * keep_t : T(0);
 }
 
-// The gradient of the weight of sh(y), Σ_t d_rowᵀ y_{t−1}: a panel of columns at a time, whose y_{t−1}
-// of some tokens stay in the cache for all rows.
+// Compute the gradient of W_y, Σ_t d_rowᵀ y_{t−1}, panel by panel of columns. The y_{t−1} of TOKENS
+// tokens stay in the cache while all rows are computed.
 template <class T> void compute_weight_gradient(const Cell &p) {
     constexpr int64_t TOKENS = 128, wide = WIDE * LANES<T>;
     const int64_t d = p.channels, tokens = p.rows * p.length, panels = (d + wide - 1) / wide;

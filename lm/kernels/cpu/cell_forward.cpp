@@ -1,16 +1,18 @@
-// The exact token forwards on a CPU; lm/kernels/cpu/cpu_cell.py calls it and says what it computes.
+// Forward pass of the `cell` kernel: the exact solve of a layer, token by token.
+//
+// lm/kernels/cpu/cpu_cell.py calls it; lm/kernels/cell_arguments.py has the equations.
 
 #include "cell_token.h"
 
 namespace {
 
-// What a group of sequences carries from token to token.
+// State of a group of sequences between two tokens, and scratch memory.
 template <class T> struct Forward {
-    int64_t width;               // of a row of y_before: whole vectors
+    int64_t width;               // entries of a row of y_before, a multiple of a vector
     std::vector<Token<T>> tokens;
     T *rows, *y_before, *h, *inflow, *B_before, *c, *m, *v;
-    T *alpha, *read;             // of the centroids: (sequence, k), (sequence, width)
-    T *has_before;               // (sequence): 1, and 0 where there is no token before
+    T *alpha, *read;             // centroids: (sequence, k), (sequence, width)
+    T *has_before;               // (sequence): 0 at the first token of a document, else 1
     Arena<T> arena;
 
     static int64_t size(const Cell &p, int64_t count) {
@@ -37,7 +39,7 @@ template <class T> struct Forward {
     }
 };
 
-// c, m_j (d each): v = c + Σ_j m_j s_j. Their means, 0 without centring.
+// Compute c and m_j (d each) of v = c + Σ_j m_j s_j, and their means (0 unless the norm centres).
 template <class T, int R>
 void split_v(const Cell &p, int64_t index, const Token<T> &k, Forward<T> &f, T *means) {
     const int r = rank_of<R>(p.rank);
@@ -71,7 +73,7 @@ void split_v(const Cell &p, int64_t index, const Token<T> &k, Forward<T> &f, T *
     for (int j = 0; j <= r; ++j) means[j] = p.norm == LAYER ? sum_lanes<T>(sums[j]) / T(d) : T(0);
 }
 
-// The coefficients of φ.
+// Compute the coefficients of φ.
 template <class T, int R>
 void compute_coefficients(const Cell &p, const Token<T> &k, const Forward<T> &f, const T *means, Equation &e) {
     const int r = rank_of<R>(p.rank);
@@ -113,7 +115,7 @@ void compute_coefficients(const Cell &p, const Token<T> &k, const Forward<T> &f,
     }
 }
 
-// Whether the gradient's limit may take effect at the root s.
+// Return true if the limit of the gradient may take effect at the root s.
 template <class T, int R> bool may_limit_gradient(const Cell &p, const Equation &e, const double *s) {
     double M[MAX_REFLECTIONS][MAX_REFLECTIONS];
     if (p.norm == NONE) {
@@ -128,7 +130,8 @@ template <class T, int R> bool may_limit_gradient(const Cell &p, const Equation 
     return is_gain_limited<R>(M, p.rank);
 }
 
-// One token of one sequence, i-th of the group: its equation, y, and what it adds to the state.
+// Solve one token of the i-th sequence of the group: its equation, y, and its addition to the state.
+// row: the token's row of projections; index: its place among all tokens.
 template <class T, int R>
 void solve_token(const Cell &p, int64_t index, int64_t i, const T *row, Forward<T> &f) {
     const int64_t d = p.channels, n = p.states;
@@ -177,7 +180,7 @@ template <class T> void init_group(const Cell &p, int64_t first, int64_t count, 
     if (p.h0) std::memcpy(f.h, in<T>(p.h0) + first * state, count * state * sizeof(T));
 }
 
-// softmax of k numbers, in place, times `factor`.
+// Replace k numbers by `factor` times their softmax.
 template <class T> void softmax(int64_t k, T factor, T *alpha) {
     const T maximum = *std::max_element(alpha, alpha + k);
     Vec<T> sums{};
@@ -190,8 +193,8 @@ template <class T> void softmax(int64_t k, T factor, T *alpha) {
     for (int64_t j = 0; j < k; ++j) alpha[j] *= times;
 }
 
-// What token t of all sequences reads through the centroids in the place of y_before: Σ_i α_i c_i;
-// zero where there is no token before, so that zero is no centroid (lm/model/layers.py, Centroids).
+// Compute Σ_i α_i c_i, which token t of all sequences reads instead of y_before. It is zero at the
+// first token of a document; see Centroids in lm/model/layers.py.
 template <class T>
 void read_centroids(const Cell &p, int64_t first, int64_t count, int64_t t, const Maps<T> &maps,
                     Forward<T> &f) {
@@ -213,7 +216,7 @@ void read_centroids(const Cell &p, int64_t first, int64_t count, int64_t t, cons
                     d * sizeof(T));
 }
 
-// The rows of raw of token t of all sequences, with what they read of y.
+// Compute the rows of token t of all sequences: raw plus the product of W_y and y_{t−1}.
 template <class T>
 void compute_rows(const Cell &p, int64_t first, int64_t count, int64_t t, const Maps<T> &maps,
              Forward<T> &f) {
@@ -234,7 +237,8 @@ void compute_rows(const Cell &p, int64_t first, int64_t count, int64_t t, const 
     }
     if (p.centroids) read_centroids<T>(p, first, count, t, maps, f);
     const T *before = p.centroids ? f.read : f.y_before;
-    // Rows of the weight by the quarter of an L2 cache: read from memory once for all sequences.
+    // A tile of the weight fills a quarter of an L2 cache, so that memory is read once for all
+    // sequences.
     const int64_t maximum = std::max<int64_t>(16, (1 << 18) / (f.width * sizeof(T)) / 16 * 16);
     for (int64_t j = 0; j < p.y_columns; j += maximum) {
         const int64_t tile_size = std::min(maximum, p.y_columns - j);
@@ -273,7 +277,7 @@ void solve_group(const Cell &p, int64_t first, int64_t count, const Maps<T> &map
 template <class T> void forward(const Cell &p) {
     const Maps<T> maps(p);
     with_rank(p, [&](auto R) {
-        // A weight that the L2 cache cannot hold is read for more sequences at once.
+        // If the weight exceeds the L2 cache, more sequences share one pass over it.
         const bool large = p.y_columns * p.channels * int64_t(sizeof(T)) > (1 << 19);
         for_each_group(p, large ? 4 * GROUP_SIZE : GROUP_SIZE, [&](int64_t first, int64_t count) {
             solve_group<T, decltype(R)::value>(p, first, count, maps);

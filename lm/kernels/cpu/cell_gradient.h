@@ -1,9 +1,10 @@
-// One token of the exact token's gradient: from that of y_t and of h_t to those of all it was made of.
+// Backpropagation through one token: from the gradients of y_t and h_t to those of its inputs.
 //
-// With λ the gradient of y_t and μ that of h_t, θ = g γ, e the gradient of past + γ ⊙ x̃, and z(λ) that
-// of U x̃ through y (all of them linear in λ):
-//   ḡ = Tᵀ (z(λ) + U (dt ⊙ μ B)) is what s = root receives;  η = (I − φ′)⁻ᵀ ḡ,  φ′ᵀ_i = Tᵀ z(u_i)
-// and from then on s is a constant and λ + Uᵀ η the gradient of y_t.
+// Notation: λ is the gradient of y_t, μ the gradient of h_t, θ = g γ, e the gradient of past + γ ⊙ x̃,
+// and z(λ) the gradient of U x̃ through y (linear in λ).
+//   ḡ = Tᵀ (z(λ) + U (dt ⊙ μ B))       gradient of the root s
+//   η = (I − φ′)⁻ᵀ ḡ                    implicit function theorem, with φ′ᵀ_i = Tᵀ z(u_i)
+// Afterwards s is treated as a constant, and λ + Uᵀ η as the gradient of y_t.
 
 #pragma once
 
@@ -11,7 +12,7 @@
 
 namespace {
 
-// Sums over a sequence's tokens, each apart, so that no result depends on the number of threads.
+// Sums over tokens, stored per sequence, so that results do not depend on the number of threads.
 template <class T> struct Sums {
     int64_t A, d;  // sizes
     std::vector<T> dA, dD, d_weight, d_bias;
@@ -20,7 +21,7 @@ template <class T> struct Sums {
           d(p.channels), dA(p.rows * A), dD(p.rows * d), d_weight(dD.size()), d_bias(dD.size()) {}
 };
 
-// What a group of sequences carries back, and one chunk of it forwards again.
+// Gradients that a group of sequences carries from token to token, and one recomputed chunk.
 template <class T> struct Backward {
     int64_t width, state;
     std::vector<Token<T>> tokens;        // (sequence, step)
@@ -29,7 +30,7 @@ template <class T> struct Backward {
     T *lambda, *v, *e, *d_mixed, *mu_B, *ddt, *d_log, *inflow, *d_u;  // (d) each, of one token
     T *dB, *dC, *zeros;                  // (groups·n), zeros (d)
     std::vector<Vec<T>> lanes_B, lanes_C;
-    std::vector<double> largest;         // of each sequence: of ‖λ‖ so far
+    std::vector<double> largest;         // (sequence): largest ‖λ‖ of the tokens done
     Arena<T> arena;
 
     static int64_t size(const Cell &p, int64_t count) {
@@ -60,15 +61,17 @@ template <class T> struct Backward {
 
 // Small vectors and matrices of one token.
 struct TokenGradient {
-    double mean_lambda, along_lambda;          // mean of wλ where centred, mean of wλ v̂
-    double mean_u[MAX_REFLECTIONS], along_u[MAX_REFLECTIONS];        // the same of u_i
-    double slope[MAX_REFLECTIONS][MAX_REFLECTIONS], received[MAX_REFLECTIONS];  // φ′, ḡ
-    double eta[MAX_REFLECTIONS];                          // η
-    double d_mix_weights[MAX_REFLECTIONS], d_Ux[MAX_REFLECTIONS];        // of T (s − U x), of U x
-    double d_gate[MAX_REFLECTIONS], d_gram[MAX_REFLECTIONS][MAX_REFLECTIONS];   // d_gram symmetric
+    double mean_lambda, along_lambda;       // mean of wλ (0 unless the norm centres), mean of wλ v̂
+    double mean_u[MAX_REFLECTIONS], along_u[MAX_REFLECTIONS];  // the same for w u_i
+    double slope[MAX_REFLECTIONS][MAX_REFLECTIONS];            // φ′
+    double received[MAX_REFLECTIONS], eta[MAX_REFLECTIONS];    // ḡ, η
+    double d_mix_weights[MAX_REFLECTIONS];  // gradient of T (s − U x)
+    double d_Ux[MAX_REFLECTIONS];           // gradient of U x
+    double d_gate[MAX_REFLECTIONS];
+    double d_gram[MAX_REFLECTIONS][MAX_REFLECTIONS];           // symmetric
 };
 
-// The chunk's tokens again: vectors, x̃ of the roots that were found, states after their decay.
+// Recompute the tokens of a chunk from the saved roots: vectors, x̃, and states after their decay.
 template <class T, int R>
 void recompute_chunk(const Cell &p, int64_t row, int64_t first, int64_t steps, Token<T> *tokens, T *H,
            Backward<T> &f) {
@@ -98,7 +101,7 @@ void recompute_chunk(const Cell &p, int64_t row, int64_t first, int64_t steps, T
     }
 }
 
-// What the state after a token gives: μ B (d), and Σ_c μ dt x̃, B's gradient.
+// Compute μ B (d) and the gradient of B, Σ_c μ dt x̃, from the gradient of the state after the token.
 template <class T>
 void backprop_inflow(const Cell &p, const Token<T> &k, const T *mu, Backward<T> &f) {
     std::fill(f.lanes_B.begin(), f.lanes_B.end(), Vec<T>{});
@@ -115,7 +118,7 @@ void backprop_inflow(const Cell &p, const Token<T> &k, const T *mu, Backward<T> 
     for (int64_t i = 0; i < p.groups * p.states; ++i) f.dB[i] = sum_lanes<T>(f.lanes_B[i]);
 }
 
-// λ = ∂y + carried into f.lambda, with RNN's μ; keeps the largest ‖∂y + carried‖.
+// Write λ = ∂y + carried into f.lambda (RNN: plus μ), and update the largest ‖∂y + carried‖.
 template <class T>
 void gather_lambda(const Cell &p, int64_t index, int64_t i, Backward<T> &f) {
     Vec<T> squares{};
@@ -130,7 +133,7 @@ void gather_lambda(const Cell &p, int64_t index, int64_t i, Backward<T> &f) {
     if (!(size <= f.largest[i])) f.largest[i] = size;
 }
 
-// v̂ in place of v, and the sums of one pass: φ′, ḡ, what the norm takes off.
+// Replace v by v̂, and compute in one pass φ′, ḡ and the means of the norm's gradient.
 template <class T, int R>
 void compute_sums(const Cell &p, int64_t index, const Token<T> &k, T mean, T inverse, Backward<T> &f,
             TokenGradient &s) {
@@ -193,7 +196,8 @@ void compute_sums(const Cell &p, int64_t index, const Token<T> &k, T mean, T inv
     }
 }
 
-// η = (I − φ′)⁻ᵀ ḡ, no longer than MOST_GAIN ‖ḡ‖; ḡ where there is no root. Near a fold the true one is without bound.
+// Compute η = (I − φ′)⁻ᵀ ḡ, shortened to MOST_GAIN ‖ḡ‖, because it is unbounded near a fold. If the
+// search for the root failed, η is ḡ.
 template <int R> void solve_adjoint(const Cell &p, bool has_failed, TokenGradient &s) {
     const int r = rank_of<R>(p.rank);
     double M[MAX_REFLECTIONS][MAX_REFLECTIONS], before = 0, after = 0;
@@ -207,13 +211,13 @@ template <int R> void solve_adjoint(const Cell &p, bool has_failed, TokenGradien
     for (int i = 0; i < r; ++i) after += s.eta[i] * s.eta[i];
     const bool is_finite = after <= std::numeric_limits<double>::max();
     if (is_finite && after <= MOST_GAIN * MOST_GAIN * before) return;
-    // Of a singular matrix no direction is known: ḡ's own.
+    // A singular matrix gives no direction: use that of ḡ.
     const double times = is_finite ? MOST_GAIN * std::sqrt(before / after) : MOST_GAIN;
     for (int i = 0; i < r; ++i) s.eta[i] = times * (is_finite ? s.eta[i] : s.received[i]);
 }
 
-// Given η, all gradients of one token that are sums over no states: of the norm, the gate, D, past
-// (e), x̃ and, but for the state's part, of dt. d_bc: B·C's, of each group.
+// Given η, compute the gradients of the norm, the gate, D, past (e), x̃, B·C of each group (d_bc),
+// and dt without the part of the state.
 template <class T, int R>
 void backprop_y(const Cell &p, int64_t index, int64_t row, const Token<T> &k, T inverse, Backward<T> &f,
                TokenGradient &s, Sums<T> &sums, double *d_bc) {
@@ -262,7 +266,7 @@ void backprop_y(const Cell &p, int64_t index, int64_t row, const Token<T> &k, T 
     for (int i = 0; i < r; ++i) s.d_mix_weights[i] = sum_lanes<T>(d_mix_weights[i]);
 }
 
-// From d(T (s − U x)) to U x, the gates and the u_i·u_j.
+// Backpropagate from T (s − U x) to U x, the gates and all u_i·u_j.
 template <class T, int R> void backprop_map(const Cell &p, const Token<T> &k, TokenGradient &s) {
     const int r = rank_of<R>(p.rank);
     double d_unscaled_map[MAX_REFLECTIONS][MAX_REFLECTIONS], d_shrink = 0, sum = 0;
@@ -290,12 +294,12 @@ template <class T, int R> void backprop_map(const Cell &p, const Token<T> &k, To
     const bool is_shrunk = p.kappa > 0 && sum > p.kappa;
     for (int i = 0; i < r; ++i) {
         if (is_shrunk) s.d_gate[i] -= d_shrink * k.shrink / sum;
-        s.d_gate[i] *= k.gate[i] * (1 - k.gate[i] / p.scale);  // before the sigmoid
+        s.d_gate[i] *= k.gate[i] * (1 - k.gate[i] / p.scale);  // through the sigmoid
         for (int l = 0; l < i; ++l) s.d_gram[l][i] = s.d_gram[i][l];
     }
 }
 
-// act'(v).
+// Return act'(v).
 template <class T, int act> inline Vec<T> act_slope(Vec<T> v) {
     if constexpr (act == SILU) {
         const Vec<T> gate = T(1) / (T(1) + exponential<T>(-v));
@@ -305,7 +309,7 @@ template <class T, int act> inline Vec<T> act_slope(Vec<T> v) {
     return broadcast<T>(1);
 }
 
-// Through u = nrm(act(from)): (d_u − along u) times act'(from), into `to`.
+// Backpropagate through u = nrm(act(from)): write times (d_u − along u) act'(from) into `to`.
 template <class T, int act>
 void backprop_act(int64_t d, const T *from, const T *u, const T *d_u, T along, T times, T *to) {
     for_each_block<T>(d, [&](int64_t c, int64_t lanes) {
@@ -314,7 +318,7 @@ void backprop_act(int64_t d, const T *from, const T *u, const T *d_u, T along, T
     });
 }
 
-// The gradients of x and of the vectors before act and nrm.
+// Compute the gradients of x and of the vectors before act and nrm.
 template <class T, int R>
 void backprop_vectors(const Cell &p, int64_t index, const T *row, const Token<T> &k, const TokenGradient &s,
                      Backward<T> &f) {
@@ -353,8 +357,8 @@ void backprop_vectors(const Cell &p, int64_t index, const T *row, const Token<T>
     }
 }
 
-// From e and μ, the gradient of the state after the token, to that before it, in place; to dt (added
-// to f.ddt), A and C.
+// Backpropagate from e and μ to the state before the token (in place of μ), to dt (added to f.ddt), A
+// and C.
 template <class T>
 void backprop_state(const Cell &p, const Token<T> &k, T keep_t, const T *H, T *mu, Backward<T> &f, T *dA) {
     const int64_t n = p.states, d = p.channels;
@@ -400,7 +404,7 @@ void backprop_state(const Cell &p, const Token<T> &k, T keep_t, const T *H, T *m
     }
 }
 
-// From the gradient of B or C, with that of B·C, to its part of the row.
+// Backpropagate from B or C, and from B·C, to their part of the row.
 template <class T>
 void backprop_units(const Cell &p, T *gradient, const T *unscaled_map, const T *other, const double *d_bc,
                    const T *lengths, T *d_row) {

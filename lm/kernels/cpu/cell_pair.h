@@ -1,4 +1,4 @@
-// Two reflections: all roots on Picard's side, and the one to which Picard converges.
+// Two reflections: computes all roots on Picard's side and selects the root to which Picard converges.
 //
 // lm/model/certified_root.py is the same search in plain PyTorch and defines F, P, N² and det.
 // docs/fixed-point.md ("Two reflections") has the proof.
@@ -19,7 +19,8 @@ constexpr double PIECES[PIECE_COUNT] = {0.25, 0.5, 0.75, 0.9, 0.97, 0.99, 0.999,
 constexpr double WIDE_PIECES[PIECE_COUNT - 1] = {0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0};
 constexpr double MIN_SIDE = 1e-4, CERTAIN = 1e-13, STILL = 1e-12;
 
-// The ends of the pieces of the interval of g in which Picard's root lies; false if it is not known.
+// Compute the ends of the pieces of the interval of g that contains Picard's root. Return false if the
+// interval is unknown.
 inline bool find_bounds(const Equation &e, double *ends) {
     const auto &b = e.beta;
     const double half_trace = (b[0][0] + b[1][1]) / 2, det = b[0][0] * b[1][1] - b[0][1] * b[1][0];
@@ -50,7 +51,7 @@ inline bool find_bounds(const Equation &e, double *ends) {
     return true;
 }
 
-// Det, the numerators and N² in powers of g.
+// Coefficients of det, of the numerators, of N² and of P in powers of g.
 struct Polynomials {
     double det[3], numerator[3][2], square[5], p[DEGREE + 1];
 
@@ -88,7 +89,7 @@ struct Polynomials {
     }
 };
 
-// The Bernstein coefficients on [low, high] of a polynomial given in powers, in place.
+// Replace the power coefficients of a polynomial by its Bernstein coefficients on [low, high].
 inline void to_bernstein(double *c, double low, double high) {
     constexpr double CHOICES[DEGREE + 1] = {1, 6, 15, 20, 15, 6, 1};
     for (int j = 0; j < DEGREE; ++j)
@@ -102,7 +103,7 @@ inline void to_bernstein(double *c, double low, double high) {
         for (int i = DEGREE - 1; i >= j; --i) c[i + 1] += c[i];
 }
 
-// How many zeros P may have on [low, high], 9 if unknown; and P(high).
+// Return an upper bound of the number of zeros of P on [low, high], or 9 if unknown; at_end is P(high).
 inline int count_sign_changes(const double *p, double low, double high, double &at_end) {
     double c[DEGREE + 1], sizes[DEGREE + 1];
     for (int i = 0; i <= DEGREE; ++i) {
@@ -120,7 +121,7 @@ inline int count_sign_changes(const double *p, double low, double high, double &
     return changes;
 }
 
-// The zero of F between low and high, by Newton within bounds.
+// Find the zero of F between low and high by Newton with bisection bounds.
 inline double find_zero(const Equation &e, const Polynomials &polynomials, double low, double high, bool rises) {
     const auto middle = [&] { return low > 0 ? std::sqrt(low * high) : high / 2; };
     double g = middle();
@@ -144,8 +145,8 @@ inline double find_zero(const Equation &e, const Polynomials &polynomials, doubl
     return g;
 }
 
-// Find all roots on Picard's side. Return false if they are not proven to be all, or if several
-// attract; otherwise the root that attracts, or the first if none does.
+// Find all roots on Picard's side and write one into `root`: the root that attracts, or the first root
+// if none attracts. Return false if there may be more roots, or if several attract.
 inline bool find_pair(const Equation &e, double *root, bool &is_attracting) {
     double ends[PIECE_COUNT + 1];
     is_attracting = false;

@@ -1,10 +1,10 @@
-// The root of a token's small equation (cell_equation.h).
+// Search for the root of a token's small equation (cell_equation.h).
 //
-// Where it has several roots, the search returns the one to which damped Picard from zero converges.
-// For one reflection it runs Newton first, and proves that the root is Picard's (`find_directly`).
-// Otherwise it runs Picard (`solve_by_picard`), which Newton shortens: Newton's steps are taken where
-// Picard already contracts, and may not lead further than Picard could. For two reflections, after a
-// few steps, it finds all roots on Picard's side and decides among them (`find_pair`).
+// If there are several roots, the search returns the one to which damped Picard from zero converges.
+// For one reflection it runs Newton first and proves that the root is Picard's (`find_directly`).
+// Otherwise it runs Picard (`solve_by_picard`). Once Picard contracts, Newton's steps shorten it; they
+// may not lead further than Picard could. For two reflections the search computes, after a few
+// steps, all roots on Picard's side and selects one of them (`find_pair`).
 
 #pragma once
 
@@ -14,7 +14,8 @@
 
 namespace {
 
-// Newton from a point where Picard contracts by q; whether it found what Picard would have.
+// Run Newton from a point at which Picard contracts by q. Return true if it converges to a root to
+// which Picard would converge as well.
 template <int R>
 inline bool try_newton(const Equation &e, int64_t r_, const Point &from, double q, Point &point) {
     const int r = rank_of<R>(r_);
@@ -39,7 +40,7 @@ inline bool try_newton(const Equation &e, int64_t r_, const Point &from, double 
     return false;
 }
 
-// s of g = 1/sqrt(...): (I − gΒ)⁻¹ (gα + δ). Whether its own 1/sqrt(...) is below g.
+// Compute s = (I − gΒ)⁻¹ (gα + δ) for a given g = 1/√(…). Return true if 1/√(…) of that s is below g.
 template <int R> inline bool is_g_too_large(const Equation &e, int64_t r_, double g, Point &point) {
     const int r = rank_of<R>(r_);
     double M[MAX_REFLECTIONS][MAX_REFLECTIONS];
@@ -52,9 +53,9 @@ template <int R> inline bool is_g_too_large(const Equation &e, int64_t r_, doubl
     return !(point.inverse >= g);
 }
 
-// Where Picard has not converged: bisection of the one number g = 1/sqrt(γ0 + …), in which the
-// equation is linear. g²(γ0 + …) is 0 at g = 0, at least 1 at the largest g, +∞ on both sides of a
-// pole: a root always exists (lm/model/cell.py).
+// Find a root by bisection if Picard does not converge. For a given g = 1/√(γ0 + …) the equation is
+// linear, so that only the number g is searched. g²(γ0 + …) is 0 at g = 0, at least 1 at the largest
+// g, and +∞ on both sides of a pole: a root always exists (lm/model/cell.py).
 template <int R> inline bool find_by_bisection(const Equation &e, int64_t r_, Point &point) {
     const int r = rank_of<R>(r_);
     double low = LEAST_INVERSE, high = 1 / std::sqrt(e.floor), step[MAX_REFLECTIONS];
@@ -74,7 +75,7 @@ template <int R> inline bool find_by_bisection(const Equation &e, int64_t r_, Po
     return is_at_rounding(e, point, SOLVED);
 }
 
-// Whether ‖(I − φ′)⁻¹‖ is above MOST_GAIN, or not known. M: I − φ′.
+// Return true if ‖(I − φ′)⁻¹‖ is above MOST_GAIN or NaN. M: I − φ′.
 template <int R> inline bool is_gain_limited(double (*M)[MAX_REFLECTIONS], int64_t r_) {
     const int r = rank_of<R>(r_);
     double squares = 0;
@@ -89,12 +90,12 @@ template <int R> inline bool is_gain_limited(double (*M)[MAX_REFLECTIONS], int64
     return !(squares <= MOST_GAIN * MOST_GAIN);
 }
 
-// One reflection: Newton's root, and a proof that damped Picard from zero would have come to it.
-// docs/fixed-point.md ("Newton's root and its proof") has the proof; φ′ = (n0 + n1 s) / D(s)^(3/2)
-// with D = γ0 + 2 γ1 s + γ2 s².
+// One reflection: Newton's root, and a test that proves that damped Picard from zero converges to it.
+// docs/fixed-point.md ("Newton's root and its proof") explains the test. Notation:
+// φ′ = (n0 + n1 s) / D(s)^(3/2) with D = γ0 + 2 γ1 s + γ2 s².
 
-// Return true if the Bernstein coefficients of c0 + c1 x + c2 x² + c3 x³ on [0, 1] have one sign:
-// then it has no zero there.
+// Return true if the Bernstein coefficients of c0 + c1 x + c2 x² + c3 x³ on [0, 1] have the same
+// sign: the polynomial then has no zero there.
 inline bool has_no_zero(double c0, double c1, double c2, double c3) {
     const double b0 = 3 * c0, b1 = b0 + c1, b2 = b1 + c1 + c2, b3 = c0 + c1 + c2 + c3;
     return (b0 > 0 && b1 > 0 && b2 > 0 && b3 > 0) || (b0 < 0 && b1 < 0 && b2 < 0 && b3 < 0);
@@ -103,7 +104,7 @@ inline bool has_no_zero(double c0, double c1, double c2, double c3) {
 // Return true if damped Picard from zero converges to `root`, a root of ψ, with any step sizes in
 // (0, 1].
 inline bool is_picards_root(const Equation &e, double phi_of_0, double root) {
-    // Mirrored, so that the root is positive.
+    // Mirror the equation, so that the root is positive.
     const double side = root < 0 ? -1 : 1, r = side * root;
     const double alpha = side * e.alpha[0], beta = e.beta[0][0], delta = side * e.delta[0];
     const double gamma0 = e.gamma0, gamma1 = side * e.gamma1[0], gamma2 = e.gamma2[0][0];
@@ -121,15 +122,16 @@ inline bool is_picards_root(const Equation &e, double phi_of_0, double root) {
     if (!rises) max_phi = n0 > 0 ? phi(-n0 / n1) : phi_0;
     // 2. Beyond the root φ falls, and not below zero: no step leads below zero.
     if (!rises && !(n0 + n1 * max_phi <= 0 && r <= max_phi && phi(max_phi) >= 0)) return false;
-    // 3. D stays above its floor on [0, most].
+    // 3. D stays above its floor on [0, max_phi].
     const double vertex = -gamma1 / gamma2;
     double min_square = std::min(gamma0, square(max_phi));
     if (vertex > 0 && vertex < max_phi) min_square = gamma0 + gamma1 * vertex;
     if (!(min_square >= e.floor)) return false;
-    // 4. There is no other root below. Where φ falls there is none. Otherwise φ is at least φ(0)
-    // below the root, so that another one would lie in [φ(0), root]. It would be a root of the quartic
-    // (s − δ)² D − (α + β s)² where s − δ and α + β s have one sign: where they have not, nothing
-    // needs to be shown. With s = root + t the quartic is t (q0 + q1 t + q2 t² + q3 t³).
+    // 4. There is no other root between 0 and this root. If φ falls there, this is certain. Otherwise
+    // φ is at least φ(0) on [0, root], so that another root would be in [φ(0), root]. It would be a
+    // zero of the quartic (s − δ)² D − (α + β s)² at which s − δ and α + β s have the same sign, so
+    // that intervals with different signs are excluded. With s = root + t the quartic is
+    // t (q0 + q1 t + q2 t² + q3 t³).
     if ((!rises && n0 <= 0) || phi_0 >= r) return true;
     const double zero = -alpha / beta, left = r - delta, top = alpha + beta * r;
     const bool cut_at_delta = delta > phi_0 && delta < r, cut_at_zero = zero > phi_0 && zero < r;
@@ -162,8 +164,8 @@ inline bool newton_from(const Equation &e, Point point, double &root) {
     return false;
 }
 
-// Find the root by Newton, from zero and then from further out; return whether it is proven to be
-// Picard's.
+// Run Newton from zero and, if necessary, from a second point. Return true if the root is proven to
+// be Picard's.
 inline bool find_directly(const Equation &e, double &root) {
     Point point;
     point.s[0] = root = 0;
@@ -171,7 +173,7 @@ inline bool find_directly(const Equation &e, double &root) {
     if (is_at_rounding(e, point, ROUNDING)) return true;
     const double psi_0 = point.psi[0], side = psi_0 < 0 ? -1 : 1;
     if (newton_from(e, point, root) && is_picards_root(e, psi_0, root)) return true;
-    // The second start: the point of the largest φ on that side, or its limit if that is nearer.
+    // The second point: that of the largest φ on the same side, or the limit of φ if it is nearer.
     const double alpha = e.alpha[0], beta = e.beta[0][0], gamma1 = e.gamma1[0];
     const double n0 = beta * e.gamma0 - alpha * gamma1, n1 = beta * gamma1 - alpha * e.gamma2[0][0];
     const double turn = -n0 / n1, limit = e.delta[0] + side * beta / std::sqrt(e.gamma2[0][0]);
@@ -181,8 +183,8 @@ inline bool find_directly(const Equation &e, double &root) {
     return newton_from(e, point, root) && is_picards_root(e, psi_0, root);
 }
 
-// The root by Picard, into s, and FAILED where none was found: s is then the best that was met.
-// DECIDES: for two reflections, `find_pair` decides after DECIDE_AFTER steps if it can.
+// Run Picard from zero and write the root into s. Return the outcome; after FAILED, s is the iterate
+// with the smallest residual. DECIDES: for two reflections, try `find_pair` after DECIDE_AFTER steps.
 template <int R, bool DECIDES = false>
 inline uint8_t solve_by_picard(const Equation &e, int64_t r_, double *s) {
     const int r = rank_of<R>(r_);
@@ -202,13 +204,13 @@ inline uint8_t solve_by_picard(const Equation &e, int64_t r_, double *s) {
         }
         evaluate<R>(e, r, point);
         if (is_at_rounding(e, point, ROUNDING)) return set_root(point), 0;
-        if (!(point.residual <= std::numeric_limits<double>::max())) {  // NaN: so is the token
+        if (!(point.residual <= std::numeric_limits<double>::max())) {  // NaN or infinity: no step can help
             return set_root(point), FAILED;
         }
         const double q = point.residual / previous;
-        // What is left of the way is short beside the terms: no other root can be as near.
+        // The remaining distance is small compared with the terms of φ: no other root is that near.
         const bool is_near = point.residual / (1 - q) <= NEAR * point.scale;
-        if (q > 0 && q < SLOWEST && is_near) {  // the first time q is 0
+        if (q > 0 && q < SLOWEST && is_near) {  // in the first iteration q is 0
             Point candidate;
             if (try_newton<R>(e, r, point, q, candidate)) return set_root(candidate), 0;
         }
@@ -227,14 +229,14 @@ inline uint8_t solve_by_picard(const Equation &e, int64_t r_, double *s) {
     return set_root(best), FAILED;
 }
 
-// The root that Picard runs into, into s, and its outcome; see `solve_by_picard`.
+// Write the root to which Picard converges into s, and return the outcome; see `solve_by_picard`.
 template <int R> inline uint8_t solve(const Equation &e, int64_t r, double *s) {
     if constexpr (R == 1)
         if (find_directly(e, s[0])) return 0;
     return solve_by_picard<R, true>(e, r, s);
 }
 
-// Without a norm φ is linear: s = (I − Β)⁻¹ α.
+// Solve the equation of a layer without a norm, for which φ is linear: s = (I − Β)⁻¹ α.
 template <int R> inline uint8_t solve_linear(const Equation &e, int64_t r_, double *s) {
     const int r = rank_of<R>(r_);
     double M[MAX_REFLECTIONS][MAX_REFLECTIONS], sum = 0;

@@ -1,8 +1,9 @@
-// What the exact token's two directions share: the problem, a token's vectors and maps, the state.
+// Shared code of the forward and the backward pass of the `cell` kernel: the problem, the vectors and
+// maps of a token, and the update of the state.
 //
-// A layer's token is an explicit function of what was before it (lm/kernels/cpu/cpu_cell.py says which).
-// A group of sequences goes through time together, so that the weight of sh(y) is read once for all;
-// everything else of a token is computed by itself, in an order that nothing around it changes.
+// lm/kernels/cell_arguments.py has the equations. A group of sequences goes through time together, so
+// that W_y is read once for all of them. Everything else is computed per token, in an order that does
+// not depend on the other sequences.
 
 #pragma once
 
@@ -16,47 +17,51 @@
 #include "cell_root.h"
 #include "vector.h"
 
-enum Kind { MAMBA1, MAMBA2, RNN };     // as in cpu_cell.py, and so those below
+// As in cpu_cell.py and cell_arguments.py.
+enum Kind { MAMBA1, MAMBA2, RNN };
 enum Norm { LAYER, RMS, NONE };
 enum Act { SILU, RELU, IDENTITY };
 
-// Packed field by field in cpu_cell.py. Arrays are contiguous but for raw, whose tokens lie
-// raw_step apart; "or null" marks those that may be missing. b rows, l steps, d channels, n states,
-// K columns of raw. MAMBA2: dt (b,l,heads) and A (heads). RNN: dt is `fresh`, A is `decay` (b,l,d).
+// Arguments, packed field by field in cpu_cell.py. Sizes: b rows, l steps, d channels, n states,
+// K columns of raw, k centroids. Arrays are contiguous, except raw, whose tokens are raw_step entries
+// apart. "or null" marks arrays that may be missing. MAMBA2: dt is (b,l,heads) and A is (heads).
+// RNN: dt is `fresh` and A is `decay`, (b,l,d).
 struct Cell {
     int64_t rows, length, channels, states, kind, heads, groups;
     int64_t rank, act, sequential, bc_norm, norm;
     int64_t columns, y_columns, vectors, gates, B_column, C_column, centroids, raw_step, every, threads;
-    double scale, eps, kappa, norm_eps;  // kappa: 0 for none
-    const void *raw, *weight;                          // (b,l,K) (reading,d)
+    double scale, eps, kappa, norm_eps;  // kappa: 0 if not contractive
+    const void *raw, *weight;                          // (b,l,K) (y_columns,d)
     const void *x, *dt, *A;                            // (b,l,d) (b,l,d) (n,d)
     const void *keep, *gate, *D;                       // (b,l) or null, (b,l,d) or null, (d)
     const void *norm_weight, *norm_bias;               // (d) each, or null
     const void *y0, *h0;                               // (b,d) (b,n,d), RNN: (b,d); or null
-    // k centroids, through which y_{t−1} + noise is read, or null: (k,d) (k) (k,d), (b,l,d) or null
+    // Centroids through which y_{t−1} + noise is read, or null: (k,d) (k) (k,d); noise (b,l,d) or null
     const void *keys, *key_bias, *values, *noise;
     void *y, *final;                                   // (b,l,d) (b,n,d), RNN: (b,d)
     uint8_t *outcome;                                  // (b,l)
-    // For the way back, or null: (b,l,K), (b,l,r), and the state entering every `every`-th token.
+    // Saved for the backward pass, or null: (b,l,K), (b,l,r), and the state before every `every`-th
+    // token.
     void *saved_rows, *roots, *checkpoints;
     void *alphas, *reads;                              // (b,l,k) (b,l,d) of the centroids
-    const void *grad_y;                                // (b,l,d); from here on backward only
+    const void *grad_y;                                // (b,l,d); this and the following: backward only
     void *adjoint;                                     // (b) or null
-    void *d_raw, *d_weight, *dx, *ddt, *dA;            // like theirs, raw's contiguous
-    void *d_gate, *dD, *d_norm_weight, *d_norm_bias;   // like theirs, null where those are
+    void *d_raw, *d_weight, *dx, *ddt, *dA;            // shapes of the arguments; d_raw contiguous
+    void *d_gate, *dD, *d_norm_weight, *d_norm_bias;   // shapes of the arguments, or null
     void *d_logits, *d_reads, *d_noise;                // (b,l,k), (b,l,d), (b,l,d) or null
 };
 
 namespace {
 
-// body(c, lanes) for all blocks of d channels; in all but the last `lanes` is a constant.
+// Call body(c, lanes) for each vector-sized block of d channels. `lanes` is a compile-time constant
+// except in the last block.
 template <class T, class Body> inline void for_each_block(int64_t d, Body body) {
     int64_t c = 0;
     for (; c + LANES<T> <= d; c += LANES<T>) body(c, LANES<T>);
     if (c < d) body(c, d - c);
 }
 
-// body(c, lanes, g) for all blocks of the channels of each group of B and C.
+// Call body(c, lanes, g) for each vector-sized block of the channels of each group g of B and C.
 template <class T, class Body> inline void for_each_group_block(const Cell &p, Body body) {
     const int64_t wide = p.channels / p.groups;
     for (int64_t g = 0; g < p.groups; ++g)
@@ -72,13 +77,13 @@ template <class T, int act> inline Vec<T> activate(Vec<T> v) {
     return v;
 }
 
-// A block of an array that may be missing: then `missing` in all lanes.
+// Load a block of an array; if the array is null, return `default_value` in all lanes.
 template <class T>
 inline Vec<T> load_or_default(const void *from, int64_t index, int64_t lanes, double default_value) {
     return from ? load<T>(in<T>(from) + index, lanes) : broadcast<T>(default_value);
 }
 
-// Memory in pieces that begin where a vector may, with room for whole vectors; not set.
+// Uninitialized memory, handed out in pieces that are aligned and padded to whole vectors.
 template <class T> class Arena {
     std::unique_ptr<T[]> memory;
     T *next;
@@ -96,16 +101,21 @@ template <class T> class Arena {
     }
 };
 
-// What a token computes before its equation, and its root.
+// Vectors and maps of a token, and the solution of its equation.
 template <class T> struct Token {
-    T *u, *mixed, *past;       // (r,d): unit vectors; (d): x̃; (d): (H C)
-    T *dt, *decay;             // (d); decay only in MAMBA2, with keep
-    T *B, *C;                  // (groups·n), normalised
-    T *bc, *B_length, *C_length;  // (groups)
-    double length[MAX_REFLECTIONS], gate[MAX_REFLECTIONS];           // of the vectors before nrm, a
-    double gram[MAX_REFLECTIONS][MAX_REFLECTIONS], unscaled_map[MAX_REFLECTIONS][MAX_REFLECTIONS];  // u_i·u_j for j < i; T before `shrink`
-    double map[MAX_REFLECTIONS][MAX_REFLECTIONS], shrink;            // T: M v = Σ_i u_i (T U v)_i
-    double Ux[MAX_REFLECTIONS], mix_weights[MAX_REFLECTIONS], root[MAX_REFLECTIONS];  // U x, T (s − U x), s
+    T *u, *mixed, *past;                    // (r,d): unit vectors u_i; (d): x̃; (d): H C
+    T *dt, *decay;                          // (d); decay only for MAMBA2 and RNN, times keep
+    T *B, *C;                               // (groups·n), normalised
+    T *bc, *B_length, *C_length;            // (groups): B·C, and lengths before normalisation
+    double length[MAX_REFLECTIONS];         // lengths of the vectors before nrm
+    double gate[MAX_REFLECTIONS];           // a
+    double gram[MAX_REFLECTIONS][MAX_REFLECTIONS];          // u_i·u_j for j < i
+    double unscaled_map[MAX_REFLECTIONS][MAX_REFLECTIONS];  // T before the factor `shrink`
+    double map[MAX_REFLECTIONS][MAX_REFLECTIONS];           // T, in M v = Σ_i u_i (T U v)_i
+    double shrink;                          // κ / max(κ, Σ a)
+    double Ux[MAX_REFLECTIONS];             // U x
+    double mix_weights[MAX_REFLECTIONS];    // T (s − U x)
+    double root[MAX_REFLECTIONS];           // s
 
     static int64_t size(const Cell &p) {
         const auto round_up = Arena<T>::round_up;
@@ -120,10 +130,10 @@ template <class T> struct Token {
     }
 };
 
-// max(length, eps); NaN stays NaN.
+// Return max(length, eps), or NaN for NaN.
 inline double max_length(double length, double eps) { return length < eps ? eps : length; }
 
-// act(·) of d entries into `to`; its length.
+// Write act(·) of d entries into `to`, and return its length.
 template <class T, int act> double activate_all(int64_t d, const T *from, T *to) {
     Vec<T> squares{};
     for_each_block<T>(d, [&](int64_t c, int64_t lanes) {
@@ -134,7 +144,7 @@ template <class T, int act> double activate_all(int64_t d, const T *from, T *to)
     return std::sqrt(sum_lanes<T>(squares));
 }
 
-// u_i = nrm(act(·)), U x and the u_i·u_j.
+// Compute u_i = nrm(act(·)), U x and all u_i·u_j.
 template <class T, int R>
 void compute_unit_vectors(const Cell &p, const T *row, const T *x, Token<T> &k) {
     const int r = rank_of<R>(p.rank);
@@ -163,7 +173,7 @@ void compute_unit_vectors(const Cell &p, const T *row, const T *x, Token<T> &k) 
     }
 }
 
-// T from the gates: one reflection after the other (householder), or side by side (dplr).
+// Compute T from the gates: reflections in sequence (householder) or added (dplr).
 template <class T, int R> void compute_reflection_map(const Cell &p, const T *row, Token<T> &k) {
     const int r = rank_of<R>(p.rank);
     double sum = 0;
@@ -181,7 +191,7 @@ template <class T, int R> void compute_reflection_map(const Cell &p, const T *ro
         }
 }
 
-// nrm of each group's n entries, or the entries themselves; their lengths.
+// Normalise the n entries of each group (or copy them without bc_norm), and compute their lengths.
 template <class T> void normalize_groups(const Cell &p, const T *from, T *to, T *lengths) {
     for (int64_t g = 0; g < p.groups; ++g, from += p.states, to += p.states) {
         Vec<T> squares{};
@@ -195,8 +205,8 @@ template <class T> void normalize_groups(const Cell &p, const T *from, T *to, T 
     }
 }
 
-// What a token takes of its row and of x, dt: all but the state and the equation. at: its place
-// among all tokens.
+// Compute everything of a token that does not depend on the state: vectors, map, dt, B and C.
+// index: the token's place among all tokens.
 template <class T, int R>
 void prepare_token(const Cell &p, int64_t index, const T *row, Token<T> &k) {
     const int64_t d = p.channels;
@@ -232,8 +242,9 @@ void prepare_token(const Cell &p, int64_t index, const T *row, Token<T> &k) {
     }
 }
 
-// H = decay ⊙ (h + inflow Bᵀ) and past = H C: the token before ends and this one's history begins in
-// one pass. h and H (n,d), which may be one; inflow (d) and B are the token before's. RNN: H = h.
+// Compute H = decay ⊙ (h + inflow Bᵀ) and past = H C in one pass. inflow (d) and B are those of the
+// previous token: its addition to the state is delayed until here. h and H are (n,d) and may be the
+// same array. RNN: H = h.
 template <class T>
 void advance_state(const Cell &p, const Token<T> &k, T keep_t, const T *inflow, const T *B, const T *h, T *H) {
     const int64_t n = p.states, d = p.channels;
@@ -264,7 +275,7 @@ void advance_state(const Cell &p, const Token<T> &k, T keep_t, const T *inflow, 
         });
 }
 
-// h + inflow Bᵀ into H: a token's state, for what is kept or returned.
+// Write the state after a token, h + inflow Bᵀ, into H.
 template <class T> void add_inflow(const Cell &p, const T *inflow, const T *B, const T *h, T *H) {
     for_each_group_block<T>(p, [&](int64_t c, int64_t lanes, int64_t g) {
         const Vec<T> in_c = load<T>(inflow + c, lanes);
@@ -275,7 +286,7 @@ template <class T> void add_inflow(const Cell &p, const T *inflow, const T *B, c
     });
 }
 
-// x̃ = x + Σ_i u_i (T (s − U x))_i.
+// Compute x̃ = x + Σ_i u_i (T (s − U x))_i.
 template <class T, int R> void compute_mixed(const Cell &p, int64_t index, Token<T> &k) {
     const int r = rank_of<R>(p.rank);
     const int64_t d = p.channels;
@@ -290,7 +301,7 @@ template <class T, int R> void compute_mixed(const Cell &p, int64_t index, Token
     });
 }
 
-// v = g ⊙ (past + γ ⊙ x̃) into v (d); its mean (0 without centring) and 1/√(variance + eps).
+// Compute v = g ⊙ (past + γ ⊙ x̃), its mean (0 unless the norm centres), and 1/√(variance + eps).
 template <class T>
 void compute_v(const Cell &p, int64_t index, const Token<T> &k, T *v, T &mean, T &inverse) {
     const int64_t d = p.channels;
@@ -312,8 +323,8 @@ void compute_v(const Cell &p, int64_t index, const Token<T> &k, T *v, T &mean, T
     inverse = 1 / std::sqrt(sum_lanes<T>(squares) / T(d) + T(p.norm_eps));
 }
 
-// run(first, count) on the groups that sequences are shared out in, by several threads; together: the
-// most in one.
+// Divide the sequences into groups of at most `group_size`, and call run(first, count) for each group
+// in several threads.
 template <class Run> void for_each_group(const Cell &p, int64_t group_size, Run run) {
     if (p.rows == 0) return;
     const int64_t threads = std::max<int64_t>(1, p.threads);
@@ -327,7 +338,7 @@ template <class Run> void for_each_group(const Cell &p, int64_t group_size, Run 
     }
 }
 
-// A matrix (rows,d) with rows of whole vectors; itself where d fills them.
+// Return a matrix (rows,d) whose rows are padded to whole vectors; a copy only if d does not fill them.
 template <class T>
 const T *pad_rows(const Cell &p, const void *matrix, int64_t rows, std::vector<T> &copy) {
     const int64_t d = p.channels, width = Arena<T>::round_up(d);
@@ -338,7 +349,7 @@ const T *pad_rows(const Cell &p, const void *matrix, int64_t rows, std::vector<T
     return copy.data();
 }
 
-// What y_{t−1} is multiplied by, with rows of whole vectors.
+// The matrices that are multiplied with y_{t−1}, with rows padded to whole vectors.
 template <class T> struct Maps {
     std::vector<T> copies[3];
     const T *W, *keys, *values;
@@ -349,7 +360,7 @@ template <class T> struct Maps {
           values(pad_rows<T>(p, p.values, p.centroids, copies[2])) {}
 };
 
-// call.template operator()<R>() with the rank as a constant where there is code made for it.
+// Call call(R) with the rank as a compile-time constant, or 0 if there is no code for that rank.
 template <class Call> inline void with_rank(const Cell &p, Call call) {
     if (p.rank == 1) return call(std::integral_constant<int, 1>{});
     if (p.rank == 2) return call(std::integral_constant<int, 2>{});

@@ -1,9 +1,9 @@
-// The roots of n tokens' equations, given their coefficients (lm/model/cell.py: find_root). The
-// search itself is cell_root.h's, which the compiled cell has too.
+// The `roots` kernel: solves the small equations of n tokens, given their coefficients (find_root in
+// lm/model/cell.py). cell_root.h has the search, which the `cell` kernel uses as well.
 
 #include "cell_root.h"
 
-// Packed field by field in cpu_roots.py; all arrays are contiguous.
+// Arguments, packed field by field in roots.py. All arrays are contiguous.
 struct Roots {
     int64_t tokens, rank, threads, by_picard;
     double floor;
@@ -11,7 +11,7 @@ struct Roots {
     const void *gamma0, *gamma1, *gamma2;  // (n) (n,r) (n,r,r)
     void *s;                               // (n,r)
     uint8_t *outcome;                      // (n)
-    int32_t *evaluations;                  // (n) of φ, or null
+    int32_t *evaluations;                  // (n) evaluations of φ, or null
 };
 
 namespace {
@@ -48,7 +48,7 @@ template <class T, int R> void search(const Roots &p) {
             p.by_picard ? solve_by_picard<R>(e, p.rank, point.s) : solve<R>(e, p.rank, point.s);
         p.outcome[token] = outcome;
         if (p.evaluations) p.evaluations[token] = e.evaluations;
-        bool is_nonfinite = false;  // the equation is of NaN or infinity: so is the answer
+        bool is_nonfinite = false;  // if the equation has NaN or infinity, the result is NaN
         if (outcome == FAILED) {
             evaluate<R>(e, p.rank, point);
             is_nonfinite = !(point.residual <= std::numeric_limits<double>::max());
