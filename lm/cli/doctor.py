@@ -130,7 +130,7 @@ def _check_kernels() -> tuple[str, ...]:
     from lm import kernels
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    backends = kernels.available(device)  # first, because it checks all kernels in parallel
+    backends = kernels.describe_backends(device)  # first, because it checks all kernels in parallel
     like = torch.empty(1, device=device)
     needed = {"cuda": ("selective_scan", "ssd_scan", "cell"), "cpu": ("selective_scan", "cell")}
     slow = [name for name in needed[device] if kernels.find(name, like) is None]

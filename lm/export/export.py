@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.common.files import read_json, target, writing
+from lm.common.files import read_json, resolve_link, writing
 from lm.export.export_code import (
     ExportError,
     find_custom_mixers,
@@ -162,7 +162,7 @@ def write_export(
     if mixer_files:
         origin += f" It has a custom mixer, defined in {', '.join(mixer_files)} of this folder."
     with writing(out):
-        out = target(out)
+        out = resolve_link(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with draft(out) as folder:
         new = folder / "export"

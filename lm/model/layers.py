@@ -356,7 +356,7 @@ class Projections(NamedTuple):
         return self._replace(raw=self.raw + F.pad(shift, (0, self.raw.shape[-1] - k)))
 
     def readout(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...] | None:
-        """Return the tensors of a Readout (lm/kernels/cell.py), or None without centroids."""
+        """Return the tensors of a Readout (lm/kernels/cell_arguments.py), or None."""
         if self.centroids is None:
             return None
         noise = None if self.noise is None else self.noise.to(dtype)

@@ -29,7 +29,7 @@ from .bundled_kernels import load_bundled_kernels
 
 logger = logging.get_logger(__name__)
 
-INTERFACE = ("fprnn-kernels", 4)  # the version of lm.kernels that this file needs
+INTERFACE = ("fprnn-kernels", 5)  # the version of lm.kernels that this file needs
 
 # Largest temporary of the selective scan in bytes. It limits the channels computed at once.
 MAX_TEMPORARY = 512 * 2**20

@@ -108,7 +108,9 @@ def make_layer_rows(layers: Layers, tokens: list[Token]) -> list[list[str]]:
     """Return a table of the fixed-point layers, whose first row is its head."""
     heads = ["layer", "mean ℓ*", "max ℓ*", "at token", "state norm", "gate a", "decay λ"]
     rows = [[*heads, "bisected", "grad_limited"]]
-    is_marked = has_other_solution({"mean": layers.numbers, "other_solution": layers.other_solution.tolist()})
+    is_marked = has_other_solution(
+        {"mean": layers.numbers, "elsewhere": layers.other_solution.tolist()}
+    )
     for i, number in enumerate(layers.numbers):
         counts = layers.iterations[i]
         position = int(counts.argmax())

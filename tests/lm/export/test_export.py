@@ -223,6 +223,6 @@ def test_export_of_a_missing_run_is_refused(tmp_path):
 @pytest.mark.parametrize("place", ["https://huggingface.co/me/model", "s3://bucket/model"])
 def test_url_as_folder_is_refused(tiny_run, tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OutputError, match="no place on this machine"):
+    with pytest.raises(OutputError, match="is not on this machine"):
         export(tiny_run, place)
     assert not list(tmp_path.iterdir())
