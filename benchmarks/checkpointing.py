@@ -60,7 +60,7 @@ def measure(engine, ranks, cfg, batch, folder, saves) -> None:
         made.save(step, lambda step=step: engine.state_files(folder, step))
         beside = seconds(lambda: engine.step([batch]))
         made.finish()
-        (saved,) = made.news()
+        (saved,) = made.pop_saves()
         blocked = saved["blocked_s"]
         print(
             f"save {step}   blocked {blocked:.2f} s = {blocked / min(alone):.2f}"

@@ -98,12 +98,12 @@ def _planned(cfg, gpus=None, gpu=None, utilisation=None):
     from lm.common.files import check_folder
     from lm.common.ranks import launched
     from lm.report.plan import describe, plan, where
-    from lm.training.build import with_built_in_mixers
+    from lm.training.build import replace_custom_mixers
     from lm.training.preflight import check_config
 
     gpus = gpus or launched()[1]
     at = where(gpus, gpu, utilisation)
-    check_config(with_built_in_mixers(cfg)[0], gpus)
+    check_config(replace_custom_mixers(cfg)[0], gpus)
     check_folder(cfg.run_dir)
     planned = plan(cfg, at)
     return describe(planned, cfg), 0 if planned["fits"] else BAD_CONFIG

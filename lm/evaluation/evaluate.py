@@ -23,7 +23,7 @@ from lm.common.files import check_file, write_json
 from lm.evaluation import facade
 from lm.evaluation.tasks import TASKS_DIR
 from lm.runs import places
-from lm.runs.metrics import failures, fixed_point_metrics
+from lm.runs.metrics import find_failures, fixed_point_metrics
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -214,7 +214,7 @@ def table(results: dict) -> Table:
     if results["limit"]:
         title += f" (first {results['limit']} documents)"
     of = results["fixed_point"]
-    found = failures(of, results["solver"])
+    found = find_failures(of, results["solver"])
     warnings = [f"warning: {text}" for text in found.values()]
     out = Table("task", "n", "metric", "value", title=title, caption="\n".join(warnings) or None)
     for column in (1, 3):

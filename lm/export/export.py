@@ -91,13 +91,13 @@ def run_identity(cfg: Config) -> dict:
     out, so that a later version's new key changes nothing.
     """
     from lm.config.resuming import Resume, resume_rule
-    from lm.runs.run_dir import comparable
+    from lm.runs.run_dir import flatten_config
 
     schema = type(cfg)
-    defaults = comparable(schema())
+    defaults = flatten_config(schema())
     fixed = {
         key: value
-        for key, value in sorted(comparable(cfg).items())
+        for key, value in sorted(flatten_config(cfg).items())
         if value != defaults.get(key)
         and resume_rule(schema, key) is Resume.FIXED
         and not key.endswith("path")

@@ -14,7 +14,12 @@ from lm.common.files import read_mapping
 from lm.config.schema import Config
 from lm.config.yaml_text import Dumper
 from lm.data.sources.mixture import parts
-from lm.runs.metrics import ELSEWHERE_NOTE, is_elsewhere, iter_metrics, marked
+from lm.runs.metrics import (
+    ELSEWHERE_NOTE,
+    find_other_solutions,
+    format_marked_iterations,
+    iter_metrics,
+)
 from lm.runs.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -138,9 +143,11 @@ def _validation(scores: dict) -> list[str]:
 def _iterations(probe: dict) -> list[str]:
     counts = probe["num_iters"]
     numbers = probe.get("layers", range(len(counts["mean"])))
-    layers = ", ".join(f"{mean} (layer {i})" for i, mean in zip(numbers, marked(counts)))
+    layers = ", ".join(
+        f"{mean} (layer {i})" for i, mean in zip(numbers, format_marked_iterations(counts))
+    )
     line = f"- Mean iterations ℓ\\* of the paper's procedure on a held-out batch: {layers}."
-    return [line, f"- {ELSEWHERE_NOTE}."] if any(is_elsewhere(counts)) else [line]
+    return [line, f"- {ELSEWHERE_NOTE}."] if any(find_other_solutions(counts)) else [line]
 
 
 def card(

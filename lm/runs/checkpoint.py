@@ -124,13 +124,13 @@ class Checkpoints:
         job.cancelled.set()
         self._thread.join()
 
-    def news(self) -> list[dict]:
+    def pop_saves(self) -> list[dict]:
         """Return what was published since the last call (on rank 0): step, seconds that training
         waited, seconds from the beginning to the publication, bytes of all files."""
         return [self._news.get() for _ in range(self._news.qsize())]
 
     def _begin(self, partial: Path) -> None:
-        drop_partial(self.folder)
+        delete_partial_checkpoints(self.folder)
         with writing(partial):
             partial.mkdir(parents=True)
 
@@ -186,11 +186,13 @@ class Checkpoints:
         Damaged checkpoints stay, because somebody may want to rescue them.
         """
         every = self.settings.keep_every
-        candidates = [p for p in listed(self.folder) if not every or step_of(p) % every]
+        candidates = [
+            p for p in list_checkpoints(self.folder) if not every or checkpoint_step(p) % every
+        ]
         whole = [path for path in candidates if self._is_intact(path)]
         for path in whole[: -self.settings.keep]:
             _set_aside(path)
-        drop_partial(self.folder)
+        delete_partial_checkpoints(self.folder)
 
     def _is_intact(self, path: Path) -> bool:
         """`verify`, but files that look as they did are not read again."""
@@ -256,28 +258,28 @@ def _part(partial: Path, rank: int) -> Path:
 
 
 def _set_aside(path: Path) -> None:
-    """Take a checkpoint's name from it at once; `drop_partial` deletes the files."""
+    """Take a checkpoint's name from it at once; `delete_partial_checkpoints` deletes the files."""
     path.rename(path.with_name(f"{path.name}-{time.time_ns()}{PARTIAL}"))
 
 
-def drop_partial(folder: Path) -> None:
+def delete_partial_checkpoints(folder: Path) -> None:
     """Delete what a save or a deletion that was cut short has left."""
     for path in Path(folder).glob(f"step-*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def step_of(path: Path) -> int:
+def checkpoint_step(path: Path) -> int:
     """The update that a checkpoint's name says."""
     named = NAME.fullmatch(path.name)
     assert named is not None, path
     return int(named[1])
 
 
-def listed(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """The folders named as checkpoints are, whole or damaged, by update; others are not looked at
     (`step-best`, a copy by hand)."""
     paths = Path(folder).iterdir() if Path(folder).is_dir() else ()
-    return sorted((p for p in paths if p.is_dir() and NAME.fullmatch(p.name)), key=step_of)
+    return sorted((p for p in paths if p.is_dir() and NAME.fullmatch(p.name)), key=checkpoint_step)
 
 
 def verify(path: Path, once: bool = False) -> dict:
@@ -320,7 +322,7 @@ def verify(path: Path, once: bool = False) -> dict:
     return manifest
 
 
-def newest(
+def find_newest_checkpoint(
     folder: Path, say: Callable[[str], None] = print, before: float = math.inf
 ) -> Path | None:
     """The newest complete checkpoint in a folder of them; says which ones it passed over. None
@@ -331,9 +333,9 @@ def newest(
     Raises:
         CheckpointError: something was, and none of it is complete.
     """
-    found = listed(folder)
+    found = list_checkpoints(folder)
     for path in reversed(found):
-        if step_of(path) >= before:
+        if checkpoint_step(path) >= before:
             continue
         try:
             verify(path)
@@ -348,7 +350,7 @@ def newest(
     return None
 
 
-def to_resume(
+def resume_checkpoint(
     resume: str, folder: Path, say: Callable[[str], None] = print, before: float = math.inf
 ) -> tuple[Path, dict] | None:
     """The checkpoint that `resume` means, and its manifest; None to start from the beginning.
@@ -362,12 +364,12 @@ def to_resume(
     if resume == "never":
         return None
     if resume == "auto":
-        path = newest(folder, say, before)
+        path = find_newest_checkpoint(folder, say, before)
         return None if path is None else (path, read_json(path / MANIFEST))
     return Path(resume), verify(Path(resume))
 
 
-def to_go_back_to(
+def rollback_checkpoint(
     folder: Path, last: int | None, say: Callable[[str], None] = print
 ) -> tuple[Path, dict] | None:
     """The checkpoint that a run goes back to, and its manifest; None: there is none that is whole.
@@ -377,17 +379,17 @@ def to_go_back_to(
     Args:
         last: the update that it went back to, and has saved nothing since; None: it did not.
     """
-    older = None if last is None else to_resume("auto", folder, say, before=last)
+    older = None if last is None else resume_checkpoint("auto", folder, say, before=last)
     if older is not None:
-        drop_after(folder, older[1]["step"])
+        delete_later_checkpoints(folder, older[1]["step"])
         return older
     try:
-        return to_resume("auto", folder, say)
+        return resume_checkpoint("auto", folder, say)
     except CheckpointError:  # none is whole
         return None
 
 
-def not_finite(held: Mapping[str, Sequence[torch.Tensor]]) -> str:
+def describe_nonfinite(held: Mapping[str, Sequence[torch.Tensor]]) -> str:
     """What holds NaN or infinity, such as "NaN or infinity in exp_avg"; "" where nothing does.
 
     Args:
@@ -403,12 +405,12 @@ def _is_finite(t: torch.Tensor) -> bool:
     return not t.numel() or all(map(math.isfinite, map(float, torch.aminmax(t.detach()))))
 
 
-def drop_after(folder: Path, step: int) -> None:
+def delete_later_checkpoints(folder: Path, step: int) -> None:
     """Delete the checkpoints after `step`: a run resumed there has left that branch."""
-    for path in listed(folder):
-        if step_of(path) > step:
+    for path in list_checkpoints(folder):
+        if checkpoint_step(path) > step:
             _set_aside(path)
-    drop_partial(folder)
+    delete_partial_checkpoints(folder)
 
 
 def read_state(

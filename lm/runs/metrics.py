@@ -108,18 +108,18 @@ def fixed_point_metrics(
     return measured
 
 
-def is_elsewhere(num_iters: dict) -> list[bool]:
+def find_other_solutions(num_iters: dict) -> list[bool]:
     """Of each layer whether its ℓ* belongs to another solution than the layer's. num_iters: of a
     record; one of before this was compared says nothing."""
     shares = num_iters.get("elsewhere") or [0.0] * len(num_iters["mean"])
     return [share > ELSEWHERE_SHARE for share in shares]
 
 
-def marked(num_iters: dict) -> list[str]:
+def format_marked_iterations(num_iters: dict) -> list[str]:
     """The mean ℓ* of each layer as text, with ELSEWHERE where it is of another solution."""
     return [
         f"{mean:.1f}{ELSEWHERE * elsewhere}"
-        for mean, elsewhere in zip(num_iters["mean"], is_elsewhere(num_iters))
+        for mean, elsewhere in zip(num_iters["mean"], find_other_solutions(num_iters))
     ]
 
 
@@ -186,16 +186,16 @@ class FailureWatch:
         self.solver = solver
         self.said: set[int] = set()
 
-    def look(self, measured: dict, where: str) -> None:
+    def check(self, measured: dict, where: str) -> None:
         """measured: what `fixed_point_metrics` gave, {} of a model without a solver. where: "update
         30", say."""
-        for layer, sentence in failures(measured, self.solver).items():
+        for layer, sentence in find_failures(measured, self.solver).items():
             if layer not in self.said:
                 self.say(f"warning: {where}: {sentence}")
                 self.said.add(layer)
 
 
-def failures(measured: dict, solver: dict | str) -> dict[int, str]:
+def find_failures(measured: dict, solver: dict | str) -> dict[int, str]:
     """Of each layer with too many tokens that were not solved, were bisected or have a limited
     gradient, the first of these and what to do, by its place in the lists.
 
@@ -340,7 +340,7 @@ def parse_record(line: bytes) -> dict | None:
     return printable(record) if needs_escapes else record
 
 
-def affine(
+def affine_flops(
     flops_per_token: Callable[..., float] | None, length: int
 ) -> Callable[[float], float] | None:
     """Evaluations a token → FLOPs a token in sequences of that length, taken while the weights are

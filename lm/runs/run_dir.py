@@ -84,7 +84,7 @@ class RunDir:
     def claim(self, cfg: Run, overwrite: bool, say: Callable[[str], None] = print) -> None:
         """Make the directory ours, new or the same run continued; it stays ours until `release`.
         What a continued run may change is said by the fields of the schema
-        (`lm.config.resuming`); its config.yaml stays as it was until `confirm`.
+        (`lm.config.resuming`); its config.yaml stays as it was until `save_config`.
 
         A directory whose run never got to its first step (a start that failed) is made anew.
 
@@ -126,7 +126,7 @@ class RunDir:
             self._lease.release()
             self._lease = None
 
-    def check_ours(self) -> None:
+    def check_lease(self) -> None:
         """Raises LeaseError when another process has taken the directory over."""
         if self._lease is not None:
             self._lease.check()
@@ -141,7 +141,7 @@ class RunDir:
             raise RunDirError(f"{self} has no result.json: training is unfinished")
         return printable(read_json(self.result, keys))
 
-    def write_failure(self, error: Exception, is_main: bool = True) -> None:
+    def record_failure(self, error: Exception, is_main: bool = True) -> None:
         """Write why a run stopped, for `fprnn status`; `claim` deletes it.
 
         Rank 0 does, unless another rank knows better and was first.
@@ -168,7 +168,7 @@ class RunDir:
         if self.holds_run or self.is_started:
             self._clear()
         self.failure.unlink(missing_ok=True)
-        self.confirm(cfg)
+        self.save_config(cfg)
 
     def _refuse_lost_checkpoints(self) -> None:
         """Raises RunDirError where a run that has saved has no checkpoint any more: it would begin
@@ -185,7 +185,7 @@ class RunDir:
                 " anew with --overwrite"
             )
 
-    def confirm(self, cfg: Run) -> None:
+    def save_config(self, cfg: Run) -> None:
         """The run goes on with this config: nothing is left that could refuse it."""
         with writing(self.checkpoints):
             self.checkpoints.mkdir(exist_ok=True)
@@ -223,21 +223,21 @@ class RunDir:
         delete_files(self.path, lambda name: name != keep and is_own(name), (self.config.name,))
 
 
-def comparable(cfg: Run) -> dict:
-    """A configuration by dotted keys, its model and solver sections `settled`."""
+def flatten_config(cfg: Run) -> dict:
+    """A configuration by dotted keys, its model and solver sections `resolve_mixer_settings`."""
     tree = cfg.model_dump(mode="json")
-    model = settled(tree["model"], cfg.solver.iterates)
+    model = resolve_mixer_settings(tree["model"], cfg.solver.iterates)
     return _flat({**tree, "model": model, "solver": cfg.solver.settled()})
 
 
-def differences(was: Run, now: Run) -> dict[Resume, dict[str, str]]:
+def config_differences(was: Run, now: Run) -> dict[Resume, dict[str, str]]:
     """Return the keys that two configurations set differently, by what a resumed run may change.
 
     Returns:
         Rule → {dotted key: "KEY was 1, is 2"}. The solver of a baseline, which has none, is left
         out.
     """
-    old, new = comparable(was), comparable(now)
+    old, new = flatten_config(was), flatten_config(now)
     found: dict[Resume, dict[str, str]] = {rule: {} for rule in Resume}
     for key in sorted(old.keys() | new.keys()):
         before, after = old.get(key), new.get(key)
@@ -268,7 +268,7 @@ def check_config(path: Path, manifest: dict, run: RunDir, cfg: Run) -> None:
     was = build(manifest["config"], f"{path}/manifest.json: config", type(cfg), trained=True)
     changed = [
         text
-        for key, text in differences(was, cfg)[Resume.FIXED].items()
+        for key, text in config_differences(was, cfg)[Resume.FIXED].items()
         if not key.startswith("tokenizer.") and not key.endswith("path")
     ]
     if changed:
@@ -278,7 +278,7 @@ def check_config(path: Path, manifest: dict, run: RunDir, cfg: Run) -> None:
         )
 
 
-def settled(model: dict, iterates: bool) -> dict:
+def resolve_mixer_settings(model: dict, iterates: bool) -> dict:
     """Return a model section with each "auto" of the mixer replaced: two sections that describe the
     same model are equal, whether they were written before there was an `auto` or after.
 
@@ -315,7 +315,7 @@ def _check_continued(cfg: Run, saved: Path, say: Callable[[str], None]) -> None:
     """
     # Through the schema: a key that is newer than the run has its default there.
     was = build(load_tree(saved), str(saved), type(cfg))
-    changed = differences(was, cfg)
+    changed = config_differences(was, cfg)
     if changed[Resume.FIXED]:
         raise RunDirError(
             f"{saved.parent} holds a run of another config"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def vocabulary(cfg: Config, tokenizer_size: int | None = None) -> int:
+def model_vocab_size(cfg: Config, tokenizer_size: int | None = None) -> int:
     """The model's vocabulary: as configured, or the tokenizer's rounded up to a multiple of 8.
 
     Args:
@@ -90,7 +90,7 @@ def build_section(
         logger.setLevel(level)
 
 
-def with_built_in_mixers(cfg: Config) -> tuple[Config, list[str]]:
+def replace_custom_mixers(cfg: Config) -> tuple[Config, list[str]]:
     """(a configuration with `householder` in the place of every mixer that is named as
     `module:Class`, those names): what can be built without running anybody's code."""
     found = _own_mixers(cfg.model)
@@ -117,7 +117,7 @@ def check_section(model: Model, solver: Solver, seq_len: int) -> PreTrainedModel
         return build_section(model, solver, 8, seq_len)
 
 
-def stacked(model: Model) -> Model:
+def expand_stack(model: Model) -> Model:
     """The section with a short form of `model.name` as the layers that it stands for, which read
     packed documents as one text; any other section as it is.
 
@@ -171,7 +171,7 @@ def _build(
 
     others = {"name", "vocab_size", "gradient_checkpointing"}
     solver_fields = solver.model_dump() if model.name == "fprnn" else {}
-    model = stacked(model)
+    model = expand_stack(model)
     try:
         config = FPRNNConfig(
             **model.model_dump(exclude=others),

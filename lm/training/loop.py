@@ -23,7 +23,7 @@ class Loop(ABC):
     """A training under way.
 
     A subclass brings what one update does, what a checkpoint holds and how to go back to one, and
-    the hooks of `after_update`: each is called after every update, in this order, and knows itself
+    the hooks of `update_hooks`: each is called after every update, in this order, and knows itself
     whether something is due.
     """
 
@@ -32,17 +32,17 @@ class Loop(ABC):
     checkpoints: Checkpoints
     profile: Profile
     writer: Writer | None
-    how_to_go_on: str  # of a run that was stopped, in words
+    continue_advice: str  # of a run that was stopped, in words
 
     def __init__(self, cfg: Run):
         self.cfg: Any = cfg
         self.step = 0  # updates made
         self.seconds = 0.0  # of training, of the processes before this one
         self.rollbacks = 0
-        self.went_back_to: int | None = None  # an update, and nothing was saved since
+        self.rollback_step: int | None = None  # an update, and nothing was saved since
         self.num_iters: dict | None = None  # ℓ* of the layers, of the last probe
         self.stopping = False  # a signal has asked for a stop, on some rank
-        self.after_update: tuple[Callable[[], object], ...] = ()
+        self.update_hooks: tuple[Callable[[], object], ...] = ()
 
     @abstractmethod
     def update(self) -> None:
@@ -61,7 +61,7 @@ class Loop(ABC):
         """What a checkpoint holds: {file name: state}."""
 
     @abstractmethod
-    def go_back(self) -> bool:
+    def roll_back(self) -> bool:
         """Take all but the data from the newest checkpoint that can be used, and go on with the
         data that comes next → whether there is one.
 
@@ -74,24 +74,24 @@ class Loop(ABC):
         """Whether no update is left to be made."""
         return self.step >= self.cfg.train.steps
 
-    def make_updates(self) -> None:
+    def run_updates(self) -> None:
         """The updates that are left, each with what is due after it; a save under way is finished.
 
         Raises:
             Diverged, DivergedAlone, Stopped, LeaseError, CheckpointError, OutputError.
         """
         while not self.is_last:
-            self.run.check_ours()
+            self.run.check_lease()
             number = self.step + 1
             try:
                 with self.profile.update(number):
                     self.update()
-                for hook in self.after_update:
+                for hook in self.update_hooks:
                     hook()
             except DivergedAlone:
                 raise
             except Diverged as e:
-                self._roll_back(e, number)
+                self._handle_divergence(e, number)
         self._finish_saves()
 
     def write(self, record: dict) -> None:
@@ -121,29 +121,30 @@ class Loop(ABC):
         """
         self._finish_saves()
         if not self.step:
-            raise Stopped(f"stopped by a signal before the first update: {self.how_to_go_on}")
+            raise Stopped(f"stopped by a signal before the first update: {self.continue_advice}")
         if self.checkpoints.published != self.step:
             self._save()
             self._finish_saves()
         raise Stopped(
-            f"stopped by a signal after update {self.step}, checkpoint saved: {self.how_to_go_on}"
+            f"stopped by a signal after update {self.step}, checkpoint saved:"
+            f" {self.continue_advice}"
         )
 
     def _save(self) -> None:
         self.check_finite()
         self.checkpoints.save(self.step, self.state_files)
-        self.went_back_to = None
+        self.rollback_step = None
 
     def log_saves(self) -> None:
         """A record of every checkpoint that was published since the last call."""
-        for saved in self.checkpoints.news():
+        for saved in self.checkpoints.pop_saves():
             self.write({"checkpoint": saved})
 
     def _finish_saves(self) -> None:
         self.checkpoints.finish()
         self.log_saves()
 
-    def _roll_back(self, error: Diverged, failed: int) -> None:
+    def _handle_divergence(self, error: Diverged, failed: int) -> None:
         """Back to the last checkpoint, or where that did not help to the one before, and on with
         the data after what has spoilt the weights.
 
@@ -154,7 +155,7 @@ class Loop(ABC):
         most, made = self.cfg.train.rollbacks, self.rollbacks
         self.checkpoints.finish()
         try:
-            is_back = made < most and self.go_back()
+            is_back = made < most and self.roll_back()
         except Diverged as e:
             raise Diverged(f"stopped at update {failed}: {error}; {e}") from None
         if not is_back:
@@ -164,7 +165,7 @@ class Loop(ABC):
                 f"stopped at update {failed}: {error}; {kept}, {made} of {most} rollbacks"
                 " (train.rollbacks) made"
             ) from None
-        self.rollbacks, self.went_back_to = made + 1, self.step
+        self.rollbacks, self.rollback_step = made + 1, self.step
         say(
             f"note: update {failed}: {error}: back to the checkpoint of update {self.step}, on with"
             f" the data that comes next (rollback {self.rollbacks} of {most})"

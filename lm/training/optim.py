@@ -48,7 +48,7 @@ def lr_factor(optim: Optim, steps: int, update: int) -> float:
     return floor + (1 - floor) * shape
 
 
-def decays(name: str) -> bool:
+def has_weight_decay(name: str) -> bool:
     """Whether weight decay acts on a parameter: not on A_log, D, biases, norms, the gains of weight
     normalisation, centroids, and the factors x_·, k_k, k_a and r_k of RWKV-7."""
     *path, leaf = name.split(".")
@@ -58,7 +58,7 @@ def decays(name: str) -> bool:
     return not (kept or "norm" in owner or owner == "centroids")
 
 
-def groups(model: torch.nn.Module, optim: Optim) -> list[Group]:
+def group_parameters(model: torch.nn.Module, optim: Optim) -> list[Group]:
     """Return the trainable parameters in groups of equal decay and factor on the learning rate.
 
     Raises:
@@ -68,8 +68,8 @@ def groups(model: torch.nn.Module, optim: Optim) -> list[Group]:
     factors = _factors([name for name, _ in named], optim.lr_factors)
     found: dict[tuple, Group] = {}
     for name, p in named:
-        key = (not decays(name), factors.get(name, 1.0))
-        group = found.setdefault(key, Group(decays(name), key[1], [], []))
+        key = (not has_weight_decay(name), factors.get(name, 1.0))
+        group = found.setdefault(key, Group(has_weight_decay(name), key[1], [], []))
         group.names.append(name)
         group.params.append(p)
     return [found[key] for key in sorted(found)]
@@ -96,10 +96,10 @@ def _factors(names: list[str], patterns: dict[str, float]) -> dict[str, float]:
 
 
 def parameter_groups(model: torch.nn.Module, optim: Optim) -> list[dict]:
-    """`groups` as torch's optimizers take them, each with its peak learning rate.
+    """`group_parameters` as torch's optimizers take them, each with its peak learning rate.
 
     Raises:
-        ConfigError: as `groups`.
+        ConfigError: as `group_parameters`.
     """
     return [
         {
@@ -107,7 +107,7 @@ def parameter_groups(model: torch.nn.Module, optim: Optim) -> list[dict]:
             "weight_decay": optim.weight_decay if group.decays else 0.0,
             "lr": optim.lr * group.factor,
         }
-        for group in groups(model, optim)
+        for group in group_parameters(model, optim)
     ]
 
 
@@ -115,7 +115,7 @@ def optimizer(model: torch.nn.Module, optim: Optim, on_gpu: bool) -> torch.optim
     """Return AdamW over the parameters of a model, fused on a GPU.
 
     Raises:
-        ConfigError: as `groups`.
+        ConfigError: as `group_parameters`.
     """
     import torch
 
@@ -130,19 +130,19 @@ def optimizer(model: torch.nn.Module, optim: Optim, on_gpu: bool) -> torch.optim
 
 def optimizer_order(model: torch.nn.Module, optim: Optim) -> list[str]:
     """The names of the parameters in the order in which the optimizer has them."""
-    return [name for group in groups(model, optim) for name in group.names]
+    return [name for group in group_parameters(model, optim) for name in group.names]
 
 
-def signature(optim: Optim) -> dict:
+def optimizer_signature(optim: Optim) -> dict:
     """Return the settings that a checkpoint's optimizer state is bound to."""
     return {"lr_factors": optim.lr_factors}
 
 
-def described(model: torch.nn.Module, optim: Optim) -> list[str]:
+def describe_optimizer(model: torch.nn.Module, optim: Optim) -> list[str]:
     """Return a line for each group that has a learning rate of its own."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     lines = []
-    for group in groups(model, optim):
+    for group in group_parameters(model, optim):
         if group.factor != 1:
             names, count = group.names, sum(sizes[name] for name in group.names)
             shown = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")

@@ -20,7 +20,7 @@ from lm.training import init_from
 from lm.training.build import check_section
 from lm.training.deepspeed_json import check_device, deepspeed_config
 from lm.training.inputs import check_inputs
-from lm.training.optim import groups
+from lm.training.optim import group_parameters
 
 MOST_ON_CPU = 20e6  # parameters, beside the embedding
 SSD_LAYERS = {"mamba2", "mamba3", "fp_mamba2"}  # kinds whose scan is Mamba-2's
@@ -121,7 +121,7 @@ def check_config(cfg: Config, world_size: int) -> Checked:
     check_updates(cfg)
     config = deepspeed_config(cfg, world_size)
     model = check_section(cfg.model, cfg.solver, cfg.data.seq_len)
-    groups(model, cfg.optim)
+    group_parameters(model, cfg.optim)
     init_from.check(cfg, model)
     check_inputs(cfg)
     return Checked(model, config)

@@ -28,7 +28,7 @@ class Gathered(NamedTuple):
     adamw_steps: float  # that AdamW has made: updates, without those that were skipped
 
 
-def consolidated(path: Path) -> dict[str, torch.Tensor]:
+def consolidate_weights(path: Path) -> dict[str, torch.Tensor]:
     """All weights of a checkpoint in fp32 under the model's own names, whatever the ZeRO stage.
 
     Raises:
@@ -40,7 +40,7 @@ def consolidated(path: Path) -> dict[str, torch.Tensor]:
     return consolidate_zero(path.parent, path.name)
 
 
-def gathered(path: Path, manifest: dict, names: list[str]) -> Gathered:
+def gather_checkpoint(path: Path, manifest: dict, names: list[str]) -> Gathered:
     """Weights and optimizer of a verified checkpoint, whole. All of it is read, by every rank that
     calls this.
 

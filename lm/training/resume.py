@@ -11,19 +11,19 @@ from lm.model.checksums import SUMS, difference, sha256
 from lm.runs.checkpoint import CheckpointError
 from lm.runs.run_dir import RunDir, RunDirError, check_config
 from lm.training.deepspeed_json import layout
-from lm.training.optim import signature
+from lm.training.optim import optimizer_signature
 
 
 def identity(cfg: Config, world_size: int) -> dict:
     """What a checkpoint's manifest says of the training that it is of."""
     return {
         **layout(cfg, world_size),
-        "optimizer": signature(cfg.optim),
+        "optimizer": optimizer_signature(cfg.optim),
         "global_batch_size": cfg.train.sequences(world_size),
     }
 
 
-def made_of(cfg: Config, run: RunDir) -> dict:
+def run_fingerprint(cfg: Config, run: RunDir) -> dict:
     """What a checkpoint's manifest says of the run that it is made in, beside its own files: the
     checksums of its tokenizer and of its corpora, and the config."""
     tokenizer = [file for file in sorted(run.tokenizer.iterdir()) if file.name != SUMS]
@@ -34,7 +34,7 @@ def made_of(cfg: Config, run: RunDir) -> dict:
     }
 
 
-def check_made_of(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
+def check_fingerprint(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
     """Refuse a run that is no longer what one of its checkpoints is made of.
 
     Checkpoints of version 0.1 hold neither config nor checksums of tokenizer and corpora.
@@ -87,7 +87,7 @@ def check_optimizer(path: Path, manifest: dict, now: dict) -> None:
     """Raises CheckpointError where the optimizer's state is of another than this run's.
 
     Args:
-        now: `optim.signature` of this run.
+        now: `optim.optimizer_signature` of this run.
     """
     before = {key: value for key, value in manifest["optimizer"].items() if value}
     now = {key: value for key, value in now.items() if value}

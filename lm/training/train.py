@@ -20,17 +20,17 @@ from lm.config.schema import Config
 from lm.runs.checkpoint import (
     CheckpointError,
     Checkpoints,
-    drop_after,
-    not_finite,
+    delete_later_checkpoints,
+    describe_nonfinite,
     read_state,
-    to_go_back_to,
-    to_resume,
+    resume_checkpoint,
+    rollback_checkpoint,
 )
-from lm.runs.log import Writer, describe, iterations, probed
+from lm.runs.log import Writer, describe_record, iterations_suffix, probe_iterations
 from lm.runs.metrics import (
     FailureWatch,
     Throughput,
-    affine,
+    affine_flops,
     fixed_point_metrics,
     imbalance,
     is_due,
@@ -42,19 +42,19 @@ from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
 from lm.training import engine as ds
 from lm.training import init_from
-from lm.training.build import build_model, vocabulary
+from lm.training.build import build_model, model_vocab_size
 from lm.training.curriculum import Curriculum
 from lm.training.loop import Loop
-from lm.training.optim import described, optimizer_order, signature
+from lm.training.optim import describe_optimizer, optimizer_order, optimizer_signature
 from lm.training.preflight import check, check_same_kernels, environment
-from lm.training.reshard import gathered
+from lm.training.reshard import gather_checkpoint
 from lm.training.resume import (
     check_batch,
-    check_made_of,
+    check_fingerprint,
     check_optimizer,
     check_tokenizer,
     identity,
-    made_of,
+    run_fingerprint,
 )
 from lm.training.validation import Validation
 
@@ -89,7 +89,7 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
         except Exception as e:
             is_too_large = isinstance(e, torch.OutOfMemoryError)
             error = _too_large(cfg, run) if is_too_large else of_lost_peer(e) or e
-            run.write_failure(error, ranks.is_main)
+            run.record_failure(error, ranks.is_main)
             if error is e:
                 raise
             raise error from e
@@ -116,7 +116,7 @@ class Training(Loop):
         on_exit: of what is open while it trains. settings: DeepSpeed's JSON.
     """
 
-    how_to_go_on = "continue with resume=auto"
+    continue_advice = "continue with resume=auto"
 
     def __init__(
         self,
@@ -140,14 +140,14 @@ class Training(Loop):
         about = identity(cfg, ranks.world_size)
         self.checkpoints = Checkpoints(run.checkpoints, ranks, cfg.checkpoint, about)
         on_exit.callback(self.checkpoints.close)
-        self.after_update = (
+        self.update_hooks = (
             self._record_if_due,
             self._probe_if_due,
             self._end_stage_if_learned,
             self._save_if_due,
             self._validate_if_due,
         )
-        self.checkpoint = ranks.first(to_resume, cfg.resume, run.checkpoints, say)
+        self.checkpoint = ranks.first(resume_checkpoint, cfg.resume, run.checkpoints, say)
         self._open_data()
         self._build_model()
 
@@ -169,7 +169,7 @@ class Training(Loop):
         prepare = corpora.prepare_sources
         ranks.first(self._stoppable, prepare, cfg, self.tokenizer, folder, progress)
         ranks.first(self._check_made_of)  # the corpora may be new
-        self.checkpoints.about |= ranks.first(made_of, cfg, self.run)
+        self.checkpoints.about |= ranks.first(run_fingerprint, cfg, self.run)
         ranks.each(corpora.ensure_sources_here, cfg, self.tokenizer, folder)
         built = loader.build(cfg, self.tokenizer, folder, ranks.rank, ranks.world_size)
         self.batches, self.held_out = built
@@ -186,7 +186,7 @@ class Training(Loop):
                 prepare(*args)
         except StopRequested:
             raise Stopped(
-                f"stopped by a signal before the first update: {self.how_to_go_on}"
+                f"stopped by a signal before the first update: {self.continue_advice}"
             ) from None
 
     def _check_made_of(self) -> None:
@@ -196,25 +196,25 @@ class Training(Loop):
             return
         path, manifest = self.checkpoint
         if path.resolve().parent == self.run.checkpoints.resolve():
-            check_made_of(path, manifest, self.run, self.cfg)
+            check_fingerprint(path, manifest, self.run, self.cfg)
         else:
             check_tokenizer(path, manifest, self.run)
 
     def check_finite(self) -> None:
         """Raises Diverged, on every rank, where the weights or moments of one are not finite."""
-        what = not_finite(self.engine.held())
+        what = describe_nonfinite(self.engine.held())
         self.ranks.raise_any(Diverged(what) if what else None)
 
     def _build_model(self) -> None:
         cfg, tokenizer = self.cfg, self.tokenizer
-        self.vocab_size = vocabulary(cfg, len(tokenizer))
+        self.vocab_size = model_vocab_size(cfg, len(tokenizer))
         self.model = build_model(
             cfg, self.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id
         )
         # ZeRO-3 leaves none to count.
         self.parameters = sum(p.numel() for p in self.model.parameters())
         self.solves = cfg.model.has_fixed_point
-        flops = affine(getattr(self.model, "flops_per_token", None), cfg.data.seq_len)
+        flops = affine_flops(getattr(self.model, "flops_per_token", None), cfg.data.seq_len)
         self.engine = self._engine()
         self.speed = Throughput(flops, self.ranks.world_size)
         self.watch = FailureWatch(say, self.model.solver() if self.solves else "none")
@@ -231,14 +231,14 @@ class Training(Loop):
             init_from.initialize(cfg, self.model, self.tokenizer, ranks, self.run)
             return ds.Engine(cfg, self.model, ranks, self.settings)
         path, manifest = self.checkpoint
-        check_optimizer(path, manifest, signature(cfg.optim))
+        check_optimizer(path, manifest, optimizer_signature(cfg.optim))
         if self._fits(manifest):
             engine = ds.Engine(cfg, self.model, ranks, self.settings)
             engine.load(path)
             return engine
         was = f"{manifest['world_size']} ranks under ZeRO-{manifest['zero_stage']}"
         say(f"note: {path} was written by {was}: weights and optimizer are laid out anew")
-        whole = gathered(path, manifest, optimizer_order(self.model, cfg.optim))
+        whole = gather_checkpoint(path, manifest, optimizer_order(self.model, cfg.optim))
         self.model.load_state_dict(whole.weights)
         engine = ds.Engine(cfg, self.model, ranks, self.settings)
         engine.go_on(whole.moments, manifest["step"], whole.adamw_steps)
@@ -266,9 +266,9 @@ class Training(Loop):
                     f" {self.cfg.train.steps}: raise it, or train anew with --overwrite"
                 )
             if self.cfg.resume != "auto":
-                self.ranks.first(drop_after, folder, self.step)
+                self.ranks.first(delete_later_checkpoints, folder, self.step)
             say(f"resumed  {path} at update {self.step}")
-        self.ranks.first(self.run.confirm, self.cfg)
+        self.ranks.first(self.run.save_config, self.cfg)
         if self.ranks.is_main:
             if self.step < self.cfg.train.steps:
                 self.run.result.unlink(missing_ok=True)  # what is there is of fewer updates
@@ -324,7 +324,7 @@ class Training(Loop):
         say(f"device   {env['device']}; kernels: {env['kernels']}")
         size = f"{self.parameters / 1e6:.2f} M parameters"
         say(f"model    {cfg.model.name}, {size}, {self.vocab_size} tokens")
-        for line in described(self.model, cfg.optim):
+        for line in describe_optimizer(self.model, cfg.optim):
             say(f"optim    {line}")
         stage = self.engine.zero_stage
         tokens = self.tokens_per_step
@@ -347,7 +347,7 @@ class Training(Loop):
         self.bar = Progress("training", steps, "updates", QUIET_S)
         with watchdog:
             self._catch_up()
-            self.make_updates()
+            self.run_updates()
         self.seconds += time.perf_counter() - self.began
 
     def _catch_up(self) -> None:
@@ -419,9 +419,11 @@ class Training(Loop):
         self.engine.times.end_update()
         self.made, self.stopping = made, made.stopping
 
-    def go_back(self) -> bool:
+    def roll_back(self) -> bool:
         """Weights and optimizer from the newest checkpoint that can be used; see `Loop`."""
-        checkpoint = self.ranks.first(to_go_back_to, self.run.checkpoints, self.went_back_to, say)
+        checkpoint = self.ranks.first(
+            rollback_checkpoint, self.run.checkpoints, self.rollback_step, say
+        )
         if checkpoint is None:
             return False
         after, seconds = self.batches.state_dict(), self.seconds
@@ -462,8 +464,8 @@ class Training(Loop):
         self.stats = []
         self.write(record)
         self.log_saves()
-        self.bar.update(self.step, steps, describe(record, self.num_iters))
-        self.watch.look(record, f"update {self.step}")
+        self.bar.update(self.step, steps, describe_record(record, self.num_iters))
+        self.watch.check(record, f"update {self.step}")
         self.speed.skip()  # a record is no update
 
     def _peak_memory(self) -> int:
@@ -481,8 +483,8 @@ class Training(Loop):
             return
         record = {"step": self.step, **self.validation.probed(self.engine)}
         self.write(record)
-        say(f"update {self.step:>6}{iterations(record)}")
-        self.num_iters = probed(record)
+        say(f"update {self.step:>6}{iterations_suffix(record)}")
+        self.num_iters = probe_iterations(record)
         self.speed.skip()
 
     def _end_stage_if_learned(self) -> None:
@@ -491,7 +493,7 @@ class Training(Loop):
         if not sources:
             return
         self.check_finite()
-        likely = self.validation.likely(self.engine, sources, self.alive)
+        likely = self.validation.answer_probability(self.engine, sources, self.alive)
         self.write(self.curriculum.look(self.step, likely))
         self.speed.skip()
 
@@ -505,7 +507,7 @@ class Training(Loop):
 
     def _validate(self) -> None:
         measured = self.validation.measure(self.engine, self.step, self.alive)
-        self.num_iters = probed(measured)
+        self.num_iters = probe_iterations(measured)
         self.write(measured)
         self.speed.skip()
 

@@ -15,7 +15,7 @@ from lm.data.batches.packing import IGNORE
 from lm.data.batches.questions import asked
 from lm.data.batches.text_bytes import TextBytes, UncountableError, bits_per_byte, in_bits
 from lm.data.sources.mixture import parts
-from lm.runs.log import iterations
+from lm.runs.log import iterations_suffix
 from lm.runs.metrics import FailureWatch, fixed_point_metrics, probe
 from lm.runs.run_dir import RunDir
 from lm.training.engine import Engine
@@ -50,7 +50,7 @@ class Validation:
     ):
         self.cfg, self.ranks, self.watch = cfg, ranks, watch
         self.held_out, self.shares = held_out, shares
-        self.bytes = text_bytes_of(held_out, tokenizer, ranks)  # of all ranks
+        self.bytes = count_text_bytes(held_out, tokenizer, ranks)  # of all ranks
         self.asked = {
             name: asked(part.data.traces, tokenizer, cfg.train.micro_batch_size, cfg.data.seq_len)
             for name, part in parts(cfg).items()
@@ -73,15 +73,14 @@ class Validation:
             f"update {step:>6}  validation loss {scores['loss']:.4f}  perplexity"
             f" {scores['perplexity']:.2f}{in_bits(scores['bits_per_byte'])}{in_answers(scores)}"
             f"{of_sources}"
-            f"{iterations(record)}"
+            f"{iterations_suffix(record)}"
         )
         if self.watch is not None:
-            self.watch.look(record["probe"], f"validation after update {step}")
+            self.watch.check(record["probe"], f"validation after update {step}")
         return record
 
     def _scores(self, engine: Engine, alive: Callable[[], None]) -> dict:
-        """Loss, perplexity, bits per byte and tokens of the weights as they are; see `pooled`. Of
-        traces also `answers`, see `likely`."""
+        """Measure loss, perplexity, bits per byte and tokens; of traces also the answers."""
         total = sum(len(batches) for batches in self.held_out.values())
         done, measured = 0, {}
         bar = Progress("validating", unit="batches")
@@ -96,11 +95,13 @@ class Validation:
             bits = bits_per_byte(scores["loss"] * scores["tokens"], text)
             measured[name] = scores | {"bits_per_byte": bits, "bytes": text}
             if name in self.asked:
-                measured[name]["answers"] = self.likely(engine, [name], alive)
+                measured[name]["answers"] = self.answer_probability(engine, [name], alive)
             done += len(batches)
-        return pooled(measured, self.shares)
+        return pool_scores(measured, self.shares)
 
-    def likely(self, engine: Engine, names: list[str], alive: Callable[[], None]) -> float:
+    def answer_probability(
+        self, engine: Engine, names: list[str], alive: Callable[[], None]
+    ) -> float:
         """How likely the right answers to the questions of sources of traces are: the geometric
         mean, of that source where it is the least. An answer may be of several tokens."""
         losses = []
@@ -174,7 +175,7 @@ def in_answers(scores: dict) -> str:
     return f" (answers {scores['answers']:.2f})" if "answers" in scores else ""
 
 
-def pooled(measured: dict[str, dict], shares: dict[str, float]) -> dict:
+def pool_scores(measured: dict[str, dict], shares: dict[str, float]) -> dict:
     """The scores of all sources as one: the mean of their losses, each weighed by its share in
     training (the loss that training lowers, on held-out text), its perplexity, and its bits per
     byte of text that is mixed so. A single source has its own.
@@ -202,7 +203,7 @@ def pooled(measured: dict[str, dict], shares: dict[str, float]) -> dict:
     }
 
 
-def text_bytes_of(
+def count_text_bytes(
     held_out: dict[str, list], tokenizer: PreTrainedTokenizerBase, ranks: Ranks
 ) -> dict[str, int | None]:
     """Of each source the UTF-8 bytes of the text that the targets of all ranks' micro-batches stand

@@ -13,7 +13,7 @@ from lm.common.files import write_text
 from lm.common.page import render
 from lm.evaluation.inspection.result import Layers, Measured
 from lm.evaluation.inspection.tokens import Token
-from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE, is_elsewhere
+from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE, find_other_solutions
 
 MADE_BY = "<!-- made by fprnn inspect -->"  # marks a page that this command may replace
 LN2 = math.log(2)
@@ -104,7 +104,9 @@ def layer_rows(layers: Layers, tokens: list[Token]) -> list[list[str]]:
     """Return a table of the layers that are solved, its head first."""
     heads = ["layer", "ℓ*, mean", "ℓ*, most", "at token", "state's norm", "gate a", "decay λ"]
     rows = [[*heads, "bisected", "limited"]]
-    is_marked = is_elsewhere({"mean": layers.numbers, "elsewhere": layers.elsewhere.tolist()})
+    is_marked = find_other_solutions(
+        {"mean": layers.numbers, "elsewhere": layers.elsewhere.tolist()}
+    )
     for i, number in enumerate(layers.numbers):
         counts = layers.iterations[i]
         at = int(counts.argmax())

@@ -24,7 +24,7 @@ from lm.data.sources.errors import DataError
 from lm.data.sources.mixture import parts, shares, tokenizer_bytes
 from lm.data.sources.open import is_validation
 from lm.report.plan import _what, describe, plan
-from lm.training.validation import pooled
+from lm.training.validation import pool_scores
 from tests.lm.report.test_plan import LM
 from tests.refusals import refused
 
@@ -216,15 +216,15 @@ def test_shares_are_the_weights_of_a_mixture():
 def test_the_mean_of_validation_is_weighed_by_shares():
     found = {"a": {"loss": 2.0, "perplexity": 0, "tokens": 900, "bytes": 1800},
              "b": {"loss": 4.0, "perplexity": 0, "tokens": 100, "bytes": 600}}  # fmt: skip
-    scores = pooled(found, {"a": 0.25, "b": 0.75})
+    scores = pool_scores(found, {"a": 0.25, "b": 0.75})
     assert (scores["loss"], scores["tokens"], scores["sources"]) == (3.5, 1000, found)
     assert scores["perplexity"] == pytest.approx(math.exp(3.5))
     # A token of the mixture stands for 0.25 · 2 + 0.75 · 6 bytes.
     assert scores["bits_per_byte"] == pytest.approx(3.5 / math.log(2) / 5)
     assert scores["bytes"] == 2400
     unknown = found | {"b": found["b"] | {"bytes": None}}
-    assert pooled(unknown, {"a": 0.25, "b": 0.75})["bits_per_byte"] is None
-    assert pooled({"": found["a"]}, {"": 1.0}) == found["a"]
+    assert pool_scores(unknown, {"a": 0.25, "b": 0.75})["bits_per_byte"] is None
+    assert pool_scores({"": found["a"]}, {"": 1.0}) == found["a"]
 
 
 WEB = {"source": "text", "path": "x.txt", "weight": 1}

@@ -15,7 +15,7 @@ from lm.data.batches.loader import validation_blocks
 from lm.data.batches.text_bytes import TextBytes, UncountableError, bits_per_byte, in_bits
 from lm.data.corpus.documents import encode_documents
 from lm.data.corpus.tokenizer import _from_folder
-from lm.training.validation import text_bytes_of
+from lm.training.validation import count_text_bytes
 from tests.lm.data.test_tokenizer import EDGE_CASES
 
 TEXTS = [
@@ -127,8 +127,8 @@ def test_ranks_add_their_bytes(bpe, monkeypatch):
     own = TextBytes(bpe).count(batch["input_ids"], batch["labels"])
     others = types.SimpleNamespace(sum=lambda *values: [values[0] + 1000, values[1]])
     held_out = {"a": [batch, batch], "b": [batch]}
-    assert text_bytes_of(held_out, bpe, others) == {"a": 2 * own + 1000, "b": own + 1000}
-    assert text_bytes_of({"": [batch]}, bpe, Ranks()) == {"": own}
+    assert count_text_bytes(held_out, bpe, others) == {"a": 2 * own + 1000, "b": own + 1000}
+    assert count_text_bytes({"": [batch]}, bpe, Ranks()) == {"": own}
 
 
 def test_a_target_that_may_be_any_text_makes_it_unknown(capsys):
@@ -137,7 +137,7 @@ def test_a_target_that_may_be_any_text_makes_it_unknown(capsys):
     assert TextBytes(tokenizer).count([3, 3], [unk, 4]) is None
     assert TextBytes(tokenizer).count([unk, 3], [4, -100]) == 1
     batch = {"input_ids": torch.tensor([[3]]), "labels": torch.tensor([[unk]])}
-    assert text_bytes_of({"": [batch]}, tokenizer, Ranks()) == {"": None}
+    assert count_text_bytes({"": [batch]}, tokenizer, Ranks()) == {"": None}
     assert "note: no bits per byte: the validation text has tokens" in capsys.readouterr().out
 
 
@@ -192,7 +192,7 @@ def test_other_kinds_of_tokenizer_are_refused_by_name(capsys):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     with pytest.raises(UncountableError, match="decoder has a part WordPiece"):
         TextBytes(tokenizer)
-    assert text_bytes_of({"": []}, tokenizer, Ranks()) == {"": None}
+    assert count_text_bytes({"": []}, tokenizer, Ranks()) == {"": None}
     assert "note: no bits per byte: the tokenizer's decoder" in capsys.readouterr().out
 
 
@@ -201,7 +201,7 @@ def test_a_tokenizer_that_cannot_read_every_text_is_no_error_of_a_run(capsys):
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    assert text_bytes_of({"": []}, tokenizer, Ranks()) == {"": None}
+    assert count_text_bytes({"": []}, tokenizer, Ranks()) == {"": None}
     assert "note: no bits per byte: the tokenizer cannot read 'The na" in capsys.readouterr().out
 
 

@@ -215,10 +215,13 @@ def test_how_likely_answers_of_several_tokens_are(bpe):
         )
     }
     assert set(in_answer["repl"]) == {2}, "a line's end and a number"
-    likely = {name: validation.likely(Engine(), [name], lambda: None) for name in validation.asked}
+    likely = {
+        name: validation.answer_probability(Engine(), [name], lambda: None)
+        for name in validation.asked
+    }
     assert likely["repl"] == pytest.approx(math.exp(-2 * 0.3))
     assert likely["words"] == pytest.approx(math.exp(-0.1 * sum(in_answer["words"]) / COUNT))
-    both = validation.likely(Engine(), ["words", "repl"], lambda: None)
+    both = validation.answer_probability(Engine(), ["words", "repl"], lambda: None)
     assert both == likely["repl"] < likely["words"]
 
 

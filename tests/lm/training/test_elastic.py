@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from lm.runs.checkpoint import listed
+from lm.runs.checkpoint import list_checkpoints
 from tests.running import ENV, fprnn, run
 
 # With noise on the states, which must not depend on the ranks either.
@@ -63,7 +63,7 @@ def test_2_1_2_ranks_and_stages_1_3_0(reference, tmp_path):
         processes=2,
     )  # fmt: skip
     close(third, expected, 4)
-    assert [p.name for p in listed(tmp_path / "runs/third/checkpoints")] == [
+    assert [p.name for p in list_checkpoints(tmp_path / "runs/third/checkpoints")] == [
         "step-000006", "step-000008",
     ]  # fmt: skip
 

@@ -10,7 +10,7 @@ import torch
 
 from lm.common.errors import BAD_CONFIG, BAD_DATA, DIVERGED, FAILED, HANG, PREEMPTED
 from lm.model.checksums import sha256
-from lm.runs.checkpoint import MANIFEST, CheckpointError, listed, verify
+from lm.runs.checkpoint import MANIFEST, CheckpointError, list_checkpoints, verify
 from lm.runs.metrics import read_metrics
 from tests.running import FORKS, fprnn, losses, run
 
@@ -154,7 +154,7 @@ def test_what_fails_again_from_one_checkpoint_goes_back_to_the_one_before(
 def verify_all(folder):
     """The checkpoints that are not whole."""
     damaged = []
-    for path in listed(folder):
+    for path in list_checkpoints(folder):
         try:
             verify(path)
         except CheckpointError:
