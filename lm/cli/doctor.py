@@ -160,9 +160,9 @@ def _sum_of_ones(rank: int, backend: str, store: str, count: int) -> None:
 
 
 def _try_deepspeed() -> tuple[str, ...]:
-    from lm.training import engine
+    from lm.training.deepspeed_api import deepspeed_version
 
-    return "ok", engine.deepspeed_version()
+    return "ok", deepspeed_version()
 
 
 def report(findings: list[Finding]) -> str:

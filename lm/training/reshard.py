@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from lm.runs.checkpoint import read_state, verify
-from lm.training.engine import consolidate_zero, read_zero
+from lm.training.deepspeed_api import consolidate_zero, read_zero_file
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 _PLAIN = "mp_rank_00_model_states.pt"  # where stage 0 keeps all
@@ -51,7 +51,7 @@ def gather_checkpoint(path: Path, manifest: dict, names: list[str]) -> Gathered:
         return _of_one_piece(path, names)
     stage = manifest["zero_stage"]
     found = {key: _laid_out_as_weights(path, stage, key) for key in MOMENTS}
-    one = read_zero(next(path.glob("*optim_states.pt")))["optimizer_state_dict"]
+    one = read_zero_file(next(path.glob("*optim_states.pt")))["optimizer_state_dict"]
     states, _ = _states_and_weights(one, stage)
     return Gathered(consolidate_zero(path.parent, path.name), found, _adamw_steps(states))
 
@@ -79,7 +79,7 @@ def _laid_out_as_weights(path: Path, stage: int, key: str) -> dict[str, torch.Te
         for file in path.glob("*model_states.pt"):
             (copy / file.name).symlink_to(file.resolve())
         for file in path.glob("*optim_states.pt"):
-            saved = read_zero(file)
+            saved = read_zero_file(file)
             _put_in_place_of_weights(saved["optimizer_state_dict"], stage, key)
             torch.save(saved, copy / file.name)
         return consolidate_zero(copy.parent, copy.name)

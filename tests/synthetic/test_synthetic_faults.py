@@ -166,7 +166,7 @@ def test_a_config_that_was_changed_is_refused(tmp_path):
     config.write_text(whole.replace("state_noise: 0.0", "state_noise: 0.1"))  # a resumed run may
     assert config.read_text() != whole and load_run(tmp_path / "x")
     config.write_text(whole.replace("reset_at_eos: true", "reset_at_eos: false"))
-    with pytest.raises(RunDirError, match=r"config\.yaml is not what .*\(model\.reset_at_eos was"):
+    with pytest.raises(RunDirError, match=r"config\.yaml differs from .*\(model\.reset_at_eos was"):
         load_run(tmp_path / "x")
 
 

@@ -17,7 +17,7 @@ from lm.data.corpus import cache
 from lm.data.sources import traces
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import documents
-from lm.training.validation import Validation, in_answers
+from lm.training.validation import Validation, answers_suffix
 from tests.refusals import refused
 from tests.running import ROOT, run
 
@@ -226,8 +226,8 @@ def test_how_likely_answers_of_several_tokens_are(bpe):
 
 
 def test_only_traces_have_answers_in_the_line():
-    assert in_answers({"answers": 0.987}) == " (answers 0.99)"
-    assert in_answers({"loss": 1.0}) == ""
+    assert answers_suffix({"answers": 0.987}) == " (answers 0.99)"
+    assert answers_suffix({"loss": 1.0}) == ""
 
 
 def test_what_cannot_be_is_refused():

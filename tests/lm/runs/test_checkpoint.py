@@ -109,7 +109,7 @@ def test_a_resumed_run_may_have_another_solver(tiny):
         tiny("resume=auto", "solver.gradient=one_step", "solver.eval_tol=0.5"), False, said.append
     )
     assert said == [
-        "note: solver.gradient was 'exact', is 'one_step': training goes on with what it is now"
+        "note: solver.gradient was 'exact', is 'one_step': training continues with the new values"
     ]
     assert "eval_tol: 0.5" in saved.read_text()
     claim(tiny("resume=auto", "solver.token=iterate", "model.gradient_checkpointing=true"), False)

@@ -208,7 +208,7 @@ def test_damage_is_passed_over_with_a_sentence(tmp_path, damage):
     spoil(tmp_path / "step-000003")
     said = []
     assert find_newest_checkpoint(tmp_path, said.append).name == "step-000002"
-    assert len(said) == 1 and said[0].startswith("passed over: checkpoint") and words in said[0]
+    assert len(said) == 1 and said[0].startswith("skipped: checkpoint") and words in said[0]
     spoil(tmp_path / "step-000002")
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .*--overwrite"):
         find_newest_checkpoint(tmp_path, silent)
@@ -251,7 +251,8 @@ def test_a_full_disk_is_a_sentence_and_the_one_before_stands(small_disk):
     made = save(small_disk / "checkpoints", 1)
     made.save(2, lambda: {"model.pt": torch.zeros(2_000_000)})
     with pytest.raises(
-        CheckpointError, match=r"step-000002 cannot be written to .*MiB are free.*one before stands"
+        CheckpointError,
+        match=r"step-000002 cannot be written .*MiB are free.*previous checkpoint stay",
     ):
         made.finish()
     # What it has left is gone, so that the next one, a smaller one, fits.
@@ -301,9 +302,9 @@ def failing(path, state):
 
 @pytest.mark.parametrize("fails_on", [None, 0, 1])
 def test_all_ranks_know_of_one_that_could_not_write(tmp_path, fails_on):
-    from lm.training.engine import _free_port
+    from lm.training.process_group import find_free_port
 
-    results, port = fork.Queue(), _free_port()
+    results, port = fork.Queue(), find_free_port()
     ranks = [
         fork.Process(target=two_ranks, args=(rank, port, tmp_path, results, fails_on))
         for rank in range(2)
@@ -358,7 +359,7 @@ def test_a_directory_is_given_up_only_when_nothing_is_written_any_more(tmp_path,
 
 
 def test_a_save_that_waits_for_a_dead_rank_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "LAST_WAIT_S", 0.3)
+    monkeypatch.setattr(checkpoints, "CLOSE_TIMEOUT_S", 0.3)
     alone = Ranks(0, 2)  # the other one is gone
     monkeypatch.setattr(Ranks, "first", lambda self, fn, *args: fn(*args))
     made = Checkpoints(tmp_path, alone, Checkpoint())

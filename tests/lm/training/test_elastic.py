@@ -31,7 +31,7 @@ def going_on(tmp_path, name, from_step, of, *overrides, processes=0):
     checkpoint = tmp_path / "runs" / of / f"checkpoints/step-{from_step:06d}"
     overrides = (*EVERY, f"name={name}", f"resume={checkpoint}", *overrides)
     records, done = run(tmp_path / "runs", *overrides, processes=processes, name=name)
-    assert "laid out anew" in done.stdout
+    assert "distributed again" in done.stdout
     assert "Warning" not in done.stdout + done.stderr
     return records
 
@@ -73,7 +73,7 @@ def test_one_rank_goes_on_under_another_stage(reference, tmp_path, stage):
     out, expected = reference
     checkpoint = out / "runs/tiny/checkpoints/step-000004"
     records, done = run(tmp_path, *EVERY, f"resume={checkpoint}", f"engine.zero_stage={stage}")
-    assert "was written by 1 ranks under ZeRO-1: weights and optimizer are laid out anew" in (
+    assert "was written by 1 ranks under ZeRO-1: weights and optimizer are distributed again" in (
         " ".join(done.stdout.split())
     )
     close(records, expected, 4)

@@ -199,7 +199,7 @@ def test_validation_is_the_mean_over_targets():
 def test_nothing_to_learn_or_to_measure_is_a_sentence():
     engine = among(other=[0, 0])
     engine.forward = lambda batch: SimpleNamespace(loss=torch.tensor(math.nan))
-    with pytest.raises(TrainingError, match="an update has nothing to learn: every label of its"):
+    with pytest.raises(TrainingError, match="an update has nothing to learn from: every label"):
         Engine._shares(engine, PADDED[2:])
     with pytest.raises(TrainingError, match="a validation has nothing to measure: every label"):
         Engine.validate(engine, PADDED[2:])
