@@ -95,10 +95,10 @@ class FileCollector:
     def __init__(self):
         self.files: dict[str, object] = {}
 
-    def load(self, path: str, map_location=None) -> dict:
+    def load(self, path: str, map_location: object = None) -> dict:
         return read_zero_file(Path(path))
 
-    def save(self, state_dict, path: str) -> None:
+    def save(self, state_dict: object, path: str) -> None:
         self.files[Path(path).name] = state_dict
 
     def is_data_parallel_writer(self, rank: int) -> bool:
@@ -110,6 +110,6 @@ class FileCollector:
     def is_decoupled(self) -> bool:
         return False
 
-    def makedirs(self, *_, **__) -> None: ...
-    def create(self, _) -> None: ...
-    def commit(self, _) -> None: ...
+    def makedirs(self, *_: object, **__: object) -> None: ...
+    def create(self, _: object) -> None: ...
+    def commit(self, _: object) -> None: ...

@@ -170,20 +170,20 @@ class Loop(ABC):
             Diverged: If there is no checkpoint, or `train.rollbacks` rollbacks have been made.
         """
         limit = self.cfg.train.rollbacks
+        count = self.rollbacks  # roll_back() replaces it by the checkpoint's
         self.checkpoints.finish()
         try:
-            is_restored = self.rollbacks < limit and self.roll_back()
+            is_restored = count < limit and self.roll_back()
         except Diverged as e:
             raise Diverged(f"stopped at update {failed}: {error}; {e}") from None
         if not is_restored:
             saved = self.checkpoints.published
             last = f"the last checkpoint is of update {saved}" if saved else "no checkpoint"
             raise Diverged(
-                f"stopped at update {failed}: {error}; {last}, {self.rollbacks} of {limit}"
+                f"stopped at update {failed}: {error}; {last}, {count} of {limit}"
                 " rollbacks (train.rollbacks) made"
             ) from None
-        self.rollbacks += 1
-        self.rollback_step = self.step
+        self.rollbacks, self.rollback_step = count + 1, self.step
         say(
             f"note: update {failed}: {error}: back to the checkpoint of update {self.step}, then"
             f" on with the next data (rollback {self.rollbacks} of {limit})"

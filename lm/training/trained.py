@@ -34,14 +34,14 @@ def load_trained(
 
     Args:
         run_dir: The run's folder.
-        checkpoint: One of its checkpoints; None: the newest complete one.
+        checkpoint: One of its checkpoints; None: the newest complete checkpoint.
         trust: Run the code of a `module:Class` in the run's config.yaml.
-        advice: What the user can do where that is needed, for the message.
+        advice: Advice in the error message if such code is needed and not trusted.
 
     Raises:
-        CheckpointError: If it holds no run, or no complete checkpoint, or the checkpoint is damaged
-            or of another model than config.yaml describes.
-        RunDirError: If its tokenizer, corpus or config are no longer those of the checkpoint.
+        CheckpointError: If it holds no run or no complete checkpoint, or the checkpoint is damaged
+            or does not fit config.yaml.
+        RunDirError: If its tokenizer, corpus or config has changed since the checkpoint.
     """
     import torch
 
@@ -70,7 +70,7 @@ def load_trained(
     except RuntimeError as e:
         first = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
         raise checkpoints.CheckpointError(
-            f"{path} is of another model than {run.config} describes ({first}): a"
-            " run's config.yaml must stay as it was trained"
+            f"the weights in {path} do not fit the model of {run.config} ({first}): restore the"
+            " config.yaml of the training"
         ) from None
     return Trained(model, tokenizer, cfg, manifest, path)

@@ -115,9 +115,9 @@ def test_sizes_that_do_not_go_together(capsys, tiny, overrides, words):
         (["resume=sometimes"], "`resume` is 'sometimes': it must be never, auto or the folder"),
         (
             ["engine.deepspeed={optimizer: {type: Lion, params: {lr: 1}}}"],
-            "engine.deepspeed sets optimizer, and `optim` decides it",
+            "engine.deepspeed sets optimizer, which is derived from `optim`",
         ),
-        (["engine.deepspeed={scheduler: {type: OneCycle}}"], "leave it out, and set `optim.sched"),
+        (["engine.deepspeed={scheduler: {type: OneCycle}}"], "remove it, and set `optim.sched"),
     ],
 )
 def test_training_is_refused_before_it_begins(capsys, tiny, overrides, words):

@@ -95,7 +95,7 @@ def test_a_batch_of_another_size_is_refused(reference, tmp_path):
         "train", "--config", "configs/tiny/lm.yaml", f"out_dir={tmp_path}", f"resume={checkpoint}",
         "train.grad_accum_steps=1",
     )  # fmt: skip
-    assert "was trained with 4 sequences an update, this run has 2" in done.stderr, ENV
+    assert "was trained with 4 sequences per update, this run has 2" in done.stderr, ENV
 
 
 def test_fewer_updates_than_were_made_are_refused(reference, tmp_path):
