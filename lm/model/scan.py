@@ -11,12 +11,10 @@ at once. A first pass from a zero state gives what each chunk adds; the states a
 boundaries follow by a loop over chunks; a second pass from the right states gives h.
 """
 
-import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
 import math
-import os
 from functools import cache
 from typing import Any
 
@@ -26,7 +24,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import logging
 
-from .operators import bundled_kernels
+from .bundled_kernels import load_bundled_kernels
 
 logger = logging.get_logger(__name__)
 
@@ -44,7 +42,7 @@ def _kernels():
     kernels, why = _find_kernels()
     if kernels is None:
         try:
-            kernels = bundled_kernels()
+            kernels = load_bundled_kernels()
         except (OSError, RuntimeError) as wrong:
             why += f", and those that came with the model cannot be written: {wrong}"
     if kernels is None:
@@ -52,21 +50,6 @@ def _kernels():
             f"fprnn's kernels are not used, and the model is computed in plain PyTorch: {why}"
         )
     return kernels
-
-
-@contextlib.contextmanager
-def _unregistered():
-    """Within, `import lm` does not register its model classes, where this file is not its own:
-    transformers would prefer them to the code of the export that is being run."""
-    asked = os.environ.get("FPRNN_REGISTER")
-    if not __name__.startswith("lm."):
-        os.environ["FPRNN_REGISTER"] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop("FPRNN_REGISTER", None)
-        if asked is not None:
-            os.environ["FPRNN_REGISTER"] = asked
 
 
 def _find_kernels():
@@ -82,8 +65,7 @@ def _find_kernels():
     if importlib.machinery.PathFinder.find_spec("lm.kernels", folders) is None:
         return None, f"the package `lm` at {package.origin or folders} is not fprnn's"
     try:
-        with _unregistered():
-            kernels = importlib.import_module("lm.kernels")
+        kernels = importlib.import_module("lm.kernels")
     except Exception as wrong:  # whatever a stranger, or a broken installation, may raise
         return None, f"`lm.kernels` cannot be imported: {type(wrong).__name__}: {wrong}"
     found = getattr(kernels, "INTERFACE", None)

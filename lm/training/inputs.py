@@ -11,7 +11,7 @@ from lm.data.sources.errors import DataError
 from lm.data.sources.listing import ENDINGS, source_files
 from lm.data.sources.mixture import name_source_in_errors, parts
 from lm.runs.places import check_resume, looks_local
-from lm.training.foreign import check_source_folder
+from lm.training.upcycle import SourceError
 
 
 def check_inputs(cfg: Config) -> None:
@@ -32,6 +32,19 @@ def check_inputs(cfg: Config) -> None:
         raise ConfigError(f"engine.deepspeed: cannot read {own} as JSON: it is no file")
     check_tokenizer(cfg)
     check_data(cfg)
+
+
+def check_source_folder(path: Path) -> None:
+    """Refuse a path of `init_from` that is no folder.
+
+    Raises:
+        SourceError: If it is none.
+    """
+    if not path.is_dir():
+        raise SourceError(
+            f"{path} is no folder: init_from must name a run, a checkpoint, an export, or a Mamba"
+            " in transformers' format (`hf download NAME --local-dir FOLDER` copies one)"
+        )
 
 
 def check_tokenizer(cfg: Config) -> None:
