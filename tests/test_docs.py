@@ -156,7 +156,7 @@ def test_the_citation_is_of_the_paper():
 
 # Pages for newcomers, whose commands are run.
 
-NEWCOMERS = ("start.md", "look-inside.md", "reproduce.md", "cluster-run.md")
+NEWCOMERS = ("start.md", "inspect.md", "reproduce.md", "cluster-run.md")
 BLOCK = re.compile(r"(?:<!-- not typed: (.+?) -->\n)?```(bash|python)\n(.*?)```", re.S)
 # Accepted reasons for a block that is not run.
 REASONS = re.compile(
@@ -237,7 +237,7 @@ def run_page(page: str, folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    "pages", [("start.md", "look-inside.md"), ("reproduce.md",), ("cluster-run.md",)]
+    "pages", [("start.md", "inspect.md"), ("reproduce.md",), ("cluster-run.md",)]
 )
 def test_the_pages_run(pages, checkout):
     for page in pages:
