@@ -134,7 +134,7 @@ def test_every_option_of_a_benchmark_in_the_pages_exists():
 def test_the_functions_named_in_the_architecture_exist():
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
     names = re.findall(r"`([\w/]+\.py):(\w+)`", text)
-    assert len(names) > 30
+    assert len(names) > 25
     missing = []
     for file, name in names:
         tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
