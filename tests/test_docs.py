@@ -347,4 +347,4 @@ def test_links_are_rewritten_for_the_site(page, markdown, expected):
         )
 
     expected = markdown if expected is None else expected
-    assert site.rewritten(markdown, complete(page)) == complete(expected)
+    assert site.rewrite_links(markdown, complete(page)) == complete(expected)
