@@ -13,7 +13,7 @@ from lm.model.blocks import build_block
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import Tokens
 from lm.model.stack import initialise
-from lm.model.state import Sequences, Solving
+from lm.model.state import Sequences, SolveOptions
 
 
 class FixedPointLayer(nn.Module):
@@ -62,5 +62,5 @@ class FixedPointLayer(nn.Module):
             )
         mask = checked_mask(attention_mask, *x.shape[:2])
         tokens = Tokens(x, None, mask, None).with_padding_on_the_right()
-        seqs = Sequences(tokens.mask, None, return_state=False, solving=Solving(self.config))
+        seqs = Sequences(tokens.mask, None, return_state=False, options=SolveOptions(self.config))
         return tokens.put_back(self.block(tokens.hidden, seqs)[0])

@@ -13,10 +13,10 @@ import torch
 import yaml
 
 import fprnn
+from benchmarks.check_mixer import check_mixer
 from lm.common.errors import ConfigError
 from lm.config.load import build as build_config
 from lm.config.schema import Config
-from lm.evaluation.check_mixer import check_mixer
 from lm.export.export import ExportError, export, write_export
 from lm.model import mixer_base
 from lm.model.checksums import forget
@@ -155,7 +155,7 @@ def test_the_mixer_travels_with_the_export(page, tmp_path):
     model = model_of(mixer=PLACE).eval()
     out = write_export(model, tmp_path / "out", None, "rotations", "A test.")
     assert "from .layers import WNLinear, affine_map" in (out / "my_mixer.py").read_text()
-    assert "its author's own" in (out / "README.md").read_text()
+    assert "It has a custom mixer" in (out / "README.md").read_text()
     ids = torch.tensor([[5, 6, 7, 8, 9], [9, 3, 4, 4, 11]])
     with torch.no_grad():
         expected = model(ids).logits
@@ -220,7 +220,7 @@ def test_a_run_directory_runs_no_code_of_its_own(page, run_of_others, monkeypatc
     """Not without trust; and with it not the code that lies in the run directory."""
     monkeypatch.chdir(run_of_others)
     if command == "init_from":
-        calls = [lambda: init_from.read("."), lambda: init_from.read(run_of_others, True)]
+        calls = [lambda: init_from.read_source("."), lambda: init_from.read_source(run_of_others)]
         words = "the configuration that you pass must name it as well"
     else:
         calls = [
@@ -276,11 +276,11 @@ def test_names_are_refused_with_the_nearest_and_only_once_given(page):
 @pytest.mark.parametrize(
     "name, line, words",
     [
-        ("my_mixer_2", "import my_tasks", "imports my_tasks, which would not be there"),
+        ("my_mixer_2", "import my_tasks", "imports my_tasks, which the export does not"),
         ("my_mixer_2", "import lm.model.layers", "write `from lm.model.FILE import NAME`"),
         ("my_mixer_2", "from lm.model import layers", "write `from lm.model.FILE import NAME`"),
         ("my_mixer_2", "from lm.common.errors import UserError", "write `from lm.model.FILE"),
-        ("layers", "import math", "so does the layers.py that every export has: rename its file"),
+        ("layers", "import math", "like the layers.py that every export has: rename its file"),
     ],
 )
 def test_a_mixer_that_cannot_travel_is_refused_before_anything_is_written(

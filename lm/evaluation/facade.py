@@ -100,9 +100,9 @@ class LanguageModel:
         return inspect_text(self.model, self.tokenizer, text, self.name)
 
     def __repr__(self) -> str:
-        from lm.evaluation.inspection.measure import in_words
+        from lm.evaluation.inspection.measure import describe_model
 
-        return f"{type(self).__name__}({self.name}: {in_words(self.model)})"
+        return f"{type(self).__name__}({self.name}: {describe_model(self.model)})"
 
 
 def load(path: Path | str, trust: bool = False) -> LanguageModel:

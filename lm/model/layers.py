@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from .scan import causal_conv, faster
-from .state import once
+from .state import cached
 
 
 class _WeightOf(torch.Tensor):
@@ -376,4 +376,4 @@ def side_by_side(
         weight = torch.cat(maps)
         return weight.to(dtype) if dtype.itemsize < weight.dtype.itemsize else weight
 
-    return Projections(raw, columns, once(kept, ("weight_y", dtype), joined))
+    return Projections(raw, columns, cached(kept, ("weight_y", dtype), joined))

@@ -50,17 +50,18 @@ from .mixer_base import Mixer
 from .mixers import build_mixer, nrm
 from .operators import bundled_kernels
 from .scan import selective_scan
-from .solver import NonFiniteError, all_finite, explained, read_flags, stack_flags
-from .stack import FPRNNLayer, initialise, initialise_once, let_be_known
+from .solver import NonFiniteError, all_finite, explain_nonfinite, read_flags, stack_flags
+from .stack import FPRNNLayer, initialise, initialise_once, register_model_types
 from .state import (
     FPRNNCache,
     FPRNNState,
     Sequences,
-    Solving,
-    last,
-    padding_to_the_right,
-    taken,
+    SolveOptions,
+    gather_tokens,
+    last_valid_tokens,
+    order_padding_last,
 )
+from .strategies import choose_solver
 
 # transformers copies only files that the modeling file itself names; these keep the list whole.
 _TRAVELS = (
@@ -70,6 +71,7 @@ _TRAVELS = (
     Mixer,
     build_mixer,
     bundled_kernels,
+    choose_solver,
     find_certified_roots,
     find_root,
     nrm,
@@ -94,16 +96,16 @@ class Tokens(NamedTuple):
         or the first window, and its first token."""
         if self.mask is None:
             return self
-        order, back = padding_to_the_right(self.mask)
+        order, back = order_padding_last(self.mask)
         input_ids, mask, starts = (
-            None if of_tokens is None else taken(of_tokens, order)
+            None if of_tokens is None else gather_tokens(of_tokens, order)
             for of_tokens in (self.input_ids, self.mask, self.starts)
         )
-        return Tokens(taken(self.hidden, order), input_ids, mask, starts, back)
+        return Tokens(gather_tokens(self.hidden, order), input_ids, mask, starts, back)
 
     def put_back(self, x: torch.Tensor) -> torch.Tensor:
         """What the layers made of the tokens, (b,l,·), with the padding in its place again."""
-        return x if self.back is None else taken(x, self.back)
+        return x if self.back is None else gather_tokens(x, self.back)
 
 
 class Passed(NamedTuple):
@@ -177,18 +179,18 @@ class FPRNNPreTrainedModel(PreTrainedModel):
 
     @contextlib.contextmanager
     def passes(self, **fields: Any) -> Iterator[None]:
-        """Inside, a pass of the model has these fields of state.Solving; contexts nest."""
+        """Inside, a pass of the model has these fields of state.SolveOptions; contexts nest."""
         backbone = self.base_model
-        before = backbone.how
-        backbone.how = before._replace(**fields)
+        before = backbone.solve_options
+        backbone.solve_options = before._replace(**fields)
         try:
             yield
         finally:
-            backbone.how = before
+            backbone.solve_options = before
 
     def _settings(self):
         """The config whose solver fields hold."""
-        settings = self.base_model.how.settings
+        settings = self.base_model.solve_options.settings
         return self.config if settings is None else settings
 
     @torch.no_grad()
@@ -207,7 +209,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(FPRNNLayer(config, layer) for layer in config.layer_list())
-        self.how = Solving(config)
+        self.solve_options = SolveOptions(config)
         self.norm_f = RMSNorm(config.d_model, config.norm_epsilon)
         # The numbers of the fixed-point layers, from 0 on; None where all are.
         self.solved_layers = None
@@ -218,7 +220,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy made inside `passes` would never leave it."""
-        return {**vars(self), "how": Solving(self.config)}
+        return {**vars(self), "solve_options": SolveOptions(self.config)}
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embeddings
@@ -251,7 +253,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         is_read = starts is not None and (return_state or on_cpu(starts))
         if is_read and not starts.any():
             starts = None
-        return Sequences(mask, starts, return_state=return_state, solving=self.how)
+        return Sequences(mask, starts, return_state=return_state, options=self.solve_options)
 
     @torch.compiler.disable  # the length of a solve depends on the data
     def forward(
@@ -391,7 +393,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
             if state is not None:
                 seqs = seqs._replace(state=state.layers[index])
             if cache is not None:
-                seqs = seqs._replace(kept=cache.kept(index))
+                seqs = seqs._replace(cache=cache.weight_cache(index))
             try:
                 hidden, residual, layer_stats, *end = layer(
                     hidden, residual, seqs, count_iterations
@@ -458,7 +460,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
             is_finite = is_finite.tolist()
         if is_finite is not None and not all(is_finite):
             place, module = self._places()[is_finite.index(False)]
-            raise explained(place, module, self.config, symptom) from None
+            raise explain_nonfinite(place, module, self.config, symptom) from None
 
     def _end(self, input_ids, seqs, state, ends):
         """The FPRNNState after the last token, from those of the layers."""
@@ -466,7 +468,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
             return FPRNNState(tuple(ends), None)
         known = state is not None and state.last_token is not None
         before = state.last_token if known else input_ids.new_full(input_ids.shape[:1], -1)
-        tokens = last(input_ids.unsqueeze(-1), 1, before[:, None, None], seqs)
+        tokens = last_valid_tokens(input_ids.unsqueeze(-1), 1, before[:, None, None], seqs)
         return FPRNNState(tuple(ends), tokens.flatten())
 
 
@@ -481,7 +483,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         self.backbone = FPRNNModel(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
-        let_be_known(self)
+        register_model_types(self)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
@@ -604,7 +606,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         self.backbone.refuse_nonfinite(flags[: len(of_backbone)])
         if not all(flags):
             symptom = "finite hidden states gave a logit or a loss that is NaN or infinite"
-            raise explained("the head", self.lm_head, self.config, symptom)
+            raise explain_nonfinite("the head", self.lm_head, self.config, symptom)
 
     def _check_targets(self, targets, loss_only, logits_to_keep):
         """Raise a ValueError if a loss would be missing without a word."""
@@ -614,10 +616,10 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             raise ValueError("loss_only is of all tokens: logits_to_keep must be 0 with it")
 
     def solver(self, length: int | None = None) -> dict[str, Any] | str:
-        """How the layers' solves go in the mode the model is in; see FixedPointBlock.solver. "none"
+        """How the layers' solves go in the mode the model is in; see Solver.describe. "none"
         where no layer is solved."""
         blocks = self.fixed_point_blocks()
-        return blocks[0].solver(self._settings(), length) if blocks else "none"
+        return blocks[0].describe_solver(self._settings(), length) if blocks else "none"
 
     def flops_per_token(
         self, evaluations: float, training: bool = True, length: int | None = None
@@ -643,7 +645,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             return (3 if training else 1) * (once + head)
         block = solved[0]
         settings = self._settings()
-        kind, how = settings.gradient, block.solver(settings)
+        kind, how = settings.gradient, block.describe_solver(settings)
         steps = settings.n_backwards if kind == "one_step" else 1
         differentiated = once + steps * step + head
         if kind == how["token"] == "exact" and how["schedule"] == "sequential":
@@ -665,7 +667,7 @@ class FPRNNForSequenceClassification(FPRNNPreTrainedModel):
         self.backbone = FPRNNModel(config)
         self.score = nn.Linear(config.d_model, config.num_labels, bias=False)
         self.post_init()
-        let_be_known(self)
+        register_model_types(self)
 
     def forward(
         self,

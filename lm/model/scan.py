@@ -11,12 +11,10 @@ at once. A first pass from a zero state gives what each chunk adds; the states a
 boundaries follow by a loop over chunks; a second pass from the right states gives h.
 """
 
-import contextlib
 import importlib
 import importlib.machinery
 import importlib.util
 import math
-import os
 from functools import cache
 from typing import Any
 
@@ -54,21 +52,6 @@ def _kernels():
     return kernels
 
 
-@contextlib.contextmanager
-def _unregistered():
-    """Within, `import lm` does not register its model classes, where this file is not its own:
-    transformers would prefer them to the code of the export that is being run."""
-    asked = os.environ.get("FPRNN_REGISTER")
-    if not __name__.startswith("lm."):
-        os.environ["FPRNN_REGISTER"] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop("FPRNN_REGISTER", None)
-        if asked is not None:
-            os.environ["FPRNN_REGISTER"] = asked
-
-
 def _find_kernels():
     """lm.kernels and "", or None and why not."""
     try:
@@ -82,8 +65,7 @@ def _find_kernels():
     if importlib.machinery.PathFinder.find_spec("lm.kernels", folders) is None:
         return None, f"the package `lm` at {package.origin or folders} is not fprnn's"
     try:
-        with _unregistered():
-            kernels = importlib.import_module("lm.kernels")
+        kernels = importlib.import_module("lm.kernels")
     except Exception as wrong:  # whatever a stranger, or a broken installation, may raise
         return None, f"`lm.kernels` cannot be imported: {type(wrong).__name__}: {wrong}"
     found = getattr(kernels, "INTERFACE", None)

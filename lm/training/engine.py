@@ -311,7 +311,7 @@ class Engine:
         timed: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self._solves:
             timed = self.deepspeed.module.passes(
-                around=self.times.solving, generators=self._noise_generators
+                solve_context=self.times.solving, generators=self._noise_generators
             )
         with timed:
             return self.deepspeed(

@@ -160,7 +160,7 @@ class Training(Loop):
         from lm.data.sources import mixture
 
         cfg, ranks, folder = self.cfg, self.ranks, self.run.path
-        say(f"data     {mixture.described(cfg.data)}; tokenizer {cfg.tokenizer.name}")
+        say(f"data     {mixture.describe_data(cfg.data)}; tokenizer {cfg.tokenizer.name}")
         ranks.first(self._stoppable, load_tokenizer, cfg, folder, say)
         ranks.first(self._check_made_of)
         self.tokenizer = load_tokenizer(cfg, folder)
@@ -170,7 +170,7 @@ class Training(Loop):
         ranks.first(self._stoppable, prepare, cfg, self.tokenizer, folder, progress)
         ranks.first(self._check_made_of)  # the corpora may be new
         self.checkpoints.about |= ranks.first(made_of, cfg, self.run)
-        ranks.each(corpora.ensure_sources_here, cfg, self.tokenizer, folder)
+        ranks.each(corpora.ensure_sources_on_node, cfg, self.tokenizer, folder)
         built = loader.build(cfg, self.tokenizer, folder, ranks.rank, ranks.world_size)
         self.batches, self.held_out = built
         self.curriculum = Curriculum(cfg.data, self.batches)
@@ -228,7 +228,7 @@ class Training(Loop):
         one."""
         cfg, ranks = self.cfg, self.ranks
         if self.checkpoint is None:
-            init_from.begin(cfg, self.model, self.tokenizer, ranks, self.run)
+            init_from.initialize(cfg, self.model, self.tokenizer, ranks, self.run)
             return ds.Engine(cfg, self.model, ranks, self.settings)
         path, manifest = self.checkpoint
         check_optimizer(path, manifest, signature(cfg.optim))
@@ -456,7 +456,7 @@ class Training(Loop):
             **solver,
             **imbalance(breakdown["forward"] + breakdown.get("solve", 0.0), self._gather_host),
             "breakdown": breakdown,
-            **self.batches.drawn(),
+            **self.batches.source_metrics(),
             "peak_memory_bytes": self._peak_memory(),
         }
         self.stats = []
@@ -525,7 +525,7 @@ class Training(Loop):
                 "tokens_per_s": round(tokens / max(self.seconds, 1e-9), 1),
                 "parameters": self.parameters,
                 "vocab_size": self.vocab_size,
-                **self.batches.drawn(),
+                **self.batches.source_metrics(),
                 **{k: v for k, v in final.items() if k != "step"},
             }
             self.ranks.first(write_json, self.run.result, result)

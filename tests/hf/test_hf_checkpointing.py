@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lm.model import fixed_point
+from lm.model import strategies
 from tests.hf.models import BASELINES, BLOCKS, build, exact, ids
 
 every_model = pytest.mark.parametrize("name", [*BLOCKS, *BASELINES])
@@ -44,9 +44,9 @@ def test_each_layer_is_checkpointed_and_called_once(name):
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_backward_never_iterates(name, monkeypatch):
-    solves, solve = [], fixed_point.solve_windows
+    solves, solve = [], strategies.solve_windows
     monkeypatch.setattr(
-        fixed_point, "solve_windows", lambda *a, **k: (solves.append(1), solve(*a, **k))[1]
+        strategies, "solve_windows", lambda *a, **k: (solves.append(1), solve(*a, **k))[1]
     )
     model = exact(name).train()
     model.gradient_checkpointing_enable()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from lm.common.errors import UserError
-from lm.data.batches.text_bytes import bytes_of_tokens
+from lm.data.batches.text_bytes import token_bytes
 from lm.evaluation.inspection.page import Inspection
 from lm.evaluation.inspection.result import Guess, Layers
 from lm.evaluation.inspection.tokens import make_tokens, show_bytes
@@ -38,7 +38,7 @@ class Predictions(NamedTuple):
 
 
 @torch.no_grad()
-def read(
+def run_with_probe(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, Layers | None]:
     """One pass, in the mode that the model is in → logits (t,v) and Layers, or None of a model
@@ -56,7 +56,7 @@ def read(
             hooks.callback(block.register_forward_pre_hook(keep).remove)
         output = model(input_ids=ids, attention_mask=mask, count_iterations=True, use_cache=False)
     report = output.fixed_point
-    observed = [block.over_time(*inputs[block]) for block in blocks]
+    observed = [block.trace_tokens(*inputs[block]) for block in blocks]
     numbers = report.layers if report.layers is not None else list(range(len(blocks)))
     missing = torch.full(ids.shape, torch.nan)
     layers = Layers(
@@ -78,7 +78,7 @@ def _rows(values) -> torch.Tensor:
     return torch.cat([value.float().cpu() for value in values])
 
 
-def predictions(logits: torch.Tensor, targets: list[int | None]) -> Predictions:
+def score_predictions(logits: torch.Tensor, targets: list[int | None]) -> Predictions:
     """logits: (t,v). targets: (t,) the ids that were to be predicted; None: there was none.
 
     Raises:
@@ -101,7 +101,7 @@ def predictions(logits: torch.Tensor, targets: list[int | None]) -> Predictions:
     return Predictions(torch.cat(losses), torch.cat(entropies), guesses)
 
 
-def named_guesses(
+def name_guesses(
     guesses: list[list[tuple[int, float]]], names: Callable[[list[int]], list[str]]
 ) -> list[list[Guess]]:
     """Guesses with what their ids are shown as. names: of a list of ids."""
@@ -152,22 +152,22 @@ def inspect_text(
     """What a causal language model, in evaluation mode, makes of a text.
 
     Raises:
-        InspectionError: see `encode` and `predictions`.
+        InspectionError: see `encode` and `score_predictions`.
     """
     start, of_text = encode(model, tokenizer, text)
     ids = start + of_text
-    logits, layers = read(model, torch.tensor([ids], device=model.device))
-    found = predictions(logits, [*ids[1:], None])
+    logits, layers = run_with_probe(model, torch.tensor([ids], device=model.device))
+    found = score_predictions(logits, [*ids[1:], None])
 
     def names(numbers: list[int]) -> list[str]:
-        return list(map(show_bytes, bytes_of_tokens(tokenizer, numbers)))
+        return list(map(show_bytes, token_bytes(tokenizer, numbers)))
 
-    guesses = named_guesses(found.guesses, names)
+    guesses = name_guesses(found.guesses, names)
     none = torch.full((1,), torch.nan)
     return Inspection(
         name=name,
-        model=in_words(model),
-        tokens=make_tokens(ids, bytes_of_tokens(tokenizer, ids)),
+        model=describe_model(model),
+        tokens=make_tokens(ids, token_bytes(tokenizer, ids)),
         loss=torch.cat([none, found.loss[:-1]]),
         entropy=torch.cat([none, found.entropy[:-1]]),
         guesses=[[], *guesses[:-1]],
@@ -179,7 +179,7 @@ def inspect_text(
     )
 
 
-def in_words(model: PreTrainedModel) -> str:
+def describe_model(model: PreTrainedModel) -> str:
     """Return a model in a few words: its layers, mixers, width and parameters."""
     config = model.config
     blocks = model.fixed_point_blocks() if hasattr(model, "fixed_point_blocks") else []

@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from lm.common.files import write_text
 from lm.common.page import render
-from lm.evaluation.inspection.result import Layers, Measured
+from lm.evaluation.inspection.result import Layers, Measurements
 from lm.evaluation.inspection.tokens import Token
 from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE, is_elsewhere
 
@@ -19,7 +19,7 @@ MADE_BY = "<!-- made by fprnn inspect -->"  # marks a page that this command may
 LN2 = math.log(2)
 
 
-class Inspection(Measured):
+class Inspection(Measurements):
     """Results of reading a text or word, with the page that shows them."""
 
     def to_html(self, path: Path | str) -> Path:
@@ -28,16 +28,16 @@ class Inspection(Measured):
         Raises:
             OutputError: It cannot be written.
         """
-        write_text(path, page(self))
+        write_text(path, render_page(self))
         return Path(path)
 
     def _repr_html_(self) -> str:
         """Return the page for a notebook, in a frame that keeps their styles apart."""
-        source = html.escape(page(self), quote=True)
+        source = html.escape(render_page(self), quote=True)
         return f"<iframe srcdoc='{source}' style='width:100%;height:720px;border:0'></iframe>"
 
 
-def page(found: Measured) -> str:
+def render_page(found: Measurements) -> str:
     """Return the whole page."""
     rows = None if found.layers is None else layer_rows(found.layers, found.tokens)
     return render(
@@ -52,7 +52,7 @@ def page(found: Measured) -> str:
     )
 
 
-def colourings(found: Measured) -> list[dict]:
+def colourings(found: Measurements) -> list[dict]:
     """Return all colourings, the first one shown; those of ℓ* have one scale.
 
     Returns:
@@ -76,7 +76,7 @@ def colourings(found: Measured) -> list[dict]:
     return out
 
 
-def list_facts(found: Measured) -> list[tuple[str, str]]:
+def list_facts(found: Measurements) -> list[tuple[str, str]]:
     """Return (name, value) of the model, the text and their sums."""
     count = f"{len(found.tokens) - found.has_start:,}"
     if found.text_bytes is not None:
@@ -136,7 +136,7 @@ def _plain(values: torch.Tensor) -> list[float | None]:
     return [None if math.isnan(value) else float(f"{value:.6g}") for value in values.tolist()]
 
 
-def _data(found: Measured) -> dict:
+def _data(found: Measurements) -> dict:
     """Return the numbers that the page's script reads."""
     layers = []
     if found.layers is not None:

@@ -48,7 +48,7 @@ class Layers:
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
+class Measurements:
     """Numbers of a model that reads t tokens.
 
     Before a text stands one token that the tokenizer starts with, if it has one. `loss`, `entropy`

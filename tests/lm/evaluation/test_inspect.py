@@ -15,7 +15,7 @@ import fprnn
 from lm.cli.main import main
 from lm.common.errors import FAILED, UserError
 from lm.evaluation.inspection import measure, show
-from lm.evaluation.inspection.page import MADE_BY, Inspection, page
+from lm.evaluation.inspection.page import MADE_BY, Inspection, render_page
 from lm.evaluation.inspection.tokens import make_tokens, show_bytes
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -95,10 +95,10 @@ def test_the_gate_is_half_of_what_one_reflection_takes_off(tokenizer):
     sizes = {**SIZES, "contractive": None}
     model = FPRNNForCausalLM(FPRNNConfig(**sizes, n_layer=1, mixer_rank=1, glu_in_loop=True)).eval()
     (block,), hidden = model.fixed_point_blocks(), torch.randn(1, 7, 16)
-    found = block.over_time(hidden)
+    found = block.trace_tokens(hidden)
     with torch.no_grad():
         s = block.prepare(hidden)
-        y = block._solve(s).y
+        y = block.choose_solver(hidden).solve(s).y
         before = torch.nn.functional.pad(y[:, :-1], (0, 0, 1, 0))
         Q = block.mixer.matrix(torch.cat([s.x, before], -1))
     mixing = torch.linalg.matrix_norm(torch.eye(Q.shape[-1]) - Q, ord=2)
@@ -122,8 +122,8 @@ def test_gates_are_those_of_the_mixers_own_layer(mixer, layer):
 
 def test_mixers_without_gates_have_none():
     model = FPRNNForCausalLM(FPRNNConfig(**SIZES, n_layer=1, mixer="nonselective")).eval()
-    assert model.fixed_point_blocks()[0].over_time(torch.randn(1, 3, 16)).gate is None
-    _, layers = measure.read(model, torch.tensor([[1, 2, 3]]))
+    assert model.fixed_point_blocks()[0].trace_tokens(torch.randn(1, 3, 16)).gate is None
+    _, layers = measure.run_with_probe(model, torch.tensor([[1, 2, 3]]))
     assert layers.gate.isnan().all()
 
 
@@ -131,7 +131,7 @@ def test_the_decay_is_the_rate_at_which_a_state_fades():
     """With nothing written to it, FP-Mamba's state becomes exp(Δ A) times what it was."""
     model = model_of("fp_mamba1")
     block, hidden = model.fixed_point_blocks()[0], torch.randn(1, 5, 16)
-    found = block.over_time(hidden)
+    found = block.trace_tokens(hidden)
     with torch.no_grad():
         s = block.prepare(hidden)
         kept = []
@@ -140,8 +140,8 @@ def test_the_decay_is_the_rate_at_which_a_state_fades():
             ones = torch.ones(1, block.config.d_inner, block.config.d_state)
             state = fprnn_state(ones)
             window = window._replace(seqs=window.seqs._replace(state=state))
-            parts = block.parts_of(window, window.projections.rows(state.y[:, None]))
-            _, h = block.scan_time(window, parts, torch.zeros_like(window.x))
+            parts = block.select_parameters(window, window.projections.rows(state.y[:, None]))
+            _, h = block.run_recurrence(window, parts, torch.zeros_like(window.x))
             kept.append(float(h.mean()))
     torch.testing.assert_close(found.decay[0], torch.tensor(kept), rtol=1e-4, atol=1e-6)
 
@@ -187,7 +187,7 @@ def test_tokens_show_what_cannot_be_seen():
 
 def test_the_page_holds_every_token_and_number_and_nothing_of_the_text_as_markup(tokenizer):
     _, found = inspected("fp_mamba1", tokenizer)
-    text = page(found)
+    text = render_page(found)
     tokens = re.findall(r"<span class='token[^>]*>(.*?)</span>", text)
     assert [html.unescape(token) for token in tokens] == [token.shown for token in found.tokens]
     assert not re.search(r"[<>]|&(?!\w+;|#\d+;)", "".join(tokens))
@@ -223,7 +223,7 @@ def test_a_model_without_a_solver_has_loss_and_entropy_and_says_so(tokenizer, tm
     )
     found = measure.inspect_text(LlamaForCausalLM(config).eval(), tokenizer, "a (b)", "llama")
     assert found.layers is None and found.scored == 5
-    text = page(found)
+    text = render_page(found)
     assert "no layer that is solved" in text
     show.show(found, tmp_path / "page.html")
     printed = capsys.readouterr().out
@@ -261,9 +261,11 @@ def test_without_a_start_token_the_first_token_has_no_loss(byte_tokenizer):
 
 
 def test_a_model_is_described_in_words():
-    words = measure.in_words(model_of("hybrid"))
+    words = measure.describe_model(model_of("hybrid"))
     assert "mamba', 'fp_mamba1'], mixer householder, layers 4, d_model 16, " in words
-    assert measure.in_words(model_of("fp_rnn")).startswith("fp_rnn, mixer dplr, layers 1, d_model")
+    assert measure.describe_model(model_of("fp_rnn")).startswith(
+        "fp_rnn, mixer dplr, layers 1, d_model"
+    )
 
 
 def test_a_run_directory_is_loaded_like_its_export(tiny_run, tiny_export):
@@ -326,13 +328,3 @@ def test_an_export_is_inspected_with_what_the_package_itself_depends_on(small_ex
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Inspection(small: 5 tokens, loss ")
     assert MADE_BY in (tmp_path / "p.html").read_text(encoding="utf-8")
-
-
-def test_the_facade_is_light_and_shipped():
-    code = "import sys, fprnn; print(*{name.partition('.')[0] for name in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    imported = set(done.stdout.split())
-    assert "fprnn" in imported
-    assert not imported & {"torch", "transformers", "pydantic", "numpy", "yaml", "rich"}
-    names = ["FixedPointLayer", "LanguageModel", "__version__", "load"]
-    assert sorted(fprnn.__all__) == names

@@ -59,7 +59,7 @@ def picard(coefficients, steps=20000, tol=1e-13):
     end."""
     found = []
     for i in range(len(coefficients.alpha)):
-        one = coefficients.take(slice(i, i + 1))
+        one = coefficients.select(slice(i, i + 1))
         s, step, lowest, waited = torch.zeros_like(one.alpha), 0.99, float("inf"), 0
         end = None
         for _ in range(steps):
@@ -112,7 +112,7 @@ def test_every_root_solves_its_equation_and_is_the_one_picard_runs_into(r, scale
     assert not (outcome & FAILED).any()
     assert (residual_of(coefficients, s) <= cell.SOLVED).all()
     some = slice(0, 40)
-    for mine, theirs in zip(s[some], picard(coefficients.take(some), cell.MOST_PICARD)):
+    for mine, theirs in zip(s[some], picard(coefficients.select(some), cell.MOST_PICARD)):
         if theirs is not None:
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
 
@@ -124,7 +124,7 @@ def test_with_one_reflection_it_is_among_all_roots(scale):
     assert not (outcome & FAILED).any()
     several = 0
     for i in range(len(s)):
-        roots = roots_by_bisection(coefficients.take(slice(i, i + 1)))
+        roots = roots_by_bisection(coefficients.select(slice(i, i + 1)))
         several += len(roots) > 1
         assert len(roots) >= 1
         near = (roots - s[i, 0]).abs() / (1 + roots.abs())
@@ -190,7 +190,7 @@ def test_a_token_depends_on_no_other():
     coefficients = random_coefficients(50, 3, 5.0, seed=3)
     together, _ = find_root(coefficients)
     for i in range(0, 50, 7):
-        alone, _ = find_root(coefficients.take(slice(i, i + 1)))
+        alone, _ = find_root(coefficients.select(slice(i, i + 1)))
         torch.testing.assert_close(alone[0], together[i], rtol=1e-11, atol=1e-12)
 
 
@@ -257,7 +257,7 @@ def test_which_slopes_attract(slope, attracts):
 def test_what_picard_does_not_find_bisection_does(r, scale, monkeypatch):
     """Asked at once, without a step of Picard."""
     coefficients = random_coefficients(200, r, scale, seed=40 + r)
-    s, solved = cell._last_resort(coefficients)
+    s, solved = cell._bisect(coefficients)
     assert solved.all() and (residual_of(coefficients, s) <= cell.SOLVED).all()
     monkeypatch.setattr(cell, "MOST_PICARD", 0)
     found, outcome = cell._find_root_by_picard(coefficients)
@@ -328,7 +328,7 @@ def attached(rest, outcome):
     """What s passes back of a cotangent of ones, and its outcome. rest: (n,r,r)."""
     rest = torch.tensor(rest, dtype=torch.float64)
     value = torch.zeros(rest.shape[:2], dtype=torch.float64, requires_grad=True)
-    s, outcome = cell._attached(
+    s, outcome = cell._attach_gradient(
         value, torch.ones_like(value), rest, torch.tensor(outcome, dtype=torch.uint8)
     )
     (grad,) = torch.autograd.grad(s.sum(), value)

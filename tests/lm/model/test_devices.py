@@ -22,7 +22,7 @@ aten = torch.ops.aten
 ACROSS_DEVICES = (aten._to_copy.default, aten.copy_.default)
 LIMITS = [
     (certified_root, "MAX_DIRECT_STEPS"),
-    (full_rank, "MOST_ACCELERATED"),
+    (full_rank, "MAX_ACCELERATED_ITERS"),
     *itertools.product((cell, full_rank), ("MOST_PICARD", "MOST_NEWTON", "BISECTIONS")),
 ]
 PAPER = dict(token="iterate", stopping="paper")

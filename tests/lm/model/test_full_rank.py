@@ -69,7 +69,7 @@ def test_by_iteration_and_by_its_rank_it_is_the_same(kind):
 @KINDS
 def test_each_of_the_three_ways_finds_a_solution_and_its_gradient(kind, way, monkeypatch):
     monkeypatch.setattr(full_rank, "MOST_PICARD", 300 if way == "picard" else 0)
-    monkeypatch.setattr(full_rank, "MOST_DENSE", D if way == "bisection" else 0)
+    monkeypatch.setattr(full_rank, "MAX_DENSE_WIDTH", D if way == "bisection" else 0)
     _, tensors = token_of(kind, b=1, length=2)
     names = ["x", "history", "gain", "gate"] + (["weight"] if kind != "none" else [])
     names += ["bias"] if kind == "layer" else []
@@ -140,14 +140,14 @@ def test_a_token_that_iterates_depends_on_no_other():
 @pytest.mark.parametrize("most_dense", [0, D])
 @pytest.mark.parametrize("rate", [1.1, -1.1, -1.6])
 def test_what_expands_is_solved_too(rate, most_dense, monkeypatch):
-    monkeypatch.setattr(full_rank, "MOST_DENSE", most_dense)
+    monkeypatch.setattr(full_rank, "MAX_DENSE_WIDTH", most_dense)
     *_, outcome = linear([rate])
     assert not (outcome & FAILED).any()
 
 
 @pytest.mark.parametrize("most_dense", [0, D])
 def test_what_has_no_solution_is_counted_and_its_gradient_is_one_steps(most_dense, monkeypatch):
-    monkeypatch.setattr(full_rank, "MOST_DENSE", most_dense)
+    monkeypatch.setattr(full_rank, "MAX_DENSE_WIDTH", most_dense)
     history, y, outcome = linear([1.0, 0.5])
     assert outcome.tolist() == [[FAILED, 0]]
     (grad,) = torch.autograd.grad(y.sum(), history)
@@ -166,8 +166,8 @@ def test_too_wide_for_matrices_it_stays_unsolved_and_is_said(monkeypatch):
     y, _, outcome = solve(token, M)
     assert (outcome[:, one] == BISECTED).all() and not outcome[:, ~one].any()
     torch.testing.assert_close(token.value((M @ y.unsqueeze(-1)).squeeze(-1)), y)
-    monkeypatch.setattr(full_rank, "MOST_DENSE", D - 1)
-    monkeypatch.setattr(full_rank, "MOST_ACCELERATED", 0)
+    monkeypatch.setattr(full_rank, "MAX_DENSE_WIDTH", D - 1)
+    monkeypatch.setattr(full_rank, "MAX_ACCELERATED_ITERS", 0)
     y, _, outcome = solve(token, M)
     assert (outcome[:, one] == FAILED).all() and not outcome[:, ~one].any()
     (grad,) = torch.autograd.grad(y.sum(), first)

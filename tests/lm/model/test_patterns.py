@@ -222,7 +222,7 @@ def test_packed_documents_are_documents_alone(hybrid):
 
 def test_a_state_of_another_model_is_refused(hybrid):
     state = build(n_layer=len(hybrid.backbone.layers)).eval()(ids_of(2, 3), return_state=True).state
-    with pytest.raises(ValueError, match="the state is of another model: layer 0 has left"):
+    with pytest.raises(ValueError, match="the state is of another model: layer 0 of the state has"):
         hybrid(ids_of(2, 3), state=state)
     own = hybrid(ids_of(2, 3), return_state=True).state
     with pytest.raises(ValueError, match="of a batch of 2, the input's is 3"):
@@ -241,7 +241,9 @@ def test_solver_fields_of_the_model_hold_in_its_layers():
     model = build(layers="mamba fp_mamba1", n_layer=2)
     model.config.tol, seen = 0.5, []
     block = model.fixed_point_blocks()[0]
-    block.register_forward_pre_hook(lambda block, given: seen.append(block.settings(given[1]).tol))
+    block.register_forward_pre_hook(
+        lambda block, given: seen.append(block.get_settings(given[1]).tol)
+    )
     model(ids_of(1, 3))
     with model.solving(schedule="parallel", tol=1e-3):
         model(ids_of(1, 3))
@@ -264,6 +266,6 @@ def test_what_is_not_finite_names_the_layers_own_kind():
     model = build(layers="mamba fp_rnn", n_layer=2, dtype=torch.float32)
     with torch.no_grad():
         model.backbone.layers[0].block.in_proj.weight.fill_(1e38)
-    with pytest.raises(NonFiniteError, match=r"^layer 0: .* numbers of the mamba grew") as e:
+    with pytest.raises(NonFiniteError, match=r"^layer 0: .* activations of the mamba grew") as e:
         model(ids_of(1, 3))
     assert "mixer" not in str(e.value)

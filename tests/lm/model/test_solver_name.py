@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lm.model import fixed_point
+from lm.model import strategies
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.fields import SOLVER
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -25,13 +25,13 @@ def called(monkeypatch):
     found = []
 
     def spy(name, describe):
-        solve = getattr(fixed_point, name)
+        solve = getattr(strategies, name)
 
         def solver(*args, **kwargs):
             found.append((name, *describe(*args, **kwargs)))
             return solve(*args, **kwargs)
 
-        monkeypatch.setattr(fixed_point, name, solver)
+        monkeypatch.setattr(strategies, name, solver)
 
     spy("solve_paper", lambda f, y, rule: (None, rule.tol, rule.max_iters))
     spy("solve_windows", lambda f, s, rule, width: (width, rule.tol, rule.max_iters))
@@ -106,7 +106,7 @@ def settings_of(made):
     seen = []
 
     def remember(block, given):
-        seen.append(block.settings(given[1]))
+        seen.append(block.get_settings(given[1]))
 
     blocks = [layer.block for layer in made.backbone.layers]
     hooks = [block.register_forward_pre_hook(remember) for block in blocks]

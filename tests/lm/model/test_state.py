@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.state import Sequences, last
+from lm.model.state import Sequences, last_valid_tokens
 
 EOS = 0
 BLOCKS = {
@@ -177,7 +177,7 @@ def test_the_gradient_with_a_state_is_that_of_the_whole_cut_at_the_border(name):
     with torch.no_grad():
         start = model(tokens, return_state=True).state.layers[0]
         seqs = Sequences(state=start)
-        y_star = block._solve(block.prepare(u, seqs)).y
+        y_star = block.choose_solver(u).solve(block.prepare(u, seqs)).y
     u.requires_grad_()
     weights = torch.randn(2, 6, 8, dtype=torch.float64)
     (block(u, seqs)[0] * weights).sum().backward()
@@ -222,15 +222,21 @@ def test_asking_for_the_state_changes_no_number(name):
 
 def test_last_takes_the_last_tokens_of_each_row_within_its_document():
     x = torch.arange(1, 13).reshape(2, 6, 1)
-    assert last(x, 2, None, Sequences()).flatten(1).tolist() == [[5, 6], [11, 12]]
+    assert last_valid_tokens(x, 2, None, Sequences()).flatten(1).tolist() == [[5, 6], [11, 12]]
     mask = torch.tensor([[True] * 3 + [False] * 3, [False] * 6])
     before = torch.tensor([[[-2], [-1]], [[-4], [-3]]])
-    assert last(x, 2, before, Sequences(mask)).flatten(1).tolist() == [[2, 3], [-4, -3]]
+    assert last_valid_tokens(x, 2, before, Sequences(mask)).flatten(1).tolist() == [
+        [2, 3],
+        [-4, -3],
+    ]
     starts = torch.zeros(2, 6, dtype=torch.bool)
     starts[0, 2] = starts[1, 0] = True
-    assert last(x, 2, before, Sequences(mask, starts)).flatten(1).tolist() == [[0, 3], [-4, -3]]
+    assert last_valid_tokens(x, 2, before, Sequences(mask, starts)).flatten(1).tolist() == [
+        [0, 3],
+        [-4, -3],
+    ]
     one = Sequences(starts=starts[:, :1])
-    assert last(x[:, :1], 3, before[:, [0, 0, 1]], one).flatten(1).tolist() == [
+    assert last_valid_tokens(x[:, :1], 3, before[:, [0, 0, 1]], one).flatten(1).tolist() == [
         [-2, -1, 1],
         [0, 0, 7],
     ]

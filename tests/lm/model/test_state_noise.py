@@ -214,7 +214,7 @@ def test_an_adversary_leaves_nothing_behind():
         inside = copy.deepcopy(model)
         raise KeyError
     for one in (model, inside):
-        assert one.backbone.how.draw_noise is draw_state_noise
+        assert one.backbone.solve_options.draw_noise is draw_state_noise
     with adversary.first_pass():
         model(tokens(), labels=tokens())
     with pytest.raises(RuntimeError, match="backward of the first"), adversary.second_pass():

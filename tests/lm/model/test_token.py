@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lm.model import fixed_point
+from lm.model import strategies
 from lm.model.blocks import build_block
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.layers import Projection, side_by_side
@@ -35,7 +35,7 @@ def test_what_is_not_solved_is_counted_and_padding_never(schedule, monkeypatch):
     """A solve that says of one token, and of all padding, that it has found nothing."""
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
     block, u = block_of(schedule=schedule), normal(2, 10, 8)
-    solve = fixed_point.solve_low_rank
+    solve = strategies.solve_low_rank
     hopeless = block.prepare(u).x[0, 3]
 
     def solve_some(token, low_rank):
@@ -43,7 +43,7 @@ def test_what_is_not_solved_is_counted_and_padding_never(schedule, monkeypatch):
         missed = (token.x == hopeless).all(-1) | (token.x == 0).all(-1)
         return y, mixed, outcome | FAILED * missed
 
-    monkeypatch.setattr(fixed_point, "solve_low_rank", solve_some)
+    monkeypatch.setattr(strategies, "solve_low_rank", solve_some)
     _, stats = block(u)
     assert stats.failed.tolist() == [0.1, 0.0]
     mask = torch.ones(2, 10, dtype=torch.bool)

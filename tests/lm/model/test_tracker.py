@@ -7,9 +7,8 @@ import torch
 
 from lm.kernels.cell import fits_a_gpu
 from lm.kernels.cpu import cell as cpu_cell
-from lm.model import fixed_point
+from lm.model import strategies
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.fixed_point import FixedPointBlock
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests.kernels import skip_where_missing
 from tests.tracker import loss_and_gradient, tracker, words
@@ -27,9 +26,9 @@ def relative(ours, theirs):
 @pytest.fixture
 def as_on_cuda(monkeypatch):
     """`auto` chooses as it does on a GPU for which there are no kernels."""
-    real = FixedPointBlock.width
+    real = strategies.window_width
     stand_in = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
-    monkeypatch.setattr(FixedPointBlock, "width", lambda *args: real(*args[:-1], stand_in))
+    monkeypatch.setattr(strategies, "window_width", lambda *args: real(*args[:-1], stand_in))
 
 
 @pytest.mark.parametrize("schedule", ["auto", "window:16", "window:128", "parallel"])
@@ -70,17 +69,18 @@ def test_a_window_hands_on_the_iterate_that_its_state_is_of(monkeypatch):
     """Where the tolerance is loose, y and F(y) differ, and h is that of y."""
     model = tracker(schedule="window:8", eval_tol=2.0).eval()  # y stays 0
     (block,) = model.fixed_point_blocks()
-    handed_on, explicit = [], block.explicit
+    u = model.backbone.embeddings(words(2, 16)[0])
+    solver = block.choose_solver(u)
+    handed_on, solve_all_tokens = [], solver.solve_all_tokens
 
-    def watched(s, *others):
-        if s.seqs.state is not None:
-            handed_on.append(s.seqs.state.y)
-        return explicit(s, *others)
+    def watched(inputs, *others):
+        if inputs.seqs.state is not None:
+            handed_on.append(inputs.seqs.state.y)
+        return solve_all_tokens(inputs, *others)
 
-    monkeypatch.setattr(block, "explicit", watched)
+    monkeypatch.setattr(solver, "solve_all_tokens", watched)
     with torch.no_grad():
-        s = block.prepare(model.backbone.embeddings(words(2, 16)[0]))
-        solution = block._solve(s)
+        solution = solver.solve(block.prepare(u))
     assert torch.equal(handed_on[0], solution.y[:, 7])
     assert not torch.equal(solution.y[:, 7], solution.f_y[:, 7])
 
@@ -143,5 +143,5 @@ def test_auto_on_a_gpu_is_what_its_kernels_can(fields, schedule, as_on_cuda, mon
     sizes = {"vocab_size": 6, "d_model": 16, "n_layer": 1}
     model = FPRNNForCausalLM(FPRNNConfig(**sizes, **fields))
     assert model.solver(LONGER)["schedule"] == "window:128"  # there are none here
-    monkeypatch.setattr(fixed_point, "backend", lambda *_: SimpleNamespace(fits=fits_a_gpu))
+    monkeypatch.setattr(strategies, "backend", lambda *_: SimpleNamespace(fits=fits_a_gpu))
     assert model.solver(LONGER)["schedule"] == schedule

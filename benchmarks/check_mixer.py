@@ -1,6 +1,6 @@
 """Check that a mixer does what a model takes for granted, in small models in fp64.
 
-    python -m lm.evaluation.check_mixer my_mixer:PlaneRotation [--block fp_rnn] [--rank 2]
+    python -m benchmarks.check_mixer my_mixer:PlaneRotation [--block fp_rnn] [--rank 2]
 
 Each check has an oracle that knows nothing of the mixer's formulas: its own matrix, differences of
 the loss, the same tokens solved in another order. The exit status is 1 where something is wrong.
