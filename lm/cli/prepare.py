@@ -13,12 +13,12 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         "prepare",
         help="make the tokenizer and the tokenized corpus before training",
         description="Train or download the tokenizer of a run and tokenize its text, into the"
-        " folder data.cache, which all runs on the same data share. Runs on local sources then"
+        " folder data.cache_dir, which all runs on the same data share. Runs on local sources then"
         " start without a network. For a stream (fineweb), the command makes the validation split,"
-        " and downloads all files if data.download is set; training still asks the hub for the list"
-        " of files, and without data.download also for the text. For a sweep, all points are"
-        " prepared unless --job-index names one. Calling the command again verifies the files; a"
-        " command that was stopped continues.",
+        " and downloads all files if data.download_dir is set; training still asks the hub for the"
+        " list of files, and without data.download_dir also for the text. For a sweep, all points"
+        " are prepared unless --job-index names one. Calling the command again verifies the files;"
+        " a command that was stopped continues.",
     )
     command.add_argument("config", metavar="CONFIG", help="the YAML of a run or sweep")
     command.add_argument(

@@ -51,7 +51,7 @@ def check_decoding(model: PreTrainedModel) -> None:
             " tokens, the logits of a single pass and of cached decoding differ by more than"
             f" {MAX_DIFFERENCE:.0%}. The mixer ({', '.join(mixers)}) amplifies rounding errors from"
             " token to token. Train with a mixer that starts near the identity"
-            " (model.mixer_gate_start: -3) or is bounded (model.contractive: 0.9)"
+            " (model.mixer_gate_init_bias: -3) or is bounded (model.contractive: 0.9)"
         )
 
 

@@ -92,8 +92,10 @@ def run_identity(cfg: Config) -> dict:
     """Return the name, the seed and a checksum of the settings that a resumed run may not change.
 
     Two runs are the same if these are equal, wherever their directories are. The checksum leaves
-    out settings with their default value, so that keys added by later versions do not change it.
+    out settings with their default value, so that keys added by later versions do not change it,
+    and contains keys under their first names, so that renaming a key does not change it either.
     """
+    from lm.config.old_keys import with_first_names
     from lm.config.resuming import Resume, resume_rule
     from lm.runs.run_dir import comparable
 
@@ -101,12 +103,13 @@ def run_identity(cfg: Config) -> dict:
     defaults = comparable(schema())
     fixed = {
         key: value
-        for key, value in sorted(comparable(cfg).items())
+        for key, value in comparable(cfg).items()
         if value != defaults.get(key)
         and resume_rule(schema, key) is Resume.FIXED
         and not key.endswith("path")
     }
-    digest = hashlib.sha256(json.dumps(fixed).encode()).hexdigest()
+    named = dict(sorted(with_first_names(fixed).items()))
+    digest = hashlib.sha256(json.dumps(named).encode()).hexdigest()
     return {"name": cfg.name, "seed": cfg.seed, "settings": digest}
 
 

@@ -14,7 +14,7 @@ from lm.common.files import read_mapping
 from lm.config.schema import Config
 from lm.config.yaml_text import Dumper
 from lm.data.sources.mixture import parts
-from lm.runs.metrics import ELSEWHERE_NOTE, is_elsewhere, iter_metrics, marked
+from lm.runs.metrics import OTHER_SOLUTION_NOTE, has_other_solution, iter_metrics, marked
 from lm.runs.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ def _describe_iterations(probe: dict) -> list[str]:
     numbers = probe.get("layers", range(len(counts["mean"])))
     layers = ", ".join(f"{mean} (layer {i})" for i, mean in zip(numbers, marked(counts)))
     line = f"- Mean number of iterations ℓ\\* on a held-out batch, as in the paper: {layers}."
-    return [line, f"- {ELSEWHERE_NOTE}."] if any(is_elsewhere(counts)) else [line]
+    return [line, f"- {OTHER_SOLUTION_NOTE}."] if any(has_other_solution(counts)) else [line]
 
 
 def format_card(

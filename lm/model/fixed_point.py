@@ -109,7 +109,9 @@ class FixedPointBlock(nn.Module):
         if count_iterations:
             stats = self._count_iterations(u, seqs, solver, stats)
         else:  # the solver's own count is for its tolerance; ℓ* is defined at 0.1
-            stats = stats._replace(num_iters=None, converged=None, token_iters=None, elsewhere=None)
+            stats = stats._replace(
+                num_iters=None, converged=None, token_iters=None, other_solution=None
+            )
         return (out, stats, state) if seqs.return_state else (out, stats)
 
     # Methods of a subclass.

@@ -33,14 +33,14 @@ HASHES = "files.json"  # in the cache: checksums of source files, with their siz
 
 def root(data: Data) -> Path | None:
     """Return the cache's folder (absolute); None if corpora go into run directories."""
-    if data.cache is None:
+    if data.cache_dir is None:
         return None
-    folder = Path(data.cache) if data.cache != "auto" else default_root()
+    folder = Path(data.cache_dir) if data.cache_dir != "auto" else default_root()
     return Path(os.path.abspath(folder.expanduser()))
 
 
 def default_root() -> Path:
-    """Return the folder that `data.cache: auto` means."""
+    """Return the folder that `data.cache_dir: auto` means."""
     return Path(os.environ.get(VARIABLE) or "~/.cache/fprnn/corpora").expanduser()
 
 
@@ -111,7 +111,7 @@ def identify_text(folder: Path, data: Data) -> list | dict | str:
         DataError: If a file cannot be read, or no file exists.
     """
     if data.source == "fineweb":
-        return [data.dataset, data.name, data.val_tokens]
+        return [data.dataset, data.dataset_config, data.val_tokens]
     if data.source == "builtin":
         return sys.version
     if data.source == "traces":

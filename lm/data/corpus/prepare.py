@@ -31,7 +31,7 @@ class Record:
 
     Fields:
         corpus: Folder of the corpus; relative to RUN/data if the folder is in the run directory or
-            `data.cache` is a relative path.
+            `data.cache_dir` is a relative path.
         settings: Digest of the split and the tokenizer.
         sha256: Checksum of each file.
     """
@@ -51,7 +51,7 @@ def prepare(
     """Find or make the corpus of a run, verify it, and record it in the run directory.
 
     The text is tokenised only if the cache has no corpus of the same text and tokenizer. Without a
-    cache (`data.cache: null`) the corpus is in the run directory. A run that continues uses its
+    cache (`data.cache_dir: null`) the corpus is in the run directory. A run that continues uses its
     recorded corpus, even if the source has changed or is gone. One process of a run calls this;
     then every process calls `ensure_on_node`.
 
@@ -106,7 +106,7 @@ def ensure_on_node(
     if _read_entry(entry).sha256 != record.sha256:
         raise DataError(
             f"{_recorded_entry(folder, record)}, the corpus of {run_dir}, is not on this node: set"
-            " data.cache to a folder that all nodes share"
+            " data.cache_dir to a folder that all nodes share"
         )
 
 
@@ -124,8 +124,8 @@ def prepare_ahead(
     root = cache.root(cfg.data)
     if root is None:
         raise DataError(
-            "data.cache is null, so each run directory has its own corpus and none can be prepared"
-            " ahead of a run; set data.cache to a folder, or auto"
+            "data.cache_dir is null, so each run directory has its own corpus and none can be"
+            " prepared ahead of a run; set data.cache_dir to a folder, or auto"
         )
     entry = cache.corpus_folder(root, cfg.data, tokenizer)
     is_new = _make(entry, cfg.data, tokenizer, progress)
@@ -233,8 +233,8 @@ def _make(
         return cache.make_once(entry, lambda: read_meta(entry) is not None, make)
     except OutputError as e:
         raise OutputError(
-            f"{e} (a prepared corpus; data.cache, or {cache.VARIABLE}, sets another folder, and"
-            " data.cache=null is the run directory)"
+            f"{e} (a prepared corpus; data.cache_dir, or {cache.VARIABLE}, sets another folder,"
+            " and data.cache_dir=null is the run directory)"
         ) from None
 
 
@@ -254,7 +254,7 @@ def _format_entry(entry: Path, folder: Path, data: Data) -> str:
     """Return the path of a corpus for the record."""
     if entry.parent.resolve() == folder.resolve():
         return entry.name
-    if data.cache not in (None, "auto") and not Path(data.cache).expanduser().is_absolute():
+    if data.cache_dir not in (None, "auto") and not Path(data.cache_dir).expanduser().is_absolute():
         return os.path.relpath(entry, folder.resolve())
     return str(entry)
 

@@ -62,7 +62,7 @@ def new_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """Load or train the tokenizer of a config, independently of a run directory.
 
-    A BPE is trained only once per text: it is cached in `data.cache`.
+    A BPE is trained only once per text: it is cached in `data.cache_dir`.
 
     Args:
         log: As for `load_tokenizer`.

@@ -84,7 +84,9 @@ def open_hub(dataset: str, config: str, revision: str | None = None) -> HubFiles
     )
     files = (builder.config.data_files or {}).get("train")
     if not files:
-        raise DataError(f"{name} has no files of a training split; set data.dataset and data.name")
+        raise DataError(
+            f"{name} has no files of a training split; set data.dataset and data.dataset_config"
+        )
     if foreign_files := [path for path in files if not path.endswith(".parquet")]:
         example = foreign_files[0].rpartition("/")[2]
         raise DataError(
@@ -171,7 +173,7 @@ def _is_transient(error: Exception) -> bool:
 def _describe_permanent(error: Exception) -> str:
     """Describe a permanent fault, with the setting that cures it if there is one."""
     if isinstance(error, ValueError) and "BuilderConfig" in str(error):
-        return f"{str(error).strip().splitlines()[0]}; set data.name"
+        return f"{str(error).strip().splitlines()[0]}; set data.dataset_config"
     cure = ""
     if {401, 403} & set(_http_statuses(error)):
         cure = "; log in (`hf auth login`) or set HF_TOKEN"

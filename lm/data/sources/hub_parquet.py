@@ -123,11 +123,13 @@ def open_groups(data: Data, revision: str | None = None) -> RowGroups:
     Args:
         revision: Commit; None: the newest.
     """
-    return _row_groups(open_hub(data.dataset, data.name, revision), data.text_field, data.download)
+    return _row_groups(
+        open_hub(data.dataset, data.dataset_config, revision), data.text_field, data.download_dir
+    )
 
 
 def download_all(data: Data, progress: Callable[[int, int], None]) -> int:
-    """Download every file of the dataset that is not in `data.download` yet.
+    """Download every file of the dataset that is not in `data.download_dir` yet.
 
     Args:
         progress: Called with (files there, all files).
@@ -210,7 +212,7 @@ class RowGroups:
                     raise DataError(
                         f"{self.files.paths[file]} is damaged in row group {row_group}, column "
                         f"`{self._field}`: {first_line(error)}; report it to the dataset's owner, "
-                        "or use another data.name"
+                        "or use another data.dataset_config"
                     ) from None
 
     def _fetch_column(
@@ -314,7 +316,7 @@ class RowGroups:
             copy.unlink()
         raise DataError(
             f"{path} was downloaded twice and is damaged: its sha256 is {actual}, the hub's is "
-            f"{expected}; report it to the dataset's owner, or use another data.name"
+            f"{expected}; report it to the dataset's owner, or use another data.dataset_config"
         )
 
 

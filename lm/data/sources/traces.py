@@ -40,12 +40,12 @@ class Words:
         self.group = group(traces.group)
         self.names = syllables(self.group.order)
         self.elements = range(self.group.order)  # the elements that occur in questions
-        if traces.letters is not None:
-            self.elements = self.group.simplest_first()[: traces.letters].tolist()
-            if len(self.elements) < traces.letters:
+        if traces.num_elements is not None:
+            self.elements = self.group.simplest_first()[: traces.num_elements].tolist()
+            if len(self.elements) < traces.num_elements:
                 raise DataError(
-                    f"traces of {traces.group} have at most {self.group.order} `letters`, not"
-                    f" {traces.letters}"
+                    f"traces of {traces.group} have at most {self.group.order} `num_elements`, not"
+                    f" {traces.num_elements}"
                 )
 
     def turns(self, rng: random.Random, gaps: list[int]) -> list[Turn]:
@@ -158,7 +158,10 @@ def syllables(count: int) -> list[str]:
 
 def describe_text(traces: Traces | None) -> dict:
     """Return all settings of the text, which change whenever the text does."""
-    return (traces or Traces()).model_dump(mode="json", exclude_none=True) | {"version": VERSION}
+    settings = (traces or Traces()).model_dump(mode="json", exclude_none=True)
+    if "num_elements" in settings:  # under its first name: cached corpora keep their address
+        settings["letters"] = settings.pop("num_elements")
+    return settings | {"version": VERSION}
 
 
 def check(traces: Traces | None) -> None:

@@ -13,7 +13,7 @@ from lm.common.files import write_text
 from lm.common.page import render
 from lm.evaluation.inspection.result import Layers, Measurements
 from lm.evaluation.inspection.tokens import Token
-from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE, is_elsewhere
+from lm.runs.metrics import OTHER_SOLUTION_MARK, OTHER_SOLUTION_NOTE, has_other_solution
 
 MADE_BY = "<!-- made by fprnn inspect -->"  # marks a page that this command may replace
 LN2 = math.log(2)
@@ -103,8 +103,10 @@ def list_facts(found: Measurements) -> list[tuple[str, str]]:
 def layer_rows(layers: Layers, tokens: list[Token]) -> list[list[str]]:
     """Return a table of the layers that are solved, its head first."""
     heads = ["layer", "ℓ*, mean", "ℓ*, most", "at token", "state's norm", "gate a", "decay λ"]
-    rows = [[*heads, "bisected", "limited"]]
-    is_marked = is_elsewhere({"mean": layers.numbers, "elsewhere": layers.elsewhere.tolist()})
+    rows = [[*heads, "bisected", "grad_limited"]]
+    is_marked = has_other_solution(
+        {"mean": layers.numbers, "elsewhere": layers.other_solution.tolist()}
+    )
     for i, number in enumerate(layers.numbers):
         counts = layers.iterations[i]
         at = int(counts.argmax())
@@ -113,14 +115,14 @@ def layer_rows(layers: Layers, tokens: list[Token]) -> list[list[str]]:
         rows.append(
             [
                 str(number),
-                f"{float(counts.double().mean()):.1f}{ELSEWHERE * is_marked[i]}",
+                f"{float(counts.double().mean()):.1f}{OTHER_SOLUTION_MARK * is_marked[i]}",
                 f"{int(counts.max())}{suffix}",
                 f"{at}: {tokens[at].shown}",
                 f"{float(layers.state_norm[i].mean()):.3g}",
                 "–" if math.isnan(gate) else f"{gate:.2f}",
                 f"{float(layers.decay[i].mean()):.3f}",
                 f"{float(layers.bisected[i]):.1%}",
-                f"{float(layers.limited[i]):.1%}",
+                f"{float(layers.grad_limited[i]):.1%}",
             ]
         )
     return rows
@@ -128,7 +130,7 @@ def layer_rows(layers: Layers, tokens: list[Token]) -> list[list[str]]:
 
 def explain_mark(rows: list[list[str]]) -> str | None:
     """Return the sentence that explains the mark of ℓ*, or None if no row has the mark."""
-    return ELSEWHERE_NOTE if any(ELSEWHERE in row[1] for row in rows) else None
+    return OTHER_SOLUTION_NOTE if any(OTHER_SOLUTION_MARK in row[1] for row in rows) else None
 
 
 def _plain(values: torch.Tensor) -> list[float | None]:

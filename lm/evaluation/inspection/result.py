@@ -39,9 +39,9 @@ class Layers:
     numbers: list[int]  # (n,) their numbers in the model, from 0
     iterations: torch.Tensor  # (n,t) ℓ* of each token, counted by the probe
     converged: torch.Tensor  # (n,) bool: the paper's procedure came to its tolerance
-    elsewhere: torch.Tensor  # (n,) share of the tokens where it ends in another solution
+    other_solution: torch.Tensor  # (n,) share of the tokens where it ends in another solution
     bisected: torch.Tensor  # (n,) share of the tokens whose solution bisection found
-    limited: torch.Tensor  # (n,) share of the tokens where the gradient's limit may take effect
+    grad_limited: torch.Tensor  # (n,) share of the tokens whose gradient may be shortened
     state_norm: torch.Tensor  # (n,t) ‖h_t‖₂, the recurrence's state after the token
     gate: torch.Tensor  # (n,t) the mean of the mixer's gates a_t; NaN where it has none
     decay: torch.Tensor  # (n,t) the mean over the state of the factor on h_{t−1}

@@ -143,7 +143,7 @@ void token(const Cell &p, int64_t at, int64_t i, const T *row, Forward<T> &f) {
     coefficients<T, R>(p, k, f, means, e);
     p.outcome[at] = p.norm == NONE ? solve_linear<R>(e, p.rank, k.root)
                                    : solve<R>(e, p.rank, k.root);
-    if (!(p.outcome[at] & FAILED) && may_be_limited<T, R>(p, e, k.root)) p.outcome[at] |= LIMITED;
+    if (!(p.outcome[at] & FAILED) && may_be_limited<T, R>(p, e, k.root)) p.outcome[at] |= GRAD_LIMITED;
     if (p.roots)
         for (int64_t j = 0; j < p.rank; ++j) {
             k.root[j] = T(k.root[j]);

@@ -23,7 +23,7 @@ constexpr double STEPSIZE = 0.99, STEPSIZE_DECAY = 0.9, SLOWEST = 0.99, NEAR = 0
 constexpr double ROUNDING = 8, SOLVED = 256, LEAST_INVERSE = 1e-18, MOST_GAIN = 20;
 constexpr int MAX_DIRECT_STEPS = 12;
 
-enum Outcome : uint8_t { FAILED = 1, BISECTED = 2, LIMITED = 4 };
+enum Outcome : uint8_t { FAILED = 1, BISECTED = 2, GRAD_LIMITED = 4 };
 
 // r, a constant where the code was made for one.
 template <int R> inline int rank_of(int64_t r) { return R ? R : int(r); }

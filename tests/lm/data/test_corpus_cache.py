@@ -35,7 +35,7 @@ def cached(cfg, jsonl, tmp_path, folder):
     """Config of a run with its own copy of the text and its own cache."""
     cfg.data.path = str(tmp_path / "mine.jsonl")
     shutil.copy(jsonl, cfg.data.path)
-    cfg.data.cache = str(folder)
+    cfg.data.cache_dir = str(folder)
     return cfg
 
 
@@ -105,12 +105,12 @@ def test_runs_share_a_corpus(cached, bpe, folder):
 
 def test_cache_and_run_directory_have_the_same_corpus(cached, bpe):
     corpus, _ = prepare_and_count(cached, bpe)
-    own = other_run(cached, "own", cache=None)
+    own = other_run(cached, "own", cache_dir=None)
     inside, _ = prepare_and_count(own, bpe)
     assert inside.meta.sha256 == corpus.meta.sha256
     before = read_record(own)
     assert (own.run_dir / "data" / before["corpus"] / "train.bin").exists()
-    own.data.cache = cached.data.cache  # does not move the corpus of a run
+    own.data.cache_dir = cached.data.cache_dir  # does not move the corpus of a run
     _, calls = prepare_and_count(own, bpe)
     assert not calls and read_record(own) == before
 
@@ -186,9 +186,9 @@ def test_tokenizer_of_a_changing_text_is_refused(cached, folder, monkeypatch):
 def test_relative_cache_moves_with_its_runs(cached, bpe, tmp_path, monkeypatch):
     (tmp_path / "project").mkdir()
     monkeypatch.chdir(tmp_path / "project")
-    cached.out_dir, cached.data.cache = "runs", "cache"
+    cached.out_dir, cached.data.cache_dir = "runs", "cache_dir"
     meta = prepare_and_count(cached, bpe)[0].meta
-    assert read_record(cached)["corpus"].startswith("../../../cache/corpus-")
+    assert read_record(cached)["corpus"].startswith("../../../cache_dir/corpus-")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "project").rename("moved")
     assert open_corpus(tmp_path / "moved" / cached.run_dir).meta == meta
@@ -214,7 +214,7 @@ def test_bpe_is_trained_once_and_saved_in_each_run(cached, folder, monkeypatch):
 @pytest.mark.parametrize("name", ["", "web"])
 def test_corpus_in_a_run_directory_is_no_foreign_file(cached, bpe, name):
     """So --overwrite may delete it."""
-    cached.data.cache = None
+    cached.data.cache_dir = None
     prepare(cached, bpe, cached.run_dir, name=name)
     assert list(cached.run_dir.rglob("train.bin"))
     assert foreign_files(cached.run_dir, run_file_test(cached.run_dir)) == ""
@@ -246,7 +246,7 @@ def test_waiting_process_replaces_a_killed_one(cached, bpe, folder):
     assert "waiting for another process" in output and len(last["seen"]) == 20
     maker[0].communicate(timeout=10)
     assert maker[0].returncode == -signal.SIGKILL
-    own, _ = prepare_and_count(other_run(cached, "own", cache=None), bpe)
+    own, _ = prepare_and_count(other_run(cached, "own", cache_dir=None), bpe)
     assert last["sha256"] == own.meta.sha256
     names = "train.bin val.bin meta.json verified.json about.json lock"
     assert {path.name for path in entries(folder)[0].iterdir()} == set(names.split())
@@ -344,29 +344,31 @@ def mounted(tmp_path):
 
 def test_full_disk_is_an_error_until_there_is_space(cached, bpe, mounted):
     place, remount = mounted
-    cached.data.cache = str(place / "cache")
+    cached.data.cache_dir = str(place / "cache")
     with open(cached.data.path, "a") as file:
         for i in range(4000):
             file.write(json.dumps({"text": f"document {i} " + "of many words " * 30}) + "\n")
-    match = r"cannot be written: No space left on device \(a prepared corpus; data.cache, or"
+    match = r"cannot be written: No space left on device \(a prepared corpus; data.cache_dir, or"
     with pytest.raises(OutputError, match=match) as error:
         prepare(cached, bpe, cached.run_dir)
     assert "\n" not in str(error.value) and not list(place.rglob("*.tmp"))
     assert remount("size=64m").returncode == 0
     corpus = prepare(cached, bpe, cached.run_dir)
-    own = other_run(cached, "own", cache=None)
+    own = other_run(cached, "own", cache_dir=None)
     assert prepare_and_count(own, bpe)[0].meta.sha256 == corpus.meta.sha256
 
 
 def test_read_only_cache_can_be_read(cached, bpe, mounted):
     place, remount = mounted
-    cached.data.cache = str(place)
+    cached.data.cache_dir = str(place)
     before = prepare_and_count(cached, bpe)[0].meta
     assert remount("ro").returncode == 0
     second = other_run(cached, "second")
     assert prepare_and_count(second, bpe)[0].meta == before  # it exists
     other = other_run(cached, "other", leading_eos=True)
-    with pytest.raises(OutputError, match=r"cannot be written: Read-only .*data.cache=null is the"):
+    with pytest.raises(
+        OutputError, match=r"cannot be written: Read-only .*data.cache_dir=null is the"
+    ):
         prepare_and_count(other, bpe)
     remount("rw")
 
@@ -376,8 +378,8 @@ def test_preparing_ahead_makes_the_corpus_once(cached, bpe, folder, monkeypatch)
     (entry,) = entries(folder)
     assert results == [(entry, True), (entry, False)]
     assert prepare_and_count(cached, bpe)[1] == 0
-    with pytest.raises(DataError, match="cache is null"):
-        prepare_ahead(other_run(cached, "x", cache=None), bpe)
+    with pytest.raises(DataError, match="cache_dir is null"):
+        prepare_ahead(other_run(cached, "x", cache_dir=None), bpe)
 
 
 def test_command_prepares_each_corpus_of_a_sweep_once(tmp_path):

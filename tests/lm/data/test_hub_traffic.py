@@ -168,7 +168,7 @@ def test_download_is_compared_with_the_hubs_sha256(tmp_path):
     texts = pq.read_table(io.BytesIO(files[name]))["text"].to_pylist()
     offset = text_column_offset(files[name], 1)
     sha256 = hashlib.sha256(files[name]).hexdigest()
-    code = SHARDS + f"data.download = {str(tmp_path / 'copies')!r}" + READ
+    code = SHARDS + f"data.download_dir = {str(tmp_path / 'copies')!r}" + READ
     for is_on_hub in (True, False):
         with serving(files | {name: flip_bit(files[name], offset)} if is_on_hub else files) as hub:
             Hub.sha256 = {name: sha256}

@@ -258,10 +258,10 @@ REFUSED = [
     ({"mixture": {}}, "must have at least 1 item"),
     ({"mixture": {"web": WEB}, "source": "jsonl", "path": "y"}, "`data.source` is of a single"),
     ({"mixture": {"web": WEB}, "text_field": "y"}, "`data.text_field` is of a single"),
-    ({"temperature": 2}, "`data.temperature` is no longer there"),
+    ({"temperature": 2}, "`data.temperature` is 2, but the key was removed"),
     (
-        {"mixture": {"web": WEB}, "curriculum": [ONLY | {"at": 0.9}]},
-        "`data.curriculum.0.at` waits for the answers of its traces, and none of its sources",
+        {"mixture": {"web": WEB}, "curriculum": [ONLY | {"min_answer_prob": 0.9}]},
+        "`data.curriculum.0.min_answer_prob` waits for the answers of its traces, and none of its",
     ),
     ({"curriculum": [ONLY]}, "`data.curriculum` changes the weights of `data.mixture`"),
     ({"mixture": {"code": WEB}, "curriculum": [ONLY]}, "`data.curriculum.0` weighs web"),
@@ -304,7 +304,7 @@ def two(cfg, texts, tmp_path):
     other.write_text("\n".join(lines), encoding="utf-8")
     tree = cfg.model_dump()
     path = tree["data"]["path"]
-    tree["data"] |= {"source": "builtin", "path": None, "cache": str(tmp_path / "cache")}
+    tree["data"] |= {"source": "builtin", "path": None, "cache_dir": str(tmp_path / "cache")}
     tree["data"]["mixture"] = {
         "own": {"source": "jsonl", "path": path, "weight": 3},
         "back": {"source": "jsonl", "path": str(other), "text_field": "body", "weight": 1},

@@ -99,7 +99,7 @@ def test_gaps_up_to_a_number_are_geometric(form, read):
 
 def test_words_of_few_elements_have_low_order():
     """Four elements of S3 are the identity and the transpositions, whose products are all six."""
-    source = Traces(letters=4, gaps=[1, 3], documents=300)
+    source = Traces(num_elements=4, gaps=[1, 3], documents=300)
     for texts in (
         list(traces.documents(source)),
         [turn.question + turn.answer + " ;" for turn in traces.questions(source, 3, 100)],
@@ -135,7 +135,7 @@ def test_syllables_are_distinct_for_the_largest_group():
 
 def test_other_traces_have_another_address(tmp_path):
     changes = [{}, {"gaps": [1, 2]}, {"group": "A5"}, {"form": "repl"}, {"answers": 2}]
-    changes += [{"documents": 100}, {"gaps": 2}, {"letters": 3}]
+    changes += [{"documents": 100}, {"gaps": 2}, {"num_elements": 3}]
     sources = [Traces(**settings) for settings in changes]
     contents = [cache.identify_text(tmp_path, Data(source="traces", traces=s)) for s in sources]
     assert len({json.dumps(content) for content in contents}) == len(sources)
@@ -158,7 +158,7 @@ def test_only_answers_are_targets_of_questions(bpe):
 
 
 def test_questions_have_the_elements_of_their_source(bpe):
-    for batch in question_batches(Traces(letters=4, gaps=[3], documents=1), bpe, 50, 128):
+    for batch in question_batches(Traces(num_elements=4, gaps=[3], documents=1), bpe, 50, 128):
         for row, targets in zip(batch["input_ids"], batch["labels"]):
             question = bpe.decode(row[1 : (targets != IGNORE).nonzero()[0] + 1])
             assert set(re.findall(r"(?<!= )\b\w+", question)) <= {"ba", "be", "bi", "ca"}
@@ -233,10 +233,10 @@ def test_invalid_traces_are_refused():
         traces.check(Traces(form="repl", group="A5"))
     with pytest.raises(DataError, match="unknown group `Q8`"):
         traces.check(Traces(group="Q8"))
-    with pytest.raises(DataError, match="traces of S3 have at most 6 `letters`, not 7"):
-        traces.check(Traces(letters=7))
-    with pytest.raises(ValueError, match="`letters` is of form `words`"):
-        Traces(form="repl", letters=2)
+    with pytest.raises(DataError, match="traces of S3 have at most 6 `num_elements`, not 7"):
+        traces.check(Traces(num_elements=7))
+    with pytest.raises(ValueError, match="`num_elements` is of form `words`"):
+        Traces(form="repl", num_elements=2)
     with pytest.raises(ValueError, match="of form `words` are at least 1"):
         Traces(gaps=[0, 1])
     with pytest.raises(ValueError, match="of form `words` are at least 1"):

@@ -45,7 +45,7 @@ PAIR = {
     )
 }
 PAIR |= {"PIECE_COUNT": len(certified_root.PIECES)}
-OUTCOMES = {name: getattr(solver, name) for name in ("FAILED", "BISECTED", "LIMITED")}
+OUTCOMES = {name: getattr(solver, name) for name in ("FAILED", "BISECTED", "GRAD_LIMITED")}
 
 
 def constants(file):

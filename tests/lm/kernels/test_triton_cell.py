@@ -12,7 +12,7 @@ from lm.kernels.cpu import cell as cpu_cell
 from lm.kernels.triton import cell as triton_cell
 from lm.kernels.triton import launches
 from lm.kernels.triton.build import INTERPRETED
-from lm.model.solver import BISECTED, FAILED, LIMITED
+from lm.model.solver import BISECTED, FAILED, GRAD_LIMITED
 from tests import oracle_cell
 from tests.kernels import (
     assert_close,
@@ -224,7 +224,7 @@ def test_outcomes_are_those_of_the_cpu():
     expected = cpu_cell.cell(*given[:2], **cast(given[2], torch.float32), adjoint=None)[2]
     _, _, outcome = solved(given)
     assert torch.equal(outcome, expected) and not (outcome & FAILED).any()
-    assert (outcome & BISECTED).any() and (outcome & LIMITED).any()
+    assert (outcome & BISECTED).any() and (outcome & GRAD_LIMITED).any()
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from lm.model.cell import (
     find_root,
     solve_low_rank,
 )
-from lm.model.solver import BISECTED, FAILED, LIMITED
+from lm.model.solver import BISECTED, FAILED, GRAD_LIMITED
 from tests.kernels import skip_where_missing
 
 D = 12
@@ -338,7 +338,7 @@ def attached(rest, outcome):
 def test_near_a_fold_the_gradient_is_limited_and_this_is_counted():
     grad, outcome = attached([[[0.5]], [[1e-9]], [[0.0]], [[-1.0]]], [0, 0, FAILED, BISECTED])
     torch.testing.assert_close(grad.flatten(), torch.tensor([2.0, MOST_GAIN, 1.0, -1.0]).double())
-    assert outcome == [0, LIMITED, FAILED, BISECTED]
+    assert outcome == [0, GRAD_LIMITED, FAILED, BISECTED]
 
 
 def test_the_limit_is_one_of_the_cotangents_euclidean_length():
@@ -348,7 +348,7 @@ def test_the_limit_is_one_of_the_cotangents_euclidean_length():
     expected = torch.tensor([[30.0, 1.0]]).double()
     expected *= MOST_GAIN * 2**0.5 / expected.norm()
     torch.testing.assert_close(grad, expected)
-    assert outcome == [LIMITED]
+    assert outcome == [GRAD_LIMITED]
 
 
 def test_a_token_that_failed_has_the_gradient_of_one_step():
