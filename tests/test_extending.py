@@ -94,23 +94,27 @@ def test_the_names_of_mixers_are_those_that_are_registered():
 
 def test_the_pages_mixer_does_what_a_model_takes_for_granted(page):
     """Among it the gradient against differences of the loss, in fp64."""
-    found = {f.what: f for f in check_mixer(PLACE)}
+    found = {f.name: f for f in check_mixer(PLACE)}
     assert all(f.holds is not False for f in found.values()), found
-    told = ("gradient of all parameters", "gradient of the mixer's", "no token sees a later one")
-    assert all(found[name].holds for name in told), found
+    names = ("gradient of all parameters", "gradient of the mixer's parameters", "causal")
+    assert all(found[name].holds for name in names), found
 
 
 def test_a_mixer_without_low_rank_is_iterated(page):
     typed(page, "my_mixer", "low_rank", "turned_plane")
-    found = {f.what: f for f in check_mixer("my_mixer_2:PlaneRotation", "fp_rnn")}
+    found = {f.name: f for f in check_mixer("my_mixer_2:PlaneRotation", "fp_rnn")}
     assert all(f.holds is not False for f in found.values()), found
-    assert "low_rank is I − Q" not in found and found["gradient of the mixer's"].holds
+    assert "low_rank is I − Q" not in found and found["gradient of the mixer's parameters"].holds
 
 
 @pytest.mark.parametrize(
     "old, new, what",
     [
-        ("sin = torch.cos(angle)", "sin = angle.detach().cos()", "gradient of the mixer's"),
+        (
+            "sin = torch.cos(angle)",
+            "sin = angle.detach().cos()",
+            "gradient of the mixer's parameters",
+        ),
         ("return 2 * torch.sin", "return torch.sin", "bound is at least ‖I − Q‖"),
         ("return v - (", "return v.relu() - (", "Q v is linear in v"),
         ("return v - (", "return v - 0.5 * (", "low_rank is I − Q"),
@@ -119,7 +123,7 @@ def test_a_mixer_without_low_rank_is_iterated(page):
 )
 def test_a_mixer_that_is_wrong_is_found_out(page, old, new, what):
     typed(page, "my_mixer", old, new)
-    found = {f.what: f.holds for f in check_mixer("my_mixer_2:PlaneRotation", "fp_rnn")}
+    found = {f.name: f.holds for f in check_mixer("my_mixer_2:PlaneRotation", "fp_rnn")}
     assert found[what] is False
 
 

@@ -49,7 +49,7 @@ def _eval(args: argparse.Namespace) -> int:
     places.find_model(args.checkpoint, on_hub=False)
 
     from lm.common.console import say
-    from lm.evaluation.evaluate import evaluate, table
+    from lm.evaluation.evaluate import evaluate, make_table
 
     results = evaluate(
         args.checkpoint,
@@ -60,5 +60,5 @@ def _eval(args: argparse.Namespace) -> int:
         out=args.out,
         trust=args.trust,
     )
-    say(table(results))
+    say(make_table(results))
     return 0

@@ -167,7 +167,7 @@ class FPMamba(FixedPointBlock):
         return None if noise is None else noise * self.out_norm().weight
 
     def normalize(self, inputs: SolveInputs, o: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return norm((o + D x̃) ⊙ silu(z)); the gate is there if it is inside the loop."""
+        """Return norm((o + D x̃) ⊙ silu(z)), without silu(z) unless the gate is inside the loop."""
         norm = self.out_norm()
         return norm(combine(o, x, self._skip_weights(), inputs.z if self.gate_in_loop else None))
 
@@ -187,8 +187,9 @@ class FPMamba(FixedPointBlock):
             return None
         cfg, x, seqs, raw = self.config, inputs.x, inputs.seqs, inputs.projections.raw
         norm = self.out_norm()
-        at = {name: columns.start for name, columns in inputs.projections.columns.items()}
-        layout = at["mixer"], at["mixer"] + reflections[0] * x.shape[-1], at["B"], at["C"]
+        start = {name: columns.start for name, columns in inputs.projections.columns.items()}
+        gates = start["mixer"] + reflections[0] * x.shape[-1]
+        layout = start["mixer"], gates, start["B"], start["C"]
         options = *reflections, cfg.bc_norm, self.groups, norm.kind, norm.eps, cfg.d_state
         weights = A, self._skip_weights(), norm.weight, norm.bias
         A, D, weight, bias = (None if t is None else t.to(x.dtype) for t in weights)
@@ -422,10 +423,11 @@ class FPRNN(FixedPointBlock):
     def run_kernel(
         self, inputs: SolveInputs, reflections: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        x, raw, at = inputs.x, inputs.projections.raw, inputs.projections.columns["mixer"].start
+        x, raw = inputs.x, inputs.projections.raw
+        start = inputs.projections.columns["mixer"].start
         # No norm; B and C, which this kernel does not read, count as one normalized group.
         options = (*reflections, True, 1, "none", 0.0, 0)
-        layout = at, at + reflections[0] * x.shape[-1], 0, 0
+        layout = start, start + reflections[0] * x.shape[-1], 0, 0
         state = (inputs.seqs.get_state(name) for name in ("y", "h"))
         y, h = (None if t is None else t.to(x.dtype) for t in state)
         weight_y = inputs.projections.weight_y.to(raw.dtype)
@@ -443,10 +445,10 @@ class FPRNN(FixedPointBlock):
         """Return W_out RMSNorm(silu(z) ⊙ c ⊙ h) with c = silu(W_c silu(conv[x, h])); h is y."""
         x, seqs = inputs.recurrence.x, inputs.seqs
         if self.config.use_short_conv:
-            both = self._convolve(torch.cat([x, y.to(x.dtype)], -1), seqs, self.conv1d_c, 1)
+            x_and_h = self._convolve(torch.cat([x, y.to(x.dtype)], -1), seqs, self.conv1d_c, 1)
         else:
-            both = torch.cat([x, shift(y, seqs, "f_y").to(x.dtype)], -1)
-        c = F.silu(self.c_proj(both))
+            x_and_h = torch.cat([x, shift(y, seqs, "f_y").to(x.dtype)], -1)
+        c = F.silu(self.c_proj(x_and_h))
         gated = self.out_norm(F.silu(inputs.z) * c * y)
         return self.out_proj(gated.to(inputs.z.dtype))
 

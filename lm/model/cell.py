@@ -1,4 +1,4 @@
-"""The exact solution of one token's own equation (docs/fixed-point.md).
+"""The exact solution of a token's own equation (docs/fixed-point.md).
 
 Given all tokens before t, Q_t, B_t, C_t and Δ_t are known. With M = I − Q_t the equation of y is
 
@@ -9,9 +9,9 @@ r, M = Uᵀ T U and y = norm(c + Σ_j m_j s_j) with s = U y: r equations in r un
 
     s = φ(s) = (α + Β s) / √(γ₀ + 2 γ₁·s + sᵀ Γ₂ s) + δ.
 
-There may be several solutions. The search returns the one that damped fixed-point iteration from
-s = 0 ("Picard") converges to, as in the paper, and Newton polishes it. For mixers of full rank,
-full_rank.py iterates y itself with Q_t held fixed.
+There may be several solutions. The search returns the solution that damped fixed-point iteration
+from s = 0 ("Picard") converges to, as in the paper, and Newton polishes it. For mixers of full
+rank, full_rank.py iterates y itself with Q_t held fixed.
 
 Shape suffixes: b batch, l length, d channels (d_inner), r rank; n tokens, whatever their shape.
 """
@@ -65,7 +65,7 @@ class Norm(NamedTuple):
 class Token(NamedTuple):
     """Terms of the equations of tokens (b,l), without their mixers."""
 
-    x: torch.Tensor  # (b,l,d) what the mixer mixes with y
+    x: torch.Tensor  # (b,l,d) input that the mixer mixes with y
     history: torch.Tensor  # (b,l,d) output of the recurrence without the token's own input
     gain: torch.Tensor  # (b,l,d) factor on the token's own mixed input
     gate: torch.Tensor | None  # (b,l,d); None: 1
@@ -99,7 +99,7 @@ class TokenEquation(NamedTuple):
         """Return the terms of the equations.
 
         Args:
-            x: What the mixer mixes with y, (b,l,d).
+            x: Input that the mixer mixes with y, (b,l,d).
             history: Output of the recurrence without the token's own input, (b,l,d).
             gain: Result of `gain`.
         """
@@ -205,7 +205,7 @@ class Guess(NamedTuple):
 
 
 def _newton_step(coefficients, guess):
-    """Return the Guess after one step of Newton; it stays where the step is not finite."""
+    """Return the Guess after one step of Newton; a step that is not finite is not taken."""
     s, value, parts = guess
     eye = torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
     matrix = eye - coefficients.jacobian(parts)
@@ -337,15 +337,17 @@ def _find_root_by_picard(coefficients, decides=False):
         residual = psi.abs().amax(-1)
         is_root = residual <= ROUNDING * coefficients.rounding(s, parts)
         is_done = is_root & torch.isfinite(residual)
-        # 2. Run Newton where the root is near.
-        found, by_newton = _polish(coefficients, s, parts, residual, previous_residual, ~is_done)
+        # 2. Run Newton if the root is near.
+        candidates, by_newton = _polish(
+            coefficients, s, parts, residual, previous_residual, ~is_done
+        )
         is_done = is_done | by_newton
         new_status = torch.zeros_like(is_done, dtype=torch.uint8)
         if decides and alpha.shape[1] == 2 and iteration == DECIDE_AFTER:
-            found, is_done, new_status = _decide(coefficients, found, is_done)
+            candidates, is_done, new_status = _decide(coefficients, candidates, is_done)
         # 3. Store the roots. Equations that are NaN or infinite have none.
         is_lost = ~torch.isfinite(residual)
-        roots[unsolved[is_done]] = found[is_done]
+        roots[unsolved[is_done]] = candidates[is_done]
         status[unsolved[is_done]] = new_status[is_done]
         roots[unsolved[is_lost]] = torch.nan
         # 4. Take a damped step with the other tokens.
@@ -365,7 +367,7 @@ def _find_root_by_picard(coefficients, decides=False):
     return roots, status
 
 
-def _decide(coefficients, found, is_done):
+def _decide(coefficients, candidates, is_done):
     """Add the roots that `find_certified_pairs` proves.
 
     Returns:
@@ -375,23 +377,23 @@ def _decide(coefficients, found, is_done):
     pairs, attracts, is_proven = find_certified_pairs(coefficients)
     is_new = is_proven & ~is_done
     status = torch.where(is_new & ~attracts, BISECTED, 0).to(torch.uint8)
-    return torch.where(is_new.unsqueeze(-1), pairs, found), is_done | is_new, status
+    return torch.where(is_new.unsqueeze(-1), pairs, candidates), is_done | is_new, status
 
 
 def _polish(coefficients, s, parts, residual, previous_residual, is_unfinished):
-    """Return s (n,r) with Newton's root where Picard is near it, and where that is (n,)."""
-    ratio = residual / previous_residual  # 0 in the first iteration, where it means nothing
+    """Return s (n,r), replaced by Newton's root if Picard is near it, and whether it is (n,)."""
+    ratio = residual / previous_residual  # 0 in the first iteration, which has no previous residual
     distance = residual / (1 - ratio)
     is_near = distance <= NEAR * coefficients.size(s, parts)
     is_tried = is_unfinished & (ratio > 0) & (ratio < SLOWEST) & is_near
-    tried = is_tried.nonzero().squeeze(1)
+    indices = is_tried.nonzero().squeeze(1)
     by_newton = torch.zeros_like(is_unfinished)
-    if not len(tried):
+    if not len(indices):
         return s, by_newton
-    reach = 2 * distance[tried]
-    root, is_root = _newton(coefficients.select(tried), s[tried], residual[tried], reach)
-    found = s.index_copy(0, tried, torch.where(is_root.unsqueeze(-1), root, s[tried]))
-    return found, by_newton.index_copy(0, tried, is_root)
+    reach = 2 * distance[indices]
+    root, is_root = _newton(coefficients.select(indices), s[indices], residual[indices], reach)
+    root = torch.where(is_root.unsqueeze(-1), root, s[indices])
+    return s.index_copy(0, indices, root), by_newton.index_copy(0, indices, is_root)
 
 
 class _Implicit(torch.autograd.Function):
@@ -503,7 +505,7 @@ def _attach_gradient(value, s, matrix, status):
         status: Status of each token.
 
     Returns:
-        s with its gradient, and the status with GRAD_LIMITED where the gradient may be shortened.
+        s with its gradient, and the status with GRAD_LIMITED if the gradient may be shortened.
     """
     is_bounded = torch.linalg.matrix_norm(torch.linalg.inv_ex(matrix)[0]) <= MOST_GAIN
     is_limited = ~is_bounded & (status & FAILED == 0)  # NaN is limited, too

@@ -127,7 +127,7 @@ class FixedPointBlock(nn.Module):
         Args:
             u: Input, (b,l,d_model).
             seqs: Padding, documents, state and solver options of the batch.
-            solver: Solver that will read the result. None: the one that the settings name.
+            solver: Solver that will read the result. None: the solver that the settings name.
         """
         raise NotImplementedError
 
@@ -271,15 +271,14 @@ class FixedPointBlock(nn.Module):
         """Return the convolution's last inputs if a state will be returned, otherwise None."""
         if not (self.config.use_short_conv and seqs.return_state):
             return None
-        before = seqs.get_state("conv", index)
-        return last_valid_tokens(x, self.config.d_conv - 1, before, seqs)
+        return last_valid_tokens(x, self.config.d_conv - 1, seqs.get_state("conv", index), seqs)
 
     def _project(self, mixer_input, x, seqs, solver, *others):
         """Put the mixer's projection next to others, so that one product computes all.
 
         Args:
-            mixer_input: What the mixer's parameters read, (b,l,d).
-            x: What the mixer mixes, (b,l,d).
+            mixer_input: Input of the mixer's map, (b,l,d).
+            x: Input that the mixer mixes, (b,l,d).
             seqs: Properties of the batch.
             solver: Solver that will read the projections.
             others: Projection of each other map.
@@ -293,7 +292,7 @@ class FixedPointBlock(nn.Module):
             weights = self.mixer.weights(mixer_input)
             return weights if kernel is None else self.mixer.merged(weights)
 
-        weights = cached(seqs.cache, "mixer", compute_weights)
+        weights = cached(seqs.cache, ("mixer", kernel is None), compute_weights)
         weight_y = None
         if cfg.mixer_h_dep:
             weight_y = weights.first if cfg.symm_mixer else weights.first[:, d:]
@@ -359,9 +358,9 @@ class FixedPointBlock(nn.Module):
             return None
 
         def last_token(y, name):
-            before = seqs.get_state(name)
-            before = None if before is None else before.unsqueeze(1)
-            return last_valid_tokens(y, 1, before, seqs).squeeze(1)
+            previous = seqs.get_state(name)
+            previous = None if previous is None else previous.unsqueeze(1)
+            return last_valid_tokens(y, 1, previous, seqs).squeeze(1)
 
         last_y = last_f_y = last_token(y_star, "y")
         if y is not y_star or seqs.mask is not None or seqs.starts is not None:

@@ -4,8 +4,8 @@
 
 An equation may have several solutions. Every precision and every schedule must find the same one:
 
-1. Damped Picard from zero, the paper's iteration, chooses the solution: the one that it is within
-   ROOT_TOL of after at most MOST_PICARD iterations. Neither number depends on the precision.
+1. Damped Picard from zero, the paper's iteration, chooses the solution that it reaches to within
+   ROOT_TOL in at most MOST_PICARD iterations. Neither number depends on the precision.
 2. fp64 needs a smaller residual: more iterations, then Newton, polish the solution.
 3. If Picard does not come that near, bisection in fp64 solves the token: with g, the inverse of the
    norm's root, the equation is linear in y, and g is the only unknown.
@@ -175,10 +175,10 @@ def _run_picard(make_map, start):
     shape = start.shape[:-1]
     iterate = start.flatten(0, -2)
     y = iterate.clone()
-    near, solved = (torch.zeros_like(y[:, 0], dtype=torch.bool) for _ in range(2))
+    all_near, all_solved = (torch.zeros_like(y[:, 0], dtype=torch.bool) for _ in range(2))
     # The variables below have the tokens that still iterate; `active` are their flat indices.
     active = torch.arange(len(y), device=y.device)
-    is_near, is_solved = near.clone(), solved.clone()
+    is_near, is_solved = all_near.clone(), all_solved.clone()
     f, is_whole, damping = make_map(None), True, Damping(Rule(), iterate[:, 0])
     for iteration in range(2 * MOST_PICARD):
         # 1. Evaluate f.
@@ -199,14 +199,14 @@ def _run_picard(make_map, start):
             break
         # 4. Store frozen tokens once they are half, and continue with the others only.
         if 2 * count <= len(is_moving):
-            y[active], near[active], solved[active] = iterate, is_near, is_solved
+            y[active], all_near[active], all_solved[active] = iterate, is_near, is_solved
             moving = is_moving.nonzero().squeeze(1)
             active, iterate = active[moving], iterate[moving]
             is_near, is_solved = is_near[moving], is_solved[moving]
             damping.select(moving)
             f, is_whole = make_map(torch.unravel_index(active, shape)), False
-    y[active], near[active], solved[active] = iterate, is_near, is_solved
-    return y.view(start.shape), near.view(shape), solved.view(shape)
+    y[active], all_near[active], all_solved[active] = iterate, is_near, is_solved
+    return y.view(start.shape), all_near.view(shape), all_solved.view(shape)
 
 
 def _run_accelerated(f, y):
@@ -263,7 +263,7 @@ class Anderson:
 
 
 def _solve_dense(equations, start, is_near):
-    """Solve n tokens by Newton from `start` (n,d) where it is near a solution, else by bisection.
+    """Solve n tokens by Newton from `start` (n,d) if it is near a solution, else by bisection.
 
     A solution always exists (cell.py: `_bisect`).
 

@@ -376,4 +376,4 @@ def side_by_side(
         weight = torch.cat(maps)
         return weight.to(dtype) if dtype.itemsize < weight.dtype.itemsize else weight
 
-    return Projections(raw, columns, cached(kept, ("weight_y", dtype), joined))
+    return Projections(raw, columns, cached(kept, ("weight_y", dtype, sum(map(len, maps))), joined))

@@ -49,7 +49,7 @@ def explain_nonfinite(place: str, module: nn.Module, config: Any, symptom: str) 
         place: First place that is not finite, such as "layer 3".
         module: Module at this place.
         config: FPRNNConfig of the model.
-        symptom: What was observed there.
+        symptom: Description of that place.
     """
     kind = getattr(module, "kind", config.block)
     layer_config = module.block.config if hasattr(module, "kind") else config
@@ -112,7 +112,7 @@ class FixedPointStats(NamedTuple):
     num_iters: torch.Tensor | None = None  # ℓ*: iterations that the paper's procedure needs
     converged: torch.Tensor | None = None  # bool: whether that procedure has converged
     token_iters: torch.Tensor | None = None  # iterations until all tokens up to this one converge
-    other_solution: torch.Tensor | None = None  # share of tokens where it reaches another solution
+    other_solution: torch.Tensor | None = None  # share of tokens that it solves differently
     # max over tokens of ‖adjoint‖ relative to the gradient from above; the backward writes it here
     adjoint_norm: torch.Tensor | None = None
 
@@ -212,7 +212,7 @@ def solve_paper(
             iteration, (b,) each.
 
     Returns:
-        Solution with ℓ*. Its residual is that of the last iterate that was evaluated.
+        Solution with ℓ*, and the residual of the last iterate that was evaluated.
 
     Raises:
         NonFiniteError: If a residual is NaN or infinite.
@@ -307,7 +307,7 @@ def solve_windows(
 ) -> Solution:
     """Solve a window of tokens at once, then the next one from the state after it.
 
-    A token has converged when its residual and those of all tokens before it are below the
+    A token has converged when the residuals of this token and of all tokens before it are below the
     tolerance. It is then frozen at the iterate that has this residual. So its result depends only
     on tokens up to it in its own sequence.
 
@@ -478,7 +478,8 @@ def adjoint_gradient(
 
     def sum_terms(v):
         max_v, g = _max_token_norm(v), v
-        with torch.enable_grad(), autocast:  # a new graph: that of `first` may be checkpointed
+        # This is a new graph, because the graph of `first` may be checkpointed.
+        with torch.enable_grad(), autocast:
             y0 = y_star.detach().requires_grad_()
             F0 = F_of_y(y0)
         lowest_change = torch.full_like(v[:, 0, 0], torch.inf)

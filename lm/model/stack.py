@@ -87,8 +87,8 @@ class FPRNNLayer(SolvesOnceLayer):
         residual = residual.to(torch.promote_types(residual.dtype, torch.float32))
         is_checkpointed = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
         checkpoint = self._gradient_checkpointing_func if is_checkpointed else None
-        hidden, *rest = self.block(self.norm(residual), seqs, checkpoint, count_iterations)
-        return hidden, residual, *rest
+        hidden, *results = self.block(self.norm(residual), seqs, checkpoint, count_iterations)
+        return hidden, residual, *results
 
 
 def initialise(module: nn.Module, config: Any) -> None:
@@ -241,8 +241,9 @@ def register_model_types(model: Any) -> None:
 def initialise_once(model: Any, module: Any) -> None:
     """Initialize a module if it, or a child, has weights that no checkpoint has loaded.
 
-    For code that is not its own, transformers looks at a module's own parameters only. If a layer
-    has none, or if all of them are loaded, it would not initialize the layer's children.
+    For code that is not its own, transformers looks at a module's own parameters only. It would not
+    initialize the children of a layer without own parameters, or with own parameters that are all
+    loaded.
 
     Args:
         model: The PreTrainedModel.

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 
 class BlockState(NamedTuple):
-    """State of one fixed-point block after each row's last token that is not padding; detached."""
+    """State of a fixed-point block after each row's last token that is not padding; detached."""
 
     y: torch.Tensor  # (b,d) y*, which the next token reads as sh(y)
     f_y: torch.Tensor  # (b,d) the iterate that the output was computed from
@@ -108,8 +108,8 @@ class FPRNNState(NamedTuple):
 class FPRNNCache:
     """Cache of `generate`: an FPRNNState, whose size does not grow with the text.
 
-    The state of attention layers does grow. A forward pass with a cache continues exactly where the
-    pass before it has ended.
+    The state of attention layers does grow. A forward pass with a cache continues exactly from the
+    end of the previous pass.
     """
 
     state: Any  # FPRNNState | None
@@ -130,7 +130,7 @@ class FPRNNCache:
         return {**vars(self), "_weight_caches": {}}
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens so far, padding included."""
+        """Return the number of tokens read, padding included."""
         return self.length
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -181,7 +181,7 @@ class WeightCache:
         return self
 
     def get_or_make(self, name: Hashable, make: Callable[[], Any]) -> Any:
-        """Return the value of this name; call `make` if there is none yet."""
+        """Return the value of this name; `make` computes it the first time."""
         if name not in self._values:
             self._values[name] = make()
         return self._values[name]
@@ -250,12 +250,12 @@ class SolveOptions(NamedTuple):
 class Sequences(NamedTuple):
     """Properties of a batch's tokens besides their embeddings; None means nothing special."""
 
-    mask: torch.Tensor | None = None  # (b,l) False at padding, where no state changes
+    mask: torch.Tensor | None = None  # (b,l) False at padding, which does not change states
     starts: torch.Tensor | None = None  # (b,l) True at the first token of a packed document
     # A block that starts from a state, or returns one, needs padding on the right.
     state: BlockState | None = None  # state before the first token
     return_state: bool = False  # whether the block returns its BlockState as well
-    noise: torch.Tensor | None = None  # (b,l,d) added to sh(y) where it is read (`state_noise`)
+    noise: torch.Tensor | None = None  # (b,l,d) added to sh(y) (`state_noise`)
     cache: WeightCache | None = None  # cached weights of the block
     options: SolveOptions = SolveOptions()
     adjoint_norm: torch.Tensor | None = None  # (b,) written by the backward: FixedPointStats
@@ -291,8 +291,8 @@ def shift(y: torch.Tensor, seqs: Sequences, name: str = "y") -> torch.Tensor:
         seqs: Properties of the batch.
         name: Field of the state.
     """
-    before = seqs.get_state(name)
-    first = torch.zeros_like(y[:, :1]) if before is None else before.to(y.dtype).unsqueeze(1)
+    last_y = seqs.get_state(name)
+    first = torch.zeros_like(y[:, :1]) if last_y is None else last_y.to(y.dtype).unsqueeze(1)
     y = torch.cat([first, y[:, :-1]], 1)
     return y if seqs.starts is None else y.masked_fill(seqs.starts.unsqueeze(-1), 0)
 
@@ -303,7 +303,7 @@ def gather_tokens(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def last_valid_tokens(
-    x: torch.Tensor, n: int, before: torch.Tensor | None, seqs: Sequences
+    x: torch.Tensor, n: int, previous: torch.Tensor | None, seqs: Sequences
 ) -> torch.Tensor:
     """Return the last n positions of each row that are not padding.
 
@@ -312,7 +312,7 @@ def last_valid_tokens(
     Args:
         x: Vectors of the tokens, (b,l,…), with padding on the right.
         n: Number of positions.
-        before: Vectors of the n positions before x, (b,n,…); zero if None.
+        previous: Vectors of the n positions before x, (b,n,…); zero if None.
         seqs: Padding and documents.
 
     Returns:
@@ -321,8 +321,9 @@ def last_valid_tokens(
     x = x.detach()
     if seqs.mask is None and seqs.starts is None and n <= x.shape[1]:
         return x[:, x.shape[1] - n :].clone()
-    before = x.new_zeros(x.shape[0], n, *x.shape[2:]) if before is None else before.to(x.dtype)
-    joined = torch.cat([before, x], 1)
+    if previous is None:
+        previous = x.new_zeros(x.shape[0], n, *x.shape[2:])
+    joined = torch.cat([previous.to(x.dtype), x], 1)
     if seqs.mask is None and seqs.starts is None:
         return joined[:, x.shape[1] :].clone()
     if seqs.mask is None:
@@ -333,7 +334,7 @@ def last_valid_tokens(
     tail = gather_tokens(joined, positions)
     if seqs.starts is None or n == 0:
         return tail
-    # `before` belongs to the first token's document, unless this token starts a document.
+    # `previous` belongs to the first token's document, unless this token starts a document.
     document = F.pad(seqs.starts.long().cumsum(1), (n, 0))
     document = gather_tokens(document, positions)
     is_last_document = document == document[:, -1:]
@@ -356,8 +357,8 @@ def order_padding_last(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class Adversary:
     """State noise along the gradient of the loss, in a second pass over the same tokens.
 
-    In the second pass the noise of every block is that of the first pass plus a vector along the
-    first loss's gradient with respect to it:
+    In the second pass the noise of every block is the first pass's noise plus a vector along the
+    first loss's gradient with respect to this noise:
 
         with adversary.first_pass():
             loss = ...

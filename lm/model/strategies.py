@@ -56,7 +56,7 @@ class SolveInputs(NamedTuple):
     `FixedPointBlock.prepare` computes it once, and every iteration reads it.
     """
 
-    x: torch.Tensor  # (b,l,d) what the mixer mixes with the iterate
+    x: torch.Tensor  # (b,l,d) input that the mixer mixes with the iterate
     z: torch.Tensor  # (b,l,d) output gate, before silu
     projections: Projections  # (b,l,m) rows of the mixer, B, C, …; some also read sh(y)
     mixer: MixerWeights
@@ -146,7 +146,7 @@ class Solver:
 
     @property
     def is_differentiable(self) -> bool:
-        """Whether the gradient goes through `solve` itself."""
+        """True if the gradient goes through `solve` itself."""
         return False
 
     @property
@@ -253,7 +253,7 @@ class ExactSequential(Solver):
     """Token by token: each token's own equation, given the solution for the tokens before it.
 
     The exact gradient is backpropagation through time, and the implicit function theorem within a
-    token. A compiled kernel runs all of it where there is one.
+    token. A compiled kernel, if there is one, runs all of it.
     """
 
     def __init__(
@@ -308,7 +308,7 @@ class ExactSequential(Solver):
         return Solution(y, make_stats(torch.zeros_like(y[..., 0]), status, 1.0), y, h)
 
     def solve_token(self, inputs: SolveInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Solve the equation of one token.
+        """Solve a single token.
 
         Args:
             inputs: Inputs of this token, with the state before it.
@@ -402,7 +402,7 @@ class ExactWindows(Solver):
         x, params, rows = block.mix_channels(inputs, y)
         with torch.autocast(x.device.type, enabled=False):
             o, h = block.run_recurrence(inputs, params, x)
-            # 2. Take off the token's own part: what is left is its history.
+            # 2. Subtract the token's own part: the rest is its history.
             equation = block.token_equation(inputs, params)
             gain = equation.gain(x.shape[-1])
             token = equation.token(inputs.x, o - gain * x, gain)

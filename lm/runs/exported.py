@@ -39,7 +39,7 @@ def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
-    from lm.model.auto_classes import register_auto_classes
+    from lm.runs.auto_classes import register_auto_classes
 
     register_auto_classes()
     _refuse_changed(path)
@@ -99,7 +99,7 @@ def load_tokenizer(path: Path | str, trust: bool = False) -> PreTrainedTokenizer
     """
     from transformers import AutoTokenizer
 
-    from lm.model.auto_classes import register_auto_classes
+    from lm.runs.auto_classes import register_auto_classes
 
     register_auto_classes()  # AutoTokenizer reads the model type in config.json
     _refuse_changed(path)

@@ -161,7 +161,7 @@ class Training(Loop):
 
         cfg, ranks, folder = self.cfg, self.ranks, self.run.path
         say(f"data     {mixture.describe_data(cfg.data)}; tokenizer {cfg.tokenizer.name}")
-        ranks.first(self._stoppable, load_tokenizer, cfg, folder, say)
+        ranks.first(self._stoppable, load_tokenizer, cfg, folder)
         ranks.first(self._check_made_of)
         self.tokenizer = load_tokenizer(cfg, folder)
         bar = Progress("tokenised", unit="documents")

@@ -12,7 +12,7 @@ every_model = pytest.mark.parametrize("name", [*BLOCKS, *BASELINES])
 
 @every_model
 @pytest.mark.parametrize("kwargs", [None, {"use_reentrant": True}, {"use_reentrant": False}])
-def test_the_same_gradients_twice_in_a_row(name, kwargs):
+def test_checkpointing_gives_the_same_gradients_twice(name, kwargs):
     plain, model = exact(name).train(), exact(name).train()
     assert not model.is_gradient_checkpointing
     model.gradient_checkpointing_enable(kwargs)
@@ -59,7 +59,7 @@ def test_the_backward_never_iterates(name, monkeypatch):
 
 
 @every_model
-def test_with_inputs_that_require_gradients_and_frozen_weights(name):
+def test_checkpointing_with_frozen_weights_trains_adapters(name):
     """As adapters train: reentrant checkpointing needs an input with a gradient."""
     model = exact(name).train()
     for parameter in model.parameters():

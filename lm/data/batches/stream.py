@@ -105,8 +105,9 @@ def _first_position(revision: str | None) -> dict | None:
 class StreamLoader:
     """Endless micro-batches from a document stream, for sources that are too large to prepare.
 
-    The documents, in the order (seed, epoch), are dealt out to `data.streams` streams. Each stream
-    packs its documents into blocks and has a shuffle buffer with the generator (seed, stream).
+    The documents, in the order (seed, epoch), are distributed to `data.streams` streams. Each
+    stream packs its documents into blocks and has a shuffle buffer with the generator (seed,
+    stream).
     Micro-batch g of the run is drawn from stream g % streams and goes to rank g % world_size. So
     the order depends only on the seed and the number of streams, and a run can continue with any
     number of ranks that divides the number of streams.
@@ -217,8 +218,8 @@ class StreamLoader:
         if "count" not in state:
             raise DataError(
                 "the checkpoint's position in the stream was written by an earlier version, which"
-                " dealt out whole files, and cannot be continued: train from scratch under another"
-                " `name`"
+                " distributed whole files, and cannot be continued: train from scratch under"
+                " another `name`"
             )
         if state["micro_batch_size"] != self._micro_batch_size:
             raise DataError(
@@ -254,7 +255,7 @@ class StreamLoader:
         if count % self._world_size:
             divisors = [str(ranks) for ranks in range(1, count + 1) if count % ranks == 0]
             raise DataError(
-                f"the documents are dealt to {count} streams, which can be shared evenly by"
+                f"the documents are distributed to {count} streams, which can be shared evenly by"
                 f" {', '.join(divisors)} ranks, not by {self._world_size}; a new run may set"
                 f" data.streams to a multiple of {self._world_size}"
             )

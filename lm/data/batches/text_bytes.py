@@ -52,24 +52,26 @@ class TextBytes:
         size = max(vocabulary.values()) + 1
         self._sizes = np.full(size, UNKNOWN, dtype=np.int64)
         self._begins_with_space = np.zeros(size, dtype=bool)
-        for piece, number in vocabulary.items():
-            if number in added and added[number].special:
+        for piece, token_id in vocabulary.items():
+            if token_id in added and added[token_id].special:
                 continue
-            text = _text(piece, kinds, number in added)
-            self._sizes[number] = len(text)
-            self._begins_with_space[number] = text.startswith(b" ")
+            text = _text(piece, kinds, token_id in added)
+            self._sizes[token_id] = len(text)
+            self._begins_with_space[token_id] = text.startswith(b" ")
         if self._eos is not None:
             self._sizes[self._eos] = 0
         self._prefix = 0  # spaces that the tokenizer puts before each document
-        if {"Metaspace", "Strip"} & kinds and _count_in(tokenizer, self, "a") == 2:
+        if {"Metaspace", "Strip"} & kinds and _count_text(tokenizer, self, "a") == 2:
             self._prefix = 1
-        _probe(tokenizer, self, [token.content for token in added.values() if not token.special])
+        _check_probes(
+            tokenizer, self, [token.content for token in added.values() if not token.special]
+        )
 
-    def count(self, before: ArrayLike, targets: ArrayLike) -> int | None:
+    def count(self, previous: ArrayLike, targets: ArrayLike) -> int | None:
         """Count the bytes of the targets' text.
 
         Args:
-            before: Token before each target in the stream, same shape as `targets`.
+            previous: Token before each target in the stream, same shape as `targets`.
             targets: Token ids; IGNORE does not count.
 
         Returns:
@@ -80,7 +82,7 @@ class TextBytes:
         sizes = self._sizes[ids]
         if (sizes == UNKNOWN).any():
             return None
-        begins_document = np.asarray(before)[is_counted] == self._eos
+        begins_document = np.asarray(previous)[is_counted] == self._eos
         has_prefix = begins_document & self._begins_with_space[ids]
         return int(sizes.sum()) - self._prefix * int(has_prefix.sum())
 
@@ -134,7 +136,7 @@ def _text(piece: str, decoder_kinds: set[str], is_added: bool) -> bytes:
     return piece.replace(SPACE, " ").encode()
 
 
-def _count_in(tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, text: str) -> int | None:
+def _count_text(tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, text: str) -> int | None:
     """Count the bytes of a text from its tokens.
 
     Raises:
@@ -147,7 +149,9 @@ def _count_in(tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, text: s
     return text_bytes.count(ids[:-1], ids[1:])
 
 
-def _probe(tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, added: list[str]) -> None:
+def _check_probes(
+    tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, added: list[str]
+) -> None:
     """Raise UncountableError if a text is not reproduced, or its bytes are miscounted.
 
     Args:
@@ -155,7 +159,7 @@ def _probe(tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, added: lis
     """
     backend = tokenizer.backend_tokenizer
     for text in (*PROBES, *(f"a {content} b" for content in added if SPACE not in content)):
-        count = _count_in(tokenizer, text_bytes, text)
+        count = _count_text(tokenizer, text_bytes, text)
         ids = encode_documents(tokenizer, [text])
         decoded = backend.decode(ids[:-1].tolist(), skip_special_tokens=False)
         # Byte-level decoders garble added tokens such as "é", whose text is their entry itself.
@@ -175,13 +179,13 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[byte
     try:
         kinds = _decoder_kinds(tokenizer)
     except UncountableError:
-        return [tokenizer.decode([number]).encode() for number in ids]
+        return [tokenizer.decode([token_id]).encode() for token_id in ids]
     added = tokenizer.added_tokens_decoder
     texts = []
-    for number, piece in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
-        is_special = number in added and added[number].special
+    for token_id, piece in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
+        is_special = token_id in added and added[token_id].special
         if piece is None:  # the model's vocabulary is rounded up beyond the tokenizer's
-            texts.append(f"<{number}>".encode())
+            texts.append(f"<{token_id}>".encode())
         else:
-            texts.append(piece.encode() if is_special else _text(piece, kinds, number in added))
+            texts.append(piece.encode() if is_special else _text(piece, kinds, token_id in added))
     return texts

@@ -82,7 +82,7 @@ def prepare_config(cfg: Config) -> str:
         OutputError: If the cache cannot be written.
     """
     say(f"data     {describe_data(cfg.data)}; tokenizer {cfg.tokenizer.name}")
-    tokenizer = new_tokenizer(cfg, say)
+    tokenizer = new_tokenizer(cfg)
     bar = Progress("tokenised", unit="documents")
 
     def progress(documents: int, tokens: int) -> None:

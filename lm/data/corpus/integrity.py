@@ -19,7 +19,7 @@ LARGE = 2**30  # bytes; before more are read, a line is printed
 
 
 class Writer:
-    """Writer of token ids to a file, which computes their checksum at the same time.
+    """File of token ids that is being written, with its checksum.
 
     Raises:
         OutputError: In each method, if the disk is full or not writable.
@@ -60,8 +60,8 @@ class Writer:
 class TokenFile:
     """Token ids in a file, which are sliced like an array and read in pieces.
 
-    It is not a memory map, because SIGBUS would kill the process without a message if the file
-    were truncated while it is read.
+    It is not a memory map: if the file were truncated while a map is read, SIGBUS would kill the
+    process without a message.
 
     Args:
         count: Number of ids in the file.
@@ -75,7 +75,7 @@ class TokenFile:
         self._path = path
         self._count = count
         try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (as long as this object)
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (open as long as this object)
         except OSError as e:
             raise DataError(f"{path} cannot be read: {e.strerror}") from None
 
@@ -95,11 +95,8 @@ class TokenFile:
             )
         return ids[::step]
 
-    def __array__(self, dtype=None, copy=None) -> np.ndarray:
-        return self[:] if dtype is None else self[:].astype(dtype)
 
-
-Tokens = np.ndarray | TokenFile  # ids (n,)
+Tokens = np.ndarray | TokenFile  # token ids, shape (n,)
 
 
 def checksums(paths: Iterable[Path], record: Path, trusted_from: int = 0) -> dict[Path, str]:

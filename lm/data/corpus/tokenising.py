@@ -30,7 +30,7 @@ def tokenise(
     progress: Callable[[int, int], None] | None = None,
     check_source: Callable[[], None] = lambda: None,
 ) -> Meta:
-    """Write train.bin, val.bin and, last, meta.json, without which the corpus is incomplete.
+    """Tokenise a source into train.bin and val.bin; write meta.json last, to mark completion.
 
     Args:
         folder: Folder of the files, which is made if it is missing.
@@ -52,7 +52,7 @@ def tokenise(
         for split in SPLITS:
             writers[split] = integrity.Writer(folder / f"{split}.tmp", dtype)
         for texts in _batches(data, writers):
-            _add(texts, data, tokenizer, writers, counts)
+            _write_documents(texts, data, tokenizer, writers, counts)
             if progress:
                 total = sum(writer.tokens for writer in writers.values())
                 progress(sum(counts.values()), total)
@@ -94,7 +94,7 @@ def _batches(data: Data, writers: dict[str, integrity.Writer]) -> Iterator[list[
             return
 
 
-def _add(
+def _write_documents(
     texts: list[str],
     data: Data,
     tokenizer: PreTrainedTokenizerFast,

@@ -7,14 +7,14 @@ import json
 import os
 import shutil
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
+from lm.common.console import say
 from lm.common.files import read_json
 from lm.config.data import Data
 from lm.config.schema import Config
@@ -30,13 +30,8 @@ EOS, PAD = "<|endoftext|>", "<|pad|>"
 RECORD = "made_from.json"  # in the saved folder: the settings that the tokenizer was made from
 
 
-def load_tokenizer(
-    cfg: Config, run_dir: Path, log: Callable[[str], None] = warnings.warn
-) -> PreTrainedTokenizerFast:
+def load_tokenizer(cfg: Config, run_dir: Path) -> PreTrainedTokenizerFast:
     """Load the tokenizer in `run_dir/tokenizer`; make it and save it there if it is missing.
-
-    Args:
-        log: Receives a message if a trained vocabulary is smaller than configured.
 
     Raises:
         DataError: If the tokenizer cannot be found, has no EOS, or differs from the run's.
@@ -52,26 +47,22 @@ def load_tokenizer(
                 "use another run name, or the old tokenizer settings"
             )
         return _read(folder)
-    tokenizer = new_tokenizer(cfg, log)
+    tokenizer = new_tokenizer(cfg)
     save(tokenizer, folder, settings)
     return tokenizer
 
 
-def new_tokenizer(
-    cfg: Config, log: Callable[[str], None] = warnings.warn
-) -> PreTrainedTokenizerFast:
+def new_tokenizer(cfg: Config) -> PreTrainedTokenizerFast:
     """Load or train the tokenizer of a config, independently of a run directory.
 
-    A BPE is trained only once per text: it is cached in `data.cache_dir`.
-
-    Args:
-        log: As for `load_tokenizer`.
+    A BPE is trained only once per text: it is cached in `data.cache_dir`. If its vocabulary is smaller
+    than configured, a line is printed.
 
     Raises:
         DataError: If the tokenizer cannot be found, or has no EOS.
     """
     name = cfg.tokenizer.name
-    tokenizer = _load_bpe(cfg, log) if name == "bpe" else _load_huggingface(name)
+    tokenizer = _load_bpe(cfg) if name == "bpe" else _load_huggingface(name)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise DataError(f"tokenizer {name} has no fast (`tokenizers`) implementation")
     if tokenizer.eos_token_id is None:
@@ -102,16 +93,16 @@ def _read(folder: Path) -> PreTrainedTokenizerFast:
     return _load(str(folder), PreTrainedTokenizerFast)
 
 
-def _load_bpe(cfg: Config, log: Callable[[str], None]) -> PreTrainedTokenizerFast:
+def _load_bpe(cfg: Config) -> PreTrainedTokenizerFast:
     """Load the BPE of a config's text from the cache; train it if it is missing."""
     root = cache.root(cfg.data)
     if root is None:
-        return train_bpe(cfg, log)
+        return train_bpe(cfg)
     entry = cache.tokenizer_folder(root, cfg)
     folder = entry / "tokenizer"
 
     def make() -> None:
-        tokenizer = train_bpe(cfg, log)
+        tokenizer = train_bpe(cfg)
         sources = [part.data for part in parts(cfg).values()]
         cache.refuse_change(entry, cache.tokenizer_folder(root, cfg), sources)
         save(tokenizer, folder, _settings(cfg))
@@ -122,18 +113,15 @@ def _load_bpe(cfg: Config, log: Callable[[str], None]) -> PreTrainedTokenizerFas
     except DataError as e:
         raise DataError(f"{e}; delete {entry}, and the next start trains it again") from None
     if not is_new:
-        _log_if_small(len(tokenizer), cfg, log)
+        _warn_if_small(len(tokenizer), cfg)
     return tokenizer
 
 
-def train_bpe(cfg: Config, log: Callable[[str], None] = warnings.warn) -> PreTrainedTokenizerFast:
+def train_bpe(cfg: Config) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE on `tokenizer.train_bytes` of training documents.
 
     It has `tokenizer.vocab_size` tokens, including 256 bytes, EOS and PAD, so that
     decode(encode(text)) == text for any text.
-
-    Args:
-        log: As for `load_tokenizer`.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -152,13 +140,13 @@ def train_bpe(cfg: Config, log: Callable[[str], None] = warnings.warn) -> PreTra
         eos_token=EOS,
         pad_token=PAD,
     )
-    _log_if_small(len(tokenizer), cfg, log)
+    _warn_if_small(len(tokenizer), cfg)
     return tokenizer
 
 
-def _log_if_small(size: int, cfg: Config, log: Callable[[str], None]) -> None:
+def _warn_if_small(size: int, cfg: Config) -> None:
     if size < cfg.tokenizer.vocab_size:
-        log(
+        say(
             f"the corpus gives a vocabulary of only {size} tokens, fewer than tokenizer.vocab_size"
             f" {cfg.tokenizer.vocab_size}"
         )

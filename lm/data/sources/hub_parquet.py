@@ -1,4 +1,4 @@
-"""Documents of parquet files on the hub: dealt to shards, shuffled, resumable, verified."""
+"""Documents of parquet files on the hub: sharded, shuffled, resumable, verified."""
 
 from __future__ import annotations
 
@@ -26,13 +26,15 @@ FILES = 0x66696C65  # added to seed and epoch: separates this generator from all
 class HubDocuments:
     """Iterator over the texts of a shard of a hub dataset.
 
-    The row groups of all files are dealt out like cards: row group number u goes to the shard
-    u % count. If there are fewer row groups than shards, several shards share a row group: with k
-    of them each reads every k-th row. An order (seed, epoch) shuffles the files, the row groups of
-    each file, and the rows of each row group, so a shuffled pass fetches no more than a plain one.
-    The order is the same for all shards. Only the text column is fetched, and after resuming only
-    from the position's row group on. The commit is part of the position: a run continues with the
-    old commit of a dataset that has changed.
+    The row groups of all files are distributed in turn: row group u goes to the shard u % count.
+    If there are fewer row groups than shards, k shards share a row group, and each of them reads
+    every k-th row. An order (seed, epoch) shuffles the files, the row groups of each file, and the
+    rows of each row group, so a shuffled pass fetches no more than a plain one. The order is the
+    same for all shards.
+
+    Only the text column is fetched, and after resuming only from the position's row group on. The
+    commit is part of the position: a run continues with the old commit of a dataset that has
+    changed.
 
     Args:
         shard: (index, count).

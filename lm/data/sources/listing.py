@@ -105,12 +105,8 @@ def _list_folder(folder: Path, source: str) -> Listing:
         endings += [ending + packed for ending in ENDINGS[source] for packed in COMPRESSIONS]
     listing = _sorted_files(_walk(folder))
     skipped = listing.skipped
-    files = []
-    for path in listing.files:
-        if _ending(path.name) in endings:
-            files.append(path)
-        else:
-            skipped[_ending(path.name)] += 1
+    skipped.update(end for path in listing.files if (end := _ending(path.name)) not in endings)
+    files = [path for path in listing.files if _ending(path.name) in endings]
     if files:
         return Listing(files, skipped)
     expected = ", ".join(f"*{ending}" for ending in ENDINGS[source])
@@ -172,18 +168,14 @@ def _walk(base: Path, max_depth: int | None = None) -> Iterator[Path]:
     Raises:
         DataError: If a folder cannot be read.
     """
-    real_paths = {str(base): [os.path.realpath(base)]}  # of a folder and of the folders above it
     for folder, subfolders, names in os.walk(base, followlinks=True, onerror=_raise_unreadable):
-        ancestors = real_paths[folder]
-        is_deepest = len(ancestors) == max_depth
-        for name in list(subfolders):
-            path = os.path.join(folder, name)
-            real_path = os.path.realpath(path)
-            if is_deepest or real_path in ancestors:
-                subfolders.remove(name)  # os.walk does not enter it
-            else:
-                real_paths[path] = [*ancestors, real_path]
-        yield from (Path(folder, name) for name in names)
+        path = Path(folder)
+        ancestors = [p for p in (path, *path.parents) if p.is_relative_to(base)]
+        real_paths = {os.path.realpath(p) for p in ancestors}
+        if len(ancestors) == max_depth:
+            subfolders.clear()  # os.walk does not enter them
+        subfolders[:] = [s for s in subfolders if os.path.realpath(path / s) not in real_paths]
+        yield from (path / name for name in names)
 
 
 def _raise_unreadable(error: OSError) -> NoReturn:

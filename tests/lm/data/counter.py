@@ -6,7 +6,7 @@ from lm.data.sources.open import documents
 
 
 class LocalShard:
-    """Documents of a local source, dealt to shards and resumable like HubDocuments."""
+    """Documents of a local source, sharded and resumable like HubDocuments."""
 
     def __init__(self, data, shard=(0, 1), state=None, order=None):
         self._read = state["read"] if state else 0

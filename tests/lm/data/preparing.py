@@ -35,7 +35,7 @@ def main(cfg: str, kill_at: str, pause: str, go: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(float(pause))
 
-    tokenizer = load_tokenizer(config, config.run_dir, print)
+    tokenizer = load_tokenizer(config, config.run_dir)
     print("ready", flush=True)
     while not Path(go).exists():
         time.sleep(0.005)

@@ -65,10 +65,10 @@ def small_batches(monkeypatch):
 
 def start_process(cfg, kill_at: int = 0, pause: float = 0.0) -> tuple[Forked, Path]:
     """Start a process that prepares; return it and the file that it waits for."""
-    signal_to_go = Path(tempfile.mkdtemp()) / "go"
-    arguments = [json.dumps(cfg.model_dump(mode="json")), kill_at, pause, signal_to_go]
+    go_file = Path(tempfile.mkdtemp()) / "go"
+    arguments = [json.dumps(cfg.model_dump(mode="json")), kill_at, pause, go_file]
     environment = {cache.VARIABLE: os.environ[cache.VARIABLE]}
-    return FORKS.start("tests.lm.data.preparing", arguments, environment), signal_to_go
+    return FORKS.start("tests.lm.data.preparing", arguments, environment), go_file
 
 
 def release(*started: tuple[Forked, Path]) -> None:
@@ -76,8 +76,8 @@ def release(*started: tuple[Forked, Path]) -> None:
     for process, _ in started:
         while "ready\n" not in process.printed()[0] and process.poll() is None:
             time.sleep(0.005)
-    for _, signal_to_go in started:
-        signal_to_go.touch()
+    for _, go_file in started:
+        go_file.touch()
 
 
 def finish(started: tuple[Forked, Path]) -> tuple[str, dict]:
@@ -93,26 +93,25 @@ def test_runs_share_a_corpus(cached, bpe, folder):
     assert calls and len(entries(folder)) == 1
     assert [p.name for p in (cached.run_dir / "data").iterdir()] == ["corpus.json"]
     second = other_run(cached, "second")
-    again, calls = prepare_and_count(second, bpe)
-    assert not calls and again.meta == corpus.meta
-    assert again.train[:].tolist() == corpus.train[:].tolist()
-    assert read_record(cached) == read_record(second) and read_record(second)["corpus"] == str(
-        entries(folder)[0]
-    )
+    second_corpus, calls = prepare_and_count(second, bpe)
+    assert not calls and second_corpus.meta == corpus.meta
+    assert second_corpus.train[:].tolist() == corpus.train[:].tolist()
+    assert read_record(cached) == read_record(second)
+    assert read_record(second)["corpus"] == str(entries(folder)[0])
     train, validation = build(second, bpe, second.run_dir)
     assert next(train)["input_ids"].shape == (3, 16) and validation
 
 
 def test_cache_and_run_directory_have_the_same_corpus(cached, bpe):
     corpus, _ = prepare_and_count(cached, bpe)
-    own = other_run(cached, "own", cache_dir=None)
-    inside, _ = prepare_and_count(own, bpe)
-    assert inside.meta.sha256 == corpus.meta.sha256
-    before = read_record(own)
-    assert (own.run_dir / "data" / before["corpus"] / "train.bin").exists()
-    own.data.cache_dir = cached.data.cache_dir  # does not move the corpus of a run
-    _, calls = prepare_and_count(own, bpe)
-    assert not calls and read_record(own) == before
+    uncached = other_run(cached, "uncached", cache_dir=None)
+    run_corpus, _ = prepare_and_count(uncached, bpe)
+    assert run_corpus.meta.sha256 == corpus.meta.sha256
+    record = read_record(uncached)
+    assert (uncached.run_dir / "data" / record["corpus"] / "train.bin").exists()
+    uncached.data.cache_dir = cached.data.cache_dir  # does not move the corpus of a run
+    _, calls = prepare_and_count(uncached, bpe)
+    assert not calls and read_record(uncached) == record
 
 
 def test_address_depends_only_on_content(cached, bpe, folder, tmp_path):
@@ -128,7 +127,7 @@ def test_address_depends_only_on_content(cached, bpe, folder, tmp_path):
 
 @pytest.mark.parametrize("change", ["a file", "one byte", "split", "leading_eos", "tokenizer"])
 def test_other_content_has_another_entry(cached, bpe, folder, change, byte_tokenizer):
-    before, _ = prepare_and_count(cached, bpe)
+    old_corpus, _ = prepare_and_count(cached, bpe)
     second, tokenizer = other_run(cached, "second"), bpe
     if change == "a file":
         with open(cached.data.path, "a") as file:
@@ -146,9 +145,9 @@ def test_other_content_has_another_entry(cached, bpe, folder, change, byte_token
     else:
         second.tokenizer.name = str(byte_tokenizer)
         tokenizer = tokenizers.load_tokenizer(second, second.run_dir)
-    after, calls = prepare_and_count(second, tokenizer)
-    assert calls and after.meta != before.meta and len(entries(folder)) == 2
-    assert open_corpus(cached.run_dir).meta == before.meta
+    new_corpus, calls = prepare_and_count(second, tokenizer)
+    assert calls and new_corpus.meta != old_corpus.meta and len(entries(folder)) == 2
+    assert open_corpus(cached.run_dir).meta == old_corpus.meta
 
 
 @pytest.mark.usefixtures("small_batches")
@@ -171,15 +170,15 @@ def test_file_that_grows_while_it_is_read_is_refused(cached, bpe, folder):
 
 
 def test_tokenizer_of_a_changing_text_is_refused(cached, folder, monkeypatch):
-    def train(cfg, log):
-        tokenizer = train_bpe(cfg, log)
+    def train(cfg):
+        tokenizer = train_bpe(cfg)
         os.truncate(cfg.data.path, 4000)
         return tokenizer
 
     train_bpe = tokenizers.train_bpe
     monkeypatch.setattr(tokenizers, "train_bpe", train)
     with pytest.raises(DataError, match="changed while it was read"):
-        tokenizers.new_tokenizer(cached, print)
+        tokenizers.new_tokenizer(cached)
     assert not list(folder.rglob("tokenizer.json"))
 
 
@@ -201,14 +200,14 @@ def test_bpe_is_trained_once_and_saved_in_each_run(cached, folder, monkeypatch):
     )
     runs = [other_run(cached, name) for name in ("a", "b")]
     for cfg in runs:
-        tokenizer = tokenizers.load_tokenizer(cfg, cfg.run_dir, print)
+        tokenizer = tokenizers.load_tokenizer(cfg, cfg.run_dir)
         prepare_and_count(cfg, tokenizer)
     assert len(calls) == len(entries(folder, "tokenizer")) == len(entries(folder)) == 1
     shutil.rmtree(folder)
     paths = [cfg.run_dir / "tokenizer" / "tokenizer.json" for cfg in runs]
     assert paths[0].read_bytes() == paths[1].read_bytes()
     cached.tokenizer.vocab_size = 300
-    assert len(tokenizers.new_tokenizer(cached, print)) == 300
+    assert len(tokenizers.new_tokenizer(cached)) == 300
 
 
 @pytest.mark.parametrize("name", ["", "web"])
@@ -246,8 +245,8 @@ def test_waiting_process_replaces_a_killed_one(cached, bpe, folder):
     assert "waiting for another process" in output and len(last["seen"]) == 20
     maker[0].communicate(timeout=10)
     assert maker[0].returncode == -signal.SIGKILL
-    own, _ = prepare_and_count(other_run(cached, "own", cache_dir=None), bpe)
-    assert last["sha256"] == own.meta.sha256
+    uncached, _ = prepare_and_count(other_run(cached, "uncached", cache_dir=None), bpe)
+    assert last["sha256"] == uncached.meta.sha256
     names = "train.bin val.bin meta.json verified.json about.json lock"
     assert {path.name for path in entries(folder)[0].iterdir()} == set(names.split())
 
@@ -255,7 +254,7 @@ def test_waiting_process_replaces_a_killed_one(cached, bpe, folder):
 @pytest.mark.parametrize("name", ["train.bin", "val.bin", "meta.json"])
 @pytest.mark.parametrize("change", ["one bit", "cut", "missing"])
 def test_damage_is_detected_and_its_cure_works(cached, bpe, folder, name, change):
-    before = prepare_and_count(cached, bpe)[0].meta
+    meta = prepare_and_count(cached, bpe)[0].meta
     (entry,) = entries(folder)
     raw = bytearray((entry / name).read_bytes())
     raw[0] ^= 128
@@ -267,29 +266,29 @@ def test_damage_is_detected_and_its_cure_works(cached, bpe, folder, name, change
             with pytest.raises(DataError, match=rf"{name} is damaged: .*; delete {entry}, and"):
                 prepare_and_count(run, bpe)
         shutil.rmtree(entry)
-    after, calls = prepare_and_count(cached, bpe)
-    assert calls and after.meta == before
+    corpus, calls = prepare_and_count(cached, bpe)
+    assert calls and corpus.meta == meta
 
 
 def test_run_keeps_its_corpus_without_the_source(cached, bpe):
-    before = prepare_and_count(cached, bpe)[0].meta
+    meta = prepare_and_count(cached, bpe)[0].meta
     with open(cached.data.path, "a") as file:
         file.write('{"text": "one more"}\n')
-    assert prepare_and_count(cached, bpe)[0].meta == before
+    assert prepare_and_count(cached, bpe)[0].meta == meta
     os.unlink(cached.data.path)
-    assert prepare_and_count(cached, bpe)[0].meta == before
+    assert prepare_and_count(cached, bpe)[0].meta == meta
 
 
 @pytest.mark.parametrize("source", ["unchanged", "changed", "deleted"])
 def test_missing_corpus_is_made_only_from_the_same_text(cached, bpe, folder, source, capsys):
-    before = prepare_and_count(cached, bpe)[0].meta
+    meta = prepare_and_count(cached, bpe)[0].meta
     shutil.rmtree(folder)
     with pytest.raises(
         DataError, match=r"missing: continue the run with resume=auto, or call `fprnn"
     ):
         open_corpus(cached.run_dir)
     if source == "unchanged":
-        assert prepare_and_count(cached, bpe)[0].meta == before
+        assert prepare_and_count(cached, bpe)[0].meta == meta
         output = " ".join(capsys.readouterr().out.split())
         assert "is missing: looking for it, or making it again" in output
         return
@@ -354,17 +353,17 @@ def test_full_disk_is_an_error_until_there_is_space(cached, bpe, mounted):
     assert "\n" not in str(error.value) and not list(place.rglob("*.tmp"))
     assert remount("size=64m").returncode == 0
     corpus = prepare(cached, bpe, cached.run_dir)
-    own = other_run(cached, "own", cache_dir=None)
-    assert prepare_and_count(own, bpe)[0].meta.sha256 == corpus.meta.sha256
+    uncached = other_run(cached, "uncached", cache_dir=None)
+    assert prepare_and_count(uncached, bpe)[0].meta.sha256 == corpus.meta.sha256
 
 
 def test_read_only_cache_can_be_read(cached, bpe, mounted):
     place, remount = mounted
     cached.data.cache_dir = str(place)
-    before = prepare_and_count(cached, bpe)[0].meta
+    meta = prepare_and_count(cached, bpe)[0].meta
     assert remount("ro").returncode == 0
     second = other_run(cached, "second")
-    assert prepare_and_count(second, bpe)[0].meta == before  # it exists
+    assert prepare_and_count(second, bpe)[0].meta == meta  # it exists
     other = other_run(cached, "other", leading_eos=True)
     with pytest.raises(
         OutputError, match=r"cannot be written: Read-only .*data.cache_dir=null is the"

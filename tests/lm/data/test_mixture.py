@@ -71,23 +71,23 @@ def owner(row: list[int]) -> str:
 
 
 def test_every_source_has_its_share_and_its_own_epochs():
-    whole = loader()
-    drawn = take(whole, 400)
+    batches = loader()
+    drawn = take(batches, 400)
     count = Counter(map(owner, drawn))
     for name, weight in WEIGHTS.items():
         # In every stratum a source has its share to within two sequences.
         assert abs(count[name] - 1200 * weight) <= 2 * math.ceil(1200 / STRATUM), name
-        own = [row for row in drawn if owner(row) == name]
+        source_rows = [row for row in drawn if owner(row) == name]
         blocks = -(-(TOKENS[name] - 1) // LENGTH)
         all_tokens = list(range(FIRST[name] + 1, FIRST[name] + TOKENS[name]))
-        for epoch in range(len(own) // blocks):
-            part = own[epoch * blocks : (epoch + 1) * blocks]
+        for epoch in range(len(source_rows) // blocks):
+            part = source_rows[epoch * blocks : (epoch + 1) * blocks]
             assert sorted(t for row in part for t in row if t != IGNORE) == all_tokens, name
-        assert own[:blocks] != own[blocks : 2 * blocks]  # epochs have different orders
-        assert whole.source_metrics()["data_epochs"][name] == pytest.approx(
-            len(own) / blocks, abs=1e-4
-        )
-    for name, share in whole.source_metrics()["data_share"].items():
+        first_epoch, second_epoch = source_rows[:blocks], source_rows[blocks : 2 * blocks]
+        assert first_epoch != second_epoch
+        epochs = batches.source_metrics()["data_epochs"][name]
+        assert epochs == pytest.approx(len(source_rows) / blocks, abs=1e-4)
+    for name, share in batches.source_metrics()["data_share"].items():
         assert share == pytest.approx(count[name] / 1200, abs=1e-6)
 
 
@@ -162,30 +162,30 @@ def test_curriculum_resumes_on_other_ranks_if_unchanged():
 
 
 def test_ended_stage_stays_ended_after_a_resume():
-    old = loader(3, stages=STAGES)
-    drawn = take(old, 40)
-    assert old.stage == 0
-    old.end_stage()
-    assert old.stage == 1
-    whole = drawn + take(old, 360)
-    assert {owner(row) for row in whole[:120]} == {"a"}
-    assert {owner(row) for row in whole[120:720]} == {"b", "c"}
+    batches = loader(3, stages=STAGES)
+    drawn = take(batches, 40)
+    assert batches.stage == 0
+    batches.end_stage()
+    assert batches.stage == 1
+    all_rows = drawn + take(batches, 360)
+    assert {owner(row) for row in all_rows[:120]} == {"a"}
+    assert {owner(row) for row in all_rows[120:720]} == {"b", "c"}
     # The rest equals a run whose configured stage ends there.
-    assert whole == take(loader(3, stages=[(120, STAGES[0][1]), STAGES[1]]), 400)
-    assert old.stage == 2  # the last stage ends at 720
-    again = loader(3, stages=STAGES)
-    drawn = take(again, 40)
-    again.end_stage()
-    drawn += take(again, 10)
-    state = json.loads(json.dumps(again.state_dict()))
+    assert all_rows == take(loader(3, stages=[(120, STAGES[0][1]), STAGES[1]]), 400)
+    assert batches.stage == 2  # the last stage ends at 720
+    interrupted = loader(3, stages=STAGES)
+    drawn = take(interrupted, 40)
+    interrupted.end_stage()
+    drawn += take(interrupted, 10)
+    state = json.loads(json.dumps(interrupted.state_dict()))
     ranks = [loader(1, rank, 3, stages=STAGES) for rank in range(3)]
     for rank in ranks:
         rank.load_state_dict(state)
     assert [rank.stage for rank in ranks] == [1, 1, 1]
-    assert [row for _ in range(100) for rank in ranks for row in take(rank, 1)] == whole[150:450]
+    assert [row for _ in range(100) for rank in ranks for row in take(rank, 1)] == all_rows[150:450]
     del state["ends"]  # absent in checkpoints of earlier versions
-    again.load_state_dict(state)
-    assert again.stage == 0
+    interrupted.load_state_dict(state)
+    assert interrupted.stage == 0
 
 
 def test_sources_of_equal_size_have_different_orders():
@@ -318,8 +318,8 @@ def test_sources_are_prepared_and_validated_separately(two, bpe):
     for name, part in parts(two).items():
         part.name = f"single-{name}"
         single = prepare_sources(part, bpe, part.run_dir)[""]
-        assert np.array_equal(single.train, corpora[name].train) and len(single.train)
-        assert np.array_equal(open_sources(two, two.run_dir)[name].val, single.val)
+        assert np.array_equal(single.train[:], corpora[name].train[:]) and len(single.train)
+        assert np.array_equal(open_sources(two, two.run_dir)[name].val[:], single.val[:])
     assert corpora["own"].meta.documents == 200 and corpora["back"].meta.documents == 20
     train, validation = build(two, bpe, two.run_dir)
     assert train.shares == {"back": 0.25, "own": 0.75}

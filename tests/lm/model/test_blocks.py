@@ -33,7 +33,7 @@ def u_of(*shape, seed=1):
 
 
 @pytest.mark.parametrize("stopping", ["paper", "causal"])
-def test_what_depends_on_x_alone_is_computed_once(monkeypatch, stopping):
+def test_input_projections_are_computed_once_per_solve(monkeypatch, stopping):
     rule = dict(eval_tol=1e-12, eval_max_iters=10)
     model = block(torch.float32, schedule="parallel", stopping=stopping, token="iterate", **rule)
     calls = {"prepare": 0, "mix_channels": 0, "weights": 0}
@@ -57,7 +57,7 @@ def rule_of(block, training=False):
     return choose_solver(block, block.config, 16, block.out_proj.weight).rule
 
 
-def test_training_rule_and_evaluation_rule_differ():
+def test_evaluation_is_stricter_than_training():
     model = block(max_iters=7, eval_max_iters=9)
     assert rule_of(model, training=True)[:3] == (TRAIN_TOL, 7, 0.75)
     assert rule_of(model)[:3] == (EVAL_TOL[torch.float64], 9, 1.0)
@@ -72,14 +72,14 @@ def test_training_rule_and_evaluation_rule_differ():
     assert rule_of(paper)[:3] == (0.1, 1000, 1.0)
 
 
-def test_shift():
+def test_shift_reads_the_previous_token_of_the_document():
     y = torch.arange(1.0, 7.0).reshape(1, 6, 1)
     assert shift(y, Sequences()).flatten().tolist() == [0, 1, 2, 3, 4, 5]
     starts = torch.tensor([[False, False, True, False, False, True]])
     assert shift(y, Sequences(starts=starts)).flatten().tolist() == [0, 1, 0, 3, 4, 0]
 
 
-def test_unknown_gradients_and_blocks_are_a_sentence():
+def test_invalid_fields_of_a_block_are_refused():
     with pytest.raises(ValueError, match="gradient is 'phantom:3': it must be one of auto, exact"):
         FPRNNConfig(gradient="phantom:3")
     with pytest.raises(ValueError, match="block is 'mamba': it must be one of"):

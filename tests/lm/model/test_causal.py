@@ -155,7 +155,7 @@ def test_the_norm_of_the_adjoint_is_the_same_in_every_schedule():
     of_models((torch.float32, "auto"), (torch.float64, "plain"), quick=[(torch.float32, "auto")]),
     ids=str,
 )
-def test_later_tokens_change_nothing_bit_for_bit(name, kernels, dtype, monkeypatch):
+def test_later_tokens_do_not_change_a_bit(name, kernels, dtype, monkeypatch):
     monkeypatch.setenv("FPRNN_KERNELS", kernels)
     model, tokens = model_of(name, dtype=dtype), ids()
     changed = torch.cat([tokens[:, :7], ids(seed=1)[:, 7:]], 1)
@@ -166,7 +166,7 @@ def test_later_tokens_change_nothing_bit_for_bit(name, kernels, dtype, monkeypat
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["fp_mamba1", "fp_mamba1-conv-gate_inside", "fp_mamba2", "fp_rnn"])
-def test_the_compiled_block_solves_a_row_alone_as_in_any_batch_bit_for_bit(name, dtype):
+def test_kernel_solves_a_row_alone_bit_for_bit_as_in_a_batch(name, dtype):
     block = model_of(name, dtype=dtype, n_layer=1).backbone.layers[0].block
     u = torch.randn(9, 16, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
     with torch.no_grad():
@@ -212,7 +212,7 @@ def with_documents_and_padding():
 @pytest.mark.parametrize("schedule", ["parallel", "window:7"])
 @pytest.mark.parametrize("name", ["fp_mamba1", "fp_mamba2", "fp_rnn"])
 @torch.no_grad()
-def test_the_residual_is_that_of_what_is_returned(name, schedule, tol):
+def test_stats_have_the_residual_of_the_returned_solution(name, schedule, tol):
     model = model_of(name, schedule, tol=tol, eval_tol=tol, contractive=0.5)
     block = model.backbone.layers[0].block
     solver = block.choose_solver(u_of())

@@ -50,7 +50,7 @@ def fresh(model, cache):
 
 @every_block
 @torch.no_grad()
-def test_what_is_kept_changes_nothing(settings):
+def test_cached_weights_change_nothing(settings):
     model = model_of(**settings)
     cache = model(ids(), use_cache=True).past_key_values
     assert cache._weight_caches[0]._values and not copy.deepcopy(cache)._weight_caches
@@ -59,7 +59,7 @@ def test_what_is_kept_changes_nothing(settings):
 
 @every_block
 @torch.no_grad()
-def test_a_parameter_that_changed_is_read_again(settings):
+def test_changed_parameter_is_read_again(settings):
     model = model_of(n_layer=1, **settings)
     cache = model(ids(), use_cache=True).past_key_values
     before = after(model, cache)
@@ -74,7 +74,7 @@ def test_a_parameter_that_changed_is_read_again(settings):
 
 
 @torch.no_grad()
-def test_a_layer_that_something_else_acts_in_is_asked_every_time():
+def test_wrapped_layer_is_never_cached():
     model = model_of()
     block = model.backbone.layers[0].block
     cache = model(ids(), use_cache=True).past_key_values
@@ -88,7 +88,7 @@ def test_a_layer_that_something_else_acts_in_is_asked_every_time():
     assert torch.equal(after(model, cache), before)
 
 
-def test_nothing_is_kept_where_gradients_are_on():
+def test_nothing_is_cached_with_gradients():
     model = model_of()
     cache = model(ids(), use_cache=True).past_key_values
     assert not cache._weight_caches[0]._values
@@ -96,7 +96,7 @@ def test_nothing_is_kept_where_gradients_are_on():
     assert model.backbone.layers[0].block.mixer.u_proj.direction.grad.abs().max() > 0
 
 
-def test_parameters_that_count_no_changes_keep_nothing():
+def test_nothing_is_cached_of_inference_tensors():
     with torch.inference_mode():
         layer = nn.Linear(2, 3)
         assert WeightCache().valid_for(parameters_of([layer], ())) is None
@@ -107,7 +107,7 @@ def test_parameters_that_count_no_changes_keep_nothing():
 
 
 @pytest.mark.parametrize("n, length", [(1, 1), (1, 4), (3, 1), (3, 2), (3, 5), (0, 2)])
-def test_the_last_positions_without_padding_are_those_with_a_full_mask(n, length):
+def test_last_positions_are_the_same_with_a_full_mask(n, length):
     x, before = torch.randn(2, length, 3), torch.randn(2, n, 3)
     full = Sequences(mask=torch.ones(2, length, dtype=torch.bool))
     for given in (None, before):

@@ -32,7 +32,7 @@ def as_on_cuda(monkeypatch):
 
 
 @pytest.mark.parametrize("schedule", ["auto", "window:16", "window:128", "parallel"])
-def test_in_training_loss_and_gradient_are_the_sequential_ones(schedule, as_on_cuda):
+def test_loss_and_gradient_equal_the_sequential_ones(schedule, as_on_cuda):
     model = tracker()
     given = words(2, LONGER)
     with model.solving(schedule="sequential"):
@@ -46,7 +46,7 @@ def test_in_training_loss_and_gradient_are_the_sequential_ones(schedule, as_on_c
 
 
 @pytest.mark.parametrize("schedule", ["auto", "window:16", "parallel"])
-def test_in_evaluation_whole_chunks_and_windows_agree(schedule, as_on_cuda):
+def test_chunks_and_windows_agree_in_evaluation(schedule, as_on_cuda):
     """A chunk's end is a window's end."""
     model = tracker().eval()
     ids, _ = words(2, LONGER)
@@ -65,7 +65,7 @@ def test_in_evaluation_whole_chunks_and_windows_agree(schedule, as_on_cuda):
     assert (torch.cat(chunks, 1) - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-def test_a_window_hands_on_the_iterate_that_its_state_is_of(monkeypatch):
+def test_window_passes_on_the_iterate_of_its_state(monkeypatch):
     """Where the tolerance is loose, y and F(y) differ, and h is that of y."""
     model = tracker(schedule="window:8", eval_tol=2.0).eval()  # y stays 0
     (block,) = model.fixed_point_blocks()
@@ -85,7 +85,7 @@ def test_a_window_hands_on_the_iterate_that_its_state_is_of(monkeypatch):
     assert not torch.equal(solution.y[:, 7], solution.f_y[:, 7])
 
 
-def test_iterations_that_lead_elsewhere_are_marked():
+def test_iterations_to_another_solution_are_counted():
     """On a state tracker the paper's procedure ends in other answers, converged or not."""
     model = tracker().eval()
     ids, answers = words(10, 64)
@@ -101,7 +101,7 @@ def test_iterations_that_lead_elsewhere_are_marked():
 
 
 @pytest.mark.parametrize("rank", [1, 4])
-def test_limited_gradients_are_those_of_plain_pytorch(rank, monkeypatch):
+def test_limited_gradients_equal_plain_pytorch(rank, monkeypatch):
     """Eight reflections at random have tokens whose equation is nearly singular."""
     skip_where_missing(cpu_cell)
     torch.manual_seed(0)
@@ -120,7 +120,7 @@ def test_limited_gradients_are_those_of_plain_pytorch(rank, monkeypatch):
     assert relative(compiled, plain) < 1e-6
 
 
-def test_few_iterations_are_the_papers_limit_and_not_a_windows():
+def test_max_iters_does_not_limit_exact_windows():
     model = tracker(max_iters=5, eval_max_iters=5, schedule="window:64")
     ids, _ = words(1, 130)
     assert model(ids).fixed_point.failed.max() == 0
@@ -139,7 +139,7 @@ def test_few_iterations_are_the_papers_limit_and_not_a_windows():
     ],
     ids=str,
 )
-def test_auto_on_a_gpu_is_what_its_kernels_can(fields, schedule, as_on_cuda, monkeypatch):
+def test_auto_on_a_gpu_is_sequential_if_kernels_can(fields, schedule, as_on_cuda, monkeypatch):
     sizes = {"vocab_size": 6, "d_model": 16, "n_layer": 1}
     model = FPRNNForCausalLM(FPRNNConfig(**sizes, **fields))
     assert model.solver(LONGER)["schedule"] == "window:128"  # there are none here

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from lm.common.errors import BAD_DATA, FAILED
 from lm.data.sources.errors import DataError
-from lm.model.auto_classes import register_auto_classes
 from lm.model.checksums import SUMS, read_sums, write_sums
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.report.report import report
+from lm.runs.auto_classes import register_auto_classes
 from lm.runs.checkpoint import MANIFEST
 from lm.runs.exported import LoadError, load_model, load_tokenizer
 from lm.runs.lease import Lease

@@ -11,8 +11,8 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from .configuration_fprnn import FPRNNConfig
-from .modeling_fprnn import FPRNNForCausalLM, FPRNNForSequenceClassification, FPRNNModel
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.modeling_fprnn import FPRNNForCausalLM, FPRNNForSequenceClassification, FPRNNModel
 
 
 def register_auto_classes() -> None:
