@@ -94,8 +94,8 @@ def _validate(args: argparse.Namespace) -> int:
         load_tree(path)
 
     from lm.common.console import say
+    from synthetic.ability_table import describe, judge, summarize, write
     from synthetic.plots import curves
-    from synthetic.profile import describe, judge, summarize, write
     from synthetic.results import table
     from synthetic.validate import validate
 

@@ -45,7 +45,11 @@ def parse_lengths(text: str, task: Task) -> list[int]:
     lengths: set[int] = set()
     for numbers in ranges:
         if len(numbers) > 1:  # for a length that the task has not, the one below stands in
-            below = [n - (n - task.shortest) % task.apart for n in numbers if n >= task.shortest]
+            below = [
+                n - (n - task.min_length) % task.length_step
+                for n in numbers
+                if n >= task.min_length
+            ]
             numbers = below or numbers
         for length in numbers:
             task.check_length(length)
@@ -168,7 +172,7 @@ class _Scores:
         if not self.task.streams:
             lengths = None if batch.mask is None else batch.mask.sum(1)
             self.samples.append(splits.keys(batch.input_ids, lengths))
-        rows_of = self.task.sequences(batch)
+        rows_of = self.task.item_rows(batch)
         for name, items in self.task.score(predicted, batch).items():
             row = rows_of.get(name, np.arange(len(items)))
             if self.task.streams:
@@ -190,14 +194,14 @@ class _Scores:
         return {"metrics": means, "stderr": errors}
 
 
-def _in_training(task: Task, length: int, sequences: int, held_apart: bool) -> dict:
+def _in_training(task: Task, length: int, sequences: int, is_held_out: bool) -> dict:
     """Return {"count", "of"}: how many of the samples training may have too; a count of None: not
     known, as of a stream, whose splits are files.
 
     Where a length has too few samples to hold splits apart, training may have all of them.
     """
-    count = 0 if task.held_apart(length) else sequences
-    is_known = held_apart and not task.streams
+    count = 0 if task.is_held_out(length) else sequences
+    is_known = is_held_out and not task.streams
     return {"count": count if is_known else None, "of": sequences}
 
 
@@ -241,7 +245,7 @@ def measure(
     seed: int,
     precision: str,
     token_by_token: bool = False,
-    held_apart: bool = True,
+    is_held_out: bool = True,
 ) -> dict:
     """Measure one length, and leave the model in evaluation mode.
 
@@ -251,7 +255,7 @@ def measure(
     Args:
         token_by_token: Solve token by token; the model must carry its state. ℓ* is still counted
             on whole sequences.
-        held_apart: The model was trained on a split that is held apart from this one.
+        is_held_out: The model was trained on a split that is held apart from this one.
 
     Returns:
         "metrics" and "stderr" (a sequence that was drawn again is the same sample), "sequences",
@@ -287,7 +291,7 @@ def measure(
         "sequences": count * batch_size,
         "read": TOKEN_BY_TOKEN if token_by_token else way_of_reading,
         "solver": solver,
-        "in_training": _in_training(task, length, count * batch_size, held_apart),
+        "in_training": _in_training(task, length, count * batch_size, is_held_out),
         "seconds": round(seconds, 3),
         **fixed_point_metrics(statistics),
     }
@@ -312,11 +316,11 @@ def evaluate_all(
     cfg: Config,
     lengths: Sequence[int],
     precision: str,
-    held_apart: bool = True,
+    is_held_out: bool = True,
 ) -> list[dict]:
     """Every length with every seed of `eval` → [{"length", "seed", "read", "solver", …}].
 
-    With eval.sequential also read token by token. held_apart: as of `measure`.
+    With eval.sequential also read token by token. is_held_out: as of `measure`.
     """
     seeds = cfg.eval.seeds
     if task.streams:  # one test set, read in segments as in training
@@ -326,7 +330,9 @@ def evaluate_all(
     done, total = 0, sum(lengths) * len(seeds) * len(ways)  # a length takes as long as its tokens
     bar = Progress("evaluating", total=total, unit="tokens a sequence")
     for length, seed, token_by_token in itertools.product(lengths, seeds, ways):
-        row = measure(model, task, cfg, length, "test", seed, precision, token_by_token, held_apart)
+        row = measure(
+            model, task, cfg, length, "test", seed, precision, token_by_token, is_held_out
+        )
         results.append({"length": length, "seed": seed, **row})
         done += length
         bar.update(done)
@@ -352,8 +358,8 @@ def evaluate_run(
     check_file(path)
     cfg, task, model, precision = load_run(run_dir, overrides, trust)
     lengths = parse_lengths(cfg.eval.lengths, task)
-    held_apart = cfg.task == load(RunDir(run_dir).config).task  # the task it was trained on
-    results = evaluate_all(model, task, cfg, lengths, precision, held_apart)
+    is_held_out = cfg.task == load(RunDir(run_dir).config).task  # the task it was trained on
+    results = evaluate_all(model, task, cfg, lengths, precision, is_held_out)
     tested = {None, *(row["length"] for row in results)}
     result = {
         "run": str(run_dir),

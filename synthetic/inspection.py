@@ -44,7 +44,7 @@ def inspect_run(
         )
     cfg, task, model, precision = load_run(run_dir, trust=trust)
     if length is None:
-        batch = task.typed(words or [])
+        batch = task.parse_typed(words or [])
     else:
         task.check_length(length)
         batch = task.batch(seed, "test", 0, 1, (length, length))

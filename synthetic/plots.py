@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from lm.common.errors import UserError
 from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE
-from synthetic.numbers import (
+from synthetic.result_tables import (
     Trained,
     at_end,
     headlines,
@@ -426,7 +426,7 @@ def draw_curve(ax: Axes, means: pd.DataFrame, style: dict, label: str) -> None:
     """Draw means over lengths: with a band and dots where there are several seeds, else with bars.
 
     Args:
-        means: As `numbers.over_seeds` returns them, by length.
+        means: As `result_tables.over_seeds` returns them, by length.
     """
     ax.plot(means.index, means["value"], label=label, **style)
     color = style["color"]

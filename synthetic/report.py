@@ -18,8 +18,8 @@ from lm.config import load as base
 from lm.runs.metrics import read_metrics
 from synthetic.config import Config, load
 from synthetic.labels import model_label, task_label
-from synthetic.numbers import LAST_COLUMNS, Trained, write_csv
 from synthetic.plots import KINDS, Drawing, ReportError
+from synthetic.result_tables import LAST_COLUMNS, Trained, write_csv
 from synthetic.results import in_words, table
 from synthetic.runs import differences, is_finished, result_of, run_all, seed_of
 

@@ -117,7 +117,7 @@ class Training(Loop):
 
     def _draw_from(self, letters: int | None) -> None:
         """Batches are of so many letters from now on, None: of all."""
-        self.task.draw_from(letters)
+        self.task.restrict_elements(letters)
         self.letters = None if letters == self.task.vocab_size else letters
 
     @property
@@ -404,7 +404,7 @@ class Training(Loop):
 
     def _measure_validation(self, length: int) -> dict:
         cfg = self.cfg
-        held_apart = not self.letters  # words of few letters are not
+        is_held_out = not self.letters  # words of few letters are not
         return measure(
             self.model,
             self.task,
@@ -413,7 +413,7 @@ class Training(Loop):
             "valid",
             cfg.seed,
             self.precision,
-            held_apart=held_apart,
+            is_held_out=is_held_out,
         )
 
     def _grow_or_stop(self, score: float) -> None:
@@ -444,7 +444,7 @@ class Training(Loop):
     def conclude(self) -> dict:
         """Evaluate the trained model, and write result.json."""
         cfg, task = self.cfg, self.task
-        task.draw_from(None)
+        task.restrict_elements(None)
         results = evaluate_all(self.model, task, cfg, self.lengths, self.precision)
         result = {
             "task": cfg.task.name,

@@ -13,7 +13,7 @@ from lm.config import load as base
 from lm.config.schema import Config as LMConfig
 from lm.runs.run_dir import RunDirError
 from synthetic import config
-from synthetic.numbers import LAST_COLUMNS, Trained
+from synthetic.result_tables import LAST_COLUMNS, Trained
 from synthetic.runs import differences, is_finished, result_of, run_all
 
 RECIPES = find_shipped("configs/synthetic/small")

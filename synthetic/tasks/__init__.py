@@ -36,20 +36,20 @@ class Task:
     """One dataset: an endless, seeded source of batches, and its metrics.
 
     A subclass is made with the `task` section of a YAML; it must set `vocab_size` and `chance`, and
-    define `sample` (whose labels are its oracle) and `count_contents` (or `held_apart`).
+    define `sample` (whose labels are its oracle) and `count_contents` (or `is_held_out`).
     docs/extending.md has one.
 
-    Training, validation and test have no sample in common wherever `held_apart` says so
-    (synthetic/tasks/splits.py): samples of different splits differ within the first `opening`
+    Training, validation and test have no sample in common wherever `is_held_out` says so
+    (synthetic/tasks/splits.py): samples of different splits differ within the first `prefix_length`
     numbers of their content. So no test sample is the beginning of a training sample either.
 
     Attributes:
         name: as in a config.
         vocab_size: ids run from 0 to vocab_size − 1, in inputs and in labels.
         chance: accuracy of guessing (1 / number of possible answers).
-        names: of the ids, as sequences are shown and typed; empty: the ids themselves.
-        shortest: the task has lengths shortest, shortest + apart, …
-        apart: see `shortest`.
+        token_names: of the ids, as sequences are shown and typed; empty: the ids themselves.
+        min_length: the task has lengths min_length, min_length + length_step, …
+        length_step: see `min_length`.
         headline: the metric that says whether the task is solved (1.0 = perfect).
         streams: batches continue each other, and evaluation goes over one epoch of them in order;
             such a task has `segments`.
@@ -59,9 +59,9 @@ class Task:
     vocab_size: int
     chance: float
     headline: str = "sequence_accuracy"
-    names: Sequence[str] = ()
-    shortest: int = 1
-    apart: int = 1
+    token_names: Sequence[str] = ()
+    min_length: int = 1
+    length_step: int = 1
     streams: bool = False
 
     def __init__(self, section: Any = None):
@@ -69,8 +69,8 @@ class Task:
 
     def check_length(self, length: int) -> None:
         """Raises TaskError when no sequence of the task has this length."""
-        if length < self.shortest or (length - self.shortest) % self.apart:
-            lengths = ", ".join(str(self.shortest + self.apart * i) for i in range(3))
+        if length < self.min_length or (length - self.min_length) % self.length_step:
+            lengths = ", ".join(str(self.min_length + self.length_step * i) for i in range(3))
             raise TaskError(
                 f"{self.name} has no sequences of length {length}: it has lengths {lengths}, …"
             )
@@ -84,16 +84,16 @@ class Task:
         return length
 
     @cached_property
-    def opening(self) -> int | None:
+    def prefix_length(self) -> int | None:
         """Numbers of the content that decide the split; None: there are too few contents."""
-        return splits.opening_length(self.count_contents)
+        return splits.find_prefix_length(self.count_contents)
 
-    def held_apart(self, length: int) -> bool:
+    def is_held_out(self, length: int) -> bool:
         """Whether no test or validation sample of this length is in training, whatever the seeds.
         It is False where there are too few different ones."""
-        return self.opening is not None and self.content_width(length) >= self.opening
+        return self.prefix_length is not None and self.content_width(length) >= self.prefix_length
 
-    def draw_from(self, letters: int | None) -> None:
+    def restrict_elements(self, letters: int | None) -> None:
         """From now on draw sequences of so many letters alone, the simplest ones; None: of all.
 
         Raises:
@@ -141,13 +141,13 @@ class Task:
 
     def token_name(self, number: int) -> str:
         """An input's id as it is shown, and typed."""
-        return self.names[number] if self.names else str(number)
+        return self.token_names[number] if self.token_names else str(number)
 
     def answer_name(self, number: int) -> str:
         """An answer's id as it is shown."""
         return self.token_name(number)
 
-    def label_typed(self, ids: np.ndarray) -> Batch:
+    def label_ids(self, ids: np.ndarray) -> Batch:
         """Label the ids (1,l) of a typed sequence by the task's oracle.
 
         Raises:
@@ -155,16 +155,16 @@ class Task:
         """
         raise NotImplementedError
 
-    def typed(self, words: list[str]) -> Batch:
+    def parse_typed(self, words: list[str]) -> Batch:
         """Return the sequence that somebody typed by the names of its tokens, with its answers: a
         batch of one, without padding. Names of one character need no spaces between them.
 
         Raises:
             TaskError: The task cannot label them, or has no such token or sequence.
         """
-        if type(self).label_typed is Task.label_typed:
+        if type(self).label_ids is Task.label_ids:
             raise TaskError("sequences of this task cannot be typed: --length N draws one of them")
-        numbers = {name: number for number, name in enumerate(self.names)}
+        numbers = {name: number for number, name in enumerate(self.token_names)}
         ids = []
         for word in " ".join(words).split():
             for name in [word] if word in numbers else word:
@@ -173,9 +173,9 @@ class Task:
                     raise TaskError(f"`{word}` is no token of the task: these are {known}")
                 ids.append(numbers[name])
         self.check_length(len(ids))
-        return self.label_typed(np.array([ids]))
+        return self.label_ids(np.array([ids]))
 
-    def sequences(self, batch: Batch) -> dict[str, np.ndarray]:
+    def item_rows(self, batch: Batch) -> dict[str, np.ndarray]:
         """For each metric with several items a sequence: the row of the batch that each item is of,
         since items of one row are not independent. Other metrics are left out."""
         return {"token_accuracy": np.nonzero(batch.labels != IGNORE)[0]}

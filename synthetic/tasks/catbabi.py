@@ -73,7 +73,7 @@ class CatBabi(Task):
         except babi.BabiError as e:
             raise TaskError(f"task.data: {e}") from e
         self.vocabulary = babi.words(story for split in SPLITS for story in stories[split])
-        self.names = self.vocabulary
+        self.token_names = self.vocabulary
         self.vocab_size = len(self.vocabulary)
         self.eos = self.vocabulary.index(babi.EOS)
         self.pad = self.vocabulary.index(babi.PAD)
@@ -107,7 +107,7 @@ class CatBabi(Task):
         for split in SPLITS:
             self._check(split, 1, length)
 
-    def held_apart(self, length: int) -> bool:
+    def is_held_out(self, length: int) -> bool:
         return False
 
     def _check(self, split: str, batch_size: int, length: int) -> None:
@@ -208,5 +208,5 @@ class CatBabi(Task):
             metrics[f"qa{story}"] = right[batch.kinds == story]
         return metrics
 
-    def sequences(self, batch: Batch) -> dict[str, np.ndarray]:
+    def item_rows(self, batch: Batch) -> dict[str, np.ndarray]:
         return {}  # of stories one after another; each question counts as one of its own

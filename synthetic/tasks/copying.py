@@ -47,9 +47,9 @@ class Copying(Task):
         self.start, self.bar, self.end, self.pad = range(self.letters, self.letters + 4)
         self.vocab_size = self.letters + 4
         further = (chr(256 + i) for i in range(len(CHARACTERS), self.letters))
-        self.names = [*CHARACTERS[: self.letters], *further, *"$|.*"]
+        self.token_names = [*CHARACTERS[: self.letters], *further, *"$|.*"]
         self.chance = 1 / self.letters
-        self.shortest = 1 if self.name == "copy" else 2 * self.n  # two n-grams fit
+        self.min_length = 1 if self.name == "copy" else 2 * self.n  # two n-grams fit
 
     def count_contents(self, width: int) -> float:
         return self.letters**width
@@ -60,14 +60,14 @@ class Copying(Task):
 
     def text(self, ids: Iterable[int]) -> str:
         """Ids as characters, one each."""
-        return "".join(self.names[i] for i in map(int, ids))
+        return "".join(self.token_names[i] for i in map(int, ids))
 
     def sample(
         self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
     ) -> Batch:
         self.check_length(lengths[1])
         if split != "train":  # one example a row
-            drawn = draw_lengths(rng, batch_size, lengths, first=self.shortest)
+            drawn = draw_lengths(rng, batch_size, lengths, first=self.min_length)
             tokens, due = self._examples(rng, drawn, split)
             sizes = self.tokens(drawn)
             return self._batch(tokens, due, sizes, int(sizes.max()))
@@ -78,8 +78,8 @@ class Copying(Task):
                 f"or train on shorter strings"
             )
         # Rows of `slots` examples; a row keeps those before the first that no longer fits.
-        slots = self.context // self.tokens(max(lengths[0], self.shortest))
-        drawn = draw_lengths(rng, batch_size * slots, lengths, first=self.shortest)
+        slots = self.context // self.tokens(max(lengths[0], self.min_length))
+        drawn = draw_lengths(rng, batch_size * slots, lengths, first=self.min_length)
         drawn = drawn.reshape(batch_size, slots)
         fits = self.tokens(drawn).cumsum(1) <= self.context
         sizes = (self.tokens(drawn) * fits).sum(1)
@@ -99,7 +99,7 @@ class Copying(Task):
             "string_accuracy": (mistakes == 0).astype(float),
         }
 
-    def sequences(self, batch: Batch) -> dict[str, np.ndarray]:
+    def item_rows(self, batch: Batch) -> dict[str, np.ndarray]:
         letters = (batch.labels != IGNORE) & (batch.labels < self.letters)
         return {"character_accuracy": np.nonzero(letters)[0]}
 
@@ -122,9 +122,9 @@ class Copying(Task):
         each belongs to an answer."""
         # 1. The strings, held apart by split.
         width = int(lengths.max())
-        apart = lengths >= (self.opening or np.inf)
+        apart = lengths >= (self.prefix_length or np.inf)
         drawn = self._strings(rng, lengths, width)
-        splits.hold_apart(
+        splits.redraw_samples(
             split, drawn, apart, lambda rows: self._strings(rng, lengths[rows], width), lengths
         )
         strings = drawn[0]

@@ -82,11 +82,11 @@ class Dyck(FormalLanguage):
             answers[:, place] = stack[rows, depth]
         return answers
 
-    def hold_apart(
+    def redraw_samples(
         self, rng: np.random.Generator, ids: np.ndarray, sizes: np.ndarray, split: str
     ) -> None:
         """Draw whole words anew, not their openings alone: what follows must fit."""
-        opening = self.opening
+        opening = self.prefix_length
         if opening is None:
             return
 
@@ -95,6 +95,6 @@ class Dyck(FormalLanguage):
             return new[:, :opening].copy(), new
 
         arrays = ids[:, :opening].copy(), ids
-        splits.hold_apart(split, arrays, self._are_apart(sizes), again)
+        splits.redraw_samples(split, arrays, self._are_apart(sizes), again)
 
-    label_typed = Task.label_typed  # brackets that are typed may close what is not open
+    label_ids = Task.label_ids  # brackets that are typed may close what is not open

@@ -29,7 +29,7 @@ class FormalLanguage(Task):
         return self.symbols**width
 
     @property
-    def names(self) -> Sequence[str]:  # type: ignore[override]
+    def token_names(self) -> Sequence[str]:  # type: ignore[override]
         return self.characters
 
     @property
@@ -46,30 +46,30 @@ class FormalLanguage(Task):
     ) -> Batch:
         drawn = draw_lengths(rng, batch_size, lengths)
         ids = self.draw(rng, batch_size, int(drawn.max()))
-        self.hold_apart(rng, ids, drawn, split)
+        self.redraw_samples(rng, ids, drawn, split)
         return self.label(ids, self.answers(ids), drawn)
 
     def draw(self, rng: np.random.Generator, count: int, width: int) -> np.ndarray:
         """Random symbols (count,width)."""
         return rng.integers(self.symbols, size=(count, width))
 
-    def hold_apart(
+    def redraw_samples(
         self, rng: np.random.Generator, ids: np.ndarray, sizes: np.ndarray, split: str
     ) -> None:
         """Draw the openings of ids (b,w) that are of another split anew, in place.
 
         Args: sizes: (b,) how many ids of a row are its own.
         """
-        opening = self.opening
+        opening = self.prefix_length
         if opening is not None:
             apart = self._are_apart(sizes)
-            splits.hold_openings_apart(
+            splits.redraw_prefixes(
                 split, ids[:, :opening], apart, lambda count: self.draw(rng, count, opening)
             )
 
     def _are_apart(self, sizes: np.ndarray) -> np.ndarray:
-        """`held_apart` of each of these lengths (b,)."""
-        return sizes >= (self.opening or np.inf)
+        """`is_held_out` of each of these lengths (b,)."""
+        return sizes >= (self.prefix_length or np.inf)
 
     def label(self, ids: np.ndarray, answers: np.ndarray, sizes: np.ndarray) -> Batch:
         """The batch of ids (b,l) and the answers (b,l) at all of them.
@@ -100,7 +100,7 @@ class FormalLanguage(Task):
     def answer_name(self, number: int) -> str:
         return str(number)
 
-    def label_typed(self, ids: np.ndarray) -> Batch:
+    def label_ids(self, ids: np.ndarray) -> Batch:
         return self.label(ids, self.answers(ids), np.array([ids.shape[1]]))
 
     def text(self, ids: Iterable[int]) -> str:
@@ -154,7 +154,7 @@ class ModularArithmetic(FormalLanguage):
         special = range(self.modulus, self.modulus + 6)
         self.plus, self.minus, self.times, self.open, self.close, self.equals = special
         self.operators = [self.plus, self.minus, *([] if self.brackets else [self.times])]
-        self.apart = 1 if self.brackets else 2  # digits and operators alternate
+        self.length_step = 1 if self.brackets else 2  # digits and operators alternate
 
     def count_contents(self, width: int) -> float:
         if not self.brackets:
@@ -169,11 +169,11 @@ class ModularArithmetic(FormalLanguage):
     def sample(
         self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
     ) -> Batch:
-        drawn = draw_lengths(rng, batch_size, lengths, self.apart)
+        drawn = draw_lengths(rng, batch_size, lengths, self.length_step)
         width = int(drawn.max()) + 1
         if self.brackets:
             ids, answers = self._bracketed(rng, drawn, width)
-            splits.hold_apart(
+            splits.redraw_samples(
                 split,
                 (ids, answers),
                 self._are_apart(drawn),
@@ -182,14 +182,14 @@ class ModularArithmetic(FormalLanguage):
             )
         else:
             ids = self.draw(rng, batch_size, width)
-            self.hold_apart(rng, ids, drawn, split)
+            self.redraw_samples(rng, ids, drawn, split)
             answers = self._values(ids)
         rows = np.arange(batch_size)
         ids[rows, drawn] = self.equals
         answers[rows, drawn] = answers[rows, drawn - 1]
         return self.label(ids, answers, drawn + 1)
 
-    label_typed = Task.label_typed  # expressions cannot be typed
+    label_ids = Task.label_ids  # expressions cannot be typed
 
     def draw(self, rng: np.random.Generator, count: int, width: int) -> np.ndarray:
         """Digits and operators by turns (count,width): an expression without brackets."""

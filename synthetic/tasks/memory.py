@@ -6,11 +6,11 @@ import numpy as np
 
 from synthetic import config
 from synthetic.tasks import IGNORE, task
-from synthetic.tasks.drawn import Drawn, DrawnTask, pair_names
+from synthetic.tasks.uniform_length import Drawn, UniformLengthTask, pair_names
 
 
 @task("selective_copying")
-class SelectiveCopying(DrawnTask):
+class SelectiveCopying(UniformLengthTask):
     """Letters scattered among blanks, to be said in order at the end: `selective copying` of Poli
     et al. 2024 (MAD, arXiv 2403.17844), after Gu & Dao 2023 (Mamba, arXiv 2312.00752).
 
@@ -32,8 +32,8 @@ class SelectiveCopying(DrawnTask):
         self.blank, self.copy = self.letters, self.letters + 1
         self.vocab_size = self.letters + 2
         self.chance = 1 / self.letters
-        self.shortest = 2 * self.content + 1
-        self.names = [*map(str, range(self.letters)), "_", "|"]
+        self.min_length = 2 * self.content + 1
+        self.token_names = [*map(str, range(self.letters)), "_", "|"]
 
     def count_contents(self, width: int) -> float:
         return float(self.letters) ** width if width <= self.content else 0.0
@@ -54,7 +54,7 @@ class SelectiveCopying(DrawnTask):
 
 
 @task("memorization")
-class Memorization(DrawnTask):
+class Memorization(UniformLengthTask):
     """A dictionary that is the same in all sequences and stands in none: `memorization` of Poli et
     al. 2024 (MAD, arXiv 2403.17844).
 
@@ -67,8 +67,8 @@ class Memorization(DrawnTask):
     """
 
     headline = "token_accuracy"
-    shortest = 2
-    apart = 2
+    min_length = 2
+    length_step = 2
 
     def __init__(self, task: config.Task):
         self.name = task.name
@@ -76,7 +76,7 @@ class Memorization(DrawnTask):
         self.asked = 2 * self.keys
         self.vocab_size = 2 * self.keys + 1
         self.chance = 1 / self.keys
-        self.names = [*pair_names(self.keys), "?"]
+        self.token_names = [*pair_names(self.keys), "?"]
         self.value_of = self.keys + np.random.default_rng(0).permutation(self.keys)
 
     def count_contents(self, width: int) -> float:

@@ -9,13 +9,13 @@ import numpy as np
 
 from synthetic import config
 from synthetic.tasks import IGNORE, TaskError, task
-from synthetic.tasks.drawn import Drawn, DrawnTask, pair_names
+from synthetic.tasks.uniform_length import Drawn, UniformLengthTask, pair_names
 
 MOST_MOTIFS = 10_000
 
 
 @task("mqar")
-class MultiQueryRecall(DrawnTask):
+class MultiQueryRecall(UniformLengthTask):
     """Multi-query associative recall (MQAR): pairs of a key and a value, then every key once more
     at a random place, where the answer is its value. Arora et al. 2024, "Zoology: Measuring and
     Improving Recall in Efficient Language Models" (arXiv 2312.04927).
@@ -30,7 +30,7 @@ class MultiQueryRecall(DrawnTask):
     """
 
     headline = "token_accuracy"
-    apart = 2
+    length_step = 2
     power = 0.01
 
     def __init__(self, task: config.Task):
@@ -38,10 +38,10 @@ class MultiQueryRecall(DrawnTask):
         self.keys = task.alphabet
         self.pairs = task.pairs
         self.vocab_size = 2 * self.keys
-        self.names = pair_names(self.keys)
+        self.token_names = pair_names(self.keys)
         self.chance = 1 / self.keys
-        self.shortest = 4 if self.pairs is None else 4 * self.pairs
-        self.check_length(self.shortest)
+        self.min_length = 4 if self.pairs is None else 4 * self.pairs
+        self.check_length(self.min_length)
 
     def pairs_at(self, length: int) -> int:
         """How many pairs a sequence of this length has."""
@@ -86,7 +86,7 @@ class MultiQueryRecall(DrawnTask):
 
 
 @task("in_context_recall", "noisy_recall", "fuzzy_recall")
-class InContextRecall(DrawnTask):
+class InContextRecall(UniformLengthTask):
     """In-context recall, and its noisy and fuzzy form, of Poli et al. 2024, "Mechanistic Design and
     Scaling of Hybrid Architectures" (MAD, arXiv 2403.17844), with many queries a sequence.
 
@@ -115,7 +115,7 @@ class InContextRecall(DrawnTask):
         self.motifs = _motifs(self.letters, longest)
         self.pad = 2 * self.letters + self.noise_tokens
         self.vocab_size = self.pad + 1
-        self.names = [
+        self.token_names = [
             *pair_names(self.letters),
             *(f"n{i}" for i in range(self.noise_tokens)),
             "_",
@@ -125,8 +125,8 @@ class InContextRecall(DrawnTask):
         frequencies = [longest - i for i in tokens]
         guesses = [frequencies[i] / (self.letters - i) for i in tokens]
         self.chance = sum(guesses) / sum(frequencies)
-        self.shortest = 4 * longest  # a pair twice, whatever its size
-        self.apart = 2 if longest == 1 else 1
+        self.min_length = 4 * longest  # a pair twice, whatever its size
+        self.length_step = 2 if longest == 1 else 1
         self.slack = 0 if longest == 1 else 4 * longest - 3  # tokens of padding at most
 
     def count_contents(self, width: int) -> float:

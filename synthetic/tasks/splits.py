@@ -50,7 +50,7 @@ def is_of(split: str, keys: np.ndarray) -> np.ndarray:
     return part == HELD_OUT[split]
 
 
-def hold_apart(
+def redraw_samples(
     split: str,
     arrays: tuple[np.ndarray, ...],
     apart: np.ndarray,
@@ -80,7 +80,7 @@ def hold_apart(
         rows = rows[~some_fit]
 
 
-def hold_openings_apart(
+def redraw_prefixes(
     split: str, openings: np.ndarray, apart: np.ndarray, draw: Callable[[int], np.ndarray]
 ) -> None:
     """Draw the openings of samples anew, in place, until all are of the split.
@@ -88,13 +88,13 @@ def hold_openings_apart(
     Args:
         split: Of the samples.
         openings: (b,w), the first ids of each.
-        apart: (b,) bool, as of `hold_apart`.
+        apart: (b,) bool, as of `redraw_samples`.
         draw: A number of samples → openings of so many new ones.
     """
-    hold_apart(split, (openings,), apart, lambda rows: (draw(len(rows)),))
+    redraw_samples(split, (openings,), apart, lambda rows: (draw(len(rows)),))
 
 
-def opening_length(count: Callable[[int], float], longest: int = 64) -> int | None:
+def find_prefix_length(count: Callable[[int], float], longest: int = 64) -> int | None:
     """The shortest length, at least 2, of which there are LEAST different samples.
 
     A task that hashes so many first tokens of its samples holds the splits apart from this length

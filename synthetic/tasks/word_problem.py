@@ -28,17 +28,17 @@ class WordProblem(Task):
         self.name = task.name
         self.vocab_size = self.group.order
         self.chance = 1 / self.group.order
-        self.names = element_names(task.group)
+        self.token_names = element_names(task.group)
         self.elements = np.arange(self.group.order)  # the elements that words are made of
 
     def count_contents(self, width: int) -> float:
         return self.group.order**width
 
-    def held_apart(self, length: int) -> bool:
-        return self._all_letters and super().held_apart(length)
+    def is_held_out(self, length: int) -> bool:
+        return self._all_letters and super().is_held_out(length)
 
-    def draw_from(self, letters: int | None) -> None:
-        """See `Task.draw_from`: elements of low order come first.
+    def restrict_elements(self, letters: int | None) -> None:
+        """See `Task.restrict_elements`: elements of low order come first.
 
         Until there are all, validation draws from training's words as well: it is to say whether
         words of so few letters are known, of which there may be a hundred beginnings."""
@@ -56,7 +56,7 @@ class WordProblem(Task):
     def _all_letters(self) -> bool:
         return len(self.elements) == self.group.order
 
-    def label_typed(self, ids: np.ndarray) -> Batch:
+    def label_ids(self, ids: np.ndarray) -> Batch:
         return Batch(ids, self.group.products(ids))
 
     def sample(
@@ -70,10 +70,8 @@ class WordProblem(Task):
             return self.elements[rng.integers(0, len(self.elements), shape)]
 
         x = draw(batch_size, length)
-        opening = self.opening
+        opening = self.prefix_length
         if opening is not None and length >= opening and (self._all_letters or split == "train"):
             apart = np.ones(batch_size, bool)
-            splits.hold_openings_apart(
-                split, x[:, :opening], apart, lambda count: draw(count, opening)
-            )
+            splits.redraw_prefixes(split, x[:, :opening], apart, lambda count: draw(count, opening))
         return Batch(x, self.group.products(x))

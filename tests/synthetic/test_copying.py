@@ -59,7 +59,7 @@ def test_every_example_is_a_prompt_and_the_oracles_answer(case):
         for example in examples(made.text(ids)):
             answer = oracle(example, made.name, made.n)
             s = the_string(example)
-            assert max(lengths[0], made.shortest) <= len(s) <= lengths[1]
+            assert max(lengths[0], made.min_length) <= len(s) <= lengths[1]
             assert example.endswith(answer) and len(example) == made.tokens(len(s))
             # One token ahead: the answer begins on the last token of the prompt.
             expected += " " * (len(example) - len(answer) - 1) + answer + " "

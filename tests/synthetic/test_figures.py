@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from synthetic import plots, report
-from synthetic.numbers import Trained, at_end, lines, notes, over_seeds
+from synthetic.result_tables import Trained, at_end, lines, notes, over_seeds
 from synthetic.results import summary
 from tests.fabricated import ROW, drawn, fabricate, fabricate_all, sweep
 

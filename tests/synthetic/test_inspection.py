@@ -40,7 +40,7 @@ def test_what_is_drawn_can_be_typed_and_has_the_same_answers(name, fields, lengt
         for seed in range(4):
             drawn = task.batch(seed, "test", 0, 1, (length, length))
             names = [task.token_name(number) for number in drawn.input_ids[0]]
-            typed = task.typed(names if name in SPACED else ["".join(names)])
+            typed = task.parse_typed(names if name in SPACED else ["".join(names)])
             assert typed.mask is None
             assert np.array_equal(typed.input_ids, drawn.input_ids), names
             assert np.array_equal(typed.labels, drawn.labels), names
@@ -67,13 +67,13 @@ def test_names_of_elements_multiply_as_permutations_do():
 )
 def test_what_is_no_sequence_of_a_task_is_refused(name, word, says):
     with pytest.raises(TaskError, match=says):
-        task_of(name).typed(word.split())
+        task_of(name).parse_typed(word.split())
 
 
 def test_a_task_without_an_oracle_for_words_says_how_to_see_one():
     for task in (tasks.Task(), task_of("copy"), task_of("mod_arithmetic"), task_of("dyck")):
         with pytest.raises(TaskError, match="--length N draws one"):
-            task.typed(["x"])
+            task.parse_typed(["x"])
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def untrained(tmp_path_factory):
 
 def test_answers_losses_and_iterations_are_those_of_the_model(untrained):
     model, task = untrained
-    batch = task.typed(["213", "231 321", "123", "312"])
+    batch = task.parse_typed(["213", "231 321", "123", "312"])
     found = inspect_batch(model, task, batch, "u")
     ids = torch.from_numpy(batch.input_ids)
     report = probe(model, ids)
@@ -113,7 +113,7 @@ def test_answers_losses_and_iterations_are_those_of_the_model(untrained):
 def test_a_prediction_beyond_the_tasks_vocabulary_has_a_name():
     task = task_of("word_problem", group="Z2")
     model = build(config.Config(name="z", model={"vocab_size": 8}), task, 4)[0].eval()
-    found = inspect_batch(model, task, task.typed(["1 0"]), "z")
+    found = inspect_batch(model, task, task.parse_typed(["1 0"]), "z")
     for guess in (guess for row in found.guesses for guess in row):  # five of eight, two the task's
         assert guess.shown == (str(guess.id) if guess.id < 2 else f"<{guess.id}>")
 
@@ -123,10 +123,10 @@ def test_where_no_answer_is_due_there_is_none_to_be_wrong():
     torch.manual_seed(0)
     cfg = config.Config(name="p", task=config.Task(name="parity"))
     model = build(cfg, task, 16)[0].eval()
-    found = inspect_batch(model, task, task.typed(["0110"]), "p")
+    found = inspect_batch(model, task, task.parse_typed(["0110"]), "p")
     assert [answer.is_right for answer in found.answers][:3] == [None] * 3
     assert found.answers[3].right == "0" and found.scored == 1
-    assert task.typed(["0110"]).labels[0].tolist() == [IGNORE] * 3 + [0]
+    assert task.parse_typed(["0110"]).labels[0].tolist() == [IGNORE] * 3 + [0]
 
 
 def test_the_command_shows_a_trained_run(tmp_path, capsys, monkeypatch):
@@ -139,7 +139,7 @@ def test_the_command_shows_a_trained_run(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert f"page: {RunDir(run).path / 'inspect.html'}" in printed
     _, task, model, _ = load_run(run)
-    found = inspect_batch(model, task, task.typed(["1 2 0"]), "t")
+    found = inspect_batch(model, task, task.parse_typed(["1 2 0"]), "t")
     cells = [
         f"{token.shown}={answer.predicted}{'✓' if answer.is_right else '✗'}"
         for token, answer in zip(found.tokens, found.answers, strict=True)

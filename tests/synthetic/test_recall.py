@@ -54,7 +54,7 @@ def recalls(draw):
     letters = draw(st.integers(2, 8))
     ngram = draw(st.integers(1, min(3, letters)))
     task = build(Task(name=name, alphabet=letters, ngram=ngram, noise=draw(st.floats(0, 0.9))))
-    length = task.shortest + task.apart * draw(st.integers(0, 40))
+    length = task.min_length + task.length_step * draw(st.integers(0, 40))
     split = draw(st.sampled_from(["train", "valid", "test"]))
     return task, split, task.batch(draw(st.integers(0, 2**20)), split, 0, 6, (length, length))
 

@@ -6,7 +6,7 @@ import pytest
 from synthetic import tasks
 from synthetic.config import Task
 from synthetic.tasks import IGNORE, TaskError, splits
-from synthetic.tasks.drawn import DrawnTask
+from synthetic.tasks.uniform_length import UniformLengthTask
 
 # Each task with a length at which its splits are held apart, one at which there are too few samples
 # for that, and the training lengths.
@@ -73,9 +73,9 @@ def content(task, ids) -> tuple:
 def training_samples(task, lengths) -> set:
     """Everything that training asks in UPDATES batches; of drawn rows (in a third of the batches)
     every beginning."""
-    updates = UPDATES // 3 if isinstance(task, DrawnTask) else UPDATES
+    updates = UPDATES // 3 if isinstance(task, UniformLengthTask) else UPDATES
     batches = [task.batch(0, "train", i, 64, lengths) for i in range(updates)]
-    if not isinstance(task, DrawnTask):
+    if not isinstance(task, UniformLengthTask):
         return {sample for batch in batches for sample in samples(task, batch)}
     rows = {content(task, ids) for batch in batches for ids in batch.input_ids}
     return {row[:end] for row in rows for end in range(1, len(row) + 1)}
@@ -83,7 +83,7 @@ def training_samples(task, lengths) -> set:
 
 def evaluation_samples(task, batch) -> set:
     """The sample that each row of an evaluation batch, all of one length, is."""
-    if isinstance(task, DrawnTask):
+    if isinstance(task, UniformLengthTask):
         return {content(task, ids) for ids in batch.input_ids}
     rows = zip(batch.input_ids[:, None], batch.labels[:, None])
     return {max(samples(task, tasks.Batch(ids, labels)), key=len) for ids, labels in rows}
@@ -93,7 +93,7 @@ def evaluation_samples(task, batch) -> set:
 def test_no_sample_of_a_test_or_validation_set_is_in_training(name):
     section, length, short, lengths = HELD.get(name) or DRAWN[name]
     task = tasks.build(Task(**section))
-    assert task.held_apart(length) and not (short and task.held_apart(short))
+    assert task.is_held_out(length) and not (short and task.is_held_out(short))
     trained = training_samples(task, lengths)
     sets = {}
     for split, seed in [("valid", 0), ("test", 0), ("test", 5)]:
@@ -125,11 +125,11 @@ def test_batches_are_whole_and_depend_on_their_arguments_alone(name):
 def test_where_there_are_few_samples_all_splits_have_all_of_them():
     for split in tasks.SPLITS:
         task = tasks.build(Task(name="word_problem", group="S3"))
-        assert not task.held_apart(2)
+        assert not task.is_held_out(2)
         ids = task.batch(0, split, 0, 1000, (2, 2)).input_ids
         assert len(np.unique(ids, axis=0)) == 36
     trivial = tasks.build(Task(name="word_problem", group="Z1"))
-    assert not trivial.held_apart(100)
+    assert not trivial.is_held_out(100)
 
 
 def test_samples_stay_as_they_were_drawn_but_for_their_split():
@@ -166,9 +166,11 @@ def task_of(name):
 @pytest.mark.parametrize("name", DRAWN)
 def test_lengths_that_no_row_has_are_refused(name):
     task = task_of(name)
-    task.check_length(task.shortest)
-    with pytest.raises(TaskError, match=f"has no sequences of length {task.shortest - 1}: it has"):
-        task.check_length(task.shortest - 1)
-    if task.apart == 2:
-        with pytest.raises(TaskError, match=f"lengths {task.shortest}, {task.shortest + 2}, "):
-            task.check_length(task.shortest + 1)
+    task.check_length(task.min_length)
+    with pytest.raises(
+        TaskError, match=f"has no sequences of length {task.min_length - 1}: it has"
+    ):
+        task.check_length(task.min_length - 1)
+    if task.length_step == 2:
+        with pytest.raises(TaskError, match=f"lengths {task.min_length}, {task.min_length + 2}, "):
+            task.check_length(task.min_length + 1)

@@ -125,13 +125,13 @@ def test_the_error_of_a_token_metric_takes_a_sequence_as_one():
 
 
 @pytest.mark.parametrize(
-    ("length", "held_apart", "count", "shown"),
+    ("length", "is_held_out", "count", "shown"),
     [(5, True, 0, "0"), (2, True, 36, "36 of 36"), (5, False, None, "unknown")],
 )
-def test_samples_that_training_may_have_are_counted(length, held_apart, count, shown):
+def test_samples_that_training_may_have_are_counted(length, is_held_out, count, shown):
     """All of them where there are too few; it is unknown of a run trained on another task."""
     cfg = config(examples=36, batch_size=36)
-    row = measure(Oracle(8), S3, cfg, length, "test", 0, "fp32", held_apart=held_apart)
+    row = measure(Oracle(8), S3, cfg, length, "test", 0, "fp32", is_held_out=is_held_out)
     assert row["in_training"] == {"count": count, "of": 36} and in_training([row]) == shown
     few = [{"in_training": {"count": n, "of": 10_000}} for n in (1, 0)]
     assert in_training(few) == "1 of 20000"

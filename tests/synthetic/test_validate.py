@@ -13,11 +13,11 @@ from lm.common.errors import ConfigError, Stopped, TrainingError
 from lm.common.signals import STOP
 from lm.config import load as base
 from lm.runs.checkpoint import listed
-from synthetic import config, profile, tasks, validate
+from synthetic import ability_table, config, tasks, validate
 from synthetic.cli import main
 from synthetic.evaluate import parse_lengths
-from synthetic.numbers import headlines
 from synthetic.plots import curves
+from synthetic.result_tables import headlines
 from synthetic.runs import is_finished, run_all
 from tests.fabricated import numbers
 
@@ -190,7 +190,7 @@ def test_a_profile_has_the_numbers_of_its_runs(two, tmp_path, recipes):
     for path in out.glob("*/*/*/result.json"):
         results[path.relative_to(out).parts[:3]] = json.loads(path.read_text())
     assert len(results) == 2 * 4 * 2
-    judged = profile.judge(runs)
+    judged = ability_table.judge(runs)
     assert len(judged) == 8 and set(judged["bar"]) == {0.0} and judged["passed"].all()
     for row in judged.to_dict("records"):
         recipe = recipes[row["ability"]].recipe
@@ -206,7 +206,7 @@ def test_a_profile_has_the_numbers_of_its_runs(two, tmp_path, recipes):
     drawing = curves(runs, "")
     lengths = set(headlines(runs)["length"])
     assert lengths == {3 * times for times in validate.TIMES} | {5}
-    *rows, parameters, seconds = profile.summarize(runs)
+    *rows, parameters, seconds = ability_table.summarize(runs)
     assert parameters["fp"] == results["fp", "s3", "seed0"]["parameters"]
     assert seconds["fp"] == pytest.approx(
         sum(r["training_seconds"] for key, r in results.items() if key[0] == "fp")
@@ -214,7 +214,7 @@ def test_a_profile_has_the_numbers_of_its_runs(two, tmp_path, recipes):
 
     for value in judged["value"]:
         assert any(f"{value:.3f}" in str(cell) for row in rows for cell in row.values())
-    assert profile.write(drawing, out)[1].read_bytes().startswith(b"\x89PNG")
+    assert ability_table.write(drawing, out)[1].read_bytes().startswith(b"\x89PNG")
     assert [ax.get_title() for ax in drawing.figure.axes] == list(recipes)
 
 

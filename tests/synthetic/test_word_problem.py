@@ -68,27 +68,28 @@ def test_low_orders_and_small_classes_come_first(n):
 def test_words_of_few_letters_are_of_the_simplest_and_not_held_apart():
     task = tasks.build(Task(name="word_problem", group="S5"))
     before = task.batch(0, "train", 0, 64, (9, 9))
-    task.draw_from(11)
+    task.restrict_elements(11)
     simplest = set(group("S5").simplest_first()[:11].tolist())
     for split in ("train", "valid"):
         batch = task.batch(0, split, 0, 64, (9, 9))
         assert set(batch.input_ids.ravel().tolist()) == simplest
         assert (batch.labels == group("S5").products(batch.input_ids)).all()
     assert (
-        not task.held_apart(9) and splits.is_of("train", splits.keys(before.input_ids[:, :2])).all()
+        not task.is_held_out(9)
+        and splits.is_of("train", splits.keys(before.input_ids[:, :2])).all()
     )
-    openings = task.batch(0, "train", 0, 64, (9, 9)).input_ids[:, : task.opening]
+    openings = task.batch(0, "train", 0, 64, (9, 9)).input_ids[:, : task.prefix_length]
     assert splits.is_of("train", splits.keys(openings)).all()  # those of the test never
-    task.draw_from(None)
-    assert task.held_apart(9)
+    task.restrict_elements(None)
+    assert task.is_held_out(9)
     assert (task.batch(0, "train", 0, 64, (9, 9)).input_ids == before.input_ids).all()
 
 
 def test_letters_that_cannot_be_left_out():
     with pytest.raises(TaskError, match="are only 6"):
-        tasks.build(Task(name="word_problem", group="S3")).draw_from(7)
+        tasks.build(Task(name="word_problem", group="S3")).restrict_elements(7)
     with pytest.raises(TaskError, match="of word_problem alone"):
-        tasks.build(Task(name="parity")).draw_from(2)
+        tasks.build(Task(name="parity")).restrict_elements(2)
 
 
 def test_accuracies():

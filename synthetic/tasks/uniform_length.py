@@ -10,7 +10,7 @@ from synthetic.tasks import Batch, Task, draw_lengths, splits
 
 
 class Drawn(NamedTuple):
-    """Sequences as a subclass of DrawnTask draws them. b rows, l tokens, w numbers of content."""
+    """Sequences as a subclass draws them. b rows, l tokens, w numbers of content."""
 
     content: np.ndarray  # (b,w) what a sequence is about: two with other content are two samples
     input_ids: np.ndarray  # (b,l)
@@ -23,7 +23,7 @@ def pair_names(keys: int) -> list[str]:
     return [f"{kind}{number}" for kind in "kv" for number in range(keys)]
 
 
-class DrawnTask(Task):
+class UniformLengthTask(Task):
     """A subclass says what a row is (`draw`) and how many different ones there are
     (`count_contents`). All rows of a batch have one length."""
 
@@ -34,16 +34,16 @@ class DrawnTask(Task):
     def sample(
         self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
     ) -> Batch:
-        length = int(draw_lengths(rng, 1, lengths, self.apart, self.shortest)[0])
+        length = int(draw_lengths(rng, 1, lengths, self.length_step, self.min_length)[0])
         drawn = self.draw(rng, batch_size, length, split)
-        if self.held_apart(length):
-            opening = self.opening
+        if self.is_held_out(length):
+            opening = self.prefix_length
 
             def arrays_of(new: Drawn) -> tuple[np.ndarray, ...]:
                 whole = (array for array in new if array is not None)
                 return new.content[:, :opening].copy(), *whole
 
-            splits.hold_apart(
+            splits.redraw_samples(
                 split,
                 arrays_of(drawn),
                 np.ones(batch_size, bool),

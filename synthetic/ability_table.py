@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 
 from lm.common.files import writing
-from synthetic.numbers import Trained, at_end, over_seeds, write_csv
 from synthetic.plots import Drawing, words
+from synthetic.result_tables import Trained, at_end, over_seeds, write_csv
 from synthetic.results import plus_minus
 from synthetic.validate import FILES
 

@@ -8,13 +8,13 @@ import numpy as np
 
 from synthetic import config
 from synthetic.tasks import IGNORE, task
-from synthetic.tasks.drawn import Drawn, DrawnTask
+from synthetic.tasks.uniform_length import Drawn, UniformLengthTask
 
 NAMES = "abcdefghi"
 
 
 @task("repl")
-class Repl(DrawnTask):
+class Repl(UniformLengthTask):
     """`task.variables` variables hold the numbers 1, 2, …; one is printed, then two of them are
     swapped and one is printed, again and again. The form is that of `source: traces` of the
     language models (form `repl`).
@@ -38,7 +38,7 @@ class Repl(DrawnTask):
         self.n = task.variables
         self.tokens = [*NAMES[: self.n], *map(str, range(1, self.n + 1))]
         self.tokens += [">>>", ",", "=", "print(", ")", "\n"]
-        self.names = [*self.tokens[:-1], "⏎"]
+        self.token_names = [*self.tokens[:-1], "⏎"]
         self.vocab_size = len(self.tokens)
         self.chance = 1 / self.n
 
