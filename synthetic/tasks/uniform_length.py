@@ -1,4 +1,4 @@
-"""Tasks whose rows are drawn whole: a subclass says how, the splits are held apart here."""
+"""Base class for tasks whose batches have one length; it keeps the splits disjoint."""
 
 from __future__ import annotations
 
@@ -9,45 +9,51 @@ import numpy as np
 from synthetic.tasks import Batch, Task, draw_lengths, splits
 
 
-class Drawn(NamedTuple):
+class Rows(NamedTuple):
     """Sequences as a subclass draws them. b rows, l tokens, w numbers of content."""
 
-    content: np.ndarray  # (b,w) what a sequence is about: two with other content are two samples
+    content: np.ndarray  # (b,w): rows with different content are different samples
     input_ids: np.ndarray  # (b,l)
     labels: np.ndarray  # (b,l)
-    mask: np.ndarray | None = None  # (b,l), as of Batch
+    mask: np.ndarray | None = None  # (b,l), as in Batch
 
 
-def pair_names(keys: int) -> list[str]:
-    """Return k0, k1, … for so many keys, and v0, v1, … for as many values."""
-    return [f"{kind}{number}" for kind in "kv" for number in range(keys)]
+def key_value_names(count: int) -> list[str]:
+    """Return k0, k1, … for `count` keys, then v0, v1, … for as many values."""
+    return [f"{kind}{number}" for kind in "kv" for number in range(count)]
 
 
 class UniformLengthTask(Task):
-    """A subclass says what a row is (`draw`) and how many different ones there are
-    (`count_contents`). All rows of a batch have one length."""
+    """Task whose sequences have the same length within a batch.
 
-    def draw(self, rng: np.random.Generator, count: int, length: int, split: str) -> Drawn:
-        """`count` sequences of this length, of whatever split; most tasks draw alike for all."""
+    A subclass defines how rows are drawn (`draw`) and how many different ones there are
+    (`count_contents`).
+    """
+
+    def draw(self, rng: np.random.Generator, count: int, length: int, split: str) -> Rows:
+        """Draw `count` sequences of this length, whatever split they turn out to belong to.
+
+        `split` is for tasks with another distribution in training; most tasks ignore it.
+        """
         raise NotImplementedError
 
     def sample(
         self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
     ) -> Batch:
         length = int(draw_lengths(rng, 1, lengths, self.length_step, self.min_length)[0])
-        drawn = self.draw(rng, batch_size, length, split)
+        rows = self.draw(rng, batch_size, length, split)
         if self.is_held_out(length):
-            opening = self.prefix_length
+            prefix_length = self.prefix_length
 
-            def arrays_of(new: Drawn) -> tuple[np.ndarray, ...]:
-                whole = (array for array in new if array is not None)
-                return new.content[:, :opening].copy(), *whole
+            def arrays(rows: Rows) -> tuple[np.ndarray, ...]:
+                in_use = (array for array in rows if array is not None)
+                return rows.content[:, :prefix_length].copy(), *in_use
 
             splits.redraw_samples(
                 split,
-                arrays_of(drawn),
+                arrays(rows),
                 np.ones(batch_size, bool),
-                lambda rows: arrays_of(self.draw(rng, len(rows), length, split)),
+                lambda numbers: arrays(self.draw(rng, len(numbers), length, split)),
             )
-        mask = None if drawn.mask is None or drawn.mask.all() else drawn.mask
-        return Batch(drawn.input_ids, drawn.labels, mask)
+        mask = None if rows.mask is None or rows.mask.all() else rows.mask
+        return Batch(rows.input_ids, rows.labels, mask)
