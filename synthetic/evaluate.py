@@ -171,7 +171,7 @@ class _Scores:
         """Args: number: of the batch. predicted: (b,l)."""
         if not self.task.streams:
             lengths = None if batch.mask is None else batch.mask.sum(1)
-            self.samples.append(splits.keys(batch.input_ids, lengths))
+            self.samples.append(splits.hash_samples(batch.input_ids, lengths))
         rows_of = self.task.item_rows(batch)
         for name, items in self.task.score(predicted, batch).items():
             row = rows_of.get(name, np.arange(len(items)))
@@ -224,7 +224,7 @@ def _read_all(
     state = None
     for number, batch in enumerate(batches):
         tensors = as_tensors(batch, device)
-        before: Any = state if batch.carry else None
+        before: Any = state if batch.is_continuation else None
         answers = answer(
             model, tensors.input_ids, tensors.mask, before, carries_state, token_by_token
         )

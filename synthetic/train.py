@@ -269,7 +269,7 @@ class Training(Loop):
         # 2. Its gradient.
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        loss, answers, adversarial_loss = self._gradient(number, tensors, batch.carry)
+        loss, answers, adversarial_loss = self._gradient(number, tensors, batch.is_continuation)
         clip = self.cfg.optim.grad_clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         if not torch.isfinite(norm + loss.detach()):
