@@ -8,8 +8,8 @@ from synthetic.config import Task
 from synthetic.tasks import IGNORE, TaskError, splits
 from synthetic.tasks.uniform_length import UniformLengthTask
 
-# Each entry: the task section, a length with disjoint splits, a length with too few samples for them
-# (or None), and the training lengths.
+# Each entry: the task section, a length with disjoint splits, a length with too few samples for
+# them (or None), and the training lengths.
 SEQUENCE_TASKS = {
     "S3": ({"name": "word_problem", "group": "S3"}, 8, 3, (2, 16)),
     "A5": ({"name": "word_problem", "group": "A5"}, 4, 2, (4, 8)),
