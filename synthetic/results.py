@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE, SHARES, failures, is_elsewhere
-from synthetic.config import Bar, Config
+from synthetic.config import Config, Threshold
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -97,7 +97,7 @@ def plus_minus(stderr: float, digits: int = 3) -> str:
     return "" if np.isnan(stderr) else f" ±{stderr:.{digits}f}"
 
 
-def passes(bars: Iterable[Bar], results: list[dict]) -> list[dict]:
+def passes(bars: Iterable[Threshold], results: list[dict]) -> list[dict]:
     """Return each bar of the config with the value reached, mean over the seeds of the test data,
     and if it passed; rows that were read token by token do not count."""
     judged = []
@@ -110,8 +110,16 @@ def passes(bars: Iterable[Bar], results: list[dict]) -> list[dict]:
             and row["read"] != TOKEN_BY_TOKEN
         ]
         value = sum(values) / len(values) if values else None
-        passed = value is not None and value >= bar.least
-        judged.append({**bar.model_dump(), "value": value, "passed": passed})
+        passed = value is not None and value >= bar.min
+        judged.append(
+            {
+                "metric": bar.metric,
+                "length": bar.length,
+                "least": bar.min,  # the file keeps the key that earlier versions wrote
+                "value": value,
+                "passed": passed,
+            }
+        )
     return judged
 
 

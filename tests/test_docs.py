@@ -171,7 +171,7 @@ TINY = {
     ),
     "fprnn synthetic train": (
         "train.steps=2 train.batch_size=4 eval.examples=4 eval.lengths=16 model.d_model=8"
-        " model.d_state=2 bars=[]"
+        " model.d_state=2 thresholds=[]"
     ),
 }
 

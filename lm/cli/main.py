@@ -259,12 +259,12 @@ def _add_prepare(commands: argparse._SubParsersAction) -> None:
         "prepare",
         help="tokenizer and tokenised corpus, made ahead of runs in the corpus cache",
         description="Make what a run needs before it trains, for all runs that share it: the"
-        " tokenizer, and the tokenised text, in the folder of data.cache. A second call verifies"
+        " tokenizer, and the tokenised text, in the folder data.cache_dir. A second call verifies"
         " what is there; one that was stopped goes on. Of a sweep without --job-index all points"
         " are prepared. After it, runs on local sources start without a network. Of a stream"
-        " (fineweb) it makes the validation split and, with data.download, downloads all files;"
-        " such a run still asks the hub for the list of its files, and without data.download for"
-        " its text.",
+        " (fineweb) it makes the validation split and, with data.download_dir, downloads all files;"
+        " such a run still asks the hub for the list of its files, and without data.download_dir"
+        " for its text.",
     )
     c.add_argument("config", metavar="CONFIG", help="the YAML of a run or sweep")
     c.add_argument(

@@ -49,8 +49,8 @@ def check_decoding(model: PreTrainedModel) -> None:
             f"teacher forcing and generation disagree: at {share:.0%} of {ids.numel()} tokens that"
             f" the model wrote itself, the logits of one pass and of cached decoding differ by more"
             f" than {MAX_DIFFERENCE:.0%}. Its mixer ({', '.join(mixers)}) amplifies rounding from"
-            " token to token. Train it from a start near the identity (model.mixer_gate_start: -3)"
-            " or bounded (model.contractive: 0.9)"
+            " token to token. Train it from a start near the identity"
+            " (model.mixer_gate_init_bias: -3) or bounded (model.contractive: 0.9)"
         )
 
 

@@ -88,8 +88,10 @@ def run_identity(cfg: Config) -> dict:
     """Return the name, the seed and a checksum of the settings that a resumed run may not change.
 
     They tell two runs apart, wherever their directories lie. Settings at their default are left
-    out, so that a later version's new key changes nothing.
+    out, so that a later version's new key changes nothing; keys have their first names, so that
+    renaming one changes nothing either.
     """
+    from lm.config.old_keys import with_first_names
     from lm.config.resuming import Resume, resume_rule
     from lm.runs.run_dir import comparable
 
@@ -97,12 +99,13 @@ def run_identity(cfg: Config) -> dict:
     defaults = comparable(schema())
     fixed = {
         key: value
-        for key, value in sorted(comparable(cfg).items())
+        for key, value in comparable(cfg).items()
         if value != defaults.get(key)
         and resume_rule(schema, key) is Resume.FIXED
         and not key.endswith("path")
     }
-    digest = hashlib.sha256(json.dumps(fixed).encode()).hexdigest()
+    named = dict(sorted(with_first_names(fixed).items()))
+    digest = hashlib.sha256(json.dumps(named).encode()).hexdigest()
     return {"name": cfg.name, "seed": cfg.seed, "settings": digest}
 
 

@@ -14,11 +14,13 @@ from .fields import (
     FIXED_POINT,
     GATED,
     KINDS,
+    RENAMED_FIELDS,
     TOKENS,
     Layer,
     heads_of,
     parse,
     parse_schedule,
+    rename_options,
 )
 
 # `model_type` of our models in a config.json: the second where a mixer travels along that no other
@@ -37,7 +39,7 @@ PAPER_RULES = {
 FP_RNN_CONTRACTIVE = {"monarch": 0.95, "nonselective": 0.95}
 
 
-def mixer_bounds(
+def resolve_mixer_bounds(
     block: str, mixer: str, kronecker_norm: str, contractive: float | str | None
 ) -> tuple[str, float | str | None]:
     """kronecker_norm and contractive; where they are "auto", what that is for block and mixer."""
@@ -53,8 +55,10 @@ def mixer_bounds(
 NEAR_IDENTITY = {"kronecker": -3.0, "monarch": -3.0, "mixture": -3.0}
 
 
-def gate_start(block: str, mixer: str, iterates: bool, value: float | str) -> float | str:
-    """Return mixer_gate_start, with "auto" replaced.
+def resolve_gate_init_bias(
+    block: str, mixer: str, iterates: bool, value: float | str
+) -> float | str:
+    """Return mixer_gate_init_bias, with "auto" replaced.
 
     Args:
         iterates: Whether the paper's map is iterated (`token: iterate`), which starts as the paper.
@@ -115,6 +119,7 @@ class FPRNNConfig(PretrainedConfig):
         "num_hidden_layers": "n_layer",
         "state_size": "d_state",
         "tie_embeddings": "tie_word_embeddings",
+        **RENAMED_FIELDS,
     }
     # What an output has besides logits is no prediction, to be gathered over an evaluation.
     keys_to_ignore_at_inference = ["fixed_point", "state", "past_key_values", "cache"]  # noqa: RUF012
@@ -125,6 +130,9 @@ class FPRNNConfig(PretrainedConfig):
                 raise ValueError(
                     f"{name} is {value!r}, and the field was removed: every model has {default!r}"
                 )
+        for old, new in RENAMED_FIELDS.items():
+            if old in fields:
+                fields[new] = fields.pop(old)
         for name, field in FIELDS.items():
             setattr(self, name, fields.pop(name, field.default))
         # Older exports have `tie_embeddings` alone, which the loop has read.
@@ -162,6 +170,7 @@ class FPRNNConfig(PretrainedConfig):
             ValueError: a value that its field cannot have, or sizes that do not go together.
         """
         if self.layers is not None:
+            self.layers = rename_options(self.layers)
             kinds = [layer.kind for layer in self.layer_list()]
             self.block = next((kind for kind in kinds if kind in FIXED_POINT), self.block)
         self._settle_values()
@@ -174,11 +183,11 @@ class FPRNNConfig(PretrainedConfig):
         for name, value in PAPER_RULES.get(self.block, PAPER_RULES["fp_mamba1"]).items():
             if getattr(self, name) == "auto":
                 setattr(self, name, value)
-        self.kronecker_norm, self.contractive = mixer_bounds(
+        self.kronecker_norm, self.contractive = resolve_mixer_bounds(
             self.block, self.mixer, self.kronecker_norm, self.contractive
         )
-        self.mixer_gate_start = gate_start(
-            self.block, self.mixer, self._iterates(), self.mixer_gate_start
+        self.mixer_gate_init_bias = resolve_gate_init_bias(
+            self.block, self.mixer, self._iterates(), self.mixer_gate_init_bias
         )
         if self.dt_rank == "auto":
             self.dt_rank = math.ceil(self.d_model / 16)
@@ -221,12 +230,14 @@ class FPRNNConfig(PretrainedConfig):
             return self
         own = copy.copy(self)
         own.layers = None
-        if (self.kronecker_norm, self.contractive) == mixer_bounds(
+        if (self.kronecker_norm, self.contractive) == resolve_mixer_bounds(
             self.block, self.mixer, "auto", "auto"
         ):  # of another mixer they may be others
             own.kronecker_norm = own.contractive = "auto"
-        if self.mixer_gate_start == gate_start(self.block, self.mixer, self._iterates(), "auto"):
-            own.mixer_gate_start = "auto"
+        if self.mixer_gate_init_bias == resolve_gate_init_bias(
+            self.block, self.mixer, self._iterates(), "auto"
+        ):
+            own.mixer_gate_init_bias = "auto"
         for name, value in layer.options.items():
             setattr(own, name, value)
         try:
@@ -344,9 +355,9 @@ def _check_mixer(config, kind):
             "gate_h_dep is False: with glu_in_loop the gate is inside the iteration and reads x"
             " alone as it is; leave gate_h_dep True (in this layer's options)"
         )
-    if config.mixer_gate_start and config.mixer not in GATED:
+    if config.mixer_gate_init_bias and config.mixer not in GATED:
         raise ValueError(
-            f"mixer_gate_start is {config.mixer_gate_start}: it is for mixers with gates"
+            f"mixer_gate_init_bias is {config.mixer_gate_init_bias}: it is for mixers with gates"
             f" ({', '.join(GATED)}), not for {config.mixer}: leave it 0 (in this layer's options)"
         )
     if config.mixer == "monarch" and d % config.mixer_rank:

@@ -143,7 +143,7 @@ ARCHITECTURE = {
         2, EXPAND, "The recurrence is d_inner = expand · d_model wide, which is a whole number."
     ),
     "tie_embeddings": Field(True, bool, "Embedding and head share their weights."),
-    "embedding_start": Field(
+    "embedding_init_std": Field(
         0.02,
         POSITIVE,
         "Standard deviation of the embedding at the start. What a layer adds to the residual stream"
@@ -174,7 +174,7 @@ ARCHITECTURE = {
     "mixer_proj_rank": Field(
         None, SIZE, "q of the low-rank map to the reflection vectors; `null`: a full map.", (None,)
     ),
-    "mixer_gate_start": Field(
+    "mixer_gate_init_bias": Field(
         "auto",
         Number(-20, 20),
         "The bias that the gates of the mixer start with (of `householder`, `dplr`, `kronecker`,"
@@ -259,7 +259,7 @@ ARCHITECTURE = {
 }
 
 # What a pattern gives to a layer as its option (docs/model.md#layer-patterns), and no key sets.
-OPTIONS_ALONE = {
+LAYER_OPTIONS = {
     "dt_rank": Field("auto", SIZE, "Rank of the map to Δ; `auto`: ⌈d_model / 16⌉.", AUTO),
     "ngroups": Field(
         1,
@@ -268,7 +268,7 @@ OPTIONS_ALONE = {
         " divides the heads.",
     ),
     "mixer_act": Field("silu", ("silu", "relu", "identity"), "Activation of the mixer's vectors."),
-    "out_start": Field(
+    "out_proj_init_scale": Field(
         1.0,
         POSITIVE,
         "Factor on `out_proj` of a fixed-point layer at the start: how loud it is at first"
@@ -362,7 +362,14 @@ SOLVER = {
 }
 
 VOCAB_SIZE = Field(50280, Number(1, 2**24, whole=True), "Rows of the embedding.")
-FIELDS = {"vocab_size": VOCAB_SIZE, **ARCHITECTURE, **OPTIONS_ALONE, **SOLVER}
+FIELDS = {"vocab_size": VOCAB_SIZE, **ARCHITECTURE, **LAYER_OPTIONS, **SOLVER}
+# Former name → present name, for the config.json of an earlier version (lm/config/old_keys.py has
+# the keys of YAML files).
+RENAMED_FIELDS = {
+    "embedding_start": "embedding_init_std",
+    "out_start": "out_proj_init_scale",
+    "mixer_gate_start": "mixer_gate_init_bias",
+}
 
 
 # The mixers of lm/model/mixers.py, in the order in which they are registered.
@@ -402,7 +409,7 @@ _OF_MIXERS = (
     "mixer_rank",
     "mixer_proj_rank",
     "mixer_act",
-    "mixer_gate_start",
+    "mixer_gate_init_bias",
     "eigen_range",
     "kronecker_norm",
     "contractive",
@@ -413,7 +420,7 @@ _OF_BLOCKS = (
     "expand",
     "use_short_conv",
     "out_norm_epsilon",
-    "out_start",
+    "out_proj_init_scale",
     "eps",
 )
 _OF_FP_MAMBA = (
@@ -531,6 +538,23 @@ def parse(layers: Any, n_layer: int) -> list[Layer]:
             f" {len(pattern)}, or a multiple of it that repeats the pattern, as {fitting} is"
         )
     return pattern * (n_layer // len(pattern))
+
+
+def rename_options(layers: Any, table: dict[str, str] = RENAMED_FIELDS) -> Any:
+    """Return a pattern whose options have other names, by a table of old name → new name."""
+    if not isinstance(layers, list | tuple):
+        return layers
+    return [
+        {
+            kind: {table.get(name, name): value for name, value in options.items()}
+            if isinstance(options, dict)
+            else options
+            for kind, options in item.items()
+        }
+        if isinstance(item, dict)
+        else item
+        for item in layers
+    ]
 
 
 def _checked_list(layers):

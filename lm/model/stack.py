@@ -77,7 +77,7 @@ def initialise(module: nn.Module, config: Any) -> None:
     """Mamba's initialisation (docs/model.md, 'Initialisation'). Only `init.*` calls: they leave
     alone what a checkpoint has loaded. config: the model's."""
     if isinstance(module, nn.Embedding):
-        init.normal_(module.weight, std=config.embedding_start)
+        init.normal_(module.weight, std=config.embedding_init_std)
     elif isinstance(module, nn.Linear | nn.Conv1d):
         normed = isinstance(module, WNLinear)
         weight = module.direction if normed else module.weight
@@ -103,8 +103,8 @@ def _initialise_block(module, cfg):
     init.kaiming_uniform_(module.out_proj.weight, a=math.sqrt(5))
     init.copy_(module.out_proj.weight, module.out_proj.weight / math.sqrt(cfg.n_layer))
     if isinstance(module, FixedPointBlock):
-        init.copy_(module.out_proj.weight, module.out_proj.weight * cfg.out_start)
-        _start_gates(module.mixer, cfg.mixer_gate_start)
+        init.copy_(module.out_proj.weight, module.out_proj.weight * cfg.out_proj_init_scale)
+        _start_gates(module.mixer, cfg.mixer_gate_init_bias)
         if module.centroids is not None:
             init.normal_(module.centroids.vectors)  # as long as what the block's norm makes
             init.constant_(module.centroids.log_sharpness, math.log(16))

@@ -272,7 +272,7 @@ def _hours(p: dict, cfg: Config) -> list[tuple[str, str]]:
         "token after token": "by layers solved so, measured untrained on an H100",
     }
     passes = ""
-    if cfg.train.adversary:
+    if cfg.train.adversarial_noise:
         least = "at least " * cfg.waits
         passes = f", two passes in {least}{cfg.updates_against:,} updates"
     rows = [("hours", f"{sum(parts.values()):,.2f}, the sum of these{passes}")]

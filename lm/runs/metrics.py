@@ -41,7 +41,9 @@ PROBLEMS = {
         "so the gradient may be shortened there",
     ),
 }
-CURES = "train with model.contractive: 0.9, or begin near the identity (model.mixer_gate_start: -3)"
+CURES = (
+    "train with model.contractive: 0.9, or begin near the identity (model.mixer_gate_init_bias: -3)"
+)
 ELSEWHERE_SHARE = 0.01  # above it ℓ* of a layer is marked: it does not belong to the layer's answer
 ELSEWHERE = "†"
 ELSEWHERE_NOTE = (

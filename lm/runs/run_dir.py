@@ -285,13 +285,15 @@ def settled(model: dict, iterates: bool) -> dict:
     Args:
         iterates: Whether the run's solver iterates the paper's map (`Solver.iterates`).
     """
-    from lm.model.configuration_fprnn import gate_start, mixer_bounds
+    from lm.model.configuration_fprnn import resolve_gate_init_bias, resolve_mixer_bounds
 
     block, mixer = model.get("block", "fp_mamba1"), model.get("mixer", "householder")
     bounds = (model.get(name, "auto") for name in ("kronecker_norm", "contractive"))
-    norm, kappa = mixer_bounds(block, mixer, *bounds)
-    start = gate_start(block, mixer, iterates, model.get("mixer_gate_start", "auto"))
-    return {**model, "kronecker_norm": norm, "contractive": kappa, "mixer_gate_start": start}
+    norm, kappa = resolve_mixer_bounds(block, mixer, *bounds)
+    start = resolve_gate_init_bias(
+        block, mixer, iterates, model.get("mixer_gate_init_bias", "auto")
+    )
+    return {**model, "kronecker_norm": norm, "contractive": kappa, "mixer_gate_init_bias": start}
 
 
 def _flat(tree: dict, prefix: str = "") -> dict:

@@ -287,7 +287,7 @@ class Engine:
                 ),
                 config=self.config,
             )
-        kappa = cfg.train.adversary
+        kappa = cfg.train.adversarial_noise
         self._adversary = Adversary(self.deepspeed.module, kappa) if kappa else None
         self._solves = hasattr(model, "passes") and bool(model.fixed_point_blocks())
         self._noise_generators: list[torch.Generator] | None = None  # of this micro-batch
@@ -333,8 +333,8 @@ class Engine:
         Args:
             batches: its micro-batches, on every rank as many as `train.accumulation` says.
             stop: this rank was asked to stop. alive: called after each micro-batch.
-            against: each micro-batch has a second pass, against `train.adversary`; each of the two
-                gives half of the gradient.
+            against: each micro-batch has a second pass, with `train.adversarial_noise`; each of the
+                two gives half of the gradient.
         Raises:
             Diverged: the loss or its gradient is NaN or infinite on some rank: this engine is
                 spoilt.

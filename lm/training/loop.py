@@ -149,9 +149,9 @@ class Loop(ABC):
 
         Args: failed: the number of the update.
         Raises:
-            Diverged: there is none, or `train.rollbacks` of them were made.
+            Diverged: there is none, or `train.max_rollbacks` of them were made.
         """
-        most, made = self.cfg.train.rollbacks, self.rollbacks
+        most, made = self.cfg.train.max_rollbacks, self.rollbacks
         self.checkpoints.finish()
         try:
             is_back = made < most and self.go_back()
@@ -162,7 +162,7 @@ class Loop(ABC):
             kept = f"checkpoint of update {stands} stands" if stands else "nothing saved yet"
             raise Diverged(
                 f"stopped at update {failed}: {error}; {kept}, {made} of {most} rollbacks"
-                " (train.rollbacks) made"
+                " (train.max_rollbacks) made"
             ) from None
         self.rollbacks, self.went_back_to = made + 1, self.step
         say(

@@ -68,8 +68,8 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
     Raises:
         ConfigError, DataError, RunDirError, LeaseError, CheckpointError, SourceError: something
             asked for cannot be had. OutputError, CheckpointError: something cannot be written.
-        Diverged: the loss or gradient became NaN or infinite, more often than `train.rollbacks`;
-            the last checkpoint stands. Stopped: a signal asked for a stop.
+        Diverged: the loss or gradient became NaN or infinite, more often than
+            `train.max_rollbacks`; the last checkpoint stands. Stopped: a signal asked for a stop.
     """
     ranks = ds.start(cfg)
     say.enabled = ranks.is_main
@@ -410,7 +410,7 @@ class Training(Loop):
         self.lr = self.engine.lr
         cfg = self.cfg
         # An adversary of what is not yet learned would keep it from being learned.
-        against = cfg.train.adversary > 0 and self.curriculum.stage is None
+        against = cfg.train.adversarial_noise > 0 and self.curriculum.stage is None
         micro = self._micro_batches()
         made = self.engine.step(micro, self.signals.asked, self.alive, against=against)
         self.step += 1

@@ -23,7 +23,7 @@ NOTED_FIELDS = (
     *("token", "stopping", "tol", "eval_tol", "max_iters", "eval_max_iters"),
     "reset_at_eos",
 )
-START_FIELDS = ("mixer_gate_start", "out_start")  # only new weights depend on these
+START_FIELDS = ("mixer_gate_init_bias", "out_proj_init_scale")  # only new weights depend on these
 MAX_NAMES = 6  # names of weights that a message gives
 
 

@@ -110,7 +110,7 @@ class Task:
         """
         if count is not None:
             raise TaskError(
-                "train.curriculum.letters: only word_problem can start with fewer elements"
+                "train.curriculum.num_elements: only word_problem can start with fewer elements"
             )
 
     def sample(

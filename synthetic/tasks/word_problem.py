@@ -54,8 +54,8 @@ class WordProblem(Task):
             return
         if count > self.group.order:
             raise TaskError(
-                f"train.curriculum.letters is {count}, and the elements of {self.group.name} are"
-                f" only {self.group.order}"
+                f"train.curriculum.num_elements is {count}, and {self.group.name} has only"
+                f" {self.group.order} elements"
             )
         self.elements = self.group.simplest_first()[:count]
 

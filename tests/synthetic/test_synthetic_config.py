@@ -38,7 +38,7 @@ def test_the_page_has_every_key_with_its_default():
         below = value if isinstance(getattr(Config(), name), Section) else None
         for key, default in below.items() if below is not None else [(None, value)]:
             expected[name if key is None else f"{name}.{key}"] = default
-    page["bars"] = [] if page["bars"] == "()" else page["bars"]
+    page["thresholds"] = [] if page["thresholds"] == "()" else page["thresholds"]
     assert page == expected
 
 

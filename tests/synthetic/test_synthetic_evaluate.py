@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from synthetic import tasks
-from synthetic.config import Bar, Config, Task
+from synthetic.config import Config, Task, Threshold
 from synthetic.evaluate import (
     PROBED,
     evaluate_all,
@@ -104,7 +104,7 @@ def test_seeds_are_other_data():
     assert results[4]["metrics"] != results[5]["metrics"]
     mean = np.mean([r["metrics"]["token_accuracy"] for r in results[4:]])
     bars = [
-        Bar(metric="token_accuracy", length=n, least=b)
+        Threshold(metric="token_accuracy", length=n, min=b)
         for n, b in ((16, 0.1), (16, 0.95), (99, 0.1))
     ]
     judged = passes(bars, results)

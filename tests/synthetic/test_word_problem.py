@@ -90,7 +90,7 @@ def test_few_elements_are_the_simplest_and_not_held_out():
 
 
 def test_impossible_element_counts_are_refused():
-    with pytest.raises(TaskError, match="are only 6"):
+    with pytest.raises(TaskError, match="has only 6 elements"):
         tasks.build(Task(name="word_problem", group="S3")).restrict_elements(7)
     with pytest.raises(TaskError, match="only word_problem can start"):
         tasks.build(Task(name="parity")).restrict_elements(2)

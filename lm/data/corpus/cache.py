@@ -33,14 +33,14 @@ HASHES = "files.json"  # in the cache: checksums of source files, by path, with 
 
 def root(data: Data) -> Path | None:
     """The cache's folder (absolute); None where corpora go into run directories."""
-    if data.cache is None:
+    if data.cache_dir is None:
         return None
-    place = Path(data.cache) if data.cache != "auto" else default_root()
+    place = Path(data.cache_dir) if data.cache_dir != "auto" else default_root()
     return Path(os.path.abspath(place.expanduser()))
 
 
 def default_root() -> Path:
-    """What `data.cache: auto` is."""
+    """What `data.cache_dir: auto` is."""
     return Path(os.environ.get(VARIABLE) or "~/.cache/fprnn/corpora").expanduser()
 
 
@@ -104,7 +104,7 @@ def content(folder: Path, data: Data) -> list | dict | str:
         DataError: a file cannot be read, or there is none.
     """
     if data.source == "fineweb":
-        return [data.dataset, data.name, data.val_tokens]
+        return [data.dataset, data.dataset_config, data.val_tokens]
     if data.source == "builtin":
         return sys.version
     if data.source == "traces":

@@ -86,11 +86,12 @@ def prepare_config(cfg: Config) -> str:
         bar.update(documents)
 
     prepared = _for_each(cfg, lambda part, _: prepare_ahead(part, tokenizer, progress))
-    if cfg.data.source == "fineweb" and cfg.data.download:
+    if cfg.data.source == "fineweb" and cfg.data.download_dir:
         from lm.data.sources.hub_parquet import download_all
 
         count = download_all(cfg.data, Progress("downloaded", unit="files").update)
-        say(f"data     {count} files of {cfg.data.dataset} {cfg.data.name} in {cfg.data.download}")
+        source = f"{cfg.data.dataset} {cfg.data.dataset_config}"
+        say(f"data     {count} files of {source} in {cfg.data.download_dir}")
     lines = []
     for name, share in shares(cfg.data).items():
         if name:

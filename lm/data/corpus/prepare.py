@@ -31,7 +31,7 @@ class Record:
 
     Fields:
         corpus: Folder of the corpus; relative to RUN/data if it lies in the run directory, or if
-            `data.cache` is a relative path.
+            `data.cache_dir` is a relative path.
         settings: Digest of the split and the tokenizer.
         sha256: Checksum of each file.
     """
@@ -50,7 +50,7 @@ def prepare(
 ) -> Corpus:
     """Tokenise the source into the cache, unless the same text and tokenizer are there already.
 
-    Without a cache (`data.cache: null`) the corpus goes into the run directory. A run continues
+    Without a cache (`data.cache_dir: null`) the corpus goes into the run directory. A run continues
     with the corpus that it began with, also if the source has changed since or is gone. The files
     of a corpus are verified: read, and their checksums compared. A file above
     ALWAYS_BYTES is read only if it has changed since it was last verified. A stream
@@ -157,7 +157,7 @@ def ensure_here(
     if _read_entry(entry).sha256 != record.sha256:
         raise DataError(
             f"{_place(folder, record)}, the corpus of {run_dir}, is not on this node: set"
-            " data.cache to a folder that all nodes share"
+            " data.cache_dir to a folder that all nodes share"
         )
 
 
@@ -175,8 +175,8 @@ def prepare_ahead(
     root = cache.root(cfg.data)
     if root is None:
         raise DataError(
-            "data.cache is null, which puts the corpus into each run directory: there is no place"
-            " to prepare it ahead of a run; set data.cache to a folder, or auto"
+            "data.cache_dir is null, which puts the corpus into each run directory: there is no"
+            " place to prepare it ahead of a run; set data.cache_dir to a folder, or auto"
         )
     entry = cache.corpus_folder(root, cfg.data, tokenizer)
     made = _make(entry, cfg.data, tokenizer, progress)
@@ -254,8 +254,8 @@ def _make(
         return cache.make_once(entry, lambda: read_meta(entry) is not None, make)
     except OutputError as e:
         raise OutputError(
-            f"{e} (a prepared corpus; data.cache, or {cache.VARIABLE}, names another folder, and"
-            " data.cache=null is the run directory)"
+            f"{e} (a prepared corpus; data.cache_dir, or {cache.VARIABLE}, names another folder,"
+            " and data.cache_dir=null is the run directory)"
         ) from None
 
 
@@ -268,7 +268,7 @@ def _recorded_place(entry: Path, folder: Path, data: Data) -> str:
     """Return the path of a corpus as a record keeps it."""
     if entry.parent.resolve() == folder.resolve():
         return entry.name
-    if data.cache not in (None, "auto") and not Path(data.cache).expanduser().is_absolute():
+    if data.cache_dir not in (None, "auto") and not Path(data.cache_dir).expanduser().is_absolute():
         return os.path.relpath(entry, folder.resolve())
     return str(entry)
 

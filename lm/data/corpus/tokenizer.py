@@ -60,7 +60,7 @@ def new_tokenizer(
     cfg: Config, log: Callable[[str], None] = warnings.warn
 ) -> PreTrainedTokenizerFast:
     """The tokenizer of a config, before a run directory has it. A BPE is trained once for a text
-    and kept in the cache of `data.cache`; one of the hub, in the hub's own cache.
+    and kept in the cache of `data.cache_dir`; one of the hub, in the hub's own cache.
 
     Raises:
         DataError: it cannot be found, or has no EOS.

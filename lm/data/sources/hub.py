@@ -56,13 +56,13 @@ def check_hub(what: str) -> None:
 
 
 def open_hub(data: Data, revision: str | None = None) -> HubFiles:
-    """The files of `data.dataset` (`data.name`), of the newest commit or of the one given.
+    """Return the files of `data.dataset` and `data.dataset_config`, of a commit or of the newest.
 
     Raises:
         DataError: no network; no such dataset or configuration, or no right to see it; none of its
             files are parquet; a hub in trouble for longer than PATIENCE_S.
     """
-    return _open_hub(data.dataset, data.name, revision)
+    return _open_hub(data.dataset, data.dataset_config, revision)
 
 
 @functools.lru_cache(maxsize=4)  # the streams of one process share it
@@ -81,7 +81,9 @@ def _open_hub(dataset: str, config: str, revision: str | None) -> HubFiles:
     builder = patiently(f"opening {name}", attempt)
     files = (builder.config.data_files or {}).get("train")
     if not files:
-        raise DataError(f"{name} has no files of a training split; set data.dataset and data.name")
+        raise DataError(
+            f"{name} has no files of a training split; set data.dataset and data.dataset_config"
+        )
     if other := [path for path in files if not path.endswith(".parquet")]:
         raise DataError(
             f"{name} is not of parquet files ({other[0].rpartition('/')[2]} is one of {len(files)}"
@@ -162,7 +164,7 @@ def _is_passing(error: Exception) -> bool:
 def _advice(error: Exception) -> str | None:
     """A sentence for a hopeless fault that a key of the config mends."""
     if isinstance(error, ValueError) and "BuilderConfig" in str(error):
-        return f"{str(error).strip().splitlines()[0]}; set data.name"
+        return f"{str(error).strip().splitlines()[0]}; set data.dataset_config"
     statuses = _statuses(_chain(error))
     if 401 in statuses or 403 in statuses:
         return f"{first_line(error)}; log in (`hf auth login`) or set HF_TOKEN"

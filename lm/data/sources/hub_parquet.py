@@ -125,7 +125,7 @@ class HubDocuments:
 def open_groups(data: Data, revision: str | None = None) -> RowGroups:
     """The row groups of the configured dataset, with `data.text_field` as the column; shared by
     the streams of a process."""
-    return _row_groups(open_hub(data, revision), data.text_field, data.download)
+    return _row_groups(open_hub(data, revision), data.text_field, data.download_dir)
 
 
 @functools.lru_cache(maxsize=4)
@@ -134,7 +134,7 @@ def _row_groups(files: HubFiles, field: str, folder: str | None) -> RowGroups:
 
 
 def download_all(data: Data, progress: Callable[[int, int], None] | None = None) -> int:
-    """Downloads every file of the dataset to `data.download`, where it does not lie there.
+    """Downloads every file of the dataset to `data.download_dir`, where it does not lie there.
 
     Args:
         progress: called with (files there, all files).
@@ -221,7 +221,7 @@ class RowGroups:
                     raise DataError(
                         f"{self.files.paths[file]} is damaged in row group {row_group}, column "
                         f"`{self._field}`: {first_line(error)}; report it to the dataset's owner, "
-                        "or use another data.name"
+                        "or use another data.dataset_config"
                     ) from None
 
     def _column_as_file(self, file: int, row_group: int, metadata) -> pa.BufferReader:
@@ -312,7 +312,7 @@ class RowGroups:
             copy.unlink()
         raise DataError(
             f"{path} was downloaded twice and is damaged: its sha256 is {found}, that on the hub "
-            f"{expected}; report it to the dataset's owner, or use another data.name"
+            f"{expected}; report it to the dataset's owner, or use another data.dataset_config"
         )
 
     def _fetch_remote(self, file: int, start: int, stop: int) -> bytes:

@@ -35,12 +35,12 @@ class Words:
         self.group = group(traces.group)
         self.names = syllables(self.group.order)
         self.letters = range(self.group.order)
-        if traces.letters is not None:
-            self.letters = self.group.simplest_first()[: traces.letters].tolist()
-            if len(self.letters) < traces.letters:
+        if traces.num_elements is not None:
+            self.letters = self.group.simplest_first()[: traces.num_elements].tolist()
+            if len(self.letters) < traces.num_elements:
                 raise DataError(
-                    f"traces of {traces.group} have at most {self.group.order} `letters`, not"
-                    f" {traces.letters}"
+                    f"traces of {traces.group} have at most {self.group.order} `num_elements`, not"
+                    f" {traces.num_elements}"
                 )
 
     def turns(self, rng: random.Random, gaps: list[int]) -> list[Turn]:
@@ -143,8 +143,11 @@ def syllables(count: int) -> list[str]:
 
 
 def described(traces: Traces | None) -> dict:
-    """What decides the text: it changes whenever the text does."""
-    return (traces or Traces()).model_dump(mode="json", exclude_none=True) | {"version": VERSION}
+    """Return the settings that determine the text: they change whenever the text does."""
+    settings = (traces or Traces()).model_dump(mode="json", exclude_none=True)
+    if "num_elements" in settings:  # under its first name: cached corpora keep their address
+        settings["letters"] = settings.pop("num_elements")
+    return settings | {"version": VERSION}
 
 
 def check(traces: Traces | None) -> None:

@@ -298,7 +298,7 @@ def test_control_characters_are_in_no_name(capsys, key):
         assert "holds a character that no folder's name should have" in message
 
 
-@pytest.mark.parametrize("key", ["data.cache", "data.path", "tokenizer.name", "init_from"])
+@pytest.mark.parametrize("key", ["data.cache_dir", "data.path", "tokenizer.name", "init_from"])
 def test_no_place_holds_a_nul(capsys, key):
     assert f"`{key}" in (message := refused(capsys, *dry_run(f'{key}="a\\0"')))
     assert "holds the character NUL, which no place of a file has" in message

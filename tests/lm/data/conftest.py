@@ -49,7 +49,7 @@ def cfg(jsonl, tmp_path) -> Config:
                 "path": str(jsonl),
                 "seq_len": 16,
                 "val_fraction": 0.2,
-                "cache": None,
+                "cache_dir": None,
             },
             "tokenizer": {"vocab_size": 320},
             "train": {"micro_batch_size": 3},

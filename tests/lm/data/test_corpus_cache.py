@@ -35,7 +35,7 @@ def cached(cfg, jsonl, tmp_path, folder):
     """The config of a run whose corpus, its own copy, goes into a cache of its own."""
     cfg.data.path = str(tmp_path / "mine.jsonl")
     shutil.copy(jsonl, cfg.data.path)
-    cfg.data.cache = str(folder)
+    cfg.data.cache_dir = str(folder)
     return cfg
 
 
@@ -103,12 +103,12 @@ def test_runs_share_what_one_of_them_made(cached, bpe, folder):
 
 def test_the_corpus_of_the_cache_is_that_of_a_run_directory(cached, bpe):
     corpus, _ = prepared(cached, bpe)
-    own = other_run(cached, "own", cache=None)
+    own = other_run(cached, "own", cache_dir=None)
     inside, _ = prepared(own, bpe)
     assert inside.meta.sha256 == corpus.meta.sha256
     before = record(own)
     assert (own.run_dir / "data" / before["corpus"] / "train.bin").exists()
-    own.data.cache = cached.data.cache  # a run that has its own goes on with it
+    own.data.cache_dir = cached.data.cache_dir  # a run that has its own goes on with it
     _, calls = prepared(own, bpe)
     assert not calls and record(own) == before
 
@@ -184,7 +184,7 @@ def test_a_tokenizer_of_text_that_changed_meanwhile_is_not_kept(cached, folder, 
 def test_a_relative_cache_moves_with_its_runs(cached, bpe, tmp_path, monkeypatch):
     (tmp_path / "project").mkdir()
     monkeypatch.chdir(tmp_path / "project")
-    cached.out_dir, cached.data.cache = "runs", "cache"
+    cached.out_dir, cached.data.cache_dir = "runs", "cache"
     meta = prepared(cached, bpe)[0].meta
     assert record(cached)["corpus"].startswith("../../../cache/corpus-")
     monkeypatch.chdir(tmp_path)
@@ -212,7 +212,7 @@ def test_a_bpe_is_trained_once_and_kept_with_each_run(cached, folder, monkeypatc
 @pytest.mark.parametrize("name", ["", "web"])
 def test_a_corpus_in_a_run_directory_is_of_the_programs_own_files(cached, bpe, name):
     """--overwrite deletes it."""
-    cached.data.cache = None
+    cached.data.cache_dir = None
     prepare(cached, bpe, cached.run_dir, name=name)
     assert list(cached.run_dir.rglob("train.bin"))
     assert foreign_files(cached.run_dir, run_file_test(cached.run_dir)) == ""
@@ -244,7 +244,7 @@ def test_those_who_wait_go_on_for_one_that_is_killed(cached, bpe, folder):
     assert "waiting for another process" in said and len(last["seen"]) == 20
     maker[0].communicate(timeout=10)
     assert maker[0].returncode == -signal.SIGKILL
-    own, _ = prepared(other_run(cached, "own", cache=None), bpe)
+    own, _ = prepared(other_run(cached, "own", cache_dir=None), bpe)
     assert last["sha256"] == own.meta.sha256
     assert {path.name for path in entries(folder)[0].iterdir()} == {
         "train.bin", "val.bin", "meta.json", "verified.json", "about.json", "lock",
@@ -346,29 +346,31 @@ def mounted(tmp_path):
 
 def test_a_full_disk_is_a_sentence_and_with_space_it_is_made(cached, bpe, mounted):
     place, remount = mounted
-    cached.data.cache = str(place / "cache")
+    cached.data.cache_dir = str(place / "cache")
     with open(cached.data.path, "a") as file:
         for i in range(4000):
             file.write(json.dumps({"text": f"document {i} " + "of many words " * 30}) + "\n")
-    match = r"cannot be written: No space left on device \(a prepared corpus; data.cache, or"
+    match = r"cannot be written: No space left on device \(a prepared corpus; data.cache_dir, or"
     with pytest.raises(OutputError, match=match) as caught:
         prepare(cached, bpe, cached.run_dir)
     assert "\n" not in str(caught.value) and not list(place.rglob("*.tmp"))
     assert remount("size=64m").returncode == 0
     corpus = prepare(cached, bpe, cached.run_dir)
-    own = other_run(cached, "own", cache=None)
+    own = other_run(cached, "own", cache_dir=None)
     assert prepared(own, bpe)[0].meta.sha256 == corpus.meta.sha256
 
 
 def test_a_cache_that_is_only_read(cached, bpe, mounted):
     place, remount = mounted
-    cached.data.cache = str(place)
+    cached.data.cache_dir = str(place)
     before = prepared(cached, bpe)[0].meta
     assert remount("ro").returncode == 0
     second = other_run(cached, "second")
     assert prepared(second, bpe)[0].meta == before  # what is there can be used
     other = other_run(cached, "other", leading_eos=True)
-    with pytest.raises(OutputError, match=r"cannot be written: Read-only .*data.cache=null is the"):
+    with pytest.raises(
+        OutputError, match=r"cannot be written: Read-only .*data.cache_dir=null is the"
+    ):
         prepared(other, bpe)
     remount("rw")
 
@@ -378,7 +380,7 @@ def test_preparing_ahead(cached, bpe, folder, monkeypatch):
     assert made and not made_again and first == again == entries(folder)[0]
     assert prepared(cached, bpe)[1] == 0
     with pytest.raises(DataError, match="cache is null"):
-        prepare_ahead(other_run(cached, "x", cache=None), bpe)
+        prepare_ahead(other_run(cached, "x", cache_dir=None), bpe)
 
 
 def test_the_command_prepares_what_the_points_of_a_sweep_differ_in(tmp_path):

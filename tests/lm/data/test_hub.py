@@ -68,7 +68,7 @@ for count in (3, 5, 12, 17):  # fewer than the twelve row groups, as many, and m
     "data, sentence",
     [
         ({"text_field": "body"}, r"has no column `body` \(its columns: text, id, "),
-        ({"name": "sample-7BT"}, r"sample-7BT.*set data\.name"),
+        ({"dataset_config": "sample-7BT"}, r"sample-7BT.*set data\.dataset_config"),
         ({"dataset": "no/such"}, r"^opening dataset no/such .* failed: .*; set data\.dataset$"),
     ],
 )

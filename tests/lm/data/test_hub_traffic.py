@@ -167,7 +167,7 @@ def test_a_download_is_checked_by_the_hubs_sha256(tmp_path):
     texts = pq.read_table(io.BytesIO(files[name]))["text"].to_pylist()
     at = in_text_column(files[name], 1)
     sha256 = hashlib.sha256(files[name]).hexdigest()
-    code = SHARDS + f"data.download = {str(tmp_path / 'copies')!r}" + READ
+    code = SHARDS + f"data.download_dir = {str(tmp_path / 'copies')!r}" + READ
     for on_the_hub in (True, False):
         with serving(files | {name: flipped(files[name], at)} if on_the_hub else files) as hub:
             Hub.sha256 = {name: sha256}

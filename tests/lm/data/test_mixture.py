@@ -247,8 +247,8 @@ REFUSED = [
     ({"mixture": {"web": WEB}, "text_field": "y"}, "`data.text_field` is of a single"),
     ({"temperature": 2}, "`data.temperature` is no longer there"),
     (
-        {"mixture": {"web": WEB}, "curriculum": [ONLY | {"at": 0.9}]},
-        "`data.curriculum.0.at` waits for the answers of its traces, and none of its sources",
+        {"mixture": {"web": WEB}, "curriculum": [ONLY | {"min_answer_prob": 0.9}]},
+        "`data.curriculum.0.min_answer_prob` waits for the answers of its traces, and none of its",
     ),
     ({"curriculum": [ONLY]}, "`data.curriculum` changes the weights of `data.mixture`"),
     ({"mixture": {"code": WEB}, "curriculum": [ONLY]}, "`data.curriculum.0` weighs web"),
@@ -294,7 +294,7 @@ def two(cfg, texts, tmp_path):
     other.write_text("\n".join(lines), encoding="utf-8")
     tree = cfg.model_dump()
     path = tree["data"]["path"]
-    tree["data"] |= {"source": "builtin", "path": None, "cache": str(tmp_path / "cache")}
+    tree["data"] |= {"source": "builtin", "path": None, "cache_dir": str(tmp_path / "cache")}
     tree["data"]["mixture"] = {
         "own": {"source": "jsonl", "path": path, "weight": 3},
         "back": {"source": "jsonl", "path": str(other), "text_field": "body", "weight": 1},

@@ -100,7 +100,7 @@ def test_gaps_up_to_a_number_are_the_rarer_the_longer(form, read):
 
 def test_words_of_few_letters_are_of_low_order():
     """Of S3 the identity and its three transpositions, whose products are all six."""
-    source = Traces(letters=4, gaps=[1, 3], documents=300)
+    source = Traces(num_elements=4, gaps=[1, 3], documents=300)
     for texts in (
         list(traces.documents(source)),
         [turn.question + turn.answer + " ;" for turn in traces.questions(source, 3, 100)],
@@ -137,7 +137,7 @@ def test_syllables_are_different_words_for_the_largest_group():
 def test_other_traces_are_another_corpus(tmp_path):
     sources = [
         Traces(), Traces(gaps=[1, 2]), Traces(group="A5"), Traces(form="repl"), Traces(answers=2),
-        Traces(documents=100), Traces(gaps=2), Traces(letters=3),
+        Traces(documents=100), Traces(gaps=2), Traces(num_elements=3),
     ]  # fmt: skip
     contents = [cache.content(tmp_path, Data(source="traces", traces=s)) for s in sources]
     assert len({json.dumps(content) for content in contents}) == len(sources)
@@ -160,7 +160,7 @@ def test_targets_of_questions_are_their_answers_alone(bpe):
 
 
 def test_questions_have_the_letters_of_their_source(bpe):
-    for batch in asked(Traces(letters=4, gaps=[3], documents=1), bpe, 50, 128):
+    for batch in asked(Traces(num_elements=4, gaps=[3], documents=1), bpe, 50, 128):
         for row, targets in zip(batch["input_ids"], batch["labels"]):
             question = bpe.decode(row[1 : (targets != IGNORE).nonzero()[0] + 1])
             assert set(re.findall(r"(?<!= )\b\w+", question)) <= {"ba", "be", "bi", "ca"}
@@ -233,9 +233,9 @@ def test_what_cannot_be_is_refused():
     with pytest.raises(DataError, match="unknown group `Q8`"):
         traces.check(Traces(group="Q8"))
     with pytest.raises(DataError, match="traces of S3 have at most 6 `letters`, not 7"):
-        traces.check(Traces(letters=7))
+        traces.check(Traces(num_elements=7))
     with pytest.raises(ValueError, match="`letters` is of form `words`"):
-        Traces(form="repl", letters=2)
+        Traces(form="repl", num_elements=2)
     with pytest.raises(ValueError, match="of form `words` are at least 1"):
         Traces(gaps=[0, 1])
     with pytest.raises(ValueError, match="of form `words` are at least 1"):

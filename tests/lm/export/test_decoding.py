@@ -18,7 +18,7 @@ def model_of(**fields):
 @pytest.mark.slow
 def test_a_layer_that_amplifies_rounding_is_refused():
     """An untrained monarch with open gates is chaotic."""
-    model = model_of(mixer="monarch", mixer_rank=8, mixer_gate_start=0.0).train()
+    model = model_of(mixer="monarch", mixer_rank=8, mixer_gate_init_bias=0.0).train()
     with pytest.raises(ExportError, match=r"generation disagree: at \d+% of 256 tokens"):
         check_decoding(model)
 

@@ -95,12 +95,12 @@ def test_initialisation_is_mambas():
 
 
 def test_what_is_loud_at_first_is_as_said():
-    """`embedding_start` and `out_start` change no other weight."""
+    """`embedding_init_std` and `out_proj_init_scale` change no other weight."""
     layers = dict(layers="fp_mamba1 mamba", n_layer=2)
     torch.manual_seed(3)
     plain = dict(small(**layers).named_parameters())
     torch.manual_seed(3)
-    loud = dict(small(**layers, embedding_start=0.1, out_start=0.5).named_parameters())
+    loud = dict(small(**layers, embedding_init_std=0.1, out_proj_init_scale=0.5).named_parameters())
     factors = {
         "backbone.embeddings.weight": 5.0,
         "backbone.layers.0.block.out_proj.weight": 0.5,
@@ -147,7 +147,7 @@ def test_every_layers_output_starts_small_in_a_deep_stack(kind, tmp_path):
 
 def test_what_a_checkpoint_lacks_starts_as_new_weights_do(tmp_path):
     """A layer whose own parameters are there, and some of its children's are not."""
-    model = small(n_layer=16, layers="fp_mamba1 attention", mixer_gate_start=-3.0)
+    model = small(n_layer=16, layers="fp_mamba1 attention", mixer_gate_init_bias=-3.0)
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     lacking = {k for k in weights if "mixer." in k or "out_proj" in k}
@@ -181,10 +181,10 @@ def test_a_loaded_layer_is_not_initialised(tmp_path, monkeypatch):
 @pytest.mark.parametrize("mixer", GATED)
 @torch.no_grad()
 def test_a_mixer_starts_near_the_identity(mixer, block):
-    """‖I − Q‖ of new weights falls as σ(mixer_gate_start) does; what is loaded is left alone."""
+    """‖I − Q‖ of new weights falls as σ(mixer_gate_init_bias) does; loaded weights stay."""
     norms = {}
     for start in (0.0, -3.0, -6.0):
-        config = dict(mixer=mixer, mixer_rank=2, contractive=None, mixer_gate_start=start)
+        config = dict(mixer=mixer, mixer_rank=2, contractive=None, mixer_gate_init_bias=start)
         model = small(block=block, glu_in_loop=False, **config)
         found = model.backbone.layers[1].block.mixer
         P = torch.randn(5, 2 * found.d_inner, generator=torch.Generator().manual_seed(0))
@@ -201,7 +201,7 @@ def test_full_rank_mixers_start_near_the_identity():
     start as before, and a number in the configuration stands."""
 
     def start(**fields):
-        return FPRNNConfig(**fields).mixer_gate_start
+        return FPRNNConfig(**fields).mixer_gate_init_bias
 
     assert {start(mixer=mixer) for mixer in ("kronecker", "monarch", "mixture")} == {-3.0}
     assert {start(mixer=mixer) for mixer in ("householder", "dplr", "nonselective")} == {0.0}
@@ -209,18 +209,18 @@ def test_full_rank_mixers_start_near_the_identity():
     assert (
         start(mixer="kronecker", token="iterate") == start(mixer="kronecker", block="fp_rnn") == 0
     )
-    assert start(mixer="kronecker", mixer_gate_start=0.0) == 0
+    assert start(mixer="kronecker", mixer_gate_init_bias=0.0) == 0
     hybrid = FPRNNConfig(n_layer=2, layers=["fp_mamba1", {"fp_mamba1": {"mixer": "monarch"}}])
-    assert [hybrid.of_layer(layer).mixer_gate_start for layer in hybrid.layer_list()] == [0, -3]
+    assert [hybrid.of_layer(layer).mixer_gate_init_bias for layer in hybrid.layer_list()] == [0, -3]
 
 
 def test_a_loaded_gate_does_not_start_again(tmp_path):
-    model = small(mixer_gate_start=-3.0)
+    model = small(mixer_gate_init_bias=-3.0)
     with torch.no_grad():
         model.backbone.layers[0].block.mixer.alpha_proj.bias.fill_(0.25)
     model.save_pretrained(tmp_path)
     loaded = FPRNNForCausalLM.from_pretrained(tmp_path)
-    assert loaded.config.mixer_gate_start == -3.0
+    assert loaded.config.mixer_gate_init_bias == -3.0
     biases = [layer.block.mixer.alpha_proj.bias.item() for layer in loaded.backbone.layers]
     assert biases == [0.25, -3.0]
 
@@ -228,13 +228,16 @@ def test_a_loaded_gate_does_not_start_again(tmp_path):
 @pytest.mark.parametrize(
     "fields, said",
     [
-        (dict(mixer="nonselective", mixer_gate_start=-3), "is for mixers with gates .householder,"),
-        (dict(mixer_gate_start=-21), "must be a number from -20 to 20"),
-        (dict(mixer_gate_start="closed"), "must be a number from -20 to 20, or auto"),
+        (
+            dict(mixer="nonselective", mixer_gate_init_bias=-3),
+            "is for mixers with gates .householder,",
+        ),
+        (dict(mixer_gate_init_bias=-21), "must be a number from -20 to 20"),
+        (dict(mixer_gate_init_bias="closed"), "must be a number from -20 to 20, or auto"),
     ],
 )
 def test_a_start_that_a_mixer_cannot_have(fields, said):
-    with pytest.raises(ValueError, match=f"mixer_gate_start.*{said}"):
+    with pytest.raises(ValueError, match=f"mixer_gate_init_bias.*{said}"):
         small(**fields)
 
 

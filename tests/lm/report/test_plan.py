@@ -343,7 +343,7 @@ def shown(p: dict, cfg: Config) -> dict[str, str]:
 def test_an_update_against_the_adversary_is_two_passes(until, passes):
     cfg = tiny()
     plain = plan(cfg, H200)
-    cfg.train.adversary = 0.1
+    cfg.train.adversarial_noise = 0.1
     if until:
         data = cfg.data.model_copy(update={"curriculum": [Stage(until=until, weights={})]})
         cfg = cfg.model_copy(update={"data": data})
@@ -358,10 +358,10 @@ def test_an_update_against_the_adversary_is_two_passes(until, passes):
 
 def test_where_a_stage_waits_the_plan_says_at_least():
     mixture = {"words": {"source": "traces", "weight": 1}}
-    stage = {"until": 3, "at": 0.9, "weights": {"words": 1}}
+    stage = {"until": 3, "min_answer_prob": 0.9, "weights": {"words": 1}}
     data = {"seq_len": 32, "mixture": mixture, "curriculum": [stage]}
     cfg = tiny().model_copy(update={"data": Data(**data)})
-    cfg.train.adversary = 0.1
+    cfg.train.adversarial_noise = 0.1
     assert "two passes in at least 4 updates" in shown(plan(cfg, H200), cfg)["hours"]
 
 

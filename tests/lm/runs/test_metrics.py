@@ -117,7 +117,7 @@ def test_unsolved_tokens_are_warned_about_once_a_layer():
     assert said[0].startswith(
         "warning: update 2: the token's equation was not solved for 2.30% of the tokens of layer 1"
     )
-    assert "model.contractive: 0.9" in said[0] and "model.mixer_gate_start: -3" in said[0]
+    assert "model.contractive: 0.9" in said[0] and "model.mixer_gate_init_bias: -3" in said[0]
     assert "10.00% of the tokens of layer 0" in said[1]
     metrics.FailureWatch(said.append, EXACT).look({"failed": [0.5], "layers": [3]}, "update 1")
     assert "of the tokens of layer 3 " in said[2]  # a hybrid's

@@ -43,7 +43,7 @@ def test_what_needs_a_fixed_point_is_refused_without_one():
     assert not cfg.model.has_fixed_point and not hybrid(name="mamba").model.has_fixed_point
     with pytest.raises(ConfigError, match="which mamba has not: set it to 0"):
         config.build(
-            {"model": {"layers": "mamba"}, "train": {"adversary": 0.1}},
+            {"model": {"layers": "mamba"}, "train": {"adversarial_noise": 0.1}},
             schema=synthetic.config.Config,
         )
 

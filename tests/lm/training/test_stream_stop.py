@@ -16,7 +16,7 @@ from tests.running import ENV, ROOT, command, losses
 STREAM = (
     "data.source=fineweb",
     "data.path=null",
-    "data.cache=null",
+    "data.cache_dir=null",
     "data.shuffle_buffer=8",
     "data.streams=2",
     "data.seq_len=256",
