@@ -20,7 +20,7 @@ from lm.common.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KERNELS_LINE = "FILES: dict[str, str] = {}"  # of operators.py
+KERNELS_LINE = "FILES: dict[str, str] = {}"  # of bundled_kernels.py
 OF_MODEL = re.compile(r"^(\s*)from\s+lm\.model\.(\w+)\s+import\b(?!\s*\*)", re.MULTILINE)
 
 
@@ -108,7 +108,7 @@ def write_kernels(folder: Path) -> None:
         lines += [f"    {name!r}: ("]
         lines += [f"        {line!r}" for line in text.splitlines(keepends=True)]
         lines += ["    ),"]
-    _replace_line(folder / "operators.py", KERNELS_LINE, "\n".join([*lines, "}"]))
+    _replace_line(folder / "bundled_kernels.py", KERNELS_LINE, "\n".join([*lines, "}"]))
 
 
 def _replace_line(file: Path, line: str, text: str) -> None:

@@ -36,6 +36,7 @@ from .batch import (
     targets_of,
 )
 from .blocks import FPRNN
+from .bundled_kernels import load_bundled_kernels
 from .cell import find_root
 from .certified_root import find_certified_roots
 from .checksums import refuse_changed
@@ -48,7 +49,6 @@ from .full_rank import solve_by_iterating
 from .layers import RMSNorm, on_cpu
 from .mixer_base import Mixer
 from .mixers import build_mixer, nrm
-from .operators import bundled_kernels
 from .scan import selective_scan
 from .solver import NonFiniteError, all_finite, explained, read_flags, stack_flags
 from .stack import FPRNNLayer, initialise, initialise_once, let_be_known
@@ -69,7 +69,7 @@ _TRAVELS = (
     Mamba,
     Mixer,
     build_mixer,
-    bundled_kernels,
+    load_bundled_kernels,
     find_certified_roots,
     find_root,
     nrm,

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers.utils import logging
 
-from .operators import bundled_kernels
+from .bundled_kernels import load_bundled_kernels
 
 logger = logging.get_logger(__name__)
 
@@ -44,7 +44,7 @@ def _kernels():
     kernels, why = _find_kernels()
     if kernels is None:
         try:
-            kernels = bundled_kernels()
+            kernels = load_bundled_kernels()
         except (OSError, RuntimeError) as wrong:
             why += f", and those that came with the model cannot be written: {wrong}"
     if kernels is None:

@@ -15,7 +15,7 @@ from lm.export.export import write_export
 from lm.kernels import INTERFACE
 from lm.kernels.cpu import build as cpu_build
 from lm.kernels.cpu import scan as cpu
-from lm.model import operators, scan
+from lm.model import bundled_kernels, scan
 from tests.hf.models import BASELINES, BLOCKS, build, ids
 from tests.running import run_alone
 
@@ -129,7 +129,7 @@ def found(request, tmp_path_factory):
     model = build("fp_mamba1").eval()
     out = write_export(model, tmp_path / "out", None, "x", "")
     if request.param != "with kernels":
-        shutil.copy(operators.__file__, out)
+        shutil.copy(bundled_kernels.__file__, out)
     folders = {name: lay(tmp_path / str(i), STRANGERS[name][0]) for i, name in enumerate(STRANGERS)}
     folders["ours"] = Path(lm.__file__).parents[1]
     folders_too = map(str, folders.values())
@@ -163,7 +163,7 @@ def test_kernels_of_a_stranger_are_not_used(stranger, found):
 
 def test_our_own_kernels_are_used_and_nothing_is_said(found):
     used, said = found[1]["ours"]
-    assert used == "lm.kernels" and SAID not in said and operators.SAID not in said
+    assert used == "lm.kernels" and SAID not in said and bundled_kernels.SAID not in said
     assert scan._find_kernels()[1] == "" and scan.INTERFACE == INTERFACE
 
 
@@ -215,7 +215,7 @@ def test_alone_an_export_runs_on_the_kernels_that_it_brings_along(tmp_path):
     env = warm_cache(tmp_path)
     (ours, theirs, (module,)), said = elsewhere(ALONE, tmp_path, out, **env)
     assert (ours, theirs) == pytest.approx((loss.item(), grads), rel=1e-5)
-    assert said.count(operators.SAID) == 1
+    assert said.count(bundled_kernels.SAID) == 1
     # What has been changed in the cache is not run, but written anew; the library stays.
     file = tmp_path / "cache/fprnn/kernels" / (module.replace(".", "/") + ".py")
     text = file.read_text()
@@ -231,12 +231,12 @@ def test_a_folder_that_others_may_write_into_is_refused(tmp_path):
     folder = tmp_path / "kernels/of-a-version"
     folder.mkdir(parents=True, mode=0o700)
     folder.parent.chmod(0o700)
-    operators._refuse_if_open(folder)
+    bundled_kernels._refuse_if_open(folder)
     for place, mode in ((folder, 0o702), (folder, 0o720), (folder.parent, 0o777)):
         before = place.stat().st_mode
         place.chmod(mode)
         with pytest.raises(OSError, match=f"{place} is not this user's alone to write in"):
-            operators._refuse_if_open(folder)
+            bundled_kernels._refuse_if_open(folder)
         place.chmod(before)
 
 
@@ -260,7 +260,7 @@ def test_alone_and_without_a_compiler_it_says_that_it_is_slow(tmp_path):
 def test_what_travels_is_the_kernels_as_they_are(tmp_path):
     out = write_export(build("fp_mamba1"), tmp_path / "out", None, "x", "")
     found: dict = {}
-    exec(compile((out / "operators.py").read_text(), "operators.py", "exec"), found)
+    exec(compile((out / "bundled_kernels.py").read_text(), "bundled_kernels.py", "exec"), found)
     folder = Path(lm.__file__).parent / "kernels"
     kinds = (".py", ".h", ".cpp")
     texts = {

@@ -379,7 +379,7 @@ def test_preparing_ahead(cached, bpe, folder, monkeypatch):
     (first, made), (again, made_again) = (prepare_ahead(cached, bpe) for _ in range(2))
     assert made and not made_again and first == again == entries(folder)[0]
     assert prepared(cached, bpe)[1] == 0
-    with pytest.raises(DataError, match="cache is null"):
+    with pytest.raises(DataError, match="cache_dir is null"):
         prepare_ahead(other_run(cached, "x", cache_dir=None), bpe)
 
 

@@ -245,7 +245,7 @@ REFUSED = [
     ({"mixture": {}}, "must have at least 1 item"),
     ({"mixture": {"web": WEB}, "source": "jsonl", "path": "y"}, "`data.source` is of a single"),
     ({"mixture": {"web": WEB}, "text_field": "y"}, "`data.text_field` is of a single"),
-    ({"temperature": 2}, "`data.temperature` is no longer there"),
+    ({"temperature": 2}, "`data.temperature` is 2, but the key was removed"),
     (
         {"mixture": {"web": WEB}, "curriculum": [ONLY | {"min_answer_prob": 0.9}]},
         "`data.curriculum.0.min_answer_prob` waits for the answers of its traces, and none of its",

@@ -232,9 +232,9 @@ def test_what_cannot_be_is_refused():
         traces.check(Traces(form="repl", group="A5"))
     with pytest.raises(DataError, match="unknown group `Q8`"):
         traces.check(Traces(group="Q8"))
-    with pytest.raises(DataError, match="traces of S3 have at most 6 `letters`, not 7"):
+    with pytest.raises(DataError, match="traces of S3 have at most 6 `num_elements`, not 7"):
         traces.check(Traces(num_elements=7))
-    with pytest.raises(ValueError, match="`letters` is of form `words`"):
+    with pytest.raises(ValueError, match="`num_elements` is of form `words`"):
         Traces(form="repl", num_elements=2)
     with pytest.raises(ValueError, match="of form `words` are at least 1"):
         Traces(gaps=[0, 1])

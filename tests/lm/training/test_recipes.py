@@ -34,7 +34,7 @@ def test_the_stable_part_of_wsd_does_not_depend_on_the_end():
 
 
 def test_what_wsd_cannot_have_is_refused(tiny):
-    with pytest.raises(ConfigError, match=r"`decay` is 0\.1, and is of schedule wsd alone"):
+    with pytest.raises(ConfigError, match=r"`wsd_decay` is 0\.1: only schedule wsd reads it"):
         tiny("optim.wsd_decay=0.1")
     for overrides, words in [
         (("optim.wsd_decay=7", "optim.warmup=2"), "are 2 and 7 updates, and train.steps is only 8"),
