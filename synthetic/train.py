@@ -17,7 +17,7 @@ from lm.common.files import write_json
 from lm.common.heap import keep_freed_memory
 from lm.common.ranks import Ranks
 from lm.common.signals import StopSignals
-from lm.kernels import available
+from lm.kernels import describe_backends
 from lm.model.state import Adversary
 from lm.runs.checkpoint import CheckpointError, Checkpoints, not_finite, to_go_back_to
 from lm.runs.log import Writer, describe, iterations_of_layers, probed
@@ -179,7 +179,7 @@ class Training(Loop):
         say(f"task     {_task_line(cfg, self.task)}")
         size = f"{self.parameters / 1e6:.3f} M parameters"
         say(f"model    {cfg.model.name}, {size}, on {self.device} in {self.precision}")
-        say(f"kernels  {available(self.device.type, kernel_operations(self.model))}")
+        say(f"kernels  {describe_backends(self.device.type, kernel_operations(self.model))}")
         say(f"solver   {_solver_line(self.model, cfg)}")
         for line in described(self.model, cfg.optim):
             say(f"optim    {line}")
@@ -285,7 +285,7 @@ class Training(Loop):
         record = {"loss": loss, "lr": lr, "grad_norm": norm, "longest": self.longest}
         if adversarial_loss is not None:
             record["adversarial_loss"] = adversarial_loss
-        self.made, self.stopping = record, self.signals.asked
+        self.made, self.stopping = record, self.signals.is_stop_requested
 
     def _gradient(
         self, number: int, tensors: Tensors, continues: bool

@@ -143,7 +143,7 @@ def nearest(before, t, readout):
 
     Args:
         before: (b,d), zero where there is no token before.
-        readout: as in lm.kernels.cell.
+        readout: as in lm.kernels.cell_arguments.
     """
     if readout is None:
         return before
@@ -182,7 +182,7 @@ def cell(
     tol=1e-14,
     readout=None,
 ):
-    """As lm.kernels.cpu.cell.cell."""
+    """As lm.kernels.cpu.cpu_cell.cell."""
     b, length, d = x.shape
     heads = len(A) if A.dim() == 1 else None
     wide = d // options.groups
@@ -220,7 +220,7 @@ def cell(
 
 
 def cell_rnn(layout, options, raw, weight_y, x, decay, fresh, keep, y0, h0):
-    """As lm.kernels.cpu.cell.cell_rnn."""
+    """As lm.kernels.cpu.cpu_cell.cell_rnn."""
     options = options._replace(norm="none")
     b, length, d = x.shape
     y = x.new_zeros(b, d) if y0 is None else y0

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import TextIO
 
-from lm.common.errors import FAILED, Stopped, exit_status, sentence
+from lm.common.errors import FAILED, Stopped, describe_user_error, exit_status
 from lm.common.files import printable
 from lm.common.secrets import mask_logs
 
@@ -144,10 +144,10 @@ def run(args: argparse.Namespace) -> int:
     except Exception as e:
         if isinstance(e, BrokenPipeError) and _drop_output():  # whoever reads has seen enough
             return FAILED
-        text = sentence(e)
+        text = describe_user_error(e)
         if text is None:
             raise
-        if getattr(e, "said_by_main", False):
+        if getattr(e, "is_reported_by_main", False):
             time.sleep(SAID_S)  # a launcher kills all ranks, rank 0 too, when the first has ended
         else:
             label = "" if isinstance(e, Stopped) else "error: "

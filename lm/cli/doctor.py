@@ -111,7 +111,7 @@ def _try_kernels() -> tuple[str, ...]:
     from lm import kernels
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    words = kernels.available(device)  # first, because it checks all kernels side by side
+    words = kernels.describe_backends(device)  # first, because it checks all kernels side by side
     like = torch.empty(1, device=device)
     needed = {"cuda": ("selective_scan", "ssd_scan", "cell"), "cpu": ("selective_scan", "cell")}
     slow = [name for name in needed[device] if kernels.find(name, like) is None]

@@ -66,9 +66,9 @@ def _train(args: argparse.Namespace) -> int:
     cfg = _config_of_run(args)
     if args.dry_run:
         from lm.common.console import say
-        from lm.common.ranks import launched
+        from lm.common.ranks import read_launcher_ranks
 
-        say.enabled = launched()[0] == 0
+        say.enabled = read_launcher_ranks()[0] == 0
         planned, status = _planned(cfg)
         say(cfg.to_yaml())
         say(planned)
@@ -96,12 +96,12 @@ def _planned(cfg, gpus=None, gpu=None, utilisation=None):
     """
     from lm.common.errors import BAD_CONFIG
     from lm.common.files import check_folder
-    from lm.common.ranks import launched
+    from lm.common.ranks import read_launcher_ranks
     from lm.report.plan import describe, plan, where
     from lm.training.build import with_built_in_mixers
     from lm.training.preflight import check_config
 
-    gpus = gpus or launched()[1]
+    gpus = gpus or read_launcher_ranks()[1]
     at = where(gpus, gpu, utilisation)
     check_config(with_built_in_mixers(cfg)[0], gpus)
     check_folder(cfg.run_dir)

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.common.files import read_json, target, writing
+from lm.common.files import read_json, resolve_link, writing
 from lm.export.export_code import (
     ExportError,
     mixer_files,
@@ -155,7 +155,7 @@ def write_export(
     if own_files:
         origin += f" Its mixer is its author's own and travels along: {', '.join(own_files)}."
     with writing(out):
-        out = target(out)
+        out = resolve_link(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with draft(out) as folder:
         new = folder / "export"

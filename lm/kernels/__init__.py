@@ -28,12 +28,12 @@ INTERFACE = ("fprnn-kernels", 4)
 MODULES = {
     "cpu": {
         "selective_scan": "cpu.scan",
-        "cell": "cpu.cell",
+        "cell": "cpu.cpu_cell",
         "roots": "cpu.roots",
     },
     "triton": {
         "selective_scan": "triton.scan",
-        "cell": "triton.cell",
+        "cell": "triton.triton_cell",
         "roots": "triton.roots",
     },
     "mamba_ssm": {
@@ -82,7 +82,7 @@ def run_in_clean_threads(*computations: Callable[[], Result]) -> list[Result]:
     return [future.result() for future in futures]
 
 
-def asked() -> str:
+def requested_backend() -> str:
     """What FPRNN_KERNELS names.
 
     Raises:
@@ -162,7 +162,7 @@ def _load_on_gpu(device_type, operations):
     first one is also checked before the others, because that initializes CUDA and Triton. A module
     with several operations is checked in one thread, because Triton's autotuner is not thread-safe.
     """
-    name = asked()
+    name = requested_backend()
     loads: dict[str, tuple[str, str]] = {}  # module → one (backend, operation) that it has
     for operation in operations:
         for backend in _backends(operation, device_type, name):
@@ -210,7 +210,7 @@ def find(operation: str, like: torch.Tensor) -> ModuleType | None:
     Raises:
         BackendError: FPRNN_KERNELS names what is not there.
     """
-    found = _find(operation, like.device.type, like.dtype, asked())
+    found = _find(operation, like.device.type, like.dtype, requested_backend())
     return found[0] if found else None
 
 
@@ -224,7 +224,7 @@ def compute(operation: str, function: str, like: torch.Tensor, *args: Any) -> An
         BackendError: FPRNN_KERNELS names what is not there.
     """
     reasons = []
-    for module in _find(operation, like.device.type, like.dtype, asked()):
+    for module in _find(operation, like.device.type, like.dtype, requested_backend()):
         try:
             return getattr(module, function)(*args)
         except Unsupported as unsupported:
@@ -243,7 +243,7 @@ def _warn(function, reasons):
     )
 
 
-def choice(
+def choose_backends(
     device_type: str = "cpu", operations: Sequence[str] = OPERATIONS
 ) -> dict[str, tuple[str, ...]]:
     """Return the backends that compute each operation on a device, the preferred one first.
@@ -257,12 +257,14 @@ def choice(
     """
     _load_on_gpu(device_type, operations)
     return {
-        operation: tuple(backend for backend, _ in _candidates(operation, device_type, asked()))
+        operation: tuple(
+            backend for backend, _ in _candidates(operation, device_type, requested_backend())
+        )
         for operation in operations
     }
 
 
-def available(device_type: str = "cpu", operations: Sequence[str] = OPERATIONS) -> str:
+def describe_backends(device_type: str = "cpu", operations: Sequence[str] = OPERATIONS) -> str:
     """Describe which backends compute the operations on a device, and why others cannot.
 
     Args:
@@ -271,7 +273,7 @@ def available(device_type: str = "cpu", operations: Sequence[str] = OPERATIONS) 
     Raises:
         BackendError: FPRNN_KERNELS names what can compute nothing here.
     """
-    name = asked()
+    name = requested_backend()
     parts: list[str] = []
     missing: dict[str, dict[str, list[str]]] = {}  # backend → why → operations
     if name == "plain":

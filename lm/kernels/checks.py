@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lm.kernels import run_in_clean_threads
-from lm.kernels.cell import Layout, Options
+from lm.kernels.cell_arguments import Layout, Options
 
 FAILED = 1  # as in lm/model/solver.py
 SCALE_BEYOND_PICARD = 30.0  # of an equation that `roots_deviation` has solved as well
@@ -109,7 +109,7 @@ def cell_deviation(cell: Callable[..., Any], dtype: torch.dtype) -> float:
     """Return the `deviation` of an exact token from its equation iterated, gradients included.
 
     Args:
-        cell: Function with the arguments of `lm.kernels.cpu.cell.cell`. It solves an FP-Mamba-1
+        cell: Function with the arguments of `lm.kernels.cpu.cpu_cell.cell`. It solves an FP-Mamba-1
             layer with one reflection.
         dtype: Of the tensors.
     """

@@ -1,8 +1,8 @@
 """The fixed-point blocks: `prepare` (once per solve), `step` (once per iteration), `finish`.
 
 What one iteration does besides products and the scan stands first, the exact solve of a layer last.
-A kernel's solve is a function of tensors only: `lm.kernels.cell` has the equations and explains the
-arguments.
+A kernel's solve is a function of tensors only: `lm.kernels.cell_arguments` has the equations and
+explains the arguments.
 
 Shape suffixes: b batch, l length, d channels (d_inner), n d_state, h heads, g groups.
 """

@@ -331,7 +331,7 @@ class Projections(NamedTuple):
         return self._replace(raw=self.raw + F.pad(read, (0, self.raw.shape[-1] - k)))
 
     def readout(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...] | None:
-        """What lm.kernels.cell calls a Readout; None without centroids."""
+        """What lm.kernels.cell_arguments calls a Readout; None without centroids."""
         if self.centroids is None:
             return None
         noise = None if self.noise is None else self.noise.to(dtype)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lm.common.cards import GIB, SEQUENCE_S, TOKEN_S, Card, card, here
+from lm.common.cards import GIB, SEQUENCE_S, TOKEN_S, Card, detect_gpu_name, find_card
 from lm.common.errors import ConfigError
 from lm.config.schema import Config
-from lm.kernels.cell import fits_a_gpu
+from lm.kernels.cell_arguments import fits_a_gpu
 from lm.model.fields import AUTO_WINDOW
 from lm.report import estimate
 from lm.report.estimate import Sizes, on_the_meta_device, sizes
@@ -48,14 +48,14 @@ def where(world_size: int, gpu: str | None = None, utilisation: float | None = N
     """Return what the options of `fprnn plan` mean; None is the default.
 
     Raises:
-        ConfigError: If there is no such card, or the utilisation is above 1.
+        ConfigError: If the card is unknown, or the utilisation is above 1.
     """
     if utilisation is not None and utilisation > 1:
         raise ConfigError(
             f"--utilisation is {utilisation:g}: it is the share of the card's peak that is reached,"
             " above 0 and at most 1"
         )
-    return Where(world_size, card(gpu or here()), utilisation or UTILISATION)
+    return Where(world_size, find_card(gpu or detect_gpu_name()), utilisation or UTILISATION)
 
 
 # Work.

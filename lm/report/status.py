@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.common.console import duration, say
+from lm.common.console import format_duration, say
 from lm.common.files import read_mapping
 from lm.runs.log import iterations_of_layers
 from lm.runs.metrics import ELSEWHERE_NOTE, is_elsewhere, read_metrics
@@ -67,8 +67,8 @@ def cells(status: Status) -> dict[str, str]:
         "validation": status.validation,
         "tokens/s": f"{speed:,.0f}" if is_number(speed) else "",
         "ℓ*": iterations_of_layers(status.num_iters) if status.num_iters else "",
-        "time left": "" if status.left_s is None else duration(status.left_s),
-        "last record": "" if status.seen_s is None else f"{duration(status.seen_s)} ago",
+        "time left": "" if status.left_s is None else format_duration(status.left_s),
+        "last record": "" if status.seen_s is None else f"{format_duration(status.seen_s)} ago",
     }
 
 

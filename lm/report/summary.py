@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-from lm.common.console import duration
+from lm.common.console import format_duration
 from lm.report.read import Files, as_written, nested, number
 from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE, ELSEWHERE_SHARE
 
@@ -112,7 +112,7 @@ def describe_state(files: Files) -> str:
         step = "no update recorded yet" if status.step is None else f"update {status.step:,}{total}"
         line += f"; {step}"
         if status.seen_s is not None:
-            line += f", last record {duration(status.seen_s)} ago"
+            line += f", last record {format_duration(status.seen_s)} ago"
     return line
 
 

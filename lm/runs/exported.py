@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.common.errors import UserError, refused_pickle
+from lm.common.errors import UserError, describe_refused_pickle
 from lm.model.checksums import refuse_changed
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
         ) from None
     except pickle.UnpicklingError as e:
         files = sorted(Path(path).glob("pytorch_model*.bin"))
-        raise LoadError(refused_pickle(files[0] if files else path, e)) from None
+        raise LoadError(describe_refused_pickle(files[0] if files else path, e)) from None
     # ValueError: a model that nobody knows; the others: a config.json that no model can have.
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as e:
         raise _foreign_code(e, path) or LoadError(f"cannot load {path}: {_reason(e)}") from None

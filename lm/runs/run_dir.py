@@ -6,7 +6,13 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from lm.common.errors import ConfigError, DivergedAlone, UserError, exit_status, sentence
+from lm.common.errors import (
+    ConfigError,
+    DivergedOnOneRank,
+    UserError,
+    describe_user_error,
+    exit_status,
+)
 from lm.common.files import check_folder, printable, read_json, write_json, write_text, writing
 from lm.common.secrets import mask_credentials
 from lm.config.load import build
@@ -148,8 +154,8 @@ class RunDir:
         """
         if isinstance(error, LeaseError) or self.failure.exists():
             return
-        if is_main or isinstance(error, DivergedAlone):
-            masked = mask_credentials(sentence(error) or repr(error))
+        if is_main or isinstance(error, DivergedOnOneRank):
+            masked = mask_credentials(describe_user_error(error) or repr(error))
             with contextlib.suppress(Exception):  # the disk may be what failed
                 write_json(self.failure, {"sentence": masked, "exit_code": exit_status(error)})
 

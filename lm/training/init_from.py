@@ -132,7 +132,7 @@ def begin(
         as `check`; ConfigError: a source of another tokenizer.
     """
     if cfg.init_from is not None:
-        ranks.each(_begin, cfg.init_from, model, tokenizer, ranks.is_main, run)
+        ranks.run_on_all(_begin, cfg.init_from, model, tokenizer, ranks.is_main, run)
 
 
 def _begin(

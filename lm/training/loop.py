@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from lm.common.console import say
-from lm.common.errors import Diverged, DivergedAlone, Stopped
+from lm.common.errors import Diverged, DivergedOnOneRank, Stopped
 from lm.config.schema import Run
 from lm.runs.checkpoint import Checkpoints
 from lm.runs.log import Writer
@@ -78,7 +78,7 @@ class Loop(ABC):
         """The updates that are left, each with what is due after it; a save under way is finished.
 
         Raises:
-            Diverged, DivergedAlone, Stopped, LeaseError, CheckpointError, OutputError.
+            Diverged, DivergedOnOneRank, Stopped, LeaseError, CheckpointError, OutputError.
         """
         while not self.is_last:
             self.run.check_ours()
@@ -88,7 +88,7 @@ class Loop(ABC):
                     self.update()
                 for hook in self.after_update:
                     hook()
-            except DivergedAlone:
+            except DivergedOnOneRank:
                 raise
             except Diverged as e:
                 self._roll_back(e, number)

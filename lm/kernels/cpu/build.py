@@ -23,10 +23,10 @@ from lm.kernels import Unsupported
 from lm.kernels.checks import find_fault
 
 HERE = Path(__file__).parent
-SOURCES = ("scan.cpp", "cell.cpp", "cell_backward.cpp", "roots.cpp")
+SOURCES = ("scan.cpp", "cell_forward.cpp", "cell_backward.cpp", "roots.cpp")
 HEADERS = (
     "vector.h",
-    "cell.h",
+    "cell_token.h",
     "cell_equation.h",
     "cell_gradient.h",
     "cell_pair.h",

@@ -1,6 +1,6 @@
 // The exact token's gradient on a CPU: backpropagation through time, from the last token to the
 // first, with the implicit function theorem in the token (cell_gradient.h). States are computed
-// again from checkpoints, chunk by chunk; lm/kernels/cpu/cell.py says what is differentiated.
+// again from checkpoints, chunk by chunk; lm/kernels/cpu/cpu_cell.py says what is differentiated.
 
 #include "cell_gradient.h"
 

@@ -7,7 +7,7 @@
 
 #pragma once
 
-#include "cell.h"
+#include "cell_token.h"
 
 namespace {
 

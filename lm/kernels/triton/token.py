@@ -1,7 +1,7 @@
 """One token of the exact recurrence in Triton, forwards and back: what kernels are made of.
 
 A program holds one token whole: vectors of d channels, r reflections as tiles (r,d), the small
-equation. The equations are those of lm/kernels/cpu/cell.py, the search that of roots.py. All is
+equation. The equations are those of lm/kernels/cpu/cpu_cell.py, the search that of roots.py. All is
 computed in fp32 and the search in fp64, whatever is read.
 
 Shape suffixes: D the power of two at or above d, R that at or above r; g groups, n states.

@@ -13,7 +13,7 @@ import torch
 import lm.common.errors
 from lm.cli.arguments import Number, Whole, names
 from lm.cli.main import main, parser
-from lm.common.errors import UserError, install_command, sentence
+from lm.common.errors import UserError, describe_user_error, install_command
 from lm.evaluation.facade import FacadeError, load
 from tests.refusals import refused
 from tests.running import ENV
@@ -38,16 +38,21 @@ def dry_run(*overrides) -> list[str]:
 
 
 def test_what_is_the_users_to_mend_and_what_is_a_bug():
-    assert sentence(UserError("so it is")) == "so it is"
-    assert sentence(FloatingPointError("layer 3: it became NaN")) == "layer 3: it became NaN"
-    assert sentence(ModuleNotFoundError("x", name="wandb.sdk")) == (
+    assert describe_user_error(UserError("so it is")) == "so it is"
+    assert (
+        describe_user_error(FloatingPointError("layer 3: it became NaN"))
+        == "layer 3: it became NaN"
+    )
+    assert describe_user_error(ModuleNotFoundError("x", name="wandb.sdk")) == (
         "this command needs the package wandb, which is not installed: " + install_command("wandb")
     )
     wrapped = ModuleNotFoundError("Could not import module 'AutoModel'")
     wrapped.__cause__ = ModuleNotFoundError("x", name="safetensors")
-    assert sentence(wrapped).endswith(f"is not installed: {install_command('safetensors')}")
+    assert describe_user_error(wrapped).endswith(
+        f"is not installed: {install_command('safetensors')}"
+    )
     bugs = (ValueError("x"), KeyError("x"), ModuleNotFoundError("x", name="lm.nothing"), OSError())
-    assert [sentence(bug) for bug in bugs] == [None] * 4
+    assert [describe_user_error(bug) for bug in bugs] == [None] * 4
 
 
 GLOO = "[enforce fail at loop.cc:105] fd_ != -1. -1 vs -1. epoll_create: Too many open files"
@@ -68,7 +73,7 @@ TORCH = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can'
     ],
 )
 def test_a_limit_of_the_process_is_a_sentence(error, words):
-    said = sentence(error)
+    said = describe_user_error(error)
     assert said is None if words is None else words in said
 
 

@@ -174,7 +174,7 @@ def test_plan_takes_the_hardware_from_its_options(tmp_path, capsys):
     planned = capsys.readouterr().out
     assert "16 × h200" in planned and "48 of 7 tokens" in planned
     assert main(["plan", path, "--gpu", "h9000"]) == BAD_CONFIG
-    assert "--gpu h9000: no such card is known here; known are" in capsys.readouterr().err
+    assert "--gpu h9000: unknown card; known are" in capsys.readouterr().err
     for wrong in ("0", "-3", "two"):
         with pytest.raises(SystemExit):
             main(["plan", path, "--gpus", wrong])

@@ -94,7 +94,7 @@ def test_gpus(tmp_path, monkeypatch, seen, listed, state, words):
 
 def test_kernels_that_do_not_compile_are_named(monkeypatch):
     words = "plain PyTorch (cpu: g++ is missing)"
-    monkeypatch.setattr(kernels, "available", lambda *_: words)
+    monkeypatch.setattr(kernels, "describe_backends", lambda *_: words)
     monkeypatch.setattr(kernels, "find", lambda name, like: None if name == "cell" else name)
     state, text, cure = doctor._try_kernels()
     assert state == "note" and text.startswith("cell in plain") and "g++ is missing" in text

@@ -214,6 +214,6 @@ def test_a_run_must_be_there(tmp_path):
 @pytest.mark.parametrize("place", ["https://huggingface.co/me/model", "s3://bucket/model"])
 def test_a_url_is_no_folder(tiny_run, tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OutputError, match="no place on this machine"):
+    with pytest.raises(OutputError, match="is not on this machine"):
         export(tiny_run, place)
     assert not list(tmp_path.iterdir())

@@ -4,10 +4,8 @@ import re
 
 import pytest
 
-from lm.kernels import cell as kernels_cell
-from lm.kernels import checks
-from lm.kernels.cpu import build, roots
-from lm.kernels.cpu import cell as cpu_cell
+from lm.kernels import cell_arguments, checks
+from lm.kernels.cpu import build, cpu_cell, roots
 from lm.model import cell, certified_root, solver
 
 RULE = solver.Rule()
@@ -73,13 +71,13 @@ def order(names):
         ("cell_equation.h", SEARCH | OUTCOMES | {"MOST": roots.MOST_RANK}),
         ("cell_pair.h", PAIR),
         (
-            "cell.h",
+            "cell_token.h",
             {kind.upper(): number for kind, number in cpu_cell._KINDS.items()}
-            | order(kernels_cell.NORMS)
-            | order(kernels_cell.ACTS),
+            | order(cell_arguments.NORMS)
+            | order(cell_arguments.ACTS),
         ),
     ],
-    ids=["cell_equation.h", "cell_pair.h", "cell.h"],
+    ids=["cell_equation.h", "cell_pair.h", "cell_token.h"],
 )
 def test_cpp_has_the_constants_of_python(file, expected):
     """In both directions: a constant that is new in C++ wants a place here."""
@@ -107,7 +105,7 @@ def test_the_search_in_cpp_has_no_number_without_a_name(file):
 
 def test_python_modules_of_kernels_have_the_constants_of_the_model():
     assert (checks.FAILED, roots.BISECTED) == (solver.FAILED, solver.BISECTED)
-    assert roots.MOST_RANK == kernels_cell.MOST_REFLECTIONS
+    assert roots.MOST_RANK == cell_arguments.MOST_REFLECTIONS
 
 
 def test_triton_has_the_constants_of_python():

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from lm.kernels import Unsupported
-from lm.kernels.cpu import cell as cpu_cell
-from lm.kernels.cpu.cell import Layout, Options
+from lm.kernels.cpu import cpu_cell
+from lm.kernels.cpu.cpu_cell import Layout, Options
 from lm.model.solver import FAILED
 from tests import oracle_cell
 from tests.kernels import assert_close, poisoned_memory, skip_where_missing

@@ -15,7 +15,7 @@ from lm.kernels.checks import deviation
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton.build import INTERPRETED, check, dense, launch
 
-FILES = ("cell", "roots", "scan")
+FILES = ("triton_cell", "roots", "scan")
 
 
 @pytest.mark.parametrize("name", [pytest.param("roots", marks=pytest.mark.slow), "scan"])

@@ -8,9 +8,8 @@ import torch
 pytest.importorskip("triton")
 
 from lm.kernels import Unsupported
-from lm.kernels.cpu import cell as cpu_cell
-from lm.kernels.triton import cell as triton_cell
-from lm.kernels.triton import launches
+from lm.kernels.cpu import cpu_cell
+from lm.kernels.triton import launches, triton_cell
 from lm.kernels.triton.build import INTERPRETED
 from lm.model.solver import BISECTED, FAILED, LIMITED
 from tests import oracle_cell
@@ -276,7 +275,7 @@ def test_any_strides_and_a_slice_of_raw():
 
 
 def test_refuses():
-    """What lm/kernels/cell.py refuses test_cpu_cell.py checks."""
+    """What lm/kernels/cell_arguments.py refuses test_cpu_cell.py checks."""
     given = problem()
     for change, error, words_of_it in (
         (dict(x=torch.zeros(2, 5, 19)), ValueError, "expected"),
@@ -287,7 +286,7 @@ def test_refuses():
 
 
 def test_a_token_too_wide_for_one_program_is_unsupported(monkeypatch):
-    monkeypatch.setattr("lm.kernels.cell.MOST_ENTRIES", 16)
+    monkeypatch.setattr("lm.kernels.cell_arguments.MOST_ENTRIES", 16)
     with pytest.raises(Unsupported, match="1 vectors of 19 channels"):
         solved(problem())
 

@@ -1,6 +1,6 @@
 // What the exact token's two directions share: the problem, a token's vectors and maps, the state.
 //
-// A layer's token is an explicit function of what was before it (lm/kernels/cpu/cell.py says which).
+// A layer's token is an explicit function of what was before it (lm/kernels/cpu/cpu_cell.py says which).
 // A group of sequences goes through time together, so that the weight of sh(y) is read once for all;
 // everything else of a token is computed by itself, in an order that nothing around it changes.
 

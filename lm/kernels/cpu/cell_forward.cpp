@@ -1,6 +1,6 @@
-// The exact token forwards on a CPU; lm/kernels/cpu/cell.py calls it and says what it computes.
+// The exact token forwards on a CPU; lm/kernels/cpu/cpu_cell.py calls it and says what it computes.
 
-#include "cell.h"
+#include "cell_token.h"
 
 namespace {
 

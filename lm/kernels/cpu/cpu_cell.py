@@ -1,8 +1,8 @@
 """The exact token compiled for this CPU: a layer's whole solve, token by token, with its gradient.
 
-The equations are those of lm/kernels/cell.py. States live in memory as (b,n,d), as those of scan.py
-do. A sequence's results depend neither on the batch nor on how its tokens are cut into calls, none
-on the number of threads, bit for bit.
+The equations are those of lm/kernels/cell_arguments.py. States live in memory as (b,n,d), as those
+of scan.py do. A sequence's results depend neither on the batch nor on how its tokens are cut into
+calls, none on the number of threads, bit for bit.
 
 Shape suffixes: b batch, l length, d channels, n states, r reflections, K columns of raw, k those of
 them that read sh(y).
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lm.kernels import cell as arguments
-from lm.kernels.cell import ACTS, NORMS, Layout, Options, Readout, shapes_of, sizes_of
+from lm.kernels import cell_arguments
+from lm.kernels.cell_arguments import ACTS, NORMS, Layout, Options, Readout, shapes_of, sizes_of
 from lm.kernels.checks import cell_deviation, needs_grad
 from lm.kernels.cpu import build as cpu_build
 from lm.kernels.cpu.build import (
@@ -28,7 +28,7 @@ from lm.kernels.cpu.build import (
     token_step,
 )
 
-# `struct Cell` of cell.h: sizes, numbers, addresses.
+# `struct Cell` of cell_token.h: sizes, numbers, addresses.
 _SIZES, _NUMBERS, _ADDRESSES = 22, 4, 38
 NARROW = False  # all tensors have one dtype
 CENTROIDS = True  # it reads through them
@@ -48,7 +48,7 @@ class _Problem(NamedTuple):
 
 def fits(r: int, d: int) -> bool:
     """Whether it solves a token of r reflections of d channels."""
-    return r <= arguments.MOST_REFLECTIONS
+    return r <= cell_arguments.MOST_REFLECTIONS
 
 
 def usable() -> tuple[bool, str]:

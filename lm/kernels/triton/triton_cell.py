@@ -1,10 +1,10 @@
 """The exact token on a GPU: a layer's whole solve, token by token over all sequences at once.
 
-The equations are those of lm/kernels/cell.py. A token is two launches, the product with W_y over
-the batch and one program a sequence for everything else; its gradient is two, the last token first,
-with the states of a chunk computed again from the one that entered it (cell_kernels.py). The
-launches of a chunk are a CUDA graph (launches.py); the gradient of W_y is one product at the end.
-Nothing waits for the GPU.
+The equations are those of lm/kernels/cell_arguments.py. A token is two launches, the product with
+W_y over the batch and one program a sequence for everything else; its gradient is two, the last
+token first, with the states of a chunk computed again from the one that entered it
+(cell_kernels.py). The launches of a chunk are a CUDA graph (launches.py); the gradient of W_y is
+one product at the end. Nothing waits for the GPU.
 
 Products are those of W_y's dtype, accumulated in fp32; rows are kept in raw's dtype; all else is
 fp32. A sequence's results do not depend on the batch, bit for bit, but for what `tl.dot` makes of
@@ -23,9 +23,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lm.kernels import Unsupported
-from lm.kernels import cell as arguments
-from lm.kernels.cell import Layout, Options, shapes_of, sizes_of
+from lm.kernels import Unsupported, cell_arguments
+from lm.kernels.cell_arguments import Layout, Options, shapes_of, sizes_of
 from lm.kernels.checks import cell_deviation, needs_grad
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton import cell_kernels
@@ -37,7 +36,7 @@ MOST_AGAIN = 512 * 2**20  # bytes of a chunk's states, computed again
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-fits = arguments.fits_a_gpu
+fits = cell_arguments.fits_a_gpu
 NARROW = True  # raw and weight_y may be narrower than the rest
 CENTROIDS = False
 
@@ -215,7 +214,7 @@ def _prepare(layout, options, kind, raw, weight_y, x, dt, A, keep, gate, D, weig
     named = {**dict(zip(shapes, given)), "keep": keep_as_read}
     check(**{name: (t, shapes[name]) for name, t in named.items()})
     if not fits(options.rank, sizes.d):
-        most = arguments.MOST_ENTRIES
+        most = cell_arguments.MOST_ENTRIES
         raise Unsupported(f"{options.rank} vectors of {sizes.d} channels: it holds {most} entries")
     if weight_y.is_cuda and torch.cuda.is_current_stream_capturing():
         raise Unsupported("a CUDA graph is being recorded, and the exact token replays its own")
@@ -435,7 +434,7 @@ def cell(
     h0: Tensor | None,
     adjoint: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `lm.kernels.cpu.cell.cell`; y and the state in fp32. raw and weight_y may be bf16 or fp16.
+    """As `lm.kernels.cpu.cpu_cell.cell`; y and the state in fp32. raw, weight_y: also bf16, fp16.
 
     Raises:
         TypeError, ValueError: devices, shapes, names. Unsupported: dtypes, rank, width.
@@ -459,7 +458,7 @@ def cell_rnn(
     h0: Tensor | None,
     adjoint: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `lm.kernels.cpu.cell.cell_rnn`; see `cell`."""
+    """As `lm.kernels.cpu.cpu_cell.cell_rnn`; see `cell`."""
     layout, options = Layout(*layout), Options(*options)._replace(norm="none", groups=1)
     given = raw, weight_y, x, fresh, decay, keep, None, None, None, None, y0, h0, adjoint
     return _solve(layout, options, "rnn", *given)
