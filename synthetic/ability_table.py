@@ -1,4 +1,4 @@
-"""The profile of models for people: a table in the terminal, and a figure."""
+"""Output of `validate`: the table of abilities, its notes, a CSV and a figure."""
 
 from __future__ import annotations
 
@@ -9,82 +9,84 @@ from typing import Any
 import pandas as pd
 
 from lm.common.files import writing
-from synthetic.plots import Drawing, words
-from synthetic.result_tables import Trained, at_end, over_seeds, write_csv
+from synthetic.plots import Drawing, metric_label
+from synthetic.result_tables import FinishedRun, average_seeds, final_table, write_csv
 from synthetic.results import plus_minus
 from synthetic.validate import FILES
 
 
-def judge(runs: Sequence[Trained]) -> pd.DataFrame:
-    """Return a line for each model and each bar of its recipes: value, error, passed."""
-    numbers = at_end(runs)
-    found = []
-    for label, of_model in numbers.groupby("label", sort=False):
+def judge(runs: Sequence[FinishedRun]) -> pd.DataFrame:
+    """Return a line for each model and each threshold of its recipes: value, error, passed."""
+    table = final_table(runs)
+    judged = []
+    for label, model_table in table.groupby("label", sort=False):
         run = next(run for run in runs if run.label == label)
-        for bar in run.cfg.thresholds:
-            means = over_seeds(of_model[of_model["metric"] == bar.metric])
-            mean = means.loc[bar.length or means.index[0]]
-            metric = f"{words(bar.metric)} at {mean.name:,}"
+        for threshold in run.cfg.thresholds:
+            means = average_seeds(model_table[model_table["metric"] == threshold.metric])
+            mean = means.loc[threshold.length or means.index[0]]
+            metric = f"{metric_label(threshold.metric)} at {mean.name:,}"
             if mean.name != run.trained_to:
                 metric += f", trained to {run.trained_to}"
-            found.append(
+            judged.append(
                 {
                     "ability": run.panel,
                     "task": run.cfg.task.name,
                     "metric": metric,
-                    "bar": bar.min,
+                    "threshold": threshold.min,
                     "model": run.model,
                     "value": mean["value"],
                     "error": mean["error"],
-                    "passed": mean["value"] >= bar.min,
+                    "passed": mean["value"] >= threshold.min,
                 }
             )
-    return pd.DataFrame(found)
+    return pd.DataFrame(judged)
 
 
-def summarize(runs: Sequence[Trained]) -> list[dict[str, Any]]:
-    """Return the table of a profile: a line for each bar, a column for each model; then the
-    parameters and the seconds of training of each model."""
+def summarize(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
+    """Return the table of abilities: a line for each threshold, a column for each model.
+
+    The last two lines are the parameters and the seconds of training of each model.
+    """
     lines: dict[tuple, dict[str, Any]] = {}
     for row in judge(runs).to_dict("records"):
-        about = {name: row[name] for name in ("ability", "task", "metric", "bar")}
-        line = lines.setdefault(tuple(about.values()), about)
+        head = {name: row[name] for name in ("ability", "task", "metric", "threshold")}
+        line = lines.setdefault(tuple(head.values()), head)
         mark = "✓" if row["passed"] else "·"
         line[row["model"]] = f"{row['value']:.3f}{plus_minus(row['error'])} {mark}"
     parameters: dict[str, Any] = {"ability": "parameters"}
     seconds: dict[str, Any] = {"ability": "training of all seeds, seconds"}
     for run in runs:
-        size, spent = run.result["parameters"], run.result["training_seconds"]
+        size, run_seconds = run.result["parameters"], run.result["training_seconds"]
         parameters[run.model] = max(size, parameters.get(run.model, 0))
-        seconds[run.model] = round(spent + seconds.get(run.model, 0), 1)
+        seconds[run.model] = round(run_seconds + seconds.get(run.model, 0), 1)
     return [*lines.values(), parameters, seconds]
 
 
-def describe(runs: Sequence[Trained], drawing: Drawing) -> list[str]:
-    """Return the sentences below a profile."""
-    found = ["✓ reaches the bar", *drawing.notes]
+def describe(runs: Sequence[FinishedRun], drawing: Drawing) -> list[str]:
+    """Return the notes below the table."""
+    notes = ["✓ reaches the threshold", *drawing.notes]
     noises = {run.model: run.cfg.solver.state_noise for run in runs}
     for model, noise in noises.items():
         if noise:
-            found.append(f"{model}: trained with noise of {noise:g} on its states")
-    return found
+            notes.append(f"{model}: trained with noise of {noise:g} on its states")
+    return notes
 
 
 def write(drawing: Drawing, folder: Path) -> list[Path]:
-    """Write all numbers (validate.csv) and the figure.
+    """Write all measurements (validate.csv) and the figure (lengths.png).
 
     Args:
-        drawing: Curves of the profile's runs.
-        folder: Of the files.
+        drawing: Curves of the runs.
+        folder: Folder of the files.
 
     Returns:
-        The files.
+        The paths of the files.
 
     Raises:
         OutputError: If they cannot be written.
     """
-    numbers, lengths = paths = [folder / name for name in FILES]
+    csv_path, figure_path = paths = [folder / name for name in FILES]
     with writing(folder):
-        write_csv(drawing.numbers, numbers)
-        drawing.figure.savefig(lengths, dpi=130)
+        write_csv(drawing.table, csv_path)
+        drawing.figure.savefig(figure_path, dpi=130)
     return paths

@@ -1,4 +1,4 @@
-"""Finished runs of a sweep, and all that was measured on them as one tidy table (pandas)."""
+"""Finished runs of a sweep, and all their measurements as one tidy table (pandas)."""
 
 from __future__ import annotations
 
@@ -15,45 +15,48 @@ from synthetic.config import Config
 from synthetic.results import (
     TOKEN_BY_TOKEN,
     UNKNOWN,
+    combine_stderrs,
     curriculum_note,
-    elsewhere_of_layers,
-    error_of_mean,
-    failed_share,
-    in_training,
+    has_other_solution,
+    mean_failed_share,
+    overlap_text,
     plus_minus,
     solver_text,
 )
 
-LAST_COLUMNS = ("length", "metric", "value", "stderr")  # of the table
+LAST_COLUMNS = ("length", "metric", "value", "stderr")  # of the CSV
 
 
 @dataclass
-class Trained:
+class FinishedRun:
     """A finished run of a sweep."""
 
     run_dir: Path
-    cfg: Config  # as the sweep has it today
-    seed: int  # the run's own
+    cfg: Config  # from the sweep as it is now
+    seed: int  # that the run was trained with
     point: dict[str, Any]  # dotted key → value, mappings flattened
-    model: str  # the sweep point in words, without the task and the seed
-    panel: str  # the task, if the sweep has several
+    model: str  # label of the sweep point, without the task and the seed
+    panel: str  # label of the task, if the sweep has several
     result: dict
     records: list[dict]  # of metrics.jsonl
 
     @property
     def headline(self) -> str:
+        """Headline metric of the task."""
         return self.result["headline"]
 
     @property
     def trained_to(self) -> int:
+        """Longest training length of the config."""
         return self.cfg.train.lengths[1]
 
     @property
     def label(self) -> str:
+        """Label of the task and the model."""
         return ", ".join(filter(None, (self.panel, self.model)))
 
 
-def lines(run: Trained, rows: Iterable[dict], **columns: Any) -> list[dict]:
+def metric_lines(run: FinishedRun, rows: Iterable[dict], **columns: Any) -> list[dict]:
     """Return a line for each metric of each row of an evaluation.
 
     Args:
@@ -61,7 +64,7 @@ def lines(run: Trained, rows: Iterable[dict], **columns: Any) -> list[dict]:
         rows: Rows of a result's `eval`.
         columns: Further columns, the same in every line.
     """
-    about: dict[str, Any] = {
+    run_columns: dict[str, Any] = {
         "run": str(run.run_dir),
         "label": run.label,
         "panel": run.panel,
@@ -71,81 +74,89 @@ def lines(run: Trained, rows: Iterable[dict], **columns: Any) -> list[dict]:
         "seed": run.seed,
         **columns,
     }
-    return [about | line for row in rows for line in _lines_of_row(row)]
+    return [run_columns | line for row in rows for line in _row_lines(row)]
 
 
-def _lines_of_row(row: dict) -> list[dict]:
+def _row_lines(row: dict) -> list[dict]:
+    """Return a line for each metric of one row."""
     metrics = dict(row["metrics"])
     if "num_iters" in row:
         metrics["num_iters"] = float(np.mean(row["num_iters"]["mean"]))
-    about = {
+    row_columns = {
         "read": row["read"],
         "solver": solver_text(row["solver"]),
-        "in_training": in_training([row]),
-        "failed": failed_share([row]),
-        "elsewhere": any(elsewhere_of_layers([row])),
+        "in_training": overlap_text([row]),
+        "failed": mean_failed_share([row]),
+        "elsewhere": any(has_other_solution([row])),
         "test_seed": row.get("seed"),
         "length": row["length"],
     }
     return [
-        {**about, "metric": metric, "value": value, "stderr": row["stderr"].get(metric, np.nan)}
+        {
+            **row_columns,
+            "metric": metric,
+            "value": value,
+            "stderr": row["stderr"].get(metric, np.nan),
+        }
         for metric, value in metrics.items()
     ]
 
 
-def write_csv(numbers: pd.DataFrame, path: Path) -> None:
-    """Write the table; the numbers come last."""
-    columns = [name for name in numbers if name not in LAST_COLUMNS]
-    numbers.to_csv(path, columns=[*columns, *LAST_COLUMNS], index=False)
+def write_csv(table: pd.DataFrame, path: Path) -> None:
+    """Write a table of measurements, with LAST_COLUMNS at the end."""
+    columns = [name for name in table if name not in LAST_COLUMNS]
+    table.to_csv(path, columns=[*columns, *LAST_COLUMNS], index=False)
 
 
-def at_end(runs: Iterable[Trained]) -> pd.DataFrame:
+def final_table(runs: Iterable[FinishedRun]) -> pd.DataFrame:
     """Return the table of the runs' final evaluations."""
-    return pd.DataFrame([line for run in runs for line in lines(run, run.result["eval"])])
+    return pd.DataFrame([line for run in runs for line in metric_lines(run, run.result["eval"])])
 
 
-def headlines(runs: Sequence[Trained]) -> pd.DataFrame:
-    """Return the lines of each task's headline metric."""
-    numbers = at_end(runs)
-    metric_of = {run.panel: run.headline for run in runs}
-    return numbers[numbers["metric"] == numbers["panel"].map(metric_of)]
+def headline_table(runs: Sequence[FinishedRun]) -> pd.DataFrame:
+    """Return the final evaluations of each task's headline metric."""
+    table = final_table(runs)
+    metric_by_panel = {run.panel: run.headline for run in runs}
+    return table[table["metric"] == table["panel"].map(metric_by_panel)]
 
 
-def while_training(runs: Iterable[Trained]) -> pd.DataFrame:
-    """Return the table of the evaluations over lengths while the runs trained; the last one is of
-    the finished model, if it has all these lengths."""
-    made: list[dict] = []
+def training_table(runs: Iterable[FinishedRun]) -> pd.DataFrame:
+    """Return the table of the evaluations over lengths during training.
+
+    The last line of a run evaluates the finished model, if its result has the same lengths.
+    """
+    lines: list[dict] = []
     for run in runs:
         last_lengths: set[int] = set()
         for record in run.records:
             measured = record.get("over_lengths", {})
             rows = [{"length": int(length), **row} for length, row in measured.items()]
-            made += lines(run, rows, step=record["step"], seconds=record.get("seconds"))
+            lines += metric_lines(run, rows, step=record["step"], seconds=record.get("seconds"))
             last_lengths = {row["length"] for row in rows} or last_lengths
-        final = [row for row in run.result["eval"] if row["length"] in last_lengths]
-        final = [row for row in final if row["read"] != TOKEN_BY_TOKEN]
-        if last_lengths == {row["length"] for row in final}:
+        final_rows = [row for row in run.result["eval"] if row["length"] in last_lengths]
+        final_rows = [row for row in final_rows if row["read"] != TOKEN_BY_TOKEN]
+        if last_lengths == {row["length"] for row in final_rows}:
             step, seconds = run.result["updates"], run.result["training_seconds"]
-            made += lines(run, final, step=step, seconds=seconds)
-    return pd.DataFrame(made)
+            lines += metric_lines(run, final_rows, step=step, seconds=seconds)
+    return pd.DataFrame(lines)
 
 
-def over_seeds(numbers: pd.DataFrame, by: Sequence[str] = ("length",)) -> pd.DataFrame:
-    """Return means over seeds, first over those of the test data, then over those of training.
+def average_seeds(table: pd.DataFrame, by: Sequence[str] = ("length",)) -> pd.DataFrame:
+    """Average over the seeds of the test data, then over the training seeds.
 
     Args:
-        numbers: Lines with the same metric.
-        by: Columns that tell the means apart.
+        table: Lines with the same metric.
+        by: Columns that distinguish the means.
 
     Returns:
         A frame with `by` as sorted index: n (training seeds), value, error (the standard deviation
-        over seeds; of a single one the standard error over test samples), values and seeds.
+        over seeds; for a single seed the standard error over test samples), values and seeds.
     """
-    of_run = numbers.groupby([*by, "run", "seed"]).agg(
-        value=("value", "mean"), stderr=("stderr", error_of_mean)
+    run_means = table.groupby([*by, "run", "seed"]).agg(
+        value=("value", "mean"), stderr=("stderr", combine_stderrs)
     )
     means = (
-        of_run.reset_index(["run", "seed"])
+        run_means.reset_index(["run", "seed"])
         .groupby(level=list(by))
         .agg(
             n=("value", "size"),
@@ -156,51 +167,53 @@ def over_seeds(numbers: pd.DataFrame, by: Sequence[str] = ("length",)) -> pd.Dat
             seeds=("seed", list),
         )
     )
-    means["error"] = means["error"].fillna(means["stderr"])  # of a single seed there is no spread
+    means["error"] = means["error"].fillna(means["stderr"])  # a single seed has no deviation
     return means
 
 
 def seed_count(counts: Iterable[int]) -> str:
-    """Return "3", or "1–3" if some of a drawing has fewer seeds."""
+    """Return "3", or "1–3" if the points of a drawing have different numbers of seeds."""
     counts = list(counts)
     return "–".join(map(str, dict.fromkeys((min(counts), max(counts)))))
 
 
-def with_error(value: float, error: float) -> str:
+def format_mean(value: float, error: float) -> str:
     """Return a mean with its error, as tables show it."""
-    digits = 1 if value > 1 else 4  # iterations or a length, or an accuracy
+    digits = 1 if value > 1 else 4  # an iteration count or a length, or an accuracy
     return f"{value:.{digits}f}{plus_minus(error, min(3, digits))}"
 
 
-def notes(drawn: pd.DataFrame, runs: Iterable[Trained]) -> list[str]:
-    """Return the sentences below a figure: solvers, unsolved tokens, test samples that training
-    has too, and curricula that ended early.
+def figure_notes(lines: pd.DataFrame, runs: Iterable[FinishedRun]) -> list[str]:
+    """Return the notes of a figure.
+
+    They name the solvers, unsolved tokens, test samples that training contains too, and curricula
+    that ended early.
 
     Args:
-        drawn: The lines that the figure shows.
+        lines: Lines of the table that the figure shows.
         runs: All runs of the figure.
     """
-    found = []
-    models_by_solver = drawn.groupby("solver", sort=False)["model"].unique()
+    notes = []
+    models_by_solver = lines.groupby("solver", sort=False)["model"].unique()
     for name, models in models_by_solver.items():
-        models_in_words = f" ({'; '.join(models)})" if len(models_by_solver) > 1 else ""
-        found.append(f"Solver in evaluation: {name}{models_in_words}")
+        models_text = f" ({'; '.join(models)})" if len(models_by_solver) > 1 else ""
+        notes.append(f"Solver in evaluation: {name}{models_text}")
     failed = (
-        drawn.dropna(subset="failed").groupby("model", sort=False)["failed"].agg(["mean", "max"])
+        lines.dropna(subset="failed").groupby("model", sort=False)["failed"].agg(["mean", "max"])
     )
     unsolved = failed.loc[failed["max"] > FAILED_SHARE, "mean"]
     if len(unsolved):
         shares = "; ".join(f"{model or 'all'}: {share:.2%}" for model, share in unsolved.items())
-        found.append(
+        notes.append(
             f"Tokens whose equation was not solved, more than {FAILED_SHARE:.1%}: {shares}"
         )
-    if (drawn["in_training"] == UNKNOWN).any():
-        found.append("For some, it is unknown if training has the test samples too")
-    shared = drawn[~drawn["in_training"].isin(("0", UNKNOWN))]
+    if (lines["in_training"] == UNKNOWN).any():
+        notes.append("For some lengths, it is unknown whether training contains the test samples")
+    shared = lines[~lines["in_training"].isin(("0", UNKNOWN))]
     if len(shared):
         lengths = ", ".join(map(str, sorted(shared["length"].unique())))
-        found.append(f"Test samples that training may have too, at length: {lengths}")
+        notes.append(f"Training may contain the test samples of length: {lengths}")
     for run in runs:
         if note := curriculum_note(run.result, run.cfg):
-            found.append(f"{run.label or 'the model'}, seed {run.seed}: {note}")
-    return found
+            notes.append(f"{run.label or 'the model'}, seed {run.seed}: {note}")
+    return notes

@@ -19,7 +19,7 @@ SPLITS = ("train", "valid", "test")
 
 
 class TaskError(UserError, ValueError):
-    """Error for a task that cannot be built; its message names the request and what would work."""
+    """Error for a task that cannot be built; its message names the request and a valid one."""
 
 
 class Batch(NamedTuple):
@@ -31,7 +31,7 @@ class Batch(NamedTuple):
     kinds: np.ndarray | None = (
         None  # (b,l) int64: the subtask of each label, in tasks with subtasks
     )
-    is_continuation: bool = False  # the sequences continue those of the previous batch
+    is_continuation: bool = False  # continues the sequences of the previous batch
 
 
 class Task:
@@ -74,7 +74,7 @@ class Task:
         """Check that the task has sequences of this length.
 
         Raises:
-            TaskError: If it has none.
+            TaskError: If it has no such sequences.
         """
         if length < self.min_length or (length - self.min_length) % self.length_step:
             lengths = ", ".join(str(self.min_length + self.length_step * i) for i in range(3))

@@ -53,7 +53,7 @@ class CatBabi(Task):
     facts. The streams are padded on the right to the longest one, and each question is scored
     exactly once.
 
-    The splits are those of the files; bAbI's own splits have questions in common.
+    The splits come from the files; bAbI's own splits have questions in common.
 
     task.stories restricts the bAbI tasks used; ids and vocab_size do not depend on it.
     """

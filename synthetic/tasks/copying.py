@@ -19,8 +19,8 @@ class Copying(Task):
     """String tasks of Jelassi et al. 2024.
 
     Tokens are the characters of the alphabet, then `$` (start), `|` (separator), `.` (end) and `*`
-    (padding). The length is that of the string s that is copied or searched; its characters are
-    uniform. The model answers the tokens in square brackets, one token ahead, and reads the correct
+    (padding). The length counts the characters of the string s, which is copied or searched; they
+    are uniform. The model answers the tokens in square brackets, one token ahead, and reads the correct
     tokens before each answer (teacher forcing):
 
         copy             $ s | [s .]

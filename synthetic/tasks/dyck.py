@@ -16,7 +16,7 @@ class Dyck(FormalLanguage):
     """Dyck-(k, m): prefixes of well-nested sequences with k kinds of brackets and depth at most m.
 
     k is `task.brackets`, m is `task.depth`. The answer is the kind of the innermost open bracket,
-    which is the one that may be closed next: 1 to k, or 0 if all brackets are closed.
+    the only bracket that may be closed next: 1 to k, or 0 if all brackets are closed.
 
         input      (  [  ]  (  )  )
         answers    1  2  1  1  1  0

@@ -181,7 +181,7 @@ class ModularArithmetic(FormalLanguage):
             return self.modulus**digits * len(self.operators) ** (digits - 1) * (width % 2)
         counts = [0, *[self.modulus] * 4]
         for n in range(5, width + 1):
-            pairs = sum(counts[left] * counts[n - 3 - left] for left in range(1, n - 3))
+            pairs = sum(counts[size] * counts[n - 3 - size] for size in range(1, n - 3))
             counts.append(len(self.operators) * pairs)
         return counts[width]
 
@@ -275,8 +275,8 @@ class ModularArithmetic(FormalLanguage):
             start = np.append(first + 1, first + 2 + left_size)
             length = np.append(left_size, size - 3 - left_size)
 
-        # 2. Compute the values from the deepest parts up. The values of the next depth are first
-        # those of all left parts, then those of all right parts.
+        # 2. Compute the values from the deepest parts up. `deeper_values` holds the values of all
+        # left parts, then of all right parts.
         deeper_values = np.empty(0, int)
         for values, is_leaf, op in reversed(depths):
             left_values, right_values = np.split(deeper_values, 2)

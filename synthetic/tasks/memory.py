@@ -16,7 +16,7 @@ class SelectiveCopying(UniformLengthTask):
         input      _ c _ _ a b _ | _ _ _
         answers                    c a b
 
-    `task.content` tokens from an alphabet of `task.alphabet` stand at uniformly drawn positions.
+    `task.content` tokens from an alphabet of `task.alphabet` have uniformly drawn positions.
     The length counts all tokens, so longer sequences have more blanks. The model does not read the
     answers, so it must keep track of the next one itself. MAD uses `alphabet: 14`, `content: 16`
     and 256 tokens.

@@ -25,7 +25,7 @@ class Repl(UniformLengthTask):
         >>> a, c = c, a
         >>> print(b)            3
 
-    Tokens are those of Python's tokenizer, except that `>>>` and `print(` are single tokens. The
+    Tokens are the same as in Python's tokenizer, except that `>>>` and `print(` are single tokens. The
     length counts swaps. The input does not contain the printed output. So the model must compose a
     swap from eight tokens, and no answer shows the whole state, which is a permutation. With five
     variables or more the task is as hard as the word problem of S5 (beyond TC⁰ if TC⁰ ≠ NC¹).
