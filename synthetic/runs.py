@@ -15,7 +15,7 @@ from lm.common.files import check_folder
 from lm.common.signals import StopSignals, stop_with_parent
 from lm.config import load as base
 from lm.runs.run_dir import RunDir
-from lm.runs.run_dir import find_differences as config_differences
+from lm.runs.run_dir import differences as config_differences
 from lm.training.build import check_section
 from synthetic.config import Config
 

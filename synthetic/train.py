@@ -149,7 +149,7 @@ class Training(Loop):
         self.adversary = Adversary(self.model, kappa) if kappa else None
 
     def start(self, run: RunDir) -> None:
-        """Print the configuration of the run, load the newest checkpoint or the initial weights, open the log.
+        """Print the configuration, load a checkpoint or the initial weights, and open the log.
 
         Args:
             run: The run directory, which this process must have claimed.

@@ -20,8 +20,8 @@ class Copying(Task):
 
     Tokens are the characters of the alphabet, then `$` (start), `|` (separator), `.` (end) and `*`
     (padding). The length counts the characters of the string s, which is copied or searched; they
-    are uniform. The model answers the tokens in square brackets, one token ahead, and reads the correct
-    tokens before each answer (teacher forcing):
+    are uniform. The model answers the tokens in square brackets, one token ahead, and reads the
+    correct tokens before each answer (teacher forcing):
 
         copy             $ s | [s .]
         suffix_ngram     $ s | key [value .]   value: the n characters of s right after the key

@@ -25,10 +25,11 @@ class Repl(UniformLengthTask):
         >>> a, c = c, a
         >>> print(b)            3
 
-    Tokens are the same as in Python's tokenizer, except that `>>>` and `print(` are single tokens. The
-    length counts swaps. The input does not contain the printed output. So the model must compose a
-    swap from eight tokens, and no answer shows the whole state, which is a permutation. With five
-    variables or more the task is as hard as the word problem of S5 (beyond TC⁰ if TC⁰ ≠ NC¹).
+    Tokens are the same as in Python's tokenizer, except that `>>>` and `print(` are single tokens.
+    The length counts swaps. The input does not contain the printed output. So the model must
+    compose a swap from eight tokens, and no answer shows the whole state, which is a permutation.
+    With five variables or more the task is as hard as the word problem of S5 (beyond TC⁰ if
+    TC⁰ ≠ NC¹).
 
     The first print needs only a look-up. Without it, no model that we tried learned one swap.
     """
