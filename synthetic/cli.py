@@ -102,7 +102,7 @@ def _validate(args: argparse.Namespace) -> int:
     out_dir = args.out_dir or f"runs/validate{'_quick' * args.quick}"
     runs = validate(paths, overrides, out_dir, args.jobs, args.quick, args.seeds)
     say(build_table(summarize(runs), "Models and their abilities"))
-    drawing = curves(runs, "Abilities over test lengths", wide=1)
+    drawing = curves(runs, "Abilities over test lengths", log_ratio=1)
     say("\n".join(describe(runs, drawing)))
     for path in write(drawing, Path(out_dir)):
         say(f"wrote    {path}")

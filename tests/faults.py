@@ -128,8 +128,8 @@ FAULTS = {
     "moment_nan_at": wrap(ENGINE, "step", _nan_moment),
     "stop_at_the_end": wrap("lm.training.train:Training", "conclude", _suspended_at_the_end),
     # The same of the synthetic trainer.
-    "synthetic_nan_at": wrap(SYNTHETIC, "loss_of", _synthetic_nan_loss),
-    "synthetic_nonfinite_at": wrap(SYNTHETIC, "loss_of", _nonfinite),
+    "synthetic_nan_at": wrap(SYNTHETIC, "compute_loss", _synthetic_nan_loss),
+    "synthetic_nonfinite_at": wrap(SYNTHETIC, "compute_loss", _nonfinite),
     "synthetic_moment_nan_at": wrap(f"{SYNTHETIC}:Training", "update", _nan_moment),
 }
 

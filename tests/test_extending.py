@@ -377,12 +377,12 @@ def test_the_task_and_the_mixer_are_trained_resumed_and_evaluated(page, tmp_path
     ],
 )
 def test_a_class_that_cannot_be_a_task_is_refused_in_a_sentence(page, tmp_path, old, new, words):
-    from synthetic.train import _check_lengths_and_bars
+    from synthetic.preflight import check_lengths_and_thresholds
 
     typed(page, "my_tasks", old, new)
     with pytest.raises((tasks.TaskError, ConfigError)) as e:
         cfg = lights(tmp_path, "task.name=my_tasks_2:Lights")
-        _check_lengths_and_bars(cfg, tasks.build(cfg.task), [10])
+        check_lengths_and_thresholds(cfg, tasks.build(cfg.task), [10])
     assert words in str(e.value)
 
 

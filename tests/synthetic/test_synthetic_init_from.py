@@ -82,9 +82,7 @@ def test_resumed_run_does_not_read_the_source(source, cfg, capsys):
     result = (cfg.run_dir / "result.json").read_bytes()
     with pytest.raises(SourceError, match="which is no run"):
         train(cfg, overwrite=True)
-    assert (
-        cfg.run_dir / "result.json"
-    ).read_bytes() == result  # refused before the run is overwritten
+    assert (cfg.run_dir / "result.json").read_bytes() == result  # not overwritten
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_plan_uses_the_configs_solver(tmp_path, text, overrides):
         (
             "model: {d_model: 8}\n",
             ["train.steps=3"],
-            "accepts only keys of model, solver and optim",
+            "accepts only keys of model, solver",
         ),
         ("model: {d_modle: 8}\n", [], "did you mean `model.d_model`"),
     ],
