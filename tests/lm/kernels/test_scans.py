@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_refused(scan, inputs):
     t = inputs(2, 4, 5, 3)
     with pytest.raises(Unsupported, match=r"^dt is torch.float64"):
         scan(**{**t, "dt": t["dt"].double()})
-    with pytest.raises(ValueError, match=r"C is \(2, 3, 3\) where \(2, 4, 3\)"):
+    with pytest.raises(ValueError, match=r"C is \(2, 3, 3\), but \(2, 4, 3\)"):
         scan(**{**t, "C": t["C"][:, 1:]})
-    with pytest.raises(ValueError, match=r"keep is \(2, 3\) where \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"keep is \(2, 3\), but \(2, 4\)"):
         scan(**t, keep=t["x"][:, 1:, 0])

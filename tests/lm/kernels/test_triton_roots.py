@@ -90,12 +90,12 @@ def test_a_rotation_that_picard_circles_is_bisected():
 
 @triton.jit
 def _newton_kernel(out, start, residual, TOKENS: tl.constexpr, R: tl.constexpr):
-    """`_shortcut` of φ(s) = (1e-3 + 3 s) / √(1 + s²), from `start`, Picard contracting by 1/2."""
+    """`_try_newton` of φ(s) = (1e-3 + 3 s) / √(1 + s²), from `start`, Picard contracting by 1/2."""
     none = tl.zeros([TOKENS, R], tl.float64)
     one = tl.zeros([TOKENS], tl.float64)
     square = tl.zeros([TOKENS, R, R], tl.float64)
     equation = (none + 1e-3, square + 3.0, none, one + 1.0, none, square + 1.0, one + 1e-5)
-    s, found = triton_roots._shortcut(
+    s, found = triton_roots._try_newton(
         none + start, one == 0.0, one + residual, one + 0.5, equation, one + 1e-16, 10, R
     )
     tl.store(out + tl.arange(0, TOKENS), tl.where(found, tl.sum(s, 1), float("nan")))
