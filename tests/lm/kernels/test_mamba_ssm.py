@@ -103,7 +103,7 @@ def on_cpu(stand_in, monkeypatch):
     """A function (name) that sets FPRNN_KERNELS, while the dispatcher uses the stand-in on a CPU;
     and a list of the functions that it has called."""
     monkeypatch.setattr(triton_build, "INTERPRETED", True)
-    monkeypatch.setattr(kernels, "_device_of", lambda name: "cpu")
+    monkeypatch.setattr(kernels, "_get_device_type", lambda name: "cpu")
     triton_build._find_fault.cache_clear()
     compute, used = kernels.compute, []
 
