@@ -87,7 +87,7 @@ def test_cpp_has_the_constants_of_python(file, expected):
         assert found.keys() == expected.keys()
 
 
-def test_the_pieces_of_the_interval_are_those_of_python():
+def test_cpp_has_the_interval_pieces_of_python():
     source = (build.HERE / "cell_pair.h").read_text(encoding="utf-8")
     for name in ("PIECES", "WIDE_PIECES"):
         (values,) = re.findall(rf" {name}\[[^\]]+\] = \{{([^}}]+)\}}", source)
@@ -95,7 +95,7 @@ def test_the_pieces_of_the_interval_are_those_of_python():
 
 
 @pytest.mark.parametrize("file", ["cell_equation.h", "cell_root.h"])
-def test_the_search_in_cpp_has_no_number_without_a_name(file):
+def test_cpp_search_has_no_unnamed_number(file):
     """Past the definitions, in the search itself: only 0 to 3 stand as digits."""
     source = re.sub(r"//.*", "", (build.HERE / file).read_text(encoding="utf-8"))
     search = source[source.index("struct Equation") if "struct Equation" in source else 0 :]
@@ -103,7 +103,7 @@ def test_the_search_in_cpp_has_no_number_without_a_name(file):
     assert set(re.findall(r"(?<![\w.])\d[\d.e-]*", search)) <= {"0", "1", "2", "3"}
 
 
-def test_python_modules_of_kernels_have_the_constants_of_the_model():
+def test_kernel_modules_have_the_constants_of_the_model():
     assert (checks.FAILED, roots.BISECTED) == (solver.FAILED, solver.BISECTED)
     assert roots.MAX_RANK == cell_arguments.MAX_REFLECTIONS
 

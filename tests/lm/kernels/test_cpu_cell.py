@@ -128,14 +128,14 @@ def assert_equals_the_loop(given, tol=1e-9, tol32=3e-4, rnn=False):
 @pytest.mark.parametrize("n", [1, 16, 33])
 @pytest.mark.parametrize("d", [1, 8, 19, 64])
 @pytest.mark.parametrize("length", [1, 2, 9])
-def test_equals_the_loop_in_value_state_and_every_gradient(length, d, n):
+def test_values_and_gradients_equal_the_loop(length, d, n):
     tol32 = None if d == 1 else 3e-4  # LayerNorm of one channel is 0: all is rounding
     assert_equals_the_loop(problem(2, length, d, n), tol32=tol32)
 
 
 @pytest.mark.parametrize("sequential", [True, False], ids=["householder", "dplr"])
 @pytest.mark.parametrize("rank", [1, 2, 3, 4, 8])
-def test_ranks(rank, sequential):
+def test_all_ranks_equal_the_loop(rank, sequential):
     scale = 1.0 if not sequential and rank > 2 else 2.0
     assert_equals_the_loop(problem(rank=rank, sequential=sequential, scale=scale))
 
@@ -165,7 +165,7 @@ def test_ranks(rank, sequential):
     ],
     ids=str,
 )
-def test_toggles(others):
+def test_all_options_equal_the_loop(others):
     assert_equals_the_loop(problem(**others))
 
 
@@ -181,7 +181,7 @@ def test_toggles(others):
     ],
     ids=str,
 )
-def test_mamba2(sizes, rank):
+def test_mamba2_equals_the_loop(sizes, rank):
     assert_equals_the_loop(problem(norm="rms", rank=rank, without=("norm_bias",), **sizes))
 
 
@@ -197,7 +197,7 @@ def test_mamba2(sizes, rank):
     ],
     ids=str,
 )
-def test_rnn(others):
+def test_rnn_equals_the_loop(others):
     assert_equals_the_loop(rnn_problem(**{"scale": 1.0, **others}), rnn=True)
 
 
@@ -232,14 +232,14 @@ def with_centroids(k, without=(), **others):
     ],
     ids=str,
 )
-def test_centroids(others):
+def test_centroids_equal_the_loop(others):
     given = with_centroids(**others)
     expected = results(oracle_cell.cell, given)
     assert_close(results(cpu_cell.cell, given), expected, 1e-9)
     assert_close(results(cpu_cell.cell, given, torch.float32), expected, 3e-4)
 
 
-def test_centroids_token_by_token_are_the_whole_bit_for_bit():
+def test_centroids_token_by_token_are_bit_identical():
     layout, options, tensors = with_centroids(k=21, b=3, length=9, d=83)
     y, h, _ = solve(cpu_cell.cell, layout, options, **tensors)
     shared = {name: tensors.pop(name) for name in ("keys", "key_bias", "values")}
@@ -265,7 +265,7 @@ def test_centroids_of_another_width_are_refused():
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("D", [0.0, 1.0, 30.0, 1e4])
 @pytest.mark.parametrize("rank, sequential", [(1, True), (2, True), (2, False), (4, False)])
-def test_it_is_the_root_that_picard_runs_into(rank, sequential, D, norm):
+def test_root_is_the_limit_of_picard(rank, sequential, D, norm):
     """Among 300 equations, many of them with several roots; at 1e4 nothing but y is in y."""
     without = ("keep", "y0", "h0", "norm_bias")
     layout, options, tensors = problem(
@@ -286,7 +286,7 @@ def test_it_is_the_root_that_picard_runs_into(rank, sequential, D, norm):
     assert (error[both] > 1e-2).sum() <= 1  # at a fold a rounding decides
 
 
-def test_near_a_fold_the_gradient_is_limited(monkeypatch):
+def test_gradient_is_limited_near_a_fold(monkeypatch):
     given = problem(b=400, length=1, d=16, n=2, reading=0, without=("keep", "y0", "h0"), seed=3)
     monkeypatch.setattr(oracle_cell, "ITERATIONS", 20000)
     expected = results(oracle_cell.cell, given)
@@ -298,7 +298,7 @@ def test_near_a_fold_the_gradient_is_limited(monkeypatch):
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_what_picard_does_not_find_bisection_does(norm):
+def test_bisection_finds_roots_that_picard_misses(norm):
     without = ("keep", "y0", "h0", "norm_bias")
     layout, options, tensors = problem(
         b=300, length=1, d=16, n=2, rank=4, norm=norm, reading=0, without=without
@@ -328,7 +328,7 @@ def or_by_newton(picard):
     return root_of
 
 
-def test_a_root_that_repels_picard_is_found_and_has_its_gradient(monkeypatch):
+def test_repelling_root_has_the_exact_gradient(monkeypatch):
     """One token's only root repels Picard from all around: bisection finds it."""
     without = ("keep", "gate", "y0", "h0")
     given = problem(reading=0, without=without, rank=2)
@@ -338,7 +338,7 @@ def test_a_root_that_repels_picard_is_found_and_has_its_gradient(monkeypatch):
 
 
 @pytest.mark.parametrize("b, length", [(0, 3), (2, 0), (0, 0)])
-def test_nothing_at_all(b, length):
+def test_empty_batch_or_sequence(b, length):
     layout, options, tensors = problem(b=b, length=length)
     tensors["raw"].requires_grad_()
     tensors["weight_y"].requires_grad_()
@@ -351,7 +351,7 @@ def test_nothing_at_all(b, length):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_nan_in_nan_out_and_failed(dtype):
+def test_nan_gives_nan_and_a_failed_outcome(dtype):
     layout, options, tensors = problem(b=3, length=4, reading=0, without=("keep",))
     tensors["x"][1, 2, 5] = math.nan
     y, h, outcome = solve(cpu_cell.cell, layout, options, **cast(tensors, dtype))
@@ -377,7 +377,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("others", [dict(), dict(rank=3), dict(reading=3)], ids=str)
-def test_a_sequence_alone_is_that_of_a_batch_bit_for_bit(others, dtype):
+def test_batch_does_not_change_a_sequence(others, dtype):
     layout, options, tensors = long_problem(dtype, **others)
     whole = forward_and_gradients(layout, options, tensors)
     for some in (slice(0, 1), slice(1, 3), slice(3, 10)):
@@ -410,7 +410,7 @@ def forward_and_gradients(layout, options, tensors, compute=None):
 @pytest.mark.parametrize(
     "others", [dict(), dict(rank=2), dict(d=84, heads=4, groups=2, norm="rms")], ids=str
 )
-def test_token_by_token_is_the_whole_bit_for_bit(others, dtype):
+def test_token_by_token_is_bit_identical(others, dtype):
     without = ("norm_bias",) if "norm" in others else ()
     given = problem(**{"b": 3, "length": 20, "d": 83, "n": 16, **others}, without=without)
     layout, options, tensors = given[0], given[1], cast(given[2], dtype)
@@ -427,7 +427,7 @@ def test_token_by_token_is_the_whole_bit_for_bit(others, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_number_of_threads_changes_nothing(dtype):
+def test_thread_count_changes_nothing(dtype):
     found, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2, 5):
@@ -439,7 +439,7 @@ def test_the_number_of_threads_changes_nothing(dtype):
     assert_same(found[2], found[0])
 
 
-def test_without_gradient_it_computes_the_same_and_keeps_nothing():
+def test_forward_without_gradient_is_bit_identical():
     layout, options, tensors = long_problem()
     y, h, _ = solve(cpu_cell.cell, layout, options, **tensors)
     again = forward_and_gradients(layout, options, tensors)
@@ -450,7 +450,7 @@ def test_without_gradient_it_computes_the_same_and_keeps_nothing():
         assert not solve(cpu_cell.cell, layout, options, **tensors)[0].requires_grad
 
 
-def test_memory_that_was_in_use_before_changes_nothing():
+def test_uninitialized_memory_changes_nothing():
     """glibc fills what it hands out with a number of its own: what the kernel's scratch holds."""
     script = (
         "from tests.lm.kernels.test_cpu_cell import *\n"
@@ -477,7 +477,7 @@ def test_memory_that_was_in_use_before_changes_nothing():
 # The adjoint.
 
 
-def test_the_largest_adjoint_is_reported():
+def test_largest_adjoint_is_reported():
     layout, options, tensors = problem(b=3, length=8, without=("keep",), y_scale=2.0)
     adjoint = torch.full((3,), math.nan, dtype=torch.float64)
     found = results(cpu_cell.cell, (layout, options, tensors), adjoint=adjoint)
@@ -509,7 +509,7 @@ def test_the_largest_adjoint_is_reported():
     ],
     ids=["rank", "act", "norm", "overlap", "width", "length", "dtype", "state"],
 )
-def test_refuses(change, error, words):
+def test_invalid_arguments_are_refused(change, error, words):
     layout, options, tensors = problem()
     layout = layout._replace(**change.get("layout", {}))
     options = options._replace(**change.get("options", {}))

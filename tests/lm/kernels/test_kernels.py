@@ -64,7 +64,7 @@ def interpreted():
 # Names.
 
 
-def test_an_unknown_name_is_refused_wherever_it_is_read(monkeypatch):
+def test_unknown_backend_is_refused(monkeypatch):
     monkeypatch.setenv("FPRNN_KERNELS", "cuda")
     sentence = r"^FPRNN_KERNELS is `cuda`: it must be auto, plain or one of cpu, triton, mamba_ssm$"
     for call in (kernels.requested_backend, describe_backends, lambda: find("roots", FP32)):
@@ -75,7 +75,7 @@ def test_an_unknown_name_is_refused_wherever_it_is_read(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["", "auto"])
-def test_auto_on_a_cpu_is_the_compiled_scan_and_never_the_interpreter(name, monkeypatch, on_cpu):
+def test_auto_on_a_cpu_never_interprets_triton(name, monkeypatch, on_cpu):
     own = module()
     on_cpu(cpu={"selective_scan": own, "roots": own})
     monkeypatch.setenv("FPRNN_KERNELS", name)
@@ -84,7 +84,7 @@ def test_auto_on_a_cpu_is_the_compiled_scan_and_never_the_interpreter(name, monk
     assert find("roots", FP32.to("meta")) is None
 
 
-def test_plain_is_none(monkeypatch):
+def test_plain_selects_no_backend(monkeypatch):
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
     assert {find(operation, FP32) for operation in kernels.OPERATIONS} == {None}
     assert (
@@ -94,7 +94,7 @@ def test_plain_is_none(monkeypatch):
     )
 
 
-def test_a_name_comes_first_and_what_it_lacks_is_computed_by_another(monkeypatch, on_cpu):
+def test_named_backend_is_preferred_and_others_fill_gaps(monkeypatch, on_cpu):
     scan_of_cpu, roots_of_cpu, scan_of_triton = module(), module(), module()
     on_cpu(
         cpu={"selective_scan": scan_of_cpu, "roots": roots_of_cpu},
@@ -118,13 +118,13 @@ def test_a_name_comes_first_and_what_it_lacks_is_computed_by_another(monkeypatch
         ("plain", [], []),
     ],
 )
-def test_a_named_backend_that_has_the_scan_computes_the_layer(name, mamba, mamba2, monkeypatch):
+def test_named_backend_with_the_scan_computes_the_layer(name, mamba, mamba2, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert [kernels._backends(fused, "cuda", name) for fused in kernels.FUSED] == [mamba, mamba2]
 
 
 @pytest.mark.parametrize("name", kernels.MODULES)
-def test_a_name_that_cannot_run_is_an_error_with_its_reason(name, monkeypatch, on_cpu):
+def test_named_backend_that_cannot_run_is_an_error(name, monkeypatch, on_cpu):
     own = module("there is no such thing")
     on_cpu(**{name: dict.fromkeys(kernels.MODULES[name], own)})
     monkeypatch.setenv("FPRNN_KERNELS", name)
@@ -152,7 +152,7 @@ def test_without_a_gpu_triton_is_an_error(monkeypatch):
 # Sentences.
 
 
-def test_what_is_available_and_what_is_missing(monkeypatch, on_cpu):
+def test_description_lists_working_and_missing_backends(monkeypatch, on_cpu):
     works = module()
     on_cpu(
         cpu={"selective_scan": works, "roots": module("there is no g++ on PATH")},
@@ -169,7 +169,7 @@ def test_what_is_available_and_what_is_missing(monkeypatch, on_cpu):
     assert describe_backends("cuda").startswith("selective_scan triton, ssd_scan mamba_ssm, ")
 
 
-def test_what_is_missing_altogether_is_said_once(on_cpu, monkeypatch):
+def test_reason_for_all_operations_is_given_once(on_cpu, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     missing = module("there is no CUDA device")
     on_cpu(
@@ -180,7 +180,7 @@ def test_what_is_missing_altogether_is_said_once(on_cpu, monkeypatch):
     assert describe_backends("cuda") == said
 
 
-def test_packages_that_are_missing_or_broken(monkeypatch):
+def test_missing_and_broken_packages_have_a_reason(monkeypatch):
     load = kernels._load.__wrapped__
     monkeypatch.delitem(sys.modules, "lm.kernels.triton.scan", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -197,7 +197,7 @@ def test_packages_that_are_missing_or_broken(monkeypatch):
 # Side by side.
 
 
-def test_clean_threads_run_side_by_side_without_the_modes_of_the_caller():
+def test_clean_threads_run_in_parallel_without_modes():
     meeting = threading.Barrier(3)
 
     def compute(number):
@@ -209,7 +209,7 @@ def test_clean_threads_run_side_by_side_without_the_modes_of_the_caller():
     assert found == [(number, "cpu", False) for number in range(3)]
 
 
-def test_an_error_of_a_clean_thread_is_raised_when_all_have_ended():
+def test_error_of_a_thread_is_raised_after_all_ended():
     ended = []
 
     def fail(message):
@@ -225,7 +225,7 @@ def test_an_error_of_a_clean_thread_is_raised_when_all_have_ended():
 
 
 @pytest.mark.parametrize("call", [kernels.choose_backends, describe_backends])
-def test_gpu_kernels_are_checked_side_by_side_after_the_first(call, on_cpu, monkeypatch):
+def test_gpu_kernels_are_checked_in_parallel(call, on_cpu, monkeypatch):
     """One that fails and one that cannot be imported are reported for themselves.
 
     Two operations of one module share its check.
@@ -277,7 +277,7 @@ def test_gpu_kernels_are_checked_side_by_side_after_the_first(call, on_cpu, monk
 
 
 @pytest.mark.parametrize("name, device", [("auto", "cpu"), ("cpu", "cuda")])
-def test_cpu_kernels_are_loaded_one_after_the_other(name, device, on_cpu, monkeypatch):
+def test_cpu_kernels_are_loaded_in_sequence(name, device, on_cpu, monkeypatch):
     """They share one library, which is compiled at first use."""
     monkeypatch.setenv("FPRNN_KERNELS", name)
     threads = []
@@ -299,7 +299,7 @@ def refusing(*args):
     raise Unsupported(f"n = {args[2].shape[1]} is too many")
 
 
-def test_what_is_unsupported_is_computed_plainly_with_one_warning(on_cpu):
+def test_unsupported_arguments_fall_back_with_one_warning(on_cpu):
     on_cpu(cpu={"selective_scan": module(selective_scan=refusing)})
     tensors = scan_inputs(1, 4, 3, 2, torch.float32)
     with pytest.warns(RuntimeWarning) as caught:
@@ -313,7 +313,7 @@ def test_what_is_unsupported_is_computed_plainly_with_one_warning(on_cpu):
     ]
 
 
-def test_what_the_first_cannot_do_the_second_does_without_a_word(on_cpu, monkeypatch):
+def test_second_backend_takes_over_without_a_warning(on_cpu, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
     on_cpu(
@@ -331,7 +331,7 @@ def test_other_errors_are_not_swallowed(on_cpu):
         scan.selective_scan(**scan_inputs(1, 4, 3, 2))
 
 
-def test_without_the_package_the_plain_versions_are_used(monkeypatch):
+def test_plain_versions_are_used_without_the_package(monkeypatch):
     monkeypatch.setattr(scan, "_kernels", lambda: None)
     assert scan.backend("roots", FP32) is None and scan.faster("roots", "find_roots", FP32) is None
     tensors = scan_inputs(1, 4, 3, 2)
@@ -339,7 +339,7 @@ def test_without_the_package_the_plain_versions_are_used(monkeypatch):
     assert torch.equal(found[0], plain[0])
 
 
-def test_fp64_under_triton_is_computed_by_another(monkeypatch):
+def test_fp64_under_triton_uses_another_backend(monkeypatch):
     interpreted()
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
     tensors = scan_inputs(2, 5, 4, 3)
@@ -387,7 +387,7 @@ def everything(model):
     return {**found, "residual": stats.residual}, exact
 
 
-def test_a_model_through_triton_is_the_plain_one(monkeypatch):
+def test_model_with_triton_equals_the_plain_model(monkeypatch):
     """The paper's iteration, whose scan is Triton's; the exact token has tests of its own."""
     interpreted()
     quicken_interpreter()
