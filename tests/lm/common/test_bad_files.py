@@ -1,4 +1,4 @@
-"""Places that cannot be written, and runs and exports that are damaged: one sentence each."""
+"""Paths that cannot be written, and damaged runs and exports: each is refused in a sentence."""
 
 import json
 import os
@@ -23,19 +23,18 @@ WEIGHT = "backbone.layers.0.block.in_proj.weight"
 
 @pytest.fixture
 def copy(small_export, tmp_path):
-    """A copy of an export, to be damaged; without checksums."""
+    """Return a copy of an export without checksums, which tests may damage."""
     return Path(
         shutil.copytree(small_export, tmp_path / "copy", ignore=shutil.ignore_patterns(SUMS))
     )
 
 
-# Places that cannot be written. (Root may write where permissions say no: a file in place of a
-# folder, and /proc, refuse it as well.)
+# Paths that cannot be written. Root ignores permissions, but cannot write below a file or in /proc.
 
 
 @pytest.fixture
 def blocked(tmp_path):
-    """A place below a file."""
+    """Return a path below a file."""
     (tmp_path / "file").write_text("x")
     return tmp_path / "file" / "below"
 
@@ -68,7 +67,7 @@ def test_unwritable_path_is_refused_even_for_root():
 
 
 def test_links_and_devices_are_written_through(tmp_path, small_export, capsys):
-    """Not replaced by a file of that name."""
+    """They are not replaced by a regular file."""
     (tmp_path / "there").write_text("old")
     for name, leads_to in (("link", "there"), ("dangling", "new"), ("loop", "loop")):
         (tmp_path / name).symlink_to(leads_to)
@@ -152,7 +151,7 @@ def test_report_in_an_unwritable_path_is_refused(capsys, tmp_path):
     )
 
 
-# Damaged runs and exports.
+# Damaged runs and exports
 
 
 def rewritten(folder: Path, change) -> None:
@@ -248,7 +247,7 @@ def test_report_names_a_damaged_result(capsys, tmp_path, text, words):
 
 
 def test_control_characters_of_files_are_escaped(capsys, tiny_run, tmp_path, undrawn):
-    """Of a failure, a result, and records: their control characters are written out."""
+    """Control characters of a failure, a result and records are escaped."""
     escapes = "\x1b]0;title\x07\x1b[2J\x9b31m"
     run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
     result = json.loads((run / "result.json").read_text()) | {"solver": escapes}

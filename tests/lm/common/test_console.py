@@ -1,4 +1,4 @@
-"""What reaches the terminal: names of files as text, and the progress of long work."""
+"""Output on the terminal: names of files as text, and the progress of long work."""
 
 import io
 from datetime import datetime
@@ -41,7 +41,7 @@ def test_line_breaks_and_tabs_are_kept(capsys):
 
 @pytest.fixture
 def screen(monkeypatch):
-    """A function (is it a terminal?) → file with all that is printed."""
+    """Return a function (is_terminal) that captures everything printed in a file."""
 
     def use(terminal):
         file = io.StringIO()
@@ -89,8 +89,14 @@ def test_other_ranks_are_silent(screen, monkeypatch):
 
 @pytest.mark.parametrize(
     "seconds, text",
-    [(0.2, "0 s"), (89.4, "89 s"), (90, "2 min"), (3000, "50 min"), (3 * 3600 + 290, "3 h 05 min"),
-     (6_956_340, "80 d 12 h")],
-)  # fmt: skip
+    [
+        (0.2, "0 s"),
+        (89.4, "89 s"),
+        (90, "2 min"),
+        (3000, "50 min"),
+        (3 * 3600 + 290, "3 h 05 min"),
+        (6_956_340, "80 d 12 h"),
+    ],
+)
 def test_durations_have_readable_units(seconds, text):
     assert console.format_duration(seconds) == text

@@ -1,4 +1,4 @@
-"""Trainings on a CPU keep freed memory."""
+"""Training on a CPU keeps freed memory."""
 
 import pytest
 import torch

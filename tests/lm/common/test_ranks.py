@@ -1,4 +1,4 @@
-"""A rank that dies or stands still: the others end, in time, and what was saved stands."""
+"""Ranks that die or hang: the others end in time, and saved checkpoints stay valid."""
 
 import json
 import os
@@ -18,7 +18,7 @@ TINY = ("train", "--config", "configs/tiny/lm.yaml")
 
 
 def two_ranks(out, *settings, fault=None):
-    """Both ranks of a run, each a process of ours, without a launcher; rank 1 with a fault."""
+    """Start both ranks of a run without a launcher; rank 1 has a fault."""
     arguments = [*TINY, f"out_dir={out}", *settings]
     if fault is None:
         return ranks_of("lm", arguments, 2)
@@ -52,7 +52,7 @@ def test_suspended_rank_is_a_hang_for_the_other(tmp_path, stopped_rank):
 
 
 def test_collective_timeout_is_an_error(stopped_rank):
-    """In the last validation, which no watchdog watches."""
+    """It happens in the last validation, during which no watchdog runs."""
     first, _ = stopped_rank("stop_at_the_end=1", "engine.timeout_s=4")
     began = time.monotonic()
     error = first.communicate(timeout=120)[1]
@@ -61,7 +61,7 @@ def test_collective_timeout_is_an_error(stopped_rank):
 
 
 def test_killed_rank_is_reported_by_the_other(tmp_path):
-    """Without a launcher, which would end it."""
+    """There is no launcher that would end the other rank."""
     first, second = two_ranks(tmp_path, "train.steps=5000", "checkpoint.every=2", "log.every=1")
     began = time.monotonic()
     while not list(tmp_path.glob("tiny/checkpoints/step-*/manifest.json")):
@@ -76,7 +76,7 @@ def test_killed_rank_is_reported_by_the_other(tmp_path):
 
 
 def ended(processes):
-    """(exit status, stderr) of each rank, once all have ended by themselves."""
+    """Wait until all ranks have ended; return (exit status, stderr) of each."""
     errors = [process.communicate(timeout=120)[1] for process in processes]
     return [(process.returncode, error) for process, error in zip(processes, errors)]
 
@@ -108,7 +108,7 @@ def test_nan_in_a_moment_of_one_rank_is_never_saved(tmp_path):
 
 @pytest.mark.slow
 def test_nan_on_one_rank_under_zero_3_ends_the_run(tmp_path):
-    """The others wait inside the same forward pass: nobody can go back with them."""
+    """The other ranks wait inside the same forward pass and cannot go back."""
     settings = ("train.grad_accum_steps=1", "engine.zero_stage=3", "engine.timeout_s=20")
     first, second = two_ranks(tmp_path, *settings, fault="nonfinite_at=6")
     error = second.communicate(timeout=120)[1]
@@ -125,7 +125,7 @@ def test_unreadable_data_on_one_rank_is_reported_by_all(tmp_path):
 
 
 def test_timeout_applies_to_groups_of_deepspeed():
-    """But for one that may wait for days, for what rank 0 does alone."""
+    """Only the group for work of rank 0 may wait for days."""
     waits = printed_by_ranks("tests.engine_sockets", 2)["timeouts"]
     assert len(waits) > 2 and set(waits[:-1]) == {84.7} and waits[-1] == 7 * 86400
 
@@ -139,18 +139,28 @@ def test_single_process_listens_on_loopback_only():
 
 @pytest.mark.slow
 def test_run_continues_after_a_killed_rank(tmp_path):
-    """Under the launcher, while it trains; then the same run to its end."""
-    long = ("train.steps=60", "checkpoint.every=7", "train.global_batch_size=4",
-            "train.grad_accum_steps=null", "eval.every=60", "log.every=1")  # fmt: skip
+    """A launcher runs the training; afterwards the same run continues to its end."""
+    long = (
+        "train.steps=60",
+        "checkpoint.every=7",
+        "train.global_batch_size=4",
+        "train.grad_accum_steps=null",
+        "eval.every=60",
+        "log.every=1",
+    )
     out = tmp_path / "runs"
     env = ENV | {
         "DS_ACCELERATOR": "cpu",
         "PATH": f"{os.path.dirname(sys.executable)}:{ENV['PATH']}",
     }
     process = subprocess.Popen(
-        command(out, *long, processes=2), cwd=ROOT, env=env, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        command(out, *long, processes=2),
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     metrics = out / "tiny/metrics.jsonl"
     until = time.monotonic() + 120
     while not metrics.exists() or metrics.read_text().count("\n") < 12:

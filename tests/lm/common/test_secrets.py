@@ -1,4 +1,4 @@
-"""Credentials in URLs: hidden where they would be printed, logged or written."""
+"""Credentials in URLs are masked in everything printed, logged or written."""
 
 from __future__ import annotations
 

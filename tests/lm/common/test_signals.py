@@ -1,4 +1,4 @@
-"""Stop signals: waits that they end, work that they let finish, children of a parent that ends."""
+"""Stop signals: interrupted waits, finished updates, and children of a killed parent."""
 
 from __future__ import annotations
 

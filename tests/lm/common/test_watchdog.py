@@ -1,4 +1,4 @@
-"""A training that stands still ends, and says where each thread stood."""
+"""A hanging training ends and writes the stacks of its threads."""
 
 import signal
 import subprocess
@@ -26,8 +26,9 @@ with Watchdog(float(sys.argv[1]), sys.argv[2], rank=int(sys.argv[3])) as watchdo
 
 def start(folder, rank, limit=0.5, steps=3, end="hang"):
     args = [sys.executable, "-c", PROGRAM, limit, folder, rank, steps, end]
-    return subprocess.Popen([str(a) for a in args], cwd=ROOT, env=ENV, stderr=subprocess.PIPE,
-                            text=True)  # fmt: skip
+    return subprocess.Popen(
+        [str(a) for a in args], cwd=ROOT, env=ENV, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_hang_writes_the_stacks_of_all_ranks(tmp_path):

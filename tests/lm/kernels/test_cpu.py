@@ -1,4 +1,4 @@
-"""The compiled CPU scan against the plain one and a loop: values, states, each gradient by name."""
+"""The CPU kernel `selective_scan` against the plain scan and a loop; its compilation."""
 
 import functools
 import os
@@ -52,7 +52,7 @@ def test_any_strides():
 
     def scan(keep, **tensors):
         y, h = cpu.selective_scan(keep=spread(keep), **{k: spread(v) for k, v in tensors.items()})
-        return spread(y), spread(h)  # and so the gradients that come back
+        return spread(y), spread(h)  # the gradients are spread as well
 
     t, keep = scan_inputs(2, 12, 20, 16), resets(2, 12)
     assert not any(spread(v).is_contiguous() for v in (*t.values(), keep))
@@ -63,7 +63,7 @@ def test_any_strides():
     "dtype, low, eps", [(torch.float32, -87, 1.3e-7), (torch.float64, -708, 4e-16)]
 )
 def test_exponential_is_accurate(dtype, low, eps):
-    """One step from h0 = 1 without input leaves exp(A)."""
+    """A step from h0 = 1 without input leaves exp(A)."""
 
     def exp(p):
         p, one = p.to(dtype), torch.ones(1, 1, 1, dtype=dtype)
@@ -107,7 +107,7 @@ def test_thread_count_changes_nothing():
 
 @pytest.mark.slow
 def test_clang_builds_without_openmp(monkeypatch, tmp_path):
-    """A compiler that calls itself clang, and refuses -fopenmp as Apple's does."""
+    """The compiler is named clang and refuses -fopenmp, like Apple's."""
     folder = tmp_path / "bin"
     folder.mkdir()
     clang = folder / "clang++"
@@ -126,7 +126,7 @@ def test_clang_builds_without_openmp(monkeypatch, tmp_path):
 
 
 def test_reasons_why_kernels_cannot_run(monkeypatch, tmp_path):
-    """What a fresh process would say."""
+    """The reasons are those that a new process would report."""
     library, functions = cpu_build.build(), cpu_build.load_functions.__wrapped__
     saved = []
     probe = functools.partial(cpu_build._find_fault.__wrapped__, cpu._self_check)

@@ -1,5 +1,7 @@
-"""The compiled search for roots; tests/lm/model/test_cell.py asks of it all that it asks of the
-plain one."""
+"""The CPU kernel `roots` against the plain search.
+
+tests/lm/model/test_cell.py runs the tests of the plain search with this kernel as well.
+"""
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ def of_dtype(coefficients, dtype):
 @pytest.mark.parametrize("dtype, tol", [(torch.float64, 1e-9), (torch.float32, 1e-3)], ids=str)
 @pytest.mark.parametrize("r", [1, 2, 3, 4, 5, 8])
 def test_roots_equal_the_plain_search(r, dtype, tol):
-    """Where both find a root: near a fold a rounding may decide which."""
+    """Only equations that both solve are compared: near a fold, rounding selects the root."""
     coefficients = of_dtype(random_coefficients(200, r, 1.0, seed=r), dtype)
     s, outcome = cpu_roots.find_roots(*coefficients)
     expected, there = cell._find_root_plain(coefficients)

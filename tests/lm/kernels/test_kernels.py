@@ -1,5 +1,4 @@
-"""The choice of a backend, what is said of it, falling back; and a model through Triton's
-interpreter equal to plain PyTorch."""
+"""Selection of a backend, its description, fallbacks, and a model with interpreted Triton."""
 
 import functools
 import sys
@@ -26,7 +25,7 @@ CACHED = ("_load", "_candidates", "_find", "_warn")
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """What is found out here is not remembered elsewhere, nor the other way round."""
+    """Clear the caches before and after a test."""
     monkeypatch.delenv("FPRNN_KERNELS", raising=False)
     for name in CACHED:
         getattr(kernels, name).cache_clear()
@@ -37,7 +36,7 @@ def fresh(monkeypatch):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """A function (name, …) that puts modules of one's own in the place of some backends."""
+    """Return a function (backend={operation: module}, …) that replaces the modules of backends."""
 
     def put(**modules):
         for backend, operations in modules.items():
@@ -61,7 +60,7 @@ def interpreted():
         pytest.skip("Triton does not interpret")
 
 
-# Names.
+# FPRNN_KERNELS
 
 
 def test_unknown_backend_is_refused(monkeypatch):
@@ -149,7 +148,7 @@ def test_without_a_gpu_triton_is_an_error(monkeypatch):
         build._find_fault.cache_clear()
 
 
-# Sentences.
+# Descriptions
 
 
 def test_description_lists_working_and_missing_backends(monkeypatch, on_cpu):
@@ -165,7 +164,7 @@ def test_description_lists_working_and_missing_backends(monkeypatch, on_cpu):
         "selective_scan triton, ssd_scan mamba_ssm, cell triton, roots triton (mamba_ssm for"
         " short_conv: built without)"
     )
-    monkeypatch.setenv("FPRNN_KERNELS", "mamba_ssm")  # it can do something
+    monkeypatch.setenv("FPRNN_KERNELS", "mamba_ssm")  # it can compute other operations
     assert describe_backends("cuda").startswith("selective_scan triton, ssd_scan mamba_ssm, ")
 
 
@@ -194,7 +193,7 @@ def test_missing_and_broken_packages_have_a_reason(monkeypatch):
     assert load("triton", "selective_scan") == (None, why)
 
 
-# Side by side.
+# Parallel checks
 
 
 def test_clean_threads_run_in_parallel_without_modes():
@@ -226,9 +225,9 @@ def test_error_of_a_thread_is_raised_after_all_ended():
 
 @pytest.mark.parametrize("call", [kernels.choose_backends, describe_backends])
 def test_gpu_kernels_are_checked_in_parallel(call, on_cpu, monkeypatch):
-    """One that fails and one that cannot be imported are reported for themselves.
+    """A failing module and a missing module have their own reasons.
 
-    Two operations of one module share its check.
+    Two operations of a module share its check.
     """
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     checked, meeting = [], threading.Barrier(4)
@@ -278,7 +277,7 @@ def test_gpu_kernels_are_checked_in_parallel(call, on_cpu, monkeypatch):
 
 @pytest.mark.parametrize("name, device", [("auto", "cpu"), ("cpu", "cuda")])
 def test_cpu_kernels_are_loaded_in_sequence(name, device, on_cpu, monkeypatch):
-    """They share one library, which is compiled at first use."""
+    """They share a library, which is compiled at first use."""
     monkeypatch.setenv("FPRNN_KERNELS", name)
     threads = []
 
@@ -292,7 +291,7 @@ def test_cpu_kernels_are_loaded_in_sequence(name, device, on_cpu, monkeypatch):
     assert threads == [threading.main_thread()] * len(operations)
 
 
-# Falling back.
+# Fallbacks
 
 
 def refusing(*args):
@@ -349,11 +348,11 @@ def test_fp64_under_triton_uses_another_backend(monkeypatch):
     torch.testing.assert_close((y, h), plain)
 
 
-# A whole model.
+# A whole model
 
 
 def model_of():
-    """Its iterations contract, and no bias is zero."""
+    """Return a model whose iterations contract and whose biases are not zero."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=11, d_model=8, n_layer=1, d_state=4, eos_token_id=0, mixer_rank=2)
     rule = dict(tol=1e-2, max_iters=3, eval_max_iters=3, reset_at_eos=True)
@@ -369,7 +368,7 @@ def model_of():
 
 
 def everything(model):
-    """Logits, statistics, all gradients, of a segment that goes on from another; {name: tensor}."""
+    """Return logits, statistics and gradients of a segment after another one, by name."""
     ids = torch.randint(1, 11, (2, 9), generator=torch.Generator().manual_seed(1))
     ids[0, 3] = ids[1, 5] = ids[1, 6] = 0  # documents end here
     mask = torch.ones_like(ids)
@@ -388,7 +387,7 @@ def everything(model):
 
 
 def test_model_with_triton_equals_the_plain_model(monkeypatch):
-    """The paper's iteration, whose scan is Triton's; the exact token has tests of its own."""
+    """The paper's iteration uses Triton's scan; the exact token has tests of its own."""
     interpreted()
     quicken_interpreter()
     runs, used = {}, []

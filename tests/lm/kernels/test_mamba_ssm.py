@@ -1,4 +1,4 @@
-"""mamba-ssm behind our signatures, by a stand-in for the package that computes plainly."""
+"""The kernels of mamba-ssm and causal-conv1d, with plain stand-ins for the packages."""
 
 import importlib
 import re
@@ -28,10 +28,18 @@ CONV = "causal_conv1d"
 
 
 def selective_scan_fn(
-    u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False,
+    u,
+    delta,
+    A,
+    B,
+    C,
+    D=None,
+    z=None,
+    delta_bias=None,
+    delta_softplus=False,
     return_last_state=False,
-):  # fmt: skip
-    """Channels before time; the gradient of the last state is lost, as in the real one."""
+):
+    """Stand-in: channels before time; the gradient of the last state is lost, as in mamba-ssm."""
     (b, d, length), n = u.shape, A.shape[1]
     assert return_last_state and delta.shape == u.shape and A.shape == (d, n)
     assert B.shape == C.shape == (b, n, length) and B.dtype == C.dtype == delta.dtype == u.dtype
@@ -53,11 +61,24 @@ def selective_scan_fn(
 
 
 def mamba_chunk_scan_combined(
-    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None,
-    cu_seqlens=None, dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False,
+    x,
+    dt,
+    A,
+    B,
+    C,
+    chunk_size,
+    D=None,
+    z=None,
+    dt_bias=None,
+    initial_states=None,
+    seq_idx=None,
+    cu_seqlens=None,
+    dt_softplus=False,
+    dt_limit=(0.0, float("inf")),
+    return_final_states=False,
     return_varlen_states=False,
-):  # fmt: skip
-    """One sequence index after another; the first carries on the initial state if it is 0."""
+):
+    """Stand-in: only sequence index 0 continues from the initial state."""
     assert return_final_states and chunk_size >= 16 and dt_limit == (0.0, float("inf"))
     assert seq_idx is None or (seq_idx.dtype == torch.int32 and seq_idx.shape == x.shape[:2])
     assert z is None or z.shape == x.shape
@@ -80,10 +101,16 @@ def mamba_chunk_scan_combined(
 
 
 def causal_conv1d_fn(
-    x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False,
-    final_states_out=None, activation=None,
-):  # fmt: skip
-    """Channels before time; with documents or a state the real one wants channels last."""
+    x,
+    weight,
+    bias=None,
+    seq_idx=None,
+    initial_states=None,
+    return_final_states=False,
+    final_states_out=None,
+    activation=None,
+):
+    """Stand-in: channels before time; documents or a state need channels last in memory."""
     d, k = x.shape[1], weight.shape[-1]
     assert weight.shape == (d, k) and activation == "silu" and not return_final_states
     assert seq_idx is None or (seq_idx.dtype == torch.int32 and seq_idx.shape == x[:, 0].shape)
@@ -100,8 +127,10 @@ KERNEL_CACHES = ("_load", "_candidates", "_find", "_warn")
 
 @pytest.fixture
 def on_cpu(stand_in, monkeypatch):
-    """A function (name) that sets FPRNN_KERNELS, while the dispatcher uses the stand-in on a CPU;
-    and a list of the functions that it has called."""
+    """Let the dispatcher use the stand-in on a CPU.
+
+    Yields a function (name) that sets FPRNN_KERNELS, and a list of the functions that were called.
+    """
     monkeypatch.setattr(triton_build, "INTERPRETED", True)
     monkeypatch.setattr(kernels, "_get_device_type", lambda name: "cpu")
     triton_build._find_fault.cache_clear()
@@ -130,7 +159,7 @@ def on_cpu(stand_in, monkeypatch):
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """The package; adapters are imported anew while it is there."""
+    """Install the stand-ins; the adapters are imported again while they are installed."""
     modules = {name: types.ModuleType(PACKAGE + name) for name in NAMES}
     modules[NAMES[3]].selective_scan_fn = selective_scan_fn
     modules[NAMES[4]].mamba_chunk_scan_combined = mamba_chunk_scan_combined

@@ -1,4 +1,4 @@
-"""The selective scan of every backend: what may be left out, NaN, resets, halves, refusals."""
+"""The selective scan of every backend: optional arguments, NaN, resets, dtypes, refusals."""
 
 import importlib
 
@@ -24,7 +24,7 @@ def results(scan, tensors, keep=None):
 
 @pytest.fixture(params=["cpu", "triton"])
 def scan(request, monkeypatch):
-    """A backend's scan; Triton's in chunks of 16 steps where there are many."""
+    """Return the scan of a backend; Triton's uses chunks of 16 steps for long inputs."""
     if request.param == "triton":
         pytest.importorskip("triton")
     module = importlib.import_module(f"lm.kernels.{request.param}.scan")
@@ -38,7 +38,7 @@ def scan(request, monkeypatch):
 
 @pytest.fixture
 def inputs(scan):
-    """Function of batch, length, channels and states: tensors in fp32 where the scan computes."""
+    """Return a function of batch, length, channels and states that makes the arguments."""
     device = "cpu"
     if (
         "triton" in scan.__module__

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: when they say that they do not run, and what they refuse."""
+"""Helpers of the Triton kernels: reasons why they cannot run, and refused arguments."""
 
 import inspect
 import re

@@ -1,4 +1,4 @@
-"""The exact token in Triton against an independent loop: values, states, each gradient by name."""
+"""The Triton kernel `cell` against an independent loop: values, states, and gradients by name."""
 
 import math
 
@@ -29,7 +29,7 @@ from tests.marks import slow
 from tests.tracker import loss_and_gradient, tracker, words
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-# Of the interpreter, where a search goes through a pole.
+# The interpreter warns when a search goes through a pole.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
 
@@ -99,7 +99,7 @@ def test_all_ranks_equal_the_loop(rank, sequential):
         dict(norm="none", without=("norm_weight", "norm_bias", "gate"), act="identity"),
         dict(without=("norm_weight", "norm_bias", "y0", "h0", "keep"), bc_norm=False, reading=0),
         dict(order=("gates", "C", "B", "vectors"), reading=2, sequential=False, rank=2),
-        # of eps 3.5 some vectors are shorter, some longer
+        # some vectors are shorter than eps 3.5, some longer
         dict(order=("B", "pad", "C", "vectors", "pad", "gates"), eps=3.5, rank=2),
     ],
     ids=str,
@@ -139,7 +139,7 @@ def test_rnn_equals_the_loop(others):
 
 
 def solved(given, dtype=torch.float32, **others):
-    """y, the state and the outcome, no gradient."""
+    """Return y, the state and the outcome, without a gradient."""
     layout, options, tensors = on_gpu((given[0], given[1], cast(given[2], dtype)))
     found = solve(triton_cell.cell, layout, options, **{**tensors, **others})
     return tuple(t.cpu() for t in found)
@@ -151,7 +151,7 @@ def solved(given, dtype=torch.float32, **others):
     ids=str,
 )
 def test_pieces_of_a_sequence_equal_the_whole(others):
-    """Decoding: a chunk of one token, whatever is before it even or odd."""
+    """Decoding uses chunks of a single token, after an even or odd number of tokens."""
     without = ("norm_bias",) if "norm" in others else ()
     given = layout, options, tensors = problem(b=3, length=9, without=without, **others)
     y, h, _ = solved(given)
@@ -176,7 +176,7 @@ def test_sequence_does_not_depend_on_the_batch():
 
 @pytest.mark.parametrize("chunk", [2, slow(1), slow(4)])
 def test_chunk_length_of_the_backward_changes_nothing(chunk, monkeypatch):
-    """The state that enters a chunk, and what its last token sends to the one before."""
+    """The state that enters a chunk, and the gradient that leaves it, cross chunks."""
     given = problem(length=7, d=16)
     monkeypatch.setattr(triton_cell, "CHUNK", chunk)
     assert_close(ours(given), oracle(given), 3e-4)
@@ -217,7 +217,7 @@ def test_nan_gives_nan_and_a_failed_outcome():
 
 @pytest.mark.slow
 def test_outcomes_equal_the_cpu_kernel():
-    """Where Picard finds nothing bisection does; where the gradient may be limited is counted."""
+    """Some roots come from bisection, and some gradients may be limited."""
     skip_where_missing(cpu_cell)
     without = ("keep", "y0", "h0", "norm_bias")
     given = problem(b=40, length=1, d=16, n=2, rank=4, norm="rms", reading=0, without=without)
@@ -247,7 +247,7 @@ def test_largest_adjoint_is_reported():
 
 
 def test_raw_and_weight_may_be_bf16():
-    """Rows are rounded to raw's dtype, y to the weight's where it is multiplied; nothing else."""
+    """Rows are rounded to raw's dtype and y to the weight's; nothing else is rounded."""
     layout, options, tensors = problem(b=3, length=5, d=32)
     half = {**tensors, **{k: tensors[k].bfloat16().double() for k in ("raw", "weight_y")}}
     expected = solve(oracle_cell.cell, layout, options, **half)[0]
@@ -276,7 +276,7 @@ def test_any_strides_and_a_slice_of_raw():
 
 
 def test_invalid_arguments_are_refused():
-    """What lm/kernels/cell_arguments.py refuses test_cpu_cell.py checks."""
+    """test_cpu_cell.py checks the refusals of lm/kernels/cell_arguments.py."""
     given = problem()
     for change, error, words_of_it in (
         (dict(x=torch.zeros(2, 5, 19)), ValueError, "expected"),
@@ -294,7 +294,7 @@ def test_too_wide_token_is_unsupported(monkeypatch):
 
 @pytest.mark.parametrize("length", [6, slow(256), slow(1024)])
 def test_trained_tracker_equals_plain_pytorch(length, monkeypatch):
-    """What a token is depends on all before it; loss and gradient to 1e-5."""
+    """Every token depends on all tokens before it; loss and gradient agree to 1e-5."""
     model, given, found = tracker().to(DEVICE), words(2, length), {}
     for kernels in ("plain", "triton"):
         monkeypatch.setenv("FPRNN_KERNELS", kernels)
@@ -307,8 +307,7 @@ def test_trained_tracker_equals_plain_pytorch(length, monkeypatch):
 
 
 def test_autocast_passes_bf16_rows_and_weights(monkeypatch):
-    """In bf16, and nothing is widened before the kernel; loss and gradient are those of fp32 as far
-    as bf16 goes."""
+    """Nothing is converted to fp32 before the kernel."""
     model, given, found, dtypes = tracker().to(DEVICE), words(2, 5), {}, []
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
     real = triton_cell.cell
@@ -330,12 +329,11 @@ def test_autocast_passes_bf16_rows_and_weights(monkeypatch):
     assert 0 < (both[0] - both[1]).norm() < 0.1 * both[0].norm()
 
 
-# The launches, and what a CUDA graph would replay.
+# Launches and CUDA graphs
 
 
 class Graph:
-    """In the place of a CUDA graph: what was launched while it was recorded, with the same
-    arguments, launched again."""
+    """Stand-in for a CUDA graph: it repeats the recorded launches with the same arguments."""
 
     recording = None
 
@@ -352,7 +350,7 @@ class Graph:
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Schedules are recorded by Graph from their second run on: the list of those that were."""
+    """Record schedules with Graph from their second run on; return the list of graphs."""
     real, graphs = launches.launch, []
 
     def launch(kernel, programs, *args, **constants):
@@ -383,7 +381,7 @@ def recorded(monkeypatch):
 
 
 def test_recorded_graph_serves_other_tensors_and_lengths(recorded, monkeypatch):
-    """A graph's arguments are fixed: all that may change stands in the table."""
+    """The arguments of a graph are fixed; everything that changes is in the table."""
     monkeypatch.setattr(triton_cell, "CHUNK", 2)
     for length, seed in ((3, 0), (3, 1), (5, 2), (2, 3)):
         given = problem(b=2, length=length, d=12, seed=seed)
@@ -427,7 +425,7 @@ def test_warps_are_a_power_of_two(rank):
 
 
 def test_table_is_written_under_any_default_device():
-    """A self-check computes under that of the GPU."""
+    """A self-check runs with the GPU as the default device."""
     made = launches.Schedule(torch.zeros(2, dtype=torch.int64), [])
     with torch.device("meta"):
         made.point([3, 4])
@@ -435,7 +433,7 @@ def test_table_is_written_under_any_default_device():
 
 
 def test_host_never_waits_for_the_device(monkeypatch):
-    """Nothing reads a tensor's number on the host, forwards or back."""
+    """The host never reads a number of a tensor, neither forward nor backward."""
 
     def waits(self, *args):
         raise AssertionError("the device was waited for")
@@ -452,7 +450,7 @@ def test_host_never_waits_for_the_device(monkeypatch):
 
 @pytest.mark.gpu
 def test_replayed_graphs_on_a_gpu_equal_the_cpu(monkeypatch):
-    """At d 1,536: the first chunk one launch after the other, the others from a CUDA graph."""
+    """At d 1,536 the first chunk is launched kernel by kernel, the others from a graph."""
     if INTERPRETED:
         pytest.skip("the kernels are interpreted")
     skip_where_missing(cpu_cell)
@@ -465,7 +463,7 @@ def test_replayed_graphs_on_a_gpu_equal_the_cpu(monkeypatch):
     assert len(graphs) == 3 and all(graph is not None for graph in graphs)
 
 
-# Compiled, not only interpreted.
+# Compilation
 
 DEFAULT = {"d": 1536, "n": 16, "r": 1, "kind": "mamba1"}
 TRAINED = [DEFAULT, {**DEFAULT, "d": 768}, {**DEFAULT, "n": 64, "kind": "mamba2"}]
@@ -474,7 +472,7 @@ TRAINED += [{**DEFAULT, "d": 1024, "r": 3}]
 
 
 def launched(d, n, r, kind):
-    """One launch of each kernel, in bf16, as cases of `resources`."""
+    """Return one launch of each kernel, in bf16, as cases of `resources`."""
     norm, heads = ("layer", 1) if kind == "mamba1" else ("rms", d // 64)
     options = Options(r, 2.0, "silu", True, 1e-6, None, True, 1, norm, 1e-5, n)
     columns = r * d + r + 2 * n
@@ -494,8 +492,8 @@ def launched(d, n, r, kind):
     )
     made = triton_cell.forward_launches(plan) + triton_cell.backward_launches(plan)
     table = torch.empty(32, dtype=torch.int64)
-    # The plan's chunk of one token gives every launch once; the loop over a chunk is compiled as
-    # training has it.
+    # A chunk of a single token launches every kernel once. The loop over a chunk is compiled with
+    # the chunk length of training.
     cases = []
     for launch in made:
         is_loop = launch.kernel is triton_cell.cell_kernels.states_kernel
@@ -506,7 +504,7 @@ def launched(d, n, r, kind):
 
 
 def test_products_load_asynchronously(monkeypatch):
-    """In pieces of 16 bytes, while the tensor cores work on what was read before."""
+    """Loads of 16 bytes run while the tensor cores compute."""
     monkeypatch.setattr(triton_cell, "INTERPRETED", False)
     cases = [case for case in launched(**DEFAULT) if "product" in case["kernel"]]
     assert [bool(one["copies"]) for one in resources(cases, [80])] == [True, True]

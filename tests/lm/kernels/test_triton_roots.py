@@ -1,4 +1,4 @@
-"""The search for roots in Triton, through the interpreter, against the CPU's and the plain one."""
+"""The Triton kernel `roots`, interpreted, against the CPU kernel and the plain search."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-# Of the interpreter, where a search goes through a pole.
+# The interpreter warns when a search goes through a pole.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
 
@@ -64,8 +64,10 @@ def test_roots_equal_the_plain_search(r, tokens):
 
 @pytest.mark.parametrize("r, scale", [(1, 1e3), (2, 3.0), slow(3, 1e3)])
 def test_search_has_the_steps_of_the_cpu_kernel(r, scale):
-    """Also where Picard does not converge and bisection finds the root. For two reflections the
-    search of the CPU by Picard, which does not certify."""
+    """Some equations need bisection.
+
+    Two reflections are compared with the CPU's search by Picard, because Triton has no certificate.
+    """
     if not cpu_roots.usable()[0]:
         pytest.skip(cpu_roots.usable()[1])
     coefficients = random_coefficients(16, r, scale, seed=20 + r)
@@ -77,7 +79,7 @@ def test_search_has_the_steps_of_the_cpu_kernel(r, scale):
 
 
 def test_root_that_picard_circles_is_bisected():
-    """M turns by 90 degrees and doubles: every step of Picard leads away, bisection does not."""
+    """M rotates by 90 degrees and doubles: every step of Picard leads away from the root."""
     turn = torch.tensor([[0.0, -40.0], [40.0, 0.0]]).double().repeat(3, 1, 1)
     U = torch.eye(12).double()[:2].repeat(3, 1, 1)
     coefficients = coefficients_of(
@@ -90,7 +92,7 @@ def test_root_that_picard_circles_is_bisected():
 
 @triton.jit
 def _newton_kernel(out, start, residual, TOKENS: tl.constexpr, R: tl.constexpr):
-    """`_try_newton` of φ(s) = (1e-3 + 3 s) / √(1 + s²), from `start`, Picard contracting by 1/2."""
+    """Run `_try_newton` on φ(s) = (1e-3 + 3 s) / √(1 + s²) from `start`, at q = 1/2."""
     none = tl.zeros([TOKENS, R], tl.float64)
     one = tl.zeros([TOKENS], tl.float64)
     square = tl.zeros([TOKENS, R, R], tl.float64)
@@ -102,7 +104,7 @@ def _newton_kernel(out, start, residual, TOKENS: tl.constexpr, R: tl.constexpr):
 
 
 def test_newton_stays_within_twice_the_remaining_distance():
-    """The root is 2.828…; at a residual of ρ the way left is 2 ρ, and twice that may be gone."""
+    """The root is 2.828…; at a residual ρ its distance is 2 ρ, and Newton may move 4 ρ."""
     root = roots_by_bisection(scalar(1e-3, 3.0))[2].item()
     for residual, there in [(0.026, True), (0.024, False), (0.003, False)]:
         found = torch.empty(2, dtype=torch.float64, device=DEVICE)
@@ -113,7 +115,7 @@ def test_newton_stays_within_twice_the_remaining_distance():
 
 
 def test_elimination_exchanges_rows():
-    """I − φ′ has nothing in its first corner: elimination without exchanges would divide by it."""
+    """The first entry of I − φ′ is 0: elimination without exchanges would divide by it."""
     beta = torch.tensor([[1.0, 0.5], [0.5, 0.0]]).double().repeat(2, 1, 1)
     zeros = torch.zeros(2, 2).double()
     alpha = torch.tensor([[0.3, -0.2], [0.1, 0.4]]).double()

@@ -30,7 +30,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    """What torch.empty returns is full of NaN throughout this file."""
+    """Fill the memory that torch.empty returns with NaN."""
     skip_where_missing(triton_scan)
     with poisoned_memory():
         yield
@@ -38,7 +38,7 @@ def poisoned():
 
 @pytest.fixture
 def chunks_of(monkeypatch):
-    """A function (steps) that fixes the length of the chunks."""
+    """Return a function (steps) that sets the length of the chunks."""
 
     def fix(steps):
         monkeypatch.setattr(triton_scan, "_chunk_length", lambda b, length, d, n: steps or length)
@@ -74,9 +74,7 @@ def oracle(tensors, keep=None):
         (1, 34, 3, 16, 16),
     ],
 )
-def test_scan_and_gradients_equal_the_plain_scan(
-    b, length, d, n, chunk, chunks_of
-):  # fmt: skip
+def test_scan_and_gradients_equal_the_plain_scan(b, length, d, n, chunk, chunks_of):
     chunks_of(chunk)
     tensors, keep = inputs(b, length, d, n), resets(b, length)
     ours = results(triton_scan.selective_scan, tensors, keep)
