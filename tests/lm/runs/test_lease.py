@@ -67,7 +67,7 @@ def test_what_a_killed_one_has_left_is_taken_over_and_said(path, holder):
 
 def test_a_number_that_now_is_another_process_is_dead(path):
     lease = Lease(path)
-    other = {**lease.own, "started": lease.own["started"] - 1}
+    other = {**lease.record, "started": lease.record["started"] - 1}
     path.write_text(json.dumps(other))
     said = []
     Lease(path, said.append).acquire()
@@ -162,7 +162,7 @@ def test_a_holder_that_was_suspended_finds_out(path):
     theirs = json.dumps({"host": "node17", "pid": 1, "job": "4711", "since": time.time()})
     path.write_text(theirs)  # somebody has taken it over meanwhile
     time.sleep(0.3)
-    with pytest.raises(LeaseError, match=r"was taken over by process 1 on node17.*no sign of life"):
+    with pytest.raises(LeaseError, match=r"was taken over by process 1 on node17.*did not respond"):
         lease.check()
     lease.release()
     assert path.read_text() == theirs  # it is left alone

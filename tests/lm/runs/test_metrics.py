@@ -285,7 +285,9 @@ def test_damaged_lines_are_dropped_with_a_note(tmp_path, capsys):
     assert read_metrics(tmp_path) == [record(1)]
     writer = Writer(Config(), RunDir(tmp_path), resumed_at=2)
     said = " ".join(capsys.readouterr().out.split())
-    assert f"note: {log}: 2 lines hold no record (cut short by a kill, or damaged): dropped" in said
+    assert (
+        f"note: {log}: dropped 2 lines without a record (cut short by a kill, or damaged)" in said
+    )
     writer.write(record(3))
     writer.close()
     assert read_metrics(tmp_path) == [record(1), record(3)]

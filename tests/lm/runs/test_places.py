@@ -79,7 +79,7 @@ def test_a_run_an_export_and_nothing_are_told_apart(tmp_path, monkeypatch):
     assert find_model("runs/demo") == "run" and find_model("runs/demo/hf") == "export"
     for place, words in [
         ("runs/demp", "runs/demp: no such folder; .*; did you mean runs/demo?"),
-        ("runs", "runs holds neither a run .* it has 1 below, such as runs/demo"),
+        ("runs", "runs holds neither a run .* it contains runs, such as runs/demo"),
         ("runs/demo/config.yaml", "is a file"),
     ]:
         with pytest.raises(PlaceError, match=words):
@@ -116,7 +116,7 @@ def test_the_hub_is_asked_once(monkeypatch):
         return find_model("owner/name")
 
     answer = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
-    with pytest.raises(PlaceError, match="no such folder here, and no model of the hub: 404"):
+    with pytest.raises(PlaceError, match="no such folder, and not a model on the hub: 404"):
         ask(errors.RepositoryNotFoundError("404", response=answer))
     with pytest.raises(PlaceError, match="no model of the hub: no route"):
         ask(httpx.ConnectError("no route"))
