@@ -17,7 +17,7 @@ MAX_NAMES = 3  # names of weights in a message
 
 
 class LoadError(UserError, RuntimeError):
-    """A model that cannot be loaded as it was saved. The message says what is wrong."""
+    """A model that cannot be loaded as it was saved. The message names the problem."""
 
 
 def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:

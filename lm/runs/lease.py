@@ -1,4 +1,4 @@
-"""Lease of a directory: a file that names the one process that writes there."""
+"""Lease of a directory: a file that names the only process allowed to write there."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Lease:
         return True
 
     def _wait_for_death(self, holder: dict) -> None:
-        """Return if the holder is dead, after waiting for it where that cannot be seen from here.
+        """Return once the holder is known to be dead.
 
         Raises:
             LeaseError: If the holder is running.
@@ -121,14 +121,14 @@ class Lease:
 
     def _is_touched(self) -> bool:
         """Return whether the file is touched within PATIENCE_S."""
-        before = _modification_time(self.path)
+        first_time = _modification_time(self.path)
         until = time.monotonic() + PATIENCE_S
         while time.monotonic() < until:
             time.sleep(min(0.5, PATIENCE_S / 10))
-            now = _modification_time(self.path)
-            if now is None:
+            touched = _modification_time(self.path)
+            if touched is None:
                 return False
-            if now != before:
+            if touched != first_time:
                 return True
         return False
 

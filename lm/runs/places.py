@@ -125,7 +125,7 @@ def _check_on_hub(name: str) -> None:
         if not isinstance(try_to_load_from_cache(name, MODEL_FILE), str):
             HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
     except GatedRepoError:
-        return  # the loader's message says how to get access
+        return  # the loader's message explains how to get access
     except Exception as e:  # errors of huggingface_hub and httpx
         reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise PlaceError(f"{name}: no such folder, and not a model on the hub: {reason}") from None
@@ -150,5 +150,5 @@ def _near(folder: Path) -> str:
     if folder.exists() or not folder.parent.is_dir():
         return ""
     names = [p.name for p in folder.parent.iterdir() if p.is_dir()]
-    near = difflib.get_close_matches(folder.name, names, 1, 0.6)
-    return f"; did you mean {folder.parent / near[0]}?" if near else ""
+    matches = difflib.get_close_matches(folder.name, names, 1, 0.6)
+    return f"; did you mean {folder.parent / matches[0]}?" if matches else ""

@@ -62,12 +62,12 @@ def sweep_status(path: str | Path, overrides: Sequence[str] = ()) -> list[Status
     """
     points = config.sweep_points(config.load_tree(path), str(path))
     base = config.load(path, [*overrides, "sweep={}"])
-    now = time.time()
+    current_time = time.time()
     statuses = []
     for i, point in enumerate(points):
         run = RunDir(Path(base.out_dir) / config.point_name(base.name, i, point))
         label = config.point_label({k: v for k, v in point.items() if k != "seed"})
-        statuses.append(replace(run_status(run, now), index=i, label=label))
+        statuses.append(replace(run_status(run, current_time), index=i, label=label))
     return statuses
 
 
@@ -80,10 +80,10 @@ def run_status(run: RunDir, now: float) -> Status:
     """
     records = read_metrics(run.path)
     steps = planned_updates(run.config)
-    state, text = state_of(run, steps, now)
+    state, text = determine_state(run, steps, now)
     training_records = [r for r in records if is_number(r.get("loss"))]
     probes = [*records, read_mapping(run.result) or {}]
-    num_iters = [counts for r in probes if (counts := num_iters_of(r)) is not None]
+    num_iters = [counts for r in probes if (counts := get_num_iters(r)) is not None]
     is_running = state == "running" and steps is not None
     return Status(
         run_dir=str(run),
@@ -103,8 +103,8 @@ def _seconds_left(records: list[dict], steps: int) -> float | None:
     """Estimate the seconds until `steps` updates are made, from the last records of training."""
     points = []
     for record in records[-50:]:
-        spent = record.get("spent")
-        seconds = spent.get("seconds") if isinstance(spent, dict) else record.get("seconds")
+        times = record.get("spent")
+        seconds = times.get("seconds") if isinstance(times, dict) else record.get("seconds")
         if is_number(seconds):
             points.append((seconds, record["step"]))
     rates = [
@@ -129,7 +129,7 @@ def _validation(record: dict) -> str:
     return ""
 
 
-def state_of(run: RunDir, steps: int | None, now: float) -> tuple[str, str]:
+def determine_state(run: RunDir, steps: int | None, now: float) -> tuple[str, str]:
     """Return one of STATES and a sentence that explains it.
 
     The lease is read first, because a finished or failed run may have been started again.
@@ -146,7 +146,7 @@ def state_of(run: RunDir, steps: int | None, now: float) -> tuple[str, str]:
         updates = result.get("updates")
         # The result of a synthetic run has no validation, and may be of fewer updates.
         is_synthetic = "solved_at" in result
-        is_damaged = not is_synthetic and validation_of(result) is None
+        is_damaged = not is_synthetic and get_validation(result) is None
         if is_damaged or not is_count(updates):
             return "failed", f"{run.result} is damaged: delete it and continue with resume=auto"
         if steps is None or updates >= steps or is_count(result.get("solved_at")):
@@ -186,7 +186,7 @@ def is_number(value: object) -> TypeGuard[float]:
     return abs(value) <= sys.float_info.max
 
 
-def num_iters_of(record: dict) -> dict | None:
+def get_num_iters(record: dict) -> dict | None:
     """Return ℓ* of the layers in a record or result, or None."""
     try:
         counts = record["probe"]["num_iters"]
@@ -197,7 +197,7 @@ def num_iters_of(record: dict) -> dict | None:
     return counts if is_valid else None
 
 
-def validation_of(result: dict) -> dict | None:
+def get_validation(result: dict) -> dict | None:
     """Return the validation of a result if loss and perplexity are numbers."""
     scores = result.get("validation")
     keys = ("loss", "perplexity")

@@ -112,9 +112,9 @@ def foreign_files(folder: Path, is_ours: Callable[[str], bool]) -> str:
             parents = [parent for parent in Path(name).parents if parent not in our_folders]
             outermost = parents[-1] if parents and parents[-1].name else None
             entries[name if outermost is None else f"{outermost}/"] = None
-    shown = ", ".join(printable(list(entries)[:MAX_NAMES]))
+    text = ", ".join(printable(list(entries)[:MAX_NAMES]))
     surplus = len(entries) - MAX_NAMES
-    return f"{shown} and {surplus} more" if surplus > 0 else shown
+    return f"{text} and {surplus} more" if surplus > 0 else text
 
 
 def delete_files(folder: Path, is_ours: Callable[[str], bool], last: tuple[str, ...] = ()) -> None:

@@ -71,7 +71,7 @@ class Loop(ABC):
             True if there is such a checkpoint.
 
         Raises:
-            Diverged: If there is none, with the reason.
+            Diverged: If no checkpoint is usable, with the reason.
         """
 
     @property
