@@ -143,7 +143,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_script_parses_and_starts_with_its_usage(script):
+def test_scripts_parse_and_start_with_usage(script):
     path = LAUNCH / script
     assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
     first, second, *rest = path.read_text().splitlines()
@@ -165,7 +165,7 @@ def test_script_parses_and_starts_with_its_usage(script):
         ("c.yaml 4 --job-index 3", "", "--num_gpus 4 --master_port 1234 --module lm train"),
     ],
 )
-def test_deepspeed_gpus_and_job_index(fake, arguments, visible, expected):
+def test_deepspeed_script_passes_gpus_and_job_index(fake, arguments, visible, expected):
     environment = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
     status, _ = fake.run(
         "deepspeed.sh", *arguments.split(), EXIT_AT_ONCE="0", MASTER_PORT="1234", **environment
@@ -175,14 +175,14 @@ def test_deepspeed_gpus_and_job_index(fake, arguments, visible, expected):
     assert not line.rstrip().endswith("gpus=4,5,7")
 
 
-def test_no_two_runs_share_a_port(fake):
+def test_two_runs_do_not_share_a_port(fake):
     for _ in range(2):
         assert fake.run("deepspeed.sh", "c.yaml", EXIT_AT_ONCE="0")[0] == 0
     first, second = (int(re.search(r"master_port (\d+)", line)[1]) for line in fake.lines())
     assert first != second and min(first, second) > 1024
 
 
-def test_deepspeed_on_the_hosts_of_a_file(fake, tmp_path):
+def test_deepspeed_script_uses_hosts_of_a_file(fake, tmp_path):
     """The signal also goes to the first host: one rank there asks all others."""
     hosts = tmp_path / "hosts"
     hosts.write_text("# two nodes\n\nworker-1 slots=4\nworker-2 slots=4\n")
@@ -202,7 +202,7 @@ def test_deepspeed_on_the_hosts_of_a_file(fake, tmp_path):
     assert set(fake.lines("ssh")) == {f"ssh -n worker-1 {asked}"}
 
 
-def test_deepspeed_refuses_what_cannot_be(fake):
+def test_deepspeed_script_refuses_wrong_arguments(fake):
     status, output = fake.run("deepspeed.sh")
     assert status == 2 and output.startswith("usage: launch/deepspeed.sh CONFIG")
     status, output = fake.run("deepspeed.sh", "c.yaml", "3", CUDA_VISIBLE_DEVICES="0,1")
@@ -221,7 +221,7 @@ def test_deepspeed_refuses_what_cannot_be(fake):
         ("INT", True, ("again.sh", "3")),
     ],
 )
-def test_a_signal_reaches_the_workers_and_nothing_is_left(fake, name, to_group, again):
+def test_signal_reaches_workers_and_leaves_no_process(fake, name, to_group, again):
     scripts = (*again, str(LAUNCH / "deepspeed.sh") if again else "deepspeed.sh")
     process = fake.start(*scripts, "c.yaml")
     workers = fake.workers()
@@ -235,7 +235,7 @@ def test_a_signal_reaches_the_workers_and_nothing_is_left(fake, name, to_group, 
     assert not any(alive(pid) for pid in workers)
 
 
-def test_a_signal_before_the_workers_listen_is_not_lost(fake):
+def test_signal_before_workers_listen_is_not_lost(fake):
     process = fake.start("deepspeed.sh", "c.yaml", STARTS_UP="2")
     fake.wait_for("deepspeed", 1)
     process.terminate()
@@ -244,7 +244,7 @@ def test_a_signal_before_the_workers_listen_is_not_lost(fake):
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_workers_that_ignore_the_signal_are_killed_after_the_grace_period(fake, is_killed):
+def test_workers_that_ignore_signals_are_killed(fake, is_killed):
     """After a signal to the script, or when the launcher is killed."""
     process = fake.start("deepspeed.sh", "c.yaml", GRACE="1", STUBBORN="1")
     workers = fake.workers()
@@ -266,7 +266,7 @@ SLURM = {**JOB, "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "71231"}
 @pytest.mark.parametrize(
     "script, output", [("slurm.sbatch", "%x-%j"), ("slurm_array.sbatch", "%x-%A_%a")]
 )
-def test_sbatch_options(script, output):
+def test_sbatch_options_of_the_script_are_valid(script, output):
     text = (LAUNCH / script).read_text()
     options = set(re.findall(r"^#SBATCH (\S+)$", text, re.M))
     assert options >= {
@@ -311,7 +311,7 @@ def fake_python(fake):
         ("slurm_array.sbatch", SLURM, " --job-index 3", "sweep point 3"),
     ],
 )
-def test_a_job_tells_each_task_its_rank(fake_python, script, environment, point, words):
+def test_job_sets_the_rank_of_each_task(fake_python, script, environment, point, words):
     overrides = ("optim.lr=1e-3", "name=a b")
     status, output = fake_python.run(script, "c.yaml", *overrides, EXIT_AT_ONCE="0", **environment)
     assert status == 0 and words in output
@@ -333,7 +333,7 @@ def test_a_job_tells_each_task_its_rank(fake_python, script, environment, point,
         *(("slurm_array.sbatch", status) for status in (1, 75)),
     ],
 )
-def test_what_is_queued_again(fake_python, script, status):
+def test_job_is_requeued_by_exit_status(fake_python, script, status):
     """A run that a signal has stopped, that hung, that has no network or lost a process; nothing
     that would fail again."""
     env, job = (SLURM, "71231_3") if "array" in script else (JOB, "71234")
@@ -343,7 +343,7 @@ def test_what_is_queued_again(fake_python, script, status):
     assert fake_python.lines("scontrol") == expected
 
 
-def test_a_job_is_not_queued_again_for_ever(fake_python):
+def test_job_is_requeued_a_limited_number_of_times(fake_python):
     environment = {**JOB, "EXIT_AT_ONCE": "77", "MAX_RESTARTS": "3"}
     for count in ("2", "3"):
         fake_python.run("slurm.sbatch", "c.yaml", SLURM_RESTART_COUNT=count, **environment)
@@ -351,7 +351,7 @@ def test_a_job_is_not_queued_again_for_ever(fake_python):
 
 
 @pytest.mark.parametrize("name", ["TERM", "INT"])
-def test_a_job_whose_whole_group_is_asked_to_stop_waits_for_its_run(fake_python, name):
+def test_job_waits_for_its_run_after_a_signal(fake_python, name):
     fake_python.add(
         "srun",
         "#!/usr/bin/env bash\ntrap : TERM INT\nwhile [[ $1 = --* ]]; do shift; done\n"
@@ -375,7 +375,7 @@ def test_a_job_whose_whole_group_is_asked_to_stop_waits_for_its_run(fake_python,
         (["slurm.sbatch"], JOB, "usage: sbatch"),
     ],
 )
-def test_scripts_outside_slurm(fake, words, environment, said):
+def test_slurm_scripts_are_refused_outside_slurm(fake, words, environment, said):
     status, output = fake.run(*words, **environment)
     assert status != 0 and said in output and fake.lines() == []
 
@@ -403,7 +403,7 @@ def test_demo_stops_at_the_first_failure(fake):
 
 
 @pytest.mark.parametrize("left, status", [("0", 0), ("2", 0), ("1", 1)])
-def test_a_synthetic_array_task_trains_its_point(fake_python, left, status):
+def test_synthetic_array_task_trains_its_point(fake_python, left, status):
     """Exit status 2 is a missed bar: a finding, not a failed job."""
     script = ("synthetic_array.sbatch", "c.yaml", "seed=1")
     found, output = fake_python.run(*script, EXIT_AT_ONCE=left, **SLURM)
@@ -414,7 +414,7 @@ def test_a_synthetic_array_task_trains_its_point(fake_python, left, status):
 
 
 @pytest.mark.parametrize("name, send", [("USR1", os.kill), ("TERM", os.kill), ("INT", os.killpg)])
-def test_a_synthetic_array_task_saves_and_is_requeued_near_its_time_limit(fake_python, name, send):
+def test_synthetic_array_task_is_requeued_at_time_limit(fake_python, name, send):
     process = fake_python.start("synthetic_array.sbatch", "c.yaml", **SLURM)
     (ready,) = fake_python.wait_for("ready", 1)
     send(process.pid, getattr(signal, f"SIG{name}"))
@@ -445,7 +445,7 @@ def again(tmp_path, times, *statuses):
         *((5, (f"exit {end}",), end, 1) for end in (1, 2, 65, 75, 76, 78)),
     ],
 )
-def test_again_after_what_may_heal_and_so_often(tmp_path, monkeypatch, times, ends, status, runs):
+def test_again_retries_temporary_failures(tmp_path, monkeypatch, times, ends, status, runs):
     monkeypatch.setenv("PAUSE", "0.1")
     ended, made, said = again(tmp_path, times, *ends)
     assert (ended, made) == (status, runs)
@@ -460,7 +460,7 @@ def test_again_of_a_command_that_ends_at_once(tmp_path, monkeypatch):
     assert (ended, made) == (78, 2)
 
 
-def test_a_signal_to_again_goes_on_and_ends_it(tmp_path):
+def test_again_forwards_signals_and_ends(tmp_path):
     command = f"trap 'exit 77' TERM; touch {tmp_path / 'ready'}; while true; do sleep 0.05; done"
     process = subprocess.Popen([LAUNCH / "again.sh", "5", "bash", "-c", command])
     until = time.monotonic() + 20

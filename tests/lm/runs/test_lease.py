@@ -47,13 +47,13 @@ def holder(path):
     process.join()
 
 
-def test_the_second_is_refused_and_told_who_holds_it(path, holder):
+def test_second_process_is_refused_with_the_holder(path, holder):
     with pytest.raises(LeaseError, match=f"is in use by process {holder.pid} on .*since 20"):
         Lease(path).acquire()
     assert json.loads(path.read_text())["pid"] == holder.pid
 
 
-def test_what_a_killed_one_has_left_is_taken_over_and_said(path, holder):
+def test_lease_of_a_killed_process_is_taken_over(path, holder):
     os.kill(holder.pid, signal.SIGKILL)
     time.sleep(0.1)  # a zombie, as long as nobody waits for it
     said = []
@@ -65,7 +65,7 @@ def test_what_a_killed_one_has_left_is_taken_over_and_said(path, holder):
     assert not path.exists()
 
 
-def test_a_number_that_now_is_another_process_is_dead(path):
+def test_reused_process_id_is_dead(path):
     lease = Lease(path)
     other = {**lease.record, "started": lease.record["started"] - 1}
     path.write_text(json.dumps(other))
@@ -74,7 +74,7 @@ def test_a_number_that_now_is_another_process_is_dead(path):
     assert "taken over" in said[0]
 
 
-def test_a_living_holder_in_another_pid_namespace_is_refused(path):
+def test_running_holder_in_another_pid_namespace_is_refused(path):
     unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if (
         shutil.which("unshare") is None
@@ -124,7 +124,7 @@ def beating(path):
     ],
     ids=str,
 )
-def test_one_that_cannot_be_seen_from_here_lives_as_long_as_it_gives_signs(path, other):
+def test_remote_holder_lives_while_it_touches_the_lease(path, other):
     """Whatever process has its number here."""
     path.write_text(json.dumps(Lease(path).own | {"pid": 2**22 + 1, "job": "4711"} | other))
     with beating(path), pytest.raises(LeaseError, match=r"use by process 4194305 .*job 4711"):
@@ -137,7 +137,7 @@ def test_one_that_cannot_be_seen_from_here_lives_as_long_as_it_gives_signs(path,
     assert "taken over" in said[1]
 
 
-def test_one_that_is_being_written_is_of_whom_it_will_name(path):
+def test_incomplete_lease_belongs_to_its_writer(path):
     path.write_text("")
     write = threading.Timer(0.1, lambda: path.write_text(json.dumps(Lease(path).own)))
     write.start()
@@ -147,7 +147,7 @@ def test_one_that_is_being_written_is_of_whom_it_will_name(path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\0\0"])
-def test_a_file_that_says_nothing_is_waited_for(path, text):
+def test_empty_lease_is_waited_for(path, text):
     path.write_text(text)
     said = []
     lease = Lease(path, said.append)
@@ -156,7 +156,7 @@ def test_a_file_that_says_nothing_is_waited_for(path, text):
     lease.release()
 
 
-def test_a_holder_that_was_suspended_finds_out(path):
+def test_suspended_holder_detects_the_takeover(path):
     lease = Lease(path)
     lease.acquire()
     theirs = json.dumps({"host": "node17", "pid": 1, "job": "4711", "since": time.time()})
@@ -168,7 +168,7 @@ def test_a_holder_that_was_suspended_finds_out(path):
     assert path.read_text() == theirs  # it is left alone
 
 
-def test_of_many_at_once_one_has_it(path):
+def test_one_of_many_processes_gets_the_lease(path):
     """All find the lease of a dead process and want its place."""
     ours = Lease(path).own
     path.write_text(json.dumps({**ours, "started": 1}))
@@ -193,7 +193,7 @@ def test_of_many_at_once_one_has_it(path):
     assert sum(pid is not None for pid in results) == 1
 
 
-def test_a_full_disk_leaves_no_empty_lease(path, monkeypatch):
+def test_full_disk_leaves_no_empty_lease(path, monkeypatch):
     real = os.fdopen
 
     def full(number, *args, **kwargs):

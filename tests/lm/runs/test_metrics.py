@@ -42,7 +42,7 @@ PROBED = report(
 )
 
 
-def test_what_solving_cost_and_left_is_per_layer_over_all_sequences():
+def test_solver_metrics_are_per_layer_over_all_sequences():
     assert fixed_point_metrics([]) == {}  # of a model without a solver
     assert fixed_point_metrics(HAND_MADE) == {
         "evaluations": [3, 6],
@@ -70,7 +70,7 @@ def test_fixed_point_metrics_gather_over_ranks():
     assert fixed_point_metrics(HAND_MADE, gather)["residual"] == [0.4, 0.8]
 
 
-def test_sequences_of_padding_do_not_count_on_any_rank():
+def test_padding_sequences_do_not_count():
     rows = torch.tensor([True, True, False])
     measured = fixed_point_metrics([PROBED], rows=rows)
     assert measured["num_iters"]["max"] == [4, 10] and measured["failed"] == [0, 0]
@@ -93,7 +93,7 @@ def test_sequences_of_padding_do_not_count_on_any_rank():
         (None, None),
     ],
 )
-def test_the_adjoint_is_the_largest_of_each_layer(norms, adjoint):
+def test_adjoint_is_the_maximum_per_layer(norms, adjoint):
     ones = torch.ones(2, 2)
     fields = dict.fromkeys(FixedPointStats._fields)
     fields |= dict.fromkeys(("evaluations", "failed", "bisected", "limited", "residual"), ones)
@@ -104,7 +104,7 @@ def test_the_adjoint_is_the_largest_of_each_layer(norms, adjoint):
 EXACT = {"token": "exact", "schedule": "sequential", "tol": None, "max_iters": None}
 
 
-def test_unsolved_tokens_are_warned_about_once_a_layer():
+def test_unsolved_tokens_warn_once_per_layer():
     said = []
     watch = metrics.FailureWatch(said.append, EXACT)
     watch.check({}, "update 0")
@@ -124,14 +124,14 @@ def test_unsolved_tokens_are_warned_about_once_a_layer():
 
 
 @pytest.mark.parametrize("name,words", [("bisected", "bisected"), ("limited", "nearly singular")])
-def test_ill_conditioned_tokens_are_warned_about_too(name, words):
+def test_ill_conditioned_tokens_warn(name, words):
     said = metrics.find_failures({"failed": [0.0, 0.0], name: [metrics.ILL_SHARE, 0.16]}, EXACT)
     assert list(said) == [1] and words in said[1] and "16.00% of the tokens of layer 1" in said[1]
     both = metrics.find_failures({"failed": [0.5], name: [0.5]}, EXACT)
     assert "was not solved" in both[0]
 
 
-def test_an_iteration_count_of_another_solution_is_marked():
+def test_iteration_count_of_another_solution_is_marked():
     counts = {"mean": [53.9, 7.0], "elsewhere": [0.85, 0.01]}
     assert metrics.find_other_solutions(counts) == [True, False]
     assert metrics.format_marked_iterations(counts) == ["53.9†", "7.0"]
@@ -141,7 +141,7 @@ def test_an_iteration_count_of_another_solution_is_marked():
 
 
 @pytest.mark.parametrize("solver", [{**EXACT, "token": "iterate"}, "none", "unknown"])
-def test_the_paper_s_procedure_may_leave_tokens_unfinished(solver):
+def test_unfinished_tokens_of_paper_procedure_do_not_warn(solver):
     assert metrics.find_failures({"failed": [0.5], "bisected": [0.5]}, solver) == {}
 
 
@@ -160,7 +160,7 @@ IDS = torch.arange(10).reshape(2, 5)
     [{"schedule": "sequential"}, {"token": "iterate", "schedule": "parallel"}],
     ids=str,
 )
-def test_a_probe_counts_the_same_iterations_whatever_solves_the_model(solver):
+def test_probe_counts_do_not_depend_on_the_solver(solver):
     """Of the first layer, whose input no solve has changed."""
     found = []
     for fields in (solver, {"schedule": "parallel", "stopping": "paper"}):
@@ -171,7 +171,7 @@ def test_a_probe_counts_the_same_iterations_whatever_solves_the_model(solver):
     assert torch.equal(*found) and found[0].min() >= 1
 
 
-def test_a_probe_leaves_the_model_as_it_was():
+def test_probe_restores_the_mode_of_the_model():
     torch.manual_seed(0)
     made = model()
     for mode in (True, False):
@@ -205,7 +205,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_throughput_and_mfu(monkeypatch, clock):
+def test_throughput_and_mfu_are_per_second_of_training(monkeypatch, clock):
     for name, peak in [("NVIDIA H100 80GB HBM3", 989e12), ("Some GPU", None)]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
@@ -231,7 +231,7 @@ def test_throughput_and_mfu(monkeypatch, clock):
     assert (read["tokens_per_s"], read["mfu"]) == (2500.0, 0.5)
 
 
-def test_what_is_skipped_is_nobody_s_and_what_was_counted_stays(monkeypatch, clock):
+def test_skipped_time_does_not_count(monkeypatch, clock):
     monkeypatch.setattr(metrics, "peak_flops", lambda: None)
     speed = Throughput(lambda evaluations: 1, world_size=1)
     clock.seconds += 50
@@ -264,7 +264,7 @@ def test_jsonl_is_on_disk_after_every_write(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]  # neither wandb nor a .tmp
 
 
-def test_resuming_drops_what_was_written_after_the_checkpoint(tmp_path):
+def test_resume_drops_records_after_the_checkpoint(tmp_path):
     assert read_metrics(tmp_path) == []
     writer = Writer(Config(), RunDir(tmp_path))
     for step in (1, 2, 3, 4):
@@ -293,7 +293,7 @@ def test_damaged_lines_are_dropped_with_a_note(tmp_path, capsys):
     assert read_metrics(tmp_path) == [record(1), record(3)]
 
 
-def test_after_a_rollback_tensorboard_has_the_new_branch_alone(tmp_path):
+def test_tensorboard_drops_records_after_a_rollback(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     writer = Writer(Config(log={"tensorboard": True}), RunDir(tmp_path))
@@ -314,7 +314,7 @@ def branches(writer):
     writer.close()
 
 
-def test_numbers_are_grouped_by_what_they_are_of():
+def test_tracker_names_are_grouped():
     """A training record, a validation with its probe of a hybrid, and a synthetic try-out."""
     assert flatten_record(
         {
@@ -362,7 +362,7 @@ def test_numbers_are_grouped_by_what_they_are_of():
 
 
 @pytest.mark.parametrize("fault", ["init", "log", "close"])
-def test_a_tracker_that_fails_is_told_of_once_and_left_out(tmp_path, monkeypatch, capsys, fault):
+def test_failing_tracker_warns_once_and_is_closed(tmp_path, monkeypatch, capsys, fault):
     logged = []
 
     class Failing:
@@ -401,7 +401,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_left_out(tmp_path, monkeypatch
     assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2]
 
 
-def test_wandb_has_the_new_branch_after_a_rollback(tmp_path, monkeypatch):
+def test_wandb_continues_after_a_rollback(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -420,7 +420,7 @@ def test_wandb_has_the_new_branch_after_a_rollback(tmp_path, monkeypatch):
 # Progress.
 
 
-def test_what_a_person_watches_is_labelled():
+def test_terminal_line_labels_its_numbers():
     record = {
         "loss": 2.0,
         "perplexity": 7.389,
@@ -441,7 +441,7 @@ def test_what_a_person_watches_is_labelled():
     )
 
 
-def test_imbalance_is_the_share_that_ranks_wait_for_the_slowest():
+def test_imbalance_is_the_mean_waiting_share():
     def others(seconds):
         return torch.cat([seconds, torch.tensor([1.0, 4.0], dtype=torch.float64)])
 

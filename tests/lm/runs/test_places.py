@@ -46,7 +46,7 @@ MISTYPED = [
 ]
 
 
-def test_a_mistyped_path_is_refused_before_anything_heavy_is_imported(tmp_path):
+def test_mistyped_path_is_refused_without_slow_imports(tmp_path):
     """One process for all commands: what the first of them imports would be seen."""
     (tmp_path / "runs").mkdir()
     code = (
@@ -71,7 +71,7 @@ def test_a_mistyped_path_is_refused_before_anything_heavy_is_imported(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["runs"] and not list(tmp_path.glob("runs/*"))
 
 
-def test_a_run_an_export_and_nothing_are_told_apart(tmp_path, monkeypatch):
+def test_runs_exports_and_other_folders_are_distinguished(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for place, file in (("runs/demo", "config.yaml"), ("runs/demo/hf", "config.json")):
         Path(place).mkdir(parents=True)
@@ -88,7 +88,7 @@ def test_a_run_an_export_and_nothing_are_told_apart(tmp_path, monkeypatch):
         places.check_run("runs")
 
 
-def test_a_name_on_the_hub_is_no_path(tmp_path, monkeypatch):
+def test_hub_name_is_not_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert not looks_local("owner/name")
     assert all(map(looks_local, ("./name", "/a/b", "~/b", "a", "a/b/c", "a/")))
@@ -125,7 +125,7 @@ def test_the_hub_is_asked_once(monkeypatch):
         find_model("ow ner/name")
 
 
-def test_options_that_name_a_file_or_a_folder(tmp_path):
+def test_options_with_missing_files_or_folders_are_refused(tmp_path):
     places.check_files({"--text": None, "--config": __file__})
     places.check_folders({"--data": tmp_path, "--tokenizer": None})
     with pytest.raises(PlaceError, match="--text nope: no such file"):

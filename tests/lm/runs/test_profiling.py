@@ -27,7 +27,7 @@ def names_in(trace):
     return [event.get("name") for event in read["traceEvents"]]
 
 
-def test_the_updates_asked_for_are_in_the_trace_and_no_others(tmp_path):
+def test_trace_has_exactly_the_requested_updates(tmp_path):
     said = []
     profile = Profile((3, 4), tmp_path / "profile", said.append)
     train(profile, 6)
@@ -40,7 +40,7 @@ def test_the_updates_asked_for_are_in_the_trace_and_no_others(tmp_path):
     assert len(said) == 1 and said[0].startswith("profile  of updates 3 to 4: ")
 
 
-def test_a_run_that_is_taken_up_within_or_after_the_updates(tmp_path):
+def test_resumed_run_profiles_the_remaining_updates(tmp_path):
     said = []
     within = Profile((2, 4), tmp_path, said.append)
     train(within, 5, first=4)
@@ -49,7 +49,7 @@ def test_a_run_that_is_taken_up_within_or_after_the_updates(tmp_path):
     assert len(said) == 1 and not (tmp_path / "after").exists()
 
 
-def test_a_run_that_stops_before_the_end_leaves_no_half(tmp_path):
+def test_stopped_run_leaves_no_partial_profile(tmp_path):
     said = []
     profile = Profile((2, 4), tmp_path / "profile", said.append)
     train(profile, 3)
@@ -61,7 +61,7 @@ def test_a_run_that_stops_before_the_end_leaves_no_half(tmp_path):
 
 
 @pytest.mark.parametrize("fault", ["start", "write"])
-def test_a_profiler_that_fails_does_not_stop_the_run(tmp_path, monkeypatch, fault):
+def test_failing_profiler_does_not_stop_the_run(tmp_path, monkeypatch, fault):
     said = []
     if fault == "start":
 
@@ -88,7 +88,7 @@ def test_a_profiler_that_fails_does_not_stop_the_run(tmp_path, monkeypatch, faul
         ([3, 21], "`log.profile` ends with update 21, and `train.steps` is only 20"),
     ],
 )
-def test_what_is_no_pair_of_updates_of_the_run_is_refused(schema, profile, words):
+def test_wrong_profile_settings_are_refused(schema, profile, words):
     tree = {"log": {"profile": profile}, "train": {"steps": 20}}
     with pytest.raises(ConfigError) as refused:
         config.build(tree, "config", schema)
@@ -96,7 +96,7 @@ def test_what_is_no_pair_of_updates_of_the_run_is_refused(schema, profile, words
 
 
 @pytest.mark.slow
-def test_a_real_run_is_profiled_by_its_parts(tmp_path, tiny_losses):
+def test_profile_names_the_parts_of_an_update(tmp_path, tiny_losses):
     """And it has the losses of one without a profile, bit for bit."""
     records, done = run(tmp_path, "log.profile=[2,3]")
     assert [r["loss"] for r in records] == [r["loss"] for r in tiny_losses]
@@ -108,7 +108,7 @@ def test_a_real_run_is_profiled_by_its_parts(tmp_path, tiny_losses):
     assert counts == {"data": 2, "forward": 4, "solve": 8, "backward": 4, "optimizer": 4}
 
 
-def test_a_synthetic_run_is_profiled_too(tmp_path):
+def test_synthetic_run_is_profiled(tmp_path):
     from synthetic.train import train as train_task
 
     tree = {

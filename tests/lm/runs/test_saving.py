@@ -52,7 +52,7 @@ def steps_of(folder):
 def silent(_): ...
 
 
-def test_what_is_saved_is_what_was_there_at_the_time(tmp_path):
+def test_save_writes_the_state_at_the_call(tmp_path):
     """Training goes on while the thread writes."""
     weights = {"w": torch.zeros(3)}
     made = saver(tmp_path)
@@ -68,7 +68,7 @@ def test_what_is_saved_is_what_was_there_at_the_time(tmp_path):
     assert 0 <= saved["blocked_s"] <= saved["seconds"] and made.pop_saves() == []
 
 
-def test_a_snapshot_copies_each_tensor_once():
+def test_snapshot_copies_each_tensor_once():
     w = torch.arange(6.0)
     taken = snapshot({"a": w, "b": [w, (w[:2], 7)], "c": None})
     assert taken["a"] is taken["b"][0] and taken["a"].data_ptr() != w.data_ptr()
@@ -76,7 +76,7 @@ def test_a_snapshot_copies_each_tensor_once():
     assert taken["b"][1][1] == 7 and taken["c"] is None
 
 
-def test_numbers_that_are_not_finite_are_found_and_named():
+def test_nonfinite_tensors_are_named():
     large = torch.full((4,), 3e38)  # whose sum is infinite
     held = {"the weights": [torch.ones(3), torch.ones(0), large], "step": [torch.tensor(7)]}
     assert describe_nonfinite(held) == ""
@@ -114,7 +114,7 @@ class Killed:
         return wrapper
 
 
-def test_a_kill_at_any_moment_of_a_save_leaves_a_good_checkpoint(tmp_path):
+def test_kill_during_save_leaves_a_complete_checkpoint(tmp_path):
     """Before each file operation in turn; then the run goes on and saves again."""
 
     def child(folder, number):
@@ -147,14 +147,14 @@ def test_multiples_of_keep_every_stay(tmp_path):
     assert steps_of(tmp_path) == [4, 8, 10, 11, 12]  # two tiers
 
 
-def test_the_order_is_that_of_the_numbers(tmp_path):
+def test_checkpoints_are_ordered_by_step(tmp_path):
     save(tmp_path, 999_999, 1_000_000, keep=2)
     assert find_newest_checkpoint(tmp_path).name == "step-1000000"
     save(tmp_path, 1_000_001, keep=2)
     assert steps_of(tmp_path) == [1_000_000, 1_000_001]
 
 
-def test_other_folders_are_not_looked_at(tmp_path):
+def test_other_folders_are_ignored(tmp_path):
     save(tmp_path, 1)
     for name in ("step-best", "step-000001 (copy)", "step-000009-old"):
         shutil.copytree(tmp_path / "step-000001", tmp_path / name)
@@ -202,7 +202,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_passed_over_with_a_sentence(tmp_path, damage):
+def test_damaged_checkpoint_is_skipped_with_a_message(tmp_path, damage):
     save(tmp_path, 2, 3)
     spoil, words = DAMAGES[damage]
     spoil(tmp_path / "step-000003")
@@ -215,7 +215,7 @@ def test_damage_is_passed_over_with_a_sentence(tmp_path, damage):
 
 
 @pytest.mark.parametrize("damage", ["no manifest", "bit flipped", "torn file"])
-def test_a_damaged_one_does_not_count_for_those_to_keep(tmp_path, damage):
+def test_damaged_checkpoints_do_not_count_as_kept(tmp_path, damage):
     """`keep: 2` leaves two that can be loaded, and nothing is deleted for a damaged one's sake."""
     made = save(tmp_path, 1, 2, 3, keep=2)
     DAMAGES[damage][0](tmp_path / "step-000003")
@@ -226,7 +226,7 @@ def test_a_damaged_one_does_not_count_for_those_to_keep(tmp_path, damage):
     verify(tmp_path / "step-000002")
 
 
-def test_a_damaged_one_is_replaced_by_the_save_of_its_number(tmp_path):
+def test_damaged_checkpoint_is_replaced_by_a_new_save(tmp_path):
     save(tmp_path, 2, 3)
     DAMAGES["bit flipped"][0](tmp_path / "step-000003")
     save(tmp_path, 3)
@@ -247,7 +247,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", folder], check=True)
 
 
-def test_a_full_disk_is_a_sentence_and_the_one_before_stands(small_disk):
+def test_full_disk_keeps_the_previous_checkpoint(small_disk):
     made = save(small_disk / "checkpoints", 1)
     made.save(2, lambda: {"model.pt": torch.zeros(2_000_000)})
     with pytest.raises(
@@ -262,7 +262,7 @@ def test_a_full_disk_is_a_sentence_and_the_one_before_stands(small_disk):
     assert find_newest_checkpoint(small_disk / "checkpoints").name == "step-000003"
 
 
-def test_what_a_kill_left_on_a_full_disk_goes_before_anything_is_written(small_disk):
+def test_partial_saves_are_deleted_before_a_new_save(small_disk):
     folder = small_disk / "checkpoints"
     save(folder, 1)
     torn = folder / "step-000002.partial"
@@ -301,7 +301,7 @@ def failing(path, state):
 
 
 @pytest.mark.parametrize("fails_on", [None, 0, 1])
-def test_all_ranks_know_of_one_that_could_not_write(tmp_path, fails_on):
+def test_failed_write_is_raised_on_all_ranks(tmp_path, fails_on):
     from lm.training.process_group import find_free_port
 
     results, port = fork.Queue(), find_free_port()
@@ -322,7 +322,7 @@ def test_all_ranks_know_of_one_that_could_not_write(tmp_path, fails_on):
         assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
 
 
-def test_files_are_synced_before_the_name_is_given(tmp_path, monkeypatch):
+def test_files_are_synced_before_renaming(tmp_path, monkeypatch):
     """Files, the manifest, its folder, and then the name: in this order on the disk."""
     order = []
     real_sync, real_rename = os.fsync, Path.rename
@@ -344,7 +344,7 @@ def test_files_are_synced_before_the_name_is_given(tmp_path, monkeypatch):
     assert json.loads((tmp_path / "step-000001/manifest.json").read_text())["step"] == 1
 
 
-def test_a_directory_is_given_up_only_when_nothing_is_written_any_more(tmp_path, monkeypatch):
+def test_directory_is_released_after_the_last_write(tmp_path, monkeypatch):
     real = checkpoints._write_file
 
     def slow(path, state):
@@ -358,7 +358,7 @@ def test_a_directory_is_given_up_only_when_nothing_is_written_any_more(tmp_path,
     assert verify(tmp_path / "step-000001") and not list(tmp_path.glob("*.partial"))
 
 
-def test_a_save_that_waits_for_a_dead_rank_is_given_up(tmp_path, monkeypatch):
+def test_save_with_a_dead_rank_is_cancelled(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "CLOSE_TIMEOUT_S", 0.3)
     alone = Ranks(0, 2)  # the other one is gone
     monkeypatch.setattr(Ranks, "first", lambda self, fn, *args: fn(*args))

@@ -73,7 +73,7 @@ def records(*values):
     return "".join(json.dumps(v) + "\n" for v in values)
 
 
-def test_a_point_of_each_state_and_the_table(sweep, capsys, monkeypatch):
+def test_sweep_status_shows_every_state(sweep, capsys, monkeypatch):
     sweep.write(0, result_json=RESULT, metrics_jsonl=records({"step": 8, "loss": 2.4}))
     sweep.write(
         1,
@@ -112,7 +112,7 @@ def test_a_point_of_each_state_and_the_table(sweep, capsys, monkeypatch):
 
 @pytest.mark.parametrize("text", ["", "{", '{"pid": 1', "null", "[1]", "\0\0\0\0", "[" * 100_000])
 @pytest.mark.parametrize("name", ["lease", "failure", "result", "config", "metrics"])
-def test_half_of_a_file(sweep, name, text):
+def test_truncated_files_raise_no_error(sweep, name, text):
     """Any file cut short or overwritten is no error, and says nothing that is not so."""
     files = {"metrics_jsonl": records({"step": 3}), f"{name}_json": text}
     if name in ("config", "metrics"):
@@ -128,12 +128,12 @@ def test_half_of_a_file(sweep, name, text):
     assert sweep.point(0).state == "missing"
 
 
-def test_a_lease_that_is_being_written_is_a_sign_of_life(sweep):
+def test_lease_being_written_counts_as_running(sweep):
     sweep.write(1, seconds_ago=5, lease_json='{"host": "n')
     assert sweep.point(1).state == "running"
 
 
-def test_overrides_say_where_the_runs_are_and_how_long(sweep, tmp_path, capsys):
+def test_overrides_change_run_directories_and_steps(sweep, tmp_path, capsys):
     """As they were given to sbatch: another name, another folder, more updates."""
     sweep.write(0, steps=20, result_json=RESULT | {"updates": 20})
     moved = tmp_path / "elsewhere/other/000-lr=0.01-d_state=4"
@@ -148,12 +148,12 @@ def test_overrides_say_where_the_runs_are_and_how_long(sweep, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("other/000-lr=0.01-d_state=4\n")
 
 
-def test_a_config_without_a_sweep(capsys):
+def test_config_without_sweep_is_refused(capsys):
     assert main(["status", str(ROOT / "configs/tiny/lm.yaml")]) == BAD_CONFIG
     assert "has no `sweep:` section" in capsys.readouterr().err
 
 
-def test_a_real_run_is_done(tiny_run, sweep):
+def test_finished_run_is_done(tiny_run, sweep):
     shutil.copytree(tiny_run, sweep.folders[1])
     point = sweep.point(1)
     assert (point.state, point.step, point.steps) == ("done", 8, 8)

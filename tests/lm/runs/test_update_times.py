@@ -19,7 +19,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_the_seconds_of_an_update_are_in_its_parts(clock):
+def test_seconds_of_an_update_are_split_into_parts(clock):
     times = UpdateTimes("cpu")
     for _ in range(2):
         with times.part("data"):
@@ -40,7 +40,7 @@ def test_the_seconds_of_an_update_are_in_its_parts(clock):
     assert times.read() == seconds
 
 
-def test_a_part_that_fails_ends(clock):
+def test_failing_part_is_closed(clock):
     times = UpdateTimes("cpu")
     with pytest.raises(FloatingPointError), times.part("forward"):
         clock.seconds += 1
@@ -77,7 +77,7 @@ class Device:
         return Event()
 
 
-def test_a_device_is_charged_what_it_does_not_what_the_host_orders(monkeypatch):
+def test_gpu_time_is_measured_on_the_device(monkeypatch):
     """The host orders all within 0.4 s and waits for nothing but data; the device takes 4, 8 and 2
     s. While the host waits for the data of the second update, the optimizer of the first still
     works: only what is left of the wait is the data's."""
@@ -100,7 +100,7 @@ def test_a_device_is_charged_what_it_does_not_what_the_host_orders(monkeypatch):
     assert 2 * found["data"] == pytest.approx(14.3 - 14.1, abs=1e-6)
 
 
-def test_the_parts_of_a_real_run_are_nearly_all_of_it(tiny_run):
+def test_parts_add_up_to_the_time_of_a_run(tiny_run):
     """By another clock. The two best of eight updates decide, because a process may wait between
     two readings."""
     records = [r for r in read_metrics(tiny_run) if "loss" in r]

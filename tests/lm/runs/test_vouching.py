@@ -41,7 +41,7 @@ def flip(path, bit):
 # An export.
 
 
-def test_sha256sum_checks_all_of_an_export_but_its_card(small_export):
+def test_sha256sum_covers_all_files_except_the_card(small_export):
     checked = subprocess.run(
         ["sha256sum", "-c", SUMS], cwd=small_export, capture_output=True, text=True
     )
@@ -52,7 +52,7 @@ def test_sha256sum_checks_all_of_an_export_but_its_card(small_export):
     }  # fmt: skip
 
 
-def test_no_flipped_bit_of_an_export_is_loaded(copy):
+def test_export_with_a_flipped_bit_is_refused(copy):
     """Of 40 in the weights, 37 went unseen."""
     flips = random.Random(0)
     for name in read_sums(copy):
@@ -67,7 +67,7 @@ def test_no_flipped_bit_of_an_export_is_loaded(copy):
     load_tokenizer(copy)
 
 
-def test_a_changed_tokenizer_of_an_export_is_refused(capsys, copy):
+def test_export_with_changed_tokenizer_is_refused(capsys, copy):
     path = copy / "tokenizer.json"
     path.write_text(path.read_text().replace('"a"', '"aa"', 1))
     with pytest.raises(LoadError, match=r"tokenizer\.json is damaged, or was changed"):
@@ -96,7 +96,7 @@ def test_damaged_checksums_are_named(copy, text, words):
         load_model(copy)
 
 
-def test_a_file_that_is_gone_is_named_and_the_card_may_change(copy):
+def test_missing_file_is_named_and_card_may_change(copy):
     (copy / CARD).write_text("Other words.")
     load_model(copy)
     (copy / "generation_config.json").unlink()
@@ -115,7 +115,7 @@ def test_from_pretrained_refuses_changed_weights(copy):
             load.from_pretrained(pretrained_model_name_or_path=str(copy.parent), subfolder="copy")
 
 
-def test_from_pretrained_refuses_a_changed_shard(copy):
+def test_from_pretrained_refuses_changed_shard(copy):
     FPRNNForCausalLM.from_pretrained(copy).save_pretrained(copy / "cut", max_shard_size="5KB")
     folder = copy / "cut"
     write_sums(folder, [path.name for path in folder.iterdir()])
@@ -137,7 +137,7 @@ except ValueError as e:
 """
 
 
-def test_code_that_travels_refuses_changed_weights(copy, tmp_path):
+def test_exported_code_refuses_changed_weights(copy, tmp_path):
     """In a process that has no `lm`."""
     assert run_alone(LOAD, copy, cwd=tmp_path).stdout == "transformers_modules\n"
     flip(copy / "model.safetensors", 8 * 5000)
@@ -145,7 +145,7 @@ def test_code_that_travels_refuses_changed_weights(copy, tmp_path):
     assert "model.safetensors is damaged, or was changed (its SHA-256 differs)" in printed
 
 
-def test_what_a_user_saves_anew_is_not_refused(copy, tmp_path):
+def test_export_saved_again_by_a_user_loads(copy, tmp_path):
     """After fine-tuning, into the same folder or another."""
     model = FPRNNForCausalLM.from_pretrained(copy)
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_what_a_user_saves_anew_is_not_refused(copy, tmp_path):
             assert torch.equal(loaded.state_dict()[name], weight)
 
 
-def test_a_file_is_read_once_until_it_changes(copy, monkeypatch):
+def test_unchanged_file_is_hashed_once(copy, monkeypatch):
     read, real = [], hashlib.file_digest
     monkeypatch.setattr(
         hashlib, "file_digest", lambda f, how: (read.append(f.name), real(f, how))[1]
@@ -199,7 +199,7 @@ def other_tokenizer(folder):
     path.write_text(json.dumps(tokenizer))
 
 
-def test_a_manifest_says_what_the_run_is_made_of(tiny_run):
+def test_manifest_has_the_run_fingerprint(tiny_run):
     manifest = json.loads((tiny_run / "checkpoints/step-000008" / MANIFEST).read_text())
     tokenizer = (tiny_run / "tokenizer/tokenizer.json").read_bytes()
     assert manifest["tokenizer"]["tokenizer.json"] == hashlib.sha256(tokenizer).hexdigest()
@@ -209,7 +209,7 @@ def test_a_manifest_says_what_the_run_is_made_of(tiny_run):
 
 
 @pytest.mark.parametrize("vouched", ["its own checksums", "the checkpoint's"])
-def test_a_changed_tokenizer_of_a_run_is_refused(capsys, stopped, tmp_path, vouched):
+def test_run_with_changed_tokenizer_is_refused(capsys, stopped, tmp_path, vouched):
     """It re-tokenised the corpus in mid-run, and trained on."""
     folder = stopped / "tokenizer"
     other_tokenizer(folder)
@@ -227,7 +227,7 @@ def test_a_changed_tokenizer_of_a_run_is_refused(capsys, stopped, tmp_path, vouc
         read_source(stopped)
 
 
-def test_a_changed_config_of_a_run_is_refused(capsys, stopped, tmp_path):
+def test_run_with_changed_config_is_refused(capsys, stopped, tmp_path):
     """One that fits the weights, and makes another model of them."""
     config = stopped / "config.yaml"
     whole = config.read_text()
@@ -246,7 +246,7 @@ def test_a_changed_config_of_a_run_is_refused(capsys, stopped, tmp_path):
     assert max(r["step"] for r in losses(stopped)) == 6
 
 
-def test_another_corpus_in_mid_run_is_refused(stopped, tmp_path):
+def test_run_with_changed_corpus_is_refused(stopped, tmp_path):
     """The run's note of its corpus is gone, and the text is another than it was."""
     text = Path("tests/data/tiny.jsonl").read_text()
     lines = text.splitlines()
@@ -264,7 +264,7 @@ def test_another_corpus_in_mid_run_is_refused(stopped, tmp_path):
     run(stopped.parent, "resume=auto", moved)
 
 
-def test_a_run_of_version_0_1_goes_on(stopped, tiny_losses):
+def test_run_of_version_0_1_resumes(stopped, tiny_losses):
     """Its manifests hold neither config nor checksums, and its tokenizer has none."""
     (stopped / "tokenizer" / SUMS).unlink()
     path = stopped / "checkpoints/step-000004" / MANIFEST
@@ -276,7 +276,7 @@ def test_a_run_of_version_0_1_goes_on(stopped, tiny_losses):
     assert [r["loss"] for r in found] == [r["loss"] for r in tiny_losses]
 
 
-def test_a_report_says_that_a_run_is_not_what_it_was(capsys, stopped):
+def test_report_notes_changed_files_of_a_run(capsys, stopped):
     assert not [line for line in report([stopped]) if "changed" in str(line)]
     other_tokenizer(stopped / "tokenizer")
     (line,) = [line for line in report([stopped]) if "tokenizer.json" in str(line)]
@@ -304,7 +304,7 @@ DEAD = {**Lease(Path("lease.json")).own, "pid": 2**22 + 1}  # no process has suc
 TEXT = ("data.path=tests/data/tiny.jsonl", "resume=auto")
 
 
-def test_checkpoints_that_are_gone_are_not_a_new_beginning(tiny, here, stopped):
+def test_missing_checkpoints_do_not_restart_the_run(tiny, here, stopped):
     """It began at update 0, and dropped the log."""
     log = (stopped / "metrics.jsonl").read_bytes()
     shutil.rmtree(stopped / "checkpoints")
@@ -323,7 +323,7 @@ def test_checkpoints_that_are_gone_are_not_a_new_beginning(tiny, here, stopped):
     assert not (stopped / "result.json").exists()
 
 
-def test_what_was_cut_short_before_its_first_save_begins_anew(tiny, here, stopped, tmp_path):
+def test_run_killed_before_first_save_restarts(tiny, here, stopped, tmp_path):
     shutil.rmtree(stopped / "checkpoints")
     log = stopped / "metrics.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:3]))
@@ -338,7 +338,7 @@ def test_what_was_cut_short_before_its_first_save_begins_anew(tiny, here, stoppe
 
 @pytest.mark.parametrize("leased", [True, False])
 @pytest.mark.parametrize("lost", ["config.yaml", "config.yaml and metrics.jsonl"])
-def test_a_config_that_is_gone_is_no_new_run(tiny, here, stopped, leased, lost):
+def test_missing_config_does_not_restart_the_run(tiny, here, stopped, leased, lost):
     """A killed run's lease alone made the directory anybody's."""
     for name in lost.split(" and "):
         (stopped / name).unlink()

@@ -35,7 +35,7 @@ def put(folder, name, text="mine"):
     path.write_text(text)
 
 
-def test_every_file_of_a_run_is_known_also_of_its_report_and_export(tiny, run_copy):
+def test_every_file_of_run_report_and_export_is_known(tiny, run_copy):
     exports = [("export", run_copy, run_copy / name) for name in ("hf", "hf-4")]
     for command in (("report", run_copy), *exports, ("inspect", run_copy, "abc")):
         done = fprnn(*command)
@@ -61,7 +61,7 @@ def test_every_file_of_a_run_is_known_also_of_its_report_and_export(tiny, run_co
         "data/files.json", "data/web/corpus-1a/train.bin",
     ],
 )  # fmt: skip
-def test_the_layout_of_a_run(name):
+def test_run_files_pattern_matches_the_layout(name):
     assert RUN_FILES.fullmatch(name)
 
 
@@ -72,7 +72,7 @@ def test_the_layout_of_a_run(name):
      ("checkpoints/b/epoch1.pt", "checkpoints/b/"), ("figures/mine.png", "figures/"),
      ("tokenizer/notes.txt", ""), ("hf/notes.txt", "hf/"), ("wandb/notes.txt", "wandb/")],
 )  # fmt: skip
-def test_overwrite_refuses_what_no_training_wrote(tiny, run_copy, name, shown):
+def test_overwrite_refuses_files_of_others(tiny, run_copy, name, shown):
     put(run_copy, name)
     before = contents(run_copy)
     with pytest.raises(RunDirError, match=rf"no training wrote there \({shown or name}\)"):
@@ -80,7 +80,7 @@ def test_overwrite_refuses_what_no_training_wrote(tiny, run_copy, name, shown):
     assert contents(run_copy) == before
 
 
-def test_a_link_to_a_folder_is_not_followed(tiny, run_copy, tmp_path):
+def test_link_to_a_folder_is_not_followed(tiny, run_copy, tmp_path):
     put(tmp_path, "elsewhere/step-000008/manifest.json")
     shutil.rmtree(run_copy / "checkpoints")
     (run_copy / "checkpoints").symlink_to(tmp_path / "elsewhere")
@@ -100,7 +100,7 @@ def test_a_link_to_a_folder_is_not_followed(tiny, run_copy, tmp_path):
         {"lease.json": "{}", "thesis.txt": "…"},
     ],
 )
-def test_a_folder_with_somebodys_config_is_not_cleared(tiny, tmp_path, files, overwrite):
+def test_folder_with_handwritten_config_is_not_deleted(tiny, tmp_path, files, overwrite):
     folder = tmp_path / "runs/mine"
     for name, text in files.items():
         put(folder, name, text)
@@ -110,7 +110,7 @@ def test_a_folder_with_somebodys_config_is_not_cleared(tiny, tmp_path, files, ov
     assert contents(folder) == before
 
 
-def test_a_start_that_failed_begins_anew_and_a_note_of_its_own_stays(tiny, run_copy):
+def test_failed_start_is_repeated_and_foreign_file_stays(tiny, run_copy):
     for name in ("metrics.jsonl", "result.json"):
         (run_copy / name).unlink()
     shutil.rmtree(run_copy / "checkpoints")

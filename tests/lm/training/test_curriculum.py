@@ -31,7 +31,7 @@ def curriculum_and_batches():
     return Curriculum(data, batches), batches
 
 
-def test_the_answers_of_a_stage_that_waits_end_it(capsys):
+def test_stage_ends_when_its_answers_are_learned(capsys):
     curriculum, batches = curriculum_and_batches()
     take(batches, 5)
     assert curriculum.sources_to_check(EVERY - 1) == curriculum.sources_to_check(EVERY + 1) == []
@@ -55,7 +55,7 @@ def test_the_answers_of_a_stage_that_waits_end_it(capsys):
     assert curriculum.sources_to_check(5 * EVERY) == []
 
 
-def test_without_stages_nothing_is_asked():
+def test_without_stages_no_answers_are_measured():
     plain = Curriculum(Data(), single_source_loader(range(50), 4, 3))
     assert plain.stage is None and plain.sources_to_check(EVERY) == []
     none = Curriculum(Data(source="builtin", mixture=MIXTURE), loader())
@@ -69,7 +69,7 @@ SETTINGS = (
 )  # fmt: skip
 
 
-def test_a_rollback_is_to_the_stage_of_its_checkpoint(tmp_path):
+def test_rollback_restores_the_stage_of_the_checkpoint(tmp_path):
     """Update 4 ends the stage, 5 is NaN, and 3 is the checkpoint: the stage is to be learned."""
     fault = "looks_every=4,nan_at=9"
     done = faulty(fault, *TINY, f"out_dir={tmp_path}", *SETTINGS, "checkpoint.every=3")
@@ -80,7 +80,7 @@ def test_a_rollback_is_to_the_stage_of_its_checkpoint(tmp_path):
     assert end in before and end in after
 
 
-def test_nan_is_found_before_answers_are_looked_at(tmp_path):
+def test_nan_is_detected_before_answers_are_measured(tmp_path):
     fault = "looks_every=2,weight_nan_at=4"
     done = faulty(
         fault, *TINY, f"out_dir={tmp_path}", *SETTINGS[:3], UNLEARNED, "checkpoint.every=3"
@@ -93,7 +93,7 @@ def test_nan_is_found_before_answers_are_looked_at(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_whose_stage_has_ended_goes_on_as_if_undisturbed(tmp_path):
+def test_resume_after_ended_stage_is_identical(tmp_path):
     """The adversary begins there, too; on two ranks it is the same training."""
     steps, end = EVERY + 6, EVERY
     settings = [

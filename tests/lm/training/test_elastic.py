@@ -44,7 +44,7 @@ def reference(tmp_path_factory):
     return out, trace(records)
 
 
-def test_2_1_2_ranks_and_stages_1_3_0(reference, tmp_path):
+def test_resume_on_2_1_2_ranks_and_stages_1_3_0(reference, tmp_path):
     """Two ranks under ZeRO-1, then one under ZeRO-3, then two under ZeRO-0 with micro-batches of
     one: each from the checkpoint of the one before."""
     out, expected = reference
@@ -69,7 +69,7 @@ def test_2_1_2_ranks_and_stages_1_3_0(reference, tmp_path):
 
 
 @pytest.mark.parametrize("stage", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
-def test_one_rank_goes_on_under_another_stage(reference, tmp_path, stage):
+def test_resume_under_another_stage_on_one_rank(reference, tmp_path, stage):
     out, expected = reference
     checkpoint = out / "runs/tiny/checkpoints/step-000004"
     records, done = run(tmp_path, *EVERY, f"resume={checkpoint}", f"engine.zero_stage={stage}")
@@ -81,14 +81,14 @@ def test_one_rank_goes_on_under_another_stage(reference, tmp_path, stage):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before,after", [(0, 3), (2, 1), (3, 2), (0, 1), (2, 0)])
-def test_two_ranks_from_any_stage_to_any(reference, tmp_path, before, after):
+def test_resume_from_any_stage_to_any_on_two_ranks(reference, tmp_path, before, after):
     _, expected = reference
     run(tmp_path / "runs", *EVERY, f"engine.zero_stage={before}", processes=2)
     records = going_on(tmp_path, "second", 2, "tiny", f"engine.zero_stage={after}", processes=2)
     close(records, expected, 2)
 
 
-def test_a_batch_of_another_size_is_refused(reference, tmp_path):
+def test_resume_with_another_batch_size_is_refused(reference, tmp_path):
     out, _ = reference
     checkpoint = out / "runs/tiny/checkpoints/step-000004"
     done = fprnn(
@@ -98,7 +98,7 @@ def test_a_batch_of_another_size_is_refused(reference, tmp_path):
     assert "was trained with 4 sequences per update, this run has 2" in done.stderr, ENV
 
 
-def test_fewer_updates_than_were_made_are_refused(reference, tmp_path):
+def test_resume_with_fewer_updates_than_made_is_refused(reference, tmp_path):
     out, _ = reference
     shutil.copytree(out / "runs", tmp_path / "runs")
     result = (tmp_path / "runs/tiny/result.json").read_text()

@@ -62,7 +62,7 @@ def test_weight_decay_spares_rates_norms_biases_and_gains(tiny, name):
     assert any(n.endswith("in_proj.weight") for n in with_decay)
 
 
-def test_deepspeed_config_says_what_the_yaml_says(tiny, tmp_path):
+def test_deepspeed_config_matches_the_yaml(tiny, tmp_path):
     cfg = tiny("optim.grad_clip=0.5", "engine.zero_stage=2", "train.precision=bf16")
     d = deepspeed_json.deepspeed_config(cfg, 4)
     assert d["train_batch_size"] == 2 * 2 * 4
@@ -100,7 +100,7 @@ def test_lr_of_every_update_is_applied(tiny_losses):
 @pytest.mark.parametrize(
     "stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))]
 )
-def test_two_processes_give_the_losses_of_one(tmp_path, tiny_losses, stage):
+def test_two_ranks_have_the_losses_of_one(tmp_path, tiny_losses, stage):
     """Same global batch: one process accumulates two micro-batches, two processes take one each."""
     records, _ = run(
         tmp_path / "runs",
@@ -145,21 +145,21 @@ def test_bf16_trains_near_fp32(tmp_path, tiny_losses, stage):
         ({"communication_data_type": "bf16"}, "DeepSpeed does not use under autocast and ZeRO"),
     ],
 )
-def test_a_raw_deepspeed_json_may_not_contradict_the_loop(tiny, raw, sentence):
+def test_deepspeed_json_must_not_contradict_the_config(tiny, raw, sentence):
     cfg = tiny("train.precision=bf16")
     cfg.engine.deepspeed = raw
     with pytest.raises(ConfigError, match=sentence):
         deepspeed_json.deepspeed_config(cfg, 1)
 
 
-def test_what_deepspeed_itself_refuses_is_a_sentence(tmp_path):
+def test_errors_of_deepspeed_are_one_sentence(tmp_path):
     with pytest.raises(AssertionError) as caught:
         run(tmp_path / "runs", "engine.deepspeed={bf16: {enabled: x}}")
     said = "error: DeepSpeed does not start with the keys of engine.deepspeed: ValidationError: "
     assert said in str(caught.value) and "Traceback" not in str(caught.value)
 
 
-def test_one_task_of_slurm_needs_no_rank_and_ranks_may_come_from_it(monkeypatch):
+def test_single_slurm_task_needs_no_rank(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
@@ -182,13 +182,13 @@ def among(**sums):
     return SimpleNamespace(ranks=ranks, deepspeed=deepspeed, **sums)
 
 
-def test_a_micro_batch_counts_by_its_targets():
+def test_micro_batches_are_weighted_by_their_targets():
     """Five targets here and six on the other rank are 11 in six micro-batches."""
     shares = Engine._shares(among(other=[6]), PADDED)
     assert shares == pytest.approx([4 * 6 / 11, 6 / 11, 0])
 
 
-def test_validation_is_the_mean_over_targets():
+def test_validation_loss_is_the_mean_over_targets():
     """Losses of 2 and 5 over 4 targets and 1 here, 6 targets of 3 on the other rank. A model may
     say NaN where there is no target."""
     losses = iter([2.0, 5.0, math.nan])
@@ -199,7 +199,7 @@ def test_validation_is_the_mean_over_targets():
     assert measured == {"loss": mean, "perplexity": pytest.approx(math.exp(mean)), "tokens": 11}
 
 
-def test_nothing_to_learn_or_to_measure_is_a_sentence():
+def test_batch_without_targets_is_refused():
     engine = among(other=[0, 0])
     engine.forward = lambda batch: SimpleNamespace(loss=torch.tensor(math.nan))
     with pytest.raises(TrainingError, match="an update has nothing to learn from: every label"):

@@ -58,7 +58,7 @@ WEIGHTS = "mp_rank_00_model_states.pt"
 RANK = "loader-rank0000.pt"
 
 
-def test_what_a_training_writes_is_read(tiny_run):
+def test_files_of_a_training_are_read(tiny_run):
     optimizer = read_zero_file(tiny_run / STEP / OPTIMIZER)["optimizer_state_dict"]
     assert type(optimizer["loss_scaler"]).__name__ == "LossScaler"
     assert "module" in read_state(tiny_run / STEP / WEIGHTS)
@@ -66,7 +66,7 @@ def test_what_a_training_writes_is_read(tiny_run):
 
 
 @pytest.mark.parametrize("name", [OPTIMIZER, WEIGHTS])
-def test_no_command_runs_what_is_in_a_run_folder(planted, capsys, tmp_path, name):
+def test_commands_run_no_code_in_a_run_folder(planted, capsys, tmp_path, name):
     run, mark = planted(name)
     own = f"{name} is not read: it holds posix.mkdir, which fprnn never writes"
     config = ("--config", "configs/tiny/lm.yaml", f"out_dir={tmp_path / 'others'}")
@@ -80,7 +80,7 @@ def test_no_command_runs_what_is_in_a_run_folder(planted, capsys, tmp_path, name
 
 @pytest.mark.parametrize("name", [OPTIMIZER, RANK])
 @pytest.mark.parametrize("stage", [1, 0])
-def test_resuming_runs_nothing_either(planted, name, stage):
+def test_resume_runs_no_code_in_a_run_folder(planted, name, stage):
     """As the checkpoint is laid out, and laid out anew."""
     run, mark = planted(name)
     overrides = ("resume=auto", "train.steps=10", f"engine.zero_stage={stage}")
@@ -101,7 +101,7 @@ def export(small_export, tmp_path):
     return copy
 
 
-def test_the_code_beside_an_export_of_ours_is_not_run(export, tmp_path):
+def test_code_next_to_builtin_export_is_not_run(export, tmp_path):
     """And what it would have been needs no --trust."""
     mark = tmp_path / "mark"
     for file in export.glob("*.py"):
@@ -111,7 +111,7 @@ def test_the_code_beside_an_export_of_ours_is_not_run(export, tmp_path):
     assert not mark.exists()
 
 
-def test_foreign_code_of_an_export_runs_with_trust_alone(export, tmp_path, capsys):
+def test_code_of_an_export_runs_only_with_trust(export, tmp_path, capsys):
     mark = tmp_path / "mark"
     for file in export.glob("modeling_fprnn.py"):
         file.write_text(RUNS.format(mark=str(mark)) + file.read_text())
@@ -134,7 +134,7 @@ def test_foreign_code_of_an_export_runs_with_trust_alone(export, tmp_path, capsy
     assert mark.exists()
 
 
-def test_foreign_code_of_a_tokenizer_runs_with_trust_alone(export, tmp_path):
+def test_code_of_a_tokenizer_runs_only_with_trust(export, tmp_path):
     mark = tmp_path / "mark"
     settings = read_json(export / "tokenizer_config.json")
     of_its_own = {"auto_map": {"AutoTokenizer": ["tok.Tok", None]}, "tokenizer_class": "Tok"}
@@ -152,14 +152,14 @@ def test_foreign_code_of_a_tokenizer_runs_with_trust_alone(export, tmp_path):
     assert mark.exists()
 
 
-def test_a_tokenizer_that_loads_and_does_nothing(export):
+def test_unusable_tokenizer_is_refused(export):
     settings = read_json(export / "tokenizer_config.json")
     write_json(export / "tokenizer_config.json", settings | {"model_max_length": {"a": 1}})
     with pytest.raises(LoadError, match="cannot load the tokenizer of"):
         load_tokenizer(export)
 
 
-def test_a_class_is_named_before_it_is_imported_and_never_by_a_plan(tmp_path, capsys, monkeypatch):
+def test_class_is_announced_before_import_and_not_run_by_plan(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_evil.py").write_text("open('mark', 'w').close()\nprint('it ran')\n")
     config = str(ROOT / "configs/tiny/lm.yaml")
@@ -176,7 +176,7 @@ def test_a_class_is_named_before_it_is_imported_and_never_by_a_plan(tmp_path, ca
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_pickle_of_weights_is_refused_by_name(tmp_path, zipped):
+def test_pickled_weights_are_refused(tmp_path, zipped):
     """By everything that reads the weights of others; torch's own sentence advises to run it."""
     from transformers import MambaConfig
 

@@ -33,11 +33,11 @@ def refused(cfg) -> str:
         ({"layers": "mamba", "name": "lstm"}, "model.layers needs model.name fprnn, not lstm"),
     ],
 )
-def test_what_cannot_be_is_a_sentence(model, said):
+def test_wrong_layer_patterns_are_refused(model, said):
     assert said in refused(hybrid(**model))
 
 
-def test_what_needs_a_fixed_point_is_refused_without_one():
+def test_options_of_fixed_points_are_refused_without_them():
     cfg = hybrid(layers="mamba attention")
     assert hybrid(layers="mamba fp_rnn").model.has_fixed_point and hybrid().model.has_fixed_point
     assert not cfg.model.has_fixed_point and not hybrid(name="mamba").model.has_fixed_point

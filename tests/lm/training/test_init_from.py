@@ -87,7 +87,7 @@ def test_an_inserted_layer_adds_nothing_and_learns(sources, kind, layers, new):
         assert target.backbone.layers[index].block.out_proj.weight.grad.norm() > 1e-4
 
 
-def test_a_head_of_its_own_takes_the_embedding(sources):
+def test_untied_head_starts_as_the_embedding(sources):
     target = model("mamba", 2, tie_embeddings=False)
     start_model(sources["mamba"][0], target)
     assert_equal_logits(sources, "mamba", target)
@@ -149,7 +149,7 @@ def test_partial_takes_some_of_the_layers(sources):
         match_weights(source, model("lstm mamba", 2), partial=True)
 
 
-def test_another_reset_at_eos_is_logged(sources):
+def test_different_reset_at_eos_is_logged(sources):
     match = match_weights(sources["mamba"][0], model("mamba", 2, reset_at_eos=True))
     assert match.differences == []
     assert match.describe()[-1] == "reset_at_eos is True, in the source False"
@@ -165,7 +165,7 @@ OURS = (
 )
 
 
-def test_a_plan_says_what_is_taken_and_refuses_what_does_not_fit(tiny, tmp_path, capsys):
+def test_plan_lists_taken_weights_and_refuses_mismatches(tiny, tmp_path, capsys):
     from lm.cli.main import main
 
     folder, _ = binary_folder(tmp_path / "there", "mamba")
@@ -199,7 +199,7 @@ def test_a_plan_says_what_is_taken_and_refuses_what_does_not_fit(tiny, tmp_path,
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_of_ours_its_checkpoint_and_its_export_are_sources(tiny, tiny_run, tiny_export):
+def test_runs_checkpoints_and_exports_are_sources(tiny, tiny_run, tiny_export):
     checkpoint = max((tiny_run / "checkpoints").iterdir())
     sources = [init_from.read_source(path) for path in (tiny_run, checkpoint, tiny_export)]
     assert sources[0].description == sources[1].description == "our run, update 8"
@@ -253,7 +253,7 @@ def first_loss(model, cfg):
         return model.eval()(ids, shift_labels=labels, loss_only=True).loss.item()
 
 
-def test_a_run_starts_there_once_and_a_resumed_one_does_not(tmp_path, tiny_run, tiny):
+def test_resumed_run_does_not_read_init_from_again(tmp_path, tiny_run, tiny):
     """The losses of a run that was stopped in the middle, and whose source is gone, are those of
     one that was not; the first is that of the source's own weights."""
     there = tmp_path / "there"
@@ -281,7 +281,7 @@ def test_a_run_starts_there_once_and_a_resumed_one_does_not(tmp_path, tiny_run, 
     assert (half / "tiny/init_from.json").is_file()
 
 
-def test_a_resumed_run_keeps_where_it_start_model(tiny, tiny_run):
+def test_resumed_run_must_keep_init_from(tiny, tiny_run):
     from lm.runs.run_dir import RunDirError, _check_continued
 
     with pytest.raises(RunDirError, match=r"init_from.path was None, is '.*there'"):
@@ -289,7 +289,7 @@ def test_a_resumed_run_keeps_where_it_start_model(tiny, tiny_run):
 
 
 @pytest.mark.slow
-def test_two_ranks_under_zero_3_start_alike(tmp_path, tiny_run):
+def test_two_ranks_under_zero_3_start_from_the_source(tmp_path, tiny_run):
     start = (*START, f"init_from={tiny_run}", "train.global_batch_size=4")
     start += ("train.grad_accum_steps=null", "train.micro_batch_size=2")
     alone, _ = run(tmp_path / "alone", *start)

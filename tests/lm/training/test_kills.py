@@ -61,7 +61,7 @@ def kill_after(seconds, out, processes, settings) -> bool:
 
 
 @pytest.mark.slow
-def test_random_kills_lose_nothing(tmp_path):
+def test_resume_after_random_kills_is_identical(tmp_path):
     """Each cycle on one rank or two; FPRNN_KILLS of them (100)."""
     draw = random.Random(0)
     out = tmp_path / "runs"

@@ -26,7 +26,7 @@ def mixed(folder: Path, **data) -> list[str]:
 
 
 @pytest.mark.slow
-def test_resumed_on_one_rank_and_on_two(tmp_path):
+def test_mixture_resumes_on_one_and_two_ranks(tmp_path):
     overrides = mixed(tmp_path)
     whole, done = run(tmp_path / "whole", *overrides)
     assert "data     facts: 70.00% of the sequences" in done.stdout

@@ -27,7 +27,7 @@ def trace(records):
 
 
 @pytest.mark.parametrize("stage", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3))])
-def test_nan_goes_back_to_the_checkpoint_and_on_with_the_next_data(tmp_path, tiny_run, stage):
+def test_nan_rolls_back_and_continues_with_next_data(tmp_path, tiny_run, stage):
     """Update 6 is NaN: what was learnt in 5 is lost, updates 5 to 8 have the data of 7 to 10. That
     is what a run does whose checkpoint of 4 stands two updates further in the data."""
     settings = (f"engine.zero_stage={stage}", "log.every=1", "train.rollbacks=1")
@@ -72,7 +72,7 @@ def rewritten(path, change):
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
 
 
-def test_nan_before_anything_was_saved_and_once_too_often(tmp_path):
+def test_nan_without_checkpoint_or_rollbacks_left_stops(tmp_path):
     done = faulty("nan_at=3", *TINY, f"out_dir={tmp_path}")
     assert done.returncode == DIVERGED
     assert "stopped at update 2: the loss is nan; no checkpoint" in done.stderr
@@ -134,7 +134,7 @@ KEPT = ("checkpoint.every=2", "checkpoint.keep=4", "resume=auto")
     [(1e30, "weights", "auto"), (float("nan"), "exp_avg", "step-000006")],
     ids=["overflow", "NaN"],
 )
-def test_what_fails_again_from_one_checkpoint_goes_back_to_the_one_before(
+def test_second_failure_rolls_back_one_checkpoint_further(
     every_second, tmp_path, value, place, resume
 ):
     """Weights that are finite and overflow in every pass; a moment that is NaN."""
@@ -161,7 +161,7 @@ def verify_all(folder):
 
 
 @pytest.mark.slow
-def test_a_run_that_stands_still_ends_with_its_stacks(tmp_path):
+def test_hanging_run_ends_and_writes_stacks(tmp_path):
     done = faulty("sleep_at=3", *TINY, f"out_dir={tmp_path}", "engine.timeout_s=3")
     assert done.returncode == HANG
     assert "error: rank 0 has stood still" in done.stderr
@@ -172,7 +172,7 @@ def test_a_run_that_stands_still_ends_with_its_stacks(tmp_path):
     assert "was left by process" in done.stdout
 
 
-def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
+def test_second_run_in_the_same_directory_is_refused(tmp_path):
     long = ("train.steps=4000", "eval.every=4000", "checkpoint.every=4000")
     first = FORKS.start("lm", [*TINY, f"out_dir={tmp_path}", *long])
     try:
@@ -197,7 +197,7 @@ def wait_until(true, seconds=60):
         time.sleep(0.05)
 
 
-def test_the_exit_status_says_what_kind_of_end_it_was(tmp_path):
+def test_exit_status_distinguishes_kinds_of_end(tmp_path):
     assert fprnn(*TINY, f"out_dir={tmp_path}", "data.path=nowhere").returncode == BAD_DATA
     assert fprnn(*TINY, f"out_dir={tmp_path}", "train.steps=x").returncode == BAD_CONFIG
     (tmp_path / "tiny").mkdir()

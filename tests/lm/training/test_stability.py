@@ -18,13 +18,13 @@ def updates(request):
 @pytest.mark.parametrize(
     "kind, tolerance", [("plain", 1e-5), ("against_adversary", 1e-5), ("under_bf16", 1e-6)]
 )
-def test_an_update_is_that_of_autograd(kind, tolerance, updates):
+def test_update_equals_plain_autograd(kind, tolerance, updates):
     """In all ZeRO stages, with micro-batches of unequal numbers of targets."""
     for name, case in updates[1][kind].items():
         assert case["found"] == pytest.approx(case["expected"], rel=tolerance), name
 
 
-def test_an_update_against_the_adversary_solves_as_often_as_one_without(updates):
+def test_adversarial_update_counts_evaluations_of_first_pass(updates):
     processes, found = updates
     for stage, case in found["against_adversary"].items():
         assert case["solves"] == [4 // processes] * 3, stage
@@ -36,7 +36,7 @@ def test_gradients_are_accumulated_and_summed_in_fp32_under_bf16(updates):
     assert all(case["error"] < 1e-6 and case["bf16"] == 0.0 for case in of_stages)
 
 
-def test_the_adversary_waits_for_the_end_of_the_curriculum(tmp_path):
+def test_adversary_starts_after_the_curriculum(tmp_path):
     """Until then a run with one is the run without, to a bit."""
     mixture = {"s3": {"source": "traces", "weight": 1, "traces": {"documents": 400}}}
     settings = [
@@ -58,13 +58,13 @@ def test_the_adversary_waits_for_the_end_of_the_curriculum(tmp_path):
         (["model.gradient_checkpointing=true"], "leave out one of them"),
     ],
 )
-def test_an_adversary_that_cannot_work_is_refused(tiny, settings, said):
+def test_adversary_without_fixed_point_layer_is_refused(tiny, settings, said):
     with pytest.raises(ConfigError, match=said):
         tiny("train.adversary=0.05", *settings)
 
 
 @pytest.mark.parametrize("stage, begins", [({}, False), ({"at": 0.9}, True), ({"until": 7}, True)])
-def test_an_adversary_that_would_never_begin_is_refused(tiny, stage, begins):
+def test_adversary_after_the_last_update_is_refused(tiny, stage, begins):
     mixture = {"s3": {"source": "traces", "weight": 1}}
     stages = [{"until": 8, "weights": {"s3": 1}} | stage]
     cfg = tiny(

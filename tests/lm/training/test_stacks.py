@@ -21,7 +21,7 @@ def ids():
 
 
 @pytest.mark.slow
-def test_every_name_stands_for_a_pattern_that_learns():
+def test_every_short_name_builds_a_model_that_learns():
     names = set(Model.model_fields["name"].annotation.__args__) - {"fprnn"}
     assert names == STACKS.keys()
     for name, pattern in STACKS.items():

@@ -51,7 +51,7 @@ def finished(process) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "trouble"), [(0, "silent"), (1, 503)])
-def test_a_signal_while_the_hub_does_not_answer_saves_within_seconds(tmp_path, workers, trouble):
+def test_signal_during_hub_wait_saves_within_seconds(tmp_path, workers, trouble):
     """The update whose data was half there is made again when the run continues."""
     with serving(made_corpus(2, 8, 70)) as hub:
         finished(start(tmp_path / "whole", hub))
