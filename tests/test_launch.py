@@ -1,5 +1,7 @@
-"""The launch scripts, run with fake `deepspeed`, `srun`, `scontrol` and Python that record their
-calls. tests/test_slurm.py has the same on a real Slurm."""
+"""The launch scripts with fake `deepspeed`, `srun`, `scontrol` and Python that record their calls.
+
+tests/test_slurm.py runs them on a real Slurm.
+"""
 
 import os
 import re
@@ -19,9 +21,9 @@ from lm.cli.arguments import parse
 LAUNCH = Path(__file__).parent.parent / "launch"
 SCRIPTS = sorted(path.name for path in LAUNCH.iterdir())
 
-# Starts two "workers" that, like a training run, note the signal, save for a moment and leave 75.
-# Like the real launcher it dies of TERM and INT without waiting for them, and of USR1 where that is
-# not ignored; else it leaves the status of the first worker to end.
+# Starts two "workers" that, like a training run, record the signal, save for a moment and exit with
+# 75. Like the real launcher it dies of TERM and INT without waiting for them, and of USR1 unless it
+# is ignored. Otherwise it exits with the status of the first worker that ends.
 FAKE_DEEPSPEED = f"""\
 #!{sys.executable}
 import os, signal, subprocess, sys, time
@@ -41,7 +43,7 @@ def worker():
     note("got", got[0])
     time.sleep(0.5)
     note("saved")
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # an interpreter that ends takes the default
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # reset when the interpreter exits
     sys.exit(75)
 
 if "WORKER" in os.environ:
@@ -54,7 +56,7 @@ env = os.environ | {{"WORKER": "1"}}
 workers = [subprocess.Popen([sys.executable, __file__], env=env) for _ in range(2)]
 sys.exit(max([w.wait() for w in workers]))
 """
-# Runs the command of two tasks on each of two nodes.
+# Runs the command as two tasks on each of two nodes.
 FAKE_SRUN = """\
 #!/usr/bin/env bash
 echo "srun" >> "$LOG"
@@ -72,12 +74,12 @@ FAKE_SCONTROL = """\
 if [ "$1" = show ]; then echo n7; echo n8; else echo "scontrol $*" >> "$LOG"; fi
 """
 FAKE_RECORDER = '#!/usr/bin/env bash\necho "$(basename "$0") $*" >> "$LOG"\n'
-QUOTING_RECORDER = '#!/usr/bin/env bash\nprintf "%s\\n" "${*@Q}" >> "$LOG"\n'  # its arguments alone
+QUOTING_RECORDER = '#!/usr/bin/env bash\nprintf "%s\\n" "${*@Q}" >> "$LOG"\n'  # only its arguments
 
 
 @pytest.fixture
 def fake(tmp_path):
-    """A folder of fake programs, first on PATH; `fake.lines()` is what they recorded."""
+    """A folder of fake programs, first on PATH; `fake.lines()` returns their records."""
     return Fake(tmp_path)
 
 
@@ -109,9 +111,9 @@ class Fake:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            # A test run in the background has SIGINT ignored, and a shell cannot undo that.
+            # A test run in the background ignores SIGINT, and a shell cannot undo that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            start_new_session=True,  # a group of its own, as a terminal's or a batch system's job
+            start_new_session=True,  # a new process group, as in a terminal or batch job
         )
 
     def run(self, script: str, *arguments: str, **environment: str) -> tuple[int, str]:
@@ -135,7 +137,7 @@ class Fake:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -183,7 +185,7 @@ def test_two_runs_do_not_share_a_port(fake):
 
 
 def test_deepspeed_script_uses_hosts_of_a_file(fake, tmp_path):
-    """The signal also goes to the first host: one rank there asks all others."""
+    """The signal also goes to the first host, where a rank informs all others."""
     hosts = tmp_path / "hosts"
     hosts.write_text("# two nodes\n\nworker-1 slots=4\nworker-2 slots=4\n")
     fake.add("ssh", FAKE_RECORDER)
@@ -216,7 +218,7 @@ def test_deepspeed_script_refuses_wrong_arguments(fake):
         ("TERM", False, ()),
         ("INT", False, ()),
         ("USR1", False, ()),
-        # Ctrl-C of a terminal, or a supervisor's TERM: it ends the script's `sleep` as well.
+        # Ctrl-C, or a supervisor's TERM, also ends the script's `sleep`.
         ("TERM", True, ()),
         ("INT", True, ("again.sh", "3")),
     ],
@@ -225,11 +227,11 @@ def test_signal_reaches_workers_and_leaves_no_process(fake, name, to_group, agai
     scripts = (*again, str(LAUNCH / "deepspeed.sh") if again else "deepspeed.sh")
     process = fake.start(*scripts, "c.yaml")
     workers = fake.workers()
-    time.sleep(0.7 * to_group)  # it sleeps
+    time.sleep(0.7 * to_group)  # the script sleeps
     (os.killpg if to_group else os.kill)(process.pid, getattr(signal, f"SIG{name}"))
     process.communicate(timeout=20)
-    # It ended only once both had saved, though the launcher died at once.
-    assert to_group or fake.lines("got") == ["got USR1"] * 2  # see the script: never TERM or INT
+    # The script ended after both had saved, although the launcher died at once.
+    assert to_group or fake.lines("got") == ["got USR1"] * 2  # never TERM or INT, see the script
     assert fake.lines("saved") == ["saved"] * 2
     assert process.returncode == 75, "what the run itself has left"
     assert not any(alive(pid) for pid in workers)
@@ -245,7 +247,7 @@ def test_signal_before_workers_listen_is_not_lost(fake):
 
 @pytest.mark.parametrize("is_killed", [False, True])
 def test_workers_that_ignore_signals_are_killed(fake, is_killed):
-    """After a signal to the script, or when the launcher is killed."""
+    """After a signal to the script, or if the launcher is killed."""
     process = fake.start("deepspeed.sh", "c.yaml", GRACE="1", STUBBORN="1")
     workers = fake.workers()
     if is_killed:
@@ -279,11 +281,11 @@ def test_sbatch_options_of_the_script_are_valid(script, output):
     }
     assert not re.search(r"#SBATCH --(partition|account|qos|nodelist|array)", text)
     assert "mkdir -p logs" in text
-    # Slurm stops reading options at the first command.
+    # Slurm reads options only before the first command.
     assert text.rindex("#SBATCH") < text.index("set -euo")
 
 
-# Like a run: notes its rank and the signal, saves for a moment and stops.
+# Like a run: records its rank and the signal, saves for a moment and stops.
 FAKE_PYTHON = """\
 #!/usr/bin/env bash
 echo "python $*" >> "$LOG"
@@ -334,8 +336,7 @@ def test_job_sets_the_rank_of_each_task(fake_python, script, environment, point,
     ],
 )
 def test_job_is_requeued_by_exit_status(fake_python, script, status):
-    """A run that a signal has stopped, that hung, that has no network or lost a process; nothing
-    that would fail again."""
+    """A run is queued again after a signal, a hang, a network failure or a lost process only."""
     env, job = (SLURM, "71231_3") if "array" in script else (JOB, "71234")
     found, _ = fake_python.run(script, "c.yaml", EXIT_AT_ONCE=str(status), **env)
     assert found == status
@@ -381,8 +382,8 @@ def test_slurm_scripts_are_refused_outside_slurm(fake, words, environment, said)
 
 
 def test_demo_runs_its_steps_in_order(fake, tmp_path):
-    """Its commands are ones that the command line takes."""
-    (tmp_path / "launch").mkdir()  # the script works in the folder above its own
+    """The command line accepts its commands."""
+    (tmp_path / "launch").mkdir()  # the script works in its parent folder
     (tmp_path / "runs/demo").mkdir(parents=True)
     script = shutil.copy(LAUNCH / "demo.sh", tmp_path / "launch")
     fake.add("py", QUOTING_RECORDER)
@@ -404,7 +405,7 @@ def test_demo_stops_at_the_first_failure(fake):
 
 @pytest.mark.parametrize("left, status", [("0", 0), ("2", 0), ("1", 1)])
 def test_synthetic_array_task_trains_its_point(fake_python, left, status):
-    """Exit status 2 is a missed bar: a finding, not a failed job."""
+    """Exit status 2 means a missed threshold: a result, not a failed job."""
     script = ("synthetic_array.sbatch", "c.yaml", "seed=1")
     found, output = fake_python.run(*script, EXIT_AT_ONCE=left, **SLURM)
     assert found == status and "sweep point 3, job 71234" in output
@@ -426,7 +427,7 @@ def test_synthetic_array_task_is_requeued_at_time_limit(fake_python, name, send)
 
 
 def again(tmp_path, times, *statuses):
-    """(exit status, runs made, what was said) of a command that ends so, one status a run."""
+    """Return (exit status, number of runs, output) of a command with one status per run."""
     log = tmp_path / "runs"
     cases = " ".join(f"{i}) {end} ;;" for i, end in enumerate(statuses, 1))
     command = f"echo run >> {log}; case $(wc -l < {log}) in {cases} esac"
@@ -453,7 +454,7 @@ def test_again_retries_temporary_failures(tmp_path, monkeypatch, times, ends, st
 
 
 def test_again_of_a_command_that_ends_at_once(tmp_path, monkeypatch):
-    """It may be gone before the script looks at it: here every line of the script comes late."""
+    """It may end before the script checks it: here every line of the script is delayed."""
     (tmp_path / "late").write_text("case $0 in *again.sh) trap 'sleep 0.1' DEBUG;; esac\n")
     monkeypatch.setenv("BASH_ENV", str(tmp_path / "late"))
     ended, made, _ = again(tmp_path, 5, "exit 77", "exit 78")

@@ -74,7 +74,7 @@ def process(cfg, kill_at: int = 0, pause: float = 0.0) -> tuple[Forked, Path]:
 def go(*started: tuple[Forked, Path]) -> None:
     """Lets them begin together, when all of them are ready."""
     for one, _ in started:
-        while "ready\n" not in one.printed()[0] and one.poll() is None:
+        while "ready\n" not in one.read_output()[0] and one.poll() is None:
             time.sleep(0.005)
     for _, signal_to_go in started:
         signal_to_go.touch()

@@ -1,4 +1,4 @@
-"""Manifests: complete checkpoints load, anything else is named and passed over."""
+"""Checkpoints and resumed configs: complete checkpoints load, others are refused."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from lm.training.reshard import consolidate_weights
 
 
 def claim(cfg, overwrite=False, say=print):
-    """As a run that ends at once."""
+    """Claim and release a run directory."""
     run = RunDir(cfg.run_dir)
     run.claim(cfg, overwrite, say)
     run.save_config(cfg)
@@ -19,7 +19,7 @@ def claim(cfg, overwrite=False, say=print):
 
 
 def started(cfg):
-    """A run of which something was trained."""
+    """A run directory with a trained checkpoint."""
     claim(cfg, False)
     (cfg.run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
     return cfg.run_dir / "config.yaml"
@@ -27,7 +27,7 @@ def started(cfg):
 
 @pytest.fixture
 def copy(tiny_run, tmp_path):
-    """A copy of the tiny run's newest checkpoint, to be damaged."""
+    """A copy of the tiny run's newest checkpoint that a test may damage."""
     shutil.copytree(tiny_run / "checkpoints", tmp_path / "checkpoints")
     return tmp_path / "checkpoints/step-000008"
 
@@ -43,7 +43,7 @@ def test_consolidated_weights_are_fp32_with_model_names(copy, tiny):
 
 
 def test_path_with_brackets_is_no_glob_pattern(copy, tmp_path):
-    """DeepSpeed globs the path that it is given: `exp[1]` must not be read as `exp1`."""
+    """DeepSpeed globs its path: `exp[1]` must not match `exp1`."""
     own, neighbor = tmp_path / "exp[1]", tmp_path / "exp1"
     shutil.copytree(copy.parent, own)
     expected = consolidate_weights(copy)
@@ -77,7 +77,7 @@ def test_json_is_written_atomically(tmp_path):
 
 
 def test_run_older_than_a_schema_key_resumes(tiny):
-    """A key that the run's config.yaml does not know yet has its default there."""
+    """A key that config.yaml lacks has its default."""
     cfg = tiny("resume=auto")
     saved = started(cfg)
     lines = saved.read_text().splitlines(keepends=True)
@@ -119,7 +119,7 @@ def test_resumed_run_may_change_the_solver(tiny):
     "first, then",
     [
         ((), ("solver.token=exact", "solver.stopping=causal", "solver.gradient=exact")),
-        (("model.name=lstm",), ("model.name=lstm", "solver.tol=0.5")),  # which has no solver
+        (("model.name=lstm",), ("model.name=lstm", "solver.tol=0.5")),  # a model without a solver
     ],
 )
 def test_auto_values_and_baseline_solvers_are_no_change(tiny, first, then):

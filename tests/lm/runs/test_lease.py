@@ -1,4 +1,4 @@
-"""One writer a directory: a living one is refused by name, a dead one's place is taken."""
+"""Leases: a running holder is named and refused, a dead holder is replaced."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ def hold(path, held, say=lambda _: None):
 
 @pytest.fixture
 def holder(path):
-    """A process that holds the lease until it is killed."""
+    """Start a process that holds the lease until it is killed."""
     held = fork.Event()
     process = fork.Process(target=hold, args=(path, held))
     process.start()
@@ -55,7 +55,7 @@ def test_second_process_is_refused_with_the_holder(path, holder):
 
 def test_lease_of_a_killed_process_is_taken_over(path, holder):
     os.kill(holder.pid, signal.SIGKILL)
-    time.sleep(0.1)  # a zombie, as long as nobody waits for it
+    time.sleep(0.1)  # a zombie until `wait`
     said = []
     lease = Lease(path, said.append)
     lease.acquire()
@@ -99,7 +99,7 @@ def test_running_holder_in_another_pid_namespace_is_refused(path):
 
 @contextlib.contextmanager
 def beating(path):
-    """Somebody else touches the lease within the block."""
+    """Touch the lease from another thread within the block."""
     stop = threading.Event()
 
     def beat():
@@ -119,13 +119,13 @@ def beating(path):
     "other",
     [
         {"host": "node17"},
-        {"namespace": "pid:[4026531999] another boot"},  # a container whose host has our name
+        {"namespace": "pid:[4026531999] another boot"},  # a container on a host with the same name
         {"namespace": None},
     ],
     ids=str,
 )
 def test_remote_holder_lives_while_it_touches_the_lease(path, other):
-    """Whatever process has its number here."""
+    """Also if a local process has the holder's id."""
     path.write_text(json.dumps(Lease(path).own | {"pid": 2**22 + 1, "job": "4711"} | other))
     with beating(path), pytest.raises(LeaseError, match=r"use by process 4194305 .*job 4711"):
         Lease(path, lambda _: None).acquire()
@@ -160,16 +160,16 @@ def test_suspended_holder_detects_the_takeover(path):
     lease = Lease(path)
     lease.acquire()
     theirs = json.dumps({"host": "node17", "pid": 1, "job": "4711", "since": time.time()})
-    path.write_text(theirs)  # somebody has taken it over meanwhile
+    path.write_text(theirs)  # another process takes it over
     time.sleep(0.3)
     with pytest.raises(LeaseError, match=r"was taken over by process 1 on node17.*did not respond"):
         lease.check()
     lease.release()
-    assert path.read_text() == theirs  # it is left alone
+    assert path.read_text() == theirs  # the file is not changed
 
 
 def test_one_of_many_processes_gets_the_lease(path):
-    """All find the lease of a dead process and want its place."""
+    """All processes find the lease of a dead process at once."""
     ours = Lease(path).own
     path.write_text(json.dumps({**ours, "started": 1}))
     start, won = fork.Event(), fork.Queue()

@@ -1,4 +1,4 @@
-"""Fixed-point statistics, throughput, the writers of a run's metrics, and progress on a console."""
+"""Metrics of a run: solver statistics, throughput, writers, and progress lines."""
 
 import json
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from lm.runs.run_dir import RunDir
 
 
 def report(evaluations, failed, residual, iterations=None) -> SimpleNamespace:
-    """What a model reports of its solves, without what is not read here."""
+    """A FixedPointReport with the fields that the metrics read."""
     fields = {"evaluations": evaluations, "failed": failed, "residual": residual}
     tensors = {name: torch.tensor(values) for name, values in fields.items()}
     tensors |= dict.fromkeys(("bisected", "limited", "elsewhere"), 0.0 * tensors["residual"])
@@ -29,7 +29,7 @@ def report(evaluations, failed, residual, iterations=None) -> SimpleNamespace:
     return SimpleNamespace(**tensors, num_iters=counted, layers=None, adjoint_norm=None)
 
 
-# Two layers; three sequences in two micro-batches.
+# Two layers, and three sequences in two micro-batches.
 HAND_MADE = [
     report([[1.5, 2.5], [4.0, 6.0]], [[0.0, 0.0], [0.0, 0.25]], [[0.1, 0.3], [0.0, 0.9]]),
     report([[5.0], [8.0]], [[0.0], [0.5]], [[0.2], [0.3]]),
@@ -43,7 +43,7 @@ PROBED = report(
 
 
 def test_solver_metrics_are_per_layer_over_all_sequences():
-    assert fixed_point_metrics([]) == {}  # of a model without a solver
+    assert fixed_point_metrics([]) == {}  # a model without a solver
     assert fixed_point_metrics(HAND_MADE) == {
         "evaluations": [3, 6],
         "failed": [0, 0.25],
@@ -60,7 +60,7 @@ def test_solver_metrics_are_per_layer_over_all_sequences():
 
 
 def test_fixed_point_metrics_gather_over_ranks():
-    # A second rank with three times the numbers.
+    # A second rank with three times these numbers.
     def gather(t):
         return torch.cat([t, 3 * t], -1)
 
@@ -75,7 +75,7 @@ def test_padding_sequences_do_not_count():
     measured = fixed_point_metrics([PROBED], rows=rows)
     assert measured["num_iters"]["max"] == [4, 10] and measured["failed"] == [0, 0]
 
-    def gather(t):  # the other rank has one sequence less, and other numbers
+    def gather(t):  # the other rank has one sequence fewer
         other = torch.tensor([1.0, 0.0, 0.0]) if t.ndim == 1 else 10 * t
         return torch.cat([t, other], -1)
 
@@ -89,7 +89,7 @@ def test_padding_sequences_do_not_count():
     "norms, adjoint",
     [
         ([torch.tensor([0.5, 2.0]), torch.tensor([1.0, 0.25])], [2.0, 1.0]),
-        ([torch.zeros(2), torch.zeros(2)], None),  # there was no backward through time
+        ([torch.zeros(2), torch.zeros(2)], None),  # no backward pass through time
         (None, None),
     ],
 )
@@ -120,7 +120,7 @@ def test_unsolved_tokens_warn_once_per_layer():
     assert "model.contractive: 0.9" in said[0] and "model.mixer_gate_start: -3" in said[0]
     assert "10.00% of the tokens of layer 0" in said[1]
     metrics.FailureWatch(said.append, EXACT).check({"failed": [0.5], "layers": [3]}, "update 1")
-    assert "of the tokens of layer 3 " in said[2]  # a hybrid's
+    assert "of the tokens of layer 3 " in said[2]  # a hybrid
 
 
 @pytest.mark.parametrize("name,words", [("bisected", "bisected"), ("limited", "nearly singular")])
@@ -135,9 +135,7 @@ def test_iteration_count_of_another_solution_is_marked():
     counts = {"mean": [53.9, 7.0], "elsewhere": [0.85, 0.01]}
     assert metrics.find_other_solutions(counts) == [True, False]
     assert metrics.format_marked_iterations(counts) == ["53.9†", "7.0"]
-    assert metrics.format_marked_iterations({"mean": [53.9]}) == [
-        "53.9"
-    ]  # of before this was compared
+    assert metrics.format_marked_iterations({"mean": [53.9]}) == ["53.9"]  # a record of version 0.1
 
 
 @pytest.mark.parametrize("solver", [{**EXACT, "token": "iterate"}, "none", "unknown"])
@@ -161,7 +159,7 @@ IDS = torch.arange(10).reshape(2, 5)
     ids=str,
 )
 def test_probe_counts_do_not_depend_on_the_solver(solver):
-    """Of the first layer, whose input no solve has changed."""
+    """Compare the first layer, whose input does not depend on the solver."""
     found = []
     for fields in (solver, {"schedule": "parallel", "stopping": "paper"}):
         torch.manual_seed(0)
@@ -198,7 +196,7 @@ def test_fixed_point_metrics_of_a_real_model():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The performance counter, moved by hand."""
+    """A performance counter that tests advance."""
     now = SimpleNamespace(seconds=100.0, processor=7.0)
     clocks = {"perf_counter": lambda: now.seconds, "process_time": lambda: now.processor}
     monkeypatch.setattr(metrics, "time", SimpleNamespace(**clocks))
@@ -224,10 +222,10 @@ def test_throughput_and_mfu_are_per_second_of_training(monkeypatch, clock):
     speed.count(30)
     read = speed.read(0.0)
     assert read.pop("spent") == {"seconds": 5.0, "processor_seconds": 4.0}  # of the whole run
-    assert read == {"tokens_per_s": 10.0, "mfu": 0.0}  # counted from the last reading
+    assert read == {"tokens_per_s": 10.0, "mfu": 0.0}  # since the last reading
     clock.seconds += 2
     speed.count(5000, passes=2)
-    read = speed.read(2.0)  # what 4 evaluations of one pass are
+    read = speed.read(2.0)  # as 4 evaluations in one pass
     assert (read["tokens_per_s"], read["mfu"]) == (2500.0, 0.5)
 
 
@@ -275,7 +273,7 @@ def test_resume_drops_records_after_the_checkpoint(tmp_path):
     writer.write({"step": 3, "loss": 9.0})
     writer.close()
     assert read_metrics(tmp_path) == [record(1), record(2), {"step": 3, "loss": 9.0}]
-    Writer(Config(), RunDir(tmp_path)).close()  # a run from the start begins a new file
+    Writer(Config(), RunDir(tmp_path)).close()  # a new run starts a new file
     assert read_metrics(tmp_path) == []
 
 
@@ -305,7 +303,7 @@ def test_tensorboard_drops_records_after_a_rollback(tmp_path):
 
 
 def branches(writer):
-    """Updates 1 to 12, back to 6, and 7 to 15 with another loss."""
+    """Write updates 1 to 12, roll back to 6, and write 7 to 15 with another loss."""
     for step in range(1, 13):
         writer.write({"step": step, "loss": 1.0})
     writer.keep_until(6)
@@ -315,7 +313,7 @@ def branches(writer):
 
 
 def test_tracker_names_are_grouped():
-    """A training record, a validation with its probe of a hybrid, and a synthetic try-out."""
+    """A training record, a validation of a hybrid with a probe, and a synthetic validation."""
     assert flatten_record(
         {
             "step": 3,
@@ -410,7 +408,9 @@ def test_wandb_continues_after_a_rollback(tmp_path, monkeypatch):
     rows, real_log = [], session.log
     monkeypatch.setattr(session, "log", lambda row: (rows.append(row), real_log(row)))
     branches(writer)
-    by_step = {row["global_step"]: row["train/loss"] for row in rows}  # the last one counts
+    by_step = {
+        row["global_step"]: row["train/loss"] for row in rows
+    }  # the last record of a step counts
     assert by_step == {step: 1.0 if step <= 6 else 2.0 for step in range(1, 16)}
     assert session.config["model"]
     assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))

@@ -1,4 +1,4 @@
-"""Paths of commands: found, refused by a sentence, and before anything heavy is imported."""
+"""Paths on the command line: found, or refused before slow imports."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ DEMO = str(ROOT / "configs/lm/demo.yaml")
 CATBABI = str(ROOT / "configs/synthetic/small/catbabi.yaml")
 HEAVY = ("torch", "transformers", "deepspeed", "matplotlib", "datasets")
 
-# Every command that takes a path, with a path that leads nowhere, and words of its refusal.
+# Every command with a path, a wrong path, and words of the error.
 MISTYPED = [
     ("generate runs/nope --prompt a", "runs/nope: no such folder; give a run or an export"),
     ("generate ./nope --prompt a", "./nope: no such folder"),
@@ -47,7 +47,7 @@ MISTYPED = [
 
 
 def test_mistyped_path_is_refused_without_slow_imports(tmp_path):
-    """One process for all commands: what the first of them imports would be seen."""
+    """All commands run in one process, which must not import slow modules."""
     (tmp_path / "runs").mkdir()
     code = (
         "import sys\n"
@@ -59,9 +59,13 @@ def test_mistyped_path_is_refused_without_slow_imports(tmp_path):
         "    assert not heavy, words\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
         env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
-    )  # fmt: skip
+    )
     lines = done.stderr.splitlines()
     assert done.returncode == 0, done.stderr
     assert len(lines) == 2 * len(MISTYPED) and done.stdout == ""
@@ -97,7 +101,7 @@ def test_hub_name_is_not_a_path(tmp_path, monkeypatch):
 
 
 class Hub:
-    """A hub whose answer to every question is an error."""
+    """A hub that answers every request with an error."""
 
     def __init__(self, error: Exception):
         self.error = error

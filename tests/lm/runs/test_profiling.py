@@ -1,4 +1,4 @@
-"""`log.profile`: a trace and a table of the updates asked for, and nothing that stops a run."""
+"""`log.profile`: a trace of the requested updates; failures do not stop a run."""
 
 import gzip
 import json
@@ -16,7 +16,7 @@ from tests.running import run
 
 
 def train(profile, updates, first=1):
-    """Updates in the place of real ones: one product of matrices each."""
+    """Run fake updates of one matrix product each."""
     for number in range(first, updates + 1):
         with profile.update(number):
             torch.ones(4, 4) @ torch.ones(4, 4)
@@ -56,7 +56,7 @@ def test_stopped_run_leaves_no_partial_profile(tmp_path):
     profile.close()
     assert said == ["note: the run ends before update 4: no profile is written"]
     assert not (tmp_path / "profile").exists()
-    train(Profile((1, 2), tmp_path, said.append), 2)  # the profiler is free again
+    train(Profile((1, 2), tmp_path, said.append), 2)  # the profiler can start again
     assert said[1].startswith("profile  of updates 1 to 2")
 
 
@@ -97,13 +97,13 @@ def test_wrong_profile_settings_are_refused(schema, profile, words):
 
 @pytest.mark.slow
 def test_profile_names_the_parts_of_an_update(tmp_path, tiny_losses):
-    """And it has the losses of one without a profile, bit for bit."""
+    """The losses are bit for bit those without a profile."""
     records, done = run(tmp_path, "log.profile=[2,3]")
     assert [r["loss"] for r in records] == [r["loss"] for r in tiny_losses]
     assert "profile of updates 2 to 3" in " ".join(done.stdout.split())
     names = names_in(tmp_path / "tiny/profile/updates-2-3.trace.json.gz")
     assert [n for n in names if n and n.startswith("update ")] == ["update 2", "update 3"]
-    # Two micro-batches an update, two layers; a part is named once in each.
+    # Two micro-batches per update and two layers; each names a part once.
     counts = {n: names.count(n) for n in ("data", "forward", "solve", "backward", "optimizer")}
     assert counts == {"data": 2, "forward": 4, "solve": 8, "backward": 4, "optimizer": 4}
 

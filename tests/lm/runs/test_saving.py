@@ -1,4 +1,4 @@
-"""Saves that are killed, cannot be written, or find damage: the last good checkpoint stands."""
+"""Saves that are killed or fail, and damaged checkpoints: the last complete one stays."""
 
 import json
 import multiprocessing
@@ -53,7 +53,7 @@ def silent(_): ...
 
 
 def test_save_writes_the_state_at_the_call(tmp_path):
-    """Training goes on while the thread writes."""
+    """Training changes the state while the thread writes."""
     weights = {"w": torch.zeros(3)}
     made = saver(tmp_path)
     made.save(1, lambda: {"model.pt": weights})
@@ -72,7 +72,7 @@ def test_snapshot_copies_each_tensor_once():
     w = torch.arange(6.0)
     taken = snapshot({"a": w, "b": [w, (w[:2], 7)], "c": None})
     assert taken["a"] is taken["b"][0] and taken["a"].data_ptr() != w.data_ptr()
-    assert taken["b"][1][0].untyped_storage().nbytes() == 8  # not all that it was a view of
+    assert taken["b"][1][0].untyped_storage().nbytes() == 8  # not the storage that it was a view of
     assert taken["b"][1][1] == 7 and taken["c"] is None
 
 
@@ -89,10 +89,17 @@ def test_nonfinite_tensors_are_named():
 
 
 class Killed:
-    """SIGKILL at the k-th thing that a save does to the disk."""
+    """Kill the process at the k-th file operation of a save."""
 
-    NAMES = ("os.fsync", "os.replace", "shutil.rmtree", "torch.save", "Path.rename", "Path.mkdir",
-             "Path.unlink")  # fmt: skip
+    NAMES = (
+        "os.fsync",
+        "os.replace",
+        "shutil.rmtree",
+        "torch.save",
+        "Path.rename",
+        "Path.mkdir",
+        "Path.unlink",
+    )
 
     def __init__(self, number):
         self.left = number
@@ -115,7 +122,7 @@ class Killed:
 
 
 def test_kill_during_save_leaves_a_complete_checkpoint(tmp_path):
-    """Before each file operation in turn; then the run goes on and saves again."""
+    """Kill before each file operation in turn; then the run continues and saves again."""
 
     def child(folder, number):
         Killed(number).install()
@@ -144,7 +151,7 @@ def test_multiples_of_keep_every_stay(tmp_path):
     save(tmp_path, *range(1, 11), keep=2, keep_every=4)
     assert steps_of(tmp_path) == [4, 8, 9, 10]
     save(tmp_path, 11, 12, keep=2, keep_every=4)
-    assert steps_of(tmp_path) == [4, 8, 10, 11, 12]  # two tiers
+    assert steps_of(tmp_path) == [4, 8, 10, 11, 12]  # the last three, and multiples of four
 
 
 def test_checkpoints_are_ordered_by_step(tmp_path):
@@ -177,7 +184,7 @@ def manifest(text):
 
 FILES = '{"step": 3, "world_size": 1, "files": %s}'
 DAMAGED = "manifest.json is damaged"
-# Damage → (what is done, what is said).
+# {damage: (function that does it, words of the error)}
 DAMAGES = {
     "another update": (
         manifest(FILES.replace("3", "13") % '{"a": [1, "b"]}'),
@@ -216,7 +223,7 @@ def test_damaged_checkpoint_is_skipped_with_a_message(tmp_path, damage):
 
 @pytest.mark.parametrize("damage", ["no manifest", "bit flipped", "torn file"])
 def test_damaged_checkpoints_do_not_count_as_kept(tmp_path, damage):
-    """`keep: 2` leaves two that can be loaded, and nothing is deleted for a damaged one's sake."""
+    """`keep: 2` keeps two loadable checkpoints in addition to damaged ones."""
     made = save(tmp_path, 1, 2, 3, keep=2)
     DAMAGES[damage][0](tmp_path / "step-000003")
     made.save(4, lambda: state(4))
@@ -255,7 +262,7 @@ def test_full_disk_keeps_the_previous_checkpoint(small_disk):
         match=r"step-000002 cannot be written .*MiB are free.*previous checkpoint stay",
     ):
         made.finish()
-    # What it has left is gone, so that the next one, a smaller one, fits.
+    # The files of the failed save are deleted, so that a smaller save fits.
     assert [p.name for p in (small_disk / "checkpoints").iterdir()] == ["step-000001"]
     made.save(3, lambda: state(3))
     made.finish()
@@ -323,7 +330,7 @@ def test_failed_write_is_raised_on_all_ranks(tmp_path, fails_on):
 
 
 def test_files_are_synced_before_renaming(tmp_path, monkeypatch):
-    """Files, the manifest, its folder, and then the name: in this order on the disk."""
+    """Files, manifest and folder reach the disk in this order, then the final name."""
     order = []
     real_sync, real_rename = os.fsync, Path.rename
     monkeypatch.setattr(
@@ -354,15 +361,15 @@ def test_directory_is_released_after_the_last_write(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "_write_file", slow)
     made = saver(tmp_path)
     made.save(1, lambda: state(1))
-    made.close()  # the training has failed elsewhere, meanwhile
+    made.close()  # after an error elsewhere in the training
     assert verify(tmp_path / "step-000001") and not list(tmp_path.glob("*.partial"))
 
 
 def test_save_with_a_dead_rank_is_cancelled(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "CLOSE_TIMEOUT_S", 0.3)
-    alone = Ranks(0, 2)  # the other one is gone
+    ranks = Ranks(0, 2)  # the other rank is dead
     monkeypatch.setattr(Ranks, "first", lambda self, fn, *args: fn(*args))
-    made = Checkpoints(tmp_path, alone, Checkpoint())
+    made = Checkpoints(tmp_path, ranks, Checkpoint())
     made.save(1, lambda: state(1))
     began = time.monotonic()
     made.close()

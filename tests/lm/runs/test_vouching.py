@@ -1,4 +1,4 @@
-"""What a run and an export vouch for: a file that is not what was written is refused by name."""
+"""Checksums of runs and exports: a changed file is refused by name."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ from tests.running import ROOT, fprnn, losses, run, run_alone
 
 @pytest.fixture
 def copy(small_export, tmp_path):
-    """A copy of an export, to be damaged."""
+    """A copy of an export that a test may damage."""
     return Path(shutil.copytree(small_export, tmp_path / "copy"))
 
 
@@ -38,7 +38,7 @@ def flip(path, bit):
     path.write_bytes(data)
 
 
-# An export.
+# Exports.
 
 
 def test_sha256sum_covers_all_files_except_the_card(small_export):
@@ -47,13 +47,11 @@ def test_sha256sum_covers_all_files_except_the_card(small_export):
     )
     assert checked.returncode == 0, checked.stderr
     listed = {line.partition(":")[0] for line in checked.stdout.splitlines()}
-    assert listed == {path.name for path in small_export.iterdir()} - {
-        SUMS, CARD, EXPORT_RECORD
-    }  # fmt: skip
+    assert listed == {path.name for path in small_export.iterdir()} - {SUMS, CARD, EXPORT_RECORD}
 
 
 def test_export_with_a_flipped_bit_is_refused(copy):
-    """Of 40 in the weights, 37 went unseen."""
+    """Without checksums, 37 of 40 flipped bits in the weights were not detected."""
     flips = random.Random(0)
     for name in read_sums(copy):
         path = copy / name
@@ -74,7 +72,7 @@ def test_export_with_changed_tokenizer_is_refused(capsys, copy):
         load_tokenizer(copy)
     said = refused(capsys, "generate", copy, "--prompt", "a")
     assert f"{path} is damaged, or was changed" in said and f"delete {SUMS}" in said
-    (copy / SUMS).unlink()  # as the sentence says, where the change is meant
+    (copy / SUMS).unlink()  # as the error advises for an intended change
     load_tokenizer(copy)
 
 
@@ -85,7 +83,7 @@ def test_export_with_changed_tokenizer_is_refused(capsys, copy):
         ("\xff", f"{SUMS} is damaged"),
         ("0" * 64 + "  ../config.json\n", f"{SUMS} is damaged"),
         ("", "it is empty"),
-        ("CONFIG", "is not listed in"),  # a list that lost the weights vouches for nothing
+        ("CONFIG", "is not listed in"),  # a list without the weights is refused
     ],
 )
 def test_damaged_checksums_are_named(copy, text, words):
@@ -138,7 +136,7 @@ except ValueError as e:
 
 
 def test_exported_code_refuses_changed_weights(copy, tmp_path):
-    """In a process that has no `lm`."""
+    """In a process that cannot import `lm`."""
     assert run_alone(LOAD, copy, cwd=tmp_path).stdout == "transformers_modules\n"
     flip(copy / "model.safetensors", 8 * 5000)
     printed = run_alone(LOAD, copy, cwd=tmp_path).stdout
@@ -146,7 +144,7 @@ def test_exported_code_refuses_changed_weights(copy, tmp_path):
 
 
 def test_export_saved_again_by_a_user_loads(copy, tmp_path):
-    """After fine-tuning, into the same folder or another."""
+    """A user saves after fine-tuning, into the same folder or another."""
     model = FPRNNForCausalLM.from_pretrained(copy)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -170,19 +168,19 @@ def test_unchanged_file_is_hashed_once(copy, monkeypatch):
     load_model(copy)
     assert len(read) == len(read_sums(copy))
     weights = copy / "model.safetensors"
-    weights.write_bytes(weights.read_bytes())  # the same, and nobody knows
+    weights.write_bytes(weights.read_bytes())  # the same content with a new time
     FPRNNForCausalLM.from_pretrained(copy)
     assert len(read) == len(read_sums(copy)) + 1
 
 
-# A run.
+# Runs.
 
 TINY = ("train", "--config", "configs/tiny/lm.yaml", "resume=auto")
 
 
 @pytest.fixture
 def stopped(tiny_run, tmp_path):
-    """A run that goes on after update 4."""
+    """A run that can continue after update 4."""
     folder = Path(shutil.copytree(tiny_run, tmp_path / "runs/tiny"))
     shutil.rmtree(folder / "checkpoints/step-000008")
     (folder / "result.json").unlink()
@@ -191,7 +189,7 @@ def stopped(tiny_run, tmp_path):
 
 
 def other_tokenizer(folder):
-    """Two tokens change places: the same text is other tokens."""
+    """Swap two tokens, so that the same text has other tokens."""
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -210,10 +208,10 @@ def test_manifest_has_the_run_fingerprint(tiny_run):
 
 @pytest.mark.parametrize("vouched", ["its own checksums", "the checkpoint's"])
 def test_run_with_changed_tokenizer_is_refused(capsys, stopped, tmp_path, vouched):
-    """It re-tokenised the corpus in mid-run, and trained on."""
+    """Otherwise the corpus would be tokenised again in the middle of the run."""
     folder = stopped / "tokenizer"
     other_tokenizer(folder)
-    if vouched == "the checkpoint's":  # another whole tokenizer in the place of the run's
+    if vouched == "the checkpoint's":  # replace the tokenizer
         write_sums(folder, [path.name for path in folder.iterdir() if path.name != SUMS])
     record = (stopped / "data/corpus.json").read_text()
     done = fprnn(*TINY, f"out_dir={stopped.parent}")
@@ -228,7 +226,7 @@ def test_run_with_changed_tokenizer_is_refused(capsys, stopped, tmp_path, vouche
 
 
 def test_run_with_changed_config_is_refused(capsys, stopped, tmp_path):
-    """One that fits the weights, and makes another model of them."""
+    """The changed config fits the weights, but describes another model."""
     config = stopped / "config.yaml"
     whole = config.read_text()
     config.write_text(whole.replace("reset_at_eos: true", "reset_at_eos: false"))
@@ -240,14 +238,14 @@ def test_run_with_changed_config_is_refused(capsys, stopped, tmp_path):
         assert named in said and change in said
     done = fprnn(*TINY, f"out_dir={stopped.parent}", "model.reset_at_eos=false")
     assert done.returncode == FAILED and named in done.stderr and change in done.stderr
-    # What may be changed, may be changed there.
+    # Keys that may change may be changed in config.yaml.
     config.write_text(whole.replace("steps: 8", "steps: 6"))
     _, done = run(stopped.parent, "resume=auto", "train.steps=6")
     assert max(r["step"] for r in losses(stopped)) == 6
 
 
 def test_run_with_changed_corpus_is_refused(stopped, tmp_path):
-    """The run's note of its corpus is gone, and the text is another than it was."""
+    """The corpus in the run directory is deleted, and the text has changed."""
     text = Path("tests/data/tiny.jsonl").read_text()
     lines = text.splitlines()
     (tmp_path / "tiny.jsonl").write_text("\n".join(lines[: len(lines) // 2]) + "\n")
@@ -257,15 +255,15 @@ def test_run_with_changed_corpus_is_refused(stopped, tmp_path):
     moved = f"data.path={tmp_path}/tiny.jsonl"
     done = fprnn(*TINY, f"out_dir={stopped.parent}", moved)
     assert done.returncode == FAILED
-    assert f"{stopped / 'data'} is of another corpus than" in done.stderr
-    # The same text at another place is the same.
+    assert f"{stopped / 'data'} holds another corpus than" in done.stderr
+    # The same text at another path is accepted.
     (tmp_path / "tiny.jsonl").write_text(text)
     shutil.rmtree(stopped / "data")
     run(stopped.parent, "resume=auto", moved)
 
 
 def test_run_of_version_0_1_resumes(stopped, tiny_losses):
-    """Its manifests hold neither config nor checksums, and its tokenizer has none."""
+    """Its manifests have no config and no checksums, and its tokenizer has no checksums."""
     (stopped / "tokenizer" / SUMS).unlink()
     path = stopped / "checkpoints/step-000004" / MANIFEST
     manifest = json.loads(path.read_text())
@@ -283,11 +281,11 @@ def test_report_notes_changed_files_of_a_run(capsys, stopped):
     assert line.startswith(f"note: {stopped}") and "was changed" in line
 
 
-# A run that has lost something.
+# Runs with missing files.
 
 
 def claimed(tiny, folder, *overrides, overwrite=False):
-    """What is said when a run directory is taken."""
+    """Return the message when a run directory is claimed."""
     said = []
     directory = RunDir(folder)
     directory.claim(tiny(f"out_dir={folder.parent}", *overrides), overwrite, said.append)
@@ -300,12 +298,12 @@ def here(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-DEAD = {**Lease(Path("lease.json")).own, "pid": 2**22 + 1}  # no process has such a number
+DEAD = {**Lease(Path("lease.json")).record, "pid": 2**22 + 1}  # larger than any process id
 TEXT = ("data.path=tests/data/tiny.jsonl", "resume=auto")
 
 
 def test_missing_checkpoints_do_not_restart_the_run(tiny, here, stopped):
-    """It began at update 0, and dropped the log."""
+    """Otherwise it would start at update 0 and drop the log."""
     log = (stopped / "metrics.jsonl").read_bytes()
     shutil.rmtree(stopped / "checkpoints")
     done = fprnn(*TINY, f"out_dir={stopped.parent}")
@@ -329,7 +327,7 @@ def test_run_killed_before_first_save_restarts(tiny, here, stopped, tmp_path):
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:3]))
     assert "checkpoint" not in log.read_text()
     assert claimed(tiny, stopped, *TEXT) == []
-    claim = tmp_path / "cut/tiny"  # nothing but a lease
+    claim = tmp_path / "cut/tiny"  # only a lease
     (claim / "checkpoints").mkdir(parents=True)
     (claim / "lease.json").write_text(json.dumps(DEAD))
     claimed(tiny, claim, *TEXT)
@@ -339,7 +337,7 @@ def test_run_killed_before_first_save_restarts(tiny, here, stopped, tmp_path):
 @pytest.mark.parametrize("leased", [True, False])
 @pytest.mark.parametrize("lost", ["config.yaml", "config.yaml and metrics.jsonl"])
 def test_missing_config_does_not_restart_the_run(tiny, here, stopped, leased, lost):
-    """A killed run's lease alone made the directory anybody's."""
+    """Also if the lease of a killed run is still there."""
     for name in lost.split(" and "):
         (stopped / name).unlink()
     if leased:

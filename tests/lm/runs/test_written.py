@@ -1,4 +1,4 @@
-"""Only files that this program wrote are deleted; a folder that holds others is refused by name."""
+"""Only files that fprnn wrote are deleted; a folder with other files is refused."""
 
 import shutil
 from pathlib import Path
@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def run_copy(tiny_run, tmp_path):
-    """The tiny run, to be deleted."""
-    without_export = shutil.ignore_patterns("hf")  # which another test may have made there
+    """A copy of the tiny run that a test may delete."""
+    without_export = shutil.ignore_patterns("hf")  # another test may have exported
     return Path(shutil.copytree(tiny_run, tmp_path / "runs/tiny", ignore=without_export))
 
 
@@ -50,28 +50,50 @@ def test_every_file_of_run_report_and_export_is_known(tiny, run_copy):
 @pytest.mark.parametrize(
     "name",
     [
-        "config.yaml", "wandb/offline-run-20261127_021012-abc/files/output.log", "wandb/latest-run",
-        "tensorboard/events.out.tfevents.1.host.2.0", "profile/updates-3-5.trace.json.gz",
-        "data/web/train.bin", "data/lease.json", "data/files.json", "data/corpus-0a/shards.json",
-        "data/web/corpus-0a/train.tmp", "data/web/corpus-0a/about.json",
+        "config.yaml",
+        "wandb/offline-run-20261127_021012-abc/files/output.log",
+        "wandb/latest-run",
+        "tensorboard/events.out.tfevents.1.host.2.0",
+        "profile/updates-3-5.trace.json.gz",
+        "data/web/train.bin",
+        "data/lease.json",
+        "data/files.json",
+        "data/corpus-0a/shards.json",
+        "data/web/corpus-0a/train.tmp",
+        "data/web/corpus-0a/about.json",
         "checkpoints/step-000004-17.partial/x_states.pt",
-        "checkpoints/step-000004/.manifest.json.12.tmp", "tokenizer/vocab.json",
-        "stacks/rank0000.txt", "checkpoints/last.pt", ".tokenizer-a1_b2c3d/tokenizer.json",
-        "eval-max_iters-4.json", "data/corpus-1a/lock", "data/corpus-1a/shards.jsonl",
-        "data/files.json", "data/web/corpus-1a/train.bin",
+        "checkpoints/step-000004/.manifest.json.12.tmp",
+        "tokenizer/vocab.json",
+        "stacks/rank0000.txt",
+        "checkpoints/last.pt",
+        ".tokenizer-a1_b2c3d/tokenizer.json",
+        "eval-max_iters-4.json",
+        "data/corpus-1a/lock",
+        "data/corpus-1a/shards.jsonl",
+        "data/files.json",
+        "data/web/corpus-1a/train.bin",
     ],
-)  # fmt: skip
+)
 def test_run_files_pattern_matches_the_layout(name):
     assert RUN_FILES.fullmatch(name)
 
 
 @pytest.mark.parametrize(
     "name,shown",
-    [("notes.txt", ""), ("b/config.yaml", "b/"), ("b/checkpoints/step-000004/x.pt", "b/"),
-     (".git/refs/heads/main", ".git/"), ("data/mine.jsonl", ""), ("checkpoints/epoch1.pt", ""),
-     ("checkpoints/b/epoch1.pt", "checkpoints/b/"), ("figures/mine.png", "figures/"),
-     ("tokenizer/notes.txt", ""), ("hf/notes.txt", "hf/"), ("wandb/notes.txt", "wandb/")],
-)  # fmt: skip
+    [
+        ("notes.txt", ""),
+        ("b/config.yaml", "b/"),
+        ("b/checkpoints/step-000004/x.pt", "b/"),
+        (".git/refs/heads/main", ".git/"),
+        ("data/mine.jsonl", ""),
+        ("checkpoints/epoch1.pt", ""),
+        ("checkpoints/b/epoch1.pt", "checkpoints/b/"),
+        ("figures/mine.png", "figures/"),
+        ("tokenizer/notes.txt", ""),
+        ("hf/notes.txt", "hf/"),
+        ("wandb/notes.txt", "wandb/"),
+    ],
+)
 def test_overwrite_refuses_files_of_others(tiny, run_copy, name, shown):
     put(run_copy, name)
     before = contents(run_copy)

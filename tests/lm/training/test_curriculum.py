@@ -1,4 +1,4 @@
-"""A stage of `data.curriculum` that waits: when it is asked, and that a run goes on after it."""
+"""Stages of `data.curriculum`: when answers are measured, and resuming after a stage."""
 
 from __future__ import annotations
 
@@ -59,18 +59,21 @@ def test_without_stages_no_answers_are_measured():
     plain = Curriculum(Data(), single_source_loader(range(50), 4, 3))
     assert plain.stage is None and plain.sources_to_check(EVERY) == []
     none = Curriculum(Data(source="builtin", mixture=MIXTURE), loader())
-    assert none.stage is None and none.waiting(EVERY) == []
+    assert none.stage is None and none.sources_to_check(EVERY) == []
 
 
 UNLEARNED = f"data.curriculum={json.dumps([WAITING | {'at': 0.999}])}"
 SETTINGS = (
-    "data.source=builtin", "data.path=null", f"data.mixture={json.dumps(MIXTURE)}",
-    f"data.curriculum={json.dumps([WAITING | {'at': 1.0e-9}])}", "data.val_tokens=300",
-)  # fmt: skip
+    "data.source=builtin",
+    "data.path=null",
+    f"data.mixture={json.dumps(MIXTURE)}",
+    f"data.curriculum={json.dumps([WAITING | {'at': 1.0e-9}])}",
+    "data.val_tokens=300",
+)
 
 
 def test_rollback_restores_the_stage_of_the_checkpoint(tmp_path):
-    """Update 4 ends the stage, 5 is NaN, and 3 is the checkpoint: the stage is to be learned."""
+    """Update 4 ends the stage and 5 is NaN: after the rollback to 3 the stage is current again."""
     fault = "looks_every=4,nan_at=9"
     done = faulty(fault, *TINY, f"out_dir={tmp_path}", *SETTINGS, "checkpoint.every=3")
     assert done.returncode == 0, done.stderr
@@ -94,12 +97,16 @@ def test_nan_is_detected_before_answers_are_measured(tmp_path):
 
 @pytest.mark.slow
 def test_resume_after_ended_stage_is_identical(tmp_path):
-    """The adversary begins there, too; on two ranks it is the same training."""
+    """The adversary starts after the stage; two ranks train alike."""
     steps, end = EVERY + 6, EVERY
     settings = [
-        *SETTINGS, "train.global_batch_size=4", "train.grad_accum_steps=null",
-        "train.adversary=0.5", f"train.steps={steps}", f"checkpoint.every={end}",
-    ]  # fmt: skip
+        *SETTINGS,
+        "train.global_batch_size=4",
+        "train.grad_accum_steps=null",
+        "train.adversary=0.5",
+        f"train.steps={steps}",
+        f"checkpoint.every={end}",
+    ]
     whole, done = run(tmp_path / "whole", *settings)
     assert f"update {end:>6}  stage 0 of the curriculum ends" in done.stdout
     records = {r["step"]: r for r in whole}

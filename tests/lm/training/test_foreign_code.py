@@ -1,4 +1,4 @@
-"""Files of others: what is in them is read, never run."""
+"""Files from other people are read without running code in them."""
 
 import contextlib
 import shutil
@@ -21,7 +21,7 @@ STEP = "checkpoints/step-000008"
 
 
 class Planted:
-    """An object that makes a folder when it is unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, place):
         self.place = place
@@ -31,7 +31,7 @@ class Planted:
 
 
 def plant(run, name, mark):
-    """Put it into a file of a checkpoint, and the file's new checksum into the manifest."""
+    """Put a Planted into a file of a checkpoint, and the new checksum into the manifest."""
     file = run / STEP / name
     saved = torch.load(file, weights_only=False)
     torch.save({**saved, "more": Planted(mark)}, file)
@@ -42,7 +42,7 @@ def plant(run, name, mark):
 
 @pytest.fixture
 def planted(tiny_run, tmp_path):
-    """A function (name of a file) → (a copy of the tiny run with that file planted, the mark)."""
+    """Return a function that plants code in a file of a copy of the tiny run."""
 
     def make(name):
         copy = tmp_path / "planted" / "tiny"
@@ -81,7 +81,7 @@ def test_commands_run_no_code_in_a_run_folder(planted, capsys, tmp_path, name):
 @pytest.mark.parametrize("name", [OPTIMIZER, RANK])
 @pytest.mark.parametrize("stage", [1, 0])
 def test_resume_runs_no_code_in_a_run_folder(planted, name, stage):
-    """As the checkpoint is laid out, and laid out anew."""
+    """With the layout of the checkpoint and with another."""
     run, mark = planted(name)
     overrides = ("resume=auto", "train.steps=10", f"engine.zero_stage={stage}")
     done = fprnn(*command(run.parent, *overrides)[3:])
@@ -89,7 +89,7 @@ def test_resume_runs_no_code_in_a_run_folder(planted, name, stage):
     assert not mark.exists()
 
 
-# Code that comes with an export, or that a configuration names.
+# Code in an export, or named in a configuration.
 
 RUNS = 'open({mark!r}, "w").close()\n'
 
@@ -97,12 +97,12 @@ RUNS = 'open({mark!r}, "w").close()\n'
 @pytest.fixture
 def export(small_export, tmp_path):
     copy = Path(shutil.copytree(small_export, tmp_path / "export"))
-    forget(copy)  # whoever means harm writes the checksums anew
+    forget(copy)  # an attacker updates the checksums
     return copy
 
 
 def test_code_next_to_builtin_export_is_not_run(export, tmp_path):
-    """And what it would have been needs no --trust."""
+    """Such an export loads without --trust."""
     mark = tmp_path / "mark"
     for file in export.glob("*.py"):
         file.write_text(RUNS.format(mark=str(mark)) + file.read_text())
@@ -129,7 +129,7 @@ def test_code_of_an_export_runs_only_with_trust(export, tmp_path, capsys):
     with pytest.raises(LoadError, match="needs code of its own"):
         facade.load(export)
     assert not mark.exists()
-    with contextlib.suppress(Exception):  # what it is like then is its own matter
+    with contextlib.suppress(Exception):  # the code may make the model unusable
         load_model(export, trust=True)
     assert mark.exists()
 
@@ -144,7 +144,7 @@ def test_code_of_a_tokenizer_runs_only_with_trust(export, tmp_path):
     )
     (export / "tok.py").write_text(RUNS.format(mark=str(mark)) + code)
     try:
-        load_tokenizer(export)  # by a class that is known, or
+        load_tokenizer(export)  # with a built-in class, or refused
     except LoadError as e:
         assert "needs code of its own" in str(e)
     assert not mark.exists()
@@ -177,7 +177,7 @@ def test_class_is_announced_before_import_and_not_run_by_plan(tmp_path, capsys, 
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_pickled_weights_are_refused(tmp_path, zipped):
-    """By everything that reads the weights of others; torch's own sentence advises to run it."""
+    """torch's own message advises to run the pickle."""
     from transformers import MambaConfig
 
     from lm.training import init_from

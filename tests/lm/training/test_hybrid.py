@@ -1,4 +1,4 @@
-"""Layer patterns in a YAML: what is refused, what a plan says, what the log calls a layer."""
+"""Layer patterns in a YAML: refused patterns and the counts of a plan."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def test_options_of_fixed_points_are_refused_without_them():
 
 
 def test_the_plan_counts_every_layer():
-    """Each as what it is alone; and Mamba's FLOPs do not depend on evaluations."""
+    """Each layer counts as in a model of its own; Mamba's FLOPs do not depend on evaluations."""
     kinds = ("mamba", "mlp", "gated_deltaproduct")
     alone = [kept_by_layers(hybrid(layers=kind, n_layer=1), False) for kind in kinds]
     together = kept_by_layers(hybrid(layers=" ".join(kinds), n_layer=6), False)

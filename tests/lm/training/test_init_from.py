@@ -1,4 +1,4 @@
-"""`init_from`: what is taken, equal outputs at the start, what is refused; runs that start so."""
+"""`init_from`: weights that are taken, equal outputs at the start, refusals, complete runs."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ FIELDS = dict(vocab_size=24, d_model=32, d_state=4, dt_rank=3, headdim=8, reset_
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """{kind: (Source, the model of transformers)} of two layers each."""
+    """{kind: (Source, model of transformers)}, with two layers each."""
     found = {}
     for kind in ("mamba", "mamba2"):
         folder, theirs = transformers_folder(tmp_path_factory.mktemp("there") / kind, kind)
@@ -49,7 +49,7 @@ def start_model(source, target, **options):
 
 @torch.no_grad()
 def assert_equal_logits(sources, kind, target):
-    """Compare with transformers in fp32, and with the source in our terms in fp64."""
+    """Compare with transformers in fp32, and with our model of the source in fp64."""
     source, theirs = sources[kind]
     torch.testing.assert_close(
         target(token_ids()).logits, theirs(token_ids()).logits, atol=1e-5, rtol=0
@@ -58,7 +58,7 @@ def assert_equal_logits(sources, kind, target):
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
 
 
-# Layers that are inserted.
+# Inserted layers.
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def assert_equal_logits(sources, kind, target):
 def test_an_inserted_layer_adds_nothing_and_learns(sources, kind, layers, new):
     n_layer = 2 + len(new)
     target = model(layers, n_layer)
-    with torch.no_grad():  # whatever a layer begins with
+    with torch.no_grad():  # also if a layer's initial out_proj is not zero
         for p in target.parameters():
             p += 0.1
     match = start_model(sources[kind][0], target)
@@ -94,7 +94,7 @@ def test_untied_head_starts_as_the_embedding(sources):
     assert target.lm_head.weight.data_ptr() != target.backbone.embeddings.weight.data_ptr()
 
 
-# What is refused, and what is taken in part.
+# Refusals and partial matches.
 
 
 @pytest.mark.parametrize(
@@ -174,7 +174,7 @@ def test_plan_lists_taken_weights_and_refuses_mismatches(tiny, tmp_path, capsys)
     assert "(transformers' mamba): 22 weights (0.016 M) taken" in text
     assert "out_proj is zero: 1 (fp_mamba1)" in text and "start are the source's" in text
     rows = describe(plan(cfg, 1), cfg).columns
-    assert list(rows[0].cells).count("init from") == 5  # and of reset_at_eos, the vocabulary
+    assert list(rows[0].cells).count("init from") == 5  # incl. reset_at_eos and the vocabulary
     check_config(cfg, 1)
     with pytest.raises(ConfigError, match=r"vocabulary has 24 tokens, this run's 304"):
         check_config(tiny(*OURS, f"init_from={folder}", "model.vocab_size=304"), 1)
@@ -208,11 +208,11 @@ def test_runs_checkpoints_and_exports_are_sources(tiny, tiny_run, tiny_export):
         for name, t in source.weights.items():
             assert torch.equal(t, sources[0].weights[name]), name
     hybrid = tiny("model.layers=fp_mamba1 mamba fp_mamba1", "model.n_layer=3")
-    found = match_weights(sources[0], on_the_meta_device(hybrid, 304), vocab_size=304)
-    assert (found.partners, found.differences) == ([0, None, 1], [])
+    match = match_weights(sources[0], on_the_meta_device(hybrid, 304), vocab_size=304)
+    assert (match.partners, match.differences) == ([0, None, 1], [])
     paper = tiny("solver.stopping=paper")
-    found = match_weights(sources[0], on_the_meta_device(paper, 304))
-    assert "token is iterate, in the source exact" in found.describe() and not found.differences
+    match = match_weights(sources[0], on_the_meta_device(paper, 304))
+    assert "token is iterate, in the source exact" in match.describe() and not match.differences
     other = tiny("model.glu_in_loop=false", "model.out_norm_epsilon=1e-3")
     with pytest.raises(ConfigError) as e:
         match_weights(sources[0], on_the_meta_device(other, 304))
@@ -244,7 +244,7 @@ START = ("model.layers=fp_mamba1 mamba fp_mamba1", "model.n_layer=3", "optim.sch
 
 
 def first_loss(model, cfg):
-    """Of the first update of a run of cfg that was trained."""
+    """Return the loss of a model on the first batch of a trained run."""
     tokenizer = load_tokenizer(cfg, cfg.run_dir)
     batches, _ = loader.build(cfg, tokenizer, cfg.run_dir, 0, 1)
     micro = [next(batches) for _ in range(cfg.train.accumulation(1))]
@@ -254,8 +254,7 @@ def first_loss(model, cfg):
 
 
 def test_resumed_run_does_not_read_init_from_again(tmp_path, tiny_run, tiny):
-    """The losses of a run that was stopped in the middle, and whose source is gone, are those of
-    one that was not; the first is that of the source's own weights."""
+    """A resumed run has the losses of an uninterrupted one although the source is deleted."""
     there = tmp_path / "there"
     shutil.copytree(tiny_run, there)
     start = (*START, f"init_from={there}")
@@ -269,7 +268,7 @@ def test_resumed_run_does_not_read_init_from_again(tmp_path, tiny_run, tiny):
     assert expected < 5.5  # random weights: log 304 = 5.7
     record = json.loads((tmp_path / "whole/tiny/init_from.json").read_text())
     assert record["outputs_equal"] and [layer["from"] for layer in record["layers"]] == [0, None, 1]
-    # Stopped after the first checkpoint.
+    # A copy that stopped after the first checkpoint.
     half = tmp_path / "half"
     shutil.copytree(tmp_path / "whole", half)
     shutil.rmtree(half / "tiny/checkpoints/step-000008")

@@ -1,4 +1,4 @@
-"""A run on a mixture: stopped and resumed, on one rank or two, it is the undisturbed one."""
+"""A run on a mixture resumes identically on one rank and on two."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_mixture_resumes_on_one_and_two_ranks(tmp_path):
         again, _ = run(out, *overrides, f"resume={checkpoint}", processes=processes)
         close(again, expected, 4)
         if not processes:
-            assert trace(again) == {step: expected[step] for step in range(5, 9)}  # to a bit
+            assert trace(again) == {step: expected[step] for step in range(5, 9)}  # bit for bit
         found = {r["step"]: (r["data_share"], r["data_epochs"]) for r in again}
         assert found == {step: shares[step] for step in range(5, 9)}
     result = json.loads((run_dir / "result.json").read_text())
@@ -60,7 +60,7 @@ def test_mixture_resumes_on_one_and_two_ranks(tmp_path):
 
 
 def refused_with_another_weight(tmp_path, overrides, checkpoint):
-    """By the run's own config, and by the checkpoint's position where another run takes it."""
+    """The run's config refuses it; in another run the checkpoint's data position does."""
     more = ("train", "--config", "configs/tiny/lm.yaml", *overrides)
     other = "data.mixture.facts.weight=0.6"
     done = fprnn(*more, other, f"out_dir={tmp_path / 'whole'}", "resume=auto")

@@ -1,4 +1,4 @@
-"""Schedules, learning rates of their own, optimizers: against formulas, and refused where wrong."""
+"""Schedules, learning rates of parameters and optimizers: formulas and refusals."""
 
 import pytest
 
@@ -18,7 +18,7 @@ from lm.training.resume import check_optimizer
     [
         (4, 10, [0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2]),  # by hand: T − D = 6
         (0.4, 10, [0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2]),
-        (None, 10, [0.5, 1, 1, 1, 1, 1, 1, 1, 0.6, 0.2]),  # 0.2 of all
+        (None, 10, [0.5, 1, 1, 1, 1, 1, 1, 1, 0.6, 0.2]),  # 0.2 of all updates
         (8, 10, [0.5, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]),
     ],
 )
@@ -71,7 +71,7 @@ def test_parameters_have_the_rate_of_their_pattern(tiny):
 def test_without_factors_there_are_two_groups(tiny):
     model = build_model(tiny(), 32)
     with_decay, without = optim.group_parameters(model, tiny().optim)
-    assert with_decay.decays and not without.decays
+    assert with_decay.has_weight_decay and not without.has_weight_decay
     named = [name for name, _ in model.named_parameters()]
     assert with_decay.names == [name for name in named if optim.has_weight_decay(name)]
     assert optim.optimizer_order(model, tiny().optim) == with_decay.names + without.names

@@ -1,4 +1,4 @@
-"""What a run does about itself: back from NaN, an end to a hang, an exit status that says why."""
+"""Recovery of a run: rollback after NaN, the end of a hang, exit statuses."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ TINY = ("train", "--config", "configs/tiny/lm.yaml")
 
 
 def faulty(fault, *args, timeout=120):
-    """A command with a fault in it → CompletedProcess."""
+    """Run a command with a fault; return its CompletedProcess."""
     return FORKS.run("tests.faults", [fault, *args], timeout)
 
 
@@ -28,8 +28,10 @@ def trace(records):
 
 @pytest.mark.parametrize("stage", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3))])
 def test_nan_rolls_back_and_continues_with_next_data(tmp_path, tiny_run, stage):
-    """Update 6 is NaN: what was learnt in 5 is lost, updates 5 to 8 have the data of 7 to 10. That
-    is what a run does whose checkpoint of 4 stands two updates further in the data."""
+    """Update 6 is NaN: the run rolls back to 4, and updates 5 to 8 get the data of 7 to 10.
+
+    The same losses follow from a checkpoint of 4 whose position in the data is two updates further.
+    """
     settings = (f"engine.zero_stage={stage}", "log.every=1", "train.rollbacks=1")
     broken = tmp_path / "broken"
     done = faulty("nan_at=11", *TINY, f"out_dir={broken}", *settings)
@@ -41,7 +43,7 @@ def test_nan_rolls_back_and_continues_with_next_data(tmp_path, tiny_run, stage):
     (rollback,) = [r["rollback"] for r in records if "rollback" in r]
     assert rollback == {"number": 1, "from": 6, "why": "the loss is nan"}
 
-    if stage == 1:  # the tiny run's own
+    if stage == 1:  # the stage of the tiny run
         shutil.copytree(tiny_run, tmp_path / "whole/tiny", ignore=shutil.ignore_patterns("hf"))
     else:
         run(tmp_path / "whole", *settings)
@@ -54,7 +56,7 @@ def test_nan_rolls_back_and_continues_with_next_data(tmp_path, tiny_run, stage):
 
 
 def advance(checkpoint, micro_batches):
-    """Move its place in the data."""
+    """Move the position in the data."""
 
     def further(state):
         state["loader"]["next_global_micro_batch"] += micro_batches
@@ -63,7 +65,7 @@ def advance(checkpoint, micro_batches):
 
 
 def rewritten(path, change):
-    """Change a file of a checkpoint, and its digest in the manifest."""
+    """Change a file of a checkpoint and its digest in the manifest."""
     checkpoint, state = path.parent, torch.load(path, weights_only=False)
     change(state)
     torch.save(state, path)
@@ -78,7 +80,7 @@ def test_nan_without_checkpoint_or_rollbacks_left_stops(tmp_path):
     assert "stopped at update 2: the loss is nan; no checkpoint" in done.stderr
     word = json.loads((tmp_path / "tiny/failure.json").read_text())
     assert word["exit_code"] == DIVERGED and word["sentence"].startswith("stopped at update 2")
-    # The same command goes on, and the word is gone.
+    # The same command continues and deletes failure.json.
     run(tmp_path, "resume=auto")
     assert not (tmp_path / "tiny/failure.json").exists()
     done = faulty("nan_at=3", *TINY, f"out_dir={tmp_path}", "name=other", "train.rollbacks=0")
@@ -91,11 +93,14 @@ STAGES = [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3))]
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("what, named", [("weight", "the weights"), ("moment", "exp_avg_sq")])
 def test_nan_in_a_weight_or_a_moment_is_not_saved(tmp_path, what, named, stage):
-    """Update 4 leaves it there, and would save it; update 2 is whole."""
+    """NaN after update 4 would be saved with it; the checkpoint of update 2 is finite."""
     done = faulty(
-        f"{what}_nan_at=4", *TINY, f"out_dir={tmp_path}", "checkpoint.every=2",
+        f"{what}_nan_at=4",
+        *TINY,
+        f"out_dir={tmp_path}",
+        "checkpoint.every=2",
         f"engine.zero_stage={stage}",
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
     assert f"note: update 4: NaN or infinity in {named}: back to the checkpoint of update 2" in said
@@ -104,7 +109,7 @@ def test_nan_in_a_weight_or_a_moment_is_not_saved(tmp_path, what, named, stage):
 
 
 def spoilt(checkpoint, value, where="exp_avg"):
-    """Put a value into the first of the optimizer's fp32 weights, or of a moment."""
+    """Put a value into the optimizer's fp32 weights, or into a moment."""
 
     def spoil(saved):
         state = saved["optimizer_state_dict"]
@@ -118,7 +123,7 @@ def spoilt(checkpoint, value, where="exp_avg"):
 
 @pytest.fixture(scope="module")
 def every_second(tmp_path_factory):
-    """A run that was killed after update 6, with checkpoints of 2, 4 and 6."""
+    """A run killed after update 6, with checkpoints of 2, 4 and 6."""
     out = tmp_path_factory.mktemp("every_second")
     run(out, "checkpoint.every=2", "checkpoint.keep=4")
     shutil.rmtree(out / "tiny/checkpoints/step-000008")
@@ -137,7 +142,7 @@ KEPT = ("checkpoint.every=2", "checkpoint.keep=4", "resume=auto")
 def test_second_failure_rolls_back_one_checkpoint_further(
     every_second, tmp_path, value, place, resume
 ):
-    """Weights that are finite and overflow in every pass; a moment that is NaN."""
+    """Finite weights that overflow in every pass, or a moment that is NaN."""
     out = shutil.copytree(every_second, tmp_path / "out")
     newest = out / "tiny/checkpoints/step-000006"
     spoilt(newest, value, place)
@@ -150,7 +155,7 @@ def test_second_failure_rolls_back_one_checkpoint_further(
 
 
 def verify_all(folder):
-    """The checkpoints that are not whole."""
+    """Return the checkpoints that are not complete."""
     damaged = []
     for path in list_checkpoints(folder):
         try:
@@ -167,7 +172,7 @@ def test_hanging_run_ends_and_writes_stacks(tmp_path):
     assert "error: rank 0 has stood still" in done.stderr
     stacks = (tmp_path / "tiny/stacks/rank0000.txt").read_text()
     assert "in update" in stacks and "faults.py" in stacks
-    # Its lease is that of a dead process: the next one takes it over.
+    # The lease belongs to a dead process: the next run takes it over.
     _, done = run(tmp_path, "resume=auto")
     assert "was left by process" in done.stdout
 

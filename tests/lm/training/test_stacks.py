@@ -1,4 +1,4 @@
-"""Short forms of `model.name`: what they stand for, and that they learn."""
+"""Short forms of `model.name`: their layers, and that they learn."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Whole runs: the same trace twice, killed and resumed, stopped by a signal, NaN, bad input."""
+"""Complete runs: repeated, killed and resumed, stopped by a signal, and with wrong input."""
 
 import json
 import math
@@ -27,12 +27,12 @@ def uninterrupted(tmp_path_factory):
 
 
 def start_and_wait_for(step, out, *overrides):
-    """A training in the background that has logged `step`."""
+    """Start a training in the background, and wait until it has logged `step`."""
     process = FORKS.start("lm", command(out, *LONG, *overrides)[3:])
     metrics = out / "tiny/metrics.jsonl"
     deadline = time.monotonic() + 120
     while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
-        assert process.poll() is None and time.monotonic() < deadline, process.printed()
+        assert process.poll() is None and time.monotonic() < deadline, process.read_output()
         time.sleep(0.005)
     return process
 
@@ -62,7 +62,7 @@ def test_run_directory_has_all_files(tiny_run, tiny_losses):
 
 
 def test_bits_per_byte_are_of_the_held_out_text(tiny_run):
-    """Its documents as they are in the file, less what the first token, no target, stands for."""
+    """Bytes count for all documents in the file except the first token, which is no target."""
     from transformers import PreTrainedTokenizerFast
 
     from lm.data.sources.open import is_validation
@@ -95,7 +95,7 @@ def copied(tiny_run, place):
 
 
 def test_run_name_with_brackets_is_no_glob_pattern(tmp_path, tiny_run, tiny_losses):
-    """The neighbour has other weights under the same update."""
+    """The run whose name matches the pattern has other weights at the same update."""
     own, neighbor = (copied(tiny_run, tmp_path / name) for name in ("exp[1]", "exp1"))
     shutil.rmtree(neighbor / "checkpoints/step-000004")
     (own / "checkpoints/step-000008").rename(neighbor / "checkpoints/step-000004")
@@ -126,7 +126,7 @@ def test_resume_after_kill_is_bit_identical(tmp_path, uninterrupted):
 )
 def test_a_signal_saves_and_stops(tmp_path, uninterrupted, number):
     process = start_and_wait_for(10, tmp_path / "runs")
-    for _ in range(3):  # launchers repeat it
+    for _ in range(3):  # launchers repeat the signal
         process.send_signal(number)
         time.sleep(0.01)
     output = "".join(process.communicate(timeout=60))
@@ -138,7 +138,7 @@ def test_a_signal_saves_and_stops(tmp_path, uninterrupted, number):
 
 
 def refused(*args):
-    """The one line on stderr of a command that must fail cleanly."""
+    """Return the line on stderr of a command that must fail without traceback."""
     done = fprnn(*args)
     assert done.returncode in REFUSED, done.stdout
     assert "Traceback" not in done.stderr, done.stderr
@@ -180,15 +180,22 @@ def test_overwrite_restarts_and_finished_run_is_not_repeated(tmp_path, tiny_run,
     ],
 )
 def test_data_errors_are_one_sentence(tmp_path, override, sentence, capsys):
-    """It is found out before a process group is made."""
+    """Wrong data is refused before the process group is made."""
     assert main(list(tiny_args(tmp_path / "runs", override))) in REFUSED
     (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert sentence in said.lower()
 
 
 def test_mamba_trains_through_the_same_config(tmp_path):
-    records, _ = run(tmp_path / "runs", "model=mamba", "model.d_model=16", "model.n_layer=1",
-                     "model.d_state=4", "train.steps=6", "checkpoint.every=6")  # fmt: skip
+    records, _ = run(
+        tmp_path / "runs",
+        "model=mamba",
+        "model.d_model=16",
+        "model.n_layer=1",
+        "model.d_state=4",
+        "train.steps=6",
+        "checkpoint.every=6",
+    )
     assert "evaluations" not in records[0]
     assert not any("probe" in r for r in read_metrics(tmp_path / "runs/tiny"))
     assert records[-1]["loss"] < records[0]["loss"]

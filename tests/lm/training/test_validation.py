@@ -15,7 +15,7 @@ from lm.training.validation import Validation, probe_sequences
 
 
 def labels_of(*lengths: int) -> torch.Tensor:
-    """Labels of sequences of 8 tokens, of which so many are targets."""
+    """Return labels of sequences of 8 tokens with the given numbers of targets."""
     labels = torch.full((len(lengths), 8), IGNORE)
     for row, length in zip(labels, lengths):
         row[:length] = 1
@@ -37,7 +37,7 @@ def test_ranks_probe_equally_many_sequences(monkeypatch):
 
 
 def test_probe_reads_part_of_a_large_micro_batch(monkeypatch):
-    """The numbers are those of its first sequences with targets; the one without does not count."""
+    """The probe averages the first sequences with targets; sequences without do not count."""
     monkeypatch.setattr(validation, "MAX_PROBE_TOKENS", 16)
     torch.manual_seed(0)
     cfg = Config(model={"d_model": 16, "n_layer": 2, "d_state": 4})
