@@ -338,8 +338,8 @@ def test_job_sets_the_rank_of_each_task(fake_python, script, environment, point,
 def test_job_is_requeued_by_exit_status(fake_python, script, status):
     """A run is queued again after a signal, a hang, a network failure or a lost process only."""
     env, job = (SLURM, "71231_3") if "array" in script else (JOB, "71234")
-    found, _ = fake_python.run(script, "c.yaml", EXIT_AT_ONCE=str(status), **env)
-    assert found == status
+    actual, _ = fake_python.run(script, "c.yaml", EXIT_AT_ONCE=str(status), **env)
+    assert actual == status
     expected = [f"scontrol requeue {job}"] if status in (69, 71, 75, 77) else []
     assert fake_python.lines("scontrol") == expected
 
@@ -368,7 +368,7 @@ def test_job_waits_for_its_run_after_a_signal(fake_python, name):
 
 
 @pytest.mark.parametrize(
-    "words, environment, said",
+    "words, environment, message",
     [
         (["slurm_array.sbatch", "c.yaml"], JOB, "submit with sbatch --array"),
         (["slurm_array.sbatch"], SLURM, "usage: sbatch --array"),
@@ -376,9 +376,9 @@ def test_job_waits_for_its_run_after_a_signal(fake_python, name):
         (["slurm.sbatch"], JOB, "usage: sbatch"),
     ],
 )
-def test_slurm_scripts_are_refused_outside_slurm(fake, words, environment, said):
+def test_slurm_scripts_are_refused_outside_slurm(fake, words, environment, message):
     status, output = fake.run(*words, **environment)
-    assert status != 0 and said in output and fake.lines() == []
+    assert status != 0 and message in output and fake.lines() == []
 
 
 def test_demo_runs_its_steps_in_order(fake, tmp_path):
@@ -407,8 +407,8 @@ def test_demo_stops_at_the_first_failure(fake):
 def test_synthetic_array_task_trains_its_point(fake_python, left, status):
     """Exit status 2 means a missed threshold: a result, not a failed job."""
     script = ("synthetic_array.sbatch", "c.yaml", "seed=1")
-    found, output = fake_python.run(*script, EXIT_AT_ONCE=left, **SLURM)
-    assert found == status and "sweep point 3, job 71234" in output
+    actual, output = fake_python.run(*script, EXIT_AT_ONCE=left, **SLURM)
+    assert actual == status and "sweep point 3, job 71234" in output
     assert fake_python.lines("python") == [
         "python -m synthetic train --config c.yaml --job-index 3 seed=1"
     ]
@@ -448,9 +448,9 @@ def again(tmp_path, times, *statuses):
 )
 def test_again_retries_temporary_failures(tmp_path, monkeypatch, times, ends, status, runs):
     monkeypatch.setenv("PAUSE", "0.1")
-    ended, made, said = again(tmp_path, times, *ends)
+    ended, made, message = again(tmp_path, times, *ends)
     assert (ended, made) == (status, runs)
-    assert said.count(": again, at most") == runs - 1
+    assert message.count(": again, at most") == runs - 1
 
 
 def test_again_of_a_command_that_ends_at_once(tmp_path, monkeypatch):

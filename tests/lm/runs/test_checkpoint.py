@@ -104,11 +104,13 @@ def test_run_older_than_auto_values_resumes(tiny):
 
 def test_resumed_run_may_change_the_solver(tiny):
     saved = started(tiny())
-    said = []
+    messages = []
     claim(
-        tiny("resume=auto", "solver.gradient=one_step", "solver.eval_tol=0.5"), False, said.append
+        tiny("resume=auto", "solver.gradient=one_step", "solver.eval_tol=0.5"),
+        False,
+        messages.append,
     )
-    assert said == [
+    assert messages == [
         "note: solver.gradient was 'exact', is 'one_step': training continues with the new values"
     ]
     assert "eval_tol: 0.5" in saved.read_text()
@@ -124,9 +126,9 @@ def test_resumed_run_may_change_the_solver(tiny):
 )
 def test_auto_values_and_baseline_solvers_are_no_change(tiny, first, then):
     started(tiny(*first))
-    said = []
-    claim(tiny("resume=auto", *then), False, said.append)
-    assert said == []
+    messages = []
+    claim(tiny("resume=auto", *then), False, messages.append)
+    assert messages == []
 
 
 @pytest.mark.parametrize(

@@ -56,10 +56,10 @@ def test_second_process_is_refused_with_the_holder(path, holder):
 def test_lease_of_a_killed_process_is_taken_over(path, holder):
     os.kill(holder.pid, signal.SIGKILL)
     time.sleep(0.1)  # a zombie until `wait`
-    said = []
-    lease = Lease(path, said.append)
+    messages = []
+    lease = Lease(path, messages.append)
     lease.acquire()
-    assert f"was left by process {holder.pid}" in said[0] and "taken over" in said[0]
+    assert f"was left by process {holder.pid}" in messages[0] and "taken over" in messages[0]
     assert json.loads(path.read_text())["pid"] == os.getpid()
     lease.release()
     assert not path.exists()
@@ -69,9 +69,9 @@ def test_reused_process_id_is_dead(path):
     lease = Lease(path)
     other = {**lease.record, "started": lease.record["started"] - 1}
     path.write_text(json.dumps(other))
-    said = []
-    Lease(path, said.append).acquire()
-    assert "taken over" in said[0]
+    messages = []
+    Lease(path, messages.append).acquire()
+    assert "taken over" in messages[0]
 
 
 def test_running_holder_in_another_pid_namespace_is_refused(path):
@@ -129,12 +129,12 @@ def test_remote_holder_lives_while_it_touches_the_lease(path, other):
     path.write_text(json.dumps(Lease(path).own | {"pid": 2**22 + 1, "job": "4711"} | other))
     with beating(path), pytest.raises(LeaseError, match=r"use by process 4194305 .*job 4711"):
         Lease(path, lambda _: None).acquire()
-    said = []
+    messages = []
     began = time.monotonic()
-    Lease(path, said.append).acquire()
+    Lease(path, messages.append).acquire()
     assert time.monotonic() - began >= 0.4
-    assert "is held by process 4194305 on" in said[0] and "waiting" in said[0]
-    assert "taken over" in said[1]
+    assert "is held by process 4194305 on" in messages[0] and "waiting" in messages[0]
+    assert "taken over" in messages[1]
 
 
 def test_incomplete_lease_belongs_to_its_writer(path):
@@ -149,10 +149,10 @@ def test_incomplete_lease_belongs_to_its_writer(path):
 @pytest.mark.parametrize("text", ["", "{", "[]", "\0\0"])
 def test_empty_lease_is_waited_for(path, text):
     path.write_text(text)
-    said = []
-    lease = Lease(path, said.append)
+    messages = []
+    lease = Lease(path, messages.append)
     lease.acquire()
-    assert "an unknown process" in said[0]
+    assert "an unknown process" in messages[0]
     lease.release()
 
 

@@ -105,28 +105,32 @@ EXACT = {"token": "exact", "schedule": "sequential", "tol": None, "max_iters": N
 
 
 def test_unsolved_tokens_warn_once_per_layer():
-    said = []
-    watch = metrics.FailureWatch(said.append, EXACT)
+    messages = []
+    watch = metrics.FailureWatch(messages.append, EXACT)
     watch.check({}, "update 0")
     watch.check({"failed": [0.0, metrics.FAILED_SHARE]}, "update 1")
-    assert said == []
+    assert messages == []
     watch.check({"failed": [0.0, 0.023]}, "update 2")
     watch.check({"failed": [0.0, 0.5]}, "update 3")
     watch.check({"failed": [0.1, 0.5]}, "update 4")
-    assert len(said) == 2
-    assert said[0].startswith(
+    assert len(messages) == 2
+    assert messages[0].startswith(
         "warning: update 2: the token's equation was not solved for 2.30% of the tokens of layer 1"
     )
-    assert "model.contractive: 0.9" in said[0] and "model.mixer_gate_start: -3" in said[0]
-    assert "10.00% of the tokens of layer 0" in said[1]
-    metrics.FailureWatch(said.append, EXACT).check({"failed": [0.5], "layers": [3]}, "update 1")
-    assert "of the tokens of layer 3 " in said[2]  # a hybrid
+    assert "model.contractive: 0.9" in messages[0] and "model.mixer_gate_start: -3" in messages[0]
+    assert "10.00% of the tokens of layer 0" in messages[1]
+    metrics.FailureWatch(messages.append, EXACT).check({"failed": [0.5], "layers": [3]}, "update 1")
+    assert "of the tokens of layer 3 " in messages[2]  # a hybrid
 
 
 @pytest.mark.parametrize("name,words", [("bisected", "bisected"), ("limited", "nearly singular")])
 def test_ill_conditioned_tokens_warn(name, words):
-    said = metrics.find_failures({"failed": [0.0, 0.0], name: [metrics.ILL_SHARE, 0.16]}, EXACT)
-    assert list(said) == [1] and words in said[1] and "16.00% of the tokens of layer 1" in said[1]
+    message = metrics.find_failures({"failed": [0.0, 0.0], name: [metrics.ILL_SHARE, 0.16]}, EXACT)
+    assert (
+        list(message) == [1]
+        and words in message[1]
+        and "16.00% of the tokens of layer 1" in message[1]
+    )
     both = metrics.find_failures({"failed": [0.5], name: [0.5]}, EXACT)
     assert "was not solved" in both[0]
 
@@ -160,29 +164,29 @@ IDS = torch.arange(10).reshape(2, 5)
 )
 def test_probe_counts_do_not_depend_on_the_solver(solver):
     """Compare the first layer, whose input does not depend on the solver."""
-    found = []
+    actual = []
     for fields in (solver, {"schedule": "parallel", "stopping": "paper"}):
         torch.manual_seed(0)
         report = metrics.probe(model(**fields).train(), IDS)
         assert report.num_iters.shape == (3, 2)
-        found.append(report.num_iters[0])
-    assert torch.equal(*found) and found[0].min() >= 1
+        actual.append(report.num_iters[0])
+    assert torch.equal(*actual) and actual[0].min() >= 1
 
 
 def test_probe_restores_the_mode_of_the_model():
     torch.manual_seed(0)
-    made = model()
+    net = model()
     for mode in (True, False):
-        made.train(mode)
-        report = metrics.probe(made, IDS)
-        assert made.training is mode and not report.evaluations.requires_grad
-    assert made(input_ids=IDS).fixed_point.num_iters is None
+        net.train(mode)
+        report = metrics.probe(net, IDS)
+        assert net.training is mode and not report.evaluations.requires_grad
+    assert net(input_ids=IDS).fixed_point.num_iters is None
 
 
 def test_fixed_point_metrics_of_a_real_model():
     torch.manual_seed(0)
-    made = model(schedule="sequential").train()
-    output = made(input_ids=IDS, labels=IDS)
+    net = model(schedule="sequential").train()
+    output = net(input_ids=IDS, labels=IDS)
     measured = fixed_point_metrics([output.fixed_point])
     assert measured.keys() == {"evaluations", "failed", "bisected", "limited", "residual"}
     assert measured["evaluations"] == [1, 1, 1] and measured["failed"] == [0, 0, 0]
@@ -282,9 +286,10 @@ def test_damaged_lines_are_dropped_with_a_note(tmp_path, capsys):
     log.write_text(f'{json.dumps(record(1))}\n{{"step": 2, "lo\0\n{json.dumps(record(2))[:-3]}')
     assert read_metrics(tmp_path) == [record(1)]
     writer = Writer(Config(), RunDir(tmp_path), resumed_at=2)
-    said = " ".join(capsys.readouterr().out.split())
+    message = " ".join(capsys.readouterr().out.split())
     assert (
-        f"note: {log}: dropped 2 lines without a record (cut short by a kill, or damaged)" in said
+        f"note: {log}: dropped 2 lines without a record (cut short by a kill, or damaged)"
+        in message
     )
     writer.write(record(3))
     writer.close()
@@ -392,9 +397,9 @@ def test_failing_tracker_warns_once_and_is_closed(tmp_path, monkeypatch, capsys,
     for step in (1, 2):
         writer.write({"step": step, "loss": 1.0})
     writer.close()
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.count("warning") == 1
-    assert said.startswith("warning: log.wandb has failed (ConnectionError: the server is gone)")
+    message = " ".join(capsys.readouterr().out.split())
+    assert message.count("warning") == 1
+    assert message.startswith("warning: log.wandb has failed (ConnectionError: the server is gone)")
     assert logged == [(1, {"train/loss": 1.0}), (2, {"train/loss": 1.0}), "closed"]
     assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2]
 

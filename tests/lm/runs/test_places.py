@@ -58,7 +58,7 @@ def test_mistyped_path_is_refused_without_slow_imports(tmp_path):
         "    print(status, heavy, file=sys.stderr)\n"
         "    assert not heavy, words\n"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code],
         cwd=tmp_path,
         capture_output=True,
@@ -66,11 +66,11 @@ def test_mistyped_path_is_refused_without_slow_imports(tmp_path):
         timeout=60,
         env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
     )
-    lines = done.stderr.splitlines()
-    assert done.returncode == 0, done.stderr
-    assert len(lines) == 2 * len(MISTYPED) and done.stdout == ""
-    for (words, refusal), said, ended in zip(MISTYPED, lines[::2], lines[1::2], strict=True):
-        assert said.startswith("error: ") and refusal in said, (words, said)
+    lines = result.stderr.splitlines()
+    assert result.returncode == 0, result.stderr
+    assert len(lines) == 2 * len(MISTYPED) and result.stdout == ""
+    for (words, refusal), message, ended in zip(MISTYPED, lines[::2], lines[1::2], strict=True):
+        assert message.startswith("error: ") and refusal in message, (words, message)
         assert not ended.startswith("0 "), words
     assert [p.name for p in tmp_path.iterdir()] == ["runs"] and not list(tmp_path.glob("runs/*"))
 

@@ -38,10 +38,10 @@ def saver(folder, **settings):
 
 
 def save(folder, *steps, **settings):
-    made = saver(folder, **settings)
+    run_checkpoints = saver(folder, **settings)
     for step in steps:
-        made.save(step, lambda step=step: state(step))
-    made.finish()
+        run_checkpoints.save(step, lambda step=step: state(step))
+    run_checkpoints.finish()
     return made
 
 
@@ -55,17 +55,17 @@ def silent(_): ...
 def test_save_writes_the_state_at_the_call(tmp_path):
     """Training changes the state while the thread writes."""
     weights = {"w": torch.zeros(3)}
-    made = saver(tmp_path)
-    made.save(1, lambda: {"model.pt": weights})
+    run_checkpoints = saver(tmp_path)
+    run_checkpoints.save(1, lambda: {"model.pt": weights})
     weights["w"] += 1
-    made.finish()
+    run_checkpoints.finish()
     assert torch.load(tmp_path / "step-000001/model.pt")["w"].tolist() == [0, 0, 0]
     manifest = verify(tmp_path / "step-000001")
     assert manifest["step"] == 1 and manifest["zero_stage"] == 0 and manifest["world_size"] == 1
-    (saved,) = made.pop_saves()
+    (saved,) = run_checkpoints.pop_saves()
     size = (tmp_path / "step-000001/model.pt").stat().st_size
     assert saved["step"] == 1 and saved["bytes"] == size
-    assert 0 <= saved["blocked_s"] <= saved["seconds"] and made.pop_saves() == []
+    assert 0 <= saved["blocked_s"] <= saved["seconds"] and run_checkpoints.pop_saves() == []
 
 
 def test_snapshot_copies_each_tensor_once():
@@ -129,7 +129,7 @@ def test_kill_during_save_leaves_a_complete_checkpoint(tmp_path):
         save(folder, 3, keep=2)
         os._exit(0)
 
-    found, number = set(), 0
+    actual, number = set(), 0
     while True:
         number += 1
         folder = tmp_path / str(number)
@@ -138,13 +138,13 @@ def test_kill_during_save_leaves_a_complete_checkpoint(tmp_path):
         process.start()
         process.join(30)
         step = checkpoints.checkpoint_step(find_newest_checkpoint(folder, silent))
-        found.add(step)
+        actual.add(step)
         assert step in (2, 3)
         save(folder, 4)
         assert steps_of(folder) == [step, 4] and not list(folder.glob("*.partial"))
         if process.exitcode == 0:
             break
-    assert found == {2, 3} and number > 12
+    assert actual == {2, 3} and number > 12
 
 
 def test_multiples_of_keep_every_stay(tmp_path):
@@ -213,9 +213,13 @@ def test_damaged_checkpoint_is_skipped_with_a_message(tmp_path, damage):
     save(tmp_path, 2, 3)
     spoil, words = DAMAGES[damage]
     spoil(tmp_path / "step-000003")
-    said = []
-    assert find_newest_checkpoint(tmp_path, said.append).name == "step-000002"
-    assert len(said) == 1 and said[0].startswith("skipped: checkpoint") and words in said[0]
+    messages = []
+    assert find_newest_checkpoint(tmp_path, messages.append).name == "step-000002"
+    assert (
+        len(messages) == 1
+        and messages[0].startswith("skipped: checkpoint")
+        and words in messages[0]
+    )
     spoil(tmp_path / "step-000002")
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .*--overwrite"):
         find_newest_checkpoint(tmp_path, silent)
@@ -224,10 +228,10 @@ def test_damaged_checkpoint_is_skipped_with_a_message(tmp_path, damage):
 @pytest.mark.parametrize("damage", ["no manifest", "bit flipped", "torn file"])
 def test_damaged_checkpoints_do_not_count_as_kept(tmp_path, damage):
     """`keep: 2` keeps two loadable checkpoints in addition to damaged ones."""
-    made = save(tmp_path, 1, 2, 3, keep=2)
+    run_checkpoints = save(tmp_path, 1, 2, 3, keep=2)
     DAMAGES[damage][0](tmp_path / "step-000003")
-    made.save(4, lambda: state(4))
-    made.finish()
+    run_checkpoints.save(4, lambda: state(4))
+    run_checkpoints.finish()
     assert steps_of(tmp_path) == [2, 3, 4]
     assert find_newest_checkpoint(tmp_path, silent).name == "step-000004"
     verify(tmp_path / "step-000002")
@@ -255,17 +259,17 @@ def small_disk(tmp_path):
 
 
 def test_full_disk_keeps_the_previous_checkpoint(small_disk):
-    made = save(small_disk / "checkpoints", 1)
-    made.save(2, lambda: {"model.pt": torch.zeros(2_000_000)})
+    run_checkpoints = save(small_disk / "checkpoints", 1)
+    run_checkpoints.save(2, lambda: {"model.pt": torch.zeros(2_000_000)})
     with pytest.raises(
         CheckpointError,
         match=r"step-000002 cannot be written .*MiB are free.*previous checkpoint stay",
     ):
-        made.finish()
+        run_checkpoints.finish()
     # The files of the failed save are deleted, so that a smaller save fits.
     assert [p.name for p in (small_disk / "checkpoints").iterdir()] == ["step-000001"]
-    made.save(3, lambda: state(3))
-    made.finish()
+    run_checkpoints.save(3, lambda: state(3))
+    run_checkpoints.finish()
     assert find_newest_checkpoint(small_disk / "checkpoints").name == "step-000003"
 
 
@@ -286,15 +290,17 @@ def two_ranks(rank, port, folder, results, fails_on):
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2)
-    made = Checkpoints(folder, Ranks(rank, 2, torch.device("cpu"), dist.group.WORLD), Checkpoint())
+    run_checkpoints = Checkpoints(
+        folder, Ranks(rank, 2, torch.device("cpu"), dist.group.WORLD), Checkpoint()
+    )
     files = {f"rank{rank}.pt": torch.full((10,), float(rank))}
-    made.save(1, lambda: files)
-    made.finish()
+    run_checkpoints.save(1, lambda: files)
+    run_checkpoints.finish()
     if rank == fails_on:
         checkpoints._write_file = failing
     try:
-        made.save(2, lambda: files)
-        made.finish()
+        run_checkpoints.save(2, lambda: files)
+        run_checkpoints.finish()
         results.put((rank, "saved"))
     except CheckpointError as e:
         results.put((rank, str(e)))
@@ -318,14 +324,14 @@ def test_failed_write_is_raised_on_all_ranks(tmp_path, fails_on):
     ]
     for process in ranks:
         process.start()
-    said = dict(results.get(timeout=60) for _ in ranks)
+    message = dict(results.get(timeout=60) for _ in ranks)
     for process in ranks:
         process.join(30)
     if fails_on is None:
-        assert said == {0: "saved", 1: "saved"}
+        assert message == {0: "saved", 1: "saved"}
         assert set(verify(tmp_path / "step-000002")["files"]) == {"rank0.pt", "rank1.pt"}
     else:
-        assert said == {0: "the disk is full", 1: "the disk is full"}
+        assert message == {0: "the disk is full", 1: "the disk is full"}
         assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
 
 
@@ -359,9 +365,9 @@ def test_directory_is_released_after_the_last_write(tmp_path, monkeypatch):
         return real(path, state)
 
     monkeypatch.setattr(checkpoints, "_write_file", slow)
-    made = saver(tmp_path)
-    made.save(1, lambda: state(1))
-    made.close()  # after an error elsewhere in the training
+    run_checkpoints = saver(tmp_path)
+    run_checkpoints.save(1, lambda: state(1))
+    run_checkpoints.close()  # after an error elsewhere in the training
     assert verify(tmp_path / "step-000001") and not list(tmp_path.glob("*.partial"))
 
 
@@ -369,8 +375,8 @@ def test_save_with_a_dead_rank_is_cancelled(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "CLOSE_TIMEOUT_S", 0.3)
     ranks = Ranks(0, 2)  # the other rank is dead
     monkeypatch.setattr(Ranks, "first", lambda self, fn, *args: fn(*args))
-    made = Checkpoints(tmp_path, ranks, Checkpoint())
-    made.save(1, lambda: state(1))
+    run_checkpoints = Checkpoints(tmp_path, ranks, Checkpoint())
+    run_checkpoints.save(1, lambda: state(1))
     began = time.monotonic()
-    made.close()
+    run_checkpoints.close()
     assert 0.2 < time.monotonic() - began < 5 and find_newest_checkpoint(tmp_path) is None

@@ -92,11 +92,11 @@ def test_gpu_time_is_measured_on_the_device(monkeypatch):
                 device.order(seconds)
         times.end_update()
         assert device.host < 15  # the host never waited for the device
-    found = times.read()
+    actual = times.read()
     assert device.host == pytest.approx(28.4)
-    assert found["forward"] == pytest.approx(4.0, abs=0.11)  # until the event in the queue
-    assert found["backward"] == pytest.approx(8.0) and found["optimizer"] == pytest.approx(2.0)
-    assert 2 * found["data"] == pytest.approx(14.3 - 14.1, abs=1e-6)
+    assert actual["forward"] == pytest.approx(4.0, abs=0.11)  # until the event in the queue
+    assert actual["backward"] == pytest.approx(8.0) and actual["optimizer"] == pytest.approx(2.0)
+    assert 2 * actual["data"] == pytest.approx(14.3 - 14.1, abs=1e-6)
 
 
 def test_parts_add_up_to_the_time_of_a_run(tiny_run):

@@ -70,8 +70,8 @@ def test_export_with_changed_tokenizer_is_refused(capsys, copy):
     path.write_text(path.read_text().replace('"a"', '"aa"', 1))
     with pytest.raises(LoadError, match=r"tokenizer\.json is damaged, or was changed"):
         load_tokenizer(copy)
-    said = refused(capsys, "generate", copy, "--prompt", "a")
-    assert f"{path} is damaged, or was changed" in said and f"delete {SUMS}" in said
+    output = refused(capsys, "generate", copy, "--prompt", "a")
+    assert f"{path} is damaged, or was changed" in output and f"delete {SUMS}" in output
     (copy / SUMS).unlink()  # as the error advises for an intended change
     load_tokenizer(copy)
 
@@ -234,8 +234,8 @@ def test_run_with_changed_config_is_refused(capsys, stopped, tmp_path):
     named = "config.yaml differs from"
     change = "(model.reset_at_eos was True, is False)"
     for command in (["export", stopped, tmp_path / "out"], ["inspect", stopped, "a text"]):
-        said = refused(capsys, *command)
-        assert named in said and change in said
+        output = refused(capsys, *command)
+        assert named in output and change in output
     done = fprnn(*TINY, f"out_dir={stopped.parent}", "model.reset_at_eos=false")
     assert done.returncode == FAILED and named in done.stderr and change in done.stderr
     # Keys that may change may be changed in config.yaml.
@@ -270,8 +270,8 @@ def test_run_of_version_0_1_resumes(stopped, tiny_losses):
     for key in ("tokenizer", "corpora", "config"):
         del manifest[key]
     path.write_text(json.dumps(manifest))
-    found, _ = run(stopped.parent, "resume=auto")
-    assert [r["loss"] for r in found] == [r["loss"] for r in tiny_losses]
+    actual, _ = run(stopped.parent, "resume=auto")
+    assert [r["loss"] for r in actual] == [r["loss"] for r in tiny_losses]
 
 
 def test_report_notes_changed_files_of_a_run(capsys, stopped):
@@ -286,11 +286,11 @@ def test_report_notes_changed_files_of_a_run(capsys, stopped):
 
 def claimed(tiny, folder, *overrides, overwrite=False):
     """Return the message when a run directory is claimed."""
-    said = []
+    outputs = []
     directory = RunDir(folder)
-    directory.claim(tiny(f"out_dir={folder.parent}", *overrides), overwrite, said.append)
+    directory.claim(tiny(f"out_dir={folder.parent}", *overrides), overwrite, outputs.append)
     directory.release()
-    return said
+    return outputs
 
 
 @pytest.fixture

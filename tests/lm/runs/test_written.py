@@ -38,8 +38,8 @@ def put(folder, name, text="mine"):
 def test_every_file_of_run_report_and_export_is_known(tiny, run_copy):
     exports = [("export", run_copy, run_copy / name) for name in ("hf", "hf-4")]
     for command in (("report", run_copy), *exports, ("inspect", run_copy, "abc")):
-        done = fprnn(*command)
-        assert done.returncode == 0, done.stderr
+        process = fprnn(*command)
+        assert process.returncode == 0, process.stderr
     put(run_copy, "hf/eval/results.json")
     assert foreign_files(run_copy, run_file_test(run_copy)) == ""
     claim(tiny, run_copy, overwrite=True)

@@ -36,11 +36,11 @@ def test_stage_ends_when_its_answers_are_learned(capsys):
     take(batches, 5)
     assert curriculum.sources_to_check(EVERY - 1) == curriculum.sources_to_check(EVERY + 1) == []
     assert curriculum.sources_to_check(EVERY) == ["b"], "its traces alone"
-    said = curriculum.end_if_learned(EVERY, 0.89)
-    assert said == {"curriculum": {"stage": 0, "answers": 0.89, "ended": False}}
+    record = curriculum.end_if_learned(EVERY, 0.89)
+    assert record == {"curriculum": {"stage": 0, "answers": 0.89, "ended": False}}
     assert curriculum.stage.at == 0.9 and not capsys.readouterr().out
-    said = curriculum.end_if_learned(2 * EVERY, 0.9)
-    assert said == {"curriculum": {"stage": 0, "answers": 0.9, "ended": True}}
+    record = curriculum.end_if_learned(2 * EVERY, 0.9)
+    assert record == {"curriculum": {"stage": 0, "answers": 0.9, "ended": True}}
     assert batches.stage == 1 and curriculum.stage.until == ENDING["until"]
     assert "stage 0 of the curriculum ends (answers 0.90)" in capsys.readouterr().out
     assert curriculum.sources_to_check(3 * EVERY) == [], "this one ends when it ends"
@@ -48,8 +48,8 @@ def test_stage_ends_when_its_answers_are_learned(capsys):
     assert curriculum.sources_to_check(4 * EVERY) == ["a", "b"]
     assert not curriculum.end_if_learned(4 * EVERY, math.nan)["curriculum"]["ended"]
     curriculum.end_if_learned(AFTER["until"] - EVERY + 1, 0.2)
-    said = capsys.readouterr().out
-    assert f"ends unlearned after update {AFTER['until']} (answers 0.20, at: 0.5)" in said
+    message = capsys.readouterr().out
+    assert f"ends unlearned after update {AFTER['until']} (answers 0.20, at: 0.5)" in message
     curriculum.end_if_learned(4 * EVERY, 0.7)
     assert batches.stage == 3 and curriculum.stage is None
     assert curriculum.sources_to_check(5 * EVERY) == []
@@ -75,23 +75,24 @@ SETTINGS = (
 def test_rollback_restores_the_stage_of_the_checkpoint(tmp_path):
     """Update 4 ends the stage and 5 is NaN: after the rollback to 3 the stage is current again."""
     fault = "looks_every=4,nan_at=9"
-    done = faulty(fault, *TINY, f"out_dir={tmp_path}", *SETTINGS, "checkpoint.every=3")
-    assert done.returncode == 0, done.stderr
-    said = " ".join(done.stdout.split())
+    process = faulty(fault, *TINY, f"out_dir={tmp_path}", *SETTINGS, "checkpoint.every=3")
+    assert process.returncode == 0, process.stderr
+    message = " ".join(process.stdout.split())
     end = "update 4 stage 0 of the curriculum ends"
-    before, after = said.split("back to the checkpoint of update 3")
+    before, after = message.split("back to the checkpoint of update 3")
     assert end in before and end in after
 
 
 def test_nan_is_detected_before_answers_are_measured(tmp_path):
     fault = "looks_every=2,weight_nan_at=4"
-    done = faulty(
+    process = faulty(
         fault, *TINY, f"out_dir={tmp_path}", *SETTINGS[:3], UNLEARNED, "checkpoint.every=3"
     )
-    assert done.returncode == 0, done.stderr
-    said = " ".join(done.stdout.split())
+    assert process.returncode == 0, process.stderr
+    message = " ".join(process.stdout.split())
     assert (
-        "note: update 4: NaN or infinity in the weights: back to the checkpoint of update 3" in said
+        "note: update 4: NaN or infinity in the weights: back to the checkpoint of update 3"
+        in message
     )
 
 
@@ -107,8 +108,8 @@ def test_resume_after_ended_stage_is_identical(tmp_path):
         f"train.steps={steps}",
         f"checkpoint.every={end}",
     ]
-    whole, done = run(tmp_path / "whole", *settings)
-    assert f"update {end:>6}  stage 0 of the curriculum ends" in done.stdout
+    whole, process = run(tmp_path / "whole", *settings)
+    assert f"update {end:>6}  stage 0 of the curriculum ends" in process.stdout
     records = {r["step"]: r for r in whole}
     targets = {step: r["data_share"]["a"] for step, r in records.items()}
     assert targets[end] == 0 < targets[steps]
@@ -117,9 +118,9 @@ def test_resume_after_ended_stage_is_identical(tmp_path):
     assert [(r["step"], r["curriculum"]["stage"]) for r in looks] == [(end, 0)]
     assert 0 < looks[0]["curriculum"]["answers"] < 1
     checkpoint = tmp_path / f"whole/tiny/checkpoints/step-{end:06}"
-    again, _ = run(tmp_path / "again", *settings, f"resume={checkpoint}")
+    repeated, _ = run(tmp_path / "again", *settings, f"resume={checkpoint}")
     expected = trace(whole)
-    assert trace(again) == {step: expected[step] for step in range(end + 1, steps + 1)}
+    assert trace(repeated) == {step: expected[step] for step in range(end + 1, steps + 1)}
     on_two, _ = run(tmp_path / "two", *settings, processes=2)
     shares = {r["step"]: r["data_share"] for r in on_two}
     assert shares == {step: r["data_share"] for step, r in records.items()}

@@ -26,9 +26,9 @@ def trace(records):
 
 def close(records, reference, after):
     """Check that every update after `after` has the loss of the reference."""
-    found = trace(records)
-    assert sorted(found) == list(range(after + 1, 9))
-    for step, (loss, lr, tokens) in found.items():
+    actual = trace(records)
+    assert sorted(actual) == list(range(after + 1, 9))
+    for step, (loss, lr, tokens) in actual.items():
         assert loss == pytest.approx(reference[step][0], rel=1e-5), step
         assert (lr, tokens) == (pytest.approx(reference[step][1], rel=1e-12), reference[step][2])
 
@@ -36,9 +36,9 @@ def close(records, reference, after):
 def going_on(tmp_path, name, from_step, of, *overrides, processes=0):
     checkpoint = tmp_path / "runs" / of / f"checkpoints/step-{from_step:06d}"
     overrides = (*EVERY, f"name={name}", f"resume={checkpoint}", *overrides)
-    records, done = run(tmp_path / "runs", *overrides, processes=processes, name=name)
-    assert "distributed again" in done.stdout
-    assert "Warning" not in done.stdout + done.stderr
+    records, process = run(tmp_path / "runs", *overrides, processes=processes, name=name)
+    assert "distributed again" in process.stdout
+    assert "Warning" not in process.stdout + process.stderr
     return records
 
 
@@ -86,9 +86,9 @@ def test_resume_on_2_1_2_ranks_and_stages_1_3_0(reference, tmp_path):
 def test_resume_under_another_stage_on_one_rank(reference, tmp_path, stage):
     out, expected = reference
     checkpoint = out / "runs/tiny/checkpoints/step-000004"
-    records, done = run(tmp_path, *EVERY, f"resume={checkpoint}", f"engine.zero_stage={stage}")
+    records, process = run(tmp_path, *EVERY, f"resume={checkpoint}", f"engine.zero_stage={stage}")
     assert "was written by 1 ranks under ZeRO-1: weights and optimizer are distributed again" in (
-        " ".join(done.stdout.split())
+        " ".join(process.stdout.split())
     )
     close(records, expected, 4)
 
@@ -105,7 +105,7 @@ def test_resume_from_any_stage_to_any_on_two_ranks(reference, tmp_path, before, 
 def test_resume_with_another_batch_size_is_refused(reference, tmp_path):
     out, _ = reference
     checkpoint = out / "runs/tiny/checkpoints/step-000004"
-    done = fprnn(
+    process = fprnn(
         "train",
         "--config",
         "configs/tiny/lm.yaml",
@@ -113,14 +113,14 @@ def test_resume_with_another_batch_size_is_refused(reference, tmp_path):
         f"resume={checkpoint}",
         "train.grad_accum_steps=1",
     )
-    assert "was trained with 4 sequences per update, this run has 2" in done.stderr, ENV
+    assert "was trained with 4 sequences per update, this run has 2" in process.stderr, ENV
 
 
 def test_resume_with_fewer_updates_than_made_is_refused(reference, tmp_path):
     out, _ = reference
     shutil.copytree(out / "runs", tmp_path / "runs")
     result = (tmp_path / "runs/tiny/result.json").read_text()
-    done = fprnn(
+    process = fprnn(
         "train",
         "--config",
         "configs/tiny/lm.yaml",
@@ -129,5 +129,5 @@ def test_resume_with_fewer_updates_than_made_is_refused(reference, tmp_path):
         "resume=auto",
         "train.steps=4",
     )
-    assert done.returncode == 1 and "has 8 updates, and train.steps is only 4" in done.stderr
+    assert process.returncode == 1 and "has 8 updates, and train.steps is only 4" in process.stderr
     assert (tmp_path / "runs/tiny/result.json").read_text() == result

@@ -155,8 +155,8 @@ def test_deepspeed_json_must_not_contradict_the_config(tiny, raw, sentence):
 def test_errors_of_deepspeed_are_one_sentence(tmp_path):
     with pytest.raises(AssertionError) as caught:
         run(tmp_path / "runs", "engine.deepspeed={bf16: {enabled: x}}")
-    said = "error: DeepSpeed does not start with the keys of engine.deepspeed: ValidationError: "
-    assert said in str(caught.value) and "Traceback" not in str(caught.value)
+    message = "error: DeepSpeed does not start with the keys of engine.deepspeed: ValidationError: "
+    assert message in str(caught.value) and "Traceback" not in str(caught.value)
 
 
 def test_single_slurm_task_needs_no_rank(monkeypatch):

@@ -73,8 +73,11 @@ def test_commands_run_no_code_in_a_run_folder(planted, capsys, tmp_path, name):
     assert own in refused(capsys, "export", run, tmp_path / "hf")
     assert own in refused(capsys, "inspect", run, "a b")
     for override in (f"init_from={run}", f"resume={run / STEP}"):
-        done = fprnn("train", *config, override)
-        assert own in done.stderr and "Traceback" not in done.stderr, (override, done.stderr)
+        process = fprnn("train", *config, override)
+        assert own in process.stderr and "Traceback" not in process.stderr, (
+            override,
+            process.stderr,
+        )
     assert not mark.exists()
 
 
@@ -84,8 +87,10 @@ def test_resume_runs_no_code_in_a_run_folder(planted, name, stage):
     """With the layout of the checkpoint and with another."""
     run, mark = planted(name)
     overrides = ("resume=auto", "train.steps=10", f"engine.zero_stage={stage}")
-    done = fprnn(*command(run.parent, *overrides)[3:])
-    assert f"{name} is not read" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    process = fprnn(*command(run.parent, *overrides)[3:])
+    assert f"{name} is not read" in process.stderr and "Traceback" not in process.stderr, (
+        process.stderr
+    )
     assert not mark.exists()
 
 
@@ -124,8 +129,10 @@ def test_code_of_an_export_runs_only_with_trust(export, tmp_path, capsys):
         ("inspect", export, "a"),
         ("eval", export, "--tasks", "catbabi_mini"),
     ):
-        said = refused(capsys, *words)
-        assert "needs code of its own (" in said and "--trust (in Python trust=True)" in said, said
+        output = refused(capsys, *words)
+        assert "needs code of its own (" in output and "--trust (in Python trust=True)" in output, (
+            output
+        )
     with pytest.raises(LoadError, match="needs code of its own"):
         facade.load(export)
     assert not mark.exists()

@@ -28,11 +28,11 @@ FIELDS = dict(vocab_size=24, d_model=32, d_state=4, dt_rank=3, headdim=8, reset_
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
     """{kind: (Source, model of transformers)}, with two layers each."""
-    found = {}
+    actual = {}
     for kind in ("mamba", "mamba2"):
         folder, theirs = transformers_folder(tmp_path_factory.mktemp("there") / kind, kind)
-        found[kind] = read_folder(folder), theirs
-    return found
+        actual[kind] = read_folder(folder), theirs
+    return actual
 
 
 def model(layers, n_layer, seed=5, **fields):
@@ -54,8 +54,8 @@ def assert_equal_logits(sources, kind, target):
     torch.testing.assert_close(
         target(token_ids()).logits, theirs(token_ids()).logits, atol=1e-5, rtol=0
     )
-    found, expected = (m.double()(token_ids()).logits for m in (target, our_model(source)))
-    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+    actual, expected = (m.double()(token_ids()).logits for m in (target, our_model(source)))
+    torch.testing.assert_close(actual, expected, atol=1e-10, rtol=0)
 
 
 # Inserted layers.
@@ -98,7 +98,7 @@ def test_untied_head_starts_as_the_embedding(sources):
 
 
 @pytest.mark.parametrize(
-    "layers, n_layer, fields, how, said",
+    "layers, n_layer, fields, how, message",
     [
         ("mamba", 2, {"d_model": 16}, {"partial": True}, "d_model 32, model.d_model is 16"),
         ("mamba", 2, {}, {"vocab_size": 32}, "vocabulary has 24 tokens, this run's 32"),
@@ -108,10 +108,10 @@ def test_untied_head_starts_as_the_embedding(sources):
         ("mamba fp_mamba1", 2, {}, {}, r"layer 1 of the source \(mamba\) is not used"),
     ],
 )
-def test_differences_from_the_source_are_refused(sources, layers, n_layer, fields, how, said):
+def test_differences_from_the_source_are_refused(sources, layers, n_layer, fields, how, message):
     with torch.device("meta"):
         target = model(layers, n_layer, **fields)
-    with pytest.raises(ConfigError, match=said) as e:
+    with pytest.raises(ConfigError, match=message) as e:
         match_weights(sources["mamba"][0], target, **how)
     assert str(e.value).startswith("init_from") and "\n" not in str(e.value)
 
@@ -178,7 +178,7 @@ def test_plan_lists_taken_weights_and_refuses_mismatches(tiny, tmp_path, capsys)
     check_config(cfg, 1)
     with pytest.raises(ConfigError, match=r"vocabulary has 24 tokens, this run's 304"):
         check_config(tiny(*OURS, f"init_from={folder}", "model.vocab_size=304"), 1)
-    for wrong, said in [
+    for wrong, message in [
         (
             (f"init_from={tmp_path / 'no'}",),
             "no is no folder: init_from must name a run, a checkpoint",
@@ -187,15 +187,15 @@ def test_plan_lists_taken_weights_and_refuses_mismatches(tiny, tmp_path, capsys)
         ((f"init_from={folder}", f"resume={tmp_path}"), "name two sources of the weights"),
         (("init_from.partial=true",), "init_from.path` is missing"),
     ]:
-        with pytest.raises((ConfigError, SourceError), match=said):
+        with pytest.raises((ConfigError, SourceError), match=message):
             check_config(tiny(*OURS, *wrong), 1)
     args = ["configs/tiny/lm.yaml", f"out_dir={tmp_path / 'runs'}", *OURS]
     assert main(["plan", *args, f"init_from={folder}"]) == 0
     assert "0.016 M" in capsys.readouterr().out.replace("\n", " ")
-    said = refused(capsys, "plan", *args, f"init_from={folder}", "model.d_state=8")
-    assert "d_state is 8, in the source 4" in said
-    said = refused(capsys, "train", "--config", *args, f"init_from={folder}", "model.d_state=8")
-    assert "d_state is 8, in the source 4" in said
+    message = refused(capsys, "plan", *args, f"init_from={folder}", "model.d_state=8")
+    assert "d_state is 8, in the source 4" in message
+    message = refused(capsys, "train", "--config", *args, f"init_from={folder}", "model.d_state=8")
+    assert "d_state is 8, in the source 4" in message
     assert not (tmp_path / "runs").exists()
 
 
@@ -216,8 +216,8 @@ def test_runs_checkpoints_and_exports_are_sources(tiny, tiny_run, tiny_export):
     other = tiny("model.glu_in_loop=false", "model.out_norm_epsilon=1e-3")
     with pytest.raises(ConfigError) as e:
         match_weights(sources[0], on_the_meta_device(other, 304))
-    for said in ("out_norm_epsilon is 0.001, in the source 1e-05", "glu_in_loop is False"):
-        assert said in str(e.value)
+    for message in ("out_norm_epsilon is 0.001, in the source 1e-05", "glu_in_loop is False"):
+        assert message in str(e.value)
 
 
 def test_another_tokenizer_is_refused(byte_tokenizer, tiny_run):
@@ -227,13 +227,13 @@ def test_another_tokenizer_is_refused(byte_tokenizer, tiny_run):
     own, other = load_tokenizer(tiny_run / "tokenizer"), load_tokenizer(byte_tokenizer)
     assert init_from.compare_tokenizers(source, own) == ""
     assert init_from.compare_tokenizers(source._replace(tokenizer=None), other) == ""
-    said = init_from.compare_tokenizers(source, other)
-    assert said.startswith("its tokenizer differs: ") and "tokenizer.name=" in said
+    message = init_from.compare_tokenizers(source, other)
+    assert message.startswith("its tokenizer differs: ") and "tokenizer.name=" in message
     a, b = sorted(own.get_vocab())[:2]
     numbers = own.get_vocab()
     swapped = SimpleNamespace(get_vocab=lambda: {**numbers, a: numbers[b], b: numbers[a]})
-    said = init_from.compare_tokenizers(source, swapped)
-    assert f"2 of its {len(own)} tokens have another id in this run, or none" in said
+    message = init_from.compare_tokenizers(source, swapped)
+    assert f"2 of its {len(own)} tokens have another id in this run, or none" in message
     own.add_tokens(["<more>"])
     assert init_from.compare_tokenizers(source, own) == ""
 
@@ -258,8 +258,8 @@ def test_resumed_run_does_not_read_init_from_again(tmp_path, tiny_run, tiny):
     there = tmp_path / "there"
     shutil.copytree(tiny_run, there)
     start = (*START, f"init_from={there}")
-    whole, done = run(tmp_path / "whole", *start)
-    assert done.stdout.count("init     ") == 3
+    whole, process = run(tmp_path / "whole", *start)
+    assert process.stdout.count("init     ") == 3
     source = init_from.read_source(there)
     alone = FPRNNForCausalLM(source.config)
     alone.load_state_dict(source.weights, strict=False)
@@ -274,8 +274,8 @@ def test_resumed_run_does_not_read_init_from_again(tmp_path, tiny_run, tiny):
     shutil.rmtree(half / "tiny/checkpoints/step-000008")
     (half / "tiny/result.json").unlink()
     shutil.rmtree(there)
-    resumed, done = run(half, *start, "resume=auto")
-    assert "init     " not in done.stdout
+    resumed, process = run(half, *start, "resume=auto")
+    assert "init     " not in process.stdout
     assert [r["loss"] for r in resumed[-4:]] == [r["loss"] for r in whole[-4:]]
     assert (half / "tiny/init_from.json").is_file()
 
@@ -292,8 +292,8 @@ def test_two_ranks_under_zero_3_start_from_the_source(tmp_path, tiny_run):
     start = (*START, f"init_from={tiny_run}", "train.global_batch_size=4")
     start += ("train.grad_accum_steps=null", "train.micro_batch_size=2")
     alone, _ = run(tmp_path / "alone", *start)
-    both, done = run(tmp_path / "both", *start, "engine.zero_stage=3", processes=2)
-    assert done.stdout.count("outputs at the start are the source's") == 1
-    found, expected = ([r["loss"] for r in records] for records in (both, alone))
-    assert found == pytest.approx(expected, rel=1e-4)
+    both, process = run(tmp_path / "both", *start, "engine.zero_stage=3", processes=2)
+    assert process.stdout.count("outputs at the start are the source's") == 1
+    actual, expected = ([r["loss"] for r in records] for records in (both, alone))
+    assert actual == pytest.approx(expected, rel=1e-4)
     assert expected[0] < 5.5  # random weights: 5.7

@@ -61,8 +61,8 @@ def kill_after(seconds, out, processes, settings) -> bool:
             raise AssertionError(f"no update in 120 s: {process.communicate()[0][-3000:]}")
         time.sleep(0.02)
     time.sleep(seconds)
-    found = subprocess.run(["pgrep", "-f", f"out_dir={out}"], capture_output=True, text=True)
-    for pid in map(int, found.stdout.split()):
+    actual = subprocess.run(["pgrep", "-f", f"out_dir={out}"], capture_output=True, text=True)
+    for pid in map(int, actual.stdout.split()):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.communicate()

@@ -36,9 +36,9 @@ def test_nan_rolls_back_and_continues_with_next_data(tmp_path, tiny_run, stage):
     broken = tmp_path / "broken"
     done = faulty("nan_at=11", *TINY, f"out_dir={broken}", *settings)
     assert done.returncode == 0, done.stderr
-    said = " ".join(done.stdout.split())
-    assert "note: update 6: the loss is nan: back to the checkpoint of update 4" in said
-    assert "(rollback 1 of 1)" in said
+    message = " ".join(done.stdout.split())
+    assert "note: update 6: the loss is nan: back to the checkpoint of update 4" in message
+    assert "(rollback 1 of 1)" in message
     records = read_metrics(broken / "tiny")
     (rollback,) = [r["rollback"] for r in records if "rollback" in r]
     assert rollback == {"number": 1, "from": 6, "why": "the loss is nan"}
@@ -50,9 +50,9 @@ def test_nan_rolls_back_and_continues_with_next_data(tmp_path, tiny_run, stage):
     checkpoint = tmp_path / "whole/tiny/checkpoints/step-000004"
     advance(checkpoint, micro_batches=4)
     expected, _ = run(tmp_path / "ahead", *settings, f"resume={checkpoint}")
-    found = trace(losses(broken / "tiny"))
-    assert sorted(found) == list(range(1, 9))
-    assert {s: v for s, v in found.items() if s > 4} == trace(expected)
+    actual = trace(losses(broken / "tiny"))
+    assert sorted(actual) == list(range(1, 9))
+    assert {s: v for s, v in actual.items() if s > 4} == trace(expected)
 
 
 def advance(checkpoint, micro_batches):
@@ -102,9 +102,11 @@ def test_nan_in_a_weight_or_a_moment_is_not_saved(tmp_path, what, named, stage):
         f"engine.zero_stage={stage}",
     )
     assert done.returncode == 0, done.stderr
-    said = " ".join(done.stdout.split())
-    assert f"note: update 4: NaN or infinity in {named}: back to the checkpoint of update 2" in said
-    assert "(rollback 1 of 2)" in said
+    message = " ".join(done.stdout.split())
+    assert (
+        f"note: update 4: NaN or infinity in {named}: back to the checkpoint of update 2" in message
+    )
+    assert "(rollback 1 of 2)" in message
     assert sorted(trace(losses(tmp_path / "tiny"))) == list(range(1, 9))
 
 
@@ -147,9 +149,9 @@ def test_second_failure_rolls_back_one_checkpoint_further(
     newest = out / "tiny/checkpoints/step-000006"
     spoilt(newest, value, place)
     _, done = run(out, *KEPT, f"resume={'auto' if resume == 'auto' else newest}")
-    said = " ".join(done.stdout.split())
-    assert "back to the checkpoint of update 6" in said
-    assert "back to the checkpoint of update 4, then on with the next data (rollback 2" in said
+    message = " ".join(done.stdout.split())
+    assert "back to the checkpoint of update 6" in message
+    assert "back to the checkpoint of update 4, then on with the next data (rollback 2" in message
     assert sorted(trace(losses(out / "tiny"))) == list(range(1, 9))
     assert not verify_all(out / "tiny/checkpoints")
 

@@ -25,8 +25,8 @@ def test_update_equals_plain_autograd(kind, tolerance, updates):
 
 
 def test_adversarial_update_counts_evaluations_of_first_pass(updates):
-    processes, found = updates
-    for stage, case in found["against_adversary"].items():
+    processes, actual = updates
+    for stage, case in actual["against_adversary"].items():
         assert case["solves"] == [4 // processes] * 3, stage
 
 

@@ -100,8 +100,8 @@ def test_run_name_with_brackets_is_no_glob_pattern(tmp_path, tiny_run, tiny_loss
     shutil.rmtree(neighbor / "checkpoints/step-000004")
     (own / "checkpoints/step-000008").rename(neighbor / "checkpoints/step-000004")
     (own / "result.json").unlink()
-    found, done = run(tmp_path, "resume=auto", "name=exp[1]", name="exp[1]")
-    assert "at update 4" in done.stdout and trace(found) == trace(tiny_losses)
+    actual, done = run(tmp_path, "resume=auto", "name=exp[1]", name="exp[1]")
+    assert "at update 4" in done.stdout and trace(actual) == trace(tiny_losses)
 
 
 def test_resume_after_kill_is_bit_identical(tmp_path, uninterrupted):
@@ -167,8 +167,8 @@ def test_overwrite_restarts_and_finished_run_is_not_repeated(tmp_path, tiny_run,
     assert done.returncode == 0, done.stderr
     anew = [r["loss"] for r in losses(tmp_path / "runs/tiny")]
     assert anew == [r["loss"] for r in tiny_losses[:2]]
-    again, done = run(tmp_path / "runs", *short, "resume=auto")
-    assert "complete already" in done.stdout and [r["loss"] for r in again] == anew
+    second, done = run(tmp_path / "runs", *short, "resume=auto")
+    assert "complete already" in done.stdout and [r["loss"] for r in second] == anew
 
 
 @pytest.mark.parametrize(
@@ -206,6 +206,6 @@ def test_mamba_trains_through_the_same_config(tmp_path):
 def test_resuming_from_older_checkpoint_deletes_later_ones(tmp_path, tiny_run, tiny_losses):
     checkpoints = copied(tiny_run, tmp_path / "tiny") / "checkpoints"
     older = checkpoints / "step-000004"
-    again, _ = run(tmp_path, "checkpoint.every=3", "checkpoint.keep=1", f"resume={older}")
-    assert trace(again) == trace(tiny_losses)
+    second, _ = run(tmp_path, "checkpoint.every=3", "checkpoint.keep=1", f"resume={older}")
+    assert trace(second) == trace(tiny_losses)
     assert [p.name for p in checkpoints.glob("step-*")] == ["step-000008"]
