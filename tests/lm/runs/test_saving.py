@@ -42,7 +42,7 @@ def save(folder, *steps, **settings):
     for step in steps:
         run_checkpoints.save(step, lambda step=step: state(step))
     run_checkpoints.finish()
-    return made
+    return run_checkpoints
 
 
 def steps_of(folder):
