@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from lm.config.load import load
-from lm.kernels import available
+from lm.kernels import describe_backends
 from lm.runs.checkpoint import Checkpoints
 from lm.training.build import build_model
 from lm.training.engine import Engine
@@ -39,7 +39,7 @@ def main() -> None:
     )
     cfg = load(args.config, overrides)
     ranks = join_process_group(cfg)
-    available(ranks.device.type)
+    describe_backends(ranks.device.type)
     vocab_size = 50264 if cfg.model.vocab_size == "auto" else cfg.model.vocab_size
     model = build_model(cfg, vocab_size)
     count = sum(p.numel() for p in model.parameters())

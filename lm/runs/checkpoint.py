@@ -89,7 +89,7 @@ class Checkpoints:
         start_time = time.monotonic()
         self.finish()
         partial = self.folder / (_name(step) + PARTIAL)
-        self.ranks.first(self._make_partial_folder, partial)
+        self.ranks.run_on_main(self._make_partial_folder, partial)
         self._job = _Job(step, partial, snapshot(collect()), start_time)
         self._thread = threading.Thread(target=self._write, args=(self._job,), name="checkpoint")
         self._job.blocked_s = time.monotonic() - start_time
@@ -107,9 +107,9 @@ class Checkpoints:
         assert self._thread is not None  # the thread that writes the job
         job.is_written.wait()
         try:
-            self.ranks.raise_any(job.error)
+            self.ranks.raise_first_error(job.error)
             self._thread.join()
-            self.ranks.raise_any(job.error)  # an error of rank 0 in `_publish`
+            self.ranks.raise_first_error(job.error)  # an error of rank 0 in `_publish`
         except Exception:
             job.is_cancelled.set()
             self._thread.join()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.common.errors import UserError, refused_pickle
+from lm.common.errors import UserError, describe_refused_pickle, require
 from lm.model.checksums import refuse_changed
 
 if TYPE_CHECKING:
@@ -35,10 +35,14 @@ def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
         LoadError: If the folder has code and is not trusted; if files are unreadable, damaged or
             changed; if a weight is missing, unknown to the model, of another shape or not finite.
     """
+    require("torch", "a model")
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from lm.runs.auto_classes import register_auto_classes
+
+    register_auto_classes()
     _refuse_changed(path)
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # the error below replaces its report on the weights
@@ -56,7 +60,7 @@ def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
         ) from None
     except pickle.UnpicklingError as e:
         files = sorted(Path(path).glob("pytorch_model*.bin"))
-        raise LoadError(refused_pickle(files[0] if files else path, e)) from None
+        raise LoadError(describe_refused_pickle(files[0] if files else path, e)) from None
     # ValueError: unknown model type. Others: a config.json that does not describe a model.
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as e:
         raise _code_error(e, path) or LoadError(f"cannot load {path}: {_reason(e)}") from None
@@ -98,6 +102,9 @@ def load_tokenizer(path: Path | str, trust: bool = False) -> PreTrainedTokenizer
     """
     from transformers import AutoTokenizer
 
+    from lm.runs.auto_classes import register_auto_classes
+
+    register_auto_classes()  # AutoTokenizer reads the model type in config.json
     _refuse_changed(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust and _is_local(path))

@@ -14,7 +14,7 @@ from lm.common.console import say
 from lm.common.files import write_text, writing
 from lm.config.schema import Run
 from lm.runs.metrics import (
-    ELSEWHERE,
+    OTHER_SOLUTION_MARK,
     SHARES,
     find_other_solutions,
     format_marked_iterations,
@@ -72,7 +72,9 @@ def format_iterations(num_iters: dict) -> str:
     """Format ℓ* of the layers, marked if it belongs to another solution than the model's."""
     if len(num_iters["mean"]) <= MAX_LAYERS:
         return " ".join(format_marked_iterations(num_iters))
-    return format_layers(num_iters["mean"]) + ELSEWHERE * any(find_other_solutions(num_iters))
+    return format_layers(num_iters["mean"]) + OTHER_SOLUTION_MARK * any(
+        find_other_solutions(num_iters)
+    )
 
 
 def probe_iterations(record: dict) -> dict | None:

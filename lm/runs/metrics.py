@@ -21,6 +21,8 @@ Gather = Callable[[torch.Tensor], torch.Tensor]  # concatenates over ranks, alon
 
 # Shares of tokens that a record has, by status of their solve (lm/model/solver.py).
 SHARES = ("failed", "bisected", "limited")
+# Key of a record → field of FixedPointReport, if they differ: records keep their first keys.
+STATISTICS = {"limited": "grad_limited", "elsewhere": "other_solution"}
 FAILED_SHARE = 0.001  # warn above this share of a layer's tokens that were not solved
 ILL_SHARE = 0.01  # likewise for bisected tokens, and tokens whose gradient may be limited
 # {name of a share: (largest share without a warning, problem, consequence)}
@@ -41,13 +43,15 @@ PROBLEMS = {
         "so the gradient may be shortened there",
     ),
 }
-CURES = "train with model.contractive: 0.9, or begin near the identity (model.mixer_gate_start: -3)"
-ELSEWHERE_SHARE = 0.01  # above this share ℓ* of a layer is marked with ELSEWHERE
-ELSEWHERE = "†"
-ELSEWHERE_NOTE = (
-    f"{ELSEWHERE} the paper's procedure, whose iterations ℓ* counts, ends in another solution than"
-    f" the model's at more than {ELSEWHERE_SHARE:.0%} of the tokens: this ℓ* does not belong to the"
-    " model's answers"
+CURES = (
+    "train with model.contractive: 0.9, or begin near the identity (model.mixer_gate_init_bias: -3)"
+)
+OTHER_SOLUTION_SHARE = 0.01  # above this share ℓ* of a layer is marked
+OTHER_SOLUTION_MARK = "†"
+OTHER_SOLUTION_NOTE = (
+    f"{OTHER_SOLUTION_MARK} the paper's procedure, whose iterations ℓ* counts, ends in another"
+    f" solution than the model's at more than {OTHER_SOLUTION_SHARE:.0%} of the tokens: this ℓ*"
+    " does not belong to the model's answers"
 )
 
 
@@ -88,6 +92,7 @@ def fixed_point_metrics(
         is_counted = gather(rows.to(stats[0].failed.device, torch.float64)) > 0
 
     def gather_field(name):
+        name = STATISTICS.get(name, name)
         values = gather(torch.cat([getattr(s, name) for s in stats], -1).double())
         return values if is_counted is None else values[:, is_counted]
 
@@ -118,13 +123,13 @@ def find_other_solutions(num_iters: dict) -> list[bool]:
         num_iters: As in a record; "elsewhere" is absent in records of version 0.1.
     """
     shares = num_iters.get("elsewhere") or [0.0] * len(num_iters["mean"])
-    return [share > ELSEWHERE_SHARE for share in shares]
+    return [share > OTHER_SOLUTION_SHARE for share in shares]
 
 
 def format_marked_iterations(num_iters: dict) -> list[str]:
     """Return the mean ℓ* of each layer as text, marked if it belongs to another solution."""
     return [
-        f"{mean:.1f}{ELSEWHERE * is_other}"
+        f"{mean:.1f}{OTHER_SOLUTION_MARK * is_other}"
         for mean, is_other in zip(num_iters["mean"], find_other_solutions(num_iters))
     ]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeGuard
 
-from lm.common.console import duration
+from lm.common.console import format_duration
 from lm.common.errors import PREEMPTED, ConfigError
 from lm.common.files import read_mapping
 from lm.config import load as config
@@ -208,7 +208,7 @@ def get_validation(result: dict) -> dict | None:
 def describe_result(result: dict) -> str:
     """Format updates and time of a finished training."""
     seconds = result.get("training_seconds")
-    trained = f", trained {duration(seconds)}" if is_number(seconds) else ""
+    trained = f", trained {format_duration(seconds)}" if is_number(seconds) else ""
     return f"{result['updates']} updates{trained}"
 
 

@@ -37,7 +37,7 @@ class Curriculum:
 
     def sources_to_check(self, step: int) -> list[str]:
         """Return the sources whose answers must be measured after update `step`."""
-        if step % EVERY or self.stage is None or self.stage.at is None:
+        if step % EVERY or self.stage is None or self.stage.min_answer_prob is None:
             return []
         return self.stage.traces(self._mixture)
 
@@ -52,9 +52,9 @@ class Curriculum:
             Record for metrics.jsonl.
         """
         number, stage = self.number, self.stage
-        assert stage is not None and stage.at is not None
+        assert stage is not None and stage.min_answer_prob is not None
         assert isinstance(self._batches, MixtureLoader)
-        has_ended = probability >= stage.at
+        has_ended = probability >= stage.min_answer_prob
         answers = f"answers {probability:.2f}"
         if has_ended:
             self._batches.end_stage()
@@ -62,6 +62,6 @@ class Curriculum:
         elif step + EVERY > stage.until:
             say(
                 f"update {step:>6}  stage {number} of the curriculum ends unlearned after update"
-                f" {stage.until} ({answers}, at: {stage.at:g})"
+                f" {stage.until} ({answers}, min_answer_prob: {stage.min_answer_prob:g})"
             )
         return {"curriculum": {"stage": number, "answers": probability, "ended": has_ended}}

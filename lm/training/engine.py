@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from lm.common.errors import ConfigError, Diverged, DivergedAlone, TrainingError, UserError
+from lm.common.errors import ConfigError, Diverged, DivergedOnOneRank, TrainingError, UserError
 from lm.common.files import without_wildcards
 from lm.common.ranks import Ranks
 from lm.config.schema import Config
@@ -103,7 +103,7 @@ class Engine:
                 ),
                 config=self.config,
             )
-        kappa = cfg.train.adversary
+        kappa = cfg.train.adversarial_noise
         self._adversary = Adversary(self.deepspeed.module, kappa) if kappa else None
         self._has_solver = hasattr(model, "passes") and bool(model.fixed_point_blocks())
         self._noise_generators: list[torch.Generator] | None = None  # one per sequence
@@ -143,7 +143,7 @@ class Engine:
         context: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self._has_solver:
             context = self.deepspeed.module.passes(
-                around=self.times.solving, generators=self._noise_generators
+                solve_context=self.times.solving, generators=self._noise_generators
             )
         with context:
             return self.deepspeed(
@@ -167,7 +167,7 @@ class Engine:
             stop: True if this rank has received a stop signal.
             alive: Called after each micro-batch.
             adversarial_pass: Pass each micro-batch a second time, with the noise of
-                `train.adversary`; each pass contributes half of the gradient.
+                `train.adversarial_noise`; each pass contributes half of the gradient.
 
         Raises:
             Diverged: If the loss or gradient of a rank is NaN or infinite. The engine must not be
@@ -237,7 +237,7 @@ class Engine:
         """Return the loss of a micro-batch times its share, and the report of its solves.
 
         Raises:
-            Diverged, DivergedAlone: As `_nan_loss`.
+            Diverged, DivergedOnOneRank: As `_nan_loss`.
         """
         try:
             with self.times.part("forward"):
@@ -272,12 +272,12 @@ class Engine:
 
         Raises:
             Diverged: If there is one rank only.
-            DivergedAlone: Under ZeRO-3, where the other ranks already wait in the forward pass.
+            DivergedOnOneRank: Under ZeRO-3, where the other ranks already wait in the forward pass.
         """
         if self.ranks.world_size == 1:
             raise Diverged(str(error)) from None
         if self.zero_stage == 3:
-            raise DivergedAlone(f"rank {self.ranks.rank}: {error}") from None
+            raise DivergedOnOneRank(f"rank {self.ranks.rank}: {error}") from None
         parameters = (p for p in self.deepspeed.module.parameters() if p.requires_grad)
         return sum(p.float().sum() for p in parameters) * float("nan")
 
@@ -291,14 +291,14 @@ class Engine:
 
         Raises:
             Diverged: If the gradient of a solve is NaN or infinite, and there is one rank only.
-            DivergedAlone: Likewise, with several ranks.
+            DivergedOnOneRank: Likewise, with several ranks.
         """
         self.deepspeed.set_gradient_accumulation_boundary(is_last)
         try:
             with self.times.part("backward"):
                 self.deepspeed.backward(loss)
         except FloatingPointError as e:
-            kind = Diverged if self.ranks.world_size == 1 else DivergedAlone
+            kind = Diverged if self.ranks.world_size == 1 else DivergedOnOneRank
             raise kind(f"rank {self.ranks.rank}: {e}") from None
 
     def _shares(self, batches: list[Batch]) -> list[float]:

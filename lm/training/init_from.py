@@ -132,7 +132,7 @@ def initialize(
         if ranks.is_main:
             write_json(run.init_from, match.record())
 
-    ranks.each(copy_weights)
+    ranks.run_on_all(copy_weights)
 
 
 def compare_tokenizers(source: Source, tokenizer: PreTrainedTokenizerBase) -> str:

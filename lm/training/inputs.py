@@ -9,7 +9,7 @@ from lm.config.schema import Config
 from lm.data.sources import traces
 from lm.data.sources.errors import DataError
 from lm.data.sources.listing import ENDINGS, source_files
-from lm.data.sources.mixture import naming, parts
+from lm.data.sources.mixture import name_source_in_errors, parts
 from lm.runs.places import check_resume, looks_local
 from lm.training.upcycle import SourceError
 
@@ -65,7 +65,7 @@ def check_data(cfg: Config) -> None:
         DataError: If `data.path` names no file, or `data.traces` no task.
     """
     for source, part in parts(cfg).items():
-        with naming(source):
+        with name_source_in_errors(source):
             if part.data.path is not None and part.data.source in ENDINGS:
                 source_files(part.data)
             if part.data.source == "traces":

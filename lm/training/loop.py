@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from lm.common.console import say
-from lm.common.errors import Diverged, DivergedAlone, Stopped
+from lm.common.errors import Diverged, DivergedOnOneRank, Stopped
 from lm.config.schema import Run
 from lm.runs.checkpoint import Checkpoints
 from lm.runs.log import Writer
@@ -83,8 +83,8 @@ class Loop(ABC):
         """Make the remaining updates and call the hooks after each; finish the last save.
 
         Raises:
-            Diverged: If the training diverges more often than `train.rollbacks`.
-            DivergedAlone: If only this rank knows that it diverged.
+            Diverged: If the training diverges more often than `train.max_rollbacks`.
+            DivergedOnOneRank: If only this rank knows that it diverged.
             Stopped: If a stop signal arrived.
             LeaseError: If another process has taken the run directory.
             CheckpointError, OutputError: If a file cannot be written.
@@ -97,7 +97,7 @@ class Loop(ABC):
                     self.update()
                 for hook in self.update_hooks:
                     hook()
-            except DivergedAlone:
+            except DivergedOnOneRank:
                 raise
             except Diverged as e:
                 self._handle_divergence(e, number)
@@ -167,9 +167,9 @@ class Loop(ABC):
             failed: Number of the update.
 
         Raises:
-            Diverged: If there is no checkpoint, or `train.rollbacks` rollbacks have been made.
+            Diverged: If there is no checkpoint, or `train.max_rollbacks` rollbacks were made.
         """
-        limit = self.cfg.train.rollbacks
+        limit = self.cfg.train.max_rollbacks
         count = self.rollbacks  # roll_back() replaces it by the checkpoint's
         self.checkpoints.finish()
         try:
@@ -181,7 +181,7 @@ class Loop(ABC):
             last = f"the last checkpoint is of update {saved}" if saved else "no checkpoint"
             raise Diverged(
                 f"stopped at update {failed}: {error}; {last}, {count} of {limit}"
-                " rollbacks (train.rollbacks) made"
+                " max_rollbacks (train.max_rollbacks) made"
             ) from None
         self.rollbacks, self.rollback_step = count + 1, self.step
         say(

@@ -15,7 +15,7 @@ from lm.common.errors import ConfigError, require
 from lm.common.ranks import Ranks
 from lm.config.schema import Config, check_updates
 from lm.data.sources.mixture import parts
-from lm.kernels import OPERATIONS, asked, available, choice
+from lm.kernels import OPERATIONS, choose_backends, describe_backends, requested_backend
 from lm.training import init_from
 from lm.training.build import check_section
 from lm.training.deepspeed_json import check_device, deepspeed_config
@@ -52,7 +52,7 @@ def environment(ranks: Ranks, model: torch.nn.Module) -> dict:
         "deepspeed": version("deepspeed"),
         "device": gpu or f"CPU, {torch.get_num_threads()} threads",
         "world_size": ranks.world_size,
-        "kernels": available(_device(), kernel_operations(model)),
+        "kernels": describe_backends(_device(), kernel_operations(model)),
     }
 
 
@@ -69,18 +69,20 @@ def check_same_kernels(ranks: Ranks, model: torch.nn.Module) -> None:
         ConfigError: On every rank, if one differs.
     """
     arguments = _device(), kernel_operations(model)
-    ranks.each(choice, *arguments)  # in parallel, because it may take a while
-    first = ranks.first(choice, *arguments)
+    # On all ranks at once: it may take minutes, and may fail on one of them.
+    ranks.run_on_all(choose_backends, *arguments)
+    first = ranks.run_on_main(choose_backends, *arguments)
 
     def check():
-        if choice(*arguments) != first:
+        if choose_backends(*arguments) != first:
             raise ConfigError(
                 f"rank {ranks.rank} on {platform.node()} has other kernels than rank 0:"
-                f" {available(*arguments)}. Install the same packages on all hosts (`fprnn doctor`"
-                " lists what is missing), or set the same FPRNN_KERNELS on all, such as plain"
+                f" {describe_backends(*arguments)}. Install the same packages on all hosts (`fprnn"
+                " doctor` lists what is missing), or set the same FPRNN_KERNELS on all, such as"
+                " plain"
             )
 
-    ranks.each(check)
+    ranks.run_on_all(check)
 
 
 def commit() -> str | None:
@@ -121,7 +123,7 @@ def check_config(cfg: Config, world_size: int) -> Checked:
         LoadError: If the source of `init_from` is damaged.
         BackendError: If FPRNN_KERNELS names unknown kernels.
     """
-    asked()
+    requested_backend()
     check_updates(cfg)
     config = deepspeed_config(cfg, world_size)
     model = check_section(cfg.model, cfg.solver, cfg.data.seq_len)

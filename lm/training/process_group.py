@@ -11,7 +11,7 @@ import torch.distributed as torch_dist
 
 from lm.common.errors import MachineError
 from lm.common.heap import keep_freed_memory
-from lm.common.ranks import Ranks, check_address, launched
+from lm.common.ranks import Ranks, check_address, read_launcher_ranks
 from lm.config.schema import Config
 from lm.training.deepspeed_api import import_deepspeed
 
@@ -33,12 +33,12 @@ def join_process_group(cfg: Config) -> Ranks:
         MachineError: If the ranks do not meet.
     """
     on_gpu = torch.cuda.is_available()
-    launched()  # refuse a wrong environment before anything is set
+    read_launcher_ranks()  # refuse a wrong environment before anything is set
     if "RANK" not in os.environ:  # without these DeepSpeed looks for mpi4py
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(find_free_port())
     check_address()
-    rank, world, local_rank = launched()
+    rank, world, local_rank = read_launcher_ranks()
     if cfg.train.threads:
         torch.set_num_threads(cfg.train.threads)
     if not on_gpu:

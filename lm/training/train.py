@@ -12,7 +12,7 @@ import torch
 from lm.common.console import Progress, say
 from lm.common.errors import ConfigError, Diverged, Stopped, UserError
 from lm.common.files import DamagedError, write_json
-from lm.common.ranks import Ranks, of_lost_peer
+from lm.common.ranks import Ranks, as_lost_peer_error
 from lm.common.signals import StopRequested, StopSignals
 from lm.common.watchdog import Watchdog
 from lm.config.schema import Config
@@ -65,7 +65,7 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
             cannot start.
         OutputError, CheckpointError: If a file cannot be written.
         Diverged: If the loss or gradient became NaN or infinite more often than
-            `train.rollbacks`. The last checkpoint stays.
+            `train.max_rollbacks`. The last checkpoint stays.
         Stopped: If a stop signal arrived.
     """
     ranks = join_process_group(cfg)
@@ -76,7 +76,7 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
         on_exit.callback(run.release)
         model, settings = check(cfg, ranks.world_size)
         check_same_kernels(ranks, model)
-        ranks.first(run.claim, cfg, overwrite, say)
+        ranks.run_on_main(run.claim, cfg, overwrite, say)
         try:
             training = Training(cfg, ranks, run, on_exit, settings)
             training.resume()
@@ -85,7 +85,9 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
             training.conclude()
         except Exception as e:
             is_too_large = isinstance(e, torch.OutOfMemoryError)
-            error = _make_out_of_memory_error(cfg, run) if is_too_large else of_lost_peer(e) or e
+            error = (
+                _make_out_of_memory_error(cfg, run) if is_too_large else as_lost_peer_error(e) or e
+            )
             run.record_failure(error, ranks.is_main)
             if error is e:
                 raise
@@ -147,7 +149,7 @@ class Training(Loop):
             self._save_if_due,
             self._validate_if_due,
         )
-        self.checkpoint = ranks.first(resume_checkpoint, cfg.resume, run.checkpoints, say)
+        self.checkpoint = ranks.run_on_main(resume_checkpoint, cfg.resume, run.checkpoints, say)
         self._open_data()
         self._build_model()
 
@@ -163,17 +165,17 @@ class Training(Loop):
         from lm.data.sources import mixture
 
         cfg, ranks, folder = self.cfg, self.ranks, self.run.path
-        say(f"data     {mixture.described(cfg.data)}; tokenizer {cfg.tokenizer.name}")
-        ranks.first(self._run_interruptibly, load_tokenizer, cfg, folder, say)
-        ranks.first(self._check_fingerprint)
+        say(f"data     {mixture.describe_data(cfg.data)}; tokenizer {cfg.tokenizer.name}")
+        ranks.run_on_main(self._run_interruptibly, load_tokenizer, cfg, folder)
+        ranks.run_on_main(self._check_fingerprint)
         self.tokenizer = load_tokenizer(cfg, folder)
         bar = Progress("tokenised", unit="documents")
         progress = lambda documents, _: bar.update(documents)  # noqa: E731
         prepare = corpora.prepare_sources
-        ranks.first(self._run_interruptibly, prepare, cfg, self.tokenizer, folder, progress)
-        ranks.first(self._check_fingerprint)  # again, because the corpora may be new
-        self.checkpoints.manifest |= ranks.first(run_fingerprint, cfg, self.run)
-        ranks.each(corpora.ensure_sources_here, cfg, self.tokenizer, folder)
+        ranks.run_on_main(self._run_interruptibly, prepare, cfg, self.tokenizer, folder, progress)
+        ranks.run_on_main(self._check_fingerprint)  # again, because the corpora may be new
+        self.checkpoints.manifest |= ranks.run_on_main(run_fingerprint, cfg, self.run)
+        ranks.run_on_all(corpora.ensure_sources_on_node, cfg, self.tokenizer, folder)
         self.batches, self.held_out = loader.build(
             cfg, self.tokenizer, folder, ranks.rank, ranks.world_size
         )
@@ -216,7 +218,7 @@ class Training(Loop):
             Diverged: On every rank, if NaN or infinity is found on one.
         """
         problem = describe_nonfinite(self.engine.collect_tensors())
-        self.ranks.raise_any(Diverged(problem) if problem else None)
+        self.ranks.raise_first_error(Diverged(problem) if problem else None)
 
     def _build_model(self) -> None:
         """Build model, engine and validation, with the state of `self.checkpoint`, if any."""
@@ -279,9 +281,9 @@ class Training(Loop):
                     f" {self.cfg.train.steps}: raise it, or train from scratch with --overwrite"
                 )
             if self.cfg.resume != "auto":
-                self.ranks.first(delete_later_checkpoints, self.run.checkpoints, self.step)
+                self.ranks.run_on_main(delete_later_checkpoints, self.run.checkpoints, self.step)
             say(f"resumed  {path} at update {self.step}")
-        self.ranks.first(self.run.save_config, self.cfg)
+        self.ranks.run_on_main(self.run.save_config, self.cfg)
         if self.ranks.is_main:
             if self.step < self.cfg.train.steps:
                 self.run.result.unlink(missing_ok=True)  # result of fewer updates
@@ -371,11 +373,11 @@ class Training(Loop):
         Raises:
             Stopped: If a signal arrived before the first update.
         """
-        (stop_count,) = self.ranks.sum(self.signals.asked)
+        (stop_count,) = self.ranks.sum(self.signals.is_stop_requested)
         if stop_count:
             self.stop()
         is_validation_due = self.step and self.step % self.cfg.eval.every == 0
-        if is_validation_due and not self.ranks.first(self._has_validation):
+        if is_validation_due and not self.ranks.run_on_main(self._has_validation):
             self._validate()
 
     def _has_validation(self) -> bool:
@@ -414,7 +416,7 @@ class Training(Loop):
             is_stopped = True
         failures, stops = self.ranks.sum(error is not None, is_stopped)
         if failures:
-            self.ranks.raise_any(error)
+            self.ranks.raise_first_error(error)
         if stops and stream and mark:
             stream.go_back(mark)
             self.stop()
@@ -424,10 +426,13 @@ class Training(Loop):
         """Make one update of all ranks."""
         self.lr = self.engine.lr
         # Adversarial noise before the curriculum is learned would prevent learning it.
-        has_adversary = self.cfg.train.adversary > 0 and self.curriculum.stage is None
+        has_adversary = self.cfg.train.adversarial_noise > 0 and self.curriculum.stage is None
         micro_batches = self._next_micro_batches()
         self.last_update: Update = self.engine.step(
-            micro_batches, self.signals.asked, self.alive, adversarial_pass=has_adversary
+            micro_batches,
+            self.signals.is_stop_requested,
+            self.alive,
+            adversarial_pass=has_adversary,
         )
         self.step += 1
         self.recorder.count(self.last_update, passes=1 + has_adversary)
@@ -435,7 +440,7 @@ class Training(Loop):
 
     def roll_back(self) -> bool:
         """Restore weights and optimizer from the newest usable checkpoint; see `Loop`."""
-        checkpoint = self.ranks.first(
+        checkpoint = self.ranks.run_on_main(
             rollback_checkpoint, self.run.checkpoints, self.rollback_step, say
         )
         if checkpoint is None:
@@ -459,7 +464,7 @@ class Training(Loop):
             self.bar.update(self.step, self.cfg.train.steps)
             return
         record = self.recorder.make_record(self.step, self.last_update, self.lr)
-        record |= self.batches.drawn()
+        record |= self.batches.source_metrics()
         record["peak_memory_bytes"] = self.recorder.peak_memory()
         self.write(record)
         self.log_saves()
@@ -508,7 +513,7 @@ class Training(Loop):
     def conclude(self) -> None:
         """Make the last validation and write result.json, unless that has been done."""
         steps = self.cfg.train.steps
-        if not self.ranks.first(lambda: self._has_result(steps)):
+        if not self.ranks.run_on_main(lambda: self._has_result(steps)):
             final = self.validation.measure(self.engine, self.step, lambda: None)
             if self.ranks.is_main:
                 final |= self.validation.ngrams(self.run, self.vocab_size)
@@ -521,10 +526,10 @@ class Training(Loop):
                 "tokens_per_s": round(tokens / max(self.seconds, 1e-9), 1),
                 "parameters": self.parameters,
                 "vocab_size": self.vocab_size,
-                **self.batches.drawn(),
+                **self.batches.source_metrics(),
                 **{k: v for k, v in final.items() if k != "step"},
             }
-            self.ranks.first(write_json, self.run.result, result)
+            self.ranks.run_on_main(write_json, self.run.result, result)
         self.engine.close()
 
     def _has_result(self, steps: int) -> bool:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm.common.errors import BAD_CONFIG, ConfigError, UserError
-from lm.model.fields import KINDS, heads_of, width_of_mlp
+from lm.model.fields import KINDS, resolve_d_ff, resolve_n_heads
 from lm.runs.exported import first_names
 
 if TYPE_CHECKING:
@@ -24,8 +24,11 @@ if TYPE_CHECKING:
     from lm.model.modeling_fprnn import FPRNNForCausalLM
 
 EMBEDDING, HEAD = "backbone.embeddings.weight", "lm_head.weight"
-INIT_FIELDS = ("mixer_gate_start", "out_start")  # they only choose initial values
-DERIVED_FIELDS = {"n_heads": heads_of, "d_ff": width_of_mlp}  # "auto" depends on other fields
+INIT_FIELDS = ("mixer_gate_init_bias", "out_proj_init_scale")  # they only choose initial values
+DERIVED_FIELDS = {
+    "n_heads": resolve_n_heads,
+    "d_ff": resolve_d_ff,
+}  # "auto" depends on other fields
 LAYER_INDEX = re.compile(r"(?<=^backbone\.layers\.)\d+")
 # Fields that may differ from the source's and change outputs; the log lists them.
 LOGGED_FIELDS = ("token", "stopping", "tol", "eval_tol", "max_iters", "reset_at_eos")

@@ -12,8 +12,13 @@ from lm.common.console import Progress, say
 from lm.common.ranks import Ranks
 from lm.config.schema import Config
 from lm.data.batches.packing import IGNORE
-from lm.data.batches.questions import asked
-from lm.data.batches.text_bytes import TextBytes, UncountableError, bits_per_byte, in_bits
+from lm.data.batches.questions import question_batches
+from lm.data.batches.text_bytes import (
+    TextBytes,
+    UncountableError,
+    bits_per_byte,
+    format_bits_per_byte,
+)
 from lm.data.sources.mixture import parts
 from lm.runs.log import iterations_suffix
 from lm.runs.metrics import FailureWatch, fixed_point_metrics, probe
@@ -54,7 +59,9 @@ class Validation:
         self.held_out, self.shares = held_out, shares
         self.bytes = count_text_bytes(held_out, tokenizer, ranks)  # of all ranks
         self.asked = {
-            name: asked(part.data.traces, tokenizer, cfg.train.micro_batch_size, cfg.data.seq_len)
+            name: question_batches(
+                part.data.traces, tokenizer, cfg.train.micro_batch_size, cfg.data.seq_len
+            )
             for name, part in parts(cfg).items()
             if part.data.source == "traces"
         }
@@ -73,10 +80,11 @@ class Validation:
             f"  {name} {source_scores['perplexity']:.2f}{answers_suffix(source_scores)}"
             for name, source_scores in scores.get("sources", {}).items()
         )
+        bits = format_bits_per_byte(scores["bits_per_byte"])
         say(
             f"update {step:>6}  validation loss {scores['loss']:.4f}  perplexity"
-            f" {scores['perplexity']:.2f}{in_bits(scores['bits_per_byte'])}"
-            f"{answers_suffix(scores)}{sources}{iterations_suffix(record)}"
+            f" {scores['perplexity']:.2f}{bits}{answers_suffix(scores)}{sources}"
+            f"{iterations_suffix(record)}"
         )
         if self.watch is not None:
             self.watch.check(record["probe"], f"validation after update {step}")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file
 
-from lm.model import fixed_point, solver
+from lm.model import solver, strategies
 from lm.model.blocks import build_block
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests.golden.reference import LANGUAGE_MODEL, reference_config, reference_name
@@ -118,11 +118,11 @@ def recorded():
         solves.append(Solve(solution.y, trace, rule))
         return solution
 
-    fixed_point.solve_paper = recording
+    strategies.solve_paper = recording
     try:
         yield solves
     finally:
-        fixed_point.solve_paper = solver.solve_paper
+        strategies.solve_paper = solver.solve_paper
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def watched(blocks, only=False):
 def columns(trace):
     """A solver's trace → {name: (iterations, b)} under the names of TRACES."""
     residual, lowest, step, waited = (torch.stack(column) for column in zip(*trace))
-    patience = fixed_point.Rule().patience - waited  # theirs counts down
+    patience = solver.Rule().patience - waited  # theirs counts down
     return dict(zip(TRACES, (residual, lowest, step, patience.to(residual.dtype))))
 
 

@@ -29,7 +29,9 @@ def off_cpu(monkeypatch):
 def untrained(**fields):
     torch.manual_seed(0)
     sizes = dict(vocab_size=6, d_model=16, n_layer=1, d_state=4, tie_embeddings=False)
-    return FPRNNForCausalLM(FPRNNConfig(**{**sizes, "mixer_gate_start": -3.0, **fields})).train()
+    return FPRNNForCausalLM(
+        FPRNNConfig(**{**sizes, "mixer_gate_init_bias": -3.0, **fields})
+    ).train()
 
 
 def wrong(ours, theirs):
@@ -56,7 +58,7 @@ def wrong(ours, theirs):
     ids=lambda fields: "-".join(map(str, fields.values())),
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_plain_pytorch_is_the_same_with_weights_of_any_dtype(fields, dtype, monkeypatch):
+def test_plain_pytorch_agrees_for_weights_of_any_dtype(fields, dtype, monkeypatch):
     """Of bf16 weights raw is in fp32 and the maps of y are not."""
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
     model = untrained(**fields).to(dtype)
@@ -94,7 +96,7 @@ class Refusing:
 
 
 @pytest.mark.parametrize("rank", [2, slow(1)])
-def test_where_a_kernel_refuses_rows_in_bf16_are_widened(rank, monkeypatch):
+def test_bf16_rows_are_widened_if_a_kernel_refuses(rank, monkeypatch):
     """Plain PyTorch solves a token in fp32, whatever its rows were read in."""
     quicken_interpreter()
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
@@ -110,7 +112,7 @@ def test_where_a_kernel_refuses_rows_in_bf16_are_widened(rank, monkeypatch):
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_after_windows_a_token_is_decoded_in_any_dtype(monkeypatch):
+def test_decoding_after_windows_works_in_any_dtype(monkeypatch):
     """What the cache keeps of the weights is of the prompt's pass."""
     quicken_interpreter()
     monkeypatch.setenv("FPRNN_KERNELS", "triton")

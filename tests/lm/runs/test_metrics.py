@@ -24,7 +24,9 @@ def report(evaluations, failed, residual, iterations=None) -> SimpleNamespace:
     """A FixedPointReport with the fields that the metrics read."""
     fields = {"evaluations": evaluations, "failed": failed, "residual": residual}
     tensors = {name: torch.tensor(values) for name, values in fields.items()}
-    tensors |= dict.fromkeys(("bisected", "limited", "elsewhere"), 0.0 * tensors["residual"])
+    tensors |= dict.fromkeys(
+        ("bisected", "grad_limited", "other_solution"), 0.0 * tensors["residual"]
+    )
     counted = None if iterations is None else torch.tensor(iterations)
     return SimpleNamespace(**tensors, num_iters=counted, layers=None, adjoint_norm=None)
 
@@ -96,7 +98,7 @@ def test_padding_sequences_do_not_count():
 def test_adjoint_is_the_maximum_per_layer(norms, adjoint):
     ones = torch.ones(2, 2)
     fields = dict.fromkeys(FixedPointStats._fields)
-    fields |= dict.fromkeys(("evaluations", "failed", "bisected", "limited", "residual"), ones)
+    fields |= dict.fromkeys(("evaluations", "failed", "bisected", "grad_limited", "residual"), ones)
     report = FixedPointReport((fields | {"adjoint_norm": norms}).values())
     assert fixed_point_metrics([report]).get("adjoint") == adjoint
 
@@ -117,7 +119,9 @@ def test_unsolved_tokens_warn_once_per_layer():
     assert messages[0].startswith(
         "warning: update 2: the token's equation was not solved for 2.30% of the tokens of layer 1"
     )
-    assert "model.contractive: 0.9" in messages[0] and "model.mixer_gate_start: -3" in messages[0]
+    assert (
+        "model.contractive: 0.9" in messages[0] and "model.mixer_gate_init_bias: -3" in messages[0]
+    )
     assert "10.00% of the tokens of layer 0" in messages[1]
     metrics.FailureWatch(messages.append, EXACT).check({"failed": [0.5], "layers": [3]}, "update 1")
     assert "of the tokens of layer 3 " in messages[2]  # a hybrid

@@ -374,7 +374,7 @@ def test_directory_is_released_after_the_last_write(tmp_path, monkeypatch):
 def test_save_with_a_dead_rank_is_cancelled(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "CLOSE_TIMEOUT_S", 0.3)
     ranks = Ranks(0, 2)  # the other rank is dead
-    monkeypatch.setattr(Ranks, "first", lambda self, fn, *args: fn(*args))
+    monkeypatch.setattr(Ranks, "run_on_main", lambda self, fn, *args: fn(*args))
     run_checkpoints = Checkpoints(tmp_path, ranks, Checkpoint())
     run_checkpoints.save(1, lambda: state(1))
     began = time.monotonic()

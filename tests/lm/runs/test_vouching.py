@@ -16,6 +16,7 @@ from lm.data.sources.errors import DataError
 from lm.model.checksums import SUMS, read_sums, write_sums
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.report.report import report
+from lm.runs.auto_classes import register_auto_classes
 from lm.runs.checkpoint import MANIFEST
 from lm.runs.exported import LoadError, load_model, load_tokenizer
 from lm.runs.lease import Lease
@@ -103,6 +104,7 @@ def test_missing_file_is_named_and_card_may_change(copy):
 
 
 def test_from_pretrained_refuses_changed_weights(copy):
+    register_auto_classes()
     for load in (FPRNNForCausalLM, AutoModelForCausalLM):
         load.from_pretrained(copy)
     flip(copy / "model.safetensors", 8 * 5000)

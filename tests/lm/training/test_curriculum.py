@@ -20,9 +20,9 @@ MIXTURE = {
     "b": {"source": "traces", "weight": 1, "traces": {"documents": 400, "group": "Z2"}},
     "c": {"source": "jsonl", "path": "tests/data/tiny.jsonl", "weight": 1},
 }
-WAITING = {"until": 10_000, "at": 0.9, "weights": {"a": 0, "b": 1, "c": 1}}
+WAITING = {"until": 10_000, "min_answer_prob": 0.9, "weights": {"a": 0, "b": 1, "c": 1}}
 ENDING = {"until": 20_000, "weights": {"a": 1}}
-AFTER = {"until": 30_000, "at": 0.5, "weights": {"a": 1, "b": 2}}
+AFTER = {"until": 30_000, "min_answer_prob": 0.5, "weights": {"a": 1, "b": 2}}
 
 
 def curriculum_and_batches():
@@ -38,7 +38,7 @@ def test_stage_ends_when_its_answers_are_learned(capsys):
     assert curriculum.sources_to_check(EVERY) == ["b"], "its traces alone"
     record = curriculum.end_if_learned(EVERY, 0.89)
     assert record == {"curriculum": {"stage": 0, "answers": 0.89, "ended": False}}
-    assert curriculum.stage.at == 0.9 and not capsys.readouterr().out
+    assert curriculum.stage.min_answer_prob == 0.9 and not capsys.readouterr().out
     record = curriculum.end_if_learned(2 * EVERY, 0.9)
     assert record == {"curriculum": {"stage": 0, "answers": 0.9, "ended": True}}
     assert batches.stage == 1 and curriculum.stage.until == ENDING["until"]
@@ -49,7 +49,10 @@ def test_stage_ends_when_its_answers_are_learned(capsys):
     assert not curriculum.end_if_learned(4 * EVERY, math.nan)["curriculum"]["ended"]
     curriculum.end_if_learned(AFTER["until"] - EVERY + 1, 0.2)
     message = capsys.readouterr().out
-    assert f"ends unlearned after update {AFTER['until']} (answers 0.20, at: 0.5)" in message
+    assert (
+        f"ends unlearned after update {AFTER['until']} (answers 0.20, min_answer_prob: 0.5)"
+        in message
+    )
     curriculum.end_if_learned(4 * EVERY, 0.7)
     assert batches.stage == 3 and curriculum.stage is None
     assert curriculum.sources_to_check(5 * EVERY) == []
@@ -62,12 +65,12 @@ def test_without_stages_no_answers_are_measured():
     assert none.stage is None and none.sources_to_check(EVERY) == []
 
 
-UNLEARNED = f"data.curriculum={json.dumps([WAITING | {'at': 0.999}])}"
+UNLEARNED = f"data.curriculum={json.dumps([WAITING | {'min_answer_prob': 0.999}])}"
 SETTINGS = (
     "data.source=builtin",
     "data.path=null",
     f"data.mixture={json.dumps(MIXTURE)}",
-    f"data.curriculum={json.dumps([WAITING | {'at': 1.0e-9}])}",
+    f"data.curriculum={json.dumps([WAITING | {'min_answer_prob': 1.0e-9}])}",
     "data.val_tokens=300",
 )
 
@@ -104,7 +107,7 @@ def test_resume_after_ended_stage_is_identical(tmp_path):
         *SETTINGS,
         "train.global_batch_size=4",
         "train.grad_accum_steps=null",
-        "train.adversary=0.5",
+        "train.adversarial_noise=0.5",
         f"train.steps={steps}",
         f"checkpoint.every={end}",
     ]

@@ -16,7 +16,7 @@ EVERY = (
     "train.grad_accum_steps=null",
     "log.every=1",
     "solver.state_noise=0.2",
-    "train.adversary=0.1",
+    "train.adversarial_noise=0.1",
 )
 
 

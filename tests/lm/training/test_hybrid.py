@@ -29,7 +29,7 @@ def refused(cfg) -> str:
         ({"layers": [{"mamba": {"expand": "two"}}]}, "model.layers, mamba: expand is 'two': "),
         ({"layers": [{"fp_mamba1": {"bc_norm": 3}}]}, "layers, fp_mamba1: bc_norm is 3: "),
         ({"layers": [{"gated_deltanet": {"allow_neg_eigval": 3}}]}, "allow_neg_eigval is 3: "),
-        ({"layers": "gated_deltanet", "n_heads": 3}, "it must divide d_model = 16, as 2 does"),
+        ({"layers": "gated_deltanet", "n_heads": 3}, "it must divide d_model = 16, for example 2"),
         ({"layers": "mamba", "name": "lstm"}, "model.layers needs model.name fprnn, not lstm"),
     ],
 )
@@ -43,7 +43,7 @@ def test_options_of_fixed_points_are_refused_without_them():
     assert not cfg.model.has_fixed_point and not hybrid(name="mamba").model.has_fixed_point
     with pytest.raises(ConfigError, match="which mamba has not: set it to 0"):
         config.build(
-            {"model": {"layers": "mamba"}, "train": {"adversary": 0.1}},
+            {"model": {"layers": "mamba"}, "train": {"adversarial_noise": 0.1}},
             schema=synthetic.config.Config,
         )
 

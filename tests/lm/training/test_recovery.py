@@ -32,7 +32,7 @@ def test_nan_rolls_back_and_continues_with_next_data(tmp_path, tiny_run, stage):
 
     The same losses follow from a checkpoint of 4 whose position in the data is two updates further.
     """
-    settings = (f"engine.zero_stage={stage}", "log.every=1", "train.rollbacks=1")
+    settings = (f"engine.zero_stage={stage}", "log.every=1", "train.max_rollbacks=1")
     broken = tmp_path / "broken"
     done = faulty("nan_at=11", *TINY, f"out_dir={broken}", *settings)
     assert done.returncode == 0, done.stderr
@@ -83,8 +83,8 @@ def test_nan_without_checkpoint_or_rollbacks_left_stops(tmp_path):
     # The same command continues and deletes failure.json.
     run(tmp_path, "resume=auto")
     assert not (tmp_path / "tiny/failure.json").exists()
-    done = faulty("nan_at=3", *TINY, f"out_dir={tmp_path}", "name=other", "train.rollbacks=0")
-    assert "0 of 0 rollbacks (train.rollbacks) made" in done.stderr
+    done = faulty("nan_at=3", *TINY, f"out_dir={tmp_path}", "name=other", "train.max_rollbacks=0")
+    assert "0 of 0 rollbacks (train.max_rollbacks) made" in done.stderr
 
 
 STAGES = [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3))]

@@ -47,7 +47,8 @@ def test_adversary_starts_after_the_curriculum(tmp_path):
         "data.val_tokens=300",
     ]
     (plain, _), (with_one, _) = (
-        run(tmp_path / str(kappa), *settings, f"train.adversary={kappa}") for kappa in (0, 0.5)
+        run(tmp_path / str(kappa), *settings, f"train.adversarial_noise={kappa}")
+        for kappa in (0, 0.5)
     )
     same = [one["grad_norm"] == other["grad_norm"] for one, other in zip(plain, with_one)]
     assert same[:4] == [True, True, True, False]
@@ -63,10 +64,12 @@ def test_adversary_starts_after_the_curriculum(tmp_path):
 )
 def test_adversary_without_fixed_point_layer_is_refused(tiny, settings, said):
     with pytest.raises(ConfigError, match=said):
-        tiny("train.adversary=0.05", *settings)
+        tiny("train.adversarial_noise=0.05", *settings)
 
 
-@pytest.mark.parametrize("stage, begins", [({}, False), ({"at": 0.9}, True), ({"until": 7}, True)])
+@pytest.mark.parametrize(
+    "stage, begins", [({}, False), ({"min_answer_prob": 0.9}, True), ({"until": 7}, True)]
+)
 def test_adversary_after_the_last_update_is_refused(tiny, stage, begins):
     mixture = {"s3": {"source": "traces", "weight": 1}}
     stages = [{"until": 8, "weights": {"s3": 1}} | stage]
@@ -75,7 +78,7 @@ def test_adversary_after_the_last_update_is_refused(tiny, stage, begins):
         "data.path=null",
         f"data.mixture={json.dumps(mixture)}",
         f"data.curriculum={json.dumps(stages)}",
-        "train.adversary=0.1",
+        "train.adversarial_noise=0.1",
     )
     if begins:
         check_updates(cfg)
