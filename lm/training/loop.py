@@ -181,7 +181,7 @@ class Loop(ABC):
             last = f"the last checkpoint is of update {saved}" if saved else "no checkpoint"
             raise Diverged(
                 f"stopped at update {failed}: {error}; {last}, {count} of {limit}"
-                " max_rollbacks (train.max_rollbacks) made"
+                " rollbacks (train.max_rollbacks) made"
             ) from None
         self.rollbacks, self.rollback_step = count + 1, self.step
         say(
