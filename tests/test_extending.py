@@ -170,7 +170,7 @@ def test_the_mixer_travels_with_the_export(page, tmp_path):
     # In this process, with our package and its registered classes: by its own code where trusted.
     from lm.runs.exported import LoadError, load_model
 
-    with pytest.raises(LoadError, match=r"runs code of its own \(.*--trust"):
+    with pytest.raises(LoadError, match=r"needs code of its own \(.*--trust"):
         load_model(out)
     again = load_model(out, trust=True).eval()
     with torch.no_grad():

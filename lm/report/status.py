@@ -15,7 +15,7 @@ from lm.common.files import read_mapping
 from lm.runs.log import format_iterations
 from lm.runs.metrics import OTHER_SOLUTION_NOTE, find_other_solutions, read_metrics
 from lm.runs.run_dir import RunDir
-from lm.runs.status import STATES, Status, is_number, run_status, sweep_status, validation_of
+from lm.runs.status import STATES, Status, get_validation, is_number, run_status, sweep_status
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -149,7 +149,7 @@ def reached(status: Status) -> dict[str, float | None]:
     are those of the updates; ℓ* is the mean over layers.
     """
     result = read_mapping(RunDir(status.run_dir).result) or {}
-    validation = validation_of(result) or {}
+    validation = get_validation(result) or {}
     spent = [
         r["spent"] for r in read_metrics(Path(status.run_dir)) if isinstance(r.get("spent"), dict)
     ]

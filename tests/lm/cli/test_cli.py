@@ -190,7 +190,7 @@ def test_local_rank_is_accepted_before_the_command(tmp_path):
 def test_a_run_without_records_has_a_report(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("name: x")
     assert main(["report", str(tmp_path)]) == 0
-    assert "is stopped: not finished, and nobody works on it" in capsys.readouterr().out
+    assert "is stopped: not finished, and no process is running" in capsys.readouterr().out
     assert {p.name for p in tmp_path.iterdir()} == {
         "config.yaml", "report.html", "summary.json",
     }  # fmt: skip

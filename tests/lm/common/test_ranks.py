@@ -12,7 +12,7 @@ import pytest
 
 from lm.common.errors import BAD_CONFIG, BAD_DATA, DIVERGED, HANG, MACHINE
 from lm.runs.metrics import read_metrics
-from tests.running import ENV, FORKS, ROOT, command, losses, printed_by_ranks, ranks_of, run
+from tests.running import ENV, FORKS, ROOT, command, losses, run, run_ranks_for_json, start_ranks
 
 TINY = ("train", "--config", "configs/tiny/lm.yaml")
 
@@ -21,9 +21,9 @@ def two_ranks(out, *settings, fault=None):
     """Start both ranks of a run without a launcher; rank 1 has a fault."""
     arguments = [*TINY, f"out_dir={out}", *settings]
     if fault is None:
-        return ranks_of("lm", arguments, 2)
+        return start_ranks("lm", arguments, 2)
     of_rank = [arguments, [fault, *arguments]]
-    return ranks_of(["lm", "tests.faults"], of_rank.__getitem__, 2)
+    return start_ranks(["lm", "tests.faults"], of_rank.__getitem__, 2)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_unreadable_data_on_one_rank_is_reported_by_all(tmp_path):
 
 def test_timeout_applies_to_groups_of_deepspeed():
     """Only the group for work of rank 0 may wait for days."""
-    waits = printed_by_ranks("tests.engine_sockets", 2)["timeouts"]
+    waits = run_ranks_for_json("tests.engine_sockets", 2)["timeouts"]
     assert len(waits) > 2 and set(waits[:-1]) == {84.7} and waits[-1] == 7 * 86400
 
 

@@ -96,7 +96,7 @@ def test_a_folders_name_moves_no_cursor(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "files, state, words",
     [
-        ({}, "stopped", "nobody works on it"),
+        ({}, "stopped", "no process is running"),
         ({"result.json": RESULT}, "done", "8 updates, trained 67 min"),
         (
             {"result.json": {"updates": 8, "solved_at": None, "training_seconds": 300}},
@@ -197,7 +197,7 @@ def test_one_table_whatever_the_runs_do(two, capsys):
     assert counts.strip() == "1 done, 1 stopped" and of_a.startswith(f"{a.path} done: 8 updates")
     assert head.split()[:3] == ["run", "state", "update"] and head.endswith("last record")
     assert [row.split()[:2] for row in rows] == [["a", "done"], ["b", "stopped"]]
-    assert why.startswith(f"{b.path} stopped: not finished, and nobody works on it")
+    assert why.startswith(f"{b.path} stopped: not finished, and no process is running")
 
 
 @pytest.mark.parametrize("option", [[], ["--json"]])
@@ -211,7 +211,7 @@ def test_a_run_that_is_not_there_is_refused(tmp_path, capsys):
     assert "no such folder; give a run directory" in capsys.readouterr().err
     FakeRun(tmp_path / "of/late")
     assert main(["status", str(tmp_path / "of")]) == BAD_CONFIG
-    assert f"it has 1 below, such as {tmp_path}/of/late" in capsys.readouterr().err
+    assert f"it contains runs, such as {tmp_path}/of/late" in capsys.readouterr().err
 
 
 def test_names_are_told_apart_below_what_they_share():
