@@ -23,7 +23,7 @@ from lm.data.corpus.tokenizer import training_texts
 from lm.data.sources.errors import DataError
 from lm.data.sources.mixture import parts, shares, tokenizer_bytes
 from lm.data.sources.open import is_validation
-from lm.report.plan import _what, describe, plan
+from lm.report.plan import _model_rows, describe, plan
 from lm.training.validation import pooled
 from tests.lm.report.test_plan import LM
 from tests.refusals import refused
@@ -359,7 +359,7 @@ def test_prepared_ahead_and_planned(two, capsys):
 def test_the_shipped_mixture_is_planned():
     cfg = config.load(LM / "mixture.yaml")
     cfg.optim.lr_factors = {"*.A_log": 0.5}
-    rows = [name for name, _ in _what(plan(cfg, 1), cfg)]
+    rows = [name for name, _ in _model_rows(plan(cfg, 1), cfg)]
     assert rows[-3:] == ["source prose", "source python", "optimizer"]
 
 

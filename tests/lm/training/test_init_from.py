@@ -12,7 +12,7 @@ from lm.data.batches import loader
 from lm.data.corpus.tokenizer import load_tokenizer
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.report.estimate import on_the_meta_device
+from lm.report.estimate import build_meta_model
 from lm.report.plan import describe, plan
 from lm.training import init_from, upcycle
 from lm.training.foreign import SourceError, read_folder
@@ -214,14 +214,14 @@ def test_a_run_of_ours_its_checkpoint_and_its_export_are_sources(tiny, tiny_run,
         n: t.shape for n, t in sources[0].weights.items()
     }
     hybrid = tiny("model.layers=fp_mamba1 mamba fp_mamba1", "model.n_layer=3")
-    found = upcycle.match(sources[0], on_the_meta_device(hybrid, 304), vocabulary=304)
+    found = upcycle.match(sources[0], build_meta_model(hybrid, 304), vocabulary=304)
     assert (found.pairs, found.differs) == ([0, None, 1], [])
     paper = tiny("solver.stopping=paper")
-    found = upcycle.match(sources[0], on_the_meta_device(paper, 304))
+    found = upcycle.match(sources[0], build_meta_model(paper, 304))
     assert "token is iterate here, and exact there" in found.notes and not found.differs
     other = tiny("model.glu_in_loop=false", "model.out_norm_epsilon=1e-3")
     with pytest.raises(ConfigError) as e:
-        upcycle.match(sources[0], on_the_meta_device(other, 304))
+        upcycle.match(sources[0], build_meta_model(other, 304))
     for said in ("missing: ", "out_norm_epsilon is 0.001, and 1e-05 there", "glu_in_loop is False"):
         assert said in str(e.value)
 
