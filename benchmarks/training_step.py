@@ -107,7 +107,7 @@ def measure(a):
 
 
 def format_rows(rows):
-    """Format rows for `print_table`. A ratio above 1 is faster than the row that heads its column."""
+    """Format rows for `print_table`. A ratio above 1 is faster than the row in the column name."""
     base = {row["name"]: row["seconds"] for row in rows}
     first = rows[0]["name"]
     printed = []
