@@ -50,7 +50,7 @@ def test_without_a_gpu_it_says_so(tmp_path):
     assert done.returncode == 2 and not (tmp_path / "out").exists()
     assert "gpu-check needs a CUDA device" in done.stdout.splitlines()[-1]
     assert "--quick" in make(tmp_path, "--device", "cpu").stderr
-    assert "no part nothing" in make(tmp_path, "--parts", "nothing").stderr
+    assert "unknown part nothing" in make(tmp_path, "--parts", "nothing").stderr
     assert "no such folder" in make(tmp_path, "--card", str(tmp_path / "none")).stderr
 
 
@@ -69,7 +69,7 @@ def test_a_part_that_fails_or_hangs_stops_nothing(tmp_path, capsys):
         part("hangs", HANGS, limit=-25.0),  # uses what the others left
         part("last", "print('fine again')", env={"PYTHONUNBUFFERED": "1"}),
     ]
-    status = gpu_check.check(parts, tmp_path, dict(os.environ), {}, tmp_path / "runs")
+    status = gpu_check.run_parts(parts, tmp_path, dict(os.environ), {}, tmp_path / "runs")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert status == 1 and not summary["ok"] and summary["complete"]
     records = {p["part"]: p for p in summary["parts"]}
@@ -77,7 +77,7 @@ def test_a_part_that_fails_or_hangs_stops_nothing(tmp_path, capsys):
     assert records["good"]["figures"] == {"said": "fine"} and records["hangs"]["seconds"] < 60
     assert records["hangs"]["figures"] == {"said": "so far"}
     reason = records["hangs"]["reason"]
-    assert "not done in" in reason and "so far" in reason
+    assert "not finished in" in reason and "so far" in reason
     printed = capsys.readouterr().out
     assert "[bad] a reason" in printed and printed.splitlines()[-1].startswith("FAILED in")
     assert "[last] fine again" in (tmp_path / "check.log").read_text()
@@ -107,7 +107,7 @@ def test_what_pytest_found(cases, rc, status, said, tmp_path):
 def test_the_parts_fit_into_ten_minutes(tmp_path):
     assert sum(gpu_check.LIMITS.values()) <= 560
     parts = {
-        part.name: part for part in gpu_check.all_parts(tmp_path, tmp_path / "runs", "cuda", False)
+        part.name: part for part in gpu_check.make_parts(tmp_path, tmp_path / "runs", "cuda", False)
     }
     assert list(parts) == list(gpu_check.LIMITS)
     files = [a for a in parts["tests"].command if a.startswith("tests/")]
@@ -122,9 +122,9 @@ def test_the_parts_fit_into_ten_minutes(tmp_path):
 @pytest.mark.parametrize("name", ["FPRNN", "MAMBA"])
 def test_the_overrides_make_a_valid_configuration(name, tmp_path):
     (tmp_path / "fineweb").mkdir()
-    words = gpu_check.overrides(False, tmp_path, tmp_path)
+    words = gpu_check.make_overrides(False, tmp_path, tmp_path)
     assert f"data.path={tmp_path / 'fineweb'}" in words
-    assert "data.source=builtin" in gpu_check.overrides(False, tmp_path, None)
+    assert "data.source=builtin" in gpu_check.make_overrides(False, tmp_path, None)
     cfg = load.load(ROOT / getattr(gpu_check, name), words)
     assert cfg.train.accumulation(1) == 1 and cfg.data.seq_len == 2048
     assert cfg.model.d_model == 768 and cfg.model.n_layer == 12
