@@ -1,4 +1,4 @@
-"""Small Mambas of transformers, and the same in our terms."""
+"""Small Mamba models of transformers, and our models with the same weights."""
 
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
@@ -9,14 +9,14 @@ COMMON = dict(vocab_size=24, hidden_size=32, num_hidden_layers=2, state_size=4, 
 
 
 def theirs(kind, **fields):
-    """A Mamba or Mamba-2 of transformers in which every weight, biases and norms too, is random."""
+    """Return a Mamba or Mamba-2 of transformers with random weights, biases and norms."""
     torch.manual_seed(0)
     if kind == "mamba":
         model = MambaForCausalLM(MambaConfig(**{"time_step_rank": 3, **COMMON, **fields}))
     else:
-        own = {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 16}
+        sizes = {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 16}
         tied = {"tie_word_embeddings": True}
-        model = Mamba2ForCausalLM(Mamba2Config(**{**own, **tied, **COMMON, **fields}))
+        model = Mamba2ForCausalLM(Mamba2Config(**{**sizes, **tied, **COMMON, **fields}))
     with torch.no_grad():
         for p in model.parameters():
             p += 0.1 * torch.randn_like(p)
@@ -31,7 +31,7 @@ def transformers_folder(folder, kind, **fields):
 
 
 def binary_folder(folder, kind):
-    """The same with its weights in a pytorch_model.bin, as older versions wrote them."""
+    """Save a model of transformers with a pytorch_model.bin, as older versions did."""
     _, model = transformers_folder(folder, kind)
     (folder / "model.safetensors").unlink()
     torch.save(dict(model.state_dict()), folder / "pytorch_model.bin")
@@ -41,8 +41,8 @@ def binary_folder(folder, kind):
 def ours_of(source):
     """Return our model with a source's weights."""
     model = FPRNNForCausalLM(source.config)
-    left = model.load_state_dict(source.weights, strict=False)
-    assert not left.unexpected_keys and set(left.missing_keys) <= {"lm_head.weight"}
+    result = model.load_state_dict(source.weights, strict=False)
+    assert not result.unexpected_keys and set(result.missing_keys) <= {"lm_head.weight"}
     return model.eval()
 
 
