@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lm.model.batch import checked_mask
+from lm.model.batch import read_attention_mask
 from lm.model.blocks import build_block
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import Tokens
 from lm.model.stack import initialise
-from lm.model.state import Sequences, Solving
+from lm.model.state import Sequences, SolveOptions
 
 
 class FixedPointLayer(nn.Module):
@@ -60,7 +60,7 @@ class FixedPointLayer(nn.Module):
             raise ValueError(
                 f"x has shape {tuple(x.shape)}: it must be (batch, length, {self.config.d_model})"
             )
-        mask = checked_mask(attention_mask, *x.shape[:2])
-        tokens = Tokens(x, None, mask, None).with_padding_on_the_right()
-        seqs = Sequences(tokens.mask, None, return_state=False, solving=Solving(self.config))
-        return tokens.put_back(self.block(tokens.hidden, seqs)[0])
+        mask = read_attention_mask(attention_mask, *x.shape[:2])
+        tokens = Tokens(x, None, mask, None).move_padding_right()
+        seqs = Sequences(tokens.mask, None, return_state=False, options=SolveOptions(self.config))
+        return tokens.restore_padding(self.block(tokens.hidden, seqs)[0])

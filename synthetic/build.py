@@ -15,7 +15,14 @@ from lm.model.baseline_layers import AttentionState, LSTMState, NoState, SLSTMSt
 from lm.model.delta import DeltaState, RWKV7State
 from lm.model.diagonal import ScanState, TrapezoidState
 from lm.model.state import BlockState, FPRNNState
-from lm.runs.checkpoint import MANIFEST, CheckpointError, newest, not_finite, read_state, step_of
+from lm.runs.checkpoint import (
+    MANIFEST,
+    CheckpointError,
+    checkpoint_step,
+    describe_nonfinite,
+    find_newest_checkpoint,
+    read_state,
+)
 from lm.runs.run_dir import RunDir, check_config
 from lm.training.build import build_section
 from synthetic import tasks
@@ -83,17 +90,17 @@ def find_newest_state(
         CheckpointError: If there are checkpoints, but none can be used.
         RunDirError: If the checkpoints were trained with another config.
     """
-    path = newest(run.checkpoints, say)
+    path = find_newest_checkpoint(run.checkpoints, say)
     if path is None:
         return None
     check_config(path, read_json(path / MANIFEST), run, load(run.config))
     while path is not None:
         state = read_state(path / STATE, STATES, device)
-        problem = not_finite(collect_tensors(state))
+        problem = describe_nonfinite(collect_tensors(state))
         if not problem:
             return state
         say(f"skipped checkpoint {path}: {problem}")
-        path = newest(run.checkpoints, say, before=step_of(path))
+        path = find_newest_checkpoint(run.checkpoints, say, before=checkpoint_step(path))
     raise CheckpointError(
         f"every complete checkpoint in {run.checkpoints} contains NaN or infinity: train from"
         " scratch with --overwrite"

@@ -8,10 +8,9 @@ import torch
 
 from lm.common.errors import ConfigError
 from lm.common.files import write_json
-from lm.runs.checkpoint import listed
+from lm.runs.checkpoint import list_checkpoints
 from lm.runs.run_dir import RunDir
-from lm.training import upcycle
-from lm.training.foreign import Source, SourceError, source_weights
+from lm.training.upcycle import HEAD, Source, SourceError, match_weights
 from synthetic import centroids
 from synthetic.build import Loaded, load_run
 from synthetic.config import Config, Task
@@ -21,7 +20,7 @@ def is_needed(cfg: Config, overwrite: bool) -> bool:
     """Return True if the run has an `init_from` and no checkpoint of its own to resume from."""
     if cfg.init_from is None:
         return False
-    return overwrite or not listed(RunDir(cfg.run_dir).checkpoints)
+    return overwrite or not list_checkpoints(RunDir(cfg.run_dir).checkpoints)
 
 
 class Start:
@@ -50,25 +49,24 @@ class Start:
         self.source, loaded = _read(settings.path)
         self.model = model
         difference = _task_difference(loaded.cfg.task, cfg.task)
-        self.matched = upcycle.match(
+        self.match = match_weights(
             self.source,
             model,
             settings.partial,
             model.config.vocab_size,
             difference,
         )
-        new, pairs = self.matched.new, self.matched.pairs
-        self.centroids = centroids.compute_centroids(model, new, pairs, loaded, difference)
+        new, partners = self.match.new, self.match.partners
+        self.centroids = centroids.compute_centroids(model, new, partners, loaded, difference)
 
     def apply(self) -> list[str]:
         """Load the weights into the model, and return lines that describe them."""
-        upcycle.apply(self.matched, self.source, self.model)
-        lines = upcycle.described(self.matched, self.source, self.model.config)
-        return lines + centroids.set_centroids(self.model, self.centroids)
+        self.match.apply()
+        return self.match.describe() + centroids.set_centroids(self.model, self.centroids)
 
     def write(self, run: RunDir) -> None:
         """Write a record of the loaded weights into the run directory."""
-        write_json(run.init_from, upcycle.record(self.matched, self.source, self.model.config))
+        write_json(run.init_from, self.match.record())
 
 
 def _read(path: str) -> tuple[Source, Loaded]:
@@ -85,8 +83,10 @@ def _read(path: str) -> tuple[Source, Loaded]:
         # Without trust: a `module:Class` is imported only if our own config names it.
         loaded = load_run(run.path)
     config = loaded.model.config
-    weights = source_weights(loaded.model.state_dict(), config, run.path)
-    return Source(run.path, "a synthetic run", config, weights, None), loaded
+    weights = dict(loaded.model.state_dict())
+    if config.tie_embeddings:
+        del weights[HEAD]
+    return Source(run.path, "a synthetic run", config, weights), loaded
 
 
 def _task_difference(source: Task, target: Task) -> str:

@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lm.evaluation.inspection.measure import in_words, named_guesses, predictions, read
+from lm.evaluation.inspection.measure import (
+    describe_model,
+    name_guesses,
+    run_with_probe,
+    score_predictions,
+)
 from lm.evaluation.inspection.page import Inspection
 from lm.evaluation.inspection.result import Answer
 from lm.evaluation.inspection.tokens import Token
@@ -86,11 +91,11 @@ def inspect_batch(
     ids = ids[:, :size]
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     with override_solver(model, eval_max_iters=max_iters), autocast:
-        logits, layers = read(model, ids)
+        logits, layers = run_with_probe(model, ids)
         solver = describe_solver(model, size)
     targets = [None if label == IGNORE else label for label in labels[0, :size].tolist()]
-    outputs = predictions(logits, targets)
-    guesses = named_guesses(outputs.guesses, lambda ids: [_answer_name(task, i) for i in ids])
+    outputs = score_predictions(logits, targets)
+    guesses = name_guesses(outputs.guesses, lambda ids: [_answer_name(task, i) for i in ids])
     answers = [
         Answer(_answer_name(task, predicted), None if target is None else task.answer_name(target))
         for predicted, target in zip(logits.argmax(-1).tolist(), targets, strict=True)
@@ -98,7 +103,7 @@ def inspect_batch(
     token_ids = ids[0].tolist()
     return Inspection(
         name=name,
-        model=in_words(model),
+        model=describe_model(model),
         tokens=[Token(token_id, task.token_name(token_id)) for token_id in token_ids],
         loss=outputs.loss,
         entropy=outputs.entropy,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lm.runs.log import iterations_of_layers
+from lm.runs.log import format_iterations
 from synthetic import tasks
 from synthetic.config import Config
 from synthetic.evaluate import describe_solver
@@ -45,5 +45,5 @@ def scores_text(measured: dict) -> str:
         if not name.startswith("qa")
     )
     if iterations := measured.get("num_iters"):
-        text += "  ℓ* " + iterations_of_layers(iterations)
+        text += "  ℓ* " + format_iterations(iterations)
     return text

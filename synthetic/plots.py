@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from lm.common.errors import UserError
-from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE
+from lm.runs.metrics import OTHER_SOLUTION_MARK, OTHER_SOLUTION_NOTE
 from synthetic.result_tables import (
     FinishedRun,
     average_seeds,
@@ -118,7 +118,7 @@ def curves(
             has_several_readings = lines.loc[lines["label"] == label, "read"].nunique() > 1
             is_other = metric == "num_iters" and bool(curve["elsewhere"].any())
             name = f"{model}, {reading}" if has_several_readings else model
-            name += ", not learned" * (label in unlearned) + f" {ELSEWHERE}" * is_other
+            name += ", not learned" * (label in unlearned) + f" {OTHER_SOLUTION_MARK}" * is_other
             style = {**styles[model], "markevery": max(1, len(means) // 12)}
             style |= {"ls": "--"} if reading == TOKEN_BY_TOKEN else {}
             style |= NOT_LEARNED if label in unlearned else {}
@@ -137,10 +137,10 @@ def curves(
             " at the training length. Their ℓ* belongs to a map that does not solve the task."
         )
     if metric == "num_iters" and lines["elsewhere"].any():
-        notes.append(ELSEWHERE_NOTE)
+        notes.append(OTHER_SOLUTION_NOTE)
     summary_table = pd.concat(summary_lines)
     summary = summarize(summary_table.assign(column=summary_table["length"]), runs)
-    return Drawing(figure, table[table["run"].isin(lines["run"])], summary, notes)
+    return Drawing(figure, table[table["run"].isin(summary_table["run"])], summary, notes)
 
 
 def summarize(table: pd.DataFrame, runs: list[FinishedRun]) -> list[dict]:

@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE, SHARES, failures, is_elsewhere
+from lm.runs.metrics import (
+    OTHER_SOLUTION_MARK,
+    OTHER_SOLUTION_NOTE,
+    SHARES,
+    find_failures,
+    find_other_solutions,
+)
 from synthetic.config import Config, Threshold
 
 if TYPE_CHECKING:
@@ -69,7 +75,7 @@ def has_other_solution(rows: list[dict]) -> list[bool]:
 
     The list is empty for a model without a solver.
     """
-    probes = [is_elsewhere(row["num_iters"]) for row in rows if "num_iters" in row]
+    probes = [find_other_solutions(row["num_iters"]) for row in rows if "num_iters" in row]
     return [any(rows_of_layer) for rows_of_layer in zip(*probes)]
 
 
@@ -86,7 +92,7 @@ def failure_notes(rows: list[dict]) -> list[str]:
     """Return a warning for each layer that left too many tokens unsolved, from its worst row."""
     worst: dict[int, tuple[list[float], str]] = {}  # layer → its shares and its warning
     for row in rows:
-        for layer, sentence in failures(row, row["solver"]).items():
+        for layer, sentence in find_failures(row, row["solver"]).items():
             shares = [row[name][layer] for name in SHARES if name in row]
             if layer not in worst or shares > worst[layer][0]:
                 worst[layer] = shares, f"warning: at length {row['length']} {sentence}"
@@ -203,7 +209,7 @@ def summary_table(result: dict, title: str) -> Table:
         lines.append(line)
     if len(lines) == 1 and len(metrics) > 4:  # CatbAbI has a metric for each bAbI task
         lines = [{"metric": name, "value": value} for name, value in lines[0].items()]
-    notes = [ELSEWHERE_NOTE] if any(has_other_solution(rows)) else []
+    notes = [OTHER_SOLUTION_NOTE] if any(has_other_solution(rows)) else []
     caption = "\n".join([solvers_text(rows), *failure_notes(rows), *notes])
     return build_table(lines, title, caption)
 
@@ -216,7 +222,7 @@ def _solving_cells(rows: list[dict]) -> dict[str, str]:
     """
     iterations = np.mean([row["num_iters"]["mean"] for row in rows], 0)
     evaluations = np.mean([row["evaluations"] for row in rows], 0)
-    marks = [ELSEWHERE * is_other for is_other in has_other_solution(rows)]
+    marks = [OTHER_SOLUTION_MARK * is_other for is_other in has_other_solution(rows)]
     return {
         "ℓ* per layer": " ".join(f"{mean:.1f}{mark}" for mean, mark in zip(iterations, marks)),
         "evaluations": " ".join(f"{mean:.1f}" for mean in evaluations),

@@ -18,13 +18,13 @@ from lm.common.ranks import Ranks
 from lm.common.signals import StopSignals
 from lm.kernels import describe_backends
 from lm.model.state import Adversary
-from lm.runs.checkpoint import CheckpointError, Checkpoints, not_finite, to_go_back_to
-from lm.runs.log import Writer, describe, probed
+from lm.runs.checkpoint import CheckpointError, Checkpoints, describe_nonfinite, rollback_checkpoint
+from lm.runs.log import Writer, describe_record, probe_iterations
 from lm.runs.metrics import FailureWatch, fixed_point_metrics, is_due
 from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
 from lm.training.loop import Loop
-from lm.training.optim import described, lr_factor, optimizer
+from lm.training.optim import describe_optimizer, lr_factor, optimizer
 from lm.training.preflight import kernel_operations
 from synthetic import init_from, tasks
 from synthetic.build import STATE, build, collect_tensors, find_newest_state
@@ -70,7 +70,7 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
         training.fit()
         return training.conclude()
     except Exception as e:
-        run.write_failure(e)
+        run.record_failure(e)
         raise
     finally:
         training.close()
@@ -90,7 +90,7 @@ class Training(Loop):
         ConfigError, TaskError, SourceError: If the config is impossible.
     """
 
-    how_to_go_on = "the same command continues"
+    continue_advice = "the same command continues"
 
     def __init__(self, cfg: Config, overwrite: bool = False):
         super().__init__(cfg)
@@ -119,7 +119,7 @@ class Training(Loop):
         start = curriculum.start if curriculum else self.full_length
         self.longest = min(self.full_length, start)  # longest sequence in the current batches
         self._restrict_elements(curriculum.num_elements if curriculum else None)
-        self.after_update = (
+        self.update_hooks = (
             self._log_if_due,
             self._probe_if_due,
             self._validate_if_due,
@@ -170,7 +170,7 @@ class Training(Loop):
         self.init_from = None  # free its weights
         if not self.is_last:
             run.result.unlink(missing_ok=True)  # an existing result has fewer updates
-        run.confirm(self.cfg)
+        run.save_config(self.cfg)
         self.writer = Writer(self.cfg, run, resumed_at=self.step)
 
     def _resume(self, saved: dict) -> None:
@@ -209,7 +209,7 @@ class Training(Loop):
         say(f"model    {cfg.model.name}, {size}, on {self.device} in {self.precision}")
         say(f"kernels  {describe_backends(self.device.type, kernel_operations(self.model))}")
         say(f"solver   {solvers_text(self.model, cfg)}")
-        for line in described(self.model, cfg.optim):
+        for line in describe_optimizer(self.model, cfg.optim):
             say(f"optim    {line}")
 
     def state_dict(self) -> dict:
@@ -256,7 +256,7 @@ class Training(Loop):
         self.batches = self._batches()
         self.progress = Progress("training", total=steps, unit="updates")
         with StopSignals() as self.signals:
-            self.make_updates()
+            self.run_updates()
         self.seconds = self._training_seconds()
 
     @property
@@ -356,11 +356,11 @@ class Training(Loop):
         enabled = self.precision == "bf16"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
-    def go_back(self) -> bool:
-        """Load everything except the position in the data from a checkpoint; see `Loop.go_back`."""
+    def roll_back(self) -> bool:
+        """Load a checkpoint, except for the position in the data; see `Loop.roll_back`."""
         next_batch = self.batch_number
         saved = None
-        if to_go_back_to(self.run.checkpoints, self.went_back_to, say):
+        if rollback_checkpoint(self.run.checkpoints, self.rollback_step, say):
             with contextlib.suppress(CheckpointError):  # no checkpoint can be used
                 saved = find_newest_state(self.run, self.device, say)
         if saved is None:
@@ -391,8 +391,8 @@ class Training(Loop):
         }
         self.write(record)
         self.log_saves()
-        self.failure_watch.look(record, f"update {self.step}")
-        self.progress.update(self.step, steps, describe(record, self.num_iters))
+        self.failure_watch.check(record, f"update {self.step}")
+        self.progress.update(self.step, steps, describe_record(record, self.num_iters))
         self._start_window()
 
     @contextlib.contextmanager
@@ -416,7 +416,7 @@ class Training(Loop):
         with self._exclude_from_timing(), self._autocast():
             measured = fixed_point_metrics([probe_first(self.model, *self.last_input)])
         record = {"step": self.step, "probe": measured}
-        self.num_iters = probed(record)
+        self.num_iters = probe_iterations(record)
         self.write(record)
 
     def _validate_if_due(self) -> None:
@@ -482,7 +482,7 @@ class Training(Loop):
             Diverged: If one of them is not finite.
         """
         weights = {"the weights": list(self.model.parameters())}
-        if message := not_finite(collect_tensors(self.state_dict()) | weights):
+        if message := describe_nonfinite(collect_tensors(self.state_dict()) | weights):
             raise Diverged(message)
 
     def state_files(self) -> dict:

@@ -13,10 +13,10 @@ import torch
 import yaml
 
 import fprnn
+from benchmarks.check_mixer import check_mixer
 from lm.common.errors import ConfigError
 from lm.config.load import build as build_config
 from lm.config.schema import Config
-from lm.evaluation.check_mixer import check_mixer
 from lm.export.export import ExportError, export, write_export
 from lm.model import mixer_base
 from lm.model.checksums import forget
@@ -94,27 +94,33 @@ def test_config_accepts_exactly_the_built_in_mixers():
 
 def test_check_mixer_accepts_the_pages_mixer(page):
     """The checks include the gradient against finite differences of the loss in fp64."""
-    findings = {f.what: f for f in check_mixer(MIXER)}
+    findings = {f.name: f for f in check_mixer(MIXER)}
     assert all(f.holds is not False for f in findings.values()), findings
     required = (
         "gradient of all parameters",
-        "gradient of the mixer's",
-        "no token sees a later one",
+        "gradient of the mixer's parameters",
+        "causal",
     )
     assert all(findings[name].holds for name in required), findings
 
 
 def test_mixer_without_low_rank_is_iterated(page):
     write_variant(page, "my_mixer", "low_rank", "turned_plane")
-    findings = {f.what: f for f in check_mixer("my_mixer_2:PlaneRotation", "fp_rnn")}
+    findings = {f.name: f for f in check_mixer("my_mixer_2:PlaneRotation", "fp_rnn")}
     assert all(f.holds is not False for f in findings.values()), findings
-    assert "low_rank is I − Q" not in findings and findings["gradient of the mixer's"].holds
+    assert (
+        "low_rank is I − Q" not in findings and findings["gradient of the mixer's parameters"].holds
+    )
 
 
 @pytest.mark.parametrize(
     "old, new, check",
     [
-        ("sin = torch.cos(angle)", "sin = angle.detach().cos()", "gradient of the mixer's"),
+        (
+            "sin = torch.cos(angle)",
+            "sin = angle.detach().cos()",
+            "gradient of the mixer's parameters",
+        ),
         ("return 2 * torch.sin", "return torch.sin", "bound is at least ‖I − Q‖"),
         ("return v - (", "return v.relu() - (", "Q v is linear in v"),
         ("return v - (", "return v - 0.5 * (", "low_rank is I − Q"),
@@ -123,7 +129,7 @@ def test_mixer_without_low_rank_is_iterated(page):
 )
 def test_check_mixer_finds_mistakes(page, old, new, check):
     write_variant(page, "my_mixer", old, new)
-    results = {f.what: f.holds for f in check_mixer("my_mixer_2:PlaneRotation", "fp_rnn")}
+    results = {f.name: f.holds for f in check_mixer("my_mixer_2:PlaneRotation", "fp_rnn")}
     assert results[check] is False
 
 
@@ -159,7 +165,7 @@ def test_export_contains_the_mixers_file(page, tmp_path):
     model = make_model(mixer=MIXER).eval()
     out = write_export(model, tmp_path / "out", None, "rotations", "A test.")
     assert "from .layers import WNLinear, affine_map" in (out / "my_mixer.py").read_text()
-    assert "its author's own" in (out / "README.md").read_text()
+    assert "It has a custom mixer" in (out / "README.md").read_text()
     ids = torch.tensor([[5, 6, 7, 8, 9], [9, 3, 4, 4, 11]])
     with torch.no_grad():
         expected = model(ids).logits
@@ -187,7 +193,7 @@ def test_loading_a_checkpoint_imports_no_module(page, tmp_path):
 
     (page / "evil.py").write_text("raise SystemExit('it ran')\n")
     config = FPRNNConfig(**SIZES, mixer="evil:Mixer")
-    with pytest.raises(ValueError, match="configuration imports no module"):
+    with pytest.raises(ValueError, match="configuration of a model imports no module"):
         FPRNNForCausalLM(config)
     plain = write_export(FPRNNForCausalLM(FPRNNConfig(**SIZES)), tmp_path / "plain", None, "x", "")
     described = json.loads((plain / "config.json").read_text())
@@ -224,7 +230,7 @@ def test_run_directory_does_not_run_its_own_code(page, untrusted_run, monkeypatc
     """Without trust no code runs; with trust the module is not searched in the run directory."""
     monkeypatch.chdir(untrusted_run)
     if command == "init_from":
-        calls = [lambda: init_from.read("."), lambda: init_from.read(untrusted_run, True)]
+        calls = [lambda: init_from.read_source("."), lambda: init_from.read_source(untrusted_run)]
         message = "the configuration that you pass must name it as well"
     else:
         calls = [
@@ -244,10 +250,10 @@ def test_run_directory_does_not_run_its_own_code(page, untrusted_run, monkeypatc
 @pytest.mark.parametrize(
     "old, new, message",
     [
-        ("def weights(", "def weighs(", "has no method weights(self, like): a mixer must define"),
-        ("def forward(", "def apply(", "has no method forward(self, raw, v, weights)"),
-        ("(Mixer):", "(torch.nn.Module):", "is no mixer: it must be a class derived from Mixer"),
-        ("d_inner, d_arg):\n", "d_inner):\n", "give it __init__(self, d_inner, d_arg), or a"),
+        ("def weights(", "def weighs(", "does not define weights(self, like): a mixer must define"),
+        ("def forward(", "def apply(", "does not define forward(self, raw, v, weights)"),
+        ("(Mixer):", "(torch.nn.Module):", "is not a mixer: it must be a subclass of"),
+        ("d_inner, d_arg):\n", "d_inner):\n", "define __init__(self, d_inner, d_arg), or a"),
         ("self.d_inner = d_inner", "self.d = d_inner", "must set self.d_inner = d_inner, here 32"),
         ("self.out_features = 2 * d_inner + 1", "self.out_features = 3", "must be ((3, 64), (3,))"),
         ("if d_inner < 2", "if d_inner < 99", "mixer `my_mixer_2:PlaneRotation`: d_inner = expand"),
@@ -272,19 +278,19 @@ def test_unknown_and_duplicate_mixer_names_are_refused(page):
         make_model(layers=[{"fp_mamba1": {"mixer": "dprl"}}])
     path = page / "my_mixer_2.py"
     path.write_text((page / "my_mixer.py").read_text().replace('"plane_rotation"', '"householder"'))
-    with pytest.raises(ConfigError, match=r"mixer `householder` is lm.model.mixers:Reflections"):
+    with pytest.raises(ConfigError, match=r"mixer `householder` is already lm\.model\.mixers:"):
         make_model(mixer="my_mixer_2:PlaneRotation")
-    assert mixer_base.place_of(mixer_base.MIXERS["householder"]) == "lm.model.mixers:Reflections"
+    assert mixer_base.class_path(mixer_base.MIXERS["householder"]) == "lm.model.mixers:Reflections"
 
 
 @pytest.mark.parametrize(
     "name, line, message",
     [
-        ("my_mixer_2", "import my_tasks", "imports my_tasks, which would not be there"),
+        ("my_mixer_2", "import my_tasks", "imports my_tasks, which the export does not"),
         ("my_mixer_2", "import lm.model.layers", "write `from lm.model.FILE import NAME`"),
         ("my_mixer_2", "from lm.model import layers", "write `from lm.model.FILE import NAME`"),
         ("my_mixer_2", "from lm.common.errors import UserError", "write `from lm.model.FILE"),
-        ("layers", "import math", "so does the layers.py that every export has: rename its file"),
+        ("layers", "import math", "like the layers.py that every export has: rename its file"),
     ],
 )
 def test_mixer_with_other_imports_is_not_exported(page, tmp_path, name, line, message):

@@ -26,7 +26,7 @@ def old_run(request, tmp_path):
 def test_old_run_and_its_old_export_have_equal_logits(old_run, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    import lm  # noqa: F401  # registers our classes
+    import fprnn  # noqa: F401  # registers our classes
     from lm.export.export import export
 
     ids = torch.arange(2, 42).view(2, 20)

@@ -35,7 +35,7 @@ BASE = ("httpx", "huggingface_hub", "numpy", "safetensors", "torch", "transforme
 # Errors of the operating system that a user's path causes, wherever the path is first used.
 PATH_ERRNOS = (errno.EACCES, errno.EIO, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC, errno.EROFS)
 
-# Exit statuses of both command lines (docs/cluster.md), with the numbers of sysexits.h if it has the
+# Exit statuses of both command lines (docs/cluster.md), as in sysexits.h if it has the
 # same error. Status 2 is a wrong command line, or a threshold that was missed.
 FAILED = 1  # any other error, including a bug
 BAD_DATA = 65

@@ -1,70 +1,189 @@
-"""The exact token, a layer's whole solve: what its compiled versions are given, checked.
+"""Arguments of the `cell` kernels, which solve a whole layer exactly, token by token.
 
-Shape suffixes: b batch, l length, d channels, n states, r reflections, K columns of raw, k those of
-them that read sh(y).
-
-Token t, given y_{t−1} and h_{t−1} (docs/model.md derives it):
+The backends (cpu/cpu_cell.py, triton/triton_cell.py) share these structures and their checks. The
+equations that they solve, for token t, given y_{t−1} and h_{t−1} (docs/model.md derives them):
 
     row = raw_t + [W_y y_{t−1}, 0]                  u_i = nrm(act(·)), a, B, C: parts of the row
-          (through centroids: W_y Σ_i α_i c_i, α = softmax(keys (y_{t−1} + noise) + key_bias))
+          (with centroids: W_y Σ_i α_i c_i, α = softmax(keys (y_{t−1} + noise) + key_bias))
     M v = Σ_i u_i (T U v)_i                         T from a: householder or dplr
     v(s) = g ⊙ (exp(dt A) h_{t−1} C + γ ⊙ x̃(s))     x̃(s) = x + Σ_i u_i (T (s − U x))_i
     s = U norm(v(s)): r equations; y_t = norm(v(s))  γ = dt (B·C) + D
-    h_t = exp(dt A) h_{t−1} + (dt ⊙ x̃) Bᵀ           of the s that was found
+    h_t = exp(dt A) h_{t−1} + (dt ⊙ x̃) Bᵀ           with the solution s
 
-The gradient is backpropagation through that recurrence, with the implicit function theorem in the
-token.
+The gradient is backpropagation through that recurrence, with the implicit function theorem for s.
+
+Shape suffixes: b batch, l length, d channels, n states, r reflections, K columns of raw, k columns
+of raw that depend on y_{t−1} (the first ones).
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lm.kernels import Unsupported
 
-MOST_REFLECTIONS = 8
-MOST_ENTRIES = 65_536  # of a token's vectors, which one program of a GPU holds
+MAX_REFLECTIONS = 8
+MAX_GPU_ENTRIES = 65_536  # entries of a token's vectors that one program of a GPU can hold
 NORMS = ("layer", "rms", "none")
 ACTS = ("silu", "relu", "identity")
 
 
 class Layout(NamedTuple):
-    """The first column of each part within a row of raw."""
+    """First column of each part within a row of raw."""
 
     vectors: int  # r·d columns: the vectors before act and nrm, the i-th at vectors + i·d
-    gates: int  # r columns: before the sigmoid
+    gates: int  # r columns, before the sigmoid
     B: int = 0  # groups·n columns
-    C: int = 0
+    C: int = 0  # groups·n columns
 
 
 class Options(NamedTuple):
-    """What a token computes."""
+    """Settings of a layer that select its equations."""
 
-    rank: int
+    rank: int  # r, the number of reflections
     scale: float  # of the gates: 2 for eigenvalues in [−1, 1], 1 for [0, 1]
-    act: str  # "silu", "relu" or "identity", of the vectors
-    sequential: bool  # householder; else dplr
-    eps: float  # the least that a vector is divided by
+    act: str  # activation of the vectors, one of ACTS
+    sequential: bool  # True: householder; False: dplr
+    eps: float  # smallest length by which a vector is divided
     contractive: float | None  # κ: T is scaled by κ / max(κ, Σ a)
-    bc_norm: bool
+    bc_norm: bool  # normalize B and C
     groups: int  # of B and C
-    norm: str  # "layer", "rms" or "none"
+    norm: str  # one of NORMS
     norm_eps: float
     states: int = 0  # n of FP-Mamba-2; 0: B and C reach to the next part of the row
 
 
 class Readout(NamedTuple):
-    """The k centroids through which y_{t−1} is read, as lm/model/layers.py has them."""
+    """The centroids through which y_{t−1} is read; see Centroids in lm/model/layers.py."""
 
-    keys: Tensor  # (k,d)
-    key_bias: Tensor  # (k,)
-    values: Tensor  # (k,d)
+    keys: Tensor  # (number of centroids, d)
+    key_bias: Tensor  # (number of centroids,)
+    values: Tensor  # (number of centroids, d)
     noise: Tensor | None  # (b,l,d)
 
 
+class CellArguments(NamedTuple):
+    """Arguments of `cell`, which solves an FP-Mamba-1 or FP-Mamba-2 layer.
+
+    Only y is differentiable, once, by raw, weight_y, x, dt, A, gate, D, norm_weight, norm_bias and
+    the readout.
+
+    Attributes:
+        layout: Columns of raw.
+        options: Settings of the layer.
+        raw: The part of the projections that depends on x, biases included, (b,l,K).
+        weight_y: W_y, (k,d); k may be 0.
+        x: Input of the mixer, (b,l,d).
+        dt: Step sizes, FP-Mamba-1: (b,l,d); FP-Mamba-2: (b,l,heads). 0 leaves the state unchanged.
+        A: FP-Mamba-1: (d,n); FP-Mamba-2: (heads,).
+        keep: (b,l), 0 at tokens that start a document, else 1; or None.
+        gate: g, (b,l,d), or None.
+        D: Skip weights, (d,).
+        norm_weight: (d,), or None.
+        norm_bias: (d,), or None.
+        y0: y before the first token, (b,d); zero if None.
+        h0: State before the first token, FP-Mamba-1: (b,d,n); FP-Mamba-2: (b,heads,d/heads,n);
+            zero if None.
+        adjoint: Output (b,), or None. The backward pass writes max_t ‖λ_t‖ / max_t ‖∂y_t‖ into it;
+            λ_t is ∂y_t plus the gradient that W_y carries back to y_t.
+        readout: Centroids, or None: y_{t−1} is read directly.
+    """
+
+    layout: Layout
+    options: Options
+    raw: Tensor
+    weight_y: Tensor
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    keep: Tensor | None
+    gate: Tensor | None
+    D: Tensor | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    y0: Tensor | None
+    h0: Tensor | None
+    adjoint: Tensor | None = None
+    readout: Readout | None = None
+
+    @property
+    def kind(self) -> str:
+        """The layer that is solved: "mamba1", "mamba2" or "rnn"."""
+        return {1: "mamba2", 2: "mamba1", 3: "rnn"}[self.A.dim()]
+
+
+class RnnArguments(NamedTuple):
+    """Arguments of `cell_rnn`, which solves an FP-RNN layer.
+
+    y_t = h_t = decay_t ⊙ h_{t−1} + fresh_t ⊙ x̃_t. The other fields are those of CellArguments. Of
+    the options, those of B, C and the norm are ignored.
+
+    Attributes:
+        decay: (b,l,d).
+        fresh: (b,l,d).
+        h0: State before the first token, (b,d); zero if None.
+    """
+
+    layout: Layout
+    options: Options
+    raw: Tensor
+    weight_y: Tensor
+    x: Tensor
+    decay: Tensor
+    fresh: Tensor
+    keep: Tensor | None
+    y0: Tensor | None
+    h0: Tensor | None
+    adjoint: Tensor | None = None
+
+    def as_cell_arguments(self) -> CellArguments:
+        """Return the same problem for the common solver: `fresh` is dt, `decay` is A."""
+        return CellArguments(
+            layout=self.layout,
+            options=self.options._replace(norm="none", groups=1),
+            raw=self.raw,
+            weight_y=self.weight_y,
+            x=self.x,
+            dt=self.fresh,
+            A=self.decay,
+            keep=self.keep,
+            gate=None,
+            D=None,
+            norm_weight=None,
+            norm_bias=None,
+            y0=self.y0,
+            h0=self.h0,
+            adjoint=self.adjoint,
+        )
+
+
+# An exported model runs without this package and cannot import the classes above. It passes a
+# mapping with the same fields, in which layout, options and readout are plain tuples.
+def as_cell_arguments(arguments: CellArguments | Mapping[str, Any]) -> CellArguments:
+    """Convert the argument of `cell` to CellArguments."""
+    if isinstance(arguments, CellArguments):
+        return arguments
+    converted = CellArguments(**arguments)
+    readout = converted.readout
+    return converted._replace(
+        layout=Layout(*converted.layout),
+        options=Options(*converted.options),
+        readout=None if readout is None else Readout(*readout),
+    )
+
+
+def as_rnn_arguments(arguments: RnnArguments | Mapping[str, Any]) -> RnnArguments:
+    """Convert the argument of `cell_rnn` to RnnArguments."""
+    if isinstance(arguments, RnnArguments):
+        return arguments
+    converted = RnnArguments(**arguments)
+    return converted._replace(layout=Layout(*converted.layout), options=Options(*converted.options))
+
+
 class Sizes(NamedTuple):
-    """What the shapes of the arguments say."""
+    """Sizes of a problem, read from the shapes of its arguments."""
 
     kind: str  # "mamba1", "mamba2" or "rnn"
     b: int
@@ -77,8 +196,8 @@ class Sizes(NamedTuple):
 
 
 @functools.lru_cache(1024)
-def shapes_of(sizes: Sizes) -> dict[str, tuple[int, ...]]:
-    """Of every argument that is a tensor, in the order of `cell`'s."""
+def expected_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor among the fields of CellArguments, in their order."""
     b, d, tokens = sizes.b, sizes.d, (sizes.b, sizes.length, sizes.d)
     steps = (b, sizes.length, sizes.heads) if sizes.kind == "mamba2" else tokens
     rates = {"mamba1": (d, sizes.n), "mamba2": (sizes.heads,), "rnn": tokens}
@@ -99,60 +218,61 @@ def shapes_of(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     }
 
 
-def sizes_of(
-    kind: str, layout: Layout, options: Options, raw: Tensor, weight_y: Tensor, x: Tensor, A: Tensor
-) -> Sizes:
-    """Sizes, where layout and options go with them.
+def check_sizes(arguments: CellArguments) -> Sizes:
+    """Return the sizes of a problem after checking them against its layout and options.
 
     Raises:
-        Unsupported: more reflections than there is code for. ValueError: what cannot be.
+        Unsupported: If the kernels have no code for that many reflections.
+        ValueError: If an option is unknown, or if sizes do not fit together.
     """
-    (b, length, d), heads, n = x.shape, 1, 1
+    kind, layout, options = arguments.kind, arguments.layout, arguments.options
+    (b, length, d), heads, n = arguments.x.shape, 1, 1
     if kind == "mamba2":
-        heads, n = len(A), _states(raw, layout, options)
+        heads, n = len(arguments.A), _count_states(arguments)
     elif kind == "mamba1":
-        n = A.shape[-1]
-    sizes = Sizes(kind, b, length, d, n, heads, raw.shape[-1], len(weight_y))
-    _check(layout, options, *sizes[:1], *sizes[3:])
-    return sizes
+        n = arguments.A.shape[-1]
+    columns, reading = arguments.raw.shape[-1], len(arguments.weight_y)
+    _check_layout(layout, options, kind, d, n, heads, columns, reading)
+    return Sizes(kind, b, length, d, n, heads, columns, reading)
 
 
 @functools.cache
-def _check(layout, options, kind, d, n, heads, columns, reading):
+def _check_layout(layout, options, kind, d, n, heads, columns, reading):
     r, groups = options.rank, options.groups
-    if r > MOST_REFLECTIONS:
-        raise Unsupported(f"{r} reflections: the kernels solve up to {MOST_REFLECTIONS}")
+    if r > MAX_REFLECTIONS:
+        raise Unsupported(f"{r} reflections: the kernels solve up to {MAX_REFLECTIONS}")
     if r < 1 or options.act not in ACTS or options.norm not in NORMS:
         raise ValueError(
-            f"rank {r} of 1 and above, act `{options.act}` of {', '.join(ACTS)}, norm"
-            f" `{options.norm}` of {', '.join(NORMS)}"
+            f"rank {r}, act `{options.act}`, norm `{options.norm}`: rank must be at least 1, act"
+            f" must be {', '.join(ACTS)}, and norm {', '.join(NORMS)}"
         )
     if heads < 1 or groups < 1 or d % heads or heads % groups:
         raise ValueError(f"{d} channels, {heads} heads and {groups} groups do not divide evenly")
     parts = [(layout.vectors, r * d), (layout.gates, r)]
     parts += [] if kind == "rnn" else [(layout.B, groups * n), (layout.C, groups * n)]
-    ends = [0, *(first + wide for first, wide in sorted(parts))]
-    starts = [*(first for first, _ in sorted(parts)), columns]
+    ends = [0, *(start + width for start, width in sorted(parts))]
+    starts = [*(start for start, _ in sorted(parts)), columns]
     if any(end > start for end, start in zip(ends, starts)) or reading > columns:
         raise ValueError(
-            f"parts {sorted(parts)} overlap or exceed the {columns} columns of raw, {reading} of"
-            " which read y"
+            f"parts {sorted(parts)} (first column, width) overlap or exceed the {columns} columns"
+            f" of raw, {reading} of which read y"
         )
 
 
 def fits_a_gpu(r: int, d: int) -> bool:
-    """Whether a GPU's kernel solves a token of r reflections of d channels."""
+    """Return whether a GPU's kernel can solve tokens with r reflections of d channels."""
 
     def padded(size):
         return 1 << (size - 1).bit_length()
 
-    return r <= MOST_REFLECTIONS and padded(r) * padded(d) <= MOST_ENTRIES
+    return r <= MAX_REFLECTIONS and padded(r) * padded(d) <= MAX_GPU_ENTRIES
 
 
-def _states(raw, layout, options):
-    """n of FP-Mamba-2, whose A does not tell it: B and C reach to the next part or the end."""
+def _count_states(arguments):
+    """Return n of FP-Mamba-2: B and C reach to the next part of the row, or to its end."""
+    layout, options = arguments.layout, arguments.options
     if options.states:
         return options.states
-    starts = (*layout, raw.shape[-1])
-    ends = [min([at for at in starts if at > first], default=first) for first in layout[2:]]
-    return min(end - first for end, first in zip(ends, layout[2:])) // options.groups
+    bounds = (*layout, arguments.raw.shape[-1])
+    widths = [min((b for b in bounds if b > start), default=start) - start for start in layout[2:]]
+    return min(widths) // options.groups

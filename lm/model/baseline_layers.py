@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from .fields import heads_of, width_of_mlp
+from .fields import resolve_d_ff, resolve_n_heads
 from .layers import GroupNorm, ShortConv, without_autocast
-from .state import Sequences, last
+from .state import Sequences, last_valid_tokens
 
 
 class NoState(NamedTuple):
@@ -66,7 +66,7 @@ class GatedMLP(PlainLayer):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        width = width_of_mlp(config)
+        width = resolve_d_ff(config)
         self.in_proj = nn.Linear(config.d_model, 2 * width, bias=False)
         self.out_proj = nn.Linear(width, config.d_model, bias=False)
 
@@ -75,7 +75,7 @@ class GatedMLP(PlainLayer):
         return self.out_proj(F.silu(gate) * up), NoState() if seqs.return_state else None
 
     def flops_per_token(self, length: int) -> int:
-        return 6 * self.config.d_model * width_of_mlp(self.config)
+        return 6 * self.config.d_model * resolve_d_ff(self.config)
 
 
 ROPE_BASE = 10_000.0
@@ -97,7 +97,7 @@ class Attention(PlainLayer):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         d = config.d_model
-        self.heads = heads_of(config)
+        self.heads = resolve_n_heads(config)
         self.q_proj = nn.Linear(d, d, bias=False)
         self.k_proj = nn.Linear(d, d, bias=False)
         self.v_proj = nn.Linear(d, d, bias=False)
@@ -219,7 +219,7 @@ class LSTM(PlainLayer):
 
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, LSTMState | None]:
         zero = u.new_zeros(len(u), u.shape[-1])
-        h, c = (zero if t is None else t.to(u.dtype) for t in map(seqs.before, ("h", "c")))
+        h, c = (zero if t is None else t.to(u.dtype) for t in map(seqs.get_state, ("h", "c")))
         # 1. Cut the text where a document starts in some row: (b,·,d) each.
         bounds = [0, u.shape[1]]
         if seqs.starts is not None:
@@ -283,7 +283,7 @@ class SLSTM(PlainLayer):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         d = config.d_model
-        self.heads = heads_of(config)
+        self.heads = resolve_n_heads(config)
         e = d // self.heads
         self.conv1d = ShortConv(d, config.d_conv)
         self.gates = nn.Parameter(torch.empty(4, self.heads, e, e))  # W of i, f, z, o
@@ -299,9 +299,9 @@ class SLSTM(PlainLayer):
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, SLSTMState | None]:
         h, wide = self.heads, torch.promote_types(u.dtype, torch.float32)
         # 1. What the gates read of the tokens, (l,4,h,b,e).
-        u = seqs.masked(u)
+        u = seqs.zero_padding(u)
         segments = None if seqs.starts is None else seqs.starts.cumsum(1)
-        before = seqs.before("conv", 0)
+        before = seqs.get_state("conv", 0)
         convolved = self.conv1d(u, segments, before)
         read = torch.stack([convolved, convolved, u, u]).unflatten(-1, (h, -1))  # (4,b,l,h,e)
         with without_autocast(u):
@@ -309,7 +309,7 @@ class SLSTM(PlainLayer):
             inputs = torch.einsum("gblhe,ghoe->lghbo", read.to(wide), weight)
             inputs = inputs + self.gate_bias.to(wide)[:, :, None]
             # 2. Token by token. y, c, n, m: (h,b,e)
-            cell = seqs.before("cell")
+            cell = seqs.get_state("cell")
             if cell is None:
                 cell = _empty_cell(u, wide)
             state = [t.unflatten(-1, (h, -1)).transpose(0, 1) for t in cell.to(wide).unbind(1)]
@@ -333,7 +333,8 @@ class SLSTM(PlainLayer):
         end = None
         if seqs.return_state:
             rows = torch.stack([t.detach().transpose(0, 1).flatten(1) for t in state], 1)
-            end = SLSTMState(rows.clone(), (last(u, self.config.d_conv - 1, before, seqs),))
+            tail = last_valid_tokens(u, self.config.d_conv - 1, before, seqs)
+            end = SLSTMState(rows.clone(), (tail,))
         return self.out_proj(y.to(u.dtype)), end
 
     def flops_per_token(self, length: int) -> int:

@@ -1,16 +1,17 @@
-"""One token's own equation, solved where the paper iterates (docs/fixed-point.md).
+"""The exact solution of a token's own equation (docs/fixed-point.md).
 
-Given all that comes before token t, Q_t, B_t, C_t and Δ_t are known, and with M = I − Q_t
+Given all tokens before t, Q_t, B_t, C_t and Δ_t are known. With M = I − Q_t the equation of y is
 
     y = norm(gate ⊙ (history + gain ⊙ (Q x + M y))),
 
-history what the recurrence's state gives, gain what the token's own x̃ is multiplied by. Where M has
-rank r, M = Uᵀ T U, y = norm(c + Σ_j m_j s_j) with s = U y: r equations in r unknowns,
+where history comes from the recurrence's state and gain multiplies the token's own x̃. If M has rank
+r, M = Uᵀ T U and y = norm(c + Σ_j m_j s_j) with s = U y: r equations in r unknowns,
 
     s = φ(s) = (α + Β s) / √(γ₀ + 2 γ₁·s + sᵀ Γ₂ s) + δ.
 
-Of several solutions it is the one that damped Picard from s = 0 runs into, as the paper's iteration
-does, polished by Newton. For other mixers y itself is iterated, Q_t held fixed.
+There may be several solutions. The search returns the solution that damped fixed-point iteration
+from s = 0 ("Picard") converges to, as in the paper, and Newton polishes it. For mixers of full
+rank, full_rank.py iterates y itself with Q_t held fixed.
 
 Shape suffixes: b batch, l length, d channels (d_inner), r rank; n tokens, whatever their shape.
 """
@@ -30,13 +31,12 @@ from .certified_root import (
 )
 from .certified_root import MAX_DIRECT_STEPS as MAX_DIRECT_STEPS
 from .scan import faster
-from .solver import BISECTED, FAILED, LIMITED, Damping, Rule
+from .solver import BISECTED, FAILED, GRAD_LIMITED, Damping, Rule
 
-# The search for s, by the paper's damping.
-MOST_PICARD, MOST_NEWTON = 300, 10
-LEAST_INVERSE, BISECTIONS = 1e-18, 60  # of the norm, where Picard has found nothing
-# Newton is tried where Picard's residual shrinks by this or better, and what is left of the way is
-# at most so much of the terms' size: nearer than another solution could be.
+MOST_PICARD, MOST_NEWTON = 300, 10  # iterations of the search for s
+LEAST_INVERSE, BISECTIONS = 1e-18, 60  # bisection on the norm's inverse, if Picard fails
+# Newton is tried if Picard's residual shrinks by the factor SLOWEST or better, and if the remaining
+# distance is at most NEAR of the terms' size: another solution cannot be that near.
 SLOWEST, NEAR = 0.99, 0.05
 
 
@@ -45,14 +45,15 @@ class Norm(NamedTuple):
 
     kind: str  # "layer", "rms", or "none"
     weight: torch.Tensor | None = None  # (d,)
-    bias: torch.Tensor | None = None  # (d,), of "layer" alone
+    bias: torch.Tensor | None = None  # (d,), for "layer" only
     eps: float = 0.0
 
-    def centred(self, v: torch.Tensor) -> torch.Tensor:
+    def center(self, v: torch.Tensor) -> torch.Tensor:
+        """Subtract the mean over channels if this is a LayerNorm. v: (…,d)."""
         return v - v.mean(-1, keepdim=True) if self.kind == "layer" else v
 
     def __call__(self, v: torch.Tensor) -> torch.Tensor:
-        """v: (…,d) → (…,d)"""
+        """Normalize v (…,d)."""
         if self.kind == "none":
             return v
         weight = self.weight.to(v.dtype)  # type: ignore[union-attr]
@@ -62,70 +63,76 @@ class Norm(NamedTuple):
 
 
 class Token(NamedTuple):
-    """What the equations of tokens (b,l) are made of, besides their mixers."""
+    """Terms of the equations of tokens (b,l), without their mixers."""
 
-    x: torch.Tensor  # (b,l,d) what is mixed
-    history: torch.Tensor  # (b,l,d)
-    gain: torch.Tensor  # (b,l,d)
-    gate: torch.Tensor | None  # (b,l,d), None: 1
+    x: torch.Tensor  # (b,l,d) input that the mixer mixes with y
+    history: torch.Tensor  # (b,l,d) output of the recurrence without the token's own input
+    gain: torch.Tensor  # (b,l,d) factor on the token's own mixed input
+    gate: torch.Tensor | None  # (b,l,d); None: 1
     norm: Norm
 
     def value(self, mixed: torch.Tensor) -> torch.Tensor:
-        """y, of x̃ = Q x + M y (b,l,d)."""
+        """Return y for the mixed input x̃ = Q x + M y, both (b,l,d)."""
         v = self.history + self.gain * mixed
         return self.norm(v if self.gate is None else v * self.gate)
 
 
-class Own(NamedTuple):
-    """What a token's own x̃ becomes: norm(silu(z) ⊙ (history + (dt (B·C) + D) ⊙ x̃))."""
+class TokenEquation(NamedTuple):
+    """The equation norm(silu(z) ⊙ (history + (dt (B·C) + D) ⊙ x̃)) of a token, without history."""
 
-    dt: torch.Tensor  # (b,l,d), or (b,l,h) of heads
+    dt: torch.Tensor  # (b,l,d), or (b,l,h) per head
     bc: torch.Tensor | None  # (b,l,g) B·C of every group; None: 1
-    D: torch.Tensor | None  # (d,), None: 0
-    z: torch.Tensor | None  # (b,l,d), None: no gate
+    D: torch.Tensor | None  # (d,) skip weights; None: 0
+    z: torch.Tensor | None  # (b,l,d) gate; None: no gate
     norm: Norm
 
     def gain(self, d: int) -> torch.Tensor:
-        """dt (B·C), what a recurrence's output has of x̃: (b,l,d)."""
+        """Return dt (B·C) (b,l,d), the factor on x̃ in the recurrence's output."""
         gain, heads, bc = self.dt, self.dt.shape[-1], self.bc
         if bc is not None:
             groups = bc.shape[-1]
-            of_heads = bc if groups == 1 else bc.repeat_interleave(heads // groups, -1)
-            gain = gain * of_heads
+            head_bc = bc if groups == 1 else bc.repeat_interleave(heads // groups, -1)
+            gain = gain * head_bc
         return gain if heads == d else gain.repeat_interleave(d // heads, -1)
 
     def token(self, x: torch.Tensor, history: torch.Tensor, gain: torch.Tensor) -> Token:
-        """The Token. gain: `gain`."""
+        """Return the terms of the equations.
+
+        Args:
+            x: Input that the mixer mixes with y, (b,l,d).
+            history: Output of the recurrence without the token's own input, (b,l,d).
+            gain: Result of `gain`.
+        """
         gate = None if self.z is None else F.silu(self.z.to(x.dtype))
-        whole = gain if self.D is None else gain + self.D.to(gain.dtype)
-        return Token(x, history, whole, gate, self.norm)
+        total_gain = gain if self.D is None else gain + self.D.to(gain.dtype)
+        return Token(x, history, total_gain, gate, self.norm)
 
 
 class LowRank(NamedTuple):
-    """M = I − Q = Uᵀ T U of every token."""
+    """I − Q = Uᵀ T U of every token."""
 
     U: torch.Tensor  # (…,r,d)
     T: torch.Tensor  # (…,r,r)
 
     def project(self, v: torch.Tensor) -> torch.Tensor:
-        """U v, (…,r). v: (…,d)"""
+        """Return U v (…,r) for v (…,d)."""
         return (self.U @ v.unsqueeze(-1)).squeeze(-1)
 
     def combine(self, s: torch.Tensor) -> torch.Tensor:
-        """Uᵀ T s, (…,d). s: (…,r)"""
+        """Return Uᵀ T s (…,d) for s (…,r)."""
         return ((self.T @ s.unsqueeze(-1)).transpose(-1, -2) @ self.U).squeeze(-2)
 
 
-class AtPoint(NamedTuple):
-    """What φ is made of at some s."""
+class Evaluation(NamedTuple):
+    """Parts of φ at some s, which its derivative and its rounding also need."""
 
-    top: torch.Tensor  # (n,r) α + Β s
+    numerator: torch.Tensor  # (n,r) α + Β s
     half_slope: torch.Tensor  # (n,r) half the derivative of the square under the root
-    inverse: torch.Tensor  # (n,1) of the root
+    inverse: torch.Tensor  # (n,1) inverse of the root
 
 
 class Coefficients(NamedTuple):
-    """φ of n tokens."""
+    """Coefficients of φ for n tokens."""
 
     alpha: torch.Tensor  # (n,r)
     beta: torch.Tensor  # (n,r,r)
@@ -133,36 +140,42 @@ class Coefficients(NamedTuple):
     gamma0: torch.Tensor  # (n,)
     gamma1: torch.Tensor  # (n,r)
     gamma2: torch.Tensor  # (n,r,r)
-    floor: float  # of the square
+    floor: float  # lower bound of the square under the root
 
-    def take(self, which: torch.Tensor) -> "Coefficients":
-        return Coefficients(*(t[which] for t in self[:-1]), self.floor)  # type: ignore[call-arg]
+    def select(self, indices: torch.Tensor) -> "Coefficients":
+        """Return the coefficients of these tokens."""
+        return Coefficients(*(t[indices] for t in self[:-1]), self.floor)  # type: ignore[call-arg]
 
-    def detached(self) -> "Coefficients":
+    def detach(self) -> "Coefficients":
+        """Return the coefficients without gradients."""
         return Coefficients(*(t.detach() for t in self[:-1]), self.floor)  # type: ignore[call-arg]
 
-    def phi(self, s: torch.Tensor) -> tuple[torch.Tensor, AtPoint]:
-        """φ(s) (n,r), and what it, its derivative and its rounding are made of. s: (n,r)"""
-        top = self.alpha + _times(self.beta, s)
+    def phi(self, s: torch.Tensor) -> tuple[torch.Tensor, Evaluation]:
+        """Evaluate φ at s (n,r).
+
+        Returns:
+            φ(s) (n,r), and the parts that `jacobian` and `size` need.
+        """
+        numerator = self.alpha + _times(self.beta, s)
         half_slope = self.gamma1 + _times(self.gamma2, s)
         square = self.gamma0 + ((self.gamma1 + half_slope) * s).sum(-1)
         inverse = square.clamp_min(self.floor).rsqrt().unsqueeze(-1)
-        return top * inverse + self.delta, AtPoint(top, half_slope, inverse)
+        return numerator * inverse + self.delta, Evaluation(numerator, half_slope, inverse)
 
-    def jacobian(self, there: AtPoint) -> torch.Tensor:
-        """φ′ (n,r,r). there: the second of `phi`."""
-        top, half_slope, inverse = there
+    def jacobian(self, parts: Evaluation) -> torch.Tensor:
+        """Return φ′ (n,r,r)."""
+        numerator, half_slope, inverse = parts
         inverse = inverse.unsqueeze(-1)
-        return self.beta * inverse - top.unsqueeze(-1) * half_slope.unsqueeze(-2) * inverse**3
+        return self.beta * inverse - numerator.unsqueeze(-1) * half_slope.unsqueeze(-2) * inverse**3
 
-    def size(self, s: torch.Tensor, there: AtPoint) -> torch.Tensor:
-        """Of the terms of φ(s) − s, (n,)."""
-        size = (self.alpha.abs() + _times(self.beta.abs(), s.abs())) * there.inverse
+    def size(self, s: torch.Tensor, parts: Evaluation) -> torch.Tensor:
+        """Return the magnitude of the terms of φ(s) − s (n,), which its rounding depends on."""
+        size = (self.alpha.abs() + _times(self.beta.abs(), s.abs())) * parts.inverse
         return (size + self.delta.abs() + s.abs()).amax(-1)
 
-    def rounding(self, s: torch.Tensor, there: AtPoint) -> torch.Tensor:
-        """One machine epsilon of the terms of φ(s) − s, (n,)."""
-        return self.size(s, there) * torch.finfo(s.dtype).eps
+    def rounding(self, s: torch.Tensor, parts: Evaluation) -> torch.Tensor:
+        """Return one machine epsilon of the terms of φ(s) − s, (n,)."""
+        return self.size(s, parts) * torch.finfo(s.dtype).eps
 
 
 def _times(matrix, vector):
@@ -170,131 +183,141 @@ def _times(matrix, vector):
 
 
 class Guess(NamedTuple):
-    """Where a search is."""
+    """A point s of the search, with φ there."""
 
     s: torch.Tensor  # (n,r)
     value: torch.Tensor  # (n,r) φ(s)
-    there: AtPoint
+    parts: Evaluation
 
     def residual(self) -> torch.Tensor:
-        """The largest of |φ(s) − s|, (n,)."""
+        """Return the largest |φ(s) − s| of every token, (n,)."""
         return (self.value - self.s).abs().amax(-1)
 
-    def replaced(self, other: "Guess", which: torch.Tensor) -> "Guess":
-        """The other guess where `which` (n,) says so."""
-        which = which.unsqueeze(-1)
-        there = (torch.where(which, new, old) for new, old in zip(other.there, self.there))
+    def replace(self, other: "Guess", is_replaced: torch.Tensor) -> "Guess":
+        """Return this guess, with the other one where `is_replaced` (n,) is true."""
+        is_replaced = is_replaced.unsqueeze(-1)
+        pairs = zip(other.parts, self.parts)
         return Guess(
-            torch.where(which, other.s, self.s),
-            torch.where(which, other.value, self.value),
-            AtPoint(*there),
+            torch.where(is_replaced, other.s, self.s),
+            torch.where(is_replaced, other.value, self.value),
+            Evaluation(*(torch.where(is_replaced, new, old) for new, old in pairs)),
         )
 
 
 def _newton_step(coefficients, guess):
-    """The Guess after a step of Newton's method; the same where there is none."""
-    s, value, there = guess
+    """Return the Guess after one step of Newton; a step that is not finite is not taken."""
+    s, value, parts = guess
     eye = torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
-    rest = eye - coefficients.jacobian(there)
-    step = torch.linalg.solve_ex(rest, (value - s).unsqueeze(-1))[0].squeeze(-1)
-    moved = s + torch.where(torch.isfinite(step), step, 0)
-    return Guess(moved, *coefficients.phi(moved))
+    matrix = eye - coefficients.jacobian(parts)
+    step = torch.linalg.solve_ex(matrix, (value - s).unsqueeze(-1))[0].squeeze(-1)
+    next_s = s + torch.where(torch.isfinite(step), step, 0)
+    return Guess(next_s, *coefficients.phi(next_s))
 
 
 def _newton(coefficients, s, residual, reach):
-    """Newton from where Picard is, as long as every step at least halves the residual.
+    """Run Newton from a point of Picard, as long as every step at least halves the residual.
 
-    Args: s: (n,r). residual: (n,) there. reach: (n,) how far from s the root may lie.
-    Returns: the root (n,r), and whether (n,) it is one that Picard would have come to.
+    Args:
+        coefficients: Equations of n tokens.
+        s: First point, (n,r).
+        residual: Residual at s, (n,).
+        reach: Largest distance of the root from s, (n,).
+
+    Returns:
+        The root (n,r), and whether (n,) Picard would have converged to it.
     """
     start = s
-    best, sound = residual, torch.ones_like(residual, dtype=torch.bool)
+    best, is_active = residual, torch.ones_like(residual, dtype=torch.bool)
     guess = Guess(s, *coefficients.phi(s))
     for _ in range(MOST_NEWTON):
         next_guess = _newton_step(coefficients, guess)
-        size = next_guess.residual()
-        better = sound & (size <= 0.5 * best)
-        guess = guess.replaced(next_guess, better)
-        best = torch.where(better, size, best)
-        sound = better
-        if not better.any():
+        next_residual = next_guess.residual()
+        is_active = is_active & (next_residual <= 0.5 * best)
+        guess = guess.replace(next_guess, is_active)
+        best = torch.where(is_active, next_residual, best)
+        if not is_active.any():
             break
-    s, _, there = guess
-    near = (s - start).abs().amax(-1) <= reach
-    solved = best <= SOLVED * coefficients.rounding(s, there)
-    return s, solved & near & _attracts(coefficients.jacobian(there))
+    s, _, parts = guess
+    is_near = (s - start).abs().amax(-1) <= reach
+    is_root = best <= SOLVED * coefficients.rounding(s, parts)
+    return s, is_root & is_near & _attracts(coefficients.jacobian(parts))
 
 
 def _attracts(slope):
-    """Whether small steps of Picard stay where φ′ is `slope` (n,r,r): no eigenvalue is above 1."""
+    """Return whether small Picard steps converge where φ′ is `slope` (n,r,r): eigenvalues < 1."""
     if slope.shape[-1] == 1:
         return slope[:, 0, 0] < 1
     slope = torch.where(torch.isfinite(slope), slope, 2.0)
     return torch.linalg.eigvals(slope).real.amax(-1) < 1
 
 
-def _last_resort(coefficients):
-    """A root where Picard has not converged, found by bisection: one always exists.
+def _bisect(coefficients):
+    """Find a root by bisection, for equations whose Picard iteration does not converge.
 
-    With g = 1/√(γ₀ + 2γ₁·s + sᵀΓ₂s) the equation is linear, s(g) = (I − gΒ)⁻¹ (gα + δ), and one
-    number is unknown: g² (γ₀ + 2γ₁·s(g) + s(g)ᵀΓ₂s(g)) = 1. The left is 0 at g = 0, at least 1 at
-    the largest g that the norm's eps allows, and +∞ on both sides of a pole: it crosses 1 between.
+    With g = 1/√(γ₀ + 2γ₁·s + sᵀΓ₂s) the equation is linear, s(g) = (I − gΒ)⁻¹ (gα + δ), and g is
+    the only unknown: g² (γ₀ + 2γ₁·s(g) + s(g)ᵀΓ₂s(g)) = 1. The left side is 0 at g = 0, at least 1
+    at the largest g that the norm's eps allows, and +∞ on both sides of a pole. So it crosses 1.
 
-    Returns: s (n,r), and whether (n,) it solves the equation.
+    Returns:
+        s (n,r), and whether (n,) it solves the equation.
     """
     alpha, beta, delta, gamma0, *_, floor = coefficients
     eye = torch.eye(alpha.shape[-1], dtype=alpha.dtype, device=alpha.device)
 
-    def at(g):
-        rest = eye - g[:, None, None] * beta
+    def solve_linear(g):
+        matrix = eye - g[:, None, None] * beta
         right = g[:, None] * alpha + delta
-        s = torch.linalg.solve_ex(rest, right.unsqueeze(-1))[0].squeeze(-1)
-        _, there = coefficients.phi(s)
-        return s, ~(there.inverse.squeeze(-1) >= g)  # the left side is above 1
+        s = torch.linalg.solve_ex(matrix, right.unsqueeze(-1))[0].squeeze(-1)
+        _, parts = coefficients.phi(s)
+        is_above = ~(parts.inverse.squeeze(-1) >= g)  # the left side is above 1
+        return s, is_above
 
     low = torch.full_like(gamma0, LEAST_INVERSE)
     high = torch.full_like(gamma0, floor**-0.5)
     for _ in range(BISECTIONS):
         middle = (low * high).sqrt()
-        _, above = at(middle)
-        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
-    s = at(low)[0]
+        _, is_above = solve_linear(middle)
+        low, high = torch.where(is_above, low, middle), torch.where(is_above, middle, high)
+    s, _ = solve_linear(low)
     guess = Guess(s, *coefficients.phi(s))
     for _ in range(MOST_NEWTON):
         next_guess = _newton_step(coefficients, guess)
-        guess = guess.replaced(next_guess, next_guess.residual() < guess.residual())
-    return guess.s, guess.residual() <= SOLVED * coefficients.rounding(guess.s, guess.there)
+        guess = guess.replace(next_guess, next_guess.residual() < guess.residual())
+    is_root = guess.residual() <= SOLVED * coefficients.rounding(guess.s, guess.parts)
+    return guess.s, is_root
 
 
 @torch.no_grad()
 def find_root(coefficients: Coefficients) -> tuple[torch.Tensor, torch.Tensor]:
-    """The solution of s = φ(s) that damped Picard from zero runs into.
+    """Find the solution of s = φ(s) that damped Picard from zero converges to.
 
-    Args: coefficients: of n tokens.
-    Returns: s (n,r) and the outcome (n,) uint8: FAILED, BISECTED or 0.
+    Args:
+        coefficients: Equations of n tokens.
+
+    Returns:
+        s (n,r), and the status (n,) uint8: FAILED, BISECTED or 0.
     """
-    alpha = coefficients.alpha
-    compiled = faster("roots", "find_roots", alpha, *coefficients)
-    return _find_root_plain(coefficients) if compiled is None else compiled
+    result = faster("roots", "find_roots", coefficients.alpha, *coefficients)
+    return _find_root_plain(coefficients) if result is None else result
 
 
 def _find_root_plain(coefficients):
-    """`find_root` in plain PyTorch, for all tokens at once."""
+    """Find the roots in plain PyTorch, for all tokens at once; see `find_root`."""
     if coefficients.alpha.shape[1] != 1:
         return _find_root_by_picard(coefficients, decides=True)
     roots, is_proven = find_certified_roots(coefficients)
-    outcome = torch.zeros(len(roots), dtype=torch.uint8, device=roots.device)
-    rest = (~is_proven).nonzero().squeeze(1)
-    if len(rest):
-        roots[rest], outcome[rest] = _find_root_by_picard(coefficients.take(rest))
-    return roots, outcome
+    status = torch.zeros(len(roots), dtype=torch.uint8, device=roots.device)
+    unproven = (~is_proven).nonzero().squeeze(1)
+    if len(unproven):
+        roots[unproven], status[unproven] = _find_root_by_picard(coefficients.select(unproven))
+    return roots, status
 
 
 def _find_root_by_picard(coefficients, decides=False):
     """Find the roots by damped Picard from zero, and by bisection if it does not converge.
 
     Args:
-        coefficients: Of n tokens.
+        coefficients: Equations of n tokens.
         decides: Whether, for two reflections, `find_certified_pairs` decides after a few steps.
 
     Returns:
@@ -302,136 +325,153 @@ def _find_root_by_picard(coefficients, decides=False):
     """
     alpha = coefficients.alpha
     roots = torch.zeros_like(alpha)
-    outcome = alpha.new_full((len(alpha),), FAILED, dtype=torch.uint8)
-    searched = torch.arange(len(alpha), device=alpha.device)  # the tokens still searched for
+    status = alpha.new_full((len(alpha),), FAILED, dtype=torch.uint8)
+    unsolved = torch.arange(len(alpha), device=alpha.device)  # tokens still searched for
     s = torch.zeros_like(alpha)
     damping = Damping(Rule(), alpha[:, 0])
-    residual_before = torch.full_like(alpha[:, 0], torch.inf)
+    previous_residual = torch.full_like(alpha[:, 0], torch.inf)
     for iteration in range(MOST_PICARD):
-        # 1. Where Picard is, and whether that is a root.
-        value, there = coefficients.phi(s)
+        # 1. Evaluate φ: is s a root?
+        value, parts = coefficients.phi(s)
         psi = value - s
         residual = psi.abs().amax(-1)
-        done = (residual <= ROUNDING * coefficients.rounding(s, there)) & torch.isfinite(residual)
-        # 2. Newton goes the rest of a way that is short.
-        found, by_newton = _polished(coefficients, s, there, residual, residual_before, ~done)
-        done = done | by_newton
-        outcomes = torch.zeros_like(done, dtype=torch.uint8)
+        is_root = residual <= ROUNDING * coefficients.rounding(s, parts)
+        is_done = is_root & torch.isfinite(residual)
+        # 2. Run Newton if the root is near.
+        candidates, by_newton = _polish(
+            coefficients, s, parts, residual, previous_residual, ~is_done
+        )
+        is_done = is_done | by_newton
+        new_status = torch.zeros_like(is_done, dtype=torch.uint8)
         if decides and alpha.shape[1] == 2 and iteration == DECIDE_AFTER:
-            found, done, outcomes = _decided(coefficients, found, done)
-        # 3. What is found is taken out; of what is NaN or infinite there is no solution.
-        lost = ~torch.isfinite(residual)
-        roots[searched[done]] = found[done]
-        outcome[searched[done]] = outcomes[done]
-        roots[searched[lost]] = torch.nan
-        # 4. The others take a damped step.
+            candidates, is_done, new_status = _decide(coefficients, candidates, is_done)
+        # 3. Store the roots. Equations that are NaN or infinite have none.
+        is_lost = ~torch.isfinite(residual)
+        roots[unsolved[is_done]] = candidates[is_done]
+        status[unsolved[is_done]] = new_status[is_done]
+        roots[unsolved[is_lost]] = torch.nan
+        # 4. Take a damped step with the other tokens.
         damping.update(residual)
-        s = s + damping.step.unsqueeze(-1) * psi
-        residual_before = residual
-        left = (~(done | lost)).nonzero().squeeze(1)
-        if len(left) == len(searched):
+        s = s + damping.stepsize.unsqueeze(-1) * psi
+        previous_residual = residual
+        remaining = (~(is_done | is_lost)).nonzero().squeeze(1)
+        if len(remaining) == len(unsolved):
             continue
-        if not len(left):
-            return roots, outcome
-        coefficients, searched = coefficients.take(left), searched[left]
-        s, residual_before = s[left], residual_before[left]
-        damping.take(left)
-    roots[searched], found = _last_resort(coefficients)
-    outcome[searched[found]] = BISECTED
-    return roots, outcome
+        if not len(remaining):
+            return roots, status
+        coefficients, unsolved = coefficients.select(remaining), unsolved[remaining]
+        s, previous_residual = s[remaining], previous_residual[remaining]
+        damping.select(remaining)
+    roots[unsolved], is_root = _bisect(coefficients)
+    status[unsolved[is_root]] = BISECTED
+    return roots, status
 
 
-def _decided(coefficients, found, done):
+def _decide(coefficients, candidates, is_done):
     """Add the roots that `find_certified_pairs` proves.
 
     Returns:
-        The roots (n,2), which of them are done (n,), and their outcomes (n,): BISECTED where Picard
+        The roots (n,2), which of them are done (n,), and their status (n,): BISECTED where Picard
         converges to no root.
     """
     pairs, attracts, is_proven = find_certified_pairs(coefficients)
-    is_new = is_proven & ~done
-    outcomes = torch.where(is_new & ~attracts, BISECTED, 0).to(torch.uint8)
-    return torch.where(is_new.unsqueeze(-1), pairs, found), done | is_new, outcomes
+    is_new = is_proven & ~is_done
+    status = torch.where(is_new & ~attracts, BISECTED, 0).to(torch.uint8)
+    return torch.where(is_new.unsqueeze(-1), pairs, candidates), is_done | is_new, status
 
 
-def _polished(coefficients, s, there, residual, residual_before, unfinished):
-    """s (n,r) with Newton's roots where Picard has come near, and which (n,) those are."""
-    shrinks = residual / residual_before  # 0 the first time: there it says nothing
-    way = residual / (1 - shrinks)
-    near = way <= NEAR * coefficients.size(s, there)
-    trying = (unfinished & (shrinks > 0) & (shrinks < SLOWEST) & near).nonzero().squeeze(1)
-    by_newton = torch.zeros_like(unfinished)
-    if not len(trying):
+def _polish(coefficients, s, parts, residual, previous_residual, is_unfinished):
+    """Return s (n,r), replaced by Newton's root if Picard is near it, and whether it is (n,)."""
+    ratio = residual / previous_residual  # 0 in the first iteration, which has no previous residual
+    distance = residual / (1 - ratio)
+    is_near = distance <= NEAR * coefficients.size(s, parts)
+    is_tried = is_unfinished & (ratio > 0) & (ratio < SLOWEST) & is_near
+    indices = is_tried.nonzero().squeeze(1)
+    by_newton = torch.zeros_like(is_unfinished)
+    if not len(indices):
         return s, by_newton
-    reach = 2 * way[trying]
-    root, good = _newton(coefficients.take(trying), s[trying], residual[trying], reach)
-    found = s.index_copy(0, trying, torch.where(good.unsqueeze(-1), root, s[trying]))
-    return found, by_newton.index_copy(0, trying, good)
+    reach = 2 * distance[indices]
+    root, is_root = _newton(coefficients.select(indices), s[indices], residual[indices], reach)
+    root = torch.where(is_root.unsqueeze(-1), root, s[indices])
+    return s.index_copy(0, indices, root), by_newton.index_copy(0, indices, is_root)
 
 
 class _Implicit(torch.autograd.Function):
-    """s* with the gradient of s = φ(s): that of φ(s*) by (I − φ′)⁻ᵀ, at most MOST_GAIN times as
-    long; where s* is no solution, that of φ(s*) alone. rest: I − φ′. outcome: of the search."""
+    """s* with the gradient of s = φ(s).
+
+    The backward multiplies the gradient by (I − φ′)⁻ᵀ. The product is at most MOST_GAIN times as
+    long as the gradient. Where s* is no solution, the gradient passes to φ(s*) unchanged.
+    """
 
     @staticmethod
-    def forward(ctx, value, s, rest, outcome):
-        ctx.save_for_backward(rest, outcome)
+    def forward(ctx, value, s, matrix, status):  # matrix: I − φ′
+        ctx.save_for_backward(matrix, status)
         return s.clone()
 
     @staticmethod
     def backward(ctx, grad):
-        rest, outcome = ctx.saved_tensors
-        solved = (outcome & FAILED) == 0
+        matrix, status = ctx.saved_tensors
+        is_solved = (status & FAILED) == 0
         with torch.autocast(grad.device.type, enabled=False):
-            through = torch.linalg.solve_ex(rest.transpose(-1, -2), grad.unsqueeze(-1))[0]
-            through = through.squeeze(-1)
-            size, own = (torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (through, grad))
-            limited = through * (MOST_GAIN * own / size.clamp_min(1e-30)).clamp_max(1.0)
-            sound = solved.unsqueeze(-1) & torch.isfinite(limited)
-            return torch.where(sound, limited, grad), None, None, None
+            product = torch.linalg.solve_ex(matrix.transpose(-1, -2), grad.unsqueeze(-1))[0]
+            product = product.squeeze(-1)
+            product_norm, grad_norm = (
+                torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (product, grad)
+            )
+            factor = (MOST_GAIN * grad_norm / product_norm.clamp_min(1e-30)).clamp_max(1.0)
+            limited = product * factor
+            is_valid = is_solved.unsqueeze(-1) & torch.isfinite(limited)
+            return torch.where(is_valid, limited, grad), None, None, None
 
 
 def solve_low_rank(
     token: Token, low_rank: LowRank
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The token's equation, M of low rank, with the gradient of its solution.
+    """Solve the equations of tokens whose I − Q has low rank, with the gradient of the solution.
 
-    Args: token: Token. low_rank: LowRank of the same tokens.
-    Returns: y (b,l,d), x̃ = Q x + M y (b,l,d), and the outcome (b,l) of the search.
+    Args:
+        token: Terms of the equations.
+        low_rank: I − Q of the same tokens.
+
+    Returns:
+        y (b,l,d), the mixed input x̃ = Q x + M y (b,l,d), and the status of each token (b,l).
     """
     U, T = low_rank
     norm, gate = token.norm, token.gate
+    # 1. Write y = norm(c + Σ_j m_j s_j).
     reflected = token.x - low_rank.combine(low_rank.project(token.x))  # Q x
     c = token.history + token.gain * reflected
     m = (T.transpose(-1, -2) @ U) * token.gain.unsqueeze(-2)  # (b,l,r,d), a row for every s_j
     if gate is not None:
         c, m = c * gate, m * gate.unsqueeze(-2)
+    # 2. Solve for s (b,l,r).
     if norm.kind == "none":
-        s, outcome = _linear(c, m, U)
+        s, status = _solve_linear(c, m, U)
     else:
-        s, outcome = _through_the_norm(c, m, U, norm)
+        s, status = _solve_normalized(c, m, U, norm)
+    # 3. Compute y and x̃ of s.
     y = norm(c + (s.unsqueeze(-2) @ m).squeeze(-2))
-    return y, reflected + low_rank.combine(s), outcome
+    return y, reflected + low_rank.combine(s), status
 
 
-def _linear(c, m, U):
-    """s = U (c + Σ_j m_j s_j): Sherman, Morrison & Woodbury."""
+def _solve_linear(c, m, U):
+    """Solve s = U (c + Σ_j m_j s_j) by the formula of Sherman, Morrison & Woodbury."""
     alpha, beta = _times(U, c), U @ m.transpose(-1, -2)
-    rest = _rest_of(beta.detach())
-    s = torch.linalg.solve_ex(rest, alpha.detach().unsqueeze(-1))[0].squeeze(-1)
-    outcome = torch.where(torch.isfinite(s).all(-1), 0, FAILED).to(torch.uint8)
-    return _attached(alpha + _times(beta, s), s, rest, outcome)
+    matrix = _identity_minus(beta.detach())
+    s = torch.linalg.solve_ex(matrix, alpha.detach().unsqueeze(-1))[0].squeeze(-1)
+    status = torch.where(torch.isfinite(s).all(-1), 0, FAILED).to(torch.uint8)
+    return _attach_gradient(alpha + _times(beta, s), s, matrix, status)
 
 
-def _through_the_norm(c, m, U, norm):
-    """s = U norm(c + Σ_j m_j s_j)."""
+def _solve_normalized(c, m, U, norm):
+    """Solve s = U norm(c + Σ_j m_j s_j)."""
     d, weight = c.shape[-1], norm.weight.to(c.dtype)
-    c, m = norm.centred(c).unsqueeze(-1), norm.centred(m)
-    weighted = U * weight
+    c, m = norm.center(c).unsqueeze(-1), norm.center(m)
+    weighted_U = U * weight
     gamma1, gamma2 = (m @ c).squeeze(-1) / d, m @ m.transpose(-1, -2) / d
     gamma0 = c.square().mean((-2, -1)) + norm.eps
     delta = torch.zeros_like(gamma1) if norm.bias is None else U @ norm.bias.to(c.dtype)
-    alpha, beta = (weighted @ c).squeeze(-1), weighted @ m.transpose(-1, -2)
+    alpha, beta = (weighted_U @ c).squeeze(-1), weighted_U @ m.transpose(-1, -2)
     shape, r = gamma1.shape[:-1], gamma1.shape[-1]
     coefficients = Coefficients(
         alpha.reshape(-1, r),
@@ -442,24 +482,33 @@ def _through_the_norm(c, m, U, norm):
         gamma2.reshape(-1, r, r),
         norm.eps,
     )
-    s, outcome = find_root(coefficients.detached())
-    value, there = coefficients.phi(s)
+    s, status = find_root(coefficients.detach())
+    value, parts = coefficients.phi(s)
     with torch.no_grad():
-        rest = _rest_of(coefficients.jacobian(there))
-    s, outcome = _attached(value, s, rest, outcome)
-    return s.unflatten(0, shape), outcome.unflatten(0, shape)
+        matrix = _identity_minus(coefficients.jacobian(parts))
+    s, status = _attach_gradient(value, s, matrix, status)
+    return s.unflatten(0, shape), status.unflatten(0, shape)
 
 
-def _rest_of(slope):
-    """I − φ′. slope: (…,r,r) φ′."""
+def _identity_minus(slope):
+    """Return I − φ′ for φ′ (…,r,r)."""
     return torch.eye(slope.shape[-1], dtype=slope.dtype, device=slope.device) - slope
 
 
-def _attached(value, s, rest, outcome):
-    """The solution s (…,r) with the gradient of s = φ(s), and the outcome (…,) with LIMITED in it.
-    value: φ(s), attached. rest: I − φ′."""
-    limited = torch.linalg.matrix_norm(torch.linalg.inv_ex(rest)[0]) <= MOST_GAIN
-    limited = ~limited & (outcome & FAILED == 0)  # NaN is limited, too
+def _attach_gradient(value, s, matrix, status):
+    """Attach the gradient of s = φ(s) to the solution s (…,r).
+
+    Args:
+        value: φ(s), with its graph.
+        s: The solution, (…,r).
+        matrix: I − φ′.
+        status: Status of each token.
+
+    Returns:
+        s with its gradient, and the status with GRAD_LIMITED if the gradient may be shortened.
+    """
+    is_bounded = torch.linalg.matrix_norm(torch.linalg.inv_ex(matrix)[0]) <= MOST_GAIN
+    is_limited = ~is_bounded & (status & FAILED == 0)  # NaN is limited, too
     if value.requires_grad:
-        s = _Implicit.apply(value, s, rest, outcome)
-    return s, torch.where(limited, outcome | LIMITED, outcome)
+        s = _Implicit.apply(value, s, matrix, status)
+    return s, torch.where(is_limited, status | GRAD_LIMITED, status)

@@ -1,17 +1,18 @@
 """Newton's root of a token's equation, and the proof that damped Picard from zero converges to it.
 
 With r = 1 the equation is s = φ(s) = (α + β s) / √D(s) + δ with D = γ₀ + 2γ₁s + γ₂s², and
-φ′ = (n₀ + n₁s) / D^(3/2): φ turns at most once. docs/fixed-point.md ("Newton's root and its proof")
-has the proof. All is computed in fp64: near a fold a rounding decides which root is taken.
+φ′ = (n₀ + n₁s) / D^(3/2), so φ has at most one extremum. docs/fixed-point.md ("Newton's root and
+its proof") has the proof. Everything is computed in fp64, because near a fold rounding decides
+which root Picard reaches.
 
-With r = 2 it is s = φ(s) = (α + B s) / √D(s) + δ with D = γ₀ + 2 γ₁·s + sᵀ Γ₂ s. Given
-g = 1/√D it is linear: s(g) = (I − g B)⁻¹ (g α + δ). So its roots are the zeros of a function of g,
+With r = 2 the equation is s = φ(s) = (α + B s) / √D(s) + δ with D = γ₀ + 2 γ₁·s + sᵀ Γ₂ s. Given
+g = 1/√D it is linear, s(g) = (I − g B)⁻¹ (g α + δ), so its roots are the zeros of a function of g,
 
     F(g) = det − g N with det(g) = det(I − g B), v(g) = adj(I − g B) (g α + δ), s = v / det,
     N² = det² D = γ₀ det² + 2 det γ₁·v + vᵀ Γ₂ v,
 
 and of the polynomial P = g² N² − det² of degree 6. Picard cannot leave a half-plane whose normal is
-an eigenvector of Bᵀ, and its roots are those with g below one over the eigenvalue.
+an eigenvector of Bᵀ. The roots in this half-plane have g below one over the eigenvalue.
 docs/fixed-point.md ("Two reflections") has the proof.
 
 Shape suffixes: n tokens; p pieces of the interval of g. With r = 1 every tensor is (n,).
@@ -21,16 +22,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-MAX_DIRECT_STEPS = 12  # of Newton from each of two starts
-ROUNDING = 8  # machine epsilons of the terms at which a residual is rounding
-SOLVED = 256  # and at which a search that gets no further has found a solution
-# A token passes at most so many times the norm of the cotangent of s back to what it is made of:
-# where two solutions meet (φ′ = 1), the true gradient is infinite.
+MAX_DIRECT_STEPS = 12  # Newton steps from each of two starts
+# In machine epsilons of the terms of φ(s) − s: a residual below ROUNDING is rounding, and a search
+# that ends with a residual below SOLVED has found a solution.
+ROUNDING = 8
+SOLVED = 256
+# Largest factor by which the gradient of s is multiplied on its way back to the coefficients. The
+# true factor is infinite where two solutions meet (φ′ = 1).
 MOST_GAIN = 20.0
 
 
 class ScalarEquation(NamedTuple):
-    """φ of n tokens with one reflection."""
+    """Coefficients of φ for n tokens with one reflection."""
 
     alpha: torch.Tensor
     beta: torch.Tensor
@@ -38,7 +41,7 @@ class ScalarEquation(NamedTuple):
     gamma0: torch.Tensor
     gamma1: torch.Tensor
     gamma2: torch.Tensor
-    floor: float  # of the square under the root
+    floor: float  # lower bound of the square under the root
 
     def square(self, s: torch.Tensor) -> torch.Tensor:
         """Return D(s)."""
@@ -56,7 +59,7 @@ class ScalarEquation(NamedTuple):
         return n0, self.beta * self.gamma1 - self.alpha * self.gamma2
 
     def mirror(self, side: torch.Tensor) -> "ScalarEquation":
-        """Return the equations of side · s; side is 1 or −1 per token."""
+        """Return the equations of side · s, where side is 1 or −1 per token."""
         alpha, beta, delta, gamma0, gamma1, gamma2, floor = self
         return ScalarEquation(
             side * alpha, beta, side * delta, gamma0, side * gamma1, gamma2, floor
@@ -71,8 +74,8 @@ def find_certified_roots(coefficients: Any) -> tuple[torch.Tensor, torch.Tensor]
         coefficients: The `cell.Coefficients` of n tokens with r = 1.
 
     Returns:
-        The roots (n,1) in the dtype of the coefficients, and whether (n,) each is proven to be the
-        one that damped Picard from zero comes to. The other roots are zero.
+        The roots (n,1) in the dtype of the coefficients, and whether (n,) damped Picard from zero
+        is proven to converge to each. Unproven roots are zero.
     """
     dtype = coefficients.alpha.dtype
     fields = [t.double().flatten() for t in coefficients[:-1]]
@@ -83,7 +86,7 @@ def find_certified_roots(coefficients: Any) -> tuple[torch.Tensor, torch.Tensor]
     # 1. Accept zero if it is a root to rounding.
     is_proven = torch.isfinite(at_zero) & (at_zero.abs() <= ROUNDING * eps * size)
     roots = zero
-    # 2. Run Newton from zero; then from φ's largest point on the root's side, or from its limit.
+    # 2. Run Newton from zero; then from φ's extremum on the root's side, or from its limit.
     side = torch.where(at_zero < 0, -1.0, 1.0)
     n0, n1 = e.slope_signs()
     turn, limit = -n0 / n1, e.delta + side * e.beta / e.gamma2.sqrt()
@@ -92,9 +95,9 @@ def find_certified_roots(coefficients: Any) -> tuple[torch.Tensor, torch.Tensor]
         unproven = ~is_proven
         if not unproven.any():
             break
-        found, is_root = _newton(e, start, unproven, eps)
-        is_new = unproven & is_root & is_picards_root(e, at_zero, found)
-        roots = torch.where(is_new, found, roots)
+        candidates, is_root = _newton(e, start, unproven, eps)
+        is_new = unproven & is_root & is_picards_root(e, at_zero, candidates)
+        roots = torch.where(is_new, candidates, roots)
         is_proven = is_proven | is_new
     return roots.to(dtype).unsqueeze(1), is_proven
 
@@ -106,34 +109,34 @@ def _evaluate(e, s):
     linear = e.beta * s
     numerator = e.alpha + linear
     psi = numerator * inverse + e.delta - s
-    rest = 1 - (e.beta * inverse - numerator * slant * inverse**3)
-    return psi, rest, (e.alpha.abs() + linear.abs()) * inverse + e.delta.abs() + s.abs()
+    slope = e.beta * inverse - numerator * slant * inverse**3
+    return psi, 1 - slope, (e.alpha.abs() + linear.abs()) * inverse + e.delta.abs() + s.abs()
 
 
 def _newton(e, s, is_searched, eps):
     """Run Newton from s; return its last points and whether each is a root, each (n,)."""
     is_active, is_root = is_searched, torch.zeros_like(is_searched)
-    before = torch.full_like(s, torch.inf)
+    previous_residual = torch.full_like(s, torch.inf)
     for _ in range(MAX_DIRECT_STEPS):
-        psi, rest, size = _evaluate(e, s)
+        psi, one_minus_slope, size = _evaluate(e, s)
         residual = psi.abs()
-        is_active = is_active & (rest > 0) & (residual < torch.inf)
-        is_halved = residual <= before / 2
+        is_active = is_active & (one_minus_slope > 0) & (residual < torch.inf)
+        is_halved = residual <= previous_residual / 2
         is_stuck = ~is_halved & (residual <= SOLVED * eps * size)
         is_done = is_active & ((residual <= ROUNDING * eps * size) | is_stuck)
         is_root = is_root | is_done
         # Where φ′ is near 1, a step from a root's neighbourhood may lead away from it.
-        is_moving = is_active & (~is_done | (rest * MOST_GAIN >= 1))
-        s = torch.where(is_moving, s + psi / rest, s)
+        is_moving = is_active & (~is_done | (one_minus_slope * MOST_GAIN >= 1))
+        s = torch.where(is_moving, s + psi / one_minus_slope, s)
         is_active = is_active & ~is_done
         if not is_active.any():
             break
-        before = residual
+        previous_residual = residual
     return s, is_root
 
 
 def is_picards_root(e: ScalarEquation, phi_0: torch.Tensor, root: torch.Tensor) -> torch.Tensor:
-    """Return whether damped Picard from zero comes to a root with any step sizes in (0, 1].
+    """Return whether damped Picard from zero converges to a root with any step sizes in (0, 1].
 
     Args:
         e: The equations.
@@ -163,7 +166,8 @@ def is_picards_root(e: ScalarEquation, phi_0: torch.Tensor, root: torch.Tensor) 
 def _is_lowest(e, phi_0, r):
     """Return whether the quartic (s − δ)² D − (α + β s)² has no other root of φ in [φ(0), r].
 
-    At a root of φ(s) = s the numbers s − δ and α + β s have one sign; other parts need no test.
+    At a root of φ(s) = s the numbers s − δ and α + β s have the same sign; other parts of the
+    interval need no test.
     With s = r + t the quartic is t (q0 + q1 t + q2 t² + q3 t³).
     """
     zero, above_delta, numerator = -e.alpha / e.beta, r - e.delta, e.alpha + e.beta * r
@@ -192,17 +196,18 @@ def has_no_zero(
 
 # Two reflections.
 
-# Picard's steps before this search. On a CPU they cost a third of it, and most equations need
+# Picard steps before this search. On a CPU they cost a third of the search, and most equations need
 # fewer. On a GPU this search comes first, because a launch waits for its slowest sequence.
 DECIDE_AFTER = 12
-PIECES = (0.25, 0.5, 0.75, 0.9, 0.97, 0.99, 0.999, 1.0)  # of the interval, for a half-plane
-WIDE_PIECES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)  # in 1/√|det B|, for the whole plane
-# Newton within a piece ends after MAX_PAIR_STEPS, in C++ and Triton also after a step below
+# Ends of the pieces: shares of a half-plane's interval, or in 1/√|det B| for the whole plane.
+PIECES = (0.25, 0.5, 0.75, 0.9, 0.97, 0.99, 0.999, 1.0)
+WIDE_PIECES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)
+# Newton within a piece ends after MAX_PAIR_STEPS; in C++ and Triton also after a step below
 # STILL · g.
 MAX_PAIR_STEPS, STILL = 20, 1e-12
-MAX_POLISH_STEPS = 2  # of Newton in s
-# The shares of the lengths of α and δ by which both must lie on the same side of the line. Rounding
-# may carry Picard across a line that is nearer.
+MAX_POLISH_STEPS = 2  # Newton steps in s
+# Distance of α and δ from the line, relative to their lengths, above which their side is certain.
+# Rounding may carry Picard across a nearer line.
 MIN_SIDE = 1e-4
 # A Bernstein coefficient has a sign if it exceeds this share of its terms' sizes.
 CERTAIN = 1e-13
@@ -210,7 +215,7 @@ DEGREE = 6
 
 
 class PairEquation(NamedTuple):
-    """φ of n tokens with two reflections, and its polynomials in g."""
+    """Coefficients of φ for n tokens with two reflections, and its polynomials in g."""
 
     alpha: torch.Tensor  # (n,2)
     beta: torch.Tensor  # (n,2,2)
@@ -218,7 +223,7 @@ class PairEquation(NamedTuple):
     gamma0: torch.Tensor  # (n,)
     gamma1: torch.Tensor  # (n,2)
     gamma2: torch.Tensor  # (n,2,2)
-    floor: float  # of the square under the root
+    floor: float  # lower bound of the square under the root
 
     def expand_determinant(self) -> torch.Tensor:
         """Return the coefficients of det(I − g B), (n,3)."""
@@ -295,13 +300,13 @@ def find_ends(e: PairEquation) -> tuple[torch.Tensor, torch.Tensor]:
     agree = agree | (is_zero[0] & is_clear[1]) | (is_zero[1] & is_clear[0])
     max_g = e.floor**-0.5
     is_half = (square > 0) & (largest * max_g > 1) & agree
-    # 2. Otherwise all roots: det must have no zero.
+    # 2. Otherwise search the whole plane, if det has no zero.
     is_whole = ~is_half & ((square < 0) | (largest <= 0))
     unit = det.abs().rsqrt().clamp_max(max_g / 8)
-    half = largest.reciprocal().unsqueeze(-1) * _like(PIECES, largest)
-    whole = unit.unsqueeze(-1) * _like(WIDE_PIECES, unit)
-    whole = torch.nn.functional.pad(whole, (0, 1), value=max_g)
-    ends = torch.where(is_half.unsqueeze(-1), half, whole)
+    half_ends = largest.reciprocal().unsqueeze(-1) * _like(PIECES, largest)
+    whole_ends = unit.unsqueeze(-1) * _like(WIDE_PIECES, unit)
+    whole_ends = torch.nn.functional.pad(whole_ends, (0, 1), value=max_g)
+    ends = torch.where(is_half.unsqueeze(-1), half_ends, whole_ends)
     return torch.nn.functional.pad(ends, (1, 0)), is_half | is_whole
 
 
@@ -313,12 +318,12 @@ def to_bernstein(coefficients: torch.Tensor, ends: torch.Tensor) -> torch.Tensor
     """Return the Bernstein coefficients of P on every piece, (n,p,7).
 
     Args:
-        coefficients: Of P, (n,7).
-        ends: Of the pieces, (n,p+1).
+        coefficients: Coefficients of P, (n,7).
+        ends: Ends of the pieces, (n,p+1).
     """
     low, width = ends[:, :-1], ends.diff(dim=1)
     c = [coefficients[:, i : i + 1].expand_as(low) for i in range(DEGREE + 1)]
-    for j in range(DEGREE):  # Taylor's at `low`
+    for j in range(DEGREE):  # Taylor coefficients at `low`
         for i in reversed(range(j, DEGREE)):
             c[i] = c[i] + low * c[i + 1]
     power = torch.ones_like(width)
@@ -336,7 +341,7 @@ def count_sign_changes(p: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tenso
 
     Args:
         p: Coefficients of P, (n,7).
-        ends: Of the pieces, (n,p+1).
+        ends: Ends of the pieces, (n,p+1).
 
     Returns:
         The sign changes, (n,p); 9 if a coefficient is too small to have a sign. And the last
@@ -390,14 +395,15 @@ def find_certified_pairs(
         g = torch.where((newton_g > low) & (newton_g < high), newton_g, _middle(low, high))
     d, _ = _horner(det, g)
     s = torch.stack([_horner(numerator[..., i], g)[0] / d for i in range(2)], -1)  # (n,p,2)
-    # 3. Polish them, and see which are roots and which attract.
+    # 3. Polish them, and check which are roots and which attract.
     for _ in range(MAX_POLISH_STEPS):
-        psi, rest, _ = _evaluate_pairs(e, s)
-        s = s + _solve_2x2(rest, psi)
-    psi, rest, size = _evaluate_pairs(e, s)
+        psi, matrix, _ = _evaluate_pairs(e, s)  # matrix: I − φ′
+        s = s + _solve_2x2(matrix, psi)
+    psi, matrix, size = _evaluate_pairs(e, s)
     has_zero = changes == 1
     is_root = psi.abs().amax(-1) <= SOLVED * eps * size
-    attracts = has_zero & (rest[..., 0, 0] + rest[..., 1, 1] > 0) & (_det(rest) > 0)
+    trace = matrix[..., 0, 0] + matrix[..., 1, 1]
+    attracts = has_zero & (trace > 0) & (_det(matrix) > 0)
     is_known = is_known & (is_root | ~has_zero).all(1) & has_zero.any(1)
     is_known = is_known & (attracts.sum(1) <= 1)
     # 4. Choose the root that attracts, otherwise the first.

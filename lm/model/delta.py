@@ -53,10 +53,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from .baseline_layers import PlainLayer
-from .fields import heads_of, negative_eigenvalues
+from .fields import has_negative_eigenvalues, resolve_n_heads
 from .layers import GroupNorm, RMSNorm, ShortConv, without_autocast
 from .scan import _chunked, ssd_decays
-from .state import Sequences, last, shift
+from .state import Sequences, last_valid_tokens, shift
 
 CHUNK = 64  # steps
 
@@ -160,9 +160,9 @@ class GatedDeltaProduct(PlainLayer):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         d, d_v = config.d_model, config.d_inner
-        self.heads = heads_of(config)
+        self.heads = resolve_n_heads(config)
         self.steps = self.steps_of(config)
-        self.negative = negative_eigenvalues(config, self.kind)
+        self.negative = has_negative_eigenvalues(config, self.kind)
         self.q_proj = nn.Linear(d, d, bias=False)
         self.k_proj = nn.Linear(d, self.steps * d, bias=False)
         self.v_proj = nn.Linear(d, self.steps * d_v, bias=False)
@@ -206,17 +206,17 @@ class GatedDeltaProduct(PlainLayer):
         q, k, v = (t.to(wide) for t in (q, k, v))
         q = unit(q.unflatten(-1, (h, -1))) * (self.config.d_model // h) ** -0.5
         k, v = unit(k.unflatten(-1, (n, h, -1))), v.unflatten(-1, (n, h, -1))
-        beta = seqs.masked(self.b_proj(u).to(wide).sigmoid()).unflatten(-1, (n, h))
+        beta = seqs.zero_padding(self.b_proj(u).to(wide).sigmoid()).unflatten(-1, (n, h))
         if self.negative:
             beta = 2 * beta
         log_alpha = torch.zeros_like(beta[:, :, 0])
         if self.gated:
             dt = F.softplus(self.a_proj(u).to(wide) + self.dt_bias.to(wide))
-            log_alpha = seqs.masked(-self.A_log.to(wide).exp() * dt)
+            log_alpha = seqs.zero_padding(-self.A_log.to(wide).exp() * dt)
         # 3. The recurrence, the gated norm of each head.
         z = self.g_proj(u)
         with without_autocast(u):
-            o, S = delta_rule(q, k, v, beta, log_alpha, seqs.before("S"), seqs.starts)
+            o, S = delta_rule(q, k, v, beta, log_alpha, seqs.get_state("S"), seqs.starts)
             o = self.o_norm(o).to(wide).flatten(-2) * F.silu(z.to(wide))
         end = DeltaState(S.detach().clone(), tails) if seqs.return_state else None
         return self.out_proj(o.to(z.dtype)), end
@@ -229,10 +229,10 @@ class GatedDeltaProduct(PlainLayer):
         convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
         made, tails = [], []
         for index, (proj, conv1d) in enumerate(zip(projections, convolutions)):
-            x, before = seqs.masked(proj(u)), seqs.before("conv", index)
+            x, before = seqs.zero_padding(proj(u)), seqs.get_state("conv", index)
             made.append(conv1d(x, segments, before))
             if seqs.return_state:
-                tails.append(last(x, self.config.d_conv - 1, before, seqs))
+                tails.append(last_valid_tokens(x, self.config.d_conv - 1, before, seqs))
         return made, tuple(tails)
 
     def flops_per_token(self, length: int) -> int:
@@ -331,16 +331,16 @@ class KDA(GatedDeltaNet):
         q = unit(q) * (self.config.d_model // h) ** -0.5
         k = unit(k)
         # 2. β (b,l,h,1) and log α (b,l,h,k), zero at padding, which leaves the state as it is.
-        beta = seqs.masked(self.b_proj(u).to(wide).sigmoid()).unsqueeze(-1)
+        beta = seqs.zero_padding(self.b_proj(u).to(wide).sigmoid()).unsqueeze(-1)
         if self.negative:
             beta = 2 * beta
         dt = F.softplus(self.f_proj(u).to(wide) + self.dt_bias.to(wide)).unflatten(-1, (h, -1))
-        log_alpha = seqs.masked((-self.A_log.to(wide).exp()[:, None] * dt).flatten(-2))
+        log_alpha = seqs.zero_padding((-self.A_log.to(wide).exp()[:, None] * dt).flatten(-2))
         alpha = log_alpha.exp().unflatten(-1, (h, -1))
         # 3. The recurrence, the gated norm of each head.
         z = self.g_proj(u)
         with without_autocast(u):
-            state, starts = seqs.before("S"), seqs.starts
+            state, starts = seqs.get_state("S"), seqs.starts
             o, S = channel_delta_rule(q, alpha, -beta * alpha * k, k, k, beta * v, state, starts)
             o = self.o_norm(o).to(wide).flatten(-2) * z.to(wide).sigmoid()
         end = DeltaState(S.detach().clone(), tails) if seqs.return_state else None
@@ -398,7 +398,7 @@ class RWKV7(PlainLayer):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         d = config.d_model
-        self.heads = heads_of(config)
+        self.heads = resolve_n_heads(config)
         for name in self.mixes:
             setattr(self, f"x_{name}", nn.Parameter(torch.empty(d)))
         self.k_k = nn.Parameter(torch.empty(d))
@@ -421,13 +421,13 @@ class RWKV7(PlainLayer):
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, RWKV7State | None]:
         h, wide = self.heads, torch.promote_types(u.dtype, torch.float32)
         # 1. What each map reads: u + (u of the token before − u) ⊙ x_·.
-        u = seqs.masked(u)
+        u = seqs.zero_padding(u)
         change = shift(u, seqs, "u") - u
         x = {name: u + change * getattr(self, f"x_{name}").to(u.dtype) for name in self.mixes}
         # 2. Reads, writes and decays, (b,l,h,e), in fp32 or wider; padding leaves the state as it
         #    is.
-        r, k, v = self.r_proj(x["r"]), seqs.masked(self.k_proj(x["k"])), self.v_proj(x["v"])
-        log_w = seqs.masked(-math.exp(-0.5) * self.w_lora(x["w"]).to(wide).sigmoid())
+        r, k, v = self.r_proj(x["r"]), seqs.zero_padding(self.k_proj(x["k"])), self.v_proj(x["v"])
+        log_w = seqs.zero_padding(-math.exp(-0.5) * self.w_lora(x["w"]).to(wide).sigmoid())
         a = self.a_lora(x["a"]).to(wide).sigmoid()
         gate = self.g_lora(x["g"])
         r, k, v, log_w, a = (t.to(wide).unflatten(-1, (h, -1)) for t in (r, k, v, log_w, a))
@@ -436,15 +436,15 @@ class RWKV7(PlainLayer):
         # 3. The recurrence; each head normalised, what the token itself says added, the gate.
         with without_autocast(u):
             o, S = channel_delta_rule(
-                r, log_w.exp(), -read, a * read, k, v, seqs.before("S"), seqs.starts
+                r, log_w.exp(), -read, a * read, k, v, seqs.get_state("S"), seqs.starts
             )
             own = (r * k * self.r_k.to(wide)).sum(-1, keepdim=True) * v
             o = (self.g_norm(o.flatten(-2)) + own.flatten(-2)) * gate.to(wide)
         end = None
         if seqs.return_state:
-            before = seqs.before("u")
+            before = seqs.get_state("u")
             before = None if before is None else before.unsqueeze(1)
-            end = RWKV7State(S.detach().clone(), last(u, 1, before, seqs).squeeze(1))
+            end = RWKV7State(S.detach().clone(), last_valid_tokens(u, 1, before, seqs).squeeze(1))
         return self.out_proj(o.to(gate.dtype)), end
 
     def flops_per_token(self, length: int) -> int:

@@ -19,7 +19,7 @@ from torch import nn
 from .baseline_layers import PlainLayer
 from .layers import RMSNorm, ShortConv, StepSize, is_hooked, without_autocast
 from .scan import faster, selective_scan, ssd_scan
-from .state import Sequences, last
+from .state import Sequences, last_valid_tokens
 
 
 class ScanState(NamedTuple):
@@ -34,11 +34,11 @@ class DiagonalLayer(PlainLayer):
 
     def _convolved(self, x, seqs):
         """silu(convolution) of x (b,l,·), and the convolution's last inputs if asked for."""
-        x = seqs.masked(x)
-        before = seqs.before("conv")
+        x = seqs.zero_padding(x)
+        before = seqs.get_state("conv")
         tail = None
         if seqs.return_state:
-            tail = last(x, self.config.d_conv - 1, before, seqs)
+            tail = last_valid_tokens(x, self.config.d_conv - 1, before, seqs)
         segments = None if seqs.starts is None else seqs.starts.cumsum(1)
         return self.conv1d(x, segments, before), tail
 
@@ -86,11 +86,11 @@ class Mamba(DiagonalLayer):
             return self.out_proj(fused[0]), self._end(fused[1], tail)
         # 4. Otherwise Δ (b,l,d), zero at padding, which leaves the state as it is; then the scan,
         #    in fp32 or wider, the skip and the gate.
-        dt = seqs.masked(F.softplus(self.dt_proj(delta)))
+        dt = seqs.zero_padding(F.softplus(self.dt_proj(delta)))
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         with without_autocast(x):
             A, keep = self._rates(wide.dtype), keep_of(seqs, wide.dtype)
-            o, h = selective_scan(wide, dt, A, B, C, seqs.before("h"), keep)
+            o, h = selective_scan(wide, dt, A, B, C, seqs.get_state("h"), keep)
             o = o + self.D.to(wide.dtype) * wide
         return self.out_proj(o.to(z.dtype) * F.silu(z)), self._end(h, tail)
 
@@ -156,7 +156,7 @@ class Mamba2(DiagonalLayer):
         """(S_t C_t + D x_t) ⊙ silu(z_t) (b,l,h,p) and the final state (b,h,p,n)."""
         wide = torch.promote_types(x.dtype, torch.float32)
         bias, A, D = self.dt_bias.to(wide), self._rates(wide), self.D.to(wide)
-        before, keep = seqs.before("h"), keep_of(seqs, wide)
+        before, keep = seqs.get_state("h"), keep_of(seqs, wide)
         # 1. By one kernel if there is one; it knows no padding.
         if seqs.mask is None:
             args = x, delta, bias, A, B, C, D, z, before, keep
@@ -164,7 +164,7 @@ class Mamba2(DiagonalLayer):
             if fused is not None:
                 return fused
         # 2. Otherwise Δ (b,l,h), zero at padding, the scan, the skip and the gate.
-        dt = seqs.masked(F.softplus(delta.to(wide) + bias))
+        dt = seqs.zero_padding(F.softplus(delta.to(wide) + bias))
         x, B, C = (t.to(wide) for t in (x, B, C))
         o, h = ssd_scan(x, dt, A, B, C, before, keep)
         return (o + D.unsqueeze(-1) * x) * F.silu(z.to(wide)), h
@@ -224,15 +224,15 @@ class Mamba3(PlainLayer):
         wide = torch.promote_types(u.dtype, torch.float32)
         # 1. Project. Padding writes nothing (x = 0) and leaves the state as it is (Δ = 0).
         z, x, B, C, dt, A, trapezoid, theta = self.in_proj(u).split(self.widths, dim=-1)
-        x = seqs.masked(x).to(wide)
-        dt = seqs.masked(F.softplus(dt.to(wide) + self.dt_bias.to(wide)))  # (b,l,h)
+        x = seqs.zero_padding(x).to(wide)
+        dt = seqs.zero_padding(F.softplus(dt.to(wide) + self.dt_bias.to(wide)))  # (b,l,h)
         A = F.softplus(A.to(wide)).clamp_min(1e-4)
         again = (1 - trapezoid.to(wide).sigmoid()) * dt  # weight of what the token before wrote
         with without_autocast(u):
             # 2. Keys and queries (b,l,h,n), turned.
             turn = dt.unsqueeze(-1) * math.pi * theta.to(wide).tanh().unsqueeze(-2)  # (b,l,h,r)
             angle = turn.cumsum(1)
-            before = seqs.before("angle")
+            before = seqs.get_state("angle")
             if before is not None:
                 angle = angle + before.to(wide).unsqueeze(1)
             key = turned(self._of_heads(B, self.B_norm, self.B_bias), angle)
@@ -260,7 +260,7 @@ class Mamba3(PlainLayer):
 
     def _entering(self, again, seqs):
         """The state before the first token, (b,h,p,n), with what that token writes again."""
-        h, x, key = (seqs.before(name) for name in ("h", "x", "k"))
+        h, x, key = (seqs.get_state(name) for name in ("h", "x", "k"))
         if h is None:
             return None
         x = x.unflatten(-1, (self.heads, -1)).to(again.dtype)
@@ -269,9 +269,9 @@ class Mamba3(PlainLayer):
     def _end(self, h, x, key, angle, seqs):
         if not seqs.return_state:
             return None
-        before = [seqs.before(name) for name in ("x", "k", "angle")]
+        before = [seqs.get_state(name) for name in ("x", "k", "angle")]
         ends = [
-            last(t, 1, None if old is None else old.unsqueeze(1), seqs).squeeze(1)
+            last_valid_tokens(t, 1, None if old is None else old.unsqueeze(1), seqs).squeeze(1)
             for t, old in zip((x, key, angle), before)
         ]
         ends[2] = ends[2].remainder(2 * math.pi)
@@ -340,12 +340,12 @@ class M2RNN(DiagonalLayer):
             for t in (k, q)
         )
         dt = F.softplus(gate.to(wide) + self.dt_bias.to(wide))
-        forget = seqs.masked(self._rates(wide) * dt).exp()
+        forget = seqs.zero_padding(self._rates(wide) * dt).exp()
         with without_autocast(u):
             # 3. The recurrence, the residual, the gated norm.
             heads = v.unflatten(-1, (self.heads, -1))
             W = self.state_proj.to(wide)
-            o, h = m2rnn(q, k, heads, forget, W, seqs.before("h"), seqs.starts)
+            o, h = m2rnn(q, k, heads, forget, W, seqs.get_state("h"), seqs.starts)
             o = o.flatten(-2) + self.D.to(wide) * v
             o = self.norm(o * F.silu(z.to(wide)))
         return self.out_proj(o.to(z.dtype)), self._end(h, tail)

@@ -1,6 +1,8 @@
 """The HuggingFace classes: backbone, language model with generation, sequence classifier.
 
-Shapes: b batch, l length. This file and those it imports travel with an exported checkpoint.
+This file and those that it imports are part of every exported checkpoint.
+
+Shape suffixes: b batch, l length.
 """
 
 import contextlib
@@ -21,19 +23,19 @@ from .batch import (
     FixedPointReport,
     FPRNNCausalLMOutput,
     FPRNNOutput,
-    after_end,
-    checked_mask,
+    check_arguments,
+    choose_cache,
+    choose_targets,
     chunked_nll_sum,
-    document_starts,
+    count_targets,
     embed,
-    ends_among,
-    in_fp32,
-    kept,
+    find_document_starts,
+    find_eos_ids,
+    mark_after_eos,
     nll_sum,
-    number_of,
-    one_cache,
-    refuse_unknown,
-    targets_of,
+    read_attention_mask,
+    select_positions,
+    to_fp32,
 )
 from .blocks import FPRNN
 from .bundled_kernels import load_bundled_kernels
@@ -50,26 +52,29 @@ from .layers import RMSNorm, on_cpu
 from .mixer_base import Mixer
 from .mixers import build_mixer, nrm
 from .scan import selective_scan
-from .solver import NonFiniteError, all_finite, explained, read_flags, stack_flags
-from .stack import FPRNNLayer, initialise, initialise_once, let_be_known
+from .solver import NonFiniteError, all_finite, explain_nonfinite, read_flags, stack_flags
+from .stack import FPRNNLayer, initialise, initialise_once, register_model_types
 from .state import (
     FPRNNCache,
     FPRNNState,
     Sequences,
-    Solving,
-    last,
-    padding_to_the_right,
-    taken,
+    SolveOptions,
+    gather_tokens,
+    last_valid_tokens,
+    order_padding_last,
 )
+from .strategies import choose_solver
 
-# transformers copies only files that the modeling file itself names; these keep the list whole.
-_TRAVELS = (
+# transformers copies only files that the modeling file itself imports from. These imports make the
+# list of files complete.
+_EXPORTED = (
     FPRNN,
     GatedDeltaNet,
     Mamba,
     Mixer,
     build_mixer,
     load_bundled_kernels,
+    choose_solver,
     find_certified_roots,
     find_root,
     nrm,
@@ -77,42 +82,44 @@ _TRAVELS = (
     solve_by_iterating,
 )
 
-LOSS_CHUNK_TOKENS = 4096  # tokens whose logits exist at once when only the loss is wanted
+LOSS_CHUNK_TOKENS = 4096  # tokens whose logits exist at once if only the loss is computed
 
 
 class Tokens(NamedTuple):
-    """A batch of tokens; None: what is not known of them, or what there is none of."""
+    """A batch of tokens. Fields that are unknown, or do not apply, are None."""
 
     hidden: torch.Tensor  # (b,l,d_model) embedded
     input_ids: torch.Tensor | None  # (b,l)
     mask: torch.Tensor | None  # (b,l) bool, False at padding
     starts: torch.Tensor | None  # (b,l) bool, True at the first token of a packed document
-    back: torch.Tensor | None = None  # (b,l) the order that undoes a move of the padding
+    original_order: torch.Tensor | None = None  # (b,l) undoes a move of the padding
 
-    def with_padding_on_the_right(self) -> "Tokens":
-        """The same tokens, with padding behind the others: nothing may stand between a row's state,
-        or the first window, and its first token."""
+    def move_padding_right(self) -> "Tokens":
+        """Return the same tokens with padding on the right.
+
+        No padding may come between a row's state, or the first window, and its first token.
+        """
         if self.mask is None:
             return self
-        order, back = padding_to_the_right(self.mask)
+        order, original_order = order_padding_last(self.mask)
         input_ids, mask, starts = (
-            None if of_tokens is None else taken(of_tokens, order)
-            for of_tokens in (self.input_ids, self.mask, self.starts)
+            None if t is None else gather_tokens(t, order)
+            for t in (self.input_ids, self.mask, self.starts)
         )
-        return Tokens(taken(self.hidden, order), input_ids, mask, starts, back)
+        return Tokens(gather_tokens(self.hidden, order), input_ids, mask, starts, original_order)
 
-    def put_back(self, x: torch.Tensor) -> torch.Tensor:
-        """What the layers made of the tokens, (b,l,·), with the padding in its place again."""
-        return x if self.back is None else taken(x, self.back)
+    def restore_padding(self, x: torch.Tensor) -> torch.Tensor:
+        """Return vectors of these tokens (b,l,·) with the padding in its original place."""
+        return x if self.original_order is None else gather_tokens(x, self.original_order)
 
 
-class Passed(NamedTuple):
-    """What the layers made of a batch."""
+class LayerOutputs(NamedTuple):
+    """Results of all layers for a batch."""
 
-    states: list  # (b,l,d_model): where asked for, what each layer read; last what the norm gave
+    hidden_states: list  # (b,l,d_model) input of each layer, if asked for; last the final norm's
     stats: list  # FixedPointStats of each fixed-point layer
-    ends: list  # where asked for, the state that each layer ended in
-    is_finite: list  # (,) bool each, on the device: embeddings, each layer's output, final norm
+    states: list  # state of each layer after the last token, if asked for
+    is_finite: list  # (,) bool on the device: embeddings, each layer's output, final norm
 
 
 class FPRNNPreTrainedModel(PreTrainedModel):
@@ -128,8 +135,8 @@ class FPRNNPreTrainedModel(PreTrainedModel):
         config.settle()
         super().__init__(config)
         kinds = dict.fromkeys(layer.kind for layer in config.layer_list())
-        kept = (name for kind in kinds for name in IN_FP32.get(kind, ()))
-        self._keep_in_fp32_modules_strict = list(dict.fromkeys(kept))
+        names = (name for kind in kinds for name in IN_FP32.get(kind, ()))
+        self._keep_in_fp32_modules_strict = list(dict.fromkeys(names))
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
@@ -137,35 +144,40 @@ class FPRNNPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """PreTrainedModel.from_pretrained, of files that are what they were.
+        """Load a checkpoint as transformers does, after checking its checksums.
 
         Raises:
-            ValueError: the folder's weights or config.json are not what its SHA256SUMS says.
+            ValueError: If the folder's weights or config.json do not match its SHA256SUMS.
         """
-        place = args[0] if args else kwargs.get("pretrained_model_name_or_path")
-        if place is not None and os.path.isdir(place):
-            folder = os.path.join(place, kwargs.get("subfolder", ""))
+        path = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        if path is not None and os.path.isdir(path):
+            folder = os.path.join(path, kwargs.get("subfolder", ""))
             refuse_changed(folder, lambda name: name == "config.json" or ".safetensors" in name)
         refuse_solver_token(kwargs)
         return super().from_pretrained(*args, **kwargs)
 
     def fixed_point_blocks(self) -> list[FixedPointBlock]:
+        """Return the blocks of all fixed-point layers, in their order."""
         return [module for module in self.modules() if isinstance(module, FixedPointBlock)]
 
     @contextlib.contextmanager
     def solving(self, **fields: Any) -> Iterator["FPRNNPreTrainedModel"]:
-        """Inside, the layers solve with these solver fields (FPRNNConfig) instead of the config's;
-        another `token` comes with its own defaults. `config` stays as it is; contexts nest.
+        """Solve with other solver settings inside a `with` block.
+
+        Another `token` comes with its own defaults. `config` does not change. Contexts nest.
+
+        Args:
+            fields: Solver fields of FPRNNConfig.
 
         Raises:
-            TypeError: not a solver field. ValueError: a value that it cannot have, or a model
-                without fixed-point layers.
+            TypeError: If a name is not a solver field.
+            ValueError: If a field cannot have the value, or if the model has no fixed-point layer.
         """
         for name in fields:
             if name not in SOLVER:
-                raise TypeError(f"{name} is no solver field: these are {', '.join(SOLVER)}")
+                raise TypeError(f"{name} is not a solver field: these are {', '.join(SOLVER)}")
         if not self.fixed_point_blocks():
-            raise ValueError(f"no layer of `{self.config.layers}` is solved: there is no solver")
+            raise ValueError(f"`{self.config.layers}` has no fixed-point layer, so no solver")
         settings = copy.copy(self._settings())
         if fields.get("token", settings.token) != settings.token:
             settings.schedule = settings.stopping = settings.gradient = "auto"
@@ -177,18 +189,18 @@ class FPRNNPreTrainedModel(PreTrainedModel):
 
     @contextlib.contextmanager
     def passes(self, **fields: Any) -> Iterator[None]:
-        """Inside, a pass of the model has these fields of state.Solving; contexts nest."""
+        """Change fields of state.SolveOptions inside a `with` block; contexts nest."""
         backbone = self.base_model
-        before = backbone.how
-        backbone.how = before._replace(**fields)
+        options = backbone.solve_options
+        backbone.solve_options = options._replace(**fields)
         try:
             yield
         finally:
-            backbone.how = before
+            backbone.solve_options = options
 
     def _settings(self):
-        """The config whose solver fields hold."""
-        settings = self.base_model.how.settings
+        """Return the configuration whose solver fields apply now."""
+        settings = self.base_model.solve_options.settings
         return self.config if settings is None else settings
 
     @torch.no_grad()
@@ -201,24 +213,23 @@ class FPRNNPreTrainedModel(PreTrainedModel):
 
 
 class FPRNNModel(FPRNNPreTrainedModel):
-    """Embedding, n_layer fixed-point blocks on an fp32 residual stream, final norm."""
+    """Embedding, n_layer layers on an fp32 residual stream, final norm."""
 
     def __init__(self, config: FPRNNConfig) -> None:
         super().__init__(config)
         self.embeddings = nn.Embedding(config.vocab_size, config.d_model)
         self.layers = nn.ModuleList(FPRNNLayer(config, layer) for layer in config.layer_list())
-        self.how = Solving(config)
+        self.solve_options = SolveOptions(config)
         self.norm_f = RMSNorm(config.d_model, config.norm_epsilon)
-        # The numbers of the fixed-point layers, from 0 on; None where all are.
-        self.solved_layers = None
+        self.solved_layers = None  # indices of the fixed-point layers; None: all layers
         if config.layers is not None:
             kinds = [layer.kind for layer in self.layers]
             self.solved_layers = [i for i, kind in enumerate(kinds) if kind in FIXED_POINT]
         self.post_init()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy made inside `passes` would never leave it."""
-        return {**vars(self), "how": Solving(self.config)}
+        """Reset the solve options: a copy made inside `passes` would never leave it."""
+        return {**vars(self), "solve_options": SolveOptions(self.config)}
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embeddings
@@ -230,28 +241,28 @@ class FPRNNModel(FPRNNPreTrainedModel):
         """Collect the properties of a batch's tokens: padding, and starts of documents.
 
         Args:
-            input_ids: Tokens, shape (batch, length); None if unknown. Of embedded tokens only the
-                ids of EOS tokens are known, and the others are −1.
-            mask: False at padding, shape (batch, length), or None.
-            starts: True where a document starts, besides after EOS tokens; same shape, or None.
+            input_ids: Token ids, (b,l); None if unknown. For embedded tokens only the ids of EOS
+                tokens are known, and the others are −1.
+            mask: False at padding, (b,l), or None.
+            starts: True at the first token of a packed document, (b,l), or None.
             state: FPRNNState before the first tokens, or None.
             return_state: Whether the layers return their state.
 
         Returns:
-            Sequences, where None stands for nothing special. `starts` without a start become None,
-            which computes less. A pass on a GPU that returns no state does not look for one,
-            because the host would wait, and nearly every training batch of text has an EOS token.
+            Sequences. Its `starts` are None if no document starts, which computes less. A pass on a
+            GPU that returns no state does not check this, because the host would wait, and nearly
+            every training batch of text has an EOS token.
         """
         cfg = self.config
         if input_ids is not None and cfg.reset_at_eos and cfg.eos_token_id is not None:
-            after = after_end(input_ids, cfg.eos_token_id, state and state.last_token)
-            starts = after if starts is None else starts | after
+            follows_eos = mark_after_eos(input_ids, cfg.eos_token_id, state and state.last_token)
+            starts = follows_eos if starts is None else starts | follows_eos
         if starts is not None and mask is not None:
-            starts = starts & mask  # padding may be EOS tokens; it must leave the state as it is
-        is_read = starts is not None and (return_state or on_cpu(starts))
-        if is_read and not starts.any():
+            starts = starts & mask  # padding may be EOS tokens; it must not change the state
+        is_checked = starts is not None and (return_state or on_cpu(starts))
+        if is_checked and not starts.any():
             starts = None
-        return Sequences(mask, starts, return_state=return_state, solving=self.how)
+        return Sequences(mask, starts, return_state=return_state, options=self.solve_options)
 
     @torch.compiler.disable  # the length of a solve depends on the data
     def forward(
@@ -272,90 +283,103 @@ class FPRNNModel(FPRNNPreTrainedModel):
         defer_check: bool = False,
         **kwargs: Any,
     ) -> FPRNNOutput | tuple[Any, ...]:
-        """input_ids (b,l), or inputs_embeds (b,l,d_model); attention_mask (b,l), 0 at padding on
-        either side → FPRNNOutput.
+        """Apply the model.
 
         Args:
-            output_hidden_states, return_dict: None as the config says.
-            state: the FPRNNState that an earlier pass returned: the rows go on from there.
-            return_state: return the FPRNNState after each row's last token. It has no gradient, so
-                a stream processed in segments is trained by truncated backpropagation.
-            past_key_values or cache, use_cache: the same for `generate`: an FPRNNCache to start
-                from and to update, or a new one. attention_mask may then be of all tokens so far.
-                use_cache None: as the config says, except in training or where a state is asked
-                for.
-            position_ids: (b,l) or (1,l). A document starts where they do not go up, and at the
-                start of a row where the first is 0; with a cache the first token goes on.
-            seq_idx: (b,l) or (1,l), the number of each token's document: the same said otherwise.
-            count_iterations: measure ℓ*, what the paper's procedure would need, as well.
-            defer_check: Do not wait for the device to check that the pass is finite. The caller
-                reads FPRNNOutput.is_finite instead and gives it to `refuse_nonfinite`. A pass that
-                updates a cache is checked all the same, and has no is_finite.
-            kwargs: see inputs.refuse_unknown.
+            input_ids: Token ids, (b,l).
+            attention_mask: 0 at padding, (b,l); padding may be on either side.
+            inputs_embeds: Embedded tokens, (b,l,d_model), instead of input_ids.
+            output_hidden_states: Whether to return the input of each layer. None: as in the config.
+            return_dict: Whether to return an FPRNNOutput, not a tuple. None: as in the config.
+            state: FPRNNState that an earlier pass returned; the rows continue from it.
+            return_state: Whether to return the FPRNNState after each row's last token. It is
+                detached, so a stream that is processed in segments is trained by truncated
+                backpropagation.
+            past_key_values: FPRNNCache of `generate`, to start from and to update. attention_mask
+                may then cover all tokens of the cache as well.
+            use_cache: Whether to return a new cache. None: as in the config, except in training or
+                if a state is given or returned.
+            position_ids: Positions, (b,l) or (1,l). A document starts at a token whose position is
+                not above that of the previous token, and at the start of a row whose first position
+                is 0. With a cache the first token continues its document.
+            seq_idx: Index of each token's document, (b,l) or (1,l), instead of position_ids.
+            count_iterations: Whether to measure ℓ* as well.
+            cache: Another name of past_key_values.
+            defer_check: Whether to return without waiting for the device to check that the pass is
+                finite. The caller then passes FPRNNOutput.is_finite to `refuse_nonfinite`. A pass
+                that updates a cache is always checked, and has no is_finite.
+            kwargs: See batch.check_arguments.
+
         Raises:
-            ValueError: both or neither of input_ids and inputs_embeds, no tokens, ids outside the
-                vocabulary, a mask or positions of another shape, another batch's or model's state
-                or cache, or both a state and a cache.
-            TypeError: an unknown keyword argument.
-            NonFiniteError: something became NaN or infinite; names the layer, cause and cure.
+            ValueError: If input_ids and inputs_embeds are both given or both missing, if there are
+                no tokens, if an id is outside the vocabulary, if a mask or positions have another
+                shape, if a state or cache is of another batch or model, or if both are given.
+            TypeError: If a keyword argument is unknown.
+            NonFiniteError: If a number became NaN or infinite. It names the layer, cause and cure.
         """
         if torch.compiler.is_exporting():
-            raise NotImplementedError("torch.export cannot take a solve: its length is the data's")
+            raise NotImplementedError(
+                "torch.export does not support a solve, because its length depends on the data"
+            )
         cfg = self.config
-        refuse_unknown(type(self).__name__, kwargs, not (position_ids is None and seq_idx is None))
+        has_documents = position_ids is not None or seq_idx is not None
+        check_arguments(type(self).__name__, kwargs, has_documents)
         if output_hidden_states is None:
             output_hidden_states = cfg.output_hidden_states
         if use_cache is None:
             use_cache = cfg.use_cache and not (self.training or return_state or state is not None)
 
-        # 1. Embed; find where the rows go on from.
+        # 1. Embed, and find the state that the rows continue from.
         hidden = embed(self.embeddings, input_ids, inputs_embeds)  # (b,l,d_model)
         batch, length = hidden.shape[:2]
-        cache = one_cache(past_key_values, cache)
+        cache = choose_cache(past_key_values, cache)
         if cache is None and use_cache:
             cache = FPRNNCache()
-        state = self._state_to_go_on_from(batch, state, cache)
-        wants_end = return_state or cache is not None
+        state = self._initial_state(batch, state, cache)
+        returns_state = return_state or cache is not None
 
-        # 2. Padding and documents, (b,l) each.
-        mask = checked_mask(attention_mask, batch, length, cached=cache is not None)
-        starts = document_starts(position_ids, seq_idx, batch, length)
-        tokens = Tokens(hidden, input_ids, mask, starts).with_padding_on_the_right()
+        # 2. Find padding and documents, (b,l) each.
+        mask = read_attention_mask(attention_mask, batch, length, has_cache=cache is not None)
+        starts = find_document_starts(position_ids, seq_idx, batch, length)
+        tokens = Tokens(hidden, input_ids, mask, starts).move_padding_right()
         if tokens.starts is not None:
-            # There is nothing to leave behind in a row that begins; with a cache it goes on.
+            # A row without a state has no earlier document; with a cache its document continues.
             tokens.starts[:, 0] &= state is not None and cache is None
-        tokens = self._with_ids_of_ends(tokens)
-        seqs = self._sequences(tokens.input_ids, tokens.mask, tokens.starts, state, wants_end)
+        tokens = self._with_eos_ids(tokens)
+        seqs = self._sequences(tokens.input_ids, tokens.mask, tokens.starts, state, returns_state)
 
-        # 3. The layers.
-        passed = self._through_layers(
+        # 3. Apply the layers.
+        outputs = self._apply_layers(
             tokens.hidden, seqs, state, cache, output_hidden_states, count_iterations
         )
         is_checked = not defer_check or cache is not None
         if is_checked:
-            self._check_finite(passed.is_finite)
+            self._check_finite(outputs.is_finite)
 
-        # 4. What is returned, padding back in its place.
-        states = [tokens.put_back(hidden) for hidden in passed.states]
-        end = self._end(tokens.input_ids, seqs, state, passed.ends) if wants_end else None
+        # 4. Collect the results, with padding in its original place.
+        hidden_states = [tokens.restore_padding(hidden) for hidden in outputs.hidden_states]
+        last_hidden = hidden_states[-1]
+        end_state = None
+        if returns_state:
+            end_state = self._end_state(tokens.input_ids, seqs, state, outputs.states)
         if cache is not None:
-            cache.state = end
+            cache.state = end_state
             cache.length += length
         output = FPRNNOutput(
-            last_hidden_state=states[-1],
-            hidden_states=tuple(states) if output_hidden_states else None,
-            fixed_point=self._report(passed.stats, tokens.back, states[-1].device),
-            state=end if return_state else None,
+            last_hidden_state=last_hidden,
+            hidden_states=tuple(hidden_states) if output_hidden_states else None,
+            fixed_point=self._report(outputs.stats, tokens.original_order, last_hidden.device),
+            state=end_state if return_state else None,
             **{CACHE: cache},
-            is_finite=None if is_checked else stack_flags(passed.is_finite),
+            is_finite=None if is_checked else stack_flags(outputs.is_finite),
         )
-        return output if _as_dict(return_dict, cfg) else output.to_tuple()
+        return output if _returns_dict(return_dict, cfg) else output.to_tuple()
 
-    def _state_to_go_on_from(self, batch, state, cache):
-        """The FPRNNState given by itself or in a cache; None for rows that begin.
+    def _initial_state(self, batch, state, cache):
+        """Return the state before the first tokens, given or in the cache, or None.
 
         Raises:
-            ValueError: both, a cache of another kind, or of another batch or model.
+            ValueError: If both are given, or if the cache or state does not fit.
         """
         if cache is not None:
             if state is not None:
@@ -368,74 +392,83 @@ class FPRNNModel(FPRNNPreTrainedModel):
         state.check(batch, [layer.block.state_shapes() for layer in self.layers])
         return state
 
-    def _with_ids_of_ends(self, tokens):
-        """The tokens, and where their ids are not known, those of them that are EOS tokens, if a
-        document starts after one."""
+    def _with_eos_ids(self, tokens):
+        """Find the EOS tokens among embedded tokens, if a document starts after one."""
         cfg = self.config
         if tokens.input_ids is not None or not cfg.reset_at_eos or cfg.eos_token_id is None:
             return tokens
         return tokens._replace(
-            input_ids=ends_among(tokens.hidden, self.embeddings, cfg.eos_token_id)
+            input_ids=find_eos_ids(tokens.hidden, self.embeddings, cfg.eos_token_id)
         )
 
-    def _through_layers(self, hidden, seqs, state, cache, output_hidden_states, count_iterations):
-        """The embedded tokens (b,l,d_model) through the layers and the final norm → Passed."""
+    def _apply_layers(self, hidden, seqs, state, cache, output_hidden_states, count_iterations):
+        """Apply the layers and the final norm to the embedded tokens (b,l,d_model)."""
         residual = None
-        states, stats, ends = [], [], []
-        is_finite = [all_finite(hidden)]  # not read here: each reading waits for the device
+        hidden_states, stats, states = [], [], []
+        is_finite = [all_finite(hidden)]  # read later, because each reading waits for the device
         for index, layer in enumerate(self.layers):
-            if output_hidden_states:  # the layer reads the very tensor, so that it gets a gradient
+            if output_hidden_states:  # the layer reads the same tensor, which so gets a gradient
                 hidden = hidden if residual is None else residual + hidden
                 residual = None
-                states.append(hidden)
+                hidden_states.append(hidden)
             if state is not None:
                 seqs = seqs._replace(state=state.layers[index])
             if cache is not None:
-                seqs = seqs._replace(kept=cache.kept(index))
+                seqs = seqs._replace(cache=cache.weight_cache(index))
             try:
-                hidden, residual, layer_stats, *end = layer(
+                hidden, residual, layer_stats, *layer_state = layer(
                     hidden, residual, seqs, count_iterations
                 )
-            except NonFiniteError as e:
-                self._check_finite([*is_finite, torch.tensor(False)], str(e))
+            except NonFiniteError as error:
+                self._check_finite([*is_finite, torch.tensor(False)], str(error))
             is_finite.append(all_finite(hidden))
             if layer_stats is not None:
                 stats.append(layer_stats)
-            ends += end
+            states += layer_state
         hidden = self.norm_f(residual + hidden)
         is_finite.append(all_finite(hidden))
-        return Passed([*states, hidden], stats, ends, is_finite)
+        return LayerOutputs([*hidden_states, hidden], stats, states, is_finite)
 
-    def _report(self, stats, back, device):
-        """The FixedPointReport of the layers' stats, padding back in its place; None without a
-        fixed-point layer. device: of the report; layers may lie on several."""
+    def _report(self, stats, original_order, device):
+        """Stack the layers' statistics, with padding in its original place.
+
+        Args:
+            stats: FixedPointStats of each fixed-point layer.
+            original_order: `Tokens.original_order`.
+            device: Device of the report, because layers may be on several.
+
+        Returns:
+            FixedPointReport, or None without a fixed-point layer.
+        """
         if not stats:
             return None
-        *others, adjoint_norms = zip(*stats)
+        *columns, adjoint_norms = zip(*stats)
         fields = [
             None if field[0] is None else torch.stack([t.to(device) for t in field])
-            for field in others
+            for field in columns
         ]
-        written_later = None if adjoint_norms[0] is None else list(adjoint_norms)
-        report = FixedPointReport([*fields, written_later], self.solved_layers)
-        if back is not None and report.token_iters is not None:
-            report.token_iters = report.token_iters.take_along_dim(back.unsqueeze(0), 2)
+        norms = (
+            None if adjoint_norms[0] is None else list(adjoint_norms)
+        )  # the backward writes them
+        report = FixedPointReport([*fields, norms], self.solved_layers)
+        if original_order is not None and report.token_iters is not None:
+            report.token_iters = report.token_iters.take_along_dim(original_order.unsqueeze(0), 2)
         return report
 
     def _check_finite(self, is_finite, symptom="its output is NaN or infinite"):
-        """Read the flags of a pass at once; refuse the pass if one is False.
+        """Read the flags of a pass at once, and raise an error if one is False.
 
         Args:
-            is_finite: (,) bool each: of the embeddings, of the layers' outputs, of the final norm.
-            symptom: What was seen at the first place that is not finite.
+            is_finite: Bool tensors (,) of the embeddings, the layers' outputs and the final norm.
+            symptom: Description of the first place that is not finite.
 
         Raises:
-            NonFiniteError: A flag is False; the error names the first such place.
+            NonFiniteError: If a flag is False; the error names the first such place.
         """
         self.refuse_nonfinite(read_flags(is_finite), symptom)
 
-    def _places(self):
-        """Return the places in which a pass may stop being finite: (name, module) each."""
+    def _list_places(self):
+        """Return (name, module) of all places whose output is checked to be finite."""
         layers = [(f"layer {index}", layer) for index, layer in enumerate(self.layers)]
         embedded = ("the embedded input", self.embeddings)
         return [embedded, *layers, ("the final norm", self.norm_f)]
@@ -448,26 +481,26 @@ class FPRNNModel(FPRNNPreTrainedModel):
         """Raise an error that names the first place that is not finite, if there is one.
 
         Args:
-            is_finite: FPRNNOutput.is_finite, or its values; None: the pass was checked before.
-            symptom: Description of the failure there.
+            is_finite: FPRNNOutput.is_finite, or its values. None: the pass has been checked.
+            symptom: Description of that place.
 
         Raises:
-            NonFiniteError: A flag is False.
+            NonFiniteError: If a flag is False.
         """
         if isinstance(is_finite, torch.Tensor):
             is_finite = is_finite.tolist()
         if is_finite is not None and not all(is_finite):
-            place, module = self._places()[is_finite.index(False)]
-            raise explained(place, module, self.config, symptom) from None
+            place, module = self._list_places()[is_finite.index(False)]
+            raise explain_nonfinite(place, module, self.config, symptom) from None
 
-    def _end(self, input_ids, seqs, state, ends):
-        """The FPRNNState after the last token, from those of the layers."""
+    def _end_state(self, input_ids, seqs, state, layer_states):
+        """Return the FPRNNState after the last token."""
         if input_ids is None:
-            return FPRNNState(tuple(ends), None)
-        known = state is not None and state.last_token is not None
-        before = state.last_token if known else input_ids.new_full(input_ids.shape[:1], -1)
-        tokens = last(input_ids.unsqueeze(-1), 1, before[:, None, None], seqs)
-        return FPRNNState(tuple(ends), tokens.flatten())
+            return FPRNNState(tuple(layer_states), None)
+        is_known = state is not None and state.last_token is not None
+        previous = state.last_token if is_known else input_ids.new_full(input_ids.shape[:1], -1)
+        tokens = last_valid_tokens(input_ids.unsqueeze(-1), 1, previous[:, None, None], seqs)
+        return FPRNNState(tuple(layer_states), tokens.flatten())
 
 
 class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
@@ -481,7 +514,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         self.backbone = FPRNNModel(config)
         self.lm_head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         self.post_init()
-        let_be_known(self)
+        register_model_types(self)
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
@@ -490,15 +523,15 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         self.lm_head = value
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        """Do as GenerationMixin does, and add an empty cache if the prompt is read in chunks.
+        """Prepare as GenerationMixin does, and add an empty cache if the prompt is read in chunks.
 
-        Without chunks the first forward pass makes the cache; `generate` splits a prompt only if
-        there is a cache before it.
+        Without chunks the first forward pass creates the cache. `generate` splits a prompt only if
+        there already is a cache.
         """
-        in_chunks = generation_config.prefill_chunk_size is not None
-        given = any(model_kwargs.get(name) is not None for name in ("past_key_values", "cache"))
+        is_chunked = generation_config.prefill_chunk_size is not None
+        has_cache = any(model_kwargs.get(name) is not None for name in ("past_key_values", "cache"))
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        if in_chunks and not given and generation_config.use_cache is not False:
+        if is_chunked and not has_cache and generation_config.use_cache is not False:
             model_kwargs[CACHE] = FPRNNCache()
 
     def forward(
@@ -521,30 +554,32 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         cache: FPRNNCache | None = None,
         **kwargs: Any,
     ) -> FPRNNCausalLMOutput | tuple[Any, ...]:
-        """Next-token logits and, with labels, the mean cross-entropy.
+        """Compute next-token logits and, with labels, the mean cross-entropy.
 
         Args:
-            labels: (b,l), shifted inside as everywhere in HuggingFace (labels = input_ids).
-            logits_to_keep: only the last so many positions' logits (0: all), or a tensor: see
-                loss.kept. The loss is then over these alone.
-            loss_only: no logits; the loss is computed LOSS_CHUNK_TOKENS at a time.
-            state, return_state, past_key_values, use_cache, position_ids, seq_idx,
-                count_iterations and what is raised: see FPRNNModel.forward. The last target of a
-                segment is the first token of the next: segments are trained with shift_labels.
-            kwargs: shift_labels, (b,l): labels already shifted, shift_labels[t] is the token after
-                input_ids[t]; wins over labels. num_items_in_batch: the number of targets of all
-                micro-batches of an update, by which the sum over this one's is divided instead of
-                their own number. −100 is no target in both kinds of labels.
-                (transformers' Trainer would call for both kinds if both were named arguments.)
+            input_ids, attention_mask, inputs_embeds, output_hidden_states, return_dict, state,
+                return_state, past_key_values, use_cache, position_ids, seq_idx, count_iterations,
+                cache: See FPRNNModel.forward, which also lists the errors.
+            labels: The input's own tokens, (b,l); they are shifted inside, as everywhere in
+                transformers. −100 is no target. The last target of a segment is the first token of
+                the next one, so segments need shift_labels instead.
+            logits_to_keep: Number of last positions whose logits are computed (0: all), or a tensor
+                as in batch.select_positions. The loss is then over these positions only.
+            loss_only: Whether to compute the loss without logits, LOSS_CHUNK_TOKENS at a time.
+            kwargs: shift_labels, (b,l), are labels that are already shifted: shift_labels[t] is the
+                token after input_ids[t]; they win over labels. num_items_in_batch is the number of
+                targets in all micro-batches of an update, which the sum is divided by instead of
+                their number in this one. They are not named arguments, because the Trainer of
+                transformers would then require both kinds of labels.
         """
-        # 1. What is to be predicted, (b,l).
-        targets = targets_of(labels, kwargs.pop("shift_labels", None))
+        # 1. Find the target of each token, (b,l).
+        targets = choose_targets(labels, kwargs.pop("shift_labels", None))
         num_items = kwargs.get("num_items_in_batch")
         self._check_targets(targets, loss_only, logits_to_keep)
         if loss_only and use_cache is None:
-            use_cache = False  # nothing is to go on from here
+            use_cache = False  # no later pass continues from a pass that computes a loss
 
-        # 2. The backbone: (b,l,d_model).
+        # 2. Apply the backbone: (b,l,d_model).
         outputs = self.backbone(
             input_ids,
             attention_mask,
@@ -553,7 +588,7 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             return_dict=True,
             state=state,
             return_state=return_state,
-            past_key_values=one_cache(past_key_values, cache),
+            past_key_values=choose_cache(past_key_values, cache),
             use_cache=use_cache,
             position_ids=position_ids,
             seq_idx=seq_idx,
@@ -562,11 +597,11 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             **kwargs,
         )
 
-        # 3. The head: logits (b,·,vocab_size), and the loss.
+        # 3. Apply the head: logits (b,·,vocab_size), and the loss.
         hidden = outputs.last_hidden_state
         if loss_only:
             total = chunked_nll_sum(self.lm_head, hidden, targets, LOSS_CHUNK_TOKENS)
-            logits, loss = None, total / number_of(targets, num_items)
+            logits, loss = None, total / count_targets(targets, num_items)
         else:
             logits, loss = self._logits_and_loss(hidden, targets, logits_to_keep, num_items)
         self._check_finite(outputs.is_finite, logits, loss)
@@ -578,85 +613,94 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             state=outputs.state,
             **{CACHE: getattr(outputs, CACHE)},
         )
-        return output if _as_dict(return_dict, self.config) else output.to_tuple()
+        return output if _returns_dict(return_dict, self.config) else output.to_tuple()
 
     def _logits_and_loss(self, hidden, targets, logits_to_keep, num_items):
         """Return the logits (b,·,vocab_size) and, given targets, the loss over these positions."""
-        logits = in_fp32(self.lm_head(kept(hidden, logits_to_keep)))
+        logits = to_fp32(self.lm_head(select_positions(hidden, logits_to_keep)))
         if targets is None:
             return logits, None
-        those = kept(targets, logits_to_keep)
-        return logits, nll_sum(logits, those) / number_of(those, num_items)
+        targets = select_positions(targets, logits_to_keep)
+        return logits, nll_sum(logits, targets) / count_targets(targets, num_items)
 
-    def _check_finite(self, of_backbone, logits, loss):
-        """Read the flags of the whole pass at once; refuse the pass if one is False.
+    def _check_finite(self, backbone_flags, logits, loss):
+        """Read the flags of the whole pass at once, and raise an error if one is False.
 
         Args:
-            of_backbone: FPRNNOutput.is_finite; None if the backbone has read its own.
-            logits, loss: What the head computed; None: not computed.
+            backbone_flags: FPRNNOutput.is_finite; None if the backbone has checked itself.
+            logits, loss: Results of the head, or None.
 
         Raises:
-            NonFiniteError: A flag is False; the error names the first such place.
+            NonFiniteError: If a flag is False; the error names the first such place.
         """
-        of_head = [all_finite(t) for t in (logits, loss) if t is not None]
-        of_backbone = [] if of_backbone is None else list(of_backbone)
-        flags = read_flags([*of_backbone, *of_head])
-        self.backbone.refuse_nonfinite(flags[: len(of_backbone)])
+        head_flags = [all_finite(t) for t in (logits, loss) if t is not None]
+        backbone_flags = [] if backbone_flags is None else list(backbone_flags)
+        flags = read_flags([*backbone_flags, *head_flags])
+        self.backbone.refuse_nonfinite(flags[: len(backbone_flags)])
         if not all(flags):
             symptom = "finite hidden states gave a logit or a loss that is NaN or infinite"
-            raise explained("the head", self.lm_head, self.config, symptom)
+            raise explain_nonfinite("the head", self.lm_head, self.config, symptom)
 
     def _check_targets(self, targets, loss_only, logits_to_keep):
-        """Raise a ValueError if a loss would be missing without a word."""
+        """Raise a ValueError if `loss_only` cannot compute the loss that is asked for."""
         if targets is None and loss_only:
             raise ValueError("loss_only needs labels or shift_labels")
         if loss_only and (torch.is_tensor(logits_to_keep) or logits_to_keep):
-            raise ValueError("loss_only is of all tokens: logits_to_keep must be 0 with it")
+            raise ValueError("loss_only uses all tokens: logits_to_keep must be 0 with it")
 
     def solver(self, length: int | None = None) -> dict[str, Any] | str:
-        """How the layers' solves go in the mode the model is in; see FixedPointBlock.solver. "none"
-        where no layer is solved."""
+        """Return the solver's settings in the model's mode, or "none" without fixed-point layers.
+
+        Args:
+            length: Tokens per sequence. None: unknown.
+
+        Returns:
+            See strategies.Solver.describe.
+        """
         blocks = self.fixed_point_blocks()
-        return blocks[0].solver(self._settings(), length) if blocks else "none"
+        return blocks[0].describe_solver(self._settings(), length) if blocks else "none"
 
     def flops_per_token(
         self, evaluations: float, training: bool = True, length: int | None = None
     ) -> float:
-        """FLOPs per token with so many evaluations a token in every fixed-point layer.
+        """Count FLOPs per token; a multiply-add counts as two.
 
-        Training: the solve forward, then prepare, one evaluation (of one_step n_backwards)
-        and finish forward and backward (three times the forward); the head likewise.
-        Where the gradient goes through the solve itself, token by token, that evaluation is one of
-        the solve's. What an adjoint iterates in windows is not counted: it is known afterwards
-        only. A multiply-add counts two, and the number is affine in `evaluations`.
+        Training is the forward of the solve, then forward and backward (three times the forward) of
+        `prepare`, of one evaluation (`n_backwards` with one_step), of `finish` and of the head. If
+        the gradient goes through a solve token by token, that evaluation is one of the solve's.
+        The iterations of an adjoint in windows are not counted, because they are only known
+        afterwards. The number is affine in `evaluations`.
 
-        Args: length: of the sequences, which attention's scores depend on; None: the longest.
+        Args:
+            evaluations: Evaluations per token in every fixed-point layer.
+            training: Whether to count the backward.
+            length: Tokens per sequence, which the scores of attention depend on. None: the longest.
         """
         length = length or self.config.max_position_embeddings
         solved = self.fixed_point_blocks()
         layers = [block.flops_per_token() for block in solved]
-        once, step = sum(o for o, _ in layers), sum(s for _, s in layers)
-        plain = [m for m in self.modules() if isinstance(m, PlainLayer)]
-        once += sum(layer.flops_per_token(length) for layer in plain)
+        per_pass, step = sum(p for p, _ in layers), sum(s for _, s in layers)
+        baselines = [m for m in self.modules() if isinstance(m, PlainLayer)]
+        per_pass += sum(layer.flops_per_token(length) for layer in baselines)
         head = 2 * self.lm_head.weight.numel()
         if not solved:
-            return (3 if training else 1) * (once + head)
-        block = solved[0]
+            return (3 if training else 1) * (per_pass + head)
         settings = self._settings()
-        kind, how = settings.gradient, block.solver(settings)
-        steps = settings.n_backwards if kind == "one_step" else 1
-        differentiated = once + steps * step + head
-        if kind == how["token"] == "exact" and how["schedule"] == "sequential":
+        solver = solved[0].describe_solver(settings)
+        gradient = settings.gradient
+        steps = settings.n_backwards if gradient == "one_step" else 1
+        differentiated = per_pass + steps * step + head
+        if gradient == solver["token"] == "exact" and solver["schedule"] == "sequential":
             evaluations = evaluations - 1
         return evaluations * step + (3 if training else 1) * differentiated
 
 
 class FPRNNForSequenceClassification(FPRNNPreTrainedModel):
-    """FPRNNModel with a linear head on each row's last token, which has read all before it."""
+    """FPRNNModel with a linear head on each row's last token, which has read the whole row."""
 
-    # Of a language model's checkpoint the head on top of the vocabulary is left out.
+    # The head of a language model's checkpoint is not loaded.
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]  # noqa: RUF012
-    # The loss is a mean over rows: the Trainer divides it by the number of accumulation steps.
+    # The loss is a mean over rows, which the Trainer divides by the number of accumulation steps.
     accepts_loss_kwargs = False
 
     def __init__(self, config: FPRNNConfig) -> None:
@@ -665,7 +709,7 @@ class FPRNNForSequenceClassification(FPRNNPreTrainedModel):
         self.backbone = FPRNNModel(config)
         self.score = nn.Linear(config.d_model, config.num_labels, bias=False)
         self.post_init()
-        let_be_known(self)
+        register_model_types(self)
 
     def forward(
         self,
@@ -681,17 +725,18 @@ class FPRNNForSequenceClassification(FPRNNPreTrainedModel):
         """Score every row by its last token that is not padding.
 
         Args:
-            input_ids, attention_mask, inputs_embeds, kwargs: See FPRNNModel.forward. Without a mask
-                config.pad_token_id says which ids are padding, where it is set.
+            input_ids, attention_mask, inputs_embeds, output_hidden_states, return_dict, kwargs: See
+                FPRNNModel.forward. Without a mask, tokens with config.pad_token_id are padding.
             labels: (b,) classes; (b,) numbers for one label; (b,num_labels) 0 or 1 for
                 config.problem_type "multi_label_classification".
             use_cache: Has no effect; no cache is returned.
 
         Returns:
-            logits (b,num_labels) in fp32, hidden_states if asked for, and with labels their loss.
+            logits (b,num_labels) in fp32, hidden_states if asked for, and the loss with labels.
 
         Raises:
-            ValueError: Several rows, without a mask and a pad_token_id; or as FPRNNModel.forward.
+            ValueError: If there are several rows, but no mask and no pad_token_id; or as
+                FPRNNModel.forward.
         """
         outputs = self.backbone(
             input_ids,
@@ -703,9 +748,9 @@ class FPRNNForSequenceClassification(FPRNNPreTrainedModel):
             **kwargs,
         )
         hidden = outputs.last_hidden_state
-        places = self._last_tokens(hidden, input_ids, attention_mask)
+        positions = self._find_last_tokens(hidden, input_ids, attention_mask)
         rows = torch.arange(hidden.shape[0], device=hidden.device)
-        logits = in_fp32(self.score(hidden[rows, places]))
+        logits = to_fp32(self.score(hidden[rows, positions]))
         loss = None
         if labels is not None:
             loss = self.loss_function(
@@ -714,10 +759,10 @@ class FPRNNForSequenceClassification(FPRNNPreTrainedModel):
         output = SequenceClassifierOutput(
             loss=loss, logits=logits, hidden_states=outputs.hidden_states
         )
-        return output if _as_dict(return_dict, self.config) else output.to_tuple()
+        return output if _returns_dict(return_dict, self.config) else output.to_tuple()
 
-    def _last_tokens(self, hidden, input_ids, attention_mask):
-        """Place of every row's last token that is not padding, (b,)."""
+    def _find_last_tokens(self, hidden, input_ids, attention_mask):
+        """Return the position of every row's last token that is not padding, (b,)."""
         batch, length = hidden.shape[:2]
         if attention_mask is not None:
             is_token = attention_mask != 0
@@ -727,15 +772,15 @@ class FPRNNForSequenceClassification(FPRNNPreTrainedModel):
             is_token = torch.ones(1, length, dtype=torch.bool)
         else:
             raise ValueError(
-                f"a batch of {batch} rows needs an attention_mask, 0 at padding: input_ids and"
-                " config.pad_token_id do not say where their last tokens are"
+                f"a batch of {batch} rows needs an attention_mask, 0 at padding: the last tokens"
+                " are unknown without it, or input_ids and config.pad_token_id"
             )
-        places = torch.arange(length, device=hidden.device)
-        return (places * is_token.to(hidden.device)).argmax(1)
+        positions = torch.arange(length, device=hidden.device)
+        return (positions * is_token.to(hidden.device)).argmax(1)
 
 
-def _as_dict(return_dict, config):
-    """Whether an output is returned as it is, or as a tuple."""
+def _returns_dict(return_dict, config):
+    """Return whether the output is a ModelOutput, not a tuple."""
     return config.return_dict if return_dict is None else return_dict
 
 

@@ -1,4 +1,4 @@
-"""A layer of the stack: norm, block, the residual stream; and how all are initialised."""
+"""A layer of the stack (norm, block, residual stream), and the initialization of all layers."""
 
 import math
 from typing import Any
@@ -17,8 +17,8 @@ from .layers import Orthogonal, RMSNorm, WNLinear
 from .mixers import Kronecker, Monarch, Reflections
 from .state import Sequences
 
-# What a layer of a pattern may be (fields.KINDS) beside a fixed-point block.
-PLAIN = {
+# Kinds of layers (fields.KINDS) that are not fixed-point blocks.
+BASELINES = {
     "mamba": Mamba,
     "mamba2": Mamba2,
     "mamba3": Mamba3,
@@ -36,26 +36,33 @@ PLAIN = {
 
 
 class SolvesOnceLayer(GradientCheckpointingLayer):
-    """A layer that hands `_gradient_checkpointing_func` a part of its work itself. The base class
-    would checkpoint all of `forward`, and the backward solve a second time."""
+    """A layer that passes only a part of its work to `_gradient_checkpointing_func`.
+
+    The base class would checkpoint all of `forward`, so that the backward would solve again.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super(GradientCheckpointingLayer, cls).__init_subclass__(**kwargs)
 
 
 class FPRNNLayer(SolvesOnceLayer):
-    """residual += hidden; hidden = block(norm(residual))."""
+    """One layer: residual += hidden; hidden = block(norm(residual))."""
 
     def __init__(self, config: Any, layer: Any) -> None:
-        """config: the model's. layer: a fields.Layer."""
+        """Create a layer.
+
+        Args:
+            config: Configuration of the model.
+            layer: The fields.Layer.
+        """
         super().__init__()
         self.norm = RMSNorm(config.d_model, config.norm_epsilon)
         self.kind = layer.kind
-        own = config.of_layer(layer)
-        if layer.kind in PLAIN:
-            self.block = PLAIN[layer.kind](own)
+        layer_config = config.layer_config(layer)
+        if layer.kind in BASELINES:
+            self.block = BASELINES[layer.kind](layer_config)
         else:
-            self.block = build_block(own)
+            self.block = build_block(layer_config)
 
     def forward(
         self,
@@ -64,27 +71,44 @@ class FPRNNLayer(SolvesOnceLayer):
         seqs: Sequences = Sequences(),  # noqa: B008
         count_iterations: bool = False,
     ) -> tuple[Any, ...]:
+        """Apply the layer.
+
+        Args:
+            hidden: Output of the layer before, (b,l,d_model).
+            residual: Residual stream before that layer's output, or None in the first layer.
+            seqs: Properties of the batch's tokens.
+            count_iterations: Whether a fixed-point block measures ℓ*.
+
+        Returns:
+            The block's output, the residual stream, FixedPointStats or None, and with
+            `seqs.return_state` the block's state.
+        """
         residual = hidden if residual is None else residual + hidden
         residual = residual.to(torch.promote_types(residual.dtype, torch.float32))
-        checkpointed = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-        checkpoint = self._gradient_checkpointing_func if checkpointed else None
-        # What the block returns after its output: its stats, or None, and its state if asked.
-        hidden, *rest = self.block(self.norm(residual), seqs, checkpoint, count_iterations)
-        return hidden, residual, *rest
+        is_checkpointed = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        checkpoint = self._gradient_checkpointing_func if is_checkpointed else None
+        hidden, *results = self.block(self.norm(residual), seqs, checkpoint, count_iterations)
+        return hidden, residual, *results
 
 
 def initialise(module: nn.Module, config: Any) -> None:
-    """Mamba's initialisation (docs/model.md, 'Initialisation'). Only `init.*` calls: they leave
-    alone what a checkpoint has loaded. config: the model's."""
+    """Initialize a module as Mamba does (docs/model.md, 'Initialisation').
+
+    It only calls `init.*`, which does not change parameters that a checkpoint has loaded.
+
+    Args:
+        module: Any module of the model.
+        config: Configuration of the model.
+    """
     if isinstance(module, nn.Embedding):
         init.normal_(module.weight, std=config.embedding_init_std)
     elif isinstance(module, nn.Linear | nn.Conv1d):
-        normed = isinstance(module, WNLinear)
-        weight = module.direction if normed else module.weight
+        is_normed = isinstance(module, WNLinear)
+        weight = module.direction if is_normed else module.weight
         init.kaiming_uniform_(weight, a=math.sqrt(5))
         if module.bias is not None:
             init.zeros_(module.bias)
-        if normed:
+        if is_normed:
             init.copy_(module.gain, torch.linalg.vector_norm(weight, dim=1, keepdim=True))
     elif isinstance(module, RMSNorm | nn.LayerNorm | nn.GroupNorm):
         init.ones_(module.weight)
@@ -104,9 +128,9 @@ def _initialise_block(module, cfg):
     init.copy_(module.out_proj.weight, module.out_proj.weight / math.sqrt(cfg.n_layer))
     if isinstance(module, FixedPointBlock):
         init.copy_(module.out_proj.weight, module.out_proj.weight * cfg.out_proj_init_scale)
-        _start_gates(module.mixer, cfg.mixer_gate_init_bias)
+        _initialise_gates(module.mixer, cfg.mixer_gate_init_bias)
         if module.centroids is not None:
-            init.normal_(module.centroids.vectors)  # as long as what the block's norm makes
+            init.normal_(module.centroids.vectors)  # as long as the output of the block's norm
             init.constant_(module.centroids.log_sharpness, math.log(16))
     if isinstance(module, FPMamba1 | Mamba):
         n = torch.arange(1, cfg.d_state + 1, dtype=torch.float32, device=module.A_log.device)
@@ -126,7 +150,7 @@ def _initialise_block(module, cfg):
         A = torch.empty(module.heads, device=module.A_log.device).uniform_(0, 16).clamp_min(1e-3)
         init.copy_(module.A_log, A.log())
         dt_bias = module.dt_bias
-        if isinstance(module, M2RNN):  # a state that is not moved yet
+        if isinstance(module, M2RNN):  # the transition starts as the identity
             identity = torch.eye(cfg.headdim, device=module.state_proj.device)
             init.copy_(module.state_proj, identity.expand_as(module.state_proj))
     elif isinstance(module, RWKV7):
@@ -144,19 +168,19 @@ def _initialise_block(module, cfg):
 
 
 def _initialise_rwkv7(layer):
-    """As flash-linear-attention does in the first of many layers, but for out_proj and g_norm."""
+    """Initialize as flash-linear-attention does in its first layer, except out_proj and g_norm."""
     d, e = layer.config.d_model, layer.config.d_model // layer.heads
-    at = torch.arange(d, dtype=torch.float32, device=layer.k_k.device)
-    linear = at / max(1, d - 1) - 0.5
-    zigzag = (at % e - (e - 1) / 2) / max(1, (e - 1) / 2)
+    channel = torch.arange(d, dtype=torch.float32, device=layer.k_k.device)
+    linear = channel / max(1, d - 1) - 0.5
+    zigzag = (channel % e - (e - 1) / 2) / max(1, (e - 1) / 2)
     zigzag = zigzag * zigzag.abs()
     powers = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
     for name, power in powers.items():
-        init.copy_(getattr(layer, f"x_{name}"), 1 - (at / d) ** power)
+        init.copy_(getattr(layer, f"x_{name}"), 1 - (channel / d) ** power)
     init.copy_(layer.k_k, 0.71 - 0.1 * linear)
     init.constant_(layer.k_a, 1.02)
     init.constant_(layer.r_k, -0.04)
-    decay = 6 * at / max(1, d - 1) - 6 + 0.5 + 2.5 * zigzag
+    decay = 6 * channel / max(1, d - 1) - 6 + 0.5 + 2.5 * zigzag
     init.copy_(layer.w_lora.up.bias, decay)
     init.copy_(layer.a_lora.up.bias, -0.19 + 0.3 * zigzag + 0.4 * linear)
     for low_rank in (layer.w_lora, layer.a_lora, layer.g_lora):
@@ -168,7 +192,7 @@ def _initialise_rwkv7(layer):
 
 
 def _initialise_slstm(layer):
-    """As the authors do: nothing is read of the output before, and forget gates start open."""
+    """Initialize as the authors do: recurrent weights are zero, and forget gates start open."""
     bound = layer.gates.shape[-1] ** -0.5
     init.uniform_(layer.gates, -bound, bound)
     init.zeros_(layer.recurrent)
@@ -178,18 +202,18 @@ def _initialise_slstm(layer):
 
 
 def _initialise_lstm(lstm):
-    """PyTorch's for the matrices; forget gates start open (Jozefowicz et al. 2015)."""
+    """Initialize matrices as PyTorch does; forget gates start open (Jozefowicz et al. 2015)."""
     width = lstm.hidden_size
     for weight in (lstm.weight_ih_l0, lstm.weight_hh_l0):
         init.uniform_(weight, -(width**-0.5), width**-0.5)
     bias = torch.zeros_like(lstm.bias_ih_l0)
-    bias[width : 2 * width] = 1  # gates come as i, f, g, o
+    bias[width : 2 * width] = 1  # the order of the gates is i, f, g, o
     init.copy_(lstm.bias_ih_l0, bias)
     init.zeros_(lstm.bias_hh_l0)
 
 
-def _start_gates(mixer, value):
-    """Have the mixer's gates be near σ(value) at first."""
+def _initialise_gates(mixer, value):
+    """Set the biases of the mixer's gates, which start near σ(value)."""
     for part in mixer.modules():
         if isinstance(part, Reflections):
             init.constant_(part.alpha_proj.bias, value)
@@ -197,25 +221,33 @@ def _start_gates(mixer, value):
             init.constant_(part.gate_proj.bias, value)
 
 
-def let_be_known(model: Any) -> None:
-    """Enter a model's class, and its base model's, in transformers' lists of names: under label
-    smoothing the Trainer shifts labels only for models in it, and pipelines warn of others.
+def register_model_types(model: Any) -> None:
+    """Add the classes of a model and of its base model to transformers' lists of model names.
+
+    The Trainer shifts labels under label smoothing only for listed models, and pipelines warn about
+    unlisted ones.
     """
-    # Not at the top: the Auto classes may be importing the file that imports this one.
+    # Not imported at the top: the Auto classes may be importing the file that imports this one.
     from transformers.models.auto import modeling_auto
 
     kind, name = model.config.model_type, type(model).__name__
-    names_of_task = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    task_names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if name.endswith("ForSequenceClassification"):
-        names_of_task = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-    names_of_task.setdefault(kind, name)
+        task_names = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    task_names.setdefault(kind, name)
     modeling_auto.MODEL_MAPPING_NAMES.setdefault(kind, type(model.base_model).__name__)
 
 
 def initialise_once(model: Any, module: Any) -> None:
-    """Have a PreTrainedModel initialise a module if it, or a child, has weights that no checkpoint
-    has loaded. transformers looks at a module's own parameters alone, where the code is not its
-    own: a layer that has none, or all of them loaded, would not initialise its children's.
+    """Initialize a module if it, or a child, has weights that no checkpoint has loaded.
+
+    For code that is not its own, transformers looks at a module's own parameters only. It would not
+    initialize the children of a layer without own parameters, or with own parameters that are all
+    loaded.
+
+    Args:
+        model: The PreTrainedModel.
+        module: One of its modules.
     """
     if getattr(module, "_is_hf_initialized", False):
         return

@@ -13,9 +13,9 @@ from lm.model.fields import AUTO_WINDOW
 from lm.report import estimate
 from lm.report.estimate import Sizes, on_the_meta_device, sizes
 from lm.training import init_from
-from lm.training.build import vocabulary, with_built_in_mixers
+from lm.training.build import model_vocab_size, replace_custom_mixers
 from lm.training.deepspeed_json import deepspeed_config
-from lm.training.optim import described as described_optimizer
+from lm.training.optim import describe_optimizer as described_optimizer
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,7 +30,7 @@ EVALUATIONS = 10.0  # of a token and layer where a solve iterates: an assumption
 
 
 @dataclass(frozen=True)
-class Where:
+class Hardware:
     """Hardware that a run is planned for.
 
     Attributes:
@@ -44,7 +44,9 @@ class Where:
     utilisation: float = UTILISATION
 
 
-def where(world_size: int, gpu: str | None = None, utilisation: float | None = None) -> Where:
+def parse_hardware(
+    world_size: int, gpu: str | None = None, utilisation: float | None = None
+) -> Hardware:
     """Return what the options of `fprnn plan` mean; None is the default.
 
     Raises:
@@ -55,7 +57,7 @@ def where(world_size: int, gpu: str | None = None, utilisation: float | None = N
             f"--utilisation is {utilisation:g}: it is the share of the card's peak that is reached,"
             " above 0 and at most 1"
         )
-    return Where(world_size, find_card(gpu or detect_gpu_name()), utilisation or UTILISATION)
+    return Hardware(world_size, find_card(gpu or detect_gpu_name()), utilisation or UTILISATION)
 
 
 # Work.
@@ -92,7 +94,7 @@ def fits_kernel(block: Any) -> bool:
 def layers_of(cfg: Config, model: PreTrainedModel, on_gpu: bool) -> Layers:
     """Return the layers of a model, which may lie on the meta device.
 
-    `auto` on a GPU is token by token if its kernel fits (`width` in lm/model/fixed_point.py).
+    `auto` on a GPU is token by token if its kernel fits (`window_width` in lm/model/strategies.py).
     """
     blocks, solver = model.fixed_point_blocks(), cfg.solver.settled()
     by_token = []
@@ -117,7 +119,7 @@ def settled_schedule(cfg: Config, layers: Layers) -> Config:
     return copy
 
 
-def hours(cfg: Config, at: Where, layers: Layers, flops: float) -> dict | None:
+def hours(cfg: Config, at: Hardware, layers: Layers, flops: float) -> dict | None:
     """Return the hours of a run by part, or None where no rate was measured.
 
     Args:
@@ -139,7 +141,7 @@ def hours(cfg: Config, at: Where, layers: Layers, flops: float) -> dict | None:
     }
 
 
-def plan(cfg: Config, at: Where | int) -> dict:
+def plan(cfg: Config, at: Hardware | int) -> dict:
     """Return the costs of a run, by the formulas of `lm.report.estimate`.
 
     Builds the model on the meta device and downloads nothing.
@@ -149,12 +151,12 @@ def plan(cfg: Config, at: Where | int) -> dict:
         at: The hardware; a number means GPUs of the default card.
 
     Raises:
-        ConfigError: As `build_model`, `vocabulary` and `deepspeed_config`.
+        ConfigError: As `build_model`, `model_vocab_size` and `deepspeed_config`.
     """
     if isinstance(at, int):
-        at = where(at)
-    cfg, own_mixers = with_built_in_mixers(cfg)
-    vocab_size = vocabulary(cfg)
+        at = parse_hardware(at)
+    cfg, own_mixers = replace_custom_mixers(cfg)
+    vocab_size = model_vocab_size(cfg)
     model = on_the_meta_device(cfg, vocab_size)
     layers = layers_of(cfg, model, at.card.on_gpu)
     solved = settled_schedule(cfg, layers)
@@ -185,7 +187,7 @@ def plan(cfg: Config, at: Where | int) -> dict:
     }
 
 
-def _planned_memory(cfg: Config, at: Where, counted: Sizes, vocab_size: int) -> dict:
+def _planned_memory(cfg: Config, at: Hardware, counted: Sizes, vocab_size: int) -> dict:
     """Return the bytes on a GPU and on the disk."""
     stage = deepspeed_config(cfg, at.world_size)["zero_optimization"]["stage"]
     known = at.world_size, at.card, counted, vocab_size

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.common.errors import UserError, describe_refused_pickle
+from lm.common.errors import UserError, describe_refused_pickle, require
 from lm.model.checksums import refuse_changed
 
 if TYPE_CHECKING:
@@ -34,10 +34,14 @@ def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
             than were exported; a weight that is missing, unknown to the model, of another shape,
             or not finite. transformers itself would go on with random values.
     """
+    require("torch", "a model")
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from lm.runs.auto_classes import register_auto_classes
+
+    register_auto_classes()
     _refuse_changed(path)
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # its report on the weights is replaced by our sentence
@@ -95,6 +99,9 @@ def load_tokenizer(path: Path | str, trust: bool = False) -> PreTrainedTokenizer
     """
     from transformers import AutoTokenizer
 
+    from lm.runs.auto_classes import register_auto_classes
+
+    register_auto_classes()  # AutoTokenizer reads the model type in config.json
     _refuse_changed(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust and _is_here(path))

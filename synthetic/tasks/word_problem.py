@@ -78,8 +78,8 @@ class WordProblem(Task):
 
         ids = draw(batch_size, length)
         prefix_length = self.prefix_length
-        is_long_enough = prefix_length is not None and length >= prefix_length
-        if is_long_enough and (self._has_all_elements or split == "train"):
+        is_split = self._has_all_elements or split == "train"
+        if is_split and prefix_length is not None and length >= prefix_length:
             splits.redraw_prefixes(
                 split,
                 ids[:, :prefix_length],

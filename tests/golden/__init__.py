@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from safetensors.torch import load_file
 
-from lm.model import fixed_point, solver
+from lm.model import solver, strategies
 from lm.model.blocks import build_block
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests.golden.reference import LANGUAGE_MODEL, reference_config, reference_name
@@ -118,11 +118,11 @@ def record_solves():
         solves.append(Solve(solution.y, trace, rule))
         return solution
 
-    fixed_point.solve_paper = recording
+    strategies.solve_paper = recording
     try:
         yield solves
     finally:
-        fixed_point.solve_paper = solver.solve_paper
+        strategies.solve_paper = solver.solve_paper
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def record_final_iterates(blocks, is_output=False):
 def columns(trace):
     """Return a solver's trace as {name: (iterations, b)}, with the names of TRACES."""
     residual, lowest, step, stalled = (torch.stack(column) for column in zip(*trace))
-    patience = fixed_point.Rule().patience - stalled  # the paper's code counts down
+    patience = solver.Rule().patience - stalled  # the paper's code counts down
     return dict(zip(TRACES, (residual, lowest, step, patience.to(residual.dtype))))
 
 

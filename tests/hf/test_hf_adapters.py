@@ -88,7 +88,7 @@ def test_lora_on_each_projection_acts_learns_and_merges(block, fields):
 
 
 @every_block
-def test_all_linear_finds_the_mixers_and_unloading_restores_the_model(name):
+def test_all_linear_targets_mixers_and_unloads_cleanly(name):
     model = moderate(name).eval()
     plain, names = model(X).logits.detach(), projections(model)
     normed = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, WNLinear)}
@@ -116,7 +116,7 @@ TRAINED_TOKENS = {
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", TRAINED_TOKENS)
-def test_trained_tokens_merge_into_the_logits_they_had(kind, tied):
+def test_trained_tokens_merge_without_changing_logits(kind, tied):
     peft = pytest.importorskip("peft")
     name, fields = TRAINED_TOKENS[kind]
     targets = ["embeddings" if kind == "trainable tokens" else "out_proj"]
@@ -141,7 +141,7 @@ def test_trained_tokens_merge_into_the_logits_they_had(kind, tied):
 
 @every_block
 @pytest.mark.parametrize("variant", [{}, {"use_short_conv": True}], ids=["plain", "conv"])
-def test_int8_by_bitsandbytes_is_near(name, variant, tmp_path):
+def test_int8_by_bitsandbytes_is_close(name, variant, tmp_path):
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
@@ -165,7 +165,7 @@ def test_int8_by_bitsandbytes_is_near(name, variant, tmp_path):
 @every_block
 @pytest.mark.parametrize("where", ["cpu", "disk", "disk, layer by layer"])
 @torch.no_grad()
-def test_offloaded_weights_are_there_when_they_are_needed(name, where, tmp_path):
+def test_offloaded_weights_are_loaded_when_needed(name, where, tmp_path):
     accelerate = pytest.importorskip("accelerate")
     model = moderate(name, use_short_conv=True, n_layer=3)
     expected = model(X).logits

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lm.model import fixed_point
+from lm.model import strategies
 from tests.hf.models import BASELINES, BLOCKS, build, exact, ids
 
 every_model = pytest.mark.parametrize("name", [*BLOCKS, *BASELINES])
@@ -12,7 +12,7 @@ every_model = pytest.mark.parametrize("name", [*BLOCKS, *BASELINES])
 
 @every_model
 @pytest.mark.parametrize("kwargs", [None, {"use_reentrant": True}, {"use_reentrant": False}])
-def test_the_same_gradients_twice_in_a_row(name, kwargs):
+def test_checkpointing_gives_the_same_gradients_twice(name, kwargs):
     plain, model = exact(name).train(), exact(name).train()
     assert not model.is_gradient_checkpointing
     model.gradient_checkpointing_enable(kwargs)
@@ -44,9 +44,9 @@ def test_each_layer_is_checkpointed_and_called_once(name):
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_the_backward_never_iterates(name, monkeypatch):
-    solves, solve = [], fixed_point.solve_windows
+    solves, solve = [], strategies.solve_windows
     monkeypatch.setattr(
-        fixed_point, "solve_windows", lambda *a, **k: (solves.append(1), solve(*a, **k))[1]
+        strategies, "solve_windows", lambda *a, **k: (solves.append(1), solve(*a, **k))[1]
     )
     model = exact(name).train()
     model.gradient_checkpointing_enable()
@@ -59,7 +59,7 @@ def test_the_backward_never_iterates(name, monkeypatch):
 
 
 @every_model
-def test_with_inputs_that_require_gradients_and_frozen_weights(name):
+def test_checkpointing_with_frozen_weights_trains_adapters(name):
     """As adapters train: reentrant checkpointing needs an input with a gradient."""
     model = exact(name).train()
     for parameter in model.parameters():

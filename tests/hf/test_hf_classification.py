@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
-import lm  # noqa: F401 (registers the Auto classes)
+import fprnn  # noqa: F401 (registers the Auto classes)
 from lm.export.export import write_export
 from lm.model.modeling_fprnn import FPRNNForSequenceClassification
 from tests.hf.models import BLOCKS, PAD, VOCAB, build, fprnn_config, ids
@@ -36,7 +36,7 @@ def padded(rows, side):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("block", [*BLOCKS, "hybrid"])
 @torch.no_grad()
-def test_each_row_is_scored_by_its_last_token_on_either_side_of_padding(block, side):
+def test_row_is_scored_by_its_last_token(block, side):
     if block == "hybrid":
         model = classifier(layers=["fp_mamba1", "mamba", "attention"], n_layer=3)
     else:
@@ -77,7 +77,7 @@ def test_rows_whose_ends_are_unknown_are_refused():
     ],
     ids=["classes", "numbers", "several labels"],
 )
-def test_the_loss_is_the_one_of_its_labels_and_reaches_every_weight(num_labels, labels, loss):
+def test_loss_matches_label_kind_and_reaches_every_weight(num_labels, labels, loss):
     model = classifier(num_labels=num_labels).train()
     out = model(ids(2, 6), labels=labels)
     torch.testing.assert_close(out.loss, loss(out.logits, labels))
@@ -88,7 +88,7 @@ def test_the_loss_is_the_one_of_its_labels_and_reaches_every_weight(num_labels, 
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_language_model_is_loaded_with_a_new_head(tied, tmp_path, caplog):
+def test_language_model_loads_with_a_new_head(tied, tmp_path, caplog):
     language_model = build("fp_mamba1", tie_embeddings=tied)
     path = write_export(language_model, tmp_path / "lm", None, "tiny", "")
     load = AutoModelForSequenceClassification.from_pretrained
@@ -125,7 +125,7 @@ print(json.dumps([model.score.weight.tolist(), expected.tolist(), back(ids).logi
 
 
 @pytest.mark.slow
-def test_under_trust_remote_code_it_is_loaded_saved_and_loaded(tmp_path):
+def test_classifier_survives_remote_code_save_and_load(tmp_path):
     language_model = build("fp_mamba1").eval()
     path = write_export(language_model, tmp_path / "lm", None, "tiny", "")
     (head, scores, logits), _ = elsewhere(
@@ -139,7 +139,7 @@ def test_under_trust_remote_code_it_is_loaded_saved_and_loaded(tmp_path):
 
 
 @pytest.mark.slow
-def test_trl_trains_a_reward_model_from_the_path_of_a_language_model(byte_tokenizer, tmp_path):
+def test_trl_trains_a_reward_model(byte_tokenizer, tmp_path):
     trl = pytest.importorskip("trl")
     datasets = pytest.importorskip("datasets")
     from transformers import AutoTokenizer

@@ -26,14 +26,14 @@ def check(tokenizer, loop, lora, ways):
         assert found["tokens"] == plain["tokens"], way
 
 
-def test_a_first_step_through_checkpoints(byte_tokenizer):
+def test_first_step_through_checkpoints_runs(byte_tokenizer):
     check(byte_tokenizer, "steps", False, [{"checkpoint": True}])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("loop", ["steps", "trainer", "sft"])
-def test_every_way_to_train(loop, lora, byte_tokenizer):
+def test_every_way_to_train_runs(loop, lora, byte_tokenizer):
     if loop == "sft":
         pytest.importorskip("trl", exc_type=ImportError)
     ways = [

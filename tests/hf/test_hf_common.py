@@ -51,7 +51,7 @@ def test_tuple_and_dict_outputs_hold_the_same(name, base):
 
 
 @every_model
-def test_hidden_states_are_those_before_each_layer_and_the_last(name):
+def test_hidden_states_are_layer_inputs_and_the_last(name):
     model = build(name)
     assert next(iter(inspect.signature(model.forward).parameters)) == "input_ids"
     output = model(ids(), output_hidden_states=True)
@@ -68,7 +68,7 @@ def test_hidden_states_are_those_before_each_layer_and_the_last(name):
 
 @every_model
 @torch.no_grad()
-def test_the_same_twice_and_in_any_batch(name):
+def test_output_is_the_same_twice_and_in_any_batch(name):
     model, x = exact(name).eval(), ids(3)
     first = model(x, output_hidden_states=True)
     for a, b in zip(leaves(first), leaves(model(x, output_hidden_states=True)), strict=True):
@@ -81,7 +81,7 @@ def test_the_same_twice_and_in_any_batch(name):
 
 @every_model
 @torch.no_grad()
-def test_embeddings_in_give_what_their_ids_give(name):
+def test_embeddings_give_the_same_as_their_ids(name):
     model, x = exact(name).eval(), with_end_of_document()
     embeds = model.get_input_embeddings()(x)
     for part in (model, model.base_model):
@@ -103,7 +103,7 @@ def test_every_parameter_learns(name):
 
 
 @every_model
-def test_initialisation_reaches_every_weight_and_depends_on_the_seed_alone(name):
+def test_initialization_sets_every_weight_from_the_seed(name):
     """Also of a model made without memory, as from_pretrained makes one."""
     model = build(name)
     assert all(p.isfinite().all() and p.abs().max() <= 8 for p in model.parameters())
@@ -148,7 +148,7 @@ def test_the_vocabulary_can_be_resized(name, tied):
 
 
 @every_model
-def test_the_base_model_loads_from_the_language_model_and_back(name, tmp_path):
+def test_base_model_loads_from_language_model_and_back(name, tmp_path):
     model = build(name, tie_embeddings=False).eval()
     model.save_pretrained(tmp_path / "whole")
     base = type(model.base_model)
@@ -163,7 +163,7 @@ def test_the_base_model_loads_from_the_language_model_and_back(name, tmp_path):
 
 @every_model
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_a_file_of_weights_holds_what_is_needed_and_loads_exactly(name, tied, tmp_path):
+def test_weight_file_is_complete_and_loads_exactly(name, tied, tmp_path):
     model = build(name, tie_embeddings=tied).eval()
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
@@ -180,7 +180,7 @@ def test_a_file_of_weights_holds_what_is_needed_and_loads_exactly(name, tied, tm
 
 @every_model
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_keeps_what_needs_more(name, dtype, tmp_path):
+def test_half_precision_keeps_fp32_parameters(name, dtype, tmp_path):
     build(name).save_pretrained(tmp_path)
     for kind in (type(build(name)), type(build(name).base_model)):
         model = kind.from_pretrained(tmp_path, dtype=dtype)
@@ -210,7 +210,7 @@ SETTINGS = {"return_dict": False, "output_hidden_states": True, "num_labels": 5,
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_a_configuration_has_the_common_names_and_comes_back_from_a_folder(block, tmp_path, capfd):
+def test_config_has_common_names_and_reloads(block, tmp_path, capfd):
     config = FPRNNConfig(block=block, d_model=32, vocab_size=99, eos_token_id=7, **SETTINGS)
     assert (config.hidden_size, config.vocab_size) == (32, 99)
     config.hidden_size, config.num_hidden_layers = 64, 3

@@ -27,7 +27,7 @@ def padded():
 
 @pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
-def test_a_compiled_model_is_the_model(fields, backend):
+def test_compiled_model_equals_the_model(fields, backend):
     """Its logits, and in training mode the loss and every gradient."""
     model = build(**{"name": "fp_mamba1", **fields}).eval()
     fast = torch.compile(model, backend=backend)
@@ -46,7 +46,7 @@ def test_a_compiled_model_is_the_model(fields, backend):
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5, msg=key)
 
 
-def test_generation():
+def test_compiled_model_generates():
     model = build("fp_mamba1").eval()
     how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "num_beams": 2}
     plain = model.generate(**padded(), **how)
@@ -54,7 +54,7 @@ def test_generation():
     assert torch.equal(model.generate(**padded(), **how), plain)
 
 
-def test_what_is_not_finite_is_not_returned():
+def test_compiled_model_refuses_nonfinite_output():
     model = build("fp_mamba1").eval()
     fast = torch.compile(model, backend="eager")
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_what_is_not_finite_is_not_returned():
             fast(ids())
 
 
-def test_an_export_to_a_graph_is_refused():
+def test_torch_export_is_refused():
     model = build("fp_mamba1").eval()
-    with pytest.raises(NotImplementedError, match=r"torch\.export cannot take a solve"):
+    with pytest.raises(NotImplementedError, match=r"torch\.export does not support a solve"):
         torch.export.export(model, (), {"input_ids": ids(), "use_cache": False}, strict=False)

@@ -39,7 +39,7 @@ def check_outputs(output, prompt, steps, rows, cached, n_layer):
 
 
 @every_model
-def test_greedy_with_and_without_a_cache_gives_the_argmax_of_forward_passes(name):
+def test_greedy_generation_equals_argmax_of_forward_passes(name):
     model, tokens = made(name), ids(2, 6)
     expected = tokens
     for _ in range(5):
@@ -57,7 +57,7 @@ def test_greedy_with_and_without_a_cache_gives_the_argmax_of_forward_passes(name
 
 
 @every_model
-def test_samples_beams_and_groups_of_returns(name):
+def test_sampling_beams_and_multiple_returns_work(name):
     model, tokens = made(name), ids(2, 6)
     for kwargs in (
         {"do_sample": True, "num_return_sequences": 2},
@@ -95,7 +95,7 @@ def test_left_padding_changes_nothing(name):
 
 @every_block
 @torch.no_grad()
-def test_embeddings_start_a_generation(name):
+def test_generation_starts_from_embeddings(name):
     model, tokens = made(name), ids(2, 6)
     embeds = model.get_input_embeddings()(tokens)
     expected = model.generate(tokens, **GREEDY)
@@ -109,7 +109,7 @@ def test_embeddings_start_a_generation(name):
 
 
 @every_block
-def test_the_configs_use_cache_decides(name):
+def test_use_cache_of_the_config_decides(name):
     model = made(name)
     assert isinstance(model(ids()).past_key_values, FPRNNCache)
     assert model(ids(), use_cache=False).past_key_values is None
@@ -130,7 +130,7 @@ def test_an_unknown_argument_is_refused():
 
 
 @every_model
-def test_stop_strings_and_attention_weights_can_be_asked_for(name, byte_tokenizer):
+def test_stop_strings_and_output_attentions_are_accepted(name, byte_tokenizer):
     tokenizer, model = AutoTokenizer.from_pretrained(byte_tokenizer), made(name)
     prompt, how = ids(1, 5), {**GREEDY, "min_new_tokens": 0, "eos_token_id": None}
     plain = model.generate(prompt, **how)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from lm.model.batch import document_starts
+from lm.model.batch import find_document_starts
 from tests.hf.models import BASELINES, BLOCKS, EOS, PAD, exact, ids
 
 OURS = (*BLOCKS, *BASELINES)
@@ -33,7 +33,7 @@ def close(a, b):
 @every_model
 @pytest.mark.parametrize("said", ["position_ids", "seq_idx", "embeddings", "both"])
 @torch.no_grad()
-def test_documents_of_a_row_do_not_see_each_other(name, said):
+def test_packed_documents_are_independent(name, said):
     model, tokens = exact(name).eval(), ids(2, 11)
     expected = one_by_one(model, tokens)
     assert (model(tokens).logits - expected).abs().max() > 1e-3
@@ -52,7 +52,7 @@ def test_documents_of_a_row_do_not_see_each_other(name, said):
 @every_model
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
-def test_documents_and_padding(name, side):
+def test_packed_documents_with_padding_are_independent(name, side):
     model, tokens = exact(name).eval(), ids(2, 11)
     expected = one_by_one(model, tokens)
     pad = (3, 0) if side == "left" else (0, 3)
@@ -81,7 +81,7 @@ def test_positions_and_eos_tokens_both_end_documents(name):
 
 @every_block
 @torch.no_grad()
-def test_a_segment_starts_a_document_where_its_positions_start_at_0(name):
+def test_segment_with_positions_from_0_starts_a_document(name):
     model, tokens = exact(name).eval(), ids(2, 11)
     whole = model(tokens, position_ids=POSITIONS).logits
     state = model(tokens[:, :4], return_state=True).state
@@ -94,23 +94,23 @@ def test_a_segment_starts_a_document_where_its_positions_start_at_0(name):
 
 @every_model
 @torch.no_grad()
-def test_positions_that_go_up_say_nothing_new(name):
+def test_increasing_positions_change_nothing(name):
     model, tokens = exact(name).eval(), ids(2, 11)
     plain = model(tokens).logits
     for positions in (torch.arange(11)[None], torch.arange(5, 16).expand(2, -1)):
         assert torch.equal(model(tokens, position_ids=positions).logits, plain)
 
 
-def test_where_documents_start():
-    found = document_starts(POSITIONS, None, 2, 11)
+def test_document_starts_are_found():
+    found = find_document_starts(POSITIONS, None, 2, 11)
     assert found.nonzero().tolist() == [[0, 0], [0, 4], [0, 10], [1, 0], [1, 9]]
-    found = document_starts(None, NUMBERS, 2, 11)
+    found = find_document_starts(None, NUMBERS, 2, 11)
     assert found.nonzero().tolist() == [[0, 4], [0, 10], [1, 9]]
     assert (
-        document_starts(torch.tensor([[3, 4, 9, 9]]), None, 3, 4).int().tolist()
+        find_document_starts(torch.tensor([[3, 4, 9, 9]]), None, 3, 4).int().tolist()
         == [[0, 0, 0, 1]] * 3
     )
-    assert document_starts(None, None, 2, 11) is None
+    assert find_document_starts(None, None, 2, 11) is None
 
 
 # Logits
@@ -118,7 +118,7 @@ def test_where_documents_start():
 
 @every_model
 @torch.no_grad()
-def test_the_logits_to_keep(name):
+def test_logits_to_keep_selects_positions(name):
     model, tokens = exact(name).eval(), ids(2, 11)
     logits = model(tokens).logits
     close(model(tokens, logits_to_keep=3).logits, logits[:, -3:])
@@ -154,7 +154,7 @@ def test_the_logits_to_keep(name):
         ({"is_causal": False}, "is causal"),
     ],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(name, arguments, words):
+def test_invalid_arguments_are_refused(name, arguments, words):
     model = exact(name).eval()
     for part in (model, model.base_model):
         with pytest.raises(TypeError if "the argument" in words else ValueError, match=words):
@@ -162,14 +162,17 @@ def test_what_cannot_be_is_refused_in_a_sentence(name, arguments, words):
 
 
 @pytest.mark.parametrize("name", [*BLOCKS, "lstm"])
-def test_tokens_that_cannot_be_are_refused_in_a_sentence(name):
+def test_invalid_tokens_are_refused(name):
     model = exact(name)
     for bad, words in (
-        (torch.tensor([[3, 40]]), "input_ids go from 3 to 40: the vocabulary's go from 0 to 39"),
-        (torch.tensor([[-1, 3]]), "input_ids go from -1 to 3"),
+        (
+            torch.tensor([[3, 40]]),
+            "input_ids are between 3 and 40: the vocabulary has the ids 0 to 39",
+        ),
+        (torch.tensor([[-1, 3]]), "input_ids are between -1 and 3"),
         (torch.tensor([3, 4]), r"input_ids has shape \(2,\): it must be \(batch, length\)"),
-        (torch.zeros(2, 0, dtype=torch.long), r"shape \(2, 0\): there must be"),
-        (torch.zeros(0, 4, dtype=torch.long), r"shape \(0, 4\): there must be"),
+        (torch.zeros(2, 0, dtype=torch.long), r"shape \(2, 0\): it must have"),
+        (torch.zeros(0, 4, dtype=torch.long), r"shape \(0, 4\): it must have"),
     ):
         with pytest.raises(ValueError, match=words):
             model(bad)
@@ -182,7 +185,7 @@ def test_tokens_that_cannot_be_are_refused_in_a_sentence(name):
         model()
 
 
-def test_what_transformers_itself_passes_is_taken(caplog):
+def test_arguments_of_transformers_are_accepted(caplog):
     for name in ("fp_mamba1", "lstm"):
         model = exact(name).eval()
         plain = model(ids()).logits

@@ -57,7 +57,7 @@ def test_accumulated_micro_batches_equal_one_large_batch(name, tmp_path):
 
 @pytest.mark.parametrize("loss_only", [False, True])
 @pytest.mark.parametrize("counted", [7, torch.tensor(7), torch.tensor([7])])
-def test_the_sum_is_divided_by_what_the_trainer_counts(counted, loss_only):
+def test_loss_is_divided_by_num_items_in_batch(counted, loss_only):
     model, x = exact("fp_mamba2").eval(), ids()
     mean, total = model(x, labels=x).loss, 2 * 8
     loss = model(x, labels=x, num_items_in_batch=counted, loss_only=loss_only).loss
@@ -98,7 +98,7 @@ def test_evaluate_predict_and_compute_metrics(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["fp_mamba1", "lstm", "transformer"])
-def test_padding_free_batches_train_as_padded_ones_do(name, tmp_path):
+def test_padding_free_batches_train_like_padded_ones(name, tmp_path):
     data = [{"input_ids": ids(1, n, seed=n)[0].tolist()} for n in (5, 9, 3)]
     made = trainer(exact(name), tmp_path, data)
     flat = DataCollatorWithFlattening()(data)

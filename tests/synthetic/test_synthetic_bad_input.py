@@ -117,11 +117,11 @@ def test_no_run_starts_if_one_config_is_impossible(capsys, tmp_path):
 @pytest.mark.parametrize(
     "args, message",
     [
-        (["validate", S3, "--jobs", "0"], "argument --jobs: '0' is no whole number from 1 on"),
-        (["validate", S3, "--jobs", "-1"], "argument --jobs: '-1' is no whole number"),
-        (["report", "fig3c", "--jobs", "0"], "argument --jobs: '0' is no whole number"),
-        (["train", "--config", FIG3C, "--job-index", "-1"], "--job-index: '-1' is no whole"),
-        (["validate", S3, "--seeds", "0", "-1"], "argument --seeds: '-1' is no whole number"),
+        (["validate", S3, "--jobs", "0"], "argument --jobs: '0' is invalid: it must be an integer"),
+        (["validate", S3, "--jobs", "-1"], "argument --jobs: '-1' is invalid"),
+        (["report", "fig3c", "--jobs", "0"], "argument --jobs: '0' is invalid"),
+        (["train", "--config", FIG3C, "--job-index", "-1"], "--job-index: '-1' is invalid"),
+        (["validate", S3, "--seeds", "0", "-1"], "argument --seeds: '-1' is invalid"),
         (["report", "nope"], "no report `nope`: the reports are demo"),
         (["report", "fig3c", "nope"], "override `nope` must read key=value"),
         (["eval", "run", "nope"], "run: no such folder"),

@@ -199,10 +199,10 @@ class OracleWithSolver(Oracle):
             evaluations=ones,
             failed=ones * input_ids.shape[1] / 1000,
             bisected=0 * ones,
-            limited=0 * ones,
+            grad_limited=0 * ones,
             residual=0 * ones,
             num_iters=iterations,
-            elsewhere=0 * ones,
+            other_solution=0 * ones,
             layers=None,
         )
         return output

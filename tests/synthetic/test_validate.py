@@ -12,7 +12,7 @@ import pytest
 from lm.common.errors import ConfigError, Stopped, TrainingError
 from lm.common.signals import STOP
 from lm.config import load as base
-from lm.runs.checkpoint import listed
+from lm.runs.checkpoint import list_checkpoints
 from synthetic import ability_table, config, tasks, validate
 from synthetic.cli import main
 from synthetic.evaluate import parse_lengths
@@ -263,7 +263,7 @@ def test_signal_stops_parallel_runs_after_saving(two_configs, tmp_path, recipes)
         for number, handler in handlers.items():
             signal.signal(number, handler)
     for cfg in runs:
-        assert listed(cfg.run_dir / "checkpoints") and not is_finished(cfg)
+        assert list_checkpoints(cfg.run_dir / "checkpoints") and not is_finished(cfg)
 
 
 def test_diverged_run_does_not_stop_the_others(two_configs, tmp_path, recipes):

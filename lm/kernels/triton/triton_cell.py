@@ -1,20 +1,22 @@
-"""The exact token on a GPU: a layer's whole solve, token by token over all sequences at once.
+"""The `cell` kernels for GPUs: the exact solve of a whole layer, for all sequences at once.
 
-The equations are those of lm/kernels/cell_arguments.py. A token is two launches, the product with
-W_y over the batch and one program a sequence for everything else; its gradient is two, the last
-token first, with the states of a chunk computed again from the one that entered it
-(cell_kernels.py). The launches of a chunk are a CUDA graph (launches.py); the gradient of W_y is
-one product at the end. Nothing waits for the GPU.
+lm/kernels/cell_arguments.py has the equations and the arguments; cell_kernels.py has the Triton
+code. A token takes two launches: the product with W_y over the batch, and one program per sequence
+for everything else. Its gradient takes two launches as well. The backward pass goes through chunks
+of tokens from the last to the first, and recomputes the states of a chunk from the state that
+entered it. The launches of a chunk are recorded as a CUDA graph (launches.py). The gradient of W_y
+is one product at the end. The host never waits for the GPU.
 
-Products are those of W_y's dtype, accumulated in fp32; rows are kept in raw's dtype; all else is
-fp32. A sequence's results do not depend on the batch, bit for bit, but for what `tl.dot` makes of
-its place in a block.
+Products use W_y's dtype and accumulate in fp32; rows are stored in raw's dtype; everything else is
+fp32. The results of a sequence do not depend on the batch bit for bit, except for the effect of its
+position in a block of `tl.dot`.
 
-Shape suffixes: b rows, l length, d channels, n states, g groups, r reflections, K columns of raw, k
-those of them that read sh(y), c steps of a chunk.
+Shape suffixes: b batch, l length, d channels, n states, g groups, r reflections, K columns of raw,
+k columns of raw that depend on y_{t−1} (the first ones), c steps of a chunk.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,25 +26,37 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lm.kernels import Unsupported, cell_arguments
-from lm.kernels.cell_arguments import Layout, Options, shapes_of, sizes_of
+from lm.kernels.cell_arguments import (
+    CellArguments,
+    Layout,
+    Options,
+    RnnArguments,
+    Sizes,
+    as_cell_arguments,
+    as_rnn_arguments,
+    check_sizes,
+    expected_shapes,
+)
 from lm.kernels.checks import cell_deviation, needs_grad
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton import cell_kernels
 from lm.kernels.triton.build import INTERPRETED, check
-from lm.kernels.triton.launches import Launch, Schedule, schedule
+from lm.kernels.triton.launches import Launch, Schedule, get_schedule
 
-CHUNK = 64  # tokens of a CUDA graph, and between two states that the backward starts from
-MOST_AGAIN = 512 * 2**20  # bytes of a chunk's states, computed again
+CHUNK = 64  # tokens of a CUDA graph, and between two states from which the backward pass starts
+MAX_RECOMPUTED = 512 * 2**20  # bytes of the recomputed states of a chunk
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-
+# Fields of CellArguments with a gradient, in the order of `_Cell`'s inputs.
+DIFFERENTIABLE = ("raw", "weight_y", "x", "dt", "A", "gate", "D", "norm_weight", "norm_bias")
+OPTIONAL = ("keep", "gate", "D", "norm_weight", "norm_bias", "h0")
 
 fits = cell_arguments.fits_a_gpu
-NARROW = True  # raw and weight_y may be narrower than the rest
-CENTROIDS = False
+NARROW = True  # raw and weight_y may have a narrower dtype than the other tensors
+CENTROIDS = False  # y_{t−1} is read directly
 
 
 def usable() -> tuple[bool, str]:
-    """Return whether it runs here, and the reason if it does not; see `usable` of build.py."""
+    """Return whether the kernels run here, and the reason if not; see `usable` of build.py."""
     return triton_build.usable(_self_check)
 
 
@@ -51,196 +65,272 @@ def _self_check():
 
 
 class Plan(NamedTuple):
-    """All that the launches of a chunk depend on, but for their addresses."""
+    """Everything that determines the launches of a chunk, except addresses.
+
+    Calls with equal plans share a recorded CUDA graph.
+    """
 
     layout: Layout
     options: Options
-    kind: str
-    b: int
-    d: int
-    n: int
-    heads: int
-    columns: int
-    reading: int
+    sizes: Sizes  # with length 0, because graphs do not depend on it
     raw_step: int  # entries between two tokens of raw
-    chunk: int
+    chunk: int  # tokens
     raw: torch.dtype
     weight: torch.dtype
     device: torch.device
-    given: tuple[str, ...]  # which of the arguments that may be None are not
-    kept: bool  # for a backward
+    present: tuple[str, ...]  # fields of OPTIONAL that are not None
+    saves_for_backward: bool
     precision: str  # of products in fp32
 
-    def shared(self) -> dict[str, Any]:
-        """The arguments that all kernels of whole tokens have."""
-        o, d = self.options, self.d
-        return dict(
-            columns=self.columns, vectors=self.layout.vectors, gates=self.layout.gates,
-            B_at=self.layout.B, C_at=self.layout.C, scale=o.scale, eps=o.eps,
-            kappa=o.contractive or 0.0, headdim=d // self.heads, d=d, n=self.n, r=o.rank,
-            KIND=self.kind, GROUPS=o.groups, ACT=o.act, SEQUENTIAL=o.sequential,
-            BC_NORM=o.bc_norm, ROWS=DTYPES[self.raw], R=triton.next_power_of_2(o.rank),
-            D=triton.next_power_of_2(d), N=triton.next_power_of_2(self.n),
-            NB=min(4, triton.next_power_of_2(self.n)),
-        )  # fmt: skip
+    def token_arguments(self) -> dict[str, Any]:
+        """Return the arguments that all kernels of whole tokens have."""
+        options, sizes = self.options, self.sizes
+        return {
+            "columns": sizes.columns,
+            "vectors": self.layout.vectors,
+            "gates": self.layout.gates,
+            "B_at": self.layout.B,
+            "C_at": self.layout.C,
+            "scale": options.scale,
+            "eps": options.eps,
+            "kappa": options.contractive or 0.0,
+            "headdim": sizes.d // sizes.heads,
+            "d": sizes.d,
+            "n": sizes.n,
+            "r": options.rank,
+            "KIND": sizes.kind,
+            "GROUPS": options.groups,
+            "ACT": options.act,
+            "SEQUENTIAL": options.sequential,
+            "BC_NORM": options.bc_norm,
+            "ROWS": DTYPES[self.raw],
+            "R": triton.next_power_of_2(options.rank),
+            "D": triton.next_power_of_2(sizes.d),
+            "N": triton.next_power_of_2(sizes.n),
+            "NB": min(4, triton.next_power_of_2(sizes.n)),
+        }
 
-    def of_norm(self) -> dict[str, Any]:
-        """Those of the two that go through the norm as well."""
-        there = {name.upper(): name in self.given for name in ("keep", "gate")}
-        return dict(
-            **there, norm_eps=self.options.norm_eps, NORM=self.options.norm,
-            SKIP="D" in self.given, WEIGHTED="norm_weight" in self.given,
-            BIASED="norm_bias" in self.given,
-        )  # fmt: skip
+    def norm_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the two kernels that also compute the norm."""
+        return {
+            "KEEP": "keep" in self.present,
+            "GATE": "gate" in self.present,
+            "norm_eps": self.options.norm_eps,
+            "NORM": self.options.norm,
+            "SKIP": "D" in self.present,
+            "WEIGHTED": "norm_weight" in self.present,
+            "BIASED": "norm_bias" in self.present,
+        }
 
-    def warps(self, most: int) -> int:
-        """Of a program that holds a whole token: `most` channels a warp, fewer where there are
-        several reflections, whose vectors it holds as well. Fewer warps wait less for each other,
-        as long as little spills (docs/kernels.md). A power of two."""
-        channels = max(128, min(most, 2 * most // triton.next_power_of_2(self.options.rank)))
-        return max(1, min(16, triton.next_power_of_2(self.d) // channels))
+    def warps(self, max_channels: int) -> int:
+        """Return the number of warps of a program that holds a whole token, a power of two.
 
+        Fewer warps wait less for each other, as long as few registers spill (docs/kernels.md).
 
-def _products(plan, deep, at_once=128):
-    """The blocks and the dtypes of a product. deep: how many entries are summed, and at most how
-    many at once."""
-    wide = DTYPES[torch.float32 if INTERPRETED else plan.weight]
-    return dict(
-        KEEP="keep" in plan.given, WEIGHT=DTYPES[plan.weight], ROWS=DTYPES[plan.raw], WIDE=wide,
-        PRECISION=plan.precision, TALL=max(16, min(64, triton.next_power_of_2(plan.b))),
-        COLUMNS=16, DEPTH=max(16, min(at_once, triton.next_power_of_2(deep))), num_warps=4,
-    )  # fmt: skip
+        Args:
+            max_channels: Channels per warp. Several reflections get fewer, because the program
+                holds their vectors as well.
+        """
+        per_rank = 2 * max_channels // triton.next_power_of_2(self.options.rank)
+        channels = max(128, min(max_channels, per_rank))
+        return max(1, min(16, triton.next_power_of_2(self.sizes.d) // channels))
 
 
-def _blocks(plan, wide):
-    """The grid of a product of so many columns."""
-    constants = _products(plan, 1)
-    return triton.cdiv(wide, constants["COLUMNS"]), triton.cdiv(plan.b, constants["TALL"])
+def _product_arguments(plan, depth, max_block=128):
+    """Return the block sizes and dtypes of a product.
+
+    Args:
+        plan: The Plan.
+        depth: Number of entries that are summed.
+        max_block: Entries that are summed at once, at most.
+    """
+    return {
+        "KEEP": "keep" in plan.present,
+        "WEIGHT": DTYPES[plan.weight],
+        "ROWS": DTYPES[plan.raw],
+        "WIDE": DTYPES[torch.float32 if INTERPRETED else plan.weight],
+        "PRECISION": plan.precision,
+        "TALL": max(16, min(64, triton.next_power_of_2(plan.sizes.b))),
+        "COLUMNS": 16,
+        "DEPTH": max(16, min(max_block, triton.next_power_of_2(depth))),
+        "num_warps": 4,
+    }
 
 
-def _channels(plan):
+def _product_grid(plan, columns):
+    """Return the grid of a product with so many output columns."""
+    blocks = _product_arguments(plan, 1)
+    return triton.cdiv(columns, blocks["COLUMNS"]), triton.cdiv(plan.sizes.b, blocks["TALL"])
+
+
+def _channel_grid(plan):
     """Return the grid of a kernel whose programs share the channels, and the channels of each."""
-    wide = min(128, triton.next_power_of_2(plan.d))
-    return (plan.b, triton.cdiv(plan.d, wide)), wide
+    width = min(128, triton.next_power_of_2(plan.sizes.d))
+    return (plan.sizes.b, triton.cdiv(plan.sizes.d, width)), width
 
 
 def forward_launches(plan: Plan) -> list[Launch]:
-    """A chunk's, from its first token to its last."""
-    launches = []
-    if plan.kept and plan.kind != "rnn":
-        launches.append(_settle(plan, True))
-    products = _products(plan, plan.d, 512 // plan.weight.itemsize)
-    of_product = dict(
-        b=plan.b, d=plan.d, columns=plan.columns, reading=plan.reading, raw_step=plan.raw_step,
-        KEPT=plan.kept, RAW=DTYPES[plan.raw], **products,
-    )  # fmt: skip
-    of_token = dict(
-        KEPT=plan.kept, WEIGHT=DTYPES[plan.weight], num_warps=plan.warps(512),
-        **plan.shared(), **plan.of_norm(),
-    )  # fmt: skip
+    """Return the launches of a chunk, from its first token to its last."""
+    sizes, launches = plan.sizes, []
+    if plan.saves_for_backward and sizes.kind != "rnn":
+        launches.append(_settle_launch(plan, True))
+    product = {
+        "b": sizes.b,
+        "d": sizes.d,
+        "columns": sizes.columns,
+        "reading": sizes.reading,
+        "raw_step": plan.raw_step,
+        "KEPT": plan.saves_for_backward,
+        "RAW": DTYPES[plan.raw],
+        **_product_arguments(plan, sizes.d, 512 // plan.weight.itemsize),
+    }
+    token = {
+        "KEPT": plan.saves_for_backward,
+        "WEIGHT": DTYPES[plan.weight],
+        "num_warps": plan.warps(512),
+        **plan.token_arguments(),
+        **plan.norm_arguments(),
+    }
+    grid = _product_grid(plan, sizes.columns)
     for step in range(plan.chunk):
-        grid = _blocks(plan, plan.columns)
-        launches.append(Launch(cell_kernels.product_kernel, grid, dict(step=step, **of_product)))
-        grid = (plan.b,)
-        launches.append(Launch(cell_kernels.token_kernel, grid, dict(step=step, **of_token)))
+        launches.append(Launch(cell_kernels.product_kernel, grid, {"step": step, **product}))
+        launches.append(Launch(cell_kernels.token_kernel, (sizes.b,), {"step": step, **token}))
     return launches
 
 
-def _settle(plan, entering):
-    grid, wide = _channels(plan)
-    args = dict(
-        chunk=plan.chunk, d=plan.d, n=plan.n, wide=plan.d // plan.options.groups,
-        ENTERING=entering, GROUPS=plan.options.groups, D=wide,
-        NB=min(16, triton.next_power_of_2(plan.n)),
-    )  # fmt: skip
-    return Launch(cell_kernels.settle_kernel, grid, args)
+def _settle_launch(plan, entering):
+    """Return the launch that stores the state entering a chunk, or the final state."""
+    sizes, groups = plan.sizes, plan.options.groups
+    grid, width = _channel_grid(plan)
+    arguments = {
+        "chunk": plan.chunk,
+        "d": sizes.d,
+        "n": sizes.n,
+        "wide": sizes.d // groups,
+        "ENTERING": entering,
+        "GROUPS": groups,
+        "D": width,
+        "NB": min(16, triton.next_power_of_2(sizes.n)),
+    }
+    return Launch(cell_kernels.settle_kernel, grid, arguments)
+
+
+def final_launches(plan: Plan) -> list[Launch]:
+    """Return the launches after the last token."""
+    return [_settle_launch(plan, False)]
 
 
 def backward_launches(plan: Plan) -> list[Launch]:
-    """A chunk's, from its last token to its first."""
-    shared = plan.shared()
+    """Return the launches of a chunk's gradient, from its last token to its first."""
+    sizes, groups = plan.sizes, plan.options.groups
+    shared = plan.token_arguments()
     launches = []
-    if plan.kind != "rnn":
-        again = dict(chunk=plan.chunk, num_warps=plan.warps(512), **shared)
-        launches.append(Launch(cell_kernels.again_kernel, (plan.b, plan.chunk), again))
-        grid, wide = _channels(plan)
-        of_states = dict(
-            chunk=plan.chunk, d=plan.d, n=plan.n, wide=plan.d // plan.options.groups,
-            headdim=plan.d // plan.heads, KIND=plan.kind, GROUPS=plan.options.groups,
-            KEEP="keep" in plan.given, D=wide, NB=triton.next_power_of_2(plan.n),
-        )  # fmt: skip
-        launches.append(Launch(cell_kernels.states_kernel, grid, of_states))
-    of_token = dict(
-        chunk=plan.chunk, START="h0" in plan.given, num_warps=plan.warps(256),
-        **shared, **plan.of_norm(),
-    )  # fmt: skip
-    of_product = dict(b=plan.b, d=plan.d, columns=plan.columns, reading=plan.reading)
-    of_product.update(_products(plan, plan.reading))
+    if sizes.kind != "rnn":
+        again = {"chunk": plan.chunk, "num_warps": plan.warps(512), **shared}
+        launches.append(Launch(cell_kernels.again_kernel, (sizes.b, plan.chunk), again))
+        grid, width = _channel_grid(plan)
+        states = {
+            "chunk": plan.chunk,
+            "d": sizes.d,
+            "n": sizes.n,
+            "wide": sizes.d // groups,
+            "headdim": sizes.d // sizes.heads,
+            "KIND": sizes.kind,
+            "GROUPS": groups,
+            "KEEP": "keep" in plan.present,
+            "D": width,
+            "NB": triton.next_power_of_2(sizes.n),
+        }
+        launches.append(Launch(cell_kernels.states_kernel, grid, states))
+    token = {
+        "chunk": plan.chunk,
+        "START": "h0" in plan.present,
+        "num_warps": plan.warps(256),
+        **shared,
+        **plan.norm_arguments(),
+    }
+    product = {
+        "b": sizes.b,
+        "d": sizes.d,
+        "columns": sizes.columns,
+        "reading": sizes.reading,
+        **_product_arguments(plan, sizes.reading),
+    }
+    grid = _product_grid(plan, sizes.d)
     for step in reversed(range(plan.chunk)):
-        grid = (plan.b,)
-        launches.append(Launch(cell_kernels.token_back_kernel, grid, dict(step=step, **of_token)))
-        grid = _blocks(plan, plan.d)
-        back = dict(step=step, **of_product)
-        launches.append(Launch(cell_kernels.product_back_kernel, grid, back))
+        launches.append(Launch(cell_kernels.token_back_kernel, (sizes.b,), {"step": step, **token}))
+        launches.append(Launch(cell_kernels.product_back_kernel, grid, {"step": step, **product}))
     return launches
 
 
-def _precision():
+def _product_precision():
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def _aligned(t):
-    """t contiguous, beginning where 16 bytes do."""
+def _align(t):
+    """Return a tensor that is contiguous and begins at a multiple of 16 bytes, or None."""
     if t is None:
         return None
     t = t.contiguous()
     return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
-def _wide(t):
-    return None if t is None else _aligned(t.float())
+def _align_fp32(t):
+    return None if t is None else _align(t.float())
 
 
-def _prepare(layout, options, kind, raw, weight_y, x, dt, A, keep, gate, D, weight, bias, y0, h0):
-    """Plan but for its chunk, Sizes, and the tensors as the kernels read them, by name."""
-    sizes = sizes_of(kind, layout, options, raw, weight_y, x, A)
+def _prepare(arguments: CellArguments) -> tuple[Sizes, dict[str, Tensor | None]]:
+    """Check the arguments; return their sizes and the tensors as the kernels read them."""
+    options = arguments.options
+    sizes = check_sizes(arguments)
+    if arguments.readout is not None:
+        raise Unsupported("y is read through centroids, which the Triton kernels do not support")
     if options.norm == "none":
-        weight = bias = None
-    if options.norm == "rms" and bias is not None:
+        arguments = arguments._replace(norm_weight=None, norm_bias=None)
+    if options.norm == "rms" and arguments.norm_bias is not None:
         raise ValueError("RMSNorm has no bias")
-    given = raw, weight_y, x, dt, A, keep, gate, D, weight, bias, y0, h0
-    keep_as_read = None if keep is None else keep.float()
-    shapes = shapes_of(sizes)
-    named = {**dict(zip(shapes, given)), "keep": keep_as_read}
-    check(**{name: (t, shapes[name]) for name, t in named.items()})
+    shapes, fields = expected_shapes(sizes), arguments._asdict()
+    fields["keep"] = None if arguments.keep is None else arguments.keep.float()
+    check(**{name: (fields[name], shape) for name, shape in shapes.items()})
     if not fits(options.rank, sizes.d):
-        most = cell_arguments.MOST_ENTRIES
-        raise Unsupported(f"{options.rank} vectors of {sizes.d} channels: it holds {most} entries")
-    if weight_y.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise Unsupported(
+            f"{options.rank} vectors of {sizes.d} channels: a program holds at most"
+            f" {cell_arguments.MAX_GPU_ENTRIES} entries"
+        )
+    if arguments.weight_y.is_cuda and torch.cuda.is_current_stream_capturing():
         raise Unsupported("a CUDA graph is being recorded, and the exact token replays its own")
-    as_they_are = "raw", "weight_y"
-    tensors = {name: _aligned(t) if name in as_they_are else _wide(t) for name, t in named.items()}
-    if kind == "mamba1":
-        tensors["A"] = _wide(A.t())
+    narrow = "raw", "weight_y"
+    tensors = {
+        name: _align(fields[name]) if name in narrow else _align_fp32(fields[name])
+        for name in shapes
+    }
+    if sizes.kind == "mamba1":
+        tensors["A"] = _align_fp32(arguments.A.t())
     return sizes, tensors
 
 
-def _plan(layout, options, kind, sizes, tensors, kept):
+def _make_plan(arguments, sizes, tensors, saves_for_backward):
     chunk = min(CHUNK, triton.next_power_of_2(max(1, sizes.length)))
-    if kept:
-        most = max(1, MOST_AGAIN // max(1, 4 * sizes.b * sizes.n * sizes.d))
-        chunk = min(chunk, 1 << int(math.log2(most)))
-    optional = ("keep", "gate", "D", "norm_weight", "norm_bias", "h0")
+    if saves_for_backward:
+        max_chunk = max(1, MAX_RECOMPUTED // max(1, 4 * sizes.b * sizes.n * sizes.d))
+        chunk = min(chunk, 1 << int(math.log2(max_chunk)))
     return Plan(
-        layout, options, kind, sizes.b, sizes.d, sizes.n, sizes.heads,
-        sizes.columns, sizes.reading, sizes.columns, chunk, tensors["raw"].dtype,
-        tensors["weight_y"].dtype, tensors["raw"].device,
-        tuple(name for name in optional if tensors[name] is not None), kept, _precision(),
-    )  # fmt: skip
+        layout=arguments.layout,
+        options=arguments.options,
+        sizes=sizes._replace(length=0),
+        raw_step=sizes.columns,
+        chunk=chunk,
+        raw=tensors["raw"].dtype,
+        weight=tensors["weight_y"].dtype,
+        device=tensors["raw"].device,
+        present=tuple(name for name in OPTIONAL if tensors[name] is not None),
+        saves_for_backward=saves_for_backward,
+        precision=_product_precision(),
+    )
 
 
-def _state(h0, sizes, like):
-    """h_0 as the kernels keep it, (b,n,d), or (b,d) of an FP-RNN; a copy."""
+def _copy_state(h0, sizes, like):
+    """Return a copy of h0 as the kernels store it: (b,n·d), or (b,d) of an FP-RNN."""
     b, d, n = sizes.b, sizes.d, sizes.n
     if h0 is None:
         return like.new_zeros(b, n * d)
@@ -251,8 +341,8 @@ def _state(h0, sizes, like):
     return h0.float().reshape(b, n * d).clone()
 
 
-def _as_returned(state, sizes):
-    """The other way round."""
+def _view_state(state, sizes):
+    """Return a state of the kernels as a view with the shape of h0."""
     if sizes.kind == "mamba1":
         return state.view(sizes.b, sizes.n, sizes.d).transpose(1, 2)
     if sizes.kind == "mamba2":
@@ -260,97 +350,126 @@ def _as_returned(state, sizes):
     return state.view(sizes.b, sizes.d)
 
 
-def _run(direction, plan, sizes, tensors, firsts):
-    """Run the launches of `direction` for the chunks that begin at `firsts`. tensors: by SLOTS."""
+def _run(make_launches, plan, sizes, tensors, starts):
+    """Run the launches of several chunks.
 
-    def make():
+    Args:
+        make_launches: Function of the plan, one of `forward_launches`, `final_launches` and
+            `backward_launches`.
+        plan: The Plan.
+        sizes: The Sizes.
+        tensors: Tensors by the names of SLOTS; missing ones are null.
+        starts: First token of every chunk.
+    """
+
+    def make_schedule():
         table = torch.zeros(len(cell_kernels.SLOTS), dtype=torch.int64, device=plan.device)
-        return Schedule(table, direction(plan))
+        return Schedule(table, make_launches(plan))
 
     if not sizes.b:
         return
-    made = schedule((direction.__name__, plan), make)
-    addresses = [tensors.get(name) for name in cell_kernels.SLOTS[2:]]
-    with made.lock:
-        made.point([0, sizes.length, *(0 if t is None else t.data_ptr() for t in addresses)])
-        for first in firsts:
-            made.run(first)
+    schedule = get_schedule((make_launches.__name__, plan), make_schedule)
+    slots = [tensors.get(name) for name in cell_kernels.SLOTS[2:]]
+    with schedule.lock:
+        schedule.point([0, sizes.length, *(0 if t is None else t.data_ptr() for t in slots)])
+        for start in starts:
+            schedule.run(start)
 
 
 def _forward(plan, sizes, tensors):
-    """y, h, the outcome, and what a backward needs: rows, roots, checkpoints."""
+    """Run the forward pass.
+
+    Returns:
+        Tensors by the names of SLOTS: y, state, outcome, and for a backward pass rows, roots and
+        checkpoints.
+    """
     b, length, d, n = sizes.b, sizes.length, sizes.d, sizes.n
-    like = tensors["x"]
-    before = tensors["y0"]
-    before = like.new_zeros(b, d) if before is None else before.clone()
-    chunks = triton.cdiv(length, plan.chunk)
-    of_rows = (b, length) if plan.kept else (b,)
-    units = 2 * plan.options.groups * n
-    scratch = dict(
-        weight=tensors["weight_y"],
-        y=like.new_empty(b, length, d),
-        outcome=torch.empty(b, length, dtype=torch.uint8, device=plan.device),
-        rows=like.new_empty(*of_rows, sizes.columns, dtype=plan.raw),
-        before=before.to(plan.weight),
-        state=_state(tensors["h0"], sizes, like),
-    )
-    if plan.kind != "rnn":
-        scratch["inflow"] = like.new_zeros(b, d)
-        scratch["units"] = like.new_zeros(b, 2 * units)
-    if plan.kept:
-        scratch["roots"] = like.new_empty(b, length, plan.options.rank)
-    if plan.kept and plan.kind != "rnn":
-        scratch["checkpoints"] = like.new_empty(b, chunks, n * d)
-    given = {**tensors, **scratch}
-    _run(forward_launches, plan, sizes, given, range(0, length, plan.chunk))
-    if plan.kind != "rnn":
-        _run(_last_settle, plan, sizes, given, [0])
-    return scratch
+    like, y0 = tensors["x"], tensors["y0"]
+    before = like.new_zeros(b, d) if y0 is None else y0.clone()
+    row_shape = (b, length) if plan.saves_for_backward else (b,)
+    buffers = {
+        "weight": tensors["weight_y"],
+        "y": like.new_empty(b, length, d),
+        "outcome": torch.empty(b, length, dtype=torch.uint8, device=plan.device),
+        "rows": like.new_empty(*row_shape, sizes.columns, dtype=plan.raw),
+        "before": before.to(plan.weight),
+        "state": _copy_state(tensors["h0"], sizes, like),
+    }
+    if sizes.kind != "rnn":
+        buffers["inflow"] = like.new_zeros(b, d)
+        buffers["units"] = like.new_zeros(b, 4 * plan.options.groups * n)
+    if plan.saves_for_backward:
+        buffers["roots"] = like.new_empty(b, length, plan.options.rank)
+        if sizes.kind != "rnn":
+            chunks = triton.cdiv(length, plan.chunk)
+            buffers["checkpoints"] = like.new_empty(b, chunks, n * d)
+    slots = {**tensors, **buffers}
+    _run(forward_launches, plan, sizes, slots, range(0, length, plan.chunk))
+    if sizes.kind != "rnn":
+        _run(final_launches, plan, sizes, slots, [0])
+    return buffers
 
 
-def _last_settle(plan):
-    return [_settle(plan, False)]
+def _backward(plan, sizes, saved, grad_y):
+    """Run the backward pass.
 
+    Args:
+        plan: The Plan of the forward pass.
+        sizes: The Sizes.
+        saved: Tensors of `_prepare` and `_forward`, by name.
+        grad_y: Gradient of y, fp32.
 
-def _backward(plan, sizes, tensors, kept, grad_y):
-    """The gradients by the names of the arguments, and the largest adjoint (b,)."""
+    Returns:
+        Gradients by the names of DIFFERENTIABLE, and the largest relative adjoint (b,).
+    """
     b, length, d, n = sizes.b, sizes.length, sizes.d, sizes.n
-    like, units = tensors["x"], 2 * plan.options.groups * n
-    most = torch.linalg.vector_norm(grad_y, dim=-1).amax(1) if length else like.new_zeros(b)
-    zeros, empty, steps = like.new_zeros, like.new_empty, (b, plan.chunk)
-    scratch = dict(
-        weight=tensors["weight_y"], grad_y=grad_y,
-        largest=zeros(b), carried=zeros(b, d), mu=zeros(b, n * d),
-        d_raw=zeros(b, length, sizes.columns, dtype=plan.raw), dx=empty(b, length, d),
-        ddt=empty(b, length, d),
-    )  # fmt: skip
-    if plan.kind == "rnn":
-        scratch["dA"] = empty(b, length, d)
-        scratch["state"] = tensors["h0"]
+    like, units = saved["x"], 2 * plan.options.groups * n
+    max_grad = like.new_zeros(b)
+    if length:
+        max_grad = torch.linalg.vector_norm(grad_y, dim=-1).amax(1)
+    zeros, empty = like.new_zeros, like.new_empty
+    buffers = {
+        "weight": saved["weight_y"],
+        "grad_y": grad_y,
+        "largest": zeros(b),
+        "carried": zeros(b, d),
+        "mu": zeros(b, n * d),
+        "d_raw": zeros(b, length, sizes.columns, dtype=plan.raw),
+        "dx": empty(b, length, d),
+        "ddt": empty(b, length, d),
+    }
+    if sizes.kind == "rnn":
+        buffers["dA"] = empty(b, length, d)
+        buffers["state"] = saved["h0"]
     else:
-        scratch.update(
-            H=empty(*steps, n * d), past=empty(*steps, d), inflows=empty(*steps, d),
-            all_units=empty(*steps, units), sums=empty(b, units),
-            dA=zeros(b, n * d if plan.kind == "mamba1" else d),
-        )  # fmt: skip
-    sums = dict(D="dD", norm_weight="d_weight", norm_bias="d_bias")
-    for name, grad in sums.items():
-        if tensors[name] is not None:
-            scratch[grad] = zeros(b, d)
-    if tensors["gate"] is not None:
-        scratch["d_gate"] = empty(b, length, d)
-    firsts = reversed(range(0, length, plan.chunk))
-    _run(backward_launches, plan, sizes, {**tensors, **kept, **scratch}, firsts)
-    found = dict(raw=scratch["d_raw"], x=scratch["dx"], gate=scratch.get("d_gate"))
-    found.update((name, scratch[grad].sum(0)) for name, grad in sums.items() if grad in scratch)
-    found["dt"], found["A"] = _of_time(scratch["ddt"], scratch["dA"], sizes)
-    found["weight_y"] = _of_weight(scratch["d_raw"], tensors, kept["y"], sizes)
-    adjoint = torch.where(most == 0, 0, scratch["largest"] / most)
-    return found, adjoint
+        buffers["H"] = empty(b, plan.chunk, n * d)
+        buffers["past"] = empty(b, plan.chunk, d)
+        buffers["inflows"] = empty(b, plan.chunk, d)
+        buffers["all_units"] = empty(b, plan.chunk, units)
+        buffers["sums"] = empty(b, units)
+        buffers["dA"] = zeros(b, n * d if sizes.kind == "mamba1" else d)
+    summed = {"D": "dD", "norm_weight": "d_weight", "norm_bias": "d_bias"}  # over the batch
+    summed = {name: slot for name, slot in summed.items() if saved[name] is not None}
+    buffers |= {slot: zeros(b, d) for slot in summed.values()}
+    if saved["gate"] is not None:
+        buffers["d_gate"] = empty(b, length, d)
+    starts = reversed(range(0, length, plan.chunk))
+    _run(backward_launches, plan, sizes, {**saved, **buffers}, starts)
+    d_dt, d_A = _reduce_time_gradients(buffers["ddt"], buffers["dA"], sizes)
+    grads = {
+        "raw": buffers["d_raw"],
+        "weight_y": _weight_gradient(buffers["d_raw"], saved, sizes),
+        "x": buffers["dx"],
+        "dt": d_dt,
+        "A": d_A,
+        "gate": buffers.get("d_gate"),
+        **{name: buffers[slot].sum(0) for name, slot in summed.items()},
+    }
+    return grads, torch.where(max_grad == 0, 0, buffers["largest"] / max_grad)
 
 
-def _of_time(ddt, dA, sizes):
-    """The gradients of dt and A, as they are given."""
+def _reduce_time_gradients(ddt, dA, sizes):
+    """Return the gradients of dt and A in the shapes of the arguments."""
     if sizes.kind == "mamba1":
         return ddt, dA.sum(0).view(sizes.n, sizes.d).t()
     if sizes.kind == "mamba2":
@@ -359,106 +478,92 @@ def _of_time(ddt, dA, sizes):
     return ddt, dA
 
 
-def _of_weight(d_raw, tensors, y, sizes):
-    """Σ_t d_rowᵀ y_{t−1}: one product."""
-    y0, keep, weight_y = (tensors[name] for name in ("y0", "keep", "weight_y"))
+def _weight_gradient(d_raw, saved, sizes):
+    """Return the gradient of W_y, Σ_t d_rowᵀ y_{t−1}, as one product."""
+    y, y0, keep, weight_y = (saved[name] for name in ("y", "y0", "keep", "weight_y"))
     before = torch.empty_like(y, dtype=weight_y.dtype)
     before[:, :1] = 0 if y0 is None else y0.unsqueeze(1)
     before[:, 1:] = y[:, :-1]
     if keep is not None:
         before *= keep.unsqueeze(-1)
-    of_rows = d_raw[..., : sizes.reading].flatten(0, 1).to(weight_y.dtype)
-    return of_rows.t() @ before.flatten(0, 1)
+    d_rows = d_raw[..., : sizes.reading].flatten(0, 1).to(weight_y.dtype)
+    return d_rows.t() @ before.flatten(0, 1)
 
 
 class _Cell(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, raw, weight_y, x, dt, A, gate, D, weight, bias, others):
-        layout, options, kind, keep, y0, h0, adjoint = others
-        given = raw, weight_y, x, dt, A, keep, gate, D, weight, bias, y0, h0
-        sizes, tensors = _prepare(layout, options, kind, *given)
-        plan = _plan(layout, options, kind, sizes, tensors, True)
-        found = _forward(plan, sizes, tensors)
-        kept = {name: found.get(name) for name in ("y", "outcome", "rows", "roots", "checkpoints")}
-        final = _as_returned(found["state"], sizes)
-        ctx.mark_non_differentiable(final, found["outcome"])
+    def forward(ctx, arguments, *inputs):
+        """Solve a layer and save what its gradient needs.
+
+        `inputs` are the tensors of `arguments` that have a gradient: autograd finds them only if
+        they are separate inputs.
+        """
+        sizes, tensors = _prepare(arguments)
+        plan = _make_plan(arguments, sizes, tensors, True)
+        results = _forward(plan, sizes, tensors)
+        names = ("y", "outcome", "rows", "roots", "checkpoints")
+        state = _view_state(results["state"], sizes)
+        ctx.mark_non_differentiable(state, results["outcome"])
         ctx.set_materialize_grads(False)
-        tensors["raw"] = None  # it is in the rows
-        ctx.save_for_backward(*tensors.values(), *kept.values())
-        ctx.names = *tensors, *kept
-        ctx.dtypes = [None if t is None else t.dtype for t in (raw, weight_y, x, dt, A, gate)]
-        ctx.dtypes += [None if t is None else t.dtype for t in (D, weight, bias)]
-        ctx.others = plan, sizes, adjoint
-        return found["y"], final, found["outcome"]
+        tensors["raw"] = None  # the rows contain it
+        ctx.save_for_backward(*tensors.values(), *(results.get(name) for name in names))
+        ctx.names = *tensors, *names
+        ctx.dtypes = [None if t is None else t.dtype for t in inputs]
+        ctx.plan, ctx.sizes, ctx.adjoint = plan, sizes, arguments.adjoint
+        return results["y"], state, results["outcome"]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y, *_):
         saved = dict(zip(ctx.names, ctx.saved_tensors))
-        plan, sizes, adjoint = ctx.others
-        grad_y = torch.zeros_like(saved["y"]) if grad_y is None else _wide(grad_y)
-        found, largest = _backward(plan, sizes, saved, saved, grad_y)
-        if adjoint is not None:
-            adjoint.copy_(largest)
-        names = "raw", "weight_y", "x", "dt", "A", "gate", "D", "norm_weight", "norm_bias"
-        grads = [found.get(name) for name in names]
-        grads = [None if g is None else g.to(dtype) for g, dtype in zip(grads, ctx.dtypes)]
-        return *grads, None
+        grad_y = torch.zeros_like(saved["y"]) if grad_y is None else _align_fp32(grad_y)
+        grads, adjoint = _backward(ctx.plan, ctx.sizes, saved, grad_y)
+        if ctx.adjoint is not None:
+            ctx.adjoint.copy_(adjoint)
+        ordered = [grads.get(name) for name in DIFFERENTIABLE]
+        ordered = [None if g is None else g.to(dtype) for g, dtype in zip(ordered, ctx.dtypes)]
+        return None, *ordered
 
 
-def _solve(layout, options, kind, raw, weight_y, x, dt, A, keep, gate, D, weight, bias, *rest):
-    y0, h0, adjoint = rest
-    inputs = raw, weight_y, x, dt, A, gate, D, weight, bias
+def _solve(arguments):
+    inputs = [getattr(arguments, name) for name in DIFFERENTIABLE]
     if needs_grad(*inputs):
-        return _Cell.apply(*inputs, (layout, options, kind, keep, y0, h0, adjoint))
-    given = raw, weight_y, x, dt, A, keep, gate, D, weight, bias, y0, h0
-    sizes, tensors = _prepare(layout, options, kind, *given)
-    found = _forward(_plan(layout, options, kind, sizes, tensors, False), sizes, tensors)
-    return found["y"], _as_returned(found["state"], sizes), found["outcome"]
+        return _Cell.apply(arguments, *inputs)
+    sizes, tensors = _prepare(arguments)
+    results = _forward(_make_plan(arguments, sizes, tensors, False), sizes, tensors)
+    return results["y"], _view_state(results["state"], sizes), results["outcome"]
 
 
-def cell(
-    layout: Layout | tuple,
-    options: Options | tuple,
-    raw: Tensor,
-    weight_y: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    keep: Tensor | None,
-    gate: Tensor | None,
-    D: Tensor,
-    norm_weight: Tensor | None,
-    norm_bias: Tensor | None,
-    y0: Tensor | None,
-    h0: Tensor | None,
-    adjoint: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `lm.kernels.cpu.cpu_cell.cell`; y and the state in fp32. raw, weight_y: also bf16, fp16.
+def cell(arguments: CellArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Solve an FP-Mamba-1 or FP-Mamba-2 layer, token by token; differentiable once.
+
+    Args:
+        arguments: CellArguments without a readout, or a mapping with its fields. All tensors are on
+            one GPU, in fp32, bf16 or fp16.
+
+    Returns:
+        As `lm.kernels.cpu.cpu_cell.cell`; y and the state are in fp32.
 
     Raises:
-        TypeError, ValueError: devices, shapes, names. Unsupported: dtypes, rank, width.
+        TypeError: If tensors are not on one GPU.
+        ValueError: If a shape or an option is wrong.
+        Unsupported: If the kernels do not support a dtype, the rank, the width or the readout.
     """
-    layout, options = Layout(*layout), Options(*options)
-    kind = "mamba1" if A.dim() == 2 else "mamba2"
-    given = raw, weight_y, x, dt, A, keep, gate, D, norm_weight, norm_bias, y0, h0, adjoint
-    return _solve(layout, options, kind, *given)
+    return _solve(as_cell_arguments(arguments))
 
 
-def cell_rnn(
-    layout: Layout | tuple,
-    options: Options | tuple,
-    raw: Tensor,
-    weight_y: Tensor,
-    x: Tensor,
-    decay: Tensor,
-    fresh: Tensor,
-    keep: Tensor | None,
-    y0: Tensor | None,
-    h0: Tensor | None,
-    adjoint: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `lm.kernels.cpu.cpu_cell.cell_rnn`; see `cell`."""
-    layout, options = Layout(*layout), Options(*options)._replace(norm="none", groups=1)
-    given = raw, weight_y, x, fresh, decay, keep, None, None, None, None, y0, h0, adjoint
-    return _solve(layout, options, "rnn", *given)
+def cell_rnn(arguments: RnnArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Solve an FP-RNN layer, token by token; differentiable once.
+
+    Args:
+        arguments: RnnArguments, or a mapping with its fields.
+
+    Returns:
+        As `cell`; the state is (b,d).
+
+    Raises:
+        TypeError: As `cell`.
+        ValueError: As `cell`.
+        Unsupported: As `cell`.
+    """
+    return _solve(as_rnn_arguments(arguments).as_cell_arguments())

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import lm.common.errors
-from lm.cli.arguments import Number, Whole, names
-from lm.cli.main import main, parser
+from lm.cli.arguments import Integer, PositiveNumber, parse_names
+from lm.cli.main import main, make_parser
 from lm.common.errors import UserError, describe_user_error, install_command
 from lm.evaluation.facade import FacadeError, load
 from tests.refusals import refused
@@ -120,9 +120,9 @@ def test_sizes_that_do_not_go_together(capsys, tiny, overrides, words):
         (["resume=sometimes"], "`resume` is 'sometimes': it must be never, auto or the folder"),
         (
             ["engine.deepspeed={optimizer: {type: Lion, params: {lr: 1}}}"],
-            "engine.deepspeed sets optimizer, and `optim` decides it",
+            "engine.deepspeed sets optimizer, which is derived from `optim`",
         ),
-        (["engine.deepspeed={scheduler: {type: OneCycle}}"], "leave it out, and set `optim.sched"),
+        (["engine.deepspeed={scheduler: {type: OneCycle}}"], "remove it, and set `optim.sched"),
     ],
 )
 def test_training_is_refused_before_it_begins(capsys, tiny, overrides, words):
@@ -182,14 +182,14 @@ def test_what_no_launcher_sets(capsys, monkeypatch, tmp_path, environment, words
     ],
 )
 def test_a_launcher_that_does_not_say_where_ranks_meet(capsys, monkeypatch, tiny, address, words):
-    from lm.training.engine import start
+    from lm.training.process_group import join_process_group
 
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **address}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=words):
-        start(tiny())
+        join_process_group(tiny())
 
 
 def test_a_terminal_that_has_few_characters(tmp_path):
@@ -321,7 +321,7 @@ def test_control_characters_of_an_argument_are_written_out(capsys):
 
 def options() -> list[tuple[str, argparse.Action]]:
     """(command, option) of every option that takes a value."""
-    (commands,) = (a for a in parser()._actions if a.dest == "command")
+    (commands,) = (a for a in make_parser()._actions if a.dest == "command")
     return [
         (command, action)
         for command, below in commands.choices.items()
@@ -331,23 +331,24 @@ def options() -> list[tuple[str, argparse.Action]]:
 
 
 def test_every_number_has_a_range_that_its_help_states():
-    numbers = [(c, a) for c, a in options() if isinstance(a.type, Whole | Number)]
+    numbers = [(c, a) for c, a in options() if isinstance(a.type, Integer | PositiveNumber)]
     assert len(numbers) > 10
-    assert {a.type for _, a in options()} - {a.type for _, a in numbers} == {None, names}
+    assert {a.type for _, a in options()} - {a.type for _, a in numbers} == {None, parse_names}
     for command, action in numbers:
-        stated = any(word in action.help for word in ("at least", "above", "from 0 on", "0: from"))
+        ranges = ("at least", "above 0", "counted from 0", "0 for", "1 to 65535")
+        stated = any(words in action.help for words in ranges)
         assert stated, f"{command} {action.option_strings}: {action.help}"
 
 
 def test_no_number_is_taken_beyond_its_range():
     for _, action in options():
-        if not isinstance(action.type, Whole | Number):
+        if not isinstance(action.type, Integer | PositiveNumber):
             continue
         wrong = ["-1", "nan", "inf", "lots", "", str(-(10**30))]
-        if not getattr(action.type, "zero", False) and getattr(action.type, "least", 1):
+        if not getattr(action.type, "allow_zero", False) and getattr(action.type, "min", 1):
             wrong.append("0")
         for text in wrong:
-            with pytest.raises(argparse.ArgumentTypeError, match=r"is no (whole|finite) number"):
+            with pytest.raises(argparse.ArgumentTypeError, match=r"must be an? (int|finite)"):
                 action.type(text)
         assert action.default is None or action.type(str(action.default)) == action.default
 
@@ -355,8 +356,8 @@ def test_no_number_is_taken_beyond_its_range():
 @pytest.mark.parametrize(
     "args, words",
     [
-        (["--max-new-tokens", "0"], "argument --max-new-tokens: '0' is no whole number from 1 on"),
-        (["--temperature", "nan"], "argument --temperature: 'nan' is no finite number"),
+        (["--max-new-tokens", "0"], "argument --max-new-tokens: '0' is invalid: it must be an int"),
+        (["--temperature", "nan"], "argument --temperature: 'nan' is invalid: it must be a finite"),
         (["--top-p", "0.5"], "unrecognized arguments: --top-p 0.5"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "a\udcff"], "the prompt is no text: character 1 is not UTF-8"),

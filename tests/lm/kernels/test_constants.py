@@ -43,7 +43,7 @@ PAIR = {
     )
 }
 PAIR |= {"PIECE_COUNT": len(certified_root.PIECES)}
-OUTCOMES = {name: getattr(solver, name) for name in ("FAILED", "BISECTED", "LIMITED")}
+OUTCOMES = {name: getattr(solver, name) for name in ("FAILED", "BISECTED", "GRAD_LIMITED")}
 
 
 def constants(file):
@@ -68,7 +68,7 @@ def order(names):
 @pytest.mark.parametrize(
     "file, expected",
     [
-        ("cell_equation.h", SEARCH | OUTCOMES | {"MOST": roots.MOST_RANK}),
+        ("cell_equation.h", SEARCH | OUTCOMES | {"MAX_REFLECTIONS": roots.MAX_RANK}),
         ("cell_pair.h", PAIR),
         (
             "cell_token.h",
@@ -105,7 +105,7 @@ def test_the_search_in_cpp_has_no_number_without_a_name(file):
 
 def test_python_modules_of_kernels_have_the_constants_of_the_model():
     assert (checks.FAILED, roots.BISECTED) == (solver.FAILED, solver.BISECTED)
-    assert roots.MOST_RANK == cell_arguments.MOST_REFLECTIONS
+    assert roots.MAX_RANK == cell_arguments.MAX_REFLECTIONS
 
 
 def test_triton_has_the_constants_of_python():

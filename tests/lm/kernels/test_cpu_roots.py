@@ -44,7 +44,7 @@ def test_a_token_alone_and_on_any_number_of_threads_bit_for_bit(dtype, monkeypat
     coefficients = of_dtype(random_coefficients(150, 3, 3.0), dtype)
     s, outcome = cpu_roots.find_roots(*coefficients)
     for token in (0, 77, 149):
-        alone = cpu_roots.find_roots(*coefficients.take(slice(token, token + 1)))
+        alone = cpu_roots.find_roots(*coefficients.select(slice(token, token + 1)))
         assert torch.equal(alone.s[0], s[token]) and alone.outcome[0] == outcome[token]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(cpu_roots.find_roots(*coefficients).s, s)
@@ -64,7 +64,7 @@ def test_nan_stays_in_its_token(name, value):
 
 
 def test_nothing_to_solve():
-    s, outcome = cpu_roots.find_roots(*random_coefficients(4, 2).take(slice(0, 0)))
+    s, outcome = cpu_roots.find_roots(*random_coefficients(4, 2).select(slice(0, 0)))
     assert s.shape == (0, 2) and outcome.shape == (0,)
 
 

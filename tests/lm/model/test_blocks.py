@@ -5,8 +5,8 @@ import torch
 
 from lm.model.blocks import BLOCKS, Sequences, build_block, shift
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.fixed_point import COARSE, FINE
 from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.model.strategies import EVAL_TOL, TRAIN_TOL, choose_solver
 from tests.marks import slow
 
 
@@ -33,11 +33,11 @@ def u_of(*shape, seed=1):
 
 
 @pytest.mark.parametrize("stopping", ["paper", "causal"])
-def test_what_depends_on_x_alone_is_computed_once(monkeypatch, stopping):
+def test_input_projections_are_computed_once_per_solve(monkeypatch, stopping):
     rule = dict(eval_tol=1e-12, eval_max_iters=10)
     model = block(torch.float32, schedule="parallel", stopping=stopping, token="iterate", **rule)
-    calls = {"prepare": 0, "_mixed": 0, "weights": 0}
-    for owner, name in [(model, "prepare"), (model, "_mixed"), (model.mixer, "weights")]:
+    calls = {"prepare": 0, "mix_channels": 0, "weights": 0}
+    for owner, name in [(model, "prepare"), (model, "mix_channels"), (model.mixer, "weights")]:
         original = getattr(owner, name)
 
         def counting(*args, name=name, original=original):
@@ -49,36 +49,37 @@ def test_what_depends_on_x_alone_is_computed_once(monkeypatch, stopping):
         _, stats = model.eval()(u_of(1, 6, 8).float())
     assert (stats.evaluations == 10).all()
     # The output's own step: the paper's solver does not return f(y), the windows' does.
-    assert calls == {"prepare": 1, "_mixed": 10 + (stopping == "paper"), "weights": 1}
+    assert calls == {"prepare": 1, "mix_channels": 10 + (stopping == "paper"), "weights": 1}
 
 
 def rule_of(block, training=False):
-    return block.train(training).rule(block.config)
+    block.train(training)
+    return choose_solver(block, block.config, 16, block.out_proj.weight).rule
 
 
-def test_training_rule_and_evaluation_rule_differ():
+def test_evaluation_is_stricter_than_training():
     model = block(max_iters=7, eval_max_iters=9)
-    assert rule_of(model, training=True)[:3] == (COARSE, 7, 0.75)
-    assert rule_of(model)[:3] == (FINE[torch.float64], 9, 1.0)
-    assert rule_of(block(torch.float32)).tol == FINE[torch.float32]
+    assert rule_of(model, training=True)[:3] == (TRAIN_TOL, 7, 0.75)
+    assert rule_of(model)[:3] == (EVAL_TOL[torch.float64], 9, 1.0)
+    assert rule_of(block(torch.float32)).tol == EVAL_TOL[torch.float32]
     with torch.autocast("cpu", torch.bfloat16):  # its rounding is as large
-        assert rule_of(model).tol == COARSE
+        assert rule_of(model).tol == TRAIN_TOL
     assert rule_of(block(eval_tol=0.03)).tol == 0.03
     assert rule_of(block(tol=1e-3), training=True).tol == 1e-3
     iterated = block(token="iterate", stopping="causal")
-    assert rule_of(iterated, training=True).tol == 0.1 and rule_of(iterated).tol == COARSE
+    assert rule_of(iterated, training=True).tol == 0.1 and rule_of(iterated).tol == TRAIN_TOL
     paper = block(schedule="parallel", stopping="paper")  # as strict, but every sequence
     assert rule_of(paper)[:3] == (0.1, 1000, 1.0)
 
 
-def test_shift():
+def test_shift_reads_the_previous_token_of_the_document():
     y = torch.arange(1.0, 7.0).reshape(1, 6, 1)
     assert shift(y, Sequences()).flatten().tolist() == [0, 1, 2, 3, 4, 5]
     starts = torch.tensor([[False, False, True, False, False, True]])
     assert shift(y, Sequences(starts=starts)).flatten().tolist() == [0, 1, 0, 3, 4, 0]
 
 
-def test_unknown_gradients_and_blocks_are_a_sentence():
+def test_invalid_fields_of_a_block_are_refused():
     with pytest.raises(ValueError, match="gradient is 'phantom:3': it must be one of auto, exact"):
         FPRNNConfig(gradient="phantom:3")
     with pytest.raises(ValueError, match="block is 'mamba': it must be one of"):

@@ -77,7 +77,7 @@ def assert_cache_changes_nothing(model, tokens, at_least=4, **kwargs):
 
 @every_block
 @torch.no_grad()
-def test_sequential_decoding_is_the_same_computation_at_any_tolerance(name):
+def test_sequential_decoding_equals_one_pass_at_any_tolerance(name):
     model, tokens = quick(name, contractive=0.3, **LOOSE), ids()
     whole = model(tokens, use_cache=True)
     with model.solving(eval_tol=1e-6):
@@ -91,7 +91,7 @@ def test_sequential_decoding_is_the_same_computation_at_any_tolerance(name):
 @pytest.mark.parametrize("schedule", ["window:4", "parallel", "auto"])
 @every_block
 @torch.no_grad()
-def test_other_schedules_decode_to_the_tolerance(name, schedule):
+def test_other_schedules_decode_within_the_tolerance(name, schedule):
     model, tokens = quick(name, schedule=schedule, eval_tol=1e-9), ids()
     whole = model(tokens, use_cache=False)
     assert (whole.fixed_point.failed == 0).all() and whole.past_key_values is None
@@ -110,7 +110,7 @@ def test_other_schedules_decode_to_the_tolerance(name, schedule):
     ],
     ids=["paper", "iterate", "exact", "n_backwards"],
 )
-def test_other_solvers_and_passes_with_a_gradient(kwargs):
+def test_decoding_with_other_solvers_and_with_gradients(kwargs):
     model, tokens = quick(**kwargs), ids()
     whole = model(tokens).logits
     for sizes in CUTS.values():
@@ -121,7 +121,7 @@ def test_other_solvers_and_passes_with_a_gradient(kwargs):
 
 @every_block
 @torch.no_grad()
-def test_left_padded_in_a_batch_equals_alone(name):
+def test_left_padded_row_equals_the_row_alone(name):
     model, tokens = quick(name, **LOOSE), ids(3)
     alone = [model(tokens[i : i + 1, pad:]).logits for i, pad in enumerate((0, 7, 16))]
     mask = torch.ones_like(tokens)
@@ -133,7 +133,7 @@ def test_left_padded_in_a_batch_equals_alone(name):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_generation_goes_on_from_a_returned_cache(padded):
+def test_generation_continues_from_a_returned_cache(padded):
     model, tokens = quick(**LOOSE), ids(2, 6)
     mask = torch.ones_like(tokens)
     if padded:
@@ -153,7 +153,7 @@ def test_generation_goes_on_from_a_returned_cache(padded):
 
 @pytest.mark.parametrize("given", [True, False], ids=["into a cache", "without a cache"])
 @pytest.mark.parametrize("beams", [1, 2])
-def test_a_prompt_prefilled_in_chunks(given, beams):
+def test_prompt_in_chunks_gives_the_same_text(given, beams):
     model, tokens = quick(**LOOSE), ids(2, 10)
     mask = torch.ones_like(tokens)
     mask[1, :3] = 0
@@ -195,7 +195,7 @@ def test_the_cache_does_not_grow(name):
 
 @every_block
 @torch.no_grad()
-def test_going_on_twice_from_one_state_gives_the_same(name):
+def test_continuing_twice_from_one_state_gives_the_same(name):
     model, tokens = quick(name, **LOOSE), ids()
     _, cache = decode(model, tokens[:, :2], (2,))
     state, kept = cache.state, copy.deepcopy(cache)
@@ -211,7 +211,7 @@ def test_going_on_twice_from_one_state_gives_the_same(name):
 
 
 @torch.no_grad()
-def test_rows_are_reordered_repeated_and_selected():
+def test_cache_rows_can_be_reordered_repeated_and_selected():
     model, tokens = quick("fp_rnn-conv", **LOOSE), ids(3, 12)
     _, cache = decode(model, tokens[:, :8], (8,))
     cache.batch_repeat_interleave(2)
@@ -222,7 +222,7 @@ def test_rows_are_reordered_repeated_and_selected():
     torch.testing.assert_close(logits, model(rows).logits[:, 8:], rtol=0, atol=1e-12)
 
 
-def test_what_does_not_fit_is_refused_in_a_sentence():
+def test_cache_that_does_not_fit_is_refused():
     model, tokens = quick(**LOOSE), ids()
     out = model(tokens[:, :5], use_cache=True, return_state=True)
     cache, before = out.past_key_values, out.past_key_values.state
@@ -234,7 +234,7 @@ def test_what_does_not_fit_is_refused_in_a_sentence():
 
     refused("state is of a batch of 2, the input's is 3", tokens=ids(3))
     refused("a model with 2 layers, this one has 1", quick(n_layer=1))
-    refused(r"layer 0 has left \[\(16,\)", quick(d_model=16))
+    refused(r"layer 0 of the state has the shapes \[\(16,\)", quick(d_model=16))
     refused("is a DynamicCache, not an FPRNNCache", past_key_values=DynamicCache())
     refused("is a tuple, not an FPRNNCache", past_key_values=((tokens, tokens),))
     refused("is a FPRNNState, not an FPRNNCache", past_key_values=out.state)
@@ -257,7 +257,7 @@ def test_the_cache_of_another_block_is_refused():
             with pytest.raises(ValueError, match="the state is of another model: layer 0"):
                 decode(model, ids(2, 1), (1,), cache)
             assert cache.get_seq_length() == 1
-    with pytest.raises(ValueError, match=r"\(16, 4\), \(3, 16\)\] for each stream, where"):
+    with pytest.raises(ValueError, match=r"\(16, 4\), \(3, 16\)\] per stream, and"):
         decode(quick(d_state=5), ids(2, 1), (1,), caches["fp_mamba1-conv"])
 
 
@@ -271,7 +271,7 @@ def test_assisted_generation_is_refused():
 
 @pytest.mark.parametrize("name", ["fp_mamba1", *GENERATING])
 @torch.no_grad()
-def test_bf16_model(name, tmp_path):
+def test_bf16_model_decodes_like_one_pass(name, tmp_path):
     quick(name, torch.float32, **LOOSE).save_pretrained(tmp_path)
     exact = FPRNNForCausalLM.from_pretrained(tmp_path).eval()(ids()).logits
     model = FPRNNForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
@@ -309,7 +309,7 @@ print(json.dumps([[o.sequences.tolist() for o in outs], type(cache).__name__,
         "mamba gated_deltanet gated_deltaproduct fp_mamba1",
     ],
 )
-def test_an_exported_checkpoint_decodes_where_lm_is_not_importable(tmp_path, layers):
+def test_export_decodes_without_the_package(tmp_path, layers):
     sizes = {"layers": layers, "n_layer": 4} if layers else {}
     model, tokens = quick(dtype=torch.float32, **LOOSE, **sizes), ids(2, 5)
     out = write_export(model, tmp_path / "out", None, "cached", "For a test.")
@@ -321,7 +321,7 @@ def test_an_exported_checkpoint_decodes_where_lm_is_not_importable(tmp_path, lay
     assert length == len(mine[0]) - 1
 
 
-def test_every_file_travels_and_the_modeling_file_names_them_all(tmp_path):
+def test_export_has_every_file_and_modeling_imports_all(tmp_path):
     """transformers 4 loads only what the modeling file itself imports."""
     modeling = Path(modeling_fprnn.__file__)
     files = {f.stem for f in modeling.parent.glob("*.py")} - {"__init__"}
@@ -330,7 +330,7 @@ def test_every_file_travels_and_the_modeling_file_names_them_all(tmp_path):
     assert {f.stem for f in out.glob("*.py")} - {"__init__"} == files
 
 
-def test_a_cache_has_two_names():
+def test_cache_has_two_argument_names():
     """transformers calls it `cache` from 5.24 on, and past_key_values before."""
     model = quick()
     tokens = ids()

@@ -10,6 +10,7 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.solver import FAILED, token_residual
 from lm.model.state import Sequences
+from lm.model.strategies import choose_solver
 from tests.marks import slow
 
 EOS = 0
@@ -154,7 +155,7 @@ def test_the_norm_of_the_adjoint_is_the_same_in_every_schedule():
     of_models((torch.float32, "auto"), (torch.float64, "plain"), quick=[(torch.float32, "auto")]),
     ids=str,
 )
-def test_later_tokens_change_nothing_bit_for_bit(name, kernels, dtype, monkeypatch):
+def test_later_tokens_do_not_change_a_bit(name, kernels, dtype, monkeypatch):
     monkeypatch.setenv("FPRNN_KERNELS", kernels)
     model, tokens = model_of(name, dtype=dtype), ids()
     changed = torch.cat([tokens[:, :7], ids(seed=1)[:, 7:]], 1)
@@ -165,21 +166,27 @@ def test_later_tokens_change_nothing_bit_for_bit(name, kernels, dtype, monkeypat
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["fp_mamba1", "fp_mamba1-conv-gate_inside", "fp_mamba2", "fp_rnn"])
-def test_the_compiled_block_solves_a_row_alone_as_in_any_batch_bit_for_bit(name, dtype):
+def test_kernel_solves_a_row_alone_bit_for_bit_as_in_a_batch(name, dtype):
     block = model_of(name, dtype=dtype, n_layer=1).backbone.layers[0].block
     u = torch.randn(9, 16, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
     with torch.no_grad():
-        s = block.prepare(u)
-        whole = block._solve_compiled(s)
+        s, solver = block.prepare(u), block.choose_solver(u)
+        whole = solver.run_kernel(s)
         if whole is None:
             pytest.skip("no compiler")
         for row in (0, 5, 8):
             projections = s.projections._replace(raw=s.projections.raw[row : row + 1])
-            time = type(s.time)(*(t[row : row + 1] if torch.is_tensor(t) and t.dim() == 3 else t
-                                  for t in s.time))  # fmt: skip
-            alone = s._replace(x=s.x[row : row + 1], z=s.z[row : row + 1], time=time,
-                               projections=projections)  # fmt: skip
-            assert torch.equal(block._solve_compiled(alone).y, whole.y[row : row + 1])
+            constants = [
+                t[row : row + 1] if torch.is_tensor(t) and t.dim() == 3 else t for t in s.recurrence
+            ]
+            alone = s._replace(
+                x=s.x[row : row + 1],
+                z=s.z[row : row + 1],
+                recurrence=type(s.recurrence)(*constants),
+                projections=projections,
+            )
+            y = solver.run_kernel(alone).y
+            assert torch.equal(y, whole.y[row : row + 1])
 
 
 @every_model
@@ -205,12 +212,13 @@ def with_documents_and_padding():
 @pytest.mark.parametrize("schedule", ["parallel", "window:7"])
 @pytest.mark.parametrize("name", ["fp_mamba1", "fp_mamba2", "fp_rnn"])
 @torch.no_grad()
-def test_the_residual_is_that_of_what_is_returned(name, schedule, tol):
+def test_stats_have_the_residual_of_the_returned_solution(name, schedule, tol):
     model = model_of(name, schedule, tol=tol, eval_tol=tol, contractive=0.5)
     block = model.backbone.layers[0].block
+    solver = block.choose_solver(u_of())
     s = block.prepare(u_of(), with_documents_and_padding())
-    y, stats, f_y, h = block._solve(s)
-    g, end, outcome = block.explicit(s, y)
+    y, stats, f_y, h = solver.solve(s)
+    g, end, outcome = solver.solve_all_tokens(s, y)
     assert not (outcome & FAILED).any() and (stats.failed == 0).all()
     torch.testing.assert_close(stats.residual, token_residual(y, g).amax(1), rtol=1e-7, atol=1e-11)
     torch.testing.assert_close(f_y, g, rtol=1e-8, atol=1e-11)
@@ -224,9 +232,10 @@ def test_k_iterations_solve_the_first_k_tokens():
     block = model_of("fp_mamba1").backbone.layers[0].block
     with torch.no_grad():
         s = block.prepare(u_of())
-        exact, y = block._solve(s).y, torch.zeros_like(s.x)
+        exact, y = block.choose_solver(u_of()).solve(s).y, torch.zeros_like(s.x)
+        windows = choose_solver(block, FPRNNConfig(schedule="parallel"), 16, s.x)
         for k in range(1, 17):
-            y = block.explicit(s, y)[0]
+            y = windows.solve_all_tokens(s, y)[0]
             close(y[:, :k], exact[:, :k])
             assert k > 10 or largest(y[:, k + 1 :], exact[:, k + 1 :]) > 1e-6
     exact = run(model_of("fp_mamba1"), ids()).logits

@@ -14,7 +14,7 @@ from lm.model.cell import (
     find_root,
     solve_low_rank,
 )
-from lm.model.solver import BISECTED, FAILED, LIMITED
+from lm.model.solver import BISECTED, FAILED, GRAD_LIMITED
 from tests.kernels import skip_where_missing
 
 D = 12
@@ -59,7 +59,7 @@ def picard(coefficients, steps=20000, tol=1e-13):
     end."""
     found = []
     for i in range(len(coefficients.alpha)):
-        one = coefficients.take(slice(i, i + 1))
+        one = coefficients.select(slice(i, i + 1))
         s, step, lowest, waited = torch.zeros_like(one.alpha), 0.99, float("inf"), 0
         end = None
         for _ in range(steps):
@@ -106,25 +106,25 @@ def roots_by_bisection(one, points=4001):
 
 @pytest.mark.parametrize("r", [1, 2, 3, 4])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0, 1e4])
-def test_every_root_solves_its_equation_and_is_the_one_picard_runs_into(r, scale):
+def test_root_solves_its_equation_and_is_picards(r, scale):
     coefficients = random_coefficients(200, r, scale, seed=r)
     s, outcome = find_root(coefficients)
     assert not (outcome & FAILED).any()
     assert (residual_of(coefficients, s) <= cell.SOLVED).all()
     some = slice(0, 40)
-    for mine, theirs in zip(s[some], picard(coefficients.take(some), cell.MOST_PICARD)):
+    for mine, theirs in zip(s[some], picard(coefficients.select(some), cell.MOST_PICARD)):
         if theirs is not None:
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("scale", [0.3, 3.0, 30.0])
-def test_with_one_reflection_it_is_among_all_roots(scale):
+def test_root_of_one_reflection_is_among_all_roots(scale):
     coefficients = random_coefficients(60, 1, scale, seed=11)
     s, outcome = find_root(coefficients)
     assert not (outcome & FAILED).any()
     several = 0
     for i in range(len(s)):
-        roots = roots_by_bisection(coefficients.take(slice(i, i + 1)))
+        roots = roots_by_bisection(coefficients.select(slice(i, i + 1)))
         several += len(roots) > 1
         assert len(roots) >= 1
         near = (roots - s[i, 0]).abs() / (1 + roots.abs())
@@ -142,7 +142,7 @@ def scalar(alpha, beta, gamma0=1.0, gamma1=0.0, gamma2=1.0, delta=0.0):
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_of_three_roots_the_sign_of_the_start_decides(sign):
+def test_sign_at_zero_decides_among_three_roots(sign):
     """φ = (α + 3 s) / √(1 + s²) has three roots for small α; the middle one is unstable."""
     coefficients = scalar(sign * 1e-3, 3.0)
     roots = roots_by_bisection(coefficients)
@@ -153,7 +153,7 @@ def test_of_three_roots_the_sign_of_the_start_decides(sign):
     assert coefficients.jacobian(coefficients.phi(s)[1])[0, 0, 0] < 1
 
 
-def test_beside_a_fold_the_root_that_is_passed_is_not_taken():
+def test_root_that_picard_passes_near_a_fold_is_not_returned():
     """Just past a fold, Picard crawls by where a root was, and goes on to the one that is left."""
     for gap in (1e-2, 1e-4):
         # φ near s = 0 is s + gap + …: no root near, the next is far away.
@@ -179,22 +179,22 @@ def test_beside_a_fold_the_root_that_is_passed_is_not_taken():
     ],
     ids=str,
 )
-def test_adversarial_coefficients(case):
+def test_adversarial_coefficients_are_solved_or_failed(case):
     coefficients = scalar(**case)
     s, outcome = find_root(coefficients)
     assert torch.isfinite(s).all()
     assert not (outcome & FAILED).any() and (residual_of(coefficients, s) <= cell.SOLVED).all()
 
 
-def test_a_token_depends_on_no_other():
+def test_root_of_a_token_does_not_depend_on_others():
     coefficients = random_coefficients(50, 3, 5.0, seed=3)
     together, _ = find_root(coefficients)
     for i in range(0, 50, 7):
-        alone, _ = find_root(coefficients.take(slice(i, i + 1)))
+        alone, _ = find_root(coefficients.select(slice(i, i + 1)))
         torch.testing.assert_close(alone[0], together[i], rtol=1e-11, atol=1e-12)
 
 
-def test_in_single_precision_every_token_is_solved():
+def test_every_token_is_solved_in_fp32():
     for r in (1, 2, 4):
         exact = random_coefficients(300, r, 3.0, seed=21)
         low = Coefficients(*(t.float() for t in exact[:-1]), exact.floor)
@@ -212,7 +212,7 @@ def newton_from(coefficients, start, reach):
     return root.item(), good.item()
 
 
-def test_newton_takes_no_root_that_picard_runs_away_from():
+def test_newton_rejects_roots_that_repel_picard():
     coefficients = scalar(1e-3, 3.0)
     low, middle, high = roots_by_bisection(coefficients).tolist()
     assert newton_from(coefficients, 0.0, 1.0) == (pytest.approx(middle, abs=1e-12), False)
@@ -220,14 +220,14 @@ def test_newton_takes_no_root_that_picard_runs_away_from():
     assert newton_from(coefficients, low - 0.1, 1.0) == (pytest.approx(low), True)
 
 
-def test_newton_goes_no_further_than_it_may():
+def test_newton_stays_within_reach():
     coefficients = scalar(1e-3, 3.0)
     high = roots_by_bisection(coefficients)[2].item()
     assert newton_from(coefficients, high + 0.1, 0.11)[1]
     assert not newton_from(coefficients, high + 0.1, 0.09)[1]
 
 
-def test_newton_stays_where_a_step_would_not_halve_the_residual():
+def test_newton_stops_if_a_step_does_not_halve_the_residual():
     """Where φ′ is nearly 1 its step is long."""
     assert newton_from(scalar(1e-3, 3.0), 1.045, 1e9) == (1.045, False)
 
@@ -247,17 +247,17 @@ def test_newton_stays_where_a_step_would_not_halve_the_residual():
     ],
     ids=str,
 )
-def test_which_slopes_attract(slope, attracts):
+def test_slopes_with_eigenvalues_below_one_attract(slope, attracts):
     slope = torch.tensor(slope, dtype=torch.float64).unsqueeze(0)
     assert cell._attracts(slope).tolist() == [attracts]
 
 
 @pytest.mark.parametrize("r", [1, 2, 4])
 @pytest.mark.parametrize("scale", [0.1, 10.0, 1e4])
-def test_what_picard_does_not_find_bisection_does(r, scale, monkeypatch):
+def test_bisection_finds_roots_that_picard_does_not(r, scale, monkeypatch):
     """Asked at once, without a step of Picard."""
     coefficients = random_coefficients(200, r, scale, seed=40 + r)
-    s, solved = cell._last_resort(coefficients)
+    s, solved = cell._bisect(coefficients)
     assert solved.all() and (residual_of(coefficients, s) <= cell.SOLVED).all()
     monkeypatch.setattr(cell, "MOST_PICARD", 0)
     found, outcome = cell._find_root_by_picard(coefficients)
@@ -308,7 +308,7 @@ def test_a_solved_token_satisfies_its_own_equation(kind, gate, r):
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms", "none"])
-def test_the_gradient_is_that_of_the_solution(kind):
+def test_gradient_equals_that_of_the_solution(kind):
     _, tensors = token_of(kind, b=1, length=2)
     low_rank = low_rank_of(2, 1, 2, size=0.15)
     names = ["x", "history", "gain", "gate"] + (["weight"] if kind != "none" else [])
@@ -328,29 +328,29 @@ def attached(rest, outcome):
     """What s passes back of a cotangent of ones, and its outcome. rest: (n,r,r)."""
     rest = torch.tensor(rest, dtype=torch.float64)
     value = torch.zeros(rest.shape[:2], dtype=torch.float64, requires_grad=True)
-    s, outcome = cell._attached(
+    s, outcome = cell._attach_gradient(
         value, torch.ones_like(value), rest, torch.tensor(outcome, dtype=torch.uint8)
     )
     (grad,) = torch.autograd.grad(s.sum(), value)
     return grad, outcome.tolist()
 
 
-def test_near_a_fold_the_gradient_is_limited_and_this_is_counted():
+def test_gradient_near_a_fold_is_limited_and_counted():
     grad, outcome = attached([[[0.5]], [[1e-9]], [[0.0]], [[-1.0]]], [0, 0, FAILED, BISECTED])
     torch.testing.assert_close(grad.flatten(), torch.tensor([2.0, MOST_GAIN, 1.0, -1.0]).double())
-    assert outcome == [0, LIMITED, FAILED, BISECTED]
+    assert outcome == [0, GRAD_LIMITED, FAILED, BISECTED]
 
 
-def test_the_limit_is_one_of_the_cotangents_euclidean_length():
+def test_gradient_limit_is_on_the_euclidean_norm():
     """(I − φ′)⁻ᵀ (1, 1) = (30, 1): √2 · 20 / ‖(30, 1)‖ of it is left; by the largest entry it would
     be 20 / 30, by the sum of all 40 / 31."""
     grad, outcome = attached([[[1 / 30, 0.0], [0.0, 1.0]]], [0])
     expected = torch.tensor([[30.0, 1.0]]).double()
     expected *= MOST_GAIN * 2**0.5 / expected.norm()
     torch.testing.assert_close(grad, expected)
-    assert outcome == [LIMITED]
+    assert outcome == [GRAD_LIMITED]
 
 
-def test_a_token_that_failed_has_the_gradient_of_one_step():
+def test_failed_token_has_the_one_step_gradient():
     grad, _ = attached([[[0.5]], [[0.5]]], [0, FAILED])
     assert grad.flatten().tolist() == [2.0, 1.0]

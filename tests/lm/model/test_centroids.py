@@ -8,12 +8,12 @@ import math
 import pytest
 import torch
 
+from lm.model import strategies
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.fixed_point import FixedPointBlock
 from lm.model.layers import Centroids
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.state import BlockState, Sequences, Solving
-from lm.training.optim import decays
+from lm.model.state import BlockState, Sequences, SolveOptions
+from lm.training.optim import has_weight_decay
 
 SIZES = dict(vocab_size=24, d_model=20, d_state=5, n_layer=1, headdim=10, expand=1)
 
@@ -50,20 +50,18 @@ def test_zero_is_read_where_no_token_is_before_and_nowhere_else():
 def solved(model, u, seqs, monkeypatch, kernel, schedule="sequential"):
     """Output, state and every gradient, that of the noise among them, by the kernel or without."""
     calls = []
-    plain = FixedPointBlock._solve_sequential
+    plain = strategies.solve_sequential
     with monkeypatch.context() as patch:
-        patch.setattr(
-            FixedPointBlock, "_solve_sequential", lambda *a: (calls.append(1), plain(*a))[1]
-        )
+        patch.setattr(strategies, "solve_sequential", lambda *a: (calls.append(1), plain(*a))[1])
         if not kernel:
-            patch.setattr(FixedPointBlock, "_has_kernel", lambda *a: False)
+            patch.setattr(strategies, "find_kernel", lambda *a: None)
         block, u = model.backbone.layers[0].block, u.clone().requires_grad_()
         noise = torch.randn(
             *u.shape[:2], 20, generator=torch.Generator().manual_seed(3), dtype=u.dtype
         ).requires_grad_()
-        solving = Solving(draw_noise=lambda *_: noise)
+        options = SolveOptions(draw_noise=lambda *_: noise)
         with model.solving(schedule=schedule, tol=1e-12):
-            out, _, end = block(u, seqs._replace(solving=solving))
+            out, _, end = block(u, seqs._replace(options=options))
         wanted = [u, noise, *block.parameters()]
         grads = torch.autograd.grad(out.sin().sum(), wanted)
     if schedule == "sequential":
@@ -102,11 +100,11 @@ def test_vectors_start_as_long_as_a_state_and_do_not_decay():
     assert abs(reading.vectors.square().mean() - 1) < 0.05
     assert reading.log_sharpness.exp().item() == pytest.approx(16)
     names = [name for name, _ in model.named_parameters() if "centroids" in name]
-    assert len(names) == 2 and not any(map(decays, names))
+    assert len(names) == 2 and not any(map(has_weight_decay, names))
 
 
 def test_what_cannot_read_through_them_is_refused():
-    with pytest.raises(ValueError, match="state_centroids is 4: it is of fp_mamba1 and fp_mamba2"):
+    with pytest.raises(ValueError, match="state_centroids is 4: it is only for fp_mamba1 and"):
         FPRNNConfig(**SIZES, block="fp_rnn", state_centroids=4)
     alone = dict(mixer_h_dep=False, b_h_dep=False, c_h_dep=False)
     with pytest.raises(ValueError, match=r"nothing reads sh\(y\)"):

@@ -41,7 +41,7 @@ def test_random_equations_have_the_root_that_picard_finds(n):
     assert is_proven.double().mean() > 0.8 and (is_proven & ~attracts).double().mean() > 0.03
 
 
-def test_plain_pytorch_and_the_cpu_decide_alike():
+def test_plain_pytorch_and_cpu_kernel_decide_alike():
     skip_where_missing(cpu_roots)
     equations = random_pairs(20_000, 4)
     coefficients = Coefficients(*equations, FLOOR)
@@ -66,7 +66,7 @@ def test_plain_pytorch_and_the_cpu_decide_alike():
     assert (outcome != compiled.outcome).double().mean() < 0.004
 
 
-def test_the_root_is_on_the_side_of_alpha():
+def test_root_is_on_the_side_of_alpha():
     """B = diag(3, 1/2): two roots attract, one on each side of the line s₁ = 0."""
     for side in (1.0, -1.0):
         c = equation(alpha=(side * 0.1, 0.0), beta=(3.0, 0.0, 0.0, 0.5))
@@ -77,7 +77,7 @@ def test_the_root_is_on_the_side_of_alpha():
         torch.testing.assert_close(s, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_a_rotation_that_attracts_nowhere_is_decided_at_once():
+def test_rotation_without_attracting_root_is_decided():
     """B turns and stretches: the only root repels, and Picard circles around it."""
     c = equation(alpha=(0.1, 0.0), beta=(4.0, -5.0, 5.0, 4.0))
     s, attracts, is_proven = certified_root.find_certified_pairs(c)
@@ -119,7 +119,7 @@ def test_a_rotation_that_attracts_nowhere_is_decided_at_once():
     ],
     ids=["sides", "line", "zero", "several", "pole", "nan", "infinity"],
 )
-def test_what_is_not_proven(numbers):
+def test_unproven_pairs_are_rejected(numbers):
     s, _, is_proven = certified_root.find_certified_pairs(equation(**numbers))
     assert not is_proven and (s == 0).all()
 

@@ -30,7 +30,7 @@ def test_random_equations_have_the_root_that_picard_finds(n):
     assert not new.outcome[proven].any()
 
 
-def test_plain_pytorch_and_the_cpu_prove_the_same_roots():
+def test_plain_pytorch_and_cpu_kernel_prove_the_same_roots():
     skip_where_missing(cpu_roots)
     equations = random_equations(3000, 2)
     s, outcome = _find_root_plain(Coefficients(*equations, FLOOR))
@@ -50,7 +50,7 @@ def is_proven(root, floor=1e-5, **numbers):
     return certified_root.is_picards_root(e, e.phi(zero), root).item()
 
 
-def test_of_three_roots_only_the_first_on_the_way_is_proven():
+def test_only_the_first_of_three_roots_is_proven():
     equation = dict(alpha=1e-3, beta=3.0)
     low, middle, high = roots_by_bisection(scalar(**equation)).tolist()
     assert is_proven(high, **equation)
@@ -94,7 +94,7 @@ def test_a_fall_below_zero_is_not_proven():
     ],
     ids=["range", "reach", "turn", "rises", "between"],
 )
-def test_roots_that_one_condition_alone_refuses(numbers, root, picards):
+def test_each_condition_refuses_a_root(numbers, root, picards):
     names = ("alpha", "beta", "delta", "gamma0", "gamma1", "gamma2")
     equation = dict(zip(names, numbers))
     found, outcome = _find_root_by_picard(scalar(**equation))
@@ -105,7 +105,7 @@ def test_roots_that_one_condition_alone_refuses(numbers, root, picards):
     assert not is_proven(candidate, **equation)
 
 
-def test_where_the_square_is_floored_nothing_is_proven():
+def test_nothing_is_proven_if_the_square_is_floored():
     equation = dict(alpha=0.5, beta=0.2)
     (root,) = roots_by_bisection(scalar(**equation)).tolist()
     assert is_proven(root, **equation) and not is_proven(root, floor=1.01, **equation)
@@ -121,7 +121,7 @@ def test_where_the_square_is_floored_nothing_is_proven():
         ((float("nan"), 1.0, 1.0, 1.0), False),
     ],
 )
-def test_which_cubics_have_no_zero(cubic, has_none):
+def test_cubics_without_zero_are_recognized(cubic, has_none):
     assert certified_root.has_no_zero(*torch.tensor(cubic)).item() is has_none
 
 
@@ -139,7 +139,7 @@ def test_which_cubics_have_no_zero(cubic, has_none):
     ],
     ids=str,
 )
-def test_special_equations_have_picards_outcome(case):
+def test_special_equations_have_picards_status(case):
     s, outcome = _find_root_plain(scalar(**case))
     expected, before = _find_root_by_picard(scalar(**case))
     assert (outcome == before) | (before == BISECTED)

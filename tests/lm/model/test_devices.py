@@ -22,7 +22,7 @@ aten = torch.ops.aten
 ACROSS_DEVICES = (aten._to_copy.default, aten.copy_.default)
 LIMITS = [
     (certified_root, "MAX_DIRECT_STEPS"),
-    (full_rank, "MOST_ACCELERATED"),
+    (full_rank, "MAX_ACCELERATED_ITERS"),
     *itertools.product((cell, full_rank), ("MOST_PICARD", "MOST_NEWTON", "BISECTIONS")),
 ]
 PAPER = dict(token="iterate", stopping="paper")
@@ -145,7 +145,7 @@ def test_no_operation_mixes_devices(name, answer, monkeypatch):
         lambda t: t @ torch.ones(2, 2),
     ],
 )
-def test_a_mixture_of_devices_is_noticed(mix, monkeypatch):
+def test_mixed_devices_are_detected(mix, monkeypatch):
     with Devices(monkeypatch, True), pytest.raises(AssertionError, match="mixes"):
         mix(torch.ones(2, device="meta"))
 

@@ -51,7 +51,7 @@ def gradients(model, ids, outside=False, reentrant=None, **fields):
     ],
     ids=str,
 )
-def test_a_checkpoint_computes_again_what_was_solved_inside_a_context(fields, reentrant):
+def test_checkpoint_recomputes_with_the_settings_of_the_forward(fields, reentrant):
     model, ids = model_of(), tokens()
     expected = gradients(model, ids, **fields)
     found = gradients(model, ids, outside=True, reentrant=reentrant, **fields)
@@ -60,7 +60,7 @@ def test_a_checkpoint_computes_again_what_was_solved_inside_a_context(fields, re
 
 
 @pytest.mark.parametrize("made", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
-def test_a_copy_made_inside_solving_solves_as_its_config_says(made):
+def test_copy_made_inside_solving_uses_its_config(made):
     model = model_of()
     with model.solving(schedule="parallel", tol=0.5):
         other = made(model)
@@ -68,7 +68,7 @@ def test_a_copy_made_inside_solving_solves_as_its_config_says(made):
     assert other.solver(9) == model.solver(9)
 
 
-def test_token_is_not_taken_for_a_password(tmp_path):
+def test_solver_token_is_not_used_as_a_password(tmp_path):
     model = model_of()
     model.save_pretrained(tmp_path)
     for load in (FPRNNForCausalLM, FPRNNConfig):
@@ -79,7 +79,7 @@ def test_token_is_not_taken_for_a_password(tmp_path):
     assert loaded.solver()["token"] == "iterate"
 
 
-def test_more_evaluations_are_more_flops_where_windows_are_solved():
+def test_flops_grow_with_the_evaluations():
     model = model_of()
     step = sum(layer.block.flops_per_token()[1] for layer in model.backbone.layers)
     for fields in (dict(schedule="parallel"), dict(schedule="sequential")):
@@ -94,11 +94,11 @@ def test_more_evaluations_are_more_flops_where_windows_are_solved():
         assert model.flops_per_token(1) == windows - step
 
 
-def test_padding_does_not_thin_out_the_share_of_failures(monkeypatch):
+def test_padding_does_not_dilute_the_share_of_failures(monkeypatch):
     """A kronecker as wide as those that are not bisected, and too few iterations for it."""
-    monkeypatch.setattr(full_rank, "MOST_DENSE", 0)
+    monkeypatch.setattr(full_rank, "MAX_DENSE_WIDTH", 0)
     monkeypatch.setattr(full_rank, "MOST_PICARD", 55)
-    monkeypatch.setattr(full_rank, "MOST_ACCELERATED", 0)
+    monkeypatch.setattr(full_rank, "MAX_ACCELERATED_ITERS", 0)
     model, ids = (
         model_of(mixer="kronecker", n_layer=1, mixer_gate_init_bias=0.0).eval(),
         tokens(4, 9),
@@ -113,7 +113,7 @@ def test_padding_does_not_thin_out_the_share_of_failures(monkeypatch):
         torch.testing.assert_close(found, alone)
 
 
-def test_the_adjoints_norm_does_not_depend_on_what_computes_it(monkeypatch):
+def test_adjoint_norm_is_the_same_with_and_without_kernels(monkeypatch):
     """Below 1, where what comes back cancels what comes from above."""
     model, ids = model_of(block="fp_rnn"), tokens(3, 9)
     norms = []

@@ -57,7 +57,7 @@ def test_wide_systems_are_solved_in_two_threads():
 
 
 @KINDS
-def test_by_iteration_and_by_its_rank_it_is_the_same(kind):
+def test_iterating_equals_the_low_rank_solution(kind):
     token, _ = token_of(kind)
     low_rank = low_rank_of(2, size=0.15)
     pairs = zip(solve(token, matrix_of(low_rank)), solve_low_rank(token, low_rank))
@@ -67,9 +67,9 @@ def test_by_iteration_and_by_its_rank_it_is_the_same(kind):
 
 @pytest.mark.parametrize("way", ["picard", "anderson", "bisection"])
 @KINDS
-def test_each_of_the_three_ways_finds_a_solution_and_its_gradient(kind, way, monkeypatch):
+def test_each_method_finds_a_solution_and_its_gradient(kind, way, monkeypatch):
     monkeypatch.setattr(full_rank, "MOST_PICARD", 300 if way == "picard" else 0)
-    monkeypatch.setattr(full_rank, "MOST_DENSE", D if way == "bisection" else 0)
+    monkeypatch.setattr(full_rank, "MAX_DENSE_WIDTH", D if way == "bisection" else 0)
     _, tensors = token_of(kind, b=1, length=2)
     names = ["x", "history", "gain", "gate"] + (["weight"] if kind != "none" else [])
     names += ["bias"] if kind == "layer" else []
@@ -88,7 +88,7 @@ def test_each_of_the_three_ways_finds_a_solution_and_its_gradient(kind, way, mon
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
-def test_bisection_comes_near_without_newton(kind, monkeypatch):
+def test_bisection_is_accurate_without_newton(kind, monkeypatch):
     """Newton may mend a bisection that has gone the wrong way."""
     monkeypatch.setattr(full_rank, "MOST_PICARD", 0)
     monkeypatch.setattr(full_rank, "MOST_NEWTON", 0)
@@ -98,7 +98,7 @@ def test_bisection_comes_near_without_newton(kind, monkeypatch):
     assert (outcome == BISECTED).all() and torch.isfinite(y).all()
 
 
-def test_anderson_solves_a_linear_map_that_expands_in_as_many_steps_as_it_has_directions():
+def test_anderson_solves_an_expanding_map_in_d_steps():
     rates = torch.tensor([3.0, -2.0, 0.5, 1.5], dtype=torch.float64)
     right, y, history = (
         torch.ones(1, 4, dtype=torch.float64),
@@ -122,7 +122,7 @@ def linear(rates):
     return history, y, outcome
 
 
-def test_the_adjoint_is_limited(monkeypatch):
+def test_adjoint_of_a_full_rank_equation_is_limited(monkeypatch):
     monkeypatch.setattr(full_rank, "MOST_GAIN", 2.0)
     history, y, outcome = linear([0.8, 0.3])
     assert not (outcome & FAILED).any()
@@ -131,7 +131,7 @@ def test_the_adjoint_is_limited(monkeypatch):
     torch.testing.assert_close(grad, expected, rtol=1e-10, atol=0)
 
 
-def test_a_token_that_iterates_depends_on_no_other():
+def test_iterated_token_does_not_depend_on_others():
     _, alone, _ = linear([0.3])
     _, beside, outcome = linear([0.3, 0.9, -0.9])
     assert not (outcome & FAILED).any() and torch.equal(beside[:, :1], alone)
@@ -139,22 +139,22 @@ def test_a_token_that_iterates_depends_on_no_other():
 
 @pytest.mark.parametrize("most_dense", [0, D])
 @pytest.mark.parametrize("rate", [1.1, -1.1, -1.6])
-def test_what_expands_is_solved_too(rate, most_dense, monkeypatch):
-    monkeypatch.setattr(full_rank, "MOST_DENSE", most_dense)
+def test_expanding_equations_are_solved(rate, most_dense, monkeypatch):
+    monkeypatch.setattr(full_rank, "MAX_DENSE_WIDTH", most_dense)
     *_, outcome = linear([rate])
     assert not (outcome & FAILED).any()
 
 
 @pytest.mark.parametrize("most_dense", [0, D])
-def test_what_has_no_solution_is_counted_and_its_gradient_is_one_steps(most_dense, monkeypatch):
-    monkeypatch.setattr(full_rank, "MOST_DENSE", most_dense)
+def test_unsolved_token_is_counted_and_has_one_step_gradient(most_dense, monkeypatch):
+    monkeypatch.setattr(full_rank, "MAX_DENSE_WIDTH", most_dense)
     history, y, outcome = linear([1.0, 0.5])
     assert outcome.tolist() == [[FAILED, 0]]
     (grad,) = torch.autograd.grad(y.sum(), history)
     torch.testing.assert_close(grad[0, :, 0], torch.tensor([1.0, 2.0]).double())
 
 
-def test_too_wide_for_matrices_it_stays_unsolved_and_is_said(monkeypatch):
+def test_unsolved_wide_equation_is_counted(monkeypatch):
     """y → norm(R y), R a rotation, does not settle in a few damped iterations."""
     monkeypatch.setattr(full_rank, "MOST_PICARD", 30)
     token, _ = token_of("rms", gate=False)
@@ -166,8 +166,8 @@ def test_too_wide_for_matrices_it_stays_unsolved_and_is_said(monkeypatch):
     y, _, outcome = solve(token, M)
     assert (outcome[:, one] == BISECTED).all() and not outcome[:, ~one].any()
     torch.testing.assert_close(token.value((M @ y.unsqueeze(-1)).squeeze(-1)), y)
-    monkeypatch.setattr(full_rank, "MOST_DENSE", D - 1)
-    monkeypatch.setattr(full_rank, "MOST_ACCELERATED", 0)
+    monkeypatch.setattr(full_rank, "MAX_DENSE_WIDTH", D - 1)
+    monkeypatch.setattr(full_rank, "MAX_ACCELERATED_ITERS", 0)
     y, _, outcome = solve(token, M)
     assert (outcome[:, one] == FAILED).all() and not outcome[:, ~one].any()
     (grad,) = torch.autograd.grad(y.sum(), first)
@@ -187,9 +187,7 @@ MIXERS += [("selective_dense", 1)]
 )
 @pytest.mark.parametrize("mixer,rank", MIXERS)
 @torch.no_grad()
-def test_untrained_layers_are_solved_whole_in_cached_steps_and_in_fp32_alike(
-    mixer, rank, glu_in_loop
-):
+def test_untrained_layers_agree_in_steps_and_in_fp32(mixer, rank, glu_in_loop):
     """The default of a whole pass is a window, a cached step is a token."""
     model, ids = untrained(mixer, rank, glu_in_loop=glu_in_loop), torch.randint(64, (2, 16))
     narrow = model(ids).logits
@@ -213,7 +211,7 @@ def untrained(mixer, rank, **fields):
 
 @pytest.mark.parametrize("mixer,rank", MIXERS)
 @torch.no_grad()
-def test_every_precision_takes_the_same_of_several_solutions(mixer, rank):
+def test_every_precision_finds_the_same_of_several_solutions(mixer, rank):
     """Of single tokens, before which there is nothing: rounding cannot grow from token to token.
     With open gates an equation of an untrained layer has several solutions."""
     fields = {} if mixer in ("nonselective", "selective_dense") else {"mixer_gate_init_bias": 0.0}

@@ -122,7 +122,7 @@ def test_kernels_need_as_many_iterations(name, kernels):
 
 
 @pytest.mark.skipif(not ON_GPU, reason="of a CPU's kernels other tests know")
-def test_a_card_computes_with_every_triton_kernel():
+def test_gpu_runs_every_triton_kernel():
     """None fails its self-check, after which plain PyTorch would be used."""
     chosen = backends.choice("cuda")
     missing = [name for name in backends.MODULES["triton"] if "triton" not in chosen[name]]
@@ -145,7 +145,7 @@ def test_later_tokens_change_only_the_rounding(name):
 
 
 @every_block
-def test_the_rest_of_the_batch_changes_only_the_rounding(name):
+def test_other_rows_change_only_the_rounding(name):
     model, tokens = model_of(name, **UNIQUE).eval(), ids()
     together = logits(model, tokens)
     for row in range(B):
@@ -154,7 +154,7 @@ def test_the_rest_of_the_batch_changes_only_the_rounding(name):
 
 
 @every_block
-def test_generating_with_the_cache_gives_the_same_text(name):
+def test_generation_with_cache_gives_the_same_text(name):
     model = model_of(name, **{**UNIQUE, "tie_embeddings": False}).eval()
     prompt = ids(length=L // 3)
     asked = dict(do_sample=False, pad_token_id=0, eos_token_id=None, max_new_tokens=8)
@@ -185,7 +185,7 @@ def waits(model, tokens):
 
 @pytest.mark.parametrize("stopping", ["causal", "paper"])
 @pytest.mark.parametrize("name", ["fp_mamba1", "fp_mamba2"])
-def test_an_iteration_waits_at_most_once(name, stopping):
+def test_iteration_waits_for_the_device_at_most_once(name, stopping):
     """Its flags are read, and nothing else: counted in two solves that differ in length alone."""
     token = "exact" if stopping == "causal" else "iterate"
     model, tokens = model_of(name, **COUNTED, token=token, stopping=stopping).train(), ids()

@@ -10,7 +10,7 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.layers import parameters_of
 from lm.model.mixers import Mixer
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.state import Sequences, WeightCache, last, once
+from lm.model.state import Sequences, WeightCache, cached, last_valid_tokens
 
 BLOCKS = [
     {},
@@ -50,16 +50,16 @@ def fresh(model, cache):
 
 @every_block
 @torch.no_grad()
-def test_what_is_kept_changes_nothing(settings):
+def test_cached_weights_change_nothing(settings):
     model = model_of(**settings)
     cache = model(ids(), use_cache=True).past_key_values
-    assert cache._kept[0]._made and not copy.deepcopy(cache)._kept
+    assert cache._weight_caches[0]._values and not copy.deepcopy(cache)._weight_caches
     assert torch.equal(after(model, cache), fresh(model, cache))
 
 
 @every_block
 @torch.no_grad()
-def test_a_parameter_that_changed_is_read_again(settings):
+def test_changed_parameter_is_read_again(settings):
     model = model_of(n_layer=1, **settings)
     cache = model(ids(), use_cache=True).past_key_values
     before = after(model, cache)
@@ -74,41 +74,43 @@ def test_a_parameter_that_changed_is_read_again(settings):
 
 
 @torch.no_grad()
-def test_a_layer_that_something_else_acts_in_is_asked_every_time():
+def test_wrapped_layer_is_never_cached():
     model = model_of()
     block = model.backbone.layers[0].block
     cache = model(ids(), use_cache=True).past_key_values
     before = after(model, cache)
     added = lambda layer, given, out: out + given[0].sum()  # noqa: E731
     handle = block.mixer.u_proj.register_forward_hook(added)
-    assert block._of_parameters() is None
+    assert block._materialized_parameters() is None
     hooked = after(model, cache)
     assert not torch.allclose(hooked, before)
     handle.remove()
     assert torch.equal(after(model, cache), before)
 
 
-def test_nothing_is_kept_where_gradients_are_on():
+def test_nothing_is_cached_with_gradients():
     model = model_of()
     cache = model(ids(), use_cache=True).past_key_values
-    assert not cache._kept[0]._made
+    assert not cache._weight_caches[0]._values
     after(model, cache).sum().backward()
     assert model.backbone.layers[0].block.mixer.u_proj.direction.grad.abs().max() > 0
 
 
-def test_parameters_that_count_no_changes_keep_nothing():
+def test_nothing_is_cached_of_inference_tensors():
     with torch.inference_mode():
         layer = nn.Linear(2, 3)
         assert WeightCache().valid_for(parameters_of([layer], ())) is None
     with torch.no_grad():
         assert WeightCache().valid_for(parameters_of([nn.Linear(2, 3)], ())) is not None
         assert parameters_of([nn.Sequential(layer)], (Mixer,)) is None
-    assert once(None, "x", lambda: 3) == 3
+    assert cached(None, "x", lambda: 3) == 3
 
 
 @pytest.mark.parametrize("n, length", [(1, 1), (1, 4), (3, 1), (3, 2), (3, 5), (0, 2)])
-def test_the_last_positions_without_padding_are_those_with_a_full_mask(n, length):
+def test_last_positions_are_the_same_with_a_full_mask(n, length):
     x, before = torch.randn(2, length, 3), torch.randn(2, n, 3)
     full = Sequences(mask=torch.ones(2, length, dtype=torch.bool))
     for given in (None, before):
-        assert torch.equal(last(x, n, given, Sequences()), last(x, n, given, full))
+        assert torch.equal(
+            last_valid_tokens(x, n, given, Sequences()), last_valid_tokens(x, n, given, full)
+        )

@@ -49,7 +49,7 @@ def test_fp_rnn_at_its_defaults_converges_with_every_mixer(mixer, schedule):
         assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_what_bounds_fp_rnn_is_its_default_only():
+def test_contractive_defaults_bound_fp_rnn_only():
     kronecker = FPRNNConfig(block="fp_rnn", mixer="kronecker")
     assert (kronecker.kronecker_norm, kronecker.contractive) == ("spectral", None)
     assert FPRNNConfig(mixer="kronecker").kronecker_norm == "rows"
@@ -77,7 +77,7 @@ NAMED = r"^layer 0: .* Cause: .*mixer {} .*contractive null.* What helps: .*cont
 @pytest.mark.parametrize(
     "solver", ["paper", "auto", *(slow(name) for name in ("parallel", "window:4", "sequential"))]
 )
-def test_divergence_is_an_error_that_names_layer_cause_and_cure(solver):
+def test_divergence_error_names_layer_cause_and_cure(solver):
     model, ids = wild("nonselective", solver), tokens(80, batch=1)
     calls = (
         lambda: model(ids),
@@ -102,7 +102,7 @@ def test_divergence_is_an_error_that_names_layer_cause_and_cure(solver):
         if (i + j) % 2 == 0
     ],
 )
-def test_what_is_returned_is_finite_or_refused(mixer, solver):
+def test_nonfinite_output_is_refused(mixer, solver):
     model, ids = wild(mixer, solver, max_iters=60), tokens(30)
     try:
         output = model(ids, labels=ids)
@@ -125,7 +125,7 @@ def test_what_is_returned_is_finite_or_refused(mixer, solver):
 )
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("use_cache", [True, False])  # False: the head reads all flags
-def test_a_damaged_parameter_is_named(broken, where, value, use_cache):
+def test_damaged_parameter_is_named(broken, where, value, use_cache):
     model = model_of(n_layer=2, tie_embeddings=False).eval()
     with torch.no_grad():
         model.get_parameter(broken).view(-1)[: 16 * 40 // 2] = value
@@ -133,7 +133,7 @@ def test_a_damaged_parameter_is_named(broken, where, value, use_cache):
         model(tokens(), use_cache=use_cache)
 
 
-def test_a_row_that_does_not_use_the_damaged_embedding_is_not_refused():
+def test_row_without_the_damaged_embedding_passes():
     model = model_of().eval()
     with torch.no_grad():
         model.backbone.embeddings.weight[39] = 1e4
@@ -156,7 +156,7 @@ GRADIENTS = {
         for j, solver in enumerate(SOLVERS)
     ],
 )
-def test_a_forward_pass_without_gradients_is_the_one_with_them(block, gradient, solver):
+def test_output_is_the_same_with_and_without_gradients(block, gradient, solver):
     fields = dict(block=block, headdim=8, tol=0.1, eval_tol=0.1, **GRADIENTS[gradient])
     model = model_of(n_layer=2, **fields, **SOLVERS[solver]).double().eval()
     ids = tokens(length=14, batch=2)
@@ -169,7 +169,7 @@ def test_a_forward_pass_without_gradients_is_the_one_with_them(block, gradient, 
             torch.testing.assert_close(a, b, rtol=1e-8, atol=1e-9, msg=name)
 
 
-def test_the_steps_after_the_solve_still_shape_the_gradient():
+def test_gradient_steps_change_only_the_gradient():
     found = {}
     for name, fields in GRADIENTS.items():
         model = model_of(schedule="auto", tol=0.1, contractive=0.5, **fields).double()
@@ -225,7 +225,7 @@ def test_forward_and_backward_wait_for_the_device_once(monkeypatch, n_layer, eos
 
 
 @pytest.mark.parametrize("name", ["fp_mamba1-conv", "fp_mamba2", "fp_rnn"])
-def test_starts_of_documents_are_not_looked_for_on_a_gpu_and_change_nothing(name, monkeypatch):
+def test_document_starts_are_not_checked_on_a_gpu(name, monkeypatch):
     """No token is an EOS token. In double precision all solve alike to the last digits."""
     model, ids = test_state.model_of(**test_state.BLOCKS[name]).train(), test_state.ids(length=9)
     found = []
@@ -238,7 +238,7 @@ def test_starts_of_documents_are_not_looked_for_on_a_gpu_and_change_nothing(name
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
 
 
-def test_a_backbone_that_defers_its_check_returns_the_flags():
+def test_backbone_with_deferred_check_returns_flags():
     model = model_of(n_layer=2)
     with torch.no_grad():
         model.backbone.layers[1].block.out_proj.weight.fill_(torch.inf)
@@ -248,7 +248,7 @@ def test_a_backbone_that_defers_its_check_returns_the_flags():
         model.backbone.refuse_nonfinite(output.is_finite)
 
 
-def test_a_refused_pass_leaves_the_cache_as_it_was():
+def test_refused_pass_does_not_change_the_cache():
     model = model_of(n_layer=2).eval()
     cache = model(tokens(), use_cache=True).past_key_values
     state, length = cache.state, cache.length

@@ -58,7 +58,7 @@ def wrong(ours, theirs):
     ids=lambda fields: "-".join(map(str, fields.values())),
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_plain_pytorch_is_the_same_with_weights_of_any_dtype(fields, dtype, monkeypatch):
+def test_plain_pytorch_agrees_for_weights_of_any_dtype(fields, dtype, monkeypatch):
     """Of bf16 weights raw is in fp32 and the maps of y are not."""
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
     model = untrained(**fields).to(dtype)
@@ -96,7 +96,7 @@ class Refusing:
 
 
 @pytest.mark.parametrize("rank", [2, slow(1)])
-def test_where_a_kernel_refuses_rows_in_bf16_are_widened(rank, monkeypatch):
+def test_bf16_rows_are_widened_if_a_kernel_refuses(rank, monkeypatch):
     """Plain PyTorch solves a token in fp32, whatever its rows were read in."""
     quicken_interpreter()
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
@@ -112,7 +112,7 @@ def test_where_a_kernel_refuses_rows_in_bf16_are_widened(rank, monkeypatch):
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_after_windows_a_token_is_decoded_in_any_dtype(monkeypatch):
+def test_decoding_after_windows_works_in_any_dtype(monkeypatch):
     """What the cache keeps of the weights is of the prompt's pass."""
     quicken_interpreter()
     monkeypatch.setenv("FPRNN_KERNELS", "triton")

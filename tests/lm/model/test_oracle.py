@@ -223,7 +223,7 @@ def documents_and_padding(side):
     + [(name, "cpu") for name in ("fp_mamba1-householder1", *SOME)],
 )
 @torch.no_grad()
-def test_one_iteration(name, backend, monkeypatch):
+def test_iteration_equals_the_oracle(name, backend, monkeypatch):
     computed_by(backend, monkeypatch)
     block = block_of(**ALL[name])
     u, y = inputs(block)
@@ -235,7 +235,7 @@ def test_one_iteration(name, backend, monkeypatch):
 @pytest.mark.parametrize("backend", ["plain", "cpu"])
 @some_cases
 @torch.no_grad()
-def test_one_iteration_of_packed_documents(name, backend, side, monkeypatch):
+def test_iteration_of_packed_documents_equals_the_oracle(name, backend, side, monkeypatch):
     computed_by(backend, monkeypatch)
     block = block_of(**SOME[name])
     starts, mask = documents_and_padding(side)
@@ -259,7 +259,7 @@ def solved_by_the_oracle(name, side=None):
 @pytest.mark.parametrize("rule", ["parallel", "sequential", "paper"])
 @in_turn
 @torch.no_grad()
-def test_the_solved_output(name, rule):
+def test_solved_output_equals_the_oracle(name, rule):
     block = block_of(**ALL[name], **RULES[rule])
     u, _ = inputs(block)
     out, stats = block(u)
@@ -277,7 +277,7 @@ def test_the_solved_output(name, rule):
     ],
 )
 @torch.no_grad()
-def test_the_solved_output_of_packed_documents(name, side, rule):
+def test_solved_packed_documents_equal_the_oracle(name, side, rule):
     block = block_of(**SOME[name], **RULES[rule])
     starts, mask = documents_and_padding(side)
     u, _ = inputs(block)
@@ -314,13 +314,13 @@ def compare_gradients(block, tol, starts=None, mask=None):
 
 
 @in_turn
-def test_the_exact_gradient(name, monkeypatch):
+def test_exact_gradient_equals_the_oracle(name, monkeypatch):
     computed_by("plain", monkeypatch)
     compare_gradients(block_of(**ALL[name], schedule="sequential"), 1e-9)
 
 
 @some_cases
-def test_the_exact_gradient_by_the_compiled_kernels(name, monkeypatch):
+def test_kernels_exact_gradient_equals_the_oracle(name, monkeypatch):
     computed_by("cpu", monkeypatch)
     compare_gradients(block_of(**SOME[name], schedule="sequential"), 1e-9)
 
@@ -344,20 +344,20 @@ GRADIENTS = {
         for j, kind in enumerate(GRADIENTS)
     ],
 )
-def test_the_other_gradients(name, kind):
+def test_other_gradients_equal_the_oracle(name, kind):
     compare_gradients(block_of(**{**SOME[name], **GRADIENTS[kind]}), 1e-9)
 
 
 @pytest.mark.parametrize("kind", GRADIENTS)
 @pytest.mark.parametrize("name", ["fp_mamba1-everything", "fp_mamba2-householder4", "fp_rnn-conv"])
-def test_gradients_of_packed_documents(name, kind):
+def test_gradients_of_packed_documents_equal_the_oracle(name, kind):
     block = block_of(**SOME[name], **GRADIENTS[kind])
     compare_gradients(block, 1e-9, *documents_and_padding("right"))
 
 
 @pytest.mark.parametrize("backend", ["plain", "cpu"])
 @some_cases
-def test_in_single_precision(name, backend, monkeypatch):
+def test_fp32_equals_the_oracle_to_rounding(name, backend, monkeypatch):
     computed_by(backend, monkeypatch)
     # The inner iteration of a mixer of full rank ends at a relative residual of 1e-5.
     compare_gradients(block_of(torch.float32, **{**SOME[name], **SINGLE}), 2e-4)
@@ -372,7 +372,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_language_model(name):
+def test_language_model_equals_the_oracle(name):
     options = options_of(**{"eos_token_id": 0, **MODELS[name]})
     model = perturb(FPRNNForCausalLM(options)).double().train()
     ids = torch.randint(1, 9, (B, L), generator=torch.Generator().manual_seed(1))

@@ -7,7 +7,7 @@ from lm.model import solver
 from lm.model.solver import (
     NonFiniteError,
     Rule,
-    _share_elsewhere,
+    _share_other_solution,
     implicit_gradient,
     relative_residual,
     solve_paper,
@@ -32,7 +32,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_every_iteration_is_that_of_the_papers_rule_written_out(name):
+def test_every_iteration_equals_the_papers_rule(name):
     rates, rule, trace = [0.5, -1.1, 0.0, 0.97, -1.6], RULES[name], []
     f, exact = linear(rates)
     solution = solve_paper(f, torch.zeros_like(exact), rule, trace)
@@ -54,7 +54,7 @@ def test_every_iteration_is_that_of_the_papers_rule_written_out(name):
     assert solution.stats.failed.tolist() == (lowest[-1] >= rule.tol).tolist()
 
 
-def test_nan_is_an_error_that_names_iteration_and_sequence():
+def test_nan_error_names_iteration_and_sequence():
     def f(y):
         out = y / 2 + 1
         out[1, 0, 0] = float("nan")
@@ -64,7 +64,7 @@ def test_nan_is_an_error_that_names_iteration_and_sequence():
         solve_paper(f, torch.zeros(3, 2, 2), Rule())
 
 
-def test_token_iters_is_the_iteration_after_which_a_token_and_all_before_it_stay_within():
+def test_token_iters_counts_until_all_tokens_before_converge():
     """By a replay of the iterates: damped maps whose residuals rise and fall again."""
     torch.manual_seed(0)
     for seed in range(20):
@@ -95,7 +95,7 @@ def test_token_iters_is_the_iteration_after_which_a_token_and_all_before_it_stay
                 assert stats.token_iters[row, t] == expected, (seed, row, t)
 
 
-def test_the_count_of_a_sequence_ends_where_it_has_converged_whatever_others_need(monkeypatch):
+def test_count_of_a_sequence_ends_when_it_converges(monkeypatch):
     residuals = [
         [[0.05, 0.5], [0.5, 0.5]],
         [[0.05, 0.05], [0.05, 0.5]],
@@ -115,7 +115,7 @@ def test_no_gradient_is_recorded():
     assert not y.requires_grad
 
 
-def test_relative_residual_is_the_worst_token():
+def test_relative_residual_is_that_of_the_worst_token():
     y = torch.zeros(1, 2, 2)
     g = torch.tensor([[[4.0, 2.0], [1.0, -1.0]]])
     y[0, 0, 1] = 1.0
@@ -154,7 +154,7 @@ def implicitly(slope, rule):
     return c.grad
 
 
-def test_an_implicit_gradient_that_diverges_is_an_error_in_the_backward():
+def test_diverging_implicit_gradient_is_an_error():
     torch.testing.assert_close(
         implicitly(0.5, Rule(tol=1e-12)), torch.full((1, 2, 3), 2.0, dtype=torch.float64)
     )
@@ -163,18 +163,18 @@ def test_an_implicit_gradient_that_diverges_is_an_error_in_the_backward():
             implicitly(slope, Rule(tol=0.1))
 
 
-def test_an_implicit_gradient_that_has_not_converged_is_warned_of():
+def test_unconverged_implicit_gradient_warns():
     with pytest.warns(UserWarning, match=r"not exact: relative residual .* not below 1e-08"):
         implicitly(0.9, Rule(tol=1e-8, max_iters=20))
 
 
-def test_padding_is_not_among_the_tokens_solved_elsewhere():
+def test_padding_is_not_counted_as_another_solution():
     """Of two real tokens one is far off. At padding the procedure's NaN would count as well."""
     y = torch.ones(2, 4, 3)
     other = y.clone()
     other[:, 1] = -1.0
     other[0, 2:] = torch.nan
     mask = torch.tensor([[True, True, False, False], [True, True, True, True]])
-    assert _share_elsewhere(other, y, mask).tolist() == [0.5, 0.25]
-    assert _share_elsewhere(other, y, None).tolist() == [0.75, 0.25]
-    assert _share_elsewhere(other, y, torch.zeros_like(mask)).tolist() == [0.0, 0.0]
+    assert _share_other_solution(other, y, mask).tolist() == [0.5, 0.25]
+    assert _share_other_solution(other, y, None).tolist() == [0.75, 0.25]
+    assert _share_other_solution(other, y, torch.zeros_like(mask)).tolist() == [0.0, 0.0]

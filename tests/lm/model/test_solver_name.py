@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lm.model import fixed_point
+from lm.model import strategies
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.fields import SOLVER
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -25,13 +25,13 @@ def called(monkeypatch):
     found = []
 
     def spy(name, describe):
-        solve = getattr(fixed_point, name)
+        solve = getattr(strategies, name)
 
         def solver(*args, **kwargs):
             found.append((name, *describe(*args, **kwargs)))
             return solve(*args, **kwargs)
 
-        monkeypatch.setattr(fixed_point, name, solver)
+        monkeypatch.setattr(strategies, name, solver)
 
     spy("solve_paper", lambda f, y, rule: (None, rule.tol, rule.max_iters))
     spy("solve_windows", lambda f, s, rule, width: (width, rule.tol, rule.max_iters))
@@ -53,7 +53,7 @@ def called(monkeypatch):
          "solve_windows", 1),
     ],
 )  # fmt: skip
-def test_the_name_is_of_what_is_solved(
+def test_description_equals_the_solver_that_runs(
     called, fields, training, schedule, solver, width, monkeypatch
 ):
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
@@ -77,7 +77,7 @@ def test_the_name_is_of_what_is_solved(
 
 
 @pytest.mark.parametrize("name", ["plain", "auto"])
-def test_auto_is_sequential_on_a_cpu_with_and_without_kernels(called, name, monkeypatch):
+def test_auto_is_sequential_on_a_cpu(called, name, monkeypatch):
     monkeypatch.setenv("FPRNN_KERNELS", name)
     if name == "auto" and backend("cell", torch.zeros(1)) is None:
         pytest.skip("no compiler")
@@ -88,7 +88,7 @@ def test_auto_is_sequential_on_a_cpu_with_and_without_kernels(called, name, monk
     assert bool(called) == (name == "plain")  # the kernel is no solver of solver.py
 
 
-def test_one_token_is_solved_alone_under_every_schedule():
+def test_single_token_is_sequential_under_every_schedule():
     ids, results = torch.tensor([[3]]), []
     for schedule in ("auto", "window:8", "sequential", "parallel"):
         made = model(schedule=schedule).eval()
@@ -106,7 +106,7 @@ def settings_of(made):
     seen = []
 
     def remember(block, given):
-        seen.append(block.settings(given[1]))
+        seen.append(block.get_settings(given[1]))
 
     blocks = [layer.block for layer in made.backbone.layers]
     hooks = [block.register_forward_pre_hook(remember) for block in blocks]
@@ -119,7 +119,7 @@ def settings_of(made):
 
 
 @torch.no_grad()
-def test_solving_says_it_otherwise_and_nothing_else_changes():
+def test_solving_changes_settings_and_nothing_else():
     made = model(schedule="sequential", contractive=0.5).double().eval()
     before, plain = made.config.to_dict(), made(IDS)
     with made.solving(schedule="parallel", eval_tol=1e-9) as inside:
@@ -141,14 +141,14 @@ def test_solving_says_it_otherwise_and_nothing_else_changes():
     assert torch.equal(made(IDS).logits, plain.logits)
 
 
-def test_solving_is_over_after_an_exception_and_refuses_before_it_begins():
+def test_solving_ends_after_an_exception_and_checks_fields():
     made = model()
     with pytest.raises(RuntimeError, match="inside"), made.solving(schedule="window:3"):
         raise RuntimeError("inside")
     assert all(s is made.config for s in settings_of(made))
     for fields, kind, words in [
-        (dict(d_model=3), TypeError, "d_model is no solver field: these are "),
-        (dict(shedule="auto"), TypeError, "shedule is no solver field"),
+        (dict(d_model=3), TypeError, "d_model is not a solver field: these are "),
+        (dict(shedule="auto"), TypeError, "shedule is not a solver field"),
         (dict(schedule="windows"), ValueError, "schedule is `windows`"),
         (dict(tol=-1.0), ValueError, "tol is -1.0: it must be a number above 0"),
         (dict(stopping="paper"), ValueError, "needs token `iterate`"),
@@ -166,7 +166,7 @@ def test_solving_is_over_after_an_exception_and_refuses_before_it_begins():
 
 @pytest.mark.parametrize("schedule", ["sequential", "window:5", "parallel"])
 @torch.no_grad()
-def test_iterations_are_the_papers_whatever_solves_the_model(schedule):
+def test_iteration_count_does_not_depend_on_the_solver(schedule):
     made = model(schedule=schedule, n_layer=1, contractive=0.5).double().eval()
     assert made(IDS).fixed_point.num_iters is None
     report = made(IDS, count_iterations=True).fixed_point
@@ -181,7 +181,7 @@ def test_iterations_are_the_papers_whatever_solves_the_model(schedule):
 
 
 @torch.no_grad()
-def test_the_count_of_padded_tokens_comes_back_in_their_place():
+def test_counts_of_padded_tokens_keep_their_positions():
     made = model(n_layer=1, contractive=0.5).double().eval()
     mask = torch.ones_like(IDS)
     mask[:, :5] = 0

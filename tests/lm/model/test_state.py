@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.state import Sequences, last
+from lm.model.state import Sequences, last_valid_tokens
 
 EOS = 0
 BLOCKS = {
@@ -95,7 +95,7 @@ def test_segments_equal_the_whole(name):
 
 @every_block
 @torch.no_grad()
-def test_documents_inside_a_segment_and_at_its_border_start_afresh(name):
+def test_documents_in_segments_start_from_an_empty_state(name):
     model, tokens = model_of(**BLOCKS[name]), ids()
     tokens[0, 3] = tokens[0, 7] = tokens[0, 17] = tokens[0, 19] = EOS  # 7: a border of `three`
     tokens[1, 4] = tokens[1, 6] = tokens[1, 23] = EOS  # 4: a border of `uneven`
@@ -143,7 +143,7 @@ def test_padding_changes_neither_state_nor_logits(name, side):
 
 
 @torch.no_grad()
-def test_hidden_states_come_back_in_the_order_of_the_input():
+def test_hidden_states_keep_the_order_of_the_input():
     model, tokens = model_of(), ids(1, 6)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1]])
     kwargs = dict(attention_mask=mask, output_hidden_states=True)
@@ -169,7 +169,7 @@ def test_gradients_stay_within_a_segment(name):
 
 
 @every_block
-def test_the_gradient_with_a_state_is_that_of_the_whole_cut_at_the_border(name):
+def test_gradient_with_a_state_stops_at_the_segment(name):
     """By finite differences: the output and its one-step gradient, with y* and the state held."""
     model, tokens = model_of(**BLOCKS[name], n_layer=1, gradient="one_step"), ids()
     block = model.backbone.layers[0].block
@@ -177,7 +177,7 @@ def test_the_gradient_with_a_state_is_that_of_the_whole_cut_at_the_border(name):
     with torch.no_grad():
         start = model(tokens, return_state=True).state.layers[0]
         seqs = Sequences(state=start)
-        y_star = block._solve(block.prepare(u, seqs)).y
+        y_star = block.choose_solver(u).solve(block.prepare(u, seqs)).y
     u.requires_grad_()
     weights = torch.randn(2, 6, 8, dtype=torch.float64)
     (block(u, seqs)[0] * weights).sum().backward()
@@ -194,7 +194,7 @@ def test_the_gradient_with_a_state_is_that_of_the_whole_cut_at_the_border(name):
 
 @every_block
 @torch.no_grad()
-def test_bf16_autocast(name):
+def test_segments_agree_under_bf16_autocast(name):
     model, tokens = model_of(torch.float32, **BLOCKS[name], tol=1e-2), ids()
     exact = model(tokens).logits
     state, logits = None, []
@@ -210,7 +210,7 @@ def test_bf16_autocast(name):
 
 @every_block
 @torch.no_grad()
-def test_asking_for_the_state_changes_no_number(name):
+def test_returning_the_state_changes_nothing(name):
     model, tokens = model_of(**BLOCKS[name], tol=1e-2), ids()
     tokens[0, 5] = EOS
     plain, asked = model(tokens, use_cache=False), model(tokens, return_state=True)
@@ -220,17 +220,23 @@ def test_asking_for_the_state_changes_no_number(name):
     assert model.carries_state
 
 
-def test_last_takes_the_last_tokens_of_each_row_within_its_document():
+def test_last_valid_tokens_are_within_the_document():
     x = torch.arange(1, 13).reshape(2, 6, 1)
-    assert last(x, 2, None, Sequences()).flatten(1).tolist() == [[5, 6], [11, 12]]
+    assert last_valid_tokens(x, 2, None, Sequences()).flatten(1).tolist() == [[5, 6], [11, 12]]
     mask = torch.tensor([[True] * 3 + [False] * 3, [False] * 6])
     before = torch.tensor([[[-2], [-1]], [[-4], [-3]]])
-    assert last(x, 2, before, Sequences(mask)).flatten(1).tolist() == [[2, 3], [-4, -3]]
+    assert last_valid_tokens(x, 2, before, Sequences(mask)).flatten(1).tolist() == [
+        [2, 3],
+        [-4, -3],
+    ]
     starts = torch.zeros(2, 6, dtype=torch.bool)
     starts[0, 2] = starts[1, 0] = True
-    assert last(x, 2, before, Sequences(mask, starts)).flatten(1).tolist() == [[0, 3], [-4, -3]]
+    assert last_valid_tokens(x, 2, before, Sequences(mask, starts)).flatten(1).tolist() == [
+        [0, 3],
+        [-4, -3],
+    ]
     one = Sequences(starts=starts[:, :1])
-    assert last(x[:, :1], 3, before[:, [0, 0, 1]], one).flatten(1).tolist() == [
+    assert last_valid_tokens(x[:, :1], 3, before[:, [0, 0, 1]], one).flatten(1).tolist() == [
         [-2, -1, 1],
         [0, 0, 7],
     ]

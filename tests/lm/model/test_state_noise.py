@@ -66,9 +66,7 @@ def assert_same(ours, theirs, tol=1e-7):
         for j, schedule in enumerate(SCHEDULES)
     ],
 )
-def test_it_is_noise_added_to_what_is_read_of_the_token_before(
-    name, schedule, kernels, monkeypatch
-):
+def test_noise_is_added_to_the_state_that_is_read(name, schedule, kernels, monkeypatch):
     """Against a shift that adds the noise itself, on all tokens at once."""
     monkeypatch.setenv("FPRNN_KERNELS", kernels)
     ours = results(model_of(name, state_noise=SIGMA, schedule=schedule))
@@ -98,7 +96,7 @@ def added_by_the_shift(model, noise, monkeypatch):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_it_is_in_training_alone_and_the_seeds(schedule):
+def test_noise_is_in_training_only_and_follows_the_seed(schedule):
     noisy = model_of(n_layer=2, state_noise=SIGMA, schedule=schedule)
     silent = model_of(n_layer=2, schedule=schedule)
     first, again, other = results(noisy), results(noisy), results(noisy, seed=3)
@@ -115,7 +113,7 @@ def generators(*seeds):
     return [torch.Generator().manual_seed(seed) for seed in seeds]
 
 
-def test_the_noise_of_a_sequence_does_not_depend_on_its_batch():
+def test_noise_of_a_sequence_does_not_depend_on_its_batch():
     model, ids = model_of(n_layer=2, state_noise=SIGMA), tokens()
     with torch.no_grad():
         with model.passes(generators=generators(5, 6)):
@@ -136,7 +134,7 @@ def test_the_noise_of_a_sequence_does_not_depend_on_its_batch():
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_checkpoint_computes_again_with_the_same_noise(schedule, reentrant):
+def test_checkpoint_recomputes_with_the_same_noise(schedule, reentrant):
     model = model_of(n_layer=2, state_noise=SIGMA, schedule=schedule)
     expected = results(model)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -170,7 +168,7 @@ def two_passes(model, seed=2):
         for j, schedule in enumerate(SCHEDULES)
     ],
 )
-def test_the_second_pass_goes_along_the_gradient_of_the_first(name, schedule, sigma, monkeypatch):
+def test_second_pass_follows_the_gradient_of_the_first(name, schedule, sigma, monkeypatch):
     """The gradient by finite differences of noise that the shift adds."""
     ours, adversary = two_passes(model_of(name, schedule=schedule, state_noise=sigma))
     (noise,) = adversary.noise.values()
@@ -207,14 +205,14 @@ def test_an_adversary_with_checkpoints_and_gaussian_noise(reentrant):
     assert_same(two_passes(model)[0], expected, 1e-10)
 
 
-def test_an_adversary_leaves_nothing_behind():
+def test_adversary_leaves_no_state_behind():
     model = model_of()
     adversary = Adversary(model, KAPPA)
     with pytest.raises(KeyError), adversary.first_pass():
         inside = copy.deepcopy(model)
         raise KeyError
     for one in (model, inside):
-        assert one.backbone.how.draw_noise is draw_state_noise
+        assert one.backbone.solve_options.draw_noise is draw_state_noise
     with adversary.first_pass():
         model(tokens(), labels=tokens())
     with pytest.raises(RuntimeError, match="backward of the first"), adversary.second_pass():

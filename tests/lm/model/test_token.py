@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lm.model import fixed_point
+from lm.model import strategies
 from lm.model.blocks import build_block
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.layers import Projection, side_by_side
@@ -31,11 +31,11 @@ def normal(*shape, seed=1):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @torch.no_grad()
-def test_what_is_not_solved_is_counted_and_padding_never(schedule, monkeypatch):
+def test_unsolved_tokens_are_counted_without_padding(schedule, monkeypatch):
     """A solve that says of one token, and of all padding, that it has found nothing."""
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
     block, u = block_of(schedule=schedule), normal(2, 10, 8)
-    solve = fixed_point.solve_low_rank
+    solve = strategies.solve_low_rank
     hopeless = block.prepare(u).x[0, 3]
 
     def solve_some(token, low_rank):
@@ -43,7 +43,7 @@ def test_what_is_not_solved_is_counted_and_padding_never(schedule, monkeypatch):
         missed = (token.x == hopeless).all(-1) | (token.x == 0).all(-1)
         return y, mixed, outcome | FAILED * missed
 
-    monkeypatch.setattr(fixed_point, "solve_low_rank", solve_some)
+    monkeypatch.setattr(strategies, "solve_low_rank", solve_some)
     _, stats = block(u)
     assert stats.failed.tolist() == [0.1, 0.0]
     mask = torch.ones(2, 10, dtype=torch.bool)
@@ -126,7 +126,7 @@ def test_the_adjoint_ends_at_its_tolerance_or_at_rounding(tol, most):
     assert 1 < len(terms) <= most
 
 
-def test_noise_is_added_to_what_is_read_of_y_and_nothing_else():
+def test_noise_changes_only_projections_that_read_y():
     x, y, noise = normal(2, 5, 3), normal(2, 5, 4, seed=2), normal(2, 5, 4, seed=3)
     made = side_by_side(
         [
@@ -146,7 +146,7 @@ def test_noise_is_added_to_what_is_read_of_y_and_nothing_else():
 
 @pytest.mark.parametrize("kernels", ["auto", "plain"])
 @torch.no_grad()
-def test_noise_is_of_training_alone_and_the_same_under_every_schedule(kernels, monkeypatch):
+def test_noise_is_the_same_under_every_schedule(kernels, monkeypatch):
     monkeypatch.setenv("FPRNN_KERNELS", kernels)
     u, found = normal(2, 10, 8), {}
     for schedule in SCHEDULES:
@@ -164,7 +164,7 @@ LOOSE = dict(tol=0.1, eval_tol=0.1, contractive=0.8)
 
 @pytest.mark.parametrize("schedule", ["window:5", "parallel"])
 @torch.no_grad()
-def test_where_a_token_stops_later_ones_do_not_say(schedule):
+def test_later_tokens_do_not_change_where_a_token_stops(schedule):
     """At a loose tolerance: a token that has converged stays as it is then."""
     block, u = block_of(schedule=schedule, **LOOSE), normal(3, 12, 8)
     other = torch.cat([u[:, :-4], 9 * normal(3, 4, 8, seed=6)], 1)
@@ -173,7 +173,7 @@ def test_where_a_token_stops_later_ones_do_not_say(schedule):
 
 
 @torch.no_grad()
-def test_segments_as_long_as_windows_are_the_same_computation_at_any_tolerance():
+def test_segments_of_window_length_equal_the_whole():
     """What is read of the token before a segment: the iterate, and the map at it."""
     block, u = block_of(schedule="window:4", **LOOSE), normal(2, 12, 8)
     whole, stats = block(u)

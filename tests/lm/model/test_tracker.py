@@ -7,9 +7,8 @@ import torch
 
 from lm.kernels.cell_arguments import fits_a_gpu
 from lm.kernels.cpu import cpu_cell
-from lm.model import fixed_point
+from lm.model import strategies
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.fixed_point import FixedPointBlock
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests.kernels import skip_where_missing
 from tests.tracker import loss_and_gradient, tracker, words
@@ -27,13 +26,13 @@ def relative(ours, theirs):
 @pytest.fixture
 def as_on_cuda(monkeypatch):
     """`auto` chooses as it does on a GPU for which there are no kernels."""
-    real = FixedPointBlock.width
+    real = strategies.window_width
     stand_in = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
-    monkeypatch.setattr(FixedPointBlock, "width", lambda *args: real(*args[:-1], stand_in))
+    monkeypatch.setattr(strategies, "window_width", lambda *args: real(*args[:-1], stand_in))
 
 
 @pytest.mark.parametrize("schedule", ["auto", "window:16", "window:128", "parallel"])
-def test_in_training_loss_and_gradient_are_the_sequential_ones(schedule, as_on_cuda):
+def test_loss_and_gradient_equal_the_sequential_ones(schedule, as_on_cuda):
     model = tracker()
     given = words(2, LONGER)
     with model.solving(schedule="sequential"):
@@ -47,7 +46,7 @@ def test_in_training_loss_and_gradient_are_the_sequential_ones(schedule, as_on_c
 
 
 @pytest.mark.parametrize("schedule", ["auto", "window:16", "parallel"])
-def test_in_evaluation_whole_chunks_and_windows_agree(schedule, as_on_cuda):
+def test_chunks_and_windows_agree_in_evaluation(schedule, as_on_cuda):
     """A chunk's end is a window's end."""
     model = tracker().eval()
     ids, _ = words(2, LONGER)
@@ -66,26 +65,27 @@ def test_in_evaluation_whole_chunks_and_windows_agree(schedule, as_on_cuda):
     assert (torch.cat(chunks, 1) - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-def test_a_window_hands_on_the_iterate_that_its_state_is_of(monkeypatch):
+def test_window_passes_on_the_iterate_of_its_state(monkeypatch):
     """Where the tolerance is loose, y and F(y) differ, and h is that of y."""
     model = tracker(schedule="window:8", eval_tol=2.0).eval()  # y stays 0
     (block,) = model.fixed_point_blocks()
-    handed_on, explicit = [], block.explicit
+    u = model.backbone.embeddings(words(2, 16)[0])
+    solver = block.choose_solver(u)
+    handed_on, solve_all_tokens = [], solver.solve_all_tokens
 
-    def watched(s, *others):
-        if s.seqs.state is not None:
-            handed_on.append(s.seqs.state.y)
-        return explicit(s, *others)
+    def watched(inputs, *others):
+        if inputs.seqs.state is not None:
+            handed_on.append(inputs.seqs.state.y)
+        return solve_all_tokens(inputs, *others)
 
-    monkeypatch.setattr(block, "explicit", watched)
+    monkeypatch.setattr(solver, "solve_all_tokens", watched)
     with torch.no_grad():
-        s = block.prepare(model.backbone.embeddings(words(2, 16)[0]))
-        solution = block._solve(s)
+        solution = solver.solve(block.prepare(u))
     assert torch.equal(handed_on[0], solution.y[:, 7])
     assert not torch.equal(solution.y[:, 7], solution.f_y[:, 7])
 
 
-def test_iterations_that_lead_elsewhere_are_marked():
+def test_iterations_to_another_solution_are_counted():
     """On a state tracker the paper's procedure ends in other answers, converged or not."""
     model = tracker().eval()
     ids, answers = words(10, 64)
@@ -95,13 +95,13 @@ def test_iterations_that_lead_elsewhere_are_marked():
             papers = model(ids, count_iterations=True)
     right = [(output.logits.argmax(-1) == answers).float().mean() for output in (own, papers)]
     assert right[0] > 0.95 and right[1] < 0.5
-    assert own.fixed_point.elsewhere.mean() > 0.5
-    assert papers.fixed_point.elsewhere.max() == 0
+    assert own.fixed_point.other_solution.mean() > 0.5
+    assert papers.fixed_point.other_solution.max() == 0
     torch.testing.assert_close(own.fixed_point.num_iters, papers.fixed_point.num_iters)
 
 
 @pytest.mark.parametrize("rank", [1, 4])
-def test_limited_gradients_are_those_of_plain_pytorch(rank, monkeypatch):
+def test_limited_gradients_equal_plain_pytorch(rank, monkeypatch):
     """Eight reflections at random have tokens whose equation is nearly singular."""
     skip_where_missing(cpu_cell)
     torch.manual_seed(0)
@@ -114,13 +114,13 @@ def test_limited_gradients_are_those_of_plain_pytorch(rank, monkeypatch):
         stats = model(ids).fixed_point
         found[kernels] = loss_and_gradient(model, ids, answers)[1], stats
     (plain, its_stats), (compiled, stats) = found["plain"], found["auto"]
-    assert (stats.limited.mean() > 0.005) == (rank > 1)
-    for name in ("failed", "bisected", "limited"):
+    assert (stats.grad_limited.mean() > 0.005) == (rank > 1)
+    for name in ("failed", "bisected", "grad_limited"):
         torch.testing.assert_close(getattr(stats, name), getattr(its_stats, name))
     assert relative(compiled, plain) < 1e-6
 
 
-def test_few_iterations_are_the_papers_limit_and_not_a_windows():
+def test_max_iters_does_not_limit_exact_windows():
     model = tracker(max_iters=5, eval_max_iters=5, schedule="window:64")
     ids, _ = words(1, 130)
     assert model(ids).fixed_point.failed.max() == 0
@@ -139,9 +139,9 @@ def test_few_iterations_are_the_papers_limit_and_not_a_windows():
     ],
     ids=str,
 )
-def test_auto_on_a_gpu_is_what_its_kernels_can(fields, schedule, as_on_cuda, monkeypatch):
+def test_auto_on_a_gpu_is_sequential_if_kernels_can(fields, schedule, as_on_cuda, monkeypatch):
     sizes = {"vocab_size": 6, "d_model": 16, "n_layer": 1}
     model = FPRNNForCausalLM(FPRNNConfig(**sizes, **fields))
     assert model.solver(LONGER)["schedule"] == "window:128"  # there are none here
-    monkeypatch.setattr(fixed_point, "backend", lambda *_: SimpleNamespace(fits=fits_a_gpu))
+    monkeypatch.setattr(strategies, "backend", lambda *_: SimpleNamespace(fits=fits_a_gpu))
     assert model.solver(LONGER)["schedule"] == schedule

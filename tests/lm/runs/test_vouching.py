@@ -16,12 +16,13 @@ from lm.data.sources.errors import DataError
 from lm.model.checksums import SUMS, read_sums, write_sums
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.report.report import report
+from lm.runs.auto_classes import register_auto_classes
 from lm.runs.checkpoint import MANIFEST
 from lm.runs.exported import LoadError, load_model, load_tokenizer
 from lm.runs.lease import Lease
 from lm.runs.run_dir import RunDir, RunDirError
 from lm.runs.written import CARD, EXPORT_RECORD
-from lm.training.init_from import read as read_source
+from lm.training.init_from import read_source
 from tests.refusals import refused
 from tests.running import ROOT, fprnn, losses, run, run_alone
 
@@ -105,6 +106,7 @@ def test_a_file_that_is_gone_is_named_and_the_card_may_change(copy):
 
 
 def test_from_pretrained_refuses_changed_weights(copy):
+    register_auto_classes()
     for load in (FPRNNForCausalLM, AutoModelForCausalLM):
         load.from_pretrained(copy)
     flip(copy / "model.safetensors", 8 * 5000)
@@ -233,7 +235,7 @@ def test_a_changed_config_of_a_run_is_refused(capsys, stopped, tmp_path):
     whole = config.read_text()
     config.write_text(whole.replace("reset_at_eos: true", "reset_at_eos: false"))
     assert config.read_text() != whole
-    named = "config.yaml is not what"
+    named = "config.yaml differs from"
     change = "(model.reset_at_eos was True, is False)"
     for command in (["export", stopped, tmp_path / "out"], ["inspect", stopped, "a text"]):
         said = refused(capsys, *command)
@@ -310,7 +312,7 @@ def test_checkpoints_that_are_gone_are_not_a_new_beginning(tiny, here, stopped):
     shutil.rmtree(stopped / "checkpoints")
     done = fprnn(*TINY, f"out_dir={stopped.parent}")
     assert done.returncode == FAILED
-    assert f"{stopped} has made 8 updates" in done.stderr and "bring them back" in done.stderr
+    assert f"{stopped} has made 8 updates" in done.stderr and "restore them" in done.stderr
     assert (stopped / "metrics.jsonl").read_bytes() == log
     (stopped / "checkpoints/step-000004.partial").mkdir(parents=True)
     with pytest.raises(RunDirError, match="has made 8 updates"):
@@ -345,7 +347,7 @@ def test_a_config_that_is_gone_is_no_new_run(tiny, here, stopped, leased, lost):
     if leased:
         (stopped / "lease.json").write_text(json.dumps(DEAD))
     for overrides in (TEXT, TEXT[:1]):
-        with pytest.raises(RunDirError, match=r"config\.yaml is gone: bring it back"):
+        with pytest.raises(RunDirError, match=r"config\.yaml is gone: restore it"):
             claimed(tiny, stopped, *overrides)
     assert (stopped / "checkpoints/step-000004").is_dir()
     assert not (stopped / "config.yaml").exists()

@@ -1,4 +1,4 @@
-"""Small Mamba models of transformers, and our models with the same weights."""
+"""Small Mamba models of transformers, and the same models of ours."""
 
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
@@ -8,8 +8,8 @@ from lm.model.modeling_fprnn import FPRNNForCausalLM
 COMMON = dict(vocab_size=24, hidden_size=32, num_hidden_layers=2, state_size=4, use_cache=False)
 
 
-def theirs(kind, **fields):
-    """Return a Mamba or Mamba-2 of transformers with random weights, biases and norms."""
+def random_mamba(kind, **fields):
+    """Return a Mamba or Mamba-2 of transformers; all weights, also biases and norms, are random."""
     torch.manual_seed(0)
     if kind == "mamba":
         model = MambaForCausalLM(MambaConfig(**{"time_step_rank": 3, **COMMON, **fields}))
@@ -25,26 +25,26 @@ def theirs(kind, **fields):
 
 def transformers_folder(folder, kind, **fields):
     """Save a model of transformers; return the folder and the model."""
-    model = theirs(kind, **fields)
+    model = random_mamba(kind, **fields)
     model.save_pretrained(folder)
     return folder, model
 
 
 def binary_folder(folder, kind):
-    """Save a model of transformers with a pytorch_model.bin, as older versions did."""
+    """Save the weights as pytorch_model.bin, the format of older versions of transformers."""
     _, model = transformers_folder(folder, kind)
     (folder / "model.safetensors").unlink()
     torch.save(dict(model.state_dict()), folder / "pytorch_model.bin")
     return folder, model
 
 
-def ours_of(source):
+def our_model(source):
     """Return our model with a source's weights."""
     model = FPRNNForCausalLM(source.config)
-    result = model.load_state_dict(source.weights, strict=False)
-    assert not result.unexpected_keys and set(result.missing_keys) <= {"lm_head.weight"}
+    keys = model.load_state_dict(source.weights, strict=False)
+    assert not keys.unexpected_keys and set(keys.missing_keys) <= {"lm_head.weight"}
     return model.eval()
 
 
-def ids_of(batch=2, length=20):
+def token_ids(batch=2, length=20):
     return torch.randint(24, (batch, length), generator=torch.Generator().manual_seed(3))

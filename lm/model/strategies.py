@@ -1,0 +1,480 @@
+"""Solvers of a layer's equation, one class per strategy, each with its forward and its gradient.
+
+    class             what `solve` computes                           gradients
+    ExactSequential   each token's own equation, one after the other  exact (through time)
+    ExactWindows      the same equations, a window of tokens at once  exact (adjoint)
+    IteratedWindows   the paper's iteration, a window at once         one_step, implicit
+    PaperIteration    the paper's iteration, all tokens at once       one_step, implicit
+
+The exact ones can also use one_step and implicit, which differentiate the paper's iteration at the
+solution. `choose_solver` picks the class that the solver settings name. The block provides the
+equation: `step`, `token_equation` and the recurrence (fixed_point.py). The loops and the gradients
+in the backward are functions of solver.py.
+
+Shape suffixes: b batch, l length, d channels (d_inner), w tokens of a window, m columns of all
+projections.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .cell import Token, solve_low_rank
+from .fields import AUTO_WINDOW, parse_schedule
+from .full_rank import FullRank, solve_by_iterating
+from .layers import Projections, product_dtype, without_autocast
+from .mixers import MixerWeights
+from .scan import backend
+from .solver import (
+    FAILED,
+    SHARES,
+    FixedPointStats,
+    Rule,
+    Solution,
+    adjoint_gradient,
+    implicit_gradient,
+    make_stats,
+    relative_residual,
+    solve_paper,
+    solve_sequential,
+    solve_windows,
+    token_residual,
+)
+from .state import Sequences, map_tensors, shift
+
+# Relative residual at which a window has converged, at most. TRAIN_TOL also holds in evaluation for
+# the paper's iteration and for bf16 products, whose rounding is of that size. EVAL_TOL is for exact
+# tokens, per dtype of the products (docs/fixed-point.md has the error that each leaves).
+TRAIN_TOL = 0.01
+EVAL_TOL = {torch.float32: 1e-5, torch.float64: 1e-9}
+
+
+class SolveInputs(NamedTuple):
+    """Everything a solve needs that depends on the layer's input only (docs/model.md, 'One solve').
+
+    `FixedPointBlock.prepare` computes it once, and every iteration reads it.
+    """
+
+    x: torch.Tensor  # (b,l,d) input that the mixer mixes with the iterate
+    z: torch.Tensor  # (b,l,d) output gate, before silu
+    projections: Projections  # (b,l,m) rows of the mixer, B, C, …; some also read sh(y)
+    mixer: MixerWeights
+    seqs: Sequences
+    recurrence: Any  # constants of the block's recurrence
+    conv_tail: torch.Tensor | None = None  # (b,k−1,·) last inputs of the convolution, if asked for
+
+    def detach(self) -> "SolveInputs":
+        """Return the same inputs without gradients."""
+        return map_tensors(torch.Tensor.detach, self)
+
+    def cut(self, start: int, end: int, state: Any) -> "SolveInputs":
+        """Return the inputs of tokens start ≤ t < end, with the BlockState before them."""
+        return SolveInputs(
+            self.x[:, start:end],
+            self.z[:, start:end],
+            self.projections.cut(start, end),
+            self.mixer,
+            self.seqs.cut(start, end, state),
+            self.recurrence.cut(start, end),
+        )
+
+
+def find_kernel(block: Any, like: torch.Tensor) -> Any:
+    """Return the compiled kernel that can run the block's whole exact solve, or None.
+
+    Args:
+        block: The FixedPointBlock.
+        like: A tensor with the device and dtype of the solve.
+    """
+    rank, kernel = block.kernel_rank(), backend("cell", like)
+    if kernel is None or not rank:
+        return None
+    reads_centroids = block.centroids is None or kernel.CENTROIDS
+    return kernel if reads_centroids and kernel.fits(rank, block.config.d_inner) else None
+
+
+def window_width(block: Any, settings: Any, length: int, like: torch.Tensor) -> int:
+    """Return the number of tokens that are solved at once.
+
+    Args:
+        block: The FixedPointBlock.
+        settings: Configuration with the solver's fields.
+        length: Tokens per sequence.
+        like: A tensor with the device and dtype of the solve.
+    """
+    width = parse_schedule(settings.schedule)
+    if width is None:  # auto
+        has_low_rank = settings.token == "exact" and block.mixer.has_low_rank
+        on_cuda = like.device.type == "cuda"
+        by_token = has_low_rank and (not on_cuda or find_kernel(block, like) is not None)
+        width = 1 if by_token else AUTO_WINDOW
+    return min(width or length, length)
+
+
+def choose_solver(block: Any, settings: Any, length: int, like: torch.Tensor) -> "Solver":
+    """Return the solver that the settings name.
+
+    Args:
+        block, settings, length, like: As in `window_width`.
+    """
+    width = window_width(block, settings, length, like)
+    if settings.stopping == "paper":
+        solver_class: type[Solver] = PaperIteration
+    elif settings.token == "iterate":
+        solver_class = IteratedWindows
+    else:
+        solver_class = ExactSequential if width == 1 else ExactWindows
+    return solver_class(block, settings, length, width, like)
+
+
+class Solver:
+    """Base class of the strategies. A subclass defines `_solve`.
+
+    Attributes:
+        kernel: Compiled kernel of the whole solve, or None.
+    """
+
+    kernel: Any = None
+
+    def __init__(
+        self, block: Any, settings: Any, length: int, width: int, like: torch.Tensor
+    ) -> None:
+        """Create a solver; `choose_solver` explains the arguments."""
+        self.block, self.settings = block, settings
+        self.length, self.width = length, width
+
+    @property
+    def is_differentiable(self) -> bool:
+        """True if the gradient goes through `solve` itself."""
+        return False
+
+    @property
+    def rule(self) -> Rule:
+        """Stopping rule in the block's mode: evaluation is stricter than training (App. B.4)."""
+        c, is_exact = self.settings, self.settings.token == "exact"
+        tol, max_iters, quantile = c.tol, c.max_iters, c.quantile
+        if is_exact:
+            tol = min(tol, TRAIN_TOL)
+        if not self.block.training:
+            max_iters, quantile = c.eval_max_iters, 1.0
+            if c.eval_tol != "auto":
+                tol = c.eval_tol
+            elif c.stopping == "causal":
+                products = product_dtype(self.block.out_proj.weight)
+                tol = min(tol, EVAL_TOL.get(products, TRAIN_TOL) if is_exact else TRAIN_TOL)
+        return Rule(tol, max_iters, quantile, c.stepsize, c.stepsize_decay)
+
+    def describe(self) -> dict[str, Any]:
+        """Return the settings in use, for labels.
+
+        Returns:
+            {"token", "schedule", "stopping", "tol", "max_iters", "gradient"}. tol is None if
+            nothing is iterated, and max_iters is None if every token is solved.
+        """
+        schedule = f"window:{self.width}"
+        if self.width == 1:
+            schedule = "sequential"
+        if self.settings.stopping == "paper" or 1 < self.width == self.length:
+            schedule = "parallel"
+        return {
+            "token": self.settings.token,
+            "schedule": schedule,
+            "stopping": self.settings.stopping,
+            "tol": self.rule.tol,
+            "max_iters": self.rule.max_iters,
+            "gradient": self.settings.gradient,
+        }
+
+    def solve(self, inputs: SolveInputs) -> Solution:
+        """Solve for y; with a graph only if the solver `is_differentiable`."""
+        has_graph = torch.is_grad_enabled() and self.is_differentiable
+        with inputs.seqs.options.solve_context(), torch.set_grad_enabled(has_graph):
+            return self._solve(inputs)
+
+    def _solve(self, inputs):
+        raise NotImplementedError
+
+    def attach_gradient(
+        self, inputs: SolveInputs, solution: Solution
+    ) -> tuple[torch.Tensor, torch.Tensor, FixedPointStats]:
+        """Give the solution the gradient that the settings name.
+
+        The value is the map at y*, with and without gradients: the gradient's steps change only
+        the gradient.
+
+        Args:
+            inputs: Inputs of the solve, with the graph to the layer's parameters.
+            solution: Solution without a graph.
+
+        Returns:
+            y (b,l,d), the recurrence's state after the last token, and the statistics.
+        """
+        y, h, stats = solution.f_y, solution.h, solution.stats
+        if torch.is_grad_enabled():
+            attached = self._differentiable_map(inputs, solution.y)
+            y = y.detach() + (attached - attached.detach())  # type: ignore[union-attr]
+        return y, h, stats  # type: ignore[return-value]
+
+    def _differentiable_map(self, inputs, y_star):
+        """Return the map at y* (b,l,d) with the gradient of the solution."""
+        return self._paper_steps(inputs, y_star)[1]
+
+    def _paper_steps(self, inputs, y_star):
+        """Run the paper's iteration from y*, for the gradients one_step and implicit.
+
+        Returns:
+            f(y*), the last step's y with its gradient, both (b,l,d), and the last step's state.
+        """
+        block, settings = self.block, self.settings
+        first, h = block.step(inputs, y_star, with_state=True)
+        y = first
+        if settings.gradient == "implicit":
+            y = implicit_gradient(lambda y: block.step(inputs, y), y_star, first, self.rule)
+        else:
+            for _ in range(settings.n_backwards - 1):
+                y, h = block.step(inputs, y, with_state=True)
+        return first, y, h
+
+    def rescale_shares(self, stats: FixedPointStats, mask: torch.Tensor | None) -> FixedPointStats:
+        """Turn shares of all tokens into shares of the tokens that are not padding.
+
+        Args:
+            stats: Statistics of the solve.
+            mask: False at padding, (b,l), or None.
+        """
+        if mask is None or self.settings.stopping == "paper":
+            return stats
+        factor = mask.shape[1] / mask.sum(1).clamp_min(1)
+        return stats._replace(**{name: getattr(stats, name) * factor for name in SHARES})
+
+
+class ExactSequential(Solver):
+    """Token by token: each token's own equation, given the solution for the tokens before it.
+
+    The exact gradient is backpropagation through time, and the implicit function theorem within a
+    token. A compiled kernel, if there is one, runs all of it.
+    """
+
+    def __init__(
+        self, block: Any, settings: Any, length: int, width: int, like: torch.Tensor
+    ) -> None:
+        super().__init__(block, settings, length, width, like)
+        self.kernel = find_kernel(block, like)
+
+    @property
+    def is_differentiable(self) -> bool:
+        return self.settings.gradient == "exact"
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "tol": None, "max_iters": None}
+
+    def _solve(self, inputs):
+        solution = self.run_kernel(inputs)
+        if solution is not None:
+            return solution
+        if not torch.is_grad_enabled():
+            return solve_sequential(self.solve_token, inputs)
+        return self._loop_with_hooks(inputs)
+
+    def attach_gradient(
+        self, inputs: SolveInputs, solution: Solution
+    ) -> tuple[torch.Tensor, torch.Tensor, FixedPointStats]:
+        if self.is_differentiable:  # `solve` has attached it
+            return solution.y, solution.h, solution.stats  # type: ignore[return-value]
+        return super().attach_gradient(inputs, solution)
+
+    def run_kernel(self, inputs: SolveInputs) -> Solution | None:
+        """Run the whole solve in one kernel; return None if no kernel can."""
+        reflections, mask = self.block.mixer.reflections(), inputs.seqs.mask
+        if reflections is None or inputs.mixer.extra:
+            return None
+        if self.block.centroids is not None and self.kernel is None:
+            return None
+        after_padding = None  # the kernel does not zero y at padding: no token may follow it
+        if mask is not None:
+            after_padding = F.pad(mask[:, 1:] & ~mask[:, :-1], (1, 0))
+            if mask.device.type == "cpu" and after_padding.any():
+                return None
+        with without_autocast(inputs.x):
+            result = self.block.run_kernel(inputs, reflections)
+        if result is None:
+            return None
+        y, h, status = result
+        if after_padding is not None:  # on a GPU the host does not wait: mark such tokens failed
+            status = torch.where(after_padding, status | FAILED, status)
+        y = inputs.seqs.zero_padding(y)
+        status = zero_status_at_padding(status, inputs)
+        return Solution(y, make_stats(torch.zeros_like(y[..., 0]), status, 1.0), y, h)
+
+    def solve_token(self, inputs: SolveInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Solve a single token.
+
+        Args:
+            inputs: Inputs of this token, with the state before it.
+
+        Returns:
+            y (b,1,d), the recurrence's state after the token, and its status (b,1).
+        """
+        block = self.block
+        # 1. Read the token before: for one token sh(y) is the state's y, whatever y is.
+        rows = inputs.projections.rows(shift(inputs.x, inputs.seqs))
+        with torch.autocast(inputs.x.device.type, enabled=False):
+            # 2. Decay the state: the recurrence's output if the token's input were zero.
+            params = block.select_parameters(inputs, rows)
+            history, _ = block.run_recurrence(inputs, params, torch.zeros_like(inputs.x))
+            # 3. Solve for y and the mixed input.
+            equation = block.token_equation(inputs, params)
+            gain = equation.gain(inputs.x.shape[-1])
+            token = equation.token(inputs.x, history, gain)
+            y, mixed, status = solve_equations(block, inputs, rows, token)
+            # 4. Write the mixed input into the state.
+            _, h = block.run_recurrence(inputs, params, mixed)
+        return inputs.seqs.zero_padding(y), h, zero_status_at_padding(status, inputs)
+
+    def _loop_with_hooks(self, inputs):
+        """Run the loop; its backward writes the largest adjoint into `seqs.adjoint_norm`.
+
+        The adjoint of a token is the gradient of its y through all later tokens. The number is
+        relative to the largest gradient that comes from above, per sequence.
+        """
+        norms, largest = inputs.seqs.adjoint_norm, []
+
+        def start_backward(v):  # v: gradient of y from above, (b,l,d)
+            v = inputs.seqs.zero_padding(v)
+            largest.append(torch.linalg.vector_norm(v, dim=-1).amax(1))
+            if norms is not None:
+                norms.zero_()
+            return v
+
+        def record_adjoint(g):  # g: (b,1,d)
+            relative = torch.linalg.vector_norm(g[:, 0], dim=-1) / largest[-1].clamp_min(1e-30)
+            if norms is not None:
+                norms.copy_(torch.maximum(norms, relative.detach()))
+
+        def solve_token(inputs):
+            y, h, status = self.solve_token(inputs)
+            if y.requires_grad:
+                y.register_hook(record_adjoint)
+            return y, h, status
+
+        solution = solve_sequential(solve_token, inputs)
+        if solution.y.requires_grad:
+            y = solution.y.view_as(solution.y)
+            y.register_hook(start_backward)
+            solution = solution._replace(y=y, f_y=y)
+        return solution
+
+
+class ExactWindows(Solver):
+    """Window by window: the tokens' own equations, solved for all tokens of a window at once.
+
+    An iteration solves every token given the previous iterate for the tokens before it. After k
+    iterations the first k tokens of a window are exact.
+    """
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "max_iters": None}
+
+    def _solve(self, inputs):
+        # One iteration more than tokens shows that the last token has converged.
+        rule = self.rule._replace(stepsize=1.0, max_iters=self.width + 1)
+        return solve_windows(self._evaluate, inputs, rule, self.width)
+
+    def _evaluate(self, window, y):
+        g, h, status = self.solve_all_tokens(window, y)
+        return g, h, status, token_residual(y, g)
+
+    def solve_all_tokens(
+        self, inputs: SolveInputs, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Compute F(y): every token's own equation, solved given y for the tokens before it.
+
+        Args:
+            inputs: Inputs of the tokens.
+            y: Iterate, (b,l,d).
+
+        Returns:
+            F(y) (b,l,d), the recurrence's state at y, and the status of each token (b,l).
+        """
+        block = self.block
+        # 1. Run the recurrence at y: its output o (b,l,d).
+        x, params, rows = block.mix_channels(inputs, y)
+        with torch.autocast(x.device.type, enabled=False):
+            o, h = block.run_recurrence(inputs, params, x)
+            # 2. Subtract the token's own part: the rest is its history.
+            equation = block.token_equation(inputs, params)
+            gain = equation.gain(x.shape[-1])
+            token = equation.token(inputs.x, o - gain * x, gain)
+            # 3. Solve all equations.
+            g, _, status = solve_equations(block, inputs, rows, token)
+        return inputs.seqs.zero_padding(g), h, zero_status_at_padding(status, inputs)
+
+    def _differentiable_map(self, inputs, y_star):
+        if self.settings.gradient != "exact":
+            return super()._differentiable_map(inputs, y_star)
+        constants = inputs.detach()
+        return adjoint_gradient(
+            lambda y: self.solve_all_tokens(inputs, y)[0],
+            lambda y: self.solve_all_tokens(constants, y)[0],
+            y_star,
+            inputs.seqs.adjoint_norm,
+            self.rule.tol,
+            product_dtype(self.block.out_proj.weight),
+        )
+
+
+class IteratedWindows(Solver):
+    """Window by window: the paper's iteration, until every token of the window has converged."""
+
+    def _solve(self, inputs):
+        return solve_windows(self._evaluate, inputs, self.rule, self.width)
+
+    def _evaluate(self, window, y):
+        g, h = self.block.step(window, y, with_state=True)
+        return g, h, torch.zeros_like(y[..., 0], dtype=torch.uint8), token_residual(y, g)
+
+
+class PaperIteration(Solver):
+    """All tokens at once: the paper's iteration and stopping rule (App. B.4).
+
+    The output's value is the last step of the gradient, in training and evaluation.
+    """
+
+    def _solve(self, inputs):
+        return solve_paper(
+            lambda y: self.block.step(inputs, y), torch.zeros_like(inputs.x), self.rule
+        )
+
+    def attach_gradient(
+        self, inputs: SolveInputs, solution: Solution
+    ) -> tuple[torch.Tensor, torch.Tensor, FixedPointStats]:
+        first, y, h = self._paper_steps(inputs, solution.y)
+        residual = relative_residual(solution.y, first.detach())
+        return y, h, solution.stats._replace(residual=residual)
+
+
+def solve_equations(
+    block: Any, inputs: SolveInputs, rows: dict[str, torch.Tensor], token: Token
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Solve the tokens' own equations: for r numbers if I − Q has rank r, otherwise for y.
+
+    Args:
+        block: The FixedPointBlock.
+        inputs: Inputs of the tokens.
+        rows: Projections by name; "mixer" is the mixer's.
+        token: Terms of the equations.
+
+    Returns:
+        y (b,l,d), the mixed input x̃ (b,l,d), and the status of each token (b,l).
+    """
+    raw = rows["mixer"].to(token.x.dtype)
+    low_rank = block.mixer.low_rank(raw, inputs.mixer)
+    if low_rank is not None:
+        return solve_low_rank(token, low_rank)
+    return solve_by_iterating(FullRank(token, raw, block.mixer, inputs.mixer))
+
+
+def zero_status_at_padding(status: torch.Tensor, inputs: SolveInputs) -> torch.Tensor:
+    """Zero the status (b,l) at padding tokens."""
+    return status if inputs.seqs.mask is None else status * inputs.seqs.mask
