@@ -346,9 +346,9 @@ def test_the_pages_task_says_the_right_answers_and_holds_its_splits_apart(page, 
                 if token < 2:
                     on[token] = not on[token]
                 assert label == on[0] + 2 * on[1]
-    openings = [{tuple(r[: made.opening]) for r in b.input_ids} for b in found.values()]
-    assert made.held_apart(10) and not openings[0] & (openings[1] | openings[2])
-    assert not made.held_apart(4)
+    openings = [{tuple(r[: made.prefix_length]) for r in b.input_ids} for b in found.values()]
+    assert made.is_held_out(10) and not openings[0] & (openings[1] | openings[2])
+    assert not made.is_held_out(4)
 
 
 def test_the_task_and_the_mixer_are_trained_resumed_and_evaluated(page, tmp_path, monkeypatch):
@@ -381,12 +381,12 @@ def test_the_task_and_the_mixer_are_trained_resumed_and_evaluated(page, tmp_path
     ],
 )
 def test_a_class_that_cannot_be_a_task_is_refused_in_a_sentence(page, tmp_path, old, new, words):
-    from synthetic.train import _check_lengths_and_bars
+    from synthetic.preflight import check_lengths_and_thresholds
 
     typed(page, "my_tasks", old, new)
     with pytest.raises((tasks.TaskError, ConfigError)) as e:
         cfg = lights(tmp_path, "task.name=my_tasks_2:Lights")
-        _check_lengths_and_bars(cfg, tasks.build(cfg.task), [10])
+        check_lengths_and_thresholds(cfg, tasks.build(cfg.task), [10])
     assert words in str(e.value)
 
 
@@ -397,7 +397,7 @@ def test_a_task_of_one_size_needs_no_init(monkeypatch):
         def sample(self, rng, batch_size, lengths, split):
             return tasks.Batch(*np.zeros((2, batch_size, lengths[0]), np.int64))
 
-        def held_apart(self, length):
+        def is_held_out(self, length):
             return False
 
     monkeypatch.setitem(tasks.TASKS, "silence", Silence)
