@@ -19,7 +19,7 @@ from lm.config.schema import Config
 from lm.evaluation.check_mixer import check_mixer
 from lm.export.export import ExportError, export, write_export
 from lm.model import mixer_base
-from lm.model.checksums import forget
+from lm.model.checksums import delete_sums
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.fields import MIXERS
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -188,7 +188,7 @@ def test_a_checkpoint_imports_no_module(page, tmp_path):
     plain = write_export(FPRNNForCausalLM(FPRNNConfig(**SIZES)), tmp_path / "plain", None, "x", "")
     described = json.loads((plain / "config.json").read_text())
     (plain / "config.json").write_text(json.dumps({**described, "mixer": "evil:Mixer"}))
-    forget(plain)  # whoever means harm writes the checksums anew
+    delete_sums(plain)  # whoever means harm writes the checksums anew
     with pytest.raises(ValueError, match="mixer `evil:Mixer` is not registered"):
         AutoModelForCausalLM.from_pretrained(plain)
     own = write_export(model_of(mixer=PLACE), tmp_path / "own", None, "x", "")

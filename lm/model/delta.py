@@ -240,7 +240,7 @@ class GatedDeltaProduct(PlainLayer):
         c, h, n = self.config, self.heads, self.steps
         convolved = c.d_model + n * (c.d_model + c.d_inner)
         matrices = c.d_model * (convolved + (n + self.gated) * h + 2 * c.d_inner)
-        # S has d_inner × d_model/h entries. Per step S k and the update; per token the gate and S q.
+        # S has d_inner × d_model/h entries. Per step: S k, update. Per token: gate, S q.
         recurrence = (4 * n + 2 + self.gated) * c.d_inner * c.d_model // h
         return 2 * matrices + 2 * convolved * c.d_conv + recurrence
 

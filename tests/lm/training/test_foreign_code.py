@@ -10,7 +10,7 @@ import torch
 from lm.cli.main import main
 from lm.common.files import read_json, write_json
 from lm.evaluation import facade
-from lm.model.checksums import forget, sha256
+from lm.model.checksums import delete_sums, sha256
 from lm.runs.checkpoint import read_state
 from lm.runs.exported import LoadError, load_model, load_tokenizer
 from lm.training.engine import read_zero
@@ -97,7 +97,7 @@ RUNS = 'open({mark!r}, "w").close()\n'
 @pytest.fixture
 def export(small_export, tmp_path):
     copy = Path(shutil.copytree(small_export, tmp_path / "export"))
-    forget(copy)  # whoever means harm writes the checksums anew
+    delete_sums(copy)  # whoever means harm writes the checksums anew
     return copy
 
 
