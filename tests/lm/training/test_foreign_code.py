@@ -170,7 +170,7 @@ def test_a_class_is_named_before_it_is_imported_and_never_by_a_plan(tmp_path, ca
     assert not (tmp_path / "mark").exists()
     assert main(["train", "--config", *words]) != 0
     shown = capsys.readouterr()
-    told = "note: model.mixer is my_evil:Mixer: the code of my_evil is run"
+    told = "note: model.mixer is my_evil:Mixer: running the code of my_evil"
     assert shown.out.index(told) < shown.out.index("it ran")
     assert "has no class Mixer" in shown.err
 
