@@ -66,7 +66,7 @@ def blocked(tmp_path):
             "unknown key `thresholds[0].mim`; did you mean `thresholds.min`?",
         ),
         ("eval.seeds=[-1]", "`eval.seeds[0]` is -1: it must be greater than or equal to 0"),
-        ("optim.warmup=99", "optim.warmup is 99 updates, and train.steps is only 2"),
+        ("optim.warmup=99", "optim.warmup is 99 updates, but train.steps is only 2"),
     ],
 )
 def test_a_value_that_cannot_be(capsys, tmp_path, override, words):

@@ -277,7 +277,7 @@ ODD = ("task.name=mod_arithmetic", "train.length=[3, 9]", "eval.lengths=5")
         (["train.curriculum={start: 2, num_elements: 9}"], "are only 3"),
         (["task.name=parity", "train.curriculum={start: 2, num_elements: 2}"], "alone"),
         (["train.adversarial_noise=-1"], "train.adversarial_noise"),
-        (["train.adversarial_noise=0.1", "model.name=lstm"], "lstm has not: set it to 0"),
+        (["train.adversarial_noise=0.1", "model.name=lstm"], "lstm has none: set it to 0"),
         (["task.name=mod_arithmetic", "train.length=4"], "1, 3, 5"),
         (["eval.seeds=[]"], "eval.seeds"),
         (["eval.seeds=[1,1]"], r"a seed of \[1, 1\] is there twice"),

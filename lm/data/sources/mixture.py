@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from lm.config.data import OF_A_SINGLE_SOURCE, Data
+from lm.config.data import SINGLE_SOURCE_KEYS, Data
 from lm.config.schema import Config
 from lm.data.sources.errors import DataError
 
@@ -24,7 +24,7 @@ def single(data: Data) -> dict[str, Data]:
     """`data` as each source of the mixture has it, in alphabetic order."""
     found = {}
     for name, source in sorted((data.mixture or {}).items()):
-        own = {key: getattr(source, key) for key in OF_A_SINGLE_SOURCE if hasattr(source, key)}
+        own = {key: getattr(source, key) for key in SINGLE_SOURCE_KEYS if hasattr(source, key)}
         of_several: dict = {"mixture": None, "curriculum": []}
         found[name] = data.model_copy(update=own | of_several)
     return found

@@ -234,9 +234,7 @@ def test_a_sweep_of_a_million_points(capsys, tmp_path):
     path = tmp_path / "sweep.yaml"
     path.write_text(f"sweep: {{seed: {values}, train.steps: {values}, data.seq_len: {values}}}")
     for words in (("sweep", path), ("train", "--config", path, "--job-index", 0)):
-        assert "its sweep has 1,000,000 points; a sweep may have at most 10,000" in refused(
-            capsys, *words
-        )
+        assert "its sweep has 1,000,000 points; a sweep may have at most" in refused(capsys, *words)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can")
@@ -290,14 +288,14 @@ def test_a_sweep_whose_points_are_no_different_trainings(capsys, tmp_path, sweep
 def test_a_sweep_finds_the_warmup_of_a_point_now(capsys, tmp_path):
     path = tmp_path / "sweep.yaml"
     path.write_text("sweep: {train.steps: [100, 10]}\noptim: {warmup: 50}\n")
-    assert "and train.steps is only 10" in refused(capsys, "sweep", path)
+    assert "but train.steps is only 10" in refused(capsys, "sweep", path)
 
 
 @pytest.mark.parametrize("key", ["name", "out_dir"])
 def test_control_characters_are_in_no_name(capsys, key):
     for character in (r"\e", r"\x9b", r"\n", r"\u202e"):
         message = refused(capsys, *dry_run(f'{key}="a{character}]0;title"'))
-        assert "holds a character that no folder's name should have" in message
+        assert "contains a character that no folder name may contain" in message
 
 
 @pytest.mark.parametrize("key", ["data.cache_dir", "data.path", "tokenizer.name", "init_from"])

@@ -17,7 +17,7 @@ from lm.config import old_keys
 from lm.config.messages import is_key
 from lm.config.model import Model, Solver
 from lm.config.resuming import FIXED, FREE, NOTED, resume_rule
-from lm.config.schema import UNSEEN, Config
+from lm.config.schema import INVISIBLE, Config
 from lm.config.yaml_text import Loader, parse
 from lm.model.fields import FIELDS, KINDS, LAYER_OPTIONS
 from lm.training.build import build_model
@@ -141,10 +141,10 @@ def test_every_error_is_named_at_once():
         ({"seed": -1}, ["`seed` is -1", "greater than or equal to 0"]),
         ({"out_dir": "~nobody_of_this_name/x"}, ["`out_dir`", "begins with ~"]),
         *(
-            ({"name": name}, [f"`name`: `{name}` is no name of a folder inside out_dir"])
+            ({"name": name}, [f"`name`: `{name}` is not the name of a folder inside out_dir"])
             for name in ("../../x", "/x", ".", "a//b", "a/")
         ),
-        ({"name": "a\\b"}, ["`name`: 'a\\\\b' holds a character"]),
+        ({"name": "a\\b"}, ["`name`: 'a\\\\b' contains a character"]),
         ({"name": "a\0b"}, ["`name`: 'a\\x00b' contains the character NUL"]),
         # Right one by one, wrong together.
         ({"data": {"source": "jsonl"}}, ["`data`", "source `jsonl` needs `path`"]),
@@ -324,7 +324,7 @@ TEXTS = [
 @pytest.mark.parametrize("text", TEXTS)
 def test_to_yaml_reads_back_as_the_same_config(tmp_path, text):
     trees = [{"engine": {"deepspeed": {text: text}}}, {"engine": {"deepspeed": text}}]
-    trees += [{"name": text, "out_dir": text}] * (UNSEEN.search(text) is None)
+    trees += [{"name": text, "out_dir": text}] * (INVISIBLE.search(text) is None)
     for tree in trees:
         cfg = config.build({"seed": 2**64 - 1, "optim": {"lr": 1e-300, "min_lr": 0}, **tree})
         assert load(tmp_path, cfg.to_yaml()) == cfg

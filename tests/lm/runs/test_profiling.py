@@ -85,7 +85,7 @@ def test_a_profiler_that_fails_does_not_stop_the_run(tmp_path, monkeypatch, faul
         ([4, 3], "`log.profile` is [4, 3]: it must be the first and the last"),
         ([0, 3], "`log.profile[0]` is 0: it must be greater than 0"),
         (3, "`log.profile` is 3"),
-        ([3, 21], "`log.profile` ends with update 21, and `train.steps` is only 20"),
+        ([3, 21], "`log.profile` ends at update 21, but `train.steps` is only 20"),
     ],
 )
 def test_what_is_no_pair_of_updates_of_the_run_is_refused(schema, profile, words):

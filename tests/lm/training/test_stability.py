@@ -55,7 +55,7 @@ def test_the_adversary_waits_for_the_end_of_the_curriculum(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["model.name=mamba"], "which mamba has not: set it to 0"),
+        (["model.name=mamba"], "mamba has none: set it to 0"),
         (["model.gradient_checkpointing=true"], "leave out one of them"),
     ],
 )
@@ -77,5 +77,5 @@ def test_an_adversary_that_would_never_begin_is_refused(tiny, stage, begins):
     if begins:
         check_updates(cfg)
     else:
-        with pytest.raises(ConfigError, match=r"after update 8, and train\.steps is only 8"):
+        with pytest.raises(ConfigError, match=r"at update 8, but train\.steps is only 8"):
             check_updates(cfg)
