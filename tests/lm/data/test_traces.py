@@ -240,7 +240,7 @@ def test_what_cannot_be_is_refused():
         Traces(gaps=[0, 1])
     with pytest.raises(ValueError, match="must be at least 1 for form `words`"):
         Traces(gaps=0)
-    with pytest.raises(ValueError, match="its text is made: leave it out"):
+    with pytest.raises(ValueError, match="generates its text and has no"):
         Data(source="traces", path="x.jsonl")
     with pytest.raises(ValueError, match="`traces` is only for source `traces`, not for `builtin`"):
         Data(traces=Traces())
