@@ -60,7 +60,7 @@ def registered_mixers() -> list[str]:
     return list(registry.MIXERS)
 
 
-def section_of(fields: dict[str, Field], base: type[Section], name: str) -> Any:
+def create_section(fields: dict[str, Field], base: type[Section], name: str) -> Any:
     """Create a Section with the fields of `base` and of a table of lm/model/fields.py."""
     annotated: Any = {key: (_annotation(field), field.default) for key, field in fields.items()}
     return create_model(name, __base__=base, **annotated)
@@ -103,7 +103,7 @@ class _Named(Section):
     )
 
 
-class Model(section_of(ARCHITECTURE, _Named, "Architecture")):  # type: ignore[misc]
+class Model(create_section(ARCHITECTURE, _Named, "Architecture")):  # type: ignore[misc]
     """Architecture of the model: fields of FPRNNConfig.
 
     Names other than `fprnn` stand for a pattern of layers (docs/baselines.md).
@@ -125,7 +125,7 @@ class Model(section_of(ARCHITECTURE, _Named, "Architecture")):  # type: ignore[m
         return self.name == "fprnn" and (self.layers is None or is_in_pattern)
 
 
-class Solver(section_of(SOLVER, Section, "HowToSolve")):  # type: ignore[misc]
+class Solver(create_section(SOLVER, Section, "HowToSolve")):  # type: ignore[misc]
     """Solver and gradient of fixed-point layers: fields of FPRNNConfig.
 
     No weight depends on it, so a run can be resumed and evaluated with another solver.

@@ -75,7 +75,7 @@ class Optim(Section):
         return self
 
     @property
-    def decay_of_wsd(self) -> float:
+    def wsd_decay_or_default(self) -> float:
         """`wsd_decay`, or its default."""
         return DEFAULT_WSD_DECAY if self.wsd_decay is None else self.wsd_decay
 
@@ -230,7 +230,7 @@ class Run(Section):
         return yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
-def number_of_updates(value: float, steps: int) -> int:
+def convert_to_updates(value: float, steps: int) -> int:
     """Convert `optim.warmup` or `optim.wsd_decay` to updates; below 1 it is a fraction."""
     return round(value * steps if value < 1 else value)
 
@@ -273,14 +273,14 @@ def check_updates(cfg: Run) -> None:
     if isinstance(cfg, Config):
         _check_adversary_begins(cfg)
     optim, steps = cfg.optim, cfg.train.steps
-    decay = optim.decay_of_wsd if optim.schedule == "wsd" else 0.0
+    decay = optim.wsd_decay_or_default if optim.schedule == "wsd" else 0.0
     for name, value in (("warmup", optim.warmup), ("wsd_decay", decay)):
         if value > 1 and value != int(value):
             raise ConfigError(
                 f"optim.{name} is {value:g}: it must be a whole number of updates, or below 1 a"
                 " fraction of all updates"
             )
-    warmup, decay = number_of_updates(optim.warmup, steps), number_of_updates(decay, steps)
+    warmup, decay = convert_to_updates(optim.warmup, steps), convert_to_updates(decay, steps)
     if warmup > steps:
         raise ConfigError(
             f"optim.warmup is {warmup} updates, but train.steps is only {steps}: the learning rate"
@@ -295,7 +295,7 @@ def check_updates(cfg: Run) -> None:
 
 def _check_adversary_begins(cfg: Config) -> None:
     """Raise a ConfigError if the training ends before the adversarial noise begins."""
-    if not cfg.train.adversarial_noise or cfg.updates_against or cfg.waits:
+    if not cfg.train.adversarial_noise or cfg.adversarial_updates or cfg.has_waiting_stage:
         return
     raise ConfigError(
         "train.adversarial_noise begins after data.curriculum, at update"
@@ -331,12 +331,12 @@ class Config(Run):
         return self
 
     @property
-    def waits(self) -> bool:
+    def has_waiting_stage(self) -> bool:
         """Whether a stage of the curriculum may end before its `until`."""
         return any(stage.min_answer_prob is not None for stage in self.data.curriculum)
 
     @property
-    def updates_against(self) -> int:
+    def adversarial_updates(self) -> int:
         """Number of updates with a second pass with adversarial noise.
 
         It is a lower bound if a stage of the curriculum may end before its `until`.

@@ -160,7 +160,7 @@ class GatedDeltaProduct(PlainLayer):
         super().__init__(config)
         d, d_v = config.d_model, config.d_inner
         self.heads = resolve_n_heads(config)
-        self.steps = self.steps_of(config)
+        self.steps = self.get_steps(config)
         self.negative = has_negative_eigenvalues(config, self.kind)
         self.q_proj = nn.Linear(d, d, bias=False)
         self.k_proj = nn.Linear(d, self.steps * d, bias=False)
@@ -186,7 +186,7 @@ class GatedDeltaProduct(PlainLayer):
         return nn.Linear(config.d_model, config.d_inner, bias=False)
 
     @staticmethod
-    def steps_of(config: Any) -> int:
+    def get_steps(config: Any) -> int:
         """Return n, the steps per token."""
         return config.n_householder
 
@@ -251,7 +251,7 @@ class GatedDeltaNet(GatedDeltaProduct):
     kind = "gated_deltanet"
 
     @staticmethod
-    def steps_of(config: Any) -> int:
+    def get_steps(config: Any) -> int:
         return 1
 
 

@@ -18,8 +18,8 @@ from .layers import (
     Projection,
     Projections,
     affine_map,
+    collect_parameters,
     linear_by_eights,
-    parameters_of,
     product_dtype,
     side_by_side,
     without_autocast,
@@ -164,7 +164,7 @@ class FixedPointBlock(nn.Module):
     def _of_parameters(self):
         """What a state.WeightCache is made of; None: of more than parameters."""
         layers = [self._modules[name] for name in MATERIALISED if name in self._modules]
-        found = parameters_of(layers, (Mixer, nn.ModuleList))
+        found = collect_parameters(layers, (Mixer, nn.ModuleList))
         rates = self._parameters.get("A_log")
         return found if found is None or rates is None else [*found, rates]
 

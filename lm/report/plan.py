@@ -128,7 +128,7 @@ def hours(cfg: Config, at: Where, layers: Layers, flops: float) -> dict | None:
     """
     if at.card.peak is None or layers.loop or layers.iterated:
         return None
-    passes = cfg.train.steps + cfg.updates_against
+    passes = cfg.train.steps + cfg.adversarial_updates
     peak = at.world_size * at.card.peak[cfg.train.precision]
     # One token after the other waits for launches, whatever its arithmetic.
     tokens = passes * cfg.train.accumulation(at.world_size) * cfg.data.seq_len
@@ -161,7 +161,7 @@ def plan(cfg: Config, at: Where | int) -> dict:
     counted = sizes(model)
     tokens = cfg.train.steps * cfg.tokens_per_step(at.world_size)
     # An update against the adversary is a second pass.
-    trained = (cfg.train.steps + cfg.updates_against) * cfg.tokens_per_step(at.world_size)
+    trained = (cfg.train.steps + cfg.adversarial_updates) * cfg.tokens_per_step(at.world_size)
     length, evaluations = cfg.data.seq_len, layers.evaluations
     flops_per_token = model.flops_per_token(evaluations or 1, length=length)
     once = model.flops_per_token(1, length=length) * trained
@@ -273,8 +273,8 @@ def _hours(p: dict, cfg: Config) -> list[tuple[str, str]]:
     }
     passes = ""
     if cfg.train.adversarial_noise:
-        least = "at least " * cfg.waits
-        passes = f", two passes in {least}{cfg.updates_against:,} updates"
+        least = "at least " * cfg.has_waiting_stage
+        passes = f", two passes in {least}{cfg.adversarial_updates:,} updates"
     rows = [("hours", f"{sum(parts.values()):,.2f}, the sum of these{passes}")]
     for name, part in parts.items():
         if part:
