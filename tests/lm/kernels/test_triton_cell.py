@@ -437,7 +437,7 @@ def test_the_table_is_written_under_any_default_device():
 def test_no_one_waits_for_the_device(monkeypatch):
     """Nothing reads a tensor's number on the host, forwards or back."""
 
-    def has_waiting_stage(self, *args):
+    def waits(self, *args):
         raise AssertionError("the device was waited for")
 
     given = problem(b=2, length=3, d=12)

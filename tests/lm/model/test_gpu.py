@@ -169,7 +169,7 @@ def test_generating_with_the_cache_gives_the_same_text(name):
     assert_close({"logits": values}, {"logits": expected}, 1e-3)
 
 
-def has_waiting_stage(model, tokens):
+def waits(model, tokens):
     """How often a forward pass makes the host wait for the GPU (on a CPU: never)."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
