@@ -19,7 +19,7 @@ from lm.config.load import build as build_config
 from lm.config.schema import Config
 from lm.export.export import ExportError, export, write_export
 from lm.model import mixer_base
-from lm.model.checksums import forget
+from lm.model.checksums import delete_sums
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.fields import MIXERS
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -198,7 +198,7 @@ def test_loading_a_checkpoint_imports_no_module(page, tmp_path):
     plain = write_export(FPRNNForCausalLM(FPRNNConfig(**SIZES)), tmp_path / "plain", None, "x", "")
     described = json.loads((plain / "config.json").read_text())
     (plain / "config.json").write_text(json.dumps({**described, "mixer": "evil:Mixer"}))
-    forget(plain)  # an attacker can update the checksums
+    delete_sums(plain)  # an attacker can update the checksums
     with pytest.raises(ValueError, match="mixer `evil:Mixer` is not registered"):
         AutoModelForCausalLM.from_pretrained(plain)
     custom = write_export(make_model(mixer=MIXER), tmp_path / "custom", None, "x", "")
@@ -238,9 +238,7 @@ def test_run_directory_does_not_run_its_own_code(page, untrusted_run, monkeypatc
             if command == "export"
             else (lambda: fprnn.load(".", trust=trust))
         ]
-        message = (
-            "there is no module evil in" if trust else r"--trust \(in Python trust=True\) runs it"
-        )
+        message = "there is no module evil in" if trust else r"--trust \(in Python trust=True\)"
     for call in calls:
         with pytest.raises(ConfigError, match=rf"model\.mixer is evil:Mixer.*{message}"):
             call()
@@ -270,7 +268,7 @@ def test_invalid_mixer_classes_are_refused(page, old, new, message):
 
 
 def test_unknown_and_duplicate_mixer_names_are_refused(page):
-    with pytest.raises(ConfigError, match=r"there is no module my_mixr in .*mine nor where Python"):
+    with pytest.raises(ConfigError, match=r"there is no module my_mixr in .*mine or in Python"):
         make_model(mixer="my_mixr:PlaneRotation")
     with pytest.raises(ConfigError, match=r"unknown mixer `dprl`: .*; did you mean `dplr`\?"):
         make_model(mixer="dprl")

@@ -20,7 +20,6 @@ from .layers import (
     Projection,
     affine_map,
     linear_by_eights,
-    parameters_of,
     side_by_side,
 )
 from .mixers import Mixer, build_mixer
@@ -344,7 +343,7 @@ class FixedPointBlock(nn.Module):
     def _materialized_parameters(self):
         """Return the parameters that cached weights depend on, or None if they depend on more."""
         names = [name for name in MATERIALIZED_LAYERS if name in self._modules]
-        parameters = parameters_of([self._modules[n] for n in names], (Mixer, nn.ModuleList))
+        parameters = collect_parameters([self._modules[n] for n in names], (Mixer, nn.ModuleList))
         rates = self._parameters.get("A_log")
         return parameters if parameters is None or rates is None else [*parameters, rates]
 

@@ -172,7 +172,9 @@ class Orthogonal(nn.Module):
         return self.base @ torch.matrix_exp((X - X.T).to(wide)).to(self.base.dtype)
 
 
-def parameters_of(modules: list[nn.Module], known: tuple[type, ...]) -> list[torch.Tensor] | None:
+def collect_parameters(
+    modules: list[nn.Module], known: tuple[type, ...]
+) -> list[torch.Tensor] | None:
     """Return all parameters and buffers of modules, or None if their output depends on more.
 
     Args:

@@ -141,7 +141,7 @@ def estimate_hours(cfg: Config, hardware: Hardware, layers: Layers, flops: float
     """
     if hardware.card.peak is None or layers.loop or layers.iterated:
         return None
-    passes = cfg.train.steps + cfg.updates_against
+    passes = cfg.train.steps + cfg.adversarial_updates
     peak = hardware.world_size * hardware.card.peak[cfg.train.precision]
     # Latency, not arithmetic, determines the time of the sequential kernel.
     tokens = passes * cfg.train.accumulation(hardware.world_size) * cfg.data.seq_len
@@ -174,7 +174,7 @@ def plan(cfg: Config, hardware: Hardware | int) -> dict:
     sizes = count_parameters(model)
     tokens_per_step = cfg.tokens_per_step(hardware.world_size)
     # An update with an adversarial pass reads its tokens twice.
-    tokens_read = (cfg.train.steps + cfg.updates_against) * tokens_per_step
+    tokens_read = (cfg.train.steps + cfg.adversarial_updates) * tokens_per_step
     length, evaluations = cfg.data.seq_len, layers.evaluations
     flops_per_token = model.flops_per_token(evaluations or 1, length=length)
     flops_of_one_evaluation = model.flops_per_token(1, length=length) * tokens_read
@@ -291,8 +291,8 @@ def _hour_rows(p: dict, cfg: Config) -> list[tuple[str, str]]:
     }
     passes = ""
     if cfg.train.adversarial_noise:
-        at_least = "at least " * cfg.waits
-        passes = f", with two passes in {at_least}{cfg.updates_against:,} updates"
+        at_least = "at least " * cfg.has_waiting_stage
+        passes = f", with two passes in {at_least}{cfg.adversarial_updates:,} updates"
     rows = [("hours", f"{sum(parts.values()):,.2f}{passes}")]
     for name, part in parts.items():
         if part:

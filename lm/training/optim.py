@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
 from lm.common.errors import ConfigError
-from lm.config.schema import Optim, number_of_updates
+from lm.config.schema import Optim, convert_to_updates
 
 EPS = 1e-8  # AdamW's ε, torch's default
 
@@ -36,7 +36,7 @@ def lr_factor(optim: Optim, steps: int, update: int) -> float:
         steps: Number of updates of the run.
         update: Number of the update, from 1.
     """
-    warmup = min(max(1, number_of_updates(optim.warmup, steps)), steps)
+    warmup = min(max(1, convert_to_updates(optim.warmup, steps)), steps)
     if update <= warmup:
         return update / warmup
     floor = optim.min_lr / optim.lr
@@ -44,7 +44,7 @@ def lr_factor(optim: Optim, steps: int, update: int) -> float:
         return 1.0
     begin = warmup
     if optim.schedule == "wsd":
-        decay = max(1, number_of_updates(optim.decay_of_wsd, steps))
+        decay = max(1, convert_to_updates(optim.wsd_decay_or_default, steps))
         begin = max(warmup, steps - decay)
     done = min(1.0, max(0, update - begin) / max(1, steps - begin))
     shape = 0.5 * (1 + math.cos(math.pi * done)) if optim.schedule == "cosine" else 1 - done

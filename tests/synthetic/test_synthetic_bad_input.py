@@ -66,7 +66,7 @@ def blocked(tmp_path):
             "unknown key `thresholds[0].mim`; did you mean `thresholds.min`?",
         ),
         ("eval.seeds=[-1]", "`eval.seeds[0]` is -1: it must be greater than or equal to 0"),
-        ("optim.warmup=99", "optim.warmup is 99 updates, and train.steps is only 2"),
+        ("optim.warmup=99", "optim.warmup is 99 updates, but train.steps is only 2"),
     ],
 )
 def test_invalid_values_are_refused(capsys, tmp_path, override, message):
@@ -81,7 +81,7 @@ def test_invalid_values_are_refused(capsys, tmp_path, override, message):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (MONARCH, "mixer_rank is 7: of monarch it is the block size"),
+        (MONARCH, "mixer_rank is 7: for monarch it is the block size"),
         (["model.mixer=selective_dense", "model.d_model=512"], "d_model may be at most 256"),
         (["model.block=fp_mamba2", "model.headdim=7"], "headdim is 7: it must divide"),
         (
@@ -99,7 +99,7 @@ def test_impossible_model_does_not_delete_the_run(capsys, trained, tmp_path, ove
 
 
 def test_no_run_starts_if_one_config_is_impossible(capsys, tmp_path):
-    message = "mixer_rank is 7: of monarch it is the block size"
+    message = "mixer_rank is 7: for monarch it is the block size"
     demo = str(ROOT / "configs/lm/demo.yaml")
     assert main(["validate", demo, "--out-dir", str(tmp_path / "runs"), *MONARCH]) == BAD_CONFIG
     assert message in capsys.readouterr().err
@@ -123,7 +123,7 @@ def test_no_run_starts_if_one_config_is_impossible(capsys, tmp_path):
         (["train", "--config", FIG3C, "--job-index", "-1"], "--job-index: '-1' is invalid"),
         (["validate", S3, "--seeds", "0", "-1"], "argument --seeds: '-1' is invalid"),
         (["report", "nope"], "no report `nope`: the reports are demo"),
-        (["report", "fig3c", "nope"], "override `nope` must read key=value"),
+        (["report", "fig3c", "nope"], "override `nope` must have the form key=value"),
         (["eval", "run", "nope"], "run: no such folder"),
         (["validate", "model.d_model=3"], "validate needs a config with a `model:` section"),
     ],

@@ -279,7 +279,7 @@ ARITHMETIC = ("task.name=mod_arithmetic", "train.length=[3, 9]", "eval.lengths=5
         (["train.curriculum={start: 2, num_elements: 9}"], "has only 3 elements"),
         (["task.name=parity", "train.curriculum={start: 2, num_elements: 2}"], "only word_problem"),
         (["train.adversarial_noise=-1"], "train.adversarial_noise"),
-        (["train.adversarial_noise=0.1", "model.name=lstm"], "lstm has not: set it to 0"),
+        (["train.adversarial_noise=0.1", "model.name=lstm"], "lstm has none: set it to 0"),
         (["task.name=mod_arithmetic", "train.length=4"], "1, 3, 5"),
         (["eval.seeds=[]"], "eval.seeds"),
         (["eval.seeds=[1,1]"], r"\[1, 1\] has a seed twice"),
@@ -347,9 +347,7 @@ def test_sweep_without_job_index_is_refused(cfg, tmp_path, capsys):
     path.write_text(json.dumps(tree))
     command = ["train", "--config", str(path), f"out_dir={tmp_path / 'runs'}"]
     assert main(command) == BAD_CONFIG
-    assert "is a sweep: say which of its points to train, --job-index 0 to 5" in (
-        capsys.readouterr().err
-    )
+    assert "is a sweep: choose a point with --job-index 0 to 5" in (capsys.readouterr().err)
     assert not (tmp_path / "runs").exists()
     for point in ("0", "3"):
         assert main([*command, "--job-index", point]) == 0

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from lm.config.data import OF_A_SINGLE_SOURCE, Data
+from lm.config.data import SINGLE_SOURCE_KEYS, Data
 from lm.config.schema import Config
 from lm.data.sources.errors import DataError
 
@@ -29,7 +29,7 @@ def single_sources(data: Data) -> dict[str, Data]:
     """Return the `data` section of each source of a mixture, in alphabetic order."""
     sections = {}
     for name, source in sorted((data.mixture or {}).items()):
-        values = {key: getattr(source, key) for key in OF_A_SINGLE_SOURCE if hasattr(source, key)}
+        values = {key: getattr(source, key) for key in SINGLE_SOURCE_KEYS if hasattr(source, key)}
         sections[name] = data.model_copy(update={**values, "mixture": None, "curriculum": []})
     return sections
 

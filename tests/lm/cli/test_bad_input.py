@@ -94,7 +94,7 @@ def test_bug_keeps_its_traceback(monkeypatch, command):
 @pytest.mark.parametrize(
     "overrides, words",
     [
-        (["model.mixer=monarch", "model.mixer_rank=7"], "mixer_rank is 7: of monarch it is the"),
+        (["model.mixer=monarch", "model.mixer_rank=7"], "mixer_rank is 7: for monarch it is the"),
         (["model=transformer", "model.n_heads=3"], "n_heads is 3 (3 heads): it must divide"),
     ],
 )
@@ -241,7 +241,7 @@ def test_sweep_with_a_million_points_is_refused(capsys, tmp_path):
     path = tmp_path / "sweep.yaml"
     path.write_text(f"sweep: {{seed: {values}, train.steps: {values}, data.seq_len: {values}}}")
     for words in (("sweep", path), ("train", "--config", path, "--job-index", 0)):
-        assert "its sweep has 1,000,000 points: at most 10,000" in refused(capsys, *words)
+        assert "its sweep has 1,000,000 points; a sweep may have at most" in refused(capsys, *words)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can")
@@ -258,8 +258,8 @@ def test_sweep_needs_a_job_index(capsys, tmp_path):
     path = str(ROOT / "configs/lm/sweep_mixers.yaml")
     for more in ([], ["--dry-run"]):
         assert refused(capsys, "train", "--config", path, f"out_dir={tmp_path}/runs", *more) == (
-            f"{path} is a sweep: say which of its points to train, --job-index 0 to 5; or"
-            " sweep={} for the config without it"
+            f"{path} is a sweep: choose a point with --job-index 0 to 5; or"
+            " pass sweep={} to use the config without its sweep"
         )
     assert not (tmp_path / "runs").exists()
     assert "outside the sweep: 0 to 5" in refused(
@@ -295,20 +295,20 @@ def test_sweep_with_equal_points_is_refused(capsys, tmp_path, sweep, words):
 def test_sweep_checks_all_points_at_once(capsys, tmp_path):
     path = tmp_path / "sweep.yaml"
     path.write_text("sweep: {train.steps: [100, 10]}\noptim: {warmup: 50}\n")
-    assert "and train.steps is only 10" in refused(capsys, "sweep", path)
+    assert "but train.steps is only 10" in refused(capsys, "sweep", path)
 
 
 @pytest.mark.parametrize("key", ["name", "out_dir"])
 def test_control_characters_in_names_are_refused(capsys, key):
     for character in (r"\e", r"\x9b", r"\n", r"\u202e"):
         message = refused(capsys, *dry_run(f'{key}="a{character}]0;title"'))
-        assert "holds a character that no folder's name should have" in message
+        assert "contains a character that no folder name may contain" in message
 
 
 @pytest.mark.parametrize("key", ["data.cache_dir", "data.path", "tokenizer.name", "init_from"])
 def test_nul_in_paths_is_refused(capsys, key):
     assert f"`{key}" in (message := refused(capsys, *dry_run(f'{key}="a\\0"')))
-    assert "holds the character NUL, which no place of a file has" in message
+    assert "contains the character NUL, which no path may contain" in message
 
 
 def test_control_characters_in_arguments_are_escaped(capsys):

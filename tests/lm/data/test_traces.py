@@ -240,15 +240,15 @@ def test_invalid_traces_are_refused():
         traces.check(Traces(group="Q8"))
     with pytest.raises(DataError, match="traces of S3 have at most 6 `num_elements`, not 7"):
         traces.check(Traces(num_elements=7))
-    with pytest.raises(ValueError, match="`num_elements` is of form `words`"):
+    with pytest.raises(ValueError, match="`num_elements` is only for form `words`"):
         Traces(form="repl", num_elements=2)
-    with pytest.raises(ValueError, match="of form `words` are at least 1"):
+    with pytest.raises(ValueError, match="must be at least 1 for form `words`"):
         Traces(gaps=[0, 1])
-    with pytest.raises(ValueError, match="of form `words` are at least 1"):
+    with pytest.raises(ValueError, match="must be at least 1 for form `words`"):
         Traces(gaps=0)
-    with pytest.raises(ValueError, match="its text is made: leave it out"):
+    with pytest.raises(ValueError, match="generates its text and has no"):
         Data(source="traces", path="x.jsonl")
-    with pytest.raises(ValueError, match="`traces` is of source `traces`, not of `builtin`"):
+    with pytest.raises(ValueError, match="`traces` is only for source `traces`, not for `builtin`"):
         Data(traces=Traces())
     mixture = {"a": {"source": "jsonl", "path": "x", "traces": {}, "weight": 1}}
     with pytest.raises(ValueError, match="not of `jsonl`"):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.layers import parameters_of
+from lm.model.layers import collect_parameters
 from lm.model.mixers import Mixer
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import Sequences, WeightCache, cached, last_valid_tokens
@@ -99,10 +99,10 @@ def test_nothing_is_cached_with_gradients():
 def test_nothing_is_cached_of_inference_tensors():
     with torch.inference_mode():
         layer = nn.Linear(2, 3)
-        assert WeightCache().valid_for(parameters_of([layer], ())) is None
+        assert WeightCache().valid_for(collect_parameters([layer], ())) is None
     with torch.no_grad():
-        assert WeightCache().valid_for(parameters_of([nn.Linear(2, 3)], ())) is not None
-        assert parameters_of([nn.Sequential(layer)], (Mixer,)) is None
+        assert WeightCache().valid_for(collect_parameters([nn.Linear(2, 3)], ())) is not None
+        assert collect_parameters([nn.Sequential(layer)], (Mixer,)) is None
     assert cached(None, "x", lambda: 3) == 3
 
 

@@ -85,7 +85,7 @@ def test_failing_profiler_does_not_stop_the_run(tmp_path, monkeypatch, fault):
         ([4, 3], "`log.profile` is [4, 3]: it must be the first and the last"),
         ([0, 3], "`log.profile[0]` is 0: it must be greater than 0"),
         (3, "`log.profile` is 3"),
-        ([3, 21], "`log.profile` ends with update 21, and `train.steps` is only 20"),
+        ([3, 21], "`log.profile` ends at update 21, but `train.steps` is only 20"),
     ],
 )
 def test_wrong_profile_settings_are_refused(schema, profile, words):

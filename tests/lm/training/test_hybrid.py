@@ -41,7 +41,7 @@ def test_options_of_fixed_points_are_refused_without_them():
     cfg = hybrid(layers="mamba attention")
     assert hybrid(layers="mamba fp_rnn").model.has_fixed_point and hybrid().model.has_fixed_point
     assert not cfg.model.has_fixed_point and not hybrid(name="mamba").model.has_fixed_point
-    with pytest.raises(ConfigError, match="which mamba has not: set it to 0"):
+    with pytest.raises(ConfigError, match="mamba has none: set it to 0"):
         config.build(
             {"model": {"layers": "mamba"}, "train": {"adversarial_noise": 0.1}},
             schema=synthetic.config.Config,

@@ -37,9 +37,9 @@ def test_wrong_wsd_settings_are_refused(tiny):
     with pytest.raises(ConfigError, match=r"`wsd_decay` is 0\.1: only schedule wsd reads it"):
         tiny("optim.wsd_decay=0.1")
     for overrides, words in [
-        (("optim.wsd_decay=7", "optim.warmup=2"), "are 2 and 7 updates, and train.steps is only 8"),
+        (("optim.wsd_decay=7", "optim.warmup=2"), "are 2 and 7 updates, but train.steps is only 8"),
         (("optim.warmup=7",), "optim.warmup and optim.wsd_decay are 7 and 2 updates"),
-        (("optim.wsd_decay=2.5",), "optim.wsd_decay: 2.5 updates cannot be"),
+        (("optim.wsd_decay=2.5",), "optim.wsd_decay is 2.5: it must be a whole number"),
     ]:
         with pytest.raises(ConfigError, match=words):
             check_updates(tiny("optim.schedule=wsd", *overrides))

@@ -58,7 +58,7 @@ def test_adversary_starts_after_the_curriculum(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        (["model.name=mamba"], "which mamba has not: set it to 0"),
+        (["model.name=mamba"], "mamba has none: set it to 0"),
         (["model.gradient_checkpointing=true"], "leave out one of them"),
     ],
 )
@@ -83,5 +83,5 @@ def test_adversary_after_the_last_update_is_refused(tiny, stage, begins):
     if begins:
         check_updates(cfg)
     else:
-        with pytest.raises(ConfigError, match=r"after update 8, and train\.steps is only 8"):
+        with pytest.raises(ConfigError, match=r"at update 8, but train\.steps is only 8"):
             check_updates(cfg)
