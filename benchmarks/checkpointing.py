@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from lm.config.load import load
-from lm.kernels import available
+from lm.kernels import describe_backends
 from lm.runs.checkpoint import Checkpoints
 from lm.training import engine as ds
 from lm.training.build import build_model
@@ -38,7 +38,7 @@ def main() -> None:
     )
     cfg = load(args.config, overrides)
     ranks = ds.start(cfg)
-    available(ranks.device.type)
+    describe_backends(ranks.device.type)
     vocab_size = 50264 if cfg.model.vocab_size == "auto" else cfg.model.vocab_size
     model = build_model(cfg, vocab_size)
     count = sum(p.numel() for p in model.parameters())

@@ -23,7 +23,7 @@ import torch
 
 from benchmarks.contenders import EXACT_FIELDS, PAPER_FIELDS
 from benchmarks.harness import numbers, ratio, show
-from lm.kernels import BackendError, available
+from lm.kernels import BackendError, describe_backends
 from lm.kernels.triton import launches
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -104,7 +104,7 @@ def main() -> None:
     p.add_argument("--repeats", type=int, default=5)
     p.add_argument("--json", type=Path, help="also write the numbers here")
     a = p.parse_args()
-    print(f"kernels: {available(a.device)}", flush=True)
+    print(f"kernels: {describe_backends(a.device)}", flush=True)
     layers: dict[int, dict[str, float]] = {batch: {} for batch in a.batches}
     for batch, (name, fields) in itertools.product(a.batches, LAYERS.items()):
         if a.device == "cuda":

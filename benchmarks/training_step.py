@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import contenders, paper
 from benchmarks.harness import ms, parse, parser, ratio, run, shortest
-from lm.model.fields import pattern_of
+from lm.model.fields import parse_pattern
 
 OURS, ONE_STEP = "exact gradient", "exact token, one-step gradient"
 PAPER_ROW = "paper's procedure"
@@ -24,7 +24,7 @@ def stacks(a):
     """{pattern: Trainer} of models with these layers, of the shape's width and batch."""
     found = {}
     for pattern in a.patterns.split("|"):
-        shape = a.shape._replace(layers=len(pattern_of(pattern)))
+        shape = a.shape._replace(layers=len(parse_pattern(pattern)))
         model = contenders.ours(shape, layers=pattern, use_short_conv=True)
         found[pattern] = contenders.Trainer(model, shape, a.device, loss_only=True)
     return {name: trainer.step for name, trainer in found.items()}, found

@@ -1,27 +1,34 @@
-"""The facade: `import fprnn`, then `fprnn.load(PATH)`. It imports nothing heavy before that.
+"""Python API: load and train fixed-point language models, and use their layers in other models.
 
-m = fprnn.load("runs/demo")        # a run directory, an export, any from_pretrained folder
-m.generate("The list", max_new_tokens=20)
-m.inspect("def f(x):").bits_per_byte
-m.inspect("f(g(h(x), y))").to_html("inspect.html")     # docs/inspect.md
-layer = fprnn.FixedPointLayer(d_model=256)             # docs/one-layer.md
+    import fprnn
+
+    model = fprnn.load("runs/demo")  # a run directory, an export, or a name on the hub
+    model.generate("The list", max_new_tokens=20)
+    model.inspect("f(g(h(x), y))").to_html("inspect.html")  # docs/inspect.md
+    fprnn.train("configs/lm/demo.yaml", ["optim.lr=1e-3"])
+    layer = fprnn.FixedPointLayer(d_model=256)  # docs/one-layer.md
+
+Importing it imports PyTorch and transformers, and registers the model classes with transformers'
+Auto classes: `AutoModelForCausalLM.from_pretrained` then loads an export with the classes of this
+package and needs no `trust_remote_code`.
 """
 
-from typing import TYPE_CHECKING, Any
-
+from fprnn.one_layer import FixedPointLayer
+from fprnn.training import train
 from lm import __version__
 from lm.evaluation.facade import LanguageModel, load
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from lm.runs.auto_classes import register_auto_classes
 
-if TYPE_CHECKING:
-    from fprnn.one_layer import FixedPointLayer
+__all__ = [
+    "FPRNNConfig",
+    "FPRNNForCausalLM",
+    "FixedPointLayer",
+    "LanguageModel",
+    "__version__",
+    "load",
+    "train",
+]
 
-__all__ = ["FixedPointLayer", "LanguageModel", "__version__", "load"]
-
-
-def __getattr__(name: str) -> Any:
-    """Import FixedPointLayer, and PyTorch with it, when it is first asked for."""
-    if name == "FixedPointLayer":
-        from fprnn.one_layer import FixedPointLayer
-
-        return FixedPointLayer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+register_auto_classes()

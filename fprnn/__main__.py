@@ -2,6 +2,6 @@
 
 import sys
 
-from fprnn.command import main
+from synthetic.fprnn_command import main
 
 sys.exit(main())

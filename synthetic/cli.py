@@ -10,7 +10,7 @@ from typing import Any
 from lm.cli.arguments import (
     SEED,
     HelpFormatter,
-    Whole,
+    Integer,
     add_examples,
     add_overrides,
     add_trust,
@@ -188,7 +188,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument(
         "--job-index",
-        type=Whole(0),
+        type=Integer(0),
         metavar="I",
         help="train point I of the YAML's sweep, from 0 on",
     )
@@ -223,7 +223,7 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
     command.add_argument("word", nargs="*", metavar="WORD", help="the input, token by token")
     command.add_argument(
         "--length",
-        type=Whole(1, MAX_LENGTH),
+        type=Integer(1, MAX_LENGTH),
         metavar="N",
         help="draw a test sequence of this length, at least 1, instead",
     )
@@ -237,7 +237,7 @@ def _add_inspect(commands: argparse._SubParsersAction) -> None:
         " any other file is not",
     )
     add_trust(command)
-    command.set_defaults(run_command=_inspect, more="word")
+    command.set_defaults(run_command=_inspect, list_argument="word")
 
 
 def _add_validate(commands: argparse._SubParsersAction) -> None:
@@ -274,9 +274,13 @@ def _add_validate(commands: argparse._SubParsersAction) -> None:
         help="of training, each at least 0 (default: 0 1 2; with --quick: 0)",
     )
     command.add_argument(
-        "--jobs", type=Whole(), default=1, metavar="N", help="runs at once, at least 1 (default: 1)"
+        "--jobs",
+        type=Integer(),
+        default=1,
+        metavar="N",
+        help="runs at once, at least 1 (default: 1)",
     )
-    command.set_defaults(run_command=_validate, more="config")
+    command.set_defaults(run_command=_validate, list_argument="config")
 
 
 def _add_report(commands: argparse._SubParsersAction) -> None:
@@ -302,7 +306,7 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
     )
     command.add_argument(
         "--jobs",
-        type=Whole(),
+        type=Integer(),
         default=1,
         metavar="N",
         help="with --run: processes at once, at least 1 (default: 1)",

@@ -83,13 +83,15 @@ class Optim(base.Optim):
 
 class Curriculum(Section):
     """Longest training length: `start` at first, `grow` longer whenever the headline metric at that
-    length reaches `at`, up to the upper end of train.length. Then, with `letters`, twice as many
-    letters each time, up to all of them."""
+    length reaches `min_accuracy`, up to the upper end of train.length.
+
+    With `num_elements`, the task then draws from twice as many elements each time, up to all.
+    """
 
     start: int = Field(gt=0)
     grow: int = Field(2, gt=0)
-    at: Fraction1 = 0.98
-    letters: int | None = Field(None, gt=1)  # of word_problem: elements at first, of low order
+    min_accuracy: Fraction1 = 0.98
+    num_elements: int | None = Field(None, gt=1)  # of word_problem: elements at first, of low order
 
 
 class Train(Section):
@@ -105,13 +107,13 @@ class Train(Section):
     gamma_shape: Annotated[float, NOTED] = Field(4.0, gt=0)
     # κ of lm.model.state.Adversary, a second pass of every update; 0: none. With a curriculum once
     # that is over.
-    adversary: Annotated[float, NOTED] = Field(0.0, ge=0)
+    adversarial_noise: Annotated[float, NOTED] = Field(0.0, ge=0)
     stop_at: Fraction1 | None = None  # end when the headline metric reaches this in evaluation
     precision: Annotated[Literal["auto", "fp32", "bf16"], FIXED] = "auto"  # auto: bf16 on a GPU
     threads: int | None = Field(None, gt=0)
     # A loss or gradient of NaN or infinity: so often back to the last checkpoint, and on with the
     # batches after it.
-    rollbacks: int = Field(2, ge=0)
+    max_rollbacks: int = Field(2, ge=0)
 
     @field_validator("length")
     @classmethod
@@ -181,12 +183,12 @@ class Eval(Section):
         return value
 
 
-class Bar(Section):
-    """What counts as passed: `metric` at every one of `lengths` is at least `least`."""
+class Threshold(Section):
+    """What counts as passed: `metric` at every one of `lengths` is at least `min`."""
 
     metric: str
     length: int | None = Field(None, gt=0)  # null: of the whole test set (catbabi)
-    least: Fraction1
+    min: Fraction1
 
 
 class Checkpoint(base.Checkpoint):
@@ -210,7 +212,7 @@ class Config(base.Run):
     eval: Annotated[Eval, FREE] = Eval()
     checkpoint: Annotated[Checkpoint, FREE] = Checkpoint()
     log: Annotated[Log, FREE] = Log()
-    bars: Annotated[tuple[Bar, ...], FREE] = ()
+    thresholds: Annotated[tuple[Threshold, ...], FREE] = ()
 
     @model_validator(mode="after")
     def _profile_within_training(self) -> Self:
@@ -224,8 +226,8 @@ class Config(base.Run):
 
     @model_validator(mode="after")
     def _adversary_of_what_solves(self) -> Self:
-        if self.train.adversary:
-            base.check_adversary(self.train.adversary, self.model)
+        if self.train.adversarial_noise:
+            base.check_adversary(self.train.adversarial_noise, self.model)
         return self
 
     @model_validator(mode="after")

@@ -362,7 +362,7 @@ def evaluate_run(
         "headline": task.headline,
         "chance": task.chance,
         "eval": results,
-        "bars": passes([bar for bar in cfg.bars if bar.length in tested], results),
+        "bars": passes([bar for bar in cfg.thresholds if bar.length in tested], results),
     }
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -10,8 +10,7 @@ from lm.common.errors import ConfigError
 from lm.common.files import write_json
 from lm.runs.checkpoint import listed
 from lm.runs.run_dir import RunDir
-from lm.training import upcycle
-from lm.training.foreign import Source, SourceError, source_weights
+from lm.training.upcycle import HEAD, Source, SourceError, match_weights
 from synthetic import centroids
 from synthetic.build import Loaded, load_run
 from synthetic.config import Config, Task
@@ -46,25 +45,26 @@ class Start:
         self.source, loaded = _read(wanted.path)
         self.model = model
         other_task = _other_task(loaded.cfg.task, cfg.task)
-        self.found = upcycle.match(
+        self.match = match_weights(
             self.source,
             model,
             wanted.partial,
             model.config.vocab_size,
             other_task,
         )
-        found = self.found
-        self.centroids = centroids.new_centroids(model, found.new, found.pairs, loaded, other_task)
+        match = self.match
+        self.centroids = centroids.new_centroids(
+            model, match.new, match.partners, loaded, other_task
+        )
 
     def apply(self) -> list[str]:
         """Give the model the weights → what was taken, in words."""
-        upcycle.apply(self.found, self.source, self.model)
-        described = upcycle.described(self.found, self.source, self.model.config)
-        return described + centroids.start(self.model, self.centroids)
+        self.match.apply()
+        return self.match.describe() + centroids.start(self.model, self.centroids)
 
     def write(self, run: RunDir) -> None:
         """Write down what was taken."""
-        write_json(run.init_from, upcycle.record(self.found, self.source, self.model.config))
+        write_json(run.init_from, self.match.record())
 
 
 def _read(path: str) -> tuple[Source, Loaded]:
@@ -76,8 +76,10 @@ def _read(path: str) -> tuple[Source, Loaded]:
     with torch.random.fork_rng(devices=all_gpus):
         loaded = load_run(run.path)  # its module is imported if our own configuration names it
     config = loaded.model.config
-    weights = source_weights(loaded.model.state_dict(), config, run.path)
-    return Source(run.path, "a synthetic run", config, weights, None), loaded
+    weights = dict(loaded.model.state_dict())
+    if config.tie_embeddings:
+        del weights[HEAD]
+    return Source(run.path, "a synthetic run", config, weights), loaded
 
 
 def _other_task(theirs: Task, ours: Task) -> str:

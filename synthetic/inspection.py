@@ -7,7 +7,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lm.evaluation.inspection.measure import in_words, named_guesses, predictions, read
+from lm.evaluation.inspection.measure import (
+    describe_model,
+    name_guesses,
+    run_with_probe,
+    score_predictions,
+)
 from lm.evaluation.inspection.page import Inspection
 from lm.evaluation.inspection.result import Answer
 from lm.evaluation.inspection.tokens import Token
@@ -75,11 +80,11 @@ def inspect_batch(
     ids, due = ids[:, :size], labels[0, :size].tolist()
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     with solving(model, eval_max_iters=max_iters), autocast:
-        logits, layers = read(model, ids)
+        logits, layers = run_with_probe(model, ids)
         solver = solver_of(model, size)
     targets = [None if label == IGNORE else label for label in due]
-    found = predictions(logits, targets)
-    guesses = named_guesses(found.guesses, lambda ids: [_answer_name(task, i) for i in ids])
+    found = score_predictions(logits, targets)
+    guesses = name_guesses(found.guesses, lambda ids: [_answer_name(task, i) for i in ids])
     answers = [
         Answer(_answer_name(task, predicted), None if right is None else task.answer_name(right))
         for predicted, right in zip(logits.argmax(-1).tolist(), targets, strict=True)
@@ -87,7 +92,7 @@ def inspect_batch(
     numbers = ids[0].tolist()
     return Inspection(
         name=name,
-        model=in_words(model),
+        model=describe_model(model),
         tokens=[Token(number, task.token_name(number)) for number in numbers],
         loss=found.loss,
         entropy=found.entropy,

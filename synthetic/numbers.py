@@ -16,10 +16,10 @@ from synthetic.results import (
     TOKEN_BY_TOKEN,
     UNKNOWN,
     curriculum_note,
-    elsewhere_of_layers,
     error_of_mean,
     failed_share,
     in_training,
+    layers_with_other_solution,
     plus_minus,
     solver_text,
 )
@@ -83,7 +83,7 @@ def _lines_of_row(row: dict) -> list[dict]:
         "solver": solver_text(row["solver"]),
         "in_training": in_training([row]),
         "failed": failed_share([row]),
-        "elsewhere": any(elsewhere_of_layers([row])),
+        "elsewhere": any(layers_with_other_solution([row])),
         "test_seed": row.get("seed"),
         "length": row["length"],
     }

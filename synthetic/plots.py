@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from lm.common.errors import UserError
-from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE
+from lm.runs.metrics import OTHER_SOLUTION_MARK, OTHER_SOLUTION_NOTE
 from synthetic.numbers import (
     Trained,
     at_end,
@@ -115,9 +115,9 @@ def curves(
         for (label, model, read), line in of_panel.groupby(["label", "model", "read"], sort=False):
             means = over_seeds(line)
             several_ways = drawn.loc[drawn["label"] == label, "read"].nunique() > 1
-            is_elsewhere = metric == "num_iters" and bool(line["elsewhere"].any())
+            is_marked = metric == "num_iters" and bool(line["elsewhere"].any())
             name = f"{model}, {read}" if several_ways else model
-            name += ", not learned" * (label in unlearned) + f" {ELSEWHERE}" * is_elsewhere
+            name += ", not learned" * (label in unlearned) + f" {OTHER_SOLUTION_MARK}" * is_marked
             style = {**styles[model], "markevery": max(1, len(means) // 12)}
             style |= {"ls": "--"} if read == TOKEN_BY_TOKEN else {}
             style |= NOT_LEARNED if label in unlearned else {}
@@ -136,7 +136,7 @@ def curves(
             " training length. Such an ℓ* is of a map that does not solve the task."
         )
     if metric == "num_iters" and drawn["elsewhere"].any():
-        remarks.append(ELSEWHERE_NOTE)
+        remarks.append(OTHER_SOLUTION_NOTE)
     lines = pd.concat(shown)
     summary = summarize(lines.assign(place=lines["length"]), runs)
     return Drawing(figure, numbers[numbers["run"].isin(drawn["run"])], summary, remarks)

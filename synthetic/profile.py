@@ -21,7 +21,7 @@ def judge(runs: Sequence[Trained]) -> pd.DataFrame:
     found = []
     for label, of_model in numbers.groupby("label", sort=False):
         run = next(run for run in runs if run.label == label)
-        for bar in run.cfg.bars:
+        for bar in run.cfg.thresholds:
             means = over_seeds(of_model[of_model["metric"] == bar.metric])
             mean = means.loc[bar.length or means.index[0]]
             metric = f"{words(bar.metric)} at {mean.name:,}"
@@ -32,11 +32,11 @@ def judge(runs: Sequence[Trained]) -> pd.DataFrame:
                     "ability": run.panel,
                     "task": run.cfg.task.name,
                     "metric": metric,
-                    "bar": bar.least,
+                    "bar": bar.min,
                     "model": run.model,
                     "value": mean["value"],
                     "error": mean["error"],
-                    "passed": mean["value"] >= bar.least,
+                    "passed": mean["value"] >= bar.min,
                 }
             )
     return pd.DataFrame(found)

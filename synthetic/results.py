@@ -7,8 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE, SHARES, failures, is_elsewhere
-from synthetic.config import Bar, Config
+from lm.runs.metrics import (
+    OTHER_SOLUTION_MARK,
+    OTHER_SOLUTION_NOTE,
+    SHARES,
+    failures,
+    has_other_solution,
+)
+from synthetic.config import Config, Threshold
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -62,10 +68,10 @@ def in_training(rows: list[dict]) -> str:
     return f"{count} of {sum(share['of'] for share in shares)}" if count else "0"
 
 
-def elsewhere_of_layers(rows: list[dict]) -> list[bool]:
+def layers_with_other_solution(rows: list[dict]) -> list[bool]:
     """Return for each layer if ℓ* in one of the rows belongs to another solution than the model's;
     [] for a model without a solver."""
-    probes = [is_elsewhere(row["num_iters"]) for row in rows if "num_iters" in row]
+    probes = [has_other_solution(row["num_iters"]) for row in rows if "num_iters" in row]
     return [any(of_layer) for of_layer in zip(*probes)]
 
 
@@ -97,7 +103,7 @@ def plus_minus(stderr: float, digits: int = 3) -> str:
     return "" if np.isnan(stderr) else f" ±{stderr:.{digits}f}"
 
 
-def passes(bars: Iterable[Bar], results: list[dict]) -> list[dict]:
+def passes(bars: Iterable[Threshold], results: list[dict]) -> list[dict]:
     """Return each bar of the config with the value reached, mean over the seeds of the test data,
     and if it passed; rows that were read token by token do not count."""
     judged = []
@@ -110,8 +116,16 @@ def passes(bars: Iterable[Bar], results: list[dict]) -> list[dict]:
             and row["read"] != TOKEN_BY_TOKEN
         ]
         value = sum(values) / len(values) if values else None
-        passed = value is not None and value >= bar.least
-        judged.append({**bar.model_dump(), "value": value, "passed": passed})
+        passed = value is not None and value >= bar.min
+        judged.append(
+            {
+                "metric": bar.metric,
+                "length": bar.length,
+                "least": bar.min,  # the file keeps the key that earlier versions wrote
+                "value": value,
+                "passed": passed,
+            }
+        )
     return judged
 
 
@@ -170,7 +184,7 @@ def summary(result: dict, title: str) -> Table:
         lines.append(line)
     if len(lines) == 1 and len(metrics) > 4:  # CatbAbI has a metric for each bAbI task
         lines = [{"metric": name, "value": value} for name, value in lines[0].items()]
-    notes = [ELSEWHERE_NOTE] if any(elsewhere_of_layers(rows)) else []
+    notes = [OTHER_SOLUTION_NOTE] if any(layers_with_other_solution(rows)) else []
     return table(lines, title, "\n".join([solved_by(rows), *failure_notes(rows), *notes]))
 
 
@@ -179,7 +193,7 @@ def _solving_cells(rows: list[dict]) -> dict[str, str]:
     in the worst layer, of rows of one length."""
     iterations = np.mean([row["num_iters"]["mean"] for row in rows], 0)
     evaluations = np.mean([row["evaluations"] for row in rows], 0)
-    marks = [ELSEWHERE * elsewhere for elsewhere in elsewhere_of_layers(rows)]
+    marks = [OTHER_SOLUTION_MARK * elsewhere for elsewhere in layers_with_other_solution(rows)]
     return {
         "ℓ* per layer": " ".join(f"{mean:.1f}{mark}" for mean, mark in zip(iterations, marks)),
         "evaluations": " ".join(f"{mean:.1f}" for mean in evaluations),

@@ -104,7 +104,7 @@ def _in_processes(waiting: list[Config], jobs: int) -> list[str]:
     threads = max(1, (os.cpu_count() or 1) // jobs)
     with StopSignals() as signals, tempfile.TemporaryDirectory() as folder:
         try:
-            while (left or running) and not signals.asked:
+            while (left or running) and not signals.is_stop_requested:
                 if left and len(running) < jobs:
                     cfg = left.pop(0)
                     number = len(waiting) - len(left)
@@ -124,7 +124,7 @@ def _in_processes(waiting: list[Config], jobs: int) -> list[str]:
                 process.terminate()
             for process in running:
                 process.wait()
-    if signals.asked:
+    if signals.is_stop_requested:
         raise Stopped("stopped by a signal: what was running is saved, the same command continues")
     return failed
 

@@ -17,7 +17,7 @@ from lm.common.files import write_json
 from lm.common.heap import keep_freed_memory
 from lm.common.ranks import Ranks
 from lm.common.signals import StopSignals
-from lm.kernels import available
+from lm.kernels import describe_backends
 from lm.model.state import Adversary
 from lm.runs.checkpoint import CheckpointError, Checkpoints, not_finite, to_go_back_to
 from lm.runs.log import Writer, describe, iterations_of_layers, probed
@@ -52,7 +52,7 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
     Raises:
         ConfigError, TaskError, SourceError, RunDirError, LeaseError, CheckpointError, OutputError:
             something asked for cannot be had, or something cannot be written.
-        Diverged: the loss became NaN or infinite, more often than `train.rollbacks`.
+        Diverged: the loss became NaN or infinite, more often than `train.max_rollbacks`.
         Stopped: a signal asked for a stop.
     """
     training = Training(cfg, overwrite)
@@ -107,7 +107,7 @@ class Training(Loop):
         curriculum = cfg.train.curriculum
         start = curriculum.start if curriculum else self.full_length
         self.longest = min(self.full_length, start)  # of the batches now
-        self._draw_from(curriculum.letters if curriculum else None)
+        self._draw_from(curriculum.num_elements if curriculum else None)
         self.after_update = (
             self._log_if_due,
             self._probe_if_due,
@@ -133,7 +133,7 @@ class Training(Loop):
         # Asked of the config, not of a group: a checkpoint that is loaded puts its own there.
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.parameters = sum(p.numel() for p in self.model.parameters())
-        kappa = cfg.train.adversary
+        kappa = cfg.train.adversarial_noise
         self.adversary = Adversary(self.model, kappa) if kappa else None
 
     def start(self, run: RunDir) -> None:
@@ -179,7 +179,7 @@ class Training(Loop):
         say(f"task     {_task_line(cfg, self.task)}")
         size = f"{self.parameters / 1e6:.3f} M parameters"
         say(f"model    {cfg.model.name}, {size}, on {self.device} in {self.precision}")
-        say(f"kernels  {available(self.device.type, kernel_operations(self.model))}")
+        say(f"kernels  {describe_backends(self.device.type, kernel_operations(self.model))}")
         say(f"solver   {_solver_line(self.model, cfg)}")
         for line in described(self.model, cfg.optim):
             say(f"optim    {line}")
@@ -285,7 +285,7 @@ class Training(Loop):
         record = {"loss": loss, "lr": lr, "grad_norm": norm, "longest": self.longest}
         if adversarial_loss is not None:
             record["adversarial_loss"] = adversarial_loss
-        self.made, self.stopping = record, self.signals.asked
+        self.made, self.stopping = record, self.signals.is_stop_requested
 
     def _gradient(
         self, number: int, tensors: Tensors, continues: bool
@@ -420,7 +420,7 @@ class Training(Loop):
         """What a score of the headline metric, at the longest length so far, brings about."""
         curriculum = self.cfg.train.curriculum
         if curriculum and not self._curriculum_is_over:
-            if score < curriculum.at:
+            if score < curriculum.min_accuracy:
                 return
             if self.longest < self.full_length:
                 self.longest = min(self.full_length, self.longest + curriculum.grow)
@@ -457,7 +457,7 @@ class Training(Loop):
             "headline": task.headline,
             "chance": task.chance,
             "eval": results,
-            "bars": passes(cfg.bars, results),
+            "bars": passes(cfg.thresholds, results),
         }
         write_json(self.run.result, result)
         if note := curriculum_note(result, cfg):
@@ -492,7 +492,7 @@ def _check_lengths_and_bars(cfg: Config, task: tasks.Task, lengths: Sequence[int
     # 2. Every bar is on a metric of the task, at a length that is evaluated.
     metrics = list(task.score(batch.labels, batch))
     tested = [longest] if task.streams else lengths
-    for bar in cfg.bars:
+    for bar in cfg.thresholds:
         if bar.metric not in metrics:
             raise tasks.TaskError(
                 f"a bar is on `{bar.metric}`: {cfg.task.name} has {', '.join(metrics)}"

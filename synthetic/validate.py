@@ -133,7 +133,7 @@ def _with_model(tree: dict, sections: dict) -> dict:
         "model": sections["model"],
         "solver": sections.get("solver") or {},
         "optim": {**tree.get("optim", {}), **(sections.get("optim") or {})},
-        "train": {**tree["train"], "adversary": 0.0},
+        "train": {**tree["train"], "adversarial_noise": 0.0},
     }
 
 
@@ -145,7 +145,7 @@ def _lengths(tree: dict, path: str) -> str:
     cfg = base.build(tree, path, config.Config)
     task = build(cfg.task)
     longest = cfg.train.lengths[1]
-    lengths = {longest, *(bar.length for bar in cfg.bars if bar.length)}
+    lengths = {longest, *(bar.length for bar in cfg.thresholds if bar.length)}
     for times in TIMES:
         wanted = longest * times
         # A range stands in for a length that the task has not, by the one below.

@@ -106,7 +106,7 @@ def table(section: Section, rows: dict[str, tuple[str, str]], order: list[str]) 
         written, meaning = rows.get(name, (None, MISSING))
         meaning = of_the_model.get(name, meaning)
         value = default(dumped[name], written)
-        words = table_of[name].words() if name in table_of else ""
+        words = table_of[name].describe() if name in table_of else ""
         words = words or ", ".join(dict.fromkeys(kinds(properties[name])))
         lines.append(f"| `{name}` | {words} | `{value}` | {meaning} |")
     return lines

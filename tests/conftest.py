@@ -9,6 +9,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.pop("COLUMNS", None)  # no table is wrapped
 os.environ.setdefault("FPRNN_TEST_SESSION", str(os.getpid()))  # pytest-xdist's workers inherit it
 if "FPRNN_TEST_CACHE" not in os.environ:  # of all processes of a session, pytest-xdist's too
     os.environ["FPRNN_TEST_CACHE"] = tempfile.mkdtemp(prefix="fprnn-cache-")

@@ -143,7 +143,7 @@ def nearest(before, t, readout):
 
     Args:
         before: (b,d), zero where there is no token before.
-        readout: as in lm.kernels.cell.
+        readout: as in lm.kernels.cell_arguments.
     """
     if readout is None:
         return before
@@ -164,25 +164,10 @@ def begin(t, keep, before, raw, weight_y, readout=None):
     return row, kept
 
 
-def cell(
-    layout,
-    options,
-    raw,
-    weight_y,
-    x,
-    dt,
-    A,
-    keep,
-    gate,
-    D,
-    norm_weight,
-    norm_bias,
-    y0,
-    h0,
-    tol=1e-14,
-    readout=None,
-):
-    """As lm.kernels.cpu.cell.cell."""
+def cell(arguments, tol=1e-14):
+    """Solve the problem of lm.kernels.cpu.cpu_cell.cell."""
+    layout, options, raw, weight_y, x, dt, A, keep, gate, D, *_ = arguments
+    norm_weight, norm_bias, y0, h0, _, readout = arguments[10:]
     b, length, d = x.shape
     heads = len(A) if A.dim() == 1 else None
     wide = d // options.groups
@@ -219,8 +204,9 @@ def cell(
     return torch.stack(ys, 1), h, torch.stack(failures, 1)
 
 
-def cell_rnn(layout, options, raw, weight_y, x, decay, fresh, keep, y0, h0):
-    """As lm.kernels.cpu.cell.cell_rnn."""
+def cell_rnn(arguments):
+    """Solve the problem of lm.kernels.cpu.cpu_cell.cell_rnn."""
+    layout, options, raw, weight_y, x, decay, fresh, keep, y0, h0, _ = arguments
     options = options._replace(norm="none")
     b, length, d = x.shape
     y = x.new_zeros(b, d) if y0 is None else y0

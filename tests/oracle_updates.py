@@ -23,7 +23,7 @@ SETTINGS = [
     "model.headdim=8",
 ]
 CLIPPED = ["optim.grad_clip=0.3"]
-AGAINST = [*CLIPPED, f"train.adversary={KAPPA}"]
+AGAINST = [*CLIPPED, f"train.adversarial_noise={KAPPA}"]
 # Without momentum and clipping AdamW's first moment is the gradient.
 BF16 = ["train.precision=bf16", "optim.grad_clip=0", "optim.betas=[0.0, 0.95]"]
 DELTA = "model.layers=gated_deltanet gated_deltaproduct"

@@ -91,8 +91,8 @@ def split_program(words: list[str]) -> tuple[str, list[str]]:
 
 def test_every_command_of_the_pages_is_valid():
     parsers = {
-        "fprnn": lm_cli.parser((synthetic_cli.add, synthetic_cli.add_demo)),
-        "lm": lm_cli.parser(),
+        "fprnn": lm_cli.make_parser((synthetic_cli.add, synthetic_cli.add_demo)),
+        "lm": lm_cli.make_parser(),
         "synthetic": synthetic_cli.parser(),
     }
     programs, invalid = set(), []
@@ -171,7 +171,7 @@ TINY = {
     ),
     "fprnn synthetic train": (
         "train.steps=2 train.batch_size=4 eval.examples=4 eval.lengths=16 model.d_model=8"
-        " model.d_state=2 bars=[]"
+        " model.d_state=2 thresholds=[]"
     ),
 }
 

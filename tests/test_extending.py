@@ -13,10 +13,10 @@ import torch
 import yaml
 
 import fprnn
+from benchmarks.check_mixer import check_mixer
 from lm.common.errors import ConfigError
 from lm.config.load import build as build_config
 from lm.config.schema import Config
-from lm.evaluation.check_mixer import check_mixer
 from lm.export.export import ExportError, export, write_export
 from lm.model import mixer_base
 from lm.model.checksums import forget
@@ -94,23 +94,27 @@ def test_the_names_of_mixers_are_those_that_are_registered():
 
 def test_the_pages_mixer_does_what_a_model_takes_for_granted(page):
     """Among it the gradient against differences of the loss, in fp64."""
-    found = {f.what: f for f in check_mixer(PLACE)}
+    found = {f.name: f for f in check_mixer(PLACE)}
     assert all(f.holds is not False for f in found.values()), found
-    told = ("gradient of all parameters", "gradient of the mixer's", "no token sees a later one")
-    assert all(found[name].holds for name in told), found
+    names = ("gradient of all parameters", "gradient of the mixer's parameters", "causal")
+    assert all(found[name].holds for name in names), found
 
 
 def test_a_mixer_without_low_rank_is_iterated(page):
     typed(page, "my_mixer", "low_rank", "turned_plane")
-    found = {f.what: f for f in check_mixer("my_mixer_2:PlaneRotation", "fp_rnn")}
+    found = {f.name: f for f in check_mixer("my_mixer_2:PlaneRotation", "fp_rnn")}
     assert all(f.holds is not False for f in found.values()), found
-    assert "low_rank is I − Q" not in found and found["gradient of the mixer's"].holds
+    assert "low_rank is I − Q" not in found and found["gradient of the mixer's parameters"].holds
 
 
 @pytest.mark.parametrize(
     "old, new, what",
     [
-        ("sin = torch.cos(angle)", "sin = angle.detach().cos()", "gradient of the mixer's"),
+        (
+            "sin = torch.cos(angle)",
+            "sin = angle.detach().cos()",
+            "gradient of the mixer's parameters",
+        ),
         ("return 2 * torch.sin", "return torch.sin", "bound is at least ‖I − Q‖"),
         ("return v - (", "return v.relu() - (", "Q v is linear in v"),
         ("return v - (", "return v - 0.5 * (", "low_rank is I − Q"),
@@ -119,7 +123,7 @@ def test_a_mixer_without_low_rank_is_iterated(page):
 )
 def test_a_mixer_that_is_wrong_is_found_out(page, old, new, what):
     typed(page, "my_mixer", old, new)
-    found = {f.what: f.holds for f in check_mixer("my_mixer_2:PlaneRotation", "fp_rnn")}
+    found = {f.name: f.holds for f in check_mixer("my_mixer_2:PlaneRotation", "fp_rnn")}
     assert found[what] is False
 
 
@@ -155,7 +159,7 @@ def test_the_mixer_travels_with_the_export(page, tmp_path):
     model = model_of(mixer=PLACE).eval()
     out = write_export(model, tmp_path / "out", None, "rotations", "A test.")
     assert "from .layers import WNLinear, affine_map" in (out / "my_mixer.py").read_text()
-    assert "its author's own" in (out / "README.md").read_text()
+    assert "It has a custom mixer" in (out / "README.md").read_text()
     ids = torch.tensor([[5, 6, 7, 8, 9], [9, 3, 4, 4, 11]])
     with torch.no_grad():
         expected = model(ids).logits
@@ -183,7 +187,7 @@ def test_a_checkpoint_imports_no_module(page, tmp_path):
 
     (page / "evil.py").write_text("raise SystemExit('it ran')\n")
     config = FPRNNConfig(**SIZES, mixer="evil:Mixer")
-    with pytest.raises(ValueError, match="configuration imports no module"):
+    with pytest.raises(ValueError, match="configuration of a model imports no module"):
         FPRNNForCausalLM(config)
     plain = write_export(FPRNNForCausalLM(FPRNNConfig(**SIZES)), tmp_path / "plain", None, "x", "")
     described = json.loads((plain / "config.json").read_text())
@@ -220,7 +224,7 @@ def test_a_run_directory_runs_no_code_of_its_own(page, run_of_others, monkeypatc
     """Not without trust; and with it not the code that lies in the run directory."""
     monkeypatch.chdir(run_of_others)
     if command == "init_from":
-        calls = [lambda: init_from.read("."), lambda: init_from.read(run_of_others, True)]
+        calls = [lambda: init_from.read_source("."), lambda: init_from.read_source(run_of_others)]
         words = "the configuration that you pass must name it as well"
     else:
         calls = [
@@ -240,10 +244,10 @@ def test_a_run_directory_runs_no_code_of_its_own(page, run_of_others, monkeypatc
 @pytest.mark.parametrize(
     "old, new, words",
     [
-        ("def weights(", "def weighs(", "has no method weights(self, like): a mixer must define"),
-        ("def forward(", "def apply(", "has no method forward(self, raw, v, weights)"),
-        ("(Mixer):", "(torch.nn.Module):", "is no mixer: it must be a class derived from Mixer"),
-        ("d_inner, d_arg):\n", "d_inner):\n", "give it __init__(self, d_inner, d_arg), or a"),
+        ("def weights(", "def weighs(", "does not define weights(self, like): a mixer must define"),
+        ("def forward(", "def apply(", "does not define forward(self, raw, v, weights)"),
+        ("(Mixer):", "(torch.nn.Module):", "is not a mixer: it must be a subclass of"),
+        ("d_inner, d_arg):\n", "d_inner):\n", "define __init__(self, d_inner, d_arg), or a"),
         ("self.d_inner = d_inner", "self.d = d_inner", "must set self.d_inner = d_inner, here 32"),
         ("self.out_features = 2 * d_inner + 1", "self.out_features = 3", "must be ((3, 64), (3,))"),
         ("if d_inner < 2", "if d_inner < 99", "mixer `my_mixer_2:PlaneRotation`: d_inner = expand"),
@@ -268,19 +272,19 @@ def test_names_are_refused_with_the_nearest_and_only_once_given(page):
         model_of(layers=[{"fp_mamba1": {"mixer": "dprl"}}])
     path = page / "my_mixer_2.py"
     path.write_text((page / "my_mixer.py").read_text().replace('"plane_rotation"', '"householder"'))
-    with pytest.raises(ConfigError, match=r"mixer `householder` is lm.model.mixers:Reflections"):
+    with pytest.raises(ConfigError, match=r"mixer `householder` is already lm\.model\.mixers:"):
         model_of(mixer="my_mixer_2:PlaneRotation")
-    assert mixer_base.place_of(mixer_base.MIXERS["householder"]) == "lm.model.mixers:Reflections"
+    assert mixer_base.class_path(mixer_base.MIXERS["householder"]) == "lm.model.mixers:Reflections"
 
 
 @pytest.mark.parametrize(
     "name, line, words",
     [
-        ("my_mixer_2", "import my_tasks", "imports my_tasks, which would not be there"),
+        ("my_mixer_2", "import my_tasks", "imports my_tasks, which the export does not"),
         ("my_mixer_2", "import lm.model.layers", "write `from lm.model.FILE import NAME`"),
         ("my_mixer_2", "from lm.model import layers", "write `from lm.model.FILE import NAME`"),
         ("my_mixer_2", "from lm.common.errors import UserError", "write `from lm.model.FILE"),
-        ("layers", "import math", "so does the layers.py that every export has: rename its file"),
+        ("layers", "import math", "like the layers.py that every export has: rename its file"),
     ],
 )
 def test_a_mixer_that_cannot_travel_is_refused_before_anything_is_written(

@@ -390,7 +390,7 @@ def test_demo_runs_its_steps_in_order(fake, tmp_path):
     assert status == 0 and len(re.findall(r"^== ", output, re.M)) == 5
     commands = [shlex.split(line) for line in fake.lines()]
     assert {tuple(words[:2]) for words in commands} == {("-m", "lm")}
-    names = [parse(lm_cli.parser(), words[2:]).command for words in commands]
+    names = [parse(lm_cli.make_parser(), words[2:]).command for words in commands]
     assert names == ["train", "export", "eval", "generate", "report"]
     assert "train.steps=5" in commands[0]
     assert (tmp_path / "runs/demo/sample.txt").exists()

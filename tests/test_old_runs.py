@@ -25,7 +25,7 @@ def old_run(request, tmp_path):
 def test_the_run_is_exported_as_then_and_its_export_loads(old_run, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    import lm  # noqa: F401  # registers our classes
+    import fprnn  # noqa: F401  # registers our classes
     from lm.export.export import export
 
     ids = torch.arange(2, 42).view(2, 20)

@@ -1,1 +1,1 @@
-"""The command line `fprnn COMMAND`: one file for each command that needs one."""
+"""Command line `fprnn`: one module for each command, and `main`, which puts them together."""

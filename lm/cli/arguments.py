@@ -1,4 +1,7 @@
-"""What both command lines share: the kinds of their options, and how a command ends."""
+"""Types and options of command-line arguments, and the execution of a parsed command.
+
+`lm.cli.main` and `synthetic.cli` share them.
+"""
 
 from __future__ import annotations
 
@@ -12,70 +15,78 @@ import time
 from dataclasses import dataclass
 from typing import TextIO
 
-from lm.common.errors import FAILED, Stopped, exit_status, sentence
+from lm.common.errors import FAILED, Stopped, describe_user_error, exit_status
 from lm.common.files import printable
 from lm.common.secrets import mask_logs
 
-SAID_S = 1.0  # what a rank leaves rank 0 to say an error and end
+RANK_0_PRINTS_S = 1.0  # seconds in which rank 0 prints an error before the other ranks end
 
 
 @dataclass(frozen=True)
-class Whole:
-    """Whole numbers from `least` on, to `most` if there is one; or a `word` in their place."""
+class Integer:
+    """Type of an argument: an integer within bounds, or a keyword in its place.
 
-    least: int = 1
-    most: int | None = None
-    word: str | None = None
+    Attributes:
+        min: Smallest value.
+        max: Largest value; None: there is no limit.
+        keyword: Word that is accepted as well, such as `auto`.
+    """
+
+    min: int = 1
+    max: int | None = None
+    keyword: str | None = None
 
     def __call__(self, text: str) -> int | str:
-        if text == self.word:
+        if text == self.keyword:
             return text
         try:
             value = int(text)
         except ValueError:
             value = None
-        if value is None or value < self.least or (self.most is not None and value > self.most):
-            to = "on" if self.most is None else f"to {self.most}"
-            word = "" if self.word is None else f", nor {self.word}"
+        if value is None or value < self.min or (self.max is not None and value > self.max):
+            bounds = f"of at least {self.min}" if self.max is None else f"{self.min} to {self.max}"
+            keyword = "" if self.keyword is None else f" or {self.keyword}"
             raise argparse.ArgumentTypeError(
-                f"{text!r} is no whole number from {self.least} {to}{word}"
+                f"{text!r} is invalid: it must be an integer {bounds}{keyword}"
             )
         return value
 
 
 @dataclass(frozen=True)
-class Number:
-    """Finite numbers above 0; with `zero` also 0."""
+class PositiveNumber:
+    """Type of an argument: a finite number above 0, or also 0 with `allow_zero`."""
 
-    zero: bool = False
+    allow_zero: bool = False
 
     def __call__(self, text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not math.isfinite(value) or value < 0 or (value == 0 and not self.zero):
-            wanted = "finite number from 0 on" if self.zero else "finite number above 0"
-            raise argparse.ArgumentTypeError(f"{text!r} is no {wanted}")
+        if not math.isfinite(value) or value < 0 or (value == 0 and not self.allow_zero):
+            bounds = "of at least 0" if self.allow_zero else "above 0"
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is invalid: it must be a finite number {bounds}"
+            )
         return value
 
 
-SEED = Whole(0, 2**64 - 1)  # what torch takes
+SEED = Integer(0, 2**64 - 1)  # the seeds that torch.manual_seed accepts
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """argparse's formatter, which leaves the lines of examples as they are."""
+    """Formatter that does not wrap the lines of examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
 
 
 def add_examples(commands: argparse._SubParsersAction, examples: str) -> None:
-    """Show the examples of each command below its options.
+    """Add to the help of each command the examples that use it.
 
     Args:
-        commands: Commands; those that have an epilog keep it.
-        examples: "examples:" and a line for each example.
+        commands: Commands; a command that already has an epilog keeps it.
+        examples: The line "examples:", followed by one line for each example.
     """
     head, *lines = examples.splitlines()
     for name, command in commands.choices.items():
@@ -85,40 +96,47 @@ def add_examples(commands: argparse._SubParsersAction, examples: str) -> None:
             command.formatter_class = HelpFormatter
 
 
-def add_overrides(c: argparse.ArgumentParser) -> None:
-    """Add the overrides of a command that reads a YAML."""
-    c.add_argument("override", nargs="*", metavar="key=value", help="overrides of the YAML's keys")
-
-
-def add_trust(c: argparse.ArgumentParser) -> None:
-    """Add the option of a command that loads a run or an export."""
-    c.add_argument(
-        "--trust",
-        action="store_true",
-        help="run the code of a run or export whose mixer, task or tokenizer is its author's own",
+def add_overrides(command: argparse.ArgumentParser) -> None:
+    """Add the argument `key=value …` to a command that reads a YAML."""
+    command.add_argument(
+        "override", nargs="*", metavar="key=value", help="sets keys of the YAML to other values"
     )
 
 
-def names(text: str) -> list[str]:
-    """A comma-separated list that is not empty."""
-    found = [name.strip() for name in text.split(",") if name.strip()]
-    if not found:
+def add_trust(command: argparse.ArgumentParser) -> None:
+    """Add the option `--trust` to a command that loads a run or an export."""
+    command.add_argument(
+        "--trust",
+        action="store_true",
+        help="run code that comes with the run or export: a custom mixer, task or tokenizer",
+    )
+
+
+def parse_names(text: str) -> list[str]:
+    """Return the names of a comma-separated list.
+
+    Raises:
+        argparse.ArgumentTypeError: If the list is empty.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
         raise argparse.ArgumentTypeError("the list is empty")
-    return found
+    return names
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """Return the arguments; a list of them may stand before and after the options.
+    """Return the parsed arguments; words of a list may precede and follow the options.
 
-    A command names its list by `set_defaults(more=…)`; the default is `override`.
+    argparse would refuse the words that follow an option. A command that has a list other than
+    `override` names it by `set_defaults(list_argument=…)`.
     """
     args, rest = parser.parse_known_args(argv)
-    name = getattr(args, "more", "override")
-    end = rest.index("--") if "--" in rest else len(rest)  # words, also with dashes, follow it
+    name = getattr(args, "list_argument", "override")
+    end = rest.index("--") if "--" in rest else len(rest)  # what follows `--` is no option
     has_option = any(text.startswith("-") and text != "-" for text in rest[:end])
     if has_option or (rest and not hasattr(args, name)):
-        takes_keys = hasattr(args, "override")
-        hint = ". Keys of the YAML are set without dashes: key=value" if takes_keys else ""
+        has_overrides = hasattr(args, "override")
+        hint = ". Keys of the YAML are set without dashes: key=value" if has_overrides else ""
         parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     if rest:
         setattr(args, name, [*getattr(args, name), *rest[:end], *rest[end + 1 :]])
@@ -126,29 +144,33 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command of parsed arguments. An error that is the user's to mend is printed as a
-    sentence, and ends with its own exit status (`lm.common.errors`); any other is a bug, with its
-    traceback. What a terminal's encoding does not have is printed by its number."""
+    """Run the command of parsed arguments and return its exit status.
+
+    An error that the user can correct is printed as one sentence and has its own exit status
+    (`lm.common.errors`). Any other error is a bug and keeps its traceback. Characters that the
+    terminal's encoding lacks are printed as escape sequences.
+    """
     mask_logs()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
         status = args.run_command(args)
-        if sys.stdout is not None:  # closed
+        if sys.stdout is not None:  # None: the shell has closed it
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
     except Exception as e:
-        if isinstance(e, BrokenPipeError) and _drop_output():  # whoever reads has seen enough
+        if isinstance(e, BrokenPipeError) and _drop_output():  # such as `| head`, which has ended
             return FAILED
-        text = sentence(e)
+        text = describe_user_error(e)
         if text is None:
             raise
-        if getattr(e, "said_by_main", False):
-            time.sleep(SAID_S)  # a launcher kills all ranks, rank 0 too, when the first has ended
+        if getattr(e, "is_reported_by_main", False):
+            # The launcher kills all ranks, rank 0 too, when the first rank ends.
+            time.sleep(RANK_0_PRINTS_S)
         else:
             label = "" if isinstance(e, Stopped) else "error: "
             print(f"{label}{printable(text)}", file=sys.stderr)
@@ -157,10 +179,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _drop_output() -> bool:
-    """Discard the output that cannot be written, so that Python does not fail on it as it ends.
+    """Discard output that cannot be written, so that Python does not fail on it at exit.
 
     Returns:
-        Whether nobody reads the output any more.
+        True if the reader of the output has ended.
     """
     if sys.stdout is None:
         return True
@@ -177,11 +199,11 @@ def _drop_output() -> bool:
 def _has_no_reader(stream: TextIO) -> bool:
     """Return whether a stream is a pipe whose reader has ended.
 
-    An unbuffered stream has nothing to flush, and does not notice it.
+    Flushing an unbuffered stream does not detect this.
     """
     poll = select.poll()
     try:
         poll.register(stream.fileno(), 0)
-    except io.UnsupportedOperation:  # no file: a test reads it
+    except io.UnsupportedOperation:  # not a file: a test captures it
         return False
     return any(event & select.POLLERR for _, event in poll.poll(0))

@@ -1,11 +1,11 @@
-"""`fprnn doctor`: what works on this machine, what does not, and the command that mends it.
+"""`fprnn doctor`: check that training works on this machine, and print how to fix what does not.
 
-Every check runs in a process of its own, within a time limit, because an import may crash or hang.
-Nothing heavy is imported here.
+Every check runs in its own process with a time limit, because an import may crash or hang.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import subprocess
@@ -17,86 +17,105 @@ from typing import NamedTuple
 
 from lm.common.errors import install_command
 
-TIMEOUT_S = 60.0  # an import from a cold network disk is slow
-COMPILATION_S = 300.0  # of the CPU kernels at first use, as lm/kernels/cpu/build.py waits for it
+TIMEOUT_S = 60.0  # of a check: an import from a cold network disk is slow
+# Compiling the CPU kernels at first use; lm/kernels/cpu/build.py has the same limit.
+COMPILATION_TIMEOUT_S = 300.0
 INSTALL_TORCH = "pip install torch, the build for this machine's driver (nvidia-smi names its CUDA)"
 INSTALL_GCC = "apt-get install -y g++ (or load the cluster's module, or conda install gxx)"
-# Cures of checks that crash, hang or fail; each is a function `_try_NAME` of this file.
-CURES = {
+# Check → the fix to print if it crashes, hangs or fails. The function `_check_NAME` runs the check.
+FIXES = {
     "torch": INSTALL_TORCH,
     "kernels": "FPRNN_KERNELS=plain",
-    "gloo": "GLOO_SOCKET_IFNAME=lo (on one machine; else its network, see `ip link`)",
-    "nccl": "NCCL_DEBUG=INFO says more; NCCL_SOCKET_IFNAME or NCCL_P2P_DISABLE=1 may help",
+    "gloo": "GLOO_SOCKET_IFNAME=lo (on one machine; otherwise an interface that `ip link` lists)",
+    "nccl": "NCCL_DEBUG=INFO prints details; NCCL_SOCKET_IFNAME or NCCL_P2P_DISABLE=1 may help",
     "deepspeed": install_command("deepspeed"),
 }
 
 
 class Finding(NamedTuple):
-    """The outcome of a check.
+    """Result of a check.
 
     Attributes:
         name: Name of the check.
-        state: `ok`; `note`: training works without it; `bad`: training does not work.
-        text: A sentence.
-        cure: The command that mends it.
+        state: `ok`; `note` if training works without it; `bad` if training does not work.
+        text: Explanation in a sentence.
+        fix: A command that solves the problem, or "".
     """
 
     name: str
     state: str
     text: str
-    cure: str = ""
+    fix: str = ""
 
 
-def examine(timeout: float = TIMEOUT_S) -> list[Finding]:
-    """Run all checks at once; without torch only the check of torch counts.
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the command line."""
+    command = commands.add_parser(
+        "doctor",
+        help="check that training works on this machine, and print how to fix what does not",
+        description="Check everything that training needs on this machine, in seconds and without"
+        " a network. The exit status is 0 if training works, and 1 if something must be fixed"
+        " first.",
+    )
+    command.set_defaults(run_command=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    findings = run_checks()
+    print(format_findings(findings))
+    return 0 if can_train(findings) else 1
+
+
+def run_checks(timeout: float = TIMEOUT_S) -> list[Finding]:
+    """Run all checks in parallel. If torch fails, return only its finding.
 
     Args:
-        timeout: Seconds for a check; compiling the kernels may take longer.
+        timeout: Time limit of a check in seconds; compiling the kernels may take longer.
     """
-    limits = dict.fromkeys(CURES, timeout) | {"kernels": max(timeout, COMPILATION_S)}
+    limits = dict.fromkeys(FIXES, timeout) | {"kernels": max(timeout, COMPILATION_TIMEOUT_S)}
     with ThreadPoolExecutor(len(limits)) as pool:
-        findings = list(pool.map(check, limits, limits.values()))
+        findings = list(pool.map(run_check, limits, limits.values()))
     return findings[:1] if findings[0].state == "bad" else findings
 
 
-def check(name: str, timeout: float) -> Finding:
-    """Run the function `_try_NAME` of this file in a process of its own."""
-    code = f"import json; from lm.cli import doctor; print(json.dumps(doctor._try_{name}()))"
+def run_check(name: str, timeout: float) -> Finding:
+    """Run the function `_check_NAME` of this file in a new process."""
+    code = f"import json; from lm.cli import doctor; print(json.dumps(doctor._check_{name}()))"
     command = [sys.executable, "-c", code]
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=timeout
         )
     except subprocess.TimeoutExpired:
-        return Finding(name, "bad", f"no answer within {timeout:.0f} s", CURES[name])
+        return Finding(name, "bad", f"no answer within {timeout:.0f} s", FIXES[name])
     if not done.returncode:
         return Finding(name, *json.loads(done.stdout.splitlines()[-1]))
     lines = [line for line in done.stderr.splitlines() if line.strip()]
-    why = lines[-1].strip()[:300] if lines else f"exit status {done.returncode}"
+    reason = lines[-1].strip()[:300] if lines else f"exit status {done.returncode}"
     if done.returncode < 0:
-        why = f"it crashed ({signal.Signals(-done.returncode).name})"
-    return Finding(name, "bad", f"it does not work: {why}", CURES[name])
+        reason = f"it crashed ({signal.Signals(-done.returncode).name})"
+    return Finding(name, "bad", f"it does not work: {reason}", FIXES[name])
 
 
-def _try_torch() -> tuple[str, ...]:
-    """Check that torch works, and sees the GPUs that the machine has."""
+def _check_torch() -> tuple[str, ...]:
+    """Check that torch works and sees all GPUs of the machine."""
     import torch
 
     if torch.cuda.is_available():
-        torch.ones(8, device="cuda").sum().item()  # a driver that is too old fails only here
+        torch.ones(8, device="cuda").sum().item()  # only this fails if the driver is too old
         cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         no_bf16 = "" if torch.cuda.is_bf16_supported() else ", no bf16: train.precision fp32"
         devices = [f"{d.name}, {d.total_memory / 2**30:.0f} GiB{no_bf16}" for d in cards]
         return "ok", f"{torch.__version__}, CUDA {torch.version.cuda}: {'; '.join(devices)}"
-    if cards_listed := _count_cards():
-        text = f"the machine has {cards_listed} GPUs, torch {torch.__version__} sees none"
+    if gpu_count := _count_gpus():
+        text = f"the machine has {gpu_count} GPUs, but torch {torch.__version__} sees none"
         return "bad", text, INSTALL_TORCH
     threads = torch.get_num_threads()
     return "ok", f"{torch.__version__}; no GPU: training runs on {threads} CPU threads"
 
 
-def _count_cards() -> int:
-    """Return how many GPUs `nvidia-smi -L` lists."""
+def _count_gpus() -> int:
+    """Return the number of GPUs that `nvidia-smi -L` lists."""
     try:
         done = subprocess.run(("nvidia-smi", "-L"), capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
@@ -104,30 +123,30 @@ def _count_cards() -> int:
     return sum(line.startswith("GPU") for line in done.stdout.splitlines())
 
 
-def _try_kernels() -> tuple[str, ...]:
-    """Try which faster backends work."""
+def _check_kernels() -> tuple[str, ...]:
+    """Check which of the faster kernels work."""
     import torch
 
     from lm import kernels
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    words = kernels.available(device)  # first, because it checks all kernels side by side
+    backends = kernels.describe_backends(device)  # first, because it checks all kernels in parallel
     like = torch.empty(1, device=device)
     needed = {"cuda": ("selective_scan", "ssd_scan", "cell"), "cpu": ("selective_scan", "cell")}
     slow = [name for name in needed[device] if kernels.find(name, like) is None]
     if not slow:
-        return "ok", words
-    cure = "pip install 'triton>=3.6'" if device == "cuda" else INSTALL_GCC
-    return "note", f"{' and '.join(slow)} in plain PyTorch, which is slower: {words}", cure
+        return "ok", backends
+    fix = "pip install 'triton>=3.6'" if device == "cuda" else INSTALL_GCC
+    return "note", f"{' and '.join(slow)} in plain PyTorch, which is slower: {backends}", fix
 
 
-def _try_gloo() -> tuple[str, ...]:
+def _check_gloo() -> tuple[str, ...]:
     _sum_over_processes("gloo", 2)
-    return "ok", "two processes reach each other"
+    return "ok", "two processes can communicate"
 
 
-def _try_nccl() -> tuple[str, ...]:
-    """Try NCCL on two GPUs, or on the only one, because DeepSpeed starts NCCL there as well."""
+def _check_nccl() -> tuple[str, ...]:
+    """Check NCCL on two GPUs, or on a single one, where DeepSpeed starts NCCL as well."""
     import torch
 
     count = min(2, torch.cuda.device_count())
@@ -137,7 +156,7 @@ def _try_nccl() -> tuple[str, ...]:
 
 
 def _sum_over_processes(backend: str, count: int) -> None:
-    """Sum a tensor over so many new processes."""
+    """Sum a tensor over `count` new processes."""
     import torch
 
     with tempfile.TemporaryDirectory() as folder:
@@ -155,30 +174,30 @@ def _sum_of_ones(rank: int, backend: str, store: str, count: int) -> None:
     ones = torch.ones(4, device=f"cuda:{rank}" if backend == "nccl" else "cpu")
     dist.all_reduce(ones)
     if ones.tolist() != [float(count)] * 4:
-        raise RuntimeError(f"by {backend} the sum of {count} ones was {ones.tolist()}")
+        raise RuntimeError(f"{backend} computed {ones.tolist()} as the sum of {count} ones")
     dist.destroy_process_group()
 
 
-def _try_deepspeed() -> tuple[str, ...]:
+def _check_deepspeed() -> tuple[str, ...]:
     from lm.training import engine
 
     return "ok", engine.deepspeed_version()
 
 
-def report(findings: list[Finding]) -> str:
-    """Return the findings for a person: a line each, the cure below it, a verdict last."""
-    width = max(len(f.name) for f in findings)
+def format_findings(findings: list[Finding]) -> str:
+    """Return the findings as text: each with its fix in the line below, and a verdict."""
+    width = max(len(finding.name) for finding in findings)
     lines = []
-    for f in findings:
-        lines.append(f"{f.state:4}  {f.name:<{width}}  {f.text}")
-        if f.cure:
-            lines.append(f"{'':{width + 8}}→ {f.cure}")
-    bad = [f.name for f in findings if f.state == "bad"]
+    for finding in findings:
+        lines.append(f"{finding.state:4}  {finding.name:<{width}}  {finding.text}")
+        if finding.fix:
+            lines.append(f"{'':{width + 8}}→ {finding.fix}")
+    bad = [finding.name for finding in findings if finding.state == "bad"]
     if bad:
-        return "\n".join([*lines, f"\nTraining does not work here: mend {', '.join(bad)} (→)."])
-    return "\n".join([*lines, "\nTraining works here. `note`: optional."])
+        return "\n".join([*lines, f"\nTraining does not work here: fix {', '.join(bad)} (→)."])
+    return "\n".join([*lines, "\nTraining works here. Lines marked `note` are optional."])
 
 
-def works(findings: list[Finding]) -> bool:
-    """Return whether everything that training needs is there."""
+def can_train(findings: list[Finding]) -> bool:
+    """Return whether everything that training needs works."""
     return all(f.state != "bad" for f in findings)

@@ -1,44 +1,46 @@
-"""`fprnn eval`: its options, and what it prints."""
+"""`fprnn eval`: score a run or an export with lm-eval."""
 
 from __future__ import annotations
 
 import argparse
 
-from lm.cli.arguments import Whole, add_trust, names
+from lm.cli.arguments import Integer, add_trust, parse_names
 
 
-def add_eval(commands: argparse._SubParsersAction) -> None:
-    """Add the command to those of a parser. Nothing heavy is imported for it."""
-    c = commands.add_parser(
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the command line."""
+    command = commands.add_parser(
         "eval",
-        help="lm-eval on a run or an exported directory",
-        description="Run tasks of lm-eval, ours or its own, or a suite of them: `paper` is LAMBADA,"
-        " HellaSwag, PIQA, ARC (easy, challenge) and WinoGrande, zero-shot. docs/evaluation.md has"
-        " their names and metrics.",
+        help="score a run or an export with lm-eval",
+        description="Run tasks with lm-eval: tasks of this project, tasks of lm-eval, or a suite."
+        " The suite `paper` is LAMBADA, HellaSwag, PIQA, ARC (easy and challenge) and WinoGrande,"
+        " zero-shot. docs/evaluation.md lists the names and metrics.",
     )
-    c.add_argument("checkpoint", metavar="CKPT", help="a run directory or an exported folder")
-    c.add_argument("--suite", choices=("paper",), help="paper: the six tasks, with their mean")
-    c.add_argument(
+    command.add_argument("checkpoint", metavar="CKPT", help="a run directory or an exported folder")
+    command.add_argument(
+        "--suite", choices=("paper",), help="the six tasks of the paper, and their mean"
+    )
+    command.add_argument(
         "--tasks",
-        type=names,
+        type=parse_names,
         default=[],
         metavar="A,B,…",
-        help="comma-separated; ours and lm-eval's own",
+        help="comma-separated names of tasks",
     )
-    c.add_argument(
-        "--limit", type=Whole(), metavar="N", help="documents per task, at least 1 (default: all)"
+    command.add_argument(
+        "--limit", type=Integer(), metavar="N", help="documents per task, at least 1 (default: all)"
     )
-    c.add_argument(
+    command.add_argument(
         "--batch-size",
-        type=Whole(word="auto"),
+        type=Integer(keyword="auto"),
         default=8,
         metavar="B",
-        help="documents at once, at least 1, or auto: as many as memory holds, at most 64 (default:"
-        " 8)",
+        help="documents in a batch, at least 1, or auto for as many as fit in memory, at most 64"
+        " (default: 8)",
     )
-    c.add_argument("--out", help="results JSON (default: CKPT/eval/results.json)")
-    add_trust(c)
-    c.set_defaults(run_command=_eval)
+    command.add_argument("--out", help="JSON file of the results (default: CKPT/eval/results.json)")
+    add_trust(command)
+    command.set_defaults(run_command=_eval)
 
 
 def _eval(args: argparse.Namespace) -> int:
@@ -47,7 +49,7 @@ def _eval(args: argparse.Namespace) -> int:
     places.find_model(args.checkpoint, on_hub=False)
 
     from lm.common.console import say
-    from lm.evaluation.evaluate import evaluate, table
+    from lm.evaluation.evaluate import evaluate, make_table
 
     results = evaluate(
         args.checkpoint,
@@ -58,5 +60,5 @@ def _eval(args: argparse.Namespace) -> int:
         out=args.out,
         trust=args.trust,
     )
-    say(table(results))
+    say(make_table(results))
     return 0

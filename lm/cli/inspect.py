@@ -1,4 +1,4 @@
-"""`fprnn inspect`: what a language model makes of a text, in the terminal and as a page."""
+"""`fprnn inspect`: show per-token losses, predictions, ℓ* and states of a model on a text."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from lm.common.errors import UserError
 
 
 class InspectArgumentError(UserError, ValueError):
-    """No text is given, or it is not UTF-8."""
+    """Missing text, or text that is not UTF-8."""
 
 
-def add(commands: argparse._SubParsersAction) -> None:
-    """The command, among those of `fprnn`."""
-    c = commands.add_parser(
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the command line."""
+    command = commands.add_parser(
         "inspect",
-        help="look inside: ℓ* of each token, loss, entropy, states and gates of a text",
-        description="Read a text and show, in the terminal and on one HTML page, how many"
-        " iterations each token needs in each layer (ℓ*), its loss, what was predicted in its"
-        " place, and the states, gates and decays over time. docs/inspect.md says what each number"
-        " is. TEXT: one or several, put together by spaces; `-` reads standard input (`- < FILE`).",
+        help="show ℓ*, loss, entropy and predictions of each token of a text, states and gates",
+        description="Run a model on a text, and show in the terminal and on one HTML page the"
+        " number of iterations that each token needs in each layer (ℓ*), its loss, the predictions"
+        " for it, and the states, gates and decays over time. docs/inspect.md explains each number."
+        " Several TEXTs are joined by spaces; `-` reads standard input (`- < FILE`).",
     )
-    c.add_argument("checkpoint", metavar="CKPT", help="a run directory or an exported folder")
-    c.add_argument("text", nargs="*", metavar="TEXT", help="the text; `-`: standard input")
-    c.add_argument(
+    command.add_argument("checkpoint", metavar="CKPT", help="a run directory or an exported folder")
+    command.add_argument(
+        "text", nargs="*", metavar="TEXT", help="the text, or `-` for standard input"
+    )
+    command.add_argument(
         "--out",
         metavar="HTML",
-        help="the page (default: CKPT/inspect.html); an earlier page of this command is replaced,"
-        " any other file is not",
+        help="file of the page (default: CKPT/inspect.html); an earlier page of this command is"
+        " replaced, any other file is kept",
     )
-    add_trust(c)
-    c.set_defaults(run_command=_inspect, more="text")
+    add_trust(command)
+    command.set_defaults(run_command=_inspect, list_argument="text")
 
 
 def _inspect(args: argparse.Namespace) -> int:
@@ -50,14 +52,14 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _read_text(words: list[str]) -> str:
-    """Return the text to look at.
+    """Return the text to inspect.
 
     Raises:
-        InspectArgumentError: There is none, or standard input is not UTF-8.
+        InspectArgumentError: If there is no text, or standard input is not UTF-8.
     """
     if not words:
         raise InspectArgumentError(
-            "no text is given: name it after the checkpoint, or `-` for standard input"
+            "no text is given: write it after the checkpoint, or `-` to read standard input"
         )
     if words != ["-"]:
         return " ".join(words)

@@ -1,4 +1,4 @@
-"""`fprnn serve`: an OpenAI-compatible server for an export, which is `transformers serve`."""
+"""`fprnn serve`: serve an export to OpenAI clients, with `transformers serve`."""
 
 from __future__ import annotations
 
@@ -6,56 +6,58 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.cli.arguments import Whole, add_trust
+from lm.cli.arguments import Integer, add_trust
 from lm.common.errors import require
 from lm.runs.places import PlaceError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-PACKAGES = ("fastapi", "uvicorn", "openai")  # without them `transformers serve` does not start
+PACKAGES = ("fastapi", "uvicorn", "openai")  # required by `transformers serve`
 
 
-def add(commands: argparse._SubParsersAction) -> None:
-    """Add the command to those of the command line. Nothing heavy is imported."""
-    c = commands.add_parser(
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the command line."""
+    command = commands.add_parser(
         "serve",
-        help="serve an exported directory to OpenAI clients (/v1/completions)",
-        description="Load an export and answer /v1/completions, whole or streamed, until Ctrl-C:"
-        " `transformers serve`, which does not find the model classes of a checkpoint by itself."
-        " It needs the extra `serve` (docs/serving.md). A client names the model as CKPT is named"
-        " here.",
+        help="serve an export to OpenAI clients (/v1/completions)",
+        description="Load an export and answer requests to /v1/completions, complete or streamed,"
+        " until Ctrl-C. It runs `transformers serve`, which cannot find the model classes of an"
+        " export by itself, and needs the extra `serve` (docs/serving.md). Clients use CKPT, as"
+        " written here, as the name of the model.",
     )
-    c.add_argument("checkpoint", metavar="CKPT", help="an exported folder")
-    c.add_argument("--host", default="localhost", help="address to listen on (default: localhost)")
-    c.add_argument(
+    command.add_argument("checkpoint", metavar="CKPT", help="an exported folder")
+    command.add_argument(
+        "--host", default="localhost", help="address to listen on (default: localhost)"
+    )
+    command.add_argument(
         "--port",
-        type=Whole(1, 65535),
+        type=Integer(1, 65535),
         default=8000,
         metavar="N",
-        help="port to listen on, at least 1, at most 65535 (default: 8000)",
+        help="port to listen on, 1 to 65535 (default: 8000)",
     )
-    add_trust(c)
-    c.set_defaults(run_command=_serve)
+    add_trust(command)
+    command.set_defaults(run_command=_serve)
 
 
 def _serve(args: argparse.Namespace) -> int:
     from lm.common.console import say
 
     if not (Path(args.checkpoint) / "config.json").is_file():
-        cure = f"make one with `fprnn export RUN {args.checkpoint}`"
-        raise PlaceError(f"{args.checkpoint} is no export: {cure}")
+        fix = f"make one with `fprnn export RUN {args.checkpoint}`"
+        raise PlaceError(f"{args.checkpoint} is no export: {fix}")
     for package in PACKAGES:
         require(package, "fprnn serve")
 
     from lm.runs.exported import load_model, load_tokenizer
 
-    # The server would replace damaged weights by random ones; this refuses them.
+    # Refuse damaged weights, which the server would replace by random ones.
     config = load_model(args.checkpoint, args.trust).config
     load_tokenizer(args.checkpoint, args.trust)
 
-    # Only now: transformers replaces its own module object while its models are first imported, and
-    # the server must see the object that has the class.
+    # Import the server after the model: transformers replaces its own module object when it first
+    # imports models, and the server must see the object to which `provide_class` adds the class.
     from transformers.cli.serve import Serve
 
     provide_class(config)
@@ -70,9 +72,11 @@ def _serve(args: argparse.Namespace) -> int:
 
 
 def provide_class(config: PreTrainedConfig) -> None:
-    """Make a model's class an attribute of the module `transformers`, as `transformers serve`
-    expects of every model. AutoModelForCausalLM stands in for it: it knows the classes of this
-    package and, if they are trusted, those that a checkpoint brings along."""
+    """Make a model's class an attribute of `transformers`, where `transformers serve` looks it up.
+
+    The attribute is AutoModelForCausalLM, which loads the classes of this package and, if trusted,
+    those of the export's own code.
+    """
     import transformers
 
     for name in config.architectures or ():

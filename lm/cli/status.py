@@ -1,4 +1,4 @@
-"""`fprnn status`: how far runs are, and what a sweep has reached."""
+"""`fprnn status`: show the progress of runs, and the results of sweeps."""
 
 from __future__ import annotations
 
@@ -6,25 +6,26 @@ import argparse
 from pathlib import Path
 
 
-def add(commands: argparse._SubParsersAction) -> None:
-    """Add the command to those of the command line."""
-    c = commands.add_parser(
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the command line."""
+    command = commands.add_parser(
         "status",
-        help="how far runs or the points of a sweep are",
-        description="Show how far runs are, from the files in their directories: state (done,"
-        " running, stopped, failed or missing), updates, loss, validation, tokens/s, iterations,"
-        " time left, age of the last record; why one has ended; and what the finished points of a"
-        " sweep have reached, with mean and standard deviation over seeds. OVERRIDES are those that"
-        " a sweep's points are trained with: `name` and `out_dir` say where their runs are.",
+        help="show the progress of runs or of the points of a sweep",
+        description="Show the progress of runs from the files in their directories: state (done,"
+        " running, stopped, failed or missing), updates, loss, validation loss, tokens/s,"
+        " iterations, time left, age of the last record, and why a run ended. For a sweep, also"
+        " show the results of its finished points, with mean and standard deviation over seeds."
+        " Give a sweep the same OVERRIDES as its training; `name` and `out_dir` determine the run"
+        " directories.",
     )
-    c.add_argument(
+    command.add_argument(
         "place",
         nargs="+",
         metavar="PLACE",
-        help="a run directory, also of a synthetic task, or a sweep's YAML and its key=value",
+        help="a run directory, or the YAML of a sweep followed by its key=value overrides",
     )
-    c.add_argument("--json", action="store_true", help="for a program to read")
-    c.set_defaults(run_command=_status)
+    command.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    command.set_defaults(run_command=_status)
 
 
 def _status(args: argparse.Namespace) -> int:
@@ -33,22 +34,22 @@ def _status(args: argparse.Namespace) -> int:
     from lm.config.yaml_text import load_tree
     from lm.runs import places
 
-    # The directory of a sweep's point has a `=` in its name, too.
+    # The directory of a sweep's point also has a `=` in its name, but names no key before it.
     overrides = [text for text in args.place if is_key(text.partition("=")[0], Config)]
-    places_given = [text for text in args.place if text not in overrides]
-    if overrides and not places_given:
+    run_places = [text for text in args.place if text not in overrides]
+    if overrides and not run_places:
         raise places.PlaceError(
-            f"`{overrides[0]}` sets a key of a sweep, and no sweep is named: give its YAML as well"
+            f"`{overrides[0]}` sets a key of a sweep, but no sweep is named: give its YAML as well"
         )
-    for place in places_given:
+    for place in run_places:
         if place.endswith((".yaml", ".yml")):
             load_tree(place)
-        elif not Path(place, "lease.json").exists():  # a run that starts has nothing else
+        elif not Path(place, "lease.json").exists():  # a starting run has only this file
             places.check_run(place)
 
     from lm.report import status
 
-    seen = status.look_at(places_given, overrides)
+    seen = status.look_at(run_places, overrides)
     if args.json:
         print(status.as_json(seen))
     else:

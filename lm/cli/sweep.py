@@ -1,4 +1,4 @@
-"""`fprnn sweep`: the points of a YAML's sweep, listed or trained one after the other."""
+"""`fprnn sweep`: list the points of a sweep, or train them one after the other."""
 
 from __future__ import annotations
 
@@ -8,40 +8,41 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from lm.cli.arguments import Whole, add_overrides
+from lm.cli.arguments import Integer, add_overrides
 from lm.common.files import find_shipped
 
 if TYPE_CHECKING:
     from lm.common.signals import StopSignals
 
-LAUNCH = find_shipped("launch/deepspeed.sh")
+LAUNCH_SCRIPT = find_shipped("launch/deepspeed.sh")
 
 
-def add(commands: argparse._SubParsersAction) -> None:
-    """Add the command to those of the command line."""
-    c = commands.add_parser(
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the command line."""
+    command = commands.add_parser(
         "sweep",
-        help="list the points of a YAML's sweep: section, or train them here (--run)",
-        description="List the points of a YAML's sweep, one a line, or train them one after the"
-        " other. `fprnn status YAML` says how far each is and what it has reached. OVERRIDES are of"
-        " every point.",
+        help="list the points of a YAML's `sweep:` section, or train them on this machine (--run)",
+        description="List the points of a YAML's sweep, one per line, or train them one after the"
+        " other. `fprnn status YAML` shows the progress and results of each point. Each OVERRIDE"
+        " applies to every point.",
     )
-    c.add_argument("config", metavar="YAML", help="a YAML with a `sweep:`")
-    c.add_argument(
+    command.add_argument("config", metavar="YAML", help="a YAML with a `sweep:` section")
+    command.add_argument(
         "--run",
         action="store_true",
-        help="train what is not done yet, each point in a process of its own; one that diverged is"
-        " left as it is; exit status 1 where one failed. The same command goes on after a stop",
+        help="train every point that is not finished, each in its own process, except those that"
+        " diverged; the exit status is 1 if a point failed. After a stop, the same command"
+        " continues",
     )
-    c.add_argument(
+    command.add_argument(
         "--gpus",
-        type=Whole(1, 1_000_000),
+        type=Integer(1, 1_000_000),
         metavar="N",
-        help="with --run: launch each point under DeepSpeed on N GPUs, at least 1 (default: one"
-        " process)",
+        help="with --run: train each point with the DeepSpeed launcher on N GPUs, at least 1"
+        " (default: one process without the launcher)",
     )
-    add_overrides(c)
-    c.set_defaults(run_command=_sweep)
+    add_overrides(command)
+    command.set_defaults(run_command=_sweep)
 
 
 def _sweep(args: argparse.Namespace) -> int:
@@ -49,7 +50,7 @@ def _sweep(args: argparse.Namespace) -> int:
     from lm.config import load as config
 
     if args.gpus and not args.run:
-        raise ConfigError("--gpus is of --run: a list needs none")
+        raise ConfigError("--gpus needs --run: listing the points uses no GPU")
     tree = config.load_tree(args.config)
     config.set_overrides(tree, args.override)
     points = config.sweep_points(tree, args.config)
@@ -62,13 +63,19 @@ def _sweep(args: argparse.Namespace) -> int:
 
 
 def run_points(path: str, names: list[str], overrides: list[str], gpus: int | None) -> int:
-    """Train the points of a sweep that are left, one after the other → 1 where one failed, else 0.
+    """Train the unfinished points of a sweep, one after the other.
 
     Args:
-        names: of all points, in order. gpus: launch each under DeepSpeed on so many; None: one
-            process, as `fprnn train`.
+        path: The YAML.
+        names: Names of all points, in order.
+        overrides: `key=value` for every point.
+        gpus: Number of GPUs of the DeepSpeed launcher; None: one process without the launcher.
+
+    Returns:
+        1 if a point failed, otherwise 0. Diverged points do not count as failed.
+
     Raises:
-        Stopped: a signal asked for it, and the point that was training has saved.
+        Stopped: If a signal requested a stop, after the point that was training has saved.
     """
     from lm.common.console import say
     from lm.common.errors import DIVERGED
@@ -80,13 +87,13 @@ def run_points(path: str, names: list[str], overrides: list[str], gpus: int | No
     has_failed = False
     with StopSignals() as signals:
         for i, name in enumerate(names):
-            point = sweep_status(path, overrides)[i]  # now: another process may have trained it
+            point = sweep_status(path, overrides)[i]  # may have changed: others train too
             failure = read_mapping(RunDir(point.run_dir).failure) or {}
             if not point.is_left or failure.get("exit_code") == DIVERGED:
                 say(f"{name}: {point.state}")
                 continue
             say(f"{name}: point {i + 1} of {len(names)}")
-            status = _train_point(_command(path, i, overrides, gpus), signals)
+            status = _train_point(_make_command(path, i, overrides, gpus), signals)
             if status:
                 has_failed |= status != DIVERGED
                 say(f"{name}: ended with exit status {status}")
@@ -94,10 +101,10 @@ def run_points(path: str, names: list[str], overrides: list[str], gpus: int | No
 
 
 def _train_point(command: list[str], signals: StopSignals) -> int:
-    """Train a point in a process of its own, which does not outlive this one → its exit status.
+    """Train a point in a new process, which ends with this one, and return its exit status.
 
     Raises:
-        Stopped: If a signal asked for it, and the point has saved.
+        Stopped: If a signal requested a stop, after the point has saved.
     """
     from lm.common.errors import PREEMPTED, Stopped
     from lm.common.signals import stop_with_parent
@@ -105,16 +112,18 @@ def _train_point(command: list[str], signals: StopSignals) -> int:
     process = subprocess.Popen(command, preexec_fn=stop_with_parent())
     while process.poll() is None:
         time.sleep(0.2)
-        if signals.asked:  # again and again: one that is being started does not listen yet
+        # Repeat the signal: a process that is being started does not listen yet.
+        if signals.is_stop_requested:
             process.terminate()
-    if signals.asked or process.returncode == PREEMPTED:
+    if signals.is_stop_requested or process.returncode == PREEMPTED:
         raise Stopped("stopped by a signal: the same command continues")
     return process.returncode
 
 
-def _command(path: str, index: int, overrides: list[str], gpus: int | None) -> list[str]:
+def _make_command(path: str, index: int, overrides: list[str], gpus: int | None) -> list[str]:
+    """Return the command that trains or continues a point."""
     point = ["--job-index", str(index)]
-    if gpus is not None:  # which resumes by itself
-        return ["bash", str(LAUNCH), path, str(gpus), *point, *overrides]
+    if gpus is not None:  # the script adds resume=auto itself
+        return ["bash", str(LAUNCH_SCRIPT), path, str(gpus), *point, *overrides]
     train = [sys.executable, "-m", "lm", "train", "--config", path]
     return [*train, *point, "resume=auto", *overrides]

@@ -12,7 +12,7 @@ from lm.config.resuming import FREE
 # A source's name is the name of a folder of the run, too.
 SourceName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 # Of `data`, what describes a single source: with a mixture each source has its own.
-OF_A_SINGLE_SOURCE = ("source", "path", "dataset", "name", "text_field", "traces")
+OF_A_SINGLE_SOURCE = ("source", "path", "dataset", "dataset_config", "text_field", "traces")
 LARGEST = 2**24  # tokens in a row, in a vocabulary; blocks in a buffer
 Gap = Annotated[int, Field(ge=0, le=2**14)]
 
@@ -24,14 +24,14 @@ class Traces(Section):
     form: Literal["words", "repl"] = "words"
     # a number: up to so many, the longer the rarer
     gaps: Gap | Annotated[list[Gap], Field(min_length=1)] = [1]  # noqa: RUF012 (of pydantic)
-    letters: int | None = Field(None, ge=2)  # of words: so many elements, those of low order
+    num_elements: int | None = Field(None, ge=2)  # of words: so many elements, those of low order
     answers: int = Field(8, gt=0, le=2**16)  # in a document at most
     documents: int = Field(20_000, gt=0, le=10**9)
 
     @model_validator(mode="after")
     def _letters_of_words(self) -> Self:
-        if self.form == "repl" and self.letters is not None:
-            raise ValueError("`letters` is of form `words`: a session has swaps, leave it out")
+        if self.form == "repl" and self.num_elements is not None:
+            raise ValueError("`num_elements` is of form `words`: a session has swaps, leave it out")
         return self
 
     @model_validator(mode="after")
@@ -96,7 +96,7 @@ class Stage(Section):
     until: int = Field(gt=0, le=10**12)  # the first update that is not drawn by these weights
     weights: dict[str, Annotated[float, Field(ge=0, le=1e9)]]  # a source that is left out has none
     # ends sooner, once the right answers of each of its traces are so likely; null: it does not
-    at: float | None = Field(None, gt=0, lt=1)
+    min_answer_prob: float | None = Field(None, gt=0, lt=1)
 
     def traces(self, mixture: dict[str, Source]) -> list[str]:
         """Its sources that have answers to wait for."""
@@ -121,10 +121,10 @@ def check_curriculum(stages: list[Stage], mixture: dict[str, Source] | None) -> 
             )
         if not any(stage.weights.values()):
             raise ValueError(f"the weights of {where} sum to 0: one at least must be above 0")
-        if stage.at is not None and not stage.traces(mixture or {}):
+        if stage.min_answer_prob is not None and not stage.traces(mixture or {}):
             raise ValueError(
-                f"`data.curriculum.{number}.at` waits for the answers of its traces, and none of"
-                " its sources (`weights` above 0) is `source: traces`: leave it out"
+                f"`data.curriculum.{number}.min_answer_prob` waits for the answers of its traces,"
+                " and none of its sources (`weights` above 0) is `source: traces`: leave it out"
             )
         if stage.until <= ended:
             raise ValueError(
@@ -161,11 +161,11 @@ class Data(Section):
     source: Literal["builtin", "fineweb", "parquet", "jsonl", "text", "traces"] = "builtin"
     path: str | None = None  # a file, folder or glob, for parquet / jsonl / text
     dataset: str = "HuggingFaceFW/fineweb"  # the hub dataset behind `fineweb`
-    name: str = "sample-10BT"  # its configuration
-    download: Annotated[str | None, FREE] = None  # a folder for its files: whole and checked
+    dataset_config: str = "sample-10BT"  # its configuration
+    download_dir: Annotated[str | None, FREE] = None  # a folder for its files: whole and checked
     # a folder of tokenised corpora that runs share; auto: $FPRNN_CACHE, else in the home;
     # null: none, each run has its own
-    cache: Annotated[str | None, FREE] = Field("auto", min_length=1)
+    cache_dir: Annotated[str | None, FREE] = Field("auto", min_length=1)
     text_field: str = "text"  # the column (parquet) or key (jsonl) that holds the text
     traces: Traces | None = None  # of source `traces`: which text is made; null: the defaults
     seq_len: int = Field(256, gt=0, le=LARGEST)

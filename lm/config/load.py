@@ -14,67 +14,20 @@ from typing_extensions import TypeVar
 
 from lm.common.errors import ConfigError
 from lm.config.messages import explain, is_key, nearest
+from lm.config.old_keys import (
+    REMOVED,
+    current_key,
+    drop_removed,
+    note_renamed,
+    rename_keys,
+    replacement,
+)
 from lm.config.schema import UNSEEN, Config, Run, check_updates
 from lm.config.yaml_text import load_tree, parse
-from lm.model.fields import KINDS, OPTIONS_ALONE
 
 MOST_POINTS = 10_000  # of a sweep
 OF_THE_WHOLE_SWEEP = {"name", "out_dir", "sweep"}
 SHORT = {"model": "name", "init_from": "path"}  # sections that a text may stand for
-# Keys that are no longer there, and their defaults when they were: a config.yaml of then that holds
-# one with its default is read without it.
-REMOVED = {
-    "data.packing": "plain",
-    "data.prepare_workers": "auto",
-    "data.temperature": None,
-    "model.backend": "auto",
-    "model.rms_norm": True,
-    "model.bias": False,
-    "model.residual_in_fp32": True,
-    "model.d_conv": 4,
-    "model.norm_epsilon": 1e-5,
-    "model.position": "rope",
-    "model.attention_window": None,
-    "model.allow_neg_eigval": "auto",
-    "model.dt_rank": "auto",
-    "model.ngroups": 1,
-    "model.mixer_act": "silu",
-    "model.out_start": 1.0,
-    "model.symm_mixer": False,
-    "model.bc_norm": True,
-    "model.eps": 1e-5,
-    "solver.jacobian_reg": 0.0,
-    "solver.patience": 15,
-    "optim.eps": 1e-8,
-    "optim.name": "adamw",
-    "solver.adjoint_clip": None,
-    "optim.muon": {"lr": None, "momentum": 0.95, "nesterov": True, "scale": "match_rms_adamw"},
-    "train.batch_warmup": None,
-    "train.length_warmup": None,
-    "train.spike": None,
-    "train.device": "auto",
-    "train.skip": None,
-    "train.ema": None,
-    "train.z_loss": 0.0,
-    "engine.hang_s": 3600,
-    "init_from.layers": "auto",
-    "train.world_size": None,
-    "train.workers": 0,  # of a synthetic run
-    "task.csv": None,
-    "task.mode": "answers",
-    "task.automaton.states": 5,
-    "task.automaton.letters": 3,
-    "task.automaton.kind": "unsolvable",
-    "task.automaton.seed": 0,
-    "log.wandb_project": "fprnn",
-    "log.contraction": False,
-    "eval.micro_batch_size": None,
-}
-# Removed keys on which nothing trained depends: a YAML with any value of them is read without it.
-WITHOUT_EFFECT = {"train.device", "eval.micro_batch_size", "data.prepare_workers"}
-# Sections that describe the weights; the others matter only while a run trains.
-MODEL_SECTIONS = ("model", "solver")
-
 # The functions below take the `schema` a YAML is read by: Config, or another tree of Sections
 # (synthetic/config.py).
 AnyRun = TypeVar("AnyRun", bound=Run, default=Config)
@@ -84,7 +37,7 @@ def set_key(tree: dict, dotted: str, value: Any) -> None:
     """Put a value under a dotted key of a nested mapping."""
     if dotted in SHORT and isinstance(value, str):  # the shorthand keeps what is beside it
         dotted = f"{dotted}.{SHORT[dotted]}"
-    *parents, last = dotted.split(".")
+    *parents, last = current_key(dotted).split(".")
     for key in parents:
         if isinstance(tree.get(key), str) and key in SHORT:
             tree[key] = {SHORT[key]: tree[key]}
@@ -133,65 +86,14 @@ def parse_override(text: str, schema: type[Run] = Config) -> tuple[str, Any]:
     key, sep, value = text.partition("=")
     if not sep or not key:
         raise ConfigError(f"override `{text}` must read key=value, e.g. optim.lr=1e-3")
+    if (new := current_key(key)) != key and new not in REMOVED:
+        note_renamed(key, new)
+    key = new
     if key in REMOVED:
-        raise ConfigError(f"override `{text}`: the key `{key}` was removed: {_replacement(key)}")
+        raise ConfigError(f"override `{text}`: the key `{key}` was removed: {replacement(key)}")
     if not is_key(key, schema) and not key.startswith("engine.deepspeed."):
         raise ConfigError(f"unknown key `{key}`{nearest(key, schema)}")
     return key, parse(value, f"override `{text}`: the value")
-
-
-def _replacement(key: str) -> str:
-    """Return what takes the place of a removed key, for a message."""
-    section, _, name = key.partition(".")
-    if section == "model" and name in OPTIONS_ALONE:
-        return f"give it to layers, as in `model.layers: [KIND: {{{name}: …}}]`"
-    return "leave it out, which trains with its default"
-
-
-def without_removed(tree: dict, where: str, trained: bool = False) -> dict:
-    """Return a copy of a whole YAML without the keys of REMOVED.
-
-    Args:
-        tree: The YAML.
-        where: Its place, for the message.
-        trained: Only weights that are trained already are read: the keys of training may have any
-            value.
-
-    Raises:
-        ConfigError: If a key has another value than its default was, and this has an effect.
-    """
-    tree = copy.deepcopy(tree)
-    if isinstance(tree.get("model"), dict):
-        _move_to_layers(tree["model"])
-    for key, default in REMOVED.items():
-        *parents, last = key.split(".")
-        section: Any = tree
-        for name in parents:
-            section = section.get(name) if isinstance(section, dict) else None
-        if not isinstance(section, dict) or last not in section:
-            continue
-        value = section.pop(last)
-        is_read = parents[0] in MODEL_SECTIONS if trained else key not in WITHOUT_EFFECT
-        if value != default and is_read:
-            raise ConfigError(
-                f"{where}: `{key}` is no longer there, and is {value!r} (its default was"
-                f" {default!r}): {_replacement(key)}"
-            )
-    return tree
-
-
-def _move_to_layers(model: dict) -> None:
-    """Turn former keys of `model` into options of its layers, if these are all of one kind."""
-    kind = model.get("block", "fp_mamba1")
-    options = {
-        name: model[name]
-        for name, field in OPTIONS_ALONE.items()
-        if name in KINDS.get(kind, ()) and model.get(name, field.default) != field.default
-    }
-    if options and model.get("layers") is None and model.get("name", "fprnn") == "fprnn":
-        model["layers"] = [{kind: options}]
-        for name in options:
-            del model[name]
 
 
 def build(
@@ -206,12 +108,12 @@ def build(
         tree: The YAML.
         where: Its place, for messages.
         schema: Class of the configuration.
-        trained: As for `without_removed`.
+        trained: As for `drop_removed`.
 
     Raises:
         ConfigError: If keys are unknown, mistyped or out of range; it names every one.
     """
-    tree = without_removed(tree, where, trained)
+    tree = drop_removed(rename_keys(tree, where), where, trained)
     try:
         return schema.model_validate(tree)
     except ValidationError as e:
@@ -296,7 +198,7 @@ def _refuse_place(key: str, sweep_key: str, where: str) -> None:
 def _axis(key: str, values: Any, where: str, schema: type[Run]) -> list[Any]:
     """What a sweep goes over under one of its keys."""
     _refuse_place(key, f"sweep.{key}", where)
-    if isinstance(values, dict) and values and not is_key(key, schema):
+    if isinstance(values, dict) and values and not is_key(current_key(key), schema):
         unset = [name for name, keys in values.items() if not isinstance(keys, dict)]
         if unset:
             raise ConfigError(f"{where}: sweep.{key}.{unset[0]} must be a mapping of dotted keys")
@@ -304,7 +206,7 @@ def _axis(key: str, values: Any, where: str, schema: type[Run]) -> list[Any]:
             for dotted in keys:
                 _refuse_place(str(dotted), f"sweep.{key}.{name}", where)
         return [Variant(str(name), keys) for name, keys in values.items()]
-    if not is_key(key, schema):
+    if not is_key(current_key(key), schema):
         raise ConfigError(f"{where}: sweep over unknown key `{key}`{nearest(key, schema)}")
     if not isinstance(values, list) or not values:
         raise ConfigError(f"{where}: sweep.{key} must be a non-empty list")

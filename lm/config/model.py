@@ -70,16 +70,16 @@ def _annotation(field: Field) -> Any:
     """Return the annotation with which pydantic checks a field of the table."""
 
     def check(value: Any) -> Any:
-        if not field.takes_value(value):
-            names = field.or_else if isinstance(field.takes, Number) else field.takes
+        if not field.accepts(value):
+            names = field.extra_values if isinstance(field.values, Number) else field.values
             raise PydanticCustomError(
-                "field", "it must be {words}", {"words": field.words(), "expected": names}
+                "field", "it must be {words}", {"words": field.describe(), "expected": names}
             )
-        is_real = isinstance(field.takes, Number) and not field.takes.whole
+        is_real = isinstance(field.values, Number) and not field.values.is_whole
         return float(value) if is_real and isinstance(value, int) else value
 
-    annotation: Any = Annotated[Any if field.takes else str, pydantic.AfterValidator(check)]
-    return Annotated[annotation, FREE] if field.free else annotation
+    annotation: Any = Annotated[Any if field.values else str, pydantic.AfterValidator(check)]
+    return Annotated[annotation, FREE] if field.is_free else annotation
 
 
 class _Named(Section):

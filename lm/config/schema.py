@@ -36,7 +36,7 @@ class Tokenizer(Section):
     train_bytes: int = Field(20_000_000, gt=0)  # of text read to train a BPE
 
 
-DECAY = 0.2  # of all updates: the end of `schedule: wsd` where `optim.decay` says nothing
+DECAY = 0.2  # of all updates: the end of `schedule: wsd` where `optim.wsd_decay` says nothing
 MAX_LR = 1000.0  # of a rate, a factor of it, a decay: no training has more, and fp32 ends at 3e38
 # Patterns of parameters' names → factors, {'*.A_log': 0.1}.
 LrFactors = dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0, le=MAX_LR)]]
@@ -50,7 +50,7 @@ class Optim(Section):
     warmup: float = Field(0.1, ge=0)  # below 1 a fraction of all updates, else their number
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     # of `wsd`: its last updates, below 1 a fraction of all of them; null: DECAY
-    decay: float | None = Field(None, gt=0)
+    wsd_decay: float | None = Field(None, gt=0)
     lr_factors: LrFactors = {}  # noqa: RUF012 (of pydantic, which copies it)
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     weight_decay: float = Field(0.1, ge=0, le=MAX_LR)
@@ -64,16 +64,16 @@ class Optim(Section):
 
     @model_validator(mode="after")
     def _decay_of_wsd(self) -> Self:
-        if self.decay is not None and self.schedule != "wsd":
+        if self.wsd_decay is not None and self.schedule != "wsd":
             raise ValueError(
-                f"`decay` is {self.decay:g}, and is of schedule wsd alone, not {self.schedule}:"
-                " leave it out (null)"
+                f"`wsd_decay` is {self.wsd_decay:g}: only schedule wsd reads it,"
+                f" not {self.schedule}; leave it out (null)"
             )
         return self
 
     @property
     def decay_of_wsd(self) -> float:
-        return DECAY if self.decay is None else self.decay
+        return DECAY if self.wsd_decay is None else self.wsd_decay
 
 
 class Train(Section):
@@ -90,10 +90,10 @@ class Train(Section):
     threads: int | None = Field(None, gt=0, le=4096)  # CPU threads per rank; null: torch's choice
     # A loss or gradient of NaN or infinity: so often back to the last checkpoint, and on with the
     # data after it.
-    rollbacks: int = Field(2, ge=0)
+    max_rollbacks: int = Field(2, ge=0)
     # κ of lm.model.state.Adversary, a second pass of every update; 0: none. With a curriculum from
     # its end on.
-    adversary: Annotated[float, NOTED] = Field(0.0, ge=0)
+    adversarial_noise: Annotated[float, NOTED] = Field(0.0, ge=0)
 
     @model_validator(mode="after")
     def _one_way_to_say_the_batch(self) -> Self:
@@ -214,7 +214,7 @@ class Run(Section):
 
 
 def number_of_updates(value: float, steps: int) -> int:
-    """`optim.warmup` or `optim.decay` in updates: below 1 it is a fraction of all of them."""
+    """`optim.warmup` or `optim.wsd_decay` in updates: below 1 it is a fraction of all of them."""
     return round(value * steps if value < 1 else value)
 
 
@@ -231,15 +231,15 @@ def check_profile(profile: tuple[int, int] | None, steps: int) -> None:
 
 
 def check_adversary(kappa: float, model: Model) -> None:
-    """Raises ValueError where there is no state that `train.adversary` could work on."""
+    """Raises ValueError where there is no state that `train.adversarial_noise` could work on."""
     if not model.has_fixed_point:
         raise ValueError(
-            f"`train.adversary` is {kappa}: it works on the state of fixed-point blocks, which"
-            f" {model.layers or model.name} has not: set it to 0"
+            f"`train.adversarial_noise` is {kappa}: it works on the state of fixed-point"
+            f" blocks, which {model.layers or model.name} has not: set it to 0"
         )
     if model.gradient_checkpointing:
         raise ValueError(
-            "`train.adversary` needs the gradient of the noise that a pass has drawn, and"
+            "`train.adversarial_noise` needs the gradient of the noise that a pass has drawn, and"
             " `model.gradient_checkpointing` draws it anew: leave out one of them"
         )
 
@@ -256,7 +256,7 @@ def check_updates(cfg: Run) -> None:
         _check_adversary_begins(cfg)
     optim, steps = cfg.optim, cfg.train.steps
     decay = optim.decay_of_wsd if optim.schedule == "wsd" else 0.0
-    for name, value in (("warmup", optim.warmup), ("decay", decay)):
+    for name, value in (("warmup", optim.warmup), ("wsd_decay", decay)):
         if value > 1 and value != int(value):
             raise ConfigError(
                 f"optim.{name}: {value:g} updates cannot be: below 1 it is a fraction of all"
@@ -270,16 +270,16 @@ def check_updates(cfg: Run) -> None:
         )
     if warmup + decay > steps:
         raise ConfigError(
-            f"optim.warmup and optim.decay are {warmup} and {decay} updates, and train.steps is"
+            f"optim.warmup and optim.wsd_decay are {warmup} and {decay} updates, and train.steps is"
             f" only {steps}: they do not fit one after the other"
         )
 
 
 def _check_adversary_begins(cfg: Config) -> None:
-    if not cfg.train.adversary or cfg.updates_against or cfg.waits:
+    if not cfg.train.adversarial_noise or cfg.updates_against or cfg.waits:
         return
     raise ConfigError(
-        f"train.adversary begins when data.curriculum is over, after update"
+        f"train.adversarial_noise begins when data.curriculum is over, after update"
         f" {cfg.data.curriculum[-1].until}, and train.steps is only {cfg.train.steps}: set it to 0,"
         " or let the last stage end sooner"
     )
@@ -307,19 +307,19 @@ class Config(Run):
 
     @model_validator(mode="after")
     def _adversary_of_what_solves(self) -> Self:
-        if self.train.adversary:
-            check_adversary(self.train.adversary, self.model)
+        if self.train.adversarial_noise:
+            check_adversary(self.train.adversarial_noise, self.model)
         return self
 
     @property
     def waits(self) -> bool:
         """Whether a stage of the curriculum may end sooner than its `until`."""
-        return any(stage.at is not None for stage in self.data.curriculum)
+        return any(stage.min_answer_prob is not None for stage in self.data.curriculum)
 
     @property
     def updates_against(self) -> int:
         """Updates that have a second pass, against the adversary; at least, where a stage waits."""
-        if not self.train.adversary:
+        if not self.train.adversarial_noise:
             return 0
         learned = self.data.curriculum[-1].until if self.data.curriculum else 0
         return max(0, self.train.steps - learned)

@@ -10,6 +10,7 @@ import yaml
 
 from lm.common.errors import ConfigError
 from lm.common.files import find_shipped
+from lm.config.old_keys import rename_keys
 
 
 class Loader(yaml.SafeLoader):
@@ -78,7 +79,9 @@ def parse(text: str, where: str) -> Any:
 
 
 def load_tree(path: str | Path) -> dict:
-    """The YAML file as a mapping, unvalidated; an empty one is {}.
+    """Return the YAML file as a mapping with the present names of its keys, unvalidated.
+
+    An empty file gives {}.
 
     Raises:
         ConfigError: no such file, or it holds no mapping.
@@ -103,4 +106,4 @@ def load_tree(path: str | Path) -> dict:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} must hold a mapping of keys to values")
-    return tree
+    return rename_keys(tree, str(path))

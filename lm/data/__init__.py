@@ -1,1 +1,1 @@
-"""From text to micro-batches."""
+"""Data pipeline: text sources, tokenised corpora, micro-batches."""

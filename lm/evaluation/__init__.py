@@ -1,1 +1,1 @@
-"""What a finished model is asked: lm-eval's tasks, samples, a look inside."""
+"""Use of trained models: lm-eval tasks, generation, and inspection of a text."""

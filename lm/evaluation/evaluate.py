@@ -1,6 +1,6 @@
-"""lm-eval on a run or an exported checkpoint: our offline tasks and the standard ones, as a file.
+"""Evaluation of a run or an export with lm-eval, on tasks of this project or of lm-eval.
 
-lm-eval itself is heavy and imported only when it is used.
+lm-eval is imported only when it is needed, because the import takes seconds.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
     from rich.table import Table
 
-# The suite `paper`: lm-eval's own tasks, and the metric that stands for each (docs/evaluation.md).
+# Tasks of the suite `paper`, with the metric that is reported for each (docs/evaluation.md).
 PAPER = {
     "lambada_openai": "acc",
     "hellaswag": "acc_norm",
@@ -41,7 +41,7 @@ PAPER = {
 
 
 class EvaluationError(UserError, RuntimeError):
-    """An evaluation that cannot be run; the message gives the reason and a cure."""
+    """Evaluation that cannot run; the message has the reason and a fix."""
 
 
 def evaluate(
@@ -54,33 +54,36 @@ def evaluate(
     out: Path | None = None,
     trust: bool = False,
 ) -> dict:
-    """Run lm-eval on a run directory (its newest checkpoint, in fp32) or an export.
+    """Evaluate a run or an export with lm-eval, and write the results to a JSON file.
 
     Args:
-        checkpoint: A run directory or an exported folder; weights are float32 on the CPU, on a GPU
-            as saved.
-        tasks: Names of tasks, groups and tags; none with a suite.
-        suite: "paper", the tasks of PAPER, or None.
-        limit: Number of documents of each task, at least 1; None: all.
-        batch_size: Documents at once, at least 1; "auto": the most that memory holds.
-        out: Results file; default: checkpoint/eval/results.json.
-        trust: Run the code that a checkpoint brings along.
+        checkpoint: A run directory (its newest checkpoint, in fp32) or an exported folder. On a
+            CPU, weights are converted to fp32.
+        tasks: Names of tasks, groups and tags; empty with a suite.
+        suite: "paper" for the tasks of PAPER, or None.
+        limit: Number of documents per task, at least 1; None: all.
+        batch_size: Number of documents in a batch, at least 1, or "auto" for as many as fit in
+            memory.
+        out: File to write; default: checkpoint/eval/results.json.
+        trust: Run code that comes with the checkpoint.
 
     Returns:
-        The content of the file: {"tasks": {name: {"metrics": {metric: {"value", "stderr", …}}, …}},
-        "solver", "fixed_point", "versions", …}, of a suite also "suite": {"metrics": the one of
-        each task, "mean": of these, "complete": all documents were scored}. Numbers
-        that are not finite are None. "solver" describes the solver ("none" without one),
-        "fixed_point" its cost (`lm.runs.metrics.fixed_point_metrics`).
+        The content of the file, with these keys among others:
+        "tasks": {task: {"metrics": {metric: {"value", "stderr", "higher_is_better"}}, …}};
+        "solver": description of the solver, "none" for a model without one;
+        "fixed_point": cost of the solves (`lm.runs.metrics.fixed_point_metrics`);
+        "suite": only with a suite: {"metrics": metric of each task, "mean": their mean,
+        "complete": True without a limit}.
+        Values that are not finite are None.
 
     Raises:
-        PlaceError: Neither a run nor an export is there.
-        MissingPackageError: lm-eval is not installed.
-        EvaluationError: A task is unknown, its data are missing, or options do not fit.
-        LoadError, CheckpointError: The checkpoint is damaged.
-        OutputError: `out` cannot be written.
+        PlaceError: If `checkpoint` is neither a run nor an export.
+        MissingPackageError: If lm-eval is not installed.
+        EvaluationError: If a task is unknown, its data are missing, or options conflict.
+        LoadError, CheckpointError: If the checkpoint is damaged.
+        OutputError: If `out` cannot be written.
     """
-    # 1. Refuse what can be refused before the model is loaded.
+    # 1. Check everything that can be checked before the model is loaded.
     checkpoint = Path(checkpoint)
     places.find_model(checkpoint, on_hub=False)
     _check_options(tasks, suite)
@@ -95,7 +98,7 @@ def evaluate(
         loaded = facade.load(checkpoint, trust)
         raw, solves = _run(loaded, manager, selected, batch_size, limit)
     # 3. Write the results.
-    scored = {name: _task_results(raw, name) for name in raw["results"]}
+    task_results = {name: _collect_results(raw, name) for name in raw["results"]}
     results = {
         "checkpoint": checkpoint.resolve().name,
         "limit": limit,
@@ -105,10 +108,10 @@ def evaluate(
         "fixed_point": fixed_point_metrics(solves),
         "versions": {"fprnn": lm.__version__}
         | {name: importlib.metadata.version(name) for name in ("lm_eval", "transformers", "torch")},
-        "tasks": scored,
+        "tasks": task_results,
     }
     if suite:
-        values = [scored[name]["metrics"][metric]["value"] for name, metric in PAPER.items()]
+        values = [task_results[name]["metrics"][metric]["value"] for name, metric in PAPER.items()]
         mean = None if None in values else sum(values) / len(values)
         results["suite"] = {"metrics": PAPER, "mean": mean, "complete": limit is None}
     write_json(path, results)
@@ -116,31 +119,32 @@ def evaluate(
 
 
 def _check_options(tasks: list[str], suite: str | None) -> None:
+    """Raise EvaluationError unless either tasks or a suite are given."""
     if suite and tasks:
-        raise EvaluationError(f"--suite {suite} has its own tasks: give it without --tasks")
+        raise EvaluationError(f"--suite {suite} defines the tasks: do not give --tasks as well")
     if not suite and not tasks:
         raise EvaluationError(
-            "no tasks given: --tasks catbabi_mini needs no network, --suite paper are the six that"
-            " language models are compared by"
+            "no tasks are given: --tasks catbabi_mini needs no network, --suite paper runs the six"
+            " tasks of the paper"
         )
 
 
 def _make_manager(names: list[str]) -> TaskManager:
-    """Return lm-eval's TaskManager, which knows our tasks, and its own where these are asked for.
+    """Return lm-eval's TaskManager for these tasks.
 
     Raises:
-        EvaluationError: Unknown tasks; the message suggests names.
+        EvaluationError: If a task is unknown; the message suggests similar names.
     """
     from lm_eval.tasks import TaskManager
 
-    # lm-eval needs seconds to read its own thousands of task files.
+    # Read lm-eval's own task files only if they are needed: it takes seconds.
     manager = TaskManager(include_path=[str(TASKS_DIR)], include_defaults=False)
     if not set(names) <= set(manager.all_tasks):
         manager = TaskManager(include_path=[str(TASKS_DIR)])
     problems = []
     for name in sorted(set(names) - set(manager.all_tasks)):
-        close = difflib.get_close_matches(name, manager.all_tasks, 3, 0.6)
-        hint = f"; the nearest are {', '.join(f'`{c}`' for c in close)}" if close else ""
+        similar = difflib.get_close_matches(name, manager.all_tasks, 3, 0.6)
+        hint = f"; similar names are {', '.join(f'`{s}`' for s in similar)}" if similar else ""
         problems.append(f"unknown task `{name}`{hint}")
     if problems:
         raise EvaluationError("; ".join(problems) + " (`lm_eval ls tasks` lists lm-eval's own)")
@@ -148,13 +152,13 @@ def _make_manager(names: list[str]) -> TaskManager:
 
 
 def load_tasks(names: list[str]) -> tuple[TaskManager, list[Any]]:
-    """Return lm-eval's manager, and its tasks and groups with their documents.
+    """Return lm-eval's TaskManager, and tasks and groups with their documents.
 
     Args:
         names: Names of tasks, groups and tags.
 
     Raises:
-        EvaluationError: A task is unknown, or its documents cannot be had.
+        EvaluationError: If a task is unknown, or its documents cannot be loaded.
     """
     manager = _make_manager(names)
     selected = []
@@ -176,18 +180,18 @@ def _run(
     batch_size: int | str,
     limit: int | None,
 ) -> tuple[dict, list]:
-    """Return lm-eval's raw results and the statistics of every solve."""
+    """Return lm-eval's raw results, and the statistics of the solves of every forward pass."""
     import lm_eval
 
     model = loaded.model.float() if loaded.model.device.type == "cpu" else loaded.model
     solves = []
 
-    def keep(module, args, output):
+    def record_solves(module, args, output):
         if getattr(output, "fixed_point", None) is not None:
             solves.append(output.fixed_point)
 
     with contextlib.ExitStack() as hooks:
-        hooks.callback(model.register_forward_hook(keep).remove)
+        hooks.callback(model.register_forward_hook(record_solves).remove)
         raw = lm_eval.simple_evaluate(
             model="hf",
             model_args={"pretrained": model, "tokenizer": loaded.tokenizer},
@@ -202,55 +206,54 @@ def _run(
     return raw, solves
 
 
-def table(results: dict) -> Table:
-    """Return results of `evaluate` as a table: a row for each metric, value ± standard error.
+def make_table(results: dict) -> Table:
+    """Return results of `evaluate` as a table with one row per metric, value ± standard error.
 
-    A suite shows the metric that stands for each task, and their mean. A warning stands below where
-    too many tokens were not solved.
+    For a suite, show one metric per task and their mean. A caption warns if the solver failed at
+    too many tokens.
     """
     from rich.table import Table
 
     title = results["checkpoint"]
     if results["limit"]:
         title += f" (first {results['limit']} documents)"
-    of = results["fixed_point"]
-    found = failures(of, results["solver"])
-    warnings = [f"warning: {text}" for text in found.values()]
-    out = Table("task", "n", "metric", "value", title=title, caption="\n".join(warnings) or None)
+    problems = failures(results["fixed_point"], results["solver"])
+    caption = "\n".join(f"warning: {text}" for text in problems.values()) or None
+    table = Table("task", "n", "metric", "value", title=title, caption=caption)
     for column in (1, 3):
-        out.columns[column].justify = "right"
+        table.columns[column].justify = "right"
     suite = results.get("suite")
     for name, task in results["tasks"].items():
-        shown = [suite["metrics"][name]] if suite else task["metrics"]
+        metrics = [suite["metrics"][name]] if suite else task["metrics"]
         label, count = name, "" if task["samples"] is None else str(task["samples"])
-        for metric in shown:
+        for metric in metrics:
             entry = task["metrics"][metric]
             arrow = {True: " ↑", False: " ↓"}.get(entry["higher_is_better"], "")
             value = "not finite" if entry["value"] is None else f"{entry['value']:.4g}"
             if entry["stderr"] is not None:
                 value += f" ± {entry['stderr']:.2g}"
-            out.add_row(label, count, metric + arrow, value)
+            table.add_row(label, count, metric + arrow, value)
             label = count = ""
     if suite:
-        out.add_section()
+        table.add_section()
         mean = "not finite" if suite["mean"] is None else f"{suite['mean']:.4g}"
-        out.add_row(f"mean of the suite's {len(suite['metrics'])}", "", "accuracies", mean)
-    return out
+        table.add_row(f"mean of the suite's {len(suite['metrics'])}", "", "accuracies", mean)
+    return table
 
 
-def _task_results(raw: dict, name: str) -> dict:
-    """lm-eval's flat {"acc,none": …, "acc_stderr,none": …} of one task, unfolded."""
-    flat = raw["results"][name]
-    better = raw.get("higher_is_better", {}).get(name, {})
+def _collect_results(raw: dict, name: str) -> dict:
+    """Return the results of a task from lm-eval's {"acc,none": …, "acc_stderr,none": …, …}."""
+    values = raw["results"][name]
+    higher_is_better = raw.get("higher_is_better", {}).get(name, {})
     metrics = {}
-    for key, value in flat.items():
-        metric, comma, chain = key.partition(",")
+    for key, value in values.items():
+        metric, comma, filter_name = key.partition(",")
         if not comma or metric.endswith("_stderr"):
             continue
-        metrics[metric if chain == "none" else f"{metric}/{chain}"] = {
-            "value": _finite(value),
-            "stderr": _finite(flat.get(f"{metric}_stderr,{chain}")),
-            "higher_is_better": better.get(metric),
+        metrics[metric if filter_name == "none" else f"{metric}/{filter_name}"] = {
+            "value": _finite_or_none(value),
+            "stderr": _finite_or_none(values.get(f"{metric}_stderr,{filter_name}")),
+            "higher_is_better": higher_is_better.get(metric),
         }
     return {
         "version": raw.get("versions", {}).get(name),
@@ -260,8 +263,8 @@ def _task_results(raw: dict, name: str) -> dict:
     }
 
 
-def _finite(value: Any) -> float | None:
-    """A number JSON can hold, or None (lm-eval writes "N/A" where it has no standard error)."""
+def _finite_or_none(value: Any) -> float | None:
+    """Return a finite number as float, or None for anything else, such as lm-eval's "N/A"."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
@@ -269,10 +272,10 @@ def _finite(value: Any) -> float | None:
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Keep lm-eval's progress and warnings, on stderr, and hide its notes."""
+    """Print lm-eval's progress and warnings to stderr, and hide its notes."""
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
-    logging.getLogger("lm_eval.api.task").setLevel(logging.ERROR)  # it explains --metadata
-    # lm-eval would fork a bootstrapping process per core from a process that runs torch.
+    logging.getLogger("lm_eval.api.task").setLevel(logging.ERROR)  # hides hints on --metadata
+    # Otherwise lm-eval forks a bootstrapping process per core, which is unsafe with torch threads.
     os.environ["DISABLE_MULTIPROC"] = "1"
     with contextlib.redirect_stdout(sys.stderr):
         yield

@@ -1,4 +1,4 @@
-"""`fprnn.load(PATH)`: a trained model to generate, score and look inside with, in Python."""
+"""Trained models in Python: `fprnn.load(PATH)` returns one that generates and inspects text."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ if TYPE_CHECKING:
 
     from lm.evaluation.inspection.page import Inspection
 
-MIN_TEMPERATURE = 1e-3  # logits divided by less may be infinite
+MIN_TEMPERATURE = 1e-3  # logits divided by a smaller number may be infinite
 
 
 class FacadeError(UserError, RuntimeError):
-    """A model or prompt that cannot be used; the message gives the reason and a cure."""
+    """Model or prompt that cannot be used; the message has the reason and a fix."""
 
 
 class LanguageModel:
     """A trained language model and its tokenizer, in evaluation mode.
 
     Attributes:
-        model: The PreTrainedModel itself, in fp32 from a run directory, else as saved.
-        tokenizer: Its tokenizer.
-        name: Name of the folder, or on the hub.
+        model: The PreTrainedModel, in fp32 if it was loaded from a run directory, otherwise in the
+            dtype in which it was saved.
+        tokenizer: The tokenizer of the model.
+        name: Name of the run, of the folder, or on the hub.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str):
@@ -43,18 +44,18 @@ class LanguageModel:
         top_k: int = 50,
         seed: int = 0,
     ) -> str:
-        """Return the prompt and its continuation, as `fprnn generate` prints it.
+        """Return the prompt with its continuation, as `fprnn generate` prints it.
 
         Args:
             prompt: Text of at least one character.
             max_new_tokens: Maximum number of tokens to append, at least 1.
-            temperature: 0 for greedy decoding, else at least 0.001.
-            top_k: Draw from so many of the likeliest tokens; 0: from all.
+            temperature: Sampling temperature of at least 0.001, or 0 for greedy decoding.
+            top_k: Number of most likely tokens to sample from; 0: all tokens.
             seed: Sampling seed.
 
         Raises:
-            FacadeError: The prompt is empty or no text, or the temperature is too low.
-            ValueError: transformers refuses another number.
+            FacadeError: If the prompt is empty or not Unicode, or the temperature is too low.
+            ValueError: If transformers refuses another option.
         """
         import torch
 
@@ -67,15 +68,15 @@ class LanguageModel:
             )
         try:
             prompt.encode()
-        except UnicodeEncodeError as e:  # bytes of a command line that are no UTF-8
-            raise FacadeError(f"the prompt is no text: character {e.start} is not UTF-8") from None
+        except UnicodeEncodeError as e:  # bytes of a command line that are not UTF-8
+            raise FacadeError(f"the prompt is not text: character {e.start} is not UTF-8") from None
         inputs = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         if inputs["input_ids"].shape[1] == 0:
             raise FacadeError("the prompt is empty: give at least one character")
         options: dict = {"do_sample": False}
         if temperature > 0:
             options = {"do_sample": True, "temperature": temperature, "top_k": top_k}
-        if self.model.config.model_type in MODEL_TYPES:  # generation_config.json may say otherwise
+        if self.model.config.model_type in MODEL_TYPES:  # generation_config.json may disable it
             options["use_cache"] = True
         torch.manual_seed(seed)
         ids = self.model.generate(
@@ -89,39 +90,38 @@ class LanguageModel:
     def inspect(self, text: str) -> Inspection:
         """Return loss, entropy and predictions of each token, and ℓ*, states and gates of layers.
 
-        The text is read after one BOS or EOS token, as lm-eval reads it. A notebook shows the
-        result as a page; `.to_html(path)` writes that page.
+        The model reads one BOS or EOS token before the text, as in lm-eval. A notebook displays
+        the result as a page, and `.to_html(path)` writes the page.
 
         Raises:
-            InspectionError: An empty text, no Unicode, or more than evaluation reads at once.
+            InspectionError: If the text is empty, not Unicode, or longer than
+                `max_position_embeddings`.
         """
         from lm.evaluation.inspection.measure import inspect_text
 
         return inspect_text(self.model, self.tokenizer, text, self.name)
 
     def __repr__(self) -> str:
-        from lm.evaluation.inspection.measure import in_words
+        from lm.evaluation.inspection.measure import describe_model
 
-        return f"{type(self).__name__}({self.name}: {in_words(self.model)})"
+        return f"{type(self).__name__}({self.name}: {describe_model(self.model)})"
 
 
 def load(path: Path | str, trust: bool = False) -> LanguageModel:
-    """Load the language model of a run, of an export or of a name on the hub.
-
-    It lies on a GPU if there is one.
+    """Load a language model, on the GPU if there is one.
 
     Args:
-        path: A run directory (its newest complete checkpoint), an exported or any
-            `from_pretrained` folder, or a name on the hub.
-        trust: Run the code of a `module:Class` in a run's config.yaml, or that an exported folder
-            brings along where its mixer is its author's own; code from the hub never runs.
+        path: A run directory (its newest complete checkpoint), an export or another folder for
+            `from_pretrained`, or a name on the hub.
+        trust: Run code that comes with the model: a `module:Class` in the run's config.yaml, or
+            the code of an export with a custom mixer. Code from the hub never runs.
 
     Raises:
-        PlaceError: Nothing there, or a file.
-        FacadeError: A run of the synthetic suite, or a folder without a tokenizer.
-        LoadError: Damaged files.
-        CheckpointError: A run without a complete checkpoint, or one that the run's config.yaml
-            does not describe.
+        PlaceError: If `path` does not exist, or is a file.
+        FacadeError: If it is a run of the synthetic suite, or has no tokenizer.
+        LoadError: If files are damaged.
+        CheckpointError: If the run has no complete checkpoint, or the checkpoint does not fit the
+            run's config.yaml.
     """
     folder = Path(path).expanduser()
     kind = places.find_model(path)
@@ -147,16 +147,18 @@ def load(path: Path | str, trust: bool = False) -> LanguageModel:
 
 
 def _refuse_synthetic(folder: Path) -> None:
+    """Raise FacadeError for a run of the synthetic suite."""
     from lm.config.yaml_text import load_tree
 
     if "task" in load_tree(folder / places.RUN_FILE):
         raise FacadeError(
-            f"{folder} is a run of the synthetic suite, whose tokens are no text: `fprnn synthetic"
-            f" inspect {folder}` looks inside it"
+            f"{folder} is a run of the synthetic suite, whose tokens are not text: use `fprnn"
+            f" synthetic inspect {folder}`"
         )
 
 
 def _refuse_without_tokenizer(folder: Path) -> None:
+    """Raise FacadeError for a folder without a tokenizer."""
     files = ("tokenizer.json", "tokenizer_config.json")
     if not any((folder / file).is_file() for file in files):
-        raise FacadeError(f"{folder} holds no tokenizer ({files[0]}): copy one there")
+        raise FacadeError(f"{folder} has no tokenizer ({files[0]}): copy one into it")

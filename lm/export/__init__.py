@@ -1,1 +1,1 @@
-"""From a run directory to a HuggingFace directory: weights, tokenizer, code and model card."""
+"""Export of a run as a HuggingFace model folder: weights, tokenizer, code and model card."""

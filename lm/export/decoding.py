@@ -1,9 +1,9 @@
-"""Do teacher forcing and generation agree? A check of trained weights before they are exported.
+"""Check that teacher forcing and generation agree, before a model is exported.
 
-A mixer of full rank can make a layer chaotic: a rounding error grows from token to token until a
-whole pass over a text and token-by-token decoding of the same text have nothing in common
-(docs/model.md, "Where a token has several solutions"). Scores of such a model describe another
-model than the one that generates. Reflections have not been seen to do this, and are not checked.
+A mixer of full rank can make a layer chaotic: rounding errors grow from token to token, until a
+single pass over a text and token-by-token decoding of the same text give unrelated logits
+(docs/model.md, "Where a token has several solutions"). Teacher-forced scores of such a model do not
+describe the text that it generates. Mixers of low rank have not shown this and are not checked.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 SEQUENCES, LENGTH = 4, 64
-MAX_DIFFERENCE = 0.05  # of a token's logits, relative to their length
-MAX_SHARE = 0.01  # of the tokens that may differ by more
+MAX_DIFFERENCE = 0.05  # of the logits of a token, relative to their 2-norm
+MAX_SHARE = 0.01  # share of tokens that may exceed MAX_DIFFERENCE
 
 
 def check_decoding(model: PreTrainedModel) -> None:
-    """Refuse weights whose whole pass and cached decoding disagree.
+    """Refuse a model whose single pass and cached decoding disagree.
 
-    The model writes a few sequences itself, token by token; then it reads them in one pass.
+    The model generates a few sequences token by token, and then reads them in one pass.
 
     Raises:
-        ExportError: The logits of more than MAX_SHARE of the tokens differ by more than
-            MAX_DIFFERENCE.
+        ExportError: If the logits differ by more than MAX_DIFFERENCE at more than MAX_SHARE of the
+            tokens.
     """
     mixers = _full_rank_mixers(model)
     if not mixers:
@@ -38,34 +38,35 @@ def check_decoding(model: PreTrainedModel) -> None:
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        ids, decoded = _generate(model)
-        whole = model(input_ids=ids).logits
+        ids, decoding_logits = _generate(model)
+        pass_logits = model(input_ids=ids).logits
     model.train(was_training)
-    size = torch.linalg.vector_norm(decoded, dim=-1)
-    off = torch.linalg.vector_norm(whole - decoded, dim=-1)
-    share = (~(off <= MAX_DIFFERENCE * size)).double().mean().item()  # NaN is off
+    norm = torch.linalg.vector_norm(decoding_logits, dim=-1)
+    difference = torch.linalg.vector_norm(pass_logits - decoding_logits, dim=-1)
+    agrees = difference <= MAX_DIFFERENCE * norm  # False for NaN
+    share = (~agrees).double().mean().item()
     if share > MAX_SHARE:
         raise ExportError(
-            f"teacher forcing and generation disagree: at {share:.0%} of {ids.numel()} tokens that"
-            f" the model wrote itself, the logits of one pass and of cached decoding differ by more"
-            f" than {MAX_DIFFERENCE:.0%}. Its mixer ({', '.join(mixers)}) amplifies rounding from"
-            " token to token. Train it from a start near the identity (model.mixer_gate_start: -3)"
-            " or bounded (model.contractive: 0.9)"
+            f"teacher forcing and generation disagree: at {share:.0%} of {ids.numel()} generated"
+            " tokens, the logits of a single pass and of cached decoding differ by more than"
+            f" {MAX_DIFFERENCE:.0%}. The mixer ({', '.join(mixers)}) amplifies rounding errors from"
+            " token to token. Train with a mixer that starts near the identity"
+            " (model.mixer_gate_init_bias: -3) or is bounded (model.contractive: 0.9)"
         )
 
 
 def _full_rank_mixers(model: PreTrainedModel) -> list[str]:
-    """Return the names of the mixers of full rank in layers that solve tokens exactly."""
+    """Return the names of the full-rank mixers in layers that solve each token exactly."""
     blocks = model.fixed_point_blocks() if hasattr(model, "fixed_point_blocks") else []
-    exact = [block for block in blocks if block.config.token == "exact"]
-    return sorted({block.config.mixer for block in exact if not block.mixer.has_low_rank})
+    exact_blocks = [block for block in blocks if block.config.token == "exact"]
+    return sorted({block.config.mixer for block in exact_blocks if not block.mixer.has_low_rank})
 
 
 def _generate(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
     """Sample sequences with the cache.
 
     Returns:
-        Token ids (SEQUENCES, LENGTH) and the logits that followed each, (SEQUENCES, LENGTH, V).
+        Token ids (SEQUENCES, LENGTH), and the logits after each token (SEQUENCES, LENGTH, V).
     """
     import torch
 

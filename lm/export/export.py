@@ -1,4 +1,4 @@
-"""Run directory → HuggingFace directory."""
+"""Export of a run, or of any model, as a HuggingFace model folder."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.common.files import read_json, target, writing
+from lm.common.files import read_json, resolve_link, writing
 from lm.export.export_code import (
     ExportError,
-    mixer_files,
-    own_mixers,
+    find_custom_mixers,
+    flatten_mixer_files,
     write_kernels,
     write_mixers,
 )
@@ -35,23 +35,26 @@ def export(
     trust: bool = False,
     overwrite: bool = False,
 ) -> Path:
-    """Write weights (fp32 safetensors), config, tokenizer and code to `out`.
+    """Write the weights (fp32 safetensors), config, tokenizer and code of a run to a folder.
 
-    `AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)` then works without `lm`.
+    `AutoModelForCausalLM.from_pretrained(out, trust_remote_code=True)` then works without fprnn.
 
     Args:
-        run_dir: The run's folder.
-        out: Folder of the export.
-        checkpoint: One of the run's checkpoints; None: the newest complete one.
-        licence: Licence of the weights, as the hub names it; None: not known.
+        run_dir: Directory of the run.
+        out: Folder to write.
+        checkpoint: A checkpoint folder of the run; None: the newest complete one.
+        licence: Licence of the weights by its name on the hub; None: unknown.
         trust: Run the code of a `module:Class` in the run's config.yaml.
-        overwrite: Replace an export of another run, and a card that was changed.
+        overwrite: Replace the export of another run, and a model card that was edited.
+
+    Returns:
+        The folder.
 
     Raises:
-        CheckpointError: If the run has no complete checkpoint, or one of another model than its
-            config.yaml describes.
-        ExportError: If `run_dir` holds no run, `out` holds something that is no export or is
-            another run's, or teacher forcing and generation disagree (`check_decoding`).
+        CheckpointError: If the run has no complete checkpoint, or the checkpoint does not fit the
+            run's config.yaml.
+        ExportError: If `run_dir` is no run, `out` is not empty and no export of this run, or
+            teacher forcing and generation disagree (`check_decoding`).
         OutputError: If `out` cannot be written.
     """
     from lm.export import model_card
@@ -70,14 +73,15 @@ def export(
     origin = f"Trained with fprnn for {trained.manifest['step']} updates."
     if run.init_from.is_file():
         start = read_json(run.init_from, ("path", "what"))
-        origin += f" It began with weights of {Path(start['path']).name} ({start['what']})."
+        start_name = Path(start["path"]).name
+        origin += f" Training started from the weights of {start_name} ({start['what']})."
     return write_export(
         trained.model,
         out,
         run.tokenizer,
         trained.config.name,
         origin,
-        model_card.of_run(run, trained.config, trained.manifest),
+        model_card.read_facts(run, trained.config, trained.manifest),
         licence,
         source=source,
         overwrite=overwrite,
@@ -87,9 +91,11 @@ def export(
 def run_identity(cfg: Config) -> dict:
     """Return the name, the seed and a checksum of the settings that a resumed run may not change.
 
-    They tell two runs apart, wherever their directories lie. Settings at their default are left
-    out, so that a later version's new key changes nothing.
+    Two runs are the same if these are equal, wherever their directories are. The checksum leaves
+    out settings with their default value, so that keys added by later versions do not change it,
+    and contains keys under their first names, so that renaming a key does not change it either.
     """
+    from lm.config.old_keys import with_first_names
     from lm.config.resuming import Resume, resume_rule
     from lm.runs.run_dir import comparable
 
@@ -97,12 +103,13 @@ def run_identity(cfg: Config) -> dict:
     defaults = comparable(schema())
     fixed = {
         key: value
-        for key, value in sorted(comparable(cfg).items())
+        for key, value in comparable(cfg).items()
         if value != defaults.get(key)
         and resume_rule(schema, key) is Resume.FIXED
         and not key.endswith("path")
     }
-    digest = hashlib.sha256(json.dumps(fixed).encode()).hexdigest()
+    named = dict(sorted(with_first_names(fixed).items()))
+    digest = hashlib.sha256(json.dumps(named).encode()).hexdigest()
     return {"name": cfg.name, "seed": cfg.seed, "settings": digest}
 
 
@@ -117,24 +124,27 @@ def write_export(
     source: dict | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a model, its code if it is ours, the files of a tokenizer's folder and a model card.
+    """Write a model, its code, its tokenizer and a model card to a folder.
 
-    An earlier export of the same source is replaced; files that no export wrote stay.
+    It replaces an earlier export of the same source, and keeps files that no export wrote.
 
     Args:
-        model: The model.
-        out: Folder of the export.
-        tokenizer: Folder of the tokenizer; None: there is none.
-        name: Title of the card.
-        origin: Origin of the weights, in sentences.
-        facts: Facts of their training; None: not known.
-        licence: Licence of the weights, as the hub names it; None: not known.
-        source: As `check_place`; None: of this name.
-        overwrite: As `export`.
+        model: Model of this package, or of transformers, whose code is not written.
+        out: Folder to write.
+        tokenizer: Folder of the tokenizer; None: write no tokenizer.
+        name: Title of the model card.
+        origin: Sentences on where the weights come from, for the model card.
+        facts: Facts about the training, for the model card; None: unknown.
+        licence: Licence of the weights by its name on the hub; None: unknown.
+        source: The exported run, as in `check_place`; default: only its name.
+        overwrite: As in `export`.
+
+    Returns:
+        The folder.
 
     Raises:
-        ExportError: If `out` holds something that is no export or is another's, or the model has a
-            mixer of the user's that cannot travel.
+        ExportError: If `out` is not empty and no export of this source, or a custom mixer cannot
+            be exported.
         OutputError: If `out` cannot be written.
     """
     from transformers.utils import logging
@@ -147,28 +157,28 @@ def write_export(
     logging.disable_progress_bar()
     out, source = Path(out), source or {"name": name}
     check_place(out, source, overwrite)
-    mixers = own_mixers(model)
-    own_files = mixer_files(mixers)
-    if own_files:
-        origin += f" Its mixer is its author's own and travels along: {', '.join(own_files)}."
+    mixers = find_custom_mixers(model)
+    mixer_files = flatten_mixer_files(mixers)
+    if mixer_files:
+        origin += f" It has a custom mixer, defined in {', '.join(mixer_files)} of this folder."
     with writing(out):
-        out = target(out)
+        out = resolve_link(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with draft(out) as folder:
         new = folder / "export"
         _map_auto_classes(model)
         model.save_pretrained(new)
-        for weights in new.glob("*.safetensors"):  # safetensors makes them for the user alone
+        for weights in new.glob("*.safetensors"):  # safetensors lets only the user read them
             shutil.copymode(new / "config.json", weights)
-        write_mixers(new, mixers, own_files)
+        write_mixers(new, mixers, mixer_files)
         write_kernels(new)
         for file in Path(tokenizer).iterdir() if tokenizer else ():
             if file.name not in (RECORD, SUMS):
                 shutil.copy(file, new)
         _write_length(model, new / "tokenizer_config.json")
-        card = model_card.card(model, name, origin, facts, licence)
+        card = model_card.format_card(model, name, origin, facts, licence)
         (new / CARD).write_text(card, encoding="utf-8")
-        # People and `fprnn eval` write into the card, so it has no checksum.
+        # The card has no checksum, because people edit it.
         write_sums(new, [file.name for file in new.iterdir() if file.name != CARD])
         write_record(new, source)
         with writing(out):
@@ -177,24 +187,24 @@ def write_export(
 
 
 def _write_length(model: PreTrainedModel, settings: Path) -> None:
-    """Write the model's length into the tokenizer's settings, if there are any."""
+    """Set `model_max_length` in the tokenizer's settings to the model's length."""
     length = getattr(model.config, "max_position_embeddings", None)
     if length and settings.is_file():
-        told = json.loads(settings.read_text(encoding="utf-8")) | {"model_max_length": length}
-        settings.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        content = json.loads(settings.read_text(encoding="utf-8")) | {"model_max_length": length}
+        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+        settings.write_text(text, encoding="utf-8")
 
 
 def _map_auto_classes(model: PreTrainedModel) -> None:
-    """Have `save_pretrained` write the model's code, and name its classes for AutoConfig,
-    AutoModel, AutoModelForCausalLM and AutoModelForSequenceClassification."""
+    """Make `save_pretrained` write the model's code, and an entry of each Auto class for it."""
     from lm.model.modeling_fprnn import FPRNNForSequenceClassification
 
     model.config.register_for_auto_class()
     type(model).register_for_auto_class("AutoModelForCausalLM")
-    # These are in the same file as the model that is saved.
-    others = {
+    # These classes are in the same file as the model.
+    classes = {
         "AutoModel": type(model.base_model),
         "AutoModelForSequenceClassification": FPRNNForSequenceClassification,
     }
     file = type(model).__module__.rpartition(".")[2]
-    model.config.auto_map = {auto: f"{file}.{cls.__name__}" for auto, cls in others.items()}
+    model.config.auto_map = {auto: f"{file}.{cls.__name__}" for auto, cls in classes.items()}

@@ -1,4 +1,4 @@
-"""The model card (README.md) of an export: facts from the run directory, and the missing ones."""
+"""Model card (README.md) of an export, with facts from the run directory."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from lm.common.files import read_mapping
 from lm.config.schema import Config
 from lm.config.yaml_text import Dumper
 from lm.data.sources.mixture import parts
-from lm.runs.metrics import ELSEWHERE_NOTE, is_elsewhere, iter_metrics, marked
+from lm.runs.metrics import OTHER_SOLUTION_NOTE, has_other_solution, iter_metrics, marked
 from lm.runs.run_dir import RunDir
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# Requirements of an export: `dependencies` of pyproject.toml (a test compares).
-NEEDED = ("torch>=2.11,<2.14", "transformers>=5.0,<6", "safetensors>=0.5")
+# Requirements of an export, equal to `dependencies` in pyproject.toml (a test compares them).
+REQUIREMENTS = ("torch>=2.11,<2.14", "transformers>=5.0,<6", "safetensors>=0.5")
 PAPER = "https://arxiv.org/abs/2503.10799"
-HERE = 'path = "."  # this folder; on the hub its name there'
-ALWAYS = (
-    "A research model that continues text. It follows no instructions, it may say what is false or"
-    " harmful, and it has the biases of its data: none of this was measured."
+PATH_LINE = 'path = "."  # this folder, or the name of the model on the hub'
+GENERAL_LIMITATION = (
+    "This is a research model that continues text. It does not follow instructions, its output may"
+    " be false or harmful, and it has the biases of its data. None of this was measured."
 )
-SCORES = "`eval/results.json`, which `fprnn eval` writes."
-# Sections of a run's configuration that a card shows; the others change no weight.
-SHOWN = {"seed", "init_from", "model", "solver", "tokenizer", "data", "optim", "train"}
+SCORES = "`fprnn eval` writes scores to `eval/results.json`."
+# Sections of the configuration that the card shows. The others do not affect the weights.
+SECTIONS = {"seed", "init_from", "model", "solver", "tokenizer", "data", "optim", "train"}
 CITATION = f"""[Fixed-Point RNNs: Interpolating from Diagonal to Dense]({PAPER}), NeurIPS 2025.
 
 ```bibtex
@@ -43,17 +43,20 @@ CITATION = f"""[Fixed-Point RNNs: Interpolating from Diagonal to Dense]({PAPER})
 }}
 ```"""
 SPEED = (
-    "- Speed: where fprnn is installed its kernels are used, elsewhere those that came with the"
-    " code; on a CPU g++ or clang++ compiles them at first use (up to a minute). Without a compiler"
-    " fixed-point layers run in plain PyTorch, some 100 times slower."
+    "- Speed: the model uses the kernels of fprnn if it is installed, and otherwise the kernels in"
+    " this folder. On a CPU, g++ or clang++ compiles them at first use, which takes up to a minute."
+    " Without a compiler, fixed-point layers run in plain PyTorch, about 100 times slower."
 )
 
 
 class Facts(NamedTuple):
-    """Facts of a model's training; every text is a line of Markdown.
+    """Facts about the training of a model.
 
     Attributes:
-        datasets: Names on the hub, for the front matter.
+        training: Markdown lines of the section "Training".
+        validation: Markdown lines of the section "Validation".
+        limitations: Sentences of the section "Limitations".
+        datasets: Names of data sets on the hub.
     """
 
     training: list[str]
@@ -62,30 +65,30 @@ class Facts(NamedTuple):
     datasets: list[str]
 
 
-def of_run(run: RunDir, cfg: Config, manifest: dict) -> Facts:
-    """Return the facts that a run directory has about one of its checkpoints.
+def read_facts(run: RunDir, cfg: Config, manifest: dict) -> Facts:
+    """Return the facts about a checkpoint of a run.
 
-    A file of the run that is missing or damaged leaves its line out, or the card says so.
+    Facts from missing or damaged files of the run are left out.
 
     Args:
         run: The run directory.
-        cfg: Its configuration.
+        cfg: Configuration of the run.
         manifest: Manifest of the checkpoint.
     """
     step, size = manifest["step"], manifest["global_batch_size"]
     tokens = f"{step * size * cfg.data.seq_len:,} tokens"
     environment = read_mapping(run.environment) or {}
     names = ("device", "fprnn", "commit", "python", "torch", "deepspeed")
-    used = [f"{name} {environment[name]}" for name in names if environment.get(name)]
-    config = _without_places(cfg.model_dump(mode="json", include=SHOWN))
+    versions = [f"{name} {environment[name]}" for name in names if environment.get(name)]
+    config = _strip_folders(cfg.model_dump(mode="json", include=SECTIONS))
     text = yaml.dump(
         config, Dumper=Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None
     )
     training = [
-        f"- {step:,} of {cfg.train.steps:,} updates, {tokens}: {size} sequences an update.",
-        f"- {manifest['world_size']} ranks; {', '.join(used) or 'on what hardware is not known'}.",
-        "- The licence of the text is that of its source; fprnn does not know it.",
-        "- Its configuration, of files the names alone:",
+        f"- {step:,} of {cfg.train.steps:,} updates with {size} sequences each, {tokens} in all.",
+        f"- {manifest['world_size']} ranks; {', '.join(versions) or 'unknown hardware'}.",
+        "- Licence of the training text: see its source.",
+        "- Configuration (file names without folders):",
         "",
         "```yaml",
         text.rstrip(),
@@ -93,97 +96,103 @@ def of_run(run: RunDir, cfg: Config, manifest: dict) -> Facts:
     ]
     records = [r for r in iter_metrics(run.path) if r is not None and r["step"] == step]
     validation: list[str] = []
-    for name, describe in (("validation", _validation), ("probe", _iterations)):
-        found = [record[name] for record in records if name in record]
-        validation += _known(describe, found[-1]) if found else []
+    for name, describe in (("validation", _describe_scores), ("probe", _describe_iterations)):
+        values = [record[name] for record in records if name in record]
+        validation += _describe_intact(describe, values[-1]) if values else []
     limitation = (
-        f"It was trained on {tokens} in sequences of {cfg.data.seq_len}: what it does with longer"
-        " ones was not measured in training."
+        f"It was trained on {tokens} in sequences of {cfg.data.seq_len}. Longer sequences were not"
+        " evaluated during training."
     )
     sources = [part.data for part in parts(cfg).values()]
     datasets = sorted({s.dataset for s in sources if s.source == "fineweb"})
-    return Facts(training, validation or ["Not validated at this update."], [limitation], datasets)
+    return Facts(
+        training, validation or ["This checkpoint was not validated."], [limitation], datasets
+    )
 
 
-def _known(describe: Callable[[dict], list[str]], record: dict) -> list[str]:
-    """Return the lines about a record; none if it is damaged."""
+def _describe_intact(describe: Callable[[dict], list[str]], record: dict) -> list[str]:
+    """Return the lines about a record, [] if the record is damaged."""
     try:
         return describe(record)
     except (LookupError, TypeError, AttributeError, ValueError):
         return []
 
 
-def _without_places(value: Any) -> Any:
-    """Return a value of a configuration, each path to a file of this machine as its last part."""
+def _strip_folders(value: Any) -> Any:
+    """Return a value of a configuration, with paths of this machine reduced to their file names."""
     if isinstance(value, dict):
-        return {key: _without_places(below) for key, below in value.items()}
+        return {key: _strip_folders(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without_places(below) for below in value]
-    is_place = isinstance(value, str) and (
+        return [_strip_folders(item) for item in value]
+    is_path = isinstance(value, str) and (
         value.startswith((".", "/", "~")) or os.path.exists(value)
     )
-    return Path(value).name if is_place else value
+    return Path(value).name if is_path else value
 
 
-def _validation(scores: dict) -> list[str]:
-    text = f"- Held-out text of the same source: perplexity {scores['perplexity']:.3f} a token on"
-    lines = [f"{text} {scores['tokens']:,} tokens."]
+def _describe_scores(scores: dict) -> list[str]:
+    lines = [
+        f"- Perplexity per token on held-out text of the same source: {scores['perplexity']:.3f}"
+        f" on {scores['tokens']:,} tokens."
+    ]
     if scores.get("bits_per_byte") is not None:
-        lines.append(f"- {scores['bits_per_byte']:.4f} bits per byte of {scores['bytes']:,} bytes.")
-    for name, of in scores.get("sources", {}).items():
-        lines.append(f"- Of `{name}`: perplexity {of['perplexity']:.3f}.")
+        lines.append(
+            f"- Bits per byte: {scores['bits_per_byte']:.4f} on {scores['bytes']:,} bytes."
+        )
+    for name, source_scores in scores.get("sources", {}).items():
+        lines.append(f"- Perplexity on `{name}`: {source_scores['perplexity']:.3f}.")
     return lines
 
 
-def _iterations(probe: dict) -> list[str]:
+def _describe_iterations(probe: dict) -> list[str]:
     counts = probe["num_iters"]
     numbers = probe.get("layers", range(len(counts["mean"])))
     layers = ", ".join(f"{mean} (layer {i})" for i, mean in zip(numbers, marked(counts)))
-    line = f"- Mean iterations ℓ\\* of the paper's procedure on a held-out batch: {layers}."
-    return [line, f"- {ELSEWHERE_NOTE}."] if any(is_elsewhere(counts)) else [line]
+    line = f"- Mean number of iterations ℓ\\* on a held-out batch, as in the paper: {layers}."
+    return [line, f"- {OTHER_SOLUTION_NOTE}."] if any(has_other_solution(counts)) else [line]
 
 
-def card(
+def format_card(
     model: PreTrainedModel,
     name: str,
     origin: str,
     facts: Facts | None,
     licence: str | None,
 ) -> str:
-    """Return the text of the card.
+    """Return the text of the model card.
 
     Args:
         model: The exported model.
         name: Title.
-        origin: Origin of the weights, in sentences.
-        facts: Facts of its training; None: not known.
-        licence: Licence of the weights, as the hub names it; None: not known.
+        origin: Sentences on where the weights come from.
+        facts: Facts about the training; None: unknown.
+        licence: Licence of the weights by its name on the hub; None: unknown.
     """
     from huggingface_hub import ModelCardData
 
-    has_code = type(model).__module__.startswith("lm.")  # otherwise a class of transformers
-    is_solved = bool(getattr(model, "fixed_point_blocks", list)())
+    has_code = type(model).__module__.startswith("lm.")  # otherwise it is a class of transformers
+    has_fixed_point = bool(getattr(model, "fixed_point_blocks", list)())
     facts = facts or Facts([], [], [], [])
     front = ModelCardData(
-        license=licence or "unknown",  # the hub's word
+        license=licence or "unknown",  # the hub's name for it
         library_name="transformers",
         pipeline_tag="text-generation",
-        tags=[model.config.model_type, *(["fixed-point-rnn"] if is_solved else [])],
+        tags=[model.config.model_type, *(["fixed-point-rnn"] if has_fixed_point else [])],
         datasets=facts.datasets or None,
     ).to_yaml()
     weights = f"Weights: {licence}."
     if licence is None:
-        weights = "Weights: whoever trained them has not said (`fprnn export --licence`)."
+        weights = "Weights: unknown (set it with `fprnn export --licence`)."
     sections = {
         "Use": _snippet(has_code),
-        "The model": _architecture(model, is_solved),
+        "The model": _architecture(model, has_fixed_point),
         "Training": facts.training,
         "Validation": facts.validation,
         "Scores": [SCORES],
-        "Limitations": [f"- {text}" for text in (ALWAYS, *facts.limitations)],
-        "Licence": [weights + " The code of fprnn in this folder: Apache-2.0." * has_code],
+        "Limitations": [f"- {text}" for text in (GENERAL_LIMITATION, *facts.limitations)],
+        "Licence": [weights + " Code of fprnn in this folder: Apache-2.0." * has_code],
         "Versions": _versions(has_code),
-        "Paper": [CITATION] if is_solved else [],
+        "Paper": [CITATION] if has_fixed_point else [],
     }
     text = f"---\n{front.rstrip()}\n---\n\n# {name}\n\n{origin}\n"
     for title, lines in sections.items():
@@ -198,7 +207,7 @@ def _snippet(has_code: bool) -> list[str]:
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
-        HERE,
+        PATH_LINE,
         f"model = AutoModelForCausalLM.from_pretrained(path{trust}).eval()",
         f"tokenizer = AutoTokenizer.from_pretrained(path{trust})",
         'ids = tokenizer("The following", return_tensors="pt")["input_ids"]',
@@ -207,15 +216,16 @@ def _snippet(has_code: bool) -> list[str]:
     ]
 
 
-def _architecture(model: PreTrainedModel, is_solved: bool) -> list[str]:
+def _architecture(model: PreTrainedModel, has_fixed_point: bool) -> list[str]:
     count = sum(p.numel() for p in model.parameters())
     lines = [
         f"- `{model.config.model_type}`, {count:,} parameters (fp32), {model.config.vocab_size:,}"
-        " tokens; config.json has its layers."
+        " tokens. config.json describes the layers."
     ]
-    if is_solved:
+    if has_fixed_point:
         lines.append(
-            "- No weight depends on the solver of config.json: `model.solving(…)` takes another."
+            "- The weights do not depend on the solver in config.json: `model.solving(…)` uses"
+            " another one."
         )
     return lines
 
@@ -224,8 +234,9 @@ def _versions(has_code: bool) -> list[str]:
     import torch
     import transformers
 
+    requirements = ", ".join(f"`{package}`" for package in REQUIREMENTS)
     lines = [
-        f"- Needs {', '.join(f'`{needed}`' for needed in NEEDED)}; fprnn need not be installed.",
+        f"- Requires {requirements}; fprnn need not be installed.",
         f"- Written by fprnn {__version__} with torch {torch.__version__}, transformers"
         f" {transformers.__version__}.",
     ]

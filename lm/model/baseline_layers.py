@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from .fields import heads_of, width_of_mlp
+from .fields import resolve_d_ff, resolve_n_heads
 from .layers import GroupNorm, ShortConv, without_autocast
 from .state import Sequences, last_valid_tokens
 
@@ -66,7 +66,7 @@ class GatedMLP(PlainLayer):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        width = width_of_mlp(config)
+        width = resolve_d_ff(config)
         self.in_proj = nn.Linear(config.d_model, 2 * width, bias=False)
         self.out_proj = nn.Linear(width, config.d_model, bias=False)
 
@@ -75,7 +75,7 @@ class GatedMLP(PlainLayer):
         return self.out_proj(F.silu(gate) * up), NoState() if seqs.return_state else None
 
     def flops_per_token(self, length: int) -> int:
-        return 6 * self.config.d_model * width_of_mlp(self.config)
+        return 6 * self.config.d_model * resolve_d_ff(self.config)
 
 
 ROPE_BASE = 10_000.0
@@ -97,7 +97,7 @@ class Attention(PlainLayer):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         d = config.d_model
-        self.heads = heads_of(config)
+        self.heads = resolve_n_heads(config)
         self.q_proj = nn.Linear(d, d, bias=False)
         self.k_proj = nn.Linear(d, d, bias=False)
         self.v_proj = nn.Linear(d, d, bias=False)
@@ -283,7 +283,7 @@ class SLSTM(PlainLayer):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         d = config.d_model
-        self.heads = heads_of(config)
+        self.heads = resolve_n_heads(config)
         e = d // self.heads
         self.conv1d = ShortConv(d, config.d_conv)
         self.gates = nn.Parameter(torch.empty(4, self.heads, e, e))  # W of i, f, z, o

@@ -31,7 +31,7 @@ from .certified_root import (
 )
 from .certified_root import MAX_DIRECT_STEPS as MAX_DIRECT_STEPS
 from .scan import faster
-from .solver import BISECTED, FAILED, LIMITED, Damping, Rule
+from .solver import BISECTED, FAILED, GRAD_LIMITED, Damping, Rule
 
 MOST_PICARD, MOST_NEWTON = 300, 10  # iterations of the search for s
 LEAST_INVERSE, BISECTIONS = 1e-18, 60  # bisection on the norm's inverse, if Picard fails
@@ -505,10 +505,10 @@ def _attach_gradient(value, s, matrix, status):
         status: Status of each token.
 
     Returns:
-        s with its gradient, and the status, with LIMITED if the gradient may be shortened.
+        s with its gradient, and the status with GRAD_LIMITED if the gradient may be shortened.
     """
     is_bounded = torch.linalg.matrix_norm(torch.linalg.inv_ex(matrix)[0]) <= MOST_GAIN
     is_limited = ~is_bounded & (status & FAILED == 0)  # NaN is limited, too
     if value.requires_grad:
         s = _Implicit.apply(value, s, matrix, status)
-    return s, torch.where(is_limited, status | LIMITED, status)
+    return s, torch.where(is_limited, status | GRAD_LIMITED, status)

@@ -53,7 +53,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .baseline_layers import PlainLayer
-from .fields import heads_of, negative_eigenvalues
+from .fields import has_negative_eigenvalues, resolve_n_heads
 from .layers import GroupNorm, RMSNorm, ShortConv, without_autocast
 from .scan import _chunked, ssd_decays
 from .state import Sequences, last_valid_tokens, shift
@@ -160,9 +160,9 @@ class GatedDeltaProduct(PlainLayer):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         d, d_v = config.d_model, config.d_inner
-        self.heads = heads_of(config)
+        self.heads = resolve_n_heads(config)
         self.steps = self.steps_of(config)
-        self.negative = negative_eigenvalues(config, self.kind)
+        self.negative = has_negative_eigenvalues(config, self.kind)
         self.q_proj = nn.Linear(d, d, bias=False)
         self.k_proj = nn.Linear(d, self.steps * d, bias=False)
         self.v_proj = nn.Linear(d, self.steps * d_v, bias=False)
@@ -398,7 +398,7 @@ class RWKV7(PlainLayer):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         d = config.d_model
-        self.heads = heads_of(config)
+        self.heads = resolve_n_heads(config)
         for name in self.mixes:
             setattr(self, f"x_{name}", nn.Parameter(torch.empty(d)))
         self.k_k = nn.Parameter(torch.empty(d))

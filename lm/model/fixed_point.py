@@ -109,7 +109,9 @@ class FixedPointBlock(nn.Module):
         if count_iterations:
             stats = self._count_iterations(u, seqs, solver, stats)
         else:  # the solver's own count is for its tolerance; ℓ* is defined at 0.1
-            stats = stats._replace(num_iters=None, converged=None, token_iters=None, elsewhere=None)
+            stats = stats._replace(
+                num_iters=None, converged=None, token_iters=None, other_solution=None
+            )
         return (out, stats, state) if seqs.return_state else (out, stats)
 
     # Methods of a subclass.
@@ -290,7 +292,7 @@ class FixedPointBlock(nn.Module):
             weights = self.mixer.weights(mixer_input)
             return weights if kernel is None else self.mixer.merged(weights)
 
-        weights = cached(seqs.cache, "mixer", compute_weights)
+        weights = cached(seqs.cache, ("mixer", kernel is None), compute_weights)
         weight_y = None
         if cfg.mixer_h_dep:
             weight_y = weights.first if cfg.symm_mixer else weights.first[:, d:]

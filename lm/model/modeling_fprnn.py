@@ -38,6 +38,7 @@ from .batch import (
     to_fp32,
 )
 from .blocks import FPRNN
+from .bundled_kernels import load_bundled_kernels
 from .cell import find_root
 from .certified_root import find_certified_roots
 from .checksums import refuse_changed
@@ -50,7 +51,6 @@ from .full_rank import solve_by_iterating
 from .layers import RMSNorm, on_cpu
 from .mixer_base import Mixer
 from .mixers import build_mixer, nrm
-from .operators import bundled_kernels
 from .scan import selective_scan
 from .solver import NonFiniteError, all_finite, explain_nonfinite, read_flags, stack_flags
 from .stack import FPRNNLayer, initialise, initialise_once, register_model_types
@@ -73,7 +73,7 @@ _EXPORTED = (
     Mamba,
     Mixer,
     build_mixer,
-    bundled_kernels,
+    load_bundled_kernels,
     choose_solver,
     find_certified_roots,
     find_root,

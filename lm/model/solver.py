@@ -107,12 +107,12 @@ class FixedPointStats(NamedTuple):
     evaluations: torch.Tensor  # evaluations of f or F per token
     failed: torch.Tensor  # share of tokens that are not solved to the tolerance
     bisected: torch.Tensor  # share whose iteration does not converge, solved by bisection
-    limited: torch.Tensor  # share whose gradient may be shortened (cell.MOST_GAIN)
+    grad_limited: torch.Tensor  # share whose gradient may be shortened (cell.MOST_GAIN)
     residual: torch.Tensor  # relative residual of the returned solution
     num_iters: torch.Tensor | None = None  # ℓ*: iterations that the paper's procedure needs
     converged: torch.Tensor | None = None  # bool: whether that procedure has converged
     token_iters: torch.Tensor | None = None  # iterations until all tokens up to this one converge
-    elsewhere: torch.Tensor | None = None  # share of tokens that it solves differently
+    other_solution: torch.Tensor | None = None  # share of tokens that it solves differently
     # max over tokens of ‖adjoint‖ relative to the gradient from above; the backward writes it here
     adjoint_norm: torch.Tensor | None = None
 
@@ -121,12 +121,12 @@ class FixedPointStats(NamedTuple):
 # stops at 0.1 of the largest entry.
 MAX_DISTANCE = 0.5
 RESIDUAL_FLOOR = 1e-8  # added to ‖g‖∞ in a relative residual
-SHARES = ("failed", "bisected", "limited")  # statistics that are shares of the tokens
+SHARES = ("failed", "bisected", "grad_limited")  # statistics that are shares of the tokens
 
 # The status of a token is a sum of these flags; 0 means solved.
 FAILED = 1  # no solution was found, or iterations ended before this token had converged
 BISECTED = 2  # the iteration does not converge; bisection found a solution (cell.py)
-LIMITED = 4  # ‖(I − φ′)⁻¹‖ is above cell.MOST_GAIN, so the gradient may be shortened
+GRAD_LIMITED = 4  # ‖(I − φ′)⁻¹‖ is above cell.MOST_GAIN, so the gradient may be shortened
 
 
 class Solution(NamedTuple):
@@ -287,10 +287,10 @@ def count_iterations(
         converged = torch.zeros_like(token_iters[:, 0], dtype=torch.bool)
         counts = token_iters[:, 0], converged, token_iters
     fields = dict(zip(("num_iters", "converged", "token_iters"), counts))
-    return stats._replace(**fields, elsewhere=_share_elsewhere(paper_y, y, mask))
+    return stats._replace(**fields, other_solution=_share_other_solution(paper_y, y, mask))
 
 
-def _share_elsewhere(paper_y, y, mask):
+def _share_other_solution(paper_y, y, mask):
     """Return the share of tokens (b,) at which two iterates (b,l,d) are different solutions."""
     distance, size = (torch.linalg.vector_norm(t.float(), dim=-1) for t in (paper_y - y, y))
     is_different = ~(distance <= MAX_DISTANCE * size)  # NaN counts as different
@@ -379,10 +379,10 @@ def make_stats(residual: torch.Tensor, status: torch.Tensor, evaluations: float)
     """Return the statistics of tokens with these residuals and statuses, (b,l) each."""
     residual = residual.detach().amax(1)
     evaluations = torch.full_like(residual, evaluations)
-    failed, bisected, limited = (
-        (status & flag != 0).to(residual.dtype).mean(1) for flag in (FAILED, BISECTED, LIMITED)
+    failed, bisected, grad_limited = (
+        (status & flag != 0).to(residual.dtype).mean(1) for flag in (FAILED, BISECTED, GRAD_LIMITED)
     )
-    return FixedPointStats(evaluations, failed, bisected, limited, residual)
+    return FixedPointStats(evaluations, failed, bisected, grad_limited, residual)
 
 
 DIVERGENCE = "the solve in the backward of `gradient: implicit` diverged"

@@ -58,7 +58,7 @@ class FPRNNLayer(SolvesOnceLayer):
         super().__init__()
         self.norm = RMSNorm(config.d_model, config.norm_epsilon)
         self.kind = layer.kind
-        layer_config = config.of_layer(layer)
+        layer_config = config.layer_config(layer)
         if layer.kind in BASELINES:
             self.block = BASELINES[layer.kind](layer_config)
         else:
@@ -101,7 +101,7 @@ def initialise(module: nn.Module, config: Any) -> None:
         config: Configuration of the model.
     """
     if isinstance(module, nn.Embedding):
-        init.normal_(module.weight, std=config.embedding_start)
+        init.normal_(module.weight, std=config.embedding_init_std)
     elif isinstance(module, nn.Linear | nn.Conv1d):
         is_normed = isinstance(module, WNLinear)
         weight = module.direction if is_normed else module.weight
@@ -127,8 +127,8 @@ def _initialise_block(module, cfg):
     init.kaiming_uniform_(module.out_proj.weight, a=math.sqrt(5))
     init.copy_(module.out_proj.weight, module.out_proj.weight / math.sqrt(cfg.n_layer))
     if isinstance(module, FixedPointBlock):
-        init.copy_(module.out_proj.weight, module.out_proj.weight * cfg.out_start)
-        _initialise_gates(module.mixer, cfg.mixer_gate_start)
+        init.copy_(module.out_proj.weight, module.out_proj.weight * cfg.out_proj_init_scale)
+        _initialise_gates(module.mixer, cfg.mixer_gate_init_bias)
         if module.centroids is not None:
             init.normal_(module.centroids.vectors)  # as long as the output of the block's norm
             init.constant_(module.centroids.log_sharpness, math.log(16))

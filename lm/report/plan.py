@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lm.common.cards import GIB, SEQUENCE_S, TOKEN_S, Card, card, here
+from lm.common.cards import GIB, SEQUENCE_S, TOKEN_S, Card, detect_gpu_name, find_card
 from lm.common.errors import ConfigError
 from lm.config.schema import Config
-from lm.kernels.cell import fits_a_gpu
+from lm.kernels.cell_arguments import fits_a_gpu
 from lm.model.fields import AUTO_WINDOW
 from lm.report import estimate
 from lm.report.estimate import Sizes, on_the_meta_device, sizes
@@ -30,7 +30,7 @@ EVALUATIONS = 10.0  # of a token and layer where a solve iterates: an assumption
 
 
 @dataclass(frozen=True)
-class Where:
+class Hardware:
     """Hardware that a run is planned for.
 
     Attributes:
@@ -44,18 +44,20 @@ class Where:
     utilisation: float = UTILISATION
 
 
-def where(world_size: int, gpu: str | None = None, utilisation: float | None = None) -> Where:
+def parse_hardware(
+    world_size: int, gpu: str | None = None, utilisation: float | None = None
+) -> Hardware:
     """Return what the options of `fprnn plan` mean; None is the default.
 
     Raises:
-        ConfigError: If there is no such card, or the utilisation is above 1.
+        ConfigError: If the card is unknown, or the utilisation is above 1.
     """
     if utilisation is not None and utilisation > 1:
         raise ConfigError(
             f"--utilisation is {utilisation:g}: it is the share of the card's peak that is reached,"
             " above 0 and at most 1"
         )
-    return Where(world_size, card(gpu or here()), utilisation or UTILISATION)
+    return Hardware(world_size, find_card(gpu or detect_gpu_name()), utilisation or UTILISATION)
 
 
 # Work.
@@ -117,7 +119,7 @@ def settled_schedule(cfg: Config, layers: Layers) -> Config:
     return copy
 
 
-def hours(cfg: Config, at: Where, layers: Layers, flops: float) -> dict | None:
+def hours(cfg: Config, at: Hardware, layers: Layers, flops: float) -> dict | None:
     """Return the hours of a run by part, or None where no rate was measured.
 
     Args:
@@ -139,7 +141,7 @@ def hours(cfg: Config, at: Where, layers: Layers, flops: float) -> dict | None:
     }
 
 
-def plan(cfg: Config, at: Where | int) -> dict:
+def plan(cfg: Config, at: Hardware | int) -> dict:
     """Return the costs of a run, by the formulas of `lm.report.estimate`.
 
     Builds the model on the meta device and downloads nothing.
@@ -152,7 +154,7 @@ def plan(cfg: Config, at: Where | int) -> dict:
         ConfigError: As `build_model`, `vocabulary` and `deepspeed_config`.
     """
     if isinstance(at, int):
-        at = where(at)
+        at = parse_hardware(at)
     cfg, own_mixers = with_built_in_mixers(cfg)
     vocab_size = vocabulary(cfg)
     model = on_the_meta_device(cfg, vocab_size)
@@ -185,7 +187,7 @@ def plan(cfg: Config, at: Where | int) -> dict:
     }
 
 
-def _planned_memory(cfg: Config, at: Where, counted: Sizes, vocab_size: int) -> dict:
+def _planned_memory(cfg: Config, at: Hardware, counted: Sizes, vocab_size: int) -> dict:
     """Return the bytes on a GPU and on the disk."""
     stage = deepspeed_config(cfg, at.world_size)["zero_optimization"]["stage"]
     known = at.world_size, at.card, counted, vocab_size
@@ -272,7 +274,7 @@ def _hours(p: dict, cfg: Config) -> list[tuple[str, str]]:
         "token after token": "by layers solved so, measured untrained on an H100",
     }
     passes = ""
-    if cfg.train.adversary:
+    if cfg.train.adversarial_noise:
         least = "at least " * cfg.waits
         passes = f", two passes in {least}{cfg.updates_against:,} updates"
     rows = [("hours", f"{sum(parts.values()):,.2f}, the sum of these{passes}")]

@@ -10,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.common.console import duration, say
+from lm.common.console import format_duration, say
 from lm.common.files import read_mapping
 from lm.runs.log import iterations_of_layers
-from lm.runs.metrics import ELSEWHERE_NOTE, is_elsewhere, read_metrics
+from lm.runs.metrics import OTHER_SOLUTION_NOTE, has_other_solution, read_metrics
 from lm.runs.run_dir import RunDir
 from lm.runs.status import STATES, Status, is_number, run_status, sweep_status, validation_of
 
@@ -67,8 +67,8 @@ def cells(status: Status) -> dict[str, str]:
         "validation": status.validation,
         "tokens/s": f"{speed:,.0f}" if is_number(speed) else "",
         "ℓ*": iterations_of_layers(status.num_iters) if status.num_iters else "",
-        "time left": "" if status.left_s is None else duration(status.left_s),
-        "last record": "" if status.seen_s is None else f"{duration(status.seen_s)} ago",
+        "time left": "" if status.left_s is None else format_duration(status.left_s),
+        "last record": "" if status.seen_s is None else f"{format_duration(status.seen_s)} ago",
     }
 
 
@@ -104,8 +104,8 @@ def remarks(seen: list[Status]) -> list[str]:
         if status.text:
             lines.append(f"{name} {status.state}: {status.text}")
     left = [status.index for status in seen if status.is_left and status.index is not None]
-    if any(status.num_iters and any(is_elsewhere(status.num_iters)) for status in seen):
-        lines.append(ELSEWHERE_NOTE)
+    if any(status.num_iters and any(has_other_solution(status.num_iters)) for status in seen):
+        lines.append(OTHER_SOLUTION_NOTE)
     if left:
         lines.append(f"not done and not running: --array={ranges(left)} (unless queued already)")
     return lines

@@ -9,9 +9,9 @@ from typing import Any
 
 import pandas as pd
 
-from lm.common.console import duration
+from lm.common.console import format_duration
 from lm.report.read import Files, as_written, nested, number
-from lm.runs.metrics import ELSEWHERE, ELSEWHERE_NOTE, ELSEWHERE_SHARE
+from lm.runs.metrics import OTHER_SOLUTION_MARK, OTHER_SOLUTION_NOTE, OTHER_SOLUTION_SHARE
 
 NO_VALUE = "–"
 MAX_EVENTS = 100
@@ -20,7 +20,7 @@ SOURCE = (
     " `step`, `tokens`, `validation`, `tokens_per_s`, `mfu`, `probe.num_iters.mean`, `evaluations`,"
     " `failed`"
 )
-OTHER_SOLUTION = f"{ELSEWHERE} share"
+OTHER_SOLUTION = f"{OTHER_SOLUTION_MARK} share"
 # Columns of the table of layers, by their title.
 LAYERS = {
     "ℓ* mean": ("probe", "num_iters", "mean"),
@@ -112,7 +112,7 @@ def describe_state(files: Files) -> str:
         step = "no update recorded yet" if status.step is None else f"update {status.step:,}{total}"
         line += f"; {step}"
         if status.seen_s is not None:
-            line += f", last record {duration(status.seen_s)} ago"
+            line += f", last record {format_duration(status.seen_s)} ago"
     return line
 
 
@@ -175,8 +175,8 @@ def layer_tables(runs: Sequence[Files]) -> tuple[list[Table], list[str]]:
         title = "Layers" if len(runs) == 1 else f"Layers of {files.label}"
         source = "metrics.jsonl: the last `probe`, `evaluations` and `failed`"
         tables.append(Table([["layer", *layers], *rows], source, title))
-        if OTHER_SOLUTION in layers and (layers[OTHER_SOLUTION] > ELSEWHERE_SHARE).any():
-            lines.append(f"{files.label}: {ELSEWHERE_NOTE}")
+        if OTHER_SOLUTION in layers and (layers[OTHER_SOLUTION] > OTHER_SOLUTION_SHARE).any():
+            lines.append(f"{files.label}: {OTHER_SOLUTION_NOTE}")
     return tables, lines
 
 

@@ -83,7 +83,7 @@ class Checkpoints:
         began = time.monotonic()
         self.finish()
         partial = self.folder / (_name(step) + PARTIAL)
-        self.ranks.first(self._begin, partial)
+        self.ranks.run_on_main(self._begin, partial)
         self._job = _Job(step, partial, snapshot(collect()), began)
         self._thread = threading.Thread(target=self._write, args=(self._job,), name="checkpoint")
         self._job.blocked_s = time.monotonic() - began
@@ -101,9 +101,9 @@ class Checkpoints:
         assert self._thread is not None  # it writes the job
         job.written.wait()
         try:
-            self.ranks.raise_any(job.error)
+            self.ranks.raise_first_error(job.error)
             self._thread.join()
-            self.ranks.raise_any(job.error)  # of rank 0's publication
+            self.ranks.raise_first_error(job.error)  # of rank 0's publication
         except Exception:
             job.cancelled.set()
             self._thread.join()

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.common.errors import UserError, refused_pickle
+from lm.common.errors import UserError, describe_refused_pickle, require
 from lm.model.checksums import refuse_changed
 
 if TYPE_CHECKING:
@@ -34,10 +34,14 @@ def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
             than were exported; a weight that is missing, unknown to the model, of another shape,
             or not finite. transformers itself would go on with random values.
     """
+    require("torch", "a model")
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
+    from lm.runs.auto_classes import register_auto_classes
+
+    register_auto_classes()
     _refuse_changed(path)
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()  # its report on the weights is replaced by our sentence
@@ -55,7 +59,7 @@ def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
         ) from None
     except pickle.UnpicklingError as e:
         files = sorted(Path(path).glob("pytorch_model*.bin"))
-        raise LoadError(refused_pickle(files[0] if files else path, e)) from None
+        raise LoadError(describe_refused_pickle(files[0] if files else path, e)) from None
     # ValueError: a model that nobody knows; the others: a config.json that no model can have.
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as e:
         raise _foreign_code(e, path) or LoadError(f"cannot load {path}: {_reason(e)}") from None
@@ -95,6 +99,9 @@ def load_tokenizer(path: Path | str, trust: bool = False) -> PreTrainedTokenizer
     """
     from transformers import AutoTokenizer
 
+    from lm.runs.auto_classes import register_auto_classes
+
+    register_auto_classes()  # AutoTokenizer reads the model type in config.json
     _refuse_changed(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust and _is_here(path))

@@ -13,7 +13,7 @@ from typing import Any, TextIO, TypeVar
 from lm.common.console import say
 from lm.common.files import write_text, writing
 from lm.config.schema import Run
-from lm.runs.metrics import ELSEWHERE, SHARES, is_elsewhere, iter_metrics, marked
+from lm.runs.metrics import OTHER_SOLUTION_MARK, SHARES, has_other_solution, iter_metrics, marked
 from lm.runs.run_dir import RunDir
 
 # Where wandb and TensorBoard show a record's key; one that is not here is of the training.
@@ -66,7 +66,7 @@ def iterations_of_layers(num_iters: dict) -> str:
     """ℓ* of the layers as `of_layers` has it, marked where it is of another solution."""
     if len(num_iters["mean"]) <= MOST_LAYERS:
         return " ".join(marked(num_iters))
-    return of_layers(num_iters["mean"]) + ELSEWHERE * any(is_elsewhere(num_iters))
+    return of_layers(num_iters["mean"]) + OTHER_SOLUTION_MARK * any(has_other_solution(num_iters))
 
 
 def probed(record: dict) -> dict | None:

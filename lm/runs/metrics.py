@@ -21,6 +21,8 @@ Gather = Callable[[torch.Tensor], torch.Tensor]  # concatenates over ranks, alon
 
 # What a solve counts of its tokens (lm/model/solver.py), in records.
 SHARES = ("failed", "bisected", "limited")
+# Key of a record → field of FixedPointReport, where they differ: records keep their first keys.
+STATISTICS = {"limited": "grad_limited", "elsewhere": "other_solution"}
 FAILED_SHARE = 0.001  # of a layer's tokens: more that were not solved are warned about
 ILL_SHARE = 0.01  # likewise of those that were bisected, or whose gradient may be limited
 # What a solve counts → largest share without a warning, the problem, its consequence.
@@ -41,13 +43,17 @@ PROBLEMS = {
         "so the gradient may be shortened there",
     ),
 }
-CURES = "train with model.contractive: 0.9, or begin near the identity (model.mixer_gate_start: -3)"
-ELSEWHERE_SHARE = 0.01  # above it ℓ* of a layer is marked: it does not belong to the layer's answer
-ELSEWHERE = "†"
-ELSEWHERE_NOTE = (
-    f"{ELSEWHERE} the paper's procedure, whose iterations ℓ* counts, ends in another solution than"
-    f" the model's at more than {ELSEWHERE_SHARE:.0%} of the tokens: this ℓ* does not belong to the"
-    " model's answers"
+CURES = (
+    "train with model.contractive: 0.9, or begin near the identity (model.mixer_gate_init_bias: -3)"
+)
+OTHER_SOLUTION_SHARE = (
+    0.01  # above it ℓ* of a layer is marked: it does not belong to the layer's answer
+)
+OTHER_SOLUTION_MARK = "†"
+OTHER_SOLUTION_NOTE = (
+    f"{OTHER_SOLUTION_MARK} the paper's procedure, whose iterations ℓ* counts, ends in another"
+    f" solution than the model's at more than {OTHER_SOLUTION_SHARE:.0%} of the tokens: this ℓ*"
+    " does not belong to the model's answers"
 )
 
 
@@ -85,6 +91,7 @@ def fixed_point_metrics(
         counted = gather(rows.to(stats[0].failed.device, torch.float64)) > 0
 
     def over_all(name):
+        name = STATISTICS.get(name, name)
         values = gather(torch.cat([getattr(s, name) for s in stats], -1).double())
         return values if counted is None else values[:, counted]
 
@@ -108,18 +115,18 @@ def fixed_point_metrics(
     return measured
 
 
-def is_elsewhere(num_iters: dict) -> list[bool]:
+def has_other_solution(num_iters: dict) -> list[bool]:
     """Of each layer whether its ℓ* belongs to another solution than the layer's. num_iters: of a
     record; one of before this was compared says nothing."""
     shares = num_iters.get("elsewhere") or [0.0] * len(num_iters["mean"])
-    return [share > ELSEWHERE_SHARE for share in shares]
+    return [share > OTHER_SOLUTION_SHARE for share in shares]
 
 
 def marked(num_iters: dict) -> list[str]:
-    """The mean ℓ* of each layer as text, with ELSEWHERE where it is of another solution."""
+    """Return the mean ℓ* of each layer as text, marked if it is of another solution."""
     return [
-        f"{mean:.1f}{ELSEWHERE * elsewhere}"
-        for mean, elsewhere in zip(num_iters["mean"], is_elsewhere(num_iters))
+        f"{mean:.1f}{OTHER_SOLUTION_MARK * elsewhere}"
+        for mean, elsewhere in zip(num_iters["mean"], has_other_solution(num_iters))
     ]
 
 

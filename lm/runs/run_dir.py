@@ -6,7 +6,13 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from lm.common.errors import ConfigError, DivergedAlone, UserError, exit_status, sentence
+from lm.common.errors import (
+    ConfigError,
+    DivergedOnOneRank,
+    UserError,
+    describe_user_error,
+    exit_status,
+)
 from lm.common.files import check_folder, printable, read_json, write_json, write_text, writing
 from lm.common.secrets import mask_credentials
 from lm.config.load import build
@@ -148,8 +154,8 @@ class RunDir:
         """
         if isinstance(error, LeaseError) or self.failure.exists():
             return
-        if is_main or isinstance(error, DivergedAlone):
-            masked = mask_credentials(sentence(error) or repr(error))
+        if is_main or isinstance(error, DivergedOnOneRank):
+            masked = mask_credentials(describe_user_error(error) or repr(error))
             with contextlib.suppress(Exception):  # the disk may be what failed
                 write_json(self.failure, {"sentence": masked, "exit_code": exit_status(error)})
 
@@ -285,13 +291,15 @@ def settled(model: dict, iterates: bool) -> dict:
     Args:
         iterates: Whether the run's solver iterates the paper's map (`Solver.iterates`).
     """
-    from lm.model.configuration_fprnn import gate_start, mixer_bounds
+    from lm.model.configuration_fprnn import resolve_gate_init_bias, resolve_mixer_bounds
 
     block, mixer = model.get("block", "fp_mamba1"), model.get("mixer", "householder")
     bounds = (model.get(name, "auto") for name in ("kronecker_norm", "contractive"))
-    norm, kappa = mixer_bounds(block, mixer, *bounds)
-    start = gate_start(block, mixer, iterates, model.get("mixer_gate_start", "auto"))
-    return {**model, "kronecker_norm": norm, "contractive": kappa, "mixer_gate_start": start}
+    norm, kappa = resolve_mixer_bounds(block, mixer, *bounds)
+    start = resolve_gate_init_bias(
+        block, mixer, iterates, model.get("mixer_gate_init_bias", "auto")
+    )
+    return {**model, "kronecker_norm": norm, "contractive": kappa, "mixer_gate_init_bias": start}
 
 
 def _flat(tree: dict, prefix: str = "") -> dict:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeGuard
 
-from lm.common.console import duration
+from lm.common.console import format_duration
 from lm.common.errors import PREEMPTED, ConfigError
 from lm.common.files import read_mapping
 from lm.config import load as config
@@ -199,7 +199,7 @@ def validation_of(result: dict) -> dict | None:
 def reached_by(result: dict) -> str:
     """Return what a result says of the training, in words."""
     seconds = result.get("training_seconds")
-    trained = f", trained {duration(seconds)}" if is_number(seconds) else ""
+    trained = f", trained {format_duration(seconds)}" if is_number(seconds) else ""
     return f"{result['updates']} updates{trained}"
 
 

@@ -35,22 +35,22 @@ class Curriculum:
 
     def waiting(self, step: int) -> list[str]:
         """The sources whose answers are to be looked at after update `step`."""
-        if step % EVERY or self.stage is None or self.stage.at is None:
+        if step % EVERY or self.stage is None or self.stage.min_answer_prob is None:
             return []
         return self.stage.traces(self._mixture)
 
     def look(self, step: int, likely: float) -> dict:
         """Ends the stage if its answers are as likely as it waits for → a record of them."""
         number, stage = self.number, self.stage
-        assert stage is not None and stage.at is not None
+        assert stage is not None and stage.min_answer_prob is not None
         assert isinstance(self._batches, MixtureLoader)
-        ended = likely >= stage.at
+        ended = likely >= stage.min_answer_prob
         if ended:
             self._batches.end_stage()
             say(f"update {step:>6}  stage {number} of the curriculum ends (answers {likely:.2f})")
         elif step + EVERY > stage.until:
             say(
                 f"update {step:>6}  stage {number} of the curriculum ends unlearned after update"
-                f" {stage.until} (answers {likely:.2f}, at: {stage.at:g})"
+                f" {stage.until} (answers {likely:.2f}, min_answer_prob: {stage.min_answer_prob:g})"
             )
         return {"curriculum": {"stage": number, "answers": likely, "ended": ended}}

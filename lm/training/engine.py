@@ -22,14 +22,14 @@ import torch.distributed as torch_dist
 from lm.common.errors import (
     ConfigError,
     Diverged,
-    DivergedAlone,
+    DivergedOnOneRank,
     MachineError,
     TrainingError,
     UserError,
 )
 from lm.common.files import without_wildcards
 from lm.common.heap import keep_freed_memory
-from lm.common.ranks import Ranks, check_address, launched
+from lm.common.ranks import Ranks, check_address, read_launcher_ranks
 from lm.config.schema import Config
 from lm.model.batch import IGNORED
 from lm.model.state import Adversary
@@ -114,12 +114,12 @@ def start(cfg: Config) -> Ranks:
     """Join the process group; alone when no launcher has set RANK. Also fixes seed, threads and, on
     a CPU, what becomes of freed memory."""
     on_gpu = torch.cuda.is_available()
-    launched()  # refused before anything is set
+    read_launcher_ranks()  # refused before anything is set
     if "RANK" not in os.environ:  # DeepSpeed looks for mpi4py otherwise
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(_free_port())
     check_address()
-    rank, world, local_rank = launched()
+    rank, world, local_rank = read_launcher_ranks()
     if cfg.train.threads:
         torch.set_num_threads(cfg.train.threads)
     if not on_gpu:
@@ -287,7 +287,7 @@ class Engine:
                 ),
                 config=self.config,
             )
-        kappa = cfg.train.adversary
+        kappa = cfg.train.adversarial_noise
         self._adversary = Adversary(self.deepspeed.module, kappa) if kappa else None
         self._solves = hasattr(model, "passes") and bool(model.fixed_point_blocks())
         self._noise_generators: list[torch.Generator] | None = None  # of this micro-batch
@@ -333,8 +333,8 @@ class Engine:
         Args:
             batches: its micro-batches, on every rank as many as `train.accumulation` says.
             stop: this rank was asked to stop. alive: called after each micro-batch.
-            against: each micro-batch has a second pass, against `train.adversary`; each of the two
-                gives half of the gradient.
+            against: each micro-batch has a second pass, with `train.adversarial_noise`; each of the
+                two gives half of the gradient.
         Raises:
             Diverged: the loss or its gradient is NaN or infinite on some rank: this engine is
                 spoilt.
@@ -401,7 +401,7 @@ class Engine:
         """Return the loss of a micro-batch times its share, and the report of its solves.
 
         Raises:
-            Diverged, DivergedAlone: as `_spoilt`.
+            Diverged, DivergedOnOneRank: as `_spoilt`.
         """
         try:
             with self.times.part("forward"):
@@ -427,12 +427,13 @@ class Engine:
         the other ranks as theirs do, and its sum tells them.
 
         Raises:
-            Diverged: there are no others. DivergedAlone: under ZeRO-3, whose forward already waits.
+            Diverged: there are no others.
+            DivergedOnOneRank: under ZeRO-3, whose forward already waits.
         """
         if self.ranks.world_size == 1:
             raise Diverged(str(error)) from None
         if self.zero_stage == 3:
-            raise DivergedAlone(f"rank {self.ranks.rank}: {error}") from None
+            raise DivergedOnOneRank(f"rank {self.ranks.rank}: {error}") from None
         parameters = (p for p in self.deepspeed.module.parameters() if p.requires_grad)
         return sum(p.float().sum() for p in parameters) * float("nan")
 
@@ -443,14 +444,14 @@ class Engine:
             is_last: of the update's passes: what the ranks have is then put together.
         Raises:
             Diverged: the gradient of a solve is NaN or infinite; of one rank among several
-                DivergedAlone.
+                DivergedOnOneRank.
         """
         self.deepspeed.set_gradient_accumulation_boundary(is_last)
         try:
             with self.times.part("backward"):
                 self.deepspeed.backward(loss)
         except FloatingPointError as e:
-            kind = Diverged if self.ranks.world_size == 1 else DivergedAlone
+            kind = Diverged if self.ranks.world_size == 1 else DivergedOnOneRank
             raise kind(f"rank {self.ranks.rank}: {e}") from None
 
     def _shares(self, batches: list[Batch]) -> list[float]:

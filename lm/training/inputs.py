@@ -9,9 +9,9 @@ from lm.config.schema import Config
 from lm.data.sources import traces
 from lm.data.sources.errors import DataError
 from lm.data.sources.listing import ENDINGS, source_files
-from lm.data.sources.mixture import naming, parts
+from lm.data.sources.mixture import name_source_in_errors, parts
 from lm.runs.places import check_resume, looks_local
-from lm.training.foreign import check_source_folder
+from lm.training.upcycle import SourceError
 
 
 def check_inputs(cfg: Config) -> None:
@@ -34,6 +34,19 @@ def check_inputs(cfg: Config) -> None:
     check_data(cfg)
 
 
+def check_source_folder(path: Path) -> None:
+    """Refuse a path of `init_from` that is no folder.
+
+    Raises:
+        SourceError: If it is none.
+    """
+    if not path.is_dir():
+        raise SourceError(
+            f"{path} is no folder: init_from must name a run, a checkpoint, an export, or a Mamba"
+            " in transformers' format (`hf download NAME --local-dir FOLDER` copies one)"
+        )
+
+
 def check_tokenizer(cfg: Config) -> None:
     """Refuse a `tokenizer.name` that is a path, and leads to no folder.
 
@@ -52,7 +65,7 @@ def check_data(cfg: Config) -> None:
         DataError: No file at `data.path`, or no task of `data.traces`.
     """
     for source, part in parts(cfg).items():
-        with naming(source):
+        with name_source_in_errors(source):
             if part.data.path is not None and part.data.source in ENDINGS:
                 source_files(part.data)
             if part.data.source == "traces":

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from lm.common.console import say
-from lm.common.errors import Diverged, DivergedAlone, Stopped
+from lm.common.errors import Diverged, DivergedOnOneRank, Stopped
 from lm.config.schema import Run
 from lm.runs.checkpoint import Checkpoints
 from lm.runs.log import Writer
@@ -78,7 +78,7 @@ class Loop(ABC):
         """The updates that are left, each with what is due after it; a save under way is finished.
 
         Raises:
-            Diverged, DivergedAlone, Stopped, LeaseError, CheckpointError, OutputError.
+            Diverged, DivergedOnOneRank, Stopped, LeaseError, CheckpointError, OutputError.
         """
         while not self.is_last:
             self.run.check_ours()
@@ -88,7 +88,7 @@ class Loop(ABC):
                     self.update()
                 for hook in self.after_update:
                     hook()
-            except DivergedAlone:
+            except DivergedOnOneRank:
                 raise
             except Diverged as e:
                 self._roll_back(e, number)
@@ -149,9 +149,9 @@ class Loop(ABC):
 
         Args: failed: the number of the update.
         Raises:
-            Diverged: there is none, or `train.rollbacks` of them were made.
+            Diverged: there is none, or `train.max_rollbacks` of them were made.
         """
-        most, made = self.cfg.train.rollbacks, self.rollbacks
+        most, made = self.cfg.train.max_rollbacks, self.rollbacks
         self.checkpoints.finish()
         try:
             is_back = made < most and self.go_back()
@@ -162,7 +162,7 @@ class Loop(ABC):
             kept = f"checkpoint of update {stands} stands" if stands else "nothing saved yet"
             raise Diverged(
                 f"stopped at update {failed}: {error}; {kept}, {made} of {most} rollbacks"
-                " (train.rollbacks) made"
+                " (train.max_rollbacks) made"
             ) from None
         self.rollbacks, self.went_back_to = made + 1, self.step
         say(

@@ -15,7 +15,7 @@ from lm.common.errors import ConfigError, require
 from lm.common.ranks import Ranks
 from lm.config.schema import Config, check_updates
 from lm.data.sources.mixture import parts
-from lm.kernels import OPERATIONS, asked, available, choice
+from lm.kernels import OPERATIONS, choose_backends, describe_backends, requested_backend
 from lm.training import init_from
 from lm.training.build import check_section
 from lm.training.deepspeed_json import check_device, deepspeed_config
@@ -52,7 +52,7 @@ def environment(ranks: Ranks, model: torch.nn.Module) -> dict:
         "deepspeed": version("deepspeed"),
         "device": gpu or f"CPU, {torch.get_num_threads()} threads",
         "world_size": ranks.world_size,
-        "kernels": available(_device(), kernel_operations(model)),
+        "kernels": describe_backends(_device(), kernel_operations(model)),
     }
 
 
@@ -69,18 +69,19 @@ def check_same_kernels(ranks: Ranks, model: torch.nn.Module) -> None:
         ConfigError: On every rank, if one differs.
     """
     asked_for = _device(), kernel_operations(model)
-    ranks.each(choice, *asked_for)  # on all at once: it may take a while, and may fail on one
-    first = ranks.first(choice, *asked_for)
+    # On all ranks at once: it may take minutes, and may fail on one of them.
+    ranks.run_on_all(choose_backends, *asked_for)
+    first = ranks.run_on_main(choose_backends, *asked_for)
 
     def check():
-        if choice(*asked_for) != first:
+        if choose_backends(*asked_for) != first:
             raise ConfigError(
                 f"rank {ranks.rank} on {platform.node()} would compute with other kernels than rank"
-                f" 0: it has {available(*asked_for)}. Make their hosts alike (`fprnn doctor` says"
-                " what is missing), or give all the same FPRNN_KERNELS, such as plain"
+                f" 0: it has {describe_backends(*asked_for)}. Make their hosts alike (`fprnn"
+                " doctor` says what is missing), or give all the same FPRNN_KERNELS, such as plain"
             )
 
-    ranks.each(check)
+    ranks.run_on_all(check)
 
 
 def commit() -> str | None:
@@ -117,7 +118,7 @@ def check_config(cfg: Config, world_size: int) -> Checked:
         PlaceError, SourceError, DataError: as `check_inputs`. LoadError: a damaged `init_from`.
         BackendError: FPRNN_KERNELS names nothing that we have.
     """
-    asked()
+    requested_backend()
     check_updates(cfg)
     config = deepspeed_config(cfg, world_size)
     model = check_section(cfg.model, cfg.solver, cfg.data.seq_len)

@@ -13,7 +13,7 @@ import torch
 from lm.common.console import Progress, say
 from lm.common.errors import ConfigError, Diverged, Stopped, UserError
 from lm.common.files import DamagedError, write_json
-from lm.common.ranks import Ranks, of_lost_peer
+from lm.common.ranks import Ranks, as_lost_peer_error
 from lm.common.signals import StopRequested, StopSignals
 from lm.common.watchdog import Watchdog
 from lm.config.schema import Config
@@ -68,8 +68,8 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
     Raises:
         ConfigError, DataError, RunDirError, LeaseError, CheckpointError, SourceError: something
             asked for cannot be had. OutputError, CheckpointError: something cannot be written.
-        Diverged: the loss or gradient became NaN or infinite, more often than `train.rollbacks`;
-            the last checkpoint stands. Stopped: a signal asked for a stop.
+        Diverged: the loss or gradient became NaN or infinite, more often than
+            `train.max_rollbacks`; the last checkpoint stands. Stopped: a signal asked for a stop.
     """
     ranks = ds.start(cfg)
     say.enabled = ranks.is_main
@@ -79,7 +79,7 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
         on_exit.callback(run.release)
         model, settings = check(cfg, ranks.world_size)
         check_same_kernels(ranks, model)
-        ranks.first(run.claim, cfg, overwrite, say)
+        ranks.run_on_main(run.claim, cfg, overwrite, say)
         try:
             training = Training(cfg, ranks, run, on_exit, settings)
             training.resume()
@@ -88,7 +88,7 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
             training.conclude()
         except Exception as e:
             is_too_large = isinstance(e, torch.OutOfMemoryError)
-            error = _too_large(cfg, run) if is_too_large else of_lost_peer(e) or e
+            error = _too_large(cfg, run) if is_too_large else as_lost_peer_error(e) or e
             run.write_failure(error, ranks.is_main)
             if error is e:
                 raise
@@ -147,7 +147,7 @@ class Training(Loop):
             self._save_if_due,
             self._validate_if_due,
         )
-        self.checkpoint = ranks.first(to_resume, cfg.resume, run.checkpoints, say)
+        self.checkpoint = ranks.run_on_main(to_resume, cfg.resume, run.checkpoints, say)
         self._open_data()
         self._build_model()
 
@@ -160,17 +160,17 @@ class Training(Loop):
         from lm.data.sources import mixture
 
         cfg, ranks, folder = self.cfg, self.ranks, self.run.path
-        say(f"data     {mixture.described(cfg.data)}; tokenizer {cfg.tokenizer.name}")
-        ranks.first(self._stoppable, load_tokenizer, cfg, folder, say)
-        ranks.first(self._check_made_of)
+        say(f"data     {mixture.describe_data(cfg.data)}; tokenizer {cfg.tokenizer.name}")
+        ranks.run_on_main(self._stoppable, load_tokenizer, cfg, folder)
+        ranks.run_on_main(self._check_made_of)
         self.tokenizer = load_tokenizer(cfg, folder)
         bar = Progress("tokenised", unit="documents")
         progress = lambda documents, _: bar.update(documents)  # noqa: E731
         prepare = corpora.prepare_sources
-        ranks.first(self._stoppable, prepare, cfg, self.tokenizer, folder, progress)
-        ranks.first(self._check_made_of)  # the corpora may be new
-        self.checkpoints.about |= ranks.first(made_of, cfg, self.run)
-        ranks.each(corpora.ensure_sources_here, cfg, self.tokenizer, folder)
+        ranks.run_on_main(self._stoppable, prepare, cfg, self.tokenizer, folder, progress)
+        ranks.run_on_main(self._check_made_of)  # the corpora may be new
+        self.checkpoints.about |= ranks.run_on_main(made_of, cfg, self.run)
+        ranks.run_on_all(corpora.ensure_sources_on_node, cfg, self.tokenizer, folder)
         built = loader.build(cfg, self.tokenizer, folder, ranks.rank, ranks.world_size)
         self.batches, self.held_out = built
         self.curriculum = Curriculum(cfg.data, self.batches)
@@ -203,7 +203,7 @@ class Training(Loop):
     def check_finite(self) -> None:
         """Raises Diverged, on every rank, where the weights or moments of one are not finite."""
         what = not_finite(self.engine.held())
-        self.ranks.raise_any(Diverged(what) if what else None)
+        self.ranks.raise_first_error(Diverged(what) if what else None)
 
     def _build_model(self) -> None:
         cfg, tokenizer = self.cfg, self.tokenizer
@@ -228,7 +228,7 @@ class Training(Loop):
         one."""
         cfg, ranks = self.cfg, self.ranks
         if self.checkpoint is None:
-            init_from.begin(cfg, self.model, self.tokenizer, ranks, self.run)
+            init_from.initialize(cfg, self.model, self.tokenizer, ranks, self.run)
             return ds.Engine(cfg, self.model, ranks, self.settings)
         path, manifest = self.checkpoint
         check_optimizer(path, manifest, signature(cfg.optim))
@@ -266,9 +266,9 @@ class Training(Loop):
                     f" {self.cfg.train.steps}: raise it, or train anew with --overwrite"
                 )
             if self.cfg.resume != "auto":
-                self.ranks.first(drop_after, folder, self.step)
+                self.ranks.run_on_main(drop_after, folder, self.step)
             say(f"resumed  {path} at update {self.step}")
-        self.ranks.first(self.run.confirm, self.cfg)
+        self.ranks.run_on_main(self.run.confirm, self.cfg)
         if self.ranks.is_main:
             if self.step < self.cfg.train.steps:
                 self.run.result.unlink(missing_ok=True)  # what is there is of fewer updates
@@ -356,13 +356,13 @@ class Training(Loop):
         Raises:
             Stopped: a signal came before the first update.
         """
-        (asked,) = self.ranks.sum(self.signals.asked)
+        (asked,) = self.ranks.sum(self.signals.is_stop_requested)
         if asked:
             self.stop()
         if (
             self.step
             and self.step % self.cfg.eval.every == 0
-            and not self.ranks.first(
+            and not self.ranks.run_on_main(
                 lambda: any(
                     r is not None and r["step"] == self.step and "validation" in r
                     for r in iter_metrics(self.run.path)
@@ -399,7 +399,7 @@ class Training(Loop):
             is_stopped = True
         failures, stops = self.ranks.sum(error is not None, is_stopped)
         if failures:
-            self.ranks.raise_any(error)
+            self.ranks.raise_first_error(error)
         if stops and stream and mark:
             stream.go_back(mark)
             self.stop()
@@ -410,9 +410,9 @@ class Training(Loop):
         self.lr = self.engine.lr
         cfg = self.cfg
         # An adversary of what is not yet learned would keep it from being learned.
-        against = cfg.train.adversary > 0 and self.curriculum.stage is None
+        against = cfg.train.adversarial_noise > 0 and self.curriculum.stage is None
         micro = self._micro_batches()
-        made = self.engine.step(micro, self.signals.asked, self.alive, against=against)
+        made = self.engine.step(micro, self.signals.is_stop_requested, self.alive, against=against)
         self.step += 1
         self.stats += made.stats
         self.speed.count(self.tokens_per_step, passes=1 + against)
@@ -421,7 +421,9 @@ class Training(Loop):
 
     def go_back(self) -> bool:
         """Weights and optimizer from the newest checkpoint that can be used; see `Loop`."""
-        checkpoint = self.ranks.first(to_go_back_to, self.run.checkpoints, self.went_back_to, say)
+        checkpoint = self.ranks.run_on_main(
+            to_go_back_to, self.run.checkpoints, self.went_back_to, say
+        )
         if checkpoint is None:
             return False
         after, seconds = self.batches.state_dict(), self.seconds
@@ -456,7 +458,7 @@ class Training(Loop):
             **solver,
             **imbalance(breakdown["forward"] + breakdown.get("solve", 0.0), self._gather_host),
             "breakdown": breakdown,
-            **self.batches.drawn(),
+            **self.batches.source_metrics(),
             "peak_memory_bytes": self._peak_memory(),
         }
         self.stats = []
@@ -512,7 +514,7 @@ class Training(Loop):
     def conclude(self) -> None:
         """The last validation, and result.json, where they are not there yet."""
         steps = self.cfg.train.steps
-        if not self.ranks.first(lambda: self._has_result(steps)):
+        if not self.ranks.run_on_main(lambda: self._has_result(steps)):
             final = self.validation.measure(self.engine, self.step, lambda: None)
             if self.ranks.is_main:
                 final |= self.validation.ngrams(self.run, self.vocab_size)
@@ -525,10 +527,10 @@ class Training(Loop):
                 "tokens_per_s": round(tokens / max(self.seconds, 1e-9), 1),
                 "parameters": self.parameters,
                 "vocab_size": self.vocab_size,
-                **self.batches.drawn(),
+                **self.batches.source_metrics(),
                 **{k: v for k, v in final.items() if k != "step"},
             }
-            self.ranks.first(write_json, self.run.result, result)
+            self.ranks.run_on_main(write_json, self.run.result, result)
         self.engine.close()
 
     def _has_result(self, steps: int) -> bool:

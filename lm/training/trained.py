@@ -29,7 +29,6 @@ def load_trained(
     checkpoint: Path | None = None,
     trust: bool = False,
     advice: str = TRUST_ADVICE,
-    shapes_only: bool = False,
 ) -> Trained:
     """Load the model of a run directory.
 
@@ -38,7 +37,6 @@ def load_trained(
         checkpoint: One of its checkpoints; None: the newest complete one.
         trust: Run the code of a `module:Class` in the run's config.yaml.
         advice: What the user can do where that is needed, for the message.
-        shapes_only: Leave the weights on the meta device.
 
     Raises:
         CheckpointError: If it holds no run, or no complete checkpoint, or the checkpoint is damaged
@@ -64,17 +62,15 @@ def load_trained(
     check_made_of(path, manifest, run, cfg)
     tokenizer = load_tokenizer(cfg, run.path)
     ids = tokenizer.eos_token_id, tokenizer.pad_token_id
-    device = torch.device("meta" if shapes_only else "cpu")
-    with reading_run(run.config, trust, advice), torch.random.fork_rng(devices=[]), device:
+    with reading_run(run.config, trust, advice), torch.random.fork_rng(devices=[]):
         model = build_model(cfg, vocabulary(cfg, len(tokenizer)), *ids)
-    if not shapes_only:
-        weights = consolidated(path)
-        try:
-            model.load_state_dict(weights, strict=True)
-        except RuntimeError as e:
-            first = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
-            raise checkpoints.CheckpointError(
-                f"{path} is of another model than {run.config} describes ({first}): a"
-                " run's config.yaml must stay as it was trained"
-            ) from None
+    weights = consolidated(path)
+    try:
+        model.load_state_dict(weights, strict=True)
+    except RuntimeError as e:
+        first = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
+        raise checkpoints.CheckpointError(
+            f"{path} is of another model than {run.config} describes ({first}): a"
+            " run's config.yaml must stay as it was trained"
+        ) from None
     return Trained(model, tokenizer, cfg, manifest, path)

@@ -1,247 +1,226 @@
-"""Pair the layers of a run's model with those of a source, and take over the weights.
+"""Start a model from the weights of another model: pair their layers and copy what fits.
 
-A layer with a partner takes its weights. A layer without a partner is new and adds nothing to the
-residual stream: its out_proj is zero. So fixed-point layers are inserted into a Mamba
-(docs/recipes.md).
+A layer with a partner in the source takes the partner's weights. A layer without a partner is new:
+its out_proj is set to zero, so that it adds nothing to the residual stream at first. In this way
+fixed-point layers are inserted into a Mamba (docs/recipes.md).
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+import re
+from dataclasses import dataclass, field
+from operator import attrgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lm.common.errors import ConfigError
-from lm.model.fields import KINDS, heads_of, width_of_mlp
-from lm.training.foreign import EMBEDDING, HEAD, Source
+from lm.common.errors import BAD_CONFIG, ConfigError, UserError
+from lm.model.fields import KINDS, resolve_d_ff, resolve_n_heads
+from lm.runs.exported import first_names
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from lm.model.configuration_fprnn import FPRNNConfig
     from lm.model.modeling_fprnn import FPRNNForCausalLM
 
-# Fields on which an output depends, and which may differ from the source's.
-NOTED_FIELDS = (
-    *("token", "stopping", "tol", "eval_tol", "max_iters", "eval_max_iters"),
-    "reset_at_eos",
-)
-START_FIELDS = ("mixer_gate_start", "out_start")  # only new weights depend on these
-MAX_NAMES = 6  # names of weights that a message gives
+EMBEDDING, HEAD = "backbone.embeddings.weight", "lm_head.weight"
+INIT_FIELDS = ("mixer_gate_init_bias", "out_proj_init_scale")  # they only choose initial values
+DERIVED_FIELDS = {
+    "n_heads": resolve_n_heads,
+    "d_ff": resolve_d_ff,
+}  # "auto" depends on other fields
+LAYER_INDEX = re.compile(r"(?<=^backbone\.layers\.)\d+")
+# Fields that may differ from the source's and change outputs; the log lists them.
+LOGGED_FIELDS = ("token", "stopping", "tol", "eval_tol", "max_iters", "reset_at_eos")
+
+
+class SourceError(UserError, RuntimeError):
+    """A folder that holds no model from which a run can start."""
+
+    exit_status = BAD_CONFIG
+
+
+class Source(NamedTuple):
+    """A language model whose weights another model can take.
+
+    Attributes:
+        path: Its folder.
+        description: The kind of folder, for messages.
+        config: FPRNNConfig of the same model.
+        weights: State dict under our names, without the head if it is the embedding.
+        tokenizer: Folder of its tokenizer, or None.
+    """
+
+    path: Path
+    description: str
+    config: Any
+    weights: dict
+    tokenizer: Path | None = None
 
 
 @dataclass
-class Match:
-    """What a model takes from a Source.
+class WeightMatch:
+    """Weights that a model takes from a source.
 
     Attributes:
-        taken: {name here: name there}.
-        new: Names of the weights that keep their initial values.
-        pairs: For every layer here the number of its partner, or None.
-        silent: Layers whose out_proj is zeroed.
-        differs: Reasons why the outputs at the start are not the source's; [] if they are.
-        notes: Fields of the model and the solver that differ.
+        partners: For every layer of the model, the index of its partner in the source, or None.
+        weights: {name in the model: the source's tensor}.
+        new: Names of the model's other weights.
+        differences: Reasons why the outputs at the start differ from the source's.
     """
 
-    taken: dict[str, str] = field(default_factory=dict)
+    source: Source
+    model: FPRNNForCausalLM
+    partners: list[int | None]
+    weights: dict[str, Tensor] = field(default_factory=dict)
     new: list[str] = field(default_factory=list)
-    pairs: list[int | None] = field(default_factory=list)
-    silent: list[int] = field(default_factory=list)
-    differs: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+
+    def apply(self) -> None:
+        """Copy the weights into the model, and zero the out_proj of every new layer."""
+        state = self.model.state_dict()  # the parameters themselves, not copies
+        for name, tensor in self.weights.items():
+            state[name].copy_(tensor)
+        for layer, partner in zip(self.model.backbone.layers, self.partners):
+            for p in layer.block.out_proj.parameters() if partner is None else ():
+                p.detach().zero_()
+
+    def describe(self) -> list[str]:
+        """Return lines for the log: the number of weights taken, new layers, differences."""
+        size = sum(tensor.numel() for tensor in self.weights.values()) / 1e6
+        counts = f"{len(self.weights)} weights ({size:.3f} M) taken, {len(self.new)} new"
+        lines = [f"{self.source.path} ({self.source.description}): {counts}"]
+        layers = enumerate(zip(self.model.config.layer_list(), self.partners))
+        new_layers = [f"{i} ({layer.kind})" for i, (layer, partner) in layers if partner is None]
+        if new_layers:
+            lines.append(f"new layers, whose out_proj is zero: {', '.join(new_layers)}")
+        reasons = f": {'; '.join(self.differences)}" if self.differences else ""
+        lines.append(f"outputs at the start are {'not ' * bool(reasons)}the source's{reasons}")
+        for name in LOGGED_FIELDS:
+            value, source_value = (getattr(m.config, name) for m in (self.model, self.source))
+            if value != source_value:
+                lines.append(f"{name} is {value}, in the source {source_value}")
+        return lines
+
+    def record(self) -> dict:
+        """Return the content of init_from.json."""
+        pairs = zip(self.model.config.layer_list(), self.partners)
+        return {
+            "path": str(self.source.path),
+            "what": self.source.description,
+            "layers": [{"kind": layer.kind, "from": partner} for layer, partner in pairs],
+            "outputs_equal": not self.differences,
+            "differs": self.differences,
+        }
 
 
-def match(
+def match_weights(
     source: Source,
     model: FPRNNForCausalLM,
     partial: bool = False,
-    vocabulary: int | None = None,
-    other_tokens: str = "",
-) -> Match:
-    """Find out which weights a model takes, and change nothing.
+    vocab_size: int | None = None,
+    token_difference: str = "",
+) -> WeightMatch:
+    """Find the weights that a model can take from a source, without changing the model.
 
     Args:
         source: Model that the weights are taken from.
-        model: Model of the run; it may be on the meta device.
-        partial: Take the weights that fit; otherwise the outputs must be the source's.
-        vocabulary: Tokens of the model; None: not known yet, and taken to be the source's.
-        other_tokens: Difference of the tokenizers, in words; "" if none is known.
+        model: Model of the run; it may be on the meta device, with any vocabulary.
+        partial: Take the weights that fit. Otherwise the outputs must equal the source's.
+        vocab_size: Tokens of the run's vocabulary, or None if they are not known yet.
+        token_difference: Reason why a token id means something else in the source, or "".
 
     Raises:
-        ConfigError: If something is missing, extra, misshapen or configured differently; under
-            `partial` if d_model differs, or nothing fits.
+        ConfigError: If a weight or an option does not match; with `partial`, if d_model differs.
     """
     theirs, ours = source.config, model.config
     if theirs.d_model != ours.d_model:
         raise ConfigError(
             f"init_from: {source.path} has d_model {theirs.d_model}, model.d_model is"
-            f" {ours.d_model}: nothing of another width can be taken"
+            f" {ours.d_model}: weights of another width cannot be taken"
         )
-    shapes = {name: t.shape for name, t in model.state_dict().items()}
-    if ours.tie_embeddings:
-        del shapes[HEAD]
-    matched = Match(pairs=pair_layers(source, ours, partial))
-    for name in NOTED_FIELDS:
-        there, here = getattr(theirs, name), getattr(ours, name)
-        if there != here:
-            matched.notes.append(f"{name} is {here} here, and {there} there")
-    wanted = {"backbone.norm_f.weight": "backbone.norm_f.weight"}
-    wanted |= _match_vocabulary(matched, source, ours, vocabulary, other_tokens)
-    for index in range(len(matched.pairs)):
-        wanted |= _match_layer(matched, theirs, ours, index, shapes)
-    problems = _take(matched, source, shapes, wanted)
-    if (problems or matched.differs) and not partial:
+    match = WeightMatch(source, model, pair_layers(theirs, ours))
+    if not token_difference and vocab_size not in (None, theirs.vocab_size):
+        token_difference = (
+            f"its vocabulary has {theirs.vocab_size} tokens, this run's {vocab_size}"
+            " (model.vocab_size, or the tokenizer's)"
+        )
+    if token_difference:
+        match.differences.append(token_difference)
+    elif ours.tie_embeddings and HEAD in source.weights:
+        match.differences.append("its head is not its embedding, and model.tie_embeddings is true")
+    for index, layer in enumerate(theirs.layer_list()):
+        if index not in match.partners:
+            match.differences.append(f"layer {index} of the source ({layer.kind}) is not used")
+    for index, partner in enumerate(match.partners):
+        match.differences += _compare_layers(theirs, ours, index, partner)
+    _match_names(match, {EMBEDDING, HEAD} if token_difference else set())
+    if match.differences and not partial:
         raise ConfigError(
-            f"init_from: {source.path} ({source.what}) is not this run's model:"
-            f" {'; '.join([*problems, *matched.differs])}; init_from.partial=true takes what fits,"
-            " and says what that is"
+            f"init_from: {source.path} ({source.description}) does not match this run's model:"
+            f" {'; '.join(match.differences)}; init_from.partial=true takes the weights that fit"
         )
-    if not matched.taken:
-        raise ConfigError(f"init_from: nothing in {source.path} ({source.what}) fits the model")
-    matched.differs[:0] = problems
-    return matched
+    return match
 
 
-def pair_layers(source: Source, ours: FPRNNConfig, partial: bool) -> list[int | None]:
-    """Return for every layer of a model the number of its partner in a source, or None.
+def pair_layers(theirs: FPRNNConfig, ours: FPRNNConfig) -> list[int | None]:
+    """Pair each layer of a model with the source's next unused layer of the same kind, or None."""
+    source_kinds = [layer.kind for layer in theirs.layer_list()]
+    partners: list[int | None] = []
+    start = 0
+    for kind in (layer.kind for layer in ours.layer_list()):
+        partner = source_kinds.index(kind, start) if kind in source_kinds[start:] else None
+        partners.append(partner)
+        start = start if partner is None else partner + 1
+    return partners
 
-    With equally many layers they are paired one to one; otherwise each layer in turn gets the next
-    unused layer of its kind. Under `partial` layers of another kind in between are passed over.
+
+def _compare_layers(
+    theirs: FPRNNConfig, ours: FPRNNConfig, index: int, partner: int | None
+) -> list[str]:
+    """List the options in which a layer differs from its partner.
+
+    Raises:
+        ConfigError: If a layer without a partner has no out_proj that could be zeroed.
     """
-    here = [layer.kind for layer in ours.layer_list()]
-    there = [layer.kind for layer in source.config.layer_list()]
-    if len(here) == len(there):
-        return list(range(len(here)))
-    pairs: list[int | None] = []
-    used = 0
-    for kind in here:
-        candidates = there[used:] if partial else there[used : used + 1]
-        if kind in candidates:
-            pairs.append(used + candidates.index(kind))
-            used += candidates.index(kind) + 1
-        else:
-            pairs.append(None)
-    return pairs
+    layer = ours.layer_list()[index]
+    if partner is None:
+        if layer.kind == "lstm":
+            raise ConfigError(f"layer {index} is a new lstm, which cannot begin by adding nothing")
+        return []
+    configs = ours.of_layer(layer), theirs.of_layer(theirs.layer_list()[partner])
+    differences = []
+    for name in KINDS[layer.kind]:
+        read = DERIVED_FIELDS.get(name, attrgetter(name))
+        value, source_value = map(read, configs)
+        if value != source_value and name not in INIT_FIELDS:
+            label = f"layer {index} ({layer.kind})"
+            differences.append(f"{label}: {name} is {value}, in the source {source_value}")
+    return differences
 
 
-def _match_vocabulary(
-    matched: Match, source: Source, ours: FPRNNConfig, vocabulary: int | None, other_tokens: str
-) -> dict[str, str]:
-    """Return {name here: name there} of embedding and head; {} if their rows are other tokens."""
-    theirs = source.config
-    if other_tokens:
-        matched.differs.append(other_tokens)
-        return {}
-    if vocabulary not in (None, theirs.vocab_size):
-        matched.differs.append(
-            f"it has a vocabulary of {theirs.vocab_size} tokens, this run's model one of"
-            f" {vocabulary} (model.vocab_size, or the tokenizer's)"
-        )
-        return {}
-    wanted = {EMBEDDING: EMBEDDING}
-    if not ours.tie_embeddings:
-        wanted[HEAD] = HEAD if HEAD in source.weights else EMBEDDING
-    elif HEAD in source.weights:
-        matched.differs.append("its head is not its embedding, and model.tie_embeddings is true")
-    return wanted
-
-
-def _match_layer(
-    matched: Match, theirs: FPRNNConfig, ours: FPRNNConfig, index: int, shapes: dict
-) -> dict[str, str]:
-    """Return {name here: name there} of a layer, and note the differences of the two."""
-    layer, partner = ours.layer_list()[index], matched.pairs[index]
-    if partner is not None:
-        other = theirs.layer_list()[partner]
-        label = f"layer {index} ({layer.kind}, of its layer {partner})"
-        if layer.kind == other.kind:
-            configs = ours.of_layer(layer), theirs.of_layer(other)
-            for name in KINDS[layer.kind]:
-                values = [_value(config, name) for config in configs]
-                if values[0] != values[1] and name not in START_FIELDS:
-                    matched.differs.append(f"{label}: {name} is {values[0]}, and {values[1]} there")
-            here, there = f"backbone.layers.{index}.", f"backbone.layers.{partner}."
-            return {n: n.replace(here, there, 1) for n in shapes if n.startswith(here)}
-        # A weight of the same name would mean something else.
-        matched.differs.append(f"{label}: it is a {other.kind} there")
-        matched.pairs[index] = None
-    if layer.kind == "lstm":
-        raise ConfigError(f"layer {index} is a new lstm, which cannot begin by adding nothing")
-    matched.silent.append(index)
-    return {}
-
-
-def _value(config: Any, name: str) -> Any:
-    """Return a field of a layer's config, with the defaults that depend on other fields."""
-    if name == "n_heads":
-        return heads_of(config)
-    if name == "d_ff":
-        return width_of_mlp(config)
-    return getattr(config, name)
-
-
-def _take(matched: Match, source: Source, shapes: dict, wanted: dict[str, str]) -> list[str]:
-    """Fill in taken and new; return the missing, extra and misshapen names in words."""
-    problems: dict[str, list[str]] = {"missing": [], "extra": [], "of another shape": []}
-    at_vocabulary = {EMBEDDING, HEAD}  # these are compared by their number of tokens
-    compared = set(at_vocabulary)
-    for name, shape in shapes.items():
-        there = wanted.get(name, "")  # no weight has this name
-        tensor = source.weights.get(there)
-        if tensor is not None and (tensor.shape == shape or name in at_vocabulary):
-            matched.taken[name] = there
-        else:
-            matched.new.append(name)
-            if tensor is not None:
-                sizes = f"{list(tensor.shape)} there, {list(shape)} here"
-                problems["of another shape"].append(f"{name} {sizes}")
-            elif there:
-                problems["missing"].append(name)
-        compared.add(there)
-    problems["extra"] = [name for name in source.weights if name not in compared]
-    return [
-        f"{len(names)} {what}: {', '.join(names[:MAX_NAMES])}{', …' * (len(names) > MAX_NAMES)}"
-        for what, names in problems.items()
-        if names
-    ]
-
-
-def apply(matched: Match, source: Source, model: FPRNNForCausalLM) -> None:
-    """Give a model the weights that `match` has found for it."""
-    import torch
-
-    state = model.state_dict()  # the parameters themselves, under all their names
-    with torch.no_grad():
-        for name, there in matched.taken.items():
-            state[name].copy_(source.weights[there])
-        for index in matched.silent:
-            for p in model.backbone.layers[index].block.out_proj.parameters():
-                p.zero_()
-
-
-def described(matched: Match, source: Source, config: FPRNNConfig) -> list[str]:
-    """Return lines that say which weights are taken."""
-    kinds = [layer.kind for layer in config.layer_list()]
-    size = sum(source.weights[name].numel() for name in matched.taken.values()) / 1e6
-    taken = f"{len(matched.taken)} weights ({size:.3f} M) taken, {len(matched.new)} new"
-    lines = [f"{source.path} ({source.what}): {taken}"]
-    if matched.silent:
-        named = ", ".join(f"{index} ({kinds[index]})" for index in matched.silent)
-        lines.append(f"new layers, whose out_proj is zero: {named}")
-    if matched.differs:
-        lines.append(f"outputs at the start are not the source's: {'; '.join(matched.differs)}")
-    else:
-        lines.append("outputs at the start are the source's")
-    return [*lines, *matched.notes]
-
-
-def record(matched: Match, source: Source, config: FPRNNConfig) -> dict:
-    """Return the content of init_from.json."""
-    layers = [
-        {"kind": layer.kind, "from": partner, "adds_nothing": index in matched.silent}
-        for index, (layer, partner) in enumerate(zip(config.layer_list(), matched.pairs))
-    ]
-    return {
-        "path": str(source.path),
-        "what": source.what,
-        "layers": layers,
-        "outputs_equal": not matched.differs,
-        **asdict(matched),
+def _match_names(match: WeightMatch, excluded: set[str]) -> None:
+    """Sort the model's weights into taken and new ones; `excluded` are new."""
+    positions = {partner: index for index, partner in enumerate(match.partners)}
+    # The names of a layer that is not used get the index None, which no layer has.
+    weights = {
+        LAYER_INDEX.sub(lambda index: str(positions.get(int(index[0]))), name): tensor
+        for name, tensor in match.source.weights.items()
     }
+    weights.setdefault(HEAD, weights[EMBEDDING])
+    new_layers = [f"backbone.layers.{i}." for i, p in enumerate(match.partners) if p is None]
+    unmatched = []
+    for name, tensor in match.model.state_dict().items():
+        if name == HEAD and match.model.config.tie_embeddings:
+            continue
+        # Vocabularies are compared elsewhere: the model may have any before the tokenizer is known.
+        source = weights.get(name)
+        fits = source is not None and (name in (EMBEDDING, HEAD) or source.shape == tensor.shape)
+        if fits and name not in excluded:
+            match.weights[name] = source
+            continue
+        match.new.append(name)
+        if not fits and not name.startswith(tuple(new_layers)):
+            unmatched.append(name)
+    if unmatched:
+        match.differences.append(f"no weight of the same shape for {first_names(unmatched)}")

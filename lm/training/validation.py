@@ -12,8 +12,13 @@ from lm.common.console import Progress, say
 from lm.common.ranks import Ranks
 from lm.config.schema import Config
 from lm.data.batches.packing import IGNORE
-from lm.data.batches.questions import asked
-from lm.data.batches.text_bytes import TextBytes, UncountableError, bits_per_byte, in_bits
+from lm.data.batches.questions import question_batches
+from lm.data.batches.text_bytes import (
+    TextBytes,
+    UncountableError,
+    bits_per_byte,
+    format_bits_per_byte,
+)
 from lm.data.sources.mixture import parts
 from lm.runs.log import iterations
 from lm.runs.metrics import FailureWatch, fixed_point_metrics, probe
@@ -52,7 +57,9 @@ class Validation:
         self.held_out, self.shares = held_out, shares
         self.bytes = text_bytes_of(held_out, tokenizer, ranks)  # of all ranks
         self.asked = {
-            name: asked(part.data.traces, tokenizer, cfg.train.micro_batch_size, cfg.data.seq_len)
+            name: question_batches(
+                part.data.traces, tokenizer, cfg.train.micro_batch_size, cfg.data.seq_len
+            )
             for name, part in parts(cfg).items()
             if part.data.source == "traces"
         }
@@ -69,9 +76,10 @@ class Validation:
         of_sources = ""
         for name, of in scores.get("sources", {}).items():
             of_sources += f"  {name} {of['perplexity']:.2f}{in_answers(of)}"
+        bits = format_bits_per_byte(scores["bits_per_byte"])
         say(
             f"update {step:>6}  validation loss {scores['loss']:.4f}  perplexity"
-            f" {scores['perplexity']:.2f}{in_bits(scores['bits_per_byte'])}{in_answers(scores)}"
+            f" {scores['perplexity']:.2f}{bits}{in_answers(scores)}"
             f"{of_sources}"
             f"{iterations(record)}"
         )

@@ -101,7 +101,7 @@ class Task:
         """
         if letters is not None:
             raise TaskError(
-                "train.curriculum.letters: of word_problem alone some letters can come later"
+                "train.curriculum.num_elements: of word_problem alone some letters can come later"
             )
 
     def sample(

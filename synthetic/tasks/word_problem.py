@@ -47,8 +47,8 @@ class WordProblem(Task):
             return
         if letters > self.group.order:
             raise TaskError(
-                f"train.curriculum.letters is {letters}, and the elements of {self.group.name} are"
-                f" only {self.group.order}"
+                f"train.curriculum.num_elements is {letters}, and the elements of"
+                f" {self.group.name} are only {self.group.order}"
             )
         self.elements = self.group.simplest_first()[:letters]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
-import lm  # noqa: F401 (registers the Auto classes)
+import fprnn  # noqa: F401 (registers the Auto classes)
 from lm.export.export import write_export
 from lm.model.modeling_fprnn import FPRNNForSequenceClassification
 from tests.hf.models import BLOCKS, PAD, VOCAB, build, fprnn_config, ids

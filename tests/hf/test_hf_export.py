@@ -15,7 +15,7 @@ from lm.export.export import write_export
 from lm.kernels import INTERFACE
 from lm.kernels.cpu import build as cpu_build
 from lm.kernels.cpu import scan as cpu
-from lm.model import operators, scan
+from lm.model import bundled_kernels, scan
 from tests.hf.models import BASELINES, BLOCKS, build, ids
 from tests.running import run_alone
 
@@ -83,7 +83,7 @@ def test_every_auto_class_loads_and_saves_an_export(tmp_path):
         assert found[path] == pytest.approx(totals, rel=1e-5), path
 
 
-SAID = "fprnn's kernels are not used, and the model is computed in plain PyTorch: "
+SAID = "fprnn's kernels are not used, and the model runs in plain PyTorch: "
 STRANGERS = {
     "nothing": (None, "the package fprnn is not installed"),
     "a package without kernels": ({"__init__.py": "raise SystemExit(3)"}, "is not fprnn's"),
@@ -131,7 +131,7 @@ def found(request, tmp_path_factory):
     model = build("fp_mamba1").eval()
     out = write_export(model, tmp_path / "out", None, "x", "")
     if request.param != "with kernels":
-        shutil.copy(operators.__file__, out)
+        shutil.copy(bundled_kernels.__file__, out)
     folders = {name: lay(tmp_path / str(i), STRANGERS[name][0]) for i, name in enumerate(STRANGERS)}
     folders["ours"] = Path(lm.__file__).parents[1]
     folders_too = map(str, folders.values())
@@ -165,7 +165,7 @@ def test_kernels_of_another_package_are_not_used(stranger, found):
 
 def test_installed_kernels_are_used_without_warning(found):
     used, said = found[1]["ours"]
-    assert used == "lm.kernels" and SAID not in said and operators.SAID not in said
+    assert used == "lm.kernels" and SAID not in said and bundled_kernels.SAID not in said
     assert scan._find_kernels()[1] == "" and scan.INTERFACE == INTERFACE
 
 
@@ -199,7 +199,7 @@ ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
 out = model(ids, labels=ids)
 out.loss.backward()
 grads = sum(p.grad.double().abs().sum().item() for p in model.parameters())
-found = [out.loss.item(), grads, sorted(m for m in sys.modules if m.endswith(".cpu.cell"))]
+found = [out.loss.item(), grads, sorted(m for m in sys.modules if m.endswith(".cpu.cpu_cell"))]
 print(json.dumps(found))
 """
 
@@ -217,7 +217,7 @@ def test_export_without_package_uses_bundled_kernels(tmp_path):
     env = warm_cache(tmp_path)
     (ours, theirs, (module,)), said = elsewhere(ALONE, tmp_path, out, **env)
     assert (ours, theirs) == pytest.approx((loss.item(), grads), rel=1e-5)
-    assert said.count(operators.SAID) == 1
+    assert said.count(bundled_kernels.SAID) == 1
     # A changed file in the cache is not run but written again; the library stays.
     file = tmp_path / "cache/fprnn/kernels" / (module.replace(".", "/") + ".py")
     text = file.read_text()
@@ -233,12 +233,12 @@ def test_kernel_folder_writable_by_others_is_refused(tmp_path):
     folder = tmp_path / "kernels/of-a-version"
     folder.mkdir(parents=True, mode=0o700)
     folder.parent.chmod(0o700)
-    operators._refuse_if_open(folder)
+    bundled_kernels._refuse_if_open(folder)
     for place, mode in ((folder, 0o702), (folder, 0o720), (folder.parent, 0o777)):
         before = place.stat().st_mode
         place.chmod(mode)
         with pytest.raises(OSError, match=f"{place} is not this user's alone to write in"):
-            operators._refuse_if_open(folder)
+            bundled_kernels._refuse_if_open(folder)
         place.chmod(before)
 
 
@@ -262,7 +262,7 @@ def test_export_without_compiler_warns_that_it_is_slow(tmp_path):
 def test_bundled_kernels_equal_the_package(tmp_path):
     out = write_export(build("fp_mamba1"), tmp_path / "out", None, "x", "")
     found: dict = {}
-    exec(compile((out / "operators.py").read_text(), "operators.py", "exec"), found)
+    exec(compile((out / "bundled_kernels.py").read_text(), "bundled_kernels.py", "exec"), found)
     folder = Path(lm.__file__).parent / "kernels"
     kinds = (".py", ".h", ".cpp")
     texts = {

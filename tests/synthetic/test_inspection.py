@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lm.data.sources.groups import element_names, group
-from lm.evaluation.inspection.page import page
+from lm.evaluation.inspection.page import render_page
 from lm.runs.metrics import probe
 from lm.runs.run_dir import RunDir
 from synthetic import config, tasks
@@ -104,7 +104,7 @@ def test_answers_losses_and_iterations_are_those_of_the_model(untrained):
     # First 213, then 231: 1 → 2 → 3, 2 → 1 → 2, 3 → 3 → 1.
     assert [answer.right for answer in found.answers][:2] == ["213", "321"]
     assert found.bits_per_byte is None and found.following == []
-    text = page(found)
+    text = render_page(found)
     classes = [part.split("'")[0] for part in text.split("<span class='token ")[1:]]
     assert classes == [f"answer {'right' if is_right else 'wrong'}" for is_right in right]
     assert ("✗" in text.split("</section>")[0]) == (not all(right))

@@ -21,7 +21,7 @@ QUICK = (
     "train.steps=2",
     "eval.lengths=4",
     "eval.examples=4",
-    "bars=[]",
+    "thresholds=[]",
     "model.d_model=16",
 )
 MONARCH = ("model.mixer=monarch", "model.mixer_rank=7")
@@ -61,7 +61,10 @@ def blocked(tmp_path):
         ("train.length=[9, 4]", "length [9, 4] is empty: shortest first"),
         ("train.curriculum.start=99", "curriculum.start is 99, and the longest of train.length"),
         ("train.curriculum={}", "`train.curriculum.start` is missing"),
-        ("bars=[{metric: a, leest: 1}]", "unknown key `bars[0].leest`; did you mean `bars.least`?"),
+        (
+            "thresholds=[{metric: a, mim: 1}]",
+            "unknown key `thresholds[0].mim`; did you mean `thresholds.min`?",
+        ),
         ("eval.seeds=[-1]", "`eval.seeds[0]` is -1: it must be greater than or equal to 0"),
         ("optim.warmup=99", "optim.warmup is 99 updates, and train.steps is only 2"),
     ],
@@ -82,7 +85,7 @@ def test_a_value_that_cannot_be(capsys, tmp_path, override, words):
         (["model.mixer=selective_dense", "model.d_model=512"], "d_model may be at most 256"),
         (["model.block=fp_mamba2", "model.headdim=7"], "headdim is 7: it must divide"),
         (
-            ["model=transformer", "model.headdim=6", "train.adversary=0"],
+            ["model=transformer", "model.headdim=6", "train.adversarial_noise=0"],
             "model.headdim is 6: it must divide",
         ),
         (["model.vocab_size=2"], "model.vocab_size is 2, task `word_problem` has"),
@@ -114,11 +117,11 @@ def test_no_run_starts_where_one_of_them_cannot(capsys, tmp_path):
 @pytest.mark.parametrize(
     "args, words",
     [
-        (["validate", S3, "--jobs", "0"], "argument --jobs: '0' is no whole number from 1 on"),
-        (["validate", S3, "--jobs", "-1"], "argument --jobs: '-1' is no whole number"),
-        (["report", "fig3c", "--jobs", "0"], "argument --jobs: '0' is no whole number"),
-        (["train", "--config", FIG3C, "--job-index", "-1"], "--job-index: '-1' is no whole"),
-        (["validate", S3, "--seeds", "0", "-1"], "argument --seeds: '-1' is no whole number"),
+        (["validate", S3, "--jobs", "0"], "argument --jobs: '0' is invalid: it must be an integer"),
+        (["validate", S3, "--jobs", "-1"], "argument --jobs: '-1' is invalid"),
+        (["report", "fig3c", "--jobs", "0"], "argument --jobs: '0' is invalid"),
+        (["train", "--config", FIG3C, "--job-index", "-1"], "--job-index: '-1' is invalid"),
+        (["validate", S3, "--seeds", "0", "-1"], "argument --seeds: '-1' is invalid"),
         (["report", "nope"], "no report `nope`: there are demo"),
         (["report", "fig3c", "nope"], "override `nope` must read key=value"),
         (["eval", "run", "nope"], "run: no such folder"),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from synthetic import tasks
-from synthetic.config import Bar, Config, Task
+from synthetic.config import Config, Task, Threshold
 from synthetic.evaluate import (
     PROBED,
     evaluate_all,
@@ -104,7 +104,7 @@ def test_seeds_are_other_data():
     assert results[4]["metrics"] != results[5]["metrics"]
     mean = np.mean([r["metrics"]["token_accuracy"] for r in results[4:]])
     bars = [
-        Bar(metric="token_accuracy", length=n, least=b)
+        Threshold(metric="token_accuracy", length=n, min=b)
         for n, b in ((16, 0.1), (16, 0.95), (99, 0.1))
     ]
     judged = passes(bars, results)
@@ -196,10 +196,10 @@ class Solved(Oracle):
             evaluations=each,
             failed=each * input_ids.shape[1] / 1000,
             bisected=0 * each,
-            limited=0 * each,
+            grad_limited=0 * each,
             residual=0 * each,
             num_iters=iterations,
-            elsewhere=0 * each,
+            other_solution=0 * each,
             layers=None,
         )
         return output

@@ -24,9 +24,9 @@ SMALL = (
     "eval={every: 100, lengths: 4, examples: 8}",
     "checkpoint.every=10",
     "log={every: 1, probe_every: 0}",
-    "bars=[]",
+    "thresholds=[]",
     "solver.state_noise=0",
-    "train.adversary=0",
+    "train.adversarial_noise=0",
 )
 
 
@@ -105,11 +105,11 @@ def test_nan_goes_back_and_on_with_the_next_batches(tmp_path, fault, why):
 
 
 def test_nan_too_often_is_the_end(tmp_path):
-    status, _, error = finished(tmp_path, "train.rollbacks=0", fault="synthetic_nan_at=16")
+    status, _, error = finished(tmp_path, "train.max_rollbacks=0", fault="synthetic_nan_at=16")
     assert status == DIVERGED
     assert (
         "stopped at update 16: the loss is nan" in error
-        and "0 of 0 rollbacks (train.rollbacks) made" in error
+        and "0 of 0 rollbacks (train.max_rollbacks) made" in error
     )
 
 

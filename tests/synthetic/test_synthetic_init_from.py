@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lm.common.errors import ConfigError
-from lm.training.foreign import SourceError
+from lm.training.upcycle import SourceError
 from synthetic import centroids, config
 from synthetic.build import load_run
 from synthetic.cli import main
@@ -89,9 +89,9 @@ def test_a_run_that_goes_on_reads_nothing_of_it(source, cfg, capsys):
     "overrides, words",
     [
         (["init_from.path=nowhere"], "init_from.path is nowhere, which is no run"),
-        (["model.d_model=32"], "d_model 16, model.d_model is 32: nothing of another width"),
+        (["model.d_model=32"], "d_model 16, model.d_model is 32: weights of another width"),
         (["task.group=S3"], "trained on another task (task.group Z3 there, S3 here)"),
-        (["model.d_state=8"], "d_state is 8, and 4 there"),
+        (["model.d_state=8"], "d_state is 8, in the source 4"),
         (["init_from.layer=[0]"], "unknown key `init_from.layer`"),
     ],
 )

@@ -125,10 +125,13 @@ def babi(tmp_path):
     "task, overrides",
     [
         ("words", ("model.name=fprnn",)),
-        ("words", ("train.adversary=0.05", "solver.state_noise=0.2")),
-        ("words", ("train.curriculum={start: 4, at: 0.0, letters: 2}", "eval.every=2")),
+        ("words", ("train.adversarial_noise=0.05", "solver.state_noise=0.2")),
+        (
+            "words",
+            ("train.curriculum={start: 4, min_accuracy: 0.0, num_elements: 2}", "eval.every=2"),
+        ),
         ("stream", ("model.name=fprnn",)),
-        ("stream", ("train.adversary=0.05",)),
+        ("stream", ("train.adversarial_noise=0.05",)),
         ("stream", ("model.name=lstm",)),
         ("stream", ("model.name=mamba",)),
     ],
@@ -197,7 +200,7 @@ def test_the_curriculum_grows_the_length_and_stops_when_solved(cfg):
 
 def test_a_curriculum_that_ends_early_is_said(cfg, capsys):
     """Or a model that was kept at short words would pass for one that has learned all."""
-    curriculum = "train.curriculum={start: 1, grow: 1, at: 1.0}"
+    curriculum = "train.curriculum={start: 1, grow: 1, min_accuracy: 1.0}"
     c = cfg("task.group=A5", "train.length=3", "train.steps=2", "eval.every=1", curriculum)
     result = train(c)
     note = "its curriculum ended at length 1: it was never trained at 3"
@@ -208,7 +211,7 @@ def test_a_curriculum_that_ends_early_is_said(cfg, capsys):
     assert curriculum_note(result, c) == ""
 
 
-LETTERS = "train.curriculum={start: 2, grow: 2, at: 0.0, letters: 2}"  # goes on whatever the score
+LETTERS = "train.curriculum={start: 2, grow: 2, min_accuracy: 0.0, num_elements: 2}"
 
 
 def test_the_curriculum_adds_letters_once_words_are_long(cfg):
@@ -224,13 +227,15 @@ def test_the_curriculum_adds_letters_once_words_are_long(cfg):
 
 
 def test_what_is_evaluated_has_all_letters_however_far_the_curriculum_came(cfg):
-    never = LETTERS.replace("at: 0.0", "at: 1.0")
+    never = LETTERS.replace("min_accuracy: 0.0", "min_accuracy: 1.0")
     c = cfg("task.group=S3", "train.steps=2", "eval.every=1", never, "eval.lengths=8")
     assert train(c)["eval"][0]["in_training"]["count"] == 0  # few letters' words are not held apart
 
 
 def test_an_adversary_waits_for_the_last_letters(cfg):
-    c = cfg("task.group=S3", "train.adversary=0.1", "eval.every=1", LETTERS, "train.steps=7")
+    c = cfg(
+        "task.group=S3", "train.adversarial_noise=0.1", "eval.every=1", LETTERS, "train.steps=7"
+    )
     train(c)
     records = read_metrics(c.run_dir)
     assert [r["letters"] for r in records if "letters" in r] == [2, 2, 4]
@@ -269,18 +274,24 @@ ODD = ("task.name=mod_arithmetic", "train.length=[3, 9]", "eval.lengths=5")
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["train.curriculum={start: 2, letters: 9}"], "are only 3"),
-        (["task.name=parity", "train.curriculum={start: 2, letters: 2}"], "alone"),
-        (["train.adversary=-1"], "train.adversary"),
-        (["train.adversary=0.1", "model.name=lstm"], "lstm has not: set it to 0"),
+        (["train.curriculum={start: 2, num_elements: 9}"], "are only 3"),
+        (["task.name=parity", "train.curriculum={start: 2, num_elements: 2}"], "alone"),
+        (["train.adversarial_noise=-1"], "train.adversarial_noise"),
+        (["train.adversarial_noise=0.1", "model.name=lstm"], "lstm has not: set it to 0"),
         (["task.name=mod_arithmetic", "train.length=4"], "1, 3, 5"),
         (["eval.seeds=[]"], "eval.seeds"),
         (["eval.seeds=[1,1]"], r"a seed of \[1, 1\] is there twice"),
         # What would come up in the middle of the run, or at its end, is said before it starts.
         ([*ODD, "train.curriculum.start=4"], "no sequences of length 4"),
         (["task={name: copy, context: 20}", "train.length=[2,12]"], "needs a context of 27 tokens"),
-        (["bars=[{metric: token_accuracy, length: 7, least: 0.5}]"], r"does not try \(2, 4, 6\)"),
-        (["bars=[{metric: nope, length: 4, least: 0.5}]"], "a bar is on `nope`: word_problem has"),
+        (
+            ["thresholds=[{metric: token_accuracy, length: 7, min: 0.5}]"],
+            r"does not try \(2, 4, 6\)",
+        ),
+        (
+            ["thresholds=[{metric: nope, length: 4, min: 0.5}]"],
+            "a bar is on `nope`: word_problem has",
+        ),
     ],
 )
 def test_bad_input_is_a_sentence(cfg, tmp_path, overrides, message):
@@ -293,7 +304,7 @@ def test_the_command_line(cfg, tmp_path, capsys):
     c = cfg()
     yaml = str(tmp_path / "c.yaml")
     out = f"out_dir={tmp_path / 'runs'}"
-    bar = "bars=[{metric: token_accuracy, length: 4, least: 0.0}]"
+    bar = "thresholds=[{metric: token_accuracy, length: 4, min: 0.0}]"
     sequential = "solver.schedule=sequential"
     assert main(["train", "--config", yaml, out, "train.steps=2", bar, sequential]) == 0
     shown = capsys.readouterr().out
@@ -301,7 +312,7 @@ def test_the_command_line(cfg, tmp_path, capsys):
     solver = "token exact, sequential"
     assert f"evaluation: {solver}" in " ".join(shown.split())
     assert f"read at once; solver: {solver}" in " ".join(shown.split())
-    bar = "bars=[{metric: sequence_accuracy, length: 6, least: 1.0}]"
+    bar = "thresholds=[{metric: sequence_accuracy, length: 6, min: 1.0}]"
     assert main(["train", "--config", yaml, out, "train.steps=2", "--overwrite", bar]) == 2
     assert "FAIL  sequence_accuracy at length 6" in capsys.readouterr().out
     assert main(["eval", str(c.run_dir), "eval.lengths=3,5", "eval.seeds=[0, 1]"]) == 0

@@ -24,7 +24,7 @@ from tests.fabricated import numbers
 TINY = {
     "train": {"steps": 2, "batch_size": 4, "length": 3},
     "eval": {"lengths": "3,5", "examples": 8, "every": 10, "batch_size": 8},
-    "bars": [{"metric": "token_accuracy", "length": 5, "least": 0.0}],
+    "thresholds": [{"metric": "token_accuracy", "length": 5, "min": 0.0}],
 }
 
 
@@ -60,10 +60,10 @@ def two(tmp_path):
 def test_the_recipes_are_complete_and_their_bars_measured():
     for recipe, _ in validate.ABILITIES.values():
         cfg = config.load(validate.RECIPES / f"{recipe}.yaml")
-        assert len(cfg.bars) == 2 and cfg.name == recipe
+        assert len(cfg.thresholds) == 2 and cfg.name == recipe
         lengths = parse_lengths(cfg.eval.lengths, tasks.build(cfg.task))
-        assert {bar.length for bar in cfg.bars} <= set(lengths)
-        assert cfg.bars[0].length == cfg.train.lengths[1]
+        assert {bar.length for bar in cfg.thresholds} <= set(lengths)
+        assert cfg.thresholds[0].length == cfg.train.lengths[1]
 
 
 def test_a_config_of_one_model_is_planned_with_its_own_optimizer(tmp_path):
@@ -76,7 +76,7 @@ def test_a_config_of_one_model_is_planned_with_its_own_optimizer(tmp_path):
     for point, cfg in runs.items():
         assert (cfg.model.name, cfg.model.d_model, cfg.model.n_layer) == ("lstm", 24, 2)
         assert cfg.optim.lr == 5e-4 and cfg.train.steps > 9
-        assert cfg.train.adversary == 0  # which an LSTM cannot have
+        assert cfg.train.adversarial_noise == 0  # which an LSTM cannot have
         assert cfg.optim.warmup == 0.05  # the recipe's, which the config does not set
         assert cfg.seed == point.seed and str(point.seed) in cfg.name
     assert {point.seed for point in runs} == {0, 1, 2}
@@ -102,7 +102,7 @@ def test_lengths_are_multiples_of_the_trained_one_as_far_as_sequences_are_short(
         task = tasks.build(cfg.task)
         lengths = parse_lengths(cfg.eval.lengths, task)
         assert lengths[0] == cfg.train.lengths[1]
-        assert {bar.length for bar in cfg.bars} <= set(lengths)
+        assert {bar.length for bar in cfg.thresholds} <= set(lengths)
         longest = task.batch(0, "test", 0, 1, (lengths[-1],) * 2).input_ids.shape[1]
         assert 400 < longest <= validate.MOST_TOKENS
         if point.ability in ("state", "arithmetic"):

@@ -1,1 +1,1 @@
-"""Tokens as micro-batches: packing, shuffling, streams, mixtures."""
+"""Micro-batches of tokens: packing, shuffling, streams, mixtures."""

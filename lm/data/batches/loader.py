@@ -1,4 +1,4 @@
-"""Rank-sharded, shuffled, exactly resumable micro-batches over a prepared corpus."""
+"""Loaders of a run: shuffled, resumable training micro-batches, and validation micro-batches."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ def build(
     rank: int = 0,
     world_size: int = 1,
 ) -> tuple[StreamLoader | MixtureLoader, dict[str, list[MicroBatch]]]:
-    """(endless training loader, validation micro-batches by source) of this rank, once
-    `prepare_sources` has run. A run on a single source has that of the name "".
+    """Build the loaders of a rank, after `prepare_sources` has prepared the corpora.
+
+    Returns:
+        The endless training loader, and the validation micro-batches by source; the name of a
+        single source is "".
 
     Raises:
-        DataError: the corpus is not prepared.
+        DataError: If the corpus is not prepared.
     """
     corpora = open_sources(cfg, run_dir)
     size = cfg.train.micro_batch_size
@@ -42,29 +45,34 @@ def build(
             name: ShuffledBlocks(corpus.train, cfg.data.seq_len, cfg.seed, number)
             for number, (name, corpus) in enumerate(sorted(corpora.items()))
         }
-        of_update = cfg.train.sequences(world_size)
-        stages = [(stage.until * of_update, stage.weights) for stage in cfg.data.curriculum]
+        sequences = cfg.train.sequences(world_size)  # per update
+        stages = [(stage.until * sequences, stage.weights) for stage in cfg.data.curriculum]
         train = MixtureLoader(sources, shares(cfg.data), size, cfg.seed, *place, stages)
     elif cfg.data.source == "fineweb":
         train = StreamLoader(cfg.data, tokenizer, size, cfg.seed, *place)
     else:
         train = single_source_loader(corpora[""].train, cfg.data.seq_len, size, cfg.seed, *place)
-    held_out = {
+    validation = {
         name: validation_blocks(corpus.val, cfg.data, size, *place)
         for name, corpus in corpora.items()
     }
-    return train, held_out
+    return train, validation
 
 
 def validation_blocks(
     tokens: Tokens, data: Data, micro_batch_size: int, rank: int = 0, world_size: int = 1
 ) -> list[MicroBatch]:
-    """This rank's share of the validation stream (n,): over all ranks each token but the first is a
-    target once, up to `data.val_tokens` targets. Every rank gets equally many micro-batches of
-    equal shape (collectives need that), padded with labels -100.
+    """Return this rank's share of the validation micro-batches.
+
+    Over all ranks every token except the first is a target once, up to `data.val_tokens` targets.
+    Every rank gets equally many micro-batches of equal shape, because collective operations need
+    that; they are padded with labels IGNORE.
+
+    Args:
+        tokens: Validation stream, shape (n,).
 
     Raises:
-        DataError: no target in the stream.
+        DataError: If there is no target in the stream.
     """
     if data.val_tokens:
         tokens = tokens[: data.val_tokens + 1]
@@ -88,9 +96,15 @@ def single_source_loader(
     rank: int = 0,
     world_size: int = 1,
 ) -> MixtureLoader:
-    """Make the loader of a run on one corpus of tokens (n,), at least 2.
+    """Make the training loader of a run on one corpus.
 
-    Epoch e visits every block once, in a permutation drawn from (seed, e).
+    Epoch e contains every block once, in the permutation (seed, e).
+
+    Args:
+        tokens: Training stream, shape (n,).
+
+    Raises:
+        DataError: If there are fewer than 2 tokens, so that there is no target.
     """
     blocks = ShuffledBlocks(tokens, seq_len, seed)
     if not len(blocks):

@@ -1,4 +1,4 @@
-"""Micro-batches whose sequences are drawn from several sources; exactly resumable on any ranks."""
+"""Shuffled micro-batches from one or several sources, resumable on any number of ranks."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from lm.data.batches.packing import MicroBatch, block_count, block_rows, micro_b
 from lm.data.corpus.integrity import Tokens
 from lm.data.sources.errors import DataError
 
-STRATA = 256  # sequences in a row of which every source has its share, to a sequence or two
-DRAWING = 0x6D6978  # beside the seed: no other generator is made of both
+STRATUM = 256  # consecutive sequences in which each source has its share, to within two sequences
+MIXTURE_KEY = 0x6D6978  # added to the seed: separates this generator from all others
 
 
 class ShuffledBlocks:
-    """A token stream cut every `seq_len` tokens, wherever that is in a document; the last block is
-    padded with IGNORE, so no token is dropped. Block p of the endless order is block
-    `permutation(seed, p // blocks)[p % blocks]`.
+    """Blocks of a token stream in an endless shuffled order, with a new permutation every epoch.
+
+    Position p of the order is block `permutation(seed, p // blocks)[p % blocks]`. The stream is cut
+    every `seq_len` tokens, also inside documents. The last block is padded with IGNORE, so no token
+    is dropped.
 
     Args:
-        tokens: (n,) ids.
-        seed: what the permutations are drawn from, beside the epoch.
-        source: its number in a mixture, so that no two are drawn alike; None: it is alone.
+        tokens: Token ids, shape (n,).
+        source: Number of the source in a mixture, so that sources have different permutations;
+            None for a single source.
     """
 
     def __init__(self, tokens: Tokens, seq_len: int, seed: int, source: int | None = None):
@@ -32,92 +34,85 @@ class ShuffledBlocks:
         self._seq_len = seq_len
         self._seed = seed
         self._source = [] if source is None else [source]
-        self._orders: dict[int, np.ndarray] = {}
+        self._permutations: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
-        """Blocks in an epoch."""
+        """Return the number of blocks in an epoch."""
         return block_count(len(self._tokens), self._seq_len)
 
     def rows(self, positions: np.ndarray) -> np.ndarray:
-        """The blocks at positions (k,), counted over epochs, as (k, seq_len + 1) int64."""
-        indices = np.array([self._index(p) for p in positions], dtype=np.int64)
+        """Return the blocks at positions (k,), counted over all epochs: (k, seq_len + 1) int64."""
+        indices = np.array([self._block_index(p) for p in positions], dtype=np.int64)
         return block_rows(self._tokens, self._seq_len, indices)
 
-    def _index(self, position: int) -> int:
+    def _block_index(self, position: int) -> int:
         epoch, place = divmod(int(position), len(self))
-        return int(self._order(epoch)[place])
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if epoch not in self._orders:
-            # Of the orders before only the last is kept: a micro-batch may begin in it.
-            self._orders = {
-                known: order for known, order in self._orders.items() if known == epoch - 1
-            }
+        if epoch not in self._permutations:
+            # Keep only the previous permutation: a micro-batch may begin in it.
+            previous = self._permutations.get(epoch - 1)
+            self._permutations = {} if previous is None else {epoch - 1: previous}
             rng = np.random.default_rng([self._seed, epoch, *self._source])
-            self._orders[epoch] = rng.permutation(len(self))
-        return self._orders[epoch]
-
-
-def _assign(points: np.ndarray, weights: list[float]) -> np.ndarray:
-    """Map points of [0, 1) to the numbers of sources; a source's part of [0, 1) is its share."""
-    possible = np.flatnonzero(weights)
-    ends = np.cumsum(np.array(weights)[possible])
-    bounds = ends[:-1] / ends[-1]
-    return possible[np.searchsorted(bounds, points, side="right")]
-
-
-class Drawing:
-    """Which source each sequence of a run is from: a function of the seed and its place alone.
-
-    Of every STRATA sequences in a row each source has its share, up to a sequence or two; which of
-    them are its own is drawn at random.
-
-    Args:
-        weights: of the sources. stages: before them others, each until a sequence.
-    """
-
-    def __init__(self, weights: list[float], seed: int, stages: Sequence[Stage] = ()):
-        self._ends = [stage.end for stage in stages]
-        self._weights = [*(stage.weights for stage in stages), weights]
-        self._seed = seed
-
-    def sources(self, first: int, count: int) -> np.ndarray:
-        """(count,) numbers of the sources of the sequences from place `first` on."""
-        strata = range(first // STRATA, (first + count - 1) // STRATA + 1)
-        drawn = np.concatenate([self._stratum(number) for number in strata])
-        start = first - strata[0] * STRATA
-        return drawn[start : start + count]
-
-    def _stratum(self, number: int) -> np.ndarray:
-        rng = np.random.default_rng([self._seed, DRAWING, number])
-        points = (rng.permutation(STRATA) + rng.random(STRATA)) / STRATA
-        places = number * STRATA + np.arange(STRATA)
-        stages = np.searchsorted(self._ends, places, side="right")
-        drawn = np.empty(STRATA, dtype=np.int64)
-        for stage in np.unique(stages):
-            here = stages == stage
-            drawn[here] = _assign(points[here], self._weights[stage])
-        return drawn
+            self._permutations[epoch] = rng.permutation(len(self))
+        return int(self._permutations[epoch][place])
 
 
 class Stage(NamedTuple):
-    """Of a curriculum."""
+    """A stage of a curriculum."""
 
-    end: int  # the first sequence that is drawn otherwise, at the latest
-    weights: list[float]  # of the sources, in alphabetic order
+    end: int  # first sequence after the stage, unless it ends earlier
+    weights: list[float]  # one per source, in alphabetic order
+
+
+def draw_sources(first: int, count: int, seed: int, stages: Sequence[Stage]) -> np.ndarray:
+    """Draw the source of each sequence; the result depends only on the seed and the place.
+
+    In every STRATUM consecutive sequences each source has its share, to within two sequences. The
+    places of a source within them are random.
+
+    Args:
+        first: Place of the first sequence in the run.
+        stages: Stages in their order; the last one never ends.
+
+    Returns:
+        Indices of sources, shape (count,).
+    """
+    strata = range(first // STRATUM, (first + count - 1) // STRATUM + 1)
+    sources = np.concatenate([_draw_stratum(number, seed, stages) for number in strata])
+    start = first - strata[0] * STRATUM
+    return sources[start : start + count]
+
+
+def _draw_stratum(number: int, seed: int, stages: Sequence[Stage]) -> np.ndarray:
+    rng = np.random.default_rng([seed, MIXTURE_KEY, number])
+    points = (rng.permutation(STRATUM) + rng.random(STRATUM)) / STRATUM  # one per interval
+    places = number * STRATUM + np.arange(STRATUM)
+    stage_indices = np.searchsorted([stage.end for stage in stages[:-1]], places, side="right")
+    sources = np.empty(STRATUM, dtype=np.int64)
+    for stage in np.unique(stage_indices):
+        is_in_stage = stage_indices == stage
+        sources[is_in_stage] = _assign(points[is_in_stage], stages[stage].weights)
+    return sources
+
+
+def _assign(points: np.ndarray, weights: list[float]) -> np.ndarray:
+    """Map points of [0, 1) to sources, each of which has an interval as long as its share."""
+    candidates = np.flatnonzero(weights)
+    ends = np.cumsum(np.array(weights)[candidates])
+    bounds = ends[:-1] / ends[-1]
+    return candidates[np.searchsorted(bounds, points, side="right")]
 
 
 class MixtureLoader:
-    """Endless micro-batches whose sequences are drawn from one corpus or several.
+    """Endless micro-batches whose sequences come from one or several sources.
 
-    Sequence p of the run is from the source that `Drawing` says, and is the next block in the
-    shuffled order of that source, which begins its next epoch when it has none left. Micro-batch g,
-    sequences g·b to g·b + b - 1, goes to rank g % world_size: nothing depends on the ranks.
+    `draw_sources` chooses the source of sequence p of the run, and the sequence is the next block
+    in the shuffled order of that source. Micro-batch g contains the sequences g·b to g·b + b - 1
+    and goes to rank g % world_size, so the order does not depend on the number of ranks.
 
     Args:
-        sources: name → its blocks; "" is the name of a single one.
-        weights: name → its share once the stages are over.
-        stages: (sequences until its end, name → weight) of each, in their order.
+        sources: Blocks of each source by name; the name of a single source is "".
+        weights: Share of each source after the curriculum.
+        stages: Stages of the curriculum: (first sequence after the stage, weight of each source).
     """
 
     def __init__(
@@ -134,64 +129,62 @@ class MixtureLoader:
         self._sources = [sources[name] for name in self._names]
         self._weights = [weights[name] for name in self._names]
         self._stages = [
-            Stage(end, [of_stage.get(name, 0.0) for name in self._names])
-            for end, of_stage in stages
+            Stage(end, [stage_weights.get(name, 0.0) for name in self._names])
+            for end, stage_weights in stages
         ]
-        self._ends = [stage.end for stage in self._stages]  # or sooner, see `end_stage`
+        self._ends = [stage.end for stage in self._stages]  # actual ends, see `end_stage`
         self._seed = seed
-        self._drawing = self._draw()
         self._size = micro_batch_size
         self._rank = rank
         self._world_size = world_size
-        self._next = 0  # the first sequence that no rank has had
-        self._drawn = np.zeros(len(self._names), dtype=np.int64)  # before it, of each source
-
-    def _draw(self) -> Drawing:
-        stages = [Stage(end, stage.weights) for end, stage in zip(self._ends, self._stages)]
-        return Drawing(self._weights, self._seed, stages)
+        self._next = 0  # next sequence of the run, over all ranks
+        self._counts = np.zeros(
+            len(self._names), dtype=np.int64
+        )  # sequences drawn from each source
 
     @property
     def stage(self) -> int:
-        """The number of the stage that the next sequence is of; that of all once they are over."""
+        """Index of the next sequence's stage; the number of stages after the curriculum."""
         return bisect.bisect_right(self._ends, self._next)
 
     def end_stage(self) -> None:
-        """The next sequence is of the next stage already."""
+        """End the current stage before the next sequence."""
         self._ends[self.stage] = self._next
-        self._drawing = self._draw()
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
 
     def __next__(self) -> MicroBatch:
-        sources = self._drawing.sources(self._next, self._world_size * self._size)
-        before = sources[: self._rank * self._size]
-        own = sources[len(before) : len(before) + self._size]
-        places = self._drawn + np.bincount(before, minlength=len(self._names))
-        blocks: dict[int, np.ndarray] = {}  # by their row of the micro-batch
+        stages = [Stage(end, stage.weights) for end, stage in zip(self._ends, self._stages)]
+        stages.append(Stage(-1, self._weights))
+        sources = draw_sources(self._next, self._world_size * self._size, self._seed, stages)
+        start = self._rank * self._size
+        rank_sources = sources[start : start + self._size]
+        # Blocks of each source that earlier sequences, and lower ranks of this update, have used.
+        used = self._counts + np.bincount(sources[:start], minlength=len(self._names))
+        blocks: dict[int, np.ndarray] = {}  # by row of the micro-batch
         for number, source in enumerate(self._sources):
-            rows = np.flatnonzero(own == number)
-            positions = places[number] + np.arange(len(rows))
+            rows = np.flatnonzero(rank_sources == number)
+            positions = used[number] + np.arange(len(rows))
             for row, block in zip(rows, source.rows(positions)):
                 blocks[int(row)] = block
-        self._drawn += np.bincount(sources, minlength=len(self._names))
+        self._counts += np.bincount(sources, minlength=len(self._names))
         self._next += len(sources)
         return micro_batch(np.stack([blocks[row] for row in range(self._size)]))
 
     @property
     def shares(self) -> dict[str, float]:
-        """What share of the sequences is drawn from each source once the stages are over; they sum
-        to 1."""
+        """Share of the sequences per source after the curriculum; the shares sum to 1."""
         return dict(zip(self._names, self._weights))
 
-    def drawn(self) -> dict[str, Any]:
+    def source_metrics(self) -> dict[str, Any]:
         """Return the share of the sequences and the epochs of each source since the run began.
 
         Counted over all ranks. Empty for a run on a single source.
         """
         if self._names == [""]:
             return {}
-        counts = dict(zip(self._names, self._drawn.tolist()))
+        counts = dict(zip(self._names, self._counts.tolist()))
         total = max(1, sum(counts.values()))
         blocks = dict(zip(self._names, map(len, self._sources)))
         return {
@@ -208,50 +201,49 @@ class MixtureLoader:
         }
         if self._names == [""]:
             return state | {"blocks": len(self._sources[0])}
-        columns = zip(self._names, self._weights, self._sources, self._drawn.tolist())
+        columns = zip(self._names, self._weights, self._sources, self._counts.tolist())
         return state | {
             "stages": [stage._asdict() for stage in self._stages],
             "ends": list(self._ends),
             "mixture": {
-                name: {"weight": weight, "blocks": len(source), "drawn": drawn}
-                for name, weight, source, drawn in columns
+                name: {"weight": weight, "blocks": len(source), "drawn": count}
+                for name, weight, source, count in columns
             },
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue at the state's sequence, also with another world or micro-batch size.
+        """Continue at the state's sequence; the numbers of ranks and micro-batches may differ.
 
         Raises:
-            DataError: If the state is of other sources, weights, sequence length or seed.
+            DataError: If the state has other sources, weights, sequence length or seed.
         """
-        ours = self.state_dict()
-        kind = "mixture" if "mixture" in ours else "blocks"
+        current_state = self.state_dict()
+        kind = "mixture" if "mixture" in current_state else "blocks"
         if kind not in state:
             raise DataError(
-                "the checkpoint's data position is of another kind of data (a stream, a single"
-                " source, several of data.mixture): the data must not change on resuming"
+                "the checkpoint's data position belongs to another kind of data (a stream, a single"
+                " source, a data.mixture): the data must not change on resuming"
             )
-        then, now = _identity(state), _identity(ours)
-        for key in then | now:
-            if then.get(key) != now.get(key):
+        saved, current = _identify(state), _identify(current_state)
+        for key in saved | current:
+            if saved.get(key) != current.get(key):
                 raise DataError(
-                    f"the checkpoint's data position is of {key} {then.get(key)}, this run has"
-                    f" {now.get(key)}: the corpus, data.seq_len, data.mixture, data.curriculum, the"
-                    " sequences of an update and the seed must not change on resuming"
+                    f"the checkpoint's data position has {key} {saved.get(key)}, this run has"
+                    f" {current.get(key)}: the corpus, data.seq_len, data.mixture, data.curriculum,"
+                    " the sequences per update and the seed must not change on resuming"
                 )
         self._next = state["next_global_micro_batch"] * state["micro_batch_size"]
         if kind == "blocks":
-            self._drawn[:] = self._next
+            self._counts[:] = self._next
             return
         sources = state["mixture"].values()
         self._weights = [source["weight"] for source in sources]
         configured = [stage.end for stage in self._stages]
-        self._ends = list(state.get("ends", configured))  # older ones have none
-        self._drawing = self._draw()
-        self._drawn[:] = [source["drawn"] for source in sources]
+        self._ends = list(state.get("ends", configured))  # absent in older checkpoints
+        self._counts[:] = [source["drawn"] for source in sources]
 
 
-def _identity(state: dict) -> dict[str, Any]:
+def _identify(state: dict) -> dict[str, Any]:
     """Return the parts of a state that must not change on resuming, by their names."""
     identity = {key: state[key] for key in ("seed", "blocks") if key in state}
     for name, source in state.get("mixture", {}).items():

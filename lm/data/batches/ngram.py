@@ -1,4 +1,4 @@
-"""Unigram and bigram perplexities: what a model without memory reaches on the same targets."""
+"""Unigram and bigram perplexities, baselines without memory on the model's own targets."""
 
 from __future__ import annotations
 
@@ -9,23 +9,27 @@ import numpy as np
 from lm.data.batches.packing import IGNORE
 from lm.data.corpus.integrity import Tokens
 
-MAX_TRAIN_TOKENS = 20_000_000  # counts are taken on the first so many
+MAX_TRAIN_TOKENS = 20_000_000  # n-grams are counted in the first tokens only, to bound the memory
 
 
 def ngram_baselines(
     train_tokens: Tokens, val_blocks: Iterable[dict], vocab_size: int
 ) -> dict[str, float]:
-    """Perplexities on exactly the targets the model is evaluated on.
+    """Compute unigram and bigram perplexities on exactly the targets of the model's validation.
 
-    unigram: p(w) = (c(w) + 1) / (N + V). bigram, Witten-Bell, with T(v) the number of different
-    tokens seen after v: p(w|v) = (c(vw) + T(v) p(w)) / (c(v) + T(v)), and p(w) after an unseen v.
+    The unigram model is p(w) = (c(w) + 1) / (N + V). The bigram model has Witten-Bell smoothing:
+    p(w|v) = (c(vw) + T(v) p(w)) / (c(v) + T(v)), where T(v) is the number of different tokens seen
+    after v; after an unseen v it is p(w).
 
     Args:
-        train_tokens: (n,) ids below vocab_size.
-        val_blocks: micro-batches of `input_ids` and `labels` (b, L); labels -100 do not count.
+        train_tokens: Token ids below vocab_size, shape (n,).
+        val_blocks: Micro-batches of `input_ids` and `labels` (b, L); labels IGNORE do not count.
+
+    Returns:
+        Perplexities by the names `unigram` and `bigram`.
 
     Raises:
-        ValueError: there is no target to evaluate on.
+        ValueError: If there is no target.
     """
     train = np.asarray(train_tokens[:MAX_TRAIN_TOKENS], dtype=np.int64)
     pairs = [
@@ -39,16 +43,17 @@ def ngram_baselines(
     counts = np.bincount(train, minlength=vocab_size)
     unigram = (counts[target] + 1) / (len(train) + vocab_size)
 
-    seen, seen_counts = np.unique(train[:-1] * vocab_size + train[1:], return_counts=True)
-    followed = np.bincount(train[:-1], minlength=vocab_size)  # c(v)
-    different = np.bincount(seen // vocab_size, minlength=vocab_size)  # T(v)
-    wanted = context * vocab_size + target
-    pair_counts = np.zeros(len(wanted))
-    if len(seen):
-        at = np.minimum(np.searchsorted(seen, wanted), len(seen) - 1)
-        pair_counts = np.where(seen[at] == wanted, seen_counts[at], 0)
-    mass = followed[context] + different[context]
-    smoothed = (pair_counts + different[context] * unigram) / np.maximum(mass, 1)
+    # A bigram (v, w) has the code v · V + w.
+    bigrams, bigram_counts = np.unique(train[:-1] * vocab_size + train[1:], return_counts=True)
+    context_counts = np.bincount(train[:-1], minlength=vocab_size)  # c(v)
+    successors = np.bincount(bigrams // vocab_size, minlength=vocab_size)  # T(v)
+    targets = context * vocab_size + target
+    target_counts = np.zeros(len(targets))
+    if len(bigrams):
+        indices = np.minimum(np.searchsorted(bigrams, targets), len(bigrams) - 1)
+        target_counts = np.where(bigrams[indices] == targets, bigram_counts[indices], 0)
+    mass = context_counts[context] + successors[context]
+    smoothed = (target_counts + successors[context] * unigram) / np.maximum(mass, 1)
     bigram = np.where(mass > 0, smoothed, unigram)
     return {
         "unigram": float(np.exp(-np.log(unigram).mean())),

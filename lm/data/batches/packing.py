@@ -1,4 +1,4 @@
-"""Documents → one token stream → fixed blocks, with document boundaries kept as EOS tokens."""
+"""Fixed-size blocks of a token stream, and micro-batches of blocks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import torch
 
 from lm.data.corpus.integrity import Tokens
 
-IGNORE = -100  # the label of a position without a target
+IGNORE = -100  # label of a position without a target
 MicroBatch = dict[str, torch.Tensor]  # input_ids, labels: (b, L) int64; labels already shifted
 
 
 class Packer:
-    """Cuts a token stream into blocks of seq_len + 1 that overlap by one token.
+    """Cutter of a growing token stream into blocks of seq_len + 1 tokens that overlap by one token.
 
-    Block k is `stream[k*L : k*L + L + 1]`: inputs `block[:-1]`, labels `block[1:]`, so every token
-    but the very first is a target exactly once. What does not fill a block yet waits in the state.
+    Block k is `stream[k*L : k*L + L + 1]`: inputs `block[:-1]`, labels `block[1:]`. So every token
+    except the first is a target exactly once. Tokens of an incomplete block are kept in the state.
     """
 
     def __init__(self, seq_len: int):
@@ -23,29 +23,45 @@ class Packer:
         self._rest = np.empty(0, dtype=np.int64)
 
     def add(self, tokens: np.ndarray) -> np.ndarray:
-        """Takes tokens (n,) and gives the blocks (k, seq_len + 1) int64 they complete, k ≥ 0."""
+        """Add tokens (n,) to the stream; return the blocks (k, seq_len + 1) that are now complete.
+
+        The blocks are int64, and k may be 0.
+        """
         stream = np.concatenate([self._rest, np.asarray(tokens, dtype=np.int64)])
         blocks = max(0, (len(stream) - 1) // self.seq_len)
         self._rest = stream[blocks * self.seq_len :].copy()
         return block_rows(stream, self.seq_len, np.arange(blocks))
 
     def state_dict(self) -> dict:
+        """Return the tokens of the incomplete block."""
         return {"seq_len": self.seq_len, "rest": self._rest.tolist()}
 
     def load_state_dict(self, state: dict) -> None:
+        """Continue from a state dict.
+
+        Raises:
+            ValueError: If the state has another seq_len.
+        """
         if state["seq_len"] != self.seq_len:
             raise ValueError(f"packed with seq_len {state['seq_len']}, not {self.seq_len}")
         self._rest = np.array(state["rest"], dtype=np.int64)
 
 
 def block_count(tokens: int, seq_len: int) -> int:
-    """Blocks that a stream of so many tokens makes, the padded last one included."""
+    """Return the number of blocks of a stream of `tokens` tokens; the last one may be padded."""
     return max(0, -(-(tokens - 1) // seq_len))
 
 
 def block_rows(stream: Tokens, seq_len: int, indices: np.ndarray) -> np.ndarray:
-    """The blocks `indices` (k,) of a stream (n,), as (k, seq_len + 1) int64; past the stream's end
-    a block holds IGNORE."""
+    """Return blocks of a token stream, padded with IGNORE after its end.
+
+    Args:
+        stream: Token ids, shape (n,).
+        indices: Indices of the blocks, shape (k,).
+
+    Returns:
+        Blocks, (k, seq_len + 1) int64.
+    """
     rows = np.full((len(indices), seq_len + 1), IGNORE, dtype=np.int64)
     for row, index in zip(rows, indices):
         piece = stream[index * seq_len : index * seq_len + seq_len + 1]
@@ -54,7 +70,7 @@ def block_rows(stream: Tokens, seq_len: int, indices: np.ndarray) -> np.ndarray:
 
 
 def micro_batch(blocks: np.ndarray) -> MicroBatch:
-    """Blocks (b, L + 1) → inputs and labels (b, L); padding is id 0 in the inputs."""
+    """Split blocks (b, L + 1) into inputs and labels (b, L); padding has id 0 in the inputs."""
     ids = torch.from_numpy(np.ascontiguousarray(blocks, dtype=np.int64))
     inputs = ids[:, :-1].clone()
     labels = ids[:, 1:].clone()

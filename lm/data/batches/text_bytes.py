@@ -1,4 +1,4 @@
-"""UTF-8 bytes of the text that tokens stand for: what bits per byte are taken over."""
+"""Number of UTF-8 bytes of the text behind token ids, the denominator of bits per byte."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lm.common.errors import UserError
 from lm.data.batches.packing import IGNORE
 from lm.data.corpus.documents import encode_documents
 
-UNKNOWN = -1  # bytes of an id that may stand for any text, such as <unk>
-SPACE = "▁"  # how sentencepiece writes a space
-BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # sentencepiece's token of one byte
-# How byte-level BPE writes bytes.
+UNKNOWN = -1  # bytes of a token that may replace any text, such as <unk>
+SPACE = "▁"  # sentencepiece's character for a space
+BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # sentencepiece's token for a single byte
+# Byte-level BPE's characters for bytes.
 ALPHABET = {character: byte for byte, character in bytes_to_unicode().items()}
-# What a tokenizer that loses nothing gives back: characters of one to four bytes, runs of spaces
-# and line ends, capitals, and what compatibility normalisation would change.
+# Texts that only a lossless tokenizer reproduces: characters of 1 to 4 bytes, runs of spaces
+# and line ends, capitals, and characters that compatibility normalisation would change.
 PROBES = (
     "The naïve café (½ of it, x²) ﬁlled  with   spaces\tand\ttabs.\n\n  Next: 東京 мир שלום end \n",
     "a 🙂👩‍👧",
@@ -30,19 +30,18 @@ PROBES = (
 
 
 class UncountableError(UserError, ValueError):
-    """A tokenizer whose tokens do not say how many bytes of text they stand for; says why."""
+    """Error for a tokenizer whose token ids do not determine the number of bytes of the text."""
 
 
 class TextBytes:
-    """How many bytes of UTF-8 text tokens stand for, from their ids alone.
+    """Counter of the UTF-8 bytes of text behind token ids.
 
-    A token of a byte-level BPE stands for as many bytes as it has characters, be they whole
-    characters of the text or not; one of sentencepiece for its characters, ▁ being the one byte of
-    a space, and <0x0A> for one byte. EOS is no text: 0 bytes. The space that sentencepiece puts
-    before a document is no text either: after an EOS it is not counted.
+    A token of a byte-level BPE has as many bytes as characters. A token of sentencepiece has the
+    bytes of its characters, where ▁ is a space, a single byte; so is <0x0A>. EOS has 0 bytes.
+    The space that sentencepiece puts before a document is not text: it is not counted after EOS.
 
     Raises:
-        UncountableError: the tokenizer does not give back the text that it was given.
+        UncountableError: If the tokenizer does not reproduce some text exactly.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
@@ -53,70 +52,82 @@ class TextBytes:
         size = max(vocabulary.values()) + 1
         self._sizes = np.full(size, UNKNOWN, dtype=np.int64)
         self._begins_with_space = np.zeros(size, dtype=bool)
-        for piece, number in vocabulary.items():
-            if number in added and added[number].special:
+        for piece, token_id in vocabulary.items():
+            if token_id in added and added[token_id].special:
                 continue
-            text = _text(piece, kinds, number in added)
-            self._sizes[number] = len(text)
-            self._begins_with_space[number] = text.startswith(b" ")
+            text = _text(piece, kinds, token_id in added)
+            self._sizes[token_id] = len(text)
+            self._begins_with_space[token_id] = text.startswith(b" ")
         if self._eos is not None:
             self._sizes[self._eos] = 0
-        self._prefix = 0  # spaces that the tokenizer puts before a document
-        if {"Metaspace", "Strip"} & kinds and _count_in(tokenizer, self, "a") == 2:
+        self._prefix = 0  # spaces that the tokenizer puts before each document
+        if {"Metaspace", "Strip"} & kinds and _count_text(tokenizer, self, "a") == 2:
             self._prefix = 1
-        _probe(tokenizer, self, [token.content for token in added.values() if not token.special])
+        _check_probes(
+            tokenizer, self, [token.content for token in added.values() if not token.special]
+        )
 
-    def count(self, before: ArrayLike, targets: ArrayLike) -> int | None:
-        """Bytes of the text that targets stand for; None where one may stand for any text.
+    def count(self, previous: ArrayLike, targets: ArrayLike) -> int | None:
+        """Count the bytes of the targets' text.
 
         Args:
-            before, targets: integers of one shape; `before` has the token before each target in
-                the stream. Targets IGNORE do not count.
+            previous: Token before each target in the stream, same shape as `targets`.
+            targets: Token ids; IGNORE does not count.
+
+        Returns:
+            The number of bytes; None if a target may replace any text.
         """
         is_counted = np.asarray(targets) != IGNORE
-        counted = np.asarray(targets)[is_counted]
-        sizes = self._sizes[counted]
+        ids = np.asarray(targets)[is_counted]
+        sizes = self._sizes[ids]
         if (sizes == UNKNOWN).any():
             return None
-        begins_document = np.asarray(before)[is_counted] == self._eos
-        has_prefix = begins_document & self._begins_with_space[counted]
+        begins_document = np.asarray(previous)[is_counted] == self._eos
+        has_prefix = begins_document & self._begins_with_space[ids]
         return int(sizes.sum()) - self._prefix * int(has_prefix.sum())
 
 
 def bits_per_byte(nats: float, text_bytes: float | None) -> float | None:
-    """Nats over all targets → bits for each byte of the text that they stand for; None where the
-    bytes cannot be counted, or there are none."""
+    """Convert the sum of the losses to bits per byte of text.
+
+    Args:
+        nats: Sum of the cross-entropy over all targets.
+        text_bytes: Bytes of the targets' text.
+
+    Returns:
+        Bits per byte; None if the bytes are 0 or not known.
+    """
     return nats / (math.log(2) * text_bytes) if text_bytes else None
 
 
-def in_bits(bits: float | None) -> str:
-    """For a line, after a perplexity; nothing where they are not known."""
+def format_bits_per_byte(bits: float | None) -> str:
+    """Format bits per byte for a line of output; "" if they are not known."""
     return "" if bits is None else f"  bits per byte {bits:.4f}"
 
 
 def _decoder_kinds(tokenizer: PreTrainedTokenizerFast) -> set[str]:
-    """Return the kinds of the decoder's parts, which turn tokens into text.
+    """Return the types of the decoder's parts, which turn tokens into text.
 
     Raises:
-        UncountableError: If the bytes of a token do not follow from its piece.
+        UncountableError: If a token's vocabulary entry does not determine its bytes.
     """
     decoder = tokenizer.backend_tokenizer.decoder
     if decoder is None:
-        raise UncountableError("the tokenizer has no decoder, which would say what its tokens mean")
-    described = json.loads(decoder.__getstate__())
-    parts = described["decoders"] if described["type"] == "Sequence" else [described]
+        raise UncountableError("the tokenizer has no decoder, so the text of a token is not known")
+    settings = json.loads(decoder.__getstate__())
+    parts = settings["decoders"] if settings["type"] == "Sequence" else [settings]
     for part in parts:
         is_known = part["type"] in ("ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Strip")
         if not is_known and (part["type"], part.get("pattern")) != ("Replace", {"String": SPACE}):
             raise UncountableError(
-                f"the tokenizer's decoder has a part {part['type']} whose tokens' bytes cannot be"
-                " told; byte-level BPE and sentencepiece are known"
+                f"the tokenizer's decoder has a part {part['type']}, for which the bytes of a token"
+                " are not known; byte-level BPE and sentencepiece are supported"
             )
     return {part["type"] for part in parts}
 
 
 def _text(piece: str, decoder_kinds: set[str], is_added: bool) -> bytes:
-    """Return the bytes of text that a token stands for inside a document."""
+    """Return the bytes of text of a token that is not at the start of a document."""
     if "ByteLevel" in decoder_kinds:
         is_spelled = not is_added and ALPHABET.keys() >= set(piece)
         return bytes(ALPHABET[c] for c in piece) if is_spelled else piece.encode()
@@ -125,7 +136,7 @@ def _text(piece: str, decoder_kinds: set[str], is_added: bool) -> bytes:
     return piece.replace(SPACE, " ").encode()
 
 
-def _count_in(tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, text: str) -> int | None:
+def _count_text(tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, text: str) -> int | None:
     """Count the bytes of a text from its tokens.
 
     Raises:
@@ -133,40 +144,48 @@ def _count_in(tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, text: s
     """
     try:
         ids = encode_documents(tokenizer, [text], leading_eos=True)
-    except Exception as e:  # tokenizers raises no other, say of a character without a token
+    except Exception as e:  # `tokenizers` raises no subclass, e.g. for a character without a token
         raise UncountableError(f"the tokenizer cannot read {text!r}: {e}") from None
     return text_bytes.count(ids[:-1], ids[1:])
 
 
-def _probe(tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, added: list[str]) -> None:
-    """Raise UncountableError if a text does not come back, or its bytes are miscounted."""
+def _check_probes(
+    tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, added: list[str]
+) -> None:
+    """Raise UncountableError if a text is not reproduced, or its bytes are miscounted.
+
+    Args:
+        added: Added tokens that are not special.
+    """
     backend = tokenizer.backend_tokenizer
     for text in (*PROBES, *(f"a {content} b" for content in added if SPACE not in content)):
-        count = _count_in(tokenizer, text_bytes, text)
+        count = _count_text(tokenizer, text_bytes, text)
         ids = encode_documents(tokenizer, [text])
-        back = backend.decode(ids[:-1].tolist(), skip_special_tokens=False)
-        # Byte-level decoders garble added tokens such as "é", which stand for themselves.
-        if count != len(text.encode()) or (text in PROBES and back != text):
+        decoded = backend.decode(ids[:-1].tolist(), skip_special_tokens=False)
+        # Byte-level decoders garble added tokens such as "é", whose text is their entry itself.
+        if count != len(text.encode()) or (text in PROBES and decoded != text):
             raise UncountableError(
-                f"the tokenizer does not keep the text as it is (of {text!r} it gives back"
-                f" {back!r}), so its tokens do not say how many bytes they stand for"
+                f"the tokenizer does not preserve text (it decodes the tokens of {text!r} to"
+                f" {decoded!r}), so the bytes of a token are not known"
             )
 
 
-def bytes_of_tokens(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[bytes]:
-    """The bytes of text that each token stands for inside a document: its piece as it is written
-    where it is a special token; what it decodes to by itself where the tokenizer is neither
-    byte-level nor sentencepiece."""
+def token_bytes(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[bytes]:
+    """Return the bytes of text of each token inside a document.
+
+    A special token has its vocabulary entry. If the tokenizer is neither byte-level nor
+    sentencepiece, each token is decoded separately.
+    """
     try:
         kinds = _decoder_kinds(tokenizer)
     except UncountableError:
-        return [tokenizer.decode([number]).encode() for number in ids]
+        return [tokenizer.decode([token_id]).encode() for token_id in ids]
     added = tokenizer.added_tokens_decoder
-    found = []
-    for number, piece in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
-        special = number in added and added[number].special
+    texts = []
+    for token_id, piece in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
+        is_special = token_id in added and added[token_id].special
         if piece is None:  # the model's vocabulary is rounded up beyond the tokenizer's
-            found.append(f"<{number}>".encode())
+            texts.append(f"<{token_id}>".encode())
         else:
-            found.append(piece.encode() if special else _text(piece, kinds, number in added))
-    return found
+            texts.append(piece.encode() if is_special else _text(piece, kinds, token_id in added))
+    return texts

@@ -1,1 +1,1 @@
-"""Text as tokens on disk: tokenizer, tokenising, the cache, the prepared corpus."""
+"""Tokenised text on disk: the tokenizer, prepared corpora and their cache."""

@@ -1,7 +1,7 @@
-"""The corpus cache: tokenised text and tokenizers by their content, outside run directories.
+"""Cache of corpora and trained tokenizers outside run directories, addressed by their content.
 
-A folder of it is `corpus-ADDRESS` or `tokenizer-ADDRESS`. The address is a hash of all that decides
-what is in it, the text itself among it, wherever its files lie and whatever they are called.
+An entry is a folder `corpus-ADDRESS` or `tokenizer-ADDRESS`. The address is a hash of the text and
+of all settings that affect the tokens. Paths and file names of the text do not affect it.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from lm.data.sources import mixture, traces
 from lm.data.sources.errors import DataError
 from lm.data.sources.listing import list_files, report_files
 
-FORMAT = 1  # of an entry; goes up when the same text and settings make other tokens
+FORMAT = 1  # version of an entry; raised when the same text and settings give other tokens
 VARIABLE = "FPRNN_CACHE"
 LOCK = "lock"  # in an entry, held by the process that makes it
-HASHES = "files.json"  # in the cache: checksums of source files, by path, with size and times
+HASHES = "files.json"  # in the cache: checksums of source files, with their size and times
 
 
 def root(data: Data) -> Path | None:
-    """The cache's folder (absolute); None where corpora go into run directories."""
-    if data.cache is None:
+    """Return the cache's folder (absolute); None if corpora go into run directories."""
+    if data.cache_dir is None:
         return None
-    place = Path(data.cache) if data.cache != "auto" else default_root()
-    return Path(os.path.abspath(place.expanduser()))
+    folder = Path(data.cache_dir) if data.cache_dir != "auto" else default_root()
+    return Path(os.path.abspath(folder.expanduser()))
 
 
 def default_root() -> Path:
-    """What `data.cache: auto` is."""
+    """Return the folder that `data.cache_dir: auto` means."""
     return Path(os.environ.get(VARIABLE) or "~/.cache/fprnn/corpora").expanduser()
 
 
 def settings(data: Data, tokenizer: PreTrainedTokenizerFast) -> dict:
-    """What decides a corpus, but for the text itself."""
+    """Return everything that determines a corpus, except the text itself."""
     return {
-        **_split(data),
+        **_split_settings(data),
         "leading_eos": data.leading_eos,
         "tokenizer": tokenizer.backend_tokenizer.to_str(),
         "eos": tokenizer.eos_token_id,
@@ -55,102 +55,96 @@ def settings(data: Data, tokenizer: PreTrainedTokenizerFast) -> dict:
 
 
 def corpus_folder(folder: Path, data: Data, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """Where in a cache the corpus lies or will lie.
+    """Return the folder of a corpus in a cache, whether it exists or not.
 
     Raises:
-        DataError: the source cannot be read.
+        DataError: If the source cannot be read.
     """
-    parts = settings(data, tokenizer) | {"text": content(folder, data)}
-    return folder / f"corpus-{digest(parts)}"
+    address = digest(settings(data, tokenizer) | {"text": identify_text(folder, data)})
+    return folder / f"corpus-{address}"
 
 
 def tokenizer_folder(folder: Path, cfg: Config) -> Path:
-    """Where in a cache the BPE that is trained on the corpus lies or will lie.
+    """Return the folder in a cache of the BPE that is trained on the corpus of a config.
 
     Raises:
-        DataError: the source cannot be read.
+        DataError: If the source cannot be read.
     """
     import tokenizers
 
     if cfg.data.mixture is None:
-        read = _split(cfg.data) | {"text": content(folder, cfg.data)}
+        text = _split_settings(cfg.data) | {"text": identify_text(folder, cfg.data)}
     else:
         budgets = mixture.tokenizer_bytes(cfg)
-        read = {"mixture": []}
+        text = {"mixture": []}
         for name, part in mixture.parts(cfg).items():
-            with mixture.naming(name):
-                text = content(folder, part.data)
-            read["mixture"].append(_split(part.data) | {"text": text, "bytes": budgets[name]})
-    wanted = read | {
-        "vocab_size": cfg.tokenizer.vocab_size,
-        "train_bytes": cfg.tokenizer.train_bytes,
-        "trained by": tokenizers.__version__,
-    }
-    return folder / f"tokenizer-{digest(wanted)}"
+            with mixture.name_source_in_errors(name):
+                source = {"text": identify_text(folder, part.data), "bytes": budgets[name]}
+            text["mixture"].append(_split_settings(part.data) | source)
+    address = digest(
+        text
+        | {
+            "vocab_size": cfg.tokenizer.vocab_size,
+            "train_bytes": cfg.tokenizer.train_bytes,
+            "trained by": tokenizers.__version__,
+        }
+    )
+    return folder / f"tokenizer-{address}"
 
 
-def digest(parts: dict) -> str:
-    """32 hexadecimal digits that stand for all the parts."""
-    text = json.dumps(parts, sort_keys=True)
+def digest(settings: dict) -> str:
+    """Return a hash of settings, 32 hexadecimal digits."""
+    text = json.dumps(settings, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def content(folder: Path, data: Data) -> list | dict | str:
-    """What stands for the text of a source: the sha256 of each file, in order. Of a stream its name
-    alone, so that it can be looked up without a network; of the built-in text the Python; of traces
-    what makes them.
+def identify_text(folder: Path, data: Data) -> list | dict | str:
+    """Return a value that changes whenever the text of a source does.
+
+    For files it is the list of their sha256. A stream has only its name, so that no network is
+    needed; the built-in text has the version of Python, and traces have their settings.
+
+    Args:
+        folder: Cache, which remembers the checksums of files.
 
     Raises:
-        DataError: a file cannot be read, or there is none.
+        DataError: If a file cannot be read, or no file exists.
     """
     if data.source == "fineweb":
-        return [data.dataset, data.name, data.val_tokens]
+        return [data.dataset, data.dataset_config, data.val_tokens]
     if data.source == "builtin":
         return sys.version
     if data.source == "traces":
-        return traces.described(data.traces)
+        return traces.describe_text(data.traces)
     listing = list_files(data)
     report_files(data, listing)
     files = [path.resolve() for path in listing.files]
-    sums = integrity.checksums(files, folder / HASHES)
-    return [sums[path] for path in files]
+    checksums = integrity.checksums(files, folder / HASHES)
+    return [checksums[path] for path in files]
 
 
-def check_unchanged(sources: Iterable[Data], read_address: Callable[[], str], address: str) -> None:
-    """Refuse sources whose text is no longer the text of an address.
-
-    Args:
-        read_address: Returns the address (or fingerprint) of the text as it is now.
-        address: The address from before the text was read.
-
-    Raises:
-        DataError: If they differ, or the text can no longer be read.
-    """
-    if read_address() == address:
-        return
-    paths = ", ".join(str(data.path) for data in sources if data.path)
-    raise DataError(
-        f"data.path {paths} changed while it was read, so that nothing of it is kept: start again"
-        " once nobody writes to it"
-    )
+def refuse_change(entry: Path, current_entry: Path, sources: Iterable[Data]) -> None:
+    """Raise DataError if the text changed while it was read, which gives it another entry."""
+    if current_entry != entry:
+        paths = ", ".join(str(data.path) for data in sources if data.path)
+        raise DataError(
+            f"data.path {paths} changed while it was read, so nothing of it is kept: start again"
+            " when no program writes to it"
+        )
 
 
-def make_once(folder: Path, is_there: Callable[[], bool], make: Callable[[], None]) -> bool:
-    """Make an entry in one process; others that need it meanwhile wait, and say so.
-
-    Args:
-        is_there: Returns True if the entry is whole.
-        make: Makes it.
+def make_once(folder: Path, is_complete: Callable[[], bool], make: Callable[[], None]) -> bool:
+    """Make an entry in one process; other processes that need it wait and print a line.
 
     Returns:
-        True if it was made here.
+        True if this process made it.
 
     Raises:
-        OutputError: If it cannot be written. Whatever `make` raises.
+        OutputError: If the folder cannot be written. Also whatever `make` raises.
     """
-    if is_there():
+    if is_complete():
         return False
-    lock = FileLock(folder / LOCK)  # the system opens the lock of a process that dies
+    lock = FileLock(folder / LOCK)  # the system releases it if the process dies
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -159,7 +153,7 @@ def make_once(folder: Path, is_there: Callable[[], bool], make: Callable[[], Non
             say(f"data     waiting for another process, which makes {folder}")
             lock.acquire()
     try:
-        if is_there():
+        if is_complete():
             return False
         make()
         return True
@@ -167,7 +161,7 @@ def make_once(folder: Path, is_there: Callable[[], bool], make: Callable[[], Non
         lock.release()
 
 
-def _split(data: Data) -> dict:
-    """How a source becomes the documents of the two splits."""
+def _split_settings(data: Data) -> dict:
+    """Return the settings that divide a source into documents and the documents into splits."""
     keys = ("source", "text_field", "val_fraction")
     return {"format": FORMAT} | {key: getattr(data, key) for key in keys}

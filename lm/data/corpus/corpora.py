@@ -1,4 +1,4 @@
-"""The corpora of a run or a config, one of each source: made, looked up, opened."""
+"""Corpora of all sources of a run or a config: prepared, found and opened."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from transformers import PreTrainedTokenizerFast
 from lm.common.console import Progress, say
 from lm.config.schema import Config
 from lm.data.corpus.corpus import Corpus, open_folder
-from lm.data.corpus.prepare import ensure_here, open_corpus, prepare, prepare_ahead
+from lm.data.corpus.prepare import ensure_on_node, open_corpus, prepare, prepare_ahead
 from lm.data.corpus.tokenizer import new_tokenizer
-from lm.data.sources.mixture import described, naming, parts, shares
+from lm.data.sources.mixture import describe_data, name_source_in_errors, parts, shares
 
 Result = TypeVar("Result")
 
 
 def _for_each(cfg: Config, action: Callable[[Config, str], Result]) -> dict[str, Result]:
-    """Return the result of an action on the config of each source, by the source's name.
+    """Call an action with the config and the name of each source; return the results by name.
 
     Raises:
-        DataError: As the action; in a mixture it names the source.
+        DataError: As the action; in a mixture the message names the source.
     """
     results = {}
     for name, part in parts(cfg).items():
-        with naming(name):
+        with name_source_in_errors(name):
             results[name] = action(part, name)
     return results
 
@@ -39,74 +39,77 @@ def prepare_sources(
 ) -> dict[str, Corpus]:
     """Prepare the corpus of each source; print the shares of a mixture.
 
+    Args:
+        progress: Called with the numbers of documents and tokens of a source that are done.
+
     Raises:
         DataError, OutputError: As `prepare`.
     """
     corpora = _for_each(cfg, lambda part, name: prepare(part, tokenizer, run_dir, progress, name))
     if cfg.data.mixture is not None:
-        tokens = {name: corpus.meta.train_tokens for name, corpus in corpora.items()}
         for name, share in shares(cfg.data).items():
-            say(f"data     {name}: {share:.2%} of the sequences, from {tokens[name]:,} tokens")
+            tokens = corpora[name].meta.train_tokens
+            say(f"data     {name}: {share:.2%} of the sequences, from {tokens:,} tokens")
     return corpora
 
 
-def ensure_sources_here(cfg: Config, tokenizer: PreTrainedTokenizerFast, run_dir: Path) -> None:
-    """Make the corpora of a run on this node too, if this node has a cache of its own.
+def ensure_sources_on_node(cfg: Config, tokenizer: PreTrainedTokenizerFast, run_dir: Path) -> None:
+    """Make the corpora of a run on this node, unless the node can read them already.
 
     Raises:
         DataError, OutputError: As `prepare`.
     """
-    _for_each(cfg, lambda part, name: ensure_here(part, tokenizer, run_dir, name))
+    _for_each(cfg, lambda part, name: ensure_on_node(part, tokenizer, run_dir, name))
 
 
 def open_sources(cfg: Config, run_dir: Path) -> dict[str, Corpus]:
-    """Open the corpus of each source, once `prepare_sources` has run.
+    """Open the corpus of each source, which `prepare_sources` has made.
 
     Raises:
-        DataError: If one is not there, or its files do not have the recorded length.
+        DataError: If a corpus is missing, or a file does not have the recorded length.
     """
     return _for_each(cfg, lambda _, name: open_corpus(run_dir, name))
 
 
 def prepare_config(cfg: Config) -> str:
-    """Make, or verify, the corpora that a run of a config needs, in the cache.
+    """Make, or verify, the corpora in the cache that a run of a config needs.
 
     Returns:
-        A description: documents, tokens, bytes and place of each corpus; shares of a mixture.
+        A description: documents, tokens, bytes and folder of each corpus; shares of a mixture.
 
     Raises:
         DataError: If a source or the tokenizer cannot be read, or a corpus is damaged.
         OutputError: If the cache cannot be written.
     """
-    say(f"data     {described(cfg.data)}; tokenizer {cfg.tokenizer.name}")
-    tokenizer = new_tokenizer(cfg, say)
+    say(f"data     {describe_data(cfg.data)}; tokenizer {cfg.tokenizer.name}")
+    tokenizer = new_tokenizer(cfg)
     bar = Progress("tokenised", unit="documents")
 
     def progress(documents: int, tokens: int) -> None:
         bar.update(documents)
 
     prepared = _for_each(cfg, lambda part, _: prepare_ahead(part, tokenizer, progress))
-    if cfg.data.source == "fineweb" and cfg.data.download:
+    is_stream = cfg.data.source == "fineweb"
+    if is_stream and cfg.data.download_dir:
         from lm.data.sources.hub_parquet import download_all
 
         count = download_all(cfg.data, Progress("downloaded", unit="files").update)
-        say(f"data     {count} files of {cfg.data.dataset} {cfg.data.name} in {cfg.data.download}")
+        source = f"{cfg.data.dataset} {cfg.data.dataset_config}"
+        say(f"data     {count} files of {source} in {cfg.data.download_dir}")
     lines = []
     for name, share in shares(cfg.data).items():
         if name:
             lines.append(f"source   {name}: {share:.2%} of the sequences of a run")
         lines.append(_describe(*prepared[name]))
-    if cfg.data.source == "fineweb":
-        lines.append(
-            "         the validation split: training text is read from the hub as it trains"
-        )
+    if is_stream:
+        lines.append("         only the validation split: training reads its text from the hub")
     return "\n".join(lines)
 
 
-def _describe(folder: Path, made: bool) -> str:
+def _describe(folder: Path, is_new: bool) -> str:
     meta = open_folder(folder).meta
-    how = "made" if made else "there already, verified"
     return (
         f"corpus   {meta.documents} documents, {meta.tokens} tokens ({meta.val_tokens} of them for"
-        f" validation), {meta.bytes} bytes, {how}\n         {folder}"
+        f" validation), {meta.bytes} bytes, {'made' if is_new else 'existed already, verified'}\n"
+        f"         {folder}"
     )

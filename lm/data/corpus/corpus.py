@@ -13,15 +13,20 @@ from lm.data.corpus import integrity
 from lm.data.sources.errors import DataError
 
 SPLITS = ("train", "val")
-VERIFIED = "verified.json"  # checksums of the larger files when they were last read
-ALWAYS_BYTES = 2**30  # a file below this size is read whole at every start
+VERIFIED = "verified.json"  # checksums of large files when they were last verified
+ALWAYS_BYTES = 2**30  # a smaller file is verified at every start, a larger one after a change
 
 
 @dataclass(frozen=True)
 class Meta:
-    """What meta.json holds. `complete`: train.bin is the whole training corpus; for a stream it is
-    only what went by until enough validation tokens were found (good for n-gram baselines).
-    `sha256`: of each file, by name."""
+    """Content of meta.json.
+
+    Fields:
+        fingerprint: Address of the corpus in the cache.
+        complete: True if train.bin is the whole training corpus. For a stream it has only the
+            training documents before the last validation document, for n-gram baselines.
+        sha256: Checksum of each file by name.
+    """
 
     fingerprint: str
     dtype: str
@@ -47,7 +52,7 @@ class Meta:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The token streams `train` (n,) and `val` (m,), and their counts."""
+    """Token streams `train` (n,) and `val` (m,), and their counts."""
 
     train: integrity.TokenFile
     val: integrity.TokenFile
@@ -55,10 +60,10 @@ class Corpus:
 
 
 def open_folder(folder: Path) -> Corpus:
-    """The corpus in a folder; that it is what was written, `verify` finds out.
+    """Open the corpus in a folder; check the length of its files, but not their checksums.
 
     Raises:
-        DataError: it is not there, or its files are not of the recorded length.
+        DataError: If it is missing, or a file does not have the recorded length.
     """
     meta = read_meta(folder)
     if meta is None:
@@ -70,7 +75,7 @@ def open_folder(folder: Path) -> Corpus:
 
 
 def read_meta(folder: Path) -> Meta | None:
-    """Return the content of meta.json; None if there is none.
+    """Return the content of meta.json; None if the file does not exist.
 
     Raises:
         DataError: If it is damaged.
@@ -87,22 +92,22 @@ def read_meta(folder: Path) -> Meta | None:
 
 
 def verify(folder: Path, meta: Meta) -> None:
-    """Refuse files that are not what was written.
+    """Compare the files with the lengths and checksums in meta.json.
 
     Raises:
-        DataError: If a file has another length or sha256 than meta.json says.
+        DataError: If a length or a sha256 differs.
     """
     check_sizes(folder, meta)
     paths = [folder / f"{split}.bin" for split in SPLITS]
     sums = integrity.checksums(paths, folder / VERIFIED, ALWAYS_BYTES)
     for path in paths:
-        if sums[path] != meta.sha256[path.name]:
-            known = meta.sha256[path.name]
-            raise damaged(path, f"its sha256 is {sums[path]}, in meta.json {known}")
+        expected = meta.sha256[path.name]
+        if sums[path] != expected:
+            raise damaged(path, f"its sha256 is {sums[path]}, in meta.json {expected}")
 
 
 def check_sizes(folder: Path, meta: Meta) -> None:
-    """Raises DataError where a file is missing or not of the recorded length."""
+    """Raise DataError if a file is missing or does not have the recorded length."""
     width = np.dtype(meta.dtype).itemsize
     for split, tokens in (("train", meta.train_tokens), ("val", meta.val_tokens)):
         path = folder / f"{split}.bin"
@@ -112,8 +117,9 @@ def check_sizes(folder: Path, meta: Meta) -> None:
             raise damaged(path, f"it has {size} bytes, in meta.json {tokens * width}")
 
 
-def damaged(path: Path, how: str) -> DataError:
-    return DataError(f"{path} is damaged: {how}; {_cure(path.parent)}")
+def damaged(path: Path, fault: str) -> DataError:
+    """Return the error of a damaged file, with a cure."""
+    return DataError(f"{path} is damaged: {fault}; {_cure(path.parent)}")
 
 
 def _cure(folder: Path) -> str:
@@ -121,15 +127,15 @@ def _cure(folder: Path) -> str:
 
 
 def check_enough(meta: Meta, data: Data) -> None:
-    """Raises DataError where a split has no document, or training not one block."""
+    """Raise DataError if a split has no document, or the training split no complete block."""
     if not meta.val_documents:
         raise DataError(
-            f"none of the {meta.documents} documents fell to validation (data.val_fraction "
+            f"none of the {meta.documents} documents is in the validation split (data.val_fraction "
             f"{data.val_fraction:g}); raise data.val_fraction or add documents"
         )
     if not meta.train_documents:
         raise DataError(
-            f"all {meta.documents} documents fell to validation (data.val_fraction "
+            f"all {meta.documents} documents are in the validation split (data.val_fraction "
             f"{data.val_fraction:g}); lower data.val_fraction or add documents"
         )
     if meta.complete and meta.train_tokens < data.seq_len + 1:

@@ -1,4 +1,4 @@
-"""Documents → one row of token ids, each with EOS behind it."""
+"""Encoding of documents as one row of token ids."""
 
 from __future__ import annotations
 
@@ -11,18 +11,25 @@ from transformers import PreTrainedTokenizerFast
 def encode_documents(
     tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], leading_eos: bool = False
 ) -> np.ndarray:
-    """Token ids (n,) int64 of the documents in a row, each `[eos] + tokens + eos`.
+    """Encode documents, each as `tokens + EOS`, into one row.
 
-    Text that spells a special token stays text: no document can forge a boundary.
+    Text that spells a special token remains text, so no document can contain a boundary.
+
+    Args:
+        leading_eos: Put EOS before each document too.
+
+    Returns:
+        Token ids, (n,) int64.
     """
     backend, eos = tokenizer.backend_tokenizer, tokenizer.eos_token_id
     backend.no_truncation()
     backend.no_padding()
-    before, backend.encode_special_tokens = backend.encode_special_tokens, True
+    old_setting = backend.encode_special_tokens
+    backend.encode_special_tokens = True
     try:
         encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
     finally:
-        backend.encode_special_tokens = before
+        backend.encode_special_tokens = old_setting
     ids: list[int] = []
     for encoding in encodings:
         if leading_eos:

@@ -1,4 +1,4 @@
-"""Files that are whole or known to be damaged: written with checksums, synced, checked later."""
+"""Token files with checksums: written durably, read in pieces, verified later."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from lm.common.files import OutputError, read_mapping, write_json, writing
 from lm.data.sources.errors import DataError
 from lm.model.checksums import sha256
 
-LARGE = 2**30  # bytes whose reading is said
+LARGE = 2**30  # bytes; before more are read, a line is printed
 
 
 class Writer:
-    """Writes token ids to a file and takes their checksum on the way.
+    """File of token ids that is being written, with its checksum.
 
     Raises:
-        OutputError: In each method, if the system refuses (no space, no right).
+        OutputError: In each method, if the disk is full or not writable.
     """
 
     def __init__(self, path: Path, dtype: np.dtype):
@@ -34,6 +34,7 @@ class Writer:
             self._file = open(path, "wb")  # noqa: SIM115 (closed by finish and discard)
 
     def add(self, ids: np.ndarray) -> None:
+        """Append token ids."""
         raw = ids.astype(self._dtype).tobytes()
         with writing(self._path):
             self._file.write(raw)
@@ -41,7 +42,7 @@ class Writer:
         self.tokens += len(ids)
 
     def finish(self, path: Path) -> str:
-        """Move the file to its place once the disk has it; return its checksum."""
+        """Flush the file to the disk, then rename it to `path`; return its sha256."""
         with writing(self._path):
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -50,23 +51,23 @@ class Writer:
         return self._sha256.hexdigest()
 
     def discard(self) -> None:
-        """Free the space of a file that was not finished."""
-        with contextlib.suppress(OSError):  # what could not be written is not wanted
+        """Delete an unfinished file."""
+        with contextlib.suppress(OSError):  # closing flushes, and the disk may be full
             self._file.close()
         self._path.unlink(missing_ok=True)
 
 
 class TokenFile:
-    """The ids in a file, read piece by piece, sliced as an array is.
+    """Token ids in a file, which are sliced like an array and read in pieces.
 
-    A memory map of a file that is cut short meanwhile would end the process, by SIGBUS and without
-    a word.
+    It is not a memory map: if the file were truncated while a map is read, SIGBUS would kill the
+    process without a message.
 
     Args:
-        count: Ids in it.
+        count: Number of ids in the file.
 
     Raises:
-        DataError: If it cannot be opened; in each slice, if it ends too early.
+        DataError: If the file cannot be opened; in each slice, if the file ends too early.
     """
 
     def __init__(self, path: Path, dtype: str, count: int):
@@ -74,7 +75,7 @@ class TokenFile:
         self._path = path
         self._count = count
         try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (as long as this object)
+            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (open as long as this object)
         except OSError as e:
             raise DataError(f"{path} cannot be read: {e.strerror}") from None
 
@@ -88,63 +89,60 @@ class TokenFile:
         ids = np.fromfile(self._file, self.dtype, count)
         if len(ids) < count:
             raise DataError(
-                f"{self._path} is damaged: it was cut short while it was read, to"
-                f" {self._path.stat().st_size} bytes of {self._count * self.dtype.itemsize}; bring"
-                f" it back, or delete {self._path.parent}, and the next start prepares it again"
+                f"{self._path} is damaged: it was truncated while it was read, to"
+                f" {self._path.stat().st_size} bytes of {self._count * self.dtype.itemsize};"
+                f" restore it, or delete {self._path.parent}, and the next start prepares it again"
             )
         return ids[::step]
 
-    def __array__(self, dtype=None, copy=None) -> np.ndarray:
-        return self[:] if dtype is None else self[:].astype(dtype)
 
-
-Tokens = np.ndarray | TokenFile  # ids (n,)
+Tokens = np.ndarray | TokenFile  # token ids, shape (n,)
 
 
 def checksums(paths: Iterable[Path], record: Path, trusted_from: int = 0) -> dict[Path, str]:
     """Return the sha256 of each file.
 
     Args:
-        record: File with earlier checksums, which receives the new ones. A file that it has with
-            the same size, times and inode is not read again.
-        trusted_from: Bytes; smaller files are always read.
+        record: JSON file with earlier checksums, to which new ones are added. A file with the
+            recorded size, times and inode is not read again.
+        trusted_from: Size in bytes; smaller files are always read.
 
     Raises:
         DataError: If a file cannot be read.
     """
-    known = read_mapping(record) or {}
-    found = {}
+    records = read_mapping(record) or {}
+    sums = {}
     unread = {}
     for path in sorted(set(paths)):
         state = file_state(path)
-        recorded = known.get(str(path))
+        entry = records.get(str(path))
         is_large = state[0] >= trusted_from
-        if is_large and isinstance(recorded, list) and recorded[:1] == [state]:
-            found[path] = recorded[1]
+        if is_large and isinstance(entry, list) and entry[:1] == [state]:
+            sums[path] = entry[1]
         else:
             unread[path] = state
     size = sum(state[0] for state in unread.values())
     if size > LARGE:
-        say(f"data     reading {size / 1e9:.1f} GB for their checksums")
+        say(f"data     reading {size / 1e9:.1f} GB to compute checksums")
     for path in unread:
         try:
-            found[path] = sha256(path)
+            sums[path] = sha256(path)
         except OSError as e:
             raise DataError(f"{path} cannot be read: {e.strerror}") from None
     if unread:
-        with contextlib.suppress(OutputError):  # in a folder that is only read: read again then
-            new = {str(path): [state, found[path]] for path, state in unread.items()}
-            write_json(record, known | new)
-    return found
+        with contextlib.suppress(OutputError):  # not writable: the next start reads them again
+            new = {str(path): [state, sums[path]] for path, state in unread.items()}
+            write_json(record, records | new)
+    return sums
 
 
 def file_state(path: Path) -> list[int]:
     """Return the size, times and inode of a file, which change when its content does.
 
-    A copy or `touch` cannot set the change time back: it is the system's own.
+    Programs cannot set the change time (ctime), unlike the modification time.
 
     Raises:
-        DataError: If the system refuses.
+        DataError: If the file is missing or not accessible.
     """
     try:
         stat = path.stat()

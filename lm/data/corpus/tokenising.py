@@ -1,4 +1,4 @@
-"""Tokenise a source into the files of a prepared corpus."""
+"""Tokenisation of a source into the files of a prepared corpus."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from lm.data.corpus.documents import encode_documents
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import documents, is_validation
 
-BATCH = 256  # documents tokenised at a time, on all cores: `tokenizers` has threads of its own
-STREAM_VAL_TOKENS = 262_144  # held out of a stream when data.val_tokens does not say
+BATCH = 256  # documents tokenised at a time; `tokenizers` uses all cores
+STREAM_VAL_TOKENS = 262_144  # held out of a stream if data.val_tokens is not set
 
 
 def tokenise(
@@ -30,28 +30,29 @@ def tokenise(
     progress: Callable[[int, int], None] | None = None,
     check_source: Callable[[], None] = lambda: None,
 ) -> Meta:
-    """Write train.bin, val.bin and, last, meta.json. After a kill the next start begins again.
+    """Tokenise a source into train.bin and val.bin; write meta.json last, to mark completion.
 
     Args:
-        progress: Called with (documents, tokens) done so far.
-        check_source: Called after the last document. Raises DataError if the text is no longer the
-            text of the fingerprint.
+        folder: Folder of the files, which is made if it is missing.
+        fingerprint: Address of the corpus, for meta.json.
+        progress: Called with the numbers of documents and tokens that are done.
+        check_source: Called after the last document; raises DataError if the text has changed.
 
     Raises:
         DataError: If the source cannot be read or used.
-        OutputError: If there is no space or no right to write.
+        OutputError: If the disk is full or not writable.
     """
     dtype = np.dtype(np.uint16 if len(tokenizer) < 65_536 else np.uint32)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "meta.json").unlink(missing_ok=True)  # from here on it is not prepared
+        (folder / "meta.json").unlink(missing_ok=True)  # marks the corpus as incomplete
     writers: dict[str, integrity.Writer] = {}
     counts = dict.fromkeys(SPLITS, 0)
     try:
         for split in SPLITS:
             writers[split] = integrity.Writer(folder / f"{split}.tmp", dtype)
         for texts in _batches(data, writers):
-            _add(texts, data, tokenizer, writers, counts)
+            _write_documents(texts, data, tokenizer, writers, counts)
             if progress:
                 total = sum(writer.tokens for writer in writers.values())
                 progress(sum(counts.values()), total)
@@ -62,7 +63,7 @@ def tokenise(
     except BaseException:
         for split, writer in writers.items():
             writer.discard()
-            # One of the two may have its name already: without the other it is of no use.
+            # One of the two files may have its final name already; it is useless without the other.
             (folder / f"{split}.bin").unlink(missing_ok=True)
         raise
     meta = Meta(
@@ -75,46 +76,47 @@ def tokenise(
         val_documents=counts["val"],
         sha256=sums,
     )
-    write_json(folder / "meta.json", asdict(meta))  # last: now they are whole
+    write_json(folder / "meta.json", asdict(meta))  # last: marks the corpus as complete
     return meta
 
 
 def _batches(data: Data, writers: dict[str, integrity.Writer]) -> Iterator[list[str]]:
-    """Yield the documents of a source; of a stream until enough held-out tokens are written.
+    """Yield batches of documents; stop a stream when enough validation tokens are written.
 
     Raises:
         DataError: If the source cannot be read.
     """
     texts = iter(documents(data))
-    needed = (data.val_tokens or STREAM_VAL_TOKENS) + 1
+    required = (data.val_tokens or STREAM_VAL_TOKENS) + 1
     while batch := list(itertools.islice(texts, BATCH)):
         yield batch
-        if data.source == "fineweb" and writers["val"].tokens >= needed:
+        if data.source == "fineweb" and writers["val"].tokens >= required:
             return
 
 
-def _add(
+def _write_documents(
     texts: list[str],
     data: Data,
     tokenizer: PreTrainedTokenizerFast,
     writers: dict[str, integrity.Writer],
     counts: dict[str, int],
 ) -> None:
-    """Write the tokens of documents, each to the file of its split, and count the documents.
+    """Write the tokens of each document to the file of its split, and count the documents.
 
     Raises:
-        DataError: If the tokenizer makes an id that it does not have.
-        OutputError: If the system refuses.
+        DataError: If the tokenizer returns an id beyond its vocabulary.
+        OutputError: If the disk is full or not writable.
     """
-    held_out = [is_validation(text, data.val_fraction) for text in texts]
-    for split in SPLITS:
-        wants_held_out = split == "val"
-        own = [text for text, is_val in zip(texts, held_out) if is_val == wants_held_out]
-        ids = encode_documents(tokenizer, own, data.leading_eos)
+    documents_by_split: dict[str, list[str]] = {split: [] for split in SPLITS}
+    for text in texts:
+        split = "val" if is_validation(text, data.val_fraction) else "train"
+        documents_by_split[split].append(text)
+    for split, split_texts in documents_by_split.items():
+        ids = encode_documents(tokenizer, split_texts, data.leading_eos)
         if (largest := int(ids.max(initial=-1))) >= len(tokenizer):
             raise DataError(
-                f"the tokenizer made the id {largest}, but its vocabulary has "
-                f"{len(tokenizer)}: its files do not belong together"
+                f"the tokenizer returned the id {largest}, but its vocabulary has "
+                f"{len(tokenizer)} entries: its files do not belong together"
             )
         writers[split].add(ids)
-        counts[split] += len(own)
+        counts[split] += len(split_texts)

@@ -1,4 +1,4 @@
-"""Load or train the tokenizer: byte-level BPE, GPT-2 files, any HuggingFace tokenizer."""
+"""Tokenizers: a trained byte-level BPE, GPT-2 files, or any Hugging Face tokenizer."""
 
 from __future__ import annotations
 
@@ -7,72 +7,68 @@ import json
 import os
 import shutil
 import tempfile
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GPT2Tokenizer, PreTrainedTokenizerFast
 
+from lm.common.console import say
 from lm.common.files import read_json
 from lm.config.data import Data
 from lm.config.schema import Config
 from lm.data.corpus import cache
 from lm.data.sources.errors import DataError, first_line
 from lm.data.sources.hub import check_hub
-from lm.data.sources.mixture import naming, parts, tokenizer_bytes
+from lm.data.sources.mixture import name_source_in_errors, parts, tokenizer_bytes
 from lm.data.sources.open import documents, is_validation
 from lm.model import checksums
 from lm.runs.places import looks_local
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
-RECORD = "made_from.json"  # in the saved folder: the settings it answers to
+RECORD = "made_from.json"  # in the saved folder: the settings that the tokenizer was made from
 
 
-def load_tokenizer(
-    cfg: Config, run_dir: Path, log: Callable[[str], None] = warnings.warn
-) -> PreTrainedTokenizerFast:
-    """The run's tokenizer: the one in `run_dir/tokenizer`, else a new one, saved there at once.
-
-    Args:
-        log: receives a sentence when a trained vocabulary came out smaller than asked.
+def load_tokenizer(cfg: Config, run_dir: Path) -> PreTrainedTokenizerFast:
+    """Load the tokenizer in `run_dir/tokenizer`; make it and save it there if it is missing.
 
     Raises:
-        DataError: it cannot be found, has no EOS, or the run already has another one.
+        DataError: If the tokenizer cannot be found, has no EOS, or differs from the run's.
     """
-    folder, wanted = Path(run_dir) / "tokenizer", _wanted(cfg)
+    folder = Path(run_dir) / "tokenizer"
+    settings = _settings(cfg)
     if folder.is_dir():
         record = folder / RECORD
-        made_from = read_json(record) if record.is_file() else wanted
-        if made_from != wanted:
+        saved_settings = read_json(record) if record.is_file() else settings
+        if saved_settings != settings:
             raise DataError(
-                f"{folder} was made from {made_from}, but the config asks for {wanted}; "
+                f"{folder} was made from {saved_settings}, but the config has {settings}; "
                 "use another run name, or the old tokenizer settings"
             )
         return _read(folder)
-    tokenizer = new_tokenizer(cfg, log)
-    save(tokenizer, folder, wanted)
+    tokenizer = new_tokenizer(cfg)
+    save(tokenizer, folder, settings)
     return tokenizer
 
 
-def new_tokenizer(
-    cfg: Config, log: Callable[[str], None] = warnings.warn
-) -> PreTrainedTokenizerFast:
-    """The tokenizer of a config, before a run directory has it. A BPE is trained once for a text
-    and kept in the cache of `data.cache`; one of the hub, in the hub's own cache.
+def new_tokenizer(cfg: Config) -> PreTrainedTokenizerFast:
+    """Load or train the tokenizer of a config, independently of a run directory.
+
+    A BPE is trained only once per text: it is cached in `data.cache_dir`. If its vocabulary is
+    smaller than configured, a line is printed.
 
     Raises:
-        DataError: it cannot be found, or has no EOS.
+        DataError: If the tokenizer cannot be found, or has no EOS.
     """
     name = cfg.tokenizer.name
-    tokenizer = _trained_once(cfg, log) if name == "bpe" else _from_huggingface(name)
+    tokenizer = _load_bpe(cfg) if name == "bpe" else _load_huggingface(name)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise DataError(f"tokenizer {name} has no fast (`tokenizers`) implementation")
     if tokenizer.eos_token_id is None:
         raise DataError(
-            f"tokenizer {name} has no EOS token, which ends each document; set `eos_token` in its "
-            "tokenizer_config.json, or use `tokenizer.name: bpe`"
+            f"tokenizer {name} has no EOS token, which must end each document; set `eos_token` in"
+            " its tokenizer_config.json, or use `tokenizer.name: bpe`"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -80,53 +76,53 @@ def new_tokenizer(
 
 
 def _read(folder: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer that `save` has written into a folder.
+    """Read a tokenizer that `save` has written.
 
     Raises:
-        DataError: its files are damaged, or were changed.
+        DataError: If a file is damaged or was changed.
     """
     try:
-        how = checksums.difference(folder, checksums.read_sums(folder))
+        difference = checksums.difference(folder, checksums.read_sums(folder))
     except (OSError, ValueError) as e:
         raise DataError(f"the tokenizer in {folder} cannot be loaded: {first_line(e)}") from None
-    if how:
+    if difference:
         raise DataError(
-            f"{folder / how}: with another tokenizer the same text is other tokens; bring the file"
-            " back"
+            f"{folder / difference}: another tokenizer gives other tokens for the same text;"
+            " restore the file"
         )
     return _load(str(folder), PreTrainedTokenizerFast)
 
 
-def _trained_once(cfg: Config, log: Callable[[str], None]) -> PreTrainedTokenizerFast:
-    """The BPE of the text, from the cache; trained first where it is not there."""
+def _load_bpe(cfg: Config) -> PreTrainedTokenizerFast:
+    """Load the BPE of a config's text from the cache; train it if it is missing."""
     root = cache.root(cfg.data)
     if root is None:
-        return train_bpe(cfg, log)
+        return train_bpe(cfg)
     entry = cache.tokenizer_folder(root, cfg)
     folder = entry / "tokenizer"
 
     def make() -> None:
-        tokenizer = train_bpe(cfg, log)
-        cache.check_unchanged(
-            [part.data for part in parts(cfg).values()],
-            lambda: cache.tokenizer_folder(root, cfg).name,
-            entry.name,
-        )
-        save(tokenizer, folder, _wanted(cfg))
+        tokenizer = train_bpe(cfg)
+        sources = [part.data for part in parts(cfg).values()]
+        cache.refuse_change(entry, cache.tokenizer_folder(root, cfg), sources)
+        save(tokenizer, folder, _settings(cfg))
 
-    made = cache.make_once(entry, folder.is_dir, make)
+    is_new = cache.make_once(entry, folder.is_dir, make)
     try:
         tokenizer = _read(folder)
     except DataError as e:
         raise DataError(f"{e}; delete {entry}, and the next start trains it again") from None
-    if not made:
-        _say_if_small(len(tokenizer), cfg, log)
+    if not is_new:
+        _warn_if_small(len(tokenizer), cfg)
     return tokenizer
 
 
-def train_bpe(cfg: Config, log: Callable[[str], None] = warnings.warn) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of `tokenizer.vocab_size` tokens (256 bytes, EOS and PAD among them) trained
-    on `tokenizer.train_bytes` of training documents; decode(encode(text)) == text for any text."""
+def train_bpe(cfg: Config) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on `tokenizer.train_bytes` of training documents.
+
+    It has `tokenizer.vocab_size` tokens, including 256 bytes, EOS and PAD, so that
+    decode(encode(text)) == text for any text.
+    """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -144,20 +140,20 @@ def train_bpe(cfg: Config, log: Callable[[str], None] = warnings.warn) -> PreTra
         eos_token=EOS,
         pad_token=PAD,
     )
-    _say_if_small(len(tokenizer), cfg, log)
+    _warn_if_small(len(tokenizer), cfg)
     return tokenizer
 
 
-def _say_if_small(size: int, cfg: Config, log: Callable[[str], None]) -> None:
+def _warn_if_small(size: int, cfg: Config) -> None:
     if size < cfg.tokenizer.vocab_size:
-        log(
-            f"the corpus yields a vocabulary of {size} tokens only, fewer than the "
-            f"{cfg.tokenizer.vocab_size} of tokenizer.vocab_size"
+        say(
+            f"the corpus gives a vocabulary of only {size} tokens, fewer than tokenizer.vocab_size"
+            f" {cfg.tokenizer.vocab_size}"
         )
 
 
 def training_texts(cfg: Config) -> Iterator[str]:
-    """Yield training documents of each source, up to its share of `tokenizer.train_bytes`.
+    """Yield training documents from each source, up to its share of `tokenizer.train_bytes`.
 
     Raises:
         DataError: If a source cannot be read, or has no training document.
@@ -165,57 +161,59 @@ def training_texts(cfg: Config) -> Iterator[str]:
     budgets = tokenizer_bytes(cfg)
     for name, part in parts(cfg).items():
         if budgets[name]:
-            with naming(name):
+            with name_source_in_errors(name):
                 yield from _first_texts(part.data, budgets[name])
 
 
 def _first_texts(data: Data, size: int) -> Iterator[str]:
-    left = size
+    """Yield training documents until they have at least `size` bytes."""
+    remaining = size
     for text in documents(data):
         if is_validation(text, data.val_fraction):
             continue
         yield text
-        left -= len(text.encode())
-        if left <= 0:
+        remaining -= len(text.encode())
+        if remaining <= 0:
             return
-    if left == size:
+    if remaining == size:
         raise DataError(
             "no training document to train a tokenizer on: every document of the corpus is held "
             "out; lower data.val_fraction or add documents"
         )
 
 
-def _wanted(cfg: Config) -> dict:
+def _settings(cfg: Config) -> dict:
+    """Return the settings for which a run's tokenizer was made."""
     t = cfg.tokenizer
     return {"name": t.name} | ({"vocab_size": t.vocab_size} if t.name == "bpe" else {})
 
 
-def _from_huggingface(name: str) -> PreTrainedTokenizerFast:
+def _load_huggingface(name: str) -> PreTrainedTokenizerFast:
+    """Load a tokenizer from a folder, the hub's local cache, or the hub."""
     folder = Path(name).expanduser()
     if folder.is_dir():
-        return _from_folder(folder)
+        return _load_folder(folder)
     if "/" in name and looks_local(name):
         raise DataError(f"tokenizer.name {name}: no such folder")
     with contextlib.suppress(DataError):  # the hub's local cache
         return _load(name, AutoTokenizer, local_files_only=True)
-    try:
-        check_hub(f"tokenizer {name}")
-    except DataError as e:
-        raise DataError(
-            f"{e}; `tokenizer.name: bpe` or the folder of a downloaded tokenizer works offline"
-        ) from None
+    check_hub(
+        f"tokenizer {name}",
+        "`tokenizer.name: bpe` or the folder of a downloaded tokenizer works offline",
+    )
     return _load(name, AutoTokenizer)
 
 
-def _from_folder(folder: Path) -> PreTrainedTokenizerFast:
+def _load_folder(folder: Path) -> PreTrainedTokenizerFast:
+    """Load a tokenizer from its files, also GPT-2's vocab.json and merges.txt."""
     names = {path.name for path in folder.iterdir()}
     if names & {"tokenizer.json", "tokenizer_config.json"}:
         return _load(str(folder), AutoTokenizer, local_files_only=True)
     if {"vocab.json", "merges.txt"} <= names:
         return _load(str(folder), GPT2Tokenizer, local_files_only=True)
     raise DataError(
-        f"{folder} holds no tokenizer: tokenizer.json, or vocab.json with merges.txt"
-        f" (it holds {', '.join(sorted(names)) or 'nothing'})"
+        f"{folder} contains no tokenizer: tokenizer.json, or vocab.json with merges.txt"
+        f" (it contains {', '.join(sorted(names)) or 'nothing'})"
     )
 
 
@@ -227,18 +225,22 @@ def _load(name: str, kind: Any, **options: bool) -> PreTrainedTokenizerFast:
     """
     try:
         return kind.from_pretrained(name, trust_remote_code=False, **options)
-    except Exception as e:  # the loaders raise whatever they meet, bare Exception included
+    except Exception as e:  # the loaders raise many types, including a bare Exception
         if "trust_remote_code" in str(e):
             raise DataError(
-                f"tokenizer.name {name} is code of its own (`auto_map` in its"
-                " tokenizer_config.json), which no training runs: name a tokenizer with a"
+                f"tokenizer.name {name} has its own code (`auto_map` in its"
+                " tokenizer_config.json), which training never runs: use a tokenizer with a"
                 " tokenizer.json"
             ) from None
         raise DataError(f"the tokenizer {name} cannot be loaded: {first_line(e)}") from None
 
 
 def save(tokenizer: PreTrainedTokenizerFast, folder: Path, record: dict) -> None:
-    """Writes the folder beside its place and moves it there, so that it is whole or absent."""
+    """Save a tokenizer atomically: write a temporary folder next to `folder`, then rename it.
+
+    Args:
+        record: Settings that the tokenizer was made from.
+    """
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=".tokenizer-", dir=folder.parent))
     try:
@@ -249,7 +251,7 @@ def save(tokenizer: PreTrainedTokenizerFast, folder: Path, record: dict) -> None
         try:
             os.replace(draft, folder)
         except OSError:
-            if not folder.is_dir():  # else another process was first
+            if not folder.is_dir():  # otherwise another process was faster
                 raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -1,1 +1,1 @@
-"""Where text comes from: local files, the hub, a mixture of both."""
+"""Sources of text: local files, the hub, generated text, and mixtures of sources."""

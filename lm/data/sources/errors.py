@@ -1,4 +1,4 @@
-"""The error of text that cannot be read or used, and how the error behind it is quoted."""
+"""Errors of text that cannot be read or used."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from lm.common.errors import BAD_DATA, UNREACHABLE, UserError
 
 
 class DataError(UserError, ValueError):
-    """Text that cannot be read or used; the message says what, where, and what would do."""
+    """Text that cannot be read or used; the message names the fault, its place and a cure."""
 
     exit_status = BAD_DATA
 
 
 class HubUnreachable(DataError):
-    """No network, or a hub in trouble: nothing is wrong with the data, and later it may be had."""
+    """No network, or a hub in trouble: the same command may succeed later."""
 
     exit_status = UNREACHABLE
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of an error and the first line of its message, to be quoted in a sentence."""
+    """Return the type of an error and the first line of its message, for use in a message."""
     message = str(error).strip()
     return f"{type(error).__name__}: {message.splitlines()[0] if message else ''}"

@@ -1,4 +1,4 @@
-"""Finite groups by name, as multiplication tables: of the suite's words and of traces."""
+"""Finite groups by name, as multiplication tables, for the word problem and traces."""
 
 from __future__ import annotations
 
@@ -18,34 +18,39 @@ class Group:
     """A finite group as its multiplication table.
 
     Attributes:
-        name; table (n,n) int32: table[i, j] is the element i·j; identity: its index.
+        name: Such as S5.
+        table: (n, n) int32; table[i, j] is the element i·j.
+        identity: Index of the identity.
     """
 
     def __init__(self, name: str, table: np.ndarray):
         self.name = name
         self.table = table
         elements = np.arange(len(table))
-        self.identity = int(np.flatnonzero((table == elements).all(1))[0])  # its row changes none
+        # The row of the identity maps every element to itself.
+        self.identity = int(np.flatnonzero((table == elements).all(1))[0])
 
     @property
     def order(self) -> int:
-        """The number of elements."""
+        """Number of elements."""
         return len(self.table)
 
-    @lru_cache(maxsize=8)  # noqa: B019 (as many as `group` keeps)
+    @lru_cache(maxsize=8)  # noqa: B019 (`group` caches as many groups)
     def simplest_first(self) -> np.ndarray:
-        """The elements (n,): those of low order first, of these those with few conjugates. Of S5:
-        the identity, its 10 transpositions, the 15 pairs of them, the 20 cycles of three, …"""
+        """Return the elements (n,), sorted by their order, then by the number of conjugates.
+
+        For S5: the identity, 10 transpositions, 15 pairs of them, 20 cycles of three, …
+        """
         orders = np.ones(self.order, dtype=np.int64)
         power = np.arange(self.order)
-        while (going := power != self.identity).any():
-            orders += going
-            power = np.where(going, self.table[power, np.arange(self.order)], power)
+        while (is_unfinished := power != self.identity).any():
+            orders += is_unfinished
+            power = np.where(is_unfinished, self.table[power, np.arange(self.order)], power)
         commuting = (self.table == self.table.T).sum(1)
         return np.lexsort((self.order // commuting, orders))
 
     def products(self, x: np.ndarray) -> np.ndarray:
-        """x (b,l) elements → (b,l): x_1 · x_2 ⋯ x_t at every t."""
+        """Return the running products x_1 · x_2 ⋯ x_t of elements x (b, l), shape (b, l)."""
         y = np.empty_like(x)
         state = np.full(len(x), self.identity, dtype=x.dtype)
         for t in range(x.shape[1]):
@@ -55,7 +60,7 @@ class Group:
 
 
 def permutations(n: int, even: bool = False) -> np.ndarray:
-    """The permutations of 0…n−1 in lexicographic order, or the even ones → (count,n)."""
+    """Return the (even) permutations of 0…n−1 in lexicographic order, shape (count, n)."""
     p = np.array(list(itertools.permutations(range(n))), dtype=np.int8)
     if not even:
         return p
@@ -64,19 +69,21 @@ def permutations(n: int, even: bool = False) -> np.ndarray:
 
 
 def symmetries(n: int) -> np.ndarray:
-    """What the symmetries of a regular n-gon, n > 2, do to its corners, in lexicographic order →
-    (2n,n)."""
+    """Return the symmetries of a regular n-gon, n > 2, as permutations of its corners.
+
+    They are in lexicographic order, shape (2n, n).
+    """
     corners = np.arange(n)
-    turned = (corners + corners[:, None]) % n
-    both = np.concatenate([turned, turned[:, ::-1]]).astype(np.int8)
-    return both[np.lexsort(both.T[::-1])]
+    rotations = (corners + corners[:, None]) % n
+    elements = np.concatenate([rotations, rotations[:, ::-1]]).astype(np.int8)
+    return elements[np.lexsort(elements.T[::-1])]
 
 
-def _of_permutations(name: str, p: np.ndarray) -> Group:
-    """p·q is 'first p, then q': (p·q)[i] = q[p[i]]."""
+def _permutation_group(name: str, p: np.ndarray) -> Group:
+    """Make a group of permutations p (count, n); p·q is first p, then q: (p·q)[i] = q[p[i]]."""
     n = p.shape[1]
     weights = n ** np.arange(n - 1, -1, -1, dtype=np.int64)
-    codes = p @ weights  # ascending, since p is in lexicographic order
+    codes = p @ weights  # ascending, because p is in lexicographic order
     table = np.empty((len(p), len(p)), dtype=np.int32)
     for i, first in enumerate(p):
         table[i] = np.searchsorted(codes, p[:, first] @ weights)
@@ -84,14 +91,18 @@ def _of_permutations(name: str, p: np.ndarray) -> Group:
 
 
 def _product(a: Group, b: Group) -> Group:
-    """The direct product; (i, j) is numbered i · |b| + j."""
+    """Return the direct product, in which (i, j) has the index i · |b| + j."""
     table = a.table[:, None, :, None] * b.order + b.table[None, :, None, :]
     order = a.order * b.order
     return Group(f"{a.name}_x_{b.name}", table.reshape(order, order).astype(np.int32))
 
 
 def _order(name: str) -> int:
-    """The number of elements; beyond MAX_ORDER at least that many."""
+    """Return the number of elements; above MAX_ORDER it may be a lower bound.
+
+    Raises:
+        DataError: If there is no group of this name.
+    """
     order = 1
     for part in name.split("_x_"):
         if not re.fullmatch(r"[SAZ][1-9][0-9]{0,5}|D[3-9]", part):
@@ -107,22 +118,22 @@ def _order(name: str) -> int:
             order *= 2 * n
         else:
             halves = 2 if kind == "A" and n > 1 else 1
-            order *= math.factorial(min(n, 9)) // halves  # 9! is beyond MAX_ORDER
+            order *= math.factorial(min(n, 9)) // halves  # 9! is above MAX_ORDER
     return order
 
 
-def _permutations_of(part: str) -> np.ndarray:
-    """Of S_n, A_n or D_n."""
+def _part_permutations(part: str) -> np.ndarray:
+    """Return the permutations of S_n, A_n or D_n, shape (count, n)."""
     n = int(part[1:])
     return symmetries(n) if part[0] == "D" else permutations(n, even=part[0] == "A")
 
 
 @lru_cache(maxsize=8)
 def group(name: str) -> Group:
-    """The group of a name: S5, A5, D4, Z60, A4_x_Z5.
+    """Return the group of a name such as S5, A5, D4, Z60 or A4_x_Z5.
 
     Raises:
-        DataError: no such group, or one whose table would be too large.
+        DataError: If there is no such group, or its table would be too large.
     """
     order = _order(name)
     if order > MAX_ORDER:
@@ -134,23 +145,25 @@ def group(name: str) -> Group:
             numbers = np.arange(n, dtype=np.int32)
             parts.append(Group(part, (numbers[:, None] + numbers) % n))
         else:
-            parts.append(_of_permutations(part, _permutations_of(part)))
-    whole = parts[0]
+            parts.append(_permutation_group(part, _part_permutations(part)))
+    product = parts[0]
     for factor in parts[1:]:
-        whole = _product(whole, factor)
-    return whole
+        product = _product(product, factor)
+    return product
 
 
 def element_names(name: str) -> list[str]:
-    """What the elements of a group of this name are called, in their order. A permutation: where
-    1, 2, 3, … go, as in 213; a number modulo n: itself; of a product both, as in 213,4."""
+    """Return the names of a group's elements, in their order.
+
+    A permutation is named by the images of 1, 2, 3, …, such as 213; a number modulo n by itself;
+    an element of a product by both parts, such as 213,4.
+    """
     names = [""]
     for part in name.split("_x_"):
         n = int(part[1:])
         if part[0] == "Z":
-            own = [str(i) for i in range(n)]
+            part_names = [str(i) for i in range(n)]
         else:
-            ordered = _permutations_of(part) + 1
-            own = ["".join(map(str, p)) for p in ordered]
-        names = [f"{left},{right}" if left else right for left in names for right in own]
+            part_names = ["".join(map(str, p)) for p in _part_permutations(part) + 1]
+        names = [f"{name},{part}" if name else part for name in names for part in part_names]
     return names

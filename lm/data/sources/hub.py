@@ -1,4 +1,4 @@
-"""The Hugging Face hub: reaching it, opening a dataset of parquet files there, waiting for it."""
+"""Access to the Hugging Face hub: a dataset's parquet files, and retries of failed requests."""
 
 from __future__ import annotations
 
@@ -12,80 +12,86 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from lm.common.console import say
-from lm.config.data import Data
 from lm.data.sources.errors import DataError, HubUnreachable, first_line
 
-PATIENCE_S = 300.0  # in all, that one request to a hub in trouble is waited for
-LONGEST_PAUSE_S = 60.0  # between two attempts; the first pauses are 1, 2, 4, … s
-OFFLINE_HINT = "`data.source: builtin`, `parquet`, `jsonl` and `text` work offline"
-PASSING = (408, 425, 429)  # HTTP statuses below 500 that pass, as those from 500 on do
+MAX_WAIT_S = 300.0  # sum of the pauses between the attempts at one request
+MAX_PAUSE_S = 60.0  # between two attempts; the first pauses are 1, 2, 4, … s
+TRANSIENT_STATUSES = (408, 425, 429)  # HTTP statuses below 500 that a retry may cure
 
-Answer = TypeVar("Answer")
-_jitter = random.Random()  # of its own: the run's seed decides nothing here
+Result = TypeVar("Result")
+_jitter = random.Random()  # a separate generator: it must not affect the run's random numbers
 
 
 @dataclass(frozen=True)
 class HubFiles:
-    """The training files of a hub dataset's configuration, as they are in one commit."""
+    """Training files of a hub dataset's configuration, at a fixed commit."""
 
     name: str  # for messages
-    revision: str  # the commit
+    revision: str  # commit hash
     paths: tuple[str, ...]  # hf://datasets/OWNER/NAME@COMMIT/…
 
 
-def check_hub(what: str) -> None:
-    """Raises DataError, within seconds, when the Hugging Face hub cannot be reached for `what`."""
+def check_hub(subject: str, offline_hint: str = "") -> None:
+    """Check within seconds that the Hugging Face hub can be reached.
+
+    Args:
+        subject: The dataset or tokenizer that is needed from the hub, for the message.
+        offline_hint: End of the message: alternatives that work without a network.
+
+    Raises:
+        DataError: If HF_HUB_OFFLINE is set.
+        HubUnreachable: If the hub does not answer.
+    """
     import httpx
     from huggingface_hub import constants
 
+    hint = offline_hint and f"; {offline_hint}"
     if constants.HF_HUB_OFFLINE:
         raise DataError(
-            f"{what} is on the Hugging Face hub, but HF_HUB_OFFLINE forbids going there"
+            f"{subject} is on the Hugging Face hub, but HF_HUB_OFFLINE forbids going there{hint}"
         )
-    for last in (False, True):
+    for is_last in (False, True):
         try:
-            httpx.get(constants.ENDPOINT, timeout=8)  # any answer will do
+            httpx.get(constants.ENDPOINT, timeout=8)  # an answer with any status is enough
             return
         except httpx.HTTPError as error:
-            if last:
+            if is_last:
                 raise HubUnreachable(
-                    f"{what} is on the Hugging Face hub, but {constants.ENDPOINT} cannot be "
-                    f"reached ({first_line(error)}; 2 attempts)"
+                    f"{subject} is on the Hugging Face hub, but {constants.ENDPOINT} cannot be "
+                    f"reached ({first_line(error)}; 2 attempts){hint}"
                 ) from None
             time.sleep(1)
 
 
-def open_hub(data: Data, revision: str | None = None) -> HubFiles:
-    """The files of `data.dataset` (`data.name`), of the newest commit or of the one given.
+@functools.lru_cache(maxsize=4)  # the streams of a process share it
+def open_hub(dataset: str, config: str, revision: str | None = None) -> HubFiles:
+    """List the training files of a dataset's configuration.
+
+    Args:
+        revision: Commit; None: the newest.
 
     Raises:
-        DataError: no network; no such dataset or configuration, or no right to see it; none of its
-            files are parquet; a hub in trouble for longer than PATIENCE_S.
+        DataError: If there is no such dataset or configuration, access is denied, the training
+            files are not all parquet files, or the hub cannot be reached.
     """
-    return _open_hub(data.dataset, data.name, revision)
-
-
-@functools.lru_cache(maxsize=4)  # the streams of one process share it
-def _open_hub(dataset: str, config: str, revision: str | None) -> HubFiles:
     import datasets
 
     name = f"dataset {dataset} ({config})"
-    try:
-        check_hub(name)
-    except DataError as e:
-        raise type(e)(f"{e}; {OFFLINE_HINT}") from None
-
-    def attempt():
-        return datasets.load_dataset_builder(dataset, name=config, revision=revision)
-
-    builder = patiently(f"opening {name}", attempt)
+    check_hub(name, "`data.source: builtin`, `parquet`, `jsonl` and `text` work offline")
+    builder = retry(
+        f"opening {name}",
+        lambda: datasets.load_dataset_builder(dataset, name=config, revision=revision),
+    )
     files = (builder.config.data_files or {}).get("train")
     if not files:
-        raise DataError(f"{name} has no files of a training split; set data.dataset and data.name")
-    if other := [path for path in files if not path.endswith(".parquet")]:
         raise DataError(
-            f"{name} is not of parquet files ({other[0].rpartition('/')[2]} is one of {len(files)}"
-            " files): download it and use `data.source: jsonl` or `text`"
+            f"{name} has no files of a training split; set data.dataset and data.dataset_config"
+        )
+    if foreign_files := [path for path in files if not path.endswith(".parquet")]:
+        example = foreign_files[0].rpartition("/")[2]
+        raise DataError(
+            f"{name} does not consist of parquet files ({example} is one of {len(files)} files):"
+            " download it and use `data.source: jsonl` or `text`"
         )
     commit = re.match(r"hf://datasets/[^@]+@([^/]+)/", files[0])
     if not commit:
@@ -93,13 +99,18 @@ def _open_hub(dataset: str, config: str, revision: str | None) -> HubFiles:
     return HubFiles(name, commit[1], tuple(files))
 
 
-def patiently(what: str, attempt: Callable[[], Answer]) -> Answer:
-    """The attempt's answer. After a fault of the network or of the server it is tried again, until
-    the pauses between attempts are PATIENCE_S in all. Each pause is twice the one before, less a
-    random part of up to a half, so that many readers do not come back at once.
+def retry(action: str, attempt: Callable[[], Result]) -> Result:
+    """Return the attempt's result; repeat it after a transient fault of the network or the server.
+
+    Each pause is twice the previous one, minus a random part of up to a half, so that many readers
+    do not repeat their requests at the same time.
+
+    Args:
+        action: Description of the attempt, for messages.
 
     Raises:
-        DataError: hopeless (not found, not allowed, no such configuration), or patience at an end.
+        DataError: If the fault is permanent (not found, access denied, no such configuration).
+        HubUnreachable: If the pauses would exceed MAX_WAIT_S in all.
     """
     waited = 0.0
     failures = 0
@@ -111,61 +122,61 @@ def patiently(what: str, attempt: Callable[[], Answer]) -> Answer:
         except Exception as error:
             failures += 1
             reason = first_line(error)
-            if not _is_passing(error):
-                raise DataError(f"{what} failed: {_advice(error) or reason}") from None
-            pause = min(LONGEST_PAUSE_S, 2.0 ** (failures - 1)) * _jitter.uniform(0.5, 1)
-            if waited + pause > PATIENCE_S:
+            if not _is_transient(error):
+                raise DataError(f"{action} failed: {_describe_permanent(error)}") from None
+            pause = min(MAX_PAUSE_S, 2.0 ** (failures - 1)) * _jitter.uniform(0.5, 1)
+            if waited + pause > MAX_WAIT_S:
                 raise HubUnreachable(
-                    f"{what} failed {failures} times in a row, waiting {waited:.0f} s in all: "
+                    f"{action} failed {failures} times in a row, waiting {waited:.0f} s in all: "
                     f"{reason}; start again later with resume=auto"
                 ) from None
         say(
             f"waiting  {pause:.1f} s for the Hugging Face hub, then attempt {failures + 1} at "
-            f"{what}: {reason}"
+            f"{action}: {reason}"
         )
         time.sleep(pause)
         waited += pause
 
 
-def _chain(error: BaseException | None) -> list[BaseException]:
-    """An error and those behind it."""
-    found = []
-    while error is not None and error not in found:
-        found.append(error)
+def _list_causes(error: BaseException | None) -> list[BaseException]:
+    """List an error and the errors that caused it."""
+    causes: list[BaseException] = []
+    while error is not None and error not in causes:
+        causes.append(error)
         error = error.__cause__ or error.__context__
-    return found
+    return causes
 
 
-def _statuses(errors: list[BaseException]) -> list[int]:
-    """The HTTP statuses of those errors that are answers of a server."""
-    found = [getattr(getattr(e, "response", None), "status_code", None) for e in errors]
-    return [status for status in found if status]
+def _http_statuses(error: Exception) -> list[int]:
+    """List the HTTP statuses among the causes of an error."""
+    responses = (getattr(cause, "response", None) for cause in _list_causes(error))
+    return [status for r in responses if (status := getattr(r, "status_code", None))]
 
 
-def _is_passing(error: Exception) -> bool:
-    """Whether trying again may cure it. `datasets` says "not found" of a 503 as well, so what the
-    server answered counts, where it did."""
-    chain = _chain(error)
-    statuses = _statuses(chain)
-    if statuses:
-        return any(status >= 500 or status in PASSING for status in statuses)
+def _is_transient(error: Exception) -> bool:
+    """Return True if another attempt may succeed.
+
+    The server's status decides if there is one: `datasets` reports "not found" after a 503 too.
+    """
+    if statuses := _http_statuses(error):
+        return any(status >= 500 or status in TRANSIENT_STATUSES for status in statuses)
     if isinstance(error, FileNotFoundError | PermissionError):
         return False
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-        return False  # a file cannot be written here
+        return False  # the local disk refuses the file
     return any(
-        isinstance(e, OSError) or type(e).__module__.partition(".")[0] in ("httpx", "httpx2")
-        for e in chain
+        isinstance(cause, OSError) or type(cause).__module__.startswith("httpx")
+        for cause in _list_causes(error)
     )
 
 
-def _advice(error: Exception) -> str | None:
-    """A sentence for a hopeless fault that a key of the config mends."""
+def _describe_permanent(error: Exception) -> str:
+    """Describe a permanent fault, with the setting that cures it if there is one."""
     if isinstance(error, ValueError) and "BuilderConfig" in str(error):
-        return f"{str(error).strip().splitlines()[0]}; set data.name"
-    statuses = _statuses(_chain(error))
-    if 401 in statuses or 403 in statuses:
-        return f"{first_line(error)}; log in (`hf auth login`) or set HF_TOKEN"
-    if isinstance(error, FileNotFoundError):
-        return f"{first_line(error)}; set data.dataset"
-    return None
+        return f"{str(error).strip().splitlines()[0]}; set data.dataset_config"
+    cure = ""
+    if {401, 403} & set(_http_statuses(error)):
+        cure = "; log in (`hf auth login`) or set HF_TOKEN"
+    elif isinstance(error, FileNotFoundError):
+        cure = "; set data.dataset"
+    return first_line(error) + cure

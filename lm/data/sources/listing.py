@@ -1,4 +1,4 @@
-"""Find the files behind `data.path`, and name the files of a folder that the source skips."""
+"""Files behind `data.path`: a file, a folder or a glob; and the files that a source skips."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lm.common.console import say
 from lm.config.data import Data
 from lm.data.sources.errors import DataError
 
-# Endings that a source reads in a folder. A glob reads files of any ending.
+# Endings of the files that a source reads in a folder. A glob reads files with any ending.
 ENDINGS = {
     "text": (".txt", ".text", ".md", ".markdown", ".rst"),
     "jsonl": (".jsonl", ".ndjson"),
@@ -26,7 +26,7 @@ ENDINGS = {
 }
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}  # ending → pyarrow's name
 COMPRESSED_SOURCES = ("text", "jsonl")  # parquet compresses its own columns
-MAX_NAMED = 6  # endings that a message lists; a longer list is not read
+MAX_NAMED = 6  # endings in a message; longer lists are hard to read
 
 
 @dataclass
@@ -34,8 +34,8 @@ class Listing:
     """The files behind `data.path`.
 
     Fields:
-        files: sorted paths of the files that the source reads.
-        skipped: number of other files in the folder, by ending.
+        files: Sorted paths of the files that the source reads.
+        skipped: Number of other files in the folder, by ending.
     """
 
     files: list[Path]
@@ -52,9 +52,9 @@ def source_files(data: Data) -> list[Path]:
 
 
 def list_files(data: Data) -> Listing:
-    """List the files behind `data.path`, and count the other files of its folders.
+    """List the files behind `data.path`, and count the other files in the folder.
 
-    Links to folders are followed. Each folder is read once, whatever links lead to it.
+    Links to folders are followed, except links to a folder above, which form a circle.
 
     Raises:
         DataError: As `source_files`.
@@ -77,7 +77,10 @@ def list_files(data: Data) -> Listing:
 
 
 def report_files(data: Data, listing: Listing) -> None:
-    """Print how many files of which ending the source reads and skips; nothing for one file."""
+    """Print the numbers of files that the source reads and skips, by ending.
+
+    Nothing is printed if `data.path` is a single file.
+    """
     place = Path(data.path or "").expanduser()
     if listing.files == [place]:
         return
@@ -91,7 +94,7 @@ def report_files(data: Data, listing: Listing) -> None:
     _say_once(text)
 
 
-@lru_cache(maxsize=64)  # a tokenizer and its corpus list the same folder
+@lru_cache(maxsize=64)  # the tokenizer and the corpus list the same folder
 def _say_once(text: str) -> None:
     say(text)
 
@@ -100,27 +103,26 @@ def _list_folder(folder: Path, source: str) -> Listing:
     endings = list(ENDINGS[source])
     if source in COMPRESSED_SOURCES:
         endings += [ending + packed for ending in ENDINGS[source] for packed in COMPRESSIONS]
-    found = _sorted_files(_walk(folder))
-    is_read = {path: _ending(path.name) in endings for path in found.files}
-    skipped = found.skipped
-    skipped.update(_ending(path.name) for path in found.files if not is_read[path])
-    files = [path for path in found.files if is_read[path]]
+    listing = _sorted_files(_walk(folder))
+    skipped = listing.skipped
+    skipped.update(end for path in listing.files if (end := _ending(path.name)) not in endings)
+    files = [path for path in listing.files if _ending(path.name) in endings]
     if files:
         return Listing(files, skipped)
     expected = ", ".join(f"*{ending}" for ending in ENDINGS[source])
     if source in COMPRESSED_SOURCES:
-        expected += f" (or one of them with {', '.join(COMPRESSIONS)})"
-    holds = "it is empty"
+        expected += f" (or compressed with {', '.join(COMPRESSIONS)})"
+    content = "it is empty"
     if skipped:
-        holds = f"it holds {_counts(skipped)}; data.path='{folder}/**' reads every file"
-    raise DataError(f"data.path {folder} is a folder without any {expected} file in it: {holds}")
+        content = f"it contains {_counts(skipped)}; data.path='{folder}/**' reads every file"
+    raise DataError(f"data.path {folder} is a folder without any {expected} file: {content}")
 
 
 def _list_matches(pattern: Path) -> Listing:
     """List the files that match a glob; `**` matches any number of folders.
 
-    The pattern begins after the folders that exist: `part[1]/*.txt` reads the folder `part[1]`, not
-    `part1`.
+    The leading folders that exist are not part of the pattern: `part[1]/*.txt` reads a folder
+    named `part[1]` if there is one, and not `part1`.
 
     Raises:
         DataError: If a folder cannot be read, or `**` is only a part of a name.
@@ -137,49 +139,49 @@ def _list_matches(pattern: Path) -> Listing:
     dots = sum(part.startswith(".") for part in parts)
 
     def is_match(path: Path) -> bool:
-        below = path.relative_to(base)
-        # As in a shell, a name that starts with a dot is only matched by a part that does.
-        is_wanted = sum(name.startswith(".") for name in below.parts) == dots
-        return is_wanted and expression.match(below.as_posix()) is not None
+        relative = path.relative_to(base)
+        # As in a shell, only a part of the pattern with a leading dot matches a hidden name.
+        has_all_dots = sum(name.startswith(".") for name in relative.parts) == dots
+        return has_all_dots and expression.match(relative.as_posix()) is not None
 
-    found = _walk(base, None if "**" in parts else len(parts))
-    return _sorted_files(filter(is_match, found))
+    paths = _walk(base, None if "**" in parts else len(parts))
+    return _sorted_files(filter(is_match, paths))
 
 
 def _sorted_files(paths: Iterable[Path]) -> Listing:
     """Sort files; count broken links and special files as skipped."""
-    paths = sorted(paths)
-    files = [path for path in paths if path.is_file()]
-    others = [path for path in paths if not path.is_file()]
-    kinds = ("broken link" if path.is_symlink() else "special file" for path in others)
-    return Listing(files, Counter(kinds))
+    listing = Listing([])
+    for path in sorted(paths):
+        if path.is_file():
+            listing.files.append(path)
+        else:
+            listing.skipped["broken link" if path.is_symlink() else "special file"] += 1
+    return listing
 
 
 def _walk(base: Path, max_depth: int | None = None) -> Iterator[Path]:
-    """Yield the files below a folder; links to folders are followed, unless they form a circle.
+    """Yield the files below a folder; follow links to folders, unless they form a circle.
 
     Args:
-        max_depth: Parts of the longest path below `base`; None: any number.
+        max_depth: Maximum number of parts of a path below `base`; None: no limit.
 
     Raises:
         DataError: If a folder cannot be read.
     """
-    reals = {str(base): [os.path.realpath(base)]}  # of a folder, with the folders above it
-    for folder, subfolders, names in os.walk(base, followlinks=True, onerror=_refuse_folder):
-        above = reals[folder]
-        paths = {name: os.path.join(folder, name) for name in subfolders}
-        reals |= {path: [*above, os.path.realpath(path)] for path in paths.values()}
-        is_deepest = len(above) == max_depth
-        subfolders[:] = [
-            name for name, path in paths.items() if not is_deepest and reals[path][-1] not in above
-        ]
-        yield from (Path(folder, name) for name in names)
+    for folder, subfolders, names in os.walk(base, followlinks=True, onerror=_raise_unreadable):
+        path = Path(folder)
+        ancestors = [p for p in (path, *path.parents) if p.is_relative_to(base)]
+        real_paths = {os.path.realpath(p) for p in ancestors}
+        if len(ancestors) == max_depth:
+            subfolders.clear()  # os.walk does not enter them
+        subfolders[:] = [s for s in subfolders if os.path.realpath(path / s) not in real_paths]
+        yield from (path / name for name in names)
 
 
-def _refuse_folder(error: OSError) -> NoReturn:
+def _raise_unreadable(error: OSError) -> NoReturn:
     raise DataError(
         f"{error.filename}, a folder of data.path, cannot be read: {error.strerror}; make it"
-        " readable, or leave it out by a glob in data.path"
+        " readable, or exclude it by a glob in data.path"
     ) from None
 
 
@@ -196,11 +198,12 @@ def _files(count: int) -> str:
 
 
 def _counts(endings: Counter[str]) -> str:
-    """Describe endings and their numbers, the most frequent first: `95 .py, 2 .json`."""
-    descriptions = [f"{count:,} {ending}" for ending, count in endings.most_common(MAX_NAMED)]
-    if other_count := endings.total() - sum(count for _, count in endings.most_common(MAX_NAMED)):
-        descriptions.append(f"{other_count:,} others")
-    return ", ".join(descriptions)
+    """Format the number of files per ending, the most frequent first: `95 .py, 2 .json`."""
+    most_common = endings.most_common(MAX_NAMED)
+    texts = [f"{count:,} {ending}" for ending, count in most_common]
+    if unnamed := endings.total() - sum(count for _, count in most_common):
+        texts.append(f"{unnamed:,} others")
+    return ", ".join(texts)
 
 
 def _reason(error: Exception) -> str:

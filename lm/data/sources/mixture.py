@@ -1,4 +1,4 @@
-"""A mixture of sources: what each of them is, by name, and its share."""
+"""Sources of a mixture: the config of each, by name, and its share."""
 
 from __future__ import annotations
 
@@ -13,57 +13,64 @@ from lm.data.sources.errors import DataError
 
 
 def parts(cfg: Config) -> dict[str, Config]:
-    """The config of each source alone, by name in alphabetic order, so that nothing depends on the
-    order of the YAML; of a run on a single source {"": the config itself}."""
+    """Return the config of each source by name; {"": cfg} for a run on a single source.
+
+    The names are in alphabetic order, so that nothing depends on the order of the YAML.
+    """
     if cfg.data.mixture is None:
         return {"": cfg}
-    return {name: cfg.model_copy(update={"data": data}) for name, data in single(cfg.data).items()}
+    return {
+        name: cfg.model_copy(update={"data": data})
+        for name, data in single_sources(cfg.data).items()
+    }
 
 
-def single(data: Data) -> dict[str, Data]:
-    """`data` as each source of the mixture has it, in alphabetic order."""
-    found = {}
+def single_sources(data: Data) -> dict[str, Data]:
+    """Return the `data` section of each source of a mixture, in alphabetic order."""
+    sections = {}
     for name, source in sorted((data.mixture or {}).items()):
-        own = {key: getattr(source, key) for key in OF_A_SINGLE_SOURCE if hasattr(source, key)}
-        of_several: dict = {"mixture": None, "curriculum": []}
-        found[name] = data.model_copy(update=own | of_several)
-    return found
+        values = {key: getattr(source, key) for key in OF_A_SINGLE_SOURCE if hasattr(source, key)}
+        sections[name] = data.model_copy(update={**values, "mixture": None, "curriculum": []})
+    return sections
 
 
-def described(data: Data) -> str:
-    """Which text it is, in a few words."""
+def describe_data(data: Data) -> str:
+    """Name the source, or the sources of a mixture."""
     if data.mixture is None:
         return data.source
     return f"a mixture of {', '.join(sorted(data.mixture))}"
 
 
 def tokenizer_bytes(cfg: Config) -> dict[str, int]:
-    """Return how many bytes of each source a tokenizer is trained on: `tokenizer.train_bytes` in
-    all, by weight."""
+    """Return the bytes of each source for training a tokenizer: its share of `train_bytes`."""
     total = cfg.tokenizer.train_bytes
     return {name: math.ceil(total * share) for name, share in shares(cfg.data).items()}
 
 
 @contextlib.contextmanager
-def naming(name: str) -> Iterator[None]:
-    """Has a sentence about a source's data name the key of that source; "" is a single source.
+def name_source_in_errors(name: str) -> Iterator[None]:
+    """Replace `data.path` and other keys in error messages by the keys of a mixture's source.
+
+    Args:
+        name: Name of the source; "" for a single source, which changes nothing.
 
     Raises:
-        DataError: instead of one that names `data.path`.
+        DataError: Instead of the DataError of the `with` block.
     """
     try:
         yield
     except DataError as e:
         if not name:
             raise
-        said = re.sub(r"\bdata\.(path|text_field|source)\b", rf"data.mixture.{name}.\1", str(e))
-        raise DataError(said if said != str(e) else f"data.mixture.{name}: {e}") from None
+        key = f"data.mixture.{name}"
+        message = re.sub(r"\bdata\.(path|text_field|source)\b", rf"{key}.\1", str(e))
+        raise DataError(message if message != str(e) else f"{key}: {e}") from None
 
 
 def shares(data: Data) -> dict[str, float]:
-    """Return the share of each source once the curriculum is over, in alphabetic order.
+    """Return the share of each source after the curriculum, in alphabetic order.
 
-    They sum to 1; a run on a single source has {"": 1}.
+    The shares sum to 1; a run on a single source has {"": 1}.
     """
     if data.mixture is None:
         return {"": 1.0}

@@ -1,4 +1,4 @@
-"""Where text comes from: made here, read from local files, or streamed from a hub."""
+"""Documents of a source: generated, read from local files, or streamed from the hub."""
 
 from __future__ import annotations
 
@@ -21,25 +21,28 @@ from lm.data.sources.errors import DataError
 from lm.data.sources.listing import COMPRESSIONS, source_files
 from lm.data.sources.parquet import read_parquet
 
-WHOLE_FILE_BYTES = 100_000  # a text file above this is cut into several documents
-MIN_DOCUMENT = 4_096  # characters of each of them but the last
+WHOLE_FILE_BYTES = 100_000  # a larger text file is cut into several documents
+MIN_DOCUMENT = 4_096  # characters of a cut document, except the last one
 MAX_DOCUMENT = 16_384
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 BLANK_LINES = re.compile(r"\r?\n(?:[ \t]*\r?\n)+")
 
 
 def is_validation(text: str, val_fraction: float) -> bool:
-    """Whether a document is held out. A hash of its content alone decides, so that the splits
-    never overlap, however documents are ordered, sharded or repeated."""
+    """Return True if a document is held out for validation.
+
+    Only a hash of the content decides, so the splits never overlap, however documents are ordered,
+    sharded or repeated.
+    """
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") < val_fraction * 2**64
 
 
 def documents(data: Data) -> Iterator[str]:
-    """Return the documents (non-blank strings) of a source, in its own order.
+    """Return the documents (non-blank strings) of a source, in the order of the source.
 
     Raises:
-        DataError: Here or while iterating, if something is missing, unreadable or empty.
+        DataError: At the call or while iterating, if something is missing, unreadable or empty.
     """
     if data.source == "fineweb":
         from lm.data.sources.hub_parquet import HubDocuments
@@ -51,29 +54,31 @@ def documents(data: Data) -> Iterator[str]:
 def _local_documents(data: Data) -> Iterator[str]:
     if data.source == "builtin":
         texts = iter(builtin_documents())
-        where = "the standard library (its .py files are absent)"
+        place = "the standard library (its .py files are absent)"
     elif data.source == "traces":
         texts = traces.documents(data.traces or Traces())
-        where = "traces"
+        place = "traces"
     else:
         files = source_files(data)
-        read = {"text": _read_text, "jsonl": _read_jsonl, "parquet": read_parquet}[data.source]
-        texts = itertools.chain.from_iterable(read(path, data.text_field) for path in files)
-        where = f"data.path {data.path} ({len(files)} file{'s' * (len(files) != 1)})"
+        reader = {"text": _read_text, "jsonl": _read_jsonl, "parquet": read_parquet}[data.source]
+        texts = itertools.chain.from_iterable(reader(path, data.text_field) for path in files)
+        place = f"data.path {data.path} ({len(files)} file{'s' * (len(files) != 1)})"
     is_empty = True
     for text in texts:
         if text.strip():
             is_empty = False
             yield text
     if is_empty:
-        raise DataError(f"the corpus is empty: no text in {where}")
+        raise DataError(f"the corpus is empty: no text in {place}")
 
 
 @functools.cache
 def builtin_documents() -> tuple[str, ...]:
-    """The text every Python carries: the language reference's topics, then the docstrings of each
-    standard-library file in source order, files in sorted order. Nothing is imported but the
-    topics; tests and third-party packages are left out."""
+    """Return the text that every Python installation has.
+
+    First the topics of the language reference, then the docstrings of each file of the standard
+    library, without tests and third-party packages. Files are parsed, not imported.
+    """
     from pydoc_data.topics import topics
 
     root = Path(sysconfig.get_paths()["stdlib"])
@@ -89,7 +94,7 @@ def builtin_documents() -> tuple[str, ...]:
                 warnings.simplefilter("ignore")
                 tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError, OSError):
-            continue  # templates and deliberately broken files
+            continue  # a template or a deliberately broken file
         texts.append("\n\n".join(_docstrings(tree)))
     return tuple(texts)
 
@@ -104,9 +109,10 @@ def _docstrings(node: ast.AST) -> Iterator[str]:
 
 
 def cut_at_blank_lines(text: str) -> Iterator[str]:
-    """Pieces of MIN_DOCUMENT to MAX_DOCUMENT characters (the last may be shorter) whose
-    concatenation is `text`, cut after blank lines, failing that after a line, failing that
-    anywhere."""
+    """Cut a text into pieces of MIN_DOCUMENT to MAX_DOCUMENT characters; the last may be shorter.
+
+    A cut is preferably after a blank line, otherwise after a line, otherwise anywhere.
+    """
     start = 0
     while len(text) - start > MAX_DOCUMENT:
         low, high = start + MIN_DOCUMENT, start + MAX_DOCUMENT
@@ -118,7 +124,7 @@ def cut_at_blank_lines(text: str) -> Iterator[str]:
 
 
 def _read_text(path: Path, _field: str) -> Iterator[str]:
-    """One document per file; a file over WHOLE_FILE_BYTES is cut so that it has several."""
+    """Yield a file as one document, or as several if it is larger than WHOLE_FILE_BYTES."""
     raw = b"".join(_lines(path))
     try:
         text = raw.decode("utf-8-sig")
@@ -131,12 +137,12 @@ def _read_text(path: Path, _field: str) -> Iterator[str]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, decompressed if its ending says that it is compressed.
+    """Yield the lines of a file, which is decompressed according to its ending.
 
     Raises:
-        DataError: If the file cannot be read, or is not whole.
+        DataError: If the file cannot be read, or is truncated.
     """
-    import pyarrow as pa  # which reads all of them; Python 3.11 has no zstd
+    import pyarrow as pa  # supports all COMPRESSIONS; Python 3.11 has no zstd
 
     compression = COMPRESSIONS.get(path.suffix.lower())
     try:
@@ -147,20 +153,22 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _read_jsonl(path: Path, field: str) -> Iterator[str]:
+    """Yield the texts of a JSON Lines file, one per line; skip empty lines."""
     for number, line in enumerate(_lines(path), 1):
         if line.strip():
-            where = f"{path}, line {number}"
+            place = f"{path}, line {number}"
             try:
                 row = parse_json(line)
             except ValueError as e:  # JSONDecodeError and UnicodeDecodeError
-                raise DataError(f"{where} is not JSON: {e}") from None
+                raise DataError(f"{place} is not JSON: {e}") from None
             if not isinstance(row, dict):
-                raise DataError(f"{where} is not a JSON object but a {type(row).__name__}")
+                raise DataError(f"{place} is not a JSON object but a {type(row).__name__}")
             if field not in row:
                 keys = ", ".join(row) or "none"
                 raise DataError(
-                    f"{where} has no key `{field}` (its keys: {keys}); set data.text_field"
+                    f"{place} has no key `{field}` (its keys: {keys}); set data.text_field"
                 )
             if not isinstance(row[field], str):
-                raise DataError(f"{where}: `{field}` is not a string but {row[field]!r:.40}")
-            yield LONE_SURROGATE.sub("\ufffd", row[field])  # JSON can spell what UTF-8 cannot
+                raise DataError(f"{place}: `{field}` is not a string but {row[field]!r:.40}")
+            # JSON may contain lone surrogates, which UTF-8 cannot encode.
+            yield LONE_SURROGATE.sub("\ufffd", row[field])

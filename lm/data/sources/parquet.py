@@ -1,4 +1,4 @@
-"""Parquet files: the column of texts that they must have, and reading it from a local file."""
+"""Text columns of parquet files, verified while they are read."""
 
 from __future__ import annotations
 
@@ -10,48 +10,74 @@ from lm.data.sources.errors import DataError, first_line
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 
 def read_parquet(path: Path, field: str) -> Iterator[str]:
-    """The texts of a local file's column `field`, row group by row group; rows that are null are
-    left out. Checksums of pages are verified where there are any.
+    """Yield the texts of a local file's column, row group by row group, without null rows.
+
+    Args:
+        field: Name of the column.
 
     Raises:
-        DataError: while iterating; the file is not whole, damaged, or has no such column.
+        DataError: While iterating, if the file is truncated, damaged, or has no such column.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    row_group = None
     try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            check_text_column(path, file.schema_arrow, field)
-            for row_group in range(file.num_row_groups):
-                column = file.read_row_group(row_group, columns=[field]).column(0)
-                column.validate(full=True)  # that every text is UTF-8, too
-                yield from (text for text in column.to_pylist() if text is not None)
+        metadata = pq.read_metadata(path)
+        check_text_column(path, metadata, field)
     except (pa.ArrowException, OSError) as error:
-        if row_group is None:
-            raise DataError(f"{path} is not a whole parquet file: {first_line(error)}") from None
-        raise DataError(
-            f"{path} is damaged in row group {row_group}, column `{field}`: {first_line(error)}; "
-            "fetch or write it again"
-        ) from None
+        raise DataError(f"{path} is not a whole parquet file: {first_line(error)}") from None
+    for row_group in range(metadata.num_row_groups):
+        try:
+            texts = read_text_column(path, metadata, row_group, field).to_pylist()
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"{path} is damaged in row group {row_group}, column `{field}`: "
+                f"{first_line(error)}; fetch or write it again"
+            ) from None
+        yield from (text for text in texts if text is not None)
 
 
-def check_text_column(where: object, schema: pa.Schema, field: str) -> None:
-    """Raises DataError unless the Arrow schema has the column `field`, and it holds strings.
+def read_text_column(
+    source: Path | pa.BufferReader, metadata: pq.FileMetaData, row_group: int, field: str
+) -> pa.ChunkedArray:
+    """Read the texts (rows,) of a row group; verify page checksums, if any, UTF-8 and row count.
+
+    Raises:
+        ArrowException, OSError: If the column is damaged.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True) as file:
+        column = file.read_row_group(row_group, [field], use_threads=False).column(0)
+    column.validate(full=True)  # checks the UTF-8 too
+    expected = metadata.row_group(row_group).num_rows
+    if len(column) != expected:
+        raise pa.ArrowInvalid(f"{len(column)} rows, {expected} according to the footer")
+    return column
+
+
+def check_text_column(source: object, metadata: pq.FileMetaData, field: str) -> None:
+    """Check that a file has the column `field`, and that the column holds strings.
 
     Args:
-        where: the file or dataset that the schema is of, for the message.
+        source: File or dataset, for the message.
+
+    Raises:
+        DataError: If the column is missing or holds something else.
     """
     import pyarrow as pa
 
+    schema = metadata.schema.to_arrow_schema()
     if field not in schema.names:
         raise DataError(
-            f"{where} has no column `{field}` (its columns: {', '.join(schema.names)}); "
+            f"{source} has no column `{field}` (its columns: {', '.join(schema.names)}); "
             "set data.text_field"
         )
-    kind = schema.field(field).type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise DataError(f"{where}: column `{field}` holds {kind}, not strings")
+    column_type = schema.field(field).type
+    if not (pa.types.is_string(column_type) or pa.types.is_large_string(column_type)):
+        raise DataError(f"{source}: column `{field}` holds {column_type}, not strings")

@@ -1,4 +1,4 @@
-"""Reader threads: they make answers in advance, while the main thread trains."""
+"""Threads that read in advance while the main thread trains."""
 
 from __future__ import annotations
 
@@ -10,65 +10,66 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
 
-AHEAD = 2  # answers for a key that are made in advance
-PATIENCE_S = 2.0  # at the end of the process, for the threads to finish their answers
+AHEAD = 2  # results per key that are read in advance
+MAX_JOIN_S = 2.0  # wait for the threads at the end of the process
 
 
 class Readers:
-    """Threads that answer for keys; `take` returns the next answer for a key.
+    """Threads that read results for keys; `take` returns the next result of a key.
 
-    Each thread has some keys. The answers for a key come in order, however the threads overtake
-    each other; after the first `take` of a key up to AHEAD of its answers are made in advance.
+    Each thread has some of the keys. The results of a key come in order, whatever the order in
+    which threads finish. After the first `take` of a key, up to AHEAD of its results are read in
+    advance.
 
     Args:
-        functions: Function of each thread, which maps a key to its next answer.
+        functions: Function of each thread, which maps a key to its next result.
         keys: Keys of each thread.
     """
 
     def __init__(self, functions: Sequence[Callable[[int], Any]], keys: Sequence[Sequence[int]]):
         threads = [_Reader(*pair) for pair in zip(functions, keys, strict=True)]
-        self._thread = {key: thread for thread in threads for key in thread.answers}
-        self._pending = dict.fromkeys(self._thread, 0)  # requested and not taken
+        self._thread = {key: thread for thread in threads for key in thread.results}
+        self._pending = dict.fromkeys(self._thread, 0)  # results requested and not taken, per key
         self.close = weakref.finalize(self, _end, threads)
         for thread in threads:
             thread.start()
 
     def take(self, key: int) -> Any:
-        """Return the next answer for a key; raise what the thread's function raised."""
+        """Return the next result of a key, or raise the exception of the thread's function."""
         thread = self._thread[key]
         while self._pending[key] <= AHEAD:
             thread.requests.put(key)
             self._pending[key] += 1
-        answer, error = thread.answers[key].get()
+        result, error = thread.results[key].get()
         self._pending[key] -= 1
         if error is not None:
             raise error
-        return answer
+        return result
 
 
 class _Reader(threading.Thread):
-    """A thread that answers requests in their order.
+    """Thread that processes requests in their order.
 
-    It is a daemon: the process does not wait for a thread that waits for the network.
+    It is a daemon, so that a thread that waits for the network does not keep the process alive.
     """
 
     def __init__(self, function: Callable[[int], Any], keys: Sequence[int]):
         super().__init__(name="reader", daemon=True)
         self._function = function
         self._is_ended = False
-        self.requests: SimpleQueue[int | None] = SimpleQueue()
-        self.answers: dict[int, SimpleQueue] = {key: SimpleQueue() for key in keys}
+        self.requests: SimpleQueue[int | None] = SimpleQueue()  # None wakes a thread that ends
+        self.results: dict[int, SimpleQueue] = {key: SimpleQueue() for key in keys}
         _running.add(self)
 
     def run(self) -> None:
         while (key := self.requests.get()) is not None and not self._is_ended:
             try:
-                self.answers[key].put((self._function(key), None))
+                self.results[key].put((self._function(key), None))
             except Exception as error:
-                self.answers[key].put((None, error))
+                self.results[key].put((None, error))
 
     def end(self) -> None:
-        """Have it end after the answer that it is making."""
+        """Make the thread end after its current request."""
         self._is_ended = True
         self.requests.put(None)
 
@@ -83,8 +84,8 @@ def _end(threads: list[_Reader]) -> None:
 
 @atexit.register
 def _join() -> None:
-    """Let threads finish, which must not run Rust or C++ while the interpreter ends."""
-    deadline = time.monotonic() + PATIENCE_S
+    """Wait for threads: they must not run Rust or C++ code while the interpreter shuts down."""
+    deadline = time.monotonic() + MAX_JOIN_S
     threads = [thread for thread in _running if thread.is_alive()]
     _end(threads)
     for thread in threads:

@@ -1,4 +1,4 @@
-"""Text that contains state, made here: words of a group, or swaps in a Python session."""
+"""Generated text that contains state: words of a group, or swaps in a Python session."""
 
 from __future__ import annotations
 
@@ -12,82 +12,88 @@ from lm.config.data import Traces
 from lm.data.sources.errors import DataError
 from lm.data.sources.groups import group
 
-VERSION = 2  # of the text: other text is another number
+VERSION = 2  # of the text; raised when the same settings give other text
 CONSONANTS = "bcdfghjklmnprstvz"
 VOWELS = "aeiou"
 
 
 class Turn(NamedTuple):
-    """A question with what was said since the answer before it, and its answer. Neither ends in
-    white space, and an answer begins with what separates it from its question."""
+    """Text up to the end of a question, from the previous answer on, and the answer to it.
+
+    Neither ends in white space. The answer begins with the separator after the question.
+    """
 
     question: str
     answer: str
 
 
 class Words:
-    """Words of a group: "ba bo = bi ; bi be ca = bu ;". After "=" stands the product of all
-    elements so far, the running product of the suite's word problem."""
+    """Words of a group, such as "ba bo = bi ; bi be ca = bu ;".
 
-    end = " ;"  # of a document
+    The answer after "=" is the product of all elements before it, as in the word problem of
+    `synthetic/tasks/`.
+    """
+
+    end = " ;"  # at the end of a document
 
     def __init__(self, traces: Traces):
         self.group = group(traces.group)
         self.names = syllables(self.group.order)
-        self.letters = range(self.group.order)
-        if traces.letters is not None:
-            self.letters = self.group.simplest_first()[: traces.letters].tolist()
-            if len(self.letters) < traces.letters:
+        self.elements = range(self.group.order)  # the elements that occur in questions
+        if traces.num_elements is not None:
+            self.elements = self.group.simplest_first()[: traces.num_elements].tolist()
+            if len(self.elements) < traces.num_elements:
                 raise DataError(
-                    f"traces of {traces.group} have at most {self.group.order} `letters`, not"
-                    f" {traces.letters}"
+                    f"traces of {traces.group} have at most {self.group.order} `num_elements`, not"
+                    f" {traces.num_elements}"
                 )
 
     def turns(self, rng: random.Random, gaps: list[int]) -> list[Turn]:
-        """One for each of `gaps`, which is the number of elements before its question."""
+        """Make a turn for each gap, the number of elements before its question."""
         state = self.group.identity
         turns: list[Turn] = []
         for gap in gaps:
-            elements = [rng.choice(self.letters) for _ in range(gap)]
+            elements = [rng.choice(self.elements) for _ in range(gap)]
             for element in elements:
                 state = int(self.group.table[state, element])
-            asked = " ".join(self.names[element] for element in elements)
+            word = " ".join(self.names[element] for element in elements)
             separator = " ; " if turns else ""
-            turns.append(Turn(f"{separator}{asked} =", f" {self.names[state]}"))
+            turns.append(Turn(f"{separator}{word} =", f" {self.names[state]}"))
         return turns
 
 
 class Repl:
-    """A Python session. Variables hold the numbers 1, 2, …, two of them are swapped again and
-    again, and one is printed. A swap is several tokens long, and an answer shows a part of the
-    state."""
+    """Python session, in which variables with the values 1, 2, … are swapped and printed.
+
+    A swap is several tokens long, and an answer shows only one variable of the state.
+    """
 
     end = "\n"
 
     def __init__(self, traces: Traces):
         if not re.fullmatch("S[2-9]", traces.group):
             raise DataError(
-                "traces of form `repl` are of a group S2 to S9, of so many variables, not"
+                "traces of form `repl` need a group S2 to S9, with so many variables, not"
                 f" `{traces.group}`"
             )
         self.variables = "abcdefghi"[: int(traces.group[1:])]
 
     def turns(self, rng: random.Random, gaps: list[int]) -> list[Turn]:
-        """One for each of `gaps`, which is the number of swaps before its question."""
+        """Make a turn for each gap, the number of swaps before its question."""
         count = len(self.variables)
         values = rng.sample(range(1, count + 1), count)
-        said = f">>> {', '.join(self.variables)} = {', '.join(map(str, values))}\n"
+        lines = f">>> {', '.join(self.variables)} = {', '.join(map(str, values))}\n"
         turns = []
         for gap in gaps:
             for _ in range(gap):
                 i, j = rng.sample(range(count), 2)
                 values[i], values[j] = values[j], values[i]
-                left, right = self.variables[i], self.variables[j]
-                said += f">>> {left}, {right} = {right}, {left}\n"
-            asked = rng.randrange(count)
-            question = f"{said}>>> print({self.variables[asked]})"
-            turns.append(Turn(question, f"\n{values[asked]}"))
-            said = "\n"
+                a, b = self.variables[i], self.variables[j]
+                lines += f">>> {a}, {b} = {b}, {a}\n"
+            index = rng.randrange(count)
+            question = f"{lines}>>> print({self.variables[index]})"
+            turns.append(Turn(question, f"\n{values[index]}"))
+            lines = "\n"
         return turns
 
 
@@ -95,13 +101,13 @@ FORMS: dict[str, type[Words] | type[Repl]] = {"words": Words, "repl": Repl}
 
 
 def documents(traces: Traces) -> Iterator[str]:
-    """The documents that a configuration describes, always the same ones.
+    """Yield the documents of a configuration, which are always the same.
 
-    A document has 1 to `traces.answers` questions, each after a gap of `traces.gaps`. The state
-    goes on from question to question.
+    A document has 1 to `traces.answers` questions, each after a gap of `traces.gaps`. A question
+    does not reset the state.
 
     Raises:
-        DataError: there is no such group, or none of this form.
+        DataError: If there is no such group, or the form does not support it.
     """
     form = FORMS[traces.form](traces)
     for number in range(traces.documents):
@@ -112,8 +118,11 @@ def documents(traces: Traces) -> Iterator[str]:
 
 
 def _gap(rng: random.Random, traces: Traces) -> int:
-    """One of a list, each as likely. Up to a number n: q^gap as likely, q = n / (n + 2), so that a
-    question is nearly as likely after every element, and who reads it gains little by counting."""
+    """Draw a gap: uniformly from a list, or up to a number n with probability ∝ (n / (n + 2))^gap.
+
+    The geometric distribution makes a question about equally likely after every element, so that
+    counting elements does not help a reader to predict it.
+    """
     if isinstance(traces.gaps, list):
         return rng.choice(traces.gaps)
     q = traces.gaps / (traces.gaps + 2)
@@ -121,33 +130,41 @@ def _gap(rng: random.Random, traces: Traces) -> int:
 
 
 def questions(traces: Traces, gap: int, count: int) -> Iterator[Turn]:
-    """What a trained model is asked: `count` documents up to a last question, every gap of them
-    `gap`, and its answer. Every second one has a question with its answer before.
+    """Yield documents up to their last question, and its answer, to test a trained model.
+
+    Every second document has another question, with its answer, before the last one.
+
+    Args:
+        gap: Elements or swaps before each question.
+        count: Number of documents.
 
     Raises:
-        DataError: as `documents`.
+        DataError: As `documents`.
     """
     form = FORMS[traces.form](traces)
     for number in range(count):
         rng = random.Random(f"questions {traces.form} {traces.group} {gap} {number}")
-        *before, last = form.turns(rng, [gap] * (1 + number % 2))
-        told = "".join(turn.question + turn.answer for turn in before)
-        yield Turn(told + last.question, last.answer)
+        *earlier, last = form.turns(rng, [gap] * (1 + number % 2))
+        context = "".join(turn.question + turn.answer for turn in earlier)
+        yield Turn(context + last.question, last.answer)
 
 
 def syllables(count: int) -> list[str]:
-    """So many different short words: ba, be, …, zu, then bab, bac, …"""
+    """Return different short words: ba, be, …, zu, then bab, bac, …"""
     kinds = ((CONSONANTS, VOWELS), (CONSONANTS, VOWELS, CONSONANTS), (CONSONANTS, VOWELS) * 2)
     words = itertools.chain.from_iterable(itertools.product(*letters) for letters in kinds)
     return ["".join(letters) for letters in itertools.islice(words, count)]
 
 
-def described(traces: Traces | None) -> dict:
-    """What decides the text: it changes whenever the text does."""
-    return (traces or Traces()).model_dump(mode="json", exclude_none=True) | {"version": VERSION}
+def describe_text(traces: Traces | None) -> dict:
+    """Return all settings of the text, which change whenever the text does."""
+    settings = (traces or Traces()).model_dump(mode="json", exclude_none=True)
+    if "num_elements" in settings:  # under its first name: cached corpora keep their address
+        settings["letters"] = settings.pop("num_elements")
+    return settings | {"version": VERSION}
 
 
 def check(traces: Traces | None) -> None:
-    """Raises DataError unless there is such a group, and it can be written in this form."""
+    """Raise DataError unless there is such a group, and the form supports it."""
     traces = traces or Traces()
     FORMS[traces.form](traces)

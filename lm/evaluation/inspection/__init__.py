@@ -1,1 +1,1 @@
-"""What a model makes of one text or word: measured, then drawn as a page or in a terminal."""
+"""Inspection of a model on one sequence: measurements, HTML page and terminal output."""

@@ -1,6 +1,6 @@
-"""One pass of a model over one sequence: predictions, ℓ* of each token, what goes on in its layers.
+"""Measurements of a model on one sequence: predictions, ℓ* of each token, states and gates.
 
-Shapes: t tokens, n solved layers, v vocabulary.
+Shapes: t tokens, n fixed-point layers, v vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from lm.common.errors import UserError
-from lm.data.batches.text_bytes import bytes_of_tokens
+from lm.data.batches.text_bytes import token_bytes
 from lm.evaluation.inspection.page import Inspection
 from lm.evaluation.inspection.result import Guess, Layers
 from lm.evaluation.inspection.tokens import make_tokens, show_bytes
@@ -20,98 +20,115 @@ from lm.evaluation.inspection.tokens import make_tokens, show_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TOP = 5  # likeliest predictions that are kept
-PREDICTED_AT_ONCE = 512  # tokens: a large vocabulary's logits are gone through in parts
-LONGEST = 2048  # tokens, where the checkpoint does not say what it can take
+GUESS_COUNT = 5  # most likely predictions per token
+CHUNK_TOKENS = 512  # tokens whose softmax is computed at once, which bounds memory
+DEFAULT_MAX_TOKENS = 2048  # for a model without `max_position_embeddings`
 
 
 class InspectionError(UserError, ValueError):
-    """A text that cannot be looked at; the message says why, and what would do."""
+    """Text that cannot be inspected; the message has the reason and a fix."""
 
 
 class Predictions(NamedTuple):
-    """Of each of t positions."""
+    """Predictions at t positions."""
 
-    loss: torch.Tensor  # (t,) nats; NaN where the target is None
+    loss: torch.Tensor  # (t,) nats; NaN if the target is None
     entropy: torch.Tensor  # (t,) nats
-    guesses: list[list[tuple[int, float]]]  # (t,) ids and probabilities, likeliest first
+    guesses: list[list[tuple[int, float]]]  # (t,) ids and probabilities, most likely first
 
 
 @torch.no_grad()
-def read(
+def run_with_probe(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, Layers | None]:
-    """One pass, in the mode that the model is in → logits (t,v) and Layers, or None of a model
-    without a layer that is solved. ids, mask: (1,t)."""
+    """Run a model on a sequence, and measure its fixed-point layers.
+
+    Args:
+        model: The model, whose training mode is kept.
+        ids: Token ids, (1,t).
+        mask: Attention mask, (1,t), or None.
+
+    Returns:
+        Logits (t,v) in fp32, and the measurements, None for a model without fixed-point layers.
+    """
     blocks = model.fixed_point_blocks() if hasattr(model, "fixed_point_blocks") else []
     if not blocks:
         return model(input_ids=ids, attention_mask=mask).logits[0].float(), None
     inputs = {}
 
-    def keep(block, given):
-        inputs[block] = given[:2]  # the vectors that it reads, and facts about the tokens
+    def record_inputs(block, arguments):
+        inputs[block] = arguments[:2]  # hidden states and `Sequences`
 
     with contextlib.ExitStack() as hooks:
         for block in blocks:
-            hooks.callback(block.register_forward_pre_hook(keep).remove)
+            hooks.callback(block.register_forward_pre_hook(record_inputs).remove)
         output = model(input_ids=ids, attention_mask=mask, count_iterations=True, use_cache=False)
     report = output.fixed_point
-    observed = [block.trace_tokens(*inputs[block]) for block in blocks]
+    over_time = [block.trace_tokens(*inputs[block]) for block in blocks]
     numbers = report.layers if report.layers is not None else list(range(len(blocks)))
-    missing = torch.full(ids.shape, torch.nan)
+    no_gate = torch.full(ids.shape, torch.nan)
     layers = Layers(
         numbers=list(numbers),
         iterations=report.token_iters[:, 0].cpu(),
         converged=report.converged[:, 0].cpu(),
-        elsewhere=report.elsewhere[:, 0].cpu(),
+        other_solution=report.other_solution[:, 0].cpu(),
         bisected=report.bisected[:, 0].cpu(),
-        limited=report.limited[:, 0].cpu(),
-        state_norm=_rows(layer.state_norm for layer in observed),
-        gate=_rows(missing if layer.gate is None else layer.gate for layer in observed),
-        decay=_rows(layer.decay for layer in observed),
+        grad_limited=report.grad_limited[:, 0].cpu(),
+        state_norm=_stack_rows(layer.state_norm for layer in over_time),
+        gate=_stack_rows(no_gate if layer.gate is None else layer.gate for layer in over_time),
+        decay=_stack_rows(layer.decay for layer in over_time),
     )
     return output.logits[0].float(), layers
 
 
-def _rows(values) -> torch.Tensor:
-    """(1,t) each → (n,t) on the CPU."""
+def _stack_rows(values) -> torch.Tensor:
+    """Return n tensors (1,t) as one tensor (n,t) in fp32 on the CPU."""
     return torch.cat([value.float().cpu() for value in values])
 
 
-def predictions(logits: torch.Tensor, targets: list[int | None]) -> Predictions:
-    """logits: (t,v). targets: (t,) the ids that were to be predicted; None: there was none.
+def score_predictions(logits: torch.Tensor, targets: list[int | None]) -> Predictions:
+    """Return loss, entropy and most likely predictions at each position.
+
+    Args:
+        logits: (t,v).
+        targets: (t,) ids of the right predictions; None if there is no right one.
 
     Raises:
-        InspectionError: a logit is NaN or infinite.
+        InspectionError: If a logit is NaN or infinite.
     """
     if not torch.isfinite(logits).all():
-        raise InspectionError("the model's logits are NaN or infinite: there is nothing to show")
+        raise InspectionError("the model's logits are NaN or infinite")
     losses, entropies, guesses = [], [], []
-    for start in range(0, len(targets), PREDICTED_AT_ONCE):
-        log_p = torch.log_softmax(logits[start : start + PREDICTED_AT_ONCE], -1)
-        of_part = targets[start : start + PREDICTED_AT_ONCE]
-        wanted = torch.tensor([0 if x is None else x for x in of_part], device=log_p.device)
-        none = torch.tensor([x is None for x in of_part], device=log_p.device)
-        loss = -log_p.gather(-1, wanted[:, None])[:, 0]
-        losses.append(loss.masked_fill(none, torch.nan).cpu())
+    for start in range(0, len(targets), CHUNK_TOKENS):
+        log_p = torch.log_softmax(logits[start : start + CHUNK_TOKENS], -1)
+        chunk = targets[start : start + CHUNK_TOKENS]
+        target_ids = torch.tensor([0 if x is None else x for x in chunk], device=log_p.device)
+        has_no_target = torch.tensor([x is None for x in chunk], device=log_p.device)
+        loss = -log_p.gather(-1, target_ids[:, None])[:, 0]
+        losses.append(loss.masked_fill(has_no_target, torch.nan).cpu())
         entropies.append(-torch.xlogy(log_p.exp(), log_p.exp()).sum(-1).cpu())
-        top = log_p.topk(min(TOP, log_p.shape[-1]), -1)
-        for numbers, values in zip(top.indices.tolist(), top.values.exp().tolist(), strict=True):
-            guesses.append(list(zip(numbers, values, strict=True)))
+        top = log_p.topk(min(GUESS_COUNT, log_p.shape[-1]), -1)
+        for ids, values in zip(top.indices.tolist(), top.values.exp().tolist(), strict=True):
+            guesses.append(list(zip(ids, values, strict=True)))
     return Predictions(torch.cat(losses), torch.cat(entropies), guesses)
 
 
-def named_guesses(
+def name_guesses(
     guesses: list[list[tuple[int, float]]], names: Callable[[list[int]], list[str]]
 ) -> list[list[Guess]]:
-    """Guesses with what their ids are shown as. names: of a list of ids."""
-    ids = sorted({number for row in guesses for number, _ in row})
-    shown = dict(zip(ids, names(ids), strict=True))
-    return [[Guess(number, shown[number], p) for number, p in row] for row in guesses]
+    """Return predictions with readable names.
+
+    Args:
+        guesses: Ids and probabilities at each position.
+        names: Function that returns the readable names of a list of ids.
+    """
+    ids = sorted({token_id for row in guesses for token_id, _ in row})
+    name_of_id = dict(zip(ids, names(ids), strict=True))
+    return [[Guess(token_id, name_of_id[token_id], p) for token_id, p in row] for row in guesses]
 
 
-def start_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """What is put before a text, as lm-eval does: BOS where the tokenizer has one, else EOS."""
+def find_start_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the token before a text, as in lm-eval: BOS, or EOS for a tokenizer without BOS."""
     bos = tokenizer.bos_token_id
     return tokenizer.eos_token_id if bos is None else bos
 
@@ -119,57 +136,66 @@ def start_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def encode(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str
 ) -> tuple[list[int], list[int]]:
-    """(the start token or nothing, the text's tokens). Text that spells a special token stays text,
-    as in training.
+    """Return [start token] or [], and the tokens of a text.
+
+    Text that spells a special token is tokenized as text, as in training.
 
     Raises:
-        InspectionError: nothing to read, text that is no Unicode, or too much of it.
+        InspectionError: If the text is empty, not Unicode, or too long for the model.
     """
     try:
         size = len(text.encode())
     except UnicodeEncodeError:
-        raise InspectionError("the text is not Unicode: it holds half of a character") from None
+        raise InspectionError(
+            "the text is not Unicode: it contains half of a surrogate pair"
+        ) from None
     if not size:
         raise InspectionError("the text is empty: give at least one character")
     ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)[
         "input_ids"
     ]
-    longest = getattr(model.config, "max_position_embeddings", None) or LONGEST
-    if len(ids) > longest:
+    max_tokens = getattr(model.config, "max_position_embeddings", None) or DEFAULT_MAX_TOKENS
+    if len(ids) > max_tokens:
         raise InspectionError(
-            f"the text has {len(ids):,} tokens, and evaluation reads {longest:,} at once"
+            f"the text has {len(ids):,} tokens, but the model reads at most {max_tokens:,}"
             " (max_position_embeddings): give a part of it"
         )
     if not ids:
-        raise InspectionError("the tokenizer makes no token of this text: give another one")
-    first = start_token(tokenizer)
+        raise InspectionError("the tokenizer returns no tokens for this text: give another text")
+    first = find_start_token(tokenizer)
     return ([] if first is None else [first]), list(ids)
 
 
 def inspect_text(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str, name: str
 ) -> Inspection:
-    """What a causal language model, in evaluation mode, makes of a text.
+    """Run a causal language model on a text and return all measurements.
+
+    Args:
+        model: The model, in evaluation mode.
+        tokenizer: Its tokenizer.
+        text: The text.
+        name: Name of the checkpoint.
 
     Raises:
-        InspectionError: see `encode` and `predictions`.
+        InspectionError: As in `encode` and `score_predictions`.
     """
-    start, of_text = encode(model, tokenizer, text)
-    ids = start + of_text
-    logits, layers = read(model, torch.tensor([ids], device=model.device))
-    found = predictions(logits, [*ids[1:], None])
+    start, text_ids = encode(model, tokenizer, text)
+    ids = start + text_ids
+    logits, layers = run_with_probe(model, torch.tensor([ids], device=model.device))
+    predictions = score_predictions(logits, [*ids[1:], None])
 
-    def names(numbers: list[int]) -> list[str]:
-        return list(map(show_bytes, bytes_of_tokens(tokenizer, numbers)))
+    def names(token_ids: list[int]) -> list[str]:
+        return list(map(show_bytes, token_bytes(tokenizer, token_ids)))
 
-    guesses = named_guesses(found.guesses, names)
-    none = torch.full((1,), torch.nan)
+    guesses = name_guesses(predictions.guesses, names)
+    no_value = torch.full((1,), torch.nan)  # the first token is not predicted
     return Inspection(
         name=name,
-        model=in_words(model),
-        tokens=make_tokens(ids, bytes_of_tokens(tokenizer, ids)),
-        loss=torch.cat([none, found.loss[:-1]]),
-        entropy=torch.cat([none, found.entropy[:-1]]),
+        model=describe_model(model),
+        tokens=make_tokens(ids, token_bytes(tokenizer, ids)),
+        loss=torch.cat([no_value, predictions.loss[:-1]]),
+        entropy=torch.cat([no_value, predictions.entropy[:-1]]),
         guesses=[[], *guesses[:-1]],
         following=guesses[-1],
         layers=layers,
@@ -179,8 +205,8 @@ def inspect_text(
     )
 
 
-def in_words(model: PreTrainedModel) -> str:
-    """Return a model in a few words: its layers, mixers, width and parameters."""
+def describe_model(model: PreTrainedModel) -> str:
+    """Return a short description of a model: layers, mixers, width and parameters."""
     config = model.config
     blocks = model.fixed_point_blocks() if hasattr(model, "fixed_point_blocks") else []
     kind = getattr(config, "layers", None) or (config.block if blocks else config.model_type)

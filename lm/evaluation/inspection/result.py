@@ -1,4 +1,4 @@
-"""Results of reading one text or word: numbers of every token and layer, and their sums."""
+"""Results of an inspection: numbers of every token and layer, and their means."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lm.evaluation.inspection.tokens import Token
 
 
 class Guess(NamedTuple):
-    """One of a model's likeliest predictions."""
+    """One of the most likely predictions of a model."""
 
     id: int
     shown: str
@@ -21,53 +21,58 @@ class Guess(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The answer of a synthetic task at one token: the model's and the right one."""
+    """Answer at a token of a synthetic task.
+
+    Attributes:
+        predicted: Answer of the model.
+        right: Right answer; None at tokens that need no answer.
+    """
 
     predicted: str
-    right: str | None  # None: no answer is due there
+    right: str | None
 
     @property
     def is_right(self) -> bool | None:
-        """Whether the model's answer is right; None where none is due."""
+        """Correctness of the model's answer; None at tokens that need no answer."""
         return None if self.right is None else self.predicted == self.right
 
 
 @dataclass(frozen=True, eq=False)
 class Layers:
-    """Measurements of the layers that are solved; n layers, t tokens."""
+    """Measurements of the n fixed-point layers over t tokens."""
 
-    numbers: list[int]  # (n,) their numbers in the model, from 0
-    iterations: torch.Tensor  # (n,t) ℓ* of each token, counted by the probe
-    converged: torch.Tensor  # (n,) bool: the paper's procedure came to its tolerance
-    elsewhere: torch.Tensor  # (n,) share of the tokens where it ends in another solution
-    bisected: torch.Tensor  # (n,) share of the tokens whose solution bisection found
-    limited: torch.Tensor  # (n,) share of the tokens where the gradient's limit may take effect
-    state_norm: torch.Tensor  # (n,t) ‖h_t‖₂, the recurrence's state after the token
-    gate: torch.Tensor  # (n,t) the mean of the mixer's gates a_t; NaN where it has none
-    decay: torch.Tensor  # (n,t) the mean over the state of the factor on h_{t−1}
+    numbers: list[int]  # (n,) indices of the layers in the model, from 0
+    iterations: torch.Tensor  # (n,t) ℓ*, as the probe counts it
+    converged: torch.Tensor  # (n,) bool: the paper's iteration reached its tolerance
+    other_solution: torch.Tensor  # (n,) share of tokens where it converges to another solution
+    bisected: torch.Tensor  # (n,) share of tokens that were solved by bisection
+    grad_limited: torch.Tensor  # (n,) share of tokens whose gradient may be limited
+    state_norm: torch.Tensor  # (n,t) ‖h_t‖₂ of the recurrent state after the token
+    gate: torch.Tensor  # (n,t) mean of the mixer's gates a_t; NaN for a mixer without gates
+    decay: torch.Tensor  # (n,t) mean of the factors on h_{t−1}
 
 
 @dataclass(frozen=True, eq=False)
-class Measured:
-    """Numbers of a model that reads t tokens.
+class Measurements:
+    """Measurements of a model on a sequence of t tokens.
 
-    Before a text stands one token that the tokenizer starts with, if it has one. `loss`, `entropy`
-    and `guesses` of a token are of the prediction of this token, made after those before it. Of a
-    synthetic task they are of the answer at the token, made after reading it.
+    For a text, `loss`, `entropy` and `guesses` of a token describe the prediction of this token
+    from the tokens before it. For a synthetic task, they describe the answer at the token, which
+    the model gives after reading it.
     """
 
-    name: str  # of the checkpoint
-    model: str  # in words
+    name: str  # name of the checkpoint
+    model: str  # description of the model
     tokens: list[Token]  # (t,)
-    loss: torch.Tensor  # (t,) nats; NaN where nothing was to be predicted
-    entropy: torch.Tensor  # (t,) nats, of the prediction; NaN where there was none
-    guesses: list[list[Guess]]  # (t,) the likeliest five, [] where there was no prediction
-    layers: Layers | None  # None: the model has no layer that is solved
-    text_bytes: int | None = None  # of UTF-8 that the scored tokens stand for; None: no text
-    has_start: bool = False  # the first token was put before the text
-    following: list[Guess] = field(default_factory=list)  # predicted after the last token
-    answers: list[Answer] | None = None  # (t,) of a synthetic task
-    solver: dict | str = "none"  # the solver's description
+    loss: torch.Tensor  # (t,) nats; NaN at tokens without a prediction
+    entropy: torch.Tensor  # (t,) nats, of the prediction; NaN at tokens without a prediction
+    guesses: list[list[Guess]]  # (t,) five most likely predictions; [] without a prediction
+    layers: Layers | None  # None for a model without fixed-point layers
+    text_bytes: int | None = None  # UTF-8 bytes of the scored tokens; None if it is no text
+    has_start: bool = False  # True if the first token is a BOS or EOS token before the text
+    following: list[Guess] = field(default_factory=list)  # predictions after the last token
+    answers: list[Answer] | None = None  # (t,) answers, for a synthetic task
+    solver: dict | str = "none"  # description of the solver
 
     @property
     def scored(self) -> int:
@@ -76,21 +81,21 @@ class Measured:
 
     @property
     def mean_loss(self) -> float:
-        """Nats a token; NaN without a token that has a loss."""
+        """Mean loss in nats per token; NaN if no token has a loss."""
         return float(self.loss.double().nanmean())
 
     @property
     def perplexity(self) -> float:
-        """Perplexity a token."""
+        """Perplexity per token."""
         return math.exp(min(self.mean_loss, 700.0))
 
     @property
     def bits_per_byte(self) -> float | None:
-        """None where there is no text, or its first token was not predicted."""
+        """Bits per byte; None if it is no text, or its first token was not predicted."""
         return bits_per_byte(float(self.loss.double().nansum()), self.text_bytes)
 
     def __repr__(self) -> str:
         return (
             f"{type(self).__name__}({self.name}: {len(self.tokens)} tokens, loss"
-            f" {self.mean_loss:.4f} nats a token)"
+            f" {self.mean_loss:.4f} nats per token)"
         )

@@ -1,4 +1,4 @@
-"""An inspection on a command line: tokens, layers and sums in the terminal, and the page."""
+"""Terminal output of an inspection, and the path of its page."""
 
 from __future__ import annotations
 
@@ -6,15 +6,25 @@ from pathlib import Path
 
 from lm.common.console import say
 from lm.common.files import check_replaceable
-from lm.evaluation.inspection.page import MADE_BY, Inspection, explain_mark, layer_rows, list_facts
+from lm.evaluation.inspection.page import (
+    MADE_BY,
+    Inspection,
+    explain_mark,
+    list_facts,
+    make_layer_rows,
+)
 from lm.runs.written import PAGE
 
 
 def choose_page(place: Path | str, out: str | None) -> Path:
-    """Return the page's path: `out`, else a file in the folder that was loaded, if it is one.
+    """Return the path of the page: `out`, or by default a file in the model's folder.
+
+    Args:
+        place: Folder of the model, or its name on the hub.
+        out: Path that the user chose, or None.
 
     Raises:
-        OutputError: It cannot be written, or a file that is no such page is there.
+        OutputError: If the page cannot be written, or another file has this path.
     """
     folder = Path(place)
     default = folder / PAGE if folder.is_dir() else Path(PAGE)
@@ -23,31 +33,31 @@ def choose_page(place: Path | str, out: str | None) -> Path:
     return page
 
 
-def show(found: Inspection, out: Path) -> None:
-    """Print the tokens, the table of the layers and the sums, and write the page."""
+def show(inspection: Inspection, out: Path) -> None:
+    """Print tokens, a table of the layers, and facts about the model; write the page."""
     from rich.table import Table
     from rich.text import Text
 
-    found.to_html(out)
-    say(Text("".join(_shown_tokens(found))))
-    if found.layers is None:
-        say("note: no layer of this model is solved for a fixed point: there is no ℓ*")
+    inspection.to_html(out)
+    say(Text("".join(_format_tokens(inspection))))
+    if inspection.layers is None:
+        say("note: this model has no fixed-point layer, and therefore no ℓ*")
     else:
-        rows = layer_rows(found.layers, found.tokens)
+        rows = make_layer_rows(inspection.layers, inspection.tokens)
         table = Table(*rows[0])
         for row in rows[1:]:
             table.add_row(*(Text(cell) for cell in row))
         say(table)
         if note := explain_mark(rows):
             say(note)
-    say("\n".join(f"{name}: {value}" for name, value in list_facts(found)))
+    say("\n".join(f"{name}: {value}" for name, value in list_facts(inspection)))
     say(f"page: {out}")
 
 
-def _shown_tokens(found: Inspection) -> list[str]:
-    """Return the tokens as text; of a synthetic task with the model's answers."""
-    if found.answers is None:
-        return [token.shown + "\n" * token.ends_line for token in found.tokens]
+def _format_tokens(inspection: Inspection) -> list[str]:
+    """Return the tokens as text, with the model's answers for a synthetic task."""
+    if inspection.answers is None:
+        return [token.shown + "\n" * token.ends_line for token in inspection.tokens]
     marks = {True: "✓", False: "✗", None: ""}
-    pairs = zip(found.tokens, found.answers, strict=True)
+    pairs = zip(inspection.tokens, inspection.answers, strict=True)
     return [f"{token.shown}={answer.predicted}{marks[answer.is_right]} " for token, answer in pairs]

@@ -1,4 +1,4 @@
-"""Tokens as a person can read them: spaces and line ends visible, parts of characters as bytes."""
+"""Readable form of tokens: visible spaces and line ends, and bytes of incomplete characters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ MARKS = {" ": "·", "\t": "→", "\n": "↵", "\r": "␍"}
 
 
 class Token(NamedTuple):
-    """One token of the input."""
+    """Token of the input.
+
+    Attributes:
+        id: Token id.
+        shown: Readable text.
+        ends_line: True if the token ends with a line end.
+    """
 
     id: int
     shown: str
@@ -16,7 +22,7 @@ class Token(NamedTuple):
 
 
 def make_tokens(ids: list[int], raw: list[bytes]) -> list[Token]:
-    """Return tokens from the bytes of text that each stands for."""
+    """Return the tokens of these ids, given the bytes of text of each."""
     return [
         Token(number, show_bytes(part), part.endswith(b"\n"))
         for number, part in zip(ids, raw, strict=True)
@@ -24,8 +30,8 @@ def make_tokens(ids: list[int], raw: list[bytes]) -> list[Token]:
 
 
 def show_bytes(raw: bytes) -> str:
-    """Return bytes of UTF-8 as readable text: a cut character as its bytes, such as ⟨E2⟩."""
-    # surrogateescape decodes a byte that is no UTF-8 to U+DC00 plus the byte.
+    """Return UTF-8 bytes as readable text, with incomplete characters as bytes such as ⟨E2⟩."""
+    # surrogateescape decodes an invalid byte to the character U+DC00 plus the byte.
     return "".join(map(_show, raw.decode("utf-8", errors="surrogateescape")))
 
 

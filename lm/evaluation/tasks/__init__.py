@@ -1,5 +1,5 @@
-"""lm-eval task files of our own: they need no network and work from an installed package."""
+"""lm-eval tasks of this project, which need no network."""
 
 from pathlib import Path
 
-TASKS_DIR = Path(__file__).parent  # what lm-eval calls --include_path
+TASKS_DIR = Path(__file__).parent  # for lm-eval's option --include_path

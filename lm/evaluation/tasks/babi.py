@@ -1,4 +1,4 @@
-"""The bAbI stories as CatbAbI has them: a reader and a vocabulary.
+"""Reader and vocabulary of the bAbI stories, in the form of CatbAbI.
 
 bAbI v1.2 (Weston et al. 2015, arXiv 1502.05698) is twenty tasks of short stories with questions.
 CatbAbI (Schlag, Munkhdalai, Schmidhuber 2021, arXiv 2011.07831) makes each story one sequence of
@@ -30,19 +30,24 @@ _LINE = re.compile(r"(\d+) +([^\t]*[^\t ]) *(?:\t *([^\t ]+) *(?:\t[^\t]*)?)?", 
 
 
 class BabiError(UserError, ValueError):
-    """bAbI data that cannot be read; the message names the file and the cure."""
+    """bAbI data that cannot be read; the message names the file and has a fix."""
 
 
 class Line(NamedTuple):
-    """A statement (answer None) or a question and its answer, as the file has them."""
+    """Statement (answer None), or question with its answer, as in the file."""
 
     text: str
     answer: str | None = None
 
 
 class Story(NamedTuple):
-    """One story as a token sequence; tokens[i] for i in `answers` is the answer to a question,
-    and tokens[i − 1] that question's `?`."""
+    """Story as a token sequence.
+
+    Attributes:
+        task: Number of the bAbI task.
+        tokens: Words of the story.
+        answers: Indices of the tokens that are answers; each follows the `?` of its question.
+    """
 
     task: int
     tokens: list[str]
@@ -53,7 +58,7 @@ def read(folder: Path | str, split: str, tasks: Sequence[int] = TASKS) -> list[S
     """Return the stories of a split, task after task, in the order of the files.
 
     Raises:
-        BabiError: Missing files (each is named), a malformed line, text that is not UTF-8.
+        BabiError: If files are missing, a line is malformed, or text is not UTF-8.
     """
     return [_tokenize(task, lines) for task, lines in read_lines(folder, split, tasks)]
 
@@ -61,33 +66,33 @@ def read(folder: Path | str, split: str, tasks: Sequence[int] = TASKS) -> list[S
 def read_lines(
     folder: Path | str, split: str, tasks: Sequence[int] = TASKS
 ) -> list[tuple[int, list[Line]]]:
-    """Return (task, lines in the file's own case) of each story, as `read`."""
+    """Return the task and the lines of each story, without lower-casing; errors as in `read`."""
     check(folder, [split], tasks)
     paths = [(task, Path(folder) / f"qa{task}_{split}.txt") for task in tasks]
     return [(task, story) for task, path in paths for story in _parse(path)]
 
 
 def check(folder: Path | str, splits: Sequence[str] = SPLITS, tasks: Sequence[int] = TASKS) -> None:
-    """Refuse a folder without the files of these splits and tasks.
+    """Check that a folder has the files of these splits and tasks.
 
     Raises:
-        BabiError: Files are missing; the message names every one.
+        BabiError: If files are missing; the message names all of them.
     """
     names = [f"qa{task}_{split}.txt" for split in splits for task in tasks]
     missing = [name for name in names if not (Path(folder) / name).is_file()]
     if missing and not any(Path(folder).glob("qa*.txt")):
         raise BabiError(
             f"{folder} holds no bAbI files ({names[0]}, …): `{DOWNLOAD}` makes {FOLDER} and"
-            f" {FOLDER}-10k, either of which will do"
+            f" {FOLDER}-10k; use either of them"
         )
     if missing:
         raise BabiError(f"{folder} lacks {', '.join(missing)}")
 
 
 def words(stories: Iterable[Story]) -> list[str]:
-    """Return the vocabulary of these stories, `<pad>` and `<eos>` first; its index is the id.
+    """Return the vocabulary of stories: `<pad>`, `<eos>`, and the sorted words.
 
-    `<eos>` is in no story: CatbAbI's own code puts one before each.
+    The index of a word is its id. Stories contain no `<eos>`; CatbAbI's code puts one before each.
     """
     return [PAD, EOS, *sorted({token for story in stories for token in story.tokens})]
 
@@ -105,12 +110,12 @@ def _parse(path: Path) -> list[list[Line]]:
             continue
         match = _LINE.fullmatch(line.strip())
         index, sentence, answer = match.groups() if match else ("", "", None)
-        is_due = index == "1" or (stories and index == str(len(stories[-1]) + 1))
-        if not is_due or not sentence.endswith("." if answer is None else "?"):
+        is_next = index == "1" or (stories and index == str(len(stories[-1]) + 1))
+        if not is_next or not sentence.endswith("." if answer is None else "?"):
             raise BabiError(
-                f"{path}:{number}: a line must read `N A statement.` or, with tabs, `N A"
-                " question?`, its answer as one word, the supporting lines; N counts the lines of"
-                " a story from 1"
+                f"{path}:{number}: a line must be `N A statement.`, or `N A question?` followed by"
+                " a tab, its answer as one word, a tab and the supporting lines; N counts the lines"
+                " of a story from 1"
             )
         if int(index) == 1:
             stories.append([])
@@ -121,6 +126,7 @@ def _parse(path: Path) -> list[list[Line]]:
 
 
 def _tokenize(task: int, lines: list[Line]) -> Story:
+    """Return a story as lower-cased words and punctuation marks."""
     tokens: list[str] = []
     answers = []
     for line in lines:

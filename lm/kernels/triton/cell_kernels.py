@@ -1,4 +1,4 @@
-"""The kernels of the exact token's loop over time in Triton; cell.py launches them.
+"""The kernels of the exact token's loop over time in Triton; triton_cell.py launches them.
 
     forward, of a chunk:   settle, then for each token product, token
     backward, of a chunk:  again, states, then for each token, the last first, token_back and

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lm.kernels import Unsupported
 from lm.kernels.checks import FAILED, roots_deviation
-from lm.kernels.cpu.roots import BISECTED, MOST_RANK, Roots
+from lm.kernels.cpu.roots import BISECTED, MAX_RANK, Roots
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton.build import check, launch
 
@@ -464,8 +464,8 @@ def find_roots(
         TypeError, ValueError: devices, shapes. Unsupported: dtypes, rank.
     """
     n, r = alpha.shape
-    if r > MOST_RANK:
-        raise Unsupported(f"mixers of rank {r}: the Triton kernel solves up to {MOST_RANK}")
+    if r > MAX_RANK:
+        raise Unsupported(f"mixers of rank {r}: the Triton kernel solves up to {MAX_RANK}")
     check(
         alpha=(alpha, (n, r)),
         beta=(beta, (n, r, r)),

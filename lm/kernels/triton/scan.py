@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from lm.kernels import Unsupported
 from lm.kernels.checks import needs_grad, scan_deviation
 from lm.kernels.triton import build as triton_build
-from lm.kernels.triton.build import MOST_PROGRAMS, check, dense, launch
+from lm.kernels.triton.build import MAX_PROGRAMS, check, dense, launch
 
 TILE = 16  # steps whose states the backward holds in registers
 # Time is cut until this many warps run: about five for each of the 528 schedulers of an H100. More
@@ -330,8 +330,8 @@ def _prepare(x, dt, A, B, C, h0, keep):
         h0=(h0, (b, d, n)),
         keep=(keep, (b, length)),
     )
-    if max(b, triton.cdiv(length, TILE)) > MOST_PROGRAMS:  # said here, not in the backward
-        raise Unsupported(f"x is {tuple(x.shape)}: at most {MOST_PROGRAMS} rows and tiles of time")
+    if max(b, triton.cdiv(length, TILE)) > MAX_PROGRAMS:  # said here, not in the backward
+        raise Unsupported(f"x is {tuple(x.shape)}: at most {MAX_PROGRAMS} rows and tiles of time")
     if h0 is not None:
         h0 = h0.transpose(1, 2).float().contiguous()
     A = A.t().contiguous()

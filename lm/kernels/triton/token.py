@@ -1,7 +1,7 @@
 """One token of the exact recurrence in Triton, forwards and back: what kernels are made of.
 
 A program holds one token whole: vectors of d channels, r reflections as tiles (r,d), the small
-equation. The equations are those of lm/kernels/cpu/cell.py, the search that of roots.py. All is
+equation. The equations are those of lm/kernels/cpu/cpu_cell.py, the search that of roots.py. All is
 computed in fp32 and the search in fp64, whatever is read.
 
 Shape suffixes: D the power of two at or above d, R that at or above r; g groups, n states.
@@ -19,7 +19,7 @@ from lm.kernels.triton.roots import _eliminate, _evaluate, _rest, search
 MOST_PICARD = tl.constexpr(MOST_PICARD_STEPS)
 MOST_NEWTON = tl.constexpr(MOST_NEWTON_STEPS)
 BISECTIONS = tl.constexpr(MOST_BISECTIONS)
-FAILED, BISECTED, LIMITED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)  # solver.py
+FAILED, BISECTED, GRAD_LIMITED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)  # solver.py
 MOST_GAIN = tl.constexpr(20.0)  # as in lm/model/cell.py
 EPS = tl.constexpr(2.0**-23)  # of fp32
 
@@ -193,7 +193,7 @@ def solve(
         outcome = tl.where(found, tl.where(bisected, BISECTED, 0), FAILED)
         _, numerator, slant, inverse, _, _ = _evaluate(s, equation)
         rest = _rest(beta, numerator, slant, inverse, R)
-    outcome = tl.where(found & _limited(rest, r, R), outcome + LIMITED, outcome)
+    outcome = tl.where(found & _limited(rest, r, R), outcome + GRAD_LIMITED, outcome)
     return tl.sum(s, 0).to(tl.float32), tl.sum(outcome, 0)
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import lm.common.errors
-from lm.cli.arguments import Number, Whole, names
-from lm.cli.main import main, parser
-from lm.common.errors import UserError, install_command, sentence
+from lm.cli.arguments import Integer, PositiveNumber, parse_names
+from lm.cli.main import main, make_parser
+from lm.common.errors import UserError, describe_user_error, install_command
 from lm.evaluation.facade import FacadeError, load
 from tests.refusals import refused
 from tests.running import ENV
@@ -38,16 +38,21 @@ def dry_run(*overrides) -> list[str]:
 
 
 def test_what_is_the_users_to_mend_and_what_is_a_bug():
-    assert sentence(UserError("so it is")) == "so it is"
-    assert sentence(FloatingPointError("layer 3: it became NaN")) == "layer 3: it became NaN"
-    assert sentence(ModuleNotFoundError("x", name="wandb.sdk")) == (
+    assert describe_user_error(UserError("so it is")) == "so it is"
+    assert (
+        describe_user_error(FloatingPointError("layer 3: it became NaN"))
+        == "layer 3: it became NaN"
+    )
+    assert describe_user_error(ModuleNotFoundError("x", name="wandb.sdk")) == (
         "this command needs the package wandb, which is not installed: " + install_command("wandb")
     )
     wrapped = ModuleNotFoundError("Could not import module 'AutoModel'")
     wrapped.__cause__ = ModuleNotFoundError("x", name="safetensors")
-    assert sentence(wrapped).endswith(f"is not installed: {install_command('safetensors')}")
+    assert describe_user_error(wrapped).endswith(
+        f"is not installed: {install_command('safetensors')}"
+    )
     bugs = (ValueError("x"), KeyError("x"), ModuleNotFoundError("x", name="lm.nothing"), OSError())
-    assert [sentence(bug) for bug in bugs] == [None] * 4
+    assert [describe_user_error(bug) for bug in bugs] == [None] * 4
 
 
 GLOO = "[enforce fail at loop.cc:105] fd_ != -1. -1 vs -1. epoll_create: Too many open files"
@@ -68,7 +73,7 @@ TORCH = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can'
     ],
 )
 def test_a_limit_of_the_process_is_a_sentence(error, words):
-    said = sentence(error)
+    said = describe_user_error(error)
     assert said is None if words is None else words in said
 
 
@@ -298,7 +303,7 @@ def test_control_characters_are_in_no_name(capsys, key):
         assert "holds a character that no folder's name should have" in message
 
 
-@pytest.mark.parametrize("key", ["data.cache", "data.path", "tokenizer.name", "init_from"])
+@pytest.mark.parametrize("key", ["data.cache_dir", "data.path", "tokenizer.name", "init_from"])
 def test_no_place_holds_a_nul(capsys, key):
     assert f"`{key}" in (message := refused(capsys, *dry_run(f'{key}="a\\0"')))
     assert "holds the character NUL, which no place of a file has" in message
@@ -316,7 +321,7 @@ def test_control_characters_of_an_argument_are_written_out(capsys):
 
 def options() -> list[tuple[str, argparse.Action]]:
     """(command, option) of every option that takes a value."""
-    (commands,) = (a for a in parser()._actions if a.dest == "command")
+    (commands,) = (a for a in make_parser()._actions if a.dest == "command")
     return [
         (command, action)
         for command, below in commands.choices.items()
@@ -326,23 +331,24 @@ def options() -> list[tuple[str, argparse.Action]]:
 
 
 def test_every_number_has_a_range_that_its_help_states():
-    numbers = [(c, a) for c, a in options() if isinstance(a.type, Whole | Number)]
+    numbers = [(c, a) for c, a in options() if isinstance(a.type, Integer | PositiveNumber)]
     assert len(numbers) > 10
-    assert {a.type for _, a in options()} - {a.type for _, a in numbers} == {None, names}
+    assert {a.type for _, a in options()} - {a.type for _, a in numbers} == {None, parse_names}
     for command, action in numbers:
-        stated = any(word in action.help for word in ("at least", "above", "from 0 on", "0: from"))
+        ranges = ("at least", "above 0", "counted from 0", "0 for", "1 to 65535")
+        stated = any(words in action.help for words in ranges)
         assert stated, f"{command} {action.option_strings}: {action.help}"
 
 
 def test_no_number_is_taken_beyond_its_range():
     for _, action in options():
-        if not isinstance(action.type, Whole | Number):
+        if not isinstance(action.type, Integer | PositiveNumber):
             continue
         wrong = ["-1", "nan", "inf", "lots", "", str(-(10**30))]
-        if not getattr(action.type, "zero", False) and getattr(action.type, "least", 1):
+        if not getattr(action.type, "allow_zero", False) and getattr(action.type, "min", 1):
             wrong.append("0")
         for text in wrong:
-            with pytest.raises(argparse.ArgumentTypeError, match=r"is no (whole|finite) number"):
+            with pytest.raises(argparse.ArgumentTypeError, match=r"must be an? (int|finite)"):
                 action.type(text)
         assert action.default is None or action.type(str(action.default)) == action.default
 
@@ -350,8 +356,8 @@ def test_no_number_is_taken_beyond_its_range():
 @pytest.mark.parametrize(
     "args, words",
     [
-        (["--max-new-tokens", "0"], "argument --max-new-tokens: '0' is no whole number from 1 on"),
-        (["--temperature", "nan"], "argument --temperature: 'nan' is no finite number"),
+        (["--max-new-tokens", "0"], "argument --max-new-tokens: '0' is invalid: it must be an int"),
+        (["--temperature", "nan"], "argument --temperature: 'nan' is invalid: it must be a finite"),
         (["--top-p", "0.5"], "unrecognized arguments: --top-p 0.5"),
         (["--prompt", ""], "the prompt is empty"),
         (["--prompt", "a\udcff"], "the prompt is no text: character 1 is not UTF-8"),

@@ -31,7 +31,7 @@ def test_this_machine_trains():
     assert done.returncode == 0, done.stdout + done.stderr
     assert time.monotonic() - began < 60
     assert "Training works here." in done.stdout and "bad " not in done.stdout
-    for name in doctor.CURES:
+    for name in doctor.FIXES:
         assert f"  {name} " in done.stdout
 
 
@@ -43,7 +43,7 @@ def test_a_machine_without_anything_has_a_report_all_the_same(tmp_path):
     done = run_doctor(PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr
     assert "bad   torch" in done.stdout and "libcudart.so.99: cannot open" in done.stdout
-    assert "Training does not work here: mend torch" in done.stdout
+    assert "Training does not work here: fix torch" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -59,8 +59,8 @@ def test_an_import_that_crashes_hangs_or_fails(tmp_path, monkeypatch, package, s
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text(source)
     began = time.monotonic()
-    finding = doctor.check(package, 2.0 if source == HANG else 60.0)
-    assert finding.state == "bad" and words in finding.text and "pip install" in finding.cure
+    finding = doctor.run_check(package, 2.0 if source == HANG else 60.0)
+    assert finding.state == "bad" and words in finding.text and "pip install" in finding.fix
     assert source != HANG or time.monotonic() - began < 20
 
 
@@ -68,7 +68,7 @@ def test_an_import_that_crashes_hangs_or_fails(tmp_path, monkeypatch, package, s
     "seen, listed, state, words",
     [
         (0, "exit 1", "ok", "runs on 2 CPU threads"),
-        (0, "echo GPU 0; echo GPU 1", "bad", "the machine has 2 GPUs, torch 2.13.0 sees none"),
+        (0, "echo GPU 0; echo GPU 1", "bad", "the machine has 2 GPUs, but torch 2.13.0 sees none"),
         (1, "exit 1", "ok", "CUDA 12.8: NVIDIA H100, 80 GiB"),
     ],
 )
@@ -88,28 +88,28 @@ def test_gpus(tmp_path, monkeypatch, seen, listed, state, words):
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{listed}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = doctor._try_torch()
+    found = doctor._check_torch()
     assert found[0] == state and words in found[1]
 
 
 def test_kernels_that_do_not_compile_are_named(monkeypatch):
     words = "plain PyTorch (cpu: g++ is missing)"
-    monkeypatch.setattr(kernels, "available", lambda *_: words)
+    monkeypatch.setattr(kernels, "describe_backends", lambda *_: words)
     monkeypatch.setattr(kernels, "find", lambda name, like: None if name == "cell" else name)
-    state, text, cure = doctor._try_kernels()
+    state, text, fix = doctor._check_kernels()
     assert state == "note" and text.startswith("cell in plain") and "g++ is missing" in text
-    assert "apt-get install" in cure
+    assert "apt-get install" in fix
     monkeypatch.undo()
     monkeypatch.setenv("FPRNN_KERNELS", "nonsense")
-    finding = doctor.check("kernels", 60)
+    finding = doctor.run_check("kernels", 60)
     assert finding.state == "bad" and "FPRNN_KERNELS is `nonsense`" in finding.text
 
 
 @pytest.mark.slow
 def test_processes_that_do_not_reach_each_other(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonsense0")
-    finding = doctor.check("gloo", 60)
-    assert finding.state == "bad" and "GLOO_SOCKET_IFNAME=lo" in finding.cure
+    finding = doctor.run_check("gloo", 60)
+    assert finding.state == "bad" and "GLOO_SOCKET_IFNAME=lo" in finding.fix
 
 
 @pytest.mark.parametrize(
@@ -119,5 +119,5 @@ def test_nccl_is_tried_on_the_gpus_that_are_there(monkeypatch, gpus, text):
     tried = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(doctor, "_sum_over_processes", lambda *given: tried.append(given))
-    assert doctor._try_nccl()[1].startswith(text)
+    assert doctor._check_nccl()[1].startswith(text)
     assert tried == [("nccl", gpus)] * (gpus > 0)

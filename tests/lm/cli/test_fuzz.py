@@ -168,8 +168,14 @@ def wrong(status: int, said: str, errors: str) -> str:
 
 
 MAINS = {"lm": lm.cli.main.main, "synthetic": synthetic.cli.main}
-SMALL = ("model.d_model=8", "train.steps=2", "train.batch_size=2", "train.length=3", "bars=[]")
-SMALL += ("train.curriculum=null", "train.adversary=0", "eval.lengths=3", "eval.examples=2")
+SMALL = (
+    "model.d_model=8",
+    "train.steps=2",
+    "train.batch_size=2",
+    "train.length=3",
+    "thresholds=[]",
+)
+SMALL += ("train.curriculum=null", "train.adversarial_noise=0", "eval.lengths=3", "eval.examples=2")
 
 
 @pytest.fixture(scope="module")

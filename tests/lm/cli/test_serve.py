@@ -29,7 +29,7 @@ def installed(monkeypatch):
 def test_a_place_that_is_no_export_is_refused_by_name(tmp_path, capsys):
     said = refused(capsys, "serve", tmp_path)
     assert said == f"{tmp_path} is no export: make one with `fprnn export RUN {tmp_path}`"
-    assert "no whole number from 1 to 65535" in refused(capsys, "serve", tmp_path, "--port", 70000)
+    assert "must be an integer 1 to 65535" in refused(capsys, "serve", tmp_path, "--port", 70000)
 
 
 @pytest.mark.parametrize("package", PACKAGES)

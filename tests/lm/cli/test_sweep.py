@@ -139,7 +139,7 @@ def wait_until(is_so, seconds=120):
 
 def test_gpus_are_of_run(path, capsys):
     assert main(["sweep", str(path), "--gpus", "2"]) == BAD_CONFIG
-    assert "--gpus is of --run" in capsys.readouterr().err
+    assert "--gpus needs --run" in capsys.readouterr().err
 
 
 @pytest.mark.slow

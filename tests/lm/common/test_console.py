@@ -93,4 +93,4 @@ def test_other_ranks_are_silent(screen, monkeypatch):
      (6_956_340, "80 d 12 h")],
 )  # fmt: skip
 def test_durations_are_plain(seconds, text):
-    assert console.duration(seconds) == text
+    assert console.format_duration(seconds) == text

@@ -35,7 +35,7 @@ def test_a_stop_signal_ends_a_wait(signals, wait):
             time.sleep(30) if wait == "sleep" else silent.recv(1)
         except Exception:  # as code does that tries again
             time.sleep(30)
-    assert time.monotonic() - began < 5 and signals.asked
+    assert time.monotonic() - began < 5 and signals.is_stop_requested
     for end in pair:
         end.close()
     with pytest.raises(StopRequested), signals.interruptible():  # it came before
@@ -47,7 +47,7 @@ def test_outside_of_a_wait_a_stop_signal_only_asks(signals):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.01)
-    assert signals.asked
+    assert signals.is_stop_requested
 
 
 PARENT = """

@@ -13,12 +13,13 @@ import yaml
 import synthetic.config
 from lm.common.errors import ConfigError
 from lm.config import load as config
+from lm.config import old_keys
 from lm.config.messages import is_key
 from lm.config.model import Model, Solver
 from lm.config.resuming import FIXED, FREE, NOTED, resume_rule
 from lm.config.schema import UNSEEN, Config
 from lm.config.yaml_text import Loader, parse
-from lm.model.fields import FIELDS, KINDS, OPTIONS_ALONE
+from lm.model.fields import FIELDS, KINDS, LAYER_OPTIONS
 from lm.training.build import build_model
 from tests import config_page
 
@@ -69,28 +70,28 @@ def test_an_unknown_key_that_resembles_none_lists_what_is_known_there():
     assert message == "config: unknown key `checkpoint.zzzz`; known there: every, keep, keep_every"
 
 
-@pytest.mark.parametrize("key", config.REMOVED)
+@pytest.mark.parametrize("key", old_keys.REMOVED)
 def test_a_key_that_was_removed_is_read_with_its_default_alone(key):
     schema = synthetic.config.Config if key.startswith("task.") else Config
     assert not is_key(key, schema)
     tree = {}
-    config.set_key(tree, key, config.REMOVED[key])
-    assert key.rpartition(".")[2] not in str(config.without_removed(tree, "config"))
+    config.set_key(tree, key, old_keys.REMOVED[key])
+    assert key.rpartition(".")[2] not in str(old_keys.drop_removed(tree, "config"))
     with pytest.raises(ConfigError, match=r"was removed: (leave it out|give it to layers)"):
         config.parse_override(f"{key}=1")
     config.set_key(tree, key, "another")
     if key.removeprefix("model.") in KINDS["fp_mamba1"]:
         option = {"fp_mamba1": {key.removeprefix("model."): "another"}}
-        assert config.without_removed(tree, "config") == {"model": {"layers": [option]}}
+        assert old_keys.drop_removed(tree, "config") == {"model": {"layers": [option]}}
         tree["model"]["layers"] = "fp_mamba1"  # a pattern of its own is not changed
-    if key in config.WITHOUT_EFFECT:
-        assert "another" not in str(config.without_removed(tree, "config"))
+    if key in old_keys.WITHOUT_EFFECT:
+        assert "another" not in str(old_keys.drop_removed(tree, "config"))
         return
-    with pytest.raises(ConfigError, match=rf"`{re.escape(key)}` .* is 'another'"):
-        config.without_removed(tree, "config")
-    describes_weights = key.startswith(config.MODEL_SECTIONS)
+    with pytest.raises(ConfigError, match=rf"`{re.escape(key)}` is 'another'"):
+        old_keys.drop_removed(tree, "config")
+    describes_weights = key.startswith(old_keys.MODEL_SECTIONS)
     with pytest.raises(ConfigError) if describes_weights else nullcontext():
-        config.without_removed(tree, "config", trained=True)
+        old_keys.drop_removed(tree, "config", trained=True)
 
 
 def test_every_error_is_named_at_once():
@@ -335,7 +336,7 @@ def test_the_defaults_of_the_sections_are_those_of_fprnn_config():
 
     said = Model().model_dump(exclude={"name", "gradient_checkpointing", "vocab_size"})
     assert (
-        said.keys() | Solver.model_fields.keys() | {"vocab_size"} == FIELDS.keys() - OPTIONS_ALONE
+        said.keys() | Solver.model_fields.keys() | {"vocab_size"} == FIELDS.keys() - LAYER_OPTIONS
     )
     assert FPRNNConfig(**said, **Solver().model_dump()).to_dict() == FPRNNConfig().to_dict()
     shown = inspect.signature(FPRNNConfig).parameters

@@ -1,4 +1,4 @@
-"""Fixtures of the data tests: a small corpus, a tokenizer trained on it, the shared real data."""
+"""Fixtures of the data tests: a small corpus, its tokenizer, the shared real data, a hub."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def cfg(jsonl, tmp_path) -> Config:
                 "path": str(jsonl),
                 "seq_len": 16,
                 "val_fraction": 0.2,
-                "cache": None,
+                "cache_dir": None,
             },
             "tokenizer": {"vocab_size": 320},
             "train": {"micro_batch_size": 3},
@@ -68,7 +68,7 @@ def bpe(jsonl):
 
 @pytest.fixture
 def hub(shared):
-    """The environment for FineWeb's four shared files, as `sample-10BT` of the stand-in hub."""
+    """Environment in which the local hub has FineWeb's four shared files as `sample-10BT`."""
     shards = sorted((shared / "fineweb").glob("*.parquet"))
     files = {"data/CC-MAIN-2013-20/000_00000.parquet": shards[0].read_bytes()}
     files |= {f"sample/10BT/{path.name}": path.read_bytes() for path in shards}

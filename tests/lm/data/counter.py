@@ -1,12 +1,12 @@
-"""A stand-in for the documents of a hub."""
+"""Replacement for HubDocuments with a local source."""
 
 import itertools
 
 from lm.data.sources.open import documents
 
 
-class Listed:
-    """Documents of a local source, dealt to shards and resumed as those of the hub are."""
+class LocalShard:
+    """Documents of a local source, sharded and resumable like HubDocuments."""
 
     def __init__(self, data, shard=(0, 1), state=None, order=None):
         self._read = state["read"] if state else 0

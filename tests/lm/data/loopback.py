@@ -1,4 +1,4 @@
-"""A stand-in for the Hugging Face hub on the loopback device, with faults to order."""
+"""Local HTTP server that replaces the Hugging Face hub, with configurable faults."""
 
 from __future__ import annotations
 
@@ -52,27 +52,27 @@ from lm.data.sources.open import documents
 
 
 def run(code: str, home: Path, **env: str) -> tuple[str, float]:
-    """Run code in a process of its own → (output, seconds).
+    """Run code in a process; return its output and the seconds that it took.
 
-    The process is forked from one that has the address of the stand-in hub, which libraries read
-    once; with another environment it is a fresh interpreter.
+    With the environment of the local hub the process is forked from a server that has imported the
+    libraries, which read the hub's address at import. Otherwise it is a fresh interpreter.
     """
     start = time.perf_counter()
     code = IMPORTS + code
     if env == environment():
-        done = forks().run("-c", [code], timeout=120)
+        process = forks().run("-c", [code], timeout=120)
     else:
         env = {k: v for k, v in os.environ.items() if not k.startswith("HF_")} | env
         env |= {"HF_HOME": str(home), "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", code]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.strip(), time.perf_counter() - start
+        process = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout.strip(), time.perf_counter() - start
 
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """Start the stand-in hub, once; return the environment of processes that ask it."""
+    """Start the local hub once; return the environment of processes that use it."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}"}
@@ -87,7 +87,7 @@ def forks() -> ForkServer:
 
 
 def corpus_bytes_served() -> int:
-    """Bytes of parquet files that the hub has sent."""
+    """Return the bytes of parquet files that the hub has sent."""
     return sum(size for path, size in Hub.served if path.endswith(".parquet"))
 
 
@@ -96,16 +96,16 @@ def digest(texts: list[str]) -> str:
 
 
 class Hub(BaseHTTPRequestHandler):
-    """What `datasets` asks of the hub for one streamed dataset."""
+    """Handler of the requests that `datasets` sends to stream one dataset."""
 
     protocol_version = "HTTP/1.1"
     files: dict[str, bytes] = {}  # noqa: RUF012
-    faults: list[tuple[str, int]] = []  # noqa: RUF012 (pattern, status) each answered once
-    served: list[tuple[str, int]] = []  # noqa: RUF012 (path, bytes) of every answer with a body
-    sha256: dict[str, str] = {}  # noqa: RUF012 (of the files that are in LFS)
-    breaks: list[int] = []  # noqa: RUF012 (place in a file, sent with a bit flipped once)
+    faults: list[tuple[str, int]] = []  # noqa: RUF012 (pattern, status) each used once
+    served: list[tuple[str, int]] = []  # noqa: RUF012 (path, bytes) of every response with a body
+    sha256: dict[str, str] = {}  # noqa: RUF012 (of the files in LFS)
+    breaks: list[int] = []  # noqa: RUF012 (offsets in a file; a bit of each is flipped once)
     sha = "a" * 40
-    is_silent = False  # requests for parquet files get no answer
+    is_silent = False  # if True, requests for parquet files get no response
 
     def do_GET(self):
         self.answer(body=True)
@@ -121,16 +121,16 @@ class Hub(BaseHTTPRequestHandler):
             if re.search(fault[0], path):
                 self.faults.remove(fault)
                 return self.reply(fault[1], b"", body)
-        if found := re.fullmatch(rf"/datasets/{REPO}/resolve/[^/]+/(.*)", path):
-            if found[1] not in self.files:
+        if match := re.fullmatch(rf"/datasets/{REPO}/resolve/[^/]+/(.*)", path):
+            if match[1] not in self.files:
                 return self.reply(404, b"", body, {"X-Error-Code": "EntryNotFound"})
-            return self.file(self.files[found[1]], body)
-        if found := re.fullmatch(rf"/api/datasets/{REPO}/tree/[^/]+/?(.*)", path):
-            listed = self.tree(found[1], recursive="recursive=true" in self.path.lower())
-            if not listed:
+            return self.file(self.files[match[1]], body)
+        if match := re.fullmatch(rf"/api/datasets/{REPO}/tree/[^/]+/?(.*)", path):
+            entries = self.tree(match[1], recursive="recursive=true" in self.path.lower())
+            if not entries:
                 return self.reply(404, b"{}", body, {"X-Error-Code": "EntryNotFound"})
-            return self.json(listed, body)
-        if found := re.fullmatch(rf"/api/datasets/{REPO}/paths-info/.*", path):
+            return self.json(entries, body)
+        if re.fullmatch(rf"/api/datasets/{REPO}/paths-info/.*", path):
             length = int(self.headers.get("Content-Length") or 0)
             return self.json([], body) if not length else self.reply(404, b"{}", body)
         if path.startswith(f"/api/datasets/{REPO}"):
@@ -140,19 +140,22 @@ class Hub(BaseHTTPRequestHandler):
         self.reply(200 if path == "/" else 404, b"", body)
 
     def tree(self, folder: str, recursive: bool) -> list[dict]:
-        prefix, folders, found = folder + "/" if folder else "", set(), []
+        prefix = folder + "/" if folder else ""
+        folders = set()
+        files = []
         for name in (n for n in self.files if n.startswith(prefix)):
-            data, below = self.files[name], name.removeprefix(prefix).split("/")
-            folders |= {prefix + "/".join(below[:i]) for i in range(1, len(below))}
-            if recursive or len(below) == 1:
+            data = self.files[name]
+            parts = name.removeprefix(prefix).split("/")
+            folders |= {prefix + "/".join(parts[:i]) for i in range(1, len(parts))}
+            if recursive or len(parts) == 1:
                 entry = {"type": "file", "path": name, "size": len(data), "oid": self.etag(data)}
                 if name in self.sha256:
                     pointer = {"oid": self.sha256[name], "size": len(data), "pointerSize": 134}
                     entry["lfs"] = pointer
-                found.append(entry)
+                files.append(entry)
         depth = prefix.count("/")
-        shown = {f for f in folders if recursive or f.count("/") == depth}
-        return [{"type": "directory", "path": f, "oid": "b" * 40} for f in sorted(shown)] + found
+        paths = sorted(path for path in folders if recursive or path.count("/") == depth)
+        return [{"type": "directory", "path": path, "oid": "b" * 40} for path in paths] + files
 
     @staticmethod
     def etag(data: bytes) -> str:
@@ -160,16 +163,16 @@ class Hub(BaseHTTPRequestHandler):
 
     def file(self, data: bytes, body: bool):
         headers = {"ETag": f'"{self.etag(data)}"', "Accept-Ranges": "bytes"}
-        wanted = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
+        byte_range = re.match(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or "")
         first, last = 0, len(data) - 1
-        if wanted:
-            first, last = int(wanted[1]), min(int(wanted[2] or last), last)
+        if byte_range:
+            first, last = int(byte_range[1]), min(int(byte_range[2] or last), last)
             headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
         piece = bytearray(data[first : last + 1])
         for place in [place for place in self.breaks if body and first <= place <= last]:
             self.breaks.remove(place)
             piece[place - first] ^= 4
-        self.reply(206 if wanted else 200, bytes(piece), body, headers)
+        self.reply(206 if byte_range else 200, bytes(piece), body, headers)
 
     def json(self, value, body: bool):
         self.reply(200, json.dumps(value).encode(), body, {"Content-Type": "application/json"})
@@ -190,7 +193,7 @@ class Hub(BaseHTTPRequestHandler):
 
 @contextmanager
 def serving(files: dict[str, bytes]):
-    """The environment of processes for which the hub has these files."""
+    """Give the hub these files; yield the environment of processes that use it."""
     Hub.files = {"README.md": README.encode()} | files
     Hub.faults = []
     Hub.served = []

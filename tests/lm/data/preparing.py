@@ -1,4 +1,4 @@
-"""A process that prepares a corpus, as the tests of the cache start several of them."""
+"""Process that prepares a corpus; the tests of the cache start several of them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ from lm.data.corpus.tokenizer import load_tokenizer
 
 
 def main(cfg: str, kill_at: str, pause: str, go: str) -> None:
-    """Prepares in batches of ten documents, at most one in `pause` seconds; kills itself when so
-    many documents are done (0: never). It waits for the file `go` before it begins, and prints
-    which documents it has done, and the checksums."""
+    """Prepare the corpus of a config; print the progress and the checksums as JSON.
+
+    Args:
+        cfg: Config as JSON.
+        kill_at: Number of documents after which the process kills itself; 0: never.
+        pause: Seconds after each batch of ten documents.
+        go: File that the process waits for before it begins.
+    """
     tokenising.BATCH = 10
-    config, seen = build(json.loads(cfg)), []
+    config = build(json.loads(cfg))
+    seen = []
 
     def progress(documents: int, _tokens: int) -> None:
         seen.append(documents)
@@ -29,7 +35,7 @@ def main(cfg: str, kill_at: str, pause: str, go: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(float(pause))
 
-    tokenizer = load_tokenizer(config, config.run_dir, print)
+    tokenizer = load_tokenizer(config, config.run_dir)
     print("ready", flush=True)
     while not Path(go).exists():
         time.sleep(0.005)

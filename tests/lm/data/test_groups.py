@@ -1,4 +1,4 @@
-"""Groups against brute-force composition of permutations, and the names that are none."""
+"""Tests of groups against the composition of permutations, and of names without a group."""
 
 import itertools
 
@@ -12,7 +12,7 @@ NAMES = ["S2", "S3", "A3", "A4", "S4", "A5", "S5", "Z1", "Z7", "Z60", "A4_x_Z5",
 
 
 def compose(p, q):
-    """First p, then q."""
+    """Return the permutation that applies p first, then q."""
     return tuple(q[i] for i in p)
 
 
@@ -21,25 +21,24 @@ def sign(p):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_tables_are_groups(name):
+def test_tables_satisfy_the_group_axioms(name):
     g = group(name)
     n, t = np.arange(g.order), g.table
     assert t.shape == (g.order, g.order) and t.min() == 0 and t.max() == g.order - 1
     assert (t[g.identity] == n).all() and (t[:, g.identity] == n).all()
     assert (np.sort(t, 0) == n[:, None]).all() and (np.sort(t, 1) == n).all()  # inverses exist
-    some = np.random.default_rng(0).integers(0, g.order, (3, 5000))
-    a, b, c = some
+    a, b, c = np.random.default_rng(0).integers(0, g.order, (3, 5000))
     assert (t[t[a, b], c] == t[a, t[b, c]]).all()
 
 
-def test_orders():
+def test_groups_have_the_known_orders():
     orders = {"S3": 6, "A4": 12, "S4": 24, "A5": 60, "S5": 120, "Z60": 60, "A4_x_Z5": 60, "D4": 8}
     orders |= {"S6": 720, "A1": 1, "A2": 1}
     assert {name: group(name).order for name in orders} == orders
 
 
 @pytest.mark.parametrize("n, even", [(3, False), (4, False), (4, True), (5, True)])
-def test_products_of_permutations_are_their_composition(n, even):
+def test_products_compose_permutations(n, even):
     elements = [p for p in itertools.permutations(range(n)) if not even or sign(p) == 1]
     assert [tuple(p) for p in permutations(n, even)] == elements
     table = group(f"{'A' if even else 'S'}{n}").table
@@ -48,19 +47,19 @@ def test_products_of_permutations_are_their_composition(n, even):
             assert elements[table[i, j]] == compose(p, q)
 
 
-def test_a_product_multiplies_component_by_component():
+def test_product_group_multiplies_componentwise():
     g, a, z = group("A4_x_Z5"), group("A4").table, group("Z5").table
     for i, j in np.random.default_rng(1).integers(0, 60, (200, 2)):
         assert g.table[i, j] == a[i // 5, j // 5] * 5 + z[i % 5, j % 5]
 
 
 @pytest.mark.parametrize("name", ["B3", "S", "S0", "A5xZ5", "s3", "A5_x_", "Z-1", ""])
-def test_an_unknown_group_is_refused(name):
+def test_unknown_group_is_refused(name):
     with pytest.raises(DataError, match=r"unknown group .* S5, A5, D4, Z60, A4_x_Z5"):
         group(name)
 
 
 @pytest.mark.parametrize("name", ["S8", "A99999", "S5_x_S5", "Z6000"])
-def test_a_group_whose_table_is_too_large_is_refused(name):
+def test_group_with_too_many_elements_is_refused(name):
     with pytest.raises(DataError, match="more than 5040 elements"):
         group(name)

@@ -1,4 +1,4 @@
-"""FineWeb streaming without a network: a stand-in hub on the loopback device, and its faults."""
+"""Tests of FineWeb streaming with a local hub and its faults."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lm.data.sources.errors import HubUnreachable
 from lm.data.sources.hub import check_hub
 from tests.lm.data.loopback import REPO, Hub, digest, run, serving
 
-SENTENCE = """
+PRINT_ERROR = """
 try:
     next(documents(Data(source="fineweb", **{}))); print("no error")
 except DataError as e:
@@ -26,11 +26,11 @@ except DataError as e:
         ({"HF_ENDPOINT": "http://127.0.0.1:9"}, "http://127.0.0.1:9 cannot be reached"),
     ],
 )
-def test_offline_gives_one_sentence_quickly(env, reason, tmp_path):
-    said, seconds = run(SENTENCE.format("{}"), tmp_path, **env)
-    assert f"dataset {REPO} (sample-10BT) is on the Hugging Face hub" in said and reason in said
-    assert said.endswith("`data.source: builtin`, `parquet`, `jsonl` and `text` work offline")
-    assert "\n" not in said and seconds < 20
+def test_offline_error_comes_quickly(env, reason, tmp_path):
+    output, seconds = run(PRINT_ERROR.format("{}"), tmp_path, **env)
+    assert f"dataset {REPO} (sample-10BT) is on the Hugging Face hub" in output and reason in output
+    assert output.endswith("`data.source: builtin`, `parquet`, `jsonl` and `text` work offline")
+    assert "\n" not in output and seconds < 20
 
 
 @pytest.fixture
@@ -46,9 +46,9 @@ digest = lambda texts: hashlib.sha1("\\0".join(texts).encode()).hexdigest()
 """
 
 
-def test_every_document_is_streamed_whatever_the_shards_and_faults(hub, all_texts, tmp_path):
+def test_shards_stream_every_document_despite_faults(hub, all_texts, tmp_path):
     Hub.faults += [("/revision/", 503), (r"001_.*parquet", 503)]
-    said, _ = run(
+    output, _ = run(
         READ
         + """
 print(digest(list(documents(data))))
@@ -58,7 +58,7 @@ for count in (3, 5, 12, 17):  # fewer than the twelve row groups, as many, and m
         tmp_path,
         **hub,
     )
-    waiting, *digests = said.splitlines()
+    waiting, *digests = output.splitlines()
     assert re.match(r"waiting  [\d.]+ s for the Hugging Face hub, .* attempt 2 at opening", waiting)
     assert digests == [digest(all_texts), *4 * [digest(sorted(all_texts))]]
     assert not Hub.faults
@@ -68,19 +68,19 @@ for count in (3, 5, 12, 17):  # fewer than the twelve row groups, as many, and m
     "data, sentence",
     [
         ({"text_field": "body"}, r"has no column `body` \(its columns: text, id, "),
-        ({"name": "sample-7BT"}, r"sample-7BT.*set data\.name"),
+        ({"dataset_config": "sample-7BT"}, r"sample-7BT.*set data\.dataset_config"),
         ({"dataset": "no/such"}, r"^opening dataset no/such .* failed: .*; set data\.dataset$"),
     ],
 )
-def test_a_wrong_key_is_a_sentence_at_once(hub, tmp_path, data, sentence):
-    said, seconds = run(SENTENCE.format(data), tmp_path, **hub)
-    assert re.search(sentence, said) and "\n" not in said and seconds < 20
+def test_wrong_setting_is_an_error_at_once(hub, tmp_path, data, sentence):
+    output, seconds = run(PRINT_ERROR.format(data), tmp_path, **hub)
+    assert re.search(sentence, output) and "\n" not in output and seconds < 20
 
 
 PATIENCE = """
 import time
 waited = []
-time.sleep = waited.append  # of `datasets` and huggingface_hub as well
+time.sleep = waited.append  # also for `datasets` and huggingface_hub
 try:
     print(digest(list(documents(data))))
 except DataError as e:
@@ -92,12 +92,14 @@ print(sum(waited))
 @pytest.mark.parametrize(
     "place, times", [pytest.param("/revision/", 8, marks=pytest.mark.slow), (r"001_.*parquet", 20)]
 )
-def test_a_hub_in_trouble_for_minutes_is_waited_for(hub, all_texts, tmp_path, place, times):
-    """503 to every request, for longer than what the libraries bear of themselves."""
+def test_requests_are_retried_for_minutes(hub, all_texts, tmp_path, place, times):
+    """The hub answers 503 for longer than the libraries retry."""
     Hub.faults += [(place, 503)] * times
-    said, _ = run(READ + PATIENCE, tmp_path, **hub)
-    *waiting, found, waited = [line for line in said.splitlines() if " thrown " not in line]
-    assert found == digest(all_texts) and float(waited) > 25 and not Hub.faults
+    output, _ = run(READ + PATIENCE, tmp_path, **hub)
+    *waiting, texts_digest, waited = [
+        line for line in output.splitlines() if " thrown " not in line
+    ]
+    assert texts_digest == digest(all_texts) and float(waited) > 25 and not Hub.faults
     assert all(re.match(r"waiting  .*, then attempt \d at .*503 Service", line) for line in waiting)
     assert waiting
 
@@ -109,10 +111,10 @@ def test_a_hub_in_trouble_for_minutes_is_waited_for(hub, all_texts, tmp_path, pl
         pytest.param(r"001_.*parquet", "reading bytes", marks=pytest.mark.slow),
     ],
 )
-def test_a_hub_in_trouble_for_longer_is_a_sentence(hub, tmp_path, place, what):
+def test_retries_end_with_an_error(hub, tmp_path, place, what):
     Hub.faults += [(place, 503)] * 1000
-    said, _ = run(READ + PATIENCE, tmp_path, **hub)
-    *_, sentence, waited = said.splitlines()
+    output, _ = run(READ + PATIENCE, tmp_path, **hub)
+    *_, sentence, waited = output.splitlines()
     assert re.match(
         rf"{what} .* failed \d+ times in a row, waiting \d+ s in all: .*503.*resume=auto$", sentence
     )
@@ -122,37 +124,37 @@ def test_a_hub_in_trouble_for_longer_is_a_sentence(hub, tmp_path, place, what):
 @pytest.mark.parametrize(
     "status", [404, *(pytest.param(status, marks=pytest.mark.slow) for status in (401, 403))]
 )
-def test_a_hopeless_answer_is_a_sentence_at_once(hub, tmp_path, status):
+def test_permanent_status_is_an_error_at_once(hub, tmp_path, status):
     Hub.faults += [("/revision/", status)] * 1000
-    said, _ = run(READ + PATIENCE, tmp_path, **hub)
-    sentence, waited = said.splitlines()
+    output, _ = run(READ + PATIENCE, tmp_path, **hub)
+    sentence, waited = output.splitlines()
     assert re.match(rf"opening dataset {REPO} \(sample-10BT\) failed: .*{status}", sentence)
     assert ("HF_TOKEN" in sentence) == (status != 404) and float(waited) == 0
 
 
 @pytest.mark.slow
-def test_a_dataset_of_other_files_is_a_sentence(tmp_path):
+def test_dataset_without_parquet_files_is_refused(tmp_path):
     files = {f"{folder}/a.jsonl": b'{"text": "x"}\n' for folder in ("sample/10BT", "data/CC")}
     with serving(files) as hub:
-        said, _ = run(SENTENCE.format("{}"), tmp_path, **hub)
-    assert re.search(r"is not of parquet files \(a\.jsonl is one of 1 files\)", said)
+        output, _ = run(PRINT_ERROR.format("{}"), tmp_path, **hub)
+    assert re.search(r"does not consist of parquet files \(a\.jsonl is one of 1 files\)", output)
 
 
-def test_run_on_a_stream_prepares_validation_and_resumes_the_loader(hub, tmp_path):
-    said, _ = run(
+def test_stream_prepares_validation_and_resumes(hub, tmp_path):
+    output, _ = run(
         """
 import itertools, tempfile, torch
-from lm.config.load import build as make
+from lm.config.load import build as build_config
 from lm.data.batches.loader import build
 from lm.data.corpus.prepare import prepare
 from lm.data.corpus.tokenizer import load_tokenizer
-cfg = make({"out_dir": tempfile.mkdtemp(), "tokenizer": {"vocab_size": 300,
+cfg = build_config({"out_dir": tempfile.mkdtemp(), "tokenizer": {"vocab_size": 300,
     "train_bytes": 100000}, "data": {"source": "fineweb", "seq_len": 128,
     "val_tokens": 5000, "shuffle_buffer": 300, "workers": 2}})
 tok = load_tokenizer(cfg, cfg.run_dir)
 corpus = prepare(cfg, tok, cfg.run_dir)
-train, held_out = build(cfg, tok, cfg.run_dir)
-print(corpus.meta.complete, sum(int((b["labels"] != -100).sum()) for b in held_out[""]))
+train, validation = build(cfg, tok, cfg.run_dir)
+print(corpus.meta.complete, sum(int((b["labels"] != -100).sum()) for b in validation[""]))
 list(itertools.islice(train, 25))
 state = train.state_dict()
 expected = list(itertools.islice(train, 60))
@@ -164,13 +166,13 @@ del train, again
         tmp_path,
         **hub,
     )
-    assert said.split() == ["False", "5000", "True"]
+    assert output.split() == ["False", "5000", "True"]
 
 
-def test_no_network_has_a_status_of_its_own(monkeypatch):
-    """69: the launchers try again; damaged data (65) they leave."""
+def test_unreachable_hub_has_exit_status_69(monkeypatch):
+    """The launchers start again after 69, but not after 65 (damaged data)."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    with pytest.raises(HubUnreachable) as refused:
+    with pytest.raises(HubUnreachable) as error:
         check_hub("a dataset")
-    assert refused.value.exit_status == 69
+    assert error.value.exit_status == 69

@@ -1,4 +1,4 @@
-"""Loaders: every token once, the same order for any world size, exact resuming."""
+"""Tests of the loaders: every token once, the same order on any ranks, exact resuming."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lm.data.corpus.documents import encode_documents
 from lm.data.corpus.prepare import prepare
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import is_validation
-from tests.lm.data.counter import Listed
+from tests.lm.data.counter import LocalShard
 
 SIZES = st.tuples(st.integers(2, 90), st.integers(1, 9), st.integers(1, 5))
 
@@ -29,7 +29,7 @@ def targets(batches) -> list[int]:
     return [t for b in batches for t in b["labels"].flatten().tolist() if t != IGNORE]
 
 
-def same(a, b) -> bool:
+def is_equal(a, b) -> bool:
     return all(torch.equal(a[key], b[key]) for key in ("input_ids", "labels"))
 
 
@@ -39,7 +39,7 @@ def take(loader, count):
 
 @given(SIZES, st.integers(1, 3))
 @settings(deadline=None)
-def test_each_epoch_has_every_target_once(sizes, world_size):
+def test_every_epoch_has_each_target_once(sizes, world_size):
     n, seq_len, size = sizes
     blocks = block_count(n, seq_len)
     loaders = [
@@ -54,7 +54,7 @@ def test_each_epoch_has_every_target_once(sizes, world_size):
         assert sorted(t for r in epoch for t in r.tolist() if t != IGNORE) == list(range(1, n))
 
 
-def test_epochs_are_shuffled_differently_and_by_seed():
+def test_epochs_and_seeds_have_different_orders():
     orders = [
         targets(take(single_source_loader(np.arange(101), 1, 10, seed), 20)) for seed in (0, 0, 1)
     ]
@@ -64,11 +64,11 @@ def test_epochs_are_shuffled_differently_and_by_seed():
 
 @given(SIZES, st.integers(0, 40), st.integers(1, 3))
 @settings(deadline=None)
-def test_resume_anywhere_also_with_another_world_size(sizes, done, world_size):
+def test_resume_is_exact_with_another_world_size(sizes, done, world_size):
     n, seq_len, size = sizes
-    whole = single_source_loader(np.arange(n), seq_len, size)
-    take(whole, done)
-    state = json.loads(json.dumps(whole.state_dict()))
+    single = single_source_loader(np.arange(n), seq_len, size)
+    take(single, done)
+    state = json.loads(json.dumps(single.state_dict()))
     assert state["next_global_micro_batch"] == done
     ranks = [
         single_source_loader(np.arange(n), seq_len, size, 0, r, world_size)
@@ -76,23 +76,23 @@ def test_resume_anywhere_also_with_another_world_size(sizes, done, world_size):
     ]
     for rank in ranks:
         rank.load_state_dict(state)
-    for _ in range(block_count(n, seq_len) // size + 2):  # crosses an epoch
+    for _ in range(block_count(n, seq_len) // size + 2):  # into the next epoch
         for rank in ranks:
-            assert same(next(whole), next(rank))
+            assert is_equal(next(single), next(rank))
 
 
 def test_state_of_another_corpus_or_seed_is_refused():
     state = single_source_loader(np.arange(500), 4, 6).state_dict()
-    with pytest.raises(DataError, match="is of blocks 125, this run has 63"):
+    with pytest.raises(DataError, match="has blocks 125, this run has 63"):
         single_source_loader(np.arange(500), 8, 6).load_state_dict(state)
-    with pytest.raises(DataError, match="is of seed 0, this run has 1"):
+    with pytest.raises(DataError, match="has seed 0, this run has 1"):
         single_source_loader(np.arange(500), 4, 6, seed=1).load_state_dict(state)
     with pytest.raises(DataError, match="no block"):
         single_source_loader(np.arange(1), 4, 6)
 
 
 @given(SIZES, st.sampled_from([1, 2, 3]), st.none() | st.integers(1, 100))
-def test_validation_covers_each_target_once_over_all_ranks(sizes, world_size, val_tokens):
+def test_ranks_validate_each_target_once(sizes, world_size, val_tokens):
     n, seq_len, size = sizes
     data = Data(seq_len=seq_len, val_tokens=val_tokens)
     shares = [validation_blocks(np.arange(n), data, size, r, world_size) for r in range(world_size)]
@@ -101,29 +101,29 @@ def test_validation_covers_each_target_once_over_all_ranks(sizes, world_size, va
     last = min(n, val_tokens + 1) if val_tokens else n
     assert sorted(targets(itertools.chain(*shares))) == list(range(1, last))
     for batch in itertools.chain(*shares):
-        real = batch["labels"] != IGNORE
-        assert torch.equal(batch["input_ids"][real] + 1, batch["labels"][real])
+        has_target = batch["labels"] != IGNORE
+        assert torch.equal(batch["input_ids"][has_target] + 1, batch["labels"][has_target])
 
 
-def test_empty_validation_split():
+def test_empty_validation_split_is_refused():
     with pytest.raises(DataError, match="validation split is empty"):
         validation_blocks(np.arange(1), Data(), 2)
 
 
-def test_build_on_a_prepared_corpus(cfg, bpe):
+def test_build_returns_loaders_of_a_prepared_corpus(cfg, bpe):
     corpus = prepare(cfg, bpe, cfg.run_dir)
-    train, held_out = build(cfg, bpe, cfg.run_dir)
+    train, validation = build(cfg, bpe, cfg.run_dir)
     assert next(train)["input_ids"].shape == (3, 16)
-    assert sorted(targets(held_out[""])) == sorted(corpus.val[1:].tolist())
-    assert held_out[""][0]["labels"].shape == (3, 16)
+    assert sorted(targets(validation[""])) == sorted(corpus.val[1:].tolist())
+    assert validation[""][0]["labels"].shape == (3, 16)
 
 
 def stream_loader(cfg, bpe, rank=0, world_size=1, seed=0):
-    return StreamLoader(cfg.data, bpe, 3, seed, rank, world_size, Listed)
+    return StreamLoader(cfg.data, bpe, 3, seed, rank, world_size, LocalShard)
 
 
-def passes(loader) -> int:
-    """Completed passes of the stream that is furthest."""
+def count_epochs(loader) -> int:
+    """Return the largest number of completed epochs among the streams."""
     return max((s.position["epoch"] for s in loader._streams.values() if s.position), default=0)
 
 
@@ -132,22 +132,24 @@ def passes(loader) -> int:
 def test_stream_resumes_exactly_at_every_point(cfg, bpe, buffer, world_size):
     cfg.data.shuffle_buffer = buffer
     rank = world_size - 1
-    whole = stream_loader(cfg, bpe, rank, world_size)
+    single = stream_loader(cfg, bpe, rank, world_size)
     batches, states = [], []
     for _ in range(120 // world_size):
-        states.append(whole.state_dict())
-        batches.append(next(whole))
-    assert passes(whole) >= 1
-    for at in (0, 1, 40, len(batches) - 3):
-        resumed = stream_loader(cfg, bpe, rank, world_size, seed=9)  # the generator is in the state
-        resumed.load_state_dict(states[at])
-        assert all(same(a, b) for a, b in zip(take(resumed, len(batches) - at), batches[at:]))
+        states.append(single.state_dict())
+        batches.append(next(single))
+    assert count_epochs(single) >= 1
+    for start in (0, 1, 40, len(batches) - 3):
+        resumed = stream_loader(cfg, bpe, rank, world_size, seed=9)  # the state has the generator
+        resumed.load_state_dict(states[start])
+        assert all(
+            is_equal(a, b) for a, b in zip(take(resumed, len(batches) - start), batches[start:])
+        )
 
 
-def test_stream_without_shuffling_is_the_training_stream(cfg, bpe, texts):
+def test_unshuffled_stream_has_the_order_of_the_source(cfg, bpe, texts):
     cfg.data.shuffle_buffer = 1
     ids = encode_documents(bpe, [t for t in texts if not is_validation(t, 0.2)])
-    ids = np.concatenate([ids, ids])  # two epochs, nothing lost between them
+    ids = np.concatenate([ids, ids])  # two epochs without a gap
     count = (len(ids) - 1) // (16 * 3)
     assert targets(take(stream_loader(cfg, bpe), count)) == ids[1 : count * 48 + 1].tolist()
 
@@ -156,18 +158,18 @@ def test_stream_shuffles_without_loss(cfg, bpe):
     cfg.data.shuffle_buffer = 1
     plain = take(stream_loader(cfg, bpe), 90)
     cfg.data.shuffle_buffer = 50
-    mixed = take(stream_loader(cfg, bpe), 60)
-    rows, order = ([tuple(r.tolist()) for b in x for r in b["labels"]] for x in (plain, mixed))
+    shuffled = take(stream_loader(cfg, bpe), 60)
+    rows, order = ([tuple(r.tolist()) for b in x for r in b["labels"]] for x in (plain, shuffled))
     assert not Counter(order) - Counter(rows) and order != rows[: len(order)]
 
 
-def test_ranks_of_a_stream_share_no_document(cfg, bpe, texts):
+def test_ranks_of_a_stream_read_different_documents(cfg, bpe, texts):
     cfg.data.shuffle_buffer = 1
     shares = []
     for rank in range(2):
         loader = stream_loader(cfg, bpe, rank, 2)
         rows = []
-        while not passes(loader):
+        while not count_epochs(loader):
             rows += targets([next(loader)])
         shares.append({d for d in bpe.decode(rows).split("<|endoftext|>")[1:-1] if d in texts})
     assert shares[0] and shares[1]
@@ -175,37 +177,37 @@ def test_ranks_of_a_stream_share_no_document(cfg, bpe, texts):
     assert index == [{0}, {1}]
 
 
-@pytest.mark.parametrize("before, after", [(1, 3), (3, 1), (2, 6), (6, 2), (3, 2), (2, 2)])
-def test_a_stream_goes_on_with_another_number_of_ranks(cfg, bpe, before, after):
+@pytest.mark.parametrize("old_size, new_size", [(1, 3), (3, 1), (2, 6), (6, 2), (3, 2), (2, 2)])
+def test_stream_resumes_on_another_number_of_ranks(cfg, bpe, old_size, new_size):
     cfg.data.streams, cfg.data.shuffle_buffer = 6, 30
-    alone = stream_loader(cfg, bpe)
-    ranks = [stream_loader(cfg, bpe, r, before) for r in range(before)]
+    single = stream_loader(cfg, bpe)
+    ranks = [stream_loader(cfg, bpe, r, old_size) for r in range(old_size)]
     for _ in range(20):
-        assert all(same(next(alone), next(rank)) for rank in ranks)
+        assert all(is_equal(next(single), next(rank)) for rank in ranks)
     merged = merge_states([rank.state_dict() for rank in ranks])
-    ranks = [stream_loader(cfg, bpe, r, after) for r in range(after)]
+    ranks = [stream_loader(cfg, bpe, r, new_size) for r in range(new_size)]
     for rank in ranks:
         rank.load_state_dict(merged)
-    for _ in range(24 // after):
-        assert all(same(next(alone), next(rank)) for rank in ranks)
+    for _ in range(24 // new_size):
+        assert all(is_equal(next(single), next(rank)) for rank in ranks)
 
 
-@pytest.mark.parametrize("before, now", [(2, 0), (0, 3)])
-def test_workers_change_nothing_in_the_order_of_a_stream(cfg, bpe, before, now):
-    cfg.data.streams, cfg.data.shuffle_buffer, cfg.data.workers = 4, 20, before
-    whole = stream_loader(cfg, bpe)
-    take(whole, 13)
-    state = whole.state_dict()
-    batches = take(whole, 40)
-    whole.close()
-    cfg.data.workers = now
+@pytest.mark.parametrize("old_workers, new_workers", [(2, 0), (0, 3)])
+def test_workers_do_not_change_the_order(cfg, bpe, old_workers, new_workers):
+    cfg.data.streams, cfg.data.shuffle_buffer, cfg.data.workers = 4, 20, old_workers
+    single = stream_loader(cfg, bpe)
+    take(single, 13)
+    state = single.state_dict()
+    batches = take(single, 40)
+    single.close()
+    cfg.data.workers = new_workers
     resumed = stream_loader(cfg, bpe)
     resumed.load_state_dict(state)
-    assert all(same(a, b) for a, b in zip(take(resumed, 40), batches))
+    assert all(is_equal(a, b) for a, b in zip(take(resumed, 40), batches))
     resumed.close()
 
 
-def test_stream_error_sentences(cfg, bpe):
+def test_stream_errors_name_the_setting(cfg, bpe):
     cfg.data.streams = 6
     ranks = [stream_loader(cfg, bpe, r, 2) for r in range(2)]
     state = ranks[0].state_dict()
@@ -215,9 +217,9 @@ def test_stream_error_sentences(cfg, bpe):
         stream_loader(cfg, bpe, 0, 4).load_state_dict(state)
     with pytest.raises(DataError, match=r"micro_batch_size 3, this run has 4"):
         StreamLoader(cfg.data, bpe, 4, world_size=2).load_state_dict(state)
-    old = {"rank": 0, "world_size": 1, "workers": 0, "streams": [None], "turn": 0}
-    with pytest.raises(DataError, match=r"of an earlier version.*train anew"):
-        stream_loader(cfg, bpe).load_state_dict(old)
+    old_state = {"rank": 0, "world_size": 1, "workers": 0, "streams": [None], "turn": 0}
+    with pytest.raises(DataError, match=r"by an earlier version.*train from scratch"):
+        stream_loader(cfg, bpe).load_state_dict(old_state)
     cfg.data.val_fraction = 0.9999999
     with pytest.raises(DataError, match="has no training document"):
         next(stream_loader(cfg, bpe))
@@ -226,28 +228,28 @@ def test_stream_error_sentences(cfg, bpe):
         next(stream_loader(cfg, bpe))
 
 
-@pytest.mark.parametrize("done", [0, 3])
-def test_a_stream_goes_back_to_where_it_was(cfg, bpe, done):
-    """From the middle of a later micro-batch, as a signal interrupts it."""
+@pytest.mark.parametrize("count", [0, 3])
+def test_stream_returns_to_a_mark(cfg, bpe, count):
+    """A signal may interrupt a later micro-batch in the middle."""
     cfg.data.shuffle_buffer, cfg.data.streams = 8, 2
     loader = stream_loader(cfg, bpe)
-    take(loader, done)
+    take(loader, count)
     mark = loader.mark()
     expected = take(loader, 5)
     loader._streams[1].draw(loader._readers)
     loader.go_back(mark)
-    assert all(same(a, b) for a, b in zip(take(loader, 5), expected, strict=True))
+    assert all(is_equal(a, b) for a, b in zip(take(loader, 5), expected, strict=True))
 
 
-def test_every_pass_of_a_stream_reads_the_same_commit(bpe, texts):
-    opened = []
+def test_every_epoch_of_a_stream_reads_the_same_commit(bpe, texts):
+    states = []
 
     class Texts:
-        """A source on a hub that gets a new commit all the time."""
+        """Source on a hub with a new commit at every request."""
 
         def __init__(self, _data, _shard, state, _order):
-            opened.append(state)
-            self.revision = state["revision"] if state else f"commit {len(opened)}"
+            states.append(state)
+            self.revision = state["revision"] if state else f"commit {len(states)}"
             self.texts = iter(texts[:30])
 
         def __next__(self):
@@ -260,11 +262,11 @@ def test_every_pass_of_a_stream_reads_the_same_commit(bpe, texts):
             return {"revision": self.revision, "read": 0}
 
     stream = BlockStream(Data(seq_len=16), bpe, (0, 1), 0, open_documents=Texts)
-    while len(opened) < 3:
+    while len(states) < 3:
         next(stream)
-    assert opened == [None, {"revision": "commit 1"}, {"revision": "commit 1"}]
-    BlockStream(Data(seq_len=16), bpe, (0, 1), 0, open_documents=Texts, revision="of the run")
-    assert opened[-1] == {"revision": "of the run"}
-    # Of a checkpoint of an earlier version, which had the commit in its positions only.
-    begun = {"position": {"documents": {"revision": "of a position"}}}
-    assert _find_revision({0: {"position": None}, 1: begun}) == "of a position"
+    assert states == [None, {"revision": "commit 1"}, {"revision": "commit 1"}]
+    BlockStream(Data(seq_len=16), bpe, (0, 1), 0, open_documents=Texts, revision="run commit")
+    assert states[-1] == {"revision": "run commit"}
+    # Checkpoints of earlier versions have the commit only in the positions of streams.
+    started = {"position": {"documents": {"revision": "position commit"}}}
+    assert _find_revision({0: {"position": None}, 1: started}) == "position commit"

@@ -1,4 +1,4 @@
-"""n-gram baselines against the definitions, written out."""
+"""Tests of the n-gram baselines against their definitions."""
 
 from __future__ import annotations
 
@@ -18,32 +18,36 @@ def brute_force(train: list[int], val: list[int], vocab: int) -> dict[str, float
         return (train.count(w) + 1) / (len(train) + vocab)
 
     def bigram(v, w):
-        after = [b for a, b in itertools.pairwise(train) if a == v]
-        if not after:
+        successors = [b for a, b in itertools.pairwise(train) if a == v]
+        if not successors:
             return unigram(w)
-        kinds = len(set(after))
-        return (after.count(w) + kinds * unigram(w)) / (len(after) + kinds)
+        kinds = len(set(successors))
+        return (successors.count(w) + kinds * unigram(w)) / (len(successors) + kinds)
 
     pairs = list(itertools.pairwise(val))
     logs = {
         "unigram": [math.log(unigram(w)) for _, w in pairs],
         "bigram": [math.log(bigram(v, w)) for v, w in pairs],
     }
-    for v in range(vocab):  # both are distributions
+    for v in range(vocab):  # p(·|v) is a distribution
         assert math.isclose(sum(bigram(v, w) for w in range(vocab)), 1)
     return {name: math.exp(-sum(x) / len(x)) for name, x in logs.items()}
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_matches_brute_force(seed):
+def test_perplexities_match_brute_force(seed):
     rng = np.random.default_rng(seed)
-    train, val = rng.integers(0, 9, 60), rng.integers(0, 12, 41)  # 9, 10, 11 are never seen
+    train, val = (
+        rng.integers(0, 9, 60),
+        rng.integers(0, 12, 41),
+    )  # 9, 10, 11 do not occur in training
     blocks = validation_blocks(val, Data(seq_len=7), 2)
-    got = ngram_baselines(train.astype(np.uint16), blocks, 12)
-    assert got == pytest.approx(brute_force(train.tolist(), val.tolist(), 12), rel=1e-12)
+    perplexities = ngram_baselines(train.astype(np.uint16), blocks, 12)
+    expected = brute_force(train.tolist(), val.tolist(), 12)
+    assert perplexities == pytest.approx(expected, rel=1e-12)
 
 
-def test_single_training_token_and_no_targets():
+def test_one_training_token_works_and_no_target_is_refused():
     blocks = validation_blocks(np.arange(5), Data(seq_len=2), 2)
     assert ngram_baselines(np.array([1]), blocks, 5)["bigram"] > 0
     with pytest.raises(ValueError, match="no validation target"):

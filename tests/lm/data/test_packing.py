@@ -1,4 +1,4 @@
-"""Packing: no token dropped, repeated or moved; the remainder survives a resume."""
+"""Tests of packing: every token is a target once, also across a resume."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ DOCUMENTS = st.lists(st.lists(st.integers(0, 9), max_size=30), max_size=12)
 
 
 @given(DOCUMENTS, st.integers(1, 9), st.integers(0, 12))
-def test_targets_are_the_stream_after_its_first_token(docs, seq_len, resume_at):
+def test_targets_are_all_tokens_except_the_first(docs, seq_len, resume_at):
     packer, blocks = Packer(seq_len), []
     for i, doc in enumerate(docs):
         if i == resume_at:
             state = packer.state_dict()
-            packer.add(np.arange(7))  # the saved state must not move with the packer
+            packer.add(np.arange(7))  # must not change the saved state
             packer = Packer(seq_len)
             packer.load_state_dict(state)
         blocks.append(packer.add(np.array(doc, dtype=np.int64)))
     stream = np.array([t for doc in docs for t in doc], dtype=np.int64)
     blocks = np.concatenate([np.empty((0, seq_len + 1), np.int64), *blocks])
-    whole = block_rows(stream, seq_len, np.arange(block_count(len(stream), seq_len)))
-    labels, inputs = whole[:, 1:], whole[:, :-1]
+    all_blocks = block_rows(stream, seq_len, np.arange(block_count(len(stream), seq_len)))
+    labels, inputs = all_blocks[:, 1:], all_blocks[:, :-1]
     assert labels[labels != IGNORE].tolist() == stream[1:].tolist()
     assert inputs[labels != IGNORE].tolist() == stream[:-1].tolist()
-    assert len(blocks) == max(0, len(stream) - 1) // seq_len  # the rest waits
-    assert np.array_equal(blocks, whole[: len(blocks)])
+    assert len(blocks) == max(0, len(stream) - 1) // seq_len  # complete blocks only
+    assert np.array_equal(blocks, all_blocks[: len(blocks)])
 
 
 def test_micro_batch_shifts_and_pads():
@@ -39,6 +39,6 @@ def test_micro_batch_shifts_and_pads():
     assert str(batch["labels"].dtype) == str(batch["input_ids"].dtype) == "torch.int64"
 
 
-def test_state_of_another_length_is_refused():
+def test_state_with_another_seq_len_is_refused():
     with pytest.raises(ValueError, match="seq_len 4, not 5"):
         Packer(5).load_state_dict(Packer(4).state_dict())

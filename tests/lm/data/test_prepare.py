@@ -1,4 +1,4 @@
-"""Preparation: what is written, when it is written again, and the error sentences."""
+"""Tests of prepared corpora: content, verification, durability, and error messages."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ from lm.data.sources.open import is_validation
 from tests.running import FORKS
 
 
-def test_streams_are_the_documents_of_each_split(cfg, bpe, texts):
+def test_streams_contain_the_documents_of_each_split(cfg, bpe, texts):
     seen = []
     corpus = prepare(cfg, bpe, cfg.run_dir, lambda *done: seen.append(done))
-    for split, side in ((corpus.train, False), (corpus.val, True)):
-        mine = [t for t in texts if is_validation(t, 0.2) == side]
-        assert split[:].tolist() == encode_documents(bpe, mine).tolist()
+    for split, is_val in ((corpus.train, False), (corpus.val, True)):
+        documents = [t for t in texts if is_validation(t, 0.2) == is_val]
+        assert split[:].tolist() == encode_documents(bpe, documents).tolist()
         assert split.dtype == np.uint16 and len(split) == len(split[:])
     meta = corpus.meta
     assert meta.train_documents + meta.val_documents == 200 and meta.complete
     assert seen[-1] == (200, meta.train_tokens + meta.val_tokens)
 
 
-def entry_of(cfg) -> Path:
-    """The corpus in a run directory."""
+def find_entry(cfg) -> Path:
+    """Return the folder of the corpus in a run directory."""
     (entry,) = (cfg.run_dir / "data").glob("corpus-*")
     return entry
 
 
-def test_another_split_in_the_same_run_is_prepared_anew_and_said(cfg, bpe, capsys):
-    before = prepare(cfg, bpe, cfg.run_dir).meta
+def test_another_split_in_the_same_run_is_prepared_again(cfg, bpe, capsys):
+    old = prepare(cfg, bpe, cfg.run_dir).meta
     cfg.data.leading_eos = True
-    after = prepare(cfg, bpe, cfg.run_dir).meta
-    assert after.train_tokens == before.train_tokens + before.train_documents
-    assert "is of another split or tokenizer: prepared anew" in capsys.readouterr().out
-    assert open_corpus(cfg.run_dir).meta == after
+    new = prepare(cfg, bpe, cfg.run_dir).meta
+    assert new.train_tokens == old.train_tokens + old.train_documents
+    assert "has another split or tokenizer: prepared again" in capsys.readouterr().out
+    assert open_corpus(cfg.run_dir).meta == new
 
 
-def test_the_record_is_relative_also_where_the_run_directory_has_two_dots(cfg, bpe, tmp_path):
-    (tmp_path / "there").mkdir()
-    cfg.out_dir = str(tmp_path / "there" / ".." / "runs")
+def test_record_is_relative_if_the_run_path_has_two_dots(cfg, bpe, tmp_path):
+    (tmp_path / "folder").mkdir()
+    cfg.out_dir = str(tmp_path / "folder" / ".." / "runs")
     meta = prepare(cfg, bpe, cfg.run_dir).meta
-    prepare(cfg, bpe, cfg.run_dir)  # as when the run is resumed
+    prepare(cfg, bpe, cfg.run_dir)  # the run is resumed
     record = json.loads((cfg.run_dir / "data" / "corpus.json").read_text())
-    assert record["corpus"] == entry_of(cfg).name
+    assert record["corpus"] == find_entry(cfg).name
     assert open_corpus(cfg.run_dir).meta == meta
 
 
-def test_a_corpus_in_the_run_directory_itself_is_of_an_earlier_version(cfg, bpe):
+def test_corpus_of_an_earlier_version_is_used(cfg, bpe):
     meta = prepare(cfg, bpe, cfg.run_dir).meta
-    folder, entry = cfg.run_dir / "data", entry_of(cfg)
+    folder, entry = cfg.run_dir / "data", find_entry(cfg)
     for path in entry.iterdir():
         path.rename(folder / path.name)
     entry.rmdir()
@@ -78,7 +78,7 @@ def fails(cfg, bpe, match):
     assert "\n" not in str(caught.value)
 
 
-def test_error_sentences(cfg, bpe, tmp_path):
+def test_errors_name_the_cure(cfg, bpe, tmp_path):
     with pytest.raises(DataError, match="no prepared corpus"):
         open_corpus(cfg.run_dir)
     tokens = prepare(cfg, bpe, cfg.run_dir).meta.train_tokens
@@ -87,9 +87,9 @@ def test_error_sentences(cfg, bpe, tmp_path):
     cfg.data.seq_len = tokens - 1
     prepare(cfg, bpe, cfg.run_dir)
     cfg.data.val_fraction = 1e-9
-    fails(cfg, bpe, "none of the 200 documents fell to validation.*raise data.val_fraction")
+    fails(cfg, bpe, "none of the 200 documents is in the validation split.*raise data.val_fraction")
     cfg.data.val_fraction = 0.9999999
-    fails(cfg, bpe, "all 200 documents fell to validation")
+    fails(cfg, bpe, "all 200 documents are in the validation split")
     (tmp_path / "e.jsonl").touch()
     cfg.data.path = str(tmp_path / "e.jsonl")
     fails(cfg, bpe, "corpus is empty")
@@ -101,80 +101,84 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_large_files_are_read_again_only_when_they_changed(cfg, bpe, monkeypatch):
+def test_large_files_are_verified_only_after_a_change(cfg, bpe, monkeypatch):
     prepare(cfg, bpe, cfg.run_dir)
-    size = (entry_of(cfg) / "train.bin").stat().st_size
-    monkeypatch.setattr(corpus, "ALWAYS_BYTES", size)  # val.bin has less
-    read, original = [], integrity.sha256
-    monkeypatch.setattr(integrity, "sha256", lambda path: read.append(path.name) or original(path))
+    size = (find_entry(cfg) / "train.bin").stat().st_size
+    monkeypatch.setattr(corpus, "ALWAYS_BYTES", size)  # val.bin is smaller
+    names, original = [], integrity.sha256
+    monkeypatch.setattr(integrity, "sha256", lambda path: names.append(path.name) or original(path))
     prepare(cfg, bpe, cfg.run_dir)
-    assert read == ["val.bin"]
-    path = entry_of(cfg) / "train.bin"
+    assert names == ["val.bin"]
+    path = find_entry(cfg) / "train.bin"
     stat = path.stat()
     flip(path)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))  # as a copy may: the rest tells
+    os.utime(
+        path, ns=(stat.st_atime_ns, stat.st_mtime_ns)
+    )  # a copy may keep them, but not the ctime
     with pytest.raises(DataError, match=r"train.bin is damaged: its sha256 is"):
         prepare(cfg, bpe, cfg.run_dir)
-    flip(path)  # the same bit: mended
-    read.clear()
+    flip(path)  # flips the same bit back
+    names.clear()
     prepare(cfg, bpe, cfg.run_dir)
     prepare(cfg, bpe, cfg.run_dir)
-    assert read.count("train.bin") == 1
+    assert names.count("train.bin") == 1
 
 
-def test_an_id_beyond_the_vocabulary_is_refused(cfg, bpe, monkeypatch):
+def test_id_beyond_the_vocabulary_is_refused(cfg, bpe, monkeypatch):
     monkeypatch.setattr(
         tokenising, "encode_documents", lambda tokenizer, *_: np.array([len(tokenizer)])
     )
-    fails(cfg, bpe, "the tokenizer made the id 320, but its vocabulary has 320: its files do not")
+    fails(
+        cfg, bpe, "the tokenizer returned the id 320, but its vocabulary has 320 entries: its files"
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"fingerprint": 1}', "null"])
-def test_a_damaged_meta_json_is_a_sentence(cfg, bpe, text):
+def test_damaged_meta_json_is_refused(cfg, bpe, text):
     prepare(cfg, bpe, cfg.run_dir)
-    (entry_of(cfg) / "meta.json").write_text(text)
-    for act in (lambda: open_corpus(cfg.run_dir), lambda: prepare(cfg, bpe, cfg.run_dir)):
+    (find_entry(cfg) / "meta.json").write_text(text)
+    for action in (lambda: open_corpus(cfg.run_dir), lambda: prepare(cfg, bpe, cfg.run_dir)):
         with pytest.raises(DataError, match=r"meta\.json is damaged: .*; delete "):
-            act()
+            action()
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_a_full_disk_is_a_sentence_and_leaves_nothing_that_looks_whole(cfg, bpe, split):
+def test_full_disk_leaves_no_incomplete_corpus(cfg, bpe, split):
     folder = cache.corpus_folder(cfg.run_dir / "data", cfg.data, bpe)
     folder.mkdir(parents=True)
-    (folder / f"{split}.tmp").symlink_to("/dev/full")  # it takes no byte: ENOSPC
+    (folder / f"{split}.tmp").symlink_to("/dev/full")  # every write fails with ENOSPC
     with pytest.raises(OutputError, match=rf"{split}.tmp cannot be written: No space left") as e:
         prepare(cfg, bpe, cfg.run_dir)
     assert "\n" not in str(e.value) and [p.name for p in folder.iterdir()] == ["lock"]
     assert prepare(cfg, bpe, cfg.run_dir).meta.complete
 
 
-def test_files_reach_the_disk_before_meta_json_says_so(cfg, bpe, monkeypatch):
+def test_meta_json_is_written_after_the_other_files_are_synced(cfg, bpe, monkeypatch):
     order = []
     fsync, replace = os.fsync, os.replace
 
-    def noted_fsync(handle):
+    def recording_fsync(handle):
         order.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{handle}"))))
         fsync(handle)
 
-    def noted_replace(old, new):
+    def recording_replace(old, new):
         order.append(("name", os.path.basename(new)))
         replace(old, new)
 
-    monkeypatch.setattr(os, "fsync", noted_fsync)
-    monkeypatch.setattr(os, "replace", noted_replace)
+    monkeypatch.setattr(os, "fsync", recording_fsync)
+    monkeypatch.setattr(os, "replace", recording_replace)
     prepare(cfg, bpe, cfg.run_dir)
     last = order.index(("name", "meta.json")) - 1
-    folder = entry_of(cfg).name
-    assert order[last][0] == "sync" and "meta.json" in order[last][1]  # its draft
+    folder = find_entry(cfg).name
+    assert order[last][0] == "sync" and "meta.json" in order[last][1]  # its temporary file
     for split in ("train", "val"):
-        named = order.index(("name", f"{split}.bin"))
-        assert order.index(("sync", f"{split}.tmp")) < named < last
-        assert ("sync", folder) in order[named:last]
+        renamed = order.index(("name", f"{split}.bin"))
+        assert order.index(("sync", f"{split}.tmp")) < renamed < last
+        assert ("sync", folder) in order[renamed:last]
     assert order[last + 1 : last + 3] == [("name", "meta.json"), ("sync", folder)]
 
 
-CUT = """
+TRUNCATE = """
 import os, sys
 from pathlib import Path
 from lm.data.sources.errors import DataError
@@ -192,11 +196,11 @@ except DataError as e:
 """
 
 
-def test_a_corpus_that_is_cut_short_while_it_is_read_is_a_sentence(cfg, bpe):
-    """In a process of its own, which a memory map would end by SIGBUS."""
+def test_truncation_while_reading_is_an_error(cfg, bpe):
+    """A subprocess reads, because SIGBUS would kill a process with a memory map."""
     prepare(cfg, bpe, cfg.run_dir)
-    folder = entry_of(cfg)
-    done = FORKS.run("-c", [CUT, folder], timeout=120)
-    assert done.returncode == 0, (done.returncode, done.stderr)
-    said = f"{folder}/train.bin is damaged: it was cut short while it was read, to 64 bytes of "
-    assert done.stdout.startswith(said)
+    folder = find_entry(cfg)
+    process = FORKS.run("-c", [TRUNCATE, folder], timeout=120)
+    assert process.returncode == 0, (process.returncode, process.stderr)
+    message = f"{folder}/train.bin is damaged: it was truncated while it was read, to 64 bytes of "
+    assert process.stdout.startswith(message)

@@ -1,4 +1,4 @@
-"""Loader threads: the order of their answers, errors, and the end of a run."""
+"""Tests of reader threads: the order of results, errors, and the end of the process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.running import ROOT
 TRAINER = """
 import sys, time
 from lm.data.sources.readers import Readers
-readers = Readers([lambda key: time.sleep(60) if key else "answer"], [[0, 1]])
+readers = Readers([lambda key: time.sleep(60) if key else "result"], [[0, 1]])
 readers.take(0)
 if sys.argv[1] == "busy":
     readers._thread[1].requests.put(1)
@@ -22,44 +22,44 @@ if sys.argv[1] == "busy":
 if sys.argv[1] == "closed":
     readers.close()
 if sys.argv[1] == "error":
-    raise ValueError("as a bug would")
+    raise ValueError("error of the main thread")
 """
 
 
 def counter(first: int):
-    """Answer with the key and a number that goes up."""
+    """Make a function that returns the key and a number, which increases from `first`."""
     numbers = {}
 
-    def answer(key):
+    def read(key):
         if key == 9:
             raise ZeroDivisionError("in the thread")
         numbers[key] = numbers.get(key, first - 1) + 1
         return key, numbers[key]
 
-    return answer
+    return read
 
 
 @pytest.fixture
 def readers():
-    made = Readers([counter(0), counter(100)], [[1, 2, 9], [3]])
-    yield made
-    made.close()
+    readers = Readers([counter(0), counter(100)], [[1, 2, 9], [3]])
+    yield readers
+    readers.close()
 
 
-def test_answers_of_a_key_come_in_order(readers):
+def test_results_of_a_key_come_in_order(readers):
     assert [readers.take(1) for _ in range(5)] == [(1, n) for n in range(5)]
     assert [readers.take(key) for key in (3, 2, 1, 3)] == [(3, 100), (2, 0), (1, 5), (3, 101)]
 
 
-def test_an_error_in_a_thread_keeps_its_traceback(readers):
+def test_error_in_a_thread_keeps_its_traceback(readers):
     with pytest.raises(ZeroDivisionError, match="in the thread") as caught:
         readers.take(9)
-    assert caught.traceback[-1].name == "answer"
+    assert caught.traceback[-1].name == "read"
     assert readers.take(1) == (1, 0)
 
 
 @pytest.mark.parametrize("mode", ["idle", "closed", "error", "busy"])
-def test_a_trainer_that_ends_does_not_wait_for_threads(mode):
+def test_ending_process_does_not_wait_for_threads(mode):
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER, mode], cwd=ROOT, stderr=subprocess.PIPE
     )
@@ -67,4 +67,4 @@ def test_a_trainer_that_ends_does_not_wait_for_threads(mode):
     _, error = trainer.communicate(timeout=50)
     assert time.monotonic() - start < 30
     assert trainer.returncode == (mode == "error"), error
-    assert (mode == "error") == (b"as a bug would" in error)
+    assert (mode == "error") == (b"error of the main thread" in error)

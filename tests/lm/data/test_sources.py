@@ -1,4 +1,4 @@
-"""Sources: what each reads, how documents are split, and the sentence for each fault."""
+"""Tests of the sources: documents of each, the validation split, and error messages."""
 
 from __future__ import annotations
 
@@ -27,29 +27,32 @@ from lm.data.sources.open import (
 )
 
 
-def test_builtin_is_in_order_and_large_enough():
+def test_builtin_text_is_large_and_ordered():
     texts = list(documents(Data(source="builtin")))
     assert len(texts) > 500 and sum(map(len, texts)) > 1_500_000
     first = [topics[key] for key in sorted(topics)]
     assert texts[: len(first)] == first
-    heads = [text[:20] for text in texts]
-    places = [heads.index(module.__doc__[:20]) for module in (argparse, bisect, calendar)]
+    beginnings = [text[:20] for text in texts]
+    places = [beginnings.index(module.__doc__[:20]) for module in (argparse, bisect, calendar)]
     assert len(first) <= places[0] < places[1] < places[2]
     assert any("assert" in t and "AssertionError" in t for t in texts[:100])
 
 
-def test_builtin_executes_no_module_and_skips_tests_and_packages():
+def test_builtin_text_imports_no_module_and_skips_tests():
     code = (
-        "import sys; from lm.data.sources.open import builtin_documents as b;"
-        "before = set(sys.modules); b(); print(sorted(set(sys.modules) - before))"
+        "import sys; from lm.data.sources.open import builtin_documents;"
+        "old = set(sys.modules); builtin_documents(); print(sorted(set(sys.modules) - old))"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     imported = {name for name in eval(out.stdout) if not name.startswith("encodings.")}
-    assert imported <= {"pydoc_data", "pydoc_data.topics"}  # and codecs that source files declare
+    assert imported <= {
+        "pydoc_data",
+        "pydoc_data.topics",
+    }  # besides codecs that source files declare
     assert not any("pytest" in t[:200] for t in builtin_documents())
 
 
-def test_jsonl_parquet_and_text_give_the_same_documents(texts, jsonl, tmp_path):
+def test_file_formats_give_the_same_documents(texts, jsonl, tmp_path):
     pq.write_table(pa.table({"id": range(200), "text": texts}), tmp_path / "a.parquet", 64)
     for i, text in enumerate(texts):
         (tmp_path / f"{i:03d}.txt").write_text(text, encoding="utf-8")
@@ -59,7 +62,7 @@ def test_jsonl_parquet_and_text_give_the_same_documents(texts, jsonl, tmp_path):
     assert list(documents(Data(source="text", path=str(tmp_path / "00?.txt")))) == texts[:10]
 
 
-def test_parquet_in_fineweb_layout(shared):
+def test_parquet_files_of_fineweb_are_read(shared):
     texts = list(documents(Data(source="parquet", path=str(shared / "fineweb"))))
     assert len(texts) == 2400 and all(isinstance(t, str) and t for t in texts)
 
@@ -69,7 +72,7 @@ def test_null_and_blank_documents_are_skipped(tmp_path):
     assert list(documents(Data(source="parquet", path=str(tmp_path)))) == ["a", "b"]
 
 
-def test_large_text_file_is_cut_into_documents(shared):
+def test_large_text_file_becomes_several_documents(shared):
     path = shared / "text" / "wikitext2_valid.txt"
     texts = list(documents(Data(source="text", path=str(path))))
     assert "".join(texts) == path.read_bytes().decode()
@@ -88,20 +91,20 @@ def test_text_keeps_crlf_and_drops_the_byte_order_mark(tmp_path):
     assert list(documents(Data(source="text", path=str(tmp_path)))) == ["one\r\ntwo\r\n"]
 
 
-def test_lone_surrogate_in_json_becomes_encodable(tmp_path):
+def test_lone_surrogate_in_json_is_replaced(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x\\ud83d"}\n')
     assert list(documents(Data(source="jsonl", path=str(path)))) == ["x\ufffd"]
 
 
 @given(st.text(), st.floats(0.01, 0.99))
-def test_split_depends_on_content_alone(text, fraction):
+def test_split_depends_only_on_content(text, fraction):
     assert is_validation(text, fraction) == is_validation("".join(list(text)), fraction)
     if is_validation(text, fraction):
-        assert is_validation(text, min(0.995, fraction * 1.5))  # held out stays held out
+        assert is_validation(text, min(0.995, fraction * 1.5))  # a larger fraction holds it out too
 
 
-def test_split_has_about_the_fraction_asked_for():
+def test_split_has_about_the_configured_fraction():
     share = sum(is_validation(f"document {i}", 0.05) for i in range(20_000)) / 20_000
     assert 0.044 < share < 0.056
     assert not any(is_validation(t, 1e-9) for t in map(str, range(1000)))
@@ -113,13 +116,13 @@ def fails(match: str, **data):
     assert "\n" not in str(caught.value)
 
 
-def test_missing_path(tmp_path):
+def test_missing_path_is_refused(tmp_path):
     fails("no such file or folder", source="jsonl", path=str(tmp_path / "nope.jsonl"))
     fails(r"without any \*\.parquet", source="parquet", path=str(tmp_path))
     fails("no file matches", source="text", path=str(tmp_path / "*.txt"))
 
 
-def test_a_folder_with_brackets_is_no_pattern(tmp_path):
+def test_brackets_of_an_existing_folder_are_no_pattern(tmp_path):
     for name in ("part[1]", "part1"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text(f"in {name}")
@@ -130,7 +133,7 @@ def test_a_folder_with_brackets_is_no_pattern(tmp_path):
     assert list(documents(Data(source="text", path=path))) == ["in part1"]
 
 
-def test_empty_corpus(tmp_path):
+def test_empty_corpus_is_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text("\n\n")
     (tmp_path / "a.txt").write_text(" \n")
     fails(r"corpus is empty.*a\.jsonl \(1 file\)", source="jsonl", path=str(tmp_path / "a.jsonl"))
@@ -147,46 +150,44 @@ def test_empty_corpus(tmp_path):
         (b"\xff\xfe", r"line 3 is not JSON"),
     ],
 )
-def test_bad_jsonl_line_is_named(tmp_path, line, match):
+def test_error_names_the_jsonl_line(tmp_path, line, match):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "a"}\n\n' + (line if isinstance(line, bytes) else line.encode()))
     fails(rf"a\.jsonl, {match}", source="jsonl", path=str(path))
 
 
-def test_parquet_column_missing_or_not_text(tmp_path):
+def test_parquet_without_a_text_column_is_refused(tmp_path):
     pq.write_table(pa.table({"id": [1], "body": ["a"]}), tmp_path / "a.parquet")
-    where = {"source": "parquet", "path": str(tmp_path)}
-    fails(r"a\.parquet has no column `text` \(its columns: id, body\)", **where)
-    fails("column `id` holds int64, not strings", **where, text_field="id")
+    source = {"source": "parquet", "path": str(tmp_path)}
+    fails(r"a\.parquet has no column `text` \(its columns: id, body\)", **source)
+    fails("column `id` holds int64, not strings", **source, text_field="id")
 
 
-def test_truncated_parquet(tmp_path, texts):
+def test_truncated_parquet_is_refused(tmp_path, texts):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": texts}), path)
     path.write_bytes(path.read_bytes()[:-100])
     fails(r"a\.parquet is not a whole parquet file", source="parquet", path=str(tmp_path))
 
 
-def test_text_that_is_not_utf8(tmp_path):
+def test_text_file_with_invalid_utf8_is_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"abc\xff")
     fails("not UTF-8 text: invalid byte at offset 3", source="text", path=str(tmp_path))
 
 
-def test_a_flipped_bit_in_local_parquet_with_checksums(tmp_path, texts):
+def test_error_names_a_row_group_with_a_flipped_bit(tmp_path, texts):
     path = tmp_path / "a.parquet"
-    pq.write_table(
-        pa.table({"text": texts}), path, row_group_size=100, write_page_checksum=True,
-        use_dictionary=False, compression="none",
-    )  # fmt: skip
+    options = dict(write_page_checksum=True, use_dictionary=False, compression="none")
+    pq.write_table(pa.table({"text": texts}), path, row_group_size=100, **options)
     data = bytearray(path.read_bytes())
     column = pq.read_metadata(path).row_group(1).column(0)
     data[column.data_page_offset + column.total_compressed_size // 2] ^= 4
     path.write_bytes(data)
-    where = r"a\.parquet is damaged in row group 1, column `text`: .*CRC.*; fetch or write it again"
-    fails(where, source="parquet", path=str(tmp_path))
+    error = r"a\.parquet is damaged in row group 1, column `text`: .*CRC.*; fetch or write it again"
+    fails(error, source="parquet", path=str(tmp_path))
 
 
-def test_local_parquet_whose_text_is_not_utf8(tmp_path, texts):
+def test_parquet_with_invalid_utf8_is_refused(tmp_path, texts):
     table = pa.table({"text": pa.array([b"a", b"\xff"]).cast(pa.string(), safe=False)})
     pq.write_table(table, tmp_path / "a.parquet")
     fails("is damaged in row group 0, column `text`: .*UTF8", source="parquet", path=str(tmp_path))

@@ -1,4 +1,4 @@
-"""The tokenizer: exact round trip, the formats that load, what is saved, the error sentences."""
+"""Tests of tokenizers: exact round trips, supported formats, saving, error messages."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EDGE_CASES = [
 
 
 @pytest.mark.parametrize("text", EDGE_CASES)
-def test_bpe_round_trip_of_edge_cases(bpe, text):
+def test_bpe_reproduces_edge_cases(bpe, text):
     assert bpe.decode(bpe.encode(text)) == text
     *body, eos = encode_documents(bpe, [text]).tolist()
     assert bpe.decode(body) == text and eos == bpe.eos_token_id
@@ -44,7 +44,7 @@ def round_trip(bpe):
     return lambda text: bpe.decode(bpe.encode(text))
 
 
-def test_bpe_round_trip(round_trip):
+def test_bpe_reproduces_any_text(round_trip):
     @given(st.text())
     def check(text):
         assert round_trip(text) == text
@@ -52,13 +52,13 @@ def test_bpe_round_trip(round_trip):
     check()
 
 
-def test_a_document_cannot_forge_its_end(bpe):
+def test_document_cannot_contain_special_tokens(bpe):
     ids = encode_documents(bpe, [f"a{EOS}b{PAD}"]).tolist()
     assert ids.count(bpe.eos_token_id) == 1 and bpe.pad_token_id not in ids
-    assert bpe.encode(EOS) == [bpe.eos_token_id]  # elsewhere it is the token, as usual
+    assert bpe.encode(EOS) == [bpe.eos_token_id]  # only `encode_documents` treats it as text
 
 
-def test_leading_eos(bpe):
+def test_leading_eos_is_added_to_each_document(bpe):
     eos = bpe.eos_token_id
     a, b = bpe.encode("a"), bpe.encode("b")
     assert encode_documents(bpe, ["a", "b"]).tolist() == [*a, eos, *b, eos]
@@ -66,44 +66,44 @@ def test_leading_eos(bpe):
     assert encode_documents(bpe, []).shape == (0,)
 
 
-def test_bpe_is_trained_once_saved_and_loaded(cfg, bpe):
-    said = []
-    first = load_tokenizer(cfg, cfg.run_dir, said.append)
+def test_bpe_is_trained_once_then_loaded(cfg, bpe, capsys):
+    first = load_tokenizer(cfg, cfg.run_dir)
+    assert capsys.readouterr().out == ""
     saved = cfg.run_dir / "tokenizer"
     mtime = (saved / "tokenizer.json").stat().st_mtime_ns
     second = load_tokenizer(cfg, cfg.run_dir)
-    assert first.get_vocab() == second.get_vocab() == bpe.get_vocab() and not said
+    assert first.get_vocab() == second.get_vocab() == bpe.get_vocab()
     assert (second.eos_token, second.pad_token, len(second)) == (EOS, PAD, 320)
     assert (saved / "tokenizer.json").stat().st_mtime_ns == mtime
     settings = json.loads((saved / "tokenizer_config.json").read_text())
     assert settings["clean_up_tokenization_spaces"] is False
-    assert [p.name for p in cfg.run_dir.iterdir()] == ["tokenizer"]  # no draft left behind
+    assert [p.name for p in cfg.run_dir.iterdir()] == ["tokenizer"]  # no temporary folder
     assert second.decode(second.encode("a , b .\n")) == "a , b .\n"
 
 
-def test_bpe_reads_training_documents_only_and_so_many_bytes(cfg):
-    seen = list(training_texts(cfg))
-    assert seen and not any(is_validation(t, cfg.data.val_fraction) for t in seen)
+def test_bpe_training_reads_limited_training_documents(cfg):
+    texts = list(training_texts(cfg))
+    assert texts and not any(is_validation(t, cfg.data.val_fraction) for t in texts)
     cfg.tokenizer.train_bytes = 500
     assert sum(map(len, list(training_texts(cfg))[:-1])) < 500
 
 
-def test_small_corpus_says_that_the_vocabulary_is_smaller(cfg):
+def test_small_corpus_prints_its_smaller_vocabulary(cfg, capsys):
     cfg.tokenizer.vocab_size = 50_000
-    said = []
-    tokenizer = load_tokenizer(cfg, cfg.run_dir, said.append)
-    assert len(said) == 1 and f"{len(tokenizer)} tokens only, fewer than the 50000" in said[0]
+    size = len(load_tokenizer(cfg, cfg.run_dir))
+    output = " ".join(capsys.readouterr().out.split())
+    assert output.count(f"only {size} tokens, fewer than tokenizer.vocab_size 50000") == 1
 
 
-def test_a_run_keeps_its_tokenizer(cfg):
+def test_run_refuses_another_tokenizer(cfg):
     load_tokenizer(cfg, cfg.run_dir)
     cfg.tokenizer.vocab_size = 300
-    with pytest.raises(DataError, match=r"was made from .*320.*asks for .*300"):
+    with pytest.raises(DataError, match=r"was made from .*320.*config has .*300"):
         load_tokenizer(cfg, cfg.run_dir)
 
 
 @pytest.mark.parametrize("header", [b"", b"#version: 0.2\n"])
-def test_gpt2_files(cfg, shared, tmp_path, header):
+def test_gpt2_files_are_loaded(cfg, shared, tmp_path, header):
     source = shared / "tokenizers" / "gpt2"
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "vocab.json").write_bytes((source / "vocab.json").read_bytes())
@@ -124,7 +124,7 @@ def save_tokenizer(folder, **special):
     PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(str(folder))
 
 
-def test_huggingface_folder_and_padding_defaults_to_eos(cfg, tmp_path):
+def test_padding_token_defaults_to_eos(cfg, tmp_path):
     save_tokenizer(tmp_path / "t", eos_token="<e>")
     cfg.tokenizer.name = str(tmp_path / "t")
     tokenizer = load_tokenizer(cfg, cfg.run_dir)
@@ -138,14 +138,14 @@ def fails(cfg, name, match):
     assert "\n" not in str(caught.value) and not (cfg.run_dir / "tokenizer").exists()
 
 
-def test_error_sentences(cfg, tmp_path, monkeypatch):
+def test_errors_name_the_fault(cfg, tmp_path, monkeypatch):
     save_tokenizer(tmp_path / "t")
     fails(cfg, tmp_path / "t", "has no EOS token")
     fails(cfg, tmp_path / "nowhere", "no such folder")
     (tmp_path / "empty").mkdir()
-    fails(cfg, tmp_path / "empty", "holds no tokenizer: .*it holds nothing")
+    fails(cfg, tmp_path / "empty", "contains no tokenizer: .*it contains nothing")
     (tmp_path / "empty" / "tokenizer.model").touch()
-    fails(cfg, tmp_path / "empty", r"tokenizer\.json, .*it holds tokenizer\.model")
+    fails(cfg, tmp_path / "empty", r"tokenizer\.json, .*it contains tokenizer\.model")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "tokenizer.json").write_text("{")
     fails(cfg, tmp_path / "bad", "cannot be loaded")
@@ -153,17 +153,17 @@ def test_error_sentences(cfg, tmp_path, monkeypatch):
     fails(cfg, "some/where", "HF_HUB_OFFLINE.*works offline")
 
 
-def test_code_of_a_tokenizers_own_is_neither_run_nor_asked_for(cfg, tmp_path, monkeypatch):
-    """transformers would ask on the terminal, and run it on `y`."""
+def test_tokenizer_with_its_own_code_is_refused(cfg, tmp_path, monkeypatch):
+    """transformers would ask on the terminal, and run the code if the answer is `y`."""
     config = {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "evil.py").write_text("raise SystemExit('it ran')\n")
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     cfg.tokenizer.name = str(tmp_path)
-    with pytest.raises(DataError, match=r"is code of its own \(`auto_map` in .* no training runs"):
+    with pytest.raises(DataError, match=r"has its own code \(`auto_map` in .* training never runs"):
         load_tokenizer(cfg, cfg.run_dir)
 
 
-def test_every_document_held_out(cfg):
+def test_corpus_without_training_documents_is_refused(cfg):
     cfg.data.val_fraction = 0.9999999
     fails(cfg, "bpe", "no training document")

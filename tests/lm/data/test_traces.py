@@ -1,4 +1,4 @@
-"""Traces: answers against oracles that only read the text; gaps, other texts, refusals."""
+"""Tests of traces: answers against oracles that read only the text, gaps, questions, errors."""
 
 import contextlib
 import io
@@ -12,7 +12,7 @@ import torch
 
 from lm.config.data import Data, Traces
 from lm.data.batches.packing import IGNORE
-from lm.data.batches.questions import COUNT, asked
+from lm.data.batches.questions import COUNT, question_batches
 from lm.data.corpus import cache
 from lm.data.sources import traces
 from lm.data.sources.errors import DataError
@@ -27,69 +27,68 @@ WORDS = dict(zip(["ba", "be", "bi", "bo", "bu", "ca"], PERMUTATIONS))
 
 
 def read_words(text: str) -> list[int]:
-    """The gaps of a document on S3, each of whose answers it checks: first the left factor, then
-    the right one moves what lies at a place."""
+    """Check every answer of a document on S3; return the gaps before the questions."""
     gaps = []
     state = (0, 1, 2)
-    since = 0
+    gap = 0
     tokens = iter(text.split())
     for token in tokens:
         if token == "=":
             assert WORDS[next(tokens)] == state, text
             assert next(tokens) == ";"
-            gaps.append(since)
-            since = 0
+            gaps.append(gap)
+            gap = 0
         else:
             state = tuple(WORDS[token][place] for place in state)
-            since += 1
-    assert since == 0, "a document ends with an answer"
+            gap += 1
+    assert gap == 0, "a document ends with an answer"
     return gaps
 
 
 def play(text: str) -> list[int]:
-    """The gaps of a session, each of whose answers Python itself checks."""
+    """Check every answer of a session by running it; return the gaps before the questions."""
     gaps = []
     variables = {}
-    since = 0
+    gap = 0
     lines = iter(text.splitlines())
     for line in lines:
         statement = line.removeprefix(">>> ")
-        assert statement != line, "an answer where a statement should be"
+        assert statement != line, "expected a statement, not an answer"
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(statement, variables)
         if statement.startswith("print("):
             assert next(lines) == printed.getvalue().strip()
-            gaps.append(since)
-            since = 0
+            gaps.append(gap)
+            gap = 0
         elif re.fullmatch(r"([a-i]), ([a-i]) = \2, \1", statement):
-            since += 1
+            gap += 1
         else:
             assert not gaps and re.fullmatch(r"a, b, c = [123], [123], [123]", statement)
-    assert since == 0
+    assert gap == 0
     return gaps
 
 
 @pytest.mark.parametrize(("form", "read"), [("words", read_words), ("repl", play)])
-def test_answers_are_right_and_gaps_those_asked_for(form, read):
+def test_answers_are_right_and_gaps_as_configured(form, read):
     source = Traces(group="S3", form=form, gaps=[1, 3, 7], answers=4, documents=300)
     texts = list(documents(Data(source="traces", traces=source)))
     assert len(texts) == 300
     gaps = [read(text) for text in texts]
-    assert {gap for of_document in gaps for gap in of_document} == {1, 3, 7}
-    assert {len(of_document) for of_document in gaps} == {1, 2, 3, 4}
-    assert texts == list(traces.documents(source)), "the same each time"
+    assert {gap for document in gaps for gap in document} == {1, 3, 7}
+    assert {len(document) for document in gaps} == {1, 2, 3, 4}
+    assert texts == list(traces.documents(source)), "not deterministic"
 
 
-def test_a_session_may_ask_before_any_swap():
+def test_session_may_ask_before_any_swap():
     source = Traces(form="repl", gaps=[0, 2], answers=4, documents=200)
     gaps = [play(text) for text in traces.documents(source)]
-    assert {0, 2} == {gap for of_document in gaps for gap in of_document}
-    assert {of_document[0] for of_document in gaps} == {0, 2}
+    assert {0, 2} == {gap for document in gaps for gap in document}
+    assert {document[0] for document in gaps} == {0, 2}
 
 
 @pytest.mark.parametrize(("form", "read"), [("words", read_words), ("repl", play)])
-def test_gaps_up_to_a_number_are_the_rarer_the_longer(form, read):
+def test_gaps_up_to_a_number_are_geometric(form, read):
     source = Traces(form=form, gaps=6, documents=2000)
     shortest = 1 if form == "words" else 0
     gaps = [gap for text in traces.documents(source) for gap in read(text)]
@@ -98,22 +97,22 @@ def test_gaps_up_to_a_number_are_the_rarer_the_longer(form, read):
         assert gaps.count(gap + 1) / gaps.count(gap) == pytest.approx(6 / 8, rel=0.1)
 
 
-def test_words_of_few_letters_are_of_low_order():
-    """Of S3 the identity and its three transpositions, whose products are all six."""
-    source = Traces(letters=4, gaps=[1, 3], documents=300)
+def test_words_of_few_elements_have_low_order():
+    """Four elements of S3 are the identity and the transpositions, whose products are all six."""
+    source = Traces(num_elements=4, gaps=[1, 3], documents=300)
     for texts in (
         list(traces.documents(source)),
         [turn.question + turn.answer + " ;" for turn in traces.questions(source, 3, 100)],
     ):
         assert all(read_words(text) for text in texts)
-        said = {word for text in texts for word in re.findall(r"(?<!= )\b\w+", text)}
-        assert said == {"ba", "be", "bi", "ca"}
+        elements = {word for text in texts for word in re.findall(r"(?<!= )\b\w+", text)}
+        assert elements == {"ba", "be", "bi", "ca"}
         answers = {word for text in texts for word in re.findall(r"= (\w+)", text)}
         assert answers == set(WORDS)
 
 
 @pytest.mark.parametrize(("form", "read"), [("words", read_words), ("repl", play)])
-def test_questions_are_right_too_and_no_document_of_training(form, read):
+def test_questions_are_right_and_not_in_training(form, read):
     turns = list(traces.questions(Traces(form=form), 20, 60))
     end = traces.FORMS[form].end
     texts = [turn.question + turn.answer + end for turn in turns]
@@ -124,30 +123,29 @@ def test_questions_are_right_too_and_no_document_of_training(form, read):
     assert not set(texts) & set(traces.documents(source))
 
 
-def test_without_a_section_traces_are_the_defaults():
+def test_traces_without_settings_are_the_defaults():
     assert list(documents(Data(source="traces"))) == list(traces.documents(Traces()))
 
 
-def test_syllables_are_different_words_for_the_largest_group():
+def test_syllables_are_distinct_for_the_largest_group():
     words = traces.syllables(5040)
     assert len(set(words)) == 5040 and words[:6] == list(WORDS)
     assert all(re.fullmatch("[a-z]{2,4}", word) for word in words)
 
 
-def test_other_traces_are_another_corpus(tmp_path):
-    sources = [
-        Traces(), Traces(gaps=[1, 2]), Traces(group="A5"), Traces(form="repl"), Traces(answers=2),
-        Traces(documents=100), Traces(gaps=2), Traces(letters=3),
-    ]  # fmt: skip
-    contents = [cache.content(tmp_path, Data(source="traces", traces=s)) for s in sources]
+def test_other_traces_have_another_address(tmp_path):
+    changes = [{}, {"gaps": [1, 2]}, {"group": "A5"}, {"form": "repl"}, {"answers": 2}]
+    changes += [{"documents": 100}, {"gaps": 2}, {"num_elements": 3}]
+    sources = [Traces(**settings) for settings in changes]
+    contents = [cache.identify_text(tmp_path, Data(source="traces", traces=s)) for s in sources]
     assert len({json.dumps(content) for content in contents}) == len(sources)
-    assert cache.content(tmp_path, Data(source="traces")) == contents[0]
-    assert "letters" not in contents[0], "what has none is the corpus it was"
+    assert cache.identify_text(tmp_path, Data(source="traces")) == contents[0]
+    assert "letters" not in contents[0], "the address of existing corpora would change"
 
 
-def test_targets_of_questions_are_their_answers_alone(bpe):
+def test_only_answers_are_targets_of_questions(bpe):
     source = Traces(group="S3", gaps=[2, 6], documents=1)
-    batches = asked(source, bpe, 50, 128)
+    batches = question_batches(source, bpe, 50, 128)
     assert [len(batch["labels"]) for batch in batches] == [50, 50, COUNT - 100]
     turns = list(traces.questions(Traces(), 6, COUNT))
     inputs = torch.cat([batch["input_ids"] for batch in batches])
@@ -159,30 +157,30 @@ def test_targets_of_questions_are_their_answers_alone(bpe):
         assert bpe.decode(row[1 : places[0] + 1]) == turn.question
 
 
-def test_questions_have_the_letters_of_their_source(bpe):
-    for batch in asked(Traces(letters=4, gaps=[3], documents=1), bpe, 50, 128):
+def test_questions_have_the_elements_of_their_source(bpe):
+    for batch in question_batches(Traces(num_elements=4, gaps=[3], documents=1), bpe, 50, 128):
         for row, targets in zip(batch["input_ids"], batch["labels"]):
             question = bpe.decode(row[1 : (targets != IGNORE).nonzero()[0] + 1])
             assert set(re.findall(r"(?<!= )\b\w+", question)) <= {"ba", "be", "bi", "ca"}
 
 
-def test_questions_are_as_long_as_training_can_show_them(bpe):
-    """The longest gap that fits into seq_len; no more tokens at once than in training."""
+def test_questions_have_the_longest_gap_that_fits(bpe):
+    """A micro-batch has no more tokens than a micro-batch of training."""
     source = Traces(group="S3", gaps=[1, 6, 5000], documents=1)
-    fitting = asked(source, bpe, 50, 128)
+    fitting = question_batches(source, bpe, 50, 128)
     assert [batch["input_ids"].tolist() for batch in fitting] == [
         batch["input_ids"].tolist()
-        for batch in asked(source.model_copy(update={"gaps": [6]}), bpe, 50, 128)
+        for batch in question_batches(source.model_copy(update={"gaps": [6]}), bpe, 50, 128)
     ]
-    long = asked(source.model_copy(update={"gaps": [300]}), bpe, 50, 128)
+    long = question_batches(source.model_copy(update={"gaps": [300]}), bpe, 50, 128)
     assert sum(len(batch["labels"]) for batch in long) == COUNT
     for batch in long:
         rows, width = batch["labels"].shape
         assert rows == 1 or rows * width <= 50 * 128
 
 
-def test_an_answer_that_melts_into_its_question_is_still_a_target():
-    """A tokenizer whose tokens cross the blank before the answer."""
+def test_answer_merged_with_its_question_is_a_target():
+    """The tokenizer has tokens that cross the space before the answer."""
     from tokenizers import Tokenizer, models, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -191,51 +189,54 @@ def test_an_answer_that_melts_into_its_question_is_still_a_target():
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["?", "<end>"])
     merged.train_from_iterator(traces.documents(source), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=merged, eos_token="<end>")
-    for batch in asked(source, tokenizer, 50, 128):
+    for batch in question_batches(source, tokenizer, 50, 128):
         assert (batch["labels"] != IGNORE).any(-1).all()
 
 
-def test_how_likely_answers_of_several_tokens_are(bpe):
-    """The whole answer, and of several sources the least likely ones."""
+def test_answer_probability_covers_all_tokens_and_sources(bpe):
+    """All tokens of an answer count, and the minimum over the sources."""
     session, words = Traces(form="repl", gaps=[1]), Traces(group="S3", gaps=[2])
     validation = object.__new__(Validation)
-    validation.asked = {"repl": asked(session, bpe, 50, 128), "words": asked(words, bpe, 50, 128)}
-    nll = {id(validation.asked["repl"]): 0.3, id(validation.asked["words"]): 0.1}  # of a token
+    validation.asked = {
+        "repl": question_batches(session, bpe, 50, 128),
+        "words": question_batches(words, bpe, 50, 128),
+    }
+    nll = {id(validation.asked["repl"]): 0.3, id(validation.asked["words"]): 0.1}  # loss per token
 
     class Engine:
         def validate(self, batches, progress):
             progress(1, 1)
             return {"loss": nll[id(batches)]}
 
-    in_answer = {
+    answer_lengths = {
         name: [len(bpe(turn.answer)["input_ids"]) for turn in turns]
         for name, turns in (
             ("repl", traces.questions(Traces(form="repl"), 1, COUNT)),
             ("words", traces.questions(Traces(), 2, COUNT)),
         )
     }
-    assert set(in_answer["repl"]) == {2}, "a line's end and a number"
+    assert set(answer_lengths["repl"]) == {2}, "a line end and a number"
     likely = {name: validation.likely(Engine(), [name], lambda: None) for name in validation.asked}
     assert likely["repl"] == pytest.approx(math.exp(-2 * 0.3))
-    assert likely["words"] == pytest.approx(math.exp(-0.1 * sum(in_answer["words"]) / COUNT))
+    assert likely["words"] == pytest.approx(math.exp(-0.1 * sum(answer_lengths["words"]) / COUNT))
     both = validation.likely(Engine(), ["words", "repl"], lambda: None)
     assert both == likely["repl"] < likely["words"]
 
 
-def test_only_traces_have_answers_in_the_line():
+def test_line_shows_answers_only_for_traces():
     assert in_answers({"answers": 0.987}) == " (answers 0.99)"
     assert in_answers({"loss": 1.0}) == ""
 
 
-def test_what_cannot_be_is_refused():
-    with pytest.raises(DataError, match="S2 to S9, of so many variables, not `A5`"):
+def test_invalid_traces_are_refused():
+    with pytest.raises(DataError, match="S2 to S9, with so many variables, not `A5`"):
         traces.check(Traces(form="repl", group="A5"))
     with pytest.raises(DataError, match="unknown group `Q8`"):
         traces.check(Traces(group="Q8"))
-    with pytest.raises(DataError, match="traces of S3 have at most 6 `letters`, not 7"):
-        traces.check(Traces(letters=7))
-    with pytest.raises(ValueError, match="`letters` is of form `words`"):
-        Traces(form="repl", letters=2)
+    with pytest.raises(DataError, match="traces of S3 have at most 6 `num_elements`, not 7"):
+        traces.check(Traces(num_elements=7))
+    with pytest.raises(ValueError, match="`num_elements` is of form `words`"):
+        Traces(form="repl", num_elements=2)
     with pytest.raises(ValueError, match="of form `words` are at least 1"):
         Traces(gaps=[0, 1])
     with pytest.raises(ValueError, match="of form `words` are at least 1"):
@@ -249,23 +250,23 @@ def test_what_cannot_be_is_refused():
         Data(mixture=mixture)
 
 
-def test_a_run_on_traces_says_how_likely_its_answers_are(tmp_path):
+def test_run_on_traces_reports_answer_probability(tmp_path):
     mixture = {
         "facts": {"source": "jsonl", "path": "tests/data/tiny.jsonl", "weight": 0.5},
         "s3": {"source": "traces", "traces": {"documents": 400}, "weight": 0.5},
     }
     keys = {"source": "builtin", "path": None, "mixture": mixture, "val_tokens": 300}
     data = [f"data.{key}={json.dumps(value)}" for key, value in keys.items()]
-    _, done = run(tmp_path, *data)
+    _, process = run(tmp_path, *data)
     scores = json.loads((tmp_path / "tiny/result.json").read_text())["validation"]["sources"]
     assert 0 < scores["s3"]["answers"] < 1 and "answers" not in scores["facts"]
-    assert f" (answers {scores['s3']['answers']:.2f})" in done.stdout
+    assert f" (answers {scores['s3']['answers']:.2f})" in process.stdout
 
 
-def test_a_group_that_is_none_is_refused_before_anything_is_made(tmp_path, capsys):
+def test_unknown_group_is_refused_before_the_run_begins(tmp_path, capsys):
     source = {"source": "traces", "traces": {"group": "Q8"}, "weight": 1}
     keys = {"source": "builtin", "path": None, "mixture": {"q": source}}
     data = [f"data.{key}={json.dumps(value)}" for key, value in keys.items()]
-    said = refused(capsys, "train", "--config", TINY, f"out_dir={tmp_path}", *data)
+    message = refused(capsys, "train", "--config", TINY, f"out_dir={tmp_path}", *data)
     assert not list(tmp_path.iterdir())
-    assert "data.mixture.q" in said and "unknown group `Q8`" in said
+    assert "data.mixture.q" in message and "unknown group `Q8`" in message

@@ -36,7 +36,7 @@ def folder(tmp_path):
     return path
 
 
-def test_a_story_is_one_sequence_with_its_answers(folder):
+def test_story_is_one_sequence_with_its_answers(folder):
     first, second, own = babi.read(folder, "valid", [3])
     assert " ".join(first.tokens) == (
         "mary moved to the bathroom . where is mary ? bathroom "
@@ -50,7 +50,7 @@ def test_a_story_is_one_sequence_with_its_answers(folder):
         assert len(story.answers) == story.tokens.count("?")
 
 
-def test_the_text_as_the_files_have_it(folder):
+def test_read_lines_keeps_the_text_of_the_files(folder):
     task, lines = babi.read_lines(folder, "test", [7])[1]
     assert task == 7 and lines == [
         ("John got the milk.", None),
@@ -58,14 +58,14 @@ def test_the_text_as_the_files_have_it(folder):
     ]
 
 
-def test_the_vocabulary_is_sorted_after_padding_and_eos(folder):
+def test_vocabulary_is_sorted_after_padding_and_eos(folder):
     words = babi.words(story for split in babi.SPLITS for story in babi.read(folder, split))
     assert words[:2] == ["<pad>", "<eos>"] and words[2:] == sorted(set(words[2:]))
     assert {"thing1", "thing20", "train1", "valid7", "test20", "milk,apple", ".", "?"} <= {*words}
 
 
 @shared
-def test_the_real_files_by_plain_line_handling():
+def test_real_files_agree_with_a_plain_parser():
     words, every = set(), []
     for task in babi.TASKS:
         for split in babi.SPLITS:
@@ -86,7 +86,7 @@ def test_the_real_files_by_plain_line_handling():
     assert len(words) == 176
 
 
-def test_missing_files_are_named(folder, tmp_path):
+def test_error_names_all_missing_files(folder, tmp_path):
     (folder / "qa3_valid.txt").unlink()
     (folder / "qa12_test.txt").unlink()
     with pytest.raises(babi.BabiError, match=r"lacks qa3_valid\.txt, qa12_test\.txt$"):
@@ -99,23 +99,23 @@ def test_missing_files_are_named(folder, tmp_path):
             babi.read(other, "train")
 
 
-READS = "a line must read `N A statement.` or, with tabs, `N A question?`"
+FORMAT = "a line must be `N A statement.`, or `N A question?` followed by"
 
 
 @pytest.mark.parametrize(
     "content, where, why",
     [
-        ("1 Mary went home.\nJohn too.\n", 2, READS),
-        ("2 Mary went home.\n", 1, READS),
-        ("1 Mary went home.\n\n3 John too.\n", 3, READS),
-        ("1 Mary went home.\n2 Where is Mary?\n", 2, READS),
-        ("1 Where is Mary.\thome\t1\n", 1, READS),
-        ("1 Where is Mary?\tat home\t1\n", 1, READS),
+        ("1 Mary went home.\nJohn too.\n", 2, FORMAT),
+        ("2 Mary went home.\n", 1, FORMAT),
+        ("1 Mary went home.\n\n3 John too.\n", 3, FORMAT),
+        ("1 Mary went home.\n2 Where is Mary?\n", 2, FORMAT),
+        ("1 Where is Mary.\thome\t1\n", 1, FORMAT),
+        ("1 Where is Mary?\tat home\t1\n", 1, FORMAT),
         (b"1 Mary went home.\n2 Mary \xff.\n", 2, "not UTF-8"),
         ("", None, "holds no stories"),
     ],
 )
-def test_a_malformed_line_is_named(folder, content, where, why):
+def test_error_names_the_malformed_line(folder, content, where, why):
     path = folder / "qa9_train.txt"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(babi.BabiError, match=re.escape(why)) as e:
@@ -123,7 +123,7 @@ def test_a_malformed_line_is_named(folder, content, where, why):
     assert str(e.value).startswith(f"{path}:{where}: " if where else f"{path} ")
 
 
-def test_line_ends_of_another_system_and_no_supporting_lines(folder):
+def test_crlf_and_missing_supporting_lines_are_accepted(folder):
     expected = babi.read(folder, "test", [1])
     plain = re.sub(r"\t\d+\n", "\n", text(1, "test"))
     (folder / "qa1_test.txt").write_bytes(plain.replace("\n", "\r\n").encode())
@@ -134,19 +134,19 @@ def lines_of(folder, task, split):
     return [lines for _, lines in babi.read_lines(folder, split, [task])]
 
 
-def test_documents_are_stories_with_the_question_last(folder):
+def test_documents_end_with_the_question(folder):
     stories = lines_of(folder, 4, "test")
-    documents = lm_eval_stories.documents(stories, ["a"], 99, "seed")
+    documents = lm_eval_stories.make_documents(stories, ["a"], 99, "seed")
     assert len(documents) == 4  # every question once
     assert len({(d["context"].split("\n")[-1], d["question"]) for d in documents}) == 4
-    told = {lm_eval_stories.line(story) for story in stories}
+    contexts = {lm_eval_stories.format_story(story) for story in stories}
     for document in documents:
         *before, last = document["context"].split("\n")
-        assert 1 <= len(before) <= 2 and set(before) < told
+        assert 1 <= len(before) <= 2 and set(before) < contexts
         end = f"{last} {document['question']} {document['answer']}."
-        assert any(story.startswith(end) for story in told) and not before.count(end)
-    assert documents == lm_eval_stories.documents(stories, ["a"], 99, "seed")
-    assert documents[:2] == lm_eval_stories.documents(stories, ["a"], 2, "seed")
+        assert any(story.startswith(end) for story in contexts) and not before.count(end)
+    assert documents == lm_eval_stories.make_documents(stories, ["a"], 99, "seed")
+    assert documents[:2] == lm_eval_stories.make_documents(stories, ["a"], 2, "seed")
 
 
 def _manager(**metadata):
@@ -155,7 +155,7 @@ def _manager(**metadata):
     return tasks.TaskManager(**where, metadata=metadata or None)
 
 
-def test_as_lm_eval_sees_it(folder, monkeypatch):
+def test_catbabi_qa_in_lm_eval(folder, monkeypatch):
     monkeypatch.setenv("FPRNN_BABI", str(folder))
     loaded = _manager().load(["catbabi_qa"])
     assert loaded["group_map"] == {"catbabi_qa": [f"catbabi_qa{task}" for task in babi.TASKS]}
@@ -172,11 +172,11 @@ def test_as_lm_eval_sees_it(folder, monkeypatch):
         assert {d["answer"] for d in task.fewshot_docs()} & {f"train{number}"}
 
 
-def test_its_folder_on_lm_evals_command_line(folder, monkeypatch):
+def test_metadata_of_lm_eval_names_the_folder(folder, monkeypatch):
     monkeypatch.delenv("FPRNN_BABI", raising=False)
     task = _manager(data=str(folder), num_docs=2).load(["catbabi_qa2"])["tasks"]["catbabi_qa2"]
     assert len(task.eval_docs) == 2
-    with pytest.raises(babi.BabiError, match="FPRNN_BABI is not set"):
+    with pytest.raises(babi.BabiError, match="FPRNN_BABI names, which is not set"):
         _manager().load(["catbabi_qa2"])
     (folder / "qa2_valid.txt").unlink()
     with pytest.raises(babi.BabiError, match=r"lacks qa2_valid\.txt"):

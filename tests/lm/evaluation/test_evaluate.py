@@ -1,4 +1,4 @@
-"""evaluate: tiny random models through lm-eval in process, the results file, each refusal."""
+"""Evaluation of tiny models with lm-eval: results file, table, and refusals."""
 
 import importlib.util
 import json
@@ -13,7 +13,7 @@ pytest.importorskip("rich")
 from lm_eval.tasks import TaskManager
 
 from lm.common.errors import MissingPackageError
-from lm.evaluation.evaluate import EvaluationError, evaluate, table
+from lm.evaluation.evaluate import EvaluationError, evaluate, make_table
 from lm.evaluation.tasks import TASKS_DIR
 from lm.runs.places import PlaceError
 from tests.marks import slow
@@ -42,7 +42,7 @@ def offline(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("FPRNN_EVAL_DATA", str(tmp_path_factory.mktemp("data")))
 
 
-def test_all_our_tasks_on_a_tiny_model(checkpoint, tmp_path, capsys):
+def test_tasks_of_this_project_run_on_a_tiny_model(checkpoint, tmp_path, capsys):
     results = evaluate(checkpoint, ["catbabi"], limit=4)
     assert capsys.readouterr().out == ""
     written = checkpoint / "eval" / "results.json"
@@ -64,17 +64,16 @@ def test_all_our_tasks_on_a_tiny_model(checkpoint, tmp_path, capsys):
             assert entry["stderr"] >= 0 and 0 <= entry["value"] <= 1 and entry["higher_is_better"]
 
 
-def test_what_a_fixed_point_model_needed_is_in_the_results(small_export, tmp_path):
+def test_results_contain_the_cost_of_the_solves(small_export, tmp_path):
     results = evaluate(small_export, ["catbabi_mini"], limit=2, out=tmp_path / "r.json")
     assert results["solver"]["token"] == "exact"
-    assert results["fixed_point"].keys() == {
-        "evaluations", "failed", "bisected", "limited", "residual",
-    }  # fmt: skip
+    keys = {"evaluations", "failed", "bisected", "limited", "residual"}
+    assert results["fixed_point"].keys() == keys
     assert results["fixed_point"]["evaluations"][0] >= 1 and results["fixed_point"]["failed"] == [0]
-    assert table(results).caption is None
+    assert make_table(results).caption is None
 
 
-def test_same_numbers_again_and_in_the_file_asked_for(checkpoint, tmp_path):
+def test_second_evaluation_gives_the_same_numbers(checkpoint, tmp_path):
     out = tmp_path / "deep" / "down" / "r.json"
     first = evaluate(checkpoint, ["catbabi_mini"], limit=6, batch_size=4, out=out)
     assert json.loads(out.read_text()) == first
@@ -82,7 +81,7 @@ def test_same_numbers_again_and_in_the_file_asked_for(checkpoint, tmp_path):
     assert first["tasks"] == second["tasks"]
 
 
-def test_table_shows_each_metric_with_its_error():
+def test_table_shows_each_metric_with_its_standard_error():
     from rich.console import Console
 
     results = {
@@ -102,7 +101,7 @@ def test_table_shows_each_metric_with_its_error():
     }
     console = Console(width=100)
     with console.capture() as capture:
-        console.print(table(results))
+        console.print(make_table(results))
     text = capture.get()
     for part in ("tiny (first 20 documents)", "catbabi_mini", "acc ↑", "0.25 ± 0.099"):
         assert part in text
@@ -111,18 +110,18 @@ def test_table_shows_each_metric_with_its_error():
     assert "warning: the token's equation was not solved for 2.00% of the tokens of layer 1" in text
 
 
-def test_refusals_that_need_no_model(checkpoint, tmp_path, monkeypatch):
+def test_invalid_options_are_refused_before_loading(checkpoint, tmp_path, monkeypatch):
     with pytest.raises(PlaceError, match="nowhere: no such folder"):
         evaluate(tmp_path / "nowhere", ["catbabi_mini"])
     with pytest.raises(PlaceError, match=r"holds neither a run \(config\.yaml\) nor an export"):
         evaluate(tmp_path, ["catbabi_mini"])
     monkeypatch.delenv("FPRNN_EVAL_DATA")
-    with pytest.raises(EvaluationError, match=r"`text_local` could not.*FPRNN_EVAL_DATA is not"):
+    with pytest.raises(EvaluationError, match=r"`text_local` could not.*FPRNN_EVAL_DATA names"):
         evaluate(checkpoint, ["text_local"])
 
 
 @pytest.mark.parametrize("absent", ["lm_eval", "accelerate"])
-def test_without_lm_eval_it_says_what_to_install(checkpoint, monkeypatch, absent):
+def test_missing_package_error_has_the_install_command(checkpoint, monkeypatch, absent):
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *a: None if name == absent else find(name, *a)
@@ -144,12 +143,12 @@ class FewTasks(TaskManager):
 
 
 @pytest.mark.parametrize("manager", [FewTasks, slow(TaskManager)])
-def test_unknown_tasks_get_the_nearest_names(checkpoint, manager, monkeypatch):
+def test_unknown_task_error_suggests_similar_names(checkpoint, manager, monkeypatch):
     monkeypatch.setattr("lm_eval.tasks.TaskManager", manager)
     with pytest.raises(EvaluationError) as error:
         evaluate(checkpoint, ["catbabi_mni", "lambada_opnai", "qqqqqqqq", "catbabi_mini"])
     message = str(error.value)
-    assert "unknown task `catbabi_mni`; the nearest are `catbabi_mini`" in message
+    assert "unknown task `catbabi_mni`; similar names are `catbabi_mini`" in message
     assert "`lambada_openai`" in message
     assert "unknown task `qqqqqqqq` (" in message
     assert "unknown task `catbabi_mini`" not in message
@@ -164,7 +163,7 @@ TaskManager.__init__ = functools.partialmethod(init, include_defaults=False)
 
 
 @pytest.mark.parametrize("manager", [FEW_TASKS, slow("")], ids=["few", "all"])
-def test_the_plain_lm_eval_command_line(checkpoint, tmp_path, manager):
+def test_lm_eval_command_line_runs_our_tasks(checkpoint, tmp_path, manager):
     arguments = (
         *("--model", "hf", "--model_args", f"pretrained={checkpoint}"),
         *("--tasks", "catbabi_mini,catbabi_mini_gen", "--include_path", str(TASKS_DIR)),
@@ -182,7 +181,7 @@ def test_the_plain_lm_eval_command_line(checkpoint, tmp_path, manager):
     assert theirs["acc_norm,none"] == metrics["acc_norm"]["value"]
 
 
-def test_a_run_directory_is_evaluated_as_its_export_is(tiny_run, tiny_export, tmp_path):
+def test_run_and_its_export_have_the_same_results(tiny_run, tiny_export, tmp_path):
     options = {"limit": 3}
     of_run = evaluate(tiny_run, ["catbabi_mini"], **options, out=tmp_path / "run.json")
     of_export = evaluate(tiny_export, ["catbabi_mini"], **options, out=tmp_path / "export.json")
@@ -191,7 +190,7 @@ def test_a_run_directory_is_evaluated_as_its_export_is(tiny_run, tiny_export, tm
 
 
 @pytest.mark.slow
-def test_the_batch_size_may_be_left_to_lm_eval(small_export, tmp_path):
+def test_batch_size_auto_is_chosen_by_lm_eval(small_export, tmp_path):
     out = tmp_path / "r.json"
     results = [
         evaluate(small_export, ["catbabi_mini"], limit=3, batch_size=size, out=out)

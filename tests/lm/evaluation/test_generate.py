@@ -11,7 +11,7 @@ from lm.runs.exported import LoadError
 from lm.runs.places import PlaceError
 
 
-def test_generate_draws_by_its_seed_with_a_cache(small_export, monkeypatch, capsys):
+def test_generate_samples_by_seed_and_uses_the_cache(small_export, monkeypatch, capsys):
     calls, plain = [], FPRNNForCausalLM.generate
 
     def spy(self, **kwargs):
@@ -28,7 +28,7 @@ def test_generate_draws_by_its_seed_with_a_cache(small_export, monkeypatch, caps
     assert [kwargs["do_sample"] for kwargs in calls] == [True, True, True, False]
 
 
-def test_other_models_generate_and_other_folders_are_refused(tmp_path, byte_tokenizer):
+def test_foreign_models_generate_and_bad_folders_are_refused(tmp_path, byte_tokenizer):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     with pytest.raises(PlaceError, match="nowhere: no such folder; give a run or an export"):
@@ -47,5 +47,5 @@ def test_other_models_generate_and_other_folders_are_refused(tmp_path, byte_toke
         load(bare).generate("Mary")
     (bare / "tokenizer.json").unlink()
     (bare / "tokenizer_config.json").unlink()
-    with pytest.raises(FacadeError, match="holds no tokenizer"):
+    with pytest.raises(FacadeError, match="has no tokenizer"):
         load(bare).generate("Mary")

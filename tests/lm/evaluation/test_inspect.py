@@ -1,4 +1,4 @@
-"""Looking inside: every number against an oracle of its own; tokens, page, terminal, facade."""
+"""Inspection: each number against an independent computation; tokens, page, terminal, API."""
 
 import html
 import io
@@ -15,7 +15,7 @@ import fprnn
 from lm.cli.main import main
 from lm.common.errors import FAILED, UserError
 from lm.evaluation.inspection import measure, show
-from lm.evaluation.inspection.page import MADE_BY, Inspection, page
+from lm.evaluation.inspection.page import MADE_BY, Inspection, render_page
 from lm.evaluation.inspection.tokens import make_tokens, show_bytes
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -34,7 +34,7 @@ MODELS = {
 }
 
 
-def model_of(name: str) -> FPRNNForCausalLM:
+def make_model(name: str) -> FPRNNForCausalLM:
     torch.manual_seed(0)
     return FPRNNForCausalLM(FPRNNConfig(**SIZES, **MODELS[name])).eval()
 
@@ -44,72 +44,76 @@ def tokenizer(byte_tokenizer):
     return load_tokenizer(byte_tokenizer)
 
 
-def inspected(name: str, tokenizer) -> tuple[FPRNNForCausalLM, Inspection]:
-    model = model_of(name)
+def inspect_model(name: str, tokenizer) -> tuple[FPRNNForCausalLM, Inspection]:
+    model = make_model(name)
     return model, measure.inspect_text(model, tokenizer, TEXT, name)
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_iterations_are_those_of_the_probe_and_losses_those_of_the_model(name, tokenizer):
-    model, found = inspected(name, tokenizer)
-    ids = torch.tensor([[token.id for token in found.tokens]])
-    assert ids[0, 0] == START and found.has_start
+def test_iterations_equal_the_probe_and_losses_the_model(name, tokenizer):
+    model, inspection = inspect_model(name, tokenizer)
+    ids = torch.tensor([[token.id for token in inspection.tokens]])
+    assert ids[0, 0] == START and inspection.has_start
 
     report = probe(model, ids)
-    assert torch.equal(found.layers.iterations, report.token_iters[:, 0])
-    assert torch.equal(found.layers.converged, report.converged[:, 0])
+    assert torch.equal(inspection.layers.iterations, report.token_iters[:, 0])
+    assert torch.equal(inspection.layers.converged, report.converged[:, 0])
     solved = [i for i, layer in enumerate(model.config.layer_list()) if layer.kind != "mamba"]
-    assert found.layers.numbers == solved
+    assert inspection.layers.numbers == solved
 
     with torch.no_grad():
         output = model(input_ids=ids, labels=ids)
-    assert found.mean_loss == pytest.approx(float(output.loss), rel=1e-5)
+    assert inspection.mean_loss == pytest.approx(float(output.loss), rel=1e-5)
     bits = float(output.loss) * (ids.shape[1] - 1) / math.log(2) / len(TEXT.encode())
-    assert found.bits_per_byte == pytest.approx(bits, rel=1e-5)
+    assert inspection.bits_per_byte == pytest.approx(bits, rel=1e-5)
     p = output.logits[0].double().softmax(-1)
     for t in range(1, ids.shape[1]):
-        assert float(found.loss[t]) == pytest.approx(-math.log(p[t - 1, ids[0, t]]), rel=1e-4)
+        assert float(inspection.loss[t]) == pytest.approx(-math.log(p[t - 1, ids[0, t]]), rel=1e-4)
         entropy = -float((p[t - 1] * p[t - 1].log()).sum())
-        assert float(found.entropy[t]) == pytest.approx(entropy, rel=1e-4)
+        assert float(inspection.entropy[t]) == pytest.approx(entropy, rel=1e-4)
         best = p[t - 1].topk(5)
-        assert [guess.id for guess in found.guesses[t]] == best.indices.tolist()
-        assert found.guesses[t][0].probability == pytest.approx(float(best.values[0]), rel=1e-4)
-    assert math.isnan(found.loss[0]) and found.guesses[0] == []
-    assert found.following[0].id == int(p[-1].argmax())
+        assert [guess.id for guess in inspection.guesses[t]] == best.indices.tolist()
+        assert inspection.guesses[t][0].probability == pytest.approx(
+            float(best.values[0]), rel=1e-4
+        )
+    assert math.isnan(inspection.loss[0]) and inspection.guesses[0] == []
+    assert inspection.following[0].id == int(p[-1].argmax())
 
 
 @pytest.mark.parametrize("name", ["fp_mamba1", "fp_mamba2", "fp_rnn", "hybrid"])
-def test_state_norms_are_those_of_the_state_that_token_by_token_is_carried(name, tokenizer):
-    model, found = inspected(name, tokenizer)
+def test_state_norms_equal_those_of_token_by_token_decoding(name, tokenizer):
+    model, inspection = inspect_model(name, tokenizer)
     state, norms = None, []
-    for token in found.tokens:
+    for token in inspection.tokens:
         with torch.no_grad():
             output = model(input_ids=torch.tensor([[token.id]]), state=state, return_state=True)
         state = output.state
-        norms.append([float(state.layers[i].h.norm()) for i in found.layers.numbers])
-    torch.testing.assert_close(found.layers.state_norm, torch.tensor(norms).T, rtol=2e-3, atol=1e-5)
+        norms.append([float(state.layers[i].h.norm()) for i in inspection.layers.numbers])
+    torch.testing.assert_close(
+        inspection.layers.state_norm, torch.tensor(norms).T, rtol=2e-3, atol=1e-5
+    )
 
 
-def test_the_gate_is_half_of_what_one_reflection_takes_off(tokenizer):
+def test_gate_is_half_the_norm_of_one_reflection(tokenizer):
     torch.manual_seed(0)
     sizes = {**SIZES, "contractive": None}
     model = FPRNNForCausalLM(FPRNNConfig(**sizes, n_layer=1, mixer_rank=1, glu_in_loop=True)).eval()
     (block,), hidden = model.fixed_point_blocks(), torch.randn(1, 7, 16)
-    found = block.trace_tokens(hidden)
+    inspection = block.trace_tokens(hidden)
     with torch.no_grad():
         s = block.prepare(hidden)
         y = block.choose_solver(hidden).solve(s).y
         before = torch.nn.functional.pad(y[:, :-1], (0, 0, 1, 0))
         Q = block.mixer.matrix(torch.cat([s.x, before], -1))
     mixing = torch.linalg.matrix_norm(torch.eye(Q.shape[-1]) - Q, ord=2)
-    torch.testing.assert_close(found.gate, mixing / 2, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(inspection.gate, mixing / 2, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
     "mixer, layer",
     [("kronecker", "gate_proj"), ("monarch", "gate_proj"), ("dplr", "alpha_proj")],
 )
-def test_gates_are_those_of_the_mixers_own_layer(mixer, layer):
+def test_gates_equal_the_output_of_the_gate_layer(mixer, layer):
     torch.manual_seed(0)
     config = FPRNNConfig(**{**SIZES, "contractive": None}, mixer=mixer, mixer_rank=4, n_layer=1)
     (block,), P = FPRNNForCausalLM(config).fixed_point_blocks(), torch.randn(3, 64)
@@ -120,21 +124,21 @@ def test_gates_are_those_of_the_mixers_own_layer(mixer, layer):
         torch.testing.assert_close(block.mixer.gates(raw), expected)
 
 
-def test_mixers_without_gates_have_none():
+def test_gate_is_nan_for_mixers_without_gates():
     model = FPRNNForCausalLM(FPRNNConfig(**SIZES, n_layer=1, mixer="nonselective")).eval()
     assert model.fixed_point_blocks()[0].trace_tokens(torch.randn(1, 3, 16)).gate is None
-    _, layers = measure.read(model, torch.tensor([[1, 2, 3]]))
+    _, layers = measure.run_with_probe(model, torch.tensor([[1, 2, 3]]))
     assert layers.gate.isnan().all()
 
 
-def test_the_decay_is_the_rate_at_which_a_state_fades():
-    """With nothing written to it, FP-Mamba's state becomes exp(Δ A) times what it was."""
-    model = model_of("fp_mamba1")
+def test_decay_is_the_factor_on_an_unwritten_state():
+    """If nothing is written to it, FP-Mamba's state is multiplied by exp(Δ A)."""
+    model = make_model("fp_mamba1")
     block, hidden = model.fixed_point_blocks()[0], torch.randn(1, 5, 16)
-    found = block.trace_tokens(hidden)
+    inspection = block.trace_tokens(hidden)
     with torch.no_grad():
         s = block.prepare(hidden)
-        kept = []
+        means = []
         for t in range(5):
             window = s.cut(t, t + 1, None)
             ones = torch.ones(1, block.config.d_inner, block.config.d_state)
@@ -142,8 +146,8 @@ def test_the_decay_is_the_rate_at_which_a_state_fades():
             window = window._replace(seqs=window.seqs._replace(state=state))
             parts = block.select_parameters(window, window.projections.rows(state.y[:, None]))
             _, h = block.run_recurrence(window, parts, torch.zeros_like(window.x))
-            kept.append(float(h.mean()))
-    torch.testing.assert_close(found.decay[0], torch.tensor(kept), rtol=1e-4, atol=1e-6)
+            means.append(float(h.mean()))
+    torch.testing.assert_close(inspection.decay[0], torch.tensor(means), rtol=1e-4, atol=1e-6)
 
 
 def fprnn_state(h):
@@ -153,26 +157,26 @@ def fprnn_state(h):
     return BlockState(y, y, h, ())
 
 
-def test_a_document_that_starts_keeps_nothing(tokenizer):
-    _, found = inspected("resets", tokenizer)
-    assert found.layers.decay[0, 1] == 0 and (found.layers.decay[0, 2:] > 0).all()
+def test_decay_is_zero_at_the_start_of_a_document(tokenizer):
+    _, inspection = inspect_model("resets", tokenizer)
+    assert inspection.layers.decay[0, 1] == 0 and (inspection.layers.decay[0, 2:] > 0).all()
 
 
-def test_losses_are_lm_evals(small_export):
-    """By lm-eval's own window over the text, and its own start token."""
+def test_losses_equal_those_of_lm_eval(small_export):
+    """Computed with the window and the start token of lm-eval."""
     from lm_eval import utils
 
     model = fprnn.load(small_export)
-    found = model.inspect(TEXT)
+    inspection = model.inspect(TEXT)
     ids = model.tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     ((context, target),) = utils.get_rolling_token_windows(ids, START, 2048, 1)
     with torch.no_grad():
         logits = model.model(torch.tensor([[*context, *target][:-1]])).logits[0]
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(target)[:, None])[:, 0]
-    torch.testing.assert_close(-found.loss[1:], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(-inspection.loss[1:], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_tokens_show_what_cannot_be_seen():
+def test_tokens_show_spaces_and_incomplete_characters():
     shown = {
         b" a\n\t": "·a↵→",
         "東".encode()[:2]: "⟨E6⟩⟨9D⟩",
@@ -185,15 +189,19 @@ def test_tokens_show_what_cannot_be_seen():
     assert [token.ends_line for token in tokens] == [False, False, False, True]
 
 
-def test_the_page_holds_every_token_and_number_and_nothing_of_the_text_as_markup(tokenizer):
-    _, found = inspected("fp_mamba1", tokenizer)
-    text = page(found)
+def test_page_has_all_tokens_and_escapes_markup(tokenizer):
+    _, inspection = inspect_model("fp_mamba1", tokenizer)
+    text = render_page(inspection)
     tokens = re.findall(r"<span class='token[^>]*>(.*?)</span>", text)
-    assert [html.unescape(token) for token in tokens] == [token.shown for token in found.tokens]
+    assert [html.unescape(token) for token in tokens] == [
+        token.shown for token in inspection.tokens
+    ]
     assert not re.search(r"[<>]|&(?!\w+;|#\d+;)", "".join(tokens))
     data = json.loads(text.split("id='data'>")[1].split("</script>")[0])
-    assert [layer["iterations"] for layer in data["layers"]] == found.layers.iterations.tolist()
-    names = [way["name"] for way in data["colourings"]]
+    assert [
+        layer["iterations"] for layer in data["layers"]
+    ] == inspection.layers.iterations.tolist()
+    names = [choice["name"] for choice in data["colourings"]]
     assert names == [
         "ℓ*, mean over layers",
         "ℓ*, layer 0",
@@ -201,14 +209,14 @@ def test_the_page_holds_every_token_and_number_and_nothing_of_the_text_as_markup
         "loss of the token, nats",
         "entropy of the token, nats",
     ]
-    assert data["colourings"][3]["values"][1:] == pytest.approx(found.loss[1:].tolist())
+    assert data["colourings"][3]["values"][1:] == pytest.approx(inspection.loss[1:].tolist())
     assert data["colourings"][3]["values"][0] is None
     assert not re.search(r"<link|src=|@import|url\((?!#)|href=['\"](?!#)", text)
-    frame = found._repr_html_()
+    frame = inspection._repr_html_()
     assert frame.startswith("<iframe srcdoc='") and frame.count("'") == 4
 
 
-def test_a_model_without_a_solver_has_loss_and_entropy_and_says_so(tokenizer, tmp_path, capsys):
+def test_model_without_solver_has_loss_and_entropy_only(tokenizer, tmp_path, capsys):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -221,62 +229,66 @@ def test_a_model_without_a_solver_has_loss_and_entropy_and_says_so(tokenizer, tm
         eos_token_id=START,
         bos_token_id=START,
     )
-    found = measure.inspect_text(LlamaForCausalLM(config).eval(), tokenizer, "a (b)", "llama")
-    assert found.layers is None and found.scored == 5
-    text = page(found)
-    assert "no layer that is solved" in text
-    show.show(found, tmp_path / "page.html")
+    inspection = measure.inspect_text(LlamaForCausalLM(config).eval(), tokenizer, "a (b)", "llama")
+    assert inspection.layers is None and inspection.scored == 5
+    text = render_page(inspection)
+    assert "no fixed-point layer" in text
+    show.show(inspection, tmp_path / "page.html")
     printed = capsys.readouterr().out
-    assert "there is no ℓ*" in printed and "ℓ*, mean" not in printed
+    assert "therefore no ℓ*" in printed and "mean ℓ*" not in printed
 
 
-def test_a_terminal_has_the_text_and_its_layers(tokenizer, tmp_path, capsys):
-    _, found = inspected("fp_mamba1", tokenizer)
-    show.show(found, tmp_path / "page.html")
+def test_terminal_output_has_the_text_and_a_table_of_layers(tokenizer, tmp_path, capsys):
+    _, inspection = inspect_model("fp_mamba1", tokenizer)
+    show.show(inspection, tmp_path / "page.html")
     printed = capsys.readouterr().out
-    assert "\x1b" not in printed and "ℓ*, mean" in printed
+    assert "\x1b" not in printed and "mean ℓ*" in printed
     assert "f(g(h(x),·[1,·2]))↵\n" in printed and "page: " in printed
 
 
 @pytest.mark.parametrize(
     "text, words",
-    [("", "is empty"), ("\ud800", "not Unicode"), ("x" * 3000, "3,000 tokens, and evaluation")],
+    [("", "is empty"), ("\ud800", "not Unicode"), ("x" * 3000, "3,000 tokens, but the model")],
 )
-def test_texts_that_cannot_be_read_are_refused(tokenizer, text, words):
+def test_invalid_texts_are_refused(tokenizer, text, words):
     with pytest.raises(UserError, match=words):
-        measure.inspect_text(model_of("resets"), tokenizer, text, "x")
+        measure.inspect_text(make_model("resets"), tokenizer, text, "x")
 
 
-def test_text_that_spells_a_special_token_stays_text(tokenizer):
-    start, ids = measure.encode(model_of("resets"), tokenizer, "<eos>")
+def test_spelled_special_token_is_tokenized_as_text(tokenizer):
+    start, ids = measure.encode(make_model("resets"), tokenizer, "<eos>")
     assert start == [START] and len(ids) == 5
 
 
-def test_without_a_start_token_the_first_token_has_no_loss(byte_tokenizer):
+def test_first_token_has_no_loss_without_a_start_token(byte_tokenizer):
     tokenizer = load_tokenizer(byte_tokenizer)
     tokenizer.bos_token = tokenizer.eos_token = None
-    model = model_of("resets")
-    found = measure.inspect_text(model, tokenizer, "abc", "x")
-    assert len(found.tokens) == 3 and found.scored == 2 and found.bits_per_byte is None
+    model = make_model("resets")
+    inspection = measure.inspect_text(model, tokenizer, "abc", "x")
+    assert (
+        len(inspection.tokens) == 3 and inspection.scored == 2 and inspection.bits_per_byte is None
+    )
 
 
-def test_a_model_is_described_in_words():
-    words = measure.in_words(model_of("hybrid"))
+def test_model_description_names_layers_and_sizes():
+    words = measure.describe_model(make_model("hybrid"))
     assert "mamba', 'fp_mamba1'], mixer householder, layers 4, d_model 16, " in words
-    assert measure.in_words(model_of("fp_rnn")).startswith("fp_rnn, mixer dplr, layers 1, d_model")
+    assert measure.describe_model(make_model("fp_rnn")).startswith(
+        "fp_rnn, mixer dplr, layers 1, d_model"
+    )
 
 
-def test_a_run_directory_is_loaded_like_its_export(tiny_run, tiny_export):
+def test_run_and_its_export_give_the_same_inspection(tiny_run, tiny_export):
     run, export = fprnn.load(tiny_run), fprnn.load(tiny_export)
-    mine, theirs = run.inspect("a list of (x)"), export.inspect("a list of (x)")
-    assert torch.equal(mine.loss[1:], theirs.loss[1:])
-    assert torch.equal(mine.layers.iterations, theirs.layers.iterations)
+    from_run, from_export = run.inspect("a list of (x)"), export.inspect("a list of (x)")
+    assert torch.equal(from_run.loss[1:], from_export.loss[1:])
+    assert torch.equal(from_run.layers.iterations, from_export.layers.iterations)
     assert run.name == "tiny" and export.name == "hf" and "layers 2" in repr(run)
     options = dict(max_new_tokens=5, seed=3)
     assert run.generate("The", **options) == export.generate("The", **options)
 
 
-def test_the_command_writes_a_page_and_replaces_only_its_own(small_export, tmp_path, capsys):
+def test_command_replaces_only_pages_that_it_wrote(small_export, tmp_path, capsys):
     out = tmp_path / "p.html"
     command = ["inspect", str(small_export), "--out", str(out), "f(x)", "y"]
     assert main(command) == 0
@@ -289,10 +301,10 @@ def test_the_command_writes_a_page_and_replaces_only_its_own(small_export, tmp_p
     assert "is there already" in capsys.readouterr().err
 
 
-def test_the_command_takes_standard_input(small_export, tmp_path, capsys, monkeypatch):
+def test_command_reads_standard_input(small_export, tmp_path, capsys, monkeypatch):
     out = ["--out", str(tmp_path / "p.html")]
-    given = io.TextIOWrapper(io.BytesIO("é-x".encode()))
-    monkeypatch.setattr(sys, "stdin", given)
+    stdin = io.TextIOWrapper(io.BytesIO("é-x".encode()))
+    monkeypatch.setattr(sys, "stdin", stdin)
     assert main(["inspect", str(small_export), *out, "-"]) == 0
     assert "<eos>⟨C3⟩⟨A9⟩-x" in capsys.readouterr().out
     assert main(["inspect", str(small_export), *out, "--", "-x"]) == 0
@@ -302,7 +314,9 @@ def test_the_command_takes_standard_input(small_export, tmp_path, capsys, monkey
 @pytest.mark.parametrize(
     "arguments, words", [([], "no text is given"), (["a", "--out", "."], "is a folder")]
 )
-def test_mistakes_are_one_line(small_export, tmp_path, monkeypatch, capsys, arguments, words):
+def test_invalid_arguments_give_a_one_line_error(
+    small_export, tmp_path, monkeypatch, capsys, arguments, words
+):
     monkeypatch.chdir(tmp_path)
     assert main(["inspect", str(small_export), *arguments]) == FAILED
     err = capsys.readouterr().err
@@ -311,14 +325,14 @@ def test_mistakes_are_one_line(small_export, tmp_path, monkeypatch, capsys, argu
 
 
 @pytest.mark.slow
-def test_an_export_is_inspected_with_what_the_package_itself_depends_on(small_export, tmp_path):
+def test_inspection_needs_only_the_base_dependencies(small_export, tmp_path):
     code = (
         "import sys\n"
         "for name in ('pydantic', 'rich', 'matplotlib', 'deepspeed', 'datasets'):\n"
         "    sys.modules[name] = None\n"
         "import fprnn\n"
-        "found = fprnn.load(sys.argv[1]).inspect('f(x)')\n"
-        "print(found, found.to_html(sys.argv[2]))\n"
+        "inspection = fprnn.load(sys.argv[1]).inspect('f(x)')\n"
+        "print(inspection, inspection.to_html(sys.argv[2]))\n"
     )
     arguments = [small_export, tmp_path / "p.html"]
     command = [sys.executable, "-c", code, *map(str, arguments)]
@@ -326,13 +340,3 @@ def test_an_export_is_inspected_with_what_the_package_itself_depends_on(small_ex
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Inspection(small: 5 tokens, loss ")
     assert MADE_BY in (tmp_path / "p.html").read_text(encoding="utf-8")
-
-
-def test_the_facade_is_light_and_shipped():
-    code = "import sys, fprnn; print(*{name.partition('.')[0] for name in sys.modules})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    imported = set(done.stdout.split())
-    assert "fprnn" in imported
-    assert not imported & {"torch", "transformers", "pydantic", "numpy", "yaml", "rich"}
-    names = ["FixedPointLayer", "LanguageModel", "__version__", "load"]
-    assert sorted(fprnn.__all__) == names

@@ -66,19 +66,19 @@ def few_tasks():
 @pytest.fixture(scope="module")
 def results(small_export, tmp_path_factory):
     out = tmp_path_factory.mktemp("out") / "r.json"
-    found = evaluate(small_export, [], suite="paper", out=out)
-    assert json.loads(out.read_text()) == found
-    return found
+    results = evaluate(small_export, [], suite="paper", out=out)
+    assert json.loads(out.read_text()) == results
+    return results
 
 
-def test_the_suite_says_what_stands_for_each_task(results):
+def test_suite_has_one_metric_per_task_and_their_mean(results):
     suite = results["suite"]
     assert suite["metrics"] == PAPER and suite["complete"]
     values = [results["tasks"][name]["metrics"][of]["value"] for name, of in PAPER.items()]
     assert suite["mean"] == pytest.approx(sum(values) / 6)
 
 
-def test_the_command_prints_one_accuracy_a_task_and_their_mean(small_export, tmp_path, capsys):
+def test_command_prints_one_accuracy_per_task_and_the_mean(small_export, tmp_path, capsys):
     out = tmp_path / "r.json"
     command = ["eval", str(small_export), "--suite", "paper", "--limit", "1", "--out", str(out)]
     assert main(command) == 0
@@ -93,16 +93,16 @@ def test_the_command_prints_one_accuracy_a_task_and_their_mean(small_export, tmp
 @pytest.mark.parametrize(
     "names, suite, words",
     [
-        (["piqa"], "paper", "--suite paper has its own tasks: give it without --tasks"),
-        ([], None, "no tasks given: --tasks catbabi_mini needs no network, --suite paper"),
+        (["piqa"], "paper", "--suite paper defines the tasks: do not give --tasks"),
+        ([], None, "no tasks are given: --tasks catbabi_mini needs no network, --suite paper"),
     ],
 )
-def test_what_does_not_go_together_is_refused(small_export, names, suite, words):
+def test_conflicting_options_are_refused(small_export, names, suite, words):
     with pytest.raises(EvaluationError, match=words):
         evaluate(small_export, names, suite=suite)
 
 
-def test_the_hub_out_of_reach(monkeypatch):
+def test_unreachable_hub_is_an_evaluation_error(monkeypatch):
     def load_dataset(*_, **__):
         raise ConnectionError("no network")
 
@@ -111,14 +111,14 @@ def test_the_hub_out_of_reach(monkeypatch):
         load_tasks(["piqa"])
 
 
-def test_bits_per_byte_of_plain_text(small_export, tmp_path, monkeypatch):
-    """The whole file, as it is, after an EOS that is not scored; no end: as `inspect` reads it."""
+def test_bits_per_byte_of_text_equal_those_of_inspect(small_export, tmp_path, monkeypatch):
+    """Both read the unchanged file after an EOS that is not scored, and score no EOS at the end."""
     text = "naïve 東京, [and] more.\n\n"
     (tmp_path / "a.txt").write_bytes(text.encode())
     monkeypatch.setenv("FPRNN_EVAL_DATA", str(tmp_path))
     out = tmp_path / "r.json"
-    found = evaluate(small_export, ["text_local"], out=out)
-    metrics = found["tasks"]["text_local"]["metrics"]
+    results = evaluate(small_export, ["text_local"], out=out)
+    metrics = results["tasks"]["text_local"]["metrics"]
     bits = fprnn.load(small_export).inspect(text).bits_per_byte
     assert metrics["bits_per_byte"]["value"] == pytest.approx(bits, rel=1e-5)
     assert metrics["byte_perplexity"]["value"] == pytest.approx(2**bits, rel=1e-5)

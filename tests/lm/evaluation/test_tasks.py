@@ -1,4 +1,4 @@
-"""Our lm-eval tasks: the documents that they score, as lm-eval sees them."""
+"""lm-eval tasks of this project: their documents, as lm-eval reads them."""
 
 import hashlib
 import json
@@ -14,10 +14,10 @@ from lm.evaluation.tasks.catbabi_mini import stories
 TRACES = {"a5": (4, 16, 64, 256), "repl": (4, 16, 64), "s3": (4, 16, 64, 256)}
 
 
-def test_the_shipped_documents_do_not_change():
-    # Scores of different runs are comparable only while this holds; else raise the task's version.
-    # These documents were checked once: a reader of their text alone finds the same answers, no
-    # answer dominates, shallow guesses do not solve them.
+def test_shipped_documents_are_unchanged():
+    # Scores of different runs are comparable only if the documents are the same. If you change
+    # them, raise the task's version, and check that the answers follow from the text, that no
+    # answer dominates, and that shallow heuristics fail.
     splits = stories.load()
     digests = [
         hashlib.sha256(json.dumps(splits[name].to_list()).encode()).hexdigest()[:16]
@@ -26,36 +26,38 @@ def test_the_shipped_documents_do_not_change():
     assert digests == ["083131bdf6e64b6a", "6c7f2af705aebc2e"]
 
 
-def _manager():
+def make_manager():
     tasks = pytest.importorskip("lm_eval.tasks")
     return tasks.TaskManager(include_path=str(TASKS_DIR), include_defaults=False)
 
 
-def test_lm_eval_finds_our_tasks_and_tags():
-    manager = _manager()
+def test_lm_eval_finds_the_tasks_and_tags():
+    manager = make_manager()
     assert manager.all_subtasks == [
         "catbabi_mini",
         "catbabi_mini_gen",
         *sorted(f"catbabi_qa{task}" for task in range(1, 21)),
         "text_local",
-        *sorted(f"traces_{of}_{gap}" for of, gaps in TRACES.items() for gap in gaps),
+        *sorted(f"traces_{source}_{gap}" for source, gaps in TRACES.items() for gap in gaps),
     ]
     assert manager.all_groups == ["catbabi_qa"]
-    assert manager.all_tags == ["catbabi", *(f"traces_{of}" for of in sorted(TRACES))]
+    assert manager.all_tags == ["catbabi", *(f"traces_{source}" for source in sorted(TRACES))]
 
 
-@pytest.mark.parametrize("of", TRACES)
-def test_traces_as_lm_eval_sees_them(of):
-    loaded = _manager().load([f"traces_{of}"])["tasks"]
-    assert set(loaded) == {f"traces_{of}_{gap}" for gap in TRACES[of]}
-    of_traces = {
-        "s3": Traces(group="S3"), "a5": Traces(group="A5"), "repl": Traces(form="repl"),
-    }[of]  # fmt: skip
+@pytest.mark.parametrize("source", TRACES)
+def test_traces_in_lm_eval_equal_the_data_source(source):
+    loaded = make_manager().load([f"traces_{source}"])["tasks"]
+    assert set(loaded) == {f"traces_{source}_{gap}" for gap in TRACES[source]}
+    config = {
+        "s3": Traces(group="S3"),
+        "a5": Traces(group="A5"),
+        "repl": Traces(form="repl"),
+    }[source]
     for name, task in loaded.items():
         gap = int(name.rpartition("_")[2])
-        asked = list(task.eval_docs)
-        assert len(asked) == 500
-        for document, turn in zip(asked, traces.questions(of_traces, gap, 20)):
+        documents = list(task.eval_docs)
+        assert len(documents) == 500
+        for document, turn in zip(documents, traces.questions(config, gap, 20)):
             ((context, continuation),) = [
                 request.args
                 for request in [task.construct_requests(document, task.doc_to_text(document))]
@@ -63,23 +65,23 @@ def test_traces_as_lm_eval_sees_them(of):
             assert (context, continuation) == (turn.question, turn.answer)
 
 
-def test_catbabi_mini_as_lm_eval_sees_it():
-    loaded = _manager().load(["catbabi"])["tasks"]
+def test_catbabi_mini_in_lm_eval_is_balanced():
+    loaded = make_manager().load(["catbabi"])["tasks"]
     choice, generate = loaded["catbabi_mini"], loaded["catbabi_mini_gen"]
     for task in loaded.values():
         documents = list(task.eval_docs)
         assert len(documents) == 200
         for document in documents:
             assert task.doc_to_text(document) == document["context"] + " " + document["question"]
-    seen = Counter()
+    choice_counts = Counter()
     for document in choice.eval_docs:
         choices = choice.doc_to_choice(document)
         assert choices[choice.doc_to_target(document)] == document["answer"]
         assert len(set(choices)) == len(choices)
         assert generate.doc_to_target(document) == document["answer"]
-        seen[len(choices)] += 1
-    assert seen == {6: 100, 4: 50, 2: 50}
-    # Few-shot examples come from a split of their own.
+        choice_counts[len(choices)] += 1
+    assert choice_counts == {6: 100, 4: 50, 2: 50}
+    # Few-shot examples come from another split.
     texts = {choice.doc_to_text(d) for d in choice.eval_docs}
     examples = list(choice.fewshot_docs())
     assert len(examples) == 40 and not texts & {choice.doc_to_text(d) for d in examples}

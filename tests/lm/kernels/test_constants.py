@@ -4,10 +4,8 @@ import re
 
 import pytest
 
-from lm.kernels import cell as kernels_cell
-from lm.kernels import checks
-from lm.kernels.cpu import build, roots
-from lm.kernels.cpu import cell as cpu_cell
+from lm.kernels import cell_arguments, checks
+from lm.kernels.cpu import build, cpu_cell, roots
 from lm.model import cell, certified_root, solver
 
 RULE = solver.Rule()
@@ -45,7 +43,7 @@ PAIR = {
     )
 }
 PAIR |= {"PIECE_COUNT": len(certified_root.PIECES)}
-OUTCOMES = {name: getattr(solver, name) for name in ("FAILED", "BISECTED", "LIMITED")}
+OUTCOMES = {name: getattr(solver, name) for name in ("FAILED", "BISECTED", "GRAD_LIMITED")}
 
 
 def constants(file):
@@ -70,16 +68,16 @@ def order(names):
 @pytest.mark.parametrize(
     "file, expected",
     [
-        ("cell_equation.h", SEARCH | OUTCOMES | {"MOST": roots.MOST_RANK}),
+        ("cell_equation.h", SEARCH | OUTCOMES | {"MAX_REFLECTIONS": roots.MAX_RANK}),
         ("cell_pair.h", PAIR),
         (
-            "cell.h",
+            "cell_token.h",
             {kind.upper(): number for kind, number in cpu_cell._KINDS.items()}
-            | order(kernels_cell.NORMS)
-            | order(kernels_cell.ACTS),
+            | order(cell_arguments.NORMS)
+            | order(cell_arguments.ACTS),
         ),
     ],
-    ids=["cell_equation.h", "cell_pair.h", "cell.h"],
+    ids=["cell_equation.h", "cell_pair.h", "cell_token.h"],
 )
 def test_cpp_has_the_constants_of_python(file, expected):
     """In both directions: a constant that is new in C++ wants a place here."""
@@ -107,7 +105,7 @@ def test_the_search_in_cpp_has_no_number_without_a_name(file):
 
 def test_python_modules_of_kernels_have_the_constants_of_the_model():
     assert (checks.FAILED, roots.BISECTED) == (solver.FAILED, solver.BISECTED)
-    assert roots.MOST_RANK == kernels_cell.MOST_REFLECTIONS
+    assert roots.MAX_RANK == cell_arguments.MAX_REFLECTIONS
 
 
 def test_triton_has_the_constants_of_python():

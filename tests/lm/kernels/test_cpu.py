@@ -119,19 +119,19 @@ def test_clang_builds_without_openmp(monkeypatch, tmp_path):
     clang.chmod(0o755)
     monkeypatch.setattr(cpu_build.shutil, "which", {"clang++": str(clang)}.get)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    functions = cpu_build.functions.__wrapped__
+    functions = cpu_build.load_functions.__wrapped__
     for module in (cpu, cpu_build, cpu_roots):
-        monkeypatch.setattr(module, "functions", functions)
+        monkeypatch.setattr(module, "load_functions", functions)
     assert cpu_build._find_fault.__wrapped__(cpu._self_check) == ""
 
 
 def test_why_not(monkeypatch, tmp_path):
     """What a fresh process would say."""
-    library, functions = cpu_build.build(), cpu_build.functions.__wrapped__
+    library, functions = cpu_build.build(), cpu_build.load_functions.__wrapped__
     saved = []
     probe = functools.partial(cpu_build._find_fault.__wrapped__, cpu._self_check)
     for module in (cpu, cpu_build, cpu_roots):
-        monkeypatch.setattr(module, "functions", functions)
+        monkeypatch.setattr(module, "load_functions", functions)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with monkeypatch.context() as m:
         m.setenv("PATH", "")

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from lm.kernels import Unsupported
-from lm.kernels.cpu import cell as cpu_cell
-from lm.kernels.cpu.cell import Layout, Options
+from lm.kernels.cell_arguments import CellArguments, Layout, Options, Readout, RnnArguments
+from lm.kernels.cpu import cpu_cell
 from lm.model.solver import FAILED
 from tests import oracle_cell
 from tests.kernels import assert_close, poisoned_memory, skip_where_missing
@@ -80,6 +80,15 @@ def rnn_problem(b=2, length=6, d=19, order=("vectors", "gates"), reading=None, *
     return layout, options, {**tensors, "decay": 1 - fresh, "fresh": fresh, "h0": h0}
 
 
+def solve(compute, layout, options, **tensors):
+    """Call a kernel or an oracle with its argument structure, which the names of tensors select."""
+    if "decay" in tensors:
+        return compute(RnnArguments(layout, options, **tensors))
+    if "keys" in tensors:
+        tensors["readout"] = Readout(*(tensors.pop(name) for name in Readout._fields))
+    return compute(CellArguments(layout, options, **tensors))
+
+
 def cast(tensors, dtype):
     return {k: None if v is None else v.to(dtype) for k, v in tensors.items()}
 
@@ -97,7 +106,7 @@ def results(compute, given, dtype=torch.float64, fails=False, **others):
     wanted = [k for k in wanted if tensors[k].numel()]
     for name in wanted:
         tensors[name].requires_grad_()
-    y, h, outcome = compute(layout, options, **tensors, **others)
+    y, h, outcome = solve(compute, layout, options, **tensors, **others)
     failed = outcome & FAILED != 0
     assert failed.any() == fails
     grads = torch.autograd.grad(y, [tensors[k] for k in wanted], cotangent(y).to(dtype))
@@ -111,9 +120,9 @@ def assert_equals_the_loop(given, tol=1e-9, tol32=3e-4, rnn=False):
     ours = cpu_cell.cell_rnn if rnn else cpu_cell.cell
     theirs = oracle_cell.cell_rnn if rnn else oracle_cell.cell
     expected = results(theirs, given)
-    assert_close(results(ours, given, adjoint=None), expected, tol)
+    assert_close(results(ours, given), expected, tol)
     if tol32:
-        assert_close(results(ours, given, torch.float32, adjoint=None), expected, tol32)
+        assert_close(results(ours, given, torch.float32), expected, tol32)
 
 
 @pytest.mark.parametrize("n", [1, 16, 33])
@@ -209,16 +218,6 @@ def with_centroids(k, without=(), **others):
     return layout, options, {**tensors, **readout, "noise": noise}
 
 
-def through_centroids(compute):
-    """compute, which takes the tensors of `with_centroids`."""
-
-    def run(layout, options, keys, key_bias, values, noise, **given):
-        readout = cpu_cell.Readout(keys, key_bias, values, noise)
-        return compute(layout, options, **given, readout=readout)
-
-    return run
-
-
 @pytest.mark.parametrize(
     "others",
     [
@@ -235,21 +234,19 @@ def through_centroids(compute):
 )
 def test_centroids(others):
     given = with_centroids(**others)
-    ours, theirs = through_centroids(cpu_cell.cell), through_centroids(oracle_cell.cell)
-    expected = results(theirs, given)
-    assert_close(results(ours, given, adjoint=None), expected, 1e-9)
-    assert_close(results(ours, given, torch.float32, adjoint=None), expected, 3e-4)
+    expected = results(oracle_cell.cell, given)
+    assert_close(results(cpu_cell.cell, given), expected, 1e-9)
+    assert_close(results(cpu_cell.cell, given, torch.float32), expected, 3e-4)
 
 
 def test_centroids_token_by_token_are_the_whole_bit_for_bit():
     layout, options, tensors = with_centroids(k=21, b=3, length=9, d=83)
-    solve = through_centroids(cpu_cell.cell)
-    y, h, _ = solve(layout, options, **tensors, adjoint=None)
+    y, h, _ = solve(cpu_cell.cell, layout, options, **tensors)
     shared = {name: tensors.pop(name) for name in ("keys", "key_bias", "values")}
     y_before, state, ys = tensors["y0"], tensors["h0"], []
     for t in range(9):
         part = cut({**tensors, "y0": y_before, "h0": state}, tokens=slice(t, t + 1))
-        y_part, state, _ = solve(layout, options, **part, **shared, adjoint=None)
+        y_part, state, _ = solve(cpu_cell.cell, layout, options, **part, **shared)
         y_before = y_part[:, -1]
         ys.append(y_part)
     assert torch.equal(torch.cat(ys, 1), y) and torch.equal(state, h)
@@ -259,7 +256,7 @@ def test_centroids_of_another_width_are_refused():
     layout, options, tensors = with_centroids(k=5)
     tensors["values"] = tensors["values"][:, :-1]
     with pytest.raises(ValueError, match="values is"):
-        through_centroids(cpu_cell.cell)(layout, options, **tensors, adjoint=None)
+        solve(cpu_cell.cell, layout, options, **tensors)
 
 
 # Which root.
@@ -271,18 +268,18 @@ def test_centroids_of_another_width_are_refused():
 def test_it_is_the_root_that_picard_runs_into(rank, sequential, D, norm):
     """Among 300 equations, many of them with several roots; at 1e4 nothing but y is in y."""
     without = ("keep", "y0", "h0", "norm_bias")
-    given = layout, options, tensors = problem(
+    layout, options, tensors = problem(
         b=300, length=1, d=16, n=2, rank=rank, sequential=sequential, norm=norm, reading=0,
         without=without,
     )  # fmt: skip
     tensors["D"] *= D
-    y, _, outcome = cpu_cell.cell(*given[:2], **tensors, adjoint=None)
-    expected, _, slow = oracle_cell.cell(layout, options, **tensors)
+    y, _, outcome = solve(cpu_cell.cell, layout, options, **tensors)
+    expected, _, slow = solve(oracle_cell.cell, layout, options, **tensors)
     assert not (outcome & FAILED).any()
     error = (y - expected).abs().amax(-1) / expected.abs().amax(-1)
     assert error[~slow].max() < 1e-8
     single = cast(tensors, torch.float32)
-    y32, _, outcome32 = cpu_cell.cell(layout, options, **single, adjoint=None)
+    y32, _, outcome32 = solve(cpu_cell.cell, layout, options, **single)
     both = (outcome | outcome32) & FAILED == 0
     error = (y32 - y).abs().amax(-1) / y.abs().amax(-1)
     assert error[both].median() < 1e-6
@@ -293,7 +290,7 @@ def test_near_a_fold_the_gradient_is_limited(monkeypatch):
     given = problem(b=400, length=1, d=16, n=2, reading=0, without=("keep", "y0", "h0"), seed=3)
     monkeypatch.setattr(oracle_cell, "ITERATIONS", 20000)
     expected = results(oracle_cell.cell, given)
-    found = results(cpu_cell.cell, given, adjoint=None)
+    found = results(cpu_cell.cell, given)
     assert_close(found, expected, 1e-6)  # Picard's root is less exact there
     monkeypatch.setattr(oracle_cell, "STRETCH", math.inf)
     beyond = results(oracle_cell.cell, given)["grad x"] - expected["grad x"]
@@ -306,8 +303,8 @@ def test_what_picard_does_not_find_bisection_does(norm):
     layout, options, tensors = problem(
         b=300, length=1, d=16, n=2, rank=4, norm=norm, reading=0, without=without
     )
-    _, _, slow = oracle_cell.cell(layout, options, **tensors)
-    _, _, outcome = cpu_cell.cell(layout, options, **tensors, adjoint=None)
+    _, _, slow = solve(oracle_cell.cell, layout, options, **tensors)
+    _, _, outcome = solve(cpu_cell.cell, layout, options, **tensors)
     assert slow.any() and not (outcome & FAILED).any()
 
 
@@ -337,9 +334,7 @@ def test_a_root_that_repels_picard_is_found_and_has_its_gradient(monkeypatch):
     given = problem(reading=0, without=without, rank=2)
     results(oracle_cell.cell, given, fails=True)
     monkeypatch.setattr(oracle_cell, "picard", or_by_newton(oracle_cell.picard))
-    assert_close(
-        results(cpu_cell.cell, given, adjoint=None), results(oracle_cell.cell, given), 1e-8
-    )
+    assert_close(results(cpu_cell.cell, given), results(oracle_cell.cell, given), 1e-8)
 
 
 @pytest.mark.parametrize("b, length", [(0, 3), (2, 0), (0, 0)])
@@ -347,7 +342,7 @@ def test_nothing_at_all(b, length):
     layout, options, tensors = problem(b=b, length=length)
     tensors["raw"].requires_grad_()
     tensors["weight_y"].requires_grad_()
-    y, h, outcome = cpu_cell.cell(layout, options, **tensors, adjoint=None)
+    y, h, outcome = solve(cpu_cell.cell, layout, options, **tensors)
     assert y.shape == (b, length, 19)
     assert outcome.shape == (b, length) and outcome.dtype is torch.uint8
     assert torch.equal(h, tensors["h0"])
@@ -359,7 +354,7 @@ def test_nothing_at_all(b, length):
 def test_nan_in_nan_out_and_failed(dtype):
     layout, options, tensors = problem(b=3, length=4, reading=0, without=("keep",))
     tensors["x"][1, 2, 5] = math.nan
-    y, h, outcome = cpu_cell.cell(layout, options, **cast(tensors, dtype), adjoint=None)
+    y, h, outcome = solve(cpu_cell.cell, layout, options, **cast(tensors, dtype))
     failed = outcome & FAILED != 0
     assert y[1, 2:].isnan().all() and h[1].isnan().any() and failed[1, 2:].all()
     assert not failed[[0, 2]].any() and not failed[1, :2].any() and y[[0, 2]].isfinite().all()
@@ -406,7 +401,7 @@ def forward_and_gradients(layout, options, tensors, compute=None):
     wanted = [k for k in ("raw", "x", "dt", "gate") if tensors.get(k) is not None]
     for name in wanted:
         tensors[name].requires_grad_()
-    y, h, _ = (compute or cpu_cell.cell)(layout, options, **tensors, adjoint=None)
+    y, h, _ = solve(compute or cpu_cell.cell, layout, options, **tensors)
     grads = torch.autograd.grad((y.sin() * 3).sum(), [tensors[k] for k in wanted])
     return {"y": y.detach(), "state": h, **dict(zip(wanted, grads))}
 
@@ -419,11 +414,11 @@ def test_token_by_token_is_the_whole_bit_for_bit(others, dtype):
     without = ("norm_bias",) if "norm" in others else ()
     given = problem(**{"b": 3, "length": 20, "d": 83, "n": 16, **others}, without=without)
     layout, options, tensors = given[0], given[1], cast(given[2], dtype)
-    y, h, outcome = cpu_cell.cell(layout, options, **tensors, adjoint=None)
+    y, h, outcome = solve(cpu_cell.cell, layout, options, **tensors)
     y_before, state, ys = tensors["y0"], tensors["h0"], []
     for tokens in (slice(0, 7), *(slice(t, t + 1) for t in range(7, 20))):
         part = cut({**tensors, "y0": y_before, "h0": state}, tokens=tokens)
-        y_part, state, _ = cpu_cell.cell(layout, options, **part, adjoint=None)
+        y_part, state, _ = solve(cpu_cell.cell, layout, options, **part)
         y_before = y_part[:, -1]
         ys.append(y_part)
     assert (
@@ -437,7 +432,7 @@ def test_the_number_of_threads_changes_nothing(dtype):
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            found.append(results(cpu_cell.cell, long_problem(dtype), dtype, adjoint=None))
+            found.append(results(cpu_cell.cell, long_problem(dtype), dtype))
     finally:
         torch.set_num_threads(before)
     assert_same(found[1], found[0])
@@ -446,13 +441,13 @@ def test_the_number_of_threads_changes_nothing(dtype):
 
 def test_without_gradient_it_computes_the_same_and_keeps_nothing():
     layout, options, tensors = long_problem()
-    y, h, _ = cpu_cell.cell(layout, options, **tensors, adjoint=None)
+    y, h, _ = solve(cpu_cell.cell, layout, options, **tensors)
     again = forward_and_gradients(layout, options, tensors)
     assert not y.requires_grad
     assert torch.equal(y, again["y"]) and torch.equal(h, again["state"])
     with torch.no_grad():
         tensors["x"].requires_grad_()
-        assert not cpu_cell.cell(layout, options, **tensors, adjoint=None)[0].requires_grad
+        assert not solve(cpu_cell.cell, layout, options, **tensors)[0].requires_grad
 
 
 def test_memory_that_was_in_use_before_changes_nothing():
@@ -461,10 +456,10 @@ def test_memory_that_was_in_use_before_changes_nothing():
         "from tests.lm.kernels.test_cpu_cell import *\n"
         "for given in (problem(d=19, rank=2), problem(d=24, heads=4, norm='rms',"
         " without=('norm_bias',))):\n"
-        "    found = results(cpu_cell.cell, given, torch.float32, adjoint=None)\n"
+        "    found = results(cpu_cell.cell, given, torch.float32)\n"
         "    print([v.double().sum().item().hex() for v in found.values()])\n"
         "given = with_centroids(k=7)\n"
-        "found = results(through_centroids(cpu_cell.cell), given, torch.float32, adjoint=None)\n"
+        "found = results(cpu_cell.cell, given, torch.float32)\n"
         "print([v.double().sum().item().hex() for v in found.values()])\n"
     )
     said = []
@@ -490,7 +485,7 @@ def test_the_largest_adjoint_is_reported():
     tensors["x"].requires_grad_()
     norms = {}
     for scale in (0.0, 1.0, 1000.0):  # the norm is relative to the cotangent's
-        y, _, _ = cpu_cell.cell(layout, options, **tensors, adjoint=adjoint)
+        y, _, _ = solve(cpu_cell.cell, layout, options, **tensors, adjoint=adjoint)
         y.backward(torch.full_like(y, scale))
         norms[scale] = adjoint.clone()
     assert torch.equal(norms[0.0], torch.zeros_like(adjoint))
@@ -519,13 +514,13 @@ def test_refuses(change, error, words):
     layout = layout._replace(**change.get("layout", {}))
     options = options._replace(**change.get("options", {}))
     with pytest.raises(error, match=words):
-        cpu_cell.cell(layout, options, **{**tensors, **change.get("tensors", {})}, adjoint=None)
+        solve(cpu_cell.cell, layout, options, **{**tensors, **change.get("tensors", {})})
 
 
 def test_half_precision_is_refused():
     layout, options, tensors = problem()
     with pytest.raises(Unsupported, match="bfloat16"):
-        cpu_cell.cell(layout, options, **cast(tensors, torch.bfloat16), adjoint=None)
+        solve(cpu_cell.cell, layout, options, **cast(tensors, torch.bfloat16))
 
 
 def test_any_strides():
@@ -535,8 +530,8 @@ def test_any_strides():
     layout, options, tensors = problem(length=9)
     spaced = {k: spread(v) for k, v in tensors.items()}
     assert_same(
-        results(cpu_cell.cell, (layout, options, spaced), adjoint=None),
-        results(cpu_cell.cell, (layout, options, tensors), adjoint=None),
+        results(cpu_cell.cell, (layout, options, spaced)),
+        results(cpu_cell.cell, (layout, options, tensors)),
     )
 
 
@@ -544,6 +539,6 @@ def test_raw_may_be_a_slice():
     layout, options, tensors = problem(length=9)
     wide = torch.full((2, 9, tensors["raw"].shape[-1] + 5), torch.nan, dtype=torch.float64)
     wide[..., 2:-3] = tensors["raw"]
-    expected = cpu_cell.cell(layout, options, **tensors, adjoint=None)[0]
+    expected = solve(cpu_cell.cell, layout, options, **tensors)[0]
     tensors["raw"] = wide[..., 2:-3]
-    assert torch.equal(cpu_cell.cell(layout, options, **tensors, adjoint=None)[0], expected)
+    assert torch.equal(solve(cpu_cell.cell, layout, options, **tensors)[0], expected)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lm import kernels
-from lm.kernels import BackendError, Unsupported, available, find
+from lm.kernels import BackendError, Unsupported, describe_backends, find
 from lm.model import scan
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -67,7 +67,7 @@ def interpreted():
 def test_an_unknown_name_is_refused_wherever_it_is_read(monkeypatch):
     monkeypatch.setenv("FPRNN_KERNELS", "cuda")
     sentence = r"^FPRNN_KERNELS is `cuda`: it must be auto, plain or one of cpu, triton, mamba_ssm$"
-    for call in (kernels.asked, available, lambda: find("roots", FP32)):
+    for call in (kernels.requested_backend, describe_backends, lambda: find("roots", FP32)):
         with pytest.raises(BackendError, match=sentence):
             call()
     with pytest.raises(BackendError, match="`cuda`"):
@@ -87,7 +87,11 @@ def test_auto_on_a_cpu_is_the_compiled_scan_and_never_the_interpreter(name, monk
 def test_plain_is_none(monkeypatch):
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
     assert {find(operation, FP32) for operation in kernels.OPERATIONS} == {None}
-    assert available("cpu") == available("cuda") == "plain PyTorch (FPRNN_KERNELS is plain)"
+    assert (
+        describe_backends("cpu")
+        == describe_backends("cuda")
+        == "plain PyTorch (FPRNN_KERNELS is plain)"
+    )
 
 
 def test_a_name_comes_first_and_what_it_lacks_is_computed_by_another(monkeypatch, on_cpu):
@@ -128,7 +132,7 @@ def test_a_name_that_cannot_run_is_an_error_with_its_reason(name, monkeypatch, o
     with pytest.raises(BackendError, match=f"`{name}`, .*{operation} here: there is no such"):
         find(operation, FP32)  # on whatever device
     with pytest.raises(BackendError, match=f"cannot be used: {name}: there is no such thing"):
-        available("cpu")
+        describe_backends("cpu")
 
 
 def test_without_a_gpu_triton_is_an_error(monkeypatch):
@@ -155,14 +159,14 @@ def test_what_is_available_and_what_is_missing(monkeypatch, on_cpu):
         triton=dict.fromkeys(kernels.MODULES["triton"], works),
         mamba_ssm={"short_conv": module("built without"), "ssd_scan": works},
     )
-    assert available("cpu") == "selective_scan cpu (cpu for roots: there is no g++ on PATH)"
+    assert describe_backends("cpu") == "selective_scan cpu (cpu for roots: there is no g++ on PATH)"
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert available("cuda") == (
+    assert describe_backends("cuda") == (
         "selective_scan triton, ssd_scan mamba_ssm, cell triton, roots triton (mamba_ssm for"
         " short_conv: built without)"
     )
     monkeypatch.setenv("FPRNN_KERNELS", "mamba_ssm")  # it can do something
-    assert available("cuda").startswith("selective_scan triton, ssd_scan mamba_ssm, ")
+    assert describe_backends("cuda").startswith("selective_scan triton, ssd_scan mamba_ssm, ")
 
 
 def test_what_is_missing_altogether_is_said_once(on_cpu, monkeypatch):
@@ -173,7 +177,7 @@ def test_what_is_missing_altogether_is_said_once(on_cpu, monkeypatch):
         mamba_ssm=dict.fromkeys(kernels.MODULES["mamba_ssm"], module("another")),
     )
     said = "plain PyTorch (triton: there is no CUDA device; mamba_ssm: another)"
-    assert available("cuda") == said
+    assert describe_backends("cuda") == said
 
 
 def test_packages_that_are_missing_or_broken(monkeypatch):
@@ -220,7 +224,7 @@ def test_an_error_of_a_clean_thread_is_raised_when_all_have_ended():
     assert ended == [True]
 
 
-@pytest.mark.parametrize("call", [kernels.choice, available])
+@pytest.mark.parametrize("call", [kernels.choose_backends, describe_backends])
 def test_gpu_kernels_are_checked_side_by_side_after_the_first(call, on_cpu, monkeypatch):
     """One that fails and one that cannot be imported are reported for themselves.
 
@@ -253,7 +257,7 @@ def test_gpu_kernels_are_checked_side_by_side_after_the_first(call, on_cpu, monk
     call("cuda")
     assert checked[0] == ("selective_scan", True)
     assert len(checked) == len(set(checked)) == 5 and not any(is_main for _, is_main in checked[1:])
-    assert kernels.choice("cuda") == {
+    assert kernels.choose_backends("cuda") == {
         "selective_scan": ("triton",),
         "ssd_scan": ("mamba_ssm",),
         "short_conv": ("mamba_ssm",),
@@ -262,9 +266,11 @@ def test_gpu_kernels_are_checked_side_by_side_after_the_first(call, on_cpu, monk
         "mamba_scan": (),
         "mamba2_scan": ("mamba_ssm",),
     }
-    assert set(kernels.choice("cuda", ("roots", "cell"))) == {"roots", "cell"}
-    assert available("cuda", ("roots", "short_conv")) == "roots triton, short_conv mamba_ssm"
-    assert available("cuda").endswith(
+    assert set(kernels.choose_backends("cuda", ("roots", "cell"))) == {"roots", "cell"}
+    assert (
+        describe_backends("cuda", ("roots", "short_conv")) == "roots triton, short_conv mamba_ssm"
+    )
+    assert describe_backends("cuda").endswith(
         " (mamba_ssm for mamba_scan: lm.kernels.own_mamba_ssm_gone is not installed; triton for"
         " cell: it is off)"
     )
@@ -282,7 +288,7 @@ def test_cpu_kernels_are_loaded_one_after_the_other(name, device, on_cpu, monkey
 
     operations = dict.fromkeys(kernels.MODULES["cpu"], types.SimpleNamespace(usable=usable))
     on_cpu(cpu=operations, triton={}, mamba_ssm={})
-    kernels.choice(device)
+    kernels.choose_backends(device)
     assert threads == [threading.main_thread()] * len(operations)
 
 

@@ -367,8 +367,8 @@ def test_on_a_card_a_layer_in_bf16_is_the_plain_one(kind, monkeypatch):
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
     operation = {"mamba": "mamba_scan", "mamba2": "mamba2_scan"}[kind]
-    if not kernels.choice("cuda", (operation,))[operation]:
-        pytest.skip(kernels.available("cuda", (operation,)))
+    if not kernels.choose_backends("cuda", (operation,))[operation]:
+        pytest.skip(kernels.describe_backends("cuda", (operation,)))
     torch.manual_seed(0)
     config = FPRNNConfig(d_model=768, n_layer=1, vocab_size=64, layers=kind, reset_at_eos=False)
     block = FPRNNForCausalLM(config).cuda().train().backbone.layers[0].block

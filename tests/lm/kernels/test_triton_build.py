@@ -15,7 +15,7 @@ from lm.kernels.checks import deviation
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton.build import INTERPRETED, check, dense, launch
 
-FILES = ("cell", "roots", "scan")
+FILES = ("triton_cell", "roots", "scan")
 
 
 @pytest.mark.parametrize("name", [pytest.param("roots", marks=pytest.mark.slow), "scan"])
@@ -79,7 +79,7 @@ def test_what_is_refused():
     check(x=(t, (2, 3)), h0=(None, (7,)))
     with pytest.raises(Unsupported, match=r"^x is torch.float64: Triton reads float32"):
         check(x=(t.double(), (2, 3)))
-    with pytest.raises(ValueError, match=r"^B is \(2, 3\) where \(3, 2\) is expected"):
+    with pytest.raises(ValueError, match=r"^B is \(2, 3\), but \(3, 2\) is expected"):
         check(B=(t, (3, 2)))
     with pytest.raises(TypeError, match=r"^B is on meta"):
         check(x=(t, (2, 3)), B=(t.to("meta"), (2, 3)))

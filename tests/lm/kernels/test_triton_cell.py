@@ -8,11 +8,11 @@ import torch
 pytest.importorskip("triton")
 
 from lm.kernels import Unsupported
-from lm.kernels.cpu import cell as cpu_cell
-from lm.kernels.triton import cell as triton_cell
-from lm.kernels.triton import launches
+from lm.kernels.cell_arguments import CellArguments, Layout, Options, Sizes
+from lm.kernels.cpu import cpu_cell
+from lm.kernels.triton import launches, triton_cell
 from lm.kernels.triton.build import INTERPRETED
-from lm.model.solver import BISECTED, FAILED, LIMITED
+from lm.model.solver import BISECTED, FAILED, GRAD_LIMITED
 from tests import oracle_cell
 from tests.kernels import (
     assert_close,
@@ -24,7 +24,7 @@ from tests.kernels import (
     resources,
     skip_where_missing,
 )
-from tests.lm.kernels.test_cpu_cell import cast, cut, problem, results, rnn_problem
+from tests.lm.kernels.test_cpu_cell import cast, cut, problem, results, rnn_problem, solve
 from tests.marks import slow
 from tests.tracker import loss_and_gradient, tracker, words
 
@@ -50,7 +50,7 @@ def on_gpu(given):
 
 def ours(given, rnn=False, dtype=torch.float32, **others):
     compute = triton_cell.cell_rnn if rnn else triton_cell.cell
-    found = results(compute, on_gpu(given), dtype, **{"adjoint": None, **others})
+    found = results(compute, on_gpu(given), dtype, **others)
     return {name: t.cpu() for name, t in found.items()}
 
 
@@ -141,7 +141,7 @@ def test_rnn(others):
 def solved(given, dtype=torch.float32, **others):
     """y, the state and the outcome, no gradient."""
     layout, options, tensors = on_gpu((given[0], given[1], cast(given[2], dtype)))
-    found = triton_cell.cell(layout, options, **{**tensors, **others}, adjoint=None)
+    found = solve(triton_cell.cell, layout, options, **{**tensors, **others})
     return tuple(t.cpu() for t in found)
 
 
@@ -184,12 +184,12 @@ def test_chunks_of_the_backward_change_nothing(chunk, monkeypatch):
 
 def test_the_memory_of_a_chunk_is_bounded(monkeypatch):
     layout, options, tensors = on_gpu(problem(b=2, length=64, d=8, n=2))
-    given = [t.float() if t is not None else None for t in tensors.values()]
-    sizes, named = triton_cell._prepare(layout, options, "mamba1", *given)
-    plan = triton_cell._plan(layout, options, "mamba1", sizes, named, True)
+    arguments = CellArguments(layout, options, **cast(tensors, torch.float32))
+    sizes, named = triton_cell._prepare(arguments)
+    plan = triton_cell._make_plan(arguments, sizes, named, True)
     assert plan.chunk == 64
-    monkeypatch.setattr(triton_cell, "MOST_AGAIN", 4 * 2 * 2 * 8 * 20)
-    plan = triton_cell._plan(layout, options, "mamba1", sizes, named, True)
+    monkeypatch.setattr(triton_cell, "MAX_RECOMPUTED", 4 * 2 * 2 * 8 * 20)
+    plan = triton_cell._make_plan(arguments, sizes, named, True)
     assert plan.chunk == 16
 
 
@@ -199,7 +199,7 @@ def test_nothing_at_all(b, length):
     tensors = cast(tensors, torch.float32)
     tensors["raw"].requires_grad_()
     tensors["weight_y"].requires_grad_()
-    y, h, outcome = triton_cell.cell(layout, options, **tensors, adjoint=None)
+    y, h, outcome = solve(triton_cell.cell, layout, options, **tensors)
     assert y.shape == (b, length, 19) and outcome.shape == (b, length)
     assert torch.equal(h, tensors["h0"])
     y.sum().backward()
@@ -221,17 +221,17 @@ def test_outcomes_are_those_of_the_cpu():
     skip_where_missing(cpu_cell)
     without = ("keep", "y0", "h0", "norm_bias")
     given = problem(b=40, length=1, d=16, n=2, rank=4, norm="rms", reading=0, without=without)
-    expected = cpu_cell.cell(*given[:2], **cast(given[2], torch.float32), adjoint=None)[2]
+    expected = solve(cpu_cell.cell, *given[:2], **cast(given[2], torch.float32))[2]
     _, _, outcome = solved(given)
     assert torch.equal(outcome, expected) and not (outcome & FAILED).any()
-    assert (outcome & BISECTED).any() and (outcome & LIMITED).any()
+    assert (outcome & BISECTED).any() and (outcome & GRAD_LIMITED).any()
 
 
 @pytest.mark.slow
 def test_near_a_fold_the_gradient_is_limited():
     given = problem(b=40, length=1, d=16, n=2, rank=4, reading=0, without=("keep", "y0", "h0"))
     skip_where_missing(cpu_cell)
-    expected = results(cpu_cell.cell, given, torch.float32, adjoint=None)
+    expected = results(cpu_cell.cell, given, torch.float32)
     assert_close(ours(given), expected, 1e-2)
 
 
@@ -250,11 +250,11 @@ def test_raw_and_the_weight_may_be_bf16_and_are_multiplied_so():
     """Rows are rounded to raw's dtype, y to the weight's where it is multiplied; nothing else."""
     layout, options, tensors = problem(b=3, length=5, d=32)
     half = {**tensors, **{k: tensors[k].bfloat16().double() for k in ("raw", "weight_y")}}
-    expected = oracle_cell.cell(layout, options, **half)[0]
+    expected = solve(oracle_cell.cell, layout, options, **half)[0]
     given = on_gpu((layout, options, cast(tensors, torch.float32)))[2]
     for name in ("raw", "weight_y"):
         given[name] = given[name].bfloat16().requires_grad_()
-    y, h, _ = triton_cell.cell(layout, options, **given, adjoint=None)
+    y, h, _ = solve(triton_cell.cell, layout, options, **given)
     assert y.dtype is h.dtype is torch.float32
     off = (y.detach().cpu() - expected).norm() / expected.norm()
     assert 1e-5 < off < 0.02
@@ -276,7 +276,7 @@ def test_any_strides_and_a_slice_of_raw():
 
 
 def test_refuses():
-    """What lm/kernels/cell.py refuses test_cpu_cell.py checks."""
+    """What lm/kernels/cell_arguments.py refuses test_cpu_cell.py checks."""
     given = problem()
     for change, error, words_of_it in (
         (dict(x=torch.zeros(2, 5, 19)), ValueError, "expected"),
@@ -287,7 +287,7 @@ def test_refuses():
 
 
 def test_a_token_too_wide_for_one_program_is_unsupported(monkeypatch):
-    monkeypatch.setattr("lm.kernels.cell.MOST_ENTRIES", 16)
+    monkeypatch.setattr("lm.kernels.cell_arguments.MAX_GPU_ENTRIES", 16)
     with pytest.raises(Unsupported, match="1 vectors of 19 channels"):
         solved(problem())
 
@@ -313,9 +313,9 @@ def test_under_autocast_rows_and_maps_of_y_are_read_as_they_are_multiplied(monke
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
     real = triton_cell.cell
 
-    def watched(layout, options, raw, weight_y, x, *others):
-        dtypes.append((raw.dtype, weight_y.dtype, x.dtype))
-        return real(layout, options, raw, weight_y, x, *others)
+    def watched(arguments):
+        dtypes.append(tuple(arguments[name].dtype for name in ("raw", "weight_y", "x")))
+        return real(arguments)
 
     monkeypatch.setattr(triton_cell, "cell", watched)
     for narrow in (False, True):
@@ -397,32 +397,32 @@ def test_what_is_recorded_serves_other_tensors_lengths_and_places(recorded, monk
 
 def test_a_token_is_two_launches_forwards_and_two_back():
     layout, options, tensors = on_gpu(problem(length=8))
-    given = [t.float() if t is not None else None for t in tensors.values()]
-    sizes, named = triton_cell._prepare(layout, options, "mamba1", *given)
-    plan = triton_cell._plan(layout, options, "mamba1", sizes, named, True)
+    arguments = CellArguments(layout, options, **cast(tensors, torch.float32))
+    sizes, named = triton_cell._prepare(arguments)
+    plan = triton_cell._make_plan(arguments, sizes, named, True)
     assert len(triton_cell.forward_launches(plan)) == 2 * 8 + 1
     assert len(triton_cell.backward_launches(plan)) == 2 * 8 + 2
-    plan = triton_cell._plan(layout, options, "mamba1", sizes, named, False)
+    plan = triton_cell._make_plan(arguments, sizes, named, False)
     assert len(triton_cell.forward_launches(plan)) == 2 * 8
 
 
 def test_schedules_are_dropped_above_their_number(monkeypatch):
     monkeypatch.setattr(launches, "_schedules", type(launches._schedules)())
-    monkeypatch.setattr(launches, "MOST_SCHEDULES", 2)
-    made = [launches.schedule(key, object) for key in "abac"]
+    monkeypatch.setattr(launches, "MAX_SCHEDULES", 2)
+    made = [launches.get_schedule(key, object) for key in "abac"]
     assert made[0] is made[2] and len(launches._schedules) == 2
-    assert launches.schedule("a", object) is made[0]
-    assert launches.schedule("b", object) is not made[1]
+    assert launches.get_schedule("a", object) is made[0]
+    assert launches.get_schedule("b", object) is not made[1]
 
 
 @pytest.mark.parametrize("rank", range(1, 9))
 def test_warps_are_a_power_of_two(rank):
     layout, options, tensors = on_gpu(problem(length=1, rank=rank))
-    given = [t.float() if t is not None else None for t in tensors.values()]
-    sizes, named = triton_cell._prepare(layout, options, "mamba1", *given)
-    plan = triton_cell._plan(layout, options, "mamba1", sizes, named, True)
+    arguments = CellArguments(layout, options, **cast(tensors, torch.float32))
+    sizes, named = triton_cell._prepare(arguments)
+    plan = triton_cell._make_plan(arguments, sizes, named, True)
     for d in (8, 96, 512, 768, 1536, 4096, 65536):
-        warps = [plan._replace(d=d).warps(most) for most in (256, 512)]
+        warps = [plan._replace(sizes=sizes._replace(d=d)).warps(most) for most in (256, 512)]
         assert set(warps) <= {1, 2, 4, 8, 16}
 
 
@@ -446,7 +446,7 @@ def test_no_one_waits_for_the_device(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "__bool__", waits)
     layout, options, tensors = on_gpu((*given[:2], cast(given[2], torch.float32)))
     tensors["x"].requires_grad_()
-    y, _, _ = triton_cell.cell(layout, options, **tensors, adjoint=None)
+    y, _, _ = solve(triton_cell.cell, layout, options, **tensors)
     y.backward(torch.ones_like(y))
 
 
@@ -458,7 +458,7 @@ def test_on_a_card_graphs_are_replayed_and_equal_the_cpu(monkeypatch):
     skip_where_missing(cpu_cell)
     monkeypatch.setattr(launches, "_schedules", type(launches._schedules)())
     given = problem(b=16, length=200, d=1536, n=16, y_scale=0.5)
-    expected = results(cpu_cell.cell, given, torch.float32, adjoint=None)
+    expected = results(cpu_cell.cell, given, torch.float32)
     for _ in range(2):
         assert_close(ours(given), expected, 1e-2)
     graphs = [made.graph for made in launches._schedules.values()]
@@ -476,16 +476,22 @@ TRAINED += [{**DEFAULT, "d": 1024, "r": 3}]
 def launched(d, n, r, kind):
     """One launch of each kernel, in bf16, as cases of `resources`."""
     norm, heads = ("layer", 1) if kind == "mamba1" else ("rms", d // 64)
-    options = triton_cell.Options(
-        r, 2.0, "silu", True, 1e-6, None, True, 1, norm, 1e-5, n
-    )  # fmt: skip
-    layout = triton_cell.Layout(0, r * d, r * d + r, r * d + r + n)
+    options = Options(r, 2.0, "silu", True, 1e-6, None, True, 1, norm, 1e-5, n)
     columns = r * d + r + 2 * n
-    given = ("keep", "gate", "D", "norm_weight") + (("norm_bias",) if norm == "layer" else ())
+    present = ("keep", "gate", "D", "norm_weight") + (("norm_bias",) if norm == "layer" else ())
     plan = triton_cell.Plan(
-        layout, options, kind, 16, d, n, heads, columns, columns, columns, 1, torch.float32,
-        torch.bfloat16, torch.device("cuda"), given, True, "tf32",
-    )  # fmt: skip
+        layout=Layout(0, r * d, r * d + r, r * d + r + n),
+        options=options,
+        sizes=Sizes(kind, 16, 0, d, n, heads, columns, columns),
+        raw_step=columns,
+        chunk=1,
+        raw=torch.float32,
+        weight=torch.bfloat16,
+        device=torch.device("cuda"),
+        present=present,
+        saves_for_backward=True,
+        precision="tf32",
+    )
     made = triton_cell.forward_launches(plan) + triton_cell.backward_launches(plan)
     table = torch.empty(32, dtype=torch.int64)
     # The plan's chunk of one token gives every launch once; the loop over a chunk is compiled as

@@ -14,7 +14,7 @@ from lm.model.cell import (
     find_root,
     solve_low_rank,
 )
-from lm.model.solver import BISECTED, FAILED, LIMITED
+from lm.model.solver import BISECTED, FAILED, GRAD_LIMITED
 from tests.kernels import skip_where_missing
 
 D = 12
@@ -346,7 +346,7 @@ def attached(rest, outcome):
 def test_gradient_near_a_fold_is_limited_and_counted():
     grad, outcome = attached([[[0.5]], [[1e-9]], [[0.0]], [[-1.0]]], [0, 0, FAILED, BISECTED])
     torch.testing.assert_close(grad.flatten(), torch.tensor([2.0, MOST_GAIN, 1.0, -1.0]).double())
-    assert outcome == [0, LIMITED, FAILED, BISECTED]
+    assert outcome == [0, GRAD_LIMITED, FAILED, BISECTED]
 
 
 def test_gradient_limit_is_on_the_euclidean_norm():
@@ -358,7 +358,7 @@ def test_gradient_limit_is_on_the_euclidean_norm():
     expected = torch.tensor([[30.0, 1.0]]).double()
     expected *= MOST_GAIN * 2**0.5 / expected.norm()
     torch.testing.assert_close(grad, expected)
-    assert outcome == [LIMITED]
+    assert outcome == [GRAD_LIMITED]
 
 
 def test_failed_token_has_the_one_step_gradient():

@@ -102,7 +102,10 @@ def test_padding_does_not_dilute_the_share_of_failures(monkeypatch):
     monkeypatch.setattr(full_rank, "MAX_DENSE_WIDTH", 0)
     monkeypatch.setattr(full_rank, "MOST_PICARD", 55)
     monkeypatch.setattr(full_rank, "MAX_ACCELERATED_ITERS", 0)
-    model, ids = model_of(mixer="kronecker", n_layer=1, mixer_gate_start=0.0).eval(), tokens(4, 9)
+    model, ids = (
+        model_of(mixer="kronecker", n_layer=1, mixer_gate_init_bias=0.0).eval(),
+        tokens(4, 9),
+    )
     alone = model(ids).fixed_point.failed
     assert (alone > 0).all() and (alone < 1).all()
     padded = torch.cat([torch.zeros_like(ids), ids], 1)

@@ -217,7 +217,7 @@ def test_every_precision_finds_the_same_of_several_solutions(mixer, rank):
 
     With open gates an equation of an untrained layer has several solutions.
     """
-    fields = {} if mixer in ("nonselective", "selective_dense") else {"mixer_gate_start": 0.0}
+    fields = {} if mixer in ("nonselective", "selective_dense") else {"mixer_gate_init_bias": 0.0}
     model, ids = untrained(mixer, rank, **fields), torch.randint(64, (64, 1))
     narrow, wide = model(ids).logits, model.double()(ids).logits
     off = (narrow - wide).norm(dim=-1) / wide.norm(dim=-1)

@@ -30,7 +30,9 @@ def off_cpu(monkeypatch):
 def untrained(**fields):
     torch.manual_seed(0)
     sizes = dict(vocab_size=6, d_model=16, n_layer=1, d_state=4, tie_embeddings=False)
-    return FPRNNForCausalLM(FPRNNConfig(**{**sizes, "mixer_gate_start": -3.0, **fields})).train()
+    return FPRNNForCausalLM(
+        FPRNNConfig(**{**sizes, "mixer_gate_init_bias": -3.0, **fields})
+    ).train()
 
 
 def wrong(ours, theirs):

@@ -65,23 +65,23 @@ def test_a_line_and_a_list_name_the_same_layers():
         ("mamba*x", 1, r"`mamba\*x`: a count"),
         ("", 1, "layers is empty"),
         ([], 1, "layers is empty"),
-        (3, 1, "it must be a line such as"),
-        (["mamba", 3], 2, "it must be a line such as"),
-        ("mamba*3 fp_mamba1", 6, "4 layers, and n_layer is 6: n_layer must be 4, or a .* as 8 is"),
+        (3, 1, "it must be a text such as"),
+        (["mamba", 3], 2, "it must be a text such as"),
+        ("mamba*3 fp_mamba1", 6, "4 layers, and n_layer is 6: n_layer must be 4, or a .* 8"),
         ([{"mamba": {"mixer": "dplr"}}], 1, "gives `mixer` to mamba: its options are expand"),
         ([{"mlp": {"dff": 3}}], 1, r"gives `dff` to mlp \(did you mean d_ff\?\)"),
         ([{"mlp": 3}], 1, "is a mapping of one kind to its options"),
         ([{"mlp": {}, "mamba": {}}], 1, "is a mapping of one kind to its options"),
-        ("fp_mamba1 fp_rnn", 2, "fp_mamba1 and fp_rnn: the fixed-point layers of one model"),
+        ("fp_mamba1 fp_rnn", 2, "fp_mamba1 and fp_rnn: all fixed-point layers of a model"),
         ([{"mamba2": {"headdim": 24}}], 1, "layers, mamba2: headdim is 24: it must divide"),
-        ([{"attention": {"n_heads": 5}}], 1, "layers, attention: n_heads is 5 .* as 4 does"),
+        ([{"attention": {"n_heads": 5}}], 1, "layers, attention: n_heads is 5 .* example 4"),
         ([{"attention": {"n_heads": 32}}], 1, "RoPE rotates pairs"),
-        ([{"gated_deltanet": {"n_heads": 5}}], 1, "layers, gated_deltanet: n_heads is 5 .* as 4"),
+        ([{"gated_deltanet": {"n_heads": 5}}], 1, "gated_deltanet: n_heads is 5 .* example 4"),
         ([{"gated_deltanet": {"n_householder": 2}}], 1, "gives `n_householder` to gated_deltanet"),
         ([{"gated_deltaproduct": {"n_householder": 0}}], 1, "n_householder is 0: it must be"),
         ([{"gated_deltaproduct": {"allow_neg_eigval": 3}}], 1, "must be true or false, or auto"),
         ("gated_delta_net", 1, r"did you mean gated_deltanet\?"),
-        ([{"fp_mamba1": {"mixer": "monarch", "mixer_rank": 5}}], 1, "mixer_rank is 5: of monarch"),
+        ([{"fp_mamba1": {"mixer": "monarch", "mixer_rank": 5}}], 1, "mixer_rank is 5: for monarch"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(layers, n_layer, said):
@@ -100,7 +100,10 @@ def test_an_option_is_of_its_layer_alone():
     assert (one.config.mixer_rank, other.config.mixer_rank) == (1, 3)
     assert (one.A_log.shape[1], other.A_log.shape[1]) == (4, 6)
     bounded = FPRNNConfig(**SIZES, n_layer=2, layers=["fp_rnn", {"fp_rnn": {"mixer": "monarch"}}])
-    assert [bounded.of_layer(layer).contractive for layer in bounded.layer_list()] == [None, 0.95]
+    assert [bounded.layer_config(layer).contractive for layer in bounded.layer_list()] == [
+        None,
+        0.95,
+    ]
 
 
 # The layers.

@@ -7,7 +7,7 @@ from lm.model import solver
 from lm.model.solver import (
     NonFiniteError,
     Rule,
-    _share_elsewhere,
+    _share_other_solution,
     implicit_gradient,
     relative_residual,
     solve_paper,
@@ -175,6 +175,6 @@ def test_padding_is_not_counted_as_another_solution():
     other[:, 1] = -1.0
     other[0, 2:] = torch.nan
     mask = torch.tensor([[True, True, False, False], [True, True, True, True]])
-    assert _share_elsewhere(other, y, mask).tolist() == [0.5, 0.25]
-    assert _share_elsewhere(other, y, None).tolist() == [0.75, 0.25]
-    assert _share_elsewhere(other, y, torch.zeros_like(mask)).tolist() == [0.0, 0.0]
+    assert _share_other_solution(other, y, mask).tolist() == [0.5, 0.25]
+    assert _share_other_solution(other, y, None).tolist() == [0.75, 0.25]
+    assert _share_other_solution(other, y, torch.zeros_like(mask)).tolist() == [0.0, 0.0]

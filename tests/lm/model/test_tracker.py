@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lm.kernels.cell import fits_a_gpu
-from lm.kernels.cpu import cell as cpu_cell
+from lm.kernels.cell_arguments import fits_a_gpu
+from lm.kernels.cpu import cpu_cell
 from lm.model import strategies
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -95,8 +95,8 @@ def test_iterations_to_another_solution_are_counted():
             papers = model(ids, count_iterations=True)
     right = [(output.logits.argmax(-1) == answers).float().mean() for output in (own, papers)]
     assert right[0] > 0.95 and right[1] < 0.5
-    assert own.fixed_point.elsewhere.mean() > 0.5
-    assert papers.fixed_point.elsewhere.max() == 0
+    assert own.fixed_point.other_solution.mean() > 0.5
+    assert papers.fixed_point.other_solution.max() == 0
     torch.testing.assert_close(own.fixed_point.num_iters, papers.fixed_point.num_iters)
 
 
@@ -114,8 +114,8 @@ def test_limited_gradients_equal_plain_pytorch(rank, monkeypatch):
         stats = model(ids).fixed_point
         found[kernels] = loss_and_gradient(model, ids, answers)[1], stats
     (plain, its_stats), (compiled, stats) = found["plain"], found["auto"]
-    assert (stats.limited.mean() > 0.005) == (rank > 1)
-    for name in ("failed", "bisected", "limited"):
+    assert (stats.grad_limited.mean() > 0.005) == (rank > 1)
+    for name in ("failed", "bisected", "grad_limited"):
         torch.testing.assert_close(getattr(stats, name), getattr(its_stats, name))
     assert relative(compiled, plain) < 1e-6
 

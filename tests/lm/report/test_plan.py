@@ -14,13 +14,13 @@ from lm.config.data import Data, Stage
 from lm.config.model import Model
 from lm.config.schema import Config
 from lm.report import estimate
-from lm.report.plan import describe, plan, where
+from lm.report.plan import describe, parse_hardware, plan
 from lm.training.build import build_model
 
 ROOT = Path(__file__).parents[3]
 LM = ROOT / "configs/lm"
-A100 = where(4, "a100-80g")
-H200 = where(1, "h200")
+A100 = parse_hardware(4, "a100-80g")
+H200 = parse_hardware(1, "h200")
 
 
 def tiny(solver=None, **model) -> Config:
@@ -119,13 +119,13 @@ def test_the_models_formula_against_one_training_step(glu_in_loop):
 
 
 def needed(cfg: Config, ranks: int = 1, gpu: str = "a100-80g"):
-    return plan(cfg, where(ranks, gpu))["memory"]
+    return plan(cfg, parse_hardware(ranks, gpu))["memory"]
 
 
 def test_memory_falls_with_the_zero_stage():
     cfg = tiny()
     cfg.engine.deepspeed = {"zero_optimization": {"reduce_bucket_size": 1000}}
-    p = plan(cfg, where(4, "a100-80g"))
+    p = plan(cfg, parse_hardware(4, "a100-80g"))
     n, of = p["parameters"], p["stages"]
     assert of[1] == p["memory"]  # the default
     assert of[0].weights == 4 * n and of[0].optimizer == 8 * n and of[0].master == 0
@@ -138,7 +138,7 @@ def test_memory_falls_with_the_zero_stage():
 
 def test_deepspeeds_buffers_are_those_of_its_json():
     cfg = tiny()
-    planned = plan(cfg, where(4, "a100-80g"))
+    planned = plan(cfg, parse_hardware(4, "a100-80g"))
     of = {s: m.buffers for s, m in planned["stages"].items()}
     n = planned["parameters"]
     # ZeRO-1 and 2 fill one buffer while the other is sent.
@@ -200,7 +200,7 @@ def test_what_a_layer_keeps_is_what_was_once_counted(on_gpu, precision, counted,
 def test_the_formula_by_hand():
     """ZeRO-1, two ranks, fp32, a CPU: 16 layers' channels and 4,096 tokens' logits at most."""
     cfg = tiny(n_layer=2)
-    p = plan(cfg, where(2, "cpu"))
+    p = plan(cfg, parse_hardware(2, "cpu"))
     n, m, tokens = p["parameters"], p["memory"], 3 * 32
     assert (m.weights, m.gradients, m.master, m.optimizer) == (4 * n, 4 * n, 2 * n, 4 * n)
     assert m.activations == 2 * 14 * 4 * 32 * tokens + 8 * 16 * tokens
@@ -208,7 +208,7 @@ def test_the_formula_by_hand():
     assert m.loss == 12 * 64 * tokens and m.runtime == 0
     assert m.total == pytest.approx(14 * n + 4 * n + m.activations + max(m.working, m.loss))
     cfg.train.micro_batch_size = 1000
-    assert plan(cfg, where(2, "cpu"))["memory"].loss == 12 * 64 * 4096
+    assert plan(cfg, parse_hardware(2, "cpu"))["memory"].loss == 12 * 64 * 4096
 
 
 # Against the card.
@@ -220,11 +220,11 @@ def paper(*overrides: str) -> Config:
 
 def test_what_does_not_fit_is_said_with_what_needs_less():
     cfg = paper("train.micro_batch_size=16")
-    p = plan(cfg, where(4, "a100-40g"))
+    p = plan(cfg, parse_hardware(4, "a100-40g"))
     assert not p["fits"]
     assert shown(p, cfg)["to make it fit"].startswith("a smaller train.micro_batch_size")
     smaller = paper("train.micro_batch_size=8")
-    again = plan(smaller, where(4, "a100-40g"))
+    again = plan(smaller, parse_hardware(4, "a100-40g"))
     assert again["fits"] and again["tokens_per_step"] == p["tokens_per_step"]
     assert "to make it fit" not in shown(again, smaller)
 
@@ -234,7 +234,7 @@ def test_what_does_not_fit_is_said_with_what_needs_less():
 
 def test_hours_are_flops_over_the_cards_rate():
     cfg = config.load(LM / "mamba_160m_fineweb2b.yaml")
-    p = plan(cfg, where(4, "a100-80g", utilisation=0.5))
+    p = plan(cfg, parse_hardware(4, "a100-80g", utilisation=0.5))
     model = estimate.on_the_meta_device(cfg, 50264)
     flops = model.flops_per_token(1, length=2048) * p["tokens"]
     assert p["hours"]["matrix products"] == pytest.approx(flops / (4 * 312e12 * 0.5) / 3600)
@@ -252,7 +252,7 @@ def test_tokens_one_after_the_other_take_their_time_whatever_their_flops():
     seconds = 12 * 2048 * micro_batches * (TOKEN_S + SEQUENCE_S * cfg.train.micro_batch_size)
     assert p["hours"]["token after token"] == pytest.approx(seconds / 3600)
     assert p["evaluations"] == 1
-    faster = plan(cfg, where(4, "a100-80g", utilisation=0.5))["hours"]
+    faster = plan(cfg, parse_hardware(4, "a100-80g", utilisation=0.5))["hours"]
     assert faster["token after token"] == p["hours"]["token after token"]
     assert faster["matrix products"] == pytest.approx(p["hours"]["matrix products"] / 2)
 
@@ -269,7 +269,7 @@ def test_tokens_one_after_the_other_take_their_time_whatever_their_flops():
         ({"schedule": "sequential"}, {"mixer": "kronecker"}, H200, None),
         ({"schedule": "parallel"}, {}, H200, None),
         ({"token": "iterate", "stopping": "paper"}, {}, H200, None),
-        ({}, {}, where(1, "cpu"), None),
+        ({}, {}, parse_hardware(1, "cpu"), None),
     ],
     ids=str,
 )
@@ -285,7 +285,7 @@ def test_hours_are_known_where_a_rate_was_measured(solver, model, at, kernels):
 
 
 def test_evaluations_are_one_where_tokens_are_solved_one_by_one():
-    assert plan(tiny(), where(1, "cpu"))["evaluations"] == 1
+    assert plan(tiny(), parse_hardware(1, "cpu"))["evaluations"] == 1
     assert plan(tiny(mixer="kronecker"), H200)["evaluations"] == 10  # in windows
     mixed = tiny(layers=["fp_mamba1", {"fp_mamba1": {"dt_h_dep": True}}])
     assert plan(mixed, H200)["evaluations"] == 5.5
@@ -294,7 +294,7 @@ def test_evaluations_are_one_where_tokens_are_solved_one_by_one():
 
 def test_a_share_above_one_is_refused():
     with pytest.raises(ConfigError, match="--utilisation is 25: it is the share of the card's"):
-        where(4, utilisation=25.0)
+        parse_hardware(4, utilisation=25.0)
 
 
 # The shipped configs.
@@ -343,7 +343,7 @@ def shown(p: dict, cfg: Config) -> dict[str, str]:
 def test_an_update_against_the_adversary_is_two_passes(until, passes):
     cfg = tiny()
     plain = plan(cfg, H200)
-    cfg.train.adversary = 0.1
+    cfg.train.adversarial_noise = 0.1
     if until:
         data = cfg.data.model_copy(update={"curriculum": [Stage(until=until, weights={})]})
         cfg = cfg.model_copy(update={"data": data})
@@ -358,10 +358,10 @@ def test_an_update_against_the_adversary_is_two_passes(until, passes):
 
 def test_where_a_stage_waits_the_plan_says_at_least():
     mixture = {"words": {"source": "traces", "weight": 1}}
-    stage = {"until": 3, "at": 0.9, "weights": {"words": 1}}
+    stage = {"until": 3, "min_answer_prob": 0.9, "weights": {"words": 1}}
     data = {"seq_len": 32, "mixture": mixture, "curriculum": [stage]}
     cfg = tiny().model_copy(update={"data": Data(**data)})
-    cfg.train.adversary = 0.1
+    cfg.train.adversarial_noise = 0.1
     assert "two passes in at least 4 updates" in shown(plan(cfg, H200), cfg)["hours"]
 
 
@@ -373,12 +373,13 @@ def test_every_model_has_a_plan(name):
 
 
 def test_a_card_that_is_not_listed_is_described():
-    described = where(2, "b200:2250:178").card
+    described = parse_hardware(2, "b200:2250:178").card
     assert described.name == "b200" and described.memory == 178 * 2**30
     assert described.peak == {"bf16": 2250e12, "fp32": 2250e12}
-    assert "2 × b200" in shown(plan(tiny(), where(2, "b200:2250:178")), tiny())["ranks (GPUs)"]
+    costs = plan(tiny(), parse_hardware(2, "b200:2250:178"))
+    assert "2 × b200" in shown(costs, tiny())["ranks (GPUs)"]
     for wrong in ("b200:2250:178:8", "b200:0:178", "b200:x:178", ":1:1", "b200:inf:1"):
         with pytest.raises(ConfigError, match=f"--gpu {wrong}: .* is NAME:TFLOPS:GIB,"):
-            where(2, wrong)
+            parse_hardware(2, wrong)
     with pytest.raises(ConfigError, match="Any other is described by its data sheet: NAME:TFLOPS"):
-        where(2, "b200")
+        parse_hardware(2, "b200")

@@ -24,7 +24,9 @@ def report(evaluations, failed, residual, iterations=None) -> SimpleNamespace:
     """What a model reports of its solves, without what is not read here."""
     fields = {"evaluations": evaluations, "failed": failed, "residual": residual}
     tensors = {name: torch.tensor(values) for name, values in fields.items()}
-    tensors |= dict.fromkeys(("bisected", "limited", "elsewhere"), 0.0 * tensors["residual"])
+    tensors |= dict.fromkeys(
+        ("bisected", "grad_limited", "other_solution"), 0.0 * tensors["residual"]
+    )
     counted = None if iterations is None else torch.tensor(iterations)
     return SimpleNamespace(**tensors, num_iters=counted, layers=None, adjoint_norm=None)
 
@@ -96,7 +98,7 @@ def test_sequences_of_padding_do_not_count_on_any_rank():
 def test_the_adjoint_is_the_largest_of_each_layer(norms, adjoint):
     ones = torch.ones(2, 2)
     fields = dict.fromkeys(FixedPointStats._fields)
-    fields |= dict.fromkeys(("evaluations", "failed", "bisected", "limited", "residual"), ones)
+    fields |= dict.fromkeys(("evaluations", "failed", "bisected", "grad_limited", "residual"), ones)
     report = FixedPointReport((fields | {"adjoint_norm": norms}).values())
     assert fixed_point_metrics([report]).get("adjoint") == adjoint
 
@@ -117,7 +119,7 @@ def test_unsolved_tokens_are_warned_about_once_a_layer():
     assert said[0].startswith(
         "warning: update 2: the token's equation was not solved for 2.30% of the tokens of layer 1"
     )
-    assert "model.contractive: 0.9" in said[0] and "model.mixer_gate_start: -3" in said[0]
+    assert "model.contractive: 0.9" in said[0] and "model.mixer_gate_init_bias: -3" in said[0]
     assert "10.00% of the tokens of layer 0" in said[1]
     metrics.FailureWatch(said.append, EXACT).look({"failed": [0.5], "layers": [3]}, "update 1")
     assert "of the tokens of layer 3 " in said[2]  # a hybrid's
@@ -133,7 +135,7 @@ def test_ill_conditioned_tokens_are_warned_about_too(name, words):
 
 def test_an_iteration_count_of_another_solution_is_marked():
     counts = {"mean": [53.9, 7.0], "elsewhere": [0.85, 0.01]}
-    assert metrics.is_elsewhere(counts) == [True, False]
+    assert metrics.has_other_solution(counts) == [True, False]
     assert metrics.marked(counts) == ["53.9†", "7.0"]
     assert metrics.marked({"mean": [53.9]}) == ["53.9"]  # of before this was compared
 

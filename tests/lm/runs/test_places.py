@@ -51,7 +51,7 @@ def test_a_mistyped_path_is_refused_before_anything_heavy_is_imported(tmp_path):
     (tmp_path / "runs").mkdir()
     code = (
         "import sys\n"
-        "from fprnn.command import main\n"
+        "from synthetic.fprnn_command import main\n"
         f"for words in {[words for words, _ in MISTYPED]!r}:\n"
         "    status = main(words.split())\n"
         f"    heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"

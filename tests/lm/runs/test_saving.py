@@ -360,7 +360,7 @@ def test_a_directory_is_given_up_only_when_nothing_is_written_any_more(tmp_path,
 def test_a_save_that_waits_for_a_dead_rank_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "LAST_WAIT_S", 0.3)
     alone = Ranks(0, 2)  # the other one is gone
-    monkeypatch.setattr(Ranks, "first", lambda self, fn, *args: fn(*args))
+    monkeypatch.setattr(Ranks, "run_on_main", lambda self, fn, *args: fn(*args))
     made = Checkpoints(tmp_path, alone, Checkpoint())
     made.save(1, lambda: state(1))
     began = time.monotonic()

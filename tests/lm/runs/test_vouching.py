@@ -16,12 +16,13 @@ from lm.data.sources.errors import DataError
 from lm.model.checksums import SUMS, read_sums, write_sums
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.report.report import report
+from lm.runs.auto_classes import register_auto_classes
 from lm.runs.checkpoint import MANIFEST
 from lm.runs.exported import LoadError, load_model, load_tokenizer
 from lm.runs.lease import Lease
 from lm.runs.run_dir import RunDir, RunDirError
 from lm.runs.written import CARD, EXPORT_RECORD
-from lm.training.init_from import read as read_source
+from lm.training.init_from import read_source
 from tests.refusals import refused
 from tests.running import ROOT, fprnn, losses, run, run_alone
 
@@ -105,6 +106,7 @@ def test_a_file_that_is_gone_is_named_and_the_card_may_change(copy):
 
 
 def test_from_pretrained_refuses_changed_weights(copy):
+    register_auto_classes()
     for load in (FPRNNForCausalLM, AutoModelForCausalLM):
         load.from_pretrained(copy)
     flip(copy / "model.safetensors", 8 * 5000)

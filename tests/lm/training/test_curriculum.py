@@ -20,9 +20,9 @@ MIXTURE = {
     "b": {"source": "traces", "weight": 1, "traces": {"documents": 400, "group": "Z2"}},
     "c": {"source": "jsonl", "path": "tests/data/tiny.jsonl", "weight": 1},
 }
-WAITING = {"until": 10_000, "at": 0.9, "weights": {"a": 0, "b": 1, "c": 1}}
+WAITING = {"until": 10_000, "min_answer_prob": 0.9, "weights": {"a": 0, "b": 1, "c": 1}}
 ENDING = {"until": 20_000, "weights": {"a": 1}}
-AFTER = {"until": 30_000, "at": 0.5, "weights": {"a": 1, "b": 2}}
+AFTER = {"until": 30_000, "min_answer_prob": 0.5, "weights": {"a": 1, "b": 2}}
 
 
 def curriculum_and_batches():
@@ -38,7 +38,7 @@ def test_the_answers_of_a_stage_that_waits_end_it(capsys):
     assert curriculum.waiting(EVERY) == ["b"], "its traces alone"
     said = curriculum.look(EVERY, 0.89)
     assert said == {"curriculum": {"stage": 0, "answers": 0.89, "ended": False}}
-    assert curriculum.stage.at == 0.9 and not capsys.readouterr().out
+    assert curriculum.stage.min_answer_prob == 0.9 and not capsys.readouterr().out
     said = curriculum.look(2 * EVERY, 0.9)
     assert said == {"curriculum": {"stage": 0, "answers": 0.9, "ended": True}}
     assert batches.stage == 1 and curriculum.stage.until == ENDING["until"]
@@ -49,7 +49,9 @@ def test_the_answers_of_a_stage_that_waits_end_it(capsys):
     assert not curriculum.look(4 * EVERY, math.nan)["curriculum"]["ended"]
     curriculum.look(AFTER["until"] - EVERY + 1, 0.2)
     said = capsys.readouterr().out
-    assert f"ends unlearned after update {AFTER['until']} (answers 0.20, at: 0.5)" in said
+    assert (
+        f"ends unlearned after update {AFTER['until']} (answers 0.20, min_answer_prob: 0.5)" in said
+    )
     curriculum.look(4 * EVERY, 0.7)
     assert batches.stage == 3 and curriculum.stage is None
     assert curriculum.waiting(5 * EVERY) == []
@@ -62,10 +64,10 @@ def test_without_stages_nothing_is_asked():
     assert none.stage is None and none.waiting(EVERY) == []
 
 
-UNLEARNED = f"data.curriculum={json.dumps([WAITING | {'at': 0.999}])}"
+UNLEARNED = f"data.curriculum={json.dumps([WAITING | {'min_answer_prob': 0.999}])}"
 SETTINGS = (
     "data.source=builtin", "data.path=null", f"data.mixture={json.dumps(MIXTURE)}",
-    f"data.curriculum={json.dumps([WAITING | {'at': 1.0e-9}])}", "data.val_tokens=300",
+    f"data.curriculum={json.dumps([WAITING | {'min_answer_prob': 1.0e-9}])}", "data.val_tokens=300",
 )  # fmt: skip
 
 
@@ -98,7 +100,7 @@ def test_a_run_whose_stage_has_ended_goes_on_as_if_undisturbed(tmp_path):
     steps, end = EVERY + 6, EVERY
     settings = [
         *SETTINGS, "train.global_batch_size=4", "train.grad_accum_steps=null",
-        "train.adversary=0.5", f"train.steps={steps}", f"checkpoint.every={end}",
+        "train.adversarial_noise=0.5", f"train.steps={steps}", f"checkpoint.every={end}",
     ]  # fmt: skip
     whole, done = run(tmp_path / "whole", *settings)
     assert f"update {end:>6}  stage 0 of the curriculum ends" in done.stdout

@@ -11,7 +11,7 @@ from tests.running import ENV, fprnn, run
 # With noise on the states, which must not depend on the ranks either.
 EVERY = ("checkpoint.every=2", "checkpoint.keep=9", "train.global_batch_size=4",
          "train.grad_accum_steps=null", "log.every=1", "solver.state_noise=0.2",
-         "train.adversary=0.1")  # fmt: skip
+         "train.adversarial_noise=0.1")  # fmt: skip
 
 
 def trace(records):

@@ -160,11 +160,11 @@ def test_one_task_of_slurm_needs_no_rank_and_ranks_may_come_from_it(monkeypatch)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert ranks.launched() == (0, 1, 0)
+    assert ranks.read_launcher_ranks() == (0, 1, 0)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
-    assert ranks.launched() == (3, 4, 1)
+    assert ranks.read_launcher_ranks() == (3, 4, 1)
 
 
 LABELS = [[1, 2, 3, 4]], [[1, -100, -100, -100]], [[-100] * 4]

@@ -187,7 +187,7 @@ def test_a_pickle_of_weights_is_refused_by_name(tmp_path, zipped):
     file = tmp_path / "pytorch_model.bin"
     mark = tmp_path / "mark"
     torch.save({"x": Planted(mark)}, file, _use_new_zipfile_serialization=zipped)
-    for read in (init_from.read, load_model):
+    for read in (init_from.read_source, load_model):
         with pytest.raises(LoadError, match=rf"{file} is not read: it is a pickle that holds the"):
             read(tmp_path)
     assert not mark.exists()

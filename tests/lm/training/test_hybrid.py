@@ -27,9 +27,9 @@ def refused(cfg) -> str:
         ({"layers": "mamba*3 fp_mambo1"}, "did you mean fp_mamba1?"),
         ({"layers": "mamba*3"}, "n_layer must be 3, or a multiple of it"),
         ({"layers": [{"mamba": {"expand": "two"}}]}, "model.layers, mamba: expand is 'two': "),
-        ({"layers": [{"fp_mamba1": {"bc_norm": 3}}]}, "model.layers, fp_mamba1: bc_norm is 3: "),
+        ({"layers": [{"fp_mamba1": {"bc_norm": 3}}]}, "layers, fp_mamba1: bc_norm is 3: "),
         ({"layers": [{"gated_deltanet": {"allow_neg_eigval": 3}}]}, "allow_neg_eigval is 3: "),
-        ({"layers": "gated_deltanet", "n_heads": 3}, "it must divide d_model = 16, as 2 does"),
+        ({"layers": "gated_deltanet", "n_heads": 3}, "it must divide d_model = 16, for example 2"),
         ({"layers": "mamba", "name": "lstm"}, "model.layers is of model.name fprnn, not of lstm"),
     ],
 )
@@ -43,7 +43,7 @@ def test_what_needs_a_fixed_point_is_refused_without_one():
     assert not cfg.model.has_fixed_point and not hybrid(name="mamba").model.has_fixed_point
     with pytest.raises(ConfigError, match="which mamba has not: set it to 0"):
         config.build(
-            {"model": {"layers": "mamba"}, "train": {"adversary": 0.1}},
+            {"model": {"layers": "mamba"}, "train": {"adversarial_noise": 0.1}},
             schema=synthetic.config.Config,
         )
 

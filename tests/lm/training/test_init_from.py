@@ -14,10 +14,11 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.report.estimate import on_the_meta_device
 from lm.report.plan import describe, plan
-from lm.training import init_from, upcycle
-from lm.training.foreign import SourceError, read_folder
+from lm.training import init_from
+from lm.training.hf_mamba import read_folder
 from lm.training.preflight import check_config
-from tests.foreign import binary_folder, ids_of, ours_of, transformers_folder
+from lm.training.upcycle import SourceError, match_weights
+from tests.hf_models import binary_folder, our_model, token_ids, transformers_folder
 from tests.refusals import refused
 from tests.running import run
 
@@ -40,18 +41,20 @@ def model(layers, n_layer, seed=5, **fields):
     return FPRNNForCausalLM(config).eval()
 
 
-def started(source, target, **how):
-    found = upcycle.match(source, target, **how)
-    upcycle.apply(found, source, target)
-    return found
+def start_model(source, target, **options):
+    match = match_weights(source, target, **options)
+    match.apply()
+    return match
 
 
 @torch.no_grad()
 def assert_equal_logits(sources, kind, target):
     """Compare with transformers in fp32, and with the source in our terms in fp64."""
     source, theirs = sources[kind]
-    torch.testing.assert_close(target(ids_of()).logits, theirs(ids_of()).logits, atol=1e-5, rtol=0)
-    found, expected = (m.double()(ids_of()).logits for m in (target, ours_of(source)))
+    torch.testing.assert_close(
+        target(token_ids()).logits, theirs(token_ids()).logits, atol=1e-5, rtol=0
+    )
+    found, expected = (m.double()(token_ids()).logits for m in (target, our_model(source)))
     torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
 
 
@@ -75,17 +78,18 @@ def test_an_inserted_layer_adds_nothing_and_learns(sources, kind, layers, new):
     with torch.no_grad():  # whatever a layer begins with
         for p in target.parameters():
             p += 0.1
-    found = started(sources[kind][0], target)
-    assert (found.silent, found.differs) == (new, [])
+    match = start_model(sources[kind][0], target)
+    assert [i for i, partner in enumerate(match.partners) if partner is None] == new
+    assert match.differences == []
     assert_equal_logits(sources, kind, target)
-    target.train()(ids_of(), labels=ids_of()).loss.backward()
+    target.train()(token_ids(), labels=token_ids()).loss.backward()
     for index in new:
         assert target.backbone.layers[index].block.out_proj.weight.grad.norm() > 1e-4
 
 
 def test_a_head_of_its_own_takes_the_embedding(sources):
     target = model("mamba", 2, tie_embeddings=False)
-    started(sources["mamba"][0], target)
+    start_model(sources["mamba"][0], target)
     assert_equal_logits(sources, "mamba", target)
     assert target.lm_head.weight.data_ptr() != target.backbone.embeddings.weight.data_ptr()
 
@@ -97,66 +101,58 @@ def test_a_head_of_its_own_takes_the_embedding(sources):
     "layers, n_layer, fields, how, said",
     [
         ("mamba", 2, {"d_model": 16}, {"partial": True}, "d_model 32, model.d_model is 16"),
-        ("mamba", 2, {}, {"vocabulary": 32}, "a vocabulary of 24 tokens, .* one of 32"),
-        ("mamba", 2, {}, {"other_tokens": "its tokenizer is another"}, "its tokenizer is another"),
-        ("mamba", 2, {"d_state": 8}, {}, r"A_log \[64, 4\] there, \[64, 8\] here"),
-        ("mamba", 1, {}, {}, "10 extra: backbone.layers.1"),
-        ("mamba fp_mamba1", 2, {}, {}, r"layer 1 \(fp_mamba1, of its layer 1\): it is a mamba"),
-        ("mamba attention", 2, {}, {}, "layer 1 .*: it is a mamba there"),
-        ("attention*3", 3, {}, {}, "20 extra: "),
+        ("mamba", 2, {}, {"vocab_size": 32}, "vocabulary has 24 tokens, this run's 32"),
+        ("mamba", 2, {}, {"token_difference": "its tokenizer differs"}, "its tokenizer differs"),
+        ("mamba", 2, {"d_state": 8}, {}, r"layer 0 \(mamba\): d_state is 8, in the source 4"),
+        ("mamba", 1, {}, {}, r"layer 1 of the source \(mamba\) is not used"),
+        ("mamba fp_mamba1", 2, {}, {}, r"layer 1 of the source \(mamba\) is not used"),
     ],
 )
-def test_what_does_not_match_is_named(sources, layers, n_layer, fields, how, said):
+def test_differences_from_the_source_are_refused(sources, layers, n_layer, fields, how, said):
     with torch.device("meta"):
         target = model(layers, n_layer, **fields)
     with pytest.raises(ConfigError, match=said) as e:
-        upcycle.match(sources["mamba"][0], target, **how)
+        match_weights(sources["mamba"][0], target, **how)
     assert str(e.value).startswith("init_from") and "\n" not in str(e.value)
 
 
-def test_a_source_with_a_head_of_its_own_needs_one_here(tmp_path):
+def test_an_untied_head_of_the_source_needs_an_untied_head(tmp_path):
     source = read_folder(transformers_folder(tmp_path, "mamba", tie_word_embeddings=False)[0])
     with pytest.raises(ConfigError, match=r"its head is not its embedding, and model.tie_embe"):
-        upcycle.match(source, model("mamba", 2))
-    assert "lm_head.weight" not in upcycle.match(source, model("mamba", 2), partial=True).taken
+        match_weights(source, model("mamba", 2))
+    assert "lm_head.weight" not in match_weights(source, model("mamba", 2), partial=True).weights
 
 
-def test_a_part_is_taken_and_nothing_else_changes(sources):
+def test_partial_takes_the_weights_that_fit(sources):
     source = sources["mamba"][0]
     target = model("fp_mamba1 mlp mamba", 3, d_state=8)
     before = {name: p.clone() for name, p in target.named_parameters()}
-    found = started(source, target, partial=True)
-    assert (found.pairs, found.silent) == ([None, None, 0], [0, 1])
-    assert len(found.taken) == 2 + 10 - 2  # of another d_state A_log and x_proj do not fit
-    said = "; ".join(found.differs)
-    for part in ("10 extra: ", "2 of another shape: ", "d_state is 8, and 4 there"):
-        assert part in said
+    match = start_model(source, target, partial=True)
+    assert match.partners == [None, None, 0]
+    assert len(match.weights) == 2 + 10 - 2  # A_log and x_proj depend on d_state
+    differences = "; ".join(match.differences)
+    for part in ("layer 1 of the source", "A_log", "d_state is 8, in the source 4"):
+        assert part in differences
     parameters = dict(target.named_parameters())
-    for name, there in found.taken.items():
-        assert torch.equal(parameters[name], source.weights[there]), name
-    changed = {name for name in found.new if not torch.equal(parameters[name], before[name])}
+    for name, tensor in match.weights.items():
+        assert torch.equal(parameters[name], tensor), name
+    changed = {name for name in match.new if not torch.equal(parameters[name], before[name])}
     assert changed == {f"backbone.layers.{i}.block.out_proj.weight" for i in (0, 1)}
 
 
-def test_a_part_of_the_layers(sources):
-    """Fewer layers, another kind, another vocabulary: taken under `partial`, and said."""
+def test_partial_takes_some_of_the_layers(sources):
     source = sources["mamba"][0]
-    found = upcycle.match(source, model("mamba", 1), partial=True)
-    assert found.pairs == [0] and "10 extra" in found.differs[0]
-    found = upcycle.match(source, model("mamba", 2), partial=True, vocabulary=32)
-    assert found.new == ["backbone.embeddings.weight"]
-    found = upcycle.match(source, model("attention mamba", 2), partial=True)
-    assert found.silent == [0] and found.pairs == [None, 1]
+    assert match_weights(source, model("mamba", 1), partial=True).partners == [0]
+    match = match_weights(source, model("mamba", 2), partial=True, vocab_size=32)
+    assert match.new == ["backbone.embeddings.weight"]
     with pytest.raises(ConfigError, match="a new lstm, which cannot begin by adding nothing"):
-        upcycle.match(source, model("lstm mamba", 2), partial=True)
-    with pytest.raises(ConfigError, match=r"nothing in .* fits the model"):
-        source = source._replace(weights={})
-        upcycle.match(source, model("mamba", 2), partial=True)
+        match_weights(source, model("lstm mamba", 2), partial=True)
 
 
-def test_where_documents_start_is_noted(sources):
-    found = upcycle.match(sources["mamba"][0], model("mamba", 2, reset_at_eos=True))
-    assert found.differs == [] and found.notes == ["reset_at_eos is True here, and False there"]
+def test_another_reset_at_eos_is_logged(sources):
+    match = match_weights(sources["mamba"][0], model("mamba", 2, reset_at_eos=True))
+    assert match.differences == []
+    assert match.describe()[-1] == "reset_at_eos is True, in the source False"
 
 
 # Configurations.
@@ -180,12 +176,15 @@ def test_a_plan_says_what_is_taken_and_refuses_what_does_not_fit(tiny, tmp_path,
     rows = describe(plan(cfg, 1), cfg).columns
     assert list(rows[0].cells).count("init from") == 5  # and of reset_at_eos, the vocabulary
     check_config(cfg, 1)
-    with pytest.raises(ConfigError, match=r"vocabulary of 24 tokens, .* one of 304"):
+    with pytest.raises(ConfigError, match=r"vocabulary has 24 tokens, this run's 304"):
         check_config(tiny(*OURS, f"init_from={folder}", "model.vocab_size=304"), 1)
     for wrong, said in [
-        ((f"init_from={tmp_path / 'no'}",), "no is no folder: it must be a run, a checkpoint"),
-        ((f"init_from={tmp_path / 'runs/tiny/x'}",), "this run's own: choose another `name`"),
-        ((f"init_from={folder}", f"resume={tmp_path}"), "both say where the weights come from"),
+        (
+            (f"init_from={tmp_path / 'no'}",),
+            "no is no folder: init_from must name a run, a checkpoint",
+        ),
+        ((f"init_from={tmp_path / 'runs/tiny/x'}",), "belongs to this run: choose another `name`"),
+        ((f"init_from={folder}", f"resume={tmp_path}"), "name two sources of the weights"),
         (("init_from.partial=true",), "init_from.path` is missing"),
     ]:
         with pytest.raises((ConfigError, SourceError), match=said):
@@ -194,54 +193,49 @@ def test_a_plan_says_what_is_taken_and_refuses_what_does_not_fit(tiny, tmp_path,
     assert main(["plan", *args, f"init_from={folder}"]) == 0
     assert "0.016 M" in capsys.readouterr().out.replace("\n", " ")
     said = refused(capsys, "plan", *args, f"init_from={folder}", "model.d_state=8")
-    assert "4 of another shape: " in said
+    assert "d_state is 8, in the source 4" in said
     said = refused(capsys, "train", "--config", *args, f"init_from={folder}", "model.d_state=8")
-    assert "4 of another shape: " in said
+    assert "d_state is 8, in the source 4" in said
     assert not (tmp_path / "runs").exists()
 
 
 def test_a_run_of_ours_its_checkpoint_and_its_export_are_sources(tiny, tiny_run, tiny_export):
-    """Each the same weights; the shapes are those of the whole."""
     checkpoint = max((tiny_run / "checkpoints").iterdir())
-    sources = [init_from.read(path) for path in (tiny_run, checkpoint, tiny_export)]
-    assert sources[0].what == sources[1].what == "our run, update 8"
+    sources = [init_from.read_source(path) for path in (tiny_run, checkpoint, tiny_export)]
+    assert sources[0].description == sources[1].description == "our run, update 8"
     for source in sources[1:]:
         assert source.weights.keys() == sources[0].weights.keys()
         for name, t in source.weights.items():
             assert torch.equal(t, sources[0].weights[name]), name
-    shapes = init_from.read(tiny_run, shapes_only=True).weights
-    assert {n: t.shape for n, t in shapes.items()} == {
-        n: t.shape for n, t in sources[0].weights.items()
-    }
     hybrid = tiny("model.layers=fp_mamba1 mamba fp_mamba1", "model.n_layer=3")
-    found = upcycle.match(sources[0], on_the_meta_device(hybrid, 304), vocabulary=304)
-    assert (found.pairs, found.differs) == ([0, None, 1], [])
+    found = match_weights(sources[0], on_the_meta_device(hybrid, 304), vocab_size=304)
+    assert (found.partners, found.differences) == ([0, None, 1], [])
     paper = tiny("solver.stopping=paper")
-    found = upcycle.match(sources[0], on_the_meta_device(paper, 304))
-    assert "token is iterate here, and exact there" in found.notes and not found.differs
+    found = match_weights(sources[0], on_the_meta_device(paper, 304))
+    assert "token is iterate, in the source exact" in found.describe() and not found.differences
     other = tiny("model.glu_in_loop=false", "model.out_norm_epsilon=1e-3")
     with pytest.raises(ConfigError) as e:
-        upcycle.match(sources[0], on_the_meta_device(other, 304))
-    for said in ("missing: ", "out_norm_epsilon is 0.001, and 1e-05 there", "glu_in_loop is False"):
+        match_weights(sources[0], on_the_meta_device(other, 304))
+    for said in ("out_norm_epsilon is 0.001, in the source 1e-05", "glu_in_loop is False"):
         assert said in str(e.value)
 
 
 def test_another_tokenizer_is_refused(byte_tokenizer, tiny_run):
     from lm.runs.exported import load_tokenizer
 
-    source = init_from.read(tiny_run, shapes_only=True)
+    source = init_from.read_source(tiny_run)
     own, other = load_tokenizer(tiny_run / "tokenizer"), load_tokenizer(byte_tokenizer)
-    assert init_from._other_tokens(source, own) == ""
-    assert init_from._other_tokens(source._replace(tokenizer=None), other) == ""
-    said = init_from._other_tokens(source, other)
-    assert said.startswith("its tokenizer is another: ") and "tokenizer.name=" in said
+    assert init_from.compare_tokenizers(source, own) == ""
+    assert init_from.compare_tokenizers(source._replace(tokenizer=None), other) == ""
+    said = init_from.compare_tokenizers(source, other)
+    assert said.startswith("its tokenizer differs: ") and "tokenizer.name=" in said
     a, b = sorted(own.get_vocab())[:2]
     numbers = own.get_vocab()
     swapped = SimpleNamespace(get_vocab=lambda: {**numbers, a: numbers[b], b: numbers[a]})
-    said = init_from._other_tokens(source, swapped)
-    assert f"2 of its {len(own)} tokens have another number here, or none" in said
+    said = init_from.compare_tokenizers(source, swapped)
+    assert f"2 of its {len(own)} tokens have another id in this run, or none" in said
     own.add_tokens(["<more>"])
-    assert init_from._other_tokens(source, own) == ""
+    assert init_from.compare_tokenizers(source, own) == ""
 
 
 # Runs.
@@ -267,7 +261,7 @@ def test_a_run_starts_there_once_and_a_resumed_one_does_not(tmp_path, tiny_run, 
     start = (*START, f"init_from={there}")
     whole, done = run(tmp_path / "whole", *start)
     assert done.stdout.count("init     ") == 3
-    source = init_from.read(there)
+    source = init_from.read_source(there)
     alone = FPRNNForCausalLM(source.config)
     alone.load_state_dict(source.weights, strict=False)
     expected = first_loss(alone, tiny(*start, f"out_dir={tmp_path / 'whole'}"))
@@ -287,7 +281,7 @@ def test_a_run_starts_there_once_and_a_resumed_one_does_not(tmp_path, tiny_run, 
     assert (half / "tiny/init_from.json").is_file()
 
 
-def test_a_resumed_run_keeps_where_it_started(tiny, tiny_run):
+def test_a_resumed_run_keeps_where_it_start_model(tiny, tiny_run):
     from lm.runs.run_dir import RunDirError, _check_continued
 
     with pytest.raises(RunDirError, match=r"init_from.path was None, is '.*there'"):

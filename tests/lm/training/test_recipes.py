@@ -23,27 +23,27 @@ from lm.training.resume import check_optimizer
     ],
 )
 def test_wsd_is_flat_and_then_linear(decay, steps, expected):
-    o = Optim(lr=1.0, min_lr=0.2, warmup=2, schedule="wsd", decay=decay)
+    o = Optim(lr=1.0, min_lr=0.2, warmup=2, schedule="wsd", wsd_decay=decay)
     assert [optim.lr_factor(o, steps, k) for k in range(1, steps + 1)] == pytest.approx(expected)
 
 
 def test_the_stable_part_of_wsd_does_not_depend_on_the_end():
-    o = Optim(lr=1.0, warmup=5, schedule="wsd", decay=10)
+    o = Optim(lr=1.0, warmup=5, schedule="wsd", wsd_decay=10)
     short, long = ([optim.lr_factor(o, steps, k) for k in range(1, 41)] for steps in (50, 500))
     assert short == long
 
 
 def test_what_wsd_cannot_have_is_refused(tiny):
-    with pytest.raises(ConfigError, match=r"`decay` is 0\.1, and is of schedule wsd alone"):
-        tiny("optim.decay=0.1")
+    with pytest.raises(ConfigError, match=r"`wsd_decay` is 0\.1: only schedule wsd reads it"):
+        tiny("optim.wsd_decay=0.1")
     for overrides, words in [
-        (("optim.decay=7", "optim.warmup=2"), "are 2 and 7 updates, and train.steps is only 8"),
-        (("optim.warmup=7",), "optim.warmup and optim.decay are 7 and 2 updates"),
-        (("optim.decay=2.5",), "optim.decay: 2.5 updates cannot be"),
+        (("optim.wsd_decay=7", "optim.warmup=2"), "are 2 and 7 updates, and train.steps is only 8"),
+        (("optim.warmup=7",), "optim.warmup and optim.wsd_decay are 7 and 2 updates"),
+        (("optim.wsd_decay=2.5",), "optim.wsd_decay: 2.5 updates cannot be"),
     ]:
         with pytest.raises(ConfigError, match=words):
             check_updates(tiny("optim.schedule=wsd", *overrides))
-    check_updates(tiny("optim.schedule=wsd", "optim.decay=6", "optim.warmup=2"))
+    check_updates(tiny("optim.schedule=wsd", "optim.wsd_decay=6", "optim.warmup=2"))
 
 
 FACTORS = "optim.lr_factors={'*.A_log': 0.1, 'backbone.layers.1.*norm*': 3}"

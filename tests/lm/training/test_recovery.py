@@ -30,7 +30,7 @@ def trace(records):
 def test_nan_goes_back_to_the_checkpoint_and_on_with_the_next_data(tmp_path, tiny_run, stage):
     """Update 6 is NaN: what was learnt in 5 is lost, updates 5 to 8 have the data of 7 to 10. That
     is what a run does whose checkpoint of 4 stands two updates further in the data."""
-    settings = (f"engine.zero_stage={stage}", "log.every=1", "train.rollbacks=1")
+    settings = (f"engine.zero_stage={stage}", "log.every=1", "train.max_rollbacks=1")
     broken = tmp_path / "broken"
     done = faulty("nan_at=11", *TINY, f"out_dir={broken}", *settings)
     assert done.returncode == 0, done.stderr
@@ -81,8 +81,8 @@ def test_nan_before_anything_was_saved_and_once_too_often(tmp_path):
     # The same command goes on, and the word is gone.
     run(tmp_path, "resume=auto")
     assert not (tmp_path / "tiny/failure.json").exists()
-    done = faulty("nan_at=3", *TINY, f"out_dir={tmp_path}", "name=other", "train.rollbacks=0")
-    assert "0 of 0 rollbacks (train.rollbacks) made" in done.stderr
+    done = faulty("nan_at=3", *TINY, f"out_dir={tmp_path}", "name=other", "train.max_rollbacks=0")
+    assert "0 of 0 rollbacks (train.max_rollbacks) made" in done.stderr
 
 
 STAGES = [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3))]

@@ -44,7 +44,8 @@ def test_the_adversary_waits_for_the_end_of_the_curriculum(tmp_path):
         'data.curriculum=[{"until": 3, "weights": {"s3": 1}}]', "data.val_tokens=300",
     ]  # fmt: skip
     (plain, _), (with_one, _) = (
-        run(tmp_path / str(kappa), *settings, f"train.adversary={kappa}") for kappa in (0, 0.5)
+        run(tmp_path / str(kappa), *settings, f"train.adversarial_noise={kappa}")
+        for kappa in (0, 0.5)
     )
     same = [one["grad_norm"] == other["grad_norm"] for one, other in zip(plain, with_one)]
     assert same[:4] == [True, True, True, False]
@@ -60,16 +61,18 @@ def test_the_adversary_waits_for_the_end_of_the_curriculum(tmp_path):
 )
 def test_an_adversary_that_cannot_work_is_refused(tiny, settings, said):
     with pytest.raises(ConfigError, match=said):
-        tiny("train.adversary=0.05", *settings)
+        tiny("train.adversarial_noise=0.05", *settings)
 
 
-@pytest.mark.parametrize("stage, begins", [({}, False), ({"at": 0.9}, True), ({"until": 7}, True)])
+@pytest.mark.parametrize(
+    "stage, begins", [({}, False), ({"min_answer_prob": 0.9}, True), ({"until": 7}, True)]
+)
 def test_an_adversary_that_would_never_begin_is_refused(tiny, stage, begins):
     mixture = {"s3": {"source": "traces", "weight": 1}}
     stages = [{"until": 8, "weights": {"s3": 1}} | stage]
     cfg = tiny(
         "data.source=builtin", "data.path=null", f"data.mixture={json.dumps(mixture)}",
-        f"data.curriculum={json.dumps(stages)}", "train.adversary=0.1",
+        f"data.curriculum={json.dumps(stages)}", "train.adversarial_noise=0.1",
     )  # fmt: skip
     if begins:
         check_updates(cfg)

@@ -10,13 +10,13 @@ import pytest
 
 from lm.common.errors import PREEMPTED
 from tests.lm.data.loopback import Hub, serving
-from tests.lm.data.test_hub_traffic import made_corpus
+from tests.lm.data.test_hub_traffic import make_corpus
 from tests.running import ENV, ROOT, command, losses
 
 STREAM = (
     "data.source=fineweb",
     "data.path=null",
-    "data.cache=null",
+    "data.cache_dir=null",
     "data.shuffle_buffer=8",
     "data.streams=2",
     "data.seq_len=256",
@@ -53,7 +53,7 @@ def finished(process) -> str:
 @pytest.mark.parametrize(("workers", "trouble"), [(0, "silent"), (1, 503)])
 def test_a_signal_while_the_hub_does_not_answer_saves_within_seconds(tmp_path, workers, trouble):
     """The update whose data was half there is made again when the run continues."""
-    with serving(made_corpus(2, 8, 70)) as hub:
+    with serving(make_corpus(2, 8, 70)) as hub:
         finished(start(tmp_path / "whole", hub))
         (tmp_path / "stopped").mkdir()
         process = start(tmp_path / "stopped", hub, f"data.workers={workers}")

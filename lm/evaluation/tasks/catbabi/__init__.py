@@ -1,1 +1,1 @@
-"""CatbAbI on the real bAbI stories, a task of lm-eval for each of bAbI's twenty."""
+"""CatbAbI on the real bAbI stories: one lm-eval task for each of the twenty bAbI tasks."""

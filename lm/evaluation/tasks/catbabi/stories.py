@@ -1,14 +1,15 @@
-"""Questions about real bAbI stories, two or three stories to a context.
+"""Documents from real bAbI stories, with two or three stories per context.
 
-As in CatbAbI a context concatenates stories (one a line), questions stand among the facts with
-their answers, and only the last story bears on the last question, whose answer is left to the
-model. All stories of a context are of one bAbI task, so that they also show what an answer looks
-like. The words are those of the files, in their own case.
+As in CatbAbI, a context concatenates stories (one per line), and questions are followed by their
+answers. The model answers the last question, which is about the last story. All stories of a
+context belong to the same bAbI task, and therefore also show the form of the answers. Words keep
+their case.
 
-The folder (lm/evaluation/tasks/babi.py says where it comes from) is named by the environment
-variable FPRNN_BABI, or on lm-eval's own command line by --metadata '{"data": "DIR"}'.
+The environment variable FPRNN_BABI names the folder of the stories
+(lm/evaluation/tasks/babi.py has its source); on lm-eval's command line, --metadata
+'{"data": "DIR"}' names it.
 
-lm-eval loads this file by its path; the package must be installed, for its reader of bAbI.
+lm-eval loads this file by its path. fprnn must be installed, because the file imports from it.
 """
 
 from __future__ import annotations
@@ -23,53 +24,62 @@ if TYPE_CHECKING:
     from datasets import DatasetDict
 
 
-def line(story: list[babi.Line]) -> str:
-    """A story with its answers: "John went home. Where is John? home."."""
+def format_story(story: list[babi.Line]) -> str:
+    """Return a story with its answers: "John went home. Where is John? home."."""
     return " ".join(x.text if x.answer is None else f"{x.text} {x.answer}." for x in story)
 
 
-def documents(stories: list[list[babi.Line]], choices: list[str], count: int, seed: str) -> list:
-    """`count` documents (at most one a question); fewer of the same seed are the first of more."""
+def make_documents(
+    stories: list[list[babi.Line]], choices: list[str], count: int, seed: str
+) -> list:
+    """Return up to `count` documents, at most one per question.
+
+    A smaller count with the same seed returns the first documents of a larger count.
+    """
     rng = random.Random(seed)
     questions = [(s, i) for s, story in enumerate(stories) for i, x in enumerate(story) if x.answer]
-    out = []
+    documents = []
     for s, i in rng.sample(questions, len(questions))[:count]:
         others = [n for n in range(len(stories)) if n != s]
-        before = rng.sample(others, min(rng.randint(1, 2), len(others)))
-        last = [line(stories[s][:i])] if i else []
-        out.append(
+        context = rng.sample(others, min(rng.randint(1, 2), len(others)))
+        last = [format_story(stories[s][:i])] if i else []
+        documents.append(
             {
-                "context": "\n".join([*(line(stories[n]) for n in before), *last]),
+                "context": "\n".join([*(format_story(stories[n]) for n in context), *last]),
                 "question": stories[s][i].text,
                 "answer": stories[s][i].answer,
                 "choices": choices,
             }
         )
-    return out
+    return documents
 
 
 def load(
     qa: int, data: str | None = None, num_docs: int = 200, seed: int = 2026, **_: object
 ) -> DatasetDict:
-    """lm-eval's `custom_dataset` for bAbI's task `qa`: `test` is scored, `train` gives few-shot
-    examples; the choices are all answers that the task has in any split.
+    """Return lm-eval's `custom_dataset` for bAbI task `qa`.
+
+    The split `test` is scored, and `train` has few-shot examples. The choices of a question are
+    all answers of the bAbI task in any split.
 
     Raises:
-        babi.BabiError: no folder was named, or it lacks files.
+        babi.BabiError: If no folder is named, or files are missing in it.
     """
     from datasets import Dataset, DatasetDict
 
     data = data or os.environ.get("FPRNN_BABI")
     if not data:
         raise babi.BabiError(
-            "this task reads bAbI from the folder that the environment variable FPRNN_BABI names, "
-            f"and FPRNN_BABI is not set; `{babi.DOWNLOAD}` makes {babi.FOLDER}"
+            "this task reads bAbI from the folder that the environment variable FPRNN_BABI names,"
+            f" which is not set; `{babi.DOWNLOAD}` makes {babi.FOLDER}"
         )
     folder = os.path.expanduser(data)
     splits = {s: [x for _, x in babi.read_lines(folder, s, [qa])] for s in babi.SPLITS}
-    choices = sorted({x.answer for some in splits.values() for s in some for x in s if x.answer})
-    made = {
-        name: documents(splits[name], choices, count, f"{seed}/{qa}/{name}")
+    choices = sorted(
+        {x.answer for stories in splits.values() for s in stories for x in s if x.answer}
+    )
+    documents = {
+        name: make_documents(splits[name], choices, count, f"{seed}/{qa}/{name}")
         for name, count in (("test", num_docs), ("train", 40))
     }
-    return DatasetDict({name: Dataset.from_list(docs) for name, docs in made.items()})
+    return DatasetDict({name: Dataset.from_list(docs) for name, docs in documents.items()})

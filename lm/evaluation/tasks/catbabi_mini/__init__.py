@@ -1,1 +1,1 @@
-"""A small CatbAbI-style question-answering task on stories written here."""
+"""Small CatbAbI-style question answering on stories that come with the package."""

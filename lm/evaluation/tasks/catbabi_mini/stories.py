@@ -1,11 +1,12 @@
-"""Stories of people, places and things with questions in between, several to a context.
+"""Documents of catbabi_mini: stories of people, places and things, with questions.
 
-As in CatbAbI, a context concatenates stories (one a line) and its questions stand among the facts,
-each with its answer; the last question is left to the model. Every story starts from an unknown
-world, so only the facts of the last line bear on that question. documents.jsonl has the documents.
-Kinds of questions take turns, and so do yes and no: any prefix (lm-eval's --limit) is balanced.
+As in CatbAbI, a context concatenates stories (one per line), and questions are followed by their
+answers. The model answers the last question. Each story starts from an unknown world, so that only
+the facts of the last line matter for this question. documents.jsonl contains the documents. Kinds
+of questions alternate, as do the answers yes and no, so that any prefix (lm-eval's --limit) is
+balanced.
 
-lm-eval loads this file by its path: it imports nothing of the package.
+lm-eval loads this file by its path, and it imports nothing from fprnn.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FILE = Path(__file__).with_name("documents.jsonl")
 
 
 def load(**_: object) -> DatasetDict:
-    """Return lm-eval's `custom_dataset`: `test` is scored, `train` gives few-shot examples."""
+    """Return lm-eval's `custom_dataset`: `test` is scored, `train` has few-shot examples."""
     from datasets import Dataset, DatasetDict
 
     splits: dict[str, list[dict]] = {"test": [], "train": []}

@@ -1,1 +1,1 @@
-"""Plain text read from local files."""
+"""Perplexity of plain text in local files."""

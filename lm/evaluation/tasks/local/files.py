@@ -1,6 +1,6 @@
-"""Plain text of the folder that FPRNN_EVAL_DATA names.
+"""Documents of text_local: the text files of a folder.
 
-lm-eval loads this file by its path: it imports nothing of the package.
+lm-eval loads this file by its path, and it imports nothing from fprnn.
 """
 
 from __future__ import annotations
@@ -14,16 +14,19 @@ if TYPE_CHECKING:
 
 
 def text(**_: object) -> DatasetDict:
-    """lm-eval's `custom_dataset` for plain text: each .txt file of the folder is a document.
+    """Return lm-eval's `custom_dataset`, in which each .txt file of the folder is a document.
+
+    The environment variable FPRNN_EVAL_DATA names the folder.
 
     Raises:
-        FileNotFoundError: the variable is not set, or there is no such file. UnicodeDecodeError.
+        FileNotFoundError: If the variable is not set, or the folder has no .txt file with text.
+        UnicodeDecodeError: If a file is not UTF-8.
     """
     folder = os.environ.get("FPRNN_EVAL_DATA")
     if not folder:
         raise FileNotFoundError(
-            "this task reads the .txt files of the folder that the environment variable "
-            "FPRNN_EVAL_DATA names, and FPRNN_EVAL_DATA is not set"
+            "this task reads the .txt files of the folder that the environment variable"
+            " FPRNN_EVAL_DATA names, which is not set"
         )
     paths = sorted(Path(folder).expanduser().glob("*.txt"))
     rows = [{"text": path.read_bytes().decode("utf-8")} for path in paths]

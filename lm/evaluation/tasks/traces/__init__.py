@@ -1,1 +1,1 @@
-"""Questions about state that a text contains, one gap a task."""
+"""State-tracking questions: one lm-eval task per distance between question and fact."""

@@ -1,7 +1,7 @@
-"""Questions about state that a text contains: lm/data/sources/traces.py, at one gap a task.
+"""Documents of the state-tracking tasks, made by lm/data/sources/traces.py.
 
-lm-eval loads this file by its path; the package must be installed, for its maker of traces. It
-defines no dataclass (which would look for its module in sys.modules).
+lm-eval loads this file by its path. fprnn must be installed, because the file imports from it. The
+file must not define a dataclass, which would look for this module in sys.modules.
 """
 
 from __future__ import annotations
@@ -16,8 +16,14 @@ if TYPE_CHECKING:
 
 
 def load(form: str, group: str, gap: int, num_docs: int = 500, **_: object) -> DatasetDict:
-    """lm-eval's `custom_dataset`. `num_docs` can be set on its command line:
-    --metadata '{"num_docs": 2000}'."""
+    """Return lm-eval's `custom_dataset`.
+
+    Args:
+        form: Form of the text, as `Traces.form`.
+        group: Name of the group, as `Traces.group`.
+        gap: Number of elements between question and fact.
+        num_docs: Number of documents; --metadata '{"num_docs": 2000}' of lm-eval sets it.
+    """
     from datasets import Dataset, DatasetDict
 
     turns = traces.questions(Traces(form=form, group=group), gap, num_docs)

@@ -23,7 +23,7 @@ LOCK = threading.Lock()  # around the first import
 FILES: dict[str, str] = {}  # path in the package → text
 
 
-def bundled_kernels() -> ModuleType | None:
+def load_bundled_kernels() -> ModuleType | None:
     """Return the package made of FILES, or None if there are none.
 
     Raises:

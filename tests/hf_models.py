@@ -1,4 +1,4 @@
-"""Small Mambas of transformers, and the same in our terms."""
+"""Small Mamba models of transformers, and the same models of ours."""
 
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
@@ -8,15 +8,15 @@ from lm.model.modeling_fprnn import FPRNNForCausalLM
 COMMON = dict(vocab_size=24, hidden_size=32, num_hidden_layers=2, state_size=4, use_cache=False)
 
 
-def theirs(kind, **fields):
-    """A Mamba or Mamba-2 of transformers in which every weight, biases and norms too, is random."""
+def random_mamba(kind, **fields):
+    """Return a Mamba or Mamba-2 of transformers; all weights, also biases and norms, are random."""
     torch.manual_seed(0)
     if kind == "mamba":
         model = MambaForCausalLM(MambaConfig(**{"time_step_rank": 3, **COMMON, **fields}))
     else:
-        own = {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 16}
+        sizes = {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 16}
         tied = {"tie_word_embeddings": True}
-        model = Mamba2ForCausalLM(Mamba2Config(**{**own, **tied, **COMMON, **fields}))
+        model = Mamba2ForCausalLM(Mamba2Config(**{**sizes, **tied, **COMMON, **fields}))
     with torch.no_grad():
         for p in model.parameters():
             p += 0.1 * torch.randn_like(p)
@@ -25,26 +25,26 @@ def theirs(kind, **fields):
 
 def transformers_folder(folder, kind, **fields):
     """Save a model of transformers; return the folder and the model."""
-    model = theirs(kind, **fields)
+    model = random_mamba(kind, **fields)
     model.save_pretrained(folder)
     return folder, model
 
 
 def binary_folder(folder, kind):
-    """The same with its weights in a pytorch_model.bin, as older versions wrote them."""
+    """Save the weights as pytorch_model.bin, the format of older versions of transformers."""
     _, model = transformers_folder(folder, kind)
     (folder / "model.safetensors").unlink()
     torch.save(dict(model.state_dict()), folder / "pytorch_model.bin")
     return folder, model
 
 
-def ours_of(source):
+def our_model(source):
     """Return our model with a source's weights."""
     model = FPRNNForCausalLM(source.config)
-    left = model.load_state_dict(source.weights, strict=False)
-    assert not left.unexpected_keys and set(left.missing_keys) <= {"lm_head.weight"}
+    keys = model.load_state_dict(source.weights, strict=False)
+    assert not keys.unexpected_keys and set(keys.missing_keys) <= {"lm_head.weight"}
     return model.eval()
 
 
-def ids_of(batch=2, length=20):
+def token_ids(batch=2, length=20):
     return torch.randint(24, (batch, length), generator=torch.Generator().manual_seed(3))
