@@ -53,7 +53,7 @@ from .mixer_base import Mixer
 from .mixers import build_mixer, nrm
 from .scan import selective_scan
 from .solver import NonFiniteError, all_finite, explain_nonfinite, read_flags, stack_flags
-from .stack import FPRNNLayer, initialise, initialise_once, register_model_types
+from .stack import FPRNNLayer, initialize, initialize_once, register_model_types
 from .state import (
     FPRNNCache,
     FPRNNState,
@@ -123,7 +123,7 @@ class LayerOutputs(NamedTuple):
 
 
 class FPRNNPreTrainedModel(PreTrainedModel):
-    """Initialisation and loading shared by the model classes."""
+    """Initialization and loading shared by the model classes."""
 
     config_class = FPRNNConfig
     base_model_prefix = "backbone"
@@ -205,10 +205,10 @@ class FPRNNPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        initialise(module, self.config)
+        initialize(module, self.config)
 
     def _initialize_weights(self, module, *args, **kwargs):
-        initialise_once(self, module)
+        initialize_once(self, module)
         super()._initialize_weights(module, *args, **kwargs)
 
 

@@ -9,7 +9,7 @@ from lm.model.blocks import build_block
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.layers import Projection, side_by_side
 from lm.model.solver import FAILED, adjoint_gradient
-from lm.model.stack import initialise
+from lm.model.stack import initialize
 from lm.model.state import Sequences
 
 SCHEDULES = ("sequential", "window:4", "parallel")
@@ -20,7 +20,7 @@ def block_of(**kwargs):
     sizes = dict(vocab_size=30, d_model=8, n_layer=1, d_state=4, headdim=4, tol=1e-9, eval_tol=1e-9)
     block = build_block(FPRNNConfig(**{**sizes, "max_iters": 99, **kwargs}))
     with torch.no_grad():
-        block.apply(lambda module: initialise(module, block.config))
+        block.apply(lambda module: initialize(module, block.config))
     return block.double().eval()
 
 
