@@ -18,8 +18,9 @@ import torch
 from lm.config.load import load
 from lm.kernels import describe_backends
 from lm.runs.checkpoint import Checkpoints
-from lm.training import engine as ds
 from lm.training.build import build_model
+from lm.training.engine import Engine
+from lm.training.process_group import join_process_group, leave_process_group
 
 
 def main() -> None:
@@ -37,18 +38,18 @@ def main() -> None:
         "model.gradient_checkpointing=false",
     )
     cfg = load(args.config, overrides)
-    ranks = ds.start(cfg)
+    ranks = join_process_group(cfg)
     describe_backends(ranks.device.type)
     vocab_size = 50264 if cfg.model.vocab_size == "auto" else cfg.model.vocab_size
     model = build_model(cfg, vocab_size)
     count = sum(p.numel() for p in model.parameters())
-    engine = ds.Engine(cfg, model, ranks)
+    engine = Engine(cfg, model, ranks)
     ids = torch.randint(vocab_size, (1, args.tokens))
     batch = {"input_ids": ids, "labels": ids}
     print(f"{count / 1e6:.1f} M parameters, ZeRO-{engine.zero_stage}, {ranks.device}")
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         measure(engine, ranks, cfg, batch, Path(folder), args.saves)
-    ds.stop()
+    leave_process_group()
 
 
 def measure(engine, ranks, cfg, batch, folder, saves) -> None:
@@ -60,7 +61,7 @@ def measure(engine, ranks, cfg, batch, folder, saves) -> None:
         made.save(step, lambda step=step: engine.state_files(folder, step))
         beside = seconds(lambda: engine.step([batch]))
         made.finish()
-        (saved,) = made.news()
+        (saved,) = made.pop_saves()
         blocked = saved["blocked_s"]
         print(
             f"save {step}   blocked {blocked:.2f} s = {blocked / min(alone):.2f}"

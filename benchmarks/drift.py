@@ -21,8 +21,9 @@ import torch
 
 from lm.common.ranks import Ranks
 from lm.config.load import load
-from lm.training import engine as ds
 from lm.training.build import build_model
+from lm.training.engine import Engine
+from lm.training.process_group import find_free_port, join_process_group, leave_process_group
 
 UPDATES = (1, 10, 20, 40, 80, 120)
 SEQUENCES, LENGTH = 4, 16  # of an update
@@ -66,7 +67,7 @@ def start(args: argparse.Namespace, ranks: int, micro_batch: int) -> dict[str, l
     """Train every case on so many ranks, and return the losses of each."""
     command = [sys.executable, "-m", "benchmarks.drift", "--config", args.config]
     command += ["--seeds", str(args.seeds), "--micro-batch", str(micro_batch)]
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ds._free_port())}
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     started = []
     for rank in range(ranks):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
@@ -79,7 +80,7 @@ def start(args: argparse.Namespace, ranks: int, micro_batch: int) -> dict[str, l
 
 def train_all(config: str, seeds: int, micro_batch: int) -> None:
     """Train every case as one of the ranks that a launcher started; rank 0 prints the losses."""
-    ranks = ds.start(load(config, ()))
+    ranks = join_process_group(load(config, ()))
     losses = {}
     for (model, overrides), precision in itertools.product(MODELS.items(), PRECISIONS):
         for seed in range(seeds):
@@ -88,7 +89,7 @@ def train_all(config: str, seeds: int, micro_batch: int) -> None:
     if ranks.is_main:
         print(json.dumps(losses))
     ranks.barrier()
-    ds.stop()
+    leave_process_group()
 
 
 def train(config: str, settings: tuple, micro_batch: int, ranks: Ranks) -> list[float]:
@@ -98,7 +99,7 @@ def train(config: str, settings: tuple, micro_batch: int, ranks: Ranks) -> list[
     cfg = load(config, (*settings, *batch, *layout))
     torch.manual_seed(cfg.seed)
     model = build_model(cfg, 256)
-    engine = ds.Engine(cfg, model, ranks)
+    engine = Engine(cfg, model, ranks)
     with open(TEXT, "rb") as file:
         text = torch.tensor(list(file.read(200_000)))
     generator = torch.Generator().manual_seed(cfg.seed)

@@ -15,7 +15,14 @@ from lm.model.baseline_layers import AttentionState, LSTMState, NoState, SLSTMSt
 from lm.model.delta import DeltaState, RWKV7State
 from lm.model.diagonal import ScanState, TrapezoidState
 from lm.model.state import BlockState, FPRNNState
-from lm.runs.checkpoint import MANIFEST, CheckpointError, newest, not_finite, read_state, step_of
+from lm.runs.checkpoint import (
+    MANIFEST,
+    CheckpointError,
+    checkpoint_step,
+    describe_nonfinite,
+    find_newest_checkpoint,
+    read_state,
+)
 from lm.runs.run_dir import RunDir, check_config
 from lm.training.build import build_section
 from synthetic import tasks
@@ -74,17 +81,17 @@ def newest_state(
         CheckpointError: there are checkpoints, and none can be used. RunDirError: the run's config
             is another than they were trained with.
     """
-    path = newest(run.checkpoints, say)
+    path = find_newest_checkpoint(run.checkpoints, say)
     if path is None:
         return None
     check_config(path, read_json(path / MANIFEST), run, load(run.config))
     while path is not None:
         state = read_state(path / STATE, STATES, device)
-        what = not_finite(held(state))
+        what = describe_nonfinite(held(state))
         if not what:
             return state
         say(f"passed over: checkpoint {path}: {what}")
-        path = newest(run.checkpoints, say, before=step_of(path))
+        path = find_newest_checkpoint(run.checkpoints, say, before=checkpoint_step(path))
     raise CheckpointError(
         f"every whole checkpoint in {run.checkpoints} holds NaN or infinity: train anew with"
         " --overwrite"

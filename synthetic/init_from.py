@@ -8,7 +8,7 @@ import torch
 
 from lm.common.errors import ConfigError
 from lm.common.files import write_json
-from lm.runs.checkpoint import listed
+from lm.runs.checkpoint import list_checkpoints
 from lm.runs.run_dir import RunDir
 from lm.training.upcycle import HEAD, Source, SourceError, match_weights
 from synthetic import centroids
@@ -21,7 +21,7 @@ def is_needed(cfg: Config, overwrite: bool) -> bool:
     own, nothing of `init_from` is read."""
     if cfg.init_from is None:
         return False
-    return overwrite or not listed(RunDir(cfg.run_dir).checkpoints)
+    return overwrite or not list_checkpoints(RunDir(cfg.run_dir).checkpoints)
 
 
 class Start:

@@ -11,8 +11,8 @@ from lm.runs.metrics import (
     OTHER_SOLUTION_MARK,
     OTHER_SOLUTION_NOTE,
     SHARES,
-    failures,
-    has_other_solution,
+    find_failures,
+    find_other_solutions,
 )
 from synthetic.config import Config, Threshold
 
@@ -71,7 +71,7 @@ def in_training(rows: list[dict]) -> str:
 def layers_with_other_solution(rows: list[dict]) -> list[bool]:
     """Return for each layer if ℓ* in one of the rows belongs to another solution than the model's;
     [] for a model without a solver."""
-    probes = [has_other_solution(row["num_iters"]) for row in rows if "num_iters" in row]
+    probes = [find_other_solutions(row["num_iters"]) for row in rows if "num_iters" in row]
     return [any(of_layer) for of_layer in zip(*probes)]
 
 
@@ -86,7 +86,7 @@ def failure_notes(rows: list[dict]) -> list[str]:
     """Return a warning for each layer that left too many tokens unsolved, from its worst row."""
     worst: dict[int, tuple[list[float], str]] = {}  # by place: its shares, and the warning
     for row in rows:
-        for place, sentence in failures(row, row["solver"]).items():
+        for place, sentence in find_failures(row, row["solver"]).items():
             shares = [row[name][place] for name in SHARES if name in row]
             if place not in worst or shares > worst[place][0]:
                 worst[place] = shares, f"warning: at length {row['length']} {sentence}"

@@ -14,8 +14,7 @@ from lm.common.errors import Stopped, TrainingError
 from lm.common.files import check_folder
 from lm.common.signals import StopSignals, stop_with_parent
 from lm.config import load as base
-from lm.runs.run_dir import RunDir
-from lm.runs.run_dir import differences as config_differences
+from lm.runs.run_dir import RunDir, config_differences
 from lm.training.build import check_section
 from synthetic.config import Config
 

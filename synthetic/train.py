@@ -19,13 +19,13 @@ from lm.common.ranks import Ranks
 from lm.common.signals import StopSignals
 from lm.kernels import describe_backends
 from lm.model.state import Adversary
-from lm.runs.checkpoint import CheckpointError, Checkpoints, not_finite, to_go_back_to
-from lm.runs.log import Writer, describe, iterations_of_layers, probed
+from lm.runs.checkpoint import CheckpointError, Checkpoints, describe_nonfinite, rollback_checkpoint
+from lm.runs.log import Writer, describe_record, format_iterations, probe_iterations
 from lm.runs.metrics import FailureWatch, fixed_point_metrics, is_due
 from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
 from lm.training.loop import Loop
-from lm.training.optim import described, lr_factor, optimizer
+from lm.training.optim import describe_optimizer, lr_factor, optimizer
 from lm.training.preflight import kernel_operations
 from synthetic import init_from, tasks
 from synthetic.build import STATE, build, held, newest_state
@@ -63,7 +63,7 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
         training.fit()
         return training.conclude()
     except Exception as e:
-        run.write_failure(e)
+        run.record_failure(e)
         raise
     finally:
         training.close()
@@ -79,7 +79,7 @@ class Training(Loop):
         ConfigError, TaskError, SourceError: as `train`.
     """
 
-    how_to_go_on = "the same command continues"
+    continue_advice = "the same command continues"
 
     def __init__(self, cfg: Config, overwrite: bool = False):
         super().__init__(cfg)
@@ -108,7 +108,7 @@ class Training(Loop):
         start = curriculum.start if curriculum else self.full_length
         self.longest = min(self.full_length, start)  # of the batches now
         self._draw_from(curriculum.num_elements if curriculum else None)
-        self.after_update = (
+        self.update_hooks = (
             self._log_if_due,
             self._probe_if_due,
             self._validate_if_due,
@@ -169,7 +169,7 @@ class Training(Loop):
         self.init_from = None  # its weights need not be kept
         if not self.is_last:
             run.result.unlink(missing_ok=True)  # what is there is of fewer updates
-        run.confirm(self.cfg)
+        run.save_config(self.cfg)
         self.writer = Writer(self.cfg, run, resumed_at=self.step)
 
     def _introduce(self) -> None:
@@ -181,7 +181,7 @@ class Training(Loop):
         say(f"model    {cfg.model.name}, {size}, on {self.device} in {self.precision}")
         say(f"kernels  {describe_backends(self.device.type, kernel_operations(self.model))}")
         say(f"solver   {_solver_line(self.model, cfg)}")
-        for line in described(self.model, cfg.optim):
+        for line in describe_optimizer(self.model, cfg.optim):
             say(f"optim    {line}")
 
     def state_dict(self) -> dict:
@@ -228,7 +228,7 @@ class Training(Loop):
         self.batches = self._batches()
         self.bar = Progress("training", total=steps, unit="updates")
         with StopSignals() as self.signals:
-            self.make_updates()
+            self.run_updates()
         self.seconds = self._seconds_so_far()
 
     @property
@@ -320,11 +320,11 @@ class Training(Loop):
         enabled = self.precision == "bf16"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
-    def go_back(self) -> bool:
+    def roll_back(self) -> bool:
         """All but the place in the data from the newest checkpoint; see `Loop`."""
         next_batch = self.batch_number
         saved = None
-        if to_go_back_to(self.run.checkpoints, self.went_back_to, say):
+        if rollback_checkpoint(self.run.checkpoints, self.rollback_step, say):
             with contextlib.suppress(CheckpointError):  # none can be used
                 saved = newest_state(self.run, self.device, say)
         if saved is None:
@@ -354,8 +354,8 @@ class Training(Loop):
         }
         self.write(record)
         self.log_saves()
-        self.failure_watch.look(record, f"update {self.step}")
-        self.bar.update(self.step, steps, describe(record, self.num_iters))
+        self.failure_watch.check(record, f"update {self.step}")
+        self.bar.update(self.step, steps, describe_record(record, self.num_iters))
         self._begin_window()
 
     @contextlib.contextmanager
@@ -379,7 +379,7 @@ class Training(Loop):
         with self._paused(), self._autocast():
             measured = fixed_point_metrics([probe_first(self.model, *self.last_input)])
         record = {"step": self.step, "probe": measured}
-        self.num_iters = probed(record)
+        self.num_iters = probe_iterations(record)
         self.write(record)
 
     def _validate_if_due(self) -> None:
@@ -434,7 +434,7 @@ class Training(Loop):
     def check_finite(self) -> None:
         """Raises Diverged where the weights or moments are not finite."""
         weights = {"the weights": list(self.model.parameters())}
-        if what := not_finite(held(self.state_dict()) | weights):
+        if what := describe_nonfinite(held(self.state_dict()) | weights):
             raise Diverged(what)
 
     def state_files(self) -> dict:
@@ -536,5 +536,5 @@ def _scores(measured: dict) -> str:
         if not name.startswith("qa")
     )
     if iterations := measured.get("num_iters"):
-        text += "  ℓ* " + iterations_of_layers(iterations)
+        text += "  ℓ* " + format_iterations(iterations)
     return text

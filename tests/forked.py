@@ -172,9 +172,9 @@ def _import_what_is_slow():
     """With one thread, so that a fork has all that this process has."""
     modules = sys.argv[2:]
     if not modules:
-        from lm.training.engine import _import_deepspeed
+        from lm.training.deepspeed_api import import_deepspeed
 
-        _import_deepspeed()
+        import_deepspeed()
     for name in modules or SLOW_TO_IMPORT:
         importlib.import_module(name)
     gc.freeze()

@@ -12,8 +12,9 @@ import torch
 
 from lm.config.load import load
 from lm.model.state import Adversary
-from lm.training import engine as ds
 from lm.training.build import build_model
+from lm.training.engine import Engine
+from lm.training.process_group import join_process_group
 
 KAPPA = 0.3
 SETTINGS = [
@@ -39,7 +40,7 @@ def prepare(ranks, stage, *settings):
     cfg = load("configs/tiny/lm.yaml", [*SETTINGS, f"engine.zero_stage={stage}", *settings])
     torch.manual_seed(0)
     model = build_model(cfg, 64)
-    engine = ds.Engine(cfg, copy.deepcopy(model), ranks)
+    engine = Engine(cfg, copy.deepcopy(model), ranks)
     ids = torch.randint(64, (4, 12))
     labels = ids.roll(-1, 1)
     for row, targets in enumerate((9, 5, 12, 1)):
@@ -74,7 +75,9 @@ def against_adversary(ranks, stage):
     # Every sequence meets the largest adversary, by hand as in the engine.
     with mock.patch("torch.rand", lambda shape, **_: torch.ones(shape)):
         model, engine, ids, labels, own = prepare(ranks, stage, *AGAINST)
-        updates = [engine.step(own, against=against) for against in (True, True, False)]
+        updates = [
+            engine.step(own, adversarial_pass=has_noise) for has_noise in (True, True, False)
+        ]
         adversary, total = Adversary(model, KAPPA), 0.0
         for row, targets in zip(ids, labels):
             share = (targets != -100).sum() / (labels != -100).sum()
@@ -132,7 +135,7 @@ CASES = {
 
 
 def main():
-    ranks = ds.start(load("configs/tiny/lm.yaml", SETTINGS))
+    ranks = join_process_group(load("configs/tiny/lm.yaml", SETTINGS))
     found = {
         update.__name__: {" ".join(map(str, case)): update(ranks, *case) for case in cases}
         for update, cases in CASES.items()

@@ -21,12 +21,20 @@ ENV = {
 
 def command(out_dir, *overrides, processes=0, config="configs/tiny/lm.yaml"):
     """The command line of a training, under the `deepspeed` launcher if `processes` is set."""
-    from lm.training.engine import _free_port
+    from lm.training.process_group import find_free_port
 
     start = [sys.executable, "-m", "lm"]
     if processes:
         launcher = Path(sys.executable).parent / "deepspeed"
-        start = [launcher, "--num_gpus", processes, "--master_port", _free_port(), "--module", "lm"]
+        start = [
+            launcher,
+            "--num_gpus",
+            processes,
+            "--master_port",
+            find_free_port(),
+            "--module",
+            "lm",
+        ]
     args = [*start, "train", "--config", ROOT / config, f"out_dir={out_dir}", *overrides]
     return [str(a) for a in args]
 
@@ -65,9 +73,9 @@ def losses(run_dir):
 
 def ranks_of(module, arguments, processes, **environment):
     """So many ranks of `python -m MODULE ARGUMENTS`, forked, without a launcher → [Forked]."""
-    from lm.training.engine import _free_port
+    from lm.training.process_group import find_free_port
 
-    address = {"WORLD_SIZE": str(processes), "MASTER_PORT": str(_free_port())}
+    address = {"WORLD_SIZE": str(processes), "MASTER_PORT": str(find_free_port())}
     address |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu", **environment}
     return [
         FORKS.start(

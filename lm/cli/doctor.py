@@ -179,9 +179,9 @@ def _sum_of_ones(rank: int, backend: str, store: str, count: int) -> None:
 
 
 def _check_deepspeed() -> tuple[str, ...]:
-    from lm.training import engine
+    from lm.training.deepspeed_api import deepspeed_version
 
-    return "ok", engine.deepspeed_version()
+    return "ok", deepspeed_version()
 
 
 def format_findings(findings: list[Finding]) -> str:

@@ -97,13 +97,13 @@ def run_identity(cfg: Config) -> dict:
     """
     from lm.config.old_keys import with_first_names
     from lm.config.resuming import Resume, resume_rule
-    from lm.runs.run_dir import comparable
+    from lm.runs.run_dir import flatten_config
 
     schema = type(cfg)
-    defaults = comparable(schema())
+    defaults = flatten_config(schema())
     fixed = {
         key: value
-        for key, value in comparable(cfg).items()
+        for key, value in flatten_config(cfg).items()
         if value != defaults.get(key)
         and resume_rule(schema, key) is Resume.FIXED
         and not key.endswith("path")

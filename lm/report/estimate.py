@@ -15,7 +15,7 @@ from lm.config.model import Model
 from lm.config.schema import Config
 from lm.model.fields import KINDS, Layer, parse
 from lm.model.modeling_fprnn import LOSS_CHUNK_TOKENS
-from lm.training.build import build_model, stacked
+from lm.training.build import build_model, expand_stack
 from lm.training.deepspeed_json import bucket_size, deepspeed_config
 
 MOST_GATHERED = 1_000_000_000  # parameters that ZeRO-3 keeps whole (stage3_max_live_parameters)
@@ -104,7 +104,7 @@ def sizes(model: torch.nn.Module) -> Sizes:
 def kept_by_layers(cfg: Config, on_gpu: bool) -> list[float]:
     """Of each layer the numbers of 4 bytes that it keeps, for each token and channel of a layer of
     the model's `expand`; one with an `expand` of its own has more or fewer channels."""
-    m, solver = stacked(cfg.model), cfg.solver.settled()
+    m, solver = expand_stack(cfg.model), cfg.solver.settled()
     layers = [Layer(m.block, {})] * m.n_layer
     if m.layers is not None:
         layers = parse(m.layers, m.n_layer)

@@ -13,9 +13,9 @@ from lm.model.fields import AUTO_WINDOW
 from lm.report import estimate
 from lm.report.estimate import Sizes, on_the_meta_device, sizes
 from lm.training import init_from
-from lm.training.build import vocabulary, with_built_in_mixers
+from lm.training.build import model_vocab_size, replace_custom_mixers
 from lm.training.deepspeed_json import deepspeed_config
-from lm.training.optim import described as described_optimizer
+from lm.training.optim import describe_optimizer as described_optimizer
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -151,12 +151,12 @@ def plan(cfg: Config, at: Hardware | int) -> dict:
         at: The hardware; a number means GPUs of the default card.
 
     Raises:
-        ConfigError: As `build_model`, `vocabulary` and `deepspeed_config`.
+        ConfigError: As `build_model`, `model_vocab_size` and `deepspeed_config`.
     """
     if isinstance(at, int):
         at = parse_hardware(at)
-    cfg, own_mixers = with_built_in_mixers(cfg)
-    vocab_size = vocabulary(cfg)
+    cfg, own_mixers = replace_custom_mixers(cfg)
+    vocab_size = model_vocab_size(cfg)
     model = on_the_meta_device(cfg, vocab_size)
     layers = layers_of(cfg, model, at.card.on_gpu)
     solved = settled_schedule(cfg, layers)

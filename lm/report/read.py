@@ -17,7 +17,7 @@ from lm.config import load as config
 from lm.config.yaml_text import load_tree
 from lm.report.status import short_names
 from lm.runs.metrics import read_log
-from lm.runs.run_dir import RunDir, RunDirError, comparable
+from lm.runs.run_dir import RunDir, RunDirError, flatten_config
 from lm.runs.status import Status, is_number, run_status
 
 LAST_STEP = 2**53  # a record of a later update is damaged
@@ -241,8 +241,8 @@ def _config(run: RunDir, remarks: list[str]) -> tuple[dict, dict, bool | None]:
     except ConfigError as e:
         remarks.append(f"config.yaml is damaged, or not of this version's schema: {e}")
         return {}, {}, None
-    defaults = comparable(config.build({}))
-    return comparable(cfg), defaults, cfg.model.has_fixed_point
+    defaults = flatten_config(config.build({}))
+    return flatten_config(cfg), defaults, cfg.model.has_fixed_point
 
 
 def as_written(value: object) -> str:

@@ -18,10 +18,10 @@ from lm.common.files import (
     write_text,
 )
 from lm.config.load import load
-from lm.runs.checkpoint import MANIFEST, listed
+from lm.runs.checkpoint import MANIFEST, list_checkpoints
 from lm.runs.run_dir import RunDir, RunDirError
 from lm.runs.written import FIGURES
-from lm.training.resume import check_made_of
+from lm.training.resume import check_fingerprint
 
 MADE_BY = "by fprnn"  # an earlier page of ours contains these words
 FOLDER = "figures"
@@ -117,8 +117,8 @@ def _sections(runs: Sequence, summaries: Sequence[dict], folder: Path) -> list[d
 def _find_change(run: RunDir) -> str | None:
     """Return a sentence if the run does not match its newest checkpoint any more."""
     try:
-        for path in listed(run.checkpoints)[-1:]:
-            check_made_of(path, read_json(path / MANIFEST), run, load(run.config))
+        for path in list_checkpoints(run.checkpoints)[-1:]:
+            check_fingerprint(path, read_json(path / MANIFEST), run, load(run.config))
     except RunDirError as e:
         return str(e)
     except UserError:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from lm.common.console import format_duration, say
 from lm.common.files import read_mapping
-from lm.runs.log import iterations_of_layers
-from lm.runs.metrics import OTHER_SOLUTION_NOTE, has_other_solution, read_metrics
+from lm.runs.log import format_iterations
+from lm.runs.metrics import OTHER_SOLUTION_NOTE, find_other_solutions, read_metrics
 from lm.runs.run_dir import RunDir
 from lm.runs.status import STATES, Status, is_number, run_status, sweep_status, validation_of
 
@@ -66,7 +66,7 @@ def cells(status: Status) -> dict[str, str]:
         "loss": f"{record['loss']:.3f}" if record else "",
         "validation": status.validation,
         "tokens/s": f"{speed:,.0f}" if is_number(speed) else "",
-        "ℓ*": iterations_of_layers(status.num_iters) if status.num_iters else "",
+        "ℓ*": format_iterations(status.num_iters) if status.num_iters else "",
         "time left": "" if status.left_s is None else format_duration(status.left_s),
         "last record": "" if status.seen_s is None else f"{format_duration(status.seen_s)} ago",
     }
@@ -104,7 +104,7 @@ def remarks(seen: list[Status]) -> list[str]:
         if status.text:
             lines.append(f"{name} {status.state}: {status.text}")
     left = [status.index for status in seen if status.is_left and status.index is not None]
-    if any(status.num_iters and any(has_other_solution(status.num_iters)) for status in seen):
+    if any(status.num_iters and any(find_other_solutions(status.num_iters)) for status in seen):
         lines.append(OTHER_SOLUTION_NOTE)
     if left:
         lines.append(f"not done and not running: --array={ranges(left)} (unless queued already)")

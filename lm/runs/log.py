@@ -13,7 +13,13 @@ from typing import Any, TextIO, TypeVar
 from lm.common.console import say
 from lm.common.files import write_text, writing
 from lm.config.schema import Run
-from lm.runs.metrics import OTHER_SOLUTION_MARK, SHARES, has_other_solution, iter_metrics, marked
+from lm.runs.metrics import (
+    OTHER_SOLUTION_MARK,
+    SHARES,
+    find_other_solutions,
+    format_marked_iterations,
+    iter_metrics,
+)
 from lm.runs.run_dir import RunDir
 
 # Where wandb and TensorBoard show a record's key; one that is not here is of the training.
@@ -28,7 +34,7 @@ NAMES |= {"valid": "validation", "validation": "validation"}
 MOST_LAYERS = 6  # whose numbers are shown one by one
 
 
-def describe(record: dict, num_iters: dict | None = None) -> str:
+def describe_record(record: dict, num_iters: dict | None = None) -> str:
     """A training record as one line: what a person watches.
 
     Args:
@@ -42,9 +48,9 @@ def describe(record: dict, num_iters: dict | None = None) -> str:
     parts.append(f"lr {record['lr']:.1e}")
     parts.append(f"|g| {record['grad_norm']:.2f}")
     if num_iters:
-        parts.append(f"ℓ* {iterations_of_layers(num_iters)}")
+        parts.append(f"ℓ* {format_iterations(num_iters)}")
     if "evaluations" in record:
-        parts.append(f"evaluations {of_layers(record['evaluations'])}")
+        parts.append(f"evaluations {format_layers(record['evaluations'])}")
         for name in SHARES:
             if share := max(record.get(name, [0.0])):
                 parts.append(f"{name} {share:.2%}")
@@ -54,7 +60,7 @@ def describe(record: dict, num_iters: dict | None = None) -> str:
     return "  ".join(parts)
 
 
-def of_layers(values: list[float]) -> str:
+def format_layers(values: list[float]) -> str:
     """A number of each layer, such as "8.6 4.1"; of many layers "5.2 (2.1 to 9.8)", their mean and
     range."""
     if len(values) <= MOST_LAYERS:
@@ -62,25 +68,27 @@ def of_layers(values: list[float]) -> str:
     return f"{sum(values) / len(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
-def iterations_of_layers(num_iters: dict) -> str:
-    """ℓ* of the layers as `of_layers` has it, marked where it is of another solution."""
+def format_iterations(num_iters: dict) -> str:
+    """ℓ* of the layers as `format_layers` has it, marked where it is of another solution."""
     if len(num_iters["mean"]) <= MOST_LAYERS:
-        return " ".join(marked(num_iters))
-    return of_layers(num_iters["mean"]) + OTHER_SOLUTION_MARK * any(has_other_solution(num_iters))
+        return " ".join(format_marked_iterations(num_iters))
+    return format_layers(num_iters["mean"]) + OTHER_SOLUTION_MARK * any(
+        find_other_solutions(num_iters)
+    )
 
 
-def probed(record: dict) -> dict | None:
+def probe_iterations(record: dict) -> dict | None:
     """ℓ* of the layers, of a record that has a probe; else None."""
     return record["probe"]["num_iters"] if "probe" in record else None
 
 
-def iterations(record: dict) -> str:
+def iterations_suffix(record: dict) -> str:
     """ℓ* of each layer, of a record that has a probe."""
-    num_iters = probed(record)
-    return "" if num_iters is None else f"  ℓ* {iterations_of_layers(num_iters)}"
+    num_iters = probe_iterations(record)
+    return "" if num_iters is None else f"  ℓ* {format_iterations(num_iters)}"
 
 
-def grouped(record: dict) -> dict[str, float]:
+def flatten_record(record: dict) -> dict[str, float]:
     """Return the numbers of a record under the names that wandb and TensorBoard have them by.
 
     Such as train/loss, validation/perplexity, time/tokens_per_s, solver/residual/layer0 and
@@ -226,7 +234,7 @@ class Writer:
         with writing(self.path):
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
-        numbers = grouped(record) if self.trackers else {}
+        numbers = flatten_record(record) if self.trackers else {}
         for name, tracker in list(self.trackers.items()):
             self._tried(name, partial(tracker.log, record["step"], numbers))
 

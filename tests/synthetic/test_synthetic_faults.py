@@ -10,7 +10,7 @@ import torch
 
 from lm.common.errors import DIVERGED, FAILED, PREEMPTED
 from lm.model.checksums import sha256
-from lm.runs.checkpoint import MANIFEST, newest
+from lm.runs.checkpoint import MANIFEST, find_newest_checkpoint
 from lm.runs.metrics import read_metrics
 from lm.runs.run_dir import RunDirError
 from synthetic.build import load_run
@@ -74,7 +74,7 @@ def test_ctrl_c_and_a_closed_terminal_save_and_stop(tmp_path, whole, number):
     process.send_signal(number)
     error = process.communicate(timeout=60)[1]
     assert process.returncode == PREEMPTED and "checkpoint saved: the same command" in error
-    step = int(newest(tmp_path / "x/checkpoints").name.removeprefix("step-"))
+    step = int(find_newest_checkpoint(tmp_path / "x/checkpoints").name.removeprefix("step-"))
     assert step >= 13 and max(trace(tmp_path / "x")) == step
     assert not (tmp_path / "x/lease.json").exists()
 
@@ -166,7 +166,7 @@ def test_a_config_that_was_changed_is_refused(tmp_path):
     config.write_text(whole.replace("state_noise: 0.0", "state_noise: 0.1"))  # a resumed run may
     assert config.read_text() != whole and load_run(tmp_path / "x")
     config.write_text(whole.replace("reset_at_eos: true", "reset_at_eos: false"))
-    with pytest.raises(RunDirError, match=r"config\.yaml is not what .*\(model\.reset_at_eos was"):
+    with pytest.raises(RunDirError, match=r"config\.yaml differs from .*\(model\.reset_at_eos was"):
         load_run(tmp_path / "x")
 
 

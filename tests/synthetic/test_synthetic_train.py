@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lm.common.errors import BAD_CONFIG, ConfigError
-from lm.runs.checkpoint import CheckpointError, newest
+from lm.runs.checkpoint import CheckpointError, find_newest_checkpoint
 from lm.runs.metrics import read_metrics
 from lm.runs.run_dir import RunDirError
 from synthetic import config, tasks
@@ -330,7 +330,7 @@ def test_the_command_line(cfg, tmp_path, capsys):
         assert "the overrides describe another model than that of" in said
     assert main(["eval", str(tmp_path / "nothing")]) == BAD_CONFIG
     assert "no such folder" in capsys.readouterr().err
-    checkpoint = newest(c.run_dir / "checkpoints") / "state.pt"
+    checkpoint = find_newest_checkpoint(c.run_dir / "checkpoints") / "state.pt"
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     for command in (["eval", str(c.run_dir)], ["train", "--config", yaml, out, "train.steps=2"]):
         assert main(command) == 1

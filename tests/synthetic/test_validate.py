@@ -12,7 +12,7 @@ import pytest
 from lm.common.errors import ConfigError, Stopped, TrainingError
 from lm.common.signals import STOP
 from lm.config import load as base
-from lm.runs.checkpoint import listed
+from lm.runs.checkpoint import list_checkpoints
 from synthetic import config, profile, tasks, validate
 from synthetic.cli import main
 from synthetic.evaluate import parse_lengths
@@ -259,7 +259,7 @@ def test_a_signal_stops_the_runs_at_once_and_they_go_on(two, tmp_path, recipes):
         for number, handler in before.items():
             signal.signal(number, handler)
     for cfg in runs:
-        assert listed(cfg.run_dir / "checkpoints") and not is_finished(cfg)
+        assert list_checkpoints(cfg.run_dir / "checkpoints") and not is_finished(cfg)
 
 
 def test_a_run_that_diverges_does_not_stop_the_others(two, tmp_path, recipes):

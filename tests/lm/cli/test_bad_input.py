@@ -120,9 +120,9 @@ def test_sizes_that_do_not_go_together(capsys, tiny, overrides, words):
         (["resume=sometimes"], "`resume` is 'sometimes': it must be never, auto or the folder"),
         (
             ["engine.deepspeed={optimizer: {type: Lion, params: {lr: 1}}}"],
-            "engine.deepspeed sets optimizer, and `optim` decides it",
+            "engine.deepspeed sets optimizer, which is derived from `optim`",
         ),
-        (["engine.deepspeed={scheduler: {type: OneCycle}}"], "leave it out, and set `optim.sched"),
+        (["engine.deepspeed={scheduler: {type: OneCycle}}"], "remove it, and set `optim.sched"),
     ],
 )
 def test_training_is_refused_before_it_begins(capsys, tiny, overrides, words):
@@ -182,14 +182,14 @@ def test_what_no_launcher_sets(capsys, monkeypatch, tmp_path, environment, words
     ],
 )
 def test_a_launcher_that_does_not_say_where_ranks_meet(capsys, monkeypatch, tiny, address, words):
-    from lm.training.engine import start
+    from lm.training.process_group import join_process_group
 
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **address}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=words):
-        start(tiny())
+        join_process_group(tiny())
 
 
 def test_a_terminal_that_has_few_characters(tmp_path):

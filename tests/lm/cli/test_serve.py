@@ -13,7 +13,7 @@ import pytest
 
 from lm.cli import serve
 from lm.cli.serve import PACKAGES
-from lm.training.engine import _free_port
+from lm.training.process_group import find_free_port
 from tests.refusals import refused
 from tests.running import ENV
 
@@ -57,7 +57,7 @@ def test_damaged_weights_are_refused(tiny_export, tmp_path, capsys, installed):
 @contextlib.contextmanager
 def served(export, log):
     """Serve an export within the block → its port."""
-    port = _free_port()
+    port = find_free_port()
     command = [sys.executable, "-m", "lm", "serve", export, "--host", "127.0.0.1", "--port", port]
     with open(log, "w") as out:
         server = subprocess.Popen([str(a) for a in command], env=ENV, stdout=out, stderr=out)

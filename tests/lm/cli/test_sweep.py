@@ -13,7 +13,7 @@ import yaml
 from lm.cli import sweep
 from lm.cli.main import main
 from lm.common.errors import BAD_CONFIG, DIVERGED, FAILED, PREEMPTED
-from lm.runs.checkpoint import newest
+from lm.runs.checkpoint import find_newest_checkpoint
 from lm.runs.lease import is_alive
 from tests.running import ENV, ROOT, losses
 
@@ -127,7 +127,10 @@ def test_the_trainer_of_a_killed_sweep_saves_and_ends(path, tmp_path):
         trainer = json.loads((run / "lease.json").read_text())
         process.kill()
     wait_until(lambda: is_alive(trainer) is False)
-    assert newest(run / "checkpoints") is not None and not (run / "lease.json").exists()
+    assert (
+        find_newest_checkpoint(run / "checkpoints") is not None
+        and not (run / "lease.json").exists()
+    )
 
 
 def wait_until(is_so, seconds=120):

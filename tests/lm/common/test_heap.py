@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lm.common.heap import keep_freed_memory
-from lm.training import engine
+from lm.training import process_group
 from synthetic import config, train
 from tests.running import ROOT
 
@@ -22,12 +22,12 @@ def test_trainings_on_a_cpu_keep_it(monkeypatch, tiny, on_gpu):
         raise InterruptedError
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    for module in (engine, train):
+    for module in (process_group, train):
         monkeypatch.setattr(module, "keep_freed_memory", lambda: reached("kept"))
-    monkeypatch.setattr(engine, "_import_deepspeed", lambda: reached("later"))
+    monkeypatch.setattr(process_group, "import_deepspeed", lambda: reached("later"))
     monkeypatch.setattr(train.tasks, "build", lambda task: reached("later"))
     task = config.load(ROOT / "configs/synthetic/small/s3.yaml", [])
-    for start in (lambda: engine.start(tiny()), lambda: train.Training(task)):
+    for start in (lambda: process_group.join_process_group(tiny()), lambda: train.Training(task)):
         with pytest.raises(InterruptedError):
             start()
     assert calls == ["later" if on_gpu else "kept"] * 2

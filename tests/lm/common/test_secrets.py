@@ -32,7 +32,7 @@ def test_credentials_are_masked_and_nothing_else(text, masked):
 
 def test_every_way_out_masks(tmp_path, capsys, monkeypatch, caplog):
     error = UserError(f"{URL} cannot be reached")
-    RunDir(tmp_path).write_failure(error)
+    RunDir(tmp_path).record_failure(error)
     assert json.loads((tmp_path / "failure.json").read_text())["sentence"] == describe_user_error(
         error
     )

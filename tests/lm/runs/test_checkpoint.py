@@ -7,14 +7,14 @@ import pytest
 
 from lm.common.files import OutputError, write_json
 from lm.runs.run_dir import RunDir, RunDirError
-from lm.training.reshard import consolidated
+from lm.training.reshard import consolidate_weights
 
 
 def claim(cfg, overwrite=False, say=print):
     """As a run that ends at once."""
     run = RunDir(cfg.run_dir)
     run.claim(cfg, overwrite, say)
-    run.confirm(cfg)
+    run.save_config(cfg)
     run.release()
 
 
@@ -35,7 +35,7 @@ def copy(tiny_run, tmp_path):
 def test_consolidated_weights_are_fp32_under_the_models_names(copy, tiny):
     from lm.training.build import build_model
 
-    state = consolidated(copy)
+    state = consolidate_weights(copy)
     expected = build_model(tiny(), 304).state_dict()
     assert set(state) == set(expected)
     for name, tensor in state.items():
@@ -46,13 +46,15 @@ def test_brackets_in_a_path_are_no_pattern(copy, tmp_path):
     """DeepSpeed globs the path that it is given: `exp[1]` must not be read as `exp1`."""
     own, neighbor = tmp_path / "exp[1]", tmp_path / "exp1"
     shutil.copytree(copy.parent, own)
-    expected = consolidated(copy)
+    expected = consolidate_weights(copy)
     assert all(
-        tensor.equal(expected[name]) for name, tensor in consolidated(own / copy.name).items()
+        tensor.equal(expected[name])
+        for name, tensor in consolidate_weights(own / copy.name).items()
     )
     shutil.copytree(copy.parent / "step-000004", neighbor / copy.name)  # other weights
     assert all(
-        tensor.equal(expected[name]) for name, tensor in consolidated(own / copy.name).items()
+        tensor.equal(expected[name])
+        for name, tensor in consolidate_weights(own / copy.name).items()
     )
 
 
@@ -62,7 +64,7 @@ def test_temporary_files_below_brackets_are_refused(copy, tmp_path, monkeypatch)
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     shutil.copytree(copy.parent, tmp_path / "exp[1]")
     with pytest.raises(OutputError, match="set TMPDIR"):
-        consolidated(tmp_path / "exp[1]" / copy.name)
+        consolidate_weights(tmp_path / "exp[1]" / copy.name)
     assert not list(folder.iterdir())
 
 
@@ -107,7 +109,7 @@ def test_a_resumed_run_may_have_another_solver(tiny):
         tiny("resume=auto", "solver.gradient=one_step", "solver.eval_tol=0.5"), False, said.append
     )
     assert said == [
-        "note: solver.gradient was 'exact', is 'one_step': training goes on with what it is now"
+        "note: solver.gradient was 'exact', is 'one_step': training continues with the new values"
     ]
     assert "eval_tol: 0.5" in saved.read_text()
     claim(tiny("resume=auto", "solver.token=iterate", "model.gradient_checkpointing=true"), False)

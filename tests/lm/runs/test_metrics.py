@@ -10,7 +10,7 @@ from lm.config.schema import Config
 from lm.model.batch import FixedPointReport
 from lm.model.solver import FixedPointStats
 from lm.runs import metrics
-from lm.runs.log import TRACKERS, Writer, describe, grouped
+from lm.runs.log import TRACKERS, Writer, describe_record, flatten_record
 from lm.runs.metrics import (
     Throughput,
     fixed_point_metrics,
@@ -109,40 +109,42 @@ EXACT = {"token": "exact", "schedule": "sequential", "tol": None, "max_iters": N
 def test_unsolved_tokens_are_warned_about_once_a_layer():
     said = []
     watch = metrics.FailureWatch(said.append, EXACT)
-    watch.look({}, "update 0")
-    watch.look({"failed": [0.0, metrics.FAILED_SHARE]}, "update 1")
+    watch.check({}, "update 0")
+    watch.check({"failed": [0.0, metrics.FAILED_SHARE]}, "update 1")
     assert said == []
-    watch.look({"failed": [0.0, 0.023]}, "update 2")
-    watch.look({"failed": [0.0, 0.5]}, "update 3")
-    watch.look({"failed": [0.1, 0.5]}, "update 4")
+    watch.check({"failed": [0.0, 0.023]}, "update 2")
+    watch.check({"failed": [0.0, 0.5]}, "update 3")
+    watch.check({"failed": [0.1, 0.5]}, "update 4")
     assert len(said) == 2
     assert said[0].startswith(
         "warning: update 2: the token's equation was not solved for 2.30% of the tokens of layer 1"
     )
     assert "model.contractive: 0.9" in said[0] and "model.mixer_gate_init_bias: -3" in said[0]
     assert "10.00% of the tokens of layer 0" in said[1]
-    metrics.FailureWatch(said.append, EXACT).look({"failed": [0.5], "layers": [3]}, "update 1")
+    metrics.FailureWatch(said.append, EXACT).check({"failed": [0.5], "layers": [3]}, "update 1")
     assert "of the tokens of layer 3 " in said[2]  # a hybrid's
 
 
 @pytest.mark.parametrize("name,words", [("bisected", "bisected"), ("limited", "nearly singular")])
 def test_ill_conditioned_tokens_are_warned_about_too(name, words):
-    said = metrics.failures({"failed": [0.0, 0.0], name: [metrics.ILL_SHARE, 0.16]}, EXACT)
+    said = metrics.find_failures({"failed": [0.0, 0.0], name: [metrics.ILL_SHARE, 0.16]}, EXACT)
     assert list(said) == [1] and words in said[1] and "16.00% of the tokens of layer 1" in said[1]
-    both = metrics.failures({"failed": [0.5], name: [0.5]}, EXACT)
+    both = metrics.find_failures({"failed": [0.5], name: [0.5]}, EXACT)
     assert "was not solved" in both[0]
 
 
 def test_an_iteration_count_of_another_solution_is_marked():
     counts = {"mean": [53.9, 7.0], "elsewhere": [0.85, 0.01]}
-    assert metrics.has_other_solution(counts) == [True, False]
-    assert metrics.marked(counts) == ["53.9†", "7.0"]
-    assert metrics.marked({"mean": [53.9]}) == ["53.9"]  # of before this was compared
+    assert metrics.find_other_solutions(counts) == [True, False]
+    assert metrics.format_marked_iterations(counts) == ["53.9†", "7.0"]
+    assert metrics.format_marked_iterations({"mean": [53.9]}) == [
+        "53.9"
+    ]  # of before this was compared
 
 
 @pytest.mark.parametrize("solver", [{**EXACT, "token": "iterate"}, "none", "unknown"])
 def test_the_paper_s_procedure_may_leave_tokens_unfinished(solver):
-    assert metrics.failures({"failed": [0.5], "bisected": [0.5]}, solver) == {}
+    assert metrics.find_failures({"failed": [0.5], "bisected": [0.5]}, solver) == {}
 
 
 def model(**fields):
@@ -314,7 +316,7 @@ def branches(writer):
 
 def test_numbers_are_grouped_by_what_they_are_of():
     """A training record, a validation with its probe of a hybrid, and a synthetic try-out."""
-    assert grouped(
+    assert flatten_record(
         {
             "step": 3,
             "loss": 2.0,
@@ -339,7 +341,7 @@ def test_numbers_are_grouped_by_what_they_are_of():
         "train/anything_new": 7,
         "data/data_share/web": 0.5,
     }
-    assert grouped(
+    assert flatten_record(
         {
             "step": 3,
             "validation": {"loss": 2.0, "sources": {"web": {"loss": 1.0}}, "bytes": None},
@@ -352,7 +354,7 @@ def test_numbers_are_grouped_by_what_they_are_of():
         "solver/probe/num_iters/max/layer2": 9,
     }
     tried = {"step": 1, "valid": {"metrics": {"acc": 0.5}, "failed": [0.25]}, "seconds": 2.0}
-    assert grouped(tried) == {
+    assert flatten_record(tried) == {
         "validation/metrics/acc": 0.5,
         "validation/failed/layer0": 0.25,
         "time/seconds": 2.0,
@@ -426,12 +428,17 @@ def test_what_a_person_watches_is_labelled():
         "grad_norm": 0.5,
         "tokens_per_s": 12345.6,
     }
-    assert describe(record) == "loss 2.000  perplexity 7.4  lr 1.0e-03  |g| 0.50  12,346 tokens/s"
+    assert (
+        describe_record(record)
+        == "loss 2.000  perplexity 7.4  lr 1.0e-03  |g| 0.50  12,346 tokens/s"
+    )
     solved = record | {"evaluations": [1.0, 1.5], "failed": [0.0, 0.01], "mfu": 0.312}
-    assert describe(solved, {"mean": [8.62, 4.1]}).endswith(
+    assert describe_record(solved, {"mean": [8.62, 4.1]}).endswith(
         "|g| 0.50  ℓ* 8.6 4.1  evaluations 1.0 1.5  failed 1.00%  12,346 tokens/s  MFU 31.2%"
     )
-    assert "ℓ* 4.5 (1.0 to 8.0)" in describe(record, {"mean": [float(i) for i in range(1, 9)]})
+    assert "ℓ* 4.5 (1.0 to 8.0)" in describe_record(
+        record, {"mean": [float(i) for i in range(1, 9)]}
+    )
 
 
 def test_imbalance_is_the_share_that_ranks_wait_for_the_slowest():

@@ -18,10 +18,10 @@ from lm.runs import checkpoint as checkpoints
 from lm.runs.checkpoint import (
     CheckpointError,
     Checkpoints,
-    drop_after,
-    listed,
-    newest,
-    not_finite,
+    delete_later_checkpoints,
+    describe_nonfinite,
+    find_newest_checkpoint,
+    list_checkpoints,
     snapshot,
     verify,
 )
@@ -46,7 +46,7 @@ def save(folder, *steps, **settings):
 
 
 def steps_of(folder):
-    return [checkpoints.step_of(path) for path in listed(folder)]
+    return [checkpoints.checkpoint_step(path) for path in list_checkpoints(folder)]
 
 
 def silent(_): ...
@@ -62,10 +62,10 @@ def test_what_is_saved_is_what_was_there_at_the_time(tmp_path):
     assert torch.load(tmp_path / "step-000001/model.pt")["w"].tolist() == [0, 0, 0]
     manifest = verify(tmp_path / "step-000001")
     assert manifest["step"] == 1 and manifest["zero_stage"] == 0 and manifest["world_size"] == 1
-    (saved,) = made.news()
+    (saved,) = made.pop_saves()
     size = (tmp_path / "step-000001/model.pt").stat().st_size
     assert saved["step"] == 1 and saved["bytes"] == size
-    assert 0 <= saved["blocked_s"] <= saved["seconds"] and made.news() == []
+    assert 0 <= saved["blocked_s"] <= saved["seconds"] and made.pop_saves() == []
 
 
 def test_a_snapshot_copies_each_tensor_once():
@@ -79,13 +79,13 @@ def test_a_snapshot_copies_each_tensor_once():
 def test_numbers_that_are_not_finite_are_found_and_named():
     large = torch.full((4,), 3e38)  # whose sum is infinite
     held = {"the weights": [torch.ones(3), torch.ones(0), large], "step": [torch.tensor(7)]}
-    assert not_finite(held) == ""
+    assert describe_nonfinite(held) == ""
     for value in (float("nan"), float("inf"), -float("inf")):
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
             spoilt = {"exp_avg": [torch.ones(5), torch.tensor([1.0, value], dtype=dtype)]}
-            assert not_finite(held | spoilt) == "NaN or infinity in exp_avg"
+            assert describe_nonfinite(held | spoilt) == "NaN or infinity in exp_avg"
     opposite = [torch.tensor([float("inf")]), torch.tensor([-float("inf")])]
-    assert not_finite({"a": opposite, "b": opposite}) == "NaN or infinity in a and b"
+    assert describe_nonfinite({"a": opposite, "b": opposite}) == "NaN or infinity in a and b"
 
 
 class Killed:
@@ -130,7 +130,7 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_good_checkpoint(tmp_path):
         process = fork.Process(target=child, args=(folder, number))
         process.start()
         process.join(30)
-        step = checkpoints.step_of(newest(folder, silent))
+        step = checkpoints.checkpoint_step(find_newest_checkpoint(folder, silent))
         found.add(step)
         assert step in (2, 3)
         save(folder, 4)
@@ -149,7 +149,7 @@ def test_multiples_of_keep_every_stay(tmp_path):
 
 def test_the_order_is_that_of_the_numbers(tmp_path):
     save(tmp_path, 999_999, 1_000_000, keep=2)
-    assert newest(tmp_path).name == "step-1000000"
+    assert find_newest_checkpoint(tmp_path).name == "step-1000000"
     save(tmp_path, 1_000_001, keep=2)
     assert steps_of(tmp_path) == [1_000_000, 1_000_001]
 
@@ -159,9 +159,9 @@ def test_other_folders_are_not_looked_at(tmp_path):
     for name in ("step-best", "step-000001 (copy)", "step-000009-old"):
         shutil.copytree(tmp_path / "step-000001", tmp_path / name)
     (tmp_path / "step-000007").write_text("a file")
-    assert newest(tmp_path).name == "step-000001"
+    assert find_newest_checkpoint(tmp_path).name == "step-000001"
     save(tmp_path, 2, keep=1)
-    drop_after(tmp_path, 1)
+    delete_later_checkpoints(tmp_path, 1)
     assert (tmp_path / "step-best").is_dir() and (tmp_path / "step-000009-old").is_dir()
 
 
@@ -207,11 +207,11 @@ def test_damage_is_passed_over_with_a_sentence(tmp_path, damage):
     spoil, words = DAMAGES[damage]
     spoil(tmp_path / "step-000003")
     said = []
-    assert newest(tmp_path, said.append).name == "step-000002"
-    assert len(said) == 1 and said[0].startswith("passed over: checkpoint") and words in said[0]
+    assert find_newest_checkpoint(tmp_path, said.append).name == "step-000002"
+    assert len(said) == 1 and said[0].startswith("skipped: checkpoint") and words in said[0]
     spoil(tmp_path / "step-000002")
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .*--overwrite"):
-        newest(tmp_path, silent)
+        find_newest_checkpoint(tmp_path, silent)
 
 
 @pytest.mark.parametrize("damage", ["no manifest", "bit flipped", "torn file"])
@@ -222,7 +222,7 @@ def test_a_damaged_one_does_not_count_for_those_to_keep(tmp_path, damage):
     made.save(4, lambda: state(4))
     made.finish()
     assert steps_of(tmp_path) == [2, 3, 4]
-    assert newest(tmp_path, silent).name == "step-000004"
+    assert find_newest_checkpoint(tmp_path, silent).name == "step-000004"
     verify(tmp_path / "step-000002")
 
 
@@ -251,14 +251,15 @@ def test_a_full_disk_is_a_sentence_and_the_one_before_stands(small_disk):
     made = save(small_disk / "checkpoints", 1)
     made.save(2, lambda: {"model.pt": torch.zeros(2_000_000)})
     with pytest.raises(
-        CheckpointError, match=r"step-000002 cannot be written to .*MiB are free.*one before stands"
+        CheckpointError,
+        match=r"step-000002 cannot be written .*MiB are free.*previous checkpoint stay",
     ):
         made.finish()
     # What it has left is gone, so that the next one, a smaller one, fits.
     assert [p.name for p in (small_disk / "checkpoints").iterdir()] == ["step-000001"]
     made.save(3, lambda: state(3))
     made.finish()
-    assert newest(small_disk / "checkpoints").name == "step-000003"
+    assert find_newest_checkpoint(small_disk / "checkpoints").name == "step-000003"
 
 
 def test_what_a_kill_left_on_a_full_disk_goes_before_anything_is_written(small_disk):
@@ -270,7 +271,7 @@ def test_what_a_kill_left_on_a_full_disk_goes_before_anything_is_written(small_d
         f.write(bytes(2_000_000))
         f.flush()
     save(folder, 2)
-    assert newest(folder).name == "step-000002"
+    assert find_newest_checkpoint(folder).name == "step-000002"
 
 
 def two_ranks(rank, port, folder, results, fails_on):
@@ -301,9 +302,9 @@ def failing(path, state):
 
 @pytest.mark.parametrize("fails_on", [None, 0, 1])
 def test_all_ranks_know_of_one_that_could_not_write(tmp_path, fails_on):
-    from lm.training.engine import _free_port
+    from lm.training.process_group import find_free_port
 
-    results, port = fork.Queue(), _free_port()
+    results, port = fork.Queue(), find_free_port()
     ranks = [
         fork.Process(target=two_ranks, args=(rank, port, tmp_path, results, fails_on))
         for rank in range(2)
@@ -358,11 +359,11 @@ def test_a_directory_is_given_up_only_when_nothing_is_written_any_more(tmp_path,
 
 
 def test_a_save_that_waits_for_a_dead_rank_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "LAST_WAIT_S", 0.3)
+    monkeypatch.setattr(checkpoints, "CLOSE_TIMEOUT_S", 0.3)
     alone = Ranks(0, 2)  # the other one is gone
     monkeypatch.setattr(Ranks, "run_on_main", lambda self, fn, *args: fn(*args))
     made = Checkpoints(tmp_path, alone, Checkpoint())
     made.save(1, lambda: state(1))
     began = time.monotonic()
     made.close()
-    assert 0.2 < time.monotonic() - began < 5 and newest(tmp_path) is None
+    assert 0.2 < time.monotonic() - began < 5 and find_newest_checkpoint(tmp_path) is None

@@ -235,7 +235,7 @@ def test_a_changed_config_of_a_run_is_refused(capsys, stopped, tmp_path):
     whole = config.read_text()
     config.write_text(whole.replace("reset_at_eos: true", "reset_at_eos: false"))
     assert config.read_text() != whole
-    named = "config.yaml is not what"
+    named = "config.yaml differs from"
     change = "(model.reset_at_eos was True, is False)"
     for command in (["export", stopped, tmp_path / "out"], ["inspect", stopped, "a text"]):
         said = refused(capsys, *command)
@@ -312,7 +312,7 @@ def test_checkpoints_that_are_gone_are_not_a_new_beginning(tiny, here, stopped):
     shutil.rmtree(stopped / "checkpoints")
     done = fprnn(*TINY, f"out_dir={stopped.parent}")
     assert done.returncode == FAILED
-    assert f"{stopped} has made 8 updates" in done.stderr and "bring them back" in done.stderr
+    assert f"{stopped} has made 8 updates" in done.stderr and "restore them" in done.stderr
     assert (stopped / "metrics.jsonl").read_bytes() == log
     (stopped / "checkpoints/step-000004.partial").mkdir(parents=True)
     with pytest.raises(RunDirError, match="has made 8 updates"):
@@ -347,7 +347,7 @@ def test_a_config_that_is_gone_is_no_new_run(tiny, here, stopped, leased, lost):
     if leased:
         (stopped / "lease.json").write_text(json.dumps(DEAD))
     for overrides in (TEXT, TEXT[:1]):
-        with pytest.raises(RunDirError, match=r"config\.yaml is gone: bring it back"):
+        with pytest.raises(RunDirError, match=r"config\.yaml is gone: restore it"):
             claimed(tiny, stopped, *overrides)
     assert (stopped / "checkpoints/step-000004").is_dir()
     assert not (stopped / "config.yaml").exists()

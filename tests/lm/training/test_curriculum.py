@@ -34,32 +34,32 @@ def curriculum_and_batches():
 def test_the_answers_of_a_stage_that_waits_end_it(capsys):
     curriculum, batches = curriculum_and_batches()
     take(batches, 5)
-    assert curriculum.waiting(EVERY - 1) == curriculum.waiting(EVERY + 1) == []
-    assert curriculum.waiting(EVERY) == ["b"], "its traces alone"
-    said = curriculum.look(EVERY, 0.89)
+    assert curriculum.sources_to_check(EVERY - 1) == curriculum.sources_to_check(EVERY + 1) == []
+    assert curriculum.sources_to_check(EVERY) == ["b"], "its traces alone"
+    said = curriculum.end_if_learned(EVERY, 0.89)
     assert said == {"curriculum": {"stage": 0, "answers": 0.89, "ended": False}}
     assert curriculum.stage.min_answer_prob == 0.9 and not capsys.readouterr().out
-    said = curriculum.look(2 * EVERY, 0.9)
+    said = curriculum.end_if_learned(2 * EVERY, 0.9)
     assert said == {"curriculum": {"stage": 0, "answers": 0.9, "ended": True}}
     assert batches.stage == 1 and curriculum.stage.until == ENDING["until"]
     assert "stage 0 of the curriculum ends (answers 0.90)" in capsys.readouterr().out
-    assert curriculum.waiting(3 * EVERY) == [], "this one ends when it ends"
+    assert curriculum.sources_to_check(3 * EVERY) == [], "this one ends when it ends"
     batches.end_stage()
-    assert curriculum.waiting(4 * EVERY) == ["a", "b"]
-    assert not curriculum.look(4 * EVERY, math.nan)["curriculum"]["ended"]
-    curriculum.look(AFTER["until"] - EVERY + 1, 0.2)
+    assert curriculum.sources_to_check(4 * EVERY) == ["a", "b"]
+    assert not curriculum.end_if_learned(4 * EVERY, math.nan)["curriculum"]["ended"]
+    curriculum.end_if_learned(AFTER["until"] - EVERY + 1, 0.2)
     said = capsys.readouterr().out
     assert (
         f"ends unlearned after update {AFTER['until']} (answers 0.20, min_answer_prob: 0.5)" in said
     )
-    curriculum.look(4 * EVERY, 0.7)
+    curriculum.end_if_learned(4 * EVERY, 0.7)
     assert batches.stage == 3 and curriculum.stage is None
-    assert curriculum.waiting(5 * EVERY) == []
+    assert curriculum.sources_to_check(5 * EVERY) == []
 
 
 def test_without_stages_nothing_is_asked():
     plain = Curriculum(Data(), single_source_loader(range(50), 4, 3))
-    assert plain.stage is None and plain.waiting(EVERY) == []
+    assert plain.stage is None and plain.sources_to_check(EVERY) == []
     none = Curriculum(Data(source="builtin", mixture=MIXTURE), loader())
     assert none.stage is None and none.waiting(EVERY) == []
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from lm.runs.checkpoint import listed
+from lm.runs.checkpoint import list_checkpoints
 from tests.running import ENV, fprnn, run
 
 # With noise on the states, which must not depend on the ranks either.
@@ -31,7 +31,7 @@ def going_on(tmp_path, name, from_step, of, *overrides, processes=0):
     checkpoint = tmp_path / "runs" / of / f"checkpoints/step-{from_step:06d}"
     overrides = (*EVERY, f"name={name}", f"resume={checkpoint}", *overrides)
     records, done = run(tmp_path / "runs", *overrides, processes=processes, name=name)
-    assert "laid out anew" in done.stdout
+    assert "distributed again" in done.stdout
     assert "Warning" not in done.stdout + done.stderr
     return records
 
@@ -63,7 +63,7 @@ def test_2_1_2_ranks_and_stages_1_3_0(reference, tmp_path):
         processes=2,
     )  # fmt: skip
     close(third, expected, 4)
-    assert [p.name for p in listed(tmp_path / "runs/third/checkpoints")] == [
+    assert [p.name for p in list_checkpoints(tmp_path / "runs/third/checkpoints")] == [
         "step-000006", "step-000008",
     ]  # fmt: skip
 
@@ -73,7 +73,7 @@ def test_one_rank_goes_on_under_another_stage(reference, tmp_path, stage):
     out, expected = reference
     checkpoint = out / "runs/tiny/checkpoints/step-000004"
     records, done = run(tmp_path, *EVERY, f"resume={checkpoint}", f"engine.zero_stage={stage}")
-    assert "was written by 1 ranks under ZeRO-1: weights and optimizer are laid out anew" in (
+    assert "was written by 1 ranks under ZeRO-1: weights and optimizer are distributed again" in (
         " ".join(done.stdout.split())
     )
     close(records, expected, 4)
@@ -95,7 +95,7 @@ def test_a_batch_of_another_size_is_refused(reference, tmp_path):
         "train", "--config", "configs/tiny/lm.yaml", f"out_dir={tmp_path}", f"resume={checkpoint}",
         "train.grad_accum_steps=1",
     )  # fmt: skip
-    assert "was trained with 4 sequences an update, this run has 2" in done.stderr, ENV
+    assert "was trained with 4 sequences per update, this run has 2" in done.stderr, ENV
 
 
 def test_fewer_updates_than_were_made_are_refused(reference, tmp_path):

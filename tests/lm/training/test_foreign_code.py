@@ -13,7 +13,7 @@ from lm.evaluation import facade
 from lm.model.checksums import forget, sha256
 from lm.runs.checkpoint import read_state
 from lm.runs.exported import LoadError, load_model, load_tokenizer
-from lm.training.engine import read_zero
+from lm.training.deepspeed_api import read_zero_file
 from tests.refusals import refused
 from tests.running import ROOT, command, fprnn
 
@@ -59,7 +59,7 @@ RANK = "loader-rank0000.pt"
 
 
 def test_what_a_training_writes_is_read(tiny_run):
-    optimizer = read_zero(tiny_run / STEP / OPTIMIZER)["optimizer_state_dict"]
+    optimizer = read_zero_file(tiny_run / STEP / OPTIMIZER)["optimizer_state_dict"]
     assert type(optimizer["loss_scaler"]).__name__ == "LossScaler"
     assert "module" in read_state(tiny_run / STEP / WEIGHTS)
     assert read_state(tiny_run / STEP / RANK)["loader"]["micro_batch_size"] == 2
@@ -68,7 +68,7 @@ def test_what_a_training_writes_is_read(tiny_run):
 @pytest.mark.parametrize("name", [OPTIMIZER, WEIGHTS])
 def test_no_command_runs_what_is_in_a_run_folder(planted, capsys, tmp_path, name):
     run, mark = planted(name)
-    own = f"{name} is not read: it holds posix.mkdir, which no training of ours writes"
+    own = f"{name} is not read: it holds posix.mkdir, which fprnn never writes"
     config = ("--config", "configs/tiny/lm.yaml", f"out_dir={tmp_path / 'others'}")
     assert own in refused(capsys, "export", run, tmp_path / "hf")
     assert own in refused(capsys, "inspect", run, "a b")

@@ -30,7 +30,7 @@ def refused(cfg) -> str:
         ({"layers": [{"fp_mamba1": {"bc_norm": 3}}]}, "layers, fp_mamba1: bc_norm is 3: "),
         ({"layers": [{"gated_deltanet": {"allow_neg_eigval": 3}}]}, "allow_neg_eigval is 3: "),
         ({"layers": "gated_deltanet", "n_heads": 3}, "it must divide d_model = 16, for example 2"),
-        ({"layers": "mamba", "name": "lstm"}, "model.layers is of model.name fprnn, not of lstm"),
+        ({"layers": "mamba", "name": "lstm"}, "model.layers needs model.name fprnn, not lstm"),
     ],
 )
 def test_what_cannot_be_is_a_sentence(model, said):

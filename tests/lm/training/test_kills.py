@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.runs.checkpoint import newest, step_of
-from lm.training.reshard import consolidated
+from lm.runs.checkpoint import checkpoint_step, find_newest_checkpoint
+from lm.training.reshard import consolidate_weights
 from tests.running import ENV, ROOT, command, run
 
 CYCLES = int(os.environ.get("FPRNN_KILLS", "100"))
@@ -69,8 +69,8 @@ def test_random_kills_lose_nothing(tmp_path):
     reached = [0]
     for cycle in range(CYCLES):
         assert kill_after(draw.uniform(0, 1.5), out, (1, 2, 1)[cycle % 3], endless)
-        path = newest(out / "tiny/checkpoints", lambda _: None)
-        reached.append(step_of(path) if path else 0)
+        path = find_newest_checkpoint(out / "tiny/checkpoints", lambda _: None)
+        reached.append(checkpoint_step(path) if path else 0)
         assert reached[-1] >= reached[-2]
     final = (*SETTINGS, f"train.steps={reached[-1] + 5}")
     resumed, _ = run(out, *final, "resume=auto")
@@ -78,7 +78,10 @@ def test_random_kills_lose_nothing(tmp_path):
     assert [(r["step"], r["tokens"]) for r in resumed] == [(r["step"], r["tokens"]) for r in whole]
     apart = [abs(ours["loss"] - theirs["loss"]) for ours, theirs in zip(resumed, whole)]
     assert max(apart) < 1e-4
-    weights = [consolidated(newest(o / "tiny/checkpoints")) for o in (out, tmp_path / "whole")]
+    weights = [
+        consolidate_weights(find_newest_checkpoint(o / "tiny/checkpoints"))
+        for o in (out, tmp_path / "whole")
+    ]
     for name, tensor in weights[0].items():
         torch.testing.assert_close(tensor, weights[1][name], atol=1e-5, rtol=0)
     print(f"score: {CYCLES} kills, {reached[-1]} updates, losses within {max(apart):.1e}")

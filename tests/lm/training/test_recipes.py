@@ -64,16 +64,16 @@ def test_each_parameter_has_the_rate_of_its_pattern(tiny):
         if name.startswith("backbone.layers.1.") and "norm" in name:
             factor = 3.0
         assert rate == pytest.approx(1e-2 * factor, rel=1e-12), name
-        assert decay[name] == (0.1 if optim.decays(name) else 0.0), name
+        assert decay[name] == (0.1 if optim.has_weight_decay(name) else 0.0), name
     assert sum(rate != 1e-2 for rate in rates.values()) >= 4
 
 
 def test_groups_without_factors_are_the_two_there_always_were(tiny):
     model = build_model(tiny(), 32)
-    with_decay, without = optim.groups(model, tiny().optim)
+    with_decay, without = optim.group_parameters(model, tiny().optim)
     assert with_decay.decays and not without.decays
     named = [name for name, _ in model.named_parameters()]
-    assert with_decay.names == [name for name in named if optim.decays(name)]
+    assert with_decay.names == [name for name in named if optim.has_weight_decay(name)]
     assert optim.optimizer_order(model, tiny().optim) == with_decay.names + without.names
 
 
@@ -114,7 +114,9 @@ def test_the_plan_says_which_parameters_a_pattern_took(tiny):
 
 
 def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
-    plain, own = (optim.signature(o) for o in (Optim(), Optim(lr_factors={"*.A_log": 0.1})))
+    plain, own = (
+        optim.optimizer_signature(o) for o in (Optim(), Optim(lr_factors={"*.A_log": 0.1}))
+    )
     check_optimizer(tmp_path, {"optimizer": own}, own)
     for before, now in [(plain, own), (own, plain)]:
         with pytest.raises(CheckpointError, match=r"lr_factors=\{'\*.A_log': 0.1\}"):

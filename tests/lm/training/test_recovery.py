@@ -10,7 +10,7 @@ import torch
 
 from lm.common.errors import BAD_CONFIG, BAD_DATA, DIVERGED, FAILED, HANG, PREEMPTED
 from lm.model.checksums import sha256
-from lm.runs.checkpoint import MANIFEST, CheckpointError, listed, verify
+from lm.runs.checkpoint import MANIFEST, CheckpointError, list_checkpoints, verify
 from lm.runs.metrics import read_metrics
 from tests.running import FORKS, fprnn, losses, run
 
@@ -75,7 +75,7 @@ def rewritten(path, change):
 def test_nan_before_anything_was_saved_and_once_too_often(tmp_path):
     done = faulty("nan_at=3", *TINY, f"out_dir={tmp_path}")
     assert done.returncode == DIVERGED
-    assert "stopped at update 2: the loss is nan; nothing saved yet" in done.stderr
+    assert "stopped at update 2: the loss is nan; no checkpoint" in done.stderr
     word = json.loads((tmp_path / "tiny/failure.json").read_text())
     assert word["exit_code"] == DIVERGED and word["sentence"].startswith("stopped at update 2")
     # The same command goes on, and the word is gone.
@@ -144,9 +144,7 @@ def test_what_fails_again_from_one_checkpoint_goes_back_to_the_one_before(
     _, done = run(out, *KEPT, f"resume={'auto' if resume == 'auto' else newest}")
     said = " ".join(done.stdout.split())
     assert "back to the checkpoint of update 6" in said
-    assert (
-        "back to the checkpoint of update 4, on with the data that comes next (rollback 2" in said
-    )
+    assert "back to the checkpoint of update 4, then on with the next data (rollback 2" in said
     assert sorted(trace(losses(out / "tiny"))) == list(range(1, 9))
     assert not verify_all(out / "tiny/checkpoints")
 
@@ -154,7 +152,7 @@ def test_what_fails_again_from_one_checkpoint_goes_back_to_the_one_before(
 def verify_all(folder):
     """The checkpoints that are not whole."""
     damaged = []
-    for path in listed(folder):
+    for path in list_checkpoints(folder):
         try:
             verify(path)
         except CheckpointError:

@@ -6,7 +6,7 @@ import torch
 from lm.config.model import Model
 from lm.config.schema import Config
 from lm.model.fields import STACKS
-from lm.training.build import build_model, stacked
+from lm.training.build import build_model, expand_stack
 
 SIZES = {"d_model": 32, "n_layer": 2, "d_state": 8, "headdim": 16, "d_ff": 48}
 
@@ -46,4 +46,4 @@ def test_fields_reach_the_layers():
     assert build("mamba2", n_heads=8).backbone.layers[0].block.heads == 8
     assert build("mamba2", headdim=128).backbone.layers[0].block.heads == 1  # 64 channels
     section = Model(name="fprnn", layers="mamba")
-    assert stacked(section) is section
+    assert expand_stack(section) is section

@@ -111,13 +111,13 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path, uninterrupted):
     process.kill()
     process.wait(60)
     assert len(losses(tmp_path / "runs/tiny")) < 60
-    # A checkpoint that the kill cut short is passed over.
+    # An incomplete checkpoint, as a kill leaves it, is skipped.
     newest = sorted((tmp_path / "runs/tiny/checkpoints").glob("step-*"))[-1]
     torn = newest.with_name("step-000059")
     shutil.copytree(newest, torn)
     (torn / "manifest.json").unlink(missing_ok=True)
     resumed, done = run(tmp_path / "runs", *LONG, "resume=auto")
-    assert "passed over" in done.stdout and "resumed" in done.stdout
+    assert "skipped" in done.stdout and "resumed" in done.stdout
     assert trace(resumed) == trace(uninterrupted)
 
 

@@ -54,7 +54,7 @@ def test_a_large_micro_batch_is_cut_before_it_is_probed(monkeypatch):
             held_out={"small": [], "large": [{"input_ids": ids, "labels": labels}, None]},
             ranks=Ranks(),
         )
-        return Validation.probed(part, SimpleNamespace(deepspeed=model))["probe"]
+        return Validation.probe_solver(part, SimpleNamespace(deepspeed=model))["probe"]
 
     ids = torch.randint(16, (4, 8))
     measured = [probed(labels_of(*lengths)) for lengths in ((8, 0, 3, 8), (8, 0, 0, 0))]
