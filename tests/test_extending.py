@@ -19,7 +19,7 @@ from lm.config.load import build as build_config
 from lm.config.schema import Config
 from lm.export.export import ExportError, export, write_export
 from lm.model import mixer_base
-from lm.model.checksums import forget
+from lm.model.checksums import delete_sums
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.fields import MIXERS
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -192,7 +192,7 @@ def test_a_checkpoint_imports_no_module(page, tmp_path):
     plain = write_export(FPRNNForCausalLM(FPRNNConfig(**SIZES)), tmp_path / "plain", None, "x", "")
     described = json.loads((plain / "config.json").read_text())
     (plain / "config.json").write_text(json.dumps({**described, "mixer": "evil:Mixer"}))
-    forget(plain)  # whoever means harm writes the checksums anew
+    delete_sums(plain)  # whoever means harm writes the checksums anew
     with pytest.raises(ValueError, match="mixer `evil:Mixer` is not registered"):
         AutoModelForCausalLM.from_pretrained(plain)
     own = write_export(model_of(mixer=PLACE), tmp_path / "own", None, "x", "")
@@ -232,9 +232,7 @@ def test_a_run_directory_runs_no_code_of_its_own(page, run_of_others, monkeypatc
             if command == "export"
             else (lambda: fprnn.load(".", trust=trust))
         ]
-        words = (
-            "there is no module evil in" if trust else r"--trust \(in Python trust=True\) runs it"
-        )
+        words = "there is no module evil in" if trust else r"--trust \(in Python trust=True\)"
     for call in calls:
         with pytest.raises(ConfigError, match=rf"model\.mixer is evil:Mixer.*{words}"):
             call()
@@ -264,7 +262,7 @@ def test_a_class_that_cannot_be_a_mixer_is_refused_in_a_sentence(page, old, new,
 
 
 def test_names_are_refused_with_the_nearest_and_only_once_given(page):
-    with pytest.raises(ConfigError, match=r"there is no module my_mixr in .*mine nor where Python"):
+    with pytest.raises(ConfigError, match=r"there is no module my_mixr in .*mine or in Python"):
         model_of(mixer="my_mixr:PlaneRotation")
     with pytest.raises(ConfigError, match=r"unknown mixer `dprl`: .*; did you mean `dplr`\?"):
         model_of(mixer="dprl")

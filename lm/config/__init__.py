@@ -1,1 +1,1 @@
-"""The YAML: its schema, how it is read, and what a resumed run may change."""
+"""Configuration files: schema, loading, overrides, sweeps, and rules for resumed runs."""

@@ -1,4 +1,4 @@
-"""YAML → `Config`: unknown keys are errors, dotted overrides, sweeps."""
+"""Loading of configurations: a YAML file, dotted overrides and sweeps, validated as `Config`."""
 
 from __future__ import annotations
 
@@ -25,22 +25,23 @@ from lm.config.old_keys import (
 from lm.config.schema import UNSEEN, Config, Run, check_updates
 from lm.config.yaml_text import load_tree, parse
 
-MOST_POINTS = 10_000  # of a sweep
-OF_THE_WHOLE_SWEEP = {"name", "out_dir", "sweep"}
-SHORT = {"model": "name", "init_from": "path"}  # sections that a text may stand for
-# The functions below take the `schema` a YAML is read by: Config, or another tree of Sections
-# (synthetic/config.py).
+MAX_POINTS = 10_000  # points of a sweep
+SWEEP_WIDE_KEYS = {"name", "out_dir", "sweep"}  # keys that all points of a sweep share
+# Section → the key that a text in its place stands for: `model: mamba` is `model: {name: mamba}`.
+SHORTHANDS = {"model": "name", "init_from": "path"}
+# Functions below take the class of the configuration as `schema`: Config, or the configuration of
+# synthetic runs (synthetic/config.py).
 AnyRun = TypeVar("AnyRun", bound=Run, default=Config)
 
 
 def set_key(tree: dict, dotted: str, value: Any) -> None:
     """Put a value under a dotted key of a nested mapping."""
-    if dotted in SHORT and isinstance(value, str):  # the shorthand keeps what is beside it
-        dotted = f"{dotted}.{SHORT[dotted]}"
+    if dotted in SHORTHANDS and isinstance(value, str):  # keep the other keys of the section
+        dotted = f"{dotted}.{SHORTHANDS[dotted]}"
     *parents, last = current_key(dotted).split(".")
     for key in parents:
-        if isinstance(tree.get(key), str) and key in SHORT:
-            tree[key] = {SHORT[key]: tree[key]}
+        if isinstance(tree.get(key), str) and key in SHORTHANDS:
+            tree[key] = {SHORTHANDS[key]: tree[key]}
         if tree.get(key) is None:
             tree[key] = {}
         tree = tree[key]
@@ -50,7 +51,7 @@ def set_key(tree: dict, dotted: str, value: Any) -> None:
 
 
 class Variant(dict[str, Any]):
-    """Several dotted keys that a sweep sets together, under a name."""
+    """Named group of dotted keys that a sweep sets together."""
 
     def __init__(self, name: str, keys: dict[str, Any]):
         super().__init__(keys)
@@ -58,15 +59,17 @@ class Variant(dict[str, Any]):
 
 
 def set_point(tree: dict, point: dict[str, Any]) -> None:
-    """Put a sweep point into a tree. A mapping goes over the section it names, key by key; a
-    variant sets its own dotted keys."""
+    """Put the values of a sweep point into a tree.
+
+    A mapping replaces the keys of its section one by one. A variant sets its own dotted keys.
+    """
     for key, value in point.items():
         if isinstance(value, Variant):
             set_point(tree, value)
-        # The keys of optim.lr_factors are patterns with dots, no keys of ours.
+        # The keys of optim.lr_factors are patterns that contain dots, not dotted keys.
         elif isinstance(value, dict) and key != "optim.lr_factors":
-            for below, v in value.items():
-                set_key(tree, f"{key}.{below}", v)
+            for name, element in value.items():
+                set_key(tree, f"{key}.{name}", element)
         else:
             set_key(tree, key, value)
 
@@ -75,17 +78,22 @@ def set_overrides(tree: dict, overrides: Iterable[str], schema: type[Run] = Conf
     """Put `key=value` overrides into a tree.
 
     Raises:
-        ConfigError: as `parse_override`.
+        ConfigError: As for `parse_override`.
     """
     for text in overrides:
         set_key(tree, *parse_override(text, schema))
 
 
 def parse_override(text: str, schema: type[Run] = Config) -> tuple[str, Any]:
-    """`optim.lr=1e-3` → ("optim.lr", 0.001); the value is YAML."""
+    """Parse an override: `optim.lr=1e-3` → ("optim.lr", 0.001). The value is YAML.
+
+    Raises:
+        ConfigError: If the text is not key=value, the key is unknown or removed, or the value is
+            not valid YAML.
+    """
     key, sep, value = text.partition("=")
     if not sep or not key:
-        raise ConfigError(f"override `{text}` must read key=value, e.g. optim.lr=1e-3")
+        raise ConfigError(f"override `{text}` must have the form key=value, such as optim.lr=1e-3")
     if (new := current_key(key)) != key and new not in REMOVED:
         note_renamed(key, new)
     key = new
@@ -102,16 +110,16 @@ def build(
     schema: type[AnyRun] = Config,  # type: ignore[assignment]
     trained: bool = False,
 ) -> AnyRun:
-    """Return the configuration of a YAML.
+    """Validate a tree and return the configuration.
 
     Args:
-        tree: The YAML.
-        where: Its place, for messages.
+        tree: The YAML as a mapping.
+        where: Its file, for messages.
         schema: Class of the configuration.
         trained: As for `drop_removed`.
 
     Raises:
-        ConfigError: If keys are unknown, mistyped or out of range; it names every one.
+        ConfigError: If keys are unknown, mistyped or out of range. The message names all of them.
     """
     tree = drop_removed(rename_keys(tree, where), where, trained)
     try:
@@ -126,10 +134,16 @@ def load(
     job_index: int | None = None,
     schema: type[AnyRun] = Config,  # type: ignore[assignment]
 ) -> AnyRun:
-    """Defaults, then the YAML, then the sweep point `job_index`, then `key=value` overrides.
+    """Load a configuration: defaults, then the YAML, then the sweep point, then overrides.
+
+    Args:
+        path: The YAML file.
+        overrides: Texts of the form key=value.
+        job_index: Index of the sweep point, or None.
+        schema: Class of the configuration.
 
     Raises:
-        ConfigError: bad file, key, value or index.
+        ConfigError: If the file, a key, a value or the index is invalid.
     """
     tree = load_tree(path)
     if job_index is not None:
@@ -140,55 +154,60 @@ def load(
             )
         set_point(tree, points[job_index])
     set_overrides(tree, overrides, schema)
-    if job_index is not None:  # last, so that every point has its own directory under any name
+    if job_index is not None:  # after the overrides, so that each point has its own directory
         tree["name"] = point_name(tree.get("name", "run"), job_index, points[job_index])
-        tree["sweep"] = {}  # of which it is one point
+        tree["sweep"] = {}
     return build(tree, str(path), schema)
 
 
 def refuse_sweep(cfg: Run, where: str | Path) -> None:
-    """Raises ConfigError for a config that stands for the many runs of a grid, not for one."""
+    """Raise a ConfigError if a config is a sweep, which stands for several runs."""
     if empty := [key for key, values in cfg.sweep.items() if not values]:
         raise ConfigError(f"{where}: sweep.{empty[0]} must be a non-empty list")
     if cfg.sweep:
         last = math.prod(len(values) for values in cfg.sweep.values()) - 1
         raise ConfigError(
-            f"{where} is a sweep: say which of its points to train, --job-index 0 to {last}; or"
-            " sweep={} for the config without it"
+            f"{where} is a sweep: choose a point with --job-index 0 to {last}; or pass"
+            " sweep={} to use the config without its sweep"
         )
 
 
 def sweep_points(
     tree: dict, where: str = "config", schema: type[Run] = Config
 ) -> list[dict[str, Any]]:
-    """The grid of `sweep:` (the last key varies fastest), each point a {dotted key: value}.
+    """Return the points of a sweep, each a mapping {dotted key: value}.
 
-    A dotted key has a list of values. Any other name (`models`) has named variants instead, each a
-    mapping of dotted keys that are set together.
+    The points are the grid of the values in `sweep:`; the last key varies fastest. A dotted key has
+    a list of values. Any other name has variants: names with mappings of dotted keys that are set
+    together.
+
+    Args:
+        tree: The YAML as a mapping.
+        where: Its file, for messages.
+        schema: Class of the configuration.
 
     Raises:
-        ConfigError: no sweep, an empty list, or a key that does not exist.
+        ConfigError: If there is no sweep, a list is empty, a key is unknown, or a point is invalid.
     """
     sweep = tree.get("sweep") or {}
     if not isinstance(sweep, dict) or not sweep:
         raise ConfigError(f"{where} has no `sweep:` section (a mapping of dotted key to list)")
     sweep = {str(key): _axis(str(key), values, where, schema) for key, values in sweep.items()}
-    if (count := math.prod(map(len, sweep.values()))) > MOST_POINTS:
+    if (count := math.prod(map(len, sweep.values()))) > MAX_POINTS:
         raise ConfigError(
-            f"{where}: its sweep has {count:,} points: at most {MOST_POINTS:,} are trained as one"
-            " sweep"
+            f"{where}: its sweep has {count:,} points; a sweep may have at most {MAX_POINTS:,}"
         )
     points = [dict(zip(sweep, combo)) for combo in itertools.product(*sweep.values())]
-    for point in points:  # a bad value is found now, not by task 37 of the array
+    for point in points:  # find an invalid value now, not in task 37 of a job array
         candidate = copy.deepcopy(tree)
         set_point(candidate, point)
         check_updates(build(candidate, where, schema))
     return points
 
 
-def _refuse_place(key: str, sweep_key: str, where: str) -> None:
-    """Raise ConfigError for a key that says where a point lies, or what the points are."""
-    if key.partition(".")[0] in OF_THE_WHOLE_SWEEP:
+def _refuse_sweep_wide_key(key: str, sweep_key: str, where: str) -> None:
+    """Raise a ConfigError for a key that all points of a sweep share."""
+    if key.partition(".")[0] in SWEEP_WIDE_KEYS:
         raise ConfigError(
             f"{where}: {sweep_key} is a sweep over `{key}`, which all points share: each has its"
             " own directory below out_dir/name already"
@@ -196,15 +215,15 @@ def _refuse_place(key: str, sweep_key: str, where: str) -> None:
 
 
 def _axis(key: str, values: Any, where: str, schema: type[Run]) -> list[Any]:
-    """What a sweep goes over under one of its keys."""
-    _refuse_place(key, f"sweep.{key}", where)
+    """Return the values of one key of a sweep."""
+    _refuse_sweep_wide_key(key, f"sweep.{key}", where)
     if isinstance(values, dict) and values and not is_key(current_key(key), schema):
-        unset = [name for name, keys in values.items() if not isinstance(keys, dict)]
-        if unset:
-            raise ConfigError(f"{where}: sweep.{key}.{unset[0]} must be a mapping of dotted keys")
+        invalid = [name for name, keys in values.items() if not isinstance(keys, dict)]
+        if invalid:
+            raise ConfigError(f"{where}: sweep.{key}.{invalid[0]} must be a mapping of dotted keys")
         for name, keys in values.items():
             for dotted in keys:
-                _refuse_place(str(dotted), f"sweep.{key}.{name}", where)
+                _refuse_sweep_wide_key(str(dotted), f"sweep.{key}.{name}", where)
         return [Variant(str(name), keys) for name, keys in values.items()]
     if not is_key(current_key(key), schema):
         raise ConfigError(f"{where}: sweep over unknown key `{key}`{nearest(key, schema)}")
@@ -214,12 +233,12 @@ def _axis(key: str, values: Any, where: str, schema: type[Run]) -> list[Any]:
 
 
 def point_name(name: str, index: int, point: dict[str, Any]) -> str:
-    """Directory name of a sweep point: `name/003-lr=0.001-mixer_rank=4`."""
+    """Return the directory name of a sweep point, such as `name/003-lr=0.001-mixer_rank=4`."""
     return f"{name}/{index:03d}-{point_label(point)}"
 
 
 def point_label(point: dict[str, Any]) -> str:
-    """What a sweep point sets: `lr=0.001-mixer_rank=4`, of a variant its name."""
+    """Return a label of a sweep point, such as `lr=0.001-mixer_rank=4`; for a variant its name."""
     parts = []
     for key, value in point.items():
         if isinstance(value, Variant):

@@ -1,4 +1,4 @@
-"""The sections of the YAML that describe a model and its solver, and what a section is."""
+"""`Section`, the base class of the YAML's sections, and the sections for model and solver."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lm.model.fields import ARCHITECTURE, FIXED_POINT, MIXERS, SOLVER, Field, Nu
 
 
 class Section(BaseModel):
-    """A part of the YAML: typed, closed (no unknown keys), validated again on assignment."""
+    """Part of the YAML: typed, without unknown keys, validated again on assignment."""
 
     model_config = ConfigDict(
         extra="forbid", validate_assignment=True, protected_namespaces=(), allow_inf_nan=False
@@ -30,44 +30,44 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_nul(cls, value):
-        """Most texts are places of files, and no place holds a NUL."""
+        """Refuse NUL, because most texts are paths and a path cannot contain it."""
         if isinstance(value, str) and "\0" in value:
-            raise ValueError(f"{value!r} holds the character NUL, which no place of a file has")
+            raise ValueError(f"{value!r} contains the character NUL, which no path may contain")
         return value
 
     @field_validator("*", mode="before")
     @classmethod
-    def _true_is_no_number(cls, value, info):
-        """Python counts true as 1, and `train.steps: true` would train for one step."""
+    def _refuse_bool_as_number(cls, value, info):
+        """Refuse true and false for numbers; in Python `train.steps: true` would be one step."""
         annotation = cls.model_fields[info.field_name].annotation
         elements = value if isinstance(value, list | tuple) else [value]
         is_free = annotation is Any or bool in (annotation, *get_args(annotation))
         if not is_free and any(isinstance(element, bool) for element in elements):
-            raise ValueError("true and false are only for what is switched on or off")
+            raise ValueError("true and false are only for keys that switch something on or off")
         return value
 
 
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
 Fraction1 = Annotated[float, pydantic.Field(ge=0, le=1)]
-Size = Annotated[int, pydantic.Field(gt=0, le=65_536)]  # above it, more than a machine holds
+Size = Annotated[int, pydantic.Field(gt=0, le=65_536)]  # far above any model
 
 
 def registered_mixers() -> list[str]:
-    """Return the names that `@mixer` has registered, without an import: a config needs no torch."""
-    register = sys.modules.get("lm.model.mixer_base")
-    if register is None or "lm.model.mixers" not in sys.modules:
+    """Return the names of the registered mixers without importing torch."""
+    registry = sys.modules.get("lm.model.mixer_base")
+    if registry is None or "lm.model.mixers" not in sys.modules:
         return list(MIXERS)
-    return list(register.MIXERS)
+    return list(registry.MIXERS)
 
 
 def section_of(fields: dict[str, Field], base: type[Section], name: str) -> Any:
-    """A Section with the fields of a table of lm/model/fields.py, after those of `base`."""
+    """Create a Section with the fields of `base` and of a table of lm/model/fields.py."""
     annotated: Any = {key: (_annotation(field), field.default) for key, field in fields.items()}
     return create_model(name, __base__=base, **annotated)
 
 
 def _annotation(field: Field) -> Any:
-    """Return the annotation with which pydantic checks a field of the table."""
+    """Return the annotation with which pydantic validates a field of the table."""
 
     def check(value: Any) -> Any:
         if not field.accepts(value):
@@ -99,44 +99,50 @@ class _Named(Section):
         "m2rnn",
     ] = "fprnn"
     vocab_size: Annotated[int, pydantic.Field(gt=0, le=2**24)] | Literal["auto"] = (
-        "auto"  # auto: the tokenizer's, rounded up to 8
+        "auto"  # auto: the tokenizer's, rounded up to a multiple of 8
     )
 
 
 class Model(section_of(ARCHITECTURE, _Named, "Architecture")):  # type: ignore[misc]
-    """The architecture: fields of FPRNNConfig. The names besides `fprnn` are short for a pattern of
-    layers (docs/baselines.md)."""
+    """Architecture of the model: fields of FPRNNConfig.
 
-    # another pattern than n_layer times `block`: "mamba*3 fp_mamba1", or a list with options
+    Names other than `fprnn` stand for a pattern of layers (docs/baselines.md).
+    """
+
+    # a pattern of layers, "mamba*3 fp_mamba1" or a list with options; null: n_layer times `block`
     layers: str | list[str | dict[str, dict[str, Any]]] | None = None
     gradient_checkpointing: Annotated[bool, FREE] = False
 
     @field_validator("mixer")
     @classmethod
-    def _a_mixer_there_is(cls, value):
+    def _check_mixer(cls, value):
         return check_name(value, registered_mixers(), "mixer")
 
     @property
     def has_fixed_point(self) -> bool:
-        """Whether some layer is solved."""
-        named = self.layers is None or any(kind in str(self.layers) for kind in FIXED_POINT)
-        return self.name == "fprnn" and named
+        """Whether some layer is a fixed-point layer."""
+        is_in_pattern = any(kind in str(self.layers) for kind in FIXED_POINT)
+        return self.name == "fprnn" and (self.layers is None or is_in_pattern)
 
 
 class Solver(section_of(SOLVER, Section, "HowToSolve")):  # type: ignore[misc]
-    """How the fixed point is found, and how gradients go through it: fields of FPRNNConfig; of
-    `fprnn` alone. No weight depends on it: a run can be resumed and evaluated with another."""
+    """Solver and gradient of fixed-point layers: fields of FPRNNConfig.
+
+    No weight depends on it, so a run can be resumed and evaluated with another solver.
+    """
 
     @property
     def iterates(self) -> bool:
-        """Whether a token's equation is iterated (the paper's f), not solved exactly."""
+        """Whether the paper's map f is iterated, instead of solving each token exactly."""
         return self.token == "iterate" or (self.token == "auto" and self.stopping == "paper")
 
     def settled(self) -> dict:
-        """The fields, each "auto" of token, stopping and gradient as what it is in FPRNNConfig: two
-        that solve alike are equal."""
-        iterated = ("iterate", "paper", "one_step")
-        defaults = iterated if self.iterates else ("exact", "causal", "exact")
+        """Return the fields with "auto" of token, stopping and gradient replaced as in FPRNNConfig.
+
+        Two sections that describe the same solver are then equal.
+        """
+        paper_defaults = ("iterate", "paper", "one_step")
+        defaults = paper_defaults if self.iterates else ("exact", "causal", "exact")
         fields = self.model_dump(mode="json")
         for name, value in zip(("token", "stopping", "gradient"), defaults):
             fields[name] = value if fields[name] == "auto" else fields[name]
@@ -146,13 +152,16 @@ class Solver(section_of(SOLVER, Section, "HowToSolve")):  # type: ignore[misc]
 
 
 class InitFrom(Section):
-    """What a run starts from instead of random weights (lm/training/init_from.py); not what it
-    goes on from, which is `resume`."""
+    """Source of the initial weights of a new run (lm/training/init_from.py).
 
-    path: str = pydantic.Field(min_length=1)  # a run, checkpoint, export, or a folder with a Mamba
-    partial: bool = False  # take what fits; else the outputs at the start are the source's
+    The key `resume` continues a run instead.
+    """
+
+    path: str = pydantic.Field(min_length=1)  # a run, checkpoint, export, or folder with a Mamba
+    # load all weights that fit; false: the new model must compute the same outputs as the source
+    partial: bool = False
 
     @model_validator(mode="before")
     @classmethod
-    def _path_alone(cls, value):
+    def _accept_path(cls, value):
         return {"path": value} if isinstance(value, str) else value

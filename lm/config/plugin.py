@@ -1,9 +1,9 @@
-"""Classes of a user's own, which a YAML names as `module:Class`: found, imported, or refused.
+"""Import of a user's own classes, which a YAML names as `module:Class`.
 
-Naming a class runs the code of its module. A configuration that the user passes to a command (a
-YAML, an override) is trusted. The config.yaml of a run directory, which may come from somebody
-else, is trusted only with `--trust`, and the config.json of a checkpoint never. The command names
-the module before it imports it; `fprnn plan` imports nothing.
+Importing a class runs the code of its module. A configuration that the user passes to a command (a
+YAML or an override) is trusted. The config.yaml of a run directory may come from somebody else, and
+is trusted only with `--trust`. The config.json of a checkpoint is never trusted. Commands print the
+module before they import it; `fprnn plan` imports nothing.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from lm.common.errors import ConfigError
 
 PLACE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
-# The config.yaml of a run directory that is being read, and whether the caller trusts it.
+# While the config.yaml of a run directory is read: its path, whether the caller trusts it, and the
+# advice for the error message.
 _run_config: ContextVar[tuple[Path, bool, str] | None] = ContextVar("_run_config", default=None)
-TRUST_ADVICE = "--trust (in Python trust=True) runs it, once you know whose it is"
+TRUST_ADVICE = "check its origin, then allow it with --trust (in Python trust=True)"
 
 
 @contextlib.contextmanager
 def reading_run(config: Path, trust: bool, advice: str = TRUST_ADVICE) -> Iterator[None]:
-    """Within the block `load_class` imports a module for a run directory only if that is trusted.
+    """Allow `load_class` to import modules for a run directory only if the caller trusts it.
 
-    A module that this process has imported before, such as the one that the user's own config
-    names, runs no code and is always found.
+    A module that this process has already imported is always allowed, because no code runs.
 
     Args:
         config: The run's config.yaml.
-        trust: Whether the caller trusts the code that it names.
-        advice: What the user can do, for the message.
+        trust: Whether the caller trusts the modules that it names.
+        advice: Advice to the user, for the error message.
     """
     token = _run_config.set((config, trust, advice))
     try:
@@ -49,45 +49,50 @@ def reading_run(config: Path, trust: bool, advice: str = TRUST_ADVICE) -> Iterat
 
 
 def is_place(name: str) -> bool:
-    """Whether a name is written as `module:Class`."""
+    """Return whether a name has the form `module:Class`."""
     return PLACE.fullmatch(name) is not None
 
 
-def check_name(name: str, known: Iterable[str], what: str) -> str:
-    """The name, if it is a known one or written as `module:Class`; nothing is imported.
+def check_name(name: str, choices: Iterable[str], kind: str) -> str:
+    """Return a name if it is one of the choices or has the form `module:Class`; import nothing.
 
-    Args: what: "mixer" or "task".
+    Args:
+        name: The name.
+        choices: Registered names.
+        kind: "mixer" or "task", for the message.
+
     Raises:
-        ValueError: it is neither; says which known one is nearest.
+        ValueError: If it is neither. The message names the most similar choice.
     """
-    known = [k for k in known if ":" not in k]
-    if name in known or is_place(name):
+    choices = [choice for choice in choices if ":" not in choice]
+    if name in choices or is_place(name):
         return name
     if ":" in name:
         raise ValueError(
-            f"`{name}` is not written as module:Class: it must be a name of Python, such as"
-            f" my_package.my_{what}:MyClass, with its module before the colon"
+            f"`{name}` does not have the form module:Class: it must be a module and a class of"
+            f" Python, such as my_package.my_{kind}:MyClass"
         )
-    near = difflib.get_close_matches(name, known, 1, 0.4)
-    hint = f"; did you mean `{near[0]}`?" if near else ""
+    matches = difflib.get_close_matches(name, choices, 1, 0.4)
+    hint = f"; did you mean `{matches[0]}`?" if matches else ""
     raise ValueError(
-        f"unknown {what} `{name}`: one of {', '.join(known)}, or module:Class for one of your own"
-        f"{hint}"
+        f"unknown {kind} `{name}`: it must be one of {', '.join(choices)}, or module:Class for a"
+        f" {kind} of your own{hint}"
     )
 
 
 def load_class(place: str, key: str) -> type:
-    """Return the class at `module:Class`, and say so before its module is imported.
+    """Return the class at `module:Class`, and print the module before importing it.
 
-    Python looks for the module in its own folders, and then in the current directory, except in the
-    directory of a run whose config.yaml names the module.
+    Python searches its own folders and then the current directory, unless that is the directory of
+    the run whose config.yaml names the module.
 
     Args:
+        place: `module:Class`.
         key: Key of the YAML, for messages.
 
     Raises:
-        ConfigError: If there is no such module or class, the module cannot be imported, or nobody
-            trusts it.
+        ConfigError: If there is no such module or class, the module cannot be imported, or the
+            caller does not trust it.
     """
     module_name, _, class_name = place.partition(":")
     folder = os.getcwd()
@@ -95,37 +100,38 @@ def load_class(place: str, key: str) -> type:
     run_config, is_trusted, advice = _run_config.get() or (None, True, "")
     if not is_imported and not is_trusted:
         raise ConfigError(
-            f"{key} is {place} in {run_config}, and nothing here has checked the code of"
-            f" {module_name}: {advice}"
+            f"{key} is {place} in {run_config}, and this would run the code of {module_name}, which"
+            f" has not been checked: {advice}"
         )
     if not is_imported:
-        say(f"note: {key} is {place}: the code of {module_name} is run")
+        say(f"note: {key} is {place}: running the code of {module_name}")
     is_run_folder = run_config is not None and Path(folder).resolve().is_relative_to(
         run_config.parent.resolve()
     )
     if folder not in sys.path and "" not in sys.path and not is_run_folder:
-        sys.path.append(folder)  # last: nothing that is installed is hidden by a file of its name
+        sys.path.append(folder)  # last, so that no file here hides an installed package
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as e:
         if e.name and f"{module_name}.".startswith(f"{e.name}."):
             raise ConfigError(
-                f"{key} is {place}: there is no module {e.name} in {folder} nor where Python looks"
-                " for modules: start from the folder that it is in, or add that to PYTHONPATH"
+                f"{key} is {place}: there is no module {e.name} in {folder} or in Python's search"
+                " path: start from the folder that contains it, or add that folder to PYTHONPATH"
             ) from None
-        raise _not_importable(key, place, e) from e
-    except Exception as e:  # whatever the user's own file raises
-        raise _not_importable(key, place, e) from e
-    found = getattr(module, class_name, None)
-    if not isinstance(found, type):
+        raise _import_error(key, place, e) from e
+    except Exception as e:  # the user's file may raise anything
+        raise _import_error(key, place, e) from e
+    cls = getattr(module, class_name, None)
+    if not isinstance(cls, type):
         classes = [name for name, value in vars(module).items() if isinstance(value, type)]
-        near = difflib.get_close_matches(class_name, classes, 1, 0.4)
-        hint = f"; did you mean `{module_name}:{near[0]}`?" if near else ""
+        matches = difflib.get_close_matches(class_name, classes, 1, 0.4)
+        hint = f"; did you mean `{module_name}:{matches[0]}`?" if matches else ""
         raise ConfigError(f"{key} is {place}: {module.__file__} has no class {class_name}{hint}")
-    return found
+    return cls
 
 
-def _not_importable(key: str, place: str, error: Exception) -> ConfigError:
+def _import_error(key: str, place: str, error: Exception) -> ConfigError:
+    """Return the error for a module that cannot be imported, with the failing line."""
     if isinstance(error, SyntaxError):
         where = f"{error.filename}:{error.lineno}"
     else:

@@ -1,4 +1,4 @@
-"""What a resumed run may change: a marker on the fields of the schema, and how it is read."""
+"""Rules for changed settings of resumed runs: a marker on the fields of the schema."""
 
 from __future__ import annotations
 
@@ -10,33 +10,35 @@ from lm.config.messages import subsection
 
 
 class Resume(Enum):
-    """What a field says of a run that is resumed with another value. A field without a marker has
-    that of the section it is in."""
+    """Rule for a field whose value differs when a run is resumed.
 
-    FIXED = "refused: the weights' shapes, the order of the data, what saved states override"
-    NOTED = "taken, and said: training goes on differently"
-    FREE = "taken: what was trained does not depend on it"
+    A field without a marker follows the rule of its section.
+    """
+
+    FIXED = "refused: shapes of weights, order of the data, settings that saved states override"
+    NOTED = "accepted with a note: training continues differently"
+    FREE = "accepted: trained weights do not depend on it"
 
 
 FIXED, NOTED, FREE = Resume.FIXED, Resume.NOTED, Resume.FREE
 
 
 def resume_rule(schema: type[BaseModel], key: str) -> Resume:
-    """What the schema says of a dotted key; below a mapping, what it says of the mapping.
+    """Return the rule for a dotted key; keys inside a mapping follow the rule of the mapping.
 
     Raises:
-        KeyError: no such key.
+        KeyError: If there is no such key, or it has no rule.
     """
     rule: Resume | None = None
     section = schema
     for name in key.split("."):
         field = section.model_fields[name]
-        own = [marker for marker in field.metadata if isinstance(marker, Resume)]
-        rule = own[0] if own else rule
-        below = subsection(field)
-        if below is None:
+        markers = [marker for marker in field.metadata if isinstance(marker, Resume)]
+        rule = markers[0] if markers else rule
+        inner_section = subsection(field)
+        if inner_section is None:
             break
-        section = below
+        section = inner_section
     if rule is None:
-        raise KeyError(f"{key} does not say whether a resumed run may change it")
+        raise KeyError(f"{key} has no rule for resumed runs")
     return rule

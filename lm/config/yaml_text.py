@@ -1,4 +1,4 @@
-"""YAML in and out: the numbers of version 1.2, no key twice, and what is wrong with a file."""
+"""Reading and writing of YAML: numbers of YAML 1.2, no duplicate keys, readable errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lm.config.old_keys import rename_keys
 
 
 class Loader(yaml.SafeLoader):
-    """YAML with the numbers of version 1.2 (PyYAML has those of 1.1) and no key twice."""
+    """Loader that reads numbers as in YAML 1.2 (PyYAML follows 1.1) and refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
@@ -28,7 +28,7 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes what `Loader` would otherwise read as a number, and escapes what is not printable."""
+    """Dumper that quotes texts that look like numbers, and escapes unprintable characters."""
 
     def represent_text(self, value: str) -> yaml.ScalarNode:
         style = None if value.isprintable() else '"'
@@ -39,7 +39,7 @@ Dumper.add_representer(str, Dumper.represent_text)
 
 _INT, _FLOAT = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 for _class in (Loader, Dumper):
-    # YAML 1.1 reads `2:48` as 168 (base 60) and `1e-3` as text; 1.2 and people do not.
+    # YAML 1.1 reads `2:48` as 168 (base 60) and `1e-3` as text.
     _class.yaml_implicit_resolvers = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_INT, _FLOAT)]
         for first, resolvers in _class.yaml_implicit_resolvers.items()
@@ -53,12 +53,14 @@ for _class in (Loader, Dumper):
 
 
 def parse(text: str, where: str) -> Any:
-    """Text → what the YAML in it says.
+    """Parse YAML.
 
     Args:
-        where: what the text is, for the error.
+        text: The YAML.
+        where: Description of the text, for the error.
+
     Raises:
-        ConfigError: it is not valid YAML.
+        ConfigError: If the text is not valid YAML.
     """
     try:
         return yaml.load(text, Loader)  # a SafeLoader
@@ -73,7 +75,7 @@ def parse(text: str, where: str) -> Any:
         reason = f"character {e.position + 1} is {chr(e.character)!r}, which must be escaped"
     except RecursionError:
         reason = "it is nested too deep"
-    except (ValueError, LookupError, AttributeError, TypeError) as e:  # of PyYAML's constructors
+    except (ValueError, LookupError, AttributeError, TypeError) as e:  # from PyYAML's constructors
         reason = f"a number, date or tag cannot be read ({e})"
     raise ConfigError(f"{where} is not valid YAML: {reason}")
 
@@ -84,7 +86,7 @@ def load_tree(path: str | Path) -> dict:
     An empty file gives {}.
 
     Raises:
-        ConfigError: no such file, or it holds no mapping.
+        ConfigError: If the file cannot be read, or holds no mapping.
     """
     path = Path(path)
     if path.is_dir():

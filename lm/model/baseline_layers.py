@@ -1,11 +1,13 @@
-"""Layers without a fixed point: what they share, the gated MLP, softmax attention, the LSTM, sLSTM.
+"""Layers without a fixed point: their base class, gated MLP, softmax attention, LSTM and sLSTM.
 
-Attention has rotary positions and packed documents; the LSTM (Hochreiter &
-Schmidhuber 1997) is torch.nn.LSTM, d_model wide; sLSTM is of Beck et al. 2024 ("xLSTM: Extended
-Long Short-Term Memory", arXiv 2405.04517).
+Attention has rotary positions and supports packed documents. The LSTM is torch.nn.LSTM of width
+d_model.
 
 Shape suffixes: b batch, l length, d channels (d_model), h heads, e channels of a head; t keys,
-those of a state included.
+including the keys of the state.
+
+Source: LSTM, Hochreiter & Schmidhuber 1997; sLSTM, Beck et al. 2024 ("xLSTM: Extended Long
+Short-Term Memory", arXiv 2405.04517).
 """
 
 import itertools
@@ -23,14 +25,15 @@ from .state import Sequences, last_valid_tokens
 
 
 class NoState(NamedTuple):
-    """What a layer that looks at one token alone leaves behind."""
+    """Empty state of a layer that reads one token at a time."""
 
 
 class PlainLayer(nn.Module):
-    """A layer that is computed, not solved. A subclass defines the methods that raise
-    NotImplementedError here, `state_shapes` where it has a state, and ends in `out_proj`.
+    """Base class of the layers without a solver.
 
-    forward: as FixedPointBlock's, with None in the place of its FixedPointStats.
+    A subclass implements `run`, `flops_per_token` and, if it has a state, `state_shapes`. Its last
+    module is called `out_proj`. `forward` has the signature of FixedPointBlock.forward and returns
+    None instead of FixedPointStats.
     """
 
     def __init__(self, config: Any) -> None:
@@ -38,16 +41,27 @@ class PlainLayer(nn.Module):
         self.config = config
 
     def state_shapes(self) -> list[tuple[int, ...]]:
-        """Of the tensors of its state, without b; −1: any number."""
+        """Return the shapes of the state's tensors without b; −1 is any number."""
         return []
 
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, Any]:
-        """u (b,l,d_model) → output (b,l,d_model), and the state after the last token, None unless
-        `seqs.return_state`."""
+        """Compute the layer.
+
+        Args:
+            u: Input, (b,l,d_model).
+            seqs: Padding, document starts and the state before the first token.
+
+        Returns:
+            The output (b,l,d_model), and the state after the last token, or None unless
+            `seqs.return_state`.
+        """
         raise NotImplementedError
 
     def flops_per_token(self, length: int) -> int:
-        """Forward FLOPs per token of sequences of `length` tokens (a multiply-add counts two)."""
+        """Return the forward FLOPs per token of sequences of `length` tokens.
+
+        A multiply-add counts two.
+        """
         raise NotImplementedError
 
     def forward(
@@ -62,7 +76,10 @@ class PlainLayer(nn.Module):
 
 
 class GatedMLP(PlainLayer):
-    """out_proj(silu(gate) ⊙ up), gate and up from one in_proj (SwiGLU: Shazeer 2020)."""
+    """Gated MLP: out_proj(silu(gate) ⊙ up), where in_proj computes gate and up.
+
+    Source: SwiGLU, Shazeer 2020.
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -79,20 +96,20 @@ class GatedMLP(PlainLayer):
 
 
 ROPE_BASE = 10_000.0
-UNSEEN = -1  # the position of a key that no query may look at any more, or never could
+NO_POSITION = -1  # position of a key that no query may read: padding or a finished document
 
 
 class AttentionState(NamedTuple):
-    """The keys and values that later tokens may look at; grows with the text."""
+    """Keys and values that later tokens may read. It grows with the text."""
 
     keys: torch.Tensor  # (b,t,h,e), rotated
     values: torch.Tensor  # (b,t,h,e)
-    positions: torch.Tensor  # (b,t) of each key; UNSEEN: padding, or of a document that is over
-    next_position: torch.Tensor  # (b,) of the token to come
+    positions: torch.Tensor  # (b,t), position of each key, or NO_POSITION
+    next_position: torch.Tensor  # (b,), position of the next token
 
 
 class Attention(PlainLayer):
-    """softmax(q kᵀ / √e) v over the tokens up to the query in its document."""
+    """Causal attention within documents: softmax(q kᵀ / √e) v."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -117,79 +134,92 @@ class Attention(PlainLayer):
         first = None if before is None else before.next_position
         positions = torch.arange(u.shape[1], device=u.device).expand(len(u), -1)
         positions = positions if first is None else positions + first.unsqueeze(1)
-        q, k = rotated(q, positions), rotated(k, positions)
-        # 2. What lies before these tokens. No document that has ended is looked into again.
-        keys, values, key_positions = k, v, positions_of_keys(positions, seqs)
+        q, k = rotate(q, positions), rotate(k, positions)
+        # 2. Prepend the keys and values of the state. It holds no finished document.
+        keys, values, key_positions = k, v, mask_key_positions(positions, seqs)
         if before is not None:
             keys = torch.cat([before.keys.to(k.dtype), k], 1)
             values = torch.cat([before.values.to(v.dtype), v], 1)
             key_positions = torch.cat([before.positions, key_positions], 1)
         # 3. Attend.
-        whole = before is None and seqs.mask is None and seqs.starts is None
-        seen = None if whole else self._seen(positions, key_positions, seqs)
+        is_plain = before is None and seqs.mask is None and seqs.starts is None
+        visible = None if is_plain else self._visible_keys(positions, key_positions, seqs)
         o = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             keys.transpose(1, 2),
             values.transpose(1, 2),
-            None if seen is None else seen.unsqueeze(1),
-            is_causal=whole,
+            None if visible is None else visible.unsqueeze(1),
+            is_causal=is_plain,
         )
         end = None
         if seqs.return_state:
             end = self._end(keys, values, key_positions, positions, seqs)
         return self.out_proj(o.transpose(1, 2).flatten(-2)), end
 
-    def _seen(self, positions, key_positions, seqs):
-        """Which keys each query looks at, (b,l,t) bool; at padding the token itself, so that no
-        softmax is over nothing. positions: (b,l) of the queries. key_positions: (b,t)."""
-        length, older = positions.shape[1], key_positions.shape[1] - positions.shape[1]
-        before = positions.unsqueeze(2) >= key_positions.unsqueeze(1)
-        seen = before & (key_positions != UNSEEN).unsqueeze(1)
+    def _visible_keys(self, positions, key_positions, seqs):
+        """Return which keys each query reads, (b,l,t) bool.
+
+        A query at padding reads itself, so that no softmax is empty. positions: (b,l) of the
+        queries. key_positions: (b,t).
+        """
+        length, state_length = positions.shape[1], key_positions.shape[1] - positions.shape[1]
+        is_causal = positions.unsqueeze(2) >= key_positions.unsqueeze(1)
+        visible = is_causal & (key_positions != NO_POSITION).unsqueeze(1)
         if seqs.starts is not None:
             document = seqs.starts.cumsum(1)
-            of_key = F.pad(document, (older, 0))  # what is kept is of the document before the first
-            seen &= document.unsqueeze(2) == of_key.unsqueeze(1)
-        itself = torch.eye(length, dtype=torch.bool, device=positions.device)
-        return seen | F.pad(itself, (older, 0))
+            key_document = F.pad(document, (state_length, 0))  # the state belongs to document 0
+            visible &= document.unsqueeze(2) == key_document.unsqueeze(1)
+        diagonal = torch.eye(length, dtype=torch.bool, device=positions.device)
+        return visible | F.pad(diagonal, (state_length, 0))
 
     def _end(self, keys, values, key_positions, positions, seqs):
-        """The AttentionState after the last token that is no padding. keys, values: (b,t,h,e).
-        key_positions: (b,t). positions: (b,l)."""
+        """Return the AttentionState after the last real token.
+
+        keys, values: (b,t,h,e). key_positions: (b,t). positions: (b,l).
+        """
         length = positions.shape[1]
         if seqs.mask is None:
             next_position = positions[:, -1] + 1
         else:
             next_position = positions[:, 0] + seqs.mask.sum(1)
         if seqs.starts is not None:
-            older = key_positions.shape[1] - length
-            document = F.pad(seqs.starts.cumsum(1), (older, 0))
-            over = document != document[:, -1:]
-            key_positions = key_positions.masked_fill(over, UNSEEN)
+            state_length = key_positions.shape[1] - length
+            document = F.pad(seqs.starts.cumsum(1), (state_length, 0))
+            is_finished = document != document[:, -1:]
+            key_positions = key_positions.masked_fill(is_finished, NO_POSITION)
         drop = 0
         if seqs.starts is not None:
-            # What no row needs any more, of the oldest. (To ask waits for the device.)
-            needed = (key_positions != UNSEEN).any(0).cumsum(0)
-            drop = int((needed == 0).sum())
+            # Drop the oldest keys that no row needs any more. `int` waits for the device.
+            needed_keys = (key_positions != NO_POSITION).any(0).cumsum(0)
+            drop = int((needed_keys == 0).sum())
         keys, values = (t[:, drop:].detach().clone() for t in (keys, values))
         return AttentionState(keys, values, key_positions[:, drop:].clone(), next_position)
 
     def flops_per_token(self, length: int) -> int:
-        """A query looks at half of the sequence on average."""
+        """Return the FLOPs per token: a query reads half of the sequence on average."""
         d = self.config.d_model
         return 8 * d**2 + 2 * d * length
 
 
-def positions_of_keys(positions: torch.Tensor, seqs: Any) -> torch.Tensor:
-    """The tokens' positions (b,l) as those of keys: UNSEEN at padding."""
-    return positions if seqs.mask is None else positions.masked_fill(~seqs.mask, UNSEEN)
+def mask_key_positions(positions: torch.Tensor, seqs: Any) -> torch.Tensor:
+    """Return the positions (b,l) of the tokens' keys: NO_POSITION at padding."""
+    return positions if seqs.mask is None else positions.masked_fill(~seqs.mask, NO_POSITION)
 
 
-def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """Rotary position embedding (Su et al. 2021): channels i and i + e/2 of a head turn by
-    position · ROPE_BASE^(−2i/e).
+def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Apply rotary position embeddings.
 
-    Args: x: (b,l,h,e), e even. positions: (b,l).
-    Returns: (b,l,h,e) in x's dtype; computed in fp32 or wider.
+    Channels i and i + e/2 of a head rotate by the angle position · ROPE_BASE^(−2i/e), computed in
+    fp32 or wider.
+
+    Args:
+        x: Queries or keys, (b,l,h,e) with even e.
+        positions: Positions, (b,l).
+
+    Returns:
+        The rotated x, in its dtype.
+
+    Source: RoPE, Su et al. 2021.
     """
     half = x.shape[-1] // 2
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -201,14 +231,14 @@ def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 class LSTMState(NamedTuple):
-    """What the layer leaves behind after a row's last token that is no padding."""
+    """State of the layer after the last real token of each row."""
 
     h: torch.Tensor  # (b,d) output
     c: torch.Tensor  # (b,d) cell
 
 
 class LSTM(PlainLayer):
-    """h_t, c_t = LSTM(u_t, h_{t−1}, c_{t−1}); the output is h_t. A document starts from zero."""
+    """LSTM whose output is h_t. Each document starts from a zero state."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -220,17 +250,17 @@ class LSTM(PlainLayer):
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, LSTMState | None]:
         zero = u.new_zeros(len(u), u.shape[-1])
         h, c = (zero if t is None else t.to(u.dtype) for t in map(seqs.get_state, ("h", "c")))
-        # 1. Cut the text where a document starts in some row: (b,·,d) each.
+        # 1. Cut time wherever a document starts in some row.
         bounds = [0, u.shape[1]]
         if seqs.starts is not None:
             bounds = sorted({*bounds, *seqs.starts.any(0).nonzero().flatten().tolist()})
-        # 2. Go through the pieces one after the other.
+        # 2. Run the LSTM over one piece after the other, (b,·,d) each.
         outputs = []
         for begin, end in itertools.pairwise(bounds):
             if seqs.starts is not None:
-                goes_on = ~seqs.starts[:, begin, None]
-                h, c = h * goes_on, c * goes_on
-            lengths = None  # padding is on the right: only the state must not see it
+                continues = ~seqs.starts[:, begin, None]
+                h, c = h * continues, c * continues
+            lengths = None  # padding is on the right, so it only affects the final state
             if seqs.mask is not None and seqs.return_state:
                 lengths = seqs.mask[:, begin:end].sum(1)
             output, h, c = self._piece(u[:, begin:end], h, c, lengths)
@@ -239,45 +269,47 @@ class LSTM(PlainLayer):
         return torch.cat(outputs, 1), state
 
     def _piece(self, u, h, c, lengths):
-        """Outputs (b,l,d), and h and c (b,d) after each row's first `lengths` (b,) tokens, None:
-        all. h, c: (b,d) before."""
+        """Return the outputs (b,l,d), and h and c (b,d) after the first `lengths` tokens.
+
+        h, c: The state before, (b,d). lengths: Tokens per row, (b,); None is all.
+        """
         start = h.unsqueeze(0), c.unsqueeze(0)
         if lengths is None:
             output, end = self.lstm(u, start)
             return output, *(t.squeeze(0).to(u.dtype) for t in end)
-        # Packing wants a token in every row; a row of none keeps its state.
+        # Packing needs at least one token in every row; rows without tokens keep their state below.
         packed = pack_padded_sequence(
             u, lengths.clamp_min(1).cpu(), batch_first=True, enforce_sorted=False
         )
         output, end = self.lstm(packed, start)
         output, _ = pad_packed_sequence(output, batch_first=True, total_length=u.shape[1])
-        some = (lengths > 0).unsqueeze(-1)
+        has_tokens = (lengths > 0).unsqueeze(-1)
         new_h, new_c = (t.squeeze(0).to(u.dtype) for t in end)
-        return output, torch.where(some, new_h, h), torch.where(some, new_c, c)
+        return output, torch.where(has_tokens, new_h, h), torch.where(has_tokens, new_c, c)
 
     def flops_per_token(self, length: int) -> int:
         return 16 * self.config.d_model**2
 
 
-EMPTY = -1e30  # the logarithm of a sum of nothing; finite, so that no difference is NaN
+LOG_ZERO = -1e30  # the initial m, log of an empty sum; finite, so that differences are not NaN
 
 
 class SLSTMState(NamedTuple):
-    """What the layer leaves behind after a row's last token that is no padding."""
+    """State of the layer after the last real token of each row."""
 
-    cell: torch.Tensor  # (b,4,d) y, c, n, m
-    conv: tuple[torch.Tensor, ...]  # one, (b,d_conv−1,d): the last inputs of the convolution
+    cell: torch.Tensor  # (b,4,d): y, c, n, m
+    conv: tuple[torch.Tensor, ...]  # one tensor, (b,d_conv−1,d): last inputs of the convolution
 
 
 class SLSTM(PlainLayer):
-    """The cell of sLSTM, its gates' inputs through a short convolution, its heads normalised:
+    """sLSTM with a short convolution before the input and forget gates, and normalised heads:
 
         ĩ, f̃ = W silu(conv(u)) + R y_{t−1} + b;    z̃, õ = W u + R y_{t−1} + b,
         m_t = max(log σ(f̃) + m_{t−1}, ĩ);    i = exp(ĩ − m_t);    f = exp(log σ(f̃) + m_{t−1} − m_t),
         c_t = f c_{t−1} + i tanh(z̃);    n_t = f n_{t−1} + i;    y_t = σ(õ) c_t / n_t,
 
-    out_proj(GroupNorm(y_t)). All W and R are a block for each head; the forget gate is a sigmoid,
-    of the two that the paper has. m only keeps the exponentials finite.
+    and the output is out_proj(GroupNorm(y_t)). All W and R have one block per head. The forget gate
+    is a sigmoid, one of the paper's two variants. m only keeps the exponentials finite.
     """
 
     def __init__(self, config: Any) -> None:
@@ -298,43 +330,44 @@ class SLSTM(PlainLayer):
 
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, SLSTMState | None]:
         h, wide = self.heads, torch.promote_types(u.dtype, torch.float32)
-        # 1. What the gates read of the tokens, (l,4,h,b,e).
+        # 1. Contribution of the tokens to the gates, (l,4,h,b,e).
         u = seqs.zero_padding(u)
         segments = None if seqs.starts is None else seqs.starts.cumsum(1)
         before = seqs.get_state("conv", 0)
         convolved = self.conv1d(u, segments, before)
-        read = torch.stack([convolved, convolved, u, u]).unflatten(-1, (h, -1))  # (4,b,l,h,e)
+        gate_inputs = torch.stack([convolved, convolved, u, u]).unflatten(-1, (h, -1))
         with without_autocast(u):
             weight, recurrent = self.gates.to(wide), self.recurrent.to(wide)
-            inputs = torch.einsum("gblhe,ghoe->lghbo", read.to(wide), weight)
+            inputs = torch.einsum("gblhe,ghoe->lghbo", gate_inputs.to(wide), weight)
             inputs = inputs + self.gate_bias.to(wide)[:, :, None]
-            # 2. Token by token. y, c, n, m: (h,b,e)
+            # 2. Run token by token. y, c, n, m: (h,b,e)
             cell = seqs.get_state("cell")
             if cell is None:
                 cell = _empty_cell(u, wide)
             state = [t.unflatten(-1, (h, -1)).transpose(0, 1) for t in cell.to(wide).unbind(1)]
-            fresh = [
+            empty = [
                 t.unflatten(-1, (h, -1)).transpose(0, 1) for t in _empty_cell(u, wide).unbind(1)
             ]
             outputs = []
             for t in range(u.shape[1]):
                 if seqs.starts is not None:
-                    begins = seqs.starts[:, t, None]
-                    state = [torch.where(begins, new, old) for new, old in zip(fresh, state)]
+                    is_start = seqs.starts[:, t, None]
+                    state = [torch.where(is_start, new, old) for new, old in zip(empty, state)]
                 new = _slstm_step(inputs[t], recurrent, *state)
                 if seqs.mask is not None:
-                    real = seqs.mask[:, t, None]
-                    new = [torch.where(real, a, b) for a, b in zip(new, state)]
+                    is_token = seqs.mask[:, t, None]
+                    new = [torch.where(is_token, a, b) for a, b in zip(new, state)]
                 state = list(new)
                 outputs.append(state[0])
             y = torch.stack(outputs).permute(2, 0, 1, 3).flatten(-2)  # (b,l,d)
-            # 3. Each head is normalised.
+            # 3. Normalise each head.
             y = self.group_norm(y)
         end = None
         if seqs.return_state:
             rows = torch.stack([t.detach().transpose(0, 1).flatten(1) for t in state], 1)
-            tail = last_valid_tokens(u, self.config.d_conv - 1, before, seqs)
-            end = SLSTMState(rows.clone(), (tail,))
+            end = SLSTMState(
+                rows.clone(), (last_valid_tokens(u, self.config.d_conv - 1, before, seqs),)
+            )
         return self.out_proj(y.to(u.dtype)), end
 
     def flops_per_token(self, length: int) -> int:
@@ -343,19 +376,19 @@ class SLSTM(PlainLayer):
 
 
 def _empty_cell(u, dtype):
-    """The state before any token, (b,4,d)."""
+    """Return the state before the first token, (b,4,d)."""
     state = u.new_zeros(len(u), 4, u.shape[-1], dtype=dtype)
-    state[:, 3] = EMPTY
+    state[:, 3] = LOG_ZERO
     return state
 
 
 def _slstm_step(inputs, recurrent, y, c, n, m):
-    """y, c, n, m (h,b,e) after a token. inputs: (4,h,b,e). recurrent: (4,h,e,e)."""
+    """Return y, c, n, m (h,b,e) after a token. inputs: (4,h,b,e). recurrent: (4,h,e,e)."""
     i, f, z, o = inputs + torch.einsum("hbe,ghoe->ghbo", y, recurrent)
-    kept = F.logsigmoid(f) + m
-    new_m = torch.maximum(kept, i)
+    log_f = F.logsigmoid(f) + m
+    new_m = torch.maximum(log_f, i)
     i = torch.exp(i - new_m)
-    f = torch.exp(kept - new_m)
+    f = torch.exp(log_f - new_m)
     c = f * c + i * torch.tanh(z)
     n = f * n + i
     return torch.sigmoid(o) * c / n, c, n, new_m

@@ -1,8 +1,8 @@
-"""The kernels that an export brings along, for where fprnn is not installed.
+"""Kernels in an export, for machines on which fprnn is not installed.
 
-`fprnn export` writes the text of lm/kernels into FILES (lm/export/export_code.py); here it is
-empty. At first use they are written to the user's cache as a package of their own, and g++ compiles
-the CPU's there.
+`fprnn export` writes the text of lm/kernels into FILES (lm/export/export_code.py); in this
+repository FILES is empty. At first use the files are written to the user's cache as a package of
+their own, in which g++ compiles the CPU kernels.
 """
 
 import hashlib
@@ -19,20 +19,21 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 SAID = "fprnn is not installed: the kernels that came with the model are used"
-LOCK = threading.Lock()  # around the first import
+LOCK = threading.Lock()  # held during the first import
 FILES: dict[str, str] = {}  # path in the package → text
 
 
 def load_bundled_kernels() -> ModuleType | None:
-    """Return the package made of FILES, or None if there are none.
+    """Return the package with the text of FILES, or None if FILES is empty.
 
     Raises:
-        OSError, RuntimeError: there is no place to write them to.
+        OSError: If the files cannot be written to the cache.
+        RuntimeError: If the user has no home directory.
     """
     if not FILES:
         return None
     digest = hashlib.sha256("\0".join(f"{k}\0{v}" for k, v in sorted(FILES.items())).encode())
-    name = f"fprnn_kernels_{digest.hexdigest()[:16]}"  # two exports may bring two versions
+    name = f"fprnn_kernels_{digest.hexdigest()[:16]}"  # two exports may have two versions
     with LOCK:
         return sys.modules.get(name) or _import_package(name)
 
@@ -51,41 +52,42 @@ def _import_package(name):
 
 
 def _write_package(name):
-    """The folder in the user's cache that holds FILES; what was changed there is not run."""
+    """Write FILES into a folder of the user's cache, replace changed files, and return it."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     parent = Path(base) / "fprnn" / "kernels"
-    # The name holds the digest of the texts: what they import of lm is beside them.
+    # The files import each other and two modules of lm.common, which are in the same folder.
     texts = {
         file: text.replace("lm.kernels", name).replace("lm.common.", f"{name}.")
         for file, text in FILES.items()
     }
     folder = parent / name
-    if all(_reads(folder / file) == text for file, text in texts.items()):
+    if all(_read(folder / file) == text for file, text in texts.items()):
         _refuse_if_open(folder)
         return folder
     logger.warning(f"{SAID}, from {folder}; on a CPU the first use compiles them (up to a minute)")
     parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Other processes may do the same: each file is written beside its place, then moved there.
+    # Other processes may write the same files, so each is written elsewhere and then moved.
     folder.mkdir(exist_ok=True, mode=0o700)
     _refuse_if_open(folder)
-    with tempfile.TemporaryDirectory(dir=parent) as own:
+    with tempfile.TemporaryDirectory(dir=parent) as temporary:
         for file, text in texts.items():
-            written = Path(own) / Path(file).name
-            written.write_text(text, encoding="utf-8")
+            copy = Path(temporary) / Path(file).name
+            copy.write_text(text, encoding="utf-8")
             (folder / file).parent.mkdir(exist_ok=True, mode=0o700)
-            os.replace(written, folder / file)
+            os.replace(copy, folder / file)
     return folder
 
 
 def _refuse_if_open(folder):
-    """Raises OSError where others than this user may write into it: their files would run."""
+    """Raise OSError if other users may write into the folder: their code would run."""
     for place in (folder, folder.parent):
-        found = place.stat()
-        if hasattr(os, "getuid") and (found.st_uid != os.getuid() or found.st_mode & 0o022):
-            raise OSError(f"{place} is not this user's alone to write in")
+        stat = place.stat()
+        if hasattr(os, "getuid") and (stat.st_uid != os.getuid() or stat.st_mode & 0o022):
+            raise OSError(f"other users may write into {place}")
 
 
-def _reads(file):
+def _read(file):
+    """Return the text of a file, or None if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8")
     except (OSError, ValueError):

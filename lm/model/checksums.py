@@ -1,7 +1,7 @@
-"""Checksums of the files in a folder: written as `sha256sum -c SHA256SUMS` reads them, compared.
+"""Checksums of the files in a folder, in the format of `sha256sum -c SHA256SUMS`.
 
-A run's tokenizer, its checkpoints and its exports are vouched for by these. The file travels with
-an exported checkpoint, so that loading one can tell whether it is what was exported.
+Tokenizers, checkpoints and exports have such a file. This module is part of every export, so that
+loading an export detects changed files.
 """
 
 import hashlib
@@ -11,16 +11,17 @@ from pathlib import Path
 
 SUMS = "SHA256SUMS"
 
-# Device, inode, size and times of a file → its checksum, of those that this process has read. The
-# change time is the system's own: a copy or `touch` cannot set it back.
+# Device, inode, size and times of a file → checksum, for files that this process has read. Programs
+# cannot set the change time, so `cp -p` and `touch` do not hide a change.
 _read: dict[tuple[int, ...], str] = {}
 
 
 def sha256(path: Path, once: bool = False) -> str:
-    """The checksum of a file.
+    """Return the SHA-256 checksum of a file.
 
     Args:
-        once: where the file looks as it did when this process read it, it is not read again.
+        path: The file.
+        once: Whether to use the cached checksum if the file has the same size and times as before.
     """
     before = _fingerprint(path)
     if once and before in _read:
@@ -33,16 +34,18 @@ def sha256(path: Path, once: bool = False) -> str:
 
 
 def trust(folder: Path, sums: Mapping[str, str]) -> None:
-    """Take these for the checksums of files that were just written, until they change."""
+    """Cache the checksums of files that were just written."""
     for name, digest in sums.items():
         _read[_fingerprint(folder / name)] = digest
 
 
 def difference(folder: Path, sums: Mapping[str, str], once: bool = False) -> str:
-    """What is wrong with the first file that is not what its checksum says; "" where all are.
+    """Describe the first file that does not match its checksum; "" if all files match.
 
     Args:
-        sums: of each file, by its name in the folder. once: as `sha256`.
+        folder: The folder.
+        sums: File name → checksum.
+        once: As for `sha256`.
     """
     for name, digest in sums.items():
         path = folder / name
@@ -54,17 +57,18 @@ def difference(folder: Path, sums: Mapping[str, str], once: bool = False) -> str
 
 
 def write_sums(folder: Path, names: Iterable[str]) -> None:
-    """Vouch for these files, as they are, in the folder's SHA256SUMS."""
+    """Write the checksums of these files to SHA256SUMS."""
     lines = [f"{sha256(folder / name)}  {name}\n" for name in sorted(names)]
     (folder / SUMS).write_text("".join(lines), encoding="utf-8")
 
 
 def read_sums(folder: Path) -> dict[str, str]:
-    """The checksums in a folder's SHA256SUMS, by the files' names; none where there is no such file
-    (versions before it wrote none).
+    """Return file name → checksum from SHA256SUMS; {} if there is no such file.
+
+    The first versions wrote no SHA256SUMS.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: If SHA256SUMS is damaged.
     """
     try:
         lines = (folder / SUMS).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -82,29 +86,33 @@ def read_sums(folder: Path) -> dict[str, str]:
 
 
 def refuse_changed(folder: Path | str, is_wanted: Callable[[str], bool] = lambda _: True) -> None:
-    """Refuse a folder whose files are not what its SHA256SUMS says; one without such a file is
-    taken. A file is read once, until it changes.
+    """Refuse a folder whose files do not match its SHA256SUMS.
+
+    A folder without SHA256SUMS is accepted. Unchanged files are not read again.
 
     Args:
-        is_wanted: of those that it lists, which names are looked at.
+        folder: The folder.
+        is_wanted: Function that selects the file names to check.
+
     Raises:
-        ValueError: a file is missing, damaged or was changed; or SHA256SUMS is damaged.
+        ValueError: If a file is missing, damaged or changed, or SHA256SUMS is damaged.
     """
     folder = Path(folder)
     sums = {name: digest for name, digest in read_sums(folder).items() if is_wanted(name)}
-    how = difference(folder, sums, once=True)
-    if sums and not how:  # a list that lost the line of the weights would vouch for any
-        weights = (path.name for path in folder.glob("model*.safetensors") if is_wanted(path.name))
-        how = next((f"{name} is not listed in {SUMS}" for name in weights if name not in sums), "")
-    if how:
+    problem = difference(folder, sums, once=True)
+    if sums and not problem:  # without the line of the weights any weights would pass
+        weights = [path.name for path in folder.glob("model*.safetensors") if is_wanted(path.name)]
+        unlisted = [name for name in weights if name not in sums]
+        problem = f"{unlisted[0]} is not listed in {SUMS}" if unlisted else ""
+    if problem:
         raise ValueError(
-            f"{folder / how}: bring back the file that {SUMS} is of, or where the change is meant,"
-            f" delete {SUMS}"
+            f"{folder / problem}: restore the original file, or delete {SUMS} if the change is"
+            " intended"
         )
 
 
-def forget(folder: Path | str) -> None:
-    """Nobody vouches any more for the files in a folder: they are about to be replaced."""
+def delete_sums(folder: Path | str) -> None:
+    """Delete SHA256SUMS, before the files of the folder are replaced."""
     path = Path(folder) / SUMS
     if path.is_file():
         path.unlink()

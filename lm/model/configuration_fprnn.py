@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.configuration_utils import PretrainedConfig
 
-from .checksums import forget
+from .checksums import delete_sums
 from .fields import (
     FIELDS,
     FIXED_POINT,
@@ -170,7 +170,7 @@ class FPRNNConfig(PretrainedConfig):
 
         `save_pretrained` of a model calls this first: its files replace the ones in SHA256SUMS.
         """
-        forget(save_directory)
+        delete_sums(save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
 
     def settle(self) -> None:

@@ -1,48 +1,44 @@
-"""Delta rules: Gated DeltaNet, DeltaProduct, KDA and RWKV-7.
+"""Layers with delta rules: Gated DeltaNet, DeltaProduct, KDA and RWKV-7.
 
-Gated DeltaNet is of Yang et al. 2024, DeltaProduct with and without a gate of Siems et al. 2025.
+The parameters of the layers have the names, shapes and meaning of flash-linear-attention's layers
+(RWKV-7 only the meaning), except that the last projection is called `out_proj` in all our layers.
 
-The rule by chunks of steps, and the layers. Their parameters have the names, shapes and meaning of
-flash-linear-attention's layers; but what ends a layer is called `out_proj`, as in all.
+**One decay per head.** Gated DeltaNet has a matrix S (v×k) per head as its state,
 
-Gated DeltaNet keeps a matrix S (v×k) per head,
+    S_t = α_t S_{t−1} (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ,          o_t = S_t q_t.
 
-    S_t = α_t S_{t−1} (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ,          o_t = S_t q_t,
-
-and DeltaProduct makes n such steps a token, each with its own k, v and β, of which the first alone
-carries the gate α_t:
+DeltaProduct makes n such steps per token, each with its own k, v and β. The gate α_t applies once:
 
     S_{t,0} = α_t S_{t−1},
     S_{t,j} = S_{t,j−1} (I − β_tj k_tj k_tjᵀ) + β_tj v_tj k_tjᵀ,          S_t = S_{t,n}.
 
-By chunks (Yang et al. 2024): of a chunk's c steps, whatever their tokens, each adds u_i k_iᵀ to
-what the gates leave of the state. With S the state before the chunk, g_ij the product of the gates
-after step j up to and with step i, and g_i of those from the chunk's start,
+`delta_rule` computes both in chunks of c steps. Step i of a chunk adds u_i k_iᵀ to the decayed
+state. With S the state before the chunk, g_ij the product of the gates after step j up to step i
+(inclusive), and g_i the product from the start of the chunk,
 
-    u_i = β_i (v_i − g_i S k_i − Σ_{j<i} g_ij (k_iᵀ k_j) u_j),
+    u_i = β_i (v_i − g_i S k_i − Σ_{j<i} g_ij (k_iᵀ k_j) u_j).
 
-a triangular system for all u of a chunk, which is linear in S: those of all chunks are solved at
-once, and a loop over chunks carries S alone.
+This is a triangular system for all u of a chunk, and its solution is linear in S. The systems of
+all chunks are solved at once, and a loop over the chunks computes S.
 
-KDA (Kimi Team 2025) and RWKV-7 (Peng et al. 2025) have a decay of every channel.
-A head keeps a matrix S (v×k) and multiplies it, at every token, by a diagonal matrix plus one of
-rank one, before it writes:
+**One decay per channel.** KDA and RWKV-7 multiply S (v×k) by a diagonal matrix plus a matrix of
+rank one before they write. `channel_delta_rule` computes this token by token in plain PyTorch:
 
     S_t = S_{t−1} (diag(w_t) + a_t b_tᵀ) + v_t k_tᵀ,          o_t = S_t q_t.
 
-KDA ("Kimi Linear", arXiv 2510.26692) is Gated DeltaNet with an α for each channel:
+KDA is Gated DeltaNet with an α per channel:
 
     S_t = S_{t−1} diag(α_t) (I − β_t k_t k_tᵀ) + β_t v_t k_tᵀ.
 
-RWKV-7 (arXiv 2503.14456) takes off along one key, κ̂, and writes along another, k̃:
+RWKV-7 erases along one key, κ̂, and writes along another, k̃:
 
     S_t = S_{t−1} (diag(w_t) − κ̂_t (a_t ⊙ κ̂_t)ᵀ) + v_t k̃_tᵀ.
 
-Both in plain PyTorch, token by token. KDA's parameters have the names, shapes and meaning of
-flash-linear-attention's layer, RWKV-7's the meaning.
+Shape suffixes: b batch, l length, d d_model, n steps per token, h heads, k key and v value
+dimension of a head; i chunks, c steps of a chunk, t tokens of a chunk.
 
-Shape suffixes: b batch, l length, d d_model, n steps a token, h heads, k key and v value dimension
-of a head; i chunks, c steps of a chunk, t tokens of a chunk.
+Source: Gated DeltaNet and its chunked form, Yang et al. 2024; DeltaProduct, Siems et al. 2025; KDA,
+Kimi Team 2025 ("Kimi Linear", arXiv 2510.26692); RWKV-7, Peng et al. 2025 (arXiv 2503.14456).
 """
 
 import math
@@ -71,57 +67,61 @@ def delta_rule(
     starts: torch.Tensor | None = None,
     chunk: int = CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence, by chunks.
+    """Compute the recurrence of Gated DeltaNet and DeltaProduct in chunks.
 
     Args:
-        q: (b,l,h,k). k: (b,l,n,h,k), of unit length for a contraction. v: (b,l,n,h,v).
-        beta: (b,l,n,h). log_alpha: (b,l,h), ≤ 0. A token with β = 0 and log α = 0 leaves the state
-            as it is.
-        S: (b,h,v,k) initial state, zero if None. Computed in fp32, or fp64 if any is.
-        starts: (b,l) bool, True at tokens that start from an empty state; None: there are none.
-        chunk: Steps of a chunk, or fewer that make whole tokens.
+        q: Queries, (b,l,h,k).
+        k: Keys, (b,l,n,h,k). With unit norm each step is a contraction.
+        v: Values, (b,l,n,h,v).
+        beta: β, (b,l,n,h). A token with β = 0 and log α = 0 keeps the state.
+        log_alpha: log α ≤ 0, (b,l,h).
+        S: Initial state, (b,h,v,k); None is zero.
+        starts: True at tokens that start from an empty state, (b,l), or None.
+        chunk: Largest number of steps in a chunk; a chunk holds whole tokens.
+
     Returns:
-        o (b,l,h,v) and the final state (b,h,v,k), in the dtype computed in.
+        o (b,l,h,v) and the final state (b,h,v,k), in fp32, or in fp64 if an input is fp64.
     """
     dtype = torch.float32
     for t in (q, k, v, beta):
         dtype = torch.promote_types(dtype, t.dtype)
     with torch.autocast(q.device.type, enabled=False):
         length, n = k.shape[1:3]
-        tokens = max(1, min(chunk // n, length))  # of a chunk
-        # 1. Chunks of steps. K (b,i,h,c,k), V (b,i,h,c,v), B (b,i,h,c,1); Q (b,i,h,t,k).
+        tokens = max(1, min(chunk // n, length))  # tokens of a chunk
+        # 1. Cut into chunks. K (b,i,h,c,k), V (b,i,h,c,v), B (b,i,h,c,1); Q (b,i,h,t,k).
         K, V, B = (
             _chunked(t.to(dtype).flatten(1, 2), tokens * n).transpose(2, 3)
             for t in (k, v, beta.unsqueeze(-1))
         )
         Q = _chunked(q.to(dtype), tokens).transpose(2, 3)
-        # 2. Gates, each at its token's first step: between two steps (b,i,h,c,c), from a step to
-        #    the chunk's end, from its start to a step (b,i,h,c,1).
+        # 2. Multiply the gates, which apply at the first step of each token: between two steps
+        #    (b,i,h,c,c), and from a step to the end or from the start of its chunk (b,i,h,c,1).
         between, to_end, from_start = _gates(log_alpha.to(dtype), starts, n, tokens * n)
-        # 3. What each step adds: u = fresh − W Sᵀ.
-        scores = (K @ K.transpose(-1, -2)) * between * B  # only what lies below the diagonal counts
+        # 3. Solve for the update of each step, u = u_zero − W Sᵀ, as a function of the state S.
+        #    `solve_triangular` reads only the part of `scores` below the diagonal.
+        scores = (K @ K.transpose(-1, -2)) * between * B
         right = torch.cat([B * V, B * from_start * K], -1)
-        solved = torch.linalg.solve_triangular(scores, right, upper=False, unitriangular=True)
-        fresh, W = solved.split([V.shape[-1], K.shape[-1]], -1)
-        # 4. From chunk to chunk. S (b,h,v,k)
-        over, kept = from_start[:, :, :, -1:], K * to_end
+        solution = torch.linalg.solve_triangular(scores, right, upper=False, unitriangular=True)
+        u_zero, W = solution.split([V.shape[-1], K.shape[-1]], -1)
+        # 4. Loop over the chunks. S (b,h,v,k)
+        chunk_decay, decayed_keys = from_start[:, :, :, -1:], K * to_end
         S = V.new_zeros(*V[:, 0, :, 0].shape, K.shape[-1]) if S is None else S.to(dtype)
-        entering, added = [], []
+        states, updates = [], []
         for i in range(K.shape[1]):
-            entering.append(S)
-            u = fresh[:, i] - W[:, i] @ S.transpose(-1, -2)
-            added.append(u)
-            S = over[:, i] * S + u.transpose(-1, -2) @ kept[:, i]
-        # 5. What is read after each token's last step.
-        last = slice(n - 1, None, n)
-        scores = (Q @ K.transpose(-1, -2)) * between[..., last, :]
-        o = scores @ torch.stack(added, 1)
-        o = o + (Q * from_start[..., last, :]) @ torch.stack(entering, 1).transpose(-1, -2)
+            states.append(S)
+            u = u_zero[:, i] - W[:, i] @ S.transpose(-1, -2)
+            updates.append(u)
+            S = chunk_decay[:, i] * S + u.transpose(-1, -2) @ decayed_keys[:, i]
+        # 5. Read the state after the last step of each token.
+        last_steps = slice(n - 1, None, n)
+        scores = (Q @ K.transpose(-1, -2)) * between[..., last_steps, :]
+        o = scores @ torch.stack(updates, 1)
+        o = o + (Q * from_start[..., last_steps, :]) @ torch.stack(states, 1).transpose(-1, -2)
         return o.transpose(2, 3).flatten(1, 2)[:, :length], S
 
 
 def _gates(log_alpha, starts, n, chunk):
-    """`ssd_decays` of steps, n a token. log_alpha: (b,l,h). starts: (b,l) or None."""
+    """Return `ssd_decays` for n steps per token. log_alpha: (b,l,h). starts: (b,l) or None."""
     batch, length, heads = log_alpha.shape
     steps = log_alpha.new_zeros(batch, length, n, heads)
     steps[:, :, 0] = log_alpha
@@ -135,27 +135,26 @@ def _gates(log_alpha, starts, n, chunk):
     return between, *(t.transpose(2, 3).unsqueeze(-1) for t in (to_end, from_start))
 
 
-FLOOR = 1e-6  # added to ‖x‖² where x is divided by its norm
+NORM_EPS = 1e-6  # added to ‖x‖² before x is divided by its norm
 
 
 class DeltaState(NamedTuple):
-    """What a delta layer leaves behind after a row's last token that is no padding."""
+    """State of the layer after the last real token of each row."""
 
     S: torch.Tensor  # (b,h,v,k)
-    conv: tuple[torch.Tensor, ...]  # (b,d_conv−1,·) the last inputs of the convolutions: q, k, v
+    conv: tuple[torch.Tensor, ...]  # last inputs of the convolutions of q, k, v, (b,d_conv−1,·)
 
 
 def unit(x: torch.Tensor) -> torch.Tensor:
-    """x / ‖x‖₂ over the last dimension."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + FLOOR)
+    """Return x / ‖x‖₂, with the norm over the last dimension."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
 
 
 class GatedDeltaProduct(PlainLayer):
-    """S ← α_t S, then n times S ← S (I − β k kᵀ) + β v kᵀ, each with a k, v and β of its own;
-    out_proj(RMSNorm(S q / √d_k) ⊙ silu(z))."""
+    """Gated DeltaProduct; its output is out_proj(RMSNorm(S q / √d_k) ⊙ silu(z))."""
 
     kind = "gated_deltaproduct"
-    gated = True  # whether there is an α; without it α = 1
+    gated = True  # whether it has a gate α; otherwise α = 1
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -177,18 +176,18 @@ class GatedDeltaProduct(PlainLayer):
         self.out_proj = nn.Linear(d_v, d, bias=False)
 
     def _add_decay(self, config: Any) -> None:
-        """The parameters of α."""
+        """Create the parameters of α."""
         self.a_proj = nn.Linear(config.d_model, self.heads, bias=False)
         self.A_log = nn.Parameter(torch.empty(self.heads))
         self.dt_bias = nn.Parameter(torch.empty(self.heads))
 
     def _output_gate(self, config: Any) -> nn.Module:
-        """The map to z."""
+        """Return the module that computes z."""
         return nn.Linear(config.d_model, config.d_inner, bias=False)
 
     @staticmethod
     def steps_of(config: Any) -> int:
-        """n, the steps a token."""
+        """Return n, the steps per token."""
         return config.n_householder
 
     def state_shapes(self) -> list[tuple[int, ...]]:
@@ -198,10 +197,10 @@ class GatedDeltaProduct(PlainLayer):
 
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, DeltaState | None]:
         h, n = self.heads, self.steps
-        # 1. Project, convolve. q (b,l,h,k), k (b,l,n,h,k), v (b,l,n,h,v)
-        (q, k, v), tails = self._convolved(u, seqs)
-        # 2. In fp32 or wider: q, k of unit length; β (b,l,n,h) and log α (b,l,h), zero at padding,
-        #    which leaves the state as it is.
+        # 1. Project and convolve. q (b,l,h,k), k (b,l,n,h,k), v (b,l,n,h,v)
+        (q, k, v), tails = self._convolve(u, seqs)
+        # 2. In fp32 or wider: normalise q and k; compute β (b,l,n,h) and log α (b,l,h), which are
+        #    zero at padding and keep the state.
         wide = torch.promote_types(v.dtype, torch.float32)
         q, k, v = (t.to(wide) for t in (q, k, v))
         q = unit(q.unflatten(-1, (h, -1))) * (self.config.d_model // h) ** -0.5
@@ -213,7 +212,7 @@ class GatedDeltaProduct(PlainLayer):
         if self.gated:
             dt = F.softplus(self.a_proj(u).to(wide) + self.dt_bias.to(wide))
             log_alpha = seqs.zero_padding(-self.A_log.to(wide).exp() * dt)
-        # 3. The recurrence, the gated norm of each head.
+        # 3. Run the recurrence; normalise and gate each head.
         z = self.g_proj(u)
         with without_autocast(u):
             o, S = delta_rule(q, k, v, beta, log_alpha, seqs.get_state("S"), seqs.starts)
@@ -221,31 +220,33 @@ class GatedDeltaProduct(PlainLayer):
         end = DeltaState(S.detach().clone(), tails) if seqs.return_state else None
         return self.out_proj(o.to(z.dtype)), end
 
-    def _convolved(self, u, seqs):
-        """silu(convolution) of what q_proj, k_proj, v_proj make of u, and the convolutions' last
-        inputs, () unless asked for."""
+    def _convolve(self, u, seqs):
+        """Return silu(conv(·)) of the projections q, k, v of u, and the convolutions' last inputs.
+
+        The second is () unless `seqs.return_state`.
+        """
         segments = None if seqs.starts is None else seqs.starts.cumsum(1)
         projections = self.q_proj, self.k_proj, self.v_proj
         convolutions = self.q_conv1d, self.k_conv1d, self.v_conv1d
-        made, tails = [], []
+        outputs, tails = [], []
         for index, (proj, conv1d) in enumerate(zip(projections, convolutions)):
             x, before = seqs.zero_padding(proj(u)), seqs.get_state("conv", index)
-            made.append(conv1d(x, segments, before))
+            outputs.append(conv1d(x, segments, before))
             if seqs.return_state:
                 tails.append(last_valid_tokens(x, self.config.d_conv - 1, before, seqs))
-        return made, tuple(tails)
+        return outputs, tuple(tails)
 
     def flops_per_token(self, length: int) -> int:
         c, h, n = self.config, self.heads, self.steps
         convolved = c.d_model + n * (c.d_model + c.d_inner)
         matrices = c.d_model * (convolved + (n + self.gated) * h + 2 * c.d_inner)
-        # Of d_inner × d_model/h numbers: a step's S k and what it adds; the gate, and S q.
+        # S has d_inner × d_model/h entries. Per step: S k, update. Per token: gate, S q.
         recurrence = (4 * n + 2 + self.gated) * c.d_inner * c.d_model // h
         return 2 * matrices + 2 * convolved * c.d_conv + recurrence
 
 
 class GatedDeltaNet(GatedDeltaProduct):
-    """Gated DeltaProduct of one step a token."""
+    """Gated DeltaNet: Gated DeltaProduct with one step per token."""
 
     kind = "gated_deltanet"
 
@@ -255,13 +256,10 @@ class GatedDeltaNet(GatedDeltaProduct):
 
 
 class DeltaProduct(GatedDeltaProduct):
-    """Gated DeltaProduct without the gate."""
+    """DeltaProduct: Gated DeltaProduct without the gate."""
 
     kind = "deltaproduct"
     gated = False
-
-
-# A decay of every channel.
 
 
 def channel_delta_rule(
@@ -274,25 +272,33 @@ def channel_delta_rule(
     S: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The recurrence at the top of this file, one token after the other.
+    """Compute S_t = S_{t−1} (diag(w_t) + a_t b_tᵀ) + v_t k_tᵀ and o_t = S_t q_t, token by token.
+
+    A token with w = 1, a = 0 and k = 0 keeps the state.
 
     Args:
-        q, w, a, b, k: (b,l,h,k). v: (b,l,h,v). A token with w = 1, a = 0 and k = 0 leaves the state
-            as it is. S: (b,h,v,k) initial state, zero if None.
-        starts: (b,l) bool, True at tokens that start from an empty state; None: there are none.
+        q: Queries, (b,l,h,k).
+        w: Decays, (b,l,h,k).
+        a: Left vectors of the rank-one term, (b,l,h,k).
+        b: Right vectors of the rank-one term, (b,l,h,k).
+        k: Keys, (b,l,h,k).
+        v: Values, (b,l,h,v).
+        S: Initial state, (b,h,v,k); None is zero.
+        starts: True at tokens that start from an empty state, (b,l), or None.
+
     Returns:
         o (b,l,h,v) and the final state (b,h,v,k), in the inputs' dtype.
     """
     batch, length, heads, _ = q.shape
-    if starts is not None:  # nothing of what was before is kept
-        goes_on = ~starts[:, :, None, None]
-        w, a = w * goes_on, a * goes_on
+    if starts is not None:  # w = a = 0 erases the state
+        continues = ~starts[:, :, None, None]
+        w, a = w * continues, a * continues
 
-    def by_time(t: torch.Tensor, *shape: int) -> tuple[torch.Tensor, ...]:
+    def split_time(t: torch.Tensor, *shape: int) -> tuple[torch.Tensor, ...]:
         return t.transpose(0, 1).reshape(length, batch * heads, *shape).unbind(0)
 
-    rows = (by_time(t, 1, t.shape[-1]) for t in (w, b, k))
-    columns = (by_time(t, t.shape[-1], 1) for t in (a, v, q))
+    rows = (split_time(t, 1, t.shape[-1]) for t in (w, b, k))
+    columns = (split_time(t, t.shape[-1], 1) for t in (a, v, q))
     if S is None:
         S = q.new_zeros(batch, heads, v.shape[-1], k.shape[-1])
     S = S.to(q.dtype).flatten(0, 1)
@@ -306,8 +312,10 @@ def channel_delta_rule(
 
 
 class KDA(GatedDeltaNet):
-    """Kimi Delta Attention: S ← S diag(α_t) (I − β k kᵀ) + β v kᵀ, α_t of every channel through a
-    map of low rank; out_proj(RMSNorm(S q / √d_k) ⊙ σ(z)), z through such a map, too."""
+    """Kimi Delta Attention; its output is out_proj(RMSNorm(S q / √d_k) ⊙ σ(z)).
+
+    Two low-rank maps compute α, one value per channel, and z.
+    """
 
     kind = "kda"
 
@@ -324,20 +332,20 @@ class KDA(GatedDeltaNet):
 
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, DeltaState | None]:
         h = self.heads
-        # 1. Project, convolve; q and k of unit length, in fp32 or wider.
-        projected, tails = self._convolved(u, seqs)
+        # 1. Project and convolve; normalise q and k, in fp32 or wider.
+        projected, tails = self._convolve(u, seqs)
         wide = torch.promote_types(u.dtype, torch.float32)
         q, k, v = (t.to(wide).unflatten(-1, (h, -1)) for t in projected)
         q = unit(q) * (self.config.d_model // h) ** -0.5
         k = unit(k)
-        # 2. β (b,l,h,1) and log α (b,l,h,k), zero at padding, which leaves the state as it is.
+        # 2. Compute β (b,l,h,1) and log α (b,l,h,k), which are zero at padding and keep the state.
         beta = seqs.zero_padding(self.b_proj(u).to(wide).sigmoid()).unsqueeze(-1)
         if self.negative:
             beta = 2 * beta
         dt = F.softplus(self.f_proj(u).to(wide) + self.dt_bias.to(wide)).unflatten(-1, (h, -1))
         log_alpha = seqs.zero_padding((-self.A_log.to(wide).exp()[:, None] * dt).flatten(-2))
         alpha = log_alpha.exp().unflatten(-1, (h, -1))
-        # 3. The recurrence, the gated norm of each head.
+        # 3. Run the recurrence; normalise and gate each head.
         z = self.g_proj(u)
         with without_autocast(u):
             state, starts = seqs.get_state("S"), seqs.starts
@@ -356,13 +364,13 @@ class KDA(GatedDeltaNet):
         return 2 * matrices + 2 * convolved * c.d_conv + recurrence
 
 
-def low_rank_of(d_model: int, factor: float) -> int:
-    """Width of RWKV-7's low-rank maps: factor · √d, to a multiple of 32, at least 32."""
+def lora_rank(d_model: int, factor: float) -> int:
+    """Return the rank of an RWKV-7 map: factor · √d, rounded to a multiple of 32, at least 32."""
     return max(32, round(factor * math.sqrt(d_model) / 32) * 32)
 
 
 class LowRankMap(nn.Module):
-    """x W_downᵀ → act → W_upᵀ + bias."""
+    """Low-rank map act(x W_downᵀ) W_upᵀ + bias."""
 
     def __init__(self, d: int, rank: int, act: Any, bias: bool = True) -> None:
         super().__init__()
@@ -375,25 +383,25 @@ class LowRankMap(nn.Module):
 
 
 class RWKV7State(NamedTuple):
-    """What the layer leaves behind after a row's last token that is no padding."""
+    """State of the layer after the last real token of each row."""
 
     S: torch.Tensor  # (b,h,e,e)
-    u: torch.Tensor  # (b,d) its input
+    u: torch.Tensor  # (b,d), input of the last token
 
 
 class RWKV7(PlainLayer):
-    """RWKV-7's time mixing. Every map reads its own mixture of a token and the one before,
+    """Time mixing of RWKV-7. Every map reads its own mixture of a token and the previous token:
 
         r, k, v = W x_r, W x_k, W x_v;    w = exp(−e^(−½) σ(map_w(x_w)));    a = σ(map_a(x_a));
         κ̂ = unit(k ⊙ k_k);    k̃ = k ⊙ (1 + (a − 1) ⊙ k_a);
         S ← S (diag(w) − κ̂ (a ⊙ κ̂)ᵀ) + v k̃ᵀ;
-        out_proj((GroupNorm(S r) + (r · (r_k ⊙ k̃)) v) ⊙ map_g(x_g)),
+        out_proj((GroupNorm(S r) + (r · (r_k ⊙ k̃)) v) ⊙ map_g(x_g)).
 
-    as in the first layer of RWKV-7: there is no value residual between layers. The decay w is above
-    0.545, so that an eigenvalue, w − a along a channel, can be as low as −0.45.
+    As in the first layer of RWKV-7 there is no value residual between layers. The decay w is above
+    0.545, so an eigenvalue (w − a along a channel) can be as low as −0.45.
     """
 
-    mixes = "rwkvag"  # x_r, x_w, …: of r, the decay w, k, v, a, and the gate g
+    mixes = "rwkvag"  # suffixes of x_r, x_w, …: inputs of r, the decay w, k, v, a, and the gate g
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -407,10 +415,10 @@ class RWKV7(PlainLayer):
         self.r_proj = nn.Linear(d, d, bias=False)
         self.k_proj = nn.Linear(d, d, bias=False)
         self.v_proj = nn.Linear(d, d, bias=False)
-        self.w_lora = LowRankMap(d, low_rank_of(d, 2.5), torch.tanh)
-        self.a_lora = LowRankMap(d, low_rank_of(d, 2.5), nn.Identity())
-        self.g_lora = LowRankMap(d, low_rank_of(d, 5.0), torch.sigmoid, bias=False)
-        # eps as in theirs, 1e-5 times the head's width
+        self.w_lora = LowRankMap(d, lora_rank(d, 2.5), torch.tanh)
+        self.a_lora = LowRankMap(d, lora_rank(d, 2.5), nn.Identity())
+        self.g_lora = LowRankMap(d, lora_rank(d, 5.0), torch.sigmoid, bias=False)
+        # eps as in the authors' code: 1e-5 times the width of a head
         self.g_norm = GroupNorm(self.heads, d, eps=1e-5 * (d // self.heads))
         self.out_proj = nn.Linear(d, d, bias=False)
 
@@ -420,26 +428,25 @@ class RWKV7(PlainLayer):
 
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, RWKV7State | None]:
         h, wide = self.heads, torch.promote_types(u.dtype, torch.float32)
-        # 1. What each map reads: u + (u of the token before − u) ⊙ x_·.
+        # 1. Mix each input with the previous token: u + (u_{t−1} − u) ⊙ x_·.
         u = seqs.zero_padding(u)
         change = shift(u, seqs, "u") - u
         x = {name: u + change * getattr(self, f"x_{name}").to(u.dtype) for name in self.mixes}
-        # 2. Reads, writes and decays, (b,l,h,e), in fp32 or wider; padding leaves the state as it
-        #    is.
+        # 2. Compute reads, writes and decays, (b,l,h,e), in fp32 or wider; padding keeps the state.
         r, k, v = self.r_proj(x["r"]), seqs.zero_padding(self.k_proj(x["k"])), self.v_proj(x["v"])
         log_w = seqs.zero_padding(-math.exp(-0.5) * self.w_lora(x["w"]).to(wide).sigmoid())
         a = self.a_lora(x["a"]).to(wide).sigmoid()
         gate = self.g_lora(x["g"])
         r, k, v, log_w, a = (t.to(wide).unflatten(-1, (h, -1)) for t in (r, k, v, log_w, a))
-        read = unit(k * self.k_k.to(wide).view(h, -1))
+        erased_key = unit(k * self.k_k.to(wide).view(h, -1))
         k = k * (1 + (a - 1) * self.k_a.to(wide).view(h, -1))
-        # 3. The recurrence; each head normalised, what the token itself says added, the gate.
+        # 3. Run the recurrence; normalise each head; add the token's own value; gate.
         with without_autocast(u):
             o, S = channel_delta_rule(
-                r, log_w.exp(), -read, a * read, k, v, seqs.get_state("S"), seqs.starts
+                r, log_w.exp(), -erased_key, a * erased_key, k, v, seqs.get_state("S"), seqs.starts
             )
-            own = (r * k * self.r_k.to(wide)).sum(-1, keepdim=True) * v
-            o = (self.g_norm(o.flatten(-2)) + own.flatten(-2)) * gate.to(wide)
+            bonus = (r * k * self.r_k.to(wide)).sum(-1, keepdim=True) * v
+            o = (self.g_norm(o.flatten(-2)) + bonus.flatten(-2)) * gate.to(wide)
         end = None
         if seqs.return_state:
             before = seqs.get_state("u")
@@ -449,5 +456,5 @@ class RWKV7(PlainLayer):
 
     def flops_per_token(self, length: int) -> int:
         d, h = self.config.d_model, self.heads
-        ranks = 2 * low_rank_of(d, 2.5) + low_rank_of(d, 5.0)
+        ranks = 2 * lora_rank(d, 2.5) + lora_rank(d, 5.0)
         return 2 * (4 * d * d + 2 * d * ranks) + 9 * d * d // h

@@ -1,12 +1,15 @@
-"""Mamba (Gu & Dao 2023), Mamba-2 (Dao & Gu 2024), Mamba-3 (Lahoti et al. 2026) and M²RNN as layers.
+"""Layers Mamba, Mamba-2, Mamba-3 and M²RNN.
 
-The first three run on the scans of scan.py. Their parameters have the names, shapes and meaning of
-transformers' MambaMixer and Mamba2Mixer; Mamba-3's the names and meaning of its authors' `Mamba3`.
-M²RNN (Mishra et al. 2026, arXiv 2603.14360), a non-linear recurrence of a matrix, is computed token
-by token in plain PyTorch; its parameters have the meaning of the authors' `M2RNN`.
+The first three use the scans of scan.py. Parameters of Mamba and Mamba-2 have the names, shapes and
+meaning of transformers' MambaMixer and Mamba2Mixer, those of Mamba-3 the names and meaning of its
+authors' `Mamba3`. M²RNN is a non-linear recurrence with a matrix as state, computed token by token
+in plain PyTorch; its parameters have the meaning of the authors' `M2RNN`.
 
 Shape suffixes: b batch, l length, d channels (d_inner), n d_state, h heads, p channels of a head,
 g groups, k d_conv, r rotated pairs.
+
+Source: Mamba, Gu & Dao 2023; Mamba-2, Dao & Gu 2024; Mamba-3, Lahoti et al. 2026; M²RNN, Mishra et
+al. 2026, arXiv 2603.14360.
 """
 
 import math
@@ -23,17 +26,17 @@ from .state import Sequences, last_valid_tokens
 
 
 class ScanState(NamedTuple):
-    """What a diagonal layer leaves behind after a row's last token that is no padding."""
+    """State of the layer after the last real token of each row."""
 
-    h: torch.Tensor  # the scan's state: Mamba (b,d,n), Mamba-2 (b,h,p,n)
-    conv: torch.Tensor  # (b,k−1,·) the last inputs of the convolution
+    h: torch.Tensor  # state of the scan: Mamba (b,d,n), Mamba-2 (b,h,p,n)
+    conv: torch.Tensor  # (b,k−1,·), last inputs of the convolution
 
 
 class DiagonalLayer(PlainLayer):
-    """The steps that Mamba and Mamba-2 share."""
+    """Base class of Mamba, Mamba-2 and M²RNN."""
 
-    def _convolved(self, x, seqs):
-        """silu(convolution) of x (b,l,·), and the convolution's last inputs if asked for."""
+    def _convolve(self, x, seqs):
+        """Return silu(conv(x)) for x (b,l,·), and the last inputs if `seqs.return_state`."""
         x = seqs.zero_padding(x)
         before = seqs.get_state("conv")
         tail = None
@@ -43,20 +46,20 @@ class DiagonalLayer(PlainLayer):
         return self.conv1d(x, segments, before), tail
 
     def _rates(self, dtype):
-        """A, (d,n) or (h,)."""
+        """Return A, (d,n) or (h,)."""
         return -torch.exp(self.A_log.to(dtype))
 
     def _end(self, h, tail):
         return None if tail is None else ScanState(h.detach().clone(), tail)
 
 
-def keep_of(seqs: Sequences, dtype: torch.dtype) -> torch.Tensor | None:
-    """(b,l) 0 at the first token of a packed document, else 1; None without documents."""
+def document_keep(seqs: Sequences, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return 0 at the first token of a packed document, otherwise 1, (b,l); None if not packed."""
     return None if seqs.starts is None else 1 - seqs.starts.to(dtype)
 
 
 class Mamba(DiagonalLayer):
-    """h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ;  out_proj((h_t C_t + D x_t) ⊙ silu(z_t))."""
+    """Mamba: h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ;  out_proj((h_t C_t + D x_t) ⊙ silu(z_t))."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -75,33 +78,33 @@ class Mamba(DiagonalLayer):
 
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, ScanState | None]:
         cfg = self.config
-        # 1. Project, convolve. x, z: (b,l,d)
+        # 1. Project and convolve. x, z: (b,l,d)
         x, z = self.in_proj(u).chunk(2, dim=-1)
-        x, tail = self._convolved(x, seqs)
-        # 2. Low-rank Δ (b,l,r), B and C (b,l,n) of every token.
+        x, tail = self._convolve(x, seqs)
+        # 2. Compute the low-rank Δ (b,l,r), B and C (b,l,n).
         delta, B, C = self.x_proj(x).split([cfg.dt_rank, cfg.d_state, cfg.d_state], dim=-1)
-        # 3. The recurrence, by one kernel if there is one for these sequences.
+        # 3. Run the recurrence in one kernel, if a kernel supports these sequences.
         fused = self._fused(x, delta, B, C, z, seqs)
         if fused is not None:
             return self.out_proj(fused[0]), self._end(fused[1], tail)
-        # 4. Otherwise Δ (b,l,d), zero at padding, which leaves the state as it is; then the scan,
-        #    in fp32 or wider, the skip and the gate.
+        # 4. Otherwise compute Δ (b,l,d), which is zero at padding and keeps the state; then the
+        #    scan in fp32 or wider, the skip connection and the gate.
         dt = seqs.zero_padding(F.softplus(self.dt_proj(delta)))
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         with without_autocast(x):
-            A, keep = self._rates(wide.dtype), keep_of(seqs, wide.dtype)
+            A, keep = self._rates(wide.dtype), document_keep(seqs, wide.dtype)
             o, h = selective_scan(wide, dt, A, B, C, seqs.get_state("h"), keep)
             o = o + self.D.to(wide.dtype) * wide
         return self.out_proj(o.to(z.dtype) * F.silu(z)), self._end(h, tail)
 
     def _fused(self, x, delta, B, C, z, seqs):
-        """Gated output (b,l,d) and final state by a backend's `mamba_scan`, None without one.
+        """Return the gated output (b,l,d) and final state of the kernel `mamba_scan`, or None.
 
-        It has no padding, documents or state before, and reads the parameters of dt_proj, which
-        must therefore act by these alone.
+        The kernel supports no padding, documents or initial state. It reads the parameters of
+        dt_proj, so dt_proj must not be wrapped or hooked.
         """
-        plain = seqs.mask is None and seqs.starts is None and seqs.state is None
-        if not plain or type(self.dt_proj) is not StepSize or is_hooked(self.dt_proj):
+        is_plain = seqs.mask is None and seqs.starts is None and seqs.state is None
+        if not is_plain or type(self.dt_proj) is not StepSize or is_hooked(self.dt_proj):
             return None
         wide = torch.promote_types(x.dtype, torch.float32)
         weight, bias = self.dt_proj.weight, self.dt_proj.bias.to(wide)
@@ -112,12 +115,14 @@ class Mamba(DiagonalLayer):
     def flops_per_token(self, length: int) -> int:
         c, d = self.config, self.config.d_inner
         matrices = 3 * c.d_model * d + d * (c.dt_rank + 2 * c.d_state) + c.dt_rank * d
-        return 2 * matrices + 2 * d * c.d_conv + 9 * d * c.d_state  # 9: Mamba's count
+        return 2 * matrices + 2 * d * c.d_conv + 9 * d * c.d_state  # 9 as in Mamba's own count
 
 
 class Mamba2(DiagonalLayer):
-    """S_t = exp(Δ_t A) S_{t−1} + Δ_t x_t B_tᵀ per head;  out_proj(RMSNorm((S_t C_t + D x_t) ⊙
-    silu(z_t)))."""
+    """Mamba-2: S_t = exp(Δ_t A) S_{t−1} + Δ_t x_t B_tᵀ per head.
+
+    The output is out_proj(RMSNorm((S_t C_t + D x_t) ⊙ silu(z_t))).
+    """
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -139,31 +144,32 @@ class Mamba2(DiagonalLayer):
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, ScanState | None]:
         cfg, d = self.config, self.config.d_inner
         bc = cfg.ngroups * cfg.d_state
-        # 1. Project, convolve. z, x: (b,l,d)
+        # 1. Project and convolve. z, x: (b,l,d)
         z, xbc, delta = self.in_proj(u).split([d, d + 2 * bc, self.heads], dim=-1)
-        xbc, tail = self._convolved(xbc, seqs)
+        xbc, tail = self._convolve(xbc, seqs)
         x, B, C = xbc.split([d, bc, bc], dim=-1)
-        # 2. Heads x (b,l,h,p), groups B and C (b,l,g,n).
+        # 2. Split into heads x (b,l,h,p) and groups B and C (b,l,g,n).
         B, C = (t.unflatten(-1, (cfg.ngroups, cfg.d_state)) for t in (B, C))
         x = x.unflatten(-1, (self.heads, cfg.headdim))
-        # 3. The gated recurrence, in fp32 or wider; then the norm.
+        # 3. Run the gated recurrence in fp32 or wider; then normalise.
         with without_autocast(x):
             o, h = self._recurrence(x, delta, B, C, z.unflatten(-1, (self.heads, -1)), seqs)
             o = self.norm(o.flatten(-2))
         return self.out_proj(o.to(z.dtype)), self._end(h, tail)
 
     def _recurrence(self, x, delta, B, C, z, seqs):
-        """(S_t C_t + D x_t) ⊙ silu(z_t) (b,l,h,p) and the final state (b,h,p,n)."""
+        """Return (S_t C_t + D x_t) ⊙ silu(z_t), (b,l,h,p), and the final state (b,h,p,n)."""
         wide = torch.promote_types(x.dtype, torch.float32)
         bias, A, D = self.dt_bias.to(wide), self._rates(wide), self.D.to(wide)
-        before, keep = seqs.get_state("h"), keep_of(seqs, wide)
-        # 1. By one kernel if there is one; it knows no padding.
+        before, keep = seqs.get_state("h"), document_keep(seqs, wide)
+        # 1. Use one kernel if there is one. It does not support padding.
         if seqs.mask is None:
             args = x, delta, bias, A, B, C, D, z, before, keep
             fused = faster("mamba2_scan", "mamba2_scan", x, *args)
             if fused is not None:
                 return fused
-        # 2. Otherwise Δ (b,l,h), zero at padding, the scan, the skip and the gate.
+        # 2. Otherwise compute Δ (b,l,h), zero at padding, the scan, the skip connection and the
+        #    gate.
         dt = seqs.zero_padding(F.softplus(delta.to(wide) + bias))
         x, B, C = (t.to(wide) for t in (x, B, C))
         o, h = ssd_scan(x, dt, A, B, C, before, keep)
@@ -177,28 +183,33 @@ class Mamba2(DiagonalLayer):
 
 
 class TrapezoidState(NamedTuple):
-    """What a Mamba-3 layer leaves behind after a row's last token that is no padding."""
+    """State of the layer after the last real token of each row."""
 
     h: torch.Tensor  # (b,h,p,n)
-    x: torch.Tensor  # (b,d) what that token wrote, which the next one writes once more,
-    k: torch.Tensor  # (b,h,n) and where it wrote it
-    angle: torch.Tensor  # (b,h,r) by which its pairs were turned
+    x: torch.Tensor  # (b,d), value of the last token, which the next token writes again
+    k: torch.Tensor  # (b,h,n), key of the last token
+    angle: torch.Tensor  # (b,h,r), rotation angle of the last token
 
 
 class Mamba3(PlainLayer):
-    """Mamba-3 of one input and one output ("SISO"; arXiv 2603.15569). Its three novelties: the
-    exponential-trapezoidal rule, by which a token writes what the one before has written, too,
+    """Mamba-3 with one input and one output ("SISO").
 
-        h_t = e^(Δ_t A_t) (h_{t−1} + (1 − λ_t) Δ_t x_{t−1} k_{t−1}ᵀ) + λ_t Δ_t x_t k_tᵀ,
+    It has three novelties. With the exponential-trapezoidal rule a token also writes the value of
+    the previous token:
 
-    rotations in the place of a complex state, R_t by the angles Σ_{s≤t} Δ_s π tanh(θ_s), and
-    biases on B and C, which stand for the convolution:
+        h_t = e^(Δ_t A_t) (h_{t−1} + (1 − λ_t) Δ_t x_{t−1} k_{t−1}ᵀ) + λ_t Δ_t x_t k_tᵀ.
+
+    Rotations R_t by the angles Σ_{s≤t} Δ_s π tanh(θ_s) replace a complex state, and biases on B and
+    C replace the convolution:
 
         k_t = R_t (RMSNorm(B_t) + b_B);    q_t = R_t (RMSNorm(C_t) + b_C),
         out_proj((h_t q_t + D x_t) ⊙ silu(z_t)).
 
-    Δ = softplus(· + dt_bias), A = −softplus(·) ≤ −10⁻⁴ and λ = σ(·) are of every head, θ of a
-    quarter of the state's size, whose pairs of channels turn (half of the channels: their default).
+    Each head has its own Δ = softplus(· + dt_bias), A = −softplus(·) ≤ −10⁻⁴ and λ = σ(·). θ has
+    d_state / 4 entries, one for each rotated pair: half of the channels rotate, the authors'
+    default.
+
+    Source: arXiv 2603.15569.
     """
 
     def __init__(self, config: Any) -> None:
@@ -222,44 +233,49 @@ class Mamba3(PlainLayer):
 
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, TrapezoidState | None]:
         wide = torch.promote_types(u.dtype, torch.float32)
-        # 1. Project. Padding writes nothing (x = 0) and leaves the state as it is (Δ = 0).
+        # 1. Project. Padding writes nothing (x = 0) and keeps the state (Δ = 0).
         z, x, B, C, dt, A, trapezoid, theta = self.in_proj(u).split(self.widths, dim=-1)
         x = seqs.zero_padding(x).to(wide)
         dt = seqs.zero_padding(F.softplus(dt.to(wide) + self.dt_bias.to(wide)))  # (b,l,h)
         A = F.softplus(A.to(wide)).clamp_min(1e-4)
-        again = (1 - trapezoid.to(wide).sigmoid()) * dt  # weight of what the token before wrote
+        again = (1 - trapezoid.to(wide).sigmoid()) * dt  # weight of the previous token's value
         with without_autocast(u):
-            # 2. Keys and queries (b,l,h,n), turned.
+            # 2. Compute and rotate keys and queries (b,l,h,n).
             turn = dt.unsqueeze(-1) * math.pi * theta.to(wide).tanh().unsqueeze(-2)  # (b,l,h,r)
             angle = turn.cumsum(1)
             before = seqs.get_state("angle")
             if before is not None:
                 angle = angle + before.to(wide).unsqueeze(1)
-            key = turned(self._of_heads(B, self.B_norm, self.B_bias), angle)
-            query = turned(self._of_heads(C, self.C_norm, self.C_bias), angle)
-            # 3. The scan. A token's weight is its own and that by which the next one writes it
-            #    again; what the token itself reads of it has the first alone.
-            #    (At the end of a document it writes into a state that nobody reads.)
-            follows = F.pad(again[:, 1:], (0, 0, 0, 1))
-            weight = dt - again + follows
-            decay = (dt * A).clamp_min(1e-16)  # it divides, in the gradient squared; 0 at padding
+            key = rotate_pairs(self._head_vectors(B, self.B_norm, self.B_bias), angle)
+            query = rotate_pairs(self._head_vectors(C, self.C_norm, self.C_bias), angle)
+            # 3. Run the scan. It writes each token once, with its own weight plus the weight with
+            #    which the next token writes it again. The token's own output must not contain the
+            #    second part, so it is subtracted. (At the end of a document the second part enters
+            #    a state that no token reads.)
+            next_again = F.pad(again[:, 1:], (0, 0, 0, 1))
+            weight = dt - again + next_again
+            # The decay is a divisor, squared in the gradient, and 0 at padding.
+            decay = (dt * A).clamp_min(1e-16)
             heads = x.unflatten(-1, (self.heads, -1))
             rates = -torch.ones_like(self.D, dtype=wide)
-            written = heads * (weight / decay).unsqueeze(-1)
-            h = self._entering(again, seqs)
-            o, h = ssd_scan(written, decay, rates, key, query, h, keep_of(seqs, wide))
-            own = self.D.to(wide) - follows * (key * query).sum(-1)
-            o = (o + own.unsqueeze(-1) * heads).flatten(-2)
+            inputs = heads * (weight / decay).unsqueeze(-1)
+            h = self._initial_state(again, seqs)
+            o, h = ssd_scan(inputs, decay, rates, key, query, h, document_keep(seqs, wide))
+            skip = self.D.to(wide) - next_again * (key * query).sum(-1)
+            o = (o + skip.unsqueeze(-1) * heads).flatten(-2)
             o = o * F.silu(z.to(wide))
         return self.out_proj(o.to(z.dtype)), self._end(h, x, key, angle, seqs)
 
-    def _of_heads(self, projected, norm, bias):
-        """B or C (b,l,g n) normalised and with the bias of each head, (b,l,h,n)."""
+    def _head_vectors(self, projected, norm, bias):
+        """Return B or C (b,l,g n) normalised, with the bias of each head, (b,l,h,n)."""
         groups = norm(projected.unflatten(-1, (self.config.ngroups, -1))).to(bias.dtype)
         return groups.repeat_interleave(self.heads // self.config.ngroups, 2) + bias
 
-    def _entering(self, again, seqs):
-        """The state before the first token, (b,h,p,n), with what that token writes again."""
+    def _initial_state(self, again, seqs):
+        """Return the state before the first token, plus the value that this token writes again.
+
+        Its shape is (b,h,p,n).
+        """
         h, x, key = (seqs.get_state(name) for name in ("h", "x", "k"))
         if h is None:
             return None
@@ -283,13 +299,12 @@ class Mamba3(PlainLayer):
 
 
 def rotated_pairs(d_state: int) -> int:
-    """How many pairs of channels of Mamba-3's state turn: of half of its channels."""
+    """Return the number of channel pairs of Mamba-3's state that rotate: half of its channels."""
     return d_state // 4
 
 
-def turned(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
-    """x (b,l,h,n) with channels 2i and 2i + 1 turned by angle (b,l,h,r), i < r; the others as they
-    are."""
+def rotate_pairs(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    """Rotate the channels 2i and 2i + 1 of x (b,l,h,n) by angle (b,l,h,r), for i < r."""
     pairs, rest = x.split([2 * angle.shape[-1], x.shape[-1] - 2 * angle.shape[-1]], dim=-1)
     first, second = pairs[..., 0::2], pairs[..., 1::2]
     cos, sin = angle.cos(), angle.sin()
@@ -298,12 +313,12 @@ def turned(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
 
 
 class M2RNN(DiagonalLayer):
-    """Every head keeps a matrix H (n×p),
+    """M²RNN: a recurrence with a matrix H (n×p) per head,
 
         H_t = f_t H_{t−1} + (1 − f_t) tanh(H_{t−1} W + k_t v_tᵀ),    o_t = H_tᵀ q_t + D ⊙ v_t,
 
-    out_proj(RMSNorm(o ⊙ silu(z))). q, k and v pass a short convolution and silu; the forget gate of
-    a head is f = exp(−exp(A_log) · softplus(· + dt_bias)).
+    and the output out_proj(RMSNorm(o ⊙ silu(z))). q, k and v pass a short convolution and silu. The
+    forget gate of a head is f = exp(−exp(A_log) · softplus(· + dt_bias)).
     """
 
     def __init__(self, config: Any) -> None:
@@ -329,12 +344,12 @@ class M2RNN(DiagonalLayer):
         cfg, d = self.config, self.config.d_inner
         bc = cfg.ngroups * cfg.d_state
         wide = torch.promote_types(u.dtype, torch.float32)
-        # 1. Project, convolve. z, v: (b,l,d)
+        # 1. Project and convolve. z, v: (b,l,d)
         z, vkq, gate = self.in_proj(u).split(self.widths, dim=-1)
-        vkq, tail = self._convolved(vkq, seqs)
+        vkq, tail = self._convolve(vkq, seqs)
         v, k, q = vkq.to(wide).split([d, bc, bc], dim=-1)
-        # 2. What the recurrence reads: k and q (b,l,h,n), v (b,l,h,p); log f (b,l,h), zero at
-        #    padding, which leaves the state as it is.
+        # 2. Compute the inputs of the recurrence: k and q (b,l,h,n), v (b,l,h,p), and log f
+        #    (b,l,h), which is zero at padding and keeps the state.
         k, q = (
             t.unflatten(-1, (cfg.ngroups, -1)).repeat_interleave(self.heads // cfg.ngroups, 2)
             for t in (k, q)
@@ -342,7 +357,7 @@ class M2RNN(DiagonalLayer):
         dt = F.softplus(gate.to(wide) + self.dt_bias.to(wide))
         forget = seqs.zero_padding(self._rates(wide) * dt).exp()
         with without_autocast(u):
-            # 3. The recurrence, the residual, the gated norm.
+            # 3. Run the recurrence; add the skip connection; gate and normalise.
             heads = v.unflatten(-1, (self.heads, -1))
             W = self.state_proj.to(wide)
             o, h = m2rnn(q, k, heads, forget, W, seqs.get_state("h"), seqs.starts)
@@ -354,7 +369,7 @@ class M2RNN(DiagonalLayer):
         c, d = self.config, self.config.d_inner
         convolved = d + 2 * c.ngroups * c.d_state
         matrices = c.d_model * (sum(self.widths) + d)
-        recurrence = d * c.d_state * (2 * c.headdim + 9)  # H W; its other operations
+        recurrence = d * c.d_state * (2 * c.headdim + 9)  # H W, and 9 for the rest
         return 2 * matrices + 2 * convolved * c.d_conv + recurrence
 
 
@@ -367,12 +382,17 @@ def m2rnn(
     H: torch.Tensor | None = None,
     starts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """H_t = f_t H_{t−1} + (1 − f_t) tanh(H_{t−1} W + k_t v_tᵀ), one token after the other.
+    """Compute H_t = f_t H_{t−1} + (1 − f_t) tanh(H_{t−1} W + k_t v_tᵀ), token by token.
 
     Args:
-        q, k: (b,l,h,n). v: (b,l,h,p). forget: (b,l,h) f. W: (h,p,p). H: (b,h,n,p) initial state,
-            zero if None.
-        starts: (b,l) bool, True at tokens that start from an empty state; None: there are none.
+        q: Queries, (b,l,h,n).
+        k: Keys, (b,l,h,n).
+        v: Values, (b,l,h,p).
+        forget: Forget gates f, (b,l,h).
+        W: Recurrent matrices, (h,p,p).
+        H: Initial state, (b,h,n,p); None is zero.
+        starts: True at tokens that start from an empty state, (b,l), or None.
+
     Returns:
         H_tᵀ q_t (b,l,h,p) and the final state (b,h,n,p).
     """

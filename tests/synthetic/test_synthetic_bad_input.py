@@ -81,7 +81,7 @@ def test_a_value_that_cannot_be(capsys, tmp_path, override, words):
 @pytest.mark.parametrize(
     "overrides, words",
     [
-        (MONARCH, "mixer_rank is 7: of monarch it is the block size"),
+        (MONARCH, "mixer_rank is 7: for monarch it is the block size"),
         (["model.mixer=selective_dense", "model.d_model=512"], "d_model may be at most 256"),
         (["model.block=fp_mamba2", "model.headdim=7"], "headdim is 7: it must divide"),
         (
@@ -99,7 +99,7 @@ def test_a_model_that_cannot_be_deletes_no_run(capsys, trained, tmp_path, overri
 
 
 def test_no_run_starts_where_one_of_them_cannot(capsys, tmp_path):
-    words = "mixer_rank is 7: of monarch it is the block size"
+    words = "mixer_rank is 7: for monarch it is the block size"
     demo = str(ROOT / "configs/lm/demo.yaml")
     assert main(["validate", demo, "--out-dir", str(tmp_path / "runs"), *MONARCH]) == BAD_CONFIG
     assert words in capsys.readouterr().err
@@ -123,7 +123,7 @@ def test_no_run_starts_where_one_of_them_cannot(capsys, tmp_path):
         (["train", "--config", FIG3C, "--job-index", "-1"], "--job-index: '-1' is invalid"),
         (["validate", S3, "--seeds", "0", "-1"], "argument --seeds: '-1' is invalid"),
         (["report", "nope"], "no report `nope`: there are demo"),
-        (["report", "fig3c", "nope"], "override `nope` must read key=value"),
+        (["report", "fig3c", "nope"], "override `nope` must have the form key=value"),
         (["eval", "run", "nope"], "run: no such folder"),
         (["validate", "model.d_model=3"], "validate needs a config with a `model:` section"),
     ],

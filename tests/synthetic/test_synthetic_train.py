@@ -346,9 +346,7 @@ def test_a_sweep_is_not_passed_over_in_silence(cfg, tmp_path, capsys):
     path.write_text(json.dumps(tree))
     command = ["train", "--config", str(path), f"out_dir={tmp_path / 'runs'}"]
     assert main(command) == BAD_CONFIG
-    assert "is a sweep: say which of its points to train, --job-index 0 to 5" in (
-        capsys.readouterr().err
-    )
+    assert "is a sweep: choose a point with --job-index 0 to 5" in (capsys.readouterr().err)
     assert not (tmp_path / "runs").exists()
     for point in ("0", "3"):
         assert main([*command, "--job-index", point]) == 0

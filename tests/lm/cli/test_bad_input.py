@@ -94,7 +94,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch, command):
 @pytest.mark.parametrize(
     "overrides, words",
     [
-        (["model.mixer=monarch", "model.mixer_rank=7"], "mixer_rank is 7: of monarch it is the"),
+        (["model.mixer=monarch", "model.mixer_rank=7"], "mixer_rank is 7: for monarch it is the"),
         (["model=transformer", "model.n_heads=3"], "n_heads is 3 (3 heads): it must divide"),
     ],
 )
@@ -239,7 +239,9 @@ def test_a_sweep_of_a_million_points(capsys, tmp_path):
     path = tmp_path / "sweep.yaml"
     path.write_text(f"sweep: {{seed: {values}, train.steps: {values}, data.seq_len: {values}}}")
     for words in (("sweep", path), ("train", "--config", path, "--job-index", 0)):
-        assert "its sweep has 1,000,000 points: at most 10,000" in refused(capsys, *words)
+        assert "its sweep has 1,000,000 points; a sweep may have at most 10,000" in refused(
+            capsys, *words
+        )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can")
@@ -256,8 +258,8 @@ def test_a_sweep_needs_an_index(capsys, tmp_path):
     path = str(ROOT / "configs/lm/sweep_mixers.yaml")
     for more in ([], ["--dry-run"]):
         assert refused(capsys, "train", "--config", path, f"out_dir={tmp_path}/runs", *more) == (
-            f"{path} is a sweep: say which of its points to train, --job-index 0 to 5; or"
-            " sweep={} for the config without it"
+            f"{path} is a sweep: choose a point with --job-index 0 to 5; or"
+            " pass sweep={} to use the config without its sweep"
         )
     assert not (tmp_path / "runs").exists()
     assert "outside the sweep: 0 to 5" in refused(
@@ -306,7 +308,7 @@ def test_control_characters_are_in_no_name(capsys, key):
 @pytest.mark.parametrize("key", ["data.cache_dir", "data.path", "tokenizer.name", "init_from"])
 def test_no_place_holds_a_nul(capsys, key):
     assert f"`{key}" in (message := refused(capsys, *dry_run(f'{key}="a\\0"')))
-    assert "holds the character NUL, which no place of a file has" in message
+    assert "contains the character NUL, which no path may contain" in message
 
 
 def test_control_characters_of_an_argument_are_written_out(capsys):

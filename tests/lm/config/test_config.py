@@ -67,7 +67,9 @@ def test_an_unknown_key_is_refused_with_the_nearest(tree, key, meant):
 
 def test_an_unknown_key_that_resembles_none_lists_what_is_known_there():
     message = refused({"checkpoint": {"zzzz": 1}})
-    assert message == "config: unknown key `checkpoint.zzzz`; known there: every, keep, keep_every"
+    assert message == (
+        "config: unknown key `checkpoint.zzzz`; the keys there are every, keep, keep_every"
+    )
 
 
 @pytest.mark.parametrize("key", old_keys.REMOVED)
@@ -104,7 +106,7 @@ def test_every_error_is_named_at_once():
     [
         # Wrong types.
         ({"train": {"steps": "many"}}, ["`train.steps` is 'many'", "must be a valid integer"]),
-        ({"train": {"steps": True}}, ["`train.steps`: true and false are only for what is"]),
+        ({"train": {"steps": True}}, ["`train.steps`: true and false are only for keys"]),
         ({"optim": {"betas": [0.9]}}, ["`optim.betas[1]` is missing"]),
         ({"optim": {"betas": [True, 0.9]}}, ["`optim.betas`: true and false"]),
         (
@@ -118,7 +120,7 @@ def test_every_error_is_named_at_once():
         ({1: 2}, ["`[1]`: Keys should be strings"]),
         # Wrong choices.
         ({"model": {"mixer": "houshold"}}, ["householder, dplr, kronecker", "mean `householder`"]),
-        ({"model": {"mixer": "a b:C"}}, ["`a b:C` is not written as module:Class"]),
+        ({"model": {"mixer": "a b:C"}}, ["`a b:C` does not have the form module:Class"]),
         ({"model": "mmaba"}, ["`model` is 'mmaba'", "did you mean `mamba`"]),
         ({"train": {"precision": "fp16"}}, ["must be 'fp32' or 'bf16'"]),
         (
@@ -143,7 +145,7 @@ def test_every_error_is_named_at_once():
             for name in ("../../x", "/x", ".", "a//b", "a/")
         ),
         ({"name": "a\\b"}, ["`name`: 'a\\\\b' holds a character"]),
-        ({"name": "a\0b"}, ["`name`: 'a\\x00b' holds the character NUL"]),
+        ({"name": "a\0b"}, ["`name`: 'a\\x00b' contains the character NUL"]),
         # Right one by one, wrong together.
         ({"data": {"source": "jsonl"}}, ["`data`", "source `jsonl` needs `path`"]),
         ({"optim": {"lr": 1e-6}}, ["`optim`", "min_lr 1e-05 is above the peak lr 1e-06"]),
@@ -218,8 +220,8 @@ def test_override(text, value):
 @pytest.mark.parametrize(
     "text, words",
     [
-        ("optim.lr", "override `optim.lr` must read key=value"),
-        ("=3", "override `=3` must read key=value"),
+        ("optim.lr", "override `optim.lr` must have the form key=value"),
+        ("=3", "override `=3` must have the form key=value"),
         ("train.lr=3", "unknown key `train.lr`; did you mean `optim.lr`?"),
         ("sweep.optim.lr=[1]", "unknown key `sweep.optim.lr`"),
         ("name=[1", "override `name=[1`: the value is not valid YAML"),

@@ -98,5 +98,5 @@ def test_biases_start_at_one_and_steps_as_mambas():
 
 
 def test_a_state_too_small_to_turn_is_refused():
-    with pytest.raises(ValueError, match="d_state is 3: mamba3 turns pairs in half"):
+    with pytest.raises(ValueError, match="d_state is 3: mamba3 rotates pairs in half"):
         FPRNNConfig(**SIZES, layers="mamba3", d_state=3)

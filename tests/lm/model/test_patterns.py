@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import (
     LlamaRotaryEmbedding,
 )
 
-from lm.model.baseline_layers import Attention, GatedMLP, rotated
+from lm.model.baseline_layers import Attention, GatedMLP, rotate
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.fields import KINDS, Layer, parse
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -169,7 +169,7 @@ def test_attention_by_hand():
     starts = torch.tensor([[False, False, True, False, False, False, True]])
     found = layer(u, Sequences(starts=starts))[0]
     q, k, v = (p(u[0]).view(7, 2, 16) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    q, k = (rotated(x[None], torch.arange(7)[None])[0] for x in (q, k))
+    q, k = (rotate(x[None], torch.arange(7)[None])[0] for x in (q, k))
     for t, first in enumerate([0, 0, 2, 2, 2, 2, 6]):
         scores = torch.einsum("he,jhe->hj", q[t], k[first : t + 1]) / 4
         o = torch.einsum("hj,jhe->he", scores.softmax(-1), v[first : t + 1])

@@ -10,7 +10,7 @@ import torch
 from lm.cli.main import main
 from lm.common.files import read_json, write_json
 from lm.evaluation import facade
-from lm.model.checksums import forget, sha256
+from lm.model.checksums import delete_sums, sha256
 from lm.runs.checkpoint import read_state
 from lm.runs.exported import LoadError, load_model, load_tokenizer
 from lm.training.deepspeed_api import read_zero_file
@@ -97,7 +97,7 @@ RUNS = 'open({mark!r}, "w").close()\n'
 @pytest.fixture
 def export(small_export, tmp_path):
     copy = Path(shutil.copytree(small_export, tmp_path / "export"))
-    forget(copy)  # whoever means harm writes the checksums anew
+    delete_sums(copy)  # whoever means harm writes the checksums anew
     return copy
 
 
@@ -170,7 +170,7 @@ def test_a_class_is_named_before_it_is_imported_and_never_by_a_plan(tmp_path, ca
     assert not (tmp_path / "mark").exists()
     assert main(["train", "--config", *words]) != 0
     shown = capsys.readouterr()
-    told = "note: model.mixer is my_evil:Mixer: the code of my_evil is run"
+    told = "note: model.mixer is my_evil:Mixer: running the code of my_evil"
     assert shown.out.index(told) < shown.out.index("it ran")
     assert "has no class Mixer" in shown.err
 
