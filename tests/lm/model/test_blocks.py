@@ -86,9 +86,13 @@ def test_invalid_fields_of_a_block_are_refused():
         FPRNNConfig(gradient="phantom:3")
     with pytest.raises(ValueError, match="block is 'mamba': it must be one of"):
         build_block(FPRNNConfig(block="mamba"))
-    with pytest.raises(ValueError, match=r"headdim is 5: it must divide d_inner .* = 16, for example 4"):
+    with pytest.raises(
+        ValueError, match=r"headdim is 5: it must divide d_inner .* = 16, for example 4"
+    ):
         build_block(FPRNNConfig(block="fp_mamba2", d_model=8, headdim=5))
-    with pytest.raises(ValueError, match=r"ngroups is 3: it must divide the 4 heads .*, for example 2"):
+    with pytest.raises(
+        ValueError, match=r"ngroups is 3: it must divide the 4 heads .*, for example 2"
+    ):
         build_block(FPRNNConfig(block="fp_mamba2", d_model=8, headdim=4, ngroups=3))
     with pytest.raises(ValueError, match="glu_in_loop is for"):
         build_block(FPRNNConfig(block="fp_rnn", d_model=8, glu_in_loop=True))
