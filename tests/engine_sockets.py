@@ -1,4 +1,4 @@
-"""`python -m tests.engine_sockets`: timeouts and sockets of a tiny training's engine, as JSON."""
+"""Print timeouts and sockets of a tiny engine as JSON: `python -m tests.engine_sockets`."""
 
 import contextlib
 import json

@@ -259,7 +259,7 @@ def imbalance(seconds: float, gather: Gather) -> dict:
 class Throughput:
     """Speed of updates: tokens per second, MFU, and the time of all updates of the run.
 
-    Time that is passed over by `skip` (validations, saves) does not count.
+    `skip` excludes the time of validations and saves.
 
     Args:
         flops_per_token: FLOPs per token as a function of evaluations per token, or None.
@@ -280,14 +280,14 @@ class Throughput:
 
     def restart(self) -> None:
         self.tokens = self.passed_tokens = 0
-        self.since = self.last = _clocks()
+        self.start_clocks = self.last_clocks = _clocks()
 
     def skip(self) -> None:
         """Exclude the time since the last update."""
-        now = _clocks()
-        for name in now:
-            self.since[name] += now[name] - self.last[name]
-        self.last = now
+        clocks = _clocks()
+        for name in clocks:
+            self.start_clocks[name] += clocks[name] - self.last_clocks[name]
+        self.last_clocks = clocks
 
     def count(self, tokens: int, passes: int = 1) -> None:
         """Count an update that has ended.
@@ -298,10 +298,10 @@ class Throughput:
         """
         self.tokens += tokens
         self.passed_tokens += passes * tokens
-        now = _clocks()
+        clocks = _clocks()
         for name in self.spent:
-            self.spent[name] += now[name] - self.last[name]
-        self.last = now
+            self.spent[name] += clocks[name] - self.last_clocks[name]
+        self.last_clocks = clocks
 
     def read(self, evaluations: float) -> dict:
         """Return tokens per second and MFU since the last call, and the time of all updates.
@@ -310,7 +310,7 @@ class Throughput:
             evaluations: Evaluations of the map per token in the first pass, mean over layers; 0 for
                 a baseline.
         """
-        seconds = _clocks()["seconds"] - self.since["seconds"]
+        seconds = _clocks()["seconds"] - self.start_clocks["seconds"]
         rate = self.tokens / seconds if seconds > 0 else 0.0
         values: dict[str, float | dict[str, float]] = {}
         values["tokens_per_s"] = round(rate, 1)

@@ -29,7 +29,7 @@ WRITTEN_KEYS = {"name", "out_dir", "seed", "model", "train", "log", "sweep"}
 
 
 class RunDirError(UserError, RuntimeError):
-    """A run directory that cannot be used. The message says why."""
+    """A run directory that cannot be used. The message names the reason."""
 
 
 def _named(name: str) -> property:
@@ -37,7 +37,7 @@ def _named(name: str) -> property:
 
 
 class RunDir:
-    """The directory of one run."""
+    """The directory of a run."""
 
     config = _named(RUN_FILE)  # config of the training, with all defaults
     tokenizer = _named("tokenizer")  # folder in HuggingFace's format
@@ -164,7 +164,7 @@ class RunDir:
     def record_failure(self, error: Exception, is_main: bool = True) -> None:
         """Write failure.json with the reason of a stop, for `fprnn status`.
 
-        Rank 0 writes it, unless another rank that diverged alone was first. `claim` deletes it.
+        Rank 0 writes it, unless a rank with a DivergedAlone error was first. `claim` deletes it.
         """
         if isinstance(error, LeaseError) or self.failure.exists():
             return
@@ -195,7 +195,7 @@ class RunDir:
         """Refuse a run whose checkpoints were deleted: it would overwrite its log from step 1.
 
         Raises:
-            RunDirError: If the run has saved checkpoints, and none is left.
+            RunDirError: If the run has saved checkpoints, but they are gone.
         """
         paths = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
         if any(not path.name.endswith(".partial") for path in paths):
@@ -271,11 +271,11 @@ def config_differences(was: Run, now: Run) -> dict[Resume, dict[str, str]]:
     old, new = flatten_config(was), flatten_config(now)
     changes: dict[Resume, dict[str, str]] = {rule: {} for rule in Resume}
     for key in sorted(old.keys() | new.keys()):
-        before, after = old.get(key), new.get(key)
+        old_value, new_value = old.get(key), new.get(key)
         has_effect = not key.startswith("solver.") or now.model.name == "fprnn"
-        if before != after and has_effect:
+        if old_value != new_value and has_effect:
             rule = resume_rule(type(now), key)
-            changes[rule][key] = f"{key} was {before!r}, is {after!r}"
+            changes[rule][key] = f"{key} was {old_value!r}, is {new_value!r}"
     return changes
 
 
@@ -341,7 +341,7 @@ def _check_continued(cfg: Run, saved: Path, say: Callable[[str], None]) -> None:
 
     Args:
         cfg: Config to continue with.
-        saved: config.yaml of the run so far.
+        saved: config.yaml that the run was trained with.
         say: Prints a sentence.
 
     Raises:

@@ -143,7 +143,7 @@ def expand_stack(model: Model) -> Model:
     fields: dict[str, Any] = {"name": "fprnn", "layers": pattern, "reset_at_eos": False}
     fields["n_layer"] = model.n_layer * len(pattern.split())
     if "ngroups" in KINDS[pattern.split()[0]]:
-        fields["headdim"] = _headdim_of_d_inner(model)
+        fields["headdim"] = _compute_headdim(model)
     elif "mlp" in pattern and model.n_heads == "auto":
         _check_headdim(model)
     return model.model_copy(update=fields)
@@ -158,7 +158,7 @@ def _check_headdim(model: Model) -> None:
         )
 
 
-def _headdim_of_d_inner(model: Model) -> int:
+def _compute_headdim(model: Model) -> int:
     """Return the head size of `n_heads` heads in d_inner; at most d_inner if n_heads is auto."""
     d_inner = round(model.expand * model.d_model)
     if model.n_heads == "auto":

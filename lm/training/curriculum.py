@@ -36,7 +36,7 @@ class Curriculum:
         return self._stages[self.number] if self.number < len(self._stages) else None
 
     def sources_to_check(self, step: int) -> list[str]:
-        """Return the sources whose answers are to be measured after update `step`."""
+        """Return the sources whose answers must be measured after update `step`."""
         if step % EVERY or self.stage is None or self.stage.min_answer_prob is None:
             return []
         return self.stage.traces(self._mixture)

@@ -35,7 +35,7 @@ Batch = dict[str, torch.Tensor]  # a micro-batch: input_ids and labels, shape (b
 
 
 class Update(NamedTuple):
-    """Result of one update.
+    """Result of an update.
 
     Attributes:
         loss: Mean over all ranks and micro-batches.
@@ -217,7 +217,7 @@ class Engine:
         noise.
 
         Args:
-            number: Index of the micro-batch among those of this rank in this update.
+            number: Index of the micro-batch on this rank in this update.
             size: Sequences of the micro-batch.
 
         Returns:
@@ -267,8 +267,8 @@ class Engine:
     def _nan_loss(self, error: FloatingPointError) -> torch.Tensor:
         """Return a loss of NaN for a forward pass that has failed on this rank.
 
-        Its backward pass takes part in the collectives that the other ranks wait in, and the sum of
-        the losses tells them.
+        Its backward pass takes part in the collectives of the other ranks, and the sum of the
+        losses is NaN on every rank.
 
         Raises:
             Diverged: If there is one rank only.
@@ -377,18 +377,18 @@ class Engine:
 
         Args:
             moments: {"exp_avg", "exp_avg_sq": {parameter name: tensor of its shape}}.
-            updates: Updates made so far.
+            updates: Number of updates made.
             adamw_steps: Steps of AdamW: `updates` without those that were skipped.
         """
         on_gpu = self.ranks.device.type == "cuda"  # AdamW is fused there, and keeps `step` there
         for flat, parts in self._optimizer_parts():
             steps = torch.tensor(adamw_steps, device=flat.device if on_gpu else "cpu")
             state = {"step": steps}
-            for key, whole in moments.items():
+            for key, tensors in moments.items():
                 state[key] = torch.zeros_like(flat)
                 for name, target, source in parts:
-                    # A partition may be padded past the end of `whole`.
-                    piece = whole[name].flatten()[source].to(flat)
+                    # A partition may be padded past the end of the tensor.
+                    piece = tensors[name].flatten()[source].to(flat)
                     state[key].view(-1)[target][: len(piece)] = piece
             self.base_optimizer.state[flat] = state
         self.deepspeed.global_steps = updates

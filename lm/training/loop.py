@@ -71,7 +71,7 @@ class Loop(ABC):
             True if there is such a checkpoint.
 
         Raises:
-            Diverged: If there is none, with the reason.
+            Diverged: If no checkpoint is usable, with the reason.
         """
 
     @property
@@ -83,7 +83,7 @@ class Loop(ABC):
         """Make the remaining updates and call the hooks after each; finish the last save.
 
         Raises:
-            Diverged: If the training diverges more often than `train.rollbacks`.
+            Diverged: If the training diverges more often than `train.max_rollbacks`.
             DivergedOnOneRank: If only this rank knows that it diverged.
             Stopped: If a stop signal arrived.
             LeaseError: If another process has taken the run directory.
@@ -181,7 +181,7 @@ class Loop(ABC):
             last = f"the last checkpoint is of update {saved}" if saved else "no checkpoint"
             raise Diverged(
                 f"stopped at update {failed}: {error}; {last}, {count} of {limit}"
-                " max_rollbacks (train.max_rollbacks) made"
+                " rollbacks (train.max_rollbacks) made"
             ) from None
         self.rollbacks, self.rollback_step = count + 1, self.step
         say(

@@ -70,10 +70,10 @@ def group_parameters(model: torch.nn.Module, optim: Optim) -> list[Group]:
     Raises:
         ConfigError: If a pattern of `optim.lr_factors` matches no parameter, or two match one.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    factors = _factors([name for name, _ in named], optim.lr_factors)
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    factors = _factors([name for name, _ in parameters], optim.lr_factors)
     by_key: dict[tuple, Group] = {}
-    for name, p in named:
+    for name, p in parameters:
         key = (not has_weight_decay(name), factors.get(name, 1.0))
         group = by_key.setdefault(key, Group(has_weight_decay(name), key[1], [], []))
         group.names.append(name)
@@ -151,7 +151,7 @@ def describe_optimizer(model: torch.nn.Module, optim: Optim) -> list[str]:
     for group in group_parameters(model, optim):
         if group.factor != 1:
             names, count = group.names, sum(sizes[name] for name in group.names)
-            shown = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
+            examples = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
             tensors = f"{len(names)} tensor{'s' * (len(names) > 1)}, {count:,} numbers"
-            lines.append(f"AdamW, learning rate × {group.factor:g}: {tensors} ({shown})")
+            lines.append(f"AdamW, learning rate × {group.factor:g}: {tensors} ({examples})")
     return lines

@@ -120,8 +120,9 @@ def check_optimizer(path: Path, manifest: dict, current: dict) -> None:
     ]
     if settings[0] != settings[1]:
         texts = [
-            ", ".join(f"optim.{key}={value}" for key, value in each.items()) or "default settings"
-            for each in settings
+            ", ".join(f"optim.{key}={value}" for key, value in entries.items())
+            or "default settings"
+            for entries in settings
         ]
         raise CheckpointError(
             f"{path} was trained with another optimizer ({texts[0]}; this run: {texts[1]}): set the"

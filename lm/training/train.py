@@ -85,7 +85,9 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
             training.conclude()
         except Exception as e:
             is_too_large = isinstance(e, torch.OutOfMemoryError)
-            error = _out_of_memory_error(cfg, run) if is_too_large else as_lost_peer_error(e) or e
+            error = (
+                _make_out_of_memory_error(cfg, run) if is_too_large else as_lost_peer_error(e) or e
+            )
             run.record_failure(error, ranks.is_main)
             if error is e:
                 raise
@@ -94,7 +96,7 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
     return run.path
 
 
-def _out_of_memory_error(cfg: Config, run: RunDir) -> ConfigError:
+def _make_out_of_memory_error(cfg: Config, run: RunDir) -> ConfigError:
     """Return the error for a micro-batch that does not fit in the GPU's memory."""
     memory = ""
     if torch.cuda.is_available():
@@ -470,7 +472,7 @@ class Training(Loop):
         self.recorder.throughput.skip()
 
     def _probe_if_due(self) -> None:
-        """Count ℓ* every `log.probe_every` updates, except where a validation does."""
+        """Count ℓ* every `log.probe_every` updates, unless a validation counts it."""
         validates = self.step % self.cfg.eval.every == 0 or self.is_last
         is_probe_due = is_due(self.step, self.cfg.log.probe_every)
         if not self.recorder.has_solver or validates or not is_probe_due:
@@ -531,7 +533,7 @@ class Training(Loop):
         self.engine.close()
 
     def _has_result(self, steps: int) -> bool:
-        """Return whether result.json is readable, and belongs to a run of so many updates."""
+        """Return whether result.json is readable, and has this number of updates."""
         try:
             return (
                 self.run.is_finished

@@ -77,8 +77,8 @@ class Validation:
         scores = self._scores(engine, alive)
         record = {"step": step, "validation": scores, **self.probe_solver(engine)}
         sources = "".join(
-            f"  {name} {of_source['perplexity']:.2f}{answers_suffix(of_source)}"
-            for name, of_source in scores.get("sources", {}).items()
+            f"  {name} {source_scores['perplexity']:.2f}{answers_suffix(source_scores)}"
+            for name, source_scores in scores.get("sources", {}).items()
         )
         bits = format_bits_per_byte(scores["bits_per_byte"])
         say(
@@ -231,7 +231,7 @@ def count_text_bytes(
     Every rank calls it. See data/batches/text_bytes.py.
 
     Returns:
-        {source: bytes, or None if the tokenizer does not determine them; a note says so}.
+        {source: bytes, or None if the tokenizer does not determine them}.
     """
     try:
         text_bytes = TextBytes(tokenizer)
@@ -241,8 +241,8 @@ def count_text_bytes(
     totals = {}
     for name, batches in held_out.items():
         counts = [text_bytes.count(batch["input_ids"], batch["labels"]) for batch in batches]
-        known = [count for count in counts if count is not None]
-        total, unknown = ranks.sum(sum(known), len(counts) - len(known))
+        numbers = [count for count in counts if count is not None]
+        total, unknown = ranks.sum(sum(numbers), len(counts) - len(numbers))
         totals[name] = None if unknown else int(total)
     if None in totals.values():
         say("note: no bits per byte: the validation text has tokens that may stand for any text")

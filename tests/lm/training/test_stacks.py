@@ -1,4 +1,4 @@
-"""Short forms of `model.name`: what they stand for, and that they learn."""
+"""Short forms of `model.name`: their layers, and that they learn."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def ids():
 
 
 @pytest.mark.slow
-def test_every_name_stands_for_a_pattern_that_learns():
+def test_every_short_name_builds_a_model_that_learns():
     names = set(Model.model_fields["name"].annotation.__args__) - {"fprnn"}
     assert names == STACKS.keys()
     for name, pattern in STACKS.items():
