@@ -12,7 +12,7 @@ from lm.model.batch import read_attention_mask
 from lm.model.blocks import build_block
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import Tokens
-from lm.model.stack import initialise
+from lm.model.stack import initialize
 from lm.model.state import Sequences, SolveOptions
 
 
@@ -24,7 +24,7 @@ class FixedPointLayer(nn.Module):
     """
 
     def __init__(self, d_model: int, **fields: Any) -> None:
-        """Make and initialise the layer.
+        """Create and initialize the layer.
 
         Args:
             d_model: Width of input and output.
@@ -40,7 +40,7 @@ class FixedPointLayer(nn.Module):
         self.config = FPRNNConfig(d_model=d_model, **{"n_layer": 1, **fields})
         self.block = build_block(self.config)
         with torch.no_grad():
-            self.apply(lambda module: initialise(module, self.config))
+            self.apply(lambda module: initialize(module, self.config))
 
     def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
         """Map a batch of sequences to one of the same shape.

@@ -22,7 +22,7 @@ from .state import Sequences, cached, shift
 from .strategies import SolveInputs, Solver
 
 
-def normalise(v: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
+def normalize_groups(v: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
     """Divide each group of channels of v (b,l,g·n) by its norm; the result has the same shape."""
     return nrm(v.unflatten(-1, (groups, -1)), eps).flatten(-2)
 
@@ -158,7 +158,7 @@ class FPMamba(FixedPointBlock):
         cfg, dt, wide = self.config, inputs.recurrence.dt, inputs.x.dtype
         B, C = rows["B"].to(wide), rows["C"].to(wide)
         if cfg.bc_norm:
-            B, C = (normalise(v, self.groups, cfg.eps) for v in (B, C))
+            B, C = (normalize_groups(v, self.groups, cfg.eps) for v in (B, C))
         if dt is None:
             dt = self._step_sizes(rows["delta"].to(wide), inputs.seqs)
         return MambaParameters(dt, B, C)

@@ -19,6 +19,7 @@ from .layers import (
     Centroids,
     Projection,
     affine_map,
+    collect_parameters,
     linear_by_eights,
     side_by_side,
 )

@@ -371,7 +371,7 @@ class Projections(NamedTuple):
 
 
 def side_by_side(
-    projections: Iterable[Projection], width: int, dtype: torch.dtype, kept: Any = None
+    projections: Iterable[Projection], width: int, dtype: torch.dtype, cache: Any = None
 ) -> Projections:
     """Join projections into one Projections.
 
@@ -379,7 +379,7 @@ def side_by_side(
         projections: The projections, in any order.
         width: Number of channels d.
         dtype: Dtype of raw.
-        kept: A state.WeightCache for the joined matrix, or None.
+        cache: A state.WeightCache for the joined matrix, or None.
     """
     ordered = sorted(projections, key=lambda projection: projection.of_y is None)
     maps = [projection.of_y for projection in ordered if projection.of_y is not None]
@@ -405,4 +405,6 @@ def side_by_side(
         weight = torch.cat(maps)
         return weight.to(dtype) if dtype.itemsize < weight.dtype.itemsize else weight
 
-    return Projections(raw, columns, cached(kept, ("weight_y", dtype, sum(map(len, maps))), joined))
+    return Projections(
+        raw, columns, cached(cache, ("weight_y", dtype, sum(map(len, maps))), joined)
+    )

@@ -53,7 +53,7 @@ from .mixer_base import Mixer
 from .mixers import build_mixer, nrm
 from .scan import selective_scan
 from .solver import NonFiniteError, all_finite, explain_nonfinite, read_flags, stack_flags
-from .stack import FPRNNLayer, initialise, initialise_once, register_model_types
+from .stack import FPRNNLayer, initialize, initialize_once, register_model_types
 from .state import (
     FPRNNCache,
     FPRNNState,
@@ -123,7 +123,7 @@ class LayerOutputs(NamedTuple):
 
 
 class FPRNNPreTrainedModel(PreTrainedModel):
-    """Initialisation and loading shared by the model classes."""
+    """Initialization and loading shared by the model classes."""
 
     config_class = FPRNNConfig
     base_model_prefix = "backbone"
@@ -205,10 +205,10 @@ class FPRNNPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        initialise(module, self.config)
+        initialize(module, self.config)
 
     def _initialize_weights(self, module, *args, **kwargs):
-        initialise_once(self, module)
+        initialize_once(self, module)
         super()._initialize_weights(module, *args, **kwargs)
 
 
@@ -299,9 +299,9 @@ class FPRNNModel(FPRNNPreTrainedModel):
                 may then cover all tokens of the cache as well.
             use_cache: Whether to return a new cache. None: as in the config, except in training or
                 if a state is given or returned.
-            position_ids: Positions, (b,l) or (1,l). A document starts at a token whose position is
-                not above that of the previous token, and at the start of a row whose first position
-                is 0. With a cache the first token continues its document.
+            position_ids: Positions, (b,l) or (1,l). A document starts at every position that is not
+                above the previous position, and at the start of a row whose first position is 0.
+                With a cache the first token continues its document.
             seq_idx: Index of each token's document, (b,l) or (1,l), instead of position_ids.
             count_iterations: Whether to measure ℓ* as well.
             cache: Another name of past_key_values.
@@ -665,9 +665,9 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
     ) -> float:
         """Count FLOPs per token; a multiply-add counts as two.
 
-        Training is the forward of the solve, then forward and backward (three times the forward) of
-        `prepare`, of one evaluation (`n_backwards` with one_step), of `finish` and of the head. If
-        the gradient goes through a solve token by token, that evaluation is one of the solve's.
+        Training costs the forward of the solve, and three times the forward of `prepare`, of a
+        single evaluation (`n_backwards` with one_step), `finish` and the head. If the gradient
+        goes through a solve token by token, this evaluation is already part of the solve.
         The iterations of an adjoint in windows are not counted, because they are only known
         afterwards. The number is affine in `evaluations`.
 

@@ -359,7 +359,7 @@ def solve_sequential(
     """Solve one token after the other, once each; differentiable where gradients are on.
 
     Args:
-        solve_token: Function of the inputs of one token. It returns y (b,1,d), the recurrence's
+        solve_token: Function of a single token's inputs. It returns y (b,1,d), the recurrence's
             state, and the token's status (b,1).
         inputs: SolveInputs.
 

@@ -91,7 +91,7 @@ class FPRNNLayer(SolvesOnceLayer):
         return hidden, residual, *results
 
 
-def initialise(module: nn.Module, config: Any) -> None:
+def initialize(module: nn.Module, config: Any) -> None:
     """Initialize a module as Mamba does (docs/model.md, 'Initialisation').
 
     It only calls `init.*`, which does not change parameters that a checkpoint has loaded.
@@ -118,17 +118,17 @@ def initialise(module: nn.Module, config: Any) -> None:
         init.zeros_(module.weight)
         init.orthogonal_(module.base)
     elif isinstance(module, LSTM):
-        _initialise_lstm(module.lstm)
+        _initialize_lstm(module.lstm)
     elif isinstance(module, FixedPointBlock | PlainLayer):
-        _initialise_block(module, module.config)
+        _initialize_block(module, module.config)
 
 
-def _initialise_block(module, cfg):
+def _initialize_block(module, cfg):
     init.kaiming_uniform_(module.out_proj.weight, a=math.sqrt(5))
     init.copy_(module.out_proj.weight, module.out_proj.weight / math.sqrt(cfg.n_layer))
     if isinstance(module, FixedPointBlock):
         init.copy_(module.out_proj.weight, module.out_proj.weight * cfg.out_proj_init_scale)
-        _initialise_gates(module.mixer, cfg.mixer_gate_init_bias)
+        _initialize_gates(module.mixer, cfg.mixer_gate_init_bias)
         if module.centroids is not None:
             init.normal_(module.centroids.vectors)  # as long as the output of the block's norm
             init.constant_(module.centroids.log_sharpness, math.log(16))
@@ -154,9 +154,9 @@ def _initialise_block(module, cfg):
             identity = torch.eye(cfg.headdim, device=module.state_proj.device)
             init.copy_(module.state_proj, identity.expand_as(module.state_proj))
     elif isinstance(module, RWKV7):
-        return _initialise_rwkv7(module)
+        return _initialize_rwkv7(module)
     elif isinstance(module, SLSTM):
-        return _initialise_slstm(module)
+        return _initialize_slstm(module)
     else:
         return
     if hasattr(module, "D"):
@@ -167,7 +167,7 @@ def _initialise_block(module, cfg):
     init.copy_(dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus⁻¹
 
 
-def _initialise_rwkv7(layer):
+def _initialize_rwkv7(layer):
     """Initialize as flash-linear-attention does in its first layer, except out_proj and g_norm."""
     d, e = layer.config.d_model, layer.config.d_model // layer.heads
     channel = torch.arange(d, dtype=torch.float32, device=layer.k_k.device)
@@ -191,7 +191,7 @@ def _initialise_rwkv7(layer):
     init.orthogonal_(layer.v_proj.weight)
 
 
-def _initialise_slstm(layer):
+def _initialize_slstm(layer):
     """Initialize as the authors do: recurrent weights are zero, and forget gates start open."""
     bound = layer.gates.shape[-1] ** -0.5
     init.uniform_(layer.gates, -bound, bound)
@@ -201,7 +201,7 @@ def _initialise_slstm(layer):
     init.copy_(layer.gate_bias, bias)
 
 
-def _initialise_lstm(lstm):
+def _initialize_lstm(lstm):
     """Initialize matrices as PyTorch does; forget gates start open (Jozefowicz et al. 2015)."""
     width = lstm.hidden_size
     for weight in (lstm.weight_ih_l0, lstm.weight_hh_l0):
@@ -212,7 +212,7 @@ def _initialise_lstm(lstm):
     init.zeros_(lstm.bias_hh_l0)
 
 
-def _initialise_gates(mixer, value):
+def _initialize_gates(mixer, value):
     """Set the biases of the mixer's gates, which start near σ(value)."""
     for part in mixer.modules():
         if isinstance(part, Reflections):
@@ -238,7 +238,7 @@ def register_model_types(model: Any) -> None:
     modeling_auto.MODEL_MAPPING_NAMES.setdefault(kind, type(model.base_model).__name__)
 
 
-def initialise_once(model: Any, module: Any) -> None:
+def initialize_once(model: Any, module: Any) -> None:
     """Initialize a module if it, or a child, has weights that no checkpoint has loaded.
 
     For code that is not its own, transformers looks at a module's own parameters only. It would not

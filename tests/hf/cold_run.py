@@ -20,7 +20,7 @@ SIZE = 264  # of the vocabulary: the byte tokenizer's and some
 
 
 def adapted(model):
-    """With LoRA on what all blocks have; not zero at first, so that all of it gets gradients."""
+    """Add LoRA to layers that all blocks have; it is not zero, so that all of it gets gradients."""
     from peft import LoraConfig, get_peft_model
 
     targets = ["in_proj", "out_proj", "u_proj"]
@@ -28,7 +28,7 @@ def adapted(model):
 
 
 def rows(tokenizer):
-    """The texts as the Trainer takes them, padded; a loss only where there is text."""
+    """Return padded texts for the Trainer; padding has no loss."""
     batch = tokenizer(TEXTS, padding=True, return_tensors="pt")
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     columns = {**batch, "labels": labels}
@@ -36,7 +36,7 @@ def rows(tokenizer):
 
 
 def by_steps(model, tokenizer, asked):
-    """Losses of two steps of SGD."""
+    """Return the losses of two steps of SGD."""
     if asked["checkpoint"]:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()
@@ -57,7 +57,7 @@ def by_steps(model, tokenizer, asked):
 
 
 def by_trainer(model, tokenizer, asked):
-    """Those that transformers' Trainer, or trl's SFTTrainer, logs."""
+    """Return the losses that transformers' Trainer, or trl's SFTTrainer, logs."""
     arguments = {
         "output_dir": tempfile.mkdtemp(),
         "gradient_checkpointing": asked["checkpoint"],

@@ -1,4 +1,4 @@
-"""Small models of every kind for the tests of what HuggingFace users do with them."""
+"""Small models of every kind, for the tests of HuggingFace features."""
 
 import torch
 
@@ -31,7 +31,7 @@ def fprnn_config(block, **fields):
 
 
 def build(name, seed=0, **fields):
-    """A freshly initialised model: one of BLOCKS, or of BASELINES."""
+    """Return a new model, one of BLOCKS or of BASELINES."""
     torch.manual_seed(seed)
     if name in BLOCKS:
         return FPRNNForCausalLM(fprnn_config(name, **fields))
@@ -41,7 +41,7 @@ def build(name, seed=0, **fields):
 
 
 def exact(name, **fields):
-    """The same in fp64 and, where something is solved, of one layer and to the last digits."""
+    """Return the model in fp64; fixed-point models have a single layer and a low tolerance."""
     tight = {
         "n_layer": 1,
         "schedule": "sequential",
@@ -53,5 +53,5 @@ def exact(name, **fields):
 
 
 def ids(rows=2, length=9, seed=0):
-    """Tokens (rows,length) that are neither EOS nor padding."""
+    """Return tokens (rows,length) that are neither EOS nor padding."""
     return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))

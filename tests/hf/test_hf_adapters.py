@@ -1,4 +1,4 @@
-"""What replaces or wraps a model's linear layers, or hooks into them: LoRA, int8, offloading."""
+"""Tests with replaced, wrapped or hooked linear layers: LoRA, int8, offloading."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from tests.hf.models import BLOCKS, build, exact, ids
 
 every_block = pytest.mark.parametrize("name", BLOCKS)
 X = ids(1, 5)
-# Settings that between them have every projection of a block.
+# Settings that together have every projection of a block.
 VARIANTS = {
     "defaults": {},
     "everything reads y, convolutions": {"dt_h_dep": True, "use_short_conv": True},
@@ -25,7 +25,7 @@ def variants():
             if block == "fp_rnn" and variant == "gate inside":
                 continue
             fields = {k: v for k, v in fields.items() if block != "fp_rnn" or k != "dt_h_dep"}
-            # Seconds each.
+            # These take seconds each.
             marks = [pytest.mark.slow] if variant == "kronecker" and block != "fp_mamba1" else []
             yield pytest.param(block, fields, id=f"{block}, {variant}", marks=marks)
 
@@ -34,8 +34,10 @@ every_variant = pytest.mark.parametrize("block, fields", variants())
 
 
 def moderate(block, **fields):
-    """A small model in fp64 whose mixers are far from the bound that `contractive` holds them to:
-    at it the size of a reflection has no effect."""
+    """Return a small fp64 model whose mixers are far from the bound of `contractive`.
+
+    At the bound the size of a reflection has no effect.
+    """
     model = exact(block, **{"n_layer": 1, "tol": 1e-9, "eval_tol": 1e-9, **fields}).eval()
     for module in model.modules():
         if hasattr(module, "alpha_proj"):
@@ -44,7 +46,7 @@ def moderate(block, **fields):
 
 
 def projections(model):
-    """Names of the linear layers of the blocks, without the numbers of the layers."""
+    """Return the names of the blocks' linear layers, without layer indices."""
     return sorted(
         {
             name.rpartition(".")[2]
@@ -55,7 +57,7 @@ def projections(model):
 
 
 def adapted(model, targets, scale=0.3):
-    """The model with LoRA on the targets, whose maps are not zero, in evaluation."""
+    """Return the model in evaluation mode with nonzero LoRA on the targets."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, lora_alpha=2, target_modules=targets, init_lora_weights=False)
     torch.manual_seed(7)
@@ -145,7 +147,7 @@ def test_int8_by_bitsandbytes_is_close(name, variant, tmp_path):
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
-    # Solved tightly: else a change as small as rounding to int8 may lead to another solution.
+    # A low tolerance: otherwise rounding to int8 may lead to another solution.
     tight = {"contractive": 0.2, "schedule": "sequential", "eval_tol": 1e-6, "d_model": 32}
     model = build(name, tie_embeddings=False, **tight, **variant).eval()
     nn.init.normal_(model.lm_head.weight, generator=torch.Generator().manual_seed(3))

@@ -1,4 +1,4 @@
-"""Gradient checkpointing as transformers turns it on: the same gradients, and one solve."""
+"""Tests of gradient checkpointing through transformers: same gradients, a single solve."""
 
 import pytest
 import torch
@@ -55,12 +55,12 @@ def test_the_backward_never_iterates(name, monkeypatch):
         before = len(solves)
         loss.backward()
         assert before == len(solves) == 1
-        model.eval()(ids(), labels=ids()).loss.backward()  # checkpoints in training alone
+        model.eval()(ids(), labels=ids()).loss.backward()  # checkpointing is for training only
 
 
 @every_model
 def test_checkpointing_with_frozen_weights_trains_adapters(name):
-    """As adapters train: reentrant checkpointing needs an input with a gradient."""
+    """Reentrant checkpointing needs an input with a gradient, as when adapters train."""
     model = exact(name).train()
     for parameter in model.parameters():
         parameter.requires_grad_(False)

@@ -23,7 +23,7 @@ def classifier(block="fp_mamba1", num_labels=3, **fields):
 
 
 def padded(rows, side):
-    """(input_ids, attention_mask) of sequences of several lengths."""
+    """Return input_ids and attention_mask of sequences of several lengths."""
     length = max(map(len, rows))
     tokens = torch.full((len(rows), length), PAD)
     mask = torch.zeros_like(tokens)
@@ -51,7 +51,7 @@ def test_row_is_scored_by_its_last_token(block, side):
     torch.testing.assert_close(out.logits[0], by_hand)
     embeds = model.get_input_embeddings()(tokens)
     torch.testing.assert_close(model(None, mask, embeds).logits, alone)
-    if side == "right":  # the ids of padding say where it is
+    if side == "right":  # padding is found by its id
         torch.testing.assert_close(model(tokens).logits, alone)
 
 

@@ -1,4 +1,4 @@
-"""What a HuggingFace user's first call may be, each in a process that has computed nothing yet."""
+"""First calls of a HuggingFace user, each in a new process."""
 
 import json
 
@@ -17,7 +17,7 @@ def trained(tokenizer, **asked):
 
 
 def check(tokenizer, loop, lora, ways):
-    """Each way gives the losses and tokens of plain training."""
+    """Check that each way of training gives the losses and tokens of plain training."""
     plain = cold_run.run(tokenizer=str(tokenizer), loop=loop, lora=lora)
     assert len(plain["losses"]) == 2 and plain["losses"][0] != plain["losses"][1]
     for way in ways:

@@ -1,4 +1,4 @@
-"""Public behaviour that transformers' ModelTesterMixin and ConfigTester check of every model."""
+"""Public behaviour that transformers' ModelTesterMixin and ConfigTester check for every model."""
 
 import copy
 import inspect
@@ -21,7 +21,7 @@ def with_end_of_document(rows=2, length=9):
 
 
 def leaves(output):
-    """The tensors in an output, taken apart as transformers' tests do: lists, tuples, dicts."""
+    """Return the tensors in nested lists, tuples and dicts, as transformers' tests do."""
     if isinstance(output, list | tuple):
         return [leaf for part in output for leaf in leaves(part)]
     if isinstance(output, dict):
@@ -104,7 +104,7 @@ def test_every_parameter_learns(name):
 
 @every_model
 def test_initialization_sets_every_weight_from_the_seed(name):
-    """Also of a model made without memory, as from_pretrained makes one."""
+    """Also for a model on the meta device, as from_pretrained creates it."""
     model = build(name)
     assert all(p.isfinite().all() and p.abs().max() <= 8 for p in model.parameters())
     for key, tensor in build(name).state_dict().items():

@@ -1,4 +1,4 @@
-"""torch.compile: what it gives is what the model gives; torch.export is refused."""
+"""Under torch.compile a model gives the same; torch.export is refused."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def padded():
 @pytest.mark.parametrize("backend", ["aot_eager", slow("inductor")])
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
 def test_compiled_model_equals_the_model(fields, backend):
-    """Its logits, and in training mode the loss and every gradient."""
+    """Compare logits, and in training mode the loss and every gradient."""
     model = build(**{"name": "fp_mamba1", **fields}).eval()
     fast = torch.compile(model, backend=backend)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Exports in other processes: every Auto class, saved again; and which package `lm` is used."""
+"""Exports in other processes: every Auto class, saving again, and the choice of kernels."""
 
 import json
 import os
@@ -60,7 +60,7 @@ print(json.dumps(found))
 
 
 def elsewhere(code, tmp_path, *args, **env_too):
-    """What the code prints last in a process without this checkout's `lm`; stderr."""
+    """Run code in a process without this checkout's `lm`; return its last line and stderr."""
     done = run_alone(code, *args, cwd=tmp_path, **env_too)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
@@ -108,7 +108,7 @@ STRANGERS = {
 
 
 def lay(folder, files):
-    """Write a package or a module called `lm` into a folder; None: nothing."""
+    """Write a package or module called `lm` into a folder. None: write nothing."""
     folder.mkdir()
     if isinstance(files, str):
         (folder / "lm.py").write_text(files)
@@ -122,9 +122,11 @@ def lay(folder, files):
     scope="module", params=["with kernels", pytest.param("without", marks=pytest.mark.slow)]
 )
 def found(request, tmp_path_factory):
-    """For every stranger, and for this checkout ("ours"): whose kernels were used, what two forward
-    passes gave, and what was said; in one process after the other. Of an export that brings its
-    kernels along, and of one that does not."""
+    """Run exports with and without bundled kernels, next to this checkout and every other `lm`.
+
+    Returns:
+        The kernels that were used, the outputs of two forward passes, and the messages.
+    """
     tmp_path = tmp_path_factory.mktemp("strangers")
     model = build("fp_mamba1").eval()
     out = write_export(model, tmp_path / "out", None, "x", "")
@@ -143,7 +145,7 @@ def found(request, tmp_path_factory):
 
 
 def warm_cache(tmp_path):
-    """An environment whose cache holds the library that was built for the tests, and no more."""
+    """Return an environment whose cache has only the library that was built for the tests."""
     cache = tmp_path / "cache"
     if cpu.usable()[0]:
         (cache / "fprnn/kernels").mkdir(parents=True)
@@ -216,18 +218,18 @@ def test_export_without_package_uses_bundled_kernels(tmp_path):
     (ours, theirs, (module,)), said = elsewhere(ALONE, tmp_path, out, **env)
     assert (ours, theirs) == pytest.approx((loss.item(), grads), rel=1e-5)
     assert said.count(bundled_kernels.SAID) == 1
-    # What has been changed in the cache is not run, but written anew; the library stays.
+    # A changed file in the cache is not run but written again; the library stays.
     file = tmp_path / "cache/fprnn/kernels" / (module.replace(".", "/") + ".py")
     text = file.read_text()
     file.write_text("raise SystemExit(3)")
     assert elsewhere(ALONE, tmp_path, out, **env)[0][:2] == [ours, theirs]
     assert file.read_text() == text
     libraries = list((tmp_path / "cache/fprnn/kernels").glob("*.so"))
-    assert len(libraries) == 1  # that of the installed package: the sources are the same
+    assert len(libraries) == 1  # the installed package has the same sources
 
 
 def test_kernel_folder_writable_by_others_is_refused(tmp_path):
-    """And one inside it: they could put another in its place."""
+    """Also if only a folder inside it is: others could replace its files."""
     folder = tmp_path / "kernels/of-a-version"
     folder.mkdir(parents=True, mode=0o700)
     folder.parent.chmod(0o700)

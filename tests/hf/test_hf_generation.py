@@ -1,4 +1,4 @@
-"""What transformers' GenerationTesterMixin checks, for our blocks and for the baselines."""
+"""The checks of transformers' GenerationTesterMixin, for fixed-point blocks and baselines."""
 
 import pytest
 import torch
@@ -21,14 +21,14 @@ DICT = {
 
 
 def made(name, **fields):
-    """A model whose next tokens differ: its head is not small."""
+    """Return a model whose next tokens differ, because its head is not small."""
     model = exact(name, tie_embeddings=False, **fields).eval()
     torch.nn.init.normal_(model.lm_head.weight, generator=torch.Generator().manual_seed(3))
     return model
 
 
 def check_outputs(output, prompt, steps, rows, cached, n_layer):
-    """Shapes of what a dictionary-like output holds."""
+    """Check the shapes in a dictionary-like output."""
     assert output.sequences.shape == (rows, prompt.shape[1] + steps)
     assert [s.shape for s in output.scores] == [(rows, VOCAB)] * steps
     assert [s.shape for s in output.logits] == [(rows, VOCAB)] * steps
@@ -44,7 +44,7 @@ def test_greedy_generation_equals_argmax_of_forward_passes(name):
     expected = tokens
     for _ in range(5):
         logits = model(expected, use_cache=False).logits if name in BLOCKS else model(expected)[0]
-        logits[:, -1, 2] = -torch.inf  # an end is not looked for
+        logits[:, -1, 2] = -torch.inf  # no end token
         expected = torch.cat([expected, logits[:, -1:].argmax(-1)], 1)
     for cached in (True, False):
         output = model.generate(tokens, use_cache=cached, **GREEDY, **DICT)
@@ -85,7 +85,7 @@ def test_left_padding_changes_nothing(name):
     padded = {"input_ids": F.pad(tokens, (3, 0)), "attention_mask": F.pad(mask, (3, 0))}
     alone = model.generate(tokens, **GREEDY)[:, 6:]
     assert torch.equal(model.generate(**padded, **GREEDY)[:, 9:], alone)
-    for filler in (0, 1):  # transformers has filled the positions of padding with either
+    for filler in (0, 1):  # transformers may fill the positions of padding with either
         positions = (padded["attention_mask"].cumsum(-1) - 1).masked_fill(
             padded["attention_mask"] == 0, filler
         )
@@ -119,7 +119,7 @@ def test_use_cache_of_the_config_decides(name):
     assert model(ids()).past_key_values is None
     assert isinstance(model(ids(), use_cache=True).past_key_values, FPRNNCache)
     output = model.generate(ids(), **GREEDY, return_dict_in_generate=True)
-    assert output.past_key_values is None  # generate asks the same config
+    assert output.past_key_values is None  # generate reads the same config
     state = model(ids(), return_state=True)
     assert state.past_key_values is None and state.state is not None
 

@@ -1,4 +1,4 @@
-"""What a forward pass is told of its tokens besides their ids, and what it refuses to be told."""
+"""Tests of the arguments that describe tokens: masks, positions, documents, logits to keep."""
 
 import itertools
 
@@ -18,7 +18,7 @@ CUTS = ((0, 4, 10, 11), (0, 9, 11))
 
 
 def one_by_one(model, tokens, cuts=CUTS):
-    """The logits of every document alone, in their places."""
+    """Return the logits of each document by itself, at its positions."""
     rows = [
         torch.cat([model(row[None, a:b]).logits[0] for a, b in itertools.pairwise(cut)])
         for row, cut in zip(tokens, cuts)
@@ -86,10 +86,14 @@ def test_segment_with_positions_from_0_starts_a_document(name):
     whole = model(tokens, position_ids=POSITIONS).logits
     state = model(tokens[:, :4], return_state=True).state
     rest = model(tokens[:, 4:], position_ids=POSITIONS[:, 4:], state=state).logits
-    close(rest, whole[:, 4:])  # the first row's second document begins there, the second's goes on
+    close(
+        rest, whole[:, 4:]
+    )  # a document starts in the first row; in the second row a document continues
     cache = model(tokens[:, :4], use_cache=True).past_key_values
     on = model(tokens[:, 4:], position_ids=torch.arange(7)[None], past_key_values=cache).logits
-    close(on, model(tokens).logits[:, 4:])  # with a cache the first token goes on, as in Llama
+    close(
+        on, model(tokens).logits[:, 4:]
+    )  # with a cache the first token continues its document, as in Llama
 
 
 @every_model
@@ -135,7 +139,7 @@ def test_logits_to_keep_selects_positions(name):
         close(loss, expected)
 
 
-# What is refused
+# Invalid arguments
 
 
 @pytest.mark.parametrize("name", [*BLOCKS, "lstm", "deltaproduct"])

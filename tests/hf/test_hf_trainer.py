@@ -1,4 +1,4 @@
-"""transformers' Trainer with nothing but its defaults: accumulation, evaluation, prediction."""
+"""Tests with the defaults of transformers' Trainer: accumulation, evaluation, prediction."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ every_model = pytest.mark.parametrize("name", [*BLOCKS, *BASELINES])
 
 
 def rows(count=4, length=9):
-    """Sequences with very different numbers of targets: 8, 6, 4, …"""
+    """Return sequences with very different numbers of targets: 8, 6, 4, …"""
     labels = ids(count, length).clone()
     for row in range(count):
         labels[row, length - 2 * row :] = -100
@@ -27,7 +27,7 @@ def trainer(model, path, data=None, **arguments):
 
 
 def one_update(model, path, micro_batches, **arguments):
-    """The loss that is logged and the weights after one update on the same four sequences."""
+    """Return the logged loss and the weights after an update on the same four sequences."""
     made = trainer(
         model,
         path,

@@ -1,4 +1,4 @@
-"""The blocks: every toggle solved, masked, reset and differentiated at the fixed point."""
+"""Tests of the fixed-point blocks: solver rules, invalid fields, training with every mixer."""
 
 import pytest
 import torch
@@ -11,14 +11,14 @@ from tests.marks import slow
 
 
 def block(dtype=torch.float64, **kwargs):
-    """A block with a contractive mixer, so that tight tolerances are reached."""
+    """Return a block with a contractive mixer, so that low tolerances are reached."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 8, "d_model": 8, "n_layer": 1, "d_state": 4, "headdim": 4}
     model = FPRNNForCausalLM(FPRNNConfig(**{**sizes, **kwargs})).backbone.layers[0].block.to(dtype)
     with torch.no_grad():
         for name, p in model.named_parameters():
             if name.endswith(("alpha_proj.bias", "gate_proj.bias")):
-                p.fill_(-3.0)  # gates nearly shut: Q near 0.1, a strong contraction
+                p.fill_(-3.0)  # gates near 0: a strong contraction
             if name == "bc_y_proj.gain":
                 p.mul_(0.3)
         for name, tensor in model.named_buffers():
@@ -48,7 +48,7 @@ def test_input_projections_are_computed_once_per_solve(monkeypatch, stopping):
     with torch.no_grad():
         _, stats = model.eval()(u_of(1, 6, 8).float())
     assert (stats.evaluations == 10).all()
-    # The output's own step: the paper's solver does not return f(y), the windows' does.
+    # The output needs one more step after the paper's solver, which does not return f(y).
     assert calls == {"prepare": 1, "mix_channels": 10 + (stopping == "paper"), "weights": 1}
 
 
@@ -62,13 +62,15 @@ def test_evaluation_is_stricter_than_training():
     assert rule_of(model, training=True)[:3] == (TRAIN_TOL, 7, 0.75)
     assert rule_of(model)[:3] == (EVAL_TOL[torch.float64], 9, 1.0)
     assert rule_of(block(torch.float32)).tol == EVAL_TOL[torch.float32]
-    with torch.autocast("cpu", torch.bfloat16):  # its rounding is as large
+    with torch.autocast("cpu", torch.bfloat16):  # bf16 rounds by about as much
         assert rule_of(model).tol == TRAIN_TOL
     assert rule_of(block(eval_tol=0.03)).tol == 0.03
     assert rule_of(block(tol=1e-3), training=True).tol == 1e-3
     iterated = block(token="iterate", stopping="causal")
     assert rule_of(iterated, training=True).tol == 0.1 and rule_of(iterated).tol == TRAIN_TOL
-    paper = block(schedule="parallel", stopping="paper")  # as strict, but every sequence
+    paper = block(
+        schedule="parallel", stopping="paper"
+    )  # the same tolerance; every sequence must reach it
     assert rule_of(paper)[:3] == (0.1, 1000, 1.0)
 
 
@@ -84,26 +86,35 @@ def test_invalid_fields_of_a_block_are_refused():
         FPRNNConfig(gradient="phantom:3")
     with pytest.raises(ValueError, match="block is 'mamba': it must be one of"):
         build_block(FPRNNConfig(block="mamba"))
-    with pytest.raises(ValueError, match=r"headdim is 5: it must divide d_inner .* = 16, as 4"):
+    with pytest.raises(
+        ValueError, match=r"headdim is 5: it must divide d_inner .* = 16, for example 4"
+    ):
         build_block(FPRNNConfig(block="fp_mamba2", d_model=8, headdim=5))
-    with pytest.raises(ValueError, match=r"ngroups is 3: it must divide the 4 heads .*, as 2"):
+    with pytest.raises(
+        ValueError, match=r"ngroups is 3: it must divide the 4 heads .*, for example 2"
+    ):
         build_block(FPRNNConfig(block="fp_mamba2", d_model=8, headdim=4, ngroups=3))
     with pytest.raises(ValueError, match="glu_in_loop is for"):
         build_block(FPRNNConfig(block="fp_rnn", d_model=8, glu_in_loop=True))
 
 
-BOUNDED = {"contractive": 0.5}  # unbounded, a mixer of full rank may fail before it is trained
+BOUNDED = {"contractive": 0.5}  # an untrained mixer of full rank may fail without a bound
 MIXER_SETTINGS = {
-    "householder": {}, "dplr": {"mixer_rank": 2},
-    "kronecker": BOUNDED, "monarch": {"mixer_rank": 4, **BOUNDED}, "nonselective": BOUNDED,
-    "mixture": {"mixer_rank": 2, **BOUNDED}, "selective_dense": BOUNDED,
-}  # fmt: skip
+    "householder": {},
+    "dplr": {"mixer_rank": 2},
+    "kronecker": BOUNDED,
+    "monarch": {"mixer_rank": 4, **BOUNDED},
+    "nonselective": BOUNDED,
+    "mixture": {"mixer_rank": 2, **BOUNDED},
+    "selective_dense": BOUNDED,
+}
 
 
-# Each mixer in one block, each block with householder, and these in bf16; others are the oracle's.
-SECONDS = ("selective_dense", "kronecker", "monarch", "mixture")  # each takes; slow in bf16
+# Each mixer in one block, each block with householder, and the same in bf16. test_oracle.py has the
+# other combinations.
+SLOW_MIXERS = ("selective_dense", "kronecker", "monarch", "mixture")  # seconds each in bf16
 TRAINED = [
-    slow(name, mixer, bf16) if bf16 and mixer in SECONDS else (name, mixer, bf16)
+    slow(name, mixer, bf16) if bf16 and mixer in SLOW_MIXERS else (name, mixer, bf16)
     for i, mixer in enumerate(MIXER_SETTINGS)
     for j, name in enumerate(BLOCKS)
     for bf16 in (False, True)
@@ -115,9 +126,16 @@ TRAINED = [
 def test_every_block_with_every_mixer_trains(name, mixer, bf16):
     torch.manual_seed(0)
     config = FPRNNConfig(
-        vocab_size=16, d_model=8, n_layer=1, d_state=4, headdim=4, block=name, mixer=mixer,
-        max_iters=20, **MIXER_SETTINGS[mixer],
-    )  # fmt: skip
+        vocab_size=16,
+        d_model=8,
+        n_layer=1,
+        d_state=4,
+        headdim=4,
+        block=name,
+        mixer=mixer,
+        max_iters=20,
+        **MIXER_SETTINGS[mixer],
+    )
     model = FPRNNForCausalLM(config).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
     ids = torch.randint(16, (2, 6))

@@ -1,4 +1,4 @@
-"""Decoding with an FPRNNCache, by hand and through `generate`, is the full forward pass."""
+"""Decoding with an FPRNNCache, by hand and through `generate`, equals the full forward pass."""
 
 import copy
 import json
@@ -21,25 +21,25 @@ from tests.running import run_alone
 
 # 24 tokens: the prompt, then chunks.
 CUTS = {"1": (1, 4, 16, 1, 1, 1), "3": (3, 1, 16, 4), "17": (17, 1, 1, 4, 1)}
-LOOSE = dict(schedule="sequential", eval_tol=0.1)  # which has no meaning there
+LOOSE = dict(schedule="sequential", eval_tol=0.1)  # which has no meaning for this block
 GENERATING = ("fp_mamba1-conv", "fp_mamba2-conv-gate_inside", "fp_rnn-conv")
 every_block = pytest.mark.parametrize("name", BLOCKS)
 some_blocks = pytest.mark.parametrize("name", GENERATING)
 
 
 def quick(name="fp_mamba1-conv", dtype=torch.float64, **kwargs):
-    """A model that converges in about ten iterations, whose greedy text is not one token."""
+    """Return a model that converges in about ten iterations, with varied greedy text."""
     sizes = dict(contractive=0.1, tie_embeddings=False)
     return model_of(dtype, **{**BLOCKS[name], **sizes, **kwargs})
 
 
 def decode(model, tokens, sizes, cache=None, mask=None, **kwargs):
-    """The logits of `tokens`, one chunk after the other, and the cache."""
+    """Return the logits of `tokens`, read in chunks, and the cache."""
     cache, logits, seen = FPRNNCache() if cache is None else cache, [], 0
     start = cache.get_seq_length()
     for chunk in tokens.split(sizes, 1):
         seen += chunk.shape[1]
-        so_far = None if mask is None else mask[:, :seen]  # of all tokens, as `generate` gives it
+        so_far = None if mask is None else mask[:, :seen]  # covers all tokens, as in `generate`
         out = model(chunk, attention_mask=so_far, past_key_values=cache, use_cache=True, **kwargs)
         assert out.past_key_values is cache and cache.get_seq_length() == start + seen
         logits.append(out.logits)
@@ -47,7 +47,7 @@ def decode(model, tokens, sizes, cache=None, mask=None, **kwargs):
 
 
 def generate(model, tokens=None, **kwargs):
-    """(sequences, logits of the new tokens, lengths of the forward passes)."""
+    """Return sequences, logits of the new tokens, and lengths of the forward passes."""
     lengths = []
 
     def note(_, args, kwargs, __):
@@ -69,7 +69,9 @@ def assert_cache_changes_nothing(model, tokens, at_least=4, **kwargs):
     assert set(lengths[1:]) == {1} and lengths[0] == tokens.shape[1]
     assert whole == list(range(tokens.shape[1], tokens.shape[1] + len(whole)))
     assert torch.equal(cached.sequences, plain.sequences)
-    torch.testing.assert_close(logits, others, rtol=0, atol=1e-6)  # `generate` makes them fp32
+    torch.testing.assert_close(
+        logits, others, rtol=0, atol=1e-6
+    )  # `generate` converts them to fp32
     assert isinstance(cached.past_key_values, FPRNNCache) and plain.past_key_values is None
     assert cached.sequences[:, tokens.shape[1] :].unique().numel() >= at_least
     return cached
@@ -125,9 +127,11 @@ def test_left_padded_row_equals_the_row_alone(name):
     model, tokens = quick(name, **LOOSE), ids(3)
     alone = [model(tokens[i : i + 1, pad:]).logits for i, pad in enumerate((0, 7, 16))]
     mask = torch.ones_like(tokens)
-    tokens[1, :7], mask[1, :7] = EOS, 0  # padded with the token that ends documents
+    tokens[1, :7], mask[1, :7] = EOS, 0  # padded with the EOS token
     tokens[2, :16], mask[2, :16] = 3, 0
-    logits, _ = decode(model, tokens, (5, 8, 4, 1, 6), mask=mask)  # some chunks are all padding
+    logits, _ = decode(
+        model, tokens, (5, 8, 4, 1, 6), mask=mask
+    )  # some chunks contain only padding
     for i, pad in enumerate((0, 7, 16)):
         torch.testing.assert_close(logits[i : i + 1, pad:], alone[i], rtol=0, atol=1e-12)
 
@@ -146,7 +150,7 @@ def test_generation_continues_from_a_returned_cache(padded):
     went_on, logits, lengths = generate(
         model, longer, past_key_values=first.past_key_values, **kwargs
     )
-    assert lengths == [4] + [1] * 7  # the last new token of the first, and three
+    assert lengths == [4] + [1] * 7  # last new token of the first call, and three more
     assert torch.equal(went_on.sequences, afresh.sequences)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
 
@@ -170,7 +174,7 @@ def test_prompt_in_chunks_gives_the_same_text(given, beams):
 @pytest.mark.parametrize("schedule", ["sequential", "window:4", "parallel", "auto"])
 @torch.no_grad()
 def test_evaluation_draws_no_random_numbers(schedule):
-    """Else a seed would give other samples with another schedule or another cut of the prompt."""
+    """Otherwise samples would depend on the schedule and on the chunks of the prompt."""
     model = quick(schedule=schedule)
     before = torch.get_rng_state()
     model(ids(1, 3))
@@ -184,7 +188,9 @@ def test_the_cache_does_not_grow(name):
 
     def sizes(cache):
         for leaf, t in leaves(cache.state):
-            assert t.untyped_storage().nbytes() == t.nbytes, leaf  # nor keeps a sequence alive
+            assert t.untyped_storage().nbytes() == t.nbytes, (
+                leaf
+            )  # and no reference to the sequence
         return sum(t.numel() for _, t in leaves(cache.state))
 
     _, cache = decode(model, tokens[:, :1], (1,))
@@ -207,7 +213,7 @@ def test_continuing_twice_from_one_state_gives_the_same(name):
         assert torch.equal(logits, runs[0][0])
         assert_same_state(ended.state, runs[0][1].state, rtol=0, atol=0)
     assert cache.get_seq_length() == 2
-    assert_same_state(state, kept.state, rtol=0, atol=0)  # nothing was written into it
+    assert_same_state(state, kept.state, rtol=0, atol=0)  # no pass has changed it
 
 
 @torch.no_grad()
@@ -252,7 +258,7 @@ def test_the_cache_of_another_block_is_refused():
     for name, model in models.items():
         for other, cache in caches.items():
             kinds = {re.sub("-(gate_inside|dt)$", "", each) for each in (name, other)}
-            if len(kinds) == 1:  # neither the gate nor the step size has a state
+            if len(kinds) == 1:  # gate and step size have no state
                 continue
             with pytest.raises(ValueError, match="the state is of another model: layer 0"):
                 decode(model, ids(2, 1), (1,), cache)
@@ -275,7 +281,7 @@ def test_bf16_model_decodes_like_one_pass(name, tmp_path):
     quick(name, torch.float32, **LOOSE).save_pretrained(tmp_path)
     exact = FPRNNForCausalLM.from_pretrained(tmp_path).eval()(ids()).logits
     model = FPRNNForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
-    for everything in (False, True):  # the rates as well, which stay in fp32 on loading
+    for everything in (False, True):  # also the decay rates, which loading keeps in fp32
         model = model.to(torch.bfloat16) if everything else model
         whole = model(ids()).logits
         logits, cache = decode(model, ids(), CUTS["3"])
@@ -322,7 +328,7 @@ def test_export_decodes_without_the_package(tmp_path, layers):
 
 
 def test_export_has_every_file_and_modeling_imports_all(tmp_path):
-    """transformers 4 loads only what the modeling file itself imports."""
+    """transformers 4 loads only files that the modeling file itself imports."""
     modeling = Path(modeling_fprnn.__file__)
     files = {f.stem for f in modeling.parent.glob("*.py")} - {"__init__"}
     assert set(get_relative_imports(modeling)) == files - {modeling.stem}
@@ -331,7 +337,7 @@ def test_export_has_every_file_and_modeling_imports_all(tmp_path):
 
 
 def test_cache_has_two_argument_names():
-    """transformers calls it `cache` from 5.24 on, and past_key_values before."""
+    """transformers names it `cache` from 5.24 on, and past_key_values before."""
     model = quick()
     tokens = ids()
     with torch.no_grad():

@@ -1,5 +1,4 @@
-"""The exact token on models: one solution under every schedule, what a token's result may depend
-on, and what is said of it."""
+"""Exact tokens in models: one solution under every schedule, independence, statistics."""
 
 import functools
 
@@ -15,7 +14,7 @@ from tests.marks import slow
 
 EOS = 0
 SCHEDULES = ("parallel", "window:1", "window:4", "window:7", "sequential", "auto")
-# Untrained, the gate outside and nothing bounded: chaotic in time.
+# Untrained models with the gate outside and no bound are chaotic in time.
 MODELS = {
     "fp_mamba1": {},
     "fp_mamba1-householder4": dict(mixer_rank=4),
@@ -34,10 +33,12 @@ MODELS = {
     "fp_rnn": dict(block="fp_rnn", mixer_rank=2),
     "fp_rnn-conv-nonselective": dict(block="fp_rnn", use_short_conv=True, mixer="nonselective"),
 }
-EXACT = dict(tol=1e-30, eval_tol=1e-30, max_iters=99, eval_max_iters=99)  # windows go to the end
+EXACT = dict(
+    tol=1e-30, eval_tol=1e-30, max_iters=99, eval_max_iters=99
+)  # windows run all iterations
 BLOCKS = ("fp_mamba1", "fp_mamba2", "fp_rnn")
-MORE = ("window:7",)  # beside window:4
-# Seconds each.
+SLOW_SCHEDULES = ("window:7",)  # window:4 tests the same
+# These take seconds each.
 LONG = (
     "fp_mamba1-kronecker",
     "fp_mamba1-dt-lowrank",
@@ -74,11 +75,13 @@ def close(a, b, tol=1e-9):
 
 
 def of_models(*cases, quick):
-    """(name, *case) of every model and every case. Slow are the cases that are not in `quick`; of
-    BLOCKS those of MORE alone."""
+    """Return (name, *case) of every model and case.
+
+    Cases outside `quick` are slow; for BLOCKS only cases with SLOW_SCHEDULES are.
+    """
     return [
         (name, *case)
-        if case in quick or (name in BLOCKS and case[0] not in MORE)
+        if case in quick or (name in BLOCKS and case[0] not in SLOW_SCHEDULES)
         else slow(name, *case)
         for name in MODELS
         for case in cases
@@ -91,10 +94,12 @@ def of_models(*cases, quick):
 @pytest.mark.parametrize(
     "name, schedule, kernels",
     of_models(
-        *((schedule, "plain") for schedule in SCHEDULES), ("sequential", "auto"), ("auto", "auto"),
+        *((schedule, "plain") for schedule in SCHEDULES),
+        ("sequential", "auto"),
+        ("auto", "auto"),
         quick=[("auto", "auto")],
     ),
-)  # fmt: skip
+)
 def test_every_schedule_has_one_solution(name, schedule, kernels, monkeypatch):
     tokens, expected = token_by_token(name)
     monkeypatch.setenv("FPRNN_KERNELS", kernels)
@@ -107,7 +112,7 @@ def test_every_schedule_has_one_solution(name, schedule, kernels, monkeypatch):
 
 @functools.cache
 def token_by_token(name):
-    """Tokens, and what a model makes of them in plain PyTorch."""
+    """Return tokens, and a model's output for them in plain PyTorch."""
     tokens = ids(length=12)
     tokens[0, 6] = tokens[1, 9] = EOS
     with pytest.MonkeyPatch.context() as patch:
@@ -123,7 +128,7 @@ def gradients_of(model, tokens, **fields):
 
 
 def gradients_and_norms(model, tokens, **fields):
-    """name → gradient, and the adjoints' norms, a tensor a layer."""
+    """Return gradients by parameter name, and the adjoints' norms, one tensor per layer."""
     model.zero_grad()
     with model.solving(**fields):
         out = model.train()(tokens, labels=tokens)
@@ -147,7 +152,7 @@ def test_the_norm_of_the_adjoint_is_the_same_in_every_schedule():
         torch.testing.assert_close(norms, free, rtol=0.05, atol=0)
 
 
-# What a token may depend on.
+# Independence of other tokens.
 
 
 @pytest.mark.parametrize(
@@ -195,7 +200,7 @@ def test_a_sequence_alone_and_in_a_batch_are_the_same(name):
     close(run(model, tokens[5:6]).logits[0], run(model, tokens).logits[5], 1e-8)
 
 
-# What is said of it.
+# Statistics.
 
 
 def u_of():
@@ -228,7 +233,7 @@ def test_stats_have_the_residual_of_the_returned_solution(name, schedule, tol):
 
 @torch.no_grad()
 def test_k_iterations_solve_the_first_k_tokens():
-    """So a window of w needs w + 1 evaluations, which it has whatever max_iters says."""
+    """So a window of w tokens needs w + 1 evaluations, whatever max_iters is."""
     block = model_of("fp_mamba1").backbone.layers[0].block
     with torch.no_grad():
         s = block.prepare(u_of())
@@ -241,5 +246,5 @@ def test_k_iterations_solve_the_first_k_tokens():
     exact = run(model_of("fp_mamba1"), ids()).logits
     for schedule, most in (("parallel", 13), ("window:4", 5)):
         out = run(model_of("fp_mamba1", schedule, max_iters=3, eval_max_iters=3), ids())
-        assert (out.fixed_point.evaluations == most).all()  # at this tolerance it goes to the end
+        assert (out.fixed_point.evaluations == most).all()  # this tolerance is never reached
         close(out.logits, exact)

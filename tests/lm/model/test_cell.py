@@ -1,4 +1,4 @@
-"""One token's own equation: its root among several, its gradient, what is counted."""
+"""Tests of a token's own equation: choice of the root, gradient, status."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ D = 12
 
 @pytest.fixture(autouse=True, params=["plain", "auto"])
 def kernels(request, monkeypatch):
-    """Every root is searched for in plain PyTorch, and by the compiled search."""
+    """Run every test in plain PyTorch and with the compiled search."""
     if request.param == "auto":
         skip_where_missing(cpu_roots)
     monkeypatch.setenv("FPRNN_KERNELS", request.param)
@@ -35,15 +35,19 @@ def normal(*shape, seed=0):
 
 
 def coefficients_of(c, m, U, weight, bias, eps=1e-5, kind="layer"):
-    """Those of s = U norm(c + Σ_j m_j s_j), from vectors. c: (n,d); m, U: (n,r,d)."""
+    """Return the coefficients of s = U norm(c + Σ_j m_j s_j). c: (n,d); m, U: (n,r,d)."""
     if kind == "layer":
         c, m = c - c.mean(-1, keepdim=True), m - m.mean(-1, keepdim=True)
     d = c.shape[-1]
     return Coefficients(
-        torch.einsum("nrd,nd->nr", U * weight, c), torch.einsum("nrd,nsd->nrs", U * weight, m),
-        U @ bias, c.square().mean(-1) + eps, torch.einsum("nrd,nd->nr", m, c) / d,
-        torch.einsum("nrd,nsd->nrs", m, m) / d, eps,
-    )  # fmt: skip
+        torch.einsum("nrd,nd->nr", U * weight, c),
+        torch.einsum("nrd,nsd->nrs", U * weight, m),
+        U @ bias,
+        c.square().mean(-1) + eps,
+        torch.einsum("nrd,nd->nr", m, c) / d,
+        torch.einsum("nrd,nsd->nrs", m, m) / d,
+        eps,
+    )
 
 
 def random_coefficients(n=400, r=1, scale=1.0, seed=0, eps=1e-5):
@@ -55,8 +59,7 @@ def random_coefficients(n=400, r=1, scale=1.0, seed=0, eps=1e-5):
 
 
 def picard(coefficients, steps=20000, tol=1e-13):
-    """Damped Picard from zero alone, as the paper damps, one token at a time; None: it does not
-    end."""
+    """Run damped Picard from zero, one token at a time; return None if it does not converge."""
     found = []
     for i in range(len(coefficients.alpha)):
         one = coefficients.select(slice(i, i + 1))
@@ -83,7 +86,7 @@ def residual_of(coefficients, s):
 
 
 def roots_by_bisection(one, points=4001):
-    """All roots s of one token with r = 1 that sign changes on a grid of [−b, b] show; |φ| ≤ b."""
+    """Find all roots s of a token with r = 1 by sign changes on a grid of [−b, b]; |φ| ≤ b."""
     grid = torch.linspace(-8, 8, points, dtype=torch.float64)
     grid = torch.sinh(grid) / 10
 
@@ -129,16 +132,18 @@ def test_root_of_one_reflection_is_among_all_roots(scale):
         assert len(roots) >= 1
         near = (roots - s[i, 0]).abs() / (1 + roots.abs())
         assert near.min() < 1e-9, (i, roots, s[i])
-    assert several or scale < 1  # both kinds are tested
+    assert several or scale < 1  # both kinds occur
 
 
 def scalar(alpha, beta, gamma0=1.0, gamma1=0.0, gamma2=1.0, delta=0.0):
-    """Coefficients of one equation of r = 1."""
-    row = [torch.tensor([v], dtype=torch.float64) for v in (alpha, beta, delta, gamma0, gamma1,
-                                                            gamma2)]  # fmt: skip
+    """Return the coefficients of a single equation with r = 1."""
+    row = [
+        torch.tensor([v], dtype=torch.float64) for v in (alpha, beta, delta, gamma0, gamma1, gamma2)
+    ]
     a, b, d, g0, g1, g2 = row
-    return Coefficients(a[:, None], b[:, None, None], d[:, None], g0, g1[:, None],
-                        g2[:, None, None], 1e-5)  # fmt: skip
+    return Coefficients(
+        a[:, None], b[:, None, None], d[:, None], g0, g1[:, None], g2[:, None, None], 1e-5
+    )
 
 
 @pytest.mark.parametrize("sign", [1, -1])
@@ -154,9 +159,9 @@ def test_sign_at_zero_decides_among_three_roots(sign):
 
 
 def test_root_that_picard_passes_near_a_fold_is_not_returned():
-    """Just past a fold, Picard crawls by where a root was, and goes on to the one that is left."""
+    """Just past a fold, Picard moves slowly past the vanished root, on to the remaining root."""
     for gap in (1e-2, 1e-4):
-        # φ near s = 0 is s + gap + …: no root near, the next is far away.
+        # φ near s = 0 is s + gap + …: no root is near.
         coefficients = scalar(gap, 1.0, gamma2=1.0, gamma1=-0.5)
         s, outcome = find_root(coefficients)
         assert not (outcome & FAILED).any() and (residual_of(coefficients, s) <= cell.SOLVED).all()
@@ -228,7 +233,7 @@ def test_newton_stays_within_reach():
 
 
 def test_newton_stops_if_a_step_does_not_halve_the_residual():
-    """Where φ′ is nearly 1 its step is long."""
+    """Newton's step is long if φ′ is nearly 1."""
     assert newton_from(scalar(1e-3, 3.0), 1.045, 1e9) == (1.045, False)
 
 
@@ -239,7 +244,7 @@ def test_newton_stops_if_a_step_does_not_halve_the_residual():
         ([[1.1]], False),
         ([[-40.0]], True),
         ([[3.0, 0.0], [0.0, 0.1]], False),
-        ([[-5.0, 0.0], [0.0, 0.5]], True),  # damping brings it in
+        ([[-5.0, 0.0], [0.0, 0.5]], True),  # damping makes it converge
         ([[0.5, -9.0], [9.0, 0.5]], True),
         ([[1.2, -9.0], [9.0, 1.2]], False),
         ([[2.0, 0.0, 1.0], [0.0, 3.0, 0.0], [0.0, 0.0, 0.5]], False),  # det (I − φ′) > 0
@@ -255,7 +260,7 @@ def test_slopes_with_eigenvalues_below_one_attract(slope, attracts):
 @pytest.mark.parametrize("r", [1, 2, 4])
 @pytest.mark.parametrize("scale", [0.1, 10.0, 1e4])
 def test_bisection_finds_roots_that_picard_does_not(r, scale, monkeypatch):
-    """Asked at once, without a step of Picard."""
+    """Bisection is called without any step of Picard."""
     coefficients = random_coefficients(200, r, scale, seed=40 + r)
     s, solved = cell._bisect(coefficients)
     assert solved.all() and (residual_of(coefficients, s) <= cell.SOLVED).all()
@@ -268,13 +273,15 @@ def test_bisection_finds_roots_that_picard_does_not(r, scale, monkeypatch):
 
 
 def token_of(kind="layer", gate=True, b=2, length=5, seed=0):
-    """(Token, its tensors)"""
+    """Return the tensors of a Token."""
     tensors = {
-        "x": normal(b, length, D, seed=seed), "history": normal(b, length, D, seed=seed + 1),
+        "x": normal(b, length, D, seed=seed),
+        "history": normal(b, length, D, seed=seed + 1),
         "gain": 0.5 + 0.3 * normal(b, length, D, seed=seed + 2).abs(),
-        "weight": 1 + 0.3 * normal(D, seed=seed + 3), "bias": 0.3 * normal(D, seed=seed + 4),
+        "weight": 1 + 0.3 * normal(D, seed=seed + 3),
+        "bias": 0.3 * normal(D, seed=seed + 4),
         "gate": normal(b, length, D, seed=seed + 5) if gate else None,
-    }  # fmt: skip
+    }
     return make(kind, **tensors), tensors
 
 
@@ -320,12 +327,13 @@ def test_gradient_equals_that_of_the_solution(kind):
 
     inputs = [*low_rank, *(tensors[name] for name in names)]
     inputs = [t.clone().requires_grad_() for t in inputs]
-    assert torch.autograd.gradcheck(solve, inputs, eps=1e-6, atol=1e-6, rtol=1e-5,
-                                    check_undefined_grad=False)  # fmt: skip
+    assert torch.autograd.gradcheck(
+        solve, inputs, eps=1e-6, atol=1e-6, rtol=1e-5, check_undefined_grad=False
+    )
 
 
 def attached(rest, outcome):
-    """What s passes back of a cotangent of ones, and its outcome. rest: (n,r,r)."""
+    """Return the gradient that s passes back for ones, and its status. rest: I − φ′, (n,r,r)."""
     rest = torch.tensor(rest, dtype=torch.float64)
     value = torch.zeros(rest.shape[:2], dtype=torch.float64, requires_grad=True)
     s, outcome = cell._attach_gradient(
@@ -342,8 +350,10 @@ def test_gradient_near_a_fold_is_limited_and_counted():
 
 
 def test_gradient_limit_is_on_the_euclidean_norm():
-    """(I − φ′)⁻ᵀ (1, 1) = (30, 1): √2 · 20 / ‖(30, 1)‖ of it is left; by the largest entry it would
-    be 20 / 30, by the sum of all 40 / 31."""
+    """(I − φ′)⁻ᵀ (1, 1) = (30, 1) is scaled by √2 · 20 / ‖(30, 1)‖.
+
+    A limit on the largest entry would scale it by 20 / 30, and one on the sum by 40 / 31.
+    """
     grad, outcome = attached([[[1 / 30, 0.0], [0.0, 1.0]]], [0])
     expected = torch.tensor([[30.0, 1.0]]).double()
     expected *= MOST_GAIN * 2**0.5 / expected.norm()

@@ -1,4 +1,4 @@
-"""The certified root of two reflections: Picard's, and each condition of the proof."""
+"""Tests of the certified roots of two reflections and of each condition of the proof."""
 
 import numpy as np
 import pytest
@@ -17,14 +17,14 @@ SHAPES |= {"gamma2": (1, 2, 2)}
 
 
 def equation(alpha, beta, delta=(0, 0), gamma0=1.0, gamma1=(0, 0), gamma2=(1, 0, 0, 1)):
-    """One token's Coefficients in fp64."""
+    """Return the Coefficients of a token in fp64."""
     numbers = zip(SHAPES.values(), (alpha, beta, delta, gamma0, gamma1, gamma2))
     fields = [torch.tensor(x, dtype=torch.float64).reshape(shape) for shape, x in numbers]
     return Coefficients(*fields, FLOOR)
 
 
 def scaled_distance(coefficients, s, other):
-    """Distances between roots in units of the equations' terms, (n,)."""
+    """Return distances between roots in units of the equations' terms, (n,)."""
     return (s - other).abs().amax(1) / coefficients.size(s, coefficients.phi(s)[1])
 
 
@@ -67,7 +67,7 @@ def test_plain_pytorch_and_cpu_kernel_decide_alike():
 
 
 def test_root_is_on_the_side_of_alpha():
-    """B = diag(3, 1/2): two roots attract, one on each side of the line s₁ = 0."""
+    """With B = diag(3, 1/2) two roots attract, on different sides of the line s₁ = 0."""
     for side in (1.0, -1.0):
         c = equation(alpha=(side * 0.1, 0.0), beta=(3.0, 0.0, 0.0, 0.5))
         s, attracts, is_proven = certified_root.find_certified_pairs(c)
@@ -78,7 +78,7 @@ def test_root_is_on_the_side_of_alpha():
 
 
 def test_rotation_without_attracting_root_is_decided():
-    """B turns and stretches: the only root repels, and Picard circles around it."""
+    """B rotates and expands, so the only root repels, and Picard circles around it."""
     c = equation(alpha=(0.1, 0.0), beta=(4.0, -5.0, 5.0, 4.0))
     s, attracts, is_proven = certified_root.find_certified_pairs(c)
     assert is_proven and not attracts
@@ -90,11 +90,11 @@ def test_rotation_without_attracting_root_is_decided():
 @pytest.mark.parametrize(
     "numbers",
     [
-        # α and δ lie on two sides of the line.
+        # α and δ are on different sides of the line.
         dict(alpha=(0.1, 0.0), delta=(-0.3, 0.0), beta=(3.0, 0.0, 0.0, 0.5)),
-        # α lies on the line up to 5e-5 of its length.
+        # α is on the line, up to 5e-5 of its length.
         dict(alpha=(5e-5, 1.0), beta=(1.5, 0.0, 0.0, 0.5)),
-        # There is nothing to move away from zero.
+        # Nothing moves Picard away from zero.
         dict(alpha=(0.0, 0.0), beta=(3.0, 0.0, 0.0, 0.5)),
         # Two roots on the same side attract.
         dict(
@@ -125,7 +125,7 @@ def test_unproven_pairs_are_rejected(numbers):
 
 
 def test_the_polynomials_are_those_of_the_equation():
-    """det, s = v / det and N² = det² D at some g, for random equations."""
+    """Random equations satisfy s = v / det and N² = det² D at some g."""
     fields = [t.double() for t in random_pairs(50, 5)]
     e = certified_root.PairEquation(*fields, FLOOR)
     for g in (1e-3, 0.3):

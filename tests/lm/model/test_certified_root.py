@@ -1,4 +1,4 @@
-"""Newton's certified root: the one that Picard finds, and every condition of the proof."""
+"""Tests of Newton's certified root: it is Picard's, and every condition of the proof is needed."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.marks import slow
 
 @pytest.mark.parametrize("n", [20_000, slow(1_000_000)])
 def test_random_equations_have_the_root_that_picard_finds(n):
-    """Compared where Picard converges, in units of the equation's terms: near zero its root is
+    """They are compared if Picard converges, in units of the equation's terms: near zero a root is
     rounding."""
     skip_where_missing(cpu_roots)
     equations = random_equations(n, 1)
@@ -41,7 +41,7 @@ def test_plain_pytorch_and_cpu_kernel_prove_the_same_roots():
 
 
 def is_proven(root, floor=1e-5, **numbers):
-    """What the proof says of a root of the equation with these numbers."""
+    """Return whether the root of the equation with these numbers is proven."""
     equation = scalar(**numbers)
     flat = (t.flatten() for t in equation[:-1])
     e = certified_root.ScalarEquation(*flat, floor)
@@ -55,7 +55,7 @@ def test_only_the_first_of_three_roots_is_proven():
     low, middle, high = roots_by_bisection(scalar(**equation)).tolist()
     assert is_proven(high, **equation)
     assert not is_proven(low, **equation) and not is_proven(middle, **equation)
-    # No root lies between zero and the unstable one here; Picard goes to the other side.
+    # There is no root between zero and the unstable root; Picard moves to the other side.
     equation = dict(alpha=0.0, beta=3.0, delta=1e-3)
     middle = roots_by_bisection(scalar(**equation))[1].item()
     assert middle < 0 and not is_proven(middle, **equation)
@@ -81,15 +81,15 @@ def test_a_fall_below_zero_is_not_proven():
 @pytest.mark.parametrize(
     "numbers, root, picards",
     [
-        # φ falls on [r, Φ] no more: it rises again before Φ, and Picard ends beyond r.
+        # φ does not fall on all of [r, Φ]: it rises again before Φ, and Picard ends beyond r.
         ((-8.974, 1.455, 4.946, 10.667, -5.611, 4.118), 0.981, 4.616),
-        # φ falls from φ(0) < r, and rises again to r: a root lies below.
+        # φ falls from φ(0) < r and rises again to r: there is a root below.
         ((5.386, 4.308, -5.825, 0.859, 0.859, 5.811), -7.336, -0.007),
         # φ turns on [0, r], so that φ(0) is not its largest value.
         ((9.465, 3.356, -9.689, 0.388, -0.285, 0.25), 4.594, -14.725),
         # φ rises at zero and falls at r.
         ((-4.21, 5.757, 2.665, 2.084, 4.135, 8.883), -1.489, 4.088),
-        # φ(0) < r: a root lies between them.
+        # φ(0) < r: there is a root between them.
         ((3.732, 0.41, -1.125, 9.434, -3.481, 1.398), 1.052, 0.248),
     ],
     ids=["range", "reach", "turn", "rises", "between"],

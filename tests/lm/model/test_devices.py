@@ -65,7 +65,7 @@ class Devices(TorchDispatchMode):
         return on_cpu
 
     def _tolist(self, tolist):
-        def all_true(tensor):  # as flags are that everything is finite
+        def all_true(tensor):  # as for flags that all numbers are finite
             if not tensor.is_meta:
                 return tolist(tensor)
             self.reads += 1
@@ -92,7 +92,7 @@ def model_of(fields):
     return FPRNNForCausalLM(FPRNNConfig(**{**sizes, **rule, **fields})).to("meta")
 
 
-# What is not tried, and the reason.
+# Combinations that are skipped, with the reason.
 EXCEPTIONS = {
     ("paper-implicit", False): "the adjoint did not converge: its warning prints a number",
 }
@@ -121,7 +121,7 @@ TRIALS = [
 def test_no_operation_mixes_devices(name, answer, monkeypatch):
     """Training on padded and packed rows, a prompt, and a token that is decoded after it."""
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
-    for module, limit in LIMITS:  # no search ends early here
+    for module, limit in LIMITS:  # no search ends early on the meta device
         monkeypatch.setattr(module, limit, 1)
     monkeypatch.setattr(cell, "DECIDE_AFTER", 0)
     model = model_of(CASES[name])

@@ -1,4 +1,4 @@
-"""A token's own equation where I − Q has full rank: its solution, gradient, what is counted."""
+"""Tests of tokens' equations with full-rank I − Q: solution, gradient, status."""
 
 import subprocess
 import sys
@@ -16,7 +16,7 @@ from tests.lm.model.test_cell import D, low_rank_of, make, matrix_of, normal, to
 
 
 class GivenMatrix:
-    """A mixer whose I − Q is what it reads: raw (…,d²)."""
+    """A mixer whose rows are the matrix I − Q: raw (…,d²)."""
 
     def mix(self, raw, x, y, weights):
         M = raw.unflatten(-1, (x.shape[-1], -1))
@@ -31,7 +31,7 @@ class GivenMatrix:
 
 
 def solve(token, M):
-    """M: (b,l,d,d)."""
+    """Solve tokens with I − Q = M (b,l,d,d)."""
     return solve_by_iterating(FullRank(token, M.flatten(-2), GivenMatrix(), None))
 
 
@@ -52,7 +52,7 @@ for dtype in (torch.float32, torch.float64):
 
 
 def test_wide_systems_are_solved_in_two_threads():
-    """In its own process: with two threads torch's batched LU is wrong or hangs from 150 rows."""
+    """With two threads torch's batched LU is wrong or hangs from 150 rows, so use a process."""
     subprocess.run([sys.executable, "-c", TWO_THREADS], check=True, timeout=60)
 
 
@@ -83,13 +83,14 @@ def test_each_method_finds_a_solution_and_its_gradient(kind, way, monkeypatch):
 
     inputs = [*low_rank, *(tensors[name] for name in names)]
     inputs = [t.clone().requires_grad_() for t in inputs]
-    assert torch.autograd.gradcheck(by_matrix, inputs, eps=1e-6, atol=1e-6, rtol=1e-5,
-                                    check_undefined_grad=False)  # fmt: skip
+    assert torch.autograd.gradcheck(
+        by_matrix, inputs, eps=1e-6, atol=1e-6, rtol=1e-5, check_undefined_grad=False
+    )
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_bisection_is_accurate_without_newton(kind, monkeypatch):
-    """Newton may mend a bisection that has gone the wrong way."""
+    """Newton could hide a bisection in the wrong direction."""
     monkeypatch.setattr(full_rank, "MOST_PICARD", 0)
     monkeypatch.setattr(full_rank, "MOST_NEWTON", 0)
     monkeypatch.setattr(full_rank, "BISECTIONS", 80)
@@ -111,7 +112,7 @@ def test_anderson_solves_an_expanding_map_in_d_steps():
 
 
 def linear(rates):
-    """y_t = history_t + rates_t y_t: history (1,l,d), y and the outcome."""
+    """Solve y_t = history_t + rates_t y_t; return history (1,l,d), y and the status."""
     M = torch.tensor(rates, dtype=torch.float64)[None, :, None, None] * torch.eye(D).double()
     history = normal(1, 4, D, seed=50)[:, : len(rates)].clone().requires_grad_()
     one = torch.ones(1, len(rates), D, dtype=torch.float64)
@@ -155,7 +156,7 @@ def test_unsolved_token_is_counted_and_has_one_step_gradient(most_dense, monkeyp
 
 
 def test_unsolved_wide_equation_is_counted(monkeypatch):
-    """y → norm(R y), R a rotation, does not settle in a few damped iterations."""
+    """y → norm(R y) with a rotation R does not converge in a few damped iterations."""
     monkeypatch.setattr(full_rank, "MOST_PICARD", 30)
     token, _ = token_of("rms", gate=False)
     one = torch.arange(token.x.shape[1]) == 2
@@ -188,7 +189,7 @@ MIXERS += [("selective_dense", 1)]
 @pytest.mark.parametrize("mixer,rank", MIXERS)
 @torch.no_grad()
 def test_untrained_layers_agree_in_steps_and_in_fp32(mixer, rank, glu_in_loop):
-    """The default of a whole pass is a window, a cached step is a token."""
+    """A whole pass solves windows, and a cached step solves single tokens."""
     model, ids = untrained(mixer, rank, glu_in_loop=glu_in_loop), torch.randint(64, (2, 16))
     narrow = model(ids).logits
     whole = model.double()(ids)
@@ -212,8 +213,10 @@ def untrained(mixer, rank, **fields):
 @pytest.mark.parametrize("mixer,rank", MIXERS)
 @torch.no_grad()
 def test_every_precision_finds_the_same_of_several_solutions(mixer, rank):
-    """Of single tokens, before which there is nothing: rounding cannot grow from token to token.
-    With open gates an equation of an untrained layer has several solutions."""
+    """Single tokens, so that rounding cannot grow from token to token.
+
+    With open gates an equation of an untrained layer has several solutions.
+    """
     fields = {} if mixer in ("nonselective", "selective_dense") else {"mixer_gate_init_bias": 0.0}
     model, ids = untrained(mixer, rank, **fields), torch.randint(64, (64, 1))
     narrow, wide = model(ids).logits, model.double()(ids).logits

@@ -1,7 +1,6 @@
-"""The model on a GPU: our kernels against plain PyTorch, what a token's result may depend on,
-decoding, and how often the host waits.
+"""The model on a GPU: kernels against plain PyTorch, independence, decoding, waits of the host.
 
-`FPRNN_TEST_DEVICE=cpu` runs all of it on the CPU at tiny sizes, the kernels interpreted.
+`FPRNN_TEST_DEVICE=cpu` runs all of it on the CPU at tiny sizes, with interpreted kernels.
 """
 
 import functools
@@ -21,7 +20,7 @@ ON_GPU = DEVICE == "cuda"
 pytestmark = [pytest.mark.gpu] if ON_GPU else []
 
 VOCAB = 512 if ON_GPU else 30
-B, L = (3, 80) if ON_GPU else (2, 12)  # of a card's two chunks the second is a graph
+B, L = (3, 80) if ON_GPU else (2, 12)  # the second of two chunks is a CUDA graph
 SIZES = dict(d_model=128, n_layer=2, d_state=16, headdim=64)
 if not ON_GPU:
     SIZES = dict(d_model=8, n_layer=2, d_state=4, headdim=8)
@@ -30,23 +29,28 @@ BLOCKS = {
     "fp_mamba1-conv-gate_inside": dict(use_short_conv=True, glu_in_loop=True),
     "fp_mamba2": dict(
         block="fp_mamba2", mixer_rank=2
-    ),  # of two reflections a kernel compiles longer
+    ),  # kernels for two reflections compile longer
     "fp_mamba2-conv": dict(block="fp_mamba2", use_short_conv=True),
 }
 every_block = pytest.mark.parametrize("name", BLOCKS)
-# One fixed point, found closely: what rounding does to the path there does not matter.
+# One fixed point and a low tolerance, so that rounding on the path to it does not matter.
 UNIQUE = dict(contractive=0.3, out_norm_epsilon=1.0, tol=1e-5, eval_tol=1e-5, schedule="auto")
-# So many iterations of each token, whatever rounding does to its residual.
+# Iterations of each token, whatever rounding does to its residual.
 ITERATIONS = 4
 COUNTED = dict(
-    schedule="parallel", tol=1e-30, eval_tol=1e-30, max_iters=ITERATIONS, eval_max_iters=ITERATIONS,
-    contractive=0.5, out_norm_epsilon=0.1,
-)  # fmt: skip
+    schedule="parallel",
+    tol=1e-30,
+    eval_tol=1e-30,
+    max_iters=ITERATIONS,
+    eval_max_iters=ITERATIONS,
+    contractive=0.5,
+    out_norm_epsilon=0.1,
+)
 
 
 @pytest.fixture(autouse=True)
 def exact_products():
-    """fp32 products without TF32, which cuDNN takes by default."""
+    """Disable TF32, which cuDNN uses by default."""
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     yield
@@ -55,7 +59,7 @@ def exact_products():
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """A function (name) that chooses the backend; a backend that cannot run is an error."""
+    """Return a function that chooses a backend by name; a backend that cannot run is an error."""
     if not ON_GPU and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("on a CPU the kernels need TRITON_INTERPRET=1")
     pytest.importorskip("triton")
@@ -72,12 +76,12 @@ def model_of(name, **kwargs):
 def ids(b=B, length=L, seed=0):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, VOCAB, (b, length), generator=generator)
-    tokens[0, length // 3] = 0  # a document ends here
+    tokens[0, length // 3] = 0  # end of a document
     return tokens.to(DEVICE)
 
 
 def results(model, tokens, dtype):
-    """Logits, loss and every gradient by name."""
+    """Return logits, loss and every gradient by name."""
     model.zero_grad()
     with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):
         out = model(tokens, labels=tokens)
@@ -89,8 +93,8 @@ def results(model, tokens, dtype):
     return found
 
 
-# In bf16 the two round differently before the same product, and Triton's interpreter truncates,
-# which a sum over 24 tokens of the CPU's tiny sizes does not hide.
+# In bf16 the two round differently before the same product, and Triton's interpreter truncates.
+# A sum over the 24 tokens of the CPU's tiny sizes does not hide this.
 BF16_TOL = 6e-2 if ON_GPU else 0.15
 
 
@@ -108,8 +112,11 @@ def test_kernels_give_the_plain_outputs_and_gradients(name, dtype, tol, kernels)
 
 @every_block
 def test_kernels_need_as_many_iterations(name, kernels):
-    """The paper's procedure, at the tolerance of training. Contractive: else the path to a fixed
-    point, and so the count, is another with any rounding (as initialised, by a quarter in bf16)."""
+    """The paper's procedure, at the tolerance of training.
+
+    The mixer is contractive: otherwise rounding changes the path to the fixed point, and so the
+    count (by a quarter in bf16 for untrained weights).
+    """
     fields = dict(schedule="auto", contractive=0.5, out_norm_epsilon=0.1)
     model, tokens, found = model_of(name, **fields).train(), ids(), []
     for backend in ("plain", "triton"):
@@ -123,7 +130,7 @@ def test_kernels_need_as_many_iterations(name, kernels):
 
 @pytest.mark.skipif(not ON_GPU, reason="of a CPU's kernels other tests know")
 def test_gpu_runs_every_triton_kernel():
-    """None fails its self-check, after which plain PyTorch would be used."""
+    """No kernel fails its self-check, after which plain PyTorch would be used."""
     chosen = backends.choice("cuda")
     missing = [name for name in backends.MODULES["triton"] if "triton" not in chosen[name]]
     assert not missing, backends.available("cuda")
@@ -170,7 +177,7 @@ def test_generation_with_cache_gives_the_same_text(name):
 
 
 def waits(model, tokens):
-    """How often a forward pass makes the host wait for the GPU (on a CPU: never)."""
+    """Count how often a forward pass makes the host wait for the GPU (on a CPU: never)."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         if ON_GPU:
@@ -186,11 +193,11 @@ def waits(model, tokens):
 @pytest.mark.parametrize("stopping", ["causal", "paper"])
 @pytest.mark.parametrize("name", ["fp_mamba1", "fp_mamba2"])
 def test_iteration_waits_for_the_device_at_most_once(name, stopping):
-    """Its flags are read, and nothing else: counted in two solves that differ in length alone."""
+    """The host reads only its flags. Two solves that differ only in iterations are counted."""
     token = "exact" if stopping == "causal" else "iterate"
     model, tokens = model_of(name, **COUNTED, token=token, stopping=stopping).train(), ids()
     found = {}
-    for iterations in (4, 4, 9):  # the first compiles
+    for iterations in (4, 4, 9):  # the first call compiles
         with model.solving(max_iters=iterations):
             found[iterations] = waits(model, tokens)
     assert found[9] - found[4] <= 5 * SIZES["n_layer"], found

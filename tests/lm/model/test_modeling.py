@@ -1,4 +1,4 @@
-"""The HuggingFace classes: loss, generation, saving, loading, padding, initialisation."""
+"""Tests of the HuggingFace classes: loss, saving, loading, initialization, configuration."""
 
 import json
 
@@ -30,7 +30,7 @@ def test_config_json_has_transformers_key_for_tied_heads(tied, tmp_path):
     written = json.loads(file.read_text())
     assert written["tie_word_embeddings"] is tied and "tie_embeddings" not in written
     assert FPRNNConfig.from_pretrained(tmp_path).to_dict()["tie_word_embeddings"] is tied
-    # As exports had it before.
+    # The key of older exports.
     written["tie_embeddings"] = written.pop("tie_word_embeddings")
     file.write_text(json.dumps(written))
     for loaded in (FPRNNConfig.from_pretrained(tmp_path), FPRNNConfig(**written)):
@@ -88,12 +88,12 @@ def test_initialization_equals_mambas():
     assert block.out_proj.weight.abs().max() <= bound * 1.001
     assert block.out_proj.weight.abs().max() > bound * 0.9
     weight = block.bc_y_proj
-    torch.testing.assert_close(weight.matrix(), weight.direction)  # gain is the row's norm
+    torch.testing.assert_close(weight.matrix(), weight.direction)  # the gain is the row's norm
     assert (block.mixer.alpha_proj.bias == 0).all()
 
 
 def test_initial_output_scales_are_as_configured():
-    """`embedding_init_std` and `out_proj_init_scale` change no other weight."""
+    """`embedding_init_std` and `out_proj_init_scale` change no other weights."""
     layers = dict(layers="fp_mamba1 mamba", n_layer=2)
     torch.manual_seed(3)
     plain = dict(small(**layers).named_parameters())
@@ -132,9 +132,11 @@ def test_a_layer_may_be_narrower_than_the_model():
     assert isinstance(whole.expand, int) and whole.d_inner == 32
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "lstm"])  # it has no out_proj
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind != "lstm"]
+)  # this layer has no out_proj
 def test_every_layers_output_starts_small_in_a_deep_stack(kind, tmp_path):
-    """Kaiming's, over √n_layer; and what is loaded is not scaled again."""
+    """Kaiming's bound over √n_layer; loaded weights are not scaled again."""
     block = kind if kind in FIXED_POINT else "fp_mamba1"
     fields = dict(layers=kind, block=block, headdim=8, glu_in_loop=False, mixer="dplr")
     model = small(n_layer=16, **fields)
@@ -148,7 +150,7 @@ def test_every_layers_output_starts_small_in_a_deep_stack(kind, tmp_path):
 
 
 def test_weights_missing_in_a_checkpoint_are_initialized(tmp_path):
-    """A layer whose own parameters are there, and some of its children's are not."""
+    """A layer with its own parameters, without some of its children's."""
     model = small(n_layer=16, layers="fp_mamba1 attention", mixer_gate_init_bias=-3.0)
     model.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
@@ -167,7 +169,7 @@ def test_weights_missing_in_a_checkpoint_are_initialized(tmp_path):
 
 
 def test_loaded_layer_is_not_initialized(tmp_path, monkeypatch):
-    """Nothing is computed of its weights either, which a quantiser may have put elsewhere."""
+    """Its weights are not even read, because a quantizer may have moved them."""
     model = small(layers="fp_mamba1 attention mlp", n_layer=3)
     model.save_pretrained(tmp_path)
     seen = []
@@ -183,7 +185,7 @@ def test_loaded_layer_is_not_initialized(tmp_path, monkeypatch):
 @pytest.mark.parametrize("mixer", GATED)
 @torch.no_grad()
 def test_a_mixer_starts_near_the_identity(mixer, block):
-    """‖I − Q‖ of new weights falls as σ(mixer_gate_init_bias) does; loaded weights stay."""
+    """‖I − Q‖ of new weights falls with σ(mixer_gate_init_bias); loaded weights do not change."""
     norms = {}
     for start in (0.0, -3.0, -6.0):
         config = dict(mixer=mixer, mixer_rank=2, contractive=None, mixer_gate_init_bias=start)
@@ -199,8 +201,11 @@ def test_a_mixer_starts_near_the_identity(mixer, block):
 
 
 def test_full_rank_mixers_start_near_the_identity():
-    """Where tokens are solved exactly; the paper's iteration starts as the paper does, reflections
-    start as before, and a number in the configuration stands."""
+    """This holds for exact tokens only.
+
+    The paper's iteration and reflections start with open gates, and a number in the configuration
+    is used as it is.
+    """
 
     def start(**fields):
         return FPRNNConfig(**fields).mixer_gate_init_bias
@@ -256,17 +261,27 @@ def test_auto_classes_load_model_and_backbone():
 @pytest.mark.parametrize(
     "field, value",
     [
-        ("mixer_act", "gelu"), ("eigen_range", "postive"), ("kronecker_norm", "spectrall"),
-        ("contractive", 2.0), ("contractive", 0.0), ("contractive", "none"), ("tol", float("nan")),
-        ("tol", -1.0), ("eval_tol", "loose"), ("quantile", -24), ("stepsize", 3),
-        ("state_noise", -1.0), ("stopping", "papper"), ("dt_rank", 0),
+        ("mixer_act", "gelu"),
+        ("eigen_range", "postive"),
+        ("kronecker_norm", "spectrall"),
+        ("contractive", 2.0),
+        ("contractive", 0.0),
+        ("contractive", "none"),
+        ("tol", float("nan")),
+        ("tol", -1.0),
+        ("eval_tol", "loose"),
+        ("quantile", -24),
+        ("stepsize", 3),
+        ("state_noise", -1.0),
+        ("stopping", "papper"),
+        ("dt_rank", 0),
     ],
-)  # fmt: skip
+)
 def test_invalid_value_is_refused_also_when_set_later(field, value):
     with pytest.raises(ValueError, match=field):
         FPRNNConfig(**{field: value})
     config = FPRNNConfig(vocab_size=8, d_model=8, n_layer=1)
-    setattr(config, field, value)  # as from_pretrained does with its overrides
+    setattr(config, field, value)  # as from_pretrained does with overrides
     with pytest.raises(ValueError, match=field):
         FPRNNForCausalLM(config)
 

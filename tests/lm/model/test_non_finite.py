@@ -1,5 +1,5 @@
-"""No forward pass returns a NaN or an infinity, FP-RNN's defaults do not diverge, and a forward
-pass without gradients is the one with them."""
+"""No forward pass returns NaN or infinity, FP-RNN's defaults converge, and a forward pass gives the
+same with and without gradients."""
 
 import re
 
@@ -16,9 +16,14 @@ from tests.lm.model import test_state
 from tests.marks import slow
 
 MIXERS = {
-    "householder": 2, "dplr": 2, "kronecker": 1, "monarch": 8, "nonselective": 1, "mixture": 3,
+    "householder": 2,
+    "dplr": 2,
+    "kronecker": 1,
+    "monarch": 8,
+    "nonselective": 1,
+    "mixture": 3,
     "selective_dense": 1,
-}  # fmt: skip
+}
 SOLVERS = {
     "paper": dict(schedule="parallel", stopping="paper"),
     **{name: dict(schedule=name) for name in ("parallel", "window:4", "auto", "sequential")},
@@ -62,7 +67,7 @@ def test_contractive_defaults_bound_fp_rnn_only():
 
 
 def wild(mixer, solver, **limits):
-    """A one-layer FP-RNN that nothing bounds, and parameters that make it diverge or nearly so."""
+    """Return an unbounded one-layer FP-RNN with parameters that make it diverge, or nearly so."""
     unbounded = dict(contractive=None, kronecker_norm="rows", mixer_rank=MIXERS[mixer])
     model = model_of(block="fp_rnn", mixer=mixer, **unbounded, **limits, **SOLVERS[solver])
     with torch.no_grad():
@@ -176,7 +181,7 @@ def test_gradient_steps_change_only_the_gradient():
         model(tokens(), labels=tokens()).loss.backward()
         found[name] = model.backbone.layers[0].block.in_proj.weight.grad
     assert (found["three_steps"] - found["one_step"]).norm() > 1e-3 * found["one_step"].norm()
-    # More steps are nearer to the true gradient.
+    # More steps are closer to the true gradient.
     error = {name: (grad - found["implicit"]).norm() for name, grad in found.items()}
     assert error["three_steps"] < error["one_step"]
 
@@ -214,11 +219,11 @@ KERNEL = pytest.mark.skipif(
 @pytest.mark.parametrize("layer", ["mamba", pytest.param("fp_mamba1", marks=KERNEL)])
 @pytest.mark.parametrize("n_layer, eos", [(1, None), (5, None), (2, 39)])
 def test_forward_and_backward_wait_for_the_device_once(monkeypatch, n_layer, eos, layer, loss_only):
-    """With an EOS token that starts documents as well."""
+    """Also with an EOS token that starts documents."""
     monkeypatch.setattr(modeling_fprnn, "on_cpu", lambda t: False)
     model = model_of(n_layer=n_layer, layers=" ".join([layer] * n_layer), eos_token_id=eos)
     ids = tokens(8)
-    model(ids, labels=ids, loss_only=loss_only).loss.backward()  # a kernel checks itself first
+    model(ids, labels=ids, loss_only=loss_only).loss.backward()  # the first call checks the kernels
     with HostReads(monkeypatch) as reads:
         model(ids, labels=ids, loss_only=loss_only).loss.backward()
     assert reads.count == 1
@@ -226,7 +231,7 @@ def test_forward_and_backward_wait_for_the_device_once(monkeypatch, n_layer, eos
 
 @pytest.mark.parametrize("name", ["fp_mamba1-conv", "fp_mamba2", "fp_rnn"])
 def test_document_starts_are_not_checked_on_a_gpu(name, monkeypatch):
-    """No token is an EOS token. In double precision all solve alike to the last digits."""
+    """No token is an EOS token. In fp64 all solves agree to the last digits."""
     model, ids = test_state.model_of(**test_state.BLOCKS[name]).train(), test_state.ids(length=9)
     found = []
     for is_cpu in (True, False):

@@ -73,10 +73,15 @@ OF_MAMBA = {
         gate_h_dep=False, b_h_dep=False, c_h_dep=False, mixer_h_dep=False, bc_norm=False
     ),
     "everything": dict(
-        glu_in_loop=True, use_short_conv=True, symm_mixer=True, dt_h_dep=True, mixer="dplr",
-        mixer_rank=2, mixer_proj_rank=3,
+        glu_in_loop=True,
+        use_short_conv=True,
+        symm_mixer=True,
+        dt_h_dep=True,
+        mixer="dplr",
+        mixer_rank=2,
+        mixer_proj_rank=3,
     ),
-}  # fmt: skip
+}
 RULES = {
     "parallel": {},
     "window": dict(schedule="window:3"),
@@ -90,7 +95,7 @@ ONE_GROUP = {"one_group": dict(ngroups=1, headdim=6)}
 
 
 def cases(*settings):
-    """{"block-name": options}"""
+    """Return {"block-name": options}."""
     found = {}
     for block in BLOCKS:
         mine = {k: v for setting in settings for k, v in setting.items()}
@@ -103,19 +108,29 @@ def cases(*settings):
 
 
 ALL = cases(MIXERS, OF_ALL)
-# A few that between them run every formula: for what costs more.
+# A few cases that together run every formula, for expensive tests.
 SOME = {
     name: ALL[name]
     for name in (
-        "fp_mamba1-householder2_lowrank", "fp_mamba1-everything", "fp_mamba1-kronecker_spectral",
-        "fp_mamba1-dplr2", "fp_mamba1-gate_inside_conv", "fp_mamba1-mixture3",
-        "fp_mamba2-householder4", "fp_mamba2-everything", "fp_mamba2-monarch",
-        "fp_mamba2-one_group", "fp_mamba1-centroids", "fp_rnn-householder4", "fp_rnn-conv",
-        "fp_rnn-kronecker", "fp_rnn-selective_dense",
+        "fp_mamba1-householder2_lowrank",
+        "fp_mamba1-everything",
+        "fp_mamba1-kronecker_spectral",
+        "fp_mamba1-dplr2",
+        "fp_mamba1-gate_inside_conv",
+        "fp_mamba1-mixture3",
+        "fp_mamba2-householder4",
+        "fp_mamba2-everything",
+        "fp_mamba2-monarch",
+        "fp_mamba2-one_group",
+        "fp_mamba1-centroids",
+        "fp_rnn-householder4",
+        "fp_rnn-conv",
+        "fp_rnn-kronecker",
+        "fp_rnn-selective_dense",
     )
-}  # fmt: skip
-# For what costs more: each toggle of every block in one block in turn, each mixer in FP-Mamba-1 and
-# in one of the others. The rest is slow.
+}
+# For expensive tests: each toggle in a single block, in turn, and each mixer in FP-Mamba-1 and in
+# another block. The other cases are slow.
 TURNS = {f"{list(BLOCKS)[i % 3]}-{name}" for i, name in enumerate(OF_ALL)}
 TURNS |= {f"{list(BLOCKS)[2 - i % 2]}-{name}" for i, name in enumerate(MIXERS)}
 TURNS |= {name for name in ALL if name.partition("-")[2] not in OF_ALL | MIXERS}
@@ -138,8 +153,11 @@ def normal(*shape, seed=1):
 
 @torch.no_grad()
 def perturb(module, seed=0):
-    """Give every parameter and buffer values of its own: no gain is its direction's norm, no bias
-    zero, no D one, no two channels or heads alike; gates, norms and gains so that f contracts."""
+    """Give every parameter and buffer different values, so that no mistake cancels.
+
+    No gain is its direction's norm, no bias is zero, no D is one, and no two channels or heads are
+    alike. Gates, norms and gains make f contract.
+    """
     g = torch.Generator().manual_seed(seed)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         noise = torch.randn(tensor.shape, generator=g, dtype=torch.float64)
@@ -173,13 +191,13 @@ def block_of(dtype=torch.float64, **kwargs):
 
 
 def inputs(block):
-    """u (b,l,d_model) and y (b,l,d_inner)."""
+    """Return u (b,l,d_model) and y (b,l,d_inner)."""
     config = block.config
     return normal(B, L, config.d_model), normal(B, L, config.d_inner, seed=2)
 
 
 def parameters_of(module, requires_grad=False):
-    """Its parameters and buffers as the oracle wants them: in fp64, apart from the module."""
+    """Return copies of a module's parameters and buffers in fp64, for the oracle."""
     own = {k: v.detach().double().clone() for k, v in module.state_dict().items()}
     for name in dict(module.named_parameters()):
         own[name].requires_grad_(requires_grad)
@@ -187,7 +205,7 @@ def parameters_of(module, requires_grad=False):
 
 
 def assert_alike(ours, theirs, tol, what=""):
-    """Relative to the largest entry."""
+    """Compare relative to the largest entry."""
     assert ours.shape == theirs.shape, what
     scale = theirs.detach().abs().max().clamp_min(1e-3)
     error = ((ours.detach().double() - theirs.detach()).abs().max() / scale).item()
@@ -195,7 +213,7 @@ def assert_alike(ours, theirs, tol, what=""):
 
 
 def computed_by(backend, monkeypatch):
-    """Let a backend compute what it can; one that computes something else is then an error."""
+    """Use a backend by name; it is an error if its self-check fails."""
     monkeypatch.setenv("FPRNN_KERNELS", backend)
     for module in kernels.MODULES.get(backend, {}).values():
         try:
@@ -206,7 +224,7 @@ def computed_by(backend, monkeypatch):
 
 
 def documents_and_padding(side):
-    """starts and mask (b,l): documents that start within the rows, and padding on one side."""
+    """Return starts and mask (b,l): documents within the rows, and padding on one side."""
     starts = torch.zeros(B, L, dtype=torch.bool)
     starts[0, 3] = starts[0, 4] = starts[1, 2] = True
     mask = torch.ones(B, L, dtype=torch.bool)
@@ -240,7 +258,7 @@ def test_iteration_of_packed_documents_equals_the_oracle(name, backend, side, mo
     block = block_of(**SOME[name])
     starts, mask = documents_and_padding(side)
     u, y = inputs(block)
-    y = y if mask is None else y * mask.unsqueeze(-1)  # as every iterate is
+    y = y if mask is None else y * mask.unsqueeze(-1)  # as in every iterate
     expected = oracle.iteration(parameters_of(block), block.config, u, y, starts, mask)
     assert_alike(block.step(block.prepare(u, Sequences(mask, starts)), y), expected, 1e-12)
 
@@ -248,8 +266,10 @@ def test_iteration_of_packed_documents_equals_the_oracle(name, backend, side, mo
 @functools.cache
 @torch.no_grad()
 def solved_by_the_oracle(name, side=None):
-    """The output (b,l,d_model) of a block, whose solution no rule has a part in; side: of padding,
-    with documents."""
+    """Return a block's output (b,l,d_model) from the oracle, which uses no stopping rule.
+
+    side: Side of the padding, if there are documents and padding.
+    """
     block = block_of(**ALL[name])
     starts, mask = (None, None) if side is None else documents_and_padding(side)
     u, _ = inputs(block)
@@ -287,13 +307,13 @@ def test_solved_packed_documents_equal_the_oracle(name, side, rule):
 
 
 def gradients(output, leaves, cotangent):
-    """{name: gradient of the sum of output ⊙ cotangent}"""
+    """Return gradients of the sum of output ⊙ cotangent, by name."""
     found = torch.autograd.grad((output * cotangent).sum(), list(leaves.values()))
     return dict(zip(leaves, found))
 
 
 def compare_gradients(block, tol, starts=None, mask=None):
-    """The block's output and its gradients, of the input and of every parameter."""
+    """Compare the block's output, and the gradients of its input and of every parameter."""
     u, _ = inputs(block)
     dtype = block.out_proj.weight.dtype
     cotangent = normal(*u.shape, seed=3)
@@ -359,7 +379,7 @@ def test_gradients_of_packed_documents_equal_the_oracle(name, kind):
 @some_cases
 def test_fp32_equals_the_oracle_to_rounding(name, backend, monkeypatch):
     computed_by(backend, monkeypatch)
-    # The inner iteration of a mixer of full rank ends at a relative residual of 1e-5.
+    # The inner iteration of full-rank mixers ends at a relative residual of 1e-5.
     compare_gradients(block_of(torch.float32, **{**SOME[name], **SINGLE}), 2e-4)
 
 
@@ -376,7 +396,7 @@ def test_language_model_equals_the_oracle(name):
     options = options_of(**{"eos_token_id": 0, **MODELS[name]})
     model = perturb(FPRNNForCausalLM(options)).double().train()
     ids = torch.randint(1, 9, (B, L), generator=torch.Generator().manual_seed(1))
-    ids[0, 2] = ids[1, 4] = 0  # documents end here
+    ids[0, 2] = ids[1, 4] = 0  # ends of documents
     parameters = parameters_of(model, requires_grad=True)
     expected = oracle.logits_of(parameters, options, ids)
     out = model(ids, labels=ids)

@@ -1,4 +1,4 @@
-"""The paper's solver on problems whose fixed point is known; implicit gradient, spectral norm."""
+"""Tests of the paper's solver and the implicit gradient on problems with a known fixed point."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def test_every_iteration_equals_the_papers_rule(name):
     assert len(trace) == len(steps) and (solution.stats.evaluations == len(steps)).all()
     for ours, theirs in zip(trace, steps):
         theirs = [torch.tensor(row, dtype=torch.float64) for row in theirs]
-        known = theirs[1] > 1e-11  # below, rounding decides whether a residual is the lowest
+        known = theirs[1] > 1e-11  # below this, rounding decides which residual is the lowest
         for a, b in zip(ours, theirs):
             torch.testing.assert_close(a[known], b[known], rtol=1e-6, atol=1e-12)
     expected = torch.stack([torch.stack(y) for y in expected])
@@ -65,7 +65,7 @@ def test_nan_error_names_iteration_and_sequence():
 
 
 def test_token_iters_counts_until_all_tokens_before_converge():
-    """By a replay of the iterates: damped maps whose residuals rise and fall again."""
+    """The test repeats the iterates of damped maps whose residuals rise and fall again."""
     torch.manual_seed(0)
     for seed in range(20):
         g = torch.Generator().manual_seed(seed)
@@ -79,7 +79,7 @@ def test_token_iters_counts_until_all_tokens_before_converge():
         rule, y, seen = Rule(tol=0.05, max_iters=200), torch.zeros(2, 8, 3).double(), []
         trace = []
         stats = solve_paper(f, y, rule, trace).stats
-        for _ in trace:  # the step is that of the update before the patience acts
+        for _ in trace:  # the step size before this update
             value = f(y)
             seen.append((y - value).abs().amax(-1) / (value.abs().amax(-1) + 1e-8))
             before = trace[len(seen) - 2][2] if len(seen) > 1 else torch.full((2,), 0.99).double()
@@ -142,11 +142,11 @@ def test_implicit_gradient_is_that_of_the_fixed_point():
     (theirs,) = torch.autograd.grad((unrolled * weights).sum(), [W])
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-10)
     (one_step,) = torch.autograd.grad((f(y_star) * weights).sum(), [W])
-    assert (one_step - theirs).abs().max() > 1e-2  # they do differ
+    assert (one_step - theirs).abs().max() > 1e-2  # the two gradients differ
 
 
 def implicitly(slope, rule):
-    """The gradient of the sum of y* with respect to c, for y* = slope y* + c."""
+    """Return the gradient of the sum of y* with respect to c, for y* = slope y* + c."""
     c = torch.ones(1, 2, 3, dtype=torch.float64, requires_grad=True)
     y_star = (c / (1 - slope)).detach()
     first = slope * y_star + c
@@ -158,7 +158,7 @@ def test_diverging_implicit_gradient_is_an_error():
     torch.testing.assert_close(
         implicitly(0.5, Rule(tol=1e-12)), torch.full((1, 2, 3), 2.0, dtype=torch.float64)
     )
-    for slope in (1.5, 2.0, 1e200):  # the last overflows
+    for slope in (1.5, 2.0, 1e200):  # the last one overflows
         with pytest.raises(NonFiniteError, match=r"backward of `gradient: implicit`.*contractive"):
             implicitly(slope, Rule(tol=0.1))
 
@@ -169,7 +169,7 @@ def test_unconverged_implicit_gradient_warns():
 
 
 def test_padding_is_not_counted_as_another_solution():
-    """Of two real tokens one is far off. At padding the procedure's NaN would count as well."""
+    """One of two tokens is far off. At padding, NaN would count as well."""
     y = torch.ones(2, 4, 3)
     other = y.clone()
     other[:, 1] = -1.0

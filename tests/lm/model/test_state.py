@@ -1,4 +1,4 @@
-"""A stream in segments, its state carried over, gives what the whole stream gives at once."""
+"""A stream in segments with a carried state equals the whole stream."""
 
 import pytest
 import torch
@@ -30,8 +30,10 @@ every_block = pytest.mark.parametrize("name", BLOCKS)
 
 
 def model_of(dtype=torch.float64, **kwargs):
-    """A model whose iterations contract, so that each has one fixed point and a solve finds it to
-    1e-12; no bias is left at zero, where a padded convolution and none would look the same."""
+    """Return a model whose iterations contract, so that a solve is exact to 1e-12.
+
+    No bias is zero, because a padded convolution with a zero bias would look like no convolution.
+    """
     torch.manual_seed(0)
     sizes = dict(vocab_size=30, d_model=8, n_layer=2, d_state=4, headdim=4, eos_token_id=EOS)
     rule = dict(contractive=0.3, out_norm_epsilon=1.0, tol=1e-12, max_iters=200, eval_max_iters=200)
@@ -50,7 +52,7 @@ def ids(b=2, length=24, seed=0):
 
 
 def leaves(state):
-    """(name, tensor) of everything in a state."""
+    """Return (name, tensor) of all tensors in a state."""
     for index, layer in enumerate(state.layers):
         yield f"{index}.y", layer.y
         yield f"{index}.h", layer.h
@@ -81,7 +83,9 @@ def in_segments(model, tokens, sizes, **kwargs):
 def test_segments_equal_the_whole(name):
     model, tokens = model_of(**BLOCKS[name]), ids()
     whole = model(tokens, return_state=True)
-    assert (whole.logits[:, 8:] - model(tokens[:, 8:]).logits).abs().max() > 1e-4  # it remembers
+    assert (
+        whole.logits[:, 8:] - model(tokens[:, 8:]).logits
+    ).abs().max() > 1e-4  # the state matters
     for sizes in SEGMENTS.values():
         logits, state = in_segments(model, tokens, sizes)
         torch.testing.assert_close(logits, whole.logits, rtol=0, atol=1e-8)
@@ -124,7 +128,7 @@ def test_padding_changes_neither_state_nor_logits(name, side):
     lengths = (6, 1, 0)
     rows, masks = [], []
     for row, n in zip(tokens[:, 5:11], lengths):
-        pad = (6 - n, 2) if side == "left" else (0, 8 - n)  # left: with some on the right as well
+        pad = (6 - n, 2) if side == "left" else (0, 8 - n)  # left: also some on the right
         rows.append(F.pad(row[:n], pad, value=EOS))
         masks.append(F.pad(torch.ones(n, dtype=torch.long), pad))
     batch, mask = torch.stack(rows), torch.stack(masks)
@@ -170,7 +174,7 @@ def test_gradients_stay_within_a_segment(name):
 
 @every_block
 def test_gradient_with_a_state_stops_at_the_segment(name):
-    """By finite differences: the output and its one-step gradient, with y* and the state held."""
+    """Compare with finite differences of the output, with y* and the state held fixed."""
     model, tokens = model_of(**BLOCKS[name], n_layer=1, gradient="one_step"), ids()
     block = model.backbone.layers[0].block
     u = 0.5 * torch.randn(2, 6, 8, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""`state_noise` and the Adversary: noise on sh(y) where the solve reads it, in training alone."""
+"""Tests of `state_noise` and the Adversary: noise on sh(y) in training only."""
 
 import contextlib
 import copy
@@ -23,7 +23,7 @@ MODELS = {
     "fp_rnn": dict(block="fp_rnn", mixer_rank=2),
 }
 SCHEDULES = ("sequential", "window:4", "parallel")
-PRECISE = dict(tol=1e-30, max_iters=99)  # windows go to the end
+PRECISE = dict(tol=1e-30, max_iters=99)  # windows run all iterations
 
 
 def model_of(name="fp_mamba1", n_layer=1, **fields):
@@ -38,12 +38,12 @@ def model_of(name="fp_mamba1", n_layer=1, **fields):
 
 def tokens():
     ids = torch.randint(1, 13, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    ids[1, 5] = 0  # a document ends here
+    ids[1, 5] = 0  # end of a document
     return ids
 
 
 def results(model, seed=2):
-    """Logits and every gradient by name."""
+    """Return logits and every gradient by name."""
     model.zero_grad()
     torch.manual_seed(seed)
     out = model(tokens(), labels=tokens())
@@ -67,7 +67,7 @@ def assert_same(ours, theirs, tol=1e-7):
     ],
 )
 def test_noise_is_added_to_the_state_that_is_read(name, schedule, kernels, monkeypatch):
-    """Against a shift that adds the noise itself, on all tokens at once."""
+    """Compare with a shift that adds the noise itself, for all tokens at once."""
     monkeypatch.setenv("FPRNN_KERNELS", kernels)
     ours = results(model_of(name, state_noise=SIGMA, schedule=schedule))
     model = model_of(name, schedule="parallel")
@@ -79,7 +79,7 @@ def test_noise_is_added_to_the_state_that_is_read(name, schedule, kernels, monke
 
 @contextlib.contextmanager
 def added_by_the_shift(model, noise, monkeypatch):
-    """noise: (b,l,d), of the only layer, in units of what its norm makes."""
+    """Let `shift` add noise (b,l,d), in units of the norm's output before its weights."""
     shift, block = fixed_point.shift, model.backbone.layers[0].block
 
     def noisy(y, seqs, name="y"):
@@ -147,7 +147,7 @@ KAPPA = 0.05
 
 
 def two_passes(model, seed=2):
-    """Logits of both passes, every gradient of half their losses' sum, the adversary."""
+    """Return the logits of both passes, the gradients of the mean loss, and the adversary."""
     model.zero_grad()
     torch.manual_seed(seed)
     adversary, logits = Adversary(model, KAPPA), []
@@ -169,7 +169,7 @@ def two_passes(model, seed=2):
     ],
 )
 def test_second_pass_follows_the_gradient_of_the_first(name, schedule, sigma, monkeypatch):
-    """The gradient by finite differences of noise that the shift adds."""
+    """Compare with finite differences of noise that the shift adds."""
     ours, adversary = two_passes(model_of(name, schedule=schedule, state_noise=sigma))
     (noise,) = adversary.noise.values()
     first = noise.detach().double()
@@ -186,7 +186,7 @@ def test_second_pass_follows_the_gradient_of_the_first(name, schedule, sigma, mo
 
     torch.manual_seed(2)
     if sigma:
-        torch.randn(first.shape), torch.rand(2, 1, 1)  # the first pass's
+        torch.randn(first.shape), torch.rand(2, 1, 1)  # of the first pass
     length = torch.linalg.vector_norm(noise.grad, dim=-1, keepdim=True)
     size = KAPPA * math.sqrt(first.shape[-1]) * torch.rand(2, 1, 1)
     against = (size * noise.grad / length.clamp_min(1e-30)).double()

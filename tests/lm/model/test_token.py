@@ -1,4 +1,4 @@
-"""What blocks make of the exact token: what is counted, the sum of the adjoint, noise on sh(y)."""
+"""Exact tokens in blocks: unsolved tokens, the sum of the adjoint, noise on sh(y)."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from lm.model.blocks import build_block
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.layers import Projection, side_by_side
 from lm.model.solver import FAILED, adjoint_gradient
-from lm.model.stack import initialise
+from lm.model.stack import initialize
 from lm.model.state import Sequences
 
 SCHEDULES = ("sequential", "window:4", "parallel")
@@ -20,7 +20,7 @@ def block_of(**kwargs):
     sizes = dict(vocab_size=30, d_model=8, n_layer=1, d_state=4, headdim=4, tol=1e-9, eval_tol=1e-9)
     block = build_block(FPRNNConfig(**{**sizes, "max_iters": 99, **kwargs}))
     with torch.no_grad():
-        block.apply(lambda module: initialise(module, block.config))
+        block.apply(lambda module: initialize(module, block.config))
     return block.double().eval()
 
 
@@ -32,7 +32,7 @@ def normal(*shape, seed=1):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @torch.no_grad()
 def test_unsolved_tokens_are_counted_without_padding(schedule, monkeypatch):
-    """A solve that says of one token, and of all padding, that it has found nothing."""
+    """The solve marks a token and all padding as failed."""
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
     block, u = block_of(schedule=schedule), normal(2, 10, 8)
     solve = strategies.solve_low_rank
@@ -49,11 +49,13 @@ def test_unsolved_tokens_are_counted_without_padding(schedule, monkeypatch):
     mask = torch.ones(2, 10, dtype=torch.bool)
     mask[0, 9] = False
     _, stats = block(u, Sequences(mask))
-    assert stats.failed.tolist() == pytest.approx([1 / 9, 0.0])  # of the real tokens
+    assert stats.failed.tolist() == pytest.approx(
+        [1 / 9, 0.0]
+    )  # share of tokens that are not padding
 
 
 def of_the_sum(rate, v):
-    """The gradient of c by `adjoint_gradient` of F(y)_t = c_t + rate y_{t−1}, and what it told."""
+    """Return c's gradient and the norm by `adjoint_gradient` of F(y)_t = c_t + rate y_{t−1}."""
     c, norms = torch.zeros_like(v, requires_grad=True), v.new_zeros(len(v))
 
     def of_y(c):
@@ -78,7 +80,7 @@ def test_the_adjoint_reaches_the_first_token():
 
 
 class _Counted(torch.autograd.Function):
-    """The identity, whose backwards are counted."""
+    """The identity, with a count of its backwards."""
 
     @staticmethod
     def forward(ctx, y, counted):
@@ -93,8 +95,10 @@ class _Counted(torch.autograd.Function):
 
 @pytest.mark.parametrize("tol, most", [(1e-2, 10), (1e-7, 24)])
 def test_the_adjoint_ends_at_its_tolerance_or_at_rounding(tol, most):
-    """Under bf16 a change of the sum never falls below its rounding: L = 256 terms would be taken.
-    The backward, outside of the forward's autocast, multiplies as that did."""
+    """Under bf16 the change never falls below rounding, so the sum would have L = 256 terms.
+
+    The backward multiplies in the forward's dtype, although it runs outside of its autocast.
+    """
     torch.manual_seed(0)
     weight, v = torch.randn(8, 8) / 6, torch.randn(2, 256, 8)
     multiplied, terms = [], []
@@ -165,7 +169,7 @@ LOOSE = dict(tol=0.1, eval_tol=0.1, contractive=0.8)
 @pytest.mark.parametrize("schedule", ["window:5", "parallel"])
 @torch.no_grad()
 def test_later_tokens_do_not_change_where_a_token_stops(schedule):
-    """At a loose tolerance: a token that has converged stays as it is then."""
+    """At a high tolerance, a converged token keeps its iterate."""
     block, u = block_of(schedule=schedule, **LOOSE), normal(3, 12, 8)
     other = torch.cat([u[:, :-4], 9 * normal(3, 4, 8, seed=6)], 1)
     ours, theirs = block(u)[0], block(other)[0]
@@ -174,10 +178,10 @@ def test_later_tokens_do_not_change_where_a_token_stops(schedule):
 
 @torch.no_grad()
 def test_segments_of_window_length_equal_the_whole():
-    """What is read of the token before a segment: the iterate, and the map at it."""
+    """A segment reads both the iterate and the map at it from the previous token."""
     block, u = block_of(schedule="window:4", **LOOSE), normal(2, 12, 8)
     whole, stats = block(u)
-    assert (stats.residual > 1e-4).all()  # the iterate is not the map at it
+    assert (stats.residual > 1e-4).all()  # the iterate and the map at it differ
     state, found = None, []
     for segment in u.split(4, 1):
         out, _, state = block(segment, Sequences(state=state, return_state=True))

@@ -1,4 +1,4 @@
-"""Every schedule is the exact solution, on a trained state tracker, in training and evaluation."""
+"""Every schedule gives the exact solution on a trained state tracker."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ LONGER = 272  # more than two windows of 128
 
 
 def relative(ours, theirs):
-    """‖ours − theirs‖ / ‖theirs‖ of two {name: gradient}."""
+    """Return ‖ours − theirs‖ / ‖theirs‖ of two {name: gradient}."""
     pairs = [(ours[name] - t, t) for name, t in theirs.items()]
     off, size = (torch.cat([p[i].flatten() for p in pairs]).norm() for i in (0, 1))
     return (off / size).item()
@@ -25,7 +25,7 @@ def relative(ours, theirs):
 
 @pytest.fixture
 def as_on_cuda(monkeypatch):
-    """`auto` chooses as it does on a GPU for which there are no kernels."""
+    """Let `auto` choose as on a GPU without kernels."""
     real = strategies.window_width
     stand_in = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
     monkeypatch.setattr(strategies, "window_width", lambda *args: real(*args[:-1], stand_in))
@@ -47,7 +47,7 @@ def test_loss_and_gradient_equal_the_sequential_ones(schedule, as_on_cuda):
 
 @pytest.mark.parametrize("schedule", ["auto", "window:16", "parallel"])
 def test_chunks_and_windows_agree_in_evaluation(schedule, as_on_cuda):
-    """A chunk's end is a window's end."""
+    """The end of a chunk ends a window."""
     model = tracker().eval()
     ids, _ = words(2, LONGER)
     with torch.no_grad():
@@ -66,7 +66,7 @@ def test_chunks_and_windows_agree_in_evaluation(schedule, as_on_cuda):
 
 
 def test_window_passes_on_the_iterate_of_its_state(monkeypatch):
-    """Where the tolerance is loose, y and F(y) differ, and h is that of y."""
+    """At a high tolerance y and F(y) differ, and h belongs to y."""
     model = tracker(schedule="window:8", eval_tol=2.0).eval()  # y stays 0
     (block,) = model.fixed_point_blocks()
     u = model.backbone.embeddings(words(2, 16)[0])
@@ -86,7 +86,7 @@ def test_window_passes_on_the_iterate_of_its_state(monkeypatch):
 
 
 def test_iterations_to_another_solution_are_counted():
-    """On a state tracker the paper's procedure ends in other answers, converged or not."""
+    """On a state tracker the paper's procedure gives other answers, converged or not."""
     model = tracker().eval()
     ids, answers = words(10, 64)
     with torch.no_grad():
@@ -102,7 +102,7 @@ def test_iterations_to_another_solution_are_counted():
 
 @pytest.mark.parametrize("rank", [1, 4])
 def test_limited_gradients_equal_plain_pytorch(rank, monkeypatch):
-    """Eight reflections at random have tokens whose equation is nearly singular."""
+    """Random reflections have tokens with a nearly singular equation."""
     skip_where_missing(cpu_cell)
     torch.manual_seed(0)
     sizes = {"vocab_size": 6, "d_model": 16, "n_layer": 1, "d_state": 4}
@@ -142,6 +142,6 @@ def test_max_iters_does_not_limit_exact_windows():
 def test_auto_on_a_gpu_is_sequential_if_kernels_can(fields, schedule, as_on_cuda, monkeypatch):
     sizes = {"vocab_size": 6, "d_model": 16, "n_layer": 1}
     model = FPRNNForCausalLM(FPRNNConfig(**sizes, **fields))
-    assert model.solver(LONGER)["schedule"] == "window:128"  # there are none here
+    assert model.solver(LONGER)["schedule"] == "window:128"  # no GPU kernels are available
     monkeypatch.setattr(strategies, "backend", lambda *_: SimpleNamespace(fits=fits_a_gpu))
     assert model.solver(LONGER)["schedule"] == schedule

@@ -1,4 +1,4 @@
-"""What is made of parameters alone is kept with a cache, and never older than the parameters."""
+"""Tests of WeightCache: cached weights are never older than the parameters."""
 
 import copy
 
@@ -36,7 +36,7 @@ def ids():
 
 
 def after(model, cache):
-    """The logits of one more token, the cache left as it was."""
+    """Return the logits of another token, without changing the cache."""
     state, length = cache.state, cache.length
     logits = model(ids()[:, -1:], past_key_values=cache).logits
     cache.state, cache.length = state, length
@@ -44,7 +44,7 @@ def after(model, cache):
 
 
 def fresh(model, cache):
-    """The same without what is kept."""
+    """Return the same logits without cached weights."""
     return after(model, copy.deepcopy(cache))
 
 

@@ -1,4 +1,4 @@
-"""What a hostile reader of the exact token found: options that were dropped, labels, copies."""
+"""Regression tests of the exact token: dropped options, labels, copies."""
 
 import copy
 import os
@@ -24,7 +24,10 @@ def tokens(b=2, length=9):
 
 
 def gradients(model, ids, outside=False, reentrant=None, **fields):
-    """Of the loss under `model.solving(**fields)`; the backward after it, where `outside`."""
+    """Return the gradients of the loss under `model.solving(**fields)`.
+
+    outside: Whether the backward runs after the context.
+    """
     model.train()
     model.gradient_checkpointing_disable()
     if reentrant is not None:
@@ -88,14 +91,14 @@ def test_flops_grow_with_the_evaluations():
             assert one - zero == step and six - one == 5 * step
     with model.solving(schedule="parallel"):
         windows = model.flops_per_token(1)
-        with model.solving(n_backwards=3):  # which the exact gradient does not read
+        with model.solving(n_backwards=3):  # the exact gradient does not use n_backwards
             assert model.flops_per_token(1) == windows
     with model.solving(schedule="sequential"):
         assert model.flops_per_token(1) == windows - step
 
 
 def test_padding_does_not_dilute_the_share_of_failures(monkeypatch):
-    """A kronecker as wide as those that are not bisected, and too few iterations for it."""
+    """A kronecker mixer too wide for bisection, with too few iterations."""
     monkeypatch.setattr(full_rank, "MAX_DENSE_WIDTH", 0)
     monkeypatch.setattr(full_rank, "MOST_PICARD", 55)
     monkeypatch.setattr(full_rank, "MAX_ACCELERATED_ITERS", 0)
@@ -114,7 +117,7 @@ def test_padding_does_not_dilute_the_share_of_failures(monkeypatch):
 
 
 def test_adjoint_norm_is_the_same_with_and_without_kernels(monkeypatch):
-    """Below 1, where what comes back cancels what comes from above."""
+    """The norm is below 1 if gradients through time cancel those from above."""
     model, ids = model_of(block="fp_rnn"), tokens(3, 9)
     norms = []
     for kernels in ("auto", "plain"):

@@ -1,6 +1,7 @@
-"""What a layer does on a device that is no CPU, on a CPU: a stand-in says where the tensors are.
+"""Code paths for GPUs, tested on a CPU: `on_cpu` is replaced by a function that returns False.
 
-Rows may be narrower there than what is computed of them, and one `addmm` adds what sh(y) gives.
+On such a device projections may be narrower than the results computed from them, and a single
+`addmm` adds the part that reads sh(y).
 """
 
 import copy
@@ -35,7 +36,7 @@ def untrained(**fields):
 
 
 def wrong(ours, theirs):
-    """How far logits, or {name: gradient}, are apart, of their length."""
+    """Return the relative distance of logits or of {name: gradient}."""
 
     def flat(found):
         tensors = found.values() if isinstance(found, dict) else [found]
@@ -59,7 +60,7 @@ def wrong(ours, theirs):
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_plain_pytorch_agrees_for_weights_of_any_dtype(fields, dtype, monkeypatch):
-    """Of bf16 weights raw is in fp32 and the maps of y are not."""
+    """With bf16 weights `raw` is in fp32 and the maps of y are in bf16."""
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
     model = untrained(**fields).to(dtype)
     given = words(2, 6)
@@ -71,7 +72,7 @@ def test_plain_pytorch_agrees_for_weights_of_any_dtype(fields, dtype, monkeypatc
 
 
 def refusing(monkeypatch, *functions):
-    """These functions of backends find that the arguments are more than they can compute."""
+    """Make these functions of all backends refuse their arguments as unsupported."""
     real = kernels._find
 
     def find(*args):
@@ -81,7 +82,7 @@ def refusing(monkeypatch, *functions):
 
 
 class Refusing:
-    """A backend's module, of which some functions refuse."""
+    """A backend's module with some functions that refuse."""
 
     def __init__(self, module, functions):
         self.module, self.functions = module, functions
@@ -97,7 +98,7 @@ class Refusing:
 
 @pytest.mark.parametrize("rank", [2, slow(1)])
 def test_bf16_rows_are_widened_if_a_kernel_refuses(rank, monkeypatch):
-    """Plain PyTorch solves a token in fp32, whatever its rows were read in."""
+    """Plain PyTorch solves a token in fp32, whatever the dtype of its projections."""
     quicken_interpreter()
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
     refusing(monkeypatch, "cell", "find_roots")
@@ -113,7 +114,7 @@ def test_bf16_rows_are_widened_if_a_kernel_refuses(rank, monkeypatch):
 @pytest.mark.slow
 @torch.no_grad()
 def test_decoding_after_windows_works_in_any_dtype(monkeypatch):
-    """What the cache keeps of the weights is of the prompt's pass."""
+    """The cached weights are from the prompt's pass."""
     quicken_interpreter()
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
     ids = words(1, 4)[0]
@@ -124,7 +125,7 @@ def test_decoding_after_windows_works_in_any_dtype(monkeypatch):
             with torch.autocast("cpu", torch.bfloat16, enabled=of_prompt):
                 cache = model(ids[:, :3], use_cache=True).past_key_values
             with torch.autocast("cpu", torch.bfloat16, enabled=of_token):
-                anew = copy.deepcopy(cache)  # without what is kept
+                anew = copy.deepcopy(cache)  # without cached weights
                 logits = model(ids[:, 3:], past_key_values=cache).logits
                 assert wrong(logits, model(ids[:, 3:], past_key_values=anew).logits) < 1e-5
             assert wrong(logits, expected) < 0.05

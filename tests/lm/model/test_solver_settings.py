@@ -1,4 +1,4 @@
-"""What a model says it solves by is what its blocks do; `solving` says it otherwise for a while."""
+"""`model.solver()` describes the solver that runs, and `model.solving` changes it."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def model(**values):
 
 @pytest.fixture
 def called(monkeypatch):
-    """Every solve of a block as (which solver, its width, tolerance, ℓmax)."""
+    """Record every solve of a block as (solver, width, tolerance, ℓmax)."""
     found = []
 
     def spy(name, describe):
@@ -49,17 +49,22 @@ def called(monkeypatch):
         (dict(schedule="auto", mixer="kronecker"), True, "parallel", "solve_windows", LENGTH),
         (dict(stopping="paper"), False, "parallel", "solve_paper", None),
         (dict(stopping="paper"), True, "parallel", "solve_paper", None),
-        (dict(token="iterate", stopping="causal", schedule="sequential"), False, "sequential",
-         "solve_windows", 1),
+        (
+            dict(token="iterate", stopping="causal", schedule="sequential"),
+            False,
+            "sequential",
+            "solve_windows",
+            1,
+        ),
     ],
-)  # fmt: skip
+)
 def test_description_equals_the_solver_that_runs(
     called, fields, training, schedule, solver, width, monkeypatch
 ):
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
     made = model(max_iters=7, eval_max_iters=9, **fields).train(training)
     name, config = made.solver(LENGTH), made.config
-    if config.token == "exact":  # solved within w + 1 evaluations
+    if config.token == "exact":  # at most w + 1 evaluations
         tol, limit, most = 0.01 if training else 1e-5, None, width + 1
     else:
         loose = training or config.stopping == "paper"
@@ -68,9 +73,13 @@ def test_description_equals_the_solver_that_runs(
     if solver == "solve_sequential":
         tol = most = None
     assert name == {
-        "token": config.token, "schedule": schedule, "stopping": config.stopping,
-        "tol": tol, "max_iters": limit, "gradient": config.gradient,
-    }  # fmt: skip
+        "token": config.token,
+        "schedule": schedule,
+        "stopping": config.stopping,
+        "tol": tol,
+        "max_iters": limit,
+        "gradient": config.gradient,
+    }
     with torch.no_grad():
         made(input_ids=IDS)
     assert set(called) == {(solver, width, tol, most)}
@@ -85,7 +94,7 @@ def test_auto_is_sequential_on_a_cpu(called, name, monkeypatch):
     assert made.solver(LENGTH)["schedule"] == "sequential"
     with torch.no_grad():
         made(input_ids=IDS)
-    assert bool(called) == (name == "plain")  # the kernel is no solver of solver.py
+    assert bool(called) == (name == "plain")  # the kernel replaces the loops of solver.py
 
 
 def test_single_token_is_sequential_under_every_schedule():
@@ -102,7 +111,7 @@ def test_single_token_is_sequential_under_every_schedule():
 
 
 def settings_of(made):
-    """The config whose solver fields hold in a pass of each layer."""
+    """Return the configuration with the solver fields that each layer uses in a pass."""
     seen = []
 
     def remember(block, given):
