@@ -117,7 +117,10 @@ def test_sizes_that_do_not_go_together(capsys, tiny, overrides, words):
 @pytest.mark.parametrize(
     "overrides, words",
     [
-        (["resume=sometimes"], "`resume` is 'sometimes': it must be never, auto or the folder"),
+        (
+            ["resume=sometimes"],
+            "`resume` is 'sometimes': it must be never, auto or an existing folder",
+        ),
         (
             ["engine.deepspeed={optimizer: {type: Lion, params: {lr: 1}}}"],
             "engine.deepspeed sets optimizer, which is derived from `optim`",
@@ -140,7 +143,7 @@ def test_a_large_model_without_a_gpu_is_refused_unless_that_is_meant(tiny, monke
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     large = ["model.d_model=1024", "model.n_layer=12"]
-    with pytest.raises(UserError, match=r"no GPU here, and the model has \d+ M .*DEVICES=''"):
+    with pytest.raises(UserError, match=r"no GPU, and the model has \d+ M .*DEVICES=''"):
         check(tiny(*large), 1)
     check(tiny(), 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -132,7 +132,7 @@ def test_a_run_whose_process_is_gone_has_stopped(run):
     # On this host that is seen at once, however fresh the lease.
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    here = Lease(run.path / "lease.json").own
+    here = Lease(run.path / "lease.json").record
     run.held(ago=1, **{**here, "pid": gone.pid})
     assert run.look().state == "stopped"
     run.held(ago=1, **here)
@@ -203,7 +203,7 @@ def test_one_table_whatever_the_runs_do(two, capsys):
 @pytest.mark.parametrize("option", [[], ["--json"]])
 def test_a_key_without_a_sweep_is_refused(capsys, option):
     assert main(["status", "seed=1", *option]) == BAD_CONFIG
-    assert "`seed=1` sets a key of a sweep, and no sweep is named" in capsys.readouterr().err
+    assert "`seed=1` sets a key of a sweep, but no sweep is named" in capsys.readouterr().err
 
 
 def test_a_run_that_is_not_there_is_refused(tmp_path, capsys):
