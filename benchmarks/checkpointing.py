@@ -1,9 +1,9 @@
-"""How long a checkpoint holds training up: seconds of an update, of a save's copy, of all of it.
+"""Time that a checkpoint takes from training: seconds of an update, of the copy, and of the save.
 
     python -m benchmarks.checkpointing        # the paper's 160M model, updates of 128 tokens
     python -m benchmarks.checkpointing --config configs/lm/demo.yaml --tokens 256
 
-An update of so few tokens is the shortest there is to hide a save behind: real ones take longer.
+Real updates have more tokens and take longer, so that they hide more of a save.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from lm.training.process_group import join_process_group, leave_process_group
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("--config", default="configs/lm/fpmamba_160m_fineweb2b.yaml", metavar="YAML")
-    p.add_argument("--tokens", type=int, default=128, help="of an update (default: 128)")
+    p.add_argument("--tokens", type=int, default=128, help="tokens of an update (default: 128)")
     p.add_argument("--saves", type=int, default=3, help="default: 3")
-    p.add_argument("--folder", help="on the disk to be measured (default: a temporary one)")
+    p.add_argument("--folder", help="folder on the disk to measure (default: temporary)")
     args = p.parse_args()
     overrides = (
         "train.global_batch_size=null",
@@ -53,29 +53,30 @@ def main() -> None:
 
 
 def measure(engine, ranks, cfg, batch, folder, saves) -> None:
-    """Updates alone, then a save after each, its writing behind the updates that follow."""
-    made = Checkpoints(folder, ranks, cfg.checkpoint, {"zero_stage": engine.zero_stage})
-    alone = [seconds(lambda: engine.step([batch])) for _ in range(3)][1:]
-    print(f"update   {min(alone):.2f} s alone")
+    """Time updates without saves, and then updates during which a save is written."""
+    checkpoints = Checkpoints(folder, ranks, cfg.checkpoint, {"zero_stage": engine.zero_stage})
+    undisturbed = [time_call(lambda: engine.step([batch])) for _ in range(3)][1:]
+    print(f"update   {min(undisturbed):.2f} s without a save")
     for step in range(1, saves + 1):
-        made.save(step, lambda step=step: engine.state_files(folder, step))
-        beside = seconds(lambda: engine.step([batch]))
-        made.finish()
-        (saved,) = made.pop_saves()
+        checkpoints.save(step, lambda step=step: engine.state_files(folder, step))
+        concurrent = time_call(lambda: engine.step([batch]))
+        checkpoints.finish()
+        (saved,) = checkpoints.pop_saves()
         blocked = saved["blocked_s"]
         print(
-            f"save {step}   blocked {blocked:.2f} s = {blocked / min(alone):.2f}"
+            f"save {step}   blocked {blocked:.2f} s = {blocked / min(undisturbed):.2f}"
             f" updates; {saved['bytes'] / 2**30:.2f} GiB on the disk after {saved['seconds']:.1f} s"
-            f" ({saved['bytes'] / 2**20 / saved['seconds']:,.0f} MiB/s); an update beside it"
-            f" {beside:.2f} s",
+            f" ({saved['bytes'] / 2**20 / saved['seconds']:,.0f} MiB/s); an update during the save"
+            f" {concurrent:.2f} s",
             flush=True,
         )
 
 
-def seconds(fn) -> float:
-    began = time.perf_counter()
-    fn()
-    return time.perf_counter() - began
+def time_call(function) -> float:
+    """Return the seconds of a call."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

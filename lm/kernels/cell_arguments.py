@@ -117,8 +117,8 @@ class CellArguments(NamedTuple):
 class RnnArguments(NamedTuple):
     """Arguments of `cell_rnn`, which solves an FP-RNN layer.
 
-    y_t = h_t = decay_t ⊙ h_{t−1} + fresh_t ⊙ x̃_t. The other fields are those of CellArguments. Of
-    the options, those of B, C and the norm are ignored.
+    y_t = h_t = decay_t ⊙ h_{t−1} + fresh_t ⊙ x̃_t. The other fields are as in CellArguments. Options
+    of B, C and the norm are ignored.
 
     Attributes:
         decay: (b,l,d).
@@ -192,7 +192,7 @@ class Sizes(NamedTuple):
     n: int
     heads: int
     columns: int  # K
-    reading: int  # k
+    y_columns: int  # k
 
 
 @functools.lru_cache(1024)
@@ -204,7 +204,7 @@ def expected_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     states = {"mamba1": (b, d, sizes.n), "mamba2": (b, sizes.heads, d // sizes.heads, sizes.n)}
     return {
         "raw": (b, sizes.length, sizes.columns),
-        "weight_y": (sizes.reading, d),
+        "weight_y": (sizes.y_columns, d),
         "x": tokens,
         "dt": steps,
         "A": rates[sizes.kind],
@@ -231,13 +231,13 @@ def check_sizes(arguments: CellArguments) -> Sizes:
         heads, n = len(arguments.A), _count_states(arguments)
     elif kind == "mamba1":
         n = arguments.A.shape[-1]
-    columns, reading = arguments.raw.shape[-1], len(arguments.weight_y)
-    _check_layout(layout, options, kind, d, n, heads, columns, reading)
-    return Sizes(kind, b, length, d, n, heads, columns, reading)
+    columns, y_columns = arguments.raw.shape[-1], len(arguments.weight_y)
+    _check_layout(layout, options, kind, d, n, heads, columns, y_columns)
+    return Sizes(kind, b, length, d, n, heads, columns, y_columns)
 
 
 @functools.cache
-def _check_layout(layout, options, kind, d, n, heads, columns, reading):
+def _check_layout(layout, options, kind, d, n, heads, columns, y_columns):
     r, groups = options.rank, options.groups
     if r > MAX_REFLECTIONS:
         raise Unsupported(f"{r} reflections: the kernels solve up to {MAX_REFLECTIONS}")
@@ -252,10 +252,10 @@ def _check_layout(layout, options, kind, d, n, heads, columns, reading):
     parts += [] if kind == "rnn" else [(layout.B, groups * n), (layout.C, groups * n)]
     ends = [0, *(start + width for start, width in sorted(parts))]
     starts = [*(start for start, _ in sorted(parts)), columns]
-    if any(end > start for end, start in zip(ends, starts)) or reading > columns:
+    if any(end > start for end, start in zip(ends, starts)) or y_columns > columns:
         raise ValueError(
             f"parts {sorted(parts)} (first column, width) overlap or exceed the {columns} columns"
-            f" of raw, {reading} of which read y"
+            f" of raw, {y_columns} of which read y"
         )
 
 

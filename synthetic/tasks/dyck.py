@@ -1,4 +1,4 @@
-"""Nested brackets of several kinds: which bracket is open?"""
+"""Nested brackets of several kinds; the answer is the innermost open bracket."""
 
 from __future__ import annotations
 

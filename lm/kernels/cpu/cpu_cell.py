@@ -64,7 +64,7 @@ class _Sizes(NamedTuple):
     bc_norm: bool
     norm: int
     columns: int
-    reading: int
+    y_columns: int
     vectors: int
     gates: int
     B: int
@@ -147,7 +147,7 @@ def _prepare(arguments: CellArguments) -> _Problem:
         bc_norm=options.bc_norm,
         norm=_NORMS[options.norm],
         columns=sizes.columns,
-        reading=sizes.reading,
+        y_columns=sizes.y_columns,
         vectors=layout.vectors,
         gates=layout.gates,
         B=layout.B,
@@ -216,7 +216,7 @@ class _Cell(torch.autograd.Function):
         sizes, x = problem.sizes, arguments.x
         b, length, d = sizes.b, sizes.length, sizes.d
         results = y, state, outcome = _allocate_results(problem)
-        rows = x.new_empty(arguments.raw.shape) if sizes.reading else None
+        rows = x.new_empty(arguments.raw.shape) if sizes.y_columns else None
         roots = x.new_empty(b, length, sizes.rank)
         chunks = -(-length // sizes.every)
         checkpoints = None

@@ -50,8 +50,8 @@ def find_roots(
 ) -> Roots:
     """Solve s = (α + Β s) / √(γ₀ + 2 γ₁·s + sᵀ Γ₂ s) + δ for every token.
 
-    If an equation has several solutions, the result is the one to which damped Picard from zero
-    converges. It does not depend on the other tokens or on the number of threads.
+    If an equation has several solutions, damped Picard from zero selects one of them. The result
+    does not depend on the other tokens or on the number of threads.
 
     Args:
         alpha: α, (n,r).

@@ -98,7 +98,7 @@ _lock = threading.Lock()
 
 
 def get_schedule(key: Hashable, make: Callable[[], Schedule]) -> Schedule:
-    """Return the schedule of a key on this device and stream; make it if there is none.
+    """Return the schedule of a key on this device and stream; make it if it is missing.
 
     Above MAX_SCHEDULES the least recently used schedule is dropped.
     """

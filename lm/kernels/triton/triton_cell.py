@@ -89,8 +89,8 @@ class Plan(NamedTuple):
             "columns": sizes.columns,
             "vectors": self.layout.vectors,
             "gates": self.layout.gates,
-            "B_at": self.layout.B,
-            "C_at": self.layout.C,
+            "B_column": self.layout.B,
+            "C_column": self.layout.C,
             "scale": options.scale,
             "eps": options.eps,
             "kappa": options.contractive or 0.0,
@@ -148,7 +148,7 @@ def _product_arguments(plan, depth, max_block=128):
         "KEEP": "keep" in plan.present,
         "WEIGHT": DTYPES[plan.weight],
         "ROWS": DTYPES[plan.raw],
-        "WIDE": DTYPES[torch.float32 if INTERPRETED else plan.weight],
+        "PRODUCT_DTYPE": DTYPES[torch.float32 if INTERPRETED else plan.weight],
         "PRECISION": plan.precision,
         "TALL": max(16, min(64, triton.next_power_of_2(plan.sizes.b))),
         "COLUMNS": 16,
@@ -158,7 +158,7 @@ def _product_arguments(plan, depth, max_block=128):
 
 
 def _product_grid(plan, columns):
-    """Return the grid of a product with so many output columns."""
+    """Return the grid of a product with a given number of output columns."""
     blocks = _product_arguments(plan, 1)
     return triton.cdiv(columns, blocks["COLUMNS"]), triton.cdiv(plan.sizes.b, blocks["TALL"])
 
@@ -178,14 +178,14 @@ def forward_launches(plan: Plan) -> list[Launch]:
         "b": sizes.b,
         "d": sizes.d,
         "columns": sizes.columns,
-        "reading": sizes.reading,
+        "y_columns": sizes.y_columns,
         "raw_step": plan.raw_step,
-        "KEPT": plan.saves_for_backward,
+        "SAVES": plan.saves_for_backward,
         "RAW": DTYPES[plan.raw],
         **_product_arguments(plan, sizes.d, 512 // plan.weight.itemsize),
     }
     token = {
-        "KEPT": plan.saves_for_backward,
+        "SAVES": plan.saves_for_backward,
         "WEIGHT": DTYPES[plan.weight],
         "num_warps": plan.warps(512),
         **plan.token_arguments(),
@@ -227,7 +227,7 @@ def backward_launches(plan: Plan) -> list[Launch]:
     launches = []
     if sizes.kind != "rnn":
         again = {"chunk": plan.chunk, "num_warps": plan.warps(512), **shared}
-        launches.append(Launch(cell_kernels.again_kernel, (sizes.b, plan.chunk), again))
+        launches.append(Launch(cell_kernels.recompute_kernel, (sizes.b, plan.chunk), again))
         grid, width = _channel_grid(plan)
         states = {
             "chunk": plan.chunk,
@@ -253,8 +253,8 @@ def backward_launches(plan: Plan) -> list[Launch]:
         "b": sizes.b,
         "d": sizes.d,
         "columns": sizes.columns,
-        "reading": sizes.reading,
-        **_product_arguments(plan, sizes.reading),
+        "y_columns": sizes.y_columns,
+        **_product_arguments(plan, sizes.y_columns),
     }
     grid = _product_grid(plan, sizes.d)
     for step in reversed(range(plan.chunk)):
@@ -486,7 +486,7 @@ def _weight_gradient(d_raw, saved, sizes):
     before[:, 1:] = y[:, :-1]
     if keep is not None:
         before *= keep.unsqueeze(-1)
-    d_rows = d_raw[..., : sizes.reading].flatten(0, 1).to(weight_y.dtype)
+    d_rows = d_raw[..., : sizes.y_columns].flatten(0, 1).to(weight_y.dtype)
     return d_rows.t() @ before.flatten(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""Trainings on a CPU keep freed memory."""
+"""Training on a CPU keeps freed memory."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.running import ROOT
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_trainings_on_a_cpu_keep_it(monkeypatch, tiny, on_gpu):
+def test_training_on_a_cpu_keeps_freed_memory(monkeypatch, tiny, on_gpu):
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     for name, value in {"WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():

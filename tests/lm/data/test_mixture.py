@@ -29,7 +29,7 @@ from lm.data.corpus.tokenizer import training_texts
 from lm.data.sources.errors import DataError
 from lm.data.sources.mixture import parts, shares, tokenizer_bytes
 from lm.data.sources.open import is_validation
-from lm.report.plan import _what, describe, plan
+from lm.report.plan import _model_rows, describe, plan
 from lm.training.validation import pool_scores
 from tests.lm.report.test_plan import LM
 from tests.refusals import refused
@@ -366,7 +366,7 @@ def test_mixture_is_planned_and_prepared_ahead(two, capsys):
 def test_shipped_mixture_is_planned():
     cfg = config.load(LM / "mixture.yaml")
     cfg.optim.lr_factors = {"*.A_log": 0.5}
-    rows = [name for name, _ in _what(plan(cfg, 1), cfg)]
+    rows = [name for name, _ in _model_rows(plan(cfg, 1), cfg)]
     assert rows[-3:] == ["source prose", "source python", "optimizer"]
 
 

@@ -5,7 +5,7 @@ import pytest
 import synthetic.config
 from lm.common.errors import ConfigError
 from lm.config import load as config
-from lm.report.estimate import kept_by_layers
+from lm.report.estimate import count_saved_floats
 from lm.report.plan import plan
 from lm.training.build import build_model, check_section
 
@@ -51,12 +51,14 @@ def test_options_of_fixed_points_are_refused_without_them():
 def test_the_plan_counts_every_layer():
     """Each layer counts as in a model of its own; Mamba's FLOPs do not depend on evaluations."""
     kinds = ("mamba", "mlp", "gated_deltaproduct")
-    alone = [kept_by_layers(hybrid(layers=kind, n_layer=1), False) for kind in kinds]
-    together = kept_by_layers(hybrid(layers=" ".join(kinds), n_layer=6), False)
+    alone = [count_saved_floats(hybrid(layers=kind, n_layer=1), False) for kind in kinds]
+    together = count_saved_floats(hybrid(layers=" ".join(kinds), n_layer=6), False)
     assert together == [kept for [kept] in alone] * 2
-    narrow = kept_by_layers(hybrid(layers=[{"mamba": {"expand": 0.5}}], n_layer=1), False)
+    narrow = count_saved_floats(hybrid(layers=[{"mamba": {"expand": 0.5}}], n_layer=1), False)
     assert narrow == [alone[0][0] / 4]
-    mlp = [kept_by_layers(hybrid(layers="mlp", n_layer=1, expand=e), False)[0] * e for e in (1, 4)]
+    mlp = [
+        count_saved_floats(hybrid(layers="mlp", n_layer=1, expand=e), False)[0] * e for e in (1, 4)
+    ]
     assert mlp[0] == mlp[1], "it has no expand"
     actual = plan(hybrid(layers="mamba"), 1)
     assert actual["flops_per_token"] > 0 and actual["evaluations"] is None

@@ -12,7 +12,7 @@ from lm.data.batches import loader
 from lm.data.corpus.tokenizer import load_tokenizer
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.report.estimate import on_the_meta_device
+from lm.report.estimate import build_meta_model
 from lm.report.plan import describe, plan
 from lm.training import init_from
 from lm.training.hf_mamba import read_folder
@@ -208,14 +208,14 @@ def test_runs_checkpoints_and_exports_are_sources(tiny, tiny_run, tiny_export):
         for name, t in source.weights.items():
             assert torch.equal(t, sources[0].weights[name]), name
     hybrid = tiny("model.layers=fp_mamba1 mamba fp_mamba1", "model.n_layer=3")
-    match = match_weights(sources[0], on_the_meta_device(hybrid, 304), vocab_size=304)
+    match = match_weights(sources[0], build_meta_model(hybrid, 304), vocab_size=304)
     assert (match.partners, match.differences) == ([0, None, 1], [])
     paper = tiny("solver.stopping=paper")
-    match = match_weights(sources[0], on_the_meta_device(paper, 304))
+    match = match_weights(sources[0], build_meta_model(paper, 304))
     assert "token is iterate, in the source exact" in match.describe() and not match.differences
     other = tiny("model.glu_in_loop=false", "model.out_norm_epsilon=1e-3")
     with pytest.raises(ConfigError) as e:
-        match_weights(sources[0], on_the_meta_device(other, 304))
+        match_weights(sources[0], build_meta_model(other, 304))
     for message in ("out_norm_epsilon is 0.001, in the source 1e-05", "glu_in_loop is False"):
         assert message in str(e.value)
 
