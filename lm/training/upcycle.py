@@ -188,7 +188,10 @@ def _compare_layers(
         if layer.kind == "lstm":
             raise ConfigError(f"layer {index} is a new lstm, which cannot begin by adding nothing")
         return []
-    configs = config.of_layer(layer), source_config.of_layer(source_config.layer_list()[partner])
+    configs = (
+        config.layer_config(layer),
+        source_config.layer_config(source_config.layer_list()[partner]),
+    )
     differences = []
     for name in KINDS[layer.kind]:
         get_value = DERIVED_FIELDS.get(name, attrgetter(name))

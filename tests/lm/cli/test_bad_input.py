@@ -117,7 +117,10 @@ def test_conflicting_sizes_are_refused(capsys, tiny, overrides, words):
 @pytest.mark.parametrize(
     "overrides, words",
     [
-        (["resume=sometimes"], "`resume` is 'sometimes': it must be never, auto or the folder"),
+        (
+            ["resume=sometimes"],
+            "`resume` is 'sometimes': it must be never, auto or an existing folder",
+        ),
         (
             ["engine.deepspeed={optimizer: {type: Lion, params: {lr: 1}}}"],
             "engine.deepspeed sets optimizer, which is derived from `optim`",
@@ -140,7 +143,7 @@ def test_large_model_on_a_cpu_needs_confirmation(tiny, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     large = ["model.d_model=1024", "model.n_layer=12"]
-    with pytest.raises(UserError, match=r"no GPU here, and the model has \d+ M .*DEVICES=''"):
+    with pytest.raises(UserError, match=r"no GPU, and the model has \d+ M .*DEVICES=''"):
         check(tiny(*large), 1)
     check(tiny(), 1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -84,7 +84,7 @@ def ended(processes):
 def test_ranks_with_different_kernels_are_refused(tmp_path):
     ends = ended(two_ranks(tmp_path, fault="plain_kernels=1"))
     assert [status for status, _ in ends] == [BAD_CONFIG] * 2, ends
-    assert "rank 1 on " in ends[1][1] and "it has plain PyTorch" in ends[1][1]
+    assert "rank 1 on " in ends[1][1] and "rank 0: plain PyTorch" in ends[1][1]
     assert not (tmp_path / "tiny").exists()
 
 

@@ -132,7 +132,7 @@ def test_run_without_process_is_stopped(run):
     # On this host that is seen at once, however fresh the lease.
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    here = Lease(run.path / "lease.json").own
+    here = Lease(run.path / "lease.json").record
     run.write_lease(ago=1, **{**here, "pid": gone.pid})
     assert run.read_status().state == "stopped"
     run.write_lease(ago=1, **here)

@@ -126,7 +126,7 @@ def beating(path):
 )
 def test_remote_holder_lives_while_it_touches_the_lease(path, other):
     """Also if a local process has the holder's id."""
-    path.write_text(json.dumps(Lease(path).own | {"pid": 2**22 + 1, "job": "4711"} | other))
+    path.write_text(json.dumps(Lease(path).record | {"pid": 2**22 + 1, "job": "4711"} | other))
     with beating(path), pytest.raises(LeaseError, match=r"use by process 4194305 .*job 4711"):
         Lease(path, lambda _: None).acquire()
     messages = []
@@ -139,7 +139,7 @@ def test_remote_holder_lives_while_it_touches_the_lease(path, other):
 
 def test_incomplete_lease_belongs_to_its_writer(path):
     path.write_text("")
-    write = threading.Timer(0.1, lambda: path.write_text(json.dumps(Lease(path).own)))
+    write = threading.Timer(0.1, lambda: path.write_text(json.dumps(Lease(path).record)))
     write.start()
     with pytest.raises(LeaseError, match=f"is in use by process {os.getpid()} on"):
         Lease(path, lambda _: None).acquire()
@@ -170,7 +170,7 @@ def test_suspended_holder_detects_the_takeover(path):
 
 def test_one_of_many_processes_gets_the_lease(path):
     """All processes find the lease of a dead process at once."""
-    ours = Lease(path).own
+    ours = Lease(path).record
     path.write_text(json.dumps({**ours, "started": 1}))
     start, won = fork.Event(), fork.Queue()
 

@@ -30,7 +30,7 @@ MISTYPED = [
     (f"train --config {DEMO} data.source=text data.path=nope", "data.path nope: no such file"),
     (f"plan {DEMO} data.source=text data.path=nope", "data.path nope: no such file"),
     (f"prepare {DEMO} data.source=text data.path=nope", "data.path nope: no such file"),
-    (f"train --config {DEMO} resume=runs/nope", "there is no such folder"),
+    (f"train --config {DEMO} resume=runs/nope", "existing folder of a checkpoint"),
     (f"train --config {DEMO} init_from=runs/nope", "runs/nope is no folder"),
     (
         f"train --config {DEMO} engine.deepspeed=nope.json",
@@ -88,7 +88,7 @@ def test_runs_exports_and_other_folders_are_distinguished(tmp_path, monkeypatch)
     ]:
         with pytest.raises(PlaceError, match=words):
             find_model(place)
-    with pytest.raises(PlaceError, match=r"runs holds no run .*it has 1 below"):
+    with pytest.raises(PlaceError, match=r"runs holds no run .*it contains runs"):
         places.check_run("runs")
 
 
@@ -122,10 +122,10 @@ def test_the_hub_is_asked_once(monkeypatch):
     answer = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
     with pytest.raises(PlaceError, match="no such folder, and not a model on the hub: 404"):
         ask(errors.RepositoryNotFoundError("404", response=answer))
-    with pytest.raises(PlaceError, match="no model of the hub: no route"):
+    with pytest.raises(PlaceError, match="not a model on the hub: no route"):
         ask(httpx.ConnectError("no route"))
     assert ask(errors.GatedRepoError("ask first", response=answer)) == "hub"
-    with pytest.raises(PlaceError, match="no model of the hub: Repo id must use"):
+    with pytest.raises(PlaceError, match="not a model on the hub: Repo id must use"):
         find_model("ow ner/name")
 
 

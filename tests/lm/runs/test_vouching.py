@@ -276,7 +276,7 @@ def test_run_of_version_0_1_resumes(stopped, tiny_losses):
     assert [r["loss"] for r in actual] == [r["loss"] for r in tiny_losses]
 
 
-def test_report_notes_changed_files_of_a_run(capsys, stopped):
+def test_report_notes_modified_files_of_a_run(capsys, stopped):
     assert not [line for line in report([stopped]) if "changed" in str(line)]
     other_tokenizer(stopped / "tokenizer")
     (line,) = [line for line in report([stopped]) if "tokenizer.json" in str(line)]
