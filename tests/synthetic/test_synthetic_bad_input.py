@@ -81,7 +81,7 @@ def test_invalid_values_are_refused(capsys, tmp_path, override, message):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (MONARCH, "mixer_rank is 7: of monarch it is the block size"),
+        (MONARCH, "mixer_rank is 7: for monarch it is the block size"),
         (["model.mixer=selective_dense", "model.d_model=512"], "d_model may be at most 256"),
         (["model.block=fp_mamba2", "model.headdim=7"], "headdim is 7: it must divide"),
         (
@@ -99,7 +99,7 @@ def test_impossible_model_does_not_delete_the_run(capsys, trained, tmp_path, ove
 
 
 def test_no_run_starts_if_one_config_is_impossible(capsys, tmp_path):
-    message = "mixer_rank is 7: of monarch it is the block size"
+    message = "mixer_rank is 7: for monarch it is the block size"
     demo = str(ROOT / "configs/lm/demo.yaml")
     assert main(["validate", demo, "--out-dir", str(tmp_path / "runs"), *MONARCH]) == BAD_CONFIG
     assert message in capsys.readouterr().err
