@@ -29,7 +29,7 @@ def parse_ranges(text: str) -> list[list[int]]:
 
 
 def _expand(part: str) -> list[int]:
-    """Return the lengths of one part of a list."""
+    """Return the lengths of a part of a list."""
     match = PART.fullmatch(part)
     start, stop, step = (int(number or 0) for number in match.groups()) if match else (0, 0, 0)
     stop = stop or start

@@ -195,7 +195,7 @@ def _read_at_once(table: pd.DataFrame, metric: str) -> pd.DataFrame:
 
 
 def scatter(runs: list[FinishedRun], title: str, metric: dict[str, str]) -> Drawing:
-    """Draw a point for each model, with a metric of one task over a metric of another task.
+    """Draw a point for each model, with a metric of a task over a metric of another task.
 
     Both are measured at twice the training length.
 

@@ -78,7 +78,7 @@ def metric_lines(run: FinishedRun, rows: Iterable[dict], **columns: Any) -> list
 
 
 def _row_lines(row: dict) -> list[dict]:
-    """Return a line for each metric of one row."""
+    """Return a line for each metric of a row."""
     metrics = dict(row["metrics"])
     if "num_iters" in row:
         metrics["num_iters"] = float(np.mean(row["num_iters"]["mean"]))

@@ -444,7 +444,7 @@ class Training(Loop):
             self._advance_or_stop(measured["metrics"][self.task.headline])
 
     def _measure_validation(self, length: int) -> dict:
-        """Measure the model on validation data of one length."""
+        """Measure the model on validation data of a length."""
         return measure(
             self.model,
             self.task,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def load_run_config(
     path: Path | str, overrides: Sequence[str], job_index: int | None = None
 ) -> Config:
-    """Return the configuration of one run, after checking that all its input paths exist.
+    """Return the configuration of a run, after checking that all its input paths exist.
 
     Args:
         path: The YAML of a run or a sweep.

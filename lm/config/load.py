@@ -215,7 +215,7 @@ def _refuse_sweep_wide_key(key: str, sweep_key: str, where: str) -> None:
 
 
 def _axis(key: str, values: Any, where: str, schema: type[Run]) -> list[Any]:
-    """Return the values of one key of a sweep."""
+    """Return the values of a key of a sweep."""
     _refuse_sweep_wide_key(key, f"sweep.{key}", where)
     if isinstance(values, dict) and values and not is_key(current_key(key), schema):
         invalid = [name for name, keys in values.items() if not isinstance(keys, dict)]

@@ -94,7 +94,7 @@ def _locate(tree: Any, details: ErrorDetails) -> tuple[str, Any]:
 
 
 def _sentence(key: str, value: Any, errors: list[ErrorDetails], schema: type[BaseModel]) -> str:
-    """Return a sentence about the errors of one key."""
+    """Return a sentence about the errors of a key."""
     kind, message = errors[0]["type"], errors[0]["msg"]
     if kind == "extra_forbidden":
         without_indices = re.sub(r"\[\d+\]", "", key)

@@ -1,4 +1,4 @@
-"""Trained models in Python: `fprnn.load(PATH)` returns one that generates and inspects text."""
+"""Trained models in Python: `fprnn.load(PATH)` returns a model that generates and inspects text."""
 
 from __future__ import annotations
 

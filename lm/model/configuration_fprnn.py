@@ -231,7 +231,7 @@ class FPRNNConfig(PretrainedConfig):
         return [layer for index, layer in enumerate(layers) if layer not in layers[:index]]
 
     def layer_config(self, layer: Layer) -> "FPRNNConfig":
-        """Return the configuration of one layer: a copy with the layer's options.
+        """Return the configuration of a layer: a copy with the layer's options.
 
         Without a pattern all layers are equal, and the result is this object.
 

@@ -613,7 +613,7 @@ def _parse_mapping(item):
 
 
 def _parse_element(element, options):
-    """Return the layers of one element, such as `mamba*3`."""
+    """Return the layers of an element, such as `mamba*3`."""
     kind, star, count = element.partition("*")
     if kind not in KINDS:
         matches = difflib.get_close_matches(kind, KINDS, 1)

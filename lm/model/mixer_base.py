@@ -54,7 +54,7 @@ class Mixer(nn.Module):
     and may define
 
     - `from_config`, which builds it from the configuration of the model.
-    - `flops_per_token`, the cost of one M(P; v), and `bound`, an upper bound of ‖I − Q_t‖.
+    - `flops_per_token`, the cost of M(P; v), and `bound`, an upper bound of ‖I − Q_t‖.
     - `has_low_rank = True` and `low_rank`, which returns I − Q_t in factors, so that a token's
       equation is solved in closed form. Otherwise y itself is iterated with Q_t held fixed. Both
       ways have the exact gradient.
@@ -93,7 +93,7 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def flops_per_token(self) -> int:
-        """Return the FLOPs of one M(P; v) without P Wᵀ, where a multiply-add counts two.
+        """Return the FLOPs of M(P; v) without P Wᵀ, where a multiply-add counts two.
 
         The default is the cost of a product with a full matrix; most mixers need less.
         """

@@ -235,7 +235,7 @@ class Reflections(Mixer):
         return self.scale * torch.sigmoid(raw[..., -self.rank :]).sum(-1, True)
 
     def flops_per_token(self) -> int:
-        """Return the FLOPs of one M(P; v): normalise (≈4rd), reflect (4rd), second layer."""
+        """Return the FLOPs of M(P; v): normalise (≈4rd), reflect (4rd), second layer."""
         low_rank = 2 * self.u_proj.in_features * self.u_proj.out_features if self.u_down else 0
         return 8 * self.rank * self.d_inner + low_rank
 
@@ -287,7 +287,7 @@ class Kronecker(Mixer):
         return torch.sigmoid(raw[..., -(self.m1 + self.m2) :])
 
     def flops_per_token(self) -> int:
-        """Return the FLOPs of one M(P; v): two products T Tᵀ, then K₁ᵀ X K₂ᵀ."""
+        """Return the FLOPs of M(P; v): two products T Tᵀ, then K₁ᵀ X K₂ᵀ."""
         m1, m2 = self.m1, self.m2
         return 2 * (m1**3 + m2**3) + 2 * (m1 * m1 * m2 + m1 * m2 * m2)
 

@@ -181,7 +181,7 @@ def estimate_memory(
         saved, working = SAVED_CHECKPOINTED * len(layers), working + largest
     embedding_and_norm = 8.0 * cfg.model.d_model * tokens
     bf16_weights = weights if is_bf16 else 0.0  # two copies of the weights in bf16
-    # 3. Logits of one chunk, because the loss is computed in chunks.
+    # 3. Logits of a chunk, because the loss is computed in chunks.
     chunk_tokens = min(tokens, LOSS_CHUNK_TOKENS)
     return Memory(
         **constant,

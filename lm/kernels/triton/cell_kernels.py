@@ -318,7 +318,7 @@ def token_kernel(
     NB: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Solve one token of one sequence: from the row and the state to y and the next state.
+    """Solve a token of a sequence: from the row and the state to y and the next state.
 
     SAVES: rows is (b,l,K), and the roots are stored for a backward pass.
     """
@@ -404,7 +404,7 @@ def settle_kernel(
     D: tl.constexpr,
     NB: tl.constexpr,
 ):
-    """Compute h = state + inflow Bᵀ for D channels of one sequence.
+    """Compute h = state + inflow Bᵀ for D channels of a sequence.
 
     ENTERING: store the state before the chunk in its checkpoint (b,chunks,n,d). Otherwise: after
     the last token, store the final state in place.
@@ -501,7 +501,7 @@ def states_kernel(
 ):
     """Recompute the chunk's states after their decay, `H` (b,c,n,d), and `past` = H C (b,c,d).
 
-    A program computes D channels of one sequence. NB: power of two at or above n.
+    A program computes D channels of a sequence. NB: power of two at or above n.
     """
     b = tl.program_id(0).to(tl.int64)
     first = tl.load(table + AT_FIRST)
@@ -623,7 +623,7 @@ def token_back_kernel(
     NB: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Backpropagate through one token of one sequence.
+    """Backpropagate through a token of a sequence.
 
     It computes the gradients of the token's inputs and of the state before it, from the gradients
     of y_t and of the state after it. START: an FP-RNN's `state` (b,d) is h_0.
