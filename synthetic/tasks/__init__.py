@@ -169,8 +169,8 @@ class Task:
     def item_rows(self, batch: Batch) -> dict[str, np.ndarray]:
         """Return for each metric with several items per sequence the row of each item.
 
-        Items of the same row are not independent, so standard errors need this. Metrics with one item
-        per sequence are left out.
+        Items of the same row are not independent, so standard errors need this. Metrics with one
+        item per sequence are left out.
         """
         return {"token_accuracy": np.nonzero(batch.labels != IGNORE)[0]}
 
