@@ -1,4 +1,4 @@
-"""The page docs/synthetic.md against the schema, and nested and optional sections."""
+"""The page docs/config-synthetic.md against the schema, and nested and optional sections."""
 
 import json
 import re
@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 def documented() -> dict[str, str]:
     """Dotted key → default, from the page's tables."""
     rows, section = {}, ""
-    for line in (ROOT / "docs/synthetic.md").read_text(encoding="utf-8").splitlines():
+    for line in (ROOT / "docs/config-synthetic.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
-            name = re.fullmatch(r"### `(\w+)`", line)
+            name = re.fullmatch(r"## `(\w+)`", line)
             section = f"{name[1]}." if name else ""
         row = re.match(r"\| `(\w+)` \| .+? \| `(.*?)` \| .+ \|$", line)
         if row:
