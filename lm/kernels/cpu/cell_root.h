@@ -90,7 +90,7 @@ template <int R> inline bool limited(double (*M)[MOST], int64_t r_) {
 }
 
 // One reflection: Newton's root, and a proof that damped Picard from zero would have come to it.
-// docs/fixed-point.md ("Newton's root and its proof") has the proof; φ′ = (n0 + n1 s) / D(s)^(3/2)
+// docs/proofs.md ("Newton's root and its proof") has the proof; φ′ = (n0 + n1 s) / D(s)^(3/2)
 // with D = γ0 + 2 γ1 s + γ2 s².
 
 // Return true if the Bernstein coefficients of c0 + c1 x + c2 x² + c3 x³ on [0, 1] have one sign:
