@@ -1,15 +1,15 @@
-"""Do all schedules give a trained model the same answers, and at what work?
+"""Agreement of all schedules on a trained model, and their costs.
 
     python -m benchmarks.agreement RUN ... [--lengths 16,64] [--sequences 8] [--text FILE]
 
-RUN is a run of the synthetic suite, or the run or export of a language model, which reads --text
-(default: the built-in corpus). Every schedule solves with `token: exact` at --tol and is compared
-with `sequential`, which has no tolerance; `paper` is the paper's procedure of the checkpoint.
+RUN is a run of the synthetic suite, or a run or export of a language model, which reads --text
+(default: the built-in corpus). Each schedule solves with `token: exact` at --tol and is compared
+with `sequential`, which needs no tolerance; `paper` is the paper's procedure.
 
-Columns: `right`, the share of sequences that `sequential` answers right throughout (a language
-model: of tokens that it predicts); `same`, the share of tokens with the same most likely answer;
-`difference`, the largest difference of a logit; the loss in nats; evaluations a token, the mean
-over layers; `failed`, the share of unsolved tokens in the layer with the most.
+Columns: `right`, the share of sequences whose answers are all right with `sequential` (for a
+language model: of tokens that it predicts); `same`, the share of tokens with the same most likely
+answer; `difference`, the largest difference of a logit; the loss in nats; evaluations per token,
+mean over layers; `failed`, the share of unsolved tokens, maximum over layers.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def is_synthetic(run: str) -> bool:
 
 
 def load_batches(run: str, args: argparse.Namespace) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
-    """Return the model and, for each length, ids and labels, each (sequences, length)."""
+    """Return the model, and ids and labels (sequences, length) for each length."""
     lengths = [int(length) for length in args.lengths.split(",")]
     if is_synthetic(run):
         _, task, model, _ = load_run(run)
-        made = [task.batch(0, "test", n, args.sequences, (n, n)) for n in lengths]
-        return model, [as_tensors(batch, "cpu")[:2] for batch in made]
+        batches = [task.batch(0, "test", n, args.sequences, (n, n)) for n in lengths]
+        return model, [as_tensors(batch, "cpu")[:2] for batch in batches]
     from fprnn import load
 
     loaded = load(run)
@@ -64,7 +64,7 @@ def load_batches(run: str, args: argparse.Namespace) -> tuple[Any, list[tuple[Te
 
 @torch.no_grad()
 def solve(model: Any, ids: Tensor, schedule: str, tol: float) -> tuple[Tensor, float, float]:
-    """Return logits (b,l,v), evaluations a token and the share of tokens that failed."""
+    """Return logits (b,l,v), evaluations per token, and the share of failed tokens."""
     fields = {"token": "exact", "schedule": schedule, "stopping": "causal", "eval_tol": tol}
     with model.solving(**(PAPER if schedule == "paper" else fields)):
         output = model(input_ids=ids.to(model.device))
@@ -78,19 +78,19 @@ def compare(run: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     model, batches = load_batches(run, args)
     for ids, labels in batches:
         scored = labels != IGNORE
-        tight, _, _ = solve(model, ids, "sequential", args.tol)
-        right = tight.argmax(-1) == labels
+        reference, _, _ = solve(model, ids, "sequential", args.tol)
+        right = reference.argmax(-1) == labels
         right = (right | ~scored).all(-1) if is_synthetic(run) else right[scored]
         for schedule in args.schedules.split(","):
             logits, evaluations, failed = solve(model, ids, schedule, args.tol)
-            same = (logits.argmax(-1) == tight.argmax(-1))[scored].double()
+            same = (logits.argmax(-1) == reference.argmax(-1))[scored].double()
             yield {
                 "run": Path(run).name,
                 "length": ids.shape[1],
                 "schedule": schedule,
                 "right": round(right.double().mean().item(), 4),
                 "same": round(same.mean().item(), 6),
-                "difference": float(f"{(logits - tight)[scored].abs().max():.2e}"),
+                "difference": float(f"{(logits - reference)[scored].abs().max():.2e}"),
                 "loss": round(F.cross_entropy(logits[scored], labels[scored]).item(), 5),
                 "evaluations": round(evaluations, 2),
                 "failed": round(failed, 6),

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TORCH = "2.11.0"  # PyPI's wheel is the one for CUDA 13.0
+TORCH = "2.11.0"  # PyPI's wheel is for CUDA 13.0
 TRANSFORMERS = "5.17.0"
 # Packages without a wheel on PyPI; all are pure Python.
 PURE = ("deepspeed", "rouge_score", "sqlitedict", "word2number")
@@ -38,7 +38,8 @@ WHEELS = [
     "psutil",
     "py-cpuinfo",
 ]
-# lm-eval and what it needs; the machine has pandas, pyarrow, sacrebleu and scikit-learn.
+# lm-eval and its requirements, except pandas, pyarrow, sacrebleu and scikit-learn, which the
+# machine has.
 WHEELS += [
     "lm_eval",
     "datasets",
@@ -141,23 +142,27 @@ def compile_wheels(out: Path, work: Path, python: str, arch: str, cuda: Path) ->
         run(env_python, "-c", f"import {module}", cwd=work)
 
 
-def size(wheels: Sequence[Path]) -> float:
-    """Sum of the files' sizes in MiB."""
+def total_size(wheels: Sequence[Path]) -> float:
+    """Return the total size of files in MiB."""
     return sum(wheel.stat().st_size for wheel in wheels) / 2**20
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("--out", type=Path, default=ROOT / ".card/whl")
-    p.add_argument("--compile", action="store_true", help="mamba-ssm and causal-conv1d as well")
+    p.add_argument(
+        "--compile", action="store_true", help="also compile mamba-ssm and causal-conv1d"
+    )
     p.add_argument("--python", default="python3.12", help="interpreter for --compile")
     p.add_argument("--arch", default="9.0", help="compute capability: 9.0 H100, 8.0 A100")
     cuda = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda-13.0"))
     p.add_argument("--cuda", type=Path, default=cuda, help="CUDA 13.0, default: %(default)s")
-    p.add_argument("--work", type=Path, help="folder for --compile, kept; default: temporary")
+    p.add_argument(
+        "--work", type=Path, help="folder for --compile, which is kept (default: temporary)"
+    )
     a = p.parse_args()
     if a.compile and not (a.cuda / "bin/nvcc").exists():
-        p.error(f"--compile needs {a.cuda}/bin/nvcc: name the folder of CUDA 13.0 by --cuda")
+        p.error(f"--compile needs {a.cuda}/bin/nvcc: name the folder of CUDA 13.0 with --cuda")
     a.out.mkdir(parents=True, exist_ok=True)
     download(a.out.resolve())
     if a.compile:
@@ -166,8 +171,8 @@ def main() -> None:
             work.mkdir(parents=True, exist_ok=True)
             compile_wheels(a.out.resolve(), work.resolve(), a.python, a.arch, a.cuda)
     wheels = sorted(a.out.glob("*.whl"))
-    print(*(f"{size([wheel]):7.2f} MiB  {wheel.name}" for wheel in wheels), sep="\n")
-    print(f"{size(wheels):7.2f} MiB  in {a.out}")
+    print(*(f"{total_size([wheel]):7.2f} MiB  {wheel.name}" for wheel in wheels), sep="\n")
+    print(f"{total_size(wheels):7.2f} MiB  in {a.out}")
 
 
 if __name__ == "__main__":

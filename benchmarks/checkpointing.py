@@ -1,9 +1,9 @@
-"""How long a checkpoint holds training up: seconds of an update, of a save's copy, of all of it.
+"""Time that a checkpoint takes from training: seconds of an update, of the copy, and of the save.
 
     python -m benchmarks.checkpointing        # the paper's 160M model, updates of 128 tokens
     python -m benchmarks.checkpointing --config configs/lm/demo.yaml --tokens 256
 
-An update of so few tokens is the shortest there is to hide a save behind: real ones take longer.
+Real updates have more tokens and take longer, so that they hide more of a save.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from pathlib import Path
 import torch
 
 from lm.config.load import load
-from lm.kernels import available
+from lm.kernels import describe_backends
 from lm.runs.checkpoint import Checkpoints
-from lm.training import engine as ds
 from lm.training.build import build_model
+from lm.training.engine import Engine
+from lm.training.process_group import join_process_group, leave_process_group
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("--config", default="configs/lm/fpmamba_160m_fineweb2b.yaml", metavar="YAML")
-    p.add_argument("--tokens", type=int, default=128, help="of an update (default: 128)")
+    p.add_argument("--tokens", type=int, default=128, help="tokens of an update (default: 128)")
     p.add_argument("--saves", type=int, default=3, help="default: 3")
-    p.add_argument("--folder", help="on the disk to be measured (default: a temporary one)")
+    p.add_argument("--folder", help="folder on the disk to measure (default: temporary)")
     args = p.parse_args()
     overrides = (
         "train.global_batch_size=null",
@@ -37,44 +38,45 @@ def main() -> None:
         "model.gradient_checkpointing=false",
     )
     cfg = load(args.config, overrides)
-    ranks = ds.start(cfg)
-    available(ranks.device.type)
+    ranks = join_process_group(cfg)
+    describe_backends(ranks.device.type)
     vocab_size = 50264 if cfg.model.vocab_size == "auto" else cfg.model.vocab_size
     model = build_model(cfg, vocab_size)
     count = sum(p.numel() for p in model.parameters())
-    engine = ds.Engine(cfg, model, ranks)
+    engine = Engine(cfg, model, ranks)
     ids = torch.randint(vocab_size, (1, args.tokens))
     batch = {"input_ids": ids, "labels": ids}
     print(f"{count / 1e6:.1f} M parameters, ZeRO-{engine.zero_stage}, {ranks.device}")
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         measure(engine, ranks, cfg, batch, Path(folder), args.saves)
-    ds.stop()
+    leave_process_group()
 
 
 def measure(engine, ranks, cfg, batch, folder, saves) -> None:
-    """Updates alone, then a save after each, its writing behind the updates that follow."""
-    made = Checkpoints(folder, ranks, cfg.checkpoint, {"zero_stage": engine.zero_stage})
-    alone = [seconds(lambda: engine.step([batch])) for _ in range(3)][1:]
-    print(f"update   {min(alone):.2f} s alone")
+    """Time updates without saves, and then updates during which a save is written."""
+    checkpoints = Checkpoints(folder, ranks, cfg.checkpoint, {"zero_stage": engine.zero_stage})
+    undisturbed = [time_call(lambda: engine.step([batch])) for _ in range(3)][1:]
+    print(f"update   {min(undisturbed):.2f} s without a save")
     for step in range(1, saves + 1):
-        made.save(step, lambda step=step: engine.state_files(folder, step))
-        beside = seconds(lambda: engine.step([batch]))
-        made.finish()
-        (saved,) = made.news()
+        checkpoints.save(step, lambda step=step: engine.state_files(folder, step))
+        concurrent = time_call(lambda: engine.step([batch]))
+        checkpoints.finish()
+        (saved,) = checkpoints.pop_saves()
         blocked = saved["blocked_s"]
         print(
-            f"save {step}   blocked {blocked:.2f} s = {blocked / min(alone):.2f}"
+            f"save {step}   blocked {blocked:.2f} s = {blocked / min(undisturbed):.2f}"
             f" updates; {saved['bytes'] / 2**30:.2f} GiB on the disk after {saved['seconds']:.1f} s"
-            f" ({saved['bytes'] / 2**20 / saved['seconds']:,.0f} MiB/s); an update beside it"
-            f" {beside:.2f} s",
+            f" ({saved['bytes'] / 2**20 / saved['seconds']:,.0f} MiB/s); an update during the save"
+            f" {concurrent:.2f} s",
             flush=True,
         )
 
 
-def seconds(fn) -> float:
-    began = time.perf_counter()
-    fn()
-    return time.perf_counter() - began
+def time_call(function) -> float:
+    """Return the seconds of a call."""
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is measured against each other: ours, the paper's procedure, Mamba, and peers if present."""
+"""Models that the benchmarks compare: FP-Mamba, the paper's procedure, Mamba, and mamba-ssm."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.scan import selective_scan, selective_scan_plain
 
-logging.set_verbosity_error()  # transformers says that Mamba's kernels are missing
+logging.set_verbosity_error()  # hides its note on missing Mamba kernels
 
 
 @contextlib.contextmanager
-def kernels(name: str) -> Iterator[None]:
-    """Under FPRNN_KERNELS=name."""
-    before = os.environ.get("FPRNN_KERNELS", "auto")
+def use_kernels(name: str) -> Iterator[None]:
+    """Set FPRNN_KERNELS within the block."""
+    previous = os.environ.get("FPRNN_KERNELS", "auto")
     os.environ["FPRNN_KERNELS"] = name
     try:
         yield
     finally:
-        os.environ["FPRNN_KERNELS"] = before
+        os.environ["FPRNN_KERNELS"] = previous
 
 
-def blocks(model: FPRNNForCausalLM) -> list[nn.Module]:
+def get_blocks(model: FPRNNForCausalLM) -> list[nn.Module]:
     return [layer.block for layer in model.backbone.layers]
 
 
-# The paper's procedure in our solver, with our kernels; and ours. (paper.py is independent.)
+# Solver options: the paper's procedure in our implementation (paper.py is independent), and the
+# exact solve.
 PAPER_FIELDS = {
     "token": "iterate",
     "stopping": "paper",
@@ -50,31 +51,33 @@ EXACT_FIELDS = {"token": "exact", "schedule": "auto", "gradient": "exact"}
 
 
 @contextlib.contextmanager
-def running(
+def solve_with(
     model: FPRNNForCausalLM, kernel: str = "auto", **fields: Any
 ) -> Iterator[FPRNNForCausalLM]:
-    """Inside, the model solves with these solver fields and under FPRNN_KERNELS=kernel."""
-    with model.solving(**fields), kernels(kernel):
+    """Set the solver fields of a model and FPRNN_KERNELS within the block."""
+    with model.solving(**fields), use_kernels(kernel):
         yield model
 
 
 def chunked_scan(*inputs: Tensor) -> Tensor:
-    """Our scan in plain PyTorch, as the paper's procedure calls one."""
+    """Compute our scan in plain PyTorch, with the signature of `paper.Scan`."""
     return selective_scan_plain(*inputs)[0]
 
 
 def fastest_scan(*inputs: Tensor) -> Tensor:
-    """The fastest scan that there is here, as the paper's procedure calls one."""
+    """Compute our scan with the fastest kernel, with the signature of `paper.Scan`."""
     return selective_scan(*inputs)[0]
 
 
-def paper_model(model: FPRNNForCausalLM, scan: paper.Scan = chunked_scan) -> paper.LanguageModel:
-    """The same weights, solved by the paper's procedure."""
+def make_paper_model(
+    model: FPRNNForCausalLM, scan: paper.Scan = chunked_scan
+) -> paper.LanguageModel:
+    """Return a model with the same weights that uses the paper's procedure."""
     return paper.LanguageModel(model, scan).train(model.training)
 
 
-def ours(shape: Shape, **options: Any) -> FPRNNForCausalLM:
-    """FP-Mamba-1 of this shape, seeded."""
+def make_fpmamba(shape: Shape, **options: Any) -> FPRNNForCausalLM:
+    """Return a seeded FP-Mamba-1 of a shape."""
     torch.manual_seed(0)
     config = FPRNNConfig(
         vocab_size=shape.vocab,
@@ -89,13 +92,13 @@ def ours(shape: Shape, **options: Any) -> FPRNNForCausalLM:
     return FPRNNForCausalLM(config)
 
 
-def our_mamba(shape: Shape) -> FPRNNForCausalLM:
-    """Mamba of this shape on our scan, in our model."""
-    return ours(shape, layers="mamba")
+def make_our_mamba(shape: Shape) -> FPRNNForCausalLM:
+    """Return our Mamba of a shape, which uses our scan."""
+    return make_fpmamba(shape, layers="mamba")
 
 
-def their_mamba(shape: Shape) -> MambaForCausalLM:
-    """transformers' Mamba of this shape."""
+def make_transformers_mamba(shape: Shape) -> MambaForCausalLM:
+    """Return transformers' Mamba of a shape."""
     config = MambaConfig(
         vocab_size=shape.vocab,
         hidden_size=shape.d_model,
@@ -108,30 +111,30 @@ def their_mamba(shape: Shape) -> MambaForCausalLM:
     return MambaForCausalLM(config)
 
 
-def present(package: str) -> bool:
+def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def peers(shape: Shape, device: torch.device) -> dict[str, nn.Module]:
-    """{name: model} of the packages that are installed; they run on a GPU alone."""
-    found = {}
+def make_peers(shape: Shape, device: torch.device) -> dict[str, nn.Module]:
+    """Return models of other installed packages by name; they only run on a GPU."""
+    models = {}
     if device.type != "cuda":
-        return found
-    if present("mamba_ssm"):
+        return models
+    if is_installed("mamba_ssm"):
         from mamba_ssm.models.config_mamba import MambaConfig as Config
         from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
 
         layer = {"layer": "Mamba1", "d_state": shape.d_state}
-        found["mamba-ssm's Mamba"] = WithLoss(
+        models["mamba-ssm's Mamba"] = WithLoss(
             MambaLMHeadModel(
                 Config(shape.d_model, n_layer=shape.layers, vocab_size=shape.vocab, ssm_cfg=layer)
             )
         )
-    return found
+    return models
 
 
 class WithLoss(torch.nn.Module):
-    """A model that returns logits, with the loss."""
+    """Model that returns the loss, around a model that returns logits."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -149,9 +152,9 @@ class _Output:
 
 
 class Trainer:
-    """A model, its optimizer and a batch: `step()` is one full training step.
+    """Model with its optimizer and a batch; `step()` makes a full training step.
 
-    The learning rate is 0: every repeat solves the same problem.
+    The learning rate is 0, so that all steps solve the same problem.
     """
 
     def __init__(self, model: nn.Module, shape: Shape, device: torch.device, **options: Any):
@@ -159,7 +162,7 @@ class Trainer:
         self.autocast = functools.partial(
             torch.autocast, device.type, torch.bfloat16, enabled=shape.dtype == "bf16"
         )
-        fused = True if device.type == "cuda" else None  # as lm/engine
+        fused = True if device.type == "cuda" else None  # as in lm/training/engine.py
         self.parameters = list(model.parameters())
         self.optimizer = torch.optim.AdamW(self.parameters, lr=0.0, fused=fused)
         generator = torch.Generator().manual_seed(0)
@@ -167,8 +170,12 @@ class Trainer:
         self.ids = self.ids.to(device)
 
     def step(self) -> tuple:
-        """Returns evaluations a token and the share of tokens that failed (None for a model without
-        a solver), the loss, and the gradient norm."""
+        """Make a training step.
+
+        Returns:
+            Evaluations per token and share of failed tokens (None without a solver), loss, and
+            gradient norm.
+        """
         with self.autocast():
             out = self.model(input_ids=self.ids, labels=self.ids, **self.options)
         out.loss.backward()
@@ -181,7 +188,7 @@ class Trainer:
         evaluations, failed = (t.double().mean() for t in (stats.evaluations, stats.failed))
         return evaluations, failed, out.loss.detach(), norm
 
-    def resident(self) -> int:
-        """Bytes of weights and of the optimizer's state."""
+    def count_state_bytes(self) -> int:
+        """Return the bytes of the weights and the optimizer state."""
         states = [t for s in self.optimizer.state.values() for t in s.values()]
         return sum(t.nbytes for t in self.parameters + states if torch.is_tensor(t))

@@ -2,9 +2,9 @@
 
 python -m benchmarks.decode [--shape small --prompt 64 --new 64 --threads 1,2 --json FILE]
 
-Random weights, each token's own equation solved (token exact); the paper's procedure to 0.1. Rows
-without a cache solve the whole text again for every token; they make a sixteenth as many. `a step`
-is one call of the model for one token, without `generate`'s own work.
+Random weights. Each token's equation is solved exactly; the paper's procedure has tolerance 0.1.
+Rows without a cache solve the whole text again for every token, and generate 1/16 of the tokens.
+`ms a step` is a single call of the model for one token, without the overhead of `generate`.
 """
 
 import contextlib
@@ -13,14 +13,23 @@ import functools
 import torch
 
 from benchmarks import contenders, paper
-from benchmarks.harness import autocast, ms, numbers, parse, parser, ratio, run, shortest
+from benchmarks.harness import (
+    autocast,
+    format_ms,
+    format_ratio,
+    make_parser,
+    parse_numbers,
+    parse_options,
+    run,
+    time_in_turns,
+)
 
 CACHED, UNCACHED = "ours", "ours, without cache"
 PAPER_ROW, MAMBA = "paper's procedure", "transformers' Mamba"
 
 
-def one_step(a, model, prompt):
-    """Return a function that runs the model on one token after the prompt, again and again."""
+def make_step(a, model, prompt):
+    """Return a function that runs the model on one token after the prompt."""
     with autocast(a):
         out = model(prompt, use_cache=True)
     if out.get("past_key_values") is None:  # transformers' Mamba
@@ -37,7 +46,7 @@ def one_step(a, model, prompt):
 
 
 def generate(a, model, prompt, new, use_cache):
-    """Return the new tokens."""
+    """Return `new` tokens after a prompt."""
     with autocast(a):
         if isinstance(model, paper.LanguageModel):
             return model.greedy(prompt, new)
@@ -51,70 +60,72 @@ def generate(a, model, prompt, new, use_cache):
 
 
 def with_options(function, model, options):
-    """Return the function, run under options of contenders.running; None: as it is."""
+    """Return a function that calls `function` within contenders.solve_with(model, **options)."""
 
-    def solved():
-        with contextlib.nullcontext() if options is None else contenders.running(model, **options):
+    def call():
+        with (
+            contextlib.nullcontext() if options is None else contenders.solve_with(model, **options)
+        ):
             return function()
 
-    return solved
+    return call
 
 
 @torch.no_grad()
 def measure(a):
-    """Return a row for each batch size and contestant."""
-    ours = contenders.ours(a.shape, use_short_conv=True).to(a.device).eval()
-    mamba = contenders.their_mamba(a.shape).to(a.device).eval()
+    """Return a row for each batch size and model."""
+    fpmamba = contenders.make_fpmamba(a.shape, use_short_conv=True).to(a.device).eval()
+    mamba = contenders.make_transformers_mamba(a.shape).to(a.device).eval()
     few, exact = max(2, a.new // 16), contenders.EXACT_FIELDS
     variants = {
-        CACHED: (ours, a.new, True, None),
-        "ours, plain": (ours, a.new, True, exact | {"kernel": "plain"}),
-        UNCACHED: (ours, few, False, exact),
-        PAPER_ROW: (contenders.paper_model(ours), few, False, None),
+        CACHED: (fpmamba, a.new, True, None),
+        "ours, plain": (fpmamba, a.new, True, exact | {"kernel": "plain"}),
+        UNCACHED: (fpmamba, few, False, exact),
+        PAPER_ROW: (contenders.make_paper_model(fpmamba), few, False, None),
         MAMBA: (mamba, a.new, True, None),
     }
     rows = []
     for batch in a.batches:
         prompt = torch.randint(a.shape.vocab, (batch, a.prompt)).to(a.device)
-        whole, steps = {}, {}
+        generations, steps = {}, {}
         for name, (model, new, use_cache, options) in variants.items():
             function = functools.partial(generate, a, model, prompt, new, use_cache)
-            whole[name] = with_options(function, model, options)
+            generations[name] = with_options(function, model, options)
             if use_cache:
-                steps[name] = with_options(one_step(a, model, prompt), model, options)
-        seconds, _ = shortest(whole, a, most=40.0)
-        step_seconds, _ = shortest(steps, a, inner=a.new)
-        for name, taken in seconds.items():
+                steps[name] = with_options(make_step(a, model, prompt), model, options)
+        seconds, _ = time_in_turns(generations, a, max_seconds=40.0)
+        step_seconds, _ = time_in_turns(steps, a, inner=a.new)
+        for name, total in seconds.items():
             row = dict(batch=batch, name=name, seconds_per_step=step_seconds.get(name))
-            row["seconds_per_token"] = taken and taken / variants[name][1]
+            row["seconds_per_token"] = total and total / variants[name][1]
             rows.append(row)
     return rows
 
 
-def table(rows):
-    """Format rows for `show`."""
+def format_rows(rows):
+    """Format rows for `print_table`."""
     base = {(row["batch"], row["name"]): row for row in rows}
     printed = []
     for row in rows:
-        taken, step = row["seconds_per_token"], row["seconds_per_step"]
+        seconds, step = row["seconds_per_token"], row["seconds_per_step"]
         mamba, uncached = (base.get((row["batch"], name), {}) for name in (MAMBA, UNCACHED))
         printed.append(
             {
                 "": f"batch {row['batch']}, {row['name']}",
-                "tokens/s": f"{row['batch'] / taken if taken else 0:,.1f}",
-                "ms a token": ms(taken),
-                "in Mambas": ratio(taken, mamba.get("seconds_per_token")),
-                "ms a step": ms(step) if step else "–",
-                "step, in Mambas": ratio(step, mamba.get("seconds_per_step")),
-                "vs without cache": ratio(uncached.get("seconds_per_token"), taken),
+                "tokens/s": f"{row['batch'] / seconds if seconds else 0:,.1f}",
+                "ms a token": format_ms(seconds),
+                "in Mambas": format_ratio(seconds, mamba.get("seconds_per_token")),
+                "ms a step": format_ms(step) if step else "–",
+                "step, in Mambas": format_ratio(step, mamba.get("seconds_per_step")),
+                "vs without cache": format_ratio(uncached.get("seconds_per_token"), seconds),
             }
         )
     return printed
 
 
 if __name__ == "__main__":
-    options = parser(__doc__, repeats=3)
+    options = make_parser(__doc__, repeats=3)
     options.add_argument("--prompt", type=int, default=64)
     options.add_argument("--new", type=int, default=64)
-    options.add_argument("--batches", type=numbers, default=[1, 32])
-    run(parse(options), measure, table)
+    options.add_argument("--batches", type=parse_numbers, default=[1, 32])
+    run(parse_options(options), measure, format_rows)

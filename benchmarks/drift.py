@@ -1,11 +1,10 @@
-"""How far a run's losses drift when only the micro-batches or the number of ranks change.
+"""Drift of the losses of a run when only the micro-batches or the number of ranks change.
 
     python -m benchmarks.drift            # the tiny configuration, three seeds
 
-Every run has the same sequences in an update, so that only the order of summation differs. The
-rounding that this changes is what training then amplifies, or does not. A row is the largest
-difference of a loss up to an update, over all seeds, from the run on one rank with whole
-micro-batches.
+All runs have the same sequences in each update, so that only the order of summation differs.
+Training may amplify these rounding differences. Each cell is the largest difference of a loss up to
+an update, over all seeds, from the run on one rank with a single micro-batch.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ import torch
 
 from lm.common.ranks import Ranks
 from lm.config.load import load
-from lm.training import engine as ds
 from lm.training.build import build_model
+from lm.training.engine import Engine
+from lm.training.process_group import find_free_port, join_process_group, leave_process_group
 
 UPDATES = (1, 10, 20, 40, 80, 120)
 SEQUENCES, LENGTH = 4, 16  # of an update
@@ -40,7 +40,7 @@ LAYOUTS = {"whole": (1, 4), "micro-batches of 1": (1, 1), "2 ranks": (2, 2)}  # 
 
 
 def main() -> None:
-    """Print a row per model, precision and change; as a rank, print the losses of one layout."""
+    """Print a row per model, precision and layout; in a rank process, print its losses."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("--config", default="configs/tiny/lm.yaml", metavar="YAML")
     p.add_argument("--seeds", type=int, default=3, help="default: 3")
@@ -49,7 +49,7 @@ def main() -> None:
     if args.micro_batch:
         train_all(args.config, args.seeds, args.micro_batch)
         return
-    losses = {name: start(args, *layout) for name, layout in LAYOUTS.items()}
+    losses = {name: train_on_ranks(args, *layout) for name, layout in LAYOUTS.items()}
     print("update", *UPDATES, sep="\t")
     for model, precision in itertools.product(MODELS, PRECISIONS):
         for name in list(LAYOUTS)[1:]:
@@ -62,24 +62,26 @@ def main() -> None:
             print(f"{model}, {precision}, {name}\t{cells}")
 
 
-def start(args: argparse.Namespace, ranks: int, micro_batch: int) -> dict[str, list[float]]:
-    """Train every case on so many ranks, and return the losses of each."""
+def train_on_ranks(
+    args: argparse.Namespace, ranks: int, micro_batch: int
+) -> dict[str, list[float]]:
+    """Train all cases on `ranks` processes, and return the losses of each case."""
     command = [sys.executable, "-m", "benchmarks.drift", "--config", args.config]
     command += ["--seeds", str(args.seeds), "--micro-batch", str(micro_batch)]
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(ds._free_port())}
-    started = []
+    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+    processes = []
     for rank in range(ranks):
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        started.append(subprocess.Popen(command, env=common | place, stdout=subprocess.PIPE))
-    printed = [process.communicate()[0] for process in started]
-    if any(process.returncode for process in started):
+        processes.append(subprocess.Popen(command, env=common | place, stdout=subprocess.PIPE))
+    printed = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
         raise SystemExit(f"failed: {' '.join(command)}")
     return json.loads(printed[0])
 
 
 def train_all(config: str, seeds: int, micro_batch: int) -> None:
-    """Train every case as one of the ranks that a launcher started; rank 0 prints the losses."""
-    ranks = ds.start(load(config, ()))
+    """Train all cases as one of several ranks; rank 0 prints the losses."""
+    ranks = join_process_group(load(config, ()))
     losses = {}
     for (model, overrides), precision in itertools.product(MODELS.items(), PRECISIONS):
         for seed in range(seeds):
@@ -88,17 +90,17 @@ def train_all(config: str, seeds: int, micro_batch: int) -> None:
     if ranks.is_main:
         print(json.dumps(losses))
     ranks.barrier()
-    ds.stop()
+    leave_process_group()
 
 
 def train(config: str, settings: tuple, micro_batch: int, ranks: Ranks) -> list[float]:
-    """Train a model on random parts of TEXT, and return the loss of every update."""
+    """Train a model on random parts of TEXT, and return the loss of each update."""
     batch = (f"train.global_batch_size={SEQUENCES}", "train.grad_accum_steps=null")
     layout = (f"train.micro_batch_size={micro_batch}", f"train.steps={UPDATES[-1]}")
     cfg = load(config, (*settings, *batch, *layout))
     torch.manual_seed(cfg.seed)
     model = build_model(cfg, 256)
-    engine = ds.Engine(cfg, model, ranks)
+    engine = Engine(cfg, model, ranks)
     with open(TEXT, "rb") as file:
         text = torch.tensor(list(file.read(200_000)))
     generator = torch.Generator().manual_seed(cfg.seed)

@@ -1,4 +1,4 @@
-"""Share of single flipped bits that reading parquet finds: `python -m benchmarks.flipped_bits`."""
+"""Share of flipped bits that reading parquet detects: `python -m benchmarks.flipped_bits`."""
 
 import argparse
 import io
@@ -16,10 +16,10 @@ from lm.data.sources.open import builtin_documents, documents
 
 
 def make_texts(count: int) -> list[str]:
-    """Make documents of some 1,500 characters of the built-in corpus, each with its number."""
-    whole = "\n".join(builtin_documents())
-    starts = random.Random(0).choices(range(len(whole) - 1500), k=count)
-    return [f"{i}\n{whole[start : start + 1500]}" for i, start in enumerate(starts)]
+    """Return documents of about 1,500 characters of the built-in corpus, each with its number."""
+    corpus = "\n".join(builtin_documents())
+    starts = random.Random(0).choices(range(len(corpus) - 1500), k=count)
+    return [f"{i}\n{corpus[start : start + 1500]}" for i, start in enumerate(starts)]
 
 
 def main() -> None:
@@ -38,21 +38,21 @@ def main() -> None:
             compression=compression,
             write_page_checksum=checksums,
         )
-        whole = path.read_bytes()
-        column = pq.read_metadata(io.BytesIO(whole)).row_group(0).column(0)
-        found = unnoticed = 0
+        content = path.read_bytes()
+        column = pq.read_metadata(io.BytesIO(content)).row_group(0).column(0)
+        detected = undetected = 0
         for _ in range(trials):
-            data = bytearray(whole)
-            at = column.data_page_offset + rng.randrange(column.total_compressed_size)
-            data[at] ^= 1 << rng.randrange(8)
+            data = bytearray(content)
+            position = column.data_page_offset + rng.randrange(column.total_compressed_size)
+            data[position] ^= 1 << rng.randrange(8)
             path.write_bytes(data)
             try:
-                unnoticed += list(documents(Data(source="parquet", path=str(path)))) != texts
+                undetected += list(documents(Data(source="parquet", path=str(path)))) != texts
             except DataError:
-                found += 1
+                detected += 1
         print(
             f"{compression}, page checksums {'yes' if checksums else 'no'}: "
-            f"{found} of {trials} found, {unnoticed} used as text"
+            f"{detected} of {trials} detected, {undetected} read as changed text"
         )
 
 

@@ -10,9 +10,9 @@ written after every part, so an interrupted check keeps its results. DIR/check.l
 The exit status is 1 when a part failed and 2 when there is no GPU.
 
 The machine needs torch, triton, transformers, pytest and what `fprnn train` imports. --card DIR
-names a folder with what it lacks: the wheels in DIR/whl are installed for this check only
+names a folder with missing files: the wheels in DIR/whl are installed for this check only
 (`python -m benchmarks.card_wheels` makes them), and the parquet files of FineWeb in DIR/fineweb are
-the training text. Without them the training text is what every Python installation carries.
+the training text. Without them the training text comes from the files of the Python installation.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from typing import Any, NamedTuple, TextIO
 from lm.common.cards import usable_cores
 
 ROOT = Path(__file__).parents[1]
-# Seconds of each part, 560 in all. A part may also use what the parts before it left.
+# Seconds of each part, 560 in all. A part may also use the seconds that earlier parts did not need.
 LIMITS = {
     "plan": 15,
     "plan_mamba": 15,
@@ -59,14 +59,14 @@ MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)")
 FPRNN = "configs/lm/fpmamba_160m_fineweb2b.yaml"
 MAMBA = "configs/lm/mamba_160m_fineweb2b.yaml"
 UPDATES, RESUMED_UPDATES, QUESTIONS = 8, 10, 20
-NEEDS = {  # the parts that make the run or the export that a part reads
+NEEDS = {  # parts that make the run or the export that a part reads
     "resume": {"train"},
     "export": {"train"},
     "generate": {"train", "export"},
     "eval": {"train", "export"},
 }
-STEADY = 4  # the last updates, by whose median throughput and MFU are judged
-SIZES = {  # the shipped configuration, in one micro-batch an update
+STEADY = 4  # number of last updates over which medians of throughput and MFU are taken
+SIZES = {  # overrides of the shipped configuration: one micro-batch per update
     "data.val_tokens": 65536,
     "tokenizer.vocab_size": 8192,
     "tokenizer.train_bytes": 3_000_000,
@@ -88,32 +88,32 @@ QUICK_SIZES = {  # a model that a CPU trains in seconds
 
 
 class Outcome(NamedTuple):
-    """How a part ended."""
+    """Result of a part."""
 
     status: str  # ok, failed or skipped
-    figures: dict  # what the table shows
-    reason: str = ""  # of a failure, or why it was skipped
+    figures: dict  # numbers and texts of the table
+    reason: str = ""  # reason of a failure or skip
 
 
 class Part(NamedTuple):
-    """One process; or none, where `reason` says why the part is skipped."""
+    """Process of the check, or a skipped part with its reason."""
 
     name: str
     command: list[str]
     judge: Callable[[int | None, list[str]], Outcome]  # (exit status, printed lines)
     env: dict = {}  # noqa: RUF012
-    reason: str = ""
+    reason: str = ""  # reason to skip the part
     limit: float | None = None  # seconds; None: LIMITS[name]
 
 
 def judge_tests(xml: Path, rc: int | None, lines: list[str]) -> Outcome:
-    """Read pytest's XML: failures by name; a file that lacks a package is skipped, not failed."""
-    said = _last(lines)
+    """Judge the tests by pytest's XML; a file that needs a missing package counts as skipped."""
+    last_line = _last_line(lines)
     try:
         cases = list(ET.parse(xml).iter("testcase"))
         xml.unlink()
     except (OSError, ET.ParseError):
-        return Outcome("failed", {}, f"pytest wrote no results (exit status {rc}): {said}")
+        return Outcome("failed", {}, f"pytest wrote no results (exit status {rc}): {last_line}")
     counts, failures, missing = Counter(), [], Counter()
     for case in cases:
         name = f"{case.get('classname')}.{case.get('name')}".strip(".")
@@ -130,11 +130,11 @@ def judge_tests(xml: Path, rc: int | None, lines: list[str]) -> Outcome:
     if missing:
         figures["files skipped"] = ", ".join(f"{n} without {name}" for name, n in missing.items())
     if skips:
-        figures["why skipped"] = ", ".join(f"{n}: {why}" for why, n in skips.items())
+        figures["skip reasons"] = ", ".join(f"{n}: {reason}" for reason, n in skips.items())
     if failures:
         return Outcome("failed", figures, "; ".join(failures))
     if (rc and not missing) or not counts["passed"]:
-        return Outcome("failed", figures, f"no test passed, or exit status {rc}: {said}")
+        return Outcome("failed", figures, f"no test passed, or exit status {rc}: {last_line}")
     return Outcome("ok", figures)
 
 
@@ -145,19 +145,19 @@ def judge_figures(
 
     A part whose figures cannot be read has failed as well.
     """
-    reason = "" if rc == 0 else f"exit status {rc}: {_last(lines)}"
+    reason = "" if rc == 0 else f"exit status {rc}: {_last_line(lines)}"
     try:
         return Outcome("failed" if reason else "ok", get_figures(lines), reason)
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         return Outcome("failed", {}, reason or f"its results cannot be read: {error!r}")
 
 
-def _last(lines: list[str]) -> str:
+def _last_line(lines: list[str]) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def plan_figures(lines: list[str]) -> dict[str, float]:
-    """Return the memory and the throughput that `fprnn plan` printed; a CPU has no throughput."""
+def read_plan_figures(lines: list[str]) -> dict[str, float]:
+    """Return the memory and throughput that `fprnn plan` printed; on a CPU, only the memory."""
     rows: dict[str, str] = {}
     for line in lines:
         cells = [cell.strip() for cell in line.strip("│ \n").split("│")]
@@ -179,7 +179,7 @@ def plan_figures(lines: list[str]) -> dict[str, float]:
     return figures
 
 
-def training_figures(run: Path, steps: range, lines: list[str]) -> dict[str, Any]:
+def read_training_figures(run: Path, steps: range, lines: list[str]) -> dict[str, Any]:
     """Return the figures of these updates from the log of a run.
 
     Raises:
@@ -215,7 +215,7 @@ def training_figures(run: Path, steps: range, lines: list[str]) -> dict[str, Any
     }
 
 
-def resume_figures(run: Path, lines: list[str]) -> dict[str, Any]:
+def read_resume_figures(run: Path, lines: list[str]) -> dict[str, Any]:
     """Return the figures of a resumed run.
 
     Raises:
@@ -224,11 +224,11 @@ def resume_figures(run: Path, lines: list[str]) -> dict[str, Any]:
     resumed = [line.strip() for line in lines if line.startswith("resumed ")]
     if not resumed:
         raise ValueError("the run did not say that it resumed")
-    figures = training_figures(run, range(UPDATES + 1, RESUMED_UPDATES + 1), lines)
+    figures = read_training_figures(run, range(UPDATES + 1, RESUMED_UPDATES + 1), lines)
     return {"update": resumed[0].rpartition(" at update ")[2], **figures}
 
 
-def eval_figures(path: Path, lines: list[str]) -> dict[str, Any]:
+def read_eval_figures(path: Path, lines: list[str]) -> dict[str, Any]:
     """Return the scores in the JSON file of `fprnn eval`."""
     tasks = json.loads(path.read_text(encoding="utf-8"))["tasks"]
     return {
@@ -238,7 +238,7 @@ def eval_figures(path: Path, lines: list[str]) -> dict[str, Any]:
     }
 
 
-def timing_figures(path: Path, lines: list[str]) -> dict[str, Any]:
+def read_timing_figures(path: Path, lines: list[str]) -> dict[str, Any]:
     """Return the figures of benchmarks.gpu_constants: rates, kernels and layers."""
     record = json.loads(path.read_text(encoding="utf-8"))
     figures = {**record["rates"], "graphs": record["graphs"]}
@@ -251,11 +251,11 @@ def timing_figures(path: Path, lines: list[str]) -> dict[str, Any]:
     return figures
 
 
-def python(*arguments: object) -> list[str]:
+def python_command(*arguments: object) -> list[str]:
     return [sys.executable, *map(str, arguments)]
 
 
-def overrides(quick: bool, runs: Path, card: Path | None) -> list[str]:
+def make_overrides(quick: bool, runs: Path, card: Path | None) -> list[str]:
     """Return the `key=value` words that every training of the check has."""
     text = card / "fineweb" if card and (card / "fineweb").is_dir() else None
     source = {"data.source": "parquet", "data.path": text} if text else {"data.source": "builtin"}
@@ -271,24 +271,24 @@ def overrides(quick: bool, runs: Path, card: Path | None) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
 
-def training_parts(runs: Path, quick: bool, card: Path | None) -> list[Part]:
-    """Return the parts that train: the plans, the run, its second half, its Mamba twins."""
-    words = overrides(quick, runs, card)
+def make_training_parts(runs: Path, quick: bool, card: Path | None) -> list[Part]:
+    """Return the parts that plan and train: the run, its resumption, and the Mamba baselines."""
+    words = make_overrides(quick, runs, card)
 
     def train(config: str, name: str, updates: int, checkpoint_every: int) -> list[str]:
         options = [f"name={name}", f"train.steps={updates}", f"checkpoint.every={checkpoint_every}"]
-        return python("-m", "lm", "train", "--config", config, *words, *options)
+        return python_command("-m", "lm", "train", "--config", config, *words, *options)
 
     def part(name: str, config: str, run: str, kernels: str = "") -> Part:
-        figures = functools.partial(training_figures, runs / run, range(1, UPDATES + 1))
+        figures = functools.partial(read_training_figures, runs / run, range(1, UPDATES + 1))
         judge = functools.partial(judge_figures, figures)
         command = train(config, run, UPDATES, UPDATES // 2 if run == "fp" else 10 * UPDATES)
         return Part(name, command, judge, {"FPRNN_KERNELS": kernels} if kernels else {})
 
     def plan(name: str, config: str) -> Part:
         kind = ["--gpu", "cpu"] if quick else []
-        command = python("-m", "lm", "plan", config, "--gpus", 1, *kind, *words)
-        return Part(name, command, functools.partial(judge_figures, plan_figures))
+        command = python_command("-m", "lm", "plan", config, "--gpus", 1, *kind, *words)
+        return Part(name, command, functools.partial(judge_figures, read_plan_figures))
 
     resumed = train(FPRNN, "fp", RESUMED_UPDATES, UPDATES // 2)
     absent = [p for p in ("mamba_ssm", "causal_conv1d") if find_spec(p) is None]
@@ -303,34 +303,34 @@ def training_parts(runs: Path, quick: bool, card: Path | None) -> list[Part]:
         Part(
             "resume",
             resumed,
-            functools.partial(judge_figures, functools.partial(resume_figures, runs / "fp")),
+            functools.partial(judge_figures, functools.partial(read_resume_figures, runs / "fp")),
         ),
         part("mamba", MAMBA, "mamba", "" if quick else "triton"),
         twin,
     ]
 
 
-def model_parts(out: Path, runs: Path, quick: bool) -> list[Part]:
-    """Return the parts that use the trained model: export, generation, questions of lm-eval."""
+def make_model_parts(out: Path, runs: Path, quick: bool) -> list[Part]:
+    """Return the parts that use the trained model: export, generation, and lm-eval."""
     export = runs / "hf"
 
     def sample(lines: list[str]) -> dict[str, Any]:
         text = " ".join(line.strip() for line in lines)
         return {"text": textwrap.shorten(text, 120) or "(nothing but spaces)"}
 
-    questions = python("-m", "lm", "eval", export, "--tasks", "catbabi_mini")
+    questions = python_command("-m", "lm", "eval", export, "--tasks", "catbabi_mini")
     questions += ["--limit", str(QUESTIONS), "--out", str(out / "eval.json")]
-    figures = functools.partial(eval_figures, out / "eval.json")
+    figures = functools.partial(read_eval_figures, out / "eval.json")
     absent = "" if find_spec("lm_eval") else "lm_eval: not installed"
     return [
         Part(
             "export",
-            python("-m", "lm", "export", runs / "fp", export),
-            functools.partial(judge_figures, lambda lines: {"printed": _last(lines)}),
+            python_command("-m", "lm", "export", runs / "fp", export),
+            functools.partial(judge_figures, lambda lines: {"printed": _last_line(lines)}),
         ),
         Part(
             "generate",
-            python(
+            python_command(
                 *("-m", "lm", "generate", export, "--prompt", "The court"),
                 *("--max-new-tokens", 4 if quick else 32),
             ),
@@ -340,47 +340,47 @@ def model_parts(out: Path, runs: Path, quick: bool) -> list[Part]:
     ]
 
 
-def pytest_part(out: Path, quick: bool) -> Part:
-    """Return the kernel tests: on a GPU those marked `gpu`, which have the width of the model."""
+def make_pytest_part(out: Path, quick: bool) -> Part:
+    """Return the kernel tests; on a GPU, those marked `gpu`, at the width of the model."""
     xml = out / "tests.xml"
     command = ["-m", "pytest", "-p", "no:cacheprovider", "-vv", "--tb=short", "--durations=5"]
     command += ["-o", "timeout=100", "--continue-on-collection-errors", f"--junitxml={xml}"]
-    if find_spec("xdist"):  # compiling takes most of the time, on one core a process
+    if find_spec("xdist"):  # most of the time is compilation, which uses one core per process
         command += ["-n", str(min(8, max(1, usable_cores() // 2)))]
     if quick:
         command += ["tests/lm/model/test_gpu.py", "-k", "later and fp_mamba1"]
     else:
         files = sorted((ROOT / "tests/lm/kernels").glob("test_*.py"))
-        marked = [f for f in files if "mark.gpu" in f.read_text(encoding="utf-8")]
-        command += ["-m", "gpu", *(str(f.relative_to(ROOT)) for f in marked)]
-    return Part("tests", python(*command), functools.partial(judge_tests, xml))
+        gpu_files = [f for f in files if "mark.gpu" in f.read_text(encoding="utf-8")]
+        command += ["-m", "gpu", *(str(f.relative_to(ROOT)) for f in gpu_files)]
+    return Part("tests", python_command(*command), functools.partial(judge_tests, xml))
 
 
-def timing_part(out: Path, device: str, quick: bool) -> Part:
+def make_timing_part(out: Path, device: str, quick: bool) -> Part:
     """Return the timings of benchmarks.gpu_constants."""
     path = out / "timings.json"
     command = ["-m", "benchmarks.gpu_constants", "--device", device, "--json", path]
     command += ["--batches", "1,2" if quick else "16,64", "--repeats", 1 if quick else 3]
     command += ["--length", 8, "--d-model", 16] if quick else []
-    judge = functools.partial(judge_figures, functools.partial(timing_figures, path))
-    return Part("timings", python(*command), judge)
+    judge = functools.partial(judge_figures, functools.partial(read_timing_figures, path))
+    return Part("timings", python_command(*command), judge)
 
 
-def all_parts(
+def make_parts(
     out: Path, runs: Path, device: str, quick: bool, card: Path | None = None
 ) -> list[Part]:
     """Return the parts in the order in which they run."""
     interpreted = {"TRITON_INTERPRET": "1", "FPRNN_TEST_DEVICE": "cpu"} if device == "cpu" else {}
-    of_kernels = [pytest_part(out, quick), timing_part(out, device, quick)]
+    kernel_parts = [make_pytest_part(out, quick), make_timing_part(out, device, quick)]
     return [
-        *training_parts(runs, quick, card),
-        *model_parts(out, runs, quick),
-        *(part._replace(env=part.env | interpreted) for part in of_kernels),
+        *make_training_parts(runs, quick, card),
+        *make_model_parts(out, runs, quick),
+        *(part._replace(env=part.env | interpreted) for part in kernel_parts),
     ]
 
 
 def run(part: Part, seconds: float, env: dict[str, str], log: TextIO) -> Outcome:
-    """Run a part, print and log its lines, and end all its processes when its time is over."""
+    """Run a part, print and log its output, and kill its processes at the time limit."""
     if part.reason:
         return Outcome("skipped", {}, part.reason)
     process = subprocess.Popen(
@@ -410,96 +410,104 @@ def run(part: Part, seconds: float, env: dict[str, str], log: TextIO) -> Outcome
         rc = process.wait(seconds)
     except subprocess.TimeoutExpired:
         rc = None
-    finally:  # also what it left behind, and on Ctrl-C
+    finally:  # kills its child processes as well, also on Ctrl-C
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     reader.join(5)
     outcome = part.judge(rc, lines)
     if rc is None:
-        reason = f"not done in {seconds:.0f} s; its last line: {_last(lines)}"
+        reason = f"not finished in {seconds:.0f} s; last line: {_last_line(lines)}"
         return Outcome("failed", outcome.figures, reason)
     return outcome
 
 
-def environment(device: str) -> tuple[dict[str, Any] | None, str]:
-    """Return versions and the GPU, by a process that ends: a CUDA context would take memory.
+def describe_environment(device: str) -> tuple[dict[str, Any] | None, str]:
+    """Return versions and the GPU.
+
+    A separate process looks at the GPU, because a CUDA context would occupy memory.
 
     Returns:
         The environment and "", or None and the reason when there is no GPU.
     """
-    found: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count()}
+    facts: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count()}
     for package in ("torch", "triton", "transformers", "deepspeed", "mamba_ssm", "causal_conv1d"):
         with contextlib.suppress(PackageNotFoundError):
-            found[package] = version(package)
+            facts[package] = version(package)
     code = (
         "import json, torch; p = torch.cuda.get_device_properties(0);"
         " print(json.dumps([p.name, f'{p.major}.{p.minor}', p.total_memory]))"
     )
     if device == "cuda":
-        done = subprocess.run(python("-c", code), capture_output=True, text=True)
+        done = subprocess.run(python_command("-c", code), capture_output=True, text=True)
         if done.returncode:
-            return None, _last(done.stderr.splitlines())
+            return None, _last_line(done.stderr.splitlines())
         lines = done.stdout.splitlines()
-        found |= dict(zip(("gpu", "capability", "memory_bytes"), json.loads(lines[-1])))
-    return found, ""
+        facts |= dict(zip(("gpu", "capability", "memory_bytes"), json.loads(lines[-1])))
+    return facts, ""
 
 
-def shown(value: object) -> str:
+def format_figure(value: object) -> str:
     if isinstance(value, list):
-        return " → ".join(map(shown, value)) if len(value) == 2 else " ".join(map(shown, value))
+        return (
+            " → ".join(map(format_figure, value))
+            if len(value) == 2
+            else " ".join(map(format_figure, value))
+        )
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def table(records: list[dict]) -> str:
-    """Return the summary as text, one line a part."""
+def format_table(records: list[dict]) -> str:
+    """Return the summary as text, one line per part."""
     lines = ["", f"{'part':<10} {'result':<8} {'seconds':>7}  key figures"]
     for record in records:
-        cells = [f"{key} {shown(v)}" for key, v in record["figures"].items() if v is not None]
+        cells = [
+            f"{key} {format_figure(v)}" for key, v in record["figures"].items() if v is not None
+        ]
         cells += [record["reason"]] if record["reason"] else []
         lines.append(f"{record['part']:<10} {record['status']:<8} {record['seconds']:>7.1f}  ")
         lines[-1] += ("\n" + " " * 29).join(textwrap.wrap("; ".join(cells), 100))
     return "\n".join(lines)
 
 
-def check(
+def run_parts(
     parts: list[Part],
     out: Path,
     env: dict[str, str],
     about: dict[str, Any],
     runs: Path,
-    began: float | None = None,
+    start: float | None = None,
 ) -> int:
-    """Run the parts one after the other; after each, write the summary and copy the runs' logs.
+    """Run the parts one after the other; after each, write the summary and copy the run logs.
 
     Args:
         parts: The parts, in their order.
         out: Folder for results.
         env: Environment of the parts.
-        about: The machine, for the summary.
+        about: Description of the machine, for the summary.
         runs: Folder of the training runs.
-        began: `time.perf_counter()` at the start of the check; now if None.
+        start: `time.perf_counter()` at the start of the check; default: now.
 
     Returns:
         The exit status, 1 if any part failed.
     """
-    began = time.perf_counter() if began is None else began
+    check_start = time.perf_counter() if start is None else start
     allowed, records = 0.0, []
     with (out / "check.log").open("w", encoding="utf-8") as log:
         for part in parts:
-            start = time.perf_counter()
+            part_start = time.perf_counter()
             allowed += LIMITS[part.name] if part.limit is None else part.limit
-            seconds = allowed - (start - began)
+            seconds = allowed - (part_start - check_start)
             if not part.reason:
                 print(f"== {part.name}, at most {seconds:.0f} s", flush=True)
             outcome = run(part, seconds, env, log)
-            took = round(time.perf_counter() - start, 1)
+            took = round(time.perf_counter() - part_start, 1)
             records.append({"part": part.name, "seconds": took, **outcome._asdict()})
             print(f"== {part.name} {outcome.status} after {took} s", flush=True)
             summary = {
                 "ok": not any(r["status"] == "failed" for r in records),
                 "complete": len(records) == len(parts),
-                "seconds": round(time.perf_counter() - began, 1),
+                "seconds": round(time.perf_counter() - check_start, 1),
                 "environment": about,
                 "parts": records,
             }
@@ -507,7 +515,7 @@ def check(
             (out / "summary.json").write_text(text, encoding="utf-8")
             for metrics in runs.glob("*/metrics.jsonl"):
                 (out / f"{metrics.parent.name}.jsonl").write_bytes(metrics.read_bytes())
-    print(table(records))
+    print(format_table(records))
     print(
         f"{'ok' if summary['ok'] else 'FAILED'} in {summary['seconds']:.0f} s; {out}/summary.json"
     )
@@ -522,7 +530,7 @@ def install_wheels(wheels: list[Path], site: Path) -> None:
     """
     print(f"installing {len(wheels)} wheels for this check", flush=True)
     options = ["-q", "--no-index", "--no-deps", "--no-compile", "--no-cache-dir"]
-    command = python("-m", "pip", "install", *options, "--target", site, *wheels)
+    command = python_command("-m", "pip", "install", *options, "--target", site, *wheels)
     if subprocess.run(command).returncode:
         sys.exit(f"gpu-check: pip cannot install the wheels of {wheels[0].parent}")
     sys.path.insert(0, str(site))
@@ -535,22 +543,22 @@ def main() -> int:
     p.add_argument("--quick", action="store_true", help="tiny sizes; --device cpu needs it")
     p.add_argument("--parts", help=f"only these of {','.join(LIMITS)}, and what they need")
     p.add_argument("--card", type=Path, help="a folder with whl/*.whl and fineweb/*.parquet")
-    a, began = p.parse_args(), time.perf_counter()
+    a, start = p.parse_args(), time.perf_counter()
     if a.card and not a.card.is_dir():
         p.error(f"--card {a.card}: no such folder")
     if a.device == "cpu" and not a.quick:
         p.error("on a CPU the kernels are interpreted: give --quick as well")
     chosen = a.parts.split(",") if a.parts else list(LIMITS)
     if unknown := set(chosen) - set(LIMITS):
-        p.error(f"there is no part {', '.join(sorted(unknown))}: they are {', '.join(LIMITS)}")
+        p.error(f"unknown part {', '.join(sorted(unknown))}: known are {', '.join(LIMITS)}")
     chosen += [need for name in chosen for need in NEEDS.get(name, ())]
     with tempfile.TemporaryDirectory(prefix="fprnn-gpu-check-") as scratch:
         runs, site = Path(scratch, "runs"), Path(scratch, "site")
         if wheels := sorted((a.card / "whl").glob("*.whl")) if a.card else []:
             install_wheels(wheels, site)
-        about, why = environment(a.device)
+        about, reason = describe_environment(a.device)
         if about is None:
-            print(f"gpu-check needs a CUDA device, and torch finds none ({why}).")
+            print(f"gpu-check needs a CUDA device, and torch finds none ({reason}).")
             return 2
         print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
         out = a.out.resolve()
@@ -569,9 +577,9 @@ def main() -> int:
         if a.device == "cpu":
             env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         card = a.card.resolve() if a.card else None
-        parts = all_parts(out, runs, a.device, a.quick, card)
+        parts = make_parts(out, runs, a.device, a.quick, card)
         parts = [part for part in parts if part.name in chosen]
-        return check(parts, out, env, about, runs, began)
+        return run_parts(parts, out, env, about, runs, start)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 python -m benchmarks.gpu_constants [--batches 16,64 --length 512 --json FILE]
 
 The last line has the constants of lm/common/cards.py. On a CPU (`--device cpu`, tiny sizes, since
-kernels are interpreted) it only shows that it runs.
+kernels are interpreted) it only shows that the script runs.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from benchmarks.contenders import EXACT_FIELDS, PAPER_FIELDS
-from benchmarks.harness import numbers, ratio, show
-from lm.kernels import BackendError, available
+from benchmarks.harness import format_ratio, parse_numbers, print_table
+from lm.kernels import BackendError, describe_backends
 from lm.kernels.triton import launches
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -41,7 +41,7 @@ if find_spec("mamba_ssm"):
 
 
 def make_layer(fields: dict[str, Any], a: argparse.Namespace, batch: int) -> Callable[[], None]:
-    """Return a layer's training step without an optimizer, in bf16."""
+    """Return the training step of a layer, in bf16 and without an optimizer."""
     options = dict(vocab_size=64, d_model=a.d_model, n_layer=1, **fields)
     torch.manual_seed(0)
     block = FPRNNForCausalLM(FPRNNConfig(**options)).to(a.device).train().backbone.layers[0].block
@@ -59,7 +59,7 @@ def make_layer(fields: dict[str, Any], a: argparse.Namespace, batch: int) -> Cal
     return step
 
 
-def median_seconds(function: Callable[[], None], repeats: int) -> float:
+def measure_median(function: Callable[[], None], repeats: int) -> float:
     """Return the median time of a call, after two calls to warm up."""
     seconds = []
     for _ in range(repeats + 2):
@@ -69,54 +69,56 @@ def median_seconds(function: Callable[[], None], repeats: int) -> float:
     return statistics.median(seconds[2:])
 
 
-def kernel_seconds(step: Callable[[], None], device: str) -> dict[str, float]:
-    """Return the mean seconds of a launch of each of our kernels, the most costly first."""
+def measure_kernels(step: Callable[[], None], device: str) -> dict[str, float]:
+    """Return the mean seconds per launch of each of our kernels, by decreasing total time."""
     if device != "cuda":
         return {}
     step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
-    ours = [row for row in profile.key_averages() if row.key.endswith("_kernel")]
-    ours.sort(key=lambda row: -row.self_device_time_total)
-    return {row.key: row.self_device_time_total / row.count / 1e6 for row in ours}
+    rows = [row for row in profile.key_averages() if row.key.endswith("_kernel")]
+    rows.sort(key=lambda row: -row.self_device_time_total)
+    return {row.key: row.self_device_time_total / row.count / 1e6 for row in rows}
 
 
-def token_seconds(layers: dict[int, dict[str, float]], length: int) -> dict[str, float]:
-    """Return TOKEN_S and SEQUENCE_S: a line through the smallest and the largest batch.
+def fit_token_seconds(layers: dict[int, dict[str, float]], length: int) -> dict[str, float]:
+    """Return TOKEN_S and SEQUENCE_S, from a line through the smallest and the largest batch.
 
-    A token's time is that of the exact layer less that of a Mamba layer, whose work on all tokens
-    is the same but for the recurrence.
+    The time per token is the difference between an exact layer and a Mamba layer, which do the same
+    work except the recurrence.
     """
-    known = {b: (row[EXACT] - row[MAMBA]) / length for b, row in layers.items() if MAMBA in row}
-    if not known:
+    token_times = {
+        b: (row[EXACT] - row[MAMBA]) / length for b, row in layers.items() if MAMBA in row
+    }
+    if not token_times:
         return {}
-    first, last = min(known), max(known)
-    slope = 0.0 if first == last else (known[last] - known[first]) / (last - first)
-    return {"token_s": known[first] - slope * first, "sequence_s": slope}
+    first, last = min(token_times), max(token_times)
+    slope = 0.0 if first == last else (token_times[last] - token_times[first]) / (last - first)
+    return {"token_s": token_times[first] - slope * first, "sequence_s": slope}
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    p.add_argument("--batches", type=numbers, default=[16, 64], help="default: 16,64")
+    p.add_argument("--batches", type=parse_numbers, default=[16, 64], help="default: 16,64")
     p.add_argument("--length", type=int, default=512)
     p.add_argument("--d-model", type=int, default=768)
     p.add_argument("--repeats", type=int, default=5)
     p.add_argument("--json", type=Path, help="also write the numbers here")
     a = p.parse_args()
-    print(f"kernels: {available(a.device)}", flush=True)
+    print(f"kernels: {describe_backends(a.device)}", flush=True)
     layers: dict[int, dict[str, float]] = {batch: {} for batch in a.batches}
     for batch, (name, fields) in itertools.product(a.batches, LAYERS.items()):
         if a.device == "cuda":
             os.environ["FPRNN_KERNELS"] = KERNELS.get(name, "auto")
         try:
-            layers[batch][name] = median_seconds(make_layer(fields, a, batch), a.repeats)
+            layers[batch][name] = measure_median(make_layer(fields, a, batch), a.repeats)
         except BackendError as error:
             print(f"{batch} sequences, {name}: left out: {error}", flush=True)
     os.environ.pop("FPRNN_KERNELS", None)
-    kernels = {b: kernel_seconds(make_layer(LAYERS[EXACT], a, b), a.device) for b in a.batches}
+    kernels = {b: measure_kernels(make_layer(LAYERS[EXACT], a, b), a.device) for b in a.batches}
     graphs = [schedule.graph is not None for schedule in launches._schedules.values()]
-    rates = token_seconds(layers, a.length)
+    rates = fit_token_seconds(layers, a.length)
     record = {
         "rates": rates,
         "kernels": kernels,
@@ -130,15 +132,15 @@ def main() -> None:
         {
             "": f"{batch} × {a.length}: {name}",
             "ms": f"{seconds * 1e3:,.2f}",
-            "speed relative to the paper's": ratio(row.get(PAPER), seconds),
+            "speed relative to the paper's": format_ratio(row.get(PAPER), seconds),
         }
         for batch, row in layers.items()
         for name, seconds in row.items()
     ]
-    show(f"\nA layer, forward and backward, d_model {a.d_model}, bf16, {a.device}", rows)
+    print_table(f"\nA layer, forward and backward, d_model {a.d_model}, bf16, {a.device}", rows)
     for batch, row in kernels.items():
         times = ", ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in row.items())
-        print(f"{batch} sequences, µs a launch: {times}")
+        print(f"{batch} sequences, µs per launch: {times}")
     print(f"CUDA graphs: {record['graphs']}")
     print("lm/common/cards.py: " + ", ".join(f"{k.upper()} = {v:.3g}" for k, v in rates.items()))
     if not all(math.isfinite(seconds) for row in layers.values() for seconds in row.values()):

@@ -1,8 +1,8 @@
-"""The kernels of this device against plain PyTorch: scan, roots, and a layer's whole exact solve.
+"""Kernels of this device compared with plain PyTorch: scan, root search and solve of a layer.
 
 python -m benchmarks.kernels [--shape small --rank 1 --threads 1,2 --json FILE]
 
-The rows of `solve` also show the time in evaluations of the paper's map f, on all tokens at once.
+Rows of `solve` also show the time in units of one evaluation of the paper's map f on all tokens.
 """
 
 import functools
@@ -10,7 +10,15 @@ import functools
 import torch
 
 from benchmarks import contenders
-from benchmarks.harness import Shape, ms, parse, parser, ratio, run, shortest
+from benchmarks.harness import (
+    Shape,
+    format_ms,
+    format_ratio,
+    make_parser,
+    parse_options,
+    run,
+    time_in_turns,
+)
 from benchmarks.root_search import FLOOR, random_pairs
 from lm.model.cell import Coefficients, find_root
 from lm.model.scan import selective_scan
@@ -19,8 +27,8 @@ from tests.oracles import scan_inputs
 BACKENDS = ("plain", "auto")
 
 
-def scan_functions(shape: Shape, device: torch.device) -> dict:
-    """{part: function} of the selective scan."""
+def make_scan_functions(shape: Shape, device: torch.device) -> dict:
+    """Return functions of the selective scan by name."""
     size = shape.batch, shape.length, 2 * shape.d_model, shape.d_state
     tensors = scan_inputs(*size, torch.float32)
     del tensors["h0"]
@@ -31,22 +39,22 @@ def scan_functions(shape: Shape, device: torch.device) -> dict:
         with torch.no_grad():
             return selective_scan(*inputs)[0]
 
-    def both():
+    def forward_and_backward():
         return torch.autograd.grad(selective_scan(*inputs)[0].sum(), inputs)
 
-    return {"scan, forward": forward, "scan, with backward": both}
+    return {"scan, forward": forward, "scan, with backward": forward_and_backward}
 
 
-def root_functions(shape: Shape, device: torch.device) -> dict:
-    """{part: function} of the search for the roots of random equations of two reflections."""
+def make_root_functions(shape: Shape, device: torch.device) -> dict:
+    """Return a function that finds the roots of random equations of two reflections."""
     equations = [t.to(device) for t in random_pairs(shape.tokens, 0)]
     return {"roots": functools.partial(find_root, Coefficients(*equations, FLOOR))}
 
 
-def solve_functions(shape: Shape, device: torch.device) -> dict:
-    """Return functions by name: a layer's whole exact solve, and an evaluation of f."""
-    model = contenders.ours(shape._replace(layers=1), glu_in_loop=True).to(device).train()
-    (block,) = contenders.blocks(model)
+def make_solve_functions(shape: Shape, device: torch.device) -> dict:
+    """Return functions by name: the exact solve of a layer, and an evaluation of f."""
+    model = contenders.make_fpmamba(shape._replace(layers=1), glu_in_loop=True).to(device).train()
+    (block,) = contenders.get_blocks(model)
     u = torch.randn(shape.batch, shape.length, shape.d_model, device=device)
     y = torch.randn(shape.batch, shape.length, 2 * shape.d_model, device=device)
 
@@ -58,45 +66,46 @@ def solve_functions(shape: Shape, device: torch.device) -> dict:
         with torch.no_grad(), model.solving(**contenders.EXACT_FIELDS):
             return block(u)[0]
 
-    def both():
+    def forward_and_backward():
         with model.solving(**contenders.EXACT_FIELDS):
             block(u)[0].sum().backward()
 
-    return {"f": evaluate, "solve, forward": forward, "solve, with backward": both}
+    return {"f": evaluate, "solve, forward": forward, "solve, with backward": forward_and_backward}
 
 
 def measure(a) -> list[dict]:
-    """Measure every part with every backend."""
+    """Time each function with each backend."""
     functions = {}
-    for make in (scan_functions, root_functions, solve_functions):
+    for make in (make_scan_functions, make_root_functions, make_solve_functions):
         for part, function in make(a.shape, a.device).items():
             for backend in BACKENDS:
-                functions[part, backend] = functools.partial(under, backend, function)
-    seconds, _ = shortest(functions, a)
+                functions[part, backend] = functools.partial(call_with_kernels, backend, function)
+    seconds, _ = time_in_turns(functions, a)
     return [
-        dict(part=part, backend=backend, seconds=taken, plain=seconds.get((part, "plain")))
+        dict(part=part, backend=backend, seconds=measured, plain=seconds.get((part, "plain")))
         | dict(f=seconds.get(("f", backend)) if part.startswith("solve") else None)
-        for (part, backend), taken in seconds.items()
+        for (part, backend), measured in seconds.items()
     ]
 
 
-def under(backend, function):
-    with contenders.kernels(backend):
+def call_with_kernels(backend, function):
+    """Call a function with FPRNN_KERNELS=backend."""
+    with contenders.use_kernels(backend):
         return function()
 
 
-def table(rows: list[dict]) -> list[dict[str, str]]:
-    """Format rows for `show`."""
+def format_rows(rows: list[dict]) -> list[dict[str, str]]:
+    """Format rows for `print_table`."""
     return [
         {
             "": f"{row['part']}, {row['backend']}",
-            "ms": ms(row["seconds"]),
-            "vs plain": ratio(row["plain"], row["seconds"]),
-            "in f": ratio(row["seconds"], row["f"]),
+            "ms": format_ms(row["seconds"]),
+            "vs plain": format_ratio(row["plain"], row["seconds"]),
+            "in f": format_ratio(row["seconds"], row["f"]),
         }
         for row in rows
     ]
 
 
 if __name__ == "__main__":
-    run(parse(parser(__doc__)), measure, table)
+    run(parse_options(make_parser(__doc__)), measure, format_rows)

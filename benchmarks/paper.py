@@ -1,13 +1,13 @@
-"""The paper's procedure for FP-Mamba-1, written from the paper: what the benchmarks compare with.
+"""Independent implementation of the paper's procedure for FP-Mamba-1, for comparison in benchmarks.
 
-Nothing of it is shared with lm: parameters come by name, as in a state_dict, and options from
-anything with the fields of FPRNNConfig. tests/test_paper_procedure.py compares its iteration
-counts, iterates, outputs, losses and gradients with those of the authors' code (tests/golden).
+It shares no code with lm: parameters are given by name, as in a state_dict, and options by an
+object with the fields of FPRNNConfig. tests/test_paper_procedure.py compares iteration counts,
+iterates, outputs, losses and gradients with the authors' code (tests/golden).
 
 All tokens of a batch are iterated at once, from zero, until the batch has converged (App. B.4). As
-in the authors' code everything is computed again in every iteration, also what depends on the input
-alone: weight normalisation, the mixer's vectors, B, C, step sizes, decays. The gradient is that of
-one more evaluation at the solution ("one-step").
+in the authors' code, every iteration computes everything again, including values that depend only
+on the input: weight normalisation, the mixer's vectors, B, C, step sizes, decays. The gradient
+passes through one more evaluation at the solution ("one-step").
 
 Shape suffixes: b sequences, l tokens, d channels (d_inner), n states of a channel, r reflections.
 """
@@ -26,48 +26,50 @@ Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Rule(NamedTuple):
-    """When the iteration stops, and how it is damped (App. B.4)."""
+    """Stopping rule and damping of the iteration (App. B.4)."""
 
-    tol: float  # the relative residual at which a sequence has converged
+    tol: float  # a sequence has converged if its relative residual is below
     max_iters: int
-    quantile: float  # of the batch's lowest residuals that must be below tol
-    stepsize: float = 0.99  # of the damped update, at first
+    quantile: float  # this quantile of the sequences' lowest residuals must be below tol
+    stepsize: float = 0.99  # initial step size of the damped update
     stepsize_decay: float = 0.9  # its factor after `patience` iterations without an improvement
     patience: int = 15
-    min_stepsize: float = 1e-3  # the iteration is given up below
+    min_stepsize: float = 1e-3  # the iteration stops below this step size
 
 
 def training_rule(tol: float = 0.1, max_iters: int = 100) -> Rule:
-    """A batch has converged when three quarters of its sequences have."""
+    """Return the rule in training: three quarters of the sequences must converge."""
     return Rule(tol, max_iters, quantile=0.75)
 
 
 def evaluation_rule(tol: float = 0.1, max_iters: int = 1000) -> Rule:
-    """A batch has converged when all of its sequences have."""
+    """Return the rule in evaluation: all sequences must converge."""
     return Rule(tol, max_iters, quantile=1.0)
 
 
 class Solution(NamedTuple):
-    """What the iteration came to."""
+    """Result of the iteration."""
 
     y_bld: Tensor
     iterations: int  # evaluations of the map
     failed_b: Tensor  # bool: the sequence's lowest residual is not below the tolerance
-    residual_b: Tensor  # of the last evaluation
+    residual_b: Tensor  # residual of the last evaluation
 
 
 def relative_residual(y_bld: Tensor, f_bld: Tensor) -> Tensor:
-    """‖y − f(y)‖∞ / (‖f(y)‖∞ + 1e-8) of the worst token of each sequence, (b,)."""
+    """Return ‖y − f(y)‖∞ / (‖f(y)‖∞ + 1e-8), maximum over the tokens of a sequence, (b,)."""
     distance_bl = (y_bld - f_bld).abs().amax(-1)
     return (distance_bl / (f_bld.abs().amax(-1) + 1e-8)).amax(-1)
 
 
 @torch.no_grad()
 def solve(evaluate: Callable[[Tensor], Tensor], start_bld: Tensor, rule: Rule) -> Solution:
-    """Iterate y ← s f(y) + (1 − s) y until the batch has converged, or is given up.
+    """Iterate y ← s f(y) + (1 − s) y until the batch has converged or the rule stops it.
 
     Args:
-        evaluate: f, which maps y (b,l,d) to the same shape.
+        evaluate: The map f from y (b,l,d) to the same shape.
+        start_bld: Initial iterate.
+        rule: Stopping rule and damping.
     """
     y_bld = start_bld
     stepsize_b = start_bld.new_full((len(start_bld),), rule.stepsize)
@@ -75,23 +77,23 @@ def solve(evaluate: Callable[[Tensor], Tensor], start_bld: Tensor, rule: Rule) -
     waited_b = torch.zeros_like(stepsize_b, dtype=torch.long)
     iterations = 0
     while True:
-        # 1. One evaluation for all tokens, and how far it is from y: the worst token counts.
+        # 1. Evaluate f for all tokens, and compute the residuals.
         f_bld = evaluate(y_bld)
         residual_b = relative_residual(y_bld, f_bld)
         iterations += 1
 
-        # 2. The damped update, by the step size as it was.
+        # 2. Make the damped update with the current step size.
         s_b11 = stepsize_b[:, None, None]
         y_bld = s_b11 * f_bld + (1 - s_b11) * y_bld
 
-        # 3. A sequence that has not improved for `patience` iterations is damped more from now on.
+        # 3. Reduce the step size of sequences without an improvement for `patience` iterations.
         waited_b = torch.where(residual_b < lowest_b, 0, waited_b + 1)
         lowest_b = torch.minimum(lowest_b, residual_b)
         is_stale_b = waited_b >= rule.patience
         stepsize_b = torch.where(is_stale_b, stepsize_b * rule.stepsize_decay, stepsize_b)
         waited_b = torch.where(is_stale_b, 0, waited_b)
 
-        # 4. One decision for the whole batch.
+        # 4. Decide for the whole batch.
         has_converged = torch.quantile(lowest_b, rule.quantile) < rule.tol
         is_given_up = stepsize_b.max() < rule.min_stepsize
         if has_converged or is_given_up or iterations >= rule.max_iters:
@@ -101,8 +103,13 @@ def solve(evaluate: Callable[[Tensor], Tensor], start_bld: Tensor, rule: Rule) -
 def scan_over_time(
     x_bld: Tensor, dt_bld: Tensor, A_dn: Tensor, B_bln: Tensor, C_bln: Tensor
 ) -> Tensor:
-    """Mamba's recurrence, a loop over tokens: h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ, and its
-    output h_t C_t (b,l,d)."""
+    """Compute Mamba's recurrence in a loop over tokens.
+
+    h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ
+
+    Returns:
+        The outputs h_t C_t (b,l,d).
+    """
     h_bdn = x_bld.new_zeros(len(x_bld), *A_dn.shape)
     outputs = []
     for t in range(x_bld.shape[1]):
@@ -113,23 +120,23 @@ def scan_over_time(
 
 
 class Inputs(NamedTuple):
-    """What a block's projections make of its input, before the iteration."""
+    """Projections of the input of a block, computed before the iteration."""
 
     x_bld: Tensor
-    z_bld: Tensor  # of the output gate
+    z_bld: Tensor  # input of the output gate
 
 
 class Block:
-    """One FP-Mamba-1 block with a Householder mixer.
+    """FP-Mamba-1 block with a Householder mixer.
 
     Args:
-        parameters: of the block, by name.
+        parameters: Parameters of the block by name.
         options: mixer_rank, mixer_act, symm_mixer, use_short_conv, bc_norm, glu_in_loop, dt_rank,
             d_state, eps and out_norm_epsilon, as in FPRNNConfig.
-        scan: a function like `scan_over_time`.
+        scan: Function like `scan_over_time`.
 
     Raises:
-        ValueError: another mixer, or an option that the paper's code does not have.
+        ValueError: If the mixer or an option is not in the paper's code.
     """
 
     def __init__(self, parameters: Parameters, options: Any, scan: Scan = scan_over_time) -> None:
@@ -154,26 +161,26 @@ class Block:
         self.options = options
         self.scan = scan
 
-    def inputs(self, u: Tensor) -> Inputs:
-        """u: (b,l,d_model)."""
+    def project(self, u: Tensor) -> Inputs:
+        """Return the projections of the input u (b,l,d_model)."""
         x_bld, z_bld = self._linear("in_proj", u).chunk(2, dim=-1)
         if self.options.use_short_conv:
             x_bld = self._short_convolution(x_bld)
         return Inputs(x_bld, z_bld)
 
     def evaluate(self, inputs: Inputs, y_bld: Tensor) -> Tensor:
-        """f(y) (b,l,d): Eq. 12 and 13."""
+        """Return f(y), (b,l,d): Eq. 12 and 13."""
         options, parameters = self.options, self.parameters
         x_bld, z_bld = inputs
-        before_bld = _shifted(y_bld)
+        previous_bld = _shift(y_bld)
 
         # 1. The mixer: x̃ = Q x + (I − Q) y = Q (x − y) + y.
-        mixed_bld = self._mix(x_bld, before_bld, x_bld - y_bld) + y_bld
+        mixed_bld = self._mix(x_bld, previous_bld, x_bld - y_bld) + y_bld
 
-        # 2. Step sizes of x; B and C of x and of the token before.
+        # 2. Step sizes from x; B and C from x and from the previous token.
         widths = [options.dt_rank, options.d_state, options.d_state]
         delta, B_bln, C_bln = self._linear("x_proj", x_bld).split(widths, dim=-1)
-        B_of_y, C_of_y = F.linear(before_bld, self._weight("bc_y_proj")).chunk(2, dim=-1)
+        B_of_y, C_of_y = F.linear(previous_bld, self._weight("bc_y_proj")).chunk(2, dim=-1)
         B_bln = B_bln + B_of_y
         C_bln = C_bln + C_of_y
         if options.bc_norm:
@@ -187,29 +194,31 @@ class Block:
         C_bln = C_bln.to(y_bld.dtype)
         o_bld = self.scan(mixed_bld, dt_bld, A_dn, B_bln, C_bln) + parameters["D"] * mixed_bld
 
-        # 4. The gate, where it is in the loop, and the norm that ends an iteration.
+        # 4. The gate, if it is in the loop, and the norm.
         if options.glu_in_loop:
             o_bld = o_bld * F.silu(z_bld)
         weight, bias = parameters["out_norm.weight"], parameters["out_norm.bias"]
         return F.layer_norm(o_bld, weight.shape, weight, bias, options.out_norm_epsilon)
 
     def solve(self, inputs: Inputs, rule: Rule) -> Solution:
-        """The iteration from zero, in fp32 or wider."""
+        """Iterate from zero, in fp32 or wider."""
         wide = torch.promote_types(inputs.x_bld.dtype, torch.float32)
         start_bld = torch.zeros_like(inputs.x_bld, dtype=wide)
         return solve(lambda y_bld: self.evaluate(inputs, y_bld), start_bld, rule)
 
     def output(self, inputs: Inputs, y_bld: Tensor) -> Tensor:
-        """The gate, where it is not in the loop, and the projection to (b,l,d_model)."""
+        """Apply the gate, if it is not in the loop, and the projection to (b,l,d_model)."""
         if not self.options.glu_in_loop:
-            gate_bld = inputs.z_bld + F.linear(_shifted(y_bld), self._weight("z_y_proj"))
+            gate_bld = inputs.z_bld + F.linear(_shift(y_bld), self._weight("z_y_proj"))
             y_bld = F.silu(gate_bld) * y_bld
         return self._linear("out_proj", y_bld)
 
     def forward(self, u: Tensor, rule: Rule) -> tuple[Tensor, Solution]:
-        """u (b,l,d_model) → the block's output, of the same shape, and the solution. The gradient
-        goes through one evaluation at the solution, and from there to the input."""
-        inputs = self.inputs(u)
+        """Return the output of the block, (b,l,d_model), and the solution.
+
+        The gradient passes through one evaluation at the solution.
+        """
+        inputs = self.project(u)
         solution = self.solve(inputs, rule)
         return self.output(inputs, self.evaluate(inputs, solution.y_bld)), solution
 
@@ -217,7 +226,7 @@ class Block:
         return F.linear(x, self.parameters[f"{name}.weight"], self.parameters.get(f"{name}.bias"))
 
     def _weight(self, name: str) -> Tensor:
-        """A weight-normalised matrix: each row is its gain times its direction's unit vector."""
+        """Return a weight-normalised matrix, whose rows are gain times unit vector."""
         direction = self.parameters[f"{name}.direction"]
         return self.parameters[f"{name}.gain"] * F.normalize(direction, dim=1, eps=0.0)
 
@@ -227,13 +236,13 @@ class Block:
         bias = self.parameters["conv1d.bias"]
         return F.silu(F.conv1d(x_bdl, weight, bias, groups=len(weight)).mT)
 
-    def _mix(self, x_bld: Tensor, before_bld: Tensor, v_bld: Tensor) -> Tensor:
-        """Q v: a product of generalised Householder reflections I − 2 a u uᵀ, the first first."""
+    def _mix(self, x_bld: Tensor, previous_bld: Tensor, v_bld: Tensor) -> Tensor:
+        """Return Q v, after generalised Householder reflections I − 2 a u uᵀ in order."""
         options = self.options
         if options.symm_mixer:
-            argument = x_bld + before_bld
+            argument = x_bld + previous_bld
         else:
-            argument = torch.cat([x_bld.to(before_bld.dtype), before_bld], dim=-1)
+            argument = torch.cat([x_bld.to(previous_bld.dtype), previous_bld], dim=-1)
         activation = {"silu": F.silu, "relu": F.relu, "identity": nn.Identity()}[options.mixer_act]
         flat = activation(F.linear(argument, self._weight("mixer.u_proj")))
         u_blrd = _unit(flat.unflatten(-1, (options.mixer_rank, -1)).to(v_bld.dtype), options.eps)
@@ -246,25 +255,25 @@ class Block:
         return v_bld
 
 
-def _shifted(y_bld: Tensor) -> Tensor:
-    """sh(y): every token has the one before it, the first has zeros."""
+def _shift(y_bld: Tensor) -> Tensor:
+    """Return sh(y): the previous token's y at each token, zeros at the first."""
     return F.pad(y_bld, (0, 0, 1, 0))[:, :-1]
 
 
 def _unit(v: Tensor, eps: float) -> Tensor:
-    """v / max(‖v‖₂, eps) over the last dimension."""
+    """Return v / max(‖v‖₂, eps) over the last dimension."""
     return F.normalize(v, dim=-1, eps=eps)
 
 
 class Statistics(NamedTuple):
-    """What the solves of all layers needed, under the names of lm's own statistics."""
+    """Statistics of the solves of all layers, with the names of lm."""
 
-    evaluations: Tensor  # (layers,) a token
-    failed: Tensor  # (layers,b) whether the sequence did not converge
+    evaluations: Tensor  # (layers,) evaluations per token
+    failed: Tensor  # (layers,b) True if the sequence did not converge
 
 
 class Output(NamedTuple):
-    """What the language model returns."""
+    """Output of the language model."""
 
     logits: Tensor  # (b,l,vocabulary)
     loss: Tensor | None  # the mean over the targets
@@ -272,23 +281,23 @@ class Output(NamedTuple):
 
 
 class LanguageModel(nn.Module):
-    """An FP-Mamba-1 language model solved by the paper's procedure, with the weights of another.
+    """FP-Mamba-1 language model that uses the paper's procedure and the weights of another model.
 
     Args:
-        weights: a language model of lm, whose parameters (by name) and `config` are all that is
-            used of it; they are not copied.
-        scan: a function like `scan_over_time`.
+        weights: Language model of lm, of which only the parameters (not copied) and `config` are
+            used.
+        scan: Function like `scan_over_time`.
 
     Raises:
-        ValueError: the model has options that the paper's code does not have.
+        ValueError: If the model has options that the paper's code does not have.
     """
 
     def __init__(self, weights: nn.Module, scan: Scan = scan_over_time) -> None:
         super().__init__()
         self.weights = weights
         self.scan = scan
-        self.rule: Rule | None = None  # in the place of the mode's own
-        self.block(0)  # refuses now what is not written here
+        self.rule: Rule | None = None  # replaces the rule of the mode
+        self.block(0)  # raises ValueError for unsupported options
 
     @property
     def options(self) -> Any:
@@ -300,8 +309,13 @@ class LanguageModel(nn.Module):
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, shift_labels: Tensor | None = None
     ) -> Output:
-        """input_ids (b,l) → logits; with labels (b,l), each the target of the token before it, or
-        shift_labels (b,l), each that of its own place, also the loss."""
+        """Return logits, and a loss if there are labels.
+
+        Args:
+            input_ids: (b,l).
+            labels: (b,l), the ids themselves: each is the target of the previous token.
+            shift_labels: (b,l), the target at each token.
+        """
         rule = self.rule or (training_rule() if self.training else evaluation_rule())
         embedding = self._under("backbone.embeddings")["weight"]
         hidden = F.embedding(input_ids, embedding)
@@ -326,16 +340,18 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def greedy(self, prompt: Tensor, new: int) -> Tensor:
-        """The `new` most likely tokens (b,new) after a prompt (b,l). The paper has no cache: the
-        whole text is solved again for every token."""
+        """Return `new` tokens (b,new) after a prompt (b,l), by greedy decoding.
+
+        The paper has no cache, so that every token solves the whole text again.
+        """
         text = prompt
         for _ in range(new):
-            likeliest = self(text).logits[:, -1].argmax(-1, keepdim=True)
-            text = torch.cat([text, likeliest], dim=1)
+            next_token = self(text).logits[:, -1].argmax(-1, keepdim=True)
+            text = torch.cat([text, next_token], dim=1)
         return text[:, prompt.shape[1] :]
 
     def _under(self, prefix: str) -> Parameters:
-        """The parameters whose names begin with `prefix.`, without it."""
+        """Return the parameters whose names start with `prefix.`, without the prefix."""
         start = f"{prefix}."
         return {
             name.removeprefix(start): parameter

@@ -1,12 +1,11 @@
-"""What bf16 changes of the exact token on a GPU: loss, gradient and answers beside fp32, and how
-far that is from plain PyTorch.
+"""Precision of the exact solve in bf16 on a GPU: loss, gradient and answers compared with fp32.
 
 python -m benchmarks.precision [--export DIR --tokens 64 --words 2 --length 256 --device cuda]
 
-Of the state tracker of the tests (S3, trained on words of up to 16 letters) and, given the export
-of a language model, of that on this text. In bf16 products, and the rows and maps that they are of,
-are as under autocast on a GPU; everything else is in fp32. On a CPU Triton's interpreter does the
-same, at some ten tokens a second.
+The fp32 kernels are also compared with plain PyTorch. The models are the state tracker of the tests
+(S3, trained on up to 16 elements) and, with --export, a language model, which reads this text. In
+bf16, matrix products and their operands have the dtypes of autocast on a GPU; everything else is
+fp32. On a CPU, Triton's interpreter computes the same, at about ten tokens per second.
 """
 
 import argparse
@@ -23,14 +22,14 @@ if not torch.cuda.is_available():  # read when a kernel is defined
 import torch.nn.functional as F
 from transformers import AutoTokenizer
 
-from benchmarks.harness import show
+from benchmarks.harness import print_table
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests.kernels import quicken_interpreter
 from tests.tracker import tracker, words
 
 
-def problems(a: argparse.Namespace) -> Iterator[tuple[str, Any, torch.Tensor, torch.Tensor]]:
-    """Names, models in training mode, ids and what is to be predicted."""
+def make_problems(a: argparse.Namespace) -> Iterator[tuple[str, Any, torch.Tensor, torch.Tensor]]:
+    """Yield names, models in training mode, ids, and targets."""
     if a.words:
         ids, answers = words(a.words, a.length)
         yield f"S3, {a.words} words of {a.length}", tracker(schedule="sequential"), ids, answers
@@ -42,9 +41,9 @@ def problems(a: argparse.Namespace) -> Iterator[tuple[str, Any, torch.Tensor, to
 
 
 def compare(model: Any, ids: torch.Tensor, targets: torch.Tensor, device: str) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a row of the table."""
     model, ids, targets = model.to(device), ids.to(device), targets.to(device)
-    found = []
+    results = []
     for kernels, autocast in (("plain", False), ("triton", False), ("triton", True)):
         os.environ["FPRNN_KERNELS"] = kernels
         model.zero_grad()
@@ -53,41 +52,47 @@ def compare(model: Any, ids: torch.Tensor, targets: torch.Tensor, device: str) -
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         loss.backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-        found.append((loss.item(), gradient, logits.argmax(-1)))
-    plain, (loss, gradient, answers), (narrow_loss, its_gradient, its_answers) = found
+        results.append((loss.item(), gradient, logits.argmax(-1)))
+    plain, (loss, gradient, answers), (bf16_loss, bf16_gradient, bf16_answers) = results
 
-    def apart(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    def relative_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return (a - b).norm() / b.norm()
 
     return {
         "loss off plain": f"{abs(loss / plain[0] - 1):.1e}",
-        "gradient off plain": f"{apart(gradient, plain[1]):.1e}",
+        "gradient off plain": f"{relative_difference(gradient, plain[1]):.1e}",
         "fp32 loss": f"{loss:.6f}",
-        "bf16 loss": f"{narrow_loss:.6f}",
-        "gradient off fp32": f"{apart(its_gradient, gradient):.2%}",
-        "cosine": f"{F.cosine_similarity(gradient, its_gradient, 0):.5f}",
-        "same answers": f"{(answers == its_answers).float().mean():.2%}",
-        "right": f"{(its_answers == targets).float().mean():.2%}",
+        "bf16 loss": f"{bf16_loss:.6f}",
+        "gradient off fp32": f"{relative_difference(bf16_gradient, gradient):.2%}",
+        "cosine": f"{F.cosine_similarity(gradient, bf16_gradient, 0):.5f}",
+        "same answers": f"{(answers == bf16_answers).float().mean():.2%}",
+        "right": f"{(bf16_answers == targets).float().mean():.2%}",
     }
 
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("--export", help="a folder that from_pretrained loads; none: the tracker alone")
-    p.add_argument("--tokens", type=int, default=64, help="of the text (default: 64)")
-    p.add_argument("--words", type=int, default=2, help="of S3 (default: 2); 0: none")
-    p.add_argument("--length", type=int, default=256, help="of the words (default: 256)")
+    p.add_argument(
+        "--export", help="a folder that from_pretrained loads (default: only the tracker)"
+    )
+    p.add_argument("--tokens", type=int, default=64, help="tokens of the text (default: 64)")
+    p.add_argument(
+        "--words", type=int, default=2, help="number of S3 sequences, 0 for none (default: 2)"
+    )
+    p.add_argument(
+        "--length", type=int, default=256, help="length of the S3 sequences (default: 256)"
+    )
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     a = p.parse_args()
     if a.device == "cpu":
         quicken_interpreter()
     rows = []
-    for name, model, ids, targets in problems(a):
+    for name, model, ids, targets in make_problems(a):
         start = time.perf_counter()
         rows.append({"": name, **compare(model, ids, targets, a.device)})
-        said = "; ".join(f"{key} {value}" for key, value in list(rows[-1].items())[1:])
-        print(f"{name}, {time.perf_counter() - start:.0f} s: {said}", flush=True)
-    show("bf16 beside fp32, token by token in Triton", rows)
+        figures = "; ".join(f"{key} {value}" for key, value in list(rows[-1].items())[1:])
+        print(f"{name}, {time.perf_counter() - start:.0f} s: {figures}", flush=True)
+    print_table("bf16 compared with fp32, sequential kernel in Triton", rows)
 
 
 if __name__ == "__main__":

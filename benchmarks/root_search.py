@@ -1,11 +1,11 @@
-"""Evaluations of φ for the root of one or two reflections: Picard's search and the certified one.
+"""Evaluations of φ by Picard's search and by the certified search, for one or two reflections.
 
 python -m benchmarks.root_search [--fuzz 1000000 --run RUN ... --sequences 128 --length 64]
 
-The equations are random ones, those of untrained layers of the 160M model (d_inner 1,536), and
-those of the synthetic runs given. A launch waits for its slowest sequence, so the rows also have
-the mean over tokens of the slowest of 16, 64 and 128 sequences. For two reflections an evaluation
-of F counts as one of φ.
+The equations are random, from untrained layers of the 160M model (d_inner 1,536), and from the
+synthetic runs of --run. A launch waits for its slowest sequence, so the rows also have the mean
+over tokens of the slowest of 16, 64 and 128 sequences. For two reflections, an evaluation of F
+counts as an evaluation of φ.
 """
 
 import argparse
@@ -49,10 +49,10 @@ def random_equations(n: int, seed: int) -> list[Tensor]:
 
 
 def random_pairs(n: int, seed: int) -> list[Tensor]:
-    """Draw equations of two reflections, made from random vectors whose lengths span six decades.
+    """Draw equations of two reflections from random vectors whose lengths span six decades.
 
     Returns:
-        As `random_equations`, r = 2.
+        As in `random_equations`, with r = 2.
     """
     generator, r, d = torch.Generator().manual_seed(seed), 2, 8
 
@@ -76,13 +76,13 @@ def random_pairs(n: int, seed: int) -> list[Tensor]:
 
 
 def record_equations(run: Callable[[], object]) -> list[Tensor]:
-    """Record the equations that a function solves in plain PyTorch, all of one rank.
+    """Record the equations that a function solves in plain PyTorch.
 
     Args:
-        run: Calls a model or a layer.
+        run: Function that calls a model or a layer whose mixers have the same rank.
 
     Returns:
-        As `random_equations`; n = calls · sequences, the sequences of one call side by side.
+        As in `random_equations`, with n = calls · sequences, in order of the calls.
     """
     from lm.model import cell
 
@@ -104,34 +104,34 @@ def record_equations(run: Callable[[], object]) -> list[Tensor]:
     return [torch.cat(parts) for parts in zip(*calls)]
 
 
-def slowest(counts: Tensor, sequences: int, size: int) -> float:
+def average_slowest(counts: Tensor, sequences: int, size: int) -> float:
     """Return the evaluations of the slowest of `size` sequences, averaged over calls and groups."""
     groups = counts.view(-1, sequences).split(size, 1)
     return torch.stack([group.amax(1).double().mean() for group in groups]).mean().item()
 
 
 def report(name: str, equations: list[Tensor], sequences: int | None) -> None:
-    """Print a row for each search, and how many roots differ."""
+    """Print a row for each search, and the number of roots that differ."""
     from lm.kernels.cpu.roots import count_evaluations
     from lm.model.cell import Coefficients
 
     results = []
     for label, by_picard in (("picard", True), ("certified", False)):
-        found, counts = count_evaluations(equations, FLOOR, by_picard)
-        results.append(found)
+        solution, counts = count_evaluations(equations, FLOOR, by_picard)
+        results.append(solution)
         row = f"{name:22} {label:9} mean {counts.double().mean():6.2f}"
         for size in GROUPS if sequences else ():
-            row += f"  slowest of {size} {slowest(counts, sequences, size):6.1f}"
-        print(f"{row}  bisected {(found.outcome == 2).double().mean():.4%}")
-    old, new = results
+            row += f"  slowest of {size} {average_slowest(counts, sequences, size):6.1f}"
+        print(f"{row}  bisected {(solution.outcome == 2).double().mean():.4%}")
+    picard, certified = results
     coefficients = Coefficients(*(t.double() for t in equations), FLOOR)
-    s = old.s.double()
+    s = picard.s.double()
     size = coefficients.size(s, coefficients.phi(s)[1])
-    differs = (old.s - new.s).abs().amax(1) > 1e-3 * size
-    by_picard, by_bisection = ((differs & (old.outcome == kind)).sum() for kind in (0, 2))
+    differs = (picard.s - certified.s).abs().amax(1) > 1e-3 * size
+    by_picard, by_bisection = ((differs & (picard.outcome == kind)).sum() for kind in (0, 2))
     print(
-        f"{name:22} roots that differ: {by_picard} that Picard had found, {by_bisection} that"
-        " bisection had found"
+        f"{name:22} roots that differ: {by_picard} found by Picard iteration,"
+        f" {by_bisection} found by bisection"
     )
 
 

@@ -4,4 +4,4 @@ Importing it imports nothing else, so that `fprnn --help` starts quickly. `impor
 Python API.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

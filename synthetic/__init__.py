@@ -1,1 +1,1 @@
-"""The validation suite: what an expressive sequence mixer must solve."""
+"""Validation suite: synthetic tasks for expressive sequence mixers."""

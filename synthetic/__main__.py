@@ -1,4 +1,4 @@
-"""`python -m synthetic`."""
+"""Entry point of `python -m synthetic`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The model of a synthetic run: freshly initialised, or as it was trained."""
+"""Model of a synthetic run, freshly initialised or trained."""
 
 from __future__ import annotations
 
@@ -15,20 +15,27 @@ from lm.model.baseline_layers import AttentionState, LSTMState, NoState, SLSTMSt
 from lm.model.delta import DeltaState, RWKV7State
 from lm.model.diagonal import ScanState, TrapezoidState
 from lm.model.state import BlockState, FPRNNState
-from lm.runs.checkpoint import MANIFEST, CheckpointError, newest, not_finite, read_state, step_of
+from lm.runs.checkpoint import (
+    MANIFEST,
+    CheckpointError,
+    checkpoint_step,
+    describe_nonfinite,
+    find_newest_checkpoint,
+    read_state,
+)
 from lm.runs.run_dir import RunDir, check_config
 from lm.training.build import build_section
 from synthetic import tasks
 from synthetic.config import Config, load
 
-STATE = "state.pt"  # the one file of a checkpoint
-# What it may hold of a stream that is under way.
+STATE = "state.pt"  # the only file of a checkpoint besides its manifest
+# Classes that a checkpoint of a stream may contain, in the state that the next segment starts from.
 STATES = [FPRNNState, BlockState, ScanState, TrapezoidState, DeltaState, RWKV7State]
 STATES += [AttentionState, LSTMState, SLSTMState, NoState]
 
 
-def device_of(cfg: Config) -> tuple[torch.device, str]:
-    """Where to run, and "fp32" or "bf16"."""
+def choose_device(cfg: Config) -> tuple[torch.device, str]:
+    """Return the device to run on and the precision, "fp32" or "bf16"."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     precision = cfg.train.precision
     if precision == "auto":
@@ -37,21 +44,26 @@ def device_of(cfg: Config) -> tuple[torch.device, str]:
 
 
 class Built(NamedTuple):
-    """A model, and where and in what it runs."""
+    """A model with its device and its precision."""
 
     model: Any  # nn.Module with the interface of lm/model
     device: torch.device
     precision: str  # "fp32" or "bf16"
 
 
-def build(cfg: Config, task: tasks.Task, seq_len: int) -> Built:
-    """The model of a run, freshly initialised.
+def build(cfg: Config, task: tasks.Task, max_length: int) -> Built:
+    """Build the freshly initialised model of a run.
 
-    Args: seq_len: the longest sequence that it will read.
+    Args:
+        cfg: Config of the run.
+        task: Its task.
+        max_length: Longest sequence that the model will read, in tokens.
+
     Raises:
-        ConfigError: a model that cannot be. TaskError: its vocabulary is smaller than the task's.
+        ConfigError: If the model is impossible.
+        TaskError: If its vocabulary is smaller than the task's.
     """
-    device, precision = device_of(cfg)
+    device, precision = choose_device(cfg)
     torch.manual_seed(cfg.seed)
     vocab_size = cfg.model.vocab_size
     if vocab_size == "auto":
@@ -60,49 +72,62 @@ def build(cfg: Config, task: tasks.Task, seq_len: int) -> Built:
         raise tasks.TaskError(
             f"model.vocab_size is {vocab_size}, task `{cfg.task.name}` has {task.vocab_size} ids"
         )
-    model = build_section(cfg.model, cfg.solver, vocab_size, seq_len)
+    model = build_section(cfg.model, cfg.solver, vocab_size, max_length)
     return Built(model.to(device), device, precision)
 
 
-def newest_state(
+def find_newest_state(
     run: RunDir, device: torch.device | str = "cpu", say: Callable[[str], None] = print
 ) -> dict | None:
-    """The training state of a run's newest complete checkpoint without NaN; None where there is
-    none.
+    """Return the state of a run's newest complete checkpoint without NaN; None without checkpoints.
+
+    Args:
+        run: The run directory.
+        device: Device to load the tensors on.
+        say: Prints a line for each checkpoint that is skipped.
 
     Raises:
-        CheckpointError: there are checkpoints, and none can be used. RunDirError: the run's config
-            is another than they were trained with.
+        CheckpointError: If there are checkpoints, but none can be used.
+        RunDirError: If the checkpoints were trained with another config.
     """
-    path = newest(run.checkpoints, say)
+    path = find_newest_checkpoint(run.checkpoints, say)
     if path is None:
         return None
     check_config(path, read_json(path / MANIFEST), run, load(run.config))
     while path is not None:
         state = read_state(path / STATE, STATES, device)
-        what = not_finite(held(state))
-        if not what:
+        problem = describe_nonfinite(collect_tensors(state))
+        if not problem:
             return state
-        say(f"passed over: checkpoint {path}: {what}")
-        path = newest(run.checkpoints, say, before=step_of(path))
+        say(f"skipped checkpoint {path}: {problem}")
+        path = find_newest_checkpoint(run.checkpoints, say, before=checkpoint_step(path))
     raise CheckpointError(
-        f"every whole checkpoint in {run.checkpoints} holds NaN or infinity: train anew with"
-        " --overwrite"
+        f"every complete checkpoint in {run.checkpoints} contains NaN or infinity: train from"
+        " scratch with --overwrite"
     )
 
 
-def held(state: dict) -> dict[str, list[torch.Tensor]]:
-    """Of a training state the weights that hold NaN (a buffer may hold infinity), and all of the
-    optimizer's moments by name."""
-    held = {"the weights": [tensor for tensor in state["model"].values() if tensor.isnan().any()]}
+def collect_tensors(state: dict) -> dict[str, list[torch.Tensor]]:
+    """Collect the tensors of a training state that must be finite, by name.
+
+    These are the optimizer's moments and the weights that contain NaN; a buffer may contain
+    infinity.
+    """
+    weights = [tensor for tensor in state["model"].values() if tensor.isnan().any()]
+    tensors = {"the weights": weights}
     for moments in state["optimizer"]["state"].values():
         for name, moment in moments.items():
-            held.setdefault(name, []).append(moment)
-    return held
+            tensors.setdefault(name, []).append(moment)
+    return tensors
 
 
 def _trained_state(run: RunDir) -> dict:
-    saved = newest_state(run)
+    """Return the newest state of a run.
+
+    Raises:
+        CheckpointError: If the run has no checkpoint.
+    """
+    saved = find_newest_state(run)
     if saved is None:
         raise CheckpointError(
             f"{run} holds no trained model ({run.checkpoints} has no checkpoint): train it"
@@ -111,7 +136,7 @@ def _trained_state(run: RunDir) -> dict:
 
 
 class Loaded(NamedTuple):
-    """A trained run: its config, its task and its model, in evaluation mode."""
+    """A trained run: its config, its task and its model in evaluation mode."""
 
     cfg: Config
     task: tasks.Task
@@ -120,19 +145,22 @@ class Loaded(NamedTuple):
 
 
 def load_run(run_dir: str | Path, overrides: Sequence[str] = (), trust: bool = False) -> Loaded:
-    """Read a trained run, with overrides of its config.
+    """Load a trained run.
 
     Args:
-        trust: Run the code of a `module:Class` in the run's config.yaml.
+        run_dir: Its run directory.
+        overrides: key=value, applied to its config.
+        trust: Run the code of a `module:Class` that the run's config.yaml names.
 
     Raises:
-        ConfigError: Its config names code of its own, which is not trusted.
-        CheckpointError: nothing was trained there, or another model, or on other ids.
+        ConfigError: If its config names a `module:Class` and `trust` is False.
+        CheckpointError: If the run has no checkpoint, or the weights belong to another model or to
+            a task with other ids.
     """
     run = RunDir(run_dir)
     saved = _trained_state(run)
     cfg = load(run.config, overrides)
-    vocab_size = cfg.model.vocab_size  # the shapes of the weights tell it
+    vocab_size = cfg.model.vocab_size  # an override may change it: shapes of the weights check it
     if cfg.model != load(run.config, [f"model.vocab_size={vocab_size}"]).model:
         raise CheckpointError(
             f"the overrides describe another model than that of {run}: leave the `model` section as"
@@ -144,7 +172,7 @@ def load_run(run_dir: str | Path, overrides: Sequence[str] = (), trust: bool = F
     try:
         model.load_state_dict(saved["model"])
     except RuntimeError as e:
-        # torch's message: a heading, then a line for each thing that does not fit.
+        # torch's message is a heading, then a line for each mismatch.
         first = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
         raise CheckpointError(
             f"the weights of {run} are not for task `{cfg.task.name}`, which has"

@@ -1,4 +1,4 @@
-"""`fprnn synthetic COMMAND`, also `python -m synthetic`: thin, one function a command."""
+"""Command line `fprnn synthetic COMMAND`, also `python -m synthetic`."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ EPILOG = """examples:
   fprnn synthetic report fig3c --run
   fprnn synthetic validate configs/synthetic/models/*.yaml --jobs 2
 """
-ABOUT: dict[str, Any] = {
-    "description": "Does a sequence mixer track state, copy, compute and remember?",
+OPTIONS: dict[str, Any] = {
+    "description": "Can a sequence mixer track state, copy, compute and remember?",
     "epilog": EPILOG,
     "formatter_class": HelpFormatter,
 }
@@ -44,16 +44,16 @@ def _train(args: argparse.Namespace) -> int:
     places.check_folders({"task.data": cfg.task.data})
 
     from lm.runs.run_dir import RunDir
-    from synthetic.results import summary, verdict
+    from synthetic.results import summary_table, threshold_lines
     from synthetic.train import train
 
     result = train(cfg, args.overwrite)
     seconds = result["training_seconds"]
-    say(summary(result, f"{cfg.run_dir}: {result['updates']} updates in {seconds:.0f} s"))
-    for line in verdict(result):
+    say(summary_table(result, f"{cfg.run_dir}: {result['updates']} updates in {seconds:.0f} s"))
+    for line in threshold_lines(result):
         say(line)
     say(f"result   {RunDir(cfg.run_dir).result}")
-    return 0 if all(bar["passed"] for bar in result["bars"]) else 2
+    return 0 if all(entry["passed"] for entry in result["bars"]) else 2
 
 
 def _eval(args: argparse.Namespace) -> int:
@@ -63,11 +63,11 @@ def _eval(args: argparse.Namespace) -> int:
 
     from lm.common.console import say
     from synthetic.evaluate import evaluate_run
-    from synthetic.results import summary, verdict
+    from synthetic.results import summary_table, threshold_lines
 
     result = evaluate_run(args.run, args.override, args.out, args.trust)
-    say(summary(result, args.run))
-    for line in verdict(result):
+    say(summary_table(result, args.run))
+    for line in threshold_lines(result):
         say(line)
     return 0
 
@@ -81,7 +81,7 @@ def _inspect(args: argparse.Namespace) -> int:
     from synthetic.inspection import inspect_run
 
     out = choose_page(args.run, args.out)
-    show(inspect_run(args.run, args.word, args.length, args.seed, args.trust), out)
+    show(inspect_run(args.run, args.tokens, args.length, args.seed, args.trust), out)
     return 0
 
 
@@ -94,15 +94,15 @@ def _validate(args: argparse.Namespace) -> int:
         load_tree(path)
 
     from lm.common.console import say
+    from synthetic.ability_table import describe, judge, summarize, write
     from synthetic.plots import curves
-    from synthetic.profile import describe, judge, summarize, write
-    from synthetic.results import table
+    from synthetic.results import build_table
     from synthetic.validate import validate
 
     out_dir = args.out_dir or f"runs/validate{'_quick' * args.quick}"
     runs = validate(paths, overrides, out_dir, args.jobs, args.quick, args.seeds)
-    say(table(summarize(runs), "Models and their abilities"))
-    drawing = curves(runs, "Abilities over test lengths", wide=1)
+    say(build_table(summarize(runs), "Models and their abilities"))
+    drawing = curves(runs, "Abilities over test lengths", log_ratio=1)
     say("\n".join(describe(runs, drawing)))
     for path in write(drawing, Path(out_dir)):
         say(f"wrote    {path}")
@@ -116,11 +116,13 @@ def _report(args: argparse.Namespace) -> int:
 
     from lm.common.console import say
     from synthetic.report import REPORTS, report
-    from synthetic.results import table
+    from synthetic.results import build_table
 
     if args.name is None:
-        entries = [{"report": k, "paper": v.where, "shows": v.title} for k, v in REPORTS.items()]
-        say(table(entries, "Reports"))
+        entries = [
+            {"report": k, "paper": v.paper_label, "shows": v.title} for k, v in REPORTS.items()
+        ]
+        say(build_table(entries, "Reports"))
         return 0
     run, jobs = args.run_missing, args.jobs
     report(args.name, args.scale, tuple(args.override), args.config, run=run, jobs=jobs)
@@ -128,32 +130,35 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of `python -m synthetic`. Nothing heavy is imported to build it."""
-    whole = argparse.ArgumentParser(prog="python -m synthetic", **ABOUT)
-    _add_commands(whole)
-    return whole
+    """Build the command line of `python -m synthetic`, without importing anything slow."""
+    result = argparse.ArgumentParser(prog="python -m synthetic", **OPTIONS)
+    _add_commands(result)
+    return result
 
 
 def add(commands: argparse._SubParsersAction) -> None:
-    """Adds `synthetic`, with commands of its own, to those of another command line."""
-    _add_commands(commands.add_parser("synthetic", help="the validation suite", **ABOUT))
+    """Add the command `synthetic`, with its subcommands, to another command line."""
+    _add_commands(commands.add_parser("synthetic", help="the validation suite", **OPTIONS))
 
 
 def add_demo(commands: argparse._SubParsersAction) -> None:
-    """Add `demo` to another command line."""
+    """Add the command `demo` to another command line."""
     command = commands.add_parser(
         "demo",
-        help="train FP-Mamba and Mamba side by side, and see what each can do: minutes, two cores",
-        description="Train one layer of FP-Mamba and two of Mamba at once on words of the group S3:"
-        " the answer after each letter is the product of all so far. Both learn on words of up to"
-        " 16 letters (FP-Mamba in a curriculum, with noise on its states; Mamba at all lengths from"
-        " the start, because a curriculum would keep it at short words) and then read words of up"
-        " to 1,024. The figure is runs/demo_s3/reports/small/demo.png. Some 80 seconds on two"
-        " cores. A stopped demo goes on; a finished one is only drawn. The state that a"
+        help="train FP-Mamba and Mamba side by side and compare them: minutes on two cores",
+        description="Train FP-Mamba (one layer) and Mamba (two layers) at once on the word problem"
+        " of the group S3: the answer after each element is the product of all elements so far."
+        " Both are trained on sequences of up to 16 elements and tested on up to 1,024. FP-Mamba"
+        " uses a length curriculum and noise on its states. Mamba trains on all lengths from the"
+        " start, because it does not advance in a curriculum. The figure is"
+        " runs/demo_s3/reports/small/demo.png. It takes about 80 seconds on two cores. The same"
+        " command continues a stopped demo and redraws a finished one. To see the state that a"
         " model decodes at each token: fprnn synthetic inspect RUN --length 24.",
     )
     command.add_argument("name", nargs="?", choices=["s3"], default="s3", help="default: s3")
-    command.add_argument("override", nargs="*", metavar="key=value", help="of both models' YAML")
+    command.add_argument(
+        "override", nargs="*", metavar="key=value", help="applied to both models' YAML"
+    )
     command.set_defaults(run_command=_demo)
 
 
@@ -164,8 +169,8 @@ def _demo(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_commands(whole: argparse.ArgumentParser) -> None:
-    commands = whole.add_subparsers(dest="synthetic", required=True, metavar="COMMAND")
+def _add_commands(parent: argparse.ArgumentParser) -> None:
+    commands = parent.add_subparsers(dest="synthetic", required=True, metavar="COMMAND")
     _add_train(commands)
     _add_eval(commands)
     _add_inspect(commands)
@@ -178,9 +183,9 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "train",
         help="train a model on a task and evaluate it over lengths",
-        description="Train the run a YAML describes, or continue it after a kill. OVERRIDES are"
-        " dotted keys, e.g. task.group=A5 model.mixer_rank=4; docs/config-synthetic.md lists all"
-        " keys. Exit status 2: trained, but below one of the config's bars.",
+        description="Train the run that a YAML describes, or continue it after a kill. OVERRIDES"
+        " are dotted keys, e.g. task.group=A5 model.mixer_rank=4; docs/config-synthetic.md lists all"
+        " keys. Exit status 2: the run finished, but missed one of the config's thresholds.",
     )
     command.add_argument("--config", required=True, metavar="YAML", help="the run to train")
     command.add_argument(
@@ -200,8 +205,9 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "eval",
         help="evaluate a trained run over other lengths and seeds",
-        description="OVERRIDES: eval.lengths=16,32,48 or 2:50:1 (from, to, step) or 2:512 (from,"
-        " to, ×√2 each); eval.seeds=[0,1,2] of the test data; other keys of eval and solver.",
+        description="OVERRIDES are keys of eval and solver. Examples: eval.lengths=16,32,48 or"
+        " 2:50:1 (from, to, step) or 2:512 (from, to, ×√2 each); eval.seeds=[0,1,2] for three test"
+        " sets.",
     )
     command.add_argument("run", metavar="RUN", help="a run directory")
     command.add_argument("--out", help="results JSON (default: RUN/eval.json)")
@@ -213,72 +219,68 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
 def _add_inspect(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "inspect",
-        help="look inside: the decoded state and ℓ* at every token of one sequence",
-        description="Show, in the terminal and on one HTML page, what a trained run makes of one"
-        " sequence: the state it decodes at each token beside the right one, ℓ*, states, gates and"
-        " decays. WORD: the input's tokens by name (213 231 for S3); without,"
-        " --length draws a test sequence. docs/inspect.md.",
+        help="show the decoded state and ℓ* at every token of one sequence",
+        description="Show how a trained run reads one sequence, in the terminal and on an HTML"
+        " page: the state that it decodes at each token next to the correct one, ℓ*, states, gates"
+        " and decays. TOKEN is the name of an input token (213 231 for S3). Without TOKEN, --length"
+        " draws a test sequence. See docs/inspect.md.",
     )
     command.add_argument("run", metavar="RUN", help="a run directory")
-    command.add_argument("word", nargs="*", metavar="WORD", help="the input, token by token")
+    command.add_argument("tokens", nargs="*", metavar="TOKEN", help="the input, token by token")
     command.add_argument(
         "--length",
         type=Integer(1, MAX_LENGTH),
         metavar="N",
-        help="draw a test sequence of this length, at least 1, instead",
+        help="draw a test sequence of this length, at least 1",
     )
     command.add_argument(
-        "--seed", type=SEED, default=0, help="of the drawing, at least 0 (default: 0)"
+        "--seed", type=SEED, default=0, help="seed of the drawn sequence (default: 0)"
     )
     command.add_argument(
         "--out",
         metavar="HTML",
-        help="the page (default: RUN/inspect.html); an earlier page of this command is replaced,"
-        " any other file is not",
+        help="the page (default: RUN/inspect.html); replaces only a page that this command wrote",
     )
     add_trust(command)
-    command.set_defaults(run_command=_inspect, list_argument="word")
+    command.set_defaults(run_command=_inspect, list_argument="tokens")
 
 
 def _add_validate(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "validate",
-        help="the profile of models: abilities, over lengths and seeds",
-        description="State tracking, automata, brackets, arithmetic, copying, recall, …: trains a"
-        " small recipe for each ability on the `model:` section of any YAML (several: side by"
-        " side), tries it on up to 64 times longer sequences, prints one table, and writes into DIR"
-        " the numbers (validate.csv) and curves over lengths (lengths.png). Finished runs are kept,"
-        " so a stopped command continues. Exit status 2: a bar was missed.",
+        help="compare models on all abilities, over lengths and seeds",
+        description="Compare models on state tracking, automata, brackets, arithmetic, copying,"
+        " recall and more. A small recipe for each ability trains the `model:` section of each"
+        " YAML and tests it on up to 64 times longer sequences. The command prints one table, and"
+        " writes all measurements (validate.csv) and curves over lengths (lengths.png) into DIR."
+        " Finished runs are kept, so the same command continues after a stop. Exit status 2: a"
+        " threshold was missed.",
     )
     command.add_argument(
         "config",
         nargs="+",
         metavar="CONFIG",
-        help="YAMLs with a `model:`, and key=value of model, solver and optim",
+        help="YAML with a `model:` section, or key=value of model, solver or optim",
     )
     command.add_argument(
         "--out-dir",
         metavar="DIR",
-        help="default: runs/validate, of --quick runs/validate_quick",
+        help="default: runs/validate, or runs/validate_quick with --quick",
     )
     command.add_argument(
         "--quick",
         action="store_true",
-        help="six of the thirteen abilities, one seed, fewer test sequences: minutes a model",
+        help="six of the thirteen abilities, one seed, fewer test sequences: minutes per model",
     )
     command.add_argument(
         "--seeds",
         type=SEED,
         nargs="+",
         metavar="SEED",
-        help="of training, each at least 0 (default: 0 1 2; with --quick: 0)",
+        help="training seeds, each at least 0 (default: 0 1 2; with --quick: 0)",
     )
     command.add_argument(
-        "--jobs",
-        type=Integer(),
-        default=1,
-        metavar="N",
-        help="runs at once, at least 1 (default: 1)",
+        "--jobs", type=Integer(), default=1, metavar="N", help="number of runs at once (default: 1)"
     )
     command.set_defaults(run_command=_validate, list_argument="config")
 
@@ -286,11 +288,11 @@ def _add_validate(commands: argparse._SubParsersAction) -> None:
 def _add_report(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "report",
-        help="the paper's figures and tables from the runs that are finished",
-        description="Without NAME: all reports. With NAME:"
-        " draw it into OUT_DIR/reports/SCALE, with its numbers as CSV, and print the commands of"
-        " the runs that are missing. OVERRIDES go over every run, e.g."
-        " task.data=data/babi/en-valid. Exit status 1: no run.",
+        help="draw the paper's figures and tables from finished runs",
+        description="Without NAME, list all reports. With NAME, draw the report into"
+        " OUT_DIR/reports/SCALE, with its measurements as CSV, and print the commands of the"
+        " missing runs. OVERRIDES apply to every run, e.g. task.data=data/babi/en-valid. Exit"
+        " status 1: there is no finished run.",
     )
     command.add_argument(
         "name", nargs="?", metavar="NAME", help="fig1, tab1, catbabi, … (see the list)"
@@ -302,14 +304,14 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
         "--config", metavar="YAML", help="default: configs/synthetic/SCALE/NAME.yaml"
     )
     command.add_argument(
-        "--run", dest="run_missing", action="store_true", help="train what is missing"
+        "--run", dest="run_missing", action="store_true", help="train the missing runs first"
     )
     command.add_argument(
         "--jobs",
         type=Integer(),
         default=1,
         metavar="N",
-        help="with --run: processes at once, at least 1 (default: 1)",
+        help="with --run: number of processes at once (default: 1)",
     )
     add_overrides(command)
     command.set_defaults(run_command=_report)

@@ -1,4 +1,4 @@
-"""How far a trained model goes: accuracy and ℓ* over lengths and seeds, with JSON out."""
+"""Accuracy and ℓ* of a trained model over lengths and seeds."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from lm.runs.run_dir import RunDir
 from synthetic.build import load_run
 from synthetic.config import Config, load
 from synthetic.lengths import parse_ranges
-from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN, passes
+from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN, judge_thresholds
 from synthetic.tasks import Batch, Task, TaskError, splits
 
-# Sequences of a length, and tokens of them, that ℓ* is measured on at most: a probe costs as many
-# solves as ℓ*, and on state tracking that grows with the length.
-PROBED = 32
-PROBED_TOKENS = 2048
+# ℓ* is measured on at most this many sequences and tokens of a length. A probe costs as many solves
+# as ℓ*, and in state tracking ℓ* grows with the length.
+MAX_PROBED = 32
+MAX_PROBED_TOKENS = 2048
 
 
 def parse_lengths(text: str, task: Task) -> list[int]:
-    """Lengths to evaluate: "16,32,48"; "2:50:1" (from, to, step); "2:512" (from, to, ×√2 each).
+    """Parse lengths to evaluate: "16,32,48", "2:50:1" (from, to, step) or "2:512" (from, to, ×√2).
 
-    A range stands for the nearest lengths that the task has; one named by itself must be possible.
+    In a range, lengths that the task lacks are replaced by the next shorter ones. A length that is
+    listed by itself must be valid.
 
     Raises:
-        TaskError: not a list of lengths, or a length the task cannot have.
+        TaskError: If the text is not a list of lengths, or the task lacks a listed length.
     """
     try:
         ranges = parse_ranges(text)
@@ -44,9 +45,13 @@ def parse_lengths(text: str, task: Task) -> list[int]:
         raise TaskError(f"lengths: {e}") from None
     lengths: set[int] = set()
     for numbers in ranges:
-        if len(numbers) > 1:  # for a length that the task has not, the one below stands in
-            below = [n - (n - task.shortest) % task.apart for n in numbers if n >= task.shortest]
-            numbers = below or numbers
+        if len(numbers) > 1:
+            shorter = [
+                number - (number - task.min_length) % task.length_step
+                for number in numbers
+                if number >= task.min_length
+            ]
+            numbers = shorter or numbers
         for length in numbers:
             task.check_length(length)
         lengths.update(numbers)
@@ -54,15 +59,15 @@ def parse_lengths(text: str, task: Task) -> list[int]:
 
 
 class Tensors(NamedTuple):
-    """A batch on the device of its model; all (b,l)."""
+    """A batch on the device of the model; all tensors have shape (b,l)."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
-    mask: torch.Tensor | None  # None: there is no padding
+    mask: torch.Tensor | None  # None if there is no padding
 
 
 def as_tensors(batch: Batch, device: torch.device | str) -> Tensors:
-    """A batch of a task on a device."""
+    """Move a batch of a task to a device."""
 
     def tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
@@ -72,14 +77,14 @@ def as_tensors(batch: Batch, device: torch.device | str) -> Tensors:
 
 
 class Answers(NamedTuple):
-    """What a model makes of some tokens."""
+    """Output of a model for a batch."""
 
     logits: torch.Tensor  # (b,l,vocab)
-    statistics: list  # of the solver, one each call of the model; None of a model without one
-    state: Any  # after these tokens; None of a model that carries none
+    statistics: list  # solver statistics of each call of the model; None without a solver
+    state: Any  # after the last token; None if the model carries no state
 
 
-def answer(
+def compute_answers(
     model: nn.Module,
     input_ids: torch.Tensor,
     mask: torch.Tensor | None,
@@ -87,22 +92,25 @@ def answer(
     carries_state: bool,
     token_by_token: bool,
 ) -> Answers:
-    """Read tokens (b,l), and answer at each.
+    """Run the model on a batch.
 
     Args:
-        state: to start from; None: an empty one.
-        carries_state: give `state` to the model, and take the one after it.
-        token_by_token: one token a call, each from the state that the one before has left.
+        model: The model.
+        input_ids: Tokens, shape (b,l).
+        mask: False at padding, shape (b,l), or None.
+        state: State to start from; None: an empty one.
+        carries_state: Whether to pass `state` to the model and to return the next one.
+        token_by_token: Call the model once for each token, with the state after the previous token.
     """
     if not carries_state:
         output = model(input_ids=input_ids, attention_mask=mask)
         return Answers(output.logits, [getattr(output, "fixed_point", None)], None)
     length = input_ids.shape[1]
-    tokens_a_call = 1 if token_by_token else length
+    tokens_per_call = 1 if token_by_token else length
     logits = []
     statistics = []
-    for first in range(0, length, tokens_a_call):
-        columns = slice(first, first + tokens_a_call)
+    for first in range(0, length, tokens_per_call):
+        columns = slice(first, first + tokens_per_call)
         output = model(
             input_ids=input_ids[:, columns],
             attention_mask=None if mask is None else mask[:, columns],
@@ -115,17 +123,22 @@ def answer(
     return Answers(torch.cat(logits, 1), statistics, state)
 
 
-def solver_of(model: nn.Module, length: int | None = None) -> dict | str:
-    """How the model, in the mode it is in, solves sequences of this length: {"token", "schedule",
-    "stopping", "tol", "max_iters", "gradient"}, tol and max_iters None where they mean nothing;
-    "none" for a model without a solver."""
+def describe_solver(model: nn.Module, length: int | None = None) -> dict | str:
+    """Return how the model, in its current mode, solves sequences of this length.
+
+    Returns:
+        {"token", "schedule", "stopping", "tol", "max_iters", "gradient"}, in which tol and
+        max_iters are None if they do not apply; "none" for a model without a solver.
+    """
     solver: Any = getattr(model, "solver", None)
     return "none" if solver is None else solver(length)
 
 
-def solving(model: nn.Module, **fields: Any) -> contextlib.AbstractContextManager:
-    """The context in which the model is solved with these solver fields, None being those of its
-    config; nothing changes for a model without a solver."""
+def override_solver(model: nn.Module, **fields: Any) -> contextlib.AbstractContextManager:
+    """Return a context in which these solver fields override the model's config.
+
+    Fields that are None keep the config's value. A model without a solver is not changed.
+    """
     fields = {name: value for name, value in fields.items() if value is not None}
     context: Any = getattr(model, "solving", None)
     if fields and context is not None:
@@ -134,19 +147,26 @@ def solving(model: nn.Module, **fields: Any) -> contextlib.AbstractContextManage
 
 
 def probe_first(model: nn.Module, input_ids: torch.Tensor, mask: torch.Tensor | None) -> Any:
-    """ℓ* of the first sequences of a batch (see `metrics.probe`): of one at least, else within
-    PROBED and PROBED_TOKENS. input_ids, mask: (b,l)."""
-    count = min(PROBED, max(1, PROBED_TOKENS // input_ids.shape[1]), len(input_ids))
+    """Measure ℓ* of the first sequences of a batch; see `metrics.probe`.
+
+    It is at least one sequence, otherwise at most MAX_PROBED and MAX_PROBED_TOKENS.
+
+    Args:
+        model: The model.
+        input_ids: Tokens, shape (b,l).
+        mask: False at padding, shape (b,l), or None.
+    """
+    count = min(MAX_PROBED, max(1, MAX_PROBED_TOKENS // input_ids.shape[1]), len(input_ids))
     return probe(model, input_ids[:count], None if mask is None else mask[:count])
 
 
 def standard_error(values: np.ndarray, groups: np.ndarray) -> float:
-    """The standard error of a mean whose items are not all independent.
+    """Return the standard error of a mean of items that are not all independent.
 
     Args:
-        values: (n,), of which the mean is taken.
-        groups: (n,), equal for items that depend on each other, as the tokens of a sequence do, or
-            a sequence that was drawn several times.
+        values: The items, shape (n,).
+        groups: Equal numbers for items that depend on each other, shape (n,): the tokens of one
+            sequence, or repetitions of the same sequence.
     """
     _, group = np.unique(groups, return_inverse=True)
     sums = np.bincount(group, values - values.mean())
@@ -154,32 +174,31 @@ def standard_error(values: np.ndarray, groups: np.ndarray) -> float:
 
 
 class _Scores:
-    """The items of each metric over the batches of a length, and which of them depend on each
-    other."""
+    """Items of each metric over the batches of a length, with groups of dependent items."""
 
     def __init__(self, task: Task):
         self.task = task
         self.values: dict[str, list[np.ndarray]] = {}
         self.groups: dict[str, list[np.ndarray]] = {}
-        self.samples: list[np.ndarray] = []  # of each batch, its sequences' hashes; not of a stream
+        self.samples: list[np.ndarray] = []  # hashes of the sequences of each batch; not of streams
 
     def add(self, number: int, batch: Batch, predicted: np.ndarray) -> None:
-        """Args: number: of the batch. predicted: (b,l)."""
+        """Add the predictions (b,l) for batch `number`."""
         if not self.task.streams:
             lengths = None if batch.mask is None else batch.mask.sum(1)
-            self.samples.append(splits.keys(batch.input_ids, lengths))
-        rows_of = self.task.sequences(batch)
+            self.samples.append(splits.hash_samples(batch.input_ids, lengths))
+        item_rows = self.task.item_rows(batch)
         for name, items in self.task.score(predicted, batch).items():
-            row = rows_of.get(name, np.arange(len(items)))
+            row = item_rows.get(name, np.arange(len(items)))
             if self.task.streams:
-                group = row + number * batch.labels.size  # no two batches have one in common
+                group = row + number * batch.labels.size  # batches share no group
             else:
                 group = self.samples[-1][row]
             self.values.setdefault(name, []).append(items)
             self.groups.setdefault(name, []).append(group)
 
     def record(self) -> dict[str, dict[str, float]]:
-        """{"metrics", "stderr"}: of each metric the mean over all items, and that mean's error."""
+        """Return {"metrics", "stderr"}: for each metric the mean of all items and its error."""
         pooled = {name: np.concatenate(items) for name, items in self.values.items()}
         pooled = {name: items for name, items in pooled.items() if len(items)}
         errors = {
@@ -190,19 +209,22 @@ class _Scores:
         return {"metrics": means, "stderr": errors}
 
 
-def _in_training(task: Task, length: int, sequences: int, held_apart: bool) -> dict:
-    """Return {"count", "of"}: how many of the samples training may have too; a count of None: not
-    known, as of a stream, whose splits are files.
+def _training_overlap(task: Task, length: int, sequences: int, is_held_out: bool) -> dict:
+    """Return how many samples training may contain as well, as {"count", "of"}.
 
-    Where a length has too few samples to hold splits apart, training may have all of them.
+    The count is None if it is unknown, as for streams, whose splits are files. If a length has too
+    few samples for disjoint splits, training may contain all of them.
     """
-    count = 0 if task.held_apart(length) else sequences
-    is_known = held_apart and not task.streams
+    count = 0 if task.is_held_out(length) else sequences
+    is_known = is_held_out and not task.streams
     return {"count": count if is_known else None, "of": sequences}
 
 
-def _batches(task: Task, cfg: Config, length: int, split: str) -> tuple[int, int]:
-    """Return the number of batches of a length, and their sequences, on which the data depend."""
+def _batch_count_and_size(task: Task, cfg: Config, length: int, split: str) -> tuple[int, int]:
+    """Return the number of batches of a length and the sequences per batch.
+
+    The data depend on both.
+    """
     if task.streams:
         return task.segments(split, cfg.eval.batch_size, length), cfg.eval.batch_size
     batch_size = min(cfg.eval.batch_size, cfg.eval.examples)
@@ -212,7 +234,11 @@ def _batches(task: Task, cfg: Config, length: int, split: str) -> tuple[int, int
 def _read_all(
     model: nn.Module, scores: _Scores, batches: Iterable[Batch], token_by_token: bool
 ) -> tuple[list, Tensors | None]:
-    """Score a model's answers to all batches → the solver's statistics, and the first batch."""
+    """Score the model's answers to all batches.
+
+    Returns:
+        The solver statistics of all calls, and the first batch.
+    """
     device = next(model.parameters()).device
     carries_state = token_by_token or scores.task.streams
     statistics: list = []
@@ -220,12 +246,12 @@ def _read_all(
     state = None
     for number, batch in enumerate(batches):
         tensors = as_tensors(batch, device)
-        before: Any = state if batch.carry else None
-        answers = answer(
-            model, tensors.input_ids, tensors.mask, before, carries_state, token_by_token
+        initial_state: Any = state if batch.is_continuation else None
+        answers = compute_answers(
+            model, tensors.input_ids, tensors.mask, initial_state, carries_state, token_by_token
         )
         state = answers.state
-        statistics += [each for each in answers.statistics if each is not None]
+        statistics += [entry for entry in answers.statistics if entry is not None]
         scores.add(number, batch, answers.logits.argmax(-1).cpu().numpy())
         first = first or tensors
     return statistics, first
@@ -241,68 +267,76 @@ def measure(
     seed: int,
     precision: str,
     token_by_token: bool = False,
-    held_apart: bool = True,
+    is_held_out: bool = True,
 ) -> dict:
-    """Measure one length, and leave the model in evaluation mode.
+    """Measure the model at one length, and leave it in evaluation mode.
 
-    A task that is one long stream (CatbAbI) is read once, its state carried along; ℓ* is counted
-    on its first segments.
+    A task that is one long stream (CatbAbI) is read once with its state carried along; ℓ* is
+    measured on its first segments.
 
     Args:
-        token_by_token: Solve token by token; the model must carry its state. ℓ* is still counted
+        model: The model.
+        task: The task.
+        cfg: Config of the run, whose `eval` section applies.
+        length: Sequence length in tokens.
+        split: "valid" or "test".
+        seed: Seed of the data.
+        precision: "fp32" or "bf16".
+        token_by_token: Solve token by token; the model must carry its state. ℓ* is still measured
             on whole sequences.
-        held_apart: The model was trained on a split that is held apart from this one.
+        is_held_out: Whether the model was trained on a split that is disjoint from this one.
 
     Returns:
-        "metrics" and "stderr" (a sequence that was drawn again is the same sample), "sequences",
-        "seconds", "read", "solver" (as the model reports it), "in_training"; with a solver, per
-        layer "evaluations", "failed" and "residual" over all tokens, and "num_iters" (ℓ*) of the
-        first "probed" sequences. docs/synthetic.md explains each.
+        "metrics" and "stderr" (repetitions of a sequence count as one sample), "sequences",
+        "seconds", "read", "solver" (as the model reports it) and "in_training". With a solver also
+        "evaluations", "failed" and "residual" over all tokens, per layer, and "num_iters" (ℓ*) of
+        the first "probed" sequences. docs/synthetic.md explains each.
 
     Raises:
-        TaskError: The task has no such length.
+        TaskError: If the task has no such length.
     """
-    # 1. Read all of it; then count ℓ* on the first sequences.
+    # 1. Read everything, then measure ℓ* on the first sequences.
     task.check_length(length)
-    count, batch_size = _batches(task, cfg, length, split)
+    count, batch_size = _batch_count_and_size(task, cfg, length, split)
     batches = (task.batch(seed, split, i, batch_size, (length, length)) for i in range(count))
     scores = _Scores(task)
     device = next(model.parameters()).device
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
-    limited = solving(model, eval_max_iters=cfg.eval.max_iters)
+    limited_solver = override_solver(model, eval_max_iters=cfg.eval.max_iters)
     model.eval()
-    with limited, autocast:
-        began = time.perf_counter()
-        solver = solver_of(model, 1 if token_by_token else length)
+    with limited_solver, autocast:
+        start = time.perf_counter()
+        solver = describe_solver(model, 1 if token_by_token else length)
         statistics, first = _read_all(model, scores, batches, token_by_token)
-        seconds = time.perf_counter() - began
-        probed = None
+        seconds = time.perf_counter() - start
+        probe_result = None
         if first is not None and statistics:
-            probed = probe_first(model, first.input_ids, first.mask)
+            probe_result = probe_first(model, first.input_ids, first.mask)
 
-    # 2. What it amounts to.
-    way_of_reading = IN_SEGMENTS if task.streams else AT_ONCE
+    # 2. Collect the results.
+    reading = IN_SEGMENTS if task.streams else AT_ONCE
     record = {
         **scores.record(),
         "sequences": count * batch_size,
-        "read": TOKEN_BY_TOKEN if token_by_token else way_of_reading,
+        "read": TOKEN_BY_TOKEN if token_by_token else reading,
         "solver": solver,
-        "in_training": _in_training(task, length, count * batch_size, held_apart),
+        "in_training": _training_overlap(task, length, count * batch_size, is_held_out),
         "seconds": round(seconds, 3),
         **fixed_point_metrics(statistics),
     }
-    if probed is not None:
-        _add_probe(record, probed, scores)
+    if probe_result is not None:
+        _add_probe(record, probe_result, scores)
     return record
 
 
-def _add_probe(record: dict, probed: Any, scores: _Scores) -> None:
-    """Put ℓ*, its standard error and the number of sequences that it is of into a record."""
-    iterations = probed.num_iters.double().mean(0).cpu().numpy()  # mean over layers, (sequences,)
+def _add_probe(record: dict, probe_result: Any, scores: _Scores) -> None:
+    """Add ℓ*, its standard error and the number of probed sequences to a record."""
+    # Mean over layers, one value per sequence.
+    iterations = probe_result.num_iters.double().mean(0).cpu().numpy()
     count = len(iterations)
     group = np.arange(count) if scores.task.streams else scores.samples[0][:count]
     record["stderr"]["num_iters"] = standard_error(iterations, group)
-    record["num_iters"] = fixed_point_metrics([probed])["num_iters"]
+    record["num_iters"] = fixed_point_metrics([probe_result])["num_iters"]
     record["probed"] = count
 
 
@@ -312,24 +346,37 @@ def evaluate_all(
     cfg: Config,
     lengths: Sequence[int],
     precision: str,
-    held_apart: bool = True,
+    is_held_out: bool = True,
 ) -> list[dict]:
-    """Every length with every seed of `eval` → [{"length", "seed", "read", "solver", …}].
+    """Measure every length with every seed of `eval`; with eval.sequential also token by token.
 
-    With eval.sequential also read token by token. held_apart: as of `measure`.
+    Args:
+        model: The model.
+        task: The task.
+        cfg: Config of the run, whose `eval` section applies.
+        lengths: Sequence lengths in tokens.
+        precision: "fp32" or "bf16".
+        is_held_out: As in `measure`.
+
+    Returns:
+        A row for each measurement: {"length", "seed"} and the result of `measure`.
     """
     seeds = cfg.eval.seeds
-    if task.streams:  # one test set, read in segments as in training
+    if task.streams:  # a single test set, read in segments as in training
         lengths, seeds = [cfg.train.lengths[1]], (0,)
-    ways = [False, True] if cfg.eval.sequential else [False]
+    token_by_token_options = [False, True] if cfg.eval.sequential else [False]
     results: list[dict] = []
-    done, total = 0, sum(lengths) * len(seeds) * len(ways)  # a length takes as long as its tokens
-    bar = Progress("evaluating", total=total, unit="tokens a sequence")
-    for length, seed, token_by_token in itertools.product(lengths, seeds, ways):
-        row = measure(model, task, cfg, length, "test", seed, precision, token_by_token, held_apart)
+    # The time for a length is about proportional to its tokens.
+    total = sum(lengths) * len(seeds) * len(token_by_token_options)
+    done = 0
+    progress = Progress("evaluating", total=total, unit="tokens per sequence")
+    for length, seed, token_by_token in itertools.product(lengths, seeds, token_by_token_options):
+        row = measure(
+            model, task, cfg, length, "test", seed, precision, token_by_token, is_held_out
+        )
         results.append({"length": length, "seed": seed, **row})
         done += length
-        bar.update(done)
+        progress.update(done)
     return results
 
 
@@ -339,22 +386,31 @@ def evaluate_run(
     out: str | Path | None = None,
     trust: bool = False,
 ) -> dict:
-    """Evaluate a trained run again, with other eval.* keys.
+    """Evaluate a trained run again, with other keys of its `eval` section.
+
+    Args:
+        run_dir: The run directory.
+        overrides: key=value, applied to its config.
+        out: JSON file to write; None: RUN/eval.json.
+        trust: Run the code of a `module:Class` that the run's config.yaml names.
 
     Returns:
-        what was written to `out` (default RUN/eval.json).
+        The content of the file.
+
     Raises:
-        CheckpointError, TaskError: as `synthetic.build.load_run`, and for lengths that the task
-            cannot have. OutputError: `out` cannot be written.
+        CheckpointError, ConfigError: As `synthetic.build.load_run`.
+        TaskError: If the task lacks one of the lengths.
+        OutputError: If `out` cannot be written.
     """
     run_dir = Path(run_dir)
     path = Path(out) if out else RunDir(run_dir).evaluation
     check_file(path)
     cfg, task, model, precision = load_run(run_dir, overrides, trust)
     lengths = parse_lengths(cfg.eval.lengths, task)
-    held_apart = cfg.task == load(RunDir(run_dir).config).task  # the task it was trained on
-    results = evaluate_all(model, task, cfg, lengths, precision, held_apart)
-    tested = {None, *(row["length"] for row in results)}
+    is_held_out = cfg.task == load(RunDir(run_dir).config).task  # another task has other splits
+    results = evaluate_all(model, task, cfg, lengths, precision, is_held_out)
+    evaluated = {None, *(row["length"] for row in results)}
+    thresholds = [entry for entry in cfg.thresholds if entry.length in evaluated]
     result = {
         "run": str(run_dir),
         "task": cfg.task.name,
@@ -362,7 +418,7 @@ def evaluate_run(
         "headline": task.headline,
         "chance": task.chance,
         "eval": results,
-        "bars": passes([bar for bar in cfg.thresholds if bar.length in tested], results),
+        "bars": judge_thresholds(thresholds, results),
     }
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)

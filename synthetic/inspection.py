@@ -1,4 +1,4 @@
-"""What a trained model makes of one sequence of its task: the state it decodes at every token."""
+"""Inspection of a trained model on one sequence: the state that it decodes at every token."""
 
 from __future__ import annotations
 
@@ -17,39 +17,44 @@ from lm.evaluation.inspection.page import Inspection
 from lm.evaluation.inspection.result import Answer
 from lm.evaluation.inspection.tokens import Token
 from synthetic.build import load_run
-from synthetic.evaluate import as_tensors, solver_of, solving
+from synthetic.evaluate import as_tensors, describe_solver, override_solver
 from synthetic.tasks import IGNORE, Batch, Task, TaskError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LONGEST = 2048  # tokens that one page shows; ℓ* costs as many solves, and may grow with the length
+MAX_TOKENS = 2048  # on one page; measuring ℓ* costs as many solves, and ℓ* may grow with the length
 
 
 def inspect_run(
     run_dir: Path | str,
-    words: list[str] | None = None,
+    texts: list[str] | None = None,
     length: int | None = None,
     seed: int = 0,
     trust: bool = False,
 ) -> Inspection:
-    """Look inside a trained run while it reads one sequence.
+    """Inspect a trained run while it reads one sequence.
 
     Args:
-        words: the input's tokens by name, as `Task.typed` takes them; or
-        length: draw a sequence of this length from the task's test data, with `seed`.
+        run_dir: The run directory.
+        texts: Names of the input's tokens, as in `Task.parse_typed`; or
+        length: Draw a sequence of this length from the task's test data.
+        seed: Seed of the drawn sequence.
+        trust: Run the code of a `module:Class` that the run's config.yaml names.
+
     Raises:
-        TaskError: neither words nor a length, or both; a word that the task has not; a length that
-            it cannot have. CheckpointError: nothing was trained there.
+        TaskError: If neither texts nor a length is given, or both; if the task lacks a token or the
+            length.
+        CheckpointError: If the run has no checkpoint.
     """
-    if bool(words) == (length is not None):
+    if bool(texts) == (length is not None):
         raise TaskError(
             "give the input's tokens by name, or --length N to draw one of the task's test"
             " sequences, and not both"
         )
     cfg, task, model, precision = load_run(run_dir, trust=trust)
     if length is None:
-        batch = task.typed(words or [])
+        batch = task.parse_typed(texts or [])
     else:
         task.check_length(length)
         batch = task.batch(seed, "test", 0, 1, (length, length))
@@ -65,37 +70,43 @@ def inspect_batch(
     precision: str = "fp32",
     max_iters: int | None = None,
 ) -> Inspection:
-    """The same of a model in evaluation mode and a batch of one sequence without padding.
+    """Inspect a model in evaluation mode on a batch of one sequence.
 
     Args:
-        name: of the run. precision: "fp32" or "bf16". max_iters: ℓmax; None: as the model says.
+        model: The model.
+        task: Its task.
+        batch: A batch with one row.
+        name: Name of the run.
+        precision: "fp32" or "bf16".
+        max_iters: ℓmax; None: the model's.
+
     Raises:
-        TaskError: more tokens than a page shows, or than memory holds.
+        TaskError: If the sequence has more than MAX_TOKENS tokens.
     """
     device = next(model.parameters()).device
     size = batch.input_ids.shape[1] if batch.mask is None else int(batch.mask[0].sum())
-    if size > LONGEST:
-        raise TaskError(f"the sequence has {size:,} tokens: inspect shows at most {LONGEST:,}")
+    if size > MAX_TOKENS:
+        raise TaskError(f"the sequence has {size:,} tokens: inspect shows at most {MAX_TOKENS:,}")
     ids, labels, _ = as_tensors(batch, device)
-    ids, due = ids[:, :size], labels[0, :size].tolist()
+    ids = ids[:, :size]
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
-    with solving(model, eval_max_iters=max_iters), autocast:
+    with override_solver(model, eval_max_iters=max_iters), autocast:
         logits, layers = run_with_probe(model, ids)
-        solver = solver_of(model, size)
-    targets = [None if label == IGNORE else label for label in due]
-    found = score_predictions(logits, targets)
-    guesses = name_guesses(found.guesses, lambda ids: [_answer_name(task, i) for i in ids])
+        solver = describe_solver(model, size)
+    targets = [None if label == IGNORE else label for label in labels[0, :size].tolist()]
+    outputs = score_predictions(logits, targets)
+    guesses = name_guesses(outputs.guesses, lambda ids: [_answer_name(task, i) for i in ids])
     answers = [
-        Answer(_answer_name(task, predicted), None if right is None else task.answer_name(right))
-        for predicted, right in zip(logits.argmax(-1).tolist(), targets, strict=True)
+        Answer(_answer_name(task, predicted), None if target is None else task.answer_name(target))
+        for predicted, target in zip(logits.argmax(-1).tolist(), targets, strict=True)
     ]
-    numbers = ids[0].tolist()
+    token_ids = ids[0].tolist()
     return Inspection(
         name=name,
         model=describe_model(model),
-        tokens=[Token(number, task.token_name(number)) for number in numbers],
-        loss=found.loss,
-        entropy=found.entropy,
+        tokens=[Token(token_id, task.token_name(token_id)) for token_id in token_ids],
+        loss=outputs.loss,
+        entropy=outputs.entropy,
         guesses=guesses,
         layers=layers,
         answers=answers,
@@ -103,6 +114,6 @@ def inspect_batch(
     )
 
 
-def _answer_name(task: Task, number: int) -> str:
-    """Of any id that a model may predict: model.vocab_size may be more than the task has."""
-    return task.answer_name(number) if number < task.vocab_size else f"<{number}>"
+def _answer_name(task: Task, token_id: int) -> str:
+    """Return the name of a predicted id; model.vocab_size may exceed the task's."""
+    return task.answer_name(token_id) if token_id < task.vocab_size else f"<{token_id}>"

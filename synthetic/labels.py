@@ -1,4 +1,4 @@
-"""What a point of a sweep says about its model and its task, as legends and tables name it."""
+"""Labels of sweep points for legends and tables."""
 
 from __future__ import annotations
 
@@ -22,31 +22,39 @@ _NAMES = {
     "m2rnn": "M²RNN",
 }
 _BLOCKS = {"fp_mamba1": "FP-Mamba", "fp_mamba2": "FP-Mamba-2", "fp_rnn": "FP-RNN"}
-_RANKED = ("householder", "dplr", "mixture")
-_READS_Y = {"dt_h_dep": "λ", "b_h_dep": "b", "c_h_dep": "c", "mixer_h_dep": "Q"}
-# Keys of a point that `_kind` says.
-_SAID_BY_KIND = {"name", "block", "layers", "mixer", "mixer_rank", "n_householder"}
-# Keys that are said by other words, or are no more than a consequence of the name.
-_SILENT = {*_SAID_BY_KIND, *_READS_Y, "n_layer", "headdim", "n_heads", "allow_neg_eigval"}
+_MIXERS_WITH_RANK = ("householder", "dplr", "mixture")
+_DEPENDENCE_ON_Y = {"dt_h_dep": "λ", "b_h_dep": "b", "c_h_dep": "c", "mixer_h_dep": "Q"}
+# Keys of a point that `_model_kind` covers.
+_KEYS_OF_KIND = {"name", "block", "layers", "mixer", "mixer_rank", "n_householder"}
+# Keys without their own words in a label: other words cover them, or they follow from the name.
+_KEYS_WITHOUT_TEXT = {*_KEYS_OF_KIND, *_DEPENDENCE_ON_Y, "n_layer", "headdim", "n_heads"}
+_KEYS_WITHOUT_TEXT |= {"allow_neg_eigval"}
 
 
 def model_label(cfg: Config, point: dict[str, Any]) -> str:
-    """What a sweep point says about the model and its training: "Mamba, 2 layers", "ℓmax 8". Runs
-    that differ in the seed alone have one label: they are drawn together."""
+    """Describe the model and the training of a sweep point: "Mamba, 2 layers", "ℓmax 8".
+
+    Runs that differ only in the seed have the same label and are drawn together.
+
+    Args:
+        cfg: Config of the point.
+        point: Values of the point by dotted key.
+    """
     model = cfg.model
     keys = {k.removeprefix("model."): v for k, v in point.items() if k.startswith("model.")}
     parts = []
-    if keys.keys() & _SAID_BY_KIND:
-        parts.append(_kind(model))
+    if keys.keys() & _KEYS_OF_KIND:
+        parts.append(_model_kind(model))
     if "n_layer" in keys:
         parts.append(f"{model.n_layer} layer{'s' * (model.n_layer > 1)}")
-    if keys.keys() & _READS_Y.keys():
-        reads = [symbol for key, symbol in _READS_Y.items() if getattr(model, key, False)]
-        parts.append(f"y in {', '.join(reads)}" if reads else "y in none")
-    parts += [f"{key} {value}" for key, value in keys.items() if key not in _SILENT]
+    if keys.keys() & _DEPENDENCE_ON_Y.keys():
+        symbols = [s for key, s in _DEPENDENCE_ON_Y.items() if getattr(model, key, False)]
+        parts.append(f"y in {', '.join(symbols)}" if symbols else "y in none")
+    parts += [f"{key} {value}" for key, value in keys.items() if key not in _KEYS_WITHOUT_TEXT]
     if "train.max_iters" in point:
-        drawn = f"~ ⌈Γ({cfg.train.gamma_shape:g}, 1)⌉"
-        parts.append(f"ℓmax {drawn if cfg.train.max_iters == 'gamma' else cfg.train.max_iters}")
+        distribution = f"~ ⌈Γ({cfg.train.gamma_shape:g}, 1)⌉"
+        is_random = cfg.train.max_iters == "gamma"
+        parts.append(f"ℓmax {distribution if is_random else cfg.train.max_iters}")
     for key, value in point.items():
         if isinstance(value, Variant):
             parts.append(value.name)
@@ -55,14 +63,14 @@ def model_label(cfg: Config, point: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _kind(model: Model) -> str:
-    """ "Mamba", "FP-Mamba householder 4"; of a mixed stack its layers."""
+def _model_kind(model: Model) -> str:
+    """Return "Mamba" or "FP-Mamba householder 4"; for a mixed stack its layers."""
     text = _NAMES.get(model.name) or _BLOCKS[model.block]
     if model.layers is not None:
         text = str(model.layers)
     elif model.name == "fprnn" and model.block != "fp_rnn":
         text += f" {model.mixer}"
-        if model.mixer in _RANKED:
+        if model.mixer in _MIXERS_WITH_RANK:
             text += f" {model.mixer_rank}"
     if "deltaproduct" in model.name:
         text += f" {model.n_householder}"
@@ -70,7 +78,7 @@ def _kind(model: Model) -> str:
 
 
 def task_label(cfg: Config, point: dict[str, Any]) -> str:
-    """What a sweep point says about the task, "" for nothing."""
+    """Describe the task of a sweep point; "" if the sweep does not vary the task."""
     keys = {k.removeprefix("task."): v for k, v in point.items() if k.startswith("task.")}
     if "name" in keys:
         group = f" {cfg.task.group}" if cfg.task.name == "word_problem" else ""

@@ -1,4 +1,4 @@
-"""Several runs after one another, or a few at once, each in its own process."""
+"""Several runs, one after another or a few at once in separate processes."""
 
 from __future__ import annotations
 
@@ -14,78 +14,82 @@ from lm.common.errors import Stopped, TrainingError
 from lm.common.files import check_folder
 from lm.common.signals import StopSignals, stop_with_parent
 from lm.config import load as base
-from lm.runs.run_dir import RunDir
-from lm.runs.run_dir import differences as config_differences
+from lm.runs.run_dir import RunDir, config_differences
 from lm.training.build import check_section
 from synthetic.config import Config
 
-SECTIONS = ("model", "solver", "task", "optim", "train", "eval")  # decide about a result
+SECTIONS = ("model", "solver", "task", "optim", "train", "eval")  # that affect a result
 
 
 def is_finished(cfg: Config) -> bool:
-    """Whether a run has left its result."""
+    """Return True if the run has written its result."""
     return RunDir(cfg.run_dir).is_finished
 
 
-def result_of(cfg: Config) -> dict:
-    """What a finished run has found.
+def read_result(cfg: Config) -> dict:
+    """Return the result of a finished run.
 
     Raises:
-        RunDirError: it has not finished. DamagedError: its result cannot be read.
+        RunDirError: If the run has not finished.
+        DamagedError: If its result cannot be read.
     """
     return RunDir(cfg.run_dir).read_result(("eval", "headline", "chance", "bars", "updates"))
 
 
-def differences(cfg: Config) -> list[str]:
-    """Return how the config that a run was made with differs from this one, in what matters.
+def find_differences(cfg: Config) -> list[str]:
+    """Return how a run's config differs from this one, in the keys that affect the result.
 
-    A key that is newer than the run had the effect of its default.
+    A key that did not exist when the run was trained counts as its default.
     """
     path = RunDir(cfg.run_dir).config
-    was = base.build(base.load_tree(path), str(path), Config)
+    saved = base.build(base.load_tree(path), str(path), Config)
     changed: dict[str, str] = {}
-    for keys in config_differences(was, cfg).values():
+    for keys in config_differences(saved, cfg).values():
         changed |= keys
     changed.pop("train.threads", None)
-    if cfg.task.data is None:  # the folder was given when the run was started
+    if cfg.task.data is None:  # the folder may have been an override of the run
         changed.pop("task.data", None)
     prefixes = tuple(f"{section}." for section in SECTIONS)
     return [text for key, text in sorted(changed.items()) if key.startswith(prefixes)]
 
 
-def seed_of(cfg: Config) -> int:
-    """The seed that a finished run was made with, whatever the config asks for today."""
+def read_seed(cfg: Config) -> int:
+    """Return the seed of a finished run, which the present config may have changed."""
     saved = RunDir(cfg.run_dir).config
     return base.load_tree(saved).get("seed", cfg.seed) if saved.exists() else cfg.seed
 
 
 def run_all(configs: list[Config], jobs: int = 1) -> None:
-    """Train the configs that are not finished; one that fails does not keep the others from it.
+    """Train all configs that are not finished; a failed run does not stop the others.
 
     Args:
-        jobs: processes at once; with more than one, each has its share of the CPU's threads and
-            its output goes to RUN.log beside the run's directory.
+        configs: Configs of the runs.
+        jobs: Number of processes at once. If there are several, each has its share of the CPU's
+            threads and writes its output to RUN.log next to the run's directory.
+
     Raises:
-        ConfigError, OutputError: a model or a place that cannot be; no run has been started then.
-        TrainingError: some runs failed (they diverged, say).
-        Stopped: a signal asked for a stop; what was running is saved.
+        ConfigError, OutputError: If a model or a run directory is impossible; no run has started.
+        TrainingError: If some runs failed, for example because they diverged.
+        Stopped: If a signal asked for a stop; the runs in progress are saved.
     """
-    waiting = [cfg for cfg in configs if not is_finished(cfg)]
-    for cfg in waiting:
+    unfinished = [cfg for cfg in configs if not is_finished(cfg)]
+    for cfg in unfinished:
         check_section(cfg.model, cfg.solver, cfg.train.lengths[1])
         check_folder(cfg.run_dir)
-    failed = _one_by_one(waiting) if jobs <= 1 else _in_processes(waiting, jobs)
+    failed = _one_by_one(unfinished) if jobs <= 1 else _in_processes(unfinished, jobs)
     if failed:
-        raise TrainingError(f"{len(failed)} of {len(waiting)} runs failed; the first: {failed[0]}")
+        raise TrainingError(
+            f"{len(failed)} of {len(unfinished)} runs failed; the first: {failed[0]}"
+        )
 
 
-def _one_by_one(waiting: list[Config]) -> list[str]:
-    """Train in this process, one after another → a line for each run that failed."""
+def _one_by_one(unfinished: list[Config]) -> list[str]:
+    """Train in this process, one after another, and return a line for each failed run."""
     from synthetic.train import train
 
     failed = []
-    for number, cfg in enumerate(waiting, 1):
-        say(f"run {number} of {len(waiting)}")
+    for number, cfg in enumerate(unfinished, 1):
+        say(f"run {number} of {len(unfinished)}")
         try:
             train(cfg)
         except Stopped:
@@ -96,49 +100,53 @@ def _one_by_one(waiting: list[Config]) -> list[str]:
     return failed
 
 
-def _in_processes(waiting: list[Config], jobs: int) -> list[str]:
-    """Train `jobs` runs at once, each in a process, and return a line for each run that failed."""
-    left = list(waiting)
+def _in_processes(unfinished: list[Config], jobs: int) -> list[str]:
+    """Train `jobs` runs at once, each in a process, and return a line for each failed run."""
+    queue = list(unfinished)
     running: dict[subprocess.Popen, Config] = {}
     failed: list[str] = []
     threads = max(1, (os.cpu_count() or 1) // jobs)
     with StopSignals() as signals, tempfile.TemporaryDirectory() as folder:
         try:
-            while (left or running) and not signals.asked:
-                if left and len(running) < jobs:
-                    cfg = left.pop(0)
-                    number = len(waiting) - len(left)
-                    say(f"start  {number} of {len(waiting)}  {cfg.run_dir}, log {_log_of(cfg)}")
+            while (queue or running) and not signals.is_stop_requested:
+                if queue and len(running) < jobs:
+                    cfg = queue.pop(0)
+                    number = len(unfinished) - len(queue)
+                    say(
+                        f"start  {number} of {len(unfinished)}  {cfg.run_dir}, log {_log_path(cfg)}"
+                    )
                     running[_start(cfg, Path(folder) / f"{number}.yaml", threads)] = cfg
                     continue
                 time.sleep(0.2)
                 for process in [process for process in running if process.poll() is not None]:
                     cfg = running.pop(process)
-                    if is_finished(cfg):  # exit status 2 is a missed bar, not a failure
+                    if is_finished(cfg):  # exit status 2 means a missed threshold, not a failure
                         say(f"done   {cfg.run_dir}")
                         continue
-                    say(f"FAILED {cfg.run_dir}: see {_log_of(cfg)}")
-                    failed.append(f"see {_log_of(cfg)}")
-        finally:  # the runs save before they end
+                    say(f"FAILED {cfg.run_dir}: see {_log_path(cfg)}")
+                    failed.append(f"see {_log_path(cfg)}")
+        finally:  # on SIGTERM the runs save before they end
             for process in running:
                 process.terminate()
             for process in running:
                 process.wait()
-    if signals.asked:
-        raise Stopped("stopped by a signal: what was running is saved, the same command continues")
+    if signals.is_stop_requested:
+        raise Stopped(
+            "stopped by a signal: the runs in progress are saved, the same command continues"
+        )
     return failed
 
 
-def _log_of(cfg: Config) -> Path:
-    """Return the file of a run's output."""
+def _log_path(cfg: Config) -> Path:
+    """Return the path of a run's output."""
     return cfg.run_dir.with_name(cfg.run_dir.name + ".log")
 
 
 def _start(cfg: Config, path: Path, threads: int) -> subprocess.Popen:
-    """Train a run in a process of its own, from a YAML that is written to `path`."""
-    point = cfg.model_copy(update={"sweep": {}})  # the config is one of its points
+    """Start the training of a run in a new process, from a YAML that is written to `path`."""
+    point = cfg.model_copy(update={"sweep": {}})  # the config is one point of the sweep
     path.write_text(point.to_yaml(), encoding="utf-8")
-    log = _log_of(cfg)
+    log = _log_path(cfg)
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "synthetic", "train", "--config", str(path)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}

@@ -1,15 +1,14 @@
-"""The one trainer of all tasks and models: data, model, steps, evaluation, result; one process."""
+"""The trainer of all tasks and models, in one process."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from lm.common.console import Progress, say
 from lm.common.errors import Diverged, require
@@ -17,53 +16,61 @@ from lm.common.files import write_json
 from lm.common.heap import keep_freed_memory
 from lm.common.ranks import Ranks
 from lm.common.signals import StopSignals
-from lm.kernels import available
+from lm.kernels import describe_backends
 from lm.model.state import Adversary
-from lm.runs.checkpoint import CheckpointError, Checkpoints, not_finite, to_go_back_to
-from lm.runs.log import Writer, describe, iterations_of_layers, probed
+from lm.runs.checkpoint import CheckpointError, Checkpoints, describe_nonfinite, rollback_checkpoint
+from lm.runs.log import Writer, describe_record, probe_iterations
 from lm.runs.metrics import FailureWatch, fixed_point_metrics, is_due
 from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
 from lm.training.loop import Loop
-from lm.training.optim import described, lr_factor, optimizer
+from lm.training.optim import describe_optimizer, lr_factor, optimizer
 from lm.training.preflight import kernel_operations
 from synthetic import init_from, tasks
-from synthetic.build import STATE, build, held, newest_state
+from synthetic.build import STATE, build, collect_tensors, find_newest_state
 from synthetic.config import Config
 from synthetic.evaluate import (
     Answers,
     Tensors,
     as_tensors,
+    describe_solver,
     evaluate_all,
     measure,
+    override_solver,
     parse_lengths,
     probe_first,
-    solver_of,
-    solving,
 )
 from synthetic.init_from import Start
-from synthetic.results import curriculum_note, passes, solver_text
-from synthetic.update import backward, loss_of, max_iters_at
+from synthetic.messages import scores_text, solvers_text, task_text
+from synthetic.preflight import check_lengths_and_thresholds
+from synthetic.results import curriculum_note, judge_thresholds
+from synthetic.update import backward, compute_loss, max_iters_at
 
 
 def train(cfg: Config, overwrite: bool = False) -> dict:
-    """Train (or continue) the run that `cfg` describes, evaluate it, and return its result.
+    """Train or continue the run that `cfg` describes, evaluate it, and return its result.
+
+    Args:
+        cfg: Config of the run.
+        overwrite: Start from scratch, whatever the run directory contains.
 
     Raises:
-        ConfigError, TaskError, SourceError, RunDirError, LeaseError, CheckpointError, OutputError:
-            something asked for cannot be had, or something cannot be written.
-        Diverged: the loss became NaN or infinite, more often than `train.max_rollbacks`.
-        Stopped: a signal asked for a stop.
+        ConfigError, TaskError, SourceError: If the config is impossible.
+        RunDirError, LeaseError, CheckpointError: If the run directory or its checkpoints cannot be
+            used.
+        OutputError: If a file cannot be written.
+        Diverged: If the loss became NaN or infinite more often than `train.max_rollbacks`.
+        Stopped: If a signal asked for a stop.
     """
     training = Training(cfg, overwrite)
     run = RunDir(cfg.run_dir)
-    run.claim(cfg, overwrite, say)  # now that nothing is left to refuse
+    run.claim(cfg, overwrite, say)  # only after the checks: refused configs leave no trace
     try:
         training.start(run)
         training.fit()
         return training.conclude()
     except Exception as e:
-        run.write_failure(e)
+        run.record_failure(e)
         raise
     finally:
         training.close()
@@ -71,15 +78,19 @@ def train(cfg: Config, overwrite: bool = False) -> dict:
 
 
 class Training(Loop):
-    """A run under way: `start`, `fit`, `conclude`, `close`, in this order. Making one refuses what
-    cannot be, and writes nothing.
+    """A training run: `start`, `fit`, `conclude` and `close`, in this order.
 
-    Args: overwrite: it begins anew, whatever its directory holds.
+    The constructor checks everything that it can and writes nothing.
+
+    Args:
+        cfg: Config of the run.
+        overwrite: Start from scratch, whatever the run directory contains.
+
     Raises:
-        ConfigError, TaskError, SourceError: as `train`.
+        ConfigError, TaskError, SourceError: If the config is impossible.
     """
 
-    how_to_go_on = "the same command continues"
+    continue_advice = "the same command continues"
 
     def __init__(self, cfg: Config, overwrite: bool = False):
         super().__init__(cfg)
@@ -91,109 +102,126 @@ class Training(Loop):
         self.task = tasks.build(cfg.task)
         self.lengths = parse_lengths(cfg.eval.lengths, self.task)
         self.lengths_during = parse_lengths(cfg.eval.during, self.task) if cfg.eval.during else []
-        _check_lengths_and_bars(cfg, self.task, self.lengths)
-        for package, wanted in (("wandb", cfg.log.wandb), ("tensorboard", cfg.log.tensorboard)):
-            if wanted:
+        check_lengths_and_thresholds(cfg, self.task, self.lengths)
+        for package, is_used in (("wandb", cfg.log.wandb), ("tensorboard", cfg.log.tensorboard)):
+            if is_used:
                 require(package, f"log.{package}")
         self._build()
         self.init_from: Start | None = None
         if init_from.is_needed(cfg, overwrite):
             self.init_from = Start(cfg, self.model)
-        # Where it stands; all of it is in a checkpoint.
-        self.batch_number = 0  # of the next batch: more, where a rollback has left some out
+        # Progress of the run; a checkpoint contains all of it.
+        self.batch_number = 0  # of the next batch; ahead of the update number after a rollback
         self.solved_at: int | None = None  # the update at which train.stop_at was reached
         self.state: Any = None  # that a stream carries from segment to segment
         self.shortest, self.full_length = cfg.train.lengths
         curriculum = cfg.train.curriculum
         start = curriculum.start if curriculum else self.full_length
-        self.longest = min(self.full_length, start)  # of the batches now
-        self._draw_from(curriculum.num_elements if curriculum else None)
-        self.after_update = (
+        self.longest = min(self.full_length, start)  # longest sequence in the current batches
+        self._restrict_elements(curriculum.num_elements if curriculum else None)
+        self.update_hooks = (
             self._log_if_due,
             self._probe_if_due,
             self._validate_if_due,
             self.save_if_due,
         )
 
-    def _draw_from(self, letters: int | None) -> None:
-        """Batches are of so many letters from now on, None: of all."""
-        self.task.draw_from(letters)
-        self.letters = None if letters == self.task.vocab_size else letters
+    def _restrict_elements(self, count: int | None) -> None:
+        """Draw later batches from the `count` simplest elements only; None: from all."""
+        self.task.restrict_elements(count)
+        self.num_elements = None if count == self.task.vocab_size else count
 
     @property
     def _curriculum_is_over(self) -> bool:
-        return self.longest == self.full_length and self.letters is None
+        return self.longest == self.full_length and self.num_elements is None
 
     def _build(self) -> None:
+        """Build the model, the optimizer and the adversary."""
         cfg, task = self.cfg, self.task
-        longest_read = max(cfg.train.lengths[1], *self.lengths)
-        self.model, self.device, self.precision = build(cfg, task, longest_read)
+        max_length = max(cfg.train.lengths[1], *self.lengths)
+        self.model, self.device, self.precision = build(cfg, task, max_length)
         self.carries_state = task.streams
         self.optimizer = optimizer(self.model, cfg.optim, on_gpu=False)
-        # Asked of the config, not of a group: a checkpoint that is loaded puts its own there.
+        # Remember the peak rates now: loading a checkpoint overwrites those in the groups.
         self.peaks = [group["lr"] for group in self.optimizer.param_groups]
         self.parameters = sum(p.numel() for p in self.model.parameters())
         kappa = cfg.train.adversarial_noise
         self.adversary = Adversary(self.model, kappa) if kappa else None
 
     def start(self, run: RunDir) -> None:
-        """In a directory that is ours: say what trains, go on where it was left, open the log.
+        """Print the configuration, load a checkpoint or the initial weights, and open the log.
+
+        Args:
+            run: The run directory, which this process must have claimed.
 
         Raises:
-            CheckpointError: the checkpoint cannot be used.
+            CheckpointError: If the checkpoint cannot be used.
         """
         self.run = run
         self.profile = Profile(self.cfg.log.profile, run.profile, say)
-        about = {"config": self.cfg.model_dump(mode="json")}
-        self.checkpoints = Checkpoints(run.checkpoints, Ranks(), self.cfg.checkpoint, about)
+        manifest = {"config": self.cfg.model_dump(mode="json")}
+        self.checkpoints = Checkpoints(run.checkpoints, Ranks(), self.cfg.checkpoint, manifest)
         self._introduce()
-        saved = newest_state(run, self.device, say)
+        saved = find_newest_state(run, self.device, say)
         if saved is not None:
-            if saved["step"] > self.cfg.train.steps:
-                raise CheckpointError(
-                    f"{run} has made {saved['step']} updates, and train.steps is only"
-                    f" {self.cfg.train.steps}: raise it, or train anew with --overwrite"
-                )
-            self.load_state_dict(saved)
-            self.checkpoints.published = self.step
-            say(f"resumed  at update {self.step}")
+            self._resume(saved)
         elif self.init_from is not None:
-            for line in self.init_from.apply():
-                say(f"init     {line}")
-            self.init_from.write(run)
-            if any(new.vectors is not None for new in self.init_from.centroids):
-                score = self._measure_validation(self.longest)["metrics"][self.task.headline]
-                say(
-                    f"init     {score:.3f} of the sequences of {self.longest} right before training"
-                )
-        self.init_from = None  # its weights need not be kept
+            self._apply_initial_weights(self.init_from)
+        self.init_from = None  # free its weights
         if not self.is_last:
-            run.result.unlink(missing_ok=True)  # what is there is of fewer updates
-        run.confirm(self.cfg)
+            run.result.unlink(missing_ok=True)  # an existing result has fewer updates
+        run.save_config(self.cfg)
         self.writer = Writer(self.cfg, run, resumed_at=self.step)
 
+    def _resume(self, saved: dict) -> None:
+        """Continue from the state of a checkpoint.
+
+        Raises:
+            CheckpointError: If it has more updates than `train.steps`.
+        """
+        if saved["step"] > self.cfg.train.steps:
+            raise CheckpointError(
+                f"{self.run} has made {saved['step']} updates, and train.steps is only"
+                f" {self.cfg.train.steps}: raise it, or train from scratch with --overwrite"
+            )
+        self.load_state_dict(saved)
+        self.checkpoints.published = self.step
+        say(f"resumed  at update {self.step}")
+
+    def _apply_initial_weights(self, start: Start) -> None:
+        """Load the weights of `init_from`, and print where each was used."""
+        for line in start.apply():
+            say(f"init     {line}")
+        start.write(self.run)
+        if any(new.vectors is not None for new in start.centroids):
+            score = self._measure_validation(self.longest)["metrics"][self.task.headline]
+            say(
+                f"init     before training, {self.task.headline.replace('_', ' ')} is {score:.3f}"
+                f" at length {self.longest}"
+            )
+
     def _introduce(self) -> None:
-        """Say what trains, on what, and how it is solved."""
+        """Print the run's task, model, kernels, solvers and optimizer."""
         cfg = self.cfg
         say(f"run      {self.run}")
-        say(f"task     {_task_line(cfg, self.task)}")
+        say(f"task     {task_text(cfg, self.task)}")
         size = f"{self.parameters / 1e6:.3f} M parameters"
         say(f"model    {cfg.model.name}, {size}, on {self.device} in {self.precision}")
-        say(f"kernels  {available(self.device.type, kernel_operations(self.model))}")
-        say(f"solver   {_solver_line(self.model, cfg)}")
-        for line in described(self.model, cfg.optim):
+        say(f"kernels  {describe_backends(self.device.type, kernel_operations(self.model))}")
+        say(f"solver   {solvers_text(self.model, cfg)}")
+        for line in describe_optimizer(self.model, cfg.optim):
             say(f"optim    {line}")
 
     def state_dict(self) -> dict:
-        """All that a run goes on from."""
+        """Return everything that a resumed run needs."""
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
             "batch_number": self.batch_number,
-            "seconds": self._seconds_so_far(),
+            "seconds": self._training_seconds(),
             "longest": self.longest,
-            "letters": self.letters,
+            "letters": self.num_elements,  # the key that earlier versions wrote
             "solved_at": self.solved_at,
             "state": self.state,
             "rollbacks": self.rollbacks,
@@ -201,63 +229,63 @@ class Training(Loop):
         }
 
     def load_state_dict(self, saved: dict) -> None:
-        """Continue from `state_dict`; a run of version 0.1 has no letters."""
+        """Continue from a `state_dict`. Those of version 0.1 have no "letters"."""
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.step = saved["step"]
         self.batch_number = saved["batch_number"]
         self.seconds = saved["seconds"]
         self.longest = saved["longest"]
-        self._draw_from(saved.get("letters"))
+        self._restrict_elements(saved.get("letters"))
         self.solved_at = saved["solved_at"]
         self.state = saved["state"]
         self.rollbacks = saved["rollbacks"]
         torch.set_rng_state(saved["rng"].cpu())
 
     def fit(self) -> None:
-        """The updates that are left, with records, probes, evaluations and checkpoints when due.
+        """Make the remaining updates, with records, probes, evaluations and checkpoints when due.
 
         Raises:
-            Diverged, Stopped, LeaseError, CheckpointError, OutputError: as `train`.
+            Diverged, Stopped, LeaseError, CheckpointError, OutputError: As `train`.
         """
         steps = self.cfg.train.steps
-        self.solver = solver_of(self.model.train())
+        self.solver = describe_solver(self.model.train())
         self.failure_watch = FailureWatch(say, self.solver)
-        self.fit_began = time.perf_counter()
-        self._begin_window()
+        self.fit_start = time.perf_counter()
+        self._start_window()
         self.batches = self._batches()
-        self.bar = Progress("training", total=steps, unit="updates")
+        self.progress = Progress("training", total=steps, unit="updates")
         with StopSignals() as self.signals:
-            self.make_updates()
-        self.seconds = self._seconds_so_far()
+            self.run_updates()
+        self.seconds = self._training_seconds()
 
     @property
     def is_last(self) -> bool:
-        """Whether no update is left: all are made, or the task is solved."""
+        """True if no update remains, because all are made or the task is solved."""
         return super().is_last or self.solved_at is not None
 
-    def _seconds_so_far(self) -> float:
-        """Seconds of training, of this process and of those before it."""
-        return self.seconds + (time.perf_counter() - self.fit_began)
+    def _training_seconds(self) -> float:
+        """Return the seconds of training in this process and the previous ones of the run."""
+        return self.seconds + (time.perf_counter() - self.fit_start)
 
     def _batches(self) -> Iterator[tasks.Batch]:
-        """From the next one on, as long as they are now."""
+        """Yield training batches from the next one on, with the current lengths."""
         lengths = min(self.shortest, self.longest), self.longest
         cfg = self.cfg
         for number in itertools.count(self.batch_number):
             yield self.task.batch(cfg.seed, "train", number, cfg.train.batch_size, lengths)
 
-    def _begin_window(self) -> None:
-        """What the next record sums up begins here."""
-        self.window_began = time.perf_counter()
+    def _start_window(self) -> None:
+        """Reset the sums over the updates since the last record."""
+        self.window_start = time.perf_counter()
         self.tokens = 0
-        self.scored: int | torch.Tensor = 0  # labels that count
-        self.correct: int | torch.Tensor = 0  # of these, answered as they should be
+        self.scored: int | torch.Tensor = 0  # scored labels
+        self.correct: int | torch.Tensor = 0  # correct answers among them
         self.statistics: list = []
 
     def update(self) -> None:
-        """One update; `made` is what is logged of it alone."""
-        # 1. The learning rates and the batch of this update.
+        """Make one update, and store the values to log in `last_record`."""
+        # 1. Set the learning rates and read the batch.
         number = self.step + 1
         factor = lr_factor(self.cfg.optim, self.cfg.train.steps, number)
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
@@ -266,16 +294,16 @@ class Training(Loop):
         self.batch_number += 1
         tensors = as_tensors(batch, self.device)
 
-        # 2. Its gradient.
+        # 2. Compute the gradient.
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        loss, answers, adversarial_loss = self._gradient(number, tensors, batch.carry)
+        loss, answers, adversarial_loss = self._backward(number, tensors, batch.is_continuation)
         clip = self.cfg.optim.grad_clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         if not torch.isfinite(norm + loss.detach()):
             raise Diverged(f"the loss is {loss.item()}, the gradient norm {norm.item()}")
 
-        # 3. The weights move, and what is logged is counted.
+        # 3. Change the weights, and collect the values to log.
         self.optimizer.step()
         self.step = number
         self.state = answers.state
@@ -285,33 +313,41 @@ class Training(Loop):
         record = {"loss": loss, "lr": lr, "grad_norm": norm, "longest": self.longest}
         if adversarial_loss is not None:
             record["adversarial_loss"] = adversarial_loss
-        self.made, self.stopping = record, self.signals.asked
+        self.last_record, self.stopping = record, self.signals.is_stop_requested
 
-    def _gradient(
-        self, number: int, tensors: Tensors, continues: bool
+    def _backward(
+        self, number: int, tensors: Tensors, is_continuation: bool
     ) -> tuple[torch.Tensor, Answers, torch.Tensor | None]:
-        """Forward and backward of the update of this number → as `synthetic.update.backward`.
+        """Run forward and backward of an update; see `synthetic.update.backward` for the result.
 
-        Args: continues: the batch goes on where the one before ended.
+        Args:
+            number: Number of the update.
+            tensors: The batch, all of shape (b,l).
+            is_continuation: Whether the batch continues the previous one.
+
         Raises:
-            Diverged: a block has made NaN or infinity, forward or back.
+            Diverged: If a block computed NaN or infinity, in forward or backward.
         """
-        before = self.state if continues else None
+        initial_state = self.state if is_continuation else None
         limit = None if self.cfg.train.max_iters == "config" else max_iters_at(self.cfg, number)
 
-        def one_pass() -> tuple[torch.Tensor, Answers]:
-            return loss_of(self.model, tensors, before, self.carries_state, self._autocast)
+        def forward() -> tuple[torch.Tensor, Answers]:
+            return compute_loss(
+                self.model, tensors, initial_state, self.carries_state, self._autocast
+            )
 
         try:
-            with solving(self.model, max_iters=limit):
-                return backward(one_pass, self.adversary if self._curriculum_is_over else None)
+            with override_solver(self.model, max_iters=limit):
+                # Adversarial noise before the task is learned would prevent learning it.
+                return backward(forward, self.adversary if self._curriculum_is_over else None)
         except FloatingPointError as e:
             raise Diverged(str(e)) from None
 
     def _count(self, tensors: Tensors, answers: Answers) -> None:
-        scored = tensors.labels != tasks.IGNORE
-        self.correct += ((answers.logits.argmax(-1) == tensors.labels) & scored).sum()
-        self.scored += scored.sum()
+        """Add an update's answers and solver statistics to the window."""
+        is_scored = tensors.labels != tasks.IGNORE
+        self.correct += ((answers.logits.argmax(-1) == tensors.labels) & is_scored).sum()
+        self.scored += is_scored.sum()
         self.tokens += tensors.input_ids.numel()
         if answers.statistics[0] is not None:
             self.statistics += answers.statistics
@@ -320,131 +356,143 @@ class Training(Loop):
         enabled = self.precision == "bf16"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
 
-    def go_back(self) -> bool:
-        """All but the place in the data from the newest checkpoint; see `Loop`."""
+    def roll_back(self) -> bool:
+        """Load a checkpoint, except for the position in the data; see `Loop.roll_back`."""
         next_batch = self.batch_number
         saved = None
-        if to_go_back_to(self.run.checkpoints, self.went_back_to, say):
-            with contextlib.suppress(CheckpointError):  # none can be used
-                saved = newest_state(self.run, self.device, say)
+        if rollback_checkpoint(self.run.checkpoints, self.rollback_step, say):
+            with contextlib.suppress(CheckpointError):  # no checkpoint can be used
+                saved = find_newest_state(self.run, self.device, say)
         if saved is None:
             return False
         self.load_state_dict(saved)
         self.batch_number = next_batch
-        self.state = None  # what comes next does not continue what the checkpoint had read
+        self.state = (
+            None  # the next batch does not continue the sequences that the checkpoint had read
+        )
         self.batches = self._batches()
-        self._begin_window()
+        self._start_window()
         return True
 
     def _log_if_due(self) -> None:
-        """Every `log.every` updates, and after the last, a record of this update and of what the
-        window sums up."""
+        """Every `log.every` updates and after the last, write a record of the current window."""
         steps = self.cfg.train.steps
         if self.step % self.cfg.log.every and self.step != steps:
-            self.bar.update(self.step, steps)
+            self.progress.update(self.step, steps)
             return
         now = time.perf_counter()
-        numbers = {k: v.item() if torch.is_tensor(v) else v for k, v in self.made.items()}
+        values = {k: v.item() if torch.is_tensor(v) else v for k, v in self.last_record.items()}
         record = {
-            **numbers,
+            **values,
             "accuracy": float(self.correct / max(1, self.scored)),
-            "tokens_per_s": round(self.tokens / (now - self.window_began), 1),
-            "seconds": round(self.seconds + now - self.fit_began, 1),
+            "tokens_per_s": round(self.tokens / (now - self.window_start), 1),
+            "seconds": round(self.seconds + now - self.fit_start, 1),
             **fixed_point_metrics(self.statistics),
         }
         self.write(record)
         self.log_saves()
-        self.failure_watch.look(record, f"update {self.step}")
-        self.bar.update(self.step, steps, describe(record, self.num_iters))
-        self._begin_window()
+        self.failure_watch.check(record, f"update {self.step}")
+        self.progress.update(self.step, steps, describe_record(record, self.num_iters))
+        self._start_window()
 
     @contextlib.contextmanager
-    def _paused(self) -> Iterator[None]:
-        """What happens within does not count as training."""
-        pause_began = time.perf_counter()
+    def _exclude_from_timing(self) -> Iterator[None]:
+        """Exclude the time inside this context from the training time."""
+        pause_start = time.perf_counter()
         yield
-        pause = time.perf_counter() - pause_began
-        self.fit_began += pause
-        self.window_began += pause
+        pause = time.perf_counter() - pause_start
+        self.fit_start += pause
+        self.window_start += pause
 
     @property
     def _validation_is_due(self) -> bool:
         return self.step % self.cfg.eval.every == 0 and self.step < self.cfg.train.steps
 
     def _probe_if_due(self) -> None:
-        """ℓ* of the last batch; where a validation is due, that probes as well."""
-        due = is_due(self.step, self.cfg.log.probe_every) and not self._validation_is_due
-        if self.solver == "none" or not due:
+        """Measure ℓ* on the last batch, unless a validation is due, which measures it as well."""
+        has_probe = is_due(self.step, self.cfg.log.probe_every) and not self._validation_is_due
+        if self.solver == "none" or not has_probe:
             return
-        with self._paused(), self._autocast():
+        with self._exclude_from_timing(), self._autocast():
             measured = fixed_point_metrics([probe_first(self.model, *self.last_input)])
         record = {"step": self.step, "probe": measured}
-        self.num_iters = probed(record)
+        self.num_iters = probe_iterations(record)
         self.write(record)
 
     def _validate_if_due(self) -> None:
-        """Measure on held-out sequences as long as training's: where they are solved the curriculum
-        goes on, or the training ends."""
+        """Measure on validation data at the current training length, and advance the curriculum.
+
+        If there is nothing left to advance, a score of at least `train.stop_at` ends the training.
+        """
         if not self._validation_is_due:
             return
-        seconds = self._seconds_so_far()
-        with self._paused():
+        seconds = self._training_seconds()
+        with self._exclude_from_timing():
             measured = self._measure_validation(self.longest)
             record = {"step": self.step, "valid": measured, "seconds": round(seconds, 1)}
-            if self.letters:
-                record["letters"] = self.letters
+            elements = ""
+            if self.num_elements:
+                record["letters"] = self.num_elements
+                elements = f", {self.num_elements} of {self.task.vocab_size} elements"
             if self.lengths_during:
                 record["over_lengths"] = {
                     length: self._measure_validation(length) for length in self.lengths_during
                 }
             self.write(record)
-            of = f", {self.letters} of {self.task.vocab_size} letters" if self.letters else ""
-            say(f"update {self.step:>6}  length {self.longest}{of}: {_scores(measured)}")
-            self._grow_or_stop(measured["metrics"][self.task.headline])
+            position = f"update {self.step:>6}  length {self.longest}{elements}"
+            say(f"{position}: {scores_text(measured)}")
+            self._advance_or_stop(measured["metrics"][self.task.headline])
 
     def _measure_validation(self, length: int) -> dict:
-        cfg = self.cfg
-        held_apart = not self.letters  # words of few letters are not
+        """Measure the model on validation data of one length."""
         return measure(
             self.model,
             self.task,
-            cfg,
+            self.cfg,
             length,
             "valid",
-            cfg.seed,
+            self.cfg.seed,
             self.precision,
-            held_apart=held_apart,
+            is_held_out=not self.num_elements,  # few elements have no disjoint splits
         )
 
-    def _grow_or_stop(self, score: float) -> None:
-        """What a score of the headline metric, at the longest length so far, brings about."""
+    def _advance_or_stop(self, score: float) -> None:
+        """Advance the curriculum, or end the training, if the score is high enough.
+
+        Args:
+            score: Headline metric at the longest current length.
+        """
         curriculum = self.cfg.train.curriculum
         if curriculum and not self._curriculum_is_over:
             if score < curriculum.min_accuracy:
                 return
             if self.longest < self.full_length:
                 self.longest = min(self.full_length, self.longest + curriculum.grow)
-            elif self.letters is not None:
-                self._draw_from(min(2 * self.letters, self.task.vocab_size))
+            elif self.num_elements is not None:
+                self._restrict_elements(min(2 * self.num_elements, self.task.vocab_size))
             self.batches = self._batches()
             self.state = None
         elif score >= (self.cfg.train.stop_at or float("inf")):
             self.solved_at = self.step
 
     def check_finite(self) -> None:
-        """Raises Diverged where the weights or moments are not finite."""
+        """Check the weights and the optimizer's moments.
+
+        Raises:
+            Diverged: If one of them is not finite.
+        """
         weights = {"the weights": list(self.model.parameters())}
-        if what := not_finite(held(self.state_dict()) | weights):
-            raise Diverged(what)
+        if message := describe_nonfinite(collect_tensors(self.state_dict()) | weights):
+            raise Diverged(message)
 
     def state_files(self) -> dict:
-        """What a checkpoint holds."""
+        """Return the files of a checkpoint with their contents."""
         return {STATE: self.state_dict()}
 
     def conclude(self) -> dict:
-        """Evaluate the trained model, and write result.json."""
+        """Evaluate the trained model, write result.json, and return its content."""
         cfg, task = self.cfg, self.task
-        task.draw_from(None)
+        task.restrict_elements(None)
         results = evaluate_all(self.model, task, cfg, self.lengths, self.precision)
         result = {
             "task": cfg.task.name,
@@ -457,7 +505,7 @@ class Training(Loop):
             "headline": task.headline,
             "chance": task.chance,
             "eval": results,
-            "bars": passes(cfg.thresholds, results),
+            "bars": judge_thresholds(cfg.thresholds, results),
         }
         write_json(self.run.result, result)
         if note := curriculum_note(result, cfg):
@@ -465,76 +513,10 @@ class Training(Loop):
         return result
 
     def close(self) -> None:
-        """End the profile, the save under way and the log, however far `start` came."""
+        """Close the profile, the pending save and the log, even if `start` failed midway."""
         if hasattr(self, "profile"):
             self.profile.close()
         if hasattr(self, "checkpoints"):
             self.checkpoints.close()
         if self.writer is not None:
             self.writer.close()
-
-
-def _check_lengths_and_bars(cfg: Config, task: tasks.Task, lengths: Sequence[int]) -> None:
-    """Say now what would otherwise stop the run, or fail a bar, hours later.
-
-    Args: lengths: that are evaluated at the end.
-    """
-    # 1. The task has sequences of all training lengths; a batch of them fits its context, its data.
-    shortest, longest = cfg.train.lengths
-    curriculum = cfg.train.curriculum
-    if curriculum:
-        for length in range(curriculum.start, longest, curriculum.grow):
-            task.check_length(length)
-    task.check_length(longest)
-    batch = task.batch(cfg.seed, "train", 0, cfg.train.batch_size, (shortest, longest))
-    tasks.check_batch(cfg.task.name, task, batch)
-
-    # 2. Every bar is on a metric of the task, at a length that is evaluated.
-    metrics = list(task.score(batch.labels, batch))
-    tested = [longest] if task.streams else lengths
-    for bar in cfg.thresholds:
-        if bar.metric not in metrics:
-            raise tasks.TaskError(
-                f"a bar is on `{bar.metric}`: {cfg.task.name} has {', '.join(metrics)}"
-            )
-        if bar.length not in (None, *tested):
-            raise tasks.TaskError(
-                f"a bar is at length {bar.length}, which eval.lengths does not try"
-                f" ({', '.join(map(str, tested))})"
-            )
-
-
-def _task_line(cfg: Config, task: tasks.Task) -> str:
-    name = f"{cfg.task.name} {cfg.task.group}" if cfg.task.name == "word_problem" else cfg.task.name
-    shortest, longest = cfg.train.lengths
-    lengths = f"{shortest} to {longest}" if shortest < longest else f"{longest}"
-    return f"{name}, {task.vocab_size} ids, training length {lengths} (chance {task.chance:.3g})"
-
-
-def _solver_line(model: nn.Module, cfg: Config) -> str:
-    """How the model solves in training and in evaluation."""
-    training, evaluation = (solver_of(model.train(mode)) for mode in (True, False))
-    if isinstance(training, str) or isinstance(evaluation, str):
-        return "none"
-    if training["max_iters"] is not None:
-        training["max_iters"] = max_iters_at(cfg, 0)
-        if cfg.train.max_iters == "gamma":
-            training["max_iters"] = f"⌈Γ({cfg.train.gamma_shape:g}, 1)⌉"
-    if evaluation["max_iters"] is not None:
-        evaluation["max_iters"] = cfg.eval.max_iters or evaluation["max_iters"]
-    return (
-        f"training: {solver_text(training)}, gradient {training['gradient']};"
-        f" evaluation: {solver_text(evaluation)}"
-    )
-
-
-def _scores(measured: dict) -> str:
-    """The metrics of a measurement (without those of single bAbI tasks), and ℓ* if it has any."""
-    text = "  ".join(
-        f"{name} {value:.3f}"
-        for name, value in measured["metrics"].items()
-        if not name.startswith("qa")
-    )
-    if iterations := measured.get("num_iters"):
-        text += "  ℓ* " + iterations_of_layers(iterations)
-    return text

@@ -1,4 +1,4 @@
-"""The abilities of a profile, and its runs: every ability of a model over lengths and seeds."""
+"""Comparison of models by their abilities: recipes, runs over lengths and seeds."""
 
 from __future__ import annotations
 
@@ -13,57 +13,61 @@ from lm.config import load as base
 from lm.config.schema import Config as LMConfig
 from lm.runs.run_dir import RunDirError
 from synthetic import config
-from synthetic.numbers import LAST_COLUMNS, Trained
-from synthetic.runs import differences, is_finished, result_of, run_all
+from synthetic.result_tables import LAST_COLUMNS, FinishedRun
+from synthetic.runs import find_differences, is_finished, read_result, run_all
 
 RECIPES = find_shipped("configs/synthetic/small")
 FILES = ("validate.csv", "lengths.png")
 
-TAKEN = ("model", "solver", "optim")  # sections of a config that is validated
-# A model is tried at the longest length of its training times these, as far as a sequence has no
-# more tokens than this.
-TIMES = (1, 2, 4, 8, 16, 32, 64)
-MOST_TOKENS = 1200
-SEEDS = (0, 1, 2)  # of training, unless the profile is a quick one
-QUICK_EXAMPLES = 200  # sequences a length, in a quick profile
+MODEL_SECTIONS = ("model", "solver", "optim")  # replaced in a recipe
+# Evaluated lengths, as multiples of the longest training length, up to MAX_TOKENS tokens.
+LENGTH_FACTORS = (1, 2, 4, 8, 16, 32, 64)
+MAX_TOKENS = 1200
+SEEDS = (0, 1, 2)  # of training, unless the profile is quick
+QUICK_EXAMPLES = 200  # sequences per length in a quick profile
 
 
 class Ability(NamedTuple):
-    """An axis of a profile. The bars of its recipe are its thresholds."""
+    """An ability that models are compared by; its recipe sets the thresholds."""
 
-    recipe: str  # of RECIPES
-    is_quick: bool = False  # in the quick profile, too
+    recipe: str  # file name in RECIPES
+    is_quick: bool = False  # whether the quick profile includes it
 
 
 ABILITIES = {
     "state": Ability("s3", True),  # running products of S3
-    "automaton": Ability("automaton"),  # an automaton with unsolvable groups
+    "automaton": Ability("automaton"),  # an automaton with a group that is not solvable
     "session": Ability("repl"),  # swaps of variables in a Python session
-    "parity": Ability("parity"),  # is the number of ones odd?
-    "brackets": Ability("dyck", True),  # which bracket is open?
+    "parity": Ability("parity"),  # whether the number of ones is odd
+    "brackets": Ability("dyck", True),  # the innermost open bracket
     "arithmetic": Ability("mod_arithmetic", True),  # expressions modulo 3
-    "copying": Ability("copy", True),  # a string, letter by letter
-    "selective copying": Ability("selective_copying"),  # letters among blanks
-    "look-up": Ability("recall", True),  # what followed this letter?
+    "copying": Ability("copy", True),  # a string, character by character
+    "selective copying": Ability("selective_copying"),  # tokens among blanks
+    "look-up": Ability("recall", True),  # the character after a given one
     "recall": Ability("mqar", True),  # values by their keys (MQAR)
-    "noisy recall": Ability("noisy_recall"),  # the same in noise
+    "noisy recall": Ability("noisy_recall"),  # the same with noise
     "fuzzy recall": Ability("fuzzy_recall"),  # keys and values of several tokens
-    "memorization": Ability("memorization"),  # a dictionary by heart
+    "memorization": Ability("memorization"),  # a fixed dictionary
 }
 
 
 class Point(NamedTuple):
-    """A run of a profile."""
+    """Key of a run: ability, model and training seed."""
 
     ability: str
     model: str
     seed: int
 
 
-def _model_of(path: str, overrides: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """Name and {"model": …, "solver": …, "optim": …} of a config.
+def _read_model_sections(path: str, overrides: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """Read the name and the MODEL_SECTIONS of a config.
 
-    Any YAML with a `model:` section will do, a language model's too; other sections are left out.
+    Any YAML with a `model:` section works, also the YAML of a language model; other sections are
+    ignored.
+
+    Raises:
+        ConfigError: If the file has an unknown section or no model, or an override has another
+            section.
     """
     tree = base.load_tree(path)
     unknown = tree.keys() - config.Config.model_fields.keys() - LMConfig.model_fields.keys()
@@ -71,18 +75,17 @@ def _model_of(path: str, overrides: Sequence[str]) -> tuple[str, dict[str, Any]]
         raise ConfigError(f"{path}: unknown section {', '.join(sorted(map(str, unknown)))}")
     if "model" not in tree:
         raise ConfigError(f"{path} has no `model:` section: validate needs a model to build")
-    kept = {k: tree[k] for k in TAKEN if k in tree}
-    if not isinstance(kept.get("optim") or {}, dict):
-        raise ConfigError(f"{path}: `optim` is {kept['optim']!r}: it must be a section")
+    sections = {k: tree[k] for k in MODEL_SECTIONS if k in tree}
+    if not isinstance(sections.get("optim") or {}, dict):
+        raise ConfigError(f"{path}: `optim` is {sections['optim']!r}: it must be a section")
     for text in overrides:
         key, _ = base.parse_override(text, config.Config)
-        if key.partition(".")[0] not in TAKEN:
+        if key.partition(".")[0] not in MODEL_SECTIONS:
             raise ConfigError(
-                f"override `{key}`: validate takes keys of {', '.join(TAKEN[:-1])} and {TAKEN[-1]}"
-                " only"
+                f"override `{key}`: validate accepts only keys of model, solver and optim"
             )
-    base.set_overrides(kept, overrides, config.Config)
-    return str(tree.get("name", Path(path).stem)), kept
+    base.set_overrides(sections, overrides, config.Config)
+    return str(tree.get("name", Path(path).stem)), sections
 
 
 def plan(
@@ -92,22 +95,27 @@ def plan(
     quick: bool = False,
     seeds: Sequence[int] | None = None,
 ) -> dict[Point, config.Config]:
-    """The runs of a profile, model by model.
+    """Return the runs of a profile, model by model.
 
     Args:
-        paths: YAMLs with a `model:` section. quick: the quick abilities alone, on fewer sequences.
-        seeds: of training; None: SEEDS, of a quick profile the first of them.
+        paths: YAMLs with a `model:` section.
+        overrides: key=value, applied to the MODEL_SECTIONS.
+        out_dir: Folder of the runs.
+        quick: Only the quick abilities, with fewer test sequences.
+        seeds: Training seeds; None: SEEDS, or the first of them in a quick profile.
+
     Raises:
-        ConfigError: no config, one that cannot be validated, or two of one name; a seed twice.
+        ConfigError: If there is no config, one is invalid, two have the same name, or a seed occurs
+            twice.
     """
     if not paths:
         raise ConfigError("validate needs a config with a `model:` section, not only overrides")
     seeds = (SEEDS[:1] if quick else SEEDS) if seeds is None else seeds
     if len(set(seeds)) < len(seeds):
-        raise ConfigError(f"seeds {list(seeds)}: one of them is there twice")
+        raise ConfigError(f"seeds {list(seeds)}: one of them occurs twice")
     runs: dict[Point, config.Config] = {}
     for path in paths:
-        name, sections = _model_of(path, overrides)
+        name, sections = _read_model_sections(path, overrides)
         if any(name == point.model for point in runs):
             raise ConfigError(f"{path}: another config is named `{name}` too")
         for ability, (recipe, is_quick) in ABILITIES.items():
@@ -125,8 +133,10 @@ def plan(
 
 
 def _with_model(tree: dict, sections: dict) -> dict:
-    """A recipe's tree with another model: the whole of its model and solver is replaced, of its
-    optimizer only the keys that the config sets. An adversary goes: only some models can have one.
+    """Return a recipe's tree with another model.
+
+    The model and solver sections are replaced. In the optimizer section only the keys that the
+    config sets are replaced. Adversarial noise is switched off: only some models support it.
     """
     return {
         **tree,
@@ -138,19 +148,19 @@ def _with_model(tree: dict, sections: dict) -> dict:
 
 
 def _lengths(tree: dict, path: str) -> str:
-    """`eval.lengths` of a run: TIMES its longest training length, and where its bars are."""
+    """Return `eval.lengths` of a run: LENGTH_FACTORS × training length, and threshold lengths."""
     from synthetic.evaluate import parse_lengths
     from synthetic.tasks import build
 
     cfg = base.build(tree, path, config.Config)
     task = build(cfg.task)
     longest = cfg.train.lengths[1]
-    lengths = {longest, *(bar.length for bar in cfg.thresholds if bar.length)}
-    for times in TIMES:
-        wanted = longest * times
-        # A range stands in for a length that the task has not, by the one below.
-        length = parse_lengths(f"{wanted - 1}:{wanted}:1", task)[-1]
-        if task.batch(0, "test", 0, 1, (length, length)).input_ids.shape[1] <= MOST_TOKENS:
+    lengths = {longest, *(entry.length for entry in cfg.thresholds if entry.length)}
+    for factor in LENGTH_FACTORS:
+        target = longest * factor
+        # In a range, a length that the task lacks is replaced by the next shorter one.
+        length = parse_lengths(f"{target - 1}:{target}:1", task)[-1]
+        if task.batch(0, "test", 0, 1, (length, length)).input_ids.shape[1] <= MAX_TOKENS:
             lengths.add(length)
     return ",".join(map(str, sorted(lengths)))
 
@@ -162,30 +172,40 @@ def validate(
     jobs: int = 1,
     quick: bool = False,
     seeds: Sequence[int] | None = None,
-) -> list[Trained]:
-    """Train and test every ability of the model of every config; finished runs are not repeated.
+) -> list[FinishedRun]:
+    """Train and evaluate every model on every ability; finished runs are not repeated.
+
+    Args:
+        paths: YAMLs with a `model:` section.
+        overrides: key=value, applied to the MODEL_SECTIONS.
+        out_dir: Folder of the runs.
+        jobs: Number of processes at once.
+        quick: Only the quick abilities, with fewer test sequences.
+        seeds: Training seeds; None: SEEDS, or the first of them in a quick profile.
 
     Returns:
-        The runs, whose `panel` is the ability.
+        The runs; their `panel` is the ability.
 
     Raises:
-        ConfigError: If a config cannot be validated.
-        RunDirError: If OUT holds a finished run of another config.
-        OutputError: If nothing can be written there.
+        ConfigError: If a config is invalid; see `plan`.
+        RunDirError: If `out_dir` contains a finished run with another config.
+        OutputError: If `out_dir` cannot be written.
         TrainingError: If some runs failed.
     """
     runs = plan(paths, overrides, out_dir, quick, seeds)
     files = [Path(out_dir) / name for name in FILES]
     check_together(files[0], ",".join(LAST_COLUMNS), *files)
-    for cfg in filter(is_finished, runs.values()):  # its figures would be those of another model
-        if different := differences(cfg):
+    for cfg in filter(is_finished, runs.values()):
+        if changes := find_differences(cfg):
             raise RunDirError(
-                f"{cfg.run_dir} holds a finished run of another config"
-                f" ({'; '.join(different[:4])}): choose another --out-dir, or delete it"
+                f"{cfg.run_dir} holds a finished run with another config"
+                f" ({'; '.join(changes[:4])}): choose another --out-dir, or delete it"
             )
-    say(f"{len(runs)} runs, {sum(map(is_finished, runs.values()))} of them finished already")
+    say(f"{len(runs)} runs, {sum(map(is_finished, runs.values()))} of them already finished")
     run_all(list(runs.values()), jobs)
     return [
-        Trained(cfg.run_dir, cfg, cfg.seed, {}, point.model, point.ability, result_of(cfg), [])
+        FinishedRun(
+            cfg.run_dir, cfg, cfg.seed, {}, point.model, point.ability, read_result(cfg), []
+        )
         for point, cfg in runs.items()
     ]

@@ -1,5 +1,7 @@
-"""Shared by all tests: one thread, offline, a corpus cache outside the home, GPU tests skipped
-without a GPU, a tiny config."""
+"""Environment and fixtures of all tests.
+
+Tests use one thread, no network and a temporary corpus cache. Without a GPU, GPU tests are skipped.
+"""
 
 import atexit
 import os
@@ -11,7 +13,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("COLUMNS", None)  # no table is wrapped
 os.environ.setdefault("FPRNN_TEST_SESSION", str(os.getpid()))  # pytest-xdist's workers inherit it
-if "FPRNN_TEST_CACHE" not in os.environ:  # of all processes of a session, pytest-xdist's too
+if "FPRNN_TEST_CACHE" not in os.environ:  # shared with pytest-xdist's workers
     os.environ["FPRNN_TEST_CACHE"] = tempfile.mkdtemp(prefix="fprnn-cache-")
     atexit.register(shutil.rmtree, os.environ["FPRNN_TEST_CACHE"], ignore_errors=True)
 os.environ["FPRNN_CACHE"] = os.path.join(os.environ["FPRNN_TEST_CACHE"], "corpora")
@@ -19,7 +21,7 @@ os.environ["FPRNN_CACHE"] = os.path.join(os.environ["FPRNN_TEST_CACHE"], "corpor
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # read when a kernel is defined
+if not torch.cuda.is_available():  # must be set before kernels are defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tests.running import fprnn, losses, run
@@ -38,13 +40,13 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """One more than there are cores: tests that wait for processes leave one idle."""
+    """Use one worker more than cores, because tests that wait for processes leave a core idle."""
     count = yield
     return count if "PYTEST_XDIST_AUTO_NUM_WORKERS" in os.environ else count + 1
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Scores that passed tests have printed, such as that of the mutations."""
+    """Print the scores of passed tests, such as the score of the mutations."""
     for report in terminalreporter.stats.get("passed", []):
         for line in report.capstdout.splitlines():
             if line.startswith("score: "):
@@ -53,8 +55,8 @@ def pytest_terminal_summary(terminalreporter):
 
 @pytest.fixture
 def tiny(tmp_path):
-    """A function (override, …) → Config of configs/tiny/lm.yaml with its run under tmp_path."""
-    from lm.config import load as config  # pydantic; the tests of kernels and models run without
+    """Function of overrides that loads configs/tiny/lm.yaml, with its run under tmp_path."""
+    from lm.config import load as config  # needs pydantic, which tests of kernels and models do not
 
     def build(*overrides):
         path = ROOT / "tests/data/tiny.jsonl"
@@ -66,7 +68,7 @@ def tiny(tmp_path):
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Reports without their figures, which take most of the time."""
+    """Skip the figures of reports, which take most of the time."""
     from lm.report import figures
 
     monkeypatch.setattr(figures, "save", lambda figure, folder: "")
@@ -74,7 +76,7 @@ def undrawn(monkeypatch):
 
 @pytest.fixture(scope="session")
 def byte_tokenizer(tmp_path_factory):
-    """The folder of a byte-level tokenizer of 257 tokens, EOS first."""
+    """Folder of a byte-level tokenizer with 257 tokens; EOS is token 0."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -95,7 +97,7 @@ def byte_tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def small_export(tmp_path_factory, byte_tokenizer):
-    """The export of a small random model; not to be changed."""
+    """Export of a small random model; tests must not change it."""
     from lm.export.export import write_export
     from lm.model.configuration_fprnn import FPRNNConfig
     from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -110,7 +112,7 @@ def small_export(tmp_path_factory, byte_tokenizer):
 
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory):
-    """The run directory of configs/tiny/lm.yaml, trained once for all tests; not to be changed."""
+    """Run directory of configs/tiny/lm.yaml, trained once per session; tests must not change it."""
     out = tmp_path_factory.mktemp("tiny") / "runs"
     run(out)
     return out / "tiny"
@@ -118,13 +120,13 @@ def tiny_run(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_losses(tiny_run):
-    """Its training records."""
+    """Training records of `tiny_run`."""
     return losses(tiny_run)
 
 
 @pytest.fixture(scope="session")
 def tiny_export(tiny_run):
-    """Its HuggingFace directory."""
-    done = fprnn("export", tiny_run, tiny_run / "hf")
-    assert done.returncode == 0, done.stderr
+    """Hugging Face export of `tiny_run`."""
+    result = fprnn("export", tiny_run, tiny_run / "hf")
+    assert result.returncode == 0, result.stderr
     return tiny_run / "hf"

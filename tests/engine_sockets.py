@@ -1,4 +1,4 @@
-"""`python -m tests.engine_sockets`: timeouts and sockets of a tiny training's engine, as JSON."""
+"""Print timeouts and sockets of a tiny engine as JSON: `python -m tests.engine_sockets`."""
 
 import contextlib
 import json
@@ -8,8 +8,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from lm.config.load import load
-from lm.training import engine as ds
 from lm.training.build import build_model
+from lm.training.engine import Engine
+from lm.training.process_group import join_process_group
 
 LISTENS = "0A"  # the state in /proc/net/tcp
 
@@ -37,8 +38,8 @@ def listening_addresses():
 
 def main():
     cfg = load("configs/tiny/lm.yaml", ["engine.timeout_s=77", "train.grad_accum_steps=1"])
-    ranks = ds.start(cfg)
-    engine = ds.Engine(cfg, build_model(cfg, 64), ranks)
+    ranks = join_process_group(cfg)
+    engine = Engine(cfg, build_model(cfg, 64), ranks)
     if ranks.is_main:
         timeouts = group_timeouts(ranks.device)
         print(json.dumps({"timeouts": timeouts, "addresses": listening_addresses()}))

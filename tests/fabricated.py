@@ -11,7 +11,7 @@ from synthetic.evaluate import parse_lengths
 from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN
 
 DATA = ("task.data=nowhere",)
-TINY = {  # a run that trains in a second
+TINY = {  # trains in a second
     "name": "t",
     "model": {"d_model": 16, "d_state": 4},
     "task": {"name": "word_problem", "group": "Z3"},
@@ -19,7 +19,7 @@ TINY = {  # a run that trains in a second
     "train": {"steps": 3, "batch_size": 8, "length": 4},
     "eval": {"lengths": "4", "examples": 8, "batch_size": 8},
 }
-ROW = {  # of an evaluation
+ROW = {  # of the `eval` of a result
     "length": 2,
     "metrics": {"a": 1},
     "stderr": {"a": 0.1},
@@ -33,13 +33,13 @@ def sweep(name, scale="small", *overrides):
     return report.expand(report.config_path(name, scale), overrides)
 
 
-def drawn(name, out_dir):
-    """The drawing of a report from its runs in `out_dir`."""
+def draw_report(name, out_dir):
+    """Draw a report from its runs in `out_dir`."""
     runs = report.collect(sweep(name, "small", f"out_dir={out_dir}", *DATA))
     return report.REPORTS[name].draw(runs, name)
 
 
-def falling(length: int, reach: float) -> float:
+def falling_accuracy(length: int, reach: float) -> float:
     return 1 / (1 + math.exp((length - reach) / (0.15 * reach)))
 
 
@@ -53,31 +53,41 @@ SOLVER = {
 }
 
 
-def how_of(cfg: Config) -> dict:
-    """How a row of a result says that it was made."""
+def row_fields(cfg: Config) -> dict:
+    """Return the fields of a row that describe how it was measured."""
     solver = SOLVER if cfg.model.name == "fprnn" else "none"
     return {"read": AT_ONCE, "solver": solver, "in_training": {"count": 0, "of": 400}}
 
 
 def rows(cfg: Config, reach: float, seeds=(0,)) -> list[dict]:
-    """A plausible `eval` of a model that goes to about `reach` tokens."""
-    how = how_of(cfg)
+    """Return a plausible `eval` of a model that solves lengths up to about `reach`."""
+    fields = row_fields(cfg)
     if cfg.task.name == "catbabi":
         metrics = {"accuracy": 0.8, **{f"qa{n}": 0.7 + n / 100 for n in cfg.task.stories}}
-        how |= {"read": IN_SEGMENTS, "stderr": dict.fromkeys(metrics, 0.01)}
-        return [{"length": cfg.train.lengths[1], "seed": 0, "metrics": metrics, **how}]
+        fields |= {"read": IN_SEGMENTS, "stderr": dict.fromkeys(metrics, 0.01)}
+        return [{"length": cfg.train.lengths[1], "seed": 0, "metrics": metrics, **fields}]
     names = {
         "word_problem": ("token_accuracy", "sequence_accuracy"),
         "copy": ("character_accuracy", "string_accuracy"),
         "mod_arithmetic_brackets": ("scaled_accuracy", "accuracy"),
     }[cfg.task.name]
-    made = []
-    reads = (AT_ONCE, TOKEN_BY_TOKEN) if cfg.eval.sequential else (AT_ONCE,)
+    result = []
+    readings = (AT_ONCE, TOKEN_BY_TOKEN) if cfg.eval.sequential else (AT_ONCE,)
     lengths = parse_lengths(cfg.eval.lengths, tasks.build(cfg.task))
-    for read, n, seed in itertools.product(reads, lengths, seeds):
-        value = falling(n, reach) * (0.97 if read == TOKEN_BY_TOKEN else 1) * (1 - 0.01 * seed)
+    for reading, n, seed in itertools.product(readings, lengths, seeds):
+        value = (
+            falling_accuracy(n, reach)
+            * (0.97 if reading == TOKEN_BY_TOKEN else 1)
+            * (1 - 0.01 * seed)
+        )
         values = (0.2 + 0.8 * value, value)
-        row = {"length": n, "seed": seed, "metrics": dict(zip(names, values)), **how, "read": read}
+        row = {
+            "length": n,
+            "seed": seed,
+            "metrics": dict(zip(names, values)),
+            **fields,
+            "read": reading,
+        }
         row["stderr"] = {k: (v * (1 - v) / 400) ** 0.5 for k, v in zip(names, values)}
         row["in_training"] = {"count": 400 if n < 4 else 0, "of": 400}
         if cfg.model.name == "fprnn":
@@ -85,14 +95,14 @@ def rows(cfg: Config, reach: float, seeds=(0,)) -> list[dict]:
             row |= {"num_iters": {"mean": mean}, "probed": 32}
             row["stderr"]["num_iters"] = 0.5
             row |= {"evaluations": [v + 2 for v in mean], "failed": [0.0] * cfg.model.n_layer}
-        made.append(row)
-    return made
+        result.append(row)
+    return result
 
 
 def fabricate(cfg: Config, reach: float, seconds: float = 200.0) -> None:
-    """A finished run without its model."""
+    """Write a finished run without its model."""
     cfg.run_dir.mkdir(parents=True)
-    heads = {
+    headlines = {
         "word_problem": "sequence_accuracy",
         "copy": "string_accuracy",
         "mod_arithmetic_brackets": "scaled_accuracy",
@@ -105,7 +115,7 @@ def fabricate(cfg: Config, reach: float, seconds: float = 200.0) -> None:
         "updates": 1000,
         "solved_at": None,
         "training_seconds": seconds,
-        "headline": heads[cfg.task.name],
+        "headline": headlines[cfg.task.name],
         "chance": 1 / 6,
         "eval": rows(cfg, reach),
         "bars": [],
@@ -114,15 +124,18 @@ def fabricate(cfg: Config, reach: float, seconds: float = 200.0) -> None:
     (cfg.run_dir / "config.yaml").write_text(cfg.to_yaml())
     lines = [{"step": 50, "loss": 1.0, "accuracy": 0.5}]
     for i in range(1, 10):
-        at = max(1.0, reach * i / 9)
+        current_reach = max(1.0, reach * i / 9)
         record = {"step": 100 * i, "valid": {}, "seconds": seconds * i / 10}
         if cfg.eval.during:
             lengths = parse_lengths(cfg.eval.during, tasks.build(cfg.task))
             record["over_lengths"] = {
                 str(n): {
-                    "metrics": {"token_accuracy": 1, "sequence_accuracy": falling(n, at)},
+                    "metrics": {
+                        "token_accuracy": 1,
+                        "sequence_accuracy": falling_accuracy(n, current_reach),
+                    },
                     "stderr": {"sequence_accuracy": 0.01},
-                    **how_of(cfg),
+                    **row_fields(cfg),
                 }
                 for n in lengths
             }
@@ -138,6 +151,6 @@ def fabricate_all(name: str, out_dir, scale: str = "small") -> list[Config]:
     return configs
 
 
-def numbers(path) -> list[dict]:
+def read_csv(path) -> list[dict]:
     with path.open(encoding="utf-8") as f:
         return list(csv.DictReader(f))

@@ -18,13 +18,13 @@ SYNTHETIC = "synthetic.train"
 
 
 def wrap(place: str, name: str, act: Callable[..., Any], counts: Callable[..., bool] | None = None):
-    """Return a fault: at the N-th call of a function, `act` takes its place.
+    """Return a fault that replaces the N-th call of a function by `act`.
 
     Args:
-        place: Module, or module:Class, that has the function.
-        name: Name of the function there.
-        act: Called with the function and the arguments of the call.
-        counts: Called with the arguments: whether a call counts; None: every call does.
+        place: The function's module, or module:Class.
+        name: Name of the function.
+        act: Called with the original function and the arguments of the call.
+        counts: Returns whether a call with these arguments counts; None: every call counts.
     """
 
     def inject(count: int) -> None:
@@ -35,8 +35,8 @@ def wrap(place: str, name: str, act: Callable[..., Any], counts: Callable[..., b
 
         def wrapped(*args, **options):
             calls[0] += counts is None or counts(*args)
-            is_it = calls[0] == count and (counts is None or counts(*args))
-            return act(real, *args, **options) if is_it else real(*args, **options)
+            is_due = calls[0] == count and (counts is None or counts(*args))
+            return act(real, *args, **options) if is_due else real(*args, **options)
 
         setattr(owner, name, wrapped)
 
@@ -69,13 +69,13 @@ def _no_data(*_):
 
 
 def _suspended(real, *args, **options):
-    """SIGSTOP, as of a node that hangs."""
+    """Stop this process, like a node that hangs."""
     os.kill(os.getpid(), signal.SIGSTOP)
     return real(*args, **options)
 
 
 def _suspended_at_the_end(real, training):
-    """SIGSTOP before the last validation."""
+    """Stop this process before the last validation."""
     training.validation.measure = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
     real(training)
 
@@ -86,28 +86,28 @@ def _endless(real, *args, **options):
 
 
 def _nan_weight(real, engine, *args, **options):
-    made = real(engine, *args, **options)
-    held = engine.base_optimizer.param_groups[0]["params"]
-    for parameter in [*held, *engine.deepspeed.module.parameters()]:
+    result = real(engine, *args, **options)
+    optimized = engine.base_optimizer.param_groups[0]["params"]
+    for parameter in [*optimized, *engine.deepspeed.module.parameters()]:
         if parameter.numel():
             parameter.data.view(-1)[0] = float("nan")
-    return made
+    return result
 
 
 def _nan_moment(real, trainer, *args, **options):
-    made = real(trainer, *args, **options)
+    result = real(trainer, *args, **options)
     optimizer = getattr(trainer, "base_optimizer", None) or trainer.optimizer
     next(iter(optimizer.state.values()))["exp_avg_sq"].view(-1)[0] = float("nan")
-    return made
+    return result
 
 
 def plain_kernels(_: int) -> None:
-    """This rank finds no kernels."""
+    """Let this rank find no kernels."""
     os.environ["FPRNN_KERNELS"] = "plain"
 
 
 def looks_every(count: int) -> None:
-    """No fault: a stage that waits is looked at every so many updates."""
+    """Check the condition of a curriculum's stage every `count` updates; this is no fault."""
     from lm.training import curriculum
 
     curriculum.EVERY = count
@@ -116,20 +116,20 @@ def looks_every(count: int) -> None:
 FAULTS = {
     "plain_kernels": plain_kernels,
     "looks_every": looks_every,
-    # The count-th forward pass in training.
+    # In the count-th forward pass of training.
     "nan_at": wrap(ENGINE, "forward", _nan_loss, _trains),
     "nonfinite_at": wrap(ENGINE, "forward", _nonfinite, _trains),
-    # The count-th micro-batch that is read.
+    # At the count-th micro-batch.
     "no_data_at": wrap("lm.data.batches.mixture_loader:MixtureLoader", "__next__", _no_data),
-    # The count-th update.
+    # At the count-th update.
     "stop_at": wrap(ENGINE, "step", _suspended),
     "sleep_at": wrap(ENGINE, "step", _endless),
     "weight_nan_at": wrap(ENGINE, "step", _nan_weight),
     "moment_nan_at": wrap(ENGINE, "step", _nan_moment),
     "stop_at_the_end": wrap("lm.training.train:Training", "conclude", _suspended_at_the_end),
-    # The same of the synthetic trainer.
-    "synthetic_nan_at": wrap(SYNTHETIC, "loss_of", _synthetic_nan_loss),
-    "synthetic_nonfinite_at": wrap(SYNTHETIC, "loss_of", _nonfinite),
+    # The same in the synthetic trainer.
+    "synthetic_nan_at": wrap(SYNTHETIC, "compute_loss", _synthetic_nan_loss),
+    "synthetic_nonfinite_at": wrap(SYNTHETIC, "compute_loss", _nonfinite),
     "synthetic_moment_nan_at": wrap(f"{SYNTHETIC}:Training", "update", _nan_moment),
 }
 

@@ -1,8 +1,7 @@
-"""Commands of the package in real processes that are forked from one which has it imported.
+"""Run commands in processes that are forked from a server which has imported the package.
 
-What a command does is a process's own: its files, output, signals and exit status. Only the seconds
-that importing takes are spared. A fresh interpreter is what tests of imports, launchers and signals
-start themselves.
+Each command has its own files, output, signals and exit status; only the seconds of importing are
+saved. Tests of imports, launchers and signals start a fresh interpreter themselves.
 """
 
 import atexit
@@ -23,69 +22,69 @@ import time
 import traceback
 from pathlib import Path
 
-# A training in the process of the tests has named its own.
-OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Set by a training that runs in the process of the tests.
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def _of_no_rank():
-    return {name: value for name, value in os.environ.items() if name not in OF_RANKS}
+def _environment_without_ranks():
+    return {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
 
 
 class Forked:
-    """A command under way, as subprocess.Popen has one; its output goes into files."""
+    """A running command with the interface of subprocess.Popen; its output goes into files."""
 
     def __init__(self, pid, args, folder):
         self.pid, self.args, self.folder = pid, args, folder
         self.returncode = None
 
     def poll(self):
-        """Its exit status, None while it runs."""
+        """Return the exit status, or None while it runs."""
         status = Path(self.folder.name) / "status"
         if self.returncode is None and status.exists():
             self.returncode = int(status.read_text())
         return self.returncode
 
     def wait(self, timeout):
-        """Its exit status, once it has ended.
+        """Wait for the end and return the exit status.
 
         Raises:
-            subprocess.TimeoutExpired: it has not within so many seconds.
+            subprocess.TimeoutExpired: If it does not end within `timeout` seconds.
         """
-        until = time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while self.poll() is None:
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(self.args, timeout)
             time.sleep(0.005)
         return self.returncode
 
     def communicate(self, timeout):
-        """What it has printed and its errors, once it has ended."""
+        """Wait for the end and return (stdout, stderr)."""
         self.wait(timeout)
-        return self.printed()
+        return self.read_output()
 
-    def printed(self):
-        """What it has printed and its errors so far."""
+    def read_output(self):
+        """Return (stdout, stderr) up to now."""
         files = [Path(self.folder.name) / name for name in ("out", "err")]
         return tuple(file.read_text(encoding="utf-8", errors="replace") for file in files)
 
     def send_signal(self, number):
-        """As of subprocess.Popen: nothing where it has ended."""
+        """Send a signal, unless it has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
 
     def kill(self):
-        """SIGKILL."""
+        """Send SIGKILL."""
         self.send_signal(signal.SIGKILL)
 
 
 class ForkServer:
-    """One for all processes of a session of pytest; started when one of them first asks.
+    """A server for all processes of a pytest session, started at the first command.
 
     Args:
         root: Folder that it runs in.
         environment: Variables of the server and of every command.
-        modules: Modules that it imports; none: those of a training.
+        modules: Modules that it imports; (): the modules of a training.
         name: Name of its socket in the session's folder.
     """
 
@@ -93,42 +92,50 @@ class ForkServer:
         self.root, self.environment, self.modules, self.name = root, environment, modules, name
 
     def start(self, module, arguments, environment=(), cwd=None):
-        """Start `python -m MODULE ARGUMENTS`, or `python -c CODE …` if module is "-c" → Forked.
+        """Start `python -m MODULE ARGUMENTS`, or `python -c CODE …`; return its Forked.
 
         Args:
-            environment: beside the server's own, or in its place. cwd: None: the server's root.
+            module: Name of the module, or "-c".
+            arguments: Arguments of the command.
+            environment: Variables that extend or replace the server's.
+            cwd: Working directory; None: the server's root.
         """
         folder = tempfile.TemporaryDirectory(prefix="fprnn-forked-")
         arguments = list(map(str, arguments))
-        asked = {
+        request = {
             "module": module,
             "arguments": arguments,
-            "environment": {**_of_no_rank(), **self.environment, **dict(environment)},
+            "environment": {
+                **_environment_without_ranks(),
+                **self.environment,
+                **dict(environment),
+            },
             "cwd": str(cwd or self.root),
             "folder": folder.name,
         }
         with self._connect() as connection, connection.makefile("rw") as stream:
-            print(json.dumps(asked), file=stream, flush=True)
+            print(json.dumps(request), file=stream, flush=True)
             pid = int(stream.readline())
         words = arguments if module == "-c" else [module, *arguments]
         return Forked(pid, [sys.executable, "-c" if module == "-c" else "-m", *words], folder)
 
     def run(self, module, arguments, timeout, environment=(), cwd=None):
-        """The same to its end → CompletedProcess, its output as text.
+        """Run a command as `start` does; return its CompletedProcess with output as text.
 
         Raises:
-            subprocess.TimeoutExpired: it took longer than `timeout` seconds, and was killed.
+            subprocess.TimeoutExpired: If it took longer than `timeout` seconds and was killed.
         """
-        started = self.start(module, arguments, environment, cwd)
+        process = self.start(module, arguments, environment, cwd)
         try:
-            out, err = started.communicate(timeout)
+            out, err = process.communicate(timeout)
         except subprocess.TimeoutExpired:
-            started.kill()
-            raise subprocess.TimeoutExpired(started.args, timeout, *started.printed()) from None
-        return subprocess.CompletedProcess(started.args, started.returncode, out, err)
+            process.kill()
+            output = process.read_output()
+            raise subprocess.TimeoutExpired(process.args, timeout, *output) from None
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def _connect(self):
-        """Return a connection to the server, which is started if there is none."""
+        """Return a connection to the server, which is started if needed."""
         session = os.environ["FPRNN_TEST_SESSION"]
         address = Path(os.environ["FPRNN_TEST_CACHE"], f"{self.name}-{session}.socket")
         with address.with_suffix(".lock").open("w") as lock:
@@ -150,7 +157,7 @@ class ForkServer:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
         )
-        server.stdout.readline()  # it listens
+        server.stdout.readline()  # printed when it listens
 
 
 SLOW_TO_IMPORT = (
@@ -163,44 +170,45 @@ SLOW_TO_IMPORT = (
     "lm.training.train",
     "synthetic.cli",
     "synthetic.train",
-    # DeepSpeed imports it with the first optimizer, and it all that torch.compile may need.
+    # Imported by DeepSpeed with the first optimizer; it imports the modules of torch.compile.
     "deepspeed.runtime.zero.muon.muon_optimizer",
 )
 
 
-def _import_what_is_slow():
-    """With one thread, so that a fork has all that this process has."""
+def _import_modules():
+    """Import the modules, and check that no thread was started, because forks lose threads."""
     modules = sys.argv[2:]
     if not modules:
-        from lm.training.engine import _import_deepspeed
+        from lm.training.deepspeed_api import import_deepspeed
 
-        _import_deepspeed()
+        import_deepspeed()
     for name in modules or SLOW_TO_IMPORT:
         importlib.import_module(name)
     gc.freeze()
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    threads = [name for name in threads if name != "jemalloc_bg_thd"]  # pyarrow's begins again
+    threads = [name for name in threads if name != "jemalloc_bg_thd"]  # pyarrow starts it again
     assert len(threads) == 1, "a thread would be lost in a fork"
 
 
-def _become(asked):
-    """Run the command, and end as its interpreter would. Never returns."""
+def _become(request):
+    """Run the command and exit as its interpreter would. Never returns."""
     status = 1
     try:
-        # Ignored by all that `nohup make test` starts.
+        # `nohup make test` makes all its processes ignore them.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        with open(os.devnull) as nothing:
-            os.dup2(nothing.fileno(), 0)
+        with open(os.devnull) as null:
+            os.dup2(null.fileno(), 0)
         for number, name in enumerate(("out", "err"), 1):
-            to = os.open(os.path.join(asked["folder"], name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(to, number)
-            os.close(to)
+            path = os.path.join(request["folder"], name)
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(file, number)
+            os.close(file)
         os.environ.clear()
-        os.environ.update(asked["environment"])
-        os.chdir(asked["cwd"])
-        sys.argv = ["", *asked["arguments"]]
-        status = _status_of(asked["module"])
+        os.environ.update(request["environment"])
+        os.chdir(request["cwd"])
+        sys.argv = ["", *request["arguments"]]
+        status = _run(request["module"])
         threading._shutdown()
         atexit._run_exitfuncs()
     except BaseException:
@@ -212,7 +220,8 @@ def _become(asked):
         os._exit(status)
 
 
-def _status_of(module):
+def _run(module):
+    """Run a module or code and return its exit status."""
     try:
         if module == "-c":
             code = sys.argv.pop(1)
@@ -220,11 +229,11 @@ def _status_of(module):
             exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
         else:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
+    except SystemExit as e:
+        if isinstance(e.code, str):
+            print(e.code, file=sys.stderr)
             return 1
-        return int(end.code or 0)
+        return int(e.code or 0)
     except BaseException:
         traceback.print_exc()
         return 1
@@ -232,35 +241,35 @@ def _status_of(module):
 
 
 def _supervise(connection):
-    """Start the command, say its number, and leave its exit status where it is looked for."""
+    """Start the command, send its process id, and write its exit status to a file."""
     stream = connection.makefile("rw")
-    asked = json.loads(stream.readline())
+    request = json.loads(stream.readline())
     for name in ("out", "err"):
-        Path(asked["folder"], name).touch()
+        Path(request["folder"], name).touch()
     child = os.fork()
     if child == 0:
         os.close(connection.fileno())
-        _become(asked)
+        _become(request)
     print(child, file=stream, flush=True)
-    _, ended = os.waitpid(child, 0)
-    with contextlib.suppress(OSError):  # nobody waits for it any more
-        written = Path(asked["folder"], "status.partial")
-        written.write_text(str(os.waitstatus_to_exitcode(ended)))
-        written.rename(written.with_name("status"))
+    _, status = os.waitpid(child, 0)
+    with contextlib.suppress(OSError):  # the folder is gone if the test has ended
+        file = Path(request["folder"], "status.partial")
+        file.write_text(str(os.waitstatus_to_exitcode(status)))
+        file.rename(file.with_name("status"))
     os._exit(0)
 
 
 def _serve():
     """Fork a supervisor for each connection, until the session of pytest ends."""
     session = Path("/proc", os.environ["FPRNN_TEST_SESSION"])
-    _import_what_is_slow()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are waited for by nobody
+    _import_modules()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for supervisors
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(sys.argv[1])
     listener.listen()
     listener.settimeout(1)
     print("listens", flush=True)
-    os.dup2(2, 1)  # nobody reads any more
+    os.dup2(2, 1)  # the pipe is not read any more
     while session.exists():
         try:
             connection, _ = listener.accept()

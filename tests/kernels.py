@@ -1,5 +1,4 @@
-"""What the tests of kernels share: comparison by name, poisoned memory, and compiling what is
-launched for GPUs that are not there (`resources`)."""
+"""Helpers of the tests of kernels: comparison, poisoned memory, compilation without a GPU."""
 
 import ast
 import contextlib
@@ -25,9 +24,9 @@ TYPES = {
     torch.int64: "*i64",
 }
 NUMBERS = {int: "i32", float: "fp32"}
-# Bytes of a thread that may spill, by Triton's version and kernel; others: 0. The matrices of
-# _roots_kernel for eight reflections do not fit before Triton 3.9, nor do the states of FP-Mamba-2
-# at 64 states on sm_90 under Triton 3.7.
+# Bytes per thread that may spill, by Triton's version and kernel; 0 for others. The matrices of
+# _roots_kernel for eight reflections do not fit into registers before Triton 3.9, and the states of
+# FP-Mamba-2 with 64 states do not fit on sm_90 under Triton 3.7.
 SPILLS = {
     (3, 6): {"_roots_kernel": 48},
     (3, 7): {"_roots_kernel": 40, "states_kernel": 8},
@@ -35,15 +34,17 @@ SPILLS = {
 
 
 def quicken_interpreter():
-    """Triton's interpreter makes its own of triton.language for every call of a device function,
-    which is most of its time: let it do so once a kernel, and once for the library's own."""
+    """Make Triton's interpreter patch triton.language once per kernel.
+
+    By default it does so for every call of a device function, which takes most of its time.
+    """
     interpreter = pytest.importorskip("triton.runtime.interpreter")
     call, patch, patched = interpreter.InterpretedFunction, interpreter._patch_lang, set()
 
     def device_call(self, *args, **kwargs):
         scope = self.fn.__globals__
         if scope.get("tl") is not interpreter.tl and id(scope) not in patched:
-            patched.add(id(scope))  # it is never undone; that of `tl` is when the kernel ends
+            patched.add(id(scope))  # unlike the patch of `tl`, this one is never undone
             patch(self.fn)
         return self.rewrite()(*args, **kwargs)
 
@@ -51,8 +52,10 @@ def quicken_interpreter():
 
 
 def skip_where_missing(*modules):
-    """Skip the test where a kernel cannot be had: no compiler, no GPU. One that is there and fails,
-    or computes something else, is what the test is to find."""
+    """Skip the test if a kernel cannot run here (no compiler, no GPU).
+
+    A kernel that fails or computes something else is not skipped: the test must find it.
+    """
     for module in modules:
         works, why = module.usable()
         wrong = "something else" in why or " fail: " in why
@@ -62,7 +65,7 @@ def skip_where_missing(*modules):
 
 @contextlib.contextmanager
 def poisoned_memory():
-    """What torch.empty returns is full of NaN."""
+    """Fill the memory that torch.empty returns with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
@@ -71,7 +74,7 @@ def poisoned_memory():
 
 
 def assert_close(ours, theirs, tol):
-    """Two {name: tensor} alike: relative to the largest entry of each."""
+    """Compare two {name: tensor}, relative to the largest entry of each tensor."""
     assert ours.keys() == theirs.keys()
     for name in ours:
         assert ours[name].shape == theirs[name].shape, name
@@ -81,27 +84,29 @@ def assert_close(ours, theirs, tol):
 
 
 def launch_case(kernel, *args, **named):
-    """A launch as `resources` takes it: which kernel, with what arguments and options. Of a tensor
-    that is its type, and whether its address is one of 16 bytes."""
-    given = dict(zip(inspect.getfullargspec(kernel.fn).args, args)) | named
-    options = {"num_warps": given.pop("num_warps")} if "num_warps" in given else {}
-    for name, value in given.items():
+    """Return a launch as `resources` takes it: kernel, arguments and options.
+
+    A tensor is represented by its type and whether its address is a multiple of 16 bytes.
+    """
+    arguments = dict(zip(inspect.getfullargspec(kernel.fn).args, args)) | named
+    options = {"num_warps": arguments.pop("num_warps")} if "num_warps" in arguments else {}
+    for name, value in arguments.items():
         if torch.is_tensor(value):
-            given[name] = {"tensor": TYPES[value.dtype], "aligned": value.data_ptr() % 16 == 0}
+            arguments[name] = {"tensor": TYPES[value.dtype], "aligned": value.data_ptr() % 16 == 0}
         elif type(value).__name__ == "dtype":  # Triton's, a constant
-            given[name] = {"dtype": str(value)}
+            arguments[name] = {"dtype": str(value)}
     name, module = kernel.fn.__name__, kernel.fn.__module__
-    return {"module": module, "kernel": name, "arguments": given, "options": options}
+    return {"module": module, "kernel": name, "arguments": arguments, "options": options}
 
 
 def sliced(t):
-    """t as columns of a wider tensor, as parts of a projection are: in odd places."""
+    """Return t as columns of a wider tensor, at unaligned places, like a part of a projection."""
     return torch.nn.functional.pad(t, (3, 6))[..., 3:-6]
 
 
 @contextlib.contextmanager
 def recorded_launches(module):
-    """What `module` launches is a case of this list, once each, and not run."""
+    """Collect the launches of `module` as cases, each once, instead of running them."""
     cases = []
 
     def record(kernel, programs, *args, **named):
@@ -115,7 +120,7 @@ def recorded_launches(module):
 
 
 def kernels_of(*modules):
-    """The names of the jitted functions of modules that no other calls: those are launched."""
+    """Return the names of the jitted functions of modules that are launched, not called."""
     nodes = [node for m in modules for node in ast.parse(inspect.getsource(m)).body]
     functions = [f for f in nodes if isinstance(f, ast.FunctionDef) and f.decorator_list]
     jitted = [f for f in functions if ast.unparse(f.decorator_list[0]).startswith("triton.jit")]
@@ -124,38 +129,44 @@ def kernels_of(*modules):
 
 
 def resources(cases, targets=TARGETS):
-    """What kernels take on a GPU, compiled as a launch compiles them, which needs no GPU, in a
-    process that does not interpret them.
+    """Compile kernels as a launch does, in a new process without the interpreter or a GPU.
 
-    Args: cases: of `launch_case`. targets: compute capabilities.
-    Returns: for every case and target {"case", "target", "registers", "warps", "stack", "shared",
-    "copies"}, the stack being the bytes of a thread that its registers do not hold, copies those
-    into shared memory that are under way while it computes.
+    Args:
+        cases: Cases of `launch_case`.
+        targets: Compute capabilities.
+
+    Returns:
+        For every case and target {"case", "target", "registers", "warps", "stack", "shared",
+        "copies"}: stack is the bytes per thread that do not fit into registers, copies is the
+        number of asynchronous copies into shared memory.
     """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.kernels"]
-    given = json.dumps([cases, targets])
-    done = subprocess.run(command, input=given, capture_output=True, text=True, env=env)
+    stdin = json.dumps([cases, targets])
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def assert_nothing_spills(cases, targets=TARGETS):
-    """All compile, keep what they hold in registers but for SPILLS, and fit a multiprocessor."""
+    """Check that kernels compile, spill at most SPILLS, and fit a multiprocessor."""
     import triton
 
     limits = SPILLS.get(tuple(map(int, triton.__version__.split(".")[:2])), {})
-    found = resources(cases, targets)
-    assert len(found) == len(cases) * len(targets) > 0
-    assert not [one for one in found if one["stack"] > limits.get(one["case"]["kernel"], 0)]
-    assert all(one["registers"] * 32 * one["warps"] <= 65536 for one in found)
-    most = {80: 163 * 1024, 90: 227 * 1024}  # bytes that one program may share
-    assert all(one["shared"] <= most[one["target"]] for one in found)
+    results = resources(cases, targets)
+    assert len(results) == len(cases) * len(targets) > 0
+    assert not [r for r in results if r["stack"] > limits.get(r["case"]["kernel"], 0)]
+    assert all(r["registers"] * 32 * r["warps"] <= 65536 for r in results)
+    max_shared = {80: 163 * 1024, 90: 227 * 1024}  # bytes that one program may share
+    assert all(r["shared"] <= max_shared[r["target"]] for r in results)
 
 
 def _source(case):
-    """What Triton compiles for a launch: arguments that are None or 1 are constants, and it relies
-    on addresses and numbers being multiples of 16 where they are."""
+    """Return the source that Triton compiles for a launch.
+
+    Arguments that are None or 1 are constants. Addresses and numbers that are multiples of 16 are
+    marked as such.
+    """
     import triton.language as tl
     from triton.compiler import ASTSource
 
@@ -179,32 +190,32 @@ def _resources(cases, targets):
     import triton
     from triton.backends.compiler import GPUTarget
 
-    found = []
+    results = []
     tool = triton.knobs.nvidia.cuobjdump.path
     for case, target in itertools.product(cases, targets):
         gpu = GPUTarget("cuda", target, 32)
         try:
-            made = triton.compile(_source(case), target=gpu, options=case["options"])
-        except Exception as wrong:  # whatever the compiler raises
-            raise RuntimeError(f"sm_{target} does not compile {case}") from wrong
+            compiled = triton.compile(_source(case), target=gpu, options=case["options"])
+        except Exception as error:  # the compiler raises many types
+            raise RuntimeError(f"sm_{target} does not compile {case}") from error
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(made.asm["cubin"])
+            file.write(compiled.asm["cubin"])
             file.flush()
             command = [tool, "--dump-resource-usage", file.name]
-            said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        registers, stack = (int(re.search(rf"{w}:(\d+)", said)[1]) for w in ("REG", "STACK"))
-        found.append(
+            output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        registers, stack = (int(re.search(rf"{w}:(\d+)", output)[1]) for w in ("REG", "STACK"))
+        results.append(
             {
                 "case": case,
                 "target": target,
                 "registers": registers,
                 "stack": stack,
-                "warps": made.metadata.num_warps,
-                "shared": made.metadata.shared,
-                "copies": made.asm["ptx"].count("cp.async.c"),
+                "warps": compiled.metadata.num_warps,
+                "shared": compiled.metadata.shared,
+                "copies": compiled.asm["ptx"].count("cp.async.c"),
             }
         )
-    return found
+    return results
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Marks of single cases."""
+"""Marks for single cases of parametrized tests."""
 
 import pytest
 
 
 def slow(*values):
-    """A case of a parametrized test that only `make test-slow` runs."""
+    """Return a case that only `make test-slow` runs."""
     return pytest.param(*values, marks=pytest.mark.slow)

@@ -1,8 +1,8 @@
-"""Every block and the language model around it, from the formulas: a loop over tokens.
+"""Reference blocks and language model: loops over tokens, written from the formulas.
 
-Nothing here is shared with lm. A `Block` is given a sequence that starts from nothing, so that a
-packed row is as many of them as it has documents, and padding is what is not given at all
-(`each_document`). Parameters are {name: tensor}, options anything with the fields of FPRNNConfig.
+They share no code with lm. A `Block` reads one sequence from an empty state. So a packed row needs
+a block for each document, and padding is left out (`each_document`). Parameters are {name: tensor};
+options are any object with the fields of FPRNNConfig.
 
 Shapes: l tokens, d channels (d_inner), n states; h heads, g groups, p head dimension.
 """
@@ -22,7 +22,7 @@ from tests.oracles import (
 
 
 class NotSolved(AssertionError):
-    """A token's equation was not solved: the test's parameters do not contract."""
+    """Error for an unsolved token equation, because the parameters do not contract."""
 
 
 def layer_norm(p, name, x, eps):
@@ -36,7 +36,7 @@ def rms_norm(p, name, x, eps):
 
 
 def short_conv(p, name, xs):
-    """silu(causal depthwise convolution) of the tokens xs, a list of (d,)."""
+    """Return silu(causal depthwise convolution) of the tokens xs, a list of (d,)."""
     taps, out = p[f"{name}.weight"][:, 0], []
     k = taps.shape[1]
     for t in range(len(xs)):
@@ -47,11 +47,14 @@ def short_conv(p, name, xs):
     return out
 
 
-def solved(update, start):
-    """The y with y = update(y)[0], by damped iteration to rounding, and what else update returns.
+def solve_token(update, start):
+    """Solve y = update(y)[0] by damped iteration to rounding.
+
+    Returns:
+        y and the second value of `update`.
 
     Raises:
-        NotSolved: it does not converge.
+        NotSolved: If the iteration does not converge.
     """
     y = start
     for _ in range(3000):
@@ -59,109 +62,112 @@ def solved(update, start):
         if (g - y).abs().max() <= 1e-14 * (1 + g.abs().max()):
             return g, h
         y = y + 0.9 * (g - y)
-    raise NotSolved("the oracle's iteration of a token does not converge")
+    raise NotSolved("the reference iteration of a token does not converge")
 
 
 class Block:
-    """A block on one sequence u (l,d_model). Subclasses make everything that depends on x alone in
-    `prepare`, and define `token` and `output_of`."""
+    """A block on one sequence u (l,d_model).
+
+    Subclasses compute everything that depends only on x in `prepare`, and define `token` and
+    `compute_output`.
+    """
 
     def __init__(self, parameters, options, u):
         self.p, self.c = parameters, options
         self.zero = u.new_zeros(options.d_inner)
         self.prepare([linear(parameters, "in_proj", token) for token in u])
 
-    def token(self, t, before, h):
-        """The equation of token t, given y_{t−1} and h_{t−1}: maps y_t → (f(y)_t, h_t)."""
+    def token(self, t, previous, h):
+        """Return the equation of token t, given y_{t−1} and h_{t−1}, as y_t → (f(y)_t, h_t)."""
         raise NotImplementedError
 
-    def output_of(self, ys):
-        """The iterate (a list of (d,)) through the output gate and projection, (l,d_model)."""
+    def compute_output(self, ys):
+        """Apply the output gate and projection to the iterate, a list of (d,) → (l,d_model)."""
         raise NotImplementedError
 
-    def matrix(self, x_read, before):
-        """Q_t, from the two things that the mixer's argument P is made of."""
+    def matrix(self, x_read, previous):
+        """Return Q_t; x_read and previous are the parts of the mixer's argument P."""
         if not self.c.mixer_h_dep:
             P = x_read
         elif self.c.symm_mixer:
-            P = x_read + before
+            P = x_read + previous
         else:
-            P = torch.cat([x_read, before])
+            P = torch.cat([x_read, previous])
         return mixer_matrix(under(self.p, "mixer"), P, self.c)
 
-    def mixed(self, x, before):
-        """y_t → x̃_t = Q_t x_t + (I − Q_t) y_t."""
-        Q = self.matrix(x, before)
-        from_x, rest = Q @ x, torch.eye(len(x), dtype=x.dtype) - Q
-        return lambda y: from_x + rest @ y
+    def mixed(self, x, previous):
+        """Return the function y_t → x̃_t = Q_t x_t + (I − Q_t) y_t."""
+        Q = self.matrix(x, previous)
+        from_x, complement = Q @ x, torch.eye(len(x), dtype=x.dtype) - Q
+        return lambda y: from_x + complement @ y
 
     def iterate(self, y):
-        """f(y) of the whole sequence. y: l of (d,) → the same, and the final state."""
-        before, h, out = self.zero, torch.zeros((), dtype=self.zero.dtype), []
+        """Return f(y) of the whole sequence, and the final state; y is a list of l tokens (d,)."""
+        previous, h, out = self.zero, torch.zeros((), dtype=self.zero.dtype), []
         for t in range(len(y)):
-            g, h = self.token(t, before, h)(y[t])
+            g, h = self.token(t, previous, h)(y[t])
             out.append(g)
-            before = y[t]
+            previous = y[t]
         return out, h
 
     def solve(self):
-        """The fixed point, token by token, l of (d,)."""
-        before, h, out = self.zero, torch.zeros((), dtype=self.zero.dtype), []
+        """Return the fixed point, computed token by token, as a list of l tokens (d,)."""
+        previous, h, out = self.zero, torch.zeros((), dtype=self.zero.dtype), []
         for t in range(self.length):
-            before, h = solved(self.token(t, before, h), self.zero)
-            out.append(before)
+            previous, h = solve_token(self.token(t, previous, h), self.zero)
+            out.append(previous)
         return out
 
     def forward(self):
-        """The output (l,d_model), with the gradient that options.gradient names."""
+        """Return the output (l,d_model), with the gradient that options.gradient selects."""
         kind, _, _ = self.c.gradient.partition(":")
         if kind in ("implicit", "exact"):  # the derivative of the solution itself
-            return self.output_of(self.solve())
+            return self.compute_output(self.solve())
         with torch.no_grad():
             y = self.solve()
         for _ in range(self.c.n_backwards):
             y, _ = self.iterate(y)
-        return self.output_of(y)
+        return self.compute_output(y)
 
 
 class Mamba(Block):
-    """What FP-Mamba-1 and FP-Mamba-2 share."""
+    """Common parts of FP-Mamba-1 and FP-Mamba-2."""
 
-    def seen(self, before):
-        """sh(y) as all but the output gate reads it."""
-        if not getattr(self.c, "state_centroids", 0):  # vectors of the paper have none
-            return before
-        if not before.any():  # no token before
-            return torch.zeros_like(before)
+    def shifted(self, previous):
+        """Return sh(y) as everything except the output gate reads it."""
+        if not getattr(self.c, "state_centroids", 0):  # the paper's configs lack this field
+            return previous
+        if not previous.any():  # the first token
+            return torch.zeros_like(previous)
         vectors, sharpness = self.p["centroids.vectors"], self.p["centroids.log_sharpness"].exp()
-        far = torch.stack([(before - c).square().sum() for c in vectors]) / len(before)
-        weights = torch.exp(-sharpness * far / 2)
+        distances = torch.stack([(previous - c).square().sum() for c in vectors]) / len(previous)
+        weights = torch.exp(-sharpness * distances / 2)
         return (weights / weights.sum()) @ vectors
 
-    def read_from(self, name, rows, before):
-        """The rows of a weight-normalised map of sh(y)."""
-        return weight_normalised(self.p, name)[rows] @ before
+    def read_from(self, name, rows, previous):
+        """Apply rows of a weight-normalised map to sh(y)."""
+        return weight_normalised(self.p, name)[rows] @ previous
 
-    def both(self, t, before):
-        """B_t and C_t, flat, before they are normalised."""
+    def input_and_output(self, t, previous):
+        """Return B_t and C_t, flat and not yet normalised."""
         B, C = self.B[t], self.C[t]
         k = len(B)
         if self.c.b_h_dep:
-            B = B + self.read_from("bc_y_proj", slice(0, k), before)
-        if self.c.c_h_dep:  # behind B's rows, where there are any
-            C = C + self.read_from("bc_y_proj", slice(k * self.c.b_h_dep, None), before)
+            B = B + self.read_from("bc_y_proj", slice(0, k), previous)
+        if self.c.c_h_dep:  # these rows follow B's rows, if it has any
+            C = C + self.read_from("bc_y_proj", slice(k * self.c.b_h_dep, None), previous)
         return B, C
 
-    def output_of(self, ys):
-        out, before = [], self.zero
+    def compute_output(self, ys):
+        out, previous = [], self.zero
         for z, y in zip(self.z, ys):
             gated = y
             if not self.c.glu_in_loop:
                 if self.c.gate_h_dep:
-                    z = z + weight_normalised(self.p, "z_y_proj") @ before
+                    z = z + weight_normalised(self.p, "z_y_proj") @ previous
                 gated = silu(z) * y
             out.append(linear(self.p, "out_proj", gated))
-            before = y
+            previous = y
         return torch.stack(out)
 
 
@@ -176,13 +182,17 @@ class Mamba1(Mamba):
         parts = [linear(p, "x_proj", x).split([c.dt_rank, c.d_state, c.d_state]) for x in self.x]
         self.delta, self.B, self.C = zip(*parts)
 
-    def token(self, t, before, h):
-        c, p, x, before = self.c, self.p, self.x[t], self.seen(before)
-        mix, (B, C), delta = self.mixed(x, before), self.both(t, before), self.delta[t]
+    def token(self, t, previous, h):
+        c, p, x, previous = self.c, self.p, self.x[t], self.shifted(previous)
+        mix, (B, C), delta = (
+            self.mixed(x, previous),
+            self.input_and_output(t, previous),
+            self.delta[t],
+        )
         if c.bc_norm:
             B, C = unit(B, c.eps), unit(C, c.eps)
         if c.dt_h_dep:
-            delta = delta + self.read_from("dt_y_proj", slice(None), before)
+            delta = delta + self.read_from("dt_y_proj", slice(None), previous)
         dt = softplus(linear(p, "dt_proj", delta))
         carried = torch.exp(-dt[:, None] * torch.exp(p["A_log"])) * h
 
@@ -208,14 +218,14 @@ class Mamba2(Mamba):
             xbc = short_conv(p, "conv1d", list(xbc))
         self.x, self.B, self.C = zip(*[v.split([c.d_inner, bc, bc]) for v in xbc])
 
-    def token(self, t, before, h):
-        c, p, x, before = self.c, self.p, self.x[t], self.seen(before)
-        mix, delta = self.mixed(x, before), self.delta[t]
-        B, C = (m.reshape(c.ngroups, c.d_state) for m in self.both(t, before))
+    def token(self, t, previous, h):
+        c, p, x, previous = self.c, self.p, self.x[t], self.shifted(previous)
+        mix, delta = self.mixed(x, previous), self.delta[t]
+        B, C = (m.reshape(c.ngroups, c.d_state) for m in self.input_and_output(t, previous))
         if c.bc_norm:
             B, C = (torch.stack([unit(row, c.eps) for row in m]) for m in (B, C))
         if c.dt_h_dep:
-            delta = delta + self.read_from("dt_y_proj", slice(None), before)
+            delta = delta + self.read_from("dt_y_proj", slice(None), previous)
         dt = softplus(delta + p["dt_bias"])
         decay = torch.exp(-dt * torch.exp(p["A_log"]))
         heads_of_group = self.heads // c.ngroups
@@ -224,8 +234,8 @@ class Mamba2(Mamba):
             mixed, states, out = mix(y).reshape(self.heads, c.headdim), [], []
             for head in range(self.heads):
                 group = head // heads_of_group
-                kept = decay[head] * (h[head] if h.ndim else h)
-                state = kept + dt[head] * torch.outer(mixed[head], B[group])
+                carried = decay[head] * (h[head] if h.ndim else h)
+                state = carried + dt[head] * torch.outer(mixed[head], B[group])
                 out.append(state @ C[group] + p["D"][head] * mixed[head])
                 states.append(state)
             gated = torch.cat(out) * silu(self.z[t])
@@ -247,8 +257,8 @@ class RNN(Block):
         self.bx = [silu(linear(p, "b_proj", v)) * x for v, x in zip(named["b"], self.x)]
         self.decay = [sigmoid(linear(p, "lambda_proj", v)) for v in named["lambda"]]
 
-    def token(self, t, before, h):
-        decay, Q = self.decay[t], self.matrix(self.reads[t], before)
+    def token(self, t, previous, h):
+        decay, Q = self.decay[t], self.matrix(self.reads[t], previous)
 
         def update(y):
             mixed = Q @ self.bx[t] + y - Q @ y
@@ -258,8 +268,10 @@ class RNN(Block):
         return update
 
     def solve(self):
-        """Without iterating, since y_t is the state h_t itself, in which the equation is linear:
-        (I − diag(1 − λ) (I − Q)) h_t = λ h_{t−1} + (1 − λ) Q (b ⊙ x)."""
+        """Solve without iterating: y_t is the state h_t, and the equation is linear in it.
+
+        (I − diag(1 − λ) (I − Q)) h_t = λ h_{t−1} + (1 − λ) Q (b ⊙ x).
+        """
         h, out, eye = self.zero, [], torch.eye(len(self.zero), dtype=self.zero.dtype)
         for t in range(self.length):
             decay, Q = self.decay[t], self.matrix(self.reads[t], h)
@@ -268,14 +280,14 @@ class RNN(Block):
             out.append(h)
         return out
 
-    def output_of(self, ys):
+    def compute_output(self, ys):
         p, out = self.p, []
         if self.c.use_short_conv:
-            both = short_conv(p, "conv1d_c", [torch.cat(pair) for pair in zip(self.x, ys)])
+            inputs = short_conv(p, "conv1d_c", [torch.cat(pair) for pair in zip(self.x, ys)])
         else:
             shifted = [self.zero, *ys[:-1]]
-            both = [torch.cat(pair) for pair in zip(self.x, shifted)]
-        for v, z, h in zip(both, self.z, ys):
+            inputs = [torch.cat(pair) for pair in zip(self.x, shifted)]
+        for v, z, h in zip(inputs, self.z, ys):
             gated = silu(z) * silu(linear(p, "c_proj", v)) * h
             normed = rms_norm(p, "out_norm", gated, self.c.out_norm_epsilon)
             out.append(linear(p, "out_proj", normed))
@@ -286,75 +298,86 @@ BLOCKS = {"fp_mamba1": Mamba1, "fp_mamba2": Mamba2, "fp_rnn": RNN}
 
 
 def block_of(parameters, options, u):
-    """The Block that the options name, on the sequence u (l,d_model)."""
+    """Return the Block that the options select, on the sequence u (l,d_model)."""
     return BLOCKS[options.block](parameters, options, u)
 
 
 def each_document(length, starts=None, mask=None):
-    """The positions of one row's documents, a list of lists: cut where starts (l,) is True, without
-    those where mask (l,) is False."""
-    found = [[]]
+    """Return the positions of each document in a row, as a list of lists.
+
+    A document begins at each True of starts (l,). Positions with mask (l,) False are left out.
+    """
+    documents = [[]]
     for t in range(length):
         if starts is not None and starts[t]:
-            found.append([])
+            documents.append([])
         if mask is None or mask[t]:
-            found[-1].append(t)
-    return [positions for positions in found if positions]
+            documents[-1].append(t)
+    return [positions for positions in documents if positions]
 
 
 def by_document(function, u, starts=None, mask=None):
-    """function, which maps a sequence (l,·) and its (row, positions) to (l,·), on each document of
-    the batch u (b,l,·) by itself → (b,l,·), zero at padding."""
+    """Apply a function to each document of a batch separately.
+
+    Args:
+        function: Maps a sequence (l,·) and its (row, positions) to (l,·).
+        u: Batch, shape (b,l,·).
+        starts: True at the first token of a document, shape (b,l), or None.
+        mask: False at padding, shape (b,l), or None.
+
+    Returns:
+        The outputs, shape (b,l,·), zero at padding.
+    """
     rows = []
     for row in range(len(u)):
         tokens = {}
-        here = each_document(
+        documents = each_document(
             u.shape[1],
             None if starts is None else starts[row],
             None if mask is None else mask[row],
         )
-        for positions in here:
+        for positions in documents:
             out = function(u[row, positions], (row, positions))
             tokens.update(zip(positions, out))
-        nothing = torch.zeros_like(next(iter(tokens.values())))
-        rows.append(torch.stack([tokens.get(t, nothing) for t in range(u.shape[1])]))
+        zero = torch.zeros_like(next(iter(tokens.values())))
+        rows.append(torch.stack([tokens.get(t, zero) for t in range(u.shape[1])]))
     return torch.stack(rows)
 
 
 def iteration(parameters, options, u, y, starts=None, mask=None):
-    """f(y) of a batch. u: (b,l,d_model), y: (b,l,d) → (b,l,d)."""
+    """Return f(y) of a batch. u: (b,l,d_model), y: (b,l,d) → (b,l,d)."""
 
-    def one(u_ld, where):
-        row, positions = where
+    def iterate(u_ld, place):
+        row, positions = place
         return torch.stack(block_of(parameters, options, u_ld).iterate(list(y[row, positions]))[0])
 
-    return by_document(one, u, starts, mask)
+    return by_document(iterate, u, starts, mask)
 
 
 def fixed_point(parameters, options, u, starts=None, mask=None):
-    """y* of a batch, (b,l,d), without gradient."""
+    """Return y* of a batch, shape (b,l,d), without gradient."""
 
-    def one(u_ld, _):
+    def solve(u_ld, _):
         return torch.stack(block_of(parameters, options, u_ld).solve())
 
     with torch.no_grad():
-        return by_document(one, u, starts, mask)
+        return by_document(solve, u, starts, mask)
 
 
 def block_output(parameters, options, u, starts=None, mask=None):
-    """The block's output on a batch, (b,l,d_model)."""
+    """Return the block's output on a batch, shape (b,l,d_model)."""
     return by_document(
         lambda u_ld, _: block_of(parameters, options, u_ld).forward(), u, starts, mask
     )
 
 
 def residual_norm(parameters, name, x, options):
-    """A norm of the residual stream. x: (l,d_model)."""
+    """Apply a norm of the residual stream to x (l,d_model)."""
     return torch.stack([rms_norm(parameters, name, token, options.norm_epsilon) for token in x])
 
 
 def logits_of(parameters, options, ids, mask=None):
-    """The language model's logits, (b,l,vocab_size). ids: (b,l), a document ends with its EOS."""
+    """Return the language model's logits (b,l,vocab_size); in ids (b,l) EOS ends a document."""
     p, eos = parameters, options.eos_token_id
     starts = None
     if eos is not None and options.reset_at_eos:
@@ -363,7 +386,7 @@ def logits_of(parameters, options, ids, mask=None):
             for t in range(1, ids.shape[1]):
                 starts[row, t] = ids[row, t - 1] == eos
 
-    def one(hidden, _):
+    def compute_logits(hidden, _):
         residual = torch.zeros_like(hidden)
         for i in range(options.n_layer):
             layer = under(p, f"backbone.layers.{i}")
@@ -374,11 +397,11 @@ def logits_of(parameters, options, ids, mask=None):
         head = "backbone.embeddings" if options.tie_embeddings else "lm_head"
         return hidden @ p[f"{head}.weight"].T
 
-    return by_document(one, p["backbone.embeddings.weight"][ids], starts, mask)
+    return by_document(compute_logits, p["backbone.embeddings.weight"][ids], starts, mask)
 
 
 def loss_of(logits, ids):
-    """The mean of −log p(next token) over all but the last positions of (b,l,v)."""
+    """Return the mean of −log p(next token) over all positions of (b,l,v) except the last."""
     log_p = logits - torch.logsumexp(logits, -1, keepdim=True)
     b, length = ids.shape
     terms = [log_p[i, t, ids[i, t + 1]] for i in range(b) for t in range(length - 1)]

@@ -1,8 +1,8 @@
-"""The exact token once more, for the tests: plain PyTorch in fp64, one token after the other.
+"""Independent solver of the exact token for the tests: plain PyTorch in fp64, token by token.
 
-Nothing here is shared with what it checks: reflections are applied one by one, the small equation
-is U norm(v(s)) of whole vectors, its root comes from damped Picard alone, its slope from autograd,
-and the gradient of the root from the implicit function theorem. Slow.
+It shares no code with the kernels: reflections are applied one by one, the small equation is
+U norm(v(s)) of whole vectors, its root comes from damped Picard only, its slope from autograd, and
+the gradient of the root from the implicit function theorem. It is slow.
 
 Shape suffixes: b batch, l length, d channels, n states, r reflections.
 """
@@ -12,7 +12,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-STRETCH = 20  # the most that the gradient of a root may be, in that of φ
+MAX_GAIN = 20  # limit of the gradient of a root, in units of the gradient of φ
 ITERATIONS = 1000
 ACTS = {"silu": F.silu, "relu": F.relu, "identity": lambda v: v}
 
@@ -22,7 +22,7 @@ def unit(v, eps):
 
 
 class Reflect:
-    """M = I − Q of one token of all sequences."""
+    """M = I − Q of a token, for all sequences."""
 
     def __init__(self, row, d, layout, options):
         r, self.options = options.rank, options
@@ -38,26 +38,26 @@ class Reflect:
         return (self.u * v.unsqueeze(1)).sum(-1)
 
     def from_dots(self, s):
-        """M v of s = U v."""
-        found, gram = [], self.u @ self.u.transpose(1, 2)
+        """Return M v, given s = U v."""
+        weights, gram = [], self.u @ self.u.transpose(1, 2)
         for i in range(self.options.rank):
             s_i = s[:, i]
             if self.options.sequential:
-                s_i = s_i - sum(gram[:, i, j] * found[j] for j in range(i))
-            found.append(self.a[:, i] * s_i)
-        return self.shrink * (self.u * torch.stack(found, 1).unsqueeze(-1)).sum(1)
+                s_i = s_i - sum(gram[:, i, j] * weights[j] for j in range(i))
+            weights.append(self.a[:, i] * s_i)
+        return self.shrink * (self.u * torch.stack(weights, 1).unsqueeze(-1)).sum(1)
 
     def __call__(self, v):
         left = v
         for i in range(self.options.rank):
-            of = left if self.options.sequential else v
+            source = left if self.options.sequential else v
             u = self.u[:, i]
-            left = left - self.a[:, i : i + 1] * (u * of).sum(-1, keepdim=True) * u
+            left = left - self.a[:, i : i + 1] * (u * source).sum(-1, keepdim=True) * u
         return self.shrink * (v - left)
 
 
 class Attach(torch.autograd.Function):
-    """φ(s*) → s*, with the gradient (I − φ′)⁻ᵀ, limited; that of φ itself where failed."""
+    """The root s* with the limited gradient (I − φ′)⁻ᵀ; without it if the search failed."""
 
     @staticmethod
     def forward(ctx, phi, root, slope, failed):
@@ -69,13 +69,13 @@ class Attach(torch.autograd.Function):
         slope, failed = ctx.saved_tensors
         matrix = (torch.eye(g.shape[1], dtype=g.dtype) - slope).transpose(1, 2)
         solved = torch.linalg.solve(matrix, g.unsqueeze(-1)).squeeze(-1)
-        times = STRETCH * g.norm(dim=-1, keepdim=True) / solved.norm(dim=-1, keepdim=True)
+        times = MAX_GAIN * g.norm(dim=-1, keepdim=True) / solved.norm(dim=-1, keepdim=True)
         times = torch.where(times.isfinite(), times.clamp_max(1), torch.ones_like(times))
         return torch.where(failed.unsqueeze(-1), g, solved * times), None, None, None
 
 
 def picard(phi, start, tol, linear):
-    """The root that damped Picard from zero runs into, and where it does not."""
+    """Return the root to which damped Picard from zero converges, and whether it fails."""
     if linear:  # s = Φ s + α
         alpha = phi(start)
         columns = [phi(e.expand_as(start)) - alpha for e in torch.eye(start.shape[1]).to(start)]
@@ -83,7 +83,7 @@ def picard(phi, start, tol, linear):
         return torch.linalg.solve(matrix, alpha), torch.zeros(len(start), dtype=torch.bool)
     s, best = start.clone(), start.clone()
     step = torch.full_like(start[:, 0], 0.99)
-    lowest, waited = torch.full_like(step, math.inf), torch.zeros_like(step)
+    lowest, stalled = torch.full_like(step, math.inf), torch.zeros_like(step)
     done = torch.zeros_like(step, dtype=torch.bool)
     for _ in range(ITERATIONS):
         psi = phi(s) - s
@@ -91,23 +91,23 @@ def picard(phi, start, tol, linear):
         better = residual < lowest
         best = torch.where((better & ~done).unsqueeze(-1), s, best)
         lowest = torch.where(better & ~done, residual, lowest)
-        waited = torch.where(better, torch.zeros_like(waited), waited + 1)
+        stalled = torch.where(better, torch.zeros_like(stalled), stalled + 1)
         done |= residual <= tol * (1 + s.abs().amax(-1))
         if done.all():
             break
-        tired = waited >= 15
+        tired = stalled >= 15
         step = torch.where(tired, step * 0.9, step)
-        waited = torch.where(tired, torch.zeros_like(waited), waited)
+        stalled = torch.where(tired, torch.zeros_like(stalled), stalled)
         s = torch.where(done.unsqueeze(-1), s, s + step.unsqueeze(-1) * psi)
     return best, ~done
 
 
 def slope_of(phi, s):
-    """φ′ (b,r,r) by autograd."""
+    """Return φ′ (b,r,r), by autograd."""
     with torch.enable_grad():
         s = s.detach().requires_grad_()
-        found = phi(s)
-        rows = [torch.autograd.grad(f.sum(), s, retain_graph=True)[0] for f in found.unbind(-1)]
+        value = phi(s)
+        rows = [torch.autograd.grad(v.sum(), s, retain_graph=True)[0] for v in value.unbind(-1)]
     return torch.stack(rows, 1)
 
 
@@ -122,7 +122,7 @@ def norm(v, options, weight, bias):
 
 
 def solve_token(reflect, free, gamma, x, end, options, tol):
-    """y and x̃ (b,d) of y = end(free + γ x̃), x̃ = x + M(y − x); failed (b,)."""
+    """Solve y = end(free + γ x̃) with x̃ = x + M(y − x); return y, x̃ (b,d) and failed (b,)."""
     rest = x - reflect(x)
 
     def value(s):
@@ -139,11 +139,12 @@ def solve_token(reflect, free, gamma, x, end, options, tol):
 
 
 def nearest(before, t, readout):
-    """Read `before` through the centroids, each weighed by hand; zero where no token is before.
+    """Read `before` through the centroids, by hand; zero at the first token of a document.
 
     Args:
-        before: (b,d), zero where there is no token before.
-        readout: as in lm.kernels.cell.
+        before: (b,d), zero at the first token of a document.
+        t: The token.
+        readout: Readout of lm.kernels.cell_arguments, or None.
     """
     if readout is None:
         return before
@@ -157,32 +158,17 @@ def nearest(before, t, readout):
 
 
 def begin(t, keep, before, raw, weight_y, readout=None):
-    """The row of token t, and what is kept of what was before it (b,1)."""
-    kept = torch.ones(len(raw), 1, dtype=raw.dtype) if keep is None else keep[:, t : t + 1]
-    read = nearest(before * kept, t, readout) @ weight_y.t()
+    """Return the row of token t, and keep (b,1)."""
+    keep_t = torch.ones(len(raw), 1, dtype=raw.dtype) if keep is None else keep[:, t : t + 1]
+    read = nearest(before * keep_t, t, readout) @ weight_y.t()
     row = raw[:, t] + F.pad(read, (0, raw.shape[-1] - read.shape[-1]))
-    return row, kept
+    return row, keep_t
 
 
-def cell(
-    layout,
-    options,
-    raw,
-    weight_y,
-    x,
-    dt,
-    A,
-    keep,
-    gate,
-    D,
-    norm_weight,
-    norm_bias,
-    y0,
-    h0,
-    tol=1e-14,
-    readout=None,
-):
-    """As lm.kernels.cpu.cell.cell."""
+def cell(arguments, tol=1e-14):
+    """Solve the problem of lm.kernels.cpu.cpu_cell.cell."""
+    layout, options, raw, weight_y, x, dt, A, keep, gate, D, *_ = arguments
+    norm_weight, norm_bias, y0, h0, _, readout = arguments[10:]
     b, length, d = x.shape
     heads = len(A) if A.dim() == 1 else None
     wide = d // options.groups
@@ -191,7 +177,7 @@ def cell(
     h = x.new_zeros(b, d, n) if h0 is None else h0.reshape(b, d, n)
     ys, failures = [], []
     for t in range(length):
-        row, kept = begin(t, keep, y, raw, weight_y, readout)
+        row, keep_t = begin(t, keep, y, raw, weight_y, readout)
         reflect = Reflect(row, d, layout, options)
         B, C = (
             row[:, at : at + options.groups * n].unflatten(-1, (options.groups, n))
@@ -203,7 +189,7 @@ def cell(
         B, C = B.repeat_interleave(wide, 1), C.repeat_interleave(wide, 1)  # (b,d,n)
         step = dt[:, t] if heads is None else dt[:, t].repeat_interleave(d // heads, -1)
         rate = A if heads is None else A.repeat_interleave(d // heads).unsqueeze(-1)
-        h = torch.exp(step.unsqueeze(-1) * rate) * h * kept.unsqueeze(-1)
+        h = torch.exp(step.unsqueeze(-1) * rate) * h * keep_t.unsqueeze(-1)
         gates = 1 if gate is None else gate[:, t]
         gamma = step * bc + D
 
@@ -219,17 +205,18 @@ def cell(
     return torch.stack(ys, 1), h, torch.stack(failures, 1)
 
 
-def cell_rnn(layout, options, raw, weight_y, x, decay, fresh, keep, y0, h0):
-    """As lm.kernels.cpu.cell.cell_rnn."""
+def cell_rnn(arguments):
+    """Solve the problem of lm.kernels.cpu.cpu_cell.cell_rnn."""
+    layout, options, raw, weight_y, x, decay, fresh, keep, y0, h0, _ = arguments
     options = options._replace(norm="none")
     b, length, d = x.shape
     y = x.new_zeros(b, d) if y0 is None else y0
     h = x.new_zeros(b, d) if h0 is None else h0
     ys, failures = [], []
     for t in range(length):
-        row, kept = begin(t, keep, y, raw, weight_y)
+        row, keep_t = begin(t, keep, y, raw, weight_y)
         reflect = Reflect(row, d, layout, options)
-        past = decay[:, t] * kept * h
+        past = decay[:, t] * keep_t * h
         y, _, failed = solve_token(reflect, past, fresh[:, t], x[:, t], lambda v: v, options, 0)
         h = y
         ys.append(y)

@@ -1,7 +1,7 @@
-"""The paper's rule, one sequence at a time: when it stops and how it damps.
+"""Reference of the paper's solver, one sequence at a time: stopping rule and damping.
 
-Nothing here is shared with lm. rule: anything with the fields of lm.model.solver.Rule. An iterate
-is a list of tokens, tensors (d,).
+It shares no code with lm. `rule` is any object with the fields of lm.model.solver.Rule. An iterate
+is a list of tokens, which are tensors (d,).
 """
 
 import math
@@ -10,57 +10,64 @@ import torch
 
 
 def residual_of(y, g):
-    """‖y − g‖∞ / (‖g‖∞ + 1e-8) of one token."""
+    """Return ‖y − g‖∞ / (‖g‖∞ + 1e-8) of a token."""
     return float((y - g).abs().max() / (g.abs().max() + 1e-8))
 
 
 class Damping:
-    """The step size of one sequence: multiplied by its decay after `patience` iterations in which
-    the residual was never below the lowest so far."""
+    """Step size of a sequence.
+
+    It is multiplied by `stepsize_decay` after `patience` iterations without a new lowest residual.
+    """
 
     def __init__(self, rule):
         self.rule = rule
         self.start()
 
     def start(self):
-        self.step, self.lowest, self.waited = self.rule.stepsize, math.inf, 0
+        self.step, self.lowest, self.stalled = self.rule.stepsize, math.inf, 0
 
-    def see(self, residual):
+    def update(self, residual):
+        """Adapt the step size to the residual of an iteration."""
         if residual < self.lowest:
-            self.lowest, self.waited = residual, 0
+            self.lowest, self.stalled = residual, 0
         else:
-            self.waited += 1
-        if self.waited >= self.rule.patience:
-            self.step, self.waited = self.step * self.rule.stepsize_decay, 0
+            self.stalled += 1
+        if self.stalled >= self.rule.patience:
+            self.step, self.stalled = self.step * self.rule.stepsize_decay, 0
 
 
 def quantile(values, q):
-    """With linear interpolation between the two nearest."""
+    """Return a quantile, with linear interpolation between the two nearest values."""
     values = sorted(values)
-    place = q * (len(values) - 1)
-    below = math.floor(place)
-    above = min(below + 1, len(values) - 1)
-    return values[below] + (place - below) * (values[above] - values[below])
+    position = q * (len(values) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(values) - 1)
+    return values[low] + (position - low) * (values[high] - values[low])
 
 
 def paper(f, sequences, rule):
-    """The paper's solver, App. B.4: one end for the whole batch.
+    """Run the paper's solver (App. B.4), which stops for the whole batch at once.
 
     Args:
-        f: f[i] maps the i-th sequence's iterate to the next. sequences: the iterates to start from.
+        f: f[i] maps the iterate of sequence i to the next one.
+        sequences: Initial iterates; changed in place.
+        rule: Stopping rule and step sizes.
+
     Returns:
-        the last iterates; and (residual, lowest, step) of every iteration, a list of each.
+        The last iterates, and for every iteration (residuals, lowest residuals, step sizes), each
+        a list over sequences.
     """
     damping, trace = [Damping(rule) for _ in sequences], []
     while True:
-        seen = []
+        residuals = []
         for i, y in enumerate(sequences):
             g = f[i](y)
-            seen.append(max(residual_of(a, b) for a, b in zip(y, g)))
+            residuals.append(max(residual_of(a, b) for a, b in zip(y, g)))
             sequences[i] = [torch.lerp(a, b, damping[i].step) for a, b in zip(y, g)]
-            damping[i].see(seen[i])
+            damping[i].update(residuals[i])
         lowest, steps = [d.lowest for d in damping], [d.step for d in damping]
-        trace.append((seen, lowest, steps))
-        left = quantile(lowest, rule.quantile) >= rule.tol
-        if not left or max(steps) < rule.min_stepsize or len(trace) >= rule.max_iters:
+        trace.append((residuals, lowest, steps))
+        is_converged = quantile(lowest, rule.quantile) < rule.tol
+        if is_converged or max(steps) < rule.min_stepsize or len(trace) >= rule.max_iters:
             return sequences, trace

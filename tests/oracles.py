@@ -1,8 +1,8 @@
-"""The plainest versions of the recurrences and the mixers, one time step and one matrix at a time.
+"""Reference recurrences and mixers, one time step and one matrix at a time.
 
-Written from the formulas; nothing here is shared with lm (tests/oracle_blocks.py has the blocks and
-the language model). Parameters are {name: tensor} as in a state_dict, options anything that has the
-fields of FPRNNConfig. What is differentiable there is differentiable here, by autograd.
+They are written from the formulas and share no code with lm (tests/oracle_blocks.py has the blocks
+and the language model). `parameters` and `p` are {name: tensor} as in a state_dict; `options` and
+`c` are any object with the fields of FPRNNConfig. Autograd gives all gradients.
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 
 
 def sequential_scan(x, dt, A, B, C, h0=None, keep=None):
-    """Mamba-1's recurrence, step by step; shapes as in `selective_scan`."""
+    """Compute Mamba-1's recurrence step by step; shapes as in `selective_scan`."""
     h = x.new_zeros(x.shape[0], x.shape[2], A.shape[1]) if h0 is None else h0
     ys = []
     for t in range(x.shape[1]):
@@ -24,7 +24,7 @@ def sequential_scan(x, dt, A, B, C, h0=None, keep=None):
 
 
 def sequential_ssd(x, dt, A, B, C, h0=None, keep=None):
-    """Mamba-2's recurrence, step by step; shapes as in `ssd_scan`."""
+    """Compute Mamba-2's recurrence step by step; shapes as in `ssd_scan`."""
     b, length, heads, p = x.shape
     per_group = heads // B.shape[2]
     S = x.new_zeros(b, heads, p, B.shape[3]) if h0 is None else h0
@@ -41,41 +41,41 @@ def sequential_ssd(x, dt, A, B, C, h0=None, keep=None):
 
 
 def scan_inputs(b, length, d, n, dtype=torch.float64):
-    """{"x", "dt", "A", "B", "C", "h0"} of a selective scan, the same at every call."""
+    """Return {"x", "dt", "A", "B", "C", "h0"} of a selective scan, the same at every call."""
     g = torch.Generator().manual_seed(0)
 
-    def r(*shape):
+    def randn(*shape):
         return torch.randn(*shape, generator=g, dtype=torch.float64)
 
     tensors = {
-        "x": r(b, length, d),
-        "dt": torch.nn.functional.softplus(r(b, length, d)),
-        "A": -torch.exp(r(d, n)),
-        "B": r(b, length, n),
-        "C": r(b, length, n),
-        "h0": r(b, d, n),
+        "x": randn(b, length, d),
+        "dt": torch.nn.functional.softplus(randn(b, length, d)),
+        "A": -torch.exp(randn(d, n)),
+        "B": randn(b, length, n),
+        "C": randn(b, length, n),
+        "h0": randn(b, d, n),
     }
     return {k: v.to(dtype) for k, v in tensors.items()}
 
 
-# Parameters by name.
+# Maps and activations.
 
 
 def under(parameters, prefix):
-    """Those whose names begin with `prefix.`, without it."""
+    """Return the parameters whose names begin with `prefix.`, without this prefix."""
     start = f"{prefix}."
     return {k[len(start) :]: v for k, v in parameters.items() if k.startswith(start)}
 
 
 def linear(parameters, name, x):
-    """W x, and + b where there is a bias. x: (in,) → (out,)."""
+    """Return W x, plus the bias if the layer has one. x: (in,) → (out,)."""
     out = parameters[f"{name}.weight"] @ x
     bias = parameters.get(f"{name}.bias")
     return out if bias is None else out + bias
 
 
 def weight_normalised(parameters, name):
-    """W of a weight-normalised map: each row is its gain times its direction's unit vector."""
+    """Return W of a weight-normalised map; each row is its gain times its unit direction."""
     v = parameters[f"{name}.direction"]
     return parameters[f"{name}.gain"] * v / torch.sqrt((v * v).sum(1, keepdim=True))
 
@@ -93,12 +93,12 @@ def sigmoid(x):
 
 
 def unit(v, eps):
-    """v / max(‖v‖₂, eps)."""
+    """Return v / max(‖v‖₂, eps)."""
     length = torch.sqrt((v * v).sum())
     return v / (length if length > eps else eps)
 
 
-# The mixers.
+# Mixers.
 
 
 def activation(name, x):
@@ -106,46 +106,49 @@ def activation(name, x):
 
 
 def triangle(entries, m):
-    """S = T Tᵀ, T (m,m) upper triangular, filled row by row."""
+    """Return S = T Tᵀ, where T (m,m) is upper triangular and filled row by row."""
     rows = []
     for i in range(m):
-        here, entries = entries[: m - i], entries[m - i :]
-        rows.append(torch.cat([entries.new_zeros(i), here]))
+        row, entries = entries[: m - i], entries[m - i :]
+        rows.append(torch.cat([entries.new_zeros(i), row]))
     T = torch.stack(rows)
     return T @ T.T
 
 
 def estimated_radius(S, steps):
-    """The paper's estimate of the largest eigenvalue: x_{k−1}ᵀ S x_k of a power iteration."""
+    """Return the paper's estimate of the largest eigenvalue, x_{k−1}ᵀ S x_k, by power iteration."""
     x = torch.full_like(S[0], 1 / math.sqrt(len(S)))
     for _ in range(steps):
-        before = x
+        previous = x
         x = S @ x
         x = x / torch.sqrt((x * x).sum())
-    return before @ (S @ x)
+    return previous @ (S @ x)
 
 
 def reflections(p, P, c, rank, proj_rank, product):
-    """Q of r reflections with gates a: the product (the first acts first), or I − k Σ a u uᵀ."""
+    """Return Q of r reflections with gates a: their product, or I − k Σ a u uᵀ.
+
+    In the product the first reflection acts first.
+    """
     d, k = c.d_inner, factor(c)
-    read = P if proj_rank is None else weight_normalised(p, "u_down") @ P
-    raw = weight_normalised(p, "u_proj") @ read
+    projected = P if proj_rank is None else weight_normalised(p, "u_down") @ P
+    raw = weight_normalised(p, "u_proj") @ projected
     gates = sigmoid(weight_normalised(p, "alpha_proj") @ P + p["alpha_proj.bias"])
     Q = eye = torch.eye(d, dtype=P.dtype)
     for i in range(rank):
         u = unit(activation(c.mixer_act, raw[i * d : (i + 1) * d]), c.eps)
-        taken = k * gates[i] * torch.outer(u, u)
-        Q = (eye - taken) @ Q if product else Q - taken
+        term = k * gates[i] * torch.outer(u, u)
+        Q = (eye - term) @ Q if product else Q - term
     return Q
 
 
 def factor(c):
-    """What scales the part taken off the identity: 2 for eigenvalues in [−1, 1]."""
+    """Return k in I − k S: 2 for eigenvalues in [−1, 1], else 1."""
     return 2 if c.eigen_range == "signed" else 1
 
 
 def kronecker(p, P, c):
-    """Q of X ↦ X − k K₁ᵀ X K₂ᵀ, of X (m₁,m₂) row by row."""
+    """Return Q of the map X ↦ X − k K₁ᵀ X K₂ᵀ, with X (m₁,m₂) flattened row by row."""
     d = c.d_inner
     m1 = max(m for m in range(1, d + 1) if d % m == 0 and m * m <= d)
     sizes = m1, d // m1
@@ -159,12 +162,15 @@ def kronecker(p, P, c):
             S = S / (estimated_radius(S, 16) + c.eps)
         factors.append(gates[:m, None] * S)
         entries, gates = entries[count:], gates[m:]
-    taken = torch.einsum("ai,jb->ijab", *factors).reshape(d, d)
-    return torch.eye(d, dtype=P.dtype) - factor(c) * taken
+    product = torch.einsum("ai,jb->ijab", *factors).reshape(d, d)
+    return torch.eye(d, dtype=P.dtype) - factor(c) * product
 
 
 def monarch(p, P, c):
-    """Q block-diagonal, each block I − k a S, S = T Tᵀ over its largest column norm + eps."""
+    """Return the block-diagonal Q with blocks I − k a S.
+
+    S is T Tᵀ / (its largest column norm + eps).
+    """
     size = c.mixer_rank
     blocks, count = c.d_inner // size, size * (size + 1) // 2
     entries = activation(c.mixer_act, weight_normalised(p, "uv_proj") @ P)
@@ -178,7 +184,7 @@ def monarch(p, P, c):
 
 
 def nonselective(p):
-    """Q = base · exp(X − Xᵀ), X the lower triangle of the weight: the same for every token."""
+    """Return Q = base · exp(X − Xᵀ), the same for every token; X is the weight's lower triangle."""
     X = torch.tril(p["q_proj.weight"])
     return p["q_proj.base"] @ torch.matrix_exp(X - X.T)
 
@@ -194,7 +200,7 @@ def selective_dense(p, P, c):
 
 
 def free_matrix(p, P, c):
-    """Q_t without the bound of `contractive`."""
+    """Return Q_t without the bound of `contractive`."""
     if c.mixer in ("householder", "dplr"):
         product = c.mixer == "householder"
         return reflections(p, P, c, c.mixer_rank, c.mixer_proj_rank, product)
@@ -202,8 +208,8 @@ def free_matrix(p, P, c):
         Q = torch.eye(c.d_inner, dtype=P.dtype)
         for i in range(c.mixer_rank):
             part = under(p, f"parts.{i}")
-            own = kronecker(part, P, c) if i % 2 else reflections(part, P, c, 1, None, True)
-            Q = own @ Q
+            matrix = kronecker(part, P, c) if i % 2 else reflections(part, P, c, 1, None, True)
+            Q = matrix @ Q
         return Q
     if c.mixer == "nonselective":
         return nonselective(p)
@@ -213,10 +219,12 @@ def free_matrix(p, P, c):
 
 
 def mixer_matrix(p, P, c):
-    """Q_t of one token, (d,d): M(P; v) = Q_t v.
+    """Return Q_t of a token, shape (d,d), with M(P; v) = Q_t v.
 
     Args:
-        p: the mixer's parameters and buffers by name. P: (p,) the mixer's argument. c: options.
+        p: Parameters and buffers of the mixer by name.
+        P: Argument of the mixer, shape (p,).
+        c: Options.
     """
     if c.contractive is None:
         return free_matrix(p, P, c)
@@ -226,7 +234,7 @@ def mixer_matrix(p, P, c):
         gates = sigmoid(weight_normalised(p, "alpha_proj") @ P + p["alpha_proj.bias"])
         bound = factor(c) * gates.sum()
     else:
-        off = (eye - Q).abs()
-        bound = torch.sqrt(off.sum(0).max() * off.sum(1).max())
+        difference = (eye - Q).abs()
+        bound = torch.sqrt(difference.sum(0).max() * difference.sum(1).max())
     shrink = c.contractive / bound if bound > c.contractive else 1.0
     return eye - shrink * (eye - Q)

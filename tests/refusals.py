@@ -1,21 +1,30 @@
-"""What a command line says when it refuses."""
+"""Error messages of refused commands."""
 
 from lm.cli.main import main
 from tests.running import REFUSED
 
 
 def refused(capsys, *args, run=main, prog="fprnn") -> str:
-    """The sentence with which `run` (a command line's main) refuses; nothing else is printed."""
+    """Run a refused command and return its error sentence.
+
+    Fail if the command succeeds or prints anything else.
+
+    Args:
+        capsys: The fixture of pytest.
+        args: Arguments of the command line.
+        run: The `main` of the command line.
+        prog: Its name in usage messages.
+    """
     try:
         status = run([str(a) for a in args])
-    except SystemExit as e:  # of argparse
+    except SystemExit as e:  # raised by argparse
         status = e.code
-    shown = capsys.readouterr()
-    assert status in {*REFUSED, 2}, shown
-    assert shown.out == ""
-    last = shown.err.splitlines()[-1]
+    captured = capsys.readouterr()
+    assert status in {*REFUSED, 2}, captured
+    assert captured.out == ""
+    last = captured.err.splitlines()[-1]
     if status in REFUSED:
-        assert shown.err == last + "\n" and last.startswith("error: "), shown.err
+        assert captured.err == last + "\n" and last.startswith("error: "), captured.err
     else:
-        assert shown.err.startswith(f"usage: {prog}"), shown.err
+        assert captured.err.startswith(f"usage: {prog}"), captured.err
     return last.partition("error: ")[2]

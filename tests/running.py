@@ -1,4 +1,4 @@
-"""Runs of the tiny config in processes of their own, as a user starts them."""
+"""Run the tiny config in separate processes, as a user does."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from lm.common.errors import BAD_CONFIG, BAD_DATA, DIVERGED, FAILED
 from tests.forked import ForkServer
 
 ROOT = Path(__file__).parent.parent
-REFUSED = {FAILED, BAD_CONFIG, BAD_DATA, DIVERGED}  # how a command ends that says one sentence
+REFUSED = {FAILED, BAD_CONFIG, BAD_DATA, DIVERGED}  # exit statuses of errors with one sentence
 ENV = {
     **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
     "OMP_NUM_THREADS": "1",
@@ -20,23 +20,24 @@ ENV = {
 
 
 def command(out_dir, *overrides, processes=0, config="configs/tiny/lm.yaml"):
-    """The command line of a training, under the `deepspeed` launcher if `processes` is set."""
-    from lm.training.engine import _free_port
+    """Return the command line of a training, with the `deepspeed` launcher if `processes` > 0."""
+    from lm.training.process_group import find_free_port
 
     start = [sys.executable, "-m", "lm"]
     if processes:
         launcher = Path(sys.executable).parent / "deepspeed"
-        start = [launcher, "--num_gpus", processes, "--master_port", _free_port(), "--module", "lm"]
+        port = find_free_port()
+        start = [launcher, "--num_gpus", processes, "--master_port", port, "--module", "lm"]
     args = [*start, "train", "--config", ROOT / config, f"out_dir={out_dir}", *overrides]
     return [str(a) for a in args]
 
 
 FORKS = ForkServer(ROOT, ENV)
-# It has imported nothing of this project.
+# A server that has imported no module of this project.
 LIBRARIES = ("torch", "transformers.generation", "transformers.modeling_utils")
 PLAIN_FORKS = ForkServer(ROOT, ENV, LIBRARIES, "plain")
-# Hides this checkout, an editable install, and code of earlier checkpoints.
-ALONE = """
+# Hides this checkout, an editable install, and cached code of exports.
+HIDE_CHECKOUT = """
 import importlib.util, json, os, sys
 from transformers import dynamic_module_utils
 sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in str(finder)]
@@ -47,27 +48,37 @@ dynamic_module_utils.HF_MODULES_CACHE = os.environ["HF_HOME"] + "/modules"
 
 
 def fprnn(*args, **environment):
-    """`python -m lm ARGS`, forked → CompletedProcess."""
+    """Run `python -m lm ARGS` in a fork; return its CompletedProcess."""
     return FORKS.run("lm", args, timeout=300, environment=environment)
 
 
 def run_alone(code, *args, cwd, **environment):
-    """Run Python code with transformers, but without this checkout's `lm` → CompletedProcess."""
+    """Run Python code that cannot import `lm`; return its CompletedProcess."""
     environment = {"HF_HOME": str(cwd / "hf"), **environment}
-    return PLAIN_FORKS.run("-c", [ALONE + code, *args], 120, environment, cwd)
+    return PLAIN_FORKS.run("-c", [HIDE_CHECKOUT + code, *args], 120, environment, cwd)
 
 
 def losses(run_dir):
-    """The training records of a run's metrics."""
+    """Return the records of metrics.jsonl with a loss."""
     lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
     return [r for r in map(json.loads, lines) if "loss" in r]
 
 
-def ranks_of(module, arguments, processes, **environment):
-    """So many ranks of `python -m MODULE ARGUMENTS`, forked, without a launcher → [Forked]."""
-    from lm.training.engine import _free_port
+def start_ranks(module, arguments, processes, **environment):
+    """Start the ranks of `python -m MODULE ARGUMENTS` in forks, without a launcher.
 
-    address = {"WORLD_SIZE": str(processes), "MASTER_PORT": str(_free_port())}
+    Args:
+        module: Name of the module, or a list with a name per rank.
+        arguments: Its arguments, or a function of the rank that returns them.
+        processes: Number of ranks.
+        **environment: Additional variables.
+
+    Returns:
+        Forked of each rank.
+    """
+    from lm.training.process_group import find_free_port
+
+    address = {"WORLD_SIZE": str(processes), "MASTER_PORT": str(find_free_port())}
     address |= {"MASTER_ADDR": "127.0.0.1", "DS_ACCELERATOR": "cpu", **environment}
     return [
         FORKS.start(
@@ -80,11 +91,17 @@ def ranks_of(module, arguments, processes, **environment):
 
 
 def run(out_dir, *overrides, processes=0, name="tiny", launcher=False):
-    """Train the tiny config to its end → (training records, CompletedProcess).
+    """Train the tiny config; return (records with a loss, CompletedProcess).
 
-    Args: processes: ranks, 0: one, without a group. launcher: started by `deepspeed`.
+    Args:
+        out_dir: Folder of the run directory.
+        *overrides: Overrides of the config.
+        processes: Number of ranks; 0: a single process without RANK.
+        name: Name of the run.
+        launcher: Start the ranks with `deepspeed`.
+
     Raises:
-        AssertionError: it failed; the message holds its output.
+        AssertionError: If it fails; the message has its output.
     """
     full = command(out_dir, *overrides, processes=processes if launcher else 0)
     if launcher:
@@ -92,10 +109,10 @@ def run(out_dir, *overrides, processes=0, name="tiny", launcher=False):
         env = ENV | {"DS_ACCELERATOR": "cpu", "PATH": path}
         done = subprocess.run(full, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     elif processes:
-        ranks = ranks_of("lm", full[3:], processes)
-        said = [rank.communicate(300) for rank in ranks]
+        ranks = start_ranks("lm", full[3:], processes)
+        outputs = [rank.communicate(300) for rank in ranks]
         status = max((rank.returncode for rank in ranks), key=abs)
-        out, err = ("".join(texts) for texts in zip(*said))
+        out, err = ("".join(texts) for texts in zip(*outputs))
         done = subprocess.CompletedProcess(full, status, out, err)
     else:
         done = fprnn(*full[3:])
@@ -103,7 +120,7 @@ def run(out_dir, *overrides, processes=0, name="tiny", launcher=False):
     return losses(Path(out_dir) / name), done
 
 
-def printed_by_ranks(module, processes):
-    """What a module prints last on rank 0, of so many processes, as JSON."""
-    printed = [rank.communicate(120)[0] for rank in ranks_of(module, [], processes)]
-    return json.loads(printed[0].splitlines()[-1])
+def run_ranks_for_json(module, processes):
+    """Run a module on several ranks; return the last line that rank 0 prints, parsed as JSON."""
+    outputs = [rank.communicate(120)[0] for rank in start_ranks(module, [], processes)]
+    return json.loads(outputs[0].splitlines()[-1])

@@ -1,7 +1,6 @@
-"""A Slurm of one's own: munged, slurmctld and a slurmd for each node, on this host and in a folder.
+"""A private Slurm cluster on this host: munged, slurmctld and a slurmd for each node.
 
-Needs Debian's slurmctld, slurmd, slurm-client and munge, and root. No daemon of it stays after
-`stop`.
+It needs Debian's slurmctld, slurmd, slurm-client and munge, and root. `stop` ends all its daemons.
 """
 
 import os
@@ -21,7 +20,7 @@ SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
 CredType=cred/munge
-# Else a job that is queued again waits two minutes.
+# Otherwise a requeued job waits two minutes.
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -48,7 +47,7 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=60 State=UP
 
 
 def missing() -> str:
-    """Why a Slurm cannot be had here; "" where it can."""
+    """Return the reason why Slurm cannot run here, or ""."""
     path = f"{os.environ['PATH']}:/usr/sbin"
     absent = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
     if absent:
@@ -57,7 +56,7 @@ def missing() -> str:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this host that nobody listens on."""
+    """Return free ports of this host."""
     sockets = [socket.socket() for _ in range(count)]
     for s in sockets:
         s.bind(("127.0.0.1", 0))
@@ -68,7 +67,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class Slurm:
-    """A cluster of nodes n0, n1, …, each of 4 (pretended) cores. A context manager."""
+    """A cluster of nodes n0, n1, … with 4 pretended cores each; a context manager."""
 
     def __init__(self, folder: Path, nodes: int = 2):
         self.folder = folder
@@ -120,46 +119,46 @@ class Slurm:
         process = subprocess.Popen(command, env=self.env, stdout=log, stderr=log)
         self.daemons.append(process)
 
-    def _wait_for(self, condition, what: str, seconds: float = 30) -> None:
+    def _wait_for(self, condition, description: str, seconds: float = 30) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
                 logs = [p.read_text()[-1500:] for p in sorted(self.folder.glob("*.log"))]
-                raise AssertionError(f"no {what} after {seconds} s\n" + "\n--\n".join(logs))
+                raise AssertionError(f"no {description} after {seconds} s\n" + "\n--\n".join(logs))
             time.sleep(0.2)
 
     def states(self) -> list[str]:
-        """The state of each node, as sinfo has it."""
-        listed = self.call("sinfo", "--noheader", "--Node", "--format=%T", check=False)
-        return listed.split()
+        """Return the state of each node, as `sinfo` prints it."""
+        output = self.call("sinfo", "--noheader", "--Node", "--format=%T", check=False)
+        return output.split()
 
     def call(self, *command, check=True, **environment) -> str:
-        """What one of Slurm's programs prints."""
-        done = subprocess.run(
+        """Run one of Slurm's programs, and return its output."""
+        result = subprocess.run(
             [str(part) for part in command],
             env=self.env | environment,
             capture_output=True,
             text=True,
             timeout=60,
         )
-        assert done.returncode == 0 or not check, done.stdout + done.stderr
-        return done.stdout
+        assert result.returncode == 0 or not check, result.stdout + result.stderr
+        return result.stdout
 
     def job(self, job) -> dict[str, str]:
-        """What `scontrol show job` says of a job (of an array's task: `12_3`)."""
-        shown = self.call("scontrol", "show", "job", "--oneliner", job)
-        return dict(pair.split("=", 1) for pair in shown.split() if "=" in pair)
+        """Return the fields of `scontrol show job` for a job or an array's task (`12_3`)."""
+        output = self.call("scontrol", "show", "job", "--oneliner", job)
+        return dict(pair.split("=", 1) for pair in output.split() if "=" in pair)
 
     def wait(self, job, *states: str, seconds: float = 240) -> dict[str, str]:
-        """Wait until a job is in one of the states (COMPLETED, FAILED, …) → what is said of it."""
+        """Wait until a job has one of the states (COMPLETED, FAILED, …), and return its fields."""
         deadline = time.monotonic() + seconds
-        while (shown := self.job(job))["JobState"] not in states:
-            assert time.monotonic() < deadline, f"{job} is still {shown['JobState']}: {shown}"
+        while (fields := self.job(job))["JobState"] not in states:
+            assert time.monotonic() < deadline, f"{job} is still {fields['JobState']}: {fields}"
             time.sleep(0.3)
-        return shown
+        return fields
 
     def stop(self) -> None:
-        """End all jobs, then the daemons, the last started first."""
+        """End all jobs, then the daemons, in reverse order of their start."""
         if len(self.daemons) > 1:
             self.call("scancel", "--state=RUNNING", "--full", "--signal=KILL", check=False)
             self.call("scancel", "--user=root", check=False)

@@ -1,4 +1,4 @@
-"""`benchmarks/card_wheels.py`: the compiled architectures, and versions that the tests had."""
+"""`benchmarks/card_wheels.py`: compiled architectures and pinned versions."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ flags = ["-O3", "-lineinfo", "--threads", "4"]
 """
 
 
-def test_the_architectures_are_those_of_the_environment(tmp_path):
+def test_architectures_come_from_the_environment(tmp_path):
     setup = tmp_path / "setup.py"
     setup.write_text(SETUP)
     card_wheels.use_chosen_architectures(setup)
@@ -26,14 +26,14 @@ def test_the_architectures_are_those_of_the_environment(tmp_path):
     assert '"--threads", "1"' in text
 
 
-def test_a_setup_of_another_form_is_refused(tmp_path):
+def test_unknown_setup_is_refused(tmp_path):
     setup = tmp_path / "setup.py"
     setup.write_text("cc_flags = arches()")
     with pytest.raises(SystemExit, match="names no architectures any more"):
         card_wheels.use_chosen_architectures(setup)
 
 
-def test_every_wheel_has_a_version_in_the_constraints():
+def test_every_wheel_has_a_pinned_version():
     text = (Path(card_wheels.ROOT) / "constraints.txt").read_text(encoding="utf-8").lower()
     pinned = {line.split("==")[0].replace("_", "-") for line in text.splitlines()}
     names = (*card_wheels.WHEELS, *card_wheels.PURE)

@@ -1,4 +1,4 @@
-"""`make gpu-check`: a dry run on a CPU, failing parts, and the figures it reads."""
+"""`make gpu-check`: a dry run on a CPU, failing parts, and the measurements it reads."""
 
 import json
 import os
@@ -17,7 +17,7 @@ FAILED = '<testcase classname="a" name="three"><failure message="off by 1">…</
 BARE = """<testcase classname="" name="tests.b"><error message="collection failure">
 E   ModuleNotFoundError: No module named 'pydantic'
 </error></testcase>"""
-# Its child holds the pipe open, and must end with it.
+# The child keeps the pipe open and must end with its parent.
 HANGS = "import subprocess as s; print('so far', flush=True); s.run(['sleep', '99'])"
 BROKEN = BARE.replace("ModuleNotFoundError: No module named 'pydantic'", "SyntaxError")
 
@@ -28,10 +28,10 @@ def make(out, *args):
 
 
 @pytest.mark.slow  # a minute: eight processes that import everything
-def test_a_quick_run_on_a_cpu(tmp_path):
+def test_quick_run_on_cpu(tmp_path):
     names = "plan,train,resume,mamba,export,generate,eval"
-    done = make(tmp_path, "--device", "cpu", "--quick", "--parts", names)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    result = make(tmp_path, "--device", "cpu", "--quick", "--parts", names)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["ok"] and summary["complete"] and summary["environment"]["torch"]
     figures = {part["part"]: part["figures"] for part in summary["parts"]}
@@ -45,20 +45,20 @@ def test_a_quick_run_on_a_cpu(tmp_path):
     assert max(steps) == 10 and (tmp_path / "mamba.jsonl").exists()
 
 
-def test_without_a_gpu_it_says_so(tmp_path):
-    done = make(tmp_path / "out")
-    assert done.returncode == 2 and not (tmp_path / "out").exists()
-    assert "gpu-check needs a CUDA device" in done.stdout.splitlines()[-1]
+def test_missing_gpu_is_reported(tmp_path):
+    result = make(tmp_path / "out")
+    assert result.returncode == 2 and not (tmp_path / "out").exists()
+    assert "gpu-check needs a CUDA device" in result.stdout.splitlines()[-1]
     assert "--quick" in make(tmp_path, "--device", "cpu").stderr
-    assert "no part nothing" in make(tmp_path, "--parts", "nothing").stderr
+    assert "unknown part nothing" in make(tmp_path, "--parts", "nothing").stderr
     assert "no such folder" in make(tmp_path, "--card", str(tmp_path / "none")).stderr
 
 
-def test_a_part_that_fails_or_hangs_stops_nothing(tmp_path, capsys):
+def test_failing_or_hanging_part_does_not_stop_the_others(tmp_path, capsys):
     def part(name, code, limit=10.0, **kwargs):
         def judge(rc, lines):
-            said = lines[-1].strip() if lines else ""
-            return gpu_check.Outcome("failed" if rc else "ok", {"said": said})
+            text = lines[-1].strip() if lines else ""
+            return gpu_check.Outcome("failed" if rc else "ok", {"text": text})
 
         return gpu_check.Part(name, [sys.executable, "-c", code], judge, limit=limit, **kwargs)
 
@@ -66,25 +66,25 @@ def test_a_part_that_fails_or_hangs_stops_nothing(tmp_path, capsys):
         part("good", "print('fine')"),
         part("bad", "import sys; sys.exit('a reason')"),
         part("absent", "", reason="there is no such script"),
-        part("hangs", HANGS, limit=-25.0),  # uses what the others left
+        part("hangs", HANGS, limit=-25.0),  # uses the time that the others left
         part("last", "print('fine again')", env={"PYTHONUNBUFFERED": "1"}),
     ]
-    status = gpu_check.check(parts, tmp_path, dict(os.environ), {}, tmp_path / "runs")
+    status = gpu_check.run_parts(parts, tmp_path, dict(os.environ), {}, tmp_path / "runs")
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert status == 1 and not summary["ok"] and summary["complete"]
     records = {p["part"]: p for p in summary["parts"]}
     assert [p["status"] for p in records.values()] == ["ok", "failed", "skipped", "failed", "ok"]
-    assert records["good"]["figures"] == {"said": "fine"} and records["hangs"]["seconds"] < 60
-    assert records["hangs"]["figures"] == {"said": "so far"}
+    assert records["good"]["figures"] == {"text": "fine"} and records["hangs"]["seconds"] < 60
+    assert records["hangs"]["figures"] == {"text": "so far"}
     reason = records["hangs"]["reason"]
-    assert "not done in" in reason and "so far" in reason
-    printed = capsys.readouterr().out
-    assert "[bad] a reason" in printed and printed.splitlines()[-1].startswith("FAILED in")
+    assert "not finished in" in reason and "so far" in reason
+    output = capsys.readouterr().out
+    assert "[bad] a reason" in output and output.splitlines()[-1].startswith("FAILED in")
     assert "[last] fine again" in (tmp_path / "check.log").read_text()
 
 
 @pytest.mark.parametrize(
-    "cases, rc, status, said",
+    "cases, rc, status, message",
     [
         ([PASSED, SKIPPED], 0, "ok", "no mamba_ssm"),
         ([PASSED, BARE], 1, "ok", "1 without pydantic"),
@@ -95,19 +95,19 @@ def test_a_part_that_fails_or_hangs_stops_nothing(tmp_path, capsys):
         ([], None, "failed", "wrote no results"),
     ],
 )
-def test_what_pytest_found(cases, rc, status, said, tmp_path):
+def test_pytest_results_are_judged(cases, rc, status, message, tmp_path):
     xml = tmp_path / "tests.xml"
     if cases:
         xml.write_text(XML.format("".join(cases)))
     outcome = gpu_check.judge_tests(xml, rc, [])
-    assert outcome.status == status and said in str(outcome.figures) + outcome.reason
+    assert outcome.status == status and message in str(outcome.figures) + outcome.reason
     assert outcome.figures.get("passed", 1) == int(PASSED in cases or not cases)
 
 
-def test_the_parts_fit_into_ten_minutes(tmp_path):
+def test_parts_fit_into_ten_minutes(tmp_path):
     assert sum(gpu_check.LIMITS.values()) <= 560
     parts = {
-        part.name: part for part in gpu_check.all_parts(tmp_path, tmp_path / "runs", "cuda", False)
+        part.name: part for part in gpu_check.make_parts(tmp_path, tmp_path / "runs", "cuda", False)
     }
     assert list(parts) == list(gpu_check.LIMITS)
     files = [a for a in parts["tests"].command if a.startswith("tests/")]
@@ -120,11 +120,11 @@ def test_the_parts_fit_into_ten_minutes(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["FPRNN", "MAMBA"])
-def test_the_overrides_make_a_valid_configuration(name, tmp_path):
+def test_overrides_give_a_valid_config(name, tmp_path):
     (tmp_path / "fineweb").mkdir()
-    words = gpu_check.overrides(False, tmp_path, tmp_path)
-    assert f"data.path={tmp_path / 'fineweb'}" in words
-    assert "data.source=builtin" in gpu_check.overrides(False, tmp_path, None)
-    cfg = load.load(ROOT / getattr(gpu_check, name), words)
+    overrides = gpu_check.make_overrides(False, tmp_path, tmp_path)
+    assert f"data.path={tmp_path / 'fineweb'}" in overrides
+    assert "data.source=builtin" in gpu_check.make_overrides(False, tmp_path, None)
+    cfg = load.load(ROOT / getattr(gpu_check, name), overrides)
     assert cfg.train.accumulation(1) == 1 and cfg.data.seq_len == 2048
     assert cfg.model.d_model == 768 and cfg.model.n_layer == 12

@@ -1,5 +1,7 @@
-"""The launch scripts, run with fake `deepspeed`, `srun`, `scontrol` and Python that record their
-calls. tests/test_slurm.py has the same on a real Slurm."""
+"""The launch scripts with fake `deepspeed`, `srun`, `scontrol` and Python that record their calls.
+
+tests/test_slurm.py runs them on a real Slurm.
+"""
 
 import os
 import re
@@ -19,9 +21,9 @@ from lm.cli.arguments import parse
 LAUNCH = Path(__file__).parent.parent / "launch"
 SCRIPTS = sorted(path.name for path in LAUNCH.iterdir())
 
-# Starts two "workers" that, like a training run, note the signal, save for a moment and leave 75.
-# Like the real launcher it dies of TERM and INT without waiting for them, and of USR1 where that is
-# not ignored; else it leaves the status of the first worker to end.
+# Starts two "workers" that, like a training run, record the signal, save for a moment and exit with
+# 75. Like the real launcher it dies of TERM and INT without waiting for them, and of USR1 unless it
+# is ignored. Otherwise it exits with the status of the first worker that ends.
 FAKE_DEEPSPEED = f"""\
 #!{sys.executable}
 import os, signal, subprocess, sys, time
@@ -41,7 +43,7 @@ def worker():
     note("got", got[0])
     time.sleep(0.5)
     note("saved")
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # an interpreter that ends takes the default
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # reset when the interpreter exits
     sys.exit(75)
 
 if "WORKER" in os.environ:
@@ -54,7 +56,7 @@ env = os.environ | {{"WORKER": "1"}}
 workers = [subprocess.Popen([sys.executable, __file__], env=env) for _ in range(2)]
 sys.exit(max([w.wait() for w in workers]))
 """
-# Runs the command of two tasks on each of two nodes.
+# Runs the command as two tasks on each of two nodes.
 FAKE_SRUN = """\
 #!/usr/bin/env bash
 echo "srun" >> "$LOG"
@@ -72,12 +74,12 @@ FAKE_SCONTROL = """\
 if [ "$1" = show ]; then echo n7; echo n8; else echo "scontrol $*" >> "$LOG"; fi
 """
 FAKE_RECORDER = '#!/usr/bin/env bash\necho "$(basename "$0") $*" >> "$LOG"\n'
-QUOTING_RECORDER = '#!/usr/bin/env bash\nprintf "%s\\n" "${*@Q}" >> "$LOG"\n'  # its arguments alone
+QUOTING_RECORDER = '#!/usr/bin/env bash\nprintf "%s\\n" "${*@Q}" >> "$LOG"\n'  # only its arguments
 
 
 @pytest.fixture
 def fake(tmp_path):
-    """A folder of fake programs, first on PATH; `fake.lines()` is what they recorded."""
+    """A folder of fake programs, first on PATH; `fake.lines()` returns their records."""
     return Fake(tmp_path)
 
 
@@ -109,9 +111,9 @@ class Fake:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            # A test run in the background has SIGINT ignored, and a shell cannot undo that.
+            # A test run in the background ignores SIGINT, and a shell cannot undo that.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            start_new_session=True,  # a group of its own, as a terminal's or a batch system's job
+            start_new_session=True,  # a new process group, as in a terminal or batch job
         )
 
     def run(self, script: str, *arguments: str, **environment: str) -> tuple[int, str]:
@@ -135,7 +137,7 @@ class Fake:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs (a zombie does not)."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -143,7 +145,7 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_script_parses_and_starts_with_its_usage(script):
+def test_scripts_parse_and_start_with_usage(script):
     path = LAUNCH / script
     assert subprocess.run(["bash", "-n", str(path)]).returncode == 0
     first, second, *rest = path.read_text().splitlines()
@@ -165,7 +167,7 @@ def test_script_parses_and_starts_with_its_usage(script):
         ("c.yaml 4 --job-index 3", "", "--num_gpus 4 --master_port 1234 --module lm train"),
     ],
 )
-def test_deepspeed_gpus_and_job_index(fake, arguments, visible, expected):
+def test_deepspeed_script_passes_gpus_and_job_index(fake, arguments, visible, expected):
     environment = {"CUDA_VISIBLE_DEVICES": visible} if visible else {}
     status, _ = fake.run(
         "deepspeed.sh", *arguments.split(), EXIT_AT_ONCE="0", MASTER_PORT="1234", **environment
@@ -175,15 +177,15 @@ def test_deepspeed_gpus_and_job_index(fake, arguments, visible, expected):
     assert not line.rstrip().endswith("gpus=4,5,7")
 
 
-def test_no_two_runs_share_a_port(fake):
+def test_two_runs_do_not_share_a_port(fake):
     for _ in range(2):
         assert fake.run("deepspeed.sh", "c.yaml", EXIT_AT_ONCE="0")[0] == 0
     first, second = (int(re.search(r"master_port (\d+)", line)[1]) for line in fake.lines())
     assert first != second and min(first, second) > 1024
 
 
-def test_deepspeed_on_the_hosts_of_a_file(fake, tmp_path):
-    """The signal also goes to the first host: one rank there asks all others."""
+def test_deepspeed_script_uses_hosts_of_a_file(fake, tmp_path):
+    """The signal also goes to the first host, where a rank informs all others."""
     hosts = tmp_path / "hosts"
     hosts.write_text("# two nodes\n\nworker-1 slots=4\nworker-2 slots=4\n")
     fake.add("ssh", FAKE_RECORDER)
@@ -202,7 +204,7 @@ def test_deepspeed_on_the_hosts_of_a_file(fake, tmp_path):
     assert set(fake.lines("ssh")) == {f"ssh -n worker-1 {asked}"}
 
 
-def test_deepspeed_refuses_what_cannot_be(fake):
+def test_deepspeed_script_refuses_wrong_arguments(fake):
     status, output = fake.run("deepspeed.sh")
     assert status == 2 and output.startswith("usage: launch/deepspeed.sh CONFIG")
     status, output = fake.run("deepspeed.sh", "c.yaml", "3", CUDA_VISIBLE_DEVICES="0,1")
@@ -216,26 +218,26 @@ def test_deepspeed_refuses_what_cannot_be(fake):
         ("TERM", False, ()),
         ("INT", False, ()),
         ("USR1", False, ()),
-        # Ctrl-C of a terminal, or a supervisor's TERM: it ends the script's `sleep` as well.
+        # Ctrl-C, or a supervisor's TERM, also ends the script's `sleep`.
         ("TERM", True, ()),
         ("INT", True, ("again.sh", "3")),
     ],
 )
-def test_a_signal_reaches_the_workers_and_nothing_is_left(fake, name, to_group, again):
+def test_signal_reaches_workers_and_leaves_no_process(fake, name, to_group, again):
     scripts = (*again, str(LAUNCH / "deepspeed.sh") if again else "deepspeed.sh")
     process = fake.start(*scripts, "c.yaml")
     workers = fake.workers()
-    time.sleep(0.7 * to_group)  # it sleeps
+    time.sleep(0.7 * to_group)  # the script sleeps
     (os.killpg if to_group else os.kill)(process.pid, getattr(signal, f"SIG{name}"))
     process.communicate(timeout=20)
-    # It ended only once both had saved, though the launcher died at once.
-    assert to_group or fake.lines("got") == ["got USR1"] * 2  # see the script: never TERM or INT
+    # The script ended after both had saved, although the launcher died at once.
+    assert to_group or fake.lines("got") == ["got USR1"] * 2  # never TERM or INT, see the script
     assert fake.lines("saved") == ["saved"] * 2
     assert process.returncode == 75, "what the run itself has left"
     assert not any(alive(pid) for pid in workers)
 
 
-def test_a_signal_before_the_workers_listen_is_not_lost(fake):
+def test_signal_before_workers_listen_is_not_lost(fake):
     process = fake.start("deepspeed.sh", "c.yaml", STARTS_UP="2")
     fake.wait_for("deepspeed", 1)
     process.terminate()
@@ -244,8 +246,8 @@ def test_a_signal_before_the_workers_listen_is_not_lost(fake):
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_workers_that_ignore_the_signal_are_killed_after_the_grace_period(fake, is_killed):
-    """After a signal to the script, or when the launcher is killed."""
+def test_workers_that_ignore_signals_are_killed(fake, is_killed):
+    """After a signal to the script, or if the launcher is killed."""
     process = fake.start("deepspeed.sh", "c.yaml", GRACE="1", STUBBORN="1")
     workers = fake.workers()
     if is_killed:
@@ -266,7 +268,7 @@ SLURM = {**JOB, "SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_JOB_ID": "71231"}
 @pytest.mark.parametrize(
     "script, output", [("slurm.sbatch", "%x-%j"), ("slurm_array.sbatch", "%x-%A_%a")]
 )
-def test_sbatch_options(script, output):
+def test_sbatch_options_of_the_script_are_valid(script, output):
     text = (LAUNCH / script).read_text()
     options = set(re.findall(r"^#SBATCH (\S+)$", text, re.M))
     assert options >= {
@@ -279,11 +281,11 @@ def test_sbatch_options(script, output):
     }
     assert not re.search(r"#SBATCH --(partition|account|qos|nodelist|array)", text)
     assert "mkdir -p logs" in text
-    # Slurm stops reading options at the first command.
+    # Slurm reads options only before the first command.
     assert text.rindex("#SBATCH") < text.index("set -euo")
 
 
-# Like a run: notes its rank and the signal, saves for a moment and stops.
+# Like a run: records its rank and the signal, saves for a moment and stops.
 FAKE_PYTHON = """\
 #!/usr/bin/env bash
 echo "python $*" >> "$LOG"
@@ -311,7 +313,7 @@ def fake_python(fake):
         ("slurm_array.sbatch", SLURM, " --job-index 3", "sweep point 3"),
     ],
 )
-def test_a_job_tells_each_task_its_rank(fake_python, script, environment, point, words):
+def test_job_sets_the_rank_of_each_task(fake_python, script, environment, point, words):
     overrides = ("optim.lr=1e-3", "name=a b")
     status, output = fake_python.run(script, "c.yaml", *overrides, EXIT_AT_ONCE="0", **environment)
     assert status == 0 and words in output
@@ -333,17 +335,16 @@ def test_a_job_tells_each_task_its_rank(fake_python, script, environment, point,
         *(("slurm_array.sbatch", status) for status in (1, 75)),
     ],
 )
-def test_what_is_queued_again(fake_python, script, status):
-    """A run that a signal has stopped, that hung, that has no network or lost a process; nothing
-    that would fail again."""
+def test_job_is_requeued_by_exit_status(fake_python, script, status):
+    """A run is queued again after a signal, a hang, a network failure or a lost process only."""
     env, job = (SLURM, "71231_3") if "array" in script else (JOB, "71234")
-    found, _ = fake_python.run(script, "c.yaml", EXIT_AT_ONCE=str(status), **env)
-    assert found == status
+    actual, _ = fake_python.run(script, "c.yaml", EXIT_AT_ONCE=str(status), **env)
+    assert actual == status
     expected = [f"scontrol requeue {job}"] if status in (69, 71, 75, 77) else []
     assert fake_python.lines("scontrol") == expected
 
 
-def test_a_job_is_not_queued_again_for_ever(fake_python):
+def test_job_is_requeued_a_limited_number_of_times(fake_python):
     environment = {**JOB, "EXIT_AT_ONCE": "77", "MAX_RESTARTS": "3"}
     for count in ("2", "3"):
         fake_python.run("slurm.sbatch", "c.yaml", SLURM_RESTART_COUNT=count, **environment)
@@ -351,7 +352,7 @@ def test_a_job_is_not_queued_again_for_ever(fake_python):
 
 
 @pytest.mark.parametrize("name", ["TERM", "INT"])
-def test_a_job_whose_whole_group_is_asked_to_stop_waits_for_its_run(fake_python, name):
+def test_job_waits_for_its_run_after_a_signal(fake_python, name):
     fake_python.add(
         "srun",
         "#!/usr/bin/env bash\ntrap : TERM INT\nwhile [[ $1 = --* ]]; do shift; done\n"
@@ -367,7 +368,7 @@ def test_a_job_whose_whole_group_is_asked_to_stop_waits_for_its_run(fake_python,
 
 
 @pytest.mark.parametrize(
-    "words, environment, said",
+    "words, environment, message",
     [
         (["slurm_array.sbatch", "c.yaml"], JOB, "submit with sbatch --array"),
         (["slurm_array.sbatch"], SLURM, "usage: sbatch --array"),
@@ -375,14 +376,14 @@ def test_a_job_whose_whole_group_is_asked_to_stop_waits_for_its_run(fake_python,
         (["slurm.sbatch"], JOB, "usage: sbatch"),
     ],
 )
-def test_scripts_outside_slurm(fake, words, environment, said):
+def test_slurm_scripts_are_refused_outside_slurm(fake, words, environment, message):
     status, output = fake.run(*words, **environment)
-    assert status != 0 and said in output and fake.lines() == []
+    assert status != 0 and message in output and fake.lines() == []
 
 
 def test_demo_runs_its_steps_in_order(fake, tmp_path):
-    """Its commands are ones that the command line takes."""
-    (tmp_path / "launch").mkdir()  # the script works in the folder above its own
+    """The command line accepts its commands."""
+    (tmp_path / "launch").mkdir()  # the script works in its parent folder
     (tmp_path / "runs/demo").mkdir(parents=True)
     script = shutil.copy(LAUNCH / "demo.sh", tmp_path / "launch")
     fake.add("py", QUOTING_RECORDER)
@@ -403,18 +404,18 @@ def test_demo_stops_at_the_first_failure(fake):
 
 
 @pytest.mark.parametrize("left, status", [("0", 0), ("2", 0), ("1", 1)])
-def test_a_synthetic_array_task_trains_its_point(fake_python, left, status):
-    """Exit status 2 is a missed bar: a finding, not a failed job."""
+def test_synthetic_array_task_trains_its_point(fake_python, left, status):
+    """Exit status 2 means a missed threshold: a result, not a failed job."""
     script = ("synthetic_array.sbatch", "c.yaml", "seed=1")
-    found, output = fake_python.run(*script, EXIT_AT_ONCE=left, **SLURM)
-    assert found == status and "sweep point 3, job 71234" in output
+    actual, output = fake_python.run(*script, EXIT_AT_ONCE=left, **SLURM)
+    assert actual == status and "sweep point 3, job 71234" in output
     assert fake_python.lines("python") == [
         "python -m synthetic train --config c.yaml --job-index 3 seed=1"
     ]
 
 
 @pytest.mark.parametrize("name, send", [("USR1", os.kill), ("TERM", os.kill), ("INT", os.killpg)])
-def test_a_synthetic_array_task_saves_and_is_requeued_near_its_time_limit(fake_python, name, send):
+def test_synthetic_array_task_is_requeued_at_time_limit(fake_python, name, send):
     process = fake_python.start("synthetic_array.sbatch", "c.yaml", **SLURM)
     (ready,) = fake_python.wait_for("ready", 1)
     send(process.pid, getattr(signal, f"SIG{name}"))
@@ -426,7 +427,7 @@ def test_a_synthetic_array_task_saves_and_is_requeued_near_its_time_limit(fake_p
 
 
 def again(tmp_path, times, *statuses):
-    """(exit status, runs made, what was said) of a command that ends so, one status a run."""
+    """Return (exit status, number of runs, output) of a command with one status per run."""
     log = tmp_path / "runs"
     cases = " ".join(f"{i}) {end} ;;" for i, end in enumerate(statuses, 1))
     command = f"echo run >> {log}; case $(wc -l < {log}) in {cases} esac"
@@ -445,22 +446,22 @@ def again(tmp_path, times, *statuses):
         *((5, (f"exit {end}",), end, 1) for end in (1, 2, 65, 75, 76, 78)),
     ],
 )
-def test_again_after_what_may_heal_and_so_often(tmp_path, monkeypatch, times, ends, status, runs):
+def test_again_retries_temporary_failures(tmp_path, monkeypatch, times, ends, status, runs):
     monkeypatch.setenv("PAUSE", "0.1")
-    ended, made, said = again(tmp_path, times, *ends)
+    ended, made, message = again(tmp_path, times, *ends)
     assert (ended, made) == (status, runs)
-    assert said.count(": again, at most") == runs - 1
+    assert message.count(": again, at most") == runs - 1
 
 
 def test_again_of_a_command_that_ends_at_once(tmp_path, monkeypatch):
-    """It may be gone before the script looks at it: here every line of the script comes late."""
+    """It may end before the script checks it: here every line of the script is delayed."""
     (tmp_path / "late").write_text("case $0 in *again.sh) trap 'sleep 0.1' DEBUG;; esac\n")
     monkeypatch.setenv("BASH_ENV", str(tmp_path / "late"))
     ended, made, _ = again(tmp_path, 5, "exit 77", "exit 78")
     assert (ended, made) == (78, 2)
 
 
-def test_a_signal_to_again_goes_on_and_ends_it(tmp_path):
+def test_again_forwards_signals_and_ends(tmp_path):
     command = f"trap 'exit 77' TERM; touch {tmp_path / 'ready'}; while true; do sleep 0.05; done"
     process = subprocess.Popen([LAUNCH / "again.sh", "5", "bash", "-c", command])
     until = time.monotonic() + 20

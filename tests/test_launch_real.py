@@ -1,4 +1,4 @@
-"""launch/deepspeed.sh with the real DeepSpeed, on CPUs; tests/test_launch.py has fakes."""
+"""launch/deepspeed.sh with the real DeepSpeed on CPUs; tests/test_launch.py uses fakes."""
 
 import os
 import shutil
@@ -16,15 +16,15 @@ pytestmark = pytest.mark.slow
 LONG = ("train.steps=100000", "data.val_tokens=2000", "checkpoint.every=1000", "log.every=1")
 
 
-def start(tmp_path, *where, **environment):
-    clean = {k: v for k, v in ENV.items() if not k.startswith(("MASTER_", "SLURM"))}
-    clean |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
-    clean["PATH"] = f"{Path(sys.executable).parent}:{ENV['PATH']}"
-    arguments = ("configs/tiny/lm.yaml", *where, f"out_dir={tmp_path / 'runs'}", *LONG)
+def start(tmp_path, *hosts, **environment):
+    base = {k: v for k, v in ENV.items() if not k.startswith(("MASTER_", "SLURM"))}
+    base |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
+    base["PATH"] = f"{Path(sys.executable).parent}:{ENV['PATH']}"
+    arguments = ("configs/tiny/lm.yaml", *hosts, f"out_dir={tmp_path / 'runs'}", *LONG)
     return subprocess.Popen(
         ["bash", ROOT / "launch/deepspeed.sh", *arguments],
         cwd=ROOT,
-        env=clean | environment,
+        env=base | environment,
         text=True,
         stdout=(tmp_path / "out").open("w"),
         stderr=subprocess.STDOUT,
@@ -45,29 +45,31 @@ def output(tmp_path) -> str:
     return (tmp_path / "out").read_text()[-5000:]
 
 
-def stopped_well(tmp_path, process):
-    """It leaves 75, saved at the last update, and no process."""
+def check_clean_stop(tmp_path, process):
+    """Check that it exits with 75, has saved the last update, and leaves no process."""
     assert process.wait(60) == 75, output(tmp_path)
     assert "stopped by a signal after update" in output(tmp_path)
     last = losses(tmp_path / "runs/tiny")[-1]["step"]
     assert f"step-{last:06d}" in os.listdir(tmp_path / "runs/tiny/checkpoints")
-    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True).stdout
-    assert left == ""
+    remaining = subprocess.run(
+        ["pgrep", "-f", str(tmp_path)], capture_output=True, text=True
+    ).stdout
+    assert remaining == ""
 
 
 @pytest.mark.parametrize(
     "name, send", [("TERM", os.kill), ("USR1", os.kill), ("INT", os.killpg), ("TERM", os.killpg)]
 )
-def test_a_signal_saves_and_leaves_75(tmp_path, name, send):
+def test_signal_saves_and_exits_with_75(tmp_path, name, send):
     process = start(tmp_path, "2")
     wait_for_updates(tmp_path, process)
     send(process.pid, getattr(signal, f"SIG{name}"))
-    stopped_well(tmp_path, process)
+    check_clean_stop(tmp_path, process)
 
 
 @pytest.mark.skipif(shutil.which("pdsh") is None, reason="needs pdsh")
-def test_the_hosts_of_a_file(tmp_path):
-    """Two hosts, both of them this one: `ssh` runs the command here."""
+def test_hostfile_starts_a_process_per_host(tmp_path):
+    """Both hosts are this one: a fake `ssh` runs the command here."""
     ssh = tmp_path / "bin/ssh"
     ssh.parent.mkdir()
     # Options with and without a value, then the host, then the command.
@@ -83,4 +85,4 @@ def test_the_hosts_of_a_file(tmp_path):
     wait_for_updates(tmp_path, process)
     assert "(2 processes)" in output(tmp_path)
     process.terminate()
-    stopped_well(tmp_path, process)
+    check_clean_stop(tmp_path, process)

@@ -1,4 +1,4 @@
-"""The mutations fit the sources, the runner judges rightly, and a sample is caught."""
+"""Mutations: they fit the sources, outcomes are judged correctly, and tests catch them."""
 
 import shlex
 
@@ -77,10 +77,10 @@ def test_a_text_that_no_mutation_has_is_refused(capsys):
 
 def run_command(*options, timeout):
     """Return the output of the command, which must end with status 0."""
-    done = PLAIN_FORKS.run("tests.mutations", options, timeout)
-    print(done.stdout)  # conftest.py shows the score
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    result = PLAIN_FORKS.run("tests.mutations", options, timeout)
+    print(result.stdout)  # conftest.py shows the score
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return result.stdout
 
 
 def test_a_mutation_is_caught():

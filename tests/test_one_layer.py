@@ -1,4 +1,4 @@
-"""FixedPointLayer in a model of someone else: the page, the model's own layers, padding."""
+"""FixedPointLayer in other models: docs/one-layer.md, the layers of our models, padding."""
 
 import re
 
@@ -13,7 +13,7 @@ from tests.running import ROOT
 SOLVED = dict(d_state=4, contractive=0.2, schedule="sequential", eval_tol=1e-10, tol=1e-10)
 
 
-def layer_of(**fields):
+def make_layer(**fields):
     torch.manual_seed(0)
     return fprnn.FixedPointLayer(16, **{**SOLVED, **fields}).double().eval()
 
@@ -24,7 +24,7 @@ def x():
 
 
 @pytest.mark.slow
-def test_the_page_runs_and_its_model_learns(capsys):
+def test_page_runs_and_its_model_learns(capsys):
     text = (ROOT / "docs/one-layer.md").read_text(encoding="utf-8")
     page: dict = {}
     exec("\n".join(re.findall(r"```python\n(.*?)```", text, re.S)), page)
@@ -35,53 +35,53 @@ def test_the_page_runs_and_its_model_learns(capsys):
 
 @pytest.mark.parametrize("block", ["fp_mamba1", "fp_mamba2", "fp_rnn"])
 @torch.no_grad()
-def test_it_is_a_layer_of_the_model(block, x):
+def test_layer_equals_a_layer_of_the_model(block, x):
     torch.manual_seed(0)
     model = FPRNNModel(fprnn_config(block, **SOLVED, n_layer=1)).double().eval()
-    layer = layer_of(block=block, headdim=8)
+    layer = make_layer(block=block, headdim=8)
     layer.block.load_state_dict(model.layers[0].block.state_dict())
     normed = model.layers[0].norm(x)
     expected = model(inputs_embeds=x, output_hidden_states=True).last_hidden_state
     torch.testing.assert_close(model.norm_f(x + layer(normed)), expected)
 
 
-def test_it_starts_as_a_layer_of_a_model_does():
+def test_initialization_matches_a_layer_of_a_model():
     fields = dict(d_model=64, d_state=4, n_layer=1)
     torch.manual_seed(0)
     expected = FPRNNModel(fprnn_config("fp_mamba1", **fields)).layers[0].block.state_dict()
-    found = fprnn.FixedPointLayer(**fields).block.state_dict()
-    assert found.keys() == expected.keys() and torch.equal(found["A_log"], expected["A_log"])
+    state = fprnn.FixedPointLayer(**fields).block.state_dict()
+    assert state.keys() == expected.keys() and torch.equal(state["A_log"], expected["A_log"])
     for name in (name for name, p in expected.items() if p.numel() >= 64):
         std, mean = expected[name].std().item(), expected[name].mean().item()
-        assert found[name].std().item() == pytest.approx(std, rel=0.3, abs=1e-6), name
-        assert found[name].mean().item() == pytest.approx(mean, abs=0.3 * std + 1e-6), name
+        assert state[name].std().item() == pytest.approx(std, rel=0.3, abs=1e-6), name
+        assert state[name].mean().item() == pytest.approx(mean, abs=0.3 * std + 1e-6), name
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @torch.no_grad()
-def test_padding_is_left_out_and_no_token_sees_a_later_one(side, x):
-    layer = layer_of(use_short_conv=True)
+def test_layer_ignores_padding_and_is_causal(side, x):
+    layer = make_layer(use_short_conv=True)
     mask = torch.ones(3, 7)
     mask[1, : 3 if side == "left" else None] = 0 if side == "left" else 1
     mask[1, 4:] = mask[1, 4:] if side == "left" else 0
     tokens = mask[1] != 0
-    alone = layer(x[1:2, tokens])
-    torch.testing.assert_close(layer(x, mask)[1, tokens], alone[0])
+    unpadded = layer(x[1:2, tokens])
+    torch.testing.assert_close(layer(x, mask)[1, tokens], unpadded[0])
     changed = x.clone()
     changed[:, 5:] += 1
-    before, after = layer(x), layer(changed)
-    torch.testing.assert_close(after[:, :5], before[:, :5])
-    assert (after[:, 5:] - before[:, 5:]).abs().min() > 0
+    output, changed_output = layer(x), layer(changed)
+    torch.testing.assert_close(changed_output[:, :5], output[:, :5])
+    assert (changed_output[:, 5:] - output[:, 5:]).abs().min() > 0
 
 
-def test_what_it_cannot_be_is_refused(x):
+def test_invalid_fields_and_shapes_are_refused(x):
     with pytest.raises(ValueError, match="does not know the field d_sate"):
         fprnn.FixedPointLayer(16, d_sate=4)
     with pytest.raises(ValueError, match="mixer"):
         fprnn.FixedPointLayer(16, mixer="nope")
     with pytest.raises(ValueError, match=r"must be \(batch, length, 16\)"):
-        layer_of()(x[..., :8])
+        make_layer()(x[..., :8])
     with pytest.raises(ValueError, match="attention_mask has shape"):
-        layer_of()(x, torch.ones(3, 6))
+        make_layer()(x, torch.ones(3, 6))
     with pytest.raises(AttributeError, match="no attribute 'FixedPointLayr'"):
         _ = fprnn.FixedPointLayr

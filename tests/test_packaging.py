@@ -1,4 +1,4 @@
-"""Installation: the pins resolve from the package index alone, and a wheel works by itself."""
+"""Installation: pins resolve from the package index, and a wheel works without the checkout."""
 
 import os
 import re
@@ -21,7 +21,7 @@ PLATFORM = "x86_64-manylinux_2_28"
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """The wheel of the repository's files, built without a network from a copy."""
+    """Wheel built without a network from a copy of the repository's files."""
     folder = tmp_path_factory.mktemp("wheel")
     for path in repository_files():
         copy = folder / "source" / path.relative_to(ROOT)
@@ -31,11 +31,11 @@ def wheel(tmp_path_factory):
     options = ["wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index", "-w"]
     command = [sys.executable, "-m", "pip", *options, folder, folder / "source"]
     subprocess.run(command, check=True, timeout=300)
-    (built,) = folder.glob("fprnn-*.whl")
-    return built
+    (path,) = folder.glob("fprnn-*.whl")
+    return path
 
 
-def test_the_wheel_has_every_file_of_the_packages(wheel):
+def test_wheel_has_every_file_of_the_packages(wheel):
     with zipfile.ZipFile(wheel) as file:
         names = {name for name in file.namelist() if ".dist-info/" not in name}
     tracked = {relative(path) for path in repository_files() if path.is_file()}
@@ -47,9 +47,11 @@ def test_the_wheel_has_every_file_of_the_packages(wheel):
 
 @pytest.fixture
 def installed(wheel, tmp_path):
-    """A function (command) → CompletedProcess: runs a program of a fresh environment that holds
-    the wheel and sees the packages of this one, in an empty folder away from the checkout; it
-    terminates the program after a line with the text `until`."""
+    """Function that runs a program of a new environment with the wheel, in an empty folder.
+
+    The environment also sees the packages of the present one, but not the checkout. With `until`,
+    the program is terminated after a line with this text.
+    """
     place, folder = tmp_path / "env", tmp_path / "empty"
     folder.mkdir()
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
@@ -57,7 +59,7 @@ def installed(wheel, tmp_path):
     pip = [sys.executable, "-m", "pip", "--python", python]
     subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", wheel], check=True)
     target = Path(sysconfig.get_path("purelib", vars={"base": place, "platbase": place}))
-    # A line of a .pth file extends the path; editable installs in those folders do not take part.
+    # A line of a .pth file extends sys.path, without the editable installs of that folder.
     others = [p for p in sys.path if p.endswith("site-packages") and p != str(target)]
     (target / "packages_of_the_tests.pth").write_text("\n".join(others))
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
@@ -69,22 +71,22 @@ def installed(wheel, tmp_path):
             [place / "bin" / command[0], *command[1:]], cwd=folder, env=environment, **options
         )
         if until is not None:
-            read = iter(process.stdout.readline, "")
-            assert any(until in line for line in read), process.communicate()
+            lines = iter(process.stdout.readline, "")
+            assert any(until in line for line in lines), process.communicate()
             process.terminate()
         out, err = process.communicate(timeout=600)
         assert process.returncode == status, (command, out[-2000:], err[-3000:])
         return subprocess.CompletedProcess(command, status, out, err)
 
-    where = run("python", "-c", "import lm, synthetic; print(lm.__file__, synthetic.__file__)")
-    assert where.stdout.count(str(place)) == 2 and str(ROOT) not in where.stdout
+    result = run("python", "-c", "import lm, synthetic; print(lm.__file__, synthetic.__file__)")
+    assert result.stdout.count(str(place)) == 2 and str(ROOT) not in result.stdout
     return run
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # ten processes that import torch
-def test_a_wheel_works_away_from_the_checkout(installed):
-    # 1. Train and export; a shipped configuration is named by the refusal.
+def test_wheel_works_without_the_checkout(installed):
+    # 1. Train and export; the refusal names the shipped configuration.
     refusal = installed("fprnn", "train", "--config", "configs/lm/demo.yaml", status=78).stderr
     config = re.search(r"the one that comes with fprnn is (\S+)", refusal)[1]
     small = ["model.d_model=16", "data.seq_len=16", "tokenizer.vocab_size=300", "train.steps=2"]
@@ -97,10 +99,10 @@ def test_a_wheel_works_away_from_the_checkout(installed):
     installed("fprnn", "demo", "s3", *tiny, "model.d_model=8")
     assert "fig3c" in installed("fprnn", "synthetic", "report").stdout
     missing = installed("fprnn", "synthetic", "report", "fig3c", status=1)
-    assert "report fig3c has none of its" in missing.stderr
+    assert "report fig3c has no finished run in" in missing.stderr
     models = Path(config).parents[1] / "synthetic" / "models"
     validate = ("synthetic", "validate", models / "mamba.yaml", "--quick", "model.d_model=8")
-    installed("fprnn", *validate, until="update", status=75)  # minutes; it has begun to train
+    installed("fprnn", *validate, until="update", status=75)  # stopped once it trains
 
 
 INDEX = "pypi.org"
@@ -108,8 +110,10 @@ INDEX = "pypi.org"
 
 @pytest.fixture(scope="module")
 def resolve(tmp_path_factory):
-    """A function (python, requirements, constraints) → {name: version} that the package index alone
-    gives. uv downloads no wheel for it: it reads their metadata by ranges."""
+    """Function (python, requirements, constraints) → {name: version}, from the package index only.
+
+    uv downloads no wheels for this; it reads their metadata by range requests.
+    """
     try:
         socket.create_connection((INDEX, 443), timeout=5).close()
     except OSError as e:
@@ -127,35 +131,35 @@ def resolve(tmp_path_factory):
         target = ["--python-version", python, "--python-platform", PLATFORM]
         files = ["-c", folder / "constraints.txt", folder / "requirements.in"]
         command = [uv.find_uv_bin(), "pip", "compile", *options, *target, *files]
-        done = subprocess.run(
+        result = subprocess.run(
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
         )
-        assert done.returncode == 0, done.stderr
-        lines = (line.partition(" ")[0].partition("==") for line in done.stdout.splitlines())
+        assert result.returncode == 0, result.stderr
+        lines = (line.partition(" ")[0].partition("==") for line in result.stdout.splitlines())
         return {name.lower(): version for name, _, version in lines if version}
 
     return run
 
 
 def pins():
-    """The lines of constraints.txt."""
+    """Return the lines of constraints.txt."""
     return (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("python", ["3.11.0", "3.12.0"])
-def test_the_makefile_s_installs_resolve_from_the_index_alone(resolve, python):
+def test_makefile_installs_resolve_from_the_index(resolve, python):
     torch = resolve(python, ["torch"], pins())
     everything = resolve(python, [f"fprnn[{','.join(EXTRAS)}] @ {ROOT.as_uri()}"], pins())
     pinned = dict(line.split("==") for line in pins() if "==" in line)
-    for found in (torch, everything):
-        assert found["torch"] == pinned["torch"] and found["triton"] == pinned["triton"]
+    for versions in (torch, everything):
+        assert versions["torch"] == pinned["torch"] and versions["triton"] == pinned["triton"]
     unpinned = everything.keys() - {name.lower().replace("_", "-") for name in pinned}
     # torch pins its CUDA packages itself, exactly; setuptools is its build tool.
-    of_torch = ("nvidia-", "cuda-", "setuptools", "fprnn")
-    assert [name for name in sorted(unpinned) if not name.startswith(of_torch)] == []
+    torch_packages = ("nvidia-", "cuda-", "setuptools", "fprnn")
+    assert [name for name in sorted(unpinned) if not name.startswith(torch_packages)] == []
 
 
-def test_the_extras_are_those_of_the_makefile():
+def test_extras_match_the_makefile():
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert f".[{','.join(EXTRAS)}]" in text and "-c constraints.txt" in text

@@ -1,5 +1,7 @@
-"""The paper's procedure that benchmarks compare with (benchmarks/paper.py) against the authors' own
-code: the golden vectors kept here, and those of ../shared/golden where it is."""
+"""The paper's procedure in benchmarks/paper.py against golden vectors of the authors' code.
+
+The vectors are in tests/golden, and in ../shared/golden if it exists.
+"""
 
 from pathlib import Path
 
@@ -20,13 +22,13 @@ MODES = {"train": paper.training_rule, "eval": paper.evaluation_rule}
 
 @pytest.fixture(scope="module", params=sorted(CASES))
 def case(request):
-    found = Case(CASES[request.param])
-    found.module.double().load_state_dict({k: v.double() for k, v in found.state.items()})
-    return found
+    case = Case(CASES[request.param])
+    case.module.double().load_state_dict({k: v.double() for k, v in case.state.items()})
+    return case
 
 
 def gradients(case, tag):
-    """{our name: the authors' gradient}, of the parameters."""
+    """Return {our name: the authors' gradient} for the parameters."""
     stored, _ = case.gradients(tag)
     return {
         reference_name(name.removeprefix("grad/")): value
@@ -36,8 +38,12 @@ def gradients(case, tag):
 
 
 def run(case, rule):
-    """Output or logits, the scalar that the golden gradients are of, and the solutions' iterations
-    and iterates."""
+    """Run a case.
+
+    Returns:
+        The output or logits, the scalar that the golden gradients differentiate, the number of
+        iterations and, for a block, the iterate.
+    """
     if case.is_lm:
         model = paper.LanguageModel(case.module)
         model.rule = rule
@@ -53,7 +59,7 @@ def run(case, rule):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("precision", ["tight_f64", "default_f64"])
-def test_it_is_what_the_authors_code_computes(case, precision, mode):
+def test_procedure_matches_the_authors_code(case, precision, mode):
     tag = f"{precision}_{mode}"
     setting = SETTINGS[precision]
     case.module.zero_grad()
@@ -78,11 +84,11 @@ def test_it_is_what_the_authors_code_computes(case, precision, mode):
             assert relative_error(ours[name], gradient) <= setting.gradients, name
 
 
-def test_the_cases_kept_here_are_among_them():
+def test_cases_of_the_repository_are_included():
     assert {"m1_hh1", "lm_hh1_default"} <= CASES.keys()
 
 
-def test_nothing_of_ours_is_in_it():
+def test_procedure_imports_nothing_of_ours():
     imported = find_imports(Path(paper.__file__).read_text(encoding="utf-8"), "benchmarks.paper")
     assert imported == {
         "__future__",
@@ -93,13 +99,13 @@ def test_nothing_of_ours_is_in_it():
     }
 
 
-def test_another_mixer_is_refused():
+def test_unsupported_mixer_is_refused():
     case = Case(HERE / "m1_dplr2.json")
     with pytest.raises(ValueError, match="mixer 'householder', not 'dplr'"):
         paper.Block(case.state, case.module.config)
 
 
-def test_greedy_decoding_takes_the_likeliest_token():
+def test_greedy_decoding_chooses_the_most_likely_token():
     torch.manual_seed(0)
     case = Case(CASES["lm_hh1_default"])
     case.module.float().load_state_dict({k: v.float() for k, v in case.state.items()})
@@ -107,6 +113,6 @@ def test_greedy_decoding_takes_the_likeliest_token():
     prompt = case.tensors["input/input_ids"][:1, :4]
     new = model.greedy(prompt, 3)
     text = torch.cat([prompt, new], 1)
-    for place in range(3):
-        logits = model(text[:, : 4 + place]).logits[:, -1]
-        assert new[:, place].equal(logits.argmax(-1))
+    for position in range(3):
+        logits = model(text[:, : 4 + position]).logits[:, -1]
+        assert new[:, position].equal(logits.argmax(-1))

@@ -1,4 +1,4 @@
-"""docs/serving.md: its Python is run, on a tiny export in the place of the one it names."""
+"""docs/serving.md: its Python runs, with a tiny export instead of the named one."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ assert [len(texts) for texts in pipe(["The list", "A"], max_new_tokens=3, batch_
 
 
 @pytest.mark.slow
-def test_the_python_of_the_page_runs(tiny_export, tmp_path):
+def test_python_of_the_page_runs(tiny_export, tmp_path):
     (tmp_path / "runs/demo").mkdir(parents=True)
     (tmp_path / "runs/demo/hf").symlink_to(tiny_export)
     blocks = [block for block in find_blocks("serving.md") if block[1] == "python"]
@@ -22,7 +22,7 @@ def test_the_python_of_the_page_runs(tiny_export, tmp_path):
     assert len(blocks) == 3 and len(scripts) == 1
     for _, _, text in blocks:
         compile(text, "serving.md", "exec")
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", "\n".join([*scripts, CHECKS])],
         cwd=tmp_path,
         env=ENV,
@@ -31,5 +31,5 @@ def test_the_python_of_the_page_runs(tiny_export, tmp_path):
         timeout=300,
         stdin=subprocess.DEVNULL,
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "Do you wish to run the custom code" not in done.stdout + done.stderr
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "Do you wish to run the custom code" not in result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""The Slurm scripts on a real Slurm of two nodes on this host, with real runs over gloo."""
+"""Slurm scripts on a private Slurm with two nodes on this host, with real runs over gloo."""
 
 import json
 import os
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here"),
 ]
 
-# One of everything: no GPUs, few cores. sbatch takes its options before those of the script.
+# No GPUs and few cores. Options of sbatch override those in the script.
 SMALL = ("--gres=none", "--time=10", "--cpus-per-task=1", "--chdir", ROOT)
 LONG = ("data.val_tokens=2000", "checkpoint.every=20", "log.every=1", "log.probe_every=5")
 
@@ -32,7 +32,7 @@ def slurm(tmp_path_factory):
             **ENV,
             "PATH": f"{Path(sys.executable).parent}:{cluster.env['PATH']}",
             "SLURM_CONF": cluster.env["SLURM_CONF"],
-            "MASTER_ADDR": "127.0.0.1",  # n0 is no host that a name server knows
+            "MASTER_ADDR": "127.0.0.1",  # n0 has no DNS name
             "DS_ACCELERATOR": "cpu",
             "GLOO_SOCKET_IFNAME": "lo",
         }
@@ -40,7 +40,7 @@ def slurm(tmp_path_factory):
 
 
 def submit(slurm, script, log, options, *arguments, **environment) -> str:
-    """sbatch → the job's id."""
+    """Submit a script, and return the job's id."""
     command = ["sbatch", "--parsable", *SMALL, f"--output={log}", *options]
     script = ROOT / "launch" / script
     return slurm.call(*command, script, *arguments, **environment).strip()
@@ -64,23 +64,22 @@ def steps(run_dir) -> list[int]:
 def wait_for_step(run_dir, step, log, seconds=120):
     deadline = time.monotonic() + seconds
     while max(steps(run_dir), default=0) < step:
-        assert time.monotonic() < deadline, log_of(log)[-3000:]
+        assert time.monotonic() < deadline, read_log(log)[-3000:]
         time.sleep(0.1)
 
 
 def status(config, *overrides) -> list[dict]:
-    done = fprnn("status", config, "--json", *overrides)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    result = fprnn("status", config, "--json", *overrides)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
 
 
-def log_of(path) -> str:
+def read_log(path) -> str:
     return path.read_text() if path.exists() else ""
 
 
-def test_two_nodes_preempted_and_queued_again_to_the_end(slurm, tmp_path):
-    """USR1, as at the time limit: both ranks save and leave 75, the job is queued again, goes on
-    and finishes."""
+def test_preempted_job_is_requeued_and_finishes(slurm, tmp_path):
+    """After USR1, as at the time limit, both ranks save and exit with 75; the job resumes."""
     job, run_dir, log = submit_run(slurm, tmp_path, 400, nodes=2)
     wait_for_step(run_dir, 30, log)
     slurm.call("scancel", "--signal=USR1", job)
@@ -94,34 +93,34 @@ def test_two_nodes_preempted_and_queued_again_to_the_end(slurm, tmp_path):
     assert json.loads((run_dir / "result.json").read_text())["updates"] == 400
 
 
-def test_a_rank_that_is_killed_ends_the_job(slurm, tmp_path):
-    """On the second of two nodes: the job fails soon, is not queued again, and no rank stays."""
+def test_killed_rank_fails_the_job(slurm, tmp_path):
+    """After a kill on the second node the job fails, is not requeued, and leaves no process."""
     job, run_dir, log = submit_run(slurm, tmp_path, 100000, nodes=2)
     wait_for_step(run_dir, 5, log)
     listed = subprocess.run(
         ["pgrep", "-f", f"^python .*{tmp_path}"], capture_output=True, text=True
     )
-    ranks = {rank_of(pid): pid for pid in map(int, listed.stdout.split())}
+    ranks = {read_rank(pid): pid for pid in map(int, listed.stdout.split())}
     assert sorted(ranks) == ["0", "1"]
     os.kill(ranks["1"], signal.SIGKILL)
     shown = slurm.wait(job, "FAILED", "COMPLETED", seconds=150)
-    assert shown["JobState"] == "FAILED" and shown["Restarts"] == "0", log_of(log)
+    assert shown["JobState"] == "FAILED" and shown["Restarts"] == "0", read_log(log)
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
 
 
-def rank_of(pid: int) -> str:
+def read_rank(pid: int) -> str:
     values = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
     return dict(v.split("=", 1) for v in values if "=" in v)["RANK"]
 
 
-def test_the_time_limit(slurm, tmp_path):
-    """Slurm itself sends USR1, up to a minute earlier than asked for: the run goes on after it."""
+def test_run_continues_after_the_time_limit(slurm, tmp_path):
+    """Slurm sends USR1, up to a minute earlier than requested; the requeued run continues."""
     job, _, log = submit_run(slurm, tmp_path, 100000, "--time=2", "--signal=USR1@10")
     deadline = time.monotonic() + 200
-    while "resumed" not in log_of(log):
-        assert time.monotonic() < deadline, log_of(log)
+    while "resumed" not in read_log(log):
+        assert time.monotonic() < deadline, read_log(log)
         time.sleep(1)
-    output = log_of(log)
+    output = read_log(log)
     slurm.call("scancel", job)
     assert "exit status 75: queued again" in output and "TIME LIMIT" not in output
     stopped = int(output.partition("stopped by a signal after update ")[2].partition(",")[0])
@@ -129,9 +128,8 @@ def test_the_time_limit(slurm, tmp_path):
     assert slurm.wait(job, "CANCELLED")["Restarts"] == "1"
 
 
-def test_the_array_and_its_status_throughout(slurm, tmp_path):
-    """Three points, two at a time: one is told to stop, one queued again by the administrator
-    (TERM), one fails. The status is right at each stage."""
+def test_array_status_is_correct_at_every_stage(slurm, tmp_path):
+    """Of three points, two at a time, one gets USR1, one is requeued (TERM), and one fails."""
     out, config = tmp_path / "runs", tmp_path / "sweep.yaml"
     shutil.copy(ROOT / "configs/tiny/lm.yaml", config)
     with config.open("a") as f:
@@ -166,8 +164,7 @@ def test_the_array_and_its_status_throughout(slurm, tmp_path):
     assert points[2]["state"] == "failed"
 
 
-def test_a_cancelled_job_is_not_queued_again(slurm, tmp_path):
-    """TERM: it saves, and stays cancelled."""
+def test_cancelled_job_saves_and_is_not_requeued(slurm, tmp_path):
     job, run_dir, log = submit_run(slurm, tmp_path, 100000)
     wait_for_step(run_dir, 3, log)
     slurm.call("scancel", job)

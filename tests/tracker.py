@@ -1,8 +1,8 @@
-"""A trained state tracker for tests: one layer, d_model 16, right on words of S3.
+"""A trained state tracker for tests: one layer, d_model 16, which solves the word problem of S3.
 
-tests/data/s3.safetensors is `python -m synthetic train --config configs/synthetic/small/s3.yaml
-model.d_model=16`: 97 of 100 words of 256 elements have every answer right. It is what random
-weights are not: the answer at a token depends on all tokens before it.
+`python -m synthetic train --config configs/synthetic/small/s3.yaml model.d_model=16` trained
+tests/data/s3.safetensors. In 97 of 100 sequences of 256 elements every answer is correct. Unlike
+with random weights, the answer at a token depends on all tokens before it.
 """
 
 from pathlib import Path
@@ -20,7 +20,7 @@ WEIGHTS = Path(__file__).parent / "data" / "s3.safetensors"
 
 
 def tracker(dtype=torch.float32, **fields):
-    """The FPRNNForCausalLM in training mode. fields: of its FPRNNConfig."""
+    """Return the model in training mode; `fields` are fields of its FPRNNConfig."""
     config = FPRNNConfig(vocab_size=6, d_model=16, n_layer=1, tie_embeddings=False, **fields)
     model = FPRNNForCausalLM(config)
     model.load_state_dict(load_file(WEIGHTS))
@@ -28,13 +28,13 @@ def tracker(dtype=torch.float32, **fields):
 
 
 def words(count, length, seed=0):
-    """Random words and the running products, (count,length) each."""
+    """Return random sequences of S3 and their running products, shape (count,length) each."""
     x = np.random.default_rng(seed).integers(6, size=(count, length), dtype=np.int64)
     return torch.from_numpy(x), torch.from_numpy(group("S3").products(x))
 
 
 def loss_and_gradient(model, ids, answers):
-    """The mean loss, and {parameter: gradient}."""
+    """Return the mean loss and {parameter name: gradient}."""
     model.zero_grad()
     logits = model(ids).logits
     loss = F.cross_entropy(logits.flatten(0, 1), answers.flatten())

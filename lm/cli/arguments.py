@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import TextIO
 
-from lm.common.errors import FAILED, Stopped, exit_status, sentence
+from lm.common.errors import FAILED, Stopped, describe_user_error, exit_status
 from lm.common.files import printable
 from lm.common.secrets import mask_logs
 
@@ -165,10 +165,10 @@ def run(args: argparse.Namespace) -> int:
     except Exception as e:
         if isinstance(e, BrokenPipeError) and _drop_output():  # such as `| head`, which has ended
             return FAILED
-        text = sentence(e)
+        text = describe_user_error(e)
         if text is None:
             raise
-        if getattr(e, "said_by_main", False):
+        if getattr(e, "is_reported_by_main", False):
             # The launcher kills all ranks, rank 0 too, when the first rank ends.
             time.sleep(RANK_0_PRINTS_S)
         else:

@@ -130,7 +130,7 @@ def _check_kernels() -> tuple[str, ...]:
     from lm import kernels
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    backends = kernels.available(device)  # first, because it checks all kernels in parallel
+    backends = kernels.describe_backends(device)  # first, because it checks all kernels in parallel
     like = torch.empty(1, device=device)
     needed = {"cuda": ("selective_scan", "ssd_scan", "cell"), "cpu": ("selective_scan", "cell")}
     slow = [name for name in needed[device] if kernels.find(name, like) is None]
@@ -179,9 +179,9 @@ def _sum_of_ones(rank: int, backend: str, store: str, count: int) -> None:
 
 
 def _check_deepspeed() -> tuple[str, ...]:
-    from lm.training import engine
+    from lm.training.deepspeed_api import deepspeed_version
 
-    return "ok", engine.deepspeed_version()
+    return "ok", deepspeed_version()
 
 
 def format_findings(findings: list[Finding]) -> str:

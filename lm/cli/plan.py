@@ -76,14 +76,14 @@ def make_plan(
     """
     from lm.common.errors import BAD_CONFIG
     from lm.common.files import check_folder
-    from lm.common.ranks import launched
+    from lm.common.ranks import read_launcher_ranks
     from lm.report.plan import describe, parse_hardware, plan
-    from lm.training.build import with_built_in_mixers
+    from lm.training.build import replace_custom_mixers
     from lm.training.preflight import check_config
 
-    gpus = gpus or launched()[1]
+    gpus = gpus or read_launcher_ranks()[1]
     hardware = parse_hardware(gpus, gpu, utilisation)
-    check_config(with_built_in_mixers(cfg)[0], gpus)
+    check_config(replace_custom_mixers(cfg)[0], gpus)
     check_folder(cfg.run_dir)
     costs = plan(cfg, hardware)
     return describe(costs, cfg), 0 if costs["fits"] else BAD_CONFIG

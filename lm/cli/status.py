@@ -49,9 +49,9 @@ def _status(args: argparse.Namespace) -> int:
 
     from lm.report import status
 
-    seen = status.look_at(run_places, overrides)
+    statuses = status.read_statuses(run_places, overrides)
     if args.json:
-        print(status.as_json(seen))
+        print(status.to_json(statuses))
     else:
-        status.show(seen)
+        status.show(statuses)
     return 0

@@ -112,9 +112,10 @@ def _train_point(command: list[str], signals: StopSignals) -> int:
     process = subprocess.Popen(command, preexec_fn=stop_with_parent())
     while process.poll() is None:
         time.sleep(0.2)
-        if signals.asked:  # repeatedly, because a process that is starting ignores the signal
+        # Repeat the signal: a process that is being started does not listen yet.
+        if signals.is_stop_requested:
             process.terminate()
-    if signals.asked or process.returncode == PREEMPTED:
+    if signals.is_stop_requested or process.returncode == PREEMPTED:
         raise Stopped("stopped by a signal: the same command continues")
     return process.returncode
 

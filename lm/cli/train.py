@@ -39,9 +39,9 @@ def _train(args: argparse.Namespace) -> int:
     if args.dry_run:
         from lm.cli.plan import make_plan
         from lm.common.console import say
-        from lm.common.ranks import launched
+        from lm.common.ranks import read_launcher_ranks
 
-        say.enabled = launched()[0] == 0
+        say.enabled = read_launcher_ranks()[0] == 0
         table, status = make_plan(cfg)
         say(cfg.to_yaml())
         say(table)

@@ -1,1 +1,1 @@
-"""What any room may need: errors, the console, whole files, ranks, signals, the page's shell."""
+"""Helpers that every package may use: errors, console, files, ranks, signals, HTML pages."""

@@ -1,4 +1,4 @@
-"""Cards that a run can be planned for: memory and peak."""
+"""Memory and peak performance of the GPUs that a run can be planned for."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ GIB = 2**30
 
 
 class Card(NamedTuple):
-    """A GPU, by its data sheet, or the CPU."""
+    """Figures of a GPU's data sheet, or of the CPU.
+
+    Attributes:
+        name: Name for `--gpu`.
+        memory: Bytes, as CUDA reports them.
+        peak: Dense FLOP/s by precision (fp32 without TF32), or None if unknown.
+        on_gpu: False for the CPU.
+    """
 
     name: str
-    memory: float  # bytes, as CUDA reports them
-    peak: dict[str, float] | None  # dense FLOP/s by precision, fp32 without TF32; None: unknown
+    memory: float
+    peak: dict[str, float] | None
     on_gpu: bool = True
 
 
@@ -31,14 +38,14 @@ CARDS = {
     )
 }
 DEFAULT = "a100-80g"
-DESCRIBED = (
+CARD_FORMAT = (
     "NAME:TFLOPS:GIB, such as b200:2250:178 (dense TFLOP/s in the precision of the run, memory in"
     " GiB)"
 )
-# Seconds of a token in a layer that is solved token by token, forward and backward, and their
-# growth with the sequences. Measured on an H100 with d_inner 1,536 and one reflection, and taken
-# for all cards. The layer was untrained and used Picard's search, which needs 52, 104 and 158
-# evaluations for the slowest of 16, 64 and 128 sequences; Newton's needs 7 to 8 (docs/kernels.md).
+# Seconds per token of a layer that is solved token by token, forward and backward: a constant, and
+# a term per sequence of the batch. Measured on an H100 with d_inner 1,536 and one reflection, and
+# used for all cards. The layer was untrained and used Picard's search, which needs 52, 104 and 158
+# evaluations for the slowest of 16, 64 and 128 sequences; Newton's needs 7 to 8 (docs/fixed-point.md).
 TOKEN_S, SEQUENCE_S = 62.0e-6, 0.622e-6
 CPU = "cpu"
 
@@ -50,33 +57,33 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def card(name: str) -> Card:
-    """Return the card of a name.
+def find_card(name: str) -> Card:
+    """Return the card of a given name.
 
     Args:
         name: A card of CARDS, `cpu` for this machine, or NAME:TFLOPS:GIB for any other.
 
     Raises:
-        ConfigError: If there is no such card.
+        ConfigError: If the name is unknown.
     """
     if name == CPU:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Card(CPU, float(memory), None, on_gpu=False)
     if ":" in name:
-        return _described_card(name)
+        return _parse_card(name)
     if name not in CARDS:
         raise ConfigError(
-            f"--gpu {name}: no such card is known here; known are {', '.join(CARDS)}, and {CPU} for"
-            f" this machine without one. Any other is described by its data sheet: {DESCRIBED}"
+            f"--gpu {name}: unknown card; known are {', '.join(CARDS)}, and {CPU} for this machine"
+            f" without a GPU. Describe any other card by its data sheet: {CARD_FORMAT}"
         )
     return CARDS[name]
 
 
-def _described_card(text: str) -> Card:
-    """Return the card that NAME:TFLOPS:GIB describes.
+def _parse_card(text: str) -> Card:
+    """Parse NAME:TFLOPS:GIB.
 
     Raises:
-        ConfigError: Other fields than these, or one that is no number above 0.
+        ConfigError: If the text has other fields, or if a number is not above 0.
     """
     name, *fields = text.split(":")
     try:
@@ -84,21 +91,21 @@ def _described_card(text: str) -> Card:
     except ValueError:
         tflops = gib = math.nan
     if not name or not all(0 < value < math.inf for value in (tflops, gib)):
-        raise ConfigError(f"--gpu {text}: a card that is not listed is {DESCRIBED}")
+        raise ConfigError(f"--gpu {text}: a card that is not listed must be {CARD_FORMAT}")
     peak = dict.fromkeys(("bf16", "fp32"), tflops * 1e12)
     return Card(name, gib * GIB, peak)
 
 
-def here() -> str:
-    """Return the name of this machine's GPU, or DEFAULT if there is none or it is not listed."""
+def detect_gpu_name() -> str:
+    """Return the name of this machine's GPU, or DEFAULT without a GPU of CARDS."""
     import torch
 
     if not torch.cuda.is_available():
         return DEFAULT
     device = torch.cuda.get_device_properties(0)
     name = device.name.lower().replace(" ", "")
-    for known in CARDS.values():
-        is_near = abs(known.memory - device.total_memory) < 0.1 * known.memory
-        if known.name.partition("-")[0] in name and is_near:
-            return known.name
+    for card in CARDS.values():
+        has_its_memory = abs(card.memory - device.total_memory) < 0.1 * card.memory
+        if card.name.partition("-")[0] in name and has_its_memory:
+            return card.name
     return DEFAULT

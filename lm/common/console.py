@@ -1,4 +1,4 @@
-"""What a person sees: messages and progress, as lines."""
+"""Output for people: messages and progress, line by line."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from datetime import datetime
 from lm.common.files import printable
 from lm.common.secrets import mask_credentials
 
-PIPE_WIDTH = 1000  # columns where there is no terminal: no table is cut there
-PLAIN_EVERY_S = 5.0  # seconds between two lines of progress
-ENOUGH_S = 2.0  # of timed work, before the time left is printed
+PIPE_WIDTH = 1000  # columns without a terminal, so that no table is cut
+PROGRESS_INTERVAL_S = 5.0  # seconds between two lines of progress
+MIN_TIMED_S = 2.0  # seconds of timed work before the remaining time is printed
 
 
 class _Say:
-    """`say(text)` prints on the main rank only; `say.console` is the rich console behind it."""
+    """Printer for the main rank. Calling it prints a text; `console` is its rich console."""
 
     def __init__(self):
         self.enabled, self._console = True, None
@@ -26,10 +26,10 @@ class _Say:
             from rich.console import Console
 
             class PlainConsole(Console):
-                """Prints text as it is, also in a table: no markup, and no `:M:` as an emoji.
+                """Console that prints texts verbatim, in tables too: no markup, no emoji codes.
 
-                Control characters are written out: a folder's name moves no cursor. Credentials in
-                URLs are masked.
+                It escapes control characters, so that a folder's name cannot move the cursor, and
+                masks credentials in URLs.
                 """
 
                 def render_str(self, text, **options):
@@ -48,8 +48,8 @@ class _Say:
 say = _Say()
 
 
-def duration(seconds: float) -> str:
-    """45 s, 12 min, 3 h 05 min or 2 d 4 h."""
+def format_duration(seconds: float) -> str:
+    """Format a duration: 45 s, 12 min, 3 h 05 min or 2 d 4 h."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
@@ -62,42 +62,53 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """Progress of long work: a line for every text, and now and then a line without one.
+    """Progress of long work: one line per text, and at intervals a line without text.
 
     Args:
-        name: What is done.
-        total: Units of all work; None: not known.
+        name: Name of the work.
+        total: Units of the whole work, or None if unknown.
         unit: Name of the units.
         every_s: Seconds between two lines without a text.
     """
 
     def __init__(
-        self, name: str, total: int | None = None, unit: str = "", every_s: float = PLAIN_EVERY_S
+        self,
+        name: str,
+        total: int | None = None,
+        unit: str = "",
+        every_s: float = PROGRESS_INTERVAL_S,
     ):
         self.name, self.total, self.unit, self.every_s = name, total, unit, every_s
         self.last_line = time.monotonic()
         self.first: tuple[float, int] | None = None  # seconds and units at the first update
 
     def update(self, done: int, total: int | None = None, text: str | None = None) -> None:
-        """Show that so many units are done, with a text or without."""
+        """Print a line if there is a text or if the last line is old enough.
+
+        Args:
+            done: Units that are finished.
+            total: Units of the whole work, if not given before.
+            text: Text to print at once.
+        """
         total = total or self.total
         now = time.monotonic()
         self.first = self.first or (now, done)
         if text is None and now - self.last_line < self.every_s:
             return
         self.last_line = now
-        of = f"/{total}" if total else ""
-        parts = [f"{self.name} {done}{of} {self.unit}".rstrip(), text, self._left(now, done, total)]
+        suffix = f"/{total}" if total else ""
+        count = f"{self.name} {done}{suffix} {self.unit}".rstrip()
+        parts = [count, text, self._format_time_left(now, done, total)]
         say("  ".join([f"{datetime.now():%H:%M:%S}", *(part for part in parts if part)]))
 
-    def _left(self, now: float, done: int, total: int | None) -> str:
-        """Return words such as "12 min left"; "" if it is not known or nothing is left.
+    def _format_time_left(self, now: float, done: int, total: int | None) -> str:
+        """Return a text such as "12 min left", or "" if unknown or if the work is finished.
 
         The first update is not timed, because it may compile.
         """
         if self.first is None or not total or done >= total:
             return ""
         seconds, units = now - self.first[0], done - self.first[1]
-        if units <= 0 or seconds < ENOUGH_S:
+        if units <= 0 or seconds < MIN_TIMED_S:
             return ""
-        return f"{duration(seconds / units * (total - done))} left"
+        return f"{format_duration(seconds / units * (total - done))} left"

@@ -1,4 +1,4 @@
-"""The one base class of errors that are the user's to mend, and the sentence each leaves behind."""
+"""Errors that a user can fix: their base class, their messages and their exit statuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lm.common.secrets import mask_credentials
 
-# Optional package, by the name it is imported under → the extra of pyproject.toml that has it.
+# Import name of an optional package → the extra of pyproject.toml that contains it.
 EXTRAS = {
     "accelerate": "eval",
     "datasets": "train",
@@ -30,43 +30,43 @@ EXTRAS = {
     "wandb": "train",
     "yaml": "train",
 }
-# What the package itself depends on, directly or through torch and transformers.
+# Packages that every installation has, directly or through torch and transformers.
 BASE = ("httpx", "huggingface_hub", "numpy", "safetensors", "torch", "transformers")
-# What the system says of a path that a person gave, wherever it is first looked at.
-OF_A_PLACE = (errno.EACCES, errno.EIO, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC, errno.EROFS)
+# Errors of the operating system that a user's path causes, wherever the path is first used.
+PATH_ERRNOS = (errno.EACCES, errno.EIO, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC, errno.EROFS)
 
-# Exit statuses of both command lines (docs/cluster.md); 2 is a wrong command line, or a bar
-# that was missed. Numbers of sysexits.h where it has one that says the same.
-FAILED = 1  # anything else that stopped it, a bug among them
+# Exit statuses of both command lines (docs/cluster.md), as in sysexits.h if it has the
+# same error. Status 2 is a wrong command line, or a threshold that was missed.
+FAILED = 1  # any other error, including a bug
 BAD_DATA = 65
-UNREACHABLE = 69  # the hub, or the network: the same command may do later
-MACHINE = 71  # a process of the run is gone: killed, or its host; the same command continues
-PREEMPTED = 75  # by a signal, and saved: the same command continues
+UNREACHABLE = 69  # the hub or the network; the same command may succeed later
+MACHINE = 71  # a process of the run was killed, or its host is down; the same command continues
+PREEMPTED = 75  # stopped by a signal after saving; the same command continues
 DIVERGED = 76
 HANG = 77
 BAD_CONFIG = 78
 
 
 class UserError(Exception):
-    """Something asked for cannot be had. Every error class of this project derives from it, but for
-    those of lm/model, which runs without the package around it.
+    """An error that the user can fix, and the base of all error classes of this project.
 
-    The message is a sentence: what was wrong, where, and what would be right. Both command lines
-    print it alone, and end with its exit status; any other exception is a bug and keeps its
-    traceback.
+    Only the classes of lm/model do not derive from it, because an export runs without this package.
+    The message is a sentence that names the mistake, its place, and a correct value. Both command
+    lines print only the message and exit with `exit_status`; any other exception is a bug and keeps
+    its traceback.
     """
 
     exit_status = FAILED
 
 
 class ConfigError(UserError, ValueError):
-    """A configuration that cannot be run; the message says which key, why, and what would do."""
+    """A configuration that cannot be run; the message names the key, the reason and a fix."""
 
     exit_status = BAD_CONFIG
 
 
 class TrainingError(UserError, RuntimeError):
-    """Training cannot go on; the message says at which step and what is left."""
+    """Training cannot continue; the message names the step and the files that remain."""
 
 
 class Diverged(TrainingError):
@@ -75,48 +75,52 @@ class Diverged(TrainingError):
     exit_status = DIVERGED
 
 
-class DivergedAlone(Diverged):
-    """One rank found it in the middle of what the ranks do together: they cannot go back."""
+class DivergedOnOneRank(Diverged):
+    """Divergence on one rank in the middle of a collective, after which no rank can go back."""
 
 
 class Stopped(TrainingError):
-    """A signal asked for it; the checkpoint is saved."""
+    """A signal stopped the training, after it had saved a checkpoint."""
 
     exit_status = PREEMPTED
 
 
 class MachineError(UserError, RuntimeError):
-    """A process that the run needs is gone: neither the data nor the configuration is at fault, and
-    the same command may well succeed."""
+    """A process of the run is gone, or its host.
+
+    Neither the data nor the configuration is at fault; the same command may succeed.
+    """
 
     exit_status = MACHINE
 
 
 class MissingPackageError(UserError, ImportError):
-    """A package that is needed and not installed."""
+    """A package that is required but not installed."""
 
     exit_status = BAD_CONFIG
 
 
-def refused_pickle(path: object, error: Exception) -> str:
-    """Return the sentence for a file that torch's safe reader of pickles refuses.
+def describe_refused_pickle(path: object, error: Exception) -> str:
+    """Return the message for a file that torch's safe reader of pickles refuses.
 
     Args:
-        error: The reader's UnpicklingError, whose own advice is to run the code.
+        path: The file.
+        error: The reader's UnpicklingError. Its own message advises to run the code.
     """
-    found = re.search(r"GLOBAL (\S+)", str(error))
-    content = f"the object {found[1]}" if found else "more than tensors, or is damaged"
+    match = re.search(r"GLOBAL (\S+)", str(error))
+    content = f"the object {match[1]}" if match else "more than tensors, or is damaged"
     return (
         f"{path} is not read: it is a pickle that holds {content}, and objects in a pickle can run"
-        " code: save the weights as safetensors where you trust them"
+        " code; if you trust the file, save its weights as safetensors"
     )
 
 
 def install_command(*packages: str) -> str:
-    """Return a command that installs packages of EXTRAS or BASE in the versions that fit.
+    """Return a command that installs packages of EXTRAS or BASE in compatible versions.
 
-    This project is on no package index, so that `pip install fprnn[train]` would fail: in a
-    checkout the command installs the extras of the checkout, otherwise their requirements.
+    `pip install fprnn[train]` would fail, because this project is on no package index. In a
+    checkout the command installs the checkout with the extras; otherwise it installs the
+    requirements of the extras.
     """
     checkout = Path(__file__).parents[2]
     extras = sorted({EXTRAS[p] for p in packages if p in EXTRAS}, reverse=True)
@@ -137,55 +141,55 @@ def install_command(*packages: str) -> str:
 
 
 def missing_package(name: str, purpose: str = "this command") -> MissingPackageError:
-    """The error to raise where package `name` (of EXTRAS or BASE) is missing."""
+    """Return the error to raise if package `name` (of EXTRAS or BASE) is missing."""
     return MissingPackageError(
         f"{purpose} needs the package {name}, which is not installed: {install_command(name)}"
     )
 
 
 def require(name: str, purpose: str) -> None:
-    """Find out now whether a package can be imported, not when it is needed, hours later.
+    """Check at the start of a command that a package can be imported, not hours later.
 
     Raises:
-        MissingPackageError: it is not installed.
+        MissingPackageError: If the package is not installed.
     """
     try:
-        found = importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of a parent package
-        found = False
-    if not found:
+        is_installed = importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # the parent package is missing
+        is_installed = False
+    if not is_installed:
         raise missing_package(name, purpose)
 
 
-def sentence(error: BaseException) -> str | None:
-    """What a command line prints for an error that is the user's to mend; None for a bug.
+def describe_user_error(error: BaseException) -> str | None:
+    """Return the message that a command line prints for an error, or None for a bug.
 
-    Besides UserError these are a place that the system refuses, a missing package of ours, wherever
-    it was imported, numbers that became NaN or infinite (lm/model raises FloatingPointError for
-    them), and a limit on memory or open files.
+    The user can fix a UserError, a path that the system refuses, a missing package of EXTRAS or
+    BASE, NaN or infinite numbers (lm/model raises FloatingPointError), and a limit on memory or
+    open files.
     """
     if isinstance(error, UserError | FloatingPointError):
         return mask_credentials(str(error))
-    if isinstance(error, OSError) and error.errno in OF_A_PLACE:
+    if isinstance(error, OSError) and error.errno in PATH_ERRNOS:
         return f"{error.filename or 'the output, or a file'}: {error.strerror}"
-    package = _missing(error)
-    return _exhausted(error) if package is None else str(missing_package(package))
+    package = _find_missing_package(error)
+    return _describe_limit(error) if package is None else str(missing_package(package))
 
 
-def _exhausted(error: BaseException) -> str | None:
-    """Return a sentence for an error that a limit of this process causes; None for any other.
+def _describe_limit(error: BaseException) -> str | None:
+    """Return the message for an error that a limit of this process causes, or None.
 
-    PyTorch and gloo raise a RuntimeError with the system's own words in it.
+    PyTorch and gloo raise a RuntimeError that contains the system's message.
     """
     text = str(error)
-    is_system = isinstance(error, MemoryError | OSError | RuntimeError)
-    has_words = "allocate memory" in text or "CUDA out of memory" in text
-    if isinstance(error, MemoryError) or (is_system and has_words):
+    is_system_error = isinstance(error, MemoryError | OSError | RuntimeError)
+    is_about_memory = "allocate memory" in text or "CUDA out of memory" in text
+    if isinstance(error, MemoryError) or (is_system_error and is_about_memory):
         return (
             f"this process cannot have more memory ({text.strip().partition(chr(10))[0]}): a"
             " smaller micro-batch, length or model needs less; `ulimit -v` prints its limit in KB"
         )
-    if is_system and os.strerror(errno.EMFILE) in text:
+    if is_system_error and os.strerror(errno.EMFILE) in text:
         return (
             "this process cannot open more files: `ulimit -n` prints how many it may have open, and"
             " `ulimit -n 1024` raises that where the system allows it"
@@ -194,17 +198,17 @@ def _exhausted(error: BaseException) -> str | None:
 
 
 def exit_status(error: BaseException) -> int:
-    """With what a command line ends on an error."""
+    """Return the exit status of a command line for an error."""
     if isinstance(error, FloatingPointError):
         return DIVERGED
-    if _missing(error) is not None:
+    if _find_missing_package(error) is not None:
         return BAD_CONFIG
     return getattr(error, "exit_status", FAILED)
 
 
-def _missing(error: BaseException | None) -> str | None:
-    """The package whose absence is behind an import error, if it is one that we know."""
-    while error is not None:  # transformers wraps the first error in one that names no package
+def _find_missing_package(error: BaseException | None) -> str | None:
+    """Return the package of EXTRAS or BASE whose absence caused an error, or None."""
+    while error is not None:  # transformers wraps the original error, which names the package
         if isinstance(error, ModuleNotFoundError):
             package = (error.name or "").partition(".")[0]
             if package in EXTRAS or package in BASE:

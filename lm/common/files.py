@@ -1,4 +1,4 @@
-"""Where results go: whether they can be written there, and files that are whole or not there."""
+"""Checks of output paths, atomic writes, and reading of our own JSON files."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from typing import Any
 
 from lm.common.errors import UserError
 
-# Of C0 and C1, but for tab and newline; and what turns the direction of writing.
+# Control characters C0 and C1, except tab and newline, and those that change the text direction.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
-URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # Path makes one slash of two
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash, because Path merges two
 
 
 class OutputError(UserError, RuntimeError):
-    """A place that results cannot be written to; the message says which, and why."""
+    """An output path that cannot be written; the message names the path and the reason."""
 
 
 class DamagedError(UserError, RuntimeError):
-    """A file of ours that no longer holds what was written; the message says which."""
+    """A file of this program whose content was changed; the message names the file."""
 
 
 @contextlib.contextmanager
 def writing(path: Path | str) -> Iterator[None]:
-    """Within the block, what the system refuses is said of `path`, in a sentence.
+    """Convert every OSError in the block to an OutputError about `path`.
 
     Raises:
-        OutputError: instead of any OSError.
+        OutputError: If the block raises OSError.
     """
     try:
         yield
@@ -43,60 +43,63 @@ def writing(path: Path | str) -> Iterator[None]:
 
 
 def check_folder(path: Path | str) -> None:
-    """Find out whether files can be written in a folder, there or to be made; leaves no trace.
+    """Check that files can be written in a folder that exists or can be created.
+
+    The check leaves no trace.
 
     Raises:
-        OutputError: they cannot.
+        OutputError: If they cannot be written.
     """
     path = Path(path)
     _refuse_url(path)
-    new = []  # innermost first
+    missing = []  # innermost first
     with writing(path):
         for place in (path, *path.parents):
             if place.exists():
                 break
-            new.append(place)
-        blocked = not place.is_dir()
-    if blocked:
-        what = "it" if place == path else str(place)
-        raise OutputError(f"{path} cannot be a folder to write to: {what} is a file")
+            missing.append(place)
+        is_blocked = not place.is_dir()
+    if is_blocked:
+        name = "it" if place == path else str(place)
+        raise OutputError(f"{path} cannot be a folder to write to: {name} is a file")
     with writing(path):
         try:
             path.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=path):
                 pass
         finally:
-            for place in new:
-                with contextlib.suppress(OSError):  # never made, or filled by another meanwhile
+            for place in missing:
+                # A folder was perhaps not created, or another process has put files into it.
+                with contextlib.suppress(OSError):
                     place.rmdir()
 
 
 def _refuse_url(path: Path) -> None:
-    """Raise OutputError for `s3://…` or `https://…`, which would make a folder `s3:` here."""
+    """Raise OutputError for `s3://…` or `https://…`, for which mkdir would create `s3:`."""
     if URL.match(str(path)) and not Path(path.parts[0]).exists():
-        raise OutputError(f"{path} is no place on this machine: name a folder or a file of it")
+        raise OutputError(f"{path} is not on this machine: name a local folder or file")
 
 
 def check_file(path: Path | str) -> None:
-    """Find out whether a file can be written; leaves no trace.
+    """Check that a file can be written. The check leaves no trace.
 
     Raises:
-        OutputError: it cannot.
+        OutputError: If it cannot be written.
     """
     path = Path(path)
     _refuse_url(path)
     with writing(path):
         is_folder = path.is_dir()
-        special = _is_special(path)
+        is_special = _is_special(path)
     if is_folder:
         raise OutputError(f"{path} is a folder: name a file in it")
-    if special:  # a pipe's other end may not be there yet
+    if is_special:  # opening a pipe would wait for its reader
         with writing(path):
             if not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return
     with writing(path):
-        real = target(path)
+        real = resolve_link(path)
     check_folder(real.parent)
     with writing(path):
         if real.exists():
@@ -105,14 +108,16 @@ def check_file(path: Path | str) -> None:
 
 
 def check_replaceable(path: Path | str, mark: str) -> None:
-    """Find out whether a file can be written, and is not somebody else's; leaves no trace.
+    """Check that a file can be written and that this program wrote the existing one, if any.
+
+    The check leaves no trace.
 
     Args:
-        path: Place of the file.
-        mark: Text that every file of the same kind by this program holds.
+        path: Path of the file.
+        mark: Text that every file of this kind contains if this program wrote it.
 
     Raises:
-        OutputError: If it cannot be written, or a file without the mark is there.
+        OutputError: If it cannot be written, or if a file without the mark exists.
     """
     path = Path(path)
     check_file(path)
@@ -120,21 +125,21 @@ def check_replaceable(path: Path | str, mark: str) -> None:
         text = path.read_bytes() if path.is_file() else b""
     if text and mark.encode() not in text:
         raise OutputError(
-            f"{path} is there already, and this command did not write it: name another place by"
+            f"{path} is there already, and this command did not write it: choose another path with"
             " --out, or move it away"
         )
 
 
 def check_together(record: Path, mark: str, *paths: Path) -> None:
-    """Find out whether files can be written that are known to be this program's by one of them.
+    """Check that files can be written, and that a record shows that this program wrote them.
 
     Args:
-        record: File of text among or next to them.
-        mark: Text that it holds if this program wrote it, and the others with it.
+        record: Text file among the files or next to them.
+        mark: Text that the record contains if this program wrote it together with the files.
         paths: The files.
 
     Raises:
-        OutputError: If one cannot be written, or is there without such a record.
+        OutputError: If a file cannot be written, or if one exists without such a record.
     """
     check_replaceable(record, mark)
     for path in paths:
@@ -150,13 +155,13 @@ def check_together(record: Path, mark: str, *paths: Path) -> None:
 
 @contextlib.contextmanager
 def without_wildcards(folder: Path) -> Iterator[Path]:
-    """Yield a path to `folder` that holds none of `*`, `?` and `[`, for a library that globs it.
+    """Yield a path to `folder` without `*`, `?` and `[`, for a library that passes it to glob.
 
-    glob reads `exp[1]` as a pattern, does not match the folder of that name, and matches the folder
+    glob reads `exp[1]` as a pattern: it does not match the folder of that name, but the folder
     `exp1` next to it.
 
     Raises:
-        OutputError: If the folder of temporary files has such a character in its own path.
+        OutputError: If the path of the folder for temporary files contains such a character.
     """
     if not glob.has_magic(str(folder)):
         yield folder
@@ -165,8 +170,8 @@ def without_wildcards(folder: Path) -> Iterator[Path]:
         if glob.has_magic(place):
             raise OutputError(
                 f"{folder} has a `*`, `?` or `[` in its path, which DeepSpeed takes for a pattern,"
-                f" and so has the folder of temporary files, {tempfile.gettempdir()}: set TMPDIR to"
-                " a folder without them"
+                f" and so has the folder for temporary files, {tempfile.gettempdir()}: set TMPDIR"
+                " to a folder without them"
             )
         link = Path(place) / "link"
         link.symlink_to(folder.resolve(), target_is_directory=True)
@@ -174,21 +179,23 @@ def without_wildcards(folder: Path) -> Iterator[Path]:
 
 
 def find_shipped(name: str) -> Path:
-    """Return the path of a file that travels with the program, inside the repository or a wheel.
+    """Return the path of a file that is distributed with the program, in a checkout or a wheel.
 
     Args:
         name: Path from the repository's root, such as `configs/lm/demo.yaml`. The package `fprnn`
-            links to the folders `configs` and `launch`, and a wheel holds copies there.
+            links to the folders `configs` and `launch`; a wheel contains copies of them.
     """
-    # Path.resolve would raise for links in a circle.
+    # Path.resolve would raise for circular links.
     return Path(os.path.realpath(Path(__file__).parents[2] / "fprnn" / name))
 
 
-def target(path: Path | str) -> Path:
-    """Where a link leads, so that it stays one; any other path as it is, made absolute.
+def resolve_link(path: Path | str) -> Path:
+    """Return the absolute path of a file, with links followed.
+
+    Writing to this path instead of the link keeps the link.
 
     Raises:
-        OSError: it leads to itself.
+        OSError: If links are circular.
     """
     real = Path(os.path.realpath(path))
     if real.is_symlink():
@@ -197,21 +204,22 @@ def target(path: Path | str) -> Path:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether this is neither a file nor a folder: a device, a pipe, a socket."""
+    """Return True for a device, a pipe or a socket."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def write_text(path: Path | str, text: str | Iterable[str]) -> None:
-    """Write a text so that a reader, also one after a power failure, sees the old file or the new
-    one, never half of it. Of a link what it leads to is written; into a device or a pipe the text
-    goes as it is.
+    """Write a text file atomically.
+
+    A reader sees the old file or the new one, even after a power failure, never a part. A link is
+    followed. A device or a pipe is written directly.
 
     Args:
         path: File to write.
-        text: The text, or its parts, which may be read from the old file meanwhile.
+        text: The text, or its parts, which may be read lazily from the old file.
 
     Raises:
-        OutputError: it cannot be written; the old file stands.
+        OutputError: If it cannot be written; the old file is then unchanged.
     """
     path = Path(path)
     parts = [text] if isinstance(text, str) else text
@@ -220,7 +228,7 @@ def write_text(path: Path | str, text: str | Iterable[str]) -> None:
             with path.open("w", encoding="utf-8") as f:
                 f.writelines(parts)
             return
-        path = target(path)
+        path = resolve_link(path)
         tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -236,19 +244,20 @@ def write_text(path: Path | str, text: str | Iterable[str]) -> None:
 
 
 def write_json(path: Path | str, value: Any) -> None:
-    """`write_text` of a value as JSON.
+    """Write a value as JSON, with `write_text`.
 
     Raises:
-        OutputError: it cannot be written. TypeError: JSON cannot hold it; nothing is written.
+        OutputError: If the file cannot be written.
+        TypeError: If JSON cannot represent the value; nothing is written then.
     """
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What JSON says.
+    """Parse JSON.
 
     Raises:
-        ValueError: it is no JSON, no UTF-8, or nested so deep that nobody has written it.
+        ValueError: If the text is not JSON or not UTF-8, or if it is nested too deep.
     """
     try:
         return json.loads(text)
@@ -257,10 +266,14 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path | str, keys: tuple[str, ...] = ()) -> dict:
-    """What `write_json` has written: a mapping with (at least) these keys.
+    """Read a mapping that `write_json` wrote.
+
+    Args:
+        path: File to read.
+        keys: Keys that the mapping must contain.
 
     Raises:
-        DamagedError: it is something else now.
+        DamagedError: If the file cannot be read, is not JSON, or lacks a key.
     """
     try:
         value = parse_json(Path(path).read_text(encoding="utf-8"))
@@ -276,28 +289,32 @@ def read_json(path: Path | str, keys: tuple[str, ...] = ()) -> dict:
 def check_kinds(
     path: Path | str, value: Any, kinds: dict[str, type | tuple], key: str = ""
 ) -> None:
-    """Refuse a value of a file that has other kinds of things in it than were written there.
+    """Check the types of the entries of a JSON value.
 
     Args:
-        kinds: dotted keys → what they hold where they are there and not null: float (any number),
-            int, str, list, dict; `*` stands for every entry of a list or mapping.
+        path: File of the value, for the message.
+        value: The value.
+        kinds: Dotted key → type of its entry, if present and not null: float (any number), int,
+            str, list or dict. `*` matches every entry of a list or mapping.
+        key: Dotted key of the value itself within the file.
+
     Raises:
-        DamagedError: names the first that is something else.
+        DamagedError: If an entry has another type. The message names the first one.
     """
-    for name, kind in kinds.items():
-        first, _, rest = name.partition(".")
+    for dotted_key, kind in kinds.items():
+        first, _, subkeys = dotted_key.partition(".")
         entries: dict = {}
         if first == "*" and isinstance(value, dict | list):
             entries = value if isinstance(value, dict) else dict(enumerate(value))
         elif isinstance(value, dict) and first in value:
             entries = {first: value[first]}
-        for entry, found in entries.items():
-            place = f"{key}.{entry}" if key else str(entry)
-            if rest:
-                check_kinds(path, found, {rest: kind}, place)
-            elif found is not None and not _is_kind(found, kind):
+        for name, entry in entries.items():
+            entry_key = f"{key}.{name}" if key else str(name)
+            if subkeys:
+                check_kinds(path, entry, {subkeys: kind}, entry_key)
+            elif entry is not None and not _is_kind(entry, kind):
                 raise DamagedError(
-                    f"{path} is damaged: `{place}` is {found!r:.60}, and was written as"
+                    f"{path} is damaged: `{entry_key}` is {entry!r:.60}, and was written as"
                     f" {KINDS[kind]}"
                 )
 
@@ -307,12 +324,17 @@ KINDS |= {dict: "a mapping", (str, dict): "text or a mapping"}
 
 
 def _is_kind(value: Any, kind: type | tuple) -> bool:
+    # True is an int in Python, but not a number in JSON.
     return isinstance(value, (int, float) if kind is float else kind) and value is not True
 
 
 def read_mapping(path: Path | str) -> dict | None:
-    """A JSON mapping as whoever looks on finds it: None where there is no file; {} where it holds
-    something else, is being written, or cannot be read."""
+    """Read a JSON mapping that another process may be writing.
+
+    Returns:
+        The mapping with control characters escaped; None if there is no file; {} if the file cannot
+        be read or contains something else.
+    """
     try:
         value = parse_json(Path(path).read_bytes())
     except FileNotFoundError:
@@ -323,22 +345,24 @@ def read_mapping(path: Path | str) -> dict | None:
 
 
 def printable(value: Any) -> Any:
-    """A value with the control characters of its texts written out: what a file says of itself
-    moves no cursor and sets no title of the terminal that it is shown on."""
+    """Return a value with the control characters of all its strings escaped.
+
+    Without this, text from a file could move the cursor of a terminal or set its title.
+    """
     if isinstance(value, str):
-        return CONTROL.sub(lambda found: repr(found[0])[1:-1], value)
+        return CONTROL.sub(lambda match: repr(match[0])[1:-1], value)
     if isinstance(value, dict):
         return {printable(key): printable(item) for key, item in value.items()}
     return [printable(item) for item in value] if isinstance(value, list) else value
 
 
 def sync(path: Path | str) -> None:
-    """Have the system put on the disk what was written to a file, or the names in a folder."""
-    number = os.open(path, os.O_RDONLY)
+    """Flush a file's content, or a folder's list of names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(number)
+        os.fsync(descriptor)
     except OSError as e:
-        if e.errno != errno.EINVAL:  # file systems that know no such thing for a folder
+        if e.errno != errno.EINVAL:  # some file systems cannot flush a folder
             raise
     finally:
-        os.close(number)
+        os.close(descriptor)

@@ -1,25 +1,31 @@
-"""The C library's memory, kept by the process that trains."""
+"""Settings of the C library's allocator for a training process."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
 
-# glibc's malloc.h
+# Parameters of mallopt in glibc's malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-LARGEST_KEPT = 2**25  # bytes, glibc's own limit: larger tensors would leave holes as large
+# Bytes. glibc allows no more: a larger tensor would leave a hole of its size in the heap.
+MAX_MMAP_THRESHOLD = 2**25
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep what is freed for what is asked for next, from now on, in this process. By
-    default it gives the temporaries of an update back to the system, and the same ones of the next
-    update cost page faults: up to a quarter of the time on a CPU (benchmarks/README.md).
+    """Make glibc reuse freed memory in this process instead of returning it to the system.
+
+    By default glibc returns the temporaries of an update to the system, and allocating them again
+    causes page faults: up to a quarter of the time on a CPU (benchmarks/README.md).
 
     Returns:
-        whether the process has a C library that can.
+        True if the C library has these settings (glibc), False otherwise (musl, macOS).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is None:  # musl, macOS
+    if mallopt is None:
         return False
-    asked = ((M_MMAP_THRESHOLD, LARGEST_KEPT), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, 2**26))
-    return all(mallopt(key, value) for key, value in asked)
+    settings = (
+        (M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD),
+        (M_TRIM_THRESHOLD, -1),  # never return memory
+        (M_TOP_PAD, 2**26),
+    )
+    return all(mallopt(key, value) for key, value in settings)

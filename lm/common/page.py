@@ -1,4 +1,4 @@
-"""Templates of our pages, which share page.html."""
+"""Rendering of the HTML pages, which all extend page.html."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from markupsafe import Markup, escape
 
 
 def render(template: Path, **values: object) -> str:
-    """Return a page: a template, which may extend page.html.
+    """Render a template to HTML.
 
-    Texts among the values are escaped; only `Markup` is HTML.
+    Args:
+        template: File of the template. It may extend page.html.
+        values: Variables of the template. Strings are escaped; `Markup` is inserted as HTML.
     """
     environment = Environment(
         loader=FileSystemLoader([template.parent, Path(__file__).parent]),
@@ -26,5 +28,5 @@ def render(template: Path, **values: object) -> str:
 
 
 def inline(text: str) -> Markup:
-    """Return plain text as HTML; `backticks` mark code."""
+    """Convert plain text to HTML; text in `backticks` becomes code."""
     return Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))

@@ -1,4 +1,4 @@
-"""This process among its peers: what one rank does for all, and what all find out together."""
+"""Ranks of a run: launcher variables, work of rank 0 for all, and errors that all ranks share."""
 
 from __future__ import annotations
 
@@ -14,70 +14,84 @@ import torch.distributed as torch_dist
 
 from lm.common.errors import HANG, ConfigError, MachineError
 
-MOST_RANKS = 1_000_000
-# How gloo, NCCL and torch's store say that the other end of a connection is not there any more.
-LOST = (
+MAX_RANKS = 1_000_000
+# Words that gloo, NCCL and torch's store use for a connection whose other end is gone.
+LOST_CONNECTION = (
     r"connection (was )?(closed|reset|refused)|broken pipe|remote (process|worker)|time(d |-)?out"
 )
+TIMEOUT = r"time(d |-)?out"
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among its peers; alone it needs no process group."""
+    """One process of a run and its peers. A single process needs no process group.
+
+    Attributes:
+        rank: Number of this process, from 0.
+        world_size: Number of processes.
+        device: Device of the collectives on tensors.
+        objects: gloo group with a timeout of days, for work that only rank 0 does. None: the
+            default group.
+    """
 
     rank: int = 0
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    objects: Any = None  # a gloo group that may wait for days, for what rank 0 does alone
+    objects: Any = None
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def barrier(self) -> None:
+        """Wait for all ranks."""
         if self.world_size > 1:
             torch_dist.barrier()
 
-    def first(self, fn: Callable[..., Result], *args: Any) -> Result:
-        """Rank 0 calls fn; every rank gets its result, or raises its error."""
-        box: list[Any] = [None, None]
+    def run_on_main(self, fn: Callable[..., Result], *args: Any) -> Result:
+        """Call a function on rank 0; return its result, or raise its error, on every rank."""
+        box: list[Any] = [None, None]  # result, error
         if self.is_main:
             try:
                 box[0] = fn(*args)
             except Exception as e:
                 box[1] = e
                 if self.world_size > 1:
-                    box[1] = _sendable(e)
+                    box[1] = _make_picklable(e)
         if self.world_size > 1:
             torch_dist.broadcast_object_list(box, src=0, group=self.objects)
         if box[1] is not None:
-            box[1].said_by_main = not self.is_main
+            box[1].is_reported_by_main = not self.is_main
             raise box[1]
         return box[0]
 
-    def each(self, fn: Callable[..., object], *args: Any) -> None:
-        """Every rank calls fn; where one fails, all raise the first one's error."""
+    def run_on_all(self, fn: Callable[..., object], *args: Any) -> None:
+        """Call a function on every rank; if it fails on some, raise the first error on all."""
         error: Exception | None = None
         try:
             fn(*args)
         except Exception as e:
             error = e
-        self.raise_any(error)
+        self.raise_first_error(error)
 
-    def raise_any(self, error: Exception | None) -> None:
-        """Every rank says whether it has failed; where one has, all raise the first one's error."""
+    def raise_first_error(self, error: Exception | None) -> None:
+        """Raise the error of the lowest rank that has one, on all ranks.
+
+        Args:
+            error: Error of this rank, or None.
+        """
         errors: list[Exception | None] = [error]
         if self.world_size > 1:
             errors = [None] * self.world_size
-            own = None if error is None else _sendable(error)
-            torch_dist.all_gather_object(errors, own, group=self.objects)
-        for found in errors:
-            if found is not None:
-                raise found
+            local_error = None if error is None else _make_picklable(error)
+            torch_dist.all_gather_object(errors, local_error, group=self.objects)
+        for rank_error in errors:
+            if rank_error is not None:
+                raise rank_error
 
     def sum(self, *values: float) -> list[float]:
-        """Element-wise sum over ranks, in fp64."""
+        """Return the element-wise sum over ranks, in fp64."""
         if self.world_size == 1:
             return [float(value) for value in values]
         t = torch.tensor(values, dtype=torch.float64, device=self.device)
@@ -85,7 +99,7 @@ class Ranks:
         return t.tolist()
 
     def gather(self, t: torch.Tensor) -> torch.Tensor:
-        """Tensors of equal shape from all ranks, concatenated along the last dimension."""
+        """Return tensors of equal shape from all ranks, concatenated along the last dimension."""
         if self.world_size == 1:
             return t
         parts = [torch.empty_like(t) for _ in range(self.world_size)]
@@ -93,79 +107,94 @@ class Ranks:
         return torch.cat(parts, dim=-1)
 
 
-def of_lost_peer(error: BaseException) -> MachineError | None:
-    """What to say of an error that a collective raises where another rank is gone (status 71) or
-    does not answer (77); None of any other error."""
+def as_lost_peer_error(error: BaseException) -> MachineError | None:
+    """Convert a collective's error to a MachineError if its cause is another rank.
+
+    Returns:
+        An error with exit status 71 if the other rank is gone, 77 if it does not answer; None if
+        the error has another cause.
+    """
     text = str(error)
     is_collective = isinstance(error, torch_dist.DistError) or (
         isinstance(error, RuntimeError) and re.search("gloo|nccl", text, re.I)
     )
-    if not is_collective or not re.search(LOST, text, re.I):
+    if not is_collective or not re.search(LOST_CONNECTION, text, re.I):
         return None
-    first = text.strip().partition("\n")[0]
-    first = re.sub(r"^\[\S*\]\s*", "", first).partition(". This is typically")[0]
-    silent = re.search(r"time(d |-)?out", text, re.I)
-    what = "does not answer" if silent else "is gone: it was killed, or its host is down"
+    first_line = text.strip().partition("\n")[0]
+    cause = re.sub(r"^\[\S*\]\s*", "", first_line).partition(". This is typically")[0]
+    has_timed_out = re.search(TIMEOUT, text, re.I)
+    state = "does not answer" if has_timed_out else "is gone: it was killed, or its host is down"
     lost = MachineError(
-        f"another rank {what} ({first}); what it printed last may say more; resume=auto continues"
+        f"another rank {state} ({cause}); see the last lines that it printed; resume=auto continues"
         " from the last checkpoint"
     )
-    if silent:
+    if has_timed_out:
         lost.exit_status = HANG
     return lost
 
 
-def _sendable(error: Exception) -> Exception:
-    """The error, or a plain one that says the same where it cannot be pickled."""
+def _make_picklable(error: Exception) -> Exception:
+    """Return the error, or a RuntimeError with the same text if it cannot be pickled."""
     try:
         return pickle.loads(pickle.dumps(error))
     except Exception:
         return RuntimeError(repr(error))
 
 
-def launched() -> tuple[int, int, int]:
-    """(rank, number of ranks, rank on this host) as a launcher has put them into RANK, WORLD_SIZE
-    and LOCAL_RANK of the environment; (0, 1, 0) where it has not.
+def read_launcher_ranks() -> tuple[int, int, int]:
+    """Read RANK, WORLD_SIZE and LOCAL_RANK from the environment.
+
+    Returns:
+        Rank, number of ranks, and rank on this host; (0, 1, 0) without a launcher.
 
     Raises:
-        ConfigError: one of them is no such number, RANK is there without WORLD_SIZE, or Slurm has
-            started several tasks without telling them their RANK: each would be a run of its own,
-            all in one run directory.
+        ConfigError: If a value is not a valid number, if RANK is set without WORLD_SIZE, or if
+            Slurm started several tasks without RANK: each task would be a run of its own, all in
+            one run directory.
     """
     if "RANK" not in os.environ and (tasks := os.environ.get("SLURM_STEP_NUM_TASKS", "1")) != "1":
         raise ConfigError(
             f"srun has started {tasks} tasks (SLURM_STEP_NUM_TASKS) but no RANK is set: submit"
-            " launch/slurm.sbatch, which tells each task its rank, or start one task, srun -n 1"
+            " launch/slurm.sbatch, which sets the rank of each task, or start one task, srun -n 1"
         )
     if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
         raise ConfigError(
             "the environment has RANK but no WORLD_SIZE: a launcher sets both; unset RANK to start"
             " one process"
         )
-    world = _from_environment("WORLD_SIZE", 1, 1, MOST_RANKS)
-    rank = _from_environment("RANK", 0, 0, world - 1)
-    return rank, world, _from_environment("LOCAL_RANK", 0, 0, MOST_RANKS - 1)
+    world_size = _read_number("WORLD_SIZE", 1, 1, MAX_RANKS)
+    rank = _read_number("RANK", 0, 0, world_size - 1)
+    return rank, world_size, _read_number("LOCAL_RANK", 0, 0, MAX_RANKS - 1)
 
 
 def check_address() -> None:
-    """Raises ConfigError where a launcher has not said where the ranks meet."""
+    """Check that a launcher has set MASTER_ADDR and MASTER_PORT, at which the ranks meet.
+
+    Raises:
+        ConfigError: If a variable is missing or invalid.
+    """
     if not os.environ.get("MASTER_ADDR"):
         raise ConfigError(
             "the environment has RANK but no MASTER_ADDR: a launcher sets both; unset RANK to start"
             " one process"
         )
-    _from_environment("MASTER_PORT", 0, 1, 65_535)
+    _read_number("MASTER_PORT", 0, 1, 65_535)
 
 
-def _from_environment(name: str, default: int, least: int, most: int) -> int:
+def _read_number(name: str, default: int, minimum: int, maximum: int) -> int:
+    """Read a whole number from the environment.
+
+    Raises:
+        ConfigError: If it is not a number from minimum to maximum.
+    """
     text = os.environ.get(name, str(default))
     try:
         value = int(text)
     except ValueError:
         value = None
-    if value is None or not least <= value <= most:
+    if value is None or not minimum <= value <= maximum:
         raise ConfigError(
-            f"{name} is {text!r} in the environment: it must be a whole number from {least} to"
-            f" {most}, as a launcher sets it; without a launcher unset it"
+            f"{name} is {text!r} in the environment: it must be a whole number from {minimum} to"
+            f" {maximum}, as a launcher sets it; without a launcher unset it"
         )
     return value

@@ -1,21 +1,24 @@
-"""Hide the credentials of URLs in everything that is shown or written."""
+"""Masking of credentials in URLs, for everything that is printed, logged or written."""
 
 from __future__ import annotations
 
 import logging
 import re
 
-# user:password@ of a URL, or a token alone; hf://datasets/NAME@COMMIT has a slash before its @.
+# `user:password@` or `token@` of a URL. hf://datasets/NAME@COMMIT has a slash before its @.
 CREDENTIALS = re.compile(r"(?<=://)[^/\s?#'\"]+@")
 
 
 def mask_credentials(text: str) -> str:
-    """Replace the credentials of every URL in a text: `http://me:secret@host` → `http://***@host`."""
+    """Replace the credentials of every URL: `http://me:secret@host` → `http://***@host`."""
     return CREDENTIALS.sub("***@", text)
 
 
 def mask_logs() -> None:
-    """Mask what libraries log in this process: huggingface_hub logs URLs that it asks again."""
+    """Mask the log records of all libraries in this process.
+
+    huggingface_hub logs the URL of every request that it repeats.
+    """
     make_record = logging.getLogRecordFactory()
     if getattr(make_record, "masks_credentials", False):
         return

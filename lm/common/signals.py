@@ -1,4 +1,4 @@
-"""Signals that ask a training to save and stop."""
+"""Signals that ask a training process to save and stop."""
 
 from __future__ import annotations
 
@@ -9,61 +9,66 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
-# Of a launcher before a kill, of a batch system before its time limit, of a terminal that closes,
-# of Ctrl-C.
+# Senders: a launcher before it kills, a batch system before its time limit, a terminal that is
+# closed, Ctrl-C.
 STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 class StopRequested(BaseException):
-    """A stop signal within `StopSignals.interruptible`.
+    """A stop signal that arrived within `StopSignals.interruptible`.
 
-    No Exception, as KeyboardInterrupt is none: code that waits and tries again does not catch it.
+    It is not an Exception (neither is KeyboardInterrupt), so that code that waits and tries again
+    does not catch it.
     """
 
 
 def stop_with_parent() -> Callable[[], None] | None:
-    """Return the `preexec_fn` of `subprocess.Popen` for a training that must not outlive us.
+    """Return a `preexec_fn` for `subprocess.Popen` that ends a training with its parent process.
 
-    The system then sends it SIGTERM when this process ends, also by SIGKILL: it saves and stops.
-    None where the system has no such thing (Linux has). Call it, and Popen, from the main thread:
-    the system watches the thread.
+    The kernel sends SIGTERM to the training when this process ends, even by SIGKILL: the training
+    then saves and stops. Call this function and Popen in the main thread, because the kernel
+    watches the thread that called Popen.
+
+    Returns:
+        The function, or None on systems other than Linux.
     """
     if sys.platform != "linux":
         return None
     pr_set_pdeathsig = 1
     prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
 
-    def ask() -> None:
+    def request_sigterm() -> None:
         prctl(pr_set_pdeathsig, signal.SIGTERM)
-        if os.getppid() != parent:  # it ended before we asked
+        if os.getppid() != parent:  # the parent ended before prctl was called
             os.kill(os.getpid(), signal.SIGTERM)
 
-    return ask
+    return request_sigterm
 
 
 class StopSignals:
-    """Within the context each of STOP asks for a stop after the current update: `asked`.
+    """Context in which each signal of STOP sets `is_stop_requested`; training then stops.
 
-    A second Ctrl-C interrupts at once; the others are ignored from the first one on, since
-    launchers repeat them, also while Python takes itself down. SIGHUP and SIGINT stay ignored where
-    they are (nohup, a shell's background); launch/deepspeed.sh starts its ranks with USR1 ignored.
+    A second Ctrl-C interrupts at once. Other signals are ignored after the first one, because
+    launchers repeat them, even while Python shuts down. SIGHUP and SIGINT stay ignored if they are
+    ignored already (nohup, background jobs of a shell). launch/deepspeed.sh starts its ranks with
+    USR1 ignored.
     """
 
     def __init__(self):
-        self.asked = False
+        self.is_stop_requested = False
         self._is_interruptible = False
-        self._before = {}
+        self._previous_handlers = {}
 
     @contextlib.contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Within the block a stop signal ends what the main thread does, also a wait for a socket.
+        """Let a stop signal interrupt the main thread within the block, even in a socket wait.
 
         Raises:
             StopRequested: In the block, or at its beginning if a signal came before.
         """
         try:
             self._is_interruptible = True  # first: a signal between the two lines is not lost
-            if self.asked:
+            if self.is_stop_requested:
                 raise StopRequested
             yield
         finally:
@@ -71,24 +76,24 @@ class StopSignals:
 
     def __enter__(self):
         for number in STOP:
-            ignored = signal.getsignal(number) == signal.SIG_IGN
-            if not ignored or number in (signal.SIGTERM, signal.SIGUSR1):
-                self._before[number] = signal.signal(number, self._ask)
+            is_ignored = signal.getsignal(number) == signal.SIG_IGN
+            if not is_ignored or number in (signal.SIGTERM, signal.SIGUSR1):
+                self._previous_handlers[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exc):
-        if not self.asked:
-            for number, handler in self._before.items():
+        if not self.is_stop_requested:
+            for number, handler in self._previous_handlers.items():
                 signal.signal(number, handler)
 
-    def _ask(self, number, _):
-        self.asked = True
+    def _handle(self, number, _):
+        self.is_stop_requested = True
         name = signal.Signals(number).name
-        said = f"{name}: saves and stops after this update (press again to quit unsaved)\n"
-        os.write(2, said.encode())
-        for number in self._before:
-            signal.signal(number, signal.SIG_IGN)
-        if signal.SIGINT in self._before:
+        note = f"{name}: saves and stops after this update (press again to quit unsaved)\n"
+        os.write(2, note.encode())
+        for other in self._previous_handlers:
+            signal.signal(other, signal.SIG_IGN)
+        if signal.SIGINT in self._previous_handlers:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         if self._is_interruptible:
             raise StopRequested

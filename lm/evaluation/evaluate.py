@@ -23,7 +23,7 @@ from lm.common.files import check_file, write_json
 from lm.evaluation import facade
 from lm.evaluation.tasks import TASKS_DIR
 from lm.runs import places
-from lm.runs.metrics import failures, fixed_point_metrics
+from lm.runs.metrics import find_failures, fixed_point_metrics
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -217,7 +217,7 @@ def make_table(results: dict) -> Table:
     title = results["checkpoint"]
     if results["limit"]:
         title += f" (first {results['limit']} documents)"
-    problems = failures(results["fixed_point"], results["solver"])
+    problems = find_failures(results["fixed_point"], results["solver"])
     caption = "\n".join(f"warning: {text}" for text in problems.values()) or None
     table = Table("task", "n", "metric", "value", title=title, caption=caption)
     for column in (1, 3):

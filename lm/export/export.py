@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.common.files import read_json, target, writing
+from lm.common.files import read_json, resolve_link, writing
 from lm.export.export_code import (
     ExportError,
     find_custom_mixers,
@@ -97,13 +97,13 @@ def run_identity(cfg: Config) -> dict:
     """
     from lm.config.old_keys import with_first_names
     from lm.config.resuming import Resume, resume_rule
-    from lm.runs.run_dir import comparable
+    from lm.runs.run_dir import flatten_config
 
     schema = type(cfg)
-    defaults = comparable(schema())
+    defaults = flatten_config(schema())
     fixed = {
         key: value
-        for key, value in comparable(cfg).items()
+        for key, value in flatten_config(cfg).items()
         if value != defaults.get(key)
         and resume_rule(schema, key) is Resume.FIXED
         and not key.endswith("path")
@@ -162,7 +162,7 @@ def write_export(
     if mixer_files:
         origin += f" It has a custom mixer, defined in {', '.join(mixer_files)} of this folder."
     with writing(out):
-        out = target(out)
+        out = resolve_link(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     with draft(out) as folder:
         new = folder / "export"

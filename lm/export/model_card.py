@@ -14,7 +14,12 @@ from lm.common.files import read_mapping
 from lm.config.schema import Config
 from lm.config.yaml_text import Dumper
 from lm.data.sources.mixture import parts
-from lm.runs.metrics import OTHER_SOLUTION_NOTE, has_other_solution, iter_metrics, marked
+from lm.runs.metrics import (
+    OTHER_SOLUTION_NOTE,
+    find_other_solutions,
+    format_marked_iterations,
+    iter_metrics,
+)
 from lm.runs.run_dir import RunDir
 
 if TYPE_CHECKING:
@@ -147,9 +152,11 @@ def _describe_scores(scores: dict) -> list[str]:
 def _describe_iterations(probe: dict) -> list[str]:
     counts = probe["num_iters"]
     numbers = probe.get("layers", range(len(counts["mean"])))
-    layers = ", ".join(f"{mean} (layer {i})" for i, mean in zip(numbers, marked(counts)))
+    layers = ", ".join(
+        f"{mean} (layer {i})" for i, mean in zip(numbers, format_marked_iterations(counts))
+    )
     line = f"- Mean number of iterations ℓ\\* on a held-out batch, as in the paper: {layers}."
-    return [line, f"- {OTHER_SOLUTION_NOTE}."] if any(has_other_solution(counts)) else [line]
+    return [line, f"- {OTHER_SOLUTION_NOTE}."] if any(find_other_solutions(counts)) else [line]
 
 
 def format_card(

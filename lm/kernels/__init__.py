@@ -1,8 +1,9 @@
-"""The faster backends and the choice among them.
+"""Compiled backends of slow operations, and the selection of a backend.
 
-Each is imported only where it may be used, and compared with plain PyTorch before it is.
-`FPRNN_KERNELS` names one: `auto` (the default), `plain` (none), or a backend of MODULES: it then
-comes first on the device that it is for, and it is an error where it cannot run at all.
+A backend is imported only if it may be used, and its results are compared with plain PyTorch before
+its first use. The environment variable `FPRNN_KERNELS` selects one: `auto` (the default), `plain`
+(plain PyTorch only), or a backend of MODULES, which is then preferred on its device; it is an error
+if that backend cannot run.
 """
 
 import functools
@@ -18,22 +19,22 @@ import torch
 
 from lm.common.errors import UserError
 
-# What lm/model/scan.py asks for before it uses this package: a name, since another package may be
-# called `lm`, and the version of `find`, `compute` and of what they call the kernels with. An
-# exported model carries a scan.py of its own, which may be older or newer than what is installed.
-INTERFACE = ("fprnn-kernels", 4)
+# lm/model/scan.py compares this value before it uses the package. The name is needed because
+# another package may be called `lm`. The number is the version of `find`, `compute` and the
+# arguments of the kernels: an exported model has a copy of scan.py, which may be older or newer.
+INTERFACE = ("fprnn-kernels", 5)
 
-# backend → operation → its module, the backend to be preferred first. An operation that a backend
-# lacks is computed by another.
+# Backend → operation → module. The first backend is preferred. If a backend lacks an operation,
+# another backend computes it.
 MODULES = {
     "cpu": {
         "selective_scan": "cpu.scan",
-        "cell": "cpu.cell",
+        "cell": "cpu.cpu_cell",
         "roots": "cpu.roots",
     },
     "triton": {
         "selective_scan": "triton.scan",
-        "cell": "triton.cell",
+        "cell": "triton.triton_cell",
         "roots": "triton.roots",
     },
     "mamba_ssm": {
@@ -44,25 +45,25 @@ MODULES = {
     },
 }
 Result = TypeVar("Result")
-# The scan that a layer's whole recurrence (bias and softplus of Δ, scan, skip, gate) contains.
+# Whole recurrence of a Mamba layer (bias and softplus of Δ, scan, skip, gate) → scan within it.
 FUSED = {"mamba_scan": "selective_scan", "mamba2_scan": "ssd_scan"}
 OPERATIONS = ("selective_scan", "ssd_scan", *FUSED, "short_conv", "cell", "roots")
-NO_DOUBLE = ("triton", "mamba_ssm")
+BACKENDS_WITHOUT_FP64 = ("triton", "mamba_ssm")
 
 
 class BackendError(UserError, ValueError):
-    """A backend that is not known or cannot be used, and why."""
+    """FPRNN_KERNELS names a backend that is unknown or cannot run; the message has the reason."""
 
 
 class Unsupported(ValueError):
-    """Arguments that are right, but more than a kernel can compute; raised before it runs."""
+    """Valid arguments that a kernel does not support; raised before the kernel runs."""
 
 
 def run_in_clean_threads(*computations: Callable[[], Result]) -> list[Result]:
-    """Run computations side by side, each in a new thread, and wait for all.
+    """Run computations in parallel, each in a new thread, and wait for all.
 
-    A new thread has none of the caller's modes: neither gradients, inference or autocast, nor modes
-    and hooks that take part in every operation. A kernel may be used first inside the saved-tensor
+    A new thread starts without the caller's modes (gradients, inference, autocast, dispatch modes,
+    saved-tensor hooks). This matters because a kernel may be used for the first time inside the
     hooks of a checkpoint. The threads use the caller's CUDA device.
 
     Returns:
@@ -74,7 +75,7 @@ def run_in_clean_threads(*computations: Callable[[], Result]) -> list[Result]:
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
     def run(compute):
-        with torch.cuda.device(device):  # −1: leave it
+        with torch.cuda.device(device):  # −1 changes nothing
             return compute()
 
     with ThreadPoolExecutor(len(computations), "fprnn-kernels") as pool:
@@ -82,11 +83,11 @@ def run_in_clean_threads(*computations: Callable[[], Result]) -> list[Result]:
     return [future.result() for future in futures]
 
 
-def asked() -> str:
-    """What FPRNN_KERNELS names.
+def requested_backend() -> str:
+    """Return the value of FPRNN_KERNELS: auto, plain or a backend.
 
     Raises:
-        BackendError: no such backend.
+        BackendError: If there is no such backend.
     """
     name = os.environ.get("FPRNN_KERNELS") or "auto"
     if name not in ("auto", "plain", *MODULES):
@@ -96,135 +97,154 @@ def asked() -> str:
     return name
 
 
-def _device_of(name):
-    """The kind of device on which a backend's kernels run."""
-    interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-    return "cpu" if name == "cpu" or interpreted else "cuda"
+def _get_device_type(backend):
+    """Return the type of device, "cpu" or "cuda", on which a backend's kernels run."""
+    is_interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    return "cpu" if backend == "cpu" or is_interpreted else "cuda"
 
 
-def _import(name, operation):
+def _import(backend, operation):
     """Return the module of a backend for an operation and "", or None and the reason."""
     try:
-        return importlib.import_module(f"lm.kernels.{MODULES[name][operation]}"), ""
-    except ModuleNotFoundError as missing:
-        return None, f"{missing.name or missing} is not installed"
-    except Exception as wrong:  # compiled for another torch, say
-        return None, f"it cannot be imported: {type(wrong).__name__}: {wrong}"
+        return importlib.import_module(f"lm.kernels.{MODULES[backend][operation]}"), ""
+    except ModuleNotFoundError as error:
+        return None, f"{error.name or error} is not installed"
+    except Exception as error:  # for example, the package was compiled for another torch
+        return None, f"it cannot be imported: {type(error).__name__}: {error}"
 
 
 @functools.cache
-def _load(name, operation):
-    """Return the module of a backend for an operation and "" if it works here, or None and the
-    reason."""
-    module, why = _import(name, operation)
+def _load(backend, operation):
+    """Import the module of a backend for an operation, and run its self-check.
+
+    Returns:
+        The module and "", or None and the reason why it cannot be used.
+    """
+    module, reason = _import(backend, operation)
     if module is None:
-        return None, why
-    works, why = module.usable()
-    if not works and not __name__.startswith("lm."):  # an export's own: nothing else says it
-        _warn_of_the_missing(why)
-    return (module, "") if works else (None, why)
+        return None, reason
+    works, reason = module.usable()
+    # A training run prints its backends at startup; the kernels bundled with an export do not.
+    if not works and not __name__.startswith("lm."):
+        _warn_once_about_failure(reason)
+    return (module, "") if works else (None, reason)
 
 
 @functools.cache
-def _warn_of_the_missing(why):
+def _warn_once_about_failure(reason):
     warnings.warn(
-        f"fprnn's kernels are not used, and the model is computed in plain PyTorch: {why}",
+        f"fprnn's kernels are not used, and the model is computed in plain PyTorch: {reason}",
         RuntimeWarning,
         stacklevel=2,
     )
 
 
 def _backends(operation, device_type, name):
-    """List the backends that may compute an operation on such a device, the named one first.
+    """List the backends that have an operation for a type of device, the preferred one first.
 
-    A named backend that has a layer's scan computes it, without another backend's fused form.
+    Args:
+        operation: One of OPERATIONS.
+        device_type: "cpu" or "cuda".
+        name: Value of FPRNN_KERNELS. If this backend has the scan of a fused operation, no other
+            backend's fused form is used.
     """
-    named = MODULES.get(name, {})
-    if operation not in named and FUSED.get(operation) in named:
+    operations_of_named = MODULES.get(name, {})
+    if operation not in operations_of_named and FUSED.get(operation) in operations_of_named:
         return []
-    may = [
+    candidates = [
         backend
         for backend, modules in MODULES.items()
         if operation in modules
         and name != "plain"
-        and _device_of(backend) == device_type
-        # Interpreted, Triton is for tests: only when asked for.
+        and _get_device_type(backend) == device_type
+        # Interpreted Triton is for tests: it is used only if FPRNN_KERNELS names it.
         and (backend == name or (device_type == "cpu") == (backend == "cpu"))
     ]
-    return sorted(may, key=lambda backend: backend != name)
+    return sorted(candidates, key=lambda backend: backend != name)
 
 
 def _load_on_gpu(device_type, operations):
-    """Call `_load` for the modules of a GPU's backends, side by side; its cache keeps the results.
+    """Fill the cache of `_load` for all modules of GPU backends, in parallel.
 
     A self-check compiles its kernels, and Triton's compiler releases the GIL for about 9 of 11 s.
-    Modules are imported one after the other, because packages may import each other in circles. The
-    first one is also checked before the others, because that initializes CUDA and Triton. A module
-    with several operations is checked in one thread, because Triton's autotuner is not thread-safe.
+    Modules are imported one after the other, because packages may have circular imports. The first
+    module is also checked before the others, because its check initializes CUDA and Triton. A
+    module with several operations is checked in one thread, because Triton's autotuner is not
+    thread-safe.
     """
-    name = asked()
-    loads: dict[str, tuple[str, str]] = {}  # module → one (backend, operation) that it has
+    name = requested_backend()
+    loads: dict[str, tuple[str, str]] = {}  # module → arguments of `_load`
     for operation in operations:
         for backend in _backends(operation, device_type, name):
-            if _device_of(backend) == "cuda" and _import(backend, operation)[0] is not None:
+            if _get_device_type(backend) == "cuda" and _import(backend, operation)[0] is not None:
                 loads.setdefault(MODULES[backend][operation], (backend, operation))
-    first, others = list(loads.values())[:1], list(loads.values())[1:]
-    for load in first:
-        _load(*load)
-    if others:
-        run_in_clean_threads(*(functools.partial(_load, *load) for load in others))
+    pairs = list(loads.values())
+    for pair in pairs[:1]:
+        _load(*pair)
+    if len(pairs) > 1:
+        run_in_clean_threads(*(functools.partial(_load, *pair) for pair in pairs[1:]))
 
 
 @functools.cache
 def _candidates(operation, device_type, name):
-    """The backends that compute an operation on such a device, [(backend, module)].
+    """List the working backends of an operation as (backend, module), the preferred one first.
 
     Raises:
-        BackendError: the one asked for by name cannot.
+        BackendError: If the backend named by FPRNN_KERNELS cannot run.
     """
     if operation in MODULES.get(name, ()):
-        module, why = _load(name, operation)
+        module, reason = _load(name, operation)
         if module is None:
             raise BackendError(
-                f"FPRNN_KERNELS is `{name}`, which cannot compute {operation} here: {why}"
+                f"FPRNN_KERNELS is `{name}`, which cannot compute {operation} here: {reason}"
             )
-    found = [(b, _load(b, operation)[0]) for b in _backends(operation, device_type, name)]
-    return [(backend, module) for backend, module in found if module is not None]
+    loaded = [(b, _load(b, operation)[0]) for b in _backends(operation, device_type, name)]
+    return [(backend, module) for backend, module in loaded if module is not None]
 
 
 @functools.cache
 def _find(operation, device_type, dtype, name):
-    """The modules that can compute an operation, the one to be used first."""
+    """Return the modules that can compute an operation, the preferred one first."""
     return tuple(
         module
         for backend, module in _candidates(operation, device_type, name)
-        if not (dtype == torch.float64 and backend in NO_DOUBLE)
+        if not (dtype == torch.float64 and backend in BACKENDS_WITHOUT_FP64)
     )
 
 
 def find(operation: str, like: torch.Tensor) -> ModuleType | None:
-    """The module to compute an operation with, None for plain PyTorch.
+    """Return the module that computes an operation, or None for plain PyTorch.
 
     Args:
-        operation: one of OPERATIONS. like: a tensor of the device and dtype it is computed in.
+        operation: One of OPERATIONS.
+        like: Tensor with the device and the dtype of the computation.
+
     Raises:
-        BackendError: FPRNN_KERNELS names what is not there.
+        BackendError: If FPRNN_KERNELS names a backend that is unknown or cannot run.
     """
-    found = _find(operation, like.device.type, like.dtype, asked())
-    return found[0] if found else None
+    modules = _find(operation, like.device.type, like.dtype, requested_backend())
+    return modules[0] if modules else None
 
 
 def compute(operation: str, function: str, like: torch.Tensor, *args: Any) -> Any:
-    """What a function of the first backend that can compute it returns, None where plain PyTorch
-    must. Where that is because of the arguments, a warning says so once.
+    """Call a function of the first backend that supports the arguments.
+
+    If backends exist but none supports the arguments, a warning is issued once.
 
     Args:
-        operation, like: as in `find`. function: a name in its module. args: what it is called with.
+        operation: One of OPERATIONS.
+        function: Name of a function in the operation's modules.
+        like: Tensor with the device and the dtype of the computation.
+        args: Arguments of the function.
+
+    Returns:
+        The function's result, or None if plain PyTorch must compute it.
+
     Raises:
-        BackendError: FPRNN_KERNELS names what is not there.
+        BackendError: If FPRNN_KERNELS names a backend that is unknown or cannot run.
     """
     reasons = []
-    for module in _find(operation, like.device.type, like.dtype, asked()):
+    for module in _find(operation, like.device.type, like.dtype, requested_backend()):
         try:
             return getattr(module, function)(*args)
         except Unsupported as unsupported:
@@ -243,58 +263,64 @@ def _warn(function, reasons):
     )
 
 
-def choice(
+def choose_backends(
     device_type: str = "cpu", operations: Sequence[str] = OPERATIONS
 ) -> dict[str, tuple[str, ...]]:
     """Return the backends that compute each operation on a device, the preferred one first.
 
     Args:
         device_type: "cpu" or "cuda".
-        operations: The operations to look at. Others are neither compiled nor checked.
+        operations: Operations to include. Others are neither compiled nor checked.
 
     Raises:
-        BackendError: FPRNN_KERNELS names what cannot run here.
+        BackendError: If FPRNN_KERNELS names a backend that cannot run here.
     """
     _load_on_gpu(device_type, operations)
     return {
-        operation: tuple(backend for backend, _ in _candidates(operation, device_type, asked()))
+        operation: tuple(
+            backend for backend, _ in _candidates(operation, device_type, requested_backend())
+        )
         for operation in operations
     }
 
 
-def available(device_type: str = "cpu", operations: Sequence[str] = OPERATIONS) -> str:
-    """Describe which backends compute the operations on a device, and why others cannot.
+def describe_backends(device_type: str = "cpu", operations: Sequence[str] = OPERATIONS) -> str:
+    """Describe the backends of each operation on a device, and the reasons why others cannot run.
 
     Args:
-        device_type, operations: As in `choice`.
+        device_type: "cpu" or "cuda".
+        operations: Operations to include. Others are neither compiled nor checked.
 
     Raises:
-        BackendError: FPRNN_KERNELS names what can compute nothing here.
+        BackendError: If FPRNN_KERNELS names a backend that can compute none of the operations.
     """
-    name = asked()
+    name = requested_backend()
     parts: list[str] = []
-    missing: dict[str, dict[str, list[str]]] = {}  # backend → why → operations
+    failures: dict[str, dict[str, list[str]]] = {}  # backend → reason → operations
     if name == "plain":
         return "plain PyTorch (FPRNN_KERNELS is plain)"
     _load_on_gpu(device_type, operations)
     for operation in operations:
-        may = _backends(operation, device_type, name)
-        tried = dict.fromkeys([*may, name] if operation in MODULES.get(name, ()) else may)
-        whys = {backend: _load(backend, operation)[1] for backend in tried}
-        works = [backend for backend in may if not whys[backend]]
-        parts += [f"{operation} {' or '.join(works)}"] if works else []
-        for backend, why in whys.items():
-            if why:
-                missing.setdefault(backend, {}).setdefault(why, []).append(operation)
-    sentences = []
-    for backend, whys in missing.items():
+        candidates = _backends(operation, device_type, name)
+        is_named = operation in MODULES.get(name, ())
+        checked = dict.fromkeys([*candidates, name] if is_named else candidates)
+        reasons = {backend: _load(backend, operation)[1] for backend in checked}
+        working = [backend for backend in candidates if not reasons[backend]]
+        parts += [f"{operation} {' or '.join(working)}"] if working else []
+        for backend, reason in reasons.items():
+            if reason:
+                failures.setdefault(backend, {}).setdefault(reason, []).append(operation)
+    notes = []
+    for backend, operations_by_reason in failures.items():
         count = len(set(MODULES[backend]) & set(operations))
-        only = len(whys) == 1 and len(*whys.values()) == count
-        sentences += [
-            f"{backend}: {why}" if only else f"{backend} for {' and '.join(lacking)}: {why}"
-            for why, lacking in whys.items()
-        ]
-        if backend == name and sum(map(len, whys.values())) == count:
-            raise BackendError(f"FPRNN_KERNELS names what cannot be used: {'; '.join(sentences)}")
-    words = ", ".join(parts) or "plain PyTorch"
-    return f"{words} ({'; '.join(sentences)})" if sentences else words
+        failed_count = sum(map(len, operations_by_reason.values()))
+        is_one_reason_for_all = len(operations_by_reason) == 1 and failed_count == count
+        for reason, failed in operations_by_reason.items():
+            suffix = "" if is_one_reason_for_all else f" for {' and '.join(failed)}"
+            notes.append(f"{backend}{suffix}: {reason}")
+        if backend == name and failed_count == count:
+            raise BackendError(
+                f"FPRNN_KERNELS names a backend that cannot be used: {'; '.join(notes)}"
+            )
+    text = ", ".join(parts) or "plain PyTorch"
+    return f"{text} ({'; '.join(notes)})" if notes else text

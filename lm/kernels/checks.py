@@ -1,4 +1,4 @@
-"""Self-checks of the kernels: small problems, and the loops in plain PyTorch that solve them.
+"""Self-checks of the kernels: small problems, with loops in plain PyTorch as references.
 
 Shape suffixes: b batch, l length, d channels, n states, r reflections.
 """
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lm.kernels import run_in_clean_threads
-from lm.kernels.cell import Layout, Options
+from lm.kernels.cell_arguments import CellArguments, Layout, Options
 
 FAILED = 1  # as in lm/model/solver.py
-SCALE_BEYOND_PICARD = 30.0  # of an equation that `roots_deviation` has solved as well
+PICARD_FAILS_SCALE = 30.0  # factor of an equation for which Picard's iteration does not converge
 
 
 def find_fault(self_check: Callable[[], float], device: str, kernels: str) -> str:
@@ -23,10 +23,10 @@ def find_fault(self_check: Callable[[], float], device: str, kernels: str) -> st
     Args:
         self_check: Solves a small problem on torch's default device, and returns a `deviation`.
         device: The default device to set.
-        kernels: Their name in the sentence.
+        kernels: Name of the kernels in the sentence.
 
     Returns:
-        A sentence that says what is wrong with the kernels, empty if they are right.
+        A sentence with the fault of the kernels, or "" if they are right.
     """
 
     def check():
@@ -35,7 +35,7 @@ def find_fault(self_check: Callable[[], float], device: str, kernels: str) -> st
 
     try:
         (error,) = run_in_clean_threads(check)
-    except Exception as wrong:  # whatever Triton, its compiler or the driver raise
+    except Exception as wrong:  # Triton, its compiler and the driver raise many types
         return f"{kernels} fail: {type(wrong).__name__}: {str(wrong)[-500:]}"
     if not error < 1:
         return f"{kernels} compute something else than plain PyTorch: {error:.1e} × allowed"
@@ -43,13 +43,21 @@ def find_fault(self_check: Callable[[], float], device: str, kernels: str) -> st
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Return whether a gradient by any of the tensors is wanted."""
+    """Return whether autograd needs a gradient of any of the tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def deviation(ours: Sequence[Tensor], theirs: Sequence[Tensor], allowed: float) -> float:
-    """Return the largest difference between two lists of tensors, relative to each tensor's largest
-    entry, as a multiple of the allowed one; NaN if there is a NaN."""
+    """Return the largest difference between two lists of tensors, in units of the allowed one.
+
+    Args:
+        ours: Tensors of the kernels.
+        theirs: Tensors of the reference.
+        allowed: Allowed difference, relative to the largest entry of each tensor.
+
+    Returns:
+        The deviation: above 1 if the difference is not allowed, NaN if a tensor contains NaN.
+    """
     pairs = [(a.detach().double(), b.detach().double()) for a, b in zip(ours, theirs)]
     errors = [(a - b).abs().max() / b.abs().max().clamp_min(1e-3) for a, b in pairs]
     return torch.stack(errors).max().item() / allowed
@@ -65,10 +73,10 @@ def gradient_deviation(
     """Return the `deviation` between two functions of the same tensors, gradients included.
 
     Args:
-        ours: Function of the tensors that returns several.
-        theirs: The function it is compared with.
+        ours: Kernel, a function of the tensors that returns several tensors.
+        theirs: Reference with the same arguments and results.
         tensors: Arguments of both.
-        loss: Function of what they return; its gradients by the tensors are compared.
+        loss: Function of the results; its gradients by the arguments are compared.
         allowed: See `deviation`.
     """
 
@@ -83,7 +91,7 @@ def gradient_deviation(
 def loop_over_time(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h0: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute Mamba-1's selective scan token by token; the arguments of `selective_scan`."""
+    """Compute Mamba-1's selective scan token by token, with the arguments of `selective_scan`."""
     h = x.new_zeros(len(x), *A.shape) if h0 is None else h0
     ys = []
     for t in range(x.shape[1]):
@@ -106,12 +114,12 @@ def scan_deviation(scan: Callable[..., Any], dtype: torch.dtype = torch.float32)
 
 
 def cell_deviation(cell: Callable[..., Any], dtype: torch.dtype) -> float:
-    """Return the `deviation` of an exact token from its equation iterated, gradients included.
+    """Return the `deviation` of an exact solve from an iteration, gradients included.
 
     Args:
-        cell: Function with the arguments of `lm.kernels.cpu.cell.cell`. It solves an FP-Mamba-1
+        cell: Function with the arguments of `lm.kernels.cpu.cpu_cell.cell`. It solves an FP-Mamba-1
             layer with one reflection.
-        dtype: Of the tensors.
+        dtype: Dtype of the tensors.
     """
     b, length, d, n = 2, 3, 19, 3
     layout = Layout(0, d, d + 1, d + 1 + n)
@@ -133,9 +141,9 @@ def cell_deviation(cell: Callable[..., Any], dtype: torch.dtype) -> float:
         wave(d) / 4,
     )
 
-    def ours(raw, weight_y, x, dt, A, gate, *ends):
-        found = cell(layout, options, raw, weight_y, x, dt, A, None, gate, *ends, None, None, None)
-        return found[:1]
+    def ours(raw, weight_y, x, dt, A, gate, D, norm_weight, norm_bias):
+        tensors = raw, weight_y, x, dt, A, None, gate, D, norm_weight, norm_bias, None, None
+        return cell(CellArguments(layout, options, *tensors))[:1]
 
     def loss(y):
         return y.square().sum()
@@ -144,6 +152,7 @@ def cell_deviation(cell: Callable[..., Any], dtype: torch.dtype) -> float:
 
 
 def _iterate_tokens(raw, weight_y, x, dt, A, gate, D, weight, bias):
+    """Solve the problem of `cell_deviation` by iterating each token's equation."""
     (b, length, d), n = x.shape, A.shape[1]
     y, h, ys = x.new_zeros(b, d), x.new_zeros(b, d, n), []
     normalize, layer_norm = torch.nn.functional.normalize, torch.nn.functional.layer_norm
@@ -165,8 +174,15 @@ def _iterate_tokens(raw, weight_y, x, dt, A, gate, D, weight, bias):
 
 
 def roots_deviation(search: Callable[..., Any], dtype: torch.dtype) -> float:
-    """Return the largest |φ(s) − s| of the roots that a `find_roots` finds, relative, as a multiple
-    of the allowed one; infinite where it finds none."""
+    """Return the largest relative |φ(s) − s| of the solutions s, in units of the allowed one.
+
+    Args:
+        search: Function with the arguments of `lm.kernels.cpu.roots.find_roots`.
+        dtype: Dtype of the equations.
+
+    Returns:
+        The deviation; infinity if the search fails for an equation.
+    """
     errors = []
     for r in (1, 3, 5):
         steps = torch.arange(4 * r * r + 2, dtype=torch.float64)
@@ -174,8 +190,8 @@ def roots_deviation(search: Callable[..., Any], dtype: torch.dtype) -> float:
         beta = steps[: 4 * r * r].cos().view(4, r, r) / 4
         gamma2 = beta @ beta.mT + torch.eye(r, dtype=torch.float64)
         gamma0 = gamma1.square().sum(-1) + 1
-        alpha[3] *= SCALE_BEYOND_PICARD
-        beta[3] *= SCALE_BEYOND_PICARD
+        alpha[3] *= PICARD_FAILS_SCALE
+        beta[3] *= PICARD_FAILS_SCALE
         s, outcome = search(
             *(t.to(dtype) for t in (alpha, beta, delta, gamma0, gamma1, gamma2)), 1e-5
         )
@@ -184,6 +200,6 @@ def roots_deviation(search: Callable[..., Any], dtype: torch.dtype) -> float:
         square = gamma0 + ((gamma1 + slant) * s).sum(-1)
         numerator = alpha + (beta @ s_column).squeeze(-1)
         phi = numerator * square.rsqrt().unsqueeze(-1) + delta
-        off = (phi - s).abs() / (1 + phi.abs())
-        errors.append(torch.where((outcome != FAILED).unsqueeze(-1), off, torch.inf).max())
+        error = (phi - s).abs() / (1 + phi.abs())
+        errors.append(torch.where((outcome != FAILED).unsqueeze(-1), error, torch.inf).max())
     return torch.stack(errors).max().item() / 1e-4

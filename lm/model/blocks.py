@@ -195,25 +195,25 @@ class FPMamba(FixedPointBlock):
         A, D, weight, bias = (None if t is None else t.to(x.dtype) for t in weights)
         gate = F.silu(inputs.z.to(x.dtype)) if self.gate_in_loop else None
         y, h = (seqs.get_state(name) for name in ("y", "h"))
-        arguments: tuple[Any, ...] = (
-            raw,
-            inputs.projections.weight_y.to(raw.dtype),
-            x,
-            dt,
-            A,
-            keep,
-            gate,
-            D,
-            weight,
-            bias,
-            None if y is None else y.to(x.dtype),
-            h,
-            seqs.adjoint_norm,
-        )
-        readout = inputs.projections.readout(x.dtype)
-        if readout is not None:  # not every backend has this argument
-            arguments = (*arguments, readout)
-        return faster("cell", "cell", x, layout, options, *arguments)
+        arguments = {
+            "layout": layout,
+            "options": options,
+            "raw": raw,
+            "weight_y": inputs.projections.weight_y.to(raw.dtype),
+            "x": x,
+            "dt": dt,
+            "A": A,
+            "keep": keep,
+            "gate": gate,
+            "D": D,
+            "norm_weight": weight,
+            "norm_bias": bias,
+            "y0": None if y is None else y.to(x.dtype),
+            "h0": h,
+            "adjoint": seqs.adjoint_norm,
+            "readout": inputs.projections.readout(x.dtype),
+        }
+        return faster("cell", "cell", x, arguments)
 
 
 class FPMamba1(FPMamba):
@@ -430,10 +430,21 @@ class FPRNN(FixedPointBlock):
         layout = start, start + reflections[0] * x.shape[-1], 0, 0
         state = (inputs.seqs.get_state(name) for name in ("y", "h"))
         y, h = (None if t is None else t.to(x.dtype) for t in state)
-        weight_y = inputs.projections.weight_y.to(raw.dtype)
         decay, complement, _, keep = inputs.recurrence
-        arguments = raw, weight_y, x, decay, complement, keep, y, h, inputs.seqs.adjoint_norm
-        return faster("cell", "cell_rnn", x, layout, options, *arguments)
+        arguments = {
+            "layout": layout,
+            "options": options,
+            "raw": raw,
+            "weight_y": inputs.projections.weight_y.to(raw.dtype),
+            "x": x,
+            "decay": decay,
+            "fresh": complement,
+            "keep": keep,
+            "y0": y,
+            "h0": h,
+            "adjoint": inputs.seqs.adjoint_norm,
+        }
+        return faster("cell", "cell_rnn", x, arguments)
 
     def _conv_state(self, inputs, y):
         if inputs.conv_tail is None:

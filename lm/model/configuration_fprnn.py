@@ -51,8 +51,8 @@ def resolve_mixer_bounds(
 
 
 # Gate biases of the mixers of full rank, which start near the identity: with open gates an
-# untrained layer amplifies rounding from token to token (docs/model.md, "Where a token has several
-# solutions").
+# untrained layer amplifies rounding from token to token (docs/model.md, "Where a token has
+# several solutions").
 NEAR_IDENTITY = {"kronecker": -3.0, "monarch": -3.0, "mixture": -3.0}
 
 

@@ -1,10 +1,8 @@
-"""The small layers that blocks and mixers are made of, and what a linear one does as a matrix.
+"""Small layers that blocks and mixers use, and the joined linear projections of a block.
 
-Whatever holds parameters is called as a module, never read from outside: only so do adapters,
-quantisation and offloading, which replace a module or hook into its call, act.
-
-The projections of x and of sh(y) that a token is made from are side by side: one product serves
-them all.
+Modules that hold parameters are called, and their parameters never read from outside. Adapters,
+quantisation and offloading replace a module or hook into its call, and would have no effect
+otherwise.
 
 Shape suffixes: b batch, l length, d channels (d_inner), m columns.
 """
@@ -22,9 +20,12 @@ from .scan import causal_conv, faster
 from .state import cached
 
 
-class _WeightOf(torch.Tensor):
-    """What `WNLinear.weight` reads as: W, whose `.data` can be assigned, as adapters that merge
-    themselves do (`layer.weight.data += …`). Its other changes in place would be lost: errors."""
+class _ComputedWeight(torch.Tensor):
+    """Result of reading `WNLinear.weight`: W, computed from direction and gain.
+
+    Its `.data` can be assigned, because adapters merge themselves that way (`layer.weight.data +=
+    …`). Other changes in place would be lost, and raise an error.
+    """
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
@@ -39,7 +40,7 @@ class _WeightOf(torch.Tensor):
 
     @property
     def data(self):
-        return self.detach().as_subclass(_WeightOf)
+        return self.detach().as_subclass(_ComputedWeight)
 
     @data.setter
     def data(self, value):
@@ -47,11 +48,13 @@ class _WeightOf(torch.Tensor):
 
 
 class WNLinear(NonDynamicallyQuantizableLinear):
-    """A linear layer with weight normalisation per output row: W = gain · direction / ‖direction‖
-    (Salimans & Kingma 2016). `direction`: (out,in), `gain`: (out,1), `bias`: (out,) or None.
+    """Linear layer with weight normalisation per output row: W = gain · direction / ‖direction‖.
 
-    `weight` is W: reading computes it, writing splits it into gain and direction. Quantisers leave
-    the layer as it is (the base class is torch's word for that).
+    `direction` is (out,in), `gain` (out,1), `bias` (out,) or None. Reading `weight` computes W;
+    assigning it splits a matrix into gain and direction. The base class keeps quantisers from
+    replacing the layer.
+
+    Source: Salimans & Kingma 2016.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
@@ -62,13 +65,13 @@ class WNLinear(NonDynamicallyQuantizableLinear):
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
 
     def matrix(self) -> torch.Tensor:
-        """W, (out,in)."""
+        """Return W, (out,in)."""
         norm = torch.linalg.vector_norm(self.direction, dim=1, keepdim=True)
         return self.gain * (self.direction / norm.clamp_min(torch.finfo(norm.dtype).tiny))
 
     @property
     def weight(self) -> torch.Tensor:
-        weight = self.matrix().as_subclass(_WeightOf)
+        weight = self.matrix().as_subclass(_ComputedWeight)
         weight.layer = self
         return weight
 
@@ -79,40 +82,43 @@ class WNLinear(NonDynamicallyQuantizableLinear):
             self.gain.copy_(torch.linalg.vector_norm(self.direction, dim=1, keepdim=True))
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A Parameter would be registered, past the property.
+        # nn.Module would register a Parameter, and the setter above would not be called.
         super().__setattr__(name, value.data if name == "weight" else value)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.matrix(), self.bias)
 
 
-# What the unit vectors are multiplied by: beside the bias, W must keep its digits in bf16. A power
-# of two, so that nothing else is rounded.
+# Factor on the unit vectors with which `affine_map` measures a layer: W · PROBE + bias must keep
+# the digits of W in bf16. A power of two, so that the factor itself causes no rounding.
 PROBE = 1024.0
 
 
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """A context without autocast on x's device."""
+    """Return a context in which autocast is off on x's device."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.autocast(x.device.type, enabled=False)
     return contextlib.nullcontext()
 
 
 def product_dtype(weight: torch.Tensor) -> torch.dtype:
-    """The dtype in which a linear layer of such a weight multiplies now."""
+    """Return the dtype in which a linear layer with this weight multiplies now."""
     device = weight.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
 def on_cpu(x: torch.Tensor) -> bool:
+    """Return whether a tensor is on the CPU."""
     return x.device.type == "cpu"
 
 
 def linear_by_eights(
     x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """F.linear; on a GPU with as many rows of zeros as make their number a multiple of 8, which
-    tensor cores need to be fast."""
+    """Apply F.linear, on a GPU with rows of zeros up to a multiple of 8.
+
+    Tensor cores are only fast with such a number of rows.
+    """
     rows = len(matrix)
     missing = -rows % 8
     if on_cpu(x) or not missing:
@@ -129,14 +135,14 @@ def is_hooked(layer: nn.Module) -> bool:
 
 
 def affine_map(linear: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The matrix (out,in) and bias ((out,) or None) by which a linear layer acts.
+    """Return the matrix (out,in) and the bias, (out,) or None, of a linear layer.
 
-    A layer that is something else than its own parameters (wrapped by an adapter, quantised,
-    offloaded by a hook) is asked what it does to the unit vectors and to zero.
+    A layer that was wrapped by an adapter, quantised or hooked is applied to the unit vectors and
+    to zero, because its parameters alone do not define its output.
 
     Args:
-        linear: nn.Linear, WNLinear, or what has taken its place. like: a tensor of the dtype and on
-        the device to compute with.
+        linear: nn.Linear, WNLinear, or a layer that replaces one.
+        like: A tensor with the dtype and device of the computation.
     """
     if type(linear) in (nn.Linear, WNLinear) and not is_hooked(linear):
         matrix = linear.matrix() if isinstance(linear, WNLinear) else linear.weight
@@ -147,8 +153,12 @@ def affine_map(linear: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 class Orthogonal(nn.Module):
-    """An orthogonal matrix: Q = base · exp(X − Xᵀ), X the lower triangle of `weight` (d,d); the
-    matrix-exponential map with trivialisation (Lezcano-Casado 2019) that torch also uses."""
+    """Orthogonal matrix Q = base · exp(X − Xᵀ), where X is the lower triangle of `weight` (d,d).
+
+    This is the matrix exponential with trivialisation that torch also uses.
+
+    Source: Lezcano-Casado 2019.
+    """
 
     def __init__(self, d: int) -> None:
         super().__init__()
@@ -156,31 +166,34 @@ class Orthogonal(nn.Module):
         self.register_buffer("base", torch.empty(d, d))
 
     def forward(self) -> torch.Tensor:
-        """Q, (d,d)."""
+        """Return Q, (d,d)."""
         X = self.weight.tril()
         wide = torch.promote_types(X.dtype, torch.float32)
         return self.base @ torch.matrix_exp((X - X.T).to(wide)).to(self.base.dtype)
 
 
 def parameters_of(modules: list[nn.Module], known: tuple[type, ...]) -> list[torch.Tensor] | None:
-    """Every parameter and buffer of modules, if what they do depends on these alone; else None.
+    """Return all parameters and buffers of modules, or None if their output depends on more.
 
     Args:
-        known: the classes that they may have besides linear layers and Orthogonal.
+        modules: The modules.
+        known: Classes of submodules that are allowed besides linear layers and Orthogonal.
     """
-    found = []
+    tensors = []
     for part in (part for module in modules for part in module.modules()):
-        plain = type(part) in (nn.Linear, WNLinear, Orthogonal) and not is_hooked(part)
-        if not plain and not isinstance(part, known):
+        is_plain = type(part) in (nn.Linear, WNLinear, Orthogonal) and not is_hooked(part)
+        if not is_plain and not isinstance(part, known):
             return None
-        found += part._parameters.values()
-        found += part._buffers.values()
-    return [t for t in found if t is not None]
+        tensors += part._parameters.values()
+        tensors += part._buffers.values()
+    return [t for t in tensors if t is not None]
 
 
 class StepSize(nn.Linear):
-    """The map of the low-rank δ to the width of Δ, before the softplus: product in x's dtype, bias
-    added in fp32 or wider, which softplus needs."""
+    """Linear map from the low-rank δ to Δ before its softplus.
+
+    It multiplies in x's dtype and adds the bias in fp32 or wider, which softplus needs.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -188,7 +201,13 @@ class StepSize(nn.Linear):
 
 
 class ShortConv(nn.Conv1d):
-    """silu(depthwise causal convolution), within documents. d: channels, k: width."""
+    """Depthwise causal convolution within documents, followed by silu.
+
+    Args:
+        d: Number of channels.
+        k: Width of the convolution.
+        bias: Whether it has a bias.
+    """
 
     def __init__(self, d: int, k: int, bias: bool = True) -> None:
         super().__init__(d, d, k, groups=d, padding=k - 1, bias=bias)
@@ -199,14 +218,14 @@ class ShortConv(nn.Conv1d):
         segments: torch.Tensor | None = None,
         before: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """x: (b,l,d) → (b,l,d). segments, before: see `causal_conv`."""
+        """Return the convolution of x (b,l,d). segments, before: as for `causal_conv`."""
         args = x, self.weight, self.bias, segments, before
-        found = faster("short_conv", "short_conv", x, *args)
-        return F.silu(causal_conv(*args)) if found is None else found
+        y = faster("short_conv", "short_conv", x, *args)
+        return F.silu(causal_conv(*args)) if y is None else y
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) · weight, computed in fp32 or wider, returned in the weight's dtype."""
+    """RMS norm: x / rms(x) · weight, computed in fp32 or wider, returned in the weight's dtype."""
 
     def __init__(self, d: int, eps: float) -> None:
         super().__init__()
@@ -220,7 +239,7 @@ class RMSNorm(nn.Module):
 
 
 class GroupNorm(nn.GroupNorm):
-    """Every token's groups of channels normalised, (b,l,d) → (b,l,d), in fp32 or wider."""
+    """Group norm of each token's channels, (b,l,d) → (b,l,d), in fp32 or wider."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -230,14 +249,15 @@ class GroupNorm(nn.GroupNorm):
 
 
 class Centroids(nn.Module):
-    """Learned vectors of which the nearest is read, softly, in the place of the state y before a
-    token:
+    """Learned vectors c_i. Projections read their weighted mean r(y) instead of the state y:
 
         r(y) = Σ_i α_i c_i,    α = softmax_i(β (y · c_i − ‖c_i‖² / 2) / d),
 
-    and zero where there is no token before. A state near c_i is pulled to c_i, so small errors do
-    not add up. This is the state-regularised RNN (Wang & Niepert 2019, arXiv 1901.08817) with α of
-    the squared distance. β is learned.
+    and r = 0 at the first token of a document. A state near c_i is pulled to c_i, so small errors
+    do not add up. β is learned.
+
+    Source: state-regularised RNN (Wang & Niepert 2019, arXiv 1901.08817), here with α from the
+    squared distance.
     """
 
     def __init__(self, k: int, d: int) -> None:
@@ -246,8 +266,10 @@ class Centroids(nn.Module):
         self.log_sharpness = nn.Parameter(torch.empty(1))  # log β
 
     def maps(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return keys (k,d), key_bias (k,) and values (k,d) in `dtype`:
-        r(y) = softmax(keys y + key_bias) values."""
+        """Return keys (k,d), key_bias (k,) and values (k,d) in `dtype`.
+
+        They define r(y) = softmax(keys y + key_bias) values.
+        """
         c = self.vectors.to(dtype)
         scale = self.log_sharpness.to(dtype).exp() / c.shape[-1]
         return scale * c, -scale * c.square().sum(-1) / 2, c
@@ -258,19 +280,19 @@ class Centroids(nn.Module):
         """Read states through the centroids, in fp32 or wider.
 
         Args:
-            y: (…,d), the state before each token; zero where there is no token before. None: return
-                `maps(dtype)` for a kernel. (A call of the module, because adapters and offloading
-                act on nothing else.)
-            noise: (…,d), added to the states before they are read, or None.
-            dtype: of the maps.
+            y: State before each token, (…,d); zero at the first token of a document. If it is None,
+                the call returns `maps(dtype)` for a kernel: adapters and offloading only affect
+                calls of the module.
+            noise: Noise that is added to the states before they are read, (…,d), or None.
+            dtype: Dtype of the maps.
 
         Returns:
-            (…,d) in y's dtype.
+            r(y), (…,d), in y's dtype.
         """
         if y is None:
             return self.maps(dtype)
-        # A norm makes y in every block that has centroids, so y is exactly zero only where there is
-        # no token before. Zero must not be a centroid: it would capture states that lie between all
+        # In every block with centroids y is the output of a norm, so it is exactly zero only at the
+        # first token. Zero must not act as a centroid: it would attract states that lie between the
         # others.
         has_token_before = y.detach().ne(0).any(-1, keepdim=True)
         wide = torch.promote_types(y.dtype, torch.float32)
@@ -282,63 +304,66 @@ class Centroids(nn.Module):
 
 
 class Projection(NamedTuple):
-    """One linear map of what a block reads."""
+    """One linear projection of a block's inputs x and sh(y)."""
 
     name: str
-    from_x: torch.Tensor  # (b,l,m) what x gives, bias included
-    of_y: torch.Tensor | None  # (m,d) the matrix that sh(y) is multiplied by; None: it is not read
+    from_x: torch.Tensor  # (b,l,m), part that x contributes, including the bias
+    of_y: torch.Tensor | None  # (m,d), matrix that multiplies sh(y); None if sh(y) is not read
 
 
 class Projections(NamedTuple):
-    """All projections of a solve, side by side; those that read sh(y) come first."""
+    """All projections of a solve in one tensor; those that read sh(y) come first.
 
-    raw: torch.Tensor  # (b,l,m) the x part of all
-    columns: dict[str, slice]  # where each lies in raw
-    weight_y: torch.Tensor  # (k,d) what the first k columns of raw get from sh(y)
-    centroids: Centroids | None = None  # through which sh(y) is read
-    noise: torch.Tensor | None = None  # (b,l,d) added to sh(y) before that
+    They are joined so that one matrix product computes all of them.
+    """
+
+    raw: torch.Tensor  # (b,l,m), part that x contributes to all projections
+    columns: dict[str, slice]  # name → its columns of raw
+    weight_y: torch.Tensor  # (k,d), matrix by which sh(y) contributes to the first k columns
+    centroids: Centroids | None = None  # applied to sh(y) first
+    noise: torch.Tensor | None = None  # (b,l,d), added to sh(y) before the centroids
 
     def rows(self, y_before: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Each projection by name, (b,l,·), in raw's dtype. y_before: (b,l,d) sh(y)."""
+        """Return each projection by name, (b,l,·), in raw's dtype. y_before: sh(y), (b,l,d)."""
         k = len(self.weight_y)
-        reading = [name for name, at in self.columns.items() if at.start < k]
-        rows = {name: self.raw[..., at] for name, at in self.columns.items() if at.start >= k}
-        if reading:
-            wide = [self.columns[name].stop - self.columns[name].start for name in reading]
-            rows.update(zip(reading, self._read(y_before).split(wide, -1)))
+        y_names = [name for name, part in self.columns.items() if part.start < k]
+        rows = {name: self.raw[..., part] for name, part in self.columns.items() if part.start >= k}
+        if y_names:
+            widths = [self.columns[name].stop - self.columns[name].start for name in y_names]
+            rows.update(zip(y_names, self._read(y_before).split(widths, -1)))
         return rows
 
     def _read(self, y_before):
-        """Those columns of raw that read sh(y), with what it gives them."""
+        """Return the first k columns of raw plus the contribution of sh(y)."""
         raw, weight = self.raw[..., : len(self.weight_y)], self.weight_y
         if self.centroids is not None:
             y_before = self.centroids(y_before, self.noise)
         y_before = y_before.to(weight.dtype)
-        of_one_dtype = raw.dtype == weight.dtype == product_dtype(weight)
-        if on_cpu(raw) or not of_one_dtype:
+        has_one_dtype = raw.dtype == weight.dtype == product_dtype(weight)
+        if on_cpu(raw) or not has_one_dtype:
             return raw + F.linear(y_before, weight).to(raw.dtype)
-        found = torch.addmm(raw.flatten(0, 1), y_before.flatten(0, 1), weight.t())
-        return found.unflatten(0, raw.shape[:2])
+        columns = torch.addmm(raw.flatten(0, 1), y_before.flatten(0, 1), weight.t())
+        return columns.unflatten(0, raw.shape[:2])
 
     def moved(self, noise: torch.Tensor | None) -> "Projections":
-        """As if `noise` (b,l,d) were added to sh(y) wherever it is read; None: none."""
+        """Return the projections with `noise` (b,l,d) added to sh(y); None adds nothing."""
         k = self.weight_y.shape[0]
         if noise is None or not k:
             return self
         if self.centroids is not None:
             return self._replace(noise=noise)
-        read = F.linear(noise.to(self.weight_y.dtype), self.weight_y).to(self.raw.dtype)
-        return self._replace(raw=self.raw + F.pad(read, (0, self.raw.shape[-1] - k)))
+        shift = F.linear(noise.to(self.weight_y.dtype), self.weight_y).to(self.raw.dtype)
+        return self._replace(raw=self.raw + F.pad(shift, (0, self.raw.shape[-1] - k)))
 
     def readout(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...] | None:
-        """What lm.kernels.cell calls a Readout; None without centroids."""
+        """Return the tensors of a Readout (lm/kernels/cell_arguments.py), or None."""
         if self.centroids is None:
             return None
         noise = None if self.noise is None else self.noise.to(dtype)
         return *self.centroids(None, None, dtype), noise
 
     def cut(self, start: int, end: int) -> "Projections":
-        """Of the tokens start ≤ t < end."""
+        """Return the projections of the tokens start ≤ t < end."""
         noise = None if self.noise is None else self.noise[:, start:end]
         return self._replace(raw=self.raw[:, start:end], noise=noise)
 
@@ -346,16 +371,18 @@ class Projections(NamedTuple):
 def side_by_side(
     projections: Iterable[Projection], width: int, dtype: torch.dtype, kept: Any = None
 ) -> Projections:
-    """Projections, made of a list of Projection.
+    """Join projections into one Projections.
 
     Args:
-        width: d. dtype: of raw.
-        kept: a state.WeightCache for the joined maps, or None.
+        projections: The projections, in any order.
+        width: Number of channels d.
+        dtype: Dtype of raw.
+        kept: A state.WeightCache for the joined matrix, or None.
     """
     ordered = sorted(projections, key=lambda projection: projection.of_y is None)
     maps = [projection.of_y for projection in ordered if projection.of_y is not None]
     missing = -sum(map(len, maps)) % 8
-    if missing and not on_cpu(maps[0]):  # tensor cores need multiples of 8 to be fast
+    if missing and not on_cpu(maps[0]):  # tensor cores are only fast with multiples of 8
         from_x = ordered[0].from_x
         from_x, of_y = (
             from_x.new_zeros(*from_x.shape[:-1], missing),

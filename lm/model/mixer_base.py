@@ -1,6 +1,6 @@
-"""What a channel mixer is, and the register of those there are: `@mixer("name")`.
+"""`Mixer`, the base class of channel mixers, and their registry: `@mixer("name")`.
 
-docs/extending.md has a mixer of one's own from beginning to end.
+docs/extending.md shows how to write a mixer of your own.
 
 Shape suffixes: b batch, l length, d channels (d_inner), p width of P, m outputs of the mixer's map.
 """
@@ -15,48 +15,51 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-# Name → class: the built-in ones, and those that were registered since.
+# Name → class.
 MIXERS: dict[str, type["Mixer"]] = {}
 
-# What a subclass must define, and how it is called.
-METHODS = {"weights": "weights(self, like)", "forward": "forward(self, raw, v, weights)"}
+# Methods that a subclass must define → their signatures.
+REQUIRED_METHODS = {"weights": "weights(self, like)", "forward": "forward(self, raw, v, weights)"}
 
 
 class MixerError(ValueError):
-    """A mixer that is not known, cannot be registered, or cannot be made for a layer."""
+    """A mixer that is unknown, cannot be registered, or cannot be built for a layer."""
 
 
 class MixerWeights(NamedTuple):
     """A mixer's linear map, materialised once per solve."""
 
-    first: torch.Tensor  # (m, p): P → the m first-layer outputs; m may be 0
+    first: torch.Tensor  # (m, p), weight of the map from P to raw; m may be 0
     bias: torch.Tensor  # (m,)
-    extra: tuple = ()  # what else the mixer needs that does not depend on the token
+    extra: tuple = ()  # further tensors of the mixer that do not depend on the token
 
 
-def bound_of(matrices: torch.Tensor) -> torch.Tensor:
-    """√(‖·‖₁ ‖·‖_∞) ≥ ‖·‖₂. matrices: (…,m,n) → (…)"""
+def norm_bound(matrices: torch.Tensor) -> torch.Tensor:
+    """Return √(‖·‖₁ ‖·‖_∞) ≥ ‖·‖₂ of matrices (…,m,n), shape (…)."""
     entries = matrices.abs()
     return (entries.sum(-1).amax(-1) * entries.sum(-2).amax(-1)).sqrt()
 
 
 class Mixer(nn.Module):
-    """A channel mixer: M(P; v) = Q_t v, linear in v, for a matrix Q_t that depends on P alone.
+    """Channel mixer M(P; v) = Q_t v, linear in v, with a matrix Q_t that depends only on P.
 
     A subclass must define
-        `__init__(self, d_inner, d_arg)`, or `from_config` where it reads more; it sets `d_inner`
-        (d) and `out_features` (m, of its layers as they are). d_arg is p, the width of P.
-        `weights(self, like)` → its MixerWeights. like: see `layers.affine_map`.
-        `forward(self, raw, v, weights)` → M(P; v), (…,d), of raw = P Wᵀ + bias (…,m) and v (…,d).
-        Leading dimensions are free and broadcast: one raw may be given with many v.
+
+    - `__init__(self, d_inner, d_arg)`, or `from_config` if it reads further fields. It sets
+      `d_inner` (d) and `out_features` (m, the width of raw). d_arg is p, the width of P.
+    - `weights(self, like)`, which returns its MixerWeights. like: as for `layers.affine_map`.
+    - `forward(self, raw, v, weights)`, which returns M(P; v), (…,d), from raw = P Wᵀ + bias (…,m)
+      and v (…,d). Leading dimensions broadcast: one raw may come with many v.
+
     and may define
-        `from_config`: how it is made from the model's configuration.
-        `flops_per_token`: what one M(P; v) costs; `bound`: how far Q_t is from the identity.
-        `has_low_rank = True` and `low_rank`: I − Q_t in the form that a token's own equation is
-        solved by in closed form. Without it y itself is iterated, with Q_t held fixed; both have
-        the exact gradient.
-        `gates`: what `fprnn inspect` draws of it.
-        `reflections`: what a compiled kernel needs.
+
+    - `from_config`, which builds it from the configuration of the model.
+    - `flops_per_token`, the cost of one M(P; v), and `bound`, an upper bound of ‖I − Q_t‖.
+    - `has_low_rank = True` and `low_rank`, which returns I − Q_t in factors, so that a token's
+      equation is solved in closed form. Otherwise y itself is iterated with Q_t held fixed. Both
+      ways have the exact gradient.
+    - `gates`, which `fprnn inspect` draws.
+    - `reflections`, the options of a compiled kernel.
     """
 
     out_features = 0
@@ -64,42 +67,51 @@ class Mixer(nn.Module):
 
     @classmethod
     def from_config(cls, config: Any, d_inner: int, d_arg: int) -> "Mixer":
-        """The mixer of a model.
+        """Build the mixer of a layer.
 
-        Args: config: the FPRNNConfig of the layer. d_inner: d. d_arg: p.
+        Args:
+            config: FPRNNConfig of the layer.
+            d_inner: Number of channels d.
+            d_arg: Width p of P.
+
         Raises:
-            ValueError: sizes that it cannot have; the message begins with the field's name.
+            ValueError: If the mixer cannot have these sizes. The message begins with the name of
+                the field.
         """
         return cls(d_inner, d_arg)
 
     def weights(self, like: torch.Tensor) -> MixerWeights:
-        """The MixerWeights of the parameters as they are. like: see `layers.affine_map`."""
+        """Return the MixerWeights of the current parameters. like: as for `layers.affine_map`."""
         raise NotImplementedError
 
     def merged(self, weights: MixerWeights) -> MixerWeights:
-        """The weights as a compiled cell reads them, which knows no second layer."""
+        """Return the weights for a compiled cell, which supports no second layer in `extra`."""
         return weights
 
     def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
-        """M(P; v) (…,d). raw: (…,m) = P Wᵀ + bias. v: (…,d)."""
+        """Return M(P; v), (…,d). raw: P Wᵀ + bias, (…,m). v: (…,d)."""
         raise NotImplementedError
 
     def flops_per_token(self) -> int:
-        """FLOPs of one M(P; v) given P Wᵀ, a multiply-add counting two: here those of a product
-        with a full matrix, which are those of few mixers."""
+        """Return the FLOPs of one M(P; v) without P Wᵀ, where a multiply-add counts two.
+
+        The default is the cost of a product with a full matrix; most mixers need less.
+        """
         return 2 * self.d_inner**2
 
     def low_rank(self, raw: torch.Tensor, weights: MixerWeights) -> Any:
-        """I − Q as a LowRank of every token; None: it has no low rank. raw: (…,m)"""
+        """Return I − Q of every token as a LowRank, or None. raw: (…,m)."""
         return None
 
     def reflections(self) -> tuple[Any, ...] | None:
-        """What a kernel needs to know of a low-rank mixer that reads its vectors directly: (r, k,
-        activation, whether one follows the other, eps, κ or None). None: it is none."""
+        """Return the options of a compiled kernel, or None if no kernel supports the mixer.
+
+        They are (r, k, activation, whether the reflections are sequential, eps, κ or None).
+        """
         return None
 
     def gates(self, raw: torch.Tensor) -> torch.Tensor | None:
-        """Its gates a_t = σ(·) of every token, (…,·); None: it has none. raw: (…,m)"""
+        """Return the gates a_t = σ(·) of every token, (…,·), or None. raw: (…,m)."""
         return None
 
     def mix(
@@ -109,114 +121,126 @@ class Mixer(nn.Module):
         y: torch.Tensor,
         weights: MixerWeights,
     ) -> torch.Tensor:
-        """x̃ = Q x + (I − Q) y = M(P; x − y) + y (…,d). raw: (…,m) = P Wᵀ + b. x, y: (…,d)."""
+        """Return Q x + (I − Q) y = M(P; x − y) + y, (…,d). raw: P Wᵀ + b, (…,m). x, y: (…,d)."""
         return self(raw.to(x.dtype), x - y, weights) + y
 
     def bound(self, raw: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
-        """An upper bound of ‖I − Q‖₂, (…,1): √(‖·‖₁ ‖·‖_∞) of the matrix, in d applications."""
+        """Return an upper bound of ‖I − Q‖₂, (…,1): √(‖·‖₁ ‖·‖_∞), from d applications."""
         eye = torch.eye(self.d_inner, dtype=raw.dtype, device=raw.device)
-        return bound_of(eye - self.dense(raw, weights)).unsqueeze(-1)
+        return norm_bound(eye - self.dense(raw, weights)).unsqueeze(-1)
 
     def dense(self, raw: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
-        """Q as a matrix (…,d,d), in d applications. raw: (…,m)"""
+        """Return Q as a matrix (…,d,d), from d applications. raw: (…,m)."""
         eye = torch.eye(self.d_inner, dtype=raw.dtype, device=raw.device)
         rows = self(raw.unsqueeze(-2), eye.expand(*raw.shape[:-1], -1, -1), weights)
         return rows.transpose(-1, -2)
 
     def matrix(self, P: torch.Tensor) -> torch.Tensor:
-        """Q_t = M(P; ·) as a matrix. P: (…,p) → (…,d,d)."""
+        """Return Q_t = M(P; ·) as a matrix (…,d,d). P: (…,p)."""
         weights = self.weights(P)
         return self.dense(F.linear(P, weights.first, weights.bias), weights)
 
 
-# The register.
-
-
 def mixer(*names: str) -> Callable[[type["Mixer"]], type["Mixer"]]:
-    """A decorator that registers a subclass of Mixer under these names, which `model.mixer` may
-    then have; one that is not of this folder also under `module:Class`.
+    """Return a decorator that registers a subclass of Mixer under these names.
+
+    `model.mixer` may then have such a name. Classes outside this folder are also registered under
+    `module:Class`.
 
     Raises:
-        MixerError: what is decorated is no Mixer, or lacks a method; a name that another has.
+        MixerError: If the class is no Mixer or lacks a method, or another class has the name.
     """
 
-    def decorated(cls):
-        for name in names if is_built_in(cls) else (*names, place_of(cls)):
+    def decorate(cls):
+        for name in names if is_built_in(cls) else (*names, class_path(cls)):
             register(name, cls)
         return cls
 
-    return decorated
+    return decorate
 
 
 def register(name: str, cls: type["Mixer"]) -> None:
-    """Have `model.mixer: name` stand for a subclass of Mixer.
+    """Register a subclass of Mixer for `model.mixer: name`.
 
     Raises:
-        MixerError: as `mixer`.
+        MixerError: As for `mixer`.
     """
     _check_class(cls)
     other = MIXERS.get(name)
-    if other is not None and place_of(other) != place_of(cls):
+    if other is not None and class_path(other) != class_path(cls):
         raise MixerError(
-            f"mixer `{name}` is {place_of(other)} already: register {place_of(cls)} under another"
-            " name"
+            f"mixer `{name}` is already {class_path(other)}: register {class_path(cls)} under"
+            " another name"
         )
     MIXERS[name] = cls
 
 
-def place_of(cls: type) -> str:
-    """`module:Class`, where a class is."""
+def class_path(cls: type) -> str:
+    """Return `module:Class` of a class."""
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
 def is_built_in(cls: type) -> bool:
-    """Whether a class is in a file beside this one."""
+    """Return whether the file of a class is in this folder."""
     return cls.__module__.rpartition(".")[0] == __name__.rpartition(".")[0]
 
 
 def _check_class(cls):
+    """Raise a MixerError if a class cannot be registered."""
     if not (isinstance(cls, type) and issubclass(cls, Mixer)):
         raise MixerError(
-            f"{getattr(cls, '__qualname__', cls)} is no mixer: it must be a class derived from"
-            " Mixer, of lm.model.mixer_base"
+            f"{getattr(cls, '__qualname__', cls)} is not a mixer: it must be a subclass of"
+            " lm.model.mixer_base.Mixer"
         )
-    missing = [call for name, call in METHODS.items() if getattr(cls, name) is getattr(Mixer, name)]
+    missing = [
+        call
+        for name, call in REQUIRED_METHODS.items()
+        if getattr(cls, name) is getattr(Mixer, name)
+    ]
     if missing:
         raise MixerError(
-            f"{place_of(cls)} has no method {' and none '.join(missing)}: a mixer must define"
-            f" {' and '.join(METHODS.values())} (docs/extending.md)"
+            f"{class_path(cls)} does not define {' and '.join(missing)}: a mixer must define"
+            f" {' and '.join(REQUIRED_METHODS.values())} (docs/extending.md)"
         )
     if cls.from_config.__func__ is Mixer.from_config.__func__:
         try:
             inspect.signature(cls).bind(1, 1)
         except TypeError as e:
             raise MixerError(
-                f"{place_of(cls)} cannot be made as {cls.__name__}(d_inner, d_arg) ({e}): give it"
-                " __init__(self, d_inner, d_arg), or a classmethod from_config(cls, config,"
+                f"{class_path(cls)} cannot be called as {cls.__name__}(d_inner, d_arg) ({e}):"
+                " define __init__(self, d_inner, d_arg), or a classmethod from_config(cls, config,"
                 " d_inner, d_arg)"
             ) from None
     if cls.has_low_rank and cls.low_rank is Mixer.low_rank:
         raise MixerError(
-            f"{place_of(cls)} says has_low_rank and has no method low_rank(self, raw, weights):"
-            " define it, or leave has_low_rank False"
+            f"{class_path(cls)} has has_low_rank = True but no method low_rank(self, raw,"
+            " weights): define it, or leave has_low_rank False"
         )
 
 
-def unknown(what: str, name: str, known: Iterable[str]) -> str:
-    """A sentence on a name that is not known, with the nearest that is."""
-    near = difflib.get_close_matches(str(name), list(known), 1, 0.4)
-    hint = f"; did you mean `{near[0]}`?" if near else ""
-    return f"unknown {what} `{name}`: one of {', '.join(known)}{hint}"
+def describe_unknown(kind: str, name: str, choices: Iterable[str]) -> str:
+    """Return a message about an unknown name, with the most similar choice."""
+    matches = difflib.get_close_matches(str(name), list(choices), 1, 0.4)
+    hint = f"; did you mean `{matches[0]}`?" if matches else ""
+    return f"unknown {kind} `{name}`: it must be one of {', '.join(choices)}{hint}"
 
 
-def named_mixer(name: str, config: Any, d_inner: int, d_arg: int, **fields: Any) -> Mixer:
-    """The registered mixer of a name, made for a layer. fields: of the config, which are others.
+def build_named_mixer(name: str, config: Any, d_inner: int, d_arg: int, **fields: Any) -> Mixer:
+    """Build a registered mixer for a layer.
+
+    Args:
+        name: Name in MIXERS.
+        config: FPRNNConfig of the layer.
+        d_inner: Number of channels d.
+        d_arg: Width p of P.
+        **fields: Fields of the config to replace.
 
     Raises:
-        MixerError: no such mixer; sizes that it cannot have; what the class makes is none.
+        MixerError: If there is no such mixer, it cannot have these sizes, or its class built
+            something that is not a mixer of this layer.
     """
     if name not in MIXERS:
-        raise MixerError(_not_registered(name))
+        raise MixerError(_describe_unregistered(name))
     if fields:
         config = copy.copy(config)
         for field, value in fields.items():
@@ -224,38 +248,41 @@ def named_mixer(name: str, config: Any, d_inner: int, d_arg: int, **fields: Any)
     if is_built_in(MIXERS[name]):
         return MIXERS[name].from_config(config, d_inner, d_arg)
     try:
-        made = MIXERS[name].from_config(config, d_inner, d_arg)
+        module = MIXERS[name].from_config(config, d_inner, d_arg)
     except ValueError as e:
         raise MixerError(f"mixer `{name}`: {e}") from e
-    _check_made(made, name, d_inner, d_arg)
-    return made
+    _check_module(module, name, d_inner, d_arg)
+    return module
 
 
-def _not_registered(name):
+def _describe_unregistered(name):
     if ":" not in str(name):
-        return unknown("mixer", name, [known for known in MIXERS if ":" not in known])
+        choices = [registered for registered in MIXERS if ":" not in registered]
+        return describe_unknown("mixer", name, choices)
     return (
-        f"mixer `{name}` is not registered: a model's configuration imports no module. Import"
-        f" {str(name).partition(':')[0]}, whose class is decorated with @mixer, before the model is"
-        " made; or load the checkpoint with the code that travels with it (trust_remote_code=True)"
+        f"mixer `{name}` is not registered: the configuration of a model imports no module. Import"
+        f" {str(name).partition(':')[0]}, whose class is decorated with @mixer, before building the"
+        " model, or load the checkpoint with the code in its folder (trust_remote_code=True)"
     )
 
 
-def _check_made(made, name, d_inner, d_arg):
-    """Say now, by name, what would fail in the middle of a forward pass, or be loaded wrongly."""
-    if not isinstance(made, Mixer):
-        raise MixerError(f"mixer `{name}`: from_config made a {type(made).__name__}, no Mixer")
-    if getattr(made, "d_inner", None) != d_inner:
+def _check_module(module, name, d_inner, d_arg):
+    """Raise a MixerError for mistakes that would fail in a forward pass or load wrong weights."""
+    if not isinstance(module, Mixer):
         raise MixerError(
-            f"mixer `{name}`: its d_inner is {getattr(made, 'd_inner', 'missing')}: __init__ must"
+            f"mixer `{name}`: from_config returned a {type(module).__name__}, not a Mixer"
+        )
+    if getattr(module, "d_inner", None) != d_inner:
+        raise MixerError(
+            f"mixer `{name}`: its d_inner is {getattr(module, 'd_inner', 'missing')}: __init__ must"
             f" set self.d_inner = d_inner, here {d_inner}"
         )
     with torch.no_grad():
-        weights = made.weights(next(made.parameters(), torch.zeros(1)))
+        weights = module.weights(next(module.parameters(), torch.zeros(1)))
     shapes = tuple(weights.first.shape), tuple(weights.bias.shape)
-    wanted = (made.out_features, d_arg), (made.out_features,)
-    if shapes != wanted:
+    expected = (module.out_features, d_arg), (module.out_features,)
+    if shapes != expected:
         raise MixerError(
-            f"mixer `{name}`: weights(like) gives a map and a bias of shapes {shapes}: with"
-            f" out_features = {made.out_features} and d_arg = {d_arg} they must be {wanted}"
+            f"mixer `{name}`: weights(like) returns a map and a bias of shapes {shapes}: with"
+            f" out_features = {module.out_features} and d_arg = {d_arg} they must be {expected}"
         )

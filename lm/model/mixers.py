@@ -1,13 +1,12 @@
 """The channel mixers Q_t of the fixed-point iteration (paper App. C.3).
 
-A mixer reads P (the mixer argument) through one linear map, `raw = P Wᵀ + b`, and applies
-M(P; v) = Q_t v. The block evaluates the map itself, fused with its other projections and split into
-the part that depends on x alone (once per solve) and the part that depends on the iterate.
-`eigen_range: signed` doubles what is taken off the identity, so that Q has eigenvalues in [−1, 1]
-(Grazzi et al. 2024) rather than in [0, 1].
+A mixer computes `raw = P Wᵀ + b` from its argument P and applies M(P; v) = Q_t v. The block, not
+the mixer, evaluates the linear map: it fuses the map with its other projections and computes the
+part that depends only on x once per solve. `eigen_range: signed` doubles I − Q, so that Q has
+eigenvalues in [−1, 1] (Grazzi et al. 2024) instead of [0, 1].
 
-Shape suffixes: b batch, l length, d channels (d_inner), r rank. Leading dimensions are free, so a
-mixer also applies to many v per token (`matrix` does).
+Shape suffixes: b batch, l length, d channels (d_inner), r rank. Any number of leading dimensions is
+allowed, so a mixer can apply one Q_t to many vectors v, as `Mixer.matrix` does.
 """
 
 import math
@@ -20,23 +19,29 @@ from torch import nn
 
 from .cell import LowRank
 from .layers import Orthogonal, WNLinear, affine_map
-from .mixer_base import Mixer, MixerWeights, bound_of, mixer, named_mixer
+from .mixer_base import Mixer, MixerWeights, build_named_mixer, mixer, norm_bound
 
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "identity": lambda x: x}
 POWER_STEPS = {"kronecker": 16, "selective_dense": 32}
 
 
 def nrm(v: torch.Tensor, eps: float) -> torch.Tensor:
-    """v / max(‖v‖₂, eps) over the last dimension."""
+    """Return v / max(‖v‖₂, eps), with the norm over the last dimension."""
     return v / torch.linalg.vector_norm(v, dim=-1, keepdim=True).clamp_min(eps)
 
 
-def reflections_of(a: torch.Tensor, u: torch.Tensor, sequential: bool) -> LowRank:
-    """I − Q of r reflections: one after the other (householder), or their sum (dplr). a: (…,r) k
-    times the gates. u: (…,r,d) unit vectors."""
+def compose_reflections(a: torch.Tensor, u: torch.Tensor, sequential: bool) -> LowRank:
+    """Return I − Q of r reflections in the form U T.
+
+    Args:
+        a: Gates times k, (…,r).
+        u: Unit vectors, (…,r,d).
+        sequential: Whether Q is the product of the reflections (householder). Otherwise I − Q is
+            the sum of their rank-one terms (dplr).
+    """
     T = torch.diag_embed(a)
     if sequential and a.shape[-1] > 1:
-        # What a reflection takes off has passed those before it: the compact WY form.
+        # The compact WY form: each reflection applies to the result of the ones before it.
         below = torch.tril(u @ u.transpose(-1, -2), -1)
         T = torch.linalg.solve_triangular(
             a.unsqueeze(-1) * below, T, upper=False, unitriangular=True
@@ -45,12 +50,12 @@ def reflections_of(a: torch.Tensor, u: torch.Tensor, sequential: bool) -> LowRan
 
 
 def largest_divisor(d: int) -> int:
-    """The largest divisor of d not above √d."""
+    """Return the largest divisor of d that is at most √d."""
     return next(m for m in range(math.isqrt(d), 0, -1) if d % m == 0)
 
 
-def gram_of_triangle(entries: torch.Tensor, m: int) -> torch.Tensor:
-    """S = T Tᵀ, T upper triangular filled row by row. entries: (…,m(m+1)/2) → (…,m,m)."""
+def gram_from_triangle(entries: torch.Tensor, m: int) -> torch.Tensor:
+    """Return S = T Tᵀ (…,m,m), where the entries (…,m(m+1)/2) fill the upper triangle T by rows."""
     rows, cols = torch.triu_indices(m, m, device=entries.device)
     flat = entries.new_zeros(*entries.shape[:-1], m * m)
     T = flat.index_copy(-1, rows * m + cols, entries).unflatten(-1, (m, m))
@@ -58,19 +63,39 @@ def gram_of_triangle(entries: torch.Tensor, m: int) -> torch.Tensor:
 
 
 def largest_eigenvalue(S: torch.Tensor, steps: int) -> torch.Tensor:
-    """ρ(S) (…,1,1) of (…,m,m) by power iteration from the vector of ones, with gradient through it:
-    x_{k−1}ᵀ S x_k of the last two iterates (an estimate, as in the paper's code)."""
+    """Estimate the spectral radius ρ(S) by power iteration from the vector of ones.
+
+    As in the paper's code the estimate is x_{k−1}ᵀ S x_k of the last two iterates, and the gradient
+    goes through the iteration.
+
+    Args:
+        S: Symmetric matrices, (…,m,m).
+        steps: Number of iterations.
+
+    Returns:
+        The estimate, (…,1,1).
+    """
     x = S.new_full((*S.shape[:-1], 1), S.shape[-1] ** -0.5)
     for _ in range(steps):
-        before, x = x, S @ x
+        previous, x = x, S @ x
         x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True).clamp_min(1e-12)
-    return before.transpose(-1, -2) @ (S @ x)
+    return previous.transpose(-1, -2) @ (S @ x)
 
 
 def largest_stretch(S: torch.Tensor, steps: int, eps: float) -> torch.Tensor:
-    """ρ(S) − eps (…,1,1) of (…,m,m), so that S / (it + eps) has radius 1: ‖S x‖ of a power
-    iteration from the vector of ones whose iterates are divided by their norm + eps (as in the
-    paper's code), with gradient through it."""
+    """Estimate ρ(S) − eps by power iteration, so that S / (estimate + eps) has spectral radius 1.
+
+    As in the paper's code the iteration starts from the vector of ones and divides each iterate by
+    its norm + eps. The estimate is the last norm ‖S x‖; the gradient goes through the iteration.
+
+    Args:
+        S: Symmetric matrices, (…,m,m).
+        steps: Number of iterations.
+        eps: Floor of the norms.
+
+    Returns:
+        The estimate, (…,1,1).
+    """
     x = S.new_full((*S.shape[:-1], 1), S.shape[-1] ** -0.5)
     for _ in range(steps):
         x = S @ x
@@ -80,12 +105,12 @@ def largest_stretch(S: torch.Tensor, steps: int, eps: float) -> torch.Tensor:
 
 
 def _scale(config):
-    """k, what is taken off the identity by a gate of 1."""
+    """Return k, the eigenvalue of I − Q for a gate of 1."""
     return 2.0 if config.eigen_range == "signed" else 1.0
 
 
 def _with_gates(projection, gate, like):
-    """(first, bias) of a projection followed by a gate. like: see `affine_map`."""
+    """Return weight and bias of a projection and a gate, stacked. like: as for `affine_map`."""
     parts = [affine_map(layer, like) for layer in (projection, gate)]
     biases = [matrix.new_zeros(len(matrix)) if bias is None else bias for matrix, bias in parts]
     return torch.cat([matrix for matrix, _ in parts]), torch.cat(biases)
@@ -93,13 +118,20 @@ def _with_gates(projection, gate, like):
 
 @mixer("householder", "dplr")
 class Reflections(Mixer):
-    """Householder products and DPLR: r unit vectors u_i, gates a_i ∈ (0,1) per token; k = 2 or 1.
+    """Householder products and DPLR: r unit vectors u_i and gates a_i ∈ (0,1); k = 2 or 1.
 
-    householder: v ← v − k a_i u_i (u_iᵀ v) for i = 1…r in order (so Q is a product of r generalised
-    Householder reflections); dplr: v − k Σ_i a_i u_i (u_iᵀ v), all from the same v.
+    `householder` computes v ← v − k a_i u_i (u_iᵀ v) for i = 1…r in order, so Q is a product of r
+    generalised Householder reflections. `dplr` computes v − k Σ_i a_i u_i (u_iᵀ v), every term from
+    the same v.
 
     Args:
-        d_inner: d. d_arg: width of P. rank: r. proj_rank: q, the vectors go through p → q → r·d.
+        d_inner: Number of channels d.
+        d_arg: Width p of P.
+        rank: Number r of reflections.
+        proj_rank: Rank q of the map to the vectors, p → q → r·d; None for a full map p → r·d.
+        act: Activation of the vectors, a key of ACTIVATIONS.
+        eps: Floor of the norms by which the vectors are divided.
+        scale: Factor k.
         sequential: True for householder, False for dplr.
     """
 
@@ -146,19 +178,21 @@ class Reflections(Mixer):
         return MixerWeights(first, bias, affine_map(self.u_proj, like))
 
     def merged(self, weights: MixerWeights) -> MixerWeights:
-        """The product of the two layers, r·d × p. It takes less time than the second layer of as
-        many tokens as a matrix has rows."""
+        """Return the weights with the two layers p → q → r·d multiplied into one.
+
+        The product costs less than applying the second layer to r·d tokens.
+        """
         if not weights.extra:
             return weights
         first, bias, (matrix, second_bias) = weights
         q = len(first) - self.rank
-        vectors, their_bias = matrix @ first[:q], matrix @ bias[:q]
+        vector_map, vector_bias = matrix @ first[:q], matrix @ bias[:q]
         if second_bias is not None:
-            their_bias = their_bias + second_bias
-        return MixerWeights(torch.cat([vectors, first[q:]]), torch.cat([their_bias, bias[q:]]))
+            vector_bias = vector_bias + second_bias
+        return MixerWeights(torch.cat([vector_map, first[q:]]), torch.cat([vector_bias, bias[q:]]))
 
     def _second_layer(self, u, weights):
-        """The vectors (…,r·d) of the low-rank u (…,q), in u's dtype."""
+        """Return the vectors (…,r·d) of u (…,q), in u's dtype."""
         matrix, bias = weights.extra
         bias = None if bias is None else bias.to(matrix.dtype)
         return F.linear(u.to(matrix.dtype), matrix, bias).to(u.dtype)
@@ -166,7 +200,7 @@ class Reflections(Mixer):
     def vectors(
         self, raw: torch.Tensor, weights: MixerWeights
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """k a (…,r) and u (…,r,d)."""
+        """Return k a, (…,r), and the unit vectors u, (…,r,d)."""
         u, a = raw[..., : -self.rank], raw[..., -self.rank :]
         if weights.extra:
             u = self._second_layer(u, weights)
@@ -177,7 +211,7 @@ class Reflections(Mixer):
         return torch.sigmoid(raw[..., -self.rank :])
 
     def low_rank(self, raw: torch.Tensor, weights: MixerWeights) -> LowRank:
-        return reflections_of(*self.vectors(raw, weights), self.sequential)
+        return compose_reflections(*self.vectors(raw, weights), self.sequential)
 
     def reflections(self) -> tuple[Any, ...]:
         return self.rank, self.scale, self.act_name, self.sequential, self.eps, None
@@ -193,23 +227,26 @@ class Reflections(Mixer):
         return v - (coefficients.unsqueeze(-1) * u).sum(-2)
 
     def bound(self, raw: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
-        """Σ k a_i. Of dplr the sum of its terms' norms; of householder ‖I − Q‖ ≤ Σ ‖I − Q_i‖, as
-        every partial product has norm ≤ 1."""
+        """Return Σ k a_i ≥ ‖I − Q‖, (…,1).
+
+        For dplr it is the sum of the norms of the terms. For householder ‖I − Q‖ ≤ Σ ‖I − Q_i‖,
+        because every partial product has norm ≤ 1.
+        """
         return self.scale * torch.sigmoid(raw[..., -self.rank :]).sum(-1, True)
 
     def flops_per_token(self) -> int:
-        """FLOPs of one M(P; v) given P Wᵀ: normalise (≈4rd), reflect (4rd), second layer."""
+        """Return the FLOPs of one M(P; v): normalise (≈4rd), reflect (4rd), second layer."""
         low_rank = 2 * self.u_proj.in_features * self.u_proj.out_features if self.u_down else 0
         return 8 * self.rank * self.d_inner + low_rank
 
 
 @mixer("kronecker")
 class Kronecker(Mixer):
-    """With v reshaped to X (m₁,m₂): M(P; v) = X − k K₁ᵀ X K₂ᵀ, k = 2 or 1.
+    """Kronecker product: with v reshaped to X (m₁,m₂), M(P; v) = X − k K₁ᵀ X K₂ᵀ, k = 2 or 1.
 
-    m₁ is the largest divisor of d not above √d. act(P Wᵀ) fills two upper triangles T row by row;
-    S = T Tᵀ, its rows normalised, and with norm "spectral" then divided by the largest eigenvalue;
-    K = diag(σ(P W_gᵀ + b_g)) S.
+    m₁ is the largest divisor of d that is at most √d. act(P Wᵀ) fills two triangles T by rows. S is
+    T Tᵀ with normalised rows; with norm "spectral" it is also divided by its largest
+    eigenvalue. K = diag(σ(P W_gᵀ + b_g)) S.
     """
 
     def __init__(
@@ -233,8 +270,8 @@ class Kronecker(Mixer):
         return MixerWeights(*_with_gates(self.uv_proj, self.gate_proj, like))
 
     def _factor(self, gate, triangle, m):
-        """K. gate: (…,m), triangle: (…,m(m+1)/2) → (…,m,m)."""
-        S = nrm(gram_of_triangle(triangle, m), self.eps)
+        """Return K (…,m,m). gate: (…,m). triangle: (…,m(m+1)/2)."""
+        S = nrm(gram_from_triangle(triangle, m), self.eps)
         if self.norm == "spectral":
             S = S / (largest_eigenvalue(S, POWER_STEPS["kronecker"]) + self.eps)
         return gate.unsqueeze(-1) * S
@@ -250,15 +287,18 @@ class Kronecker(Mixer):
         return torch.sigmoid(raw[..., -(self.m1 + self.m2) :])
 
     def flops_per_token(self) -> int:
-        """FLOPs of one M(P; v) given P Wᵀ: two products T Tᵀ, then K₁ᵀ X K₂ᵀ."""
+        """Return the FLOPs of one M(P; v): two products T Tᵀ, then K₁ᵀ X K₂ᵀ."""
         m1, m2 = self.m1, self.m2
         return 2 * (m1**3 + m2**3) + 2 * (m1 * m1 * m2 + m1 * m2 * m2)
 
 
 @mixer("monarch")
 class Monarch(Mixer):
-    """Block-diagonal: d/r blocks of size r, each δ − k a S δ with S = T Tᵀ / (largest column norm +
-    eps), T upper triangular from act(P Wᵀ), a = σ(·) per block."""
+    """Block-diagonal matrix with d/r blocks of size r, each I − k a S.
+
+    S = T Tᵀ / (largest column norm + eps), where act(P Wᵀ) fills the upper triangle T, and a = σ(·)
+    is the gate of the block.
+    """
 
     def __init__(
         self, d_inner: int, d_arg: int, size: int, act: str, eps: float, scale: float
@@ -280,10 +320,10 @@ class Monarch(Mixer):
         return MixerWeights(*_with_gates(self.uv_proj, self.gate_proj, like))
 
     def _blocks(self, raw):
-        """k a S / (largest column norm + eps) of every block, (…,d/r,r,r)."""
+        """Return I − Q of every block, (…,d/r,r,r)."""
         triangles, gate = raw[..., : -self.blocks], raw[..., -self.blocks :]
         triangles = self.act(triangles).unflatten(-1, (self.blocks, self.triangle))
-        S = gram_of_triangle(triangles, self.size)
+        S = gram_from_triangle(triangles, self.size)
         largest = torch.linalg.vector_norm(S, dim=-2).amax(-1)[..., None, None]
         a = self.scale * torch.sigmoid(gate)[..., None, None]
         return a * (S / (largest + self.eps))
@@ -296,8 +336,8 @@ class Monarch(Mixer):
         return torch.sigmoid(raw[..., -self.blocks :])
 
     def bound(self, raw: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
-        """The largest of the blocks'."""
-        return bound_of(self._blocks(raw)).amax(-1, keepdim=True)
+        """Return the largest bound over the blocks, (…,1)."""
+        return norm_bound(self._blocks(raw)).amax(-1, keepdim=True)
 
     def flops_per_token(self) -> int:
         return self.blocks * (2 * self.size**3 + 4 * self.size**2)
@@ -305,7 +345,7 @@ class Monarch(Mixer):
 
 @mixer("nonselective")
 class NonSelective(Mixer):
-    """An orthogonal Q that depends on no token: M(P; v) = v Qᵀ."""
+    """Orthogonal Q that does not depend on the token: M(P; v) = v Qᵀ."""
 
     def __init__(self, d_inner: int, d_arg: int) -> None:
         super().__init__()
@@ -320,7 +360,7 @@ class NonSelective(Mixer):
         return F.linear(v, weights.extra[0].to(v.dtype))
 
     def bound(self, raw: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
-        """(1,): one matrix for all tokens."""
+        """Return a bound of shape (1,): all tokens have the same matrix."""
         return super().bound(raw.new_zeros(0), weights)
 
     def flops_per_token(self) -> int:
@@ -329,7 +369,7 @@ class NonSelective(Mixer):
 
 @mixer("selective_dense")
 class SelectiveDense(Mixer):
-    """A full matrix per token: M(P; v) = S v, S = T Tᵀ / ρ(S). O(d³) per token."""
+    """Full matrix per token: M(P; v) = S v with S = T Tᵀ / ρ(T Tᵀ); O(d³) per token."""
 
     def __init__(self, d_inner: int, d_arg: int, act: str, eps: float) -> None:
         super().__init__()
@@ -346,7 +386,7 @@ class SelectiveDense(Mixer):
         return MixerWeights(first, first.new_zeros(len(first)) if bias is None else bias)
 
     def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
-        S = gram_of_triangle(self.act(raw), self.d_inner)
+        S = gram_from_triangle(self.act(raw), self.d_inner)
         S = S / (largest_stretch(S, POWER_STEPS["selective_dense"], self.eps) + self.eps)
         return (S @ v.unsqueeze(-1)).squeeze(-1)
 
@@ -356,7 +396,7 @@ class SelectiveDense(Mixer):
 
 @mixer("mixture")
 class Mixture(Mixer):
-    """One-reflection householder and kronecker in turn, r of them, one after the other."""
+    """Product of r mixers: householder with one reflection and kronecker, alternating."""
 
     def __init__(self, parts: Sequence[Mixer]) -> None:
         super().__init__()
@@ -368,7 +408,7 @@ class Mixture(Mixer):
     def from_config(cls, config: Any, d_inner: int, d_arg: int) -> "Mixture":
         names = ["householder", "kronecker"] * config.mixer_rank
         parts = [
-            named_mixer(name, config, d_inner, d_arg, mixer=name, mixer_rank=1)
+            build_named_mixer(name, config, d_inner, d_arg, mixer=name, mixer_rank=1)
             for name in names[: config.mixer_rank]
         ]
         return cls(parts)
@@ -386,16 +426,16 @@ class Mixture(Mixer):
 
     def gates(self, raw: torch.Tensor) -> torch.Tensor:
         raws = raw.split([p.out_features for p in self.parts], dim=-1)
-        return torch.cat([part.gates(of) for part, of in zip(self.parts, raws)], -1)
+        return torch.cat([part.gates(raw) for part, raw in zip(self.parts, raws)], -1)
 
     def flops_per_token(self) -> int:
         return sum(p.flops_per_token() for p in self.parts)
 
 
 class Contractive(Mixer):
-    """Any mixer, pulled towards the identity until ‖I − Q‖ ≤ κ < 1 (paper Thm 3.1's condition).
+    """Wrapper that scales any mixer so that ‖I − Q'‖ ≤ κ < 1, the condition of the paper's Thm 3.1.
 
-    Q' = I − s (I − Q) with s = κ / max(κ, β), β ≥ ‖I − Q‖ the mixer's `bound`.
+    Q' = I − s (I − Q) with s = κ / max(κ, β), where β ≥ ‖I − Q‖ is the `bound` of the mixer.
     """
 
     def __init__(self, mixer: Mixer, kappa: float) -> None:
@@ -421,17 +461,17 @@ class Contractive(Mixer):
         return x - self._shrink(raw, weights) * (x - mixed)
 
     def low_rank(self, raw: torch.Tensor, weights: MixerWeights) -> LowRank | None:
-        found = self.mixer.low_rank(raw, weights)
-        if found is None:
+        factors = self.mixer.low_rank(raw, weights)
+        if factors is None:
             return None
-        return LowRank(found.U, found.T * self._shrink(raw, weights).unsqueeze(-1))
+        return LowRank(factors.U, factors.T * self._shrink(raw, weights).unsqueeze(-1))
 
     def reflections(self) -> tuple[Any, ...] | None:
-        found = self.mixer.reflections()
-        return None if found is None else (*found[:-1], self.kappa)
+        options = self.mixer.reflections()
+        return None if options is None else (*options[:-1], self.kappa)
 
     def gates(self, raw: torch.Tensor) -> torch.Tensor | None:
-        """Those of the mixer, before it is pulled towards the identity."""
+        """Return the gates of the wrapped mixer, before the scaling."""
         return self.mixer.gates(raw)
 
     def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
@@ -439,6 +479,7 @@ class Contractive(Mixer):
         return v - self._shrink(raw, weights) * (v - mixed)
 
     def _shrink(self, raw, weights):
+        """Return the factor s (…,1) on I − Q."""
         return self.kappa / self.mixer.bound(raw, weights).clamp_min(self.kappa)
 
     def flops_per_token(self) -> int:
@@ -446,11 +487,16 @@ class Contractive(Mixer):
 
 
 def build_mixer(config: Any, d_inner: int, d_arg: int) -> Mixer:
-    """The mixer named by `config.mixer`; d_arg is the width of P.
+    """Build the mixer that `config.mixer` names.
+
+    Args:
+        config: FPRNNConfig of the layer.
+        d_inner: Number of channels d.
+        d_arg: Width p of P.
 
     Raises:
-        ValueError: an unknown name, sizes that the mixer cannot have (FPRNNConfig refuses those
-            that a built-in one cannot have).
+        ValueError: If the name is unknown, or the mixer cannot have these sizes. FPRNNConfig has
+            checked the sizes of built-in mixers.
     """
-    made = named_mixer(config.mixer, config, d_inner, d_arg)
-    return made if config.contractive is None else Contractive(made, config.contractive)
+    module = build_named_mixer(config.mixer, config, d_inner, d_arg)
+    return module if config.contractive is None else Contractive(module, config.contractive)

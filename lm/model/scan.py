@@ -1,14 +1,15 @@
-"""The diagonal recurrences in plain PyTorch, and the choice of a faster backend (lm/kernels).
+"""Diagonal recurrences in plain PyTorch, and access to the faster kernels of lm/kernels.
 
-Mamba-1's selective scan, Mamba-2's, and that of a vector state.
+The recurrences are the scans of Mamba-1 and Mamba-2, and a scan with a vector state (FP-RNN).
+
 Shape suffixes: b batch, l length, d channels, n states; i chunks, c steps within a chunk; h heads,
 p head dimension, g groups.
 
     h_t = exp(dt_t A) ⊙ h_{t−1} + (dt_t ⊙ x_t) B_tᵀ        y_t = h_t C_t          (paper Eq. 12)
 
-Time is cut into i ≈ √L chunks of c ≈ √L steps, and one Python loop of c steps advances all chunks
-at once. A first pass from a zero state gives what each chunk adds; the states at the chunk
-boundaries follow by a loop over chunks; a second pass from the right states gives h.
+The scan cuts time into i ≈ √L chunks of c ≈ √L steps, and one Python loop of c steps advances all
+chunks at once. A first pass from a zero state computes the contribution of each chunk. A loop over
+the chunks then computes the states at their boundaries. A second pass from these states gives h.
 """
 
 import importlib
@@ -28,73 +29,85 @@ from .bundled_kernels import load_bundled_kernels
 
 logger = logging.get_logger(__name__)
 
-INTERFACE = ("fprnn-kernels", 4)  # of lm.kernels, as this file uses it
+INTERFACE = ("fprnn-kernels", 5)  # the version of lm.kernels that this file needs
 
-# Largest temporary (in bytes) of the selective scan: it takes so many channels at once.
+# Largest temporary of the selective scan in bytes. It limits the channels computed at once.
 MAX_TEMPORARY = 512 * 2**20
 
 
 @cache
 def _kernels():
-    """lm.kernels; where it is not there or not what this file knows, the kernels that an export
-    brings along: it runs without the package, beside another version of it, or beside a stranger
-    that is called `lm` as well. None without either, which is said once."""
-    kernels, why = _find_kernels()
+    """Return lm.kernels, or the kernels that an export contains, or None with one warning.
+
+    The bundled kernels are used without the package, with another version of it, and if an
+    unrelated package is called `lm`.
+    """
+    kernels, reason = _find_kernels()
     if kernels is None:
         try:
             kernels = load_bundled_kernels()
-        except (OSError, RuntimeError) as wrong:
-            why += f", and those that came with the model cannot be written: {wrong}"
+        except (OSError, RuntimeError) as error:
+            reason += f", and the kernels in the model's folder cannot be written: {error}"
     if kernels is None:
         logger.warning_once(
-            f"fprnn's kernels are not used, and the model is computed in plain PyTorch: {why}"
+            f"fprnn's kernels are not used, and the model runs in plain PyTorch: {reason}"
         )
     return kernels
 
 
 def _find_kernels():
-    """lm.kernels and "", or None and why not."""
+    """Return lm.kernels and "", or None and the reason."""
     try:
         package = importlib.util.find_spec("lm")
-    except ValueError:  # a module without a spec, that something has put into sys.modules
+    except ValueError:  # some code has put a module without a spec into sys.modules
         return None, "the module called `lm` here is not fprnn's"
     if package is None:
         return None, "the package fprnn is not installed"
-    # Looked up without running a stranger's code.
+    # Find the submodule without running the code of an unrelated package.
     folders = list(package.submodule_search_locations or ())
     if importlib.machinery.PathFinder.find_spec("lm.kernels", folders) is None:
         return None, f"the package `lm` at {package.origin or folders} is not fprnn's"
     try:
         kernels = importlib.import_module("lm.kernels")
-    except Exception as wrong:  # whatever a stranger, or a broken installation, may raise
-        return None, f"`lm.kernels` cannot be imported: {type(wrong).__name__}: {wrong}"
-    found = getattr(kernels, "INTERFACE", None)
-    if found == INTERFACE:
+    except Exception as error:  # unrelated code or a broken installation may raise anything
+        return None, f"`lm.kernels` cannot be imported: {type(error).__name__}: {error}"
+    version = getattr(kernels, "INTERFACE", None)
+    if version == INTERFACE:
         return kernels, ""
-    return None, f"`lm.kernels` at {kernels.__file__} offers {found}, not {INTERFACE}"
+    return None, f"`lm.kernels` at {kernels.__file__} offers {version}, not {INTERFACE}"
 
 
 def backend(operation: str, like: torch.Tensor) -> Any:
-    """The module of lm.kernels that computes an operation (lm.kernels.OPERATIONS) on a tensor's
-    device and in its dtype, None where the plain version does."""
+    """Return the module of lm.kernels for an operation, or None for the plain version.
+
+    Args:
+        operation: One of lm.kernels.OPERATIONS.
+        like: A tensor with the device and dtype of the computation.
+    """
     kernels = _kernels()
     return None if kernels is None else kernels.find(operation, like)
 
 
 def faster(operation: str, function: str, like: torch.Tensor, *args: Any) -> Any:
-    """What a function of the `backend` returns, None where the plain version is to be computed:
-    there is no backend, or none for such arguments."""
+    """Compute an operation with a kernel, or return None if no kernel supports the arguments.
+
+    Args:
+        operation: One of lm.kernels.OPERATIONS.
+        function: Name of the function in the module of the `backend`.
+        like: A tensor with the device and dtype of the computation.
+        *args: Arguments of the function.
+    """
     kernels = _kernels()
     return None if kernels is None else kernels.compute(operation, function, like, *args)
 
 
 def _chunk_size(length):
-    """Steps per chunk: the power of two at or above √length."""
+    """Return the steps per chunk: the smallest power of two that is at least √length."""
     return 1 << math.ceil(math.log2(max(1.0, length**0.5)))
 
 
 def _chunked(x, c):
-    """(b,l,…) → (b,i,c,…), padded at the end with zeros (dt = 0 leaves the state as it is)."""
+    """Return x (b,l,…) as (b,i,c,…), padded with zeros: dt = 0 keeps the state."""
     pad = -x.shape[1] % c
     if pad:
         x = torch.cat([x, x.new_zeros(x.shape[0], pad, *x.shape[2:])], 1)
@@ -102,7 +115,7 @@ def _chunked(x, c):
 
 
 def _carry(first, decay_bid, local_bid):
-    """States entering every chunk: s_0 = first, s_{i+1} = decay_i s_i + local_i, (b,i,d)."""
+    """Return the state before each chunk, (b,i,d): s_0 = first, s_{i+1} = decay_i s_i + local_i."""
     entering, state = torch.empty_like(local_bid), first
     for i in range(decay_bid.shape[1]):
         entering[:, i] = state
@@ -119,24 +132,29 @@ def selective_scan(
     h0: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mamba-1's selective scan (Gu & Dao 2023; paper Eq. 12), differentiable once; by a `backend`
-    where there is one.
+    """Compute Mamba-1's selective scan, with a kernel if there is one; differentiable once.
 
     Args:
-        x: (b,l,d) input (already mixed), dt: (b,l,d) step sizes, A: (d,n) negative rates,
-        B, C: (b,l,n). Computed in fp32, or fp64 if any of them is.
-        h0: (b,d,n) initial state, zero if None.
-        keep: (b,l) of 1, and 0 at tokens that start from an empty state; not differentiated.
+        x: Input after the mixer, (b,l,d).
+        dt: Step sizes, (b,l,d).
+        A: Negative rates, (d,n).
+        B: Input maps, (b,l,n).
+        C: Output maps, (b,l,n).
+        h0: Initial state, (b,d,n); None is zero.
+        keep: 0 at tokens that start from an empty state, otherwise 1, (b,l); not differentiated.
+
     Returns:
-        y (b,l,d) and the final state (b,d,n), in the dtype computed in.
+        y (b,l,d) and the final state (b,d,n), in fp32, or in fp64 if an input is fp64.
+
+    Source: Gu & Dao 2023; paper Eq. 12.
     """
     inputs = _same_dtype(x, dt, A, B, C, h0, keep)
-    found = faster("selective_scan", "selective_scan", inputs[0], *inputs)
-    return selective_scan_plain(*inputs) if found is None else found  # type: ignore[arg-type]
+    result = faster("selective_scan", "selective_scan", inputs[0], *inputs)
+    return selective_scan_plain(*inputs) if result is None else result  # type: ignore[arg-type]
 
 
 def _same_dtype(*tensors):
-    """All in the widest of their dtypes, fp32 at least."""
+    """Return the tensors in the widest of their dtypes, at least fp32."""
     dtype = torch.float32
     for t in tensors:
         dtype = dtype if t is None else torch.promote_types(dtype, t.dtype)
@@ -152,14 +170,14 @@ def selective_scan_plain(
     h0: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`selective_scan` in plain PyTorch, the oracle of the kernels.
+    """Compute `selective_scan` in plain PyTorch; the oracle of the kernels.
 
-    Nothing of size (b,l,d,n) is stored for the backward, which computes a slice of channels again.
+    Nothing of size (b,l,d,n) is stored: the backward computes slices of channels again.
     """
     x, dt, A, B, C, h0, keep = _same_dtype(x, dt, A, B, C, h0, keep)
     h0 = x.new_zeros(len(x), *A.shape) if h0 is None else h0
-    size_of_channel = 4 * B.numel() * B.element_size()  # its states, and what they are made of
-    width = max(1, MAX_TEMPORARY // size_of_channel)
+    channel_bytes = 4 * B.numel() * B.element_size()  # states, decays, inputs, products
+    width = max(1, MAX_TEMPORARY // channel_bytes)
     with torch.autocast(x.device.type, enabled=False):
         parts = [
             checkpoint(
@@ -174,18 +192,18 @@ def selective_scan_plain(
 
 
 def _scan_channels(x, dt, A, h0, B, C, keep):
-    """y and the final state of some channels: their states are those of one `linear_scan`."""
+    """Return y and the final state of some channels, by one `linear_scan` over their states."""
     decays = torch.exp(dt.unsqueeze(-1) * A)  # (b,l,d,n)
     if keep is not None:
         decays = decays * keep[..., None, None]
     written = (x * dt).unsqueeze(-1) * B.unsqueeze(2)
     h = linear_scan(decays.flatten(2), written.flatten(2), h0.flatten(1)).view_as(written)
-    # No product of matrices, which a backward under autocast would round.
+    # Not a matrix product: a backward under autocast would round it.
     return (h * C.unsqueeze(2)).sum(-1), h[:, -1].clone()
 
 
 class _LinearScan(torch.autograd.Function):
-    """h_t = a_t h_{t−1} + u_t; the backward is the same recurrence run the other way."""
+    """Recurrence h_t = a_t h_{t−1} + u_t; the backward runs the same recurrence in reverse."""
 
     @staticmethod
     def forward(ctx, a, u, h0):
@@ -200,12 +218,12 @@ class _LinearScan(torch.autograd.Function):
         a_next = torch.cat([a[:, 1:], torch.zeros_like(a[:, :1])], 1)
         zero = torch.zeros_like(grad_h[:, 0])
         g = _linear_recurrence(a_next.flip(1), grad_h.flip(1), zero).flip(1)
-        before = torch.cat([h0.unsqueeze(1), h[:, :-1]], 1)
-        return g * before, g, a[:, 0] * g[:, 0]
+        h_previous = torch.cat([h0.unsqueeze(1), h[:, :-1]], 1)
+        return g * h_previous, g, a[:, 0] * g[:, 0]
 
 
 def _linear_recurrence(a, u, h0):
-    """h_t = a_t h_{t−1} + u_t over (b,l,d), all chunks at once."""
+    """Return h (b,l,d) with h_t = a_t h_{t−1} + u_t, all chunks at once."""
     length, c = u.shape[1], _chunk_size(u.shape[1])
     a_c, u_c = _chunked(a, c), _chunked(u, c)
     if u_c.shape[1] * c > length:  # padded steps keep the state
@@ -222,10 +240,15 @@ def _linear_recurrence(a, u, h0):
 
 
 def linear_scan(a: torch.Tensor, u: torch.Tensor, h0: torch.Tensor | None = None) -> torch.Tensor:
-    """h_t = a_t ⊙ h_{t−1} + u_t (the vector state of FP-RNN), differentiable once.
+    """Compute h_t = a_t ⊙ h_{t−1} + u_t, the vector state of FP-RNN; differentiable once.
 
-    Args: a, u: (b,l,d). h0: (b,d), zero if None. Computed in fp32, or fp64 if any of them is.
-    Returns: (b,l,d)
+    Args:
+        a: Decays, (b,l,d).
+        u: Inputs, (b,l,d).
+        h0: Initial state, (b,d); None is zero.
+
+    Returns:
+        h (b,l,d), in fp32, or in fp64 if an input is fp64.
     """
     dtype = torch.promote_types(torch.promote_types(a.dtype, u.dtype), torch.float32)
     h0 = torch.zeros_like(u[:, 0]) if h0 is None else h0
@@ -239,12 +262,18 @@ SSD_CHUNK = 64
 def ssd_decays(
     dt: torch.Tensor, A: torch.Tensor, keep: torch.Tensor | None = None, chunk: int = SSD_CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The decays of `ssd_scan`, which depend on dt and A alone. A chunk c is no longer than l.
+    """Return the decays of `ssd_scan`, which depend only on dt and A.
 
-    Args: dt: (b,l,h). A: (h,) negative. keep: (b,l), 0 at tokens that start from an empty state.
+    Args:
+        dt: Step sizes, (b,l,h).
+        A: Negative rates, (h,).
+        keep: 0 at tokens that start from an empty state, otherwise 1, (b,l), or None.
+        chunk: Steps per chunk c, at most l.
+
     Returns:
-        between (b,i,h,c,c): from step j to step k ≥ j of a chunk; to_end (b,i,c,h): from a step to
-        the chunk's end; from_start (b,i,c,h): from the chunk's start up to and with a step.
+        between: Decay from step j to step k ≥ j of a chunk, (b,i,h,c,c).
+        to_end: Decay from a step to the end of its chunk, (b,i,c,h).
+        from_start: Decay from the start of the chunk to a step, inclusive, (b,i,c,h).
     """
     chunk = min(chunk, max(1, dt.shape[1]))
     log = _chunked(dt * A, chunk).cumsum(2)  # (b,i,c,h)
@@ -256,7 +285,7 @@ def ssd_decays(
         allowed = allowed & (resets.unsqueeze(3) == resets.unsqueeze(2)).unsqueeze(2)
         alive = (resets == 0).unsqueeze(-1)
         same_end = (resets == resets[:, :, -1:]).unsqueeze(-1)
-    # Masked before the exponential: above the diagonal it would overflow.
+    # Mask before the exponential: it would overflow above the diagonal.
     between = torch.exp(between.masked_fill(~allowed, -torch.inf))
     return between, torch.exp(log[:, :, -1:] - log) * same_end, torch.exp(log) * alive
 
@@ -270,19 +299,25 @@ def ssd_scan(
     h0: torch.Tensor | None = None,
     keep: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mamba-2's scan, by a `backend` where there is one.
+    """Compute Mamba-2's scan, with a kernel if there is one.
 
         S_t = exp(dt_t A) S_{t−1} + dt_t x_t B_tᵀ  (p×n per head),   y_t = S_t C_t
 
     Args:
-        x: (b,l,h,p). dt: (b,l,h). A: (h,) negative. B, C: (b,l,g,n), g divides h.
-        h0: (b,h,p,n), zero if None. keep: (b,l), 0 at tokens that start from an empty state.
+        x: Input, (b,l,h,p).
+        dt: Step sizes, (b,l,h).
+        A: Negative rates, (h,).
+        B: Input maps, (b,l,g,n), where g divides h.
+        C: Output maps, (b,l,g,n).
+        h0: Initial state, (b,h,p,n); None is zero.
+        keep: 0 at tokens that start from an empty state, otherwise 1, (b,l).
+
     Returns:
-        y (b,l,h,p) and the final state (b,h,p,n), in fp32, or fp64 if any input is.
+        y (b,l,h,p) and the final state (b,h,p,n), in fp32, or in fp64 if an input is fp64.
     """
     inputs = *_same_dtype(x, dt, A, B, C, h0), keep
-    found = faster("ssd_scan", "ssd_scan", inputs[0], *inputs)
-    return ssd_scan_plain(*inputs) if found is None else found
+    result = faster("ssd_scan", "ssd_scan", inputs[0], *inputs)
+    return ssd_scan_plain(*inputs) if result is None else result
 
 
 def ssd_scan_plain(
@@ -295,8 +330,12 @@ def ssd_scan_plain(
     keep: torch.Tensor | None = None,
     chunk: int = SSD_CHUNK,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ssd_scan` in its chunked matrix form (state-space duality, Dao & Gu 2024): within a chunk y
-    is a masked matrix product; between chunks only the states are carried."""
+    """Compute `ssd_scan` in its chunked matrix form; the oracle of the kernels.
+
+    Within a chunk y is a masked matrix product. Only the states pass from chunk to chunk.
+
+    Source: state-space duality, Dao & Gu 2024.
+    """
     x, dt, A, B, C, h0 = _same_dtype(x, dt, A, B, C, h0)
     with torch.autocast(x.device.type, enabled=False):
         length, heads, groups = x.shape[1], x.shape[2], B.shape[2]
@@ -312,12 +351,12 @@ def ssd_scan_plain(
 
         B_h = B_c.repeat_interleave(per_group, 3)
         local = torch.einsum("bichp,bichn->bihpn", u * to_end.unsqueeze(-1), B_h)
-        over = from_start[:, :, -1, :, None, None]  # (b,i,h,1,1)
+        chunk_decay = from_start[:, :, -1, :, None, None]  # (b,i,h,1,1)
         state = local.new_zeros(local[:, 0].shape) if h0 is None else h0
         entering = []
         for i in range(local.shape[1]):
             entering.append(state)
-            state = over[:, i] * state + local[:, i]
+            state = chunk_decay[:, i] * state + local[:, i]
         entering = torch.stack(entering, 1)
         C_h = C_c.repeat_interleave(per_group, 3) * from_start.unsqueeze(-1)
         y = y + torch.einsum("bichn,bihpn->bichp", C_h, entering)
@@ -325,7 +364,7 @@ def ssd_scan_plain(
 
 
 def _few_conv(x, weight, bias):
-    """`causal_conv` of few tokens: every window times the taps."""
+    """Compute `causal_conv` of a few tokens: each window times the taps."""
     acc = torch.promote_types(x.dtype, torch.float32)
     taps = weight[:, 0].to(acc)
     windows = F.pad(x.to(acc), (0, 0, taps.shape[1] - 1, 0)).unfold(1, taps.shape[1], 1)
@@ -340,20 +379,24 @@ def causal_conv(
     segments: torch.Tensor | None = None,
     before: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Depthwise causal convolution over time that never looks across a document boundary.
+    """Compute a depthwise causal convolution over time within documents.
 
     Args:
-        x: (b,l,d). weight: (d,1,k). bias: (d,) or None. segments: (b,l) document index, or None.
-        before: (b,k−1,d) the inputs before x, of document 0; zero if None.
+        x: Input, (b,l,d).
+        weight: Taps, (d,1,k).
+        bias: Bias, (d,), or None.
+        segments: Document index of each token, (b,l), or None for one document.
+        before: The k−1 inputs before x, which belong to document 0, (b,k−1,d); None is zero.
+
     Returns:
-        (b,l,d)
+        The convolution, (b,l,d).
     """
     k = weight.shape[-1]
     if before is not None:
         segments = None if segments is None else F.pad(segments, (k - 1, 0))
         x = torch.cat([before.to(x.dtype), x], 1)
         return causal_conv(x, weight, bias, segments)[:, k - 1 :]
-    if segments is None and x.shape[1] < 2 * k:  # few tokens: not worth what conv1d sets up
+    if segments is None and x.shape[1] < 2 * k:  # conv1d has a fixed cost
         return _few_conv(x, weight, bias)
     if segments is None:
         return F.conv1d(x.transpose(1, 2), weight, bias, padding=k - 1, groups=x.shape[-1])[

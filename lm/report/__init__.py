@@ -1,1 +1,1 @@
-"""What people look at: plans before a run, pages and figures after it."""
+"""Plans before a run, and pages, figures and tables of runs."""

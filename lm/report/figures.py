@@ -1,4 +1,4 @@
-"""Figures of a report: what they show of the records, drawn by matplotlib."""
+"""Figures of a report, drawn with matplotlib."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ if TYPE_CHECKING:
 # Distinguishable by color-blind readers.
 PALETTE = ("#2a7fd4", "#e0702a", "#17a673", "#c46fb0", "#d9a514", "#4bb6e8", "#9a7d6a")
 PANEL = (6.4, 3.8)  # inches
-MAX_LEGEND = 8  # entries; of more curves, such as layers, some are named
+MAX_LEGEND = 8  # entries; if there are more curves, some have no entry
 MAX_LABEL = 44  # characters
-LOG_SPAN = 5  # ratio of the highest and the lowest value from which an axis is logarithmic
-MIN_LINE = 30  # values; a line of fewer shows each as a point
+LOG_SPAN = 5  # an axis is logarithmic if max / min of the values exceeds this
+MIN_LINE = 30  # curves with fewer values also have a marker at each value
 DPI = 130
 
 
 class Spec(NamedTuple):
-    """A figure of what the records hold under nested keys.
+    """Description of a figure.
 
     Attributes:
         name: File name, one of `lm.runs.written.FIGURES`.
         title: Heading.
         unit: Unit of the values.
-        keys: Nested keys of the records.
-        per: Curves: one for each `run`, or for each `layer` or `name` of a run in its own panel.
+        keys: Nested keys of the values in the records.
+        per: `run` for one curve per run; `layer` or `name` for one curve per layer or name, and
+            one panel per run.
         leaf: Nested keys below a name.
-        is_log: Whether the y axis is logarithmic if the values span enough.
-        is_noisy: Whether a running mean is drawn over the values.
-        is_stacked: Whether the curves are parts of a whole.
+        is_log: True for a logarithmic y axis if the values span more than LOG_SPAN.
+        is_noisy: True to draw a running mean over the values.
+        is_stacked: True to stack the curves, as parts of a whole.
         scale: Divisor of the values.
     """
 
@@ -58,12 +59,12 @@ class Spec(NamedTuple):
 
 
 class Figure(NamedTuple):
-    """The curves of a figure.
+    """Data of a figure.
 
     Attributes:
-        spec: What it shows.
-        panels: Numbers by update or training tokens, by their label, by the title of their panel.
-        levels: Values of horizontal lines by their names.
+        spec: Description of the figure.
+        panels: Panel title → curve label → numbers by update or by training tokens.
+        levels: Name → value of horizontal lines.
         source: File and keys of the numbers.
     """
 
@@ -94,11 +95,11 @@ SPECS = {
     ],
     "Fixed point": [
         Spec("iterations", "ℓ* of each layer", "ℓ* in iterations", NUM_ITERS, "layer"),
-        Spec("evaluations", "Evaluations a token", "evaluations", ("evaluations",), "layer"),
+        Spec("evaluations", "Evaluations per token", "evaluations", ("evaluations",), "layer"),
         Spec("failed", "Tokens whose solve failed", SHARE, ("failed",), "layer"),
         Spec("bisected", "Tokens that were bisected", SHARE, ("bisected",), "layer"),
         Spec("limited", "Tokens whose gradient may be limited", SHARE, ("limited",), "layer"),
-        Spec("residual", "Residual", "largest of a token", ("residual",), "layer", is_log=True),
+        Spec("residual", "Residual", "maximum over tokens", ("residual",), "layer", is_log=True),
         Spec("adjoint", "Adjoint", "norm over incoming norm", ("adjoint",), "layer", is_log=True),
     ],
     "Optimization": [
@@ -122,12 +123,12 @@ SPECS = {
 }
 
 
-def figures(runs: Sequence[Files], section: str) -> tuple[list[Figure], list[str]]:
-    """Return the figures of a section, and a sentence for each quantity that never changes.
+def make_figures(runs: Sequence[Files], section: str) -> tuple[list[Figure], list[str]]:
+    """Return the figures of a section, and a sentence for each quantity that is constant.
 
     Figures without records are left out.
     """
-    drawn, lines = [], []
+    figures, lines = [], []
     for spec in SPECS[section]:
         panels = _panels(runs, spec, over_tokens=section == "Loss")
         curves = [curve for panel in panels.values() for curve in panel.values()]
@@ -136,18 +137,18 @@ def figures(runs: Sequence[Files], section: str) -> tuple[list[Figure], list[str
         values = pd.concat(curves)
         levels = _baselines(runs) if spec.name == "validation_loss" else {}
         source = f"metrics.jsonl: `{'.'.join(spec.keys)}`"
-        if wrong := int(values.isna().sum()):
-            source += f"; {wrong} values are no finite numbers and are left out"
+        if nan_count := int(values.isna().sum()):
+            source += f"; {nan_count} values that are not finite are left out"
         if values.nunique() > 1 or levels:
-            drawn.append(Figure(spec, panels, levels, source))
+            figures.append(Figure(spec, panels, levels, source))
         else:
             value = format_value(float(values.iloc[0]))
-            lines.append(f"{spec.title} ({spec.unit}): {value} throughout. From {source}.")
-    return drawn, lines
+            lines.append(f"{spec.title} ({spec.unit}): {value}, constant. From {source}.")
+    return figures, lines
 
 
 def _panels(runs: Sequence[Files], spec: Spec, over_tokens: bool) -> dict[str, dict]:
-    """Return the curves of a figure that have values, by panel."""
+    """Return the curves that have values, by panel."""
     panels: dict[str, dict[str, pd.Series]] = {}
     for files in runs:
         if spec.per == "run":
@@ -162,7 +163,7 @@ def _panels(runs: Sequence[Files], spec: Spec, over_tokens: bool) -> dict[str, d
 
 
 def _by_tokens(runs: Sequence[Files], files: Files, values: pd.Series) -> pd.Series:
-    """Return a series over training tokens if several runs are compared, else as it is.
+    """Return a series over training tokens if several runs are compared, otherwise unchanged.
 
     The tokens of a record between two training records are interpolated.
     """
@@ -182,7 +183,7 @@ def _baselines(runs: Sequence[Files]) -> dict[str, float]:
 
 
 def draw(figure: Figure) -> Drawing:
-    """Return a figure drawn with at most two panels in a row."""
+    """Draw a figure, with at most two panels per row."""
     from matplotlib.figure import Figure as Drawing
 
     columns = min(2, len(figure.panels))
@@ -224,7 +225,7 @@ def _draw_panel(axes: Axes, figure: Figure, curves: dict[str, pd.Series]) -> Non
 
 
 def _draw_curve(axes: Axes, values: pd.Series, label: str, color: Any, is_noisy: bool) -> None:
-    """Draw a line; of a noisy one each value faintly, and the running mean."""
+    """Draw a curve; if it is noisy, draw the values faintly and their running mean."""
     style: dict[str, Any] = {"color": color}
     if len(values) < MIN_LINE:
         style |= {"marker": "o", "ms": 3.5}
@@ -237,7 +238,7 @@ def _draw_curve(axes: Axes, values: pd.Series, label: str, color: Any, is_noisy:
 
 
 def _colors(count: int) -> Sequence:
-    """Return a color for each curve; many curves are layers, from dark to light."""
+    """Return a color for each curve: from dark to light if there are many, such as layers."""
     if count <= len(PALETTE):
         return PALETTE[:count]
     import matplotlib
@@ -246,7 +247,7 @@ def _colors(count: int) -> Sequence:
 
 
 def _escape(label: str) -> str:
-    """Return a label that matplotlib shows as it is: not as mathematics, and not hidden."""
+    """Return a shortened label that matplotlib neither reads as mathematics nor hides."""
     if len(label) > MAX_LABEL:
         label = f"{label[: MAX_LABEL // 2]}…{label[-MAX_LABEL // 2 :]}"
     label = label.replace("$", r"\$")
@@ -256,7 +257,7 @@ def _escape(label: str) -> str:
 def save(figure: Figure, folder: Path) -> str:
     """Draw a figure, save it as PNG and as PDF, and return the PNG in base64.
 
-    The PDF has letters as TrueType, which publishers take, and no date.
+    The PDF embeds TrueType fonts, which publishers require, and has no date.
     """
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""The report of runs: an HTML page, its figures as PNG and PDF, and summary.json."""
+"""Report of runs: an HTML page, figures as PNG and PDF, and summary.json."""
 
 from __future__ import annotations
 
@@ -18,33 +18,30 @@ from lm.common.files import (
     write_text,
 )
 from lm.config.load import load
-from lm.runs.checkpoint import MANIFEST, listed
+from lm.runs.checkpoint import MANIFEST, list_checkpoints
 from lm.runs.run_dir import RunDir, RunDirError
 from lm.runs.written import FIGURES
-from lm.training.resume import check_made_of
+from lm.training.resume import check_fingerprint
 
-MADE_BY = "by fprnn"  # an earlier page of ours contains these words
+MADE_BY = "by fprnn"  # marks pages that the command may replace
 FOLDER = "figures"
 
 
 def report(run_dirs: Sequence[Path], out: Path | str | None = None) -> list[str]:
-    """Write the report of runs in whatever state they are, and return what to print.
+    """Write the report of runs, which may still train, and return the lines to print.
 
     Args:
         run_dirs: Run directories.
-        out: A folder for the page, the figures and summary.json. None: the directory of the one
-            run.
+        out: Folder for the page, the figures and summary.json; None: the run directory, if there
+            is a single run.
 
     Raises:
-        RunDirError: If one of them holds no run, or is given twice.
-        OutputError: If the report cannot be written there, or no place is named.
-        MissingPackageError: If matplotlib is not installed.
+        RunDirError: If a directory is no run, or is given twice.
+        OutputError: If the report cannot be written, or there are several runs and no `out`.
+        MissingPackageError: If matplotlib or pandas is not installed.
     """
     if out is None and len(run_dirs) > 1:
-        raise OutputError(
-            f"the report of {len(run_dirs)} runs has no place in one of them: name a folder by"
-            " --out"
-        )
+        raise OutputError(f"a report of {len(run_dirs)} runs needs a folder: name it with --out")
     for package in ("matplotlib", "pandas"):
         require(package, "fprnn report")
     from lm.common.page import render
@@ -72,13 +69,13 @@ def report(run_dirs: Sequence[Path], out: Path | str | None = None) -> list[str]
 
 
 def _check_place(place: Path) -> tuple[Path, Path]:
-    """Return the files of the page and of the summary, which replace no file of somebody else.
+    """Return the paths of the page and the summary, after checking that they can be written.
 
     Raises:
-        OutputError: If the report cannot be written there.
+        OutputError: If they cannot be written, or would replace other files.
     """
     if place.is_file() or place.suffix in (".html", ".htm", ".md", ".pdf", ".json", ".txt"):
-        raise OutputError(f"{place} is no place for a report: name a folder")
+        raise OutputError(f"{place} is not a folder: a report needs a folder")
     check_folder(place / FOLDER)
     page, summary = place / "report.html", place / "summary.json"
     figures = [place / FOLDER / f"{name}.{kind}" for name in FIGURES for kind in ("png", "pdf")]
@@ -87,9 +84,9 @@ def _check_place(place: Path) -> tuple[Path, Path]:
 
 
 def _sections(runs: Sequence, summaries: Sequence[dict], folder: Path) -> list[dict[str, Any]]:
-    """Return the sections of the page from top to bottom, and save their figures in a folder."""
+    """Return the sections of the page in order, and save their figures in a folder."""
     from lm.report import summary
-    from lm.report.figures import SPECS, figures, save
+    from lm.report.figures import SPECS, make_figures, save
 
     states = [summary.describe_state(files) for files in runs]
     remarks = [f"{files.label}: {remark}" for files in runs for remark in files.remarks]
@@ -97,13 +94,17 @@ def _sections(runs: Sequence, summaries: Sequence[dict], folder: Path) -> list[d
     sections: list[dict[str, Any]] = []
     sections.append({"title": "Results", "lines": [*states, *remarks], "tables": [results]})
     layers, lines = summary.layer_tables(runs)
-    lines += [f"{f.label} has no solver, and so no ℓ*." for f in runs if f.solves is False]
-    more = {"Fixed point": layers, "Optimization": summary.event_tables(runs)}
+    lines += [
+        f"{f.label} has no fixed-point layer, and therefore no ℓ*."
+        for f in runs
+        if f.solves is False
+    ]
+    section_tables = {"Fixed point": layers, "Optimization": summary.event_tables(runs)}
     for title in SPECS:
-        drawn, constants = figures(runs, title)
+        figures, constants = make_figures(runs, title)
         notes = constants + lines * (title == "Fixed point")
-        images = [(figure, save(figure, folder)) for figure in drawn]
-        tables = more.get(title, [])
+        images = [(figure, save(figure, folder)) for figure in figures]
+        tables = section_tables.get(title, [])
         sections.append({"title": title, "lines": notes, "figures": images, "tables": tables})
     scores, settings = summary.score_tables(runs), summary.config_tables(runs)
     sections.append({"title": "Evaluations", "tables": scores})
@@ -115,10 +116,10 @@ def _sections(runs: Sequence, summaries: Sequence[dict], folder: Path) -> list[d
 
 
 def _find_change(run: RunDir) -> str | None:
-    """Return a sentence if the run does not match its newest checkpoint any more."""
+    """Return a sentence if the run no longer matches its newest checkpoint, otherwise None."""
     try:
-        for path in listed(run.checkpoints)[-1:]:
-            check_made_of(path, read_json(path / MANIFEST), run, load(run.config))
+        for path in list_checkpoints(run.checkpoints)[-1:]:
+            check_fingerprint(path, read_json(path / MANIFEST), run, load(run.config))
     except RunDirError as e:
         return str(e)
     except UserError:

@@ -1,22 +1,21 @@
-"""Numbers of a run: its summary.json, and the tables of results."""
+"""Content of summary.json, and the tables of a report."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pandas as pd
 
-from lm.common.console import duration
-from lm.report.read import Files, as_written, nested, number
+from lm.common.console import format_duration
+from lm.report.read import Files, finite_or_none, format_config_value, get_nested
 from lm.runs.metrics import OTHER_SOLUTION_MARK, OTHER_SOLUTION_NOTE, OTHER_SOLUTION_SHARE
 
 NO_VALUE = "–"
 MAX_EVENTS = 100
 SOURCE = (
-    "result.json of a finished run, else the last record of metrics.jsonl with such a value:"
+    "result.json of a finished run, otherwise the last record of metrics.jsonl with the value:"
     " `step`, `tokens`, `validation`, `tokens_per_s`, `mfu`, `probe.num_iters.mean`, `evaluations`,"
     " `failed`"
 )
@@ -36,13 +35,13 @@ LAYERS = {
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of plain text below a head.
+    """Table of text.
 
     Attributes:
         rows: Cells; the first row is the head.
         source: File and keys of the numbers.
         title: Heading; "" for none.
-        has_words: Whether most cells hold words, which are set flush left.
+        has_words: True if most cells contain words, which are then left-aligned.
     """
 
     rows: list[list[str]]
@@ -52,21 +51,21 @@ class Table:
 
 
 def format_value(value: object) -> str:
-    """Return a value as text: numbers with six significant digits, NO_VALUE for other things."""
+    """Return a value as text: numbers with six significant digits, NO_VALUE for missing values."""
     if isinstance(value, str):
         return value
-    known = number(value)
-    if known is None or math.isnan(known):
+    finite = finite_or_none(value)
+    if finite is None:
         return NO_VALUE
-    if isinstance(known, int) or abs(known) >= 1e6:
-        return f"{known:,.0f}"
-    return f"{known:,.6g}"
+    if isinstance(finite, int) or abs(finite) >= 1e6:
+        return f"{finite:,.0f}"
+    return f"{finite:,.6g}"
 
 
 def summarize(files: Files) -> dict[str, Any]:
-    """Return the numbers of a run, also while it trains.
+    """Return the numbers of a run, which may still train.
 
-    Those of result.json replace the last ones of metrics.jsonl.
+    Numbers in result.json replace the last numbers in metrics.jsonl.
     """
     scores = ("loss", "perplexity", "bits_per_byte")
     summary = {
@@ -93,7 +92,7 @@ def summarize(files: Files) -> dict[str, Any]:
 
 
 def _layers(files: Files) -> pd.DataFrame:
-    """Return the last numbers of each layer: a row for a layer, a column for each of LAYERS."""
+    """Return the last numbers of each layer, with one row per layer and the columns of LAYERS."""
     columns = {}
     for title, keys in LAYERS.items():
         layers = files.layers(*keys)
@@ -112,12 +111,12 @@ def describe_state(files: Files) -> str:
         step = "no update recorded yet" if status.step is None else f"update {status.step:,}{total}"
         line += f"; {step}"
         if status.seen_s is not None:
-            line += f", last record {duration(status.seen_s)} ago"
+            line += f", last record {format_duration(status.seen_s)} ago"
     return line
 
 
 def result_table(runs: Sequence[Files], summaries: Sequence[dict]) -> Table:
-    """Return a row for each run; of a single run a row for each of its values.
+    """Return a table with one row per run, or, for a single run, one row per value.
 
     Values that no run has are left out.
     """
@@ -141,11 +140,11 @@ def _row(files: Files, summary: dict) -> dict[str, Any]:
         "tokens": None if tokens is None else int(tokens),
         "parameters": summary.get("parameters"),
         "validation loss": validation.get("loss"),
-        "perplexity": number(validation.get("perplexity")),
+        "perplexity": finite_or_none(validation.get("perplexity")),
         "bits per byte": validation.get("bits_per_byte"),
     }
     for name, scores in (validation.get("sources") or {}).items():
-        row[f"perplexity of {name}"] = nested(scores, "perplexity")
+        row[f"perplexity of {name}"] = get_nested(scores, "perplexity")
     row |= {f"{name} baseline": value for name, value in files.baselines.items()}
     if files.baselines and row["perplexity"]:
         ratio = row["perplexity"] / min(files.baselines.values())
@@ -165,7 +164,7 @@ def _row(files: Files, summary: dict) -> dict[str, Any]:
 
 
 def layer_tables(runs: Sequence[Files]) -> tuple[list[Table], list[str]]:
-    """Return a table of ℓ* and work per layer for each run with fixed-point layers, and notes."""
+    """Return a table of ℓ* and solver work for each run with fixed-point layers, and notes."""
     tables, lines = [], []
     for files in runs:
         layers = _layers(files)
@@ -181,16 +180,16 @@ def layer_tables(runs: Sequence[Files]) -> tuple[list[Table], list[str]]:
 
 
 def score_tables(runs: Sequence[Files]) -> list[Table]:
-    """Return the scores of `fprnn eval`: a row for each task and metric."""
+    """Return a table of the scores of `fprnn eval`, with one row per task and metric."""
     cells = {files.label: _scores(files) for files in runs}
     rows = list(dict.fromkeys(row for scores in cells.values() for row in scores))
     body = [[*row, *(scores.get(row, NO_VALUE) for scores in cells.values())] for row in rows]
-    source = "eval/results.json of the run, else of its export: value ± standard error"
+    source = "eval/results.json of the run, or of its export: value ± standard error"
     return [Table([["task", "metric", *cells], *body], source, "Scores")] if rows else []
 
 
 def _scores(files: Files) -> dict[tuple[str, str], str]:
-    """Return the scores of a run as text by task and metric; an arrow says which way is better."""
+    """Return the scores of a run by task and metric, with an arrow in the better direction."""
     cells = {}
     for task, metrics in files.tasks.items():
         for metric, score in metrics.items():
@@ -198,7 +197,7 @@ def _scores(files: Files) -> dict[tuple[str, str], str]:
             arrow = ""
             if isinstance(is_higher_better, bool):
                 arrow = " ↑" if is_higher_better else " ↓"
-            value, error = number(score["value"]), number(score.get("stderr"))
+            value, error = finite_or_none(score["value"]), finite_or_none(score.get("stderr"))
             text = format_value(value)
             if value is not None and error:
                 text = f"{value:.4f} ± {error:.4f}"
@@ -208,30 +207,30 @@ def _scores(files: Files) -> dict[tuple[str, str], str]:
 
 
 def event_tables(runs: Sequence[Files]) -> list[Table]:
-    """Return the table of rollbacks and ended stages, the last MAX_EVENTS."""
+    """Return a table of the last MAX_EVENTS rollbacks and ended curriculum stages."""
     rows = []
     for files in runs:
         for record in files.records:
             start = [files.label, format_value(record["step"])]
-            if why := nested(record, "rollback", "why"):
-                rows.append([*start, "rollback", str(why)])
-            if nested(record, "curriculum", "ended"):
-                stage, answers = (nested(record, "curriculum", k) for k in ("stage", "answers"))
+            if reason := get_nested(record, "rollback", "why"):
+                rows.append([*start, "rollback", str(reason)])
+            if get_nested(record, "curriculum", "ended"):
+                stage, answers = (get_nested(record, "curriculum", k) for k in ("stage", "answers"))
                 text = f"stage {stage} is learned, answers {format_value(answers)}"
                 rows.append([*start, "curriculum", text])
-    head = ["run", "update", "what", "why"]
+    head = ["run", "update", "event", "reason"]
     source = "metrics.jsonl: `rollback`, `curriculum`"
     return [Table([head, *rows[-MAX_EVENTS:]], source, "Events", has_words=True)] if rows else []
 
 
 def config_tables(runs: Sequence[Files]) -> list[Table]:
-    """Return the keys that differ between runs; of one run those that are not the defaults."""
+    """Return a table of the keys that differ between runs, or, for a single run, from defaults."""
     columns = {files.label: files.config for files in runs}
     if len(runs) == 1:
         columns = {"value": runs[0].config, "default": runs[0].defaults}
     keys = sorted({key for column in columns.values() for key in column} - {"name", "out_dir"})
     rows = [
-        [key, *(as_written(c[key]) if key in c else NO_VALUE for c in columns.values())]
+        [key, *(format_config_value(c[key]) if key in c else NO_VALUE for c in columns.values())]
         for key in keys
     ]
     rows = [row for row in rows if len(set(row[1:])) > 1]

@@ -1,1 +1,1 @@
-"""What a run leaves on disk: its directory, checkpoints, log and status."""
+"""Files of a run: its directory, checkpoints, log and status."""

@@ -1,9 +1,10 @@
-"""Save in the background, verify, find the newest good one, keep some and drop the others.
+"""Checkpoints: save in the background, verify, find the newest complete one, delete old ones.
 
 A checkpoint is a folder `RUN/checkpoints/step-NNNNNN`. It is written as `step-NNNNNN.partial`:
-files, each synced to the disk; `manifest.json`, which lists every file with its size and SHA-256;
-and only then renamed. So a folder of that name is whole, or was damaged afterwards: its files
-differ from the manifest, and it is never loaded. Older ones are deleted after that.
+first its files, each synced to the disk, then `manifest.json`, which lists every file with its size
+and SHA-256. Then the folder is renamed. So a folder with the final name is complete, unless it was
+damaged later: then its files differ from the manifest, and it is never loaded. Old checkpoints are
+deleted after the renaming.
 """
 
 from __future__ import annotations
@@ -32,80 +33,85 @@ from lm.model import checksums
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
-LAST_WAIT_S = 20.0  # for the files of other ranks, when this one ends by an error
+CLOSE_TIMEOUT_S = 20.0  # how long a rank that fails waits for the files of the other ranks
 NAME = re.compile(r"step-(\d+)")
 
 
 class CheckpointError(UserError, RuntimeError):
-    """A checkpoint that cannot be written or used; the message says which file and why."""
+    """A checkpoint that cannot be written or used. The message names the file and the reason."""
 
 
 @dataclass
 class _Job:
-    """One save under way on this rank."""
+    """A save that this rank is writing."""
 
     step: int
     partial: Path
     files: dict[str, object]
-    began: float
+    start_time: float
     blocked_s: float = 0.0
     error: Exception | None = None
-    written: threading.Event = field(default_factory=threading.Event)  # or failed
-    cancelled: threading.Event = field(default_factory=threading.Event)
+    is_written: threading.Event = field(default_factory=threading.Event)  # also set on failure
+    is_cancelled: threading.Event = field(default_factory=threading.Event)
 
 
 class Checkpoints:
-    """The checkpoints of a run that trains. All ranks make one and call it alike.
+    """Checkpoints of a training run. Every rank makes one such object and calls it alike.
 
     Args:
-        folder: of all checkpoints.
-        settings: how many to keep.
-        about: what each manifest says besides its files: {"zero_stage": …}.
+        folder: Folder of all checkpoints.
+        ranks: Ranks of the run.
+        settings: How many checkpoints to keep.
+        manifest: Entries of every manifest in addition to its files, such as {"zero_stage": 1}.
     """
 
-    def __init__(self, folder: Path, ranks: Ranks, settings: Checkpoint, about: dict | None = None):
+    def __init__(
+        self, folder: Path, ranks: Ranks, settings: Checkpoint, manifest: dict | None = None
+    ):
         self.folder, self.ranks, self.settings = Path(folder), ranks, settings
-        self.about = {"world_size": ranks.world_size, **(about or {})}
-        self.published: int | None = None  # the step of the newest that this process has written
+        self.manifest = {"world_size": ranks.world_size, **(manifest or {})}
+        self.published: int | None = None  # step of this process's last complete checkpoint
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None
-        self._news: queue.SimpleQueue[dict] = queue.SimpleQueue()
+        self._saves: queue.SimpleQueue[dict] = queue.SimpleQueue()
 
     def save(self, step: int, collect: Callable[[], dict[str, object]]) -> None:
-        """Take a copy of the state, and write it from a thread while training goes on.
+        """Copy the state, and write it from a background thread.
 
         Args:
-            collect: () → {file name: what `torch.save` takes} of this rank; names differ between
-                ranks.
+            step: Number of updates made.
+            collect: Returns {file name: object for `torch.save`} of this rank. Names must differ
+                between ranks.
+
         Raises:
-            CheckpointError: this save cannot begin, or the one before could not be written.
+            CheckpointError: If this save cannot begin, or the previous save failed.
         """
-        began = time.monotonic()
+        start_time = time.monotonic()
         self.finish()
         partial = self.folder / (_name(step) + PARTIAL)
-        self.ranks.first(self._begin, partial)
-        self._job = _Job(step, partial, snapshot(collect()), began)
+        self.ranks.run_on_main(self._make_partial_folder, partial)
+        self._job = _Job(step, partial, snapshot(collect()), start_time)
         self._thread = threading.Thread(target=self._write, args=(self._job,), name="checkpoint")
-        self._job.blocked_s = time.monotonic() - began
+        self._job.blocked_s = time.monotonic() - start_time
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until the save under way is published.
+        """Wait until the current save is complete.
 
         Raises:
-            CheckpointError: on every rank, where one could not write its files.
+            CheckpointError: On every rank, if one could not write its files.
         """
         job, self._job = self._job, None
         if job is None:
             return
-        assert self._thread is not None  # it writes the job
-        job.written.wait()
+        assert self._thread is not None  # the thread that writes the job
+        job.is_written.wait()
         try:
-            self.ranks.raise_any(job.error)
+            self.ranks.raise_first_error(job.error)
             self._thread.join()
-            self.ranks.raise_any(job.error)  # of rank 0's publication
+            self.ranks.raise_first_error(job.error)  # an error of rank 0 in `_publish`
         except Exception:
-            job.cancelled.set()
+            job.is_cancelled.set()
             self._thread.join()
             self.ranks.barrier()
             if self.ranks.is_main:
@@ -114,60 +120,66 @@ class Checkpoints:
         self.published = job.step
 
     def close(self) -> None:
-        """Before the directory is given up, whatever has happened: the save under way is published,
-        or given up where another rank does not write its files any more."""
+        """Complete the current save, or cancel it if another rank no longer writes its files.
+
+        Called before the run directory is released, also after an error.
+        """
         job, self._job = self._job, None
         if job is None:
             return
-        assert self._thread is not None  # it writes the job
-        self._thread.join(None if self.ranks.world_size == 1 else LAST_WAIT_S)
-        job.cancelled.set()
+        assert self._thread is not None  # the thread that writes the job
+        self._thread.join(None if self.ranks.world_size == 1 else CLOSE_TIMEOUT_S)
+        job.is_cancelled.set()
         self._thread.join()
 
-    def news(self) -> list[dict]:
-        """Return what was published since the last call (on rank 0): step, seconds that training
-        waited, seconds from the beginning to the publication, bytes of all files."""
-        return [self._news.get() for _ in range(self._news.qsize())]
+    def pop_saves(self) -> list[dict]:
+        """Return the saves completed since the last call, on rank 0.
 
-    def _begin(self, partial: Path) -> None:
-        drop_partial(self.folder)
+        Returns:
+            For each save: "step"; "blocked_s", seconds that training waited; "seconds" until it was
+            complete; "bytes" of all files.
+        """
+        return [self._saves.get() for _ in range(self._saves.qsize())]
+
+    def _make_partial_folder(self, partial: Path) -> None:
+        delete_partial_checkpoints(self.folder)
         with writing(partial):
             partial.mkdir(parents=True)
 
     def _write(self, job: _Job) -> None:
         try:
-            own = {}
+            entries = {}
             for name, state in job.files.items():
-                if job.cancelled.is_set():
+                if job.is_cancelled.is_set():
                     return
-                own[name] = _write_file(job.partial / name, state)
-            job.files = {}  # the copy's memory
-            write_json(_part(job.partial, self.ranks.rank), {"files": own})
-            job.written.set()
+                entries[name] = _write_file(job.partial / name, state)
+            job.files = {}  # frees the memory of the copy
+            write_json(_part(job.partial, self.ranks.rank), {"files": entries})
+            job.is_written.set()
             if self.ranks.is_main:
                 self._publish(job)
         except Exception as e:
             job.error = e
         finally:
-            job.written.set()
+            job.is_written.set()
 
     def _publish(self, job: _Job) -> None:
-        """Wait for the files of the other ranks, then list them all, rename, drop old ones."""
+        """Wait for the other ranks' files, write the manifest, rename, delete old checkpoints."""
         parts = [_part(job.partial, rank) for rank in range(self.ranks.world_size)]
         while not all(part.exists() for part in parts):
-            if job.cancelled.wait(0.05):
+            if job.is_cancelled.wait(0.05):
                 return
-        files: dict[str, tuple[int, str]] = {}  # name → bytes, SHA-256
+        files: dict[str, tuple[int, str]] = {}  # {name: (bytes, SHA-256)}
         for part in parts:
             files |= read_json(part, ("files",))["files"]
             part.unlink()
         total = sum(size for size, _ in files.values())
-        manifest = {"step": job.step, **self.about, "files": files}
+        manifest = {"step": job.step, **self.manifest, "files": files}
         write_json(job.partial / MANIFEST, manifest)
         path = job.partial.with_name(_name(job.step))
         with writing(path):
-            if path.exists():  # damaged, or of a branch that was left
-                _set_aside(path)
+            if path.exists():  # damaged, or from before a rollback
+                _mark_for_deletion(path)
             job.partial.rename(path)
             sync(self.folder)
         checksums.trust(path, {name: digest for name, (_, digest) in files.items()})
@@ -175,70 +187,76 @@ class Checkpoints:
         saved = {
             "step": job.step,
             "blocked_s": round(job.blocked_s, 3),
-            "seconds": round(time.monotonic() - job.began, 3),
+            "seconds": round(time.monotonic() - job.start_time, 3),
             "bytes": total,
         }
-        self._news.put(saved)
+        self._saves.put(saved)
 
     def _prune(self) -> None:
-        """Delete whole checkpoints beyond the newest `keep`, except multiples of `keep_every`.
+        """Delete intact checkpoints except the newest `keep` and the multiples of `keep_every`.
 
-        Damaged checkpoints stay, because somebody may want to rescue them.
+        Damaged checkpoints stay, because the user may want to rescue them.
         """
         every = self.settings.keep_every
-        candidates = [p for p in listed(self.folder) if not every or step_of(p) % every]
-        whole = [path for path in candidates if self._is_intact(path)]
-        for path in whole[: -self.settings.keep]:
-            _set_aside(path)
-        drop_partial(self.folder)
+        candidates = [
+            p for p in list_checkpoints(self.folder) if not every or checkpoint_step(p) % every
+        ]
+        intact = [path for path in candidates if self._is_intact(path)]
+        for path in intact[: -self.settings.keep]:
+            _mark_for_deletion(path)
+        delete_partial_checkpoints(self.folder)
 
     def _is_intact(self, path: Path) -> bool:
-        """`verify`, but files that look as they did are not read again."""
+        """Verify a checkpoint without reading unchanged files again."""
         try:
-            verify(path, once=True)
-        except Exception:  # whatever damage does: the new checkpoint is there already
+            verify(path, cached=True)
+        except Exception:  # any damage; the new checkpoint is complete already
             return False
         return True
 
 
 def snapshot(value: Any) -> Any:
-    """A copy in host memory of tensors in nested containers; one that occurs twice (tied weights)
-    is copied once. What is neither is not copied: it must not change."""
+    """Copy tensors and arrays in nested containers to host memory.
+
+    A tensor that occurs twice (tied weights) is copied once. Other values are not copied and must
+    not change.
+    """
     copies: dict[tuple, torch.Tensor] = {}
 
-    def copied(value: Any) -> Any:
+    def copy_value(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             key = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
             if key not in copies or not value.numel():
                 copies[key] = value.detach().to("cpu", copy=True)
             return copies[key]
         if isinstance(value, dict):
-            new = copy.copy(value)  # also of an OrderedDict, a defaultdict
-            new.update({k: copied(v) for k, v in value.items()})
+            new = copy.copy(value)  # keeps OrderedDict and defaultdict
+            new.update({k: copy_value(v) for k, v in value.items()})
             return new
         if isinstance(value, np.ndarray):
             return value.copy()
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return type(value)(*map(copied, value))
+            return type(value)(*map(copy_value, value))
         if isinstance(value, list | tuple):
-            return type(value)(map(copied, value))
+            return type(value)(map(copy_value, value))
         return value
 
-    return copied(value)
+    return copy_value(value)
 
 
 def _write_file(path: Path, state) -> list:
-    """[bytes, SHA-256] of the file, which is on the disk."""
+    """Write a file and sync it to the disk; return [bytes, SHA-256]."""
     try:
-        with path.open("wb") as file:  # torch's own writer keeps a full disk's space after an error
+        # An open file, because torch's own writer does not free the space of a full disk on errors.
+        with path.open("wb") as file:
             torch.save(state, file)
         sync(path)
-    except (OSError, RuntimeError) as e:  # RuntimeError: how torch's writer says it
+    except (OSError, RuntimeError) as e:  # torch's writer raises RuntimeError
         free = shutil.disk_usage(path.parent).free
         raise CheckpointError(
             f"checkpoint {path.parent.name.removesuffix(PARTIAL)} cannot be written to"
-            f" {path.parent.parent} ({_first_line(e)}; {free / 2**20:,.0f} MiB are free there): the"
-            " one before stands"
+            f" {path.parent.parent} ({_first_line(e)}; {free / 2**20:,.0f} MiB are free there); the"
+            " previous checkpoint stays"
         ) from None
     return [path.stat().st_size, checksums.sha256(path)]
 
@@ -255,38 +273,39 @@ def _part(partial: Path, rank: int) -> Path:
     return partial / f"files-rank{rank:04d}.json"
 
 
-def _set_aside(path: Path) -> None:
-    """Take a checkpoint's name from it at once; `drop_partial` deletes the files."""
+def _mark_for_deletion(path: Path) -> None:
+    """Rename a checkpoint; `delete_partial_checkpoints` deletes its files."""
     path.rename(path.with_name(f"{path.name}-{time.time_ns()}{PARTIAL}"))
 
 
-def drop_partial(folder: Path) -> None:
-    """Delete what a save or a deletion that was cut short has left."""
+def delete_partial_checkpoints(folder: Path) -> None:
+    """Delete folders left by interrupted saves and deletions."""
     for path in Path(folder).glob(f"step-*{PARTIAL}"):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def step_of(path: Path) -> int:
-    """The update that a checkpoint's name says."""
-    named = NAME.fullmatch(path.name)
-    assert named is not None, path
-    return int(named[1])
+def checkpoint_step(path: Path) -> int:
+    """Return the number of updates in a checkpoint's name."""
+    match = NAME.fullmatch(path.name)
+    assert match is not None, path
+    return int(match[1])
 
 
-def listed(folder: Path) -> list[Path]:
-    """The folders named as checkpoints are, whole or damaged, by update; others are not looked at
-    (`step-best`, a copy by hand)."""
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the folders named step-NNNNNN, complete or damaged, sorted by step."""
     paths = Path(folder).iterdir() if Path(folder).is_dir() else ()
-    return sorted((p for p in paths if p.is_dir() and NAME.fullmatch(p.name)), key=step_of)
+    return sorted((p for p in paths if p.is_dir() and NAME.fullmatch(p.name)), key=checkpoint_step)
 
 
-def verify(path: Path, once: bool = False) -> dict:
-    """The manifest of a complete checkpoint.
+def verify(path: Path, cached: bool = False) -> dict:
+    """Return the manifest of a checkpoint after comparing its files with it.
 
     Args:
-        once: files that look as they did when this process read them are not read again.
+        path: Folder of the checkpoint.
+        cached: Trust files whose size and times are as when this process read them.
+
     Raises:
-        CheckpointError: no such folder, no manifest, or a file missing, cut short or changed.
+        CheckpointError: If the folder, the manifest or a file is missing, or a file has changed.
     """
     path = Path(path)
     if not path.is_dir():
@@ -302,8 +321,8 @@ def verify(path: Path, once: bool = False) -> dict:
         files = [(path / name, size, digest) for name, (size, digest) in entries]
     except (DamagedError, AttributeError, TypeError, ValueError) as e:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} is damaged ({e})") from None
-    named = NAME.fullmatch(path.name)
-    if not files or (named and manifest["step"] != int(named[1])):
+    match = NAME.fullmatch(path.name)
+    if not files or (match and manifest["step"] != int(match[1])):
         raise CheckpointError(
             f"checkpoint {path}: {MANIFEST} is damaged (it lists {len(files)} files of update"
             f" {manifest['step']})"
@@ -315,120 +334,135 @@ def verify(path: Path, once: bool = False) -> dict:
             raise CheckpointError(
                 f"checkpoint {path}: {file.name} has {file.stat().st_size} bytes, not {size}"
             )
-    if how := checksums.difference(path, {file.name: digest for file, _, digest in files}, once):
-        raise CheckpointError(f"checkpoint {path}: {how}")
+    digests = {file.name: digest for file, _, digest in files}
+    if difference := checksums.difference(path, digests, cached):
+        raise CheckpointError(f"checkpoint {path}: {difference}")
     return manifest
 
 
-def newest(
+def find_newest_checkpoint(
     folder: Path, say: Callable[[str], None] = print, before: float = math.inf
 ) -> Path | None:
-    """The newest complete checkpoint in a folder of them; says which ones it passed over. None
-    where nothing was ever saved.
+    """Return the newest complete checkpoint in a folder, or None if the folder has none.
 
     Args:
-        before: of the checkpoints of fewer updates; None where none of them is complete.
+        folder: Folder of all checkpoints.
+        say: Prints the checkpoints that are skipped.
+        before: Only consider checkpoints with fewer updates.
+
     Raises:
-        CheckpointError: something was, and none of it is complete.
+        CheckpointError: If there are checkpoints, but none is complete (only without `before`).
     """
-    found = listed(folder)
-    for path in reversed(found):
-        if step_of(path) >= before:
+    candidates = list_checkpoints(folder)
+    for path in reversed(candidates):
+        if checkpoint_step(path) >= before:
             continue
         try:
             verify(path)
             return path
         except CheckpointError as e:
-            say(f"passed over: {e}")
-    if found and before == math.inf:
+            say(f"skipped: {e}")
+    if candidates and before == math.inf:
+        count = f"{len(candidates)} checkpoint{'s' * (len(candidates) > 1)}"
         raise CheckpointError(
-            f"none of the {len(found)} checkpoint{'s' * (len(found) > 1)} in {folder} is whole:"
-            " bring a good one back, or train anew with --overwrite"
+            f"none of the {count} in {folder} is complete: restore one from a backup, or train from"
+            " scratch with --overwrite"
         )
     return None
 
 
-def to_resume(
+def resume_checkpoint(
     resume: str, folder: Path, say: Callable[[str], None] = print, before: float = math.inf
 ) -> tuple[Path, dict] | None:
-    """The checkpoint that `resume` means, and its manifest; None to start from the beginning.
+    """Return the checkpoint that `resume` selects and its manifest, or None.
 
     Args:
-        resume: never, auto (the newest complete one in `folder`), or the folder of one.
-        before: under auto, of those of fewer updates.
+        resume: never, auto (the newest complete checkpoint in `folder`), or a checkpoint's folder.
+        folder: Folder of the run's checkpoints.
+        say: Prints the checkpoints that are skipped.
+        before: With auto, only consider checkpoints with fewer updates.
+
     Raises:
-        CheckpointError: it is not complete; under auto, none of them is.
+        CheckpointError: If the checkpoint is not complete; with auto, if none is.
     """
     if resume == "never":
         return None
     if resume == "auto":
-        path = newest(folder, say, before)
+        path = find_newest_checkpoint(folder, say, before)
         return None if path is None else (path, read_json(path / MANIFEST))
     return Path(resume), verify(Path(resume))
 
 
-def to_go_back_to(
+def rollback_checkpoint(
     folder: Path, last: int | None, say: Callable[[str], None] = print
 ) -> tuple[Path, dict] | None:
-    """The checkpoint that a run goes back to, and its manifest; None: there is none that is whole.
-    Where going back did not help, it is the one before, if there is one: the run leaves the branch
-    of the later ones, and they are deleted.
+    """Return the checkpoint to roll back to and its manifest, or None if none is complete.
+
+    If the last rollback did not help, it is the checkpoint before, if any, and the later ones are
+    deleted.
 
     Args:
-        last: the update that it went back to, and has saved nothing since; None: it did not.
+        folder: Folder of the run's checkpoints.
+        last: Step of the last rollback if nothing was saved since, else None.
+        say: Prints the checkpoints that are skipped.
     """
-    older = None if last is None else to_resume("auto", folder, say, before=last)
+    older = None if last is None else resume_checkpoint("auto", folder, say, before=last)
     if older is not None:
-        drop_after(folder, older[1]["step"])
+        delete_later_checkpoints(folder, older[1]["step"])
         return older
     try:
-        return to_resume("auto", folder, say)
-    except CheckpointError:  # none is whole
+        return resume_checkpoint("auto", folder, say)
+    except CheckpointError:  # none is complete
         return None
 
 
-def not_finite(held: Mapping[str, Sequence[torch.Tensor]]) -> str:
-    """What holds NaN or infinity, such as "NaN or infinity in exp_avg"; "" where nothing does.
+def describe_nonfinite(tensors: Mapping[str, Sequence[torch.Tensor]]) -> str:
+    """Return a message such as "NaN or infinity in exp_avg", or "" if all tensors are finite.
 
     Args:
-        held: by what is said of them, such as "the weights".
+        tensors: {name in the message: tensors}.
     """
-    spoilt = [what for what, tensors in held.items() if not all(map(_is_finite, tensors))]
-    return f"NaN or infinity in {' and '.join(spoilt)}" if spoilt else ""
+    nonfinite = [name for name, group in tensors.items() if not all(map(_is_finite, group))]
+    return f"NaN or infinity in {' and '.join(nonfinite)}" if nonfinite else ""
 
 
 def _is_finite(t: torch.Tensor) -> bool:
-    """Look at the least and the greatest number, which is 30 times faster than `isfinite` of all:
-    NaN is both."""
+    """Test minimum and maximum, which are NaN if any is; 30 times faster than `isfinite`."""
     return not t.numel() or all(map(math.isfinite, map(float, torch.aminmax(t.detach()))))
 
 
-def drop_after(folder: Path, step: int) -> None:
-    """Delete the checkpoints after `step`: a run resumed there has left that branch."""
-    for path in listed(folder):
-        if step_of(path) > step:
-            _set_aside(path)
-    drop_partial(folder)
+def delete_later_checkpoints(folder: Path, step: int) -> None:
+    """Delete the checkpoints after `step`, at which a run was resumed."""
+    for path in list_checkpoints(folder):
+        if checkpoint_step(path) > step:
+            _mark_for_deletion(path)
+    delete_partial_checkpoints(folder)
 
 
 def read_state(
     path: Path, classes: Sequence[type] = (), device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
-    """A file of a verified checkpoint: tensors, numbers, text, and objects of `classes`. Nothing in
-    it is run: that a manifest lists a file does not say who wrote it.
+    """Read a file of a verified checkpoint without running code in it.
+
+    The manifest does not prove who wrote the file.
+
+    Args:
+        path: The file.
+        classes: Classes of objects that it may hold, next to tensors, numbers and text.
+        device: Device of the tensors.
 
     Raises:
-        CheckpointError: it holds something else, or cannot be read.
+        CheckpointError: If it holds objects of other classes, or cannot be read.
     """
     try:
         with torch.serialization.safe_globals(list(classes)):
             return torch.load(path, map_location=device, weights_only=True)
     except pickle.UnpicklingError as e:
-        named = re.search(r"GLOBAL (\S+)", str(e))
-        what = named[1] if named else "something"
+        match = re.search(r"GLOBAL (\S+)", str(e))
+        name = match[1] if match else "an object"
         raise CheckpointError(
-            f"{path} is not read: it holds {what}, which no training of ours writes, and which"
-            " could run code: take a checkpoint from whoever trained it"
+            f"{path} is not read: it holds {name}, which fprnn never writes and which could run"
+            " code: get a checkpoint from the person who trained it"
         ) from None
     except (OSError, RuntimeError, EOFError, ValueError) as e:
         raise CheckpointError(f"{path} cannot be read: {_first_line(e)}") from None

@@ -1,4 +1,4 @@
-"""Model and tokenizer of an exported directory, whole or refused, where transformers makes up."""
+"""Loading model and tokenizer of an export. Missing weights are refused, not initialised."""
 
 from __future__ import annotations
 
@@ -7,32 +7,33 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lm.common.errors import UserError, refused_pickle, require
+from lm.common.errors import UserError, describe_refused_pickle, require
 from lm.model.checksums import refuse_changed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-SHOWN = 3  # names of weights that a message gives
+MAX_NAMES = 3  # names of weights in a message
 
 
 class LoadError(UserError, RuntimeError):
-    """A model that cannot be loaded as it was saved; the message says what is wrong with it."""
+    """A model that cannot be loaded as it was saved. The message names the problem."""
 
 
 def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
-    """The causal language model of an exported directory, or of a name on the hub, on the CPU.
+    """Load the causal language model of an export, or of a name on the hub, on the CPU.
 
-    An export of a built-in model is read with the classes of this package, and the code beside it
-    is not run.
+    Exports of built-in models are loaded with the classes of this package; the code next to the
+    weights is not run. transformers itself would initialise missing weights with random values.
 
     Args:
-        trust: run the code that a directory brings along where its model is none of ours (a user's
-            mixer); that of a name on the hub never is.
+        path: The folder, or the name on the hub.
+        trust: Run the code in the folder if its model is not built in (a user's mixer). Code from
+            the hub is never run.
+
     Raises:
-        LoadError: it brings code along, and is not trusted; unreadable or damaged files, or others
-            than were exported; a weight that is missing, unknown to the model, of another shape,
-            or not finite. transformers itself would go on with random values.
+        LoadError: If the folder has code and is not trusted; if files are unreadable, damaged or
+            changed; if a weight is missing, unknown to the model, of another shape or not finite.
     """
     require("torch", "a model")
     from safetensors import SafetensorError
@@ -43,13 +44,13 @@ def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
 
     register_auto_classes()
     _refuse_changed(path)
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # its report on the weights is replaced by our sentence
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()  # the error below replaces its report on the weights
     logging.disable_progress_bar()
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        model, info = AutoModelForCausalLM.from_pretrained(
             path,
-            trust_remote_code=trust and _is_here(path),
+            trust_remote_code=trust and _is_local(path),
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
@@ -59,43 +60,45 @@ def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
         ) from None
     except pickle.UnpicklingError as e:
         files = sorted(Path(path).glob("pytorch_model*.bin"))
-        raise LoadError(refused_pickle(files[0] if files else path, e)) from None
-    # ValueError: a model that nobody knows; the others: a config.json that no model can have.
+        raise LoadError(describe_refused_pickle(files[0] if files else path, e)) from None
+    # ValueError: unknown model type. Others: a config.json that does not describe a model.
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as e:
-        raise _foreign_code(e, path) or LoadError(f"cannot load {path}: {_reason(e)}") from None
+        raise _code_error(e, path) or LoadError(f"cannot load {path}: {_reason(e)}") from None
     finally:
         logging.set_verbosity(verbosity)
-        if bars:
+        if has_bars:
             logging.enable_progress_bar()
     kinds = {
-        "missing": found["missing_keys"],
-        "unknown to the model": found["unexpected_keys"],
+        "missing": info["missing_keys"],
+        "unknown to the model": info["unexpected_keys"],
         "of another shape than config.json says": [
-            f"{name} {list(saved)}, not {list(ours)}"
-            for name, saved, ours in found["mismatched_keys"]
+            f"{name} {list(saved)}, not {list(expected)}"
+            for name, saved, expected in info["mismatched_keys"]
         ],
         "NaN or infinite": [n for n, p in model.named_parameters() if not p.isfinite().all()],
     }
-    wrong = [
+    problems = [
         f"{len(names)} weight{'s' * (len(names) > 1)} {kind} ({first_names(names)})"
         for kind, names in kinds.items()
         if names
     ]
-    if wrong:
+    if problems:
         raise LoadError(
-            f"{path} is damaged, its weights are not those of its config.json: {'; '.join(wrong)};"
+            f"{path} is damaged, its weights do not fit its config.json: {'; '.join(problems)};"
             " export the run again"
         )
     return model
 
 
 def load_tokenizer(path: Path | str, trust: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of an exported directory, or of a name on the hub.
+    """Load the tokenizer of an export, or of a name on the hub.
 
     Args:
-        trust: run the code that a directory brings along for it.
+        path: The folder, or the name on the hub.
+        trust: Run the tokenizer's code in the folder.
+
     Raises:
-        LoadError: it is not there, damaged, or brings code along and is not trusted.
+        LoadError: If it is missing or damaged, or has code and is not trusted.
     """
     from transformers import AutoTokenizer
 
@@ -104,46 +107,50 @@ def load_tokenizer(path: Path | str, trust: bool = False) -> PreTrainedTokenizer
     register_auto_classes()  # AutoTokenizer reads the model type in config.json
     _refuse_changed(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust and _is_here(path))
-        tokenizer("a")  # some of what its files say is looked at only here
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust and _is_local(path))
+        tokenizer("a")  # finds errors in its files that loading does not
         return tokenizer
-    except ImportError:  # a package is missing, which has a sentence of its own
+    except ImportError:  # a missing package; the command line explains it
         raise
-    except Exception as e:  # the loaders raise whatever they meet, bare Exception included
+    except Exception as e:  # the loaders raise errors of many classes, also bare Exception
         reason = f"cannot load the tokenizer of {path}: {_reason(e)}"
-        raise _foreign_code(e, path) or LoadError(reason) from None
+        raise _code_error(e, path) or LoadError(reason) from None
 
 
-def _foreign_code(error: Exception, path: Path | str) -> LoadError | None:
-    """What to say where transformers would have to run code of a checkpoint; None elsewhere."""
+def _code_error(error: Exception, path: Path | str) -> LoadError | None:
+    """Return the error for a folder whose code transformers would have to run, or None."""
     if not isinstance(error, ValueError) or "trust_remote_code" not in str(error):
         return None
-    if not _is_here(path):
-        return LoadError(f"{path} runs code of its own, and code from the hub is never run here")
+    if not _is_local(path):
+        return LoadError(f"{path} needs code of its own, and code from the hub is never run")
     files = [file.name for file in Path(path).glob("*.py")]
-    shown = first_names(files) or "named in its JSON files"
+    names = first_names(files) or "named in its JSON files"
     return LoadError(
-        f"{path} runs code of its own ({shown}), which nothing here"
-        " has checked: --trust (in Python trust=True) runs it, once you know whose it is"
+        f"{path} needs code of its own ({names}), which has not been checked: --trust (in Python"
+        " trust=True) runs it; use it only if you know the author"
     )
 
 
 def _refuse_changed(path: Path | str) -> None:
-    """Raises LoadError where a file of an export is not what its SHA256SUMS says."""
+    """Refuse an export whose files differ from its SHA256SUMS.
+
+    Raises:
+        LoadError: If a file differs.
+    """
     try:
-        if _is_here(path):
+        if _is_local(path):
             refuse_changed(path)
     except (OSError, ValueError) as e:
         raise LoadError(str(e)) from None
 
 
-def _is_here(path: Path | str) -> bool:
-    """Whether this is a folder that somebody chose, not a name whose files come from elsewhere."""
+def _is_local(path: Path | str) -> bool:
+    """Return whether this is a local folder, not a name on the hub."""
     return Path(path).is_dir()
 
 
 def _reason(error: Exception) -> str:
-    """The first line of what a loader says; where that may be a bare key, with the error's name."""
+    """Return the first line of a loader's error, with its class if the line may be a bare key."""
     lines = str(error).strip().splitlines() or ["no reason given"]
     if isinstance(error, OSError | ValueError):
         return lines[0]
@@ -151,6 +158,6 @@ def _reason(error: Exception) -> str:
 
 
 def first_names(names: Iterable[str]) -> str:
-    """Return the first of sorted names, for a message."""
+    """Return the first MAX_NAMES sorted names for a message."""
     names = sorted(names)
-    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
+    return ", ".join(names[:MAX_NAMES]) + (", …" if len(names) > MAX_NAMES else "")

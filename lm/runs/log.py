@@ -1,4 +1,4 @@
-"""The log of a run: metrics.jsonl, and wandb and TensorBoard where they are asked for."""
+"""The log of a run: metrics.jsonl, and optionally wandb and TensorBoard."""
 
 from __future__ import annotations
 
@@ -13,10 +13,16 @@ from typing import Any, TextIO, TypeVar
 from lm.common.console import say
 from lm.common.files import write_text, writing
 from lm.config.schema import Run
-from lm.runs.metrics import OTHER_SOLUTION_MARK, SHARES, has_other_solution, iter_metrics, marked
+from lm.runs.metrics import (
+    OTHER_SOLUTION_MARK,
+    SHARES,
+    find_other_solutions,
+    format_marked_iterations,
+    iter_metrics,
+)
 from lm.runs.run_dir import RunDir
 
-# Where wandb and TensorBoard show a record's key; one that is not here is of the training.
+# {group in wandb and TensorBoard: keys of a record}. Other keys are in the group "train".
 GROUPS = {
     "solver": ("adjoint", "evaluations", "probe", *SHARES, "residual"),
     "time": ("breakdown", "checkpoint", "imbalance", "mfu", "seconds", "spent", "tokens_per_s"),
@@ -25,14 +31,15 @@ GROUPS = {
 }
 NAMES = {key: f"{group}/{key}" for group, keys in GROUPS.items() for key in keys}
 NAMES |= {"valid": "validation", "validation": "validation"}
-MOST_LAYERS = 6  # whose numbers are shown one by one
+MAX_LAYERS = 6  # with more, a line shows mean and range instead of all layers
 
 
-def describe(record: dict, num_iters: dict | None = None) -> str:
-    """A training record as one line: what a person watches.
+def describe_record(record: dict, num_iters: dict | None = None) -> str:
+    """Format a training record as one line of the terminal.
 
     Args:
-        num_iters: ℓ* of the layers, as the record of the last probe has it.
+        record: The record.
+        num_iters: ℓ* of each layer in the last probe.
     """
     parts = [f"loss {record['loss']:.3f}"]
     if "perplexity" in record:
@@ -42,9 +49,9 @@ def describe(record: dict, num_iters: dict | None = None) -> str:
     parts.append(f"lr {record['lr']:.1e}")
     parts.append(f"|g| {record['grad_norm']:.2f}")
     if num_iters:
-        parts.append(f"ℓ* {iterations_of_layers(num_iters)}")
+        parts.append(f"ℓ* {format_iterations(num_iters)}")
     if "evaluations" in record:
-        parts.append(f"evaluations {of_layers(record['evaluations'])}")
+        parts.append(f"evaluations {format_layers(record['evaluations'])}")
         for name in SHARES:
             if share := max(record.get(name, [0.0])):
                 parts.append(f"{name} {share:.2%}")
@@ -54,66 +61,67 @@ def describe(record: dict, num_iters: dict | None = None) -> str:
     return "  ".join(parts)
 
 
-def of_layers(values: list[float]) -> str:
-    """A number of each layer, such as "8.6 4.1"; of many layers "5.2 (2.1 to 9.8)", their mean and
-    range."""
-    if len(values) <= MOST_LAYERS:
+def format_layers(values: list[float]) -> str:
+    """Format one number per layer: "8.6 4.1", or for many layers "5.2 (2.1 to 9.8)"."""
+    if len(values) <= MAX_LAYERS:
         return " ".join(f"{v:.1f}" for v in values)
     return f"{sum(values) / len(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
-def iterations_of_layers(num_iters: dict) -> str:
-    """ℓ* of the layers as `of_layers` has it, marked where it is of another solution."""
-    if len(num_iters["mean"]) <= MOST_LAYERS:
-        return " ".join(marked(num_iters))
-    return of_layers(num_iters["mean"]) + OTHER_SOLUTION_MARK * any(has_other_solution(num_iters))
+def format_iterations(num_iters: dict) -> str:
+    """Format ℓ* of the layers, marked if it belongs to another solution than the model's."""
+    if len(num_iters["mean"]) <= MAX_LAYERS:
+        return " ".join(format_marked_iterations(num_iters))
+    return format_layers(num_iters["mean"]) + OTHER_SOLUTION_MARK * any(
+        find_other_solutions(num_iters)
+    )
 
 
-def probed(record: dict) -> dict | None:
-    """ℓ* of the layers, of a record that has a probe; else None."""
+def probe_iterations(record: dict) -> dict | None:
+    """Return ℓ* of the layers if the record has a probe, or None."""
     return record["probe"]["num_iters"] if "probe" in record else None
 
 
-def iterations(record: dict) -> str:
-    """ℓ* of each layer, of a record that has a probe."""
-    num_iters = probed(record)
-    return "" if num_iters is None else f"  ℓ* {iterations_of_layers(num_iters)}"
+def iterations_suffix(record: dict) -> str:
+    """Format ℓ* of the layers for the end of a line; "" if the record has no probe."""
+    num_iters = probe_iterations(record)
+    return "" if num_iters is None else f"  ℓ* {format_iterations(num_iters)}"
 
 
-def grouped(record: dict) -> dict[str, float]:
-    """Return the numbers of a record under the names that wandb and TensorBoard have them by.
+def flatten_record(record: dict) -> dict[str, float]:
+    """Return the numbers of a record by their names in wandb and TensorBoard.
 
-    Such as train/loss, validation/perplexity, time/tokens_per_s, solver/residual/layer0 and
-    solver/probe/num_iters/mean/layer0. Values that are no numbers are left out.
+    Examples are train/loss, validation/perplexity, time/tokens_per_s, solver/residual/layer0 and
+    solver/probe/num_iters/mean/layer0. Other values are left out.
     """
     numbers: dict[str, float] = {}
 
-    def put(name: str, value: Any, layers: list[int] | None) -> None:
+    def add(name: str, value: Any, layers: list[int] | None) -> None:
         if isinstance(value, dict):
-            for key, below in value.items():
+            for key, nested in value.items():
                 if key != "layers":
-                    put(f"{name}/{key}", below, value.get("layers", layers))
+                    add(f"{name}/{key}", nested, value.get("layers", layers))
         elif isinstance(value, list):
             for layer, number in zip(layers or range(len(value)), value):
-                put(f"{name}/layer{layer}", number, None)
+                add(f"{name}/layer{layer}", number, None)
         elif isinstance(value, int | float):
             numbers[name] = value
 
     for key, value in record.items():
         if key not in ("step", "layers"):
-            put(NAMES.get(key, f"train/{key}"), value, record.get("layers"))
+            add(NAMES.get(key, f"train/{key}"), value, record.get("layers"))
     return numbers
 
 
 Result = TypeVar("Result")
-OUR_STEP = "global_step"  # wandb's own step may not go back, as a resumed run and a rollback do
+STEP_KEY = "global_step"  # wandb's own step must not decrease, as it does after a rollback
 
 
 class Wandb:
-    """Weights & Biases; a resumed run continues in the same place. wandb finds its login and mode.
+    """Weights & Biases. A resumed run continues the same wandb run.
 
-    What wandb has cannot be deleted: after a rollback the records that the run has left stay, and
-    those of the same updates that come after them are drawn over the same step.
+    Records in wandb cannot be deleted: after a rollback the old records stay, next to the new ones
+    of the same steps.
     """
 
     def __init__(self, cfg: Run, run: RunDir, resumed_at: int):
@@ -129,11 +137,11 @@ class Wandb:
             dir=str(run),
             config=cfg.model_dump(mode="json"),
         )
-        self.run.define_metric(OUR_STEP)
-        self.run.define_metric("*", step_metric=OUR_STEP)
+        self.run.define_metric(STEP_KEY)
+        self.run.define_metric("*", step_metric=STEP_KEY)
 
     def log(self, step: int, numbers: dict[str, float]) -> None:
-        self.run.log({**numbers, OUR_STEP: step})
+        self.run.log({**numbers, STEP_KEY: step})
 
     def keep_until(self, step: int) -> None: ...
 
@@ -142,14 +150,14 @@ class Wandb:
 
 
 class TensorBoard:
-    """Event files in the run directory, without what a resumed run will write again."""
+    """Event files in the run directory, without records after the resumed step."""
 
     def __init__(self, cfg: Run, run: RunDir, resumed_at: int):
         self.folder = str(run.tensorboard)
         self._open(resumed_at + 1 if resumed_at else None)
 
     def _open(self, purge_step: int | None) -> None:
-        """Open the next event file. purge_step: TensorBoard drops this and all later steps."""
+        """Open the next event file; TensorBoard drops `purge_step` and all later steps."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(self.folder, purge_step=purge_step)
@@ -167,41 +175,42 @@ class TensorBoard:
 
 
 Tracker = Wandb | TensorBoard
-# By the key of `log:` that asks for them.
+# {key of the section `log`: its tracker}
 TRACKERS: dict[str, Callable[..., Tracker]] = {"wandb": Wandb, "tensorboard": TensorBoard}
 
 
 class Writer:
-    """Appends records to `metrics.jsonl` and to whatever else `log:` asks for (main rank only).
+    """Appends records to `metrics.jsonl` and to the trackers of the section `log`, on rank 0.
 
-    A tracker that fails, at its start or later, is told of once and left out from then on: what it
-    would have shown is in metrics.jsonl.
+    A tracker that fails is closed with one warning; metrics.jsonl has every record.
 
     Args:
-        resumed_at: records of later steps, written before a kill, are dropped.
+        cfg: Configuration of the run.
+        run: The run directory.
+        resumed_at: Step of the checkpoint; records of later steps are dropped.
     """
 
     def __init__(self, cfg: Run, run: RunDir, resumed_at: int = 0):
         self.run = run
         self.path = run.metrics
-        self.file = self._kept_until(resumed_at)
+        self.file = self._open(resumed_at)
         self.trackers: dict[str, Tracker] = {}
         for name, tracker in TRACKERS.items():
             if getattr(cfg.log, name):
-                made = self._tried(name, partial(tracker, cfg, run, resumed_at))
-                if made is not None:
-                    self.trackers[name] = made
+                started = self._try(name, partial(tracker, cfg, run, resumed_at))
+                if started is not None:
+                    self.trackers[name] = started
 
     def keep_until(self, step: int) -> None:
-        """Drop the records of later steps, all at 0, and continue from there."""
+        """Drop the records of later steps (all at step 0), and continue from there."""
         with writing(self.path):
             self.file.close()
-        self.file = self._kept_until(step)
+        self.file = self._open(step)
         for name, tracker in list(self.trackers.items()):
-            self._tried(name, partial(tracker.keep_until, step))
+            self._try(name, partial(tracker.keep_until, step))
 
-    def _kept_until(self, step: int) -> TextIO:
-        """metrics.jsonl without the records of later steps, open to go on."""
+    def _open(self, step: int) -> TextIO:
+        """Drop the records after a step (all at step 0), and open metrics.jsonl for appending."""
         unread = 0
 
         def lines() -> Iterator[str]:
@@ -215,35 +224,39 @@ class Writer:
         write_text(self.path, lines())
         if unread:
             say(
-                f"note: {self.path}: {unread} line{'s' * (unread > 1)} hold{'s' * (unread == 1)} no"
-                " record (cut short by a kill, or damaged): dropped"
+                f"note: {self.path}: dropped {unread} line{'s' * (unread > 1)} without a record"
+                " (cut short by a kill, or damaged)"
             )
         with writing(self.path):
             return self.path.open("a", encoding="utf-8")
 
     def write(self, record: dict) -> None:
-        """record: {"step": n, …} with numbers, lists of one number a layer, or nested mappings."""
+        """Write a record to metrics.jsonl and to the trackers.
+
+        Args:
+            record: {"step": n, …} with numbers, lists of one number per layer, or nested mappings.
+        """
         with writing(self.path):
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
-        numbers = grouped(record) if self.trackers else {}
+        numbers = flatten_record(record) if self.trackers else {}
         for name, tracker in list(self.trackers.items()):
-            self._tried(name, partial(tracker.log, record["step"], numbers))
+            self._try(name, partial(tracker.log, record["step"], numbers))
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # of a full disk, and said when it was written
+        with contextlib.suppress(OSError):  # a full disk, which `write` has reported
             self.file.close()
         for name, tracker in list(self.trackers.items()):
-            self._tried(name, tracker.close)
+            self._try(name, tracker.close)
 
-    def _tried(self, name: str, do: Callable[[], Result]) -> Result | None:
-        """What a tracker returns; None where it fails, and it is left out from then on."""
+    def _try(self, name: str, action: Callable[[], Result]) -> Result | None:
+        """Call an action of a tracker; remove the tracker and return None if it fails."""
         try:
-            return do()
+            return action()
         except Exception as e:
             self.trackers.pop(name, None)
             say(
-                f"warning: log.{name} has failed ({type(e).__name__}: {e}): training goes on"
-                f" without it, {self.path} has every record"
+                f"warning: log.{name} has failed ({type(e).__name__}: {e}): training continues"
+                f" without it; {self.path} has every record"
             )
             return None

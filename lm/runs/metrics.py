@@ -1,4 +1,4 @@
-"""Throughput, MFU, what solving cost, ℓ* by a probe; reading the log of a run."""
+"""Throughput, MFU, the work of the solver, ℓ* by a probe; reading metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ import torch
 
 from lm.common.files import CONTROL, parse_json, printable
 
-# Dense bf16 peak in FLOP/s, from the makers' data sheets, by a part of the device's name.
+# Dense bf16 peak in FLOP/s by a part of the device's name, from the vendors' data sheets.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L40": 181e12, "V100": 125e12}
 
 Gather = Callable[[torch.Tensor], torch.Tensor]  # concatenates over ranks, along the last dimension
 
-# What a solve counts of its tokens (lm/model/solver.py), in records.
+# Shares of tokens that a record has, by status of their solve (lm/model/solver.py).
 SHARES = ("failed", "bisected", "limited")
-# Key of a record → field of FixedPointReport, where they differ: records keep their first keys.
+# Key of a record → field of FixedPointReport, if they differ: records keep their first keys.
 STATISTICS = {"limited": "grad_limited", "elsewhere": "other_solution"}
-FAILED_SHARE = 0.001  # of a layer's tokens: more that were not solved are warned about
-ILL_SHARE = 0.01  # likewise of those that were bisected, or whose gradient may be limited
-# What a solve counts → largest share without a warning, the problem, its consequence.
+FAILED_SHARE = 0.001  # warn above this share of a layer's tokens that were not solved
+ILL_SHARE = 0.01  # likewise for bisected tokens, and tokens whose gradient may be limited
+# {name of a share: (largest share without a warning, problem, consequence)}
 PROBLEMS = {
     "failed": (
         FAILED_SHARE,
         "the token's equation was not solved",
-        "so what the layer gave there is not its solution",
+        "so the layer's output there is not a solution",
     ),
     "bisected": (
         ILL_SHARE,
-        "the token's equation has a solution that its iteration does not come to",
+        "the token's equation has a solution that its iteration does not reach",
         "so it was bisected, and a small change of the input may lead to another",
     ),
     "limited": (
@@ -46,9 +46,7 @@ PROBLEMS = {
 CURES = (
     "train with model.contractive: 0.9, or begin near the identity (model.mixer_gate_init_bias: -3)"
 )
-OTHER_SOLUTION_SHARE = (
-    0.01  # above it ℓ* of a layer is marked: it does not belong to the layer's answer
-)
+OTHER_SOLUTION_SHARE = 0.01  # above this share ℓ* of a layer is marked
 OTHER_SOLUTION_MARK = "†"
 OTHER_SOLUTION_NOTE = (
     f"{OTHER_SOLUTION_MARK} the paper's procedure, whose iterations ℓ* counts, ends in another"
@@ -58,7 +56,7 @@ OTHER_SOLUTION_NOTE = (
 
 
 def peak_flops() -> float | None:
-    """Peak of the current GPU, None when it is not known (or on a CPU)."""
+    """Return the peak FLOP/s of the current GPU; None if it is unknown, or on a CPU."""
     if not torch.cuda.is_available():
         return None
     name = torch.cuda.get_device_name()
@@ -68,81 +66,90 @@ def peak_flops() -> float | None:
 def fixed_point_metrics(
     stats: list, gather: Gather = lambda t: t, rows: torch.Tensor | None = None
 ) -> dict:
-    """What solving cost and left, per layer, over several micro-batches (and ranks).
+    """Average the reports of the solver over micro-batches and ranks, per layer.
 
     Args:
-        stats: FixedPointReports with tensors of shape (n_layer,b). gather: concatenates over ranks.
-        rows: (b,) bool, the sequences that count, of all micro-batches; None: all of them.
+        stats: FixedPointReports, whose tensors have shape (n_layer, batch).
+        gather: Concatenates tensors over ranks.
+        rows: Sequences that count, of all micro-batches, bool, shape (batch,); None: all.
+
     Returns:
-        {"evaluations", "failed", "bisected", "limited", "residual"}, each a list with one number a
-        layer: evaluations a token of the block's map; the shares of tokens whose solve failed, of
-        those whose solution bisection found, and of those where the gradient's limit may take
-        effect; the mean over sequences of the largest residual of a token. Of stats that a `probe`
-        gave also "num_iters" {mean, median, max} of ℓ* and {elsewhere}, the share of tokens where
-        the paper's procedure ends in another solution, each such a list; of a hybrid "layers", the
-        numbers of the layers that these are of. After a backward through time "adjoint": the norm
-        of the adjoint in the last one relative to what came in, the largest over sequences (and
-        ranks). {} for a model without a solver.
+        {} for a model without a solver. Otherwise lists with one number per layer:
+        "evaluations": evaluations of the block's map per token.
+        "failed", "bisected", "limited": shares of tokens whose solve failed, whose solution was
+            found by bisection, and whose gradient may be limited.
+        "residual": mean over sequences of the largest residual of a token.
+        "num_iters", after a `probe`: {"mean", "median", "max"} of ℓ*, and "elsewhere", the share of
+            tokens where the paper's procedure ends in another solution.
+        "layers", for a hybrid: indices of the layers with a solver.
+        "adjoint", after a backward pass through time: norm of the last adjoint relative to the
+            incoming gradient, maximum over sequences and ranks.
     """
     if not stats:
         return {}
-    counted = None
+    is_counted = None
     if rows is not None:
-        counted = gather(rows.to(stats[0].failed.device, torch.float64)) > 0
+        is_counted = gather(rows.to(stats[0].failed.device, torch.float64)) > 0
 
-    def over_all(name):
+    def gather_field(name):
         name = STATISTICS.get(name, name)
         values = gather(torch.cat([getattr(s, name) for s in stats], -1).double())
-        return values if counted is None else values[:, counted]
+        return values if is_counted is None else values[:, is_counted]
 
     measured: dict[str, list[float] | dict[str, list[float]]] = {
-        name: _rounded(over_all(name).mean(-1)) for name in ("evaluations", *SHARES, "residual")
+        name: _rounded(gather_field(name).mean(-1)) for name in ("evaluations", *SHARES, "residual")
     }
     if stats[0].layers is not None:
         measured["layers"] = stats[0].layers
     if stats[0].num_iters is not None:
-        iterations = over_all("num_iters")
+        iterations = gather_field("num_iters")
         measured["num_iters"] = {
             "mean": _rounded(iterations.mean(-1)),
             "median": _rounded(iterations.median(-1).values),
             "max": _rounded(iterations.amax(-1)),
-            "elsewhere": _rounded(over_all("elsewhere").mean(-1)),
+            "elsewhere": _rounded(gather_field("elsewhere").mean(-1)),
         }
     if stats[-1].adjoint_norm is not None:
         norms = gather(torch.stack([n.double() for n in stats[-1].adjoint_norm])).amax(-1)
-        if norms.any():  # else there was no backward through time
+        if norms.any():  # all 0 without a backward pass through time
             measured["adjoint"] = _rounded(norms)
     return measured
 
 
-def has_other_solution(num_iters: dict) -> list[bool]:
-    """Of each layer whether its ℓ* belongs to another solution than the layer's. num_iters: of a
-    record; one of before this was compared says nothing."""
+def find_other_solutions(num_iters: dict) -> list[bool]:
+    """Return per layer whether its ℓ* belongs to another solution than the model's.
+
+    Args:
+        num_iters: As in a record; "elsewhere" is absent in records of version 0.1.
+    """
     shares = num_iters.get("elsewhere") or [0.0] * len(num_iters["mean"])
     return [share > OTHER_SOLUTION_SHARE for share in shares]
 
 
-def marked(num_iters: dict) -> list[str]:
-    """Return the mean ℓ* of each layer as text, marked if it is of another solution."""
+def format_marked_iterations(num_iters: dict) -> list[str]:
+    """Return the mean ℓ* of each layer as text, marked if it belongs to another solution."""
     return [
-        f"{mean:.1f}{OTHER_SOLUTION_MARK * elsewhere}"
-        for mean, elsewhere in zip(num_iters["mean"], has_other_solution(num_iters))
+        f"{mean:.1f}{OTHER_SOLUTION_MARK * is_other}"
+        for mean, is_other in zip(num_iters["mean"], find_other_solutions(num_iters))
     ]
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes, the most that this process has held so far: in tensors on its GPU; without one, of
-    memory of any kind."""
+    """Return the peak memory of this process in bytes.
+
+    Args:
+        device: On a GPU only tensors count; on a CPU all memory of the process.
+    """
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:  # getrusage also counts what was there before a process became this one
+    try:  # getrusage also counts memory from before an exec
         status = Path("/proc/self/status").read_text(encoding="utf-8")
     except OSError:  # no Linux
         status = ""
-    if found := re.search(r"^VmHWM:\s+(\d+) kB$", status, re.M):
-        return int(found[1]) * 1024
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
+    if match := re.search(r"^VmHWM:\s+(\d+) kB$", status, re.M):
+        return int(match[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _rounded(t: torch.Tensor) -> list[float]:
@@ -153,13 +160,15 @@ def _rounded(t: torch.Tensor) -> list[float]:
 def probe(
     model: torch.nn.Module, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
 ) -> Any:
-    """ℓ* of sequences: the FixedPointReport of one evaluation that also counts, for each layer, the
-    iterations that the paper's procedure needs on its input, whatever schedule solves the model. It
-    costs these iterations.
+    """Run one forward pass that also counts ℓ*, and return its FixedPointReport.
+
+    ℓ* is the number of iterations that the paper's procedure needs on each layer's input, whatever
+    schedule solves the model. The pass makes these iterations.
 
     Args:
-        model: a fixed-point model, or what wraps one (DeepSpeed's engine); its mode stays.
-        input_ids, attention_mask: (b,l).
+        model: A fixed-point model, or DeepSpeed's engine around one. Its mode is restored.
+        input_ids: Shape (batch, length).
+        attention_mask: Shape (batch, length).
     """
     was_training = model.training
     model.eval()
@@ -177,61 +186,68 @@ def probe(
 
 
 def is_due(step: int, every: int) -> bool:
-    """Whether what is done every so many updates (0: never) is due after this one."""
+    """Return whether an action is due that happens every `every` updates (0: never)."""
     return every > 0 and step % every == 0
 
 
 class FailureWatch:
-    """Says once for each layer that too many of its tokens were not solved, or are ill-conditioned.
+    """Warns once per layer if too many of its tokens were not solved, or are ill-conditioned.
 
     Args:
-        say: takes a sentence. solver: what `model.solver()` gives.
+        say: Prints the warning.
+        solver: As `model.solver()` returns it.
     """
 
     def __init__(self, say: Callable[[str], None], solver: dict | str):
         self.say = say
         self.solver = solver
-        self.said: set[int] = set()
+        self.warned: set[int] = set()
 
-    def look(self, measured: dict, where: str) -> None:
-        """measured: what `fixed_point_metrics` gave, {} of a model without a solver. where: "update
-        30", say."""
-        for layer, sentence in failures(measured, self.solver).items():
-            if layer not in self.said:
+    def check(self, measured: dict, where: str) -> None:
+        """Print a warning for each layer that needs one for the first time.
+
+        Args:
+            measured: As `fixed_point_metrics` returns it.
+            where: Position in the training, such as "update 30".
+        """
+        for layer, sentence in find_failures(measured, self.solver).items():
+            if layer not in self.warned:
                 self.say(f"warning: {where}: {sentence}")
-                self.said.add(layer)
+                self.warned.add(layer)
 
 
-def failures(measured: dict, solver: dict | str) -> dict[int, str]:
-    """Of each layer with too many tokens that were not solved, were bisected or have a limited
-    gradient, the first of these and what to do, by its place in the lists.
+def find_failures(measured: dict, solver: dict | str) -> dict[int, str]:
+    """Find the layers with too many failed, bisected or limited tokens.
 
-    Iterated tokens are left out: their procedure may leave tokens unfinished by its own rule (the
-    quantile, ℓmax), and the share stands in every record.
+    Solvers that iterate tokens are not checked: the paper's procedure may leave tokens unfinished
+    by its own rule (the quantile, ℓmax).
 
     Args:
-        measured: what `fixed_point_metrics` gave. solver: what `model.solver()` gives.
+        measured: As `fixed_point_metrics` returns it.
+        solver: As `model.solver()` returns it.
+
+    Returns:
+        {position in the lists: warning about the first problem of the layer}.
     """
     if not isinstance(solver, dict) or solver.get("token") != "exact":
         return {}
-    numbers = measured.get("layers")
-    said: dict[int, str] = {}
-    for name, (most, problem, consequence) in PROBLEMS.items():
-        for place, share in enumerate(measured.get(name, [])):
-            if share > most:
-                layer = numbers[place] if numbers else place
-                shares = f"{share:.2%} of the tokens of layer {layer} (more than {most:.1%})"
-                said.setdefault(place, f"{problem} for {shares}, {consequence}: {CURES}")
-    return said
+    layers = measured.get("layers")
+    warnings: dict[int, str] = {}
+    for name, (max_share, problem, consequence) in PROBLEMS.items():
+        for position, share in enumerate(measured.get(name, [])):
+            if share > max_share:
+                layer = layers[position] if layers else position
+                shares = f"{share:.2%} of the tokens of layer {layer} (more than {max_share:.1%})"
+                warnings.setdefault(position, f"{problem} for {shares}, {consequence}: {CURES}")
+    return warnings
 
 
 def imbalance(seconds: float, gather: Gather) -> dict:
-    """{"imbalance": the share of its time that a rank waits, on average, for the slowest one}; {}
-    of one rank alone.
+    """Return {"imbalance": mean share of time that ranks wait for the slowest}; {} for one rank.
 
     Args:
-        seconds: that this rank has worked itself, in forward passes.
-        gather: concatenates over ranks.
+        seconds: Time of this rank in forward passes.
+        gather: Concatenates tensors over ranks.
     """
     over_ranks = gather(torch.tensor([seconds], dtype=torch.float64))
     if len(over_ranks) == 1:
@@ -241,55 +257,65 @@ def imbalance(seconds: float, gather: Gather) -> dict:
 
 
 class Throughput:
-    """What updates take: tokens per second between two readings, MFU where the peak is known, and
-    the time of all updates of the run; what `skip` leaves out (validations, saves) is not in it.
+    """Speed of updates: tokens per second, MFU, and the time of all updates of the run.
+
+    `skip` excludes the time of validations and saves.
+
+    Args:
+        flops_per_token: FLOPs per token as a function of evaluations per token, or None.
+        world_size: Number of ranks.
 
     Attributes:
-        spent: {"seconds", "processor_seconds"} of the updates that the weights have in them (not
-            of those that a rollback or a kill has undone); the processor's are those of this
-            rank's process, of all its threads, also of one that writes a checkpoint meanwhile.
+        spent: {"seconds", "processor_seconds"} of the updates, except those that a rollback or a
+            kill has undone. Processor seconds are of all threads of this rank, including the
+            thread that writes a checkpoint.
     """
 
     def __init__(self, flops_per_token: Callable[[float], float] | None, world_size: int):
-        self.flops_per_token = flops_per_token  # of evaluations per token
+        self.flops_per_token = flops_per_token
         self.peak = peak_flops()
         self.world_size = world_size
         self.spent = {"seconds": 0.0, "processor_seconds": 0.0}
         self.restart()
 
     def restart(self) -> None:
-        self.tokens = self.passed = 0
-        self.since = self.last = _clocks()
+        self.tokens = self.passed_tokens = 0
+        self.start_clocks = self.last_clocks = _clocks()
 
     def skip(self) -> None:
-        """What has happened since the last update does not count."""
-        now = _clocks()
-        for name in now:
-            self.since[name] += now[name] - self.last[name]
-        self.last = now
+        """Exclude the time since the last update."""
+        clocks = _clocks()
+        for name in clocks:
+            self.start_clocks[name] += clocks[name] - self.last_clocks[name]
+        self.last_clocks = clocks
 
     def count(self, tokens: int, passes: int = 1) -> None:
-        """An update of so many tokens has ended, each passed through the model so often."""
-        self.tokens += tokens
-        self.passed += passes * tokens
-        now = _clocks()
-        for name in self.spent:
-            self.spent[name] += now[name] - self.last[name]
-        self.last = now
-
-    def read(self, evaluations: float) -> dict:
-        """Tokens per second since the last reading, MFU, and what all updates took.
+        """Count an update that has ended.
 
         Args:
-            evaluations: of a layer's map a token in the first pass, mean over layers; 0 for a
-                baseline.
+            tokens: Tokens of all ranks.
+            passes: Number of times that each token passed through the model.
         """
-        seconds = _clocks()["seconds"] - self.since["seconds"]
+        self.tokens += tokens
+        self.passed_tokens += passes * tokens
+        clocks = _clocks()
+        for name in self.spent:
+            self.spent[name] += clocks[name] - self.last_clocks[name]
+        self.last_clocks = clocks
+
+    def read(self, evaluations: float) -> dict:
+        """Return tokens per second and MFU since the last call, and the time of all updates.
+
+        Args:
+            evaluations: Evaluations of the map per token in the first pass, mean over layers; 0 for
+                a baseline.
+        """
+        seconds = _clocks()["seconds"] - self.start_clocks["seconds"]
         rate = self.tokens / seconds if seconds > 0 else 0.0
         values: dict[str, float | dict[str, float]] = {}
         values["tokens_per_s"] = round(rate, 1)
         if self.peak and self.flops_per_token:
-            passes = self.passed / max(1, self.tokens)
+            passes = self.passed_tokens / max(1, self.tokens)
             flops = rate * passes * self.flops_per_token(evaluations)
             values["mfu"] = round(flops / (self.peak * self.world_size), 4)
         values["spent"] = {name: round(value, 3) for name, value in self.spent.items()}
@@ -302,11 +328,11 @@ def _clocks() -> dict[str, float]:
 
 
 class Log(NamedTuple):
-    """The records of a run's `metrics.jsonl`.
+    """Records of a run's `metrics.jsonl`.
 
-    Args:
-        records: One mapping per update that was recorded, in the file's order.
-        unread: Number of lines that hold no record: the last one, cut short by a kill, or damaged.
+    Attributes:
+        records: Records in the order of the file.
+        unread: Number of lines without a record: the last line after a kill, or damaged lines.
     """
 
     records: list[dict]
@@ -319,14 +345,14 @@ def read_metrics(run_dir: Path) -> list[dict]:
 
 
 def read_log(run_dir: Path) -> Log:
-    """Read `metrics.jsonl`, and count the lines that hold no record."""
+    """Read `metrics.jsonl`, and count the lines without a record."""
     parsed = list(iter_metrics(run_dir))
     records = [record for record in parsed if record is not None]
     return Log(records, len(parsed) - len(records))
 
 
 def iter_metrics(run_dir: Path) -> Iterator[dict | None]:
-    """Yield the record of every line of `metrics.jsonl`, None for a line that holds none."""
+    """Yield the record of every line of `metrics.jsonl`; None for a line without a record."""
     path = Path(run_dir) / "metrics.jsonl"
     if path.is_file():
         with path.open("rb") as file:
@@ -334,24 +360,33 @@ def iter_metrics(run_dir: Path) -> Iterator[dict | None]:
 
 
 def parse_record(line: bytes) -> dict | None:
-    """Return the record that a line of `metrics.jsonl` holds; None if it holds none."""
+    """Parse a line of `metrics.jsonl`; return None if it has no record."""
     try:
         text = line.decode("utf-8")
         record = parse_json(text)
-    except ValueError:  # also of bytes that are no UTF-8
+    except ValueError:  # no JSON, or no UTF-8
         return None
     step = record.get("step") if isinstance(record, dict) else None
     if type(step) is not int or step < 0:
         return None
-    needs_escapes = "\\" in text or CONTROL.search(text)  # almost no record: the test is fast
+    needs_escapes = "\\" in text or CONTROL.search(text)  # rare, and fast to test
     return printable(record) if needs_escapes else record
 
 
-def affine(
+def affine_flops(
     flops_per_token: Callable[..., float] | None, length: int
 ) -> Callable[[float], float] | None:
-    """Evaluations a token → FLOPs a token in sequences of that length, taken while the weights are
-    whole; None for a model that cannot say."""
+    """Return FLOPs per token as a function of evaluations per token.
+
+    Called before ZeRO-3 partitions the weights.
+
+    Args:
+        flops_per_token: The model's method, or None.
+        length: Tokens of a sequence.
+
+    Returns:
+        The function, or None if the model does not count FLOPs.
+    """
     if flops_per_token is None:
         return None
     at_zero, at_one = (flops_per_token(count, length=length) for count in (0, 1))
@@ -359,4 +394,5 @@ def affine(
 
 
 def mean(values: Sequence[float]) -> float:
+    """Return the mean, 0.0 if there are no values."""
     return sum(values) / len(values) if values else 0.0

@@ -1,7 +1,7 @@
-"""Paths that a command takes for a run or a model, refused before PyTorch is imported.
+"""Checks of the paths of runs and models before PyTorch is imported.
 
-Importing PyTorch, transformers and DeepSpeed takes several seconds, which is long for a sentence
-about a mistyped path. Nothing heavy is imported here.
+Importing PyTorch, transformers and DeepSpeed takes several seconds, too long for the error of a
+mistyped path. Nothing slow is imported here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ HUB_TIMEOUT_S = 5.0  # to connect to the hub, and again for its answer
 
 
 class PlaceError(UserError, RuntimeError):
-    """A path does not lead to the run, model or file that a command needs; the message names it."""
+    """A path that is not the run, model or file that a command needs. The message names it."""
 
     exit_status = BAD_CONFIG
 
@@ -28,7 +28,7 @@ def check_run(path: Path | str) -> None:
     """Refuse a path that is no run directory.
 
     Raises:
-        PlaceError: There is no such folder, or no run in it.
+        PlaceError: If there is no such folder, or no run in it.
     """
     folder = Path(path)
     if not folder.exists():
@@ -41,23 +41,23 @@ def check_resume(resume: str) -> None:
     """Refuse a `resume` that is neither never, auto nor the folder of a checkpoint.
 
     Raises:
-        PlaceError: There is no such folder.
+        PlaceError: If there is no such folder.
     """
     if resume not in ("never", "auto") and not Path(resume).is_dir():
         raise PlaceError(
-            f"`resume` is {resume!r}: it must be never, auto or the folder of a checkpoint"
-            " (RUN/checkpoints/step-NNNNNN), and there is no such folder"
+            f"`resume` is {resume!r}: it must be never, auto or an existing folder of a checkpoint"
+            " (RUN/checkpoints/step-NNNNNN)"
         )
 
 
 def check_files(options: Mapping[str, str | Path | None]) -> None:
-    """Refuse options that name a file which is not there.
+    """Refuse options that name a missing file.
 
     Args:
-        options: Option as the command line has it → its path; None: it was not given.
+        options: {option on the command line: its path, or None if it is not set}.
 
     Raises:
-        PlaceError: One of them is no file.
+        PlaceError: If a path is no file.
     """
     for name, path in options.items():
         if path is not None and not Path(path).exists():
@@ -67,21 +67,21 @@ def check_files(options: Mapping[str, str | Path | None]) -> None:
 
 
 def check_folders(options: Mapping[str, str | Path | None]) -> None:
-    """Refuse options that name a folder which is not there; arguments as `check_files`."""
+    """Refuse options that name a missing folder; arguments as `check_files`."""
     for name, path in options.items():
         if path is not None and not Path(path).is_dir():
             raise PlaceError(f"{name} {path}: no such folder")
 
 
 def find_model(path: Path | str, on_hub: bool = True) -> Literal["run", "export", "hub"]:
-    """Return what a path holds of a language model.
+    """Return the kind of language model that a path names.
 
     Args:
-        path: A run directory, an exported (or any `from_pretrained`) folder, or a name on the hub.
-        on_hub: Whether a name on the hub is allowed.
+        path: A run directory, a folder for `from_pretrained`, or a name on the hub.
+        on_hub: Allow a name on the hub.
 
     Raises:
-        PlaceError: None of these; the hub is asked once, for `HUB_TIMEOUT_S`.
+        PlaceError: If it is none of these. The hub is asked once, for `HUB_TIMEOUT_S`.
     """
     folder = Path(path).expanduser()
     if folder.is_file():
@@ -101,21 +101,22 @@ def find_model(path: Path | str, on_hub: bool = True) -> Literal["run", "export"
 
 
 def looks_local(name: Path | str) -> bool:
-    """Whether a name that no folder has was meant as a path.
+    """Return whether the name of a missing folder is a path, not a name on the hub.
 
-    A name on the hub is OWNER/NAME; `runs/nope` next to a folder `runs` is a mistyped path.
+    A name on the hub is OWNER/NAME. `runs/nope` next to a folder `runs` is a mistyped path.
     """
     text = str(name)
     return text.count("/") != 1 or text[0] in "/.~" or Path(text).parent.is_dir()
 
 
 def _check_on_hub(name: str) -> None:
-    """Refuse a name that the hub does not have, or that cannot be asked for.
+    """Refuse a name that the hub does not have, or if the hub does not respond.
 
-    The loaders of transformers would try again for more than a minute.
+    The loaders of transformers would retry for more than a minute.
 
     Raises:
-        PlaceError: Not a name, no such model, or neither a copy here nor a hub that answers.
+        PlaceError: If the name is invalid, the hub does not have it, or the hub does not respond
+            and there is no local copy.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import GatedRepoError
@@ -124,12 +125,10 @@ def _check_on_hub(name: str) -> None:
         if not isinstance(try_to_load_from_cache(name, MODEL_FILE), str):
             HfApi().model_info(name, timeout=HUB_TIMEOUT_S)
     except GatedRepoError:
-        return  # the loader's message says how to get access
-    except Exception as e:  # of the hub, or httpx's, which are no OSErrors
+        return  # the loader's message explains how to get access
+    except Exception as e:  # errors of huggingface_hub and httpx
         reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
-        raise PlaceError(
-            f"{name}: no such folder here, and no model of the hub: {reason}"
-        ) from None
+        raise PlaceError(f"{name}: no such folder, and not a model on the hub: {reason}") from None
 
 
 def _runs_below(folder: Path) -> Sequence[Path]:
@@ -140,16 +139,16 @@ def _runs_below(folder: Path) -> Sequence[Path]:
 
 
 def _hint(folder: Path) -> str:
-    """Return what may have been meant instead of a folder without a run, or ""."""
+    """Return a hint at the run that may be meant instead of a folder without a run, or ""."""
     if below := _runs_below(folder):
-        return f"; it has {len(below)} below, such as {below[0]}"
+        return f"; it contains runs, such as {below[0]}"
     return _near(folder)
 
 
 def _near(folder: Path) -> str:
-    """Return the folder next to a missing one whose name is most like its name, or ""."""
+    """Return a hint at the folder with the most similar name, or ""."""
     if folder.exists() or not folder.parent.is_dir():
         return ""
     names = [p.name for p in folder.parent.iterdir() if p.is_dir()]
-    near = difflib.get_close_matches(folder.name, names, 1, 0.6)
-    return f"; did you mean {folder.parent / near[0]}?" if near else ""
+    matches = difflib.get_close_matches(folder.name, names, 1, 0.6)
+    return f"; did you mean {folder.parent / matches[0]}?" if matches else ""

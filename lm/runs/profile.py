@@ -14,13 +14,13 @@ from lm.common.files import OutputError, writing
 class Profile:
     """Profile of updates `first` to `last` of this rank, written into a file.
 
-    Validations and saves between these updates are in the trace too. A profile that cannot be
-    taken or written is a warning, and training continues without it.
+    Validations and saves between these updates are in the trace, too. If the profiler fails, a
+    warning is printed and training continues.
 
     Args:
-        updates: (first, last), or None: nothing is profiled.
-        folder: Folder of the file; it is made when the file is written.
-        say: Function that prints a sentence.
+        updates: (first, last), or None for no profile.
+        folder: Folder of the file, made when the file is written.
+        say: Prints a sentence.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class Profile:
     ):
         self.updates, self.folder, self.say = updates, Path(folder), say
         self._profiler: profiler.profile | None = None
-        self._begun_at = 0
+        self._first = 0
 
     @contextlib.contextmanager
     def update(self, number: int) -> Iterator[None]:
@@ -39,9 +39,9 @@ class Profile:
         first, last = self.updates
         if self._profiler is None and first <= number <= last:
             with self._warning():
-                started = profiler.profile()  # of the CPU, and the GPU if there is one
-                started.start()
-                self._profiler, self._begun_at = started, number
+                profile = profiler.profile()  # of the CPU, and of the GPU if there is one
+                profile.start()
+                self._profiler, self._first = profile, number
         with profiler.record_function(f"update {number}"):
             yield
         if self._profiler is not None and number >= last:
@@ -49,7 +49,7 @@ class Profile:
                 self._finish(self._profiler, number)
 
     def close(self) -> None:
-        """Stop a profile whose last update does not come: the run stops before."""
+        """Stop the profile if the run ends before its last update."""
         if self._profiler is not None and self.updates is not None:
             with contextlib.suppress(Exception):
                 self._profiler.stop()
@@ -57,20 +57,21 @@ class Profile:
             self.say(f"note: the run ends before update {self.updates[1]}: no profile is written")
 
     def _finish(self, profile: profiler.profile, number: int) -> None:
+        """Stop the profile and write its file."""
         self.updates = self._profiler = None
         profile.stop()
-        trace = self.folder / f"updates-{self._begun_at}-{number}.trace.json.gz"
+        trace = self.folder / f"updates-{self._first}-{number}.trace.json.gz"
         with writing(trace):
             self.folder.mkdir(parents=True, exist_ok=True)
             profile.export_chrome_trace(str(trace))
-        self.say(f"profile  of updates {self._begun_at} to {number}: {trace}")
+        self.say(f"profile  of updates {self._first} to {number}: {trace}")
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:
-        """Turn an error of the profiler into a warning, and profile nothing any more."""
+        """Turn an error of the profiler into a warning, and end profiling."""
         try:
             yield
         except Exception as e:
             self.updates = None
             reason = str(e) if isinstance(e, OutputError) else repr(e)
-            self.say(f"warning: no profile (log.profile): {reason}; training goes on")
+            self.say(f"warning: no profile (log.profile): {reason}; training continues")

@@ -1,4 +1,4 @@
-"""A run directory: every name in it, who may write there, and what a continued run may change."""
+"""Run directories: names of files, claiming for writing, comparing configs when resuming."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from lm.common.errors import ConfigError, DivergedAlone, UserError, exit_status, sentence
+from lm.common.errors import (
+    ConfigError,
+    DivergedOnOneRank,
+    UserError,
+    describe_user_error,
+    exit_status,
+)
 from lm.common.files import check_folder, printable, read_json, write_json, write_text, writing
 from lm.common.secrets import mask_credentials
 from lm.config.load import build
@@ -18,12 +24,12 @@ from lm.runs.metrics import read_metrics
 from lm.runs.places import RUN_FILE
 from lm.runs.written import delete_files, foreign_files, run_file_test
 
-# Keys that every version has written into a run's config.yaml; nobody types all of them.
+# Keys that every version writes into config.yaml; a file written by hand rarely has all of them.
 WRITTEN_KEYS = {"name", "out_dir", "seed", "model", "train", "log", "sweep"}
 
 
 class RunDirError(UserError, RuntimeError):
-    """A run directory that cannot be used as asked; the message says why."""
+    """A run directory that cannot be used. The message names the reason."""
 
 
 def _named(name: str) -> property:
@@ -31,27 +37,27 @@ def _named(name: str) -> property:
 
 
 class RunDir:
-    """The directory of one run."""
+    """The directory of a run."""
 
-    config = _named(RUN_FILE)  # as it was trained, defaults and all
-    tokenizer = _named("tokenizer")  # a folder, as HuggingFace has them
+    config = _named(RUN_FILE)  # config of the training, with all defaults
+    tokenizer = _named("tokenizer")  # folder in HuggingFace's format
     data = _named("data")  # the prepared corpus
     checkpoints = _named("checkpoints")  # lm/runs/checkpoint.py
-    metrics = _named("metrics.jsonl")  # the log
-    result = _named("result.json")  # what the finished run reached
-    failure = _named("failure.json")  # why it stopped before
+    metrics = _named("metrics.jsonl")
+    result = _named("result.json")  # final results
+    failure = _named("failure.json")  # reason of a stop or failure
     environment = _named("environment.json")  # versions and devices
     deepspeed = _named("deepspeed.json")  # DeepSpeed's configuration
-    init_from = _named("init_from.json")  # what its weights were taken from, where not at random
-    lease = _named("lease.json")  # who writes here now
-    stacks = _named("stacks")  # of a run that stood still
-    profile = _named("profile")  # a folder: what `log.profile` has written
+    init_from = _named("init_from.json")  # source of the initial weights
+    lease = _named("lease.json")  # process that writes here
+    stacks = _named("stacks")  # stacks of a hanging run
+    profile = _named("profile")  # folder of `log.profile`
     wandb_id = _named("wandb_id")
     tensorboard = _named("tensorboard")
-    export = _named("hf")  # where the demo exports to
+    export = _named("hf")  # export made by the demo
     figures = _named("figures")
-    summary = _named("summary.json")  # of `fprnn report`
-    evaluation = _named("eval.json")  # of `fprnn synthetic eval`
+    summary = _named("summary.json")  # written by `fprnn report`
+    evaluation = _named("eval.json")  # written by `fprnn synthetic eval`
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
@@ -62,50 +68,56 @@ class RunDir:
 
     @property
     def holds_run(self) -> bool:
+        """True if the directory has a config.yaml."""
         return self.config.is_file()
 
     @property
     def is_finished(self) -> bool:
+        """True if the directory has a result.json."""
         return self.result.exists()
 
     @property
     def scores(self) -> Path:
-        """Results of `fprnn eval`: of the run itself, else of its export."""
-        own, exported = (place / "eval" / "results.json" for place in (self.path, self.export))
-        return own if own.is_file() else exported
+        """Results of `fprnn eval` for the run, or for its export if the run has none."""
+        paths = [folder / "eval" / "results.json" for folder in (self.path, self.export)]
+        return paths[0] if paths[0].is_file() else paths[1]
 
     @property
     def is_started(self) -> bool:
-        """Whether anything was trained there: a checkpoint, a logged step, or a result."""
-        logged = self.metrics.exists() and self.metrics.stat().st_size > 0
-        saved = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
-        return logged or saved or self.is_finished
+        """True if the directory has a checkpoint, a logged step, or a result."""
+        has_log = self.metrics.exists() and self.metrics.stat().st_size > 0
+        has_checkpoints = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
+        return has_log or has_checkpoints or self.is_finished
 
     def claim(self, cfg: Run, overwrite: bool, say: Callable[[str], None] = print) -> None:
-        """Make the directory ours, new or the same run continued; it stays ours until `release`.
-        What a continued run may change is said by the fields of the schema
-        (`lm.config.resuming`); its config.yaml stays as it was until `confirm`.
+        """Claim the directory for writing, for a new run or to continue the run in it.
 
-        A directory whose run never got to its first step (a start that failed) is made anew.
+        It stays claimed until `release`. config.yaml stays unchanged until `save_config`. A run
+        that never made a step (its start failed) is replaced. Only files that a training writes are
+        deleted: a directory with other files is refused.
+
+        Args:
+            cfg: Configuration of the run. `lm.config.resuming` has the keys that may change when a
+                run is continued.
+            overwrite: Delete the run that the directory holds.
+            say: Prints a sentence.
 
         Raises:
-            RunDirError: it already holds a run and neither resume nor --overwrite was asked for;
-                it holds something else; the run to be continued is another one, or has lost its
-                config or its checkpoints.
-            LeaseError: another process is at work there.
-            OutputError: it cannot be written.
-
-        Only files that a training writes are deleted: a directory that holds others is refused.
+            RunDirError: If the directory holds a run and neither `resume` nor `overwrite` is set,
+                or other files, or a run with another config, or a run without its config or its
+                checkpoints.
+            LeaseError: If another process writes there.
+            OutputError: If the directory cannot be written.
         """
         check_folder(self.path)
-        ours = self.holds_run or self.lease.exists()
-        if not self.holds_run and self.is_started and not (ours and overwrite):
+        is_run_dir = self.holds_run or self.lease.exists()
+        if not self.holds_run and self.is_started and not (is_run_dir and overwrite):
             raise RunDirError(
-                f"{self} holds what a run has left (a log, checkpoints or a result), and its"
-                " config.yaml is gone: bring it back (a checkpoint's manifest.json holds it), or"
-                " choose another `name`"
+                f"{self} holds files of a run (a log, checkpoints or a result), but its config.yaml"
+                " is gone: restore it (a checkpoint's manifest.json holds it), or choose another"
+                " `name`"
             )
-        if not ours and self.path.exists() and any(self.path.iterdir()):
+        if not is_run_dir and self.path.exists() and any(self.path.iterdir()):
             raise RunDirError(f"{self} is not empty and holds no run: choose another `name`")
         if overwrite or not (self.holds_run and self.is_started):
             self._refuse_foreign_files()
@@ -114,46 +126,55 @@ class RunDir:
         lease = Lease(self.lease, say)
         lease.acquire()
         try:
-            self._take(cfg, overwrite, say)
+            self._prepare(cfg, overwrite, say)
         except BaseException:
             lease.release()
             raise
         self._lease = lease
 
     def release(self) -> None:
-        """Leave the directory to whoever comes next."""
+        """Release the directory for other processes."""
         if self._lease is not None:
             self._lease.release()
             self._lease = None
 
-    def check_ours(self) -> None:
-        """Raises LeaseError when another process has taken the directory over."""
+    def check_lease(self) -> None:
+        """Check that this process still holds the directory.
+
+        Raises:
+            LeaseError: If another process has taken it over.
+        """
         if self._lease is not None:
             self._lease.check()
 
     def read_result(self, keys: tuple[str, ...]) -> dict:
-        """`result.json` of a finished run.
+        """Read `result.json` of a finished run.
+
+        Args:
+            keys: Keys that it must have.
 
         Raises:
-            RunDirError: the run has not finished. DamagedError: the file holds something else.
+            RunDirError: If the run has not finished.
+            DamagedError: If the file has not these keys.
         """
         if not self.is_finished:
             raise RunDirError(f"{self} has no result.json: training is unfinished")
         return printable(read_json(self.result, keys))
 
-    def write_failure(self, error: Exception, is_main: bool = True) -> None:
-        """Write why a run stopped, for `fprnn status`; `claim` deletes it.
+    def record_failure(self, error: Exception, is_main: bool = True) -> None:
+        """Write failure.json with the reason of a stop, for `fprnn status`.
 
-        Rank 0 does, unless another rank knows better and was first.
+        Rank 0 writes it, unless a rank with a DivergedAlone error was first. `claim` deletes it.
         """
         if isinstance(error, LeaseError) or self.failure.exists():
             return
-        if is_main or isinstance(error, DivergedAlone):
-            masked = mask_credentials(sentence(error) or repr(error))
+        if is_main or isinstance(error, DivergedOnOneRank):
+            masked = mask_credentials(describe_user_error(error) or repr(error))
             with contextlib.suppress(Exception):  # the disk may be what failed
                 write_json(self.failure, {"sentence": masked, "exit_code": exit_status(error)})
 
-    def _take(self, cfg: Run, overwrite: bool, say: Callable[[str], None]) -> None:
+    def _prepare(self, cfg: Run, overwrite: bool, say: Callable[[str], None]) -> None:
+        """Check the run to continue, or delete a run that is overwritten."""
         if self.holds_run and not overwrite and self.is_started:
             if cfg.resume == "never":
                 raise RunDirError(
@@ -168,44 +189,51 @@ class RunDir:
         if self.holds_run or self.is_started:
             self._clear()
         self.failure.unlink(missing_ok=True)
-        self.confirm(cfg)
+        self.save_config(cfg)
 
     def _refuse_lost_checkpoints(self) -> None:
-        """Raises RunDirError where a run that has saved has no checkpoint any more: it would begin
-        anew over its log."""
-        there = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
-        if any(not path.name.endswith(".partial") for path in there):
+        """Refuse a run whose checkpoints were deleted: it would overwrite its log from step 1.
+
+        Raises:
+            RunDirError: If the run has saved checkpoints, but they are gone.
+        """
+        paths = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        if any(not path.name.endswith(".partial") for path in paths):
             return
         records = read_metrics(self.path)
         if self.is_finished or any("checkpoint" in record for record in records):
-            made = max((record["step"] for record in records), default=None)
+            last = max((record["step"] for record in records), default=None)
             raise RunDirError(
-                f"{self} has {'finished' if made is None else f'made {made} updates'}, and its"
-                f" checkpoints are gone from {self.checkpoints.name}/: bring them back, or train"
-                " anew with --overwrite"
+                f"{self} has {'finished' if last is None else f'made {last} updates'}, but its"
+                f" checkpoints are gone from {self.checkpoints.name}/: restore them, or train from"
+                " scratch with --overwrite"
             )
 
-    def confirm(self, cfg: Run) -> None:
-        """The run goes on with this config: nothing is left that could refuse it."""
+    def save_config(self, cfg: Run) -> None:
+        """Write config.yaml, after all checks that could refuse the config."""
         with writing(self.checkpoints):
             self.checkpoints.mkdir(exist_ok=True)
         write_text(self.config, cfg.to_yaml())
 
     def _refuse_foreign_files(self) -> None:
-        """Raise RunDirError if the directory holds a file that no training writes there."""
+        """Refuse a directory with files that no training writes there.
+
+        Raises:
+            RunDirError: If there are such files.
+        """
         if self.holds_run and not self._has_written_config():
             raise RunDirError(
-                f"{self.config} is not a configuration that a training wrote, and nothing else of"
-                " a run is there: choose another `name`, or move it away"
+                f"{self.config} was not written by a training, and the directory has no other file"
+                " of a run: choose another `name`, or move it away"
             )
         if names := foreign_files(self.path, run_file_test(self.path)):
             raise RunDirError(
-                f"{self} holds files that no training wrote there ({names}), and the run would"
-                " begin anew: move them away, or choose another `name`"
+                f"{self} holds files that no training wrote there ({names}), and a new run would"
+                " delete them: move them away, or choose another `name`"
             )
 
     def _has_written_config(self) -> bool:
-        """Return whether config.yaml is a training's own: every key is there, and no comment."""
+        """Return whether a training wrote config.yaml: it has every key and no comment."""
         if any(self.checkpoints.glob("step-*/manifest.json")):
             return True
         try:
@@ -216,74 +244,78 @@ class RunDir:
         return tree.keys() >= WRITTEN_KEYS and not any(line.startswith("#") for line in lines)
 
     def _clear(self) -> None:
-        """Delete the run's files except the lease; config.yaml last, so that a directory that was
-        half cleared is still known to hold a run."""
-        is_own = run_file_test(self.path)
-        keep = self.lease.name
-        delete_files(self.path, lambda name: name != keep and is_own(name), (self.config.name,))
+        """Delete the run's files except the lease.
+
+        config.yaml is deleted last, so that an interrupted deletion leaves a run directory.
+        """
+        is_run_file = run_file_test(self.path)
+        lease = self.lease.name
+        delete_files(
+            self.path, lambda name: name != lease and is_run_file(name), (self.config.name,)
+        )
 
 
-def comparable(cfg: Run) -> dict:
-    """A configuration by dotted keys, its model and solver sections `settled`."""
+def flatten_config(cfg: Run) -> dict:
+    """Return {dotted key: value} of a config, with each "auto" of model and solver replaced."""
     tree = cfg.model_dump(mode="json")
-    model = settled(tree["model"], cfg.solver.iterates)
+    model = resolve_mixer_settings(tree["model"], cfg.solver.iterates)
     return _flat({**tree, "model": model, "solver": cfg.solver.settled()})
 
 
-def differences(was: Run, now: Run) -> dict[Resume, dict[str, str]]:
-    """Return the keys that two configurations set differently, by what a resumed run may change.
+def config_differences(was: Run, now: Run) -> dict[Resume, dict[str, str]]:
+    """Return the keys that two configurations set differently, by the rule for resumed runs.
 
     Returns:
-        Rule → {dotted key: "KEY was 1, is 2"}. The solver of a baseline, which has none, is left
-        out.
+        {rule: {dotted key: "KEY was 1, is 2"}}, without solver keys for a model without a solver.
     """
-    old, new = comparable(was), comparable(now)
-    found: dict[Resume, dict[str, str]] = {rule: {} for rule in Resume}
+    old, new = flatten_config(was), flatten_config(now)
+    changes: dict[Resume, dict[str, str]] = {rule: {} for rule in Resume}
     for key in sorted(old.keys() | new.keys()):
-        before, after = old.get(key), new.get(key)
+        old_value, new_value = old.get(key), new.get(key)
         has_effect = not key.startswith("solver.") or now.model.name == "fprnn"
-        if before != after and has_effect:
+        if old_value != new_value and has_effect:
             rule = resume_rule(type(now), key)
-            found[rule][key] = f"{key} was {before!r}, is {after!r}"
-    return found
+            changes[rule][key] = f"{key} was {old_value!r}, is {new_value!r}"
+    return changes
 
 
 def check_config(path: Path, manifest: dict, run: RunDir, cfg: Run) -> None:
-    """Refuse a config that differs from a checkpoint's in what a resumed run may not change.
+    """Refuse a config that differs from a checkpoint's in keys that must not change.
 
-    The places of files may differ, and a tokenizer's files are compared themselves.
+    Paths of files may differ, and the files of the tokenizer are compared elsewhere.
 
     Args:
         path: Folder of the checkpoint.
-        manifest: Its manifest, which holds the config that it was trained with, except in runs of
-            version 0.1.
-        run: The run that it is of.
-        cfg: The run's config as it is now.
+        manifest: Its manifest, with the config of the training except in version 0.1.
+        run: The run of the checkpoint.
+        cfg: The run's config now.
 
     Raises:
-        RunDirError: Such keys differ; it names each.
+        RunDirError: If such keys differ; the message names each.
     """
     if "config" not in manifest:
         return
     was = build(manifest["config"], f"{path}/manifest.json: config", type(cfg), trained=True)
     changed = [
         text
-        for key, text in differences(was, cfg)[Resume.FIXED].items()
+        for key, text in config_differences(was, cfg)[Resume.FIXED].items()
         if not key.startswith("tokenizer.") and not key.endswith("path")
     ]
     if changed:
         raise RunDirError(
-            f"{run.config} is not what {path} was trained with ({'; '.join(changed)}): bring it"
-            " back as it was (the checkpoint's manifest.json holds it)"
+            f"{run.config} differs from the config of {path} ({'; '.join(changed)}): restore it"
+            " (the checkpoint's manifest.json holds it)"
         )
 
 
-def settled(model: dict, iterates: bool) -> dict:
-    """Return a model section with each "auto" of the mixer replaced: two sections that describe the
-    same model are equal, whether they were written before there was an `auto` or after.
+def resolve_mixer_settings(model: dict, iterates: bool) -> dict:
+    """Return a model section with each "auto" of the mixer replaced.
+
+    Sections that describe the same model are equal then, also if an old version wrote one of them.
 
     Args:
-        iterates: Whether the run's solver iterates the paper's map (`Solver.iterates`).
+        model: Section `model` of a config.
+        iterates: True if the solver iterates the paper's map (`Solver.iterates`).
     """
     from lm.model.configuration_fprnn import resolve_gate_init_bias, resolve_mixer_bounds
 
@@ -299,25 +331,25 @@ def settled(model: dict, iterates: bool) -> dict:
 def _flat(tree: dict, prefix: str = "") -> dict:
     flat = {}
     for key, value in tree.items():
-        nested = isinstance(value, dict)
-        flat.update(_flat(value, f"{prefix}{key}.") if nested else {prefix + key: value})
+        is_section = isinstance(value, dict)
+        flat.update(_flat(value, f"{prefix}{key}.") if is_section else {prefix + key: value})
     return flat
 
 
 def _check_continued(cfg: Run, saved: Path, say: Callable[[str], None]) -> None:
-    """Refuse what a resumed run may not change, and print what changes its training.
+    """Refuse changed keys that a resumed run must not change, and print other changes.
 
     Args:
-        cfg: The config to continue with.
-        saved: The config.yaml that the run was trained with so far.
-        say: Function that prints a sentence.
+        cfg: Config to continue with.
+        saved: config.yaml that the run was trained with.
+        say: Prints a sentence.
 
     Raises:
-        RunDirError: It is a run of another config.
+        RunDirError: If the run has another config.
     """
-    # Through the schema: a key that is newer than the run has its default there.
+    # The schema fills in keys that are newer than the run.
     was = build(load_tree(saved), str(saved), type(cfg))
-    changed = differences(was, cfg)
+    changed = config_differences(was, cfg)
     if changed[Resume.FIXED]:
         raise RunDirError(
             f"{saved.parent} holds a run of another config"
@@ -325,6 +357,6 @@ def _check_continued(cfg: Run, saved: Path, say: Callable[[str], None]) -> None:
             " with --overwrite"
         )
     if noted := changed[Resume.NOTED]:
-        say(f"note: {'; '.join(noted.values())}: training goes on with what it is now")
+        say(f"note: {'; '.join(noted.values())}: training continues with the new values")
     if (steps := cfg.train.steps) != was.train.steps:
         say(f"note: train.steps was {was.train.steps}, is {steps}: the schedule ends at {steps}")

@@ -1,7 +1,7 @@
-"""Files that this program writes into a run directory or an export: only these are ever deleted.
+"""Files that fprnn writes into a run directory or an export. Only these are ever deleted.
 
-A run directory has a fixed layout (`RUN_FILES`). An export lists its files in `.fprnn.json`, or if
-an earlier version wrote it, in SHA256SUMS.
+A run directory has a fixed layout (`RUN_FILES`). An export lists its files in `.fprnn.json`, in
+version 0.1 in SHA256SUMS.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from lm.model.checksums import SUMS, read_sums
 EXPORT_RECORD = ".fprnn.json"
 CARD = "README.md"
 PAGE = "inspect.html"  # `fprnn inspect` writes it next to an export
-# Written next to an export; `agree.json` by earlier versions.
+# Files next to an export; earlier versions wrote `agree.json`.
 EVALUATIONS = ("eval/results.json", "eval/agree.json", PAGE)
-MAX_NAMES = 3  # names that a message gives
+MAX_NAMES = 3  # names in a message
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -70,7 +70,7 @@ def list_files(folder: Path) -> Iterator[str]:
 
 
 def run_file_test(folder: Path) -> Callable[[str], bool]:
-    """Return the test of whether a run directory's file (a relative path) is the program's own."""
+    """Return a test of relative paths in a run directory: whether fprnn wrote the file."""
     exported = {
         f"{path.name}/{name}"
         for path in (folder.iterdir() if folder.is_dir() else ())
@@ -81,13 +81,13 @@ def run_file_test(folder: Path) -> Callable[[str], bool]:
 
 
 def export_files(folder: Path) -> set[str]:
-    """Return the names of the files that an export wrote into a folder; {} if it holds none."""
+    """Return the names of the files of an export in a folder; {} if there is no export."""
     record = read_mapping(folder / EXPORT_RECORD)
     if record is not None:
         names = record.get("files")
         is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
         return {*names, EXPORT_RECORD} if names and is_list else set()
-    try:  # an export of before the record: its SHA256SUMS lists all files but the card
+    try:  # version 0.1: SHA256SUMS lists all files except the card
         card = (folder / CARD).read_text(encoding="utf-8", errors="replace")
         sums = read_sums(folder)
     except (OSError, ValueError):
@@ -97,36 +97,37 @@ def export_files(folder: Path) -> set[str]:
     return {name for name in (*sums, SUMS, CARD) if (folder / name).is_file()}
 
 
-def foreign_files(folder: Path, is_own: Callable[[str], bool]) -> str:
-    """Return the names of a folder's files that are not the program's, for a message; "" if none.
+def foreign_files(folder: Path, is_ours: Callable[[str], bool]) -> str:
+    """Return the names of files that fprnn did not write, for a message; "" if there are none.
 
     Args:
-        is_own: Test of a relative path.
+        is_ours: Tells whether fprnn wrote a file, given its relative path.
     """
     names = sorted(list_files(folder))
-    own_folders = {parent for name in names if is_own(name) for parent in Path(name).parents}
-    entries: dict[str, None] = {}  # in order; a folder in which nothing is own stands for its files
+    our_folders = {parent for name in names if is_ours(name) for parent in Path(name).parents}
+    # In order; a folder without any file of fprnn is named instead of its files.
+    entries: dict[str, None] = {}
     for name in names:
-        if not is_own(name):
-            parents = [parent for parent in Path(name).parents if parent not in own_folders]
+        if not is_ours(name):
+            parents = [parent for parent in Path(name).parents if parent not in our_folders]
             outermost = parents[-1] if parents and parents[-1].name else None
             entries[name if outermost is None else f"{outermost}/"] = None
-    listed = ", ".join(printable(list(entries)[:MAX_NAMES]))
+    text = ", ".join(printable(list(entries)[:MAX_NAMES]))
     surplus = len(entries) - MAX_NAMES
-    return f"{listed} and {surplus} more" if surplus > 0 else listed
+    return f"{text} and {surplus} more" if surplus > 0 else text
 
 
-def delete_files(folder: Path, is_own: Callable[[str], bool], last: tuple[str, ...] = ()) -> None:
-    """Delete the program's files below a folder, and the folders that this leaves empty.
+def delete_files(folder: Path, is_ours: Callable[[str], bool], last: tuple[str, ...] = ()) -> None:
+    """Delete the files that fprnn wrote below a folder, and folders that become empty.
 
     Args:
-        is_own: Test of a relative path.
+        is_ours: Tells whether fprnn wrote a file, given its relative path.
         last: Files to delete after all others, in this order.
 
     Raises:
         OutputError: If the system refuses.
     """
-    names = sorted(name for name in list_files(folder) if is_own(name))
+    names = sorted(name for name in list_files(folder) if is_ours(name))
     names = [name for name in names if name not in last] + [name for name in last if name in names]
     with writing(folder):
         for name in names:

@@ -1,4 +1,4 @@
-"""One place that makes a model from a Config: ours, or a baseline."""
+"""Models built from a configuration, both ours and baselines."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def vocabulary(cfg: Config, tokenizer_size: int | None = None) -> int:
-    """The model's vocabulary: as configured, or the tokenizer's rounded up to a multiple of 8.
+def model_vocab_size(cfg: Config, tokenizer_size: int | None = None) -> int:
+    """Return the model's vocabulary size: configured, or the tokenizer's rounded up to 8.
 
     Args:
-        tokenizer_size: number of ids the tokenizer uses; None when it is not at hand (dry run).
+        cfg: Configuration of the run.
+        tokenizer_size: Number of ids of the tokenizer; None if it is not loaded (dry run).
+
     Raises:
-        ConfigError: the tokenizer does not fit, or nothing says how large the vocabulary is.
+        ConfigError: If the tokenizer has too many ids, or no size is known.
     """
     size = cfg.model.vocab_size
     if size == "auto":
-        known = tokenizer_size or (cfg.tokenizer.vocab_size if cfg.tokenizer.name == "bpe" else 0)
-        if not known:
+        bpe_size = cfg.tokenizer.vocab_size if cfg.tokenizer.name == "bpe" else 0
+        ids = tokenizer_size or bpe_size
+        if not ids:
             raise ConfigError(
                 f"model.vocab_size is `auto` and tokenizer `{cfg.tokenizer.name}` is not loaded:"
                 " set model.vocab_size (50264 for gpt2)"
             )
-        return -(-known // 8) * 8
+        return -(-ids // 8) * 8
     if tokenizer_size is not None and tokenizer_size > size:
         raise ConfigError(
             f"the tokenizer has {tokenizer_size} tokens but model.vocab_size is {size}:"
@@ -50,7 +53,7 @@ def build_model(
     eos_token_id: int | None = None,
     pad_token_id: int | None = None,
 ) -> PreTrainedModel:
-    """Config → PreTrainedModel with freshly initialised weights (on the current default device)."""
+    """Build the model of a configuration with initial weights, on the default device."""
     return build_section(
         cfg.model,
         cfg.solver,
@@ -68,48 +71,54 @@ def build_section(
     seq_len: int,
     **token_ids: Any,
 ) -> PreTrainedModel:
-    """The `model:` and `solver:` sections of a YAML → PreTrainedModel with freshly initialised
-    weights.
+    """Build the model of the sections `model` and `solver` with initial weights.
 
     Args:
-        seq_len: tokens of a training sequence. token_ids: eos_token_id, pad_token_id.
+        model: Section `model`.
+        solver: Section `solver`.
+        vocab_size: Size of the vocabulary.
+        seq_len: Tokens of a training sequence.
+        **token_ids: eos_token_id, pad_token_id.
+
     Raises:
-        ConfigError: sizes, or settings of the solver, that do not go together.
+        ConfigError: If sizes or settings of the solver do not fit together.
     """
-    # transformers says on every build which CUDA packages of Mamba are absent; `fprnn train` says
-    # it once, in its own words.
+    # transformers logs on every build which CUDA packages of Mamba are missing. `fprnn train`
+    # prints the kernels once.
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
         _check_options(model)
-        _register_own_mixers(model)
+        _register_custom_mixers(model)
         with contextlib.redirect_stdout(io.StringIO()):
             return _build(model, solver, vocab_size, seq_len, **token_ids)
     finally:
         logger.setLevel(level)
 
 
-def with_built_in_mixers(cfg: Config) -> tuple[Config, list[str]]:
-    """(a configuration with `householder` in the place of every mixer that is named as
-    `module:Class`, those names): what can be built without running anybody's code."""
-    found = _own_mixers(cfg.model)
-    if not found:
-        return cfg, found
+def replace_custom_mixers(cfg: Config) -> tuple[Config, list[str]]:
+    """Replace every mixer named `module:Class` by `householder`, so that no user code is run.
+
+    Returns:
+        The configuration, and the names of the mixers that were replaced.
+    """
+    mixers = _custom_mixers(cfg.model)
+    if not mixers:
+        return cfg, mixers
     cfg = cfg.model_copy(deep=True)
     for options in (*_options(cfg.model), cfg.model.__dict__):
         if is_place(str(options.get("mixer"))):
             options["mixer"] = "householder"
-    cfg.init_from = None  # it would be compared with what is not there
-    return cfg, found
+    cfg.init_from = None  # the source would be compared with the wrong mixer
+    return cfg, mixers
 
 
 def check_section(model: Model, solver: Solver, seq_len: int) -> PreTrainedModel:
-    """Find out whether a model can be built, before there is data or a run directory: it is, on the
-    meta device, without weights, for a vocabulary of 8.
+    """Build a model on the meta device, with a vocabulary of 8, to check its configuration.
 
     Raises:
-        ConfigError: as `build_section`.
+        ConfigError: As `build_section`.
     """
     import torch
 
@@ -117,28 +126,31 @@ def check_section(model: Model, solver: Solver, seq_len: int) -> PreTrainedModel
         return build_section(model, solver, 8, seq_len)
 
 
-def stacked(model: Model) -> Model:
-    """The section with a short form of `model.name` as the layers that it stands for, which read
-    packed documents as one text; any other section as it is.
+def expand_stack(model: Model) -> Model:
+    """Replace a `model.name` such as `mamba` by the layers that it abbreviates.
+
+    These models do not reset their state between packed documents. Other sections are returned
+    unchanged.
 
     Raises:
-        ConfigError: layers of a pattern beside a short form.
+        ConfigError: If `model.layers` is set as well, or sizes do not fit together.
     """
     if model.name == "fprnn":
         return model
     if model.layers is not None:
-        raise ConfigError(f"model.layers is of model.name fprnn, not of {model.name}")
+        raise ConfigError(f"model.layers needs model.name fprnn, not {model.name}")
     pattern = STACKS[model.name]
     fields: dict[str, Any] = {"name": "fprnn", "layers": pattern, "reset_at_eos": False}
     fields["n_layer"] = model.n_layer * len(pattern.split())
     if "ngroups" in KINDS[pattern.split()[0]]:
-        fields["headdim"] = _headdim_of_d_inner(model)
+        fields["headdim"] = _compute_headdim(model)
     elif "mlp" in pattern and model.n_heads == "auto":
         _check_headdim(model)
     return model.model_copy(update=fields)
 
 
 def _check_headdim(model: Model) -> None:
+    """Refuse a headdim that does not divide d_model."""
     if model.d_model > model.headdim and model.d_model % model.headdim:
         raise ConfigError(
             f"model.headdim is {model.headdim}: it must divide d_model = {model.d_model}; or set"
@@ -146,8 +158,8 @@ def _check_headdim(model: Model) -> None:
         )
 
 
-def _headdim_of_d_inner(model: Model) -> int:
-    """`n_heads` share d_inner; with auto, a layer narrower than headdim is one head."""
+def _compute_headdim(model: Model) -> int:
+    """Return the head size of `n_heads` heads in d_inner; at most d_inner if n_heads is auto."""
     d_inner = round(model.expand * model.d_model)
     if model.n_heads == "auto":
         return min(model.headdim, max(1, d_inner))
@@ -169,31 +181,35 @@ def _build(
     from lm.model.mixer_base import MixerError
     from lm.model.modeling_fprnn import FPRNNForCausalLM
 
-    others = {"name", "vocab_size", "gradient_checkpointing"}
+    excluded = {"name", "vocab_size", "gradient_checkpointing"}
     solver_fields = solver.model_dump() if model.name == "fprnn" else {}
-    model = stacked(model)
+    model = expand_stack(model)
     try:
         config = FPRNNConfig(
-            **model.model_dump(exclude=others),
+            **model.model_dump(exclude=excluded),
             **solver_fields,
             vocab_size=vocab_size,
             max_position_embeddings=max(2048, seq_len),
             **token_ids,
         )
     except ValueError as e:
-        of_solver = str(e).partition(" ")[0] in Solver.model_fields
-        raise ConfigError(f"{'solver' if of_solver else 'model'}: {e}") from None
+        section = "solver" if str(e).partition(" ")[0] in Solver.model_fields else "model"
+        raise ConfigError(f"{section}: {e}") from None
     try:
         return FPRNNForCausalLM(config)
     except MixerError as e:
         raise ConfigError(f"model: {e}") from None
 
 
-def _register_own_mixers(model: Model) -> None:
-    """Import the mixers that the section names as `module:Class`."""
+def _register_custom_mixers(model: Model) -> None:
+    """Import the mixers named `module:Class`.
+
+    Raises:
+        ConfigError: If one cannot be used.
+    """
     from lm.model.mixer_base import MixerError, register
 
-    for name in _own_mixers(model):
+    for name in _custom_mixers(model):
         try:
             register(name, load_class(name, "model.mixer"))
         except MixerError as e:
@@ -201,28 +217,32 @@ def _register_own_mixers(model: Model) -> None:
 
 
 def _options(model: Model) -> list[dict[str, Any]]:
-    """The options of single layers."""
+    """Return the options of single layers."""
     layers = model.layers if isinstance(model.layers, list) else []
     return [options for item in layers if isinstance(item, dict) for options in item.values()]
 
 
-def _own_mixers(model: Model) -> list[str]:
-    """The mixers that a section names as `module:Class`, here and in options of layers."""
-    named = (model.mixer, *(o["mixer"] for o in _options(model) if "mixer" in o))
-    return [name for name in dict.fromkeys(named) if is_place(str(name))]
+def _custom_mixers(model: Model) -> list[str]:
+    """Return the mixers named `module:Class`, in the section and in options of single layers."""
+    mixers = (model.mixer, *(o["mixer"] for o in _options(model) if "mixer" in o))
+    return [name for name in dict.fromkeys(mixers) if is_place(str(name))]
 
 
 def _check_options(model: Model) -> None:
-    """Refuse options of single layers that their fields cannot have."""
+    """Check the values of single layers' options.
+
+    Raises:
+        ConfigError: If a value is not allowed.
+    """
     for item in model.layers if isinstance(model.layers, list) else ():
         for kind, options in item.items() if isinstance(item, dict) else ():
             for name, value in options.items():
                 if name not in Model.model_fields:
-                    continue  # the pattern's own check names what there is
+                    continue  # FPRNNConfig refuses unknown options
                 try:
                     Model.model_validate({name: value})
                 except ValidationError as e:
-                    said = e.errors()[0]["msg"].removeprefix("Value error, ")
+                    reason = e.errors()[0]["msg"].removeprefix("Value error, ")
                     raise ConfigError(
-                        f"model.layers, {kind}: {name} is {value!r}: {said}"
+                        f"model.layers, {kind}: {name} is {value!r}: {reason}"
                     ) from None

@@ -1,4 +1,4 @@
-"""The DeepSpeed JSON that a config means."""
+"""DeepSpeed's JSON derived from a configuration."""
 
 from __future__ import annotations
 
@@ -12,56 +12,57 @@ from lm.common.errors import ConfigError
 from lm.common.files import parse_json
 from lm.config.schema import Config
 
-# Numbers of a gradient buffer. Four buffers of the 160M model: large enough for a network's full
-# bandwidth, and a part is sent while the next is computed.
+# Elements of a gradient buffer. The gradients of a 160M model fill four buffers: each is large
+# enough for the network's full bandwidth, and is sent while the next is computed.
 MAX_BUCKET = 50_000_000
-# Keys of DeepSpeed's → our key that decides them.
-DECIDED = {
+# {key of DeepSpeed: our key that sets it}
+RESERVED = {
     "optimizer": "optim",
     "scheduler": "optim.schedule",
     "torch_autocast": "train.precision",
 }
 
 
-def _merge(base: dict, over: dict) -> dict:
+def _merge(base: dict, overrides: dict) -> dict:
+    """Return a nested mapping with the values of another in it."""
     merged = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(merged.get(key), dict)
-        merged[key] = _merge(merged[key], value) if both else value
+    for key, value in overrides.items():
+        is_nested = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        merged[key] = _merge(merged[key], value) if is_nested else value
     return merged
 
 
-def _own(cfg: Config) -> dict:
-    """What `engine.deepspeed` says, or the file that it names.
+def _read_overrides(cfg: Config) -> dict:
+    """Return `engine.deepspeed`, or the content of the file that it names.
 
     Raises:
-        ConfigError: the file is missing or is no JSON mapping.
+        ConfigError: If the file is missing or is no JSON mapping.
     """
-    own = cfg.engine.deepspeed
-    if not isinstance(own, str):
-        return own or {}
-    if Path(own).exists() and not Path(own).is_file():  # a device may have no end
-        raise ConfigError(f"engine.deepspeed: {own} is no file")
+    section = cfg.engine.deepspeed
+    if not isinstance(section, str):
+        return section or {}
+    if Path(section).exists() and not Path(section).is_file():  # reading a device may never end
+        raise ConfigError(f"engine.deepspeed: {section} is no file")
     try:
-        found = parse_json(Path(own).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:  # ValueError: no JSON, no UTF-8
-        raise ConfigError(f"engine.deepspeed: cannot read {own} as JSON: {e}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"engine.deepspeed: {own} must hold a mapping of keys to values")
-    return found
+        overrides = parse_json(Path(section).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:  # ValueError: no JSON, or no UTF-8
+        raise ConfigError(f"engine.deepspeed: cannot read {section} as JSON: {e}") from None
+    if not isinstance(overrides, dict):
+        raise ConfigError(f"engine.deepspeed: {section} must hold a mapping of keys to values")
+    return overrides
 
 
 def deepspeed_config(cfg: Config, world_size: int, on_gpu: bool | None = None) -> dict:
     """Return DeepSpeed's JSON for a config, with `engine.deepspeed` merged over it.
 
     Args:
-        cfg: The config of a run.
+        cfg: Configuration of the run.
         world_size: Number of ranks.
         on_gpu: True if the ranks compute on GPUs; None: as on this machine.
 
     Raises:
-        ConfigError: engine.deepspeed names a file that is missing or is no JSON mapping, or sets a
-            key that the config decides, or a value that DeepSpeed cannot take.
+        ConfigError: If engine.deepspeed names a file that is missing or is no JSON mapping, or sets
+            a key that other keys of the config set, or a value that DeepSpeed does not accept.
     """
     t = cfg.train
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
@@ -72,7 +73,7 @@ def deepspeed_config(cfg: Config, world_size: int, on_gpu: bool | None = None) -
         "gradient_clipping": cfg.optim.grad_clip,
         "zero_optimization": {
             "stage": cfg.engine.zero_stage,
-            # One rank has nothing to send, and a second buffer for gradients to pay for.
+            # One rank sends nothing, and would pay for a second gradient buffer.
             "overlap_comm": on_gpu and world_size > 1,
             "contiguous_gradients": True,
         },
@@ -81,22 +82,22 @@ def deepspeed_config(cfg: Config, world_size: int, on_gpu: bool | None = None) -
         "wall_clock_breakdown": False,
     }
     if t.precision == "bf16":
-        # Weights in fp32, matrix products in bf16. DeepSpeed's default of the last key is every
-        # linear layer: it rounds their gradients to bf16 before it accumulates and sums them.
+        # Weights in fp32, matrix products in bf16. By default the last key lists all linear layers,
+        # and DeepSpeed rounds their gradients to bf16 before it accumulates and reduces them.
         config["torch_autocast"] = {
             "enabled": True,
             "dtype": "bfloat16",
             "lower_precision_safe_modules": [],
         }
-    own = _own(cfg)
-    for key, decides in DECIDED.items():
-        if key in own:
+    overrides = _read_overrides(cfg)
+    for key, our_key in RESERVED.items():
+        if key in overrides:
             raise ConfigError(
-                f"engine.deepspeed sets {key}, and `{decides}` decides it: leave it out, and set"
-                f" `{decides}`"
+                f"engine.deepspeed sets {key}, which is derived from `{our_key}`: remove it, and"
+                f" set `{our_key}`"
             )
-    _check_kinds(config, own)
-    merged = _merge(config, own)
+    _check_types(config, overrides)
+    merged = _merge(config, overrides)
     for key in (
         "train_micro_batch_size_per_gpu",
         "gradient_accumulation_steps",
@@ -104,14 +105,14 @@ def deepspeed_config(cfg: Config, world_size: int, on_gpu: bool | None = None) -
     ):
         if merged[key] != config[key]:
             raise ConfigError(
-                f"engine.deepspeed sets {key} to {merged[key]!r}, the config means {config[key]}:"
+                f"engine.deepspeed sets {key} to {merged[key]!r}, the config needs {config[key]}:"
                 " set train.global_batch_size and train.micro_batch_size instead"
             )
     clipping = merged["gradient_clipping"]
     if clipping != "auto" and not 0 <= clipping < math.inf:
         raise ConfigError(
-            f"engine.deepspeed sets gradient_clipping to {clipping!r}: it must be a norm from 0 on,"
-            " and 0 turns clipping off"
+            f"engine.deepspeed sets gradient_clipping to {clipping!r}: it must be a norm of at"
+            " least 0, and 0 turns clipping off"
         )
     zero = merged["zero_optimization"]
     if zero["stage"] not in (0, 1, 2, 3, "auto"):
@@ -121,59 +122,64 @@ def deepspeed_config(cfg: Config, world_size: int, on_gpu: bool | None = None) -
         )
     if "communication_data_type" in merged and t.precision == "bf16" and zero["stage"] != 0:
         raise ConfigError(
-            "engine.deepspeed sets communication_data_type, which DeepSpeed does not use under"
-            " autocast and ZeRO: leave it out to send gradients in fp32"
+            "engine.deepspeed sets communication_data_type, which DeepSpeed ignores with"
+            " autocast and ZeRO: remove it; gradients are sent in fp32"
         )
     if '"auto"' in json.dumps(merged):
         raise ConfigError(
-            'engine.deepspeed holds "auto", which only the HuggingFace Trainer fills in: give'
-            " numbers, or leave the key out"
+            'engine.deepspeed holds "auto", which only the HuggingFace Trainer replaces:'
+            " set numbers, or remove the key"
         )
     return merged
 
 
-def _check_kinds(ours: dict, own: dict, section: str = "") -> None:
-    """Raises ConfigError where a key that we set has a value of another kind in `own`."""
-    for key in ours.keys() & own.keys():
-        value, kind = own[key], type(ours[key])
+def _check_types(config: dict, overrides: dict, section: str = "") -> None:
+    """Check that overrides have the types of the values that they replace.
+
+    Raises:
+        ConfigError: If one has another type.
+    """
+    for key in config.keys() & overrides.keys():
+        value, kind = overrides[key], type(config[key])
         if kind is dict and isinstance(value, dict):
-            _check_kinds(ours[key], value, f" of {key}")
+            _check_types(config[key], value, f" of {key}")
             continue
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not (number if kind in (int, float) else isinstance(value, kind)) and value != "auto":
-            kinds = {dict: "a mapping", list: "a list", bool: "true or false", str: "text"}
-            wanted = kinds.get(kind, "a number")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        has_type = is_number if kind in (int, float) else isinstance(value, kind)
+        if not has_type and value != "auto":
+            names = {dict: "a mapping", list: "a list", bool: "true or false", str: "text"}
+            expected = names.get(kind, "a number")
             raise ConfigError(
-                f"engine.deepspeed sets {key}{section} to {value!r}: it must be {wanted}"
+                f"engine.deepspeed sets {key}{section} to {value!r}: it must be {expected}"
             )
 
 
 def bucket_size(parameters: int, largest: int) -> int:
-    """Return how many numbers DeepSpeed's gradient buffer holds.
+    """Return the number of elements of DeepSpeed's gradient buffer.
 
-    DeepSpeed allocates its default of 500 million numbers whatever the model is.
+    DeepSpeed's default is 500 million for any model.
 
     Args:
-        parameters: Number of the model's parameters. largest: Number of those in its largest
-            tensor, which goes through the buffer whole.
+        parameters: Number of parameters of the model.
+        largest: Number of elements of its largest tensor, which must fit into the buffer.
     """
     return max(1, min(parameters, max(MAX_BUCKET, largest)))
 
 
 def layout(cfg: Config, world_size: int) -> dict[str, int]:
-    """How weights and optimizer are laid out: a checkpoint says the same of itself."""
+    """Return the layout of weights and optimizer over ranks, as a manifest has it."""
     stage = deepspeed_config(cfg, world_size)["zero_optimization"]["stage"]
     return {"world_size": world_size, "zero_stage": stage}
 
 
 def check_device(config: dict) -> None:
-    """Refuse weights in fp16 on a CPU, which DeepSpeed refuses by a traceback.
+    """Refuse fp16 weights on a CPU, for which DeepSpeed raises a traceback.
 
     Args:
         config: DeepSpeed's JSON, as `deepspeed_config` returns it.
 
     Raises:
-        ConfigError: They are asked for, or `fp16` is no mapping.
+        ConfigError: If `fp16` is enabled, or is no mapping.
     """
     fp16 = config.get("fp16", {})
     if not isinstance(fp16, dict):
@@ -183,6 +189,6 @@ def check_device(config: dict) -> None:
         )
     if fp16.get("enabled") and not torch.cuda.is_available():
         raise ConfigError(
-            "engine.deepspeed sets fp16.enabled, which needs a GPU, and there is none: leave it"
-            " out (train.precision: bf16 and fp32 run on a CPU)"
+            "engine.deepspeed sets fp16.enabled, which needs a GPU, and there is none: remove"
+            " it (train.precision: bf16 and fp32 run on a CPU)"
         )

@@ -92,7 +92,7 @@ def convert_config(theirs: PretrainedConfig) -> FPRNNConfig:
             wrong.append(f"{name} is {their_value}, not {value}")
     if wrong:
         raise SourceError(f"our {kind} layer cannot compute this model: {'; '.join(wrong)}")
-    fields = {ours: getattr(theirs, name) for ours, name in (FIELDS | KIND_FIELDS[kind]).items()}
+    fields = {field: getattr(theirs, name) for field, name in (FIELDS | KIND_FIELDS[kind]).items()}
     try:
         return FPRNNConfig(**fields, expand=expand, layers=kind, reset_at_eos=False)
     except (TypeError, ValueError) as error:

@@ -72,7 +72,7 @@ def check(cfg: Config, model: PreTrainedModel) -> list[str]:
             `resume` names a checkpoint of another run.
         SourceError, CheckpointError, RunDirError, LoadError: As `read_source`.
     """
-    from lm.runs.checkpoint import listed
+    from lm.runs.checkpoint import list_checkpoints
 
     if cfg.init_from is None:
         return []
@@ -88,7 +88,7 @@ def check(cfg: Config, model: PreTrainedModel) -> list[str]:
             f"init_from and resume ({cfg.resume}) name two sources of the weights: remove one"
             " (init_from=null, or resume=never)"
         )
-    if resumes_by_path or (cfg.resume == "auto" and listed(checkpoints)):
+    if resumes_by_path or (cfg.resume == "auto" and list_checkpoints(checkpoints)):
         return [f"{path}: not read, because the run continues from its own checkpoint"]
     vocab_size = None if cfg.model.vocab_size == "auto" else cfg.model.vocab_size
     source = read_source(path)
@@ -132,7 +132,7 @@ def initialize(
         if ranks.is_main:
             write_json(run.init_from, match.record())
 
-    ranks.each(copy_weights)
+    ranks.run_on_all(copy_weights)
 
 
 def compare_tokenizers(source: Source, tokenizer: PreTrainedTokenizerBase) -> str:

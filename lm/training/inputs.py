@@ -1,4 +1,4 @@
-"""Paths of a configuration, refused before PyTorch and DeepSpeed are imported."""
+"""Checks of a configuration's paths before PyTorch and DeepSpeed are imported."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from lm.training.upcycle import SourceError
 
 
 def check_inputs(cfg: Config) -> None:
-    """Refuse a configuration that names a file or a folder which is not there.
+    """Refuse a configuration that names a missing file or folder.
 
     Raises:
-        PlaceError: No folder at `resume`.
-        SourceError: No folder at `init_from`.
-        ConfigError: No file at `engine.deepspeed`.
+        PlaceError: If `resume` names no folder.
+        SourceError: If `init_from` names no folder.
+        ConfigError: If `engine.deepspeed` names no file.
         DataError: As `check_tokenizer` and `check_data`.
     """
     check_resume(cfg.resume)
-    # A run that continues reads nothing of init_from.
+    # A run that continues does not read init_from.
     if cfg.init_from is not None and not Path(cfg.run_dir, "checkpoints").exists():
         check_source_folder(Path(cfg.init_from.path).expanduser())
-    own = cfg.engine.deepspeed
-    if isinstance(own, str) and not Path(own).is_file():
-        raise ConfigError(f"engine.deepspeed: cannot read {own} as JSON: it is no file")
+    settings = cfg.engine.deepspeed
+    if isinstance(settings, str) and not Path(settings).is_file():
+        raise ConfigError(f"engine.deepspeed: cannot read {settings} as JSON: it is no file")
     check_tokenizer(cfg)
     check_data(cfg)
 
 
 def check_source_folder(path: Path) -> None:
-    """Refuse a path of `init_from` that is no folder.
+    """Refuse an `init_from` that is no folder.
 
     Raises:
-        SourceError: If it is none.
+        SourceError: If it is no folder.
     """
     if not path.is_dir():
         raise SourceError(
@@ -48,10 +48,10 @@ def check_source_folder(path: Path) -> None:
 
 
 def check_tokenizer(cfg: Config) -> None:
-    """Refuse a `tokenizer.name` that is a path, and leads to no folder.
+    """Refuse a `tokenizer.name` that is the path of a missing folder.
 
     Raises:
-        DataError: There is no such folder.
+        DataError: If the folder is missing.
     """
     name = cfg.tokenizer.name
     if "/" in name and not Path(name).expanduser().is_dir() and looks_local(name):
@@ -59,10 +59,10 @@ def check_tokenizer(cfg: Config) -> None:
 
 
 def check_data(cfg: Config) -> None:
-    """Refuse sources whose text is not there.
+    """Refuse sources whose text is missing.
 
     Raises:
-        DataError: No file at `data.path`, or no task of `data.traces`.
+        DataError: If `data.path` names no file, or `data.traces` no task.
     """
     for source, part in parts(cfg).items():
         with name_source_in_errors(source):

@@ -1,7 +1,6 @@
-"""The loop over updates: what is due after each, NaN and the way back, saving, stopping.
+"""The loop over updates, shared by both trainers: hooks, rollbacks, checkpoints, stopping.
 
-Both trainers are such a loop: that of language models (train.py), and that of the validation suite
-(synthetic/train.py), which brings its tasks, batches and metrics.
+The trainer of language models is train.py, the trainer of the synthetic tasks synthetic/train.py.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from lm.common.console import say
-from lm.common.errors import Diverged, DivergedAlone, Stopped
+from lm.common.errors import Diverged, DivergedOnOneRank, Stopped
 from lm.config.schema import Run
 from lm.runs.checkpoint import Checkpoints
 from lm.runs.log import Writer
@@ -20,91 +19,104 @@ from lm.runs.run_dir import RunDir
 
 
 class Loop(ABC):
-    """A training under way.
+    """A training run.
 
-    A subclass brings what one update does, what a checkpoint holds and how to go back to one, and
-    the hooks of `after_update`: each is called after every update, in this order, and knows itself
-    whether something is due.
+    A subclass defines an update, the content of a checkpoint, how to roll back to one, and the
+    `update_hooks`: each is called after every update, in this order, and decides itself whether
+    something is due.
     """
 
-    # Opened when the run's directory is this process's.
+    # Set by the subclass when the run directory is claimed.
     run: RunDir
     checkpoints: Checkpoints
     profile: Profile
     writer: Writer | None
-    how_to_go_on: str  # of a run that was stopped, in words
+    continue_advice: str  # how the user continues a stopped run, for messages
 
     def __init__(self, cfg: Run):
         self.cfg: Any = cfg
         self.step = 0  # updates made
-        self.seconds = 0.0  # of training, of the processes before this one
+        self.seconds = 0.0  # training time of earlier processes of this run
         self.rollbacks = 0
-        self.went_back_to: int | None = None  # an update, and nothing was saved since
-        self.num_iters: dict | None = None  # ℓ* of the layers, of the last probe
-        self.stopping = False  # a signal has asked for a stop, on some rank
-        self.after_update: tuple[Callable[[], object], ...] = ()
+        self.rollback_step: int | None = None  # last rollback, unless a save followed
+        self.num_iters: dict | None = None  # ℓ* of each layer in the last probe
+        self.stopping = False  # a rank has received a stop signal
+        self.update_hooks: tuple[Callable[[], object], ...] = ()
 
     @abstractmethod
     def update(self) -> None:
         """Make one update, and count it in `step`.
 
         Raises:
-            Diverged: the loss or its gradient is NaN or infinite; no weight has moved.
+            Diverged: If the loss or gradient is NaN or infinite. No weight has changed.
         """
 
     @abstractmethod
     def check_finite(self) -> None:
-        """Raises Diverged where what is to be saved holds NaN or infinity."""
+        """Check the state that a checkpoint would hold.
+
+        Raises:
+            Diverged: If it has NaN or infinity.
+        """
 
     @abstractmethod
     def state_files(self) -> dict:
-        """What a checkpoint holds: {file name: state}."""
+        """Return {file name: state} of the files of a checkpoint."""
 
     @abstractmethod
-    def go_back(self) -> bool:
-        """Take all but the data from the newest checkpoint that can be used, and go on with the
-        data that comes next → whether there is one.
+    def roll_back(self) -> bool:
+        """Restore everything except the position in the data from the newest usable checkpoint.
+
+        Returns:
+            True if there is such a checkpoint.
 
         Raises:
-            Diverged: there is none, for a reason of its own.
+            Diverged: If no checkpoint is usable, with the reason.
         """
 
     @property
     def is_last(self) -> bool:
-        """Whether no update is left to be made."""
+        """True if all updates are made."""
         return self.step >= self.cfg.train.steps
 
-    def make_updates(self) -> None:
-        """The updates that are left, each with what is due after it; a save under way is finished.
+    def run_updates(self) -> None:
+        """Make the remaining updates and call the hooks after each; finish the last save.
 
         Raises:
-            Diverged, DivergedAlone, Stopped, LeaseError, CheckpointError, OutputError.
+            Diverged: If the training diverges more often than `train.max_rollbacks`.
+            DivergedOnOneRank: If only this rank knows that it diverged.
+            Stopped: If a stop signal arrived.
+            LeaseError: If another process has taken the run directory.
+            CheckpointError, OutputError: If a file cannot be written.
         """
         while not self.is_last:
-            self.run.check_ours()
+            self.run.check_lease()
             number = self.step + 1
             try:
                 with self.profile.update(number):
                     self.update()
-                for hook in self.after_update:
+                for hook in self.update_hooks:
                     hook()
-            except DivergedAlone:
+            except DivergedOnOneRank:
                 raise
             except Diverged as e:
-                self._roll_back(e, number)
+                self._handle_divergence(e, number)
         self._finish_saves()
 
     def write(self, record: dict) -> None:
-        """A line of metrics.jsonl, with the update's number; on rank 0."""
+        """Write a record to metrics.jsonl with the number of the update; on rank 0."""
         if self.writer:
             self.writer.write({"step": self.step, **record})
 
     def save_if_due(self) -> bool:
-        """A checkpoint every `checkpoint.every` updates, after the last, and before a stop →
-        whether one was due.
+        """Save a checkpoint every `checkpoint.every` updates, after the last, and before a stop.
+
+        Returns:
+            True if a checkpoint was due.
 
         Raises:
-            Diverged: what is to be saved is not finite. Stopped: a signal has asked for it.
+            Diverged: If the state is not finite.
+            Stopped: If a stop signal has arrived.
         """
         is_due = self.step % self.cfg.checkpoint.every == 0 or self.is_last or self.stopping
         if is_due:
@@ -114,60 +126,67 @@ class Loop(ABC):
         return is_due
 
     def stop(self) -> NoReturn:
-        """Save the last update unless a checkpoint holds it already, and stop.
+        """Save a checkpoint of the last update if there is none yet, and stop.
 
         Raises:
-            Stopped: Always. Diverged: If the state to save is not finite.
+            Stopped: Always.
+            Diverged: If the state is not finite.
         """
         self._finish_saves()
         if not self.step:
-            raise Stopped(f"stopped by a signal before the first update: {self.how_to_go_on}")
+            raise Stopped(f"stopped by a signal before the first update: {self.continue_advice}")
         if self.checkpoints.published != self.step:
             self._save()
             self._finish_saves()
         raise Stopped(
-            f"stopped by a signal after update {self.step}, checkpoint saved: {self.how_to_go_on}"
+            f"stopped by a signal after update {self.step}, checkpoint saved:"
+            f" {self.continue_advice}"
         )
 
     def _save(self) -> None:
         self.check_finite()
         self.checkpoints.save(self.step, self.state_files)
-        self.went_back_to = None
+        self.rollback_step = None
 
     def log_saves(self) -> None:
-        """A record of every checkpoint that was published since the last call."""
-        for saved in self.checkpoints.news():
+        """Write a record of every checkpoint that was completed since the last call."""
+        for saved in self.checkpoints.pop_saves():
             self.write({"checkpoint": saved})
 
     def _finish_saves(self) -> None:
         self.checkpoints.finish()
         self.log_saves()
 
-    def _roll_back(self, error: Diverged, failed: int) -> None:
-        """Back to the last checkpoint, or where that did not help to the one before, and on with
-        the data after what has spoilt the weights.
+    def _handle_divergence(self, error: Diverged, failed: int) -> None:
+        """Roll back to the last checkpoint, and continue with the next data.
 
-        Args: failed: the number of the update.
+        If nothing was saved since a rollback, the checkpoint before the last is used.
+
+        Args:
+            error: Reason of the rollback.
+            failed: Number of the update.
+
         Raises:
-            Diverged: there is none, or `train.max_rollbacks` of them were made.
+            Diverged: If there is no checkpoint, or `train.max_rollbacks` rollbacks were made.
         """
-        most, made = self.cfg.train.max_rollbacks, self.rollbacks
+        limit = self.cfg.train.max_rollbacks
+        count = self.rollbacks  # roll_back() replaces it by the checkpoint's
         self.checkpoints.finish()
         try:
-            is_back = made < most and self.go_back()
+            is_restored = count < limit and self.roll_back()
         except Diverged as e:
             raise Diverged(f"stopped at update {failed}: {error}; {e}") from None
-        if not is_back:
-            stands = self.checkpoints.published
-            kept = f"checkpoint of update {stands} stands" if stands else "nothing saved yet"
+        if not is_restored:
+            saved = self.checkpoints.published
+            last = f"the last checkpoint is of update {saved}" if saved else "no checkpoint"
             raise Diverged(
-                f"stopped at update {failed}: {error}; {kept}, {made} of {most} rollbacks"
-                " (train.max_rollbacks) made"
+                f"stopped at update {failed}: {error}; {last}, {count} of {limit}"
+                " rollbacks (train.max_rollbacks) made"
             ) from None
-        self.rollbacks, self.went_back_to = made + 1, self.step
+        self.rollbacks, self.rollback_step = count + 1, self.step
         say(
-            f"note: update {failed}: {error}: back to the checkpoint of update {self.step}, on with"
-            f" the data that comes next (rollback {self.rollbacks} of {most})"
+            f"note: update {failed}: {error}: back to the checkpoint of update {self.step}, then"
+            f" on with the next data (rollback {self.rollbacks} of {limit})"
         )
         if self.writer:
             self.writer.keep_until(self.step)

@@ -1,4 +1,4 @@
-"""What the optimizer steps, and how fast: parameter groups, the schedule of the learning rate."""
+"""AdamW: parameter groups and the schedule of the learning rate."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ if TYPE_CHECKING:
 
 
 class Group(NamedTuple):
-    """Parameters that are stepped alike."""
+    """Parameters with the same weight decay and learning rate."""
 
-    decays: bool  # weight decay acts on them
-    factor: float  # on the learning rate (optim.lr_factors)
+    has_weight_decay: bool
+    factor: float  # of the learning rate (optim.lr_factors)
     names: list[str]
     params: list[torch.nn.Parameter]
 
 
 def lr_factor(optim: Optim, steps: int, update: int) -> float:
-    """Learning rate of an update as a fraction of the peak.
+    """Return the learning rate of an update as a fraction of the peak.
 
-    Linear warm-up to the peak at update W, then by `optim.schedule` to min_lr at update `steps`:
-    cosine; linear; wsd, the peak up to the last D updates and then linear; constant, the peak.
+    It rises linearly to the peak at update W, then falls to min_lr at update `steps` by
+    `optim.schedule`: cosine; linear; wsd (constant until the last D updates, then linear). With
+    constant it stays at the peak.
 
     Args:
-        update: 1 for the first.
+        optim: Section `optim`.
+        steps: Number of updates of the run.
+        update: Number of the update, from 1.
     """
     warmup = min(max(1, number_of_updates(optim.warmup, steps)), steps)
     if update <= warmup:
@@ -48,36 +51,39 @@ def lr_factor(optim: Optim, steps: int, update: int) -> float:
     return floor + (1 - floor) * shape
 
 
-def decays(name: str) -> bool:
-    """Whether weight decay acts on a parameter: not on A_log, D, biases, norms, the gains of weight
-    normalisation, centroids, and the factors x_·, k_k, k_a and r_k of RWKV-7."""
+def has_weight_decay(name: str) -> bool:
+    """Return whether weight decay applies to a parameter.
+
+    It does not apply to A_log, D, biases, norms, gains of weight normalisation, centroids, and the
+    factors x_·, k_k, k_a and r_k of RWKV-7.
+    """
     *path, leaf = name.split(".")
     owner = path[-1] if path else ""
-    kept = leaf in ("A_log", "D", "gain", "k_k", "k_a", "r_k") or leaf.startswith(("bias", "x_"))
-    kept = kept or leaf.endswith("bias")
-    return not (kept or "norm" in owner or owner == "centroids")
+    is_factor = leaf in ("A_log", "D", "gain", "k_k", "k_a", "r_k") or leaf.startswith("x_")
+    is_bias = leaf.startswith("bias") or leaf.endswith("bias")
+    return not (is_factor or is_bias or "norm" in owner or owner == "centroids")
 
 
-def groups(model: torch.nn.Module, optim: Optim) -> list[Group]:
-    """Return the trainable parameters in groups of equal decay and factor on the learning rate.
+def group_parameters(model: torch.nn.Module, optim: Optim) -> list[Group]:
+    """Group the trainable parameters by weight decay and factor of the learning rate.
 
     Raises:
-        ConfigError: a pattern of `optim.lr_factors` matches no parameter, or two match one.
+        ConfigError: If a pattern of `optim.lr_factors` matches no parameter, or two match one.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    factors = _factors([name for name, _ in named], optim.lr_factors)
-    found: dict[tuple, Group] = {}
-    for name, p in named:
-        key = (not decays(name), factors.get(name, 1.0))
-        group = found.setdefault(key, Group(decays(name), key[1], [], []))
+    parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    factors = _factors([name for name, _ in parameters], optim.lr_factors)
+    by_key: dict[tuple, Group] = {}
+    for name, p in parameters:
+        key = (not has_weight_decay(name), factors.get(name, 1.0))
+        group = by_key.setdefault(key, Group(has_weight_decay(name), key[1], [], []))
         group.names.append(name)
         group.params.append(p)
-    return [found[key] for key in sorted(found)]
+    return [by_key[key] for key in sorted(by_key)]
 
 
 def _factors(names: list[str], patterns: dict[str, float]) -> dict[str, float]:
-    """{parameter: its factor} of those that a pattern matches."""
-    taken: dict[str, str] = {}
+    """Return {parameter: factor} of the parameters that a pattern matches."""
+    patterns_by_name: dict[str, str] = {}
     for pattern in patterns:
         matched = [name for name in names if fnmatchcase(name, pattern)]
         if not matched:
@@ -86,28 +92,28 @@ def _factors(names: list[str], patterns: dict[str, float]) -> dict[str, float]:
                 f" {', '.join(names[:: max(1, len(names) // 6)][:6])}"
             )
         for name in matched:
-            if name in taken:
+            if name in patterns_by_name:
                 raise ConfigError(
-                    f"optim.lr_factors: `{taken[name]}` and `{pattern}` both match {name}: each"
-                    " parameter has one factor"
+                    f"optim.lr_factors: `{patterns_by_name[name]}` and `{pattern}` both match"
+                    f" {name}: each parameter has one factor"
                 )
-            taken[name] = pattern
-    return {name: patterns[pattern] for name, pattern in taken.items()}
+            patterns_by_name[name] = pattern
+    return {name: patterns[pattern] for name, pattern in patterns_by_name.items()}
 
 
 def parameter_groups(model: torch.nn.Module, optim: Optim) -> list[dict]:
-    """`groups` as torch's optimizers take them, each with its peak learning rate.
+    """Return the groups in the format of torch's optimizers, with their peak learning rates.
 
     Raises:
-        ConfigError: as `groups`.
+        ConfigError: As `group_parameters`.
     """
     return [
         {
             "params": group.params,
-            "weight_decay": optim.weight_decay if group.decays else 0.0,
+            "weight_decay": optim.weight_decay if group.has_weight_decay else 0.0,
             "lr": optim.lr * group.factor,
         }
-        for group in groups(model, optim)
+        for group in group_parameters(model, optim)
     ]
 
 
@@ -115,7 +121,7 @@ def optimizer(model: torch.nn.Module, optim: Optim, on_gpu: bool) -> torch.optim
     """Return AdamW over the parameters of a model, fused on a GPU.
 
     Raises:
-        ConfigError: as `groups`.
+        ConfigError: As `group_parameters`.
     """
     import torch
 
@@ -129,23 +135,23 @@ def optimizer(model: torch.nn.Module, optim: Optim, on_gpu: bool) -> torch.optim
 
 
 def optimizer_order(model: torch.nn.Module, optim: Optim) -> list[str]:
-    """The names of the parameters in the order in which the optimizer has them."""
-    return [name for group in groups(model, optim) for name in group.names]
+    """Return the names of the parameters in the optimizer's order."""
+    return [name for group in group_parameters(model, optim) for name in group.names]
 
 
-def signature(optim: Optim) -> dict:
-    """Return the settings that a checkpoint's optimizer state is bound to."""
+def optimizer_signature(optim: Optim) -> dict:
+    """Return the settings on which the layout of the optimizer's state depends."""
     return {"lr_factors": optim.lr_factors}
 
 
-def described(model: torch.nn.Module, optim: Optim) -> list[str]:
-    """Return a line for each group that has a learning rate of its own."""
+def describe_optimizer(model: torch.nn.Module, optim: Optim) -> list[str]:
+    """Return a line for the log for each group with a factor of the learning rate."""
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     lines = []
-    for group in groups(model, optim):
+    for group in group_parameters(model, optim):
         if group.factor != 1:
             names, count = group.names, sum(sizes[name] for name in group.names)
-            shown = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
+            examples = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
             tensors = f"{len(names)} tensor{'s' * (len(names) > 1)}, {count:,} numbers"
-            lines.append(f"AdamW, learning rate × {group.factor:g}: {tensors} ({shown})")
+            lines.append(f"AdamW, learning rate × {group.factor:g}: {tensors} ({examples})")
     return lines

@@ -1,4 +1,4 @@
-"""What a checkpoint must be so that a run can go on from it, and the run so that it is its own."""
+"""Checks of a checkpoint and its run before the run continues."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from lm.model.checksums import SUMS, difference, sha256
 from lm.runs.checkpoint import CheckpointError
 from lm.runs.run_dir import RunDir, RunDirError, check_config
 from lm.training.deepspeed_json import layout
-from lm.training.optim import signature
+from lm.training.optim import optimizer_signature
 
 
 def identity(cfg: Config, world_size: int) -> dict:
-    """What a checkpoint's manifest says of the training that it is of."""
+    """Return the entries of a manifest that describe the training: layout, optimizer, batch."""
     return {
         **layout(cfg, world_size),
-        "optimizer": signature(cfg.optim),
+        "optimizer": optimizer_signature(cfg.optim),
         "global_batch_size": cfg.train.sequences(world_size),
     }
 
 
-def made_of(cfg: Config, run: RunDir) -> dict:
-    """What a checkpoint's manifest says of the run that it is made in, beside its own files: the
-    checksums of its tokenizer and of its corpora, and the config."""
+def run_fingerprint(cfg: Config, run: RunDir) -> dict:
+    """Return the entries of a manifest that identify the run.
+
+    Returns:
+        {"tokenizer": checksums of its files, "corpora": checksums of each corpus, "config"}.
+    """
     tokenizer = [file for file in sorted(run.tokenizer.iterdir()) if file.name != SUMS]
     return {
         "tokenizer": {file.name: sha256(file) for file in tokenizer},
@@ -34,15 +37,19 @@ def made_of(cfg: Config, run: RunDir) -> dict:
     }
 
 
-def check_made_of(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
-    """Refuse a run that is no longer what one of its checkpoints is made of.
+def check_fingerprint(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
+    """Refuse a run whose files have changed since one of its checkpoints was written.
 
-    Checkpoints of version 0.1 hold neither config nor checksums of tokenizer and corpora.
+    Checkpoints of version 0.1 have no fingerprint and are not compared.
 
     Args:
-        path: of the checkpoint. cfg: as the run has it now.
+        path: Folder of the checkpoint.
+        manifest: Its manifest.
+        run: The run.
+        cfg: Config of the run now.
+
     Raises:
-        RunDirError: its config, its tokenizer or one of its corpora is another.
+        RunDirError: If its config, its tokenizer or one of its corpora has changed.
     """
     check_config(path, manifest, run, cfg)
     check_tokenizer(path, manifest, run)
@@ -50,53 +57,74 @@ def check_made_of(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
 
 
 def check_tokenizer(path: Path, manifest: dict, run: RunDir) -> None:
-    """Raises RunDirError where a run has another tokenizer than one of its checkpoints."""
-    if how := difference(run.tokenizer, manifest.get("tokenizer", {})):
+    """Refuse a run whose tokenizer differs from its checkpoint's.
+
+    Raises:
+        RunDirError: If a file differs.
+    """
+    if change := difference(run.tokenizer, manifest.get("tokenizer", {})):
         raise RunDirError(
-            f"{run.tokenizer / how}: {path} was trained with another tokenizer; bring it back"
+            f"{run.tokenizer / change}: {path} was trained with another tokenizer; restore it"
         )
 
 
 def check_corpora(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
-    """Raises RunDirError where a run has another corpus than one of its checkpoints."""
-    for name, sums in manifest.get("corpora", {}).items():
-        now = checksums(run.path, name) if name in parts(cfg) else {}
-        if sums and now and sums != now:
+    """Refuse a run whose corpora differ from its checkpoint's.
+
+    Raises:
+        RunDirError: If the checksums of a corpus differ.
+    """
+    for name, saved in manifest.get("corpora", {}).items():
+        current = checksums(run.path, name) if name in parts(cfg) else {}
+        if saved and current and saved != current:
             raise RunDirError(
-                f"{place_in_run(run.path, name)} is of another corpus than {path} was trained on"
-                " (the sha256 of its files differ): bring the text back as it was, or train anew"
-                " under another `name`"
+                f"{place_in_run(run.path, name)} holds another corpus than {path} was trained on"
+                " (the sha256 of its files differ): restore the text, or train from scratch under"
+                " another `name`"
             )
 
 
-def check_batch(path: Path, manifest: dict, now: dict) -> None:
-    """Raises CheckpointError where an update would be of another size.
+def check_batch(path: Path, manifest: dict, current: dict) -> None:
+    """Refuse a checkpoint with another global batch size.
 
     Args:
-        now: `identity` of this run.
+        path: Folder of the checkpoint.
+        manifest: Its manifest.
+        current: `identity` of this run.
+
+    Raises:
+        CheckpointError: If the sizes differ.
     """
-    before, sequences = manifest["global_batch_size"], now["global_batch_size"]
-    if before != sequences:
+    saved, sequences = manifest["global_batch_size"], current["global_batch_size"]
+    if saved != sequences:
         raise CheckpointError(
-            f"{path} was trained with {before} sequences an update, this run has {sequences}: set"
-            f" train.global_batch_size={before} (and leave out train.grad_accum_steps)"
+            f"{path} was trained with {saved} sequences per update, this run has {sequences}: set"
+            f" train.global_batch_size={saved} (and remove train.grad_accum_steps)"
         )
 
 
-def check_optimizer(path: Path, manifest: dict, now: dict) -> None:
-    """Raises CheckpointError where the optimizer's state is of another than this run's.
+def check_optimizer(path: Path, manifest: dict, current: dict) -> None:
+    """Refuse a checkpoint whose optimizer state does not fit this run's optimizer.
 
     Args:
-        now: `optim.signature` of this run.
+        path: Folder of the checkpoint.
+        manifest: Its manifest.
+        current: `optimizer_signature` of this run.
+
+    Raises:
+        CheckpointError: If the settings of the optimizers differ.
     """
-    before = {key: value for key, value in manifest["optimizer"].items() if value}
-    now = {key: value for key, value in now.items() if value}
-    if before != now:
-        was, this = (
-            ", ".join(f"optim.{key}={value}" for key, value in each.items()) or "none of its own"
-            for each in (before, now)
-        )
+    settings = [
+        {key: value for key, value in signature.items() if value}
+        for signature in (manifest["optimizer"], current)
+    ]
+    if settings[0] != settings[1]:
+        texts = [
+            ", ".join(f"optim.{key}={value}" for key, value in entries.items())
+            or "default settings"
+            for entries in settings
+        ]
         raise CheckpointError(
-            f"{path} was trained with another optimizer ({was}; this run: {this}), whose state"
-            " cannot go on: set the same, or train anew"
+            f"{path} was trained with another optimizer ({texts[0]}; this run: {texts[1]}): set the"
+            " same, or train from scratch"
         )

@@ -34,43 +34,43 @@ def load_trained(
 
     Args:
         run_dir: The run's folder.
-        checkpoint: One of its checkpoints; None: the newest complete one.
+        checkpoint: One of its checkpoints; None: the newest complete checkpoint.
         trust: Run the code of a `module:Class` in the run's config.yaml.
-        advice: What the user can do where that is needed, for the message.
+        advice: Advice in the error message if such code is needed and not trusted.
 
     Raises:
-        CheckpointError: If it holds no run, or no complete checkpoint, or the checkpoint is damaged
-            or of another model than config.yaml describes.
-        RunDirError: If its tokenizer, corpus or config are no longer those of the checkpoint.
+        CheckpointError: If it holds no run or no complete checkpoint, or the checkpoint is damaged
+            or does not fit config.yaml.
+        RunDirError: If its tokenizer, corpus or config has changed since the checkpoint.
     """
     import torch
 
     from lm.config.load import build, load_tree
     from lm.data.corpus.tokenizer import load_tokenizer
-    from lm.training.build import build_model, vocabulary
-    from lm.training.reshard import consolidated
-    from lm.training.resume import check_made_of
+    from lm.training.build import build_model, model_vocab_size
+    from lm.training.reshard import consolidate_weights
+    from lm.training.resume import check_fingerprint
 
     run = RunDir(run_dir)
     if not run.holds_run:
         raise checkpoints.CheckpointError(f"{run} holds no run (it has no config.yaml)")
-    path = Path(checkpoint) if checkpoint else checkpoints.newest(run.checkpoints)
+    path = Path(checkpoint) if checkpoint else checkpoints.find_newest_checkpoint(run.checkpoints)
     if path is None:
         raise checkpoints.CheckpointError(f"{run} has no complete checkpoint")
     manifest = checkpoints.verify(path)
     cfg = build(load_tree(run.config), str(run.config), Config, trained=True)
-    check_made_of(path, manifest, run, cfg)
+    check_fingerprint(path, manifest, run, cfg)
     tokenizer = load_tokenizer(cfg, run.path)
     ids = tokenizer.eos_token_id, tokenizer.pad_token_id
     with reading_run(run.config, trust, advice), torch.random.fork_rng(devices=[]):
-        model = build_model(cfg, vocabulary(cfg, len(tokenizer)), *ids)
-    weights = consolidated(path)
+        model = build_model(cfg, model_vocab_size(cfg, len(tokenizer)), *ids)
+    weights = consolidate_weights(path)
     try:
         model.load_state_dict(weights, strict=True)
     except RuntimeError as e:
         first = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
         raise checkpoints.CheckpointError(
-            f"{path} is of another model than {run.config} describes ({first}): a"
-            " run's config.yaml must stay as it was trained"
+            f"the weights in {path} do not fit the model of {run.config} ({first}): restore the"
+            " config.yaml of the training"
         ) from None
     return Trained(model, tokenizer, cfg, manifest, path)

@@ -133,27 +133,27 @@ def match_weights(
     Raises:
         ConfigError: If a weight or an option does not match; with `partial`, if d_model differs.
     """
-    theirs, ours = source.config, model.config
-    if theirs.d_model != ours.d_model:
+    source_config, config = source.config, model.config
+    if source_config.d_model != config.d_model:
         raise ConfigError(
-            f"init_from: {source.path} has d_model {theirs.d_model}, model.d_model is"
-            f" {ours.d_model}: weights of another width cannot be taken"
+            f"init_from: {source.path} has d_model {source_config.d_model}, model.d_model is"
+            f" {config.d_model}: weights of another width cannot be taken"
         )
-    match = WeightMatch(source, model, pair_layers(theirs, ours))
-    if not token_difference and vocab_size not in (None, theirs.vocab_size):
+    match = WeightMatch(source, model, pair_layers(source_config, config))
+    if not token_difference and vocab_size not in (None, source_config.vocab_size):
         token_difference = (
-            f"its vocabulary has {theirs.vocab_size} tokens, this run's {vocab_size}"
+            f"its vocabulary has {source_config.vocab_size} tokens, this run's {vocab_size}"
             " (model.vocab_size, or the tokenizer's)"
         )
     if token_difference:
         match.differences.append(token_difference)
-    elif ours.tie_embeddings and HEAD in source.weights:
+    elif config.tie_embeddings and HEAD in source.weights:
         match.differences.append("its head is not its embedding, and model.tie_embeddings is true")
-    for index, layer in enumerate(theirs.layer_list()):
+    for index, layer in enumerate(source_config.layer_list()):
         if index not in match.partners:
             match.differences.append(f"layer {index} of the source ({layer.kind}) is not used")
     for index, partner in enumerate(match.partners):
-        match.differences += _compare_layers(theirs, ours, index, partner)
+        match.differences += _compare_layers(source_config, config, index, partner)
     _match_names(match, {EMBEDDING, HEAD} if token_difference else set())
     if match.differences and not partial:
         raise ConfigError(
@@ -163,12 +163,12 @@ def match_weights(
     return match
 
 
-def pair_layers(theirs: FPRNNConfig, ours: FPRNNConfig) -> list[int | None]:
+def pair_layers(source_config: FPRNNConfig, config: FPRNNConfig) -> list[int | None]:
     """Pair each layer of a model with the source's next unused layer of the same kind, or None."""
-    source_kinds = [layer.kind for layer in theirs.layer_list()]
+    source_kinds = [layer.kind for layer in source_config.layer_list()]
     partners: list[int | None] = []
     start = 0
-    for kind in (layer.kind for layer in ours.layer_list()):
+    for kind in (layer.kind for layer in config.layer_list()):
         partner = source_kinds.index(kind, start) if kind in source_kinds[start:] else None
         partners.append(partner)
         start = start if partner is None else partner + 1
@@ -176,23 +176,23 @@ def pair_layers(theirs: FPRNNConfig, ours: FPRNNConfig) -> list[int | None]:
 
 
 def _compare_layers(
-    theirs: FPRNNConfig, ours: FPRNNConfig, index: int, partner: int | None
+    source_config: FPRNNConfig, config: FPRNNConfig, index: int, partner: int | None
 ) -> list[str]:
     """List the options in which a layer differs from its partner.
 
     Raises:
         ConfigError: If a layer without a partner has no out_proj that could be zeroed.
     """
-    layer = ours.layer_list()[index]
+    layer = config.layer_list()[index]
     if partner is None:
         if layer.kind == "lstm":
             raise ConfigError(f"layer {index} is a new lstm, which cannot begin by adding nothing")
         return []
-    configs = ours.of_layer(layer), theirs.of_layer(theirs.layer_list()[partner])
+    configs = config.of_layer(layer), source_config.of_layer(source_config.layer_list()[partner])
     differences = []
     for name in KINDS[layer.kind]:
-        read = DERIVED_FIELDS.get(name, attrgetter(name))
-        value, source_value = map(read, configs)
+        get_value = DERIVED_FIELDS.get(name, attrgetter(name))
+        value, source_value = map(get_value, configs)
         if value != source_value and name not in INIT_FIELDS:
             label = f"layer {index} ({layer.kind})"
             differences.append(f"{label}: {name} is {value}, in the source {source_value}")

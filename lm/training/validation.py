@@ -1,4 +1,4 @@
-"""What a training is measured by on held-out text: loss, bits per byte, ℓ*, n-grams beside it."""
+"""Validation on held-out text: loss, bits per byte, ℓ*, and n-gram models for comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lm.data.batches.text_bytes import (
     format_bits_per_byte,
 )
 from lm.data.sources.mixture import parts
-from lm.runs.log import iterations
+from lm.runs.log import iterations_suffix
 from lm.runs.metrics import FailureWatch, fixed_point_metrics, probe
 from lm.runs.run_dir import RunDir
 from lm.training.engine import Engine
@@ -28,20 +28,22 @@ from lm.training.engine import Engine
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Tokens of its micro-batch that a rank probes at most. Counting ℓ* takes up to 1,000 iterations a
-# layer. On a CPU their time grows with the tokens from about 500 on. On a GPU an iteration launches
-# about 50 kernels, and at d_inner 1,536 those take longer than their work below about 4,000 tokens.
+# Tokens that a rank probes at most. Counting ℓ* takes up to 1,000 iterations per layer. On a CPU
+# their time grows with the number of tokens above about 500. On a GPU an iteration launches about
+# 50 kernels, and at d_inner 1,536 the launches dominate below about 4,000 tokens.
 MAX_PROBE_TOKENS = 4096
 
 
 class Validation:
-    """The held-out micro-batches of this rank, and what is measured on them.
+    """Held-out micro-batches of this rank, and measurements on them.
 
     Args:
-        held_out: the micro-batches of this rank of each source; of a single one under "".
-        shares: of the sources in training; they weigh the mean.
-        watch: is told of tokens that were not solved; None of a model without a solver.
-        tokenizer: of the corpus, for bits per byte.
+        cfg: Configuration of the run.
+        ranks: Ranks of the run.
+        held_out: {source: micro-batches of this rank}; a single source has the name "".
+        shares: Shares of the sources in training, which weight the mean loss.
+        watch: Warns of tokens that were not solved; None for a model without a solver.
+        tokenizer: Tokenizer of the corpus, for bits per byte.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Validation:
     ):
         self.cfg, self.ranks, self.watch = cfg, ranks, watch
         self.held_out, self.shares = held_out, shares
-        self.bytes = text_bytes_of(held_out, tokenizer, ranks)  # of all ranks
+        self.bytes = count_text_bytes(held_out, tokenizer, ranks)  # of all ranks
         self.asked = {
             name: question_batches(
                 part.data.traces, tokenizer, cfg.train.micro_batch_size, cfg.data.seq_len
@@ -65,70 +67,80 @@ class Validation:
         }
 
     def measure(self, engine: Engine, step: int, alive: Callable[[], None]) -> dict:
-        """The record of a validation after update `step`: loss, perplexity, bits per byte,
-        ℓ*.
+        """Return and print the record of a validation after update `step`.
 
         Args:
-            alive: called after each micro-batch.
+            engine: Engine with the weights to measure.
+            step: Number of updates made.
+            alive: Called after each micro-batch.
         """
         scores = self._scores(engine, alive)
-        record = {"step": step, "validation": scores, **self.probed(engine)}
-        of_sources = ""
-        for name, of in scores.get("sources", {}).items():
-            of_sources += f"  {name} {of['perplexity']:.2f}{in_answers(of)}"
+        record = {"step": step, "validation": scores, **self.probe_solver(engine)}
+        sources = "".join(
+            f"  {name} {source_scores['perplexity']:.2f}{answers_suffix(source_scores)}"
+            for name, source_scores in scores.get("sources", {}).items()
+        )
         bits = format_bits_per_byte(scores["bits_per_byte"])
         say(
             f"update {step:>6}  validation loss {scores['loss']:.4f}  perplexity"
-            f" {scores['perplexity']:.2f}{bits}{in_answers(scores)}"
-            f"{of_sources}"
-            f"{iterations(record)}"
+            f" {scores['perplexity']:.2f}{bits}{answers_suffix(scores)}{sources}"
+            f"{iterations_suffix(record)}"
         )
         if self.watch is not None:
-            self.watch.look(record["probe"], f"validation after update {step}")
+            self.watch.check(record["probe"], f"validation after update {step}")
         return record
 
     def _scores(self, engine: Engine, alive: Callable[[], None]) -> dict:
-        """Loss, perplexity, bits per byte and tokens of the weights as they are; see `pooled`. Of
-        traces also `answers`, see `likely`."""
+        """Measure loss, perplexity, bits per byte and tokens; of traces also the answers."""
         total = sum(len(batches) for batches in self.held_out.values())
-        done, measured = 0, {}
+        finished, scores_by_source = 0, {}
         bar = Progress("validating", unit="batches")
 
-        def progress(of_source, _):
+        def progress(count, _):
             alive()
-            bar.update(done + of_source, total)
+            bar.update(finished + count, total)
 
         for name, batches in self.held_out.items():
             scores = engine.validate(batches, progress)
             text = self.bytes[name]
             bits = bits_per_byte(scores["loss"] * scores["tokens"], text)
-            measured[name] = scores | {"bits_per_byte": bits, "bytes": text}
+            scores_by_source[name] = scores | {"bits_per_byte": bits, "bytes": text}
             if name in self.asked:
-                measured[name]["answers"] = self.likely(engine, [name], alive)
-            done += len(batches)
-        return pooled(measured, self.shares)
+                scores_by_source[name]["answers"] = self.answer_probability(engine, [name], alive)
+            finished += len(batches)
+        return pool_scores(scores_by_source, self.shares)
 
-    def likely(self, engine: Engine, names: list[str], alive: Callable[[], None]) -> float:
-        """How likely the right answers to the questions of sources of traces are: the geometric
-        mean, of that source where it is the least. An answer may be of several tokens."""
+    def answer_probability(
+        self, engine: Engine, names: list[str], alive: Callable[[], None]
+    ) -> float:
+        """Return the probability of the right answers to the questions of sources of traces.
+
+        It is the geometric mean over the questions of a source (an answer may have several tokens),
+        and the minimum over the sources.
+
+        Args:
+            engine: Engine with the weights to measure.
+            names: Names of the sources.
+            alive: Called after each micro-batch.
+        """
         losses = []
         for name in names:
             batches = self.asked[name]
             questions = sum(len(batch["labels"]) for batch in batches)
             targets = sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)
-            of_token = engine.validate(batches, lambda *_: alive())["loss"]
-            losses.append(of_token * targets / questions)
-        return math.exp(-max(losses, key=_worse))
+            token_loss = engine.validate(batches, lambda *_: alive())["loss"]
+            losses.append(token_loss * targets / questions)
+        return math.exp(-max(losses, key=_sort_nan_last))
 
-    def probed(self, engine: Engine) -> dict:
-        """Probe the solver on the same sequences each time, so that only the model changes.
+    def probe_solver(self, engine: Engine) -> dict:
+        """Count ℓ* on the same sequences each time, so that only the model changes.
 
-        Every rank calls it. The sequences are those of `probe_sequences`, from the rank's first
+        Every rank calls it. The sequences are chosen by `probe_sequences` from the rank's first
         micro-batch of the source with the largest share.
 
         Returns:
-            {"probe": what `fixed_point_metrics` gives, with ℓ* of each layer}; {} for a model
-            without a solver.
+            {"probe": as `fixed_point_metrics`, with ℓ* of each layer}; {} for a model without a
+            solver.
         """
         if self.watch is None:
             return {}
@@ -140,8 +152,7 @@ class Validation:
         return {"probe": fixed_point_metrics([report], self.ranks.gather, rows)}
 
     def ngrams(self, run: RunDir, vocab_size: int) -> dict[str, dict]:
-        """Return perplexities of unigrams and bigrams on the same text, which a model must beat;
-        {} of a mixture."""
+        """Return perplexities of unigrams and bigrams on the same text; {} for a mixture."""
         from lm.data.batches import loader
         from lm.data.batches.ngram import ngram_baselines
         from lm.data.corpus.corpora import open_sources
@@ -163,32 +174,34 @@ def probe_sequences(labels: torch.Tensor) -> torch.Tensor:
         labels: Targets, shape (batch, length); IGNORE marks tokens without one.
 
     Returns:
-        Indices, shape (n,): at least one sequence, and at most MAX_PROBE_TOKENS tokens if there are
-        more. Sequences with targets come first.
+        Indices, shape (n,), of as many sequences as MAX_PROBE_TOKENS allows, at least one.
+        Sequences with targets come first.
     """
     is_empty = (labels == IGNORE).all(-1)
     count = max(1, MAX_PROBE_TOKENS // labels.shape[1])
     return torch.argsort(is_empty.int(), stable=True)[:count]
 
 
-def _worse(loss: float) -> tuple[bool, float]:
-    """What a loss is compared by: NaN is worse than any."""
+def _sort_nan_last(loss: float) -> tuple[bool, float]:
+    """Return the key by which losses are compared: NaN is larger than any number."""
     return math.isnan(loss), loss
 
 
-def in_answers(scores: dict) -> str:
-    """For a line of the terminal: how likely the right answers of traces are; nothing of another
-    source."""
+def answers_suffix(scores: dict) -> str:
+    """Format the probability of right answers for a terminal line; "" for other sources."""
     return f" (answers {scores['answers']:.2f})" if "answers" in scores else ""
 
 
-def pooled(measured: dict[str, dict], shares: dict[str, float]) -> dict:
-    """The scores of all sources as one: the mean of their losses, each weighed by its share in
-    training (the loss that training lowers, on held-out text), its perplexity, and its bits per
-    byte of text that is mixed so. A single source has its own.
+def pool_scores(measured: dict[str, dict], shares: dict[str, float]) -> dict:
+    """Combine the scores of all sources.
+
+    The loss is the mean of the sources' losses, weighted by their shares in training, as the
+    training loss is. Bits per byte are of text mixed with the same shares. The scores of a single
+    source are returned unchanged.
 
     Args:
-        measured: of each source its loss (nats a token), perplexity, tokens and bytes.
+        measured: {source: its loss (nats per token), perplexity, tokens and bytes}.
+        shares: {source: its share in training}.
     """
     if list(measured) == [""]:
         return measured[""]
@@ -198,7 +211,7 @@ def pooled(measured: dict[str, dict], shares: dict[str, float]) -> dict:
         text = sum(scores["bytes"] for scores in measured.values())
         bits = bits_per_byte(
             loss,
-            sum(shares[name] * of["bytes"] / of["tokens"] for name, of in measured.items()),
+            sum(shares[name] * s["bytes"] / s["tokens"] for name, s in measured.items()),
         )
     return {
         "loss": loss,
@@ -210,23 +223,27 @@ def pooled(measured: dict[str, dict], shares: dict[str, float]) -> dict:
     }
 
 
-def text_bytes_of(
+def count_text_bytes(
     held_out: dict[str, list], tokenizer: PreTrainedTokenizerBase, ranks: Ranks
 ) -> dict[str, int | None]:
-    """Of each source the UTF-8 bytes of the text that the targets of all ranks' micro-batches stand
-    for, see data/batches/text_bytes.py; None, which is said, where the tokenizer does not tell.
-    Every rank calls it."""
+    """Count the UTF-8 bytes of the targets' text in all ranks' micro-batches, for each source.
+
+    Every rank calls it. See data/batches/text_bytes.py.
+
+    Returns:
+        {source: bytes, or None if the tokenizer does not determine them}.
+    """
     try:
-        of_ids = TextBytes(tokenizer)
+        text_bytes = TextBytes(tokenizer)
     except UncountableError as e:
         say(f"note: no bits per byte: {e}")
         return dict.fromkeys(held_out)
-    measured = {}
+    totals = {}
     for name, batches in held_out.items():
-        counts = [of_ids.count(batch["input_ids"], batch["labels"]) for batch in batches]
-        known = [count for count in counts if count is not None]
-        total, unknown = ranks.sum(sum(known), len(counts) - len(known))
-        measured[name] = None if unknown else int(total)
-    if None in measured.values():
+        counts = [text_bytes.count(batch["input_ids"], batch["labels"]) for batch in batches]
+        numbers = [count for count in counts if count is not None]
+        total, unknown = ranks.sum(sum(numbers), len(counts) - len(numbers))
+        totals[name] = None if unknown else int(total)
+    if None in totals.values():
         say("note: no bits per byte: the validation text has tokens that may stand for any text")
-    return measured
+    return totals

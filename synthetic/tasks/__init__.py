@@ -1,4 +1,4 @@
-"""The datasets of the suite, one file a family, behind one interface: `build(cfg.task)`."""
+"""Tasks of the validation suite: one file for each family, one interface (`Task`) for all."""
 
 from __future__ import annotations
 
@@ -19,166 +19,201 @@ SPLITS = ("train", "valid", "test")
 
 
 class TaskError(UserError, ValueError):
-    """A dataset that cannot be had; the message says what was asked for and what would do."""
+    """Error for a task that cannot be built; its message names the request and a valid one."""
 
 
 class Batch(NamedTuple):
-    """Sequences and what a model should answer at each position. b batch, l length."""
+    """Sequences with the expected answer at each position. b batch, l length."""
 
     input_ids: np.ndarray  # (b,l) int64
-    labels: np.ndarray  # (b,l) int64: the answer at this very position, IGNORE where none is due
-    mask: np.ndarray | None = None  # (b,l) bool, False at padding (always on the right)
-    kinds: np.ndarray | None = None  # (b,l) int64: the sub-task of a label, of a task that has them
-    carry: bool = False  # the sequences go on where those of the batch before ended
+    labels: np.ndarray  # (b,l) int64: the answer at the same position, or IGNORE
+    mask: np.ndarray | None = None  # (b,l) bool, False at padding, which is always on the right
+    kinds: np.ndarray | None = (
+        None  # (b,l) int64: the subtask of each label, in tasks with subtasks
+    )
+    is_continuation: bool = False  # continues the sequences of the previous batch
 
 
 class Task:
-    """One dataset: an endless, seeded source of batches, and its metrics.
+    """A dataset: an endless, seeded source of batches, and its metrics.
 
-    A subclass is made with the `task` section of a YAML; it must set `vocab_size` and `chance`, and
-    define `sample` (whose labels are its oracle) and `count_contents` (or `held_apart`).
-    docs/extending.md has one.
+    `build` calls the subclass with the `task` section of a YAML. A subclass must set `vocab_size`
+    and `chance`, and define `sample` (which also computes the labels) and either `count_contents`
+    or `is_held_out`. docs/extending.md shows an example.
 
-    Training, validation and test have no sample in common wherever `held_apart` says so
-    (synthetic/tasks/splits.py): samples of different splits differ within the first `opening`
-    numbers of their content. So no test sample is the beginning of a training sample either.
+    Training, validation and test share no sample at the lengths for which `is_held_out` returns
+    True (synthetic/tasks/splits.py): samples of different splits differ within the first
+    `prefix_length` numbers of their content. Therefore no test sample is a prefix of a training
+    sample either.
 
     Attributes:
-        name: as in a config.
-        vocab_size: ids run from 0 to vocab_size − 1, in inputs and in labels.
-        chance: accuracy of guessing (1 / number of possible answers).
-        names: of the ids, as sequences are shown and typed; empty: the ids themselves.
-        shortest: the task has lengths shortest, shortest + apart, …
-        apart: see `shortest`.
-        headline: the metric that says whether the task is solved (1.0 = perfect).
-        streams: batches continue each other, and evaluation goes over one epoch of them in order;
-            such a task has `segments`.
+        name: Name of the task in a config.
+        vocab_size: Number of ids; inputs and labels run from 0 to vocab_size - 1.
+        chance: Accuracy of guessing (1 / number of possible answers).
+        token_names: Name of each id, for display and for typed input; empty: the ids themselves.
+        min_length: Shortest sequence length.
+        length_step: Valid lengths are min_length, min_length + length_step, and so on.
+        headline: Metric that decides whether the task is solved (1.0 is perfect).
+        streams: True if batches continue each other and evaluation reads one epoch in order; such
+            a task defines `segments`.
     """
 
     name: str = "this task"
     vocab_size: int
     chance: float
     headline: str = "sequence_accuracy"
-    names: Sequence[str] = ()
-    shortest: int = 1
-    apart: int = 1
+    token_names: Sequence[str] = ()
+    min_length: int = 1
+    length_step: int = 1
     streams: bool = False
 
     def __init__(self, section: Any = None):
-        """Nothing is read from the section."""
+        """Ignore the section; subclasses read their options from it."""
 
     def check_length(self, length: int) -> None:
-        """Raises TaskError when no sequence of the task has this length."""
-        if length < self.shortest or (length - self.shortest) % self.apart:
-            lengths = ", ".join(str(self.shortest + self.apart * i) for i in range(3))
+        """Check that the task has sequences of this length.
+
+        Raises:
+            TaskError: If it has no such sequences.
+        """
+        if length < self.min_length or (length - self.min_length) % self.length_step:
+            lengths = ", ".join(str(self.min_length + self.length_step * i) for i in range(3))
             raise TaskError(
                 f"{self.name} has no sequences of length {length}: it has lengths {lengths}, …"
             )
 
     def count_contents(self, width: int) -> float:
-        """Count the different contents of so many numbers."""
-        raise self._lacks("count_contents(self, width)")
+        """Return the number of different contents that consist of `width` numbers."""
+        raise self._missing_method_error("count_contents(self, width)")
 
     def content_width(self, length: int) -> int:
-        """Return how many numbers the content of a sequence of this length has, at least."""
+        """Return the smallest number of content numbers in a sequence of this length."""
         return length
 
     @cached_property
-    def opening(self) -> int | None:
-        """Numbers of the content that decide the split; None: there are too few contents."""
-        return splits.opening_length(self.count_contents)
+    def prefix_length(self) -> int | None:
+        """Numbers of the content that decide the split, or None if there are too few contents."""
+        return splits.find_prefix_length(self.count_contents)
 
-    def held_apart(self, length: int) -> bool:
-        """Whether no test or validation sample of this length is in training, whatever the seeds.
-        It is False where there are too few different ones."""
-        return self.opening is not None and self.content_width(length) >= self.opening
+    def is_held_out(self, length: int) -> bool:
+        """Return True if training never sees a validation or test sample of this length.
 
-    def draw_from(self, letters: int | None) -> None:
-        """From now on draw sequences of so many letters alone, the simplest ones; None: of all.
+        This holds for all seeds. It is False at lengths that have too few different samples.
+        """
+        return self.prefix_length is not None and self.content_width(length) >= self.prefix_length
+
+    def restrict_elements(self, count: int | None) -> None:
+        """Draw all later sequences from the `count` simplest elements only; None: from all.
 
         Raises:
-            TaskError: the task has no letters that could be left out, or not so many.
+            TaskError: If the task cannot leave out elements, or has fewer than `count`.
         """
-        if letters is not None:
+        if count is not None:
             raise TaskError(
-                "train.curriculum.num_elements: of word_problem alone some letters can come later"
+                "train.curriculum.num_elements: only word_problem can start with fewer elements"
             )
 
     def sample(
         self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
     ) -> Batch:
-        """Draw a batch; each sequence's length is uniform over the valid ones in [lo, hi]."""
-        raise self._lacks("sample(self, rng, batch_size, lengths, split)")
+        """Draw a batch.
 
-    def _lacks(self, call: str) -> TaskError:
+        Args:
+            rng: The only source of randomness.
+            batch_size: Number of sequences.
+            lengths: Shortest and longest length; each sequence's length is uniform over the valid
+                lengths of this interval.
+            split: "train", "valid" or "test".
+        """
+        raise self._missing_method_error("sample(self, rng, batch_size, lengths, split)")
+
+    def _missing_method_error(self, signature: str) -> TaskError:
         place = f"{type(self).__module__}:{type(self).__qualname__}"
-        return TaskError(f"{place} has no method {call}: a task must define it (docs/extending.md)")
+        return TaskError(
+            f"{place} has no method {signature}: a task must define it (docs/extending.md)"
+        )
 
     def batch(
         self, seed: int, split: str, index: int, batch_size: int, lengths: tuple[int, int]
     ) -> Batch:
-        """Batch `index` of a split: the same for the same arguments, in whatever order."""
+        """Return batch `index` of a split; equal arguments give equal batches, in any order."""
         rng = np.random.default_rng([seed, SPLITS.index(split), index])
         return self.sample(rng, batch_size, lengths, split)
 
     def segments(self, split: str, batch_size: int, length: int) -> int:
-        """Of a stream: the number of batches in an epoch, with segments of `length`.
+        """Return the number of batches in an epoch of a stream, with segments of `length` tokens.
 
         Raises:
-            TaskError: batch_size × length tokens are more than the split has.
+            TaskError: If batch_size × length tokens are more than the split has.
         """
         raise NotImplementedError
 
     def score(self, predicted: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
-        """predicted (b,l): the likeliest id at each position → per metric, one value an item
-        (token or sequence); their mean over all batches is the metric."""
-        due = batch.labels != IGNORE
-        right = predicted == batch.labels
+        """Score predictions.
+
+        Args:
+            predicted: The most likely id at each position, shape (b,l).
+            batch: The batch that was read.
+
+        Returns:
+            For each metric one value per item (token or sequence). The metric is their mean over
+            all batches.
+        """
+        is_scored = batch.labels != IGNORE
+        is_correct = predicted == batch.labels
         return {
-            "token_accuracy": right[due].astype(float),
-            "sequence_accuracy": (right | ~due).all(1).astype(float)[due.any(1)],
+            "token_accuracy": is_correct[is_scored].astype(float),
+            "sequence_accuracy": (is_correct | ~is_scored).all(1).astype(float)[is_scored.any(1)],
         }
 
-    def token_name(self, number: int) -> str:
-        """An input's id as it is shown, and typed."""
-        return self.names[number] if self.names else str(number)
+    def item_rows(self, batch: Batch) -> dict[str, np.ndarray]:
+        """Return for each metric with several items per sequence the row of each item.
 
-    def answer_name(self, number: int) -> str:
-        """An answer's id as it is shown."""
-        return self.token_name(number)
+        Items of one row are not independent, so standard errors need this. Metrics with one item
+        per sequence are left out.
+        """
+        return {"token_accuracy": np.nonzero(batch.labels != IGNORE)[0]}
 
-    def label_typed(self, ids: np.ndarray) -> Batch:
-        """Label the ids (1,l) of a typed sequence by the task's oracle.
+    def token_name(self, token_id: int) -> str:
+        """Return the name of an input id, as it is shown and typed."""
+        return self.token_names[token_id] if self.token_names else str(token_id)
+
+    def answer_name(self, token_id: int) -> str:
+        """Return the name of an answer's id, as it is shown."""
+        return self.token_name(token_id)
+
+    def label_ids(self, ids: np.ndarray) -> Batch:
+        """Compute the labels of a typed sequence.
+
+        Args:
+            ids: Input ids, shape (1,l).
 
         Raises:
-            TaskError: The task has no such sequence.
+            TaskError: If the task has no such sequence.
         """
         raise NotImplementedError
 
-    def typed(self, words: list[str]) -> Batch:
-        """Return the sequence that somebody typed by the names of its tokens, with its answers: a
-        batch of one, without padding. Names of one character need no spaces between them.
+    def parse_typed(self, texts: list[str]) -> Batch:
+        """Return a sequence that somebody typed as a batch of one, with labels, without padding.
+
+        Args:
+            texts: Names of tokens, separated by spaces; names of one character need no spaces.
 
         Raises:
-            TaskError: The task cannot label them, or has no such token or sequence.
+            TaskError: If the task cannot label typed input, or has no such token or sequence.
         """
-        if type(self).label_typed is Task.label_typed:
+        if type(self).label_ids is Task.label_ids:
             raise TaskError("sequences of this task cannot be typed: --length N draws one of them")
-        numbers = {name: number for number, name in enumerate(self.names)}
+        id_by_name = {name: token_id for token_id, name in enumerate(self.token_names)}
         ids = []
-        for word in " ".join(words).split():
-            for name in [word] if word in numbers else word:
-                if name not in numbers:
-                    known = ", ".join(list(numbers)[:6]) + ", …" * (len(numbers) > 6)
-                    raise TaskError(f"`{word}` is no token of the task: these are {known}")
-                ids.append(numbers[name])
+        for text in " ".join(texts).split():
+            for name in [text] if text in id_by_name else text:
+                if name not in id_by_name:
+                    options = ", ".join(list(id_by_name)[:6]) + ", …" * (len(id_by_name) > 6)
+                    raise TaskError(f"`{text}` is no token of the task: its tokens are {options}")
+                ids.append(id_by_name[name])
         self.check_length(len(ids))
-        return self.label_typed(np.array([ids]))
-
-    def sequences(self, batch: Batch) -> dict[str, np.ndarray]:
-        """For each metric with several items a sequence: the row of the batch that each item is of,
-        since items of one row are not independent. Other metrics are left out."""
-        return {"token_accuracy": np.nonzero(batch.labels != IGNORE)[0]}
+        return self.label_ids(np.array([ids]))
 
 
 AnyTask = TypeVar("AnyTask", bound=Task)
@@ -186,95 +221,115 @@ TASKS: dict[str, type[Task]] = {}  # name in a config → class
 
 
 def task(*names: str) -> Callable[[type[AnyTask]], type[AnyTask]]:
-    """Return a decorator that registers a class of this folder under these names, which `task.name`
-    may then have. Classes elsewhere are named as `module:Class`."""
+    """Return a decorator that registers a class under these values of `task.name`.
 
-    def decorated(cls: type[AnyTask]) -> type[AnyTask]:
+    It is for classes in this folder. A config names a class elsewhere as `module:Class`.
+    """
+
+    def register(cls: type[AnyTask]) -> type[AnyTask]:
         TASKS.update(dict.fromkeys(names, cls))
         return cls
 
-    return decorated
+    return register
 
 
 def registered_tasks() -> list[str]:
-    """Return the names that `@task` has registered in the files of this folder."""
+    """Return the names that `@task` registers in the files of this folder."""
     for module in pkgutil.iter_modules(__path__):
         import_module(f"{__name__}.{module.name}")
     return list(TASKS)
 
 
 def build(section: Any) -> Task:
-    """`synthetic.config.Task` → the dataset it names.
+    """Build the task that a `synthetic.config.Task` names.
 
     Raises:
-        TaskError: an unknown group, folders with missing files, sizes no task can have; a class of
-            one's own that lacks something.
-        ConfigError: no such module or class.
+        TaskError: If the group is unknown, files are missing, a size is impossible, or a class
+            named as `module:Class` is not a complete task.
+        ConfigError: If there is no such module or class.
     """
     if is_place(section.name):
         cls = load_class(section.name, "task.name")
         if not issubclass(cls, Task):
             raise TaskError(
-                f"{section.name} is no task: it must be derived from Task, of synthetic.tasks"
+                f"{section.name} is no task: it must be derived from synthetic.tasks.Task"
             )
     else:
         registered_tasks()
         cls = TASKS[section.name]
-    made = cls(section)
-    missing = [name for name in ("vocab_size", "chance") if not hasattr(made, name)]
+    instance = cls(section)
+    missing = [name for name in ("vocab_size", "chance") if not hasattr(instance, name)]
     if missing:
         raise TaskError(
             f"task `{section.name}` has no {' and no '.join(missing)}: its class, or its __init__,"
-            " must set vocab_size (how many ids there are) and chance (the accuracy of guessing)"
+            " must set vocab_size (the number of ids) and chance (the accuracy of guessing)"
         )
-    return made
+    return instance
 
 
 def check_batch(name: str, task: Task, batch: Batch) -> None:
-    """Refuse a batch that would stop a run in its middle, or be scored wrongly.
+    """Refuse a batch that would stop a run midway or be scored wrongly.
 
-    Args: name: of the task, for messages.
+    Args:
+        name: Name of the task, for messages.
+        task: The task.
+        batch: One of its batches.
+
     Raises:
-        TaskError: arrays of several shapes, ids that are no whole numbers from 0 to vocab_size − 1,
-            no label, or no metric of the name that `headline` gives.
+        TaskError: If the arrays differ in shape, an id is not an integer from 0 to vocab_size - 1,
+            no label is scored, or there is no metric with the name that `headline` gives.
     """
     shape = batch.input_ids.shape
-    for what, values in (("input_ids", batch.input_ids), ("labels", batch.labels)):
+    for field, values in (("input_ids", batch.input_ids), ("labels", batch.labels)):
         if values.ndim != 2 or values.shape != shape or values.dtype.kind not in "iu":
             raise TaskError(
-                f"task `{name}`: {what} are {values.dtype} of shape {values.shape}: both input_ids"
-                " and labels must be whole numbers, (sequences, length) each"
+                f"task `{name}`: {field} are {values.dtype} of shape {values.shape}: both input_ids"
+                " and labels must be integers of shape (sequences, length)"
             )
-        wrong = values[(values < 0) | (values >= task.vocab_size)]
-        wrong = wrong[wrong != IGNORE] if what == "labels" else wrong
-        if len(wrong):
+        invalid = values[(values < 0) | (values >= task.vocab_size)]
+        invalid = invalid[invalid != IGNORE] if field == "labels" else invalid
+        if len(invalid):
             raise TaskError(
-                f"task `{name}`: {what} have {wrong[0]}, and vocab_size is {task.vocab_size}: ids"
-                f" run from 0 to {task.vocab_size - 1}"
+                f"task `{name}`: {field} contain {invalid[0]}, and vocab_size is"
+                f" {task.vocab_size}: ids run from 0 to {task.vocab_size - 1}"
             )
-    # A segment of a stream may hold no answer.
+    # A segment of a stream may contain no answer.
     if not task.streams and not (batch.labels != IGNORE).any():
-        raise TaskError(f"task `{name}`: no label of a batch is due: all of them are {IGNORE}")
+        raise TaskError(f"task `{name}`: no label of a batch is scored: all of them are {IGNORE}")
     metrics = task.score(batch.labels, batch)
     if task.headline not in metrics:
         raise TaskError(
             f"task `{name}`: its headline is {task.headline}, and its score has"
-            f" {', '.join(metrics)}: it must be one of these"
+            f" {', '.join(metrics)}: the headline must be one of these"
         )
 
 
 def draw_lengths(
-    rng: np.random.Generator, count: int, lengths: tuple[int, int], apart: int = 1, first: int = 1
+    rng: np.random.Generator,
+    count: int,
+    lengths: tuple[int, int],
+    length_step: int = 1,
+    min_length: int = 1,
 ) -> np.ndarray:
-    """`count` lengths uniform over {first, first + apart, …} ∩ [lo, hi] → (count,) int64.
+    """Draw lengths uniformly from the valid lengths of an interval.
+
+    Args:
+        rng: Source of randomness.
+        count: Number of lengths to draw.
+        lengths: Ends of the interval, both included.
+        length_step: Valid lengths are min_length, min_length + length_step, and so on.
+        min_length: Shortest valid length.
+
+    Returns:
+        The lengths, shape (count,), int64.
 
     Raises:
-        TaskError: there is none.
+        TaskError: If the interval contains no valid length.
     """
-    lo, hi = lengths
-    shortest = max(lo, first)
-    shortest += (first - shortest) % apart
-    if shortest > hi:
-        possible = f"{first}, {first + apart}, {first + 2 * apart}, …"
-        raise TaskError(f"no length between {lo} and {hi}: this task has lengths {possible}")
-    return shortest + apart * rng.integers(0, (hi - shortest) // apart + 1, count)
+    low, high = lengths
+    shortest = max(low, min_length)
+    shortest += (min_length - shortest) % length_step
+    if shortest > high:
+        possible = ", ".join(str(min_length + length_step * i) for i in range(3))
+        raise TaskError(f"no length between {low} and {high}: this task has lengths {possible}, …")
+    return shortest + length_step * rng.integers(0, (high - shortest) // length_step + 1, count)

@@ -1,4 +1,4 @@
-"""Formal languages: modular arithmetic and parity."""
+"""Formal languages: parity and modular arithmetic."""
 
 from __future__ import annotations
 
@@ -12,106 +12,123 @@ from synthetic.tasks import IGNORE, Batch, Task, TaskError, draw_lengths, splits
 
 
 class FormalLanguage(Task):
-    """What the languages share: answers at the last token or at every one, scored at the last.
+    """Base class of formal languages.
 
-    A subclass says what its symbols are and what the answer after each of them is.
+    Labels are at the last token or at every token (`task.supervision`); the last one is scored. A
+    subclass defines its symbols and the answer after each of them.
     """
 
     headline = "scaled_accuracy"
-    characters: str | list[str]  # of the symbols, by id; padding comes after all of them
-    symbols: int  # ids 0 to symbols − 1 are drawn uniformly
+    characters: str | list[str]  # names of the symbols by id; padding is the last id
+    symbols: int  # `draw` draws ids 0 to symbols − 1 uniformly
 
     def __init__(self, task: config.Task):
         self.name = task.name
-        self.every = task.supervision == "every"
+        self.labels_every_token = task.supervision == "every"
 
     def count_contents(self, width: int) -> float:
         return self.symbols**width
 
     @property
-    def names(self) -> Sequence[str]:  # type: ignore[override]
+    def token_names(self) -> Sequence[str]:  # type: ignore[override]
         return self.characters
 
     @property
     def pad(self) -> int:
-        """The id of padding."""
+        """Id of padding."""
         return self.vocab_size - 1
 
     def answers(self, ids: np.ndarray) -> np.ndarray:
-        """(b,l) → (b,l): the answer if the sequence ended at this very symbol."""
+        """Return for each position the answer if the sequence (b,l) ended there, shape (b,l)."""
         raise NotImplementedError
 
     def sample(
         self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
     ) -> Batch:
-        drawn = draw_lengths(rng, batch_size, lengths)
-        ids = self.draw(rng, batch_size, int(drawn.max()))
-        self.hold_apart(rng, ids, drawn, split)
-        return self.label(ids, self.answers(ids), drawn)
+        sizes = draw_lengths(rng, batch_size, lengths)
+        ids = self.draw(rng, batch_size, int(sizes.max()))
+        self.redraw_samples(rng, ids, sizes, split)
+        return self.label(ids, self.answers(ids), sizes)
 
     def draw(self, rng: np.random.Generator, count: int, width: int) -> np.ndarray:
-        """Random symbols (count,width)."""
+        """Draw random symbols, shape (count,width)."""
         return rng.integers(self.symbols, size=(count, width))
 
-    def hold_apart(
+    def redraw_samples(
         self, rng: np.random.Generator, ids: np.ndarray, sizes: np.ndarray, split: str
     ) -> None:
-        """Draw the openings of ids (b,w) that are of another split anew, in place.
+        """Redraw the prefixes that belong to another split, in place.
 
-        Args: sizes: (b,) how many ids of a row are its own.
+        Args:
+            rng: Source of randomness.
+            ids: Sequences, shape (b,w).
+            sizes: Length of each sequence, shape (b,).
+            split: "train", "valid" or "test".
         """
-        opening = self.opening
-        if opening is not None:
-            apart = self._are_apart(sizes)
-            splits.hold_openings_apart(
-                split, ids[:, :opening], apart, lambda count: self.draw(rng, count, opening)
+        prefix_length = self.prefix_length
+        if prefix_length is not None:
+            splits.redraw_prefixes(
+                split,
+                ids[:, :prefix_length],
+                self._can_redraw(sizes),
+                lambda count: self.draw(rng, count, prefix_length),
             )
 
-    def _are_apart(self, sizes: np.ndarray) -> np.ndarray:
-        """`held_apart` of each of these lengths (b,)."""
-        return sizes >= (self.opening or np.inf)
+    def _can_redraw(self, sizes: np.ndarray) -> np.ndarray:
+        """Return `is_held_out` for each of these lengths (b,), (b,) bool."""
+        return sizes >= (self.prefix_length or np.inf)
 
     def label(self, ids: np.ndarray, answers: np.ndarray, sizes: np.ndarray) -> Batch:
-        """The batch of ids (b,l) and the answers (b,l) at all of them.
+        """Build a batch from ids and answers.
 
-        Args: sizes: (b,) how many ids of a row are its own; behind them is padding.
+        Args:
+            ids: Sequences, shape (b,l).
+            answers: Answer at each position, shape (b,l).
+            sizes: Length of each sequence, shape (b,); the positions after it become padding.
         """
-        place = np.arange(ids.shape[1])
+        position = np.arange(ids.shape[1])
         last = sizes[:, None] - 1
-        mask = place <= last
-        labels = np.where(mask if self.every else place == last, answers, IGNORE)
+        mask = position <= last
+        is_scored = mask if self.labels_every_token else position == last
+        labels = np.where(is_scored, answers, IGNORE)
         return Batch(np.where(mask, ids, self.pad), labels, None if mask.all() else mask)
 
     def score(self, predicted: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
-        """Of the last label of each sequence; scaled: 0 is guessing and 1 is perfect."""
+        """Score the last label of each sequence; predicted (b,l).
+
+        `scaled_accuracy` is 0 for guessing and 1 for perfect answers.
+        """
         last = batch.labels.shape[1] - 1 - (batch.labels != IGNORE)[:, ::-1].argmax(1)
         rows = np.arange(len(last))
-        right = (predicted[rows, last] == batch.labels[rows, last]).astype(float)
+        accuracy = (predicted[rows, last] == batch.labels[rows, last]).astype(float)
         chance = self.chance_at(last + 1)
-        return {"scaled_accuracy": (right - chance) / (1 - chance), "accuracy": right}
+        return {"scaled_accuracy": (accuracy - chance) / (1 - chance), "accuracy": accuracy}
 
     def chance_at(self, lengths: np.ndarray) -> Any:
-        """The accuracy of guessing at the end of sequences of these lengths (b,)."""
+        """Return the accuracy of guessing at the end of sequences of these lengths (b,)."""
         return self.chance
 
-    def token_name(self, number: int) -> str:
-        return self.text([number])
+    def token_name(self, token_id: int) -> str:
+        return self.text([token_id])
 
-    def answer_name(self, number: int) -> str:
-        return str(number)
+    def answer_name(self, token_id: int) -> str:
+        return str(token_id)
 
-    def label_typed(self, ids: np.ndarray) -> Batch:
+    def label_ids(self, ids: np.ndarray) -> Batch:
         return self.label(ids, self.answers(ids), np.array([ids.shape[1]]))
 
     def text(self, ids: Iterable[int]) -> str:
-        """Ids as characters; padding is `_`."""
+        """Return ids as text; padding is `_`."""
         return "".join("_" if i == self.pad else self.characters[i] for i in map(int, ids))
 
 
 @task("parity")
 class Parity(FormalLanguage):
-    """Is the number of ones odd (1) or even (0)? `parity_check` of Delétang et al. 2023, "Neural
-    Networks and the Chomsky Hierarchy" (arXiv 2207.02098)."""
+    """Parity of the number of ones: 1 if it is odd, 0 if it is even.
+
+    Source: `parity_check` of Delétang et al. 2023, "Neural Networks and the Chomsky Hierarchy",
+    arXiv 2207.02098.
+    """
 
     vocab_size = 3
     symbols = 2
@@ -124,27 +141,29 @@ class Parity(FormalLanguage):
 
 @task("mod_arithmetic", "mod_arithmetic_brackets")
 class ModularArithmetic(FormalLanguage):
-    """The value, modulo `task.modulus`, of an expression that ends with `=`: `modular_arithmetic`
-    and `modular_arithmetic_brackets` of Delétang et al. 2023 (arXiv 2207.02098), with the `=` and
-    the vocabulary of Beck et al. 2024 (xLSTM, arXiv 2405.04517) and Grazzi et al. 2024 (arXiv
-    2411.12537).
+    """Value, modulo `task.modulus`, of an expression that ends with `=`.
 
-    The length n counts the tokens before the `=`, where the answer is due. Tokens are the digits
-    0 … m − 1 (one token each also beyond 9), then + − * ( ) = and padding, 12 for m = 5.
+    The length n counts the tokens before the `=`, whose label is the value. Tokens are the digits
+    0 … m − 1 (one token each, also above 9), then + − * ( ) = and padding: 12 for m = 5.
 
-    Without brackets digits and + − * alternate, with the usual precedence. With brackets, an
-    expression is d, -d, (d) or (-d) for n = 1, 2, 3, 4, else `(left op right)` where the length of
-    left is uniform in 1 … n − 4. There op is + or −: products would make 0 the answer too often, so
-    Delétang et al. leave them out by default. (Grazzi et al. report both, Table 5; the scores that
-    FP-Mamba's are set beside agree with those without.)
+    Without brackets, digits and + − * alternate, with the usual precedence. With brackets, an
+    expression is d, -d, (d) or (-d) for n = 1, 2, 3, 4; longer ones are `(left op right)`, where
+    the length of left is uniform in 1 … n − 4. With brackets op is + or −: Delétang et al. leave
+    out products by default, because they would make the value 0 too often. Grazzi et al. report
+    both (Table 5). The published scores that we compare FP-Mamba with agree with the version
+    without products.
+
+    Source: `modular_arithmetic` and `modular_arithmetic_brackets` of Delétang et al. 2023
+    (arXiv 2207.02098), with the `=` and the vocabulary of Beck et al. 2024 (xLSTM,
+    arXiv 2405.04517) and Grazzi et al. 2024 (arXiv 2411.12537).
     """
 
     def __init__(self, task: config.Task):
         super().__init__(task)
         self.modulus = task.modulus
         self.chance = 1 / task.modulus
-        self.brackets = self.name == "mod_arithmetic_brackets"
-        if self.brackets and self.every:
+        self.has_brackets = self.name == "mod_arithmetic_brackets"
+        if self.has_brackets and self.labels_every_token:
             raise TaskError(
                 "mod_arithmetic_brackets has no answer before its brackets are closed: set "
                 'task.supervision to "last", or use mod_arithmetic'
@@ -153,81 +172,91 @@ class ModularArithmetic(FormalLanguage):
         self.vocab_size = len(self.characters) + 1
         special = range(self.modulus, self.modulus + 6)
         self.plus, self.minus, self.times, self.open, self.close, self.equals = special
-        self.operators = [self.plus, self.minus, *([] if self.brackets else [self.times])]
-        self.apart = 1 if self.brackets else 2  # digits and operators alternate
+        self.operators = [self.plus, self.minus, *([] if self.has_brackets else [self.times])]
+        self.length_step = 1 if self.has_brackets else 2  # digits and operators alternate
 
     def count_contents(self, width: int) -> float:
-        if not self.brackets:
+        if not self.has_brackets:
             digits = (width + 1) // 2
             return self.modulus**digits * len(self.operators) ** (digits - 1) * (width % 2)
         counts = [0, *[self.modulus] * 4]
         for n in range(5, width + 1):
-            pairs = sum(counts[left] * counts[n - 3 - left] for left in range(1, n - 3))
+            pairs = sum(counts[size] * counts[n - 3 - size] for size in range(1, n - 3))
             counts.append(len(self.operators) * pairs)
         return counts[width]
 
     def sample(
         self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
     ) -> Batch:
-        drawn = draw_lengths(rng, batch_size, lengths, self.apart)
-        width = int(drawn.max()) + 1
-        if self.brackets:
-            ids, answers = self._bracketed(rng, drawn, width)
-            splits.hold_apart(
+        sizes = draw_lengths(rng, batch_size, lengths, self.length_step)
+        width = int(sizes.max()) + 1
+        if self.has_brackets:
+            ids, answers = self._draw_bracketed(rng, sizes, width)
+            splits.redraw_samples(
                 split,
                 (ids, answers),
-                self._are_apart(drawn),
-                lambda rows: self._bracketed(rng, drawn[rows], width),
-                drawn,
+                self._can_redraw(sizes),
+                lambda rows: self._draw_bracketed(rng, sizes[rows], width),
+                sizes,
             )
         else:
             ids = self.draw(rng, batch_size, width)
-            self.hold_apart(rng, ids, drawn, split)
+            self.redraw_samples(rng, ids, sizes, split)
             answers = self._values(ids)
         rows = np.arange(batch_size)
-        ids[rows, drawn] = self.equals
-        answers[rows, drawn] = answers[rows, drawn - 1]
-        return self.label(ids, answers, drawn + 1)
+        ids[rows, sizes] = self.equals
+        answers[rows, sizes] = answers[rows, sizes - 1]
+        return self.label(ids, answers, sizes + 1)
 
-    label_typed = Task.label_typed  # expressions cannot be typed
+    label_ids = Task.label_ids  # expressions cannot be typed
 
     def draw(self, rng: np.random.Generator, count: int, width: int) -> np.ndarray:
-        """Digits and operators by turns (count,width): an expression without brackets."""
+        """Draw expressions without brackets, shape (count,width)."""
         ids = np.empty((count, width), int)
         ids[:, ::2] = rng.integers(self.modulus, size=(count, (width + 1) // 2))
         ids[:, 1::2] = rng.choice(self.operators, (count, width // 2))
         return ids
 
     def _values(self, ids: np.ndarray) -> np.ndarray:
-        """Without brackets: ids (b,w) → the value so far (b,w) at every digit."""
+        """Return the value of the expression (b,w) so far at every digit, shape (b,w).
+
+        The expression must have no brackets. Other positions hold IGNORE.
+        """
         count, width = ids.shape
         answers = np.full((count, width), IGNORE)
-        total = np.zeros(count, int)  # of the terms that are complete
-        product = ids[:, 0]  # of the last term so far, with its sign
+        total = np.zeros(count, int)  # sum of the complete terms
+        product = ids[:, 0]  # value of the last term so far, with its sign
         answers[:, 0] = product
-        for place in range(2, width, 2):
-            op = ids[:, place - 1]
-            digit = ids[:, place]
+        for position in range(2, width, 2):
+            op = ids[:, position - 1]
+            digit = ids[:, position]
             total = np.where(op == self.times, total, total + product) % self.modulus
             signed = np.where(op == self.minus, -digit, digit)
             product = np.where(op == self.times, product * digit, signed) % self.modulus
-            answers[:, place] = (total + product) % self.modulus
+            answers[:, position] = (total + product) % self.modulus
         return answers
 
-    def _bracketed(
+    def _draw_bracketed(
         self, rng: np.random.Generator, lengths: np.ndarray, width: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """With brackets: expressions of these lengths (b,) → ids (b,width), and the value of each
-        all along (b,width).
+        """Draw expressions with brackets.
 
         An expression is a leaf (d, -d, (d) or (-d), by its length) or `(left op right)`. All parts
-        of one depth, of all expressions, are written at once into one flat array, from the whole
-        expressions down; then their values are reckoned from the deepest parts up.
+        of the same depth, of all expressions, are written at once into one flat array, starting
+        with the whole expressions. Then the values are computed from the deepest parts up.
+
+        Args:
+            rng: Source of randomness.
+            lengths: Length of each expression, shape (b,).
+            width: Columns of the arrays that are returned.
+
+        Returns:
+            The ids, shape (b,width), and the value of each expression in all columns, (b,width).
         """
-        # 1. Write, depth by depth; the two parts of each expression are the next depth's.
+        # 1. Write depth by depth; the two parts of each expression belong to the next depth.
         ids = np.full(len(lengths) * width, self.pad)
-        start = np.arange(len(lengths)) * width  # of each part in `ids`
-        length = lengths  # of each part
+        start = np.arange(len(lengths)) * width  # position of each part in `ids`
+        length = lengths  # length of each part
         depths = []
         while len(start):
             is_leaf = length <= 4
@@ -246,25 +275,36 @@ class ModularArithmetic(FormalLanguage):
             start = np.append(first + 1, first + 2 + left_size)
             length = np.append(left_size, size - 3 - left_size)
 
-        # 2. Reckon: the values of a depth's parts are those of the leaves, and of the depth below,
-        # whose first half are left parts and whose second half are right ones.
-        below = np.empty(0, int)
+        # 2. Compute the values from the deepest parts up. `deeper_values` holds the values of all
+        # left parts, then of all right parts.
+        deeper_values = np.empty(0, int)
         for values, is_leaf, op in reversed(depths):
-            left, right = np.split(below, 2)
-            values[~is_leaf] = np.where(op == self.minus, left - right, left + right)
-            below = values % self.modulus
-        return ids.reshape(-1, width), np.repeat(below[:, None], width, 1)
+            left_values, right_values = np.split(deeper_values, 2)
+            values[~is_leaf] = np.where(
+                op == self.minus, left_values - right_values, left_values + right_values
+            )
+            deeper_values = values % self.modulus
+        return ids.reshape(-1, width), np.repeat(deeper_values[:, None], width, 1)
 
     def _write_leaves(
         self, rng: np.random.Generator, ids: np.ndarray, start: np.ndarray, length: np.ndarray
     ) -> np.ndarray:
-        """Write d, -d, (d) or (-d), as the lengths 1 to 4 (n,) say, from `start` (n,) on into ids,
-        in place → their values (n,)."""
-        negative = length % 2 == 0
-        enclosed = length >= 3
+        """Write the leaves d, -d, (d) and (-d) into `ids`, in place.
+
+        Args:
+            rng: Source of randomness.
+            ids: Flat array of tokens.
+            start: Position of each leaf, shape (n,).
+            length: Length of each leaf, 1 to 4, which decides its form, shape (n,).
+
+        Returns:
+            The values of the leaves, shape (n,).
+        """
+        is_negative = length % 2 == 0
+        is_enclosed = length >= 3
         digit = rng.integers(self.modulus, size=len(start))
-        ids[start[enclosed]] = self.open
-        ids[(start + length - 1)[enclosed]] = self.close
-        ids[(start + enclosed)[negative]] = self.minus
-        ids[start + enclosed + negative] = digit
-        return np.where(negative, -digit, digit)
+        ids[start[is_enclosed]] = self.open
+        ids[(start + length - 1)[is_enclosed]] = self.close
+        ids[(start + is_enclosed)[is_negative]] = self.minus
+        ids[start + is_enclosed + is_negative] = digit
+        return np.where(is_negative, -digit, digit)

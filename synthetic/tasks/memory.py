@@ -1,4 +1,4 @@
-"""Memory that is no recall in context: selective copying, and a dictionary learned by heart."""
+"""Memory other than recall in context: selective copying and memorization."""
 
 from __future__ import annotations
 
@@ -6,89 +6,92 @@ import numpy as np
 
 from synthetic import config
 from synthetic.tasks import IGNORE, task
-from synthetic.tasks.drawn import Drawn, DrawnTask, pair_names
+from synthetic.tasks.uniform_length import Rows, UniformLengthTask, key_value_names
 
 
 @task("selective_copying")
-class SelectiveCopying(DrawnTask):
-    """Letters scattered among blanks, to be said in order at the end: `selective copying` of Poli
-    et al. 2024 (MAD, arXiv 2403.17844), after Gu & Dao 2023 (Mamba, arXiv 2312.00752).
+class SelectiveCopying(UniformLengthTask):
+    """Content tokens scattered among blanks, repeated in order at the end.
 
         input      _ c _ _ a b _ | _ _ _
         answers                    c a b
 
-    `task.content` letters of `task.alphabet`, at places of which each choice is as likely. The
-    length counts all tokens; longer sequences have more blanks. The answers are not in the input,
-    so a model must know by itself which is next. MAD's sizes are `alphabet: 14`, `content: 16` and
-    256 tokens.
+    `task.content` tokens from an alphabet of `task.alphabet` have uniformly drawn positions.
+    The length counts all tokens, so longer sequences have more blanks. The model does not read the
+    answers, so it must keep track of the next one itself. MAD uses `alphabet: 14`, `content: 16`
+    and 256 tokens.
+
+    Source: `selective copying` of Poli et al. 2024 (MAD, arXiv 2403.17844), after Gu & Dao 2023
+    (Mamba, arXiv 2312.00752).
     """
 
     headline = "token_accuracy"
 
     def __init__(self, task: config.Task):
         self.name = task.name
-        self.letters = task.alphabet
+        self.alphabet_size = task.alphabet
         self.content = task.content
-        self.blank, self.copy = self.letters, self.letters + 1
-        self.vocab_size = self.letters + 2
-        self.chance = 1 / self.letters
-        self.shortest = 2 * self.content + 1
-        self.names = [*map(str, range(self.letters)), "_", "|"]
+        self.blank, self.copy = self.alphabet_size, self.alphabet_size + 1
+        self.vocab_size = self.alphabet_size + 2
+        self.chance = 1 / self.alphabet_size
+        self.min_length = 2 * self.content + 1
+        self.token_names = [*map(str, range(self.alphabet_size)), "_", "|"]
 
     def count_contents(self, width: int) -> float:
-        return float(self.letters) ** width if width <= self.content else 0.0
+        return float(self.alphabet_size) ** width if width <= self.content else 0.0
 
     def content_width(self, length: int) -> int:
         return self.content
 
-    def draw(self, rng: np.random.Generator, count: int, length: int, split: str) -> Drawn:
-        letters = rng.integers(self.letters, size=(count, self.content))
+    def draw(self, rng: np.random.Generator, count: int, length: int, split: str) -> Rows:
+        content = rng.integers(self.alphabet_size, size=(count, self.content))
         ids = np.full((count, length), self.blank)
-        room = length - self.content - 1  # before the sign to copy
-        places = np.sort(rng.random((count, room)).argsort(1)[:, : self.content], 1)
-        np.put_along_axis(ids, places, letters, 1)
-        ids[:, room] = self.copy
+        copy_position = length - self.content - 1
+        positions = np.sort(rng.random((count, copy_position)).argsort(1)[:, : self.content], 1)
+        np.put_along_axis(ids, positions, content, 1)
+        ids[:, copy_position] = self.copy
         labels = np.full((count, length), IGNORE)
-        labels[:, room + 1 :] = letters
-        return Drawn(letters, ids, labels)
+        labels[:, copy_position + 1 :] = content
+        return Rows(content, ids, labels)
 
 
 @task("memorization")
-class Memorization(DrawnTask):
-    """A dictionary that is the same in all sequences and stands in none: `memorization` of Poli et
-    al. 2024 (MAD, arXiv 2403.17844).
+class Memorization(UniformLengthTask):
+    """A fixed dictionary that no sequence shows; the weights must store it.
 
         input      k3 ? k9 ? k3 ?
         answers       v3   v9   v3
 
-    Ids are `task.alphabet` keys, as many values, and `?`; which value is whose is drawn once, and
-    for ever. MAD's size is `alphabet: 127` and 32 tokens. Test sequences are other sequences of
-    the same keys: what is held apart are the sequences, not the facts.
+    Ids are `task.alphabet` keys, as many values, and `?`. The dictionary is drawn once and never
+    changes. MAD uses `alphabet: 127` and 32 tokens. Test sequences are different sequences of the
+    same keys: the splits separate sequences, not facts.
+
+    Source: `memorization` of Poli et al. 2024 (MAD, arXiv 2403.17844).
     """
 
     headline = "token_accuracy"
-    shortest = 2
-    apart = 2
+    min_length = 2
+    length_step = 2
 
     def __init__(self, task: config.Task):
         self.name = task.name
-        self.keys = task.alphabet
-        self.asked = 2 * self.keys
-        self.vocab_size = 2 * self.keys + 1
-        self.chance = 1 / self.keys
-        self.names = [*pair_names(self.keys), "?"]
-        self.value_of = self.keys + np.random.default_rng(0).permutation(self.keys)
+        self.key_count = task.alphabet
+        self.query = 2 * self.key_count
+        self.vocab_size = 2 * self.key_count + 1
+        self.chance = 1 / self.key_count
+        self.token_names = [*key_value_names(self.key_count), "?"]
+        self.dictionary = self.key_count + np.random.default_rng(0).permutation(self.key_count)
 
     def count_contents(self, width: int) -> float:
-        return float(self.keys) ** width
+        return float(self.key_count) ** width
 
     def content_width(self, length: int) -> int:
         return length // 2
 
-    def draw(self, rng: np.random.Generator, count: int, length: int, split: str) -> Drawn:
-        keys = rng.integers(self.keys, size=(count, length // 2))
-        ids = np.full((count, length), self.asked)
+    def draw(self, rng: np.random.Generator, count: int, length: int, split: str) -> Rows:
+        keys = rng.integers(self.key_count, size=(count, length // 2))
+        ids = np.full((count, length), self.query)
         ids[:, ::2] = keys
         labels = np.full((count, length), IGNORE)
-        labels[:, 1::2] = self.value_of[keys]
-        return Drawn(keys, ids, labels)
+        labels[:, 1::2] = self.dictionary[keys]
+        return Rows(keys, ids, labels)

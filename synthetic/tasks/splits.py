@@ -1,4 +1,4 @@
-"""Which samples are of training, of validation and of test: a hash of their content says it.
+"""Disjoint splits: the hash of a sample's content decides which split the sample belongs to.
 
 b samples, w tokens of each that are hashed.
 """
@@ -10,99 +10,105 @@ from functools import lru_cache
 
 import numpy as np
 
-# Samples fall into PARTS parts by their hash: part 0 is validation's, part 1 test's, the others are
-# training's. Where there are fewer than LEAST different samples, parts would be a handful each:
-# there all splits draw from all samples, and results say so (`evaluate.measure`).
+# The hash puts each sample into one of PARTS parts: part 0 is validation, part 1 is test, and the
+# other parts are training. With fewer than MIN_SAMPLES different samples a part would hold only a
+# handful. In that case every split draws from all samples, and results report it
+# (`evaluate.measure`).
 PARTS = 16
-LEAST = 4096
+MIN_SAMPLES = 4096
 HELD_OUT = {"valid": 0, "test": 1}
 
-# Samples drawn at once for each that is of another split: one in 8 is, of those drawn for training,
-# and all but one in PARTS, of those drawn for validation or test.
+# Candidates drawn at once to replace a sample that belongs to another split. Training rejects 1
+# sample in 8; validation and test accept only 1 in PARTS.
 TRIES = {"train": 2, "valid": PARTS, "test": PARTS}
 
 
 @lru_cache(maxsize=32)
 def _factors(width: int) -> np.ndarray:
-    """Random odd factors of the places of a sample, (w,) uint64; a wider sample has more."""
+    """Return a random odd factor for each position, (w,) uint64; a wider sample has more."""
     return np.random.default_rng(0).integers(0, 2**64, width, np.uint64) | np.uint64(1)
 
 
-def keys(ids: np.ndarray, sizes: np.ndarray | None = None) -> np.ndarray:
-    """A hash of the content of each sample → (b,) uint64.
+def hash_samples(ids: np.ndarray, sizes: np.ndarray | None = None) -> np.ndarray:
+    """Hash the content of each sample.
 
     Args:
-        ids: (b,w), at least 0.
-        sizes: (b,) how many ids of each sample are its own; None: all. The hash does not depend on
-            those behind them.
+        ids: Numbers from 0 on, shape (b,w).
+        sizes: Length of each sample, shape (b,); the ids after it do not change the hash. None:
+            all ids count.
+
+    Returns:
+        The hashes, shape (b,), uint64.
     """
-    content = ids.astype(np.uint64) + np.uint64(1)  # not 0, which stands for no token
+    content = ids.astype(np.uint64) + np.uint64(1)  # 0 marks the positions after a sample's end
     if sizes is not None:
         content[np.arange(ids.shape[1]) >= sizes[:, None]] = 0
     return content @ _factors(ids.shape[1])
 
 
-def is_of(split: str, keys: np.ndarray) -> np.ndarray:
-    """Whether samples of these hashes (b,) are of the split, (b,) bool."""
-    part = keys >> np.uint64(60)  # the highest bits depend on all of a sample
+def is_in_split(split: str, hashes: np.ndarray) -> np.ndarray:
+    """Return for each hash (b,) whether its sample belongs to the split, (b,) bool."""
+    part = hashes >> np.uint64(60)  # the highest bits depend on all of a sample
     if split == "train":
         return part >= len(HELD_OUT)
     return part == HELD_OUT[split]
 
 
-def hold_apart(
+def redraw_samples(
     split: str,
     arrays: tuple[np.ndarray, ...],
-    apart: np.ndarray,
+    can_redraw: np.ndarray,
     draw: Callable[[np.ndarray], tuple[np.ndarray, ...]],
     sizes: np.ndarray | None = None,
 ) -> None:
-    """Draw samples anew, in place, until all are of the split.
+    """Redraw samples of other splits, in place, until every sample belongs to the split.
 
     Args:
-        arrays: (b,…) each, all that a sample is made of; the first one, (b,w) ids, is hashed.
-        apart: (b,) bool, False where a sample is too short to be held apart.
-        draw: rows (n,) → `arrays` of n new samples, each for the row of that number.
-        sizes: as of `keys`.
+        split: "train", "valid" or "test".
+        arrays: All arrays of the samples, each of shape (b,…). The first one, (b,w) ids, is hashed.
+        can_redraw: False for samples that are too short for disjoint splits, (b,) bool.
+        draw: Function of row numbers (n,) that returns `arrays` of n new samples for these rows.
+        sizes: Length of each sample, as in `hash_samples`.
     """
-    rows = np.flatnonzero(apart & ~is_of(split, keys(arrays[0], sizes)))
+    rows = np.flatnonzero(can_redraw & ~is_in_split(split, hash_samples(arrays[0], sizes)))
     tries = TRIES[split]
     while len(rows):
-        # Several new samples for each row; the first that is of the split is taken.
-        rows_of_drawn = np.repeat(rows, tries)
-        drawn = draw(rows_of_drawn)
-        hashes = keys(drawn[0], None if sizes is None else sizes[rows_of_drawn])
-        fits = is_of(split, hashes).reshape(-1, tries)
-        some_fit = fits.any(1)
+        # Draw several candidates for each row and use the first one of the split.
+        candidate_rows = np.repeat(rows, tries)
+        candidates = draw(candidate_rows)
+        hashes = hash_samples(candidates[0], None if sizes is None else sizes[candidate_rows])
+        fits = is_in_split(split, hashes).reshape(-1, tries)
+        has_fit = fits.any(1)
         first_fit = np.arange(len(rows)) * tries + fits.argmax(1)
-        for array, new in zip(arrays, drawn):
-            array[rows[some_fit]] = new[first_fit[some_fit]]
-        rows = rows[~some_fit]
+        for array, candidate in zip(arrays, candidates):
+            array[rows[has_fit]] = candidate[first_fit[has_fit]]
+        rows = rows[~has_fit]
 
 
-def hold_openings_apart(
-    split: str, openings: np.ndarray, apart: np.ndarray, draw: Callable[[int], np.ndarray]
+def redraw_prefixes(
+    split: str, prefixes: np.ndarray, can_redraw: np.ndarray, draw: Callable[[int], np.ndarray]
 ) -> None:
-    """Draw the openings of samples anew, in place, until all are of the split.
+    """Redraw the prefixes of samples, in place, until every sample belongs to the split.
 
     Args:
-        split: Of the samples.
-        openings: (b,w), the first ids of each.
-        apart: (b,) bool, as of `hold_apart`.
-        draw: A number of samples → openings of so many new ones.
+        split: "train", "valid" or "test".
+        prefixes: First ids of each sample, shape (b,w).
+        can_redraw: As in `redraw_samples`, (b,) bool.
+        draw: Function of a count that returns the prefixes of that many new samples.
     """
-    hold_apart(split, (openings,), apart, lambda rows: (draw(len(rows)),))
+    redraw_samples(split, (prefixes,), can_redraw, lambda rows: (draw(len(rows)),))
 
 
-def opening_length(count: Callable[[int], float], longest: int = 64) -> int | None:
-    """The shortest length, at least 2, of which there are LEAST different samples.
+def find_prefix_length(count: Callable[[int], float], max_length: int = 64) -> int | None:
+    """Return the shortest length, at least 2, with MIN_SAMPLES different samples, or None.
 
-    A task that hashes so many first tokens of its samples holds the splits apart from this length
-    on: samples of different splits differ within them. So no test sample is the beginning of a
-    training sample either, where its answer might be a label, too.
+    A task that hashes this many first tokens has disjoint splits from this length on, because
+    samples of different splits differ within these tokens. Therefore no test sample is a prefix of
+    a training sample, whose labels could contain its answer.
 
-    Args: count: length → number of different samples of it (0 for none).
-    Returns: None if there is none up to `longest`.
+    Args:
+        count: Function of a length that returns the number of different samples (0 for none).
+        max_length: Longest length to try.
     """
-    lengths = range(2, longest + 1)
-    return next((length for length in lengths if count(length) >= LEAST), None)
+    lengths = range(2, max_length + 1)
+    return next((length for length in lengths if count(length) >= MIN_SAMPLES), None)

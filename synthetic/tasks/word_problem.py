@@ -1,4 +1,4 @@
-"""The word problem over a finite group: tokens are elements, answers the running products."""
+"""Word problem of a finite group: tokens are elements, answers are the running products."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ if TYPE_CHECKING:
 
 @task("word_problem")
 class WordProblem(Task):
-    """Running products of random elements of a group (Liu et al. 2023; Merrill, Petty & Sabharwal
-    2024, "The Illusion of State in State-Space Models")."""
+    """Running products of random elements of a group.
+
+    Source: Liu et al. 2023, arXiv 2210.10749; Merrill, Petty & Sabharwal 2024, "The Illusion of
+    State in State-Space Models", arXiv 2404.08819.
+    """
 
     def __init__(self, task: config.Task):
         try:
@@ -28,52 +31,59 @@ class WordProblem(Task):
         self.name = task.name
         self.vocab_size = self.group.order
         self.chance = 1 / self.group.order
-        self.names = element_names(task.group)
-        self.elements = np.arange(self.group.order)  # the elements that words are made of
+        self.token_names = element_names(task.group)
+        self.elements = np.arange(self.group.order)  # the elements that sequences consist of
 
     def count_contents(self, width: int) -> float:
         return self.group.order**width
 
-    def held_apart(self, length: int) -> bool:
-        return self._all_letters and super().held_apart(length)
+    def is_held_out(self, length: int) -> bool:
+        return self._has_all_elements and super().is_held_out(length)
 
-    def draw_from(self, letters: int | None) -> None:
-        """See `Task.draw_from`: elements of low order come first.
+    def restrict_elements(self, count: int | None) -> None:
+        """Draw later sequences from the `count` elements of lowest order only; None: from all.
 
-        Until there are all, validation draws from training's words as well: it is to say whether
-        words of so few letters are known, of which there may be a hundred beginnings."""
-        if letters is None:
+        With few elements, validation may draw training's sequences as well: it then measures
+        whether they are learned, and there may be only a hundred different prefixes.
+
+        Raises:
+            TaskError: If the group has fewer elements.
+        """
+        if count is None:
             self.elements = np.arange(self.group.order)
             return
-        if letters > self.group.order:
+        if count > self.group.order:
             raise TaskError(
-                f"train.curriculum.num_elements is {letters}, and the elements of"
-                f" {self.group.name} are only {self.group.order}"
+                f"train.curriculum.num_elements is {count}, and {self.group.name} has only"
+                f" {self.group.order} elements"
             )
-        self.elements = self.group.simplest_first()[:letters]
+        self.elements = self.group.simplest_first()[:count]
 
     @property
-    def _all_letters(self) -> bool:
+    def _has_all_elements(self) -> bool:
         return len(self.elements) == self.group.order
 
-    def label_typed(self, ids: np.ndarray) -> Batch:
+    def label_ids(self, ids: np.ndarray) -> Batch:
         return Batch(ids, self.group.products(ids))
 
     def sample(
         self, rng: np.random.Generator, batch_size: int, lengths: tuple[int, int], split: str
     ) -> Batch:
-        # Every prefix is a word too: one length serves a batch, drawn anew for each.
+        # Every prefix is scored too, so one length per batch is enough.
         length = int(rng.integers(lengths[0], lengths[1] + 1))
         self.check_length(length)
 
         def draw(*shape: int) -> np.ndarray:
             return self.elements[rng.integers(0, len(self.elements), shape)]
 
-        x = draw(batch_size, length)
-        opening = self.opening
-        if opening is not None and length >= opening and (self._all_letters or split == "train"):
-            apart = np.ones(batch_size, bool)
-            splits.hold_openings_apart(
-                split, x[:, :opening], apart, lambda count: draw(count, opening)
+        ids = draw(batch_size, length)
+        prefix_length = self.prefix_length
+        is_split = self._has_all_elements or split == "train"
+        if is_split and prefix_length is not None and length >= prefix_length:
+            splits.redraw_prefixes(
+                split,
+                ids[:, :prefix_length],
+                np.ones(batch_size, bool),
+                lambda count: draw(count, prefix_length),
             )
-        return Batch(x, self.group.products(x))
+        return Batch(ids, self.group.products(ids))

@@ -1,4 +1,4 @@
-"""Golden vectors of the paper's own code, run against ours (docs/model.md)."""
+"""Comparison with golden vectors of the paper's own code (docs/model.md)."""
 
 import json
 import re
@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 
 class Setting(NamedTuple):
-    """How a case is solved, and the largest relative errors that rounding explains."""
+    """Solver options of a case, and the largest relative errors that rounding explains."""
 
     tol: float
     max_iters: int  # ℓmax in training; 1,000 in evaluation
@@ -30,7 +30,7 @@ class Setting(NamedTuple):
 # Limits: four to six times the largest error of all cases of ../shared/golden in fp32: values
 # 7.6e-6, where a count differs by one; gradients 1.3e-4. At tol 0.1 an iterate has not converged
 # and rounding is still amplified: the largest error is 9.7e-4, after 65 iterations with a Kronecker
-# mixer (1e-4 in other orders of summation). In fp64, which decides, it is 1.3e-12.
+# mixer (1e-4 in other orders of summation). In fp64 it is 1.3e-12.
 SETTINGS = {
     "exact_f64": Setting(1e-12, 1000, 1e-11, 1e-11),
     "tight_f64": Setting(1e-6, 1000, 1e-11, 1e-11),
@@ -38,12 +38,12 @@ SETTINGS = {
     "default_f64": Setting(0.1, 100, 1e-11, 1e-11),
     "default_f32": Setting(0.1, 100, 2e-3, 5e-4),
 }
-# Reflections whose vectors are made by a low-rank map (`mixer_proj_rank`) are random sums of few
-# numbers: of 2 × 2 × 16 vectors of width 16 at rank 2 the shortest is 0.005 long, at full rank 0.5.
-# Rounding in v is 1/‖v‖ times as large in v/‖v‖. The largest errors of such cases: fp32 1.6e-3,
-# fp64 1.3e-11.
+# With `mixer_proj_rank`, a low-rank map computes the vectors v of the reflections, which can become
+# very short: among 2 × 2 × 16 vectors of width 16 the shortest has length 0.005 at rank 2, and 0.5
+# at full rank. Normalising v multiplies its rounding errors by 1/‖v‖. The largest errors of such
+# cases are 1.6e-3 in fp32 and 1.3e-11 in fp64.
 AMPLIFIED = 100
-# tag → the file that has its gradients, of every case, or of language models alone.
+# tag → the file with its gradients, for every case or only for language models.
 TAGS = {
     "exact_f64_eval": "exact",
     "tight_f64_eval": None,
@@ -55,25 +55,25 @@ TAGS = {
     "default_f64_eval": None,
     "default_f64_train": None,
 }
-LAYERS_OF = ("exact_f64_eval", "tight_f32_train")  # tags that have each layer's y* of a model
+LAYERS_OF = ("exact_f64_eval", "tight_f32_train")  # tags with y* of each layer of a language model
 TRACES = ("residual", "min_residual", "stepsize", "patience")
-# In fp32 at tol 1e-5 rounding moves the stopping statistic by so much of it (1e-6, a dozen
-# roundings): a count may differ where the statistic is that close to the tolerance, and nowhere
-# else. Of 26 such settings of ../shared/golden a few differ by one, at 0.003, 0.004 and 0.101.
+# In fp32 at tol 1e-5 rounding can change the stopping statistic by this fraction (1e-6, a dozen
+# roundings). A count may differ only if the statistic is this close to the tolerance. Among 26 such
+# settings of ../shared/golden a few differ by one, at 0.003, 0.004 and 0.101.
 ROUNDING = 0.15
 
 
 @dataclass
 class Result:
-    """What one setting (tag) of one case gave."""
+    """Result of one setting (tag) of one case."""
 
     tag: str
     errors: dict[str, float] = field(default_factory=dict)  # quantity → largest relative error
-    limits: dict[str, float] = field(default_factory=dict)  # quantity → what is allowed
+    limits: dict[str, float] = field(default_factory=dict)  # quantity → largest allowed error
     iterations: list[int] = field(default_factory=list)  # per layer, loop iterations + 1
     expected_iterations: list[int] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)  # what could not be compared, and why
-    close_calls: bool = False  # a count may differ as `_explained` allows
+    problems: list[str] = field(default_factory=list)  # quantities that could not be compared
+    close_calls: bool = False  # rounding explains all differences of counts
 
     def compare(self, name, ours, theirs, limit):
         self.errors[name] = relative_error(ours.detach(), theirs)
@@ -92,7 +92,7 @@ class Result:
 
 
 def relative_error(ours, theirs):
-    """‖ours − theirs‖∞ / ‖theirs‖∞."""
+    """Return ‖ours − theirs‖∞ / ‖theirs‖∞."""
     if ours.shape != theirs.shape:
         return float("inf")
     ours, theirs = ours.double(), theirs.double()  # 1e-300 is 0 in fp32
@@ -100,7 +100,7 @@ def relative_error(ours, theirs):
 
 
 class Solve(NamedTuple):
-    """One call of the paper's solver."""
+    """Recorded call of the paper's solver."""
 
     y: torch.Tensor
     trace: list
@@ -108,8 +108,8 @@ class Solve(NamedTuple):
 
 
 @contextmanager
-def recorded():
-    """Inside, every solve is appended to the list yielded."""
+def record_solves():
+    """Yield a list, to which every solve inside the context is appended."""
     solves = []
 
     def recording(f, y, rule):
@@ -126,17 +126,19 @@ def recorded():
 
 
 @contextmanager
-def watched(blocks, only=False):
-    """Inside, what every block computes its output from is appended to the list yielded.
+def record_final_iterates(blocks, is_output=False):
+    """Yield a list, to which the iterate that each block's output is computed from is appended.
 
-    only: that is the output as well (a case that ends before the output gate).
+    Args:
+        blocks: The blocks.
+        is_output: Return this iterate as the output, for cases that end before the output gate.
     """
     finals = []
 
     def watching(finish):
         def note(s, y):
             finals.append(y)
-            return y if only else finish(s, y)
+            return y if is_output else finish(s, y)
 
         return note
 
@@ -146,20 +148,22 @@ def watched(blocks, only=False):
         yield finals
     finally:
         for block in blocks:
-            del block.finish  # the method of the class is there again
+            del block.finish  # restores the method of the class
 
 
 def columns(trace):
-    """A solver's trace → {name: (iterations, b)} under the names of TRACES."""
-    residual, lowest, step, waited = (torch.stack(column) for column in zip(*trace))
-    patience = solver.Rule().patience - waited  # theirs counts down
+    """Return a solver's trace as {name: (iterations, b)}, with the names of TRACES."""
+    residual, lowest, step, stalled = (torch.stack(column) for column in zip(*trace))
+    patience = solver.Rule().patience - stalled  # the paper's code counts down
     return dict(zip(TRACES, (residual, lowest, step, patience.to(residual.dtype))))
 
 
 def _explained(solve, theirs):
-    """Whether rounding explains that our solve made another number of iterations than theirs: where
-    only one of the two stopped, our stopping statistic is within ROUNDING of the tolerance. What it
-    would have been beyond our own end is extrapolated."""
+    """Return True if rounding explains another number of iterations than theirs.
+
+    When only one of the two solvers stopped, our stopping statistic must be within ROUNDING of the
+    tolerance. Beyond our own last iteration the statistic is extrapolated.
+    """
     rule, loops = solve.rule, theirs - 1
     statistics = [torch.quantile(row[1], rule.quantile).item() / rule.tol for row in solve.trace]
     if loops < len(statistics):  # theirs stopped there
@@ -184,7 +188,7 @@ class Case:
             for name, tensor in self.tensors.items()
             if name.startswith("param/")
         }
-        config = reference_config(self.record)  # every language model here ties its head
+        config = reference_config(self.record)  # all language models here tie their head
         if self.is_lm:
             self.module = FPRNNForCausalLM(config)
             self.blocks = [layer.block for layer in self.module.backbone.layers]
@@ -194,12 +198,12 @@ class Case:
         self.module.load_state_dict(self.state)
 
     def tags(self):
-        """Every tag that the README, the counts or the tensors name."""
+        """Return every tag in TAGS, the iteration counts or the tensors."""
         stored = {key.split("/")[0] for key in self.tensors} - {"param", "input"}
         return list(dict.fromkeys([*TAGS, *self.record["iters"], *sorted(stored)]))
 
-    def promised(self, tag):
-        """The tensors that the case must have of a tag."""
+    def required_names(self, tag):
+        """Return the names of the tensors that the case must have for a tag."""
         names = [] if self.only else ["output"]
         if not tag.startswith("default_f64"):
             names += ["y_star", "y_final"]
@@ -210,15 +214,17 @@ class Case:
         return names
 
     def gradients(self, tag):
-        """What the case has of a tag's gradients, and whether it must have them."""
+        """Return the gradients that the case has for a tag, and whether it must have them."""
         kind = TAGS[tag]
-        promised = kind is not None and (self.is_lm or "language models" not in kind)
-        found = {k.split("/", 1)[1]: v for k, v in self.grads.items() if k.startswith(f"{tag}/")}
-        return found, promised
+        is_required = kind is not None and (self.is_lm or "language models" not in kind)
+        gradients = {
+            k.split("/", 1)[1]: v for k, v in self.grads.items() if k.startswith(f"{tag}/")
+        }
+        return gradients, is_required
 
 
-def setting_of(tag, config):
-    """The Setting of a tag, with limits for what this mixer makes of rounding."""
+def choose_setting(tag, config):
+    """Return the Setting of a tag, with wider limits if the mixer amplifies rounding."""
     setting = SETTINGS[tag.rsplit("_", 1)[0]]
     if config.mixer_proj_rank is None:
         return setting
@@ -227,12 +233,12 @@ def setting_of(tag, config):
 
 
 def run_tag(case, tag):
-    """One setting of one case → Result."""
+    """Run one setting of a case, and return its Result."""
     result = Result(tag)
     if tag not in TAGS:
         result.problems.append(f"an unknown setting: one of {', '.join(TAGS)}")
         return result
-    setting = setting_of(tag, case.module.config)
+    setting = choose_setting(tag, case.module.config)
     dtype = torch.float64 if "f64" in tag else torch.float32
     module = case.module.to(dtype)
     module.load_state_dict({k: v.to(dtype) for k, v in case.state.items()}, strict=True)
@@ -243,7 +249,7 @@ def run_tag(case, tag):
     module.config.tol, module.config.max_iters = setting.tol, setting.max_iters
 
     ours = {}
-    with recorded() as solves, watched(case.blocks, case.only) as finals:
+    with record_solves() as solves, record_final_iterates(case.blocks, case.only) as finals:
         if case.is_lm:
             tokens, labels = (case.tensors[f"input/{name}"] for name in ("input_ids", "labels"))
             out = module(tokens, shift_labels=labels)
@@ -266,7 +272,7 @@ def run_tag(case, tag):
 
 
 def compare_counts(case, tag, solves, result):
-    """The iterations of every layer."""
+    """Compare the iterations of every layer."""
     result.iterations = [len(solve.trace) + 1 for solve in solves]
     expected = case.record.get("iters", {}).get(tag)
     if expected is None:
@@ -280,9 +286,9 @@ def compare_counts(case, tag, solves, result):
 
 
 def compare_values(case, tag, ours, setting, result):
-    """Outputs, iterates, losses and traces: all that the case has, and what it must have."""
+    """Compare outputs, iterates, losses and traces, and report missing ones."""
     theirs = {k.split("/", 1)[1]: v for k, v in case.tensors.items() if k.startswith(f"{tag}/")}
-    missing = [name for name in case.promised(tag) if name not in theirs]
+    missing = [name for name in case.required_names(tag) if name not in theirs]
     if missing:
         result.problems.append(f"the case has no {', '.join(missing)}")
     for name, tensor in theirs.items():
@@ -291,18 +297,18 @@ def compare_values(case, tag, ours, setting, result):
             continue
         mine = ours[name]
         if name.endswith(("trace/patience", "trace/stepsize")) and mine.shape == tensor.shape:
-            # What has converged to rounding improves, or not, by chance.
+            # After convergence to rounding, it is chance whether an iteration improves.
             lowest = theirs[name.rpartition("/")[0] + "/min_residual"]
-            decided = lowest > 1000 * torch.finfo(lowest.dtype).eps
-            mine, tensor = mine * decided, tensor * decided
+            is_decided = lowest > 1000 * torch.finfo(lowest.dtype).eps
+            mine, tensor = mine * is_decided, tensor * is_decided
         result.compare(name, mine, tensor, setting.values)
 
 
 def compare_gradients(case, tag, scalar, inputs, setting, result):
-    """The gradient of every parameter that gets one, and of a block's input."""
-    theirs, promised = case.gradients(tag)
+    """Compare the gradients of all parameters that have one, and of a block's input."""
+    theirs, is_required = case.gradients(tag)
     if not theirs:
-        if promised:
+        if is_required:
             result.problems.append("the case has no gradients for it")
         return
     scalar.backward()
@@ -317,18 +323,18 @@ def compare_gradients(case, tag, scalar, inputs, setting, result):
         ours["grad input"] = inputs.grad
         if "grad_input" in theirs:
             named["grad input"] = theirs["grad_input"]
-    for what, names in [
+    for prefix, names in [
         ("the case has no", sorted(ours.keys() - named.keys())),
         ("ours has no", sorted(named.keys() - ours.keys())),
     ]:
         if names:
-            result.problems.append(f"{what} {', '.join(names)}")
+            result.problems.append(f"{prefix} {', '.join(names)}")
     for name in ours.keys() & named.keys():
         result.compare(name, ours[name], named[name], setting.gradients)
 
 
 def run_solver_setting(name, expected, tensors):
-    """One setting of the solver alone on y → a y + c → Result."""
+    """Run one setting of the solver by itself on y → a y + c, and return its Result."""
     result = Result(name)
     form = re.fullmatch(r"(train|eval)\.(\w+_q(\d+)\w*)\.th(.+)\.mi(\d+)", name)
     assert form is not None, name
@@ -352,7 +358,7 @@ def run_solver_setting(name, expected, tensors):
         key = f"{name}/{quantity}"
         if key in tensors:
             result.compare("y_star" if quantity == "y" else quantity, value, tensors[key], 1e-11)
-        elif quantity == "y" or expected["iter_idx"] < 1000:  # of the longest, the end alone
+        elif quantity == "y" or expected["iter_idx"] < 1000:  # long traces store only their end
             result.problems.append(f"the case has no {quantity}")
     for key, quantity in [
         ("final_min_residual", "min_residual"),
@@ -366,7 +372,7 @@ def run_solver_setting(name, expected, tensors):
 
 
 def run_case(path):
-    """Every setting of the case at `path` (its .json) → list of Result."""
+    """Run every setting of the case at `path` (its .json), and return their Results."""
     path = Path(path)
     record = json.loads(path.read_text(encoding="utf-8"))
     if "cls" in record:

@@ -1,5 +1,6 @@
-"""`python -m tests.golden DIR`: every golden case of a folder against ours, one line a setting.
+"""Compare every golden case of a folder with our code: `python -m tests.golden DIR`.
 
+It prints one line per setting.
 Exits 0 if every setting of every case passed, 1 if one failed, 2 if there is no case.
 """
 
@@ -31,7 +32,7 @@ def main(argv=None):
     for path in cases:
         try:
             results = run_case(path)
-        except Exception as e:  # one case that cannot be run must not hide the others
+        except Exception as e:  # continue with the other cases
             failed.append(path.stem)
             print(f"{path.stem}\n    FAILED: {type(e).__name__}: {e}")
             continue

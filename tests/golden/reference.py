@@ -1,11 +1,10 @@
-"""Parameter names and configurations of the paper's code in our terms, as the golden cases have
-them."""
+"""Translation of parameter names and configurations of the golden cases to ours."""
 
 import re
 
 from lm.model.configuration_fprnn import FPRNNConfig
 
-# Where the paper's implementation and ours call the same tensor differently, in order.
+# Names of tensors in the paper's code → our names; applied in this order.
 RENAMES = [
     (r"\.parametrizations\.weight\.original0$", ".gain"),
     (r"\.parametrizations\.weight\.original1$", ".direction"),
@@ -33,7 +32,7 @@ MIXERS = {
     "monarch": {"mixer": "monarch", "eigen_range": "positive"},
     "nonselective": {"mixer": "nonselective"},
 }
-# Keys of the same name and meaning.
+# Keys with the same name and meaning.
 EQUAL_KEYS = {
     *("d_model", "n_layer", "vocab_size", "d_state", "headdim", "mixer_rank", "stepsize_decay"),
     *("bc_norm", "glu_in_loop", "use_short_conv", "symm_mixer", "mixer_h_dep"),
@@ -41,10 +40,10 @@ EQUAL_KEYS = {
 OTHER_KEYS = {
     *("layer", "mixer_type", "mixer_proj_rank", "norm_eps"),
     *("outlier_quantile", "stepsize0", "decay_patience"),
-    "d_mixer",  # every layer of the paper's code takes it, none reads it
+    "d_mixer",  # an unused argument in the paper's code
 }
 SOLVER_KEYS = ("outlier_quantile", "stepsize0", "stepsize_decay", "decay_patience")
-# What the paper's code always does, where FPRNNConfig has a choice.
+# Fixed behaviour of the paper's code that is an option of FPRNNConfig.
 FIXED = {
     "token": "iterate",
     "schedule": "parallel",

@@ -1,5 +1,4 @@
-"""The paper's code, number for number: the four cases kept here, and all of ../shared/golden; and
-that the comparison fails whatever is wrong with a case, the model or the solver."""
+"""Golden cases of the paper's code, here and in ../shared/golden, and errors that must be found."""
 
 import json
 import shutil
@@ -33,16 +32,16 @@ def test_case(path):
     assert sum(name.startswith("grad ") for name in compared) > 10
 
 
-def test_four_cases_are_kept_here():
+def test_repository_has_four_cases():
     assert len(list(HERE.glob("*.json"))) == 4
 
 
-# A copy of a case, and something wrong with it.
+# Damaged copies of a case.
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with one good case, m1_dplr2."""
+    """Folder with one correct case, m1_dplr2."""
     for file in HERE.glob("m1_dplr2.*"):
         shutil.copy(file, tmp_path)
     return tmp_path
@@ -57,7 +56,7 @@ def drop_tag(tensors):
 
 
 @pytest.mark.parametrize(
-    "kind, change, said",
+    "kind, change, message",
     [
         ("", drop_tag, "the case has no output, y_star, y_final"),
         ("", lambda t: t.pop("tight_f32_eval/y_star"), "the case has no y_star"),
@@ -82,53 +81,55 @@ def drop_tag(tensors):
         ),
     ],
 )
-def test_a_case_that_lacks_something_fails(folder, capsys, kind, change, said):
+def test_incomplete_or_changed_case_fails(folder, capsys, kind, change, message):
     path = folder / f"m1_dplr2{kind}.safetensors"
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path)
     assert main([str(folder)]) == 1
-    assert said in capsys.readouterr().out
+    assert message in capsys.readouterr().out
 
 
-def test_a_case_that_raises_does_not_hide_the_others(folder, capsys):
+def test_case_that_raises_does_not_hide_the_others(folder, capsys):
     (folder / "a_corrupt.json").write_text('{"cls": ')
     assert main([str(folder)]) == 1
-    printed = capsys.readouterr().out
-    assert "FAILED a_corrupt" in printed and "9 settings passed, 1 failed" in printed
+    output = capsys.readouterr().out
+    assert "FAILED a_corrupt" in output and "9 settings passed, 1 failed" in output
 
 
-def test_an_unknown_key_of_the_configuration_is_refused():
+def test_unknown_config_key_is_refused():
     record = json.loads((HERE / "m1_dplr2.json").read_text())
     record["config"]["mixer_acc"] = "relu"
     with pytest.raises(ValueError, match="unknown keys of the configuration: mixer_acc"):
         reference_config(record)
 
 
-def test_a_folder_without_cases_is_an_error(tmp_path, capsys):
+def test_folder_without_cases_is_an_error(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert "no golden case" in capsys.readouterr().err
 
 
-def test_no_count_and_a_wrong_count_at_any_setting():
+def test_missing_and_wrong_counts_fail_at_every_setting():
     for tag in TAGS:
         case = golden.Case(HERE / "m1_dplr2.json")
         count = case.record["iters"][tag]
         case.record["iters"][tag] = count + 2
-        found = golden.run_tag(case, tag)
-        assert found.failures == [f"iterations {found.iterations}, not [{count + 2}]"]
-        assert abs(found.iterations[0] - count) <= ("f32" in tag)
+        result = golden.run_tag(case, tag)
+        assert result.failures == [f"iterations {result.iterations}, not [{count + 2}]"]
+        assert abs(result.iterations[0] - count) <= ("f32" in tag)
         del case.record["iters"][tag]
         assert golden.run_tag(case, tag).failures == ["no iteration count for it (`iters`)"]
 
 
-def test_a_count_may_differ_in_fp32_only_where_rounding_decides():
+def test_counts_may_differ_only_if_rounding_decides():
     def solve(lowest):
         rule = solver.Rule(tol=1e-5, quantile=1.0)
         return golden.Solve(None, [(None, torch.tensor([v])) for v in lowest], rule)
 
-    assert golden._explained(solve([1e-3, 1.02e-5, 0.8e-5]), 3)  # theirs stopped one earlier
-    assert golden._explained(solve([1.3e-5, 0.99e-5]), 4)  # theirs went on
+    assert golden._explained(
+        solve([1e-3, 1.02e-5, 0.8e-5]), 3
+    )  # theirs stopped one iteration earlier
+    assert golden._explained(solve([1.3e-5, 0.99e-5]), 4)  # theirs continued
     assert golden._explained(solve([1.01e-5, 0.99e-5]), 5)
     assert not golden._explained(solve([1e-3, 1.2e-5, 0.8e-5]), 3)
     assert not golden._explained(solve([1e-3, 0.8e-5]), 4)
@@ -138,18 +139,18 @@ def test_a_count_may_differ_in_fp32_only_where_rounding_decides():
 # Wrong models and solvers.
 
 
-def test_a_wrong_solver_is_caught(monkeypatch, capsys):
+def test_wrong_solver_is_caught(monkeypatch, capsys):
     original = solver.token_residual
     monkeypatch.setattr(solver, "token_residual", lambda y, g: 1.2 * original(y, g))
     assert main([str(HERE)]) == 1
-    printed = capsys.readouterr().out
-    assert "iterations [65], not [48]" in printed
-    assert "FAILED m1_hh1 tight_f64_eval" in printed
+    output = capsys.readouterr().out
+    assert "iterations [65], not [48]" in output
+    assert "FAILED m1_hh1 tight_f64_eval" in output
 
 
 @pytest.mark.parametrize("tag", TAGS)
-def test_a_wrong_mixer_fails_at_every_setting(tag):
-    """An error of 0.2 % in the part of a mixer that differs from the identity."""
+def test_wrong_mixer_fails_at_every_setting(tag):
+    """The mixer's difference from the identity is wrong by 0.2 %."""
     case = golden.Case(HERE / "m1_dplr2.json")
     assert not golden.run_tag(case, tag).failures
     case.module.mixer.scale *= 1.002
@@ -158,7 +159,7 @@ def test_a_wrong_mixer_fails_at_every_setting(tag):
 
 
 @pytest.mark.parametrize("tag", TAGS)
-def test_a_kronecker_of_another_norm_fails_at_every_setting(tag):
+def test_wrong_kronecker_norm_fails_at_every_setting(tag):
     case = golden.Case(HERE / "m1_kron_nonsq.json")
     case.module.mixer.norm = "spectral"
     result = golden.run_tag(case, tag)
@@ -179,7 +180,7 @@ def test_wrong_values_and_nan_are_caught():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_zero_against_zero_is_no_error_and_against_anything_else_a_large_one(dtype):
+def test_relative_error_of_zero(dtype):
     zero = torch.zeros(3, dtype=dtype)
     assert relative_error(zero, zero) == 0
     assert relative_error(zero + 1e-30, zero) > 1
@@ -187,7 +188,7 @@ def test_zero_against_zero_is_no_error_and_against_anything_else_a_large_one(dty
 
 def test_only_low_rank_reflections_may_amplify_rounding():
     config = golden.Case(HERE / "m1_dplr2.json").module.config
-    assert golden.setting_of("tight_f32_train", config) == golden.SETTINGS["tight_f32"]
+    assert golden.choose_setting("tight_f32_train", config) == golden.SETTINGS["tight_f32"]
     config.mixer_proj_rank = 2
-    wider = golden.setting_of("tight_f32_train", config)
-    assert 1.6e-3 < wider.values < 5e-3 and wider.tol == 1e-5  # the largest error that is known
+    wider = golden.choose_setting("tight_f32_train", config)
+    assert 1.6e-3 < wider.values < 5e-3 and wider.tol == 1e-5  # the largest known error is 1.6e-3

@@ -83,7 +83,7 @@ def test_every_auto_class_loads_and_saves_an_export(tmp_path):
         assert found[path] == pytest.approx(totals, rel=1e-5), path
 
 
-SAID = "fprnn's kernels are not used, and the model is computed in plain PyTorch: "
+SAID = "fprnn's kernels are not used, and the model runs in plain PyTorch: "
 STRANGERS = {
     "nothing": (None, "the package fprnn is not installed"),
     "a package without kernels": ({"__init__.py": "raise SystemExit(3)"}, "is not fprnn's"),
@@ -197,7 +197,7 @@ ids = torch.tensor([[3, 4, 5, 6, 7, 8]])
 out = model(ids, labels=ids)
 out.loss.backward()
 grads = sum(p.grad.double().abs().sum().item() for p in model.parameters())
-found = [out.loss.item(), grads, sorted(m for m in sys.modules if m.endswith(".cpu.cell"))]
+found = [out.loss.item(), grads, sorted(m for m in sys.modules if m.endswith(".cpu.cpu_cell"))]
 print(json.dumps(found))
 """
 

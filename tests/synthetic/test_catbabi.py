@@ -1,4 +1,4 @@
-"""CatbAbI's stream: it is the stories, every question is due, segments go on, each refusal."""
+"""CatbAbI: streams, labels, segments, scores and refused configs."""
 
 from collections import Counter
 from pathlib import Path
@@ -16,7 +16,7 @@ SIZES = {"train": 7, "valid": 3, "test": 5}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Stories of different lengths; no two are the same."""
+    """Folder with stories of different lengths, no two of them equal."""
     path = tmp_path_factory.mktemp("en-valid")
     rng = np.random.default_rng(0)
     for task in babi.TASKS:
@@ -27,8 +27,8 @@ def folder(tmp_path_factory):
                 for n in range(2, rng.integers(4, 12)):
                     place = rng.choice(["home", "office", "n,w"])
                     asks = n == 2 or rng.random() < 0.5
-                    where = f"Where is Mary? \t{place}\t1" if asks else f"Mary went to {place}."
-                    lines.append(f"{n} {where}")
+                    question = f"Where is Mary? \t{place}\t1"
+                    lines.append(f"{n} {question if asks else f'Mary went to {place}.'}")
             (path / f"qa{task}_{split}.txt").write_text("\n".join(lines) + "\n")
     return path
 
@@ -43,7 +43,7 @@ def epoch(data, split, batch_size, length, seed=0, epoch=0):
     return [data.batch(seed, split, i, batch_size, (1, length)) for i in indices]
 
 
-def joined(batches, field):
+def join(batches, field):
     if field == "mask":
         rows = [np.ones(b.labels.shape, bool) if b.mask is None else b.mask for b in batches]
     else:
@@ -51,63 +51,64 @@ def joined(batches, field):
     return np.concatenate(rows, 1)
 
 
-def told(data, ids):
-    """A sequence of ids that begins with `<eos>` → its stories as text, in order."""
-    words = " ".join(data.vocabulary[i] for i in ids)
-    assert words.startswith("<eos> ")
-    return [story.strip() for story in words.split("<eos>")[1:]]
+def story_texts(data, ids):
+    """Return the stories of a sequence of ids, which must begin with `<eos>`, as text."""
+    text = " ".join(data.vocabulary[i] for i in ids)
+    assert text.startswith("<eos> ")
+    return [story.strip() for story in text.split("<eos>")[1:]]
 
 
 @pytest.mark.parametrize("batch_size, length", [(1, 200), (4, 50), (9, 33)])
 @pytest.mark.parametrize("split", ["valid", "test"])
-def test_an_evaluation_epoch_is_every_story_and_question_once(folder, split, batch_size, length):
+def test_evaluation_epoch_has_every_question_once(folder, split, batch_size, length):
     data = task(folder)
     batches = epoch(data, split, batch_size, length)
-    ids, labels, kinds, mask = (
-        joined(batches, f) for f in ("input_ids", "labels", "kinds", "mask")
-    )
+    ids, labels, kinds, mask = (join(batches, f) for f in ("input_ids", "labels", "kinds", "mask"))
     stories = babi.read(folder, split)
-    rows = [told(data, row[keep]) for row, keep in zip(ids, mask)]  # each begins with a story
-    found = Counter(text for row in rows for text in row)
-    assert found == Counter(" ".join(s.tokens) for s in stories)
-    due = Counter(s.task for s in stories for _ in s.answers)
-    assert Counter(kinds[kinds > 0].tolist()) == due
+    rows = [
+        story_texts(data, row[keep]) for row, keep in zip(ids, mask)
+    ]  # each begins with a story
+    texts = Counter(text for row in rows for text in row)
+    assert texts == Counter(" ".join(s.tokens) for s in stories)
+    questions = Counter(s.task for s in stories for _ in s.answers)
+    assert Counter(kinds[kinds > 0].tolist()) == questions
     answers = Counter(s.tokens[i] for s in stories for i in s.answers)
     assert Counter(data.vocabulary[i] for i in labels[kinds > 0]) == answers
     assert {data.vocabulary[i] for i in ids[kinds > 0]} == {"?"}
-    # Padding is on the right, and nothing is due there.
+    # Padding is on the right, and is never scored.
     assert (np.diff(mask.astype(int), axis=1) <= 0).all() and mask[:, 0].all()
     assert (labels[~mask] == IGNORE).all() and (ids[~mask] == data.pad).all()
     assert ((labels != IGNORE) == (kinds > 0)).all()
 
 
 @pytest.mark.parametrize("batch_size, length", [(1, 200), (4, 50), (9, 33)])
-def test_a_training_epoch_is_the_stories_but_for_the_remainder(folder, batch_size, length):
+def test_training_epoch_has_all_stories_except_the_remainder(folder, batch_size, length):
     data = task(folder)
     stories = babi.read(folder, "train")
     total = sum(len(s.tokens) + 1 for s in stories)
     for number in (0, 1, 5):
         batches = epoch(data, "train", batch_size, length, seed=3, epoch=number)
         assert all(b.mask is None and b.labels.dtype == np.int64 for b in batches)
-        ids, labels = joined(batches, "input_ids").ravel(), joined(batches, "labels").ravel()
+        ids, labels = join(batches, "input_ids").ravel(), join(batches, "labels").ravel()
         assert len(ids) == total // batch_size * batch_size
-        due = labels[:-1] != IGNORE  # the answer is the next token, also of the next stream
-        assert (labels[:-1] == ids[1:])[due].all()
-        *whole, last = told(data, ids)
+        # The answer is the next token, which may belong to the next stream.
+        is_scored = labels[:-1] != IGNORE
+        assert (labels[:-1] == ids[1:])[is_scored].all()
+        *stories_in_epoch, last = story_texts(data, ids)
         texts = {" ".join(s.tokens) for s in stories}
-        assert len(set(whole)) == len(whole) and set(whole) < texts
-        assert len(whole) + 1 + batch_size >= len(texts)
-        assert any(text.startswith(last) for text in texts - set(whole))
+        assert len(set(stories_in_epoch)) == len(stories_in_epoch) and set(stories_in_epoch) < texts
+        assert len(stories_in_epoch) + 1 + batch_size >= len(texts)
+        assert any(text.startswith(last) for text in texts - set(stories_in_epoch))
 
 
-def test_the_segments_of_an_epoch(folder):
+def test_segments_continue_within_an_epoch(folder):
     data = task(folder)
     batches = epoch(data, "train", 4, 50)
     assert [b.input_ids.shape for b in batches[:-1]] == [(4, 50)] * (len(batches) - 1)
     assert 1 <= batches[-1].input_ids.shape[1] <= 50
-    assert [b.carry for b in batches] == [False] + [True] * (len(batches) - 1)
+    assert [b.is_continuation for b in batches] == [False] + [True] * (len(batches) - 1)
     following = data.batch(0, "train", len(batches), 4, (50, 50))
-    assert following.carry is False and not np.array_equal(
+    assert following.is_continuation is False and not np.array_equal(
         following.input_ids, batches[0].input_ids
     )
 
@@ -116,11 +117,17 @@ def same(a, b):
     return all(np.array_equal(x, y) for x, y in zip(a, b))
 
 
-def test_a_batch_depends_on_its_arguments_only(folder):
+def test_batches_depend_only_on_their_arguments(folder):
     first, second = task(folder), task(folder)
-    asked = [("train", 9, 1), ("test", 0, 2), ("train", 0, 1), ("train", 100, 1), ("train", 0, 2)]
-    answers = {a: first.batch(a[2], a[0], a[1], 2, (20, 20)) for a in asked}
-    for split, index, seed in reversed(asked):
+    arguments = [
+        ("train", 9, 1),
+        ("test", 0, 2),
+        ("train", 0, 1),
+        ("train", 100, 1),
+        ("train", 0, 2),
+    ]
+    answers = {a: first.batch(a[2], a[0], a[1], 2, (20, 20)) for a in arguments}
+    for split, index, seed in reversed(arguments):
         again = second.batch(seed, split, index, 2, (20, 20))
         assert same(again, answers[split, index, seed])
     assert not same(answers["train", 0, 1], answers["train", 0, 2])
@@ -131,34 +138,34 @@ def test_a_batch_depends_on_its_arguments_only(folder):
         assert same(fresh.batch(seed, "test", index, 2, (20, 20)), answers["test", 0, 2])
 
 
-def test_only_the_tasks_asked_for_and_the_same_ids(folder):
-    data, every = task(folder, stories=[4, 2]), task(folder)
+def test_stories_option_selects_tasks_and_keeps_ids(folder):
+    data, complete = task(folder, stories=[4, 2]), task(folder)
     assert data.stories == [2, 4]
-    assert data.vocabulary == every.vocabulary
-    assert {"home", "n,w", "20", "?"} <= set(every.vocabulary)
+    assert data.vocabulary == complete.vocabulary
+    assert {"home", "n,w", "20", "?"} <= set(complete.vocabulary)
     assert data.vocab_size == len(data.vocabulary)
-    kinds = joined(epoch(data, "train", 1, 100), "kinds")
+    kinds = join(epoch(data, "train", 1, 100), "kinds")
     assert set(np.unique(kinds)) == {0, 2, 4}
-    assert data.chance == every.chance == 1 / 3  # home, office, n,w
+    assert data.chance == complete.chance == 1 / 3  # home, office, n,w
 
 
-def test_the_score(folder):
+def test_score_counts_all_answers_and_each_babi_task(folder):
     data = task(folder, stories=[1, 2, 3])
     assert data.headline == "accuracy" and data.streams
     batch = data.batch(0, "valid", 0, 1, (1, 150))
-    right = np.where(batch.labels == IGNORE, 0, batch.labels)
-    scores = data.score(right, batch)
+    perfect = np.where(batch.labels == IGNORE, 0, batch.labels)
+    scores = data.score(perfect, batch)
     assert set(scores) == {"accuracy", "qa1", "qa2", "qa3"} and all(
         (v == 1).all() for v in scores.values()
     )
     assert len(scores["accuracy"]) == sum(len(scores[f"qa{n}"]) for n in (1, 2, 3)) > 3
-    wrong = np.where(batch.kinds == 2, 0, right)
+    wrong = np.where(batch.kinds == 2, 0, perfect)
     scores = data.score(wrong, batch)
     assert (scores["qa2"] == 0).all() and (scores["qa1"] == 1).all()
     assert (1 - scores["accuracy"]).sum() == len(scores["qa2"])
 
 
-def test_refusals(folder, tmp_path):
+def test_missing_data_and_impossible_sizes_are_refused(folder, tmp_path):
     with pytest.raises(TaskError, match=r"set task\.data .* after `curl -L http.* tar -xz`"):
         task(None)
     with pytest.raises(TaskError, match=r"task\.data: .*nowhere holds no bAbI files"):
@@ -184,15 +191,15 @@ def test_refusals(folder, tmp_path):
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no ../shared/data/babi")
-def test_the_real_stories():
+def test_real_babi_counts():
     data = task(SHARED)
     assert data.vocab_size == 178 and data.chance == 1 / 58
     for split in SPLITS:
         stories = babi.read(SHARED, split)
         batches = epoch(data, split, 1 if split == "train" else 32, 200)
-        kinds = Counter(joined(batches, "kinds").ravel().tolist())
+        kinds = Counter(join(batches, "kinds").ravel().tolist())
         expected = Counter(story.task for story in stories for _ in story.answers)
         assert {n: kinds[n] for n in babi.TASKS} == expected
-        mask = joined(batches, "mask")
+        mask = join(batches, "mask")
         assert mask.sum() == sum(len(story.tokens) + 1 for story in stories)
     assert set(expected.values()) == {1000}  # of test

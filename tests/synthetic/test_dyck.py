@@ -1,4 +1,4 @@
-"""Brackets: the innermost open one, by striking out what is closed."""
+"""Nested brackets: answers against an oracle that deletes matched pairs."""
 
 import re
 
@@ -10,7 +10,7 @@ from synthetic.tasks import IGNORE, TaskError, build
 
 
 def open_brackets(text: str) -> str:
-    """What is left when all pairs are struck out, again and again."""
+    """Return the brackets that remain after all matched pairs are deleted."""
     while (shorter := re.sub(r"\(\)|\[\]|\{\}|<>", "", text)) != text:
         text = shorter
     return text
@@ -21,37 +21,37 @@ def open_brackets(text: str) -> str:
 def test_the_answer_is_the_innermost_open_bracket(brackets, depth, split):
     task = build(Task(name="dyck", brackets=brackets, depth=depth, supervision="every"))
     batch = task.batch(0, split, 0, 30, (20, 30))
-    deepest = 0
+    max_depth = 0
     for ids, labels in zip(batch.input_ids, batch.labels):
         text = task.text(ids).rstrip("_")
         for end in range(1, len(text) + 1):
-            left = open_brackets(text[:end])
-            assert not re.search(r"[)\]}>]", left), "a bracket closes what is not open"
-            assert labels[end - 1] == (1 + "([{<".index(left[-1]) if left else 0)
-            deepest = max(deepest, len(left))
+            stack = open_brackets(text[:end])
+            assert not re.search(r"[)\]}>]", stack), "a bracket closes one that is not open"
+            assert labels[end - 1] == (1 + "([{<".index(stack[-1]) if stack else 0)
+            max_depth = max(max_depth, len(stack))
         assert (labels[len(text) :] == IGNORE).all()
-    assert deepest == depth
+    assert max_depth == depth
 
 
-def test_words_are_counted():
+def test_count_contents_counts_all_sequences():
     task = build(Task(name="dyck", brackets=2, depth=3))
     for length in range(1, 8):
-        drawn = task.draw(np.random.default_rng(0), 20_000, length)
-        assert len(np.unique(drawn, axis=0)) == task.count_contents(length)
+        ids = task.draw(np.random.default_rng(0), 20_000, length)
+        assert len(np.unique(ids, axis=0)) == task.count_contents(length)
 
 
-def test_guessing_is_the_most_frequent_answer():
+def test_chance_is_the_most_frequent_answer():
     for brackets, depth in [(1, 3), (2, 8), (2, 4), (3, 2)]:
         task = build(Task(name="dyck", brackets=brackets, depth=depth))
         for length in (400, 401):
             batch = task.batch(0, "train", 0, 3000, (length, length))
-            share = np.bincount(batch.labels[:, -1]) / 3000
+            frequencies = np.bincount(batch.labels[:, -1]) / 3000
             if brackets == 1 and length % 2:
-                continue  # the answer is known
-            assert share.max() == pytest.approx(
+                continue  # the answer is always the same
+            assert frequencies.max() == pytest.approx(
                 float(task.chance_at(np.array([length]))[0]), abs=0.04
             )
-            guess = np.full(batch.labels.shape, share.argmax())
+            guess = np.full(batch.labels.shape, frequencies.argmax())
             assert abs(task.score(guess, batch)["scaled_accuracy"].mean()) < 0.06
     with pytest.raises(
         TaskError, match=r"task\.depth is 1: after an even number of brackets all are"

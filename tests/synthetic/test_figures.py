@@ -1,4 +1,4 @@
-"""Figures of several seeds: means, spreads and numbers of seeds; what solved stands below them."""
+"""Figures: means and errors over seeds, marks, and the notes below them."""
 
 import json
 
@@ -6,9 +6,15 @@ import pandas as pd
 import pytest
 
 from synthetic import plots, report
-from synthetic.numbers import Trained, at_end, lines, notes, over_seeds
-from synthetic.results import summary
-from tests.fabricated import ROW, drawn, fabricate, fabricate_all, sweep
+from synthetic.result_tables import (
+    FinishedRun,
+    average_seeds,
+    figure_notes,
+    final_table,
+    metric_lines,
+)
+from synthetic.results import summary_table
+from tests.fabricated import ROW, draw_report, fabricate, fabricate_all, sweep
 
 SEEDS = """
 name: seeds
@@ -31,27 +37,29 @@ sweep:
 """
 
 
-def runs_of(text, tmp_path, reach) -> list[Trained]:
-    """The finished runs of a sweep; of those without a reach there is none."""
+def finished_runs(text, tmp_path, reach) -> list[FinishedRun]:
+    """Return the finished runs of a sweep; those whose reach is None are missing."""
     (tmp_path / "sweep.yaml").write_text(text)
-    found = report.expand(tmp_path / "sweep.yaml", (f"out_dir={tmp_path}",))
-    for cfg in found.configs:
-        if at := reach(cfg):
-            fabricate(cfg, at)
-    return report.collect(found)
+    expanded = report.expand(tmp_path / "sweep.yaml", (f"out_dir={tmp_path}",))
+    for cfg in expanded.configs:
+        if length := reach(cfg):
+            fabricate(cfg, length)
+    return report.collect(expanded)
 
 
 @pytest.fixture
 def seeds(tmp_path):
-    return runs_of(SEEDS, tmp_path, lambda cfg: 14 + 12 * (cfg.model.name == "lstm") + 3 * cfg.seed)
+    return finished_runs(
+        SEEDS, tmp_path, lambda cfg: 14 + 12 * (cfg.model.name == "lstm") + 3 * cfg.seed
+    )
 
 
 def legend(drawing) -> set[str]:
-    return {text.get_text() for each in drawing.figure.legends for text in each.get_texts()}
+    return {text.get_text() for box in drawing.figure.legends for text in box.get_texts()}
 
 
 @pytest.mark.parametrize("name", ["fig1", "fig3c", "tab1", "fig5"])
-def test_seeds_are_drawn_together_with_their_number(name, seeds):
+def test_seeds_are_drawn_together_with_their_count(name, seeds):
     entry = report.REPORTS[name]
     options = {"metric": "token_accuracy"} if name == "tab1" else entry.options
     drawing = plots.KINDS[entry.kind](seeds, name, **options)
@@ -64,95 +72,95 @@ def test_seeds_are_drawn_together_with_their_number(name, seeds):
     if models == 2:
         assert "Solver in evaluation: none (LSTM)" in footer
     assert {str(line["n"]) for line in drawing.summary} == {"3"}
-    assert set(drawing.numbers["seed"]) == {0, 1, 2}
+    assert set(drawing.table["seed"]) == {0, 1, 2}
 
 
-def test_iterations_of_a_model_that_learned_nothing_are_marked(tmp_path):
-    """ℓ* of a map that does not solve the task is not how many iterations the task takes."""
+def test_iterations_of_unlearned_models_are_marked(tmp_path):
+    """ℓ* of a map that does not solve the task may differ from ℓ* of one that does."""
     configs = sweep("fig3c", "small", f"out_dir={tmp_path}").configs
     for cfg, reach in zip(configs, (60, 60, 5), strict=True):
         fabricate(cfg, reach)
-    made = drawn("fig3c", tmp_path)
-    lines = {line.get_label(): line for line in made.figure.axes[0].lines}
-    marked = [label for label in lines if "not learned" in label]
-    assert marked == ["FP-Mamba nonselective, not learned (n = 1)"]
-    assert lines[marked[0]].get_markerfacecolor() == "none"
+    drawing = draw_report("fig3c", tmp_path)
+    lines = {line.get_label(): line for line in drawing.figure.axes[0].lines}
+    marked_labels = [label for label in lines if "not learned" in label]
+    assert marked_labels == ["FP-Mamba nonselective, not learned (n = 1)"]
+    assert lines[marked_labels[0]].get_markerfacecolor() == "none"
     assert lines["FP-Mamba householder 1 (n = 1)"].get_markerfacecolor() != "none"
-    assert "Not learned (dots, hollow markers)" in made.figure._supxlabel.get_text()
+    assert "Not learned (dots, hollow markers)" in drawing.figure._supxlabel.get_text()
 
 
 def test_iterations_of_another_solution_are_marked(tmp_path):
     configs = sweep("fig3c", "small", f"out_dir={tmp_path}").configs
     for cfg in configs:
         fabricate(cfg, 60)
-    written = configs[1].run_dir / "result.json"
-    result = json.loads(written.read_text())
+    path = configs[1].run_dir / "result.json"
+    result = json.loads(path.read_text())
     for row in result["eval"]:
         row["num_iters"]["elsewhere"] = [0.8 for _ in row["num_iters"]["mean"]]
-    written.write_text(json.dumps(result))
-    made = drawn("fig3c", tmp_path)
-    assert len([label for label in legend(made) if "†" in label]) == 1
-    footer = " ".join(made.figure._supxlabel.get_text().split())
+    path.write_text(json.dumps(result))
+    drawing = draw_report("fig3c", tmp_path)
+    assert len([label for label in legend(drawing) if "†" in label]) == 1
+    footer = " ".join(drawing.figure._supxlabel.get_text().split())
     assert "† the paper's procedure" in footer and "Not learned" not in footer
 
 
-def a_run(model="m", **result) -> Trained:
+def make_run(model="m", **result) -> FinishedRun:
     cfg = sweep("fig1").configs[0]
-    return Trained(cfg.run_dir, cfg, 0, {}, model, "", result, [])
+    return FinishedRun(cfg.run_dir, cfg, 0, {}, model, "", result, [])
 
 
-def test_rows_are_averaged_over_test_seeds_and_layers():
+def test_table_averages_over_test_seeds_and_layers():
     rows = [
         {"length": 8, "metrics": {"a": 0.5}, "num_iters": {"mean": [2.0, 4.0]}},
         {"length": 8, "metrics": {"a": 1.0}, "num_iters": {"mean": [5.0, 5.0]}},
         {"length": 4, "metrics": {"a": 1.0}},
     ]
     rows = [{**ROW, **row} for row in rows]
-    made = at_end([a_run(eval=rows)])
-    a = over_seeds(made[made["metric"] == "a"])
+    table = final_table([make_run(eval=rows)])
+    a = average_seeds(table[table["metric"] == "a"])
     assert a["value"].to_dict() == {4: 1.0, 8: 0.75}
     assert a["error"].to_dict() == pytest.approx({4: 0.1, 8: 0.1 / 2**0.5})
-    iterations = over_seeds(made[made["metric"] == "num_iters"])
+    iterations = average_seeds(table[table["metric"] == "num_iters"])
     assert iterations["value"].to_dict() == {8: 4.0}
 
 
-def table_of(**rows_by_model) -> pd.DataFrame:
-    models = [(a_run(model), rows) for model, rows in rows_by_model.items()]
-    return pd.DataFrame([line for run, rows in models for line in lines(run, rows)])
+def make_table(**rows_by_model) -> pd.DataFrame:
+    models = [(make_run(model), rows) for model, rows in rows_by_model.items()]
+    return pd.DataFrame([line for run, rows in models for line in metric_lines(run, rows)])
 
 
-def test_tokens_that_were_not_solved_are_noted_below_a_figure():
+def test_unsolved_tokens_are_noted():
     solver = {"token": "exact", "schedule": "sequential", "tol": None, "max_iters": None}
     row = {**ROW, "solver": solver}
     rows = [{**row, "failed": [0.0, 0.02]}, {**row, "failed": [0.0, 0.04]}]
-    assert notes(table_of(a=rows, b=[{**row, "failed": [0.001]}]), []) == [
+    assert figure_notes(make_table(a=rows, b=[{**row, "failed": [0.001]}]), []) == [
         "Solver in evaluation: token exact, sequential",
         "Tokens whose equation was not solved, more than 0.1%: a: 3.00%",
     ]
     iterated = {"num_iters": {"mean": [1.0, 1.0]}, "evaluations": [1.0, 1.0]}
-    caption = summary({"eval": [each | iterated for each in rows]}, "x").caption
+    caption = summary_table({"eval": [row | iterated for row in rows]}, "x").caption
     assert "warning: at length 2 the token's equation was not solved for 4.00% of" in caption
     assert "model.contractive: 0.9" in caption
 
 
-def test_test_samples_that_training_has_too_are_noted():
+def test_overlap_with_training_is_noted():
     row = {**ROW, "in_training": {"count": 3, "of": 4}}
-    held = {**row, "length": 9, "in_training": {"count": 0, "of": 4}}
-    assert notes(table_of(a=[row, held]), []) == [
+    held_out = {**row, "length": 9, "in_training": {"count": 0, "of": 4}}
+    assert figure_notes(make_table(a=[row, held_out]), []) == [
         "Solver in evaluation: none",
-        "Test samples that training may have too, at length: 2",
+        "Training may contain the test samples of length: 2",
     ]
 
 
-def test_the_seed_in_the_numbers_is_the_one_the_run_was_made_with(tmp_path):
+def test_table_has_the_seed_of_the_finished_run(tmp_path):
     fabricate_all("fig3c", tmp_path)
-    today = sweep("fig3c", "small", f"out_dir={tmp_path}", "seed=7")
-    assert {cfg.seed for cfg in today.configs} == {7}
-    assert set(at_end(report.collect(today))["seed"]) == {0}
+    changed = sweep("fig3c", "small", f"out_dir={tmp_path}", "seed=7")
+    assert {cfg.seed for cfg in changed.configs} == {7}
+    assert set(final_table(report.collect(changed))["seed"]) == {0}
 
 
-def test_a_curve_says_of_how_many_seeds_each_length_is(seeds):
-    """Seed 0 was evaluated from length 2 on, the others from 16 on."""
+def test_curve_label_has_the_range_of_seed_counts(seeds):
+    """Seed 0 was evaluated from length 2, the others from length 16."""
     runs = [run for run in seeds if run.cfg.model.name == "lstm"]
     for run in runs[1:]:
         run.result["eval"] = [row for row in run.result["eval"] if row["length"] >= 16]
@@ -163,13 +171,13 @@ def test_a_curve_says_of_how_many_seeds_each_length_is(seeds):
     lengths = {row["length"] for row in runs[1].result["eval"]}
     assert {line.get_xdata()[0] for line in dots} == lengths
     assert {len(line.get_xdata()) for line in dots} == {3}
-    assert len(ax.collections) == 2  # a band where there are several, bars where there is one
+    assert len(ax.collections) == 2  # a band for several seeds, error bars for one
     assert max(segment[0][0] for segment in ax.collections[0].get_segments()) < 16
 
 
-def test_a_point_is_paired_by_seed_and_says_of_how_many(tmp_path):
-    """Of copying only seed 2 is finished, of the word problem all three."""
-    runs = runs_of(
+def test_scatter_pairs_points_by_seed(tmp_path):
+    """For copying only seed 2 is finished, for the word problem all three."""
+    runs = finished_runs(
         PAIRS,
         tmp_path,
         lambda cfg: 20 + 6 * cfg.seed if cfg.task.name != "copy" or cfg.seed == 2 else None,
@@ -178,7 +186,7 @@ def test_a_point_is_paired_by_seed_and_says_of_how_many(tmp_path):
     (label,) = legend(drawing)
     assert label.endswith("(n = 1–3)") and drawing.summary[0]["n"] == "1–3"
     (dots,) = [line for line in drawing.figure.axes[0].get_lines() if line.get_marker() == "."]
-    found = at_end(run for run in runs if run.seed == 2)
-    found = found[found["length"] == 32].set_index(["task", "metric"])["value"]
-    expected = found["copy", "character_accuracy"], found["word_problem", "token_accuracy"]
+    table = final_table(run for run in runs if run.seed == 2)
+    values = table[table["length"] == 32].set_index(["task", "metric"])["value"]
+    expected = values["copy", "character_accuracy"], values["word_problem", "token_accuracy"]
     assert [tuple(point) for point in dots.get_xydata()] == [expected]

@@ -1,4 +1,4 @@
-"""Formal languages: the generators against the oracles, supervision, padding and metrics."""
+"""Formal languages: labels against oracles, supervision, padding and metrics."""
 
 import re
 
@@ -19,86 +19,88 @@ def task(name: str, **fields) -> FormalLanguage:
     return build(Task(name=name, **fields))
 
 
-def oracle(made: FormalLanguage, text: str) -> int:
-    """The answer at the end of a text, told by its letters alone."""
-    if made.name in ARITHMETIC:
-        return eval(text.partition("=")[0]) % made.modulus
+def oracle(language: FormalLanguage, text: str) -> int:
+    """Compute the answer at the end of a text from its characters."""
+    if language.name in ARITHMETIC:
+        return eval(text.partition("=")[0]) % language.modulus
     return text.count("1") % 2
 
 
 @st.composite
 def cases(draw, names=NAMES, supervisions=("last", "every")):
     name = draw(st.sampled_from(names))
-    every = "last" if name == "mod_arithmetic_brackets" else draw(st.sampled_from(supervisions))
+    supervision = (
+        "last" if name == "mod_arithmetic_brackets" else draw(st.sampled_from(supervisions))
+    )
     shortest = draw(st.integers(1, 40))
     lengths = shortest, shortest + draw(st.integers(1, 30))
-    made = task(name, modulus=draw(st.integers(2, 13)), supervision=every)
-    return made, made.batch(draw(st.integers(0, 2**30)), "train", 0, 6, lengths), lengths
+    language = task(name, modulus=draw(st.integers(2, 13)), supervision=supervision)
+    return language, language.batch(draw(st.integers(0, 2**30)), "train", 0, 6, lengths), lengths
 
 
 @settings(max_examples=60, deadline=None)
 @given(cases())
-def test_the_last_label_is_the_oracles(case):
-    made, batch, lengths = case
+def test_last_label_matches_oracle(case):
+    language, batch, lengths = case
     for ids, labels in zip(batch.input_ids, batch.labels):
-        real = ids[ids != made.pad]
-        assert lengths[0] <= len(real) - (made.name in ARITHMETIC) <= lengths[1]
-        assert labels[len(real) - 1] == oracle(made, made.text(real))
+        real = ids[ids != language.pad]
+        assert lengths[0] <= len(real) - (language.name in ARITHMETIC) <= lengths[1]
+        assert labels[len(real) - 1] == oracle(language, language.text(real))
         assert (labels[len(real) :] == IGNORE).all()
-        if not made.every:
+        if not language.labels_every_token:
             assert (labels[: len(real) - 1] == IGNORE).all()
-    assert batch.input_ids.min() >= 0 and batch.input_ids.max() < made.vocab_size
-    assert batch.labels.max() < made.vocab_size - 1
+    assert batch.input_ids.min() >= 0 and batch.input_ids.max() < language.vocab_size
+    assert batch.labels.max() < language.vocab_size - 1
 
 
 @settings(max_examples=30, deadline=None)
 @given(cases(names=("mod_arithmetic", "parity"), supervisions=("every",)))
-def test_with_every_supervision_each_label_is_the_oracles(case):
-    made, batch, _ = case
+def test_every_label_matches_oracle(case):
+    language, batch, _ = case
     for ids, labels in zip(batch.input_ids, batch.labels):
-        for i in range((ids != made.pad).sum()):
-            if made.name == "mod_arithmetic" and i % 2 and ids[i] != made.equals:
+        for i in range((ids != language.pad).sum()):
+            if language.name == "mod_arithmetic" and i % 2 and ids[i] != language.equals:
                 assert labels[i] == IGNORE  # an operator
             else:
-                assert labels[i] == oracle(made, made.text(ids[: i + 1]))
+                assert labels[i] == oracle(language, language.text(ids[: i + 1]))
 
 
-def test_brackets_have_no_answers_on_the_way():
+def test_supervision_every_with_brackets_is_refused():
     with pytest.raises(TaskError, match="no answer before its brackets are closed: set task"):
         task("mod_arithmetic_brackets", supervision="every")
 
 
-def test_expressions_with_brackets_have_the_given_shapes():
-    made = task("mod_arithmetic_brackets")
+def test_bracketed_expressions_have_the_documented_forms():
+    language = task("mod_arithmetic_brackets")
     shapes = {1: {"d"}, 2: {"-d"}, 3: {"(d)"}, 4: {"(-d)"}, 5: {"(d±d)"}, 6: {"(-d±d)", "(d±-d)"}}
     shapes[7] = {"((d)±d)", "(-d±-d)", "(d±(d))"}
     for length, forms in shapes.items():
-        batch = made.batch(0, "valid", 0, 100, (length, length))
-        texts = {re.sub(r"\d", "d", made.text(ids)) for ids in batch.input_ids}
+        batch = language.batch(0, "valid", 0, 100, (length, length))
+        texts = {re.sub(r"\d", "d", language.text(ids)) for ids in batch.input_ids}
         assert texts == {form.replace("±", op) + "=" for form in forms for op in "+-"}
-        assert batch.mask is None and (batch.input_ids[:, -1] == made.equals).all()
+        assert batch.mask is None and (batch.input_ids[:, -1] == language.equals).all()
 
 
 @pytest.mark.parametrize("name, length", [*((n, 41) for n in NAMES), (ARITHMETIC[1], 256)])
-def test_answers_are_about_uniform(name, length):
-    made = task(name)
-    labels = made.batch(0, "valid", 0, 4000, (length, length)).labels[:, -1]
+def test_answers_are_nearly_uniform(name, length):
+    language = task(name)
+    labels = language.batch(0, "valid", 0, 4000, (length, length)).labels[:, -1]
     counts = np.bincount(labels) / len(labels)
-    assert len(counts) == round(1 / made.chance)
+    assert len(counts) == round(1 / language.chance)
     assert np.abs(counts * len(counts) - 1).max() < 0.25
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_length_and_every_symbol_occurs(name):
-    made = task(name)
-    batch = made.batch(0, "train", 0, 1000, (3, 12))
+def test_all_lengths_and_symbols_occur(name):
+    language = task(name)
+    batch = language.batch(0, "train", 0, 1000, (3, 12))
     lengths = batch.mask.sum(1) - (name in ARITHMETIC)
     assert set(lengths) == set(range(3, 13, 2 if name == "mod_arithmetic" else 1))
     symbols = dict(zip(NAMES, ("01234+-*=", "01234+-()=", "01")))
-    assert set(made.text(batch.input_ids.ravel())) == {*symbols[name], "_"}
+    assert set(language.text(batch.input_ids.ravel())) == {*symbols[name], "_"}
 
 
-def test_vocabularies_hold_inputs_labels_and_padding():
+def test_vocabulary_sizes():
     sizes = {n: task(n).vocab_size for n in NAMES}
     assert sizes == dict(zip(NAMES, (12, 12, 3)))
     assert task("mod_arithmetic", modulus=12).text([11, 12, 10, 17, 18]) == "11+10=_"
@@ -106,29 +108,29 @@ def test_vocabularies_hold_inputs_labels_and_padding():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_perfect_answers_score_one_and_guesses_zero(name):
-    made = task(name)
-    batch = made.batch(0, "valid", 0, 4000, (5, 21))
-    perfect = made.score(batch.labels, batch)
+def test_perfect_answers_score_one_and_guesses_zero_scaled(name):
+    language = task(name)
+    batch = language.batch(0, "valid", 0, 4000, (5, 21))
+    perfect = language.score(batch.labels, batch)
     assert all(values.shape == (4000,) and (values == 1).all() for values in perfect.values())
-    guess = np.random.default_rng(0).integers(round(1 / made.chance), size=batch.labels.shape)
-    scores = made.score(guess, batch)
+    guess = np.random.default_rng(0).integers(round(1 / language.chance), size=batch.labels.shape)
+    scores = language.score(guess, batch)
     assert abs(scores["scaled_accuracy"].mean()) < 0.05
-    assert abs(scores["accuracy"].mean() - made.chance) < 0.05
-    assert made.headline == "scaled_accuracy"
+    assert abs(scores["accuracy"].mean() - language.chance) < 0.05
+    assert language.headline == "scaled_accuracy"
 
 
 def test_only_the_last_label_is_scored():
-    made = task("parity", supervision="every")
-    batch = made.batch(0, "valid", 0, 3, (4, 9))
-    predicted = np.full(batch.labels.shape, made.pad)
+    language = task("parity", supervision="every")
+    batch = language.batch(0, "valid", 0, 3, (4, 9))
+    predicted = np.full(batch.labels.shape, language.pad)
     last = batch.mask.sum(1) - 1
     predicted[[0, 1], last[:2]] = batch.labels[[0, 1], last[:2]]
-    assert made.score(predicted, batch)["accuracy"].tolist() == [1, 1, 0]
-    assert made.score(predicted, batch)["scaled_accuracy"].tolist() == [1, 1, -1]
+    assert language.score(predicted, batch)["accuracy"].tolist() == [1, 1, 0]
+    assert language.score(predicted, batch)["scaled_accuracy"].tolist() == [1, 1, -1]
 
 
-def test_lengths_that_no_sequence_has_are_refused():
+def test_impossible_lengths_are_refused():
     for name in NAMES:
         with pytest.raises(TaskError, match=f"{name} has no .*of length 0: it has"):
             task(name).check_length(0)

@@ -1,4 +1,4 @@
-"""Looking inside a run of the suite: names and typed words of every task, answers, ℓ*, command."""
+"""Inspection of synthetic runs: token names, typed sequences, answers, ℓ*, the command."""
 
 import json
 
@@ -21,7 +21,7 @@ from tests.fabricated import TINY
 SPACED = ("word_problem",)  # tasks whose tokens are typed with spaces between them
 
 
-def task_of(name: str, **fields) -> tasks.Task:
+def build_task(name: str, **fields) -> tasks.Task:
     return tasks.build(config.Task(name=name, **fields))
 
 
@@ -34,46 +34,54 @@ def task_of(name: str, **fields) -> tasks.Task:
         ("automaton", {"supervision": "every"}, (5,)),
     ],
 )
-def test_what_is_drawn_can_be_typed_and_has_the_same_answers(name, fields, lengths):
-    task = task_of(name, **fields)
+def test_typed_sequences_have_the_same_labels_as_drawn_ones(name, fields, lengths):
+    task = build_task(name, **fields)
     for length in lengths:
         for seed in range(4):
-            drawn = task.batch(seed, "test", 0, 1, (length, length))
-            names = [task.token_name(number) for number in drawn.input_ids[0]]
-            typed = task.typed(names if name in SPACED else ["".join(names)])
+            batch = task.batch(seed, "test", 0, 1, (length, length))
+            names = [task.token_name(number) for number in batch.input_ids[0]]
+            typed = task.parse_typed(names if name in SPACED else ["".join(names)])
             assert typed.mask is None
-            assert np.array_equal(typed.input_ids, drawn.input_ids), names
-            assert np.array_equal(typed.labels, drawn.labels), names
+            assert np.array_equal(typed.input_ids, batch.input_ids), names
+            assert np.array_equal(typed.labels, batch.labels), names
 
 
-def test_names_of_elements_multiply_as_permutations_do():
+def test_element_names_multiply_as_permutations():
     for name in ("S4", "A5", "D4"):
-        names, of = element_names(name), group(name)
-        assert len(set(names)) == of.order and names[of.identity] == "12345"[: int(name[1])]
+        names, elements = element_names(name), group(name)
+        assert (
+            len(set(names)) == elements.order
+            and names[elements.identity] == "12345"[: int(name[1])]
+        )
         rng = np.random.default_rng(0)
-        for i, j in rng.integers(of.order, size=(20, 2)):
-            first, then = names[i], names[j]
-            product = "".join(then[int(image) - 1] for image in first)
-            assert names[of.table[i, j]] == product
+        for i, j in rng.integers(elements.order, size=(20, 2)):
+            first, second = names[i], names[j]
+            product = "".join(second[int(image) - 1] for image in first)
+            assert names[elements.table[i, j]] == product
     assert element_names("S3_x_Z4")[:5] == ["123,0", "123,1", "123,2", "123,3", "132,0"]
 
 
 @pytest.mark.parametrize(
-    "name, word, says",
+    "name, text, message",
     [
-        ("word_problem", "213 999", "`999` is no token of the task: these are 123, 132"),
-        ("parity", "012", "`012` is no token of the task: these are 0, 1"),
+        ("word_problem", "213 999", "`999` is no token of the task: its tokens are 123, 132"),
+        ("parity", "012", "`012` is no token of the task: its tokens are 0, 1"),
     ],
 )
-def test_what_is_no_sequence_of_a_task_is_refused(name, word, says):
-    with pytest.raises(TaskError, match=says):
-        task_of(name).typed(word.split())
+def test_unknown_tokens_are_refused(name, text, message):
+    with pytest.raises(TaskError, match=message):
+        build_task(name).parse_typed(text.split())
 
 
-def test_a_task_without_an_oracle_for_words_says_how_to_see_one():
-    for task in (tasks.Task(), task_of("copy"), task_of("mod_arithmetic"), task_of("dyck")):
+def test_tasks_without_typed_input_suggest_length_option():
+    for task in (
+        tasks.Task(),
+        build_task("copy"),
+        build_task("mod_arithmetic"),
+        build_task("dyck"),
+    ):
         with pytest.raises(TaskError, match="--length N draws one"):
-            task.typed(["x"])
+            task.parse_typed(["x"])
 
 
 @pytest.fixture(scope="module")
@@ -86,65 +94,69 @@ def untrained(tmp_path_factory):
     return build(cfg, task, 16)[0].eval(), task
 
 
-def test_answers_losses_and_iterations_are_those_of_the_model(untrained):
+def test_answers_losses_and_iterations_match_the_model(untrained):
     model, task = untrained
-    batch = task.typed(["213", "231 321", "123", "312"])
-    found = inspect_batch(model, task, batch, "u")
+    batch = task.parse_typed(["213", "231 321", "123", "312"])
+    inspection = inspect_batch(model, task, batch, "u")
     ids = torch.from_numpy(batch.input_ids)
     report = probe(model, ids)
-    assert torch.equal(found.layers.iterations, report.token_iters[:, 0])
+    assert torch.equal(inspection.layers.iterations, report.token_iters[:, 0])
     with torch.no_grad():
         logits = model(input_ids=ids).logits[0]
     labels = batch.labels[0].tolist()
     expected = torch.nn.functional.cross_entropy(logits, torch.tensor(labels), reduction="none")
-    torch.testing.assert_close(found.loss, expected, rtol=1e-4, atol=1e-5)
-    right = (logits.argmax(-1) == torch.tensor(labels)).tolist()
-    assert [answer.is_right for answer in found.answers] == right
-    assert [token.shown for token in found.tokens] == ["213", "231", "321", "123", "312"]
+    torch.testing.assert_close(inspection.loss, expected, rtol=1e-4, atol=1e-5)
+    is_correct = (logits.argmax(-1) == torch.tensor(labels)).tolist()
+    assert [answer.is_right for answer in inspection.answers] == is_correct
+    assert [token.shown for token in inspection.tokens] == ["213", "231", "321", "123", "312"]
     # First 213, then 231: 1 → 2 → 3, 2 → 1 → 2, 3 → 3 → 1.
-    assert [answer.right for answer in found.answers][:2] == ["213", "321"]
-    assert found.bits_per_byte is None and found.following == []
-    text = render_page(found)
+    assert [answer.right for answer in inspection.answers][:2] == ["213", "321"]
+    assert inspection.bits_per_byte is None and inspection.following == []
+    text = render_page(inspection)
     classes = [part.split("'")[0] for part in text.split("<span class='token ")[1:]]
-    assert classes == [f"answer {'right' if is_right else 'wrong'}" for is_right in right]
-    assert ("✗" in text.split("</section>")[0]) == (not all(right))
+    assert classes == [f"answer {'right' if is_right else 'wrong'}" for is_right in is_correct]
+    assert ("✗" in text.split("</section>")[0]) == (not all(is_correct))
 
 
-def test_a_prediction_beyond_the_tasks_vocabulary_has_a_name():
-    task = task_of("word_problem", group="Z2")
+def test_predictions_beyond_the_tasks_ids_have_names():
+    task = build_task("word_problem", group="Z2")
     model = build(config.Config(name="z", model={"vocab_size": 8}), task, 4)[0].eval()
-    found = inspect_batch(model, task, task.typed(["1 0"]), "z")
-    for guess in (guess for row in found.guesses for guess in row):  # five of eight, two the task's
+    inspection = inspect_batch(model, task, task.parse_typed(["1 0"]), "z")
+    for guess in (
+        guess for row in inspection.guesses for guess in row
+    ):  # five of eight ids; the task has two
         assert guess.shown == (str(guess.id) if guess.id < 2 else f"<{guess.id}>")
 
 
-def test_where_no_answer_is_due_there_is_none_to_be_wrong():
-    task = task_of("parity")
+def test_unlabelled_positions_are_neither_right_nor_wrong():
+    task = build_task("parity")
     torch.manual_seed(0)
     cfg = config.Config(name="p", task=config.Task(name="parity"))
     model = build(cfg, task, 16)[0].eval()
-    found = inspect_batch(model, task, task.typed(["0110"]), "p")
-    assert [answer.is_right for answer in found.answers][:3] == [None] * 3
-    assert found.answers[3].right == "0" and found.scored == 1
-    assert task.typed(["0110"]).labels[0].tolist() == [IGNORE] * 3 + [0]
+    inspection = inspect_batch(model, task, task.parse_typed(["0110"]), "p")
+    assert [answer.is_right for answer in inspection.answers][:3] == [None] * 3
+    assert inspection.answers[3].right == "0" and inspection.scored == 1
+    assert task.parse_typed(["0110"]).labels[0].tolist() == [IGNORE] * 3 + [0]
 
 
-def test_the_command_shows_a_trained_run(tmp_path, capsys, monkeypatch):
+def test_command_shows_a_trained_run(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.yaml").write_text(json.dumps({**TINY, "out_dir": str(tmp_path / "runs")}))
     train(config.load(tmp_path / "c.yaml"))
     run = str(tmp_path / "runs/t")
     capsys.readouterr()
     assert main(["inspect", run, "1", "2", "0"]) == 0
-    printed = capsys.readouterr().out
-    assert f"page: {RunDir(run).path / 'inspect.html'}" in printed
+    output = capsys.readouterr().out
+    assert f"page: {RunDir(run).path / 'inspect.html'}" in output
     _, task, model, _ = load_run(run)
-    found = inspect_batch(model, task, task.typed(["1 2 0"]), "t")
+    inspection = inspect_batch(model, task, task.parse_typed(["1 2 0"]), "t")
     cells = [
         f"{token.shown}={answer.predicted}{'✓' if answer.is_right else '✗'}"
-        for token, answer in zip(found.tokens, found.answers, strict=True)
+        for token, answer in zip(inspection.tokens, inspection.answers, strict=True)
     ]
-    assert printed.startswith(" ".join(cells)) and [a.right for a in found.answers] == list("100")
+    assert output.startswith(" ".join(cells)) and [a.right for a in inspection.answers] == list(
+        "100"
+    )
     assert main(["inspect", run, "--length", "6", "--out", "p.html"]) == 0
     assert "tokens: 6" in capsys.readouterr().out
     for arguments in ([], ["1", "--length", "3"], ["4"], ["--length", "100000"]):

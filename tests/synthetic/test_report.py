@@ -1,4 +1,4 @@
-"""The reports: their configs, what they draw from fabricated runs, what they say is missing."""
+"""Reports: their configs, figures from fabricated runs, and commands of missing runs."""
 
 import json
 import shlex
@@ -14,7 +14,7 @@ from synthetic import cli, report, tasks
 from synthetic.evaluate import parse_lengths
 from synthetic.labels import model_label, task_label
 from synthetic.plots import ReportError
-from tests.fabricated import DATA, fabricate, fabricate_all, numbers, sweep
+from tests.fabricated import DATA, fabricate, fabricate_all, read_csv, sweep
 from tests.running import ROOT
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -24,14 +24,14 @@ BOTH = pytest.mark.parametrize("scale", report.SCALES)
 
 @BOTH
 @pytest.mark.parametrize("name", NAMES)
-def test_every_point_of_every_config_is_valid(name, scale):
-    found = sweep(name, scale)
-    directories = [cfg.run_dir for cfg in found.configs]
-    assert len(set(directories)) == len(directories) == len(found.points) > 1
-    for cfg in found.configs:
+def test_all_points_of_all_configs_are_valid(name, scale):
+    expanded = sweep(name, scale)
+    directories = [cfg.run_dir for cfg in expanded.configs]
+    assert len(set(directories)) == len(directories) == len(expanded.points) > 1
+    for cfg in expanded.configs:
         assert cfg.name.startswith(f"{scale}/")
         if cfg.task.name == "catbabi":
-            continue  # its data is not here
+            continue  # its data is not in the repository
         task = tasks.build(cfg.task)
         lengths = parse_lengths(cfg.eval.lengths, task)
         task.check_length(cfg.train.lengths[1])
@@ -44,20 +44,20 @@ def test_every_point_of_every_config_is_valid(name, scale):
 
 
 @BOTH
-def test_every_model_can_be_built(scale):
-    """At an eighth of its width, as its sizes go together or do not."""
-    built = {}
+def test_all_models_can_be_built(scale):
+    """Models have an eighth of their width, which keeps incompatible sizes incompatible."""
+    models = {}
     for name in NAMES:
         for cfg in sweep(name, scale).configs:
             cfg.model.d_model = max(64, cfg.model.d_model // 8)
             key = cfg.model.model_dump_json()
-            if key not in built:
-                built[key] = build_section(cfg.model, cfg.solver, 12, 16)
-    assert all(isinstance(model, torch.nn.Module) for model in built.values())
+            if key not in models:
+                models[key] = build_section(cfg.model, cfg.solver, 12, 16)
+    assert all(isinstance(model, torch.nn.Module) for model in models.values())
 
 
 @BOTH
-def test_reports_that_share_runs_agree_on_them(scale):
+def test_reports_with_shared_runs_agree_on_configs(scale):
     runs = {}
     for name in NAMES:
         for cfg in sweep(name, scale).configs:
@@ -74,7 +74,7 @@ def test_reports_that_share_runs_agree_on_them(scale):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_report_draws_and_writes_its_numbers(name, tmp_path):
+def test_a_report_draws_and_writes_its_read_csv(name, tmp_path):
     configs = fabricate_all(name, tmp_path)
     paths = report.report(name, overrides=(f"out_dir={tmp_path}", *DATA))
     assert paths["figure"] == tmp_path / "reports/small" / f"{name}.png"
@@ -85,86 +85,89 @@ def test_a_report_draws_and_writes_its_numbers(name, tmp_path):
     assert lines[0].startswith(r"\begin{tabular}{l") and lines[-1] == r"\end{tabular}"
     assert [lines.index(rule) for rule in (r"\toprule", r"\midrule")] == [1, 3]  # around the head
     assert sum(line.endswith(r" \\") for line in lines) > 1
-    found = numbers(paths["numbers"])
-    assert {row["run"] for row in found} == {str(cfg.run_dir) for cfg in configs}
-    assert all(row["metric"] and row["value"] for row in found)
+    rows = read_csv(paths["numbers"])
+    assert {row["run"] for row in rows} == {str(cfg.run_dir) for cfg in configs}
+    assert all(row["metric"] and row["value"] for row in rows)
     for key in sweep(name, "small", *DATA).points[0]:
-        assert key in found[0]
+        assert key in rows[0]
 
 
 @pytest.mark.parametrize("kind", ["png", "tex", "csv"])
-def test_a_report_replaces_no_file_of_somebody_else(tmp_path, kind):
+def test_report_does_not_replace_unrelated_files(tmp_path, kind):
     fabricate_all("tab2", tmp_path)
-    mine = tmp_path / "reports/small" / f"tab2.{kind}"
-    mine.parent.mkdir(parents=True)
-    mine.write_text("mine")
+    other_file = tmp_path / "reports/small" / f"tab2.{kind}"
+    other_file.parent.mkdir(parents=True)
+    other_file.write_text("mine")
     overrides = (f"out_dir={tmp_path}",)
     with pytest.raises(OutputError, match="this command did not write it"):
         report.report("tab2", overrides=overrides)
-    assert mine.read_text() == "mine"
-    mine.unlink()
-    for _ in range(2):  # its own files it replaces
+    assert other_file.read_text() == "mine"
+    other_file.unlink()
+    for _ in range(2):  # the report replaces its own files
         report.report("tab2", overrides=overrides)
 
 
-def test_the_papers_values_stand_beside_ours_with_the_scale(tmp_path, capsys):
+def test_the_papers_values_are_printed_with_their_scale(tmp_path, capsys):
     fabricate_all("tab2", tmp_path)
     report.report("tab2", "small", (f"out_dir={tmp_path}",))
-    words = " ".join(capsys.readouterr().out.split())
-    assert "The paper (its scale, which is not the one that ran here), trained to 40" in words
-    assert "Mamba 0.136, sLSTM 0.173" in words and "FP-Mamba of 4 reflections 0.384." in words
-    at_scale = report.describe_paper(report.REPORTS["catbabi"], "paper")
-    assert at_scale.startswith("The paper (its scale), 10k questions a task, 1 and 2 layers: Mamba")
+    output = " ".join(capsys.readouterr().out.split())
+    assert "The paper (its scale, which is not the one used here), trained to 40" in output
+    assert "Mamba 0.136, sLSTM 0.173" in output and "FP-Mamba of 4 reflections 0.384." in output
+    text = report.describe_paper(report.REPORTS["catbabi"], "paper")
+    assert text.startswith("The paper (its scale), 10k questions a task, 1 and 2 layers: Mamba")
     assert "Fig. 4 is a figure without numbers" in report.describe_paper(report.REPORTS["fig4"], "")
 
 
-def test_the_numbers_of_curves_are_those_of_the_runs(tmp_path):
+def test_csv_of_curves_matches_results(tmp_path):
     configs = fabricate_all("fig10", tmp_path)
     paths = report.report("fig10", overrides=(f"out_dir={tmp_path}",))
-    found = {
+    values = {
         (r["run"], r["read"], int(r["length"]), r["metric"]): float(r["value"])
-        for r in numbers(paths["numbers"])
+        for r in read_csv(paths["numbers"])
     }
     for cfg in configs:
         for row in json.loads((cfg.run_dir / "result.json").read_text())["eval"]:
-            where = (str(cfg.run_dir), row["read"], row["length"])
+            key = (str(cfg.run_dir), row["read"], row["length"])
             for metric, value in row["metrics"].items():
-                assert found.pop((*where, metric)) == pytest.approx(value)
+                assert values.pop((*key, metric)) == pytest.approx(value)
             iters = sum(row["num_iters"]["mean"]) / len(row["num_iters"]["mean"])
-            assert found.pop((*where, "num_iters")) == pytest.approx(iters)
-    assert not found
+            assert values.pop((*key, "num_iters")) == pytest.approx(iters)
+    assert not values
 
 
-def test_a_figure_names_the_models_that_their_curriculum_kept_short(tmp_path, capsys):
+def test_unfinished_curricula_are_noted(tmp_path, capsys):
     cfg, *_ = fabricate_all("demo", tmp_path)
     path = cfg.run_dir / "result.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "trained_length": 8}))
     report.report("demo", overrides=(f"out_dir={tmp_path}",))
-    said = " ".join(capsys.readouterr().out.split())
-    assert "its curriculum ended at length 8: it was never trained at 16" in said
+    output = " ".join(capsys.readouterr().out.split())
+    assert "its curriculum ended at length 8: it was never trained at 16" in output
 
 
-def test_training_time_against_the_longest_solved_length(tmp_path):
+def test_longest_solved_length_over_training_time(tmp_path):
     fabricate_all("fig5", tmp_path)
     paths = report.report("fig5", overrides=(f"out_dir={tmp_path}",))
-    found = [r for r in numbers(paths["numbers"]) if r["label"] == "ℓmax unlimited"]
+    rows = [r for r in read_csv(paths["numbers"]) if r["label"] == "ℓmax unlimited"]
     solved = [
-        (float(r["seconds"]), float(r["value"])) for r in found if r["metric"] == "solved_length"
+        (float(r["seconds"]), float(r["value"])) for r in rows if r["metric"] == "solved_length"
     ]
     assert len(solved) == 10 and solved[-1][0] == 260.0  # nine evaluations, and the end
     for (seconds, value), step in zip(solved, range(100, 1001, 100)):
-        at = [r for r in found if r["step"] == str(step) and r["metric"] == "sequence_accuracy"]
-        assert {float(r["seconds"]) for r in at} == {seconds}
-        good = [int(r["length"]) for r in at if float(r["value"]) >= 0.9]
-        assert value == max(good, default=0)
+        evaluation = [
+            r for r in rows if r["step"] == str(step) and r["metric"] == "sequence_accuracy"
+        ]
+        assert {float(r["seconds"]) for r in evaluation} == {seconds}
+        solved_lengths = [int(r["length"]) for r in evaluation if float(r["value"]) >= 0.9]
+        assert value == max(solved_lengths, default=0)
 
 
 def labels(name, scale="small"):
-    found = sweep(name, scale)
-    return [(task_label(c, p), model_label(c, p)) for c, p in zip(found.configs, found.points)]
+    expanded = sweep(name, scale)
+    points = zip(expanded.configs, expanded.points)
+    return [(task_label(cfg, point), model_label(cfg, point)) for cfg, point in points]
 
 
-def test_labels_are_short_and_tell_the_points_apart():
+def test_labels_are_short_and_unique():
     limits = labels("fig6", "paper")
     assert limits[0] == ("", "ℓmax 1")
     assert limits[-2:] == [("", "ℓmax unlimited"), ("", "ℓmax ~ ⌈Γ(4, 1)⌉")]
@@ -180,11 +183,11 @@ def test_labels_are_short_and_tell_the_points_apart():
     assert labels("fig2", "paper")[-1] == ("copy", "FP-Mamba householder 4")
     for scale in report.SCALES:
         for name in NAMES:
-            found = labels(name, scale)
-            assert len(set(found)) == len(found), name
+            all_labels = labels(name, scale)
+            assert len(set(all_labels)) == len(all_labels), name
 
 
-def test_labels_of_what_reads_y():
+def test_labels_name_the_parameters_that_depend_on_y():
     assert [label for _, label in labels("tab1")] == [
         "y in λ",
         "y in Q",
@@ -194,12 +197,12 @@ def test_labels_of_what_reads_y():
     ]
 
 
-def test_missing_runs_are_named_with_commands_that_parse(tmp_path, capsys, monkeypatch):
+def test_commands_of_missing_runs_can_be_parsed(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     args = ["report", "fig4", "out_dir=my runs", "train.steps=7"]
     assert cli.main(args) == 1
     out, err = capsys.readouterr()
-    assert "report fig4 has none of its 8 runs yet" in err
+    assert "report fig4 has no finished run in" in err
     lines = [line.strip() for line in out.splitlines()]
     loop = next(line for line in lines if line.startswith("for i in 0 1 2 3 4 5 6 7; do"))
     command = loop.removesuffix("; done").partition("; do ")[2].split(" ", 2)[2]
@@ -218,42 +221,42 @@ def test_missing_runs_are_named_with_commands_that_parse(tmp_path, capsys, monke
     ]
 
 
-def test_what_is_found_is_drawn_and_what_is_not_is_named(tmp_path, capsys):
-    found = sweep("fig1", "small", f"out_dir={tmp_path}")
+def test_finished_runs_are_drawn_and_missing_ones_listed(tmp_path, capsys):
+    expanded = sweep("fig1", "small", f"out_dir={tmp_path}")
     for i in (1, 3):
-        fabricate(found.configs[i], 20.0)
+        fabricate(expanded.configs[i], 20.0)
     assert cli.main(["report", "fig1", f"out_dir={tmp_path}"]) == 0
     out = capsys.readouterr().out
     assert "3 of 5 runs are missing" in out and "for i in 0 2 4; do" in out
     assert "--array=0,2,4" in out
-    assert {r["train.max_iters"] for r in numbers(tmp_path / "reports/small/fig1.csv")} == {
+    assert {r["train.max_iters"] for r in read_csv(tmp_path / "reports/small/fig1.csv")} == {
         "2",
         "8",
     }
     assert (tmp_path / "reports/small/fig1.png").exists()
 
 
-def test_a_run_of_another_config_is_noted(tmp_path, capsys):
-    was = fabricate_all("fig3c", tmp_path)[0].train.steps
+def test_run_with_another_config_is_noted(tmp_path, capsys):
+    steps = fabricate_all("fig3c", tmp_path)[0].train.steps
     report.report("fig3c", overrides=(f"out_dir={tmp_path}", "train.steps=9"))
-    assert f"is of another config: train.steps was {was}, is 9" in capsys.readouterr().out
+    assert f"has another config: train.steps was {steps}, is 9" in capsys.readouterr().out
 
 
-def test_a_scatter_needs_both_tasks(tmp_path):
-    found = sweep("fig2", "small", f"out_dir={tmp_path}")
-    fabricate(found.configs[0], 20.0)
+def test_scatter_needs_both_tasks(tmp_path):
+    expanded = sweep("fig2", "small", f"out_dir={tmp_path}")
+    fabricate(expanded.configs[0], 20.0)
     with pytest.raises(ReportError, match="no model has finished both copy and word_problem"):
         report.report("fig2", overrides=(f"out_dir={tmp_path}",))
-    fabricate(found.configs[4], 20.0)
+    fabricate(expanded.configs[4], 20.0)
     assert report.report("fig2", overrides=(f"out_dir={tmp_path}",))["figure"].exists()
 
 
-def test_the_reports_are_listed(capsys):
+def test_report_without_name_lists_all(capsys):
     assert cli.main(["report"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for name, entry in report.REPORTS.items():
         line = next(line for line in lines if line.startswith(f"│ {name} "))
-        assert entry.where in line and entry.title in line
+        assert entry.paper_label in line and entry.title in line
 
 
 TINY = """
@@ -268,23 +271,23 @@ sweep:
 """
 
 
-def test_the_missing_runs_can_be_trained(tmp_path, capsys):
+def test_report_run_trains_missing_runs_once(tmp_path, capsys):
     config = tmp_path / "tiny.yaml"
     config.write_text(TINY)
     args = ["--config", str(config), f"out_dir={tmp_path / 'runs'}"]
     assert cli.main(["report", "fig1", "--run", *args]) == 0
     out = capsys.readouterr().out
     assert "are missing" not in out
-    # Nothing is trained again, and the other figures have all they need.
+    # Another figure with the same runs trains nothing.
     results = sorted((tmp_path / "runs").rglob("result.json"))
-    before = [path.stat().st_mtime_ns for path in results]
+    modified = [path.stat().st_mtime_ns for path in results]
     assert cli.main(["report", "fig6", "--run", *args]) == 0
     assert "training" not in capsys.readouterr().out.partition("Fig. 6")[0]
-    assert [path.stat().st_mtime_ns for path in results] == before
-    assert {r["step"] for r in numbers(tmp_path / "runs/reports/small/fig6.csv")} == {"2", "4"}
+    assert [path.stat().st_mtime_ns for path in results] == modified
+    assert {r["step"] for r in read_csv(tmp_path / "runs/reports/small/fig6.csv")} == {"2", "4"}
 
 
-def test_a_failed_run_does_not_keep_the_others_from_being_drawn(tmp_path, capsys, monkeypatch):
+def test_finished_runs_are_drawn_after_a_failure(tmp_path, capsys, monkeypatch):
     from lm.common.errors import TrainingError
 
     fabricate(sweep("fig3c", "small", f"out_dir={tmp_path}").configs[0], 20.0)
@@ -298,7 +301,7 @@ def test_a_failed_run_does_not_keep_the_others_from_being_drawn(tmp_path, capsys
     assert (tmp_path / "reports/small/fig3c.png").exists()
 
 
-def test_a_config_without_a_sweep_is_an_error(tmp_path):
+def test_config_without_sweep_is_refused(tmp_path):
     path = tmp_path / "one.yaml"
     path.write_text("name: one\n")
     with pytest.raises(ConfigError, match="has no `sweep:` section"):

@@ -6,11 +6,11 @@ import pytest
 from synthetic import tasks
 from synthetic.config import Task
 from synthetic.tasks import IGNORE, TaskError, splits
-from synthetic.tasks.drawn import DrawnTask
+from synthetic.tasks.uniform_length import UniformLengthTask
 
-# Each task with a length at which its splits are held apart, one at which there are too few samples
-# for that, and the training lengths.
-HELD = {
+# Each entry: the task section, a length with disjoint splits, a length with too few samples for
+# them (or None), and the training lengths.
+SEQUENCE_TASKS = {
     "S3": ({"name": "word_problem", "group": "S3"}, 8, 3, (2, 16)),
     "A5": ({"name": "word_problem", "group": "A5"}, 4, 2, (4, 8)),
     "copy": ({"name": "copy", "alphabet": 8, "context": 40}, 4, 3, (2, 8)),
@@ -31,81 +31,91 @@ HELD = {
     "automaton": ({"name": "automaton"}, 8, 5, (3, 16)),
     "dyck": ({"name": "dyck", "supervision": "every"}, 24, 3, (3, 24)),
 }
-# Likewise of tasks whose rows are drawn whole (None: no length has too few samples).
-DRAWN = {
+UNIFORM_LENGTH_TASKS = {
     "mqar": ({"name": "mqar", "alphabet": 16, "pairs": 2}, 12, None, (8, 20)),
     "in_context": ({"name": "in_context_recall", "alphabet": 4}, 14, 4, (4, 20)),
     "noisy": ({"name": "noisy_recall", "alphabet": 4}, 16, 4, (4, 20)),
     "fuzzy": ({"name": "fuzzy_recall", "alphabet": 4, "ngram": 2}, 18, 8, (8, 24)),
-    "selective": ({"name": "selective_copying", "alphabet": 8, "content": 5}, 16, None, (11, 20)),
+    "selective": (
+        {"name": "selective_copying", "alphabet": 8, "content": 5},
+        16,
+        None,
+        (11, 20),
+    ),
     "memorization": ({"name": "memorization", "alphabet": 8}, 12, 6, (2, 16)),
     "repl": ({"name": "repl", "variables": 3}, 8, 3, (2, 10)),
 }
 UPDATES = 300
 
 
-def samples(task, batch) -> list[tuple]:
-    """What is asked in each sequence of a batch, and of a training context in each example: the
-    word, the expression up to its answer, the string that is copied or looked up in."""
-    found = []
+def read_samples(task, batch) -> list[tuple]:
+    """Return the samples of a batch: the prefix of a row up to each answer.
+
+    For copying, a sample is the string of each example in a row.
+    """
+    samples = []
     for row, (ids, labels) in enumerate(zip(batch.input_ids, batch.labels)):
-        if hasattr(task, "letters"):
+        if hasattr(task, "context"):
             for text in task.text(ids).rstrip("*").split(".")[:-1]:
-                found.append(text.strip("$").split("|")[0])
+                samples.append(text.strip("$").split("|")[0])
         else:
             ids = ids if batch.mask is None else ids[batch.mask[row]]
             ends = np.flatnonzero(labels[: len(ids)] != IGNORE) + 1
-            # An answer that is due at `=` is that of the expression before it.
+            # The answer at `=` is the value of the expression before it.
             ends = {int(end) - (ids[end - 1] == getattr(task, "equals", -1)) for end in ends}
-            found += [tuple(map(int, ids[:end])) for end in ends]
-    return found
+            samples += [tuple(map(int, ids[:end])) for end in ends]
+    return samples
 
 
-def content(task, ids) -> tuple:
-    """What a row that is drawn whole is about, by the names of its tokens: of MQAR the pairs, of
-    selective copying the letters in order; else all of it."""
-    words = [task.token_name(int(i)) for i in ids]
+def read_content(task, ids) -> tuple:
+    """Return the content of a row as the names of its tokens.
+
+    It is the pairs in MQAR, the content tokens in selective copying, and the whole row otherwise.
+    """
+    names = [task.token_name(int(i)) for i in ids]
     if task.name == "mqar":
-        return tuple(words[: 2 * task.pairs])
-    return tuple(word for word in words if word not in ("_", "|"))
+        return tuple(names[: 2 * task.pairs])
+    return tuple(name for name in names if name not in ("_", "|"))
 
 
 def training_samples(task, lengths) -> set:
-    """Everything that training asks in UPDATES batches; of drawn rows (in a third of the batches)
-    every beginning."""
-    updates = UPDATES // 3 if isinstance(task, DrawnTask) else UPDATES
+    """Return all samples of UPDATES training batches.
+
+    For tasks with uniform lengths it is every prefix of the content, in a third of the batches.
+    """
+    updates = UPDATES // 3 if isinstance(task, UniformLengthTask) else UPDATES
     batches = [task.batch(0, "train", i, 64, lengths) for i in range(updates)]
-    if not isinstance(task, DrawnTask):
-        return {sample for batch in batches for sample in samples(task, batch)}
-    rows = {content(task, ids) for batch in batches for ids in batch.input_ids}
+    if not isinstance(task, UniformLengthTask):
+        return {sample for batch in batches for sample in read_samples(task, batch)}
+    rows = {read_content(task, ids) for batch in batches for ids in batch.input_ids}
     return {row[:end] for row in rows for end in range(1, len(row) + 1)}
 
 
 def evaluation_samples(task, batch) -> set:
-    """The sample that each row of an evaluation batch, all of one length, is."""
-    if isinstance(task, DrawnTask):
-        return {content(task, ids) for ids in batch.input_ids}
+    """Return the sample of each row of an evaluation batch."""
+    if isinstance(task, UniformLengthTask):
+        return {read_content(task, ids) for ids in batch.input_ids}
     rows = zip(batch.input_ids[:, None], batch.labels[:, None])
-    return {max(samples(task, tasks.Batch(ids, labels)), key=len) for ids, labels in rows}
+    return {max(read_samples(task, tasks.Batch(ids, labels)), key=len) for ids, labels in rows}
 
 
-@pytest.mark.parametrize("name", [*HELD, *DRAWN])
-def test_no_sample_of_a_test_or_validation_set_is_in_training(name):
-    section, length, short, lengths = HELD.get(name) or DRAWN[name]
+@pytest.mark.parametrize("name", [*SEQUENCE_TASKS, *UNIFORM_LENGTH_TASKS])
+def test_splits_share_no_sample(name):
+    section, length, short, lengths = SEQUENCE_TASKS.get(name) or UNIFORM_LENGTH_TASKS[name]
     task = tasks.build(Task(**section))
-    assert task.held_apart(length) and not (short and task.held_apart(short))
-    trained = training_samples(task, lengths)
+    assert task.is_held_out(length) and not (short and task.is_held_out(short))
+    training = training_samples(task, lengths)
     sets = {}
     for split, seed in [("valid", 0), ("test", 0), ("test", 5)]:
         batches = [task.batch(seed, split, i, 100, (length, length)) for i in range(10)]
         sets[split, seed] = set().union(*(evaluation_samples(task, batch) for batch in batches))
-        assert len(sets[split, seed]) > 30 and not sets[split, seed] & trained
+        assert len(sets[split, seed]) > 30 and not sets[split, seed] & training
     assert not sets["valid", 0] & (sets["test", 0] | sets["test", 5])
 
 
-@pytest.mark.parametrize("name", [*HELD, *DRAWN])
-def test_batches_are_whole_and_depend_on_their_arguments_alone(name):
-    section, *_, lengths = HELD.get(name) or DRAWN[name]
+@pytest.mark.parametrize("name", [*SEQUENCE_TASKS, *UNIFORM_LENGTH_TASKS])
+def test_batches_are_valid_and_reproducible(name):
+    section, *_, lengths = SEQUENCE_TASKS.get(name) or UNIFORM_LENGTH_TASKS[name]
     task = tasks.build(Task(**section))
     for split in tasks.SPLITS:
         batch = task.batch(3, split, 2, 16, lengths)
@@ -122,18 +132,18 @@ def test_batches_are_whole_and_depend_on_their_arguments_alone(name):
                 assert ((batch.input_ids == task.pad) == ~batch.mask).all()
 
 
-def test_where_there_are_few_samples_all_splits_have_all_of_them():
+def test_splits_share_all_samples_if_there_are_few():
     for split in tasks.SPLITS:
         task = tasks.build(Task(name="word_problem", group="S3"))
-        assert not task.held_apart(2)
+        assert not task.is_held_out(2)
         ids = task.batch(0, split, 0, 1000, (2, 2)).input_ids
         assert len(np.unique(ids, axis=0)) == 36
     trivial = tasks.build(Task(name="word_problem", group="Z1"))
-    assert not trivial.held_apart(100)
+    assert not trivial.is_held_out(100)
 
 
-def test_samples_stay_as_they_were_drawn_but_for_their_split():
-    """Held apart or not, symbols are uniform: the redrawn ones are no special ones."""
+def test_redrawn_samples_stay_uniform():
+    """Redrawing must not favour any symbol."""
     task = tasks.build(Task(name="word_problem", group="S3"))
     for split in tasks.SPLITS:
         ids = np.concatenate([task.batch(0, split, i, 500, (16, 16)).input_ids for i in range(20)])
@@ -145,30 +155,32 @@ def test_samples_stay_as_they_were_drawn_but_for_their_split():
         assert np.abs(6 * counts - 1).max() < 0.12
 
 
-def test_hashes_depend_on_the_content_alone():
+def test_hashes_depend_only_on_content():
     rng = np.random.default_rng(0)
     ids = rng.integers(0, 6, (5000, 9))
     sizes = rng.integers(1, 10, 5000)
-    found = splits.keys(ids, sizes)
+    hashes = splits.hash_samples(ids, sizes)
     wider = np.hstack([ids, rng.integers(0, 6, (5000, 40))])
-    assert (splits.keys(wider, sizes) == found).all()
-    content = {tuple(row[:n].tolist()) for row, n in zip(ids, sizes)}
-    assert len(np.unique(found)) == len(content)
-    shares = [splits.is_of(split, splits.keys(ids)).mean() for split in tasks.SPLITS]
+    assert (splits.hash_samples(wider, sizes) == hashes).all()
+    read_content = {tuple(row[:n].tolist()) for row, n in zip(ids, sizes)}
+    assert len(np.unique(hashes)) == len(read_content)
+    shares = [splits.is_in_split(split, splits.hash_samples(ids)).mean() for split in tasks.SPLITS]
     assert sum(shares) == 1
     assert shares == pytest.approx([14 / 16, 1 / 16, 1 / 16], abs=0.015)
 
 
 def task_of(name):
-    return tasks.build(Task(**DRAWN[name][0]))
+    return tasks.build(Task(**UNIFORM_LENGTH_TASKS[name][0]))
 
 
-@pytest.mark.parametrize("name", DRAWN)
-def test_lengths_that_no_row_has_are_refused(name):
+@pytest.mark.parametrize("name", UNIFORM_LENGTH_TASKS)
+def test_impossible_lengths_are_refused(name):
     task = task_of(name)
-    task.check_length(task.shortest)
-    with pytest.raises(TaskError, match=f"has no sequences of length {task.shortest - 1}: it has"):
-        task.check_length(task.shortest - 1)
-    if task.apart == 2:
-        with pytest.raises(TaskError, match=f"lengths {task.shortest}, {task.shortest + 2}, "):
-            task.check_length(task.shortest + 1)
+    task.check_length(task.min_length)
+    with pytest.raises(
+        TaskError, match=f"has no sequences of length {task.min_length - 1}: it has"
+    ):
+        task.check_length(task.min_length - 1)
+    if task.length_step == 2:
+        with pytest.raises(TaskError, match=f"lengths {task.min_length}, {task.min_length + 2}, "):
+            task.check_length(task.min_length + 1)

@@ -1,4 +1,4 @@
-"""Every command of `python -m synthetic` on bad input: one sentence, before anything starts."""
+"""Bad input to every command of `python -m synthetic`: one sentence, before anything starts."""
 
 import shutil
 from functools import partial
@@ -10,7 +10,7 @@ from lm.common.errors import BAD_CONFIG, ConfigError, MissingPackageError
 from lm.common.files import DamagedError, OutputError
 from synthetic import config
 from synthetic.cli import main
-from synthetic.runs import result_of, run_all
+from synthetic.runs import read_result, run_all
 from synthetic.train import train
 from tests.refusals import refused as refused_by
 
@@ -31,7 +31,7 @@ refused = partial(refused_by, run=main, prog="python -m synthetic")
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run of two updates; not to be changed."""
+    """Directory of a trained run; tests must not change it."""
     cfg = config.load(S3, [*QUICK, f"out_dir={tmp_path_factory.mktemp('runs')}"])
     train(cfg)
     return cfg.run_dir
@@ -39,26 +39,26 @@ def trained(tmp_path_factory):
 
 @pytest.fixture
 def blocked(tmp_path):
-    """A place below a file."""
+    """A path below a file, which cannot be created."""
     (tmp_path / "file").write_text("x")
     return tmp_path / "file" / "below"
 
 
-# What the schema refuses.
+# Values that the schema refuses.
 
 
 @pytest.mark.parametrize(
-    "override, words",
+    "override, message",
     [
         ("train.max_iters=lots", "'lots': it must be a valid integer or it must be 'config',"),
         ("eval.lengths=48:2", "`48:2` must be a length, START:STOP"),
-        ("eval.lengths=2:1000000:1", "stands for 999,999 lengths, each of which is evaluated"),
-        ("eval.during=4,1000000000", "of whole numbers from 1 to 1,048,576, the smaller one first"),
+        ("eval.lengths=2:1000000:1", "means 999,999 lengths, each of which is evaluated"),
+        ("eval.during=4,1000000000", "with integers from 1 to 1,048,576 and START ≤ STOP"),
         ("eval.lengths=8,x", "`x` must be a length, START:STOP"),
-        ("train={batch_size: 65536, length: 65536}", "has 4,294,967,296 ids, and at most"),
+        ("train={batch_size: 65536, length: 65536}", "has 4,294,967,296 ids, and the maximum"),
         ("train.length=1e9", "train.length"),
         ("train.length=[a, b]", "`train.length` is ['a', 'b']: it must be a valid integer"),
-        ("train.length=[9, 4]", "length [9, 4] is empty: shortest first"),
+        ("train.length=[9, 4]", "length [9, 4] is empty: the shortest length"),
         ("train.curriculum.start=99", "curriculum.start is 99, and the longest of train.length"),
         ("train.curriculum={}", "`train.curriculum.start` is missing"),
         (
@@ -69,9 +69,9 @@ def blocked(tmp_path):
         ("optim.warmup=99", "optim.warmup is 99 updates, and train.steps is only 2"),
     ],
 )
-def test_a_value_that_cannot_be(capsys, tmp_path, override, words):
+def test_invalid_values_are_refused(capsys, tmp_path, override, message):
     out = f"out_dir={tmp_path / 'runs'}"
-    assert words in refused(capsys, "train", "--config", S3, out, *QUICK, override)
+    assert message in refused(capsys, "train", "--config", S3, out, *QUICK, override)
     assert not (tmp_path / "runs").exists()
 
 
@@ -79,7 +79,7 @@ def test_a_value_that_cannot_be(capsys, tmp_path, override, words):
 
 
 @pytest.mark.parametrize(
-    "overrides, words",
+    "overrides, message",
     [
         (MONARCH, "mixer_rank is 7: of monarch it is the block size"),
         (["model.mixer=selective_dense", "model.d_model=512"], "d_model may be at most 256"),
@@ -91,22 +91,22 @@ def test_a_value_that_cannot_be(capsys, tmp_path, override, words):
         (["model.vocab_size=2"], "model.vocab_size is 2, task `word_problem` has"),
     ],
 )
-def test_a_model_that_cannot_be_deletes_no_run(capsys, trained, tmp_path, overrides, words):
+def test_impossible_model_does_not_delete_the_run(capsys, trained, tmp_path, overrides, message):
     run = shutil.copytree(trained, tmp_path / "s3")
     command = ["train", "--config", S3, f"out_dir={tmp_path}", *QUICK, "--overwrite"]
-    assert words in refused(capsys, *command, *overrides)
+    assert message in refused(capsys, *command, *overrides)
     assert (run / "result.json").exists()
 
 
-def test_no_run_starts_where_one_of_them_cannot(capsys, tmp_path):
-    words = "mixer_rank is 7: of monarch it is the block size"
+def test_no_run_starts_if_one_config_is_impossible(capsys, tmp_path):
+    message = "mixer_rank is 7: of monarch it is the block size"
     demo = str(ROOT / "configs/lm/demo.yaml")
     assert main(["validate", demo, "--out-dir", str(tmp_path / "runs"), *MONARCH]) == BAD_CONFIG
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     first = config.load(S3, [*QUICK, f"out_dir={tmp_path / 'runs'}"])
     second = config.load(S3, [*QUICK, f"out_dir={tmp_path / 'runs'}", *MONARCH, "name=second"])
     for jobs in (1, 2):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             run_all([first, second], jobs)
     assert not (tmp_path / "runs").exists()
 
@@ -115,60 +115,60 @@ def test_no_run_starts_where_one_of_them_cannot(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "args, words",
+    "args, message",
     [
         (["validate", S3, "--jobs", "0"], "argument --jobs: '0' is invalid: it must be an integer"),
         (["validate", S3, "--jobs", "-1"], "argument --jobs: '-1' is invalid"),
         (["report", "fig3c", "--jobs", "0"], "argument --jobs: '0' is invalid"),
         (["train", "--config", FIG3C, "--job-index", "-1"], "--job-index: '-1' is invalid"),
         (["validate", S3, "--seeds", "0", "-1"], "argument --seeds: '-1' is invalid"),
-        (["report", "nope"], "no report `nope`: there are demo"),
+        (["report", "nope"], "no report `nope`: the reports are demo"),
         (["report", "fig3c", "nope"], "override `nope` must read key=value"),
         (["eval", "run", "nope"], "run: no such folder"),
         (["validate", "model.d_model=3"], "validate needs a config with a `model:` section"),
     ],
 )
-def test_an_option_that_cannot_be(capsys, tmp_path, monkeypatch, args, words):
+def test_invalid_options_are_refused(capsys, tmp_path, monkeypatch, args, message):
     monkeypatch.chdir(tmp_path)
-    assert words in refused(capsys, *args)
+    assert message in refused(capsys, *args)
 
 
-def test_validate_takes_overrides_after_its_options(capsys, tmp_path):
-    """They were an unrecognized argument there."""
+def test_validate_accepts_overrides_after_options(capsys, tmp_path):
     message = refused(capsys, "validate", S3, "--out-dir", tmp_path / "runs", "train.steps=3")
-    assert message == "override `train.steps`: validate takes keys of model, solver and optim only"
+    expected = "validate accepts only keys of model, solver and optim"
+    assert message == f"override `train.steps`: {expected}"
 
 
-# Places that cannot be written, and damaged files.
+# Paths that cannot be written, and damaged files.
 
 
-def test_places_that_cannot_be_written(capsys, trained, tmp_path, blocked):
-    words = "is a file"
-    assert words in refused(capsys, "train", "--config", S3, *QUICK, f"out_dir={blocked}")
-    assert words in refused(capsys, "validate", S3, "--out-dir", blocked)
-    assert words in refused(capsys, "report", "fig3c", "--run", f"out_dir={blocked}")
-    assert words in refused(capsys, "eval", trained, "eval.lengths=4", "--out", blocked / "x")
+def test_unwritable_paths_are_refused(capsys, trained, tmp_path, blocked):
+    message = "is a file"
+    assert message in refused(capsys, "train", "--config", S3, *QUICK, f"out_dir={blocked}")
+    assert message in refused(capsys, "validate", S3, "--out-dir", blocked)
+    assert message in refused(capsys, "report", "fig3c", "--run", f"out_dir={blocked}")
+    assert message in refused(capsys, "eval", trained, "eval.lengths=4", "--out", blocked / "x")
     folder = refused(capsys, "eval", trained, "eval.lengths=4", "--out", tmp_path)
     assert folder == f"{tmp_path} is a folder: name a file in it"
     cfg = config.load(S3, [*QUICK, f"out_dir={blocked}"])
-    with pytest.raises(OutputError, match=words):
+    with pytest.raises(OutputError, match=message):
         run_all([cfg], jobs=2)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}"])
-def test_a_damaged_result(tmp_path, text):
+def test_damaged_result_is_refused(tmp_path, text):
     cfg = config.load(S3, [f"out_dir={tmp_path}"])
     cfg.run_dir.mkdir()
     (cfg.run_dir / "result.json").write_text(text)
     with pytest.raises(DamagedError, match=r"result\.json is damaged"):
-        result_of(cfg)
+        read_result(cfg)
 
 
 # Packages that are not installed.
 
 
 @pytest.mark.parametrize("package", ["wandb", "tensorboard"])
-def test_training_says_what_is_missing_before_it_begins(monkeypatch, tmp_path, package):
+def test_missing_packages_are_named_before_training(monkeypatch, tmp_path, package):
     import importlib.util
 
     find = importlib.util.find_spec

@@ -1,4 +1,4 @@
-"""The page docs/config-synthetic.md against the schema, and nested and optional sections."""
+"""Config of synthetic runs: docs/config-synthetic.md, overrides, sweeps and refused values."""
 
 import json
 import re
@@ -16,8 +16,8 @@ from synthetic.config import Config
 ROOT = Path(__file__).parents[2]
 
 
-def documented() -> dict[str, str]:
-    """Dotted key → default, from the page's tables."""
+def documented_defaults() -> dict[str, str]:
+    """Return the default of each dotted key in the page's tables."""
     rows, section = {}, ""
     for line in (ROOT / "docs/config-synthetic.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
@@ -29,27 +29,27 @@ def documented() -> dict[str, str]:
     return rows
 
 
-def test_the_page_has_every_key_with_its_default():
-    page = {k: yaml.load(v, Loader) for k, v in documented().items()}
+def test_page_has_every_key_with_its_default():
+    page = {k: yaml.load(v, Loader) for k, v in documented_defaults().items()}
     expected = {}
     for name, value in Config().model_dump(mode="json").items():
         if name in ("model", "solver", "log"):  # docs/config.md
             continue
-        below = value if isinstance(getattr(Config(), name), Section) else None
-        for key, default in below.items() if below is not None else [(None, value)]:
+        section = value if isinstance(getattr(Config(), name), Section) else None
+        for key, default in section.items() if section is not None else [(None, value)]:
             expected[name if key is None else f"{name}.{key}"] = default
     page["thresholds"] = [] if page["thresholds"] == "()" else page["thresholds"]
     assert page == expected
 
 
-def test_the_files_the_page_names_are_there():
+def test_files_named_by_the_page_exist():
     text = (ROOT / "docs/synthetic.md").read_text(encoding="utf-8")
-    named = set(re.findall(r"\b(?:configs|launch)/[\w./*-]+\w", text))
-    named = {name.replace("NAME", "fig4") for name in named}
-    assert len(named) > 4 and all(list(ROOT.glob(name)) for name in named), named
+    paths = set(re.findall(r"\b(?:configs|launch)/[\w./*-]+\w", text))
+    paths = {path.replace("NAME", "fig4") for path in paths}
+    assert len(paths) > 4 and all(list(ROOT.glob(path)) for path in paths), paths
 
 
-def test_the_tasks_are_those_that_the_page_names():
+def test_page_names_all_tasks():
     text = (ROOT / "docs/synthetic.md").read_text(encoding="utf-8")
     built_in = {
         name
@@ -65,14 +65,14 @@ def write(tmp_path, text):
     return path
 
 
-def test_an_optional_section_takes_dotted_overrides(tmp_path):
+def test_optional_section_accepts_dotted_overrides(tmp_path):
     cfg = config.load(write(tmp_path, "name: a"), ["train.curriculum.start=4"])
     assert cfg.train.curriculum.start == 4 and cfg.train.curriculum.grow == 2
     with pytest.raises(ConfigError, match=r"did you mean `train.curriculum.grow`"):
         config.load(tmp_path / "c.yaml", ["train.curriculum.growth=4"])
 
 
-def test_a_sweep_over_mappings_goes_over_the_section(tmp_path):
+def test_sweep_over_mappings_updates_the_section(tmp_path):
     text = """
 name: a
 model: {d_model: 32}
@@ -93,7 +93,7 @@ sweep:
         config.load(write(tmp_path, "sweep: {model: [{n_layers: 2}]}"), job_index=0)
 
 
-def test_a_task_of_a_misspelt_name_is_refused_with_the_nearest(tmp_path):
+def test_misspelt_task_name_suggests_the_nearest(tmp_path):
     with pytest.raises(ConfigError, match="did you mean `catbabi`"):
         config.load(write(tmp_path, "task: {name: catbaby}"))
 
@@ -119,28 +119,28 @@ def test_lengths_need_no_quotes(tmp_path, text):
         ("eval: {max_iters: 4}\nsolver: {schedule: parallel}", "`eval.max_iters` is 4"),
     ],
 )
-def test_limits_of_iterations_are_refused_where_nothing_is_iterated(tmp_path, text, key):
-    with pytest.raises(ConfigError, match=r"which solver.token: exact has not") as e:
+def test_iteration_limits_without_iterations_are_refused(tmp_path, text, key):
+    with pytest.raises(ConfigError, match=r"solver.token: exact has no iterations") as e:
         config.load(write(tmp_path, text))
     assert key in str(e.value) and "set solver.token to iterate" in str(e.value)
 
 
 @pytest.mark.parametrize("solver", ["{token: iterate}", "{stopping: paper}"])
-def test_limits_of_iterations_are_for_what_iterates(tmp_path, solver):
+def test_iteration_limits_are_accepted_with_iterations(tmp_path, solver):
     text = f"train: {{max_iters: 4}}\neval: {{max_iters: 2}}\nsolver: {solver}"
     cfg = config.load(write(tmp_path, text))
     assert (cfg.train.max_iters, cfg.eval.max_iters) == (4, 2)
 
 
-def test_the_default_of_either_limit_is_for_both(tmp_path):
+def test_default_limits_are_accepted_without_iterations(tmp_path):
     text = "train: {max_iters: config}\neval: {max_iters: null}"
     assert config.load(write(tmp_path, text)).solver.token == "auto"
 
 
-def test_removed_keys_of_tasks_are_read_with_their_defaults_only(tmp_path):
-    drawn = {"table": None, "states": 5, "letters": 3, "kind": "unsolvable", "seed": 0}
-    task = {"csv": None, "mode": "answers", "automaton": drawn}
+def test_removed_keys_are_accepted_only_with_defaults(tmp_path):
+    automaton = {"table": None, "states": 5, "letters": 3, "kind": "unsolvable", "seed": 0}
+    task = {"csv": None, "mode": "answers", "automaton": automaton}
     assert config.load(write(tmp_path, json.dumps({"task": task}))).task.automaton.table is None
-    for other in ({"csv": "x.csv"}, {"mode": "lm"}, {"automaton": drawn | {"seed": 1}}):
+    for other in ({"csv": "x.csv"}, {"mode": "lm"}, {"automaton": automaton | {"seed": 1}}):
         with pytest.raises(ConfigError, match=r"`task\.\S*` is .* the key was removed"):
             config.load(write(tmp_path, json.dumps({"task": task | other})))

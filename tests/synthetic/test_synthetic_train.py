@@ -1,4 +1,4 @@
-"""The trainer in this process on tiny models: determinism, resume, curriculum, ℓmax, early stop."""
+"""The trainer on tiny models: determinism, resuming, curricula, ℓmax, early stop."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lm.common.errors import BAD_CONFIG, ConfigError
-from lm.runs.checkpoint import CheckpointError, newest
+from lm.runs.checkpoint import CheckpointError, find_newest_checkpoint
 from lm.runs.metrics import read_metrics
 from lm.runs.run_dir import RunDirError
 from synthetic import config, tasks
@@ -47,7 +47,7 @@ def losses(run_dir: Path) -> list[float]:
     return [r["loss"] for r in read_metrics(run_dir) if "loss" in r]
 
 
-def test_a_run_leaves_metrics_and_a_result(cfg):
+def test_run_writes_metrics_and_result(cfg):
     c = cfg()
     result = train(c)
     assert len(losses(c.run_dir)) == 12
@@ -62,19 +62,19 @@ def test_a_run_leaves_metrics_and_a_result(cfg):
 
 
 @pytest.mark.parametrize("curriculum, longest", [((), 5), (("train.curriculum={start: 3}",), 3)])
-def test_training_words_are_as_short_and_as_long_as_the_range_says(cfg, curriculum, longest):
-    """From its lower end to its upper one, or as far as the curriculum has come."""
+def test_training_lengths_cover_the_configured_range(cfg, curriculum, longest):
+    """The upper end is that of train.length or the curriculum's current length."""
     batches = Training(cfg("train.length=[2, 5]", *curriculum))._batches()
     lengths = {next(batches).input_ids.shape[1] for _ in range(60)}
     assert (min(lengths), max(lengths)) == (2, longest)
 
 
-def test_probes_are_made_every_so_often_and_change_nothing(cfg):
+def test_probes_are_periodic_and_do_not_change_training(cfg):
     train(cfg("name=never", "log.probe_every=0"))
     train(cfg("name=often", "log.probe_every=3"))
     never, often = (read_metrics(cfg(f"name={n}").run_dir) for n in ("never", "often"))
     assert [r["loss"] for r in never if "loss" in r] == [r["loss"] for r in often if "loss" in r]
-    # At updates 4 and 8 validation probes, and evaluation does after the last.
+    # Updates 4 and 8 are multiples of eval.every, not of probe_every.
     assert [r["step"] for r in often if "probe" in r] == [3, 6, 9, 12]
     assert not any("probe" in r for r in never)
     for record in (r["probe"] for r in often if "probe" in r):
@@ -84,7 +84,7 @@ def test_probes_are_made_every_so_often_and_change_nothing(cfg):
     assert all("num_iters" not in r for r in logged)
 
 
-def test_the_same_seed_gives_the_same_run(cfg):
+def test_same_seed_gives_the_same_losses(cfg):
     train(cfg("name=a"))
     train(cfg("name=b"))
     train(cfg("name=c", "seed=1"))
@@ -99,16 +99,16 @@ def without_times(result: dict) -> dict:
 
 @pytest.fixture
 def babi(tmp_path):
-    """bAbI files of one task: who is where. 24 stories of two questions a split."""
+    """Overrides for catbabi on files with 24 stories of two questions per split."""
     folder, rng = tmp_path / "babi", np.random.default_rng(0)
     folder.mkdir()
     for split in ("train", "valid", "test"):
         lines = []
         for _ in range(24):
-            place = rng.choice(["office", "garden", "kitchen"], 2)
-            for i, where in enumerate(place):
-                lines.append(f"{2 * i + 1} Mary went to the {where}.")
-                lines.append(f"{2 * i + 2} Where is Mary? \t{where}\t{2 * i + 1}")
+            places = rng.choice(["office", "garden", "kitchen"], 2)
+            for i, place in enumerate(places):
+                lines.append(f"{2 * i + 1} Mary went to the {place}.")
+                lines.append(f"{2 * i + 2} Where is Mary? \t{place}\t{2 * i + 1}")
         for number in range(1, 21):
             (folder / f"qa{number}_{split}.txt").write_text("\n".join(lines) + "\n")
     return (
@@ -124,10 +124,10 @@ def babi(tmp_path):
 @pytest.mark.parametrize(
     "task, overrides",
     [
-        ("words", ("model.name=fprnn",)),
-        ("words", ("train.adversarial_noise=0.05", "solver.state_noise=0.2")),
+        ("word_problem", ("model.name=fprnn",)),
+        ("word_problem", ("train.adversarial_noise=0.05", "solver.state_noise=0.2")),
         (
-            "words",
+            "word_problem",
             ("train.curriculum={start: 4, min_accuracy: 0.0, num_elements: 2}", "eval.every=2"),
         ),
         ("stream", ("model.name=fprnn",)),
@@ -137,16 +137,16 @@ def babi(tmp_path):
     ],
     ids=str,
 )
-def test_a_killed_run_continues_exactly(cfg, babi, monkeypatch, task, overrides):
-    """Also one that carries its state from segment to segment (mamba, which cannot, restarts)."""
+def test_resume_after_kill_is_bit_identical(cfg, babi, monkeypatch, task, overrides):
+    """Streams carry the state from segment to segment, except with mamba, which cannot."""
     overrides = (*overrides, *(babi if task == "stream" else ()))
-    whole = train(cfg("name=whole", *overrides))
+    uninterrupted = train(cfg("name=whole", *overrides))
     kind = type(tasks.build(cfg(*overrides).task))
-    batch, seen = kind.batch, []
+    batch, interrupted = kind.batch, []
 
     def die(self, seed, split, index, *rest):
-        if split == "train" and index == 9 and not seen:
-            seen.append(index)
+        if split == "train" and index == 9 and not interrupted:
+            interrupted.append(index)
             raise KeyboardInterrupt
         return batch(self, seed, split, index, *rest)
 
@@ -155,12 +155,14 @@ def test_a_killed_run_continues_exactly(cfg, babi, monkeypatch, task, overrides)
         train(cfg("name=killed", *overrides))
     killed = train(cfg("name=killed", *overrides))
     assert losses(cfg("name=killed").run_dir) == losses(cfg("name=whole").run_dir)
-    assert without_times(killed) == without_times(whole)
+    assert without_times(killed) == without_times(uninterrupted)
 
 
-def test_the_state_crosses_the_segments_of_a_stream(cfg, babi):
-    """What is learnt in segments of 24 tokens is answered as well in segments of 3, where the fact
-    and the question never stand in one."""
+def test_state_is_carried_across_segments(cfg, babi):
+    """A model trained on segments of 24 tokens has the same accuracy on segments of 3 tokens.
+
+    A fact and its question are then never in the same segment.
+    """
     c = cfg(
         *babi,
         "train.length=24",
@@ -171,35 +173,35 @@ def test_the_state_crosses_the_segments_of_a_stream(cfg, babi):
         "model.headdim=16",
         "checkpoint.every=200",
     )
-    whole = train(c)["eval"][0]["metrics"]["accuracy"]
-    assert whole > 0.9
+    accuracy = train(c)["eval"][0]["metrics"]["accuracy"]
+    assert accuracy > 0.9
     short = evaluate_run(c.run_dir, overrides=["train.length=3"])["eval"][0]
-    assert short["length"] == 3 and short["metrics"]["accuracy"] == whole
+    assert short["length"] == 3 and short["metrics"]["accuracy"] == accuracy
 
 
-def test_a_run_of_another_config_is_refused_and_a_finished_one_kept(cfg):
+def test_other_config_is_refused_and_finished_run_is_kept(cfg):
     train(cfg())
     with pytest.raises(RunDirError, match=r"another config .*task.group was 'Z3', is 'Z4'"):
         train(cfg("task.group=Z4"))
     with pytest.raises(RunDirError, match="already holds a run"):
         train(cfg("resume=never"))
-    before = losses(cfg().run_dir)
-    train(cfg())  # nothing left to do but to evaluate again
-    assert losses(cfg().run_dir) == before
+    previous = losses(cfg().run_dir)
+    train(cfg())  # only evaluates again
+    assert losses(cfg().run_dir) == previous
 
 
-def test_the_curriculum_grows_the_length_and_stops_when_solved(cfg):
+def test_curriculum_grows_length_and_stops_when_solved(cfg):
     easy = ("train.steps=80", "train.length=[1, 3]", "eval.every=2", "checkpoint.every=100")
     c = cfg("task.group=Z1", *easy, "train.curriculum={start: 1, grow: 1}", "train.stop_at=1.0")
-    result = train(c)  # one element: every answer is right
+    result = train(c)  # a single element: every answer is correct
     longest = [r["longest"] for r in read_metrics(c.run_dir) if "loss" in r]
     assert longest == [1, 1, 2, 2, 3, 3] and result["solved_at"] == result["updates"] == 6
     again = train(c)
     assert again["solved_at"] == again["updates"] == 6
 
 
-def test_a_curriculum_that_ends_early_is_said(cfg, capsys):
-    """Or a model that was kept at short words would pass for one that has learned all."""
+def test_unfinished_curriculum_is_noted(cfg, capsys):
+    """Without the note, a model trained only on short sequences would look fully trained."""
     curriculum = "train.curriculum={start: 1, grow: 1, min_accuracy: 1.0}"
     c = cfg("task.group=A5", "train.length=3", "train.steps=2", "eval.every=1", curriculum)
     result = train(c)
@@ -207,55 +209,55 @@ def test_a_curriculum_that_ends_early_is_said(cfg, capsys):
     assert f"note: {note}" in capsys.readouterr().out and result["trained_length"] == 1
     assert curriculum_note(result, c) == note
     assert curriculum_note({**result, "trained_length": 3}, c) == ""
-    del result["trained_length"]  # written before this was recorded
+    del result["trained_length"]  # as in results of earlier versions
     assert curriculum_note(result, c) == ""
 
 
-LETTERS = "train.curriculum={start: 2, grow: 2, min_accuracy: 0.0, num_elements: 2}"
+ELEMENTS = "train.curriculum={start: 2, grow: 2, min_accuracy: 0.0, num_elements: 2}"
 
 
-def test_the_curriculum_adds_letters_once_words_are_long(cfg):
-    words = ("task.group=S3", "eval.every=1", "train.steps=7", LETTERS)
-    c = cfg(*words)
+def test_curriculum_adds_elements_at_full_length(cfg):
+    overrides = ("task.group=S3", "eval.every=1", "train.steps=7", ELEMENTS)
+    c = cfg(*overrides)
     train(c)
     valid = [r for r in read_metrics(c.run_dir) if "valid" in r]
     assert [r.get("letters") for r in valid] == [2, 2, 4, None, None, None]
-    at_once = cfg(
-        *words, "name=b", "train.length=1", "train.curriculum.start=1", "train.stop_at=0.01"
+    solvable = cfg(
+        *overrides, "name=b", "train.length=1", "train.curriculum.start=1", "train.stop_at=0.01"
     )
-    assert train(at_once)["solved_at"] == 3  # not before all letters are there
+    assert train(solvable)["solved_at"] == 3  # not before the task has all elements
 
 
-def test_what_is_evaluated_has_all_letters_however_far_the_curriculum_came(cfg):
-    never = LETTERS.replace("min_accuracy: 0.0", "min_accuracy: 1.0")
-    c = cfg("task.group=S3", "train.steps=2", "eval.every=1", never, "eval.lengths=8")
-    assert train(c)["eval"][0]["in_training"]["count"] == 0  # few letters' words are not held apart
+def test_final_evaluation_has_all_elements(cfg):
+    unreachable = ELEMENTS.replace("min_accuracy: 0.0", "min_accuracy: 1.0")
+    c = cfg("task.group=S3", "train.steps=2", "eval.every=1", unreachable, "eval.lengths=8")
+    assert train(c)["eval"][0]["in_training"]["count"] == 0  # with few elements the splits overlap
 
 
-def test_an_adversary_waits_for_the_last_letters(cfg):
+def test_adversary_waits_for_the_end_of_the_curriculum(cfg):
     c = cfg(
-        "task.group=S3", "train.adversarial_noise=0.1", "eval.every=1", LETTERS, "train.steps=7"
+        "task.group=S3", "train.adversarial_noise=0.1", "eval.every=1", ELEMENTS, "train.steps=7"
     )
     train(c)
     records = read_metrics(c.run_dir)
     assert [r["letters"] for r in records if "letters" in r] == [2, 2, 4]
-    known = [r["valid"]["in_training"]["count"] is not None for r in records if "valid" in r]
-    assert known == [False] * 3 + [True] * 3  # few letters' words are not held apart
+    is_known = [r["valid"]["in_training"]["count"] is not None for r in records if "valid" in r]
+    assert is_known == [False] * 3 + [True] * 3  # with few elements the splits overlap
     adversarial = ["adversarial_loss" in r for r in records if "loss" in r]
     assert adversarial == [False] * 3 + [True] * 4
 
 
-def test_lmax_is_fixed_unlimited_or_drawn(cfg):
+def test_lmax_is_fixed_unlimited_or_random(cfg):
     assert max_iters_at(cfg(), 3) == 10
     assert max_iters_at(cfg("train.max_iters=7", *ITERATED), 3) == 7
     assert max_iters_at(cfg("train.max_iters=unlimited", *ITERATED), 3) > 10**6
-    drawn = cfg("train.max_iters=gamma", *ITERATED)
-    values = np.array([max_iters_at(drawn, s) for s in range(3000)])
-    assert values.min() >= 1 and 4.3 < values.mean() < 4.7  # ⌈Γ(4, 1)⌉: 4 and about a half
-    assert [max_iters_at(drawn, s) for s in range(50)] == list(values[:50])
+    random = cfg("train.max_iters=gamma", *ITERATED)
+    values = np.array([max_iters_at(random, s) for s in range(3000)])
+    assert values.min() >= 1 and 4.3 < values.mean() < 4.7  # the mean of ⌈Γ(4, 1)⌉ is about 4.5
+    assert [max_iters_at(random, s) for s in range(50)] == list(values[:50])
     c = cfg("name=few", "train.max_iters=2", "train.steps=2", *ITERATED)
     train(c)
-    # Two iterations, and the evaluation that is differentiated.
+    # Two iterations, and one evaluation for the gradient.
     assert all(max(r["evaluations"]) <= 3 for r in read_metrics(c.run_dir) if "loss" in r)
 
 
@@ -268,78 +270,77 @@ def test_baselines_train(cfg, name):
     assert not any({"probe", "failed"} & r.keys() for r in read_metrics(c.run_dir))
 
 
-ODD = ("task.name=mod_arithmetic", "train.length=[3, 9]", "eval.lengths=5")
+ARITHMETIC = ("task.name=mod_arithmetic", "train.length=[3, 9]", "eval.lengths=5")
 
 
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["train.curriculum={start: 2, num_elements: 9}"], "are only 3"),
-        (["task.name=parity", "train.curriculum={start: 2, num_elements: 2}"], "alone"),
+        (["train.curriculum={start: 2, num_elements: 9}"], "has only 3 elements"),
+        (["task.name=parity", "train.curriculum={start: 2, num_elements: 2}"], "only word_problem"),
         (["train.adversarial_noise=-1"], "train.adversarial_noise"),
         (["train.adversarial_noise=0.1", "model.name=lstm"], "lstm has not: set it to 0"),
         (["task.name=mod_arithmetic", "train.length=4"], "1, 3, 5"),
         (["eval.seeds=[]"], "eval.seeds"),
-        (["eval.seeds=[1,1]"], r"a seed of \[1, 1\] is there twice"),
-        # What would come up in the middle of the run, or at its end, is said before it starts.
-        ([*ODD, "train.curriculum.start=4"], "no sequences of length 4"),
+        (["eval.seeds=[1,1]"], r"\[1, 1\] has a seed twice"),
+        # Problems that would stop the run later are reported before it starts.
+        ([*ARITHMETIC, "train.curriculum.start=4"], "no sequences of length 4"),
         (["task={name: copy, context: 20}", "train.length=[2,12]"], "needs a context of 27 tokens"),
         (
             ["thresholds=[{metric: token_accuracy, length: 7, min: 0.5}]"],
-            r"does not try \(2, 4, 6\)",
+            r"does not include \(2, 4, 6\)",
         ),
         (
             ["thresholds=[{metric: nope, length: 4, min: 0.5}]"],
-            "a bar is on `nope`: word_problem has",
+            "a threshold is on `nope`: word_problem has",
         ),
     ],
 )
-def test_bad_input_is_a_sentence(cfg, tmp_path, overrides, message):
+def test_bad_input_is_refused_before_training(cfg, tmp_path, overrides, message):
     with pytest.raises((ConfigError, TaskError), match=message):
         train(cfg(*overrides))
     assert not (tmp_path / "runs/t/metrics.jsonl").exists()
 
 
-def test_the_command_line(cfg, tmp_path, capsys):
+def test_train_and_eval_commands(cfg, tmp_path, capsys):
     c = cfg()
     yaml = str(tmp_path / "c.yaml")
     out = f"out_dir={tmp_path / 'runs'}"
-    bar = "thresholds=[{metric: token_accuracy, length: 4, min: 0.0}]"
+    threshold = "thresholds=[{metric: token_accuracy, length: 4, min: 0.0}]"
     sequential = "solver.schedule=sequential"
-    assert main(["train", "--config", yaml, out, "train.steps=2", bar, sequential]) == 0
-    shown = capsys.readouterr().out
-    assert "PASS  token_accuracy at length 4" in shown and "ℓ* per" in shown
+    assert main(["train", "--config", yaml, out, "train.steps=2", threshold, sequential]) == 0
+    output = capsys.readouterr().out
+    assert "PASS  token_accuracy at length 4" in output and "ℓ* per" in output
     solver = "token exact, sequential"
-    assert f"evaluation: {solver}" in " ".join(shown.split())
-    assert f"read at once; solver: {solver}" in " ".join(shown.split())
-    bar = "thresholds=[{metric: sequence_accuracy, length: 6, min: 1.0}]"
-    assert main(["train", "--config", yaml, out, "train.steps=2", "--overwrite", bar]) == 2
+    assert f"evaluation: {solver}" in " ".join(output.split())
+    assert f"read at once; solver: {solver}" in " ".join(output.split())
+    threshold = "thresholds=[{metric: sequence_accuracy, length: 6, min: 1.0}]"
+    assert main(["train", "--config", yaml, out, "train.steps=2", "--overwrite", threshold]) == 2
     assert "FAIL  sequence_accuracy at length 6" in capsys.readouterr().out
     assert main(["eval", str(c.run_dir), "eval.lengths=3,5", "eval.seeds=[0, 1]"]) == 0
     rows = json.loads((c.run_dir / "eval.json").read_text())["eval"]
     assert [(r["length"], r["seed"]) for r in rows] == [(3, 0), (3, 1), (5, 0), (5, 1)]
-    # A bar at a length that was not tried has neither passed nor failed.
+    # A threshold at a length that was not evaluated neither passes nor fails.
     assert "FAIL" not in capsys.readouterr().out
-    # A checkpoint is for the vocabulary it was trained on.
+    # A checkpoint works only with the vocabulary that it was trained on.
     assert main(["eval", str(c.run_dir), "task.group=Z5"]) == 1
     assert "are not for task `word_problem`, which has 5 ids" in capsys.readouterr().err
-    # The second has weights of the same shapes.
-    for another in ("model.d_model=32", "model.contractive=0.5"):
-        assert main(["eval", str(c.run_dir), another]) == 1
-        said = capsys.readouterr().err
-        assert "the overrides describe another model than that of" in said
+    # The second override keeps the shapes of the weights.
+    for override in ("model.d_model=32", "model.contractive=0.5"):
+        assert main(["eval", str(c.run_dir), override]) == 1
+        assert "the overrides describe another model than that of" in capsys.readouterr().err
     assert main(["eval", str(tmp_path / "nothing")]) == BAD_CONFIG
     assert "no such folder" in capsys.readouterr().err
-    checkpoint = newest(c.run_dir / "checkpoints") / "state.pt"
+    checkpoint = find_newest_checkpoint(c.run_dir / "checkpoints") / "state.pt"
     checkpoint.write_bytes(checkpoint.read_bytes()[:1000])
     for command in (["eval", str(c.run_dir)], ["train", "--config", yaml, out, "train.steps=2"]):
         assert main(command) == 1
-        shown = capsys.readouterr()
-        assert "state.pt has 1000 bytes, not" in shown.out
-        assert "none of the 1 checkpoint in" in shown.err
+        captured = capsys.readouterr()
+        assert "state.pt has 1000 bytes, not" in captured.out
+        assert "none of the 1 checkpoint in" in captured.err
 
 
-def test_a_sweep_is_not_passed_over_in_silence(cfg, tmp_path, capsys):
+def test_sweep_without_job_index_is_refused(cfg, tmp_path, capsys):
     cfg()
     tree = {**TREE, "sweep": {"train.steps": [2, 3], "seed": [0, 1, 2]}}
     path = tmp_path / "sweep.yaml"
@@ -355,13 +356,13 @@ def test_a_sweep_is_not_passed_over_in_silence(cfg, tmp_path, capsys):
     assert main([*command, "sweep={}", "name=alone", "train.steps=2"]) == 0
 
 
-def test_fewer_updates_than_were_made_are_refused(cfg):
+def test_fewer_steps_than_made_are_refused(cfg):
     train(cfg())
     with pytest.raises(CheckpointError, match=r"has made 12 updates, and train\.steps is only 8"):
         train(cfg("train.steps=8"))
 
 
-def test_a_run_that_goes_on_is_not_finished(cfg, monkeypatch):
+def test_continued_run_is_not_finished(cfg, monkeypatch):
     c = cfg()
     train(c)
     monkeypatch.setattr("synthetic.train.evaluate_all", lambda *_: 1 / 0)
@@ -370,7 +371,7 @@ def test_a_run_that_goes_on_is_not_finished(cfg, monkeypatch):
     assert not (c.run_dir / "result.json").exists()
 
 
-def test_what_training_had_is_kept_and_counted_in_later_evaluations(cfg):
+def test_later_evaluations_report_overlap_and_solver(cfg):
     c = cfg(
         "train.steps=6",
         "checkpoint.every=2",
@@ -379,7 +380,7 @@ def test_what_training_had_is_kept_and_counted_in_later_evaluations(cfg):
         "solver.stopping=causal",
     )
     rows = {r["length"]: r for r in train(c)["eval"]}
-    assert rows[2]["in_training"] == {"count": 16, "of": 16}  # there are too few to hold any apart
+    assert rows[2]["in_training"] == {"count": 16, "of": 16}  # too few samples for disjoint splits
     assert rows[12]["in_training"] == {"count": 0, "of": 16}
     solver = {
         "token": "iterate",
@@ -395,14 +396,14 @@ def test_what_training_had_is_kept_and_counted_in_later_evaluations(cfg):
     assert again["eval"][1]["solver"] == {**solver, "schedule": "window:2", "max_iters": 3}
     exact = evaluate_run(c.run_dir, overrides=["solver={token: exact, schedule: sequential}"])
     assert exact["eval"][0]["solver"]["tol"] is exact["eval"][0]["solver"]["max_iters"] is None
-    # ℓ* is the same whatever solves the model; whether it belongs to the answers is not.
+    # ℓ* does not depend on the solver; whether it belongs to the same solution does.
     counts, others = exact["eval"][0]["num_iters"], again["eval"][0]["num_iters"]
     assert counts | {"elsewhere": others["elsewhere"]} == others
     other = evaluate_run(c.run_dir, overrides=["task.group=Z2", "model.vocab_size=3"])
     assert {row["in_training"]["count"] for row in other["eval"]} == {None}
 
 
-def test_a_stream_is_read_once_in_segments(cfg, babi):
+def test_stream_is_evaluated_once_in_segments(cfg, babi):
     result = train(
         cfg(*babi, "model.name=lstm", "model.headdim=8", "train.steps=1", "optim.warmup=0")
     )
@@ -413,7 +414,7 @@ def test_a_stream_is_read_once_in_segments(cfg, babi):
 
 
 @pytest.mark.gpu
-def test_a5_trains_in_bf16_on_a_gpu(cfg):
+def test_a5_trains_in_bf16_on_gpu(cfg):
     c = cfg("task.group=A5", "model.d_model=64", "train.length=16", "train.steps=50")
     assert train(c)["updates"] == 50
     assert np.isfinite(losses(c.run_dir)).all()

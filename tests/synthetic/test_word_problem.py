@@ -1,4 +1,4 @@
-"""Batches against a walk by hand, and what is refused."""
+"""Word problem: batches against step-by-step products, and refused configs."""
 
 import math
 
@@ -17,7 +17,7 @@ NAMES += ["D4", "D7", "D3_x_Z2"]
 
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(NAMES), st.integers(0, 2**31), st.integers(1, 20), st.integers(1, 5))
-def test_targets_are_running_products(name, seed, length, rows):
+def test_labels_are_running_products(name, seed, length, rows):
     task = tasks.build(Task(name="word_problem", group=name))
     batch = task.batch(seed, "train", 3, rows, (length, length))
     table = group(name).table
@@ -31,33 +31,34 @@ def test_targets_are_running_products(name, seed, length, rows):
 
 
 @pytest.mark.parametrize("n", [3, 4, 7])
-def test_the_symmetries_of_a_polygon_keep_neighbours_and_are_all(n):
+def test_polygon_symmetries_are_complete_and_keep_neighbours(n):
     corners = [set(map(int, name)) for name in element_names(f"D{n}")]
-    assert all(found == set(range(1, n + 1)) for found in corners)
+    assert all(numbers == set(range(1, n + 1)) for numbers in corners)
     images = set(element_names(f"D{n}"))
     assert len(images) == group(f"D{n}").order == 2 * n
     for name in images:
-        round_it = [int(c) for c in name]
-        steps = {(b - a) % n for a, b in zip(round_it, round_it[1:] + round_it[:1])}
+        images_in_order = [int(c) for c in name]
+        neighbours = images_in_order[1:] + images_in_order[:1]
+        steps = {(b - a) % n for a, b in zip(images_in_order, neighbours)}
         assert steps in ({1}, {n - 1})
 
 
 @pytest.mark.parametrize("n", [3, 5])
-def test_low_orders_and_small_classes_come_first(n):
-    """By the cycles of the permutations, which the multiplication table does not know."""
+def test_elements_are_sorted_by_order_then_class_size(n):
+    """The expected order comes from the cycles of the permutations, not from the group's table."""
 
-    def cycles(name):
-        left, found = {int(c) for c in name}, []
-        while left:
-            at, size = left.pop(), 1
-            while (at := int(name[at - 1])) in left:
-                left.remove(at)
+    def cycle_sizes(name):
+        unvisited, sizes = {int(c) for c in name}, []
+        while unvisited:
+            element, size = unvisited.pop(), 1
+            while (element := int(name[element - 1])) in unvisited:
+                unvisited.remove(element)
                 size += 1
-            found.append(size)
-        return tuple(sorted(found))
+            sizes.append(size)
+        return tuple(sorted(sizes))
 
     names = element_names(f"S{n}")
-    types = [cycles(name) for name in names]
+    types = [cycle_sizes(name) for name in names]
     expected = sorted(
         range(len(names)), key=lambda i: (math.lcm(*types[i]), types.count(types[i]), i)
     )
@@ -65,33 +66,37 @@ def test_low_orders_and_small_classes_come_first(n):
     assert group("Z6").simplest_first().tolist() == [0, 3, 2, 4, 1, 5]
 
 
-def test_words_of_few_letters_are_of_the_simplest_and_not_held_apart():
+def test_few_elements_are_the_simplest_and_not_held_out():
     task = tasks.build(Task(name="word_problem", group="S5"))
-    before = task.batch(0, "train", 0, 64, (9, 9))
-    task.draw_from(11)
+    batch_of_all_elements = task.batch(0, "train", 0, 64, (9, 9))
+    task.restrict_elements(11)
     simplest = set(group("S5").simplest_first()[:11].tolist())
     for split in ("train", "valid"):
         batch = task.batch(0, split, 0, 64, (9, 9))
         assert set(batch.input_ids.ravel().tolist()) == simplest
         assert (batch.labels == group("S5").products(batch.input_ids)).all()
+    assert not task.is_held_out(9)
+    assert splits.is_in_split(
+        "train", splits.hash_samples(batch_of_all_elements.input_ids[:, :2])
+    ).all()
+    prefixes = task.batch(0, "train", 0, 64, (9, 9)).input_ids[:, : task.prefix_length]
+    # Training sequences still have prefixes of the training split.
+    assert splits.is_in_split("train", splits.hash_samples(prefixes)).all()
+    task.restrict_elements(None)
+    assert task.is_held_out(9)
     assert (
-        not task.held_apart(9) and splits.is_of("train", splits.keys(before.input_ids[:, :2])).all()
-    )
-    openings = task.batch(0, "train", 0, 64, (9, 9)).input_ids[:, : task.opening]
-    assert splits.is_of("train", splits.keys(openings)).all()  # those of the test never
-    task.draw_from(None)
-    assert task.held_apart(9)
-    assert (task.batch(0, "train", 0, 64, (9, 9)).input_ids == before.input_ids).all()
+        task.batch(0, "train", 0, 64, (9, 9)).input_ids == batch_of_all_elements.input_ids
+    ).all()
 
 
-def test_letters_that_cannot_be_left_out():
-    with pytest.raises(TaskError, match="are only 6"):
-        tasks.build(Task(name="word_problem", group="S3")).draw_from(7)
-    with pytest.raises(TaskError, match="of word_problem alone"):
-        tasks.build(Task(name="parity")).draw_from(2)
+def test_impossible_element_counts_are_refused():
+    with pytest.raises(TaskError, match="has only 6 elements"):
+        tasks.build(Task(name="word_problem", group="S3")).restrict_elements(7)
+    with pytest.raises(TaskError, match="only word_problem can start"):
+        tasks.build(Task(name="parity")).restrict_elements(2)
 
 
-def test_accuracies():
+def test_one_wrong_label_costs_one_token_and_one_sequence():
     task = tasks.build(Task(name="word_problem", group="S3"))
     batch = task.batch(0, "test", 0, 4, (5, 5))
     predicted = batch.labels.copy()
@@ -102,11 +107,11 @@ def test_accuracies():
 
 
 @pytest.mark.parametrize("name", ["B3", "S8", "D2", "D10"])
-def test_a_group_that_is_none_is_refused(name):
+def test_unknown_groups_are_refused(name):
     with pytest.raises(TaskError, match=r"unknown group|more than 5040 elements"):
         tasks.build(Task(name="word_problem", group=name))
 
 
-def test_a_length_of_zero_is_refused():
+def test_length_zero_is_refused():
     with pytest.raises(TaskError, match="has no sequences of length 0: it has lengths 1, 2, 3"):
         tasks.build(Task(name="word_problem")).check_length(0)

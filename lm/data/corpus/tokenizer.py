@@ -55,8 +55,8 @@ def load_tokenizer(cfg: Config, run_dir: Path) -> PreTrainedTokenizerFast:
 def new_tokenizer(cfg: Config) -> PreTrainedTokenizerFast:
     """Load or train the tokenizer of a config, independently of a run directory.
 
-    A BPE is trained only once per text: it is cached in `data.cache_dir`. If its vocabulary is smaller
-    than configured, a line is printed.
+    A BPE is trained only once per text: it is cached in `data.cache_dir`. If its vocabulary is
+    smaller than configured, a line is printed.
 
     Raises:
         DataError: If the tokenizer cannot be found, or has no EOS.

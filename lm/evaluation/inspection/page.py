@@ -13,7 +13,7 @@ from lm.common.files import write_text
 from lm.common.page import render
 from lm.evaluation.inspection.result import Layers, Measurements
 from lm.evaluation.inspection.tokens import Token
-from lm.runs.metrics import OTHER_SOLUTION_MARK, OTHER_SOLUTION_NOTE, has_other_solution
+from lm.runs.metrics import OTHER_SOLUTION_MARK, OTHER_SOLUTION_NOTE, find_other_solutions
 
 MADE_BY = "<!-- made by fprnn inspect -->"  # marks pages that the command may replace
 LN2 = math.log(2)
@@ -108,7 +108,9 @@ def make_layer_rows(layers: Layers, tokens: list[Token]) -> list[list[str]]:
     """Return a table of the fixed-point layers, whose first row is its head."""
     heads = ["layer", "mean ℓ*", "max ℓ*", "at token", "state norm", "gate a", "decay λ"]
     rows = [[*heads, "bisected", "grad_limited"]]
-    is_marked = has_other_solution({"mean": layers.numbers, "other_solution": layers.other_solution.tolist()})
+    is_marked = find_other_solutions(
+        {"mean": layers.numbers, "elsewhere": layers.other_solution.tolist()}
+    )
     for i, number in enumerate(layers.numbers):
         counts = layers.iterations[i]
         position = int(counts.argmax())

@@ -1,7 +1,8 @@
-"""The CPU kernels' library: built at first use, kept in the user's cache, called by ctypes.
+"""Compilation of the CPU kernels into a shared library, its cache, and calls with ctypes.
 
-A function of the library takes one `struct` of sizes, addresses and numbers, all of eight bytes.
-It is passed as packed bytes: ctypes takes microseconds to convert as many arguments one by one.
+The library is compiled at first use and kept in the user's cache. Each of its functions takes one
+struct of eight-byte sizes, numbers and addresses. The struct is passed as packed bytes, because
+ctypes would take microseconds to convert that many arguments one by one.
 """
 
 import ctypes
@@ -23,17 +24,17 @@ from lm.kernels import Unsupported
 from lm.kernels.checks import find_fault
 
 HERE = Path(__file__).parent
-SOURCES = ("scan.cpp", "cell.cpp", "cell_backward.cpp", "roots.cpp")
+SOURCES = ("scan.cpp", "cell_forward.cpp", "cell_backward.cpp", "roots.cpp")
 HEADERS = (
     "vector.h",
-    "cell.h",
+    "cell_token.h",
     "cell_equation.h",
     "cell_gradient.h",
     "cell_pair.h",
     "cell_product.h",
     "cell_root.h",
 )
-# Not -ffast-math; vector.h says why.
+# Without -ffast-math; vector.h has the reason.
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -44,21 +45,21 @@ FLAGS = (
     "-fno-math-errno",
     "-fno-trapping-math",
 )
-# For AMD's Zen g++ splits a multiply-add where it likes, so that a sum of one sequence would be
-# rounded otherwise than that of eight.
-FLAGS_OF_GCC = ("--param=avoid-fma-max-bits=0",)
+# For AMD's Zen, g++ would split some multiply-adds but not others. The rounding of a sequence's
+# sums would then depend on the number of sequences that are computed together.
+GCC_FLAGS = ("--param=avoid-fma-max-bits=0",)
 FUNCTIONS = ("scan", "backward", "cell", "cell_backward", "roots")
 DTYPES = {torch.float32: "float", torch.float64: "double"}
 
 
 def usable(self_check: Callable[[torch.dtype], float]) -> tuple[bool, str]:
-    """Check once whether kernels run here.
+    """Check whether kernels run here; the result is cached.
 
     Args:
         self_check: Returns the deviation from plain PyTorch for a dtype; see `lm.kernels.checks`.
 
     Returns:
-        Whether they run, and a sentence that gives the reason if they do not.
+        True and "" if the kernels run, otherwise False and a sentence with the reason.
     """
     fault = _find_fault(self_check)
     return not fault, fault
@@ -67,9 +68,9 @@ def usable(self_check: Callable[[torch.dtype], float]) -> tuple[bool, str]:
 @functools.cache
 def _find_fault(self_check):
     try:
-        functions()
-    except RuntimeError as wrong:
-        return str(wrong)
+        load_functions()
+    except RuntimeError as error:
+        return str(error)
     faults = (
         find_fault(functools.partial(self_check, dtype), "cpu", "the CPU kernels")
         for dtype in DTYPES
@@ -78,32 +79,36 @@ def _find_fault(self_check):
 
 
 @functools.cache
-def functions() -> dict:
-    """{name: {dtype: function of one packed struct}}, built if need be.
+def load_functions() -> dict:
+    """Load the library, which is compiled if necessary.
+
+    Returns:
+        {name: {dtype: function}}; each function takes one packed struct.
 
     Raises:
-        RuntimeError: they cannot be built or loaded here.
+        RuntimeError: If the library cannot be built or loaded.
     """
     try:
         library = ctypes.CDLL(str(build()))
-        found = {}
+        functions = {}
         for name in FUNCTIONS:
-            found[name] = {d: getattr(library, f"{name}_{kind}") for d, kind in DTYPES.items()}
-            for function in found[name].values():
+            functions[name] = {d: getattr(library, f"{name}_{kind}") for d, kind in DTYPES.items()}
+            for function in functions[name].values():
                 function.argtypes, function.restype = [ctypes.c_char_p], None
-    except (OSError, subprocess.SubprocessError, RuntimeError, AttributeError) as wrong:
-        raise RuntimeError(f"the CPU kernels cannot be built: {wrong}") from wrong
-    return found
+    except (OSError, subprocess.SubprocessError, RuntimeError, AttributeError) as error:
+        raise RuntimeError(f"the CPU kernels cannot be built: {error}") from error
+    return functions
 
 
 def build() -> Path:
     """Return the shared library for these sources, this compiler and this CPU.
 
-    A library from the cache is used if its checksum, the last part of its name, is right: loading
-    a damaged one would end the process by SIGSEGV or SIGBUS. Otherwise it is compiled.
+    A library from the cache is used if its checksum, the last part of its file name, is correct:
+    loading a damaged library would end the process by SIGSEGV or SIGBUS. Otherwise the library is
+    compiled.
 
     Raises:
-        RuntimeError: If there is no compiler, or if it failed.
+        RuntimeError: If there is no compiler, or if the compilation fails.
         OSError: If the cache cannot be written, or if other users can write into it.
     """
     compiler = shutil.which("g++") or shutil.which("clang++")
@@ -111,12 +116,13 @@ def build() -> Path:
         raise RuntimeError("there is neither g++ nor clang++ on PATH")
     command = [compiler, "--version"]
     version = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    flags: Sequence[str] = (*FLAGS, *FLAGS_OF_GCC)
-    if "clang" in version:  # macOS calls it g++, too; its OpenMP is a package apart: one thread
+    flags: Sequence[str] = (*FLAGS, *GCC_FLAGS)
+    # macOS has clang under the name g++, without OpenMP: the kernels then use one thread.
+    if "clang" in version:
         flags = tuple(flag for flag in FLAGS if flag != "-fopenmp")
     texts = [(HERE / name).read_text(encoding="utf-8") for name in (*SOURCES, *HEADERS)]
     key = hashlib.sha256()
-    for part in (*texts, *flags, version, _cpu()):
+    for part in (*texts, *flags, version, _describe_cpu()):
         key.update(part.encode() + b"\0")
     folder, name = open_cache_folder(), f"cpu-{key.hexdigest()[:24]}"
     for library in sorted(folder.glob(f"{name}-*.so")):
@@ -132,7 +138,7 @@ def open_cache_folder() -> Path:
 
     Raises:
         OSError: If the folder cannot be created, or if another user can write into it: a library
-            from there would run with this user's rights.
+            in it would run with this user's rights.
         RuntimeError: If there is no home directory.
     """
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -148,17 +154,25 @@ def open_cache_folder() -> Path:
 
 
 def _compile(compiler: Sequence[str], folder: Path, name: str) -> Path:
-    """Compile the sources into `folder`/`name`-CHECKSUM.so; compiler: the command and its flags."""
+    """Compile the sources into `folder`/`name`-CHECKSUM.so.
+
+    Args:
+        compiler: Command of the compiler and its flags.
+        folder: The cache folder.
+        name: First part of the file name.
+    """
     _print_note(f"compiling the CPU kernels into {folder}: up to 2 minutes, only the first time")
-    # Other processes may build the same: each in a folder of its own, then moved in one step.
-    with tempfile.TemporaryDirectory(dir=folder) as own:
-        made = Path(own) / f"{name}.so"
-        objects = [str(Path(own) / f"{source}.o") for source in SOURCES]
+    # Other processes may compile the same library: each uses a temporary folder and moves its
+    # result in one step.
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        library = Path(temporary) / f"{name}.so"
+        objects = [str(Path(temporary) / f"{source}.o") for source in SOURCES]
         _run_all(
-            [*compiler, "-c", str(HERE / source), "-o", to] for source, to in zip(SOURCES, objects)
+            [*compiler, "-c", str(HERE / source), "-o", output]
+            for source, output in zip(SOURCES, objects)
         )
-        _run_all([[*compiler, *objects, "-o", str(made)]])
-        return made.replace(folder / f"{name}-{_checksum(made)}.so")
+        _run_all([[*compiler, *objects, "-o", str(library)]])
+        return library.replace(folder / f"{name}-{_checksum(library)}.so")
 
 
 def _checksum(path: Path) -> str:
@@ -167,56 +181,63 @@ def _checksum(path: Path) -> str:
 
 
 def _print_note(text: str) -> None:
-    """Print to stderr, where it is not mistaken for a command's output, on rank 0 only."""
+    """Print a note on rank 0, to stderr so that it is not part of a command's output."""
     if os.environ.get("RANK", "0") == "0":
         print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def _run_all(commands):
-    """Run commands beside each other, and wait for all.
+    """Run commands in parallel, and wait for all.
 
     Raises:
-        RuntimeError: one failed; its words are in it.
+        RuntimeError: If a command fails. The message contains its last output.
     """
     pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     running = [subprocess.Popen(command, **pipes) for command in commands]
     try:
         for process in running:
-            _, said = process.communicate(timeout=300)
+            _, errors = process.communicate(timeout=300)
             if process.returncode:
                 command = " ".join(process.args)
-                raise RuntimeError(f"{command} failed: {said.strip()[-500:]}")
+                raise RuntimeError(f"{command} failed: {errors.strip()[-500:]}")
     finally:
         for process in running:
-            process.kill()  # those that are left where one failed
+            process.kill()  # after a failure, the other commands may still run
             process.wait()
             process.stderr.close()
 
 
-def _cpu() -> str:
-    """What -march=native depends on. A home directory may be shared between unlike machines."""
+def _describe_cpu() -> str:
+    """Return the properties of the CPU that -march=native depends on.
+
+    They are part of the library's name because machines with different CPUs may share a home
+    directory.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return platform.machine() + platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
+    keys = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(keys)}))
 
 
 def check(dtype: torch.dtype, *arguments: tuple[str, torch.Tensor | None, Sequence[int]]) -> None:
-    """Refuse what a kernel for this dtype cannot read.
+    """Check that a kernel can read its tensors.
 
     Args:
-        arguments: (name, tensor or None, the shape that it should have).
+        dtype: The dtype that all tensors must have.
+        arguments: (name, tensor or None, expected shape).
+
     Raises:
-        ValueError: shapes do not fit. TypeError: not on the CPU. Unsupported: dtypes differ, or are
-        not float32 or float64.
+        ValueError: If a shape is wrong.
+        TypeError: If a tensor is not on the CPU.
+        Unsupported: If dtypes differ, or are neither float32 nor float64.
     """
     for name, t, shape in arguments:
         if t is None:
             continue
         if t.shape != shape:
-            raise ValueError(f"{name} is {tuple(t.shape)} where {tuple(shape)} is expected")
+            raise ValueError(f"{name} is {tuple(t.shape)}, but {tuple(shape)} is expected")
         if not t.is_cpu:
             raise TypeError(f"{name} is on {t.device}: all must be on the CPU")
         if t.dtype is not dtype or dtype not in DTYPES:
@@ -226,25 +247,28 @@ def check(dtype: torch.dtype, *arguments: tuple[str, torch.Tensor | None, Sequen
 
 
 def address(t: torch.Tensor | None) -> int:
-    """Where a tensor lies; 0, a null pointer, for None."""
+    """Return the address of a tensor's data, or 0 (a null pointer) for None."""
     return 0 if t is None else t.data_ptr()
 
 
 @functools.cache
 def checkpoint_steps(length: int) -> int:
-    """Return the steps between two checkpoints: the power of two at or above √length."""
+    """Return the number of steps between two checkpoints: the power of two at or above √length."""
     return 1 << math.ceil(math.log2(max(1.0, length**0.5)))
 
 
 def token_step(t: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """A tensor (b,l,k) and what lies between two of its tokens, in entries; a slice of a wider one
-    is used as it is, a copy made only where tokens are not evenly spaced or not contiguous."""
+    """Return a tensor (b,l,k) that a kernel can read, and the entries between two of its tokens.
+
+    A slice of a wider tensor is used without a copy. A copy is made only if tokens are not evenly
+    spaced or not contiguous.
+    """
     if not t.is_contiguous():
-        (b, length, k), (over_b, over_l, over_k) = t.shape, t.stride()
-        if over_k == 1 or k == 1:
-            if b == 1 or over_b == length * over_l:
-                return t, over_l
+        (b, length, k), (stride_b, stride_l, stride_k) = t.shape, t.stride()
+        if stride_k == 1 or k == 1:
+            if b == 1 or stride_b == length * stride_l:
+                return t, stride_l
             if length == 1:
-                return t, over_b
+                return t, stride_b
         t = t.contiguous()
     return t, t.shape[2]

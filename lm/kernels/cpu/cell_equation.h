@@ -1,9 +1,9 @@
-// The small equation of one token, s = φ(s) for r numbers: its value and its slope.
+// The small equation of one token, s = φ(s) for r numbers: value and slope of φ, Newton's step.
 //
 //   φ(s) = (α + Β s) / √(γ0 + 2 γ1·s + sᵀ Γ2 s) + δ
 //
-// In double, whatever the kernel's type is: these are a few numbers for each token, and near a fold
-// a rounding decides which root is taken.
+// It is computed in double precision even for float kernels: it is cheap, and near a fold a rounding
+// error would select another root.
 
 #pragma once
 
@@ -14,9 +14,9 @@
 
 namespace {
 
-constexpr int MOST = 8;  // reflections; as in cpu_cell.py
+constexpr int MAX_REFLECTIONS = 8;  // as in lm/kernels/cell_arguments.py
 
-// The constants of lm/model/cell.py, under its names, and of lm/model/solver.py (`Rule`, outcomes).
+// Constants with the names and values of lm/model/cell.py and lm/model/solver.py (`Rule`, outcomes);
 // tests/lm/kernels/test_constants.py compares them.
 constexpr int MOST_PICARD = 300, MOST_NEWTON = 10, BISECTIONS = 60, PATIENCE = 15;
 constexpr double STEPSIZE = 0.99, STEPSIZE_DECAY = 0.9, SLOWEST = 0.99, NEAR = 0.05;
@@ -25,60 +25,60 @@ constexpr int MAX_DIRECT_STEPS = 12;
 
 enum Outcome : uint8_t { FAILED = 1, BISECTED = 2, GRAD_LIMITED = 4 };
 
-// r, a constant where the code was made for one.
+// Return r as a compile-time constant if R is not 0.
 template <int R> inline int rank_of(int64_t r) { return R ? R : int(r); }
 
 struct Equation {
-    double alpha[MOST], beta[MOST][MOST], delta[MOST];
-    double gamma0, gamma1[MOST], gamma2[MOST][MOST];
-    double floor;     // of what is under the root
-    double rounding;  // of the kernel's type
-    mutable int32_t evaluations = 0;  // of φ, for benchmarks/root_search.py
+    double alpha[MAX_REFLECTIONS], beta[MAX_REFLECTIONS][MAX_REFLECTIONS], delta[MAX_REFLECTIONS];
+    double gamma0, gamma1[MAX_REFLECTIONS], gamma2[MAX_REFLECTIONS][MAX_REFLECTIONS];
+    double floor;     // lower bound of the radicand
+    double rounding;  // machine epsilon of the kernel's type
+    mutable int32_t evaluations = 0;  // number of evaluations of φ, for benchmarks/root_search.py
 };
 
-// φ and what Newton needs of it at one s.
+// A point s with the value of φ and the terms of its slope.
 struct Point {
-    double s[MOST], psi[MOST];               // ψ = φ(s) − s
-    double numerator[MOST], slant[MOST];     // α + Β s, γ1 + Γ2 s
-    double inverse, residual, scale;         // 1/√…, max |ψ|, what rounding is measured against
+    double s[MAX_REFLECTIONS], psi[MAX_REFLECTIONS];            // ψ = φ(s) − s
+    double numerator[MAX_REFLECTIONS], slant[MAX_REFLECTIONS];  // α + Β s, γ1 + Γ2 s
+    double inverse, residual, scale;  // 1/√…, max |ψ|, magnitude of ψ's terms (for rounding tests)
 };
 
-template <int R> inline void evaluate(const Equation &e, int64_t r_, Point &at) {
+template <int R> inline void evaluate(const Equation &e, int64_t r_, Point &point) {
     const int r = rank_of<R>(r_);
     ++e.evaluations;
-    double under = e.gamma0;
+    double radicand = e.gamma0;
     for (int i = 0; i < r; ++i) {
         double slant = e.gamma1[i];
-        for (int j = 0; j < r; ++j) slant += e.gamma2[i][j] * at.s[j];
-        at.slant[i] = slant;
-        under += at.s[i] * (e.gamma1[i] + slant);
+        for (int j = 0; j < r; ++j) slant += e.gamma2[i][j] * point.s[j];
+        point.slant[i] = slant;
+        radicand += point.s[i] * (e.gamma1[i] + slant);
     }
-    at.inverse = 1 / std::sqrt(under < e.floor ? e.floor : under);
-    at.residual = at.scale = 0;
-    double sum = 0;  // NaN where one ψ is
+    point.inverse = 1 / std::sqrt(radicand < e.floor ? e.floor : radicand);
+    point.residual = point.scale = 0;
+    double sum = 0;  // NaN if any ψ is NaN
     for (int i = 0; i < r; ++i) {
         double numerator = e.alpha[i], size = std::abs(e.alpha[i]);
-        double moved = 0;
-        for (int j = 0; j < r; ++j) moved += e.beta[i][j] * at.s[j];
-        numerator += moved;
-        size = (size + std::abs(moved)) * at.inverse + std::abs(e.delta[i]) + std::abs(at.s[i]);
-        at.numerator[i] = numerator;
-        at.psi[i] = numerator * at.inverse + e.delta[i] - at.s[i];
-        sum += at.psi[i];
-        const double off = std::abs(at.psi[i]);
-        at.residual = off > at.residual ? off : at.residual;
-        at.scale = size > at.scale ? size : at.scale;
+        double beta_s = 0;
+        for (int j = 0; j < r; ++j) beta_s += e.beta[i][j] * point.s[j];
+        numerator += beta_s;
+        size = (size + std::abs(beta_s)) * point.inverse + std::abs(e.delta[i]) + std::abs(point.s[i]);
+        point.numerator[i] = numerator;
+        point.psi[i] = numerator * point.inverse + e.delta[i] - point.s[i];
+        sum += point.psi[i];
+        const double magnitude = std::abs(point.psi[i]);
+        point.residual = magnitude > point.residual ? magnitude : point.residual;
+        point.scale = size > point.scale ? size : point.scale;
     }
-    if (!(std::abs(sum) <= std::numeric_limits<double>::max())) at.residual = sum - sum;  // NaN
+    if (!(std::abs(sum) <= std::numeric_limits<double>::max())) point.residual = sum - sum;  // NaN
 }
 
-inline bool at_rounding(const Equation &e, const Point &at, double times) {
-    return at.residual <= times * e.rounding * at.scale;
+inline bool is_at_rounding(const Equation &e, const Point &point, double times) {
+    return point.residual <= times * e.rounding * point.scale;
 }
 
-// x with M x = b by elimination with row exchanges, in place of b; the determinant. M is overwritten.
-// Where that is zero or NaN, x is not to be used.
-template <int R> inline double eliminate(double (*M)[MOST], double *b, int64_t r_) {
+// Solve M x = b by elimination with row exchanges. x replaces b; M is overwritten. Returns the
+// determinant; x is invalid if it is zero or NaN.
+template <int R> inline double eliminate(double (*M)[MAX_REFLECTIONS], double *b, int64_t r_) {
     const int r = rank_of<R>(r_);
     if (r == 1) {
         b[0] /= M[0][0];
@@ -108,38 +108,39 @@ template <int R> inline double eliminate(double (*M)[MOST], double *b, int64_t r
     return determinant;
 }
 
-// I − φ′.
+// Compute M = I − φ′.
 template <int R>
-inline void rest_of(const Equation &e, int64_t r_, const Point &at, double (*M)[MOST]) {
+inline void identity_minus_slope(const Equation &e, int64_t r_, const Point &point, double (*M)[MAX_REFLECTIONS]) {
     const int r = rank_of<R>(r_);
-    const double inverse3 = at.inverse * at.inverse * at.inverse;
+    const double inverse3 = point.inverse * point.inverse * point.inverse;
     for (int i = 0; i < r; ++i)
         for (int j = 0; j < r; ++j) {
-            const double slope = e.beta[i][j] * at.inverse - at.numerator[i] * at.slant[j] * inverse3;
+            const double slope = e.beta[i][j] * point.inverse - point.numerator[i] * point.slant[j] * inverse3;
             M[i][j] = (i == j) - slope;
         }
 }
 
-// Newton's step (I − φ′)⁻¹ ψ.
+// Compute Newton's step (I − φ′)⁻¹ ψ.
 template <int R>
-inline void newton_step(const Equation &e, int64_t r_, const Point &at, double *step) {
+inline void newton_step(const Equation &e, int64_t r_, const Point &point, double *step) {
     const int r = rank_of<R>(r_);
-    double M[MOST][MOST];
-    rest_of<R>(e, r, at, M);
-    for (int i = 0; i < r; ++i) step[i] = at.psi[i];
+    double M[MAX_REFLECTIONS][MAX_REFLECTIONS];
+    identity_minus_slope<R>(e, r, point, M);
+    for (int i = 0; i < r; ++i) step[i] = point.psi[i];
     eliminate<R>(M, step, r);
 }
 
-// Whether Picard, damped enough, comes nearer from all around: all eigenvalues of I − φ′ have a
-// positive real part. By the characteristic polynomial (Faddeev and LeVerrier) and Routh's array.
-template <int R> inline bool attracts(const Equation &e, int64_t r_, const Point &at) {
+// Return true if sufficiently damped Picard converges to the root from every point near it. This is
+// the case if all eigenvalues of I − φ′ have a positive real part, which is decided by the
+// characteristic polynomial (Faddeev and LeVerrier) and Routh's array.
+template <int R> inline bool attracts(const Equation &e, int64_t r_, const Point &point) {
     const int r = rank_of<R>(r_);
-    double M[MOST][MOST], power[MOST][MOST], next[MOST][MOST], coefficient[MOST + 2] = {1};
-    rest_of<R>(e, r, at, M);
+    double M[MAX_REFLECTIONS][MAX_REFLECTIONS], power[MAX_REFLECTIONS][MAX_REFLECTIONS], next[MAX_REFLECTIONS][MAX_REFLECTIONS], coefficient[MAX_REFLECTIONS + 2] = {1};
+    identity_minus_slope<R>(e, r, point, M);
     if (r == 1) return M[0][0] > 0;
     for (int i = 0; i < r; ++i)
         for (int j = 0; j < r; ++j) power[i][j] = i == j;
-    for (int k = 1; k <= r; ++k) {  // of det(λ + M): all eigenvalues of −M left of the axis
+    for (int k = 1; k <= r; ++k) {  // coefficients of det(λ + M)
         double trace = 0;
         for (int i = 0; i < r; ++i)
             for (int j = 0; j < r; ++j) {
@@ -151,17 +152,17 @@ template <int R> inline bool attracts(const Equation &e, int64_t r_, const Point
         for (int i = 0; i < r; ++i)
             for (int j = 0; j < r; ++j) power[i][j] = next[i][j] + (i == j) * coefficient[k];
     }
-    double above[MOST] = {}, row[MOST] = {};
+    double upper_row[MAX_REFLECTIONS] = {}, lower_row[MAX_REFLECTIONS] = {};
     for (int j = 0; 2 * j <= r; ++j) {
-        above[j] = coefficient[2 * j];
-        row[j] = coefficient[2 * j + 1];
+        upper_row[j] = coefficient[2 * j];
+        lower_row[j] = coefficient[2 * j + 1];
     }
     for (int k = 1; k <= r; ++k) {
-        if (!(row[0] > 0)) return false;
-        for (int j = 0; j + 1 < MOST; ++j) {
-            const double below = above[j + 1] - above[0] / row[0] * row[j + 1];
-            above[j] = row[j];
-            row[j] = below;
+        if (!(lower_row[0] > 0)) return false;
+        for (int j = 0; j + 1 < MAX_REFLECTIONS; ++j) {
+            const double next_entry = upper_row[j + 1] - upper_row[0] / lower_row[0] * lower_row[j + 1];
+            upper_row[j] = lower_row[j];
+            lower_row[j] = next_entry;
         }
     }
     return true;

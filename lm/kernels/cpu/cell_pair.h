@@ -1,4 +1,4 @@
-// Two reflections: all roots on Picard's side, and the one to which Picard converges.
+// Two reflections: computes all roots on Picard's side and selects the root to which Picard converges.
 //
 // lm/model/certified_root.py is the same search in plain PyTorch and defines F, P, N² and det.
 // docs/proofs.md ("Two reflections") has the proof.
@@ -19,7 +19,8 @@ constexpr double PIECES[PIECE_COUNT] = {0.25, 0.5, 0.75, 0.9, 0.97, 0.99, 0.999,
 constexpr double WIDE_PIECES[PIECE_COUNT - 1] = {0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0};
 constexpr double MIN_SIDE = 1e-4, CERTAIN = 1e-13, STILL = 1e-12;
 
-// The ends of the pieces of the interval of g in which Picard's root lies; false if it is not known.
+// Compute the ends of the pieces of the interval of g that contains Picard's root. Return false if the
+// interval is unknown.
 inline bool find_bounds(const Equation &e, double *ends) {
     const auto &b = e.beta;
     const double half_trace = (b[0][0] + b[1][1]) / 2, det = b[0][0] * b[1][1] - b[0][1] * b[1][0];
@@ -50,7 +51,7 @@ inline bool find_bounds(const Equation &e, double *ends) {
     return true;
 }
 
-// Det, the numerators and N² in powers of g.
+// Coefficients of det, of the numerators, of N² and of P in powers of g.
 struct Polynomials {
     double det[3], numerator[3][2], square[5], p[DEGREE + 1];
 
@@ -59,13 +60,13 @@ struct Polynomials {
         det[0] = 1;
         det[1] = -(b[0][0] + b[1][1]);
         det[2] = b[0][0] * b[1][1] - b[0][1] * b[1][0];
-        const auto moved = [&](const double *x, double *to) {  // (B − tr B · I) x
+        const auto apply_shifted_beta = [&](const double *x, double *to) {  // (B − tr B · I) x
             to[0] = b[0][1] * x[1] - b[1][1] * x[0];
             to[1] = b[1][0] * x[0] - b[0][0] * x[1];
         };
         double moved_alpha[2], moved_delta[2], along[3];
-        moved(e.alpha, moved_alpha);
-        moved(e.delta, moved_delta);
+        apply_shifted_beta(e.alpha, moved_alpha);
+        apply_shifted_beta(e.delta, moved_delta);
         for (int i = 0; i < 2; ++i) {
             numerator[0][i] = e.delta[i];
             numerator[1][i] = e.alpha[i] + moved_delta[i];
@@ -88,7 +89,7 @@ struct Polynomials {
     }
 };
 
-// The Bernstein coefficients on [low, high] of a polynomial given in powers, in place.
+// Replace the power coefficients of a polynomial by its Bernstein coefficients on [low, high].
 inline void to_bernstein(double *c, double low, double high) {
     constexpr double CHOICES[DEGREE + 1] = {1, 6, 15, 20, 15, 6, 1};
     for (int j = 0; j < DEGREE; ++j)
@@ -102,7 +103,7 @@ inline void to_bernstein(double *c, double low, double high) {
         for (int i = DEGREE - 1; i >= j; --i) c[i + 1] += c[i];
 }
 
-// How many zeros P may have on [low, high], 9 if unknown; and P(high).
+// Return an upper bound of the number of zeros of P on [low, high], or 9 if unknown; at_end is P(high).
 inline int count_sign_changes(const double *p, double low, double high, double &at_end) {
     double c[DEGREE + 1], sizes[DEGREE + 1];
     for (int i = 0; i <= DEGREE; ++i) {
@@ -120,7 +121,7 @@ inline int count_sign_changes(const double *p, double low, double high, double &
     return changes;
 }
 
-// The zero of F between low and high, by Newton within bounds.
+// Find the zero of F between low and high by Newton with bisection bounds.
 inline double find_zero(const Equation &e, const Polynomials &polynomials, double low, double high, bool rises) {
     const auto middle = [&] { return low > 0 ? std::sqrt(low * high) : high / 2; };
     double g = middle();
@@ -144,8 +145,8 @@ inline double find_zero(const Equation &e, const Polynomials &polynomials, doubl
     return g;
 }
 
-// Find all roots on Picard's side. Return false if they are not proven to be all, or if several
-// attract; otherwise the root that attracts, or the first if none does.
+// Find all roots on Picard's side and write one into `root`: the root that attracts, or the first root
+// if none attracts. Return false if there may be more roots, or if several attract.
 inline bool find_pair(const Equation &e, double *root, bool &is_attracting) {
     double ends[PIECE_COUNT + 1];
     is_attracting = false;
@@ -165,23 +166,23 @@ inline bool find_pair(const Equation &e, double *root, bool &is_attracting) {
         if (!has_zero[p]) continue;
         const double g = find_zero(e, polynomials, ends[p], ends[p + 1], rises[p]);
         const double d = polynomials.det[0] + g * (polynomials.det[1] + g * polynomials.det[2]);
-        Point at;
+        Point point;
         for (int i = 0; i < 2; ++i)
-            at.s[i] = (polynomials.numerator[0][i] + g * (polynomials.numerator[1][i] + g * polynomials.numerator[2][i])) / d;
-        evaluate<2>(e, 2, at);
+            point.s[i] = (polynomials.numerator[0][i] + g * (polynomials.numerator[1][i] + g * polynomials.numerator[2][i])) / d;
+        evaluate<2>(e, 2, point);
         const double rounding = ROUNDING * std::numeric_limits<double>::epsilon();
         for (int step = 0; step < MAX_POLISH_STEPS; ++step) {
-            if (at.residual <= rounding * at.scale) break;
-            double moves[MOST];
-            newton_step<2>(e, 2, at, moves);
-            for (int i = 0; i < 2; ++i) at.s[i] += moves[i];
-            evaluate<2>(e, 2, at);
+            if (point.residual <= rounding * point.scale) break;
+            double step_s[MAX_REFLECTIONS];
+            newton_step<2>(e, 2, point, step_s);
+            for (int i = 0; i < 2; ++i) point.s[i] += step_s[i];
+            evaluate<2>(e, 2, point);
         }
-        if (!at_rounding(e, at, SOLVED)) return false;
-        const bool attracting = attracts<2>(e, 2, at);
+        if (!is_at_rounding(e, point, SOLVED)) return false;
+        const bool attracting = attracts<2>(e, 2, point);
         if (attracting && is_attracting) return false;
         if (attracting || !has_root)
-            for (int i = 0; i < 2; ++i) root[i] = at.s[i];
+            for (int i = 0; i < 2; ++i) root[i] = point.s[i];
         has_root = true;
         is_attracting = is_attracting || attracting;
     }

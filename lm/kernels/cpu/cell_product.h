@@ -1,7 +1,7 @@
-// The two products of the exact token, for a few sequences at once so that the weight is read once.
+// Matrix products of the `cell` kernel, for a few sequences at once so that the weight is read once.
 //
-// Every sum has an order of its own that no other sequence changes: a result is the same bit for bit
-// alone, in any batch, and token by token.
+// The order of every sum is fixed and does not depend on the other sequences: results are the same bit
+// for bit for a single sequence, in any batch, and token by token.
 
 #pragma once
 
@@ -13,12 +13,13 @@
 
 namespace {
 
-// Sums held in registers. AVX-512 has 32 of them, others 16.
+// Sums that are held in registers. AVX-512 has 32 registers, other CPUs have 16.
 constexpr int SUMS = BYTES == 64 ? 16 : 8;
-// Sequences that share one reading of the weight.
-constexpr int TOGETHER = 8;
+// Sequences that share one pass over the weight.
+constexpr int GROUP_SIZE = 8;
 
-// Two vectors of partial sums, each in parts of 2·half lanes → one in parts of half, those of a first.
+// Add the halves of every part of 2·half lanes of a and b, and return all results in one vector,
+// those of a first.
 template <class T, int half, int... lane>
 inline Vec<T> fold_pair(Vec<T> a, Vec<T> b, std::integer_sequence<int, lane...>) {
     using Bits = typename Float<T>::Bits;
@@ -31,33 +32,33 @@ inline Vec<T> fold_pair(Vec<T> a, Vec<T> b, std::integer_sequence<int, lane...>)
     return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
 }
 
-// LANES vectors → the vector of their sums, all by the same tree; overwrites them.
-template <class T, int count = LANES<T>, int half = LANES<T> / 2> inline Vec<T> sums_of(Vec<T> *v) {
+// Return the vector of the sums of LANES vectors, each added in the same tree; overwrites them.
+template <class T, int count = LANES<T>, int half = LANES<T> / 2> inline Vec<T> sum_each(Vec<T> *v) {
     if constexpr (count == 1) {
         return v[0];
     } else {
         for (int i = 0; i < count / 2; ++i) 
             v[i] = fold_pair<T, half>(v[2 * i], v[2 * i + 1],
                                       std::make_integer_sequence<int, LANES<T>>{});
-        return sums_of<T, count / 2, half / 2>(v);
+        return sum_each<T, count / 2, half / 2>(v);
     }
 }
 
-// out[g][j] += W_j · y_g for S sequences. W: (k, width), y: rows of `width`, whole vectors, zero in
-// what they pad. W is read once.
+// out[g][j] += W_j · y_g for S sequences. W: (k, width); y: rows of `width` entries, padded with zeros
+// to whole vectors. W is read once.
 template <class T, int S>
 void project_some(const T *W, int64_t k, int64_t width, const T *y, T *out, int64_t out_step) {
     constexpr int OUTPUTS = SUMS / S, L = LANES<T>;
     for (int64_t j = 0; j < k; j += OUTPUTS) {
-        const int64_t here = std::min<int64_t>(OUTPUTS, k - j);
+        const int64_t tile_size = std::min<int64_t>(OUTPUTS, k - j);
         const T *row[OUTPUTS];
-        for (int o = 0; o < OUTPUTS; ++o) row[o] = W + (j + std::min<int64_t>(o, here - 1)) * width;
+        for (int o = 0; o < OUTPUTS; ++o) row[o] = W + (j + std::min<int64_t>(o, tile_size - 1)) * width;
         Vec<T> sum[SUMS > L ? SUMS : L] = {};
         for (int64_t c = 0; c < width; c += L) {
             Vec<T> w[OUTPUTS];
             for (int o = 0; o < OUTPUTS; ++o) {
                 w[o] = vector_at<T>(row[o] + c);
-                __builtin_prefetch(row[o] + OUTPUTS * width + c);  // may lie beyond: no matter
+                __builtin_prefetch(row[o] + OUTPUTS * width + c);  // harmless beyond the end of W
             }
             for (int g = 0; g < S; ++g) {
                 const Vec<T> y_g = vector_at<T>(y + g * width + c);
@@ -65,9 +66,9 @@ void project_some(const T *W, int64_t k, int64_t width, const T *y, T *out, int6
             }
         }
         T total[SUMS > L ? SUMS : L];
-        for (int i = 0; i < OUTPUTS * S; i += L) put<T>(total + i, sums_of<T>(sum + i));
+        for (int i = 0; i < OUTPUTS * S; i += L) put<T>(total + i, sum_each<T>(sum + i));
         for (int g = 0; g < S; ++g)
-            for (int64_t o = 0; o < here; ++o) out[g * out_step + j + o] += total[g * OUTPUTS + o];
+            for (int64_t o = 0; o < tile_size; ++o) out[g * out_step + j + o] += total[g * OUTPUTS + o];
     }
 }
 
@@ -75,7 +76,7 @@ void project_some(const T *W, int64_t k, int64_t width, const T *y, T *out, int6
 template <class T, int S>
 void gather_some(const T *W, int64_t k, int64_t width, const T *from, int64_t from_step, T *to) {
     constexpr int WIDE = SUMS / S > 8 ? 8 : SUMS / S, L = LANES<T>;
-    constexpr int64_t ROWS = 16;  // of W, which stay in the cache while all columns are gone through
+    constexpr int64_t ROWS = 16;  // of W, which stay in the cache for all columns
     std::fill(to, to + S * width, T(0));
     const auto panel = [&](int64_t j0, int64_t j1, int64_t c, auto vectors) {
         constexpr int V = decltype(vectors)::value;
@@ -105,20 +106,20 @@ void gather_some(const T *W, int64_t k, int64_t width, const T *from, int64_t fr
     }
 }
 
-// Tiles of Σ_t from_tᵀ to_t: so many rows and vectors of it are summed in registers.
+// Rows and vectors of a tile of Σ_t from_tᵀ to_t, which is summed in registers.
 constexpr int TALL = BYTES == 64 ? 6 : 4, WIDE = BYTES == 64 ? 4 : 2;
 
-// sums[j] += Σ_t from[t][j] to[t] for `here` (TALL or fewer) rows j of WIDE vectors. to, sums: rows
-// of WIDE vectors, close to one another.
+// sums[j] += Σ_t from[t][j] to[t] for `tile_size` (at most TALL) rows j of WIDE vectors. to, sums:
+// consecutive rows of WIDE vectors.
 template <class T>
-void outer_tile(const T *from, int64_t from_step, const T *to, int64_t tokens, int64_t here, T *sums) {
+void outer_tile(const T *from, int64_t from_step, const T *to, int64_t tokens, int64_t tile_size, T *sums) {
     constexpr int L = LANES<T>;
     const T *column[TALL];
     Vec<T> sum[TALL][WIDE];
     for (int j = 0; j < TALL; ++j) {
-        column[j] = from + std::min<int64_t>(j, here - 1);
+        column[j] = from + std::min<int64_t>(j, tile_size - 1);
         for (int i = 0; i < WIDE; ++i)
-            sum[j][i] = vector_at<T>(sums + (std::min<int64_t>(j, here - 1) * WIDE + i) * L);
+            sum[j][i] = vector_at<T>(sums + (std::min<int64_t>(j, tile_size - 1) * WIDE + i) * L);
     }
     for (int64_t t = 0; t < tokens; ++t) {
         Vec<T> v[WIDE];
@@ -128,12 +129,13 @@ void outer_tile(const T *from, int64_t from_step, const T *to, int64_t tokens, i
             for (int i = 0; i < WIDE; ++i) sum[j][i] += times * v[i];
         }
     }
-    for (int j = 0; j < here; ++j)
+    for (int j = 0; j < tile_size; ++j)
         for (int i = 0; i < WIDE; ++i) put<T>(sums + (j * WIDE + i) * L, sum[j][i]);
 }
 
-// call(i, S) for all sequences i, i + 1, …, i + S − 1 of a group, S a constant.
-template <class Call> inline void by_parts(int64_t sequences, Call call) {
+// Divide a group into tiles of S sequences, and call call(i, S) for the tile that begins at i. S is a
+// compile-time constant.
+template <class Call> inline void for_each_tile(int64_t sequences, Call call) {
     int64_t i = 0;
     const auto with = [&](auto S) {
         for (; i + S <= sequences; i += S) call(i, S);

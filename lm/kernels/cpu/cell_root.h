@@ -1,10 +1,10 @@
-// The root of a token's small equation (cell_equation.h).
+// Search for the root of a token's small equation (cell_equation.h).
 //
-// Where it has several roots, the search returns the one to which damped Picard from zero converges.
-// For one reflection it runs Newton first, and proves that the root is Picard's (`find_directly`).
-// Otherwise it runs Picard (`solve_by_picard`), which Newton shortens: Newton's steps are taken where
-// Picard already contracts, and may not lead further than Picard could. For two reflections, after a
-// few steps, it finds all roots on Picard's side and decides among them (`find_pair`).
+// If there are several roots, the search returns the one to which damped Picard from zero converges.
+// For one reflection it runs Newton first and proves that the root is Picard's (`find_directly`).
+// Otherwise it runs Picard (`solve_by_picard`). Once Picard contracts, Newton's steps shorten it; they
+// may not lead further than Picard could. For two reflections the search computes, after a few
+// steps, all roots on Picard's side and selects one of them (`find_pair`).
 
 #pragma once
 
@@ -14,72 +14,73 @@
 
 namespace {
 
-// Newton from a point where Picard contracts by q; whether it found what Picard would have.
+// Run Newton from a point at which Picard contracts by q. Return true if it converges to a root to
+// which Picard would converge as well.
 template <int R>
-inline bool shortcut(const Equation &e, int64_t r_, const Point &from, double q, Point &at) {
+inline bool try_newton(const Equation &e, int64_t r_, const Point &from, double q, Point &point) {
     const int r = rank_of<R>(r_);
-    const double most = 2 * from.residual / (1 - q);
-    double step[MOST];
-    at = from;
-    for (int tried = 0; tried < MOST_NEWTON; ++tried) {
-        newton_step<R>(e, r, at, step);
-        const double before = at.residual;
+    const double max_move = 2 * from.residual / (1 - q);
+    double step[MAX_REFLECTIONS];
+    point = from;
+    for (int attempt = 0; attempt < MOST_NEWTON; ++attempt) {
+        newton_step<R>(e, r, point, step);
+        const double previous = point.residual;
         Point next;
         for (int i = 0; i < r; ++i) {
-            next.s[i] = at.s[i] + step[i];
-            if (!(std::abs(next.s[i] - from.s[i]) <= most)) return false;
+            next.s[i] = point.s[i] + step[i];
+            if (!(std::abs(next.s[i] - from.s[i]) <= max_move)) return false;
         }
         evaluate<R>(e, r, next);
-        const bool halved = next.residual <= before / 2;
-        if (halved || next.residual < before) at = next;
-        const bool there = at_rounding(e, at, ROUNDING);
-        if (there || (!halved && at_rounding(e, at, SOLVED))) return attracts<R>(e, r, at);
+        const bool halved = next.residual <= previous / 2;
+        if (halved || next.residual < previous) point = next;
+        const bool is_solved = is_at_rounding(e, point, ROUNDING);
+        if (is_solved || (!halved && is_at_rounding(e, point, SOLVED))) return attracts<R>(e, r, point);
         if (!halved) return false;
     }
     return false;
 }
 
-// s of g = 1/sqrt(...): (I − gΒ)⁻¹ (gα + δ). Whether its own 1/sqrt(...) is below g.
-template <int R> inline bool above(const Equation &e, int64_t r_, double g, Point &at) {
+// Compute s = (I − gΒ)⁻¹ (gα + δ) for a given g = 1/√(…). Return true if 1/√(…) of that s is below g.
+template <int R> inline bool is_g_too_large(const Equation &e, int64_t r_, double g, Point &point) {
     const int r = rank_of<R>(r_);
-    double M[MOST][MOST];
+    double M[MAX_REFLECTIONS][MAX_REFLECTIONS];
     for (int i = 0; i < r; ++i) {
-        at.s[i] = g * e.alpha[i] + e.delta[i];
+        point.s[i] = g * e.alpha[i] + e.delta[i];
         for (int j = 0; j < r; ++j) M[i][j] = (i == j) - g * e.beta[i][j];
     }
-    eliminate<R>(M, at.s, r);
-    evaluate<R>(e, r, at);
-    return !(at.inverse >= g);
+    eliminate<R>(M, point.s, r);
+    evaluate<R>(e, r, point);
+    return !(point.inverse >= g);
 }
 
-// Where Picard has not converged: bisection of the one number g = 1/sqrt(γ0 + …), in which the
-// equation is linear. g²(γ0 + …) is 0 at g = 0, at least 1 at the largest g, +∞ on both sides of a
-// pole: a root always exists (lm/model/cell.py).
-template <int R> inline bool last_resort(const Equation &e, int64_t r_, Point &at) {
+// Find a root by bisection if Picard does not converge. For a given g = 1/√(γ0 + …) the equation is
+// linear, so that only the number g is searched. g²(γ0 + …) is 0 at g = 0, at least 1 at the largest
+// g, and +∞ on both sides of a pole: a root always exists (lm/model/cell.py).
+template <int R> inline bool find_by_bisection(const Equation &e, int64_t r_, Point &point) {
     const int r = rank_of<R>(r_);
-    double low = LEAST_INVERSE, high = 1 / std::sqrt(e.floor), step[MOST];
-    for (int tried = 0; tried < BISECTIONS; ++tried) {
+    double low = LEAST_INVERSE, high = 1 / std::sqrt(e.floor), step[MAX_REFLECTIONS];
+    for (int attempt = 0; attempt < BISECTIONS; ++attempt) {
         const double middle = std::sqrt(low * high);
-        (above<R>(e, r, middle, at) ? high : low) = middle;
+        (is_g_too_large<R>(e, r, middle, point) ? high : low) = middle;
     }
-    above<R>(e, r, low, at);
-    for (int tried = 0; tried < MOST_NEWTON && !at_rounding(e, at, ROUNDING); ++tried) {
-        newton_step<R>(e, r, at, step);
+    is_g_too_large<R>(e, r, low, point);
+    for (int attempt = 0; attempt < MOST_NEWTON && !is_at_rounding(e, point, ROUNDING); ++attempt) {
+        newton_step<R>(e, r, point, step);
         Point next;
-        for (int i = 0; i < r; ++i) next.s[i] = at.s[i] + step[i];
+        for (int i = 0; i < r; ++i) next.s[i] = point.s[i] + step[i];
         evaluate<R>(e, r, next);
-        if (!(next.residual < at.residual)) break;
-        at = next;
+        if (!(next.residual < point.residual)) break;
+        point = next;
     }
-    return at_rounding(e, at, SOLVED);
+    return is_at_rounding(e, point, SOLVED);
 }
 
-// Whether ‖(I − φ′)⁻¹‖ is above MOST_GAIN, or not known. M: I − φ′.
-template <int R> inline bool limited(double (*M)[MOST], int64_t r_) {
+// Return true if ‖(I − φ′)⁻¹‖ is above MOST_GAIN or NaN. M: I − φ′.
+template <int R> inline bool is_gain_limited(double (*M)[MAX_REFLECTIONS], int64_t r_) {
     const int r = rank_of<R>(r_);
     double squares = 0;
     for (int j = 0; j < r; ++j) {
-        double copy[MOST][MOST], column[MOST] = {};
+        double copy[MAX_REFLECTIONS][MAX_REFLECTIONS], column[MAX_REFLECTIONS] = {};
         for (int i = 0; i < r; ++i)
             for (int l = 0; l < r; ++l) copy[i][l] = M[i][l];
         column[j] = 1;
@@ -89,12 +90,12 @@ template <int R> inline bool limited(double (*M)[MOST], int64_t r_) {
     return !(squares <= MOST_GAIN * MOST_GAIN);
 }
 
-// One reflection: Newton's root, and a proof that damped Picard from zero would have come to it.
-// docs/proofs.md ("Newton's root and its proof") has the proof; φ′ = (n0 + n1 s) / D(s)^(3/2)
-// with D = γ0 + 2 γ1 s + γ2 s².
+// One reflection: Newton's root, and a test that proves that damped Picard from zero converges to it.
+// docs/proofs.md ("Newton's root and its proof") explains the test. Notation:
+// φ′ = (n0 + n1 s) / D(s)^(3/2) with D = γ0 + 2 γ1 s + γ2 s².
 
-// Return true if the Bernstein coefficients of c0 + c1 x + c2 x² + c3 x³ on [0, 1] have one sign:
-// then it has no zero there.
+// Return true if the Bernstein coefficients of c0 + c1 x + c2 x² + c3 x³ on [0, 1] have the same
+// sign: the polynomial then has no zero there.
 inline bool has_no_zero(double c0, double c1, double c2, double c3) {
     const double b0 = 3 * c0, b1 = b0 + c1, b2 = b1 + c1 + c2, b3 = c0 + c1 + c2 + c3;
     return (b0 > 0 && b1 > 0 && b2 > 0 && b3 > 0) || (b0 < 0 && b1 < 0 && b2 < 0 && b3 < 0);
@@ -103,7 +104,7 @@ inline bool has_no_zero(double c0, double c1, double c2, double c3) {
 // Return true if damped Picard from zero converges to `root`, a root of ψ, with any step sizes in
 // (0, 1].
 inline bool is_picards_root(const Equation &e, double phi_of_0, double root) {
-    // Mirrored, so that the root is positive.
+    // Mirror the equation, so that the root is positive.
     const double side = root < 0 ? -1 : 1, r = side * root;
     const double alpha = side * e.alpha[0], beta = e.beta[0][0], delta = side * e.delta[0];
     const double gamma0 = e.gamma0, gamma1 = side * e.gamma1[0], gamma2 = e.gamma2[0][0];
@@ -117,19 +118,20 @@ inline bool is_picards_root(const Equation &e, double phi_of_0, double root) {
     if (!(phi_0 > 0)) return false;
     // 1. The largest value of φ on [0, root]: no step leads beyond it.
     const bool rises = n0 >= 0 && n0 + n1 * r >= 0;
-    double most = r;
-    if (!rises) most = n0 > 0 ? phi(-n0 / n1) : phi_0;
+    double max_phi = r;
+    if (!rises) max_phi = n0 > 0 ? phi(-n0 / n1) : phi_0;
     // 2. Beyond the root φ falls, and not below zero: no step leads below zero.
-    if (!rises && !(n0 + n1 * most <= 0 && r <= most && phi(most) >= 0)) return false;
-    // 3. D stays above its floor on [0, most].
+    if (!rises && !(n0 + n1 * max_phi <= 0 && r <= max_phi && phi(max_phi) >= 0)) return false;
+    // 3. D stays above its floor on [0, max_phi].
     const double vertex = -gamma1 / gamma2;
-    double least = std::min(gamma0, square(most));
-    if (vertex > 0 && vertex < most) least = gamma0 + gamma1 * vertex;
-    if (!(least >= e.floor)) return false;
-    // 4. There is no other root below. Where φ falls there is none. Otherwise φ is at least φ(0)
-    // below the root, so that another one would lie in [φ(0), root]. It would be a root of the quartic
-    // (s − δ)² D − (α + β s)² where s − δ and α + β s have one sign: where they have not, nothing
-    // needs to be shown. With s = root + t the quartic is t (q0 + q1 t + q2 t² + q3 t³).
+    double min_square = std::min(gamma0, square(max_phi));
+    if (vertex > 0 && vertex < max_phi) min_square = gamma0 + gamma1 * vertex;
+    if (!(min_square >= e.floor)) return false;
+    // 4. There is no other root between 0 and this root. If φ falls there, this is certain. Otherwise
+    // φ is at least φ(0) on [0, root], so that another root would be in [φ(0), root]. It would be a
+    // zero of the quartic (s − δ)² D − (α + β s)² at which s − δ and α + β s have the same sign, so
+    // that intervals with different signs are excluded. With s = root + t the quartic is
+    // t (q0 + q1 t + q2 t² + q3 t³).
     if ((!rises && n0 <= 0) || phi_0 >= r) return true;
     const double zero = -alpha / beta, left = r - delta, top = alpha + beta * r;
     const bool cut_at_delta = delta > phi_0 && delta < r, cut_at_zero = zero > phi_0 && zero < r;
@@ -143,56 +145,56 @@ inline bool is_picards_root(const Equation &e, double phi_of_0, double root) {
 }
 
 // Run Newton from a point; return true if it converged to a root.
-inline bool newton_from(const Equation &e, Point at, double &root) {
-    double before = std::numeric_limits<double>::infinity();
-    for (int tried = 0; tried < MAX_DIRECT_STEPS; ++tried) {
-        double rest[1][MOST];
-        rest_of<1>(e, 1, at, rest);
-        if (!(rest[0][0] > 0 && at.residual <= std::numeric_limits<double>::max())) return false;
-        const double next = at.s[0] + at.psi[0] / rest[0][0];
-        const bool halved = at.residual <= before / 2;
-        if (at_rounding(e, at, ROUNDING) || (!halved && at_rounding(e, at, SOLVED))) {
-            root = rest[0][0] * MOST_GAIN >= 1 ? next : at.s[0];
+inline bool newton_from(const Equation &e, Point point, double &root) {
+    double previous = std::numeric_limits<double>::infinity();
+    for (int attempt = 0; attempt < MAX_DIRECT_STEPS; ++attempt) {
+        double M[1][MAX_REFLECTIONS];
+        identity_minus_slope<1>(e, 1, point, M);
+        if (!(M[0][0] > 0 && point.residual <= std::numeric_limits<double>::max())) return false;
+        const double next = point.s[0] + point.psi[0] / M[0][0];
+        const bool halved = point.residual <= previous / 2;
+        if (is_at_rounding(e, point, ROUNDING) || (!halved && is_at_rounding(e, point, SOLVED))) {
+            root = M[0][0] * MOST_GAIN >= 1 ? next : point.s[0];
             return true;
         }
-        before = at.residual;
-        at.s[0] = next;
-        evaluate<1>(e, 1, at);
+        previous = point.residual;
+        point.s[0] = next;
+        evaluate<1>(e, 1, point);
     }
     return false;
 }
 
-// Find the root by Newton, from zero and then from further out; return whether it is proven to be
-// Picard's.
+// Run Newton from zero and, if necessary, from a second point. Return true if the root is proven to
+// be Picard's.
 inline bool find_directly(const Equation &e, double &root) {
-    Point at;
-    at.s[0] = root = 0;
-    evaluate<1>(e, 1, at);
-    if (at_rounding(e, at, ROUNDING)) return true;
-    const double psi_0 = at.psi[0], side = psi_0 < 0 ? -1 : 1;
-    if (newton_from(e, at, root) && is_picards_root(e, psi_0, root)) return true;
-    // The second start: the point of the largest φ on that side, or its limit if that is nearer.
+    Point point;
+    point.s[0] = root = 0;
+    evaluate<1>(e, 1, point);
+    if (is_at_rounding(e, point, ROUNDING)) return true;
+    const double psi_0 = point.psi[0], side = psi_0 < 0 ? -1 : 1;
+    if (newton_from(e, point, root) && is_picards_root(e, psi_0, root)) return true;
+    // The second point: that of the largest φ on the same side, or the limit of φ if it is nearer.
     const double alpha = e.alpha[0], beta = e.beta[0][0], gamma1 = e.gamma1[0];
     const double n0 = beta * e.gamma0 - alpha * gamma1, n1 = beta * gamma1 - alpha * e.gamma2[0][0];
     const double turn = -n0 / n1, limit = e.delta[0] + side * beta / std::sqrt(e.gamma2[0][0]);
     const bool turns = n0 > 0 && turn * side > 0 && !(turn * side >= std::abs(limit));
-    at.s[0] = turns ? turn : limit;
-    evaluate<1>(e, 1, at);
-    return newton_from(e, at, root) && is_picards_root(e, psi_0, root);
+    point.s[0] = turns ? turn : limit;
+    evaluate<1>(e, 1, point);
+    return newton_from(e, point, root) && is_picards_root(e, psi_0, root);
 }
 
-// The root by Picard, into s, and FAILED where none was found: s is then the best that was met.
-// DECIDES: for two reflections, `find_pair` decides after DECIDE_AFTER steps if it can.
+// Run Picard from zero and write the root into s. Return the outcome; after FAILED, s is the iterate
+// with the smallest residual. DECIDES: for two reflections, try `find_pair` after DECIDE_AFTER steps.
 template <int R, bool DECIDES = false>
 inline uint8_t solve_by_picard(const Equation &e, int64_t r_, double *s) {
     const int r = rank_of<R>(r_);
-    double step = STEPSIZE, before = std::numeric_limits<double>::infinity();
-    int waited = 0;
-    Point at, best;
-    for (int i = 0; i < r; ++i) at.s[i] = 0;
-    best.residual = before;
-    const auto take = [&](const Point &found) {
-        for (int i = 0; i < r; ++i) s[i] = found.s[i];
+    double step = STEPSIZE, previous = std::numeric_limits<double>::infinity();
+    int stalled_steps = 0;
+    Point point, best;
+    for (int i = 0; i < r; ++i) point.s[i] = 0;
+    best.residual = previous;
+    const auto set_root = [&](const Point &candidate) {
+        for (int i = 0; i < r; ++i) s[i] = candidate.s[i];
     };
     for (int iteration = 0; iteration < MOST_PICARD; ++iteration) {
         if constexpr (R == 2 && DECIDES) {
@@ -200,52 +202,52 @@ inline uint8_t solve_by_picard(const Equation &e, int64_t r_, double *s) {
             if (iteration == DECIDE_AFTER && find_pair(e, s, is_attracting))
                 return is_attracting ? 0 : BISECTED;
         }
-        evaluate<R>(e, r, at);
-        if (at_rounding(e, at, ROUNDING)) return take(at), 0;
-        if (!(at.residual <= std::numeric_limits<double>::max())) {  // NaN: so is the token
-            return take(at), FAILED;
+        evaluate<R>(e, r, point);
+        if (is_at_rounding(e, point, ROUNDING)) return set_root(point), 0;
+        if (!(point.residual <= std::numeric_limits<double>::max())) {  // NaN or infinity: no step can help
+            return set_root(point), FAILED;
         }
-        const double q = at.residual / before;
-        // What is left of the way is short beside the terms: no other root can be as near.
-        const bool near = at.residual / (1 - q) <= NEAR * at.scale;
-        if (q > 0 && q < SLOWEST && near) {  // the first time q is 0
-            Point found;
-            if (shortcut<R>(e, r, at, q, found)) return take(found), 0;
+        const double q = point.residual / previous;
+        // The remaining distance is small compared with the terms of φ: no other root is that near.
+        const bool is_near = point.residual / (1 - q) <= NEAR * point.scale;
+        if (q > 0 && q < SLOWEST && is_near) {  // in the first iteration q is 0
+            Point candidate;
+            if (try_newton<R>(e, r, point, q, candidate)) return set_root(candidate), 0;
         }
-        if (at.residual < best.residual) {
-            best = at;
-            waited = 0;
-        } else if (++waited >= PATIENCE) {
+        if (point.residual < best.residual) {
+            best = point;
+            stalled_steps = 0;
+        } else if (++stalled_steps >= PATIENCE) {
             step *= STEPSIZE_DECAY;
-            waited = 0;
+            stalled_steps = 0;
         }
-        for (int i = 0; i < r; ++i) at.s[i] += step * at.psi[i];
-        before = at.residual;
+        for (int i = 0; i < r; ++i) point.s[i] += step * point.psi[i];
+        previous = point.residual;
     }
-    Point found = best;
-    if (last_resort<R>(e, r, found)) return take(found), BISECTED;
-    return take(best), FAILED;
+    Point candidate = best;
+    if (find_by_bisection<R>(e, r, candidate)) return set_root(candidate), BISECTED;
+    return set_root(best), FAILED;
 }
 
-// The root that Picard runs into, into s, and its outcome; see `solve_by_picard`.
+// Write the root to which Picard converges into s, and return the outcome; see `solve_by_picard`.
 template <int R> inline uint8_t solve(const Equation &e, int64_t r, double *s) {
     if constexpr (R == 1)
         if (find_directly(e, s[0])) return 0;
     return solve_by_picard<R, true>(e, r, s);
 }
 
-// Without a norm φ is linear: s = (I − Β)⁻¹ α.
+// Solve the equation of a layer without a norm, for which φ is linear: s = (I − Β)⁻¹ α.
 template <int R> inline uint8_t solve_linear(const Equation &e, int64_t r_, double *s) {
     const int r = rank_of<R>(r_);
-    double M[MOST][MOST], sum = 0;
+    double M[MAX_REFLECTIONS][MAX_REFLECTIONS], sum = 0;
     for (int i = 0; i < r; ++i) {
         s[i] = e.alpha[i];
         for (int j = 0; j < r; ++j) M[i][j] = (i == j) - e.beta[i][j];
     }
     const double determinant = eliminate<R>(M, s, r);
     for (int i = 0; i < r; ++i) sum += s[i];
-    const bool found = determinant != 0 && std::abs(sum) <= std::numeric_limits<double>::max();
-    return found ? 0 : FAILED;
+    const bool is_solved = determinant != 0 && std::abs(sum) <= std::numeric_limits<double>::max();
+    return is_solved ? 0 : FAILED;
 }
 
 }  // namespace

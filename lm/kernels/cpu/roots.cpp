@@ -1,9 +1,9 @@
-// The roots of n tokens' equations, given their coefficients (lm/model/cell.py: find_root). The
-// search itself is cell_root.h's, which the compiled cell has too.
+// The `roots` kernel: solves the small equations of n tokens, given their coefficients (find_root in
+// lm/model/cell.py). cell_root.h has the search, which the `cell` kernel uses as well.
 
 #include "cell_root.h"
 
-// Packed field by field in cpu_roots.py; all arrays are contiguous.
+// Arguments, packed field by field in roots.py. All arrays are contiguous.
 struct Roots {
     int64_t tokens, rank, threads, by_picard;
     double floor;
@@ -11,7 +11,7 @@ struct Roots {
     const void *gamma0, *gamma1, *gamma2;  // (n) (n,r) (n,r,r)
     void *s;                               // (n,r)
     uint8_t *outcome;                      // (n)
-    int32_t *evaluations;                  // (n) of φ, or null
+    int32_t *evaluations;                  // (n) evaluations of φ, or null
 };
 
 namespace {
@@ -43,19 +43,19 @@ template <class T, int R> void search(const Roots &p) {
 #pragma omp parallel for num_threads(p.threads) schedule(dynamic, 16)
     for (int64_t token = 0; token < p.tokens; ++token) {
         const Equation e = equation_of<T>(p, token);
-        Point at;
+        Point point;
         const uint8_t outcome =
-            p.by_picard ? solve_by_picard<R>(e, p.rank, at.s) : solve<R>(e, p.rank, at.s);
+            p.by_picard ? solve_by_picard<R>(e, p.rank, point.s) : solve<R>(e, p.rank, point.s);
         p.outcome[token] = outcome;
         if (p.evaluations) p.evaluations[token] = e.evaluations;
-        bool lost = false;  // the equation is of NaN or infinity: so is the answer
+        bool is_nonfinite = false;  // if the equation has NaN or infinity, the result is NaN
         if (outcome == FAILED) {
-            evaluate<R>(e, p.rank, at);
-            lost = !(at.residual <= std::numeric_limits<double>::max());
+            evaluate<R>(e, p.rank, point);
+            is_nonfinite = !(point.residual <= std::numeric_limits<double>::max());
         }
         T *s = static_cast<T *>(p.s) + token * p.rank;
         for (int64_t i = 0; i < p.rank; ++i)
-            s[i] = lost ? std::numeric_limits<T>::quiet_NaN() : T(at.s[i]);
+            s[i] = is_nonfinite ? std::numeric_limits<T>::quiet_NaN() : T(point.s[i]);
     }
 }
 

@@ -1,6 +1,7 @@
-"""The roots of tokens' own equations, compiled for this CPU.
+"""The `roots` kernel for the CPU: solves the small equations of many tokens.
 
-For what `cpu_cell` has no code for: mixers of one's own, windows, the parallel schedule.
+It is used if cpu_cell.py cannot solve the whole layer: for a user's mixer, for windows, and for the
+parallel schedule.
 
 Shape suffixes: n tokens, r rank.
 """
@@ -15,22 +16,22 @@ from torch import Tensor
 from lm.kernels import Unsupported
 from lm.kernels.checks import roots_deviation
 from lm.kernels.cpu import build as cpu_build
-from lm.kernels.cpu.build import address, check, functions
+from lm.kernels.cpu.build import address, check, load_functions
 
-MOST_RANK = 8  # as in cell_root.h
+MAX_RANK = 8  # as in cell_equation.h
 BISECTED = 2  # as in lm/model/solver.py
 _pack = struct.Struct("4qd9q").pack  # `struct Roots` of roots.cpp
 
 
 class Roots(NamedTuple):
-    """What was found."""
+    """Solutions of tokens' equations, with the outcome of each search."""
 
     s: Tensor  # (n,r)
     outcome: Tensor  # (n,) uint8: 0, or FAILED or BISECTED of lm/model/solver.py
 
 
 def usable() -> tuple[bool, str]:
-    """Return whether it runs here, and the reason if it does not; see `usable` of build.py."""
+    """Return whether the kernel runs here, and the reason if not; see `usable` of build.py."""
     return cpu_build.usable(_self_check)
 
 
@@ -47,14 +48,24 @@ def find_roots(
     gamma2: Tensor,
     floor: float,
 ) -> Roots:
-    """The solutions of s = (α + Β s) / √(γ₀ + 2 γ₁·s + sᵀ Γ₂ s) + δ that damped Picard from zero
-    runs into. A token's result does not depend on the other tokens, nor on the number of threads.
+    """Solve s = (α + Β s) / √(γ₀ + 2 γ₁·s + sᵀ Γ₂ s) + δ for every token.
+
+    If an equation has several solutions, damped Picard from zero selects one of them. The result
+    does not depend on the other tokens or on the number of threads.
 
     Args:
-        alpha, delta, gamma1: (n,r). beta, gamma2: (n,r,r). gamma0: (n,). floor: the least that the
-        root is taken of.
+        alpha: α, (n,r).
+        beta: Β, (n,r,r).
+        delta: δ, (n,r).
+        gamma0: γ₀, (n,).
+        gamma1: γ₁, (n,r).
+        gamma2: Γ₂, (n,r,r).
+        floor: Lower bound of the expression under the square root.
+
     Raises:
-        TypeError, ValueError: devices, shapes. Unsupported: dtypes, rank.
+        TypeError: If a tensor is not on the CPU.
+        ValueError: If a shape is wrong.
+        Unsupported: If dtypes differ or are neither fp32 nor fp64, or if r is above 8.
     """
     return _search((alpha, beta, delta, gamma0, gamma1, gamma2), floor, False, None)
 
@@ -65,10 +76,10 @@ def count_evaluations(equations: Sequence[Tensor], floor: float, by_picard: bool
     Args:
         equations: The six tensors of `find_roots`.
         floor: As in `find_roots`.
-        by_picard: Search as ranks above one do, without Newton's certified root.
+        by_picard: Use Picard's search without the certified searches for ranks 1 and 2.
 
     Returns:
-        The Roots, and the evaluations of every token, shape (n,) int32.
+        The Roots, and the number of evaluations of every token, (n,) int32.
     """
     evaluations = torch.empty(len(equations[0]), dtype=torch.int32)
     return _search(equations, floor, by_picard, evaluations), evaluations
@@ -77,8 +88,8 @@ def count_evaluations(equations: Sequence[Tensor], floor: float, by_picard: bool
 def _search(equations, floor, by_picard, evaluations):
     alpha, beta, delta, gamma0, gamma1, gamma2 = equations
     n, r = alpha.shape
-    if r > MOST_RANK:
-        raise Unsupported(f"mixers of rank {r}: the CPU kernel solves up to {MOST_RANK}")
+    if r > MAX_RANK:
+        raise Unsupported(f"mixers of rank {r}: the CPU kernel solves up to {MAX_RANK}")
     check(
         alpha.dtype,
         ("alpha", alpha, (n, r)),
@@ -88,9 +99,9 @@ def _search(equations, floor, by_picard, evaluations):
         ("gamma1", gamma1, (n, r)),
         ("gamma2", gamma2, (n, r, r)),
     )
-    given = [t.contiguous() for t in (alpha, beta, delta, gamma0, gamma1, gamma2)]
-    found = Roots(torch.empty_like(given[0]), torch.empty(n, dtype=torch.uint8))
-    addresses = [address(t) for t in (*given, *found, evaluations)]
+    inputs = [t.contiguous() for t in (alpha, beta, delta, gamma0, gamma1, gamma2)]
+    roots = Roots(torch.empty_like(inputs[0]), torch.empty(n, dtype=torch.uint8))
+    addresses = [address(t) for t in (*inputs, *roots, evaluations)]
     sizes = n, r, torch.get_num_threads(), by_picard
-    functions()["roots"][alpha.dtype](_pack(*sizes, floor, *addresses))
-    return found
+    load_functions()["roots"][alpha.dtype](_pack(*sizes, floor, *addresses))
+    return roots

@@ -1,20 +1,20 @@
-// Mamba-1's selective scan and its gradient on a CPU; lm/kernels/cpu/scan.py compiles and calls it.
+// The `selective_scan` kernel: Mamba-1's scan and its gradient. lm/kernels/cpu/scan.py calls it.
 //
 //   h_t = keep_t exp(dt_t A) h_{t-1} + (dt_t x_t) B_t^T      y_t = h_t C_t
 //
-// Sizes: b rows, l steps, d channels, n states. A vector holds neighbouring channels: every step is
-// then the same arithmetic in all lanes, B and C are broadcast, and no sum runs across lanes but
-// those of dB and dC. States live in memory as (n,d) for the same reason. The exponentials, most
-// of the work, are computed where they are used: kept for a whole solve and read back from memory
-// they took 2.4 times as long at (8, 256, 256, 16), and 0.75 times where they fit the L2 cache.
+// Sizes: b rows, l steps, d channels, n states. A vector holds neighbouring channels: all lanes then do
+// the same arithmetic, B and C are broadcast, and only the sums of dB and dC cross lanes. States are
+// stored as (n,d) for the same reason. The exponentials, most of the work, are computed again in every
+// pass: storing them for a whole solve took 2.4 times as long at (8, 256, 256, 16), and 0.75 times as
+// long if they fit the L2 cache.
 
 #include <algorithm>
 #include <vector>
 
 #include "vector.h"
 
-// Packed field by field in cpu.py. Arrays are contiguous but for B and C, which have steps between
-// their tokens; of the kernel's type; "or null" marks those that may be missing.
+// Arguments, packed field by field in scan.py. Arrays have the kernel's type and are contiguous, except
+// B and C, whose tokens are B_step and C_step entries apart. "or null" marks arrays that may be missing.
 struct Problem {
     int64_t rows, length, channels, states;
     int64_t every;  // steps between checkpoints
@@ -22,21 +22,21 @@ struct Problem {
     const void *x, *dt, *A, *B, *C;  // (b,l,d) (b,l,d) (n,d) (b,l,n) (b,l,n)
     const void *h0, *keep;           // (b,n,d) (b,l), each or null
     void *y, *final;                 // (b,l,d), (b,n,d)
-    void *checkpoints;               // (b, ⌈l/every⌉, n, d) or null: the state entering a chunk
-    const void *grad_y, *grad_final;      // (b,l,d), (b,n,d); from here on backward only
+    void *checkpoints;               // (b, ⌈l/every⌉, n, d) or null: the state before each chunk
+    const void *grad_y, *grad_final;      // (b,l,d), (b,n,d); this and the following: backward only
     void *dx, *ddt, *dA, *dB, *dC, *dh0;  // contiguous; the last or null
 };
 
 namespace {
 
-// Channel blocks that one backward task walks together, so that the sums of dB and dC over their
-// channels stay in lanes and cross them once. Fixed: a result never depends on the thread count.
+// Channel blocks of one backward task. The sums of dB and dC over its channels are added across lanes
+// only once. The number is fixed, so that results do not depend on the number of threads.
 constexpr int64_t GROUP = 4;
-// Updates of one state below which one thread does it: a fraction of a millisecond, less than what
-// waking a thread can take on a busy machine.
+// Number of state updates up to which one thread does all: they take a fraction of a millisecond, less
+// than waking another thread on a busy machine.
 constexpr int64_t SMALL = 1 << 18;
 
-// (n,d) at channel c0 → n vectors, and back.
+// Load n vectors from an (n,d) array that begins at channel c0; zeros if it is null.
 template <class T> void load_state(Vec<T> *to, const T *from, const Problem &p, int64_t lanes) {
     for (int64_t k = 0; k < p.states; ++k)
         to[k] = from ? load<T>(from + k * p.channels, lanes) : Vec<T>{};
@@ -46,16 +46,16 @@ template <class T> void store_state(T *to, const Vec<T> *from, const Problem &p,
     for (int64_t k = 0; k < p.states; ++k) store<T>(to + k * p.channels, from[k], lanes);
 }
 
-// One row, one block of channels, forwards. h and A: n vectors.
+// Scan one block of channels of one row. h and A: scratch memory of n vectors.
 template <class T>
 void scan_block(const Problem &p, int64_t row, int64_t block, Vec<T> *A, Vec<T> *h) {
     const int64_t n = p.states, d = p.channels, c0 = block * LANES<T>;
     const int64_t lanes = std::min<int64_t>(LANES<T>, d - c0);
-    const int64_t at = row * p.length;
-    const T *x = in<T>(p.x) + at * d + c0, *dt = in<T>(p.dt) + at * d + c0;
-    const T *B = in<T>(p.B) + at * p.B_step, *C = in<T>(p.C) + at * p.C_step;
-    const T *keep = p.keep ? in<T>(p.keep) + at : nullptr;
-    T *y = out<T>(p.y) + at * d + c0;
+    const int64_t index = row * p.length;
+    const T *x = in<T>(p.x) + index * d + c0, *dt = in<T>(p.dt) + index * d + c0;
+    const T *B = in<T>(p.B) + index * p.B_step, *C = in<T>(p.C) + index * p.C_step;
+    const T *keep = p.keep ? in<T>(p.keep) + index : nullptr;
+    T *y = out<T>(p.y) + index * d + c0;
     T *checkpoints = out<T>(p.checkpoints);
     if (checkpoints) checkpoints += row * ((p.length + p.every - 1) / p.every) * n * d + c0;
 
@@ -79,7 +79,7 @@ void scan_block(const Problem &p, int64_t row, int64_t block, Vec<T> *A, Vec<T> 
     store_state<T>(out<T>(p.final) + row * n * d + c0, h, p, lanes);
 }
 
-// What one backward task reads and writes besides the arrays of the problem.
+// Scratch memory of one backward task.
 template <class T> struct Scratch {
     std::vector<Vec<T>> A, dA, g;    // (GROUP, n); g is the gradient of the state
     std::vector<Vec<T>> decays, h;   // (every, n), (every + 1, n): one chunk of one block
@@ -89,19 +89,19 @@ template <class T> struct Scratch {
           h(decays.size() + p.states), dB(decays.size()), dC(decays.size()) {}
 };
 
-// One chunk of one block: the states again from its checkpoint, then the gradients backwards.
+// Backpropagate through one chunk of one block: recompute the states from the checkpoint, then go back.
 template <class T>
 void backward_chunk(const Problem &p, Scratch<T> &s, int64_t row, int64_t chunk, int64_t block,
                     int64_t slot) {
     const int64_t n = p.states, d = p.channels, c0 = block * LANES<T>;
     const int64_t lanes = std::min<int64_t>(LANES<T>, d - c0);
     const int64_t first = chunk * p.every, steps = std::min(p.every, p.length - first);
-    const int64_t chunks = (p.length + p.every - 1) / p.every, at = row * p.length + first;
-    const T *x = in<T>(p.x) + at * d + c0, *dt = in<T>(p.dt) + at * d + c0;
-    const T *gy = in<T>(p.grad_y) + at * d + c0;
-    const T *B = in<T>(p.B) + at * p.B_step, *C = in<T>(p.C) + at * p.C_step;
-    const T *keep = p.keep ? in<T>(p.keep) + at : nullptr;
-    T *dx = out<T>(p.dx) + at * d + c0, *ddt = out<T>(p.ddt) + at * d + c0;
+    const int64_t chunks = (p.length + p.every - 1) / p.every, index = row * p.length + first;
+    const T *x = in<T>(p.x) + index * d + c0, *dt = in<T>(p.dt) + index * d + c0;
+    const T *gy = in<T>(p.grad_y) + index * d + c0;
+    const T *B = in<T>(p.B) + index * p.B_step, *C = in<T>(p.C) + index * p.C_step;
+    const T *keep = p.keep ? in<T>(p.keep) + index : nullptr;
+    T *dx = out<T>(p.dx) + index * d + c0, *ddt = out<T>(p.ddt) + index * d + c0;
     const Vec<T> *A = &s.A[slot * n];
     Vec<T> *dA = &s.dA[slot * n], *g = &s.g[slot * n];
 
@@ -110,9 +110,9 @@ void backward_chunk(const Problem &p, Scratch<T> &s, int64_t row, int64_t chunk,
         const Vec<T> dt_t = load<T>(dt + t * d, lanes), u = dt_t * load<T>(x + t * d, lanes);
         const Vec<T> *before = &s.h[t * n];
         Vec<T> *h = &s.h[(t + 1) * n], *a = &s.decays[t * n];
-        const T kept = keep ? keep[t] : T(1);
+        const T keep_t = keep ? keep[t] : T(1);
         for (int64_t k = 0; k < n; ++k) {
-            a[k] = exponential<T>(dt_t * A[k]) * kept;
+            a[k] = exponential<T>(dt_t * A[k]) * keep_t;
             h[k] = a[k] * before[k] + u * B[t * p.B_step + k];
         }
     }
@@ -152,7 +152,7 @@ template <class T> void backward(const Problem &p) {
     const int64_t n = p.states, d = p.channels, length = p.length;
     const int64_t blocks = (d + LANES<T> - 1) / LANES<T>, groups = (blocks + GROUP - 1) / GROUP;
     const int64_t chunks = (length + p.every - 1) / p.every;
-    // Sums over rows (dA) and over groups (dB, dC) are stored apart and added in order.
+    // Parts of the sums over rows (dA) and over groups (dB, dC) are stored and then added in order.
     std::vector<T> dA(p.rows * n * d);
     std::vector<T> dB(p.rows * groups * length * n), dC(dB.size());
 #pragma omp parallel num_threads(p.threads) if (p.rows * length * d * n > SMALL)
@@ -162,7 +162,7 @@ template <class T> void backward(const Problem &p) {
         for (int64_t task = 0; task < p.rows * groups; ++task) {
             const int64_t row = task / groups, first = task % groups * GROUP;
             const int64_t last = std::min(blocks, first + GROUP);
-            const auto each = [&](auto &&body) {
+            const auto for_each_block = [&](auto &&body) {
                 for (int64_t block = first; block < last; ++block) {
                     const int64_t c0 = block * LANES<T>;
                     const int64_t lanes = std::min<int64_t>(LANES<T>, d - c0);
@@ -170,24 +170,24 @@ template <class T> void backward(const Problem &p) {
                 }
             };
             std::fill(s.dA.begin(), s.dA.end(), Vec<T>{});
-            each([&](int64_t, int64_t slot, int64_t state, int64_t c0, int64_t lanes) {
+            for_each_block([&](int64_t, int64_t slot, int64_t state, int64_t c0, int64_t lanes) {
                 load_state<T>(&s.A[slot * n], in<T>(p.A) + c0, p, lanes);
                 load_state<T>(&s.g[slot * n], in<T>(p.grad_final) + state, p, lanes);
             });
             for (int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
                 std::fill(s.dB.begin(), s.dB.end(), Vec<T>{});
                 std::fill(s.dC.begin(), s.dC.end(), Vec<T>{});
-                each([&](int64_t block, int64_t slot, int64_t, int64_t, int64_t) {
+                for_each_block([&](int64_t block, int64_t slot, int64_t, int64_t, int64_t) {
                     backward_chunk<T>(p, s, row, chunk, block, slot);
                 });
-                const int64_t at = (task * length + chunk * p.every) * n;
-                const int64_t here = std::min(p.every, length - chunk * p.every) * n;
-                for (int64_t i = 0; i < here; ++i) {
-                    dB[at + i] = across<T>(s.dB[i]);
-                    dC[at + i] = across<T>(s.dC[i]);
+                const int64_t index = (task * length + chunk * p.every) * n;
+                const int64_t chunk_size = std::min(p.every, length - chunk * p.every) * n;
+                for (int64_t i = 0; i < chunk_size; ++i) {
+                    dB[index + i] = sum_lanes<T>(s.dB[i]);
+                    dC[index + i] = sum_lanes<T>(s.dC[i]);
                 }
             }
-            each([&](int64_t, int64_t slot, int64_t state, int64_t, int64_t lanes) {
+            for_each_block([&](int64_t, int64_t slot, int64_t state, int64_t, int64_t lanes) {
                 store_state<T>(&dA[state], &s.dA[slot * n], p, lanes);
                 if (p.dh0) store_state<T>(out<T>(p.dh0) + state, &s.g[slot * n], p, lanes);
             });

@@ -1,10 +1,12 @@
-"""The selective scan compiled for this CPU (scan.cpp, built by cpu_build), with its gradient.
+"""The `selective_scan` kernel for the CPU (scan.cpp), with its gradient.
+
+lm.model.scan.selective_scan computes the same in plain PyTorch and is the oracle of the tests.
+
+States have the shape (b,d,n) but are stored as (b,n,d), so that neighbouring channels fill a
+vector. A state that this kernel returned can therefore be passed to it without a copy, and so can A
+if it is the transpose of an (n,d) tensor.
 
 Shape suffixes: b batch, l length, d channels, n states.
-
-The mathematics is that of lm.model.scan.selective_scan, its oracle. States live in memory as
-(b,n,d), so that neighbouring channels fill a vector: a state that comes from here, (b,d,n) by its
-shape, goes back in without a copy; so does A where it is the transpose of an (n,d) tensor.
 """
 
 import struct
@@ -15,15 +17,15 @@ from torch.autograd.function import once_differentiable
 
 from lm.kernels.checks import needs_grad, scan_deviation
 from lm.kernels.cpu import build as cpu_build
-from lm.kernels.cpu.build import address, check, checkpoint_steps, functions, token_step
+from lm.kernels.cpu.build import address, check, checkpoint_steps, load_functions, token_step
 
-# `struct Problem` of scan.cpp: sizes, then addresses.
+# Numbers of sizes and of addresses in `struct Problem` of scan.cpp.
 _SIZES, _ADDRESSES = 8, 18
 _pack = struct.Struct(f"{_SIZES + _ADDRESSES}q").pack
 
 
 def usable() -> tuple[bool, str]:
-    """Return whether it runs here, and the reason if it does not; see `usable` of build.py."""
+    """Return whether the kernel runs here, and the reason if not; see `usable` of build.py."""
     return cpu_build.usable(_self_check)
 
 
@@ -32,14 +34,17 @@ def _self_check(dtype):
 
 
 def _call(name, sizes, *tensors):
-    """Call a function of the library on what `struct Problem` holds, as far as it is needed."""
+    """Call a function of the library with the tensors of `struct Problem`, in its order.
+
+    Missing tensors at the end are null.
+    """
     addresses = [address(t) for t in tensors]
-    missing = [0] * (_ADDRESSES - len(tensors))
-    functions()[name][tensors[0].dtype](_pack(*sizes, *addresses, *missing))
+    nulls = [0] * (_ADDRESSES - len(tensors))
+    load_functions()[name][tensors[0].dtype](_pack(*sizes, *addresses, *nulls))
 
 
 def _prepare(x, dt, A, B, C, h0, keep):
-    """Check the arguments; the sizes and tensors that `_call` takes, but for the results."""
+    """Check the arguments; return the sizes and the input tensors for `_call`."""
     (b, length, d), n = x.shape, A.shape[-1]
     check(
         x.dtype,
@@ -62,8 +67,8 @@ def _prepare(x, dt, A, B, C, h0, keep):
     return sizes, (x.contiguous(), dt.contiguous(), A, B, C, h0, keep)
 
 
-def _state(sizes, like):
-    """Memory for states: (b,d,n), stored as (b,n,d)."""
+def _allocate_state(sizes, like):
+    """Allocate a state of shape (b,d,n), stored as (b,n,d)."""
     b, _, d, n = sizes[:4]
     return like.new_empty_strided((b, d, n), (n * d, 1, d))
 
@@ -73,7 +78,7 @@ class _SelectiveScan(torch.autograd.Function):
     def forward(ctx, x, dt, A, B, C, h0, keep):
         sizes, tensors = _prepare(x, dt, A, B, C, h0, keep)
         b, length, d, n, every = sizes[:5]
-        y, final = torch.empty_like(tensors[0]), _state(sizes, x)
+        y, final = torch.empty_like(tensors[0]), _allocate_state(sizes, x)
         checkpoints = x.new_empty(b, -(-length // every), n, d)
         _call("scan", sizes, *tensors, y, final, checkpoints)
         ctx.sizes = sizes
@@ -89,7 +94,7 @@ class _SelectiveScan(torch.autograd.Function):
         grad_y, grad_final = grad_y.contiguous(), grad_final.transpose(1, 2).contiguous()
         dx, ddt = torch.empty_like(x), torch.empty_like(dt)
         dA, dB, dC = A.new_empty(n, d), B.new_empty(b, length, n), C.new_empty(b, length, n)
-        dh0 = None if h0 is None else _state(ctx.sizes, x)
+        dh0 = None if h0 is None else _allocate_state(ctx.sizes, x)
         grads = dx, ddt, dA, dB, dC, dh0
         _call("backward", ctx.sizes, *tensors, None, None, checkpoints, grad_y, grad_final, *grads)
         return dx, ddt, dA.t(), dB, dC, dh0, None
@@ -104,23 +109,32 @@ def selective_scan(
     h0: Tensor | None = None,
     keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Mamba-1's selective scan, differentiable once; lm.model.scan.selective_scan, compiled.
+    """Compute Mamba-1's selective scan; differentiable once.
 
         h_t = keep_t exp(dt_t A) ⊙ h_{t−1} + (dt_t ⊙ x_t) B_tᵀ        y_t = h_t C_t
 
-    The result does not depend on the number of threads, gradients included.
+    The result and its gradients do not depend on the number of threads.
 
     Args:
-        x, dt: (b,l,d). A: (d,n). B, C: (b,l,n). h0: (b,d,n), zero if None. All fp32 or all fp64.
-        keep: (b,l) of 1, and 0 at tokens that start from an empty state; not differentiated.
+        x: (b,l,d), fp32 or fp64, as all other tensors.
+        dt: (b,l,d).
+        A: (d,n).
+        B: (b,l,n).
+        C: (b,l,n).
+        h0: State before the first token, (b,d,n); zero if None.
+        keep: (b,l), 0 at tokens that start from an empty state, else 1; not differentiated.
+
     Returns:
         y (b,l,d) and the final state (b,d,n).
+
     Raises:
-        TypeError, ValueError: devices or shapes. Unsupported: dtypes.
+        TypeError: If a tensor is not on the CPU.
+        ValueError: If a shape is wrong.
+        Unsupported: If dtypes differ or are neither fp32 nor fp64.
     """
     if needs_grad(x, dt, A, B, C, h0):
         return _SelectiveScan.apply(x, dt, A, B, C, h0, keep)
     sizes, tensors = _prepare(x, dt, A, B, C, h0, keep)
-    y, final = torch.empty_like(tensors[0]), _state(sizes, x)
+    y, final = torch.empty_like(tensors[0]), _allocate_state(sizes, x)
     _call("scan", sizes, *tensors, y, final)
     return y, final

@@ -1,6 +1,6 @@
-// Vectors for the kernels of this CPU: the type, load and store, sums, the exponential.
+// Vectors of the CPU kernels: type, load and store, sum of lanes, exponential.
 //
-// Compiled without -ffast-math: NaN must come out where it went in, and `exponential` rounds to an
+// The kernels are compiled without -ffast-math: NaN must be preserved, and `exponential` rounds to an
 // integer by adding and subtracting a large number, which reassociation would remove.
 
 #pragma once
@@ -38,7 +38,7 @@ template <> struct Float<double> {
     static constexpr int mantissa = 52;
     static constexpr double bias = 1023, round = 6755399441055744.0, low = -709.0, high = 710.0;
     static constexpr double ln2_high = 6.93145751953125e-1, ln2_low = 1.42860682030941723212e-6;
-    static constexpr int terms = 13;  // Taylor: below the rounding from here on
+    static constexpr int terms = 13;  // Taylor: the next term is below the rounding error
     static constexpr double series[terms] = {
         1.0, 1.0 / 2, 1.0 / 6, 1.0 / 24, 1.0 / 120, 1.0 / 720, 1.0 / 5040, 1.0 / 40320,
         1.0 / 362880, 1.0 / 3628800, 1.0 / 39916800, 1.0 / 479001600, 1.0 / 6227020800.0};
@@ -47,10 +47,10 @@ template <> struct Float<double> {
 template <class T> using Vec = typename Float<T>::Vec;
 template <class T> constexpr int LANES = BYTES / sizeof(T);
 
-// NaN stays NaN.
+// Limit p to [low, high]; NaN stays NaN.
 template <class T> inline Vec<T> clamp(Vec<T> p) {
     const Vec<T> low = Vec<T>{} + Float<T>::low, high = Vec<T>{} + Float<T>::high;
-#ifdef __AVX512F__  // g++ makes four instructions of what these two do, a tenth of the forward
+#ifdef __AVX512F__  // g++ would use four instructions for these two, 10 % of the forward's time
     if constexpr (sizeof(T) == 4) return _mm512_min_ps(high, _mm512_max_ps(low, p));
     if constexpr (sizeof(T) == 8) return _mm512_min_pd(high, _mm512_max_pd(low, p));
 #else
@@ -59,11 +59,11 @@ template <class T> inline Vec<T> clamp(Vec<T> p) {
 #endif
 }
 
-// e^p: 0 below `low` (where it would be denormal), infinity above `high`, NaN for NaN, 1 for 0.
+// Return e^p: 0 below `low` (instead of denormal numbers), infinity above `high`, NaN for NaN, 1 for 0.
 template <class T> inline Vec<T> exponential(Vec<T> p) {
     using F = Float<T>;
     p = clamp<T>(p);
-    // The sum's last bits are the biased exponent k of 2^k; 0 and all ones are 0 and infinity.
+    // The last bits of the sum are the biased exponent of 2^k; all zeros mean 0, all ones infinity.
     const Vec<T> shifted = p * T(1.4426950408889634) + (F::round + F::bias);
     const Vec<T> k = shifted - (F::round + F::bias);
     const Vec<T> r = (p - k * F::ln2_high) - k * F::ln2_low;
@@ -73,19 +73,19 @@ template <class T> inline Vec<T> exponential(Vec<T> p) {
     return s * (Vec<T>)((typename F::Bits)shifted << F::mantissa);
 }
 
-// Through pointers like this one, not memcpy or v[i]: those make g++ keep v in memory, and a sum
-// that a loop carries takes its way through memory at every step.
-template <class T, int lanes> struct Loose {
+// Unaligned loads and stores use pointers to this type. With memcpy or v[i], g++ would keep v in memory,
+// and a sum in a loop would go through memory in every step.
+template <class T, int lanes> struct Unaligned {
     typedef T V __attribute__((vector_size(lanes * sizeof(T)), aligned(alignof(T)), may_alias));
 };
 template <class T, int lanes = LANES<T>> inline auto vector_at(const T *from) {
-    return *reinterpret_cast<const typename Loose<T, lanes>::V *>(from);
+    return *reinterpret_cast<const typename Unaligned<T, lanes>::V *>(from);
 }
 template <class T, int lanes = LANES<T>, class V> inline void put(T *to, V v) {
-    *reinterpret_cast<typename Loose<T, lanes>::V *>(to) = v;
+    *reinterpret_cast<typename Unaligned<T, lanes>::V *>(to) = v;
 }
 
-// The lanes of the last block beyond the end are zero: the scan's dt = 0 keeps their state zero.
+// Load a block; lanes beyond the end of the array are zero. In the scan dt = 0 keeps their state zero.
 template <class T> inline Vec<T> load(const T *from, int64_t lanes) {
     if (lanes == LANES<T>) return vector_at<T>(from);
     T part[LANES<T>] = {};
@@ -100,8 +100,8 @@ template <class T> inline void store(T *to, Vec<T> v, int64_t lanes) {
     for (int64_t i = 0; i < lanes; ++i) to[i] = part[i];
 }
 
-// v, zero in the lanes beyond the end, where a result may be what no sum should see.
-template <class T> inline Vec<T> first_lanes(Vec<T> v, int64_t lanes) {
+// Set the lanes beyond the end of the array to zero, so that sums ignore them.
+template <class T> inline Vec<T> zero_padding_lanes(Vec<T> v, int64_t lanes) {
     if (lanes == LANES<T>) return v;
     T part[LANES<T>];
     put<T>(part, v);
@@ -111,14 +111,14 @@ template <class T> inline Vec<T> first_lanes(Vec<T> v, int64_t lanes) {
 template <class T> const T *in(const void *p) { return static_cast<const T *>(p); }
 template <class T> T *out(void *p) { return static_cast<T *>(p); }
 
-// The sum of all lanes, halves first: as many steps as the lanes have bits, not as many as lanes.
-template <class T, int lanes = LANES<T>, class V = Vec<T>> inline T across(V v) {
+// Return the sum of all lanes, by adding halves: log₂(lanes) steps.
+template <class T, int lanes = LANES<T>, class V = Vec<T>> inline T sum_lanes(V v) {
     T all[lanes];
     put<T, lanes>(all, v);
     if constexpr (lanes == 2)
         return all[0] + all[1];
     else
-        return across<T, lanes / 2>(vector_at<T, lanes / 2>(all) +
+        return sum_lanes<T, lanes / 2>(vector_at<T, lanes / 2>(all) +
                                     vector_at<T, lanes / 2>(all + lanes / 2));
 }
 

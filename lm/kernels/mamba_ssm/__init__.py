@@ -1,1 +1,1 @@
-"""mamba-ssm's and causal-conv1d's kernels, where these packages are installed."""
+"""Kernels of mamba-ssm and causal-conv1d, which are used if these packages are installed."""

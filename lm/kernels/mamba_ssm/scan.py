@@ -1,4 +1,4 @@
-"""The recurrence of a Mamba layer by mamba-ssm's selective scan, compiled for CUDA."""
+"""The `mamba_scan` kernel: the recurrence of a Mamba layer by mamba-ssm's scan for CUDA."""
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +13,10 @@ MAX_STATES = 256
 
 
 def usable() -> tuple[bool, str]:
-    """Return whether it runs here, and the reason if it does not; see `usable` of
-    triton/build.py. The package may be there without its kernels."""
+    """Return whether the kernel runs here, and the reason if not; see `usable` of triton/build.py.
+
+    The package mamba-ssm may be installed without its compiled kernels.
+    """
     return triton_build.usable(_self_check, "mamba-ssm's kernels")
 
 
@@ -33,14 +35,14 @@ def _self_check():
 
 
 def _unfused(x, low_rank, weight, bias, A, B, C, D, z):
-    # The same product as in `mamba_scan`: another one may be rounded otherwise in TF32.
+    # Use the same product as `mamba_scan`: another product may be rounded differently in TF32.
     dt = _step_sizes(low_rank, weight).transpose(1, 2)
     y, h = loop_over_time(x, F.softplus(dt + bias), A, B, C)
     return (y + D * x) * F.silu(z), h
 
 
 class _NoGradient(torch.autograd.Function):
-    """The final state, of which mamba-ssm's backward silently takes no gradient."""
+    """Identity without a gradient, for the final state: mamba-ssm ignores its gradient."""
 
     @staticmethod
     def forward(ctx, h):

@@ -1,4 +1,4 @@
-"""mamba-ssm's chunked scan of Mamba-2, in Triton, behind the signature of lm.model.scan's."""
+"""The `ssd_scan` and `mamba2_scan` kernels: mamba-ssm's chunked scan of Mamba-2, in Triton."""
 
 import torch
 import torch.nn.functional as F
@@ -11,15 +11,17 @@ from lm.kernels import Unsupported
 from lm.kernels.checks import gradient_deviation
 from lm.kernels.triton import build as triton_build
 
-CHUNK = 256  # that of Mamba-2
-# What its matrix products in TF32 may be off by. They are allowed where PyTorch's own may be.
-TF32 = 5e-3
+CHUNK = 256  # as in Mamba-2
+# Allowed relative error of products in TF32, which are used if PyTorch's own products may use it.
+TF32_ERROR = 5e-3
 
 
 def usable() -> tuple[bool, str]:
-    """Whether it runs here, and if not, why not, in a sentence; see `triton_build.usable`. Its
-    products of fp32 tensors may be in TF32: then torch.set_float32_matmul_precision("high") is
-    needed first."""
+    """Return whether the kernels run here, and the reason if not; see `usable` of triton/build.py.
+
+    Their products of fp32 tensors may be in TF32: then
+    torch.set_float32_matmul_precision("high") is needed first.
+    """
     return triton_build.usable(_self_check, "mamba-ssm's kernels")
 
 
@@ -29,8 +31,8 @@ def _self_check() -> float:
     Returns:
         The `deviation` on small problems of several chunks, gradients included.
     """
-    exact = torch.get_float32_matmul_precision() == "highest"
-    allowed = 1e-4 if exact else TF32
+    is_exact = torch.get_float32_matmul_precision() == "highest"
+    allowed = 1e-4 if is_exact else TF32_ERROR
     error = _scan_deviation(allowed)
     if not error < 1:
         return error
@@ -83,10 +85,10 @@ def ssd_scan(
     h0: Tensor | None = None,
     keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Mamba-2's scan by mamba-ssm, differentiable once; shapes as in lm.model.scan.ssd_scan.
+    """Compute Mamba-2's scan; differentiable once. Shapes are as in lm.model.scan.ssd_scan.
 
     Raises:
-        Unsupported: dtypes that differ or are fp64, no tokens, or more than fits the GPU.
+        Unsupported: If the dtypes differ or are fp64, there are no tokens, or the GPU is too small.
     """
     y, S = _chunk_scan(x, dt, A, B, C, h0, keep)
     return y.float(), S
@@ -134,12 +136,12 @@ def _chunk_scan(x, dt, A, B, C, h0, keep, **fused):
     dtypes = {t.dtype for t in (x, B, C)}
     if len(dtypes) > 1 or x.dtype not in triton_build.DTYPES or x.numel() == 0:
         raise Unsupported(f"x is {tuple(x.shape)}, the dtypes {dtypes}: mamba-ssm's scan takes one")
-    # A document is a sequence index; the state before is that of index 0.
+    # mamba-ssm calls a document a sequence; the state h0 belongs to sequence 0.
     index = None if keep is None else (keep == 0).cumsum(1, dtype=torch.int32)
     chunk = min(CHUNK, max(16, triton.next_power_of_2(x.shape[1])))
     options = dict(initial_states=h0, seq_idx=index, return_final_states=True)
     try:
         y, S = mamba_chunk_scan_combined(x, dt, A, B, C, chunk, **options, **fused)
-    except OutOfResources as wrong:
-        raise Unsupported(f"mamba-ssm's scan does not fit this GPU: {wrong}") from wrong
+    except OutOfResources as error:
+        raise Unsupported(f"mamba-ssm's scan does not fit this GPU: {error}") from error
     return y, S.float()

@@ -1,7 +1,7 @@
-"""What the Triton kernels share: whether they run here, checks and launches.
+"""Helpers of the Triton kernels: self-check, checks of arguments, launches, activations.
 
-They run on CUDA tensors; on CPU tensors, slowly, where TRITON_INTERPRET=1 was set when this file
-was imported. All is computed in fp32 whatever is read.
+The kernels run on CUDA tensors. If TRITON_INTERPRET=1 was set when this file was imported, they run
+on CPU tensors, slowly. They compute in fp32, whatever the dtypes of their arguments.
 """
 
 import functools
@@ -18,21 +18,21 @@ from lm.kernels.checks import find_fault
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MaybeTensor = TypeVar("MaybeTensor", bound=torch.Tensor | None)
-MOST_PROGRAMS = 65535  # along the second and the third axis of a grid
+MAX_PROGRAMS = 65535  # along the second and the third axis of a grid
 
 
 def usable(
     self_check: Callable[[], float], kernels: str = "the Triton kernels"
 ) -> tuple[bool, str]:
-    """Check once whether kernels run here; see `lm.kernels.checks.find_fault`.
+    """Check whether kernels run here; the result is cached. See `lm.kernels.checks.find_fault`.
 
     Args:
-        self_check: Compiles the kernels (seconds; afterwards Triton's cache has them). torch's
-            default device is the device to check.
-        kernels: Their name in the sentence.
+        self_check: Function that computes on torch's default device and returns a `deviation`. Its
+            first call compiles the kernels (seconds); Triton's cache keeps them.
+        kernels: Name of the kernels in the sentence.
 
     Returns:
-        Whether they run, and a sentence that gives the reason if they do not.
+        True and "" if the kernels run, otherwise False and a sentence with the reason.
     """
     fault = _find_fault(self_check, kernels)
     return not fault, fault
@@ -46,17 +46,21 @@ def _find_fault(self_check, kernels):
         return "there is no CUDA device"
     capability = torch.cuda.get_device_capability()
     if capability < (8, 0):
-        found = ".".join(map(str, capability))
-        return f"the GPU has compute capability {found}, {kernels} need 8.0"
+        version = ".".join(map(str, capability))
+        return f"the GPU has compute capability {version}, {kernels} need 8.0"
     return find_fault(self_check, "cuda", kernels)
 
 
 def check(**tensors: tuple[torch.Tensor | None, Sequence[int]]) -> None:
-    """Check name=(tensor, shape); tensors that are None are left out.
+    """Check that kernels can read their tensors.
+
+    Args:
+        tensors: name=(tensor or None, expected shape).
 
     Raises:
-        ValueError: a shape is wrong. TypeError: they are not all on one device that the kernels run
-        on. Unsupported: a dtype is not among DTYPES.
+        ValueError: If a shape is wrong.
+        TypeError: If the tensors are not all on one device on which the kernels run.
+        Unsupported: If a dtype is not among DTYPES.
     """
     device = None
     for name, (t, shape) in tensors.items():
@@ -66,36 +70,43 @@ def check(**tensors: tuple[torch.Tensor | None, Sequence[int]]) -> None:
         if t.dtype not in DTYPES:
             raise Unsupported(f"{name} is {t.dtype}: Triton reads float32, bfloat16 and float16")
         if t.shape != tuple(shape):
-            raise ValueError(f"{name} is {tuple(t.shape)} where {tuple(shape)} is expected")
+            raise ValueError(f"{name} is {tuple(t.shape)}, but {tuple(shape)} is expected")
         if t.device != device or not (t.is_cuda or INTERPRETED):
-            raise TypeError(f"{name} is on {t.device}: all must be on one GPU, as {device} is")
+            raise TypeError(f"{name} is on {t.device}: all must be on one GPU, such as {device}")
 
 
 def launch(kernel: Any, programs: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Run a kernel on the device of its tensors, unless there is nothing to do.
+    """Run a kernel on the device of its tensors.
+
+    Args:
+        kernel: The jitted function.
+        programs: The grid. If a size is 0, the kernel is not launched.
+        args: Arguments of the kernel.
+        constants: Further arguments, by name.
 
     Raises:
-        Unsupported: it takes more than the GPU has, or more programs than a grid can have.
+        Unsupported: If the kernel needs more memory than the GPU has, or the grid is too large.
     """
     if 0 in programs:
         return
-    if max(programs[1:], default=0) > MOST_PROGRAMS:
+    if max(programs[1:], default=0) > MAX_PROGRAMS:
         raise Unsupported(f"{programs} programs are more than a grid can have")
     tensors = (*args, *constants.values())
     try:
         with torch.cuda.device_of(next(t for t in tensors if torch.is_tensor(t))):
             kernel[programs](*args, **constants)
-    except OutOfResources as wrong:
-        raise Unsupported(f"{kernel.__name__} does not fit this GPU: {wrong}") from wrong
+    except OutOfResources as error:
+        raise Unsupported(f"{kernel.__name__} does not fit this GPU: {error}") from error
 
 
 def dense(t: MaybeTensor) -> MaybeTensor:
-    """t, its last dimension contiguous; a copy only where it is not. None stays None."""
+    """Return a tensor whose last dimension is contiguous, copied if necessary; None stays None."""
     return t if t is None or t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()
 
 
 @triton.jit
 def activate(p, ACT: tl.constexpr):
+    """Return act(p)."""
     if ACT == "silu":
         p *= tl.sigmoid(p)
     elif ACT == "relu":
@@ -105,6 +116,7 @@ def activate(p, ACT: tl.constexpr):
 
 @triton.jit
 def activate_grad(p, ACT: tl.constexpr):
+    """Return act′(p)."""
     slope = tl.full(p.shape, 1.0, tl.float32)
     if ACT == "silu":
         gate = tl.sigmoid(p)

@@ -1,8 +1,8 @@
-"""Launches with fixed arguments, made once and repeated: on a GPU as a CUDA graph.
+"""Schedules of kernel launches that are built once and repeated, on a GPU as a CUDA graph.
 
-A step of the exact token is two small kernels; launched one by one from Python they would cost ten
-times what they compute. What changes between repetitions (addresses, the place in time) the kernels
-read from a table in the GPU's memory.
+A token of the exact solve is two small kernels. Launching them one by one from Python would take
+ten times as long as they run. The arguments of a schedule are fixed; what changes between runs
+(addresses, the position in time) is in a table in the GPU's memory, which the kernels read.
 """
 
 import collections
@@ -15,38 +15,43 @@ import torch
 
 from lm.kernels.triton.build import launch
 
-MOST_SCHEDULES = 32  # that are kept: of a model, one for each length of chunk, batch and direction
+# Schedules in the cache. A model needs one per chunk length, batch size and direction.
+MAX_SCHEDULES = 32
 
 
 class Launch(NamedTuple):
     """One launch of a kernel."""
 
     kernel: Any
-    programs: tuple[int, ...]
-    args: dict[str, Any]  # besides the table
+    programs: tuple[int, ...]  # the grid
+    args: dict[str, Any]  # all arguments except the table
 
 
 class Schedule:
-    """A list of launches, to be run again and again.
+    """List of launches that is run repeatedly.
 
-    The first run launches one by one, which compiles; the second is recorded as a CUDA graph where
-    that is possible, and replayed from then on. Elsewhere every run launches one by one.
+    The first run launches the kernels one by one, which compiles them. The second run records them
+    as a CUDA graph if that is possible, and later runs replay it. On a CPU every run launches them
+    one by one.
+
+    Args:
+        table: int64 tensor that the kernels read and `point` writes.
+        launches: The launches; their arguments are the table and constants.
     """
 
     def __init__(self, table: torch.Tensor, launches: list[Launch]) -> None:
-        """table: what the kernels read and `point` writes. launches: their arguments are the table
-        and numbers."""
         self.table, self.launches = table, launches
-        self.lock = threading.Lock()  # from `point` to the last run
+        self.lock = threading.Lock()  # held from `point` to the last run
         self.graph: torch.cuda.CUDAGraph | None = None
         self.runs = 0
         self.recordable = table.is_cuda
 
     def point(self, values: list[int]) -> None:
-        """Write the table, whatever torch's default device is. No one waits for the GPU."""
+        """Write the table without waiting for the GPU."""
+        # The device is explicit because the caller may have changed torch's default device.
         numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
         if self.table.is_cuda:
-            numbers = numbers.pin_memory()  # its memory is not used again before it is read
+            numbers = numbers.pin_memory()  # pinned memory is not reused before it has been read
         self.table.copy_(numbers, non_blocking=True)
 
     def run(self, first: int) -> None:
@@ -67,24 +72,24 @@ class Schedule:
     def _record(self):
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream()
-        apart = torch.cuda.Stream()
-        apart.wait_stream(current)
+        recording = torch.cuda.Stream()
+        recording.wait_stream(current)
         try:
-            with torch.cuda.stream(apart):
+            with torch.cuda.stream(recording):
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     self._launch()
                 finally:
                     graph.capture_end()
-        except RuntimeError as wrong:
+        except RuntimeError as error:
             self.recordable = False
             warnings.warn(
-                f"the exact token is launched kernel by kernel, which is slower: {wrong}",
+                f"the exact token is launched kernel by kernel, which is slower: {error}",
                 RuntimeWarning,
                 stacklevel=2,
             )
             return
-        current.wait_stream(apart)
+        current.wait_stream(recording)
         self.graph = graph
 
 
@@ -92,9 +97,11 @@ _schedules: collections.OrderedDict[Hashable, Schedule] = collections.OrderedDic
 _lock = threading.Lock()
 
 
-def schedule(key: Hashable, make: Callable[[], Schedule]) -> Schedule:
-    """The Schedule of this key, on this device and stream; what was used longest ago is dropped
-    above MOST_SCHEDULES."""
+def get_schedule(key: Hashable, make: Callable[[], Schedule]) -> Schedule:
+    """Return the schedule of a key on this device and stream; make it if it is missing.
+
+    Above MAX_SCHEDULES the least recently used schedule is dropped.
+    """
     if torch.cuda.is_available():
         stream = torch.cuda.current_stream()
         key = key, stream.device, stream.cuda_stream
@@ -102,6 +109,6 @@ def schedule(key: Hashable, make: Callable[[], Schedule]) -> Schedule:
         if key not in _schedules:
             _schedules[key] = make()
         _schedules.move_to_end(key)
-        if len(_schedules) > MOST_SCHEDULES:
+        if len(_schedules) > MAX_SCHEDULES:
             _schedules.popitem(last=False)
         return _schedules[key]

@@ -1,23 +1,24 @@
-"""The selective scan on a GPU, forward and backward, in Triton.
+"""The `selective_scan` kernel for GPUs: Mamba-1's scan with its gradient, in Triton.
 
 Shape suffixes: b batch, l length, d channels, n states; k chunks of time, t tiles (of TILE steps).
 
     h_t = keep_t exp(dt_t A) ⊙ h_{t−1} + (dt_t ⊙ x_t) B_tᵀ        y_t = h_t C_t
 
-The mathematics is that of lm.model.scan.selective_scan, its oracle. A program walks through time
-with the states of BLOCK_D channels in registers: a column of the (n,d) tile belongs to one thread,
-so y needs no exchange between threads. One step after another leaves most of a GPU idle unless
-rows × channels are many, so long inputs are cut into k chunks (`_chunk_length`):
+lm.model.scan.selective_scan computes the same in plain PyTorch and is the oracle of the tests. A
+program goes through time with the states of BLOCK_D channels in registers: each column of the (n,d)
+tile belongs to one thread, so that y needs no exchange between threads. A sequential loop leaves
+most of a GPU idle unless rows × channels are many. Long inputs are cut into k chunks
+(`_chunk_length`):
 
-    1. every chunk but the last from a zero state: what it adds, and its decay exp(A Σdt);
-    2. the states entering the chunks, one small kernel over k;
-    3. every chunk from its entering state, writing y.
+    1. for every chunk except the last, from a zero state: its final state, and its decay exp(A
+    Σdt); 2. the states entering the chunks, in one small kernel over k; 3. for every chunk, from
+    its entering state: y.
 
-The cotangent of a state, p_{t−1} = keep_t exp(dt_t A) ⊙ (p_t + grad_y_t C_tᵀ), is the same
-recurrence from the right, and runs through the same kernels. The backward leaves h and p behind at
-the borders of tiles; within a tile everything follows at once, one state n at a time
-(`_grad_kernel`). Sums over channels, rows and tiles are written as parts and added up by torch, so
-results are the same from run to run. Nothing of size (b,l,d,n) is stored.
+The gradient of a state, p_{t−1} = keep_t exp(dt_t A) ⊙ (p_t + grad_y_t C_tᵀ), is the same
+recurrence in reverse time, and uses the same kernels. The backward pass stores h and p at the
+borders of tiles; within a tile `_grad_kernel` computes all gradients, one state n at a time. Sums
+over channels, rows and tiles are stored as parts and added by torch, so that results are the same
+in every run. Nothing of size (b,l,d,n) is stored.
 """
 
 import torch
@@ -29,12 +30,12 @@ from torch.autograd.function import once_differentiable
 from lm.kernels import Unsupported
 from lm.kernels.checks import needs_grad, scan_deviation
 from lm.kernels.triton import build as triton_build
-from lm.kernels.triton.build import MOST_PROGRAMS, check, dense, launch
+from lm.kernels.triton.build import MAX_PROGRAMS, check, dense, launch
 
 TILE = 16  # steps whose states the backward holds in registers
 # Time is cut until this many warps run: about five for each of the 528 schedulers of an H100. More
-# would not pay, since all chunks but the last are walked twice.
-ENOUGH_WARPS = 2560
+# would not pay, because all chunks except the last are scanned twice.
+TARGET_WARPS = 2560
 MIN_CHUNK = 64
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -48,8 +49,8 @@ def _scan_kernel(
     C,  # in (b,l,n)
     keep,  # in (b,l)
     entering,  # in (b,k,n,d): the state before each chunk
-    chunk_states,  # out (b,k,n,d): what a chunk adds
-    chunk_decays,  # out (b,k,n,d): what it leaves of the state before it
+    chunk_states,  # out (b,k,n,d): final states from a zero state
+    chunk_decays,  # out (b,k,n,d): decay over the whole chunk
     y,  # out (b,l,d)
     tiles,  # out (b,t,n,d): the state at the border of every tile
     leaving,  # out (b,n,d): the state after the last chunk
@@ -72,12 +73,15 @@ def _scan_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Walk through one chunk for BLOCK_D channels. What is None is not read or not written. With
-    REVERSE from the right: the state is the cotangent p, value is grad_y and vector is C."""
-    # 1. Which chunk of which row, and BLOCK_D of its channels; their rates A (n,d) in base 2.
+    """Scan one chunk for BLOCK_D channels.
+
+    Arguments that are None are neither read nor written. REVERSE: go backwards in time; the state
+    is then the gradient p, value is grad_y and vector is C.
+    """
+    # 1. Select a chunk of a row and BLOCK_D channels, and load their rates A (n,d) in base 2.
     row, c = tl.program_id(2).to(tl.int64), tl.program_id(1)
     if REVERSE and chunk_states is not None:
-        c += 1  # nothing needs what leaves the first chunk to the left
+        c += 1  # the first chunk has no predecessor that needs its result
     at_d, at_n = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
     d_in, n_in = at_d < d, at_n < n
     nd_in = n_in[:, None] & d_in[None, :]
@@ -86,7 +90,7 @@ def _scan_kernel(
     at_nd = at_n[:, None] * d + at_d[None, :] + zero
     rate = tl.load(A + at_nd, mask=nd_in, other=0.0).to(tl.float32) * LOG2E
 
-    # 2. Pointers to the chunk's first step, which in REVERSE is its last in time.
+    # 2. Compute pointers to the chunk's first step (its last one if REVERSE).
     begin = c * chunk
     steps = tl.minimum(chunk, length - begin)
     t = begin
@@ -101,16 +105,16 @@ def _scan_kernel(
     if REVERSE:
         value_time, dt_time, vector_time = -value_time, -dt_time, -vector_time
 
-    # 3. The state (n,d) before that step.
+    # 3. Load the state (n,d) before that step.
     h = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if entering is not None:
         h = tl.load(entering + (row * chunks + c) * n * d + at_nd, mask=nd_in, other=0.0)
     total, total_keep = tl.zeros([BLOCK_D], tl.float32), 0.0
-    # x and dt come from far: a step's are asked for while the one before is computed.
-    more = tl.where(steps > 0, d, 0)
-    next_value = tl.load(value + at_d, mask=at_d < more, other=0.0)
-    next_dt = tl.load(dt + at_d, mask=at_d < more, other=0.0)
-    # 4. Step by step: note the state at a tile's border, update it, read y from it.
+    # Load x and dt of a step from the GPU's memory while the previous step is computed.
+    next_end = tl.where(steps > 0, d, 0)
+    next_value = tl.load(value + at_d, mask=at_d < next_end, other=0.0)
+    next_dt = tl.load(dt + at_d, mask=at_d < next_end, other=0.0)
+    # 4. For each step: store the state at a tile's border, update the state, and compute y.
     i = 0
     while i < steps:  # Triton 3.6 cannot interpret a range with numpy 2.4
         i += 1
@@ -123,16 +127,16 @@ def _scan_kernel(
                 tile = row * tl.cdiv(length, TILE) + t // TILE
                 tl.store(tiles + tile * n * d + at_nd, h, mask=nd_in)
         v, r = next_value.to(tl.float32), next_dt.to(tl.float32)
-        more = tl.where(i < steps, d, 0)
+        next_end = tl.where(i < steps, d, 0)
         value += value_time
         dt += dt_time
-        next_value = tl.load(value + at_d, mask=at_d < more, other=0.0)
-        next_dt = tl.load(dt + at_d, mask=at_d < more, other=0.0)
+        next_value = tl.load(value + at_d, mask=at_d < next_end, other=0.0)
+        next_dt = tl.load(dt + at_d, mask=at_d < next_end, other=0.0)
         w = tl.load(vector + at_n, mask=n_in, other=0.0).to(tl.float32)
         vector += vector_time
 
         exponent = r[None, :] * rate
-        if keep is not None:  # a reset is a decay of 2^−∞, added for free
+        if keep is not None:  # a reset is a decay of 2^−∞, at no cost
             log_keep = tl.where(tl.load(keep + row * length + t) == 0, float("-inf"), 0.0)
             exponent += log_keep
             total_keep += log_keep
@@ -143,17 +147,19 @@ def _scan_kernel(
             h = tl.exp2(exponent) * h + (r * v)[None, :] * w[:, None]
             t += 1
         if y is not None:
-            out = tl.load(C + at_n, mask=n_in, other=0.0).to(tl.float32)
-            tl.store(y + at_d, tl.sum(h * out[:, None], axis=0), mask=d_in)
+            C_t = tl.load(C + at_n, mask=n_in, other=0.0).to(tl.float32)
+            tl.store(y + at_d, tl.sum(h * C_t[:, None], axis=0), mask=d_in)
             C += C_time
             y += d
         total += r
 
-    # 5. What the next kernel needs of this chunk, and the state after all of them.
+    # 5. Store the results for the next kernel, and the state after the last chunk.
     if chunk_states is not None:
-        at = (row * chunks + c) * n * d + at_nd
-        tl.store(chunk_states + at, h, mask=nd_in)
-        tl.store(chunk_decays + at, tl.exp2(total[None, :] * rate + total_keep), mask=nd_in)
+        state_offset = (row * chunks + c) * n * d + at_nd
+        tl.store(chunk_states + state_offset, h, mask=nd_in)
+        tl.store(
+            chunk_decays + state_offset, tl.exp2(total[None, :] * rate + total_keep), mask=nd_in
+        )
     if leaving is not None:
         last = chunks - 1
         if REVERSE:
@@ -164,24 +170,26 @@ def _scan_kernel(
 
 @triton.jit(do_not_specialize=["chunks"])
 def _carry_kernel(first, states, decays, chunks, size, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
-    """What each chunk adds → the state entering it, in place: states, decays (b,k,n·d), from first
-    (b,n·d); with REVERSE, from the last chunk to the first."""
-    row, at = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < size
+    """Replace the final state of each chunk by the state that enters it.
+
+    states and decays are (b,k,n·d), first is (b,n·d). REVERSE: go from the last chunk to the first.
+    """
+    row, entry = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = entry < size
     state = tl.zeros([BLOCK], tl.float32)
     if first is not None:
-        state = tl.load(first + row * size + at, mask=mask, other=0.0)
+        state = tl.load(first + row * size + entry, mask=mask, other=0.0)
     i = 0
     while i < chunks:
         k = i
         if REVERSE:
             k = chunks - 1 - i
         i += 1
-        where = (row * chunks + k) * size + at
-        more = at < tl.where(i < chunks, size, 0)  # what leaves the last was not computed
-        added = tl.load(states + where, mask=more, other=0.0)
-        decay = tl.load(decays + where, mask=more, other=0.0)
-        tl.store(states + where, state, mask=mask)
+        offset = (row * chunks + k) * size + entry
+        has_next = entry < tl.where(i < chunks, size, 0)  # what leaves the last was not computed
+        added = tl.load(states + offset, mask=has_next, other=0.0)
+        decay = tl.load(decays + offset, mask=has_next, other=0.0)
+        tl.store(states + offset, state, mask=mask)
         state = decay * state + added
 
 
@@ -213,9 +221,11 @@ def _grad_kernel(
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """All gradients of one tile of time and BLOCK_D channels, from the states at its borders. The
-    loops over its steps are unrolled: entry j of a tuple belongs to step j, of dus and ddts to step
-    TILE − 1 − j."""
+    """Compute all gradients of one tile (TILE steps, BLOCK_D channels) from the states around it.
+
+    The loops over the steps are unrolled: entry j of a tuple belongs to step j; in dus and ddts it
+    belongs to step TILE − 1 − j.
+    """
     block, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     tile, tiles = tl.program_id(1), tl.num_programs(1)
     at_d = block * BLOCK_D + tl.arange(0, BLOCK_D)
@@ -229,14 +239,14 @@ def _grad_kernel(
     us, rs, gs, log_keeps, dus, ddts = (), (), (), (), (), ()
     for j in tl.static_range(TILE):
         # Beyond the end dt = 0 and grad_y = 0: states and cotangents pass through unchanged.
-        inside = at_d < tl.where(start + j < length, d, 0)
-        r = tl.load(dt + j * dt_time + at_d, mask=inside, other=0.0).to(tl.float32)
+        is_inside = at_d < tl.where(start + j < length, d, 0)
+        r = tl.load(dt + j * dt_time + at_d, mask=is_inside, other=0.0).to(tl.float32)
         rs += (r,)
-        us += (tl.load(x + j * x_time + at_d, mask=inside, other=0.0).to(tl.float32) * r,)
-        gs += (tl.load(grad_y + j * grad_time + at_d, mask=inside, other=0.0).to(tl.float32),)
+        us += (tl.load(x + j * x_time + at_d, mask=is_inside, other=0.0).to(tl.float32) * r,)
+        gs += (tl.load(grad_y + j * grad_time + at_d, mask=is_inside, other=0.0).to(tl.float32),)
         if keep is not None:
-            kept = tl.load(keep + row * length + start + j, mask=start + j < length, other=1)
-            log_keeps += (tl.where(kept == 0, float("-inf"), 0.0),)
+            keep_t = tl.load(keep + row * length + start + j, mask=start + j < length, other=1)
+            log_keeps += (tl.where(keep_t == 0, float("-inf"), 0.0),)
         dus += (tl.zeros([BLOCK_D], tl.float32),)
         ddts += (tl.zeros([BLOCK_D], tl.float32),)
 
@@ -253,7 +263,7 @@ def _grad_kernel(
         Bs, Cs, decays, hs = (), (), (), (h,)
         for j in tl.static_range(TILE):
             Bs += (tl.load(B + at_B + j),)
-            Cs += (tl.load(C + at_B + j),)  # here, since no load may overtake the stores below
+            Cs += (tl.load(C + at_B + j),)  # not later: loads must not overtake the stores below
             exponent = rs[j] * (rate * LOG2E)
             if keep is not None:
                 exponent += log_keeps[j]
@@ -262,7 +272,7 @@ def _grad_kernel(
             hs += (h,)
         d_rate, new_dus, new_ddts = tl.zeros([BLOCK_D], tl.float32), (), ()
         for j in tl.static_range(TILE - 1, -1, -1):
-            p += gs[j] * Cs[j]  # the cotangent of h_t, with all that follows
+            p += gs[j] * Cs[j]  # gradient of h_t
             tl.store(dC + at_part + j, tl.sum(hs[j + 1] * gs[j], axis=0))
             tl.store(dB + at_part + j, tl.sum(p * us[j], axis=0))
             new_dus += (dus[TILE - 1 - j] + p * Bs[j],)
@@ -274,17 +284,17 @@ def _grad_kernel(
         tl.store(h_tiles + at_state, d_rate, mask=d_in)
         s += 1
 
-    # 3. From the gradient of u = Δ x to those of x and Δ.
+    # 3. Compute the gradients of x and Δ from the gradient of u = Δ x.
     for j in tl.static_range(TILE):
-        inside = at_d < tl.where(start + j < length, d, 0)
-        v = tl.load(x + j * x_time + at_d, mask=inside, other=0.0).to(tl.float32)
+        is_inside = at_d < tl.where(start + j < length, d, 0)
+        v = tl.load(x + j * x_time + at_d, mask=is_inside, other=0.0).to(tl.float32)
         du, d_dt = dus[TILE - 1 - j], ddts[TILE - 1 - j] + dus[TILE - 1 - j] * v
-        tl.store(dx + at_out + j * d, (du * rs[j]).to(dx.dtype.element_ty), mask=inside)
-        tl.store(ddt + at_out + j * d, d_dt.to(ddt.dtype.element_ty), mask=inside)
+        tl.store(dx + at_out + j * d, (du * rs[j]).to(dx.dtype.element_ty), mask=is_inside)
+        tl.store(ddt + at_out + j * d, d_dt.to(ddt.dtype.element_ty), mask=is_inside)
 
 
 def usable() -> tuple[bool, str]:
-    """Return whether it runs here, and the reason if it does not; see `usable` of build.py."""
+    """Return whether the kernel runs here, and the reason if not; see `usable` of build.py."""
     return triton_build.usable(_self_check)
 
 
@@ -292,11 +302,11 @@ def _self_check():
     return scan_deviation(selective_scan)
 
 
-def _blocks(d, n):
-    """BLOCK_D, BLOCK_N and num_warps of `_scan_kernel`: at most 16 states a thread, in registers.
+def _block_sizes(d, n):
+    """Return BLOCK_D, BLOCK_N and num_warps of `_scan_kernel`: at most 16 states per thread.
 
-    Up to n = 16 a thread has all states of a channel; beyond that 2, 4, … threads of one warp
-    share a channel, so that no sum over n crosses warps.
+    Up to n = 16 a thread has all states of a channel. Beyond that 2, 4, … threads of one warp share
+    a channel, so that no sum over n crosses warps.
     """
     block_n = triton.next_power_of_2(n)
     block_d = max(1, min(64, 512 // block_n if block_n > 16 else 64, triton.next_power_of_2(d)))
@@ -304,20 +314,27 @@ def _blocks(d, n):
 
 
 def _chunk_length(b, length, d, n):
-    """Steps per chunk: `length`, so one pass, where rows and channels fill the GPU or time is
-    short; else so many chunks that ENOUGH_WARPS run, each a multiple of MIN_CHUNK (of TILE)."""
-    block_d, _, num_warps = _blocks(d, n)
+    """Return the steps per chunk.
+
+    It is `length` (one pass) if rows and channels fill the GPU or if the sequence is short.
+    Otherwise there are enough chunks for TARGET_WARPS warps, each a multiple of MIN_CHUNK steps.
+    """
+    block_d, _, num_warps = _block_sizes(d, n)
     warps = b * triton.cdiv(d, block_d) * num_warps
-    chunks = min(triton.cdiv(ENOUGH_WARPS, max(1, warps)), length // MIN_CHUNK)
+    chunks = min(triton.cdiv(TARGET_WARPS, max(1, warps)), length // MIN_CHUNK)
     return length if chunks < 2 else triton.cdiv(length, chunks * MIN_CHUNK) * MIN_CHUNK
 
 
 def _prepare(x, dt, A, B, C, h0, keep):
-    """Check the arguments; the same as the kernels take them: last dimension contiguous, A as
-    (n,d), h0 as (b,n,d) in fp32.
+    """Check the arguments and convert them to what the kernels read.
+
+    Returns:
+        The same arguments with a contiguous last dimension; A as (n,d), h0 as (b,n,d) in fp32.
 
     Raises:
-        TypeError, ValueError: devices or shapes. Unsupported: dtypes or sizes.
+        TypeError: If tensors are not on one GPU.
+        ValueError: If a shape is wrong.
+        Unsupported: If a dtype or a size is not supported.
     """
     (b, length, d), n = x.shape, A.shape[-1]
     keep = None if keep is None else keep.float().contiguous()
@@ -330,21 +347,21 @@ def _prepare(x, dt, A, B, C, h0, keep):
         h0=(h0, (b, d, n)),
         keep=(keep, (b, length)),
     )
-    if max(b, triton.cdiv(length, TILE)) > MOST_PROGRAMS:  # said here, not in the backward
-        raise Unsupported(f"x is {tuple(x.shape)}: at most {MOST_PROGRAMS} rows and tiles of time")
+    if max(b, triton.cdiv(length, TILE)) > MAX_PROGRAMS:  # not only in the backward pass
+        raise Unsupported(f"x is {tuple(x.shape)}: at most {MAX_PROGRAMS} rows and tiles of time")
     if h0 is not None:
         h0 = h0.transpose(1, 2).float().contiguous()
     A = A.t().contiguous()
     return dense(x), dense(dt), A, dense(B), dense(C), h0, keep
 
 
-def _chunks(length, chunk):
+def _count_chunks(length, chunk):
     return max(1, triton.cdiv(length, max(1, chunk)))
 
 
-def _entering(value, dt, A, vector, keep, first, chunk, reverse=False):
-    """The states entering the chunks, (b,k,n,d); `first` (b,n,d) itself if there is but one."""
-    b, chunks, size, block = value.shape[0], _chunks(value.shape[1], chunk), A.numel(), 256
+def _entering_states(value, dt, A, vector, keep, first, chunk, reverse=False):
+    """Return the states entering the chunks, (b,k,n,d); `first` (b,n,d) if there is one chunk."""
+    b, chunks, size, block = value.shape[0], _count_chunks(value.shape[1], chunk), A.numel(), 256
     if chunks == 1:
         return first
     states, decays = value.new_empty(2, b, chunks, *A.shape, dtype=torch.float32)
@@ -381,8 +398,8 @@ def _launch_scan(
     tiles=None,
     leaving=None,
 ):
-    (b, length, d), n, chunks = value.shape, A.shape[0], _chunks(value.shape[1], chunk)
-    block_d, block_n, num_warps = _blocks(d, n)
+    (b, length, d), n, chunks = value.shape, A.shape[0], _count_chunks(value.shape[1], chunk)
+    block_d, block_n, num_warps = _block_sizes(d, n)
     grid = triton.cdiv(d, block_d), chunks if chunk_states is None else chunks - 1, b
     launch(
         _scan_kernel,
@@ -418,10 +435,10 @@ def _launch_scan(
 
 
 def _forward(x, dt, A, B, C, h0, keep):
-    """y (b,l,d), the final state (b,n,d), and the states entering the chunks."""
+    """Return y (b,l,d), the final state (b,n,d), and the states entering the chunks."""
     (b, length, d), n = x.shape, A.shape[0]
     chunk = _chunk_length(b, length, d, n)
-    states = _entering(x, dt, A, B, keep, h0, chunk)
+    states = _entering_states(x, dt, A, B, keep, h0, chunk)
     y = x.new_empty(b, length, d, dtype=torch.float32)
     final = x.new_empty(b, n, d, dtype=torch.float32)
     _launch_scan(x, dt, A, B, keep, chunk, C=C, entering=states, y=y, leaving=final)
@@ -429,21 +446,21 @@ def _forward(x, dt, A, B, C, h0, keep):
 
 
 def _backward(x, dt, A, B, C, keep, states, grad_y, grad_final):
-    """Gradients by x, dt (b,l,d), A (n,d), B, C (b,l,n) and h0 (b,n,d)."""
+    """Return the gradients of x, dt (b,l,d), A (n,d), B, C (b,l,n) and h0 (b,n,d)."""
     (b, length, d), n = x.shape, A.shape[0]
     chunk, tiles = _chunk_length(b, length, d, n), triton.cdiv(length, TILE)
     h_tiles, p_tiles = x.new_empty(2, b, tiles, n, d, dtype=torch.float32)
     _launch_scan(x, dt, A, B, keep, chunk, entering=states, tiles=h_tiles)
     dh0 = torch.empty_like(grad_final)
     scan = grad_y, dt, A, C, keep
-    p = _entering(*scan, grad_final, chunk, reverse=True)
+    p = _entering_states(*scan, grad_final, chunk, reverse=True)
     _launch_scan(*scan, chunk, reverse=True, entering=p, tiles=p_tiles, leaving=dh0)
 
     block_d = min(32, triton.next_power_of_2(d))  # one warp, so that sums over d stay within it
     blocks = triton.cdiv(d, block_d)
     BC_tiles = x.new_zeros(2, b, n, tiles * TILE, dtype=torch.float32)
-    for t, given in zip(BC_tiles, (B, C)):
-        t[..., :length] = given.transpose(1, 2)
+    for t, source in zip(BC_tiles, (B, C)):
+        t[..., :length] = source.transpose(1, 2)
     dBC = x.new_empty(2, blocks, b, n, tiles * TILE, dtype=torch.float32)
     dx, ddt = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, dt))
     launch(
@@ -504,21 +521,30 @@ def selective_scan(
     h0: Tensor | None = None,
     keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Mamba-1's selective scan, differentiable once; lm.model.scan.selective_scan on a GPU.
+    """Compute Mamba-1's selective scan in fp32; differentiable once.
 
         h_t = keep_t exp(dt_t A) ⊙ h_{t−1} + (dt_t ⊙ x_t) B_tᵀ        y_t = h_t C_t
 
-    Computed in fp32. The result is the same from run to run, gradients included.
+    The result and its gradients are the same in every run. Each tensor may be fp32, bf16 or fp16,
+    with any strides. x, dt, B and C are copied unless their last stride is 1; A and h0 unless they
+    are stored as (n,d) and (b,n,d), as the final state is.
 
     Args:
-        x, dt: (b,l,d). A: (d,n). B, C: (b,l,n). h0: (b,d,n), zero if None. Each fp32, bf16 or fp16
-            and of any strides. Copied are x, dt, B and C unless their last stride is 1, A and h0
-            unless they lie in memory as (n,d) and (b,n,d), as the final state does.
-        keep: (b,l) of 1, and 0 at tokens that start from an empty state; not differentiated.
+        x: (b,l,d).
+        dt: (b,l,d).
+        A: (d,n).
+        B: (b,l,n).
+        C: (b,l,n).
+        h0: State before the first token, (b,d,n); zero if None.
+        keep: (b,l), 0 at tokens that start from an empty state, else 1; not differentiated.
+
     Returns:
         y (b,l,d) and the final state (b,d,n), in fp32.
+
     Raises:
-        TypeError, ValueError: devices or shapes. Unsupported: dtypes or sizes.
+        TypeError: If tensors are not on one GPU.
+        ValueError: If a shape is wrong.
+        Unsupported: If a dtype or a size is not supported.
     """
     inputs = (x, dt, A, B, C, h0)
     if needs_grad(*inputs):

@@ -13,7 +13,7 @@ import torch
 import lm.common.errors
 from lm.cli.arguments import Integer, PositiveNumber, parse_names
 from lm.cli.main import main, make_parser
-from lm.common.errors import UserError, install_command, sentence
+from lm.common.errors import UserError, describe_user_error, install_command
 from lm.evaluation.facade import FacadeError, load
 from tests.refusals import refused
 from tests.running import ENV
@@ -37,17 +37,22 @@ def dry_run(*overrides) -> list[str]:
 # The base class of errors.
 
 
-def test_what_is_the_users_to_mend_and_what_is_a_bug():
-    assert sentence(UserError("so it is")) == "so it is"
-    assert sentence(FloatingPointError("layer 3: it became NaN")) == "layer 3: it became NaN"
-    assert sentence(ModuleNotFoundError("x", name="wandb.sdk")) == (
+def test_user_errors_have_a_sentence_and_bugs_have_none():
+    assert describe_user_error(UserError("so it is")) == "so it is"
+    assert (
+        describe_user_error(FloatingPointError("layer 3: it became NaN"))
+        == "layer 3: it became NaN"
+    )
+    assert describe_user_error(ModuleNotFoundError("x", name="wandb.sdk")) == (
         "this command needs the package wandb, which is not installed: " + install_command("wandb")
     )
     wrapped = ModuleNotFoundError("Could not import module 'AutoModel'")
     wrapped.__cause__ = ModuleNotFoundError("x", name="safetensors")
-    assert sentence(wrapped).endswith(f"is not installed: {install_command('safetensors')}")
+    assert describe_user_error(wrapped).endswith(
+        f"is not installed: {install_command('safetensors')}"
+    )
     bugs = (ValueError("x"), KeyError("x"), ModuleNotFoundError("x", name="lm.nothing"), OSError())
-    assert [sentence(bug) for bug in bugs] == [None] * 4
+    assert [describe_user_error(bug) for bug in bugs] == [None] * 4
 
 
 GLOO = "[enforce fail at loop.cc:105] fd_ != -1. -1 vs -1. epoll_create: Too many open files"
@@ -67,13 +72,13 @@ TORCH = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can'
         (ValueError(TORCH), None),
     ],
 )
-def test_a_limit_of_the_process_is_a_sentence(error, words):
-    said = sentence(error)
+def test_limit_of_the_process_is_a_sentence(error, words):
+    said = describe_user_error(error)
     assert said is None if words is None else words in said
 
 
 @pytest.mark.parametrize("command", [["sweep", "x.yaml"], ["report", "x"]])
-def test_a_bug_keeps_its_traceback(monkeypatch, command):
+def test_bug_keeps_its_traceback(monkeypatch, command):
     def broken(*_):
         raise ValueError("a bug")  # the base of many errors of ours
 
@@ -93,7 +98,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch, command):
         (["model=transformer", "model.n_heads=3"], "n_heads is 3 (3 heads): it must divide"),
     ],
 )
-def test_sizes_that_do_not_go_together(capsys, tiny, overrides, words):
+def test_conflicting_sizes_are_refused(capsys, tiny, overrides, words):
     assert words in refused(capsys, *dry_run(*overrides))
 
     from lm.training.build import check_section
@@ -115,12 +120,12 @@ def test_sizes_that_do_not_go_together(capsys, tiny, overrides, words):
         (["resume=sometimes"], "`resume` is 'sometimes': it must be never, auto or the folder"),
         (
             ["engine.deepspeed={optimizer: {type: Lion, params: {lr: 1}}}"],
-            "engine.deepspeed sets optimizer, and `optim` decides it",
+            "engine.deepspeed sets optimizer, which is derived from `optim`",
         ),
-        (["engine.deepspeed={scheduler: {type: OneCycle}}"], "leave it out, and set `optim.sched"),
+        (["engine.deepspeed={scheduler: {type: OneCycle}}"], "remove it, and set `optim.sched"),
     ],
 )
-def test_training_is_refused_before_it_begins(capsys, tiny, overrides, words):
+def test_invalid_training_is_refused_before_it_starts(capsys, tiny, overrides, words):
     from lm.training.preflight import check
 
     with pytest.raises(UserError) as e:
@@ -129,7 +134,7 @@ def test_training_is_refused_before_it_begins(capsys, tiny, overrides, words):
     assert words in refused(capsys, *dry_run(*overrides))
 
 
-def test_a_large_model_without_a_gpu_is_refused_unless_that_is_meant(tiny, monkeypatch):
+def test_large_model_on_a_cpu_needs_confirmation(tiny, monkeypatch):
     from lm.training.preflight import check
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -158,7 +163,9 @@ def test_a_large_model_without_a_gpu_is_refused_unless_that_is_meant(tiny, monke
         ({"SLURM_STEP_NUM_TASKS": "4"}, "started 4 tasks (SLURM_STEP_NUM_TASKS) but no RANK"),
     ],
 )
-def test_what_no_launcher_sets(capsys, monkeypatch, tmp_path, environment, words):
+def test_impossible_launcher_variables_are_refused(
+    capsys, monkeypatch, tmp_path, environment, words
+):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_NUM_TASKS"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -176,18 +183,18 @@ def test_what_no_launcher_sets(capsys, monkeypatch, tmp_path, environment, words
         ({"MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT is '0' in the environment"),
     ],
 )
-def test_a_launcher_that_does_not_say_where_ranks_meet(capsys, monkeypatch, tiny, address, words):
-    from lm.training.engine import start
+def test_missing_master_address_is_refused(capsys, monkeypatch, tiny, address, words):
+    from lm.training.process_group import join_process_group
 
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **address}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=words):
-        start(tiny())
+        join_process_group(tiny())
 
 
-def test_a_terminal_that_has_few_characters(tmp_path):
+def test_terminal_with_a_limited_encoding(tmp_path):
     """What it cannot print is printed by its number, and ends no command."""
 
     config = tmp_path / "sweep.yaml"
@@ -206,7 +213,7 @@ def test_a_terminal_that_has_few_characters(tmp_path):
         pytest.param("python", "| true", "", marks=pytest.mark.slow),
     ],
 )
-def test_an_output_that_takes_no_more(python, output, said):
+def test_full_disk_and_closed_pipe_as_output(python, output, said):
     python = python.replace("python", sys.executable)
     command = f"{python} -m lm sweep configs/lm/sweep_mixers.yaml {output}"
     line = ["bash", "-c", f"{command}; exit ${{PIPESTATUS[0]}}"]
@@ -223,13 +230,13 @@ def test_an_output_that_takes_no_more(python, output, said):
         "data.workers=100000",
     ],
 )
-def test_sizes_that_no_machine_has(capsys, override):
+def test_impossible_sizes_are_refused(capsys, override):
     key = override.partition("=")[0]
     words = rf"`{key}` is \S+: (it must be (less|a whole number)|.*exceeded maximum size)"
     assert re.search(words, refused(capsys, *dry_run(override)))
 
 
-def test_a_sweep_of_a_million_points(capsys, tmp_path):
+def test_sweep_with_a_million_points_is_refused(capsys, tmp_path):
     values = list(range(1, 101))
     path = tmp_path / "sweep.yaml"
     path.write_text(f"sweep: {{seed: {values}, train.steps: {values}, data.seq_len: {values}}}")
@@ -238,7 +245,7 @@ def test_a_sweep_of_a_million_points(capsys, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can")
-def test_fp16_on_a_cpu(tiny):
+def test_fp16_on_a_cpu_is_refused(tiny):
     from lm.training.preflight import check
 
     with pytest.raises(UserError, match=r"fp16\.enabled, which needs a GPU, and there is none"):
@@ -247,7 +254,7 @@ def test_fp16_on_a_cpu(tiny):
         check(tiny("engine.deepspeed={fp16: true}"), 1)
 
 
-def test_a_sweep_needs_an_index(capsys, tmp_path):
+def test_sweep_needs_a_job_index(capsys, tmp_path):
     path = str(ROOT / "configs/lm/sweep_mixers.yaml")
     for more in ([], ["--dry-run"]):
         assert refused(capsys, "train", "--config", path, f"out_dir={tmp_path}/runs", *more) == (
@@ -263,7 +270,7 @@ def test_a_sweep_needs_an_index(capsys, tmp_path):
     assert main(["train", "--config", path, "--dry-run", "sweep={}"]) == 0
 
 
-def test_kernels_that_we_do_not_have(capsys, monkeypatch):
+def test_unknown_kernels_are_refused(capsys, monkeypatch):
     monkeypatch.setenv("FPRNN_KERNELS", "nope")
     assert "FPRNN_KERNELS is `nope`: it must be auto, plain or one of" in refused(
         capsys, *dry_run()
@@ -279,32 +286,32 @@ def test_kernels_that_we_do_not_have(capsys, monkeypatch):
         ("{models: {a: {model.d_state: 4, name: x}}}", "sweep.models.a is a sweep over `name`"),
     ],
 )
-def test_a_sweep_whose_points_are_no_different_trainings(capsys, tmp_path, sweep, words):
+def test_sweep_with_equal_points_is_refused(capsys, tmp_path, sweep, words):
     path = tmp_path / "sweep.yaml"
     path.write_text(f"sweep: {sweep}\n")
     assert words in refused(capsys, "sweep", path)
 
 
-def test_a_sweep_finds_the_warmup_of_a_point_now(capsys, tmp_path):
+def test_sweep_checks_all_points_at_once(capsys, tmp_path):
     path = tmp_path / "sweep.yaml"
     path.write_text("sweep: {train.steps: [100, 10]}\noptim: {warmup: 50}\n")
     assert "and train.steps is only 10" in refused(capsys, "sweep", path)
 
 
 @pytest.mark.parametrize("key", ["name", "out_dir"])
-def test_control_characters_are_in_no_name(capsys, key):
+def test_control_characters_in_names_are_refused(capsys, key):
     for character in (r"\e", r"\x9b", r"\n", r"\u202e"):
         message = refused(capsys, *dry_run(f'{key}="a{character}]0;title"'))
         assert "holds a character that no folder's name should have" in message
 
 
 @pytest.mark.parametrize("key", ["data.cache_dir", "data.path", "tokenizer.name", "init_from"])
-def test_no_place_holds_a_nul(capsys, key):
+def test_nul_in_paths_is_refused(capsys, key):
     assert f"`{key}" in (message := refused(capsys, *dry_run(f'{key}="a\\0"')))
     assert "holds the character NUL, which no place of a file has" in message
 
 
-def test_control_characters_of_an_argument_are_written_out(capsys):
+def test_control_characters_in_arguments_are_escaped(capsys):
     assert (
         refused(capsys, "sweep", "\x1b[31m.yaml")
         == r"\x1b[31m.yaml: no such file; give a YAML file"
@@ -325,7 +332,7 @@ def options() -> list[tuple[str, argparse.Action]]:
     ]
 
 
-def test_every_number_has_a_range_that_its_help_states():
+def test_help_states_the_range_of_every_number():
     numbers = [(c, a) for c, a in options() if isinstance(a.type, Integer | PositiveNumber)]
     assert len(numbers) > 10
     assert {a.type for _, a in options()} - {a.type for _, a in numbers} == {None, parse_names}
@@ -335,7 +342,7 @@ def test_every_number_has_a_range_that_its_help_states():
         assert stated, f"{command} {action.option_strings}: {action.help}"
 
 
-def test_no_number_is_taken_beyond_its_range():
+def test_numbers_out_of_range_are_refused():
     for _, action in options():
         if not isinstance(action.type, Integer | PositiveNumber):
             continue
@@ -403,20 +410,20 @@ def test_eval(capsys, small_export):
         (b"name: \xff\xfe\n", "is not UTF-8 text: byte 6 is 0xff"),
     ],
 )
-def test_a_bad_file(capsys, tmp_path, text, words):
+def test_invalid_yaml_files_are_refused(capsys, tmp_path, text, words):
     path = tmp_path / "c.yaml"
     path.write_bytes(text)
     message = refused(capsys, "train", "--config", path, "--dry-run")
     assert message.startswith(f"{path}") and words in message
 
 
-def test_a_folder_in_place_of_a_file(capsys, tmp_path):
+def test_folder_in_place_of_a_file_is_refused(capsys, tmp_path):
     for command in (["train", "--dry-run", "--config"], ["sweep"]):
         message = refused(capsys, *command, tmp_path)
         assert message == f"{tmp_path} is a folder: name a YAML file in it"
 
 
-def test_a_broken_pipe_that_is_not_our_output_is_a_bug(monkeypatch):
+def test_broken_pipe_other_than_stdout_is_a_bug(monkeypatch):
     """Of a tracker's service, say: it may not end a training without a word."""
     from lm.cli.arguments import run
 

@@ -1,4 +1,4 @@
-"""The command line in fresh processes: fast to start, errors in a sentence, no network."""
+"""Command line in new processes: quick start, one-line errors, no network."""
 
 import os
 import re
@@ -17,11 +17,21 @@ from tests.running import REFUSED
 ROOT = Path(__file__).parents[3]
 LM = ROOT / "configs/lm"
 COMMANDS = (
-    "doctor", "plan", "prepare", "train", "sweep", "status", "report", "inspect",
-    "export", "eval", "generate", "serve",
-)  # fmt: skip
+    "doctor",
+    "plan",
+    "prepare",
+    "train",
+    "sweep",
+    "status",
+    "report",
+    "inspect",
+    "export",
+    "eval",
+    "generate",
+    "serve",
+)
 
-# Runs in every Python started with it on the path: no name is resolved, nothing is connected to.
+# As sitecustomize.py, it makes name resolution and connections fail in every Python process.
 NO_NETWORK = """\
 import socket
 import sys
@@ -38,13 +48,19 @@ socket.socket.connect = socket.socket.connect_ex = refuse
 
 
 def python(*args: str, cwd: Path, path: Path | None = None, **env: str):
-    """A fresh Python with the repository on its path, in `cwd`."""
+    """Run a new Python process in `cwd`, with the repository on its path."""
     places = [str(p) for p in (path, ROOT) if p]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "WORLD_SIZE", "RANK"))}
+    prefixes = ("HF_", "WORLD_SIZE", "RANK")
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
+    environment |= {"PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1", **env}
     return subprocess.run(
-        [sys.executable, *args], cwd=cwd, capture_output=True, text=True, timeout=120,
-        env={**kept, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1", **env},
-    )  # fmt: skip
+        [sys.executable, *args],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=environment,
+    )
 
 
 def lm(*args: str, cwd: Path, **options):
@@ -52,7 +68,7 @@ def lm(*args: str, cwd: Path, **options):
 
 
 def refused(result) -> str:
-    """The one line a refused command leaves."""
+    """Return the single line of a refused command."""
     assert result.returncode in REFUSED, result
     lines = result.stderr.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
@@ -83,17 +99,19 @@ def test_help_is_quick_and_imports_nothing_heavy(tmp_path):
 
 
 def test_every_command_has_help_with_an_example(capsys):
-    from synthetic.fprnn_command import main as whole
+    from synthetic.fprnn_command import main as fprnn_main
 
     for command in {*COMMANDS, "synthetic", "demo"}:
         with pytest.raises(SystemExit) as e:
-            whole([command, "--help"])
-        shown = capsys.readouterr().out
-        assert e.value.code == 0 and shown.startswith(f"usage: fprnn {command}")
-        assert re.search(rf"^  .*(fprnn|lm) {command}( |$)", shown.partition("examples:")[2], re.M)
+            fprnn_main([command, "--help"])
+        help_text = capsys.readouterr().out
+        assert e.value.code == 0 and help_text.startswith(f"usage: fprnn {command}")
+        assert re.search(
+            rf"^  .*(fprnn|lm) {command}( |$)", help_text.partition("examples:")[2], re.M
+        )
 
 
-def test_these_are_all_commands(capsys):
+def test_list_of_commands(capsys):
     with pytest.raises(SystemExit) as e:
         main([])
     assert e.value.code == 2
@@ -106,13 +124,13 @@ def config(folder: Path, text: str) -> str:
     return str(folder / "c.yaml")
 
 
-def test_an_unknown_key_is_one_line_without_a_traceback(tmp_path):
+def test_unknown_key_gives_one_line(tmp_path):
     path = config(tmp_path, "train: {lr: 1.0e-3}")
     message = refused(lm("train", "--config", path, cwd=tmp_path))
     assert message == f"{path}: unknown key `train.lr`; did you mean `optim.lr`?"
 
 
-def test_sweep_lists_the_grid(tmp_path):
+def test_sweep_lists_the_points(tmp_path):
     result = lm("sweep", str(LM / "sweep_mixers.yaml"), cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     expected = [(m, lr) for m in ("householder", "dplr") for lr in ("0.002", "0.004", "0.008")]
@@ -123,7 +141,7 @@ def test_sweep_lists_the_grid(tmp_path):
 
 @pytest.fixture
 def offline(tmp_path) -> dict:
-    """Options of `lm` under which any use of the network fails, and says so."""
+    """Return options of `lm` with which any use of the network fails."""
     folder = tmp_path / "offline"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(NO_NETWORK)
@@ -137,7 +155,7 @@ def offline(tmp_path) -> dict:
         pytest.param("mamba_160m_fineweb2b", "83.9 M", "", marks=pytest.mark.slow),
     ],
 )
-def test_a_dry_run_prints_the_cost_and_leaves_nothing(tmp_path, offline, name, parameters, flops):
+def test_dry_run_prints_the_cost_and_writes_no_files(tmp_path, offline, name, parameters, flops):
     cwd = tmp_path / "cwd"
     cwd.mkdir()
     wide = {**offline, "COLUMNS": "200"}  # no cell of the table is wrapped
@@ -158,7 +176,7 @@ def test_a_dry_run_prints_the_cost_and_leaves_nothing(tmp_path, offline, name, p
     assert list(cwd.iterdir()) == []
 
 
-def test_plan_prints_the_same_as_a_dry_run_after_the_configuration(tmp_path, capsys):
+def test_plan_prints_the_table_of_a_dry_run(tmp_path, capsys):
     path = config(tmp_path, "model: {d_model: 16, n_layer: 1}\ntrain: {micro_batch_size: 3}")
     assert main(["plan", path, "data.seq_len=7"]) == 0
     planned = capsys.readouterr().out
@@ -167,13 +185,13 @@ def test_plan_prints_the_same_as_a_dry_run_after_the_configuration(tmp_path, cap
     assert capsys.readouterr().out.endswith(planned)
 
 
-def test_plan_takes_the_hardware_from_its_options(tmp_path, capsys):
+def test_plan_options_set_the_hardware(tmp_path, capsys):
     path = config(tmp_path, "model: {d_model: 16, n_layer: 1}\ntrain: {micro_batch_size: 3}")
     assert main(["plan", path, "--gpus", "16", "--gpu", "h200", "data.seq_len=7"]) == 0
     planned = capsys.readouterr().out
     assert "16 × h200" in planned and "48 of 7 tokens" in planned
     assert main(["plan", path, "--gpu", "h9000"]) == BAD_CONFIG
-    assert "--gpu h9000: no such card is known here; known are" in capsys.readouterr().err
+    assert "--gpu h9000: unknown card; known are" in capsys.readouterr().err
     for wrong in ("0", "-3", "two"):
         with pytest.raises(SystemExit):
             main(["plan", path, "--gpus", wrong])
@@ -187,16 +205,15 @@ def test_local_rank_is_accepted_before_the_command(tmp_path):
     assert "seed: 4\n" in result.stdout
 
 
-def test_a_run_without_records_has_a_report(tmp_path, capsys):
+def test_run_without_records_has_a_report(tmp_path, capsys):
     (tmp_path / "config.yaml").write_text("name: x")
     assert main(["report", str(tmp_path)]) == 0
-    assert "is stopped: not finished, and nobody works on it" in capsys.readouterr().out
-    assert {p.name for p in tmp_path.iterdir()} == {
-        "config.yaml", "report.html", "summary.json",
-    }  # fmt: skip
+    assert "is stopped: not finished, and no process is running" in capsys.readouterr().out
+    names = {p.name for p in tmp_path.iterdir()}
+    assert names == {"config.yaml", "report.html", "summary.json"}
 
 
-def test_an_interrupt_has_its_own_status(monkeypatch, capsys):
+def test_interrupt_has_exit_status_130(monkeypatch, capsys):
     def interrupt(*args):
         raise KeyboardInterrupt
 
@@ -205,7 +222,7 @@ def test_an_interrupt_has_its_own_status(monkeypatch, capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def test_the_version(capsys):
+def test_version(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
@@ -213,7 +230,7 @@ def test_the_version(capsys):
 
 
 @pytest.mark.parametrize("micro, status", [(8, 0), (64, BAD_CONFIG)])
-def test_a_plan_that_does_not_fit_ends_non_zero(micro, status, tmp_path, capsys):
+def test_exit_status_of_a_plan_that_does_not_fit(micro, status, tmp_path, capsys):
     path = config(tmp_path, "model: {d_model: 256, n_layer: 2}")
     options = ["--gpu", "a100-40g", f"train.micro_batch_size={micro}", "data.seq_len=32768"]
     if status == 0:
@@ -231,7 +248,7 @@ def test_a_plan_that_does_not_fit_ends_non_zero(micro, status, tmp_path, capsys)
         ("mamba_169m_fineweb2b", "a100-40g"),
     ],
 )
-def test_the_160m_configurations_fit_the_card_they_are_launched_on(name, gpu):
+def test_160m_configurations_fit_their_gpus(name, gpu):
     from lm.config import load as configs
     from lm.report.plan import parse_hardware, plan
 
@@ -240,14 +257,14 @@ def test_the_160m_configurations_fit_the_card_they_are_launched_on(name, gpu):
     assert planned["fits"] and planned["sequences_per_step"] == 256
 
 
-def test_an_unknown_option_says_how_keys_are_set(capsys):
+def test_unknown_option_error_explains_overrides(capsys):
     with pytest.raises(SystemExit):
         main(["train", "--config", "c.yaml", "--lr", "1e-3"])
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "unrecognized arguments: --lr. Keys of the YAML are set without dashes" in said
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert "unrecognized arguments: --lr. Keys of the YAML are set without dashes" in message
 
 
-def test_a_dry_run_of_several_ranks_is_printed_once(tmp_path, capsys, monkeypatch):
+def test_dry_run_of_several_ranks_is_printed_once(tmp_path, capsys, monkeypatch):
     path = config(tmp_path, "model: {d_model: 16, n_layer: 1}")
     monkeypatch.setenv("WORLD_SIZE", "2")
     printed = []

@@ -1,4 +1,4 @@
-"""`fprnn doctor`: what is absent, crashes or hangs is found, in time, with what mends it."""
+"""`fprnn doctor`: missing packages, crashes and hangs are found in time, with a fix."""
 
 import subprocess
 import sys
@@ -24,19 +24,19 @@ def run_doctor(**environment):
     )
 
 
-def test_this_machine_trains():
+def test_doctor_finds_that_this_machine_can_train():
     """Offline and in seconds."""
-    began = time.monotonic()
+    start = time.monotonic()
     done = run_doctor()
     assert done.returncode == 0, done.stdout + done.stderr
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - start < 60
     assert "Training works here." in done.stdout and "bad " not in done.stdout
     for name in doctor.FIXES:
         assert f"  {name} " in done.stdout
 
 
-def test_a_machine_without_anything_has_a_report_all_the_same(tmp_path):
-    """Not one package of ours can be imported: exit status 1, what to do, and no traceback."""
+def test_doctor_reports_a_machine_without_packages(tmp_path):
+    """No required package can be imported: exit status 1, a fix, and no traceback."""
     for package in ("torch", "deepspeed", "pydantic", "yaml", "rich", "transformers", "numpy"):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").write_text(RAISE)
@@ -54,14 +54,14 @@ def test_a_machine_without_anything_has_a_report_all_the_same(tmp_path):
         ("deepspeed", RAISE, "libcudart.so.99"),
     ],
 )
-def test_an_import_that_crashes_hangs_or_fails(tmp_path, monkeypatch, package, source, words):
+def test_import_that_crashes_hangs_or_fails(tmp_path, monkeypatch, package, source, words):
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text(source)
-    began = time.monotonic()
+    start = time.monotonic()
     finding = doctor.run_check(package, 2.0 if source == HANG else 60.0)
     assert finding.state == "bad" and words in finding.text and "pip install" in finding.fix
-    assert source != HANG or time.monotonic() - began < 20
+    assert source != HANG or time.monotonic() - start < 20
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,9 @@ def test_an_import_that_crashes_hangs_or_fails(tmp_path, monkeypatch, package, s
         (1, "exit 1", "ok", "CUDA 12.8: NVIDIA H100, 80 GiB"),
     ],
 )
-def test_gpus(tmp_path, monkeypatch, seen, listed, state, words):
+def test_torch_check_compares_gpus_with_nvidia_smi(
+    tmp_path, monkeypatch, seen, listed, state, words
+):
     device = SimpleNamespace(name="NVIDIA H100", total_memory=80 * 2**30)
     for name, value in {
         "cuda.is_available": seen > 0,
@@ -88,13 +90,13 @@ def test_gpus(tmp_path, monkeypatch, seen, listed, state, words):
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{listed}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    found = doctor._check_torch()
-    assert found[0] == state and words in found[1]
+    result = doctor._check_torch()
+    assert result[0] == state and words in result[1]
 
 
 def test_kernels_that_do_not_compile_are_named(monkeypatch):
     words = "plain PyTorch (cpu: g++ is missing)"
-    monkeypatch.setattr(kernels, "available", lambda *_: words)
+    monkeypatch.setattr(kernels, "describe_backends", lambda *_: words)
     monkeypatch.setattr(kernels, "find", lambda name, like: None if name == "cell" else name)
     state, text, fix = doctor._check_kernels()
     assert state == "note" and text.startswith("cell in plain") and "g++ is missing" in text
@@ -106,7 +108,7 @@ def test_kernels_that_do_not_compile_are_named(monkeypatch):
 
 
 @pytest.mark.slow
-def test_processes_that_do_not_reach_each_other(monkeypatch):
+def test_processes_that_cannot_communicate(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonsense0")
     finding = doctor.run_check("gloo", 60)
     assert finding.state == "bad" and "GLOO_SOCKET_IFNAME=lo" in finding.fix
@@ -115,9 +117,9 @@ def test_processes_that_do_not_reach_each_other(monkeypatch):
 @pytest.mark.parametrize(
     "gpus, text", enumerate(["not needed without a GPU", "works on one GPU", "works between two"])
 )
-def test_nccl_is_tried_on_the_gpus_that_are_there(monkeypatch, gpus, text):
-    tried = []
+def test_nccl_is_checked_on_at_most_two_gpus(monkeypatch, gpus, text):
+    calls = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(doctor, "_sum_over_processes", lambda *given: tried.append(given))
+    monkeypatch.setattr(doctor, "_sum_over_processes", lambda *args: calls.append(args))
     assert doctor._check_nccl()[1].startswith(text)
-    assert tried == [("nccl", gpus)] * (gpus > 0)
+    assert calls == [("nccl", gpus)] * (gpus > 0)

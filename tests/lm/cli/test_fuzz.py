@@ -208,7 +208,7 @@ def called(module: str, args: list, folder: Path) -> tuple[int, str, str]:
     return status, out.getvalue(), errors.getvalue()
 
 
-def test_bad_inputs_end_in_sentences(places, tmp_path):
+def test_random_bad_inputs_give_one_line_errors(places, tmp_path):
     refused, failures = 0, []
     for number in range(COUNT):
         folder = tmp_path / str(number)

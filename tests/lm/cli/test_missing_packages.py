@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 TINY = str(ROOT / "configs/tiny/lm.yaml")
 
 
-def test_the_extras_are_those_of_the_project():
+def test_extras_equal_those_of_pyproject():
     import tomllib
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -34,7 +34,7 @@ def test_the_extras_are_those_of_the_project():
         assert brought.get(package, package) in asked, package
 
 
-def test_the_advised_command_installs_what_is_missing(monkeypatch, tmp_path):
+def test_install_command_names_the_missing_packages(monkeypatch, tmp_path):
     """In a checkout its extras; in a wheel, whose name no index knows, their requirements."""
     constraints = ROOT / "constraints.txt"
     prefix = f"pip install -c {constraints} -e "
@@ -78,7 +78,7 @@ def without(monkeypatch):
         ("datasets", "data.source=fineweb", "data.source: fineweb"),
     ],
 )
-def test_training_says_what_is_missing_before_it_begins(tiny, without, package, override, key):
+def test_missing_package_is_named_before_training(tiny, without, package, override, key):
     from lm.training.preflight import check
 
     check(tiny(override), 1)
@@ -90,7 +90,7 @@ def test_training_says_what_is_missing_before_it_begins(tiny, without, package, 
     assert str(e.value).startswith(f"{key} needs the package {package}, which is not installed")
 
 
-def test_figures_say_that_matplotlib_is_missing(capsys, without, tmp_path):
+def test_report_without_matplotlib_is_refused(capsys, without, tmp_path):
     (tmp_path / "config.yaml").write_text("name: x")
     without("matplotlib")
     words = "fprnn report needs the package matplotlib, which is not installed"
@@ -125,7 +125,7 @@ runpy.run_module("lm", run_name="__main__")
         ("torch", ["generate", "EXPORT", "--prompt", "a"]),
     ],
 )
-def test_a_missing_package_is_named_with_its_extra(tmp_path, small_export, package, command):
+def test_missing_package_error_names_the_extra(tmp_path, small_export, package, command):
     places = {"EXPORT": str(small_export), "out_dir=OUT": f"out_dir={tmp_path / 'runs'}"}
     command = [places.get(word, word) for word in command]
     if package == "torch":  # a fresh interpreter, because a library has torch's parts
@@ -139,7 +139,7 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, small_export, packa
     assert last.endswith(install_command(package)) and "Traceback" not in done.stderr
 
 
-def test_generating_needs_nothing_but_the_base(small_export):
+def test_generate_needs_only_the_base_dependencies(small_export):
     """pydantic, rich, deepspeed, … are for training; the base is what generation needs."""
     command = ["generate", small_export, "--prompt", "a", "--max-new-tokens", "1"]
     done = PLAIN_FORKS.run("-c", [WITHOUT, "pydantic", *command], timeout=120)

@@ -13,7 +13,7 @@ import pytest
 
 from lm.cli import serve
 from lm.cli.serve import PACKAGES
-from lm.training.engine import _free_port
+from lm.training.process_group import find_free_port
 from tests.refusals import refused
 from tests.running import ENV
 
@@ -26,14 +26,14 @@ def installed(monkeypatch):
     monkeypatch.setattr(serve, "require", lambda name, purpose: None)
 
 
-def test_a_place_that_is_no_export_is_refused_by_name(tmp_path, capsys):
+def test_path_that_is_no_export_is_refused(tmp_path, capsys):
     said = refused(capsys, "serve", tmp_path)
     assert said == f"{tmp_path} is no export: make one with `fprnn export RUN {tmp_path}`"
     assert "must be an integer 1 to 65535" in refused(capsys, "serve", tmp_path, "--port", 70000)
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_a_package_that_is_missing_is_named(package, tmp_path, capsys, monkeypatch):
+def test_missing_package_of_serve_is_named(package, tmp_path, capsys, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     find = importlib.util.find_spec
     monkeypatch.setattr(
@@ -57,7 +57,7 @@ def test_damaged_weights_are_refused(tiny_export, tmp_path, capsys, installed):
 @contextlib.contextmanager
 def served(export, log):
     """Serve an export within the block → its port."""
-    port = _free_port()
+    port = find_free_port()
     command = [sys.executable, "-m", "lm", "serve", export, "--host", "127.0.0.1", "--port", port]
     with open(log, "w") as out:
         server = subprocess.Popen([str(a) for a in command], env=ENV, stdout=out, stderr=out)
@@ -86,7 +86,7 @@ def expected(export, **sampling) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_openai_client_gets_what_the_model_generates(tiny_export, tmp_path):
+def test_openai_client_receives_the_generated_text(tiny_export, tmp_path):
     openai = pytest.importorskip("openai")
     for package in ("fastapi", "uvicorn"):
         pytest.importorskip(package)

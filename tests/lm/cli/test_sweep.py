@@ -13,7 +13,7 @@ import yaml
 from lm.cli import sweep
 from lm.cli.main import main
 from lm.common.errors import BAD_CONFIG, DIVERGED, FAILED, PREEMPTED
-from lm.runs.checkpoint import newest
+from lm.runs.checkpoint import find_newest_checkpoint
 from lm.runs.lease import is_alive
 from tests.running import ENV, ROOT, losses
 
@@ -60,7 +60,7 @@ def leave(folder: Path, name: str, value: dict) -> None:
     (folder / name).write_text(json.dumps(value))
 
 
-def test_what_is_left_is_trained_and_a_failure_does_not_end_it(path, tmp_path, monkeypatch, capsys):
+def test_sweep_continues_after_a_failed_point(path, tmp_path, monkeypatch, capsys):
     validation = {"loss": 2.0, "perplexity": 7.4}
     leave(tmp_path / "s/000-fp-seed=0", "result.json", {"updates": 4, "validation": validation})
     leave(tmp_path / "s/001-fp-seed=1", "failure.json", {"exit_code": DIVERGED, "sentence": "nan"})
@@ -76,7 +76,7 @@ def test_what_is_left_is_trained_and_a_failure_does_not_end_it(path, tmp_path, m
 
 
 @pytest.mark.parametrize("end, status", [(DIVERGED, 0), (PREEMPTED, PREEMPTED)])
-def test_one_that_diverges_is_a_result_and_a_stop_ends_it(path, monkeypatch, end, status):
+def test_sweep_status_after_divergence_and_stop(path, monkeypatch, end, status):
     trainings = Trainings(end, 0, 0, 0)
     monkeypatch.setattr(sweep.subprocess, "Popen", trainings)
     assert main(["sweep", str(path), "--run", "--gpus", "2"]) == status
@@ -86,7 +86,7 @@ def test_one_that_diverges_is_a_result_and_a_stop_ends_it(path, monkeypatch, end
     assert rest == [str(path), "2", "--job-index", "0"]
 
 
-def test_a_signal_goes_on_to_the_point_that_trains(path, monkeypatch):
+def test_signal_is_forwarded_to_the_training_point(path, monkeypatch):
     asked = []
 
     class Training(Trainings):
@@ -117,7 +117,7 @@ def sweep_signals():
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
-def test_the_trainer_of_a_killed_sweep_saves_and_ends(path, tmp_path):
+def test_training_of_a_killed_sweep_saves_and_ends(path, tmp_path):
     """It trained on, and the next sweep trained beside it."""
     path.write_text(path.read_text().replace("steps: 4", "steps: 100000"))
     command = [sys.executable, "-m", "lm", "sweep", str(path), "--run", "log.every=1"]
@@ -127,7 +127,10 @@ def test_the_trainer_of_a_killed_sweep_saves_and_ends(path, tmp_path):
         trainer = json.loads((run / "lease.json").read_text())
         process.kill()
     wait_until(lambda: is_alive(trainer) is False)
-    assert newest(run / "checkpoints") is not None and not (run / "lease.json").exists()
+    assert (
+        find_newest_checkpoint(run / "checkpoints") is not None
+        and not (run / "lease.json").exists()
+    )
 
 
 def wait_until(is_so, seconds=120):
@@ -137,13 +140,13 @@ def wait_until(is_so, seconds=120):
         time.sleep(0.1)
 
 
-def test_gpus_are_of_run(path, capsys):
+def test_gpus_option_needs_run(path, capsys):
     assert main(["sweep", str(path), "--gpus", "2"]) == BAD_CONFIG
     assert "--gpus needs --run" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_point_may_start_from_one_before_it(tmp_path):
+def test_point_may_start_from_an_earlier_point(tmp_path):
     """As in configs/lm/compare/traces.yaml: a layer trained alone, then a Mamba layer behind it."""
     tree = yaml.safe_load((ROOT / "configs/tiny/lm.yaml").read_text())
     first = tmp_path / "tiny/000-first"

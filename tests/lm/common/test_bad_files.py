@@ -1,4 +1,4 @@
-"""Places that cannot be written, and runs and exports that are damaged: one sentence each."""
+"""Paths that cannot be written, and damaged runs and exports: each is refused in a sentence."""
 
 import json
 import os
@@ -23,24 +23,23 @@ WEIGHT = "backbone.layers.0.block.in_proj.weight"
 
 @pytest.fixture
 def copy(small_export, tmp_path):
-    """A copy of an export, to be damaged; without checksums."""
+    """Return a copy of an export without checksums, which tests may damage."""
     return Path(
         shutil.copytree(small_export, tmp_path / "copy", ignore=shutil.ignore_patterns(SUMS))
     )
 
 
-# Places that cannot be written. (Root may write where permissions say no: a file in place of a
-# folder, and /proc, refuse it as well.)
+# Paths that cannot be written. Root ignores permissions, but cannot write below a file or in /proc.
 
 
 @pytest.fixture
 def blocked(tmp_path):
-    """A place below a file."""
+    """Return a path below a file."""
     (tmp_path / "file").write_text("x")
     return tmp_path / "file" / "below"
 
 
-def test_places_are_tried_and_left_as_they_were(tmp_path, blocked):
+def test_checks_of_paths_leave_no_trace(tmp_path, blocked):
     check_folder(tmp_path / "a" / "b")
     check_file(tmp_path / "a" / "b.json")
     (tmp_path / "there.json").write_text("as it was")
@@ -62,13 +61,13 @@ def test_places_are_tried_and_left_as_they_were(tmp_path, blocked):
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="a place that even root cannot write")
-def test_a_place_that_even_root_cannot_write():
+def test_unwritable_path_is_refused_even_for_root():
     with pytest.raises(OutputError, match="/proc/fprnn/a cannot be written"):
         check_folder("/proc/fprnn/a")
 
 
-def test_a_link_and_a_device_are_written_through(tmp_path, small_export, capsys):
-    """Not replaced by a file of that name."""
+def test_links_and_devices_are_written_through(tmp_path, small_export, capsys):
+    """They are not replaced by a regular file."""
     (tmp_path / "there").write_text("old")
     for name, leads_to in (("link", "there"), ("dangling", "new"), ("loop", "loop")):
         (tmp_path / name).symlink_to(leads_to)
@@ -91,7 +90,7 @@ def test_a_link_and_a_device_are_written_through(tmp_path, small_export, capsys)
     assert Path("/dev/full").is_char_device()
 
 
-def test_an_export_through_a_link_and_after_one_that_was_killed(tmp_path, small_export):
+def test_export_through_a_link_and_after_a_killed_export(tmp_path, small_export):
     model, real = load_model(small_export), tmp_path / "real"
     real.mkdir()
     (tmp_path / "out").symlink_to("real")
@@ -109,7 +108,7 @@ def test_an_export_through_a_link_and_after_one_that_was_killed(tmp_path, small_
 LONG = "a" * 300  # of a name, which the system asked about it refuses to answer
 
 
-def test_a_name_that_no_file_can_have(capsys, tiny, tmp_path, small_export):
+def test_too_long_file_name_is_refused(capsys, tiny, tmp_path, small_export):
     from lm.runs.run_dir import RunDir
 
     for check in (check_folder, check_file):
@@ -128,7 +127,7 @@ def test_a_name_that_no_file_can_have(capsys, tiny, tmp_path, small_export):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_eval_to_a_place_that_cannot_be_written(capsys, small_export, blocked):
+def test_eval_to_an_unwritable_path_is_refused(capsys, small_export, blocked):
     pytest.importorskip("lm_eval")
     message = refused(
         capsys, "eval", small_export, "--tasks", "catbabi_mini", "--out", blocked / "x"
@@ -136,7 +135,7 @@ def test_eval_to_a_place_that_cannot_be_written(capsys, small_export, blocked):
     assert "is a file" in message
 
 
-def test_an_export_to_a_place_that_cannot_be_written(capsys, tmp_path, blocked, byte_tokenizer):
+def test_export_to_an_unwritable_path_is_refused(capsys, tmp_path, blocked, byte_tokenizer):
     (tmp_path / "config.yaml").write_text("name: x")
     assert "is a file" in refused(capsys, "export", tmp_path, blocked)
     assert "is a file" in refused(capsys, "export", tmp_path, blocked.parent)
@@ -144,7 +143,7 @@ def test_an_export_to_a_place_that_cannot_be_written(capsys, tmp_path, blocked, 
         write_export(None, blocked, byte_tokenizer, "x", "")
 
 
-def test_a_report_in_a_place_that_cannot_be_written(capsys, tmp_path):
+def test_report_in_an_unwritable_path_is_refused(capsys, tmp_path):
     (tmp_path / "config.yaml").write_text("name: x")
     (tmp_path / "figures").write_text("x")
     assert "figures cannot be a folder to write to: it is a file" in refused(
@@ -152,7 +151,7 @@ def test_a_report_in_a_place_that_cannot_be_written(capsys, tmp_path):
     )
 
 
-# Damaged runs and exports.
+# Damaged runs and exports
 
 
 def rewritten(folder: Path, change) -> None:
@@ -178,14 +177,14 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_weights_that_are_not_those_of_the_config_are_never_made_up(capsys, copy, damage):
+def test_weights_that_contradict_the_config_are_refused(capsys, copy, damage):
     change, words = DAMAGES[damage]
     rewritten(copy, change)
     assert words in refused(capsys, "generate", copy, "--prompt", "a")
 
 
 @pytest.mark.parametrize("kept", [0, 7, 0.5])
-def test_weights_that_are_cut_short(copy, kept):
+def test_truncated_weights_are_refused(copy, kept):
     path = copy / "model.safetensors"
     whole = path.read_bytes()
     path.write_bytes(whole[: kept if isinstance(kept, int) else int(kept * len(whole))])
@@ -193,7 +192,7 @@ def test_weights_that_are_cut_short(copy, kept):
         load_model(copy)
 
 
-def test_a_whole_export_is_loaded_quietly(capsys, small_export):
+def test_complete_export_loads_without_messages(capsys, small_export):
     model = load_model(small_export)
     saved = load_file(small_export / "model.safetensors")
     assert torch.equal(model.state_dict()[WEIGHT], saved[WEIGHT])
@@ -212,7 +211,7 @@ def test_a_whole_export_is_loaded_quietly(capsys, small_export):
         ("tokenizer.json", "{}", "cannot load the tokenizer of"),
     ],
 )
-def test_files_of_an_export_that_are_gone_or_damaged(capsys, copy, name, text, words):
+def test_missing_or_damaged_export_files_are_refused(capsys, copy, name, text, words):
     if text is None:
         (copy / name).unlink()
     else:
@@ -240,15 +239,15 @@ RESULT = {"updates": 1, "tokens": 1, "training_seconds": 1, "tokens_per_s": 1}
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_a_report_names_a_damaged_result(capsys, tmp_path, text, words):
+def test_report_names_a_damaged_result(capsys, tmp_path, text, words):
     (tmp_path / "config.yaml").write_text("name: x")
     (tmp_path / "result.json").write_text(text if isinstance(text, str) else json.dumps(text))
     assert main(["report", str(tmp_path)]) == 0
     assert words in " ".join(capsys.readouterr().out.split())
 
 
-def test_what_files_say_moves_no_cursor(capsys, tiny_run, tmp_path, undrawn):
-    """Of a failure, a result, and records: their control characters are written out."""
+def test_control_characters_of_files_are_escaped(capsys, tiny_run, tmp_path, undrawn):
+    """Control characters of a failure, a result and records are escaped."""
     escapes = "\x1b]0;title\x07\x1b[2J\x9b31m"
     run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
     result = json.loads((run / "result.json").read_text()) | {"solver": escapes}
@@ -270,7 +269,7 @@ def test_what_files_say_moves_no_cursor(capsys, tiny_run, tmp_path, undrawn):
             assert not CONTROL.search((tmp_path / "page" / name).read_text())
 
 
-def test_a_report_names_damaged_scores(capsys, tmp_path):
+def test_report_names_damaged_scores(capsys, tmp_path):
     (tmp_path / "config.yaml").write_text("name: x")
     scores = tmp_path / "hf" / "eval" / "results.json"
     scores.parent.mkdir(parents=True)
@@ -281,13 +280,13 @@ def test_a_report_names_damaged_scores(capsys, tmp_path):
         assert "results.json is damaged: its tasks must hold" in said
 
 
-def test_a_damaged_record_of_the_tokenizer(capsys, tiny_run, tmp_path):
+def test_damaged_tokenizer_record_is_refused(capsys, tiny_run, tmp_path):
     run = shutil.copytree(tiny_run, tmp_path / "run", ignore=shutil.ignore_patterns("hf"))
     (run / "tokenizer" / "made_from.json").write_text("{")
     assert "made_from.json is damaged" in refused(capsys, "export", run, tmp_path / "out")
 
 
-def test_code_of_a_folder_is_run_if_trusted_and_that_of_the_hub_never(tmp_path, monkeypatch):
+def test_code_runs_only_from_a_trusted_folder(tmp_path, monkeypatch):
     import transformers
 
     asked = []

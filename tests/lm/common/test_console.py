@@ -1,4 +1,4 @@
-"""What reaches the terminal: names of files as text, and the progress of long work."""
+"""Output on the terminal: names of files as text, and the progress of long work."""
 
 import io
 from datetime import datetime
@@ -22,7 +22,7 @@ def table():
 
 
 @pytest.mark.parametrize("printed", [lambda: NAME, table])
-def test_a_name_is_printed_as_it_is_and_control_characters_are_written_out(capsys, printed):
+def test_names_are_verbatim_and_control_characters_escaped(capsys, printed):
     say._console = None  # of this test's output
     try:
         say(printed())
@@ -32,7 +32,7 @@ def test_a_name_is_printed_as_it_is_and_control_characters_are_written_out(capsy
     assert SHOWN in shown and "\x1b" not in shown and "\x07" not in shown
 
 
-def test_line_breaks_and_tabs_stay(capsys):
+def test_line_breaks_and_tabs_are_kept(capsys):
     say._console = None
     say("a\n\tb")
     say._console = None
@@ -41,7 +41,7 @@ def test_line_breaks_and_tabs_stay(capsys):
 
 @pytest.fixture
 def screen(monkeypatch):
-    """A function (is it a terminal?) → file with all that is printed."""
+    """Return a function (is_terminal) that captures everything printed in a file."""
 
     def use(terminal):
         file = io.StringIO()
@@ -62,7 +62,7 @@ def now(monkeypatch):
     return now
 
 
-def test_every_text_is_a_plain_line_and_others_are_rare(screen, now):
+def test_progress_prints_texts_at_once_and_else_rarely(screen, now):
     """The first update takes a minute, the others 5 s."""
     file = screen(terminal=False)
     bar = console.Progress("training", 4000, "updates", every_s=600)
@@ -89,8 +89,14 @@ def test_other_ranks_are_silent(screen, monkeypatch):
 
 @pytest.mark.parametrize(
     "seconds, text",
-    [(0.2, "0 s"), (89.4, "89 s"), (90, "2 min"), (3000, "50 min"), (3 * 3600 + 290, "3 h 05 min"),
-     (6_956_340, "80 d 12 h")],
-)  # fmt: skip
-def test_durations_are_plain(seconds, text):
-    assert console.duration(seconds) == text
+    [
+        (0.2, "0 s"),
+        (89.4, "89 s"),
+        (90, "2 min"),
+        (3000, "50 min"),
+        (3 * 3600 + 290, "3 h 05 min"),
+        (6_956_340, "80 d 12 h"),
+    ],
+)
+def test_durations_have_readable_units(seconds, text):
+    assert console.format_duration(seconds) == text

@@ -1,16 +1,16 @@
-"""Trainings on a CPU keep freed memory."""
+"""Training on a CPU keeps freed memory."""
 
 import pytest
 import torch
 
 from lm.common.heap import keep_freed_memory
-from lm.training import engine
+from lm.training import process_group
 from synthetic import config, train
 from tests.running import ROOT
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_trainings_on_a_cpu_keep_it(monkeypatch, tiny, on_gpu):
+def test_training_on_a_cpu_keeps_freed_memory(monkeypatch, tiny, on_gpu):
     for name in ("RANK", "LOCAL_RANK"):
         monkeypatch.setenv(name, "0")
     for name, value in {"WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
@@ -22,12 +22,12 @@ def test_trainings_on_a_cpu_keep_it(monkeypatch, tiny, on_gpu):
         raise InterruptedError
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    for module in (engine, train):
+    for module in (process_group, train):
         monkeypatch.setattr(module, "keep_freed_memory", lambda: reached("kept"))
-    monkeypatch.setattr(engine, "_import_deepspeed", lambda: reached("later"))
+    monkeypatch.setattr(process_group, "import_deepspeed", lambda: reached("later"))
     monkeypatch.setattr(train.tasks, "build", lambda task: reached("later"))
     task = config.load(ROOT / "configs/synthetic/small/s3.yaml", [])
-    for start in (lambda: engine.start(tiny()), lambda: train.Training(task)):
+    for start in (lambda: process_group.join_process_group(tiny()), lambda: train.Training(task)):
         with pytest.raises(InterruptedError):
             start()
     assert calls == ["later" if on_gpu else "kept"] * 2

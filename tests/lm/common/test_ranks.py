@@ -1,4 +1,4 @@
-"""A rank that dies or stands still: the others end, in time, and what was saved stands."""
+"""Ranks that die or hang: the others end in time, and saved checkpoints stay valid."""
 
 import json
 import os
@@ -12,18 +12,18 @@ import pytest
 
 from lm.common.errors import BAD_CONFIG, BAD_DATA, DIVERGED, HANG, MACHINE
 from lm.runs.metrics import read_metrics
-from tests.running import ENV, FORKS, ROOT, command, losses, printed_by_ranks, ranks_of, run
+from tests.running import ENV, FORKS, ROOT, command, losses, run, run_ranks_for_json, start_ranks
 
 TINY = ("train", "--config", "configs/tiny/lm.yaml")
 
 
 def two_ranks(out, *settings, fault=None):
-    """Both ranks of a run, each a process of ours, without a launcher; rank 1 with a fault."""
+    """Start both ranks of a run without a launcher; rank 1 has a fault."""
     arguments = [*TINY, f"out_dir={out}", *settings]
     if fault is None:
-        return ranks_of("lm", arguments, 2)
+        return start_ranks("lm", arguments, 2)
     of_rank = [arguments, [fault, *arguments]]
-    return ranks_of(["lm", "tests.faults"], of_rank.__getitem__, 2)
+    return start_ranks(["lm", "tests.faults"], of_rank.__getitem__, 2)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def stopped_rank(tmp_path):
         process.wait(60)
 
 
-def test_a_rank_that_is_suspended_is_a_hang_of_the_other(tmp_path, stopped_rank):
+def test_suspended_rank_is_a_hang_for_the_other(tmp_path, stopped_rank):
     first, _ = stopped_rank("stop_at=6", "engine.timeout_s=4")
     error = first.communicate(timeout=120)[1]
     assert first.returncode == HANG, error
@@ -51,8 +51,8 @@ def test_a_rank_that_is_suspended_is_a_hang_of_the_other(tmp_path, stopped_rank)
     assert (tmp_path / "tiny/checkpoints/step-000004/manifest.json").exists()
 
 
-def test_a_collective_that_takes_too_long_is_an_error(stopped_rank):
-    """In the last validation, which no watchdog watches."""
+def test_collective_timeout_is_an_error(stopped_rank):
+    """It happens in the last validation, during which no watchdog runs."""
     first, _ = stopped_rank("stop_at_the_end=1", "engine.timeout_s=4")
     began = time.monotonic()
     error = first.communicate(timeout=120)[1]
@@ -60,8 +60,8 @@ def test_a_collective_that_takes_too_long_is_an_error(stopped_rank):
     assert "error: another rank does not answer (" in error and "Traceback" not in error
 
 
-def test_a_rank_that_is_killed_is_a_sentence_of_the_other(tmp_path):
-    """Without a launcher, which would end it."""
+def test_killed_rank_is_reported_by_the_other(tmp_path):
+    """There is no launcher that would end the other rank."""
     first, second = two_ranks(tmp_path, "train.steps=5000", "checkpoint.every=2", "log.every=1")
     began = time.monotonic()
     while not list(tmp_path.glob("tiny/checkpoints/step-*/manifest.json")):
@@ -76,12 +76,12 @@ def test_a_rank_that_is_killed_is_a_sentence_of_the_other(tmp_path):
 
 
 def ended(processes):
-    """(exit status, stderr) of each rank, once all have ended by themselves."""
+    """Wait until all ranks have ended; return (exit status, stderr) of each."""
     errors = [process.communicate(timeout=120)[1] for process in processes]
     return [(process.returncode, error) for process, error in zip(processes, errors)]
 
 
-def test_ranks_with_other_kernels_than_the_first_are_refused(tmp_path):
+def test_ranks_with_different_kernels_are_refused(tmp_path):
     ends = ended(two_ranks(tmp_path, fault="plain_kernels=1"))
     assert [status for status, _ in ends] == [BAD_CONFIG] * 2, ends
     assert "rank 1 on " in ends[1][1] and "it has plain PyTorch" in ends[1][1]
@@ -89,7 +89,7 @@ def test_ranks_with_other_kernels_than_the_first_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("stage", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
-def test_nan_inside_one_ranks_forward_is_a_rollback_of_all(tmp_path, stage):
+def test_nan_on_one_rank_rolls_back_all(tmp_path, stage):
     settings = ("train.grad_accum_steps=2", f"engine.zero_stage={stage}", "log.every=1")
     ends = ended(two_ranks(tmp_path, *settings, fault="nonfinite_at=11"))
     assert [status for status, _ in ends] == [0, 0], ends
@@ -98,7 +98,7 @@ def test_nan_inside_one_ranks_forward_is_a_rollback_of_all(tmp_path, stage):
     assert sorted(r["step"] for r in losses(tmp_path / "tiny")) == list(range(1, 9))
 
 
-def test_nan_in_one_ranks_moment_is_not_saved_by_any(tmp_path):
+def test_nan_in_a_moment_of_one_rank_is_never_saved(tmp_path):
     settings = ("train.grad_accum_steps=1", "checkpoint.every=2", "log.every=1")
     ends = ended(two_ranks(tmp_path, *settings, fault="moment_nan_at=4"))
     assert [status for status, _ in ends] == [0, 0], ends
@@ -107,8 +107,8 @@ def test_nan_in_one_ranks_moment_is_not_saved_by_any(tmp_path):
 
 
 @pytest.mark.slow
-def test_nan_inside_one_ranks_forward_under_zero_3_ends_the_run(tmp_path):
-    """The others wait inside the same forward pass: nobody can go back with them."""
+def test_nan_on_one_rank_under_zero_3_ends_the_run(tmp_path):
+    """The other ranks wait inside the same forward pass and cannot go back."""
     settings = ("train.grad_accum_steps=1", "engine.zero_stage=3", "engine.timeout_s=20")
     first, second = two_ranks(tmp_path, *settings, fault="nonfinite_at=6")
     error = second.communicate(timeout=120)[1]
@@ -116,7 +116,7 @@ def test_nan_inside_one_ranks_forward_under_zero_3_ends_the_run(tmp_path):
     assert first.wait(timeout=60) != 0
 
 
-def test_data_that_one_rank_cannot_read_is_told_by_all(tmp_path):
+def test_unreadable_data_on_one_rank_is_reported_by_all(tmp_path):
     ends = ended(two_ranks(tmp_path, "train.grad_accum_steps=1", fault="no_data_at=6"))
     assert [status for status, _ in ends] == [BAD_DATA, BAD_DATA], ends
     assert all("error: the disk with the text is gone" in error for _, error in ends)
@@ -124,33 +124,43 @@ def test_data_that_one_rank_cannot_read_is_told_by_all(tmp_path):
     assert word == {"sentence": "the disk with the text is gone", "exit_code": BAD_DATA}
 
 
-def test_the_timeout_reaches_the_groups_that_deepspeed_makes():
-    """But for one that may wait for days, for what rank 0 does alone."""
-    waits = printed_by_ranks("tests.engine_sockets", 2)["timeouts"]
+def test_timeout_applies_to_groups_of_deepspeed():
+    """Only the group for work of rank 0 may wait for days."""
+    waits = run_ranks_for_json("tests.engine_sockets", 2)["timeouts"]
     assert len(waits) > 2 and set(waits[:-1]) == {84.7} and waits[-1] == 7 * 86400
 
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="no Linux")
-def test_a_run_of_one_process_listens_on_loopback_alone():
+def test_single_process_listens_on_loopback_only():
     done = FORKS.run("tests.engine_sockets", [], timeout=120)
     found = json.loads(done.stdout.splitlines()[-1])
     assert set(found["addresses"]) == {"0100007F"}, done.stderr
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_takes_the_run_down_and_it_goes_on(tmp_path):
-    """Under the launcher, while it trains; then the same run to its end."""
-    long = ("train.steps=60", "checkpoint.every=7", "train.global_batch_size=4",
-            "train.grad_accum_steps=null", "eval.every=60", "log.every=1")  # fmt: skip
+def test_run_continues_after_a_killed_rank(tmp_path):
+    """A launcher runs the training; afterwards the same run continues to its end."""
+    long = (
+        "train.steps=60",
+        "checkpoint.every=7",
+        "train.global_batch_size=4",
+        "train.grad_accum_steps=null",
+        "eval.every=60",
+        "log.every=1",
+    )
     out = tmp_path / "runs"
     env = ENV | {
         "DS_ACCELERATOR": "cpu",
         "PATH": f"{os.path.dirname(sys.executable)}:{ENV['PATH']}",
     }
     process = subprocess.Popen(
-        command(out, *long, processes=2), cwd=ROOT, env=env, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        command(out, *long, processes=2),
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     metrics = out / "tiny/metrics.jsonl"
     until = time.monotonic() + 120
     while not metrics.exists() or metrics.read_text().count("\n") < 12:

@@ -1,4 +1,4 @@
-"""Credentials in URLs: hidden where they would be printed, logged or written."""
+"""Credentials in URLs are masked in everything printed, logged or written."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from lm.common.console import say
-from lm.common.errors import UserError, sentence
+from lm.common.errors import UserError, describe_user_error
 from lm.common.secrets import mask_credentials, mask_logs
 from lm.data.sources.errors import HubUnreachable
 from lm.data.sources.hub import check_hub
@@ -26,14 +26,16 @@ URL = "http://someone:s3cr3t@127.0.0.1:9"
         ("https://host/a@b me@host", "https://host/a@b me@host"),
     ],
 )
-def test_credentials_are_masked_and_nothing_else(text, masked):
+def test_only_credentials_are_masked(text, masked):
     assert mask_credentials(text) == masked
 
 
-def test_every_way_out_masks(tmp_path, capsys, monkeypatch, caplog):
+def test_every_output_is_masked(tmp_path, capsys, monkeypatch, caplog):
     error = UserError(f"{URL} cannot be reached")
-    RunDir(tmp_path).write_failure(error)
-    assert json.loads((tmp_path / "failure.json").read_text())["sentence"] == sentence(error)
+    RunDir(tmp_path).record_failure(error)
+    assert json.loads((tmp_path / "failure.json").read_text())["sentence"] == describe_user_error(
+        error
+    )
     monkeypatch.setattr(say, "enabled", True)
     say(f"waiting for {URL}")
     before = logging.getLogRecordFactory()
@@ -43,14 +45,14 @@ def test_every_way_out_masks(tmp_path, capsys, monkeypatch, caplog):
         logging.getLogger("huggingface_hub.utils").warning("GET %s/a failed", URL)
     finally:
         logging.setLogRecordFactory(before)
-    shown = [sentence(error), capsys.readouterr().out, caplog.text]
+    shown = [describe_user_error(error), capsys.readouterr().out, caplog.text]
     assert all("***@127.0.0.1:9" in one for one in shown)
     assert not any("s3cr3t" in one for one in shown)
 
 
-def test_a_hub_that_cannot_be_reached_is_named_without_its_credentials(monkeypatch):
+def test_unreachable_hub_is_named_without_credentials(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", URL)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     with pytest.raises(HubUnreachable) as refused:
         check_hub("a dataset")
-    assert "but http://***@127.0.0.1:9 cannot be reached" in sentence(refused.value)
+    assert "but http://***@127.0.0.1:9 cannot be reached" in describe_user_error(refused.value)

@@ -1,4 +1,4 @@
-"""Stop signals: waits that they end, work that they let finish, children of a parent that ends."""
+"""Stop signals: interrupted waits, finished updates, and children of a killed parent."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def signals():
 
 
 @pytest.mark.parametrize("wait", ["sleep", "socket"])
-def test_a_stop_signal_ends_a_wait(signals, wait):
+def test_stop_signal_interrupts_a_wait(signals, wait):
     silent, _ = pair = socket.socketpair()
     began = time.monotonic()
     signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
@@ -35,19 +35,19 @@ def test_a_stop_signal_ends_a_wait(signals, wait):
             time.sleep(30) if wait == "sleep" else silent.recv(1)
         except Exception:  # as code does that tries again
             time.sleep(30)
-    assert time.monotonic() - began < 5 and signals.asked
+    assert time.monotonic() - began < 5 and signals.is_stop_requested
     for end in pair:
         end.close()
     with pytest.raises(StopRequested), signals.interruptible():  # it came before
         raise AssertionError
 
 
-def test_outside_of_a_wait_a_stop_signal_only_asks(signals):
+def test_stop_signal_outside_a_wait_sets_a_flag(signals):
     with signals.interruptible():
         pass
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.01)
-    assert signals.asked
+    assert signals.is_stop_requested
 
 
 PARENT = """
@@ -60,7 +60,7 @@ time.sleep(60)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
-def test_a_process_gets_sigterm_when_its_parent_is_killed():
+def test_child_gets_sigterm_when_its_parent_is_killed():
     command = [sys.executable, "-c", PARENT]
     with subprocess.Popen(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE) as parent:
         pid = int(parent.stdout.readline())

@@ -1,4 +1,4 @@
-"""A training that stands still ends, and says where each thread stood."""
+"""A hanging training ends and writes the stacks of its threads."""
 
 import signal
 import subprocess
@@ -26,11 +26,12 @@ with Watchdog(float(sys.argv[1]), sys.argv[2], rank=int(sys.argv[3])) as watchdo
 
 def start(folder, rank, limit=0.5, steps=3, end="hang"):
     args = [sys.executable, "-c", PROGRAM, limit, folder, rank, steps, end]
-    return subprocess.Popen([str(a) for a in args], cwd=ROOT, env=ENV, stderr=subprocess.PIPE,
-                            text=True)  # fmt: skip
+    return subprocess.Popen(
+        [str(a) for a in args], cwd=ROOT, env=ENV, stderr=subprocess.PIPE, text=True
+    )
 
 
-def test_a_hang_leaves_the_stacks_of_all_ranks(tmp_path):
+def test_hang_writes_the_stacks_of_all_ranks(tmp_path):
     ranks = [start(tmp_path / "stacks", rank, 1.0) for rank in (0, 1)]
     for rank, process in enumerate(ranks):
         error = process.communicate(timeout=30)[1]
@@ -40,13 +41,13 @@ def test_a_hang_leaves_the_stacks_of_all_ranks(tmp_path):
         assert "in stuck_in_a_collective" in stacks and "in _watch" in stacks
 
 
-def test_a_training_that_moves_is_left_alone(tmp_path):
+def test_active_training_is_not_ended(tmp_path):
     process = start(tmp_path / "stacks", 0, limit=0.6, steps=15, end="finish")
     assert process.wait(timeout=30) == 0
     assert not (tmp_path / "stacks").exists()
 
 
-def test_a_process_that_was_suspended_as_a_whole_is_no_hang(tmp_path):
+def test_suspended_process_is_not_a_hang(tmp_path):
     process = start(tmp_path / "stacks", 0, limit=1.0, steps=20, end="finish")
     time.sleep(1.5)
     process.send_signal(signal.SIGSTOP)

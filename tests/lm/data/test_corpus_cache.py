@@ -74,7 +74,7 @@ def start_process(cfg, kill_at: int = 0, pause: float = 0.0) -> tuple[Forked, Pa
 def release(*started: tuple[Forked, Path]) -> None:
     """Let processes begin together, when all of them are ready."""
     for process, _ in started:
-        while "ready\n" not in process.printed()[0] and process.poll() is None:
+        while "ready\n" not in process.read_output()[0] and process.poll() is None:
             time.sleep(0.005)
     for _, go_file in started:
         go_file.touch()

@@ -29,8 +29,8 @@ from lm.data.corpus.tokenizer import training_texts
 from lm.data.sources.errors import DataError
 from lm.data.sources.mixture import parts, shares, tokenizer_bytes
 from lm.data.sources.open import is_validation
-from lm.report.plan import _what, describe, plan
-from lm.training.validation import pooled
+from lm.report.plan import _model_rows, describe, plan
+from lm.training.validation import pool_scores
 from tests.lm.report.test_plan import LM
 from tests.refusals import refused
 
@@ -229,15 +229,15 @@ def test_validation_mean_is_weighted_by_shares():
         "a": {"loss": 2.0, "perplexity": 0, "tokens": 900, "bytes": 1800},
         "b": {"loss": 4.0, "perplexity": 0, "tokens": 100, "bytes": 600},
     }
-    scores = pooled(sources, {"a": 0.25, "b": 0.75})
+    scores = pool_scores(sources, {"a": 0.25, "b": 0.75})
     assert (scores["loss"], scores["tokens"], scores["sources"]) == (3.5, 1000, sources)
     assert scores["perplexity"] == pytest.approx(math.exp(3.5))
     # A token of the mixture has 0.25 · 2 + 0.75 · 6 = 5 bytes on average.
     assert scores["bits_per_byte"] == pytest.approx(3.5 / math.log(2) / 5)
     assert scores["bytes"] == 2400
     unknown = sources | {"b": sources["b"] | {"bytes": None}}
-    assert pooled(unknown, {"a": 0.25, "b": 0.75})["bits_per_byte"] is None
-    assert pooled({"": sources["a"]}, {"": 1.0}) == sources["a"]
+    assert pool_scores(unknown, {"a": 0.25, "b": 0.75})["bits_per_byte"] is None
+    assert pool_scores({"": sources["a"]}, {"": 1.0}) == sources["a"]
 
 
 WEB = {"source": "text", "path": "x.txt", "weight": 1}
@@ -366,7 +366,7 @@ def test_mixture_is_planned_and_prepared_ahead(two, capsys):
 def test_shipped_mixture_is_planned():
     cfg = config.load(LM / "mixture.yaml")
     cfg.optim.lr_factors = {"*.A_log": 0.5}
-    rows = [name for name, _ in _what(plan(cfg, 1), cfg)]
+    rows = [name for name, _ in _model_rows(plan(cfg, 1), cfg)]
     assert rows[-3:] == ["source prose", "source python", "optimizer"]
 
 

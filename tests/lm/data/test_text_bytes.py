@@ -20,7 +20,7 @@ from lm.data.batches.text_bytes import (
 )
 from lm.data.corpus.documents import encode_documents
 from lm.data.corpus.tokenizer import _load_folder
-from lm.training.validation import text_bytes_of
+from lm.training.validation import count_text_bytes
 from tests.lm.data.test_tokenizer import EDGE_CASES
 
 TEXTS = [
@@ -134,8 +134,11 @@ def test_bytes_are_summed_over_ranks(bpe, monkeypatch):
     count = TextBytes(bpe).count(batch["input_ids"], batch["labels"])
     two_ranks = types.SimpleNamespace(sum=lambda *values: [values[0] + 1000, values[1]])
     validation = {"a": [batch, batch], "b": [batch]}
-    assert text_bytes_of(validation, bpe, two_ranks) == {"a": 2 * count + 1000, "b": count + 1000}
-    assert text_bytes_of({"": [batch]}, bpe, Ranks()) == {"": count}
+    assert count_text_bytes(validation, bpe, two_ranks) == {
+        "a": 2 * count + 1000,
+        "b": count + 1000,
+    }
+    assert count_text_bytes({"": [batch]}, bpe, Ranks()) == {"": count}
 
 
 def test_unknown_token_makes_the_bytes_unknown(capsys):
@@ -144,7 +147,7 @@ def test_unknown_token_makes_the_bytes_unknown(capsys):
     assert TextBytes(tokenizer).count([3, 3], [unk, 4]) is None
     assert TextBytes(tokenizer).count([unk, 3], [4, -100]) == 1
     batch = {"input_ids": torch.tensor([[3]]), "labels": torch.tensor([[unk]])}
-    assert text_bytes_of({"": [batch]}, tokenizer, Ranks()) == {"": None}
+    assert count_text_bytes({"": [batch]}, tokenizer, Ranks()) == {"": None}
     assert "note: no bits per byte: the validation text has tokens" in capsys.readouterr().out
 
 
@@ -199,7 +202,7 @@ def test_other_types_of_tokenizer_are_refused(capsys):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
     with pytest.raises(UncountableError, match="decoder has a part WordPiece"):
         TextBytes(tokenizer)
-    assert text_bytes_of({"": []}, tokenizer, Ranks()) == {"": None}
+    assert count_text_bytes({"": []}, tokenizer, Ranks()) == {"": None}
     assert "note: no bits per byte: the tokenizer's decoder" in capsys.readouterr().out
 
 
@@ -208,7 +211,7 @@ def test_tokenizer_without_some_characters_gives_a_note(capsys):
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
-    assert text_bytes_of({"": []}, tokenizer, Ranks()) == {"": None}
+    assert count_text_bytes({"": []}, tokenizer, Ranks()) == {"": None}
     assert "note: no bits per byte: the tokenizer cannot read 'The na" in capsys.readouterr().out
 
 

@@ -17,7 +17,7 @@ from lm.data.corpus import cache
 from lm.data.sources import traces
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import documents
-from lm.training.validation import Validation, in_answers
+from lm.training.validation import Validation, answers_suffix
 from tests.refusals import refused
 from tests.running import ROOT, run
 
@@ -216,16 +216,21 @@ def test_answer_probability_covers_all_tokens_and_sources(bpe):
         )
     }
     assert set(answer_lengths["repl"]) == {2}, "a line end and a number"
-    likely = {name: validation.likely(Engine(), [name], lambda: None) for name in validation.asked}
-    assert likely["repl"] == pytest.approx(math.exp(-2 * 0.3))
-    assert likely["words"] == pytest.approx(math.exp(-0.1 * sum(answer_lengths["words"]) / COUNT))
-    both = validation.likely(Engine(), ["words", "repl"], lambda: None)
-    assert both == likely["repl"] < likely["words"]
+    answer_probability = {
+        name: validation.answer_probability(Engine(), [name], lambda: None)
+        for name in validation.asked
+    }
+    assert answer_probability["repl"] == pytest.approx(math.exp(-2 * 0.3))
+    assert answer_probability["words"] == pytest.approx(
+        math.exp(-0.1 * sum(answer_lengths["words"]) / COUNT)
+    )
+    both = validation.answer_probability(Engine(), ["words", "repl"], lambda: None)
+    assert both == answer_probability["repl"] < answer_probability["words"]
 
 
 def test_line_shows_answers_only_for_traces():
-    assert in_answers({"answers": 0.987}) == " (answers 0.99)"
-    assert in_answers({"loss": 1.0}) == ""
+    assert answers_suffix({"answers": 0.987}) == " (answers 0.99)"
+    assert answers_suffix({"loss": 1.0}) == ""
 
 
 def test_invalid_traces_are_refused():

@@ -13,9 +13,9 @@ from lm.common.files import OutputError
 from lm.evaluation.facade import load
 from lm.export.export import ExportError, export, run_identity
 from lm.export.folder import check_place, draft, publish, write_record
-from lm.runs.checkpoint import newest
+from lm.runs.checkpoint import find_newest_checkpoint
 from lm.runs.written import EXPORT_RECORD, export_files
-from lm.training.reshard import consolidated
+from lm.training.reshard import consolidate_weights
 from tests.running import run_alone
 
 LOAD_AND_GENERATE = """
@@ -48,7 +48,7 @@ def test_export_loads_without_fprnn(tiny_export, tmp_path):
 
 
 def test_exported_weights_equal_the_checkpoint(tiny_run, tiny_export):
-    state = consolidated(newest(tiny_run / "checkpoints"))
+    state = consolidate_weights(find_newest_checkpoint(tiny_run / "checkpoints"))
     for name, tensor in load(tiny_export).model.state_dict().items():
         assert torch.equal(tensor.cpu(), state[name]), name
 
@@ -82,7 +82,7 @@ def test_second_export_replaces_only_exported_files(tiny_run, tmp_path):
     for name, text in other_files.items():
         write_file(out, name, text)
     (out / "model.safetensors").write_bytes(b"")
-    export(tiny_run, out, newest(tiny_run / "checkpoints"))
+    export(tiny_run, out, find_newest_checkpoint(tiny_run / "checkpoints"))
     assert (out / "model.safetensors").stat().st_size and load(out)
     assert {name: (out / name).read_text() for name in other_files} == other_files
     assert {path.name for path in out.iterdir()} == names | {
@@ -223,6 +223,6 @@ def test_export_of_a_missing_run_is_refused(tmp_path):
 @pytest.mark.parametrize("place", ["https://huggingface.co/me/model", "s3://bucket/model"])
 def test_url_as_folder_is_refused(tiny_run, tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(OutputError, match="no place on this machine"):
+    with pytest.raises(OutputError, match="is not on this machine"):
         export(tiny_run, place)
     assert not list(tmp_path.iterdir())

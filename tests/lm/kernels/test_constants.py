@@ -1,17 +1,15 @@
-"""Constants that stand in Python and, again, in a kernel's C++ or Triton."""
+"""Constants of the kernels in C++ and Triton against the values in Python."""
 
 import re
 
 import pytest
 
-from lm.kernels import cell as kernels_cell
-from lm.kernels import checks
-from lm.kernels.cpu import build, roots
-from lm.kernels.cpu import cell as cpu_cell
+from lm.kernels import cell_arguments, checks
+from lm.kernels.cpu import build, cpu_cell, roots
 from lm.model import cell, certified_root, solver
 
 RULE = solver.Rule()
-# Name → value in lm/model, of the search for a root.
+# Constants of the search for a root: name → value in lm/model.
 SEARCH = {
     name: getattr(cell, name)
     for name in (
@@ -49,7 +47,7 @@ OUTCOMES = {name: getattr(solver, name) for name in ("FAILED", "BISECTED", "GRAD
 
 
 def constants(file):
-    """Numeric constants of a C++ file: its constexpr definitions and enumerations, by name."""
+    """Return the numeric constants of a C++ file, from constexpr definitions and enumerations."""
     source = re.sub(r"//.*", "", (build.HERE / file).read_text(encoding="utf-8"))
     found = {}
     for definitions in re.findall(r"^constexpr (?:int|double|int64_t) ([^;]+);", source, re.M):
@@ -70,26 +68,26 @@ def order(names):
 @pytest.mark.parametrize(
     "file, expected",
     [
-        ("cell_equation.h", SEARCH | OUTCOMES | {"MOST": roots.MOST_RANK}),
+        ("cell_equation.h", SEARCH | OUTCOMES | {"MAX_REFLECTIONS": roots.MAX_RANK}),
         ("cell_pair.h", PAIR),
         (
-            "cell.h",
+            "cell_token.h",
             {kind.upper(): number for kind, number in cpu_cell._KINDS.items()}
-            | order(kernels_cell.NORMS)
-            | order(kernels_cell.ACTS),
+            | order(cell_arguments.NORMS)
+            | order(cell_arguments.ACTS),
         ),
     ],
-    ids=["cell_equation.h", "cell_pair.h", "cell.h"],
+    ids=["cell_equation.h", "cell_pair.h", "cell_token.h"],
 )
 def test_cpp_has_the_constants_of_python(file, expected):
-    """In both directions: a constant that is new in C++ wants a place here."""
+    """The comparison goes both ways: a new constant in C++ needs an entry here."""
     found = constants(file)
     assert {name: found.get(name) for name in expected} == expected
     if file == "cell_equation.h":
         assert found.keys() == expected.keys()
 
 
-def test_the_pieces_of_the_interval_are_those_of_python():
+def test_cpp_has_the_interval_pieces_of_python():
     source = (build.HERE / "cell_pair.h").read_text(encoding="utf-8")
     for name in ("PIECES", "WIDE_PIECES"):
         (values,) = re.findall(rf" {name}\[[^\]]+\] = \{{([^}}]+)\}}", source)
@@ -97,17 +95,17 @@ def test_the_pieces_of_the_interval_are_those_of_python():
 
 
 @pytest.mark.parametrize("file", ["cell_equation.h", "cell_root.h"])
-def test_the_search_in_cpp_has_no_number_without_a_name(file):
-    """Past the definitions, in the search itself: only 0 to 3 stand as digits."""
+def test_cpp_search_has_no_unnamed_number(file):
+    """After the definitions, the search itself contains only the digits 0 to 3."""
     source = re.sub(r"//.*", "", (build.HERE / file).read_text(encoding="utf-8"))
     search = source[source.index("struct Equation") if "struct Equation" in source else 0 :]
     search = search[search.index("namespace {") if "namespace {" in search else 0 :]
     assert set(re.findall(r"(?<![\w.])\d[\d.e-]*", search)) <= {"0", "1", "2", "3"}
 
 
-def test_python_modules_of_kernels_have_the_constants_of_the_model():
+def test_kernel_modules_have_the_constants_of_the_model():
     assert (checks.FAILED, roots.BISECTED) == (solver.FAILED, solver.BISECTED)
-    assert roots.MOST_RANK == kernels_cell.MOST_REFLECTIONS
+    assert roots.MAX_RANK == cell_arguments.MAX_REFLECTIONS
 
 
 def test_triton_has_the_constants_of_python():

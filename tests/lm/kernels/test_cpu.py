@@ -1,4 +1,4 @@
-"""The compiled CPU scan against the plain one and a loop: values, states, each gradient by name."""
+"""The CPU kernel `selective_scan` against the plain scan and a loop; its compilation."""
 
 import functools
 import os
@@ -38,7 +38,7 @@ def resets(b, length):
 @pytest.mark.parametrize("n", [1, 8, 16, 64])
 @pytest.mark.parametrize("d", [1, 5, 64, 100])
 @pytest.mark.parametrize("length", [1, 2, 7, 64, 257])
-def test_equals_a_loop_in_value_state_and_every_gradient(length, d, n):
+def test_scan_and_gradients_equal_a_loop(length, d, n):
     keep, tensors = resets(2, length), scan_inputs(2, length, d, n)
     expected = results(sequential_scan, tensors, keep)
     assert_close(results(cpu.selective_scan, tensors, keep), expected, 1e-12)
@@ -52,7 +52,7 @@ def test_any_strides():
 
     def scan(keep, **tensors):
         y, h = cpu.selective_scan(keep=spread(keep), **{k: spread(v) for k, v in tensors.items()})
-        return spread(y), spread(h)  # and so the gradients that come back
+        return spread(y), spread(h)  # the gradients are spread as well
 
     t, keep = scan_inputs(2, 12, 20, 16), resets(2, 12)
     assert not any(spread(v).is_contiguous() for v in (*t.values(), keep))
@@ -62,8 +62,8 @@ def test_any_strides():
 @pytest.mark.parametrize(
     "dtype, low, eps", [(torch.float32, -87, 1.3e-7), (torch.float64, -708, 4e-16)]
 )
-def test_the_exponential(dtype, low, eps):
-    """One step from h0 = 1 without input leaves exp(A)."""
+def test_exponential_is_accurate(dtype, low, eps):
+    """A step from h0 = 1 without input leaves exp(A)."""
 
     def exp(p):
         p, one = p.to(dtype), torch.ones(1, 1, 1, dtype=dtype)
@@ -81,7 +81,7 @@ def test_the_exponential(dtype, low, eps):
     assert special[:2].isnan().all() and special[2:].isinf().all()
 
 
-def test_B_and_C_may_be_slices_of_one_tensor():
+def test_slices_of_B_and_C_are_read_without_copies():
     t = scan_inputs(3, 20, 37, 8, torch.float32)
     both = torch.cat([t["B"], t["C"], t["B"] + torch.nan], -1)
     slices = dict(zip("BC", both.split(8, -1)))
@@ -91,7 +91,7 @@ def test_B_and_C_may_be_slices_of_one_tensor():
         assert torch.equal(found[name], expected[name]), name
 
 
-def test_the_number_of_threads_changes_nothing():
+def test_thread_count_changes_nothing():
     t = scan_inputs(5, 64, 100, 16, torch.float32)
     runs = []
     try:
@@ -107,7 +107,7 @@ def test_the_number_of_threads_changes_nothing():
 
 @pytest.mark.slow
 def test_clang_builds_without_openmp(monkeypatch, tmp_path):
-    """A compiler that calls itself clang, and refuses -fopenmp as Apple's does."""
+    """The compiler is named clang and refuses -fopenmp, like Apple's."""
     folder = tmp_path / "bin"
     folder.mkdir()
     clang = folder / "clang++"
@@ -119,19 +119,19 @@ def test_clang_builds_without_openmp(monkeypatch, tmp_path):
     clang.chmod(0o755)
     monkeypatch.setattr(cpu_build.shutil, "which", {"clang++": str(clang)}.get)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    functions = cpu_build.functions.__wrapped__
+    functions = cpu_build.load_functions.__wrapped__
     for module in (cpu, cpu_build, cpu_roots):
-        monkeypatch.setattr(module, "functions", functions)
+        monkeypatch.setattr(module, "load_functions", functions)
     assert cpu_build._find_fault.__wrapped__(cpu._self_check) == ""
 
 
-def test_why_not(monkeypatch, tmp_path):
-    """What a fresh process would say."""
-    library, functions = cpu_build.build(), cpu_build.functions.__wrapped__
+def test_reasons_why_kernels_cannot_run(monkeypatch, tmp_path):
+    """The reasons are those that a new process would report."""
+    library, functions = cpu_build.build(), cpu_build.load_functions.__wrapped__
     saved = []
     probe = functools.partial(cpu_build._find_fault.__wrapped__, cpu._self_check)
     for module in (cpu, cpu_build, cpu_roots):
-        monkeypatch.setattr(module, "functions", functions)
+        monkeypatch.setattr(module, "load_functions", functions)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with monkeypatch.context() as m:
         m.setenv("PATH", "")
@@ -159,7 +159,7 @@ def test_why_not(monkeypatch, tmp_path):
         )
 
 
-def test_a_change_of_any_source_builds_anew(quick_compiler, monkeypatch, tmp_path):
+def test_change_of_any_source_compiles_again(quick_compiler, monkeypatch, tmp_path):
     for name in (*cpu_build.SOURCES, *cpu_build.HEADERS):
         shutil.copy(cpu_build.HERE / name, tmp_path)
     monkeypatch.setattr(cpu_build, "HERE", tmp_path)
@@ -187,7 +187,7 @@ def quick_compiler(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("damage", [b"", b"\0" * 9, b"compiler\n"])
-def test_a_damaged_library_is_compiled_again(quick_compiler, capsys, damage):
+def test_damaged_library_is_compiled_again(quick_compiler, capsys, damage):
     library = cpu_build.build()
     assert capsys.readouterr().err.startswith("note: compiling the CPU kernels into ")
     assert cpu_build.build() == library and not any(capsys.readouterr())
@@ -203,7 +203,7 @@ def test_only_one_rank_announces_the_compilation(quick_compiler, capsys, monkeyp
     assert not any(capsys.readouterr())
 
 
-def test_a_cache_that_others_can_write_into_is_refused(quick_compiler):
+def test_cache_writable_by_others_is_refused(quick_compiler):
     library = cpu_build.build()
     for mode in (0o777, 0o1777, 0o770):
         quick_compiler.chmod(mode)
@@ -213,7 +213,7 @@ def test_a_cache_that_others_can_write_into_is_refused(quick_compiler):
     assert cpu_build.build() == library
 
 
-def test_another_user_s_cache_is_refused(quick_compiler, monkeypatch):
+def test_cache_of_another_user_is_refused(quick_compiler, monkeypatch):
     cpu_build.build()
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(OSError, match="other users can write"):
@@ -222,7 +222,7 @@ def test_another_user_s_cache_is_refused(quick_compiler, monkeypatch):
 
 @pytest.mark.slow  # a compilation
 @pytest.mark.parametrize("damage", ["truncated", "zeroed", "flipped"])
-def test_a_process_survives_a_damaged_library(tmp_path, damage):
+def test_process_survives_a_damaged_library(tmp_path, damage):
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     (tmp_path / "fprnn").mkdir()
     shutil.copytree(cpu_build.build().parent, tmp_path / "fprnn" / "kernels", dirs_exist_ok=True)
@@ -242,7 +242,7 @@ def test_a_process_survives_a_damaged_library(tmp_path, damage):
 
 
 @pytest.mark.slow  # two compilations
-def test_two_processes_build_at_once(tmp_path):
+def test_two_processes_can_compile_at_once(tmp_path):
     command = [sys.executable, "-c", "from lm.kernels.cpu import scan; print(scan.usable())"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path)}
     root = Path(__file__).parents[3]

@@ -1,4 +1,4 @@
-"""The compiled exact token against an independent loop: values, states, each gradient by name."""
+"""The CPU kernel `cell` against an independent loop: values, states, and gradients by name."""
 
 import math
 import os
@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from lm.kernels import Unsupported
-from lm.kernels.cpu import cell as cpu_cell
-from lm.kernels.cpu.cell import Layout, Options
+from lm.kernels.cell_arguments import CellArguments, Layout, Options, Readout, RnnArguments
+from lm.kernels.cpu import cpu_cell
 from lm.model.solver import FAILED
 from tests import oracle_cell
 from tests.kernels import assert_close, poisoned_memory, skip_where_missing
@@ -27,16 +27,24 @@ def poisoned():
         yield
 
 
-def options_of(rank=1, **others):
+def make_options(rank=1, **others):
     defaults = dict(
-        rank=rank, scale=2.0, act="silu", sequential=True, eps=1e-6, contractive=None,
-        bc_norm=True, groups=1, norm="layer", norm_eps=1e-5,
-    )  # fmt: skip
+        rank=rank,
+        scale=2.0,
+        act="silu",
+        sequential=True,
+        eps=1e-6,
+        contractive=None,
+        bc_norm=True,
+        groups=1,
+        norm="layer",
+        norm_eps=1e-5,
+    )
     return Options(**{**defaults, **others})
 
 
-def columns_of(order, rank, d, bc):
-    """{part: its first column} in this order, and how many there are; "pad" belongs to nobody."""
+def place_columns(order, rank, d, bc):
+    """Return {part: its first column} in this order, and the number of columns; "pad" is unused."""
     widths = {"vectors": rank * d, "gates": rank, "B": bc, "C": bc, "pad": 3}
     firsts, column = {}, 0
     for name in order:
@@ -47,37 +55,63 @@ def columns_of(order, rank, d, bc):
 
 
 def problem(
-    b=2, length=6, d=19, n=3, heads=None, order=("vectors", "gates", "B", "C"), reading=None,
-    without=(), y_scale=1.0, seed=0, **of_options,
-):  # fmt: skip
-    """(layout, options, tensors in fp64) of FP-Mamba-1, or 2 with heads. reading: the parts, the
-    first of the order, that read y; all if None."""
-    options = options_of(states=n, **of_options)
+    b=2,
+    length=6,
+    d=19,
+    n=3,
+    heads=None,
+    order=("vectors", "gates", "B", "C"),
+    reading=None,
+    without=(),
+    y_scale=1.0,
+    seed=0,
+    **option_values,
+):
+    """Return layout, options and tensors (fp64) of an FP-Mamba-1 layer, or FP-Mamba-2 with heads.
+
+    reading: number of parts that read y, the first ones of `order`; None: all.
+    """
+    options = make_options(states=n, **option_values)
     r, groups = options.rank, options.groups
-    firsts, columns = columns_of(order, r, d, groups * n)
-    k = columns_of(order[:reading], r, d, groups * n)[1]
+    firsts, columns = place_columns(order, r, d, groups * n)
+    k = place_columns(order[:reading], r, d, groups * n)[1]
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     tensors = dict(
-        raw=draw(b, length, columns), weight_y=y_scale * draw(k, d) / d**0.5, x=draw(b, length, d),
+        raw=draw(b, length, columns),
+        weight_y=y_scale * draw(k, d) / d**0.5,
+        x=draw(b, length, d),
         dt=F.softplus(draw(b, length, heads or d)),
         A=-0.1 - n * draw(heads).abs() if heads else -0.1 - n * draw(d, n).abs(),
-        keep=(draw(b, length) < 0.8).double(), gate=torch.sigmoid(draw(b, length, d)),
-        D=1 + 0.3 * draw(d), norm_weight=1 + 0.3 * draw(d), norm_bias=0.2 * draw(d),
-        y0=draw(b, d), h0=draw(b, heads, d // heads, n) if heads else draw(b, d, n),
-    )  # fmt: skip
+        keep=(draw(b, length) < 0.8).double(),
+        gate=torch.sigmoid(draw(b, length, d)),
+        D=1 + 0.3 * draw(d),
+        norm_weight=1 + 0.3 * draw(d),
+        norm_bias=0.2 * draw(d),
+        y0=draw(b, d),
+        h0=draw(b, heads, d // heads, n) if heads else draw(b, d, n),
+    )
     return Layout(**firsts), options, {k: None if k in without else v for k, v in tensors.items()}
 
 
-def rnn_problem(b=2, length=6, d=19, order=("vectors", "gates"), reading=None, **of_options):
-    layout, options, tensors = problem(b, length, d, 1, None, order, reading, **of_options)
+def rnn_problem(b=2, length=6, d=19, order=("vectors", "gates"), reading=None, **option_values):
+    layout, options, tensors = problem(b, length, d, 1, None, order, reading, **option_values)
     fresh = torch.sigmoid(tensors["dt"])
     tensors = {k: tensors[k] for k in ("raw", "weight_y", "x", "keep", "y0")}
     h0 = None if tensors["y0"] is None else tensors["y0"].flip(-1)
     return layout, options, {**tensors, "decay": 1 - fresh, "fresh": fresh, "h0": h0}
+
+
+def solve(compute, layout, options, **tensors):
+    """Call a kernel or an oracle; the names of the tensors select the argument structure."""
+    if "decay" in tensors:
+        return compute(RnnArguments(layout, options, **tensors))
+    if "keys" in tensors:
+        tensors["readout"] = Readout(*(tensors.pop(name) for name in Readout._fields))
+    return compute(CellArguments(layout, options, **tensors))
 
 
 def cast(tensors, dtype):
@@ -90,43 +124,44 @@ def cotangent(y):
 
 
 def results(compute, given, dtype=torch.float64, fails=False, **others):
-    """{"y", "state", "grad raw", …} of compute(layout, options, tensors…)."""
+    """Return {"y", "state", "grad raw", …} of a kernel or an oracle."""
     layout, options, tensors = given
     tensors = {k: None if v is None else v.to(dtype, copy=True) for k, v in tensors.items()}
     wanted = [k for k, v in tensors.items() if v is not None and k not in NOT_DIFFERENTIATED]
     wanted = [k for k in wanted if tensors[k].numel()]
     for name in wanted:
         tensors[name].requires_grad_()
-    y, h, outcome = compute(layout, options, **tensors, **others)
+    y, h, outcome = solve(compute, layout, options, **tensors, **others)
     failed = outcome & FAILED != 0
     assert failed.any() == fails
     grads = torch.autograd.grad(y, [tensors[k] for k in wanted], cotangent(y).to(dtype))
     return {
-        "y": y.detach(), "state": h.detach(),
+        "y": y.detach(),
+        "state": h.detach(),
         **{f"grad {name}": g for name, g in zip(wanted, grads)},
-    }  # fmt: skip
+    }
 
 
 def assert_equals_the_loop(given, tol=1e-9, tol32=3e-4, rnn=False):
     ours = cpu_cell.cell_rnn if rnn else cpu_cell.cell
     theirs = oracle_cell.cell_rnn if rnn else oracle_cell.cell
     expected = results(theirs, given)
-    assert_close(results(ours, given, adjoint=None), expected, tol)
+    assert_close(results(ours, given), expected, tol)
     if tol32:
-        assert_close(results(ours, given, torch.float32, adjoint=None), expected, tol32)
+        assert_close(results(ours, given, torch.float32), expected, tol32)
 
 
 @pytest.mark.parametrize("n", [1, 16, 33])
 @pytest.mark.parametrize("d", [1, 8, 19, 64])
 @pytest.mark.parametrize("length", [1, 2, 9])
-def test_equals_the_loop_in_value_state_and_every_gradient(length, d, n):
-    tol32 = None if d == 1 else 3e-4  # LayerNorm of one channel is 0: all is rounding
+def test_values_and_gradients_equal_the_loop(length, d, n):
+    tol32 = None if d == 1 else 3e-4  # LayerNorm of a single channel is 0 up to rounding
     assert_equals_the_loop(problem(2, length, d, n), tol32=tol32)
 
 
 @pytest.mark.parametrize("sequential", [True, False], ids=["householder", "dplr"])
 @pytest.mark.parametrize("rank", [1, 2, 3, 4, 8])
-def test_ranks(rank, sequential):
+def test_all_ranks_equal_the_loop(rank, sequential):
     scale = 1.0 if not sequential and rank > 2 else 2.0
     assert_equals_the_loop(problem(rank=rank, sequential=sequential, scale=scale))
 
@@ -156,7 +191,7 @@ def test_ranks(rank, sequential):
     ],
     ids=str,
 )
-def test_toggles(others):
+def test_all_options_equal_the_loop(others):
     assert_equals_the_loop(problem(**others))
 
 
@@ -172,7 +207,7 @@ def test_toggles(others):
     ],
     ids=str,
 )
-def test_mamba2(sizes, rank):
+def test_mamba2_equals_the_loop(sizes, rank):
     assert_equals_the_loop(problem(norm="rms", rank=rank, without=("norm_bias",), **sizes))
 
 
@@ -188,15 +223,15 @@ def test_mamba2(sizes, rank):
     ],
     ids=str,
 )
-def test_rnn(others):
+def test_rnn_equals_the_loop(others):
     assert_equals_the_loop(rnn_problem(**{"scale": 1.0, **others}), rnn=True)
 
 
-# Through centroids.
+# Centroids
 
 
 def with_centroids(k, without=(), **others):
-    """`problem`, whose y is read through k centroids; their tensors have names of their own."""
+    """Return `problem` with the tensors of k centroids, through which y is read."""
     layout, options, tensors = problem(without=without, **others)
     b, length, d = tensors["x"].shape
     generator = torch.Generator().manual_seed(k)
@@ -207,16 +242,6 @@ def with_centroids(k, without=(), **others):
     readout = dict(keys=draw(k, d) / d**0.5, key_bias=draw(k), values=draw(k, d))
     noise = None if "noise" in without else 0.3 * draw(b, length, d)
     return layout, options, {**tensors, **readout, "noise": noise}
-
-
-def through_centroids(compute):
-    """compute, which takes the tensors of `with_centroids`."""
-
-    def run(layout, options, keys, key_bias, values, noise, **given):
-        readout = cpu_cell.Readout(keys, key_bias, values, noise)
-        return compute(layout, options, **given, readout=readout)
-
-    return run
 
 
 @pytest.mark.parametrize(
@@ -233,23 +258,21 @@ def through_centroids(compute):
     ],
     ids=str,
 )
-def test_centroids(others):
+def test_centroids_equal_the_loop(others):
     given = with_centroids(**others)
-    ours, theirs = through_centroids(cpu_cell.cell), through_centroids(oracle_cell.cell)
-    expected = results(theirs, given)
-    assert_close(results(ours, given, adjoint=None), expected, 1e-9)
-    assert_close(results(ours, given, torch.float32, adjoint=None), expected, 3e-4)
+    expected = results(oracle_cell.cell, given)
+    assert_close(results(cpu_cell.cell, given), expected, 1e-9)
+    assert_close(results(cpu_cell.cell, given, torch.float32), expected, 3e-4)
 
 
-def test_centroids_token_by_token_are_the_whole_bit_for_bit():
+def test_centroids_token_by_token_are_bit_identical():
     layout, options, tensors = with_centroids(k=21, b=3, length=9, d=83)
-    solve = through_centroids(cpu_cell.cell)
-    y, h, _ = solve(layout, options, **tensors, adjoint=None)
+    y, h, _ = solve(cpu_cell.cell, layout, options, **tensors)
     shared = {name: tensors.pop(name) for name in ("keys", "key_bias", "values")}
     y_before, state, ys = tensors["y0"], tensors["h0"], []
     for t in range(9):
         part = cut({**tensors, "y0": y_before, "h0": state}, tokens=slice(t, t + 1))
-        y_part, state, _ = solve(layout, options, **part, **shared, adjoint=None)
+        y_part, state, _ = solve(cpu_cell.cell, layout, options, **part, **shared)
         y_before = y_part[:, -1]
         ys.append(y_part)
     assert torch.equal(torch.cat(ys, 1), y) and torch.equal(state, h)
@@ -259,60 +282,67 @@ def test_centroids_of_another_width_are_refused():
     layout, options, tensors = with_centroids(k=5)
     tensors["values"] = tensors["values"][:, :-1]
     with pytest.raises(ValueError, match="values is"):
-        through_centroids(cpu_cell.cell)(layout, options, **tensors, adjoint=None)
+        solve(cpu_cell.cell, layout, options, **tensors)
 
 
-# Which root.
+# Selection of the root
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 @pytest.mark.parametrize("D", [0.0, 1.0, 30.0, 1e4])
 @pytest.mark.parametrize("rank, sequential", [(1, True), (2, True), (2, False), (4, False)])
-def test_it_is_the_root_that_picard_runs_into(rank, sequential, D, norm):
-    """Among 300 equations, many of them with several roots; at 1e4 nothing but y is in y."""
+def test_root_is_the_limit_of_picard(rank, sequential, D, norm):
+    """Many of the 300 equations have several roots; at D = 1e4 the output is y only."""
     without = ("keep", "y0", "h0", "norm_bias")
-    given = layout, options, tensors = problem(
-        b=300, length=1, d=16, n=2, rank=rank, sequential=sequential, norm=norm, reading=0,
+    layout, options, tensors = problem(
+        b=300,
+        length=1,
+        d=16,
+        n=2,
+        rank=rank,
+        sequential=sequential,
+        norm=norm,
+        reading=0,
         without=without,
-    )  # fmt: skip
+    )
     tensors["D"] *= D
-    y, _, outcome = cpu_cell.cell(*given[:2], **tensors, adjoint=None)
-    expected, _, slow = oracle_cell.cell(layout, options, **tensors)
+    y, _, outcome = solve(cpu_cell.cell, layout, options, **tensors)
+    expected, _, slow = solve(oracle_cell.cell, layout, options, **tensors)
     assert not (outcome & FAILED).any()
     error = (y - expected).abs().amax(-1) / expected.abs().amax(-1)
     assert error[~slow].max() < 1e-8
     single = cast(tensors, torch.float32)
-    y32, _, outcome32 = cpu_cell.cell(layout, options, **single, adjoint=None)
+    y32, _, outcome32 = solve(cpu_cell.cell, layout, options, **single)
     both = (outcome | outcome32) & FAILED == 0
     error = (y32 - y).abs().amax(-1) / y.abs().amax(-1)
     assert error[both].median() < 1e-6
-    assert (error[both] > 1e-2).sum() <= 1  # at a fold a rounding decides
+    assert (error[both] > 1e-2).sum() <= 1  # near a fold, rounding selects the root
 
 
-def test_near_a_fold_the_gradient_is_limited(monkeypatch):
+def test_gradient_is_limited_near_a_fold(monkeypatch):
     given = problem(b=400, length=1, d=16, n=2, reading=0, without=("keep", "y0", "h0"), seed=3)
     monkeypatch.setattr(oracle_cell, "ITERATIONS", 20000)
     expected = results(oracle_cell.cell, given)
-    found = results(cpu_cell.cell, given, adjoint=None)
+    found = results(cpu_cell.cell, given)
     assert_close(found, expected, 1e-6)  # Picard's root is less exact there
-    monkeypatch.setattr(oracle_cell, "STRETCH", math.inf)
+    monkeypatch.setattr(oracle_cell, "MAX_GAIN", math.inf)
     beyond = results(oracle_cell.cell, given)["grad x"] - expected["grad x"]
     assert (beyond.abs().amax((1, 2)) > 1e-3).any()
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
-def test_what_picard_does_not_find_bisection_does(norm):
+def test_bisection_finds_roots_that_picard_misses(norm):
     without = ("keep", "y0", "h0", "norm_bias")
     layout, options, tensors = problem(
         b=300, length=1, d=16, n=2, rank=4, norm=norm, reading=0, without=without
     )
-    _, _, slow = oracle_cell.cell(layout, options, **tensors)
-    _, _, outcome = cpu_cell.cell(layout, options, **tensors, adjoint=None)
+    _, _, slow = solve(oracle_cell.cell, layout, options, **tensors)
+    _, _, outcome = solve(cpu_cell.cell, layout, options, **tensors)
     assert slow.any() and not (outcome & FAILED).any()
 
 
-def or_by_newton(picard):
-    """oracle_cell's `picard`, and where it fails a root by Newton from many places."""
+def with_newton_fallback(picard):
+    """Wrap oracle_cell's `picard`: if it fails, find a root by Newton from many points."""
 
     def root_of(phi, start, tol, linear):
         root, failed = picard(phi, start, tol, linear)
@@ -331,23 +361,21 @@ def or_by_newton(picard):
     return root_of
 
 
-def test_a_root_that_repels_picard_is_found_and_has_its_gradient(monkeypatch):
-    """One token's only root repels Picard from all around: bisection finds it."""
+def test_repelling_root_has_the_exact_gradient(monkeypatch):
+    """The only root of a token repels Picard from all sides; bisection finds it."""
     without = ("keep", "gate", "y0", "h0")
     given = problem(reading=0, without=without, rank=2)
     results(oracle_cell.cell, given, fails=True)
-    monkeypatch.setattr(oracle_cell, "picard", or_by_newton(oracle_cell.picard))
-    assert_close(
-        results(cpu_cell.cell, given, adjoint=None), results(oracle_cell.cell, given), 1e-8
-    )
+    monkeypatch.setattr(oracle_cell, "picard", with_newton_fallback(oracle_cell.picard))
+    assert_close(results(cpu_cell.cell, given), results(oracle_cell.cell, given), 1e-8)
 
 
 @pytest.mark.parametrize("b, length", [(0, 3), (2, 0), (0, 0)])
-def test_nothing_at_all(b, length):
+def test_empty_batch_or_sequence(b, length):
     layout, options, tensors = problem(b=b, length=length)
     tensors["raw"].requires_grad_()
     tensors["weight_y"].requires_grad_()
-    y, h, outcome = cpu_cell.cell(layout, options, **tensors, adjoint=None)
+    y, h, outcome = solve(cpu_cell.cell, layout, options, **tensors)
     assert y.shape == (b, length, 19)
     assert outcome.shape == (b, length) and outcome.dtype is torch.uint8
     assert torch.equal(h, tensors["h0"])
@@ -356,20 +384,20 @@ def test_nothing_at_all(b, length):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_nan_in_nan_out_and_failed(dtype):
+def test_nan_gives_nan_and_a_failed_outcome(dtype):
     layout, options, tensors = problem(b=3, length=4, reading=0, without=("keep",))
     tensors["x"][1, 2, 5] = math.nan
-    y, h, outcome = cpu_cell.cell(layout, options, **cast(tensors, dtype), adjoint=None)
+    y, h, outcome = solve(cpu_cell.cell, layout, options, **cast(tensors, dtype))
     failed = outcome & FAILED != 0
     assert y[1, 2:].isnan().all() and h[1].isnan().any() and failed[1, 2:].all()
     assert not failed[[0, 2]].any() and not failed[1, :2].any() and y[[0, 2]].isfinite().all()
 
 
-# What it must not depend on.
+# Invariance of the results
 
 
 def long_problem(dtype=torch.float32, **others):
-    """Long enough for several threads and checkpoints; no multiple of a vector."""
+    """Return a problem with several threads and checkpoints, whose d is no multiple of a vector."""
     layout, options, tensors = problem(b=11, length=70, d=83, n=16, **others)
     return layout, options, cast(tensors, dtype)
 
@@ -382,7 +410,7 @@ def assert_same(ours, theirs):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("others", [dict(), dict(rank=3), dict(reading=3)], ids=str)
-def test_a_sequence_alone_is_that_of_a_batch_bit_for_bit(others, dtype):
+def test_batch_does_not_change_a_sequence(others, dtype):
     layout, options, tensors = long_problem(dtype, **others)
     whole = forward_and_gradients(layout, options, tensors)
     for some in (slice(0, 1), slice(1, 3), slice(3, 10)):
@@ -391,7 +419,7 @@ def test_a_sequence_alone_is_that_of_a_batch_bit_for_bit(others, dtype):
 
 
 def cut(tensors, rows=slice(None), tokens=slice(None)):
-    """Of some sequences and tokens."""
+    """Select sequences and tokens of the tensors."""
     shared = ("weight_y", "A", "D", "norm_weight", "norm_bias")
     first = ("y0", "h0")
     return {
@@ -401,12 +429,12 @@ def cut(tensors, rows=slice(None), tokens=slice(None)):
 
 
 def forward_and_gradients(layout, options, tensors, compute=None):
-    """`per_sequence` results, each token's cotangent the same whatever is around it."""
+    """Return results and gradients whose loss treats every token alike, whatever the batch."""
     tensors = {k: None if v is None else v.clone() for k, v in tensors.items()}
     wanted = [k for k in ("raw", "x", "dt", "gate") if tensors.get(k) is not None]
     for name in wanted:
         tensors[name].requires_grad_()
-    y, h, _ = (compute or cpu_cell.cell)(layout, options, **tensors, adjoint=None)
+    y, h, _ = solve(compute or cpu_cell.cell, layout, options, **tensors)
     grads = torch.autograd.grad((y.sin() * 3).sum(), [tensors[k] for k in wanted])
     return {"y": y.detach(), "state": h, **dict(zip(wanted, grads))}
 
@@ -415,15 +443,15 @@ def forward_and_gradients(layout, options, tensors, compute=None):
 @pytest.mark.parametrize(
     "others", [dict(), dict(rank=2), dict(d=84, heads=4, groups=2, norm="rms")], ids=str
 )
-def test_token_by_token_is_the_whole_bit_for_bit(others, dtype):
+def test_token_by_token_is_bit_identical(others, dtype):
     without = ("norm_bias",) if "norm" in others else ()
     given = problem(**{"b": 3, "length": 20, "d": 83, "n": 16, **others}, without=without)
     layout, options, tensors = given[0], given[1], cast(given[2], dtype)
-    y, h, outcome = cpu_cell.cell(layout, options, **tensors, adjoint=None)
+    y, h, outcome = solve(cpu_cell.cell, layout, options, **tensors)
     y_before, state, ys = tensors["y0"], tensors["h0"], []
     for tokens in (slice(0, 7), *(slice(t, t + 1) for t in range(7, 20))):
         part = cut({**tensors, "y0": y_before, "h0": state}, tokens=tokens)
-        y_part, state, _ = cpu_cell.cell(layout, options, **part, adjoint=None)
+        y_part, state, _ = solve(cpu_cell.cell, layout, options, **part)
         y_before = y_part[:, -1]
         ys.append(y_part)
     assert (
@@ -432,72 +460,75 @@ def test_token_by_token_is_the_whole_bit_for_bit(others, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_number_of_threads_changes_nothing(dtype):
+def test_thread_count_changes_nothing(dtype):
     found, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            found.append(results(cpu_cell.cell, long_problem(dtype), dtype, adjoint=None))
+            found.append(results(cpu_cell.cell, long_problem(dtype), dtype))
     finally:
         torch.set_num_threads(before)
     assert_same(found[1], found[0])
     assert_same(found[2], found[0])
 
 
-def test_without_gradient_it_computes_the_same_and_keeps_nothing():
+def test_forward_without_gradient_is_bit_identical():
     layout, options, tensors = long_problem()
-    y, h, _ = cpu_cell.cell(layout, options, **tensors, adjoint=None)
+    y, h, _ = solve(cpu_cell.cell, layout, options, **tensors)
     again = forward_and_gradients(layout, options, tensors)
     assert not y.requires_grad
     assert torch.equal(y, again["y"]) and torch.equal(h, again["state"])
     with torch.no_grad():
         tensors["x"].requires_grad_()
-        assert not cpu_cell.cell(layout, options, **tensors, adjoint=None)[0].requires_grad
+        assert not solve(cpu_cell.cell, layout, options, **tensors)[0].requires_grad
 
 
-def test_memory_that_was_in_use_before_changes_nothing():
-    """glibc fills what it hands out with a number of its own: what the kernel's scratch holds."""
+def test_uninitialized_memory_changes_nothing():
+    """glibc fills new memory, and so the scratch of the kernel, with a given number."""
     script = (
         "from tests.lm.kernels.test_cpu_cell import *\n"
         "for given in (problem(d=19, rank=2), problem(d=24, heads=4, norm='rms',"
         " without=('norm_bias',))):\n"
-        "    found = results(cpu_cell.cell, given, torch.float32, adjoint=None)\n"
+        "    found = results(cpu_cell.cell, given, torch.float32)\n"
         "    print([v.double().sum().item().hex() for v in found.values()])\n"
         "given = with_centroids(k=7)\n"
-        "found = results(through_centroids(cpu_cell.cell), given, torch.float32, adjoint=None)\n"
+        "found = results(cpu_cell.cell, given, torch.float32)\n"
         "print([v.double().sum().item().hex() for v in found.values()])\n"
     )
     said = []
     for filled in ("0", "1"):
         environment = {**os.environ, "MALLOC_PERTURB_": filled, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [sys.executable, "-c", script], env=environment, capture_output=True, text=True,
+            [sys.executable, "-c", script],
+            env=environment,
+            capture_output=True,
+            text=True,
             cwd=Path(__file__).parents[3],
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stderr
         said.append(done.stdout)
     assert said[0] == said[1] and "nan" not in said[0]
 
 
-# The adjoint.
+# Adjoint
 
 
-def test_the_largest_adjoint_is_reported():
+def test_largest_adjoint_is_reported():
     layout, options, tensors = problem(b=3, length=8, without=("keep",), y_scale=2.0)
     adjoint = torch.full((3,), math.nan, dtype=torch.float64)
     found = results(cpu_cell.cell, (layout, options, tensors), adjoint=adjoint)
     assert (adjoint >= 1).all() and all(v.isfinite().all() for v in found.values())
     tensors["x"].requires_grad_()
     norms = {}
-    for scale in (0.0, 1.0, 1000.0):  # the norm is relative to the cotangent's
-        y, _, _ = cpu_cell.cell(layout, options, **tensors, adjoint=adjoint)
+    for scale in (0.0, 1.0, 1000.0):  # the adjoint is relative to the gradient of y
+        y, _, _ = solve(cpu_cell.cell, layout, options, **tensors, adjoint=adjoint)
         y.backward(torch.full_like(y, scale))
         norms[scale] = adjoint.clone()
     assert torch.equal(norms[0.0], torch.zeros_like(adjoint))
     torch.testing.assert_close(norms[1000.0], norms[1.0])
 
 
-# What is refused.
+# Refused arguments
 
 
 @pytest.mark.parametrize(
@@ -514,18 +545,18 @@ def test_the_largest_adjoint_is_reported():
     ],
     ids=["rank", "act", "norm", "overlap", "width", "length", "dtype", "state"],
 )
-def test_refuses(change, error, words):
+def test_invalid_arguments_are_refused(change, error, words):
     layout, options, tensors = problem()
     layout = layout._replace(**change.get("layout", {}))
     options = options._replace(**change.get("options", {}))
     with pytest.raises(error, match=words):
-        cpu_cell.cell(layout, options, **{**tensors, **change.get("tensors", {})}, adjoint=None)
+        solve(cpu_cell.cell, layout, options, **{**tensors, **change.get("tensors", {})})
 
 
 def test_half_precision_is_refused():
     layout, options, tensors = problem()
     with pytest.raises(Unsupported, match="bfloat16"):
-        cpu_cell.cell(layout, options, **cast(tensors, torch.bfloat16), adjoint=None)
+        solve(cpu_cell.cell, layout, options, **cast(tensors, torch.bfloat16))
 
 
 def test_any_strides():
@@ -535,8 +566,8 @@ def test_any_strides():
     layout, options, tensors = problem(length=9)
     spaced = {k: spread(v) for k, v in tensors.items()}
     assert_same(
-        results(cpu_cell.cell, (layout, options, spaced), adjoint=None),
-        results(cpu_cell.cell, (layout, options, tensors), adjoint=None),
+        results(cpu_cell.cell, (layout, options, spaced)),
+        results(cpu_cell.cell, (layout, options, tensors)),
     )
 
 
@@ -544,6 +575,6 @@ def test_raw_may_be_a_slice():
     layout, options, tensors = problem(length=9)
     wide = torch.full((2, 9, tensors["raw"].shape[-1] + 5), torch.nan, dtype=torch.float64)
     wide[..., 2:-3] = tensors["raw"]
-    expected = cpu_cell.cell(layout, options, **tensors, adjoint=None)[0]
+    expected = solve(cpu_cell.cell, layout, options, **tensors)[0]
     tensors["raw"] = wide[..., 2:-3]
-    assert torch.equal(cpu_cell.cell(layout, options, **tensors, adjoint=None)[0], expected)
+    assert torch.equal(solve(cpu_cell.cell, layout, options, **tensors)[0], expected)

@@ -1,5 +1,7 @@
-"""The compiled search for roots; tests/lm/model/test_cell.py asks of it all that it asks of the
-plain one."""
+"""The CPU kernel `roots` against the plain search.
+
+tests/lm/model/test_cell.py runs the tests of the plain search with this kernel as well.
+"""
 
 import pytest
 import torch
@@ -28,8 +30,8 @@ def of_dtype(coefficients, dtype):
 
 @pytest.mark.parametrize("dtype, tol", [(torch.float64, 1e-9), (torch.float32, 1e-3)], ids=str)
 @pytest.mark.parametrize("r", [1, 2, 3, 4, 5, 8])
-def test_it_is_the_plain_search(r, dtype, tol):
-    """Where both find a root: near a fold a rounding may decide which."""
+def test_roots_equal_the_plain_search(r, dtype, tol):
+    """Only equations that both solve are compared: near a fold, rounding selects the root."""
     coefficients = of_dtype(random_coefficients(200, r, 1.0, seed=r), dtype)
     s, outcome = cpu_roots.find_roots(*coefficients)
     expected, there = cell._find_root_plain(coefficients)
@@ -40,7 +42,7 @@ def test_it_is_the_plain_search(r, dtype, tol):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_token_alone_and_on_any_number_of_threads_bit_for_bit(dtype, monkeypatch):
+def test_other_tokens_and_threads_change_nothing(dtype, monkeypatch):
     coefficients = of_dtype(random_coefficients(150, 3, 3.0), dtype)
     s, outcome = cpu_roots.find_roots(*coefficients)
     for token in (0, 77, 149):
@@ -68,7 +70,7 @@ def test_nothing_to_solve():
     assert s.shape == (0, 2) and outcome.shape == (0,)
 
 
-def test_what_it_cannot_compute_is_refused():
+def test_unsupported_equations_are_refused():
     with pytest.raises(Unsupported, match="rank 9"):
         cpu_roots.find_roots(*random_coefficients(2, 9))
     with pytest.raises(Unsupported, match="float16"):
@@ -79,7 +81,7 @@ def test_what_it_cannot_compute_is_refused():
 
 
 @pytest.mark.parametrize("schedule", ["parallel", pytest.param("window:4", marks=pytest.mark.slow)])
-def test_a_model_whose_tokens_it_solves_is_the_plain_one(schedule, monkeypatch):
+def test_model_with_the_kernel_equals_the_plain_model(schedule, monkeypatch):
     found = {}
     for kernels in ("plain", "auto"):
         monkeypatch.setenv("FPRNN_KERNELS", kernels)

@@ -1,5 +1,4 @@
-"""The choice of a backend, what is said of it, falling back; and a model through Triton's
-interpreter equal to plain PyTorch."""
+"""Selection of a backend, its description, fallbacks, and a model with interpreted Triton."""
 
 import functools
 import sys
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from lm import kernels
-from lm.kernels import BackendError, Unsupported, available, find
+from lm.kernels import BackendError, Unsupported, describe_backends, find
 from lm.model import scan
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -26,7 +25,7 @@ CACHED = ("_load", "_candidates", "_find", "_warn")
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """What is found out here is not remembered elsewhere, nor the other way round."""
+    """Clear the caches before and after a test."""
     monkeypatch.delenv("FPRNN_KERNELS", raising=False)
     for name in CACHED:
         getattr(kernels, name).cache_clear()
@@ -37,7 +36,7 @@ def fresh(monkeypatch):
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """A function (name, …) that puts modules of one's own in the place of some backends."""
+    """Return a function (backend={operation: module}, …) that replaces the modules of backends."""
 
     def put(**modules):
         for backend, operations in modules.items():
@@ -61,13 +60,13 @@ def interpreted():
         pytest.skip("Triton does not interpret")
 
 
-# Names.
+# FPRNN_KERNELS
 
 
-def test_an_unknown_name_is_refused_wherever_it_is_read(monkeypatch):
+def test_unknown_backend_is_refused(monkeypatch):
     monkeypatch.setenv("FPRNN_KERNELS", "cuda")
     sentence = r"^FPRNN_KERNELS is `cuda`: it must be auto, plain or one of cpu, triton, mamba_ssm$"
-    for call in (kernels.asked, available, lambda: find("roots", FP32)):
+    for call in (kernels.requested_backend, describe_backends, lambda: find("roots", FP32)):
         with pytest.raises(BackendError, match=sentence):
             call()
     with pytest.raises(BackendError, match="`cuda`"):
@@ -75,7 +74,7 @@ def test_an_unknown_name_is_refused_wherever_it_is_read(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["", "auto"])
-def test_auto_on_a_cpu_is_the_compiled_scan_and_never_the_interpreter(name, monkeypatch, on_cpu):
+def test_auto_on_a_cpu_never_interprets_triton(name, monkeypatch, on_cpu):
     own = module()
     on_cpu(cpu={"selective_scan": own, "roots": own})
     monkeypatch.setenv("FPRNN_KERNELS", name)
@@ -84,13 +83,17 @@ def test_auto_on_a_cpu_is_the_compiled_scan_and_never_the_interpreter(name, monk
     assert find("roots", FP32.to("meta")) is None
 
 
-def test_plain_is_none(monkeypatch):
+def test_plain_selects_no_backend(monkeypatch):
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
     assert {find(operation, FP32) for operation in kernels.OPERATIONS} == {None}
-    assert available("cpu") == available("cuda") == "plain PyTorch (FPRNN_KERNELS is plain)"
+    assert (
+        describe_backends("cpu")
+        == describe_backends("cuda")
+        == "plain PyTorch (FPRNN_KERNELS is plain)"
+    )
 
 
-def test_a_name_comes_first_and_what_it_lacks_is_computed_by_another(monkeypatch, on_cpu):
+def test_named_backend_is_preferred_and_others_fill_gaps(monkeypatch, on_cpu):
     scan_of_cpu, roots_of_cpu, scan_of_triton = module(), module(), module()
     on_cpu(
         cpu={"selective_scan": scan_of_cpu, "roots": roots_of_cpu},
@@ -114,13 +117,13 @@ def test_a_name_comes_first_and_what_it_lacks_is_computed_by_another(monkeypatch
         ("plain", [], []),
     ],
 )
-def test_a_named_backend_that_has_the_scan_computes_the_layer(name, mamba, mamba2, monkeypatch):
+def test_named_backend_with_the_scan_computes_the_layer(name, mamba, mamba2, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     assert [kernels._backends(fused, "cuda", name) for fused in kernels.FUSED] == [mamba, mamba2]
 
 
 @pytest.mark.parametrize("name", kernels.MODULES)
-def test_a_name_that_cannot_run_is_an_error_with_its_reason(name, monkeypatch, on_cpu):
+def test_named_backend_that_cannot_run_is_an_error(name, monkeypatch, on_cpu):
     own = module("there is no such thing")
     on_cpu(**{name: dict.fromkeys(kernels.MODULES[name], own)})
     monkeypatch.setenv("FPRNN_KERNELS", name)
@@ -128,7 +131,7 @@ def test_a_name_that_cannot_run_is_an_error_with_its_reason(name, monkeypatch, o
     with pytest.raises(BackendError, match=f"`{name}`, .*{operation} here: there is no such"):
         find(operation, FP32)  # on whatever device
     with pytest.raises(BackendError, match=f"cannot be used: {name}: there is no such thing"):
-        available("cpu")
+        describe_backends("cpu")
 
 
 def test_without_a_gpu_triton_is_an_error(monkeypatch):
@@ -145,27 +148,27 @@ def test_without_a_gpu_triton_is_an_error(monkeypatch):
         build._find_fault.cache_clear()
 
 
-# Sentences.
+# Descriptions
 
 
-def test_what_is_available_and_what_is_missing(monkeypatch, on_cpu):
+def test_description_lists_working_and_missing_backends(monkeypatch, on_cpu):
     works = module()
     on_cpu(
         cpu={"selective_scan": works, "roots": module("there is no g++ on PATH")},
         triton=dict.fromkeys(kernels.MODULES["triton"], works),
         mamba_ssm={"short_conv": module("built without"), "ssd_scan": works},
     )
-    assert available("cpu") == "selective_scan cpu (cpu for roots: there is no g++ on PATH)"
+    assert describe_backends("cpu") == "selective_scan cpu (cpu for roots: there is no g++ on PATH)"
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert available("cuda") == (
+    assert describe_backends("cuda") == (
         "selective_scan triton, ssd_scan mamba_ssm, cell triton, roots triton (mamba_ssm for"
         " short_conv: built without)"
     )
-    monkeypatch.setenv("FPRNN_KERNELS", "mamba_ssm")  # it can do something
-    assert available("cuda").startswith("selective_scan triton, ssd_scan mamba_ssm, ")
+    monkeypatch.setenv("FPRNN_KERNELS", "mamba_ssm")  # it can compute other operations
+    assert describe_backends("cuda").startswith("selective_scan triton, ssd_scan mamba_ssm, ")
 
 
-def test_what_is_missing_altogether_is_said_once(on_cpu, monkeypatch):
+def test_reason_for_all_operations_is_given_once(on_cpu, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     missing = module("there is no CUDA device")
     on_cpu(
@@ -173,10 +176,10 @@ def test_what_is_missing_altogether_is_said_once(on_cpu, monkeypatch):
         mamba_ssm=dict.fromkeys(kernels.MODULES["mamba_ssm"], module("another")),
     )
     said = "plain PyTorch (triton: there is no CUDA device; mamba_ssm: another)"
-    assert available("cuda") == said
+    assert describe_backends("cuda") == said
 
 
-def test_packages_that_are_missing_or_broken(monkeypatch):
+def test_missing_and_broken_packages_have_a_reason(monkeypatch):
     load = kernels._load.__wrapped__
     monkeypatch.delitem(sys.modules, "lm.kernels.triton.scan", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -190,10 +193,10 @@ def test_packages_that_are_missing_or_broken(monkeypatch):
     assert load("triton", "selective_scan") == (None, why)
 
 
-# Side by side.
+# Parallel checks
 
 
-def test_clean_threads_run_side_by_side_without_the_modes_of_the_caller():
+def test_clean_threads_run_in_parallel_without_modes():
     meeting = threading.Barrier(3)
 
     def compute(number):
@@ -205,7 +208,7 @@ def test_clean_threads_run_side_by_side_without_the_modes_of_the_caller():
     assert found == [(number, "cpu", False) for number in range(3)]
 
 
-def test_an_error_of_a_clean_thread_is_raised_when_all_have_ended():
+def test_error_of_a_thread_is_raised_after_all_ended():
     ended = []
 
     def fail(message):
@@ -220,11 +223,11 @@ def test_an_error_of_a_clean_thread_is_raised_when_all_have_ended():
     assert ended == [True]
 
 
-@pytest.mark.parametrize("call", [kernels.choice, available])
-def test_gpu_kernels_are_checked_side_by_side_after_the_first(call, on_cpu, monkeypatch):
-    """One that fails and one that cannot be imported are reported for themselves.
+@pytest.mark.parametrize("call", [kernels.choose_backends, describe_backends])
+def test_gpu_kernels_are_checked_in_parallel(call, on_cpu, monkeypatch):
+    """A failing module and a missing module have their own reasons.
 
-    Two operations of one module share its check.
+    Two operations of a module share its check.
     """
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     checked, meeting = [], threading.Barrier(4)
@@ -253,7 +256,7 @@ def test_gpu_kernels_are_checked_side_by_side_after_the_first(call, on_cpu, monk
     call("cuda")
     assert checked[0] == ("selective_scan", True)
     assert len(checked) == len(set(checked)) == 5 and not any(is_main for _, is_main in checked[1:])
-    assert kernels.choice("cuda") == {
+    assert kernels.choose_backends("cuda") == {
         "selective_scan": ("triton",),
         "ssd_scan": ("mamba_ssm",),
         "short_conv": ("mamba_ssm",),
@@ -262,17 +265,19 @@ def test_gpu_kernels_are_checked_side_by_side_after_the_first(call, on_cpu, monk
         "mamba_scan": (),
         "mamba2_scan": ("mamba_ssm",),
     }
-    assert set(kernels.choice("cuda", ("roots", "cell"))) == {"roots", "cell"}
-    assert available("cuda", ("roots", "short_conv")) == "roots triton, short_conv mamba_ssm"
-    assert available("cuda").endswith(
+    assert set(kernels.choose_backends("cuda", ("roots", "cell"))) == {"roots", "cell"}
+    assert (
+        describe_backends("cuda", ("roots", "short_conv")) == "roots triton, short_conv mamba_ssm"
+    )
+    assert describe_backends("cuda").endswith(
         " (mamba_ssm for mamba_scan: lm.kernels.own_mamba_ssm_gone is not installed; triton for"
         " cell: it is off)"
     )
 
 
 @pytest.mark.parametrize("name, device", [("auto", "cpu"), ("cpu", "cuda")])
-def test_cpu_kernels_are_loaded_one_after_the_other(name, device, on_cpu, monkeypatch):
-    """They share one library, which is compiled at first use."""
+def test_cpu_kernels_are_loaded_in_sequence(name, device, on_cpu, monkeypatch):
+    """They share a library, which is compiled at first use."""
     monkeypatch.setenv("FPRNN_KERNELS", name)
     threads = []
 
@@ -282,18 +287,18 @@ def test_cpu_kernels_are_loaded_one_after_the_other(name, device, on_cpu, monkey
 
     operations = dict.fromkeys(kernels.MODULES["cpu"], types.SimpleNamespace(usable=usable))
     on_cpu(cpu=operations, triton={}, mamba_ssm={})
-    kernels.choice(device)
+    kernels.choose_backends(device)
     assert threads == [threading.main_thread()] * len(operations)
 
 
-# Falling back.
+# Fallbacks
 
 
 def refusing(*args):
     raise Unsupported(f"n = {args[2].shape[1]} is too many")
 
 
-def test_what_is_unsupported_is_computed_plainly_with_one_warning(on_cpu):
+def test_unsupported_arguments_fall_back_with_one_warning(on_cpu):
     on_cpu(cpu={"selective_scan": module(selective_scan=refusing)})
     tensors = scan_inputs(1, 4, 3, 2, torch.float32)
     with pytest.warns(RuntimeWarning) as caught:
@@ -307,7 +312,7 @@ def test_what_is_unsupported_is_computed_plainly_with_one_warning(on_cpu):
     ]
 
 
-def test_what_the_first_cannot_do_the_second_does_without_a_word(on_cpu, monkeypatch):
+def test_second_backend_takes_over_without_a_warning(on_cpu, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
     on_cpu(
@@ -325,7 +330,7 @@ def test_other_errors_are_not_swallowed(on_cpu):
         scan.selective_scan(**scan_inputs(1, 4, 3, 2))
 
 
-def test_without_the_package_the_plain_versions_are_used(monkeypatch):
+def test_plain_versions_are_used_without_the_package(monkeypatch):
     monkeypatch.setattr(scan, "_kernels", lambda: None)
     assert scan.backend("roots", FP32) is None and scan.faster("roots", "find_roots", FP32) is None
     tensors = scan_inputs(1, 4, 3, 2)
@@ -333,7 +338,7 @@ def test_without_the_package_the_plain_versions_are_used(monkeypatch):
     assert torch.equal(found[0], plain[0])
 
 
-def test_fp64_under_triton_is_computed_by_another(monkeypatch):
+def test_fp64_under_triton_uses_another_backend(monkeypatch):
     interpreted()
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
     tensors = scan_inputs(2, 5, 4, 3)
@@ -343,11 +348,11 @@ def test_fp64_under_triton_is_computed_by_another(monkeypatch):
     torch.testing.assert_close((y, h), plain)
 
 
-# A whole model.
+# A whole model
 
 
 def model_of():
-    """Its iterations contract, and no bias is zero."""
+    """Return a model whose iterations contract and whose biases are not zero."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=11, d_model=8, n_layer=1, d_state=4, eos_token_id=0, mixer_rank=2)
     rule = dict(tol=1e-2, max_iters=3, eval_max_iters=3, reset_at_eos=True)
@@ -363,7 +368,7 @@ def model_of():
 
 
 def everything(model):
-    """Logits, statistics, all gradients, of a segment that goes on from another; {name: tensor}."""
+    """Return logits, statistics and gradients of a segment after another one, by name."""
     ids = torch.randint(1, 11, (2, 9), generator=torch.Generator().manual_seed(1))
     ids[0, 3] = ids[1, 5] = ids[1, 6] = 0  # documents end here
     mask = torch.ones_like(ids)
@@ -381,8 +386,8 @@ def everything(model):
     return {**found, "residual": stats.residual}, exact
 
 
-def test_a_model_through_triton_is_the_plain_one(monkeypatch):
-    """The paper's iteration, whose scan is Triton's; the exact token has tests of its own."""
+def test_model_with_triton_equals_the_plain_model(monkeypatch):
+    """The paper's iteration uses Triton's scan; the exact token has tests of its own."""
     interpreted()
     quicken_interpreter()
     runs, used = {}, []

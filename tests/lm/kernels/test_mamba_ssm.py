@@ -1,4 +1,4 @@
-"""mamba-ssm behind our signatures, by a stand-in for the package that computes plainly."""
+"""The kernels of mamba-ssm and causal-conv1d, with plain stand-ins for the packages."""
 
 import importlib
 import re
@@ -28,10 +28,18 @@ CONV = "causal_conv1d"
 
 
 def selective_scan_fn(
-    u, delta, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False,
+    u,
+    delta,
+    A,
+    B,
+    C,
+    D=None,
+    z=None,
+    delta_bias=None,
+    delta_softplus=False,
     return_last_state=False,
-):  # fmt: skip
-    """Channels before time; the gradient of the last state is lost, as in the real one."""
+):
+    """Stand-in: channels before time; the gradient of the last state is lost, as in mamba-ssm."""
     (b, d, length), n = u.shape, A.shape[1]
     assert return_last_state and delta.shape == u.shape and A.shape == (d, n)
     assert B.shape == C.shape == (b, n, length) and B.dtype == C.dtype == delta.dtype == u.dtype
@@ -53,11 +61,24 @@ def selective_scan_fn(
 
 
 def mamba_chunk_scan_combined(
-    x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, seq_idx=None,
-    cu_seqlens=None, dt_softplus=False, dt_limit=(0.0, float("inf")), return_final_states=False,
+    x,
+    dt,
+    A,
+    B,
+    C,
+    chunk_size,
+    D=None,
+    z=None,
+    dt_bias=None,
+    initial_states=None,
+    seq_idx=None,
+    cu_seqlens=None,
+    dt_softplus=False,
+    dt_limit=(0.0, float("inf")),
+    return_final_states=False,
     return_varlen_states=False,
-):  # fmt: skip
-    """One sequence index after another; the first carries on the initial state if it is 0."""
+):
+    """Stand-in: only sequence index 0 continues from the initial state."""
     assert return_final_states and chunk_size >= 16 and dt_limit == (0.0, float("inf"))
     assert seq_idx is None or (seq_idx.dtype == torch.int32 and seq_idx.shape == x.shape[:2])
     assert z is None or z.shape == x.shape
@@ -80,10 +101,16 @@ def mamba_chunk_scan_combined(
 
 
 def causal_conv1d_fn(
-    x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False,
-    final_states_out=None, activation=None,
-):  # fmt: skip
-    """Channels before time; with documents or a state the real one wants channels last."""
+    x,
+    weight,
+    bias=None,
+    seq_idx=None,
+    initial_states=None,
+    return_final_states=False,
+    final_states_out=None,
+    activation=None,
+):
+    """Stand-in: channels before time; documents or a state need channels last in memory."""
     d, k = x.shape[1], weight.shape[-1]
     assert weight.shape == (d, k) and activation == "silu" and not return_final_states
     assert seq_idx is None or (seq_idx.dtype == torch.int32 and seq_idx.shape == x[:, 0].shape)
@@ -100,10 +127,12 @@ KERNEL_CACHES = ("_load", "_candidates", "_find", "_warn")
 
 @pytest.fixture
 def on_cpu(stand_in, monkeypatch):
-    """A function (name) that sets FPRNN_KERNELS, while the dispatcher uses the stand-in on a CPU;
-    and a list of the functions that it has called."""
+    """Let the dispatcher use the stand-in on a CPU.
+
+    Yields a function (name) that sets FPRNN_KERNELS, and a list of the functions that were called.
+    """
     monkeypatch.setattr(triton_build, "INTERPRETED", True)
-    monkeypatch.setattr(kernels, "_device_of", lambda name: "cpu")
+    monkeypatch.setattr(kernels, "_get_device_type", lambda name: "cpu")
     triton_build._find_fault.cache_clear()
     compute, used = kernels.compute, []
 
@@ -130,7 +159,7 @@ def on_cpu(stand_in, monkeypatch):
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    """The package; adapters are imported anew while it is there."""
+    """Install the stand-ins; the adapters are imported again while they are installed."""
     modules = {name: types.ModuleType(PACKAGE + name) for name in NAMES}
     modules[NAMES[3]].selective_scan_fn = selective_scan_fn
     modules[NAMES[4]].mamba_chunk_scan_combined = mamba_chunk_scan_combined
@@ -151,7 +180,7 @@ def adapter(name):
     return importlib.import_module(f"lm.kernels.mamba_ssm.{name}")
 
 
-def test_what_the_layer_s_scan_does_not_take(stand_in):
+def test_scan_refuses_unsupported_arguments(stand_in):
     x, weight, one = torch.ones(1, 2, 3), torch.ones(3, 3), torch.ones(3)
     scan = adapter("scan").mamba_scan
 
@@ -170,7 +199,7 @@ def test_what_the_layer_s_scan_does_not_take(stand_in):
 
 @pytest.mark.parametrize("with_keep", [False, True], ids=["plain", "resets"])
 @pytest.mark.parametrize("with_h0", [False, True], ids=["zero", "h0"])
-def test_the_chunked_scan(stand_in, with_h0, with_keep):
+def test_chunked_scan_equals_the_plain_scan(stand_in, with_h0, with_keep):
     r = torch.Generator().manual_seed(0)
     shapes = dict(x=(2, 9, 4, 3), B=(2, 9, 2, 5), C=(2, 9, 2, 5), dt=(2, 9, 4), h0=(2, 4, 3, 5))
     tensors = {k: torch.randn(*shape, generator=r) for k, shape in shapes.items()}
@@ -188,7 +217,7 @@ def test_the_chunked_scan(stand_in, with_h0, with_keep):
 
 @pytest.mark.parametrize("taps", [2, 4])
 @pytest.mark.parametrize("given", ["nothing", "documents", "before", "bias"])
-def test_the_short_convolution(stand_in, given, taps):
+def test_short_convolution_equals_the_plain_one(stand_in, given, taps):
     r = torch.Generator().manual_seed(0)
     shapes = dict(x=(2, 9, 8), weight=(8, 1, taps))
     shapes |= dict(bias=(8,)) if given == "bias" else {}
@@ -219,13 +248,13 @@ def test_the_short_convolution(stand_in, given, taps):
         (dict(segments=torch.zeros(1, 3).long(), before=torch.ones(1, 3, 8)), "not both"),
     ],
 )
-def test_what_the_convolution_does_not_take_is_unsupported(stand_in, change, said):
+def test_convolution_refuses_unsupported_arguments(stand_in, change, said):
     given = dict(x=torch.ones(1, 3, 8), weight=torch.ones(8, 1, 4)) | change
     with pytest.raises(Unsupported, match=said):
         adapter("conv").short_conv(**given)
 
 
-def test_what_does_not_fit_the_gpu_is_unsupported(stand_in):
+def test_out_of_resources_is_unsupported(stand_in):
     def out_of_resources(*args, **options):
         raise triton_build.OutOfResources(300, 200, "shared memory")
 
@@ -236,7 +265,7 @@ def test_what_does_not_fit_the_gpu_is_unsupported(stand_in):
 
 
 @pytest.mark.parametrize("name", ["scan", "ssd"])
-def test_the_function_is_probed_not_the_package(name, stand_in, monkeypatch):
+def test_self_check_runs_the_function(name, stand_in, monkeypatch):
     monkeypatch.setattr(triton_build, "INTERPRETED", True)  # on the CPU
     own, function = adapter(name), {"scan": NAMES[3], "ssd": NAMES[4]}[name]
     function = next(v for v in vars(stand_in[function]).values() if callable(v))
@@ -265,7 +294,7 @@ def test_the_function_is_probed_not_the_package(name, stand_in, monkeypatch):
         assert "something else than plain PyTorch" in probe(own._self_check, "mamba-ssm's kernels")
 
 
-def test_products_in_tf32_are_allowed_where_those_of_pytorch_are(stand_in, monkeypatch):
+def test_tf32_is_allowed_if_pytorch_allows_it(stand_in, monkeypatch):
     monkeypatch.setattr(triton_build, "INTERPRETED", True)
     own = adapter("ssd")
 
@@ -306,7 +335,7 @@ def value_and_gradients(block, u, seqs):
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("given", ["nothing", "return_state", "documents", "padding", "before"])
-def test_a_layer_through_it_is_the_plain_one(on_cpu, kind, given):
+def test_layer_with_mamba_ssm_equals_the_plain_layer(on_cpu, kind, given):
     choose, used = on_cpu
     block, u = layer_of(kind)
     seqs = Sequences(return_state=given == "return_state")
@@ -328,7 +357,7 @@ def test_a_layer_through_it_is_the_plain_one(on_cpu, kind, given):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_a_layer_under_autocast_gives_it_the_narrow_dtype(on_cpu, kind):
+def test_layer_under_autocast_passes_the_narrow_dtype(on_cpu, kind):
     choose, used = on_cpu
     block, u = layer_of(kind)
     results = {}
@@ -340,7 +369,7 @@ def test_a_layer_under_autocast_gives_it_the_narrow_dtype(on_cpu, kind):
     assert_close(results["mamba_ssm"], results["plain"], 0.05)
 
 
-def test_a_map_of_delta_that_is_more_than_its_parameters_is_called(on_cpu):
+def test_replaced_dt_projection_is_called(on_cpu):
     choose, used = on_cpu
     block, u = layer_of("mamba")
     called = []
@@ -350,7 +379,7 @@ def test_a_map_of_delta_that_is_more_than_its_parameters_is_called(on_cpu):
     assert called and "mamba_scan" not in used
 
 
-def test_why_the_dispatcher_cannot_use_it(monkeypatch):
+def test_dispatcher_reports_why_mamba_ssm_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, PACKAGE, None)
     load = kernels._load.__wrapped__
     for operation in ("ssd_scan", "mamba_scan", "mamba2_scan"):
@@ -362,13 +391,13 @@ def test_why_the_dispatcher_cannot_use_it(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])
-def test_on_a_card_a_layer_in_bf16_is_the_plain_one(kind, monkeypatch):
+def test_bf16_layer_on_a_gpu_equals_the_plain_layer(kind, monkeypatch):
     """At d_inner 1,536, with the real packages: outputs, and gradients by name."""
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
     operation = {"mamba": "mamba_scan", "mamba2": "mamba2_scan"}[kind]
-    if not kernels.choice("cuda", (operation,))[operation]:
-        pytest.skip(kernels.available("cuda", (operation,)))
+    if not kernels.choose_backends("cuda", (operation,))[operation]:
+        pytest.skip(kernels.describe_backends("cuda", (operation,)))
     torch.manual_seed(0)
     config = FPRNNConfig(d_model=768, n_layer=1, vocab_size=64, layers=kind, reset_at_eos=False)
     block = FPRNNForCausalLM(config).cuda().train().backbone.layers[0].block

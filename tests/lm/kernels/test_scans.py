@@ -1,4 +1,4 @@
-"""The selective scan of every backend: what may be left out, NaN, resets, halves, refusals."""
+"""The selective scan of every backend: optional arguments, NaN, resets, dtypes, refusals."""
 
 import importlib
 
@@ -24,7 +24,7 @@ def results(scan, tensors, keep=None):
 
 @pytest.fixture(params=["cpu", "triton"])
 def scan(request, monkeypatch):
-    """A backend's scan; Triton's in chunks of 16 steps where there are many."""
+    """Return the scan of a backend; Triton's uses chunks of 16 steps for long inputs."""
     if request.param == "triton":
         pytest.importorskip("triton")
     module = importlib.import_module(f"lm.kernels.{request.param}.scan")
@@ -38,7 +38,7 @@ def scan(request, monkeypatch):
 
 @pytest.fixture
 def inputs(scan):
-    """Function of batch, length, channels and states: tensors in fp32 where the scan computes."""
+    """Return a function of batch, length, channels and states that makes the arguments."""
     device = "cpu"
     if (
         "triton" in scan.__module__
@@ -50,7 +50,7 @@ def inputs(scan):
 
 @pytest.mark.parametrize("name", ["x", "dt"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_nan_reaches_later_steps_of_its_own_channel_only(name, bad, scan, inputs):
+def test_nan_stays_in_its_channel(name, bad, scan, inputs):
     t = inputs(2, 36, 20, 3)
     clean, clean_h = scan(**t)
     t[name][1, 7, 2] = bad
@@ -62,7 +62,7 @@ def test_nan_reaches_later_steps_of_its_own_channel_only(name, bad, scan, inputs
     assert not h[1, 2].isfinite().any() and torch.equal(h[0], clean_h[0])
 
 
-def test_a_reset_forgets_and_dt_zero_keeps(scan, inputs):
+def test_reset_forgets_the_state_and_zero_dt_keeps_it(scan, inputs):
     t = inputs(1, 40, 20, 4)
     keep = torch.ones_like(t["x"][..., 0])
     keep[0, 20] = 0
@@ -76,7 +76,7 @@ def test_a_reset_forgets_and_dt_zero_keeps(scan, inputs):
     assert torch.equal(scan(**t, keep=keep[:, :33])[1], h)
 
 
-def test_without_gradient_it_computes_the_same_and_a_state_goes_back_in(scan, inputs):
+def test_scan_without_gradient_is_bit_identical(scan, inputs):
     t = inputs(2, 20, 20, 16)
     y, h = scan(**t)
     with_grad = scan(**t | {"x": t["x"].clone().requires_grad_()})
@@ -92,7 +92,7 @@ def test_without_gradient_it_computes_the_same_and_a_state_goes_back_in(scan, in
 
 
 @pytest.mark.parametrize("b, length", [(0, 4), (2, 0)], ids=["no rows", "no steps"])
-def test_nothing_to_do(b, length, scan, inputs):
+def test_empty_scan(b, length, scan, inputs):
     t = inputs(b, length, 5, 3)
     found = results(scan, t)
     assert found["y"].shape == (b, length, 5) and torch.equal(found["final state"], t["h0"])
@@ -109,7 +109,7 @@ def plain(tensors, keep=None):
 @pytest.mark.parametrize("length", [21, 34], ids=["one chunk", "chunks"])
 @pytest.mark.parametrize("with_keep", [False, True], ids=["plain", "resets"])
 @pytest.mark.parametrize("with_h0", [False, True], ids=["zero", "h0"])
-def test_whatever_is_left_out(with_h0, with_keep, length, scan, inputs):
+def test_optional_arguments_may_be_left_out(with_h0, with_keep, length, scan, inputs):
     t, keep = inputs(1, length, 20, 2), None
     if not with_h0:
         del t["h0"]
@@ -120,7 +120,7 @@ def test_whatever_is_left_out(with_h0, with_keep, length, scan, inputs):
     assert_close(results(scan, t, keep), plain(t, keep), 2e-5)
 
 
-def test_gradients_of_stride_0_and_only_some_of_them(scan, inputs):
+def test_expanded_and_partial_gradients(scan, inputs):
     t = inputs(2, 18, 5, 3)
     for name, output in (("x", 0), ("dt", 1), ("h0", 0)):
         ours = t | {name: t[name].clone().requires_grad_()}
@@ -131,11 +131,11 @@ def test_gradients_of_stride_0_and_only_some_of_them(scan, inputs):
         assert_close({name: ours[name].grad}, {name: theirs[name].grad}, 1e-5)
 
 
-def test_what_does_not_fit_is_refused(scan, inputs):
+def test_wrong_shapes_are_refused(scan, inputs):
     t = inputs(2, 4, 5, 3)
     with pytest.raises(Unsupported, match=r"^dt is torch.float64"):
         scan(**{**t, "dt": t["dt"].double()})
-    with pytest.raises(ValueError, match=r"C is \(2, 3, 3\) where \(2, 4, 3\)"):
+    with pytest.raises(ValueError, match=r"C is \(2, 3, 3\), but \(2, 4, 3\)"):
         scan(**{**t, "C": t["C"][:, 1:]})
-    with pytest.raises(ValueError, match=r"keep is \(2, 3\) where \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"keep is \(2, 3\), but \(2, 4\)"):
         scan(**t, keep=t["x"][:, 1:, 0])

@@ -1,4 +1,4 @@
-"""What the Triton kernels share: when they say that they do not run, and what they refuse."""
+"""Helpers of the Triton kernels: reasons why they cannot run, and refused arguments."""
 
 import inspect
 import re
@@ -15,11 +15,11 @@ from lm.kernels.checks import deviation
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton.build import INTERPRETED, check, dense, launch
 
-FILES = ("cell", "roots", "scan")
+FILES = ("triton_cell", "roots", "scan")
 
 
 @pytest.mark.parametrize("name", [pytest.param("roots", marks=pytest.mark.slow), "scan"])
-def test_every_file_is_probed_whatever_mode_the_first_caller_is_in(name):
+def test_self_check_ignores_the_callers_modes(name):
     module = pytest.importorskip(f"lm.kernels.triton.{name}")
     probe = triton_build._find_fault.__wrapped__
     if not INTERPRETED and not torch.cuda.is_available():
@@ -33,7 +33,7 @@ def test_every_file_is_probed_whatever_mode_the_first_caller_is_in(name):
     assert module.usable() == (True, "")
 
 
-def test_why_not(monkeypatch):
+def test_reasons_why_kernels_cannot_run(monkeypatch):
     monkeypatch.setattr(triton_build, "INTERPRETED", True)
     said = triton_build.usable(lambda: float("nan"))
     assert said == (
@@ -52,7 +52,7 @@ def test_why_not(monkeypatch):
     assert triton_build.usable(lambda: 0) == (False, why)
 
 
-def test_a_probe_is_made_once():
+def test_self_check_runs_once():
     calls = []
 
     def self_check():
@@ -65,7 +65,7 @@ def test_a_probe_is_made_once():
     assert calls == ["cpu" if INTERPRETED else "cuda"]
 
 
-def test_deviation_is_relative_to_each_tensor_and_keeps_a_nan():
+def test_deviation_is_relative_and_preserves_nan():
     ours, theirs = [torch.tensor([100.0, 1.0]), torch.tensor(1.0)], [torch.tensor([100.0, 2.0])]
     theirs.append(torch.tensor(1.0))
     assert deviation(ours, theirs, 0.1) == pytest.approx(0.1)
@@ -73,19 +73,19 @@ def test_deviation_is_relative_to_each_tensor_and_keeps_a_nan():
     assert not deviation(ours, theirs, 0.1) < 1e9
 
 
-def test_what_is_refused():
+def test_wrong_tensors_are_refused():
     device = "cpu" if INTERPRETED else "cuda"
     t = torch.zeros(2, 3, device=device)
     check(x=(t, (2, 3)), h0=(None, (7,)))
     with pytest.raises(Unsupported, match=r"^x is torch.float64: Triton reads float32"):
         check(x=(t.double(), (2, 3)))
-    with pytest.raises(ValueError, match=r"^B is \(2, 3\) where \(3, 2\) is expected"):
+    with pytest.raises(ValueError, match=r"^B is \(2, 3\), but \(3, 2\) is expected"):
         check(B=(t, (3, 2)))
     with pytest.raises(TypeError, match=r"^B is on meta"):
         check(x=(t, (2, 3)), B=(t.to("meta"), (2, 3)))
 
 
-def test_launches_that_cannot_be_are_unsupported():
+def test_impossible_launches_are_unsupported():
     def kernel(*args):
         raise triton.runtime.errors.OutOfResources(300, 200, "shared memory")
 
@@ -97,7 +97,7 @@ def test_launches_that_cannot_be_are_unsupported():
         launch(type("K", (dict,), {"__name__": "k"})({(1,): kernel}), (1,), x)
 
 
-def test_rows_are_copied_only_where_they_must_be():
+def test_rows_are_copied_only_if_necessary():
     t = torch.zeros(2, 5, 20)
     for part in (t, t[..., 4:9], t[:, :, :1], None):
         assert dense(part) is part
@@ -105,6 +105,6 @@ def test_rows_are_copied_only_where_they_must_be():
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_takes_what_is_shared_from_here(name):
+def test_files_use_the_shared_helpers(name):
     source = inspect.getsource(pytest.importorskip(f"lm.kernels.triton.{name}"))
     assert not re.search(r"is_available|get_device_capability|os\.environ|functools", source)

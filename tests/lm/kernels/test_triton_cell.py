@@ -1,4 +1,4 @@
-"""The exact token in Triton against an independent loop: values, states, each gradient by name."""
+"""The Triton kernel `cell` against an independent loop: values, states, and gradients by name."""
 
 import math
 
@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("triton")
 
 from lm.kernels import Unsupported
-from lm.kernels.cpu import cell as cpu_cell
-from lm.kernels.triton import cell as triton_cell
-from lm.kernels.triton import launches
+from lm.kernels.cell_arguments import CellArguments, Layout, Options, Sizes
+from lm.kernels.cpu import cpu_cell
+from lm.kernels.triton import launches, triton_cell
 from lm.kernels.triton.build import INTERPRETED
 from lm.model.solver import BISECTED, FAILED, GRAD_LIMITED
 from tests import oracle_cell
@@ -24,12 +24,12 @@ from tests.kernels import (
     resources,
     skip_where_missing,
 )
-from tests.lm.kernels.test_cpu_cell import cast, cut, problem, results, rnn_problem
+from tests.lm.kernels.test_cpu_cell import cast, cut, problem, results, rnn_problem, solve
 from tests.marks import slow
 from tests.tracker import loss_and_gradient, tracker, words
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-# Of the interpreter, where a search goes through a pole.
+# The interpreter warns when a search goes through a pole.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
 
@@ -50,7 +50,7 @@ def on_gpu(given):
 
 def ours(given, rnn=False, dtype=torch.float32, **others):
     compute = triton_cell.cell_rnn if rnn else triton_cell.cell
-    found = results(compute, on_gpu(given), dtype, **{"adjoint": None, **others})
+    found = results(compute, on_gpu(given), dtype, **others)
     return {name: t.cpu() for name, t in found.items()}
 
 
@@ -73,7 +73,7 @@ def assert_equals_the_loop(given, tol=3e-4, rnn=False):
     ],
     ids=str,
 )
-def test_equals_the_loop_in_value_state_and_every_gradient(sizes):
+def test_values_and_gradients_equal_the_loop(sizes):
     assert_equals_the_loop(problem(**sizes))
 
 
@@ -86,7 +86,7 @@ def test_equals_the_loop_in_value_state_and_every_gradient(sizes):
         *(slow(rank, False) for rank in (1, 2, 3, 8)),
     ],
 )
-def test_ranks(rank, sequential):
+def test_all_ranks_equal_the_loop(rank, sequential):
     scale = 1.0 if not sequential and rank > 2 else 2.0
     given = problem(length=4, rank=rank, sequential=sequential, scale=scale)
     assert_equals_the_loop(given)
@@ -99,12 +99,12 @@ def test_ranks(rank, sequential):
         dict(norm="none", without=("norm_weight", "norm_bias", "gate"), act="identity"),
         dict(without=("norm_weight", "norm_bias", "y0", "h0", "keep"), bc_norm=False, reading=0),
         dict(order=("gates", "C", "B", "vectors"), reading=2, sequential=False, rank=2),
-        # of eps 3.5 some vectors are shorter, some longer
+        # some vectors are shorter than eps 3.5, some longer
         dict(order=("B", "pad", "C", "vectors", "pad", "gates"), eps=3.5, rank=2),
     ],
     ids=str,
 )
-def test_toggles(others):
+def test_all_options_equal_the_loop(others):
     assert_equals_the_loop(problem(**{"length": 3, **others}))
 
 
@@ -119,7 +119,7 @@ def test_toggles(others):
     ],
     ids=str,
 )
-def test_mamba2(sizes):
+def test_mamba2_equals_the_loop(sizes):
     assert_equals_the_loop(problem(length=4, norm="rms", without=("norm_bias",), **sizes))
 
 
@@ -134,14 +134,14 @@ def test_mamba2(sizes):
     ],
     ids=str,
 )
-def test_rnn(others):
+def test_rnn_equals_the_loop(others):
     assert_equals_the_loop(rnn_problem(**{"scale": 1.0, "length": 4, **others}), rnn=True)
 
 
 def solved(given, dtype=torch.float32, **others):
-    """y, the state and the outcome, no gradient."""
+    """Return y, the state and the outcome, without a gradient."""
     layout, options, tensors = on_gpu((given[0], given[1], cast(given[2], dtype)))
-    found = triton_cell.cell(layout, options, **{**tensors, **others}, adjoint=None)
+    found = solve(triton_cell.cell, layout, options, **{**tensors, **others})
     return tuple(t.cpu() for t in found)
 
 
@@ -150,8 +150,8 @@ def solved(given, dtype=torch.float32, **others):
     [dict(), slow(dict(d=24, heads=4, groups=2, norm="rms"))],
     ids=str,
 )
-def test_token_by_token_and_in_pieces_it_is_the_whole(others):
-    """Decoding: a chunk of one token, whatever is before it even or odd."""
+def test_pieces_of_a_sequence_equal_the_whole(others):
+    """Decoding uses chunks of a single token, after an even or odd number of tokens."""
     without = ("norm_bias",) if "norm" in others else ()
     given = layout, options, tensors = problem(b=3, length=9, without=without, **others)
     y, h, _ = solved(given)
@@ -165,7 +165,7 @@ def test_token_by_token_and_in_pieces_it_is_the_whole(others):
     torch.testing.assert_close(state, h, rtol=1e-5, atol=1e-6)
 
 
-def test_a_sequence_alone_is_that_of_a_batch():
+def test_sequence_does_not_depend_on_the_batch():
     given = layout, options, tensors = problem(b=20, length=2, d=19)
     y, h, _ = solved(given)
     for rows in (slice(0, 1), slice(17, 20)):
@@ -175,38 +175,38 @@ def test_a_sequence_alone_is_that_of_a_batch():
 
 
 @pytest.mark.parametrize("chunk", [2, slow(1), slow(4)])
-def test_chunks_of_the_backward_change_nothing(chunk, monkeypatch):
-    """The state that enters a chunk, and what its last token sends to the one before."""
+def test_chunk_length_of_the_backward_changes_nothing(chunk, monkeypatch):
+    """The state that enters a chunk, and the gradient that leaves it, cross chunks."""
     given = problem(length=7, d=16)
     monkeypatch.setattr(triton_cell, "CHUNK", chunk)
     assert_close(ours(given), oracle(given), 3e-4)
 
 
-def test_the_memory_of_a_chunk_is_bounded(monkeypatch):
+def test_memory_of_a_chunk_is_bounded(monkeypatch):
     layout, options, tensors = on_gpu(problem(b=2, length=64, d=8, n=2))
-    given = [t.float() if t is not None else None for t in tensors.values()]
-    sizes, named = triton_cell._prepare(layout, options, "mamba1", *given)
-    plan = triton_cell._plan(layout, options, "mamba1", sizes, named, True)
+    arguments = CellArguments(layout, options, **cast(tensors, torch.float32))
+    sizes, named = triton_cell._prepare(arguments)
+    plan = triton_cell._make_plan(arguments, sizes, named, True)
     assert plan.chunk == 64
-    monkeypatch.setattr(triton_cell, "MOST_AGAIN", 4 * 2 * 2 * 8 * 20)
-    plan = triton_cell._plan(layout, options, "mamba1", sizes, named, True)
+    monkeypatch.setattr(triton_cell, "MAX_RECOMPUTED", 4 * 2 * 2 * 8 * 20)
+    plan = triton_cell._make_plan(arguments, sizes, named, True)
     assert plan.chunk == 16
 
 
 @pytest.mark.parametrize("b, length", [(0, 3), (2, 0), (0, 0)])
-def test_nothing_at_all(b, length):
+def test_empty_batch_or_sequence(b, length):
     layout, options, tensors = on_gpu(problem(b=b, length=length))
     tensors = cast(tensors, torch.float32)
     tensors["raw"].requires_grad_()
     tensors["weight_y"].requires_grad_()
-    y, h, outcome = triton_cell.cell(layout, options, **tensors, adjoint=None)
+    y, h, outcome = solve(triton_cell.cell, layout, options, **tensors)
     assert y.shape == (b, length, 19) and outcome.shape == (b, length)
     assert torch.equal(h, tensors["h0"])
     y.sum().backward()
     assert not tensors["weight_y"].grad.any() and tensors["raw"].grad.shape == tensors["raw"].shape
 
 
-def test_nan_in_nan_out_and_failed():
+def test_nan_gives_nan_and_a_failed_outcome():
     given = problem(b=3, length=4, reading=0, without=("keep",))
     given[2]["x"][1, 2, 5] = math.nan
     y, h, outcome = solved(given)
@@ -216,27 +216,27 @@ def test_nan_in_nan_out_and_failed():
 
 
 @pytest.mark.slow
-def test_outcomes_are_those_of_the_cpu():
-    """Where Picard finds nothing bisection does; where the gradient may be limited is counted."""
+def test_outcomes_equal_the_cpu_kernel():
+    """Some roots come from bisection, and some gradients may be limited."""
     skip_where_missing(cpu_cell)
     without = ("keep", "y0", "h0", "norm_bias")
     given = problem(b=40, length=1, d=16, n=2, rank=4, norm="rms", reading=0, without=without)
-    expected = cpu_cell.cell(*given[:2], **cast(given[2], torch.float32), adjoint=None)[2]
+    expected = solve(cpu_cell.cell, *given[:2], **cast(given[2], torch.float32))[2]
     _, _, outcome = solved(given)
     assert torch.equal(outcome, expected) and not (outcome & FAILED).any()
     assert (outcome & BISECTED).any() and (outcome & GRAD_LIMITED).any()
 
 
 @pytest.mark.slow
-def test_near_a_fold_the_gradient_is_limited():
+def test_gradient_is_limited_near_a_fold():
     given = problem(b=40, length=1, d=16, n=2, rank=4, reading=0, without=("keep", "y0", "h0"))
     skip_where_missing(cpu_cell)
-    expected = results(cpu_cell.cell, given, torch.float32, adjoint=None)
+    expected = results(cpu_cell.cell, given, torch.float32)
     assert_close(ours(given), expected, 1e-2)
 
 
 @pytest.mark.slow
-def test_the_largest_adjoint_is_reported():
+def test_largest_adjoint_is_reported():
     given = problem(b=3, length=8, without=("keep",), y_scale=2.0)
     skip_where_missing(cpu_cell)
     adjoint = torch.full((3,), math.nan, device=DEVICE)
@@ -246,15 +246,15 @@ def test_the_largest_adjoint_is_reported():
     torch.testing.assert_close(adjoint.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_raw_and_the_weight_may_be_bf16_and_are_multiplied_so():
-    """Rows are rounded to raw's dtype, y to the weight's where it is multiplied; nothing else."""
+def test_raw_and_weight_may_be_bf16():
+    """Rows are rounded to raw's dtype and y to the weight's; nothing else is rounded."""
     layout, options, tensors = problem(b=3, length=5, d=32)
     half = {**tensors, **{k: tensors[k].bfloat16().double() for k in ("raw", "weight_y")}}
-    expected = oracle_cell.cell(layout, options, **half)[0]
+    expected = solve(oracle_cell.cell, layout, options, **half)[0]
     given = on_gpu((layout, options, cast(tensors, torch.float32)))[2]
     for name in ("raw", "weight_y"):
         given[name] = given[name].bfloat16().requires_grad_()
-    y, h, _ = triton_cell.cell(layout, options, **given, adjoint=None)
+    y, h, _ = solve(triton_cell.cell, layout, options, **given)
     assert y.dtype is h.dtype is torch.float32
     off = (y.detach().cpu() - expected).norm() / expected.norm()
     assert 1e-5 < off < 0.02
@@ -275,8 +275,8 @@ def test_any_strides_and_a_slice_of_raw():
     assert torch.equal(y, solved((layout, options, tensors))[0])
 
 
-def test_refuses():
-    """What lm/kernels/cell.py refuses test_cpu_cell.py checks."""
+def test_invalid_arguments_are_refused():
+    """test_cpu_cell.py checks the refusals of lm/kernels/cell_arguments.py."""
     given = problem()
     for change, error, words_of_it in (
         (dict(x=torch.zeros(2, 5, 19)), ValueError, "expected"),
@@ -286,15 +286,15 @@ def test_refuses():
             solved(given, **change)
 
 
-def test_a_token_too_wide_for_one_program_is_unsupported(monkeypatch):
-    monkeypatch.setattr("lm.kernels.cell.MOST_ENTRIES", 16)
+def test_too_wide_token_is_unsupported(monkeypatch):
+    monkeypatch.setattr("lm.kernels.cell_arguments.MAX_GPU_ENTRIES", 16)
     with pytest.raises(Unsupported, match="1 vectors of 19 channels"):
         solved(problem())
 
 
 @pytest.mark.parametrize("length", [6, slow(256), slow(1024)])
-def test_a_trained_tracker_in_training_mode(length, monkeypatch):
-    """What a token is depends on all before it; loss and gradient to 1e-5."""
+def test_trained_tracker_equals_plain_pytorch(length, monkeypatch):
+    """Every token depends on all tokens before it; loss and gradient agree to 1e-5."""
     model, given, found = tracker().to(DEVICE), words(2, length), {}
     for kernels in ("plain", "triton"):
         monkeypatch.setenv("FPRNN_KERNELS", kernels)
@@ -306,16 +306,15 @@ def test_a_trained_tracker_in_training_mode(length, monkeypatch):
     assert (both[0] - both[1]).norm() < 1e-5 * both[0].norm()
 
 
-def test_under_autocast_rows_and_maps_of_y_are_read_as_they_are_multiplied(monkeypatch):
-    """In bf16, and nothing is widened before the kernel; loss and gradient are those of fp32 as far
-    as bf16 goes."""
+def test_autocast_passes_bf16_rows_and_weights(monkeypatch):
+    """Nothing is converted to fp32 before the kernel."""
     model, given, found, dtypes = tracker().to(DEVICE), words(2, 5), {}, []
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
     real = triton_cell.cell
 
-    def watched(layout, options, raw, weight_y, x, *others):
-        dtypes.append((raw.dtype, weight_y.dtype, x.dtype))
-        return real(layout, options, raw, weight_y, x, *others)
+    def watched(arguments):
+        dtypes.append(tuple(arguments[name].dtype for name in ("raw", "weight_y", "x")))
+        return real(arguments)
 
     monkeypatch.setattr(triton_cell, "cell", watched)
     for narrow in (False, True):
@@ -330,12 +329,11 @@ def test_under_autocast_rows_and_maps_of_y_are_read_as_they_are_multiplied(monke
     assert 0 < (both[0] - both[1]).norm() < 0.1 * both[0].norm()
 
 
-# The launches, and what a CUDA graph would replay.
+# Launches and CUDA graphs
 
 
 class Graph:
-    """In the place of a CUDA graph: what was launched while it was recorded, with the same
-    arguments, launched again."""
+    """Stand-in for a CUDA graph: it repeats the recorded launches with the same arguments."""
 
     recording = None
 
@@ -352,7 +350,7 @@ class Graph:
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """Schedules are recorded by Graph from their second run on: the list of those that were."""
+    """Record schedules with Graph from their second run on; return the list of graphs."""
     real, graphs = launches.launch, []
 
     def launch(kernel, programs, *args, **constants):
@@ -382,8 +380,8 @@ def recorded(monkeypatch):
     return graphs
 
 
-def test_what_is_recorded_serves_other_tensors_lengths_and_places(recorded, monkeypatch):
-    """A graph's arguments are fixed: all that may change stands in the table."""
+def test_recorded_graph_serves_other_tensors_and_lengths(recorded, monkeypatch):
+    """The arguments of a graph are fixed; everything that changes is in the table."""
     monkeypatch.setattr(triton_cell, "CHUNK", 2)
     for length, seed in ((3, 0), (3, 1), (5, 2), (2, 3)):
         given = problem(b=2, length=length, d=12, seed=seed)
@@ -395,47 +393,47 @@ def test_what_is_recorded_serves_other_tensors_lengths_and_places(recorded, monk
             assert len(args) == 1 and not any(torch.is_tensor(value) for value in fixed)
 
 
-def test_a_token_is_two_launches_forwards_and_two_back():
+def test_token_takes_two_launches_per_direction():
     layout, options, tensors = on_gpu(problem(length=8))
-    given = [t.float() if t is not None else None for t in tensors.values()]
-    sizes, named = triton_cell._prepare(layout, options, "mamba1", *given)
-    plan = triton_cell._plan(layout, options, "mamba1", sizes, named, True)
+    arguments = CellArguments(layout, options, **cast(tensors, torch.float32))
+    sizes, named = triton_cell._prepare(arguments)
+    plan = triton_cell._make_plan(arguments, sizes, named, True)
     assert len(triton_cell.forward_launches(plan)) == 2 * 8 + 1
     assert len(triton_cell.backward_launches(plan)) == 2 * 8 + 2
-    plan = triton_cell._plan(layout, options, "mamba1", sizes, named, False)
+    plan = triton_cell._make_plan(arguments, sizes, named, False)
     assert len(triton_cell.forward_launches(plan)) == 2 * 8
 
 
-def test_schedules_are_dropped_above_their_number(monkeypatch):
+def test_least_recently_used_schedule_is_dropped(monkeypatch):
     monkeypatch.setattr(launches, "_schedules", type(launches._schedules)())
-    monkeypatch.setattr(launches, "MOST_SCHEDULES", 2)
-    made = [launches.schedule(key, object) for key in "abac"]
+    monkeypatch.setattr(launches, "MAX_SCHEDULES", 2)
+    made = [launches.get_schedule(key, object) for key in "abac"]
     assert made[0] is made[2] and len(launches._schedules) == 2
-    assert launches.schedule("a", object) is made[0]
-    assert launches.schedule("b", object) is not made[1]
+    assert launches.get_schedule("a", object) is made[0]
+    assert launches.get_schedule("b", object) is not made[1]
 
 
 @pytest.mark.parametrize("rank", range(1, 9))
 def test_warps_are_a_power_of_two(rank):
     layout, options, tensors = on_gpu(problem(length=1, rank=rank))
-    given = [t.float() if t is not None else None for t in tensors.values()]
-    sizes, named = triton_cell._prepare(layout, options, "mamba1", *given)
-    plan = triton_cell._plan(layout, options, "mamba1", sizes, named, True)
+    arguments = CellArguments(layout, options, **cast(tensors, torch.float32))
+    sizes, named = triton_cell._prepare(arguments)
+    plan = triton_cell._make_plan(arguments, sizes, named, True)
     for d in (8, 96, 512, 768, 1536, 4096, 65536):
-        warps = [plan._replace(d=d).warps(most) for most in (256, 512)]
+        warps = [plan._replace(sizes=sizes._replace(d=d)).warps(most) for most in (256, 512)]
         assert set(warps) <= {1, 2, 4, 8, 16}
 
 
-def test_the_table_is_written_under_any_default_device():
-    """A self-check computes under that of the GPU."""
+def test_table_is_written_under_any_default_device():
+    """A self-check runs with the GPU as the default device."""
     made = launches.Schedule(torch.zeros(2, dtype=torch.int64), [])
     with torch.device("meta"):
         made.point([3, 4])
     assert made.table.tolist() == [3, 4]
 
 
-def test_no_one_waits_for_the_device(monkeypatch):
-    """Nothing reads a tensor's number on the host, forwards or back."""
+def test_host_never_waits_for_the_device(monkeypatch):
+    """The host never reads a number of a tensor, neither forward nor backward."""
 
     def waits(self, *args):
         raise AssertionError("the device was waited for")
@@ -446,26 +444,26 @@ def test_no_one_waits_for_the_device(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "__bool__", waits)
     layout, options, tensors = on_gpu((*given[:2], cast(given[2], torch.float32)))
     tensors["x"].requires_grad_()
-    y, _, _ = triton_cell.cell(layout, options, **tensors, adjoint=None)
+    y, _, _ = solve(triton_cell.cell, layout, options, **tensors)
     y.backward(torch.ones_like(y))
 
 
 @pytest.mark.gpu
-def test_on_a_card_graphs_are_replayed_and_equal_the_cpu(monkeypatch):
-    """At d 1,536: the first chunk one launch after the other, the others from a CUDA graph."""
+def test_replayed_graphs_on_a_gpu_equal_the_cpu(monkeypatch):
+    """At d 1,536 the first chunk is launched kernel by kernel, the others from a graph."""
     if INTERPRETED:
         pytest.skip("the kernels are interpreted")
     skip_where_missing(cpu_cell)
     monkeypatch.setattr(launches, "_schedules", type(launches._schedules)())
     given = problem(b=16, length=200, d=1536, n=16, y_scale=0.5)
-    expected = results(cpu_cell.cell, given, torch.float32, adjoint=None)
+    expected = results(cpu_cell.cell, given, torch.float32)
     for _ in range(2):
         assert_close(ours(given), expected, 1e-2)
     graphs = [made.graph for made in launches._schedules.values()]
     assert len(graphs) == 3 and all(graph is not None for graph in graphs)
 
 
-# Compiled, not only interpreted.
+# Compilation
 
 DEFAULT = {"d": 1536, "n": 16, "r": 1, "kind": "mamba1"}
 TRAINED = [DEFAULT, {**DEFAULT, "d": 768}, {**DEFAULT, "n": 64, "kind": "mamba2"}]
@@ -474,22 +472,28 @@ TRAINED += [{**DEFAULT, "d": 1024, "r": 3}]
 
 
 def launched(d, n, r, kind):
-    """One launch of each kernel, in bf16, as cases of `resources`."""
+    """Return one launch of each kernel, in bf16, as cases of `resources`."""
     norm, heads = ("layer", 1) if kind == "mamba1" else ("rms", d // 64)
-    options = triton_cell.Options(
-        r, 2.0, "silu", True, 1e-6, None, True, 1, norm, 1e-5, n
-    )  # fmt: skip
-    layout = triton_cell.Layout(0, r * d, r * d + r, r * d + r + n)
+    options = Options(r, 2.0, "silu", True, 1e-6, None, True, 1, norm, 1e-5, n)
     columns = r * d + r + 2 * n
-    given = ("keep", "gate", "D", "norm_weight") + (("norm_bias",) if norm == "layer" else ())
+    present = ("keep", "gate", "D", "norm_weight") + (("norm_bias",) if norm == "layer" else ())
     plan = triton_cell.Plan(
-        layout, options, kind, 16, d, n, heads, columns, columns, columns, 1, torch.float32,
-        torch.bfloat16, torch.device("cuda"), given, True, "tf32",
-    )  # fmt: skip
+        layout=Layout(0, r * d, r * d + r, r * d + r + n),
+        options=options,
+        sizes=Sizes(kind, 16, 0, d, n, heads, columns, columns),
+        raw_step=columns,
+        chunk=1,
+        raw=torch.float32,
+        weight=torch.bfloat16,
+        device=torch.device("cuda"),
+        present=present,
+        saves_for_backward=True,
+        precision="tf32",
+    )
     made = triton_cell.forward_launches(plan) + triton_cell.backward_launches(plan)
     table = torch.empty(32, dtype=torch.int64)
-    # The plan's chunk of one token gives every launch once; the loop over a chunk is compiled as
-    # training has it.
+    # A chunk of a single token launches every kernel once. The loop over a chunk is compiled with
+    # the chunk length of training.
     cases = []
     for launch in made:
         is_loop = launch.kernel is triton_cell.cell_kernels.states_kernel
@@ -499,8 +503,8 @@ def launched(d, n, r, kind):
     return cases
 
 
-def test_products_read_ahead(monkeypatch):
-    """In pieces of 16 bytes, while the tensor cores work on what was read before."""
+def test_products_load_asynchronously(monkeypatch):
+    """Loads of 16 bytes run while the tensor cores compute."""
     monkeypatch.setattr(triton_cell, "INTERPRETED", False)
     cases = [case for case in launched(**DEFAULT) if "product" in case["kernel"]]
     assert [bool(one["copies"]) for one in resources(cases, [80])] == [True, True]
@@ -511,6 +515,6 @@ def test_products_read_ahead(monkeypatch):
     [([DEFAULT], [80]), slow(TRAINED, [80, 90])],
     ids=["default", "all"],
 )
-def test_nothing_spills_at_the_shapes_that_training_uses(sizes, targets, monkeypatch):
+def test_no_register_spills_at_training_shapes(sizes, targets, monkeypatch):
     monkeypatch.setattr(triton_cell, "INTERPRETED", False)
     assert_nothing_spills([case for given in sizes for case in launched(**given)], targets)

@@ -1,4 +1,4 @@
-"""The search for roots in Triton, through the interpreter, against the CPU's and the plain one."""
+"""The Triton kernel `roots`, interpreted, against the CPU kernel and the plain search."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
-# Of the interpreter, where a search goes through a pole.
+# The interpreter warns when a search goes through a pole.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
 
@@ -54,7 +54,7 @@ def in_fp32(coefficients):
 
 
 @pytest.mark.parametrize("r, tokens", [(1, 11), (2, 11), slow(3, 11), (4, 11), slow(6, 3), (8, 3)])
-def test_it_is_the_plain_search(r, tokens):
+def test_roots_equal_the_plain_search(r, tokens):
     coefficients = random_coefficients(tokens, r, 1.0, seed=r)
     s, outcome = roots_of(coefficients)
     expected, there = cell._find_root_plain(in_fp32(coefficients))
@@ -63,9 +63,11 @@ def test_it_is_the_plain_search(r, tokens):
 
 
 @pytest.mark.parametrize("r, scale", [(1, 1e3), (2, 3.0), slow(3, 1e3)])
-def test_it_is_the_search_of_the_cpu_step_for_step(r, scale):
-    """Also where Picard does not converge and bisection finds the root. For two reflections the
-    search of the CPU by Picard, which does not certify."""
+def test_search_has_the_steps_of_the_cpu_kernel(r, scale):
+    """Some equations need bisection.
+
+    Two reflections are compared with the CPU's search by Picard, because Triton has no certificate.
+    """
     if not cpu_roots.usable()[0]:
         pytest.skip(cpu_roots.usable()[1])
     coefficients = random_coefficients(16, r, scale, seed=20 + r)
@@ -76,8 +78,8 @@ def test_it_is_the_search_of_the_cpu_step_for_step(r, scale):
     torch.testing.assert_close(s, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_a_rotation_that_picard_circles_is_bisected():
-    """M turns by 90 degrees and doubles: every step of Picard leads away, bisection does not."""
+def test_root_that_picard_circles_is_bisected():
+    """M rotates by 90 degrees and doubles: every step of Picard leads away from the root."""
     turn = torch.tensor([[0.0, -40.0], [40.0, 0.0]]).double().repeat(3, 1, 1)
     U = torch.eye(12).double()[:2].repeat(3, 1, 1)
     coefficients = coefficients_of(
@@ -90,19 +92,19 @@ def test_a_rotation_that_picard_circles_is_bisected():
 
 @triton.jit
 def _newton_kernel(out, start, residual, TOKENS: tl.constexpr, R: tl.constexpr):
-    """`_shortcut` of φ(s) = (1e-3 + 3 s) / √(1 + s²), from `start`, Picard contracting by 1/2."""
+    """Run `_try_newton` on φ(s) = (1e-3 + 3 s) / √(1 + s²) from `start`, at q = 1/2."""
     none = tl.zeros([TOKENS, R], tl.float64)
     one = tl.zeros([TOKENS], tl.float64)
     square = tl.zeros([TOKENS, R, R], tl.float64)
     equation = (none + 1e-3, square + 3.0, none, one + 1.0, none, square + 1.0, one + 1e-5)
-    s, found = triton_roots._shortcut(
+    s, found = triton_roots._try_newton(
         none + start, one == 0.0, one + residual, one + 0.5, equation, one + 1e-16, 10, R
     )
     tl.store(out + tl.arange(0, TOKENS), tl.where(found, tl.sum(s, 1), float("nan")))
 
 
-def test_newton_goes_no_further_than_twice_the_way_that_is_left():
-    """The root is 2.828…; at a residual of ρ the way left is 2 ρ, and twice that may be gone."""
+def test_newton_stays_within_twice_the_remaining_distance():
+    """The root is 2.828…; at a residual ρ its distance is 2 ρ, and Newton may move 4 ρ."""
     root = roots_by_bisection(scalar(1e-3, 3.0))[2].item()
     for residual, there in [(0.026, True), (0.024, False), (0.003, False)]:
         found = torch.empty(2, dtype=torch.float64, device=DEVICE)
@@ -112,8 +114,8 @@ def test_newton_goes_no_further_than_twice_the_way_that_is_left():
             torch.testing.assert_close(found, torch.full_like(found, root))
 
 
-def test_rows_are_exchanged():
-    """I − φ′ has nothing in its first corner: elimination without exchanges would divide by it."""
+def test_elimination_exchanges_rows():
+    """The first entry of I − φ′ is 0: elimination without exchanges would divide by it."""
     beta = torch.tensor([[1.0, 0.5], [0.5, 0.0]]).double().repeat(2, 1, 1)
     zeros = torch.zeros(2, 2).double()
     alpha = torch.tensor([[0.3, -0.2], [0.1, 0.4]]).double()
@@ -141,7 +143,7 @@ def test_nan_stays_in_its_token(name, value):
     assert outcome[3] == FAILED and s[3].isnan().all()
 
 
-def test_what_it_cannot_compute_is_refused():
+def test_unsupported_equations_are_refused():
     with pytest.raises(Unsupported, match="rank 9"):
         roots_of(random_coefficients(2, 9))
     with pytest.raises(Unsupported, match=r"alpha is torch\.float64"):
@@ -149,7 +151,7 @@ def test_what_it_cannot_compute_is_refused():
 
 
 @pytest.mark.parametrize("rank", [1, slow(2), slow(4), slow(8)])
-def test_nothing_spills(rank):
+def test_no_register_spills(rank):
     with recorded_launches(triton_roots) as cases:
         triton_roots.find_roots(*on_device(random_coefficients(5, rank)))
     assert_nothing_spills(cases)

@@ -30,7 +30,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    """What torch.empty returns is full of NaN throughout this file."""
+    """Fill the memory that torch.empty returns with NaN."""
     skip_where_missing(triton_scan)
     with poisoned_memory():
         yield
@@ -38,7 +38,7 @@ def poisoned():
 
 @pytest.fixture
 def chunks_of(monkeypatch):
-    """A function (steps) that fixes the length of the chunks."""
+    """Return a function (steps) that sets the length of the chunks."""
 
     def fix(steps):
         monkeypatch.setattr(triton_scan, "_chunk_length", lambda b, length, d, n: steps or length)
@@ -74,16 +74,14 @@ def oracle(tensors, keep=None):
         (1, 34, 3, 16, 16),
     ],
 )
-def test_equals_the_plain_scan_in_value_state_and_every_gradient(
-    b, length, d, n, chunk, chunks_of
-):  # fmt: skip
+def test_scan_and_gradients_equal_the_plain_scan(b, length, d, n, chunk, chunks_of):
     chunks_of(chunk)
     tensors, keep = inputs(b, length, d, n), resets(b, length)
     ours = results(triton_scan.selective_scan, tensors, keep)
     assert_close(ours, oracle(tensors, keep), 1e-5)
 
 
-def test_chunks_change_nothing_but_rounding_and_runs_nothing_at_all(chunks_of):
+def test_chunks_change_rounding_only(chunks_of):
     tensors, keep = inputs(1, 34, 5, 2), resets(1, 34)
     runs = []
     for chunk in (None, 16, 16, 32):
@@ -96,7 +94,7 @@ def test_chunks_change_nothing_but_rounding_and_runs_nothing_at_all(chunks_of):
     assert_close(other, whole, 2e-6)
 
 
-def test_chunks_are_whole_tiles_and_only_where_they_pay():
+def test_chunks_are_whole_tiles():
     chunk = triton_scan._chunk_length
     assert triton_scan.MIN_CHUNK % triton_scan.TILE == 0
     assert chunk(16, 2048, 1536, 16) == 512
@@ -108,7 +106,7 @@ def test_chunks_are_whole_tiles_and_only_where_they_pay():
         assert steps == length or (steps % triton_scan.MIN_CHUNK == 0 and steps < length)
 
 
-def test_every_dtype_on_its_own():
+def test_each_argument_may_have_its_own_dtype():
     own = dict(x="bfloat16", dt="float16", A="float32", B="bfloat16", C="float16", h0="bfloat16")
     tensors = {k: v.to(getattr(torch, own[k])) for k, v in inputs(2, 18, 5, 3).items()}
     ours, expected = results(triton_scan.selective_scan, tensors), oracle(tensors)
@@ -119,12 +117,12 @@ def test_every_dtype_on_its_own():
         assert_close({name: value}, {name: expected[name]}, 1e-5 if exact else LOW)
 
 
-def test_bf16():
+def test_bf16_equals_fp32_up_to_rounding():
     tensors = inputs(1, 20, 5, 4, torch.bfloat16)
     assert_close(results(triton_scan.selective_scan, tensors), oracle(tensors), LOW)
 
 
-def test_views_whose_last_dimension_is_contiguous_are_not_copied(chunks_of):
+def test_contiguous_views_are_not_copied(chunks_of):
     chunks_of(16)
     t, keep = inputs(2, 20, 6, 3), resets(2, 20)
 
@@ -149,7 +147,7 @@ def test_views_whose_last_dimension_is_contiguous_are_not_copied(chunks_of):
         assert torch.equal(y, plain["y"]) and torch.equal(h, plain["final state"])
 
 
-def test_what_does_not_fit_is_refused():
+def test_wrong_shapes_are_refused():
     t = inputs(2, 4, 5, 3)
     with pytest.raises(TypeError, match=r"^B is on meta"):
         triton_scan.selective_scan(**{**t, "B": t["B"].to("meta")})
@@ -177,7 +175,7 @@ def launched(d, n, dtype, whole, length=128):
 TRAINED = [(768, 16), (768, 64), (1536, 16), (1536, 64)]
 
 
-def test_nothing_spills_at_the_default_shape():
+def test_no_register_spills_at_the_default_shape():
     """Every kernel on one GPU: a compilation takes seconds."""
     cases = launched(1536, 16, torch.bfloat16, True)
     assert {case["kernel"] for case in cases} == kernels_of(triton_scan)
@@ -185,7 +183,7 @@ def test_nothing_spills_at_the_default_shape():
 
 
 @pytest.mark.slow
-def test_nothing_spills_at_the_shapes_that_training_uses():
+def test_no_register_spills_at_training_shapes():
     cases = []
     for d, n in TRAINED:
         for dtype in (torch.float32, torch.bfloat16):
@@ -196,7 +194,7 @@ def test_nothing_spills_at_the_shapes_that_training_uses():
 
 
 @pytest.mark.slow
-def test_a_single_channel_and_state_compile():
+def test_single_channel_and_state_compile():
     """d = n = 1, which Triton compiles into the code."""
     assert_nothing_spills(launched(1, 1, torch.float32, False, 20))
 
@@ -204,7 +202,7 @@ def test_a_single_channel_and_state_compile():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("chunk", [None, 512], ids=["its own chunks", "chunks of 512"])
-def test_a_real_shape(dtype, tol, chunk, chunks_of):
+def test_training_shape_equals_the_plain_scan(dtype, tol, chunk, chunks_of):
     if chunk:
         chunks_of(chunk)
     tensors = inputs(2, 2048, 1536, 16, dtype)

@@ -10,7 +10,7 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.delta import KDA, RWKV7, channel_delta_rule
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import Sequences
-from lm.training.optim import decays
+from lm.training.optim import has_weight_decay
 from tests.lm.model.test_delta import SIZES, convolved
 
 
@@ -183,7 +183,7 @@ def test_rwkv7_starts_as_its_authors_have_it():
 def test_weight_decay_acts_on_maps_alone():
     for kind in ("kda", "rwkv7", "slstm", "mamba3", "m2rnn"):
         names = dict(layer(kind).named_parameters())
-        decayed = {name for name in names if decays(name)}
+        decayed = {name for name in names if has_weight_decay(name)}
         maps = {
             name
             for name, p in names.items()

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lm.kernels.cpu import cell as cpu_cell
+from lm.kernels.cpu import cpu_cell
 from lm.model import scan
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.mixers import build_mixer, largest_divisor, largest_eigenvalue, largest_stretch, nrm

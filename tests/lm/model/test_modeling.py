@@ -115,12 +115,16 @@ def test_a_layer_may_be_narrower_than_the_model():
     with pytest.raises(ValueError, match=r"expand is 0.3: .* 0.3 · 16 is not; 0.3125 gives 5"):
         small(expand=0.3)
     assert small(d_model=100, expand=0.57).config.d_inner == 57
-    with pytest.raises(ValueError, match=r"0.3 · 7 is none; 0.285714286 gives 2"):
+    with pytest.raises(ValueError, match=r"0.3 · 7 is not; 0.285714286 gives 2"):
         small(d_model=7, expand=0.3)
     assert small(d_model=7, expand=0.285714286).config.d_inner == 2
     for kind, fields, message in [
-        ("kda", {"expand": 0.25, "n_heads": 8}, "divide d_inner = expand · d_model = 4, too, as 4"),
-        ("slstm", {"n_heads": 16}, "normalises each head, which must be wider than one of the 16"),
+        (
+            "kda",
+            {"expand": 0.25, "n_heads": 8},
+            "also divide d_inner = expand · d_model = 4, for",
+        ),
+        ("slstm", {"n_heads": 16}, "normalises each head, so a head must have more than one"),
     ]:
         with pytest.raises(ValueError, match=message):
             small(layers=kind, **fields)

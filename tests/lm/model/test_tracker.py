@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lm.kernels.cell import fits_a_gpu
-from lm.kernels.cpu import cell as cpu_cell
+from lm.kernels.cell_arguments import fits_a_gpu
+from lm.kernels.cpu import cpu_cell
 from lm.model import strategies
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM

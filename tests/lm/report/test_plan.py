@@ -1,4 +1,4 @@
-"""The cost of a run before it starts, against real models and a count of their products."""
+"""Planned costs of a run, compared with real models and with counted matrix products."""
 
 from pathlib import Path
 from typing import get_args
@@ -23,7 +23,7 @@ A100 = parse_hardware(4, "a100-80g")
 H200 = parse_hardware(1, "h200")
 
 
-def tiny(solver=None, **model) -> Config:
+def tiny_config(solver=None, **model) -> Config:
     sizes = {"d_model": 16, "n_layer": 2, "d_state": 4, "vocab_size": 64, **model}
     train = {"micro_batch_size": 3, "grad_accum_steps": 2, "steps": 7}
     return Config(model=sizes, solver=solver or {}, train=train, data={"seq_len": 32})
@@ -41,22 +41,22 @@ def tiny(solver=None, **model) -> Config:
     ],
     ids=str,
 )
-def test_parameters_are_those_of_a_real_model(model):
-    cfg = tiny(**model)
+def test_planned_parameters_equal_those_of_the_model(model):
+    cfg = tiny_config(**model)
     real = build_model(cfg, 64)
     p = plan(cfg, 1)
     assert p["parameters"] == sum(w.numel() for w in real.parameters())
     assert p["parameters_without_embedding"] == p["parameters"] - 64 * 16
 
 
-def test_sequences_and_tokens():
-    p = plan(tiny(), 4)
+def test_sequences_and_tokens_per_step():
+    p = plan(tiny_config(), 4)
     assert p["sequences_per_step"] == 3 * 2 * 4
     assert p["tokens_per_step"] == 3 * 2 * 4 * 32
     assert p["tokens"] == 3 * 2 * 4 * 32 * 7
 
 
-def test_the_vocabulary_is_the_tokenizers_or_must_be_given():
+def test_vocabulary_is_the_tokenizers_or_must_be_set():
     auto = Config(model={"d_model": 16, "n_layer": 1}, tokenizer={"vocab_size": 301})
     assert plan(auto, 1)["vocab_size"] == 304
     with pytest.raises(ConfigError, match=r"set model\.vocab_size \(50264 for gpt2\)"):
@@ -66,35 +66,35 @@ def test_the_vocabulary_is_the_tokenizers_or_must_be_given():
 # FLOPs.
 
 
-def products(call) -> int:
+def count_flops(call) -> int:
     """FLOPs of the matrix products inside a call, as torch counts them."""
     with FlopCounterMode(display=False) as counter:
         call()
     return counter.get_total_flops()
 
 
-def wide(**model) -> Config:
+def wide_config(**model) -> Config:
     """Wide enough for products to dominate; the solve runs to `max_iters` exactly, all tokens."""
     solver = {"token": "iterate", "schedule": "parallel", "stopping": "paper"}
     solver |= {"max_iters": 3, "tol": 1e-12}
-    return tiny(solver, **{"d_model": 256, "n_layer": 1, **model})
+    return tiny_config(solver, **{"d_model": 256, "n_layer": 1, **model})
 
 
 @pytest.mark.parametrize("rank", [1, 2])
-def test_the_householder_blocks_formula_against_its_products(rank):
-    block = build_model(wide(mixer_rank=rank), 64).backbone.layers[0].block
+def test_flops_of_a_householder_block_match_its_products(rank):
+    block = build_model(wide_config(mixer_rank=rank), 64).backbone.layers[0].block
     tokens, d, n, d_model, dt_rank = 12, 512, 4, 256, 16
     u = torch.randn(2, tokens // 2, d_model)
     once, step = block.flops_per_token()
     with torch.no_grad():
         static = block.prepare(u)
         y = torch.randn_like(static.x)
-        counted = products(lambda: block.step(static, y)) / tokens
+        counted = count_flops(lambda: block.step(static, y)) / tokens
         m = rank * (1 + d)  # the mixer's gates and vectors
         by_hand = 2 * d * (m + 2 * n)  # sh(y) → mixer, B and C
         assert counted == pytest.approx(by_hand, rel=0.02)  # the scan may hold small products
         assert step == pytest.approx(by_hand, rel=0.25) and step > by_hand
-        around = products(lambda: (block.prepare(u), block.finish(static, y))) / tokens
+        around = count_flops(lambda: (block.prepare(u), block.finish(static, y))) / tokens
         by_hand = 2 * (d_model * 2 * d + d * (dt_rank + 2 * n) + dt_rank * d + d * m)
         by_hand += 2 * (d * d + d * d_model)  # the gate's y part, and out_proj
         assert around == pytest.approx(by_hand, rel=0.02)
@@ -102,8 +102,8 @@ def test_the_householder_blocks_formula_against_its_products(rank):
 
 
 @pytest.mark.parametrize("glu_in_loop", [False, True])
-def test_the_models_formula_against_one_training_step(glu_in_loop):
-    cfg = wide(n_layer=2, glu_in_loop=glu_in_loop, vocab_size=512)
+def test_flops_of_a_model_match_one_training_step(glu_in_loop):
+    cfg = wide_config(n_layer=2, glu_in_loop=glu_in_loop, vocab_size=512)
     model = build_model(cfg, 512).train()
     ids = torch.randint(0, 512, (2, 16))
 
@@ -112,67 +112,69 @@ def test_the_models_formula_against_one_training_step(glu_in_loop):
         assert (output.fixed_point.evaluations == 3).all()
         output.loss.backward()
 
-    assert model.flops_per_token(3) == pytest.approx(products(train) / ids.numel(), rel=0.25)
+    assert model.flops_per_token(3) == pytest.approx(count_flops(train) / ids.numel(), rel=0.25)
 
 
 # Memory.
 
 
-def needed(cfg: Config, ranks: int = 1, gpu: str = "a100-80g"):
+def plan_memory(cfg: Config, ranks: int = 1, gpu: str = "a100-80g"):
     return plan(cfg, parse_hardware(ranks, gpu))["memory"]
 
 
 def test_memory_falls_with_the_zero_stage():
-    cfg = tiny()
+    cfg = tiny_config()
     cfg.engine.deepspeed = {"zero_optimization": {"reduce_bucket_size": 1000}}
     p = plan(cfg, parse_hardware(4, "a100-80g"))
-    n, of = p["parameters"], p["stages"]
-    assert of[1] == p["memory"]  # the default
-    assert of[0].weights == 4 * n and of[0].optimizer == 8 * n and of[0].master == 0
-    assert of[1].optimizer == 8 * n / 4 and of[1].master == n and of[1].gradients == 4 * n
-    assert of[2].gradients == 4 * n / 4 and of[2].weights == 4 * n
-    assert of[3].weights == 4 * n / 4
-    still = [m.weights + m.master + m.gradients + m.optimizer for m in of.values()]
+    n, stages = p["parameters"], p["stages"]
+    assert stages[1] == p["memory"]  # the default
+    assert stages[0].weights == 4 * n and stages[0].optimizer == 8 * n and stages[0].master == 0
+    assert (
+        stages[1].optimizer == 8 * n / 4 and stages[1].master == n and stages[1].gradients == 4 * n
+    )
+    assert stages[2].gradients == 4 * n / 4 and stages[2].weights == 4 * n
+    assert stages[3].weights == 4 * n / 4
+    still = [m.weights + m.master + m.gradients + m.optimizer for m in stages.values()]
     assert still == sorted(still, reverse=True) and len(set(still)) == 4
 
 
-def test_deepspeeds_buffers_are_those_of_its_json():
-    cfg = tiny()
-    planned = plan(cfg, parse_hardware(4, "a100-80g"))
-    of = {s: m.buffers for s, m in planned["stages"].items()}
-    n = planned["parameters"]
+def test_deepspeed_buffers_follow_its_configuration():
+    cfg = tiny_config()
+    costs = plan(cfg, parse_hardware(4, "a100-80g"))
+    buffers = {s: m.buffers for s, m in costs["stages"].items()}
+    n = costs["parameters"]
     # ZeRO-1 and 2 fill one buffer while the other is sent.
-    assert of == {0: 0, 1: 2 * 4 * n, 2: 2 * 4 * n, 3: 4 * n + 4 * n}
-    assert needed(cfg, 1).buffers == 4 * n  # one rank sends nothing
+    assert buffers == {0: 0, 1: 2 * 4 * n, 2: 2 * 4 * n, 3: 4 * n + 4 * n}
+    assert plan_memory(cfg, 1).buffers == 4 * n  # one rank sends nothing
     cfg.engine.deepspeed = {"zero_optimization": {"reduce_bucket_size": 1000}}
     for cfg.train.precision in ("fp32", "bf16"):
-        assert needed(cfg, 4).buffers == 2 * 4 * 1000
+        assert plan_memory(cfg, 4).buffers == 2 * 4 * 1000
     cfg.engine.deepspeed["zero_optimization"]["overlap_comm"] = False
-    assert needed(cfg, 4).buffers == 4 * 1000
+    assert plan_memory(cfg, 4).buffers == 4 * 1000
 
 
-def test_memory_is_that_of_the_stage_that_deepspeeds_own_json_sets():
-    by_key, by_json = tiny(), tiny()
+def test_memory_uses_the_stage_in_the_deepspeed_json():
+    by_key, by_json = tiny_config(), tiny_config()
     by_key.engine.zero_stage = 3
     by_json.engine.deepspeed = {"zero_optimization": {"stage": 3}}
-    planned = plan(by_json, 4)
-    assert planned["memory"] == plan(by_key, 4)["memory"]
-    assert planned["stages"] == plan(by_key, 4)["stages"]
-    assert shown(planned, by_json)["memory per GPU, ZeRO-3"].endswith("fits, as configured")
+    costs = plan(by_json, 4)
+    assert costs["memory"] == plan(by_key, 4)["memory"]
+    assert costs["stages"] == plan(by_key, 4)["stages"]
+    assert make_rows(costs, by_json)["memory per GPU, ZeRO-3"].endswith("fits, as configured")
 
 
 def test_activations_grow_with_the_batch_and_shrink_with_checkpointing():
-    cfg = tiny(n_layer=8)
-    before = needed(cfg).activations
+    cfg = tiny_config(n_layer=8)
+    before = plan_memory(cfg).activations
     cfg.train.micro_batch_size *= 2
-    assert 1.3 * before < needed(cfg).activations <= 2 * before
+    assert 1.3 * before < plan_memory(cfg).activations <= 2 * before
     cfg.train.micro_batch_size //= 2
     cfg.model.gradient_checkpointing = True
-    assert needed(cfg).activations < before / 2
+    assert plan_memory(cfg).activations < before / 2
 
 
-# What an autograd walk over every tensor of a layer once counted, bytes a token and channel
-# (d_model 256, d_state 16, 8 × 1,024 tokens); the walk is gone, the formula stays within a quarter.
+# Bytes per token and channel of the tensors that autograd saved for a layer, counted once with
+# d_model 256, d_state 16 and 8 × 1,024 tokens. The formula must agree up to 26 %.
 COUNTED = [
     (True, "bf16", 113.2, {}, {}),
     (False, "fp32", 56.5, {}, {}),
@@ -190,16 +192,16 @@ COUNTED = [
 
 
 @pytest.mark.parametrize("on_gpu, precision, counted, model, solver", COUNTED, ids=str)
-def test_what_a_layer_keeps_is_what_was_once_counted(on_gpu, precision, counted, model, solver):
-    cfg = tiny(solver, **{"d_model": 256, "d_state": 16, **model})
-    first, *_ = estimate.kept_by_layers(cfg, on_gpu)
+def test_saved_floats_match_counted_activations(on_gpu, precision, counted, model, solver):
+    cfg = tiny_config(solver, **{"d_model": 256, "d_state": 16, **model})
+    first, *_ = estimate.count_saved_floats(cfg, on_gpu)
     in_bytes = 4 * first * (estimate.IN_BF16 if precision == "bf16" else 1)
     assert in_bytes == pytest.approx(counted, rel=0.26)
 
 
-def test_the_formula_by_hand():
+def test_memory_formula_by_hand():
     """ZeRO-1, two ranks, fp32, a CPU: 16 layers' channels and 4,096 tokens' logits at most."""
-    cfg = tiny(n_layer=2)
+    cfg = tiny_config(n_layer=2)
     p = plan(cfg, parse_hardware(2, "cpu"))
     n, m, tokens = p["parameters"], p["memory"], 3 * 32
     assert (m.weights, m.gradients, m.master, m.optimizer) == (4 * n, 4 * n, 2 * n, 4 * n)
@@ -214,46 +216,46 @@ def test_the_formula_by_hand():
 # Against the card.
 
 
-def paper(*overrides: str) -> Config:
+def load_paper_config(*overrides: str) -> Config:
     return config.load(LM / "fpmamba_160m_fineweb2b_paper.yaml", overrides)
 
 
-def test_what_does_not_fit_is_said_with_what_needs_less():
-    cfg = paper("train.micro_batch_size=16")
+def test_plan_that_does_not_fit_gives_advice():
+    cfg = load_paper_config("train.micro_batch_size=16")
     p = plan(cfg, parse_hardware(4, "a100-40g"))
     assert not p["fits"]
-    assert shown(p, cfg)["to make it fit"].startswith("a smaller train.micro_batch_size")
-    smaller = paper("train.micro_batch_size=8")
+    assert make_rows(p, cfg)["to make it fit"].startswith("a smaller train.micro_batch_size")
+    smaller = load_paper_config("train.micro_batch_size=8")
     again = plan(smaller, parse_hardware(4, "a100-40g"))
     assert again["fits"] and again["tokens_per_step"] == p["tokens_per_step"]
-    assert "to make it fit" not in shown(again, smaller)
+    assert "to make it fit" not in make_rows(again, smaller)
 
 
 # Time.
 
 
-def test_hours_are_flops_over_the_cards_rate():
+def test_hours_are_flops_over_the_gpus_rate():
     cfg = config.load(LM / "mamba_160m_fineweb2b.yaml")
     p = plan(cfg, parse_hardware(4, "a100-80g", utilisation=0.5))
-    model = estimate.on_the_meta_device(cfg, 50264)
+    model = estimate.build_meta_model(cfg, 50264)
     flops = model.flops_per_token(1, length=2048) * p["tokens"]
     assert p["hours"]["matrix products"] == pytest.approx(flops / (4 * 312e12 * 0.5) / 3600)
-    assert p["hours"]["token after token"] == 0 and p["evaluations"] is None
-    said = shown(p, cfg)
-    assert said["hours"] == f"{sum(p['hours'].values()):,.2f}, the sum of these"
+    assert p["hours"]["sequential kernel"] == 0 and p["evaluations"] is None
+    said = make_rows(p, cfg)
+    assert said["hours"] == f"{sum(p['hours'].values()):,.2f}"
     assert said["… matrix products"].endswith("at 50% of 312 TFLOP/s (--utilisation)")
-    assert "… token after token" not in said
+    assert "… sequential kernel" not in said
 
 
-def test_tokens_one_after_the_other_take_their_time_whatever_their_flops():
+def test_sequential_kernel_time_is_independent_of_flops():
     cfg = config.load(LM / "fpmamba_160m_fineweb2b.yaml")
     p = plan(cfg, A100)
     micro_batches = cfg.train.steps * cfg.train.accumulation(4)
     seconds = 12 * 2048 * micro_batches * (TOKEN_S + SEQUENCE_S * cfg.train.micro_batch_size)
-    assert p["hours"]["token after token"] == pytest.approx(seconds / 3600)
+    assert p["hours"]["sequential kernel"] == pytest.approx(seconds / 3600)
     assert p["evaluations"] == 1
     faster = plan(cfg, parse_hardware(4, "a100-80g", utilisation=0.5))["hours"]
-    assert faster["token after token"] == p["hours"]["token after token"]
+    assert faster["sequential kernel"] == p["hours"]["sequential kernel"]
     assert faster["matrix products"] == pytest.approx(p["hours"]["matrix products"] / 2)
 
 
@@ -273,34 +275,34 @@ def test_tokens_one_after_the_other_take_their_time_whatever_their_flops():
     ],
     ids=str,
 )
-def test_hours_are_known_where_a_rate_was_measured(solver, model, at, kernels):
-    cfg = tiny(solver, **model)
+def test_hours_are_known_only_with_a_measured_rate(solver, model, at, kernels):
+    cfg = tiny_config(solver, **model)
     p = plan(cfg, at)
     assert (p["hours"] is None) == (kernels is None)
     if kernels is None:
-        assert shown(p, cfg)["hours"].startswith("not known of ")
-        assert shown(p, cfg)["hours"].endswith("a run of a few updates logs its tokens/s")
+        assert make_rows(p, cfg)["hours"].startswith("unknown ")
+        assert make_rows(p, cfg)["hours"].endswith("train a few updates, which logs tokens/s")
     else:
-        assert len(p["layers"].kernel) == kernels and p["hours"]["token after token"] > 0
+        assert len(p["layers"].kernel) == kernels and p["hours"]["sequential kernel"] > 0
 
 
-def test_evaluations_are_one_where_tokens_are_solved_one_by_one():
-    assert plan(tiny(), parse_hardware(1, "cpu"))["evaluations"] == 1
-    assert plan(tiny(mixer="kronecker"), H200)["evaluations"] == 10  # in windows
-    mixed = tiny(layers=["fp_mamba1", {"fp_mamba1": {"dt_h_dep": True}}])
+def test_evaluations_are_one_for_sequential_solves():
+    assert plan(tiny_config(), parse_hardware(1, "cpu"))["evaluations"] == 1
+    assert plan(tiny_config(mixer="kronecker"), H200)["evaluations"] == 10  # in windows
+    mixed = tiny_config(layers=["fp_mamba1", {"fp_mamba1": {"dt_h_dep": True}}])
     assert plan(mixed, H200)["evaluations"] == 5.5
-    assert plan(tiny(name="mamba"), H200)["evaluations"] is None
+    assert plan(tiny_config(name="mamba"), H200)["evaluations"] is None
 
 
-def test_a_share_above_one_is_refused():
-    with pytest.raises(ConfigError, match="--utilisation is 25: it is the share of the card's"):
+def test_utilisation_above_one_is_refused():
+    with pytest.raises(ConfigError, match="--utilisation is 25: it must be a share of the GPU's"):
         parse_hardware(4, utilisation=25.0)
 
 
 # The shipped configs.
 
 
-def test_the_papers_model_is_planned_on_the_meta_device(monkeypatch):
+def test_papers_model_is_planned_on_the_meta_device(monkeypatch):
     built = []
 
     def record(cfg, vocab_size, *rest):
@@ -309,7 +311,7 @@ def test_the_papers_model_is_planned_on_the_meta_device(monkeypatch):
         return model
 
     monkeypatch.setattr(estimate, "build_model", record)
-    cfg = paper()
+    cfg = load_paper_config()
     p = plan(cfg, 4)
     assert built == [({"meta"}, 12)]
     assert p["sequences_per_step"] == 256
@@ -318,30 +320,30 @@ def test_the_papers_model_is_planned_on_the_meta_device(monkeypatch):
     assert 10 * 2**30 < p["memory"].total < 80 * 2**30
 
 
-def parameters(name: str) -> int:
+def count_planned_parameters(name: str) -> int:
     cfg = config.load(LM / f"{name}_fineweb2b.yaml")
     return plan(cfg, 4)["parameters"]
 
 
-def test_the_baseline_has_half_of_the_parameters_and_the_matched_one_as_many():
+def test_parameters_of_the_baselines():
     names = ("fpmamba_160m", "mamba_160m", "mamba_169m")
-    ours, baseline, matched = map(parameters, names)
+    ours, baseline, matched = map(count_planned_parameters, names)
     assert baseline / ours == pytest.approx(0.5, abs=0.005)
     assert matched == pytest.approx(ours, rel=0.02)
-    for name in names:  # as the comments say
+    for name in names:  # the comment in the YAML
         first = (LM / f"{name}_fineweb2b.yaml").read_text().partition("name:")[0]
-        assert f"{parameters(name) / 1e6:.1f} M" in first
+        assert f"{count_planned_parameters(name) / 1e6:.1f} M" in first
 
 
-def shown(p: dict, cfg: Config) -> dict[str, str]:
+def make_rows(p: dict, cfg: Config) -> dict[str, str]:
     """The rows of the table."""
     table = describe(p, cfg)
     return dict(zip(*(list(column.cells) for column in table.columns)))
 
 
 @pytest.mark.parametrize("until, passes", [(None, 14), (3, 11), (9, 7)])
-def test_an_update_against_the_adversary_is_two_passes(until, passes):
-    cfg = tiny()
+def test_adversarial_update_has_two_passes(until, passes):
+    cfg = tiny_config()
     plain = plan(cfg, H200)
     cfg.train.adversarial_noise = 0.1
     if until:
@@ -352,32 +354,32 @@ def test_an_update_against_the_adversary_is_two_passes(until, passes):
     assert p["flops"] == pytest.approx(plain["flops"] * passes / 7)
     for part, hours in p["hours"].items():
         assert hours == pytest.approx(plain["hours"][part] * passes / 7)
-    assert f"two passes in {passes - 7} updates" in shown(p, cfg)["hours"]
-    assert "two passes" not in shown(plain, tiny())["hours"]
+    assert f"with two passes in {passes - 7} updates" in make_rows(p, cfg)["hours"]
+    assert "two passes" not in make_rows(plain, tiny_config())["hours"]
 
 
-def test_where_a_stage_waits_the_plan_says_at_least():
+def test_waiting_stage_makes_the_passes_a_minimum():
     mixture = {"words": {"source": "traces", "weight": 1}}
     stage = {"until": 3, "min_answer_prob": 0.9, "weights": {"words": 1}}
     data = {"seq_len": 32, "mixture": mixture, "curriculum": [stage]}
-    cfg = tiny().model_copy(update={"data": Data(**data)})
+    cfg = tiny_config().model_copy(update={"data": Data(**data)})
     cfg.train.adversarial_noise = 0.1
-    assert "two passes in at least 4 updates" in shown(plan(cfg, H200), cfg)["hours"]
+    assert "two passes in at least 4 updates" in make_rows(plan(cfg, H200), cfg)["hours"]
 
 
 @pytest.mark.parametrize("name", get_args(Model.model_fields["name"].annotation))
-def test_every_model_has_a_plan(name):
-    made = plan(tiny(name=name, d_model=64, headdim=16), 2)
+def test_every_model_can_be_planned(name):
+    made = plan(tiny_config(name=name, d_model=64, headdim=16), 2)
     assert made["parameters"] > 0 and made["flops_per_token"] > 0
     assert all(v >= 0 for v in made["memory"]) and made["hours"]["matrix products"] > 0
 
 
-def test_a_card_that_is_not_listed_is_described():
+def test_gpu_can_be_described_by_its_data_sheet():
     described = parse_hardware(2, "b200:2250:178").card
     assert described.name == "b200" and described.memory == 178 * 2**30
     assert described.peak == {"bf16": 2250e12, "fp32": 2250e12}
-    costs = plan(tiny(), parse_hardware(2, "b200:2250:178"))
-    assert "2 × b200" in shown(costs, tiny())["ranks (GPUs)"]
+    costs = plan(tiny_config(), parse_hardware(2, "b200:2250:178"))
+    assert "2 × b200" in make_rows(costs, tiny_config())["ranks (GPUs)"]
     for wrong in ("b200:2250:178:8", "b200:0:178", "b200:x:178", ":1:1", "b200:inf:1"):
         with pytest.raises(ConfigError, match=f"--gpu {wrong}: .* is NAME:TFLOPS:GIB,"):
             parse_hardware(2, wrong)

@@ -85,20 +85,22 @@ def reported(runs, out=None) -> str:
     return " ".join(html.unescape(shown).split())
 
 
-def drawn_of(*folders) -> dict[str, dict[str, dict]]:
+def find_figures(*folders) -> dict[str, dict[str, dict]]:
     """Curves of every figure, by panel, by the figure's title."""
     runs = read_all(folders)
-    found = (figure for section in figures.SPECS for figure in figures.figures(runs, section)[0])
+    found = (
+        figure for section in figures.SPECS for figure in figures.make_figures(runs, section)[0]
+    )
     return {figure.spec.title: figure.panels for figure in found}
 
 
 def shown_of(folder) -> dict[str, str]:
-    """The table of results of one run."""
+    """Return the table of results of a run."""
     runs = read_all([folder])
     return dict(result_table(runs, [summarize(runs[0])]).rows)
 
 
-def lines_of(folder) -> list[dict]:
+def read_records(folder) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -118,7 +120,7 @@ PLAIN = {
     "Memory": ("peak_memory_bytes", 2**30),
 }
 OF_LAYERS = {
-    "Evaluations a token": "evaluations",
+    "Evaluations per token": "evaluations",
     "Tokens whose solve failed": "failed",
     "Residual": "residual",
     "Adjoint": "adjoint",
@@ -126,8 +128,8 @@ OF_LAYERS = {
 
 
 def check_numbers(folder) -> None:
-    """Every figure's numbers are those of metrics.jsonl; a figure of equal values is left out."""
-    found, drawn = lines_of(folder), drawn_of(folder)
+    """Compare the numbers of all figures with metrics.jsonl; constant ones have no figure."""
+    found, drawn = read_records(folder), find_figures(folder)
     training = [r for r in found if "loss" in r]
     scores = [r["validation"] for r in found if "validation" in r]
     means = [r["probe"]["num_iters"]["mean"] for r in found if "probe" in r]
@@ -156,19 +158,19 @@ def check_result(folder) -> None:
         assert float(shown[name]) == pytest.approx(result["validation"][key], rel=1e-5)
 
 
-def test_every_number_is_that_of_the_file(solved):
+def test_numbers_of_the_figures_equal_the_records(solved):
     check_numbers(solved)
     check_result(solved)
-    means, shown = lines_of(solved)[-2]["probe"]["num_iters"]["mean"], shown_of(solved)
+    means, shown = read_records(solved)[-2]["probe"]["num_iters"]["mean"], shown_of(solved)
     assert float(shown["ℓ*"]) == pytest.approx(sum(means) / 2, rel=1e-5)
     assert shown["against the better baseline"].startswith("below: ×")
-    found, _ = figures.figures(read_all([solved]), "Loss")
+    found, _ = figures.make_figures(read_all([solved]), "Loss")
     loss = next(figure for figure in found if figure.spec.name == "validation_loss")
     assert loss.levels == {"unigram": math.log(400), "bigram": math.log(200)}
     assert loss.source == "metrics.jsonl: `validation.loss`"
 
 
-def test_the_report_of_a_real_run(tiny_run, tmp_path, capsys):
+def test_report_of_a_real_run_has_all_files(tiny_run, tmp_path, capsys):
     copied = shutil.copytree(tiny_run, tmp_path / "tiny", ignore=shutil.ignore_patterns("hf"))
     text = reported(copied)
     check_numbers(copied)
@@ -187,17 +189,17 @@ def test_the_report_of_a_real_run(tiny_run, tmp_path, capsys):
     assert f"page: {copied}/report.html" in capsys.readouterr().out
 
 
-def test_curves_are_drawn_from_the_records(solved, tmp_path):
+def test_drawn_curves_equal_the_records(solved, tmp_path):
     """Over updates; of several runs the loss over the tokens of the same records."""
 
     def points(*folders):
-        found = [f for s in ("Loss", "Optimization") for f in figures.figures(folders, s)[0]]
+        found = [f for s in ("Loss", "Optimization") for f in figures.make_figures(folders, s)[0]]
         return {
             f.spec.name: [line.get_xydata().tolist() for line in figures.draw(f).axes[0].lines]
             for f in found
         }
 
-    found = lines_of(solved)
+    found = read_records(solved)
     training = [r for r in found if "loss" in r]
     seen = points(*read_all([solved]))
     assert seen["loss"] == [[[float(r["step"]), r["loss"]] for r in training]]
@@ -212,19 +214,19 @@ def test_curves_are_drawn_from_the_records(solved, tmp_path):
     assert seen["bits_per_byte"] == [expected, expected]
 
 
-def test_a_noisy_curve_has_its_running_mean(tmp_path):
+def test_noisy_curve_has_a_running_mean(tmp_path):
     folder = run_in(
         tmp_path / "long", [record(step, None) for step in range(1, 61)], finished=False
     )
-    figure = figures.figures(read_all([folder]), "Loss")[0][0]
+    figure = figures.make_figures(read_all([folder]), "Loss")[0][0]
     faint, mean = figures.draw(figure).axes[0].lines
-    values = [r["loss"] for r in lines_of(folder)]
+    values = [r["loss"] for r in read_records(folder)]
     assert faint.get_ydata().tolist() == values and mean.get_label() == "long, mean of 3"
     assert mean.get_ydata()[-1] == pytest.approx(sum(values[-3:]) / 3)
 
 
-def test_equal_values_are_a_sentence(tmp_path, undrawn):
-    """A share of failures that is 0 throughout is no figure."""
+def test_constant_values_become_a_sentence(tmp_path, undrawn):
+    """A share of failures that is always 0 needs no figure."""
     lines = records([0, 1])
     for r in lines:
         if "failed" in r:
@@ -232,26 +234,26 @@ def test_equal_values_are_a_sentence(tmp_path, undrawn):
             r["lr"] = 0.002
     folder = run_in(tmp_path / "run", lines)
     text = reported(folder)
-    assert "Tokens whose solve failed (share of the tokens): 0 throughout." in text
-    assert "Learning rate (learning rate): 0.002 throughout." in text
-    assert not {"Tokens whose solve failed", "Learning rate"} & drawn_of(folder).keys()
+    assert "Tokens whose solve failed (share of the tokens): 0, constant." in text
+    assert "Learning rate (learning rate): 0.002, constant." in text
+    assert not {"Tokens whose solve failed", "Learning rate"} & find_figures(folder).keys()
 
 
 # Runs of other kinds.
 
 
-def test_a_baseline_has_no_solver_and_that_is_said(tmp_path, undrawn):
+def test_report_of_a_baseline_states_that_it_has_no_solver(tmp_path, undrawn):
     folder = run_in(tmp_path / "plain", records(None), model={"name": "mamba"})
-    assert "plain has no solver, and so no ℓ*." in reported(folder)
-    assert not {"ℓ* of each layer", "Residual"} & drawn_of(folder).keys()
+    assert "plain has no fixed-point layer, and therefore no ℓ*." in reported(folder)
+    assert not {"ℓ* of each layer", "Residual"} & find_figures(folder).keys()
 
 
 @pytest.mark.parametrize("layers", [[3, 7], list(range(24))])
-def test_layers_have_the_numbers_of_their_model(tmp_path, layers):
-    """Of many layers the legend names some."""
+def test_layers_are_numbered_as_in_the_model(tmp_path, layers):
+    """If there are many layers, the legend names only some of them."""
     folder = run_in(tmp_path / "hybrid", records(layers))
     runs = read_all([folder])
-    for figure in figures.figures(runs, "Fixed point")[0]:
+    for figure in figures.make_figures(runs, "Fixed point")[0]:
         assert list(figure.panels[""]) == [f"layer {layer}" for layer in layers]
         legend = figures.draw(figure).axes[0].get_legend().get_texts()
         assert len(legend) == min(len(layers), figures.MAX_LEGEND)
@@ -267,7 +269,7 @@ def test_iterations_of_another_solution_are_marked(tmp_path, undrawn):
     assert "run: † the paper's procedure" in text and "† share" in text
 
 
-def test_a_mixture(tmp_path):
+def test_mixture_has_figures_per_source(tmp_path):
     lines = records(None, data_share={"a": 0.7, "b": 0.3})
     for r in lines:
         if "validation" in r:
@@ -275,24 +277,24 @@ def test_a_mixture(tmp_path):
             scores = {"a": {"loss": loss - 0.5, "perplexity": 2.5}, "b": {"loss": loss + 1}}
             r["validation"]["sources"] = scores
     folder = run_in(tmp_path / "mixed", lines)
-    drawn = drawn_of(folder)
+    drawn = find_figures(folder)
     sources = drawn["Validation loss of each source"][""]
     assert (sources["b"] - sources["a"]).tolist() == pytest.approx([1.5, 1.5])
     assert set(drawn["Share of each source"][""]["b"]) == {0.3}
     assert shown_of(folder)["perplexity of a"] == "2.5"
 
 
-def test_the_parts_of_an_update(tmp_path):
+def test_parts_of_an_update_are_stacked(tmp_path):
     parts = {"data": 0.1, "forward": 0.5, "solve": 0.25, "backward": 0.15, "communication": 0.0}
     folder = run_in(tmp_path / "timed", records([0], breakdown=parts))
-    panel = drawn_of(folder)["Time of an update"][""]
+    panel = find_figures(folder)["Time of an update"][""]
     assert {name: values.iloc[-1] for name, values in panel.items()} == {
         name: seconds for name, seconds in parts.items() if seconds
     }
     reported(folder)
 
 
-def test_scores_and_events(tmp_path, undrawn):
+def test_tables_of_scores_and_events(tmp_path, undrawn):
     looks = [{"stage": 1, "answers": 0.9, "ended": ended} for ended in (False, True)]
     lines = [
         *records([0]),
@@ -316,14 +318,14 @@ def test_scores_and_events(tmp_path, undrawn):
 # States, and damaged files.
 
 
-def test_a_run_that_trains_is_reported_as_far_as_it_is(tmp_path, undrawn):
+def test_report_of_a_running_run(tmp_path, undrawn):
     folder = run_in(tmp_path / "live", records([0, 1])[:-5], finished=False)
     with (folder / "metrics.jsonl").open("a") as f:
         f.write('{"step": 999, "lo')  # being written
     (folder / "lease.json").write_text(json.dumps({"host": "n7", "pid": 12, "job": "4711"}))
     text = reported(folder)
     assert "live is running: job 4711 on n7, process 12; update 28 of 40, last record" in text
-    assert "lines without a record: 1" in text
+    assert "1 lines are skipped" in text
     assert json.loads((folder / "summary.json").read_text())["updates"] == 28
     (folder / "lease.json").unlink()
     failure = {"sentence": "the loss is nan", "exit_code": 76}
@@ -331,12 +333,12 @@ def test_a_run_that_trains_is_reported_as_far_as_it_is(tmp_path, undrawn):
     assert "live is failed: the loss is nan; update 28 of 40" in reported(folder)
 
 
-def test_a_run_before_its_first_record(tmp_path, undrawn):
+def test_report_before_the_first_record(tmp_path, undrawn):
     folder = run_in(tmp_path / "new", [], finished=False)
     assert "no update recorded yet" in reported(folder)
 
 
-def test_damaged_records_are_left_out_and_counted(tmp_path, undrawn):
+def test_damaged_records_are_skipped_and_counted(tmp_path, undrawn):
     lines = records([0, 1])
     training = [r for r in lines if "loss" in r]
     training[2]["grad_norm"] = "high"
@@ -350,12 +352,12 @@ def test_damaged_records_are_left_out_and_counted(tmp_path, undrawn):
     with (folder / "metrics.jsonl").open("ab") as f:
         f.write(b'\xff\xfe\n[1]\n{"step": -1}\n')
     text = reported(folder)
-    assert "lines without a record: 3" in text and " nan " not in text
+    assert "3 lines are skipped" in text and " nan " not in text
     for key in ("grad_norm", "evaluations", "residual"):
-        assert f"metrics.jsonl: {key} ; 2 values are no finite numbers and are left out" in text
+        assert f"metrics.jsonl: {key} ; 2 values that are not finite are left out" in text
 
 
-def test_names_are_text_and_nothing_else(tmp_path):
+def test_names_are_escaped(tmp_path):
     """A label is no markup and no mathematics, and the page needs no other file."""
     folders = [tmp_path / "_a$x_1$" / "r", tmp_path / "<script>alert(1)</script>|`b`" / "r"]
     for folder in folders:
@@ -369,7 +371,7 @@ def test_names_are_text_and_nothing_else(tmp_path):
     assert not re.search(r"<(link|iframe|object|base)|@import|url\(", page)
 
 
-def test_a_damaged_result_is_named(tmp_path, capsys, undrawn):
+def test_remark_names_a_damaged_result(tmp_path, capsys, undrawn):
     folder = run_in(tmp_path / "run", records([0]))
     (folder / "result.json").write_text("{")
     text = reported(folder)
@@ -384,7 +386,7 @@ def test_a_damaged_result_is_named(tmp_path, capsys, undrawn):
 # Several runs.
 
 
-def test_two_runs_stand_in_one_report(tmp_path, solved, undrawn):
+def test_report_of_two_runs(tmp_path, solved, undrawn):
     plain = {"model": {"name": "mamba"}, "optim": {"lr": 0.002}}
     other = run_in(tmp_path / "plain", records(None), **plain)
     text = reported([solved, other], tmp_path / "out")
@@ -392,8 +394,8 @@ def test_two_runs_stand_in_one_report(tmp_path, solved, undrawn):
         label := read_all([solved, other])[0].label,
         name := read_all([solved, other])[1].label,
     }
-    assert label.endswith("/solved") and f"{name} has no solver" in text
-    (panel,) = drawn_of(solved, other)["Gradient norm"].values()
+    assert label.endswith("/solved") and f"{name} has no fixed-point layer" in text
+    (panel,) = find_figures(solved, other)["Gradient norm"].values()
     assert list(panel) == [label, name]
     runs = read_all([solved, other])
     head, first, second = result_table(runs, [summarize(files) for files in runs]).rows
@@ -408,7 +410,7 @@ def test_two_runs_stand_in_one_report(tmp_path, solved, undrawn):
 
 
 @pytest.mark.parametrize("name", ["report.html", "summary.json", "figures/loss.png"])
-def test_a_report_replaces_no_file_of_somebody_else(tiny_run, tmp_path, name, undrawn):
+def test_report_does_not_replace_other_files(tiny_run, tmp_path, name, undrawn):
     mine = tmp_path / name
     mine.parent.mkdir(exist_ok=True)
     mine.write_text("mine")
@@ -421,18 +423,18 @@ def test_a_report_replaces_no_file_of_somebody_else(tiny_run, tmp_path, name, un
         report([tiny_run], tmp_path)
 
 
-def test_refusals(tmp_path, solved, capsys):
+def test_invalid_arguments_are_refused(tmp_path, solved, capsys):
     suite = tmp_path / "suite"
     suite.mkdir()
     (suite / "config.yaml").write_text("task: s3\n")
     folder = tmp_path / "no"
     page = tmp_path / "out"
     for args, words in (
-        ([solved, solved], "name a folder by --out"),
+        ([solved, solved], "name it with --out"),
         ([solved, solved, "--out", page], "is given twice"),
         ([solved, folder, "--out", page], "no such folder"),
         ([suite, "--out", page], "fprnn synthetic report"),
-        ([solved, "--out", tmp_path / "page.html"], "is no place for a report: name a folder"),
+        ([solved, "--out", tmp_path / "page.html"], "is not a folder: a report needs a folder"),
     ):
         assert main(["report", *map(str, args)]) == (BAD_CONFIG if words == "no such folder" else 1)
         assert words in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`fprnn status`: what it shows of runs, when it ends, and what a sweep has reached."""
+"""`fprnn status`: states of runs, remaining time, and results of sweeps."""
 
 import json
 import os
@@ -24,7 +24,7 @@ RESULT = {
 }
 
 
-def training(step, seconds, **other):
+def training_record(step, seconds, **other):
     numbers = {"loss": 3.25, "lr": 1e-3, "tokens_per_s": 1234.5, "spent": {"seconds": seconds}}
     return {"step": step, **numbers, **other}
 
@@ -42,15 +42,15 @@ class FakeRun:
         with self.metrics.open(mode) as f:
             f.write("".join(json.dumps(r) + "\n" for r in records))
 
-    def put(self, name, value, ago=0.0):
+    def write(self, name, value, ago=0.0):
         path = self.path / name
         path.write_text(value if isinstance(value, str) else json.dumps(value))
         os.utime(path, (NOW - ago,) * 2)
 
-    def held(self, ago=1.0, **holder):
-        self.put("lease.json", {"host": "n7", "pid": 4711, "job": "12", **holder}, ago)
+    def write_lease(self, ago=1.0, **holder):
+        self.write("lease.json", {"host": "n7", "pid": 4711, "job": "12", **holder}, ago)
 
-    def look(self):
+    def read_status(self):
         return run_status(RunDir(self.path), NOW)
 
 
@@ -59,18 +59,18 @@ def run(tmp_path):
     return FakeRun(tmp_path / "a")
 
 
-def test_a_run_that_trains_is_shown_as_its_log_has_it(run):
-    run.held()
+def test_running_run_shows_its_last_records(run):
+    run.write_lease()
     probe = {"probe": {"num_iters": {"mean": [3.25, 7.5]}}}
-    run.log(training(1, 100.0), training(2, 104.0), {"step": 2, **probe})
+    run.log(training_record(1, 100.0), training_record(2, 104.0), {"step": 2, **probe})
     run.log({"step": 2, "validation": {"loss": 4.0653, "bits_per_byte": 2.3441}})
-    run.log(training(3, 108.0), {"step": 3, "checkpoint": {"bytes": 3}})
+    run.log(training_record(3, 108.0), {"step": 3, "checkpoint": {"bytes": 3}})
     for path in (run.metrics, run.path / "config.yaml"):
         os.utime(path, (NOW - 30,) * 2)
-    seen = run.look()
+    seen = run.read_status()
     assert (seen.state, seen.text) == ("running", "job 12 on n7, process 4711")
     assert seen.left_s == pytest.approx(4.0 * 5)
-    assert status.cells(seen) == {
+    assert status.make_cells(seen) == {
         "run": str(run.path),
         "state": "running",
         "update": "3 / 8",
@@ -83,7 +83,7 @@ def test_a_run_that_trains_is_shown_as_its_log_has_it(run):
     }
 
 
-def test_a_folders_name_moves_no_cursor(tmp_path, capsys, monkeypatch):
+def test_control_characters_in_names_are_escaped(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(say.console, "width", 300)  # a narrow table would fold the name
     folder = tmp_path / "x\x1b[31mred:smile:"
     folder.mkdir()
@@ -96,7 +96,7 @@ def test_a_folders_name_moves_no_cursor(tmp_path, capsys, monkeypatch):
 @pytest.mark.parametrize(
     "files, state, words",
     [
-        ({}, "stopped", "nobody works on it"),
+        ({}, "stopped", "no process is running"),
         ({"result.json": RESULT}, "done", "8 updates, trained 67 min"),
         (
             {"result.json": {"updates": 8, "solved_at": None, "training_seconds": 300}},
@@ -115,65 +115,67 @@ def test_a_folders_name_moves_no_cursor(tmp_path, capsys, monkeypatch):
         ({"failure.json": ""}, "failed", "damaged"),
     ],
 )
-def test_a_run_that_has_ended(run, files, state, words):
+def test_state_of_an_ended_run(run, files, state, words):
     for name, value in files.items():
-        run.put(name, value)
-    seen = run.look()
+        run.write(name, value)
+    seen = run.read_status()
     assert seen.state == state and words in seen.text
-    run.held(ago=-20)  # taken up again, by a host whose clock is ahead
-    assert run.look().state == "running"
+    run.write_lease(ago=-20)  # taken up again, by a host whose clock is ahead
+    assert run.read_status().state == "running"
 
 
-def test_a_run_whose_process_is_gone_has_stopped(run):
-    run.log(training(1, 1.0), training(2, 2.0))
-    run.held(ago=3600)
-    assert run.look().state == "stopped" and run.look().left_s is None
-    assert "killed: job 12 on n7, process 4711" in run.look().text
+def test_run_without_process_is_stopped(run):
+    run.log(training_record(1, 1.0), training_record(2, 2.0))
+    run.write_lease(ago=3600)
+    assert run.read_status().state == "stopped" and run.read_status().left_s is None
+    assert "killed: job 12 on n7, process 4711" in run.read_status().text
     # On this host that is seen at once, however fresh the lease.
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     here = Lease(run.path / "lease.json").own
-    run.held(ago=1, **{**here, "pid": gone.pid})
-    assert run.look().state == "stopped"
-    run.held(ago=1, **here)
-    assert run.look().state == "running"
+    run.write_lease(ago=1, **{**here, "pid": gone.pid})
+    assert run.read_status().state == "stopped"
+    run.write_lease(ago=1, **here)
+    assert run.read_status().state == "running"
 
 
 @pytest.mark.parametrize(
     "text", ["", "\0\0\n", "[1]\nnull\n", '{"step": -1}\n', "[" * 10_000 + "\n"]
 )
-def test_damaged_logs_say_nothing(run, text):
-    run.put("metrics.jsonl", text)
-    run.put("config.yaml", "[")
-    seen = run.look()
+def test_damaged_logs_give_no_numbers(run, text):
+    run.write("metrics.jsonl", text)
+    run.write("config.yaml", "[")
+    seen = run.read_status()
     assert (seen.step, seen.steps, seen.left_s) == (None, None, None)
-    broken = training(3, "x", lr=None, tokens_per_s=[1], valid={"metrics": 3}, validation="y")
+    broken = training_record(
+        3, "x", lr=None, tokens_per_s=[1], valid={"metrics": 3}, validation="y"
+    )
     run.log({"step": 2, "probe": [1]}, broken | {"loss": float("nan")}, broken, mode="w")
     run.log(broken | {"loss": 10**400}, {"step": 1, "probe": {"num_iters": {"mean": [1.0, None]}}})
-    shown = status.cells(run.look())
+    shown = status.make_cells(run.read_status())
     assert shown["update"] == "3" and shown["loss"] == "3.250"
     assert shown["tokens/s"] == shown["validation"] == shown["ℓ*"] == ""
 
 
-def test_the_time_left_forgets_one_slow_stretch(run):
+def test_time_left_ignores_a_slow_stretch(run):
     """The first record has the start-up in it, one of the others a machine that was suspended."""
-    run.put("config.yaml", "train:\n  steps: 100\n")
-    run.held()
+    run.write("config.yaml", "train:\n  steps: 100\n")
+    run.write_lease()
     seconds = {10: 500.0, 20: 510.0, 30: 520.0, 40: 9000.0, 50: 9010.0}
-    run.log(training(10, 500.0))
-    assert run.look().left_s is None
-    run.log(*(training(step, at) for step, at in list(seconds.items())[1:]))
-    assert run.look().left_s == pytest.approx(50.0)
+    run.log(training_record(10, 500.0))
+    assert run.read_status().left_s is None
+    run.log(*(training_record(step, at) for step, at in list(seconds.items())[1:]))
+    assert run.read_status().left_s == pytest.approx(50.0)
 
 
-def test_a_synthetic_run_shows_its_score(run):
-    run.held()
+def test_synthetic_run_shows_its_score(run):
+    run.write_lease()
     run.log(
         {"step": 2, "loss": 0.5, "lr": 1e-3, "tokens_per_s": 10.0, "seconds": 6.0},
         {"step": 4, "valid": {"metrics": {"token_accuracy": 0.875}}},
         {"step": 4, "loss": 0.4, "lr": 1e-3, "tokens_per_s": 10.0, "seconds": 12.0},
     )
-    seen = run.look()
+    seen = run.read_status()
     assert seen.validation == "token_accuracy 0.875" and seen.left_s == pytest.approx(12.0)
 
 
@@ -184,12 +186,12 @@ def test_a_synthetic_run_shows_its_score(run):
 def two(tmp_path):
     runs = FakeRun(tmp_path / "of/a"), FakeRun(tmp_path / "of/b")
     for one in runs:
-        one.log(training(1, 1.0), training(8, 8.0))
-        one.put("result.json", RESULT)
+        one.log(training_record(1, 1.0), training_record(8, 8.0))
+        one.write("result.json", RESULT)
     return runs
 
 
-def test_one_table_whatever_the_runs_do(two, capsys):
+def test_one_table_for_runs_in_all_states(two, capsys):
     a, b = two
     (b.path / "result.json").unlink()
     assert main(["status", str(a.path), str(b.path), f"{b.path}/"]) == 0
@@ -197,24 +199,24 @@ def test_one_table_whatever_the_runs_do(two, capsys):
     assert counts.strip() == "1 done, 1 stopped" and of_a.startswith(f"{a.path} done: 8 updates")
     assert head.split()[:3] == ["run", "state", "update"] and head.endswith("last record")
     assert [row.split()[:2] for row in rows] == [["a", "done"], ["b", "stopped"]]
-    assert why.startswith(f"{b.path} stopped: not finished, and nobody works on it")
+    assert why.startswith(f"{b.path} stopped: not finished, and no process is running")
 
 
 @pytest.mark.parametrize("option", [[], ["--json"]])
-def test_a_key_without_a_sweep_is_refused(capsys, option):
+def test_override_without_a_sweep_is_refused(capsys, option):
     assert main(["status", "seed=1", *option]) == BAD_CONFIG
-    assert "`seed=1` sets a key of a sweep, and no sweep is named" in capsys.readouterr().err
+    assert "`seed=1` sets a key of a sweep, but no sweep is named" in capsys.readouterr().err
 
 
-def test_a_run_that_is_not_there_is_refused(tmp_path, capsys):
+def test_missing_run_is_refused(tmp_path, capsys):
     assert main(["status", str(tmp_path / "of/late")]) == BAD_CONFIG
     assert "no such folder; give a run directory" in capsys.readouterr().err
     FakeRun(tmp_path / "of/late")
     assert main(["status", str(tmp_path / "of")]) == BAD_CONFIG
-    assert f"it has 1 below, such as {tmp_path}/of/late" in capsys.readouterr().err
+    assert f"it contains runs, such as {tmp_path}/of/late" in capsys.readouterr().err
 
 
-def test_names_are_told_apart_below_what_they_share():
+def test_short_names_omit_the_common_folder():
     assert status.short_names(["/r/x/a", "/r/y/a", "/r/y/b"]) == {
         "/r/x/a": "x/a",
         "/r/y/a": "y/a",
@@ -223,27 +225,29 @@ def test_names_are_told_apart_below_what_they_share():
     assert status.short_names(["/r/x/a"]) == {"/r/x/a": "a"}
 
 
-def test_ages_are_never_below_nothing(run):
-    run.log(training(1, 1.0))
+def test_ages_are_not_negative(run):
+    run.log(training_record(1, 1.0))
     os.utime(run.metrics, (time.time() + 5,) * 2)  # another host's clock is ahead
     assert run_status(RunDir(run.path), time.time()).seen_s == 0
 
 
-def test_ranges_as_sbatch_takes_them():
-    assert status.ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
+def test_ranges_have_the_form_of_sbatch():
+    assert status.format_ranges([0, 1, 2, 5, 7, 8]) == "0-2,5,7-8"
 
 
 def finished(folder, label, bits, **other):
     """A finished point of a sweep, whose result has these bits per byte."""
     run = FakeRun(folder)
-    run.log(training(8, 40.0))
+    run.log(training_record(8, 40.0))
     validation = RESULT["validation"] | {"bits_per_byte": bits}
-    run.put("result.json", RESULT | {"parameters": 1200, "tokens": 96} | {"validation": validation})
+    run.write(
+        "result.json", RESULT | {"parameters": 1200, "tokens": 96} | {"validation": validation}
+    )
     counts = {"mean": [2.0, 4.0]} if label == "fp" else None
     return Status(str(folder), "done", label=label, num_iters=counts, **other)
 
 
-def test_the_seeds_of_a_point_stand_in_one_row(tmp_path):
+def test_seeds_of_a_point_share_a_row(tmp_path):
     seen = [
         finished(tmp_path / "0", "fp", 2.0),
         finished(tmp_path / "1", "fp", 3.0),
@@ -251,7 +255,7 @@ def test_the_seeds_of_a_point_stand_in_one_row(tmp_path):
         Status(str(tmp_path / "3"), "running", label="mamba"),
         Status(str(tmp_path / "4"), "missing", label="other"),
     ]
-    _, *rows = status.results(seen).splitlines()
+    _, *rows = status.format_results(seen).splitlines()
     assert [row.split()[1:] for row in rows] == [
         ["fp", "2", "2", "1,200", "96", "2.5", "0.707107", "40", "3"],
         ["mamba", "1", "2", "1,200", "96", "1.5", "–", "40", "–"],

@@ -1,4 +1,4 @@
-"""Manifests: complete checkpoints load, anything else is named and passed over."""
+"""Checkpoints and resumed configs: complete checkpoints load, others are refused."""
 
 import json
 import shutil
@@ -7,19 +7,19 @@ import pytest
 
 from lm.common.files import OutputError, write_json
 from lm.runs.run_dir import RunDir, RunDirError
-from lm.training.reshard import consolidated
+from lm.training.reshard import consolidate_weights
 
 
 def claim(cfg, overwrite=False, say=print):
-    """As a run that ends at once."""
+    """Claim and release a run directory."""
     run = RunDir(cfg.run_dir)
     run.claim(cfg, overwrite, say)
-    run.confirm(cfg)
+    run.save_config(cfg)
     run.release()
 
 
 def started(cfg):
-    """A run of which something was trained."""
+    """A run directory with a trained checkpoint."""
     claim(cfg, False)
     (cfg.run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
     return cfg.run_dir / "config.yaml"
@@ -27,46 +27,48 @@ def started(cfg):
 
 @pytest.fixture
 def copy(tiny_run, tmp_path):
-    """A copy of the tiny run's newest checkpoint, to be damaged."""
+    """A copy of the tiny run's newest checkpoint that a test may damage."""
     shutil.copytree(tiny_run / "checkpoints", tmp_path / "checkpoints")
     return tmp_path / "checkpoints/step-000008"
 
 
-def test_consolidated_weights_are_fp32_under_the_models_names(copy, tiny):
+def test_consolidated_weights_are_fp32_with_model_names(copy, tiny):
     from lm.training.build import build_model
 
-    state = consolidated(copy)
+    state = consolidate_weights(copy)
     expected = build_model(tiny(), 304).state_dict()
     assert set(state) == set(expected)
     for name, tensor in state.items():
         assert tensor.shape == expected[name].shape and str(tensor.dtype) == "torch.float32", name
 
 
-def test_brackets_in_a_path_are_no_pattern(copy, tmp_path):
-    """DeepSpeed globs the path that it is given: `exp[1]` must not be read as `exp1`."""
+def test_path_with_brackets_is_no_glob_pattern(copy, tmp_path):
+    """DeepSpeed globs its path: `exp[1]` must not match `exp1`."""
     own, neighbor = tmp_path / "exp[1]", tmp_path / "exp1"
     shutil.copytree(copy.parent, own)
-    expected = consolidated(copy)
+    expected = consolidate_weights(copy)
     assert all(
-        tensor.equal(expected[name]) for name, tensor in consolidated(own / copy.name).items()
+        tensor.equal(expected[name])
+        for name, tensor in consolidate_weights(own / copy.name).items()
     )
     shutil.copytree(copy.parent / "step-000004", neighbor / copy.name)  # other weights
     assert all(
-        tensor.equal(expected[name]) for name, tensor in consolidated(own / copy.name).items()
+        tensor.equal(expected[name])
+        for name, tensor in consolidate_weights(own / copy.name).items()
     )
 
 
-def test_temporary_files_below_brackets_are_refused(copy, tmp_path, monkeypatch):
+def test_temporary_folder_with_brackets_is_refused(copy, tmp_path, monkeypatch):
     folder = tmp_path / "tmp[1]"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     shutil.copytree(copy.parent, tmp_path / "exp[1]")
     with pytest.raises(OutputError, match="set TMPDIR"):
-        consolidated(tmp_path / "exp[1]" / copy.name)
+        consolidate_weights(tmp_path / "exp[1]" / copy.name)
     assert not list(folder.iterdir())
 
 
-def test_json_is_written_whole_or_not_at_all(tmp_path):
+def test_json_is_written_atomically(tmp_path):
     path = tmp_path / "x.json"
     write_json(path, {"a": 1})
     with pytest.raises(TypeError):
@@ -74,8 +76,8 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
     assert json.loads(path.read_text()) == {"a": 1}
 
 
-def test_a_run_older_than_a_key_of_the_schema_goes_on(tiny):
-    """A key that the run's config.yaml does not know yet has its default there."""
+def test_run_older_than_a_schema_key_resumes(tiny):
+    """A key that config.yaml lacks has its default."""
     cfg = tiny("resume=auto")
     saved = started(cfg)
     lines = saved.read_text().splitlines(keepends=True)
@@ -86,7 +88,7 @@ def test_a_run_older_than_a_key_of_the_schema_goes_on(tiny):
         claim(tiny("resume=auto", "model.mixer_h_dep=false"), overwrite=False)
 
 
-def test_a_run_from_before_there_was_an_auto_is_the_same_run(tiny):
+def test_run_older_than_auto_values_resumes(tiny):
     cfg = tiny()
     saved = started(cfg)
     text = saved.read_text()
@@ -100,14 +102,16 @@ def test_a_run_from_before_there_was_an_auto_is_the_same_run(tiny):
         claim(tiny("resume=auto"), False)
 
 
-def test_a_resumed_run_may_have_another_solver(tiny):
+def test_resumed_run_may_change_the_solver(tiny):
     saved = started(tiny())
-    said = []
+    messages = []
     claim(
-        tiny("resume=auto", "solver.gradient=one_step", "solver.eval_tol=0.5"), False, said.append
+        tiny("resume=auto", "solver.gradient=one_step", "solver.eval_tol=0.5"),
+        False,
+        messages.append,
     )
-    assert said == [
-        "note: solver.gradient was 'exact', is 'one_step': training goes on with what it is now"
+    assert messages == [
+        "note: solver.gradient was 'exact', is 'one_step': training continues with the new values"
     ]
     assert "eval_tol: 0.5" in saved.read_text()
     claim(tiny("resume=auto", "solver.token=iterate", "model.gradient_checkpointing=true"), False)
@@ -117,14 +121,14 @@ def test_a_resumed_run_may_have_another_solver(tiny):
     "first, then",
     [
         ((), ("solver.token=exact", "solver.stopping=causal", "solver.gradient=exact")),
-        (("model.name=lstm",), ("model.name=lstm", "solver.tol=0.5")),  # which has no solver
+        (("model.name=lstm",), ("model.name=lstm", "solver.tol=0.5")),  # a model without a solver
     ],
 )
-def test_what_an_auto_stands_for_and_the_solver_of_a_baseline_are_no_change(tiny, first, then):
+def test_auto_values_and_baseline_solvers_are_no_change(tiny, first, then):
     started(tiny(*first))
-    said = []
-    claim(tiny("resume=auto", *then), False, said.append)
-    assert said == []
+    messages = []
+    claim(tiny("resume=auto", *then), False, messages.append)
+    assert messages == []
 
 
 @pytest.mark.parametrize(
@@ -138,7 +142,7 @@ def test_what_an_auto_stands_for_and_the_solver_of_a_baseline_are_no_change(tiny
         "model.d_state=3",
     ],
 )
-def test_what_a_resumed_run_may_not_change_is_refused_by_name(tiny, change):
+def test_forbidden_changes_on_resume_are_named(tiny, change):
     started(tiny())
     key = change.partition("=")[0]
     with pytest.raises(RunDirError, match=rf"holds a run of another config \({key} was "):

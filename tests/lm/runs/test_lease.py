@@ -1,4 +1,4 @@
-"""One writer a directory: a living one is refused by name, a dead one's place is taken."""
+"""Leases: a running holder is named and refused, a dead holder is replaced."""
 
 import contextlib
 import json
@@ -37,7 +37,7 @@ def hold(path, held, say=lambda _: None):
 
 @pytest.fixture
 def holder(path):
-    """A process that holds the lease until it is killed."""
+    """Start a process that holds the lease until it is killed."""
     held = fork.Event()
     process = fork.Process(target=hold, args=(path, held))
     process.start()
@@ -47,34 +47,34 @@ def holder(path):
     process.join()
 
 
-def test_the_second_is_refused_and_told_who_holds_it(path, holder):
+def test_second_process_is_refused_with_the_holder(path, holder):
     with pytest.raises(LeaseError, match=f"is in use by process {holder.pid} on .*since 20"):
         Lease(path).acquire()
     assert json.loads(path.read_text())["pid"] == holder.pid
 
 
-def test_what_a_killed_one_has_left_is_taken_over_and_said(path, holder):
+def test_lease_of_a_killed_process_is_taken_over(path, holder):
     os.kill(holder.pid, signal.SIGKILL)
-    time.sleep(0.1)  # a zombie, as long as nobody waits for it
-    said = []
-    lease = Lease(path, said.append)
+    time.sleep(0.1)  # a zombie until `wait`
+    messages = []
+    lease = Lease(path, messages.append)
     lease.acquire()
-    assert f"was left by process {holder.pid}" in said[0] and "taken over" in said[0]
+    assert f"was left by process {holder.pid}" in messages[0] and "taken over" in messages[0]
     assert json.loads(path.read_text())["pid"] == os.getpid()
     lease.release()
     assert not path.exists()
 
 
-def test_a_number_that_now_is_another_process_is_dead(path):
+def test_reused_process_id_is_dead(path):
     lease = Lease(path)
-    other = {**lease.own, "started": lease.own["started"] - 1}
+    other = {**lease.record, "started": lease.record["started"] - 1}
     path.write_text(json.dumps(other))
-    said = []
-    Lease(path, said.append).acquire()
-    assert "taken over" in said[0]
+    messages = []
+    Lease(path, messages.append).acquire()
+    assert "taken over" in messages[0]
 
 
-def test_a_living_holder_in_another_pid_namespace_is_refused(path):
+def test_running_holder_in_another_pid_namespace_is_refused(path):
     unshare = ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"]
     if (
         shutil.which("unshare") is None
@@ -99,7 +99,7 @@ def test_a_living_holder_in_another_pid_namespace_is_refused(path):
 
 @contextlib.contextmanager
 def beating(path):
-    """Somebody else touches the lease within the block."""
+    """Touch the lease from another thread within the block."""
     stop = threading.Event()
 
     def beat():
@@ -119,25 +119,25 @@ def beating(path):
     "other",
     [
         {"host": "node17"},
-        {"namespace": "pid:[4026531999] another boot"},  # a container whose host has our name
+        {"namespace": "pid:[4026531999] another boot"},  # a container on a host with the same name
         {"namespace": None},
     ],
     ids=str,
 )
-def test_one_that_cannot_be_seen_from_here_lives_as_long_as_it_gives_signs(path, other):
-    """Whatever process has its number here."""
+def test_remote_holder_lives_while_it_touches_the_lease(path, other):
+    """Also if a local process has the holder's id."""
     path.write_text(json.dumps(Lease(path).own | {"pid": 2**22 + 1, "job": "4711"} | other))
     with beating(path), pytest.raises(LeaseError, match=r"use by process 4194305 .*job 4711"):
         Lease(path, lambda _: None).acquire()
-    said = []
+    messages = []
     began = time.monotonic()
-    Lease(path, said.append).acquire()
+    Lease(path, messages.append).acquire()
     assert time.monotonic() - began >= 0.4
-    assert "is held by process 4194305 on" in said[0] and "waiting" in said[0]
-    assert "taken over" in said[1]
+    assert "is held by process 4194305 on" in messages[0] and "waiting" in messages[0]
+    assert "taken over" in messages[1]
 
 
-def test_one_that_is_being_written_is_of_whom_it_will_name(path):
+def test_incomplete_lease_belongs_to_its_writer(path):
     path.write_text("")
     write = threading.Timer(0.1, lambda: path.write_text(json.dumps(Lease(path).own)))
     write.start()
@@ -147,29 +147,29 @@ def test_one_that_is_being_written_is_of_whom_it_will_name(path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\0\0"])
-def test_a_file_that_says_nothing_is_waited_for(path, text):
+def test_empty_lease_is_waited_for(path, text):
     path.write_text(text)
-    said = []
-    lease = Lease(path, said.append)
+    messages = []
+    lease = Lease(path, messages.append)
     lease.acquire()
-    assert "an unknown process" in said[0]
+    assert "an unknown process" in messages[0]
     lease.release()
 
 
-def test_a_holder_that_was_suspended_finds_out(path):
+def test_suspended_holder_detects_the_takeover(path):
     lease = Lease(path)
     lease.acquire()
     theirs = json.dumps({"host": "node17", "pid": 1, "job": "4711", "since": time.time()})
-    path.write_text(theirs)  # somebody has taken it over meanwhile
+    path.write_text(theirs)  # another process takes it over
     time.sleep(0.3)
-    with pytest.raises(LeaseError, match=r"was taken over by process 1 on node17.*no sign of life"):
+    with pytest.raises(LeaseError, match=r"was taken over by process 1 on node17.*did not respond"):
         lease.check()
     lease.release()
-    assert path.read_text() == theirs  # it is left alone
+    assert path.read_text() == theirs  # the file is not changed
 
 
-def test_of_many_at_once_one_has_it(path):
-    """All find the lease of a dead process and want its place."""
+def test_one_of_many_processes_gets_the_lease(path):
+    """All processes find the lease of a dead process at once."""
     ours = Lease(path).own
     path.write_text(json.dumps({**ours, "started": 1}))
     start, won = fork.Event(), fork.Queue()
@@ -193,7 +193,7 @@ def test_of_many_at_once_one_has_it(path):
     assert sum(pid is not None for pid in results) == 1
 
 
-def test_a_full_disk_leaves_no_empty_lease(path, monkeypatch):
+def test_full_disk_leaves_no_empty_lease(path, monkeypatch):
     real = os.fdopen
 
     def full(number, *args, **kwargs):

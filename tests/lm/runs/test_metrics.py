@@ -1,4 +1,4 @@
-"""Fixed-point statistics, throughput, the writers of a run's metrics, and progress on a console."""
+"""Metrics of a run: solver statistics, throughput, writers, and progress lines."""
 
 import json
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from lm.config.schema import Config
 from lm.model.batch import FixedPointReport
 from lm.model.solver import FixedPointStats
 from lm.runs import metrics
-from lm.runs.log import TRACKERS, Writer, describe, grouped
+from lm.runs.log import TRACKERS, Writer, describe_record, flatten_record
 from lm.runs.metrics import (
     Throughput,
     fixed_point_metrics,
@@ -21,7 +21,7 @@ from lm.runs.run_dir import RunDir
 
 
 def report(evaluations, failed, residual, iterations=None) -> SimpleNamespace:
-    """What a model reports of its solves, without what is not read here."""
+    """A FixedPointReport with the fields that the metrics read."""
     fields = {"evaluations": evaluations, "failed": failed, "residual": residual}
     tensors = {name: torch.tensor(values) for name, values in fields.items()}
     tensors |= dict.fromkeys(
@@ -31,7 +31,7 @@ def report(evaluations, failed, residual, iterations=None) -> SimpleNamespace:
     return SimpleNamespace(**tensors, num_iters=counted, layers=None, adjoint_norm=None)
 
 
-# Two layers; three sequences in two micro-batches.
+# Two layers, and three sequences in two micro-batches.
 HAND_MADE = [
     report([[1.5, 2.5], [4.0, 6.0]], [[0.0, 0.0], [0.0, 0.25]], [[0.1, 0.3], [0.0, 0.9]]),
     report([[5.0], [8.0]], [[0.0], [0.5]], [[0.2], [0.3]]),
@@ -44,8 +44,8 @@ PROBED = report(
 )
 
 
-def test_what_solving_cost_and_left_is_per_layer_over_all_sequences():
-    assert fixed_point_metrics([]) == {}  # of a model without a solver
+def test_solver_metrics_are_per_layer_over_all_sequences():
+    assert fixed_point_metrics([]) == {}  # a model without a solver
     assert fixed_point_metrics(HAND_MADE) == {
         "evaluations": [3, 6],
         "failed": [0, 0.25],
@@ -62,7 +62,7 @@ def test_what_solving_cost_and_left_is_per_layer_over_all_sequences():
 
 
 def test_fixed_point_metrics_gather_over_ranks():
-    # A second rank with three times the numbers.
+    # A second rank with three times these numbers.
     def gather(t):
         return torch.cat([t, 3 * t], -1)
 
@@ -72,12 +72,12 @@ def test_fixed_point_metrics_gather_over_ranks():
     assert fixed_point_metrics(HAND_MADE, gather)["residual"] == [0.4, 0.8]
 
 
-def test_sequences_of_padding_do_not_count_on_any_rank():
+def test_padding_sequences_do_not_count():
     rows = torch.tensor([True, True, False])
     measured = fixed_point_metrics([PROBED], rows=rows)
     assert measured["num_iters"]["max"] == [4, 10] and measured["failed"] == [0, 0]
 
-    def gather(t):  # the other rank has one sequence less, and other numbers
+    def gather(t):  # the other rank has one sequence fewer
         other = torch.tensor([1.0, 0.0, 0.0]) if t.ndim == 1 else 10 * t
         return torch.cat([t, other], -1)
 
@@ -91,11 +91,11 @@ def test_sequences_of_padding_do_not_count_on_any_rank():
     "norms, adjoint",
     [
         ([torch.tensor([0.5, 2.0]), torch.tensor([1.0, 0.25])], [2.0, 1.0]),
-        ([torch.zeros(2), torch.zeros(2)], None),  # there was no backward through time
+        ([torch.zeros(2), torch.zeros(2)], None),  # no backward pass through time
         (None, None),
     ],
 )
-def test_the_adjoint_is_the_largest_of_each_layer(norms, adjoint):
+def test_adjoint_is_the_maximum_per_layer(norms, adjoint):
     ones = torch.ones(2, 2)
     fields = dict.fromkeys(FixedPointStats._fields)
     fields |= dict.fromkeys(("evaluations", "failed", "bisected", "grad_limited", "residual"), ones)
@@ -106,43 +106,49 @@ def test_the_adjoint_is_the_largest_of_each_layer(norms, adjoint):
 EXACT = {"token": "exact", "schedule": "sequential", "tol": None, "max_iters": None}
 
 
-def test_unsolved_tokens_are_warned_about_once_a_layer():
-    said = []
-    watch = metrics.FailureWatch(said.append, EXACT)
-    watch.look({}, "update 0")
-    watch.look({"failed": [0.0, metrics.FAILED_SHARE]}, "update 1")
-    assert said == []
-    watch.look({"failed": [0.0, 0.023]}, "update 2")
-    watch.look({"failed": [0.0, 0.5]}, "update 3")
-    watch.look({"failed": [0.1, 0.5]}, "update 4")
-    assert len(said) == 2
-    assert said[0].startswith(
+def test_unsolved_tokens_warn_once_per_layer():
+    messages = []
+    watch = metrics.FailureWatch(messages.append, EXACT)
+    watch.check({}, "update 0")
+    watch.check({"failed": [0.0, metrics.FAILED_SHARE]}, "update 1")
+    assert messages == []
+    watch.check({"failed": [0.0, 0.023]}, "update 2")
+    watch.check({"failed": [0.0, 0.5]}, "update 3")
+    watch.check({"failed": [0.1, 0.5]}, "update 4")
+    assert len(messages) == 2
+    assert messages[0].startswith(
         "warning: update 2: the token's equation was not solved for 2.30% of the tokens of layer 1"
     )
-    assert "model.contractive: 0.9" in said[0] and "model.mixer_gate_init_bias: -3" in said[0]
-    assert "10.00% of the tokens of layer 0" in said[1]
-    metrics.FailureWatch(said.append, EXACT).look({"failed": [0.5], "layers": [3]}, "update 1")
-    assert "of the tokens of layer 3 " in said[2]  # a hybrid's
+    assert (
+        "model.contractive: 0.9" in messages[0] and "model.mixer_gate_init_bias: -3" in messages[0]
+    )
+    assert "10.00% of the tokens of layer 0" in messages[1]
+    metrics.FailureWatch(messages.append, EXACT).check({"failed": [0.5], "layers": [3]}, "update 1")
+    assert "of the tokens of layer 3 " in messages[2]  # a hybrid
 
 
 @pytest.mark.parametrize("name,words", [("bisected", "bisected"), ("limited", "nearly singular")])
-def test_ill_conditioned_tokens_are_warned_about_too(name, words):
-    said = metrics.failures({"failed": [0.0, 0.0], name: [metrics.ILL_SHARE, 0.16]}, EXACT)
-    assert list(said) == [1] and words in said[1] and "16.00% of the tokens of layer 1" in said[1]
-    both = metrics.failures({"failed": [0.5], name: [0.5]}, EXACT)
+def test_ill_conditioned_tokens_warn(name, words):
+    message = metrics.find_failures({"failed": [0.0, 0.0], name: [metrics.ILL_SHARE, 0.16]}, EXACT)
+    assert (
+        list(message) == [1]
+        and words in message[1]
+        and "16.00% of the tokens of layer 1" in message[1]
+    )
+    both = metrics.find_failures({"failed": [0.5], name: [0.5]}, EXACT)
     assert "was not solved" in both[0]
 
 
-def test_an_iteration_count_of_another_solution_is_marked():
+def test_iteration_count_of_another_solution_is_marked():
     counts = {"mean": [53.9, 7.0], "elsewhere": [0.85, 0.01]}
-    assert metrics.has_other_solution(counts) == [True, False]
-    assert metrics.marked(counts) == ["53.9†", "7.0"]
-    assert metrics.marked({"mean": [53.9]}) == ["53.9"]  # of before this was compared
+    assert metrics.find_other_solutions(counts) == [True, False]
+    assert metrics.format_marked_iterations(counts) == ["53.9†", "7.0"]
+    assert metrics.format_marked_iterations({"mean": [53.9]}) == ["53.9"]  # a record of version 0.1
 
 
 @pytest.mark.parametrize("solver", [{**EXACT, "token": "iterate"}, "none", "unknown"])
-def test_the_paper_s_procedure_may_leave_tokens_unfinished(solver):
-    assert metrics.failures({"failed": [0.5], "bisected": [0.5]}, solver) == {}
+def test_unfinished_tokens_of_paper_procedure_do_not_warn(solver):
+    assert metrics.find_failures({"failed": [0.5], "bisected": [0.5]}, solver) == {}
 
 
 def model(**fields):
@@ -160,31 +166,31 @@ IDS = torch.arange(10).reshape(2, 5)
     [{"schedule": "sequential"}, {"token": "iterate", "schedule": "parallel"}],
     ids=str,
 )
-def test_a_probe_counts_the_same_iterations_whatever_solves_the_model(solver):
-    """Of the first layer, whose input no solve has changed."""
-    found = []
+def test_probe_counts_do_not_depend_on_the_solver(solver):
+    """Compare the first layer, whose input does not depend on the solver."""
+    actual = []
     for fields in (solver, {"schedule": "parallel", "stopping": "paper"}):
         torch.manual_seed(0)
         report = metrics.probe(model(**fields).train(), IDS)
         assert report.num_iters.shape == (3, 2)
-        found.append(report.num_iters[0])
-    assert torch.equal(*found) and found[0].min() >= 1
+        actual.append(report.num_iters[0])
+    assert torch.equal(*actual) and actual[0].min() >= 1
 
 
-def test_a_probe_leaves_the_model_as_it_was():
+def test_probe_restores_the_mode_of_the_model():
     torch.manual_seed(0)
-    made = model()
+    net = model()
     for mode in (True, False):
-        made.train(mode)
-        report = metrics.probe(made, IDS)
-        assert made.training is mode and not report.evaluations.requires_grad
-    assert made(input_ids=IDS).fixed_point.num_iters is None
+        net.train(mode)
+        report = metrics.probe(net, IDS)
+        assert net.training is mode and not report.evaluations.requires_grad
+    assert net(input_ids=IDS).fixed_point.num_iters is None
 
 
 def test_fixed_point_metrics_of_a_real_model():
     torch.manual_seed(0)
-    made = model(schedule="sequential").train()
-    output = made(input_ids=IDS, labels=IDS)
+    net = model(schedule="sequential").train()
+    output = net(input_ids=IDS, labels=IDS)
     measured = fixed_point_metrics([output.fixed_point])
     assert measured.keys() == {"evaluations", "failed", "bisected", "limited", "residual"}
     assert measured["evaluations"] == [1, 1, 1] and measured["failed"] == [0, 0, 0]
@@ -198,14 +204,14 @@ def test_fixed_point_metrics_of_a_real_model():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The performance counter, moved by hand."""
+    """A performance counter that tests advance."""
     now = SimpleNamespace(seconds=100.0, processor=7.0)
     clocks = {"perf_counter": lambda: now.seconds, "process_time": lambda: now.processor}
     monkeypatch.setattr(metrics, "time", SimpleNamespace(**clocks))
     return now
 
 
-def test_throughput_and_mfu(monkeypatch, clock):
+def test_throughput_and_mfu_are_per_second_of_training(monkeypatch, clock):
     for name, peak in [("NVIDIA H100 80GB HBM3", 989e12), ("Some GPU", None)]:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda name=name: name)
@@ -224,14 +230,14 @@ def test_throughput_and_mfu(monkeypatch, clock):
     speed.count(30)
     read = speed.read(0.0)
     assert read.pop("spent") == {"seconds": 5.0, "processor_seconds": 4.0}  # of the whole run
-    assert read == {"tokens_per_s": 10.0, "mfu": 0.0}  # counted from the last reading
+    assert read == {"tokens_per_s": 10.0, "mfu": 0.0}  # since the last reading
     clock.seconds += 2
     speed.count(5000, passes=2)
-    read = speed.read(2.0)  # what 4 evaluations of one pass are
+    read = speed.read(2.0)  # as 4 evaluations in one pass
     assert (read["tokens_per_s"], read["mfu"]) == (2500.0, 0.5)
 
 
-def test_what_is_skipped_is_nobody_s_and_what_was_counted_stays(monkeypatch, clock):
+def test_skipped_time_does_not_count(monkeypatch, clock):
     monkeypatch.setattr(metrics, "peak_flops", lambda: None)
     speed = Throughput(lambda evaluations: 1, world_size=1)
     clock.seconds += 50
@@ -264,7 +270,7 @@ def test_jsonl_is_on_disk_after_every_write(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]  # neither wandb nor a .tmp
 
 
-def test_resuming_drops_what_was_written_after_the_checkpoint(tmp_path):
+def test_resume_drops_records_after_the_checkpoint(tmp_path):
     assert read_metrics(tmp_path) == []
     writer = Writer(Config(), RunDir(tmp_path))
     for step in (1, 2, 3, 4):
@@ -275,7 +281,7 @@ def test_resuming_drops_what_was_written_after_the_checkpoint(tmp_path):
     writer.write({"step": 3, "loss": 9.0})
     writer.close()
     assert read_metrics(tmp_path) == [record(1), record(2), {"step": 3, "loss": 9.0}]
-    Writer(Config(), RunDir(tmp_path)).close()  # a run from the start begins a new file
+    Writer(Config(), RunDir(tmp_path)).close()  # a new run starts a new file
     assert read_metrics(tmp_path) == []
 
 
@@ -284,14 +290,17 @@ def test_damaged_lines_are_dropped_with_a_note(tmp_path, capsys):
     log.write_text(f'{json.dumps(record(1))}\n{{"step": 2, "lo\0\n{json.dumps(record(2))[:-3]}')
     assert read_metrics(tmp_path) == [record(1)]
     writer = Writer(Config(), RunDir(tmp_path), resumed_at=2)
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"note: {log}: 2 lines hold no record (cut short by a kill, or damaged): dropped" in said
+    message = " ".join(capsys.readouterr().out.split())
+    assert (
+        f"note: {log}: dropped 2 lines without a record (cut short by a kill, or damaged)"
+        in message
+    )
     writer.write(record(3))
     writer.close()
     assert read_metrics(tmp_path) == [record(1), record(3)]
 
 
-def test_after_a_rollback_tensorboard_has_the_new_branch_alone(tmp_path):
+def test_tensorboard_drops_records_after_a_rollback(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     writer = Writer(Config(log={"tensorboard": True}), RunDir(tmp_path))
@@ -303,7 +312,7 @@ def test_after_a_rollback_tensorboard_has_the_new_branch_alone(tmp_path):
 
 
 def branches(writer):
-    """Updates 1 to 12, back to 6, and 7 to 15 with another loss."""
+    """Write updates 1 to 12, roll back to 6, and write 7 to 15 with another loss."""
     for step in range(1, 13):
         writer.write({"step": step, "loss": 1.0})
     writer.keep_until(6)
@@ -312,9 +321,9 @@ def branches(writer):
     writer.close()
 
 
-def test_numbers_are_grouped_by_what_they_are_of():
-    """A training record, a validation with its probe of a hybrid, and a synthetic try-out."""
-    assert grouped(
+def test_tracker_names_are_grouped():
+    """A training record, a validation of a hybrid with a probe, and a synthetic validation."""
+    assert flatten_record(
         {
             "step": 3,
             "loss": 2.0,
@@ -339,7 +348,7 @@ def test_numbers_are_grouped_by_what_they_are_of():
         "train/anything_new": 7,
         "data/data_share/web": 0.5,
     }
-    assert grouped(
+    assert flatten_record(
         {
             "step": 3,
             "validation": {"loss": 2.0, "sources": {"web": {"loss": 1.0}}, "bytes": None},
@@ -352,7 +361,7 @@ def test_numbers_are_grouped_by_what_they_are_of():
         "solver/probe/num_iters/max/layer2": 9,
     }
     tried = {"step": 1, "valid": {"metrics": {"acc": 0.5}, "failed": [0.25]}, "seconds": 2.0}
-    assert grouped(tried) == {
+    assert flatten_record(tried) == {
         "validation/metrics/acc": 0.5,
         "validation/failed/layer0": 0.25,
         "time/seconds": 2.0,
@@ -360,7 +369,7 @@ def test_numbers_are_grouped_by_what_they_are_of():
 
 
 @pytest.mark.parametrize("fault", ["init", "log", "close"])
-def test_a_tracker_that_fails_is_told_of_once_and_left_out(tmp_path, monkeypatch, capsys, fault):
+def test_failing_tracker_warns_once_and_is_closed(tmp_path, monkeypatch, capsys, fault):
     logged = []
 
     class Failing:
@@ -392,14 +401,14 @@ def test_a_tracker_that_fails_is_told_of_once_and_left_out(tmp_path, monkeypatch
     for step in (1, 2):
         writer.write({"step": step, "loss": 1.0})
     writer.close()
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.count("warning") == 1
-    assert said.startswith("warning: log.wandb has failed (ConnectionError: the server is gone)")
+    message = " ".join(capsys.readouterr().out.split())
+    assert message.count("warning") == 1
+    assert message.startswith("warning: log.wandb has failed (ConnectionError: the server is gone)")
     assert logged == [(1, {"train/loss": 1.0}), (2, {"train/loss": 1.0}), "closed"]
     assert [r["step"] for r in read_metrics(tmp_path)] == [1, 2]
 
 
-def test_wandb_has_the_new_branch_after_a_rollback(tmp_path, monkeypatch):
+def test_wandb_continues_after_a_rollback(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -408,7 +417,9 @@ def test_wandb_has_the_new_branch_after_a_rollback(tmp_path, monkeypatch):
     rows, real_log = [], session.log
     monkeypatch.setattr(session, "log", lambda row: (rows.append(row), real_log(row)))
     branches(writer)
-    by_step = {row["global_step"]: row["train/loss"] for row in rows}  # the last one counts
+    by_step = {
+        row["global_step"]: row["train/loss"] for row in rows
+    }  # the last record of a step counts
     assert by_step == {step: 1.0 if step <= 6 else 2.0 for step in range(1, 16)}
     assert session.config["model"]
     assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
@@ -418,7 +429,7 @@ def test_wandb_has_the_new_branch_after_a_rollback(tmp_path, monkeypatch):
 # Progress.
 
 
-def test_what_a_person_watches_is_labelled():
+def test_terminal_line_labels_its_numbers():
     record = {
         "loss": 2.0,
         "perplexity": 7.389,
@@ -426,15 +437,20 @@ def test_what_a_person_watches_is_labelled():
         "grad_norm": 0.5,
         "tokens_per_s": 12345.6,
     }
-    assert describe(record) == "loss 2.000  perplexity 7.4  lr 1.0e-03  |g| 0.50  12,346 tokens/s"
+    assert (
+        describe_record(record)
+        == "loss 2.000  perplexity 7.4  lr 1.0e-03  |g| 0.50  12,346 tokens/s"
+    )
     solved = record | {"evaluations": [1.0, 1.5], "failed": [0.0, 0.01], "mfu": 0.312}
-    assert describe(solved, {"mean": [8.62, 4.1]}).endswith(
+    assert describe_record(solved, {"mean": [8.62, 4.1]}).endswith(
         "|g| 0.50  ℓ* 8.6 4.1  evaluations 1.0 1.5  failed 1.00%  12,346 tokens/s  MFU 31.2%"
     )
-    assert "ℓ* 4.5 (1.0 to 8.0)" in describe(record, {"mean": [float(i) for i in range(1, 9)]})
+    assert "ℓ* 4.5 (1.0 to 8.0)" in describe_record(
+        record, {"mean": [float(i) for i in range(1, 9)]}
+    )
 
 
-def test_imbalance_is_the_share_that_ranks_wait_for_the_slowest():
+def test_imbalance_is_the_mean_waiting_share():
     def others(seconds):
         return torch.cat([seconds, torch.tensor([1.0, 4.0], dtype=torch.float64)])
 

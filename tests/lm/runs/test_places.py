@@ -1,4 +1,4 @@
-"""Paths of commands: found, refused by a sentence, and before anything heavy is imported."""
+"""Paths on the command line: found, or refused before slow imports."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ DEMO = str(ROOT / "configs/lm/demo.yaml")
 CATBABI = str(ROOT / "configs/synthetic/small/catbabi.yaml")
 HEAVY = ("torch", "transformers", "deepspeed", "matplotlib", "datasets")
 
-# Every command that takes a path, with a path that leads nowhere, and words of its refusal.
+# Every command with a path, a wrong path, and words of the error.
 MISTYPED = [
     ("generate runs/nope --prompt a", "runs/nope: no such folder; give a run or an export"),
     ("generate ./nope --prompt a", "./nope: no such folder"),
@@ -46,8 +46,8 @@ MISTYPED = [
 ]
 
 
-def test_a_mistyped_path_is_refused_before_anything_heavy_is_imported(tmp_path):
-    """One process for all commands: what the first of them imports would be seen."""
+def test_mistyped_path_is_refused_without_slow_imports(tmp_path):
+    """All commands run in one process, which must not import slow modules."""
     (tmp_path / "runs").mkdir()
     code = (
         "import sys\n"
@@ -58,20 +58,24 @@ def test_a_mistyped_path_is_refused_before_anything_heavy_is_imported(tmp_path):
         "    print(status, heavy, file=sys.stderr)\n"
         "    assert not heavy, words\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
         env={"PYTHONPATH": str(ROOT), "HOME": str(tmp_path)},
-    )  # fmt: skip
-    lines = done.stderr.splitlines()
-    assert done.returncode == 0, done.stderr
-    assert len(lines) == 2 * len(MISTYPED) and done.stdout == ""
-    for (words, refusal), said, ended in zip(MISTYPED, lines[::2], lines[1::2], strict=True):
-        assert said.startswith("error: ") and refusal in said, (words, said)
+    )
+    lines = result.stderr.splitlines()
+    assert result.returncode == 0, result.stderr
+    assert len(lines) == 2 * len(MISTYPED) and result.stdout == ""
+    for (words, refusal), message, ended in zip(MISTYPED, lines[::2], lines[1::2], strict=True):
+        assert message.startswith("error: ") and refusal in message, (words, message)
         assert not ended.startswith("0 "), words
     assert [p.name for p in tmp_path.iterdir()] == ["runs"] and not list(tmp_path.glob("runs/*"))
 
 
-def test_a_run_an_export_and_nothing_are_told_apart(tmp_path, monkeypatch):
+def test_runs_exports_and_other_folders_are_distinguished(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for place, file in (("runs/demo", "config.yaml"), ("runs/demo/hf", "config.json")):
         Path(place).mkdir(parents=True)
@@ -79,7 +83,7 @@ def test_a_run_an_export_and_nothing_are_told_apart(tmp_path, monkeypatch):
     assert find_model("runs/demo") == "run" and find_model("runs/demo/hf") == "export"
     for place, words in [
         ("runs/demp", "runs/demp: no such folder; .*; did you mean runs/demo?"),
-        ("runs", "runs holds neither a run .* it has 1 below, such as runs/demo"),
+        ("runs", "runs holds neither a run .* it contains runs, such as runs/demo"),
         ("runs/demo/config.yaml", "is a file"),
     ]:
         with pytest.raises(PlaceError, match=words):
@@ -88,7 +92,7 @@ def test_a_run_an_export_and_nothing_are_told_apart(tmp_path, monkeypatch):
         places.check_run("runs")
 
 
-def test_a_name_on_the_hub_is_no_path(tmp_path, monkeypatch):
+def test_hub_name_is_not_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert not looks_local("owner/name")
     assert all(map(looks_local, ("./name", "/a/b", "~/b", "a", "a/b/c", "a/")))
@@ -97,7 +101,7 @@ def test_a_name_on_the_hub_is_no_path(tmp_path, monkeypatch):
 
 
 class Hub:
-    """A hub whose answer to every question is an error."""
+    """A hub that answers every request with an error."""
 
     def __init__(self, error: Exception):
         self.error = error
@@ -116,7 +120,7 @@ def test_the_hub_is_asked_once(monkeypatch):
         return find_model("owner/name")
 
     answer = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
-    with pytest.raises(PlaceError, match="no such folder here, and no model of the hub: 404"):
+    with pytest.raises(PlaceError, match="no such folder, and not a model on the hub: 404"):
         ask(errors.RepositoryNotFoundError("404", response=answer))
     with pytest.raises(PlaceError, match="no model of the hub: no route"):
         ask(httpx.ConnectError("no route"))
@@ -125,7 +129,7 @@ def test_the_hub_is_asked_once(monkeypatch):
         find_model("ow ner/name")
 
 
-def test_options_that_name_a_file_or_a_folder(tmp_path):
+def test_options_with_missing_files_or_folders_are_refused(tmp_path):
     places.check_files({"--text": None, "--config": __file__})
     places.check_folders({"--data": tmp_path, "--tokenizer": None})
     with pytest.raises(PlaceError, match="--text nope: no such file"):

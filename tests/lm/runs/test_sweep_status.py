@@ -1,4 +1,4 @@
-"""`fprnn status` of a sweep: every state a run directory can be in, damaged files among them."""
+"""`fprnn status` of a sweep: every state of a run directory, also with damaged files."""
 
 import json
 import os
@@ -24,7 +24,7 @@ RESULT = {
 
 @pytest.fixture
 def sweep(tmp_path):
-    """A sweep of four points, of which none is there."""
+    """A sweep of four points without run directories."""
     return Sweep(tmp_path)
 
 
@@ -41,7 +41,7 @@ class Sweep:
         ]
 
     def write(self, index, seconds_ago=3600.0, steps=8, **files):
-        """Make a point's run directory. files: name → text or a value for JSON."""
+        """Make the run directory of a point with files {name: text or JSON value}."""
         folder = self.folders[index]
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(f"name: x\ntrain:\n  steps: {steps}\n")
@@ -61,7 +61,7 @@ class Sweep:
 
 
 class Lease(dict):
-    """What lease.json holds, and how long ago it was touched."""
+    """Write a lease.json that was touched some seconds ago."""
 
     def __init__(self, seconds_ago, **other):
         own = {"host": "n7", "pid": 4711, "job": "12_3", "since": 1_700_000_000}
@@ -73,7 +73,7 @@ def records(*values):
     return "".join(json.dumps(v) + "\n" for v in values)
 
 
-def test_a_point_of_each_state_and_the_table(sweep, capsys, monkeypatch):
+def test_sweep_status_shows_every_state(sweep, capsys, monkeypatch):
     sweep.write(0, result_json=RESULT, metrics_jsonl=records({"step": 8, "loss": 2.4}))
     sweep.write(
         1,
@@ -84,8 +84,11 @@ def test_a_point_of_each_state_and_the_table(sweep, capsys, monkeypatch):
     sweep.write(2, failure_json=failure | {"when": time.time()})
     done, running, failed, absent = sweep.points()
     assert [p.state for p in (done, running, failed, absent)] == [
-        "done", "running", "failed", "missing",
-    ]  # fmt: skip
+        "done",
+        "running",
+        "failed",
+        "missing",
+    ]
     assert done.text == "8 updates, trained 67 min"
     bits = {"validation": RESULT["validation"] | {"bits_per_byte": 1.25}}
     sweep.write(0, result_json=RESULT | bits)
@@ -99,9 +102,13 @@ def test_a_point_of_each_state_and_the_table(sweep, capsys, monkeypatch):
     assert main(["status", str(sweep.config)]) == 0
     shown = capsys.readouterr().out
     for words in (
-        "1 done, 1 running, 1 failed, 1 missing", "3.2 7.5", "5 / 8", "60 min ago",
-        "002 failed: stopped at update 3: the loss is nan", "--array=2-3",
-    ):  # fmt: skip
+        "1 done, 1 running, 1 failed, 1 missing",
+        "3.2 7.5",
+        "5 / 8",
+        "60 min ago",
+        "002 failed: stopped at update 3: the loss is nan",
+        "--array=2-3",
+    ):
         assert words in shown
     assert main(["status", str(sweep.config), "--json"]) == 0
     read = json.loads(capsys.readouterr().out)
@@ -112,8 +119,8 @@ def test_a_point_of_each_state_and_the_table(sweep, capsys, monkeypatch):
 
 @pytest.mark.parametrize("text", ["", "{", '{"pid": 1', "null", "[1]", "\0\0\0\0", "[" * 100_000])
 @pytest.mark.parametrize("name", ["lease", "failure", "result", "config", "metrics"])
-def test_half_of_a_file(sweep, name, text):
-    """Any file cut short or overwritten is no error, and says nothing that is not so."""
+def test_truncated_files_raise_no_error(sweep, name, text):
+    """A truncated or overwritten file raises no error and leads to no wrong state."""
     files = {"metrics_jsonl": records({"step": 3}), f"{name}_json": text}
     if name in ("config", "metrics"):
         del files[f"{name}_json"]
@@ -128,13 +135,13 @@ def test_half_of_a_file(sweep, name, text):
     assert sweep.point(0).state == "missing"
 
 
-def test_a_lease_that_is_being_written_is_a_sign_of_life(sweep):
+def test_lease_being_written_counts_as_running(sweep):
     sweep.write(1, seconds_ago=5, lease_json='{"host": "n')
     assert sweep.point(1).state == "running"
 
 
-def test_overrides_say_where_the_runs_are_and_how_long(sweep, tmp_path, capsys):
-    """As they were given to sbatch: another name, another folder, more updates."""
+def test_overrides_change_run_directories_and_steps(sweep, tmp_path, capsys):
+    """Overrides given to sbatch: another name, another folder, more updates."""
     sweep.write(0, steps=20, result_json=RESULT | {"updates": 20})
     moved = tmp_path / "elsewhere/other/000-lr=0.01-d_state=4"
     moved.parent.mkdir(parents=True)
@@ -148,12 +155,12 @@ def test_overrides_say_where_the_runs_are_and_how_long(sweep, tmp_path, capsys):
     assert capsys.readouterr().out.startswith("other/000-lr=0.01-d_state=4\n")
 
 
-def test_a_config_without_a_sweep(capsys):
+def test_config_without_sweep_is_refused(capsys):
     assert main(["status", str(ROOT / "configs/tiny/lm.yaml")]) == BAD_CONFIG
     assert "has no `sweep:` section" in capsys.readouterr().err
 
 
-def test_a_real_run_is_done(tiny_run, sweep):
+def test_finished_run_is_done(tiny_run, sweep):
     shutil.copytree(tiny_run, sweep.folders[1])
     point = sweep.point(1)
     assert (point.state, point.step, point.steps) == ("done", 8, 8)

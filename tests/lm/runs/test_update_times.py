@@ -1,4 +1,4 @@
-"""The breakdown of an update's time: on a CPU by the clock, on a device by what it had to do."""
+"""Breakdown of an update's time: by the clock on a CPU, by events on a GPU."""
 
 from types import SimpleNamespace
 
@@ -12,35 +12,35 @@ from lm.runs.metrics import read_metrics
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The performance counter, moved by hand."""
+    """A performance counter that tests advance."""
     now = SimpleNamespace(seconds=100.0)
     counter = SimpleNamespace(perf_counter=lambda: now.seconds)
     monkeypatch.setattr(update_times, "time", counter)
     return now
 
 
-def test_the_seconds_of_an_update_are_in_its_parts(clock):
+def test_seconds_of_an_update_are_split_into_parts(clock):
     times = UpdateTimes("cpu")
     for _ in range(2):
         with times.part("data"):
             clock.seconds += 1
-        clock.seconds += 64  # of no part
+        clock.seconds += 64  # outside the parts
         with times.part("forward"):
             clock.seconds += 4
             with times.solving():
                 clock.seconds += 8
-        with times.part("backward"), times.solving():  # of a layer that is computed again
+        with times.part("backward"), times.solving():  # gradient checkpointing
             clock.seconds += 16
         with times.part("optimizer"):
             clock.seconds += 32
         times.end_update()
-        with times.solving():  # of a probe: of no update
+        with times.solving():  # a probe, outside updates
             clock.seconds += 1000
     seconds = {"data": 1, "forward": 4, "solve": 8, "backward": 16, "optimizer": 32}
     assert times.read() == seconds
 
 
-def test_a_part_that_fails_ends(clock):
+def test_failing_part_is_closed(clock):
     times = UpdateTimes("cpu")
     with pytest.raises(FloatingPointError), times.part("forward"):
         clock.seconds += 1
@@ -51,8 +51,7 @@ def test_a_part_that_fails_ends(clock):
 
 
 class Device:
-    """A device that works behind its host: orders wait in a queue, an event is passed when what was
-    ordered before it is done."""
+    """A fake asynchronous device: launches wait in a queue, and an event waits for earlier ones."""
 
     def __init__(self):
         self.host = self.free_at = 0.0
@@ -77,7 +76,7 @@ class Device:
         return Event()
 
 
-def test_a_device_is_charged_what_it_does_not_what_the_host_orders(monkeypatch):
+def test_gpu_time_is_measured_on_the_device(monkeypatch):
     """The host orders all within 0.4 s and waits for nothing but data; the device takes 4, 8 and 2
     s. While the host waits for the data of the second update, the optimizer of the first still
     works: only what is left of the wait is the data's."""
@@ -92,17 +91,16 @@ def test_a_device_is_charged_what_it_does_not_what_the_host_orders(monkeypatch):
                 device.host += 0.1
                 device.order(seconds)
         times.end_update()
-        assert device.host < 15  # nothing has waited
-    found = times.read()
+        assert device.host < 15  # the host never waited for the device
+    actual = times.read()
     assert device.host == pytest.approx(28.4)
-    assert found["forward"] == pytest.approx(4.0, abs=0.11)  # until its order has come
-    assert found["backward"] == pytest.approx(8.0) and found["optimizer"] == pytest.approx(2.0)
-    assert 2 * found["data"] == pytest.approx(14.3 - 14.1, abs=1e-6)
+    assert actual["forward"] == pytest.approx(4.0, abs=0.11)  # until the event in the queue
+    assert actual["backward"] == pytest.approx(8.0) and actual["optimizer"] == pytest.approx(2.0)
+    assert 2 * actual["data"] == pytest.approx(14.3 - 14.1, abs=1e-6)
 
 
-def test_the_parts_of_a_real_run_are_nearly_all_of_it(tiny_run):
-    """By another clock. The two best of eight updates decide, because a process may wait between
-    two readings."""
+def test_parts_add_up_to_the_time_of_a_run(tiny_run):
+    """Compare with another clock, in the best two of eight updates, because a process may wait."""
     records = [r for r in read_metrics(tiny_run) if "loss" in r]
     spent = [0.0] + [r["spent"]["seconds"] for r in records]
     misses = []

@@ -1,4 +1,4 @@
-"""What a run and an export vouch for: a file that is not what was written is refused by name."""
+"""Checksums of runs and exports: a changed file is refused by name."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ from tests.running import ROOT, fprnn, losses, run, run_alone
 
 @pytest.fixture
 def copy(small_export, tmp_path):
-    """A copy of an export, to be damaged."""
+    """A copy of an export that a test may damage."""
     return Path(shutil.copytree(small_export, tmp_path / "copy"))
 
 
@@ -39,22 +39,20 @@ def flip(path, bit):
     path.write_bytes(data)
 
 
-# An export.
+# Exports.
 
 
-def test_sha256sum_checks_all_of_an_export_but_its_card(small_export):
+def test_sha256sum_covers_all_files_except_the_card(small_export):
     checked = subprocess.run(
         ["sha256sum", "-c", SUMS], cwd=small_export, capture_output=True, text=True
     )
     assert checked.returncode == 0, checked.stderr
     listed = {line.partition(":")[0] for line in checked.stdout.splitlines()}
-    assert listed == {path.name for path in small_export.iterdir()} - {
-        SUMS, CARD, EXPORT_RECORD
-    }  # fmt: skip
+    assert listed == {path.name for path in small_export.iterdir()} - {SUMS, CARD, EXPORT_RECORD}
 
 
-def test_no_flipped_bit_of_an_export_is_loaded(copy):
-    """Of 40 in the weights, 37 went unseen."""
+def test_export_with_a_flipped_bit_is_refused(copy):
+    """Without checksums, 37 of 40 flipped bits in the weights were not detected."""
     flips = random.Random(0)
     for name in read_sums(copy):
         path = copy / name
@@ -68,14 +66,14 @@ def test_no_flipped_bit_of_an_export_is_loaded(copy):
     load_tokenizer(copy)
 
 
-def test_a_changed_tokenizer_of_an_export_is_refused(capsys, copy):
+def test_export_with_changed_tokenizer_is_refused(capsys, copy):
     path = copy / "tokenizer.json"
     path.write_text(path.read_text().replace('"a"', '"aa"', 1))
     with pytest.raises(LoadError, match=r"tokenizer\.json is damaged, or was changed"):
         load_tokenizer(copy)
-    said = refused(capsys, "generate", copy, "--prompt", "a")
-    assert f"{path} is damaged, or was changed" in said and f"delete {SUMS}" in said
-    (copy / SUMS).unlink()  # as the sentence says, where the change is meant
+    output = refused(capsys, "generate", copy, "--prompt", "a")
+    assert f"{path} is damaged, or was changed" in output and f"delete {SUMS}" in output
+    (copy / SUMS).unlink()  # as the error advises for an intended change
     load_tokenizer(copy)
 
 
@@ -86,7 +84,7 @@ def test_a_changed_tokenizer_of_an_export_is_refused(capsys, copy):
         ("\xff", f"{SUMS} is damaged"),
         ("0" * 64 + "  ../config.json\n", f"{SUMS} is damaged"),
         ("", "it is empty"),
-        ("CONFIG", "is not listed in"),  # a list that lost the weights vouches for nothing
+        ("CONFIG", "is not listed in"),  # a list without the weights is refused
     ],
 )
 def test_damaged_checksums_are_named(copy, text, words):
@@ -97,7 +95,7 @@ def test_damaged_checksums_are_named(copy, text, words):
         load_model(copy)
 
 
-def test_a_file_that_is_gone_is_named_and_the_card_may_change(copy):
+def test_missing_file_is_named_and_card_may_change(copy):
     (copy / CARD).write_text("Other words.")
     load_model(copy)
     (copy / "generation_config.json").unlink()
@@ -117,7 +115,7 @@ def test_from_pretrained_refuses_changed_weights(copy):
             load.from_pretrained(pretrained_model_name_or_path=str(copy.parent), subfolder="copy")
 
 
-def test_from_pretrained_refuses_a_changed_shard(copy):
+def test_from_pretrained_refuses_changed_shard(copy):
     FPRNNForCausalLM.from_pretrained(copy).save_pretrained(copy / "cut", max_shard_size="5KB")
     folder = copy / "cut"
     write_sums(folder, [path.name for path in folder.iterdir()])
@@ -139,16 +137,16 @@ except ValueError as e:
 """
 
 
-def test_code_that_travels_refuses_changed_weights(copy, tmp_path):
-    """In a process that has no `lm`."""
+def test_exported_code_refuses_changed_weights(copy, tmp_path):
+    """In a process that cannot import `lm`."""
     assert run_alone(LOAD, copy, cwd=tmp_path).stdout == "transformers_modules\n"
     flip(copy / "model.safetensors", 8 * 5000)
     printed = run_alone(LOAD, copy, cwd=tmp_path).stdout
     assert "model.safetensors is damaged, or was changed (its SHA-256 differs)" in printed
 
 
-def test_what_a_user_saves_anew_is_not_refused(copy, tmp_path):
-    """After fine-tuning, into the same folder or another."""
+def test_export_saved_again_by_a_user_loads(copy, tmp_path):
+    """A user saves after fine-tuning, into the same folder or another."""
     model = FPRNNForCausalLM.from_pretrained(copy)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -161,7 +159,7 @@ def test_what_a_user_saves_anew_is_not_refused(copy, tmp_path):
             assert torch.equal(loaded.state_dict()[name], weight)
 
 
-def test_a_file_is_read_once_until_it_changes(copy, monkeypatch):
+def test_unchanged_file_is_hashed_once(copy, monkeypatch):
     read, real = [], hashlib.file_digest
     monkeypatch.setattr(
         hashlib, "file_digest", lambda f, how: (read.append(f.name), real(f, how))[1]
@@ -172,19 +170,19 @@ def test_a_file_is_read_once_until_it_changes(copy, monkeypatch):
     load_model(copy)
     assert len(read) == len(read_sums(copy))
     weights = copy / "model.safetensors"
-    weights.write_bytes(weights.read_bytes())  # the same, and nobody knows
+    weights.write_bytes(weights.read_bytes())  # the same content with a new time
     FPRNNForCausalLM.from_pretrained(copy)
     assert len(read) == len(read_sums(copy)) + 1
 
 
-# A run.
+# Runs.
 
 TINY = ("train", "--config", "configs/tiny/lm.yaml", "resume=auto")
 
 
 @pytest.fixture
 def stopped(tiny_run, tmp_path):
-    """A run that goes on after update 4."""
+    """A run that can continue after update 4."""
     folder = Path(shutil.copytree(tiny_run, tmp_path / "runs/tiny"))
     shutil.rmtree(folder / "checkpoints/step-000008")
     (folder / "result.json").unlink()
@@ -193,7 +191,7 @@ def stopped(tiny_run, tmp_path):
 
 
 def other_tokenizer(folder):
-    """Two tokens change places: the same text is other tokens."""
+    """Swap two tokens, so that the same text has other tokens."""
     path = folder / "tokenizer.json"
     tokenizer = json.loads(path.read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -201,7 +199,7 @@ def other_tokenizer(folder):
     path.write_text(json.dumps(tokenizer))
 
 
-def test_a_manifest_says_what_the_run_is_made_of(tiny_run):
+def test_manifest_has_the_run_fingerprint(tiny_run):
     manifest = json.loads((tiny_run / "checkpoints/step-000008" / MANIFEST).read_text())
     tokenizer = (tiny_run / "tokenizer/tokenizer.json").read_bytes()
     assert manifest["tokenizer"]["tokenizer.json"] == hashlib.sha256(tokenizer).hexdigest()
@@ -211,11 +209,11 @@ def test_a_manifest_says_what_the_run_is_made_of(tiny_run):
 
 
 @pytest.mark.parametrize("vouched", ["its own checksums", "the checkpoint's"])
-def test_a_changed_tokenizer_of_a_run_is_refused(capsys, stopped, tmp_path, vouched):
-    """It re-tokenised the corpus in mid-run, and trained on."""
+def test_run_with_changed_tokenizer_is_refused(capsys, stopped, tmp_path, vouched):
+    """Otherwise the corpus would be tokenised again in the middle of the run."""
     folder = stopped / "tokenizer"
     other_tokenizer(folder)
-    if vouched == "the checkpoint's":  # another whole tokenizer in the place of the run's
+    if vouched == "the checkpoint's":  # replace the tokenizer
         write_sums(folder, [path.name for path in folder.iterdir() if path.name != SUMS])
     record = (stopped / "data/corpus.json").read_text()
     done = fprnn(*TINY, f"out_dir={stopped.parent}")
@@ -229,27 +227,27 @@ def test_a_changed_tokenizer_of_a_run_is_refused(capsys, stopped, tmp_path, vouc
         read_source(stopped)
 
 
-def test_a_changed_config_of_a_run_is_refused(capsys, stopped, tmp_path):
-    """One that fits the weights, and makes another model of them."""
+def test_run_with_changed_config_is_refused(capsys, stopped, tmp_path):
+    """The changed config fits the weights, but describes another model."""
     config = stopped / "config.yaml"
     whole = config.read_text()
     config.write_text(whole.replace("reset_at_eos: true", "reset_at_eos: false"))
     assert config.read_text() != whole
-    named = "config.yaml is not what"
+    named = "config.yaml differs from"
     change = "(model.reset_at_eos was True, is False)"
     for command in (["export", stopped, tmp_path / "out"], ["inspect", stopped, "a text"]):
-        said = refused(capsys, *command)
-        assert named in said and change in said
+        output = refused(capsys, *command)
+        assert named in output and change in output
     done = fprnn(*TINY, f"out_dir={stopped.parent}", "model.reset_at_eos=false")
     assert done.returncode == FAILED and named in done.stderr and change in done.stderr
-    # What may be changed, may be changed there.
+    # Keys that may change may be changed in config.yaml.
     config.write_text(whole.replace("steps: 8", "steps: 6"))
     _, done = run(stopped.parent, "resume=auto", "train.steps=6")
     assert max(r["step"] for r in losses(stopped)) == 6
 
 
-def test_another_corpus_in_mid_run_is_refused(stopped, tmp_path):
-    """The run's note of its corpus is gone, and the text is another than it was."""
+def test_run_with_changed_corpus_is_refused(stopped, tmp_path):
+    """The corpus in the run directory is deleted, and the text has changed."""
     text = Path("tests/data/tiny.jsonl").read_text()
     lines = text.splitlines()
     (tmp_path / "tiny.jsonl").write_text("\n".join(lines[: len(lines) // 2]) + "\n")
@@ -259,42 +257,42 @@ def test_another_corpus_in_mid_run_is_refused(stopped, tmp_path):
     moved = f"data.path={tmp_path}/tiny.jsonl"
     done = fprnn(*TINY, f"out_dir={stopped.parent}", moved)
     assert done.returncode == FAILED
-    assert f"{stopped / 'data'} is of another corpus than" in done.stderr
-    # The same text at another place is the same.
+    assert f"{stopped / 'data'} holds another corpus than" in done.stderr
+    # The same text at another path is accepted.
     (tmp_path / "tiny.jsonl").write_text(text)
     shutil.rmtree(stopped / "data")
     run(stopped.parent, "resume=auto", moved)
 
 
-def test_a_run_of_version_0_1_goes_on(stopped, tiny_losses):
-    """Its manifests hold neither config nor checksums, and its tokenizer has none."""
+def test_run_of_version_0_1_resumes(stopped, tiny_losses):
+    """Its manifests have no config and no checksums, and its tokenizer has no checksums."""
     (stopped / "tokenizer" / SUMS).unlink()
     path = stopped / "checkpoints/step-000004" / MANIFEST
     manifest = json.loads(path.read_text())
     for key in ("tokenizer", "corpora", "config"):
         del manifest[key]
     path.write_text(json.dumps(manifest))
-    found, _ = run(stopped.parent, "resume=auto")
-    assert [r["loss"] for r in found] == [r["loss"] for r in tiny_losses]
+    actual, _ = run(stopped.parent, "resume=auto")
+    assert [r["loss"] for r in actual] == [r["loss"] for r in tiny_losses]
 
 
-def test_a_report_says_that_a_run_is_not_what_it_was(capsys, stopped):
+def test_report_notes_changed_files_of_a_run(capsys, stopped):
     assert not [line for line in report([stopped]) if "changed" in str(line)]
     other_tokenizer(stopped / "tokenizer")
     (line,) = [line for line in report([stopped]) if "tokenizer.json" in str(line)]
     assert line.startswith(f"note: {stopped}") and "was changed" in line
 
 
-# A run that has lost something.
+# Runs with missing files.
 
 
 def claimed(tiny, folder, *overrides, overwrite=False):
-    """What is said when a run directory is taken."""
-    said = []
+    """Return the message when a run directory is claimed."""
+    outputs = []
     directory = RunDir(folder)
-    directory.claim(tiny(f"out_dir={folder.parent}", *overrides), overwrite, said.append)
+    directory.claim(tiny(f"out_dir={folder.parent}", *overrides), overwrite, outputs.append)
     directory.release()
-    return said
+    return outputs
 
 
 @pytest.fixture
@@ -302,17 +300,17 @@ def here(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
-DEAD = {**Lease(Path("lease.json")).own, "pid": 2**22 + 1}  # no process has such a number
+DEAD = {**Lease(Path("lease.json")).record, "pid": 2**22 + 1}  # larger than any process id
 TEXT = ("data.path=tests/data/tiny.jsonl", "resume=auto")
 
 
-def test_checkpoints_that_are_gone_are_not_a_new_beginning(tiny, here, stopped):
-    """It began at update 0, and dropped the log."""
+def test_missing_checkpoints_do_not_restart_the_run(tiny, here, stopped):
+    """Otherwise it would start at update 0 and drop the log."""
     log = (stopped / "metrics.jsonl").read_bytes()
     shutil.rmtree(stopped / "checkpoints")
     done = fprnn(*TINY, f"out_dir={stopped.parent}")
     assert done.returncode == FAILED
-    assert f"{stopped} has made 8 updates" in done.stderr and "bring them back" in done.stderr
+    assert f"{stopped} has made 8 updates" in done.stderr and "restore them" in done.stderr
     assert (stopped / "metrics.jsonl").read_bytes() == log
     (stopped / "checkpoints/step-000004.partial").mkdir(parents=True)
     with pytest.raises(RunDirError, match="has made 8 updates"):
@@ -325,13 +323,13 @@ def test_checkpoints_that_are_gone_are_not_a_new_beginning(tiny, here, stopped):
     assert not (stopped / "result.json").exists()
 
 
-def test_what_was_cut_short_before_its_first_save_begins_anew(tiny, here, stopped, tmp_path):
+def test_run_killed_before_first_save_restarts(tiny, here, stopped, tmp_path):
     shutil.rmtree(stopped / "checkpoints")
     log = stopped / "metrics.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:3]))
     assert "checkpoint" not in log.read_text()
     assert claimed(tiny, stopped, *TEXT) == []
-    claim = tmp_path / "cut/tiny"  # nothing but a lease
+    claim = tmp_path / "cut/tiny"  # only a lease
     (claim / "checkpoints").mkdir(parents=True)
     (claim / "lease.json").write_text(json.dumps(DEAD))
     claimed(tiny, claim, *TEXT)
@@ -340,14 +338,14 @@ def test_what_was_cut_short_before_its_first_save_begins_anew(tiny, here, stoppe
 
 @pytest.mark.parametrize("leased", [True, False])
 @pytest.mark.parametrize("lost", ["config.yaml", "config.yaml and metrics.jsonl"])
-def test_a_config_that_is_gone_is_no_new_run(tiny, here, stopped, leased, lost):
-    """A killed run's lease alone made the directory anybody's."""
+def test_missing_config_does_not_restart_the_run(tiny, here, stopped, leased, lost):
+    """Also if the lease of a killed run is still there."""
     for name in lost.split(" and "):
         (stopped / name).unlink()
     if leased:
         (stopped / "lease.json").write_text(json.dumps(DEAD))
     for overrides in (TEXT, TEXT[:1]):
-        with pytest.raises(RunDirError, match=r"config\.yaml is gone: bring it back"):
+        with pytest.raises(RunDirError, match=r"config\.yaml is gone: restore it"):
             claimed(tiny, stopped, *overrides)
     assert (stopped / "checkpoints/step-000004").is_dir()
     assert not (stopped / "config.yaml").exists()

@@ -1,4 +1,4 @@
-"""Only files that this program wrote are deleted; a folder that holds others is refused by name."""
+"""Only files that fprnn wrote are deleted; a folder with other files is refused."""
 
 import shutil
 from pathlib import Path
@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def run_copy(tiny_run, tmp_path):
-    """The tiny run, to be deleted."""
-    without_export = shutil.ignore_patterns("hf")  # which another test may have made there
+    """A copy of the tiny run that a test may delete."""
+    without_export = shutil.ignore_patterns("hf")  # another test may have exported
     return Path(shutil.copytree(tiny_run, tmp_path / "runs/tiny", ignore=without_export))
 
 
@@ -35,11 +35,11 @@ def put(folder, name, text="mine"):
     path.write_text(text)
 
 
-def test_every_file_of_a_run_is_known_also_of_its_report_and_export(tiny, run_copy):
+def test_every_file_of_run_report_and_export_is_known(tiny, run_copy):
     exports = [("export", run_copy, run_copy / name) for name in ("hf", "hf-4")]
     for command in (("report", run_copy), *exports, ("inspect", run_copy, "abc")):
-        done = fprnn(*command)
-        assert done.returncode == 0, done.stderr
+        process = fprnn(*command)
+        assert process.returncode == 0, process.stderr
     put(run_copy, "hf/eval/results.json")
     assert foreign_files(run_copy, run_file_test(run_copy)) == ""
     claim(tiny, run_copy, overwrite=True)
@@ -50,29 +50,51 @@ def test_every_file_of_a_run_is_known_also_of_its_report_and_export(tiny, run_co
 @pytest.mark.parametrize(
     "name",
     [
-        "config.yaml", "wandb/offline-run-20261127_021012-abc/files/output.log", "wandb/latest-run",
-        "tensorboard/events.out.tfevents.1.host.2.0", "profile/updates-3-5.trace.json.gz",
-        "data/web/train.bin", "data/lease.json", "data/files.json", "data/corpus-0a/shards.json",
-        "data/web/corpus-0a/train.tmp", "data/web/corpus-0a/about.json",
+        "config.yaml",
+        "wandb/offline-run-20261127_021012-abc/files/output.log",
+        "wandb/latest-run",
+        "tensorboard/events.out.tfevents.1.host.2.0",
+        "profile/updates-3-5.trace.json.gz",
+        "data/web/train.bin",
+        "data/lease.json",
+        "data/files.json",
+        "data/corpus-0a/shards.json",
+        "data/web/corpus-0a/train.tmp",
+        "data/web/corpus-0a/about.json",
         "checkpoints/step-000004-17.partial/x_states.pt",
-        "checkpoints/step-000004/.manifest.json.12.tmp", "tokenizer/vocab.json",
-        "stacks/rank0000.txt", "checkpoints/last.pt", ".tokenizer-a1_b2c3d/tokenizer.json",
-        "eval-max_iters-4.json", "data/corpus-1a/lock", "data/corpus-1a/shards.jsonl",
-        "data/files.json", "data/web/corpus-1a/train.bin",
+        "checkpoints/step-000004/.manifest.json.12.tmp",
+        "tokenizer/vocab.json",
+        "stacks/rank0000.txt",
+        "checkpoints/last.pt",
+        ".tokenizer-a1_b2c3d/tokenizer.json",
+        "eval-max_iters-4.json",
+        "data/corpus-1a/lock",
+        "data/corpus-1a/shards.jsonl",
+        "data/files.json",
+        "data/web/corpus-1a/train.bin",
     ],
-)  # fmt: skip
-def test_the_layout_of_a_run(name):
+)
+def test_run_files_pattern_matches_the_layout(name):
     assert RUN_FILES.fullmatch(name)
 
 
 @pytest.mark.parametrize(
     "name,shown",
-    [("notes.txt", ""), ("b/config.yaml", "b/"), ("b/checkpoints/step-000004/x.pt", "b/"),
-     (".git/refs/heads/main", ".git/"), ("data/mine.jsonl", ""), ("checkpoints/epoch1.pt", ""),
-     ("checkpoints/b/epoch1.pt", "checkpoints/b/"), ("figures/mine.png", "figures/"),
-     ("tokenizer/notes.txt", ""), ("hf/notes.txt", "hf/"), ("wandb/notes.txt", "wandb/")],
-)  # fmt: skip
-def test_overwrite_refuses_what_no_training_wrote(tiny, run_copy, name, shown):
+    [
+        ("notes.txt", ""),
+        ("b/config.yaml", "b/"),
+        ("b/checkpoints/step-000004/x.pt", "b/"),
+        (".git/refs/heads/main", ".git/"),
+        ("data/mine.jsonl", ""),
+        ("checkpoints/epoch1.pt", ""),
+        ("checkpoints/b/epoch1.pt", "checkpoints/b/"),
+        ("figures/mine.png", "figures/"),
+        ("tokenizer/notes.txt", ""),
+        ("hf/notes.txt", "hf/"),
+        ("wandb/notes.txt", "wandb/"),
+    ],
+)
+def test_overwrite_refuses_files_of_others(tiny, run_copy, name, shown):
     put(run_copy, name)
     before = contents(run_copy)
     with pytest.raises(RunDirError, match=rf"no training wrote there \({shown or name}\)"):
@@ -80,7 +102,7 @@ def test_overwrite_refuses_what_no_training_wrote(tiny, run_copy, name, shown):
     assert contents(run_copy) == before
 
 
-def test_a_link_to_a_folder_is_not_followed(tiny, run_copy, tmp_path):
+def test_link_to_a_folder_is_not_followed(tiny, run_copy, tmp_path):
     put(tmp_path, "elsewhere/step-000008/manifest.json")
     shutil.rmtree(run_copy / "checkpoints")
     (run_copy / "checkpoints").symlink_to(tmp_path / "elsewhere")
@@ -100,7 +122,7 @@ def test_a_link_to_a_folder_is_not_followed(tiny, run_copy, tmp_path):
         {"lease.json": "{}", "thesis.txt": "…"},
     ],
 )
-def test_a_folder_with_somebodys_config_is_not_cleared(tiny, tmp_path, files, overwrite):
+def test_folder_with_handwritten_config_is_not_deleted(tiny, tmp_path, files, overwrite):
     folder = tmp_path / "runs/mine"
     for name, text in files.items():
         put(folder, name, text)
@@ -110,7 +132,7 @@ def test_a_folder_with_somebodys_config_is_not_cleared(tiny, tmp_path, files, ov
     assert contents(folder) == before
 
 
-def test_a_start_that_failed_begins_anew_and_a_note_of_its_own_stays(tiny, run_copy):
+def test_failed_start_is_repeated_and_foreign_file_stays(tiny, run_copy):
     for name in ("metrics.jsonl", "result.json"):
         (run_copy / name).unlink()
     shutil.rmtree(run_copy / "checkpoints")

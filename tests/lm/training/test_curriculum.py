@@ -1,4 +1,4 @@
-"""A stage of `data.curriculum` that waits: when it is asked, and that a run goes on after it."""
+"""Stages of `data.curriculum`: when answers are measured, and resuming after a stage."""
 
 from __future__ import annotations
 
@@ -31,79 +31,88 @@ def curriculum_and_batches():
     return Curriculum(data, batches), batches
 
 
-def test_the_answers_of_a_stage_that_waits_end_it(capsys):
+def test_stage_ends_when_its_answers_are_learned(capsys):
     curriculum, batches = curriculum_and_batches()
     take(batches, 5)
-    assert curriculum.waiting(EVERY - 1) == curriculum.waiting(EVERY + 1) == []
-    assert curriculum.waiting(EVERY) == ["b"], "its traces alone"
-    said = curriculum.look(EVERY, 0.89)
-    assert said == {"curriculum": {"stage": 0, "answers": 0.89, "ended": False}}
+    assert curriculum.sources_to_check(EVERY - 1) == curriculum.sources_to_check(EVERY + 1) == []
+    assert curriculum.sources_to_check(EVERY) == ["b"], "its traces alone"
+    record = curriculum.end_if_learned(EVERY, 0.89)
+    assert record == {"curriculum": {"stage": 0, "answers": 0.89, "ended": False}}
     assert curriculum.stage.min_answer_prob == 0.9 and not capsys.readouterr().out
-    said = curriculum.look(2 * EVERY, 0.9)
-    assert said == {"curriculum": {"stage": 0, "answers": 0.9, "ended": True}}
+    record = curriculum.end_if_learned(2 * EVERY, 0.9)
+    assert record == {"curriculum": {"stage": 0, "answers": 0.9, "ended": True}}
     assert batches.stage == 1 and curriculum.stage.until == ENDING["until"]
     assert "stage 0 of the curriculum ends (answers 0.90)" in capsys.readouterr().out
-    assert curriculum.waiting(3 * EVERY) == [], "this one ends when it ends"
+    assert curriculum.sources_to_check(3 * EVERY) == [], "this one ends when it ends"
     batches.end_stage()
-    assert curriculum.waiting(4 * EVERY) == ["a", "b"]
-    assert not curriculum.look(4 * EVERY, math.nan)["curriculum"]["ended"]
-    curriculum.look(AFTER["until"] - EVERY + 1, 0.2)
-    said = capsys.readouterr().out
+    assert curriculum.sources_to_check(4 * EVERY) == ["a", "b"]
+    assert not curriculum.end_if_learned(4 * EVERY, math.nan)["curriculum"]["ended"]
+    curriculum.end_if_learned(AFTER["until"] - EVERY + 1, 0.2)
+    message = capsys.readouterr().out
     assert (
-        f"ends unlearned after update {AFTER['until']} (answers 0.20, min_answer_prob: 0.5)" in said
+        f"ends unlearned after update {AFTER['until']} (answers 0.20, min_answer_prob: 0.5)"
+        in message
     )
-    curriculum.look(4 * EVERY, 0.7)
+    curriculum.end_if_learned(4 * EVERY, 0.7)
     assert batches.stage == 3 and curriculum.stage is None
-    assert curriculum.waiting(5 * EVERY) == []
+    assert curriculum.sources_to_check(5 * EVERY) == []
 
 
-def test_without_stages_nothing_is_asked():
+def test_without_stages_no_answers_are_measured():
     plain = Curriculum(Data(), single_source_loader(range(50), 4, 3))
-    assert plain.stage is None and plain.waiting(EVERY) == []
+    assert plain.stage is None and plain.sources_to_check(EVERY) == []
     none = Curriculum(Data(source="builtin", mixture=MIXTURE), loader())
-    assert none.stage is None and none.waiting(EVERY) == []
+    assert none.stage is None and none.sources_to_check(EVERY) == []
 
 
 UNLEARNED = f"data.curriculum={json.dumps([WAITING | {'min_answer_prob': 0.999}])}"
 SETTINGS = (
-    "data.source=builtin", "data.path=null", f"data.mixture={json.dumps(MIXTURE)}",
-    f"data.curriculum={json.dumps([WAITING | {'min_answer_prob': 1.0e-9}])}", "data.val_tokens=300",
-)  # fmt: skip
+    "data.source=builtin",
+    "data.path=null",
+    f"data.mixture={json.dumps(MIXTURE)}",
+    f"data.curriculum={json.dumps([WAITING | {'min_answer_prob': 1.0e-9}])}",
+    "data.val_tokens=300",
+)
 
 
-def test_a_rollback_is_to_the_stage_of_its_checkpoint(tmp_path):
-    """Update 4 ends the stage, 5 is NaN, and 3 is the checkpoint: the stage is to be learned."""
+def test_rollback_restores_the_stage_of_the_checkpoint(tmp_path):
+    """Update 4 ends the stage and 5 is NaN: after the rollback to 3 the stage is current again."""
     fault = "looks_every=4,nan_at=9"
-    done = faulty(fault, *TINY, f"out_dir={tmp_path}", *SETTINGS, "checkpoint.every=3")
-    assert done.returncode == 0, done.stderr
-    said = " ".join(done.stdout.split())
+    process = faulty(fault, *TINY, f"out_dir={tmp_path}", *SETTINGS, "checkpoint.every=3")
+    assert process.returncode == 0, process.stderr
+    message = " ".join(process.stdout.split())
     end = "update 4 stage 0 of the curriculum ends"
-    before, after = said.split("back to the checkpoint of update 3")
+    before, after = message.split("back to the checkpoint of update 3")
     assert end in before and end in after
 
 
-def test_nan_is_found_before_answers_are_looked_at(tmp_path):
+def test_nan_is_detected_before_answers_are_measured(tmp_path):
     fault = "looks_every=2,weight_nan_at=4"
-    done = faulty(
+    process = faulty(
         fault, *TINY, f"out_dir={tmp_path}", *SETTINGS[:3], UNLEARNED, "checkpoint.every=3"
     )
-    assert done.returncode == 0, done.stderr
-    said = " ".join(done.stdout.split())
+    assert process.returncode == 0, process.stderr
+    message = " ".join(process.stdout.split())
     assert (
-        "note: update 4: NaN or infinity in the weights: back to the checkpoint of update 3" in said
+        "note: update 4: NaN or infinity in the weights: back to the checkpoint of update 3"
+        in message
     )
 
 
 @pytest.mark.slow
-def test_a_run_whose_stage_has_ended_goes_on_as_if_undisturbed(tmp_path):
-    """The adversary begins there, too; on two ranks it is the same training."""
+def test_resume_after_ended_stage_is_identical(tmp_path):
+    """The adversary starts after the stage; two ranks train alike."""
     steps, end = EVERY + 6, EVERY
     settings = [
-        *SETTINGS, "train.global_batch_size=4", "train.grad_accum_steps=null",
-        "train.adversarial_noise=0.5", f"train.steps={steps}", f"checkpoint.every={end}",
-    ]  # fmt: skip
-    whole, done = run(tmp_path / "whole", *settings)
-    assert f"update {end:>6}  stage 0 of the curriculum ends" in done.stdout
+        *SETTINGS,
+        "train.global_batch_size=4",
+        "train.grad_accum_steps=null",
+        "train.adversarial_noise=0.5",
+        f"train.steps={steps}",
+        f"checkpoint.every={end}",
+    ]
+    whole, process = run(tmp_path / "whole", *settings)
+    assert f"update {end:>6}  stage 0 of the curriculum ends" in process.stdout
     records = {r["step"]: r for r in whole}
     targets = {step: r["data_share"]["a"] for step, r in records.items()}
     assert targets[end] == 0 < targets[steps]
@@ -112,9 +121,9 @@ def test_a_run_whose_stage_has_ended_goes_on_as_if_undisturbed(tmp_path):
     assert [(r["step"], r["curriculum"]["stage"]) for r in looks] == [(end, 0)]
     assert 0 < looks[0]["curriculum"]["answers"] < 1
     checkpoint = tmp_path / f"whole/tiny/checkpoints/step-{end:06}"
-    again, _ = run(tmp_path / "again", *settings, f"resume={checkpoint}")
+    repeated, _ = run(tmp_path / "again", *settings, f"resume={checkpoint}")
     expected = trace(whole)
-    assert trace(again) == {step: expected[step] for step in range(end + 1, steps + 1)}
+    assert trace(repeated) == {step: expected[step] for step in range(end + 1, steps + 1)}
     on_two, _ = run(tmp_path / "two", *settings, processes=2)
     shares = {r["step"]: r["data_share"] for r in on_two}
     assert shares == {step: r["data_share"] for step, r in records.items()}

@@ -1,4 +1,4 @@
-"""The schedule, the parameter groups, the generated DeepSpeed config, and two real processes."""
+"""Engine: learning rates, parameter groups, DeepSpeed's JSON, and updates on two ranks."""
 
 import math
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from tests.running import run
 
 
 def formula(o, steps, warmup, k):
-    """Linear warm-up to the peak at update W, cosine to the floor at the last."""
+    """The rate rises linearly to the peak at update W, and falls by a cosine to the floor."""
     if k <= warmup:
         return o.lr * k / warmup
     return o.min_lr + 0.5 * (o.lr - o.min_lr) * (
@@ -62,7 +62,7 @@ def test_weight_decay_spares_rates_norms_biases_and_gains(tiny, name):
     assert any(n.endswith("in_proj.weight") for n in with_decay)
 
 
-def test_deepspeed_config_says_what_the_yaml_says(tiny, tmp_path):
+def test_deepspeed_config_matches_the_yaml(tiny, tmp_path):
     cfg = tiny("optim.grad_clip=0.5", "engine.zero_stage=2", "train.precision=bf16")
     d = deepspeed_json.deepspeed_config(cfg, 4)
     assert d["train_batch_size"] == 2 * 2 * 4
@@ -85,7 +85,7 @@ def test_deepspeed_config_says_what_the_yaml_says(tiny, tmp_path):
     ]:
         with pytest.raises(ConfigError, match=words):
             deepspeed_json.deepspeed_config(tiny(f"engine.deepspeed={place}"), 1)
-    # The gradient buffer holds the model, or its largest tensor.
+    # The gradient buffer is as large as the model, or as its largest tensor.
     sizes = [deepspeed_json.bucket_size(*of) for of in [(7, 4), (10**9, 10), (10**9, 6 * 10**7)]]
     assert sizes == [7, 5 * 10**7, 6 * 10**7]
 
@@ -100,8 +100,8 @@ def test_lr_of_every_update_is_applied(tiny_losses):
 @pytest.mark.parametrize(
     "stage", [3, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (0, 1, 2))]
 )
-def test_two_processes_give_the_losses_of_one(tmp_path, tiny_losses, stage):
-    """Same global batch: one process accumulates two micro-batches, two processes take one each."""
+def test_two_ranks_have_the_losses_of_one(tmp_path, tiny_losses, stage):
+    """One rank accumulates two micro-batches; two ranks have one each."""
     records, _ = run(
         tmp_path / "runs",
         "train.grad_accum_steps=1",
@@ -131,40 +131,43 @@ def test_bf16_trains_near_fp32(tmp_path, tiny_losses, stage):
         ({"zero_optimization": 3}, "sets zero_optimization to 3: it must be a mapping"),
         ({"zero_optimization": {"stage": 5}}, "stage of zero_optimization to 5: it must be one of"),
         ({"zero_optimization": {"stage": True}}, "stage of zero_optimization to True"),
-        ({"gradient_clipping": math.nan}, "gradient_clipping to nan: it must be a norm from 0 on"),
+        (
+            {"gradient_clipping": math.nan},
+            "gradient_clipping to nan: it must be a norm of at least 0",
+        ),
         ({"gradient_clipping": "x"}, "sets gradient_clipping to 'x': it must be a number"),
         (
             {"zero_optimization": {"overlap_comm": 3}},
             "overlap_comm of zero_optimization to 3: it",
         ),
-        ({"torch_autocast": {}}, "sets torch_autocast, and `train.precision` decides it"),
-        ({"optimizer": {}}, "sets optimizer, and `optim` decides it"),
-        ({"communication_data_type": "bf16"}, "DeepSpeed does not use under autocast and ZeRO"),
+        ({"torch_autocast": {}}, "sets torch_autocast, which is derived from `train.precision`"),
+        ({"optimizer": {}}, "sets optimizer, which is derived from `optim`"),
+        ({"communication_data_type": "bf16"}, "DeepSpeed ignores with autocast and ZeRO"),
     ],
 )
-def test_a_raw_deepspeed_json_may_not_contradict_the_loop(tiny, raw, sentence):
+def test_deepspeed_json_must_not_contradict_the_config(tiny, raw, sentence):
     cfg = tiny("train.precision=bf16")
     cfg.engine.deepspeed = raw
     with pytest.raises(ConfigError, match=sentence):
         deepspeed_json.deepspeed_config(cfg, 1)
 
 
-def test_what_deepspeed_itself_refuses_is_a_sentence(tmp_path):
+def test_errors_of_deepspeed_are_one_sentence(tmp_path):
     with pytest.raises(AssertionError) as caught:
         run(tmp_path / "runs", "engine.deepspeed={bf16: {enabled: x}}")
-    said = "error: DeepSpeed does not start with what engine.deepspeed says: ValidationError: 1 val"
-    assert said in str(caught.value) and "Traceback" not in str(caught.value)
+    message = "error: DeepSpeed does not start with the keys of engine.deepspeed: ValidationError: "
+    assert message in str(caught.value) and "Traceback" not in str(caught.value)
 
 
-def test_one_task_of_slurm_needs_no_rank_and_ranks_may_come_from_it(monkeypatch):
+def test_single_slurm_task_needs_no_rank(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "1")
-    assert ranks.launched() == (0, 1, 0)
+    assert ranks.read_launcher_ranks() == (0, 1, 0)
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
-    assert ranks.launched() == (3, 4, 1)
+    assert ranks.read_launcher_ranks() == (3, 4, 1)
 
 
 LABELS = [[1, 2, 3, 4]], [[1, -100, -100, -100]], [[-100] * 4]
@@ -172,22 +175,24 @@ PADDED = [{"labels": torch.tensor(labels)} for labels in LABELS]  # the end of a
 
 
 def among(**sums):
-    """A stand-in for an Engine on one of two ranks; the other adds these to what is summed."""
+    """Return a fake Engine on one of two ranks; the other rank adds these numbers to sums."""
     ranks = SimpleNamespace(sum=lambda *ours: [a + b for a, b in zip(ours, sums["other"])])
     ranks.world_size = 2
     deepspeed = SimpleNamespace(eval=lambda: None)
     return SimpleNamespace(ranks=ranks, deepspeed=deepspeed, **sums)
 
 
-def test_a_micro_batch_counts_by_its_targets():
-    """Five targets here and six on the other rank are 11 in six micro-batches."""
+def test_micro_batches_are_weighted_by_their_targets():
+    """Five targets on this rank and six on the other are 11 targets in six micro-batches."""
     shares = Engine._shares(among(other=[6]), PADDED)
     assert shares == pytest.approx([4 * 6 / 11, 6 / 11, 0])
 
 
-def test_validation_is_the_mean_over_targets():
-    """Losses of 2 and 5 over 4 targets and 1 here, 6 targets of 3 on the other rank. A model may
-    say NaN where there is no target."""
+def test_validation_loss_is_the_mean_over_targets():
+    """This rank has losses 2 and 5 over 4 targets and 1; the other has loss 3 over 6 targets.
+
+    The loss of a micro-batch without targets is NaN and does not count.
+    """
     losses = iter([2.0, 5.0, math.nan])
     engine = among(other=[18, 6])
     engine.forward = lambda batch: SimpleNamespace(loss=torch.tensor(next(losses)))
@@ -196,10 +201,10 @@ def test_validation_is_the_mean_over_targets():
     assert measured == {"loss": mean, "perplexity": pytest.approx(math.exp(mean)), "tokens": 11}
 
 
-def test_nothing_to_learn_or_to_measure_is_a_sentence():
+def test_batch_without_targets_is_refused():
     engine = among(other=[0, 0])
     engine.forward = lambda batch: SimpleNamespace(loss=torch.tensor(math.nan))
-    with pytest.raises(TrainingError, match="an update has nothing to learn: every label of its"):
+    with pytest.raises(TrainingError, match="an update has nothing to learn from: every label"):
         Engine._shares(engine, PADDED[2:])
     with pytest.raises(TrainingError, match="a validation has nothing to measure: every label"):
         Engine.validate(engine, PADDED[2:])

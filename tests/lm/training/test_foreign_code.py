@@ -1,4 +1,4 @@
-"""Files of others: what is in them is read, never run."""
+"""Files from other people are read without running code in them."""
 
 import contextlib
 import shutil
@@ -13,7 +13,7 @@ from lm.evaluation import facade
 from lm.model.checksums import forget, sha256
 from lm.runs.checkpoint import read_state
 from lm.runs.exported import LoadError, load_model, load_tokenizer
-from lm.training.engine import read_zero
+from lm.training.deepspeed_api import read_zero_file
 from tests.refusals import refused
 from tests.running import ROOT, command, fprnn
 
@@ -21,7 +21,7 @@ STEP = "checkpoints/step-000008"
 
 
 class Planted:
-    """An object that makes a folder when it is unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, place):
         self.place = place
@@ -31,7 +31,7 @@ class Planted:
 
 
 def plant(run, name, mark):
-    """Put it into a file of a checkpoint, and the file's new checksum into the manifest."""
+    """Put a Planted into a file of a checkpoint, and the new checksum into the manifest."""
     file = run / STEP / name
     saved = torch.load(file, weights_only=False)
     torch.save({**saved, "more": Planted(mark)}, file)
@@ -42,7 +42,7 @@ def plant(run, name, mark):
 
 @pytest.fixture
 def planted(tiny_run, tmp_path):
-    """A function (name of a file) → (a copy of the tiny run with that file planted, the mark)."""
+    """Return a function that plants code in a file of a copy of the tiny run."""
 
     def make(name):
         copy = tmp_path / "planted" / "tiny"
@@ -58,38 +58,43 @@ WEIGHTS = "mp_rank_00_model_states.pt"
 RANK = "loader-rank0000.pt"
 
 
-def test_what_a_training_writes_is_read(tiny_run):
-    optimizer = read_zero(tiny_run / STEP / OPTIMIZER)["optimizer_state_dict"]
+def test_files_of_a_training_are_read(tiny_run):
+    optimizer = read_zero_file(tiny_run / STEP / OPTIMIZER)["optimizer_state_dict"]
     assert type(optimizer["loss_scaler"]).__name__ == "LossScaler"
     assert "module" in read_state(tiny_run / STEP / WEIGHTS)
     assert read_state(tiny_run / STEP / RANK)["loader"]["micro_batch_size"] == 2
 
 
 @pytest.mark.parametrize("name", [OPTIMIZER, WEIGHTS])
-def test_no_command_runs_what_is_in_a_run_folder(planted, capsys, tmp_path, name):
+def test_commands_run_no_code_in_a_run_folder(planted, capsys, tmp_path, name):
     run, mark = planted(name)
-    own = f"{name} is not read: it holds posix.mkdir, which no training of ours writes"
+    own = f"{name} is not read: it holds posix.mkdir, which fprnn never writes"
     config = ("--config", "configs/tiny/lm.yaml", f"out_dir={tmp_path / 'others'}")
     assert own in refused(capsys, "export", run, tmp_path / "hf")
     assert own in refused(capsys, "inspect", run, "a b")
     for override in (f"init_from={run}", f"resume={run / STEP}"):
-        done = fprnn("train", *config, override)
-        assert own in done.stderr and "Traceback" not in done.stderr, (override, done.stderr)
+        process = fprnn("train", *config, override)
+        assert own in process.stderr and "Traceback" not in process.stderr, (
+            override,
+            process.stderr,
+        )
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("name", [OPTIMIZER, RANK])
 @pytest.mark.parametrize("stage", [1, 0])
-def test_resuming_runs_nothing_either(planted, name, stage):
-    """As the checkpoint is laid out, and laid out anew."""
+def test_resume_runs_no_code_in_a_run_folder(planted, name, stage):
+    """With the layout of the checkpoint and with another."""
     run, mark = planted(name)
     overrides = ("resume=auto", "train.steps=10", f"engine.zero_stage={stage}")
-    done = fprnn(*command(run.parent, *overrides)[3:])
-    assert f"{name} is not read" in done.stderr and "Traceback" not in done.stderr, done.stderr
+    process = fprnn(*command(run.parent, *overrides)[3:])
+    assert f"{name} is not read" in process.stderr and "Traceback" not in process.stderr, (
+        process.stderr
+    )
     assert not mark.exists()
 
 
-# Code that comes with an export, or that a configuration names.
+# Code in an export, or named in a configuration.
 
 RUNS = 'open({mark!r}, "w").close()\n'
 
@@ -97,12 +102,12 @@ RUNS = 'open({mark!r}, "w").close()\n'
 @pytest.fixture
 def export(small_export, tmp_path):
     copy = Path(shutil.copytree(small_export, tmp_path / "export"))
-    forget(copy)  # whoever means harm writes the checksums anew
+    forget(copy)  # an attacker updates the checksums
     return copy
 
 
-def test_the_code_beside_an_export_of_ours_is_not_run(export, tmp_path):
-    """And what it would have been needs no --trust."""
+def test_code_next_to_builtin_export_is_not_run(export, tmp_path):
+    """Such an export loads without --trust."""
     mark = tmp_path / "mark"
     for file in export.glob("*.py"):
         file.write_text(RUNS.format(mark=str(mark)) + file.read_text())
@@ -111,7 +116,7 @@ def test_the_code_beside_an_export_of_ours_is_not_run(export, tmp_path):
     assert not mark.exists()
 
 
-def test_foreign_code_of_an_export_runs_with_trust_alone(export, tmp_path, capsys):
+def test_code_of_an_export_runs_only_with_trust(export, tmp_path, capsys):
     mark = tmp_path / "mark"
     for file in export.glob("modeling_fprnn.py"):
         file.write_text(RUNS.format(mark=str(mark)) + file.read_text())
@@ -124,17 +129,19 @@ def test_foreign_code_of_an_export_runs_with_trust_alone(export, tmp_path, capsy
         ("inspect", export, "a"),
         ("eval", export, "--tasks", "catbabi_mini"),
     ):
-        said = refused(capsys, *words)
-        assert "runs code of its own (" in said and "--trust (in Python trust=True)" in said, said
-    with pytest.raises(LoadError, match="runs code of its own"):
+        output = refused(capsys, *words)
+        assert "needs code of its own (" in output and "--trust (in Python trust=True)" in output, (
+            output
+        )
+    with pytest.raises(LoadError, match="needs code of its own"):
         facade.load(export)
     assert not mark.exists()
-    with contextlib.suppress(Exception):  # what it is like then is its own matter
+    with contextlib.suppress(Exception):  # the code may make the model unusable
         load_model(export, trust=True)
     assert mark.exists()
 
 
-def test_foreign_code_of_a_tokenizer_runs_with_trust_alone(export, tmp_path):
+def test_code_of_a_tokenizer_runs_only_with_trust(export, tmp_path):
     mark = tmp_path / "mark"
     settings = read_json(export / "tokenizer_config.json")
     of_its_own = {"auto_map": {"AutoTokenizer": ["tok.Tok", None]}, "tokenizer_class": "Tok"}
@@ -144,22 +151,22 @@ def test_foreign_code_of_a_tokenizer_runs_with_trust_alone(export, tmp_path):
     )
     (export / "tok.py").write_text(RUNS.format(mark=str(mark)) + code)
     try:
-        load_tokenizer(export)  # by a class that is known, or
+        load_tokenizer(export)  # with a built-in class, or refused
     except LoadError as e:
-        assert "runs code of its own" in str(e)
+        assert "needs code of its own" in str(e)
     assert not mark.exists()
     load_tokenizer(export, trust=True)
     assert mark.exists()
 
 
-def test_a_tokenizer_that_loads_and_does_nothing(export):
+def test_unusable_tokenizer_is_refused(export):
     settings = read_json(export / "tokenizer_config.json")
     write_json(export / "tokenizer_config.json", settings | {"model_max_length": {"a": 1}})
     with pytest.raises(LoadError, match="cannot load the tokenizer of"):
         load_tokenizer(export)
 
 
-def test_a_class_is_named_before_it_is_imported_and_never_by_a_plan(tmp_path, capsys, monkeypatch):
+def test_class_is_announced_before_import_and_not_run_by_plan(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_evil.py").write_text("open('mark', 'w').close()\nprint('it ran')\n")
     config = str(ROOT / "configs/tiny/lm.yaml")
@@ -176,8 +183,8 @@ def test_a_class_is_named_before_it_is_imported_and_never_by_a_plan(tmp_path, ca
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_pickle_of_weights_is_refused_by_name(tmp_path, zipped):
-    """By everything that reads the weights of others; torch's own sentence advises to run it."""
+def test_pickled_weights_are_refused(tmp_path, zipped):
+    """torch's own message advises to run the pickle."""
     from transformers import MambaConfig
 
     from lm.training import init_from

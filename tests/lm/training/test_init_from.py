@@ -1,4 +1,4 @@
-"""`init_from`: what is taken, equal outputs at the start, what is refused; runs that start so."""
+"""`init_from`: weights that are taken, equal outputs at the start, refusals, complete runs."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from lm.data.batches import loader
 from lm.data.corpus.tokenizer import load_tokenizer
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.report.estimate import on_the_meta_device
+from lm.report.estimate import build_meta_model
 from lm.report.plan import describe, plan
 from lm.training import init_from
 from lm.training.hf_mamba import read_folder
@@ -27,12 +27,12 @@ FIELDS = dict(vocab_size=24, d_model=32, d_state=4, dt_rank=3, headdim=8, reset_
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """{kind: (Source, the model of transformers)} of two layers each."""
-    found = {}
+    """{kind: (Source, model of transformers)}, with two layers each."""
+    actual = {}
     for kind in ("mamba", "mamba2"):
         folder, theirs = transformers_folder(tmp_path_factory.mktemp("there") / kind, kind)
-        found[kind] = read_folder(folder), theirs
-    return found
+        actual[kind] = read_folder(folder), theirs
+    return actual
 
 
 def model(layers, n_layer, seed=5, **fields):
@@ -49,16 +49,16 @@ def start_model(source, target, **options):
 
 @torch.no_grad()
 def assert_equal_logits(sources, kind, target):
-    """Compare with transformers in fp32, and with the source in our terms in fp64."""
+    """Compare with transformers in fp32, and with our model of the source in fp64."""
     source, theirs = sources[kind]
     torch.testing.assert_close(
         target(token_ids()).logits, theirs(token_ids()).logits, atol=1e-5, rtol=0
     )
-    found, expected = (m.double()(token_ids()).logits for m in (target, our_model(source)))
-    torch.testing.assert_close(found, expected, atol=1e-10, rtol=0)
+    actual, expected = (m.double()(token_ids()).logits for m in (target, our_model(source)))
+    torch.testing.assert_close(actual, expected, atol=1e-10, rtol=0)
 
 
-# Layers that are inserted.
+# Inserted layers.
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def assert_equal_logits(sources, kind, target):
 def test_an_inserted_layer_adds_nothing_and_learns(sources, kind, layers, new):
     n_layer = 2 + len(new)
     target = model(layers, n_layer)
-    with torch.no_grad():  # whatever a layer begins with
+    with torch.no_grad():  # also if a layer's initial out_proj is not zero
         for p in target.parameters():
             p += 0.1
     match = start_model(sources[kind][0], target)
@@ -87,18 +87,18 @@ def test_an_inserted_layer_adds_nothing_and_learns(sources, kind, layers, new):
         assert target.backbone.layers[index].block.out_proj.weight.grad.norm() > 1e-4
 
 
-def test_a_head_of_its_own_takes_the_embedding(sources):
+def test_untied_head_starts_as_the_embedding(sources):
     target = model("mamba", 2, tie_embeddings=False)
     start_model(sources["mamba"][0], target)
     assert_equal_logits(sources, "mamba", target)
     assert target.lm_head.weight.data_ptr() != target.backbone.embeddings.weight.data_ptr()
 
 
-# What is refused, and what is taken in part.
+# Refusals and partial matches.
 
 
 @pytest.mark.parametrize(
-    "layers, n_layer, fields, how, said",
+    "layers, n_layer, fields, how, message",
     [
         ("mamba", 2, {"d_model": 16}, {"partial": True}, "d_model 32, model.d_model is 16"),
         ("mamba", 2, {}, {"vocab_size": 32}, "vocabulary has 24 tokens, this run's 32"),
@@ -108,10 +108,10 @@ def test_a_head_of_its_own_takes_the_embedding(sources):
         ("mamba fp_mamba1", 2, {}, {}, r"layer 1 of the source \(mamba\) is not used"),
     ],
 )
-def test_differences_from_the_source_are_refused(sources, layers, n_layer, fields, how, said):
+def test_differences_from_the_source_are_refused(sources, layers, n_layer, fields, how, message):
     with torch.device("meta"):
         target = model(layers, n_layer, **fields)
-    with pytest.raises(ConfigError, match=said) as e:
+    with pytest.raises(ConfigError, match=message) as e:
         match_weights(sources["mamba"][0], target, **how)
     assert str(e.value).startswith("init_from") and "\n" not in str(e.value)
 
@@ -149,7 +149,7 @@ def test_partial_takes_some_of_the_layers(sources):
         match_weights(source, model("lstm mamba", 2), partial=True)
 
 
-def test_another_reset_at_eos_is_logged(sources):
+def test_different_reset_at_eos_is_logged(sources):
     match = match_weights(sources["mamba"][0], model("mamba", 2, reset_at_eos=True))
     assert match.differences == []
     assert match.describe()[-1] == "reset_at_eos is True, in the source False"
@@ -165,7 +165,7 @@ OURS = (
 )
 
 
-def test_a_plan_says_what_is_taken_and_refuses_what_does_not_fit(tiny, tmp_path, capsys):
+def test_plan_lists_taken_weights_and_refuses_mismatches(tiny, tmp_path, capsys):
     from lm.cli.main import main
 
     folder, _ = binary_folder(tmp_path / "there", "mamba")
@@ -174,11 +174,11 @@ def test_a_plan_says_what_is_taken_and_refuses_what_does_not_fit(tiny, tmp_path,
     assert "(transformers' mamba): 22 weights (0.016 M) taken" in text
     assert "out_proj is zero: 1 (fp_mamba1)" in text and "start are the source's" in text
     rows = describe(plan(cfg, 1), cfg).columns
-    assert list(rows[0].cells).count("init from") == 5  # and of reset_at_eos, the vocabulary
+    assert list(rows[0].cells).count("init from") == 5  # incl. reset_at_eos and the vocabulary
     check_config(cfg, 1)
     with pytest.raises(ConfigError, match=r"vocabulary has 24 tokens, this run's 304"):
         check_config(tiny(*OURS, f"init_from={folder}", "model.vocab_size=304"), 1)
-    for wrong, said in [
+    for wrong, message in [
         (
             (f"init_from={tmp_path / 'no'}",),
             "no is no folder: init_from must name a run, a checkpoint",
@@ -187,19 +187,19 @@ def test_a_plan_says_what_is_taken_and_refuses_what_does_not_fit(tiny, tmp_path,
         ((f"init_from={folder}", f"resume={tmp_path}"), "name two sources of the weights"),
         (("init_from.partial=true",), "init_from.path` is missing"),
     ]:
-        with pytest.raises((ConfigError, SourceError), match=said):
+        with pytest.raises((ConfigError, SourceError), match=message):
             check_config(tiny(*OURS, *wrong), 1)
     args = ["configs/tiny/lm.yaml", f"out_dir={tmp_path / 'runs'}", *OURS]
     assert main(["plan", *args, f"init_from={folder}"]) == 0
     assert "0.016 M" in capsys.readouterr().out.replace("\n", " ")
-    said = refused(capsys, "plan", *args, f"init_from={folder}", "model.d_state=8")
-    assert "d_state is 8, in the source 4" in said
-    said = refused(capsys, "train", "--config", *args, f"init_from={folder}", "model.d_state=8")
-    assert "d_state is 8, in the source 4" in said
+    message = refused(capsys, "plan", *args, f"init_from={folder}", "model.d_state=8")
+    assert "d_state is 8, in the source 4" in message
+    message = refused(capsys, "train", "--config", *args, f"init_from={folder}", "model.d_state=8")
+    assert "d_state is 8, in the source 4" in message
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_run_of_ours_its_checkpoint_and_its_export_are_sources(tiny, tiny_run, tiny_export):
+def test_runs_checkpoints_and_exports_are_sources(tiny, tiny_run, tiny_export):
     checkpoint = max((tiny_run / "checkpoints").iterdir())
     sources = [init_from.read_source(path) for path in (tiny_run, checkpoint, tiny_export)]
     assert sources[0].description == sources[1].description == "our run, update 8"
@@ -208,16 +208,16 @@ def test_a_run_of_ours_its_checkpoint_and_its_export_are_sources(tiny, tiny_run,
         for name, t in source.weights.items():
             assert torch.equal(t, sources[0].weights[name]), name
     hybrid = tiny("model.layers=fp_mamba1 mamba fp_mamba1", "model.n_layer=3")
-    found = match_weights(sources[0], on_the_meta_device(hybrid, 304), vocab_size=304)
-    assert (found.partners, found.differences) == ([0, None, 1], [])
+    match = match_weights(sources[0], build_meta_model(hybrid, 304), vocab_size=304)
+    assert (match.partners, match.differences) == ([0, None, 1], [])
     paper = tiny("solver.stopping=paper")
-    found = match_weights(sources[0], on_the_meta_device(paper, 304))
-    assert "token is iterate, in the source exact" in found.describe() and not found.differences
+    match = match_weights(sources[0], build_meta_model(paper, 304))
+    assert "token is iterate, in the source exact" in match.describe() and not match.differences
     other = tiny("model.glu_in_loop=false", "model.out_norm_epsilon=1e-3")
     with pytest.raises(ConfigError) as e:
-        match_weights(sources[0], on_the_meta_device(other, 304))
-    for said in ("out_norm_epsilon is 0.001, in the source 1e-05", "glu_in_loop is False"):
-        assert said in str(e.value)
+        match_weights(sources[0], build_meta_model(other, 304))
+    for message in ("out_norm_epsilon is 0.001, in the source 1e-05", "glu_in_loop is False"):
+        assert message in str(e.value)
 
 
 def test_another_tokenizer_is_refused(byte_tokenizer, tiny_run):
@@ -227,13 +227,13 @@ def test_another_tokenizer_is_refused(byte_tokenizer, tiny_run):
     own, other = load_tokenizer(tiny_run / "tokenizer"), load_tokenizer(byte_tokenizer)
     assert init_from.compare_tokenizers(source, own) == ""
     assert init_from.compare_tokenizers(source._replace(tokenizer=None), other) == ""
-    said = init_from.compare_tokenizers(source, other)
-    assert said.startswith("its tokenizer differs: ") and "tokenizer.name=" in said
+    message = init_from.compare_tokenizers(source, other)
+    assert message.startswith("its tokenizer differs: ") and "tokenizer.name=" in message
     a, b = sorted(own.get_vocab())[:2]
     numbers = own.get_vocab()
     swapped = SimpleNamespace(get_vocab=lambda: {**numbers, a: numbers[b], b: numbers[a]})
-    said = init_from.compare_tokenizers(source, swapped)
-    assert f"2 of its {len(own)} tokens have another id in this run, or none" in said
+    message = init_from.compare_tokenizers(source, swapped)
+    assert f"2 of its {len(own)} tokens have another id in this run, or none" in message
     own.add_tokens(["<more>"])
     assert init_from.compare_tokenizers(source, own) == ""
 
@@ -244,7 +244,7 @@ START = ("model.layers=fp_mamba1 mamba fp_mamba1", "model.n_layer=3", "optim.sch
 
 
 def first_loss(model, cfg):
-    """Of the first update of a run of cfg that was trained."""
+    """Return the loss of a model on the first batch of a trained run."""
     tokenizer = load_tokenizer(cfg, cfg.run_dir)
     batches, _ = loader.build(cfg, tokenizer, cfg.run_dir, 0, 1)
     micro = [next(batches) for _ in range(cfg.train.accumulation(1))]
@@ -253,14 +253,13 @@ def first_loss(model, cfg):
         return model.eval()(ids, shift_labels=labels, loss_only=True).loss.item()
 
 
-def test_a_run_starts_there_once_and_a_resumed_one_does_not(tmp_path, tiny_run, tiny):
-    """The losses of a run that was stopped in the middle, and whose source is gone, are those of
-    one that was not; the first is that of the source's own weights."""
+def test_resumed_run_does_not_read_init_from_again(tmp_path, tiny_run, tiny):
+    """A resumed run has the losses of an uninterrupted one although the source is deleted."""
     there = tmp_path / "there"
     shutil.copytree(tiny_run, there)
     start = (*START, f"init_from={there}")
-    whole, done = run(tmp_path / "whole", *start)
-    assert done.stdout.count("init     ") == 3
+    whole, process = run(tmp_path / "whole", *start)
+    assert process.stdout.count("init     ") == 3
     source = init_from.read_source(there)
     alone = FPRNNForCausalLM(source.config)
     alone.load_state_dict(source.weights, strict=False)
@@ -269,19 +268,19 @@ def test_a_run_starts_there_once_and_a_resumed_one_does_not(tmp_path, tiny_run, 
     assert expected < 5.5  # random weights: log 304 = 5.7
     record = json.loads((tmp_path / "whole/tiny/init_from.json").read_text())
     assert record["outputs_equal"] and [layer["from"] for layer in record["layers"]] == [0, None, 1]
-    # Stopped after the first checkpoint.
+    # A copy that stopped after the first checkpoint.
     half = tmp_path / "half"
     shutil.copytree(tmp_path / "whole", half)
     shutil.rmtree(half / "tiny/checkpoints/step-000008")
     (half / "tiny/result.json").unlink()
     shutil.rmtree(there)
-    resumed, done = run(half, *start, "resume=auto")
-    assert "init     " not in done.stdout
+    resumed, process = run(half, *start, "resume=auto")
+    assert "init     " not in process.stdout
     assert [r["loss"] for r in resumed[-4:]] == [r["loss"] for r in whole[-4:]]
     assert (half / "tiny/init_from.json").is_file()
 
 
-def test_a_resumed_run_keeps_where_it_start_model(tiny, tiny_run):
+def test_resumed_run_must_keep_init_from(tiny, tiny_run):
     from lm.runs.run_dir import RunDirError, _check_continued
 
     with pytest.raises(RunDirError, match=r"init_from.path was None, is '.*there'"):
@@ -289,12 +288,12 @@ def test_a_resumed_run_keeps_where_it_start_model(tiny, tiny_run):
 
 
 @pytest.mark.slow
-def test_two_ranks_under_zero_3_start_alike(tmp_path, tiny_run):
+def test_two_ranks_under_zero_3_start_from_the_source(tmp_path, tiny_run):
     start = (*START, f"init_from={tiny_run}", "train.global_batch_size=4")
     start += ("train.grad_accum_steps=null", "train.micro_batch_size=2")
     alone, _ = run(tmp_path / "alone", *start)
-    both, done = run(tmp_path / "both", *start, "engine.zero_stage=3", processes=2)
-    assert done.stdout.count("outputs at the start are the source's") == 1
-    found, expected = ([r["loss"] for r in records] for records in (both, alone))
-    assert found == pytest.approx(expected, rel=1e-4)
+    both, process = run(tmp_path / "both", *start, "engine.zero_stage=3", processes=2)
+    assert process.stdout.count("outputs at the start are the source's") == 1
+    actual, expected = ([r["loss"] for r in records] for records in (both, alone))
+    assert actual == pytest.approx(expected, rel=1e-4)
     assert expected[0] < 5.5  # random weights: 5.7

@@ -1,4 +1,4 @@
-"""Random kills and resumes over one and two ranks: nothing lost, weights as undisturbed."""
+"""Random kills and resumes on one and two ranks, compared with an uninterrupted run."""
 
 import contextlib
 import os
@@ -12,33 +12,42 @@ from pathlib import Path
 import pytest
 import torch
 
-from lm.runs.checkpoint import newest, step_of
-from lm.training.reshard import consolidated
+from lm.runs.checkpoint import checkpoint_step, find_newest_checkpoint
+from lm.training.reshard import consolidate_weights
 from tests.running import ENV, ROOT, command, run
 
 CYCLES = int(os.environ.get("FPRNN_KILLS", "100"))
-# A schedule that does not depend on the number of updates; and a model that damps, with steps
-# that are small and smooth in the gradient: one and two ranks sum in another order, and untrained
-# layers, or a model that fits its few documents, make that rounding large within some hundred
-# updates.
-# Another micro-batch would still be seen at once: the losses of two differ by more than 0.01.
+# One and two ranks sum in different orders. A contractive model with small steps keeps this
+# rounding small over some hundred updates; untrained layers, or a model that overfits its few
+# documents, would amplify it. A wrong micro-batch would change a loss by more than 0.01. The
+# schedule does not depend on the number of updates.
 SETTINGS = (
-    "train.global_batch_size=4", "train.grad_accum_steps=null", "checkpoint.every=5",
-    "log.every=1", "log.probe_every=0", "eval.every=100000",
-    "optim.schedule=constant", "optim.warmup=5", "optim.lr=3e-5",
-    "optim.min_lr=1e-6", "model.contractive=0.3",
-)  # fmt: skip
+    "train.global_batch_size=4",
+    "train.grad_accum_steps=null",
+    "checkpoint.every=5",
+    "log.every=1",
+    "log.probe_every=0",
+    "eval.every=100000",
+    "optim.schedule=constant",
+    "optim.warmup=5",
+    "optim.lr=3e-5",
+    "optim.min_lr=1e-6",
+    "model.contractive=0.3",
+)
 
 
 def kill_after(seconds, out, processes, settings) -> bool:
-    """Start the run, and SIGKILL all its processes after so many seconds of training; False where
-    it was at its end before."""
+    """Start the run and kill its processes after `seconds`; return False if it ended before."""
     env = ENV | {"DS_ACCELERATOR": "cpu", "PATH": f"{Path(sys.executable).parent}:{ENV['PATH']}"}
     process = subprocess.Popen(
         command(out, *settings, "resume=auto", processes=processes if processes > 1 else 0),
-        cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         start_new_session=True,
-    )  # fmt: skip
+    )
     metrics = out / "tiny/metrics.jsonl"
     before = metrics.stat().st_mtime_ns if metrics.exists() else 0
     until = time.monotonic() + 120
@@ -52,8 +61,8 @@ def kill_after(seconds, out, processes, settings) -> bool:
             raise AssertionError(f"no update in 120 s: {process.communicate()[0][-3000:]}")
         time.sleep(0.02)
     time.sleep(seconds)
-    found = subprocess.run(["pgrep", "-f", f"out_dir={out}"], capture_output=True, text=True)
-    for pid in map(int, found.stdout.split()):
+    actual = subprocess.run(["pgrep", "-f", f"out_dir={out}"], capture_output=True, text=True)
+    for pid in map(int, actual.stdout.split()):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.communicate()
@@ -61,16 +70,16 @@ def kill_after(seconds, out, processes, settings) -> bool:
 
 
 @pytest.mark.slow
-def test_random_kills_lose_nothing(tmp_path):
-    """Each cycle on one rank or two; FPRNN_KILLS of them (100)."""
+def test_resume_after_random_kills_is_identical(tmp_path):
+    """FPRNN_KILLS cycles (100), each on one rank or two."""
     draw = random.Random(0)
     out = tmp_path / "runs"
     endless = (*SETTINGS, "train.steps=1000000")
     reached = [0]
     for cycle in range(CYCLES):
         assert kill_after(draw.uniform(0, 1.5), out, (1, 2, 1)[cycle % 3], endless)
-        path = newest(out / "tiny/checkpoints", lambda _: None)
-        reached.append(step_of(path) if path else 0)
+        path = find_newest_checkpoint(out / "tiny/checkpoints", lambda _: None)
+        reached.append(checkpoint_step(path) if path else 0)
         assert reached[-1] >= reached[-2]
     final = (*SETTINGS, f"train.steps={reached[-1] + 5}")
     resumed, _ = run(out, *final, "resume=auto")
@@ -78,7 +87,10 @@ def test_random_kills_lose_nothing(tmp_path):
     assert [(r["step"], r["tokens"]) for r in resumed] == [(r["step"], r["tokens"]) for r in whole]
     apart = [abs(ours["loss"] - theirs["loss"]) for ours, theirs in zip(resumed, whole)]
     assert max(apart) < 1e-4
-    weights = [consolidated(newest(o / "tiny/checkpoints")) for o in (out, tmp_path / "whole")]
+    weights = [
+        consolidate_weights(find_newest_checkpoint(o / "tiny/checkpoints"))
+        for o in (out, tmp_path / "whole")
+    ]
     for name, tensor in weights[0].items():
         torch.testing.assert_close(tensor, weights[1][name], atol=1e-5, rtol=0)
     print(f"score: {CYCLES} kills, {reached[-1]} updates, losses within {max(apart):.1e}")

@@ -1,4 +1,4 @@
-"""A run on a mixture: stopped and resumed, on one rank or two, it is the undisturbed one."""
+"""A run on a mixture resumes identically on one rank and on two."""
 
 import json
 from pathlib import Path
@@ -26,10 +26,10 @@ def mixed(folder: Path, **data) -> list[str]:
 
 
 @pytest.mark.slow
-def test_resumed_on_one_rank_and_on_two(tmp_path):
+def test_mixture_resumes_on_one_and_two_ranks(tmp_path):
     overrides = mixed(tmp_path)
-    whole, done = run(tmp_path / "whole", *overrides)
-    assert "data     facts: 70.00% of the sequences" in done.stdout
+    whole, process = run(tmp_path / "whole", *overrides)
+    assert "data     facts: 70.00% of the sequences" in process.stdout
     run_dir = tmp_path / "whole/tiny"
     shares = {r["step"]: (r["data_share"], r["data_epochs"]) for r in whole}
     for step, (share, epochs) in shares.items():
@@ -41,12 +41,12 @@ def test_resumed_on_one_rank_and_on_two(tmp_path):
     expected, checkpoint = trace(whole), run_dir / "checkpoints/step-000004"
     for processes in (0, 2):
         out = tmp_path / f"again-{processes}"
-        again, _ = run(out, *overrides, f"resume={checkpoint}", processes=processes)
-        close(again, expected, 4)
+        repeated, _ = run(out, *overrides, f"resume={checkpoint}", processes=processes)
+        close(repeated, expected, 4)
         if not processes:
-            assert trace(again) == {step: expected[step] for step in range(5, 9)}  # to a bit
-        found = {r["step"]: (r["data_share"], r["data_epochs"]) for r in again}
-        assert found == {step: shares[step] for step in range(5, 9)}
+            assert trace(repeated) == {step: expected[step] for step in range(5, 9)}  # bit for bit
+        actual = {r["step"]: (r["data_share"], r["data_epochs"]) for r in repeated}
+        assert actual == {step: shares[step] for step in range(5, 9)}
     result = json.loads((run_dir / "result.json").read_text())
     validation = result["validation"]
     assert validation["tokens"] == 2 * 300 and set(validation["sources"]) == set(SOURCES)
@@ -60,10 +60,10 @@ def test_resumed_on_one_rank_and_on_two(tmp_path):
 
 
 def refused_with_another_weight(tmp_path, overrides, checkpoint):
-    """By the run's own config, and by the checkpoint's position where another run takes it."""
+    """The run's config refuses it; in another run the checkpoint's data position does."""
     more = ("train", "--config", "configs/tiny/lm.yaml", *overrides)
     other = "data.mixture.facts.weight=0.6"
-    done = fprnn(*more, other, f"out_dir={tmp_path / 'whole'}", "resume=auto")
-    assert "data.mixture.facts.weight was 0.7, is 0.6" in done.stderr
-    done = fprnn(*more, other, f"out_dir={tmp_path / 'other'}", f"resume={checkpoint}")
-    assert "data position in data.mixture.facts is of weight 0.7" in done.stderr, done.stderr
+    process = fprnn(*more, other, f"out_dir={tmp_path / 'whole'}", "resume=auto")
+    assert "data.mixture.facts.weight was 0.7, is 0.6" in process.stderr
+    process = fprnn(*more, other, f"out_dir={tmp_path / 'other'}", f"resume={checkpoint}")
+    assert "data position in data.mixture.facts is of weight 0.7" in process.stderr, process.stderr

@@ -1,4 +1,4 @@
-"""Schedules, learning rates of their own, optimizers: against formulas, and refused where wrong."""
+"""Schedules, learning rates of parameters and optimizers: formulas and refusals."""
 
 import pytest
 
@@ -18,7 +18,7 @@ from lm.training.resume import check_optimizer
     [
         (4, 10, [0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2]),  # by hand: T − D = 6
         (0.4, 10, [0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2]),
-        (None, 10, [0.5, 1, 1, 1, 1, 1, 1, 1, 0.6, 0.2]),  # 0.2 of all
+        (None, 10, [0.5, 1, 1, 1, 1, 1, 1, 1, 0.6, 0.2]),  # 0.2 of all updates
         (8, 10, [0.5, 1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]),
     ],
 )
@@ -27,13 +27,13 @@ def test_wsd_is_flat_and_then_linear(decay, steps, expected):
     assert [optim.lr_factor(o, steps, k) for k in range(1, steps + 1)] == pytest.approx(expected)
 
 
-def test_the_stable_part_of_wsd_does_not_depend_on_the_end():
+def test_constant_part_of_wsd_does_not_depend_on_the_end():
     o = Optim(lr=1.0, warmup=5, schedule="wsd", wsd_decay=10)
     short, long = ([optim.lr_factor(o, steps, k) for k in range(1, 41)] for steps in (50, 500))
     assert short == long
 
 
-def test_what_wsd_cannot_have_is_refused(tiny):
+def test_wrong_wsd_settings_are_refused(tiny):
     with pytest.raises(ConfigError, match=r"`wsd_decay` is 0\.1: only schedule wsd reads it"):
         tiny("optim.wsd_decay=0.1")
     for overrides, words in [
@@ -49,7 +49,7 @@ def test_what_wsd_cannot_have_is_refused(tiny):
 FACTORS = "optim.lr_factors={'*.A_log': 0.1, 'backbone.layers.1.*norm*': 3}"
 
 
-def test_each_parameter_has_the_rate_of_its_pattern(tiny):
+def test_parameters_have_the_rate_of_their_pattern(tiny):
     model = build_model(tiny(), 32)
     names = {id(p): name for name, p in model.named_parameters()}
     rates, decay = {}, {}
@@ -64,16 +64,16 @@ def test_each_parameter_has_the_rate_of_its_pattern(tiny):
         if name.startswith("backbone.layers.1.") and "norm" in name:
             factor = 3.0
         assert rate == pytest.approx(1e-2 * factor, rel=1e-12), name
-        assert decay[name] == (0.1 if optim.decays(name) else 0.0), name
+        assert decay[name] == (0.1 if optim.has_weight_decay(name) else 0.0), name
     assert sum(rate != 1e-2 for rate in rates.values()) >= 4
 
 
-def test_groups_without_factors_are_the_two_there_always_were(tiny):
+def test_without_factors_there_are_two_groups(tiny):
     model = build_model(tiny(), 32)
-    with_decay, without = optim.groups(model, tiny().optim)
-    assert with_decay.decays and not without.decays
+    with_decay, without = optim.group_parameters(model, tiny().optim)
+    assert with_decay.has_weight_decay and not without.has_weight_decay
     named = [name for name, _ in model.named_parameters()]
-    assert with_decay.names == [name for name in named if optim.decays(name)]
+    assert with_decay.names == [name for name in named if optim.has_weight_decay(name)]
     assert optim.optimizer_order(model, tiny().optim) == with_decay.names + without.names
 
 
@@ -93,12 +93,12 @@ def test_a_bad_pattern_or_factor_is_refused(tiny, value, words):
 
 
 @pytest.mark.parametrize("key, most", [("lr", 1000), ("weight_decay", 1000)])
-def test_numbers_beyond_any_training_are_refused(tiny, key, most):
+def test_absurdly_large_numbers_are_refused(tiny, key, most):
     with pytest.raises(ConfigError, match=rf"`optim.{key}` is 1e\+300: it must be .* {most}"):
         tiny(f"optim.{key}=1e300")
 
 
-def test_patterns_with_dots_may_be_swept():
+def test_patterns_with_dots_can_be_swept():
     tree = {"sweep": {"optim.lr_factors": [{"*.A_log": 0.5}, {}]}}
     for point, expected in zip(config.sweep_points(tree), ({"*.A_log": 0.5}, {})):
         chosen = {}
@@ -106,15 +106,17 @@ def test_patterns_with_dots_may_be_swept():
         assert config.build(chosen).optim.lr_factors == expected
 
 
-def test_the_plan_says_which_parameters_a_pattern_took(tiny):
+def test_plan_lists_parameters_of_each_pattern(tiny):
     assert plan(tiny(), 1)["optimizer"] == []
     first, second = plan(tiny(FACTORS), 1)["optimizer"]
     assert first.startswith("AdamW, learning rate × 0.1: 2 tensors, 256 numbers (backbone.")
     assert second.startswith("AdamW, learning rate × 3: ")
 
 
-def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path):
-    plain, own = (optim.signature(o) for o in (Optim(), Optim(lr_factors={"*.A_log": 0.1})))
+def test_checkpoint_of_another_optimizer_is_refused(tmp_path):
+    plain, own = (
+        optim.optimizer_signature(o) for o in (Optim(), Optim(lr_factors={"*.A_log": 0.1}))
+    )
     check_optimizer(tmp_path, {"optimizer": own}, own)
     for before, now in [(plain, own), (own, plain)]:
         with pytest.raises(CheckpointError, match=r"lr_factors=\{'\*.A_log': 0.1\}"):

@@ -1,4 +1,4 @@
-"""What a run does about itself: back from NaN, an end to a hang, an exit status that says why."""
+"""Recovery of a run: rollback after NaN, the end of a hang, exit statuses."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ import torch
 
 from lm.common.errors import BAD_CONFIG, BAD_DATA, DIVERGED, FAILED, HANG, PREEMPTED
 from lm.model.checksums import sha256
-from lm.runs.checkpoint import MANIFEST, CheckpointError, listed, verify
+from lm.runs.checkpoint import MANIFEST, CheckpointError, list_checkpoints, verify
 from lm.runs.metrics import read_metrics
 from tests.running import FORKS, fprnn, losses, run
 
@@ -18,7 +18,7 @@ TINY = ("train", "--config", "configs/tiny/lm.yaml")
 
 
 def faulty(fault, *args, timeout=120):
-    """A command with a fault in it → CompletedProcess."""
+    """Run a command with a fault; return its CompletedProcess."""
     return FORKS.run("tests.faults", [fault, *args], timeout)
 
 
@@ -27,34 +27,36 @@ def trace(records):
 
 
 @pytest.mark.parametrize("stage", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3))])
-def test_nan_goes_back_to_the_checkpoint_and_on_with_the_next_data(tmp_path, tiny_run, stage):
-    """Update 6 is NaN: what was learnt in 5 is lost, updates 5 to 8 have the data of 7 to 10. That
-    is what a run does whose checkpoint of 4 stands two updates further in the data."""
+def test_nan_rolls_back_and_continues_with_next_data(tmp_path, tiny_run, stage):
+    """Update 6 is NaN: the run rolls back to 4, and updates 5 to 8 get the data of 7 to 10.
+
+    The same losses follow from a checkpoint of 4 whose position in the data is two updates further.
+    """
     settings = (f"engine.zero_stage={stage}", "log.every=1", "train.max_rollbacks=1")
     broken = tmp_path / "broken"
     done = faulty("nan_at=11", *TINY, f"out_dir={broken}", *settings)
     assert done.returncode == 0, done.stderr
-    said = " ".join(done.stdout.split())
-    assert "note: update 6: the loss is nan: back to the checkpoint of update 4" in said
-    assert "(rollback 1 of 1)" in said
+    message = " ".join(done.stdout.split())
+    assert "note: update 6: the loss is nan: back to the checkpoint of update 4" in message
+    assert "(rollback 1 of 1)" in message
     records = read_metrics(broken / "tiny")
     (rollback,) = [r["rollback"] for r in records if "rollback" in r]
     assert rollback == {"number": 1, "from": 6, "why": "the loss is nan"}
 
-    if stage == 1:  # the tiny run's own
+    if stage == 1:  # the stage of the tiny run
         shutil.copytree(tiny_run, tmp_path / "whole/tiny", ignore=shutil.ignore_patterns("hf"))
     else:
         run(tmp_path / "whole", *settings)
     checkpoint = tmp_path / "whole/tiny/checkpoints/step-000004"
     advance(checkpoint, micro_batches=4)
     expected, _ = run(tmp_path / "ahead", *settings, f"resume={checkpoint}")
-    found = trace(losses(broken / "tiny"))
-    assert sorted(found) == list(range(1, 9))
-    assert {s: v for s, v in found.items() if s > 4} == trace(expected)
+    actual = trace(losses(broken / "tiny"))
+    assert sorted(actual) == list(range(1, 9))
+    assert {s: v for s, v in actual.items() if s > 4} == trace(expected)
 
 
 def advance(checkpoint, micro_batches):
-    """Move its place in the data."""
+    """Move the position in the data."""
 
     def further(state):
         state["loader"]["next_global_micro_batch"] += micro_batches
@@ -63,7 +65,7 @@ def advance(checkpoint, micro_batches):
 
 
 def rewritten(path, change):
-    """Change a file of a checkpoint, and its digest in the manifest."""
+    """Change a file of a checkpoint and its digest in the manifest."""
     checkpoint, state = path.parent, torch.load(path, weights_only=False)
     change(state)
     torch.save(state, path)
@@ -72,13 +74,13 @@ def rewritten(path, change):
     (checkpoint / MANIFEST).write_text(json.dumps(manifest))
 
 
-def test_nan_before_anything_was_saved_and_once_too_often(tmp_path):
+def test_nan_without_checkpoint_or_rollbacks_left_stops(tmp_path):
     done = faulty("nan_at=3", *TINY, f"out_dir={tmp_path}")
     assert done.returncode == DIVERGED
-    assert "stopped at update 2: the loss is nan; nothing saved yet" in done.stderr
+    assert "stopped at update 2: the loss is nan; no checkpoint" in done.stderr
     word = json.loads((tmp_path / "tiny/failure.json").read_text())
     assert word["exit_code"] == DIVERGED and word["sentence"].startswith("stopped at update 2")
-    # The same command goes on, and the word is gone.
+    # The same command continues and deletes failure.json.
     run(tmp_path, "resume=auto")
     assert not (tmp_path / "tiny/failure.json").exists()
     done = faulty("nan_at=3", *TINY, f"out_dir={tmp_path}", "name=other", "train.max_rollbacks=0")
@@ -91,20 +93,25 @@ STAGES = [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3))]
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("what, named", [("weight", "the weights"), ("moment", "exp_avg_sq")])
 def test_nan_in_a_weight_or_a_moment_is_not_saved(tmp_path, what, named, stage):
-    """Update 4 leaves it there, and would save it; update 2 is whole."""
+    """NaN after update 4 would be saved with it; the checkpoint of update 2 is finite."""
     done = faulty(
-        f"{what}_nan_at=4", *TINY, f"out_dir={tmp_path}", "checkpoint.every=2",
+        f"{what}_nan_at=4",
+        *TINY,
+        f"out_dir={tmp_path}",
+        "checkpoint.every=2",
         f"engine.zero_stage={stage}",
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
-    said = " ".join(done.stdout.split())
-    assert f"note: update 4: NaN or infinity in {named}: back to the checkpoint of update 2" in said
-    assert "(rollback 1 of 2)" in said
+    message = " ".join(done.stdout.split())
+    assert (
+        f"note: update 4: NaN or infinity in {named}: back to the checkpoint of update 2" in message
+    )
+    assert "(rollback 1 of 2)" in message
     assert sorted(trace(losses(tmp_path / "tiny"))) == list(range(1, 9))
 
 
 def spoilt(checkpoint, value, where="exp_avg"):
-    """Put a value into the first of the optimizer's fp32 weights, or of a moment."""
+    """Put a value into the optimizer's fp32 weights, or into a moment."""
 
     def spoil(saved):
         state = saved["optimizer_state_dict"]
@@ -118,7 +125,7 @@ def spoilt(checkpoint, value, where="exp_avg"):
 
 @pytest.fixture(scope="module")
 def every_second(tmp_path_factory):
-    """A run that was killed after update 6, with checkpoints of 2, 4 and 6."""
+    """A run killed after update 6, with checkpoints of 2, 4 and 6."""
     out = tmp_path_factory.mktemp("every_second")
     run(out, "checkpoint.every=2", "checkpoint.keep=4")
     shutil.rmtree(out / "tiny/checkpoints/step-000008")
@@ -134,27 +141,25 @@ KEPT = ("checkpoint.every=2", "checkpoint.keep=4", "resume=auto")
     [(1e30, "weights", "auto"), (float("nan"), "exp_avg", "step-000006")],
     ids=["overflow", "NaN"],
 )
-def test_what_fails_again_from_one_checkpoint_goes_back_to_the_one_before(
+def test_second_failure_rolls_back_one_checkpoint_further(
     every_second, tmp_path, value, place, resume
 ):
-    """Weights that are finite and overflow in every pass; a moment that is NaN."""
+    """Finite weights that overflow in every pass, or a moment that is NaN."""
     out = shutil.copytree(every_second, tmp_path / "out")
     newest = out / "tiny/checkpoints/step-000006"
     spoilt(newest, value, place)
     _, done = run(out, *KEPT, f"resume={'auto' if resume == 'auto' else newest}")
-    said = " ".join(done.stdout.split())
-    assert "back to the checkpoint of update 6" in said
-    assert (
-        "back to the checkpoint of update 4, on with the data that comes next (rollback 2" in said
-    )
+    message = " ".join(done.stdout.split())
+    assert "back to the checkpoint of update 6" in message
+    assert "back to the checkpoint of update 4, then on with the next data (rollback 2" in message
     assert sorted(trace(losses(out / "tiny"))) == list(range(1, 9))
     assert not verify_all(out / "tiny/checkpoints")
 
 
 def verify_all(folder):
-    """The checkpoints that are not whole."""
+    """Return the checkpoints that are not complete."""
     damaged = []
-    for path in listed(folder):
+    for path in list_checkpoints(folder):
         try:
             verify(path)
         except CheckpointError:
@@ -163,18 +168,18 @@ def verify_all(folder):
 
 
 @pytest.mark.slow
-def test_a_run_that_stands_still_ends_with_its_stacks(tmp_path):
+def test_hanging_run_ends_and_writes_stacks(tmp_path):
     done = faulty("sleep_at=3", *TINY, f"out_dir={tmp_path}", "engine.timeout_s=3")
     assert done.returncode == HANG
     assert "error: rank 0 has stood still" in done.stderr
     stacks = (tmp_path / "tiny/stacks/rank0000.txt").read_text()
     assert "in update" in stacks and "faults.py" in stacks
-    # Its lease is that of a dead process: the next one takes it over.
+    # The lease belongs to a dead process: the next run takes it over.
     _, done = run(tmp_path, "resume=auto")
     assert "was left by process" in done.stdout
 
 
-def test_a_second_run_in_the_same_directory_is_refused(tmp_path):
+def test_second_run_in_the_same_directory_is_refused(tmp_path):
     long = ("train.steps=4000", "eval.every=4000", "checkpoint.every=4000")
     first = FORKS.start("lm", [*TINY, f"out_dir={tmp_path}", *long])
     try:
@@ -199,7 +204,7 @@ def wait_until(true, seconds=60):
         time.sleep(0.05)
 
 
-def test_the_exit_status_says_what_kind_of_end_it_was(tmp_path):
+def test_exit_status_distinguishes_kinds_of_end(tmp_path):
     assert fprnn(*TINY, f"out_dir={tmp_path}", "data.path=nowhere").returncode == BAD_DATA
     assert fprnn(*TINY, f"out_dir={tmp_path}", "train.steps=x").returncode == BAD_CONFIG
     (tmp_path / "tiny").mkdir()

@@ -1,4 +1,4 @@
-"""Short forms of `model.name`: what they stand for, and that they learn."""
+"""Short forms of `model.name`: their layers, and that they learn."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from lm.config.model import Model
 from lm.config.schema import Config
 from lm.model.fields import STACKS
-from lm.training.build import build_model, stacked
+from lm.training.build import build_model, expand_stack
 
 SIZES = {"d_model": 32, "n_layer": 2, "d_state": 8, "headdim": 16, "d_ff": 48}
 
@@ -21,7 +21,7 @@ def ids():
 
 
 @pytest.mark.slow
-def test_every_name_stands_for_a_pattern_that_learns():
+def test_every_short_name_builds_a_model_that_learns():
     names = set(Model.model_fields["name"].annotation.__args__) - {"fprnn"}
     assert names == STACKS.keys()
     for name, pattern in STACKS.items():
@@ -46,4 +46,4 @@ def test_fields_reach_the_layers():
     assert build("mamba2", n_heads=8).backbone.layers[0].block.heads == 8
     assert build("mamba2", headdim=128).backbone.layers[0].block.heads == 1  # 64 channels
     section = Model(name="fprnn", layers="mamba")
-    assert stacked(section) is section
+    assert expand_stack(section) is section

@@ -31,7 +31,7 @@ STREAM = (
 
 
 def start(out_dir, environment, *overrides):
-    # A fresh interpreter: the hub's address is read once.
+    # A fresh interpreter, because the hub's address is read once.
     environment = {**ENV, **environment, "HF_HUB_OFFLINE": "0", "HF_HOME": str(out_dir / "home")}
     return subprocess.Popen(
         command(out_dir, *STREAM, *overrides),
@@ -51,8 +51,8 @@ def finished(process) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("workers", "trouble"), [(0, "silent"), (1, 503)])
-def test_a_signal_while_the_hub_does_not_answer_saves_within_seconds(tmp_path, workers, trouble):
-    """The update whose data was half there is made again when the run continues."""
+def test_signal_during_hub_wait_saves_within_seconds(tmp_path, workers, trouble):
+    """The run repeats the interrupted update when it continues."""
     with serving(make_corpus(2, 8, 70)) as hub:
         finished(start(tmp_path / "whole", hub))
         (tmp_path / "stopped").mkdir()
@@ -66,14 +66,14 @@ def test_a_signal_while_the_hub_does_not_answer_saves_within_seconds(tmp_path, w
         else:
             Hub.faults += [("parquet", trouble)] * 10_000
         count = -1
-        while count != (count := metrics.read_text().count("\n")):  # until no update is made
+        while count != (count := metrics.read_text().count("\n")):  # until the run waits
             time.sleep(2)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         began = time.time()
         output, _ = process.communicate(timeout=300)
         (manifest,) = (tmp_path / "stopped" / "tiny").glob("checkpoints/step-*/manifest.json")
-        assert manifest.stat().st_mtime - began < 5  # the interpreter's own end takes longer
+        assert manifest.stat().st_mtime - began < 5  # the exit of the interpreter takes longer
         assert process.returncode == PREEMPTED and "checkpoint saved: continue" in output, output
         Hub.is_silent, Hub.faults = False, []
         assert "resumed" in finished(start(tmp_path / "stopped", hub, "resume=auto"))

@@ -1,4 +1,4 @@
-"""Whole runs: the same trace twice, killed and resumed, stopped by a signal, NaN, bad input."""
+"""Complete runs: repeated, killed and resumed, stopped by a signal, and with wrong input."""
 
 import json
 import math
@@ -27,17 +27,17 @@ def uninterrupted(tmp_path_factory):
 
 
 def start_and_wait_for(step, out, *overrides):
-    """A training in the background that has logged `step`."""
+    """Start a training in the background, and wait until it has logged `step`."""
     process = FORKS.start("lm", command(out, *LONG, *overrides)[3:])
     metrics = out / "tiny/metrics.jsonl"
     deadline = time.monotonic() + 120
     while not metrics.exists() or len(metrics.read_text().splitlines()) < step:
-        assert process.poll() is None and time.monotonic() < deadline, process.printed()
+        assert process.poll() is None and time.monotonic() < deadline, process.read_output()
         time.sleep(0.005)
     return process
 
 
-def test_a_run_leaves_everything_behind(tiny_run, tiny_losses):
+def test_run_directory_has_all_files(tiny_run, tiny_losses):
     for name in ["config.yaml", "deepspeed.json", "environment.json", "result.json"]:
         assert (tiny_run / name).stat().st_size > 0, name
     assert sorted(p.name for p in (tiny_run / "checkpoints").glob("step-*")) == [
@@ -62,7 +62,7 @@ def test_a_run_leaves_everything_behind(tiny_run, tiny_losses):
 
 
 def test_bits_per_byte_are_of_the_held_out_text(tiny_run):
-    """Its documents as they are in the file, less what the first token, no target, stands for."""
+    """Bytes count for all documents in the file except the first token, which is no target."""
     from transformers import PreTrainedTokenizerFast
 
     from lm.data.sources.open import is_validation
@@ -80,7 +80,7 @@ def test_bits_per_byte_are_of_the_held_out_text(tiny_run):
     assert [r["validation"] for r in logged] == [result]
 
 
-def test_the_same_seed_gives_the_same_trace_bit_for_bit_whatever_is_probed(tmp_path, tiny_losses):
+def test_same_seed_gives_identical_losses_with_any_probes(tmp_path, tiny_losses):
     probing, _ = run(tmp_path / "runs", "log.probe_every=3", "eval.every=6")
     assert trace(probing) == trace(tiny_losses)
     records = read_metrics(tmp_path / "runs/tiny")
@@ -94,30 +94,28 @@ def copied(tiny_run, place):
     return shutil.copytree(tiny_run, place, ignore=shutil.ignore_patterns("hf"))
 
 
-def test_a_run_with_brackets_in_its_name_goes_on_next_to_one_that_the_name_matches(
-    tmp_path, tiny_run, tiny_losses
-):
-    """The neighbour has other weights under the same update."""
+def test_run_name_with_brackets_is_no_glob_pattern(tmp_path, tiny_run, tiny_losses):
+    """The run whose name matches the pattern has other weights at the same update."""
     own, neighbor = (copied(tiny_run, tmp_path / name) for name in ("exp[1]", "exp1"))
     shutil.rmtree(neighbor / "checkpoints/step-000004")
     (own / "checkpoints/step-000008").rename(neighbor / "checkpoints/step-000004")
     (own / "result.json").unlink()
-    found, done = run(tmp_path, "resume=auto", "name=exp[1]", name="exp[1]")
-    assert "at update 4" in done.stdout and trace(found) == trace(tiny_losses)
+    actual, done = run(tmp_path, "resume=auto", "name=exp[1]", name="exp[1]")
+    assert "at update 4" in done.stdout and trace(actual) == trace(tiny_losses)
 
 
-def test_killed_and_resumed_equals_uninterrupted(tmp_path, uninterrupted):
+def test_resume_after_kill_is_bit_identical(tmp_path, uninterrupted):
     process = start_and_wait_for(25, tmp_path / "runs")
     process.kill()
     process.wait(60)
     assert len(losses(tmp_path / "runs/tiny")) < 60
-    # A checkpoint that the kill cut short is passed over.
+    # An incomplete checkpoint, as a kill leaves it, is skipped.
     newest = sorted((tmp_path / "runs/tiny/checkpoints").glob("step-*"))[-1]
     torn = newest.with_name("step-000059")
     shutil.copytree(newest, torn)
     (torn / "manifest.json").unlink(missing_ok=True)
     resumed, done = run(tmp_path / "runs", *LONG, "resume=auto")
-    assert "passed over" in done.stdout and "resumed" in done.stdout
+    assert "skipped" in done.stdout and "resumed" in done.stdout
     assert trace(resumed) == trace(uninterrupted)
 
 
@@ -128,7 +126,7 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path, uninterrupted):
 )
 def test_a_signal_saves_and_stops(tmp_path, uninterrupted, number):
     process = start_and_wait_for(10, tmp_path / "runs")
-    for _ in range(3):  # launchers repeat it
+    for _ in range(3):  # launchers repeat the signal
         process.send_signal(number)
         time.sleep(0.01)
     output = "".join(process.communicate(timeout=60))
@@ -140,7 +138,7 @@ def test_a_signal_saves_and_stops(tmp_path, uninterrupted, number):
 
 
 def refused(*args):
-    """The one line on stderr of a command that must fail cleanly."""
+    """Return the line on stderr of a command that must fail without traceback."""
     done = fprnn(*args)
     assert done.returncode in REFUSED, done.stdout
     assert "Traceback" not in done.stderr, done.stderr
@@ -153,7 +151,7 @@ def tiny_args(out, *overrides):
     return ("train", "--config", "configs/tiny/lm.yaml", f"out_dir={out}", *overrides)
 
 
-def test_a_run_is_never_overwritten_unless_asked(tiny_run):
+def test_run_is_not_overwritten_without_overwrite(tiny_run):
     before = (tiny_run / "metrics.jsonl").read_text()
     message = refused(*tiny_args(tiny_run.parent))
     assert "already holds a run" in message and "--overwrite" in message
@@ -162,17 +160,15 @@ def test_a_run_is_never_overwritten_unless_asked(tiny_run):
     assert (tiny_run / "metrics.jsonl").read_text() == before
 
 
-def test_overwrite_trains_anew_and_a_finished_run_is_not_trained_again(
-    tmp_path, tiny_run, tiny_losses
-):
+def test_overwrite_restarts_and_finished_run_is_not_repeated(tmp_path, tiny_run, tiny_losses):
     short = ("train.steps=2", "checkpoint.every=2")
     copied(tiny_run, tmp_path / "runs/tiny")
     done = fprnn(*tiny_args(tmp_path / "runs", *short), "--overwrite")
     assert done.returncode == 0, done.stderr
     anew = [r["loss"] for r in losses(tmp_path / "runs/tiny")]
     assert anew == [r["loss"] for r in tiny_losses[:2]]
-    again, done = run(tmp_path / "runs", *short, "resume=auto")
-    assert "complete already" in done.stdout and [r["loss"] for r in again] == anew
+    second, done = run(tmp_path / "runs", *short, "resume=auto")
+    assert "complete already" in done.stdout and [r["loss"] for r in second] == anew
 
 
 @pytest.mark.parametrize(
@@ -183,16 +179,23 @@ def test_overwrite_trains_anew_and_a_finished_run_is_not_trained_again(
         ("data.source=fineweb", "fineweb"),
     ],
 )
-def test_what_the_data_cannot_give_is_a_sentence(tmp_path, override, sentence, capsys):
-    """It is found out before a process group is made."""
+def test_data_errors_are_one_sentence(tmp_path, override, sentence, capsys):
+    """Wrong data is refused before the process group is made."""
     assert main(list(tiny_args(tmp_path / "runs", override))) in REFUSED
     (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert sentence in said.lower()
 
 
 def test_mamba_trains_through_the_same_config(tmp_path):
-    records, _ = run(tmp_path / "runs", "model=mamba", "model.d_model=16", "model.n_layer=1",
-                     "model.d_state=4", "train.steps=6", "checkpoint.every=6")  # fmt: skip
+    records, _ = run(
+        tmp_path / "runs",
+        "model=mamba",
+        "model.d_model=16",
+        "model.n_layer=1",
+        "model.d_state=4",
+        "train.steps=6",
+        "checkpoint.every=6",
+    )
     assert "evaluations" not in records[0]
     assert not any("probe" in r for r in read_metrics(tmp_path / "runs/tiny"))
     assert records[-1]["loss"] < records[0]["loss"]
@@ -200,9 +203,9 @@ def test_mamba_trains_through_the_same_config(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_resuming_from_an_older_checkpoint_leaves_the_other_branch(tmp_path, tiny_run, tiny_losses):
+def test_resuming_from_older_checkpoint_deletes_later_ones(tmp_path, tiny_run, tiny_losses):
     checkpoints = copied(tiny_run, tmp_path / "tiny") / "checkpoints"
     older = checkpoints / "step-000004"
-    again, _ = run(tmp_path, "checkpoint.every=3", "checkpoint.keep=1", f"resume={older}")
-    assert trace(again) == trace(tiny_losses)
+    second, _ = run(tmp_path, "checkpoint.every=3", "checkpoint.keep=1", f"resume={older}")
+    assert trace(second) == trace(tiny_losses)
     assert [p.name for p in checkpoints.glob("step-*")] == ["step-000008"]

@@ -15,7 +15,7 @@ from lm.training.validation import Validation, probe_sequences
 
 
 def labels_of(*lengths: int) -> torch.Tensor:
-    """Labels of sequences of 8 tokens, of which so many are targets."""
+    """Return labels of sequences of 8 tokens with the given numbers of targets."""
     labels = torch.full((len(lengths), 8), IGNORE)
     for row, length in zip(labels, lengths):
         row[:length] = 1
@@ -26,18 +26,18 @@ def labels_of(*lengths: int) -> torch.Tensor:
     "limit, expected",
     [(100, [0, 2, 4, 1, 3]), (40, [0, 2, 4, 1, 3]), (39, [0, 2, 4, 1]), (16, [0, 2]), (1, [0])],
 )
-def test_a_probe_reads_sequences_with_targets_first(limit, expected, monkeypatch):
+def test_probe_reads_sequences_with_targets_first(limit, expected, monkeypatch):
     monkeypatch.setattr(validation, "MAX_PROBE_TOKENS", limit)
     assert probe_sequences(labels_of(8, 0, 1, 0, 8)).tolist() == expected
 
 
-def test_every_rank_probes_equally_many_sequences(monkeypatch):
+def test_ranks_probe_equally_many_sequences(monkeypatch):
     monkeypatch.setattr(validation, "MAX_PROBE_TOKENS", 16)
     assert len(probe_sequences(labels_of(8, 8, 8))) == len(probe_sequences(labels_of(0, 0, 0))) == 2
 
 
-def test_a_large_micro_batch_is_cut_before_it_is_probed(monkeypatch):
-    """The numbers are those of its first sequences with targets; the one without does not count."""
+def test_probe_reads_part_of_a_large_micro_batch(monkeypatch):
+    """The probe averages the first sequences with targets; sequences without do not count."""
     monkeypatch.setattr(validation, "MAX_PROBE_TOKENS", 16)
     torch.manual_seed(0)
     cfg = Config(model={"d_model": 16, "n_layer": 2, "d_state": 4})
@@ -54,7 +54,7 @@ def test_a_large_micro_batch_is_cut_before_it_is_probed(monkeypatch):
             held_out={"small": [], "large": [{"input_ids": ids, "labels": labels}, None]},
             ranks=Ranks(),
         )
-        return Validation.probed(part, SimpleNamespace(deepspeed=model))["probe"]
+        return Validation.probe_solver(part, SimpleNamespace(deepspeed=model))["probe"]
 
     ids = torch.randint(16, (4, 8))
     measured = [probed(labels_of(*lengths)) for lengths in ((8, 0, 3, 8), (8, 0, 0, 0))]

@@ -1,4 +1,4 @@
-"""The session of swaps, played by Python itself."""
+"""Sessions of the repl task, executed by Python itself."""
 
 import contextlib
 import io
@@ -11,19 +11,21 @@ from synthetic.tasks import IGNORE, build
 
 
 @pytest.mark.parametrize("variables", [2, 5, 9])
-def test_the_answers_are_what_python_prints(variables):
+def test_answers_are_what_python_prints(variables):
     task = build(Task(name="repl", variables=variables))
     batch = task.batch(0, "train", 0, 40, (12, 12))
     for ids, labels in zip(batch.input_ids, batch.labels):
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
             exec(task.text(ids).replace(">>>", ""), {})
-        due = np.flatnonzero(labels != IGNORE)
-        assert [task.tokens[i] for i in labels[due]] == printed.getvalue().split()
-        assert len(due) == 13 and all(task.tokens[ids[i]] == ")" for i in due)
+        answer_positions = np.flatnonzero(labels != IGNORE)
+        assert [task.tokens[i] for i in labels[answer_positions]] == output.getvalue().split()
+        assert len(answer_positions) == 13 and all(
+            task.tokens[ids[i]] == ")" for i in answer_positions
+        )
 
 
-def test_every_swap_and_every_variable_occurs():
+def test_all_swaps_and_assignments_occur():
     task = build(Task(name="repl", variables=4))
     ids = task.batch(0, "train", 0, 300, (1, 1)).input_ids
     swaps = {tuple(sorted(task.text(row).split("\n")[2][3:6:2])) for row in ids}

@@ -1,0 +1,278 @@
+"""Arguments of the `cell` kernels, which solve a whole layer exactly, token by token.
+
+The backends (cpu/cpu_cell.py, triton/triton_cell.py) share these structures and their checks. The
+equations that they solve, for token t, given y_{t−1} and h_{t−1} (docs/model.md derives them):
+
+    row = raw_t + [W_y y_{t−1}, 0]                  u_i = nrm(act(·)), a, B, C: parts of the row
+          (with centroids: W_y Σ_i α_i c_i, α = softmax(keys (y_{t−1} + noise) + key_bias))
+    M v = Σ_i u_i (T U v)_i                         T from a: householder or dplr
+    v(s) = g ⊙ (exp(dt A) h_{t−1} C + γ ⊙ x̃(s))     x̃(s) = x + Σ_i u_i (T (s − U x))_i
+    s = U norm(v(s)): r equations; y_t = norm(v(s))  γ = dt (B·C) + D
+    h_t = exp(dt A) h_{t−1} + (dt ⊙ x̃) Bᵀ           with the solution s
+
+The gradient is backpropagation through that recurrence, with the implicit function theorem for s.
+
+Shape suffixes: b batch, l length, d channels, n states, r reflections, K columns of raw, k columns
+of raw that depend on y_{t−1} (the first ones).
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from lm.kernels import Unsupported
+
+MAX_REFLECTIONS = 8
+MAX_GPU_ENTRIES = 65_536  # entries of a token's vectors that one program of a GPU can hold
+NORMS = ("layer", "rms", "none")
+ACTS = ("silu", "relu", "identity")
+
+
+class Layout(NamedTuple):
+    """First column of each part within a row of raw."""
+
+    vectors: int  # r·d columns: the vectors before act and nrm, the i-th at vectors + i·d
+    gates: int  # r columns, before the sigmoid
+    B: int = 0  # groups·n columns
+    C: int = 0  # groups·n columns
+
+
+class Options(NamedTuple):
+    """Settings of a layer that select its equations."""
+
+    rank: int  # r, the number of reflections
+    scale: float  # of the gates: 2 for eigenvalues in [−1, 1], 1 for [0, 1]
+    act: str  # activation of the vectors, one of ACTS
+    sequential: bool  # True: householder; False: dplr
+    eps: float  # smallest length by which a vector is divided
+    contractive: float | None  # κ: T is scaled by κ / max(κ, Σ a)
+    bc_norm: bool  # normalize B and C
+    groups: int  # of B and C
+    norm: str  # one of NORMS
+    norm_eps: float
+    states: int = 0  # n of FP-Mamba-2; 0: B and C reach to the next part of the row
+
+
+class Readout(NamedTuple):
+    """The centroids through which y_{t−1} is read; see Centroids in lm/model/layers.py."""
+
+    keys: Tensor  # (number of centroids, d)
+    key_bias: Tensor  # (number of centroids,)
+    values: Tensor  # (number of centroids, d)
+    noise: Tensor | None  # (b,l,d)
+
+
+class CellArguments(NamedTuple):
+    """Arguments of `cell`, which solves an FP-Mamba-1 or FP-Mamba-2 layer.
+
+    Only y is differentiable, once, by raw, weight_y, x, dt, A, gate, D, norm_weight, norm_bias and
+    the readout.
+
+    Attributes:
+        layout: Columns of raw.
+        options: Settings of the layer.
+        raw: The part of the projections that depends on x, biases included, (b,l,K).
+        weight_y: W_y, (k,d); k may be 0.
+        x: Input of the mixer, (b,l,d).
+        dt: Step sizes, FP-Mamba-1: (b,l,d); FP-Mamba-2: (b,l,heads). 0 leaves the state unchanged.
+        A: FP-Mamba-1: (d,n); FP-Mamba-2: (heads,).
+        keep: (b,l), 0 at tokens that start a document, else 1; or None.
+        gate: g, (b,l,d), or None.
+        D: Skip weights, (d,).
+        norm_weight: (d,), or None.
+        norm_bias: (d,), or None.
+        y0: y before the first token, (b,d); zero if None.
+        h0: State before the first token, FP-Mamba-1: (b,d,n); FP-Mamba-2: (b,heads,d/heads,n);
+            zero if None.
+        adjoint: Output (b,), or None. The backward pass writes max_t ‖λ_t‖ / max_t ‖∂y_t‖ into it;
+            λ_t is ∂y_t plus the gradient that W_y carries back to y_t.
+        readout: Centroids, or None: y_{t−1} is read directly.
+    """
+
+    layout: Layout
+    options: Options
+    raw: Tensor
+    weight_y: Tensor
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    keep: Tensor | None
+    gate: Tensor | None
+    D: Tensor | None
+    norm_weight: Tensor | None
+    norm_bias: Tensor | None
+    y0: Tensor | None
+    h0: Tensor | None
+    adjoint: Tensor | None = None
+    readout: Readout | None = None
+
+    @property
+    def kind(self) -> str:
+        """The layer that is solved: "mamba1", "mamba2" or "rnn"."""
+        return {1: "mamba2", 2: "mamba1", 3: "rnn"}[self.A.dim()]
+
+
+class RnnArguments(NamedTuple):
+    """Arguments of `cell_rnn`, which solves an FP-RNN layer.
+
+    y_t = h_t = decay_t ⊙ h_{t−1} + fresh_t ⊙ x̃_t. The other fields are as in CellArguments. Options
+    of B, C and the norm are ignored.
+
+    Attributes:
+        decay: (b,l,d).
+        fresh: (b,l,d).
+        h0: State before the first token, (b,d); zero if None.
+    """
+
+    layout: Layout
+    options: Options
+    raw: Tensor
+    weight_y: Tensor
+    x: Tensor
+    decay: Tensor
+    fresh: Tensor
+    keep: Tensor | None
+    y0: Tensor | None
+    h0: Tensor | None
+    adjoint: Tensor | None = None
+
+    def as_cell_arguments(self) -> CellArguments:
+        """Return the same problem for the common solver: `fresh` is dt, `decay` is A."""
+        return CellArguments(
+            layout=self.layout,
+            options=self.options._replace(norm="none", groups=1),
+            raw=self.raw,
+            weight_y=self.weight_y,
+            x=self.x,
+            dt=self.fresh,
+            A=self.decay,
+            keep=self.keep,
+            gate=None,
+            D=None,
+            norm_weight=None,
+            norm_bias=None,
+            y0=self.y0,
+            h0=self.h0,
+            adjoint=self.adjoint,
+        )
+
+
+# An exported model runs without this package and cannot import the classes above. It passes a
+# mapping with the same fields, in which layout, options and readout are plain tuples.
+def as_cell_arguments(arguments: CellArguments | Mapping[str, Any]) -> CellArguments:
+    """Convert the argument of `cell` to CellArguments."""
+    if isinstance(arguments, CellArguments):
+        return arguments
+    converted = CellArguments(**arguments)
+    readout = converted.readout
+    return converted._replace(
+        layout=Layout(*converted.layout),
+        options=Options(*converted.options),
+        readout=None if readout is None else Readout(*readout),
+    )
+
+
+def as_rnn_arguments(arguments: RnnArguments | Mapping[str, Any]) -> RnnArguments:
+    """Convert the argument of `cell_rnn` to RnnArguments."""
+    if isinstance(arguments, RnnArguments):
+        return arguments
+    converted = RnnArguments(**arguments)
+    return converted._replace(layout=Layout(*converted.layout), options=Options(*converted.options))
+
+
+class Sizes(NamedTuple):
+    """Sizes of a problem, read from the shapes of its arguments."""
+
+    kind: str  # "mamba1", "mamba2" or "rnn"
+    b: int
+    length: int
+    d: int
+    n: int
+    heads: int
+    columns: int  # K
+    y_columns: int  # k
+
+
+@functools.lru_cache(1024)
+def expected_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor among the fields of CellArguments, in their order."""
+    b, d, tokens = sizes.b, sizes.d, (sizes.b, sizes.length, sizes.d)
+    steps = (b, sizes.length, sizes.heads) if sizes.kind == "mamba2" else tokens
+    rates = {"mamba1": (d, sizes.n), "mamba2": (sizes.heads,), "rnn": tokens}
+    states = {"mamba1": (b, d, sizes.n), "mamba2": (b, sizes.heads, d // sizes.heads, sizes.n)}
+    return {
+        "raw": (b, sizes.length, sizes.columns),
+        "weight_y": (sizes.y_columns, d),
+        "x": tokens,
+        "dt": steps,
+        "A": rates[sizes.kind],
+        "keep": (b, sizes.length),
+        "gate": tokens,
+        "D": (d,),
+        "norm_weight": (d,),
+        "norm_bias": (d,),
+        "y0": (b, d),
+        "h0": states.get(sizes.kind, (b, d)),
+    }
+
+
+def check_sizes(arguments: CellArguments) -> Sizes:
+    """Return the sizes of a problem after checking them against its layout and options.
+
+    Raises:
+        Unsupported: If the kernels have no code for that many reflections.
+        ValueError: If an option is unknown, or if sizes do not fit together.
+    """
+    kind, layout, options = arguments.kind, arguments.layout, arguments.options
+    (b, length, d), heads, n = arguments.x.shape, 1, 1
+    if kind == "mamba2":
+        heads, n = len(arguments.A), _count_states(arguments)
+    elif kind == "mamba1":
+        n = arguments.A.shape[-1]
+    columns, y_columns = arguments.raw.shape[-1], len(arguments.weight_y)
+    _check_layout(layout, options, kind, d, n, heads, columns, y_columns)
+    return Sizes(kind, b, length, d, n, heads, columns, y_columns)
+
+
+@functools.cache
+def _check_layout(layout, options, kind, d, n, heads, columns, y_columns):
+    r, groups = options.rank, options.groups
+    if r > MAX_REFLECTIONS:
+        raise Unsupported(f"{r} reflections: the kernels solve up to {MAX_REFLECTIONS}")
+    if r < 1 or options.act not in ACTS or options.norm not in NORMS:
+        raise ValueError(
+            f"rank {r}, act `{options.act}`, norm `{options.norm}`: rank must be at least 1, act"
+            f" must be {', '.join(ACTS)}, and norm {', '.join(NORMS)}"
+        )
+    if heads < 1 or groups < 1 or d % heads or heads % groups:
+        raise ValueError(f"{d} channels, {heads} heads and {groups} groups do not divide evenly")
+    parts = [(layout.vectors, r * d), (layout.gates, r)]
+    parts += [] if kind == "rnn" else [(layout.B, groups * n), (layout.C, groups * n)]
+    ends = [0, *(start + width for start, width in sorted(parts))]
+    starts = [*(start for start, _ in sorted(parts)), columns]
+    if any(end > start for end, start in zip(ends, starts)) or y_columns > columns:
+        raise ValueError(
+            f"parts {sorted(parts)} (first column, width) overlap or exceed the {columns} columns"
+            f" of raw, {y_columns} of which read y"
+        )
+
+
+def fits_a_gpu(r: int, d: int) -> bool:
+    """Return whether a GPU's kernel can solve tokens with r reflections of d channels."""
+
+    def padded(size):
+        return 1 << (size - 1).bit_length()
+
+    return r <= MAX_REFLECTIONS and padded(r) * padded(d) <= MAX_GPU_ENTRIES
+
+
+def _count_states(arguments):
+    """Return n of FP-Mamba-2: B and C reach to the next part of the row, or to its end."""
+    layout, options = arguments.layout, arguments.options
+    if options.states:
+        return options.states
+    bounds = (*layout, arguments.raw.shape[-1])
+    widths = [min((b for b in bounds if b > start), default=start) - start for start in layout[2:]]
+    return min(widths) // options.groups

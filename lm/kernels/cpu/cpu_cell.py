@@ -1,0 +1,332 @@
+"""The `cell` kernels for the CPU: the exact solve of a whole layer, with its gradient.
+
+lm/kernels/cell_arguments.py has the equations and the arguments. This file checks and packs the
+arguments for cell_forward.cpp and cell_backward.cpp. States are stored as (b,n,d), as in scan.py.
+The results of a sequence do not depend on the batch, on how its tokens are cut into calls, or on
+the number of threads, bit for bit.
+
+Shape suffixes: b batch, l length, d channels, n states, r reflections, K columns of raw, k columns
+of raw that depend on y_{t−1} (the first ones).
+"""
+
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lm.kernels import cell_arguments
+from lm.kernels.cell_arguments import (
+    ACTS,
+    NORMS,
+    CellArguments,
+    Readout,
+    RnnArguments,
+    as_cell_arguments,
+    as_rnn_arguments,
+    check_sizes,
+    expected_shapes,
+)
+from lm.kernels.checks import cell_deviation, needs_grad
+from lm.kernels.cpu import build as cpu_build
+from lm.kernels.cpu.build import (
+    address,
+    check,
+    checkpoint_steps,
+    load_functions,
+    token_step,
+)
+
+NARROW = False  # all tensors have one dtype
+CENTROIDS = True  # y_{t−1} may be read through centroids
+NO_READOUT = Readout(None, None, None, None)  # type: ignore[arg-type]
+# Fields of CellArguments with a gradient, in the order of the struct's gradients.
+DIFFERENTIABLE = ("raw", "weight_y", "x", "dt", "A", "gate", "D", "norm_weight", "norm_bias")
+_KINDS = {"mamba1": 0, "mamba2": 1, "rnn": 2}
+_NORMS, _ACTS = ({name: i for i, name in enumerate(names)} for names in (NORMS, ACTS))
+
+
+class _Sizes(NamedTuple):
+    """The whole numbers of `struct Cell` in cell_token.h, in its order."""
+
+    b: int
+    length: int
+    d: int
+    n: int
+    kind: int
+    heads: int
+    groups: int
+    rank: int
+    act: int
+    sequential: bool
+    bc_norm: bool
+    norm: int
+    columns: int
+    y_columns: int
+    vectors: int
+    gates: int
+    B: int
+    C: int
+    centroids: int
+    raw_step: int
+    every: int  # tokens between two checkpoints
+    threads: int
+
+
+class _Problem(NamedTuple):
+    """Inputs of `struct Cell`: whole numbers, real numbers and tensors, in its order."""
+
+    sizes: _Sizes
+    numbers: tuple[float, ...]
+    tensors: tuple[Tensor | None, ...]
+
+
+_NUMBERS, _ADDRESSES = 4, 38  # real numbers and addresses of `struct Cell`
+_pack = struct.Struct(f"{len(_Sizes._fields)}q{_NUMBERS}d{_ADDRESSES}q").pack
+
+
+def fits(r: int, d: int) -> bool:
+    """Return whether the kernel can solve tokens with r reflections of d channels."""
+    return r <= cell_arguments.MAX_REFLECTIONS
+
+
+def usable() -> tuple[bool, str]:
+    """Return whether the kernels run here, and the reason if not; see `usable` of build.py."""
+    return cpu_build.usable(_self_check)
+
+
+def _self_check(dtype):
+    return cell_deviation(cell, dtype)
+
+
+def _prepare(arguments: CellArguments) -> _Problem:
+    """Check the arguments and convert them to what `struct Cell` contains."""
+    kind, options, layout, x = arguments.kind, arguments.options, arguments.layout, arguments.x
+    sizes = check_sizes(arguments)
+    b, length, d = sizes.b, sizes.length, sizes.d
+    if options.norm == "none":
+        arguments = arguments._replace(norm_weight=None, norm_bias=None)
+    if options.norm == "rms" and arguments.norm_bias is not None:
+        raise ValueError("RMSNorm has no bias")
+    if arguments.keep is not None:
+        arguments = arguments._replace(keep=arguments.keep.to(x.dtype).contiguous())
+    shapes, fields = expected_shapes(sizes), arguments._asdict()
+    check(x.dtype, *((name, fields[name], shape) for name, shape in shapes.items()))
+    readout = arguments.readout or NO_READOUT
+    centroids = 0 if readout.keys is None else len(readout.keys)
+    readout_shapes = (centroids, d), (centroids,), (centroids, d), (b, length, d)
+    check(x.dtype, *zip(readout._fields, readout, readout_shapes))
+
+    raw, raw_step = token_step(arguments.raw)
+    A, h0 = arguments.A, arguments.h0
+    if kind != "mamba1":
+        A = A.contiguous()
+    elif A.stride() != (1, d):
+        A = A.t().contiguous().t()
+    if h0 is not None:
+        h0 = _store_channels_last(h0, kind)
+    converted = {**fields, "raw": raw, "A": A, "h0": h0}
+    as_they_are = ("raw", "A", "keep", "h0")
+    tensors = (
+        *(converted[n] if n in as_they_are else _contiguous(converted[n]) for n in shapes),
+        *map(_contiguous, readout),
+    )
+    struct_sizes = _Sizes(
+        b=b,
+        length=length,
+        d=d,
+        n=sizes.n,
+        kind=_KINDS[kind],
+        heads=sizes.heads,
+        groups=options.groups,
+        rank=options.rank,
+        act=_ACTS[options.act],
+        sequential=options.sequential,
+        bc_norm=options.bc_norm,
+        norm=_NORMS[options.norm],
+        columns=sizes.columns,
+        y_columns=sizes.y_columns,
+        vectors=layout.vectors,
+        gates=layout.gates,
+        B=layout.B,
+        C=layout.C,
+        centroids=centroids,
+        raw_step=raw_step,
+        every=checkpoint_steps(length),
+        threads=torch.get_num_threads(),
+    )
+    numbers = options.scale, options.eps, options.contractive or 0.0, options.norm_eps
+    return _Problem(struct_sizes, numbers, tensors)
+
+
+def _contiguous(t):
+    return None if t is None else t.contiguous()
+
+
+def _store_channels_last(h, kind):
+    """Return a state whose channels are last in memory, copied if necessary."""
+    if kind == "mamba1":
+        return h if h.transpose(1, 2).is_contiguous() else h.mT.contiguous().mT
+    if kind == "mamba2":
+        stored = h.permute(0, 3, 1, 2)
+        return h if stored.is_contiguous() else stored.contiguous().permute(0, 2, 3, 1)
+    return h.contiguous()
+
+
+def _allocate_results(problem):
+    """Allocate y (b,l,d), the state after the last token, and the outcomes (b,l)."""
+    sizes, x = problem.sizes, problem.tensors[2]
+    b, d, n = sizes.b, sizes.d, sizes.n
+    y = x.new_empty(b, sizes.length, d)
+    if sizes.kind == _KINDS["mamba1"]:
+        state = x.new_empty_strided((b, d, n), (n * d, 1, d))
+    elif sizes.kind == _KINDS["mamba2"]:
+        headdim = d // sizes.heads
+        state = x.new_empty_strided((b, sizes.heads, headdim, n), (n * d, headdim, 1, d))
+    else:
+        state = x.new_empty(b, d)
+    return y, state, torch.empty(b, sizes.length, dtype=torch.uint8)
+
+
+def _call(name, problem, *results):
+    """Call a function of the library.
+
+    Args:
+        name: "cell" or "cell_backward".
+        problem: A _Problem.
+        results: The tensors that follow in `struct Cell`. Missing ones at the end are null.
+    """
+    addresses = [address(t) for t in (*problem.tensors, *results)]
+    nulls = [0] * (_ADDRESSES - len(addresses))
+    function = load_functions()[name][problem.tensors[2].dtype]
+    function(_pack(*problem.sizes, *problem.numbers, *addresses, *nulls))
+
+
+class _Cell(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, arguments, *_):
+        """Solve a layer and save what its gradient needs.
+
+        The other inputs are the tensors of `arguments` that have a gradient: autograd finds them
+        only if they are separate inputs.
+        """
+        problem = _prepare(arguments)
+        sizes, x = problem.sizes, arguments.x
+        b, length, d = sizes.b, sizes.length, sizes.d
+        results = y, state, outcome = _allocate_results(problem)
+        rows = x.new_empty(arguments.raw.shape) if sizes.y_columns else None
+        roots = x.new_empty(b, length, sizes.rank)
+        chunks = -(-length // sizes.every)
+        checkpoints = None
+        if arguments.kind != "rnn":
+            checkpoints = x.new_empty(b, chunks, sizes.n, d)
+        alphas = reads = None
+        if sizes.centroids:
+            alphas, reads = x.new_empty(b, length, sizes.centroids), x.new_empty(b, length, d)
+        _call("cell", problem, *results, rows, roots, checkpoints, alphas, reads)
+        ctx.mark_non_differentiable(state, outcome)
+        ctx.set_materialize_grads(False)
+        inputs = problem.tensors
+        if rows is not None:  # the rows contain raw, which is not needed any more
+            inputs = (None, *inputs[1:])
+        ctx.save_for_backward(*inputs, y, outcome, rows, roots, checkpoints, alphas, reads)
+        ctx.problem = problem._replace(tensors=())
+        ctx.adjoint = arguments.adjoint
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y, *_):
+        *inputs, y, outcome, rows, roots, checkpoints, alphas, reads = ctx.saved_tensors
+        if grad_y is None:
+            grad_y = torch.zeros_like(y)
+        raw, weight_y, x, dt, A, _, gate, D, weight, bias, y0, *_, noise = inputs
+        problem = ctx.problem._replace(tensors=tuple(inputs))
+        adjoint = x.new_empty(len(x))
+        d_raw = x.new_empty((raw if rows is None else rows).shape)
+        d_weight_y = torch.empty_like(weight_y) if ctx.needs_input_grad[2] else None
+        grads = d_raw, d_weight_y, *map(_empty_like, (x, dt, A, gate, D, weight, bias))
+        d_logits, d_reads, d_noise = readout_grads = tuple(map(_empty_like, (alphas, reads, noise)))
+        results = y, None, outcome, rows, roots, checkpoints, alphas, reads
+        _call(
+            "cell_backward",
+            problem,
+            *results,
+            grad_y.contiguous(),
+            adjoint,
+            *grads,
+            *readout_grads,
+        )
+        if ctx.adjoint is not None:
+            ctx.adjoint.copy_(adjoint)
+        d_readout: tuple[Tensor | None, ...] = NO_READOUT
+        if d_logits is not None:
+            before = _shift_by_one(y, y0, noise)
+            d_keys = torch.einsum("blk,bld->kd", d_logits, before)
+            d_values = torch.einsum("blk,bld->kd", alphas, d_reads)
+            d_readout = d_keys, d_logits.sum((0, 1)), d_values, d_noise
+        return None, *grads, *d_readout
+
+
+def _empty_like(t):
+    return None if t is None else torch.empty_like(t)
+
+
+def _shift_by_one(y, y0, noise):
+    """Return the vectors that every token reads of the token before it, (b,l,d).
+
+    Documents need no mask, because a document's first token has no gradient of its logits.
+    """
+    first = torch.zeros_like(y[:, :1]) if y0 is None else y0.unsqueeze(1)
+    before = torch.cat([first, y[:, :-1]], 1)
+    return before if noise is None else before + noise
+
+
+def _solve(arguments):
+    readout = arguments.readout or NO_READOUT
+    inputs = (*(getattr(arguments, name) for name in DIFFERENTIABLE), *readout)
+    if needs_grad(*inputs):
+        return _Cell.apply(arguments, *inputs)
+    problem = _prepare(arguments)
+    results = _allocate_results(problem)
+    _call("cell", problem, *results)
+    return results
+
+
+def cell(arguments: CellArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Solve an FP-Mamba-1 or FP-Mamba-2 layer, token by token; differentiable once.
+
+    Args:
+        arguments: CellArguments, or a mapping with its fields. All tensors are on the CPU, all in
+            fp32 or all in fp64.
+
+    Returns:
+        y (b,l,d); the state after the last token, with the shape of h0; the outcome of each token's
+        search (b,l), uint8, see lm/model/solver.py. Only y is differentiable.
+
+    Raises:
+        TypeError: If a tensor is not on the CPU.
+        ValueError: If a shape or an option is wrong.
+        Unsupported: If dtypes differ or are neither fp32 nor fp64, or if there are too many
+            reflections.
+    """
+    return _solve(as_cell_arguments(arguments))
+
+
+def cell_rnn(arguments: RnnArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Solve an FP-RNN layer, token by token; differentiable once.
+
+    Args:
+        arguments: RnnArguments, or a mapping with its fields.
+
+    Returns:
+        As `cell`; the state is (b,d).
+
+    Raises:
+        TypeError: As `cell`.
+        ValueError: As `cell`.
+        Unsupported: As `cell`.
+    """
+    return _solve(as_rnn_arguments(arguments).as_cell_arguments())

@@ -1,0 +1,569 @@
+"""The `cell` kernels for GPUs: the exact solve of a whole layer, for all sequences at once.
+
+lm/kernels/cell_arguments.py has the equations and the arguments; cell_kernels.py has the Triton
+code. A token takes two launches: the product with W_y over the batch, and one program per sequence
+for everything else. Its gradient takes two launches as well. The backward pass goes through chunks
+of tokens from the last to the first, and recomputes the states of a chunk from the state that
+entered it. The launches of a chunk are recorded as a CUDA graph (launches.py). The gradient of W_y
+is one product at the end. The host never waits for the GPU.
+
+Products use W_y's dtype and accumulate in fp32; rows are stored in raw's dtype; everything else is
+fp32. The results of a sequence do not depend on the batch bit for bit, except for the effect of its
+position in a block of `tl.dot`.
+
+Shape suffixes: b batch, l length, d channels, n states, g groups, r reflections, K columns of raw,
+k columns of raw that depend on y_{t−1} (the first ones), c steps of a chunk.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lm.kernels import Unsupported, cell_arguments
+from lm.kernels.cell_arguments import (
+    CellArguments,
+    Layout,
+    Options,
+    RnnArguments,
+    Sizes,
+    as_cell_arguments,
+    as_rnn_arguments,
+    check_sizes,
+    expected_shapes,
+)
+from lm.kernels.checks import cell_deviation, needs_grad
+from lm.kernels.triton import build as triton_build
+from lm.kernels.triton import cell_kernels
+from lm.kernels.triton.build import INTERPRETED, check
+from lm.kernels.triton.launches import Launch, Schedule, get_schedule
+
+CHUNK = 64  # tokens of a CUDA graph, and between two states from which the backward pass starts
+MAX_RECOMPUTED = 512 * 2**20  # bytes of the recomputed states of a chunk
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+# Fields of CellArguments with a gradient, in the order of `_Cell`'s inputs.
+DIFFERENTIABLE = ("raw", "weight_y", "x", "dt", "A", "gate", "D", "norm_weight", "norm_bias")
+OPTIONAL = ("keep", "gate", "D", "norm_weight", "norm_bias", "h0")
+
+fits = cell_arguments.fits_a_gpu
+NARROW = True  # raw and weight_y may have a narrower dtype than the other tensors
+CENTROIDS = False  # y_{t−1} is read directly
+
+
+def usable() -> tuple[bool, str]:
+    """Return whether the kernels run here, and the reason if not; see `usable` of build.py."""
+    return triton_build.usable(_self_check)
+
+
+def _self_check():
+    return cell_deviation(cell, torch.float32)
+
+
+class Plan(NamedTuple):
+    """Everything that determines the launches of a chunk, except addresses.
+
+    Calls with equal plans share a recorded CUDA graph.
+    """
+
+    layout: Layout
+    options: Options
+    sizes: Sizes  # with length 0, because graphs do not depend on it
+    raw_step: int  # entries between two tokens of raw
+    chunk: int  # tokens
+    raw: torch.dtype
+    weight: torch.dtype
+    device: torch.device
+    present: tuple[str, ...]  # fields of OPTIONAL that are not None
+    saves_for_backward: bool
+    precision: str  # of products in fp32
+
+    def token_arguments(self) -> dict[str, Any]:
+        """Return the arguments that all kernels of whole tokens have."""
+        options, sizes = self.options, self.sizes
+        return {
+            "columns": sizes.columns,
+            "vectors": self.layout.vectors,
+            "gates": self.layout.gates,
+            "B_column": self.layout.B,
+            "C_column": self.layout.C,
+            "scale": options.scale,
+            "eps": options.eps,
+            "kappa": options.contractive or 0.0,
+            "headdim": sizes.d // sizes.heads,
+            "d": sizes.d,
+            "n": sizes.n,
+            "r": options.rank,
+            "KIND": sizes.kind,
+            "GROUPS": options.groups,
+            "ACT": options.act,
+            "SEQUENTIAL": options.sequential,
+            "BC_NORM": options.bc_norm,
+            "ROWS": DTYPES[self.raw],
+            "R": triton.next_power_of_2(options.rank),
+            "D": triton.next_power_of_2(sizes.d),
+            "N": triton.next_power_of_2(sizes.n),
+            "NB": min(4, triton.next_power_of_2(sizes.n)),
+        }
+
+    def norm_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the two kernels that also compute the norm."""
+        return {
+            "KEEP": "keep" in self.present,
+            "GATE": "gate" in self.present,
+            "norm_eps": self.options.norm_eps,
+            "NORM": self.options.norm,
+            "SKIP": "D" in self.present,
+            "WEIGHTED": "norm_weight" in self.present,
+            "BIASED": "norm_bias" in self.present,
+        }
+
+    def warps(self, max_channels: int) -> int:
+        """Return the number of warps of a program that holds a whole token, a power of two.
+
+        Fewer warps wait less for each other, as long as few registers spill (notes/2026-11-gpu-kernel.md).
+
+        Args:
+            max_channels: Channels per warp. Several reflections get fewer, because the program
+                holds their vectors as well.
+        """
+        per_rank = 2 * max_channels // triton.next_power_of_2(self.options.rank)
+        channels = max(128, min(max_channels, per_rank))
+        return max(1, min(16, triton.next_power_of_2(self.sizes.d) // channels))
+
+
+def _product_arguments(plan, depth, max_block=128):
+    """Return the block sizes and dtypes of a product.
+
+    Args:
+        plan: The Plan.
+        depth: Number of entries that are summed.
+        max_block: Entries that are summed at once, at most.
+    """
+    return {
+        "KEEP": "keep" in plan.present,
+        "WEIGHT": DTYPES[plan.weight],
+        "ROWS": DTYPES[plan.raw],
+        "PRODUCT_DTYPE": DTYPES[torch.float32 if INTERPRETED else plan.weight],
+        "PRECISION": plan.precision,
+        "TALL": max(16, min(64, triton.next_power_of_2(plan.sizes.b))),
+        "COLUMNS": 16,
+        "DEPTH": max(16, min(max_block, triton.next_power_of_2(depth))),
+        "num_warps": 4,
+    }
+
+
+def _product_grid(plan, columns):
+    """Return the grid of a product with a given number of output columns."""
+    blocks = _product_arguments(plan, 1)
+    return triton.cdiv(columns, blocks["COLUMNS"]), triton.cdiv(plan.sizes.b, blocks["TALL"])
+
+
+def _channel_grid(plan):
+    """Return the grid of a kernel whose programs share the channels, and the channels of each."""
+    width = min(128, triton.next_power_of_2(plan.sizes.d))
+    return (plan.sizes.b, triton.cdiv(plan.sizes.d, width)), width
+
+
+def forward_launches(plan: Plan) -> list[Launch]:
+    """Return the launches of a chunk, from its first token to its last."""
+    sizes, launches = plan.sizes, []
+    if plan.saves_for_backward and sizes.kind != "rnn":
+        launches.append(_settle_launch(plan, True))
+    product = {
+        "b": sizes.b,
+        "d": sizes.d,
+        "columns": sizes.columns,
+        "y_columns": sizes.y_columns,
+        "raw_step": plan.raw_step,
+        "SAVES": plan.saves_for_backward,
+        "RAW": DTYPES[plan.raw],
+        **_product_arguments(plan, sizes.d, 512 // plan.weight.itemsize),
+    }
+    token = {
+        "SAVES": plan.saves_for_backward,
+        "WEIGHT": DTYPES[plan.weight],
+        "num_warps": plan.warps(512),
+        **plan.token_arguments(),
+        **plan.norm_arguments(),
+    }
+    grid = _product_grid(plan, sizes.columns)
+    for step in range(plan.chunk):
+        launches.append(Launch(cell_kernels.product_kernel, grid, {"step": step, **product}))
+        launches.append(Launch(cell_kernels.token_kernel, (sizes.b,), {"step": step, **token}))
+    return launches
+
+
+def _settle_launch(plan, entering):
+    """Return the launch that stores the state entering a chunk, or the final state."""
+    sizes, groups = plan.sizes, plan.options.groups
+    grid, width = _channel_grid(plan)
+    arguments = {
+        "chunk": plan.chunk,
+        "d": sizes.d,
+        "n": sizes.n,
+        "wide": sizes.d // groups,
+        "ENTERING": entering,
+        "GROUPS": groups,
+        "D": width,
+        "NB": min(16, triton.next_power_of_2(sizes.n)),
+    }
+    return Launch(cell_kernels.settle_kernel, grid, arguments)
+
+
+def final_launches(plan: Plan) -> list[Launch]:
+    """Return the launches after the last token."""
+    return [_settle_launch(plan, False)]
+
+
+def backward_launches(plan: Plan) -> list[Launch]:
+    """Return the launches of a chunk's gradient, from its last token to its first."""
+    sizes, groups = plan.sizes, plan.options.groups
+    shared = plan.token_arguments()
+    launches = []
+    if sizes.kind != "rnn":
+        again = {"chunk": plan.chunk, "num_warps": plan.warps(512), **shared}
+        launches.append(Launch(cell_kernels.recompute_kernel, (sizes.b, plan.chunk), again))
+        grid, width = _channel_grid(plan)
+        states = {
+            "chunk": plan.chunk,
+            "d": sizes.d,
+            "n": sizes.n,
+            "wide": sizes.d // groups,
+            "headdim": sizes.d // sizes.heads,
+            "KIND": sizes.kind,
+            "GROUPS": groups,
+            "KEEP": "keep" in plan.present,
+            "D": width,
+            "NB": triton.next_power_of_2(sizes.n),
+        }
+        launches.append(Launch(cell_kernels.states_kernel, grid, states))
+    token = {
+        "chunk": plan.chunk,
+        "START": "h0" in plan.present,
+        "num_warps": plan.warps(256),
+        **shared,
+        **plan.norm_arguments(),
+    }
+    product = {
+        "b": sizes.b,
+        "d": sizes.d,
+        "columns": sizes.columns,
+        "y_columns": sizes.y_columns,
+        **_product_arguments(plan, sizes.y_columns),
+    }
+    grid = _product_grid(plan, sizes.d)
+    for step in reversed(range(plan.chunk)):
+        launches.append(Launch(cell_kernels.token_back_kernel, (sizes.b,), {"step": step, **token}))
+        launches.append(Launch(cell_kernels.product_back_kernel, grid, {"step": step, **product}))
+    return launches
+
+
+def _product_precision():
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def _align(t):
+    """Return a tensor that is contiguous and begins at a multiple of 16 bytes, or None."""
+    if t is None:
+        return None
+    t = t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
+
+
+def _align_fp32(t):
+    return None if t is None else _align(t.float())
+
+
+def _prepare(arguments: CellArguments) -> tuple[Sizes, dict[str, Tensor | None]]:
+    """Check the arguments; return their sizes and the tensors as the kernels read them."""
+    options = arguments.options
+    sizes = check_sizes(arguments)
+    if arguments.readout is not None:
+        raise Unsupported("y is read through centroids, which the Triton kernels do not support")
+    if options.norm == "none":
+        arguments = arguments._replace(norm_weight=None, norm_bias=None)
+    if options.norm == "rms" and arguments.norm_bias is not None:
+        raise ValueError("RMSNorm has no bias")
+    shapes, fields = expected_shapes(sizes), arguments._asdict()
+    fields["keep"] = None if arguments.keep is None else arguments.keep.float()
+    check(**{name: (fields[name], shape) for name, shape in shapes.items()})
+    if not fits(options.rank, sizes.d):
+        raise Unsupported(
+            f"{options.rank} vectors of {sizes.d} channels: a program holds at most"
+            f" {cell_arguments.MAX_GPU_ENTRIES} entries"
+        )
+    if arguments.weight_y.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise Unsupported("a CUDA graph is being recorded, and the exact token replays its own")
+    narrow = "raw", "weight_y"
+    tensors = {
+        name: _align(fields[name]) if name in narrow else _align_fp32(fields[name])
+        for name in shapes
+    }
+    if sizes.kind == "mamba1":
+        tensors["A"] = _align_fp32(arguments.A.t())
+    return sizes, tensors
+
+
+def _make_plan(arguments, sizes, tensors, saves_for_backward):
+    chunk = min(CHUNK, triton.next_power_of_2(max(1, sizes.length)))
+    if saves_for_backward:
+        max_chunk = max(1, MAX_RECOMPUTED // max(1, 4 * sizes.b * sizes.n * sizes.d))
+        chunk = min(chunk, 1 << int(math.log2(max_chunk)))
+    return Plan(
+        layout=arguments.layout,
+        options=arguments.options,
+        sizes=sizes._replace(length=0),
+        raw_step=sizes.columns,
+        chunk=chunk,
+        raw=tensors["raw"].dtype,
+        weight=tensors["weight_y"].dtype,
+        device=tensors["raw"].device,
+        present=tuple(name for name in OPTIONAL if tensors[name] is not None),
+        saves_for_backward=saves_for_backward,
+        precision=_product_precision(),
+    )
+
+
+def _copy_state(h0, sizes, like):
+    """Return a copy of h0 as the kernels store it: (b,n·d), or (b,d) of an FP-RNN."""
+    b, d, n = sizes.b, sizes.d, sizes.n
+    if h0 is None:
+        return like.new_zeros(b, n * d)
+    if sizes.kind == "mamba1":
+        h0 = h0.transpose(1, 2)
+    elif sizes.kind == "mamba2":
+        h0 = h0.permute(0, 3, 1, 2)
+    return h0.float().reshape(b, n * d).clone()
+
+
+def _view_state(state, sizes):
+    """Return a state of the kernels as a view with the shape of h0."""
+    if sizes.kind == "mamba1":
+        return state.view(sizes.b, sizes.n, sizes.d).transpose(1, 2)
+    if sizes.kind == "mamba2":
+        return state.view(sizes.b, sizes.n, sizes.heads, -1).permute(0, 2, 3, 1)
+    return state.view(sizes.b, sizes.d)
+
+
+def _run(make_launches, plan, sizes, tensors, starts):
+    """Run the launches of several chunks.
+
+    Args:
+        make_launches: Function of the plan, one of `forward_launches`, `final_launches` and
+            `backward_launches`.
+        plan: The Plan.
+        sizes: The Sizes.
+        tensors: Tensors by the names of SLOTS; missing ones are null.
+        starts: First token of every chunk.
+    """
+
+    def make_schedule():
+        table = torch.zeros(len(cell_kernels.SLOTS), dtype=torch.int64, device=plan.device)
+        return Schedule(table, make_launches(plan))
+
+    if not sizes.b:
+        return
+    schedule = get_schedule((make_launches.__name__, plan), make_schedule)
+    slots = [tensors.get(name) for name in cell_kernels.SLOTS[2:]]
+    with schedule.lock:
+        schedule.point([0, sizes.length, *(0 if t is None else t.data_ptr() for t in slots)])
+        for start in starts:
+            schedule.run(start)
+
+
+def _forward(plan, sizes, tensors):
+    """Run the forward pass.
+
+    Returns:
+        Tensors by the names of SLOTS: y, state, outcome, and for a backward pass rows, roots and
+        checkpoints.
+    """
+    b, length, d, n = sizes.b, sizes.length, sizes.d, sizes.n
+    like, y0 = tensors["x"], tensors["y0"]
+    before = like.new_zeros(b, d) if y0 is None else y0.clone()
+    row_shape = (b, length) if plan.saves_for_backward else (b,)
+    buffers = {
+        "weight": tensors["weight_y"],
+        "y": like.new_empty(b, length, d),
+        "outcome": torch.empty(b, length, dtype=torch.uint8, device=plan.device),
+        "rows": like.new_empty(*row_shape, sizes.columns, dtype=plan.raw),
+        "before": before.to(plan.weight),
+        "state": _copy_state(tensors["h0"], sizes, like),
+    }
+    if sizes.kind != "rnn":
+        buffers["inflow"] = like.new_zeros(b, d)
+        buffers["units"] = like.new_zeros(b, 4 * plan.options.groups * n)
+    if plan.saves_for_backward:
+        buffers["roots"] = like.new_empty(b, length, plan.options.rank)
+        if sizes.kind != "rnn":
+            chunks = triton.cdiv(length, plan.chunk)
+            buffers["checkpoints"] = like.new_empty(b, chunks, n * d)
+    slots = {**tensors, **buffers}
+    _run(forward_launches, plan, sizes, slots, range(0, length, plan.chunk))
+    if sizes.kind != "rnn":
+        _run(final_launches, plan, sizes, slots, [0])
+    return buffers
+
+
+def _backward(plan, sizes, saved, grad_y):
+    """Run the backward pass.
+
+    Args:
+        plan: The Plan of the forward pass.
+        sizes: The Sizes.
+        saved: Tensors of `_prepare` and `_forward`, by name.
+        grad_y: Gradient of y, fp32.
+
+    Returns:
+        Gradients by the names of DIFFERENTIABLE, and the largest relative adjoint (b,).
+    """
+    b, length, d, n = sizes.b, sizes.length, sizes.d, sizes.n
+    like, units = saved["x"], 2 * plan.options.groups * n
+    max_grad = like.new_zeros(b)
+    if length:
+        max_grad = torch.linalg.vector_norm(grad_y, dim=-1).amax(1)
+    zeros, empty = like.new_zeros, like.new_empty
+    buffers = {
+        "weight": saved["weight_y"],
+        "grad_y": grad_y,
+        "largest": zeros(b),
+        "carried": zeros(b, d),
+        "mu": zeros(b, n * d),
+        "d_raw": zeros(b, length, sizes.columns, dtype=plan.raw),
+        "dx": empty(b, length, d),
+        "ddt": empty(b, length, d),
+    }
+    if sizes.kind == "rnn":
+        buffers["dA"] = empty(b, length, d)
+        buffers["state"] = saved["h0"]
+    else:
+        buffers["H"] = empty(b, plan.chunk, n * d)
+        buffers["past"] = empty(b, plan.chunk, d)
+        buffers["inflows"] = empty(b, plan.chunk, d)
+        buffers["all_units"] = empty(b, plan.chunk, units)
+        buffers["sums"] = empty(b, units)
+        buffers["dA"] = zeros(b, n * d if sizes.kind == "mamba1" else d)
+    summed = {"D": "dD", "norm_weight": "d_weight", "norm_bias": "d_bias"}  # over the batch
+    summed = {name: slot for name, slot in summed.items() if saved[name] is not None}
+    buffers |= {slot: zeros(b, d) for slot in summed.values()}
+    if saved["gate"] is not None:
+        buffers["d_gate"] = empty(b, length, d)
+    starts = reversed(range(0, length, plan.chunk))
+    _run(backward_launches, plan, sizes, {**saved, **buffers}, starts)
+    d_dt, d_A = _reduce_time_gradients(buffers["ddt"], buffers["dA"], sizes)
+    grads = {
+        "raw": buffers["d_raw"],
+        "weight_y": _weight_gradient(buffers["d_raw"], saved, sizes),
+        "x": buffers["dx"],
+        "dt": d_dt,
+        "A": d_A,
+        "gate": buffers.get("d_gate"),
+        **{name: buffers[slot].sum(0) for name, slot in summed.items()},
+    }
+    return grads, torch.where(max_grad == 0, 0, buffers["largest"] / max_grad)
+
+
+def _reduce_time_gradients(ddt, dA, sizes):
+    """Return the gradients of dt and A in the shapes of the arguments."""
+    if sizes.kind == "mamba1":
+        return ddt, dA.sum(0).view(sizes.n, sizes.d).t()
+    if sizes.kind == "mamba2":
+        heads = sizes.heads
+        return ddt.unflatten(-1, (heads, -1)).sum(-1), dA.sum(0).view(heads, -1).sum(-1)
+    return ddt, dA
+
+
+def _weight_gradient(d_raw, saved, sizes):
+    """Return the gradient of W_y, Σ_t d_rowᵀ y_{t−1}, as one product."""
+    y, y0, keep, weight_y = (saved[name] for name in ("y", "y0", "keep", "weight_y"))
+    before = torch.empty_like(y, dtype=weight_y.dtype)
+    before[:, :1] = 0 if y0 is None else y0.unsqueeze(1)
+    before[:, 1:] = y[:, :-1]
+    if keep is not None:
+        before *= keep.unsqueeze(-1)
+    d_rows = d_raw[..., : sizes.y_columns].flatten(0, 1).to(weight_y.dtype)
+    return d_rows.t() @ before.flatten(0, 1)
+
+
+class _Cell(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, arguments, *inputs):
+        """Solve a layer and save what its gradient needs.
+
+        `inputs` are the tensors of `arguments` that have a gradient: autograd finds them only if
+        they are separate inputs.
+        """
+        sizes, tensors = _prepare(arguments)
+        plan = _make_plan(arguments, sizes, tensors, True)
+        results = _forward(plan, sizes, tensors)
+        names = ("y", "outcome", "rows", "roots", "checkpoints")
+        state = _view_state(results["state"], sizes)
+        ctx.mark_non_differentiable(state, results["outcome"])
+        ctx.set_materialize_grads(False)
+        tensors["raw"] = None  # the rows contain it
+        ctx.save_for_backward(*tensors.values(), *(results.get(name) for name in names))
+        ctx.names = *tensors, *names
+        ctx.dtypes = [None if t is None else t.dtype for t in inputs]
+        ctx.plan, ctx.sizes, ctx.adjoint = plan, sizes, arguments.adjoint
+        return results["y"], state, results["outcome"]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y, *_):
+        saved = dict(zip(ctx.names, ctx.saved_tensors))
+        grad_y = torch.zeros_like(saved["y"]) if grad_y is None else _align_fp32(grad_y)
+        grads, adjoint = _backward(ctx.plan, ctx.sizes, saved, grad_y)
+        if ctx.adjoint is not None:
+            ctx.adjoint.copy_(adjoint)
+        ordered = [grads.get(name) for name in DIFFERENTIABLE]
+        ordered = [None if g is None else g.to(dtype) for g, dtype in zip(ordered, ctx.dtypes)]
+        return None, *ordered
+
+
+def _solve(arguments):
+    inputs = [getattr(arguments, name) for name in DIFFERENTIABLE]
+    if needs_grad(*inputs):
+        return _Cell.apply(arguments, *inputs)
+    sizes, tensors = _prepare(arguments)
+    results = _forward(_make_plan(arguments, sizes, tensors, False), sizes, tensors)
+    return results["y"], _view_state(results["state"], sizes), results["outcome"]
+
+
+def cell(arguments: CellArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Solve an FP-Mamba-1 or FP-Mamba-2 layer, token by token; differentiable once.
+
+    Args:
+        arguments: CellArguments without a readout, or a mapping with its fields. All tensors are on
+            one GPU, in fp32, bf16 or fp16.
+
+    Returns:
+        As `lm.kernels.cpu.cpu_cell.cell`; y and the state are in fp32.
+
+    Raises:
+        TypeError: If tensors are not on one GPU.
+        ValueError: If a shape or an option is wrong.
+        Unsupported: If the kernels do not support a dtype, the rank, the width or the readout.
+    """
+    return _solve(as_cell_arguments(arguments))
+
+
+def cell_rnn(arguments: RnnArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Solve an FP-RNN layer, token by token; differentiable once.
+
+    Args:
+        arguments: RnnArguments, or a mapping with its fields.
+
+    Returns:
+        As `cell`; the state is (b,d).
+
+    Raises:
+        TypeError: As `cell`.
+        ValueError: As `cell`.
+        Unsupported: As `cell`.
+    """
+    return _solve(as_rnn_arguments(arguments).as_cell_arguments())

@@ -1,0 +1,49 @@
+"""Lines that a training run prints about itself: task, solver and validation scores."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from lm.runs.log import format_iterations
+from synthetic import tasks
+from synthetic.config import Config
+from synthetic.evaluate import describe_solver
+from synthetic.results import solver_text
+from synthetic.update import max_iters_at
+
+
+def task_text(cfg: Config, task: tasks.Task) -> str:
+    """Describe the task, its number of ids, its training lengths and its chance level."""
+    name = f"{cfg.task.name} {cfg.task.group}" if cfg.task.name == "word_problem" else cfg.task.name
+    shortest, longest = cfg.train.lengths
+    lengths = f"{shortest} to {longest}" if shortest < longest else f"{longest}"
+    return f"{name}, {task.vocab_size} ids, training length {lengths} (chance {task.chance:.3g})"
+
+
+def solvers_text(model: nn.Module, cfg: Config) -> str:
+    """Describe how the model solves in training and in evaluation; "none" without a solver."""
+    training, evaluation = (describe_solver(model.train(mode)) for mode in (True, False))
+    if isinstance(training, str) or isinstance(evaluation, str):
+        return "none"
+    if training["max_iters"] is not None:
+        training["max_iters"] = max_iters_at(cfg, 0)
+        if cfg.train.max_iters == "gamma":
+            training["max_iters"] = f"⌈Γ({cfg.train.gamma_shape:g}, 1)⌉"
+    if evaluation["max_iters"] is not None:
+        evaluation["max_iters"] = cfg.eval.max_iters or evaluation["max_iters"]
+    return (
+        f"training: {solver_text(training)}, gradient {training['gradient']};"
+        f" evaluation: {solver_text(evaluation)}"
+    )
+
+
+def scores_text(measured: dict) -> str:
+    """Describe the metrics of a measurement, except for single bAbI tasks, and its ℓ*."""
+    text = "  ".join(
+        f"{name} {value:.3f}"
+        for name, value in measured["metrics"].items()
+        if not name.startswith("qa")
+    )
+    if iterations := measured.get("num_iters"):
+        text += "  ℓ* " + format_iterations(iterations)
+    return text
