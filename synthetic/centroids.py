@@ -15,7 +15,7 @@ from synthetic.evaluate import as_tensors
 from synthetic.tasks import IGNORE
 
 BATCHES, SEQUENCES = 16, 512  # of training data
-# β. With 16, states of A5 mix several centroids; 64 and 1,000 are alike (docs/fixed-point.md).
+# β. With 16, states of A5 mix several centroids; 64 and 1,000 are alike.
 SHARPNESS = 64.0
 MIN_STATES = 30  # for each pair of answer and last token: fewer give no reliable mean
 

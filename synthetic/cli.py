@@ -184,8 +184,8 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "train",
         help="train a model on a task and evaluate it over lengths",
         description="Train the run that a YAML describes, or continue it after a kill. OVERRIDES"
-        " are dotted keys, e.g. task.group=A5 model.mixer_rank=4; docs/synthetic.md lists all keys."
-        " Exit status 2: the run finished, but missed one of the config's thresholds.",
+        " are dotted keys, e.g. task.group=A5 model.mixer_rank=4; docs/config-synthetic.md lists"
+        " all keys. Exit status 2: the run finished, but missed one of the config's thresholds.",
     )
     command.add_argument("--config", required=True, metavar="YAML", help="the run to train")
     command.add_argument(

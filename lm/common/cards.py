@@ -45,7 +45,7 @@ CARD_FORMAT = (
 # Seconds per token of a layer that is solved token by token, forward and backward: a constant, and
 # a term per sequence of the batch. Measured on an H100 with d_inner 1,536 and one reflection, and
 # used for all cards. The layer was untrained and used Picard's search, which needs 52, 104 and 158
-# evaluations for the slowest of 16, 64 and 128 sequences; Newton's needs 7 to 8 (docs/kernels.md).
+# evaluations for the slowest of 16, 64 and 128 sequences; Newton's needs 7 to 8.
 TOKEN_S, SEQUENCE_S = 62.0e-6, 0.622e-6
 CPU = "cpu"
 

@@ -1,7 +1,7 @@
 """Newton's root of a token's equation, and the proof that damped Picard from zero converges to it.
 
 With r = 1 the equation is s = φ(s) = (α + β s) / √D(s) + δ with D = γ₀ + 2γ₁s + γ₂s², and
-φ′ = (n₀ + n₁s) / D^(3/2), so φ has at most one extremum. docs/fixed-point.md ("Newton's root and
+φ′ = (n₀ + n₁s) / D^(3/2), so φ has at most one extremum. docs/proofs.md ("Newton's root and
 its proof") has the proof. Everything is computed in fp64, because near a fold rounding decides
 which root Picard reaches.
 
@@ -13,7 +13,7 @@ g = 1/√D it is linear, s(g) = (I − g B)⁻¹ (g α + δ), so its roots are t
 
 and of the polynomial P = g² N² − det² of degree 6. Picard cannot leave a half-plane whose normal is
 an eigenvector of Bᵀ. The roots in this half-plane have g below one over the eigenvalue.
-docs/fixed-point.md ("Two reflections") has the proof.
+docs/proofs.md ("Two reflections") has the proof.
 
 Shape suffixes: n tokens; p pieces of the interval of g. With r = 1 every tensor is (n,).
 """

@@ -157,7 +157,7 @@ ARCHITECTURE = {
         POSITIVE,
         "Standard deviation of the embedding at initialization. For comparison: at initialization a"
         " Mamba layer adds values of about 0.02 to the residual stream, a fixed-point layer values"
-        " of about 0.2 (docs/language-model.md#who-speaks-first).",
+        " of about 0.2 (docs/results-language-models.md#initial-output-scale).",
     ),
     "block": Field(
         "fp_mamba1",
@@ -168,7 +168,7 @@ ARCHITECTURE = {
         None,
         None,
         "Pattern of layers: a text such as `mamba*3 fp_mamba1`, or a list with options"
-        " (docs/model.md#layer-patterns). `null`: `n_layer` layers of `block`. Only for"
+        " (docs/baselines.md#layer-patterns). `null`: `n_layer` layers of `block`. Only for"
         " `name: fprnn`.",
     ),
     "headdim": Field(
@@ -199,7 +199,7 @@ ARCHITECTURE = {
         " as a nearly diagonal recurrence and learns to mix channels. `auto`: −3 for `kronecker`,"
         " `monarch` and `mixture` in `fp_mamba1` and `fp_mamba2` with `token: exact`"
         " (docs/model.md#where-a-token-has-several-solutions), otherwise 0, as in the paper"
-        " (docs/language-model.md#one-change-at-a-time).",
+        " (docs/results-language-models.md#one-change-at-a-time).",
         AUTO,
         is_free=True,  # only new weights depend on it
     ),
@@ -276,7 +276,7 @@ ARCHITECTURE = {
     ),
 }
 
-# Fields that only a pattern can set, as options of a layer (docs/model.md#layer-patterns).
+# Fields that only a pattern can set, as options of a layer (docs/baselines.md#layer-patterns).
 LAYER_OPTIONS = {
     "dt_rank": Field("auto", SIZE, "Rank of the map to Δ; `auto`: ⌈d_model / 16⌉.", AUTO),
     "ngroups": Field(
@@ -290,7 +290,7 @@ LAYER_OPTIONS = {
         1.0,
         POSITIVE,
         "Factor on the initial `out_proj` of a fixed-point layer: the scale of its output at"
-        " initialization (docs/language-model.md#who-speaks-first).",
+        " initialization (docs/results-language-models.md#initial-output-scale).",
     ),
     "symm_mixer": Field(False, bool, "The mixer reads the sum x + sh(y), not both."),
     "bc_norm": Field(True, bool, "Normalise B and C."),
@@ -391,7 +391,7 @@ SOLVER = {
         "Largest standard deviation σ of Gaussian noise on sh(y), in training only, wherever the"
         " iteration reads sh(y). Each sequence draws its own standard deviation from U[0, σ], in"
         " units of the normalised state (for fp_rnn in units of y;"
-        " docs/fixed-point.md#noise-gives-states-a-margin).",
+        " docs/results-state-tracking.md#state-noise-and-adversarial-noise).",
     ),
 }
 

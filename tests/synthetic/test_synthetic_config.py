@@ -1,4 +1,4 @@
-"""Config of synthetic runs: docs/synthetic.md, overrides, sweeps and refused values."""
+"""Config of synthetic runs: docs/config-synthetic.md, overrides, sweeps and refused values."""
 
 import json
 import re
@@ -19,9 +19,9 @@ ROOT = Path(__file__).parents[2]
 def documented_defaults() -> dict[str, str]:
     """Return the default of each dotted key in the page's tables."""
     rows, section = {}, ""
-    for line in (ROOT / "docs/synthetic.md").read_text(encoding="utf-8").splitlines():
+    for line in (ROOT / "docs/config-synthetic.md").read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
-            name = re.fullmatch(r"### `(\w+)`", line)
+            name = re.fullmatch(r"## `(\w+)`", line)
             section = f"{name[1]}." if name else ""
         row = re.match(r"\| `(\w+)` \| .+? \| `(.*?)` \| .+ \|$", line)
         if row:

@@ -1,7 +1,7 @@
 // Two reflections: computes all roots on Picard's side and selects the root to which Picard converges.
 //
 // lm/model/certified_root.py is the same search in plain PyTorch and defines F, P, N² and det.
-// docs/fixed-point.md ("Two reflections") has the proof.
+// docs/proofs.md ("Two reflections") has the proof.
 
 #pragma once
 

@@ -91,7 +91,7 @@ template <int R> inline bool is_gain_limited(double (*M)[MAX_REFLECTIONS], int64
 }
 
 // One reflection: Newton's root, and a test that proves that damped Picard from zero converges to it.
-// docs/fixed-point.md ("Newton's root and its proof") explains the test. Notation:
+// docs/proofs.md ("Newton's root and its proof") explains the test. Notation:
 // φ′ = (n0 + n1 s) / D(s)^(3/2) with D = γ0 + 2 γ1 s + γ2 s².
 
 // Return true if the Bernstein coefficients of c0 + c1 x + c2 x² + c3 x³ on [0, 1] have the same

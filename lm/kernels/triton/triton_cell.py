@@ -125,7 +125,8 @@ class Plan(NamedTuple):
     def warps(self, max_channels: int) -> int:
         """Return the number of warps of a program that holds a whole token, a power of two.
 
-        Fewer warps wait less for each other, as long as few registers spill (docs/kernels.md).
+        Fewer warps wait less for each other, as long as few registers spill
+        (notes/2026-11-gpu-kernel.md).
 
         Args:
             max_channels: Channels per warp. Several reflections get fewer, because the program
