@@ -365,7 +365,7 @@ def test_numbers_out_of_range_are_refused():
         (["--temperature", "nan"], "argument --temperature: 'nan' is invalid: it must be a finite"),
         (["--top-p", "0.5"], "unrecognized arguments: --top-p 0.5"),
         (["--prompt", ""], "the prompt is empty"),
-        (["--prompt", "a\udcff"], "the prompt is no text: character 1 is not UTF-8"),
+        (["--prompt", "a\udcff"], "the prompt is not text: character 1 is not UTF-8"),
         (
             ["--temperature", "1e-300"],
             "temperature is 1e-300: it must be 0 (greedy) or at least 0.001",

@@ -277,7 +277,7 @@ def test_report_names_damaged_scores(capsys, tmp_path):
         scores.write_text(json.dumps({"tasks": tasks}))
         assert main(["report", str(tmp_path)]) == 0
         said = " ".join(capsys.readouterr().out.split())
-        assert "results.json is damaged: its tasks must hold" in said
+        assert "results.json is damaged: each task must have metrics" in said
 
 
 def test_damaged_tokenizer_record_is_refused(capsys, tiny_run, tmp_path):

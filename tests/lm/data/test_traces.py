@@ -251,7 +251,7 @@ def test_invalid_traces_are_refused():
     with pytest.raises(ValueError, match="`traces` is only for source `traces`, not for `builtin`"):
         Data(traces=Traces())
     mixture = {"a": {"source": "jsonl", "path": "x", "traces": {}, "weight": 1}}
-    with pytest.raises(ValueError, match="not of `jsonl`"):
+    with pytest.raises(ValueError, match="only for source `traces`, not for `jsonl`"):
         Data(mixture=mixture)
 
 

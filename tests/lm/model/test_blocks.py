@@ -94,7 +94,7 @@ def test_invalid_fields_of_a_block_are_refused():
         ValueError, match=r"ngroups is 3: it must divide the 4 heads .*, for example 2"
     ):
         build_block(FPRNNConfig(block="fp_mamba2", d_model=8, headdim=4, ngroups=3))
-    with pytest.raises(ValueError, match="glu_in_loop is for"):
+    with pytest.raises(ValueError, match="glu_in_loop is only for"):
         build_block(FPRNNConfig(block="fp_rnn", d_model=8, glu_in_loop=True))
 
 

@@ -381,7 +381,7 @@ def test_gpu_can_be_described_by_its_data_sheet():
     costs = plan(tiny_config(), parse_hardware(2, "b200:2250:178"))
     assert "2 × b200" in make_rows(costs, tiny_config())["ranks (GPUs)"]
     for wrong in ("b200:2250:178:8", "b200:0:178", "b200:x:178", ":1:1", "b200:inf:1"):
-        with pytest.raises(ConfigError, match=f"--gpu {wrong}: .* is NAME:TFLOPS:GIB,"):
+        with pytest.raises(ConfigError, match=f"--gpu {wrong}: .* NAME:TFLOPS:GIB,"):
             parse_hardware(2, wrong)
-    with pytest.raises(ConfigError, match="Any other is described by its data sheet: NAME:TFLOPS"):
+    with pytest.raises(ConfigError, match="Describe any other card by its data sheet: NAME:TFLOPS"):
         parse_hardware(2, "b200")

@@ -173,7 +173,7 @@ def test_class_is_announced_before_import_and_not_run_by_plan(tmp_path, capsys, 
     words = (config, "model.mixer=my_evil:Mixer", f"data.path={ROOT}/tests/data/tiny.jsonl")
     for start in (("plan",), ("train", "--dry-run", "--config")):
         assert main([*start, *words]) == 0
-        assert "my_evil:Mixer is not imported by a plan" in capsys.readouterr().out
+        assert "my_evil:Mixer is not imported by plan" in capsys.readouterr().out
     assert not (tmp_path / "mark").exists()
     assert main(["train", "--config", *words]) != 0
     shown = capsys.readouterr()
