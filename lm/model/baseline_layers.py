@@ -302,7 +302,7 @@ class SLSTMState(NamedTuple):
 
 
 class SLSTM(PlainLayer):
-    """sLSTM with a short convolution before the input and forget gates, and normalised heads:
+    """sLSTM with a short convolution before the input and forget gates, and normalised heads.
 
         ĩ, f̃ = W silu(conv(u)) + R y_{t−1} + b;    z̃, õ = W u + R y_{t−1} + b,
         m_t = max(log σ(f̃) + m_{t−1}, ĩ);    i = exp(ĩ − m_t);    f = exp(log σ(f̃) + m_{t−1} − m_t),

@@ -390,7 +390,7 @@ class RWKV7State(NamedTuple):
 
 
 class RWKV7(PlainLayer):
-    """Time mixing of RWKV-7. Every map reads its own mixture of a token and the previous token:
+    """Time mixing of RWKV-7. Every map reads its own mixture of a token and the previous token.
 
         r, k, v = W x_r, W x_k, W x_v;    w = exp(−e^(−½) σ(map_w(x_w)));    a = σ(map_a(x_a));
         κ̂ = unit(k ⊙ k_k);    k̃ = k ⊙ (1 + (a − 1) ⊙ k_a);

@@ -313,7 +313,7 @@ def rotate_pairs(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
 
 
 class M2RNN(DiagonalLayer):
-    """M²RNN: a recurrence with a matrix H (n×p) per head,
+    """M²RNN: a recurrence with a matrix H (n×p) per head.
 
         H_t = f_t H_{t−1} + (1 − f_t) tanh(H_{t−1} W + k_t v_tᵀ),    o_t = H_tᵀ q_t + D ⊙ v_t,
 

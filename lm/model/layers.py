@@ -251,7 +251,7 @@ class GroupNorm(nn.GroupNorm):
 
 
 class Centroids(nn.Module):
-    """Learned vectors c_i. Projections read their weighted mean r(y) instead of the state y:
+    """Learned vectors c_i. Projections read their weighted mean r(y) instead of the state y.
 
         r(y) = Σ_i α_i c_i,    α = softmax_i(β (y · c_i − ‖c_i‖² / 2) / d),
 

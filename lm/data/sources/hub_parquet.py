@@ -260,7 +260,7 @@ class RowGroups:
         return metadata
 
     def _info(self, file: int) -> dict:
-        """Return the hub's entry for a file: `size`, `lfs` with its sha256, …"""
+        """Return the hub's entry for a file: `size`, `lfs` with its sha256, and so on."""
         path = self.files.paths[file]
         return retry(f"looking up {path}", lambda: self._hub.info(path))
 

@@ -150,7 +150,7 @@ def questions(traces: Traces, gap: int, count: int) -> Iterator[Turn]:
 
 
 def syllables(count: int) -> list[str]:
-    """Return different short words: ba, be, …, zu, then bab, bac, …"""
+    """Return different short words: ba, be, …, zu, then bab, bac, and so on."""
     kinds = ((CONSONANTS, VOWELS), (CONSONANTS, VOWELS, CONSONANTS), (CONSONANTS, VOWELS) * 2)
     words = itertools.chain.from_iterable(itertools.product(*letters) for letters in kinds)
     return ["".join(letters) for letters in itertools.islice(words, count)]

@@ -259,7 +259,7 @@ def _load_dt(table, token, col, live, d, headdim, KIND: tl.constexpr):
 
 
 @triton.jit
-def _load_A(table, i, col, live, d, n, headdim, KIND: tl.constexpr):
+def _load_rates(table, i, col, live, d, n, headdim, KIND: tl.constexpr):
     """Load A of the states i (NB,): (NB,D), or (1,D) for FP-Mamba-2."""
     A = address(table, AT_A)
     if KIND == "mamba2":
@@ -363,7 +363,7 @@ def token_kernel(
             mask = (i < n)[:, None] & live[None, :]
             h = tl.load(offset, mask=mask, other=0.0)
             h += inflow[None, :] * _load_units(previous_B, i, col, n, wide, GROUPS)
-            h *= tl.exp(dt[None, :] * _load_A(table, i, col, live, d, n, headdim, KIND)) * keep
+            h *= tl.exp(dt[None, :] * _load_rates(table, i, col, live, d, n, headdim, KIND)) * keep
             tl.store(offset, h, mask=mask)
             history += tl.sum(
                 h * _load_units(current_units + GROUPS * n, i, col, n, wide, GROUPS), 0
@@ -514,7 +514,7 @@ def states_kernel(
     chunks = (length + chunk - 1) // chunk
     entering = address(table, AT_CHECKPOINTS) + (b * chunks + first // chunk) * n * d
     h = tl.load(entering + offset, mask=mask, other=0.0)
-    A = _load_A(table, i, col, live, d, n, headdim, KIND)
+    A = _load_rates(table, i, col, live, d, n, headdim, KIND)
     for step in range(0, chunk):
         t = first + step
         if t < length:
@@ -746,7 +746,7 @@ def token_back_kernel(
             mask = (i < n)[:, None] & live[None, :]
             offset = i[:, None] * d + col[None, :]
             H_i = tl.load(H + offset, mask=mask, other=0.0)
-            A_i = _load_A(table, i, col, live, d, n, headdim, KIND)
+            A_i = _load_rates(table, i, col, live, d, n, headdim, KIND)
             d_H = tl.load(mu + offset, mask=mask, other=0.0)
             d_H += e[None, :] * _load_units(units + GROUPS * n, i, col, n, wide, GROUPS)
             for g in tl.static_range(GROUPS):
