@@ -45,7 +45,7 @@ from .state import Sequences, map_tensors, shift
 
 # Relative residual at which a window has converged, at most. TRAIN_TOL also holds in evaluation for
 # the paper's iteration and for bf16 products, whose rounding is of that size. EVAL_TOL is for exact
-# tokens, per dtype of the products (docs/fixed-point.md has the error that each leaves).
+# tokens, per dtype of the products.
 TRAIN_TOL = 0.01
 EVAL_TOL = {torch.float32: 1e-5, torch.float64: 1e-9}
 
