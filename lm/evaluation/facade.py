@@ -78,11 +78,14 @@ class LanguageModel:
             options = {"do_sample": True, "temperature": temperature, "top_k": top_k}
         if self.model.config.model_type in MODEL_TYPES:  # generation_config.json may disable it
             options["use_cache"] = True
+        pad_token_id = self.tokenizer.pad_token_id
+        if pad_token_id is None:
+            pad_token_id = self.tokenizer.eos_token_id
         torch.manual_seed(seed)
         ids = self.model.generate(
             **inputs.to(self.model.device),
             max_new_tokens=max_new_tokens,
-            pad_token_id=self.tokenizer.pad_token_id or self.tokenizer.eos_token_id,
+            pad_token_id=pad_token_id,
             **options,
         )
         return self.tokenizer.decode(ids[0], skip_special_tokens=True)

@@ -62,7 +62,7 @@ def deepspeed_config(cfg: Config, world_size: int, on_gpu: bool | None = None) -
 
     Raises:
         ConfigError: If engine.deepspeed names a file that is missing or is no JSON mapping, or sets
-            a key that other keys of the config set, or a value that DeepSpeed does not accept.
+            a key that `train` or `optim` decides, or a value that DeepSpeed does not accept.
     """
     t = cfg.train
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu

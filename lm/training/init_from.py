@@ -83,7 +83,7 @@ def check(cfg: Config, model: PreTrainedModel) -> list[str]:
             " continue the run with resume=auto"
         )
     resumes_by_path = cfg.resume not in ("never", "auto")
-    if resumes_by_path and Path(cfg.resume).resolve().parent != checkpoints.resolve():
+    if resumes_by_path and Path(cfg.resume).expanduser().resolve().parent != checkpoints.resolve():
         raise ConfigError(
             f"init_from and resume ({cfg.resume}) name two sources of the weights: remove one"
             " (init_from=null, or resume=never)"
