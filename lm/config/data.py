@@ -22,9 +22,10 @@ class Traces(Section):
 
     group: str = Field("S3", min_length=1)  # S5, A5, D4, Z60, A4_x_Z5, …; for `repl` S2 to S9
     form: Literal["words", "repl"] = "words"
-    # elements between two questions; a number: gaps up to it, longer gaps more rarely
+    # group elements before each question. A list: its gaps; a number n: all gaps up to n, longer
+    # gaps more rarely
     gaps: Gap | Annotated[list[Gap], Field(min_length=1)] = [1]  # noqa: RUF012 (pydantic copies it)
-    # for `words`: use only so many elements of the group, of lowest order; null: all
+    # for `words`: use only this many elements of the group, those of the lowest order; null: all
     num_elements: int | None = Field(None, ge=2)
     answers: int = Field(8, gt=0, le=2**16)  # largest number of answers in a document
     documents: int = Field(20_000, gt=0, le=10**9)
@@ -93,22 +94,22 @@ class Source(Section):
 
 
 class Stage(Section):
-    """Stage of `data.curriculum`: weights of the mixture until an update or until it is learned."""
+    """Stage of `data.curriculum`: weights of the mixture until an update, or until its answers are learned."""
 
     until: int = Field(gt=0, le=10**12)  # first update after the stage
     weights: dict[str, Annotated[float, Field(ge=0, le=1e9)]]  # sources not listed have weight 0
-    # The stage ends earlier, as soon as the mean probability of the right answers reaches this for
-    # each of its traces; null: it does not.
+    # The stage ends earlier if the mean probability of the right answers reaches this for each of
+    # its `traces` sources; null: it does not.
     min_answer_prob: float | None = Field(None, gt=0, lt=1)
 
     def traces(self, mixture: dict[str, Source]) -> list[str]:
-        """Return the names of its sources with answers."""
+        """Return the names of the stage's `traces` sources with a weight above 0."""
         names = [name for name, weight in self.weights.items() if weight]
         return sorted(name for name in names if mixture[name].source == "traces")
 
 
 def check_curriculum(stages: list[Stage], mixture: dict[str, Source] | None) -> None:
-    """Raise a ValueError if stages do not fit the mixture, weigh nothing, or are out of order."""
+    """Raise a ValueError if stages do not fit the mixture, have only zero weights, or are out of order."""
     if stages and mixture is None:
         raise ValueError(
             "`data.curriculum` changes the weights of `data.mixture`, which is null: give several"

@@ -100,7 +100,7 @@ def refuse_changed(folder: Path | str, is_wanted: Callable[[str], bool] = lambda
     folder = Path(folder)
     sums = {name: digest for name, digest in read_sums(folder).items() if is_wanted(name)}
     problem = difference(folder, sums, once=True)
-    if sums and not problem:  # without the line of the weights any weights would pass
+    if sums and not problem:  # weights that SHA256SUMS does not list would otherwise pass unchecked
         weights = [path.name for path in folder.glob("model*.safetensors") if is_wanted(path.name)]
         unlisted = [name for name in weights if name not in sums]
         problem = f"{unlisted[0]} is not listed in {SUMS}" if unlisted else ""

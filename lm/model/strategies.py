@@ -6,8 +6,8 @@
     IteratedWindows   the paper's iteration, a window at once         one_step, implicit
     PaperIteration    the paper's iteration, all tokens at once       one_step, implicit
 
-The exact ones can also use one_step and implicit, which differentiate the paper's iteration at the
-solution. `choose_solver` picks the class that the solver settings name. The block provides the
+The exact classes also accept one_step and implicit, which differentiate the paper's iteration at
+the exact solution. `choose_solver` picks the class that the solver settings name. The block provides the
 equation: `step`, `token_equation` and the recurrence (fixed_point.py). The loops and the gradients
 in the backward are functions of solver.py.
 
@@ -43,9 +43,9 @@ from .solver import (
 )
 from .state import Sequences, map_tensors, shift
 
-# Relative residual at which a window has converged, at most. TRAIN_TOL also holds in evaluation for
-# the paper's iteration and for bf16 products, whose rounding is of that size. EVAL_TOL is for exact
-# tokens, per dtype of the products.
+# Upper limits of the tolerance. TRAIN_TOL limits the training of exact tokens, and the evaluation
+# with bf16 products or with the paper's iteration. EVAL_TOL limits the evaluation of exact tokens,
+# per dtype of the products.
 TRAIN_TOL = 0.01
 EVAL_TOL = {torch.float32: 1e-5, torch.float64: 1e-9}
 
@@ -169,8 +169,8 @@ class Solver:
         """Return the settings in use, for labels.
 
         Returns:
-            {"token", "schedule", "stopping", "tol", "max_iters", "gradient"}. tol is None if
-            nothing is iterated, and max_iters is None if every token is solved.
+            {"token", "schedule", "stopping", "tol", "max_iters", "gradient"}. tol is None
+            for ExactSequential, and max_iters is None for both exact classes.
         """
         schedule = f"window:{self.width}"
         if self.width == 1:
@@ -200,8 +200,7 @@ class Solver:
     ) -> tuple[torch.Tensor, torch.Tensor, FixedPointStats]:
         """Give the solution the gradient that the settings name.
 
-        The value is the map at y*, with and without gradients: the gradient's steps change only
-        the gradient.
+        The value is always f(y*): further steps of the gradient change only the gradient.
 
         Args:
             inputs: Inputs of the solve, with the graph to the layer's parameters.
@@ -291,7 +290,7 @@ class ExactSequential(Solver):
             return None
         if self.block.centroids is not None and self.kernel is None:
             return None
-        after_padding = None  # the kernel does not zero y at padding: no token may follow it
+        after_padding = None  # the kernel is wrong for a token that follows padding
         if mask is not None:
             after_padding = F.pad(mask[:, 1:] & ~mask[:, :-1], (1, 0))
             if mask.device.type == "cpu" and after_padding.any():
@@ -301,7 +300,7 @@ class ExactSequential(Solver):
         if result is None:
             return None
         y, h, status = result
-        if after_padding is not None:  # on a GPU the host does not wait: mark such tokens failed
+        if after_padding is not None:  # on a GPU: reading the mask would make the host wait
             status = torch.where(after_padding, status | FAILED, status)
         y = inputs.seqs.zero_padding(y)
         status = zero_status_at_padding(status, inputs)
@@ -317,10 +316,10 @@ class ExactSequential(Solver):
             y (b,1,d), the recurrence's state after the token, and its status (b,1).
         """
         block = self.block
-        # 1. Read the token before: for one token sh(y) is the state's y, whatever y is.
+        # 1. Project the y of the token before, which is in the state: sh(y) of a single token.
         rows = inputs.projections.rows(shift(inputs.x, inputs.seqs))
         with torch.autocast(inputs.x.device.type, enabled=False):
-            # 2. Decay the state: the recurrence's output if the token's input were zero.
+            # 2. Run the recurrence with zero input: its output is the history.
             params = block.select_parameters(inputs, rows)
             history, _ = block.run_recurrence(inputs, params, torch.zeros_like(inputs.x))
             # 3. Solve for y and the mixed input.
@@ -335,8 +334,8 @@ class ExactSequential(Solver):
     def _loop_with_hooks(self, inputs):
         """Run the loop; its backward writes the largest adjoint into `seqs.adjoint_norm`.
 
-        The adjoint of a token is the gradient of its y through all later tokens. The number is
-        relative to the largest gradient that comes from above, per sequence.
+        The adjoint of a token is the gradient of its y through all later tokens. The result is
+        the largest norm of an adjoint over the largest norm of the incoming gradient, per sequence.
         """
         norms, largest = inputs.seqs.adjoint_norm, []
 
@@ -377,7 +376,7 @@ class ExactWindows(Solver):
         return {**super().describe(), "max_iters": None}
 
     def _solve(self, inputs):
-        # One iteration more than tokens shows that the last token has converged.
+        # `width` iterations are enough; one more shows that the last token has converged.
         rule = self.rule._replace(stepsize=1.0, max_iters=self.width + 1)
         return solve_windows(self._evaluate, inputs, rule, self.width)
 
@@ -402,7 +401,7 @@ class ExactWindows(Solver):
         x, params, rows = block.mix_channels(inputs, y)
         with torch.autocast(x.device.type, enabled=False):
             o, h = block.run_recurrence(inputs, params, x)
-            # 2. Subtract the token's own part: the rest is its history.
+            # 2. The history is o without the token's own part, gain · x.
             equation = block.token_equation(inputs, params)
             gain = equation.gain(x.shape[-1])
             token = equation.token(inputs.x, o - gain * x, gain)
@@ -438,7 +437,7 @@ class IteratedWindows(Solver):
 class PaperIteration(Solver):
     """All tokens at once: the paper's iteration and stopping rule (App. B.4).
 
-    The output's value is the last step of the gradient, in training and evaluation.
+    Unlike in the other classes, the value is the y of the last gradient step, also in evaluation.
     """
 
     def _solve(self, inputs):
@@ -457,7 +456,7 @@ class PaperIteration(Solver):
 def solve_equations(
     block: Any, inputs: SolveInputs, rows: dict[str, torch.Tensor], token: Token
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Solve the tokens' own equations: for r numbers if I − Q has rank r, otherwise for y.
+    """Solve the tokens' equations: r unknowns if I − Q has rank r, otherwise the vector y.
 
     Args:
         block: The FixedPointBlock.
