@@ -94,7 +94,7 @@ class Source(Section):
 
 
 class Stage(Section):
-    """Stage of `data.curriculum`: weights of the mixture until an update, or until its answers are learned."""
+    """Stage of `data.curriculum`: weights until an update, or until its answers are learned."""
 
     until: int = Field(gt=0, le=10**12)  # first update after the stage
     weights: dict[str, Annotated[float, Field(ge=0, le=1e9)]]  # sources not listed have weight 0
@@ -109,7 +109,7 @@ class Stage(Section):
 
 
 def check_curriculum(stages: list[Stage], mixture: dict[str, Source] | None) -> None:
-    """Raise a ValueError if stages do not fit the mixture, have only zero weights, or are out of order."""
+    """Raise a ValueError for stages that are out of order, have no weight, or do not fit."""
     if stages and mixture is None:
         raise ValueError(
             "`data.curriculum` changes the weights of `data.mixture`, which is null: give several"

@@ -7,9 +7,9 @@
     PaperIteration    the paper's iteration, all tokens at once       one_step, implicit
 
 The exact classes also accept one_step and implicit, which differentiate the paper's iteration at
-the exact solution. `choose_solver` picks the class that the solver settings name. The block provides the
-equation: `step`, `token_equation` and the recurrence (fixed_point.py). The loops and the gradients
-in the backward are functions of solver.py.
+the exact solution. `choose_solver` picks the class that the solver settings name. The block
+provides the equation: `step`, `token_equation` and the recurrence (fixed_point.py). The loops and
+the gradients in the backward are functions of solver.py.
 
 Shape suffixes: b batch, l length, d channels (d_inner), w tokens of a window, m columns of all
 projections.
