@@ -62,7 +62,7 @@ class Norm(NamedTuple):
         return v * torch.rsqrt(v.square().mean(-1, keepdim=True) + self.eps) * weight
 
 
-class Token(NamedTuple):
+class EquationTerms(NamedTuple):
     """Terms of the equations of tokens (b,l), without their mixers."""
 
     x: torch.Tensor  # (b,l,d) input that the mixer mixes with y
@@ -95,7 +95,9 @@ class TokenEquation(NamedTuple):
             gain = gain * head_bc
         return gain if heads == d else gain.repeat_interleave(d // heads, -1)
 
-    def token(self, x: torch.Tensor, history: torch.Tensor, gain: torch.Tensor) -> Token:
+    def add_history(
+        self, x: torch.Tensor, history: torch.Tensor, gain: torch.Tensor
+    ) -> EquationTerms:
         """Return the terms of the equations.
 
         Args:
@@ -105,7 +107,7 @@ class TokenEquation(NamedTuple):
         """
         gate = None if self.z is None else F.silu(self.z.to(x.dtype))
         total_gain = gain if self.D is None else gain + self.D.to(gain.dtype)
-        return Token(x, history, total_gain, gate, self.norm)
+        return EquationTerms(x, history, total_gain, gate, self.norm)
 
 
 class LowRank(NamedTuple):
@@ -425,23 +427,23 @@ class _Implicit(torch.autograd.Function):
 
 
 def solve_low_rank(
-    token: Token, low_rank: LowRank
+    terms: EquationTerms, low_rank: LowRank
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Solve the equations of tokens whose I − Q has low rank, with the gradient of the solution.
 
     Args:
-        token: Terms of the equations.
+        terms: Terms of the equations.
         low_rank: I − Q of the same tokens.
 
     Returns:
         y (b,l,d), the mixed input x̃ = Q x + M y (b,l,d), and the status of each token (b,l).
     """
     U, T = low_rank
-    norm, gate = token.norm, token.gate
+    norm, gate = terms.norm, terms.gate
     # 1. Write y = norm(c + Σ_j m_j s_j).
-    reflected = token.x - low_rank.combine(low_rank.project(token.x))  # Q x
-    c = token.history + token.gain * reflected
-    m = (T.transpose(-1, -2) @ U) * token.gain.unsqueeze(-2)  # (b,l,r,d), a row for every s_j
+    reflected = terms.x - low_rank.combine(low_rank.project(terms.x))  # Q x
+    c = terms.history + terms.gain * reflected
+    m = (T.transpose(-1, -2) @ U) * terms.gain.unsqueeze(-2)  # (b,l,r,d), a row for every s_j
     if gate is not None:
         c, m = c * gate, m * gate.unsqueeze(-2)
     # 2. Solve for s (b,l,r).

@@ -1,6 +1,6 @@
 """A token's own equation where I − Q has full rank: the unknown is y itself, with Q_t held fixed.
 
-    y = f(y) = norm(gate ⊙ (history + gain ⊙ (Q x + M y))),  M = I − Q   (cell.py: Token)
+    y = f(y) = norm(gate ⊙ (history + gain ⊙ (Q x + M y))),  M = I − Q   (cell.py: EquationTerms)
 
 An equation may have several solutions. Every precision and every schedule must find the same one:
 
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .cell import LEAST_INVERSE, MOST_GAIN, MOST_PICARD, Token
+from .cell import LEAST_INVERSE, MOST_GAIN, MOST_PICARD, EquationTerms
 from .solver import BISECTED, FAILED, Damping, Rule, token_residual
 
 # Indices (n,) of n tokens in each dimension. A mask would make the host wait for the GPU to count
@@ -49,7 +49,7 @@ MAX_STEP_RATIO = 1e6
 class FullRank(NamedTuple):
     """Equations of tokens (b,l), or of n tokens."""
 
-    token: Token
+    token: EquationTerms
     raw: torch.Tensor  # (…,m) rows that the mixer reads
     mixer: Any  # Mixer
     weights: Any  # MixerWeights
@@ -66,7 +66,7 @@ class FullRank(NamedTuple):
         """Return the equations of n tokens."""
         x, history, gain, gate, norm = self.token
         gate = None if gate is None else gate[indices]
-        token = Token(x[indices], history[indices], gain[indices], gate, norm)
+        token = EquationTerms(x[indices], history[indices], gain[indices], gate, norm)
         return self._replace(token=token, raw=self.raw[indices])
 
     def with_matrices(self) -> "FullRank":

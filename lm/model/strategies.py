@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .cell import Token, solve_low_rank
+from .cell import EquationTerms, solve_low_rank
 from .fields import AUTO_WINDOW, parse_schedule
 from .full_rank import FullRank, solve_by_iterating
 from .layers import Projections, product_dtype, without_autocast
@@ -325,8 +325,8 @@ class ExactSequential(Solver):
             # 3. Solve for y and the mixed input.
             equation = block.token_equation(inputs, params)
             gain = equation.gain(inputs.x.shape[-1])
-            token = equation.token(inputs.x, history, gain)
-            y, mixed, status = solve_equations(block, inputs, rows, token)
+            terms = equation.add_history(inputs.x, history, gain)
+            y, mixed, status = solve_equations(block, inputs, rows, terms)
             # 4. Write the mixed input into the state.
             _, h = block.run_recurrence(inputs, params, mixed)
         return inputs.seqs.zero_padding(y), h, zero_status_at_padding(status, inputs)
@@ -404,9 +404,9 @@ class ExactWindows(Solver):
             # 2. The history is o without the token's own part, gain · x.
             equation = block.token_equation(inputs, params)
             gain = equation.gain(x.shape[-1])
-            token = equation.token(inputs.x, o - gain * x, gain)
+            terms = equation.add_history(inputs.x, o - gain * x, gain)
             # 3. Solve all equations.
-            g, _, status = solve_equations(block, inputs, rows, token)
+            g, _, status = solve_equations(block, inputs, rows, terms)
         return inputs.seqs.zero_padding(g), h, zero_status_at_padding(status, inputs)
 
     def _differentiable_map(self, inputs, y_star):
@@ -454,7 +454,7 @@ class PaperIteration(Solver):
 
 
 def solve_equations(
-    block: Any, inputs: SolveInputs, rows: dict[str, torch.Tensor], token: Token
+    block: Any, inputs: SolveInputs, rows: dict[str, torch.Tensor], terms: EquationTerms
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Solve the tokens' equations: r unknowns if I − Q has rank r, otherwise the vector y.
 
@@ -462,16 +462,16 @@ def solve_equations(
         block: The FixedPointBlock.
         inputs: Inputs of the tokens.
         rows: Projections by name; "mixer" is the mixer's.
-        token: Terms of the equations.
+        terms: Terms of the equations.
 
     Returns:
         y (b,l,d), the mixed input x̃ (b,l,d), and the status of each token (b,l).
     """
-    raw = rows["mixer"].to(token.x.dtype)
+    raw = rows["mixer"].to(terms.x.dtype)
     low_rank = block.mixer.low_rank(raw, inputs.mixer)
     if low_rank is not None:
-        return solve_low_rank(token, low_rank)
-    return solve_by_iterating(FullRank(token, raw, block.mixer, inputs.mixer))
+        return solve_low_rank(terms, low_rank)
+    return solve_by_iterating(FullRank(terms, raw, block.mixer, inputs.mixer))
 
 
 def zero_status_at_padding(status: torch.Tensor, inputs: SolveInputs) -> torch.Tensor:

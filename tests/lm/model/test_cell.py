@@ -8,9 +8,9 @@ from lm.model import cell
 from lm.model.cell import (
     MOST_GAIN,
     Coefficients,
+    EquationTerms,
     LowRank,
     Norm,
-    Token,
     find_root,
     solve_low_rank,
 )
@@ -273,7 +273,7 @@ def test_bisection_finds_roots_that_picard_does_not(r, scale, monkeypatch):
 
 
 def token_of(kind="layer", gate=True, b=2, length=5, seed=0):
-    """Return the tensors of a Token."""
+    """Return the tensors of an EquationTerms."""
     tensors = {
         "x": normal(b, length, D, seed=seed),
         "history": normal(b, length, D, seed=seed + 1),
@@ -287,7 +287,7 @@ def token_of(kind="layer", gate=True, b=2, length=5, seed=0):
 
 def make(kind, x, history, gain, weight, bias, gate):
     norm = Norm(kind, weight, bias if kind == "layer" else None, 1e-2)
-    return Token(x, history, gain, gate, norm if kind != "none" else Norm("none"))
+    return EquationTerms(x, history, gain, gate, norm if kind != "none" else Norm("none"))
 
 
 def low_rank_of(r, b=2, length=5, seed=30, size=0.3):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lm.model import full_rank
-from lm.model.cell import LowRank, Norm, Token, solve_low_rank
+from lm.model.cell import EquationTerms, LowRank, Norm, solve_low_rank
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.full_rank import Anderson, FullRank, solve_by_iterating
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -116,7 +116,7 @@ def linear(rates):
     M = torch.tensor(rates, dtype=torch.float64)[None, :, None, None] * torch.eye(D).double()
     history = normal(1, 4, D, seed=50)[:, : len(rates)].clone().requires_grad_()
     one = torch.ones(1, len(rates), D, dtype=torch.float64)
-    y, _, outcome = solve(Token(0 * one, history, one, None, Norm("none")), M)
+    y, _, outcome = solve(EquationTerms(0 * one, history, one, None, Norm("none")), M)
     expected = history / (1 - torch.tensor(rates, dtype=torch.float64)[:, None])
     solved = outcome & FAILED == 0
     torch.testing.assert_close(y[solved], expected[solved], rtol=1e-10, atol=0)
