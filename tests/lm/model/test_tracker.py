@@ -26,9 +26,9 @@ def relative(ours, theirs):
 @pytest.fixture
 def as_on_cuda(monkeypatch):
     """Let `auto` choose as on a GPU without kernels."""
-    real = strategies.window_width
+    real = strategies.choose_window_width
     stand_in = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
-    monkeypatch.setattr(strategies, "window_width", lambda *args: real(*args[:-1], stand_in))
+    monkeypatch.setattr(strategies, "choose_window_width", lambda *args: real(*args[:-1], stand_in))
 
 
 @pytest.mark.parametrize("schedule", ["auto", "window:16", "window:128", "parallel"])
