@@ -44,8 +44,8 @@ from .solver import (
 from .state import Sequences, map_tensors, shift
 
 # Upper limits of the tolerance. EVAL_TOL is for the evaluation of exact tokens, by the dtype of the
-# matrix products. TRAIN_TOL is for their training, and for evaluation with bf16 products or with the
-# paper's iteration.
+# matrix products. TRAIN_TOL is for their training, and for evaluation with bf16 products or with
+# the paper's iteration.
 TRAIN_TOL = 0.01
 EVAL_TOL = {torch.float32: 1e-5, torch.float64: 1e-9}
 
