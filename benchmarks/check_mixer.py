@@ -103,7 +103,7 @@ def _check_matrix(block) -> list[Finding]:
     P = torch.randn(2, 3, block.mixer_width, dtype=torch.float64)
     v, w = torch.randn(2, 2, 3, d, dtype=torch.float64)
     weights = mixer.weights(P)
-    raw = F.linear(P, weights.first, weights.bias)
+    raw = F.linear(P, weights.matrix, weights.bias)
     Q = mixer.matrix(P)
     by_matrix = (Q @ v.unsqueeze(-1)).squeeze(-1)
     of_sum = mixer(raw, 2 * v - 3 * w, weights)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .cell import Norm, TokenEquation
 from .fixed_point import FixedPointBlock
 from .layers import Projection, RMSNorm, ShortConv, StepSize, WNLinear, affine_map
+from .mixer_base import ReflectionOptions
 from .mixers import nrm
 from .scan import faster, linear_scan, selective_scan, ssd_scan
 from .state import Sequences, cached, shift
@@ -180,7 +181,7 @@ class FPMamba(FixedPointBlock):
         return TokenEquation(params.dt, bc, self._skip_weights(), z, self.out_norm())
 
     def run_kernel(
-        self, inputs: SolveInputs, reflections: tuple[Any, ...]
+        self, inputs: SolveInputs, mixer_options: ReflectionOptions
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         dt, A, keep = inputs.recurrence
         if dt is None:
@@ -188,9 +189,9 @@ class FPMamba(FixedPointBlock):
         cfg, x, seqs, raw = self.config, inputs.x, inputs.seqs, inputs.projections.raw
         norm = self.out_norm()
         start = {name: columns.start for name, columns in inputs.projections.columns.items()}
-        gates = start["mixer"] + reflections[0] * x.shape[-1]
+        gates = start["mixer"] + mixer_options.rank * x.shape[-1]
         layout = start["mixer"], gates, start["B"], start["C"]
-        options = *reflections, cfg.bc_norm, self.groups, norm.kind, norm.eps, cfg.d_state
+        options = *mixer_options, cfg.bc_norm, self.groups, norm.kind, norm.eps, cfg.d_state
         weights = A, self._skip_weights(), norm.weight, norm.bias
         A, D, weight, bias = (None if t is None else t.to(x.dtype) for t in weights)
         gate = F.silu(inputs.z.to(x.dtype)) if self.gate_in_loop else None
@@ -421,13 +422,13 @@ class FPRNN(FixedPointBlock):
         return TokenEquation(params.complement, None, None, None, Norm("none"))
 
     def run_kernel(
-        self, inputs: SolveInputs, reflections: tuple[Any, ...]
+        self, inputs: SolveInputs, mixer_options: ReflectionOptions
     ) -> tuple[Tensor, Tensor, Tensor] | None:
         x, raw = inputs.x, inputs.projections.raw
         start = inputs.projections.columns["mixer"].start
         # No norm; B and C, which this kernel does not read, count as one normalized group.
-        options = (*reflections, True, 1, "none", 0.0, 0)
-        layout = start, start + reflections[0] * x.shape[-1], 0, 0
+        options = (*mixer_options, True, 1, "none", 0.0, 0)
+        layout = start, start + mixer_options.rank * x.shape[-1], 0, 0
         state = (inputs.seqs.get_state(name) for name in ("y", "h"))
         y, h = (None if t is None else t.to(x.dtype) for t in state)
         decay, complement, _, keep = inputs.recurrence

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from .certified_root import (
     DECIDE_AFTER,
-    MOST_GAIN,
+    MAX_GAIN,
     ROUNDING,
     SOLVED,
     find_certified_pairs,
@@ -33,8 +33,8 @@ from .certified_root import MAX_DIRECT_STEPS as MAX_DIRECT_STEPS
 from .scan import faster
 from .solver import BISECTED, FAILED, GRAD_LIMITED, Damping, Rule
 
-MOST_PICARD, MOST_NEWTON = 300, 10  # iterations of the search for s
-LEAST_INVERSE, BISECTIONS = 1e-18, 60  # bisection on the norm's inverse, if Picard fails
+MAX_PICARD_STEPS, MAX_NEWTON_STEPS = 300, 10  # iterations of the search for s
+MIN_INVERSE_NORM, BISECTIONS = 1e-18, 60  # bisection on the norm's inverse, if Picard fails
 # Newton is tried if Picard's residual shrinks by the factor SLOWEST or better, and if the remaining
 # distance is at most NEAR of the terms' size: another solution cannot be that near.
 SLOWEST, NEAR = 0.99, 0.05
@@ -231,7 +231,7 @@ def _newton(coefficients, s, residual, reach):
     start = s
     best, is_active = residual, torch.ones_like(residual, dtype=torch.bool)
     guess = Guess(s, *coefficients.phi(s))
-    for _ in range(MOST_NEWTON):
+    for _ in range(MAX_NEWTON_STEPS):
         next_guess = _newton_step(coefficients, guess)
         next_residual = next_guess.residual()
         is_active = is_active & (next_residual <= 0.5 * best)
@@ -274,7 +274,7 @@ def _bisect(coefficients):
         is_above = ~(parts.inverse.squeeze(-1) >= g)  # the left side is above 1
         return s, is_above
 
-    low = torch.full_like(gamma0, LEAST_INVERSE)
+    low = torch.full_like(gamma0, MIN_INVERSE_NORM)
     high = torch.full_like(gamma0, floor**-0.5)
     for _ in range(BISECTIONS):
         middle = (low * high).sqrt()
@@ -282,7 +282,7 @@ def _bisect(coefficients):
         low, high = torch.where(is_above, low, middle), torch.where(is_above, middle, high)
     s, _ = solve_linear(low)
     guess = Guess(s, *coefficients.phi(s))
-    for _ in range(MOST_NEWTON):
+    for _ in range(MAX_NEWTON_STEPS):
         next_guess = _newton_step(coefficients, guess)
         guess = guess.replace(next_guess, next_guess.residual() < guess.residual())
     is_root = guess.residual() <= SOLVED * coefficients.rounding(guess.s, guess.parts)
@@ -332,7 +332,7 @@ def _find_root_by_picard(coefficients, decides=False):
     s = torch.zeros_like(alpha)
     damping = Damping(Rule(), alpha[:, 0])
     previous_residual = torch.full_like(alpha[:, 0], torch.inf)
-    for iteration in range(MOST_PICARD):
+    for iteration in range(MAX_PICARD_STEPS):
         # 1. Evaluate φ: is s a root?
         value, parts = coefficients.phi(s)
         psi = value - s
@@ -401,7 +401,7 @@ def _polish(coefficients, s, parts, residual, previous_residual, is_unfinished):
 class _Implicit(torch.autograd.Function):
     """s* with the gradient of s = φ(s).
 
-    The backward multiplies the gradient by (I − φ′)⁻ᵀ. The product is at most MOST_GAIN times as
+    The backward multiplies the gradient by (I − φ′)⁻ᵀ. The product is at most MAX_GAIN times as
     long as the gradient. Where s* is no solution, the gradient passes to φ(s*) unchanged.
     """
 
@@ -420,7 +420,7 @@ class _Implicit(torch.autograd.Function):
             product_norm, grad_norm = (
                 torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (product, grad)
             )
-            factor = (MOST_GAIN * grad_norm / product_norm.clamp_min(1e-30)).clamp_max(1.0)
+            factor = (MAX_GAIN * grad_norm / product_norm.clamp_min(1e-30)).clamp_max(1.0)
             limited = product * factor
             is_valid = is_solved.unsqueeze(-1) & torch.isfinite(limited)
             return torch.where(is_valid, limited, grad), None, None, None
@@ -509,7 +509,7 @@ def _attach_gradient(value, s, matrix, status):
     Returns:
         s with its gradient, and the status with GRAD_LIMITED if the gradient may be shortened.
     """
-    is_bounded = torch.linalg.matrix_norm(torch.linalg.inv_ex(matrix)[0]) <= MOST_GAIN
+    is_bounded = torch.linalg.matrix_norm(torch.linalg.inv_ex(matrix)[0]) <= MAX_GAIN
     is_limited = ~is_bounded & (status & FAILED == 0)  # NaN is limited, too
     if value.requires_grad:
         s = _Implicit.apply(value, s, matrix, status)

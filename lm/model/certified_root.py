@@ -29,7 +29,7 @@ ROUNDING = 8
 SOLVED = 256
 # Largest factor by which the gradient of s is multiplied on its way back to the coefficients. The
 # true factor is infinite where two solutions meet (φ′ = 1).
-MOST_GAIN = 20.0
+MAX_GAIN = 20.0
 
 
 class ScalarEquation(NamedTuple):
@@ -126,7 +126,7 @@ def _newton(e, s, is_searched, eps):
         is_done = is_active & ((residual <= ROUNDING * eps * size) | is_stuck)
         is_root = is_root | is_done
         # Where φ′ is near 1, a step from a root's neighbourhood may lead away from it.
-        is_moving = is_active & (~is_done | (one_minus_slope * MOST_GAIN >= 1))
+        is_moving = is_active & (~is_done | (one_minus_slope * MAX_GAIN >= 1))
         s = torch.where(is_moving, s + psi / one_minus_slope, s)
         is_active = is_active & ~is_done
         if not is_active.any():

@@ -23,6 +23,7 @@ from .layers import (
     linear_by_eights,
     side_by_side,
 )
+from .mixer_base import ReflectionOptions
 from .mixers import Mixer, build_mixer
 from .solver import count_iterations
 from .state import BlockState, Sequences, cached, last_valid_tokens, shift, state_shapes
@@ -159,13 +160,13 @@ class FixedPointBlock(nn.Module):
         raise NotImplementedError
 
     def run_kernel(
-        self, inputs: SolveInputs, reflections: tuple[Any, ...]
+        self, inputs: SolveInputs, mixer_options: ReflectionOptions
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """Run the whole exact solve in one kernel of lm/kernels.
 
         Args:
             inputs: Inputs of the solve.
-            reflections: `Mixer.reflections`.
+            mixer_options: Result of `Mixer.kernel_options`.
 
         Returns:
             y (b,l,d), the state after the last token, and the status of each token (b,l); None if
@@ -290,13 +291,13 @@ class FixedPointBlock(nn.Module):
 
         def compute_weights():
             weights = self.mixer.weights(mixer_input)
-            return weights if kernel is None else self.mixer.merged(weights)
+            return weights if kernel is None else self.mixer.merge_extra(weights)
 
         weights = cached(seqs.cache, ("mixer", kernel is None), compute_weights)
         weight_y = None
         if cfg.mixer_h_dep:
-            weight_y = weights.first if cfg.symm_mixer else weights.first[:, d:]
-        from_x = linear_by_eights(mixer_input, weights.first[:, :d], weights.bias)
+            weight_y = weights.matrix if cfg.symm_mixer else weights.matrix[:, d:]
+        from_x = linear_by_eights(mixer_input, weights.matrix[:, :d], weights.bias)
         is_narrow = kernel is not None and kernel.NARROW  # it reads rows in the products' dtype
         dtype = from_x.dtype if is_narrow else x.dtype
         mixer = Projection("mixer", from_x, weight_y)
@@ -325,8 +326,8 @@ class FixedPointBlock(nn.Module):
 
     def kernel_rank(self) -> int:
         """Return the number of reflections per token for a compiled kernel; 0 if none can solve."""
-        reflections, reads_y = self.mixer.reflections(), getattr(self.config, "dt_h_dep", False)
-        return 0 if reflections is None or reads_y else reflections[0]
+        options, reads_y = self.mixer.kernel_options(), getattr(self.config, "dt_h_dep", False)
+        return 0 if options is None or reads_y else options.rank
 
     def _start_pass(self, u, seqs):
         """Draw the noise, and set up the adjoint's norm and the cache of weights."""

@@ -5,7 +5,7 @@
 An equation may have several solutions. Every precision and every schedule must find the same one:
 
 1. Damped Picard from zero, the paper's iteration, chooses the solution that it reaches to within
-   ROOT_TOL in at most MOST_PICARD iterations. Neither number depends on the precision.
+   ROOT_TOL in at most MAX_PICARD_STEPS iterations. Neither number depends on the precision.
 2. fp64 needs a smaller residual: more iterations, then Newton, polish the solution.
 3. If Picard does not come that near, bisection in fp64 solves the token: with g, the inverse of the
    norm's root, the equation is linear in y, and g is the only unknown.
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .cell import LEAST_INVERSE, MOST_GAIN, MOST_PICARD, EquationTerms
+from .cell import MAX_GAIN, MAX_PICARD_STEPS, MIN_INVERSE_NORM, EquationTerms
 from .solver import BISECTED, FAILED, Damping, Rule, token_residual
 
 # Indices (n,) of n tokens in each dimension. A mask would make the host wait for the GPU to count
@@ -33,7 +33,7 @@ Indices = tuple[torch.Tensor, ...]
 ROOT_TOL = 2e-6
 INNER_TOL = {torch.float32: ROOT_TOL, torch.float64: 1e-12}  # relative residual of a solution
 # Bisection factorizes a (d,d) matrix of every remaining token about 40 times.
-MAX_DENSE_WIDTH, BISECTIONS, MOST_NEWTON = 256, 30, 10
+MAX_DENSE_WIDTH, BISECTIONS, MAX_NEWTON_STEPS = 256, 30, 10
 MAX_MATRIX_ELEMENTS = 1 << 22  # of the matrices that are factorized at once
 # Larger matrices are solved one by one on a CPU: with several threads torch 2.13 solves batches of
 # 150 rows and more wrongly, raises, or hangs (pytorch issue 142815).
@@ -167,7 +167,7 @@ def _run_picard(make_map, start):
     """Iterate from `start` (b,l,d) with the paper's damping.
 
     A token leaves the iteration when it is solved, or if it is not within ROOT_TOL of a solution
-    after MOST_PICARD iterations. The others may iterate as often again, down to INNER_TOL.
+    after MAX_PICARD_STEPS iterations. The others may iterate as often again, down to INNER_TOL.
 
     Returns:
         y (b,l,d), whether it is within ROOT_TOL (b,l), and whether it is solved (b,l).
@@ -180,18 +180,18 @@ def _run_picard(make_map, start):
     active = torch.arange(len(y), device=y.device)
     is_near, is_solved = all_near.clone(), all_solved.clone()
     f, is_whole, damping = make_map(None), True, Damping(Rule(), iterate[:, 0])
-    for iteration in range(2 * MOST_PICARD):
+    for iteration in range(2 * MAX_PICARD_STEPS):
         # 1. Evaluate f.
         value = f(iterate.view(start.shape) if is_whole else iterate).flatten(0, -2)
         residual = token_residual(iterate, value)
-        if iteration < MOST_PICARD:
+        if iteration < MAX_PICARD_STEPS:
             is_near = is_near | (residual < ROOT_TOL)
         # 2. Freeze solved tokens: their value may not depend on other tokens.
         is_done = ~is_solved & (residual < INNER_TOL[iterate.dtype])
         iterate = torch.where(is_done.unsqueeze(-1), value, iterate)
         is_solved = is_solved | is_done
         # 3. Take a damped step with the others.
-        is_moving = ~is_solved if iteration + 1 < MOST_PICARD else is_near & ~is_solved
+        is_moving = ~is_solved if iteration + 1 < MAX_PICARD_STEPS else is_near & ~is_solved
         damping.update(residual)
         iterate = torch.lerp(iterate, value, (damping.stepsize * is_moving).unsqueeze(-1))
         count = int(is_moving.sum())
@@ -296,7 +296,7 @@ def _bisect(c, A, norm):
         is_above = ~(square.rsqrt() >= g)
         return y, is_above
 
-    low = torch.full_like(c[:, 0], LEAST_INVERSE)
+    low = torch.full_like(c[:, 0], MIN_INVERSE_NORM)
     high = torch.full_like(c[:, 0], norm.eps**-0.5)
     for _ in range(BISECTIONS):
         middle = (low * high).sqrt()
@@ -309,7 +309,7 @@ def _bisect(c, A, norm):
 def _polish(c, A, norm, y):
     """Run Newton from y (n,d), as long as the residual shrinks."""
     residual = token_residual(y, norm(c + _times(A, y)))
-    for _ in range(MOST_NEWTON):
+    for _ in range(MAX_NEWTON_STEPS):
         error = norm(c + _times(A, y)) - y
         step = _solve(_eye(A) - _slope(c, A, norm, y), error.unsqueeze(-1))
         next_y = y + step.squeeze(-1)
@@ -357,7 +357,7 @@ def _eye(like):
 def _attach_gradient(equations, y, status):
     """Return y = f(y) with the gradient of the solution.
 
-    The backward multiplies the gradient by (I − ∂f/∂y)⁻ᵀ. The product is at most MOST_GAIN times as
+    The backward multiplies the gradient by (I − ∂f/∂y)⁻ᵀ. The product is at most MAX_GAIN times as
     long as the gradient. Where y is no solution, or the product is not found, f(y) gets the
     gradient unchanged.
     """
@@ -385,7 +385,7 @@ def _attach_gradient(equations, y, status):
         with torch.no_grad():
             g, g_status = _search(make_map, v, solve_dense)
             g_norm, v_norm = (torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (g, v))
-            limited = g * (MOST_GAIN * v_norm / g_norm.clamp_min(1e-30)).clamp_max(1.0)
+            limited = g * (MAX_GAIN * v_norm / g_norm.clamp_min(1e-30)).clamp_max(1.0)
             is_valid = (g_status | status) & FAILED == 0
             return torch.where(is_valid.unsqueeze(-1), limited, v)
 

@@ -29,9 +29,20 @@ class MixerError(ValueError):
 class MixerWeights(NamedTuple):
     """A mixer's linear map, materialised once per solve."""
 
-    first: torch.Tensor  # (m, p), weight of the map from P to raw; m may be 0
+    matrix: torch.Tensor  # (m, p), weight of the map from P to raw; m may be 0
     bias: torch.Tensor  # (m,)
     extra: tuple = ()  # further tensors of the mixer that do not depend on the token
+
+
+class ReflectionOptions(NamedTuple):
+    """Options by which a compiled kernel computes the mixer of `mixers.Reflections`."""
+
+    rank: int  # number r of reflections
+    scale: float  # factor k of the gates
+    act: str  # activation of the vectors
+    is_sequential: bool  # True: householder; False: dplr
+    eps: float  # floor of the norms by which the vectors are divided
+    kappa: float | None = None  # bound κ of `mixers.Contractive`; None without a bound
 
 
 def norm_bound(matrices: torch.Tensor) -> torch.Tensor:
@@ -59,7 +70,7 @@ class Mixer(nn.Module):
       equation is solved in closed form. Otherwise y itself is iterated with Q_t held fixed. Both
       ways have the exact gradient.
     - `gates`, which `fprnn inspect` draws.
-    - `reflections`, the options of a compiled kernel.
+    - `kernel_options`, the options of a compiled kernel.
     """
 
     out_features = 0
@@ -84,7 +95,7 @@ class Mixer(nn.Module):
         """Return the MixerWeights of the current parameters. like: as for `layers.affine_map`."""
         raise NotImplementedError
 
-    def merged(self, weights: MixerWeights) -> MixerWeights:
+    def merge_extra(self, weights: MixerWeights) -> MixerWeights:
         """Return the weights for a compiled cell, which supports no second layer in `extra`."""
         return weights
 
@@ -103,11 +114,8 @@ class Mixer(nn.Module):
         """Return I − Q of every token as a LowRank, or None. raw: (…,m)."""
         return None
 
-    def reflections(self) -> tuple[Any, ...] | None:
-        """Return the options of a compiled kernel, or None if no kernel supports the mixer.
-
-        They are (r, k, activation, whether the reflections are sequential, eps, κ or None).
-        """
+    def kernel_options(self) -> ReflectionOptions | None:
+        """Return the options of a compiled kernel, or None if no kernel supports the mixer."""
         return None
 
     def gates(self, raw: torch.Tensor) -> torch.Tensor | None:
@@ -138,7 +146,7 @@ class Mixer(nn.Module):
     def matrix(self, P: torch.Tensor) -> torch.Tensor:
         """Return Q_t = M(P; ·) as a matrix (…,d,d). P: (…,p)."""
         weights = self.weights(P)
-        return self.dense(F.linear(P, weights.first, weights.bias), weights)
+        return self.dense(F.linear(P, weights.matrix, weights.bias), weights)
 
 
 def mixer(*names: str) -> Callable[[type["Mixer"]], type["Mixer"]]:
@@ -279,7 +287,7 @@ def _check_module(module, name, d_inner, d_arg):
         )
     with torch.no_grad():
         weights = module.weights(next(module.parameters(), torch.zeros(1)))
-    shapes = tuple(weights.first.shape), tuple(weights.bias.shape)
+    shapes = tuple(weights.matrix.shape), tuple(weights.bias.shape)
     expected = (module.out_features, d_arg), (module.out_features,)
     if shapes != expected:
         raise MixerError(

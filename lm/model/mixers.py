@@ -19,7 +19,14 @@ from torch import nn
 
 from .cell import LowRank
 from .layers import Orthogonal, WNLinear, affine_map
-from .mixer_base import Mixer, MixerWeights, build_named_mixer, mixer, norm_bound
+from .mixer_base import (
+    Mixer,
+    MixerWeights,
+    ReflectionOptions,
+    build_named_mixer,
+    mixer,
+    norm_bound,
+)
 
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "identity": lambda x: x}
 POWER_STEPS = {"kronecker": 16, "selective_dense": 32}
@@ -177,7 +184,7 @@ class Reflections(Mixer):
         first, bias = _with_gates(self.u_down, self.alpha_proj, like)
         return MixerWeights(first, bias, affine_map(self.u_proj, like))
 
-    def merged(self, weights: MixerWeights) -> MixerWeights:
+    def merge_extra(self, weights: MixerWeights) -> MixerWeights:
         """Return the weights with the two layers p → q → r·d multiplied into one.
 
         The product costs less than applying the second layer to r·d tokens.
@@ -213,8 +220,8 @@ class Reflections(Mixer):
     def low_rank(self, raw: torch.Tensor, weights: MixerWeights) -> LowRank:
         return compose_reflections(*self.vectors(raw, weights), self.sequential)
 
-    def reflections(self) -> tuple[Any, ...]:
-        return self.rank, self.scale, self.act_name, self.sequential, self.eps, None
+    def kernel_options(self) -> ReflectionOptions:
+        return ReflectionOptions(self.rank, self.scale, self.act_name, self.sequential, self.eps)
 
     def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         a, u = self.vectors(raw, weights)
@@ -415,7 +422,7 @@ class Mixture(Mixer):
 
     def weights(self, like: torch.Tensor) -> MixerWeights:
         weights = [p.weights(like) for p in self.parts]
-        first = torch.cat([w.first for w in weights])
+        first = torch.cat([w.matrix for w in weights])
         return MixerWeights(first, torch.cat([w.bias for w in weights]), tuple(weights))
 
     def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
@@ -447,8 +454,8 @@ class Contractive(Mixer):
     def weights(self, like: torch.Tensor) -> MixerWeights:
         return self.mixer.weights(like)
 
-    def merged(self, weights: MixerWeights) -> MixerWeights:
-        return self.mixer.merged(weights)
+    def merge_extra(self, weights: MixerWeights) -> MixerWeights:
+        return self.mixer.merge_extra(weights)
 
     def mix(
         self,
@@ -466,9 +473,9 @@ class Contractive(Mixer):
             return None
         return LowRank(factors.U, factors.T * self._shrink(raw, weights).unsqueeze(-1))
 
-    def reflections(self) -> tuple[Any, ...] | None:
-        options = self.mixer.reflections()
-        return None if options is None else (*options[:-1], self.kappa)
+    def kernel_options(self) -> ReflectionOptions | None:
+        options = self.mixer.kernel_options()
+        return None if options is None else options._replace(kappa=self.kappa)
 
     def gates(self, raw: torch.Tensor) -> torch.Tensor | None:
         """Return the gates of the wrapped mixer, before the scaling."""

@@ -107,7 +107,7 @@ class FixedPointStats(NamedTuple):
     evaluations: torch.Tensor  # evaluations of f or F per token
     failed: torch.Tensor  # share of tokens that are not solved to the tolerance
     bisected: torch.Tensor  # share whose iteration does not converge, solved by bisection
-    grad_limited: torch.Tensor  # share whose gradient may be shortened (cell.MOST_GAIN)
+    grad_limited: torch.Tensor  # share whose gradient may be shortened (cell.MAX_GAIN)
     residual: torch.Tensor  # relative residual of the returned solution
     num_iters: torch.Tensor | None = None  # ℓ*: iterations that the paper's procedure needs
     converged: torch.Tensor | None = None  # bool: whether that procedure has converged
@@ -126,7 +126,7 @@ SHARES = ("failed", "bisected", "grad_limited")  # statistics that are shares of
 # The status of a token is a sum of these flags; 0 means solved.
 FAILED = 1  # no solution was found, or iterations ended before this token had converged
 BISECTED = 2  # the iteration does not converge; bisection found a solution (cell.py)
-GRAD_LIMITED = 4  # ‖(I − φ′)⁻¹‖ is above cell.MOST_GAIN, so the gradient may be shortened
+GRAD_LIMITED = 4  # ‖(I − φ′)⁻¹‖ is above cell.MAX_GAIN, so the gradient may be shortened
 
 
 class Solution(NamedTuple):

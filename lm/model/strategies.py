@@ -293,8 +293,8 @@ class ExactSequential(Solver):
 
     def run_kernel(self, inputs: SolveInputs) -> Solution | None:
         """Run the whole solve in one kernel; return None if no kernel can."""
-        reflections, mask = self.block.mixer.reflections(), inputs.seqs.mask
-        if reflections is None or inputs.mixer.extra:
+        mixer_options, mask = self.block.mixer.kernel_options(), inputs.seqs.mask
+        if mixer_options is None or inputs.mixer.extra:
             return None
         if self.block.centroids is not None and self.kernel is None:
             return None
@@ -304,7 +304,7 @@ class ExactSequential(Solver):
             if mask.device.type == "cpu" and follows_padding.any():
                 return None
         with without_autocast(inputs.x):
-            result = self.block.run_kernel(inputs, reflections)
+            result = self.block.run_kernel(inputs, mixer_options)
         if result is None:
             return None
         y, h, status = result

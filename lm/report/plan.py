@@ -99,8 +99,8 @@ def fits_kernel(block: Any) -> bool:
 def classify_layers(cfg: Config, model: PreTrainedModel, on_gpu: bool) -> Layers:
     """Return the fixed-point layers of a model by solver.
 
-    On a GPU, the schedule `auto` is sequential if the kernel supports the layer (`choose_window_width` in
-    lm/model/strategies.py).
+    On a GPU, the schedule `auto` is sequential if the kernel supports the layer
+    (`choose_window_width` in lm/model/strategies.py).
 
     Args:
         cfg: The configuration.

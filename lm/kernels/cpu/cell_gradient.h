@@ -196,7 +196,7 @@ void compute_sums(const Cell &p, int64_t index, const Token<T> &k, T mean, T inv
     }
 }
 
-// Compute η = (I − φ′)⁻ᵀ ḡ, shortened to MOST_GAIN ‖ḡ‖, because it is unbounded near a fold. If the
+// Compute η = (I − φ′)⁻ᵀ ḡ, shortened to MAX_GAIN ‖ḡ‖, because it is unbounded near a fold. If the
 // search for the root failed, η is ḡ.
 template <int R> void solve_adjoint(const Cell &p, bool has_failed, TokenGradient &s) {
     const int r = rank_of<R>(p.rank);
@@ -210,9 +210,9 @@ template <int R> void solve_adjoint(const Cell &p, bool has_failed, TokenGradien
     eliminate<R>(M, s.eta, r);
     for (int i = 0; i < r; ++i) after += s.eta[i] * s.eta[i];
     const bool is_finite = after <= std::numeric_limits<double>::max();
-    if (is_finite && after <= MOST_GAIN * MOST_GAIN * before) return;
+    if (is_finite && after <= MAX_GAIN * MAX_GAIN * before) return;
     // A singular matrix gives no direction: use that of ḡ.
-    const double times = is_finite ? MOST_GAIN * std::sqrt(before / after) : MOST_GAIN;
+    const double times = is_finite ? MAX_GAIN * std::sqrt(before / after) : MAX_GAIN;
     for (int i = 0; i < r; ++i) s.eta[i] = times * (is_finite ? s.eta[i] : s.received[i]);
 }
 

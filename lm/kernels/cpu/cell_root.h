@@ -22,7 +22,7 @@ inline bool try_newton(const Equation &e, int64_t r_, const Point &from, double 
     const double max_move = 2 * from.residual / (1 - q);
     double step[MAX_REFLECTIONS];
     point = from;
-    for (int attempt = 0; attempt < MOST_NEWTON; ++attempt) {
+    for (int attempt = 0; attempt < MAX_NEWTON_STEPS; ++attempt) {
         newton_step<R>(e, r, point, step);
         const double previous = point.residual;
         Point next;
@@ -58,13 +58,14 @@ template <int R> inline bool is_g_too_large(const Equation &e, int64_t r_, doubl
 // g, and +∞ on both sides of a pole: a root always exists (lm/model/cell.py).
 template <int R> inline bool find_by_bisection(const Equation &e, int64_t r_, Point &point) {
     const int r = rank_of<R>(r_);
-    double low = LEAST_INVERSE, high = 1 / std::sqrt(e.floor), step[MAX_REFLECTIONS];
+    double low = MIN_INVERSE_NORM, high = 1 / std::sqrt(e.floor), step[MAX_REFLECTIONS];
     for (int attempt = 0; attempt < BISECTIONS; ++attempt) {
         const double middle = std::sqrt(low * high);
         (is_g_too_large<R>(e, r, middle, point) ? high : low) = middle;
     }
     is_g_too_large<R>(e, r, low, point);
-    for (int attempt = 0; attempt < MOST_NEWTON && !is_at_rounding(e, point, ROUNDING); ++attempt) {
+    for (int attempt = 0; attempt < MAX_NEWTON_STEPS; ++attempt) {
+        if (is_at_rounding(e, point, ROUNDING)) break;
         newton_step<R>(e, r, point, step);
         Point next;
         for (int i = 0; i < r; ++i) next.s[i] = point.s[i] + step[i];
@@ -75,7 +76,7 @@ template <int R> inline bool find_by_bisection(const Equation &e, int64_t r_, Po
     return is_at_rounding(e, point, SOLVED);
 }
 
-// Return true if ‖(I − φ′)⁻¹‖ is above MOST_GAIN or NaN. M: I − φ′.
+// Return true if ‖(I − φ′)⁻¹‖ is above MAX_GAIN or NaN. M: I − φ′.
 template <int R> inline bool is_gain_limited(double (*M)[MAX_REFLECTIONS], int64_t r_) {
     const int r = rank_of<R>(r_);
     double squares = 0;
@@ -87,7 +88,7 @@ template <int R> inline bool is_gain_limited(double (*M)[MAX_REFLECTIONS], int64
         eliminate<R>(copy, column, r);
         for (int i = 0; i < r; ++i) squares += column[i] * column[i];
     }
-    return !(squares <= MOST_GAIN * MOST_GAIN);
+    return !(squares <= MAX_GAIN * MAX_GAIN);
 }
 
 // One reflection: Newton's root, and a test that proves that damped Picard from zero converges to it.
@@ -154,7 +155,7 @@ inline bool newton_from(const Equation &e, Point point, double &root) {
         const double next = point.s[0] + point.psi[0] / M[0][0];
         const bool halved = point.residual <= previous / 2;
         if (is_at_rounding(e, point, ROUNDING) || (!halved && is_at_rounding(e, point, SOLVED))) {
-            root = M[0][0] * MOST_GAIN >= 1 ? next : point.s[0];
+            root = M[0][0] * MAX_GAIN >= 1 ? next : point.s[0];
             return true;
         }
         previous = point.residual;
@@ -196,7 +197,7 @@ inline uint8_t solve_by_picard(const Equation &e, int64_t r_, double *s) {
     const auto set_root = [&](const Point &candidate) {
         for (int i = 0; i < r; ++i) s[i] = candidate.s[i];
     };
-    for (int iteration = 0; iteration < MOST_PICARD; ++iteration) {
+    for (int iteration = 0; iteration < MAX_PICARD_STEPS; ++iteration) {
         if constexpr (R == 2 && DECIDES) {
             bool is_attracting;
             if (iteration == DECIDE_AFTER && find_pair(e, s, is_attracting))

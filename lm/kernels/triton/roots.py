@@ -23,10 +23,10 @@ from lm.kernels.triton.build import check, launch
 
 # Constants with the names and values of lm/model/cell.py and its `Rule`; test_constants.py compares
 # them. Triton 3.7's interpreter cannot multiply a constexpr by a tensor: put the tensor first.
-MOST_PICARD, MOST_NEWTON, BISECTIONS = 300, 10, 60
-MAX_DIRECT_STEPS, MOST_GAIN = tl.constexpr(12), tl.constexpr(20.0)
+MAX_PICARD_STEPS, MAX_NEWTON_STEPS, BISECTIONS = 300, 10, 60
+MAX_DIRECT_STEPS, MAX_GAIN = tl.constexpr(12), tl.constexpr(20.0)
 STEPSIZE, STEPSIZE_DECAY, PATIENCE = tl.constexpr(0.99), tl.constexpr(0.9), tl.constexpr(15)
-SLOWEST, NEAR, LEAST_INVERSE = tl.constexpr(0.99), tl.constexpr(0.05), tl.constexpr(1e-18)
+SLOWEST, NEAR, MIN_INVERSE_NORM = tl.constexpr(0.99), tl.constexpr(0.05), tl.constexpr(1e-18)
 ROUNDING, SOLVED = tl.constexpr(8.0), tl.constexpr(256.0)  # machine epsilons
 
 
@@ -210,7 +210,7 @@ def _find_by_bisection(
     eye = tl.arange(0, R)[None, :, None] == tl.arange(0, R)[None, None, :]
     eye = tl.where(eye, 1.0, 0.0)
     alpha, beta, delta, floor = equation[0], equation[1], equation[2], equation[6]
-    low = floor * 0.0 + LEAST_INVERSE
+    low = floor * 0.0 + MIN_INVERSE_NORM
     high = 1.0 / tl.sqrt(floor)
     for _ in range(MAX_BISECTIONS):
         g = tl.sqrt(low * high)
@@ -343,7 +343,7 @@ def _find_directly(equation, live, eps):
         zero = is_active & is_at_rounding & (s == 0.0) & (is_second_start == 0)
         is_done = is_active & is_sound & (is_at_rounding | no_better) & (zero == 0)
         ahead = s + psi / one_minus_slope
-        result = tl.where(one_minus_slope * MOST_GAIN >= 1.0, ahead, s)
+        result = tl.where(one_minus_slope * MAX_GAIN >= 1.0, ahead, s)
         root = tl.where(is_done, result, root)
         proven = proven | zero
         if _any(is_done):
@@ -373,8 +373,8 @@ def search(
     equation,
     live,
     eps,
-    MOST_PICARD: tl.constexpr,
-    MOST_NEWTON: tl.constexpr,
+    MAX_PICARD_STEPS: tl.constexpr,
+    MAX_NEWTON_STEPS: tl.constexpr,
     BISECTIONS: tl.constexpr,
     R: tl.constexpr,
 ):
@@ -384,8 +384,8 @@ def search(
         equation: Equations of T tokens, in fp64.
         live: Which tokens exist, (T,).
         eps: Machine epsilon of the dtype in which the coefficients were computed, (T,).
-        MOST_PICARD: Steps of Picard.
-        MOST_NEWTON: Steps of Newton.
+        MAX_PICARD_STEPS: Steps of Picard.
+        MAX_NEWTON_STEPS: Steps of Newton.
         BISECTIONS: Steps of the bisection.
         R: Size of the equations.
 
@@ -421,7 +421,7 @@ def search(
         root = direct[:, None]
         active = live & (is_solved == 0)
     iteration = 0
-    while (iteration < MOST_PICARD) & _any(active):
+    while (iteration < MAX_PICARD_STEPS) & _any(active):
         psi, _, _, _, residual, scale = _evaluate(s, equation)
         done = active & (residual < float("inf")) & (residual <= eps * scale * ROUNDING)
         is_nonfinite = is_nonfinite | (active & (residual == float("inf")))
@@ -432,7 +432,7 @@ def search(
         tries_newton = active & is_near
         if _any(tries_newton):
             ahead, has_root = _try_newton(
-                s, tries_newton, residual, q, equation, eps, MOST_NEWTON, R
+                s, tries_newton, residual, q, equation, eps, MAX_NEWTON_STEPS, R
             )
             root = tl.where(has_root[:, None], ahead, root)
             done = done | has_root
@@ -450,7 +450,9 @@ def search(
 
     # 2. If Picard does not converge: bisection, or else the iterate with the smallest residual.
     if _any(active):
-        bisection_root, has_root = _find_by_bisection(equation, eps, BISECTIONS, MOST_NEWTON, R)
+        bisection_root, has_root = _find_by_bisection(
+            equation, eps, BISECTIONS, MAX_NEWTON_STEPS, R
+        )
         fallback = tl.where(has_root[:, None], bisection_root, best_s)
         root = tl.where(active[:, None], fallback, root)
         bisected = bisected | (active & has_root)
@@ -472,8 +474,8 @@ def _roots_kernel(
     r,
     floor,
     eps,
-    MOST_PICARD: tl.constexpr,
-    MOST_NEWTON: tl.constexpr,
+    MAX_PICARD_STEPS: tl.constexpr,
+    MAX_NEWTON_STEPS: tl.constexpr,
     BISECTIONS: tl.constexpr,
     FAILED: tl.constexpr,
     BISECTED: tl.constexpr,
@@ -499,7 +501,9 @@ def _roots_kernel(
 
     # 2. Find the roots.
     equation = (alpha, beta, delta, gamma0, gamma1, gamma2, floor)
-    root, has_root, bisected = search(equation, live, eps, MOST_PICARD, MOST_NEWTON, BISECTIONS, R)
+    root, has_root, bisected = search(
+        equation, live, eps, MAX_PICARD_STEPS, MAX_NEWTON_STEPS, BISECTIONS, R
+    )
     tl.store(out + offset, root.to(tl.float32), mask=mask)
     outcome = tl.where(has_root, tl.where(bisected, BISECTED, 0), FAILED)
     tl.store(outcome_out + token, outcome.to(tl.uint8), mask=live)
@@ -563,8 +567,8 @@ def find_roots(
         r,
         float(floor),
         torch.finfo(alpha.dtype).eps,
-        MOST_PICARD=MOST_PICARD,
-        MOST_NEWTON=MOST_NEWTON,
+        MAX_PICARD_STEPS=MAX_PICARD_STEPS,
+        MAX_NEWTON_STEPS=MAX_NEWTON_STEPS,
         BISECTIONS=BISECTIONS,
         FAILED=FAILED,
         BISECTED=BISECTED,

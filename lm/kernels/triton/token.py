@@ -12,16 +12,16 @@ import triton
 import triton.language as tl
 
 from lm.kernels.triton.build import activate, activate_grad
-from lm.kernels.triton.roots import BISECTIONS as MOST_BISECTIONS
-from lm.kernels.triton.roots import MOST_NEWTON as MOST_NEWTON_STEPS
-from lm.kernels.triton.roots import MOST_PICARD as MOST_PICARD_STEPS
+from lm.kernels.triton.roots import BISECTIONS as BISECTION_COUNT
+from lm.kernels.triton.roots import MAX_NEWTON_STEPS as NEWTON_STEPS
+from lm.kernels.triton.roots import MAX_PICARD_STEPS as PICARD_STEPS
 from lm.kernels.triton.roots import _eliminate, _evaluate, _identity_minus_slope, search
 
-MOST_PICARD = tl.constexpr(MOST_PICARD_STEPS)
-MOST_NEWTON = tl.constexpr(MOST_NEWTON_STEPS)
-BISECTIONS = tl.constexpr(MOST_BISECTIONS)
+MAX_PICARD_STEPS = tl.constexpr(PICARD_STEPS)
+MAX_NEWTON_STEPS = tl.constexpr(NEWTON_STEPS)
+BISECTIONS = tl.constexpr(BISECTION_COUNT)
 FAILED, BISECTED, GRAD_LIMITED = tl.constexpr(1), tl.constexpr(2), tl.constexpr(4)  # solver.py
-MOST_GAIN = tl.constexpr(20.0)  # as in lm/model/cell.py
+MAX_GAIN = tl.constexpr(20.0)  # as in lm/model/cell.py
 EPS = tl.constexpr(2.0**-23)  # machine epsilon of fp32
 
 
@@ -176,13 +176,13 @@ def subtract_mean(v, live, d, NORM: tl.constexpr):
 
 @triton.jit
 def _is_gain_limited(M, r: tl.constexpr, R: tl.constexpr):
-    """Return whether ‖M⁻¹‖ is above MOST_GAIN or NaN. M: (1,R,R)."""
+    """Return whether ‖M⁻¹‖ is above MAX_GAIN or NaN. M: (1,R,R)."""
     row = tl.arange(0, R)[None, :]
     squares = tl.sum(tl.sum(M, 2), 1) * 0.0
     for j in tl.static_range(r):
         column = _eliminate(M, tl.where(row == j, 1.0, 0.0).to(tl.float64), R)
         squares += tl.sum(column * column, 1)
-    return (squares <= MOST_GAIN * MOST_GAIN) == 0
+    return (squares <= MAX_GAIN * MAX_GAIN) == 0
 
 
 @triton.jit
@@ -237,7 +237,7 @@ def solve_equation(
         eps = tl.zeros_like(floor) + EPS
         # 3. Find its root.
         s, has_root, bisected = search(
-            equation, live_tokens, eps, MOST_PICARD, MOST_NEWTON, BISECTIONS, R
+            equation, live_tokens, eps, MAX_PICARD_STEPS, MAX_NEWTON_STEPS, BISECTIONS, R
         )
         outcome = tl.where(has_root, tl.where(bisected, BISECTED, 0), FAILED)
         _, numerator, slant, inverse, _, _ = _evaluate(s, equation)
@@ -269,7 +269,7 @@ def apply_norm(v, live, d, norm_eps, NORM: tl.constexpr):
 
 @triton.jit
 def _solve_adjoint(slope, received, failed, R: tl.constexpr):
-    """Return η = (I − φ′)⁻ᵀ ḡ, shortened to MOST_GAIN ‖ḡ‖; ḡ itself if the search failed.
+    """Return η = (I − φ′)⁻ᵀ ḡ, shortened to MAX_GAIN ‖ḡ‖; ḡ itself if the search failed.
 
     Args:
         slope: φ′, (R,R).
@@ -287,8 +287,8 @@ def _solve_adjoint(slope, received, failed, R: tl.constexpr):
     is_finite = square_eta < float("inf")  # a singular matrix gives no direction: use ḡ's
     direction = tl.where(is_finite, eta, received.to(tl.float64))
     # Triton 3.7's interpreter cannot use the product of a constexpr and a tensor: tensor first.
-    factor = tl.where(is_finite, tl.sqrt(square_g / square_eta) * MOST_GAIN, MOST_GAIN)
-    is_short = is_finite & (square_eta <= square_g * (MOST_GAIN * MOST_GAIN))
+    factor = tl.where(is_finite, tl.sqrt(square_g / square_eta) * MAX_GAIN, MAX_GAIN)
+    is_short = is_finite & (square_eta <= square_g * (MAX_GAIN * MAX_GAIN))
     eta = tl.where(is_short, eta, factor * direction)
     return tl.where(failed, received, eta.to(tl.float32))
 

@@ -13,16 +13,16 @@ RULE = solver.Rule()
 SEARCH = {
     name: getattr(cell, name)
     for name in (
-        "MOST_PICARD",
-        "MOST_NEWTON",
+        "MAX_PICARD_STEPS",
+        "MAX_NEWTON_STEPS",
         "MAX_DIRECT_STEPS",
         "BISECTIONS",
-        "LEAST_INVERSE",
+        "MIN_INVERSE_NORM",
         "ROUNDING",
         "SOLVED",
         "SLOWEST",
         "NEAR",
-        "MOST_GAIN",
+        "MAX_GAIN",
     )
 }
 SEARCH |= {
@@ -117,8 +117,8 @@ def test_triton_has_the_constants_of_python():
         constant = getattr(module, name)
         return getattr(constant, "value", constant)
 
-    search = {name: value for name, value in SEARCH.items() if name != "MOST_GAIN"}
+    search = {name: value for name, value in SEARCH.items() if name != "MAX_GAIN"}
     assert {name: value_of(triton_roots, name) for name in search} == search
-    shared = ("MOST_PICARD", "MOST_NEWTON", "BISECTIONS", "MOST_GAIN")
+    shared = ("MAX_PICARD_STEPS", "MAX_NEWTON_STEPS", "BISECTIONS", "MAX_GAIN")
     assert [value_of(token, name) for name in shared] == [SEARCH[name] for name in shared]
     assert {name: value_of(token, name) for name in OUTCOMES} == OUTCOMES

@@ -6,7 +6,7 @@ import torch
 from lm.kernels.cpu import roots as cpu_roots
 from lm.model import cell
 from lm.model.cell import (
-    MOST_GAIN,
+    MAX_GAIN,
     Coefficients,
     EquationTerms,
     LowRank,
@@ -115,7 +115,7 @@ def test_root_solves_its_equation_and_is_picards(r, scale):
     assert not (outcome & FAILED).any()
     assert (residual_of(coefficients, s) <= cell.SOLVED).all()
     some = slice(0, 40)
-    for mine, theirs in zip(s[some], picard(coefficients.select(some), cell.MOST_PICARD)):
+    for mine, theirs in zip(s[some], picard(coefficients.select(some), cell.MAX_PICARD_STEPS)):
         if theirs is not None:
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
 
@@ -264,7 +264,7 @@ def test_bisection_finds_roots_that_picard_does_not(r, scale, monkeypatch):
     coefficients = random_coefficients(200, r, scale, seed=40 + r)
     s, solved = cell._bisect(coefficients)
     assert solved.all() and (residual_of(coefficients, s) <= cell.SOLVED).all()
-    monkeypatch.setattr(cell, "MOST_PICARD", 0)
+    monkeypatch.setattr(cell, "MAX_PICARD_STEPS", 0)
     found, outcome = cell._find_root_by_picard(coefficients)
     assert (outcome == BISECTED).all() and torch.equal(found, s)
 
@@ -345,7 +345,7 @@ def attached(rest, outcome):
 
 def test_gradient_near_a_fold_is_limited_and_counted():
     grad, outcome = attached([[[0.5]], [[1e-9]], [[0.0]], [[-1.0]]], [0, 0, FAILED, BISECTED])
-    torch.testing.assert_close(grad.flatten(), torch.tensor([2.0, MOST_GAIN, 1.0, -1.0]).double())
+    torch.testing.assert_close(grad.flatten(), torch.tensor([2.0, MAX_GAIN, 1.0, -1.0]).double())
     assert outcome == [0, GRAD_LIMITED, FAILED, BISECTED]
 
 
@@ -356,7 +356,7 @@ def test_gradient_limit_is_on_the_euclidean_norm():
     """
     grad, outcome = attached([[[1 / 30, 0.0], [0.0, 1.0]]], [0])
     expected = torch.tensor([[30.0, 1.0]]).double()
-    expected *= MOST_GAIN * 2**0.5 / expected.norm()
+    expected *= MAX_GAIN * 2**0.5 / expected.norm()
     torch.testing.assert_close(grad, expected)
     assert outcome == [GRAD_LIMITED]
 
