@@ -25,7 +25,7 @@ from .layers import (
 )
 from .mixer_base import ReflectionOptions
 from .mixers import Mixer, build_mixer
-from .solver import count_iterations
+from .solver import measure_num_iters
 from .state import BlockState, Sequences, cached, last_valid_tokens, shift, state_shapes
 from .strategies import SolveInputs, Solver, choose_solver
 
@@ -108,7 +108,7 @@ class FixedPointBlock(nn.Module):
         # 5. Complete the statistics.
         stats = solver.rescale_shares(stats, seqs.mask)._replace(adjoint_norm=seqs.adjoint_norm)
         if count_iterations:
-            stats = self._count_iterations(u, seqs, solver, stats)
+            stats = self._measure_num_iters(u, seqs, solver, stats)
         else:  # the solver's own count is for its tolerance; ℓ* is defined at 0.1
             stats = stats._replace(
                 num_iters=None, converged=None, token_iters=None, other_solution=None
@@ -375,11 +375,11 @@ class FixedPointBlock(nn.Module):
     # Measurements.
 
     @torch.no_grad()
-    def _count_iterations(self, u, seqs, solver, stats):
+    def _measure_num_iters(self, u, seqs, solver, stats):
         """Add ℓ* to the statistics: the iterations that the paper's procedure needs here."""
         inputs = self.prepare(u, seqs, solver)
         y = solver.solve(inputs).y
-        return count_iterations(
+        return measure_num_iters(
             lambda y: self.step(inputs, y), y, self.config.block, stats, seqs.mask
         )
 

@@ -30,6 +30,7 @@ from .solver import (
     FAILED,
     SHARES,
     FixedPointStats,
+    MapValue,
     Rule,
     Solution,
     adjoint_gradient,
@@ -394,7 +395,7 @@ class ExactWindows(Solver):
 
     def _evaluate(self, window, y):
         F_y, h, status = self.solve_all_tokens(window, y)
-        return F_y, h, status, token_residual(y, F_y)
+        return MapValue(F_y, h, status, token_residual(y, F_y))
 
     def solve_all_tokens(
         self, inputs: SolveInputs, y: torch.Tensor
@@ -444,7 +445,7 @@ class IteratedWindows(Solver):
     def _evaluate(self, window, y):
         f_y, h = self.block.step(window, y, with_state=True)
         status = torch.zeros_like(y[..., 0], dtype=torch.uint8)  # only the residual decides
-        return f_y, h, status, token_residual(y, f_y)
+        return MapValue(f_y, h, status, token_residual(y, f_y))
 
 
 class PaperIteration(Solver):
