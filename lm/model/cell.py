@@ -35,9 +35,10 @@ from .solver import BISECTED, FAILED, GRAD_LIMITED, Damping, Rule
 
 MAX_PICARD_STEPS, MAX_NEWTON_STEPS = 300, 10  # iterations of the search for s
 MIN_INVERSE_NORM, BISECTIONS = 1e-18, 60  # bisection on the norm's inverse, if Picard fails
-# Newton is tried if Picard's residual shrinks by the factor SLOWEST or better, and if the remaining
-# distance is at most NEAR of the terms' size: another solution cannot be that near.
-SLOWEST, NEAR = 0.99, 0.05
+# Newton is tried if an iteration multiplies Picard's residual by less than MAX_PICARD_RATIO, and if
+# the distance to the root, relative to the size of φ's terms, is at most MAX_NEWTON_DISTANCE:
+# another solution cannot be that near.
+MAX_PICARD_RATIO, MAX_NEWTON_DISTANCE = 0.99, 0.05
 
 
 class Norm(NamedTuple):
@@ -386,8 +387,8 @@ def _polish(coefficients, s, parts, residual, previous_residual, is_unfinished):
     """Return s (n,r), replaced by Newton's root if Picard is near it, and whether it is (n,)."""
     ratio = residual / previous_residual  # 0 in the first iteration, which has no previous residual
     distance = residual / (1 - ratio)
-    is_near = distance <= NEAR * coefficients.size(s, parts)
-    is_tried = is_unfinished & (ratio > 0) & (ratio < SLOWEST) & is_near
+    is_near = distance <= MAX_NEWTON_DISTANCE * coefficients.size(s, parts)
+    is_tried = is_unfinished & (ratio > 0) & (ratio < MAX_PICARD_RATIO) & is_near
     indices = is_tried.nonzero().squeeze(1)
     by_newton = torch.zeros_like(is_unfinished)
     if not len(indices):

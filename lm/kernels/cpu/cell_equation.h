@@ -19,7 +19,8 @@ constexpr int MAX_REFLECTIONS = 8;  // as in lm/kernels/cell_arguments.py
 // Constants with the names and values of lm/model/cell.py and lm/model/solver.py (`Rule`, outcomes);
 // tests/lm/kernels/test_constants.py compares them.
 constexpr int MAX_PICARD_STEPS = 300, MAX_NEWTON_STEPS = 10, BISECTIONS = 60, PATIENCE = 15;
-constexpr double STEPSIZE = 0.99, STEPSIZE_DECAY = 0.9, SLOWEST = 0.99, NEAR = 0.05;
+constexpr double STEPSIZE = 0.99, STEPSIZE_DECAY = 0.9;
+constexpr double MAX_PICARD_RATIO = 0.99, MAX_NEWTON_DISTANCE = 0.05;
 constexpr double ROUNDING = 8, SOLVED = 256, MIN_INVERSE_NORM = 1e-18, MAX_GAIN = 20;
 constexpr int MAX_DIRECT_STEPS = 12;
 

@@ -210,8 +210,8 @@ inline uint8_t solve_by_picard(const Equation &e, int64_t r_, double *s) {
         }
         const double q = point.residual / previous;
         // The remaining distance is small compared with the terms of φ: no other root is that near.
-        const bool is_near = point.residual / (1 - q) <= NEAR * point.scale;
-        if (q > 0 && q < SLOWEST && is_near) {  // in the first iteration q is 0
+        const bool is_near = point.residual / (1 - q) <= MAX_NEWTON_DISTANCE * point.scale;
+        if (q > 0 && q < MAX_PICARD_RATIO && is_near) {  // in the first iteration q is 0
             Point candidate;
             if (try_newton<R>(e, r, point, q, candidate)) return set_root(candidate), 0;
         }

@@ -26,7 +26,8 @@ from lm.kernels.triton.build import check, launch
 MAX_PICARD_STEPS, MAX_NEWTON_STEPS, BISECTIONS = 300, 10, 60
 MAX_DIRECT_STEPS, MAX_GAIN = tl.constexpr(12), tl.constexpr(20.0)
 STEPSIZE, STEPSIZE_DECAY, PATIENCE = tl.constexpr(0.99), tl.constexpr(0.9), tl.constexpr(15)
-SLOWEST, NEAR, MIN_INVERSE_NORM = tl.constexpr(0.99), tl.constexpr(0.05), tl.constexpr(1e-18)
+MAX_PICARD_RATIO, MAX_NEWTON_DISTANCE = tl.constexpr(0.99), tl.constexpr(0.05)
+MIN_INVERSE_NORM = tl.constexpr(1e-18)
 ROUNDING, SOLVED = tl.constexpr(8.0), tl.constexpr(256.0)  # machine epsilons
 
 
@@ -428,7 +429,8 @@ def search(
         active = active & (done == 0) & (is_nonfinite == 0)
         root = tl.where(done[:, None], s, root)
         q = residual / previous
-        is_near = (q > 0.0) & (q < SLOWEST) & (residual / (1.0 - q) <= scale * NEAR)
+        is_near = residual / (1.0 - q) <= scale * MAX_NEWTON_DISTANCE
+        is_near = (q > 0.0) & (q < MAX_PICARD_RATIO) & is_near
         tries_newton = active & is_near
         if _any(tries_newton):
             ahead, has_root = _try_newton(

@@ -20,8 +20,8 @@ SEARCH = {
         "MIN_INVERSE_NORM",
         "ROUNDING",
         "SOLVED",
-        "SLOWEST",
-        "NEAR",
+        "MAX_PICARD_RATIO",
+        "MAX_NEWTON_DISTANCE",
         "MAX_GAIN",
     )
 }
