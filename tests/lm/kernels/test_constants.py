@@ -15,7 +15,6 @@ SEARCH = {
     for name in (
         "MAX_PICARD_STEPS",
         "MAX_NEWTON_STEPS",
-        "MAX_DIRECT_STEPS",
         "BISECTIONS",
         "MIN_INVERSE_NORM",
         "ROUNDING",
@@ -26,6 +25,7 @@ SEARCH = {
     )
 }
 SEARCH |= {
+    "MAX_DIRECT_STEPS": certified_root.MAX_DIRECT_STEPS,
     "STEPSIZE": RULE.stepsize,
     "STEPSIZE_DECAY": RULE.stepsize_decay,
     "PATIENCE": RULE.patience,
