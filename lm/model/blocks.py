@@ -1,7 +1,7 @@
 """The fixed-point layers: FP-Mamba-1, FP-Mamba-2 and FP-RNN.
 
-Each defines `prepare` (once per solve), its recurrence and norm (once per iteration), and `finish`
-(once per solve). `run_kernel` calls the kernel that runs the whole exact solve; its arguments are
+Each defines its input projections and output (once per solve), and its recurrence and norm (once
+per iteration). `run_kernel` calls the kernel that runs the whole exact solve; its arguments are
 explained in lm/kernels.
 
 Shape suffixes: b batch, l length, d channels (d_inner), n d_state, h heads, g groups.
@@ -334,7 +334,7 @@ class VectorConstants(NamedTuple):
 
     decay: torch.Tensor  # (b,l,d) λ
     complement: torch.Tensor  # (b,l,d) 1 − λ
-    x: torch.Tensor  # (b,l,d) what `finish` reads besides the states
+    x: torch.Tensor  # (b,l,d) what `gate_and_project` reads besides the states
     keep: torch.Tensor | None  # (b,l) 0 at the first token of a packed document, otherwise 1
 
     def cut(self, start: int, end: int) -> "VectorConstants":
@@ -453,7 +453,7 @@ class FPRNN(FixedPointBlock):
         x = inputs.recurrence.x
         return inputs.conv_tail, self._conv_tail(torch.cat([x, y.to(x.dtype)], -1), inputs.seqs, 1)
 
-    def finish(self, inputs: SolveInputs, y: torch.Tensor) -> torch.Tensor:
+    def gate_and_project(self, inputs: SolveInputs, y: torch.Tensor) -> torch.Tensor:
         """Return W_out RMSNorm(silu(z) ⊙ c ⊙ h) with c = silu(W_c silu(conv[x, h])); h is y."""
         x, seqs = inputs.recurrence.x, inputs.seqs
         if self.config.use_short_conv:

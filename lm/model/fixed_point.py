@@ -92,7 +92,11 @@ class FixedPointBlock(nn.Module):
             # 3. Attach the gradient of the solution, if `solve` has not.
             y, h, stats = solver.attach_gradient(inputs, solution)
             # 4. Apply the output gate, and project to (b,l,d_model).
-            return self.finish(inputs, y), stats, self._end_state(inputs, solution.y, y, h)
+            return (
+                self.gate_and_project(inputs, y),
+                stats,
+                self._end_state(inputs, solution.y, y, h),
+            )
 
         if checkpoint is None:
             out, stats, state = compute_output(*solve(u))
@@ -236,7 +240,7 @@ class FixedPointBlock(nn.Module):
             g = inputs.seqs.zero_padding(self.normalize(inputs, o, x))
         return (g, h) if with_state else g
 
-    def finish(self, inputs: SolveInputs, y: torch.Tensor) -> torch.Tensor:
+    def gate_and_project(self, inputs: SolveInputs, y: torch.Tensor) -> torch.Tensor:
         """Apply the output gate and project y (b,l,d) to (b,l,d_model)."""
         y = y.to(inputs.z.dtype)
         if not self.config.glu_in_loop:

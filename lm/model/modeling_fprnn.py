@@ -666,8 +666,8 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         """Count FLOPs per token; a multiply-add counts as two.
 
         Training costs the forward of the solve, and three times the forward of `prepare`, of a
-        single evaluation (`n_backwards` with one_step), `finish` and the head. If the gradient
-        goes through a solve token by token, this evaluation is already part of the solve.
+        single evaluation (`n_backwards` with one_step), of `gate_and_project` and of the head. If
+        the gradient goes through a solve token by token, this evaluation is part of the solve.
         The iterations of an adjoint in windows are not counted, because they are only known
         afterwards. The number is affine in `evaluations`.
 

@@ -94,7 +94,7 @@ def test_flops_of_a_householder_block_match_its_products(rank):
         by_hand = 2 * d * (m + 2 * n)  # sh(y) → mixer, B and C
         assert counted == pytest.approx(by_hand, rel=0.02)  # the scan may hold small products
         assert step == pytest.approx(by_hand, rel=0.25) and step > by_hand
-        around = count_flops(lambda: (block.prepare(u), block.finish(static, y))) / tokens
+        around = count_flops(lambda: (block.prepare(u), block.gate_and_project(static, y))) / tokens
         by_hand = 2 * (d_model * 2 * d + d * (dt_rank + 2 * n) + dt_rank * d + d * m)
         by_hand += 2 * (d * d + d * d_model)  # the gate's y part, and out_proj
         assert around == pytest.approx(by_hand, rel=0.02)
