@@ -114,7 +114,7 @@ class FPMamba(FixedPointBlock):
         # 3. Join all maps that may read sh(y): mixer, B, C, step size.
         maps = self._y_projections(x, bc_x, delta, seqs)
         mixed = x.to(wide).contiguous()
-        projections, mixer = self._project(x, mixed, seqs, solver, *maps)
+        projections, mixer = self._join_projections(x, mixed, seqs, solver, *maps)
         recurrence = MambaConstants(dt, A, keep)
         return SolveInputs(mixed, z, projections, mixer, seqs, recurrence, conv_tail)
 
@@ -238,7 +238,7 @@ class FPMamba1(FPMamba):
         cfg = self.config
         x, z = self.in_proj(u).chunk(2, dim=-1)
         x = seqs.zero_padding(x)
-        conv_tail = self._conv_tail(x, seqs)
+        conv_tail = self._make_conv_tail(x, seqs)
         x = self._convolve(x, seqs, getattr(self, "conv1d", None))
         delta, bc_x = self.x_proj(x).split([cfg.dt_rank, 2 * cfg.d_state], dim=-1)
         return x, z, bc_x, delta, conv_tail
@@ -293,7 +293,7 @@ class FPMamba2(FPMamba):
         d, bc = self.config.d_inner, 2 * self.config.ngroups * self.config.d_state
         z, xbc, delta = self.in_proj(u).split([d, d + bc, self.heads], dim=-1)
         xbc = seqs.zero_padding(xbc)
-        conv_tail = self._conv_tail(xbc, seqs)
+        conv_tail = self._make_conv_tail(xbc, seqs)
         xbc = self._convolve(xbc, seqs, getattr(self, "conv1d", None))
         x, bc_x = xbc.split([d, bc], dim=-1)
         return x, z, bc_x, delta, conv_tail
@@ -371,7 +371,7 @@ class FPRNN(FixedPointBlock):
         # 1. Project: x, z (b,l,d).
         x0, z = self.in_proj(u).chunk(2, dim=-1)
         x0 = seqs.zero_padding(x0)
-        conv_tail = self._conv_tail(x0, seqs)  # one for all four convolutions, which read x0
+        conv_tail = self._make_conv_tail(x0, seqs)  # one for all four convolutions, which read x0
         x, x_b, x_mixer, x_lambda = (
             self._convolve(x0, seqs, getattr(self, f"conv1d_{name}", None))
             for name in ("x", "b", "mixer", "lambda")
@@ -390,7 +390,7 @@ class FPRNN(FixedPointBlock):
             decay = decay.masked_fill(seqs.starts.unsqueeze(-1), 0.0)
         # 3. Compute the mixer's map.
         mixed = b * x.to(wide)
-        projections, mixer = self._project(x_mixer, mixed, seqs, solver)
+        projections, mixer = self._join_projections(x_mixer, mixed, seqs, solver)
         recurrence = VectorConstants(decay, complement, x, keep)
         return SolveInputs(mixed, z, projections, mixer, seqs, recurrence, conv_tail)
 
@@ -447,11 +447,13 @@ class FPRNN(FixedPointBlock):
         }
         return faster("cell", "cell_rnn", x, arguments)
 
-    def _conv_state(self, inputs, y):
+    def _make_conv_state(self, inputs, y):
         if inputs.conv_tail is None:
             return ()
         x = inputs.recurrence.x
-        return inputs.conv_tail, self._conv_tail(torch.cat([x, y.to(x.dtype)], -1), inputs.seqs, 1)
+        return inputs.conv_tail, self._make_conv_tail(
+            torch.cat([x, y.to(x.dtype)], -1), inputs.seqs, 1
+        )
 
     def gate_and_project(self, inputs: SolveInputs, y: torch.Tensor) -> torch.Tensor:
         """Return W_out RMSNorm(silu(z) ⊙ c ⊙ h) with c = silu(W_c silu(conv[x, h])); h is y."""

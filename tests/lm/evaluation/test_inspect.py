@@ -119,7 +119,7 @@ def test_gates_equal_the_output_of_the_gate_layer(mixer, layer):
     (block,), P = FPRNNForCausalLM(config).fixed_point_blocks(), torch.randn(3, 64)
     with torch.no_grad():
         weights = block.mixer.weights(P)
-        raw = torch.nn.functional.linear(P, weights.first, weights.bias)
+        raw = torch.nn.functional.linear(P, weights.matrix, weights.bias)
         expected = torch.sigmoid(getattr(block.mixer, layer)(P))
         torch.testing.assert_close(block.mixer.gates(raw), expected)
 
