@@ -184,11 +184,11 @@ class FPRNNPreTrainedModel(PreTrainedModel):
         for name, value in fields.items():
             setattr(settings, name, value)
         settings.settle()
-        with self.passes(settings=settings):
+        with self.override_solve_options(settings=settings):
             yield self
 
     @contextlib.contextmanager
-    def passes(self, **fields: Any) -> Iterator[None]:
+    def override_solve_options(self, **fields: Any) -> Iterator[None]:
         """Change fields of state.SolveOptions inside a `with` block; contexts nest."""
         backbone = self.base_model
         options = backbone.solve_options
@@ -228,7 +228,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         self.post_init()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Reset the solve options: a copy made inside `passes` would never leave it."""
+        """Reset the solve options: a copy of the model would keep overridden options forever."""
         return {**vars(self), "solve_options": SolveOptions(self.config)}
 
     def get_input_embeddings(self) -> nn.Module:

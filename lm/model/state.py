@@ -385,11 +385,11 @@ class Adversary:
     def first_pass(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of the first pass, which records the noise of every block."""
         self.noise.clear()
-        return self.model.passes(draw_noise=self._record_noise)
+        return self.model.override_solve_options(draw_noise=self._record_noise)
 
     def second_pass(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of the second pass, after the backward of the first."""
-        return self.model.passes(draw_noise=self._add_adversarial_noise)
+        return self.model.override_solve_options(draw_noise=self._add_adversarial_noise)
 
     def _record_noise(self, block, u, sigma, generators):
         noise = draw_state_noise(block, u, sigma, generators)

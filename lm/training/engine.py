@@ -105,7 +105,9 @@ class Engine:
             )
         kappa = cfg.train.adversarial_noise
         self._adversary = Adversary(self.deepspeed.module, kappa) if kappa else None
-        self._has_solver = hasattr(model, "passes") and bool(model.fixed_point_blocks())
+        self._has_solver = hasattr(model, "override_solve_options") and bool(
+            model.fixed_point_blocks()
+        )
         self._noise_generators: list[torch.Generator] | None = None  # one per sequence
         self.times = UpdateTimes(ranks.device)
         set_collective_timeouts(cfg, ranks)
@@ -142,7 +144,7 @@ class Engine:
         batch = {k: v.to(self.ranks.device, non_blocking=True) for k, v in batch.items()}
         context: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self._has_solver:
-            context = self.deepspeed.module.passes(
+            context = self.deepspeed.module.override_solve_options(
                 solve_context=self.times.solving, generators=self._noise_generators
             )
         with context:
