@@ -21,8 +21,8 @@ from .layers import (
     Projection,
     affine_map,
     collect_parameters,
-    linear_by_eights,
-    side_by_side,
+    join_projections,
+    padded_linear,
 )
 from .mixer_base import ReflectionOptions
 from .mixers import Mixer, build_mixer
@@ -303,13 +303,13 @@ class FixedPointBlock(nn.Module):
         weight_y = None
         if cfg.mixer_h_dep:
             weight_y = weights.matrix if cfg.symm_mixer else weights.matrix[:, d:]
-        from_x = linear_by_eights(mixer_input, weights.matrix[:, :d], weights.bias)
+        from_x = padded_linear(mixer_input, weights.matrix[:, :d], weights.bias)
         # A kernel with NARROW reads the projections in the dtype of matrix products.
         dtype = from_x.dtype if kernel is not None and kernel.NARROW else x.dtype
         mixer = Projection("mixer", from_x, weight_y)
-        projections = side_by_side([mixer, *others], d, dtype, seqs.cache)
+        projections = join_projections([mixer, *others], d, dtype, seqs.cache)
         projections = projections._replace(centroids=self.centroids)
-        return projections.moved(self.scale_noise(seqs.noise)), weights
+        return projections.add_noise(self.scale_noise(seqs.noise)), weights
 
     # The solver and the state.
 

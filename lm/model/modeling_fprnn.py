@@ -48,7 +48,7 @@ from .diagonal import Mamba
 from .fields import FIXED_POINT, IN_FP32, SOLVER
 from .fixed_point import FixedPointBlock
 from .full_rank import solve_by_iterating
-from .layers import RMSNorm, on_cpu
+from .layers import RMSNorm, is_on_cpu
 from .mixer_base import Mixer
 from .mixers import build_mixer, nrm
 from .scan import selective_scan
@@ -266,7 +266,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
             starts = follows_eos if starts is None else starts | follows_eos
         if starts is not None and mask is not None:
             starts = starts & mask  # padding may be EOS tokens; it must not change the state
-        can_read_starts = starts is not None and (return_state or on_cpu(starts))
+        can_read_starts = starts is not None and (return_state or is_on_cpu(starts))
         if can_read_starts and not starts.any():
             starts = None
         return Sequences(mask, starts, return_state=return_state, options=self.solve_options)

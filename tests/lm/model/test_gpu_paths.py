@@ -1,4 +1,4 @@
-"""Code paths for GPUs, tested on a CPU: `on_cpu` is replaced by a function that returns False.
+"""Code paths for GPUs, tested on a CPU: `is_on_cpu` is replaced by a function that returns False.
 
 On such a device projections may be narrower than the results computed from them, and a single
 `addmm` adds the part that reads sh(y).
@@ -24,7 +24,7 @@ PAPER = dict(token="iterate", stopping="paper", gradient="one_step")
 
 @pytest.fixture(autouse=True)
 def off_cpu(monkeypatch):
-    monkeypatch.setattr(layers, "on_cpu", lambda t: False)
+    monkeypatch.setattr(layers, "is_on_cpu", lambda t: False)
 
 
 def untrained(**fields):
@@ -65,7 +65,7 @@ def test_plain_pytorch_agrees_for_weights_of_any_dtype(fields, dtype, monkeypatc
     model = untrained(**fields).to(dtype)
     given = words(2, 6)
     ours = loss_and_gradient(model, *given)
-    monkeypatch.setattr(layers, "on_cpu", lambda t: True)
+    monkeypatch.setattr(layers, "is_on_cpu", lambda t: True)
     loss, gradient = loss_and_gradient(model, *given)
     assert ours[0] == pytest.approx(loss, rel=1e-5 if dtype == torch.float32 else 0.02)
     assert wrong(ours[1], gradient) < (1e-4 if dtype == torch.float32 else 0.1)
