@@ -18,7 +18,7 @@ from .fixed_point import BlockFlops, FixedPointBlock
 from .layers import Projection, RMSNorm, ShortConv, StepSize, WNLinear, affine_map
 from .mixer_base import ReflectionOptions
 from .mixers import nrm
-from .scan import faster, linear_scan, selective_scan, ssd_scan
+from .scan import linear_scan, selective_scan, ssd_scan, try_kernel
 from .state import Sequences, cached, shift
 from .strategies import SolveInputs, Solver
 
@@ -220,7 +220,7 @@ class FPMamba(FixedPointBlock):
             "h0": inputs.seqs.get_state("h"),
             "readout": inputs.projections.readout(x.dtype),
         }
-        return faster("cell", "cell", x, arguments)
+        return try_kernel("cell", "cell", x, arguments)
 
 
 def kernel_arguments(
@@ -447,7 +447,7 @@ class FPRNN(FixedPointBlock):
             "fresh": inputs.recurrence.complement,
             "h0": None if h is None else h.to(inputs.x.dtype),
         }
-        return faster("cell", "cell_rnn", inputs.x, arguments)
+        return try_kernel("cell", "cell_rnn", inputs.x, arguments)
 
     def _make_conv_state(self, inputs, y):
         if inputs.conv_tail is None:

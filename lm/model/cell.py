@@ -30,7 +30,7 @@ from .certified_root import (
     find_certified_pairs,
     find_certified_roots,
 )
-from .scan import faster
+from .scan import try_kernel
 from .solver import BISECTED, FAILED, GRAD_LIMITED, Damping, Rule
 
 MAX_PICARD_STEPS, MAX_NEWTON_STEPS = 300, 10  # of the search for s
@@ -302,7 +302,7 @@ def find_root(coefficients: Coefficients) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         s (n,r), and the status (n,) uint8: FAILED, BISECTED or 0.
     """
-    result = faster("roots", "find_roots", coefficients.alpha, *coefficients)
+    result = try_kernel("roots", "find_roots", coefficients.alpha, *coefficients)
     return _find_root_plain(coefficients) if result is None else result
 
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .scan import causal_conv, faster
+from .scan import causal_conv, try_kernel
 from .state import cached
 
 
@@ -217,7 +217,7 @@ class ShortConv(nn.Conv1d):
     ) -> torch.Tensor:
         """Return the convolution of x (b,l,d). segments, before: as for `causal_conv`."""
         args = x, self.weight, self.bias, segments, before
-        y = faster("short_conv", "short_conv", x, *args)
+        y = try_kernel("short_conv", "short_conv", x, *args)
         return F.silu(causal_conv(*args)) if y is None else y
 
 

@@ -77,7 +77,7 @@ def _find_kernels():
     return None, f"`lm.kernels` at {kernels.__file__} offers {version}, not {INTERFACE}"
 
 
-def backend(operation: str, like: torch.Tensor) -> Any:
+def find_backend(operation: str, like: torch.Tensor) -> Any:
     """Return the module of lm.kernels for an operation, or None for the plain version.
 
     Args:
@@ -88,12 +88,12 @@ def backend(operation: str, like: torch.Tensor) -> Any:
     return None if kernels is None else kernels.find(operation, like)
 
 
-def faster(operation: str, function: str, like: torch.Tensor, *args: Any) -> Any:
+def try_kernel(operation: str, function: str, like: torch.Tensor, *args: Any) -> Any:
     """Compute an operation with a kernel, or return None if no kernel supports the arguments.
 
     Args:
         operation: One of lm.kernels.OPERATIONS.
-        function: Name of the function in the module of the `backend`.
+        function: Name of the function in the module of `find_backend`.
         like: A tensor with the device and dtype of the computation.
         *args: Arguments of the function.
     """
@@ -149,7 +149,7 @@ def selective_scan(
     Source: Gu & Dao 2023; paper Eq. 12.
     """
     inputs = _same_dtype(x, dt, A, B, C, h0, keep)
-    result = faster("selective_scan", "selective_scan", inputs[0], *inputs)
+    result = try_kernel("selective_scan", "selective_scan", inputs[0], *inputs)
     return selective_scan_plain(*inputs) if result is None else result  # type: ignore[arg-type]
 
 
@@ -316,7 +316,7 @@ def ssd_scan(
         y (b,l,h,p) and the final state (b,h,p,n), in fp32, or in fp64 if an input is fp64.
     """
     inputs = *_same_dtype(x, dt, A, B, C, h0), keep
-    result = faster("ssd_scan", "ssd_scan", inputs[0], *inputs)
+    result = try_kernel("ssd_scan", "ssd_scan", inputs[0], *inputs)
     return ssd_scan_plain(*inputs) if result is None else result
 
 

@@ -25,7 +25,7 @@ from .fields import AUTO_WINDOW, parse_schedule
 from .full_rank import FullRank, solve_by_iterating
 from .layers import Projections, product_dtype, without_autocast
 from .mixers import MixerWeights
-from .scan import backend
+from .scan import find_backend
 from .solver import (
     FAILED,
     SHARES,
@@ -88,7 +88,7 @@ def find_kernel(block: Any, like: torch.Tensor) -> Any:
         block: The FixedPointBlock.
         like: A tensor with the device and dtype of the solve.
     """
-    rank, kernel = block.kernel_rank(), backend("cell", like)
+    rank, kernel = block.kernel_rank(), find_backend("cell", like)
     if kernel is None or not rank:
         return None
     if block.centroids is not None and not kernel.CENTROIDS:

@@ -332,7 +332,8 @@ def test_other_errors_are_not_swallowed(on_cpu):
 
 def test_plain_versions_are_used_without_the_package(monkeypatch):
     monkeypatch.setattr(scan, "_kernels", lambda: None)
-    assert scan.backend("roots", FP32) is None and scan.faster("roots", "find_roots", FP32) is None
+    assert scan.find_backend("roots", FP32) is None
+    assert scan.try_kernel("roots", "find_roots", FP32) is None
     tensors = scan_inputs(1, 4, 3, 2)
     found, plain = scan.selective_scan(**tensors), scan.selective_scan_plain(**tensors)
     assert torch.equal(found[0], plain[0])
