@@ -75,7 +75,7 @@ def test_solver_token_is_not_used_as_a_password(tmp_path):
     model = model_of()
     model.save_pretrained(tmp_path)
     for load in (FPRNNForCausalLM, FPRNNConfig):
-        with pytest.raises(ValueError, match="as a password"):
+        with pytest.raises(ValueError, match="as an access token"):
             load.from_pretrained(tmp_path, token="iterate")
     config = FPRNNConfig(**SIZES, token="iterate")
     loaded = FPRNNForCausalLM.from_pretrained(tmp_path, config=config)

@@ -228,7 +228,7 @@ def test_a_state_of_another_model_is_refused(hybrid):
     with pytest.raises(ValueError, match="the state is of another model: layer 0 of the state has"):
         hybrid(ids_of(2, 3), state=state)
     own = hybrid(ids_of(2, 3), return_state=True).state
-    with pytest.raises(ValueError, match="of a batch of 2, the input's is 3"):
+    with pytest.raises(ValueError, match="of a batch of 2 sequences, the input has 3"):
         hybrid(ids_of(3, 3), state=own)
 
 
