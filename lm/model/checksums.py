@@ -16,15 +16,15 @@ SUMS = "SHA256SUMS"
 _read: dict[tuple[int, ...], str] = {}
 
 
-def sha256(path: Path, once: bool = False) -> str:
+def sha256(path: Path, use_cache: bool = False) -> str:
     """Return the SHA-256 checksum of a file.
 
     Args:
         path: The file.
-        once: Whether to use the cached checksum if the file has the same size and times as before.
+        use_cache: Whether a cached checksum may be used if size and times are unchanged.
     """
     before = _fingerprint(path)
-    if once and before in _read:
+    if use_cache and before in _read:
         return _read[before]
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
@@ -33,25 +33,25 @@ def sha256(path: Path, once: bool = False) -> str:
     return digest
 
 
-def trust(folder: Path, sums: Mapping[str, str]) -> None:
+def cache_sums(folder: Path, sums: Mapping[str, str]) -> None:
     """Cache the checksums of files that were just written."""
     for name, digest in sums.items():
         _read[_fingerprint(folder / name)] = digest
 
 
-def difference(folder: Path, sums: Mapping[str, str], once: bool = False) -> str:
+def describe_mismatch(folder: Path, sums: Mapping[str, str], use_cache: bool = False) -> str:
     """Describe the first file that does not match its checksum; "" if all files match.
 
     Args:
         folder: The folder.
         sums: File name → checksum.
-        once: As for `sha256`.
+        use_cache: As for `sha256`.
     """
     for name, digest in sums.items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if sha256(path, once) != digest:
+        if sha256(path, use_cache) != digest:
             return f"{name} is damaged, or was changed (its SHA-256 differs)"
     return ""
 
@@ -99,7 +99,7 @@ def refuse_changed(folder: Path | str, is_wanted: Callable[[str], bool] = lambda
     """
     folder = Path(folder)
     sums = {name: digest for name, digest in read_sums(folder).items() if is_wanted(name)}
-    problem = difference(folder, sums, once=True)
+    problem = describe_mismatch(folder, sums, use_cache=True)
     if sums and not problem:  # weights that SHA256SUMS does not list would otherwise pass unchecked
         weights = [path.name for path in folder.glob("model*.safetensors") if is_wanted(path.name)]
         unlisted = [name for name in weights if name not in sums]
