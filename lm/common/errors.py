@@ -32,8 +32,10 @@ EXTRAS = {
 }
 # Packages that every installation has, directly or through torch and transformers.
 BASE = ("httpx", "huggingface_hub", "numpy", "safetensors", "torch", "transformers")
-# Errors of the operating system that a user's path causes, wherever the path is first used.
-PATH_ERRNOS = (errno.EACCES, errno.EIO, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOSPC, errno.EROFS)
+# Errors of the operating system that need no traceback: the user named a wrong path (exit status
+# BAD_CONFIG), or the disk is full or broken.
+PATH_ERRNOS = (errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS)
+DISK_ERRNOS = (errno.EIO, errno.ENOSPC)
 
 # Exit statuses of both command lines (docs/cluster.md), as in sysexits.h if it has the
 # same error. Status 2 is a wrong command line, or a threshold that was missed.
@@ -170,7 +172,7 @@ def describe_user_error(error: BaseException) -> str | None:
     """
     if isinstance(error, UserError | FloatingPointError):
         return mask_credentials(str(error))
-    if isinstance(error, OSError) and error.errno in PATH_ERRNOS:
+    if isinstance(error, OSError) and error.errno in PATH_ERRNOS + DISK_ERRNOS:
         return f"{error.filename or 'the output, or a file'}: {error.strerror}"
     package = _find_missing_package(error)
     return _describe_limit(error) if package is None else str(missing_package(package))
@@ -202,6 +204,8 @@ def exit_status(error: BaseException) -> int:
     if isinstance(error, FloatingPointError):
         return DIVERGED
     if _find_missing_package(error) is not None:
+        return BAD_CONFIG
+    if isinstance(error, OSError) and error.errno in PATH_ERRNOS:
         return BAD_CONFIG
     return getattr(error, "exit_status", FAILED)
 

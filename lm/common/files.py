@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lm.common.errors import UserError
+from lm.common.errors import BAD_CONFIG, DISK_ERRNOS, FAILED, UserError
 
 # Control characters C0 and C1, except tab and newline, and those that change the text direction.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -23,6 +23,8 @@ URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash, because Path merges
 
 class OutputError(UserError, RuntimeError):
     """An output path that cannot be written; the message names the path and the reason."""
+
+    exit_status = BAD_CONFIG
 
 
 class DamagedError(UserError, RuntimeError):
@@ -39,7 +41,10 @@ def writing(path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        raise OutputError(f"{path} cannot be written: {e.strerror or e}") from None
+        error = OutputError(f"{path} cannot be written: {e.strerror or e}")
+        if e.errno in DISK_ERRNOS:
+            error.exit_status = FAILED
+        raise error from None
 
 
 def check_folder(path: Path | str) -> None:
