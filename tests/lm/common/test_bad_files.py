@@ -63,14 +63,13 @@ def test_checks_of_paths_leave_no_trace(tmp_path, blocked):
 
 
 @pytest.mark.parametrize(
-    "number, status",
-    [(errno.EACCES, BAD_CONFIG), (errno.EROFS, BAD_CONFIG), (errno.ENOSPC, FAILED)],
+    "code, status", [(errno.EACCES, BAD_CONFIG), (errno.EROFS, BAD_CONFIG), (errno.ENOSPC, FAILED)]
 )
-def test_exit_status_of_a_wrong_path_differs_from_a_full_disk(number, status):
-    error = OSError(number, os.strerror(number), "x.json")
+def test_exit_status_of_a_wrong_path_differs_from_a_full_disk(code, status):
+    error = OSError(code, os.strerror(code), "a")
     assert exit_status(error) == status
-    assert describe_user_error(error) == f"x.json: {os.strerror(number)}"
-    with pytest.raises(OutputError, match="x.json cannot be written") as caught, writing("x.json"):
+    assert describe_user_error(error) == f"a: {os.strerror(code)}"
+    with pytest.raises(OutputError, match="a cannot be written") as caught, writing("a"):
         raise error
     assert exit_status(caught.value) == status
 
