@@ -7,7 +7,7 @@ import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -31,14 +31,14 @@ class Ranks:
         rank: Number of this process, from 0.
         world_size: Number of processes.
         device: Device of the collectives on tensors.
-        objects: gloo group with a timeout of days, for work that only rank 0 does. None: the
-            default group.
+        object_group: gloo group with a timeout of days, in which the ranks wait for work of rank 0.
+            None: the default group.
     """
 
     rank: int = 0
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    objects: Any = None
+    object_group: Any = None
 
     @property
     def is_main(self) -> bool:
@@ -60,7 +60,7 @@ class Ranks:
                 if self.world_size > 1:
                     box[1] = _make_picklable(e)
         if self.world_size > 1:
-            torch_dist.broadcast_object_list(box, src=0, group=self.objects)
+            torch_dist.broadcast_object_list(box, src=0, group=self.object_group)
         if box[1] is not None:
             box[1].is_reported_by_main = not self.is_main
             raise box[1]
@@ -85,7 +85,7 @@ class Ranks:
         if self.world_size > 1:
             errors = [None] * self.world_size
             local_error = None if error is None else _make_picklable(error)
-            torch_dist.all_gather_object(errors, local_error, group=self.objects)
+            torch_dist.all_gather_object(errors, local_error, group=self.object_group)
         for rank_error in errors:
             if rank_error is not None:
                 raise rank_error
@@ -141,11 +141,19 @@ def _make_picklable(error: Exception) -> Exception:
         return RuntimeError(repr(error))
 
 
-def read_launcher_ranks() -> tuple[int, int, int]:
+class LauncherRanks(NamedTuple):
+    """Numbers that a launcher sets in the environment of a process."""
+
+    rank: int
+    world_size: int
+    local_rank: int  # rank among the processes of this host
+
+
+def read_launcher_ranks() -> LauncherRanks:
     """Read RANK, WORLD_SIZE and LOCAL_RANK from the environment.
 
     Returns:
-        Rank, number of ranks, and rank on this host; (0, 1, 0) without a launcher.
+        The numbers; (0, 1, 0) without a launcher.
 
     Raises:
         ConfigError: If a value is not a valid number, if RANK is set without WORLD_SIZE, or if
@@ -164,7 +172,7 @@ def read_launcher_ranks() -> tuple[int, int, int]:
         )
     world_size = _read_number("WORLD_SIZE", 1, 1, MAX_RANKS)
     rank = _read_number("RANK", 0, 0, world_size - 1)
-    return rank, world_size, _read_number("LOCAL_RANK", 0, 0, MAX_RANKS - 1)
+    return LauncherRanks(rank, world_size, _read_number("LOCAL_RANK", 0, 0, MAX_RANKS - 1))
 
 
 def check_address() -> None:

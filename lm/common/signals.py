@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 # Senders: a launcher before it kills, a batch system before its time limit, a terminal that is
 # closed, Ctrl-C.
-STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
 class StopRequested(BaseException):
@@ -46,7 +46,7 @@ def stop_with_parent() -> Callable[[], None] | None:
 
 
 class StopSignals:
-    """Context in which each signal of STOP sets `is_stop_requested`; training then stops.
+    """Context in which each signal of STOP_SIGNALS sets `is_stop_requested`; training then stops.
 
     A second Ctrl-C interrupts at once. Other signals are ignored after the first one, because
     launchers repeat them, even while Python shuts down. SIGHUP and SIGINT stay ignored if they are
@@ -75,7 +75,7 @@ class StopSignals:
             self._is_interruptible = False
 
     def __enter__(self):
-        for number in STOP:
+        for number in STOP_SIGNALS:
             is_ignored = signal.getsignal(number) == signal.SIG_IGN
             if not is_ignored or number in (signal.SIGTERM, signal.SIGUSR1):
                 self._previous_handlers[number] = signal.signal(number, self._handle)
