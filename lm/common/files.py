@@ -291,22 +291,22 @@ def read_json(path: Path | str, keys: tuple[str, ...] = ()) -> dict:
     return value
 
 
-def check_kinds(
-    path: Path | str, value: Any, kinds: dict[str, type | tuple], key: str = ""
+def check_types(
+    path: Path | str, value: Any, types: dict[str, type | tuple], key: str = ""
 ) -> None:
     """Check the types of the entries of a JSON value.
 
     Args:
         path: File of the value, for the message.
         value: The value.
-        kinds: Dotted key → type of its entry, if present and not null: float (any number), int,
+        types: Dotted key → type of its entry, if present and not null: float (any number), int,
             str, list or dict. `*` matches every entry of a list or mapping.
         key: Dotted key of the value itself within the file.
 
     Raises:
         DamagedError: If an entry has another type. The message names the first one.
     """
-    for dotted_key, kind in kinds.items():
+    for dotted_key, type_ in types.items():
         first, _, subkeys = dotted_key.partition(".")
         entries: dict = {}
         if first == "*" and isinstance(value, dict | list):
@@ -316,21 +316,21 @@ def check_kinds(
         for name, entry in entries.items():
             entry_key = f"{key}.{name}" if key else str(name)
             if subkeys:
-                check_kinds(path, entry, {subkeys: kind}, entry_key)
-            elif entry is not None and not _is_kind(entry, kind):
+                check_types(path, entry, {subkeys: type_}, entry_key)
+            elif entry is not None and not _has_type(entry, type_):
                 raise DamagedError(
                     f"{path} is damaged: `{entry_key}` is {entry!r:.60}, and was written as"
-                    f" {KINDS[kind]}"
+                    f" {TYPE_NAMES[type_]}"
                 )
 
 
-KINDS: dict = {float: "a number", int: "a whole number", str: "text", list: "a list"}
-KINDS |= {dict: "a mapping", (str, dict): "text or a mapping"}
+TYPE_NAMES: dict = {float: "a number", int: "a whole number", str: "text", list: "a list"}
+TYPE_NAMES |= {dict: "a mapping", (str, dict): "text or a mapping"}
 
 
-def _is_kind(value: Any, kind: type | tuple) -> bool:
+def _has_type(value: Any, type_: type | tuple) -> bool:
     # True is an int in Python, but not a number in JSON.
-    return isinstance(value, (int, float) if kind is float else kind) and value is not True
+    return isinstance(value, (int, float) if type_ is float else type_) and value is not True
 
 
 def read_mapping(path: Path | str) -> dict | None:
