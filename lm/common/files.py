@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lm.common.errors import BAD_CONFIG, DISK_ERRNOS, FAILED, UserError
+from lm.common.errors import UserError, exit_status
 
 # Control characters C0 and C1, except tab and newline, and those that change the text direction.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -23,8 +23,6 @@ URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash, because Path merges
 
 class OutputError(UserError, RuntimeError):
     """An output path that cannot be written; the message names the path and the reason."""
-
-    exit_status = BAD_CONFIG
 
 
 class DamagedError(UserError, RuntimeError):
@@ -42,8 +40,7 @@ def writing(path: Path | str) -> Iterator[None]:
         yield
     except OSError as e:
         error = OutputError(f"{path} cannot be written: {e.strerror or e}")
-        if e.errno in DISK_ERRNOS:
-            error.exit_status = FAILED
+        error.exit_status = exit_status(e)
         raise error from None
 
 
