@@ -88,9 +88,9 @@ class CellArguments(NamedTuple):
         y0: y before the first token, (b,d); zero if None.
         h0: State before the first token, FP-Mamba-1: (b,d,n); FP-Mamba-2: (b,heads,d/heads,n);
             zero if None.
-        adjoint: Tensor (b,) for an output of the backward pass, max_t ‖λ_t‖ / max_t ‖∂y_t‖, or None.
-            ∂y_t is the gradient of the output y_t; λ_t adds the gradient that W_y y_t of the next
-            token gives to y_t.
+        adjoint: Tensor (b,) into which the backward pass writes max_t ‖λ_t‖ / max_t ‖∂y_t‖; or
+            None. ∂y_t is the gradient of the output y_t; λ_t also has the gradient that the next
+            token gives to y_t through W_y.
         readout: Centroids; None if y_{t−1} is read directly.
     """
 
