@@ -15,7 +15,7 @@ KERNEL_SIZES = (2, 3, 4)  # for which causal-conv1d is compiled
 
 
 def usable() -> tuple[bool, str]:
-    """Return whether the kernel runs here, and the reason if not; as `usable` of triton/build.py."""
+    """Return whether the kernel runs here, and the reason if not; as `triton.build.usable`."""
     return triton_build.usable(_self_check, "causal-conv1d's kernels")
 
 
