@@ -174,9 +174,9 @@ def is_picards_root(e: ScalarEquation, phi_0: torch.Tensor, root: torch.Tensor) 
 def _is_lowest(e, phi_0, r):
     """Return whether φ(s) = s has no other root than r in [φ(0), r].
 
-    Roots are zeros of the quartic (s − δ)² D − (α + β s)² = t (q0 + q1 t + q2 t² + q3 t³), s = r + t.
-    At a root, s − δ and α + β s have the same sign: if one of them changes its sign in the
-    interval, only the part between this change and r is tested.
+    Roots are zeros of the quartic (s − δ)² D − (α + β s)². With s = r + t it is
+    t (q0 + q1 t + q2 t² + q3 t³). At a root, s − δ and α + β s have the same sign: if one of them
+    changes its sign in the interval, only the part between this change and r is tested.
     """
     sign_change, above_delta, numerator = -e.alpha / e.beta, r - e.delta, e.alpha + e.beta * r
     has_delta = (e.delta > phi_0) & (e.delta < r)
