@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from lm.kernels import Unsupported
 from lm.kernels.checks import needs_grad, scan_deviation
 from lm.kernels.triton import build as triton_build
-from lm.kernels.triton.build import MAX_PROGRAMS, check, dense, launch
+from lm.kernels.triton.build import MAX_GRID_SIZE, check, launch, make_dense
 
 TILE = 16  # steps whose states the backward holds in registers
 # Time is cut until this many warps run: about five for each of the 528 schedulers of an H100. More
@@ -347,12 +347,12 @@ def _prepare(x, dt, A, B, C, h0, keep):
         h0=(h0, (b, d, n)),
         keep=(keep, (b, length)),
     )
-    if max(b, triton.cdiv(length, TILE)) > MAX_PROGRAMS:  # not only in the backward pass
-        raise Unsupported(f"x is {tuple(x.shape)}: at most {MAX_PROGRAMS} rows and tiles of time")
+    if max(b, triton.cdiv(length, TILE)) > MAX_GRID_SIZE:  # not only in the backward pass
+        raise Unsupported(f"x is {tuple(x.shape)}: at most {MAX_GRID_SIZE} rows and tiles of time")
     if h0 is not None:
         h0 = h0.transpose(1, 2).float().contiguous()
     A = A.t().contiguous()
-    return dense(x), dense(dt), A, dense(B), dense(C), h0, keep
+    return make_dense(x), make_dense(dt), A, make_dense(B), make_dense(C), h0, keep
 
 
 def _count_chunks(length, chunk):
@@ -505,7 +505,7 @@ class _SelectiveScan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_y, grad_final):
         grad_final = grad_final.transpose(1, 2).contiguous()
-        grads = _backward(*ctx.saved_tensors, dense(grad_y), grad_final)
+        grads = _backward(*ctx.saved_tensors, make_dense(grad_y), grad_final)
         dx, ddt, dA, dB, dC, dh0 = (
             None if dtype is None else t.to(dtype) for t, dtype in zip(grads, ctx.dtypes)
         )

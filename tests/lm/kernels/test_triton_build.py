@@ -13,7 +13,7 @@ import triton
 from lm.kernels import Unsupported
 from lm.kernels.checks import deviation
 from lm.kernels.triton import build as triton_build
-from lm.kernels.triton.build import INTERPRETED, check, dense, launch
+from lm.kernels.triton.build import INTERPRETED, check, launch, make_dense
 
 FILES = ("triton_cell", "roots", "scan")
 
@@ -100,8 +100,8 @@ def test_impossible_launches_are_unsupported():
 def test_rows_are_copied_only_if_necessary():
     t = torch.zeros(2, 5, 20)
     for part in (t, t[..., 4:9], t[:, :, :1], None):
-        assert dense(part) is part
-    assert dense(t[..., ::2]).is_contiguous()
+        assert make_dense(part) is part
+    assert make_dense(t[..., ::2]).is_contiguous()
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -188,7 +188,7 @@ def test_memory_of_a_chunk_is_bounded(monkeypatch):
     sizes, named = triton_cell._prepare(arguments)
     plan = triton_cell._make_plan(arguments, sizes, named, True)
     assert plan.chunk == 64
-    monkeypatch.setattr(triton_cell, "MAX_RECOMPUTED", 4 * 2 * 2 * 8 * 20)
+    monkeypatch.setattr(triton_cell, "MAX_RECOMPUTED_BYTES", 4 * 2 * 2 * 8 * 20)
     plan = triton_cell._make_plan(arguments, sizes, named, True)
     assert plan.chunk == 16
 
@@ -361,7 +361,7 @@ def recorded(monkeypatch):
     def record(schedule):
         graph = Graph()
         graph.capture_begin()
-        schedule._launch()
+        schedule._launch_all()
         graph.capture_end()
         schedule.graph = graph
         graphs.append(graph)
@@ -374,7 +374,7 @@ def recorded(monkeypatch):
 
     def recordable(schedule, *args):
         init(schedule, *args)
-        schedule.recordable = True
+        schedule.can_record = True
 
     monkeypatch.setattr(launches.Schedule, "__init__", recordable)
     return graphs
@@ -420,7 +420,9 @@ def test_warps_are_a_power_of_two(rank):
     sizes, named = triton_cell._prepare(arguments)
     plan = triton_cell._make_plan(arguments, sizes, named, True)
     for d in (8, 96, 512, 768, 1536, 4096, 65536):
-        warps = [plan._replace(sizes=sizes._replace(d=d)).warps(most) for most in (256, 512)]
+        warps = [
+            plan._replace(sizes=sizes._replace(d=d)).choose_warp_count(most) for most in (256, 512)
+        ]
         assert set(warps) <= {1, 2, 4, 8, 16}
 
 
@@ -428,7 +430,7 @@ def test_table_is_written_under_any_default_device():
     """A self-check runs with the GPU as the default device."""
     made = launches.Schedule(torch.zeros(2, dtype=torch.int64), [])
     with torch.device("meta"):
-        made.point([3, 4])
+        made.write_table([3, 4])
     assert made.table.tolist() == [3, 4]
 
 
@@ -476,18 +478,18 @@ def launched(d, n, r, kind):
     norm, heads = ("layer", 1) if kind == "mamba1" else ("rms", d // 64)
     options = Options(r, 2.0, "silu", True, 1e-6, None, True, 1, norm, 1e-5, n)
     columns = r * d + r + 2 * n
-    present = ("keep", "gate", "D", "norm_weight") + (("norm_bias",) if norm == "layer" else ())
+    given = ("keep", "gate", "D", "norm_weight") + (("norm_bias",) if norm == "layer" else ())
     plan = triton_cell.Plan(
         layout=Layout(0, r * d, r * d + r, r * d + r + n),
         options=options,
         sizes=Sizes(kind, 16, 0, d, n, heads, columns, columns),
         raw_step=columns,
         chunk=1,
-        raw=torch.float32,
-        weight=torch.bfloat16,
+        raw_dtype=torch.float32,
+        weight_dtype=torch.bfloat16,
         device=torch.device("cuda"),
-        present=present,
-        saves_for_backward=True,
+        given=given,
+        is_differentiable=True,
         precision="tf32",
     )
     made = triton_cell.forward_launches(plan) + triton_cell.backward_launches(plan)

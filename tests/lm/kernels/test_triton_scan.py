@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 from lm.kernels import Unsupported
 from lm.kernels.triton import scan as triton_scan
-from lm.kernels.triton.build import INTERPRETED, dense
+from lm.kernels.triton.build import INTERPRETED, make_dense
 from lm.model.scan import selective_scan_plain
 from tests.kernels import (
     assert_close,
@@ -131,7 +131,7 @@ def test_contiguous_views_are_not_copied(chunks_of):
         _, B, C, _ = torch.cat([dt, B, C, dt], -1).split([6, 3, 3, 6], -1)
         dt, A = rest[..., :6], torch.stack([A, torch.full_like(A, torch.nan)], -1)[..., 0]
         views = x, dt, B, C
-        assert all(dense(v) is v and not v.is_contiguous() for v in views)
+        assert all(make_dense(v) is v and not v.is_contiguous() for v in views)
         h0 = h0.transpose(1, 2).contiguous().transpose(1, 2)
         keep = keep.t().contiguous().t()
         return triton_scan.selective_scan(x, dt, A, B, C, h0, keep)
