@@ -71,7 +71,7 @@ class _Sizes(NamedTuple):
     C: int
     centroids: int
     raw_step: int
-    every: int  # tokens between two checkpoints
+    checkpoint_interval: int  # tokens
     threads: int
 
 
@@ -154,7 +154,7 @@ def _prepare(arguments: CellArguments) -> _Problem:
         C=layout.C,
         centroids=centroids,
         raw_step=raw_step,
-        every=checkpoint_steps(length),
+        checkpoint_interval=checkpoint_steps(length),
         threads=torch.get_num_threads(),
     )
     numbers = options.scale, options.eps, options.contractive or 0.0, options.norm_eps
@@ -218,7 +218,7 @@ class _Cell(torch.autograd.Function):
         results = y, state, outcome = _allocate_results(problem)
         rows = x.new_empty(arguments.raw.shape) if sizes.y_columns else None
         roots = x.new_empty(b, length, sizes.rank)
-        chunks = -(-length // sizes.every)
+        chunks = -(-length // sizes.checkpoint_interval)
         checkpoints = None
         if arguments.kind != "rnn":
             checkpoints = x.new_empty(b, chunks, sizes.n, d)

@@ -584,7 +584,7 @@ def _load_lambda(table, token, sequence, channel, d):
     max_lambda = address(table, AT_MAX_LAMBDA) + sequence
     previous = tl.load(max_lambda)
     tl.debug_barrier()
-    tl.store(max_lambda, tl.where(lambda_norm <= previous, previous, lambda_norm))  # NaN stays
+    tl.store(max_lambda, tl.where(lambda_norm <= previous, previous, lambda_norm))
     return lambda_
 
 

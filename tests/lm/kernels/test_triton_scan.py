@@ -151,7 +151,7 @@ def test_wrong_shapes_are_refused():
     t = inputs(2, 4, 5, 3)
     with pytest.raises(TypeError, match=r"^B is on meta"):
         triton_scan.selective_scan(**{**t, "B": t["B"].to("meta")})
-    with pytest.raises(Unsupported, match=r"at most 65535 rows"):
+    with pytest.raises(Unsupported, match=r"at most 65535 sequences"):
         triton_scan.selective_scan(**inputs(65536, 1, 1, 1))
 
 
