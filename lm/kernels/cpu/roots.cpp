@@ -5,7 +5,7 @@
 
 // Arguments, packed field by field in roots.py. All arrays are contiguous.
 struct Roots {
-    int64_t tokens, rank, threads, by_picard;
+    int64_t tokens, rank, threads, uses_picard_only;
     double floor;
     const void *alpha, *beta, *delta;      // (n,r) (n,r,r) (n,r)
     const void *gamma0, *gamma1, *gamma2;  // (n) (n,r) (n,r,r)
@@ -45,7 +45,7 @@ template <class T, int R> void search(const Roots &p) {
         const Equation eq = load_equation<T>(p, token);
         Point point;
         const uint8_t outcome =
-            p.by_picard ? solve_by_picard<R>(eq, p.rank, point.s) : solve<R>(eq, p.rank, point.s);
+            p.uses_picard_only ? solve_by_picard<R>(eq, p.rank, point.s) : solve<R>(eq, p.rank, point.s);
         p.outcome[token] = outcome;
         if (p.evaluations) p.evaluations[token] = eq.evaluations;
         bool is_nonfinite = false;  // if the equation has NaN or infinity, the result is NaN

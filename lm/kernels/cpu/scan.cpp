@@ -222,5 +222,5 @@ template <class T> void backward(const Problem &problem) {
 
 extern "C" void scan_float(const Problem *problem) { scan<float>(*problem); }
 extern "C" void scan_double(const Problem *problem) { scan<double>(*problem); }
-extern "C" void backward_float(const Problem *problem) { backward<float>(*problem); }
-extern "C" void backward_double(const Problem *problem) { backward<double>(*problem); }
+extern "C" void scan_backward_float(const Problem *problem) { backward<float>(*problem); }
+extern "C" void scan_backward_double(const Problem *problem) { backward<double>(*problem); }

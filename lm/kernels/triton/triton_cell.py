@@ -79,7 +79,7 @@ class Plan(NamedTuple):
     raw_dtype: torch.dtype
     weight_dtype: torch.dtype
     device: torch.device
-    given: tuple[str, ...]  # fields of OPTIONAL that are not None
+    optional_names: tuple[str, ...]  # fields of OPTIONAL that are not None
     is_differentiable: bool  # save what the backward pass needs
     precision: str  # of products in fp32
 
@@ -114,13 +114,13 @@ class Plan(NamedTuple):
     def norm_arguments(self) -> dict[str, Any]:
         """Return further arguments of the two kernels that compute the norm."""
         return {
-            "HAS_KEEP": "keep" in self.given,
-            "HAS_GATE": "gate" in self.given,
+            "HAS_KEEP": "keep" in self.optional_names,
+            "HAS_GATE": "gate" in self.optional_names,
             "norm_eps": self.options.norm_eps,
             "NORM": self.options.norm,
-            "HAS_D": "D" in self.given,
-            "HAS_NORM_WEIGHT": "norm_weight" in self.given,
-            "HAS_NORM_BIAS": "norm_bias" in self.given,
+            "HAS_D": "D" in self.optional_names,
+            "HAS_NORM_WEIGHT": "norm_weight" in self.optional_names,
+            "HAS_NORM_BIAS": "norm_bias" in self.optional_names,
         }
 
     def choose_warp_count(self, max_channels: int) -> int:
@@ -141,7 +141,7 @@ class Plan(NamedTuple):
 def _product_arguments(plan, depth, max_block_depth=128):
     """Return the block sizes and dtypes of a product that sums `depth` entries."""
     return {
-        "HAS_KEEP": "keep" in plan.given,
+        "HAS_KEEP": "keep" in plan.optional_names,
         "WEIGHT_DTYPE": TRITON_DTYPES[plan.weight_dtype],
         "ROW_DTYPE": TRITON_DTYPES[plan.raw_dtype],
         "PRODUCT_DTYPE": TRITON_DTYPES[torch.float32 if INTERPRETED else plan.weight_dtype],
@@ -236,14 +236,14 @@ def backward_launches(plan: Plan) -> list[Launch]:
             "headdim": sizes.d // sizes.heads,
             "KIND": sizes.kind,
             "GROUPS": groups,
-            "HAS_KEEP": "keep" in plan.given,
+            "HAS_KEEP": "keep" in plan.optional_names,
             "D": width,
             "STATES": triton.next_power_of_2(sizes.n),
         }
         launches.append(Launch(cell_kernels.states_kernel, grid, states))
     token = {
         "chunk": plan.chunk,
-        "HAS_H0": "h0" in plan.given,
+        "HAS_H0": "h0" in plan.optional_names,
         "num_warps": plan.choose_warp_count(256),
         **token_arguments,
         **plan.norm_arguments(),
@@ -324,7 +324,7 @@ def _make_plan(arguments, sizes, tensors, is_differentiable):
         raw_dtype=tensors["raw"].dtype,
         weight_dtype=tensors["weight_y"].dtype,
         device=tensors["raw"].device,
-        given=tuple(name for name in OPTIONAL if tensors[name] is not None),
+        optional_names=tuple(name for name in OPTIONAL if tensors[name] is not None),
         is_differentiable=is_differentiable,
         precision=_product_precision(),
     )
@@ -497,8 +497,8 @@ class _Cell(torch.autograd.Function):
     def forward(ctx, arguments, *inputs):
         """Solve a layer and save what its gradient needs.
 
-        `inputs` are the tensors of `arguments` that have a gradient: autograd finds them only if
-        they are separate inputs.
+        `inputs` are the tensors of `arguments` that have a gradient, because autograd finds only
+        tensors that are inputs themselves.
         """
         sizes, tensors = _prepare(arguments)
         plan = _make_plan(arguments, sizes, tensors, True)

@@ -35,14 +35,14 @@ def test_self_check_ignores_the_callers_modes(name):
 
 def test_reasons_why_kernels_cannot_run(monkeypatch):
     monkeypatch.setattr(triton_build, "INTERPRETED", True)
-    said = triton_build.usable(lambda: float("nan"))
-    assert said == (
+    answer = triton_build.usable(lambda: float("nan"))
+    assert answer == (
         False,
         "the Triton kernels compute something else than plain PyTorch: nan × allowed",
     )
     assert "2.0e+00 × allowed" in triton_build.usable(lambda: 2.0)[1]
-    said = triton_build.usable(lambda: 1 / 0, "mamba-ssm's kernels")
-    assert said == (False, "mamba-ssm's kernels fail: ZeroDivisionError: division by zero")
+    answer = triton_build.usable(lambda: 1 / 0, "mamba-ssm's kernels")
+    assert answer == (False, "mamba-ssm's kernels fail: ZeroDivisionError: division by zero")
     monkeypatch.setattr(triton_build, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert triton_build.usable(lambda: 0.0) == (False, "there is no CUDA device")
