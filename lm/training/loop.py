@@ -22,8 +22,8 @@ class Loop(ABC):
     """A training run.
 
     A subclass defines an update, the content of a checkpoint, how to roll back to one, and the
-    `update_hooks`: each is called after every update, in this order, and decides itself whether
-    something is due.
+    `update_hooks`. All hooks are called after every update, in their order. Each hook decides
+    itself whether it has something to do.
     """
 
     # Set by the subclass when the run directory is claimed.
@@ -105,7 +105,7 @@ class Loop(ABC):
         self._finish_saves()
 
     def write(self, record: dict) -> None:
-        """Write a record to metrics.jsonl, with the number of the update. Other ranks do nothing."""
+        """Write a record with the number of the update to metrics.jsonl; on rank 0 only."""
         if self.writer:
             self.writer.write({"step": self.step, **record})
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from pathlib import Path
 
@@ -28,11 +27,11 @@ from lm.runs.log import Writer
 from lm.runs.metrics import iter_metrics
 from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
-from lm.training import hooks, init_from
+from lm.training import init_from
 from lm.training.build import build_model, model_vocab_size
 from lm.training.curriculum import Curriculum
-from lm.training.engine import Engine, Update
-from lm.training.loop import Loop
+from lm.training.engine import Engine
+from lm.training.hooks import HookedLoop
 from lm.training.optim import describe_optimizer
 from lm.training.preflight import check, check_same_kernels, environment
 from lm.training.process_group import join_process_group, leave_process_group
@@ -100,7 +99,7 @@ def _explain_error(error: Exception, cfg: Config, run: RunDir) -> Exception:
     )
 
 
-class Training(Loop):
+class Training(HookedLoop):
     """A training run on one rank. Every rank calls the same methods.
 
     They are called in this order: `resume`, `log_setup`, `fit`, `conclude`.
@@ -137,7 +136,6 @@ class Training(Loop):
         manifest = identity(cfg, ranks.world_size)
         self.checkpoints = Checkpoints(run.checkpoints, ranks, cfg.checkpoint, manifest)
         on_exit.callback(self.checkpoints.close)
-        self.update_hooks = tuple(functools.partial(hook, self) for hook in hooks.AFTER_UPDATE)
         # Folder and manifest of the checkpoint from which this run starts, or None.
         self.checkpoint = ranks.run_on_main(resume_checkpoint, cfg.resume, run.checkpoints, say)
         data = open_run_data(cfg, ranks, run, self.checkpoint, self.signals)
@@ -252,9 +250,9 @@ class Training(Loop):
         (stop_count,) = self.ranks.sum(self.signals.is_stop_requested)
         if stop_count:
             self.stop()
-        is_due = self.step > 0 and self.is_validation_due
+        is_due = self.step > 0 and self._is_validation_due
         if is_due and not self.ranks.run_on_main(self._has_validation):
-            hooks.validate(self)
+            self._validate()
 
     def _has_validation(self) -> bool:
         """Return whether metrics.jsonl has a validation after this update."""
@@ -270,7 +268,7 @@ class Training(Loop):
         is_learned = self.curriculum.stage is None
         has_adversarial_pass = self.cfg.train.adversarial_noise > 0 and is_learned
         micro_batches = self._next_micro_batches()
-        self.last_update: Update = self.engine.step(
+        self.last_update = self.engine.step(
             micro_batches,
             self.signals.is_stop_requested,
             self.keep_alive,
@@ -314,11 +312,6 @@ class Training(Loop):
             stream.go_back(position)
             self.stop()
         return micro_batches
-
-    @property
-    def is_validation_due(self) -> bool:
-        """True every `eval.every` updates."""
-        return self.step % self.cfg.eval.every == 0
 
     def roll_back(self) -> bool:
         """Restore weights and optimizer from the newest usable checkpoint; see `Loop`."""
