@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from lm.config.model import Section, Size
-from lm.config.resuming import FREE
+from lm.config.resuming import FREE_ON_RESUME
 
 # The name of a source is also the name of a folder in the run directory.
 SourceName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
@@ -162,10 +162,12 @@ class Data(Section):
     path: str | None = None  # a file, folder or glob, for parquet, jsonl and text
     dataset: str = "HuggingFaceFW/fineweb"  # dataset on the hub, for `fineweb`
     dataset_config: str = "sample-10BT"  # configuration of that dataset
-    download_dir: Annotated[str | None, FREE] = None  # folder for whole, checked files of the hub
+    download_dir: Annotated[str | None, FREE_ON_RESUME] = (
+        None  # folder for whole, checked files of the hub
+    )
     # Folder of tokenised corpora that runs share. auto: $FPRNN_CACHE, or a folder in the home
     # directory; null: each run has its own corpus.
-    cache_dir: Annotated[str | None, FREE] = Field("auto", min_length=1)
+    cache_dir: Annotated[str | None, FREE_ON_RESUME] = Field("auto", min_length=1)
     text_field: str = "text"  # column (parquet) or key (jsonl) of the text
     traces: Traces | None = None  # for source `traces`; null: the defaults
     seq_len: int = Field(256, gt=0, le=MAX_TOKENS)
@@ -174,7 +176,7 @@ class Data(Section):
     val_tokens: int | None = Field(None, gt=0)  # largest number of tokens to evaluate
     shuffle_buffer: int = Field(1024, ge=1, le=MAX_TOKENS)  # blocks, over all streams
     streams: Size | Literal["auto"] = "auto"  # parallel streams of a streamed source
-    workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], FREE] = (
+    workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], FREE_ON_RESUME] = (
         "auto"  # reader threads per rank
     )
     # several sources instead of one

@@ -16,7 +16,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from lm.config.plugin import check_name
-from lm.config.resuming import FREE
+from lm.config.resuming import FREE_ON_RESUME
 from lm.model.fields import ARCHITECTURE, FIXED_POINT, MIXERS, SOLVER, Field, Number
 
 
@@ -79,7 +79,7 @@ def _annotation(field: Field) -> Any:
         return float(value) if is_real and isinstance(value, int) else value
 
     annotation: Any = Annotated[Any if field.values else str, pydantic.AfterValidator(check)]
-    return Annotated[annotation, FREE] if field.is_free else annotation
+    return Annotated[annotation, FREE_ON_RESUME] if field.is_free else annotation
 
 
 class _Named(Section):
@@ -111,7 +111,7 @@ class Model(create_section(ARCHITECTURE, _Named, "Architecture")):  # type: igno
 
     # a pattern of layers, "mamba*3 fp_mamba1" or a list with options; null: n_layer times `block`
     layers: str | list[str | dict[str, dict[str, Any]]] | None = None
-    gradient_checkpointing: Annotated[bool, FREE] = False
+    gradient_checkpointing: Annotated[bool, FREE_ON_RESUME] = False
 
     @field_validator("mixer")
     @classmethod

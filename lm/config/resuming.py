@@ -20,7 +20,8 @@ class Resume(Enum):
     FREE = "accepted: trained weights do not depend on it"
 
 
-FIXED, NOTED, FREE = Resume.FIXED, Resume.NOTED, Resume.FREE
+# Markers for the fields of the schema: `seed: Annotated[int, FIXED_ON_RESUME]`.
+FIXED_ON_RESUME, NOTED_ON_RESUME, FREE_ON_RESUME = Resume.FIXED, Resume.NOTED, Resume.FREE
 
 
 def resume_rule(schema: type[BaseModel], key: str) -> Resume:

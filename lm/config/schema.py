@@ -18,7 +18,7 @@ from pydantic import (
 from lm.common.errors import ConfigError
 from lm.config.data import MAX_TOKENS, Data
 from lm.config.model import Fraction, InitFrom, Model, Section, Solver
-from lm.config.resuming import FIXED, FREE, NOTED
+from lm.config.resuming import FIXED_ON_RESUME, FREE_ON_RESUME, NOTED_ON_RESUME
 from lm.config.yaml_text import Dumper
 
 MAX_COUNT = 10**9  # largest number of updates and of sequences: far above any training
@@ -97,7 +97,7 @@ class Train(Section):
     max_rollbacks: int = Field(2, ge=0)
     # κ of lm.model.state.Adversary: every update has a second pass with adversarial noise on the
     # state, after the end of the curriculum if there is one. 0: no second pass.
-    adversarial_noise: Annotated[float, NOTED] = Field(0.0, ge=0)
+    adversarial_noise: Annotated[float, NOTED_ON_RESUME] = Field(0.0, ge=0)
 
     @model_validator(mode="after")
     def _check_batch_keys(self) -> Self:
@@ -175,12 +175,14 @@ class Run(Section):
     A marker on each field or section states whether a resumed run may change it.
     """
 
-    name: Annotated[str, FREE] = Field("run", min_length=1)
-    out_dir: Annotated[str, FREE] = Field("runs", min_length=1)
-    seed: Annotated[int, FIXED] = Field(0, ge=0, le=2**64 - 1)  # the range of torch.manual_seed
-    model: Annotated[Model, FIXED] = Model()
-    solver: Annotated[Solver, NOTED] = Solver()
-    sweep: Annotated[dict[str, list[Any] | dict[str, dict[str, Any]]], FREE] = Field(
+    name: Annotated[str, FREE_ON_RESUME] = Field("run", min_length=1)
+    out_dir: Annotated[str, FREE_ON_RESUME] = Field("runs", min_length=1)
+    seed: Annotated[int, FIXED_ON_RESUME] = Field(
+        0, ge=0, le=2**64 - 1
+    )  # the range of torch.manual_seed
+    model: Annotated[Model, FIXED_ON_RESUME] = Model()
+    solver: Annotated[Solver, NOTED_ON_RESUME] = Solver()
+    sweep: Annotated[dict[str, list[Any] | dict[str, dict[str, Any]]], FREE_ON_RESUME] = Field(
         {}, description="a mapping of keys to lists, or of a name to variants"
     )
     if TYPE_CHECKING:  # subclasses define these fields, each with its own class
@@ -308,16 +310,16 @@ class Config(Run):
     """Configuration of a language-model run."""
 
     # never, auto (newest complete checkpoint of this run), or the path of a checkpoint
-    resume: Annotated[str, FREE] = Field("never", min_length=1)
-    init_from: Annotated[InitFrom | None, FIXED] = None
-    tokenizer: Annotated[Tokenizer, FIXED] = Tokenizer()
-    data: Annotated[Data, FIXED] = Data()
-    optim: Annotated[Optim, FIXED] = Optim()
-    train: Annotated[Train, FREE] = Train()
-    engine: Annotated[Engine, FREE] = Engine()
-    checkpoint: Annotated[Checkpoint, FREE] = Checkpoint()
-    log: Annotated[Log, FREE] = Log()
-    eval: Annotated[Eval, FREE] = Eval()
+    resume: Annotated[str, FREE_ON_RESUME] = Field("never", min_length=1)
+    init_from: Annotated[InitFrom | None, FIXED_ON_RESUME] = None
+    tokenizer: Annotated[Tokenizer, FIXED_ON_RESUME] = Tokenizer()
+    data: Annotated[Data, FIXED_ON_RESUME] = Data()
+    optim: Annotated[Optim, FIXED_ON_RESUME] = Optim()
+    train: Annotated[Train, FREE_ON_RESUME] = Train()
+    engine: Annotated[Engine, FREE_ON_RESUME] = Engine()
+    checkpoint: Annotated[Checkpoint, FREE_ON_RESUME] = Checkpoint()
+    log: Annotated[Log, FREE_ON_RESUME] = Log()
+    eval: Annotated[Eval, FREE_ON_RESUME] = Eval()
 
     @model_validator(mode="after")
     def _check_profile(self) -> Self:

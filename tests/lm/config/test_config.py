@@ -16,7 +16,7 @@ from lm.config import load as config
 from lm.config import old_keys
 from lm.config.messages import is_key
 from lm.config.model import Model, Solver
-from lm.config.resuming import FIXED, FREE, NOTED, resume_rule
+from lm.config.resuming import FIXED_ON_RESUME, FREE_ON_RESUME, NOTED_ON_RESUME, resume_rule
 from lm.config.schema import INVISIBLE, Config
 from lm.config.yaml_text import Loader, parse
 from lm.model.fields import FIELDS, KINDS, LAYER_OPTIONS
@@ -470,8 +470,8 @@ def test_the_page_says_what_a_resumed_run_may_change():
     items = [
         set(re.findall(r"`([\w.]+)`", item)) for item in re.split(r"^- ", part, flags=re.M)[1:]
     ]
-    said = dict(zip((FIXED, NOTED, FREE), items))
-    said[FREE] -= {"train.steps"}
+    said = dict(zip((FIXED_ON_RESUME, NOTED_ON_RESUME, FREE_ON_RESUME), items))
+    said[FREE_ON_RESUME] -= {"train.steps"}
     tops = {name: resume_rule(Config, name) for name in Config.model_fields}
     keys = [
         f"{prefix}.{name}"
@@ -481,6 +481,6 @@ def test_the_page_says_what_a_resumed_run_may_change():
     ]
     rules = {key: resume_rule(Config, key) for key in keys} | tops
     for key, rule in rules.items():
-        inherited = FREE if key in tops else tops[key.partition(".")[0]]
+        inherited = FREE_ON_RESUME if key in tops else tops[key.partition(".")[0]]
         named = [kind for kind, keys in said.items() if key in keys]
         assert named == ([] if rule is inherited else [rule]), key
