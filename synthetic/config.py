@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 from lm.config import schema as base
 from lm.config.load import load as load_yaml
 from lm.config.model import Fraction1, InitFrom, Section
-from lm.config.plugin import check_name, is_place
+from lm.config.plugin import check_name, is_class_path
 from lm.config.resuming import FIXED_ON_RESUME, FREE_ON_RESUME, NOTED_ON_RESUME
 from synthetic.lengths import MAX_LENGTH, parse_ranges
 from synthetic.tasks import registered_tasks
@@ -55,7 +55,7 @@ class Task(Section):
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
-        if self.options and not is_place(self.name):
+        if self.options and not is_class_path(self.name):
             raise ValueError(
                 f"`options` is for a task of your own, named as module:Class: {self.name} reads the"
                 " other fields of `task`; leave it out"

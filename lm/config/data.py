@@ -38,7 +38,7 @@ class Traces(Section):
 
     @model_validator(mode="after")
     def _check_gaps(self) -> Self:
-        if self.form == "words" and (self.gaps == 0 or 0 in self.lengths):
+        if self.form == "words" and (self.gaps == 0 or 0 in self.possible_gaps):
             raise ValueError(
                 "`gaps` must be at least 1 for form `words`: a gap of 0 would ask for a product of"
                 " no elements; only form `repl` may ask before the first swap"
@@ -46,7 +46,7 @@ class Traces(Section):
         return self
 
     @property
-    def lengths(self) -> list[int]:
+    def possible_gaps(self) -> list[int]:
         """All gaps that occur."""
         if isinstance(self.gaps, list):
             return self.gaps
@@ -102,7 +102,7 @@ class Stage(Section):
     # its `traces` sources; null: it does not.
     min_answer_prob: float | None = Field(None, gt=0, lt=1)
 
-    def traces(self, mixture: dict[str, Source]) -> list[str]:
+    def trace_sources(self, mixture: dict[str, Source]) -> list[str]:
         """Return the names of the stage's `traces` sources with a weight above 0."""
         names = [name for name, weight in self.weights.items() if weight]
         return sorted(name for name in names if mixture[name].source == "traces")
@@ -125,7 +125,7 @@ def check_curriculum(stages: list[Stage], mixture: dict[str, Source] | None) -> 
             )
         if not any(stage.weights.values()):
             raise ValueError(f"the weights of {where} sum to 0: at least one must be above 0")
-        if stage.min_answer_prob is not None and not stage.traces(mixture or {}):
+        if stage.min_answer_prob is not None and not stage.trace_sources(mixture or {}):
             raise ValueError(
                 f"`data.curriculum.{number}.min_answer_prob` waits for the answers of its traces,"
                 " and none of its sources (`weights` above 0) is `source: traces`: leave it out"

@@ -136,7 +136,7 @@ class Solver(create_section(SOLVER, Section, "HowToSolve")):  # type: ignore[mis
         """Whether the paper's map f is iterated, instead of solving each token exactly."""
         return self.token == "iterate" or (self.token == "auto" and self.stopping == "paper")
 
-    def settled(self) -> dict:
+    def resolve_auto(self) -> dict:
         """Return the fields with "auto" of token, stopping and gradient replaced as in FPRNNConfig.
 
         Two sections that describe the same solver are then equal.

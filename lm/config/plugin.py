@@ -31,7 +31,7 @@ TRUST_ADVICE = "check its origin, then allow it with --trust (in Python trust=Tr
 
 
 @contextlib.contextmanager
-def reading_run(config: Path, trust: bool, advice: str = TRUST_ADVICE) -> Iterator[None]:
+def guard_imports(config: Path, trust: bool, advice: str = TRUST_ADVICE) -> Iterator[None]:
     """Allow `load_class` to import modules for a run directory only if the caller trusts it.
 
     A module that this process has already imported is always allowed, because no code runs.
@@ -48,7 +48,7 @@ def reading_run(config: Path, trust: bool, advice: str = TRUST_ADVICE) -> Iterat
         _run_config.reset(token)
 
 
-def is_place(name: str) -> bool:
+def is_class_path(name: str) -> bool:
     """Return whether a name has the form `module:Class`."""
     return PLACE.fullmatch(name) is not None
 
@@ -65,7 +65,7 @@ def check_name(name: str, choices: Iterable[str], kind: str) -> str:
         ValueError: If it is neither. The message names the most similar choice.
     """
     choices = [choice for choice in choices if ":" not in choice]
-    if name in choices or is_place(name):
+    if name in choices or is_class_path(name):
         return name
     if ":" in name:
         raise ValueError(

@@ -297,7 +297,7 @@ def check_updates(cfg: Run) -> None:
 
 def _check_adversary_begins(cfg: Config) -> None:
     """Raise a ConfigError if the training ends before the adversarial noise begins."""
-    if not cfg.train.adversarial_noise or cfg.adversarial_updates or cfg.has_waiting_stage:
+    if not cfg.train.adversarial_noise or cfg.adversarial_updates or cfg.can_end_stage_early:
         return
     raise ConfigError(
         "train.adversarial_noise begins after data.curriculum, at update"
@@ -333,7 +333,7 @@ class Config(Run):
         return self
 
     @property
-    def has_waiting_stage(self) -> bool:
+    def can_end_stage_early(self) -> bool:
         """Whether a stage of the curriculum may end before its `until`."""
         return any(stage.min_answer_prob is not None for stage in self.data.curriculum)
 

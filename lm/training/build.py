@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from lm.common.errors import ConfigError
 from lm.config.model import Model, Solver
-from lm.config.plugin import is_place, load_class
+from lm.config.plugin import is_class_path, load_class
 from lm.config.schema import Config
 from lm.model.fields import KINDS, STACKS
 
@@ -108,7 +108,7 @@ def replace_custom_mixers(cfg: Config) -> tuple[Config, list[str]]:
         return cfg, mixers
     cfg = cfg.model_copy(deep=True)
     for options in (*_options(cfg.model), cfg.model.__dict__):
-        if is_place(str(options.get("mixer"))):
+        if is_class_path(str(options.get("mixer"))):
             options["mixer"] = "householder"
     cfg.init_from = None  # the source would be compared with the wrong mixer
     return cfg, mixers
@@ -225,7 +225,7 @@ def _options(model: Model) -> list[dict[str, Any]]:
 def _custom_mixers(model: Model) -> list[str]:
     """Return the mixers named `module:Class`, in the section and in options of single layers."""
     mixers = (model.mixer, *(o["mixer"] for o in _options(model) if "mixer" in o))
-    return [name for name in dict.fromkeys(mixers) if is_place(str(name))]
+    return [name for name in dict.fromkeys(mixers) if is_class_path(str(name))]
 
 
 def _check_options(model: Model) -> None:

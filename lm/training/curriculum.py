@@ -39,7 +39,7 @@ class Curriculum:
         """Return the sources whose answers must be measured after update `step`."""
         if step % EVERY or self.stage is None or self.stage.min_answer_prob is None:
             return []
-        return self.stage.traces(self._mixture)
+        return self.stage.trace_sources(self._mixture)
 
     def end_if_learned(self, step: int, probability: float) -> dict:
         """End the stage if its answers have the probability that it waits for.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lm.config.plugin import TRUST_ADVICE, reading_run
+from lm.config.plugin import TRUST_ADVICE, guard_imports
 from lm.config.schema import Config
 from lm.runs import checkpoint as checkpoints
 from lm.runs.run_dir import RunDir
@@ -62,7 +62,7 @@ def load_trained(
     check_fingerprint(path, manifest, run, cfg)
     tokenizer = load_tokenizer(cfg, run.path)
     ids = tokenizer.eos_token_id, tokenizer.pad_token_id
-    with reading_run(run.config, trust, advice), torch.random.fork_rng(devices=[]):
+    with guard_imports(run.config, trust, advice), torch.random.fork_rng(devices=[]):
         model = build_model(cfg, model_vocab_size(cfg, len(tokenizer)), *ids)
     weights = consolidate_weights(path)
     try:

@@ -356,7 +356,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("values", itertools.product(*CHOICES.values()))
 def test_the_autos_of_the_solver_are_those_of_the_model(values):
-    """`Solver.settled`, by which runs are compared, and what a model makes of the same fields."""
+    """`Solver.resolve_auto`, by which runs are compared, and the config of a model agree."""
     from lm.model.configuration_fprnn import FPRNNConfig
 
     solver = Solver(**dict(zip(CHOICES, values)))
@@ -364,7 +364,7 @@ def test_the_autos_of_the_solver_are_those_of_the_model(values):
         made = FPRNNConfig(**solver.model_dump())
     except ValueError:
         return  # they do not go together
-    assert {k: solver.settled()[k] for k in CHOICES} == {k: getattr(made, k) for k in CHOICES}
+    assert {k: solver.resolve_auto()[k] for k in CHOICES} == {k: getattr(made, k) for k in CHOICES}
     assert solver.iterates == (made.token == "iterate")
 
 

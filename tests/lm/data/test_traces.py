@@ -92,7 +92,7 @@ def test_gaps_up_to_a_number_are_geometric(form, read):
     source = Traces(form=form, gaps=6, documents=2000)
     shortest = 1 if form == "words" else 0
     gaps = [gap for text in traces.documents(source) for gap in read(text)]
-    assert set(gaps) == set(source.lengths) == set(range(shortest, 7))
+    assert set(gaps) == set(source.possible_gaps) == set(range(shortest, 7))
     for gap in range(shortest, 6):
         assert gaps.count(gap + 1) / gaps.count(gap) == pytest.approx(6 / 8, rel=0.1)
 
