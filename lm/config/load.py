@@ -22,7 +22,7 @@ from lm.config.old_keys import (
     rename_keys,
     replacement,
 )
-from lm.config.schema import INVISIBLE, Config, Run, check_updates
+from lm.config.schema import INVISIBLE_CHARACTERS, Config, Run, check_updates
 from lm.config.yaml_text import load_tree, parse
 
 MAX_POINTS = 10_000  # points of a sweep
@@ -246,4 +246,4 @@ def point_label(point: dict[str, Any]) -> str:
             continue
         text = "+".join(map(str, value.values())) if isinstance(value, dict) else value
         parts.append(f"{key.rpartition('.')[2]}={text}")
-    return INVISIBLE.sub("_", "-".join(parts).replace("/", "_").replace(" ", ""))
+    return INVISIBLE_CHARACTERS.sub("_", "-".join(parts).replace("/", "_").replace(" ", ""))

@@ -1,4 +1,4 @@
-"""Rules for changed settings of resumed runs: a marker on the fields of the schema."""
+"""Markers on the fields of the schema: whether a resumed run may change their values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lm.config.messages import subsection
 
 
 class Resume(Enum):
-    """Rule for a field whose value differs when a run is resumed.
+    """Whether a resumed run accepts another value of a field.
 
     A field without a marker follows the rule of its section.
     """

@@ -17,13 +17,14 @@ class Loader(yaml.SafeLoader):
     """Loader that reads numbers as in YAML 1.2 (PyYAML follows 1.1) and refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen = set()
+        keys = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in keys:
                 problem = f"key `{key.value}` appears twice in one section"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
+            keys.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -55,12 +56,8 @@ for _class in (Loader, Dumper):
 def parse(text: str, where: str) -> Any:
     """Parse YAML.
 
-    Args:
-        text: The YAML.
-        where: Description of the text, for the error.
-
     Raises:
-        ConfigError: If the text is not valid YAML.
+        ConfigError: If the text is not valid YAML; the message begins with `where`.
     """
     try:
         return yaml.load(text, Loader)  # a SafeLoader

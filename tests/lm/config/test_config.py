@@ -17,7 +17,7 @@ from lm.config import old_keys
 from lm.config.messages import is_key
 from lm.config.model import Model, Solver
 from lm.config.resuming import FIXED_ON_RESUME, FREE_ON_RESUME, NOTED_ON_RESUME, resume_rule
-from lm.config.schema import INVISIBLE, Config
+from lm.config.schema import INVISIBLE_CHARACTERS, Config
 from lm.config.yaml_text import Loader, parse
 from lm.model.fields import FIELDS, KINDS, LAYER_OPTIONS
 from lm.training.build import build_model
@@ -324,7 +324,7 @@ TEXTS = [
 @pytest.mark.parametrize("text", TEXTS)
 def test_to_yaml_reads_back_as_the_same_config(tmp_path, text):
     trees = [{"engine": {"deepspeed": {text: text}}}, {"engine": {"deepspeed": text}}]
-    trees += [{"name": text, "out_dir": text}] * (INVISIBLE.search(text) is None)
+    trees += [{"name": text, "out_dir": text}] * (INVISIBLE_CHARACTERS.search(text) is None)
     for tree in trees:
         cfg = config.build({"seed": 2**64 - 1, "optim": {"lr": 1e-300, "min_lr": 0}, **tree})
         assert load(tmp_path, cfg.to_yaml()) == cfg
