@@ -74,13 +74,13 @@ def nearest(key: str, schema: type[BaseModel]) -> str:
     return f"; the keys there are {', '.join(siblings or schema.model_fields)}"
 
 
-def explain(error: ValidationError, tree: Any, where: str, schema: type[BaseModel]) -> ConfigError:
+def explain(error: ValidationError, tree: Any, origin: str, schema: type[BaseModel]) -> ConfigError:
     """Convert a ValidationError of pydantic into one ConfigError, with a sentence for each key.
 
     Args:
         error: Error of pydantic.
         tree: The YAML that was validated.
-        where: File of the YAML.
+        origin: File of the YAML.
         schema: Class of the configuration.
     """
     problems: dict[str, tuple[Any, list[ErrorDetails]]] = {}
@@ -88,7 +88,7 @@ def explain(error: ValidationError, tree: Any, where: str, schema: type[BaseMode
         key, value = _locate(tree, details)
         problems.setdefault(key, (value, []))[1].append(details)
     sentences = [_sentence(key, *problem, schema) for key, problem in problems.items()]
-    return ConfigError(f"{where}: " + "; ".join(sentences))
+    return ConfigError(f"{origin}: " + "; ".join(sentences))
 
 
 def _locate(tree: Any, details: ErrorDetails) -> tuple[str, Any]:
