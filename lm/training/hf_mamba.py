@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.common.files import read_mapping
-from lm.training.upcycle import EMBEDDING, HEAD, Source, SourceError
+from lm.training.upcycle import EMBEDDING, HEAD, SourceError, SourceModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -49,7 +49,7 @@ KIND_REQUIRED = {
 }
 
 
-def read_folder(folder: Path) -> Source:
+def read_folder(folder: Path) -> SourceModel:
     """Read the Mamba or Mamba-2 in a folder.
 
     Raises:
@@ -70,7 +70,7 @@ def read_folder(folder: Path) -> Source:
     head = weights.pop(HEAD) if config.tie_embeddings else None
     if head is not None and not head.equal(weights[EMBEDDING]):
         raise SourceError(f"{folder}: config.json ties {HEAD} to {EMBEDDING}, but they differ")
-    return Source(folder, f"transformers' {kind}", config, weights)
+    return SourceModel(folder, f"transformers' {kind}", config, weights)
 
 
 def convert_config(theirs: PretrainedConfig) -> FPRNNConfig:

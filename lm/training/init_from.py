@@ -11,7 +11,7 @@ from lm.config.schema import Config
 from lm.runs.run_dir import RunDir
 from lm.training import hf_mamba
 from lm.training.inputs import check_source_folder
-from lm.training.upcycle import HEAD, Source, SourceError, match_weights
+from lm.training.upcycle import HEAD, SourceError, SourceModel, match_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 CODE_ADVICE = "the configuration that you pass must name it as well, which imports it"
 
 
-def read_source(path: str | Path) -> Source:
+def read_source(path: str | Path) -> SourceModel:
     """Read the language model in a folder.
 
     Args:
@@ -54,7 +54,7 @@ def read_source(path: str | Path) -> Source:
     weights = dict(model.state_dict())
     if model.config.tie_embeddings:
         del weights[HEAD]
-    return Source(path, description, model.config, weights, tokenizer)
+    return SourceModel(path, description, model.config, weights, tokenizer)
 
 
 def check(cfg: Config, model: PreTrainedModel) -> list[str]:
@@ -135,7 +135,7 @@ def initialize(
     ranks.run_on_all(copy_weights)
 
 
-def compare_tokenizers(source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
+def compare_tokenizers(source: SourceModel, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the difference of a source's tokenizer from the run's, as a message.
 
     It is "" if every token of the source has the same id here, or the source has no tokenizer.

@@ -40,7 +40,7 @@ class SourceError(UserError, RuntimeError):
     exit_status = BAD_CONFIG
 
 
-class Source(NamedTuple):
+class SourceModel(NamedTuple):
     """A language model whose weights another model can take.
 
     Attributes:
@@ -69,7 +69,7 @@ class WeightMatch:
         differences: Reasons why the outputs at the start differ from the source's.
     """
 
-    source: Source
+    source: SourceModel
     model: FPRNNForCausalLM
     partners: list[int | None]
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class WeightMatch:
 
 
 def match_weights(
-    source: Source,
+    source: SourceModel,
     model: FPRNNForCausalLM,
     partial: bool = False,
     vocab_size: int | None = None,
