@@ -14,7 +14,7 @@ from lm.training.deepspeed_json import layout
 from lm.training.optim import optimizer_signature
 
 
-def identity(cfg: Config, world_size: int) -> dict:
+def training_manifest(cfg: Config, world_size: int) -> dict:
     """Return the entries of a manifest that describe the training: layout, optimizer, batch."""
     return {
         **layout(cfg, world_size),
@@ -38,18 +38,18 @@ def run_fingerprint(cfg: Config, run: RunDir) -> dict:
 
 
 def check_fingerprint(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
-    """Refuse a run whose files have changed since one of its checkpoints was written.
+    """Refuse a run whose files have changed since a checkpoint of it was written.
 
     Checkpoints of version 0.1 have no fingerprint and are not compared.
 
     Args:
         path: Folder of the checkpoint.
-        manifest: Its manifest.
-        run: The run.
-        cfg: Config of the run now.
+        manifest: Manifest of the checkpoint.
+        run: Run directory.
+        cfg: Current config of the run.
 
     Raises:
-        RunDirError: If its config, its tokenizer or one of its corpora has changed.
+        RunDirError: If the config, the tokenizer or a corpus has changed.
     """
     check_config(path, manifest, run, cfg)
     check_tokenizer(path, manifest, run)
@@ -62,9 +62,9 @@ def check_tokenizer(path: Path, manifest: dict, run: RunDir) -> None:
     Raises:
         RunDirError: If a file differs.
     """
-    if change := difference(run.tokenizer, manifest.get("tokenizer", {})):
+    if changed_file := difference(run.tokenizer, manifest.get("tokenizer", {})):
         raise RunDirError(
-            f"{run.tokenizer / change}: {path} was trained with another tokenizer; restore it"
+            f"{run.tokenizer / changed_file}: {path} was trained with another tokenizer; restore it"
         )
 
 
@@ -90,16 +90,16 @@ def check_batch(path: Path, manifest: dict, current: dict) -> None:
     Args:
         path: Folder of the checkpoint.
         manifest: Its manifest.
-        current: `identity` of this run.
+        current: `training_manifest` of this run.
 
     Raises:
         CheckpointError: If the sizes differ.
     """
-    saved, sequences = manifest["global_batch_size"], current["global_batch_size"]
-    if saved != sequences:
+    saved_size, size = manifest["global_batch_size"], current["global_batch_size"]
+    if saved_size != size:
         raise CheckpointError(
-            f"{path} was trained with {saved} sequences per update, this run has {sequences}: set"
-            f" train.global_batch_size={saved} (and remove train.grad_accum_steps)"
+            f"{path} was trained with {saved_size} sequences per update, this run has {size}: set"
+            f" train.global_batch_size={saved_size} (and remove train.grad_accum_steps)"
         )
 
 
@@ -114,17 +114,14 @@ def check_optimizer(path: Path, manifest: dict, current: dict) -> None:
     Raises:
         CheckpointError: If the settings of the optimizers differ.
     """
-    settings = [
-        {key: value for key, value in signature.items() if value}
-        for signature in (manifest["optimizer"], current)
-    ]
-    if settings[0] != settings[1]:
-        texts = [
-            ", ".join(f"optim.{key}={value}" for key, value in entries.items())
-            or "default settings"
-            for entries in settings
-        ]
+    saved = {key: value for key, value in manifest["optimizer"].items() if value}
+    settings = {key: value for key, value in current.items() if value}
+    if saved != settings:
         raise CheckpointError(
-            f"{path} was trained with another optimizer ({texts[0]}; this run: {texts[1]}): set the"
-            " same, or train from scratch"
+            f"{path} was trained with another optimizer ({_format_settings(saved)}; this run:"
+            f" {_format_settings(settings)}): set the same, or train from scratch"
         )
+
+
+def _format_settings(settings: dict) -> str:
+    return ", ".join(f"optim.{k}={v}" for k, v in settings.items()) or "default settings"

@@ -37,7 +37,7 @@ from lm.training.preflight import check, check_same_kernels, environment
 from lm.training.process_group import join_process_group, leave_process_group
 from lm.training.recorder import Recorder
 from lm.training.restore import random_state, rank_file, restore_engine, restore_rank_state
-from lm.training.resume import check_batch, identity
+from lm.training.resume import check_batch, training_manifest
 from lm.training.run_data import RESUME_ADVICE, open_run_data
 from lm.training.validation import Validation
 
@@ -133,7 +133,7 @@ class Training(HookedLoop):
         self.profile = Profile(profiled_updates, run.profile, say)
         on_exit.callback(self.profile.close)
         say(f"run      {run} ({ranks.world_size} process{'es' * (ranks.world_size > 1)})")
-        manifest = identity(cfg, ranks.world_size)
+        manifest = training_manifest(cfg, ranks.world_size)
         self.checkpoints = Checkpoints(run.checkpoints, ranks, cfg.checkpoint, manifest)
         on_exit.callback(self.checkpoints.close)
         # Folder and manifest of the checkpoint from which this run starts, or None.
