@@ -23,6 +23,9 @@ DERIVED_KEYS = {
 }
 
 
+BATCH_KEYS = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+
+
 def _merge(base: dict, overrides: dict) -> dict:
     """Return a copy of a nested mapping in which the values of another replace its own."""
     merged = dict(base)
@@ -33,11 +36,7 @@ def _merge(base: dict, overrides: dict) -> dict:
 
 
 def _read_overrides(cfg: Config) -> dict:
-    """Return `engine.deepspeed`, or the content of the file that it names.
-
-    Raises:
-        ConfigError: If the file is missing or is no JSON mapping.
-    """
+    """Return `engine.deepspeed`, or the content of the file that it names."""
     mapping_or_path = cfg.engine.deepspeed
     if not isinstance(mapping_or_path, str):
         return mapping_or_path or {}
@@ -108,17 +107,8 @@ def _derive(cfg: Config, world_size: int, on_gpu: bool) -> dict:
 
 
 def _check_values(merged: dict, derived: dict) -> None:
-    """Refuse values of `engine.deepspeed` that contradict the config or fail in DeepSpeed.
-
-    Args:
-        merged: DeepSpeed's JSON with `engine.deepspeed`.
-        derived: DeepSpeed's JSON without `engine.deepspeed`.
-    """
-    for key in (
-        "train_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps",
-        "train_batch_size",
-    ):
+    """Refuse values that `engine.deepspeed` has merged into the JSON derived from the config."""
+    for key in BATCH_KEYS:
         if merged[key] != derived[key]:
             raise ConfigError(
                 f"engine.deepspeed sets {key} to {merged[key]!r}, the config needs {derived[key]}:"

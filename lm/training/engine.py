@@ -153,9 +153,10 @@ class Engine:
         """Learning rate of the next update, without the factors of `optim.lr_factors`."""
         peak = self.cfg.optim.lr
         groups = list(zip(self.peak_rates, self.deepspeed.optimizer.param_groups))
-        # Prefer a group without a factor: its rate is exact to the last bit.
-        without_factor = [pair for pair in groups if pair[0] == peak]
-        group_peak, group = (without_factor or groups)[0]
+        for group_peak, group in groups:
+            if group_peak == peak:  # a group without a factor: exact to the last bit
+                return group["lr"]
+        group_peak, group = groups[0]
         return group["lr"] * (peak / group_peak)
 
     def forward(self, batch: Batch) -> ModelOutput:
@@ -240,15 +241,8 @@ class Engine:
 
         They are seeded by (seed, update, index of the sequence in the global batch), so that a
         sequence gets the same noise on any number of ranks and in micro-batches of any size.
-        Torch's default generator has the same seed on every rank: all ranks would draw the same
-        noise.
-
-        Args:
-            micro_batch: Index of the micro-batch on this rank in this update.
-            size: Number of sequences in the micro-batch.
-
-        Returns:
-            The generators; None for a model without fixed-point layers.
+        `micro_batch` is an index on this rank, `size` its number of sequences. A model without
+        fixed-point layers has no generators.
         """
         if not self._has_solver:
             return None
@@ -264,11 +258,7 @@ class Engine:
     def _forward_pass(
         self, batch: Batch, loss_weight: float
     ) -> tuple[torch.Tensor, FixedPointReport | None]:
-        """Return the weighted loss of a micro-batch, and the report of its fixed-point layers.
-
-        Raises:
-            Diverged, DivergedOnOneRank: As `_nan_loss`.
-        """
+        """Return the weighted loss of a micro-batch, and the report of its fixed-point layers."""
         try:
             with self.times.part("forward"):
                 output = self.forward(batch)
@@ -280,15 +270,8 @@ class Engine:
     def _second_pass(
         self, adversary: Adversary, batch: Batch, loss_weight: float, has_failed: bool
     ) -> torch.Tensor:
-        """Return half of the loss with adversarial noise.
-
-        Args:
-            adversary: Noise along the gradient of the first pass.
-            batch: The micro-batch.
-            loss_weight: As `_loss_weights`.
-            has_failed: True if the first pass was not finite, and has left no gradient.
-        """
-        if has_failed:
+        """Return half of the weighted loss with adversarial noise."""
+        if has_failed:  # the first pass has left no gradient for the adversary
             return self._nan_loss(FloatingPointError("the first pass was not finite"))
         with adversary.second_pass():
             loss, _ = self._forward_pass(batch, loss_weight)
@@ -299,30 +282,16 @@ class Engine:
 
         The rank can then take part in the collectives of the backward pass, and every rank sees
         that the sum of the losses is NaN.
-
-        Raises:
-            Diverged: If there is one rank only.
-            DivergedOnOneRank: Under ZeRO-3, where the other ranks already wait in the forward pass.
         """
         if self.ranks.world_size == 1:
             raise Diverged(str(error)) from None
-        if self.zero_stage == 3:
+        if self.zero_stage == 3:  # the other ranks already wait in the forward pass
             raise DivergedOnOneRank(f"rank {self.ranks.rank}: {error}") from None
         parameters = (p for p in self.deepspeed.module.parameters() if p.requires_grad)
         return sum(p.float().sum() for p in parameters) * float("nan")
 
     def _backward(self, loss: torch.Tensor, is_last: bool) -> None:
-        """Add the gradient of a pass to the gradient of the update.
-
-        Args:
-            loss: Loss of the pass.
-            is_last: True for the last pass of the update, after which the ranks' gradients are
-                reduced.
-
-        Raises:
-            Diverged: If the gradient of a solve is NaN or infinite, and there is one rank only.
-            DivergedOnOneRank: Likewise, with several ranks.
-        """
+        """Add the gradient of a pass to the gradient of the update; reduce it after the last."""
         self.deepspeed.set_gradient_accumulation_boundary(is_last)
         try:
             with self.times.part("backward"):
@@ -336,9 +305,6 @@ class Engine:
 
         A micro-batch with fewer targets than the others, such as the last block of a corpus, has a
         weight below 1, so that the loss does not depend on the size of the micro-batches.
-
-        Raises:
-            TrainingError: If no micro-batch of any rank has a target.
         """
         counts = [float((batch["labels"] != IGNORED).sum()) for batch in batches]
         (targets,) = self.ranks.sum(sum(counts))
@@ -447,27 +413,24 @@ class Engine:
             groups = zip(optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups)
             for flat, params in groups:
                 mappings = [(names[p], p._hp_mapping) for p in params if p._hp_mapping is not None]
-                yield (
-                    flat,
-                    [
-                        Fragment(
-                            name,
-                            _to_slice(mapping.hp_fragment_address),
-                            _to_slice(mapping.lp_fragment_address),
-                        )
-                        for name, mapping in mappings
-                    ],
-                )
+                fragments = [
+                    Fragment(
+                        name,
+                        _to_slice(mapping.hp_fragment_address),
+                        _to_slice(mapping.lp_fragment_address),
+                    )
+                    for name, mapping in mappings
+                ]
+                yield flat, fragments
         else:
-            fragments: list[list[Fragment]]
-            fragments = [[] for _ in optimizer.fp32_partitioned_groups_flat]
+            flats = optimizer.fp32_partitioned_groups_flat
+            by_group: list[list[Fragment]] = [[] for _ in flats]
             for p, name in names.items():
                 group, start, count = optimizer.grad_position[optimizer.get_param_id(p)]
                 first = self.ranks.rank * count  # every rank has the same number of elements
-                fragments[group].append(
-                    Fragment(name, slice(start, start + count), slice(first, first + count))
-                )
-            yield from zip(optimizer.fp32_partitioned_groups_flat, fragments)
+                flattened = slice(first, first + count)
+                by_group[group].append(Fragment(name, slice(start, start + count), flattened))
+            yield from zip(flats, by_group)
 
     def release(self) -> None:
         """Free weights, gradients and optimizer before another engine is built."""

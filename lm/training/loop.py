@@ -161,14 +161,8 @@ class Loop(ABC):
     def _handle_divergence(self, error: Diverged, failed_update: int) -> None:
         """Roll back to the last checkpoint, and continue with the next data.
 
-        If nothing was saved since the last rollback, the checkpoint before it is used.
-
-        Args:
-            error: Reason of the rollback.
-            failed_update: Number of the update that failed.
-
-        Raises:
-            Diverged: If there is no checkpoint, or `train.max_rollbacks` rollbacks were made.
+        If nothing was saved since the last rollback, the checkpoint before it is used. The run ends
+        if there is no checkpoint, or after `train.max_rollbacks` rollbacks.
         """
         limit = self.cfg.train.max_rollbacks
         count = self.rollbacks  # read now, because roll_back() restores the checkpoint's number
@@ -178,10 +172,8 @@ class Loop(ABC):
         except Diverged as e:
             raise Diverged(f"stopped at update {failed_update}: {error}; {e}") from None
         if not is_restored:
-            saved_step = self.checkpoints.published
-            last = (
-                f"the last checkpoint is of update {saved_step}" if saved_step else "no checkpoint"
-            )
+            saved = self.checkpoints.published  # number of an update
+            last = f"the last checkpoint is of update {saved}" if saved else "no checkpoint"
             raise Diverged(
                 f"stopped at update {failed_update}: {error}; {last}, {count} of {limit}"
                 " rollbacks (train.max_rollbacks) made"

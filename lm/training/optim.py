@@ -106,11 +106,7 @@ def _match_factors(names: list[str], patterns: dict[str, float]) -> dict[str, fl
 
 
 def parameter_groups(model: torch.nn.Module, optim: Optim) -> list[dict]:
-    """Return `group_parameters` in the format of torch's optimizers, with peak learning rates.
-
-    Raises:
-        ConfigError: As `group_parameters`.
-    """
+    """Return `group_parameters` in the format of torch's optimizers, with peak learning rates."""
     return [
         {
             "params": group.params,
@@ -122,11 +118,7 @@ def parameter_groups(model: torch.nn.Module, optim: Optim) -> list[dict]:
 
 
 def optimizer(model: torch.nn.Module, optim: Optim, on_gpu: bool) -> torch.optim.Optimizer:
-    """Return AdamW over the parameters of a model, fused on a GPU.
-
-    Raises:
-        ConfigError: As `group_parameters`.
-    """
+    """Return AdamW over `group_parameters`, fused on a GPU."""
     import torch
 
     return torch.optim.AdamW(

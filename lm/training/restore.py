@@ -28,7 +28,7 @@ def restore_engine(
 
     Args:
         path: Folder of the checkpoint.
-        manifest: Its manifest.
+        manifest: Manifest of the checkpoint.
         cfg: Configuration of the run.
         model: Model of the run, with any weights.
         ranks: Ranks of the run.
@@ -70,13 +70,7 @@ def restore_rank_state(path: Path, manifest: dict, ranks: Ranks, seed: int) -> d
     """Return a rank's own state from a checkpoint, and set torch's random generators from it.
 
     If the number of ranks has changed, the ranks' positions in the data are merged, and the
-    generators are seeded by (seed, update, rank).
-
-    Args:
-        path: Folder of the checkpoint.
-        manifest: Its manifest.
-        ranks: Ranks of the run.
-        seed: Seed of the run.
+    generators are seeded by (seed of the run, update, rank).
     """
     from lm.data.batches.loader import merge_states
 

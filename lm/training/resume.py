@@ -1,4 +1,7 @@
-"""Checks of a checkpoint and its run before the run continues."""
+"""Checks of a checkpoint and its run before the run continues.
+
+`path` and `manifest` are the folder and the manifest of the checkpoint, `current` is this run's.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +45,6 @@ def check_fingerprint(path: Path, manifest: dict, run: RunDir, cfg: Config) -> N
 
     Checkpoints of version 0.1 have no fingerprint and are not compared.
 
-    Args:
-        path: Folder of the checkpoint.
-        manifest: Manifest of the checkpoint.
-        run: Run directory.
-        cfg: Current config of the run.
-
     Raises:
         RunDirError: If the config, the tokenizer or a corpus has changed.
     """
@@ -57,11 +54,7 @@ def check_fingerprint(path: Path, manifest: dict, run: RunDir, cfg: Config) -> N
 
 
 def check_tokenizer(path: Path, manifest: dict, run: RunDir) -> None:
-    """Refuse a run whose tokenizer differs from its checkpoint's.
-
-    Raises:
-        RunDirError: If a file differs.
-    """
+    """Raise RunDirError if the run's tokenizer differs from its checkpoint's."""
     if changed_file := difference(run.tokenizer, manifest.get("tokenizer", {})):
         raise RunDirError(
             f"{run.tokenizer / changed_file}: {path} was trained with another tokenizer; restore it"
@@ -69,11 +62,7 @@ def check_tokenizer(path: Path, manifest: dict, run: RunDir) -> None:
 
 
 def check_corpora(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
-    """Refuse a run whose corpora differ from its checkpoint's.
-
-    Raises:
-        RunDirError: If the checksums of a corpus differ.
-    """
+    """Raise RunDirError if a corpus of the run differs from its checkpoint's."""
     for name, saved in manifest.get("corpora", {}).items():
         current = checksums(run.path, name) if name in parts(cfg) else {}
         if saved and current and saved != current:
@@ -85,16 +74,7 @@ def check_corpora(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
 
 
 def check_batch(path: Path, manifest: dict, current: dict) -> None:
-    """Refuse a checkpoint with another global batch size.
-
-    Args:
-        path: Folder of the checkpoint.
-        manifest: Its manifest.
-        current: `training_manifest` of this run.
-
-    Raises:
-        CheckpointError: If the sizes differ.
-    """
+    """Raise CheckpointError if the global batch size differs from `training_manifest`'s."""
     saved_size, size = manifest["global_batch_size"], current["global_batch_size"]
     if saved_size != size:
         raise CheckpointError(
@@ -104,16 +84,7 @@ def check_batch(path: Path, manifest: dict, current: dict) -> None:
 
 
 def check_optimizer(path: Path, manifest: dict, current: dict) -> None:
-    """Refuse a checkpoint whose optimizer state does not fit this run's optimizer.
-
-    Args:
-        path: Folder of the checkpoint.
-        manifest: Its manifest.
-        current: `optimizer_signature` of this run.
-
-    Raises:
-        CheckpointError: If the settings of the optimizers differ.
-    """
+    """Raise CheckpointError if the optimizer's settings differ from this `optimizer_signature`."""
     saved = {key: value for key, value in manifest["optimizer"].items() if value}
     settings = {key: value for key, value in current.items() if value}
     if saved != settings:

@@ -57,7 +57,6 @@ def open_run_data(
 
     Raises:
         RunDirError: If tokenizer, corpora or config differ from the checkpoint's.
-        DataError: If text or tokenizer cannot be read.
         Stopped: If a stop signal arrived.
     """
     from lm.data.batches import loader
@@ -71,15 +70,9 @@ def open_run_data(
     ranks.run_on_main(_check_same_data, cfg, run, checkpoint)
     tokenizer = load_tokenizer(cfg, folder)
     bar = Progress("tokenised", unit="documents")
-    ranks.run_on_main(
-        _run_interruptibly,
-        signals,
-        corpora.prepare_sources,
-        cfg,
-        tokenizer,
-        folder,
-        lambda documents, _: bar.update(documents),
-    )
+    progress = lambda documents, _: bar.update(documents)  # noqa: E731
+    prepare = corpora.prepare_sources
+    ranks.run_on_main(_run_interruptibly, signals, prepare, cfg, tokenizer, folder, progress)
     ranks.run_on_main(_check_same_data, cfg, run, checkpoint)  # the corpora may be new
     fingerprint = ranks.run_on_main(run_fingerprint, cfg, run)
     ranks.run_on_all(corpora.ensure_sources_on_node, cfg, tokenizer, folder)
@@ -88,11 +81,7 @@ def open_run_data(
 
 
 def _run_interruptibly(signals: StopSignals, prepare: Callable, *args: Any) -> None:
-    """Call a function that may read, or wait for a hub, for hours; a stop signal ends it.
-
-    Raises:
-        Stopped: If a stop signal arrived.
-    """
+    """Call a function that may read, or wait for a hub, for hours; a stop signal ends it."""
     try:
         with signals.interruptible():
             prepare(*args)
@@ -101,17 +90,11 @@ def _run_interruptibly(signals: StopSignals, prepare: Callable, *args: Any) -> N
 
 
 def _check_same_data(cfg: Config, run: RunDir, checkpoint: tuple[Path, dict] | None) -> None:
-    """Refuse data that differ from the checkpoint's.
-
-    A checkpoint of another run only needs to have the same tokenizer.
-
-    Raises:
-        RunDirError: If they differ.
-    """
+    """Raise RunDirError if tokenizer, corpora or config differ from the checkpoint's."""
     if checkpoint is None:
         return
     path, manifest = checkpoint
     if path.resolve().parent == run.checkpoints.resolve():
         check_fingerprint(path, manifest, run, cfg)
-    else:
+    else:  # a checkpoint of another run, perhaps of other data
         check_tokenizer(path, manifest, run)

@@ -242,11 +242,7 @@ class Training(HookedLoop):
         self.seconds += time.perf_counter() - self.start_time
 
     def _catch_up(self) -> None:
-        """Stop if a signal has arrived; make a validation that the previous process has missed.
-
-        Raises:
-            Stopped: If a signal arrived before the first update.
-        """
+        """Stop if a signal has arrived; make a validation that the previous process has missed."""
         (stop_count,) = self.ranks.sum(self.signals.is_stop_requested)
         if stop_count:
             self.stop()
@@ -283,10 +279,6 @@ class Training(HookedLoop):
 
         A stream may wait for its hub for minutes. A stop signal ends the wait on every rank, and
         the micro-batches of this update are drawn again when the run continues.
-
-        Raises:
-            DataError: On every rank, if one cannot read.
-            Stopped: If a signal ended the wait.
         """
         from lm.data.batches.stream import StreamLoader
 

@@ -170,13 +170,11 @@ def pair_layers(source_config: FPRNNConfig, config: FPRNNConfig) -> list[int | N
     """
     source_kinds = [layer.kind for layer in source_config.layer_list()]
     partners: list[int | None] = []
-    next_unused = 0
+    start = 0  # first layer of the source that may still become a partner
     for kind in (layer.kind for layer in config.layer_list()):
-        if kind in source_kinds[next_unused:]:
-            partners.append(source_kinds.index(kind, next_unused))
-            next_unused = partners[-1] + 1
-        else:
-            partners.append(None)
+        partner = source_kinds.index(kind, start) if kind in source_kinds[start:] else None
+        partners.append(partner)
+        start = start if partner is None else partner + 1
     return partners
 
 
