@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lm.common.files import read_json
-from lm.config.plugin import reading_run
+from lm.config.plugin import guard_imports
 from lm.model.baseline_layers import AttentionState, LSTMState, NoState, SLSTMState
 from lm.model.delta import DeltaState, RWKV7State
 from lm.model.diagonal import ScanState, TrapezoidState
@@ -166,7 +166,7 @@ def load_run(run_dir: str | Path, overrides: Sequence[str] = (), trust: bool = F
             f"the overrides describe another model than that of {run}: leave the `model` section as"
             " it was trained"
         )
-    with reading_run(run.config, trust):
+    with guard_imports(run.config, trust):
         task = tasks.build(cfg.task)
         model, _, precision = build(cfg, task, cfg.train.lengths[1])
     try:

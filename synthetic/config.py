@@ -11,8 +11,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 from lm.config import schema as base
 from lm.config.load import load as load_yaml
 from lm.config.model import Fraction1, InitFrom, Section
-from lm.config.plugin import check_name, is_place
-from lm.config.resuming import FIXED, FREE, NOTED
+from lm.config.plugin import check_name, is_class_path
+from lm.config.resuming import FIXED_ON_RESUME, FREE_ON_RESUME, NOTED_ON_RESUME
 from synthetic.lengths import MAX_LENGTH, parse_ranges
 from synthetic.tasks import registered_tasks
 
@@ -55,7 +55,7 @@ class Task(Section):
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
-        if self.options and not is_place(self.name):
+        if self.options and not is_class_path(self.name):
             raise ValueError(
                 f"`options` is for a task of your own, named as module:Class: {self.name} reads the"
                 " other fields of `task`; leave it out"
@@ -99,18 +99,22 @@ class Train(Section):
     """Training: number of updates, batch size and sequence lengths."""
 
     steps: int = Field(2000, gt=0, le=10**9)  # optimizer updates
-    batch_size: Annotated[int, FIXED] = Field(64, gt=0, le=65_536)
-    length: Annotated[Length, FIXED] = 16  # one length, or [shortest, longest]
-    curriculum: Annotated[Curriculum | None, FIXED] = None
+    batch_size: Annotated[int, FIXED_ON_RESUME] = Field(64, gt=0, le=65_536)
+    length: Annotated[Length, FIXED_ON_RESUME] = 16  # one length, or [shortest, longest]
+    curriculum: Annotated[Curriculum | None, FIXED_ON_RESUME] = None
     # ℓmax in training, for solver.token: iterate
-    max_iters: Annotated[PositiveInt | Literal["config", "unlimited", "gamma"], NOTED] = "config"
+    max_iters: Annotated[PositiveInt | Literal["config", "unlimited", "gamma"], NOTED_ON_RESUME] = (
+        "config"
+    )
     # ℓmax = ⌈Γ(shape, 1)⌉, drawn again for each update (Fig. 6)
-    gamma_shape: Annotated[float, NOTED] = Field(4.0, gt=0)
+    gamma_shape: Annotated[float, NOTED_ON_RESUME] = Field(4.0, gt=0)
     # κ of lm.model.state.Adversary: a second pass in every update, with a curriculum only after its
     # end. 0: no second pass.
-    adversarial_noise: Annotated[float, NOTED] = Field(0.0, ge=0)
+    adversarial_noise: Annotated[float, NOTED_ON_RESUME] = Field(0.0, ge=0)
     stop_at: Fraction1 | None = None  # end training when the headline metric reaches this
-    precision: Annotated[Literal["auto", "fp32", "bf16"], FIXED] = "auto"  # auto: bf16 on a GPU
+    precision: Annotated[Literal["auto", "fp32", "bf16"], FIXED_ON_RESUME] = (
+        "auto"  # auto: bf16 on a GPU
+    )
     threads: int | None = Field(None, gt=0)
     # If a loss or gradient is NaN or infinite, training returns to the last checkpoint and
     # continues with the next batches, at most this many times.
@@ -209,17 +213,17 @@ class Log(base.Log):
 class Config(base.Run):
     """Config of a run, whose directory is `out_dir/name`."""
 
-    out_dir: Annotated[str, FREE] = "runs/synthetic"
-    resume: Annotated[Literal["auto", "never"], FREE] = "auto"
-    model: Annotated[Model, FIXED] = Model()
-    init_from: Annotated[InitFrom | None, FIXED] = None  # another synthetic run
-    task: Annotated[Task, FIXED] = Task()
-    optim: Annotated[Optim, FIXED] = Optim()
-    train: Annotated[Train, FREE] = Train()
-    eval: Annotated[Eval, FREE] = Eval()
-    checkpoint: Annotated[Checkpoint, FREE] = Checkpoint()
-    log: Annotated[Log, FREE] = Log()
-    thresholds: Annotated[tuple[Threshold, ...], FREE] = ()
+    out_dir: Annotated[str, FREE_ON_RESUME] = "runs/synthetic"
+    resume: Annotated[Literal["auto", "never"], FREE_ON_RESUME] = "auto"
+    model: Annotated[Model, FIXED_ON_RESUME] = Model()
+    init_from: Annotated[InitFrom | None, FIXED_ON_RESUME] = None  # another synthetic run
+    task: Annotated[Task, FIXED_ON_RESUME] = Task()
+    optim: Annotated[Optim, FIXED_ON_RESUME] = Optim()
+    train: Annotated[Train, FREE_ON_RESUME] = Train()
+    eval: Annotated[Eval, FREE_ON_RESUME] = Eval()
+    checkpoint: Annotated[Checkpoint, FREE_ON_RESUME] = Checkpoint()
+    log: Annotated[Log, FREE_ON_RESUME] = Log()
+    thresholds: Annotated[tuple[Threshold, ...], FREE_ON_RESUME] = ()
 
     @model_validator(mode="after")
     def _check_profile(self) -> Self:

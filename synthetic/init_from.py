@@ -10,7 +10,7 @@ from lm.common.errors import ConfigError
 from lm.common.files import write_json
 from lm.runs.checkpoint import list_checkpoints
 from lm.runs.run_dir import RunDir
-from lm.training.upcycle import HEAD, Source, SourceError, match_weights
+from lm.training.upcycle import HEAD, SourceError, SourceModel, match_weights
 from synthetic import centroids
 from synthetic.build import Loaded, load_run
 from synthetic.config import Config, Task
@@ -69,7 +69,7 @@ class Start:
         write_json(run.init_from, self.match.record())
 
 
-def _read(path: str) -> tuple[Source, Loaded]:
+def _read(path: str) -> tuple[SourceModel, Loaded]:
     """Load the trained synthetic run at `path`.
 
     Raises:
@@ -86,7 +86,7 @@ def _read(path: str) -> tuple[Source, Loaded]:
     weights = dict(loaded.model.state_dict())
     if config.tie_embeddings:
         del weights[HEAD]
-    return Source(run.path, "a synthetic run", config, weights), loaded
+    return SourceModel(run.path, "a synthetic run", config, weights), loaded
 
 
 def _task_difference(source: Task, target: Task) -> str:

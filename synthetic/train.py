@@ -313,7 +313,7 @@ class Training(Loop):
         record = {"loss": loss, "lr": lr, "grad_norm": norm, "longest": self.longest}
         if adversarial_loss is not None:
             record["adversarial_loss"] = adversarial_loss
-        self.last_record, self.stopping = record, self.signals.is_stop_requested
+        self.last_record, self.is_stop_requested = record, self.signals.is_stop_requested
 
     def _backward(
         self, number: int, tensors: Tensors, is_continuation: bool

@@ -110,7 +110,7 @@ def looks_every(count: int) -> None:
     """Check the condition of a curriculum's stage every `count` updates; this is no fault."""
     from lm.training import curriculum
 
-    curriculum.EVERY = count
+    curriculum.CHECK_INTERVAL = count
 
 
 FAULTS = {

@@ -111,7 +111,7 @@ def count_saved_floats(cfg: Config, on_gpu: bool) -> list[float]:
         cfg: The configuration.
         on_gpu: True if the run trains on a GPU.
     """
-    m, solver = expand_stack(cfg.model), cfg.solver.settled()
+    m, solver = expand_stack(cfg.model), cfg.solver.resolve_auto()
     layers = [Layer(m.block, {})] * m.n_layer
     if m.layers is not None:
         layers = parse(m.layers, m.n_layer)

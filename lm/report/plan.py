@@ -107,7 +107,7 @@ def classify_layers(cfg: Config, model: PreTrainedModel, on_gpu: bool) -> Layers
         model: The model, possibly on the meta device.
         on_gpu: True if the run trains on a GPU.
     """
-    blocks, solver = model.fixed_point_blocks(), cfg.solver.settled()
+    blocks, solver = model.fixed_point_blocks(), cfg.solver.resolve_auto()
     sequential = []
     if solver["token"] != "exact":
         return Layers([], [], blocks)
@@ -122,7 +122,7 @@ def classify_layers(cfg: Config, model: PreTrainedModel, on_gpu: bool) -> Layers
 
 def resolve_schedule(cfg: Config, layers: Layers) -> Config:
     """Return the configuration with `auto` replaced by the schedule that needs the most memory."""
-    solver = cfg.solver.settled()
+    solver = cfg.solver.resolve_auto()
     if not cfg.model.has_fixed_point or (solver["token"], solver["schedule"]) != ("exact", "auto"):
         return cfg
     copy = cfg.model_copy(deep=True)
@@ -291,7 +291,7 @@ def _hour_rows(p: dict, cfg: Config) -> list[tuple[str, str]]:
     }
     passes = ""
     if cfg.train.adversarial_noise:
-        at_least = "at least " * cfg.has_waiting_stage
+        at_least = "at least " * cfg.can_end_stage_early
         passes = f", with two passes in {at_least}{cfg.adversarial_updates:,} updates"
     rows = [("hours", f"{sum(parts.values()):,.2f}{passes}")]
     for name, part in parts.items():

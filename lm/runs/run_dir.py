@@ -259,7 +259,7 @@ def flatten_config(cfg: Run) -> dict:
     """Return {dotted key: value} of a config, with each "auto" of model and solver replaced."""
     tree = cfg.model_dump(mode="json")
     model = resolve_mixer_settings(tree["model"], cfg.solver.iterates)
-    return _flat({**tree, "model": model, "solver": cfg.solver.settled()})
+    return _flat({**tree, "model": model, "solver": cfg.solver.resolve_auto()})
 
 
 def config_differences(was: Run, now: Run) -> dict[Resume, dict[str, str]]:

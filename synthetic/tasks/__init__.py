@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from lm.common.errors import UserError
-from lm.config.plugin import is_place, load_class
+from lm.config.plugin import is_class_path, load_class
 from synthetic.tasks import splits
 
 IGNORE = -100  # a label that is not scored
@@ -248,7 +248,7 @@ def build(section: Any) -> Task:
             named as `module:Class` is not a complete task.
         ConfigError: If there is no such module or class.
     """
-    if is_place(section.name):
+    if is_class_path(section.name):
         cls = load_class(section.name, "task.name")
         if not issubclass(cls, Task):
             raise TaskError(

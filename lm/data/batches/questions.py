@@ -42,12 +42,12 @@ def question_batches(
 
 
 def _longest_fitting_gap(source: Traces, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> int:
-    for gap in sorted(set(source.lengths), reverse=True):
+    for gap in sorted(set(source.possible_gaps), reverse=True):
         # Every second document has two questions, which makes it longer.
         _, longer = traces.questions(source, gap, 2)
         if len(_encode(longer, tokenizer)[0]) <= seq_len:
             return gap
-    return min(source.lengths)
+    return min(source.possible_gaps)
 
 
 def _encode(turn: traces.Turn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:

@@ -126,7 +126,7 @@ def _gap(rng: random.Random, traces: Traces) -> int:
     if isinstance(traces.gaps, list):
         return rng.choice(traces.gaps)
     q = traces.gaps / (traces.gaps + 2)
-    return rng.choices(traces.lengths, [q**gap for gap in traces.lengths])[0]
+    return rng.choices(traces.possible_gaps, [q**gap for gap in traces.possible_gaps])[0]
 
 
 def questions(traces: Traces, gap: int, count: int) -> Iterator[Turn]:

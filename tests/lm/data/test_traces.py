@@ -92,7 +92,7 @@ def test_gaps_up_to_a_number_are_geometric(form, read):
     source = Traces(form=form, gaps=6, documents=2000)
     shortest = 1 if form == "words" else 0
     gaps = [gap for text in traces.documents(source) for gap in read(text)]
-    assert set(gaps) == set(source.lengths) == set(range(shortest, 7))
+    assert set(gaps) == set(source.possible_gaps) == set(range(shortest, 7))
     for gap in range(shortest, 6):
         assert gaps.count(gap + 1) / gaps.count(gap) == pytest.approx(6 / 8, rel=0.1)
 
@@ -197,11 +197,12 @@ def test_answer_probability_covers_all_tokens_and_sources(bpe):
     """All tokens of an answer count, and the minimum over the sources."""
     session, words = Traces(form="repl", gaps=[1]), Traces(group="S3", gaps=[2])
     validation = object.__new__(Validation)
-    validation.asked = {
+    validation.questions = {
         "repl": question_batches(session, bpe, 50, 128),
         "words": question_batches(words, bpe, 50, 128),
     }
-    nll = {id(validation.asked["repl"]): 0.3, id(validation.asked["words"]): 0.1}  # loss per token
+    questions = validation.questions
+    nll = {id(questions["repl"]): 0.3, id(questions["words"]): 0.1}  # loss per token
 
     class Engine:
         def validate(self, batches, progress):
@@ -218,7 +219,7 @@ def test_answer_probability_covers_all_tokens_and_sources(bpe):
     assert set(answer_lengths["repl"]) == {2}, "a line end and a number"
     answer_probability = {
         name: validation.answer_probability(Engine(), [name], lambda: None)
-        for name in validation.asked
+        for name in validation.questions
     }
     assert answer_probability["repl"] == pytest.approx(math.exp(-2 * 0.3))
     assert answer_probability["words"] == pytest.approx(

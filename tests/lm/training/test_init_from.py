@@ -27,7 +27,7 @@ FIELDS = dict(vocab_size=24, d_model=32, d_state=4, dt_rank=3, headdim=8, reset_
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """{kind: (Source, model of transformers)}, with two layers each."""
+    """{kind: (SourceModel, model of transformers)}, with two layers each."""
     actual = {}
     for kind in ("mamba", "mamba2"):
         folder, theirs = transformers_folder(tmp_path_factory.mktemp("there") / kind, kind)
