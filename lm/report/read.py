@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,17 +131,15 @@ def read_all(folders: Sequence[Path | str]) -> list[Files]:
         if resolved[i] in resolved[:i]:
             raise RunDirError(f"{path} is given twice: name each run once")
     names = short_names([str(path) for path in paths])
-    now = time.time()
-    return [read_run(path, encodable(names[str(path)]), now) for path in paths]
+    return [read_run(path, encodable(names[str(path)])) for path in paths]
 
 
-def read_run(path: Path, label: str, now: float) -> Files:
+def read_run(path: Path, label: str) -> Files:
     """Read a run directory.
 
     Args:
         path: The directory.
         label: Name of the run in the report.
-        now: Current time in Unix seconds.
 
     Raises:
         RunDirError: As in `read_all`.
@@ -160,7 +157,7 @@ def read_run(path: Path, label: str, now: float) -> Files:
     return Files(
         label=label,
         run=run,
-        status=run_status(run, now),
+        status=run_status(run),
         records=records,
         config=settings,
         defaults=defaults,
