@@ -21,8 +21,8 @@ from lm.config.schema import Run
 from lm.config.yaml_text import load_tree
 from lm.runs.lease import Lease, LeaseError
 from lm.runs.metrics import read_metrics
-from lm.runs.places import RUN_FILE
-from lm.runs.written import delete_files, foreign_files, run_file_test
+from lm.runs.owned_files import delete_files, describe_foreign_files, make_run_file_test
+from lm.runs.path_checks import RUN_FILE
 
 # Keys that every version writes into config.yaml; a file written by hand rarely has all of them.
 WRITTEN_KEYS = {"name", "out_dir", "seed", "model", "train", "log", "sweep"}
@@ -226,7 +226,7 @@ class RunDir:
                 f"{self.config} was not written by a training, and the directory has no other file"
                 " of a run: choose another `name`, or move it away"
             )
-        if names := foreign_files(self.path, run_file_test(self.path)):
+        if names := describe_foreign_files(self.path, make_run_file_test(self.path)):
             raise RunDirError(
                 f"{self} holds files that no training wrote there ({names}), and a new run would"
                 " delete them: move them away, or choose another `name`"
@@ -248,7 +248,7 @@ class RunDir:
 
         config.yaml is deleted last, so that an interrupted deletion leaves a run directory.
         """
-        is_run_file = run_file_test(self.path)
+        is_run_file = make_run_file_test(self.path)
         lease = self.lease.name
         delete_files(
             self.path, lambda name: name != lease and is_run_file(name), (self.config.name,)

@@ -10,7 +10,7 @@ from lm.data.sources import traces
 from lm.data.sources.errors import DataError
 from lm.data.sources.listing import ENDINGS, source_files
 from lm.data.sources.mixture import name_source_in_errors, parts
-from lm.runs.places import check_resume, looks_local
+from lm.runs.path_checks import check_resume, looks_local
 from lm.training.upcycle import SourceError
 
 
@@ -18,7 +18,7 @@ def check_inputs(cfg: Config) -> None:
     """Refuse a configuration that names a missing file or folder.
 
     Raises:
-        PlaceError: If `resume` names no folder.
+        PathError: If `resume` names no folder.
         SourceError: If `init_from` names no folder.
         ConfigError: If `engine.deepspeed` names no file.
         DataError: As `check_tokenizer` and `check_data`.

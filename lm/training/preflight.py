@@ -119,7 +119,7 @@ def check_config(cfg: Config, world_size: int) -> Checked:
 
     Raises:
         ConfigError: If the warm-up, the sizes, DeepSpeed's JSON or `optim.lr_factors` are wrong.
-        PlaceError, SourceError, DataError: As `check_inputs`.
+        PathError, SourceError, DataError: As `check_inputs`.
         LoadError: If the source of `init_from` is damaged.
         BackendError: If FPRNN_KERNELS names unknown kernels.
     """
@@ -165,7 +165,7 @@ def check(cfg: Config, world_size: int) -> Checked:
 
     Raises:
         ConfigError: As `check_config` and `check_gpu`.
-        PlaceError, SourceError, DataError, LoadError, BackendError: As `check_config`.
+        PathError, SourceError, DataError, LoadError, BackendError: As `check_config`.
         MissingPackageError: If a package that the config needs is not installed.
     """
     checked = check_config(cfg, world_size)

@@ -24,7 +24,7 @@ from lm.data.sources.hub import check_hub
 from lm.data.sources.mixture import name_source_in_errors, parts, tokenizer_bytes
 from lm.data.sources.open import documents, is_validation
 from lm.model import checksums
-from lm.runs.places import looks_local
+from lm.runs.path_checks import looks_local
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 RECORD = "made_from.json"  # in the saved folder: the settings that the tokenizer was made from

@@ -13,7 +13,7 @@ from lm.evaluation.inspection.page import (
     list_facts,
     make_layer_rows,
 )
-from lm.runs.written import PAGE
+from lm.runs.owned_files import PAGE
 
 
 def choose_page(place: Path | str, out: str | None) -> Path:

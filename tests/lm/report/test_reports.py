@@ -15,7 +15,7 @@ from lm.report import figures
 from lm.report.read import read_all
 from lm.report.report import report
 from lm.report.summary import config_tables, result_table, summarize
-from lm.runs.written import FIGURES
+from lm.runs.owned_files import FIGURES
 
 STEPS, EVERY = 40, 4
 

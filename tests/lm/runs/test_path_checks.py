@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lm.runs import places
-from lm.runs.places import PlaceError, find_model, looks_local
+from lm.runs import path_checks
+from lm.runs.path_checks import PathError, find_model_kind, looks_local
 
 ROOT = Path(__file__).parents[3]
 DEMO = str(ROOT / "configs/lm/demo.yaml")
@@ -80,16 +80,16 @@ def test_runs_exports_and_other_folders_are_distinguished(tmp_path, monkeypatch)
     for place, file in (("runs/demo", "config.yaml"), ("runs/demo/hf", "config.json")):
         Path(place).mkdir(parents=True)
         Path(place, file).write_text("{}")
-    assert find_model("runs/demo") == "run" and find_model("runs/demo/hf") == "export"
+    assert find_model_kind("runs/demo") == "run" and find_model_kind("runs/demo/hf") == "export"
     for place, words in [
         ("runs/demp", "runs/demp: no such folder; .*; did you mean runs/demo?"),
         ("runs", "runs holds neither a run .* it contains runs, such as runs/demo"),
         ("runs/demo/config.yaml", "is a file"),
     ]:
-        with pytest.raises(PlaceError, match=words):
-            find_model(place)
-    with pytest.raises(PlaceError, match=r"runs holds no run .*it contains runs"):
-        places.check_run("runs")
+        with pytest.raises(PathError, match=words):
+            find_model_kind(place)
+    with pytest.raises(PathError, match=r"runs holds no run .*it contains runs"):
+        path_checks.check_run("runs")
 
 
 def test_hub_name_is_not_a_path(tmp_path, monkeypatch):
@@ -117,24 +117,24 @@ def test_the_hub_is_asked_once(monkeypatch):
 
     def ask(error):
         monkeypatch.setattr("huggingface_hub.HfApi", lambda: Hub(error))
-        return find_model("owner/name")
+        return find_model_kind("owner/name")
 
     answer = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
-    with pytest.raises(PlaceError, match="no such folder, and not a model on the hub: 404"):
+    with pytest.raises(PathError, match="no such folder, and not a model on the hub: 404"):
         ask(errors.RepositoryNotFoundError("404", response=answer))
-    with pytest.raises(PlaceError, match="not a model on the hub: no route"):
+    with pytest.raises(PathError, match="not a model on the hub: no route"):
         ask(httpx.ConnectError("no route"))
     assert ask(errors.GatedRepoError("ask first", response=answer)) == "hub"
-    with pytest.raises(PlaceError, match="not a model on the hub: Repo id must use"):
-        find_model("ow ner/name")
+    with pytest.raises(PathError, match="not a model on the hub: Repo id must use"):
+        find_model_kind("ow ner/name")
 
 
 def test_options_with_missing_files_or_folders_are_refused(tmp_path):
-    places.check_files({"--text": None, "--config": __file__})
-    places.check_folders({"--data": tmp_path, "--tokenizer": None})
-    with pytest.raises(PlaceError, match="--text nope: no such file"):
-        places.check_files({"--text": "nope"})
-    with pytest.raises(PlaceError, match=r"--text \S+ is a folder: name a file in it"):
-        places.check_files({"--text": tmp_path})
-    with pytest.raises(PlaceError, match="--data nope: no such folder"):
-        places.check_folders({"--data": "nope"})
+    path_checks.check_files({"--text": None, "--config": __file__})
+    path_checks.check_folders({"--data": tmp_path, "--tokenizer": None})
+    with pytest.raises(PathError, match="--text nope: no such file"):
+        path_checks.check_files({"--text": "nope"})
+    with pytest.raises(PathError, match=r"--text \S+ is a folder: name a file in it"):
+        path_checks.check_files({"--text": tmp_path})
+    with pytest.raises(PathError, match="--data nope: no such folder"):
+        path_checks.check_folders({"--data": "nope"})

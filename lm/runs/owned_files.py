@@ -69,18 +69,18 @@ def list_files(folder: Path) -> Iterator[str]:
             yield (Path(place) / name).relative_to(folder).as_posix()
 
 
-def run_file_test(folder: Path) -> Callable[[str], bool]:
+def make_run_file_test(folder: Path) -> Callable[[str], bool]:
     """Return a test of relative paths in a run directory: whether fprnn wrote the file."""
     exported = {
         f"{path.name}/{name}"
         for path in (folder.iterdir() if folder.is_dir() else ())
-        if path.is_dir() and not path.is_symlink() and (names := export_files(path))
+        if path.is_dir() and not path.is_symlink() and (names := list_export_files(path))
         for name in (*names, *EVALUATIONS)
     }
     return lambda name: name in exported or RUN_FILES.fullmatch(name) is not None
 
 
-def export_files(folder: Path) -> set[str]:
+def list_export_files(folder: Path) -> set[str]:
     """Return the names of the files of an export in a folder; {} if there is no export."""
     record = read_mapping(folder / EXPORT_RECORD)
     if record is not None:
@@ -97,7 +97,7 @@ def export_files(folder: Path) -> set[str]:
     return {name for name in (*sums, SUMS, CARD) if (folder / name).is_file()}
 
 
-def foreign_files(folder: Path, is_ours: Callable[[str], bool]) -> str:
+def describe_foreign_files(folder: Path, is_ours: Callable[[str], bool]) -> str:
     """Return the names of files that fprnn did not write, for a message; "" if there are none.
 
     Args:

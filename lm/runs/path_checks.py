@@ -18,7 +18,7 @@ MODEL_FILE = "config.json"  # every export, and every folder that `save_pretrain
 HUB_TIMEOUT_S = 5.0  # to connect to the hub, and again for its answer
 
 
-class PlaceError(UserError, RuntimeError):
+class PathError(UserError, RuntimeError):
     """A path that is not the run, model or file that a command needs. The message names it."""
 
     exit_status = BAD_CONFIG
@@ -28,23 +28,23 @@ def check_run(path: Path | str) -> None:
     """Refuse a path that is no run directory.
 
     Raises:
-        PlaceError: If there is no such folder, or no run in it.
+        PathError: If there is no such folder, or no run in it.
     """
     folder = Path(path)
     if not folder.exists():
-        raise PlaceError(f"{path}: no such folder; give a run directory{_near(folder)}")
+        raise PathError(f"{path}: no such folder; give a run directory{_near(folder)}")
     if not (folder / RUN_FILE).is_file():
-        raise PlaceError(f"{path} holds no run (it has no {RUN_FILE}){_hint(folder)}")
+        raise PathError(f"{path} holds no run (it has no {RUN_FILE}){_hint(folder)}")
 
 
 def check_resume(resume: str) -> None:
     """Refuse a `resume` that is neither never, auto nor the folder of a checkpoint.
 
     Raises:
-        PlaceError: If there is no such folder.
+        PathError: If there is no such folder.
     """
     if resume not in ("never", "auto") and not Path(resume).is_dir():
-        raise PlaceError(
+        raise PathError(
             f"`resume` is {resume!r}: it must be never, auto or an existing folder of a checkpoint"
             " (RUN/checkpoints/step-NNNNNN)"
         )
@@ -57,23 +57,23 @@ def check_files(options: Mapping[str, str | Path | None]) -> None:
         options: {option on the command line: its path, or None if it is not set}.
 
     Raises:
-        PlaceError: If a path is no file.
+        PathError: If a path is no file.
     """
     for name, path in options.items():
         if path is not None and not Path(path).exists():
-            raise PlaceError(f"{name} {path}: no such file")
+            raise PathError(f"{name} {path}: no such file")
         if path is not None and Path(path).is_dir():
-            raise PlaceError(f"{name} {path} is a folder: name a file in it")
+            raise PathError(f"{name} {path} is a folder: name a file in it")
 
 
 def check_folders(options: Mapping[str, str | Path | None]) -> None:
     """Refuse options that name a missing folder; arguments as `check_files`."""
     for name, path in options.items():
         if path is not None and not Path(path).is_dir():
-            raise PlaceError(f"{name} {path}: no such folder")
+            raise PathError(f"{name} {path}: no such folder")
 
 
-def find_model(path: Path | str, on_hub: bool = True) -> Literal["run", "export", "hub"]:
+def find_model_kind(path: Path | str, on_hub: bool = True) -> Literal["run", "export", "hub"]:
     """Return the kind of language model that a path names.
 
     Args:
@@ -81,21 +81,21 @@ def find_model(path: Path | str, on_hub: bool = True) -> Literal["run", "export"
         on_hub: Allow a name on the hub.
 
     Raises:
-        PlaceError: If it is none of these. The hub is asked once, for `HUB_TIMEOUT_S`.
+        PathError: If it is none of these. The hub is asked once, for `HUB_TIMEOUT_S`.
     """
     folder = Path(path).expanduser()
     if folder.is_file():
-        raise PlaceError(f"{path} is a file: give the run directory or the exported folder")
+        raise PathError(f"{path} is a file: give the run directory or the exported folder")
     if (folder / MODEL_FILE).is_file():
         return "export"
     if (folder / RUN_FILE).is_file():
         return "run"
     if folder.is_dir():
-        raise PlaceError(
+        raise PathError(
             f"{path} holds neither a run ({RUN_FILE}) nor an export ({MODEL_FILE}){_hint(folder)}"
         )
     if looks_local(path) or not on_hub:
-        raise PlaceError(f"{path}: no such folder; give a run or an export{_near(folder)}")
+        raise PathError(f"{path}: no such folder; give a run or an export{_near(folder)}")
     _check_on_hub(str(path))
     return "hub"
 
@@ -115,7 +115,7 @@ def _check_on_hub(name: str) -> None:
     The loaders of transformers would retry for more than a minute.
 
     Raises:
-        PlaceError: If the name is invalid, the hub does not have it, or the hub does not respond
+        PathError: If the name is invalid, the hub does not have it, or the hub does not respond
             and there is no local copy.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
@@ -128,7 +128,7 @@ def _check_on_hub(name: str) -> None:
         return  # the loader's message explains how to get access
     except Exception as e:  # errors of huggingface_hub and httpx
         reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
-        raise PlaceError(f"{name}: no such folder, and not a model on the hub: {reason}") from None
+        raise PathError(f"{name}: no such folder, and not a model on the hub: {reason}") from None
 
 
 def _runs_below(folder: Path) -> Sequence[Path]:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from lm.runs.owned_files import RUN_FILES, describe_foreign_files, list_files, make_run_file_test
 from lm.runs.run_dir import RunDir, RunDirError
-from lm.runs.written import RUN_FILES, foreign_files, list_files, run_file_test
 from tests.running import fprnn
 
 ROOT = Path(__file__).parents[3]
@@ -41,7 +41,7 @@ def test_every_file_of_run_report_and_export_is_known(tiny, run_copy):
         process = fprnn(*command)
         assert process.returncode == 0, process.stderr
     put(run_copy, "hf/eval/results.json")
-    assert foreign_files(run_copy, run_file_test(run_copy)) == ""
+    assert describe_foreign_files(run_copy, make_run_file_test(run_copy)) == ""
     claim(tiny, run_copy, overwrite=True)
     assert set(list_files(run_copy)) == {"config.yaml"}
     assert not (run_copy / "hf").exists() and not (run_copy / "tokenizer").exists()
