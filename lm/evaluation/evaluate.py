@@ -85,7 +85,7 @@ def evaluate(
     """
     # 1. Check everything that can be checked before the model is loaded.
     checkpoint = Path(checkpoint)
-    path_checks.find_model_kind(checkpoint, on_hub=False)
+    path_checks.find_model_kind(checkpoint, allow_hub=False)
     _check_options(tasks, suite)
     for package in ("lm_eval", "accelerate"):  # lm-eval needs accelerate for any HF model
         if importlib.util.find_spec(package) is None:
