@@ -185,7 +185,7 @@ def _result(run: RunDir, remarks: list[str]) -> dict:
 
 def _scores(run: RunDir, remarks: list[str]) -> tuple[dict[str, dict], int | None]:
     """Return the metrics of each task in eval/results.json, and the limit of documents."""
-    results = read_mapping(run.scores)
+    results = read_mapping(run.eval_results)
     if results is None:
         return {}, None
     try:
@@ -195,7 +195,7 @@ def _scores(run: RunDir, remarks: list[str]) -> tuple[dict[str, dict], int | Non
                 metric["value"]
     except (AttributeError, LookupError, TypeError, ValueError):
         remarks.append(
-            f"{run.scores} is damaged: each task must have metrics, and each metric a value"
+            f"{run.eval_results} is damaged: each task must have metrics, and each metric a value"
         )
         return {}, None
     limit = results.get("limit")

@@ -77,7 +77,7 @@ class RunDir:
         return self.result.exists()
 
     @property
-    def scores(self) -> Path:
+    def eval_results(self) -> Path:
         """Results of `fprnn eval` for the run, or for its export if the run has none."""
         paths = [folder / "eval" / "results.json" for folder in (self.path, self.export)]
         return paths[0] if paths[0].is_file() else paths[1]
@@ -262,7 +262,7 @@ def flatten_config(cfg: Run) -> dict:
     return _flat({**tree, "model": model, "solver": cfg.solver.settled()})
 
 
-def config_differences(was: Run, now: Run) -> dict[Resume, dict[str, str]]:
+def find_config_changes(was: Run, now: Run) -> dict[Resume, dict[str, str]]:
     """Return the keys that two configurations set differently, by the rule for resumed runs.
 
     Returns:
@@ -279,7 +279,7 @@ def config_differences(was: Run, now: Run) -> dict[Resume, dict[str, str]]:
     return changes
 
 
-def check_config(path: Path, manifest: dict, run: RunDir, cfg: Run) -> None:
+def check_checkpoint_config(path: Path, manifest: dict, run: RunDir, cfg: Run) -> None:
     """Refuse a config that differs from a checkpoint's in keys that must not change.
 
     Paths of files may differ, and the files of the tokenizer are compared elsewhere.
@@ -298,7 +298,7 @@ def check_config(path: Path, manifest: dict, run: RunDir, cfg: Run) -> None:
     was = build(manifest["config"], f"{path}/manifest.json: config", type(cfg), trained=True)
     changed = [
         text
-        for key, text in config_differences(was, cfg)[Resume.FIXED].items()
+        for key, text in find_config_changes(was, cfg)[Resume.FIXED].items()
         if not key.startswith("tokenizer.") and not key.endswith("path")
     ]
     if changed:
@@ -349,7 +349,7 @@ def _check_continued(cfg: Run, saved: Path, say: Callable[[str], None]) -> None:
     """
     # The schema fills in keys that are newer than the run.
     was = build(load_tree(saved), str(saved), type(cfg))
-    changed = config_differences(was, cfg)
+    changed = find_config_changes(was, cfg)
     if changed[Resume.FIXED]:
         raise RunDirError(
             f"{saved.parent} holds a run of another config"

@@ -9,7 +9,7 @@ from lm.data.corpus.prepare import checksums, place_in_run
 from lm.data.sources.mixture import parts
 from lm.model.checksums import SUMS, difference, sha256
 from lm.runs.checkpoint import CheckpointError
-from lm.runs.run_dir import RunDir, RunDirError, check_config
+from lm.runs.run_dir import RunDir, RunDirError, check_checkpoint_config
 from lm.training.deepspeed_json import layout
 from lm.training.optim import optimizer_signature
 
@@ -51,7 +51,7 @@ def check_fingerprint(path: Path, manifest: dict, run: RunDir, cfg: Config) -> N
     Raises:
         RunDirError: If its config, its tokenizer or one of its corpora has changed.
     """
-    check_config(path, manifest, run, cfg)
+    check_checkpoint_config(path, manifest, run, cfg)
     check_tokenizer(path, manifest, run)
     check_corpora(path, manifest, run, cfg)
 
