@@ -185,7 +185,7 @@ class Training(Loop):
                 f" {self.cfg.train.steps}: raise it, or train from scratch with --overwrite"
             )
         self.load_state_dict(saved)
-        self.checkpoints.published = self.step
+        self.checkpoints.last_complete_step = self.step
         say(f"resumed  at update {self.step}")
 
     def _apply_initial_weights(self, start: Start) -> None:

@@ -135,7 +135,7 @@ class Loop(ABC):
         self._finish_saves()
         if not self.step:
             raise Stopped(f"stopped by a signal before the first update: {self.continue_advice}")
-        if self.checkpoints.published != self.step:
+        if self.checkpoints.last_complete_step != self.step:
             self._save()
             self._finish_saves()
         raise Stopped(
@@ -177,7 +177,7 @@ class Loop(ABC):
         except Diverged as e:
             raise Diverged(f"stopped at update {failed}: {error}; {e}") from None
         if not is_restored:
-            saved = self.checkpoints.published
+            saved = self.checkpoints.last_complete_step
             last = f"the last checkpoint is of update {saved}" if saved else "no checkpoint"
             raise Diverged(
                 f"stopped at update {failed}: {error}; {last}, {count} of {limit}"

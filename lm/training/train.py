@@ -310,7 +310,7 @@ class Training(Loop):
         self.seconds = state["seconds"]
         self.recorder.throughput.spent = state["spent"]
         self.rollbacks = state["rollbacks"]
-        self.checkpoints.published = self.step
+        self.checkpoints.last_complete_step = self.step
 
     @property
     def _rank_file(self) -> str:
