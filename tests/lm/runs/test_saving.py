@@ -203,10 +203,7 @@ DAMAGES = {
         lambda path: (path / "model.pt").write_bytes(bytes((path / "model.pt").stat().st_size)),
         CHANGED,
     ),
-    "bit flipped": (
-        lambda path: flip_bit(path / "model.pt"),
-        "model.pt is damaged, or was changed",
-    ),
+    "bit flipped": (lambda path: flip_bit(path / "model.pt"), CHANGED),
     "torn file": (lambda path: os.truncate(path / "model.pt", 10), "model.pt has 10 bytes, not"),
     "empty file": (lambda path: os.truncate(path / "model.pt", 0), "model.pt has 0 bytes, not"),
     "file missing": (lambda path: (path / "rank.pt").unlink(), "rank.pt is missing"),
