@@ -143,7 +143,7 @@ class Wandb:
     def log(self, step: int, numbers: dict[str, float]) -> None:
         self.run.log({**numbers, STEP_KEY: step})
 
-    def keep_until(self, step: int) -> None: ...
+    def drop_records_after(self, step: int) -> None: ...
 
     def close(self) -> None:
         self.run.finish()
@@ -166,7 +166,7 @@ class TensorBoard:
         for name, value in numbers.items():
             self.writer.add_scalar(name, value, step)
 
-    def keep_until(self, step: int) -> None:
+    def drop_records_after(self, step: int) -> None:
         self.writer.close()
         self._open(step + 1)
 
@@ -201,13 +201,13 @@ class Writer:
                 if started is not None:
                     self.trackers[name] = started
 
-    def keep_until(self, step: int) -> None:
+    def drop_records_after(self, step: int) -> None:
         """Drop the records of later steps (all at step 0), and continue from there."""
         with writing(self.path):
             self.file.close()
         self.file = self._open(step)
         for name, tracker in list(self.trackers.items()):
-            self._try(name, partial(tracker.keep_until, step))
+            self._try(name, partial(tracker.drop_records_after, step))
 
     def _open(self, step: int) -> TextIO:
         """Drop the records after a step (all at step 0), and open metrics.jsonl for appending."""

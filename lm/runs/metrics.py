@@ -242,7 +242,7 @@ def find_failures(measured: dict, solver: dict | str) -> dict[int, str]:
     return warnings
 
 
-def imbalance(seconds: float, gather: Gather) -> dict:
+def measure_imbalance(seconds: float, gather: Gather) -> dict:
     """Return {"imbalance": mean share of time that ranks wait for the slowest}; {} for one rank.
 
     Args:
@@ -373,7 +373,7 @@ def parse_record(line: bytes) -> dict | None:
     return printable(record) if needs_escapes else record
 
 
-def affine_flops(
+def fit_flops(
     flops_per_token: Callable[..., float] | None, length: int
 ) -> Callable[[float], float] | None:
     """Return FLOPs per token as a function of evaluations per token.

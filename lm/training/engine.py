@@ -19,7 +19,7 @@ from lm.common.ranks import Ranks
 from lm.config.schema import Config
 from lm.model.batch import IGNORED
 from lm.model.state import Adversary
-from lm.runs.clock import UpdateTimes
+from lm.runs.update_times import UpdateTimes
 from lm.training.deepspeed_api import FileCollector, import_deepspeed, set_leaf_modules
 from lm.training.deepspeed_json import bucket_size, deepspeed_config
 from lm.training.optim import lr_factor, optimizer
@@ -143,7 +143,7 @@ class Engine:
         context: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self._has_solver:
             context = self.deepspeed.module.passes(
-                solve_context=self.times.solving, generators=self._noise_generators
+                solve_context=self.times.measure_solve, generators=self._noise_generators
             )
         with context:
             return self.deepspeed(
@@ -193,13 +193,13 @@ class Engine:
                 self._backward(self._second_pass(adversary, batch, share, report is None), is_last)
             alive()
             if not is_last:
-                with self.times.part("optimizer"):
+                with self.times.measure("optimizer"):
                     self.deepspeed.step()
         loss, stop_count = self.ranks.sum(total.item(), stop)
         loss = loss / self.ranks.world_size
         if not math.isfinite(loss):
             raise Diverged(f"the loss is {loss}")
-        with self.times.part("optimizer"):
+        with self.times.measure("optimizer"):
             norm = self._gradient_norm() if self.zero_stage == 0 else None
             self.deepspeed.step()
             if norm is None:
@@ -240,7 +240,7 @@ class Engine:
             Diverged, DivergedOnOneRank: As `_nan_loss`.
         """
         try:
-            with self.times.part("forward"):
+            with self.times.measure("forward"):
                 output = self.forward(batch)
                 loss = output.loss * share
         except FloatingPointError as e:
@@ -295,7 +295,7 @@ class Engine:
         """
         self.deepspeed.set_gradient_accumulation_boundary(is_last)
         try:
-            with self.times.part("backward"):
+            with self.times.measure("backward"):
                 self.deepspeed.backward(loss)
         except FloatingPointError as e:
             kind = Diverged if self.ranks.world_size == 1 else DivergedOnOneRank

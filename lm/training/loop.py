@@ -189,5 +189,5 @@ class Loop(ABC):
             f" on with the next data (rollback {self.rollbacks} of {limit})"
         )
         if self.writer:
-            self.writer.keep_until(self.step)
+            self.writer.drop_records_after(self.step)
         self.write({"rollback": {"number": self.rollbacks, "from": failed, "why": str(error)}})

@@ -404,7 +404,7 @@ class Training(Loop):
         micro_batches, error, is_stopped = [], None, False
         try:
             with (
-                self.engine.times.part("data"),
+                self.engine.times.measure("data"),
                 self.signals.interruptible() if stream else contextlib.nullcontext(),
             ):
                 for _ in range(self.cfg.train.accumulation(self.ranks.world_size)):

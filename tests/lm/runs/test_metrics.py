@@ -14,7 +14,7 @@ from lm.runs.log import TRACKERS, Writer, describe_record, flatten_record
 from lm.runs.metrics import (
     Throughput,
     fixed_point_metrics,
-    imbalance,
+    measure_imbalance,
     read_metrics,
 )
 from lm.runs.run_dir import RunDir
@@ -315,7 +315,7 @@ def branches(writer):
     """Write updates 1 to 12, roll back to 6, and write 7 to 15 with another loss."""
     for step in range(1, 13):
         writer.write({"step": step, "loss": 1.0})
-    writer.keep_until(6)
+    writer.drop_records_after(6)
     for step in range(7, 16):
         writer.write({"step": step, "loss": 2.0})
     writer.close()
@@ -454,6 +454,6 @@ def test_imbalance_is_the_mean_waiting_share():
     def others(seconds):
         return torch.cat([seconds, torch.tensor([1.0, 4.0], dtype=torch.float64)])
 
-    assert imbalance(1.0, others) == {"imbalance": 0.5}  # 1, 1 and 4 seconds
-    assert imbalance(4.0, others) == {"imbalance": 0.25}
-    assert imbalance(3.0, lambda t: t) == {}
+    assert measure_imbalance(1.0, others) == {"imbalance": 0.5}  # 1, 1 and 4 seconds
+    assert measure_imbalance(4.0, others) == {"imbalance": 0.25}
+    assert measure_imbalance(3.0, lambda t: t) == {}

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lm.runs import clock as update_times
-from lm.runs.clock import UpdateTimes
+from lm.runs import update_times
 from lm.runs.metrics import read_metrics
+from lm.runs.update_times import UpdateTimes
 
 
 @pytest.fixture
@@ -22,19 +22,19 @@ def clock(monkeypatch):
 def test_seconds_of_an_update_are_split_into_parts(clock):
     times = UpdateTimes("cpu")
     for _ in range(2):
-        with times.part("data"):
+        with times.measure("data"):
             clock.seconds += 1
         clock.seconds += 64  # outside the parts
-        with times.part("forward"):
+        with times.measure("forward"):
             clock.seconds += 4
-            with times.solving():
+            with times.measure_solve():
                 clock.seconds += 8
-        with times.part("backward"), times.solving():  # gradient checkpointing
+        with times.measure("backward"), times.measure_solve():  # gradient checkpointing
             clock.seconds += 16
-        with times.part("optimizer"):
+        with times.measure("optimizer"):
             clock.seconds += 32
         times.end_update()
-        with times.solving():  # a probe, outside updates
+        with times.measure_solve():  # a probe, outside updates
             clock.seconds += 1000
     seconds = {"data": 1, "forward": 4, "solve": 8, "backward": 16, "optimizer": 32}
     assert times.read() == seconds
@@ -42,7 +42,7 @@ def test_seconds_of_an_update_are_split_into_parts(clock):
 
 def test_failing_part_is_closed(clock):
     times = UpdateTimes("cpu")
-    with pytest.raises(FloatingPointError), times.part("forward"):
+    with pytest.raises(FloatingPointError), times.measure("forward"):
         clock.seconds += 1
         raise FloatingPointError
     clock.seconds += 2
@@ -84,10 +84,10 @@ def test_gpu_time_is_measured_on_the_device(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Event", device.event)
     times = UpdateTimes("cuda")
     for wait in (0.0, 14.0):
-        with times.part("data"):
+        with times.measure("data"):
             device.host += wait
         for part, seconds in (("forward", 4.0), ("backward", 8.0), ("optimizer", 2.0)):
-            with times.part(part):
+            with times.measure(part):
                 device.host += 0.1
                 device.order(seconds)
         times.end_update()

@@ -27,7 +27,7 @@ class UpdateTimes:
         self._spans: list[tuple] = []  # (part, start, end)
 
     @contextlib.contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def measure(self, name: str) -> Iterator[None]:
         """Measure the time within the block as a part."""
         outer, self._part = self._part, name
         start = self._mark()
@@ -38,13 +38,13 @@ class UpdateTimes:
             self._spans.append((name, start, self._mark()))
             self._part = outer
 
-    def solving(self) -> AbstractContextManager[None]:
+    def measure_solve(self) -> AbstractContextManager[None]:
         """Return a context that measures a solve within the forward pass.
 
         A solve in the backward pass (gradient checkpointing) counts as backward, and a solve in a
         validation does not count.
         """
-        return self.part("solve") if self._part == "forward" else contextlib.nullcontext()
+        return self.measure("solve") if self._part == "forward" else contextlib.nullcontext()
 
     def end_update(self) -> None:
         """Count an update."""
