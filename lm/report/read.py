@@ -206,7 +206,7 @@ def _records(run: RunDir, remarks: list[str]) -> list[dict]:
     """Return the records of a run in the order of their updates."""
     log = read_log(run.path)
     records = sorted((r for r in log.records if r["step"] <= MAX_STEP), key=lambda r: r["step"])
-    if unread_count := log.unread + len(log.records) - len(records):
+    if unread_count := log.unread_count + len(log.records) - len(records):
         remarks.append(
             f"{run.metrics.name}: {unread_count} lines are skipped (damaged, cut short when the"
             " process was killed, or just being written)"

@@ -61,6 +61,7 @@ class Recorder:
         """
         solver = fixed_point_metrics(self._reports, self.ranks.gather)
         breakdown = self.engine.times.read()
+        forward_s = breakdown["forward"] + breakdown.get("solve", 0.0)
         record = {
             "step": step,
             "loss": update.loss,
@@ -70,9 +71,7 @@ class Recorder:
             "tokens": step * self.tokens_per_step,
             **self.throughput.read(mean(solver.get("evaluations", []))),
             **solver,
-            **measure_imbalance(
-                breakdown["forward"] + breakdown.get("solve", 0.0), self._gather_host
-            ),
+            **measure_imbalance(forward_s, self._gather_host),
             "breakdown": breakdown,
         }
         self._reports = []
