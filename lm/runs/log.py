@@ -179,7 +179,7 @@ Tracker = Wandb | TensorBoard
 TRACKERS: dict[str, Callable[..., Tracker]] = {"wandb": Wandb, "tensorboard": TensorBoard}
 
 
-class Writer:
+class MetricsWriter:
     """Appends records to `metrics.jsonl` and to the trackers of the section `log`, on rank 0.
 
     A tracker that fails is closed with one warning; metrics.jsonl has every record.

@@ -9,7 +9,7 @@ from lm.config.schema import Config
 from lm.data.sources import traces
 from lm.data.sources.errors import DataError
 from lm.data.sources.listing import ENDINGS, source_files
-from lm.data.sources.mixture import name_source_in_errors, parts
+from lm.data.sources.mixture import configs_by_source, name_source_in_errors
 from lm.runs.path_checks import check_resume, looks_local
 from lm.training.upcycle import SourceError
 
@@ -64,7 +64,7 @@ def check_data(cfg: Config) -> None:
     Raises:
         DataError: If `data.path` names no file, or `data.traces` no task.
     """
-    for source, part in parts(cfg).items():
+    for source, part in configs_by_source(cfg).items():
         with name_source_in_errors(source):
             if part.data.path is not None and part.data.source in ENDINGS:
                 source_files(part.data)

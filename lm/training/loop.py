@@ -13,7 +13,7 @@ from lm.common.console import say
 from lm.common.errors import Diverged, DivergedOnOneRank, Stopped
 from lm.config.schema import Run
 from lm.runs.checkpoint import Checkpoints
-from lm.runs.log import Writer
+from lm.runs.log import MetricsWriter
 from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
 
@@ -30,7 +30,7 @@ class Loop(ABC):
     run: RunDir
     checkpoints: Checkpoints
     profile: Profile
-    writer: Writer | None
+    writer: MetricsWriter | None
     continue_advice: str  # how the user continues a stopped run, for messages
 
     def __init__(self, cfg: Run):

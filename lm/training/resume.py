@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from lm.config.schema import Config
-from lm.data.corpus.prepare import checksums, place_in_run
-from lm.data.sources.mixture import parts
+from lm.data.corpus.prepare import corpus_record_folder, read_recorded_checksums
+from lm.data.sources.mixture import configs_by_source
 from lm.model.checksums import SUMS, difference, sha256
 from lm.runs.checkpoint import CheckpointError
 from lm.runs.run_dir import RunDir, RunDirError, check_checkpoint_config
@@ -30,9 +30,10 @@ def run_fingerprint(cfg: Config, run: RunDir) -> dict:
         {"tokenizer": checksums of its files, "corpora": checksums of each corpus, "config"}.
     """
     tokenizer = [file for file in sorted(run.tokenizer.iterdir()) if file.name != SUMS]
+    corpora = {name: read_recorded_checksums(run.path, name) for name in configs_by_source(cfg)}
     return {
         "tokenizer": {file.name: sha256(file) for file in tokenizer},
-        "corpora": {name: checksums(run.path, name) for name in parts(cfg)},
+        "corpora": corpora,
         "config": cfg.model_dump(mode="json"),
     }
 
@@ -75,12 +76,12 @@ def check_corpora(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
         RunDirError: If the checksums of a corpus differ.
     """
     for name, saved in manifest.get("corpora", {}).items():
-        current = checksums(run.path, name) if name in parts(cfg) else {}
+        current = read_recorded_checksums(run.path, name) if name in configs_by_source(cfg) else {}
         if saved and current and saved != current:
             raise RunDirError(
-                f"{place_in_run(run.path, name)} holds another corpus than {path} was trained on"
-                " (the sha256 of its files differ): restore the text, or train from scratch under"
-                " another `name`"
+                f"{corpus_record_folder(run.path, name)} holds another corpus than {path} was"
+                " trained on (the sha256 of its files differ): restore the text, or train from"
+                " scratch under another `name`"
             )
 
 

@@ -25,7 +25,7 @@ from lm.runs.checkpoint import (
     resume_checkpoint,
     rollback_checkpoint,
 )
-from lm.runs.log import Writer, describe_record, iterations_suffix, probe_iterations
+from lm.runs.log import MetricsWriter, describe_record, iterations_suffix, probe_iterations
 from lm.runs.metrics import is_due, iter_metrics
 from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
@@ -287,7 +287,7 @@ class Training(Loop):
         if self.ranks.is_main:
             if self.step < self.cfg.train.steps:
                 self.run.result.unlink(missing_ok=True)  # result of fewer updates
-            self.writer = Writer(self.cfg, self.run, resumed_at=self.step)
+            self.writer = MetricsWriter(self.cfg, self.run, resumed_at=self.step)
             self.on_exit.callback(self.writer.close)
 
     def _restore(self, path: Path, manifest: dict) -> None:

@@ -15,7 +15,7 @@ from lm.data.batches.stream import StreamLoader, merge_states
 from lm.data.corpus.corpora import open_sources
 from lm.data.corpus.integrity import Tokens
 from lm.data.sources.errors import DataError
-from lm.data.sources.mixture import shares
+from lm.data.sources.mixture import source_shares
 
 __all__ = ["StreamLoader", "build", "merge_states", "single_source_loader", "validation_blocks"]
 
@@ -47,7 +47,7 @@ def build(
         }
         sequences = cfg.train.sequences(world_size)  # per update
         stages = [(stage.until * sequences, stage.weights) for stage in cfg.data.curriculum]
-        train = MixtureLoader(sources, shares(cfg.data), size, cfg.seed, *place, stages)
+        train = MixtureLoader(sources, source_shares(cfg.data), size, cfg.seed, *place, stages)
     elif cfg.data.source == "fineweb":
         train = StreamLoader(cfg.data, tokenizer, size, cfg.seed, *place)
     else:

@@ -27,7 +27,7 @@ def question_batches(
     """
     source = source or Traces()
     gap = _longest_fitting_gap(source, tokenizer, seq_len)
-    rows = [_encode(turn, tokenizer) for turn in traces.questions(source, gap, COUNT)]
+    rows = [_encode(turn, tokenizer) for turn in traces.iter_questions(source, gap, COUNT)]
     width = max(len(ids) for ids, _ in rows)
     blocks = np.full((COUNT, width), IGNORE, dtype=np.int64)
     targets = np.zeros((COUNT, width), dtype=bool)
@@ -44,7 +44,7 @@ def question_batches(
 def _longest_fitting_gap(source: Traces, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> int:
     for gap in sorted(set(source.lengths), reverse=True):
         # Every second document has two questions, which makes it longer.
-        _, longer = traces.questions(source, gap, 2)
+        _, longer = traces.iter_questions(source, gap, 2)
         if len(_encode(longer, tokenizer)[0]) <= seq_len:
             return gap
     return min(source.lengths)

@@ -18,7 +18,7 @@ from lm.config.data import Data
 from lm.data.batches.packing import MicroBatch, Packer, micro_batch
 from lm.data.corpus.documents import encode_documents
 from lm.data.sources.errors import DataError
-from lm.data.sources.hub_parquet import HubDocuments, open_groups
+from lm.data.sources.hub_parquet import HubDocuments, open_row_groups
 from lm.data.sources.open import is_validation
 from lm.data.sources.readers import Readers
 
@@ -278,7 +278,7 @@ class StreamLoader:
         numbers = list(self._streams)
         if self._data.source == "fineweb" and self._revision is None:
             # Look it up once for all streams: a stream that starts later could get a newer commit.
-            self._revision = open_groups(self._data).files.revision
+            self._revision = open_row_groups(self._data).files.revision
         workers = min(worker_count(self._data), len(numbers))
         if not workers:
             return SimpleNamespace(take=self._open_streams(count), close=lambda: None)
@@ -402,5 +402,5 @@ def _auto_streams(data: Data, world_size: int) -> int:
     """
     if data.source != "fineweb":
         return world_size
-    limit = min(AUTO_STREAMS, open_groups(data).count_up_to(AUTO_STREAMS))
+    limit = min(AUTO_STREAMS, open_row_groups(data).count_up_to(AUTO_STREAMS))
     return max(1, limit // world_size) * world_size

@@ -10,7 +10,7 @@ from lm.config.schema import Config
 from lm.model.batch import FixedPointReport
 from lm.model.solver import FixedPointStats
 from lm.runs import metrics
-from lm.runs.log import TRACKERS, Writer, describe_record, flatten_record
+from lm.runs.log import TRACKERS, MetricsWriter, describe_record, flatten_record
 from lm.runs.metrics import (
     Throughput,
     fixed_point_metrics,
@@ -259,7 +259,7 @@ def make_record(step: int) -> dict:
 
 
 def test_jsonl_is_on_disk_after_every_write(tmp_path):
-    writer = Writer(Config(), RunDir(tmp_path))
+    writer = MetricsWriter(Config(), RunDir(tmp_path))
     for step in (1, 2):
         writer.write(make_record(step))
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
@@ -271,16 +271,16 @@ def test_jsonl_is_on_disk_after_every_write(tmp_path):
 
 def test_resume_drops_records_after_the_checkpoint(tmp_path):
     assert read_metrics(tmp_path) == []
-    writer = Writer(Config(), RunDir(tmp_path))
+    writer = MetricsWriter(Config(), RunDir(tmp_path))
     for step in (1, 2, 3, 4):
         writer.write(make_record(step))
     writer.close()
-    writer = Writer(Config(), RunDir(tmp_path), resumed_at=2)
+    writer = MetricsWriter(Config(), RunDir(tmp_path), resumed_at=2)
     assert read_metrics(tmp_path) == [make_record(1), make_record(2)]
     writer.write({"step": 3, "loss": 9.0})
     writer.close()
     assert read_metrics(tmp_path) == [make_record(1), make_record(2), {"step": 3, "loss": 9.0}]
-    Writer(Config(), RunDir(tmp_path)).close()  # a new run starts a new file
+    MetricsWriter(Config(), RunDir(tmp_path)).close()  # a new run starts a new file
     assert read_metrics(tmp_path) == []
 
 
@@ -290,7 +290,7 @@ def test_damaged_lines_are_dropped_with_a_note(tmp_path, capsys):
         f'{json.dumps(make_record(1))}\n{{"step": 2, "lo\0\n{json.dumps(make_record(2))[:-3]}'
     )
     assert read_metrics(tmp_path) == [make_record(1)]
-    writer = Writer(Config(), RunDir(tmp_path), resumed_at=2)
+    writer = MetricsWriter(Config(), RunDir(tmp_path), resumed_at=2)
     message = " ".join(capsys.readouterr().out.split())
     assert (
         f"note: {log}: dropped 2 lines without a record (cut short by a kill, or damaged)"
@@ -304,7 +304,7 @@ def test_damaged_lines_are_dropped_with_a_note(tmp_path, capsys):
 def test_tensorboard_drops_records_after_a_rollback(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    writer = Writer(Config(log={"tensorboard": True}), RunDir(tmp_path))
+    writer = MetricsWriter(Config(log={"tensorboard": True}), RunDir(tmp_path))
     write_with_rollback(writer)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -402,7 +402,7 @@ def test_failing_tracker_warns_once_and_is_closed(tmp_path, monkeypatch, capsys,
 
     monkeypatch.setitem(TRACKERS, "wandb", Failing)
     monkeypatch.setitem(TRACKERS, "tensorboard", Working)
-    writer = Writer(Config(log={"wandb": True, "tensorboard": True}), RunDir(tmp_path))
+    writer = MetricsWriter(Config(log={"wandb": True, "tensorboard": True}), RunDir(tmp_path))
     for step in (1, 2):
         writer.write({"step": step, "loss": 1.0})
     writer.close()
@@ -417,7 +417,7 @@ def test_wandb_continues_after_a_rollback(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    writer = Writer(Config(name="offline", log={"wandb": True}), RunDir(tmp_path))
+    writer = MetricsWriter(Config(name="offline", log={"wandb": True}), RunDir(tmp_path))
     session = writer.trackers["wandb"].run
     rows, real_log = [], session.log
     monkeypatch.setattr(session, "log", lambda row: (rows.append(row), real_log(row)))

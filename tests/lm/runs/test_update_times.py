@@ -99,9 +99,7 @@ def test_gpu_time_is_measured_on_the_device(monkeypatch):
     assert device.host == pytest.approx(28.4)
     assert actual["forward"] == pytest.approx(4.0, abs=0.11)  # the launch takes 0.1 s
     assert actual["backward"] == pytest.approx(8.0) and actual["optimizer"] == pytest.approx(2.0)
-    assert 2 * actual["data"] == pytest.approx(
-        14.3 - 14.1, abs=1e-6
-    )  # idle after 14.1 s
+    assert 2 * actual["data"] == pytest.approx(14.3 - 14.1, abs=1e-6)  # idle after 14.1 s
 
 
 def test_parts_add_up_to_the_time_of_a_run(tiny_run):
