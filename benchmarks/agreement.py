@@ -27,7 +27,7 @@ from torch import Tensor
 from lm.config.data import Data
 from lm.config.yaml_text import load_tree
 from lm.data.corpus.documents import encode_documents
-from lm.data.sources.open import documents, is_validation
+from lm.data.sources.open import is_validation, iter_documents
 from synthetic.build import load_run
 from synthetic.evaluate import as_tensors
 from synthetic.tasks import IGNORE
@@ -52,7 +52,7 @@ def load_batches(run: str, args: argparse.Namespace) -> tuple[Any, list[tuple[Te
 
     loaded = load(run)
     data = Data(source="text", path=args.text) if args.text else Data()
-    texts = [t for t in documents(data) if args.text or is_validation(t, data.val_fraction)]
+    texts = [t for t in iter_documents(data) if args.text or is_validation(t, data.val_fraction)]
     row = torch.from_numpy(encode_documents(loaded.tokenizer, texts))
     batches = []
     for n in lengths:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from lm.config.data import Data
 from lm.data.sources.errors import DataError
-from lm.data.sources.open import builtin_documents, documents
+from lm.data.sources.open import builtin_documents, iter_documents
 
 
 def make_texts(count: int) -> list[str]:
@@ -47,7 +47,7 @@ def main() -> None:
             data[position] ^= 1 << rng.randrange(8)
             path.write_bytes(data)
             try:
-                undetected += list(documents(Data(source="parquet", path=str(path)))) != texts
+                undetected += list(iter_documents(Data(source="parquet", path=str(path)))) != texts
             except DataError:
                 detected += 1
         print(

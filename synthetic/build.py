@@ -23,7 +23,7 @@ from lm.runs.checkpoint import (
     find_newest_checkpoint,
     read_state,
 )
-from lm.runs.run_dir import RunDir, check_config
+from lm.runs.run_dir import RunDir, check_checkpoint_config
 from lm.training.build import build_section
 from synthetic import tasks
 from synthetic.config import Config, load
@@ -93,7 +93,7 @@ def find_newest_state(
     path = find_newest_checkpoint(run.checkpoints, say)
     if path is None:
         return None
-    check_config(path, read_json(path / MANIFEST), run, load(run.config))
+    check_checkpoint_config(path, read_json(path / MANIFEST), run, load(run.config))
     while path is not None:
         state = read_state(path / STATE, STATES, device)
         problem = describe_nonfinite(collect_tensors(state))

@@ -36,12 +36,12 @@ OPTIONS: dict[str, Any] = {
 def _train(args: argparse.Namespace) -> int:
     from lm.common.console import say
     from lm.config.load import refuse_sweep
-    from lm.runs import places
+    from lm.runs import path_checks
     from synthetic.config import load
 
     cfg = load(args.config, args.override, args.job_index)
     refuse_sweep(cfg, args.config)
-    places.check_folders({"task.data": cfg.task.data})
+    path_checks.check_folders({"task.data": cfg.task.data})
 
     from lm.runs.run_dir import RunDir
     from synthetic.results import summary_table, threshold_lines
@@ -57,9 +57,9 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from lm.runs import places
+    from lm.runs import path_checks
 
-    places.check_run(args.run)
+    path_checks.check_run(args.run)
 
     from lm.common.console import say
     from synthetic.evaluate import evaluate_run
@@ -73,9 +73,9 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from lm.runs import places
+    from lm.runs import path_checks
 
-    places.check_run(args.run)
+    path_checks.check_run(args.run)
 
     from lm.evaluation.inspection.show import choose_page, show
     from synthetic.inspection import inspect_run
@@ -110,9 +110,9 @@ def _validate(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from lm.runs import places
+    from lm.runs import path_checks
 
-    places.check_files({"--config": args.config})
+    path_checks.check_files({"--config": args.config})
 
     from lm.common.console import say
     from synthetic.report import REPORTS, report

@@ -14,7 +14,7 @@ from lm.common.errors import Stopped, TrainingError
 from lm.common.files import check_folder
 from lm.common.signals import StopSignals, stop_with_parent
 from lm.config import load as base
-from lm.runs.run_dir import RunDir, config_differences
+from lm.runs.run_dir import RunDir, find_config_changes
 from lm.training.build import check_section
 from synthetic.config import Config
 
@@ -44,7 +44,7 @@ def find_differences(cfg: Config) -> list[str]:
     path = RunDir(cfg.run_dir).config
     saved = base.build(base.load_tree(path), str(path), Config)
     changed: dict[str, str] = {}
-    for keys in config_differences(saved, cfg).values():
+    for keys in find_config_changes(saved, cfg).values():
         changed |= keys
     changed.pop("train.threads", None)
     if cfg.task.data is None:  # the folder may have been an override of the run

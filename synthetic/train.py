@@ -19,7 +19,7 @@ from lm.common.signals import StopSignals
 from lm.kernels import describe_backends
 from lm.model.state import Adversary
 from lm.runs.checkpoint import CheckpointError, Checkpoints, describe_nonfinite, rollback_checkpoint
-from lm.runs.log import Writer, describe_record, probe_iterations
+from lm.runs.log import MetricsWriter, describe_record, probe_iterations
 from lm.runs.metrics import FailureWatch, fixed_point_metrics, is_due
 from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
@@ -171,7 +171,7 @@ class Training(Loop):
         if not self.is_last:
             run.result.unlink(missing_ok=True)  # an existing result has fewer updates
         run.save_config(self.cfg)
-        self.writer = Writer(self.cfg, run, resumed_at=self.step)
+        self.writer = MetricsWriter(self.cfg, run, resumed_at=self.step)
 
     def _resume(self, saved: dict) -> None:
         """Continue from the state of a checkpoint.
@@ -185,7 +185,7 @@ class Training(Loop):
                 f" {self.cfg.train.steps}: raise it, or train from scratch with --overwrite"
             )
         self.load_state_dict(saved)
-        self.checkpoints.published = self.step
+        self.checkpoints.last_complete_step = self.step
         say(f"resumed  at update {self.step}")
 
     def _apply_initial_weights(self, start: Start) -> None:

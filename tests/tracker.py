@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from lm.data.sources.groups import group
+from lm.data.sources.groups import get_group
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 
@@ -30,7 +30,7 @@ def tracker(dtype=torch.float32, **fields):
 def words(count, length, seed=0):
     """Return random sequences of S3 and their running products, shape (count,length) each."""
     x = np.random.default_rng(seed).integers(6, size=(count, length), dtype=np.int64)
-    return torch.from_numpy(x), torch.from_numpy(group("S3").products(x))
+    return torch.from_numpy(x), torch.from_numpy(get_group("S3").products(x))
 
 
 def loss_and_gradient(model, ids, answers):

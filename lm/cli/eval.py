@@ -44,9 +44,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from lm.runs import places
+    from lm.runs import path_checks
 
-    places.find_model(args.checkpoint, on_hub=False)
+    path_checks.find_model_kind(args.checkpoint, allow_hub=False)
 
     from lm.common.console import say
     from lm.evaluation.evaluate import evaluate, make_table

@@ -36,10 +36,10 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from lm.runs import places
+    from lm.runs import path_checks
 
-    places.check_run(args.run)
-    places.check_folders({"--checkpoint": args.checkpoint})
+    path_checks.check_run(args.run)
+    path_checks.check_folders({"--checkpoint": args.checkpoint})
 
     from lm.export.export import export
 

@@ -38,10 +38,10 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from lm.runs import places
+    from lm.runs import path_checks
 
     text = _read_text(args.text)
-    places.find_model(args.checkpoint)
+    path_checks.find_model_kind(args.checkpoint)
 
     from lm.evaluation.facade import load
     from lm.evaluation.inspection.show import choose_page, show

@@ -21,10 +21,10 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from lm.runs import places
+    from lm.runs import path_checks
 
     for folder in args.runs:
-        places.check_run(folder)
+        path_checks.check_run(folder)
 
     from lm.common.console import say
     from lm.report.report import report

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lm.cli.arguments import Integer, add_trust
 from lm.common.errors import require
-from lm.runs.places import PlaceError
+from lm.runs.path_checks import PathError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -46,7 +46,7 @@ def _serve(args: argparse.Namespace) -> int:
 
     if not (Path(args.checkpoint) / "config.json").is_file():
         fix = f"make one with `fprnn export RUN {args.checkpoint}`"
-        raise PlaceError(f"{args.checkpoint} is no export: {fix}")
+        raise PathError(f"{args.checkpoint} is no export: {fix}")
     for package in PACKAGES:
         require(package, "fprnn serve")
 

@@ -32,20 +32,20 @@ def _status(args: argparse.Namespace) -> int:
     from lm.config.messages import is_key
     from lm.config.schema import Config
     from lm.config.yaml_text import load_tree
-    from lm.runs import places
+    from lm.runs import path_checks
 
     # The directory of a sweep's point also has a `=` in its name, but names no key before it.
     overrides = [text for text in args.place if is_key(text.partition("=")[0], Config)]
     run_places = [text for text in args.place if text not in overrides]
     if overrides and not run_places:
-        raise places.PlaceError(
+        raise path_checks.PathError(
             f"`{overrides[0]}` sets a key of a sweep, but no sweep is named: give its YAML as well"
         )
     for place in run_places:
         if place.endswith((".yaml", ".yml")):
             load_tree(place)
         elif not Path(place, "lease.json").exists():  # a starting run has only this file
-            places.check_run(place)
+            path_checks.check_run(place)
 
     from lm.report import status
 

@@ -89,7 +89,7 @@ def run_points(path: str, names: list[str], overrides: list[str], gpus: int | No
         for i, name in enumerate(names):
             point = sweep_status(path, overrides)[i]  # may have changed: others train too
             failure = read_mapping(RunDir(point.run_dir).failure) or {}
-            if not point.is_left or failure.get("exit_code") == DIVERGED:
+            if not point.is_unfinished or failure.get("exit_code") == DIVERGED:
                 say(f"{name}: {point.state}")
                 continue
             say(f"{name}: point {i + 1} of {len(names)}")

@@ -22,7 +22,7 @@ from lm.common.errors import UserError, missing_package
 from lm.common.files import check_file, write_json
 from lm.evaluation import facade
 from lm.evaluation.tasks import TASKS_DIR
-from lm.runs import places
+from lm.runs import path_checks
 from lm.runs.metrics import find_failures, fixed_point_metrics
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def evaluate(
         Values that are not finite are None.
 
     Raises:
-        PlaceError: If `checkpoint` is neither a run nor an export.
+        PathError: If `checkpoint` is neither a run nor an export.
         MissingPackageError: If lm-eval is not installed.
         EvaluationError: If a task is unknown, its data are missing, or options conflict.
         LoadError, CheckpointError: If the checkpoint is damaged.
@@ -85,7 +85,7 @@ def evaluate(
     """
     # 1. Check everything that can be checked before the model is loaded.
     checkpoint = Path(checkpoint)
-    places.find_model(checkpoint, on_hub=False)
+    path_checks.find_model_kind(checkpoint, allow_hub=False)
     _check_options(tasks, suite)
     for package in ("lm_eval", "accelerate"):  # lm-eval needs accelerate for any HF model
         if importlib.util.find_spec(package) is None:

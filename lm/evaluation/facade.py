@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.common.errors import UserError
-from lm.runs import places
+from lm.runs import path_checks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -120,14 +120,14 @@ def load(path: Path | str, trust: bool = False) -> LanguageModel:
             the code of an export with a custom mixer. Code from the hub never runs.
 
     Raises:
-        PlaceError: If `path` does not exist, or is a file.
+        PathError: If `path` does not exist, or is a file.
         FacadeError: If it is a run of the synthetic suite, or has no tokenizer.
         LoadError: If files are damaged.
         CheckpointError: If the run has no complete checkpoint, or the checkpoint does not fit the
             run's config.yaml.
     """
     folder = Path(path).expanduser()
-    kind = places.find_model(path)
+    kind = path_checks.find_model_kind(path)
     if kind == "run":
         _refuse_synthetic(folder)
         from lm.training.trained import load_trained
@@ -153,7 +153,7 @@ def _refuse_synthetic(folder: Path) -> None:
     """Raise FacadeError for a run of the synthetic suite."""
     from lm.config.yaml_text import load_tree
 
-    if "task" in load_tree(folder / places.RUN_FILE):
+    if "task" in load_tree(folder / path_checks.RUN_FILE):
         raise FacadeError(
             f"{folder} is a run of the synthetic suite, whose tokens are not text: use `fprnn"
             f" synthetic inspect {folder}`"

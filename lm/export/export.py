@@ -152,7 +152,7 @@ def write_export(
     from lm.data.corpus.tokenizer import RECORD
     from lm.export import model_card
     from lm.model.checksums import SUMS, write_sums
-    from lm.runs.written import CARD
+    from lm.runs.owned_files import CARD
 
     logging.disable_progress_bar()
     out, source = Path(out), source or {"name": name}

@@ -21,7 +21,7 @@ import lm
 from lm.common.files import check_folder, printable, read_mapping, write_json, writing
 from lm.export.export_code import ExportError
 from lm.model.checksums import SUMS, read_sums
-from lm.runs.written import CARD, EVALUATIONS, EXPORT_RECORD, delete_files, export_files
+from lm.runs.owned_files import CARD, EVALUATIONS, EXPORT_RECORD, delete_files, list_export_files
 
 # Earlier versions wrote the scores of `fprnn eval` into the model card, between these lines.
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -43,7 +43,7 @@ def check_place(out: Path, source: dict | None, overwrite: bool) -> None:
     with writing(out):
         is_file = out.is_file()
         is_filled = out.is_dir() and any(out.iterdir())
-        exported_names = export_files(out) if is_filled else set()
+        exported_names = list_export_files(out) if is_filled else set()
     if is_file:
         raise ExportError(f"{out} is a file: an export is a folder")
     if is_filled and not exported_names:
@@ -131,7 +131,7 @@ def publish(new: Path, out: Path) -> None:
 def _replace(new: Path, out: Path) -> None:
     """Replace the files of an earlier export in `out` by those in `new`."""
     names = {path.name for path in new.iterdir()}
-    old_names = export_files(out)
+    old_names = list_export_files(out)
     conflicts = sorted(name for name in names - old_names if os.path.lexists(out / name))
     if conflicts:
         raise ExportError(

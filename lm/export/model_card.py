@@ -13,7 +13,7 @@ from lm import __version__
 from lm.common.files import read_mapping
 from lm.config.schema import Config
 from lm.config.yaml_text import Dumper
-from lm.data.sources.mixture import parts
+from lm.data.sources.mixture import configs_by_source
 from lm.runs.metrics import (
     OTHER_SOLUTION_NOTE,
     find_other_solutions,
@@ -108,7 +108,7 @@ def read_facts(run: RunDir, cfg: Config, manifest: dict) -> Facts:
         f"It was trained on {tokens} in sequences of {cfg.data.seq_len}. Longer sequences were not"
         " evaluated during training."
     )
-    sources = [part.data for part in parts(cfg).values()]
+    sources = [part.data for part in configs_by_source(cfg).values()]
     datasets = sorted({s.dataset for s in sources if s.source == "fineweb"})
     return Facts(
         training, validation or ["This checkpoint was not validated."], [limitation], datasets

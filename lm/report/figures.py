@@ -33,7 +33,7 @@ class Spec(NamedTuple):
     """Description of a figure.
 
     Attributes:
-        name: File name, one of `lm.runs.written.FIGURES`.
+        name: File name, one of `lm.runs.owned_files.FIGURES`.
         title: Heading.
         unit: Unit of the values.
         keys: Nested keys of the values in the records.

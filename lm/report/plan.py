@@ -238,11 +238,11 @@ def describe(p: dict, cfg: Config) -> Table:
 
 def _model_rows(p: dict, cfg: Config) -> list[tuple[str, str]]:
     """Return the rows of the model and its data."""
-    from lm.data.sources.mixture import shares
+    from lm.data.sources.mixture import source_shares
 
     hardware = p["hardware"]
     ranks = f"{hardware.world_size} × {hardware.card.name}"
-    source_shares = {} if cfg.data.mixture is None else shares(cfg.data)
+    shares = {} if cfg.data.mixture is None else source_shares(cfg.data)
     mixer_note = "is not imported by plan, which counts a householder mixer instead"
     return [
         ("parameters", f"{p['parameters'] / 1e6:,.1f} M"),
@@ -254,10 +254,7 @@ def _model_rows(p: dict, cfg: Config) -> list[tuple[str, str]]:
         ("sequences per update", f"{p['sequences_per_step']:,} of {cfg.data.seq_len:,} tokens"),
         ("tokens per update", f"{p['tokens_per_step']:,}"),
         ("tokens trained on", f"{_format_count(p['tokens'])} in {cfg.train.steps:,} updates"),
-        *(
-            (f"source {name}", f"{share:.2%} of the sequences")
-            for name, share in source_shares.items()
-        ),
+        *((f"source {name}", f"{share:.2%} of the sequences") for name, share in shares.items()),
         *(("optimizer", line) for line in p["optimizer"]),
     ]
 

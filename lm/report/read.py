@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,17 +131,15 @@ def read_all(folders: Sequence[Path | str]) -> list[Files]:
         if resolved[i] in resolved[:i]:
             raise RunDirError(f"{path} is given twice: name each run once")
     names = short_names([str(path) for path in paths])
-    now = time.time()
-    return [read_run(path, encodable(names[str(path)]), now) for path in paths]
+    return [read_run(path, encodable(names[str(path)])) for path in paths]
 
 
-def read_run(path: Path, label: str, now: float) -> Files:
+def read_run(path: Path, label: str) -> Files:
     """Read a run directory.
 
     Args:
         path: The directory.
         label: Name of the run in the report.
-        now: Current time in Unix seconds.
 
     Raises:
         RunDirError: As in `read_all`.
@@ -160,7 +157,7 @@ def read_run(path: Path, label: str, now: float) -> Files:
     return Files(
         label=label,
         run=run,
-        status=run_status(run, now),
+        status=run_status(run),
         records=records,
         config=settings,
         defaults=defaults,
@@ -188,7 +185,7 @@ def _result(run: RunDir, remarks: list[str]) -> dict:
 
 def _scores(run: RunDir, remarks: list[str]) -> tuple[dict[str, dict], int | None]:
     """Return the metrics of each task in eval/results.json, and the limit of documents."""
-    results = read_mapping(run.scores)
+    results = read_mapping(run.eval_results)
     if results is None:
         return {}, None
     try:
@@ -198,7 +195,7 @@ def _scores(run: RunDir, remarks: list[str]) -> tuple[dict[str, dict], int | Non
                 metric["value"]
     except (AttributeError, LookupError, TypeError, ValueError):
         remarks.append(
-            f"{run.scores} is damaged: each task must have metrics, and each metric a value"
+            f"{run.eval_results} is damaged: each task must have metrics, and each metric a value"
         )
         return {}, None
     limit = results.get("limit")
@@ -209,7 +206,7 @@ def _records(run: RunDir, remarks: list[str]) -> list[dict]:
     """Return the records of a run in the order of their updates."""
     log = read_log(run.path)
     records = sorted((r for r in log.records if r["step"] <= MAX_STEP), key=lambda r: r["step"])
-    if unread_count := log.unread + len(log.records) - len(records):
+    if unread_count := log.unread_count + len(log.records) - len(records):
         remarks.append(
             f"{run.metrics.name}: {unread_count} lines are skipped (damaged, cut short when the"
             " process was killed, or just being written)"

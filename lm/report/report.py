@@ -19,8 +19,8 @@ from lm.common.files import (
 )
 from lm.config.load import load
 from lm.runs.checkpoint import MANIFEST, list_checkpoints
+from lm.runs.owned_files import FIGURES
 from lm.runs.run_dir import RunDir, RunDirError
-from lm.runs.written import FIGURES
 from lm.training.resume import check_fingerprint
 
 MADE_BY = "by fprnn"  # marks pages that the command may replace

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import statistics
-import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,7 +37,7 @@ def read_statuses(places: list[str], overrides: list[str]) -> list[Status]:
         if place.endswith((".yaml", ".yml")):
             statuses += sweep_status(place, overrides)
         else:
-            statuses.append(run_status(RunDir(place), time.time()))
+            statuses.append(run_status(RunDir(place)))
     return statuses
 
 
@@ -67,8 +65,8 @@ def make_cells(status: Status) -> dict[str, str]:
         "validation": status.validation,
         "tokens/s": f"{speed:,.0f}" if is_number(speed) else "",
         "ℓ*": format_iterations(status.num_iters) if status.num_iters else "",
-        "time left": "" if status.left_s is None else format_duration(status.left_s),
-        "last record": "" if status.seen_s is None else f"{format_duration(status.seen_s)} ago",
+        "time left": "" if status.remaining_s is None else format_duration(status.remaining_s),
+        "last record": "" if status.idle_s is None else f"{format_duration(status.idle_s)} ago",
     }
 
 
@@ -104,7 +102,7 @@ def list_remarks(statuses: list[Status]) -> list[str]:
         if status.text:
             lines.append(f"{name} {status.state}: {status.text}")
     unfinished = [
-        status.index for status in statuses if status.is_left and status.index is not None
+        status.index for status in statuses if status.is_unfinished and status.index is not None
     ]
     if any(status.num_iters and any(find_other_solutions(status.num_iters)) for status in statuses):
         lines.append(OTHER_SOLUTION_NOTE)
@@ -171,5 +169,5 @@ def to_json(statuses: list[Status]) -> str:
     rows = []
     for status in statuses:
         numbers = read_results(status) if status.state == "done" else None
-        rows.append(asdict(status) | {"reached": numbers})
+        rows.append(status.to_dict() | {"reached": numbers})
     return json.dumps(rows, indent=2, ensure_ascii=False)

@@ -101,7 +101,7 @@ def _layers(files: Files) -> pd.DataFrame:
 
 
 def describe_state(files: Files) -> str:
-    """Return a sentence such as "demo is running: job 12 on n0; update 40 of 450"."""
+    """Return a sentence such as "demo is running: process 9 on n0; update 40 of 450"."""
     status = files.status
     line = f"{files.label} is {status.state}"
     if status.text:
@@ -110,8 +110,8 @@ def describe_state(files: Files) -> str:
         total = "" if status.steps is None else f" of {status.steps:,}"
         step = "no update recorded yet" if status.step is None else f"update {status.step:,}{total}"
         line += f"; {step}"
-        if status.seen_s is not None:
-            line += f", last record {format_duration(status.seen_s)} ago"
+        if status.idle_s is not None:
+            line += f", last record {format_duration(status.idle_s)} ago"
     return line
 
 

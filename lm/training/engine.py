@@ -19,7 +19,7 @@ from lm.common.ranks import Ranks
 from lm.config.schema import Config
 from lm.model.batch import IGNORED
 from lm.model.state import Adversary
-from lm.runs.clock import UpdateTimes
+from lm.runs.update_times import UpdateTimes
 from lm.training import deepspeed_json
 from lm.training.deepspeed_api import FileCollector, import_deepspeed, set_leaf_modules
 from lm.training.optim import lr_factor, optimizer
@@ -167,7 +167,7 @@ class Engine:
         context: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self._has_solver:
             context = self.deepspeed.module.override_solve_options(
-                solve_context=self.times.solving, generators=self._noise_generators
+                solve_context=self.times.measure_solve, generators=self._noise_generators
             )
         with context:
             return self.deepspeed(
@@ -219,7 +219,7 @@ class Engine:
                 self._backward(half_loss, is_last)
             keep_alive()
             if not is_last:
-                with self.times.part("optimizer"):
+                with self.times.measure("optimizer"):
                     self.deepspeed.step()  # only counts the micro-batch
 
         # 2. Check the loss on all ranks before any weight changes.
@@ -229,7 +229,7 @@ class Engine:
             raise Diverged(f"the loss is {loss}")
 
         # 3. Step the optimizer. DeepSpeed computes the norm only with ZeRO.
-        with self.times.part("optimizer"):
+        with self.times.measure("optimizer"):
             grad_norm = self._gradient_norm() if self.zero_stage == 0 else None
             self.deepspeed.step()
             if grad_norm is None:
@@ -262,7 +262,7 @@ class Engine:
     ) -> tuple[torch.Tensor, FixedPointReport | None]:
         """Return the weighted loss of a micro-batch, and the report of its fixed-point layers."""
         try:
-            with self.times.part("forward"):
+            with self.times.measure("forward"):
                 output = self.forward(batch)
                 loss = output.loss * loss_weight
         except FloatingPointError as e:
@@ -296,7 +296,7 @@ class Engine:
         """Add the gradient of a pass to the gradient of the update; reduce it after the last."""
         self.deepspeed.set_gradient_accumulation_boundary(is_last)
         try:
-            with self.times.part("backward"):
+            with self.times.measure("backward"):
                 self.deepspeed.backward(loss)
         except FloatingPointError as e:
             kind = Diverged if self.ranks.world_size == 1 else DivergedOnOneRank

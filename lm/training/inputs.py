@@ -9,8 +9,8 @@ from lm.config.schema import Config
 from lm.data.sources import traces
 from lm.data.sources.errors import DataError
 from lm.data.sources.listing import ENDINGS, source_files
-from lm.data.sources.mixture import name_source_in_errors, parts
-from lm.runs.places import check_resume, looks_local
+from lm.data.sources.mixture import configs_by_source, name_source_in_errors
+from lm.runs.path_checks import check_resume, looks_local
 from lm.training.upcycle import SourceError
 
 
@@ -18,7 +18,7 @@ def check_inputs(cfg: Config) -> None:
     """Refuse a configuration that names a missing file or folder.
 
     Raises:
-        PlaceError: If `resume` names no folder.
+        PathError: If `resume` names no folder.
         SourceError: If `init_from` names no folder.
         ConfigError: If `engine.deepspeed` names no file.
         DataError: If `tokenizer.name`, `data.path` or `data.traces` names nothing that exists.
@@ -52,7 +52,7 @@ def check_tokenizer(cfg: Config) -> None:
 
 def check_data(cfg: Config) -> None:
     """Raise DataError if `data.path` names no file, or `data.traces` no task."""
-    for source, part in parts(cfg).items():
+    for source, part in configs_by_source(cfg).items():
         with name_source_in_errors(source):
             if part.data.path is not None and part.data.source in ENDINGS:
                 source_files(part.data)

@@ -13,7 +13,7 @@ from lm.common.console import say
 from lm.common.errors import Diverged, DivergedOnOneRank, Stopped
 from lm.config.schema import Run
 from lm.runs.checkpoint import Checkpoints
-from lm.runs.log import Writer
+from lm.runs.log import MetricsWriter
 from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
 
@@ -30,7 +30,7 @@ class Loop(ABC):
     run: RunDir
     checkpoints: Checkpoints
     profile: Profile
-    writer: Writer | None
+    writer: MetricsWriter | None
     continue_advice: str  # how the user continues a stopped run, for messages
 
     def __init__(self, cfg: Run):
@@ -136,7 +136,7 @@ class Loop(ABC):
         self._finish_saves()
         if not self.step:
             raise Stopped(f"stopped by a signal before the first update: {self.continue_advice}")
-        if self.checkpoints.published != self.step:
+        if self.checkpoints.last_complete_step != self.step:
             self._save()
             self._finish_saves()
         raise Stopped(
@@ -172,7 +172,7 @@ class Loop(ABC):
         except Diverged as e:
             raise Diverged(f"stopped at update {failed_update}: {error}; {e}") from None
         if not is_restored:
-            saved = self.checkpoints.published  # number of an update
+            saved = self.checkpoints.last_complete_step  # number of an update
             last = f"the last checkpoint is of update {saved}" if saved else "no checkpoint"
             raise Diverged(
                 f"stopped at update {failed_update}: {error}; {last}, {count} of {limit}"
@@ -184,7 +184,7 @@ class Loop(ABC):
             f" then on with the next data (rollback {self.rollbacks} of {limit})"
         )
         if self.writer:
-            self.writer.keep_until(self.step)
+            self.writer.drop_records_after(self.step)
         self.write(
             {"rollback": {"number": self.rollbacks, "from": failed_update, "why": str(error)}}
         )

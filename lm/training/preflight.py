@@ -14,7 +14,7 @@ import lm
 from lm.common.errors import ConfigError, require
 from lm.common.ranks import Ranks
 from lm.config.schema import Config, check_updates
-from lm.data.sources.mixture import parts
+from lm.data.sources.mixture import configs_by_source
 from lm.kernels import OPERATIONS, choose_backends, describe_backends, requested_backend
 from lm.training import init_from
 from lm.training.build import check_section
@@ -120,7 +120,7 @@ def check_config(cfg: Config, world_size: int) -> Checked:
 
     Raises:
         ConfigError: If the warm-up, the sizes, DeepSpeed's JSON or `optim.lr_factors` are wrong.
-        PlaceError, SourceError, DataError: As `check_inputs`.
+        PathError, SourceError, DataError: As `check_inputs`.
         LoadError: If the source of `init_from` is damaged.
         BackendError: If FPRNN_KERNELS names unknown kernels.
     """
@@ -166,13 +166,13 @@ def check(cfg: Config, world_size: int) -> Checked:
 
     Raises:
         ConfigError: As `check_config` and `check_gpu`.
-        PlaceError, SourceError, DataError, LoadError, BackendError: As `check_config`.
+        PathError, SourceError, DataError, LoadError, BackendError: As `check_config`.
         MissingPackageError: If a package that the config needs is not installed.
     """
     checked = check_config(cfg, world_size)
     check_gpu(checked.model)
     check_device(checked.deepspeed)
-    sources = {part.data.source for part in parts(cfg).values()}
+    sources = {part.data.source for part in configs_by_source(cfg).values()}
     for package, key, is_needed in [
         ("wandb", "log.wandb", cfg.log.wandb),
         ("tensorboard", "log.tensorboard", cfg.log.tensorboard),

@@ -12,10 +12,10 @@ from lm.config.schema import Config
 from lm.runs.metrics import (
     FailureWatch,
     Throughput,
-    affine_flops,
+    fit_flops,
     fixed_point_metrics,
-    imbalance,
     mean,
+    measure_imbalance,
     peak_memory,
 )
 from lm.training.engine import MAX_EXPONENT, Engine, Update
@@ -34,7 +34,7 @@ class Recorder:
     def __init__(self, cfg: Config, ranks: Ranks, engine: Engine, model: torch.nn.Module):
         self.cfg, self.ranks, self.engine = cfg, ranks, engine
         self.tokens_per_step = cfg.tokens_per_step(ranks.world_size)
-        flops = affine_flops(getattr(model, "flops_per_token", None), cfg.data.seq_len)
+        flops = fit_flops(getattr(model, "flops_per_token", None), cfg.data.seq_len)
         self.throughput = Throughput(flops, ranks.world_size)
         self.has_solver = cfg.model.has_fixed_point
         self.failure_watch = FailureWatch(say, model.solver() if self.has_solver else "none")
@@ -61,6 +61,7 @@ class Recorder:
         """
         solver = fixed_point_metrics(self._reports, self.ranks.gather)
         breakdown = self.engine.times.read()
+        forward_s = breakdown["forward"] + breakdown.get("solve", 0.0)
         record = {
             "step": step,
             "loss": update.loss,
@@ -70,7 +71,7 @@ class Recorder:
             "tokens": step * self.tokens_per_step,
             **self.throughput.read(mean(solver.get("evaluations", []))),
             **solver,
-            **imbalance(breakdown["forward"] + breakdown.get("solve", 0.0), self._gather_host),
+            **measure_imbalance(forward_s, self._gather_host),
             "breakdown": breakdown,
         }
         self._reports = []

@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from lm.config.schema import Config
-from lm.data.corpus.prepare import checksums, place_in_run
-from lm.data.sources.mixture import parts
-from lm.model.checksums import SUMS, describe_mismatch, sha256
+from lm.data.corpus.prepare import corpus_record_folder, read_recorded_checksums
+from lm.data.sources.mixture import configs_by_source
+from lm.model.corpus_record_folder import SUMS, describe_mismatch, sha256
 from lm.runs.checkpoint import CheckpointError
-from lm.runs.run_dir import RunDir, RunDirError, check_config
+from lm.runs.run_dir import RunDir, RunDirError, check_checkpoint_config
 from lm.training.deepspeed_json import layout
 from lm.training.optim import optimizer_signature
 
@@ -33,9 +33,10 @@ def run_fingerprint(cfg: Config, run: RunDir) -> dict:
         {"tokenizer": checksums of its files, "corpora": checksums of each corpus, "config"}.
     """
     tokenizer = [file for file in sorted(run.tokenizer.iterdir()) if file.name != SUMS]
+    corpora = {name: read_recorded_checksums(run.path, name) for name in configs_by_source(cfg)}
     return {
         "tokenizer": {file.name: sha256(file) for file in tokenizer},
-        "corpora": {name: checksums(run.path, name) for name in parts(cfg)},
+        "corpora": corpora,
         "config": cfg.model_dump(mode="json"),
     }
 
@@ -48,7 +49,7 @@ def check_fingerprint(path: Path, manifest: dict, run: RunDir, cfg: Config) -> N
     Raises:
         RunDirError: If the config, the tokenizer or a corpus has changed.
     """
-    check_config(path, manifest, run, cfg)
+    check_checkpoint_config(path, manifest, run, cfg)
     check_tokenizer(path, manifest, run)
     check_corpora(path, manifest, run, cfg)
 
@@ -64,12 +65,12 @@ def check_tokenizer(path: Path, manifest: dict, run: RunDir) -> None:
 def check_corpora(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
     """Raise RunDirError if a corpus of the run differs from its checkpoint's."""
     for name, saved in manifest.get("corpora", {}).items():
-        current = checksums(run.path, name) if name in parts(cfg) else {}
+        current = read_recorded_checksums(run.path, name) if name in configs_by_source(cfg) else {}
         if saved and current and saved != current:
             raise RunDirError(
-                f"{place_in_run(run.path, name)} holds another corpus than {path} was trained on"
-                " (the sha256 of its files differ): restore the text, or train from scratch under"
-                " another `name`"
+                f"{corpus_record_folder(run.path, name)} holds another corpus than {path} was"
+                " trained on (the sha256 of its files differ): restore the text, or train from"
+                " scratch under another `name`"
             )
 
 

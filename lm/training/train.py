@@ -23,7 +23,7 @@ from lm.runs.checkpoint import (
     resume_checkpoint,
     rollback_checkpoint,
 )
-from lm.runs.log import Writer
+from lm.runs.log import MetricsWriter
 from lm.runs.metrics import iter_metrics
 from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
@@ -192,7 +192,7 @@ class Training(HookedLoop):
         if self.ranks.is_main:
             if self.step < self.cfg.train.steps:
                 self.run.result.unlink(missing_ok=True)  # result of fewer updates
-            self.writer = Writer(self.cfg, self.run, resumed_at=self.step)
+            self.writer = MetricsWriter(self.cfg, self.run, resumed_at=self.step)
             self.on_exit.callback(self.writer.close)
 
     def _restore(self, path: Path, manifest: dict) -> None:
@@ -203,7 +203,7 @@ class Training(HookedLoop):
         self.seconds = state["seconds"]
         self.recorder.throughput.spent = state["spent"]
         self.rollbacks = state["rollbacks"]
-        self.checkpoints.published = self.step
+        self.checkpoints.last_complete_step = self.step
 
     def log_setup(self) -> None:
         """Print device, model and optimizer, and write environment.json and deepspeed.json."""
@@ -287,7 +287,7 @@ class Training(HookedLoop):
         micro_batches, error, is_stopped = [], None, False
         try:
             with (
-                self.engine.times.part("data"),
+                self.engine.times.measure("data"),
                 self.signals.interruptible() if stream else contextlib.nullcontext(),
             ):
                 for _ in range(self.cfg.train.accumulation(self.ranks.world_size)):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm.common.errors import BAD_CONFIG, ConfigError, UserError
 from lm.model.fields import KINDS, resolve_d_ff, resolve_n_heads
-from lm.runs.exported import first_names
+from lm.runs.exported import format_first_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -231,4 +231,4 @@ def _match_names(match: WeightMatch, excluded: set[str]) -> None:
         if not fits and not name.startswith(tuple(new_layers)):
             unmatched.append(name)
     if unmatched:
-        match.differences.append(f"no weight of the same shape for {first_names(unmatched)}")
+        match.differences.append(f"no weight of the same shape for {format_first_names(unmatched)}")

@@ -19,7 +19,7 @@ from lm.data.batches.text_bytes import (
     bits_per_byte,
     format_bits_per_byte,
 )
-from lm.data.sources.mixture import parts
+from lm.data.sources.mixture import configs_by_source
 from lm.runs.log import iterations_suffix
 from lm.runs.metrics import FailureWatch, fixed_point_metrics, probe
 from lm.runs.run_dir import RunDir
@@ -65,7 +65,7 @@ class Validation:
             name: question_batches(
                 part.data.traces, tokenizer, cfg.train.micro_batch_size, cfg.data.seq_len
             )
-            for name, part in parts(cfg).items()
+            for name, part in configs_by_source(cfg).items()
             if part.data.source == "traces"
         }
 

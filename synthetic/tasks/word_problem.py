@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm.data.sources.errors import DataError
-from lm.data.sources.groups import element_names, group
+from lm.data.sources.groups import element_names, get_group
 
 from . import Batch, Task, TaskError, splits, task
 
@@ -25,7 +25,7 @@ class WordProblem(Task):
 
     def __init__(self, task: config.Task):
         try:
-            self.group = group(task.group)
+            self.group = get_group(task.group)
         except DataError as e:
             raise TaskError(str(e)) from None
         self.name = task.name

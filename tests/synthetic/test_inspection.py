@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from lm.data.sources.groups import element_names, group
+from lm.data.sources.groups import element_names, get_group
 from lm.evaluation.inspection.page import render_page
 from lm.runs.metrics import probe
 from lm.runs.run_dir import RunDir
@@ -48,7 +48,7 @@ def test_typed_sequences_have_the_same_labels_as_drawn_ones(name, fields, length
 
 def test_element_names_multiply_as_permutations():
     for name in ("S4", "A5", "D4"):
-        names, elements = element_names(name), group(name)
+        names, elements = element_names(name), get_group(name)
         assert (
             len(set(names)) == elements.order
             and names[elements.identity] == "12345"[: int(name[1])]

@@ -13,7 +13,7 @@ from lm.evaluation.inspection.page import (
     list_facts,
     make_layer_rows,
 )
-from lm.runs.written import PAGE
+from lm.runs.owned_files import INSPECT_PAGE
 
 
 def choose_page(place: Path | str, out: str | None) -> Path:
@@ -27,7 +27,7 @@ def choose_page(place: Path | str, out: str | None) -> Path:
         OutputError: If the page cannot be written, or another file has this path.
     """
     folder = Path(place)
-    default = folder / PAGE if folder.is_dir() else Path(PAGE)
+    default = folder / INSPECT_PAGE if folder.is_dir() else Path(INSPECT_PAGE)
     page = default if out is None else Path(out)
     check_replaceable(page, MADE_BY)
     return page

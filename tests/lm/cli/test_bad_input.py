@@ -83,7 +83,7 @@ def test_bug_keeps_its_traceback(monkeypatch, command):
         raise ValueError("a bug")  # the base of many errors of ours
 
     monkeypatch.setattr("lm.config.load.load_tree", broken)
-    monkeypatch.setattr("lm.runs.places.check_run", broken)
+    monkeypatch.setattr("lm.runs.path_checks.check_run", broken)
     with pytest.raises(ValueError, match="a bug"):
         main(command)
 

@@ -19,7 +19,7 @@ from lm.data.corpus import cache, tokenising
 from lm.data.corpus import tokenizer as tokenizers
 from lm.data.corpus.prepare import ensure_on_node, open_corpus, prepare, prepare_ahead
 from lm.data.sources.errors import DataError
-from lm.runs.written import foreign_files, run_file_test
+from lm.runs.owned_files import describe_foreign_files, make_run_file_test
 from tests.forked import Forked
 from tests.running import FORKS, ROOT, fprnn
 
@@ -216,7 +216,7 @@ def test_corpus_in_a_run_directory_is_no_foreign_file(cached, bpe, name):
     cached.data.cache_dir = None
     prepare(cached, bpe, cached.run_dir, name=name)
     assert list(cached.run_dir.rglob("train.bin"))
-    assert foreign_files(cached.run_dir, run_file_test(cached.run_dir)) == ""
+    assert describe_foreign_files(cached.run_dir, make_run_file_test(cached.run_dir)) == ""
 
 
 def test_one_process_makes_the_corpus_and_others_wait(cached, folder):

@@ -27,7 +27,7 @@ from lm.data.batches.stream import StreamLoader
 from lm.data.corpus.corpora import open_sources, prepare_config, prepare_sources
 from lm.data.corpus.tokenizer import training_texts
 from lm.data.sources.errors import DataError
-from lm.data.sources.mixture import parts, shares, tokenizer_bytes
+from lm.data.sources.mixture import configs_by_source, source_shares, tokenizer_bytes
 from lm.data.sources.open import is_validation
 from lm.report.plan import _model_rows, describe, plan
 from lm.training.validation import pool_scores
@@ -220,8 +220,11 @@ def test_state_of_another_mixture_is_refused():
 
 def test_shares_are_normalized_weights():
     mixture = {"b": {"source": "builtin", "weight": 3}, "a": {"source": "builtin", "weight": 1}}
-    assert shares(config.build({"data": {"mixture": mixture}}).data) == {"a": 0.25, "b": 0.75}
-    assert shares(Data()) == {"": 1.0}
+    assert source_shares(config.build({"data": {"mixture": mixture}}).data) == {
+        "a": 0.25,
+        "b": 0.75,
+    }
+    assert source_shares(Data()) == {"": 1.0}
 
 
 def test_validation_mean_is_weighted_by_shares():
@@ -315,7 +318,7 @@ def two(cfg, texts, tmp_path):
 def test_sources_are_prepared_and_validated_separately(two, bpe):
     corpora = prepare_sources(two, bpe, two.run_dir)
     assert list(corpora) == ["back", "own"]
-    for name, part in parts(two).items():
+    for name, part in configs_by_source(two).items():
         part.name = f"single-{name}"
         single = prepare_sources(part, bpe, part.run_dir)[""]
         assert np.array_equal(single.train[:], corpora[name].train[:]) and len(single.train)

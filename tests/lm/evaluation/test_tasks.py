@@ -57,7 +57,7 @@ def test_traces_in_lm_eval_equal_the_data_source(source):
         gap = int(name.rpartition("_")[2])
         documents = list(task.eval_docs)
         assert len(documents) == 500
-        for document, turn in zip(documents, traces.questions(config, gap, 20)):
+        for document, turn in zip(documents, traces.iter_questions(config, gap, 20)):
             ((context, continuation),) = [
                 request.args
                 for request in [task.construct_requests(document, task.doc_to_text(document))]

@@ -14,7 +14,7 @@ from lm.evaluation.facade import load
 from lm.export.export import ExportError, export, run_identity
 from lm.export.folder import check_place, draft, publish, write_record
 from lm.runs.checkpoint import find_newest_checkpoint
-from lm.runs.written import EXPORT_RECORD, export_files
+from lm.runs.owned_files import EXPORT_RECORD, list_export_files
 from lm.training.reshard import consolidate_weights
 from tests.running import run_alone
 
@@ -174,7 +174,7 @@ def test_export_of_an_earlier_version_is_recognized(small_export, tmp_path):
     expected = {path.name for path in out.iterdir()} - {EXPORT_RECORD}
     (out / EXPORT_RECORD).unlink()
     write_file(out, "train.py", "mine")
-    assert export_files(out) == expected
+    assert list_export_files(out) == expected
     check_place(out, {"name": "small", "seed": 0}, overwrite=False)
     with pytest.raises(ExportError, match="another run, `small`"):
         check_place(out, {"name": "other", "seed": 0}, overwrite=False)

@@ -15,7 +15,7 @@ from lm.report import figures
 from lm.report.read import read_all
 from lm.report.report import report
 from lm.report.summary import config_tables, result_table, summarize
-from lm.runs.written import FIGURES
+from lm.runs.owned_files import FIGURES
 
 STEPS, EVERY = 40, 4
 
@@ -324,7 +324,7 @@ def test_report_of_a_running_run(tmp_path, undrawn):
         f.write('{"step": 999, "lo')  # being written
     (folder / "lease.json").write_text(json.dumps({"host": "n7", "pid": 12, "job": "4711"}))
     text = reported(folder)
-    assert "live is running: job 4711 on n7, process 12; update 28 of 40, last record" in text
+    assert "live is running: process 12 on n7, Slurm job 4711; update 28 of 40, last record" in text
     assert "1 lines are skipped" in text
     assert json.loads((folder / "summary.json").read_text())["updates"] == 28
     (folder / "lease.json").unlink()

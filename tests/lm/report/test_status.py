@@ -12,7 +12,7 @@ from lm.cli.main import main
 from lm.common.console import say
 from lm.common.errors import BAD_CONFIG
 from lm.report import status
-from lm.runs.lease import Lease
+from lm.runs.lease import Lease, LeaseError
 from lm.runs.run_dir import RunDir
 from lm.runs.status import Status, run_status
 
@@ -68,8 +68,8 @@ def test_running_run_shows_its_last_records(run):
     for path in (run.metrics, run.path / "config.yaml"):
         os.utime(path, (NOW - 30,) * 2)
     seen = run.read_status()
-    assert (seen.state, seen.text) == ("running", "job 12 on n7, process 4711")
-    assert seen.left_s == pytest.approx(4.0 * 5)
+    assert (seen.state, seen.text) == ("running", "process 4711 on n7, Slurm job 12")
+    assert seen.remaining_s == pytest.approx(4.0 * 5)
     assert status.make_cells(seen) == {
         "run": str(run.path),
         "state": "running",
@@ -127,9 +127,9 @@ def test_state_of_an_ended_run(run, files, state, words):
 def test_run_without_process_is_stopped(run):
     run.log(training_record(1, 1.0), training_record(2, 2.0))
     run.write_lease(ago=3600)
-    assert run.read_status().state == "stopped" and run.read_status().left_s is None
-    assert "killed: job 12 on n7, process 4711" in run.read_status().text
-    # On this host that is seen at once, however fresh the lease.
+    assert run.read_status().state == "stopped" and run.read_status().remaining_s is None
+    assert "killed: process 4711 on n7, Slurm job 12" in run.read_status().text
+    # A process of this host is looked up, however old or new the last touch is.
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     here = Lease(run.path / "lease.json").record
@@ -137,6 +137,11 @@ def test_run_without_process_is_stopped(run):
     assert run.read_status().state == "stopped"
     run.write_lease(ago=1, **here)
     assert run.read_status().state == "running"
+    run.write_lease(ago=3600, **here)  # suspended: `Lease.acquire` refuses its directory, too
+    assert run.read_status().state == "running"
+    assert run.read_status().text.endswith("which has not responded for 60 min")
+    with pytest.raises(LeaseError, match=f"in use by process {os.getpid()}"):
+        Lease(run.path / "lease.json").acquire()
 
 
 @pytest.mark.parametrize(
@@ -146,7 +151,7 @@ def test_damaged_logs_give_no_numbers(run, text):
     run.write("metrics.jsonl", text)
     run.write("config.yaml", "[")
     seen = run.read_status()
-    assert (seen.step, seen.steps, seen.left_s) == (None, None, None)
+    assert (seen.step, seen.steps, seen.remaining_s) == (None, None, None)
     broken = training_record(
         3, "x", lr=None, tokens_per_s=[1], valid={"metrics": 3}, validation="y"
     )
@@ -163,9 +168,9 @@ def test_time_left_ignores_a_slow_stretch(run):
     run.write_lease()
     seconds = {10: 500.0, 20: 510.0, 30: 520.0, 40: 9000.0, 50: 9010.0}
     run.log(training_record(10, 500.0))
-    assert run.read_status().left_s is None
+    assert run.read_status().remaining_s is None
     run.log(*(training_record(step, at) for step, at in list(seconds.items())[1:]))
-    assert run.read_status().left_s == pytest.approx(50.0)
+    assert run.read_status().remaining_s == pytest.approx(50.0)
 
 
 def test_synthetic_run_shows_its_score(run):
@@ -176,7 +181,7 @@ def test_synthetic_run_shows_its_score(run):
         {"step": 4, "loss": 0.4, "lr": 1e-3, "tokens_per_s": 10.0, "seconds": 12.0},
     )
     seen = run.read_status()
-    assert seen.validation == "token_accuracy 0.875" and seen.left_s == pytest.approx(12.0)
+    assert seen.validation == "token_accuracy 0.875" and seen.remaining_s == pytest.approx(12.0)
 
 
 # The command.
@@ -228,7 +233,7 @@ def test_short_names_omit_the_common_folder():
 def test_ages_are_not_negative(run):
     run.log(training_record(1, 1.0))
     os.utime(run.metrics, (time.time() + 5,) * 2)  # another host's clock is ahead
-    assert run_status(RunDir(run.path), time.time()).seen_s == 0
+    assert run_status(RunDir(run.path), time.time()).idle_s == 0
 
 
 def test_ranges_have_the_form_of_sbatch():

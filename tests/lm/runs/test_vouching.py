@@ -20,8 +20,8 @@ from lm.runs.auto_classes import register_auto_classes
 from lm.runs.checkpoint import MANIFEST
 from lm.runs.exported import LoadError, load_model, load_tokenizer
 from lm.runs.lease import Lease
+from lm.runs.owned_files import CARD, EXPORT_RECORD
 from lm.runs.run_dir import RunDir, RunDirError
-from lm.runs.written import CARD, EXPORT_RECORD
 from lm.training.init_from import read_source
 from tests.refusals import refused
 from tests.running import ROOT, fprnn, losses, run, run_alone
