@@ -321,7 +321,7 @@ def test_language_model_trains_resumes_and_exports(page, tmp_path):
     with pytest.raises(ConfigError, match=r"config\.yaml, and nothing here .* --trust"):
         export(tmp_path / "runs/tiny", tmp_path / "hf")
     out = export(tmp_path / "runs/tiny", tmp_path / "hf", trust=True)
-    from lm.evaluation.facade import load
+    from lm.evaluation.language_model import load
 
     assert load(out, trust=True).generate("The", max_new_tokens=3, temperature=0)
 

@@ -46,7 +46,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 def _eval(args: argparse.Namespace) -> int:
     from lm.runs import places
 
-    places.find_model(args.checkpoint, on_hub=False)
+    places.check_model(args.checkpoint, on_hub=False)
 
     from lm.common.console import say
     from lm.evaluation.evaluate import evaluate, make_table

@@ -47,7 +47,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from lm.evaluation.facade import load
+    from lm.evaluation.language_model import load
 
     text = load(args.checkpoint, args.trust).generate(
         args.prompt,

@@ -41,10 +41,10 @@ def _inspect(args: argparse.Namespace) -> int:
     from lm.runs import places
 
     text = _read_text(args.text)
-    places.find_model(args.checkpoint)
+    places.check_model(args.checkpoint)
 
-    from lm.evaluation.facade import load
     from lm.evaluation.inspection.show import choose_page, show
+    from lm.evaluation.language_model import load
 
     out = choose_page(args.checkpoint, args.out)
     show(load(args.checkpoint, args.trust).inspect(text), out)

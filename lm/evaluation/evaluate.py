@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import lm
 from lm.common.errors import UserError, missing_package
 from lm.common.files import check_file, write_json
-from lm.evaluation import facade
+from lm.evaluation import language_model
 from lm.evaluation.tasks import TASKS_DIR
 from lm.runs import places
 from lm.runs.metrics import find_failures, fixed_point_metrics
@@ -85,7 +85,7 @@ def evaluate(
     """
     # 1. Check everything that can be checked before the model is loaded.
     checkpoint = Path(checkpoint)
-    places.find_model(checkpoint, on_hub=False)
+    places.check_model(checkpoint, on_hub=False)
     _check_options(tasks, suite)
     for package in ("lm_eval", "accelerate"):  # lm-eval needs accelerate for any HF model
         if importlib.util.find_spec(package) is None:
@@ -95,7 +95,7 @@ def evaluate(
     with _stdout_to_stderr():
         manager, selected = load_tasks(list(PAPER) if suite else tasks)
         # 2. Run the tasks.
-        loaded = facade.load(checkpoint, trust)
+        loaded = language_model.load(checkpoint, trust)
         raw, solves = _run(loaded, manager, selected, batch_size, limit)
     # 3. Write the results.
     task_results = {name: _collect_results(raw, name) for name in raw["results"]}
@@ -174,7 +174,7 @@ def load_tasks(names: list[str]) -> tuple[TaskManager, list[Any]]:
 
 
 def _run(
-    loaded: facade.LanguageModel,
+    loaded: language_model.LanguageModel,
     manager: TaskManager,
     tasks: list[Any],
     batch_size: int | str,

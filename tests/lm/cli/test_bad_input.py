@@ -14,7 +14,7 @@ import lm.common.errors
 from lm.cli.arguments import Integer, PositiveNumber, parse_names
 from lm.cli.main import main, make_parser
 from lm.common.errors import UserError, describe_user_error, install_command
-from lm.evaluation.facade import FacadeError, load
+from lm.evaluation.language_model import LanguageModelError, load
 from tests.refusals import refused
 from tests.running import ENV
 
@@ -386,7 +386,7 @@ def test_generate(capsys, small_export, args, words):
     ],
 )
 def test_generate_called_from_python(small_export, options, words):
-    with pytest.raises((FacadeError, ValueError), match=words):
+    with pytest.raises((LanguageModelError, ValueError), match=words):
         load(small_export).generate("a", **options)
 
 

@@ -75,7 +75,7 @@ def served(export, log):
 
 
 def expected(export, **sampling) -> str:
-    from lm.evaluation.facade import load
+    from lm.evaluation.language_model import load
 
     loaded = load(export)
     model, tokenizer = loaded.model, loaded.tokenizer

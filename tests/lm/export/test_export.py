@@ -10,7 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from lm.common.files import OutputError
-from lm.evaluation.facade import load
+from lm.evaluation.language_model import load
 from lm.export.export import ExportError, export, run_identity
 from lm.export.folder import check_place, draft, publish, write_record
 from lm.runs.checkpoint import find_newest_checkpoint

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lm.runs import places
-from lm.runs.places import PlaceError, find_model, looks_local
+from lm.runs.places import PlaceError, check_model, looks_local
 
 ROOT = Path(__file__).parents[3]
 DEMO = str(ROOT / "configs/lm/demo.yaml")
@@ -80,14 +80,14 @@ def test_runs_exports_and_other_folders_are_distinguished(tmp_path, monkeypatch)
     for place, file in (("runs/demo", "config.yaml"), ("runs/demo/hf", "config.json")):
         Path(place).mkdir(parents=True)
         Path(place, file).write_text("{}")
-    assert find_model("runs/demo") == "run" and find_model("runs/demo/hf") == "export"
+    assert check_model("runs/demo") == "run" and check_model("runs/demo/hf") == "export"
     for place, words in [
         ("runs/demp", "runs/demp: no such folder; .*; did you mean runs/demo?"),
         ("runs", "runs holds neither a run .* it contains runs, such as runs/demo"),
         ("runs/demo/config.yaml", "is a file"),
     ]:
         with pytest.raises(PlaceError, match=words):
-            find_model(place)
+            check_model(place)
     with pytest.raises(PlaceError, match=r"runs holds no run .*it contains runs"):
         places.check_run("runs")
 
@@ -117,7 +117,7 @@ def test_the_hub_is_asked_once(monkeypatch):
 
     def ask(error):
         monkeypatch.setattr("huggingface_hub.HfApi", lambda: Hub(error))
-        return find_model("owner/name")
+        return check_model("owner/name")
 
     answer = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
     with pytest.raises(PlaceError, match="no such folder, and not a model on the hub: 404"):
@@ -126,7 +126,7 @@ def test_the_hub_is_asked_once(monkeypatch):
         ask(httpx.ConnectError("no route"))
     assert ask(errors.GatedRepoError("ask first", response=answer)) == "hub"
     with pytest.raises(PlaceError, match="not a model on the hub: Repo id must use"):
-        find_model("ow ner/name")
+        check_model("ow ner/name")
 
 
 def test_options_with_missing_files_or_folders_are_refused(tmp_path):

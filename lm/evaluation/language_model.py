@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MIN_TEMPERATURE = 1e-3  # logits divided by a smaller number may be infinite
 
 
-class FacadeError(UserError, RuntimeError):
+class LanguageModelError(UserError, RuntimeError):
     """Model or prompt that cannot be used; the message has the reason and a fix."""
 
 
@@ -54,7 +54,8 @@ class LanguageModel:
             seed: Sampling seed.
 
         Raises:
-            FacadeError: If the prompt is empty or not Unicode, or the temperature is too low.
+            LanguageModelError: If the prompt is empty or not Unicode, or the temperature is
+                between 0 and 0.001.
             ValueError: If transformers refuses another option.
         """
         import torch
@@ -62,17 +63,19 @@ class LanguageModel:
         from lm.model.configuration_fprnn import MODEL_TYPES
 
         if temperature != 0 and not temperature >= MIN_TEMPERATURE:
-            raise FacadeError(
+            raise LanguageModelError(
                 f"temperature is {temperature:g}: it must be 0 (greedy) or at least"
                 f" {MIN_TEMPERATURE:g}"
             )
         try:
             prompt.encode()
         except UnicodeEncodeError as e:  # bytes of a command line that are not UTF-8
-            raise FacadeError(f"the prompt is not text: character {e.start} is not UTF-8") from None
+            raise LanguageModelError(
+                f"the prompt is not text: character {e.start} is not UTF-8"
+            ) from None
         inputs = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         if inputs["input_ids"].shape[1] == 0:
-            raise FacadeError("the prompt is empty: give at least one character")
+            raise LanguageModelError("the prompt is empty: give at least one character")
         options: dict = {"do_sample": False}
         if temperature > 0:
             options = {"do_sample": True, "temperature": temperature, "top_k": top_k}
@@ -121,13 +124,13 @@ def load(path: Path | str, trust: bool = False) -> LanguageModel:
 
     Raises:
         PlaceError: If `path` does not exist, or is a file.
-        FacadeError: If it is a run of the synthetic suite, or has no tokenizer.
+        LanguageModelError: If it is a run of the synthetic suite, or has no tokenizer.
         LoadError: If files are damaged.
         CheckpointError: If the run has no complete checkpoint, or the checkpoint does not fit the
             run's config.yaml.
     """
     folder = Path(path).expanduser()
-    kind = places.find_model(path)
+    kind = places.check_model(path)
     if kind == "run":
         _refuse_synthetic(folder)
         from lm.training.trained import load_trained
@@ -150,18 +153,18 @@ def load(path: Path | str, trust: bool = False) -> LanguageModel:
 
 
 def _refuse_synthetic(folder: Path) -> None:
-    """Raise FacadeError for a run of the synthetic suite."""
+    """Raise LanguageModelError for a run of the synthetic suite."""
     from lm.config.yaml_text import load_tree
 
     if "task" in load_tree(folder / places.RUN_FILE):
-        raise FacadeError(
+        raise LanguageModelError(
             f"{folder} is a run of the synthetic suite, whose tokens are not text: use `fprnn"
             f" synthetic inspect {folder}`"
         )
 
 
 def _refuse_without_tokenizer(folder: Path) -> None:
-    """Raise FacadeError for a folder without a tokenizer."""
+    """Raise LanguageModelError for a folder without a tokenizer."""
     files = ("tokenizer.json", "tokenizer_config.json")
     if not any((folder / file).is_file() for file in files):
-        raise FacadeError(f"{folder} has no tokenizer ({files[0]}): copy one into it")
+        raise LanguageModelError(f"{folder} has no tokenizer ({files[0]}): copy one into it")
