@@ -1,4 +1,4 @@
-"""Trained models in Python: `fprnn.load(PATH)` returns a model that generates and inspects text."""
+"""`fprnn.load(PATH)`: load a trained language model, to generate and inspect text with it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class LanguageModel:
 
         from lm.model.configuration_fprnn import MODEL_TYPES
 
-        if temperature != 0 and not temperature >= MIN_TEMPERATURE:
+        if temperature != 0 and not temperature >= MIN_TEMPERATURE:  # also refuses NaN
             raise LanguageModelError(
                 f"temperature is {temperature:g}: it must be 0 (greedy) or at least"
                 f" {MIN_TEMPERATURE:g}"
@@ -79,25 +79,25 @@ class LanguageModel:
         options: dict = {"do_sample": False}
         if temperature > 0:
             options = {"do_sample": True, "temperature": temperature, "top_k": top_k}
-        if self.model.config.model_type in MODEL_TYPES:  # generation_config.json may disable it
-            options["use_cache"] = True
+        if self.model.config.model_type in MODEL_TYPES:  # a model of this package
+            options["use_cache"] = True  # even if its generation_config.json disables the cache
         pad_token_id = self.tokenizer.pad_token_id
         if pad_token_id is None:
             pad_token_id = self.tokenizer.eos_token_id
         torch.manual_seed(seed)
-        ids = self.model.generate(
+        output_ids = self.model.generate(
             **inputs.to(self.model.device),
             max_new_tokens=max_new_tokens,
             pad_token_id=pad_token_id,
             **options,
         )
-        return self.tokenizer.decode(ids[0], skip_special_tokens=True)
+        return self.tokenizer.decode(output_ids[0], skip_special_tokens=True)
 
     def inspect(self, text: str) -> Inspection:
-        """Return loss, entropy and predictions of each token, and ℓ*, states and gates of layers.
+        """Measure loss, entropy and predictions of each token, and ℓ*, states and gates of layers.
 
-        The model reads one BOS or EOS token before the text, as in lm-eval. A notebook displays
-        the result as a page, and `.to_html(path)` writes the page.
+        The model reads a BOS token before the text (an EOS token if the tokenizer has no BOS), as
+        in lm-eval. A notebook displays the result as a page, and `.to_html(path)` writes the page.
 
         Raises:
             InspectionError: If the text is empty, not Unicode, or longer than
@@ -137,14 +137,13 @@ def load(path: Path | str, trust: bool = False) -> LanguageModel:
 
         trained = load_trained(folder, trust=trust)
         model, tokenizer, name = trained.model, trained.tokenizer, trained.config.name
-    else:
-        place = folder if kind == "export" else path
-        if kind == "export":
-            _refuse_without_tokenizer(folder)
-        from lm.runs.exported import load_model, load_tokenizer
-
-        model, tokenizer = load_model(place, trust), load_tokenizer(place, trust)
-        name = folder.resolve().name if kind == "export" else str(path)
+    elif kind == "export":
+        _refuse_without_tokenizer(folder)
+        model, tokenizer = _load_pretrained(folder, trust)
+        name = folder.resolve().name
+    else:  # a name on the hub
+        model, tokenizer = _load_pretrained(path, trust)
+        name = str(path)
 
     import torch
 
@@ -152,8 +151,17 @@ def load(path: Path | str, trust: bool = False) -> LanguageModel:
     return LanguageModel(model.to(device), tokenizer, name)
 
 
+def _load_pretrained(
+    path: Path | str, trust: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model and the tokenizer of an export, or of a name on the hub."""
+    from lm.runs.exported import load_model, load_tokenizer
+
+    return load_model(path, trust), load_tokenizer(path, trust)
+
+
 def _refuse_synthetic(folder: Path) -> None:
-    """Raise LanguageModelError for a run of the synthetic suite."""
+    """Raise LanguageModelError for a run of the synthetic suite, whose config has a `task`."""
     from lm.config.yaml_text import load_tree
 
     if "task" in load_tree(folder / places.RUN_FILE):
