@@ -288,7 +288,7 @@ def test_unknown_and_duplicate_mixer_names_are_refused(page):
         ("my_mixer_2", "import lm.model.layers", "write `from lm.model.FILE import NAME`"),
         ("my_mixer_2", "from lm.model import layers", "write `from lm.model.FILE import NAME`"),
         ("my_mixer_2", "from lm.common.errors import UserError", "write `from lm.model.FILE"),
-        ("layers", "import math", "like the layers.py that every export has: rename its file"),
+        ("layers", "import math", "and the layers.py that every export has: rename the"),
     ],
 )
 def test_mixer_with_other_imports_is_not_exported(page, tmp_path, name, line, message):

@@ -45,7 +45,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         type=Integer(0),
         default=50,
         metavar="K",
-        help="sample from the K most likely tokens; 0: from all tokens (default: 50)",
+        help="sample from the K most likely tokens, at least 1; 0: from all (default: 50)",
     )
     command.add_argument(
         "--seed",

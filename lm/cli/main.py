@@ -30,18 +30,8 @@ from lm.cli.arguments import HelpFormatter, add_examples, parse, run
 AddCommand = Callable[[argparse._SubParsersAction], None]
 # Modules of the commands, in the order in which a user needs them.
 COMMANDS = (
-    doctor,
-    plan,
-    prepare,
-    train,
-    sweep,
-    status,
-    report,
-    inspect,
-    export,
-    eval,
-    generate,
-    serve,
+    *(doctor, plan, prepare, train, sweep, status),
+    *(report, inspect, export, eval, generate, serve),
 )
 EPILOG = """examples:
   fprnn train --config configs/lm/demo.yaml

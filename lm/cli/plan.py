@@ -93,7 +93,7 @@ def plan_run(
     from lm.training.preflight import check_config
 
     if gpu_count is None:
-        _, gpu_count = read_launcher_ranks()
+        _, gpu_count, *_ = read_launcher_ranks()
     hardware = parse_hardware(gpu_count, gpu_name, utilisation)
     cfg_without_custom_mixers, _ = replace_custom_mixers(cfg)  # plan imports no custom code
     check_config(cfg_without_custom_mixers, gpu_count)

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from lm.common.files import OutputError
 from lm.evaluation.language_model import load
-from lm.export.export import ExportError, export, run_identity
-from lm.export.folder import check_place, draft, publish, write_record
+from lm.export.export import ExportError, export, identify_run
+from lm.export.folder import check_out_folder, draft_folder, publish, write_record
 from lm.runs.checkpoint import find_newest_checkpoint
 from lm.runs.written import EXPORT_RECORD, export_files
 from lm.training.reshard import consolidate_weights
@@ -151,9 +151,9 @@ def test_results_of_previous_weights_are_kept_with_a_note(tiny_run, tmp_path, ca
 
 
 def test_run_identity_depends_on_fixed_settings(tiny):
-    same = run_identity(tiny())
-    assert run_identity(tiny("out_dir=elsewhere", "train.steps=99", "log.every=7")) == same
-    assert all(run_identity(tiny(key)) != same for key in ("name=b", "seed=1", "model.d_state=8"))
+    same = identify_run(tiny())
+    assert identify_run(tiny("out_dir=elsewhere", "train.steps=99", "log.every=7")) == same
+    assert all(identify_run(tiny(key)) != same for key in ("name=b", "seed=1", "model.d_state=8"))
 
 
 def test_edited_card_is_replaced_only_with_overwrite(tiny_run, tmp_path):
@@ -175,12 +175,12 @@ def test_export_of_an_earlier_version_is_recognized(small_export, tmp_path):
     (out / EXPORT_RECORD).unlink()
     write_file(out, "train.py", "mine")
     assert export_files(out) == expected
-    check_place(out, {"name": "small", "seed": 0}, overwrite=False)
+    check_out_folder(out, {"name": "small", "seed": 0}, overwrite=False)
     with pytest.raises(ExportError, match="another run, `small`"):
-        check_place(out, {"name": "other", "seed": 0}, overwrite=False)
+        check_out_folder(out, {"name": "other", "seed": 0}, overwrite=False)
     (out / "SHA256SUMS").unlink()
     with pytest.raises(ExportError, match="holds no earlier export"):
-        check_place(out, {"name": "small", "seed": 0}, overwrite=False)
+        check_out_folder(out, {"name": "small", "seed": 0}, overwrite=False)
 
 
 def test_export_after_a_killed_export_completes_it(small_export, tmp_path, monkeypatch):
@@ -210,7 +210,7 @@ def test_drafts_of_killed_exports_are_deleted(tmp_path):
     write_file(tmp_path, ".out-abcd1234/export/config.json")
     write_file(tmp_path, ".out-backup/config.json")
     write_file(tmp_path, ".out-20261127/config.json")
-    with draft(tmp_path / "out"):
+    with draft_folder(tmp_path / "out"):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out-20261127", ".out-backup"]
 
