@@ -88,7 +88,7 @@ def plan_run(
     from lm.common.errors import BAD_CONFIG
     from lm.common.files import check_folder
     from lm.common.ranks import read_launcher_ranks
-    from lm.report.plan import describe, parse_hardware, plan
+    from lm.report.plan import make_table, parse_hardware, plan
     from lm.training.build import replace_custom_mixers
     from lm.training.preflight import check_config
 
@@ -100,4 +100,4 @@ def plan_run(
     check_folder(cfg.run_dir)
     costs = plan(cfg, hardware)
     exit_status = 0 if costs["fits"] else BAD_CONFIG
-    return describe(costs, cfg), exit_status
+    return make_table(costs, cfg), exit_status

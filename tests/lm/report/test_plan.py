@@ -14,7 +14,7 @@ from lm.config.data import Data, Stage
 from lm.config.model import Model
 from lm.config.schema import Config
 from lm.report import estimate
-from lm.report.plan import describe, parse_hardware, plan
+from lm.report.plan import make_table, parse_hardware, plan
 from lm.training.build import build_model
 
 ROOT = Path(__file__).parents[3]
@@ -44,16 +44,16 @@ def tiny_config(solver=None, **model) -> Config:
 def test_planned_parameters_equal_those_of_the_model(model):
     cfg = tiny_config(**model)
     real = build_model(cfg, 64)
-    p = plan(cfg, 1)
-    assert p["parameters"] == sum(w.numel() for w in real.parameters())
-    assert p["parameters_without_embedding"] == p["parameters"] - 64 * 16
+    costs = plan(cfg, 1)
+    assert costs["parameters"] == sum(w.numel() for w in real.parameters())
+    assert costs["parameters_without_embedding"] == costs["parameters"] - 64 * 16
 
 
 def test_sequences_and_tokens_per_step():
-    p = plan(tiny_config(), 4)
-    assert p["sequences_per_step"] == 3 * 2 * 4
-    assert p["tokens_per_step"] == 3 * 2 * 4 * 32
-    assert p["tokens"] == 3 * 2 * 4 * 32 * 7
+    costs = plan(tiny_config(), 4)
+    assert costs["sequences_per_step"] == 3 * 2 * 4
+    assert costs["tokens_per_step"] == 3 * 2 * 4 * 32
+    assert costs["tokens"] == 3 * 2 * 4 * 32 * 7
 
 
 def test_vocabulary_is_the_tokenizers_or_must_be_set():
@@ -125,9 +125,9 @@ def plan_memory(cfg: Config, ranks: int = 1, gpu: str = "a100-80g"):
 def test_memory_falls_with_the_zero_stage():
     cfg = tiny_config()
     cfg.engine.deepspeed = {"zero_optimization": {"reduce_bucket_size": 1000}}
-    p = plan(cfg, parse_hardware(4, "a100-80g"))
-    n, stages = p["parameters"], p["stages"]
-    assert stages[1] == p["memory"]  # the default
+    costs = plan(cfg, parse_hardware(4, "a100-80g"))
+    n, stages = costs["parameters"], costs["memory_by_stage"]
+    assert stages[1] == costs["memory"]  # the default
     assert stages[0].weights == 4 * n and stages[0].optimizer == 8 * n and stages[0].master == 0
     assert (
         stages[1].optimizer == 8 * n / 4 and stages[1].master == n and stages[1].gradients == 4 * n
@@ -141,7 +141,7 @@ def test_memory_falls_with_the_zero_stage():
 def test_deepspeed_buffers_follow_its_configuration():
     cfg = tiny_config()
     costs = plan(cfg, parse_hardware(4, "a100-80g"))
-    buffers = {s: m.buffers for s, m in costs["stages"].items()}
+    buffers = {s: m.buffers for s, m in costs["memory_by_stage"].items()}
     n = costs["parameters"]
     # ZeRO-1 and 2 fill one buffer while the other is sent.
     assert buffers == {0: 0, 1: 2 * 4 * n, 2: 2 * 4 * n, 3: 4 * n + 4 * n}
@@ -159,7 +159,7 @@ def test_memory_uses_the_stage_in_the_deepspeed_json():
     by_json.engine.deepspeed = {"zero_optimization": {"stage": 3}}
     costs = plan(by_json, 4)
     assert costs["memory"] == plan(by_key, 4)["memory"]
-    assert costs["stages"] == plan(by_key, 4)["stages"]
+    assert costs["memory_by_stage"] == plan(by_key, 4)["memory_by_stage"]
     assert make_rows(costs, by_json)["memory per GPU, ZeRO-3"].endswith("fits, as configured")
 
 
@@ -195,15 +195,15 @@ COUNTED = [
 def test_saved_floats_match_counted_activations(on_gpu, precision, counted, model, solver):
     cfg = tiny_config(solver, **{"d_model": 256, "d_state": 16, **model})
     first, *_ = estimate.count_saved_floats(cfg, on_gpu)
-    in_bytes = 4 * first * (estimate.IN_BF16 if precision == "bf16" else 1)
+    in_bytes = 4 * first * (estimate.BF16_FACTOR if precision == "bf16" else 1)
     assert in_bytes == pytest.approx(counted, rel=0.26)
 
 
 def test_memory_formula_by_hand():
     """ZeRO-1, two ranks, fp32, a CPU: 16 layers' channels and 4,096 tokens' logits at most."""
     cfg = tiny_config(n_layer=2)
-    p = plan(cfg, parse_hardware(2, "cpu"))
-    n, m, tokens = p["parameters"], p["memory"], 3 * 32
+    costs = plan(cfg, parse_hardware(2, "cpu"))
+    n, m, tokens = costs["parameters"], costs["memory"], 3 * 32
     assert (m.weights, m.gradients, m.master, m.optimizer) == (4 * n, 4 * n, 2 * n, 4 * n)
     assert m.activations == 2 * 14 * 4 * 32 * tokens + 8 * 16 * tokens
     assert m.working == 0.25 * 14 * 4 * 32 * tokens
@@ -222,12 +222,12 @@ def load_paper_config(*overrides: str) -> Config:
 
 def test_plan_that_does_not_fit_gives_advice():
     cfg = load_paper_config("train.micro_batch_size=16")
-    p = plan(cfg, parse_hardware(4, "a100-40g"))
-    assert not p["fits"]
-    assert make_rows(p, cfg)["to make it fit"].startswith("a smaller train.micro_batch_size")
+    costs = plan(cfg, parse_hardware(4, "a100-40g"))
+    assert not costs["fits"]
+    assert make_rows(costs, cfg)["to make it fit"].startswith("a smaller train.micro_batch_size")
     smaller = load_paper_config("train.micro_batch_size=8")
     again = plan(smaller, parse_hardware(4, "a100-40g"))
-    assert again["fits"] and again["tokens_per_step"] == p["tokens_per_step"]
+    assert again["fits"] and again["tokens_per_step"] == costs["tokens_per_step"]
     assert "to make it fit" not in make_rows(again, smaller)
 
 
@@ -236,27 +236,27 @@ def test_plan_that_does_not_fit_gives_advice():
 
 def test_hours_are_flops_over_the_gpus_rate():
     cfg = config.load(LM / "mamba_160m_fineweb2b.yaml")
-    p = plan(cfg, parse_hardware(4, "a100-80g", utilisation=0.5))
+    costs = plan(cfg, parse_hardware(4, "a100-80g", utilisation=0.5))
     model = estimate.build_meta_model(cfg, 50264)
-    flops = model.flops_per_token(1, length=2048) * p["tokens"]
-    assert p["hours"]["matrix products"] == pytest.approx(flops / (4 * 312e12 * 0.5) / 3600)
-    assert p["hours"]["sequential kernel"] == 0 and p["evaluations"] is None
-    said = make_rows(p, cfg)
-    assert said["hours"] == f"{sum(p['hours'].values()):,.2f}"
+    flops = model.flops_per_token(1, length=2048) * costs["tokens"]
+    assert costs["hours"]["matrix products"] == pytest.approx(flops / (4 * 312e12 * 0.5) / 3600)
+    assert costs["hours"]["sequential kernel"] == 0 and costs["evaluations"] is None
+    said = make_rows(costs, cfg)
+    assert said["hours"] == f"{sum(costs['hours'].values()):,.2f}"
     assert said["… matrix products"].endswith("at 50% of 312 TFLOP/s (--utilisation)")
     assert "… sequential kernel" not in said
 
 
 def test_sequential_kernel_time_is_independent_of_flops():
     cfg = config.load(LM / "fpmamba_160m_fineweb2b.yaml")
-    p = plan(cfg, A100)
+    costs = plan(cfg, A100)
     micro_batches = cfg.train.steps * cfg.train.accumulation(4)
     seconds = 12 * 2048 * micro_batches * (TOKEN_S + SEQUENCE_S * cfg.train.micro_batch_size)
-    assert p["hours"]["sequential kernel"] == pytest.approx(seconds / 3600)
-    assert p["evaluations"] == 1
+    assert costs["hours"]["sequential kernel"] == pytest.approx(seconds / 3600)
+    assert costs["evaluations"] == 1
     faster = plan(cfg, parse_hardware(4, "a100-80g", utilisation=0.5))["hours"]
-    assert faster["sequential kernel"] == p["hours"]["sequential kernel"]
-    assert faster["matrix products"] == pytest.approx(p["hours"]["matrix products"] / 2)
+    assert faster["sequential kernel"] == costs["hours"]["sequential kernel"]
+    assert faster["matrix products"] == pytest.approx(costs["hours"]["matrix products"] / 2)
 
 
 @pytest.mark.parametrize(
@@ -277,13 +277,13 @@ def test_sequential_kernel_time_is_independent_of_flops():
 )
 def test_hours_are_known_only_with_a_measured_rate(solver, model, at, kernels):
     cfg = tiny_config(solver, **model)
-    p = plan(cfg, at)
-    assert (p["hours"] is None) == (kernels is None)
+    costs = plan(cfg, at)
+    assert (costs["hours"] is None) == (kernels is None)
     if kernels is None:
-        assert make_rows(p, cfg)["hours"].startswith("unknown ")
-        assert make_rows(p, cfg)["hours"].endswith("train a few updates, which logs tokens/s")
+        assert make_rows(costs, cfg)["hours"].startswith("unknown ")
+        assert make_rows(costs, cfg)["hours"].endswith("train a few updates, which logs tokens/s")
     else:
-        assert len(p["layers"].kernel) == kernels and p["hours"]["sequential kernel"] > 0
+        assert len(costs["layers"].kernel) == kernels and costs["hours"]["sequential kernel"] > 0
 
 
 def test_evaluations_are_one_for_sequential_solves():
@@ -312,12 +312,12 @@ def test_papers_model_is_planned_on_the_meta_device(monkeypatch):
 
     monkeypatch.setattr(estimate, "build_model", record)
     cfg = load_paper_config()
-    p = plan(cfg, 4)
+    costs = plan(cfg, 4)
     assert built == [({"meta"}, 12)]
-    assert p["sequences_per_step"] == 256
-    assert p["tokens"] == 4800 * 256 * 2048
-    assert 160e6 < p["parameters"] < 175e6
-    assert 10 * 2**30 < p["memory"].total < 80 * 2**30
+    assert costs["sequences_per_step"] == 256
+    assert costs["tokens"] == 4800 * 256 * 2048
+    assert 160e6 < costs["parameters"] < 175e6
+    assert 10 * 2**30 < costs["memory"].total < 80 * 2**30
 
 
 def count_planned_parameters(name: str) -> int:
@@ -335,9 +335,9 @@ def test_parameters_of_the_baselines():
         assert f"{count_planned_parameters(name) / 1e6:.1f} M" in first
 
 
-def make_rows(p: dict, cfg: Config) -> dict[str, str]:
-    """The rows of the table."""
-    table = describe(p, cfg)
+def make_rows(costs: dict, cfg: Config) -> dict[str, str]:
+    """Return the cells of the table by the label of their row."""
+    table = make_table(costs, cfg)
     return dict(zip(*(list(column.cells) for column in table.columns)))
 
 
@@ -349,12 +349,12 @@ def test_adversarial_update_has_two_passes(until, passes):
     if until:
         data = cfg.data.model_copy(update={"curriculum": [Stage(until=until, weights={})]})
         cfg = cfg.model_copy(update={"data": data})
-    p = plan(cfg, H200)
-    assert p["tokens"] == plain["tokens"]
-    assert p["flops"] == pytest.approx(plain["flops"] * passes / 7)
-    for part, hours in p["hours"].items():
+    costs = plan(cfg, H200)
+    assert costs["tokens"] == plain["tokens"]
+    assert costs["flops"] == pytest.approx(plain["flops"] * passes / 7)
+    for part, hours in costs["hours"].items():
         assert hours == pytest.approx(plain["hours"][part] * passes / 7)
-    assert f"with two passes in {passes - 7} updates" in make_rows(p, cfg)["hours"]
+    assert f"with two passes in {passes - 7} updates" in make_rows(costs, cfg)["hours"]
     assert "two passes" not in make_rows(plain, tiny_config())["hours"]
 
 

@@ -166,7 +166,7 @@ def test_numbers_of_the_figures_equal_the_records(solved):
     assert shown["against the better baseline"].startswith("below: ×")
     found, _ = figures.make_figures(read_all([solved]), "Loss")
     loss = next(figure for figure in found if figure.spec.name == "validation_loss")
-    assert loss.levels == {"unigram": math.log(400), "bigram": math.log(200)}
+    assert loss.baselines == {"unigram": math.log(400), "bigram": math.log(200)}
     assert loss.source == "metrics.jsonl: `validation.loss`"
 
 
@@ -256,7 +256,7 @@ def test_layers_are_numbered_as_in_the_model(tmp_path, layers):
     for figure in figures.make_figures(runs, "Fixed point")[0]:
         assert list(figure.panels[""]) == [f"layer {layer}" for layer in layers]
         legend = figures.draw(figure).axes[0].get_legend().get_texts()
-        assert len(legend) == min(len(layers), figures.MAX_LEGEND)
+        assert len(legend) == min(len(layers), figures.MAX_LEGEND_ENTRIES)
     rows = summarize(runs[0])["layers"]
     assert list(rows) == [f"layer {layer}" for layer in layers]
     assert rows[f"layer {layers[1]}"]["ℓ* max"] == pytest.approx(3 + layers[1] + 40 / 7 + 2)
@@ -311,8 +311,8 @@ def test_tables_of_scores_and_events(tmp_path, undrawn):
     assert "catbabi_mini acc ↑ 0.2400 ± 0.0610 (50 documents)" in text
     assert "plain acc 0.5 (50 documents)" in text
     assert "run 40 rollback the loss is <nan>" in text
-    assert "run 40 curriculum stage 1 is learned, answers 0.9" in text
-    assert text.count("is learned") == 1
+    assert "run 40 curriculum stage 1 ended with probability 0.9 of right answers" in text
+    assert text.count("ended with probability") == 1
 
 
 # States, and damaged files.
@@ -325,7 +325,7 @@ def test_report_of_a_running_run(tmp_path, undrawn):
     (folder / "lease.json").write_text(json.dumps({"host": "n7", "pid": 12, "job": "4711"}))
     text = reported(folder)
     assert "live is running: job 4711 on n7, process 12; update 28 of 40, last record" in text
-    assert "1 lines are skipped" in text
+    assert "1 line is skipped" in text
     assert json.loads((folder / "summary.json").read_text())["updates"] == 28
     (folder / "lease.json").unlink()
     failure = {"sentence": "the loss is nan", "exit_code": 76}
