@@ -14,7 +14,7 @@ import torch
 from lm.common.errors import UserError
 from lm.data.batches.text_bytes import token_bytes
 from lm.evaluation.inspection.page import Inspection
-from lm.evaluation.inspection.result import Guess, Layers
+from lm.evaluation.inspection.result import Guess, LayerMeasurements
 from lm.evaluation.inspection.tokens import make_tokens, show_bytes
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Predictions(NamedTuple):
 @torch.no_grad()
 def run_with_probe(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None = None
-) -> tuple[torch.Tensor, Layers | None]:
+) -> tuple[torch.Tensor, LayerMeasurements | None]:
     """Run a model on a sequence, and measure its fixed-point layers.
 
     Args:
@@ -65,10 +65,10 @@ def run_with_probe(
         output = model(input_ids=ids, attention_mask=mask, count_iterations=True, use_cache=False)
     report = output.fixed_point
     over_time = [block.trace_tokens(*inputs[block]) for block in blocks]
-    numbers = report.layers if report.layers is not None else list(range(len(blocks)))
+    indices = report.layers if report.layers is not None else list(range(len(blocks)))
     no_gate = torch.full(ids.shape, torch.nan)
-    layers = Layers(
-        numbers=list(numbers),
+    layers = LayerMeasurements(
+        indices=list(indices),
         iterations=report.token_iters[:, 0].cpu(),
         converged=report.converged[:, 0].cpu(),
         other_solution=report.other_solution[:, 0].cpu(),
@@ -197,7 +197,7 @@ def inspect_text(
         loss=torch.cat([no_value, predictions.loss[:-1]]),
         entropy=torch.cat([no_value, predictions.entropy[:-1]]),
         guesses=[[], *guesses[:-1]],
-        following=guesses[-1],
+        next_guesses=guesses[-1],
         layers=layers,
         text_bytes=len(text.encode()) if start else None,
         has_start=bool(start),

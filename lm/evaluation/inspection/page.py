@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from lm.common.files import write_text
 from lm.common.page import render
-from lm.evaluation.inspection.result import Layers, Measurements
+from lm.evaluation.inspection.result import LayerMeasurements, Measurements
 from lm.evaluation.inspection.tokens import Token
 from lm.runs.metrics import OTHER_SOLUTION_MARK, OTHER_SOLUTION_NOTE, find_other_solutions
 
@@ -69,7 +69,7 @@ def list_colourings(inspection: Measurements) -> list[dict]:
         if len(rows) > 1:
             mean = rows.double().mean(0).tolist()
             choices.append({"name": "ℓ*, mean over layers", "values": mean, **scale, "digits": 1})
-        for number, row in zip(inspection.layers.numbers, rows.tolist(), strict=True):
+        for number, row in zip(inspection.layers.indices, rows.tolist(), strict=True):
             choices.append({"name": f"ℓ*, layer {number}", "values": row, **scale, "digits": 0})
     subject = "answer" if inspection.answers else "token"
     for name, values in (("loss", inspection.loss), ("entropy", inspection.entropy)):
@@ -90,7 +90,7 @@ def list_facts(inspection: Measurements) -> list[tuple[str, str]]:
         right_count = sum(answer.is_right is True for answer in needed)
         value = f"{right_count} of {len(needed)}" if needed else "no answer is needed"
         facts.append(("right answers", value))
-    if inspection.scored:
+    if inspection.scored_count:
         nats = inspection.mean_loss
         subject = "answer" if inspection.answers else "token"
         facts.append((f"mean loss per {subject}", f"{nats:.4f} nats, {nats / LN2:.4f} bits"))
@@ -104,14 +104,14 @@ def list_facts(inspection: Measurements) -> list[tuple[str, str]]:
     return facts
 
 
-def make_layer_rows(layers: Layers, tokens: list[Token]) -> list[list[str]]:
+def make_layer_rows(layers: LayerMeasurements, tokens: list[Token]) -> list[list[str]]:
     """Return a table of the fixed-point layers, whose first row is its head."""
     heads = ["layer", "mean ℓ*", "max ℓ*", "at token", "state norm", "gate a", "decay λ"]
     rows = [[*heads, "bisected", "grad_limited"]]
     is_marked = find_other_solutions(
-        {"mean": layers.numbers, "elsewhere": layers.other_solution.tolist()}
+        {"mean": layers.indices, "elsewhere": layers.other_solution.tolist()}
     )
-    for i, number in enumerate(layers.numbers):
+    for i, number in enumerate(layers.indices):
         counts = layers.iterations[i]
         position = int(counts.argmax())
         suffix = "" if layers.converged[i] else ", not converged"
@@ -121,7 +121,7 @@ def make_layer_rows(layers: Layers, tokens: list[Token]) -> list[list[str]]:
                 str(number),
                 f"{float(counts.double().mean()):.1f}{OTHER_SOLUTION_MARK * is_marked[i]}",
                 f"{int(counts.max())}{suffix}",
-                f"{position}: {tokens[position].shown}",
+                f"{position}: {tokens[position].label}",
                 f"{float(layers.state_norm[i].mean()):.3g}",
                 "–" if math.isnan(gate) else f"{gate:.2f}",
                 f"{float(layers.decay[i].mean()):.3f}",
@@ -146,7 +146,7 @@ def _script_data(inspection: Measurements) -> dict:
     """Return the data of the page's script."""
     layers = []
     if inspection.layers is not None:
-        for i, number in enumerate(inspection.layers.numbers):
+        for i, number in enumerate(inspection.layers.indices):
             layer = {"number": number, "iterations": inspection.layers.iterations[i].tolist()}
             for name in ("state_norm", "gate", "decay"):
                 layer[name] = _finite_or_none(getattr(inspection.layers, name)[i])
@@ -156,7 +156,7 @@ def _script_data(inspection: Measurements) -> dict:
         "tokens": [token._asdict() for token in inspection.tokens],
         "loss": _finite_or_none(inspection.loss),
         "entropy": _finite_or_none(inspection.entropy),
-        "guesses": [*inspection.guesses, inspection.following],
+        "guesses": [*inspection.guesses, inspection.next_guesses],
         "answers": inspection.answers is not None,
         "layers": layers,
     }

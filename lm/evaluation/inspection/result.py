@@ -16,7 +16,7 @@ class Guess(NamedTuple):
     """One of the most likely predictions of a model."""
 
     id: int
-    shown: str
+    label: str
     probability: float
 
 
@@ -38,10 +38,10 @@ class Answer(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Layers:
+class LayerMeasurements:
     """Measurements of the n fixed-point layers over t tokens."""
 
-    numbers: list[int]  # (n,) indices of the layers in the model, from 0
+    indices: list[int]  # (n,) indices of the layers in the model, from 0
     iterations: torch.Tensor  # (n,t) ℓ*, as the probe counts it
     converged: torch.Tensor  # (n,) bool: the paper's iteration reached its tolerance
     other_solution: torch.Tensor  # (n,) share of tokens where it converges to another solution
@@ -67,15 +67,15 @@ class Measurements:
     loss: torch.Tensor  # (t,) nats; NaN at tokens without a prediction
     entropy: torch.Tensor  # (t,) nats, of the prediction; NaN at tokens without a prediction
     guesses: list[list[Guess]]  # (t,) five most likely predictions; [] without a prediction
-    layers: Layers | None  # None for a model without fixed-point layers
+    layers: LayerMeasurements | None  # None for a model without fixed-point layers
     text_bytes: int | None = None  # UTF-8 bytes of the scored tokens; None if it is no text
     has_start: bool = False  # True if the first token is a BOS or EOS token before the text
-    following: list[Guess] = field(default_factory=list)  # predictions after the last token
+    next_guesses: list[Guess] = field(default_factory=list)  # predictions after the last token
     answers: list[Answer] | None = None  # (t,) answers, for a synthetic task
     solver: dict | str = "none"  # description of the solver
 
     @property
-    def scored(self) -> int:
+    def scored_count(self) -> int:
         """Number of tokens that have a loss."""
         return int((~self.loss.isnan()).sum())
 

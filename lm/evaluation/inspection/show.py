@@ -57,7 +57,7 @@ def show(inspection: Inspection, out: Path) -> None:
 def _format_tokens(inspection: Inspection) -> list[str]:
     """Return the tokens as text, with the model's answers for a synthetic task."""
     if inspection.answers is None:
-        return [token.shown + "\n" * token.ends_line for token in inspection.tokens]
+        return [token.label + "\n" * token.ends_line for token in inspection.tokens]
     marks = {True: "✓", False: "✗", None: ""}
     pairs = zip(inspection.tokens, inspection.answers, strict=True)
-    return [f"{token.shown}={answer.predicted}{marks[answer.is_right]} " for token, answer in pairs]
+    return [f"{token.label}={answer.predicted}{marks[answer.is_right]} " for token, answer in pairs]

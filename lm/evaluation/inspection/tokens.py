@@ -12,12 +12,12 @@ class Token(NamedTuple):
 
     Attributes:
         id: Token id.
-        shown: Readable text.
+        label: Readable text.
         ends_line: True if the token ends with a line end.
     """
 
     id: int
-    shown: str
+    label: str
     ends_line: bool = False
 
 
