@@ -62,12 +62,7 @@ def _serve(args: argparse.Namespace) -> int:
 
     add_model_class(config)
     say(f"serving     {args.checkpoint} at http://{args.host}:{args.port}/v1")
-    Serve(
-        force_model=args.checkpoint,
-        host=args.host,
-        port=args.port,
-        trust_remote_code=args.trust,
-    )
+    Serve(force_model=args.checkpoint, host=args.host, port=args.port, trust_remote_code=args.trust)
     return 0
 
 

@@ -24,9 +24,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         help="the YAML of a run, or of a sweep (required)",
     )
     command.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="first delete an earlier run in the same directory",
+        "--overwrite", action="store_true", help="first delete an earlier run in the same directory"
     )
     command.add_argument(
         "--dry-run",

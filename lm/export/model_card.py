@@ -177,11 +177,7 @@ def _describe_iterations(probe: dict) -> list[str]:
 
 
 def format_card(
-    model: PreTrainedModel,
-    name: str,
-    origin: str,
-    facts: Facts | None,
-    licence: str | None,
+    model: PreTrainedModel, name: str, origin: str, facts: Facts | None, licence: str | None
 ) -> str:
     """Return the text of the model card.
 

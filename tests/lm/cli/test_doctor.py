@@ -116,8 +116,7 @@ def test_processes_that_cannot_communicate(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "gpu_count, text",
-    enumerate(["not needed without a GPU", "works on one", "works between two"]),
+    "gpu_count, text", enumerate(["not needed without a GPU", "works on one", "works between two"])
 )
 def test_nccl_is_checked_on_at_most_two_gpus(monkeypatch, gpu_count, text):
     calls = []

@@ -110,8 +110,7 @@ def test_gate_is_half_the_norm_of_one_reflection(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "mixer, layer",
-    [("kronecker", "gate_proj"), ("monarch", "gate_proj"), ("dplr", "alpha_proj")],
+    "mixer, layer", [("kronecker", "gate_proj"), ("monarch", "gate_proj"), ("dplr", "alpha_proj")]
 )
 def test_gates_equal_the_output_of_the_gate_layer(mixer, layer):
     torch.manual_seed(0)
