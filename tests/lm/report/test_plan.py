@@ -67,14 +67,14 @@ def test_vocabulary_is_the_tokenizers_or_must_be_set():
 
 
 def count_flops(call) -> int:
-    """FLOPs of the matrix products inside a call, as torch counts them."""
+    """Return the FLOPs of the matrix products in a call, as torch counts them."""
     with FlopCounterMode(display=False) as counter:
         call()
     return counter.get_total_flops()
 
 
 def wide_config(**model) -> Config:
-    """Wide enough for products to dominate; the solve runs to `max_iters` exactly, all tokens."""
+    """Return a model so wide that products dominate; its solve always runs `max_iters` times."""
     solver = {"token": "iterate", "schedule": "parallel", "stopping": "paper"}
     solver |= {"max_iters": 3, "tol": 1e-12}
     return tiny_config(solver, **{"d_model": 256, "n_layer": 1, **model})
@@ -83,22 +83,25 @@ def wide_config(**model) -> Config:
 @pytest.mark.parametrize("rank", [1, 2])
 def test_flops_of_a_householder_block_match_its_products(rank):
     block = build_model(wide_config(mixer_rank=rank), 64).backbone.layers[0].block
-    tokens, d, n, d_model, dt_rank = 12, 512, 4, 256, 16
+    tokens, d_inner, d_state, d_model, dt_rank = 12, 512, 4, 256, 16
     u = torch.randn(2, tokens // 2, d_model)
-    once, step = block.flops_per_token()
+    fixed_flops, evaluation_flops = block.flops_per_token()
     with torch.no_grad():
         static = block.prepare(u)
         y = torch.randn_like(static.x)
+        # 1. One evaluation: projections of y to the mixer, B and C.
         counted = count_flops(lambda: block.step(static, y)) / tokens
-        m = rank * (1 + d)  # the mixer's gates and vectors
-        by_hand = 2 * d * (m + 2 * n)  # sh(y) → mixer, B and C
-        assert counted == pytest.approx(by_hand, rel=0.02)  # the scan may hold small products
-        assert step == pytest.approx(by_hand, rel=0.25) and step > by_hand
-        around = count_flops(lambda: (block.prepare(u), block.finish(static, y))) / tokens
-        by_hand = 2 * (d_model * 2 * d + d * (dt_rank + 2 * n) + dt_rank * d + d * m)
-        by_hand += 2 * (d * d + d * d_model)  # the gate's y part, and out_proj
-        assert around == pytest.approx(by_hand, rel=0.02)
-        assert once == pytest.approx(by_hand, rel=0.25)
+        mixer_size = rank * (1 + d_inner)  # gates and vectors
+        by_hand = 2 * d_inner * (mixer_size + 2 * d_state)
+        assert counted == pytest.approx(by_hand, rel=0.02)
+        assert evaluation_flops == pytest.approx(by_hand, rel=0.25) and evaluation_flops > by_hand
+        # 2. The rest of the block: projections of the input, the gate's y part and out_proj.
+        counted = count_flops(lambda: (block.prepare(u), block.finish(static, y))) / tokens
+        by_hand = 2 * d_model * 2 * d_inner
+        by_hand += 2 * d_inner * (dt_rank + 2 * d_state + dt_rank + mixer_size)
+        by_hand += 2 * (d_inner * d_inner + d_inner * d_model)
+        assert counted == pytest.approx(by_hand, rel=0.02)
+        assert fixed_flops == pytest.approx(by_hand, rel=0.25)
 
 
 @pytest.mark.parametrize("glu_in_loop", [False, True])
@@ -129,13 +132,12 @@ def test_memory_falls_with_the_zero_stage():
     n, stages = costs["parameters"], costs["memory_by_stage"]
     assert stages[1] == costs["memory"]  # the default
     assert stages[0].weights == 4 * n and stages[0].optimizer == 8 * n and stages[0].master == 0
-    assert (
-        stages[1].optimizer == 8 * n / 4 and stages[1].master == n and stages[1].gradients == 4 * n
-    )
+    assert stages[1].optimizer == 8 * n / 4 and stages[1].master == n
+    assert stages[1].gradients == 4 * n
     assert stages[2].gradients == 4 * n / 4 and stages[2].weights == 4 * n
     assert stages[3].weights == 4 * n / 4
-    still = [m.weights + m.master + m.gradients + m.optimizer for m in stages.values()]
-    assert still == sorted(still, reverse=True) and len(set(still)) == 4
+    sums = [m.weights + m.master + m.gradients + m.optimizer for m in stages.values()]
+    assert sums == sorted(sums, reverse=True) and len(set(sums)) == 4
 
 
 def test_deepspeed_buffers_follow_its_configuration():
@@ -200,7 +202,7 @@ def test_saved_floats_match_counted_activations(on_gpu, precision, counted, mode
 
 
 def test_memory_formula_by_hand():
-    """ZeRO-1, two ranks, fp32, a CPU: 16 layers' channels and 4,096 tokens' logits at most."""
+    """ZeRO-1 on two CPU ranks in fp32; the logits of at most 4,096 tokens exist at a time."""
     cfg = tiny_config(n_layer=2)
     costs = plan(cfg, parse_hardware(2, "cpu"))
     n, m, tokens = costs["parameters"], costs["memory"], 3 * 32
@@ -213,7 +215,7 @@ def test_memory_formula_by_hand():
     assert plan(cfg, parse_hardware(2, "cpu"))["memory"].loss == 12 * 64 * 4096
 
 
-# Against the card.
+# Limits, time.
 
 
 def load_paper_config(*overrides: str) -> Config:
@@ -226,12 +228,10 @@ def test_plan_that_does_not_fit_gives_advice():
     assert not costs["fits"]
     assert make_rows(costs, cfg)["to make it fit"].startswith("a smaller train.micro_batch_size")
     smaller = load_paper_config("train.micro_batch_size=8")
-    again = plan(smaller, parse_hardware(4, "a100-40g"))
-    assert again["fits"] and again["tokens_per_step"] == costs["tokens_per_step"]
-    assert "to make it fit" not in make_rows(again, smaller)
-
-
-# Time.
+    smaller_costs = plan(smaller, parse_hardware(4, "a100-40g"))
+    assert smaller_costs["fits"]
+    assert smaller_costs["tokens_per_step"] == costs["tokens_per_step"]
+    assert "to make it fit" not in make_rows(smaller_costs, smaller)
 
 
 def test_hours_are_flops_over_the_gpus_rate():
@@ -241,10 +241,10 @@ def test_hours_are_flops_over_the_gpus_rate():
     flops = model.flops_per_token(1, length=2048) * costs["tokens"]
     assert costs["hours"]["matrix products"] == pytest.approx(flops / (4 * 312e12 * 0.5) / 3600)
     assert costs["hours"]["sequential kernel"] == 0 and costs["evaluations"] is None
-    said = make_rows(costs, cfg)
-    assert said["hours"] == f"{sum(costs['hours'].values()):,.2f}"
-    assert said["… matrix products"].endswith("at 50% of 312 TFLOP/s (--utilisation)")
-    assert "… sequential kernel" not in said
+    rows = make_rows(costs, cfg)
+    assert rows["hours"] == f"{sum(costs['hours'].values()):,.2f}"
+    assert rows["… matrix products"].endswith("at 50% of 312 TFLOP/s (--utilisation)")
+    assert "… sequential kernel" not in rows
 
 
 def test_sequential_kernel_time_is_independent_of_flops():
@@ -260,7 +260,7 @@ def test_sequential_kernel_time_is_independent_of_flops():
 
 
 @pytest.mark.parametrize(
-    "solver, model, at, kernels",
+    "solver, model, hardware, kernel_layers",
     [
         ({}, {}, H200, 2),
         ({}, {"layers": "mamba fp_mamba1"}, H200, 1),
@@ -275,22 +275,23 @@ def test_sequential_kernel_time_is_independent_of_flops():
     ],
     ids=str,
 )
-def test_hours_are_known_only_with_a_measured_rate(solver, model, at, kernels):
+def test_hours_are_known_only_with_a_measured_rate(solver, model, hardware, kernel_layers):
     cfg = tiny_config(solver, **model)
-    costs = plan(cfg, at)
-    assert (costs["hours"] is None) == (kernels is None)
-    if kernels is None:
+    costs = plan(cfg, hardware)
+    assert (costs["hours"] is None) == (kernel_layers is None)
+    if kernel_layers is None:
         assert make_rows(costs, cfg)["hours"].startswith("unknown ")
         assert make_rows(costs, cfg)["hours"].endswith("train a few updates, which logs tokens/s")
     else:
-        assert len(costs["layers"].kernel) == kernels and costs["hours"]["sequential kernel"] > 0
+        assert len(costs["layers"].kernel) == kernel_layers
+        assert costs["hours"]["sequential kernel"] > 0
 
 
 def test_evaluations_are_one_for_sequential_solves():
     assert plan(tiny_config(), parse_hardware(1, "cpu"))["evaluations"] == 1
     assert plan(tiny_config(mixer="kronecker"), H200)["evaluations"] == 10  # in windows
-    mixed = tiny_config(layers=["fp_mamba1", {"fp_mamba1": {"dt_h_dep": True}}])
-    assert plan(mixed, H200)["evaluations"] == 5.5
+    hybrid = tiny_config(layers=["fp_mamba1", {"fp_mamba1": {"dt_h_dep": True}}])
+    assert plan(hybrid, H200)["evaluations"] == 5.5
     assert plan(tiny_config(name="mamba"), H200)["evaluations"] is None
 
 
@@ -299,7 +300,7 @@ def test_utilisation_above_one_is_refused():
         parse_hardware(4, utilisation=25.0)
 
 
-# The shipped configs.
+# Shipped configurations.
 
 
 def test_papers_model_is_planned_on_the_meta_device(monkeypatch):
@@ -327,12 +328,12 @@ def count_planned_parameters(name: str) -> int:
 
 def test_parameters_of_the_baselines():
     names = ("fpmamba_160m", "mamba_160m", "mamba_169m")
-    ours, baseline, matched = map(count_planned_parameters, names)
-    assert baseline / ours == pytest.approx(0.5, abs=0.005)
-    assert matched == pytest.approx(ours, rel=0.02)
-    for name in names:  # the comment in the YAML
-        first = (LM / f"{name}_fineweb2b.yaml").read_text().partition("name:")[0]
-        assert f"{count_planned_parameters(name) / 1e6:.1f} M" in first
+    fp_mamba, same_layers, same_size = map(count_planned_parameters, names)
+    assert same_layers / fp_mamba == pytest.approx(0.5, abs=0.005)
+    assert same_size == pytest.approx(fp_mamba, rel=0.02)
+    for name in names:
+        comment = (LM / f"{name}_fineweb2b.yaml").read_text().partition("name:")[0]
+        assert f"{count_planned_parameters(name) / 1e6:.1f} M" in comment
 
 
 def make_rows(costs: dict, cfg: Config) -> dict[str, str]:
@@ -344,18 +345,18 @@ def make_rows(costs: dict, cfg: Config) -> dict[str, str]:
 @pytest.mark.parametrize("until, passes", [(None, 14), (3, 11), (9, 7)])
 def test_adversarial_update_has_two_passes(until, passes):
     cfg = tiny_config()
-    plain = plan(cfg, H200)
+    one_pass = plan(cfg, H200)
     cfg.train.adversarial_noise = 0.1
     if until:
         data = cfg.data.model_copy(update={"curriculum": [Stage(until=until, weights={})]})
         cfg = cfg.model_copy(update={"data": data})
     costs = plan(cfg, H200)
-    assert costs["tokens"] == plain["tokens"]
-    assert costs["flops"] == pytest.approx(plain["flops"] * passes / 7)
+    assert costs["tokens"] == one_pass["tokens"]
+    assert costs["flops"] == pytest.approx(one_pass["flops"] * passes / 7)
     for part, hours in costs["hours"].items():
-        assert hours == pytest.approx(plain["hours"][part] * passes / 7)
+        assert hours == pytest.approx(one_pass["hours"][part] * passes / 7)
     assert f"with two passes in {passes - 7} updates" in make_rows(costs, cfg)["hours"]
-    assert "two passes" not in make_rows(plain, tiny_config())["hours"]
+    assert "two passes" not in make_rows(one_pass, tiny_config())["hours"]
 
 
 def test_waiting_stage_makes_the_passes_a_minimum():
@@ -369,15 +370,15 @@ def test_waiting_stage_makes_the_passes_a_minimum():
 
 @pytest.mark.parametrize("name", get_args(Model.model_fields["name"].annotation))
 def test_every_model_can_be_planned(name):
-    made = plan(tiny_config(name=name, d_model=64, headdim=16), 2)
-    assert made["parameters"] > 0 and made["flops_per_token"] > 0
-    assert all(v >= 0 for v in made["memory"]) and made["hours"]["matrix products"] > 0
+    costs = plan(tiny_config(name=name, d_model=64, headdim=16), 2)
+    assert costs["parameters"] > 0 and costs["flops_per_token"] > 0
+    assert all(size >= 0 for size in costs["memory"]) and costs["hours"]["matrix products"] > 0
 
 
 def test_gpu_can_be_described_by_its_data_sheet():
-    described = parse_hardware(2, "b200:2250:178").card
-    assert described.name == "b200" and described.memory == 178 * 2**30
-    assert described.peak == {"bf16": 2250e12, "fp32": 2250e12}
+    card = parse_hardware(2, "b200:2250:178").card
+    assert card.name == "b200" and card.memory == 178 * 2**30
+    assert card.peak == {"bf16": 2250e12, "fp32": 2250e12}
     costs = plan(tiny_config(), parse_hardware(2, "b200:2250:178"))
     assert "2 × b200" in make_rows(costs, tiny_config())["ranks (GPUs)"]
     for wrong in ("b200:2250:178:8", "b200:0:178", "b200:x:178", ":1:1", "b200:inf:1"):
