@@ -90,7 +90,7 @@ def check(folder: Path | str, splits: Sequence[str] = SPLITS, tasks: Sequence[in
         raise BabiError(f"{folder} lacks {', '.join(missing)}")
 
 
-def words(stories: Iterable[Story]) -> list[str]:
+def make_vocabulary(stories: Iterable[Story]) -> list[str]:
     """Return the vocabulary of stories: `<pad>`, `<eos>`, and the sorted words.
 
     The index of a word is its id. Stories contain no `<eos>`; CatbAbI's code adds one before each.
