@@ -288,7 +288,7 @@ def test_unknown_and_duplicate_mixer_names_are_refused(page):
         ("my_mixer_2", "import lm.model.layers", "write `from lm.model.FILE import NAME`"),
         ("my_mixer_2", "from lm.model import layers", "write `from lm.model.FILE import NAME`"),
         ("my_mixer_2", "from lm.common.errors import UserError", "write `from lm.model.FILE"),
-        ("layers", "import math", "like the layers.py that every export has: rename its file"),
+        ("layers", "import math", "and the layers.py that every export has: rename the"),
     ],
 )
 def test_mixer_with_other_imports_is_not_exported(page, tmp_path, name, line, message):
@@ -321,7 +321,7 @@ def test_language_model_trains_resumes_and_exports(page, tmp_path):
     with pytest.raises(ConfigError, match=r"config\.yaml, and nothing here .* --trust"):
         export(tmp_path / "runs/tiny", tmp_path / "hf")
     out = export(tmp_path / "runs/tiny", tmp_path / "hf", trust=True)
-    from lm.evaluation.facade import load
+    from lm.evaluation.language_model import load
 
     assert load(out, trust=True).generate("The", max_new_tokens=3, temperature=0)
 

@@ -73,8 +73,8 @@ def check_folders(options: Mapping[str, str | Path | None]) -> None:
             raise PathError(f"{name} {path}: no such folder")
 
 
-def find_model_kind(path: Path | str, allow_hub: bool = True) -> Literal["run", "export", "hub"]:
-    """Return the kind of language model that a path names.
+def check_model(path: Path | str, allow_hub: bool = True) -> Literal["run", "export", "hub"]:
+    """Refuse a path that is no language model, and return its kind.
 
     Args:
         path: A run directory, a folder for `from_pretrained`, or a name on the hub.

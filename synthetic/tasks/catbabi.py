@@ -78,7 +78,9 @@ class CatBabi(Task):
             stories = {split: babi.read(task.data, split) for split in SPLITS}
         except babi.BabiError as e:
             raise TaskError(f"task.data: {e}") from e
-        self.vocabulary = babi.words(story for split in SPLITS for story in stories[split])
+        self.vocabulary = babi.make_vocabulary(
+            story for split in SPLITS for story in stories[split]
+        )
         self.token_names = self.vocabulary
         self.vocab_size = len(self.vocabulary)
         self.eos = self.vocabulary.index(babi.EOS)

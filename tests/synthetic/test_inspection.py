@@ -108,10 +108,10 @@ def test_answers_losses_and_iterations_match_the_model(untrained):
     torch.testing.assert_close(inspection.loss, expected, rtol=1e-4, atol=1e-5)
     is_correct = (logits.argmax(-1) == torch.tensor(labels)).tolist()
     assert [answer.is_right for answer in inspection.answers] == is_correct
-    assert [token.shown for token in inspection.tokens] == ["213", "231", "321", "123", "312"]
+    assert [token.label for token in inspection.tokens] == ["213", "231", "321", "123", "312"]
     # First 213, then 231: 1 → 2 → 3, 2 → 1 → 2, 3 → 3 → 1.
     assert [answer.right for answer in inspection.answers][:2] == ["213", "321"]
-    assert inspection.bits_per_byte is None and inspection.following == []
+    assert inspection.bits_per_byte is None and inspection.next_guesses == []
     text = render_page(inspection)
     classes = [part.split("'")[0] for part in text.split("<span class='token ")[1:]]
     assert classes == [f"answer {'right' if is_right else 'wrong'}" for is_right in is_correct]
@@ -125,7 +125,7 @@ def test_predictions_beyond_the_tasks_ids_have_names():
     for guess in (
         guess for row in inspection.guesses for guess in row
     ):  # five of eight ids; the task has two
-        assert guess.shown == (str(guess.id) if guess.id < 2 else f"<{guess.id}>")
+        assert guess.label == (str(guess.id) if guess.id < 2 else f"<{guess.id}>")
 
 
 def test_unlabelled_positions_are_neither_right_nor_wrong():
@@ -135,7 +135,7 @@ def test_unlabelled_positions_are_neither_right_nor_wrong():
     model = build(cfg, task, 16)[0].eval()
     inspection = inspect_batch(model, task, task.parse_typed(["0110"]), "p")
     assert [answer.is_right for answer in inspection.answers][:3] == [None] * 3
-    assert inspection.answers[3].right == "0" and inspection.scored == 1
+    assert inspection.answers[3].right == "0" and inspection.scored_count == 1
     assert task.parse_typed(["0110"]).labels[0].tolist() == [IGNORE] * 3 + [0]
 
 
@@ -151,7 +151,7 @@ def test_command_shows_a_trained_run(tmp_path, capsys, monkeypatch):
     _, task, model, _ = load_run(run)
     inspection = inspect_batch(model, task, task.parse_typed(["1 2 0"]), "t")
     cells = [
-        f"{token.shown}={answer.predicted}{'✓' if answer.is_right else '✗'}"
+        f"{token.label}={answer.predicted}{'✓' if answer.is_right else '✗'}"
         for token, answer in zip(inspection.tokens, inspection.answers, strict=True)
     ]
     assert output.startswith(" ".join(cells)) and [a.right for a in inspection.answers] == list(

@@ -29,7 +29,7 @@ from lm.data.corpus.tokenizer import training_texts
 from lm.data.sources.errors import DataError
 from lm.data.sources.mixture import configs_by_source, source_shares, tokenizer_bytes
 from lm.data.sources.open import is_validation
-from lm.report.plan import _model_rows, describe, plan
+from lm.report.plan import _model_rows, make_table, plan
 from lm.training.validation import pool_scores
 from tests.lm.report.test_plan import LM
 from tests.refusals import refused
@@ -359,7 +359,7 @@ def test_errors_of_a_source_name_its_key(two, bpe, capsys):
 
 def test_mixture_is_planned_and_prepared_ahead(two, capsys):
     two.model.d_model, two.model.n_layer, two.train.steps = 16, 1, 30
-    columns = describe(plan(two, 1), two).columns
+    columns = make_table(plan(two, 1), two).columns
     plan_rows = dict(zip(*(list(column.cells) for column in columns)))
     assert plan_rows["source own"] == "75.00% of the sequences"
     text = prepare_config(two)

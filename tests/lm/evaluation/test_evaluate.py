@@ -54,10 +54,7 @@ def test_tasks_of_this_project_run_on_a_tiny_model(checkpoint, tmp_path, capsys)
     assert {"lm_eval", "transformers", "torch", "fprnn"} == set(results["versions"])
     assert (results["solver"], results["fixed_point"]) == ("none", {})
     metrics = {name: set(task["metrics"]) for name, task in results["tasks"].items()}
-    assert metrics == {
-        "catbabi_mini": {"acc", "acc_norm"},
-        "catbabi_mini_gen": {"exact_match"},
-    }
+    assert metrics == {"catbabi_mini": {"acc", "acc_norm"}, "catbabi_mini_gen": {"exact_match"}}
     for task in results["tasks"].values():
         assert task["samples"] == 4 and task["version"] == 1.0
         for entry in task["metrics"].values():

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from lm.cli.main import main
-from lm.evaluation.facade import FacadeError, load
+from lm.evaluation.language_model import LanguageModelError, load
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.runs.exported import LoadError
 from lm.runs.path_checks import PathError
@@ -47,5 +47,5 @@ def test_foreign_models_generate_and_bad_folders_are_refused(tmp_path, byte_toke
         load(bare).generate("Mary")
     (bare / "tokenizer.json").unlink()
     (bare / "tokenizer_config.json").unlink()
-    with pytest.raises(FacadeError, match="has no tokenizer"):
+    with pytest.raises(LanguageModelError, match="has no tokenizer"):
         load(bare).generate("Mary")

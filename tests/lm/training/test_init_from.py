@@ -13,7 +13,7 @@ from lm.data.corpus.tokenizer import load_tokenizer
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.report.estimate import build_meta_model
-from lm.report.plan import describe, plan
+from lm.report.plan import make_table, plan
 from lm.training import init_from
 from lm.training.hf_mamba import read_folder
 from lm.training.preflight import check_config
@@ -173,7 +173,7 @@ def test_plan_lists_taken_weights_and_refuses_mismatches(tiny, tmp_path, capsys)
     text = "\n".join(plan(cfg, 1)["init_from"])
     assert "(transformers' mamba): 22 weights (0.016 M) taken" in text
     assert "out_proj is zero: 1 (fp_mamba1)" in text and "start are the source's" in text
-    rows = describe(plan(cfg, 1), cfg).columns
+    rows = make_table(plan(cfg, 1), cfg).columns
     assert list(rows[0].cells).count("init from") == 5  # incl. reset_at_eos and the vocabulary
     check_config(cfg, 1)
     with pytest.raises(ConfigError, match=r"vocabulary has 24 tokens, this run's 304"):
