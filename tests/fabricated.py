@@ -30,12 +30,12 @@ ROW = {  # of the `eval` of a result
 
 
 def sweep(name, scale="small", *overrides):
-    return report.expand(report.config_path(name, scale), overrides)
+    return report.expand_sweep(report.find_config(name, scale), overrides)
 
 
 def draw_report(name, out_dir):
     """Draw a report from its runs in `out_dir`."""
-    runs = report.collect(sweep(name, "small", f"out_dir={out_dir}", *DATA))
+    runs = report.collect_runs(sweep(name, "small", f"out_dir={out_dir}", *DATA))
     return report.REPORTS[name].draw(runs, name)
 
 
@@ -73,7 +73,7 @@ def rows(cfg: Config, reach: float, seeds=(0,)) -> list[dict]:
     }[cfg.task.name]
     result = []
     readings = (AT_ONCE, TOKEN_BY_TOKEN) if cfg.eval.sequential else (AT_ONCE,)
-    lengths = parse_lengths(cfg.eval.lengths, tasks.build(cfg.task))
+    lengths = parse_lengths(cfg.eval.lengths, tasks.build_task(cfg.task))
     for reading, n, seed in itertools.product(readings, lengths, seeds):
         value = (
             falling_accuracy(n, reach)
@@ -127,7 +127,7 @@ def fabricate(cfg: Config, reach: float, seconds: float = 200.0) -> None:
         current_reach = max(1.0, reach * i / 9)
         record = {"step": 100 * i, "valid": {}, "seconds": seconds * i / 10}
         if cfg.eval.during:
-            lengths = parse_lengths(cfg.eval.during, tasks.build(cfg.task))
+            lengths = parse_lengths(cfg.eval.during, tasks.build_task(cfg.task))
             record["over_lengths"] = {
                 str(n): {
                     "metrics": {

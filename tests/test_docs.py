@@ -91,9 +91,9 @@ def split_program(words: list[str]) -> tuple[str, list[str]]:
 
 def test_every_command_of_the_pages_is_valid():
     parsers = {
-        "fprnn": lm_cli.make_parser((synthetic_cli.add, synthetic_cli.add_demo)),
+        "fprnn": lm_cli.make_parser((synthetic_cli.add_synthetic, synthetic_cli.add_demo)),
         "lm": lm_cli.make_parser(),
-        "synthetic": synthetic_cli.parser(),
+        "synthetic": synthetic_cli.make_parser(),
     }
     programs, invalid = set(), []
     for page, words in find_commands():

@@ -339,7 +339,7 @@ def lights(tmp_path, *overrides):
 def test_pages_task_has_correct_labels_and_disjoint_splits(page, tmp_path):
     cfg = lights(tmp_path)
     assert yaml.safe_load((page / "lights.yaml").read_text())["task"]["name"] == cfg.task.name
-    task = tasks.build(cfg.task)
+    task = tasks.build_task(cfg.task)
     batches = {split: task.batch(0, split, 0, 64, (10, 10)) for split in tasks.SPLITS}
     for batch in batches.values():
         for ids, labels in zip(batch.input_ids, batch.labels):
@@ -388,7 +388,7 @@ def test_invalid_task_classes_are_refused(page, tmp_path, old, new, message):
     write_variant(page, "my_tasks", old, new)
     with pytest.raises((tasks.TaskError, ConfigError)) as e:
         cfg = lights(tmp_path, "task.name=my_tasks_2:Lights")
-        check_lengths_and_thresholds(cfg, tasks.build(cfg.task), [10])
+        check_lengths_and_thresholds(cfg, tasks.build_task(cfg.task), [10])
     assert message in str(e.value)
 
 
@@ -403,7 +403,7 @@ def test_task_without_options_needs_no_init(monkeypatch):
             return False
 
     monkeypatch.setitem(tasks.TASKS, "silence", Silence)
-    task = tasks.build(SimpleNamespace(name="silence"))
+    task = tasks.build_task(SimpleNamespace(name="silence"))
     assert task.batch(0, "train", 0, 3, (4, 4)).labels.shape == (3, 4)
 
 
@@ -413,5 +413,5 @@ def test_options_need_a_custom_task_and_names_are_checked(page, tmp_path):
     with pytest.raises(ConfigError, match=r"unknown task `parrity`.*did you mean `parity`\?"):
         lights(tmp_path, "task.name=parrity")
     with pytest.raises(tasks.TaskError, match=r"task.options.n is 9"):
-        tasks.build(lights(tmp_path, "task.options={n: 9}").task)
+        tasks.build_task(lights(tmp_path, "task.options={n: 9}").task)
     assert Config().model.mixer == "householder"
