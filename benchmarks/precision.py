@@ -25,7 +25,7 @@ from transformers import AutoTokenizer
 from benchmarks.harness import print_table
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests.kernels import quicken_interpreter
-from tests.tracker import tracker, words
+from tests.tracker import draw_words, load_tracker
 
 
 class Problem(NamedTuple):
@@ -40,9 +40,9 @@ class Problem(NamedTuple):
 def make_problems(args: argparse.Namespace) -> Iterator[Problem]:
     """Yield the problems that the options select."""
     if args.words:
-        ids, answers = words(args.words, args.length)
+        ids, answers = draw_words(args.words, args.length)
         name = f"S3, {args.words} words of {args.length}"
-        yield Problem(name, tracker(schedule="sequential"), ids, answers)
+        yield Problem(name, load_tracker(schedule="sequential"), ids, answers)
     if args.export:
         model = FPRNNForCausalLM.from_pretrained(args.export).train()
         text = AutoTokenizer.from_pretrained(args.export)(__doc__ * 20)["input_ids"]

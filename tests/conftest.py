@@ -24,7 +24,7 @@ import torch
 if not torch.cuda.is_available():  # must be set before kernels are defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests.running import fprnn, losses, run
+from tests.running import fprnn, read_losses, run
 
 ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)
@@ -121,7 +121,7 @@ def tiny_run(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_losses(tiny_run):
     """Training records of `tiny_run`."""
-    return losses(tiny_run)
+    return read_losses(tiny_run)
 
 
 @pytest.fixture(scope="session")

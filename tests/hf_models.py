@@ -8,7 +8,7 @@ from lm.model.modeling_fprnn import FPRNNForCausalLM
 COMMON = dict(vocab_size=24, hidden_size=32, num_hidden_layers=2, state_size=4, use_cache=False)
 
 
-def random_mamba(kind, **fields):
+def make_random_mamba(kind, **fields):
     """Return a Mamba or Mamba-2 of transformers; all weights, also biases and norms, are random."""
     torch.manual_seed(0)
     if kind == "mamba":
@@ -23,22 +23,22 @@ def random_mamba(kind, **fields):
     return model.eval()
 
 
-def transformers_folder(folder, kind, **fields):
+def save_hf_mamba(folder, kind, **fields):
     """Save a model of transformers; return the folder and the model."""
-    model = random_mamba(kind, **fields)
+    model = make_random_mamba(kind, **fields)
     model.save_pretrained(folder)
     return folder, model
 
 
-def binary_folder(folder, kind):
+def save_as_bin(folder, kind):
     """Save the weights as pytorch_model.bin, the format of older versions of transformers."""
-    _, model = transformers_folder(folder, kind)
+    _, model = save_hf_mamba(folder, kind)
     (folder / "model.safetensors").unlink()
     torch.save(dict(model.state_dict()), folder / "pytorch_model.bin")
     return folder, model
 
 
-def our_model(source):
+def make_our_model(source):
     """Return our model with a source's weights."""
     model = FPRNNForCausalLM(source.config)
     keys = model.load_state_dict(source.weights, strict=False)
@@ -46,5 +46,5 @@ def our_model(source):
     return model.eval()
 
 
-def token_ids(batch=2, length=20):
+def draw_ids(batch=2, length=20):
     return torch.randint(24, (batch, length), generator=torch.Generator().manual_seed(3))

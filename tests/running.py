@@ -58,7 +58,7 @@ def run_alone(code, *args, cwd, **environment):
     return PLAIN_FORKS.run("-c", [HIDE_CHECKOUT + code, *args], 120, environment, cwd)
 
 
-def losses(run_dir):
+def read_losses(run_dir):
     """Return the records of metrics.jsonl with a loss."""
     lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
     return [r for r in map(json.loads, lines) if "loss" in r]
@@ -117,7 +117,7 @@ def run(out_dir, *overrides, processes=0, name="tiny", launcher=False):
     else:
         done = fprnn(*full[3:])
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return losses(Path(out_dir) / name), done
+    return read_losses(Path(out_dir) / name), done
 
 
 def run_ranks_for_json(module, processes):

@@ -315,7 +315,7 @@ def test_language_model_trains_resumes_and_exports(page, tmp_path):
     for extra in (["train.steps=4"], ["train.steps=6", "resume=auto"]):
         train = running.command(tmp_path / "runs", *overrides, *extra)
         subprocess.run(train, env=environment, cwd=ROOT, check=True, timeout=300)
-    records = running.losses(tmp_path / "runs/tiny")
+    records = running.read_losses(tmp_path / "runs/tiny")
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
     assert all(np.isfinite(r["loss"]) for r in records)
     with pytest.raises(ConfigError, match=r"config\.yaml, and nothing here .* --trust"):

@@ -15,14 +15,14 @@ from lm.kernels.cell_arguments import CellArguments, Layout, Options, Readout, R
 from lm.kernels.cpu import cpu_cell
 from lm.model.solver import FAILED
 from tests import oracle_cell
-from tests.kernels import assert_close, poisoned_memory, skip_where_missing
+from tests.kernels import assert_close, poisoned_memory, skip_if_missing
 
 NOT_DIFFERENTIATED = ("keep", "y0", "h0")
 
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    skip_where_missing(cpu_cell)
+    skip_if_missing(cpu_cell)
     with poisoned_memory():
         yield
 
@@ -144,7 +144,7 @@ def results(compute, given, dtype=torch.float64, fails=False, **others):
 
 def assert_equals_the_loop(given, tol=1e-9, tol32=3e-4, rnn=False):
     ours = cpu_cell.cell_rnn if rnn else cpu_cell.cell
-    theirs = oracle_cell.cell_rnn if rnn else oracle_cell.cell
+    theirs = oracle_cell.solve_cell_rnn if rnn else oracle_cell.solve_cell
     expected = results(theirs, given)
     assert_close(results(ours, given), expected, tol)
     if tol32:
@@ -260,7 +260,7 @@ def with_centroids(k, without=(), **others):
 )
 def test_centroids_equal_the_loop(others):
     given = with_centroids(**others)
-    expected = results(oracle_cell.cell, given)
+    expected = results(oracle_cell.solve_cell, given)
     assert_close(results(cpu_cell.cell, given), expected, 1e-9)
     assert_close(results(cpu_cell.cell, given, torch.float32), expected, 3e-4)
 
@@ -307,7 +307,7 @@ def test_root_is_the_limit_of_picard(rank, sequential, D, norm):
     )
     tensors["D"] *= D
     y, _, outcome = solve(cpu_cell.cell, layout, options, **tensors)
-    expected, _, slow = solve(oracle_cell.cell, layout, options, **tensors)
+    expected, _, slow = solve(oracle_cell.solve_cell, layout, options, **tensors)
     assert not (outcome & FAILED).any()
     error = (y - expected).abs().amax(-1) / expected.abs().amax(-1)
     assert error[~slow].max() < 1e-8
@@ -322,11 +322,11 @@ def test_root_is_the_limit_of_picard(rank, sequential, D, norm):
 def test_gradient_is_limited_near_a_fold(monkeypatch):
     given = problem(b=400, length=1, d=16, n=2, reading=0, without=("keep", "y0", "h0"), seed=3)
     monkeypatch.setattr(oracle_cell, "ITERATIONS", 20000)
-    expected = results(oracle_cell.cell, given)
+    expected = results(oracle_cell.solve_cell, given)
     found = results(cpu_cell.cell, given)
     assert_close(found, expected, 1e-6)  # Picard's root is less exact there
     monkeypatch.setattr(oracle_cell, "MAX_GAIN", math.inf)
-    beyond = results(oracle_cell.cell, given)["grad x"] - expected["grad x"]
+    beyond = results(oracle_cell.solve_cell, given)["grad x"] - expected["grad x"]
     assert (beyond.abs().amax((1, 2)) > 1e-3).any()
 
 
@@ -336,7 +336,7 @@ def test_bisection_finds_roots_that_picard_misses(norm):
     layout, options, tensors = problem(
         b=300, length=1, d=16, n=2, rank=4, norm=norm, reading=0, without=without
     )
-    _, _, slow = solve(oracle_cell.cell, layout, options, **tensors)
+    _, _, slow = solve(oracle_cell.solve_cell, layout, options, **tensors)
     _, _, outcome = solve(cpu_cell.cell, layout, options, **tensors)
     assert slow.any() and not (outcome & FAILED).any()
 
@@ -350,7 +350,7 @@ def with_newton_fallback(picard):
         for _ in range(100 if failed.any() else 0):
             s = torch.randn(start.shape, generator=generator, dtype=start.dtype)
             for _ in range(20):
-                rest = torch.eye(s.shape[1]).to(s) - oracle_cell.slope_of(phi, s)
+                rest = torch.eye(s.shape[1]).to(s) - oracle_cell.find_slope(phi, s)
                 s = s + torch.linalg.solve_ex(rest, (phi(s) - s).unsqueeze(-1))[0].squeeze(-1)
             found = failed & ((phi(s) - s).abs().amax(-1) < 1e-12)
             root, failed = torch.where(found.unsqueeze(-1), s, root), failed & ~found
@@ -365,9 +365,9 @@ def test_repelling_root_has_the_exact_gradient(monkeypatch):
     """The only root of a token repels Picard from all sides; bisection finds it."""
     without = ("keep", "gate", "y0", "h0")
     given = problem(reading=0, without=without, rank=2)
-    results(oracle_cell.cell, given, fails=True)
-    monkeypatch.setattr(oracle_cell, "picard", with_newton_fallback(oracle_cell.picard))
-    assert_close(results(cpu_cell.cell, given), results(oracle_cell.cell, given), 1e-8)
+    results(oracle_cell.solve_cell, given, fails=True)
+    monkeypatch.setattr(oracle_cell, "picard", with_newton_fallback(oracle_cell.run_picard))
+    assert_close(results(cpu_cell.cell, given), results(oracle_cell.solve_cell, given), 1e-8)
 
 
 @pytest.mark.parametrize("b, length", [(0, 3), (2, 0), (0, 0)])

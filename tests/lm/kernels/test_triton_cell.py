@@ -17,16 +17,16 @@ from tests import oracle_cell
 from tests.kernels import (
     assert_close,
     assert_nothing_spills,
-    kernels_of,
-    launch_case,
+    compile_kernels,
+    describe_launch,
+    find_kernels,
     poisoned_memory,
     quicken_interpreter,
-    resources,
-    skip_where_missing,
+    skip_if_missing,
 )
 from tests.lm.kernels.test_cpu_cell import cast, cut, problem, results, rnn_problem, solve
 from tests.marks import slow
-from tests.tracker import loss_and_gradient, tracker, words
+from tests.tracker import compute_gradient, draw_words, load_tracker
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # The interpreter warns when a search goes through a pole.
@@ -38,7 +38,7 @@ quicken_interpreter()
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    skip_where_missing(triton_cell)
+    skip_if_missing(triton_cell)
     with poisoned_memory():
         yield
 
@@ -55,7 +55,7 @@ def ours(given, rnn=False, dtype=torch.float32, **others):
 
 
 def oracle(given, rnn=False):
-    return results(oracle_cell.cell_rnn if rnn else oracle_cell.cell, given)
+    return results(oracle_cell.solve_cell_rnn if rnn else oracle_cell.solve_cell, given)
 
 
 def assert_equals_the_loop(given, tol=3e-4, rnn=False):
@@ -218,7 +218,7 @@ def test_nan_gives_nan_and_a_failed_outcome():
 @pytest.mark.slow
 def test_outcomes_equal_the_cpu_kernel():
     """Some roots come from bisection, and some gradients may be limited."""
-    skip_where_missing(cpu_cell)
+    skip_if_missing(cpu_cell)
     without = ("keep", "y0", "h0", "norm_bias")
     given = problem(b=40, length=1, d=16, n=2, rank=4, norm="rms", reading=0, without=without)
     expected = solve(cpu_cell.cell, *given[:2], **cast(given[2], torch.float32))[2]
@@ -230,7 +230,7 @@ def test_outcomes_equal_the_cpu_kernel():
 @pytest.mark.slow
 def test_gradient_is_limited_near_a_fold():
     given = problem(b=40, length=1, d=16, n=2, rank=4, reading=0, without=("keep", "y0", "h0"))
-    skip_where_missing(cpu_cell)
+    skip_if_missing(cpu_cell)
     expected = results(cpu_cell.cell, given, torch.float32)
     assert_close(ours(given), expected, 1e-2)
 
@@ -238,7 +238,7 @@ def test_gradient_is_limited_near_a_fold():
 @pytest.mark.slow
 def test_largest_adjoint_is_reported():
     given = problem(b=3, length=8, without=("keep",), y_scale=2.0)
-    skip_where_missing(cpu_cell)
+    skip_if_missing(cpu_cell)
     adjoint = torch.full((3,), math.nan, device=DEVICE)
     ours(given, adjoint=adjoint)
     expected = torch.full((3,), math.nan)
@@ -250,7 +250,7 @@ def test_raw_and_weight_may_be_bf16():
     """Rows are rounded to raw's dtype and y to the weight's; nothing else is rounded."""
     layout, options, tensors = problem(b=3, length=5, d=32)
     half = {**tensors, **{k: tensors[k].bfloat16().double() for k in ("raw", "weight_y")}}
-    expected = solve(oracle_cell.cell, layout, options, **half)[0]
+    expected = solve(oracle_cell.solve_cell, layout, options, **half)[0]
     given = on_gpu((layout, options, cast(tensors, torch.float32)))[2]
     for name in ("raw", "weight_y"):
         given[name] = given[name].bfloat16().requires_grad_()
@@ -295,11 +295,11 @@ def test_too_wide_token_is_unsupported(monkeypatch):
 @pytest.mark.parametrize("length", [6, slow(256), slow(1024)])
 def test_trained_tracker_equals_plain_pytorch(length, monkeypatch):
     """Every token depends on all tokens before it; loss and gradient agree to 1e-5."""
-    model, given, found = tracker().to(DEVICE), words(2, length), {}
+    model, given, found = load_tracker().to(DEVICE), draw_words(2, length), {}
     for kernels in ("plain", "triton"):
         monkeypatch.setenv("FPRNN_KERNELS", kernels)
         with model.solving(schedule="sequential"):
-            found[kernels] = loss_and_gradient(model, *(t.to(DEVICE) for t in given))
+            found[kernels] = compute_gradient(model, *(t.to(DEVICE) for t in given))
     (loss, gradient), (ours, its_gradient) = found["plain"], found["triton"]
     assert ours == pytest.approx(loss, rel=1e-5) and loss < 0.05
     both = [torch.cat([g[name].flatten() for name in gradient]) for g in (gradient, its_gradient)]
@@ -308,7 +308,7 @@ def test_trained_tracker_equals_plain_pytorch(length, monkeypatch):
 
 def test_autocast_passes_bf16_rows_and_weights(monkeypatch):
     """Nothing is converted to fp32 before the kernel."""
-    model, given, found, dtypes = tracker().to(DEVICE), words(2, 5), {}, []
+    model, given, found, dtypes = load_tracker().to(DEVICE), draw_words(2, 5), {}, []
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
     real = triton_cell.cell
 
@@ -320,7 +320,7 @@ def test_autocast_passes_bf16_rows_and_weights(monkeypatch):
     for narrow in (False, True):
         autocast = torch.autocast(DEVICE, torch.bfloat16, enabled=narrow)
         with model.solving(schedule="sequential"), autocast:
-            found[narrow] = loss_and_gradient(model, *(t.to(DEVICE) for t in given))
+            found[narrow] = compute_gradient(model, *(t.to(DEVICE) for t in given))
     wide, bf16 = torch.float32, torch.bfloat16
     assert dtypes == [(wide, wide, wide), (bf16, bf16, wide)]
     (loss, gradient), (ours, its_gradient) = found[False], found[True]
@@ -453,7 +453,7 @@ def test_replayed_graphs_on_a_gpu_equal_the_cpu(monkeypatch):
     """At d 1,536 the first chunk is launched kernel by kernel, the others from a graph."""
     if INTERPRETED:
         pytest.skip("the kernels are interpreted")
-    skip_where_missing(cpu_cell)
+    skip_if_missing(cpu_cell)
     monkeypatch.setattr(launches, "_schedules", type(launches._schedules)())
     given = problem(b=16, length=200, d=1536, n=16, y_scale=0.5)
     expected = results(cpu_cell.cell, given, torch.float32)
@@ -498,8 +498,8 @@ def launched(d, n, r, kind):
     for launch in made:
         is_loop = launch.kernel is triton_cell.cell_kernels.states_kernel
         chunk = {"chunk": triton_cell.CHUNK} if is_loop else {}
-        cases.append(launch_case(launch.kernel, table, **launch.args | chunk))
-    assert {case["kernel"] for case in cases} == kernels_of(triton_cell.cell_kernels)
+        cases.append(describe_launch(launch.kernel, table, **launch.args | chunk))
+    assert {case["kernel"] for case in cases} == find_kernels(triton_cell.cell_kernels)
     return cases
 
 
@@ -507,7 +507,7 @@ def test_products_load_asynchronously(monkeypatch):
     """Loads of 16 bytes run while the tensor cores compute."""
     monkeypatch.setattr(triton_cell, "INTERPRETED", False)
     cases = [case for case in launched(**DEFAULT) if "product" in case["kernel"]]
-    assert [bool(one["copies"]) for one in resources(cases, [80])] == [True, True]
+    assert [bool(one["copies"]) for one in compile_kernels(cases, [80])] == [True, True]
 
 
 @pytest.mark.parametrize(

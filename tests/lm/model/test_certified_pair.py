@@ -9,7 +9,7 @@ from lm.kernels.cpu import roots as cpu_roots
 from lm.model import certified_root
 from lm.model.cell import Coefficients, _find_root_by_picard, _find_root_plain
 from lm.model.solver import BISECTED, FAILED
-from tests.kernels import skip_where_missing
+from tests.kernels import skip_if_missing
 from tests.marks import slow
 
 SHAPES = {"alpha": (1, 2), "beta": (1, 2, 2), "delta": (1, 2), "gamma0": (1,), "gamma1": (1, 2)}
@@ -30,7 +30,7 @@ def scaled_distance(coefficients, s, other):
 
 @pytest.mark.parametrize("n", [20_000, slow(300_000)])
 def test_random_equations_have_the_root_that_picard_finds(n):
-    skip_where_missing(cpu_roots)
+    skip_if_missing(cpu_roots)
     equations = draw_pair_equations(n, 3)
     coefficients = Coefficients(*equations, FLOOR)
     picard, _ = cpu_roots.count_evaluations(equations, FLOOR, True)
@@ -42,7 +42,7 @@ def test_random_equations_have_the_root_that_picard_finds(n):
 
 
 def test_plain_pytorch_and_cpu_kernel_decide_alike():
-    skip_where_missing(cpu_roots)
+    skip_if_missing(cpu_roots)
     equations = draw_pair_equations(20_000, 4)
     coefficients = Coefficients(*equations, FLOOR)
     s, attracts, is_proven = certified_root.find_certified_pairs(coefficients)
