@@ -1,4 +1,4 @@
-"""Small Mamba models of transformers, and the same models of ours."""
+"""Small Mamba models of transformers, and our models with the same weights."""
 
 import torch
 from transformers import Mamba2Config, Mamba2ForCausalLM, MambaConfig, MambaForCausalLM
@@ -9,7 +9,7 @@ COMMON = dict(vocab_size=24, hidden_size=32, num_hidden_layers=2, state_size=4, 
 
 
 def make_random_mamba(kind, **fields):
-    """Return a Mamba or Mamba-2 of transformers; all weights, also biases and norms, are random."""
+    """Make a Mamba ("mamba") or Mamba-2 of transformers with random weights, biases and norms."""
     torch.manual_seed(0)
     if kind == "mamba":
         model = MambaForCausalLM(MambaConfig(**{"time_step_rank": 3, **COMMON, **fields}))
@@ -24,14 +24,14 @@ def make_random_mamba(kind, **fields):
 
 
 def save_hf_mamba(folder, kind, **fields):
-    """Save a model of transformers; return the folder and the model."""
+    """Save a random model of transformers; return the folder and the model."""
     model = make_random_mamba(kind, **fields)
     model.save_pretrained(folder)
     return folder, model
 
 
 def save_as_bin(folder, kind):
-    """Save the weights as pytorch_model.bin, the format of older versions of transformers."""
+    """Save a random model as pytorch_model.bin, the format of older versions of transformers."""
     _, model = save_hf_mamba(folder, kind)
     (folder / "model.safetensors").unlink()
     torch.save(dict(model.state_dict()), folder / "pytorch_model.bin")
@@ -39,10 +39,10 @@ def save_as_bin(folder, kind):
 
 
 def make_our_model(source):
-    """Return our model with a source's weights."""
+    """Make our model with the weights that `lm.training.hf_mamba` read from a folder."""
     model = FPRNNForCausalLM(source.config)
-    keys = model.load_state_dict(source.weights, strict=False)
-    assert not keys.unexpected_keys and set(keys.missing_keys) <= {"lm_head.weight"}
+    mismatch = model.load_state_dict(source.weights, strict=False)
+    assert not mismatch.unexpected_keys and set(mismatch.missing_keys) <= {"lm_head.weight"}
     return model.eval()
 
 

@@ -20,7 +20,7 @@ WEIGHTS = Path(__file__).parent / "data" / "s3.safetensors"
 
 
 def load_tracker(dtype=torch.float32, **fields):
-    """Return the model in training mode; `fields` are fields of its FPRNNConfig."""
+    """Load the model in training mode; `fields` are fields of its FPRNNConfig."""
     config = FPRNNConfig(vocab_size=6, d_model=16, n_layer=1, tie_embeddings=False, **fields)
     model = FPRNNForCausalLM(config)
     model.load_state_dict(load_file(WEIGHTS))
@@ -28,9 +28,9 @@ def load_tracker(dtype=torch.float32, **fields):
 
 
 def draw_words(count, length, seed=0):
-    """Return random sequences of S3 and their running products, shape (count,length) each."""
-    x = np.random.default_rng(seed).integers(6, size=(count, length), dtype=np.int64)
-    return torch.from_numpy(x), torch.from_numpy(group("S3").products(x))
+    """Draw sequences of S3; return them and their running products, shape (count,length) each."""
+    elements = np.random.default_rng(seed).integers(6, size=(count, length), dtype=np.int64)
+    return torch.from_numpy(elements), torch.from_numpy(group("S3").products(elements))
 
 
 def compute_gradient(model, ids, answers):
