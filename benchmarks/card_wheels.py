@@ -26,37 +26,13 @@ TRANSFORMERS_VERSION = "5.17.0"
 # Packages without a wheel on PyPI. All are pure Python, so this script builds their wheels.
 WHEELS_TO_BUILD = ("deepspeed", "rouge_score", "sqlitedict", "word2number")
 # Requirements of DeepSpeed, and einops for mamba-ssm. constraints.txt has the versions.
-WHEELS_TO_DOWNLOAD = [
-    "pydantic",
-    "pydantic_core",
-    "annotated-types",
-    "typing-inspection",
-    "typing_extensions",
-    "hjson",
-    "msgpack",
-    "einops",
-    "psutil",
-    "py-cpuinfo",
-]
+WHEELS_TO_DOWNLOAD = ["pydantic", "pydantic_core", "annotated-types", "typing-inspection"]
+WHEELS_TO_DOWNLOAD += ["typing_extensions", "hjson", "msgpack", "einops", "psutil", "py-cpuinfo"]
 # lm-eval and its requirements, except pandas, pyarrow, sacrebleu and scikit-learn, which the
 # machine has.
-WHEELS_TO_DOWNLOAD += [
-    "lm_eval",
-    "datasets",
-    "dill",
-    "multiprocess",
-    "evaluate",
-    "more-itertools",
-    "pytablewriter",
-    "DataProperty",
-    "mbstrdecoder",
-    "typepy",
-    "tabledata",
-    "tcolorpy",
-    "pathvalidate",
-    "nltk",
-    "chardet",
-]
+WHEELS_TO_DOWNLOAD += ["lm_eval", "datasets", "dill", "multiprocess", "evaluate", "more-itertools"]
+WHEELS_TO_DOWNLOAD += ["pytablewriter", "DataProperty", "mbstrdecoder", "typepy", "tabledata"]
+WHEELS_TO_DOWNLOAD += ["tcolorpy", "pathvalidate", "nltk", "chardet"]
 COMPILED_VERSIONS = {"causal-conv1d": "1.7.0", "mamba-ssm": "2.3.2.post1"}
 # Modules that load the compiled libraries.
 COMPILED_MODULES = (

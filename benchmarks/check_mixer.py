@@ -177,21 +177,17 @@ def _check_schedules(model) -> list[Finding]:
     with model.solving(schedule="window:4"):
         window_logits = model(input_ids=ids).logits
         other_logits = model(input_ids=other_ids).logits
-    findings.append(
-        _compare("later tokens change no earlier logits", other_logits[:, :6], window_logits[:, :6])
-    )
+    findings.append(_compare("causal", other_logits[:, :6], window_logits[:, :6]))
     with model.solving(schedule="parallel"):
         parallel_logits = model(input_ids=ids).logits
-    findings.append(
-        _compare("parallel schedule equals sequential", parallel_logits, sequential_logits)
-    )
+    findings.append(_compare("parallel: as sequential", parallel_logits, sequential_logits))
     cache, step_logits = None, []
     for t in range(ids.shape[1]):
         out = model(input_ids=ids[:, t : t + 1], cache=cache, use_cache=True)
         cache = getattr(out, CACHE)
         step_logits.append(out.logits)
     decoding_logits = torch.cat(step_logits, 1)
-    findings.append(_compare("decoding equals one pass", decoding_logits, sequential_logits))
+    findings.append(_compare("decoding: as one pass", decoding_logits, sequential_logits))
     return findings
 
 

@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -140,15 +141,10 @@ class ModelWithLoss(torch.nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> _Output:
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
         logits = self.model(input_ids).logits[:, :-1].float()
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-        return _Output(loss)
-
-
-class _Output:
-    def __init__(self, loss):
-        self.loss = loss
+        return SimpleNamespace(loss=loss)
 
 
 class StepResult(NamedTuple):

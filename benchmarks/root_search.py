@@ -12,7 +12,6 @@ counts as an evaluation of φ.
 
 import argparse
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,6 +88,7 @@ def record_equations(run: Callable[[], object]) -> list[Tensor]:
     Returns:
         As in `draw_equations`, with n = calls · sequences, in order of the calls.
     """
+    from benchmarks.contenders import use_kernels
     from lm.model import cell
 
     calls, find_root = [], cell.find_root
@@ -97,15 +97,12 @@ def record_equations(run: Callable[[], object]) -> list[Tensor]:
         calls.append([t.float() for t in coefficients[:-1]])
         return find_root(coefficients)
 
-    previous_kernels = os.environ.get("FPRNN_KERNELS")
-    os.environ["FPRNN_KERNELS"] = "plain"  # the other backends do not call `find_root`
     cell.find_root = record
     try:
-        with torch.no_grad():
+        with torch.no_grad(), use_kernels("plain"):  # other backends do not call `find_root`
             run()
     finally:
         cell.find_root = find_root
-        os.environ["FPRNN_KERNELS"] = previous_kernels or "auto"
     return [torch.cat(tensors) for tensors in zip(*calls)]
 
 

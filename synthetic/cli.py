@@ -134,14 +134,7 @@ def _report(args: argparse.Namespace) -> int:
         ]
         say(build_table(entries, "Reports"))
         return 0
-    report(
-        args.name,
-        args.scale,
-        tuple(args.override),
-        args.config,
-        run_missing=args.run_missing,
-        jobs=args.jobs,
-    )
+    report(args.name, args.scale, tuple(args.override), args.config, args.run_missing, args.jobs)
     return 0
 
 

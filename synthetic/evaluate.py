@@ -151,9 +151,7 @@ def override_solver(model: nn.Module, **fields: Any) -> contextlib.AbstractConte
 def probe_first_sequences(
     model: nn.Module, input_ids: torch.Tensor, mask: torch.Tensor | None
 ) -> Any:
-    """Measure ℓ* of the first sequences of a batch; see `metrics.probe`.
-
-    It probes at most MAX_PROBED_SEQUENCES and MAX_PROBED_TOKENS, but at least one sequence.
+    """Measure ℓ* of the first sequences of a batch, at least one; see `metrics.probe`.
 
     Args:
         model: The model.
@@ -352,13 +350,7 @@ def evaluate_all(
 ) -> list[dict]:
     """Measure every length with every seed of `eval`; with eval.sequential also token by token.
 
-    Args:
-        model: The model.
-        task: The task.
-        cfg: Config of the run, whose `eval` section applies.
-        lengths: Sequence lengths in tokens.
-        precision: "fp32" or "bf16".
-        is_held_out: As in `measure`.
+    The arguments are those of `measure`, with `lengths` in tokens.
 
     Returns:
         A row for each measurement: {"length", "seed"} and the result of `measure`.

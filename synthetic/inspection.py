@@ -74,11 +74,11 @@ def inspect_batch(
 
     Args:
         model: The model.
-        task: Its task.
+        task: Task of the model.
         batch: A batch with one row.
         name: Name of the run.
         precision: "fp32" or "bf16".
-        max_iters: ℓmax; None: the model's.
+        max_iters: ℓmax; None: the ℓmax of the model.
 
     Raises:
         TaskError: If the sequence has more than MAX_TOKENS tokens.

@@ -84,7 +84,7 @@ def run_forward_and_backward(
         adversary: Source of the noise that increases the loss, or None.
 
     Returns:
-        The losses and the answers. The gradients are in the parameters.
+        The losses and the answers; the gradients are in the parameters.
     """
     if adversary is None:
         loss, answers = forward()

@@ -182,13 +182,10 @@ def validate(
 ) -> list[FinishedRun]:
     """Train and evaluate every model on every ability; finished runs are not repeated.
 
+    The other arguments are those of `plan_runs`.
+
     Args:
-        paths: YAMLs with a `model:` section.
-        overrides: key=value, applied to the MODEL_SECTIONS.
-        out_dir: Folder of the runs.
         jobs: Number of processes at once.
-        quick: Only the quick abilities, with fewer test sequences.
-        seeds: Training seeds; None: SEEDS, or the first of them in a quick profile.
 
     Returns:
         The runs; their `panel` is the ability.

@@ -56,13 +56,13 @@ def _is_training(engine, *_) -> bool:
     return engine.deepspeed.module.training
 
 
-def _return_nan_loss(original, *args):
+def _spoil_loss(original, *args):
     output = original(*args)
     output.loss = output.loss * float("nan")
     return output
 
 
-def _return_synthetic_nan_loss(original, *args):
+def _spoil_synthetic_loss(original, *args):
     loss, answers = original(*args)
     return loss * float("nan"), answers
 
@@ -83,7 +83,7 @@ def _suspend(original, *args, **options):
     return original(*args, **options)
 
 
-def _suspend_before_validation(original, training):
+def _suspend_at_end(original, training):
     """Stop this process before the last validation."""
     training.validation.measure = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
     original(training)
@@ -94,7 +94,7 @@ def _sleep_long(original, *args, **options):
     return original(*args, **options)
 
 
-def _put_nan_into_weight(original, engine, *args, **options):
+def _spoil_weight(original, engine, *args, **options):
     result = original(engine, *args, **options)
     optimized = engine.base_optimizer.param_groups[0]["params"]
     for parameter in [*optimized, *engine.deepspeed.module.parameters()]:
@@ -103,7 +103,7 @@ def _put_nan_into_weight(original, engine, *args, **options):
     return result
 
 
-def _put_nan_into_moment(original, trainer, *args, **options):
+def _spoil_moment(original, trainer, *args, **options):
     result = original(trainer, *args, **options)
     optimizer = getattr(trainer, "base_optimizer", None) or trainer.optimizer
     next(iter(optimizer.state.values()))["exp_avg_sq"].view(-1)[0] = float("nan")
@@ -126,7 +126,7 @@ FAULTS = {
     "plain_kernels": use_plain_kernels,
     "looks_every": set_curriculum_interval,
     # In the N-th forward pass of training.
-    "nan_at": replace_call(ENGINE, "forward", _return_nan_loss, _is_training),
+    "nan_at": replace_call(ENGINE, "forward", _spoil_loss, _is_training),
     "nonfinite_at": replace_call(ENGINE, "forward", _raise_nonfinite, _is_training),
     # At the N-th micro-batch.
     "no_data_at": replace_call(
@@ -135,17 +135,13 @@ FAULTS = {
     # At the N-th update.
     "stop_at": replace_call(ENGINE, "step", _suspend),
     "sleep_at": replace_call(ENGINE, "step", _sleep_long),
-    "weight_nan_at": replace_call(ENGINE, "step", _put_nan_into_weight),
-    "moment_nan_at": replace_call(ENGINE, "step", _put_nan_into_moment),
-    "stop_at_the_end": replace_call(
-        "lm.training.train:Training", "conclude", _suspend_before_validation
-    ),
+    "weight_nan_at": replace_call(ENGINE, "step", _spoil_weight),
+    "moment_nan_at": replace_call(ENGINE, "step", _spoil_moment),
+    "stop_at_the_end": replace_call("lm.training.train:Training", "conclude", _suspend_at_end),
     # The same in the synthetic trainer.
-    "synthetic_nan_at": replace_call(SYNTHETIC, "compute_loss", _return_synthetic_nan_loss),
+    "synthetic_nan_at": replace_call(SYNTHETIC, "compute_loss", _spoil_synthetic_loss),
     "synthetic_nonfinite_at": replace_call(SYNTHETIC, "compute_loss", _raise_nonfinite),
-    "synthetic_moment_nan_at": replace_call(
-        f"{SYNTHETIC}:Training", "update", _put_nan_into_moment
-    ),
+    "synthetic_moment_nan_at": replace_call(f"{SYNTHETIC}:Training", "update", _spoil_moment),
 }
 
 

@@ -27,10 +27,7 @@ NUMBERS = {int: "i32", float: "fp32"}
 # Bytes per thread that may spill, by Triton's version and kernel; 0 for others. The matrices of
 # _roots_kernel for eight reflections do not fit into registers before Triton 3.9, and the states of
 # FP-Mamba-2 with 64 states do not fit on sm_90 under Triton 3.7.
-SPILLS = {
-    (3, 6): {"_roots_kernel": 48},
-    (3, 7): {"_roots_kernel": 40, "states_kernel": 8},
-}
+SPILLS = {(3, 6): {"_roots_kernel": 48}, (3, 7): {"_roots_kernel": 40, "states_kernel": 8}}
 
 
 def quicken_interpreter():

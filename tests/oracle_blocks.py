@@ -332,9 +332,7 @@ def by_document(function, u, starts=None, mask=None):
     for row in range(len(u)):
         tokens = {}
         documents = each_document(
-            u.shape[1],
-            None if starts is None else starts[row],
-            None if mask is None else mask[row],
+            u.shape[1], None if starts is None else starts[row], None if mask is None else mask[row]
         )
         for positions in documents:
             out = function(u[row, positions], (row, positions))

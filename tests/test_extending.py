@@ -96,11 +96,7 @@ def test_check_mixer_accepts_the_pages_mixer(page):
     """The checks include the gradient against finite differences of the loss in fp64."""
     findings = {f.name: f for f in check_mixer(MIXER)}
     assert all(f.holds is not False for f in findings.values()), findings
-    required = (
-        "gradient of all parameters",
-        "gradient of the mixer's parameters",
-        "causal",
-    )
+    required = ("gradient of all parameters", "gradient of the mixer's parameters", "causal")
     assert all(findings[name].holds for name in required), findings
 
 

@@ -130,11 +130,6 @@ class CatBabi(Task):
             )
 
     def segments(self, split: str, batch_size: int, length: int) -> int:
-        """Count the batches in an epoch, with segments of `length` tokens.
-
-        Raises:
-            TaskError: If batch_size × length tokens are more than the split has.
-        """
         self._check_size(split, batch_size, length)
         _, longest = self._find_bounds(split, batch_size)
         return math.ceil(longest / length)

@@ -95,10 +95,7 @@ def test_repeated_keys_are_answered_by_their_value(case):
 
 def test_impossible_sizes_are_refused():
     for section, message in [
-        (
-            {"name": "mqar", "alphabet": 2, "pairs": 4},
-            "mqar: 4 pairs, at length 16, need as many",
-        ),
+        ({"name": "mqar", "alphabet": 2, "pairs": 4}, "mqar: 4 pairs, at length 16, need as many"),
         (
             {"name": "fuzzy_recall", "alphabet": 3, "ngram": 4},
             "task.ngram is 4, and task.alphabet 3",

@@ -14,12 +14,7 @@ SEQUENCE_TASKS = {
     "S3": ({"name": "word_problem", "group": "S3"}, 8, 3, (2, 16)),
     "A5": ({"name": "word_problem", "group": "A5"}, 4, 2, (4, 8)),
     "copy": ({"name": "copy", "alphabet": 8, "context": 40}, 4, 3, (2, 8)),
-    "recall": (
-        {"name": "suffix_ngram", "alphabet": 16, "ngram": 1, "context": 40},
-        4,
-        2,
-        (2, 8),
-    ),
+    "recall": ({"name": "suffix_ngram", "alphabet": 16, "ngram": 1, "context": 40}, 4, 2, (2, 8)),
     "arithmetic": (
         {"name": "mod_arithmetic", "modulus": 3, "supervision": "every"},
         11,
@@ -36,12 +31,7 @@ UNIFORM_LENGTH_TASKS = {
     "in_context": ({"name": "in_context_recall", "alphabet": 4}, 14, 4, (4, 20)),
     "noisy": ({"name": "noisy_recall", "alphabet": 4}, 16, 4, (4, 20)),
     "fuzzy": ({"name": "fuzzy_recall", "alphabet": 4, "ngram": 2}, 18, 8, (8, 24)),
-    "selective": (
-        {"name": "selective_copying", "alphabet": 8, "content": 5},
-        16,
-        None,
-        (11, 20),
-    ),
+    "selective": ({"name": "selective_copying", "alphabet": 8, "content": 5}, 16, None, (11, 20)),
     "memorization": ({"name": "memorization", "alphabet": 8}, 12, 6, (2, 16)),
     "repl": ({"name": "repl", "variables": 3}, 8, 3, (2, 10)),
 }

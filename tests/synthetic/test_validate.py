@@ -137,11 +137,7 @@ def test_plan_uses_the_configs_solver(tmp_path, text, overrides):
         ("name: x\noptim: {lr: 1e-3}\n", [], "has no `model:` section"),
         ("model: {}\noptim: 3", [], "`optim` is 3: it must be a section"),
         ("modle: {d_model: 8}\n", [], "unknown section modle"),
-        (
-            "model: {d_model: 8}\n",
-            ["train.steps=3"],
-            "accepts only keys of model, solver",
-        ),
+        ("model: {d_model: 8}\n", ["train.steps=3"], "accepts only keys of model, solver"),
         ("model: {d_modle: 8}\n", [], "did you mean `model.d_model`"),
     ],
 )

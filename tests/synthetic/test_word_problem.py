@@ -110,8 +110,3 @@ def test_one_wrong_label_costs_one_token_and_one_sequence():
 def test_unknown_groups_are_refused(name):
     with pytest.raises(TaskError, match=r"unknown group|more than 5040 elements"):
         tasks.build_task(Task(name="word_problem", group=name))
-
-
-def test_length_zero_is_refused():
-    with pytest.raises(TaskError, match="has no sequences of length 0: it has lengths 1, 2, 3"):
-        tasks.build_task(Task(name="word_problem")).check_length(0)
