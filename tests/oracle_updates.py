@@ -66,10 +66,7 @@ def plain(ranks, stage, *settings):
     update = engine.step(micro_batches)
     loss = cross_entropy(model(input_ids=ids).logits, labels)
     gradient = torch.autograd.grad(loss, list(model.parameters()))
-    return {
-        "expected": [loss.item(), total_norm(gradient)],
-        "found": [update.loss, update.grad_norm],
-    }
+    return {"expected": [loss.item(), total_norm(gradient)], "found": [update.loss, update.grad_norm]}
 
 
 def against_adversary(ranks, stage):
@@ -131,11 +128,7 @@ def gradients(engine):
             yield fragment.name, moment[fragment.flat], fragment.flattened
 
 
-CASES = {
-    plain: [*STAGES, *OTHER_MODELS],
-    against_adversary: STAGES,
-    under_bf16: STAGES,
-}
+CASES = {plain: [*STAGES, *OTHER_MODELS], against_adversary: STAGES, under_bf16: STAGES}
 
 
 def main():

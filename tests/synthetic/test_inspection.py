@@ -11,7 +11,7 @@ from lm.evaluation.inspection.page import render_page
 from lm.runs.metrics import probe
 from lm.runs.run_dir import RunDir
 from synthetic import config, tasks
-from synthetic.build import build, load_run
+from synthetic.build import build_model, load_run
 from synthetic.cli import main
 from synthetic.inspection import inspect_batch
 from synthetic.tasks import IGNORE, TaskError
@@ -22,7 +22,7 @@ SPACED = ("word_problem",)  # tasks whose tokens are typed with spaces between t
 
 
 def build_task(name: str, **fields) -> tasks.Task:
-    return tasks.build(config.Task(name=name, **fields))
+    return tasks.build_task(config.Task(name=name, **fields))
 
 
 @pytest.mark.parametrize(
@@ -90,8 +90,8 @@ def untrained(tmp_path_factory):
     model = {"d_model": 16, "d_state": 4, "n_layer": 2}
     path.write_text(json.dumps({"name": "u", "model": model, "task": {"supervision": "every"}}))
     cfg = config.load(path)
-    task = tasks.build(cfg.task)
-    return build(cfg, task, 16)[0].eval(), task
+    task = tasks.build_task(cfg.task)
+    return build_model(cfg, task, 16)[0].eval(), task
 
 
 def test_answers_losses_and_iterations_match_the_model(untrained):
@@ -120,7 +120,7 @@ def test_answers_losses_and_iterations_match_the_model(untrained):
 
 def test_predictions_beyond_the_tasks_ids_have_names():
     task = build_task("word_problem", group="Z2")
-    model = build(config.Config(name="z", model={"vocab_size": 8}), task, 4)[0].eval()
+    model = build_model(config.Config(name="z", model={"vocab_size": 8}), task, 4)[0].eval()
     inspection = inspect_batch(model, task, task.parse_typed(["1 0"]), "z")
     for guess in (
         guess for row in inspection.guesses for guess in row
@@ -132,7 +132,7 @@ def test_unlabelled_positions_are_neither_right_nor_wrong():
     task = build_task("parity")
     torch.manual_seed(0)
     cfg = config.Config(name="p", task=config.Task(name="parity"))
-    model = build(cfg, task, 16)[0].eval()
+    model = build_model(cfg, task, 16)[0].eval()
     inspection = inspect_batch(model, task, task.parse_typed(["0110"]), "p")
     assert [answer.is_right for answer in inspection.answers][:3] == [None] * 3
     assert inspection.answers[3].right == "0" and inspection.scored_count == 1

@@ -15,7 +15,7 @@ from lm.cli.main import main
 from lm.common.errors import BAD_CONFIG, DIVERGED, FAILED, PREEMPTED
 from lm.runs.checkpoint import find_newest_checkpoint
 from lm.runs.lease import is_alive
-from tests.running import ENV, ROOT, losses
+from tests.running import ENV, ROOT, read_losses
 
 YAML = """
 name: s
@@ -125,7 +125,7 @@ def test_training_of_a_killed_sweep_saves_and_ends(path, tmp_path):
     command = [sys.executable, "-m", "lm", "sweep", str(path), "--run", "log.every=1"]
     run = tmp_path / "s/000-fp-seed=0"
     with subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL) as process:
-        wait_until(lambda: (run / "metrics.jsonl").is_file() and losses(run))
+        wait_until(lambda: (run / "metrics.jsonl").is_file() and read_losses(run))
         trainer = json.loads((run / "lease.json").read_text())
         process.kill()
     wait_until(lambda: is_alive(trainer) is False)

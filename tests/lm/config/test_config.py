@@ -475,7 +475,7 @@ def test_the_page_says_what_a_resumed_run_may_change():
     tops = {name: resume_rule(Config, name) for name in Config.model_fields}
     keys = [
         f"{prefix}.{name}"
-        for prefix, section in config_page.sections(Config()).items()
+        for prefix, section in config_page.collect_sections(Config()).items()
         for name in type(section).model_fields
         if prefix
     ]

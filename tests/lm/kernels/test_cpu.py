@@ -14,14 +14,14 @@ from lm.kernels.cpu import build as cpu_build
 from lm.kernels.cpu import roots as cpu_roots
 from lm.kernels.cpu import scan as cpu
 from lm.kernels.cpu.build import space_tokens_evenly
-from tests.kernels import assert_close, poisoned_memory, skip_where_missing
+from tests.kernels import assert_close, poisoned_memory, skip_if_missing
 from tests.lm.kernels.test_scans import evaluate
 from tests.oracles import scan_inputs, sequential_scan
 
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    skip_where_missing(cpu)
+    skip_if_missing(cpu)
     with poisoned_memory():
         yield
 

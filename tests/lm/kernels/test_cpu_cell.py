@@ -15,14 +15,14 @@ from lm.kernels.cell_arguments import CellArguments, Layout, Options, Readout, R
 from lm.kernels.cpu import cpu_cell
 from lm.model.solver import FAILED
 from tests import oracle_cell
-from tests.kernels import assert_close, poisoned_memory, skip_where_missing
+from tests.kernels import assert_close, poisoned_memory, skip_if_missing
 
 NOT_DIFFERENTIATED = ("keep", "y0", "h0")
 
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    skip_where_missing(cpu_cell)
+    skip_if_missing(cpu_cell)
     with poisoned_memory():
         yield
 
@@ -146,7 +146,7 @@ def evaluate(compute, problem, dtype=torch.float64, fails=False, **others):
 
 def assert_equals_the_loop(problem, tol=1e-9, tol32=3e-4, rnn=False):
     ours = cpu_cell.cell_rnn if rnn else cpu_cell.cell
-    theirs = oracle_cell.cell_rnn if rnn else oracle_cell.cell
+    theirs = oracle_cell.solve_cell_rnn if rnn else oracle_cell.solve_cell
     expected = evaluate(theirs, problem)
     assert_close(evaluate(ours, problem), expected, tol)
     if tol32:
@@ -262,9 +262,9 @@ def make_centroid_problem(k, without=(), **others):
 )
 def test_centroids_equal_the_loop(others):
     problem = make_centroid_problem(**others)
-    expected = evaluate(oracle_cell.cell, problem)
-    assert_close(evaluate(cpu_cell.cell, problem), expected, 1e-9)
-    assert_close(evaluate(cpu_cell.cell, problem, torch.float32), expected, 3e-4)
+    expected = evaluate(oracle_cell.solve_cell, problem)
+    assert_close(evaluate(cpu_cell.solve_cell, problem), expected, 1e-9)
+    assert_close(evaluate(cpu_cell.solve_cell, problem, torch.float32), expected, 3e-4)
 
 
 def test_centroids_token_by_token_are_bit_identical():
@@ -309,7 +309,7 @@ def test_root_is_the_limit_of_picard(rank, sequential, D, norm):
     )
     tensors["D"] *= D
     y, _, outcome = solve(cpu_cell.cell, layout, options, **tensors)
-    expected, _, is_slow = solve(oracle_cell.cell, layout, options, **tensors)
+    expected, _, is_slow = solve(oracle_cell.solve_cell, layout, options, **tensors)
     assert not (outcome & FAILED).any()
     error = (y - expected).abs().amax(-1) / expected.abs().amax(-1)
     assert error[~is_slow].max() < 1e-8
@@ -326,11 +326,11 @@ def test_gradient_is_limited_near_a_fold(monkeypatch):
         b=400, length=1, d=16, n=2, reading=0, without=("keep", "y0", "h0"), seed=3
     )
     monkeypatch.setattr(oracle_cell, "ITERATIONS", 20000)
-    expected = evaluate(oracle_cell.cell, problem)
-    computed = evaluate(cpu_cell.cell, problem)
+    expected = evaluate(oracle_cell.solve_cell, problem)
+    computed = evaluate(cpu_cell.solve_cell, problem)
     assert_close(computed, expected, 1e-6)  # Picard's root is less exact there
     monkeypatch.setattr(oracle_cell, "MAX_GAIN", math.inf)
-    beyond = evaluate(oracle_cell.cell, problem)["grad x"] - expected["grad x"]
+    beyond = evaluate(oracle_cell.solve_cell, problem)["grad x"] - expected["grad x"]
     assert (beyond.abs().amax((1, 2)) > 1e-3).any()
 
 
@@ -340,7 +340,7 @@ def test_bisection_finds_roots_that_picard_misses(norm):
     layout, options, tensors = make_problem(
         b=300, length=1, d=16, n=2, rank=4, norm=norm, reading=0, without=without
     )
-    _, _, is_slow = solve(oracle_cell.cell, layout, options, **tensors)
+    _, _, is_slow = solve(oracle_cell.solve_cell, layout, options, **tensors)
     _, _, outcome = solve(cpu_cell.cell, layout, options, **tensors)
     assert is_slow.any() and not (outcome & FAILED).any()
 
@@ -354,7 +354,7 @@ def with_newton_fallback(picard):
         for _ in range(100 if failed.any() else 0):
             s = torch.randn(start.shape, generator=generator, dtype=start.dtype)
             for _ in range(20):
-                rest = torch.eye(s.shape[1]).to(s) - oracle_cell.slope_of(phi, s)
+                rest = torch.eye(s.shape[1]).to(s) - oracle_cell.find_slope(phi, s)
                 s = s + torch.linalg.solve_ex(rest, (phi(s) - s).unsqueeze(-1))[0].squeeze(-1)
             computed = failed & ((phi(s) - s).abs().amax(-1) < 1e-12)
             root, failed = torch.where(computed.unsqueeze(-1), s, root), failed & ~computed
@@ -369,9 +369,9 @@ def test_repelling_root_has_the_exact_gradient(monkeypatch):
     """The only root of a token repels Picard from all sides; bisection finds it."""
     without = ("keep", "gate", "y0", "h0")
     problem = make_problem(reading=0, without=without, rank=2)
-    evaluate(oracle_cell.cell, problem, fails=True)
-    monkeypatch.setattr(oracle_cell, "picard", with_newton_fallback(oracle_cell.picard))
-    assert_close(evaluate(cpu_cell.cell, problem), evaluate(oracle_cell.cell, problem), 1e-8)
+    evaluate(oracle_cell.solve_cell, problem, fails=True)
+    monkeypatch.setattr(oracle_cell, "run_picard", with_newton_fallback(oracle_cell.run_picard))
+    assert_close(evaluate(cpu_cell.solve_cell, problem), evaluate(oracle_cell.solve_cell, problem), 1e-8)
 
 
 @pytest.mark.parametrize("b, length", [(0, 3), (2, 0), (0, 0)])

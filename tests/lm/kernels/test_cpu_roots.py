@@ -10,7 +10,7 @@ from lm.kernels import Unsupported
 from lm.kernels.cpu import roots as cpu_roots
 from lm.model import cell
 from lm.model.solver import FAILED
-from tests.kernels import poisoned_memory, skip_where_missing
+from tests.kernels import poisoned_memory, skip_if_missing
 from tests.lm.model.test_causal import gradients_of, ids, model_of
 from tests.lm.model.test_cell import random_coefficients
 
@@ -19,7 +19,7 @@ DTYPES = [torch.float32, torch.float64]
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    skip_where_missing(cpu_roots)
+    skip_if_missing(cpu_roots)
     with poisoned_memory():
         yield
 

@@ -7,7 +7,7 @@ import torch
 
 from lm.kernels import Unsupported
 from lm.model.scan import selective_scan_plain
-from tests.kernels import assert_close, poisoned_memory, skip_where_missing
+from tests.kernels import assert_close, poisoned_memory, skip_if_missing
 from tests.oracles import scan_inputs
 
 
@@ -28,7 +28,7 @@ def scan(request, monkeypatch):
     if request.param == "triton":
         pytest.importorskip("triton")
     module = importlib.import_module(f"lm.kernels.{request.param}.scan")
-    skip_where_missing(module)
+    skip_if_missing(module)
     if request.param == "triton":
         chunk_length = lambda b, length, d, n: 16 if length > 30 else length  # noqa: E731
         monkeypatch.setattr(module, "_chunk_length", chunk_length)

@@ -17,12 +17,12 @@ from tests import oracle_cell
 from tests.kernels import (
     assert_close,
     assert_nothing_spills,
-    kernels_of,
-    launch_case,
+    compile_kernels,
+    describe_launch,
+    find_kernels,
     poisoned_memory,
     quicken_interpreter,
-    resources,
-    skip_where_missing,
+    skip_if_missing,
 )
 from tests.lm.kernels.test_cpu_cell import (
     cast,
@@ -33,7 +33,7 @@ from tests.lm.kernels.test_cpu_cell import (
     solve,
 )
 from tests.marks import slow
-from tests.tracker import loss_and_gradient, tracker, words
+from tests.tracker import compute_gradient, draw_words, load_tracker
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # The interpreter warns when a search goes through a pole.
@@ -45,7 +45,7 @@ quicken_interpreter()
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    skip_where_missing(triton_cell)
+    skip_if_missing(triton_cell)
     with poisoned_memory():
         yield
 
@@ -62,7 +62,7 @@ def run_kernel(problem, rnn=False, dtype=torch.float32, **others):
 
 
 def run_oracle(problem, rnn=False):
-    return evaluate(oracle_cell.cell_rnn if rnn else oracle_cell.cell, problem)
+    return evaluate(oracle_cell.solve_cell_rnn if rnn else oracle_cell.solve_cell, problem)
 
 
 def assert_equals_the_loop(problem, tol=3e-4, rnn=False):
@@ -225,7 +225,7 @@ def test_nan_gives_nan_and_a_failed_outcome():
 @pytest.mark.slow
 def test_outcomes_equal_the_cpu_kernel():
     """Some roots come from bisection, and some gradients may be limited."""
-    skip_where_missing(cpu_cell)
+    skip_if_missing(cpu_cell)
     without = ("keep", "y0", "h0", "norm_bias")
     problem = make_problem(
         b=40, length=1, d=16, n=2, rank=4, norm="rms", reading=0, without=without
@@ -241,7 +241,7 @@ def test_gradient_is_limited_near_a_fold():
     problem = make_problem(
         b=40, length=1, d=16, n=2, rank=4, reading=0, without=("keep", "y0", "h0")
     )
-    skip_where_missing(cpu_cell)
+    skip_if_missing(cpu_cell)
     expected = evaluate(cpu_cell.cell, problem, torch.float32)
     assert_close(run_kernel(problem), expected, 1e-2)
 
@@ -249,7 +249,7 @@ def test_gradient_is_limited_near_a_fold():
 @pytest.mark.slow
 def test_largest_adjoint_is_reported():
     problem = make_problem(b=3, length=8, without=("keep",), y_scale=2.0)
-    skip_where_missing(cpu_cell)
+    skip_if_missing(cpu_cell)
     adjoint = torch.full((3,), math.nan, device=DEVICE)
     run_kernel(problem, adjoint=adjoint)
     expected = torch.full((3,), math.nan)
@@ -261,7 +261,7 @@ def test_raw_and_weight_may_be_bf16():
     """Rows are rounded to raw's dtype and y to the weight's; nothing else is rounded."""
     layout, options, tensors = make_problem(b=3, length=5, d=32)
     half = {**tensors, **{k: tensors[k].bfloat16().double() for k in ("raw", "weight_y")}}
-    expected = solve(oracle_cell.cell, layout, options, **half)[0]
+    expected = solve(oracle_cell.solve_cell, layout, options, **half)[0]
     problem = move_to_device((layout, options, cast(tensors, torch.float32)))[2]
     for name in ("raw", "weight_y"):
         problem[name] = problem[name].bfloat16().requires_grad_()
@@ -314,11 +314,11 @@ def compute_relative_error(ours, theirs):
 @pytest.mark.parametrize("length", [6, slow(256), slow(1024)])
 def test_trained_tracker_equals_plain_pytorch(length, monkeypatch):
     """Every token depends on all tokens before it; loss and gradient agree to 1e-5."""
-    model, problem, computed = tracker().to(DEVICE), words(2, length), {}
+    model, problem, computed = load_tracker().to(DEVICE), draw_words(2, length), {}
     for kernels in ("plain", "triton"):
         monkeypatch.setenv("FPRNN_KERNELS", kernels)
         with model.solving(schedule="sequential"):
-            computed[kernels] = loss_and_gradient(model, *(t.to(DEVICE) for t in problem))
+            computed[kernels] = compute_gradient(model, *(t.to(DEVICE) for t in problem))
     (loss, gradient), (triton_loss, triton_gradient) = computed["plain"], computed["triton"]
     assert triton_loss == pytest.approx(loss, rel=1e-5) and loss < 0.05
     assert compute_relative_error(triton_gradient, gradient) < 1e-5
@@ -326,7 +326,7 @@ def test_trained_tracker_equals_plain_pytorch(length, monkeypatch):
 
 def test_autocast_passes_bf16_rows_and_weights(monkeypatch):
     """Nothing is converted to fp32 before the kernel."""
-    model, problem, computed, dtypes = tracker().to(DEVICE), words(2, 5), {}, []
+    model, problem, computed, dtypes = load_tracker().to(DEVICE), draw_words(2, 5), {}, []
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
     real = triton_cell.cell
 
@@ -338,7 +338,7 @@ def test_autocast_passes_bf16_rows_and_weights(monkeypatch):
     for narrow in (False, True):
         autocast = torch.autocast(DEVICE, torch.bfloat16, enabled=narrow)
         with model.solving(schedule="sequential"), autocast:
-            computed[narrow] = loss_and_gradient(model, *(t.to(DEVICE) for t in problem))
+            computed[narrow] = compute_gradient(model, *(t.to(DEVICE) for t in problem))
     wide, bf16 = torch.float32, torch.bfloat16
     assert dtypes == [(wide, wide, wide), (bf16, bf16, wide)]
     (loss, gradient), (triton_loss, triton_gradient) = computed[False], computed[True]
@@ -472,7 +472,7 @@ def test_replayed_graphs_on_a_gpu_equal_the_cpu(monkeypatch):
     """At d 1,536 the first chunk is launched kernel by kernel, the others from a graph."""
     if INTERPRETED:
         pytest.skip("the kernels are interpreted")
-    skip_where_missing(cpu_cell)
+    skip_if_missing(cpu_cell)
     monkeypatch.setattr(launches, "_schedules", type(launches._schedules)())
     problem = make_problem(b=16, length=200, d=1536, n=16, y_scale=0.5)
     expected = evaluate(cpu_cell.cell, problem, torch.float32)
@@ -517,8 +517,8 @@ def make_launch_cases(d, n, r, kind):
     for launch in all_launches:
         is_loop = launch.kernel is triton_cell.cell_kernels.states_kernel
         chunk = {"chunk": triton_cell.CHUNK} if is_loop else {}
-        cases.append(launch_case(launch.kernel, table, **launch.args | chunk))
-    assert {case["kernel"] for case in cases} == kernels_of(triton_cell.cell_kernels)
+        cases.append(describe_launch(launch.kernel, table, **launch.args | chunk))
+    assert {case["kernel"] for case in cases} == find_kernels(triton_cell.cell_kernels)
     return cases
 
 
@@ -526,7 +526,7 @@ def test_products_load_asynchronously(monkeypatch):
     """Loads of 16 bytes run while the tensor cores compute."""
     monkeypatch.setattr(triton_cell, "INTERPRETED", False)
     cases = [case for case in make_launch_cases(**DEFAULT) if "product" in case["kernel"]]
-    assert [bool(one["copies"]) for one in resources(cases, [80])] == [True, True]
+    assert [bool(one["copies"]) for one in compile_kernels(cases, [80])] == [True, True]
 
 
 @pytest.mark.parametrize(

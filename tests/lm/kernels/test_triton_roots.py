@@ -12,8 +12,8 @@ from lm.model.solver import FAILED
 from tests.kernels import (
     assert_nothing_spills,
     poisoned_memory,
-    recorded_launches,
-    skip_where_missing,
+    record_launches,
+    skip_if_missing,
 )
 from tests.lm.model.test_cell import (
     coefficients_of,
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    skip_where_missing(triton_roots)
+    skip_if_missing(triton_roots)
     with poisoned_memory():
         yield
 
@@ -152,6 +152,6 @@ def test_unsupported_equations_are_refused():
 
 @pytest.mark.parametrize("rank", [1, slow(2), slow(4), slow(8)])
 def test_no_register_spills(rank):
-    with recorded_launches(triton_roots) as cases:
+    with record_launches(triton_roots) as cases:
         triton_roots.find_roots(*on_device(random_coefficients(5, rank)))
     assert_nothing_spills(cases)

@@ -15,11 +15,11 @@ from lm.model.scan import selective_scan_plain
 from tests.kernels import (
     assert_close,
     assert_nothing_spills,
-    kernels_of,
+    find_kernels,
     poisoned_memory,
-    recorded_launches,
-    skip_where_missing,
-    sliced,
+    record_launches,
+    skip_if_missing,
+    slice_unaligned,
 )
 from tests.lm.kernels.test_scans import evaluate
 from tests.oracles import scan_inputs
@@ -31,7 +31,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 @pytest.fixture(autouse=True)
 def poisoned():
     """Fill the memory that torch.empty returns with NaN."""
-    skip_where_missing(triton_scan)
+    skip_if_missing(triton_scan)
     with poisoned_memory():
         yield
 
@@ -166,10 +166,10 @@ def make_launch_cases(d, n, dtype, whole, length=128):
     keep = make_keep(1, length) if whole else None
     if not whole:
         del tensors["h0"]
-        tensors |= {name: sliced(tensors[name]) for name in ("x", "dt", "B", "C")}
+        tensors |= {name: slice_unaligned(tensors[name]) for name in ("x", "dt", "B", "C")}
     for tensor in tensors.values():
         tensor.requires_grad_()
-    with recorded_launches(triton_scan) as cases:
+    with record_launches(triton_scan) as cases:
         y, h = triton_scan.selective_scan(**tensors, keep=keep)
         (y.sum() + h.sum()).backward()
     return cases
@@ -181,7 +181,7 @@ TRAINED = [(768, 16), (768, 64), (1536, 16), (1536, 64)]
 def test_no_register_spills_at_the_default_shape():
     """Every kernel on one GPU: a compilation takes seconds."""
     cases = make_launch_cases(1536, 16, torch.bfloat16, True)
-    assert {case["kernel"] for case in cases} == kernels_of(triton_scan)
+    assert {case["kernel"] for case in cases} == find_kernels(triton_scan)
     assert_nothing_spills(cases, [80])
 
 

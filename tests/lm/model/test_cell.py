@@ -15,7 +15,7 @@ from lm.model.cell import (
     solve_low_rank,
 )
 from lm.model.solver import BISECTED, FAILED, GRAD_LIMITED
-from tests.kernels import skip_where_missing
+from tests.kernels import skip_if_missing
 
 D = 12
 
@@ -24,7 +24,7 @@ D = 12
 def kernels(request, monkeypatch):
     """Run every test in plain PyTorch and with the compiled search."""
     if request.param == "auto":
-        skip_where_missing(cpu_roots)
+        skip_if_missing(cpu_roots)
     monkeypatch.setenv("FPRNN_KERNELS", request.param)
     return request.param
 

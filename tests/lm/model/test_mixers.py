@@ -10,7 +10,7 @@ from lm.model import scan
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.mixers import build_mixer, largest_divisor, largest_eigenvalue, largest_stretch, nrm
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from tests.kernels import skip_where_missing
+from tests.kernels import skip_if_missing
 from tests.oracles import mixer_matrix
 
 CASES = {
@@ -97,12 +97,10 @@ def test_the_two_layers_as_one_are_the_same_map(name, biases):
 
 @pytest.mark.parametrize("block", ["fp_mamba1", "fp_mamba2", "fp_rnn"])
 def test_low_rank_vectors_are_solved_by_the_compiled_cell(block, monkeypatch):
-    skip_where_missing(cpu_cell)
+    skip_if_missing(cpu_cell)
     torch.manual_seed(0)
-    config = FPRNNConfig(
-        vocab_size=11, d_model=8, n_layer=2, headdim=8, block=block, mixer_rank=2,
-        mixer_proj_rank=3, contractive=0.7,
-    )  # fmt: skip
+    sizes = dict(vocab_size=11, d_model=8, n_layer=2, headdim=8, mixer_rank=2, mixer_proj_rank=3)
+    config = FPRNNConfig(**sizes, block=block, contractive=0.7)
     model = FPRNNForCausalLM(config).double()
     ids = torch.randint(11, (2, 9))
     name = "cell_rnn" if block == "fp_rnn" else "cell"

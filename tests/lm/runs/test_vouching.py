@@ -24,7 +24,7 @@ from lm.runs.owned_files import CARD, EXPORT_RECORD
 from lm.runs.run_dir import RunDir, RunDirError
 from lm.training.init_from import read_source
 from tests.refusals import refused
-from tests.running import ROOT, fprnn, losses, run, run_alone
+from tests.running import ROOT, fprnn, read_losses, run, run_alone
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ def test_run_with_changed_config_is_refused(capsys, stopped, tmp_path):
     # Keys that may change may be changed in config.yaml.
     config.write_text(whole.replace("steps: 8", "steps: 6"))
     _, done = run(stopped.parent, "resume=auto", "train.steps=6")
-    assert max(r["step"] for r in losses(stopped)) == 6
+    assert max(r["step"] for r in read_losses(stopped)) == 6
 
 
 def test_run_with_changed_corpus_is_refused(stopped, tmp_path):
