@@ -198,7 +198,7 @@ ARCHITECTURE = {
         " `mixture`). With −3 the gates are 0.05 instead of 0.5 at initialization: the layer begins"
         " as a nearly diagonal recurrence and learns to mix channels. `auto`: −3 for `kronecker`,"
         " `monarch` and `mixture` in `fp_mamba1` and `fp_mamba2` with `token: exact`"
-        " (docs/model.md#where-a-token-has-several-solutions), otherwise 0, as in the paper"
+        " (docs/proofs.md#where-a-token-has-several-solutions), otherwise 0, as in the paper"
         " (docs/results-language-models.md#one-change-at-a-time).",
         AUTO,
         is_free=True,  # only new weights depend on it
