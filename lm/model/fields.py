@@ -160,7 +160,7 @@ ARCHITECTURE = {
         POSITIVE,
         "Standard deviation of the embedding at initialization. For comparison: a Mamba layer"
         " initially adds values of about 0.02 to the residual stream, a fixed-point layer values"
-        " of about 0.2 (docs/results-language-models.md#initial-output-scale).",
+        " of about 0.2.",
     ),
     "block": Field(
         "fp_mamba1",
@@ -308,7 +308,7 @@ LAYER_OPTIONS = {
         1.0,
         POSITIVE,
         "Factor on the initial `out_proj` of a fixed-point layer: the scale of its output at"
-        " initialization (docs/results-language-models.md#initial-output-scale).",
+        " initialization (notes/2026-11-initial-output-scale.md).",
     ),
     "symm_mixer": Field(False, bool, "The mixer reads the sum x + sh(y) instead of both."),
     "bc_norm": Field(True, bool, "Normalize B and C."),
