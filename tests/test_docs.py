@@ -199,7 +199,7 @@ def test_every_block_can_be_run_or_has_a_reason(page):
             ast.parse(text)
             assert not reason
     head = (DOCS / page).read_text(encoding="utf-8").partition("\n## ")[0]
-    stated = re.search(r"\bTook\b.+(second|minute)s?\b.+\bon\b", head, re.S)
+    stated = re.search(r"\b[Tt]ook\b.+(second|minute)s?\b.+\bon\b", head, re.S)
     assert stated, "the page does not state how long it takes on which machine"
 
 

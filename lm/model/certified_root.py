@@ -16,7 +16,7 @@ g = 1/√D it is linear, s(g) = (I − g B)⁻¹ (g α + δ), so its roots are t
 
 and of the polynomial P = g² N² − det² of degree 6. Picard cannot leave a half-plane whose normal is
 an eigenvector of Bᵀ. The roots in this half-plane have g below one over the eigenvalue.
-docs/proofs.md ("Two reflections") has the proof.
+notes/2026-11-two-reflections.md has the proof.
 
 Shape suffixes: n tokens; p pieces of the interval of g (PIECES). With r = 1 every tensor is (n,).
 """

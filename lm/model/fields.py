@@ -147,17 +147,20 @@ AUTO = ("auto",)
 ARCHITECTURE = {
     "d_model": Field(768, SIZE, "Width of the residual stream."),
     "n_layer": Field(12, Number(1, 10_000, is_whole=True), "Number of layers."),
-    "d_state": Field(16, SIZE, "N, the state size of a channel."),
+    "d_state": Field(16, SIZE, "States per channel of the recurrence."),
     "expand": Field(
-        2, EXPAND, "Width of the recurrence: d_inner = expand · d_model, a whole number."
+        2,
+        EXPAND,
+        "Width of the recurrence relative to d_model: d_inner = expand · d_model must be a whole"
+        " number.",
     ),
-    "tie_embeddings": Field(True, bool, "Share the weights of embedding and head."),
+    "tie_embeddings": Field(True, bool, "Embedding and head share their weights."),
     "embedding_init_std": Field(
         0.02,
         POSITIVE,
-        "Standard deviation of the embedding at initialization. For comparison: at initialization a"
-        " Mamba layer adds values of about 0.02 to the residual stream, a fixed-point layer values"
-        " of about 0.2 (docs/results-language-models.md#initial-output-scale).",
+        "Standard deviation of the embedding at initialization. For comparison: a Mamba layer"
+        " initially adds values of about 0.02 to the residual stream, a fixed-point layer values"
+        " of about 0.2.",
     ),
     "block": Field(
         "fp_mamba1",
@@ -174,42 +177,47 @@ ARCHITECTURE = {
     "headdim": Field(
         64,
         SIZE,
-        "Head dimension of `fp_mamba2`, `mamba2`, `mamba3` and `m2rnn`; it must divide d_inner. For"
-        " layers with `n_heads` see there.",
+        "Channels per head of `fp_mamba2`, `mamba2`, `mamba3` and `m2rnn`, a divisor of d_inner."
+        " Other layers with heads read it only if `n_heads` is `auto`.",
     ),
     "mixer": Field(
         "householder",
         None,
-        "The channel mixer Q (paper App. C.3): `householder`, `dplr`, `kronecker`, `monarch`,"
-        " `nonselective`, `mixture` or `selective_dense`; `module:Class` is a mixer of your"
-        " own (docs/extending.md#add-a-mixer), whose module is imported.",
+        "The channel mixer Q (docs/model.md#mixers): `householder`, `dplr`, `kronecker`,"
+        " `monarch`, `nonselective`, `mixture` or `selective_dense`. `module:Class` is a mixer of"
+        " your own (docs/extending.md#add-a-mixer); its module is imported.",
     ),
-    "mixer_rank": Field(1, SIZE, "Rank r (number of reflections); for `monarch` the block size."),
+    "mixer_rank": Field(
+        1, SIZE, "Rank r of I − Q: the number of reflections. For `monarch` the block size."
+    ),
     "mixer_proj_rank": Field(
         None,
         SIZE,
-        "Rank of the map to the reflection vectors. `null`: a map of full rank.",
+        "Rank of the linear map from the mixer's input to the reflection vectors. `null`: full"
+        " rank.",
         (None,),
     ),
     "mixer_gate_init_bias": Field(
         "auto",
         Number(-20, 20),
-        "Initial bias of the mixer's gates (`householder`, `dplr`, `kronecker`, `monarch`,"
-        " `mixture`). With −3 the gates are 0.05 instead of 0.5 at initialization: the layer begins"
-        " as a nearly diagonal recurrence and learns to mix channels. `auto`: −3 for `kronecker`,"
+        "Initial bias of the gates of `householder`, `dplr`, `kronecker`, `monarch` and `mixture`."
+        " With −3 the gates are 0.05 instead of 0.5 at initialization: the layer starts as a"
+        " nearly diagonal recurrence and learns to mix channels"
+        " (docs/results-language-models.md#one-change-at-a-time). `auto`: −3 for `kronecker`,"
         " `monarch` and `mixture` in `fp_mamba1` and `fp_mamba2` with `token: exact`"
-        " (docs/model.md#where-a-token-has-several-solutions), otherwise 0, as in the paper"
-        " (docs/results-language-models.md#one-change-at-a-time).",
+        " (docs/proofs.md#where-a-token-has-several-solutions), otherwise 0, as in the paper.",
         AUTO,
         is_free=True,  # only new weights depend on it
     ),
     "eigen_range": Field(
-        "signed", ("signed", "positive"), "Interval of the eigenvalues of Q: [−1, 1] or [0, 1]."
+        "signed",
+        ("signed", "positive"),
+        "Range of the eigenvalues of Q: [−1, 1] with `signed`, [0, 1] with `positive`.",
     ),
     "kronecker_norm": Field(
         "auto",
         ("rows", "spectral"),
-        "Normalisation of the factors of `kronecker`: `rows` divides each row by its norm,"
+        "Normalization of the factors of `kronecker`. `rows` divides each row by its norm,"
         " `spectral` also divides by the largest eigenvalue. `auto`: `spectral` for `fp_rnn`,"
         " otherwise `rows`.",
         AUTO,
@@ -217,46 +225,54 @@ ARCHITECTURE = {
     "contractive": Field(
         "auto",
         Number(0, 1, open="both"),
-        "Bound κ: Q is scaled so that ‖I − Q‖ ≤ κ. `auto`: 0.95 for `fp_rnn` with `monarch` or"
-        " `nonselective`, which have no other bound; otherwise no bound.",
+        "Upper bound of ‖I − Q‖: I − Q is scaled to it. `null`: no bound. `auto`: 0.95 for"
+        " `fp_rnn` with `monarch` or `nonselective`, which have no other bound; otherwise no"
+        " bound.",
         ("auto", None),
     ),
     "mixer_h_dep": Field(
-        True, bool, "The mixer reads sh(y), the iterate of the previous token, as well as x."
+        True,
+        bool,
+        "The mixer reads sh(y), the layer's own output at the previous token, as well as x.",
     ),
     "b_h_dep": Field(
         True,
         bool,
-        "B reads sh(y) as well as x (Table 1). This key and the next three are for `fp_mamba1` and"
-        " `fp_mamba2`.",
+        "B reads sh(y) as well as x (Table 1 of the paper). This key, `c_h_dep`, `dt_h_dep` and"
+        " `gate_h_dep` are for `fp_mamba1` and `fp_mamba2`.",
     ),
     "c_h_dep": Field(True, bool, "C reads sh(y) as well as x."),
     "dt_h_dep": Field(
         False,
         bool,
-        "The step size Δ, and with it the decay λ = exp(Δ A), reads sh(y) as well as x. This"
-        " costs time, because every iteration computes the decays again.",
+        "The step size Δ, and with it the decay exp(Δ A), reads sh(y) as well as x. This costs"
+        " time, because every iteration computes the decays again.",
     ),
     "gate_h_dep": Field(
         True,
         bool,
-        "The output gate reads sh(y) as well as x, through d_inner² weights. Only for a gate"
-        " outside the iteration.",
+        "The output gate reads sh(y) as well as x, through d_inner² weights. Not with"
+        " `glu_in_loop`.",
     ),
-    "glu_in_loop": Field(False, bool, "Apply the output gate inside the iteration."),
+    "glu_in_loop": Field(
+        False,
+        bool,
+        "Apply the output gate inside the map that is iterated, instead of after the solve. Only"
+        " for `fp_mamba1` and `fp_mamba2`.",
+    ),
     "use_short_conv": Field(False, bool, "Apply a causal convolution of width 4 to x."),
     "state_centroids": Field(
         0,
         Number(0, 65_536, is_whole=True),
-        "Number k of learned vectors (centroids). With k > 0, mixer, B and C (and Δ with"
-        " `dt_h_dep`) read a softmax-weighted mean of the centroids near sh(y) instead of sh(y)"
-        " itself, and zero at the first token. This pulls a state that has drifted back to its"
+        "Number of learned vectors (centroids). Above 0, the mixer, B and C (and Δ with"
+        " `dt_h_dep`) do not read sh(y) but a mean of the centroids, weighted by their closeness"
+        " to sh(y) (docs/model.md#centroids). This corrects a state that has drifted from its"
         " centroid. Only for `fp_mamba1` and `fp_mamba2`; no GPU kernel supports it.",
     ),
     "n_heads": Field(
         "auto",
         SIZE,
-        "Number of heads of `attention`, delta layers, `rwkv7` and `slstm`, a divisor of d_model;"
+        "Number of heads. For `attention`, delta layers, `rwkv7` and `slstm` a divisor of d_model;"
         " for `name: mamba2`, `mamba3` and `m2rnn` a divisor of d_inner. `auto`: as many heads of"
         " width `headdim` as fit, at least one.",
         AUTO,
@@ -270,9 +286,11 @@ ARCHITECTURE = {
     "n_householder": Field(
         2, SIZE, "Householder steps per token in `deltaproduct` and `gated_deltaproduct` layers."
     ),
-    "out_norm_epsilon": Field(1e-5, POSITIVE, "Epsilon of the LayerNorm that ends an iteration."),
+    "out_norm_epsilon": Field(1e-5, POSITIVE, "Epsilon of the norm that ends an iteration."),
     "reset_at_eos": Field(
-        True, bool, "Start from an empty state after each EOS token (packed documents)."
+        True,
+        bool,
+        "Start the next document of a packed sequence from an empty state, after each EOS token.",
     ),
 }
 
@@ -290,10 +308,10 @@ LAYER_OPTIONS = {
         1.0,
         POSITIVE,
         "Factor on the initial `out_proj` of a fixed-point layer: the scale of its output at"
-        " initialization (docs/results-language-models.md#initial-output-scale).",
+        " initialization (notes/2026-11-initial-output-scale.md).",
     ),
-    "symm_mixer": Field(False, bool, "The mixer reads the sum x + sh(y), not both."),
-    "bc_norm": Field(True, bool, "Normalise B and C."),
+    "symm_mixer": Field(False, bool, "The mixer reads the sum x + sh(y) instead of both."),
+    "bc_norm": Field(True, bool, "Normalize B and C."),
     "eps": Field(
         1e-5, POSITIVE, "Lower bound of the norms by which the iteration divides vectors."
     ),
@@ -311,87 +329,91 @@ SOLVER = {
     "token": Field(
         "auto",
         TOKENS,
-        "How the fixed point is computed. `exact`: solve one equation per token, given the"
-        " solutions of all tokens before it; every schedule gives the same solution. `iterate`: the"
-        " paper's iteration f. `auto`: `iterate` with `stopping: paper`, otherwise `exact`.",
+        "Method for the fixed point. `exact`: solve one equation per token, given the solutions of"
+        " all earlier tokens; every schedule gives the same solution. `iterate`: iterate the"
+        " paper's map f on all tokens. `auto`: `iterate` with `stopping: paper`, otherwise"
+        " `exact`.",
     ),
     "schedule": Field(
         "auto",
         Parsed(parse_schedule, tuple(SCHEDULES)),
-        "Tokens that are solved at once. `sequential`: one token after the other; `window:W`: W"
-        " tokens, then the next W; `parallel`: all tokens. `auto`: `sequential` with householder or"
-        " dplr (on a GPU only if its kernel supports it: r ≤ 8, padded d·r ≤ 65,536,"
-        " `dt_h_dep: false`), otherwise `window:128`; with `stopping: paper` always `parallel`.",
+        "Number of tokens that are solved at once. `sequential`: one token after the other;"
+        " `window:W`: W tokens, then the next W; `parallel`: all tokens. `auto`: `sequential` with"
+        " householder or dplr (on a GPU only if its kernel supports the layer: r ≤ 8, padded d·r ≤"
+        " 65,536, `dt_h_dep: false`), otherwise `window:128`; with `stopping: paper` always"
+        " `parallel`.",
     ),
     "stopping": Field(
         "auto",
         ("auto", "causal", "paper"),
-        "When the iteration ends. `causal`: a token has converged when it and all tokens before it"
-        " have. `paper`: all tokens of the batch stop at once (App. B.4); needs `token: iterate`."
-        " `auto`: `paper` with `token: iterate`, otherwise `causal`.",
+        "Time at which an iteration ends. `causal`: a token has converged when it and all earlier"
+        " tokens are below the tolerance. `paper`: all tokens of the batch stop at once (App. B.4"
+        " of the paper); needs `token: iterate`. `auto`: `paper` with `token: iterate`, otherwise"
+        " `causal`.",
     ),
     "tol": Field(
         0.1,
         POSITIVE,
-        "Tolerance in training: the relative residual at which a token (with `stopping: paper` a"
-        " sequence) has converged. With `token: exact` at most 0.01 is used; `schedule: sequential`"
-        " needs no tolerance.",
+        "Tolerance in training: a token (with `stopping: paper` a sequence) has converged when its"
+        " relative residual is below it. With `token: exact` at most 0.01 is used; `schedule:"
+        " sequential` needs no tolerance.",
     ),
     "eval_tol": Field(
         "auto",
         POSITIVE,
-        "Tolerance in evaluation. `auto`: with `token: exact` at most 1e-5 (fp64 1e-9, bf16"
-        " products 0.01); with `token: iterate` the value of `tol`, at most 0.01 if `stopping` is"
-        " `causal`.",
+        "Tolerance in evaluation. `auto` with `token: exact`: at most 1e-5 (fp64 1e-9, products in"
+        " bf16 0.01). `auto` with `token: iterate`: the value of `tol`, at most 0.01 with"
+        " `stopping: causal`.",
         AUTO,
         is_free=True,
     ),
     "max_iters": Field(
         100,
         COUNT,
-        "Largest number of iterations (ℓmax) in training with `token: iterate`, per token (with"
-        " `stopping: paper` per solve). Exact tokens need no limit: a window of W tokens ends after"
-        " W + 1 iterations.",
+        "Maximum number of iterations (ℓmax) in training with `token: iterate`, per token (with"
+        " `stopping: paper` per solve). `token: exact` needs no limit: a window of W tokens ends"
+        " after W + 1 iterations.",
     ),
-    "eval_max_iters": Field(1000, COUNT, "As `max_iters`, in evaluation.", is_free=True),
+    "eval_max_iters": Field(1000, COUNT, "The same as `max_iters`, in evaluation.", is_free=True),
     "quantile": Field(
         "auto",
         FRACTION,
-        "Quantile of the batch's residuals that must be below `tol` in training with `stopping:"
-        " paper`; in evaluation all must be. `auto`: the paper's value for the block.",
+        "With `stopping: paper` in training: the iteration stops when this quantile of the"
+        " residuals of the batch's sequences is below `tol`. In evaluation all must be. `auto`:"
+        " the paper's value for the block.",
         AUTO,
     ),
     "stepsize": Field(
         "auto",
         SHARE,
-        "Damping: the initial step size; `auto`: the paper's.",
+        "Damping: the initial step size of an iteration. `auto`: the paper's value for the block.",
         AUTO,
     ),
     "stepsize_decay": Field(
         "auto",
         SHARE,
-        "Damping: the factor on the step size after 15 iterations without a smaller residual."
-        " `auto`: the paper's value for the block.",
+        "Damping: factor on the step size after 15 iterations without a smaller residual. `auto`:"
+        " the paper's value for the block.",
         AUTO,
     ),
     "gradient": Field(
         "auto",
         ("auto", "exact", "one_step", "implicit"),
-        "`exact`: backpropagation through time of the solution. `one_step`: the paper's gradient,"
-        " through the last iterations only. `implicit`: the implicit gradient of the fixed point of"
-        " the paper's iteration (docs/model.md). `auto`: `one_step` with `token: iterate`, which"
-        " has no `exact`; otherwise `exact`.",
+        "`exact`: backpropagation through time. `one_step`: the paper's gradient, through the last"
+        " iterations only. `implicit`: the implicit gradient of the paper's map"
+        " (docs/model.md#the-gradient). `auto`: `exact` with `token: exact`, otherwise `one_step`.",
     ),
     "n_backwards": Field(
-        1, COUNT, "Iterations that the `one_step` gradient goes through (App. B.2)."
+        1,
+        COUNT,
+        "Number of iterations through which the `one_step` gradient goes (App. B.2 of the paper).",
     ),
     "state_noise": Field(
         0.0,
         Number(0),
-        "Largest standard deviation σ of Gaussian noise on sh(y), in training only, wherever the"
-        " iteration reads sh(y). Each sequence draws its own standard deviation from U[0, σ], in"
-        " units of the normalised state (for fp_rnn in units of y;"
-        " docs/results-state-tracking.md#state-noise-and-adversarial-noise).",
+        "Largest standard deviation σ of Gaussian noise that is added to sh(y) in training"
+        " (docs/model.md#the-gradient). Each sequence draws its own standard deviation from U[0,"
+        " σ], in units of the normalized state (for `fp_rnn` in units of y).",
     ),
 }
 

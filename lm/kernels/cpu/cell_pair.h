@@ -1,7 +1,7 @@
 // Two reflections: computes all roots on Picard's side and selects the root to which Picard converges.
 //
 // lm/model/certified_root.py is the same search in plain PyTorch and defines F, P, N² and det.
-// docs/proofs.md ("Two reflections") has the proof.
+// notes/2026-11-two-reflections.md has the proof.
 
 #pragma once
 
