@@ -34,9 +34,7 @@ enum Scalar { ETA, MEAN_LAMBDA, ALONG_LAMBDA, MIX_WEIGHT, D_UX, DOTS, D_GATE_ENT
 struct BackwardItems {
     float mu[ITEMS][4];  // gradient of the state
     float carried[ITEMS];
-    float x[ITEMS], dt[ITEMS], v[ITEMS], slope[ITEMS];  // slope: derivative of the activation
-    float gamma[ITEMS], gate[ITEMS], ungated[ITEMS], mixed[ITEMS], normed[ITEMS];
-    float mu_B[ITEMS], lambda[ITEMS];
+    float ungated[ITEMS], normed[ITEMS], mu_B[ITEMS], lambda[ITEMS];
     float dD[ITEMS], d_weight[ITEMS], d_bias[ITEMS], dA[ITEMS][4];  // sums over tokens
 };
 
@@ -107,11 +105,10 @@ DEVICE void compute_backward_sums(const Cell &p, const Member &me, int64_t t, in
         const float *B = me.memory->small[s] + 1 + 4 * q, *C = B + STATES;
         const float *H = state_of_chunk(p, me, t - first, item);
         const float entry = from_bf16(p.rows[token * p.columns + p.vectors + c]);
-        const float x = items.x[item] = p.x[token * D_INNER + c], dt = items.dt[item] = p.dt[token * D_INNER + c];
-        const float v = items.v[item] = activate(entry, p.act);
-        items.slope[item] = activate_grad(entry, p.act);
-        const float gamma = items.gamma[item] = dt * record[BC] + (p.D ? p.D[c] : 0);
-        const float gate = items.gate[item] = p.gate ? p.gate[token * D_INNER + c] : 1;
+        const float x = p.x[token * D_INNER + c], dt = p.dt[token * D_INNER + c];
+        const float v = activate(entry, p.act);
+        const float gamma = dt * record[BC] + (p.D ? p.D[c] : 0);
+        const float gate = p.gate ? p.gate[token * D_INNER + c] : 1;
         float past = 0, mu_B = 0;
         for (int j = 0; j < 4; ++j) {
             past += H[j] * C[j];
@@ -119,7 +116,7 @@ DEVICE void compute_backward_sums(const Cell &p, const Member &me, int64_t t, in
         }
         past = sum_quarters(past);
         mu_B = items.mu_B[item] = sum_quarters(mu_B);
-        const float mixed = items.mixed[item] = x + record[THETA] * v;
+        const float mixed = x + record[THETA] * v;
         const float ungated = items.ungated[item] = past + gamma * mixed;
         const float normed = items.normed[item] = (gate * ungated - record[MEAN]) * record[INVERSE];
         const float lambda = items.lambda[item] = p.grad_y[token * D_INNER + c] + items.carried[item];
@@ -188,15 +185,19 @@ DEVICE void backprop_token(const Cell &p, const Member &me, int64_t t, int64_t f
         const float *record = me.memory->record[s], *scalar = me.memory->scalars[s];
         const float *B = me.memory->small[s] + 1 + 4 * q, *C = B + STATES;
         const float weight = p.norm_weight ? p.norm_weight[c] : 1, bias = p.norm_bias ? p.norm_bias[c] : 0;
-        const float u = items.v[item] / record[LENGTH], normed = items.normed[item], dt = items.dt[item];
+        const float entry = from_bf16(p.rows[token * p.columns + p.vectors + c]);
+        const float v = activate(entry, p.act), u = v / record[LENGTH], normed = items.normed[item];
+        const float x = p.x[token * D_INNER + c], dt = p.dt[token * D_INNER + c];
+        const float gate = p.gate ? p.gate[token * D_INNER + c] : 1;
+        const float gamma = dt * record[BC] + (p.D ? p.D[c] : 0), mixed = x + record[THETA] * v;
         const float lambda = items.lambda[item] + scalar[ETA] * u;
         const float d_gated = (lambda * weight - scalar[MEAN_LAMBDA] - normed * scalar[ALONG_LAMBDA]) *
                               record[INVERSE];
-        const float e = d_gated * items.gate[item], d_gamma = e * items.mixed[item];
-        const float d_mixed = items.gamma[item] * e + dt * items.mu_B[item];
+        const float e = d_gated * gate, d_gamma = e * mixed;
+        const float d_mixed = gamma * e + dt * items.mu_B[item];
         const float y = normed * weight + bias;
-        const float d_u = scalar[MIX_WEIGHT] * d_mixed + scalar[ETA] * y + scalar[D_UX] * items.x[item];
-        const float d_entry = (d_u - u * scalar[DOTS]) / record[LENGTH] * items.slope[item];
+        const float d_u = scalar[MIX_WEIGHT] * d_mixed + scalar[ETA] * y + scalar[D_UX] * x;
+        const float d_entry = (d_u - u * scalar[DOTS]) / record[LENGTH] * activate_grad(entry, p.act);
         items.dD[item] += d_gamma;
         items.d_weight[item] += lambda * normed;
         items.d_bias[item] += lambda;
@@ -216,7 +217,7 @@ DEVICE void backprop_token(const Cell &p, const Member &me, int64_t t, int64_t f
         }
         const float total = sum_four_over_channels(d_C, me.channel);
         if (me.channel < 4) sums[D_C + 4 * q + me.channel] = total;
-        ddt = sum_quarters(ddt) / LOG2_E + d_gamma * record[BC] + items.mixed[item] * items.mu_B[item];
+        ddt = sum_quarters(ddt) / LOG2_E + d_gamma * record[BC] + mixed * items.mu_B[item];
         if (q) continue;
         me.memory->vector[s][me.local_channel_of(item)] = to_bf16(d_entry);
         p.d_raw[token * p.columns + p.vectors + c] = to_bf16(d_entry);
@@ -301,10 +302,10 @@ DEVICE void run_backward(const Cell &p) {
         me.sync();
         me.send_vector(step);
         me.send_sums<WORDS_OF_LATE_SUMS>(me.mail.late_sums, step);
-        uint32_t pairs[SOURCES][3 * VECTOR_WORDS];
-        me.receive_vectors(step, pairs);
+        Word words[SOURCES][VECTOR_WORDS];
+        me.receive_vectors(step, words);
 #pragma unroll
-        for (int row = 0; row < CHANNELS; row += 16) me.multiply_rows(pairs, row, 16, row);
+        for (int row = 0; row < CHANNELS; row += 16) me.multiply_rows(words, row, 16, row);
         me.receive_sums<WORDS_OF_LATE_SUMS>(me.mail.late_sums, step, me.memory->late_totals);
         me.sync();
         for (int s = me.warp; s < me.sequences; s += WARPS) backprop_B_and_C(p, me, t, s);

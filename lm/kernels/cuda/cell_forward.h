@@ -93,7 +93,7 @@ DEVICE void normalize_B_and_C(const Cell &p, Member &me, int s) {
 // The state of a team, and the vectors of the current token, of the items of a lane.
 struct ForwardItems {
     float h[ITEMS][4];
-    float x[ITEMS], dt[ITEMS], f[ITEMS], m[ITEMS], v[ITEMS];
+    float f[ITEMS], m[ITEMS], v[ITEMS];
 };
 
 // Copy the rows of W_y for the channels of this block and its small rows into shared memory.
@@ -119,19 +119,19 @@ DEVICE void store_state(const Member &me, const float (&h)[ITEMS][4], float *to)
             if (me.sequence_of(item) < me.sequences) to[me.state_entry(item, j)] = h[item][j];
 }
 
-// 1. Load the inputs of a token and let the state decay.
+// 1. Let the state decay, and prefetch the token's other inputs.
 DEVICE void begin_token(const Cell &p, const Member &me, int64_t t, ForwardItems &items) {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
         const int s = me.sequence_of(item), c = me.channel_of(item);
         if (s >= me.sequences) break;
         const int64_t token = int64_t(me.first + s) * p.length + t;
-        items.x[item] = p.x[token * D_INNER + c];
-        items.dt[item] = p.dt[token * D_INNER + c];
-        items.v[item] = from_bf16(p.raw[token * p.columns + p.vectors + c]);
-        const float keep = p.keep ? p.keep[token] : 1;
+        const float keep = p.keep ? p.keep[token] : 1, dt = p.dt[token * D_INNER + c];
+        prefetch(p.x + token * D_INNER + c);
+        prefetch(p.raw + token * p.columns + p.vectors + c);
+        if (p.gate) prefetch(p.gate + token * D_INNER + c);
         const float *rates = me.rates + me.local_channel_of(item) * STATES + 4 * me.quarter;
-        for (int j = 0; j < 4; ++j) items.h[item][j] *= keep * exp2_of(items.dt[item] * rates[j]);
+        for (int j = 0; j < 4; ++j) items.h[item][j] *= keep * exp2_of(dt * rates[j]);
     }
 }
 
@@ -180,13 +180,15 @@ DEVICE void compute_forward_sums(const Cell &p, const Member &me, int64_t t, For
         const float keep = p.keep ? p.keep[token] : 1;
         const float *C = me.memory->small[s] + 1 + STATES + 4 * q;
         const float product = sum_quarters(me.sum_parts(me.local_channel_of(item), s, q, 4));
-        const float entry = round_to_bf16(items.v[item] + keep * product);
+        const float raw = from_bf16(p.raw[token * p.columns + p.vectors + c]);
+        const float entry = round_to_bf16(raw + keep * product);
         if (p.rows && q == 0) p.rows[token * p.columns + p.vectors + c] = to_bf16(entry);
-        const float v = items.v[item] = activate(entry, p.act), x = items.x[item];
+        const float v = items.v[item] = activate(entry, p.act);
+        const float x = p.x[token * D_INNER + c], dt = p.dt[token * D_INNER + c];
         float past = 0;
         for (int j = 0; j < 4; ++j) past += items.h[item][j] * C[j];
         past = sum_quarters(past);
-        const float gamma = items.dt[item] * me.memory->record[s][BC] + (p.D ? p.D[c] : 0);
+        const float gamma = dt * me.memory->record[s][BC] + (p.D ? p.D[c] : 0);
         const float gate = p.gate ? p.gate[token * D_INNER + c] : 1;
         const float f = items.f[item] = gate * (past + gamma * x), m = items.m[item] = gate * gamma * v;
         const float wv = (p.norm_weight ? p.norm_weight[c] : 1) * v, bias = p.norm_bias ? p.norm_bias[c] : 0;
@@ -231,14 +233,15 @@ DEVICE void compute_y(const Cell &p, const Member &me, int64_t t, const ForwardI
 }
 
 // 6. Add the token to the state.
-DEVICE void add_token(const Member &me, ForwardItems &items) {
+DEVICE void add_token(const Cell &p, const Member &me, int64_t t, ForwardItems &items) {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
         const int s = me.sequence_of(item);
         if (s >= me.sequences) break;
         const float *B = me.memory->small[s] + 1 + 4 * me.quarter;
-        const float mixed = items.x[item] + me.memory->record[s][THETA] * items.v[item];
-        for (int j = 0; j < 4; ++j) items.h[item][j] += items.dt[item] * mixed * B[j];
+        const int64_t entry = (int64_t(me.first + s) * p.length + t) * D_INNER + me.channel_of(item);
+        const float inflow = p.dt[entry] * (p.x[entry] + me.memory->record[s][THETA] * items.v[item]);
+        for (int j = 0; j < 4; ++j) items.h[item][j] += inflow * B[j];
     }
 }
 
@@ -286,14 +289,14 @@ DEVICE void run_forward(const Cell &p) {
                 }
         }
         begin_token(p, me, t, items);
-        uint32_t pairs[SOURCES][3 * VECTOR_WORDS];
-        me.receive_vectors(step, pairs);
-        me.multiply_rows(pairs, CHANNELS, SMALL_ROWS_OF_BLOCK, 0);
+        Word words[SOURCES][VECTOR_WORDS];
+        me.receive_vectors(step, words);
+        me.multiply_rows(words, CHANNELS, SMALL_ROWS_OF_BLOCK, 0);
         me.sync();
         send_small_rows(p, me, t, step);
         me.sync();
 #pragma unroll
-        for (int row = 0; row < CHANNELS; row += 16) me.multiply_rows(pairs, row, 16, row);
+        for (int row = 0; row < CHANNELS; row += 16) me.multiply_rows(words, row, 16, row);
         receive_small_rows(me, step);
         me.sync();
         for (int s = me.warp; s < me.sequences; s += WARPS) {
@@ -314,7 +317,7 @@ DEVICE void run_forward(const Cell &p) {
         compute_y(p, me, t, items);
         me.sync();
         me.send_vector(step + 1);
-        add_token(me, items);
+        add_token(p, me, t, items);
     }
     store_state(me, items.h, p.state);
 }

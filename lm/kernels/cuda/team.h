@@ -220,21 +220,19 @@ struct Member {
     }
     // Receive the parts of the vectors that this warp multiplies: those of the blocks warp, warp +
     // WARPS, …
-    DEVICE void receive_vectors(uint32_t step, uint32_t (&pairs)[SOURCES][3 * VECTOR_WORDS]) {
-        Word looked[SOURCES][VECTOR_WORDS] = {};
+    DEVICE void receive_vectors(uint32_t step, Word (&words)[SOURCES][VECTOR_WORDS]) {
 #pragma unroll
         for (int i = 0; i < SOURCES; ++i)  // all loads are on their way before the first wait
 #pragma unroll
-            for (int w = 0; w < VECTOR_WORDS; ++w)
-                if (has_vector(i)) looked[i][w] = load_word(vector_word(i, w));
+            for (int w = 0; w < VECTOR_WORDS; ++w) {
+                words[i][w] = {};
+                if (has_vector(i)) words[i][w] = load_word(vector_word(i, w));
+            }
 #pragma unroll
         for (int i = 0; i < SOURCES; ++i)
 #pragma unroll
-            for (int w = 0; w < VECTOR_WORDS; ++w) {
-                Word word = {};
-                if (has_vector(i)) word = await_word(vector_word(i, w), step, looked[i][w], alarm, is_late);
-                for (int k = 0; k < 3; ++k) pairs[i][3 * w + k] = word.value[k];
-            }
+            for (int w = 0; w < VECTOR_WORDS; ++w)
+                if (has_vector(i)) words[i][w] = await_word(vector_word(i, w), step, words[i][w], alarm, is_late);
     }
     DEVICE bool has_vector(int i) const { return i * WARPS + warp < BLOCKS && channel < sequences; }
     DEVICE const Word *vector_word(int i, int w) const {
@@ -243,7 +241,7 @@ struct Member {
 
     // Multiply up to 16 rows of the weight, from `row` on, with the vectors. Each warp writes the sum
     // over the channels of its blocks into memory->parts from row `to` on.
-    DEVICE void multiply_rows(const uint32_t (&pairs)[SOURCES][3 * VECTOR_WORDS], int row, int rows,
+    DEVICE void multiply_rows(const Word (&words)[SOURCES][VECTOR_WORDS], int row, int rows,
                               int to) const {
         float sum[4] = {};
         const uint16_t *fragment = weight + (row + channel) * WEIGHT_STRIDE + 2 * quarter;
@@ -259,7 +257,9 @@ struct Member {
                         left[k] = *reinterpret_cast<const uint32_t *>(
                             fragment + k % 2 * 8 * WEIGHT_STRIDE + source * CHANNELS + 16 * step +
                             k / 2 * 8);
-                const uint32_t right[2] = {pairs[i][2 * step], pairs[i][2 * step + 1]};
+                const int pair = 2 * step;
+                const uint32_t right[2] = {words[i][pair / 3].value[pair % 3],
+                                           words[i][(pair + 1) / 3].value[(pair + 1) % 3]};
                 multiply(sum, left, right);
             }
         }

@@ -197,6 +197,7 @@ DEVICE uint32_t float_to_bits(float value) {
     return bits;
 }
 DEVICE float exp2_of(float value) { return std::exp2(value); }
+DEVICE void prefetch(const void *) {}
 DEVICE Word load_word(const Word *from) { return *from; }
 DEVICE void store_word(Word *to, const Word &word) {
     fabric::launch->words_in_flight.emplace_back(to, word);
