@@ -50,14 +50,14 @@ DEVICE void load_weight_columns(const Cell &p, const Member &me, uint16_t *small
                                    me.block * CHANNELS + i % CHANNELS];
 }
 
-DEVICE float *state_of_chunk(const Cell &p, const Member &me, int64_t token_in_chunk, int item) {
+DEVICE float *state_of_chunk(const Cell &p, const Member &me, int token_in_chunk, int item) {
     const int64_t worker = int64_t(block_index()) * CREWS + me.crew;
     const int64_t place = (worker * p.chunk + token_in_chunk) * ITEMS + item;
     return p.H + (place * CREW_THREADS + me.thread) * 4;
 }
 
 // 1. Recompute the states of the chunk of tokens first … last, after their decay. No exchange.
-DEVICE void recompute_states(const Cell &p, const Member &me, int64_t first, int64_t last) {
+DEVICE void recompute_states(const Cell &p, const Member &me, int first, int last) {
     const int64_t chunks = (p.length + p.chunk - 1) / p.chunk;
     for (int item = 0; item < ITEMS; ++item) {
         const int s = me.sequence_of(item), c = me.channel_of(item);
@@ -66,10 +66,10 @@ DEVICE void recompute_states(const Cell &p, const Member &me, int64_t first, int
         const int64_t row = ((me.first + s) * chunks + first / p.chunk) * STATES + 4 * me.quarter;
         for (int j = 0; j < 4; ++j) h[j] = p.checkpoints[(row + j) * D_INNER + c];
         const float *rates = me.rates + me.local_channel_of(item) * STATES + 4 * me.quarter;
-        for (int64_t t = first; t <= last; ++t) {
-            const int64_t token = (me.first + s) * p.length + t;
+        for (int t = first; t <= last; ++t) {
+            const uint32_t token = me.token(p, s, t);
             const float keep = p.keep ? p.keep[token] : 1, dt = p.dt[token * D_INNER + c];
-            const float v = activate(from_bf16(p.rows[token * p.columns + p.vectors + c]), p.act);
+            const float v = activate(from_bf16(p.rows[token * uint32_t(p.columns) + p.vectors + c]), p.act);
             const float mixed = p.x[token * D_INNER + c] + p.records[token * RECORD_SIZE + THETA] * v;
             const float *B = p.units + token * 2 * STATES + 4 * me.quarter;
             float *to = state_of_chunk(p, me, t - first, item);
@@ -82,10 +82,10 @@ DEVICE void recompute_states(const Cell &p, const Member &me, int64_t first, int
 }
 
 // 1. Load the records and the units of B and C of a token.
-DEVICE void load_record(const Cell &p, Member &me, int64_t t) {
+DEVICE void load_record(const Cell &p, Member &me, int t) {
     for (int i = me.thread; i < me.sequences * (RECORD_SIZE + 2 * STATES); i += CREW_THREADS) {
         const int s = i / (RECORD_SIZE + 2 * STATES), entry = i % (RECORD_SIZE + 2 * STATES);
-        const int64_t token = int64_t(me.first + s) * p.length + t;
+        const uint32_t token = me.token(p, s, t);
         if (entry < RECORD_SIZE)
             me.memory->record[s][entry] = p.records[token * RECORD_SIZE + entry];
         else
@@ -94,17 +94,17 @@ DEVICE void load_record(const Cell &p, Member &me, int64_t t) {
 }
 
 // 1. to 3. Recompute the vectors of a token, and write the sums of its units.
-DEVICE void compute_backward_sums(const Cell &p, const Member &me, int64_t t, int64_t first,
+DEVICE void compute_backward_sums(const Cell &p, const Member &me, int t, int first,
                                   BackwardItems &items) {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
         const int s = me.sequence_of(item), c = me.channel_of(item), q = me.quarter;
         if (s >= me.sequences) break;
-        const int64_t token = int64_t(me.first + s) * p.length + t;
+        const uint32_t token = me.token(p, s, t);
         const float *record = me.memory->record[s];
         const float *B = me.memory->small[s] + 1 + 4 * q, *C = B + STATES;
         const float *H = state_of_chunk(p, me, t - first, item);
-        const float entry = from_bf16(p.rows[token * p.columns + p.vectors + c]);
+        const float entry = from_bf16(p.rows[token * uint32_t(p.columns) + p.vectors + c]);
         const float x = p.x[token * D_INNER + c], dt = p.dt[token * D_INNER + c];
         const float v = activate(entry, p.act);
         const float gamma = dt * record[BC] + (p.D ? p.D[c] : 0);
@@ -136,12 +136,12 @@ DEVICE void compute_backward_sums(const Cell &p, const Member &me, int64_t t, in
 }
 
 // 4. Compute η and the other numbers of a sequence's token, one thread per sequence.
-DEVICE void solve_adjoint_of_token(const Cell &p, Member &me, int64_t t) {
+DEVICE void solve_adjoint_of_token(const Cell &p, Member &me, int t) {
     const int s = me.scalar_sequence();
     if (s >= me.sequences) return;
-    const int64_t token = int64_t(me.first + s) * p.length + t;
+    const uint32_t token = me.token(p, s, t);
     const double *sum = me.memory->totals[s], d = D_INNER;
-    const float *record = me.memory->record[s], gate_entry = from_bf16(p.rows[token * p.columns + p.gates]);
+    const float *record = me.memory->record[s], gate_entry = from_bf16(p.rows[token * uint32_t(p.columns) + p.gates]);
     float *scalar = me.memory->scalars[s];
     const double a_free = p.scale / (1 + exp(-double(gate_entry)));
     const bool is_shrunk = p.kappa > 0 && a_free > p.kappa;
@@ -176,16 +176,16 @@ DEVICE void solve_adjoint_of_token(const Cell &p, Member &me, int64_t t) {
 }
 
 // 4. and 5. Compute the gradients of a token's inputs, d_row, and the gradient of the state before it.
-DEVICE void backprop_token(const Cell &p, const Member &me, int64_t t, int64_t first, BackwardItems &items) {
+DEVICE void backprop_token(const Cell &p, const Member &me, int t, int first, BackwardItems &items) {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
         const int s = me.sequence_of(item), c = me.channel_of(item), q = me.quarter;
         if (s >= me.sequences) break;
-        const int64_t token = int64_t(me.first + s) * p.length + t;
+        const uint32_t token = me.token(p, s, t);
         const float *record = me.memory->record[s], *scalar = me.memory->scalars[s];
         const float *B = me.memory->small[s] + 1 + 4 * q, *C = B + STATES;
         const float weight = p.norm_weight ? p.norm_weight[c] : 1, bias = p.norm_bias ? p.norm_bias[c] : 0;
-        const float entry = from_bf16(p.rows[token * p.columns + p.vectors + c]);
+        const float entry = from_bf16(p.rows[token * uint32_t(p.columns) + p.vectors + c]);
         const float v = activate(entry, p.act), u = v / record[LENGTH], normed = items.normed[item];
         const float x = p.x[token * D_INNER + c], dt = p.dt[token * D_INNER + c];
         const float gate = p.gate ? p.gate[token * D_INNER + c] : 1;
@@ -220,7 +220,7 @@ DEVICE void backprop_token(const Cell &p, const Member &me, int64_t t, int64_t f
         ddt = sum_quarters(ddt) / LOG2_E + d_gamma * record[BC] + mixed * items.mu_B[item];
         if (q) continue;
         me.memory->vector[s][me.local_channel_of(item)] = to_bf16(d_entry);
-        p.d_raw[token * p.columns + p.vectors + c] = to_bf16(d_entry);
+        p.d_raw[token * uint32_t(p.columns) + p.vectors + c] = to_bf16(d_entry);
         p.dx[token * D_INNER + c] = d_mixed + scalar[D_UX] * u;
         p.ddt[token * D_INNER + c] = ddt;
         if (p.d_gate) p.d_gate[token * D_INNER + c] = d_gated * items.ungated[item];
@@ -228,7 +228,7 @@ DEVICE void backprop_token(const Cell &p, const Member &me, int64_t t, int64_t f
 }
 
 // 6. Backpropagate through the normalization of B and C, and write the small rows' gradient. A warp.
-DEVICE void backprop_B_and_C(const Cell &p, Member &me, int64_t t, int s) {
+DEVICE void backprop_B_and_C(const Cell &p, Member &me, int t, int s) {
     const float *record = me.memory->record[s];
     const double *sum = me.memory->totals[s], *late = me.memory->late_totals[s];
     const int state = me.lane % STATES;  // the first 16 lanes have B, the others C
@@ -242,17 +242,17 @@ DEVICE void backprop_B_and_C(const Cell &p, Member &me, int64_t t, int s) {
         for (int mask = 1; mask < STATES; mask *= 2) dot += from_lane(dot, mask);
         gradient = (gradient - (length <= float(p.eps) ? 0 : dot * unit)) / length;
     }
-    const int64_t token = int64_t(me.first + s) * p.length + t;
+    const uint32_t token = me.token(p, s, t);
     const uint16_t rounded = to_bf16(gradient), d_gate = to_bf16(me.memory->scalars[s][D_GATE_ENTRY]);
     *unit_place = from_bf16(rounded);
     if (me.lane == 0) me.memory->small[s][0] = from_bf16(d_gate);
     if (me.block) return;
-    p.d_raw[token * p.columns + small_column(p, 1 + me.lane)] = rounded;
-    if (me.lane == 0) p.d_raw[token * p.columns + p.gates] = d_gate;
+    p.d_raw[token * uint32_t(p.columns) + small_column(p, 1 + me.lane)] = rounded;
+    if (me.lane == 0) p.d_raw[token * uint32_t(p.columns) + p.gates] = d_gate;
 }
 
 // 6. The gradient that W_y carries back to y of the previous token.
-DEVICE void compute_carried(const Cell &p, const Member &me, int64_t t, const uint16_t *small_weight,
+DEVICE void compute_carried(const Cell &p, const Member &me, int t, const uint16_t *small_weight,
                             BackwardItems &items) {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
@@ -285,9 +285,9 @@ DEVICE void run_backward(const Cell &p) {
     sync_block();
     if (me.sequences <= 0) return;
     BackwardItems items = {};
-    for (int64_t t = p.length - 1; t >= 0; --t) {
+    for (int t = p.length - 1; t >= 0; --t) {
         const uint32_t step = p.length - t;
-        const int64_t first = t / p.chunk * p.chunk;
+        const int first = t / int(p.chunk) * int(p.chunk);
         if (t == p.length - 1 || t % p.chunk == p.chunk - 1) recompute_states(p, me, first, t);
         load_record(p, me, t);
         me.sync();

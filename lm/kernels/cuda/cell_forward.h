@@ -120,15 +120,15 @@ DEVICE void store_state(const Member &me, const float (&h)[ITEMS][4], float *to)
 }
 
 // 1. Let the state decay, and prefetch the token's other inputs.
-DEVICE void begin_token(const Cell &p, const Member &me, int64_t t, ForwardItems &items) {
+DEVICE void begin_token(const Cell &p, const Member &me, int t, ForwardItems &items) {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
         const int s = me.sequence_of(item), c = me.channel_of(item);
         if (s >= me.sequences) break;
-        const int64_t token = int64_t(me.first + s) * p.length + t;
+        const uint32_t token = me.token(p, s, t);
         const float keep = p.keep ? p.keep[token] : 1, dt = p.dt[token * D_INNER + c];
         prefetch(p.x + token * D_INNER + c);
-        prefetch(p.raw + token * p.columns + p.vectors + c);
+        prefetch(p.raw + token * uint32_t(p.columns) + p.vectors + c);
         if (p.gate) prefetch(p.gate + token * D_INNER + c);
         const float *rates = me.rates + me.local_channel_of(item) * STATES + 4 * me.quarter;
         for (int j = 0; j < 4; ++j) items.h[item][j] *= keep * exp2_of(dt * rates[j]);
@@ -136,19 +136,19 @@ DEVICE void begin_token(const Cell &p, const Member &me, int64_t t, ForwardItems
 }
 
 // 2. Complete the small rows of this block (raw + W_y y) and send them.
-DEVICE void send_small_rows(const Cell &p, const Member &me, int64_t t, uint32_t step) {
+DEVICE void send_small_rows(const Cell &p, const Member &me, int t, uint32_t step) {
     constexpr int rows = SMALL_ROWS_OF_BLOCK, words = SMALL_ROW_WORDS;
     for (int i = me.thread; i < words; i += CREW_THREADS) {
         Word word = {{0, 0, 0}, step};
         for (int k = 0; k < 3; ++k) {
             const int s = (3 * i + k) / rows, row = (3 * i + k) % rows, small_row = me.block * rows + row;
             if (s >= me.sequences || small_row >= SMALL_ROWS) continue;
-            const int64_t token = int64_t(me.first + s) * p.length + t;
+            const uint32_t token = me.token(p, s, t);
             const int column = small_column(p, small_row);
             const float keep = p.keep ? p.keep[token] : 1;
-            const float entry = from_bf16(p.raw[token * p.columns + column]) + keep * me.sum_parts(row, s, 0, 1);
+            const float entry = from_bf16(p.raw[token * uint32_t(p.columns) + column]) + keep * me.sum_parts(row, s, 0, 1);
             word.value[k] = float_to_bits(round_to_bf16(entry));
-            if (p.rows) p.rows[token * p.columns + column] = to_bf16(entry);
+            if (p.rows) p.rows[token * uint32_t(p.columns) + column] = to_bf16(entry);
         }
         store_word(me.mail.small_rows + me.block * words + i, word);
     }
@@ -170,19 +170,19 @@ DEVICE void receive_small_rows(Member &me, uint32_t step) {
 }
 
 // 4. Compute v, f and m of a token, and write their sums over the channels of each unit.
-DEVICE void compute_forward_sums(const Cell &p, const Member &me, int64_t t, ForwardItems &items) {
+DEVICE void compute_forward_sums(const Cell &p, const Member &me, int t, ForwardItems &items) {
     const int q = me.quarter;
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
         const int s = me.sequence_of(item), c = me.channel_of(item);
         if (s >= me.sequences) break;
-        const int64_t token = int64_t(me.first + s) * p.length + t;
+        const uint32_t token = me.token(p, s, t);
         const float keep = p.keep ? p.keep[token] : 1;
         const float *C = me.memory->small[s] + 1 + STATES + 4 * q;
         const float product = sum_quarters(me.sum_parts(me.local_channel_of(item), s, q, 4));
-        const float raw = from_bf16(p.raw[token * p.columns + p.vectors + c]);
+        const float raw = from_bf16(p.raw[token * uint32_t(p.columns) + p.vectors + c]);
         const float entry = round_to_bf16(raw + keep * product);
-        if (p.rows && q == 0) p.rows[token * p.columns + p.vectors + c] = to_bf16(entry);
+        if (p.rows && q == 0) p.rows[token * uint32_t(p.columns) + p.vectors + c] = to_bf16(entry);
         const float v = items.v[item] = activate(entry, p.act);
         const float x = p.x[token * D_INNER + c], dt = p.dt[token * D_INNER + c];
         float past = 0;
@@ -205,20 +205,20 @@ DEVICE void compute_forward_sums(const Cell &p, const Member &me, int64_t t, For
 }
 
 // 5. Solve the equation of every sequence, one thread per sequence.
-DEVICE void solve_token(const Cell &p, Member &me, int64_t t) {
+DEVICE void solve_token(const Cell &p, Member &me, int t) {
     const int s = me.scalar_sequence();
     if (s >= me.sequences) return;
     float root, *record = me.memory->record[s];
     const int outcome = solve_sequence(p, me.memory->totals[s], me.memory->small[s][0], record, root);
     if (me.block) return;
-    const int64_t token = int64_t(me.first + s) * p.length + t;
+    const uint32_t token = me.token(p, s, t);
     p.outcome[token] = uint8_t(outcome);
     if (p.records)
         for (int i = 0; i < RECORD_SIZE; ++i) p.records[token * RECORD_SIZE + i] = record[i];
 }
 
 // 6. Compute y, for the next token and for the caller.
-DEVICE void compute_y(const Cell &p, const Member &me, int64_t t, const ForwardItems &items) {
+DEVICE void compute_y(const Cell &p, const Member &me, int t, const ForwardItems &items) {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
         const int s = me.sequence_of(item), c = me.channel_of(item);
@@ -228,32 +228,32 @@ DEVICE void compute_y(const Cell &p, const Member &me, int64_t t, const ForwardI
         const float y = normed * (p.norm_weight ? p.norm_weight[c] : 1) + (p.norm_bias ? p.norm_bias[c] : 0);
         if (me.quarter) continue;
         me.memory->vector[s][me.local_channel_of(item)] = to_bf16(y);
-        p.y[(int64_t(me.first + s) * p.length + t) * D_INNER + c] = y;
+        p.y[me.token(p, s, t) * D_INNER + c] = y;
     }
 }
 
 // 6. Add the token to the state.
-DEVICE void add_token(const Cell &p, const Member &me, int64_t t, ForwardItems &items) {
+DEVICE void add_token(const Cell &p, const Member &me, int t, ForwardItems &items) {
 #pragma unroll
     for (int item = 0; item < ITEMS; ++item) {
         const int s = me.sequence_of(item);
         if (s >= me.sequences) break;
         const float *B = me.memory->small[s] + 1 + 4 * me.quarter;
-        const int64_t entry = (int64_t(me.first + s) * p.length + t) * D_INNER + me.channel_of(item);
+        const uint32_t entry = me.token(p, s, t) * D_INNER + me.channel_of(item);
         const float inflow = p.dt[entry] * (p.x[entry] + me.memory->record[s][THETA] * items.v[item]);
         for (int j = 0; j < 4; ++j) items.h[item][j] += inflow * B[j];
     }
 }
 
 // After a wait that took too long: the tokens from `t` on become NaN, so that nobody uses them.
-DEVICE void abandon(const Cell &p, const Member &me, int64_t t, float *results) {
+DEVICE void abandon(const Cell &p, const Member &me, int t, float *results) {
     for (int item = 0; item < ITEMS; ++item)
         for (int64_t i = t; i < p.length && me.sequence_of(item) < me.sequences; ++i)
             results[(int64_t(me.first + me.sequence_of(item)) * p.length + i) * D_INNER + me.channel_of(item)] =
                 bits_to_float(NAN_BITS);
 }
 
-DEVICE void abandon_forward(const Cell &p, const Member &me, int64_t t) {
+DEVICE void abandon_forward(const Cell &p, const Member &me, int t) {
     abandon(p, me, t, p.y);
     float h[ITEMS][4];
     for (int item = 0; item < ITEMS; ++item)
@@ -276,7 +276,7 @@ DEVICE void run_forward(const Cell &p) {
     }
     me.sync();
     me.send_vector(1);
-    for (int64_t t = 0; t < p.length; ++t) {
+    for (int t = 0; t < p.length; ++t) {
         const uint32_t step = t + 1;
         if (p.checkpoints && t % p.chunk == 0) {
             const int64_t chunks = (p.length + p.chunk - 1) / p.chunk;
@@ -302,7 +302,7 @@ DEVICE void run_forward(const Cell &p) {
         for (int s = me.warp; s < me.sequences; s += WARPS) {
             normalize_B_and_C(p, me, s);
             if (p.units && me.block == 0) {
-                const int64_t token = int64_t(me.first + s) * p.length + t;
+                const uint32_t token = me.token(p, s, t);
                 p.units[token * 2 * STATES + me.lane] = me.memory->small[s][1 + me.lane];
             }
         }

@@ -191,9 +191,11 @@ struct Member {
     DEVICE int sequence_of(int item) const { return unit_of(item) / UNITS; }
     DEVICE int local_channel_of(int item) const { return unit_of(item) % UNITS * 8 + channel; }
     DEVICE int channel_of(int item) const { return block * CHANNELS + local_channel_of(item); }
-    // Entries of (b,n,d) and of (b,l,d) that belong to this lane.
-    DEVICE int64_t state_entry(int item, int state) const {
-        return (int64_t(first + sequence_of(item)) * STATES + 4 * quarter + state) * D_INNER + channel_of(item);
+    // Index of a token in (b,l), and of a state of this lane in (b,n,d). cuda_cell.py refuses tensors
+    // of 2³² or more entries: wider indices would need twice the registers.
+    DEVICE uint32_t token(const Cell &p, int s, int t) const { return (first + s) * uint32_t(p.length) + t; }
+    DEVICE uint32_t state_entry(int item, int state) const {
+        return ((first + sequence_of(item)) * STATES + 4 * quarter + state) * D_INNER + channel_of(item);
     }
     // Return true in all threads of the crew if a word was late in any of them. Contains a barrier.
     DEVICE bool is_anyone_late() {

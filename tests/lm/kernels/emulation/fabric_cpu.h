@@ -19,6 +19,8 @@
 
 namespace fabric {
 
+constexpr uint64_t MAX_PAUSE = 40;  // rounds
+
 struct Barrier {
     int members = 0, arrived = 0;
     long generation = 0;  // how often all members have arrived
@@ -27,6 +29,7 @@ struct Warp {
     Barrier barrier{32};
     double lane[32];
     uint32_t left[32][4], right[32][2];
+    uint64_t pause = 0;  // rounds in which the warp does not run
 };
 struct Block {
     std::unique_ptr<char[]> memory;
@@ -144,10 +147,19 @@ inline void run(int blocks, int crews, int crew_threads, size_t shared_bytes, ui
     }
     size_t running = all.fibres.size();
     while (running) {
-        bool has_moved = false;
+        bool has_moved = false, has_paused = false;
         const size_t first = all.draw_below(all.fibres.size());
+        // Some warps pause, so that others overtake them.
+        for (Block &block : all.blocks)
+            for (Warp &warp : block.warps)
+                if (warp.pause) --warp.pause;
+                else if (all.draw_below(8) == 0) warp.pause = all.draw_below(MAX_PAUSE);
         for (size_t i = 0; i < all.fibres.size(); ++i) {
             Fibre &fibre = all.fibres[(first + i) % all.fibres.size()];
+            if (all.blocks[fibre.block].warps[fibre.thread / 32].pause) {
+                has_paused = true;
+                continue;
+            }
             if (fibre.has_ended || (fibre.barrier && fibre.barrier->generation == fibre.generation)) continue;
             if (fibre.polled_at == all.events) continue;
             fibre.barrier = nullptr;
@@ -158,7 +170,7 @@ inline void run(int blocks, int crews, int crew_threads, size_t shared_bytes, ui
             running -= fibre.has_ended;
             if (!all.words_in_flight.empty() && all.draw_below(4) == 0) all.deliver_word();
         }
-        if (has_moved) continue;
+        if (has_moved || has_paused) continue;
         if (all.words_in_flight.empty() && running) {
             launch = nullptr;
             throw std::runtime_error(describe_deadlock(all));
