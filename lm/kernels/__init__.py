@@ -37,6 +37,7 @@ MODULES = {
         "cell": "triton.triton_cell",
         "roots": "triton.roots",
     },
+    "cuda": {"cell": "cuda.cuda_cell"},
     "mamba_ssm": {
         "ssd_scan": "mamba_ssm.ssd",
         "mamba_scan": "mamba_ssm.scan",
@@ -48,7 +49,8 @@ Result = TypeVar("Result")
 # Whole recurrence of a Mamba layer (bias and softplus of Δ, scan, skip, gate) → scan within it.
 FUSED = {"mamba_scan": "selective_scan", "mamba2_scan": "ssd_scan"}
 OPERATIONS = ("selective_scan", "ssd_scan", *FUSED, "short_conv", "cell", "roots")
-BACKENDS_WITHOUT_FP64 = ("triton", "mamba_ssm")
+BACKENDS_WITHOUT_FP64 = ("triton", "cuda", "mamba_ssm")
+BACKENDS_BY_NAME_ONLY = ("cuda",)  # never run on a GPU yet: used only if FPRNN_KERNELS names them
 
 
 class BackendError(UserError, ValueError):
@@ -159,6 +161,7 @@ def _backends(operation, device_type, name):
         and _get_device_type(backend) == device_type
         # Interpreted Triton is for tests: it is used only if FPRNN_KERNELS names it.
         and (backend == name or (device_type == "cpu") == (backend == "cpu"))
+        and (backend == name or backend not in BACKENDS_BY_NAME_ONLY)
     ]
     return sorted(candidates, key=lambda backend: backend != name)
 

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from lm.kernels import Unsupported
-from lm.kernels.cpu.build import checksum, open_cache_folder
+from lm.kernels.cpu.build import _checksum as checksum
+from lm.kernels.cpu.build import open_cache_folder
 from lm.kernels.cuda.cuda_cell import PACKED, TEAM_SEQUENCES, Partition
 
 HERE = Path(__file__).parent
@@ -30,12 +31,22 @@ STANDARD_HEADERS = ("algorithm", "cmath", "cstdint", "limits")  # replaced by st
 FLAGS = ("--std=c++17", "--device-as-default-execution-space")
 WARPS = 8  # of a crew
 MAX_CREWS = 2  # of a block: a third one would leave 85 registers per thread
-MIN_CAPABILITY = (8, 0)  # bf16 tensor cores
-CREW_BYTES = 26_000  # shared memory of a crew, an upper bound of the compiled size
+# Shared memory of a crew (CrewMemory in team.h): a constant part, and a part per channel.
+CREW_BYTES, CREW_BYTES_PER_CHANNEL = 4_700, 356
 
 
-def compile_cubin(partition: Partition, capability: tuple[int, int]) -> bytes:
+def compile_cubin(
+    partition: Partition, capability: tuple[int, int], *more_options: str
+) -> tuple[bytes, str]:
     """Compile the kernels of a partition for GPUs of a compute capability.
+
+    Args:
+        partition: The partition.
+        capability: Compute capability, for example (9, 0).
+        more_options: Further options of NVRTC.
+
+    Returns:
+        The compiled kernels, and the compiler's log.
 
     Raises:
         RuntimeError: If NVRTC refuses the source; the message has its log.
@@ -48,16 +59,16 @@ def compile_cubin(partition: Partition, capability: tuple[int, int]) -> bytes:
     program = _check(
         nvrtc.nvrtcCreateProgram(source, SOURCE.encode(), len(texts), contents, names), nvrtc
     )
-    options = [option.encode() for option in _options(partition, capability)]
-    try:
-        _check(nvrtc.nvrtcCompileProgram(program, len(options), options), nvrtc)
-    except RuntimeError as error:
-        log = bytes(_check(nvrtc.nvrtcGetProgramLogSize(program), nvrtc))
-        nvrtc.nvrtcGetProgramLog(program, log)
-        raise RuntimeError(f"{error}: {log.decode()[-2000:]}") from error
+    options = [option.encode() for option in (*_options(partition, capability), *more_options)]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    log = bytes(_check(nvrtc.nvrtcGetProgramLogSize(program), nvrtc))
+    nvrtc.nvrtcGetProgramLog(program, log)
+    text = log.rstrip(b"\0").decode()
+    if int(status):
+        raise RuntimeError(f"NVRTC: {status!s}: {text[-2000:]}")
     cubin = bytes(_check(nvrtc.nvrtcGetCUBINSize(program), nvrtc))
     _check(nvrtc.nvrtcGetCUBIN(program, cubin), nvrtc)
-    return cubin
+    return cubin, text
 
 
 def _read_sources():
@@ -97,7 +108,7 @@ def _load_cubin(partition, capability):
         if path.stem == f"{name}-{checksum(path)}":
             return path.read_bytes()
         path.unlink(missing_ok=True)
-    cubin = compile_cubin(partition, capability)
+    cubin, _ = compile_cubin(partition, capability)
     # Other processes may compile the same kernels: each moves its result in one step.
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         path = Path(temporary) / "cell.cubin"
@@ -110,7 +121,8 @@ def estimate_shared_bytes(d: int, channels: int, crews: int) -> int:
     """Return an upper bound of the shared memory of a block, in bytes."""
     small_rows = math.ceil(33 / (d // channels))
     entries = channels * (d + 8) + max(small_rows * (d + 8), 33 * channels)
-    return 2 * entries + 16 + crews * CREW_BYTES + channels * 16 * 4
+    crew = CREW_BYTES + CREW_BYTES_PER_CHANNEL * channels
+    return 2 * entries + 16 + crews * crew + channels * 16 * 4
 
 
 def choose_partition(d: int, b: int, multiprocessors: int, shared_bytes: int) -> Partition | None:

@@ -1,9 +1,12 @@
 """The `cell` kernels for NVIDIA GPUs as persistent kernels: one launch per layer and direction.
 
 lm/kernels/cell_arguments.py has the equations and the arguments; team.h and cell_forward.h describe
-how blocks work together. W_y stays in the shared memory of the GPU, and blocks exchange what a token
-needs without barriers. The kernels solve FP-Mamba-1 with one reflection, bf16 weights and rows, and
-16 states; Triton solves the other layers.
+how blocks work together. W_y stays in the shared memory of the GPU, and blocks exchange what a
+token needs without barriers. The kernels solve FP-Mamba-1 with one reflection, bf16 weights and
+rows, and 16 states; Triton solves the other layers.
+
+The kernels were never run on a GPU: the tests emulate them on the CPU (tests/emulated_cell.py).
+Therefore they are used only if FPRNN_KERNELS is `cuda`.
 
 Products use bf16 factors and accumulate in fp32. Rows are rounded to bf16. Everything else is fp32,
 except the root of a token's equation, which is fp64. The results of a sequence do not depend on the
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lm.kernels import Unsupported
+from lm.kernels import Unsupported, cell_arguments
 from lm.kernels.cell_arguments import (
     ACTS,
     CellArguments,
@@ -32,14 +35,14 @@ from lm.kernels.cell_arguments import (
     check_sizes,
     expected_shapes,
 )
-from lm.kernels.checks import needs_grad
+from lm.kernels.checks import cell_deviation, find_gpu_fault, needs_grad
 
 STATES = 16  # n; as in team.h, like the next two
 TEAM_SEQUENCES = 8  # largest number of sequences of a team
 RECORD_SIZE = 16
 WORD_BYTES = 16
-# Tokens between two states from which the backward pass recomputes. The recomputed states of a chunk
-# (0.4 MB per sequence and token of d = 1,536) should fit into the L2 cache.
+# Tokens between two states from which the backward pass recomputes. The recomputed states of a
+# chunk (98 KB per sequence and token at d = 1,536) should fit into the L2 cache.
 CHUNK = 16
 # Fields of Cell in team.h, in its order.
 INTEGERS = (
@@ -100,9 +103,28 @@ class Kernels(Protocol):
         """Return the tensor (1,) that a kernel sets to 1 if a wait took too long."""
 
 
-def fits(r: int, d: int) -> bool:
-    """Return whether the kernels can solve tokens with r reflections of d channels."""
-    return r == 1 and d % 16 == 0 and d >= 3 * 16
+# `compute` of lm.kernels passes the layers that these kernels refuse on to Triton.
+fits = cell_arguments.fits_a_gpu
+
+
+def usable() -> tuple[bool, str]:
+    """Return whether the kernels run here, and the reason if not."""
+    try:
+        from cuda.bindings import driver, nvrtc  # noqa: F401
+    except ImportError as error:
+        return False, f"cuda-bindings cannot be imported: {error}"
+    fault = find_gpu_fault(_self_check, "the persistent kernels")
+    return not fault, fault
+
+
+def _self_check():
+    # 192 channels are 12 blocks of 16; y and rows are rounded to bf16.
+    return cell_deviation(_narrow_cell, torch.float32, d=192, n=STATES, allowed=0.03)
+
+
+def _narrow_cell(arguments):
+    narrow = {name: getattr(arguments, name).bfloat16() for name in ("raw", "weight_y")}
+    return cell(arguments._replace(**narrow))
 
 
 class Problem(NamedTuple):
@@ -125,7 +147,7 @@ def _refuse_unsupported(arguments, sizes):
         f"{sizes.n} states": sizes.n != STATES,
         f"{options.groups} groups of B and C": options.groups != 1,
         f"the norm `{options.norm}`": options.norm == "none",
-        f"d_inner {sizes.d}": not fits(1, sizes.d),
+        f"d_inner {sizes.d}": bool(sizes.d % 16) or sizes.d < 3 * 16,
         "rows that read y only in part": any(
             getattr(layout, name) + width > sizes.y_columns for name, width in parts.items()
         ),
@@ -229,7 +251,9 @@ def _forward(problem):
         "outcome": like.new_empty(b, length, dtype=torch.uint8),
     }
     if not length:
-        results["state"] = torch.zeros_like(results["state"]) if tensors["h0"] is None else tensors["h0"]
+        results["state"] = (
+            torch.zeros_like(results["state"]) if tensors["h0"] is None else tensors["h0"]
+        )
     if problem.saves_for_backward:
         results |= {
             "rows": torch.empty_like(tensors["raw"]),
