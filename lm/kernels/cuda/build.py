@@ -75,7 +75,7 @@ def _read_sources():
     """Return {file name: text} of the source and all headers."""
     texts = {name: (HERE / name).read_bytes() for name in (SOURCE, *HEADERS)}
     texts |= {name: (HERE.parent / "cpu" / name).read_bytes() for name in CPU_HEADERS}
-    return texts | {name: b'#include "standard.h"\n' for name in STANDARD_HEADERS}
+    return texts | dict.fromkeys(STANDARD_HEADERS, b'#include "standard.h"\n')
 
 
 def _options(partition, capability):
@@ -167,7 +167,7 @@ class GpuKernels:
         self.shared_bytes = dict(zip((False, True), shared))
         self.threads = partition.crews * partition.warps * 32
         self.functions = {}
-        for is_backward, name in ((False, b"cell_forward"), (True, b"cell_backward")):
+        for is_backward, name in ((False, b"cell_forward_kernel"), (True, b"cell_backward_kernel")):
             function = _check(driver.cuModuleGetFunction(module, name), driver)
             self._allow(function, self.shared_bytes[is_backward])
             self.functions[is_backward] = function

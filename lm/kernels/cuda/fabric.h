@@ -28,6 +28,7 @@ DEVICE void sync_block() { __syncthreads(); }
 template <int THREADS> DEVICE void sync_crew(int crew) {
     asm volatile("bar.sync %0, %1;" ::"r"(crew + 1), "n"(THREADS) : "memory");
 }
+DEVICE void sync_warp() { __syncwarp(); }
 DEVICE char *shared_memory() {
     extern __shared__ __align__(16) char memory[];
     return memory;

@@ -245,6 +245,7 @@ struct Member {
     // over the channels of its blocks into memory->parts from row `to` on.
     DEVICE void multiply_rows(const Word (&words)[SOURCES][VECTOR_WORDS], int row, int rows,
                               int to) const {
+        sync_warp();  // the lanes left their waits at different times
         float sum[4] = {};
         const uint16_t *fragment = weight + (row + channel) * WEIGHT_STRIDE + 2 * quarter;
 #pragma unroll

@@ -2,8 +2,8 @@
 
 import itertools
 import re
-import warnings
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -401,3 +401,25 @@ def test_self_check_passes_and_notices_a_fault(emulate, monkeypatch):
     weight_gradient = cuda_cell._weight_gradient
     monkeypatch.setattr(cuda_cell, "_weight_gradient", lambda *args: 1.1 * weight_gradient(*args))
     assert not cuda_cell._self_check() < 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("b", [16, 64])
+def test_results_on_a_gpu_equal_triton(b):
+    """At d 1,536, with a chunk that is not full and, for 64 sequences, with two crews."""
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    works, reason = cuda_cell.usable()
+    assert works, reason
+    triton_cell = pytest.importorskip("lm.kernels.triton.triton_cell")
+    layout, options, tensors = problem(b=b, length=70, d=1536, n=16, y_scale=0.5)
+    given = layout, options, {name: t.cuda() for name, t in tensors.items()}
+
+    def narrow_triton_cell(arguments):
+        raw, weight_y = arguments.raw.bfloat16(), arguments.weight_y.bfloat16()
+        return triton_cell.cell(arguments._replace(raw=raw, weight_y=weight_y))
+
+    expected = results(narrow_triton_cell, given, torch.float32)
+    for _ in range(2):
+        ours = results(narrow_cell, given, torch.float32)
+        assert all(relative_error(ours[name], expected[name]) < 2e-2 for name in expected)
