@@ -28,6 +28,8 @@ DEVICE void sync_block() { __syncthreads(); }
 template <int THREADS> DEVICE void sync_crew(int crew) {
     asm volatile("bar.sync %0, %1;" ::"r"(crew + 1), "n"(THREADS) : "memory");
 }
+// Return a value that all lanes share, in a form in which the compiler knows that they share it.
+DEVICE int uniform(int value) { return __shfl_sync(~0u, value, 0); }
 DEVICE void sync_warp() { __syncwarp(); }
 DEVICE char *shared_memory() {
     extern __shared__ __align__(16) char memory[];

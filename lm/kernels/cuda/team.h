@@ -168,8 +168,10 @@ struct Member {
     DEVICE Member(const Cell &p, int weight_bytes) {
         alarm = p.alarm;
         block = block_index() % BLOCKS;
-        crew = thread_in_block() / CREW_THREADS, thread = thread_in_block() % CREW_THREADS;
-        warp = thread / 32, lane = thread % 32, channel = lane / 4, quarter = lane % 4;
+        const int warp_in_block = uniform(thread_in_block() / 32);
+        crew = warp_in_block / WARPS, warp = warp_in_block % WARPS;
+        lane = thread_in_block() % 32, channel = lane / 4, quarter = lane % 4;
+        thread = warp * 32 + lane;
         const int team = block_index() / BLOCKS * CREWS + crew;
         first = p.first_sequence + team * p.team_sequences;
         const int left = int(p.b) - first;

@@ -188,6 +188,7 @@ DEVICE void sync_block() { fabric::wait_at(fabric::launch->blocks[block_index()]
 template <int THREADS> DEVICE void sync_crew(int crew) {
     fabric::wait_at(fabric::launch->blocks[block_index()].crew_barriers[crew]);
 }
+DEVICE int uniform(int value) { return value; }
 DEVICE void sync_warp() { fabric::wait_at(fabric::current_warp().barrier); }
 DEVICE char *shared_memory() { return fabric::launch->blocks[block_index()].memory.get(); }
 template <class T> DEVICE T from_lane(T value, int mask) {
