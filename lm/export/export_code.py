@@ -111,7 +111,9 @@ def write_kernels(folder: Path) -> None:
     import lm.kernels
 
     package = Path(lm.kernels.__file__).parent
-    sources = [path for path in sorted(package.rglob("*")) if path.suffix in (".py", ".h", ".cpp")]
+    sources = [
+        path for path in sorted(package.rglob("*")) if path.suffix in (".py", ".h", ".cpp", ".cu")
+    ]
     files = {path.relative_to(package).as_posix(): path for path in sources}
     for module in (lm.common.errors, lm.common.secrets):  # the kernels import them
         assert module.__file__ is not None

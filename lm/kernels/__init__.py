@@ -37,6 +37,7 @@ MODULES = {
         "cell": "triton.triton_cell",
         "roots": "triton.roots",
     },
+    "cuda": {"cell": "cuda.cuda_cell"},
     "mamba_ssm": {
         "ssd_scan": "mamba_ssm.ssd",
         "mamba_scan": "mamba_ssm.scan",
@@ -47,7 +48,8 @@ MODULES = {
 # Whole recurrence of a Mamba layer (bias and softplus of Δ, scan, skip, gate) → the scan in it.
 FUSED = {"mamba_scan": "selective_scan", "mamba2_scan": "ssd_scan"}
 OPERATIONS = ("selective_scan", "ssd_scan", *FUSED, "short_conv", "cell", "roots")
-BACKENDS_WITHOUT_FP64 = ("triton", "mamba_ssm")
+BACKENDS_WITHOUT_FP64 = ("triton", "cuda", "mamba_ssm")
+BACKENDS_BY_NAME_ONLY = ("cuda",)  # never run on a GPU yet: used only if FPRNN_KERNELS names them
 Result = TypeVar("Result")
 
 
@@ -159,8 +161,9 @@ def _list_backends(operation, device_type, requested):
     for backend, modules in MODULES.items():
         # Interpreted Triton runs on a CPU. It is for tests, so it is used only on request.
         is_interpreted = device_type == "cpu" and backend != "cpu"
+        needs_request = is_interpreted or backend in BACKENDS_BY_NAME_ONLY
         has_operation = operation in modules and _get_device_type(backend) == device_type
-        if has_operation and (backend == requested or not is_interpreted):
+        if has_operation and (backend == requested or not needs_request):
             backends.append(backend)
     return sorted(backends, key=lambda backend: backend != requested)
 

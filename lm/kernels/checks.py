@@ -3,6 +3,7 @@
 Shape suffixes: b batch, l length, d channels, n states, r reflections.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from lm.kernels import run_in_clean_threads
 from lm.kernels.cell_arguments import CellArguments, Layout, Options
 
 FAILED = 1  # as in lm/model/solver.py
+MIN_CAPABILITY = (8, 0)  # of a GPU: bf16 products
 # Factor on α and β of an equation, so that Picard's iteration does not converge.
 PICARD_FAILS_SCALE = 30.0
 
@@ -42,6 +44,18 @@ def find_fault(self_check: Callable[[], float], device: str, kernels: str) -> st
     if not error < 1:
         return f"{kernels} compute something else than plain PyTorch: {error:.1e} × allowed"
     return ""
+
+
+@functools.cache
+def find_gpu_fault(self_check: Callable[[], float], kernels: str) -> str:
+    """Check the GPU and run a self-check on it; see `find_fault`."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability < MIN_CAPABILITY:
+        version = ".".join(map(str, capability))
+        return f"the GPU has compute capability {version}, {kernels} need 8.0"
+    return find_fault(self_check, "cuda", kernels)
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
@@ -119,15 +133,24 @@ def scan_deviation(scan: Callable[..., Any], dtype: torch.dtype = torch.float32)
     return gradient_deviation(scan, loop_over_time, (x, dt, A, B, C, A[None]), loss, 1e-4)
 
 
-def cell_deviation(cell: Callable[..., Any], dtype: torch.dtype) -> float:
+def cell_deviation(
+    cell: Callable[..., Any],
+    dtype: torch.dtype,
+    d: int = 19,
+    n: int = 3,
+    allowed: float = 1e-3,
+) -> float:
     """Return the `deviation` of an exact solve from an iteration, gradients included.
 
     Args:
         cell: Function with the arguments of `lm.kernels.cpu.cpu_cell.cell`. It solves an FP-Mamba-1
             layer with one reflection.
         dtype: Dtype of the tensors.
+        d: Channels.
+        n: States.
+        allowed: See `deviation`.
     """
-    b, length, d, n = 2, 3, 19, 3
+    b, length = 2, 3
     layout = Layout(vectors=0, gates=d, B=d + 1, C=d + 1 + n)
     options = Options(
         rank=1,
@@ -148,7 +171,7 @@ def cell_deviation(cell: Callable[..., Any], dtype: torch.dtype) -> float:
     columns = d + 1 + 2 * n
     tensors = {
         "raw": wave(b, length, columns),
-        "weight_y": wave(columns, d) / 9,
+        "weight_y": wave(columns, d) / (2 * math.sqrt(d)),
         "x": wave(b, length, d),
         "dt": wave(b, length, d).abs() / 4,
         "A": -1 - wave(n, d).abs().t(),
@@ -165,7 +188,7 @@ def cell_deviation(cell: Callable[..., Any], dtype: torch.dtype) -> float:
     def loss(y):
         return y.square().sum()
 
-    return gradient_deviation(ours, _iterate_tokens, [*tensors.values()], loss, 1e-3)
+    return gradient_deviation(ours, _iterate_tokens, [*tensors.values()], loss, allowed)
 
 
 def _iterate_tokens(raw, weight_y, x, dt, A, gate, D, weight, bias):

@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
 from lm.kernels import Unsupported
-from lm.kernels.checks import find_fault
+from lm.kernels.checks import find_fault, find_gpu_fault
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MaybeTensor = TypeVar("MaybeTensor", bound=torch.Tensor | None)
@@ -43,13 +43,7 @@ def usable(
 def _find_fault(self_check, kernels):
     if INTERPRETED:
         return find_fault(self_check, "cpu", kernels)
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    capability = torch.cuda.get_device_capability()
-    if capability < (8, 0):
-        version = ".".join(map(str, capability))
-        return f"the GPU has compute capability {version}, {kernels} need 8.0"
-    return find_fault(self_check, "cuda", kernels)
+    return find_gpu_fault(self_check, kernels)
 
 
 def check(**tensors: tuple[torch.Tensor | None, Sequence[int]]) -> None:
