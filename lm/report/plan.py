@@ -247,10 +247,7 @@ def _model_rows(costs: dict, cfg: Config) -> list[tuple[str, str]]:
         ("sequences per update", f"{costs['sequences_per_step']:,} of {cfg.data.seq_len:,} tokens"),
         ("tokens per update", f"{costs['tokens_per_step']:,}"),
         ("tokens trained on", f"{_format_count(costs['tokens'])} in {cfg.train.steps:,} updates"),
-        *(
-            (f"source {name}", f"{share:.2%} of the sequences")
-            for name, share in shares.items()
-        ),
+        *((f"source {name}", f"{share:.2%} of the sequences") for name, share in shares.items()),
         *(("optimizer", line) for line in costs["optimizer"]),
     ]
 
