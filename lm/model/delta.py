@@ -407,9 +407,7 @@ class RWKV7(PlainLayer):
     0.545 and a below 1, so an eigenvalue of the transition (w − a along a channel) can be −0.45.
     """
 
-    mixture_names = (
-        "rwkvag"  # mixtures x_r, x_w, …: inputs of r, the decay w, k, v, a and the gate g
-    )
+    mixtures = "rwkvag"  # x_r, x_w, …: inputs of r, of the decay w, of k, v, a and of the gate g
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
