@@ -25,15 +25,7 @@ from lm.kernels.checks import find_fault
 
 HERE = Path(__file__).parent
 SOURCES = ("scan.cpp", "cell_forward.cpp", "cell_backward.cpp", "roots.cpp")
-HEADERS = (
-    "vector.h",
-    "cell_token.h",
-    "cell_equation.h",
-    "cell_gradient.h",
-    "cell_pair.h",
-    "cell_product.h",
-    "cell_root.h",
-)
+HEADERS = tuple(sorted(path.name for path in HERE.glob("*.h")))
 # Without -ffast-math; vector.h has the reason.
 FLAGS = (
     "-std=c++17",
