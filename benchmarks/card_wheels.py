@@ -21,44 +21,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TORCH = "2.11.0"  # PyPI's wheel is for CUDA 13.0
-TRANSFORMERS = "5.17.0"
-# Packages without a wheel on PyPI; all are pure Python.
-PURE = ("deepspeed", "rouge_score", "sqlitedict", "word2number")
-# DeepSpeed's requirements, and einops for mamba-ssm. constraints.txt has their versions.
-WHEELS = [
-    "pydantic",
-    "pydantic_core",
-    "annotated-types",
-    "typing-inspection",
-    "typing_extensions",
-    "hjson",
-    "msgpack",
-    "einops",
-    "psutil",
-    "py-cpuinfo",
-]
+TORCH_VERSION = "2.11.0"  # PyPI's wheel is for CUDA 13.0
+TRANSFORMERS_VERSION = "5.17.0"
+# Packages without a wheel on PyPI. All are pure Python, so this script builds their wheels.
+WHEELS_TO_BUILD = ("deepspeed", "rouge_score", "sqlitedict", "word2number")
+# Requirements of DeepSpeed, and einops for mamba-ssm. constraints.txt has the versions.
+WHEELS_TO_DOWNLOAD = ["pydantic", "pydantic_core", "annotated-types", "typing-inspection"]
+WHEELS_TO_DOWNLOAD += ["typing_extensions", "hjson", "msgpack", "einops", "psutil", "py-cpuinfo"]
 # lm-eval and its requirements, except pandas, pyarrow, sacrebleu and scikit-learn, which the
 # machine has.
-WHEELS += [
-    "lm_eval",
-    "datasets",
-    "dill",
-    "multiprocess",
-    "evaluate",
-    "more-itertools",
-    "pytablewriter",
-    "DataProperty",
-    "mbstrdecoder",
-    "typepy",
-    "tabledata",
-    "tcolorpy",
-    "pathvalidate",
-    "nltk",
-    "chardet",
-]
-COMPILED = {"causal-conv1d": "1.7.0", "mamba-ssm": "2.3.2.post1"}
-MODULES = (
+WHEELS_TO_DOWNLOAD += ["lm_eval", "datasets", "dill", "multiprocess", "evaluate", "more-itertools"]
+WHEELS_TO_DOWNLOAD += ["pytablewriter", "DataProperty", "mbstrdecoder", "typepy", "tabledata"]
+WHEELS_TO_DOWNLOAD += ["tcolorpy", "pathvalidate", "nltk", "chardet"]
+COMPILED_VERSIONS = {"causal-conv1d": "1.7.0", "mamba-ssm": "2.3.2.post1"}
+# Modules that load the compiled libraries.
+COMPILED_MODULES = (
     "causal_conv1d",
     "mamba_ssm.ops.selective_scan_interface",
     "mamba_ssm.ops.triton.ssd_combined",
@@ -78,14 +55,14 @@ def download(out: Path) -> None:
     constraints = ("-c", ROOT / "constraints.txt")
     platforms = ("--platform=manylinux_2_28_x86_64", "--platform=manylinux2014_x86_64")
     target = ("--only-binary=:all:", "--python-version=3.12", *platforms)
-    run(*pip, "download", "-q", "--no-deps", *target, *constraints, "-d", out, *WHEELS)
-    run(*pip, "wheel", "-q", "--no-deps", *constraints, "-w", out, *PURE)
+    run(*pip, "download", "-q", "--no-deps", *target, *constraints, "-d", out, *WHEELS_TO_DOWNLOAD)
+    run(*pip, "wheel", "-q", "--no-deps", *constraints, "-w", out, *WHEELS_TO_BUILD)
 
 
 def use_chosen_architectures(setup: Path) -> None:
-    """Let TORCH_CUDA_ARCH_LIST choose the architectures: setup.py lists nine of its own.
+    """Remove the nine architectures of setup.py, so that TORCH_CUDA_ARCH_LIST chooses.
 
-    Line numbers for profilers and four parallel compilers go, too.
+    Also remove line numbers for profilers, and use one compiler thread instead of four.
     """
     text = setup.read_text(encoding="utf-8")
     text, count = re.subn(r'cc_flag\.append\("(-gencode|arch=[^"]*)"\)', "pass", text)
@@ -109,8 +86,13 @@ def compile_wheels(out: Path, work: Path, python: str, arch: str, cuda: Path) ->
     if not env_python.exists():
         run(python, "-m", "venv", work / "venv")
     pip = (env_python, "-m", "pip")
-    needs = (f"torch=={TORCH}", f"transformers=={TRANSFORMERS}", "einops", "numpy")
-    run(*pip, "install", "-q", *needs, "setuptools<82", "wheel", "ninja", "packaging")
+    packages = (
+        f"torch=={TORCH_VERSION}",
+        f"transformers=={TRANSFORMERS_VERSION}",
+        "einops",
+        "numpy",
+    )
+    run(*pip, "install", "-q", *packages, "setuptools<82", "wheel", "ninja", "packaging")
     # CUDA's headers that a bare nvcc lacks (cuBLAS, cuSPARSE, …) come with torch.
     headers = next((work / "venv/lib").glob("python3.*/site-packages/nvidia/cu13/include"))
     environment = os.environ | {
@@ -120,59 +102,64 @@ def compile_wheels(out: Path, work: Path, python: str, arch: str, cuda: Path) ->
         "TORCH_CUDA_ARCH_LIST": arch,
         "MAX_JOBS": "1",
         "LDFLAGS": "-s",  # without debug information
-        "NVCC_APPEND_FLAGS": "--compress-mode=size",  # with both, 12 MiB instead of 62
+        # Together with LDFLAGS, 12 MiB instead of 62.
+        "NVCC_APPEND_FLAGS": "--compress-mode=size",
         "CAUSAL_CONV1D_FORCE_BUILD": "TRUE",  # setup.py looks for a wheel on GitHub otherwise
         "MAMBA_FORCE_BUILD": "TRUE",
         "MAMBA_KEEP_CUDA_BUILD": "TRUE",
     }
-    for name, version in COMPILED.items():
+    for name, version in COMPILED_VERSIONS.items():
         source = work / f"{name.replace('-', '_')}-{version}"
         shutil.rmtree(source, ignore_errors=True)
-        plain = ("-q", "--no-deps", "--no-build-isolation")
-        sources = ("--no-binary=:all:", "-d", work)
-        run(*pip, "download", *plain, *sources, f"{name}=={version}", env=environment)
+        common = ("-q", "--no-deps", "--no-build-isolation")
+        as_source = ("--no-binary=:all:", "-d", work)
+        run(*pip, "download", *common, *as_source, f"{name}=={version}", env=environment)
         with tarfile.open(f"{source}.tar.gz") as archive:
             archive.extractall(work, filter="data")
         use_chosen_architectures(source / "setup.py")
-        run("nice", "-n", "15", *pip, "wheel", *plain, "-w", out, source, env=environment)
+        run("nice", "-n", "15", *pip, "wheel", *common, "-w", out, source, env=environment)
         wheel = next(out.glob(f"{name.replace('-', '_')}-*.whl"))
         run(*pip, "install", "-q", "--no-deps", "--force-reinstall", wheel)
     # An import resolves every symbol of torch that the libraries need. It needs no GPU.
-    for module in MODULES:
+    for module in COMPILED_MODULES:
         run(env_python, "-c", f"import {module}", cwd=work)
 
 
-def total_size(wheels: Sequence[Path]) -> float:
+def compute_total_mib(files: Sequence[Path]) -> float:
     """Return the total size of files in MiB."""
-    return sum(wheel.stat().st_size for wheel in wheels) / 2**20
+    return sum(file.stat().st_size for file in files) / 2**20
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("--out", type=Path, default=ROOT / ".card/whl")
-    p.add_argument(
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / ".card/whl")
+    parser.add_argument(
         "--compile", action="store_true", help="also compile mamba-ssm and causal-conv1d"
     )
-    p.add_argument("--python", default="python3.12", help="interpreter for --compile")
-    p.add_argument("--arch", default="9.0", help="compute capability: 9.0 H100, 8.0 A100")
+    parser.add_argument("--python", default="python3.12", help="interpreter for --compile")
+    parser.add_argument("--arch", default="9.0", help="compute capability: 9.0 H100, 8.0 A100")
     cuda = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda-13.0"))
-    p.add_argument("--cuda", type=Path, default=cuda, help="CUDA 13.0, default: %(default)s")
-    p.add_argument(
+    parser.add_argument("--cuda", type=Path, default=cuda, help="CUDA 13.0, default: %(default)s")
+    parser.add_argument(
         "--work", type=Path, help="folder for --compile, which is kept (default: temporary)"
     )
-    a = p.parse_args()
-    if a.compile and not (a.cuda / "bin/nvcc").exists():
-        p.error(f"--compile needs {a.cuda}/bin/nvcc: name the folder of CUDA 13.0 with --cuda")
-    a.out.mkdir(parents=True, exist_ok=True)
-    download(a.out.resolve())
-    if a.compile:
+    args = parser.parse_args()
+    if args.compile and not (args.cuda / "bin/nvcc").exists():
+        parser.error(
+            f"--compile needs {args.cuda}/bin/nvcc: name the folder of CUDA 13.0 with --cuda"
+        )
+    args.out.mkdir(parents=True, exist_ok=True)
+    download(args.out.resolve())
+    if args.compile:
         with tempfile.TemporaryDirectory(prefix="fprnn-card-") as temporary:
-            work = a.work or Path(temporary)
+            work = args.work or Path(temporary)
             work.mkdir(parents=True, exist_ok=True)
-            compile_wheels(a.out.resolve(), work.resolve(), a.python, a.arch, a.cuda)
-    wheels = sorted(a.out.glob("*.whl"))
-    print(*(f"{total_size([wheel]):7.2f} MiB  {wheel.name}" for wheel in wheels), sep="\n")
-    print(f"{total_size(wheels):7.2f} MiB  in {a.out}")
+            compile_wheels(args.out.resolve(), work.resolve(), args.python, args.arch, args.cuda)
+    wheels = sorted(args.out.glob("*.whl"))
+    print(*(f"{compute_total_mib([wheel]):7.2f} MiB  {wheel.name}" for wheel in wheels), sep="\n")
+    print(f"{compute_total_mib(wheels):7.2f} MiB  in {args.out}")
 
 
 if __name__ == "__main__":

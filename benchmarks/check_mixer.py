@@ -21,9 +21,9 @@ from lm.config.plugin import check_name
 from lm.model.batch import CACHE
 from lm.training.build import build_section
 
-VOCABULARY = 11
+VOCAB_SIZE = 11
 D_MODEL = 8  # d_inner is 16
-# Bound on ‖I − Q‖ in models of the checks, with which every token is solved to rounding error.
+# Bound κ on ‖I − Q‖ (model.contractive). With it, every token is solved to rounding error.
 CONTRACTIVE = 0.1
 TOLERANCE = 1e-7  # relative difference in fp64 that counts as rounding and solver error
 GRADIENT_TOLERANCE = 1e-5  # relative difference between gradient and finite differences
@@ -31,17 +31,11 @@ STEP = 1e-6  # step of the finite differences
 
 
 class Finding(NamedTuple):
-    """Result of a check.
+    """Result of a check."""
 
-    Attributes:
-        name: The property that was checked.
-        holds: True if the mixer has the property.
-        figure: The measured number, as text.
-    """
-
-    name: str
-    holds: bool
-    figure: str
+    name: str  # property that was checked
+    holds: bool  # True if the mixer has the property
+    measurement: str  # the measured number, as text
 
 
 def check_mixer(name: str, block: str = "fp_mamba1", rank: int = 1, seed: int = 0) -> list[Finding]:
@@ -68,7 +62,7 @@ def check_mixer(name: str, block: str = "fp_mamba1", rank: int = 1, seed: int = 
         return [
             *_check_matrix(unbounded_model.fixed_point_blocks()[0]),
             *_check_gradient(model),
-            *_check_order(model),
+            *_check_schedules(model),
         ]
 
 
@@ -76,7 +70,7 @@ def format_findings(findings: list[Finding]) -> str:
     """Return one line of text per finding."""
     width = max(len(finding.name) for finding in findings)
     return "\n".join(
-        f"{'ok' if finding.holds else 'WRONG':<6} {finding.name:<{width}}  {finding.figure}"
+        f"{'ok' if finding.holds else 'WRONG':<6} {finding.name:<{width}}  {finding.measurement}"
         for finding in findings
     )
 
@@ -84,13 +78,13 @@ def format_findings(findings: list[Finding]) -> str:
 def _make_model(fields: dict, **more_fields):
     section = Model(d_model=D_MODEL, n_layer=1, d_state=4, headdim=8, **fields, **more_fields)
     solver = Solver(schedule="sequential", gradient="exact", tol=1e-12, eval_tol=1e-12)
-    return build_section(section, solver, VOCABULARY, 16).double().eval()
+    return build_section(section, solver, VOCAB_SIZE, 16).double().eval()
 
 
 def _compare(
     name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float = TOLERANCE
 ) -> Finding:
-    """Return whether two tensors are equal up to a tolerance, relative to the largest element."""
+    """Compare two tensors, relative to the largest element of `expected`."""
     scale = expected.abs().max().clamp_min(1e-30)
     difference = ((actual - expected).abs().max() / scale).item()
     return Finding(name, difference <= tolerance, f"relative difference {difference:.1e}")
@@ -98,21 +92,24 @@ def _compare(
 
 @torch.no_grad()
 def _check_matrix(block) -> list[Finding]:
-    """Check that Q is linear and broadcasts, and that `bound` and `low_rank` describe I − Q."""
+    """Check that Q is linear and broadcasts, and that `bound` and `low_rank` describe I − Q.
+
+    P is the argument of the mixer, `raw` its first projection; Q v is the mixed vector.
+    """
     mixer, d = block.mixer, block.config.d_inner
     P = torch.randn(2, 3, block.mixer_width, dtype=torch.float64)
     v, w = torch.randn(2, 2, 3, d, dtype=torch.float64)
     weights = mixer.weights(P)
-    raw = F.linear(P, weights.first, weights.bias)
+    raw = F.linear(P, weights.matrix, weights.bias)
     Q = mixer.matrix(P)
     by_matrix = (Q @ v.unsqueeze(-1)).squeeze(-1)
-    of_sum = mixer(raw, 2 * v - 3 * w, weights)
-    sum_of_each = 2 * mixer(raw, v, weights) - 3 * mixer(raw, w, weights)
+    mixed_sum = mixer(raw, 2 * v - 3 * w, weights)
+    sum_of_mixed = 2 * mixer(raw, v, weights) - 3 * mixer(raw, w, weights)
     I_minus_Q = torch.eye(d, dtype=torch.float64) - Q
     norm = torch.linalg.matrix_norm(I_minus_Q, ord=2)
     bound = mixer.bound(raw, weights).squeeze(-1).expand_as(norm)
     findings = [
-        _compare("Q v is linear in v", of_sum, sum_of_each),
+        _compare("Q v is linear in v", mixed_sum, sum_of_mixed),
         _compare("one `raw` broadcasts over many v", mixer(raw, v, weights), by_matrix),
         Finding(
             "bound is at least ‖I − Q‖",
@@ -132,7 +129,7 @@ def _check_gradient(model) -> list[Finding]:
 
     The direction is random, once over all parameters and once over the mixer's only.
     """
-    ids = torch.randint(VOCABULARY, (1, 5))
+    ids = torch.randint(VOCAB_SIZE, (1, 5))
     all_parameters = [p for p in model.parameters() if p.requires_grad]
     mixer_parameters = [p for block in model.fixed_point_blocks() for p in block.mixer.parameters()]
     model.zero_grad()
@@ -160,22 +157,22 @@ def _check_gradient(model) -> list[Finding]:
 def _estimate_slope(model, ids, parameters, directions) -> torch.Tensor:
     """Return the derivative of the loss along a direction, by central differences."""
     losses = []
-    for step in (STEP, -2 * STEP):
+    for step in (STEP, -2 * STEP):  # to +STEP, then to −STEP
         for p, direction in zip(parameters, directions):
             p.add_(step * direction)
         losses.append(model(input_ids=ids, labels=ids).loss)
-    for p, direction in zip(parameters, directions):
+    for p, direction in zip(parameters, directions):  # back to the start
         p.add_(STEP * direction)
     return (losses[0] - losses[1]) / (2 * STEP)
 
 
 @torch.no_grad()
-def _check_order(model) -> list[Finding]:
+def _check_schedules(model) -> list[Finding]:
     """Check that the model is causal, and that all schedules give the same logits."""
-    ids = torch.randint(VOCABULARY, (2, 9))
+    ids = torch.randint(VOCAB_SIZE, (2, 9))
     sequential_logits = model(input_ids=ids).logits
     other_ids = ids.clone()
-    other_ids[:, 6:] = (other_ids[:, 6:] + 1) % VOCABULARY
+    other_ids[:, 6:] = (other_ids[:, 6:] + 1) % VOCAB_SIZE
     findings = []
     with model.solving(schedule="window:4"):
         window_logits = model(input_ids=ids).logits
@@ -184,12 +181,12 @@ def _check_order(model) -> list[Finding]:
     with model.solving(schedule="parallel"):
         parallel_logits = model(input_ids=ids).logits
     findings.append(_compare("parallel: as sequential", parallel_logits, sequential_logits))
-    cache, steps = None, []
+    cache, step_logits = None, []
     for t in range(ids.shape[1]):
         out = model(input_ids=ids[:, t : t + 1], cache=cache, use_cache=True)
         cache = getattr(out, CACHE)
-        steps.append(out.logits)
-    decoding_logits = torch.cat(steps, 1)
+        step_logits.append(out.logits)
+    decoding_logits = torch.cat(step_logits, 1)
     findings.append(_compare("decoding: as one pass", decoding_logits, sequential_logits))
     return findings
 

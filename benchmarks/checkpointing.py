@@ -1,9 +1,10 @@
-"""Time that a checkpoint takes from training: seconds of an update, of the copy, and of the save.
+"""Measure how long saves delay training: seconds of an update, of the copy, and of a save.
 
     python -m benchmarks.checkpointing        # the paper's 160M model, updates of 128 tokens
     python -m benchmarks.checkpointing --config configs/lm/demo.yaml --tokens 256
 
-Real updates have more tokens and take longer, so that they hide more of a save.
+Real updates have more tokens and take longer, so they hide more of a save, which runs in a
+background thread.
 """
 
 from __future__ import annotations
@@ -24,12 +25,18 @@ from lm.training.process_group import join_process_group, leave_process_group
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("--config", default="configs/lm/fpmamba_160m_fineweb2b.yaml", metavar="YAML")
-    p.add_argument("--tokens", type=int, default=128, help="tokens of an update (default: 128)")
-    p.add_argument("--saves", type=int, default=3, help="default: 3")
-    p.add_argument("--folder", help="folder on the disk to measure (default: temporary)")
-    args = p.parse_args()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--config", default="configs/lm/fpmamba_160m_fineweb2b.yaml", metavar="YAML"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=128, help="tokens of an update (default: 128)"
+    )
+    parser.add_argument("--saves", type=int, default=3, help="default: 3")
+    parser.add_argument("--folder", help="folder on the disk to measure (default: temporary)")
+    args = parser.parse_args()
     overrides = (
         "train.global_batch_size=null",
         "train.micro_batch_size=1",
@@ -39,14 +46,14 @@ def main() -> None:
     )
     cfg = load(args.config, overrides)
     ranks = join_process_group(cfg)
-    describe_backends(ranks.device.type)
+    describe_backends(ranks.device.type)  # compiles the kernels before anything is timed
     vocab_size = 50264 if cfg.model.vocab_size == "auto" else cfg.model.vocab_size
     model = build_model(cfg, vocab_size)
-    count = sum(p.numel() for p in model.parameters())
+    parameter_count = sum(p.numel() for p in model.parameters())
     engine = Engine(cfg, model, ranks)
     ids = torch.randint(vocab_size, (1, args.tokens))
     batch = {"input_ids": ids, "labels": ids}
-    print(f"{count / 1e6:.1f} M parameters, ZeRO-{engine.zero_stage}, {ranks.device}")
+    print(f"{parameter_count / 1e6:.1f} M parameters, ZeRO-{engine.zero_stage}, {ranks.device}")
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         measure(engine, ranks, cfg, batch, Path(folder), args.saves)
     leave_process_group()
@@ -55,19 +62,20 @@ def main() -> None:
 def measure(engine, ranks, cfg, batch, folder, saves) -> None:
     """Time updates without saves, and then updates during which a save is written."""
     checkpoints = Checkpoints(folder, ranks, cfg.checkpoint, {"zero_stage": engine.zero_stage})
-    undisturbed = [time_call(lambda: engine.step([batch])) for _ in range(3)][1:]
-    print(f"update   {min(undisturbed):.2f} s without a save")
+    _, *timed = [time_call(lambda: engine.step([batch])) for _ in range(3)]
+    update_seconds = min(timed)
+    print(f"update   {update_seconds:.2f} s without a save")
     for step in range(1, saves + 1):
         checkpoints.save(step, lambda step=step: engine.state_files(folder, step))
-        concurrent = time_call(lambda: engine.step([batch]))
+        seconds_during_save = time_call(lambda: engine.step([batch]))
         checkpoints.finish()
-        (saved,) = checkpoints.pop_saves()
-        blocked = saved["blocked_s"]
+        (save,) = checkpoints.pop_saves()
+        blocked = save["blocked_s"]
         print(
-            f"save {step}   blocked {blocked:.2f} s = {blocked / min(undisturbed):.2f}"
-            f" updates; {saved['bytes'] / 2**30:.2f} GiB on the disk after {saved['seconds']:.1f} s"
-            f" ({saved['bytes'] / 2**20 / saved['seconds']:,.0f} MiB/s); an update during the save"
-            f" {concurrent:.2f} s",
+            f"save {step}   blocked {blocked:.2f} s = {blocked / update_seconds:.2f}"
+            f" updates; {save['bytes'] / 2**30:.2f} GiB on the disk after {save['seconds']:.1f} s"
+            f" ({save['bytes'] / 2**20 / save['seconds']:,.0f} MiB/s); an update during the save"
+            f" {seconds_during_save:.2f} s",
             flush=True,
         )
 

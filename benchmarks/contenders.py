@@ -7,7 +7,8 @@ import functools
 import importlib.util
 import os
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ logging.set_verbosity_error()  # hides its note on missing Mamba kernels
 
 @contextlib.contextmanager
 def use_kernels(name: str) -> Iterator[None]:
-    """Set FPRNN_KERNELS within the block."""
+    """Set FPRNN_KERNELS within the `with` block."""
     previous = os.environ.get("FPRNN_KERNELS", "auto")
     os.environ["FPRNN_KERNELS"] = name
     try:
@@ -54,23 +55,23 @@ EXACT_FIELDS = {"token": "exact", "schedule": "auto", "gradient": "exact"}
 def solve_with(
     model: FPRNNForCausalLM, kernel: str = "auto", **fields: Any
 ) -> Iterator[FPRNNForCausalLM]:
-    """Set the solver fields of a model and FPRNN_KERNELS within the block."""
+    """Set the solver fields of a model and FPRNN_KERNELS within the `with` block."""
     with model.solving(**fields), use_kernels(kernel):
         yield model
 
 
-def chunked_scan(*inputs: Tensor) -> Tensor:
+def scan_in_chunks(*inputs: Tensor) -> Tensor:
     """Compute our scan in plain PyTorch, with the signature of `paper.Scan`."""
     return selective_scan_plain(*inputs)[0]
 
 
-def fastest_scan(*inputs: Tensor) -> Tensor:
+def scan_with_kernel(*inputs: Tensor) -> Tensor:
     """Compute our scan with the fastest kernel, with the signature of `paper.Scan`."""
     return selective_scan(*inputs)[0]
 
 
 def make_paper_model(
-    model: FPRNNForCausalLM, scan: paper.Scan = chunked_scan
+    model: FPRNNForCausalLM, scan: paper.Scan = scan_in_chunks
 ) -> paper.LanguageModel:
     """Return a model with the same weights that uses the paper's procedure."""
     return paper.LanguageModel(model, scan).train(model.training)
@@ -116,7 +117,7 @@ def is_installed(package: str) -> bool:
 
 
 def make_peers(shape: Shape, device: torch.device) -> dict[str, nn.Module]:
-    """Return models of other installed packages by name; they only run on a GPU."""
+    """Return {name: model} of other installed packages; they only run on a GPU."""
     models = {}
     if device.type != "cuda":
         return models
@@ -125,7 +126,7 @@ def make_peers(shape: Shape, device: torch.device) -> dict[str, nn.Module]:
         from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
 
         layer = {"layer": "Mamba1", "d_state": shape.d_state}
-        models["mamba-ssm's Mamba"] = WithLoss(
+        models["mamba-ssm's Mamba"] = ModelWithLoss(
             MambaLMHeadModel(
                 Config(shape.d_model, n_layer=shape.layers, vocab_size=shape.vocab, ssm_cfg=layer)
             )
@@ -133,22 +134,26 @@ def make_peers(shape: Shape, device: torch.device) -> dict[str, nn.Module]:
     return models
 
 
-class WithLoss(torch.nn.Module):
+class ModelWithLoss(torch.nn.Module):
     """Model that returns the loss, around a model that returns logits."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: Tensor, labels: Tensor) -> _Output:
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
         logits = self.model(input_ids).logits[:, :-1].float()
         loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
-        return _Output(loss)
+        return SimpleNamespace(loss=loss)
 
 
-class _Output:
-    def __init__(self, loss):
-        self.loss = loss
+class StepResult(NamedTuple):
+    """Measurements of a training step."""
+
+    evaluations: Tensor | None  # per token; None without a solver
+    failed: Tensor | None  # share of unsolved tokens; None without a solver
+    loss: Tensor
+    grad_norm: Tensor
 
 
 class Trainer:
@@ -158,7 +163,8 @@ class Trainer:
     """
 
     def __init__(self, model: nn.Module, shape: Shape, device: torch.device, **options: Any):
-        self.model, self.device, self.options = model.to(device).train(), device, options
+        self.model, self.device = model.to(device).train(), device
+        self.options = options  # of the model's forward
         self.autocast = functools.partial(
             torch.autocast, device.type, torch.bfloat16, enabled=shape.dtype == "bf16"
         )
@@ -169,13 +175,8 @@ class Trainer:
         self.ids = torch.randint(shape.vocab, (shape.batch, shape.length), generator=generator)
         self.ids = self.ids.to(device)
 
-    def step(self) -> tuple:
-        """Make a training step.
-
-        Returns:
-            Evaluations per token and share of failed tokens (None without a solver), loss, and
-            gradient norm.
-        """
+    def step(self) -> StepResult:
+        """Make a training step."""
         with self.autocast():
             out = self.model(input_ids=self.ids, labels=self.ids, **self.options)
         out.loss.backward()
@@ -184,11 +185,11 @@ class Trainer:
         self.optimizer.zero_grad()
         stats = getattr(out, "fixed_point", None)
         if stats is None:
-            return None, None, out.loss.detach(), norm
+            return StepResult(None, None, out.loss.detach(), norm)
         evaluations, failed = (t.double().mean() for t in (stats.evaluations, stats.failed))
-        return evaluations, failed, out.loss.detach(), norm
+        return StepResult(evaluations, failed, out.loss.detach(), norm)
 
     def count_state_bytes(self) -> int:
         """Return the bytes of the weights and the optimizer state."""
-        states = [t for s in self.optimizer.state.values() for t in s.values()]
+        states = [value for state in self.optimizer.state.values() for value in state.values()]
         return sum(t.nbytes for t in self.parameters + states if torch.is_tensor(t))

@@ -1,4 +1,4 @@
-"""Greedy decoding at batch 1 and 32: with the cache and without, plain, the paper's, Mamba.
+"""Time greedy decoding at batch 1 and 32: ours with and without cache, the paper's, Mamba.
 
 python -m benchmarks.decode [--shape small --prompt 64 --new 64 --threads 1,2 --json FILE]
 
@@ -9,6 +9,7 @@ Rows without a cache solve the whole text again for every token, and generate 1/
 
 import contextlib
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -24,13 +25,23 @@ from benchmarks.harness import (
     time_in_turns,
 )
 
+# Names of rows.
 CACHED, UNCACHED = "ours", "ours, without cache"
-PAPER_ROW, MAMBA = "paper's procedure", "transformers' Mamba"
+PAPER, MAMBA = "paper's procedure", "transformers' Mamba"
 
 
-def make_step(a, model, prompt):
+class Variant(NamedTuple):
+    """A model and how it decodes."""
+
+    model: torch.nn.Module
+    new: int  # tokens to generate
+    use_cache: bool
+    options: dict | None  # of contenders.solve_with
+
+
+def make_step(args, model, prompt):
     """Return a function that runs the model on one token after the prompt."""
-    with autocast(a):
+    with autocast(args):
         out = model(prompt, use_cache=True)
     if out.get("past_key_values") is None:  # transformers' Mamba
         cache = {"cache_params": out.cache_params}
@@ -39,15 +50,15 @@ def make_step(a, model, prompt):
     token = prompt[:, -1:]
 
     def step():
-        with autocast(a):
+        with autocast(args):
             model(token, use_cache=True, **cache)
 
     return step
 
 
-def generate(a, model, prompt, new, use_cache):
+def generate(args, model, prompt, new, use_cache):
     """Return `new` tokens after a prompt."""
-    with autocast(a):
+    with autocast(args):
         if isinstance(model, paper.LanguageModel):
             return model.greedy(prompt, new)
         return model.generate(
@@ -59,7 +70,7 @@ def generate(a, model, prompt, new, use_cache):
         )[:, prompt.shape[1] :]
 
 
-def with_options(function, model, options):
+def wrap_with_options(function, model, options):
     """Return a function that calls `function` within contenders.solve_with(model, **options)."""
 
     def call():
@@ -72,44 +83,44 @@ def with_options(function, model, options):
 
 
 @torch.no_grad()
-def measure(a):
+def measure(args):
     """Return a row for each batch size and model."""
-    fpmamba = contenders.make_fpmamba(a.shape, use_short_conv=True).to(a.device).eval()
-    mamba = contenders.make_transformers_mamba(a.shape).to(a.device).eval()
-    few, exact = max(2, a.new // 16), contenders.EXACT_FIELDS
+    fpmamba = contenders.make_fpmamba(args.shape, use_short_conv=True).to(args.device).eval()
+    mamba = contenders.make_transformers_mamba(args.shape).to(args.device).eval()
+    few, exact = max(2, args.new // 16), contenders.EXACT_FIELDS
     variants = {
-        CACHED: (fpmamba, a.new, True, None),
-        "ours, plain": (fpmamba, a.new, True, exact | {"kernel": "plain"}),
-        UNCACHED: (fpmamba, few, False, exact),
-        PAPER_ROW: (contenders.make_paper_model(fpmamba), few, False, None),
-        MAMBA: (mamba, a.new, True, None),
+        CACHED: Variant(fpmamba, args.new, True, None),
+        "ours, plain": Variant(fpmamba, args.new, True, exact | {"kernel": "plain"}),
+        UNCACHED: Variant(fpmamba, few, False, exact),
+        PAPER: Variant(contenders.make_paper_model(fpmamba), few, False, None),
+        MAMBA: Variant(mamba, args.new, True, None),
     }
     rows = []
-    for batch in a.batches:
-        prompt = torch.randint(a.shape.vocab, (batch, a.prompt)).to(a.device)
+    for batch in args.batches:
+        prompt = torch.randint(args.shape.vocab, (batch, args.prompt)).to(args.device)
         generations, steps = {}, {}
         for name, (model, new, use_cache, options) in variants.items():
-            function = functools.partial(generate, a, model, prompt, new, use_cache)
-            generations[name] = with_options(function, model, options)
+            function = functools.partial(generate, args, model, prompt, new, use_cache)
+            generations[name] = wrap_with_options(function, model, options)
             if use_cache:
-                steps[name] = with_options(make_step(a, model, prompt), model, options)
-        seconds, _ = time_in_turns(generations, a, max_seconds=40.0)
-        step_seconds, _ = time_in_turns(steps, a, inner=a.new)
+                steps[name] = wrap_with_options(make_step(args, model, prompt), model, options)
+        seconds, _ = time_in_turns(generations, args, max_seconds=40.0)
+        step_seconds, _ = time_in_turns(steps, args, calls=args.new)
         for name, total in seconds.items():
             row = dict(batch=batch, name=name, seconds_per_step=step_seconds.get(name))
-            row["seconds_per_token"] = total and total / variants[name][1]
+            row["seconds_per_token"] = total and total / variants[name].new
             rows.append(row)
     return rows
 
 
 def format_rows(rows):
     """Format rows for `print_table`."""
-    base = {(row["batch"], row["name"]): row for row in rows}
-    printed = []
+    row_by_name = {(row["batch"], row["name"]): row for row in rows}
+    text_rows = []
     for row in rows:
         seconds, step = row["seconds_per_token"], row["seconds_per_step"]
-        mamba, uncached = (base.get((row["batch"], name), {}) for name in (MAMBA, UNCACHED))
-        printed.append(
+        mamba, uncached = (row_by_name.get((row["batch"], name), {}) for name in (MAMBA, UNCACHED))
+        text_rows.append(
             {
                 "": f"batch {row['batch']}, {row['name']}",
                 "tokens/s": f"{row['batch'] / seconds if seconds else 0:,.1f}",
@@ -120,12 +131,12 @@ def format_rows(rows):
                 "vs without cache": format_ratio(uncached.get("seconds_per_token"), seconds),
             }
         )
-    return printed
+    return text_rows
 
 
 if __name__ == "__main__":
-    options = make_parser(__doc__, repeats=3)
-    options.add_argument("--prompt", type=int, default=64)
-    options.add_argument("--new", type=int, default=64)
-    options.add_argument("--batches", type=parse_numbers, default=[1, 32])
-    run(parse_options(options), measure, format_rows)
+    parser = make_parser(__doc__, repeats=3)
+    parser.add_argument("--prompt", type=int, default=64, help="tokens of the prompt")
+    parser.add_argument("--new", type=int, default=64, help="tokens to generate")
+    parser.add_argument("--batches", type=parse_numbers, default=[1, 32])
+    run(parse_options(parser), measure, format_rows)

@@ -1,4 +1,4 @@
-"""Drift of the losses of a run when only the micro-batches or the number of ranks change.
+"""Measure how far the losses of a run drift when only micro-batches or the ranks change.
 
     python -m benchmarks.drift            # the tiny configuration, three seeds
 
@@ -25,7 +25,8 @@ from lm.training.engine import Engine
 from lm.training.process_group import find_free_port, join_process_group, leave_process_group
 
 UPDATES = (1, 10, 20, 40, 80, 120)
-SEQUENCES, LENGTH = 4, 16  # of an update
+SEQUENCES = 4  # per update
+LENGTH = 16  # tokens per sequence
 TEXT = "tests/data/tiny.jsonl"  # its bytes are the tokens
 MODELS = {
     "FP-Mamba": (),
@@ -36,28 +37,32 @@ MODELS = {
     "Mamba": ("model.name=mamba",),
 }
 PRECISIONS = ("fp32", "bf16")
-LAYOUTS = {"whole": (1, 4), "micro-batches of 1": (1, 1), "2 ranks": (2, 2)}  # ranks, sequences
+# Name → number of ranks, sequences per micro-batch.
+LAYOUTS = {"whole": (1, 4), "micro-batches of 1": (1, 1), "2 ranks": (2, 2)}
 
 
 def main() -> None:
-    """Print a row per model, precision and layout; in a rank process, print its losses."""
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("--config", default="configs/tiny/lm.yaml", metavar="YAML")
-    p.add_argument("--seeds", type=int, default=3, help="default: 3")
-    p.add_argument("--micro-batch", type=int, help=argparse.SUPPRESS)  # of a rank
-    args = p.parse_args()
+    """Print a row per model, precision and layout; with --micro-batch, print a rank's losses."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--config", default="configs/tiny/lm.yaml", metavar="YAML")
+    parser.add_argument("--seeds", type=int, default=3, help="default: 3")
+    parser.add_argument("--micro-batch", type=int, help=argparse.SUPPRESS)  # for its own ranks
+    args = parser.parse_args()
     if args.micro_batch:
         train_all(args.config, args.seeds, args.micro_batch)
         return
-    losses = {name: train_on_ranks(args, *layout) for name, layout in LAYOUTS.items()}
+    losses_by_layout = {name: train_on_ranks(args, *layout) for name, layout in LAYOUTS.items()}
     print("update", *UPDATES, sep="\t")
     for model, precision in itertools.product(MODELS, PRECISIONS):
         for name in list(LAYOUTS)[1:]:
-            drift = [0.0] * UPDATES[-1]
+            drift = [0.0] * UPDATES[-1]  # of each update, over all seeds
             for seed in range(args.seeds):
                 case = f"{model}, {precision}, {seed}"
-                for i, (a, b) in enumerate(zip(losses["whole"][case], losses[name][case])):
-                    drift[i] = max(drift[i], abs(a - b))
+                pairs = zip(losses_by_layout["whole"][case], losses_by_layout[name][case])
+                for i, (whole_loss, loss) in enumerate(pairs):
+                    drift[i] = max(drift[i], abs(whole_loss - loss))
             cells = "\t".join(f"{max(drift[:update]):.0e}" for update in UPDATES)
             print(f"{model}, {precision}, {name}\t{cells}")
 
@@ -68,15 +73,17 @@ def train_on_ranks(
     """Train all cases on `ranks` processes, and return the losses of each case."""
     command = [sys.executable, "-m", "benchmarks.drift", "--config", args.config]
     command += ["--seeds", str(args.seeds), "--micro-batch", str(micro_batch)]
-    common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
+    environment = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(find_free_port())}
     processes = []
     for rank in range(ranks):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-        processes.append(subprocess.Popen(command, env=common | place, stdout=subprocess.PIPE))
-    printed = [process.communicate()[0] for process in processes]
+        rank_variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+        processes.append(
+            subprocess.Popen(command, env=environment | rank_variables, stdout=subprocess.PIPE)
+        )
+    outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         raise SystemExit(f"failed: {' '.join(command)}")
-    return json.loads(printed[0])
+    return json.loads(outputs[0])
 
 
 def train_all(config: str, seeds: int, micro_batch: int) -> None:

@@ -1,4 +1,4 @@
-"""Share of flipped bits that reading parquet detects: `python -m benchmarks.flipped_bits`."""
+"""Count the flipped bits that reading parquet detects: `python -m benchmarks.flipped_bits`."""
 
 import argparse
 import io
@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from lm.config.data import Data
 from lm.data.sources.errors import DataError
-from lm.data.sources.open import builtin_documents, documents
+from lm.data.sources.open import builtin_documents, iter_documents
 
 
 def make_texts(count: int) -> list[str]:
@@ -40,19 +40,19 @@ def main() -> None:
         )
         content = path.read_bytes()
         column = pq.read_metadata(io.BytesIO(content)).row_group(0).column(0)
-        detected = undetected = 0
+        detected = changed = 0
         for _ in range(trials):
             data = bytearray(content)
             position = column.data_page_offset + rng.randrange(column.total_compressed_size)
             data[position] ^= 1 << rng.randrange(8)
             path.write_bytes(data)
             try:
-                undetected += list(documents(Data(source="parquet", path=str(path)))) != texts
+                changed += list(iter_documents(Data(source="parquet", path=str(path)))) != texts
             except DataError:
                 detected += 1
         print(
             f"{compression}, page checksums {'yes' if checksums else 'no'}: "
-            f"{detected} of {trials} detected, {undetected} read as changed text"
+            f"{detected} of {trials} detected, {changed} read as changed text"
         )
 
 

@@ -41,8 +41,8 @@ from typing import Any, NamedTuple, TextIO
 from lm.common.cards import usable_cores
 
 ROOT = Path(__file__).parents[1]
-# Seconds of each part, 560 in all. A part may also use the seconds that earlier parts did not need.
-LIMITS = {
+# Seconds for each part, 560 in all. A part may also use the seconds that earlier parts left over.
+TIME_LIMITS_S = {
     "plan": 15,
     "plan_mamba": 15,
     "train": 165,
@@ -55,25 +55,27 @@ LIMITS = {
     "tests": 70,
     "timings": 60,
 }
-MISSING = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)")
-FPRNN = "configs/lm/fpmamba_160m_fineweb2b.yaml"
-MAMBA = "configs/lm/mamba_160m_fineweb2b.yaml"
-UPDATES, RESUMED_UPDATES, QUESTIONS = 8, 10, 20
-NEEDS = {  # parts that make the run or the export that a part reads
+MISSING_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)")
+FPMAMBA_CONFIG = "configs/lm/fpmamba_160m_fineweb2b.yaml"
+MAMBA_CONFIG = "configs/lm/mamba_160m_fineweb2b.yaml"
+UPDATES = 8  # of a training run
+RESUMED_UPDATES = 10  # of the run after it is resumed
+QUESTIONS = 20  # of lm-eval
+REQUIRED_PARTS = {  # part → parts that make the run or the export that it reads
     "resume": {"train"},
     "export": {"train"},
     "generate": {"train", "export"},
     "eval": {"train", "export"},
 }
-STEADY = 4  # number of last updates over which medians of throughput and MFU are taken
-SIZES = {  # overrides of the shipped configuration: one micro-batch per update
+STEADY_UPDATES = 4  # medians of throughput and MFU are over this many last updates
+TRAINING_SIZES = {  # overrides of the shipped configuration: one micro-batch per update
     "data.val_tokens": 65536,
     "tokenizer.vocab_size": 8192,
     "tokenizer.train_bytes": 3_000_000,
     "train.global_batch_size": 32,
     "train.micro_batch_size": 32,
 }
-QUICK_SIZES = {  # a model that a CPU trains in seconds
+QUICK_TRAINING_SIZES = {  # a model that a CPU trains in seconds
     "data.val_tokens": 512,
     "data.seq_len": 64,
     "data.shuffle_buffer": 16,
@@ -96,63 +98,71 @@ class Outcome(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Process of the check, or a skipped part with its reason."""
+    """Part of the check: a process, or the reason to skip it."""
 
     name: str
     command: list[str]
-    judge: Callable[[int | None, list[str]], Outcome]  # (exit status, printed lines)
+    judge: Callable[[int | None, list[str]], Outcome]  # of (exit status, printed lines)
     env: dict = {}  # noqa: RUF012
-    reason: str = ""  # reason to skip the part
-    limit: float | None = None  # seconds; None: LIMITS[name]
+    skip_reason: str = ""  # "": run the part
+    limit: float | None = None  # seconds; None: TIME_LIMITS_S[name]
 
 
-def judge_tests(xml: Path, rc: int | None, lines: list[str]) -> Outcome:
+def judge_tests(xml: Path, status: int | None, lines: list[str]) -> Outcome:
     """Judge the tests by pytest's XML; a file that needs a missing package counts as skipped."""
-    last_line = _last_line(lines)
+    last_line = _find_last_line(lines)
     try:
         cases = list(ET.parse(xml).iter("testcase"))
         xml.unlink()
     except (OSError, ET.ParseError):
-        return Outcome("failed", {}, f"pytest wrote no results (exit status {rc}): {last_line}")
-    counts, failures, missing = Counter(), [], Counter()
+        return Outcome("failed", {}, f"pytest wrote no results (exit status {status}): {last_line}")
+    counts, failures, missing_modules = Counter(), [], Counter()
     for case in cases:
         name = f"{case.get('classname')}.{case.get('name')}".strip(".")
-        wrong = [part for kind in ("failure", "error") for part in case.findall(kind)]
-        if wrong and (match := MISSING.search(wrong[0].text or "")):
-            missing[match[1]] += 1
-        elif wrong:
+        problems = [element for kind in ("failure", "error") for element in case.findall(kind)]
+        if problems and (match := MISSING_MODULE.search(problems[0].text or "")):
+            missing_modules[match[1]] += 1
+        elif problems:
             counts["failed"] += 1
-            failures.append(f"{name}: {(wrong[0].get('message') or '')[:200].splitlines()[:1]}")
+            failures.append(f"{name}: {(problems[0].get('message') or '')[:200].splitlines()[:1]}")
         else:
             counts["skipped" if case.find("skipped") is not None else "passed"] += 1
     skips = Counter(skip.get("message") for case in cases for skip in case.findall("skipped"))
     figures = {kind: counts[kind] for kind in ("passed", "failed", "skipped")}
-    if missing:
-        figures["files skipped"] = ", ".join(f"{n} without {name}" for name, n in missing.items())
+    if missing_modules:
+        figures["files skipped"] = ", ".join(
+            f"{count} without {module}" for module, count in missing_modules.items()
+        )
     if skips:
         figures["skip reasons"] = ", ".join(f"{n}: {reason}" for reason, n in skips.items())
     if failures:
         return Outcome("failed", figures, "; ".join(failures))
-    if (rc and not missing) or not counts["passed"]:
-        return Outcome("failed", figures, f"no test passed, or exit status {rc}: {last_line}")
+    if (status and not missing_modules) or not counts["passed"]:
+        return Outcome("failed", figures, f"no test passed, or exit status {status}: {last_line}")
     return Outcome("ok", figures)
 
 
 def judge_figures(
-    get_figures: Callable[[list[str]], dict], rc: int | None, lines: list[str]
+    get_figures: Callable[[list[str]], dict], status: int | None, lines: list[str]
 ) -> Outcome:
-    """Judge by the exit status, None if the time was over; a failed part keeps its figures.
+    """Judge a part by its exit status and its figures.
 
-    A part whose figures cannot be read has failed as well.
+    A failed part keeps its figures. A part whose figures cannot be read has failed as well.
+
+    Args:
+        get_figures: Function that reads the figures from the printed lines.
+        status: Exit status; None if the time was over.
+        lines: Printed lines.
     """
-    reason = "" if rc == 0 else f"exit status {rc}: {_last_line(lines)}"
+    reason = "" if status == 0 else f"exit status {status}: {_find_last_line(lines)}"
     try:
         return Outcome("failed" if reason else "ok", get_figures(lines), reason)
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
         return Outcome("failed", {}, reason or f"its results cannot be read: {error!r}")
 
 
-def _last_line(lines: list[str]) -> str:
+def _find_last_line(lines: list[str]) -> str:
+    """Return the last line that is not empty, or ""."""
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
@@ -164,18 +174,18 @@ def read_plan_figures(lines: list[str]) -> dict[str, float]:
         if len(cells) == 2:
             rows.setdefault("memory" if "as configured" in cells[1] else cells[0], cells[1])
 
-    def number(pattern: str, row: str) -> float:
+    def read_number(pattern: str, row: str) -> float:
         match = re.search(pattern, rows[row])
         if match is None:
             raise ValueError(f"`{row}` of the plan is {rows[row]!r}")
         return float(match[1].replace(",", ""))
 
-    unit = 2**-10 if " MiB " in rows["memory"] else 1.0
-    figures = {"memory_gib": unit * number(r"([\d.]+) [MG]iB", "memory")}
-    if re.match(r"[\d.]+\b", rows["hours"]):
-        updates = number(r"in ([\d,]+) updates", "tokens trained on")
-        tokens = updates * number(r"([\d,]+)", "tokens per update")
-        figures["tokens_per_s"] = round(tokens / 3600 / number(r"([\d.]+)", "hours"))
+    gib_per_unit = 2**-10 if " MiB " in rows["memory"] else 1.0
+    figures = {"memory_gib": gib_per_unit * read_number(r"([\d.]+) [MG]iB", "memory")}
+    if re.match(r"[\d.]+\b", rows["hours"]):  # a plan for a CPU has no hours
+        updates = read_number(r"in ([\d,]+) updates", "tokens trained on")
+        tokens = updates * read_number(r"([\d,]+)", "tokens per update")
+        figures["tokens_per_s"] = round(tokens / 3600 / read_number(r"([\d.]+)", "hours"))
     return figures
 
 
@@ -187,24 +197,24 @@ def read_training_figures(run: Path, steps: range, lines: list[str]) -> dict[str
     """
     log = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
     records = {record["step"]: record for record in log if "grad_norm" in record}
-    if absent := [step for step in steps if step not in records]:
-        raise ValueError(f"update {absent[0]} has no record")
+    if unrecorded := [step for step in steps if step not in records]:
+        raise ValueError(f"update {unrecorded[0]} has no record")
     updates = [records[step] for step in steps]
     losses = [update["loss"] for update in updates]
     if not all(abs(loss) < float("inf") for loss in losses):
         raise ValueError(f"the losses are {losses}")
     seconds = [update["spent"]["seconds"] for update in updates]
 
-    def steady(key: str) -> float | None:
-        values = [update[key] for update in updates[-STEADY:] if key in update]
+    def compute_steady_median(key: str) -> float | None:
+        values = [update[key] for update in updates[-STEADY_UPDATES:] if key in update]
         return statistics.median(values) if values else None
 
     checkpoints = [record["checkpoint"] for record in log if "checkpoint" in record]
     validations = [record["validation"]["loss"] for record in log if "validation" in record]
     return {
         "first_update_s": seconds[0] if steps[0] == 1 else None,
-        "tokens_per_s": steady("tokens_per_s"),
-        "mfu": steady("mfu"),
+        "tokens_per_s": compute_steady_median("tokens_per_s"),
+        "mfu": compute_steady_median("mfu"),
         "peak_memory_gib": round(updates[-1]["peak_memory_bytes"] / 2**30, 2),
         "losses": [losses[0], losses[-1]],
         "validation_loss": validations[-1] if validations else None,
@@ -223,7 +233,7 @@ def read_resume_figures(run: Path, lines: list[str]) -> dict[str, Any]:
     """
     resumed = [line.strip() for line in lines if line.startswith("resumed ")]
     if not resumed:
-        raise ValueError("the run did not say that it resumed")
+        raise ValueError("no line of the output begins with `resumed`")
     figures = read_training_figures(run, range(UPDATES + 1, RESUMED_UPDATES + 1), lines)
     return {"update": resumed[0].rpartition(" at update ")[2], **figures}
 
@@ -256,14 +266,15 @@ def python_command(*arguments: object) -> list[str]:
 
 
 def make_overrides(quick: bool, runs: Path, card: Path | None) -> list[str]:
-    """Return the `key=value` words that every training of the check has."""
-    text = card / "fineweb" if card and (card / "fineweb").is_dir() else None
-    source = {"data.source": "parquet", "data.path": text} if text else {"data.source": "builtin"}
+    """Return the overrides `key=value` that every training of the check has."""
+    source: dict[str, Any] = {"data.source": "builtin"}
+    if card and (card / "fineweb").is_dir():
+        source = {"data.source": "parquet", "data.path": card / "fineweb"}
     values = {
         **source,
         "tokenizer.name": "bpe",
-        **SIZES,
-        **(QUICK_SIZES if quick else {}),
+        **TRAINING_SIZES,
+        **(QUICK_TRAINING_SIZES if quick else {}),
         "log.every": 1,
         "log.probe_every": 0,
         "out_dir": runs,
@@ -273,40 +284,44 @@ def make_overrides(quick: bool, runs: Path, card: Path | None) -> list[str]:
 
 def make_training_parts(runs: Path, quick: bool, card: Path | None) -> list[Part]:
     """Return the parts that plan and train: the run, its resumption, and the Mamba baselines."""
-    words = make_overrides(quick, runs, card)
+    overrides = make_overrides(quick, runs, card)
 
-    def train(config: str, name: str, updates: int, checkpoint_every: int) -> list[str]:
+    def make_command(config: str, name: str, updates: int, checkpoint_every: int) -> list[str]:
         options = [f"name={name}", f"train.steps={updates}", f"checkpoint.every={checkpoint_every}"]
-        return python_command("-m", "lm", "train", "--config", config, *words, *options)
+        return python_command("-m", "lm", "train", "--config", config, *overrides, *options)
 
-    def part(name: str, config: str, run: str, kernels: str = "") -> Part:
-        figures = functools.partial(read_training_figures, runs / run, range(1, UPDATES + 1))
-        judge = functools.partial(judge_figures, figures)
-        command = train(config, run, UPDATES, UPDATES // 2 if run == "fp" else 10 * UPDATES)
+    def make_training_part(name: str, config: str, run: str, kernels: str = "") -> Part:
+        get_figures = functools.partial(read_training_figures, runs / run, range(1, UPDATES + 1))
+        judge = functools.partial(judge_figures, get_figures)
+        # Only the run that is resumed saves a checkpoint midway.
+        checkpoint_every = UPDATES // 2 if run == "fp" else 10 * UPDATES
+        command = make_command(config, run, UPDATES, checkpoint_every)
         return Part(name, command, judge, {"FPRNN_KERNELS": kernels} if kernels else {})
 
-    def plan(name: str, config: str) -> Part:
-        kind = ["--gpu", "cpu"] if quick else []
-        command = python_command("-m", "lm", "plan", config, "--gpus", 1, *kind, *words)
+    def make_plan_part(name: str, config: str) -> Part:
+        gpu = ["--gpu", "cpu"] if quick else []
+        command = python_command("-m", "lm", "plan", config, "--gpus", 1, *gpu, *overrides)
         return Part(name, command, functools.partial(judge_figures, read_plan_figures))
 
-    resumed = train(FPRNN, "fp", RESUMED_UPDATES, UPDATES // 2)
-    absent = [p for p in ("mamba_ssm", "causal_conv1d") if find_spec(p) is None]
-    twin = part("mamba_ssm", MAMBA, "mamba_ssm", "mamba_ssm")
-    if absent or quick:
-        reason = f"{' and '.join(absent)}: not installed" if absent else "it needs a GPU"
-        twin = twin._replace(reason=reason)
+    resume_command = make_command(FPMAMBA_CONFIG, "fp", RESUMED_UPDATES, UPDATES // 2)
+    missing_packages = [p for p in ("mamba_ssm", "causal_conv1d") if find_spec(p) is None]
+    mamba_ssm_part = make_training_part("mamba_ssm", MAMBA_CONFIG, "mamba_ssm", "mamba_ssm")
+    if missing_packages:
+        reason = f"{' and '.join(missing_packages)}: not installed"
+        mamba_ssm_part = mamba_ssm_part._replace(skip_reason=reason)
+    elif quick:
+        mamba_ssm_part = mamba_ssm_part._replace(skip_reason="it needs a GPU")
     return [
-        plan("plan", FPRNN),
-        plan("plan_mamba", MAMBA),
-        part("train", FPRNN, "fp"),
+        make_plan_part("plan", FPMAMBA_CONFIG),
+        make_plan_part("plan_mamba", MAMBA_CONFIG),
+        make_training_part("train", FPMAMBA_CONFIG, "fp"),
         Part(
             "resume",
-            resumed,
+            resume_command,
             functools.partial(judge_figures, functools.partial(read_resume_figures, runs / "fp")),
         ),
-        part("mamba", MAMBA, "mamba", "" if quick else "triton"),
-        twin,
+        make_training_part("mamba", MAMBA_CONFIG, "mamba", "" if quick else "triton"),
+        mamba_ssm_part,
     ]
 
 
@@ -314,19 +329,19 @@ def make_model_parts(out: Path, runs: Path, quick: bool) -> list[Part]:
     """Return the parts that use the trained model: export, generation, and lm-eval."""
     export = runs / "hf"
 
-    def sample(lines: list[str]) -> dict[str, Any]:
+    def read_sample(lines: list[str]) -> dict[str, Any]:
         text = " ".join(line.strip() for line in lines)
         return {"text": textwrap.shorten(text, 120) or "(nothing but spaces)"}
 
-    questions = python_command("-m", "lm", "eval", export, "--tasks", "catbabi_mini")
-    questions += ["--limit", str(QUESTIONS), "--out", str(out / "eval.json")]
-    figures = functools.partial(read_eval_figures, out / "eval.json")
-    absent = "" if find_spec("lm_eval") else "lm_eval: not installed"
+    eval_command = python_command("-m", "lm", "eval", export, "--tasks", "catbabi_mini")
+    eval_command += ["--limit", str(QUESTIONS), "--out", str(out / "eval.json")]
+    get_figures = functools.partial(read_eval_figures, out / "eval.json")
+    skip_reason = "" if find_spec("lm_eval") else "lm_eval: not installed"
     return [
         Part(
             "export",
             python_command("-m", "lm", "export", runs / "fp", export),
-            functools.partial(judge_figures, lambda lines: {"printed": _last_line(lines)}),
+            functools.partial(judge_figures, lambda lines: {"printed": _find_last_line(lines)}),
         ),
         Part(
             "generate",
@@ -334,9 +349,14 @@ def make_model_parts(out: Path, runs: Path, quick: bool) -> list[Part]:
                 *("-m", "lm", "generate", export, "--prompt", "The court"),
                 *("--max-new-tokens", 4 if quick else 32),
             ),
-            functools.partial(judge_figures, sample),
+            functools.partial(judge_figures, read_sample),
         ),
-        Part("eval", questions, functools.partial(judge_figures, figures), reason=absent),
+        Part(
+            "eval",
+            eval_command,
+            functools.partial(judge_figures, get_figures),
+            skip_reason=skip_reason,
+        ),
     ]
 
 
@@ -370,19 +390,19 @@ def make_parts(
     out: Path, runs: Path, device: str, quick: bool, card: Path | None = None
 ) -> list[Part]:
     """Return the parts in the order in which they run."""
-    interpreted = {"TRITON_INTERPRET": "1", "FPRNN_TEST_DEVICE": "cpu"} if device == "cpu" else {}
+    kernel_env = {"TRITON_INTERPRET": "1", "FPRNN_TEST_DEVICE": "cpu"} if device == "cpu" else {}
     kernel_parts = [make_pytest_part(out, quick), make_timing_part(out, device, quick)]
     return [
         *make_training_parts(runs, quick, card),
         *make_model_parts(out, runs, quick),
-        *(part._replace(env=part.env | interpreted) for part in kernel_parts),
+        *(part._replace(env=part.env | kernel_env) for part in kernel_parts),
     ]
 
 
 def run(part: Part, seconds: float, env: dict[str, str], log: TextIO) -> Outcome:
     """Run a part, print and log its output, and kill its processes at the time limit."""
-    if part.reason:
-        return Outcome("skipped", {}, part.reason)
+    if part.skip_reason:
+        return Outcome("skipped", {}, part.skip_reason)
     process = subprocess.Popen(
         part.command,
         cwd=ROOT,
@@ -396,7 +416,7 @@ def run(part: Part, seconds: float, env: dict[str, str], log: TextIO) -> Outcome
     )
     lines: list[str] = []
 
-    def forward():
+    def copy_output():
         for line in process.stdout:
             log.write(f"[{part.name}] {line}")
             log.flush()
@@ -404,20 +424,20 @@ def run(part: Part, seconds: float, env: dict[str, str], log: TextIO) -> Outcome
             if line.strip():
                 print(f"[{part.name}] {line.rstrip()}", flush=True)
 
-    reader = threading.Thread(target=forward, daemon=True)
+    reader = threading.Thread(target=copy_output, daemon=True)
     reader.start()
     try:
-        rc = process.wait(seconds)
+        status = process.wait(seconds)
     except subprocess.TimeoutExpired:
-        rc = None
+        status = None
     finally:  # kills its child processes as well, also on Ctrl-C
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     reader.join(5)
-    outcome = part.judge(rc, lines)
-    if rc is None:
-        reason = f"not finished in {seconds:.0f} s; last line: {_last_line(lines)}"
+    outcome = part.judge(status, lines)
+    if status is None:
+        reason = f"not finished in {seconds:.0f} s; last line: {_find_last_line(lines)}"
         return Outcome("failed", outcome.figures, reason)
     return outcome
 
@@ -430,30 +450,28 @@ def describe_environment(device: str) -> tuple[dict[str, Any] | None, str]:
     Returns:
         The environment and "", or None and the reason when there is no GPU.
     """
-    facts: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count()}
+    environment: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count()}
     for package in ("torch", "triton", "transformers", "deepspeed", "mamba_ssm", "causal_conv1d"):
         with contextlib.suppress(PackageNotFoundError):
-            facts[package] = version(package)
+            environment[package] = version(package)
     code = (
         "import json, torch; p = torch.cuda.get_device_properties(0);"
         " print(json.dumps([p.name, f'{p.major}.{p.minor}', p.total_memory]))"
     )
     if device == "cuda":
-        done = subprocess.run(python_command("-c", code), capture_output=True, text=True)
-        if done.returncode:
-            return None, _last_line(done.stderr.splitlines())
-        lines = done.stdout.splitlines()
-        facts |= dict(zip(("gpu", "capability", "memory_bytes"), json.loads(lines[-1])))
-    return facts, ""
+        result = subprocess.run(python_command("-c", code), capture_output=True, text=True)
+        if result.returncode:
+            return None, _find_last_line(result.stderr.splitlines())
+        lines = result.stdout.splitlines()
+        environment |= dict(zip(("gpu", "capability", "memory_bytes"), json.loads(lines[-1])))
+    return environment, ""
 
 
 def format_figure(value: object) -> str:
+    """Return a figure as text; a list of two is the first and the last value of a course."""
     if isinstance(value, list):
-        return (
-            " → ".join(map(format_figure, value))
-            if len(value) == 2
-            else " ".join(map(format_figure, value))
-        )
+        separator = " → " if len(value) == 2 else " "
+        return separator.join(map(format_figure, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -474,7 +492,7 @@ def run_parts(
     parts: list[Part],
     out: Path,
     env: dict[str, str],
-    about: dict[str, Any],
+    environment: dict[str, Any],
     runs: Path,
     start: float | None = None,
 ) -> int:
@@ -483,8 +501,8 @@ def run_parts(
     Args:
         parts: The parts, in their order.
         out: Folder for results.
-        env: Environment of the parts.
-        about: Description of the machine, for the summary.
+        env: Environment variables of the parts.
+        environment: Versions and the GPU, for the summary.
         runs: Folder of the training runs.
         start: `time.perf_counter()` at the start of the check; default: now.
 
@@ -492,23 +510,24 @@ def run_parts(
         The exit status, 1 if any part failed.
     """
     check_start = time.perf_counter() if start is None else start
-    allowed, records = 0.0, []
+    time_limit = 0.0  # for this part and all before it
+    records = []
     with (out / "check.log").open("w", encoding="utf-8") as log:
         for part in parts:
             part_start = time.perf_counter()
-            allowed += LIMITS[part.name] if part.limit is None else part.limit
-            seconds = allowed - (part_start - check_start)
-            if not part.reason:
+            time_limit += TIME_LIMITS_S[part.name] if part.limit is None else part.limit
+            seconds = time_limit - (part_start - check_start)
+            if not part.skip_reason:
                 print(f"== {part.name}, at most {seconds:.0f} s", flush=True)
             outcome = run(part, seconds, env, log)
-            took = round(time.perf_counter() - part_start, 1)
-            records.append({"part": part.name, "seconds": took, **outcome._asdict()})
-            print(f"== {part.name} {outcome.status} after {took} s", flush=True)
+            duration = round(time.perf_counter() - part_start, 1)
+            records.append({"part": part.name, "seconds": duration, **outcome._asdict()})
+            print(f"== {part.name} {outcome.status} after {duration} s", flush=True)
             summary = {
                 "ok": not any(r["status"] == "failed" for r in records),
                 "complete": len(records) == len(parts),
                 "seconds": round(time.perf_counter() - check_start, 1),
-                "environment": about,
+                "environment": environment,
                 "parts": records,
             }
             text = json.dumps(summary, indent=1, ensure_ascii=False) + "\n"
@@ -523,7 +542,7 @@ def run_parts(
 
 
 def install_wheels(wheels: list[Path], site: Path) -> None:
-    """Install wheels into a folder for this check; its processes find it on PYTHONPATH.
+    """Install wheels into the folder `site`, which the processes have on PYTHONPATH.
 
     Raises:
         SystemExit: If pip cannot install them here.
@@ -537,34 +556,40 @@ def install_wheels(wheels: list[Path], site: Path) -> None:
 
 
 def main() -> int:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("--out", type=Path, default=ROOT / "build/gpu-check")
-    p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    p.add_argument("--quick", action="store_true", help="tiny sizes; --device cpu needs it")
-    p.add_argument("--parts", help=f"only these of {','.join(LIMITS)}, and what they need")
-    p.add_argument("--card", type=Path, help="a folder with whl/*.whl and fineweb/*.parquet")
-    a, start = p.parse_args(), time.perf_counter()
-    if a.card and not a.card.is_dir():
-        p.error(f"--card {a.card}: no such folder")
-    if a.device == "cpu" and not a.quick:
-        p.error("on a CPU the kernels are interpreted: give --quick as well")
-    chosen = a.parts.split(",") if a.parts else list(LIMITS)
-    if unknown := set(chosen) - set(LIMITS):
-        p.error(f"unknown part {', '.join(sorted(unknown))}: known are {', '.join(LIMITS)}")
-    chosen += [need for name in chosen for need in NEEDS.get(name, ())]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=ROOT / "build/gpu-check")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes; --device cpu needs it")
+    parser.add_argument(
+        "--parts", help=f"only these of {','.join(TIME_LIMITS_S)}, and what they need"
+    )
+    parser.add_argument("--card", type=Path, help="a folder with whl/*.whl and fineweb/*.parquet")
+    args, start = parser.parse_args(), time.perf_counter()
+    if args.card and not args.card.is_dir():
+        parser.error(f"--card {args.card}: no such folder")
+    if args.device == "cpu" and not args.quick:
+        parser.error("on a CPU the kernels are interpreted: give --quick as well")
+    names = args.parts.split(",") if args.parts else list(TIME_LIMITS_S)
+    if unknown := set(names) - set(TIME_LIMITS_S):
+        parser.error(
+            f"unknown part {', '.join(sorted(unknown))}: known are {', '.join(TIME_LIMITS_S)}"
+        )
+    names += [part for name in names for part in REQUIRED_PARTS.get(name, ())]
     with tempfile.TemporaryDirectory(prefix="fprnn-gpu-check-") as scratch:
         runs, site = Path(scratch, "runs"), Path(scratch, "site")
-        if wheels := sorted((a.card / "whl").glob("*.whl")) if a.card else []:
+        if wheels := sorted((args.card / "whl").glob("*.whl")) if args.card else []:
             install_wheels(wheels, site)
-        about, reason = describe_environment(a.device)
-        if about is None:
+        environment, reason = describe_environment(args.device)
+        if environment is None:
             print(f"gpu-check needs a CUDA device, and torch finds none ({reason}).")
             return 2
-        print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
-        out = a.out.resolve()
+        print(", ".join(f"{name} {value}" for name, value in environment.items()), flush=True)
+        out = args.out.resolve()
         out.mkdir(parents=True, exist_ok=True)
-        for old in [*out.glob("*.json"), *out.glob("*.xml")]:
-            old.unlink()
+        for old_result in [*out.glob("*.json"), *out.glob("*.xml")]:
+            old_result.unlink()
         paths = [str(site), str(ROOT), os.environ.get("PYTHONPATH")]
         env = {
             **os.environ,
@@ -574,12 +599,12 @@ def main() -> int:
             "HF_HUB_OFFLINE": "1",
             "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo"),  # one machine
         }
-        if a.device == "cpu":
+        if args.device == "cpu":
             env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        card = a.card.resolve() if a.card else None
-        parts = make_parts(out, runs, a.device, a.quick, card)
-        parts = [part for part in parts if part.name in chosen]
-        return run_parts(parts, out, env, about, runs, start)
+        card = args.card.resolve() if args.card else None
+        parts = make_parts(out, runs, args.device, args.quick, card)
+        parts = [part for part in parts if part.name in names]
+        return run_parts(parts, out, env, environment, runs, start)
 
 
 if __name__ == "__main__":

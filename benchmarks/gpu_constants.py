@@ -1,9 +1,9 @@
-"""Time whole layers on a GPU, each kernel, and a token of the exact recurrence.
+"""Time whole layers, each kernel, and a token of the exact recurrence on a GPU.
 
 python -m benchmarks.gpu_constants [--batches 16,64 --length 512 --json FILE]
 
-The last line has the constants of lm/common/cards.py. On a CPU (`--device cpu`, tiny sizes, since
-kernels are interpreted) it only shows that the script runs.
+The last line has the constants of lm/common/cards.py. On a CPU (`--device cpu`, tiny sizes, because
+kernels are interpreted) a run only shows that the script works.
 """
 
 import argparse
@@ -34,26 +34,32 @@ LAYERS = {
     EXACT: {**EXACT_FIELDS, "schedule": "sequential"},
     MAMBA: {"layers": "mamba"},
 }
-KERNELS = {MAMBA: "triton"}  # FPRNN_KERNELS of a layer on a GPU; the others: auto
+KERNEL_CHOICES = {MAMBA: "triton"}  # FPRNN_KERNELS of a layer on a GPU; the others: auto
 if find_spec("mamba_ssm"):
     LAYERS["Mamba, mamba-ssm"] = {"layers": "mamba"}
-    KERNELS["Mamba, mamba-ssm"] = "mamba_ssm"
+    KERNEL_CHOICES["Mamba, mamba-ssm"] = "mamba_ssm"
 
 
-def make_layer(fields: dict[str, Any], a: argparse.Namespace, batch: int) -> Callable[[], None]:
-    """Return the training step of a layer, in bf16 and without an optimizer."""
-    options = dict(vocab_size=64, d_model=a.d_model, n_layer=1, **fields)
+def make_layer_step(
+    fields: dict[str, Any], args: argparse.Namespace, batch: int
+) -> Callable[[], None]:
+    """Return a function that makes a training step of a layer, in bf16, without an optimizer."""
+    config = dict(vocab_size=64, d_model=args.d_model, n_layer=1, **fields)
     torch.manual_seed(0)
-    block = FPRNNForCausalLM(FPRNNConfig(**options)).to(a.device).train().backbone.layers[0].block
-    u = torch.randn(batch, a.length, a.d_model, device=a.device).bfloat16().requires_grad_()
+    block = FPRNNForCausalLM(FPRNNConfig(**config)).to(args.device).train().backbone.layers[0].block
+    u = (
+        torch.randn(batch, args.length, args.d_model, device=args.device)
+        .bfloat16()
+        .requires_grad_()
+    )
 
     def step() -> None:
-        with torch.autocast(a.device, torch.bfloat16):
+        with torch.autocast(args.device, torch.bfloat16):
             out = block(u)[0]
         out.float().square().mean().backward()
         block.zero_grad()
         u.grad = None
-        if a.device == "cuda":
+        if args.device == "cuda":
             torch.cuda.synchronize()
 
     return step
@@ -82,62 +88,76 @@ def measure_kernels(step: Callable[[], None], device: str) -> dict[str, float]:
 
 
 def fit_token_seconds(layers: dict[int, dict[str, float]], length: int) -> dict[str, float]:
-    """Return TOKEN_S and SEQUENCE_S, from a line through the smallest and the largest batch.
+    """Fit TOKEN_S + SEQUENCE_S · batch to the seconds per token of the exact recurrence.
 
-    The time per token is the difference between an exact layer and a Mamba layer, which do the same
-    work except the recurrence.
+    The line passes through the smallest and the largest batch. The seconds per token are the
+    difference between an exact layer and a Mamba layer, which do the same work except the
+    recurrence.
+
+    Args:
+        layers: Batch size → {layer: seconds of a training step}.
+        length: Tokens per sequence.
     """
-    token_times = {
-        b: (row[EXACT] - row[MAMBA]) / length for b, row in layers.items() if MAMBA in row
+    token_seconds = {
+        batch: (row[EXACT] - row[MAMBA]) / length for batch, row in layers.items() if MAMBA in row
     }
-    if not token_times:
+    if not token_seconds:
         return {}
-    first, last = min(token_times), max(token_times)
-    slope = 0.0 if first == last else (token_times[last] - token_times[first]) / (last - first)
-    return {"token_s": token_times[first] - slope * first, "sequence_s": slope}
+    first, last = min(token_seconds), max(token_seconds)
+    slope = 0.0
+    if first < last:
+        slope = (token_seconds[last] - token_seconds[first]) / (last - first)
+    return {"token_s": token_seconds[first] - slope * first, "sequence_s": slope}
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    p.add_argument("--batches", type=parse_numbers, default=[16, 64], help="default: 16,64")
-    p.add_argument("--length", type=int, default=512)
-    p.add_argument("--d-model", type=int, default=768)
-    p.add_argument("--repeats", type=int, default=5)
-    p.add_argument("--json", type=Path, help="also write the numbers here")
-    a = p.parse_args()
-    print(f"kernels: {describe_backends(a.device)}", flush=True)
-    layers: dict[int, dict[str, float]] = {batch: {} for batch in a.batches}
-    for batch, (name, fields) in itertools.product(a.batches, LAYERS.items()):
-        if a.device == "cuda":
-            os.environ["FPRNN_KERNELS"] = KERNELS.get(name, "auto")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--batches", type=parse_numbers, default=[16, 64], help="default: 16,64")
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--d-model", type=int, default=768)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="also write the numbers here")
+    args = parser.parse_args()
+    print(f"kernels: {describe_backends(args.device)}", flush=True)
+    layers: dict[int, dict[str, float]] = {batch: {} for batch in args.batches}
+    for batch, (name, fields) in itertools.product(args.batches, LAYERS.items()):
+        if args.device == "cuda":
+            os.environ["FPRNN_KERNELS"] = KERNEL_CHOICES.get(name, "auto")
         try:
-            layers[batch][name] = measure_median(make_layer(fields, a, batch), a.repeats)
+            layers[batch][name] = measure_median(make_layer_step(fields, args, batch), args.repeats)
         except BackendError as error:
             print(f"{batch} sequences, {name}: left out: {error}", flush=True)
     os.environ.pop("FPRNN_KERNELS", None)
-    kernels = {b: measure_kernels(make_layer(LAYERS[EXACT], a, b), a.device) for b in a.batches}
-    graphs = [schedule.graph is not None for schedule in launches._schedules.values()]
-    rates = fit_token_seconds(layers, a.length)
+    kernels = {
+        batch: measure_kernels(make_layer_step(LAYERS[EXACT], args, batch), args.device)
+        for batch in args.batches
+    }
+    has_graph = [schedule.graph is not None for schedule in launches._schedules.values()]
+    rates = fit_token_seconds(layers, args.length)
     record = {
         "rates": rates,
         "kernels": kernels,
-        "graphs": f"{sum(graphs)} of {len(graphs)} recorded",
+        "graphs": f"{sum(has_graph)} of {len(has_graph)} recorded",
         "layers": layers,
     }
-    if a.json:
-        a.json.parent.mkdir(parents=True, exist_ok=True)
-        a.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     rows = [
         {
-            "": f"{batch} × {a.length}: {name}",
+            "": f"{batch} × {args.length}: {name}",
             "ms": f"{seconds * 1e3:,.2f}",
             "speed relative to the paper's": format_ratio(row.get(PAPER), seconds),
         }
         for batch, row in layers.items()
         for name, seconds in row.items()
     ]
-    print_table(f"\nA layer, forward and backward, d_model {a.d_model}, bf16, {a.device}", rows)
+    print_table(
+        f"\nA layer, forward and backward, d_model {args.d_model}, bf16, {args.device}", rows
+    )
     for batch, row in kernels.items():
         times = ", ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in row.items())
         print(f"{batch} sequences, µs per launch: {times}")

@@ -26,10 +26,10 @@ class Shape(NamedTuple):
 
     layers: int
     d_model: int
-    length: int
-    batch: int
-    rank: int  # number of reflections of the mixer
-    vocab: int
+    length: int  # tokens per sequence
+    batch: int  # sequences
+    rank: int  # number of reflections of the mixer (householder)
+    vocab: int  # number of token ids
     dtype: str = "fp32"  # bf16: matrix products in bf16 by autocast, as in lm/training/engine.py
     d_state: int = 16
 
@@ -51,133 +51,148 @@ SHAPES = {
 }
 
 
+SIZE_OPTIONS = ("layers", "d_model", "length", "batch", "rank", "vocab")  # fields of Shape
+
+
 def make_parser(doc: str, repeats: int = 15, shape: str = "small") -> argparse.ArgumentParser:
-    """Return a parser with the options that all benchmarks have.
+    """Make a parser with the options that all benchmarks have.
 
     Args:
         doc: Description of the benchmark.
         repeats: Default of --repeats.
         shape: Default of --shape.
     """
-    p = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument("--shape", default=shape, help=f"{', '.join(SHAPES)}, or several as A,B")
-    for name in ("layers", "d-model", "length", "batch", "rank", "vocab"):
-        p.add_argument(f"--{name}", type=int, help="replaces the value of the shape")
-    p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    p.add_argument("--dtype", choices=("fp32", "bf16"), help="replaces the value of the shape")
-    p.add_argument(
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--shape", default=shape, help=f"{', '.join(SHAPES)}, or several as A,B")
+    for name in SIZE_OPTIONS:
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=int, help="replaces the value of the shape")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), help="replaces the value of the shape")
+    parser.add_argument(
         "--threads", type=parse_numbers, default=[1], help="on a CPU; 1,2 measures with each"
     )
-    p.add_argument("--repeats", type=int, default=repeats)
-    p.add_argument(
+    parser.add_argument("--repeats", type=int, default=repeats, help="of each measurement")
+    parser.add_argument(
         "--clock",
         choices=("wall", "cpu"),
         default="wall",
         help="cpu: processor seconds, for one thread on a busy machine",
     )
-    p.add_argument("--rows", default="", help="A|B: only rows whose name contains A or B")
-    p.add_argument("--json", help="file to write the numbers to")
-    return p
+    parser.add_argument("--rows", default="", help="A|B: only rows whose name contains A or B")
+    parser.add_argument("--json", help="file to write the numbers to")
+    return parser
 
 
 def parse_numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def parse_options(p: argparse.ArgumentParser) -> argparse.Namespace:
+def parse_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """Parse the options and seed the random generators.
 
     The process keeps freed memory, as in training.
 
     Returns:
-        The options, with `shapes` as Shapes, `shape` as the first of them, `device` as a
-        torch.device, `now` as the clock, and `machine` as a description of the machine.
+        The options, with `shapes` as Shapes, `shape` as the current Shape, `device` as a
+        torch.device, `read_clock` as the clock in seconds, and `machine` as a description of the
+        machine.
     """
-    a = p.parse_args()
+    args = parser.parse_args()
     keep_freed_memory()
-    a.arguments = {name: value for name, value in vars(a).items() if value not in (None, "")}
-    replaced = {
-        name: getattr(a, name) for name in (*Shape._fields[:6], "dtype") if getattr(a, name)
+    args.arguments = {name: value for name, value in vars(args).items() if value not in (None, "")}
+    replaced_sizes = {
+        name: getattr(args, name) for name in (*SIZE_OPTIONS, "dtype") if getattr(args, name)
     }
-    unknown = [name for name in a.shape.split(",") if name not in SHAPES]
+    unknown = [name for name in args.shape.split(",") if name not in SHAPES]
     if unknown:
-        p.error(f"--shape: unknown shape {unknown[0]}; known are {', '.join(SHAPES)}")
-    a.shapes = [SHAPES[name]._replace(**replaced) for name in a.shape.split(",")]
-    a.shape = a.shapes[0]
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    a.device = torch.device(default if a.device == "auto" else a.device)
-    a.threads = [0] if a.device.type == "cuda" else a.threads
-    if a.clock == "cpu" and a.threads != [1]:
-        p.error("--clock cpu sums over threads: use it with --threads 1 on a CPU")
-    a.now = time.process_time if a.clock == "cpu" else time.perf_counter
-    a.machine = describe_machine(a)  # before measuring: commits may follow
+        parser.error(f"--shape: unknown shape {unknown[0]}; known are {', '.join(SHAPES)}")
+    args.shapes = [SHAPES[name]._replace(**replaced_sizes) for name in args.shape.split(",")]
+    args.shape = args.shapes[0]
+    available = "cuda" if torch.cuda.is_available() else "cpu"
+    args.device = torch.device(available if args.device == "auto" else args.device)
+    args.threads = [0] if args.device.type == "cuda" else args.threads  # 0: leave as it is
+    if args.clock == "cpu" and args.threads != [1]:
+        parser.error("--clock cpu sums over threads: use it with --threads 1 on a CPU")
+    args.read_clock = time.process_time if args.clock == "cpu" else time.perf_counter
+    args.machine = describe_machine(args)  # now, because commits may follow before the end
     torch.manual_seed(0)
-    return a
+    return args
 
 
-def autocast(a: argparse.Namespace, **options: Any) -> torch.autocast:
+def autocast(args: argparse.Namespace, **options: Any) -> torch.autocast:
     """Return torch.autocast for the dtype of the shape, with more options of torch.autocast."""
-    is_bf16 = a.shape.dtype == "bf16"
-    return torch.autocast(a.device.type, torch.bfloat16, enabled=is_bf16, **options)
+    is_bf16 = args.shape.dtype == "bf16"
+    return torch.autocast(args.device.type, torch.bfloat16, enabled=is_bf16, **options)
 
 
 # Timing
 
 
-def synchronize(a: argparse.Namespace) -> None:
-    if a.device.type == "cuda":
+def synchronize(args: argparse.Namespace) -> None:
+    if args.device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def time_call(function: Callable[[], Any], a: argparse.Namespace, inner: int = 1) -> float:
-    """Return the seconds of a call, as the mean of `inner` calls in a row."""
-    synchronize(a)
-    start = a.now()
-    for _ in range(inner):
+def time_call(function: Callable[[], Any], args: argparse.Namespace, calls: int = 1) -> float:
+    """Return the seconds of a call, as the mean of `calls` calls in a row."""
+    synchronize(args)
+    start = args.read_clock()
+    for _ in range(calls):
         function()
-    synchronize(a)
-    return (a.now() - start) / inner
+    synchronize(args)
+    return (args.read_clock() - start) / calls
 
 
 def time_in_turns(
     functions: dict[Any, Callable[[], Any]],
-    a: argparse.Namespace,
-    inner: int = 1,
+    args: argparse.Namespace,
+    calls: int = 1,
     max_seconds: float = 20.0,
 ) -> tuple[dict[Any, float | None], dict[Any, Any]]:
-    """Time functions in turn, a.repeats times each, after one call to warm up.
+    """Time functions in turn, args.repeats times each, after one call to warm up.
 
     Taking turns spreads disturbances of the machine over all functions.
 
     Args:
         functions: Functions by name; those that --rows excludes are not called.
-        a: The options.
-        inner: Number of calls in a row, of which the mean is taken.
-        max_seconds: A function is called no more after this time, but at least twice.
+        args: The options.
+        calls: Number of calls in a row that are timed together; their mean is one repeat.
+        max_seconds: A function whose repeats took this long is not timed again, but at least twice.
+            If the first call takes longer, it is the only one.
 
     Returns:
-        The shortest time and the first result of each function, None if it ran out of memory.
+        {name: shortest time in seconds} and {name: result of the first call}. Both are None if the
+        function ran out of memory.
     """
-    parts = a.rows.split("|")
-    functions = {n: f for n, f in functions.items() if any(part in str(n) for part in parts)}
+    patterns = args.rows.split("|")
+    functions = {
+        name: function
+        for name, function in functions.items()
+        if any(pattern in str(name) for pattern in patterns)
+    }
     times: dict[Any, list[float]] = {}
-    results, total = dict.fromkeys(functions), dict.fromkeys(functions, 0.0)
+    results = dict.fromkeys(functions)
+    total_seconds = dict.fromkeys(functions, 0.0)  # infinite: do not call again
     for name, function in functions.items():
-        start = a.now()
+        start = args.read_clock()
         try:
             results[name] = function()
-            synchronize(a)
+            synchronize(args)
         except torch.cuda.OutOfMemoryError:
             torch.cuda.empty_cache()
             continue
-        seconds = a.now() - start
-        times[name] = [seconds] if seconds > max_seconds else []
-        total[name] = math.inf if seconds > max_seconds else 0.0
-    for repeat in range(a.repeats):
-        for name, measured in times.items():
-            if total[name] < max_seconds or (repeat < 2 and total[name] < math.inf):
-                measured.append(time_call(functions[name], a, inner))
-                total[name] += measured[-1] * inner
+        seconds = args.read_clock() - start
+        if seconds > max_seconds:
+            times[name], total_seconds[name] = [seconds], math.inf
+        else:
+            times[name] = []
+    for repeat in range(args.repeats):
+        for name, durations in times.items():
+            has_time = total_seconds[name] < max_seconds
+            if has_time or (repeat < 2 and total_seconds[name] < math.inf):
+                durations.append(time_call(functions[name], args, calls))
+                total_seconds[name] += durations[-1] * calls
     return {name: min(times[name]) if name in times else None for name in functions}, results
 
 
@@ -203,16 +218,17 @@ def find_commit() -> str | None:
         ).stdout.strip()
 
     try:
-        return git("rev-parse", "--short", "HEAD") + "+" * bool(git("status", "--porcelain", "lm"))
+        is_changed = bool(git("status", "--porcelain", "lm"))
+        return git("rev-parse", "--short", "HEAD") + ("+" if is_changed else "")
     except (OSError, subprocess.CalledProcessError):
         return None
 
 
-def describe_machine(a: argparse.Namespace) -> dict[str, Any]:
+def describe_machine(args: argparse.Namespace) -> dict[str, Any]:
     from importlib.metadata import version
 
     return {
-        "device": find_device_name(a.device),
+        "device": find_device_name(args.device),
         "cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
@@ -223,14 +239,14 @@ def describe_machine(a: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def make_title(a: argparse.Namespace, threads: int) -> str:
+def make_title(args: argparse.Namespace, threads: int) -> str:
     """Return a description of the measurement: shape, machine and commit."""
-    m = a.machine
-    device = f"{threads} threads" if threads else find_device_name(a.device)
-    clock = ", processor seconds" if a.clock == "cpu" else ""
+    machine = args.machine
+    device = f"{threads} threads" if threads else find_device_name(args.device)
+    clock = ", processor seconds" if args.clock == "cpu" else ""
     return (
-        f"{a.shape.describe()}; {device}{clock}\n{m['device']}, load {m['load']},"
-        f" torch {m['torch']}, commit {m['commit']}"
+        f"{args.shape.describe()}; {device}{clock}\n{machine['device']}, load {machine['load']},"
+        f" torch {machine['torch']}, commit {machine['commit']}"
     )
 
 
@@ -246,35 +262,40 @@ def print_table(heading: str, rows: list[dict[str, str]]) -> None:
 
 
 def format_ms(seconds: float | None) -> str:
-    return "out of memory" if seconds is None else f"{seconds * 1e3:,.{2 if seconds < 1 else 0}f}"
+    """Return seconds as milliseconds; None means that the call ran out of memory."""
+    if seconds is None:
+        return "out of memory"
+    digits = 2 if seconds < 1 else 0
+    return f"{seconds * 1e3:,.{digits}f}"
 
 
 def format_ratio(base: float | None, seconds: float | None) -> str:
+    """Return base / seconds as text."""
     return "–" if not base or not seconds else f"{base / seconds:.2f}×"
 
 
 def run(
-    a: argparse.Namespace,
+    args: argparse.Namespace,
     measure: Callable[[argparse.Namespace], list[dict[str, Any]]],
     format_rows: Callable[[list[dict[str, Any]]], list[dict[str, str]]],
 ) -> None:
     """Measure each shape with each number of threads, print tables, and write the JSON file.
 
     Args:
-        a: The options.
-        measure: Function that measures a.shape and returns rows.
+        args: The options.
+        measure: Function that measures args.shape and returns rows.
         format_rows: Function that formats rows for `print_table`.
     """
     rows: list[dict[str, Any]] = []
-    for count in a.threads:
+    for count in args.threads:
         if count:
             torch.set_num_threads(count)
-        for shape in a.shapes:
-            a.shape = shape
-            measured = measure(a)
-            print_table(make_title(a, count), format_rows(measured))
-            rows += [dict(row, shape=shape._asdict(), threads=count) for row in measured]
-    if a.json:
-        record = {"machine": a.machine, "arguments": a.arguments, "rows": rows}
-        Path(a.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(a.json).write_text(json.dumps(record, indent=1, default=str) + "\n")
+        for shape in args.shapes:
+            args.shape = shape
+            shape_rows = measure(args)
+            print_table(make_title(args, count), format_rows(shape_rows))
+            rows += [dict(row, shape=shape._asdict(), threads=count) for row in shape_rows]
+    if args.json:
+        record = {"machine": args.machine, "arguments": args.arguments, "rows": rows}
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(json.dumps(record, indent=1, default=str) + "\n")

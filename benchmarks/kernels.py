@@ -1,8 +1,8 @@
-"""Kernels of this device compared with plain PyTorch: scan, root search and solve of a layer.
+"""Compare the kernels of this device with plain PyTorch: scan, root search, solve of a layer.
 
 python -m benchmarks.kernels [--shape small --rank 1 --threads 1,2 --json FILE]
 
-Rows of `solve` also show the time in units of one evaluation of the paper's map f on all tokens.
+Column `in f` is the time of a solve in units of one evaluation of the paper's map f on all tokens.
 """
 
 import functools
@@ -19,20 +19,21 @@ from benchmarks.harness import (
     run,
     time_in_turns,
 )
-from benchmarks.root_search import FLOOR, random_pairs
+from benchmarks.root_search import FLOOR, draw_pair_equations
 from lm.model.cell import Coefficients, find_root
 from lm.model.scan import selective_scan
 from tests.oracles import scan_inputs
 
-BACKENDS = ("plain", "auto")
+BACKENDS = ("plain", "auto")  # values of FPRNN_KERNELS
 
 
 def make_scan_functions(shape: Shape, device: torch.device) -> dict:
-    """Return functions of the selective scan by name."""
+    """Return {row name: function} of the selective scan."""
     size = shape.batch, shape.length, 2 * shape.d_model, shape.d_state
     tensors = scan_inputs(*size, torch.float32)
     del tensors["h0"]
     x, dt, A, B, C = (t.to(device) for t in tensors.values())
+    # A is transposed in memory, as in the model.
     inputs = [t.requires_grad_() for t in (x, dt, A.t().contiguous().t(), B, C)]
 
     def forward():
@@ -46,13 +47,13 @@ def make_scan_functions(shape: Shape, device: torch.device) -> dict:
 
 
 def make_root_functions(shape: Shape, device: torch.device) -> dict:
-    """Return a function that finds the roots of random equations of two reflections."""
-    equations = [t.to(device) for t in random_pairs(shape.tokens, 0)]
+    """Return {row name: function} that finds roots of random equations of two reflections."""
+    equations = [t.to(device) for t in draw_pair_equations(shape.tokens, 0)]
     return {"roots": functools.partial(find_root, Coefficients(*equations, FLOOR))}
 
 
 def make_solve_functions(shape: Shape, device: torch.device) -> dict:
-    """Return functions by name: the exact solve of a layer, and an evaluation of f."""
+    """Return {row name: function} of the exact solve of a layer and an evaluation of f."""
     model = contenders.make_fpmamba(shape._replace(layers=1), glu_in_loop=True).to(device).train()
     (block,) = contenders.get_blocks(model)
     u = torch.randn(shape.batch, shape.length, shape.d_model, device=device)
@@ -73,19 +74,21 @@ def make_solve_functions(shape: Shape, device: torch.device) -> dict:
     return {"f": evaluate, "solve, forward": forward, "solve, with backward": forward_and_backward}
 
 
-def measure(a) -> list[dict]:
+def measure(args) -> list[dict]:
     """Time each function with each backend."""
     functions = {}
-    for make in (make_scan_functions, make_root_functions, make_solve_functions):
-        for part, function in make(a.shape, a.device).items():
+    for make_functions in (make_scan_functions, make_root_functions, make_solve_functions):
+        for part, function in make_functions(args.shape, args.device).items():
             for backend in BACKENDS:
                 functions[part, backend] = functools.partial(call_with_kernels, backend, function)
-    seconds, _ = time_in_turns(functions, a)
-    return [
-        dict(part=part, backend=backend, seconds=measured, plain=seconds.get((part, "plain")))
-        | dict(f=seconds.get(("f", backend)) if part.startswith("solve") else None)
-        for (part, backend), measured in seconds.items()
-    ]
+    seconds, _ = time_in_turns(functions, args)
+    rows = []
+    for (part, backend), part_seconds in seconds.items():
+        f_seconds = seconds.get(("f", backend)) if part.startswith("solve") else None
+        plain = seconds.get((part, "plain"))
+        row = dict(part=part, backend=backend, seconds=part_seconds, plain=plain, f=f_seconds)
+        rows.append(row)
+    return rows
 
 
 def call_with_kernels(backend, function):

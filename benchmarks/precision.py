@@ -1,4 +1,4 @@
-"""Precision of the exact solve in bf16 on a GPU: loss, gradient and answers compared with fp32.
+"""Compare the exact solve in bf16 on a GPU with fp32: loss, gradient and answers.
 
 python -m benchmarks.precision [--export DIR --tokens 64 --words 2 --length 256 --device cuda]
 
@@ -12,11 +12,11 @@ import argparse
 import os
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-if not torch.cuda.is_available():  # read when a kernel is defined
+if not torch.cuda.is_available():  # Triton reads it when a kernel is defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch.nn.functional as F
@@ -25,42 +25,54 @@ from transformers import AutoTokenizer
 from benchmarks.harness import print_table
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests.kernels import quicken_interpreter
-from tests.tracker import tracker, words
+from tests.tracker import draw_words, load_tracker
 
 
-def make_problems(a: argparse.Namespace) -> Iterator[tuple[str, Any, torch.Tensor, torch.Tensor]]:
-    """Yield names, models in training mode, ids, and targets."""
-    if a.words:
-        ids, answers = words(a.words, a.length)
-        yield f"S3, {a.words} words of {a.length}", tracker(schedule="sequential"), ids, answers
-    if a.export:
-        model = FPRNNForCausalLM.from_pretrained(a.export).train()
-        text = AutoTokenizer.from_pretrained(a.export)(__doc__ * 20)["input_ids"]
-        ids = torch.tensor([text[: a.tokens + 1]])
-        yield f"{a.export}, {a.tokens} tokens", model, ids[:, :-1], ids[:, 1:]
+class Problem(NamedTuple):
+    """A model and its data."""
+
+    name: str
+    model: Any  # in training mode
+    ids: torch.Tensor  # (sequences, length)
+    targets: torch.Tensor  # (sequences, length)
+
+
+def make_problems(args: argparse.Namespace) -> Iterator[Problem]:
+    """Yield the problems that the options select."""
+    if args.words:
+        ids, answers = draw_words(args.words, args.length)
+        name = f"S3, {args.words} words of {args.length}"
+        yield Problem(name, load_tracker(schedule="sequential"), ids, answers)
+    if args.export:
+        model = FPRNNForCausalLM.from_pretrained(args.export).train()
+        text = AutoTokenizer.from_pretrained(args.export)(__doc__ * 20)["input_ids"]
+        ids = torch.tensor([text[: args.tokens + 1]])
+        name = f"{args.export}, {args.tokens} tokens"
+        yield Problem(name, model, ids[:, :-1], ids[:, 1:])
 
 
 def compare(model: Any, ids: torch.Tensor, targets: torch.Tensor, device: str) -> dict[str, Any]:
-    """Return a row of the table."""
+    """Run the model in fp32 (plain and Triton) and in bf16; return a row of the table."""
     model, ids, targets = model.to(device), ids.to(device), targets.to(device)
-    results = []
-    for kernels, autocast in (("plain", False), ("triton", False), ("triton", True)):
+    results = []  # (loss, gradient, answers) of each run
+    for kernels, is_bf16 in (("plain", False), ("triton", False), ("triton", True)):
         os.environ["FPRNN_KERNELS"] = kernels
         model.zero_grad()
-        with torch.autocast(device, torch.bfloat16, enabled=autocast):
+        with torch.autocast(device, torch.bfloat16, enabled=is_bf16):
             logits = model(ids).logits
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
         loss.backward()
         gradient = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
         results.append((loss.item(), gradient, logits.argmax(-1)))
-    plain, (loss, gradient, answers), (bf16_loss, bf16_gradient, bf16_answers) = results
+    (plain_loss, plain_gradient, _), (loss, gradient, answers), bf16_results = results
+    bf16_loss, bf16_gradient, bf16_answers = bf16_results
 
-    def relative_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return (a - b).norm() / b.norm()
+    def relative_difference(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+        return (actual - expected).norm() / expected.norm()
 
     return {
-        "loss off plain": f"{abs(loss / plain[0] - 1):.1e}",
-        "gradient off plain": f"{relative_difference(gradient, plain[1]):.1e}",
+        "loss off plain": f"{abs(loss / plain_loss - 1):.1e}",
+        "gradient off plain": f"{relative_difference(gradient, plain_gradient):.1e}",
         "fp32 loss": f"{loss:.6f}",
         "bf16 loss": f"{bf16_loss:.6f}",
         "gradient off fp32": f"{relative_difference(bf16_gradient, gradient):.2%}",
@@ -71,27 +83,29 @@ def compare(model: Any, ids: torch.Tensor, targets: torch.Tensor, device: str) -
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    p.add_argument(
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
         "--export", help="a folder that from_pretrained loads (default: only the tracker)"
     )
-    p.add_argument("--tokens", type=int, default=64, help="tokens of the text (default: 64)")
-    p.add_argument(
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of the text (default: 64)")
+    parser.add_argument(
         "--words", type=int, default=2, help="number of S3 sequences, 0 for none (default: 2)"
     )
-    p.add_argument(
+    parser.add_argument(
         "--length", type=int, default=256, help="length of the S3 sequences (default: 256)"
     )
-    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    a = p.parse_args()
-    if a.device == "cpu":
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    if args.device == "cpu":
         quicken_interpreter()
     rows = []
-    for name, model, ids, targets in make_problems(a):
+    for name, model, ids, targets in make_problems(args):
         start = time.perf_counter()
-        rows.append({"": name, **compare(model, ids, targets, a.device)})
-        figures = "; ".join(f"{key} {value}" for key, value in list(rows[-1].items())[1:])
-        print(f"{name}, {time.perf_counter() - start:.0f} s: {figures}", flush=True)
+        rows.append({"": name, **compare(model, ids, targets, args.device)})
+        numbers = "; ".join(f"{key} {value}" for key, value in list(rows[-1].items())[1:])
+        print(f"{name}, {time.perf_counter() - start:.0f} s: {numbers}", flush=True)
     print_table("bf16 compared with fp32, sequential kernel in Triton", rows)
 
 

@@ -1,4 +1,4 @@
-"""One full training step (forward, backward, clip, AdamW): ours, the paper's procedure, Mamba.
+"""Time a full training step (forward, backward, clip, AdamW): ours, the paper's, and Mamba.
 
 python -m benchmarks.training_step [--shape small,words --threads 1,2 --json FILE]
 python -m benchmarks.training_step --patterns "mamba*4|mamba*3 fp_mamba1"   # stacks of other layers
@@ -22,74 +22,77 @@ from benchmarks.harness import (
 )
 from lm.model.fields import parse_pattern
 
+# Names of rows.
 OURS, ONE_STEP = "exact gradient", "exact token, one-step gradient"
-PAPER_ROW = "paper's procedure"
+PAPER = "paper's procedure"
 OUR_MAMBA, MAMBA = "Mamba on our scan", "transformers' Mamba"
 
 
-def make_stacks(a):
+def make_stacks(args):
     """Return {pattern: step function} and {pattern: Trainer} of models with these layers."""
     trainers = {}
-    for pattern in a.patterns.split("|"):
-        shape = a.shape._replace(layers=len(parse_pattern(pattern)))
+    for pattern in args.patterns.split("|"):
+        shape = args.shape._replace(layers=len(parse_pattern(pattern)))
         model = contenders.make_fpmamba(shape, layers=pattern, use_short_conv=True)
-        trainers[pattern] = contenders.Trainer(model, shape, a.device, loss_only=True)
+        trainers[pattern] = contenders.Trainer(model, shape, args.device, loss_only=True)
     return {name: trainer.step for name, trainer in trainers.items()}, trainers
 
 
-def make_contestants(a):
+def make_contestants(args):
     """Return {name: step function} and {name: Trainer} of the compared models."""
-    s, device = a.shape, a.device
-    trainer = contenders.Trainer(contenders.make_fpmamba(s), s, device, loss_only=True)
-    options = {
+    shape, device = args.shape, args.device
+    trainer = contenders.Trainer(contenders.make_fpmamba(shape), shape, device, loss_only=True)
+    solvers = {
         OURS: contenders.EXACT_FIELDS,
         ONE_STEP: contenders.EXACT_FIELDS | {"gradient": "one_step"},
-        f"{PAPER_ROW}, our kernels": contenders.PAPER_FIELDS,
+        f"{PAPER}, our kernels": contenders.PAPER_FIELDS,
     }
 
-    def one_step(option):
-        with contenders.solve_with(trainer.model, **option):
+    def train_step(solver_fields):
+        with contenders.solve_with(trainer.model, **solver_fields):
             return trainer.step()
 
-    functions = {name: functools.partial(one_step, option) for name, option in options.items()}
+    functions = {name: functools.partial(train_step, fields) for name, fields in solvers.items()}
     trainers = dict.fromkeys(functions, trainer)
-    scans = {PAPER_ROW: contenders.chunked_scan}
+    scans = {PAPER: contenders.scan_in_chunks}
     if device.type == "cuda":
-        scans[f"{PAPER_ROW}, our scan"] = contenders.fastest_scan
+        scans[f"{PAPER}, our scan"] = contenders.scan_with_kernel
     else:
-        scans[f"{PAPER_ROW}, loop over time"] = paper.scan_over_time
+        scans[f"{PAPER}, loop over time"] = paper.scan_over_time
     models = {
         name: contenders.make_paper_model(trainer.model, scan) for name, scan in scans.items()
     }
     for name, model in models.items():
-        trainers[name] = contenders.Trainer(model, s, device)
+        trainers[name] = contenders.Trainer(model, shape, device)
     trainers[OUR_MAMBA] = contenders.Trainer(
-        contenders.make_our_mamba(s), s, device, loss_only=True
+        contenders.make_our_mamba(shape), shape, device, loss_only=True
     )
-    if device.type == "cpu" or contenders.is_installed("mamba_ssm") or s.length <= 256:
-        trainers[MAMBA] = contenders.Trainer(contenders.make_transformers_mamba(s), s, device)
+    if device.type == "cpu" or contenders.is_installed("mamba_ssm") or shape.length <= 256:
+        trainers[MAMBA] = contenders.Trainer(
+            contenders.make_transformers_mamba(shape), shape, device
+        )
     else:
         print(f"{MAMBA} is left out: without mamba-ssm it takes minutes per step")
-    for name, model in contenders.make_peers(s, device).items():
-        trainers[name] = contenders.Trainer(model, s, device)
+    for name, model in contenders.make_peers(shape, device).items():
+        trainers[name] = contenders.Trainer(model, shape, device)
     functions |= {name: t.step for name, t in trainers.items() if name not in functions}
     return functions, trainers
 
 
-def measure_peak_memory(fn, trainer):
+def measure_peak_memory(step, trainer):
     """Return the peak memory of a step in bytes, without the memory of other models."""
     torch.cuda.synchronize()
-    at_rest = torch.cuda.memory_allocated()
+    memory_before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    fn()
+    step()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - at_rest + trainer.count_state_bytes()
+    return torch.cuda.max_memory_allocated() - memory_before + trainer.count_state_bytes()
 
 
-def measure(a):
+def measure(args):
     """Return a row for each contestant."""
-    functions, trainers = make_stacks(a) if a.patterns else make_contestants(a)
-    seconds, results = time_in_turns(functions, a)
+    functions, trainers = make_stacks(args) if args.patterns else make_contestants(args)
+    seconds, results = time_in_turns(functions, args)
     rows = []
     for name, step_seconds in seconds.items():
         row = dict(name=name, seconds=step_seconds)
@@ -99,38 +102,41 @@ def measure(a):
                 for key, value in zip(("evaluations", "failed", "loss"), results[name])
             }
             row["parameters"] = sum(p.numel() for p in trainers[name].parameters)
-            if a.device.type == "cuda":
+            if args.device.type == "cuda":
                 row["peak_bytes"] = measure_peak_memory(functions[name], trainers[name])
-        row["tokens_per_second"] = step_seconds and a.shape.tokens / step_seconds
+        row["tokens_per_second"] = step_seconds and args.shape.tokens / step_seconds
         rows.append(row)
     return rows
 
 
 def format_rows(rows):
-    """Format rows for `print_table`. A ratio above 1 is faster than the row in the column name."""
-    base = {row["name"]: row["seconds"] for row in rows}
+    """Format rows for `print_table`.
+
+    In "vs" columns, a ratio above 1 is faster than the named row; "in Mambas" is a relative time.
+    """
+    seconds_by_name = {row["name"]: row["seconds"] for row in rows}
     first = rows[0]["name"]
-    printed = []
+    text_rows = []
     for row in rows:
         evaluations, seconds, peak = row.get("evaluations"), row["seconds"], row.get("peak_bytes")
-        printed.append(
+        text_rows.append(
             {
                 "": row["name"],
                 "ms": format_ms(seconds),
                 "tokens/s": f"{row['tokens_per_second'] or 0:,.0f}",
                 "parameters": f"{row.get('parameters', 0) / 1e3:,.0f} k",
                 "evaluations": "–" if evaluations is None else f"{evaluations:.1f}",
-                f"vs {first}": format_ratio(base[first], seconds),
-                "vs paper's": format_ratio(base.get(PAPER_ROW), seconds),
-                "in Mambas": format_ratio(seconds, base.get(OUR_MAMBA)),
-                "vs transformers'": format_ratio(base.get(MAMBA), seconds),
+                f"vs {first}": format_ratio(seconds_by_name[first], seconds),
+                "vs paper's": format_ratio(seconds_by_name.get(PAPER), seconds),
+                "in Mambas": format_ratio(seconds, seconds_by_name.get(OUR_MAMBA)),
+                "vs transformers'": format_ratio(seconds_by_name.get(MAMBA), seconds),
                 "peak GiB": "–" if peak is None else f"{peak / 2**30:.2f}",
             }
         )
-    return printed
+    return text_rows
 
 
 if __name__ == "__main__":
-    options = make_parser(__doc__, repeats=8, shape="small,words")
-    options.add_argument("--patterns", default="", help="P|P|…: layers of each model")
-    run(parse_options(options), measure, format_rows)
+    parser = make_parser(__doc__, repeats=8, shape="small,words")
+    parser.add_argument("--patterns", default="", help="P|P|…: layers of each model")
+    run(parse_options(parser), measure, format_rows)

@@ -16,7 +16,7 @@ package and needs no `trust_remote_code`.
 from fprnn.one_layer import FixedPointLayer
 from fprnn.training import train
 from lm import __version__
-from lm.evaluation.facade import LanguageModel, load
+from lm.evaluation.language_model import LanguageModel, load
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.runs.auto_classes import register_auto_classes

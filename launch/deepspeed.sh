@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # usage: launch/deepspeed.sh CONFIG [GPUS | --hostfile FILE] [--job-index N] [key=value ...]
-# Train on the first GPUS of the visible GPUs (all of them when not given), or on the hosts of FILE,
-# lines of `host slots=8` (by pdsh, and ssh without a password). TERM, INT and USR1 go on, as USR1,
-# to the run, which has GRACE seconds (90) to save and stop; its exit status is passed on.
+# Train on the first GPUS of the visible GPUs (default: all), or on the hosts of FILE, whose lines are
+# `host slots=8` (needs pdsh, and ssh without a password). TERM, INT and USR1 are forwarded to the run
+# as USR1; it has GRACE seconds (default 90) to save and stop. The exit status is that of the run.
 set -euo pipefail
 
 if [ $# -eq 0 ]; then sed -n '2s/^# //p' "$0" >&2; exit 2; fi
@@ -11,7 +11,7 @@ if [ "${1:-}" = --hostfile ]; then
     where=("$1" "$2") first=$(awk '!/^ *(#|$)/ { print $1; exit }' "$2"); shift 2
 elif [[ ${1:-} =~ ^[0-9]+$ ]]; then
     where=(--num_gpus "$1")
-    if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then  # which deepspeed would ignore, told a number
+    if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then  # deepspeed ignores it with --num_gpus
         IFS=, read -ra visible <<<"$CUDA_VISIBLE_DEVICES"
         [ "$1" -le ${#visible[@]} ] || { echo "$1 GPUs asked, ${#visible[@]} visible" >&2; exit 2; }
         CUDA_VISIBLE_DEVICES=$(IFS=,; echo "${visible[*]:0:$1}") where=()
@@ -23,23 +23,23 @@ free='import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()
 port=${MASTER_PORT:-$(python3 -c "$free")}
 
 trap '[ -n "$run" ] || exit 1; deadline=$((SECONDS + ${GRACE:-90}))' TERM INT USR1
-set -m  # gives the run a process group of its own; its launchers ignore USR1
+set -m  # the run gets its own process group; its launchers ignore USR1
 (trap '' USR1; exec deepspeed --no_local_rank ${where[@]+"${where[@]}"} --master_port "$port" \
     --module lm train --config "$config" ${point[@]+"${point[@]}"} resume=auto "$@") &
 run=$!
 set +m
 
-far="run=\$(pgrep -d, -f '[-]-master_port=$port ') && pkill -USR1 -P \$run"  # one asks all ranks
+far="run=\$(pgrep -d, -f '[-]-master_port=$port ') && pkill -USR1 -P \$run"  # signals the ranks on the host
 while kill -0 -- "-$run" 2>/dev/null; do
     kill -0 "$run" 2>/dev/null || deadline=${deadline:-$((SECONDS + ${GRACE:-90}))}
-    if [ -n "$deadline" ]; then  # now and again: a rank that starts up does not listen yet
+    if [ -n "$deadline" ]; then  # repeated, because a rank that starts up ignores signals
         ((SECONDS < deadline)) || break
         kill -s USR1 -- "-$run" 2>/dev/null || true
         [ -z "$first" ] || ssh -n "$first" "$far" || true
     fi
-    sleep 0.5 || true  # a signal to all of the group ends it as well
+    sleep 0.5 || true  # a signal to the process group ends `sleep`, too
 done
-if [ -n "$first" ] && kill "$run" 2>/dev/null; then sleep 5 || true; fi  # it ends what is far away
+if [ -n "$first" ] && kill "$run" 2>/dev/null; then sleep 5 || true; fi  # it ends the ranks on other hosts
 kill -KILL -- "-$run" 2>/dev/null || true
 wait "$run" || status=$?
 exit "$status"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # usage: launch/demo.sh [key=value ...]
-# The whole way on a CPU: train the demo, export it, evaluate it, sample from it, draw its figures.
-# PY names the Python to use (default .venv/bin/python); key=value overrides go to the training.
+# Train the demo on a CPU, export it, evaluate it, sample from it, and draw its figures.
+# PY is the Python to use (default .venv/bin/python); key=value overrides settings of the training.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -23,4 +23,4 @@ printf '%s\n' "$sample" | tee runs/demo/sample.txt
 echo "== report: the figures of runs/demo"
 "$PY" -m lm report runs/demo
 
-echo "next: fprnn demo s3, what this is for: FP-Mamba follows a state that Mamba cannot (80 s)"
+echo "next: fprnn demo s3, in which FP-Mamba tracks a state that Mamba cannot (80 s)"

@@ -9,23 +9,28 @@ from typing import Any
 import pandas as pd
 
 from lm.common.files import writing
-from synthetic.plots import Drawing, metric_label
-from synthetic.result_tables import FinishedRun, average_seeds, final_table, write_csv
-from synthetic.results import plus_minus
-from synthetic.validate import FILES
+from synthetic.plots import Drawing, format_metric
+from synthetic.result_tables import FinishedRun, average_seeds, build_final_table, write_csv
+from synthetic.results import format_error
+from synthetic.validate import OUTPUT_FILES
 
 
-def judge(runs: Sequence[FinishedRun]) -> pd.DataFrame:
-    """Return a line for each model and each threshold of its recipes: value, error, passed."""
-    table = final_table(runs)
+def judge_abilities(runs: Sequence[FinishedRun]) -> pd.DataFrame:
+    """Compare the runs with the thresholds of their recipes.
+
+    Returns:
+        A line for each model, ability and threshold: value (mean over seeds), error, passed.
+    """
+    table = build_final_table(runs)
     judged = []
-    for label, model_table in table.groupby("label", sort=False):
+    for label, model_table in table.groupby("label", sort=False):  # label: ability and model
         run = next(run for run in runs if run.label == label)
         for threshold in run.cfg.thresholds:
             means = average_seeds(model_table[model_table["metric"] == threshold.metric])
-            mean = means.loc[threshold.length or means.index[0]]
-            metric = f"{metric_label(threshold.metric)} at {mean.name:,}"
-            if mean.name != run.trained_to:
+            length = threshold.length or means.index[0]
+            mean = means.loc[length]
+            metric = f"{format_metric(threshold.metric)} at {length:,}"
+            if length != run.trained_to:
                 metric += f", trained to {run.trained_to}"
             judged.append(
                 {
@@ -42,17 +47,17 @@ def judge(runs: Sequence[FinishedRun]) -> pd.DataFrame:
     return pd.DataFrame(judged)
 
 
-def summarize(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
+def summarize_abilities(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
     """Return the table of abilities: a line for each threshold, a column for each model.
 
     The last two lines are the parameters and the seconds of training of each model.
     """
     lines: dict[tuple, dict[str, Any]] = {}
-    for row in judge(runs).to_dict("records"):
-        head = {name: row[name] for name in ("ability", "task", "metric", "threshold")}
-        line = lines.setdefault(tuple(head.values()), head)
+    for row in judge_abilities(runs).to_dict("records"):
+        threshold = {name: row[name] for name in ("ability", "task", "metric", "threshold")}
+        line = lines.setdefault(tuple(threshold.values()), threshold)
         mark = "✓" if row["passed"] else "·"
-        line[row["model"]] = f"{row['value']:.3f}{plus_minus(row['error'])} {mark}"
+        line[row["model"]] = f"{row['value']:.3f}{format_error(row['error'])} {mark}"
     parameters: dict[str, Any] = {"ability": "parameters"}
     seconds: dict[str, Any] = {"ability": "training of all seeds, seconds"}
     for run in runs:
@@ -62,17 +67,17 @@ def summarize(runs: Sequence[FinishedRun]) -> list[dict[str, Any]]:
     return [*lines.values(), parameters, seconds]
 
 
-def describe(runs: Sequence[FinishedRun], drawing: Drawing) -> list[str]:
+def describe_runs(runs: Sequence[FinishedRun], drawing: Drawing) -> list[str]:
     """Return the notes below the table."""
     notes = ["✓ reaches the threshold", *drawing.notes]
-    noises = {run.model: run.cfg.solver.state_noise for run in runs}
-    for model, noise in noises.items():
+    noise_by_model = {run.model: run.cfg.solver.state_noise for run in runs}
+    for model, noise in noise_by_model.items():
         if noise:
             notes.append(f"{model}: trained with noise of {noise:g} on its states")
     return notes
 
 
-def write(drawing: Drawing, folder: Path) -> list[Path]:
+def write_files(drawing: Drawing, folder: Path) -> list[Path]:
     """Write all measurements (validate.csv) and the figure (lengths.png).
 
     Args:
@@ -85,7 +90,7 @@ def write(drawing: Drawing, folder: Path) -> list[Path]:
     Raises:
         OutputError: If they cannot be written.
     """
-    csv_path, figure_path = paths = [folder / name for name in FILES]
+    csv_path, figure_path = paths = [folder / name for name in OUTPUT_FILES]
     with writing(folder):
         write_csv(drawing.table, csv_path)
         drawing.figure.savefig(figure_path, dpi=130)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lm.common.files import read_json
-from lm.config.plugin import reading_run
+from lm.config.plugin import guard_imports
 from lm.model.baseline_layers import AttentionState, LSTMState, NoState, SLSTMState
 from lm.model.delta import DeltaState, RWKV7State
 from lm.model.diagonal import ScanState, TrapezoidState
@@ -23,15 +23,17 @@ from lm.runs.checkpoint import (
     find_newest_checkpoint,
     read_state,
 )
-from lm.runs.run_dir import RunDir, check_config
+from lm.runs.run_dir import RunDir, check_checkpoint_config
 from lm.training.build import build_section
 from synthetic import tasks
-from synthetic.config import Config, load
+from synthetic.config import Config
+from synthetic.config import load as load_config
 
 STATE = "state.pt"  # the only file of a checkpoint besides its manifest
-# Classes that a checkpoint of a stream may contain, in the state that the next segment starts from.
-STATES = [FPRNNState, BlockState, ScanState, TrapezoidState, DeltaState, RWKV7State]
-STATES += [AttentionState, LSTMState, SLSTMState, NoState]
+# Classes that a checkpoint may contain besides tensors: the recurrent state of every kind of layer,
+# which a task with streams carries from one batch to the next.
+STATE_CLASSES = [FPRNNState, BlockState, ScanState, TrapezoidState, DeltaState, RWKV7State]
+STATE_CLASSES += [AttentionState, LSTMState, SLSTMState, NoState]
 
 
 def choose_device(cfg: Config) -> tuple[torch.device, str]:
@@ -43,7 +45,7 @@ def choose_device(cfg: Config) -> tuple[torch.device, str]:
     return device, precision
 
 
-class Built(NamedTuple):
+class BuiltModel(NamedTuple):
     """A model with its device and its precision."""
 
     model: Any  # nn.Module with the interface of lm/model
@@ -51,17 +53,17 @@ class Built(NamedTuple):
     precision: str  # "fp32" or "bf16"
 
 
-def build(cfg: Config, task: tasks.Task, max_length: int) -> Built:
+def build_model(cfg: Config, task: tasks.Task, max_length: int) -> BuiltModel:
     """Build the freshly initialised model of a run.
 
     Args:
         cfg: Config of the run.
-        task: Its task.
+        task: Task of the run.
         max_length: Longest sequence that the model will read, in tokens.
 
     Raises:
-        ConfigError: If the model is impossible.
-        TaskError: If its vocabulary is smaller than the task's.
+        ConfigError: If the model options contradict each other.
+        TaskError: If the model's vocabulary is smaller than the task's.
     """
     device, precision = choose_device(cfg)
     torch.manual_seed(cfg.seed)
@@ -73,13 +75,13 @@ def build(cfg: Config, task: tasks.Task, max_length: int) -> Built:
             f"model.vocab_size is {vocab_size}, task `{cfg.task.name}` has {task.vocab_size} ids"
         )
     model = build_section(cfg.model, cfg.solver, vocab_size, max_length)
-    return Built(model.to(device), device, precision)
+    return BuiltModel(model.to(device), device, precision)
 
 
 def find_newest_state(
     run: RunDir, device: torch.device | str = "cpu", say: Callable[[str], None] = print
 ) -> dict | None:
-    """Return the state of a run's newest complete checkpoint without NaN; None without checkpoints.
+    """Read the newest complete checkpoint without NaN; return None if there is no checkpoint.
 
     Args:
         run: The run directory.
@@ -93,9 +95,9 @@ def find_newest_state(
     path = find_newest_checkpoint(run.checkpoints, say)
     if path is None:
         return None
-    check_config(path, read_json(path / MANIFEST), run, load(run.config))
+    check_checkpoint_config(path, read_json(path / MANIFEST), run, load_config(run.config))
     while path is not None:
-        state = read_state(path / STATE, STATES, device)
+        state = read_state(path / STATE, STATE_CLASSES, device)
         problem = describe_nonfinite(collect_tensors(state))
         if not problem:
             return state
@@ -110,19 +112,19 @@ def find_newest_state(
 def collect_tensors(state: dict) -> dict[str, list[torch.Tensor]]:
     """Collect the tensors of a training state that must be finite, by name.
 
-    These are the optimizer's moments and the weights that contain NaN; a buffer may contain
-    infinity.
+    These are the optimizer's moments and, of the weights, only those with NaN: a buffer of the
+    model may contain infinity.
     """
-    weights = [tensor for tensor in state["model"].values() if tensor.isnan().any()]
-    tensors = {"the weights": weights}
+    weights_with_nan = [tensor for tensor in state["model"].values() if tensor.isnan().any()]
+    tensors = {"the weights": weights_with_nan}
     for moments in state["optimizer"]["state"].values():
         for name, moment in moments.items():
             tensors.setdefault(name, []).append(moment)
     return tensors
 
 
-def _trained_state(run: RunDir) -> dict:
-    """Return the newest state of a run.
+def _read_trained_state(run: RunDir) -> dict:
+    """Read the newest checkpoint of a run.
 
     Raises:
         CheckpointError: If the run has no checkpoint.
@@ -135,7 +137,7 @@ def _trained_state(run: RunDir) -> dict:
     return saved
 
 
-class Loaded(NamedTuple):
+class LoadedRun(NamedTuple):
     """A trained run: its config, its task and its model in evaluation mode."""
 
     cfg: Config
@@ -144,38 +146,38 @@ class Loaded(NamedTuple):
     precision: str  # "fp32" or "bf16"
 
 
-def load_run(run_dir: str | Path, overrides: Sequence[str] = (), trust: bool = False) -> Loaded:
+def load_run(run_dir: str | Path, overrides: Sequence[str] = (), trust: bool = False) -> LoadedRun:
     """Load a trained run.
 
     Args:
-        run_dir: Its run directory.
-        overrides: key=value, applied to its config.
+        run_dir: The run directory.
+        overrides: key=value, applied to the run's config.
         trust: Run the code of a `module:Class` that the run's config.yaml names.
 
     Raises:
-        ConfigError: If its config names a `module:Class` and `trust` is False.
+        ConfigError: If the config names a `module:Class` and `trust` is False.
         CheckpointError: If the run has no checkpoint, or the weights belong to another model or to
             a task with other ids.
     """
     run = RunDir(run_dir)
-    saved = _trained_state(run)
-    cfg = load(run.config, overrides)
-    vocab_size = cfg.model.vocab_size  # an override may change it: shapes of the weights check it
-    if cfg.model != load(run.config, [f"model.vocab_size={vocab_size}"]).model:
+    saved = _read_trained_state(run)
+    cfg = load_config(run.config, overrides)
+    # Overrides may change only the vocabulary of the model; load_state_dict checks its size.
+    vocab_size = f"model.vocab_size={cfg.model.vocab_size}"
+    if cfg.model != load_config(run.config, [vocab_size]).model:
         raise CheckpointError(
-            f"the overrides describe another model than that of {run}: leave the `model` section as"
-            " it was trained"
+            f"the overrides change the model of {run}: leave the `model` section as it was trained"
         )
-    with reading_run(run.config, trust):
-        task = tasks.build(cfg.task)
-        model, _, precision = build(cfg, task, cfg.train.lengths[1])
+    with guard_imports(run.config, trust):
+        task = tasks.build_model(cfg.task)
+        model, _, precision = build_model(cfg, task, cfg.train.lengths[1])
     try:
         model.load_state_dict(saved["model"])
     except RuntimeError as e:
         # torch's message is a heading, then a line for each mismatch.
-        first = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
+        first_mismatch = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
         raise CheckpointError(
             f"the weights of {run} are not for task `{cfg.task.name}`, which has"
-            f" {task.vocab_size} ids, or its class was changed ({first})"
+            f" {task.vocab_size} ids, or the task's class was changed ({first_mismatch})"
         ) from None
-    return Loaded(cfg, task, model.eval(), precision)
+    return LoadedRun(cfg, task, model.eval(), precision)

@@ -26,7 +26,7 @@ EPILOG = """examples:
   fprnn synthetic report fig3c --run
   fprnn synthetic validate configs/synthetic/models/*.yaml --jobs 2
 """
-OPTIONS: dict[str, Any] = {
+PARSER_OPTIONS: dict[str, Any] = {
     "description": "Can a sequence mixer track state, copy, compute and remember?",
     "epilog": EPILOG,
     "formatter_class": HelpFormatter,
@@ -36,46 +36,50 @@ OPTIONS: dict[str, Any] = {
 def _train(args: argparse.Namespace) -> int:
     from lm.common.console import say
     from lm.config.load import refuse_sweep
-    from lm.runs import places
-    from synthetic.config import load
+    from lm.runs import path_checks
+    from synthetic.config import load as load_config
 
-    cfg = load(args.config, args.override, args.job_index)
+    cfg = load_config(args.config, args.override, args.job_index)
     refuse_sweep(cfg, args.config)
-    places.check_folders({"task.data": cfg.task.data})
+    path_checks.check_folders({"task.data": cfg.task.data})
 
     from lm.runs.run_dir import RunDir
-    from synthetic.results import summary_table, threshold_lines
+    from synthetic.results import build_summary_table, format_thresholds
     from synthetic.train import train
 
     result = train(cfg, args.overwrite)
     seconds = result["training_seconds"]
-    say(summary_table(result, f"{cfg.run_dir}: {result['updates']} updates in {seconds:.0f} s"))
-    for line in threshold_lines(result):
+    say(
+        build_summary_table(
+            result, f"{cfg.run_dir}: {result['updates']} updates in {seconds:.0f} s"
+        )
+    )
+    for line in format_thresholds(result):
         say(line)
     say(f"result   {RunDir(cfg.run_dir).result}")
-    return 0 if all(entry["passed"] for entry in result["bars"]) else 2
+    return 0 if all(entry["passed"] for entry in result["bars"]) else 2  # "bars": the thresholds
 
 
 def _eval(args: argparse.Namespace) -> int:
-    from lm.runs import places
+    from lm.runs import path_checks
 
-    places.check_run(args.run)
+    path_checks.check_run(args.run)
 
     from lm.common.console import say
     from synthetic.evaluate import evaluate_run
-    from synthetic.results import summary_table, threshold_lines
+    from synthetic.results import build_summary_table, format_thresholds
 
     result = evaluate_run(args.run, args.override, args.out, args.trust)
-    say(summary_table(result, args.run))
-    for line in threshold_lines(result):
+    say(build_summary_table(result, args.run))
+    for line in format_thresholds(result):
         say(line)
     return 0
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from lm.runs import places
+    from lm.runs import path_checks
 
-    places.check_run(args.run)
+    path_checks.check_run(args.run)
 
     from lm.evaluation.inspection.show import choose_page, show
     from synthetic.inspection import inspect_run
@@ -91,28 +95,33 @@ def _validate(args: argparse.Namespace) -> int:
     overrides = [text for text in args.config if "=" in text]
     paths = [text for text in args.config if "=" not in text]
     for path in paths:
-        load_tree(path)
+        load_tree(path)  # refuses an unreadable YAML before the slow imports
 
     from lm.common.console import say
-    from synthetic.ability_table import describe, judge, summarize, write
-    from synthetic.plots import curves
+    from synthetic.ability_table import (
+        describe_runs,
+        judge_abilities,
+        summarize_abilities,
+        write_files,
+    )
+    from synthetic.plots import draw_curves
     from synthetic.results import build_table
     from synthetic.validate import validate
 
-    out_dir = args.out_dir or f"runs/validate{'_quick' * args.quick}"
+    out_dir = args.out_dir or ("runs/validate_quick" if args.quick else "runs/validate")
     runs = validate(paths, overrides, out_dir, args.jobs, args.quick, args.seeds)
-    say(build_table(summarize(runs), "Models and their abilities"))
-    drawing = curves(runs, "Abilities over test lengths", log_ratio=1)
-    say("\n".join(describe(runs, drawing)))
-    for path in write(drawing, Path(out_dir)):
+    say(build_table(summarize_abilities(runs), "Models and their abilities"))
+    drawing = draw_curves(runs, "Abilities over test lengths", log_ratio=1)  # always logarithmic
+    say("\n".join(describe_runs(runs, drawing)))
+    for path in write_files(drawing, Path(out_dir)):
         say(f"wrote    {path}")
-    return 0 if judge(runs)["passed"].all() else 2
+    return 0 if judge_abilities(runs)["passed"].all() else 2
 
 
 def _report(args: argparse.Namespace) -> int:
-    from lm.runs import places
+    from lm.runs import path_checks
 
-    places.check_files({"--config": args.config})
+    path_checks.check_files({"--config": args.config})
 
     from lm.common.console import say
     from synthetic.report import REPORTS, report
@@ -120,25 +129,25 @@ def _report(args: argparse.Namespace) -> int:
 
     if args.name is None:
         entries = [
-            {"report": k, "paper": v.paper_label, "shows": v.title} for k, v in REPORTS.items()
+            {"report": name, "paper": entry.paper_label, "shows": entry.title}
+            for name, entry in REPORTS.items()
         ]
         say(build_table(entries, "Reports"))
         return 0
-    run, jobs = args.run_missing, args.jobs
-    report(args.name, args.scale, tuple(args.override), args.config, run=run, jobs=jobs)
+    report(args.name, args.scale, tuple(args.override), args.config, args.run_missing, args.jobs)
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     """Build the command line of `python -m synthetic`, without importing anything slow."""
-    result = argparse.ArgumentParser(prog="python -m synthetic", **OPTIONS)
-    _add_commands(result)
-    return result
+    parser = argparse.ArgumentParser(prog="python -m synthetic", **PARSER_OPTIONS)
+    _add_commands(parser)
+    return parser
 
 
-def add(commands: argparse._SubParsersAction) -> None:
+def add_synthetic(commands: argparse._SubParsersAction) -> None:
     """Add the command `synthetic`, with its subcommands, to another command line."""
-    _add_commands(commands.add_parser("synthetic", help="the validation suite", **OPTIONS))
+    _add_commands(commands.add_parser("synthetic", help="the validation suite", **PARSER_OPTIONS))
 
 
 def add_demo(commands: argparse._SubParsersAction) -> None:
@@ -165,7 +174,7 @@ def add_demo(commands: argparse._SubParsersAction) -> None:
 def _demo(args: argparse.Namespace) -> int:
     from synthetic.report import report
 
-    report("demo", "small", ("out_dir=runs/demo_s3", *args.override), run=True, jobs=2)
+    report("demo", "small", ("out_dir=runs/demo_s3", *args.override), run_missing=True, jobs=2)
     return 0
 
 
@@ -195,7 +204,7 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
         "--job-index",
         type=Integer(0),
         metavar="I",
-        help="train point I of the YAML's sweep, from 0 on",
+        help="train point I of the YAML's sweep, counted from 0",
     )
     add_overrides(command)
     command.set_defaults(run_command=_train)
@@ -319,7 +328,7 @@ def _add_report(commands: argparse._SubParsersAction) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; see `lm.cli.arguments.run`."""
-    return run(parse(parser(), argv))
+    return run(parse(make_parser(), argv))
 
 
 if __name__ == "__main__":

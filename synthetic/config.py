@@ -8,23 +8,24 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from lm.config import schema as base
+from lm.config import schema as lm_schema
 from lm.config.load import load as load_yaml
 from lm.config.model import Fraction1, InitFrom, Section
-from lm.config.plugin import check_name, is_place
-from lm.config.resuming import FIXED, FREE, NOTED
+from lm.config.plugin import check_name, is_class_path
+from lm.config.resuming import FIXED_ON_RESUME, FREE_ON_RESUME, NOTED_ON_RESUME
 from synthetic.lengths import MAX_LENGTH, parse_ranges
 from synthetic.tasks import registered_tasks
 
-OneLength = Annotated[int, Field(gt=0, le=MAX_LENGTH)]
-Length = OneLength | tuple[OneLength, OneLength]  # one length, or [shortest, longest]
+SingleLength = Annotated[int, Field(gt=0, le=MAX_LENGTH)]
+LengthOrInterval = SingleLength | tuple[SingleLength, SingleLength]  # or [shortest, longest]
 MAX_BATCH_IDS = 2**28  # 2 GiB of token ids, before the embedding
 
 
 class Automaton(Section):
     """Transition table: for each symbol, the states that states 0, 1, … go to."""
 
-    table: tuple[tuple[int, ...], ...] | None = None  # null: synthetic.tasks.automaton.DEFAULT
+    # null: synthetic.tasks.automaton.DEFAULT_TABLE
+    table: tuple[tuple[int, ...], ...] | None = None
 
 
 class Task(Section):
@@ -35,9 +36,9 @@ class Task(Section):
     alphabet: int = Field(26, ge=2)  # copying: characters; recall: keys, and as many values
     ngram: int = Field(2, ge=1)  # suffix_ngram: n; fuzzy_recall: tokens of the longest key or value
     context: int = Field(256, gt=0)  # copying: tokens per training row
-    modulus: int = Field(5, ge=2)  # modular arithmetic
-    pairs: int | None = Field(None, gt=0)  # mqar; null: length / 16
-    noise: base.Fraction = 0.2  # noisy_recall: fraction of pairs that are noise
+    modulus: int = Field(5, ge=2)  # mod_arithmetic
+    pairs: int | None = Field(None, gt=0)  # mqar: key-value pairs; null: length / 16
+    noise: lm_schema.Fraction = 0.2  # noisy_recall: fraction of pairs that are noise
     content: int = Field(16, gt=0)  # selective_copying: tokens among the blanks
     variables: int = Field(5, ge=2, le=9)  # repl
     brackets: int = Field(2, gt=0, le=8)  # dyck: kinds of brackets
@@ -55,7 +56,7 @@ class Task(Section):
 
     @model_validator(mode="after")
     def _check_options(self) -> Self:
-        if self.options and not is_place(self.name):
+        if self.options and not is_class_path(self.name):
             raise ValueError(
                 f"`options` is for a task of your own, named as module:Class: {self.name} reads the"
                 " other fields of `task`; leave it out"
@@ -63,7 +64,7 @@ class Task(Section):
         return self
 
 
-class Model(base.Model):
+class Model(lm_schema.Model):
     """Model options of lm/config, with defaults for these small tasks."""
 
     d_model: int = Field(64, gt=0)
@@ -72,12 +73,12 @@ class Model(base.Model):
     headdim: int = Field(32, gt=0)
 
 
-class Optim(base.Optim):
+class Optim(lm_schema.Optim):
     """Optimizer options of lm/config, with defaults for small models."""
 
     lr: float = Field(1e-3, gt=0)
     min_lr: float = Field(1e-6, ge=0)
-    betas: tuple[base.Fraction, base.Fraction] = (0.9, 0.999)
+    betas: tuple[lm_schema.Fraction, lm_schema.Fraction] = (0.9, 0.999)
     weight_decay: float = Field(0.01, ge=0)
 
 
@@ -86,31 +87,35 @@ class Curriculum(Section):
 
     It begins at `start` and grows by `grow` whenever the headline metric at this length reaches
     `min_accuracy`, up to the upper end of train.length. With `num_elements`, the task begins with
-    that many elements, and their number then doubles in the same way, up to all.
+    that many elements of low order. Their number then doubles in the same way, up to all.
     """
 
     start: int = Field(gt=0)
     grow: int = Field(2, gt=0)
     min_accuracy: Fraction1 = 0.98
-    num_elements: int | None = Field(None, gt=1)  # word_problem: elements of low order first
+    num_elements: int | None = Field(None, gt=1)  # word_problem: elements at the start
 
 
 class Train(Section):
     """Training: number of updates, batch size and sequence lengths."""
 
     steps: int = Field(2000, gt=0, le=10**9)  # optimizer updates
-    batch_size: Annotated[int, FIXED] = Field(64, gt=0, le=65_536)
-    length: Annotated[Length, FIXED] = 16  # one length, or [shortest, longest]
-    curriculum: Annotated[Curriculum | None, FIXED] = None
+    batch_size: Annotated[int, FIXED_ON_RESUME] = Field(64, gt=0, le=65_536)
+    length: Annotated[LengthOrInterval, FIXED_ON_RESUME] = 16  # one length, or [shortest, longest]
+    curriculum: Annotated[Curriculum | None, FIXED_ON_RESUME] = None
     # ℓmax in training, for solver.token: iterate
-    max_iters: Annotated[PositiveInt | Literal["config", "unlimited", "gamma"], NOTED] = "config"
+    max_iters: Annotated[PositiveInt | Literal["config", "unlimited", "gamma"], NOTED_ON_RESUME] = (
+        "config"
+    )
     # ℓmax = ⌈Γ(shape, 1)⌉, drawn again for each update (Fig. 6)
-    gamma_shape: Annotated[float, NOTED] = Field(4.0, gt=0)
-    # κ of lm.model.state.Adversary: a second pass in every update, with a curriculum only after its
-    # end. 0: no second pass.
-    adversarial_noise: Annotated[float, NOTED] = Field(0.0, ge=0)
+    gamma_shape: Annotated[float, NOTED_ON_RESUME] = Field(4.0, gt=0)
+    # Scale κ of the noise of a second pass in every update (lm.model.state.Adversary). With a
+    # curriculum, the second pass starts after its end. 0: no second pass.
+    adversarial_noise: Annotated[float, NOTED_ON_RESUME] = Field(0.0, ge=0)
     stop_at: Fraction1 | None = None  # end training when the headline metric reaches this
-    precision: Annotated[Literal["auto", "fp32", "bf16"], FIXED] = "auto"  # auto: bf16 on a GPU
+    precision: Annotated[Literal["auto", "fp32", "bf16"], FIXED_ON_RESUME] = (
+        "auto"  # auto: bf16 on a GPU
+    )
     threads: int | None = Field(None, gt=0)
     # If a loss or gradient is NaN or infinite, training returns to the last checkpoint and
     # continues with the next batches, at most this many times.
@@ -154,7 +159,7 @@ class Train(Section):
 class Eval(Section):
     """Evaluation, during training and at the end."""
 
-    every: int = Field(200, gt=0)  # updates; measures at the longest training length
+    every: int = Field(200, gt=0)  # updates between validations at the longest training length
     lengths: str = "2:48"  # at the end; see `synthetic.evaluate.parse_lengths`
     during: str | None = None  # lengths measured during training as well (Fig. 5 and 6)
     examples: int = Field(1000, gt=0)  # sequences per length
@@ -194,47 +199,47 @@ class Threshold(Section):
     min: Fraction1
 
 
-class Checkpoint(base.Checkpoint):
+class Checkpoint(lm_schema.Checkpoint):
     """Checkpoint options of lm/config, with another default interval."""
 
     every: int = Field(1000, gt=0)  # updates
 
 
-class Log(base.Log):
+class Log(lm_schema.Log):
     """Logging options of lm/config, with another default interval."""
 
     every: int = Field(50, gt=0)
 
 
-class Config(base.Run):
+class Config(lm_schema.Run):
     """Config of a run, whose directory is `out_dir/name`."""
 
-    out_dir: Annotated[str, FREE] = "runs/synthetic"
-    resume: Annotated[Literal["auto", "never"], FREE] = "auto"
-    model: Annotated[Model, FIXED] = Model()
-    init_from: Annotated[InitFrom | None, FIXED] = None  # another synthetic run
-    task: Annotated[Task, FIXED] = Task()
-    optim: Annotated[Optim, FIXED] = Optim()
-    train: Annotated[Train, FREE] = Train()
-    eval: Annotated[Eval, FREE] = Eval()
-    checkpoint: Annotated[Checkpoint, FREE] = Checkpoint()
-    log: Annotated[Log, FREE] = Log()
-    thresholds: Annotated[tuple[Threshold, ...], FREE] = ()
+    out_dir: Annotated[str, FREE_ON_RESUME] = "runs/synthetic"
+    resume: Annotated[Literal["auto", "never"], FREE_ON_RESUME] = "auto"
+    model: Annotated[Model, FIXED_ON_RESUME] = Model()
+    init_from: Annotated[InitFrom | None, FIXED_ON_RESUME] = None  # another synthetic run
+    task: Annotated[Task, FIXED_ON_RESUME] = Task()
+    optim: Annotated[Optim, FIXED_ON_RESUME] = Optim()
+    train: Annotated[Train, FREE_ON_RESUME] = Train()
+    eval: Annotated[Eval, FREE_ON_RESUME] = Eval()
+    checkpoint: Annotated[Checkpoint, FREE_ON_RESUME] = Checkpoint()
+    log: Annotated[Log, FREE_ON_RESUME] = Log()
+    thresholds: Annotated[tuple[Threshold, ...], FREE_ON_RESUME] = ()
 
     @model_validator(mode="after")
     def _check_profile(self) -> Self:
-        base.check_profile(self.log.profile, self.train.steps)
+        lm_schema.check_profile(self.log.profile, self.train.steps)
         return self
 
     @model_validator(mode="after")
     def _check_warmup(self) -> Self:
-        base.check_updates(self)
+        lm_schema.check_updates(self)
         return self
 
     @model_validator(mode="after")
     def _check_adversary(self) -> Self:
         if self.train.adversarial_noise:
-            base.check_adversary(self.train.adversarial_noise, self.model)
+            lm_schema.check_adversary(self.train.adversarial_noise, self.model)
         return self
 
     @model_validator(mode="after")

@@ -19,14 +19,15 @@ from lm.common.files import check_file, write_json, writing
 from lm.runs.metrics import fixed_point_metrics, probe
 from lm.runs.run_dir import RunDir
 from synthetic.build import load_run
-from synthetic.config import Config, load
+from synthetic.config import Config
+from synthetic.config import load as load_config
 from synthetic.lengths import parse_ranges
 from synthetic.results import AT_ONCE, IN_SEGMENTS, TOKEN_BY_TOKEN, judge_thresholds
 from synthetic.tasks import Batch, Task, TaskError, splits
 
-# ℓ* is measured on at most this many sequences and tokens of a length. A probe costs as many solves
-# as ℓ*, and in state tracking ℓ* grows with the length.
-MAX_PROBED = 32
+# A probe measures ℓ*, the iterations to the fixed point. It costs ℓ* solves, and in state tracking
+# ℓ* grows with the length. Therefore it reads at most this many sequences and tokens of a length.
+MAX_PROBED_SEQUENCES = 32
 MAX_PROBED_TOKENS = 2048
 
 
@@ -44,21 +45,22 @@ def parse_lengths(text: str, task: Task) -> list[int]:
     except ValueError as e:
         raise TaskError(f"lengths: {e}") from None
     lengths: set[int] = set()
-    for numbers in ranges:
-        if len(numbers) > 1:
-            shorter = [
-                number - (number - task.min_length) % task.length_step
-                for number in numbers
-                if number >= task.min_length
+    for candidates in ranges:
+        is_range = len(candidates) > 1
+        if is_range:
+            valid = [
+                length - (length - task.min_length) % task.length_step
+                for length in candidates
+                if length >= task.min_length
             ]
-            numbers = shorter or numbers
-        for length in numbers:
+            candidates = valid or candidates
+        for length in candidates:
             task.check_length(length)
-        lengths.update(numbers)
+        lengths.update(candidates)
     return sorted(lengths)
 
 
-class Tensors(NamedTuple):
+class BatchTensors(NamedTuple):
     """A batch on the device of the model; all tensors have shape (b,l)."""
 
     input_ids: torch.Tensor
@@ -66,22 +68,22 @@ class Tensors(NamedTuple):
     mask: torch.Tensor | None  # None if there is no padding
 
 
-def as_tensors(batch: Batch, device: torch.device | str) -> Tensors:
-    """Move a batch of a task to a device."""
+def move_to_device(batch: Batch, device: torch.device | str) -> BatchTensors:
+    """Copy a batch of a task into tensors on a device."""
 
-    def tensor(array: np.ndarray) -> torch.Tensor:
+    def to_tensor(array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(device)
 
-    mask = None if batch.mask is None else tensor(batch.mask)
-    return Tensors(tensor(batch.input_ids), tensor(batch.labels), mask)
+    mask = None if batch.mask is None else to_tensor(batch.mask)
+    return BatchTensors(to_tensor(batch.input_ids), to_tensor(batch.labels), mask)
 
 
 class Answers(NamedTuple):
     """Output of a model for a batch."""
 
     logits: torch.Tensor  # (b,l,vocab)
-    statistics: list  # solver statistics of each call of the model; None without a solver
-    state: Any  # after the last token; None if the model carries no state
+    statistics: list  # solver statistics of each call of the model; an entry is None without solver
+    state: Any  # recurrent state after the last token; None if the model carries no state
 
 
 def compute_answers(
@@ -99,7 +101,7 @@ def compute_answers(
         input_ids: Tokens, shape (b,l).
         mask: False at padding, shape (b,l), or None.
         state: State to start from; None: an empty one.
-        carries_state: Whether to pass `state` to the model and to return the next one.
+        carries_state: Whether to pass `state` to the model and to return the next state.
         token_by_token: Call the model once for each token, with the state after the previous token.
     """
     if not carries_state:
@@ -109,8 +111,8 @@ def compute_answers(
     tokens_per_call = 1 if token_by_token else length
     logits = []
     statistics = []
-    for first in range(0, length, tokens_per_call):
-        columns = slice(first, first + tokens_per_call)
+    for start in range(0, length, tokens_per_call):
+        columns = slice(start, start + tokens_per_call)
         output = model(
             input_ids=input_ids[:, columns],
             attention_mask=None if mask is None else mask[:, columns],
@@ -124,7 +126,7 @@ def compute_answers(
 
 
 def describe_solver(model: nn.Module, length: int | None = None) -> dict | str:
-    """Return how the model, in its current mode, solves sequences of this length.
+    """Describe how the model, in its current mode, solves sequences of this length.
 
     Returns:
         {"token", "schedule", "stopping", "tol", "max_iters", "gradient"}, in which tol and
@@ -137,7 +139,7 @@ def describe_solver(model: nn.Module, length: int | None = None) -> dict | str:
 def override_solver(model: nn.Module, **fields: Any) -> contextlib.AbstractContextManager:
     """Return a context in which these solver fields override the model's config.
 
-    Fields that are None keep the config's value. A model without a solver is not changed.
+    Fields that are None keep the config's value. Without a solver, the context does nothing.
     """
     fields = {name: value for name, value in fields.items() if value is not None}
     context: Any = getattr(model, "solving", None)
@@ -146,94 +148,93 @@ def override_solver(model: nn.Module, **fields: Any) -> contextlib.AbstractConte
     return contextlib.nullcontext()
 
 
-def probe_first(model: nn.Module, input_ids: torch.Tensor, mask: torch.Tensor | None) -> Any:
-    """Measure ℓ* of the first sequences of a batch; see `metrics.probe`.
-
-    It is at least one sequence, otherwise at most MAX_PROBED and MAX_PROBED_TOKENS.
+def probe_first_sequences(
+    model: nn.Module, input_ids: torch.Tensor, mask: torch.Tensor | None
+) -> Any:
+    """Measure ℓ* of the first sequences of a batch, at least one; see `metrics.probe`.
 
     Args:
         model: The model.
         input_ids: Tokens, shape (b,l).
         mask: False at padding, shape (b,l), or None.
     """
-    count = min(MAX_PROBED, max(1, MAX_PROBED_TOKENS // input_ids.shape[1]), len(input_ids))
+    count = min(
+        MAX_PROBED_SEQUENCES, max(1, MAX_PROBED_TOKENS // input_ids.shape[1]), len(input_ids)
+    )
     return probe(model, input_ids[:count], None if mask is None else mask[:count])
 
 
-def standard_error(values: np.ndarray, groups: np.ndarray) -> float:
-    """Return the standard error of a mean of items that are not all independent.
+def compute_standard_error(values: np.ndarray, groups: np.ndarray) -> float:
+    """Compute the standard error of a mean of items that are not all independent.
 
     Args:
         values: The items, shape (n,).
-        groups: Equal numbers for items that depend on each other, shape (n,): the tokens of one
-            sequence, or repetitions of the same sequence.
+        groups: Group of each item, shape (n,), any integer. Items of a group depend on each other:
+            they are tokens of one sequence, or repetitions of the same sequence.
     """
-    _, group = np.unique(groups, return_inverse=True)
-    sums = np.bincount(group, values - values.mean())
+    _, group_index = np.unique(groups, return_inverse=True)
+    sums = np.bincount(group_index, values - values.mean())
     return float(np.sqrt(np.square(sums).sum()) / len(values))
 
 
 class _Scores:
-    """Items of each metric over the batches of a length, with groups of dependent items."""
+    """Items (scored tokens or sequences) of each metric, over all batches of a length."""
 
     def __init__(self, task: Task):
         self.task = task
-        self.values: dict[str, list[np.ndarray]] = {}
-        self.groups: dict[str, list[np.ndarray]] = {}
-        self.samples: list[np.ndarray] = []  # hashes of the sequences of each batch; not of streams
+        self.values: dict[str, list[np.ndarray]] = {}  # metric → items of each batch
+        self.groups: dict[str, list[np.ndarray]] = {}  # metric → groups of these items
+        self.sample_hashes: list[np.ndarray] = []  # of each batch; empty for streams
 
     def add(self, number: int, batch: Batch, predicted: np.ndarray) -> None:
-        """Add the predictions (b,l) for batch `number`."""
+        """Score the predictions (b,l) for batch `number`; equal sequences share a group."""
         if not self.task.streams:
             lengths = None if batch.mask is None else batch.mask.sum(1)
-            self.samples.append(splits.hash_samples(batch.input_ids, lengths))
+            self.sample_hashes.append(splits.hash_samples(batch.input_ids, lengths))
         item_rows = self.task.item_rows(batch)
         for name, items in self.task.score(predicted, batch).items():
             row = item_rows.get(name, np.arange(len(items)))
             if self.task.streams:
-                group = row + number * batch.labels.size  # batches share no group
+                group = row + number * batch.labels.size  # rows of different batches differ
             else:
-                group = self.samples[-1][row]
+                group = self.sample_hashes[-1][row]
             self.values.setdefault(name, []).append(items)
             self.groups.setdefault(name, []).append(group)
 
-    def record(self) -> dict[str, dict[str, float]]:
+    def summarize(self) -> dict[str, dict[str, float]]:
         """Return {"metrics", "stderr"}: for each metric the mean of all items and its error."""
         pooled = {name: np.concatenate(items) for name, items in self.values.items()}
-        pooled = {name: items for name, items in pooled.items() if len(items)}
+        pooled = {name: items for name, items in pooled.items() if len(items)}  # drop empty metrics
         errors = {
-            name: standard_error(items, np.concatenate(self.groups[name]))
+            name: compute_standard_error(items, np.concatenate(self.groups[name]))
             for name, items in pooled.items()
         }
         means = {name: float(items.mean()) for name, items in pooled.items()}
         return {"metrics": means, "stderr": errors}
 
 
-def _training_overlap(task: Task, length: int, sequences: int, is_held_out: bool) -> dict:
-    """Return how many samples training may contain as well, as {"count", "of"}.
+def _count_training_overlap(task: Task, length: int, sequences: int, is_held_out: bool) -> dict:
+    """Count the test sequences that training may contain as well: {"count", "of"}.
 
     The count is None if it is unknown, as for streams, whose splits are files. If a length has too
-    few samples for disjoint splits, training may contain all of them.
+    few samples for disjoint splits, training may contain all sequences.
     """
     count = 0 if task.is_held_out(length) else sequences
     is_known = is_held_out and not task.streams
     return {"count": count if is_known else None, "of": sequences}
 
 
-def _batch_count_and_size(task: Task, cfg: Config, length: int, split: str) -> tuple[int, int]:
-    """Return the number of batches of a length and the sequences per batch.
-
-    The data depend on both.
-    """
+def _plan_batches(task: Task, cfg: Config, length: int, split: str) -> tuple[int, int]:
+    """Return the number of batches and the sequences per batch; the data depend on both."""
     if task.streams:
         return task.segments(split, cfg.eval.batch_size, length), cfg.eval.batch_size
     batch_size = min(cfg.eval.batch_size, cfg.eval.examples)
     return math.ceil(cfg.eval.examples / batch_size), batch_size
 
 
-def _read_all(
+def _score_batches(
     model: nn.Module, scores: _Scores, batches: Iterable[Batch], token_by_token: bool
-) -> tuple[list, Tensors | None]:
+) -> tuple[list, BatchTensors | None]:
     """Score the model's answers to all batches.
 
     Returns:
@@ -242,10 +243,10 @@ def _read_all(
     device = next(model.parameters()).device
     carries_state = token_by_token or scores.task.streams
     statistics: list = []
-    first: Tensors | None = None
+    first_batch: BatchTensors | None = None
     state = None
     for number, batch in enumerate(batches):
-        tensors = as_tensors(batch, device)
+        tensors = move_to_device(batch, device)
         initial_state: Any = state if batch.is_continuation else None
         answers = compute_answers(
             model, tensors.input_ids, tensors.mask, initial_state, carries_state, token_by_token
@@ -253,8 +254,8 @@ def _read_all(
         state = answers.state
         statistics += [entry for entry in answers.statistics if entry is not None]
         scores.add(number, batch, answers.logits.argmax(-1).cpu().numpy())
-        first = first or tensors
-    return statistics, first
+        first_batch = first_batch or tensors
+    return statistics, first_batch
 
 
 @torch.no_grad()
@@ -284,11 +285,11 @@ def measure(
         precision: "fp32" or "bf16".
         token_by_token: Solve token by token; the model must carry its state. ℓ* is still measured
             on whole sequences.
-        is_held_out: Whether the model was trained on a split that is disjoint from this one.
+        is_held_out: Whether the model was trained on data with disjoint splits.
 
     Returns:
         "metrics" and "stderr" (repetitions of a sequence count as one sample), "sequences",
-        "seconds", "read", "solver" (as the model reports it) and "in_training". With a solver also
+        "seconds", "read", "solver" (see `describe_solver`) and "in_training". With a solver also
         "evaluations", "failed" and "residual" over all tokens, per layer, and "num_iters" (ℓ*) of
         the first "probed" sequences. docs/synthetic.md explains each.
 
@@ -297,30 +298,30 @@ def measure(
     """
     # 1. Read everything, then measure ℓ* on the first sequences.
     task.check_length(length)
-    count, batch_size = _batch_count_and_size(task, cfg, length, split)
+    count, batch_size = _plan_batches(task, cfg, length, split)
     batches = (task.batch(seed, split, i, batch_size, (length, length)) for i in range(count))
     scores = _Scores(task)
     device = next(model.parameters()).device
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
-    limited_solver = override_solver(model, eval_max_iters=cfg.eval.max_iters)
+    solver_override = override_solver(model, eval_max_iters=cfg.eval.max_iters)
     model.eval()
-    with limited_solver, autocast:
+    with solver_override, autocast:
         start = time.perf_counter()
         solver = describe_solver(model, 1 if token_by_token else length)
-        statistics, first = _read_all(model, scores, batches, token_by_token)
+        statistics, first_batch = _score_batches(model, scores, batches, token_by_token)
         seconds = time.perf_counter() - start
         probe_result = None
-        if first is not None and statistics:
-            probe_result = probe_first(model, first.input_ids, first.mask)
+        if first_batch is not None and statistics:
+            probe_result = probe_first_sequences(model, first_batch.input_ids, first_batch.mask)
 
     # 2. Collect the results.
-    reading = IN_SEGMENTS if task.streams else AT_ONCE
+    whole_reading = IN_SEGMENTS if task.streams else AT_ONCE
     record = {
-        **scores.record(),
+        **scores.summarize(),
         "sequences": count * batch_size,
-        "read": TOKEN_BY_TOKEN if token_by_token else reading,
+        "read": TOKEN_BY_TOKEN if token_by_token else whole_reading,
         "solver": solver,
-        "in_training": _training_overlap(task, length, count * batch_size, is_held_out),
+        "in_training": _count_training_overlap(task, length, count * batch_size, is_held_out),
         "seconds": round(seconds, 3),
         **fixed_point_metrics(statistics),
     }
@@ -331,11 +332,10 @@ def measure(
 
 def _add_probe(record: dict, probe_result: Any, scores: _Scores) -> None:
     """Add ℓ*, its standard error and the number of probed sequences to a record."""
-    # Mean over layers, one value per sequence.
-    iterations = probe_result.num_iters.double().mean(0).cpu().numpy()
+    iterations = probe_result.num_iters.double().mean(0).cpu().numpy()  # (b,), mean over layers
     count = len(iterations)
-    group = np.arange(count) if scores.task.streams else scores.samples[0][:count]
-    record["stderr"]["num_iters"] = standard_error(iterations, group)
+    group = np.arange(count) if scores.task.streams else scores.sample_hashes[0][:count]
+    record["stderr"]["num_iters"] = compute_standard_error(iterations, group)
     record["num_iters"] = fixed_point_metrics([probe_result])["num_iters"]
     record["probed"] = count
 
@@ -350,33 +350,27 @@ def evaluate_all(
 ) -> list[dict]:
     """Measure every length with every seed of `eval`; with eval.sequential also token by token.
 
-    Args:
-        model: The model.
-        task: The task.
-        cfg: Config of the run, whose `eval` section applies.
-        lengths: Sequence lengths in tokens.
-        precision: "fp32" or "bf16".
-        is_held_out: As in `measure`.
+    The arguments are those of `measure`, with `lengths` in tokens.
 
     Returns:
         A row for each measurement: {"length", "seed"} and the result of `measure`.
     """
     seeds = cfg.eval.seeds
-    if task.streams:  # a single test set, read in segments as in training
+    if task.streams:  # there is a single test set, which is read in segments as in training
         lengths, seeds = [cfg.train.lengths[1]], (0,)
-    token_by_token_options = [False, True] if cfg.eval.sequential else [False]
+    ways_of_reading = [False, True] if cfg.eval.sequential else [False]
     results: list[dict] = []
     # The time for a length is about proportional to its tokens.
-    total = sum(lengths) * len(seeds) * len(token_by_token_options)
-    done = 0
+    total = sum(lengths) * len(seeds) * len(ways_of_reading)
+    tokens_done = 0
     progress = Progress("evaluating", total=total, unit="tokens per sequence")
-    for length, seed, token_by_token in itertools.product(lengths, seeds, token_by_token_options):
+    for length, seed, token_by_token in itertools.product(lengths, seeds, ways_of_reading):
         row = measure(
             model, task, cfg, length, "test", seed, precision, token_by_token, is_held_out
         )
         results.append({"length": length, "seed": seed, **row})
-        done += length
-        progress.update(done)
+        tokens_done += length
+        progress.update(tokens_done)
     return results
 
 
@@ -407,10 +401,12 @@ def evaluate_run(
     check_file(path)
     cfg, task, model, precision = load_run(run_dir, overrides, trust)
     lengths = parse_lengths(cfg.eval.lengths, task)
-    is_held_out = cfg.task == load(RunDir(run_dir).config).task  # another task has other splits
+    is_held_out = (
+        cfg.task == load_config(RunDir(run_dir).config).task
+    )  # another task has other splits
     results = evaluate_all(model, task, cfg, lengths, precision, is_held_out)
-    evaluated = {None, *(row["length"] for row in results)}
-    thresholds = [entry for entry in cfg.thresholds if entry.length in evaluated]
+    evaluated_lengths = {None, *(row["length"] for row in results)}  # None: of all lengths
+    thresholds = [t for t in cfg.thresholds if t.length in evaluated_lengths]
     result = {
         "run": str(run_dir),
         "task": cfg.task.name,

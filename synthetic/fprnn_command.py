@@ -1,9 +1,9 @@
 """Command line `fprnn`: the commands of `lm.cli`, and `synthetic` and `demo` of this package.
 
-It is not in the package `fprnn`, because importing that imports PyTorch and transformers.
+It is not in the package `fprnn`, because importing `fprnn` imports PyTorch and transformers.
 """
 
-from lm.cli import main as lm_command
+from lm.cli import main as lm_cli
 from synthetic import cli
 
 
@@ -11,6 +11,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit status.
 
     Args:
-        argv: Words after `fprnn`; None: those of this process.
+        argv: Arguments after `fprnn`; None: the arguments of this process.
     """
-    return lm_command.main(argv, more_commands=(cli.add, cli.add_demo))
+    return lm_cli.main(argv, more_commands=(cli.add_synthetic, cli.add_demo))

@@ -1,4 +1,4 @@
-"""Start of a training from the weights of another synthetic run (`init_from`)."""
+"""Initial weights from another synthetic run (`init_from`)."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from lm.common.errors import ConfigError
 from lm.common.files import write_json
 from lm.runs.checkpoint import list_checkpoints
 from lm.runs.run_dir import RunDir
-from lm.training.upcycle import HEAD, Source, SourceError, match_weights
+from lm.training.upcycle import HEAD, SourceError, SourceModel, match_weights
 from synthetic import centroids
-from synthetic.build import Loaded, load_run
+from synthetic.build import LoadedRun, load_run
 from synthetic.config import Config, Task
 
 
-def is_needed(cfg: Config, overwrite: bool) -> bool:
+def needs_initial_weights(cfg: Config, overwrite: bool) -> bool:
     """Return True if the run has an `init_from` and no checkpoint of its own to resume from."""
     if cfg.init_from is None:
         return False
     return overwrite or not list_checkpoints(RunDir(cfg.run_dir).checkpoints)
 
 
-class Start:
-    """Weights that a run starts from, matched with its own parameters.
+class InitialWeights:
+    """Weights of a source run, matched with the parameters of the run that starts from them.
 
-    The constructor refuses weights that do not fit, and changes nothing.
+    The constructor refuses weights that do not fit. Only `apply` changes the model.
 
     Args:
         cfg: Config of the run, with an `init_from`.
         model: Model of the run.
 
     Raises:
-        ConfigError: If the source is the run itself, or its model does not match.
+        ConfigError: If the source is the run itself, or its weights do not match the model.
         SourceError: If the source is no trained synthetic run, or has another kind of model.
         CheckpointError: If the source's checkpoint is damaged.
     """
@@ -46,18 +46,19 @@ class Start:
                 f"init_from.path is {settings.path}, which is this run itself: choose another"
                 " `name`"
             )
-        self.source, loaded = _read(settings.path)
         self.model = model
-        difference = _task_difference(loaded.cfg.task, cfg.task)
+        self.source, source_run = _load_source(settings.path)
+        task_difference = _describe_task_difference(source_run.cfg.task, cfg.task)
         self.match = match_weights(
             self.source,
             model,
             settings.partial,
             model.config.vocab_size,
-            difference,
+            task_difference,
         )
-        new, partners = self.match.new, self.match.partners
-        self.centroids = centroids.compute_centroids(model, new, partners, loaded, difference)
+        self.centroids = centroids.compute_centroids(
+            model, self.match.new, self.match.partners, source_run, task_difference
+        )
 
     def apply(self) -> list[str]:
         """Load the weights into the model, and return lines that describe them."""
@@ -69,7 +70,7 @@ class Start:
         write_json(run.init_from, self.match.record())
 
 
-def _read(path: str) -> tuple[Source, Loaded]:
+def _load_source(path: str) -> tuple[SourceModel, LoadedRun]:
     """Load the trained synthetic run at `path`.
 
     Raises:
@@ -78,20 +79,21 @@ def _read(path: str) -> tuple[Source, Loaded]:
     run = RunDir(Path(path).expanduser())
     if not run.holds_run:
         raise SourceError(f"init_from.path is {path}, which is no run: it must be a synthetic run")
-    all_gpus = range(torch.cuda.device_count())  # building a model seeds all generators
+    # Building a model seeds all random generators: restore them afterwards.
+    all_gpus = range(torch.cuda.device_count())
     with torch.random.fork_rng(devices=all_gpus):
-        # Without trust: a `module:Class` is imported only if our own config names it.
-        loaded = load_run(run.path)
-    config = loaded.model.config
-    weights = dict(loaded.model.state_dict())
+        # Without `trust`, a `module:Class` is imported only if the new run's config names it too.
+        source_run = load_run(run.path)
+    config = source_run.model.config
+    weights = dict(source_run.model.state_dict())
     if config.tie_embeddings:
         del weights[HEAD]
-    return Source(run.path, "a synthetic run", config, weights), loaded
+    return SourceModel(run.path, "a synthetic run", config, weights), source_run
 
 
-def _task_difference(source: Task, target: Task) -> str:
-    """Describe how two tasks differ, so that an id may have another meaning; "" if they do not."""
-    packing = {"context"}  # tokens per row of copying, which change the meaning of no id
+def _describe_task_difference(source: Task, target: Task) -> str:
+    """Describe differences of two tasks that may change what an id means; "" if there are none."""
+    packing = {"context"}  # only the number of tokens per training row of a copying task
     old = source.model_dump(exclude=packing)
     new = target.model_dump(exclude=packing)
     differences = [

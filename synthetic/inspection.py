@@ -17,13 +17,13 @@ from lm.evaluation.inspection.page import Inspection
 from lm.evaluation.inspection.result import Answer
 from lm.evaluation.inspection.tokens import Token
 from synthetic.build import load_run
-from synthetic.evaluate import as_tensors, describe_solver, override_solver
+from synthetic.evaluate import describe_solver, move_to_device, override_solver
 from synthetic.tasks import IGNORE, Batch, Task, TaskError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MAX_TOKENS = 2048  # on one page; measuring ℓ* costs as many solves, and ℓ* may grow with the length
+MAX_TOKENS = 2048  # on one page; measuring ℓ* costs ℓ* solves, and ℓ* may grow with the length
 
 
 def inspect_run(
@@ -37,13 +37,13 @@ def inspect_run(
 
     Args:
         run_dir: The run directory.
-        texts: Names of the input's tokens, as in `Task.parse_typed`; or
-        length: Draw a sequence of this length from the task's test data.
+        texts: Names of the input's tokens, as in `Task.parse_typed`; None: draw a sequence.
+        length: Length of the sequence to draw from the task's test data; None: use `texts`.
         seed: Seed of the drawn sequence.
         trust: Run the code of a `module:Class` that the run's config.yaml names.
 
     Raises:
-        TaskError: If neither texts nor a length is given, or both; if the task lacks a token or the
+        TaskError: If neither texts nor a length is given, or both; if the task has no such token or
             length.
         CheckpointError: If the run has no checkpoint.
     """
@@ -74,30 +74,30 @@ def inspect_batch(
 
     Args:
         model: The model.
-        task: Its task.
+        task: Task of the model.
         batch: A batch with one row.
         name: Name of the run.
         precision: "fp32" or "bf16".
-        max_iters: ℓmax; None: the model's.
+        max_iters: ℓmax; None: the ℓmax of the model.
 
     Raises:
         TaskError: If the sequence has more than MAX_TOKENS tokens.
     """
     device = next(model.parameters()).device
-    size = batch.input_ids.shape[1] if batch.mask is None else int(batch.mask[0].sum())
-    if size > MAX_TOKENS:
-        raise TaskError(f"the sequence has {size:,} tokens: inspect shows at most {MAX_TOKENS:,}")
-    ids, labels, _ = as_tensors(batch, device)
-    ids = ids[:, :size]
+    length = batch.input_ids.shape[1] if batch.mask is None else int(batch.mask[0].sum())
+    if length > MAX_TOKENS:
+        raise TaskError(f"the sequence has {length:,} tokens: inspect shows at most {MAX_TOKENS:,}")
+    ids, labels, _ = move_to_device(batch, device)
+    ids = ids[:, :length]
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     with override_solver(model, eval_max_iters=max_iters), autocast:
         logits, layers = run_with_probe(model, ids)
-        solver = describe_solver(model, size)
-    targets = [None if label == IGNORE else label for label in labels[0, :size].tolist()]
-    outputs = score_predictions(logits, targets)
-    guesses = name_guesses(outputs.guesses, lambda ids: [_answer_name(task, i) for i in ids])
+        solver = describe_solver(model, length)
+    targets = [None if label == IGNORE else label for label in labels[0, :length].tolist()]
+    scores = score_predictions(logits, targets)
+    guesses = name_guesses(scores.guesses, lambda ids: [_name_answer(task, i) for i in ids])
     answers = [
-        Answer(_answer_name(task, predicted), None if target is None else task.answer_name(target))
+        Answer(_name_answer(task, predicted), None if target is None else task.answer_name(target))
         for predicted, target in zip(logits.argmax(-1).tolist(), targets, strict=True)
     ]
     token_ids = ids[0].tolist()
@@ -105,8 +105,8 @@ def inspect_batch(
         name=name,
         model=describe_model(model),
         tokens=[Token(token_id, task.token_name(token_id)) for token_id in token_ids],
-        loss=outputs.loss,
-        entropy=outputs.entropy,
+        loss=scores.loss,
+        entropy=scores.entropy,
         guesses=guesses,
         layers=layers,
         answers=answers,
@@ -114,6 +114,6 @@ def inspect_batch(
     )
 
 
-def _answer_name(task: Task, token_id: int) -> str:
-    """Return the name of a predicted id; model.vocab_size may exceed the task's."""
+def _name_answer(task: Task, token_id: int) -> str:
+    """Return the name of a predicted id; the model may have more ids than the task."""
     return task.answer_name(token_id) if token_id < task.vocab_size else f"<{token_id}>"

@@ -1,4 +1,7 @@
-"""Labels of sweep points for legends and tables."""
+"""Labels of sweep points for legends and tables.
+
+A point is one run of a sweep: the values that the sweep sets, by dotted key.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,16 @@ _NAMES = {
 }
 _BLOCKS = {"fp_mamba1": "FP-Mamba", "fp_mamba2": "FP-Mamba-2", "fp_rnn": "FP-RNN"}
 _MIXERS_WITH_RANK = ("householder", "dplr", "mixture")
+# Options that let a parameter depend on the layer's output y → symbol of the parameter.
 _DEPENDENCE_ON_Y = {"dt_h_dep": "λ", "b_h_dep": "b", "c_h_dep": "c", "mixer_h_dep": "Q"}
-# Keys of a point that `_model_kind` covers.
-_KEYS_OF_KIND = {"name", "block", "layers", "mixer", "mixer_rank", "n_householder"}
-# Keys without their own words in a label: other words cover them, or they follow from the name.
-_KEYS_WITHOUT_TEXT = {*_KEYS_OF_KIND, *_DEPENDENCE_ON_Y, "n_layer", "headdim", "n_heads"}
+# Keys of a point that `_describe_model_kind` describes.
+_MODEL_KIND_KEYS = {"name", "block", "layers", "mixer", "mixer_rank", "n_householder"}
+# Keys without text of their own in a label: another text describes them, or the name does.
+_KEYS_WITHOUT_TEXT = {*_MODEL_KIND_KEYS, *_DEPENDENCE_ON_Y, "n_layer", "headdim", "n_heads"}
 _KEYS_WITHOUT_TEXT |= {"allow_neg_eigval"}
 
 
-def model_label(cfg: Config, point: dict[str, Any]) -> str:
+def label_model(cfg: Config, point: dict[str, Any]) -> str:
     """Describe the model and the training of a sweep point: "Mamba, 2 layers", "ℓmax 8".
 
     Runs that differ only in the seed have the same label and are drawn together.
@@ -41,19 +45,19 @@ def model_label(cfg: Config, point: dict[str, Any]) -> str:
         point: Values of the point by dotted key.
     """
     model = cfg.model
-    keys = {k.removeprefix("model."): v for k, v in point.items() if k.startswith("model.")}
+    values = {k.removeprefix("model."): v for k, v in point.items() if k.startswith("model.")}
     parts = []
-    if keys.keys() & _KEYS_OF_KIND:
-        parts.append(_model_kind(model))
-    if "n_layer" in keys:
+    if values.keys() & _MODEL_KIND_KEYS:
+        parts.append(_describe_model_kind(model))
+    if "n_layer" in values:
         parts.append(f"{model.n_layer} layer{'s' * (model.n_layer > 1)}")
-    if keys.keys() & _DEPENDENCE_ON_Y.keys():
+    if values.keys() & _DEPENDENCE_ON_Y.keys():
         symbols = [s for key, s in _DEPENDENCE_ON_Y.items() if getattr(model, key, False)]
         parts.append(f"y in {', '.join(symbols)}" if symbols else "y in none")
-    parts += [f"{key} {value}" for key, value in keys.items() if key not in _KEYS_WITHOUT_TEXT]
+    parts += [f"{key} {value}" for key, value in values.items() if key not in _KEYS_WITHOUT_TEXT]
     if "train.max_iters" in point:
-        distribution = f"~ ⌈Γ({cfg.train.gamma_shape:g}, 1)⌉"
         is_random = cfg.train.max_iters == "gamma"
+        distribution = f"~ ⌈Γ({cfg.train.gamma_shape:g}, 1)⌉"
         parts.append(f"ℓmax {distribution if is_random else cfg.train.max_iters}")
     for key, value in point.items():
         if isinstance(value, Variant):
@@ -63,7 +67,7 @@ def model_label(cfg: Config, point: dict[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def _model_kind(model: Model) -> str:
+def _describe_model_kind(model: Model) -> str:
     """Return "Mamba" or "FP-Mamba householder 4"; for a mixed stack its layers."""
     text = _NAMES.get(model.name) or _BLOCKS[model.block]
     if model.layers is not None:
@@ -77,10 +81,10 @@ def _model_kind(model: Model) -> str:
     return text
 
 
-def task_label(cfg: Config, point: dict[str, Any]) -> str:
+def label_task(cfg: Config, point: dict[str, Any]) -> str:
     """Describe the task of a sweep point; "" if the sweep does not vary the task."""
-    keys = {k.removeprefix("task."): v for k, v in point.items() if k.startswith("task.")}
-    if "name" in keys:
+    values = {k.removeprefix("task."): v for k, v in point.items() if k.startswith("task.")}
+    if "name" in values:
         group = f" {cfg.task.group}" if cfg.task.name == "word_problem" else ""
         return cfg.task.name.replace("_", " ") + group
-    return " ".join(str(v) if k == "group" else f"{k} {v}" for k, v in keys.items())
+    return " ".join(str(v) if k == "group" else f"{k} {v}" for k, v in values.items())

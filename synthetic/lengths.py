@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import re
 
-# A thousand times the longest length of a shipped configuration; a batch of 64 takes 0.5 GB.
+# Tokens: a thousand times the longest in a shipped configuration; 64 such rows of ids take 0.5 GB.
 MAX_LENGTH = 2**20
 MAX_LENGTHS = 10_000  # each length is a separate evaluation
-RATIO = 2**0.5  # between consecutive lengths of START:STOP
-PART = re.compile(r"\s*([1-9]\d*)(?::([1-9]\d*))?(?::([1-9]\d*))?\s*")
+RATIO = 2**0.5  # ratio of consecutive lengths in START:STOP
+RANGE_PATTERN = re.compile(r"\s*([1-9]\d*)(?::([1-9]\d*))?(?::([1-9]\d*))?\s*")
 
 
 def parse_ranges(text: str) -> list[list[int]]:
-    """Return the lengths of each part of the list.
+    """Return the lengths of each comma-separated part of the text.
 
     Raises:
         ValueError: If the text is no list of lengths, or has more than MAX_LENGTHS of them.
@@ -29,8 +29,8 @@ def parse_ranges(text: str) -> list[list[int]]:
 
 
 def _expand(part: str) -> list[int]:
-    """Return the lengths of a part of a list."""
-    match = PART.fullmatch(part)
+    """Return the lengths of "16", "2:512" or "2:50:1"."""
+    match = RANGE_PATTERN.fullmatch(part)
     start, stop, step = (int(number or 0) for number in match.groups()) if match else (0, 0, 0)
     stop = stop or start
     if not 1 <= start <= stop <= MAX_LENGTH:
@@ -40,6 +40,6 @@ def _expand(part: str) -> list[int]:
         )
     if step:
         return list(range(start, stop + 1, step))
-    count = math.floor(math.log(stop / start, RATIO) + 1e-9) + 1
+    count = math.floor(math.log(stop / start, RATIO) + 1e-9) + 1  # 1e-9: rounding of the log
     lengths = [round(start * RATIO**index) for index in range(count)]
     return list(dict.fromkeys([*lengths, stop]))

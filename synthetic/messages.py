@@ -8,11 +8,11 @@ from lm.runs.log import format_iterations
 from synthetic import tasks
 from synthetic.config import Config
 from synthetic.evaluate import describe_solver
-from synthetic.results import solver_text
-from synthetic.update import max_iters_at
+from synthetic.results import format_solver
+from synthetic.update import choose_max_iters
 
 
-def task_text(cfg: Config, task: tasks.Task) -> str:
+def describe_task(cfg: Config, task: tasks.Task) -> str:
     """Describe the task, its number of ids, its training lengths and its chance level."""
     name = f"{cfg.task.name} {cfg.task.group}" if cfg.task.name == "word_problem" else cfg.task.name
     shortest, longest = cfg.train.lengths
@@ -20,30 +20,30 @@ def task_text(cfg: Config, task: tasks.Task) -> str:
     return f"{name}, {task.vocab_size} ids, training length {lengths} (chance {task.chance:.3g})"
 
 
-def solvers_text(model: nn.Module, cfg: Config) -> str:
+def describe_solvers(model: nn.Module, cfg: Config) -> str:
     """Describe how the model solves in training and in evaluation; "none" without a solver."""
     training, evaluation = (describe_solver(model.train(mode)) for mode in (True, False))
     if isinstance(training, str) or isinstance(evaluation, str):
         return "none"
     if training["max_iters"] is not None:
-        training["max_iters"] = max_iters_at(cfg, 0)
+        training["max_iters"] = choose_max_iters(cfg, 0)
         if cfg.train.max_iters == "gamma":
             training["max_iters"] = f"⌈Γ({cfg.train.gamma_shape:g}, 1)⌉"
     if evaluation["max_iters"] is not None:
         evaluation["max_iters"] = cfg.eval.max_iters or evaluation["max_iters"]
     return (
-        f"training: {solver_text(training)}, gradient {training['gradient']};"
-        f" evaluation: {solver_text(evaluation)}"
+        f"training: {format_solver(training)}, gradient {training['gradient']};"
+        f" evaluation: {format_solver(evaluation)}"
     )
 
 
-def scores_text(measured: dict) -> str:
-    """Describe the metrics of a measurement, except for single bAbI tasks, and its ℓ*."""
+def format_scores(scores: dict) -> str:
+    """Return metrics (except for single bAbI tasks) and ℓ* of `evaluate.measure` as text."""
     text = "  ".join(
         f"{name} {value:.3f}"
-        for name, value in measured["metrics"].items()
+        for name, value in scores["metrics"].items()
         if not name.startswith("qa")
     )
-    if iterations := measured.get("num_iters"):
+    if iterations := scores.get("num_iters"):
         text += "  ℓ* " + format_iterations(iterations)
     return text

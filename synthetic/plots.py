@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from textwrap import wrap
@@ -17,12 +18,12 @@ from lm.runs.metrics import OTHER_SOLUTION_MARK, OTHER_SOLUTION_NOTE
 from synthetic.result_tables import (
     FinishedRun,
     average_seeds,
-    figure_notes,
-    final_table,
+    build_final_table,
+    build_headline_table,
+    build_training_table,
+    describe_figure,
     format_mean,
-    headline_table,
-    seed_count,
-    training_table,
+    format_seed_count,
 )
 from synthetic.results import TOKEN_BY_TOKEN
 
@@ -31,13 +32,12 @@ if TYPE_CHECKING:
 
 # Okabe & Ito's palette (without its yellow, too pale for lines), safe for colour-blind readers.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = "osD^vPX*"
-SOLVED = 0.9  # headline metric from which a length counts as solved
-LOG_RATIO = 100  # default of `log_ratio` in `curves`
+MARKERS = "osD^vPX*"  # matplotlib's letters
+SOLVED = 0.9  # a length counts as solved if the headline metric is at least this
 MAX_COLUMNS = 4  # panels per row
-# Style of ℓ* of a model that has not learned its task.
-NOT_LEARNED = {"ls": ":", "mfc": "none", "alpha": 0.6}
-ERRORS = (
+# Line style for ℓ* of a model that has not learned its task.
+NOT_LEARNED_STYLE = {"ls": ":", "mfc": "none", "alpha": 0.6}
+ERROR_NOTE = (
     "n: training seeds. If there are several: mean, a dot for each, shade or error bar ± standard"
     " deviation. If there is one: error bar ± standard error over test samples"
 )
@@ -57,104 +57,113 @@ class Drawing:
     notes: list[str]
 
     def __post_init__(self) -> None:
-        width = int(17 * self.figure.get_figwidth())
+        width = int(17 * self.figure.get_figwidth())  # 17 characters of this font per inch
         text = [line for note in self.notes for line in wrap(note, width)]
         self.figure.supxlabel("\n".join(text), x=0.01, ha="left", fontsize="x-small")
 
 
-def metric_label(metric: str) -> str:
-    """Return the label of a metric on an axis."""
+def format_metric(metric: str) -> str:
+    """Return a metric as text for axes and tables."""
     return "ℓ* (iterations)" if metric == "num_iters" else metric.replace("_", " ")
 
 
 def find_nearest(lengths: Iterable[int], target: int) -> int:
-    """Return the evaluated length nearest to the target, and the shorter one in a tie."""
+    """Return the evaluated length nearest to the target; of two equally near ones the shorter."""
     return min(lengths, key=lambda length: (abs(length - target), length))
 
 
-def longest_solved(values: pd.Series) -> int:
-    """Return the longest length (the index) up to which no value is below SOLVED, or 0."""
-    solved = values.sort_index().ge(SOLVED).cummin()
-    return int(solved[solved].index.max()) if solved.any() else 0
+def find_longest_solved(values: pd.Series) -> int:
+    """Return the longest length up to which no value is below SOLVED, or 0.
+
+    Args:
+        values: Headline metric, indexed by length.
+    """
+    is_solved_so_far = values.sort_index().ge(SOLVED).cummin()
+    return int(is_solved_so_far[is_solved_so_far].index.max()) if is_solved_so_far.any() else 0
 
 
-def curves(
-    runs: list[FinishedRun], title: str, metric: str | None = None, log_ratio: float = LOG_RATIO
+def draw_curves(
+    runs: list[FinishedRun], title: str, metric: str | None = None, log_ratio: float = 100
 ) -> Drawing:
     """Draw a metric over the test length.
 
     There is a panel for each task and a colour for each model; curves are dashed if the model read
-    token by token. A mark shows ℓ* of a model that has not learned its task, because solving the
-    task may need another number of iterations, and ℓ* of another solution than the model's.
+    token by token. For `num_iters`, the figure marks two kinds of curves: of models that have not
+    learned their task, because solving the task may need another number of iterations, and of
+    probes that converged to another solution than the model's.
 
     Args:
         runs: Finished runs.
         title: Title of the figure.
         metric: Metric to draw (`num_iters` is ℓ*); None: the headline metric of each task.
-        log_ratio: Longest / shortest length from which the length axis is logarithmic.
+        log_ratio: The length axis is logarithmic if longest / shortest length is above this.
 
     Raises:
         ReportError: If no run has this metric.
     """
     # 1. Select the runs and the lines of the table.
-    table = final_table(runs)
-    lines = table[table["metric"] == metric] if metric else headline_table(runs)
+    table = build_final_table(runs)
+    lines = table[table["metric"] == metric] if metric else build_headline_table(runs)
     metric = metric or runs[0].headline
     if lines.empty:
-        raise ReportError(f"no finished run has {metric_label(metric)}: nothing to draw")
+        raise ReportError(f"no finished run has {format_metric(metric)}: nothing to draw")
     runs = [run for run in runs if str(run.run_dir) in set(lines["run"])]
     styles = choose_styles(runs)
-    unlearned = set()
+    unlearned_labels = set()
     if metric == "num_iters":
         labels = {run.label for run in runs}
-        unlearned = {label for label in labels if not has_learned(runs, label)}
+        unlearned_labels = {label for label in labels if not has_learned(runs, label)}
 
     # 2. Draw a panel for each task.
-    figure, axes = new_figure(list(lines["panel"].unique()), title, sharey=True)
+    figure, axes = create_figure(list(lines["panel"].unique()), title, sharey=True)
     summary_lines = []
     for ax, (_, panel) in zip(axes, lines.groupby("panel", sort=False)):
         for (label, model, reading), curve in panel.groupby(["label", "model", "read"], sort=False):
             means = average_seeds(curve)
             has_several_readings = lines.loc[lines["label"] == label, "read"].nunique() > 1
-            is_other = metric == "num_iters" and bool(curve["elsewhere"].any())
             name = f"{model}, {reading}" if has_several_readings else model
-            name += ", not learned" * (label in unlearned) + f" {OTHER_SOLUTION_MARK}" * is_other
-            style = {**styles[model], "markevery": max(1, len(means) // 12)}
+            if label in unlearned_labels:
+                name += ", not learned"
+            if metric == "num_iters" and curve["elsewhere"].any():  # ℓ* of another solution
+                name += f" {OTHER_SOLUTION_MARK}"
+            style = {**styles[model], "markevery": max(1, len(means) // 12)}  # about 12 markers
             style |= {"ls": "--"} if reading == TOKEN_BY_TOKEN else {}
-            style |= NOT_LEARNED if label in unlearned else {}
-            draw_curve(ax, means, style, f"{name} (n = {seed_count(means['n'])})".strip())
+            style |= NOT_LEARNED_STYLE if label in unlearned_labels else {}
+            draw_curve(ax, means, style, f"{name} (n = {format_seed_count(means['n'])})".strip())
             trained_to = next(run.trained_to for run in runs if run.label == label)
-            lengths = find_nearest(means.index, trained_to), means.index.max()
-            summary_lines.append(curve[curve["length"].isin(lengths)])
+            summary_lengths = find_nearest(means.index, trained_to), means.index.max()
+            summary_lines.append(curve[curve["length"].isin(summary_lengths)])
         _finish_panel(ax, panel, runs, log_ratio)
     add_legend(figure, axes)
 
     # 3. Collect the notes.
-    notes = [*figure_notes(lines, runs), ERRORS]
-    if unlearned:
+    notes = [*describe_figure(lines, runs), ERROR_NOTE]
+    if unlearned_labels:
         notes.append(
-            f"Not learned (dots, hollow markers): {metric_label(runs[0].headline)} below {SOLVED}"
+            f"Not learned (dots, hollow markers): {format_metric(runs[0].headline)} below {SOLVED}"
             " at the training length. Their ℓ* belongs to a map that does not solve the task."
         )
     if metric == "num_iters" and lines["elsewhere"].any():
         notes.append(OTHER_SOLUTION_NOTE)
     summary_table = pd.concat(summary_lines)
-    summary = summarize(summary_table.assign(column=summary_table["length"]), runs)
-    return Drawing(figure, table[table["run"].isin(summary_table["run"])], summary, notes)
+    summary = build_summary(summary_table.assign(column=summary_table["length"]), runs)
+    table_of_drawn_runs = table[table["run"].isin(summary_table["run"])]
+    return Drawing(figure, table_of_drawn_runs, summary, notes)
 
 
-def summarize(table: pd.DataFrame, runs: list[FinishedRun]) -> list[dict]:
-    """Return the printed table: a line for each model and way of reading.
+def build_summary(table: pd.DataFrame, runs: list[FinishedRun]) -> list[dict]:
+    """Build the printed table: a line for each model and way of reading.
 
     Args:
-        table: Lines with a further column `column`: a test length, or the name of a column.
+        table: Lines of the figure. Their field `column` is the column of the printed table to which
+            they belong: a test length, or a name.
         runs: All runs of the figure.
     """
     has_several_readings = table["read"].nunique() > 1
     summary = []
     for (label, reading), lines in table.groupby(["label", "read"], sort=False):
         means = average_seeds(lines, ("column",))
-        row = {"run": label, "n": seed_count(means["n"])}
+        row = {"run": label, "n": format_seed_count(means["n"])}
         row |= {"read": reading} if has_several_readings else {}
         for column, mean in means.iterrows():
             name = column if isinstance(column, str) else f"at {column}"
@@ -174,7 +183,7 @@ def _finish_panel(ax: Axes, lines: pd.DataFrame, runs: list[FinishedRun], log_ra
     if lines["length"].max() > log_ratio * lines["length"].min():
         ax.set_xscale("log", base=2)
     metric = lines["metric"].iloc[0]
-    ax.set(xlabel="test length (tokens)", ylabel=metric_label(metric))
+    ax.set(xlabel="test length (tokens)", ylabel=format_metric(metric))
     ax.grid(alpha=0.3)
     if metric.endswith("accuracy"):  # scaled accuracy is below 0 if worse than guessing
         ax.set_ylim(1.05 * min(0.0, lines["value"].min()), 1.02)
@@ -184,67 +193,68 @@ def _finish_panel(ax: Axes, lines: pd.DataFrame, runs: list[FinishedRun], log_ra
 
 def has_learned(runs: list[FinishedRun], label: str) -> bool:
     """Return True if a model solves its task at the longest training length."""
-    seeds = [run for run in runs if run.label == label]
-    values = average_seeds(_read_at_once(final_table(seeds), seeds[0].headline))["value"]
-    return bool(values[find_nearest(values.index, seeds[0].trained_to)] >= SOLVED)
+    seed_runs = [run for run in runs if run.label == label]
+    lines = _select_metric(build_final_table(seed_runs), seed_runs[0].headline)
+    values = average_seeds(lines)["value"]  # by length
+    return bool(values[find_nearest(values.index, seed_runs[0].trained_to)] >= SOLVED)
 
 
-def _read_at_once(table: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Return the lines of a metric that were not read token by token."""
+def _select_metric(table: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Return the lines of a metric, except those that were read token by token."""
     return table[(table["metric"] == metric) & (table["read"] != TOKEN_BY_TOKEN)]
 
 
-def scatter(runs: list[FinishedRun], title: str, metric: dict[str, str]) -> Drawing:
-    """Draw a point for each model, with a metric of a task over a metric of another task.
+def draw_scatter(runs: list[FinishedRun], title: str, metric_by_task: dict[str, str]) -> Drawing:
+    """Draw a point for each model: a metric of one task on each axis.
 
     Both are measured at twice the training length.
 
     Args:
         runs: Finished runs.
         title: Title of the figure.
-        metric: Task → its metric; the first one is on the horizontal axis.
+        metric_by_task: Task name → metric, for two tasks; the first is on the horizontal axis.
 
     Raises:
         ReportError: If no model has finished runs of both tasks.
     """
-    table = final_table(runs)
+    table = build_final_table(runs)
     task_lines = []
-    for task, name in metric.items():
-        lines = _read_at_once(table[table["task"] == task], name)
+    for task, metric in metric_by_task.items():
+        lines = _select_metric(table[table["task"] == task], metric)
         trained_to = [run.trained_to for run in runs if run.cfg.task.name == task]
         if trained_to:
             length = find_nearest(lines["length"], 2 * trained_to[0])
             task_lines.append(lines[lines["length"] == length])
     lines = pd.concat(task_lines)
     means = average_seeds(lines, ("model", "task"))
-    lengths = lines.groupby("task")["length"].first()
-    figure, (ax,) = new_figure([""], title)
-    families: dict[str, list] = {}
+    lengths = lines.groupby("task")["length"].first()  # task → its length in the figure
+    figure, (ax,) = create_figure([""], title)
+    points_by_family: dict[str, list] = {}  # model.name → (x, y) of its sizes
     for model, style in choose_styles(runs).items():
         task_means = means.loc[model]
-        n = seed_count(task_means["n"])
-        if len(task_means) == len(metric):
-            x, y = (task_means.loc[task] for task in metric)
+        n = format_seed_count(task_means["n"])
+        if len(task_means) == len(metric_by_task):
+            x, y = (task_means.loc[task] for task in metric_by_task)
             _draw_point(ax, x, y, {**style, "label": f"{model} (n = {n})"})
-            kind = next(run.cfg.model.name for run in runs if run.model == model)
-            families.setdefault(kind, []).append((x["value"], y["value"]))
-    if not families:
+            family = next(run.cfg.model.name for run in runs if run.model == model)
+            points_by_family.setdefault(family, []).append((x["value"], y["value"]))
+    if not points_by_family:
         raise ReportError(
-            f"no model has finished both {' and '.join(metric)} yet: a point needs runs of both"
-            " tasks"
+            f"no model has finished both {' and '.join(metric_by_task)} yet: a point needs runs of"
+            " both tasks"
         )
-    for points in families.values():  # connect the same model at several sizes
+    for points in points_by_family.values():
         ax.plot(*zip(*points), color="gray", lw=1, alpha=0.5, zorder=1)
     labels = [
-        f"{task.replace('_', ' ')}:\n{metric_label(name)} at length {lengths[task]}"
-        for task, name in metric.items()
+        f"{task.replace('_', ' ')}:\n{format_metric(metric)} at length {lengths[task]}"
+        for task, metric in metric_by_task.items()
     ]
     ax.set(xlim=(0, 1.02), ylim=(0, 1.02), xlabel=labels[0], ylabel=labels[1])
     ax.grid(alpha=0.3)
     add_legend(figure, [ax])
     columns = [f"{line.task.replace('_', ' ')} at {line.length}" for line in lines.itertuples()]
-    summary = summarize(lines.assign(column=columns, label=lines["model"]), runs)
-    return Drawing(figure, table, summary, [*figure_notes(lines, runs), ERRORS])
+    summary = build_summary(lines.assign(column=columns, label=lines["model"]), runs)
+    return Drawing(figure, table, summary, [*describe_figure(lines, runs), ERROR_NOTE])
 
 
 def _draw_point(ax: Axes, x: pd.Series, y: pd.Series, style: dict) -> None:
@@ -257,7 +267,7 @@ def _draw_point(ax: Axes, x: pd.Series, y: pd.Series, style: dict) -> None:
             ax.plot(horizontal[seed], vertical[seed], ".", color=style["color"], alpha=0.6)
 
 
-def bar_chart(
+def draw_bars(
     runs: list[FinishedRun], title: str, metric: str | None = None, lengths: str = "double"
 ) -> Drawing:
     """Draw a bar for each model.
@@ -266,31 +276,34 @@ def bar_chart(
         runs: Finished runs.
         title: Title of the figure.
         metric: Metric to draw; None: the headline metric.
-        lengths: "double" for twice the training length, "beyond" for the mean over all lengths from
-            the training length on, "all" for the mean over all lengths.
+        lengths: Evaluated lengths that a bar shows. "double": twice the training length; "beyond":
+            mean over the training length and all longer lengths; "all": mean over all lengths.
 
     Raises:
         ReportError: If a run has no such metric.
     """
     metric = metric or runs[0].headline
-    table = final_table(runs)
-    metric_table = _read_at_once(table, metric)
+    table = build_final_table(runs)
+    metric_table = _select_metric(table, metric)
+    runs_with_metric = set(metric_table["run"])
     for run in runs:
-        if str(run.run_dir) not in set(metric_table["run"]):
+        if str(run.run_dir) not in runs_with_metric:
             raise ReportError(
-                f"{run.run_dir} has no {metric_label(metric)} in its result: nothing to draw"
+                f"{run.run_dir} has no {format_metric(metric)} in its result: nothing to draw"
             )
     evaluated = sorted(metric_table["length"].unique())
     selected, description = _select_lengths(evaluated, runs[0].trained_to, lengths)
     lines = metric_table[metric_table["length"].isin(selected)]
     means = average_seeds(lines, ("label",))
-    column = f"{metric_label(metric)}, {description}"
+    column = f"{format_metric(metric)}, {description}"
     kinds = {run.label: (run.cfg.model.name, run.cfg.model.mixer) for run in runs}
-    colors = dict(zip(dict.fromkeys(kinds.values()), PALETTE * len(kinds)))
-    figure, (ax,) = new_figure([""], title, width=5.2, height=1.9 + 0.34 * len(kinds))
+    color_by_kind = dict(zip(dict.fromkeys(kinds.values()), PALETTE * len(kinds)))
+    figure, (ax,) = create_figure([""], title, width=5.2, height=1.9 + 0.34 * len(kinds))
     for y, (label, kind) in enumerate(kinds.items()):
         mean = means.loc[label]
-        ax.barh(y, mean["value"], xerr=mean["error"], color=colors[kind], height=0.7, capsize=2)
+        ax.barh(
+            y, mean["value"], xerr=mean["error"], color=color_by_kind[kind], height=0.7, capsize=2
+        )
         if mean["n"] > 1:
             ax.plot(mean["values"], [y] * mean["n"], "o", mfc="w", mec="k", ms=3)
         ax.text(1.03, y, f"{mean['value']:.3f}", va="center", fontsize="small")
@@ -300,15 +313,15 @@ def bar_chart(
     ax.set_xticks([0, 0.2, 0.4, 0.6, 0.8, 1])
     ax.grid(axis="x", alpha=0.3)
     ax.set_axisbelow(True)
-    if not metric.startswith("scaled"):
+    if not metric.startswith("scaled"):  # a scaled accuracy is 0 at chance
         ax.axvline(runs[0].result["chance"], color="gray", ls=":", lw=1.3, label="chance")
         add_legend(figure, [ax])
-    summary = summarize(lines.assign(column=column), runs)
-    return Drawing(figure, table, summary, [*figure_notes(lines, runs), ERRORS])
+    summary = build_summary(lines.assign(column=column), runs)
+    return Drawing(figure, table, summary, [*describe_figure(lines, runs), ERROR_NOTE])
 
 
 def _select_lengths(evaluated: list[int], trained_to: int, lengths: str) -> tuple[list[int], str]:
-    """Return the lengths of a bar chart and their description; `lengths` as in `bar_chart`."""
+    """Return the lengths of a bar chart and their description; `lengths` as in `draw_bars`."""
     if lengths == "double":
         length = find_nearest(evaluated, 2 * trained_to)
         return [length], f"at length {length}"
@@ -318,27 +331,29 @@ def _select_lengths(evaluated: list[int], trained_to: int, lengths: str) -> tupl
     return evaluated, "on the test set"
 
 
-def training_times(runs: list[FinishedRun], title: str) -> Drawing:
+def draw_training_times(runs: list[FinishedRun], title: str) -> Drawing:
     """Draw the longest solved length over the seconds of training, with a line for each run.
 
     Raises:
         ReportError: If no run was evaluated over lengths while it trained.
     """
-    table = training_table(runs)
+    table = build_training_table(runs)
     if table.empty:
         raise ReportError(
             "no finished run was evaluated over lengths during training: set eval.during"
         )
     lines = table[table["metric"] == runs[0].headline]
-    solved = [
+    longest_solved = [
         {
             **evaluation.iloc[0],
-            "value": longest_solved(evaluation.groupby("length")["value"].mean()),
+            "value": find_longest_solved(evaluation.groupby("length")["value"].mean()),
         }
         for _, evaluation in lines.groupby(["run", "seconds"])
     ]
-    solved_table = pd.DataFrame(solved).assign(length=None, metric="solved_length", stderr=np.nan)
-    figure, (ax,) = new_figure([""], title)
+    solved_table = pd.DataFrame(longest_solved).assign(
+        length=None, metric="solved_length", stderr=np.nan
+    )
+    figure, (ax,) = create_figure([""], title)
     for model, style in choose_styles(runs).items():
         model_table = solved_table[solved_table["model"] == model]
         run_tables = [
@@ -352,28 +367,28 @@ def training_times(runs: list[FinishedRun], title: str) -> Drawing:
     for length in {run.trained_to for run in runs}:
         ax.axhline(length, color="gray", ls=":", lw=1.3, label="training length")
     ax.set(xlabel="training time (s)", xlim=(0, None), ylim=(0, None))
-    ax.set_ylabel(f"longest solved length (tokens)\n{metric_label(runs[0].headline)} ≥ {SOLVED}")
+    ax.set_ylabel(f"longest solved length (tokens)\n{format_metric(runs[0].headline)} ≥ {SOLVED}")
     ax.grid(alpha=0.3)
     add_legend(figure, [ax])
     seeds_note = "n: training seeds, with a line for each; the marker is the end of training"
-    longest = solved_table.loc[solved_table.groupby("run")["value"].idxmax()]
-    summary = summarize(longest.assign(column="longest solved"), runs)
+    best_of_run = solved_table.loc[solved_table.groupby("run")["value"].idxmax()]
+    summary = build_summary(best_of_run.assign(column="longest solved"), runs)
     table = pd.concat([lines, solved_table]).astype({"length": "Int64"})
-    return Drawing(figure, table, summary, [*figure_notes(lines, runs), seeds_note])
+    return Drawing(figure, table, summary, [*describe_figure(lines, runs), seeds_note])
 
 
-KINDS: dict[str, Callable[..., Drawing]] = {
-    "curves": curves,
-    "scatter": scatter,
-    "bars": bar_chart,
-    "times": training_times,
+DRAW_FUNCTIONS: dict[str, Callable[..., Drawing]] = {
+    "curves": draw_curves,
+    "scatter": draw_scatter,
+    "bars": draw_bars,
+    "times": draw_training_times,
 }
 
 
-def new_figure(
+def create_figure(
     panels: Sequence[str], title: str, width: float = 4.6, height: float = 3.8, **options: Any
 ) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure with panels, up to MAX_COLUMNS in a row.
+    """Create a figure with panels, up to MAX_COLUMNS in a row.
 
     Args:
         panels: Titles of the panels; the title of a single panel is not shown.
@@ -383,7 +398,7 @@ def new_figure(
         options: Options of matplotlib's `subplots`.
     """
     columns = min(MAX_COLUMNS, len(panels))
-    rows = -(-len(panels) // columns)
+    rows = math.ceil(len(panels) / columns)
     size = (width * columns + 2.4, height * rows)  # with the legend on the right
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **options).ravel()
@@ -412,7 +427,7 @@ def add_legend(figure: Figure, axes: Iterable[Axes]) -> None:
 
 
 def choose_styles(runs: list[FinishedRun]) -> dict[str, dict]:
-    """Return a line style for each model: PALETTE colours, or a colour ramp if only ℓmax varies."""
+    """Choose a line style for each model: PALETTE colours, or a colour ramp over ℓmax."""
     models = list(dict.fromkeys(run.model for run in runs))
     colors: list[Any] = [PALETTE[i % len(PALETTE)] for i in range(len(models))]
     if all("train.max_iters" in run.point for run in runs):
@@ -441,13 +456,15 @@ def draw_curve(ax: Axes, means: pd.DataFrame, style: dict, label: str) -> None:
     """
     ax.plot(means.index, means["value"], label=label, **style)
     color = style["color"]
-    single = means[means["n"] == 1]
-    if len(single):
+    single_seed = means[means["n"] == 1]
+    if len(single_seed):
         error_style = {"fmt": "none", "ecolor": color, "capsize": 2, "lw": 1}
-        ax.errorbar(single.index, single["value"], single["error"], **error_style)
+        ax.errorbar(single_seed.index, single_seed["value"], single_seed["error"], **error_style)
     low, high = means["value"] - means["error"], means["value"] + means["error"]
-    if len(single) < len(means):
-        has_several = means["n"] > 1
-        ax.fill_between(means.index, low, high, where=has_several, color=color, alpha=0.15, lw=0)
-    for length, values in means.loc[means["n"] > 1, "values"].items():
+    has_several_seeds = means["n"] > 1
+    if has_several_seeds.any():
+        ax.fill_between(
+            means.index, low, high, where=has_several_seeds, color=color, alpha=0.15, lw=0
+        )
+    for length, values in means.loc[has_several_seeds, "values"].items():
         ax.plot([length] * len(values), values, ".", color=color, ms=3, alpha=0.6, zorder=1)

@@ -1,4 +1,4 @@
-"""Checks before training: lengths, batches and thresholds that could fail hours later."""
+"""Checks before training of lengths, a batch and thresholds, which could fail hours later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_lengths_and_thresholds(cfg: Config, task: tasks.Task, lengths: Sequenc
         lengths: Lengths of the final evaluation.
 
     Raises:
-        TaskError: If the task lacks a length of the training, a batch is invalid, or a threshold is
+        TaskError: If the task lacks a training length, a batch is invalid, or a threshold is
             on a metric or a length that is not evaluated.
     """
     # 1. The task has all training lengths, and a batch fits its context and its data.

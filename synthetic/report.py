@@ -14,16 +14,17 @@ import pandas as pd
 from lm.common.console import say
 from lm.common.errors import TrainingError
 from lm.common.files import check_folder, check_together, find_shipped, writing
-from lm.config import load as base
+from lm.config.load import Variant, load_tree, sweep_points
 from lm.runs.metrics import read_metrics
-from synthetic.config import Config, load
-from synthetic.labels import model_label, task_label
-from synthetic.plots import KINDS, Drawing, ReportError
+from synthetic.config import Config
+from synthetic.config import load as load_config
+from synthetic.labels import label_model, label_task
+from synthetic.plots import DRAW_FUNCTIONS, Drawing, ReportError
 from synthetic.result_tables import LAST_COLUMNS, FinishedRun, write_csv
-from synthetic.results import build_table, to_text_rows
+from synthetic.results import build_table, format_rows
 from synthetic.runs import find_differences, is_finished, read_result, read_seed, run_all
 
-CONFIGS = find_shipped("configs/synthetic")
+CONFIG_DIR = find_shipped("configs/synthetic")
 SCALES = ("small", "paper")
 
 
@@ -31,15 +32,15 @@ SCALES = ("small", "paper")
 class Report:
     """Specification of a figure or table of the paper, drawn by `synthetic.plots`."""
 
-    paper_label: str  # of the figure or table in the paper
+    paper_label: str  # name in the paper, such as "Fig. 1"
     title: str
-    kind: str  # key of synthetic.plots.KINDS
-    options: dict[str, Any] = field(default_factory=dict)  # arguments of that kind
-    paper: str = ""  # values in the paper; "" if the paper only draws them
+    kind: str  # key of synthetic.plots.DRAW_FUNCTIONS
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of the draw function
+    paper_values: str = ""  # as text; "" if the paper only draws them
 
     def draw(self, runs: list[FinishedRun], title: str) -> Drawing:
         """Draw the figure from finished runs."""
-        return KINDS[self.kind](runs, title, **self.options)
+        return DRAW_FUNCTIONS[self.kind](runs, title, **self.options)
 
 
 REPORTS = {
@@ -49,7 +50,7 @@ REPORTS = {
         "Fig. 2",
         "State tracking and copying",
         "scatter",
-        {"metric": {"copy": "character_accuracy", "word_problem": "token_accuracy"}},
+        {"metric_by_task": {"copy": "character_accuracy", "word_problem": "token_accuracy"}},
     ),
     "fig3b": Report("Fig. 3b", "Length generalisation by mixer", "curves"),
     "fig3c": Report(
@@ -64,7 +65,8 @@ REPORTS = {
         "Copying, by the parameters that depend on y",
         "bars",
         {"metric": "character_accuracy"},
-        paper="at twice the trained length, character accuracy: 0.11 with λ only, 0.94 with all",
+        paper_values="at twice the trained length, character accuracy: 0.11 with λ only, 0.94 with"
+        " all",
     ),
     "fig5": Report("Fig. 5", "Longest solved length over training time, by ℓmax", "times"),
     "fig6": Report(
@@ -74,9 +76,9 @@ REPORTS = {
         "Fig. 9",
         "Word problem, trained on long sequences",
         "curves",
-        paper="trained to 128, at four times that. A5: FP-Mamba-1 kronecker 0.9955, householder 4"
-        " 0.8768; FP-Mamba-2 0.9821, 0.8819; Gated DeltaProduct 4 0.2390. S5: 0.9075, 0.8637;"
-        " 0.9282, 0.9220; 0.4542",
+        paper_values="trained to 128, at four times that. A5: FP-Mamba-1 kronecker 0.9955,"
+        " householder 4 0.8768; FP-Mamba-2 0.9821, 0.8819; Gated DeltaProduct 4 0.2390. S5: 0.9075,"
+        " 0.8637; 0.9282, 0.9220; 0.4542",
     ),
     "fig10": Report("Fig. 10", "Read at once and token by token", "curves"),
     "tab2": Report(
@@ -84,8 +86,8 @@ REPORTS = {
         "Modular arithmetic with brackets",
         "bars",
         {"lengths": "beyond"},
-        paper="trained to 40, tested to 256: Transformer 0.025, mLSTM 0.034, Mamba 0.136, sLSTM"
-        " 0.173, DeltaNet 0.200, Gated DeltaProduct 0.342, FP-Mamba of 4 reflections 0.384",
+        paper_values="trained to 40, tested to 256: Transformer 0.025, mLSTM 0.034, Mamba 0.136,"
+        " sLSTM 0.173, DeltaNet 0.200, Gated DeltaProduct 0.342, FP-Mamba of 4 reflections 0.384",
     ),
     "fig11": Report("Fig. 11", "Modular arithmetic with brackets", "curves"),
     "catbabi": Report(
@@ -93,33 +95,34 @@ REPORTS = {
         "CatbAbI, answers",
         "bars",
         {"lengths": "all"},
-        paper="10k questions a task, 1 and 2 layers: Mamba 0.7828, 0.8708; FP-Mamba kronecker"
-        " 0.7993, 0.8416; householder 1 0.8132, 0.8908; 2 0.8160, 0.8747; 3 0.8079, 0.8955",
+        paper_values="10k questions a task, 1 and 2 layers: Mamba 0.7828, 0.8708; FP-Mamba"
+        " kronecker 0.7993, 0.8416; householder 1 0.8132, 0.8908; 2 0.8160, 0.8747; 3 0.8079,"
+        " 0.8955",
     ),
 }
 
 
 @dataclass
 class Sweep:
-    """Points of a report's config, with their runs."""
+    """All points of a report's YAML; each point is a run."""
 
     path: Path
     overrides: tuple[str, ...]
-    points: list[dict[str, Any]]  # dotted key → value, mappings flattened
-    configs: list[Config]
+    points: list[dict[str, Any]]  # of each point: dotted key → value
+    configs: list[Config]  # of each point
 
-    def missing_points(self) -> list[int]:
+    def find_missing_points(self) -> list[int]:
         """Return the indices of the points that have not been trained."""
         return [i for i, cfg in enumerate(self.configs) if not is_finished(cfg)]
 
 
-def _relative(path: Path) -> str:
+def _shorten_path(path: Path) -> str:
     """Return a path relative to the working directory, if it is inside it."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative
 
 
-def config_path(name: str, scale: str, config: str | None = None) -> Path:
+def find_config(name: str, scale: str, config: str | None = None) -> Path:
     """Return the path of a report's YAML.
 
     Raises:
@@ -127,16 +130,16 @@ def config_path(name: str, scale: str, config: str | None = None) -> Path:
     """
     if name not in REPORTS:
         raise ReportError(f"no report `{name}`: the reports are {', '.join(REPORTS)}")
-    path = Path(config) if config else CONFIGS / scale / f"{name}.yaml"
+    path = Path(config) if config else CONFIG_DIR / scale / f"{name}.yaml"
     if not path.is_file():
         raise ReportError(
             f"report {name} has no config at {path}: give the YAML of its sweep with --config"
         )
-    return Path(_relative(path))
+    return Path(_shorten_path(path))
 
 
-def expand(path: Path, overrides: tuple[str, ...] = ()) -> Sweep:
-    """Expand a YAML into its sweep, as `train --job-index` runs it.
+def expand_sweep(path: Path, overrides: tuple[str, ...] = ()) -> Sweep:
+    """Expand a YAML into its sweep, whose points `train --job-index` trains.
 
     Args:
         path: The YAML.
@@ -145,66 +148,64 @@ def expand(path: Path, overrides: tuple[str, ...] = ()) -> Sweep:
     Raises:
         ConfigError: If a key or a value is invalid.
     """
-    points = base.sweep_points(base.load_tree(path), str(path), Config)
-    configs = [load(path, overrides, i) for i in range(len(points))]
-    return Sweep(path, tuple(overrides), [_flat(point) for point in points], configs)
+    points = sweep_points(load_tree(path), str(path), Config)
+    configs = [load_config(path, overrides, i) for i in range(len(points))]
+    return Sweep(path, tuple(overrides), [_flatten(point) for point in points], configs)
 
 
-def _flat(point: dict[str, Any]) -> dict[str, Any]:
-    """Flatten {"model": {"name": "mamba"}} to {"model.name": "mamba"}, except variants."""
+def _flatten(point: dict[str, Any]) -> dict[str, Any]:
+    """Flatten {"model": {"name": "mamba"}} to {"model.name": "mamba"}, but keep variants whole."""
     flat: dict[str, Any] = {}
     for key, value in point.items():
-        if isinstance(value, dict) and not isinstance(value, base.Variant):
+        if isinstance(value, dict) and not isinstance(value, Variant):
             flat |= {f"{key}.{name}": v for name, v in value.items()}
         else:
-            flat["model.name" if key == "model" else key] = value
+            flat["model.name" if key == "model" else key] = value  # `model: mamba` is short
     return flat
 
 
-def collect(sweep: Sweep) -> list[FinishedRun]:
-    """Return the finished runs in the order of the sweep.
-
-    Print a note on runs that were trained with another config.
-    """
+def collect_runs(sweep: Sweep) -> list[FinishedRun]:
+    """Return the finished runs in the order of the sweep, and print a note on outdated runs."""
     runs: list[FinishedRun] = []
     for cfg, point in zip(sweep.configs, sweep.points, strict=True):
         if not is_finished(cfg):
             continue
         if changes := find_differences(cfg):
-            say(f"note: {cfg.run_dir} has another config: {'; '.join(changes[:4])}")
+            say(f"note: {cfg.run_dir} was trained with another config: {'; '.join(changes[:4])}")
         runs.append(
             FinishedRun(
                 run_dir=cfg.run_dir,
                 cfg=cfg,
                 seed=read_seed(cfg),
                 point=point,
-                model=model_label(cfg, point),
-                panel=task_label(cfg, point),
+                model=label_model(cfg, point),
+                panel=label_task(cfg, point),
                 result=read_result(cfg),
                 records=read_metrics(cfg.run_dir),
             )
         )
+    # Runs with the same label and seed are numbered: "Mamba (1)", "Mamba (2)".
     labels = [(run.label, run.seed) for run in runs]
-    for i, run in enumerate(runs):  # number the runs with the same label and seed
+    for i, run in enumerate(runs):
         if labels.count(labels[i]) > 1:
             run.model += f" ({labels[:i].count(labels[i]) + 1})"
     return runs
 
 
-def missing_lines(sweep: Sweep) -> list[str]:
+def describe_missing_runs(sweep: Sweep) -> list[str]:
     """Return the commands that train the missing runs, here or as a Slurm array."""
-    missing = sweep.missing_points()
+    missing = sweep.find_missing_points()
     if not missing:
         return []
-    parts = ["fprnn", "synthetic", "train", "--config", _relative(sweep.path), "--job-index"]
-    command = f"{shlex.join(parts)} $i {shlex.join(sweep.overrides)}".strip()
-    script = _relative(find_shipped("launch/synthetic_array.sbatch"))
-    submit = shlex.join([script, _relative(sweep.path), *sweep.overrides])
+    words = ["fprnn", "synthetic", "train", "--config", _shorten_path(sweep.path), "--job-index"]
+    command = f"{shlex.join(words)} $i {shlex.join(sweep.overrides)}".strip()
+    script = _shorten_path(find_shipped("launch/synthetic_array.sbatch"))
+    batch_job = shlex.join([script, _shorten_path(sweep.path), *sweep.overrides])
     return [
-        f"{len(missing)} of {len(sweep.configs)} runs are missing; --run trains them, or a"
-        " loop, or a Slurm array:",
+        f"{len(missing)} of {len(sweep.configs)} runs are missing. Train them with --run, with this"
+        " loop, or with a Slurm array:",
         f"  for i in {' '.join(map(str, missing))}; do {command}; done",
-        f"  mkdir -p logs && sbatch --array={','.join(map(str, missing))} {submit}",
+        f"  mkdir -p logs && sbatch --array={','.join(map(str, missing))} {batch_job}",
     ]
 
 
@@ -213,7 +214,7 @@ def report(
     scale: str = "small",
     overrides: tuple[str, ...] = (),
     config: str | None = None,
-    run: bool = False,
+    run_missing: bool = False,
     jobs: int = 1,
 ) -> dict[str, Path]:
     """Draw a report from its finished runs, and print the commands of the missing ones.
@@ -223,7 +224,7 @@ def report(
         scale: "small" or "paper".
         overrides: key=value, applied to every run.
         config: The YAML of the sweep; None: the report's own YAML at this scale.
-        run: Train the missing runs first.
+        run_missing: Train the missing runs first.
         jobs: Number of processes at once.
 
     Returns:
@@ -235,25 +236,25 @@ def report(
         ConfigError, TaskError, TrainingError: As `synthetic.train.train`.
     """
     # 1. Train the missing runs.
-    path = config_path(name, scale, config)
+    path = find_config(name, scale, config)
     entry = REPORTS[name]
-    sweep = expand(path, overrides)
+    sweep = expand_sweep(path, overrides)
     folder = Path(sweep.configs[0].out_dir) / "reports" / scale
     check_folder(folder)
-    kinds = {"figure": "png", "PDF": "pdf", "numbers": "csv", "LaTeX": "tex"}
-    paths = {label: folder / f"{name}.{kind}" for label, kind in kinds.items()}
+    suffixes = {"figure": "png", "PDF": "pdf", "numbers": "csv", "LaTeX": "tex"}
+    paths = {label: folder / f"{name}.{suffix}" for label, suffix in suffixes.items()}
     check_together(paths["numbers"], ",".join(LAST_COLUMNS), *paths.values())
     failure = None
-    if run:
+    if run_missing:
         try:
-            run_all([sweep.configs[i] for i in sweep.missing_points()], jobs)
-        except TrainingError as e:  # draw the finished runs first
+            run_all([sweep.configs[i] for i in sweep.find_missing_points()], jobs)
+        except TrainingError as e:  # raised again after the finished runs are drawn
             failure = e
             say(f"error: {e}")
 
     # 2. Draw and write the figure.
-    runs = collect(sweep)
-    missing = missing_lines(sweep)
+    runs = collect_runs(sweep)
+    missing = describe_missing_runs(sweep)
     try:
         if not runs:
             raise ReportError(
@@ -264,7 +265,7 @@ def report(
     except ReportError:
         say("\n".join(missing))
         raise
-    _write(drawing, folder, paths)
+    _write_files(drawing, folder, paths)
 
     # 3. Print the summary, the notes, and the missing runs.
     count = f"{len(runs)} of {len(sweep.configs)} runs"
@@ -279,13 +280,13 @@ def report(
 
 def describe_paper(entry: Report, scale: str) -> str:
     """Return a sentence with the paper's values and the scale that they belong to."""
-    if not entry.paper:
+    if not entry.paper_values:
         return f"The paper's {entry.paper_label} is a figure without numbers."
     scale_text = "its scale" if scale == "paper" else "its scale, which is not the one used here"
-    return f"The paper ({scale_text}), {entry.paper}."
+    return f"The paper ({scale_text}), {entry.paper_values}."
 
 
-# Characters in our tables that pdflatex lacks.
+# Characters of the tables that pdflatex cannot print.
 LATEX_CHARACTERS = {
     "ℓ": r"$\ell$",
     "λ": r"$\lambda$",
@@ -296,15 +297,15 @@ LATEX_CHARACTERS = {
 LATEX_CHARACTERS |= {"⌈": r"$\lceil$", "⌉": r"$\rceil$", "²": "$^2$"}
 
 
-def _write(drawing: Drawing, folder: Path, paths: dict[str, Path]) -> None:
+def _write_files(drawing: Drawing, folder: Path, paths: dict[str, Path]) -> None:
     """Write the figure (png, pdf), all measurements (csv) and the printed table (tex)."""
-    head, *rows = to_text_rows(drawing.summary)
+    head, *text_rows = format_rows(drawing.summary)
     with writing(folder), matplotlib.rc_context({"pdf.fonttype": 42}):  # keep text as text
         folder.mkdir(parents=True, exist_ok=True)
         drawing.figure.savefig(paths["figure"], dpi=140)
         drawing.figure.savefig(paths["PDF"], metadata={"CreationDate": None})
         write_csv(drawing.table, paths["numbers"])
-        latex = pd.DataFrame(rows, columns=head).to_latex(index=False, escape=True)
+        latex = pd.DataFrame(text_rows, columns=head).to_latex(index=False, escape=True)
         paths["LaTeX"].write_text(
             latex.translate(str.maketrans(LATEX_CHARACTERS)), encoding="utf-8"
         )

@@ -15,13 +15,13 @@ from synthetic.config import Config
 from synthetic.results import (
     TOKEN_BY_TOKEN,
     UNKNOWN,
+    average_failed_share,
     combine_stderrs,
-    curriculum_note,
-    has_other_solution,
-    mean_failed_share,
-    overlap_text,
-    plus_minus,
-    solver_text,
+    describe_unfinished_curriculum,
+    flag_other_solutions,
+    format_error,
+    format_overlap,
+    format_solver,
 )
 
 LAST_COLUMNS = ("length", "metric", "value", "stderr")  # of the CSV
@@ -32,13 +32,13 @@ class FinishedRun:
     """A finished run of a sweep."""
 
     run_dir: Path
-    cfg: Config  # from the sweep as it is now
+    cfg: Config  # of the sweep now; the run may have been trained with another config
     seed: int  # that the run was trained with
-    point: dict[str, Any]  # dotted key → value, mappings flattened
+    point: dict[str, Any]  # values that the sweep sets, by dotted key
     model: str  # label of the sweep point, without the task and the seed
-    panel: str  # label of the task, if the sweep has several
-    result: dict
-    records: list[dict]  # of metrics.jsonl
+    panel: str  # label of the task, if the sweep has several tasks
+    result: dict  # content of result.json
+    records: list[dict]  # lines of metrics.jsonl
 
     @property
     def headline(self) -> str:
@@ -56,13 +56,13 @@ class FinishedRun:
         return ", ".join(filter(None, (self.panel, self.model)))
 
 
-def metric_lines(run: FinishedRun, rows: Iterable[dict], **columns: Any) -> list[dict]:
-    """Return a line for each metric of each row of an evaluation.
+def build_metric_lines(run: FinishedRun, rows: Iterable[dict], **columns: Any) -> list[dict]:
+    """Build a line of a table for each metric of each row of an evaluation.
 
     Args:
         run: The run that was evaluated.
         rows: Rows of a result's `eval`.
-        columns: Further columns, the same in every line.
+        columns: Further columns, with the same value in every line.
     """
     run_columns: dict[str, Any] = {
         "run": str(run.run_dir),
@@ -74,20 +74,20 @@ def metric_lines(run: FinishedRun, rows: Iterable[dict], **columns: Any) -> list
         "seed": run.seed,
         **columns,
     }
-    return [run_columns | line for row in rows for line in _row_lines(row)]
+    return [run_columns | line for row in rows for line in _build_row_lines(row)]
 
 
-def _row_lines(row: dict) -> list[dict]:
-    """Return a line for each metric of a row."""
+def _build_row_lines(row: dict) -> list[dict]:
+    """Build a line for each metric of a row."""
     metrics = dict(row["metrics"])
     if "num_iters" in row:
         metrics["num_iters"] = float(np.mean(row["num_iters"]["mean"]))
     row_columns = {
         "read": row["read"],
-        "solver": solver_text(row["solver"]),
-        "in_training": overlap_text([row]),
-        "failed": mean_failed_share([row]),
-        "elsewhere": any(has_other_solution([row])),
+        "solver": format_solver(row["solver"]),
+        "in_training": format_overlap([row]),
+        "failed": average_failed_share([row]),
+        "elsewhere": any(flag_other_solutions([row])),
         "test_seed": row.get("seed"),
         "length": row["length"],
     }
@@ -108,36 +108,40 @@ def write_csv(table: pd.DataFrame, path: Path) -> None:
     table.to_csv(path, columns=[*columns, *LAST_COLUMNS], index=False)
 
 
-def final_table(runs: Iterable[FinishedRun]) -> pd.DataFrame:
-    """Return the table of the runs' final evaluations."""
-    return pd.DataFrame([line for run in runs for line in metric_lines(run, run.result["eval"])])
+def build_final_table(runs: Iterable[FinishedRun]) -> pd.DataFrame:
+    """Build the table of the runs' final evaluations."""
+    return pd.DataFrame(
+        [line for run in runs for line in build_metric_lines(run, run.result["eval"])]
+    )
 
 
-def headline_table(runs: Sequence[FinishedRun]) -> pd.DataFrame:
-    """Return the final evaluations of each task's headline metric."""
-    table = final_table(runs)
+def build_headline_table(runs: Sequence[FinishedRun]) -> pd.DataFrame:
+    """Build the table of the final evaluations, only with each task's headline metric."""
+    table = build_final_table(runs)
     metric_by_panel = {run.panel: run.headline for run in runs}
     return table[table["metric"] == table["panel"].map(metric_by_panel)]
 
 
-def training_table(runs: Iterable[FinishedRun]) -> pd.DataFrame:
-    """Return the table of the evaluations over lengths during training.
+def build_training_table(runs: Iterable[FinishedRun]) -> pd.DataFrame:
+    """Build the table of the evaluations over lengths during training (`eval.during`).
 
-    The last line of a run evaluates the finished model, if its result has the same lengths.
+    The last lines of a run are of the finished model, if its result has the same lengths.
     """
     lines: list[dict] = []
     for run in runs:
         last_lengths: set[int] = set()
         for record in run.records:
-            measured = record.get("over_lengths", {})
-            rows = [{"length": int(length), **row} for length, row in measured.items()]
-            lines += metric_lines(run, rows, step=record["step"], seconds=record.get("seconds"))
-            last_lengths = {row["length"] for row in rows} or last_lengths
+            row_by_length = record.get("over_lengths", {})
+            rows = [{"length": int(length), **row} for length, row in row_by_length.items()]
+            lines += build_metric_lines(
+                run, rows, step=record["step"], seconds=record.get("seconds")
+            )
+            last_lengths = {row["length"] for row in rows} or last_lengths  # keep if empty
         final_rows = [row for row in run.result["eval"] if row["length"] in last_lengths]
         final_rows = [row for row in final_rows if row["read"] != TOKEN_BY_TOKEN]
         if last_lengths == {row["length"] for row in final_rows}:
             step, seconds = run.result["updates"], run.result["training_seconds"]
-            lines += metric_lines(run, final_rows, step=step, seconds=seconds)
+            lines += build_metric_lines(run, final_rows, step=step, seconds=seconds)
     return pd.DataFrame(lines)
 
 
@@ -149,8 +153,11 @@ def average_seeds(table: pd.DataFrame, by: Sequence[str] = ("length",)) -> pd.Da
         by: Columns that distinguish the means.
 
     Returns:
-        A frame with `by` as sorted index: n (training seeds), value, error (the standard deviation
-        over seeds; for a single seed the standard error over test samples), values and seeds.
+        A table with `by` as sorted index and the columns
+            n: number of training seeds;
+            value: mean over the training seeds;
+            error: standard deviation over seeds; for one seed, standard error over test samples;
+            values, seeds: lists with the value and the number of each seed.
     """
     run_means = table.groupby([*by, "run", "seed"]).agg(
         value=("value", "mean"), stderr=("stderr", combine_stderrs)
@@ -167,11 +174,11 @@ def average_seeds(table: pd.DataFrame, by: Sequence[str] = ("length",)) -> pd.Da
             seeds=("seed", list),
         )
     )
-    means["error"] = means["error"].fillna(means["stderr"])  # a single seed has no deviation
+    means["error"] = means["error"].fillna(means["stderr"])  # one seed has no standard deviation
     return means
 
 
-def seed_count(counts: Iterable[int]) -> str:
+def format_seed_count(counts: Iterable[int]) -> str:
     """Return "3", or "1–3" if the points of a drawing have different numbers of seeds."""
     counts = list(counts)
     return "–".join(map(str, dict.fromkeys((min(counts), max(counts)))))
@@ -179,15 +186,15 @@ def seed_count(counts: Iterable[int]) -> str:
 
 def format_mean(value: float, error: float) -> str:
     """Return a mean with its error, as tables show it."""
-    digits = 1 if value > 1 else 4  # an iteration count or a length, or an accuracy
-    return f"{value:.{digits}f}{plus_minus(error, min(3, digits))}"
+    digits = 1 if value > 1 else 4  # above 1: iterations or a length; otherwise an accuracy
+    return f"{value:.{digits}f}{format_error(error, min(3, digits))}"
 
 
-def figure_notes(lines: pd.DataFrame, runs: Iterable[FinishedRun]) -> list[str]:
+def describe_figure(lines: pd.DataFrame, runs: Iterable[FinishedRun]) -> list[str]:
     """Return the notes of a figure.
 
-    They name the solvers, unsolved tokens, test samples that training contains too, and curricula
-    that ended early.
+    They name the solvers, and warn of unsolved tokens, of test samples that are in the training
+    data, and of curricula that ended early.
 
     Args:
         lines: Lines of the table that the figure shows.
@@ -195,13 +202,13 @@ def figure_notes(lines: pd.DataFrame, runs: Iterable[FinishedRun]) -> list[str]:
     """
     notes = []
     models_by_solver = lines.groupby("solver", sort=False)["model"].unique()
-    for name, models in models_by_solver.items():
+    for solver, models in models_by_solver.items():
         models_text = f" ({'; '.join(models)})" if len(models_by_solver) > 1 else ""
-        notes.append(f"Solver in evaluation: {name}{models_text}")
+        notes.append(f"Solver in evaluation: {solver}{models_text}")
     failed = (
         lines.dropna(subset="failed").groupby("model", sort=False)["failed"].agg(["mean", "max"])
     )
-    unsolved = failed.loc[failed["max"] > FAILED_SHARE, "mean"]
+    unsolved = failed.loc[failed["max"] > FAILED_SHARE, "mean"]  # model → mean share of tokens
     if len(unsolved):
         shares = "; ".join(f"{model or 'all'}: {share:.2%}" for model, share in unsolved.items())
         notes.append(
@@ -209,11 +216,11 @@ def figure_notes(lines: pd.DataFrame, runs: Iterable[FinishedRun]) -> list[str]:
         )
     if (lines["in_training"] == UNKNOWN).any():
         notes.append("For some lengths, it is unknown whether training contains the test samples")
-    shared = lines[~lines["in_training"].isin(("0", UNKNOWN))]
-    if len(shared):
-        lengths = ", ".join(map(str, sorted(shared["length"].unique())))
+    overlapping = lines[~lines["in_training"].isin(("0", UNKNOWN))]
+    if len(overlapping):
+        lengths = ", ".join(map(str, sorted(overlapping["length"].unique())))
         notes.append(f"Training may contain the test samples of length: {lengths}")
     for run in runs:
-        if note := curriculum_note(run.result, run.cfg):
+        if note := describe_unfinished_curriculum(run.result, run.cfg):
             notes.append(f"{run.label or 'the model'}, seed {run.seed}: {note}")
     return notes

@@ -1,4 +1,7 @@
-"""Results of runs: descriptions of their rows, errors, thresholds, and the table of a run."""
+"""Results of runs: descriptions of their rows, errors, thresholds, and the table of a run.
+
+A row is a result of `evaluate.measure`: one length, test seed and way of reading.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ if TYPE_CHECKING:
 
 # How the model reads the tokens of a sequence: `read` of a row.
 AT_ONCE, TOKEN_BY_TOKEN, IN_SEGMENTS = "at once", "token by token", "in segments"
-UNKNOWN = "unknown"  # whether training contains the test samples as well
+UNKNOWN = "unknown"  # `format_overlap` if the overlap with training is unknown
 
 
-def solver_text(solver: dict | str) -> str:
-    """Describe the `solver` of a row.
+def format_solver(solver: dict | str) -> str:
+    """Return the `solver` of a row as text.
 
     For example: "token iterate, parallel, paper, tol 0.1, at most 1000 iterations".
     """
@@ -39,8 +42,8 @@ def solver_text(solver: dict | str) -> str:
     return ", ".join(parts)
 
 
-def curriculum_note(result: dict, cfg: Config) -> str:
-    """Return a note if the curriculum ended below the full training length, or "".
+def describe_unfinished_curriculum(result: dict, cfg: Config) -> str:
+    """Return a note if the curriculum ended below the full training length, otherwise "".
 
     Args:
         result: Result of the run. Results from before `trained_length` existed give "".
@@ -53,33 +56,34 @@ def curriculum_note(result: dict, cfg: Config) -> str:
     return f"its curriculum ended at length {length}: it was never trained at {full_length}"
 
 
-def solvers_text(rows: list[dict]) -> str:
-    """Describe the solvers of the rows, with one line for each way of reading."""
-    pairs = list(dict.fromkeys((row["read"], solver_text(row["solver"])) for row in rows))
+def format_solvers(rows: list[dict]) -> str:
+    """Return the solvers of the rows as text, with a line for each way of reading."""
+    pairs = list(dict.fromkeys((row["read"], format_solver(row["solver"])) for row in rows))
     if len(pairs) == 1:
         return "read {}; solver: {}".format(*pairs[0])
     return "\n".join(f"{reading}: {solver}" for reading, solver in pairs)
 
 
-def overlap_text(rows: list[dict]) -> str:
-    """Describe how many of the rows' samples are in training too: "0", "3 of 36" or "unknown"."""
-    shares = [row["in_training"] for row in rows]
-    if any(share["count"] is None for share in shares):
+def format_overlap(rows: list[dict]) -> str:
+    """Return how many of the rows' samples training may contain: "0", "3 of 36" or "unknown"."""
+    overlaps = [row["in_training"] for row in rows]
+    if any(overlap["count"] is None for overlap in overlaps):
         return UNKNOWN
-    count = sum(share["count"] for share in shares)
-    return f"{count} of {sum(share['of'] for share in shares)}" if count else "0"
+    count = sum(overlap["count"] for overlap in overlaps)
+    total = sum(overlap["of"] for overlap in overlaps)
+    return f"{count} of {total}" if count else "0"
 
 
-def has_other_solution(rows: list[dict]) -> list[bool]:
-    """Return for each layer whether ℓ* belongs to another solution than the model's in some row.
+def flag_other_solutions(rows: list[dict]) -> list[bool]:
+    """Return a flag per layer: does ℓ* of some row belong to another solution than the model's?
 
     The list is empty for a model without a solver.
     """
-    probes = [find_other_solutions(row["num_iters"]) for row in rows if "num_iters" in row]
-    return [any(rows_of_layer) for rows_of_layer in zip(*probes)]
+    flags_by_row = [find_other_solutions(row["num_iters"]) for row in rows if "num_iters" in row]
+    return [any(flags_of_layer) for flags_of_layer in zip(*flags_by_row)]
 
 
-def mean_failed_share(rows: list[dict]) -> float | None:
+def average_failed_share(rows: list[dict]) -> float | None:
     """Return the fraction of unsolved tokens in the worst layer, averaged over the rows.
 
     It is None for a model without a solver.
@@ -88,9 +92,9 @@ def mean_failed_share(rows: list[dict]) -> float | None:
     return float(np.mean(shares)) if shares else None
 
 
-def failure_notes(rows: list[dict]) -> list[str]:
+def describe_failures(rows: list[dict]) -> list[str]:
     """Return a warning for each layer that left too many tokens unsolved, from its worst row."""
-    worst: dict[int, tuple[list[float], str]] = {}  # layer → its shares and its warning
+    worst: dict[int, tuple[list[float], str]] = {}  # layer → shares of its worst row, warning
     for row in rows:
         for layer, sentence in find_failures(row, row["solver"]).items():
             shares = [row[name][layer] for name in SHARES if name in row]
@@ -104,16 +108,16 @@ def combine_stderrs(stderrs: Sequence[float]) -> float:
     return float(np.sqrt(np.square(np.asarray(stderrs)).sum()) / len(stderrs))
 
 
-def plus_minus(stderr: float, digits: int = 3) -> str:
-    """Return " ±0.012", to append to a value; "" if the error is unknown."""
+def format_error(stderr: float, digits: int = 3) -> str:
+    """Return a standard error as " ±0.012", to append to a value; "" if it is unknown."""
     return "" if np.isnan(stderr) else f" ±{stderr:.{digits}f}"
 
 
 def judge_thresholds(thresholds: Iterable[Threshold], results: list[dict]) -> list[dict]:
     """Compare each threshold with the value reached.
 
-    The value is the mean over the seeds of the test data. Rows that were read token by token do not
-    count.
+    The value is the mean over the rows of its length, or of all lengths. Rows that were read token
+    by token do not count.
 
     Returns:
         A dictionary for each threshold: metric, length, least, value (None if unknown), passed.
@@ -140,7 +144,7 @@ def judge_thresholds(thresholds: Iterable[Threshold], results: list[dict]) -> li
     return judged
 
 
-def threshold_lines(result: dict) -> list[str]:
+def format_thresholds(result: dict) -> list[str]:
     """Return a line for each threshold of a result: passed or failed."""
     lines = []
     for entry in result["bars"]:
@@ -161,7 +165,7 @@ def build_table(rows: list[dict], title: str, caption: str = "") -> Table:
     """Build a rich table from dictionaries; columns are in the order of their first appearance."""
     from rich.table import Table
 
-    head, *body = to_text_rows(rows)
+    head, *body = format_rows(rows)
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     for name in head:
         table.add_column(name, justify="left" if name in TEXT_COLUMNS else "right")
@@ -170,17 +174,17 @@ def build_table(rows: list[dict], title: str, caption: str = "") -> Table:
     return table
 
 
-def to_text_rows(rows: list[dict]) -> list[list[str]]:
-    """Return dictionaries as rows of text; the first row is the head."""
+def format_rows(rows: list[dict]) -> list[list[str]]:
+    """Return dictionaries as rows of text; the first row has the column names."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    return [columns, *([_cell(row.get(name)) for name in columns] for row in rows)]
+    return [columns, *([_format_cell(row.get(name)) for name in columns] for row in rows)]
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     return "–" if value is None else str(value)
 
 
-def summary_table(result: dict, title: str) -> Table:
+def build_summary_table(result: dict, title: str) -> Table:
     """Build the table of a run's result.
 
     It has a line for each length and way of reading: the metrics with their standard errors, ℓ*,
@@ -189,32 +193,32 @@ def summary_table(result: dict, title: str) -> Table:
     """
     rows = result["eval"]
     metrics = list(rows[0]["metrics"])
-    groups: dict[tuple[int, str], list[dict]] = {}  # the seeds of each length and way of reading
+    groups: dict[tuple[int, str], list[dict]] = {}  # (length, way of reading) → a row per seed
     for row in sorted(rows, key=lambda row: row["length"]):
         groups.setdefault((row["length"], row["read"]), []).append(row)
     has_several_readings = len({reading for _, reading in groups}) > 1
     lines = []
-    for (length, reading), seeds in groups.items():
+    for (length, reading), seed_rows in groups.items():
         line: dict[str, Any] = {"length": length}
         if has_several_readings:
             line["read"] = reading
         for metric in metrics:
-            scored = [row for row in seeds if metric in row["metrics"]]
-            mean = np.mean([row["metrics"][metric] for row in scored])
-            error = combine_stderrs([row["stderr"][metric] for row in scored])
-            line[metric.replace("_", " ")] = f"{mean:.4f}{plus_minus(error)}"
-        if "failed" in seeds[0]:
-            line |= _solving_cells(seeds)
-        line["in training"] = overlap_text(seeds)
+            rows_with_metric = [row for row in seed_rows if metric in row["metrics"]]
+            mean = np.mean([row["metrics"][metric] for row in rows_with_metric])
+            error = combine_stderrs([row["stderr"][metric] for row in rows_with_metric])
+            line[metric.replace("_", " ")] = f"{mean:.4f}{format_error(error)}"
+        if "failed" in seed_rows[0]:
+            line |= _format_solving(seed_rows)
+        line["in training"] = format_overlap(seed_rows)
         lines.append(line)
-    if len(lines) == 1 and len(metrics) > 4:  # CatbAbI has a metric for each bAbI task
+    if len(lines) == 1 and len(metrics) > 4:  # CatbAbI: a line for each bAbI task reads better
         lines = [{"metric": name, "value": value} for name, value in lines[0].items()]
-    notes = [OTHER_SOLUTION_NOTE] if any(has_other_solution(rows)) else []
-    caption = "\n".join([solvers_text(rows), *failure_notes(rows), *notes])
+    notes = [OTHER_SOLUTION_NOTE] if any(flag_other_solutions(rows)) else []
+    caption = "\n".join([format_solvers(rows), *describe_failures(rows), *notes])
     return build_table(lines, title, caption)
 
 
-def _solving_cells(rows: list[dict]) -> dict[str, str]:
+def _format_solving(rows: list[dict]) -> dict[str, str]:
     """Return the cells about solving for rows of the same length.
 
     They are ℓ* and the evaluations per token of each layer, and the fraction of unsolved tokens in
@@ -222,9 +226,9 @@ def _solving_cells(rows: list[dict]) -> dict[str, str]:
     """
     iterations = np.mean([row["num_iters"]["mean"] for row in rows], 0)
     evaluations = np.mean([row["evaluations"] for row in rows], 0)
-    marks = [OTHER_SOLUTION_MARK * is_other for is_other in has_other_solution(rows)]
+    marks = [OTHER_SOLUTION_MARK if is_other else "" for is_other in flag_other_solutions(rows)]
     return {
         "ℓ* per layer": " ".join(f"{mean:.1f}{mark}" for mean, mark in zip(iterations, marks)),
         "evaluations": " ".join(f"{mean:.1f}" for mean in evaluations),
-        "failed": f"{mean_failed_share(rows):.2%}",
+        "failed": f"{average_failed_share(rows):.2%}",
     }

@@ -13,12 +13,13 @@ from lm.common.console import say
 from lm.common.errors import Stopped, TrainingError
 from lm.common.files import check_folder
 from lm.common.signals import StopSignals, stop_with_parent
-from lm.config import load as base
-from lm.runs.run_dir import RunDir, config_differences
+from lm.config.load import build as build_config
+from lm.config.load import load_tree
+from lm.runs.run_dir import RunDir, find_config_changes
 from lm.training.build import check_section
 from synthetic.config import Config
 
-SECTIONS = ("model", "solver", "task", "optim", "train", "eval")  # that affect a result
+RESULT_SECTIONS = ("model", "solver", "task", "optim", "train", "eval")  # they affect the result
 
 
 def is_finished(cfg: Config) -> bool:
@@ -37,26 +38,26 @@ def read_result(cfg: Config) -> dict:
 
 
 def find_differences(cfg: Config) -> list[str]:
-    """Return how a run's config differs from this one, in the keys that affect the result.
+    """Describe how the config that a run was trained with differs from `cfg` in RESULT_SECTIONS.
 
     A key that did not exist when the run was trained counts as its default.
     """
     path = RunDir(cfg.run_dir).config
-    saved = base.build(base.load_tree(path), str(path), Config)
-    changed: dict[str, str] = {}
-    for keys in config_differences(saved, cfg).values():
-        changed |= keys
-    changed.pop("train.threads", None)
+    saved = build_config(load_tree(path), str(path), Config)
+    changes: dict[str, str] = {}  # key → description
+    for changes_of_kind in find_config_changes(saved, cfg).values():
+        changes |= changes_of_kind
+    changes.pop("train.threads", None)
     if cfg.task.data is None:  # the folder may have been an override of the run
-        changed.pop("task.data", None)
-    prefixes = tuple(f"{section}." for section in SECTIONS)
-    return [text for key, text in sorted(changed.items()) if key.startswith(prefixes)]
+        changes.pop("task.data", None)
+    prefixes = tuple(f"{section}." for section in RESULT_SECTIONS)
+    return [text for key, text in sorted(changes.items()) if key.startswith(prefixes)]
 
 
 def read_seed(cfg: Config) -> int:
-    """Return the seed of a finished run, which the present config may have changed."""
+    """Return the seed that a finished run was trained with; `cfg` may have another one."""
     saved = RunDir(cfg.run_dir).config
-    return base.load_tree(saved).get("seed", cfg.seed) if saved.exists() else cfg.seed
+    return load_tree(saved).get("seed", cfg.seed) if saved.exists() else cfg.seed
 
 
 def run_all(configs: list[Config], jobs: int = 1) -> None:
@@ -68,7 +69,7 @@ def run_all(configs: list[Config], jobs: int = 1) -> None:
             threads and writes its output to RUN.log next to the run's directory.
 
     Raises:
-        ConfigError, OutputError: If a model or a run directory is impossible; no run has started.
+        ConfigError, OutputError: If a model or a run directory is impossible; then no run starts.
         TrainingError: If some runs failed, for example because they diverged.
         Stopped: If a signal asked for a stop; the runs in progress are saved.
     """
@@ -76,14 +77,14 @@ def run_all(configs: list[Config], jobs: int = 1) -> None:
     for cfg in unfinished:
         check_section(cfg.model, cfg.solver, cfg.train.lengths[1])
         check_folder(cfg.run_dir)
-    failed = _one_by_one(unfinished) if jobs <= 1 else _in_processes(unfinished, jobs)
+    failed = _train_one_by_one(unfinished) if jobs <= 1 else _train_in_processes(unfinished, jobs)
     if failed:
         raise TrainingError(
             f"{len(failed)} of {len(unfinished)} runs failed; the first: {failed[0]}"
         )
 
 
-def _one_by_one(unfinished: list[Config]) -> list[str]:
+def _train_one_by_one(unfinished: list[Config]) -> list[str]:
     """Train in this process, one after another, and return a line for each failed run."""
     from synthetic.train import train
 
@@ -100,8 +101,8 @@ def _one_by_one(unfinished: list[Config]) -> list[str]:
     return failed
 
 
-def _in_processes(unfinished: list[Config], jobs: int) -> list[str]:
-    """Train `jobs` runs at once, each in a process, and return a line for each failed run."""
+def _train_in_processes(unfinished: list[Config], jobs: int) -> list[str]:
+    """Train up to `jobs` runs at once, each in a process; return a line for each failed run."""
     queue = list(unfinished)
     running: dict[subprocess.Popen, Config] = {}
     failed: list[str] = []
@@ -111,11 +112,11 @@ def _in_processes(unfinished: list[Config], jobs: int) -> list[str]:
             while (queue or running) and not signals.is_stop_requested:
                 if queue and len(running) < jobs:
                     cfg = queue.pop(0)
-                    number = len(unfinished) - len(queue)
+                    number = len(unfinished) - len(queue)  # from 1 on
                     say(
-                        f"start  {number} of {len(unfinished)}  {cfg.run_dir}, log {_log_path(cfg)}"
+                        f"start  {number} of {len(unfinished)}  {cfg.run_dir}, log {_find_log(cfg)}"
                     )
-                    running[_start(cfg, Path(folder) / f"{number}.yaml", threads)] = cfg
+                    running[_start_process(cfg, Path(folder) / f"{number}.yaml", threads)] = cfg
                     continue
                 time.sleep(0.2)
                 for process in [process for process in running if process.poll() is not None]:
@@ -123,8 +124,8 @@ def _in_processes(unfinished: list[Config], jobs: int) -> list[str]:
                     if is_finished(cfg):  # exit status 2 means a missed threshold, not a failure
                         say(f"done   {cfg.run_dir}")
                         continue
-                    say(f"FAILED {cfg.run_dir}: see {_log_path(cfg)}")
-                    failed.append(f"see {_log_path(cfg)}")
+                    say(f"FAILED {cfg.run_dir}: see {_find_log(cfg)}")
+                    failed.append(f"see {_find_log(cfg)}")
         finally:  # on SIGTERM the runs save before they end
             for process in running:
                 process.terminate()
@@ -137,16 +138,16 @@ def _in_processes(unfinished: list[Config], jobs: int) -> list[str]:
     return failed
 
 
-def _log_path(cfg: Config) -> Path:
+def _find_log(cfg: Config) -> Path:
     """Return the path of a run's output."""
     return cfg.run_dir.with_name(cfg.run_dir.name + ".log")
 
 
-def _start(cfg: Config, path: Path, threads: int) -> subprocess.Popen:
+def _start_process(cfg: Config, path: Path, threads: int) -> subprocess.Popen:
     """Start the training of a run in a new process, from a YAML that is written to `path`."""
-    point = cfg.model_copy(update={"sweep": {}})  # the config is one point of the sweep
-    path.write_text(point.to_yaml(), encoding="utf-8")
-    log = _log_path(cfg)
+    point_cfg = cfg.model_copy(update={"sweep": {}})  # `cfg` already is one point of the sweep
+    path.write_text(point_cfg.to_yaml(), encoding="utf-8")
+    log = _find_log(cfg)
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "synthetic", "train", "--config", str(path)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}

@@ -19,32 +19,37 @@ from lm.common.signals import StopSignals
 from lm.kernels import describe_backends
 from lm.model.state import Adversary
 from lm.runs.checkpoint import CheckpointError, Checkpoints, describe_nonfinite, rollback_checkpoint
-from lm.runs.log import Writer, describe_record, probe_iterations
+from lm.runs.log import MetricsWriter, describe_record, probe_iterations
 from lm.runs.metrics import FailureWatch, fixed_point_metrics, is_due
 from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
 from lm.training.loop import Loop
 from lm.training.optim import describe_optimizer, lr_factor, optimizer
 from lm.training.preflight import kernel_operations
-from synthetic import init_from, tasks
-from synthetic.build import STATE, build, collect_tensors, find_newest_state
+from synthetic import tasks
+from synthetic.build import STATE, build_model, collect_tensors, find_newest_state
 from synthetic.config import Config
 from synthetic.evaluate import (
     Answers,
-    Tensors,
-    as_tensors,
+    BatchTensors,
     describe_solver,
     evaluate_all,
     measure,
+    move_to_device,
     override_solver,
     parse_lengths,
-    probe_first,
+    probe_first_sequences,
 )
-from synthetic.init_from import Start
-from synthetic.messages import scores_text, solvers_text, task_text
+from synthetic.init_from import InitialWeights, needs_initial_weights
+from synthetic.messages import describe_solvers, describe_task, format_scores
 from synthetic.preflight import check_lengths_and_thresholds
-from synthetic.results import curriculum_note, judge_thresholds
-from synthetic.update import backward, compute_loss, max_iters_at
+from synthetic.results import describe_unfinished_curriculum, judge_thresholds
+from synthetic.update import (
+    BackwardResult,
+    choose_max_iters,
+    compute_loss,
+    run_forward_and_backward,
+)
 
 
 def train(cfg: Config, overwrite: bool = False) -> dict:
@@ -99,25 +104,25 @@ class Training(Loop):
             torch.set_num_threads(cfg.train.threads)
         if not torch.cuda.is_available():
             keep_freed_memory()
-        self.task = tasks.build(cfg.task)
-        self.lengths = parse_lengths(cfg.eval.lengths, self.task)
+        self.task = tasks.build_task(cfg.task)
+        self.eval_lengths = parse_lengths(cfg.eval.lengths, self.task)
         self.lengths_during = parse_lengths(cfg.eval.during, self.task) if cfg.eval.during else []
-        check_lengths_and_thresholds(cfg, self.task, self.lengths)
+        check_lengths_and_thresholds(cfg, self.task, self.eval_lengths)
         for package, is_used in (("wandb", cfg.log.wandb), ("tensorboard", cfg.log.tensorboard)):
             if is_used:
                 require(package, f"log.{package}")
-        self._build()
-        self.init_from: Start | None = None
-        if init_from.is_needed(cfg, overwrite):
-            self.init_from = Start(cfg, self.model)
+        self._build_model()
+        self.initial_weights: InitialWeights | None = None
+        if needs_initial_weights(cfg, overwrite):
+            self.initial_weights = InitialWeights(cfg, self.model)
         # Progress of the run; a checkpoint contains all of it.
-        self.batch_number = 0  # of the next batch; ahead of the update number after a rollback
+        self.batch_number = 0  # number of the next batch: above the updates after a rollback
         self.solved_at: int | None = None  # the update at which train.stop_at was reached
-        self.state: Any = None  # that a stream carries from segment to segment
+        self.state: Any = None  # recurrent state that a stream carries from segment to segment
         self.shortest, self.full_length = cfg.train.lengths
         curriculum = cfg.train.curriculum
         start = curriculum.start if curriculum else self.full_length
-        self.longest = min(self.full_length, start)  # longest sequence in the current batches
+        self.longest = min(self.full_length, start)  # current longest training length
         self._restrict_elements(curriculum.num_elements if curriculum else None)
         self.update_hooks = (
             self._log_if_due,
@@ -132,19 +137,19 @@ class Training(Loop):
         self.num_elements = None if count == self.task.vocab_size else count
 
     @property
-    def _curriculum_is_over(self) -> bool:
+    def _is_curriculum_over(self) -> bool:
         return self.longest == self.full_length and self.num_elements is None
 
-    def _build(self) -> None:
+    def _build_model(self) -> None:
         """Build the model, the optimizer and the adversary."""
         cfg, task = self.cfg, self.task
-        max_length = max(cfg.train.lengths[1], *self.lengths)
-        self.model, self.device, self.precision = build(cfg, task, max_length)
+        max_length = max(cfg.train.lengths[1], *self.eval_lengths)
+        self.model, self.device, self.precision = build_model(cfg, task, max_length)
         self.carries_state = task.streams
         self.optimizer = optimizer(self.model, cfg.optim, on_gpu=False)
-        # Remember the peak rates now: loading a checkpoint overwrites those in the groups.
-        self.peaks = [group["lr"] for group in self.optimizer.param_groups]
-        self.parameters = sum(p.numel() for p in self.model.parameters())
+        # Remember the peak learning rates: loading a checkpoint overwrites the groups' rates.
+        self.peak_lrs = [group["lr"] for group in self.optimizer.param_groups]
+        self.parameter_count = sum(p.numel() for p in self.model.parameters())
         kappa = cfg.train.adversarial_noise
         self.adversary = Adversary(self.model, kappa) if kappa else None
 
@@ -161,17 +166,17 @@ class Training(Loop):
         self.profile = Profile(self.cfg.log.profile, run.profile, say)
         manifest = {"config": self.cfg.model_dump(mode="json")}
         self.checkpoints = Checkpoints(run.checkpoints, Ranks(), self.cfg.checkpoint, manifest)
-        self._introduce()
+        self._print_setup()
         saved = find_newest_state(run, self.device, say)
         if saved is not None:
             self._resume(saved)
-        elif self.init_from is not None:
-            self._apply_initial_weights(self.init_from)
-        self.init_from = None  # free its weights
+        elif self.initial_weights is not None:
+            self._apply_initial_weights(self.initial_weights)
+        self.initial_weights = None  # free their memory
         if not self.is_last:
-            run.result.unlink(missing_ok=True)  # an existing result has fewer updates
+            run.result.unlink(missing_ok=True)  # a result of fewer updates is outdated
         run.save_config(self.cfg)
-        self.writer = Writer(self.cfg, run, resumed_at=self.step)
+        self.writer = MetricsWriter(self.cfg, run, resumed_at=self.step)
 
     def _resume(self, saved: dict) -> None:
         """Continue from the state of a checkpoint.
@@ -185,30 +190,31 @@ class Training(Loop):
                 f" {self.cfg.train.steps}: raise it, or train from scratch with --overwrite"
             )
         self.load_state_dict(saved)
-        self.checkpoints.published = self.step
+        self.checkpoints.last_complete_step = self.step
         say(f"resumed  at update {self.step}")
 
-    def _apply_initial_weights(self, start: Start) -> None:
+    def _apply_initial_weights(self, initial_weights: InitialWeights) -> None:
         """Load the weights of `init_from`, and print where each was used."""
-        for line in start.apply():
+        for line in initial_weights.apply():
             say(f"init     {line}")
-        start.write(self.run)
-        if any(new.vectors is not None for new in start.centroids):
+        initial_weights.write(self.run)
+        has_computed_centroids = any(new.vectors is not None for new in initial_weights.centroids)
+        if has_computed_centroids:
             score = self._measure_validation(self.longest)["metrics"][self.task.headline]
             say(
                 f"init     before training, {self.task.headline.replace('_', ' ')} is {score:.3f}"
                 f" at length {self.longest}"
             )
 
-    def _introduce(self) -> None:
+    def _print_setup(self) -> None:
         """Print the run's task, model, kernels, solvers and optimizer."""
         cfg = self.cfg
         say(f"run      {self.run}")
-        say(f"task     {task_text(cfg, self.task)}")
-        size = f"{self.parameters / 1e6:.3f} M parameters"
+        say(f"task     {describe_task(cfg, self.task)}")
+        size = f"{self.parameter_count / 1e6:.3f} M parameters"
         say(f"model    {cfg.model.name}, {size}, on {self.device} in {self.precision}")
         say(f"kernels  {describe_backends(self.device.type, kernel_operations(self.model))}")
-        say(f"solver   {solvers_text(self.model, cfg)}")
+        say(f"solver   {describe_solvers(self.model, cfg)}")
         for line in describe_optimizer(self.model, cfg.optim):
             say(f"optim    {line}")
 
@@ -221,7 +227,7 @@ class Training(Loop):
             "batch_number": self.batch_number,
             "seconds": self._training_seconds(),
             "longest": self.longest,
-            "letters": self.num_elements,  # the key that earlier versions wrote
+            "letters": self.num_elements,  # key of earlier versions, for their checkpoints
             "solved_at": self.solved_at,
             "state": self.state,
             "rollbacks": self.rollbacks,
@@ -229,7 +235,7 @@ class Training(Loop):
         }
 
     def load_state_dict(self, saved: dict) -> None:
-        """Continue from a `state_dict`. Those of version 0.1 have no "letters"."""
+        """Continue from a `state_dict`; version 0.1 wrote none with "letters"."""
         self.model.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
         self.step = saved["step"]
@@ -249,7 +255,7 @@ class Training(Loop):
             Diverged, Stopped, LeaseError, CheckpointError, OutputError: As `train`.
         """
         steps = self.cfg.train.steps
-        self.solver = describe_solver(self.model.train())
+        self.solver = describe_solver(self.model.train())  # "none" without a solver
         self.failure_watch = FailureWatch(say, self.solver)
         self.fit_start = time.perf_counter()
         self._start_window()
@@ -278,26 +284,28 @@ class Training(Loop):
     def _start_window(self) -> None:
         """Reset the sums over the updates since the last record."""
         self.window_start = time.perf_counter()
-        self.tokens = 0
-        self.scored: int | torch.Tensor = 0  # scored labels
-        self.correct: int | torch.Tensor = 0  # correct answers among them
-        self.statistics: list = []
+        self.token_count = 0
+        self.scored_count: int | torch.Tensor = 0  # labels that are not IGNORE
+        self.correct_count: int | torch.Tensor = 0  # correct answers at these labels
+        self.statistics: list = []  # of the solver, one entry per call of the model
 
     def update(self) -> None:
         """Make one update, and store the values to log in `last_record`."""
         # 1. Set the learning rates and read the batch.
-        number = self.step + 1
+        number = self.step + 1  # updates count from 1
         factor = lr_factor(self.cfg.optim, self.cfg.train.steps, number)
-        for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
-            group["lr"] = peak * factor
+        for group, peak_lr in zip(self.optimizer.param_groups, self.peak_lrs, strict=True):
+            group["lr"] = peak_lr * factor
         batch = next(self.batches)
         self.batch_number += 1
-        tensors = as_tensors(batch, self.device)
+        tensors = move_to_device(batch, self.device)
 
         # 2. Compute the gradient.
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        loss, answers, adversarial_loss = self._backward(number, tensors, batch.is_continuation)
+        loss, answers, adversarial_loss = self._compute_gradient(
+            number, tensors, batch.is_continuation
+        )
         clip = self.cfg.optim.grad_clip or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), clip)
         if not torch.isfinite(norm + loss.detach()):
@@ -307,18 +315,18 @@ class Training(Loop):
         self.optimizer.step()
         self.step = number
         self.state = answers.state
-        self._count(tensors, answers)
+        self._add_to_window(tensors, answers)
         self.last_input = tensors.input_ids, tensors.mask
         lr = self.cfg.optim.lr * factor
         record = {"loss": loss, "lr": lr, "grad_norm": norm, "longest": self.longest}
         if adversarial_loss is not None:
             record["adversarial_loss"] = adversarial_loss
-        self.last_record, self.stopping = record, self.signals.is_stop_requested
+        self.last_record, self.is_stop_requested = record, self.signals.is_stop_requested
 
-    def _backward(
-        self, number: int, tensors: Tensors, is_continuation: bool
-    ) -> tuple[torch.Tensor, Answers, torch.Tensor | None]:
-        """Run forward and backward of an update; see `synthetic.update.backward` for the result.
+    def _compute_gradient(
+        self, number: int, tensors: BatchTensors, is_continuation: bool
+    ) -> BackwardResult:
+        """Run forward and backward of an update.
 
         Args:
             number: Number of the update.
@@ -326,10 +334,11 @@ class Training(Loop):
             is_continuation: Whether the batch continues the previous one.
 
         Raises:
-            Diverged: If a block computed NaN or infinity, in forward or backward.
+            Diverged: If a block computes NaN or infinity, in forward or backward.
         """
         initial_state = self.state if is_continuation else None
-        limit = None if self.cfg.train.max_iters == "config" else max_iters_at(self.cfg, number)
+        has_own_limit = self.cfg.train.max_iters != "config"
+        max_iters = choose_max_iters(self.cfg, number) if has_own_limit else None
 
         def forward() -> tuple[torch.Tensor, Answers]:
             return compute_loss(
@@ -337,18 +346,19 @@ class Training(Loop):
             )
 
         try:
-            with override_solver(self.model, max_iters=limit):
+            with override_solver(self.model, max_iters=max_iters):
                 # Adversarial noise before the task is learned would prevent learning it.
-                return backward(forward, self.adversary if self._curriculum_is_over else None)
+                adversary = self.adversary if self._is_curriculum_over else None
+                return run_forward_and_backward(forward, adversary)
         except FloatingPointError as e:
             raise Diverged(str(e)) from None
 
-    def _count(self, tensors: Tensors, answers: Answers) -> None:
+    def _add_to_window(self, tensors: BatchTensors, answers: Answers) -> None:
         """Add an update's answers and solver statistics to the window."""
         is_scored = tensors.labels != tasks.IGNORE
-        self.correct += ((answers.logits.argmax(-1) == tensors.labels) & is_scored).sum()
-        self.scored += is_scored.sum()
-        self.tokens += tensors.input_ids.numel()
+        self.correct_count += ((answers.logits.argmax(-1) == tensors.labels) & is_scored).sum()
+        self.scored_count += is_scored.sum()
+        self.token_count += tensors.input_ids.numel()
         if answers.statistics[0] is not None:
             self.statistics += answers.statistics
 
@@ -361,15 +371,13 @@ class Training(Loop):
         next_batch = self.batch_number
         saved = None
         if rollback_checkpoint(self.run.checkpoints, self.rollback_step, say):
-            with contextlib.suppress(CheckpointError):  # no checkpoint can be used
+            with contextlib.suppress(CheckpointError):  # raised if no checkpoint can be used
                 saved = find_newest_state(self.run, self.device, say)
         if saved is None:
             return False
         self.load_state_dict(saved)
         self.batch_number = next_batch
-        self.state = (
-            None  # the next batch does not continue the sequences that the checkpoint had read
-        )
+        self.state = None  # the next batch continues other sequences than the checkpoint's state
         self.batches = self._batches()
         self._start_window()
         return True
@@ -384,8 +392,8 @@ class Training(Loop):
         values = {k: v.item() if torch.is_tensor(v) else v for k, v in self.last_record.items()}
         record = {
             **values,
-            "accuracy": float(self.correct / max(1, self.scored)),
-            "tokens_per_s": round(self.tokens / (now - self.window_start), 1),
+            "accuracy": float(self.correct_count / max(1, self.scored_count)),
+            "tokens_per_s": round(self.token_count / (now - self.window_start), 1),
             "seconds": round(self.seconds + now - self.fit_start, 1),
             **fixed_point_metrics(self.statistics),
         }
@@ -405,17 +413,17 @@ class Training(Loop):
         self.window_start += pause
 
     @property
-    def _validation_is_due(self) -> bool:
+    def _is_validation_due(self) -> bool:
         return self.step % self.cfg.eval.every == 0 and self.step < self.cfg.train.steps
 
     def _probe_if_due(self) -> None:
         """Measure ℓ* on the last batch, unless a validation is due, which measures it as well."""
-        has_probe = is_due(self.step, self.cfg.log.probe_every) and not self._validation_is_due
-        if self.solver == "none" or not has_probe:
+        is_probe_due = is_due(self.step, self.cfg.log.probe_every) and not self._is_validation_due
+        if self.solver == "none" or not is_probe_due:
             return
         with self._exclude_from_timing(), self._autocast():
-            measured = fixed_point_metrics([probe_first(self.model, *self.last_input)])
-        record = {"step": self.step, "probe": measured}
+            probe = probe_first_sequences(self.model, *self.last_input)
+        record = {"step": self.step, "probe": fixed_point_metrics([probe])}
         self.num_iters = probe_iterations(record)
         self.write(record)
 
@@ -424,24 +432,24 @@ class Training(Loop):
 
         If there is nothing left to advance, a score of at least `train.stop_at` ends the training.
         """
-        if not self._validation_is_due:
+        if not self._is_validation_due:
             return
         seconds = self._training_seconds()
         with self._exclude_from_timing():
-            measured = self._measure_validation(self.longest)
-            record = {"step": self.step, "valid": measured, "seconds": round(seconds, 1)}
-            elements = ""
+            scores = self._measure_validation(self.longest)
+            record = {"step": self.step, "valid": scores, "seconds": round(seconds, 1)}
+            elements_text = ""
             if self.num_elements:
                 record["letters"] = self.num_elements
-                elements = f", {self.num_elements} of {self.task.vocab_size} elements"
+                elements_text = f", {self.num_elements} of {self.task.vocab_size} elements"
             if self.lengths_during:
                 record["over_lengths"] = {
                     length: self._measure_validation(length) for length in self.lengths_during
                 }
             self.write(record)
-            position = f"update {self.step:>6}  length {self.longest}{elements}"
-            say(f"{position}: {scores_text(measured)}")
-            self._advance_or_stop(measured["metrics"][self.task.headline])
+            position = f"update {self.step:>6}  length {self.longest}{elements_text}"
+            say(f"{position}: {format_scores(scores)}")
+            self._advance_or_stop(scores["metrics"][self.task.headline])
 
     def _measure_validation(self, length: int) -> dict:
         """Measure the model on validation data of a length."""
@@ -453,17 +461,17 @@ class Training(Loop):
             "valid",
             self.cfg.seed,
             self.precision,
-            is_held_out=not self.num_elements,  # few elements have no disjoint splits
+            is_held_out=not self.num_elements,  # sequences of few elements have no disjoint splits
         )
 
     def _advance_or_stop(self, score: float) -> None:
         """Advance the curriculum, or end the training, if the score is high enough.
 
         Args:
-            score: Headline metric at the longest current length.
+            score: Headline metric at the current longest length.
         """
         curriculum = self.cfg.train.curriculum
-        if curriculum and not self._curriculum_is_over:
+        if curriculum and not self._is_curriculum_over:
             if score < curriculum.min_accuracy:
                 return
             if self.longest < self.full_length:
@@ -481,7 +489,7 @@ class Training(Loop):
         Raises:
             Diverged: If one of them is not finite.
         """
-        weights = {"the weights": list(self.model.parameters())}
+        weights = {"the weights": list(self.model.parameters())}  # all, not only those with NaN
         if message := describe_nonfinite(collect_tensors(self.state_dict()) | weights):
             raise Diverged(message)
 
@@ -493,11 +501,11 @@ class Training(Loop):
         """Evaluate the trained model, write result.json, and return its content."""
         cfg, task = self.cfg, self.task
         task.restrict_elements(None)
-        results = evaluate_all(self.model, task, cfg, self.lengths, self.precision)
+        results = evaluate_all(self.model, task, cfg, self.eval_lengths, self.precision)
         result = {
             "task": cfg.task.name,
             "model": cfg.model.name,
-            "parameters": self.parameters,
+            "parameters": self.parameter_count,
             "updates": self.step,
             "solved_at": self.solved_at,
             "trained_length": self.longest,
@@ -508,7 +516,7 @@ class Training(Loop):
             "bars": judge_thresholds(cfg.thresholds, results),
         }
         write_json(self.run.result, result)
-        if note := curriculum_note(result, cfg):
+        if note := describe_unfinished_curriculum(result, cfg):
             say(f"note: {note}")
         return result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,17 +14,18 @@ from torch import nn
 from lm.model.state import Adversary
 from synthetic import tasks
 from synthetic.config import Config
-from synthetic.evaluate import Answers, Tensors, compute_answers
+from synthetic.evaluate import Answers, BatchTensors, compute_answers
 
 
-def max_iters_at(cfg: Config, update: int) -> int:
-    """Return ℓmax of an update: fixed, unlimited, or drawn from ⌈Γ(shape, 1)⌉ (paper, Fig. 6)."""
+def choose_max_iters(cfg: Config, update: int) -> int:
+    """Choose ℓmax of an update: fixed, unlimited, or drawn from ⌈Γ(shape, 1)⌉ (paper, Fig. 6)."""
     settings = cfg.train
     if settings.max_iters == "config":
         return cfg.solver.max_iters
     if settings.max_iters == "unlimited":
-        return 10**9  # the solver's damping gives up long before
+        return 10**9  # never reached: the solver stops when its damped step size is tiny
     if settings.max_iters == "gamma":
+        # The data use [seed, index of the split, batch]: this number is no index of a split.
         rng = np.random.default_rng([cfg.seed, len(tasks.SPLITS), update])
         return int(np.ceil(rng.gamma(settings.gamma_shape)))
     return settings.max_iters
@@ -32,7 +33,7 @@ def max_iters_at(cfg: Config, update: int) -> int:
 
 def compute_loss(
     model: nn.Module,
-    tensors: Tensors,
+    tensors: BatchTensors,
     state: Any,
     carries_state: bool,
     autocast: Callable[[], AbstractContextManager],
@@ -42,9 +43,9 @@ def compute_loss(
     Args:
         model: The model.
         tensors: The batch, all of shape (b,l).
-        state: State that the batch continues, or None.
+        state: Recurrent state at the start of the batch; None: an empty state.
         carries_state: Whether the model takes and returns a state.
-        autocast: Returns the context of the forward pass.
+        autocast: Function that returns the autocast context of the forward pass.
 
     Returns:
         The loss and the answers.
@@ -53,20 +54,28 @@ def compute_loss(
         answers = compute_answers(
             model, tensors.input_ids, tensors.mask, state, carries_state, token_by_token=False
         )
-    count = (tensors.labels != tasks.IGNORE).sum()
-    total = F.cross_entropy(
+    scored_count = (tensors.labels != tasks.IGNORE).sum()
+    total_loss = F.cross_entropy(
         answers.logits.float().flatten(0, 1),
         tensors.labels.flatten(),
         ignore_index=tasks.IGNORE,
         reduction="sum",
     )
-    return total / count.clamp_min(1), answers  # a segment of a stream may contain no answer
+    return total_loss / scored_count.clamp_min(1), answers  # a stream's segment may have no answer
 
 
-def backward(
+class BackwardResult(NamedTuple):
+    """Losses and answers of an update."""
+
+    loss: torch.Tensor
+    answers: Answers  # of the first pass
+    adversarial_loss: torch.Tensor | None  # of the second pass; None without an adversary
+
+
+def run_forward_and_backward(
     forward: Callable[[], tuple[torch.Tensor, Answers]], adversary: Adversary | None
-) -> tuple[torch.Tensor, Answers, torch.Tensor | None]:
-    """Run a forward and a backward pass, and with an adversary a second pair with its noise.
+) -> BackwardResult:
+    """Run forward and backward; with an adversary, run both again under its noise.
 
     With an adversary, the gradient is the mean over both passes.
 
@@ -75,16 +84,16 @@ def backward(
         adversary: Source of the noise that increases the loss, or None.
 
     Returns:
-        The loss and the answers of the first pass, and the loss of the second pass or None.
+        The losses and the answers; the gradients are in the parameters.
     """
     if adversary is None:
         loss, answers = forward()
         loss.backward()
-        return loss, answers, None
+        return BackwardResult(loss, answers, None)
     with adversary.first_pass():
         loss, answers = forward()
     (loss / 2).backward()
     with adversary.second_pass():
         adversarial_loss, _ = forward()
     (adversarial_loss / 2).backward()
-    return loss, answers, adversarial_loss
+    return BackwardResult(loss, answers, adversarial_loss)

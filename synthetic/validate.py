@@ -9,28 +9,32 @@ from typing import Any, NamedTuple
 from lm.common.console import say
 from lm.common.errors import ConfigError
 from lm.common.files import check_together, find_shipped
-from lm.config import load as base
+from lm.config.load import build as build_config
+from lm.config.load import load_tree, parse_override, set_overrides
 from lm.config.schema import Config as LMConfig
 from lm.runs.run_dir import RunDirError
 from synthetic import config
 from synthetic.result_tables import LAST_COLUMNS, FinishedRun
 from synthetic.runs import find_differences, is_finished, read_result, run_all
 
-RECIPES = find_shipped("configs/synthetic/small")
-FILES = ("validate.csv", "lengths.png")
-
-MODEL_SECTIONS = ("model", "solver", "optim")  # replaced in a recipe
-# Evaluated lengths, as multiples of the longest training length, up to MAX_TOKENS tokens.
+RECIPE_DIR = find_shipped("configs/synthetic/small")
+OUTPUT_FILES = ("validate.csv", "lengths.png")
+MODEL_SECTIONS = ("model", "solver", "optim")  # sections of a recipe that a model replaces
+# Evaluated lengths, as multiples of the longest training length, if the sequences have at most
+# MAX_TOKENS tokens.
 LENGTH_FACTORS = (1, 2, 4, 8, 16, 32, 64)
 MAX_TOKENS = 1200
-SEEDS = (0, 1, 2)  # of training, unless the profile is quick
+SEEDS = (0, 1, 2)  # training seeds; a quick profile has only the first
 QUICK_EXAMPLES = 200  # sequences per length in a quick profile
 
 
 class Ability(NamedTuple):
-    """An ability that models are compared by; its recipe sets the thresholds."""
+    """An ability that models are compared by.
 
-    recipe: str  # file name in RECIPES
+    Its recipe is the YAML of a task with training options and thresholds.
+    """
+
+    recipe: str  # file name in RECIPE_DIR, without .yaml
     is_quick: bool = False  # whether the quick profile includes it
 
 
@@ -51,8 +55,8 @@ ABILITIES = {
 }
 
 
-class Point(NamedTuple):
-    """Key of a run: ability, model and training seed."""
+class RunKey(NamedTuple):
+    """Ability, model and training seed of a run."""
 
     ability: str
     model: str
@@ -69,33 +73,33 @@ def _read_model_sections(path: str, overrides: Sequence[str]) -> tuple[str, dict
         ConfigError: If the file has an unknown section or no model, or an override has another
             section.
     """
-    tree = base.load_tree(path)
+    tree = load_tree(path)
     unknown = tree.keys() - config.Config.model_fields.keys() - LMConfig.model_fields.keys()
     if unknown:
         raise ConfigError(f"{path}: unknown section {', '.join(sorted(map(str, unknown)))}")
     if "model" not in tree:
         raise ConfigError(f"{path} has no `model:` section: validate needs a model to build")
-    sections = {k: tree[k] for k in MODEL_SECTIONS if k in tree}
+    sections = {name: tree[name] for name in MODEL_SECTIONS if name in tree}
     if not isinstance(sections.get("optim") or {}, dict):
         raise ConfigError(f"{path}: `optim` is {sections['optim']!r}: it must be a section")
     for text in overrides:
-        key, _ = base.parse_override(text, config.Config)
+        key, _ = parse_override(text, config.Config)
         if key.partition(".")[0] not in MODEL_SECTIONS:
             raise ConfigError(
                 f"override `{key}`: validate accepts only keys of model, solver and optim"
             )
-    base.set_overrides(sections, overrides, config.Config)
+    set_overrides(sections, overrides, config.Config)
     return str(tree.get("name", Path(path).stem)), sections
 
 
-def plan(
+def plan_runs(
     paths: Sequence[str],
     overrides: Sequence[str],
     out_dir: str,
     quick: bool = False,
     seeds: Sequence[int] | None = None,
-) -> dict[Point, config.Config]:
-    """Return the runs of a profile, model by model.
+) -> dict[RunKey, config.Config]:
+    """Build the configs of all runs: every model on every ability with every seed.
 
     Args:
         paths: YAMLs with a `model:` section.
@@ -110,29 +114,30 @@ def plan(
     """
     if not paths:
         raise ConfigError("validate needs a config with a `model:` section, not only overrides")
-    seeds = (SEEDS[:1] if quick else SEEDS) if seeds is None else seeds
+    if seeds is None:
+        seeds = SEEDS[:1] if quick else SEEDS
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"seeds {list(seeds)}: one of them occurs twice")
-    runs: dict[Point, config.Config] = {}
+    runs: dict[RunKey, config.Config] = {}
     for path in paths:
         name, sections = _read_model_sections(path, overrides)
-        if any(name == point.model for point in runs):
+        if any(name == key.model for key in runs):
             raise ConfigError(f"{path}: another config is named `{name}` too")
         for ability, (recipe, is_quick) in ABILITIES.items():
             if quick and not is_quick:
                 continue
-            tree = _with_model(base.load_tree(RECIPES / f"{recipe}.yaml"), sections)
+            tree = _replace_model(load_tree(RECIPE_DIR / f"{recipe}.yaml"), sections)
             tree |= {"out_dir": out_dir}
             if quick:
                 tree["eval"] = {**tree["eval"], "examples": QUICK_EXAMPLES}
-            tree["eval"] = {**tree["eval"], "lengths": _lengths(tree, path)}
+            tree["eval"] = {**tree["eval"], "lengths": _choose_lengths(tree, path)}
             for seed in seeds:
                 tree |= {"name": f"{name}/{recipe}/seed{seed}", "seed": seed}
-                runs[Point(ability, name, seed)] = base.build(tree, str(path), config.Config)
+                runs[RunKey(ability, name, seed)] = build_config(tree, str(path), config.Config)
     return runs
 
 
-def _with_model(tree: dict, sections: dict) -> dict:
+def _replace_model(tree: dict, sections: dict) -> dict:
     """Return a recipe's tree with another model.
 
     The model and solver sections are replaced. In the optimizer section only the keys that the
@@ -147,20 +152,22 @@ def _with_model(tree: dict, sections: dict) -> dict:
     }
 
 
-def _lengths(tree: dict, path: str) -> str:
-    """Return `eval.lengths` of a run: LENGTH_FACTORS × training length, and threshold lengths."""
+def _choose_lengths(tree: dict, path: str) -> str:
+    """Choose `eval.lengths`: LENGTH_FACTORS × training length, and the lengths of thresholds."""
     from synthetic.evaluate import parse_lengths
-    from synthetic.tasks import build
+    from synthetic.tasks import build_task
 
-    cfg = base.build(tree, path, config.Config)
-    task = build(cfg.task)
+    cfg = build_config(tree, path, config.Config)
+    task = build_task(cfg.task)
     longest = cfg.train.lengths[1]
     lengths = {longest, *(entry.length for entry in cfg.thresholds if entry.length)}
     for factor in LENGTH_FACTORS:
         target = longest * factor
         # In a range, a length that the task lacks is replaced by the next shorter one.
         length = parse_lengths(f"{target - 1}:{target}:1", task)[-1]
-        if task.batch(0, "test", 0, 1, (length, length)).input_ids.shape[1] <= MAX_TOKENS:
+        # A sequence may have more tokens than its length: a copied string occurs twice.
+        tokens = task.batch(0, "test", 0, 1, (length, length)).input_ids.shape[1]
+        if tokens <= MAX_TOKENS:
             lengths.add(length)
     return ",".join(map(str, sorted(lengths)))
 
@@ -175,25 +182,22 @@ def validate(
 ) -> list[FinishedRun]:
     """Train and evaluate every model on every ability; finished runs are not repeated.
 
+    The other arguments are those of `plan_runs`.
+
     Args:
-        paths: YAMLs with a `model:` section.
-        overrides: key=value, applied to the MODEL_SECTIONS.
-        out_dir: Folder of the runs.
         jobs: Number of processes at once.
-        quick: Only the quick abilities, with fewer test sequences.
-        seeds: Training seeds; None: SEEDS, or the first of them in a quick profile.
 
     Returns:
         The runs; their `panel` is the ability.
 
     Raises:
-        ConfigError: If a config is invalid; see `plan`.
+        ConfigError: If a config is invalid; see `plan_runs`.
         RunDirError: If `out_dir` contains a finished run with another config.
         OutputError: If `out_dir` cannot be written.
         TrainingError: If some runs failed.
     """
-    runs = plan(paths, overrides, out_dir, quick, seeds)
-    files = [Path(out_dir) / name for name in FILES]
+    runs = plan_runs(paths, overrides, out_dir, quick, seeds)
+    files = [Path(out_dir) / name for name in OUTPUT_FILES]
     check_together(files[0], ",".join(LAST_COLUMNS), *files)
     for cfg in filter(is_finished, runs.values()):
         if changes := find_differences(cfg):
@@ -204,8 +208,6 @@ def validate(
     say(f"{len(runs)} runs, {sum(map(is_finished, runs.values()))} of them already finished")
     run_all(list(runs.values()), jobs)
     return [
-        FinishedRun(
-            cfg.run_dir, cfg, cfg.seed, {}, point.model, point.ability, read_result(cfg), []
-        )
-        for point, cfg in runs.items()
+        FinishedRun(cfg.run_dir, cfg, cfg.seed, {}, key.model, key.ability, read_result(cfg), [])
+        for key, cfg in runs.items()
     ]

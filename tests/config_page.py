@@ -1,9 +1,9 @@
-"""docs/config.md from the schema: `python -m tests.config_page` writes keys, types and defaults.
+"""Update docs/config.md from the schema: `python -m tests.config_page`.
 
 Every section of the schema has a table in the page, under a heading with its dotted name. Keys,
-types and defaults are the schema's. What a key of the model and its solver means is said in
-lm/model/fields.py; of the others it is written in the page alone, by hand, and kept. A default that
-says the same in other words (4e-3 for 0.004) stays as it is written.
+types and defaults come from the schema. Meanings of the keys of `model` and `solver` come from
+lm/model/fields.py; other meanings are written by hand in the page and kept. A default in the page
+stays as written if it has the same value (4e-3 for 0.004).
 """
 
 from __future__ import annotations
@@ -25,127 +25,132 @@ HEAD = "| key | type | default | meaning |"
 RULE = "| --- | --- | --- | --- |"
 ROW = re.compile(r"\| `(\w+)` \| (.+?) \| `(.*?)` \| (.+) \|$")
 HEADING = re.compile(r"## (?:`([\w.]+)`|Top level)$")
-MISSING = "NOT YET SAID"
-TABLES: dict[type, dict[str, Field]] = {Model: ARCHITECTURE, Solver: SOLVER}
-SANE = 1000  # an upper limit above is there to catch slips, and is not shown
-WRITTEN_SHORT = "/InitFrom"  # the section that a text may stand for
-# The page's words for types of JSON, where they differ.
-KINDS = {"array": "list", "null": "`null`", "object": "mapping", "string": "text"}
+MISSING_MEANING = "NOT YET WRITTEN"
+MODEL_FIELDS: dict[type, dict[str, Field]] = {Model: ARCHITECTURE, Solver: SOLVER}
+MAX_SHOWN_LIMIT = 1000  # higher upper limits only catch typing errors, and the page omits them
+TEXT_OR_SECTION = "/InitFrom"  # the section that may be given as a text
+# Types of JSON schema → names in the page, if they differ.
+TYPE_NAMES = {"array": "list", "null": "`null`", "object": "mapping", "string": "text"}
 
 
-def sections(section: Section, prefix: str = "") -> dict[str, Section]:
-    """Dotted name → section, of the schema's sections that are always there; "" is the top."""
-    found = {prefix: section}
+def collect_sections(section: Section, prefix: str = "") -> dict[str, Section]:
+    """Return {dotted name: section} for a section and all sections in it; the top level is ""."""
+    sections = {prefix: section}
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, Section):
-            found |= sections(value, f"{prefix}.{name}" if prefix else name)
-    return found
+            sections |= collect_sections(value, f"{prefix}.{name}" if prefix else name)
+    return sections
 
 
-def kinds(schema: dict[str, Any]) -> list[str]:
-    """Return what a field takes, from its JSON schema."""
+def describe_types(schema: dict[str, Any]) -> list[str]:
+    """Return the types and choices of a field as text, from its JSON schema."""
     if "anyOf" in schema:
-        return [kind for part in schema["anyOf"] for kind in kinds(part)]
+        return [text for option in schema["anyOf"] for text in describe_types(option)]
     if "enum" in schema or "const" in schema:
         return [f"`{choice}`" for choice in schema.get("enum", [schema.get("const")])]
     if "prefixItems" in schema:
         items = schema["prefixItems"]
-        return [f"{len(items)} {kinds(items[0])[0].replace('number', 'numbers')}"]
+        return [f"{len(items)} {describe_types(items[0])[0].replace('number', 'numbers')}"]
     if "$ref" in schema:
-        return ["text", "mapping"] if schema["$ref"].endswith(WRITTEN_SHORT) else ["mapping"]
-    kind = schema.get("type", "object")
-    return [KINDS.get(kind, kind) + number_range(schema)]
+        return ["text", "mapping"] if schema["$ref"].endswith(TEXT_OR_SECTION) else ["mapping"]
+    name = schema.get("type", "object")
+    return [TYPE_NAMES.get(name, name) + describe_range(schema)]
 
 
-def number_range(schema: dict[str, Any]) -> str:
+def describe_range(schema: dict[str, Any]) -> str:
     """Return the range of a number, such as " > 0" or " in [0, 1)", after a space."""
     low = schema.get("minimum", schema.get("exclusiveMinimum"))
     high = schema.get("maximum", schema.get("exclusiveMaximum"))
-    is_open, is_open_above = "exclusiveMinimum" in schema, "exclusiveMaximum" in schema
+    is_low_excluded, is_high_excluded = "exclusiveMinimum" in schema, "exclusiveMaximum" in schema
     if low is None and high is None:
         return ""
-    if high is None or (low is not None and high > SANE):
-        return f" {'>' if is_open else '≥'} {low:g}"
+    if high is None or (low is not None and high > MAX_SHOWN_LIMIT):
+        return f" {'>' if is_low_excluded else '≥'} {low:g}"
     if low is None:
-        return f" {'<' if is_open_above else '≤'} {high:g}"
-    return f" in {'(' if is_open else '['}{low:g}, {high:,}{')' if is_open_above else ']'}"
+        return f" {'<' if is_high_excluded else '≤'} {high:g}"
+    left, right = "(" if is_low_excluded else "[", ")" if is_high_excluded else "]"
+    return f" in {left}{low:g}, {high:,}{right}"
 
 
-def default(value: Any, written: str | None) -> str:
-    """A default as the page has it already where that says the same, else as YAML in one line."""
+def format_default(value: Any, written: str | None) -> str:
+    """Return a default as the page writes it, if that has the same value, else as YAML."""
     if written is not None and yaml.load(written, Loader) == value:
         return written
     return json.dumps(value) if not isinstance(value, str) else value
 
 
-def meanings(table_of: dict[str, Field]) -> dict[str, str]:
-    """What the fields of a model and its solver mean, with links for the pages they name."""
+def format_meanings(fields: dict[str, Field]) -> dict[str, str]:
+    """Return {field: meaning}, with links to the pages that it names."""
     return {
         name: re.sub(r"docs/([\w-]+\.md)(#[\w-]+)?", r"[\1](\1\2)", field.meaning)
-        for name, field in table_of.items()
+        for name, field in fields.items()
     }
 
 
-def table(section: Section, rows: dict[str, tuple[str, str]], order: list[str]) -> list[str]:
-    """The rows of a section's table.
+def build_table(section: Section, old_rows: dict[str, tuple[str, str]]) -> list[str]:
+    """Build the rows of a section's table.
 
     Args:
-        rows: key → (default, meaning) of the page. order: of its keys there; new ones follow.
+        section: The section with its defaults.
+        old_rows: key → (default, meaning) in the page. Its order is kept; new keys follow.
     """
     fields = type(section).model_fields
-    leaves = [name for name in fields if not isinstance(getattr(section, name), Section)]
-    names = [name for name in order if name in leaves]
-    names += [name for name in leaves if name not in names]
+    keys = [name for name in fields if not isinstance(getattr(section, name), Section)]
+    names = [name for name in old_rows if name in keys]
+    names += [name for name in keys if name not in names]
     dumped = section.model_dump(mode="json")
     properties = type(section).model_json_schema()["properties"]
-    table_of = TABLES.get(type(section), {})
-    of_the_model = meanings(table_of)
+    model_fields = MODEL_FIELDS.get(type(section), {})
+    model_meanings = format_meanings(model_fields)
     lines = []
     for name in names:
-        written, meaning = rows.get(name, (None, MISSING))
-        meaning = of_the_model.get(name, meaning)
-        value = default(dumped[name], written)
-        words = table_of[name].describe() if name in table_of else ""
-        words = words or ", ".join(dict.fromkeys(kinds(properties[name])))
-        lines.append(f"| `{name}` | {words} | `{value}` | {meaning} |")
+        written_default, meaning = old_rows.get(name, (None, MISSING_MEANING))
+        meaning = model_meanings.get(name, meaning)
+        value = format_default(dumped[name], written_default)
+        type_text = model_fields[name].describe() if name in model_fields else ""
+        type_text = type_text or ", ".join(dict.fromkeys(describe_types(properties[name])))
+        lines.append(f"| `{name}` | {type_text} | `{value}` | {meaning} |")
     return lines
 
 
-def page(text: str) -> str:
-    """The page with the tables of the schema as it is.
+def update_page(text: str) -> str:
+    """Return the page with the tables of the present schema.
 
     Raises:
-        ValueError: a section of the schema has no heading and table there.
+        ValueError: If a section of the schema has no heading with a table.
     """
-    known, out, section, lines = sections(Config()), [], None, text.splitlines()
-    done, i = set(), 0
+    sections = collect_sections(Config())
+    lines, out = text.splitlines(), []
+    section_name, updated_names = None, set()
+    i = 0
     while i < len(lines):
         if lines[i].startswith("## "):
             heading = HEADING.match(lines[i])
-            section = (heading[1] or "") if heading else None
+            section_name = (heading[1] or "") if heading else None
         out.append(lines[i])
         i += 1
-        if out[-1] != RULE or out[-2] != HEAD or section not in known:
+        is_table_head = out[-1] == RULE and out[-2] == HEAD
+        if not is_table_head or section_name not in sections:
             continue
-        rows = {}
+        old_rows = {}
         while i < len(lines) and (row := ROW.match(lines[i])):
-            rows[row[1]] = (row[3], row[4])
+            old_rows[row[1]] = (row[3], row[4])
             i += 1
-        out += table(known[section], rows, list(rows))
-        done.add(section)
-    if missing := sorted(known.keys() - done):
+        out += build_table(sections[section_name], old_rows)
+        updated_names.add(section_name)
+    if missing := sorted(sections.keys() - updated_names):
         raise ValueError(f"{PAGE.name} has no heading `## `NAME`` with a table for {missing}")
     return "\n".join(out) + "\n"
 
 
 def main() -> None:
-    """Write the page, and name the keys whose meaning nobody has written yet."""
-    text = page(PAGE.read_text(encoding="utf-8"))
+    """Write the page, and print the rows without a meaning."""
+    text = update_page(PAGE.read_text(encoding="utf-8"))
     PAGE.write_text(text, encoding="utf-8")
     for line in text.splitlines():
-        if MISSING in line:
-            print(f"{PAGE.name}: the meaning is to be written: {line}")
+        if MISSING_MEANING in line:
+            print(f"{PAGE.name}: write the meaning of this key: {line}")
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.pop("COLUMNS", None)  # no table is wrapped
-os.environ.setdefault("FPRNN_TEST_SESSION", str(os.getpid()))  # pytest-xdist's workers inherit it
-if "FPRNN_TEST_CACHE" not in os.environ:  # shared with pytest-xdist's workers
+os.environ.pop("COLUMNS", None)  # so that no table is wrapped
+# Workers of pytest-xdist inherit both variables.
+os.environ.setdefault("FPRNN_TEST_SESSION", str(os.getpid()))
+if "FPRNN_TEST_CACHE" not in os.environ:
     os.environ["FPRNN_TEST_CACHE"] = tempfile.mkdtemp(prefix="fprnn-cache-")
     atexit.register(shutil.rmtree, os.environ["FPRNN_TEST_CACHE"], ignore_errors=True)
 os.environ["FPRNN_CACHE"] = os.path.join(os.environ["FPRNN_TEST_CACHE"], "corpora")
@@ -24,7 +25,7 @@ import torch
 if not torch.cuda.is_available():  # must be set before kernels are defined
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tests.running import fprnn, losses, run
+from tests.running import fprnn, read_losses, run
 
 ROOT = Path(__file__).parent.parent
 torch.set_num_threads(1)
@@ -56,19 +57,20 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture
 def tiny(tmp_path):
     """Function of overrides that loads configs/tiny/lm.yaml, with its run under tmp_path."""
-    from lm.config import load as config  # needs pydantic, which tests of kernels and models do not
+    # Imported here, because tests of kernels and models run without pydantic.
+    from lm.config import load as config
 
     def build(*overrides):
         path = ROOT / "tests/data/tiny.jsonl"
-        fixed = (f"out_dir={tmp_path / 'runs'}", f"data.path={path}")
-        return config.load(ROOT / "configs/tiny/lm.yaml", (*fixed, *overrides))
+        paths = (f"out_dir={tmp_path / 'runs'}", f"data.path={path}")
+        return config.load(ROOT / "configs/tiny/lm.yaml", (*paths, *overrides))
 
     return build
 
 
 @pytest.fixture
 def undrawn(monkeypatch):
-    """Skip the figures of reports, which take most of the time."""
+    """Make reports draw no figures, which would take most of the time."""
     from lm.report import figures
 
     monkeypatch.setattr(figures, "save", lambda figure, folder: "")
@@ -121,7 +123,7 @@ def tiny_run(tmp_path_factory):
 @pytest.fixture(scope="session")
 def tiny_losses(tiny_run):
     """Training records of `tiny_run`."""
-    return losses(tiny_run)
+    return read_losses(tiny_run)
 
 
 @pytest.fixture(scope="session")

@@ -12,16 +12,16 @@ from lm.training.build import build_model
 from lm.training.engine import Engine
 from lm.training.process_group import join_process_group
 
-LISTENS = "0A"  # the state in /proc/net/tcp
+LISTEN_STATE = "0A"  # of a listening socket in /proc/net/tcp
 
 
-def group_timeouts(device):
+def read_group_timeouts(device):
     """Return the timeouts of all process groups, in seconds."""
     groups = [group._get_backend(device) for group in dist.distributed_c10d._world.pg_map]
     return sorted(group.options._timeout.total_seconds() for group in groups)
 
 
-def listening_addresses():
+def find_listening_addresses():
     """Return the addresses that this process listens on; 0100007F is 127.0.0.1."""
     sockets = set()
     for path in Path("/proc/self/fd").iterdir():
@@ -31,7 +31,7 @@ def listening_addresses():
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             _, local, _, state, *rest = line.split()
-            if state == LISTENS and f"socket:[{rest[5]}]" in sockets:
+            if state == LISTEN_STATE and f"socket:[{rest[5]}]" in sockets:
                 addresses.append(local.partition(":")[0])
     return addresses
 
@@ -41,8 +41,8 @@ def main():
     ranks = join_process_group(cfg)
     engine = Engine(cfg, build_model(cfg, 64), ranks)
     if ranks.is_main:
-        timeouts = group_timeouts(ranks.device)
-        print(json.dumps({"timeouts": timeouts, "addresses": listening_addresses()}))
+        timeouts = read_group_timeouts(ranks.device)
+        print(json.dumps({"timeouts": timeouts, "addresses": find_listening_addresses()}))
     ranks.barrier()
     engine.close()
 

@@ -1,6 +1,6 @@
-"""A command line with faults injected: `python -m tests.faults FAULT[=N][,FAULT...] COMMAND...`.
+"""Run a command line with faults: `python -m tests.faults FAULT=N[,FAULT=N...] COMMAND...`.
 
-Each fault happens at the N-th call of the function that it replaces.
+Most faults happen at the N-th call of the function that they replace.
 """
 
 from __future__ import annotations
@@ -17,76 +17,85 @@ ENGINE = "lm.training.engine:Engine"
 SYNTHETIC = "synthetic.train"
 
 
-def wrap(place: str, name: str, act: Callable[..., Any], counts: Callable[..., bool] | None = None):
-    """Return a fault that replaces the N-th call of a function by `act`.
+def replace_call(
+    owner_path: str,
+    name: str,
+    replacement: Callable[..., Any],
+    is_counted: Callable[..., bool] = lambda *_: True,
+):
+    """Return a fault that replaces the N-th call of a function.
 
     Args:
-        place: The function's module, or module:Class.
+        owner_path: Module of the function, or module:Class.
         name: Name of the function.
-        act: Called with the original function and the arguments of the call.
-        counts: Returns whether a call with these arguments counts; None: every call counts.
+        replacement: Called with the original function and the arguments of the call.
+        is_counted: Returns True if a call with these arguments counts.
     """
 
     def inject(count: int) -> None:
-        module, _, cls = place.partition(":")
+        module, _, cls = owner_path.partition(":")
         owner = importlib.import_module(module)
         owner = getattr(owner, cls) if cls else owner
-        real, calls = getattr(owner, name), [0]
+        original, calls = getattr(owner, name), 0
 
-        def wrapped(*args, **options):
-            calls[0] += counts is None or counts(*args)
-            is_due = calls[0] == count and (counts is None or counts(*args))
-            return act(real, *args, **options) if is_due else real(*args, **options)
+        def call(*args, **options):
+            nonlocal calls
+            if not is_counted(*args):
+                return original(*args, **options)
+            calls += 1
+            if calls == count:
+                return replacement(original, *args, **options)
+            return original(*args, **options)
 
-        setattr(owner, name, wrapped)
+        setattr(owner, name, call)
 
     return inject
 
 
-def _trains(engine, *_) -> bool:
+def _is_training(engine, *_) -> bool:
     return engine.deepspeed.module.training
 
 
-def _nan_loss(real, *args):
-    output = real(*args)
+def _spoil_loss(original, *args):
+    output = original(*args)
     output.loss = output.loss * float("nan")
     return output
 
 
-def _synthetic_nan_loss(real, *args):
-    loss, answers = real(*args)
+def _spoil_synthetic_loss(original, *args):
+    loss, answers = original(*args)
     return loss * float("nan"), answers
 
 
-def _nonfinite(*_):
+def _raise_nonfinite(*_):
     raise FloatingPointError("block 0 has made NaN")
 
 
-def _no_data(*_):
+def _raise_no_data(*_):
     from lm.data.sources.errors import DataError
 
     raise DataError("the disk with the text is gone")
 
 
-def _suspended(real, *args, **options):
+def _suspend(original, *args, **options):
     """Stop this process, like a node that hangs."""
     os.kill(os.getpid(), signal.SIGSTOP)
-    return real(*args, **options)
+    return original(*args, **options)
 
 
-def _suspended_at_the_end(real, training):
+def _suspend_at_end(original, training):
     """Stop this process before the last validation."""
     training.validation.measure = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)
-    real(training)
+    original(training)
 
 
-def _endless(real, *args, **options):
+def _sleep_long(original, *args, **options):
     time.sleep(600)
-    return real(*args, **options)
+    return original(*args, **options)
 
 
-def _nan_weight(real, engine, *args, **options):
-    result = real(engine, *args, **options)
+def _spoil_weight(original, engine, *args, **options):
+    result = original(engine, *args, **options)
     optimized = engine.base_optimizer.param_groups[0]["params"]
     for parameter in [*optimized, *engine.deepspeed.module.parameters()]:
         if parameter.numel():
@@ -94,43 +103,45 @@ def _nan_weight(real, engine, *args, **options):
     return result
 
 
-def _nan_moment(real, trainer, *args, **options):
-    result = real(trainer, *args, **options)
+def _spoil_moment(original, trainer, *args, **options):
+    result = original(trainer, *args, **options)
     optimizer = getattr(trainer, "base_optimizer", None) or trainer.optimizer
     next(iter(optimizer.state.values()))["exp_avg_sq"].view(-1)[0] = float("nan")
     return result
 
 
-def plain_kernels(_: int) -> None:
-    """Let this rank find no kernels."""
+def use_plain_kernels(_: int) -> None:
+    """Make this rank use no kernels."""
     os.environ["FPRNN_KERNELS"] = "plain"
 
 
-def looks_every(count: int) -> None:
-    """Check the condition of a curriculum's stage every `count` updates; this is no fault."""
+def set_curriculum_interval(count: int) -> None:
+    """Check the condition of a curriculum's stage every `count` updates (no fault)."""
     from lm.training import curriculum
 
-    curriculum.EVERY = count
+    curriculum.CHECK_INTERVAL = count
 
 
 FAULTS = {
-    "plain_kernels": plain_kernels,
-    "looks_every": looks_every,
-    # In the count-th forward pass of training.
-    "nan_at": wrap(ENGINE, "forward", _nan_loss, _trains),
-    "nonfinite_at": wrap(ENGINE, "forward", _nonfinite, _trains),
-    # At the count-th micro-batch.
-    "no_data_at": wrap("lm.data.batches.mixture_loader:MixtureLoader", "__next__", _no_data),
-    # At the count-th update.
-    "stop_at": wrap(ENGINE, "step", _suspended),
-    "sleep_at": wrap(ENGINE, "step", _endless),
-    "weight_nan_at": wrap(ENGINE, "step", _nan_weight),
-    "moment_nan_at": wrap(ENGINE, "step", _nan_moment),
-    "stop_at_the_end": wrap("lm.training.train:Training", "conclude", _suspended_at_the_end),
+    "plain_kernels": use_plain_kernels,
+    "looks_every": set_curriculum_interval,
+    # In the N-th forward pass of training.
+    "nan_at": replace_call(ENGINE, "forward", _spoil_loss, _is_training),
+    "nonfinite_at": replace_call(ENGINE, "forward", _raise_nonfinite, _is_training),
+    # At the N-th micro-batch.
+    "no_data_at": replace_call(
+        "lm.data.batches.mixture_loader:MixtureLoader", "__next__", _raise_no_data
+    ),
+    # At the N-th update.
+    "stop_at": replace_call(ENGINE, "step", _suspend),
+    "sleep_at": replace_call(ENGINE, "step", _sleep_long),
+    "weight_nan_at": replace_call(ENGINE, "step", _spoil_weight),
+    "moment_nan_at": replace_call(ENGINE, "step", _spoil_moment),
+    "stop_at_the_end": replace_call("lm.training.train:Training", "conclude", _suspend_at_end),
     # The same in the synthetic trainer.
-    "synthetic_nan_at": wrap(SYNTHETIC, "compute_loss", _synthetic_nan_loss),
-    "synthetic_nonfinite_at": wrap(SYNTHETIC, "compute_loss", _nonfinite),
-    "synthetic_moment_nan_at": wrap(f"{SYNTHETIC}:Training", "update", _nan_moment),
+    "synthetic_nan_at": replace_call(SYNTHETIC, "compute_loss", _spoil_synthetic_loss),
+    "synthetic_nonfinite_at": replace_call(SYNTHETIC, "compute_loss", _raise_nonfinite),
+    "synthetic_moment_nan_at": replace_call(f"{SYNTHETIC}:Training", "update", _spoil_moment),
 }
 
 

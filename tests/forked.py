@@ -1,7 +1,10 @@
-"""Run commands in processes that are forked from a server which has imported the package.
+"""Run commands in processes that are forked from a server, which has imported the package.
 
-Each command has its own files, output, signals and exit status; only the seconds of importing are
-saved. Tests of imports, launchers and signals start a fresh interpreter themselves.
+This saves the seconds of importing. Each command has its own output files, signals and exit status.
+Tests of imports, launchers and signals start a fresh interpreter instead.
+
+A test connects to the server (`_serve`). For each connection, the server forks a supervisor
+(`_supervise`), which forks the command (`_run_request`) and writes its exit status to a file.
 """
 
 import atexit
@@ -22,7 +25,7 @@ import time
 import traceback
 from pathlib import Path
 
-# Set by a training that runs in the process of the tests.
+# A training in the test process sets them; commands must not inherit them.
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -30,7 +33,7 @@ def _environment_without_ranks():
     return {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
 
 
-class Forked:
+class ForkedProcess:
     """A running command with the interface of subprocess.Popen; its output goes into files."""
 
     def __init__(self, pid, args, folder):
@@ -38,17 +41,17 @@ class Forked:
         self.returncode = None
 
     def poll(self):
-        """Return the exit status, or None while it runs."""
-        status = Path(self.folder.name) / "status"
-        if self.returncode is None and status.exists():
-            self.returncode = int(status.read_text())
+        """Return the exit status, or None while the command runs."""
+        status_file = Path(self.folder.name) / "status"
+        if self.returncode is None and status_file.exists():
+            self.returncode = int(status_file.read_text())
         return self.returncode
 
     def wait(self, timeout):
-        """Wait for the end and return the exit status.
+        """Wait for the end of the command and return its exit status.
 
         Raises:
-            subprocess.TimeoutExpired: If it does not end within `timeout` seconds.
+            subprocess.TimeoutExpired: If the command does not end within `timeout` seconds.
         """
         deadline = time.monotonic() + timeout
         while self.poll() is None:
@@ -68,7 +71,7 @@ class Forked:
         return tuple(file.read_text(encoding="utf-8", errors="replace") for file in files)
 
     def send_signal(self, number):
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the command has ended."""
         if self.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -82,17 +85,17 @@ class ForkServer:
     """A server for all processes of a pytest session, started at the first command.
 
     Args:
-        root: Folder that it runs in.
+        root: Working directory of the server.
         environment: Variables of the server and of every command.
-        modules: Modules that it imports; (): the modules of a training.
-        name: Name of its socket in the session's folder.
+        modules: Modules that the server imports; (): the modules of a training.
+        name: Name of the server's socket in the session's folder.
     """
 
     def __init__(self, root, environment, modules=(), name="training"):
         self.root, self.environment, self.modules, self.name = root, environment, modules, name
 
     def start(self, module, arguments, environment=(), cwd=None):
-        """Start `python -m MODULE ARGUMENTS`, or `python -c CODE …`; return its Forked.
+        """Start `python -m MODULE ARGUMENTS`, or `python -c CODE …`; return its ForkedProcess.
 
         Args:
             module: Name of the module, or "-c".
@@ -116,14 +119,14 @@ class ForkServer:
         with self._connect() as connection, connection.makefile("rw") as stream:
             print(json.dumps(request), file=stream, flush=True)
             pid = int(stream.readline())
-        words = arguments if module == "-c" else [module, *arguments]
-        return Forked(pid, [sys.executable, "-c" if module == "-c" else "-m", *words], folder)
+        words = ["-c", *arguments] if module == "-c" else ["-m", module, *arguments]
+        return ForkedProcess(pid, [sys.executable, *words], folder)
 
     def run(self, module, arguments, timeout, environment=(), cwd=None):
         """Run a command as `start` does; return its CompletedProcess with output as text.
 
         Raises:
-            subprocess.TimeoutExpired: If it took longer than `timeout` seconds and was killed.
+            subprocess.TimeoutExpired: If the command was killed after `timeout` seconds.
         """
         process = self.start(module, arguments, environment, cwd)
         try:
@@ -135,7 +138,7 @@ class ForkServer:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def _connect(self):
-        """Return a connection to the server, which is started if needed."""
+        """Connect to the server, which is started first if needed."""
         session = os.environ["FPRNN_TEST_SESSION"]
         address = Path(os.environ["FPRNN_TEST_CACHE"], f"{self.name}-{session}.socket")
         with address.with_suffix(".lock").open("w") as lock:
@@ -143,12 +146,12 @@ class ForkServer:
             connection = socket.socket(socket.AF_UNIX)
             if connection.connect_ex(str(address)) != 0:
                 connection.close()
-                self._start(address)
+                self._start_server(address)
                 connection = socket.socket(socket.AF_UNIX)
                 connection.connect(str(address))
         return connection
 
-    def _start(self, address):
+    def _start_server(self, address):
         address.unlink(missing_ok=True)
         server = subprocess.Popen(
             [sys.executable, "-m", "tests.forked", address, *self.modules],
@@ -157,10 +160,10 @@ class ForkServer:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
         )
-        server.stdout.readline()  # printed when it listens
+        server.stdout.readline()  # the server prints it when it listens
 
 
-SLOW_TO_IMPORT = (
+SLOW_MODULES = (
     "lm.cli.main",
     "lm.data.batches.loader",
     "lm.data.corpus.corpora",
@@ -170,45 +173,47 @@ SLOW_TO_IMPORT = (
     "lm.training.train",
     "synthetic.cli",
     "synthetic.train",
-    # Imported by DeepSpeed with the first optimizer; it imports the modules of torch.compile.
+    # DeepSpeed imports it with the first optimizer, and with it the modules of torch.compile.
     "deepspeed.runtime.zero.muon.muon_optimizer",
 )
 
 
 def _import_modules():
-    """Import the modules, and check that no thread was started, because forks lose threads."""
+    """Import the modules, and check that they start no thread, because a fork loses threads."""
     modules = sys.argv[2:]
     if not modules:
         from lm.training.deepspeed_api import import_deepspeed
 
         import_deepspeed()
-    for name in modules or SLOW_TO_IMPORT:
+    for name in modules or SLOW_MODULES:
         importlib.import_module(name)
     gc.freeze()
     threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-    threads = [name for name in threads if name != "jemalloc_bg_thd"]  # pyarrow starts it again
+    threads = [
+        name for name in threads if name != "jemalloc_bg_thd"
+    ]  # pyarrow restarts this thread
     assert len(threads) == 1, "a thread would be lost in a fork"
 
 
-def _become(request):
-    """Run the command and exit as its interpreter would. Never returns."""
+def _run_request(request):
+    """Run the command of a request in this process, and exit as an interpreter would."""
     status = 1
     try:
-        # `nohup make test` makes all its processes ignore them.
+        # Under `nohup make test` all processes ignore these signals.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
         with open(os.devnull) as null:
             os.dup2(null.fileno(), 0)
-        for number, name in enumerate(("out", "err"), 1):
+        for target_fd, name in enumerate(("out", "err"), 1):
             path = os.path.join(request["folder"], name)
-            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            os.dup2(file, number)
-            os.close(file)
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(fd, target_fd)
+            os.close(fd)
         os.environ.clear()
         os.environ.update(request["environment"])
         os.chdir(request["cwd"])
         sys.argv = ["", *request["arguments"]]
-        status = _run(request["module"])
+        status = _run_module(request["module"])
         threading._shutdown()
         atexit._run_exitfuncs()
     except BaseException:
@@ -220,7 +225,7 @@ def _become(request):
         os._exit(status)
 
 
-def _run(module):
+def _run_module(module):
     """Run a module or code and return its exit status."""
     try:
         if module == "-c":
@@ -249,10 +254,11 @@ def _supervise(connection):
     child = os.fork()
     if child == 0:
         os.close(connection.fileno())
-        _become(request)
+        _run_request(request)
     print(child, file=stream, flush=True)
     _, status = os.waitpid(child, 0)
     with contextlib.suppress(OSError):  # the folder is gone if the test has ended
+        # Renamed when complete, because `poll` reads it at any time.
         file = Path(request["folder"], "status.partial")
         file.write_text(str(os.waitstatus_to_exitcode(status)))
         file.rename(file.with_name("status"))
@@ -263,13 +269,13 @@ def _serve():
     """Fork a supervisor for each connection, until the session of pytest ends."""
     session = Path("/proc", os.environ["FPRNN_TEST_SESSION"])
     _import_modules()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no process waits for supervisors
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors leave no zombies
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(sys.argv[1])
     listener.listen()
     listener.settimeout(1)
     print("listens", flush=True)
-    os.dup2(2, 1)  # the pipe is not read any more
+    os.dup2(2, 1)  # nobody reads the pipe any more
     while session.exists():
         try:
             connection, _ = listener.accept()

@@ -27,10 +27,7 @@ NUMBERS = {int: "i32", float: "fp32"}
 # Bytes per thread that may spill, by Triton's version and kernel; 0 for others. The matrices of
 # _roots_kernel for eight reflections do not fit into registers before Triton 3.9, and the states of
 # FP-Mamba-2 with 64 states do not fit on sm_90 under Triton 3.7.
-SPILLS = {
-    (3, 6): {"_roots_kernel": 48},
-    (3, 7): {"_roots_kernel": 40, "states_kernel": 8},
-}
+SPILLS = {(3, 6): {"_roots_kernel": 48}, (3, 7): {"_roots_kernel": 40, "states_kernel": 8}}
 
 
 def quicken_interpreter():
@@ -51,7 +48,7 @@ def quicken_interpreter():
     call.__call__ = device_call
 
 
-def skip_where_missing(*modules):
+def skip_if_missing(*modules):
     """Skip the test if a kernel cannot run here (no compiler, no GPU).
 
     A kernel that fails or computes something else is not skipped: the test must find it.
@@ -83,7 +80,7 @@ def assert_close(ours, theirs, tol):
         assert error < tol, f"{name}: relative error {error:.1e}"
 
 
-def launch_case(kernel, *args, **named):
+def describe_launch(kernel, *args, **named):
     """Return a launch as `resources` takes it: kernel, arguments and options.
 
     A tensor is represented by its type and whether its address is a multiple of 16 bytes.
@@ -99,18 +96,18 @@ def launch_case(kernel, *args, **named):
     return {"module": module, "kernel": name, "arguments": arguments, "options": options}
 
 
-def sliced(t):
+def slice_unaligned(t):
     """Return t as columns of a wider tensor, at unaligned places, like a part of a projection."""
     return torch.nn.functional.pad(t, (3, 6))[..., 3:-6]
 
 
 @contextlib.contextmanager
-def recorded_launches(module):
+def record_launches(module):
     """Collect the launches of `module` as cases, each once, instead of running them."""
     cases = []
 
     def record(kernel, programs, *args, **named):
-        case = launch_case(kernel, *args, **named)
+        case = describe_launch(kernel, *args, **named)
         if case not in cases:
             cases.append(case)
 
@@ -119,7 +116,7 @@ def recorded_launches(module):
         yield cases
 
 
-def kernels_of(*modules):
+def find_kernels(*modules):
     """Return the names of the jitted functions of modules that are launched, not called."""
     nodes = [node for m in modules for node in ast.parse(inspect.getsource(m)).body]
     functions = [f for f in nodes if isinstance(f, ast.FunctionDef) and f.decorator_list]
@@ -128,7 +125,7 @@ def kernels_of(*modules):
     return {f.name for f in jitted} - {ast.unparse(call.func) for call in calls}
 
 
-def resources(cases, targets=TARGETS):
+def compile_kernels(cases, targets=TARGETS):
     """Compile kernels as a launch does, in a new process without the interpreter or a GPU.
 
     Args:
@@ -153,7 +150,7 @@ def assert_nothing_spills(cases, targets=TARGETS):
     import triton
 
     limits = SPILLS.get(tuple(map(int, triton.__version__.split(".")[:2])), {})
-    results = resources(cases, targets)
+    results = compile_kernels(cases, targets)
     assert len(results) == len(cases) * len(targets) > 0
     assert not [r for r in results if r["stack"] > limits.get(r["case"]["kernel"], 0)]
     assert all(r["registers"] * 32 * r["warps"] <= 65536 for r in results)

@@ -4,5 +4,5 @@ import pytest
 
 
 def slow(*values):
-    """Return a case that only `make test-slow` runs."""
+    """Return a parametrized case that only `make test-slow` runs."""
     return pytest.param(*values, marks=pytest.mark.slow)

@@ -332,9 +332,7 @@ def by_document(function, u, starts=None, mask=None):
     for row in range(len(u)):
         tokens = {}
         documents = each_document(
-            u.shape[1],
-            None if starts is None else starts[row],
-            None if mask is None else mask[row],
+            u.shape[1], None if starts is None else starts[row], None if mask is None else mask[row]
         )
         for positions in documents:
             out = function(u[row, positions], (row, positions))
@@ -344,7 +342,7 @@ def by_document(function, u, starts=None, mask=None):
     return torch.stack(rows)
 
 
-def iteration(parameters, options, u, y, starts=None, mask=None):
+def apply_map(parameters, options, u, y, starts=None, mask=None):
     """Return f(y) of a batch. u: (b,l,d_model), y: (b,l,d) → (b,l,d)."""
 
     def iterate(u_ld, place):
@@ -354,7 +352,7 @@ def iteration(parameters, options, u, y, starts=None, mask=None):
     return by_document(iterate, u, starts, mask)
 
 
-def fixed_point(parameters, options, u, starts=None, mask=None):
+def solve(parameters, options, u, starts=None, mask=None):
     """Return y* of a batch, shape (b,l,d), without gradient."""
 
     def solve(u_ld, _):
@@ -376,7 +374,7 @@ def residual_norm(parameters, name, x, options):
     return torch.stack([rms_norm(parameters, name, token, options.norm_epsilon) for token in x])
 
 
-def logits_of(parameters, options, ids, mask=None):
+def compute_logits(parameters, options, ids, mask=None):
     """Return the language model's logits (b,l,vocab_size); in ids (b,l) EOS ends a document."""
     p, eos = parameters, options.eos_token_id
     starts = None
@@ -400,7 +398,7 @@ def logits_of(parameters, options, ids, mask=None):
     return by_document(compute_logits, p["backbone.embeddings.weight"][ids], starts, mask)
 
 
-def loss_of(logits, ids):
+def compute_loss(logits, ids):
     """Return the mean of −log p(next token) over all positions of (b,l,v) except the last."""
     log_p = logits - torch.logsumexp(logits, -1, keepdim=True)
     b, length = ids.shape

@@ -74,7 +74,7 @@ class Attach(torch.autograd.Function):
         return torch.where(failed.unsqueeze(-1), g, solved * times), None, None, None
 
 
-def picard(phi, start, tol, linear):
+def run_picard(phi, start, tol, linear):
     """Return the root to which damped Picard from zero converges, and whether it fails."""
     if linear:  # s = Φ s + α
         alpha = phi(start)
@@ -102,7 +102,7 @@ def picard(phi, start, tol, linear):
     return best, ~done
 
 
-def slope_of(phi, s):
+def find_slope(phi, s):
     """Return φ′ (b,r,r), by autograd."""
     with torch.enable_grad():
         s = s.detach().requires_grad_()
@@ -133,8 +133,8 @@ def solve_token(reflect, free, gamma, x, end, options, tol):
 
     with torch.no_grad():
         zero = torch.zeros_like(reflect.a)
-        root, failed = picard(phi, zero, tol, options.norm == "none")
-    s = Attach.apply(phi(root), root, slope_of(phi, root).detach(), failed)
+        root, failed = run_picard(phi, zero, tol, options.norm == "none")
+    s = Attach.apply(phi(root), root, find_slope(phi, root).detach(), failed)
     return value(s), rest + reflect.from_dots(s), failed
 
 
@@ -165,7 +165,7 @@ def begin(t, keep, before, raw, weight_y, readout=None):
     return row, keep_t
 
 
-def cell(arguments, tol=1e-14):
+def solve_cell(arguments, tol=1e-14):
     """Solve the problem of lm.kernels.cpu.cpu_cell.cell."""
     layout, options, raw, weight_y, x, dt, A, keep, gate, D, *_ = arguments
     norm_weight, norm_bias, y0, h0, _, readout = arguments[10:]
@@ -205,7 +205,7 @@ def cell(arguments, tol=1e-14):
     return torch.stack(ys, 1), h, torch.stack(failures, 1)
 
 
-def cell_rnn(arguments):
+def solve_cell_rnn(arguments):
     """Solve the problem of lm.kernels.cpu.cpu_cell.cell_rnn."""
     layout, options, raw, weight_y, x, decay, fresh, keep, y0, h0, _ = arguments
     options = options._replace(norm="none")

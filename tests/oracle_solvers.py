@@ -9,7 +9,7 @@ import math
 import torch
 
 
-def residual_of(y, g):
+def measure_residual(y, g):
     """Return ‖y − g‖∞ / (‖g‖∞ + 1e-8) of a token."""
     return float((y - g).abs().max() / (g.abs().max() + 1e-8))
 
@@ -37,7 +37,7 @@ class Damping:
             self.step, self.stalled = self.step * self.rule.stepsize_decay, 0
 
 
-def quantile(values, q):
+def compute_quantile(values, q):
     """Return a quantile, with linear interpolation between the two nearest values."""
     values = sorted(values)
     position = q * (len(values) - 1)
@@ -46,7 +46,7 @@ def quantile(values, q):
     return values[low] + (position - low) * (values[high] - values[low])
 
 
-def paper(f, sequences, rule):
+def solve_batch(f, sequences, rule):
     """Run the paper's solver (App. B.4), which stops for the whole batch at once.
 
     Args:
@@ -63,11 +63,11 @@ def paper(f, sequences, rule):
         residuals = []
         for i, y in enumerate(sequences):
             g = f[i](y)
-            residuals.append(max(residual_of(a, b) for a, b in zip(y, g)))
+            residuals.append(max(measure_residual(a, b) for a, b in zip(y, g)))
             sequences[i] = [torch.lerp(a, b, damping[i].step) for a, b in zip(y, g)]
             damping[i].update(residuals[i])
         lowest, steps = [d.lowest for d in damping], [d.step for d in damping]
         trace.append((residuals, lowest, steps))
-        is_converged = quantile(lowest, rule.quantile) < rule.tol
+        is_converged = compute_quantile(lowest, rule.quantile) < rule.tol
         if is_converged or max(steps) < rule.min_stepsize or len(trace) >= rule.max_iters:
             return sequences, trace

@@ -66,10 +66,7 @@ def plain(ranks, stage, *settings):
     update = engine.step(micro_batches)
     loss = cross_entropy(model(input_ids=ids).logits, labels)
     gradient = torch.autograd.grad(loss, list(model.parameters()))
-    return {
-        "expected": [loss.item(), total_norm(gradient)],
-        "found": [update.loss, update.norm],
-    }
+    return {"expected": [loss.item(), total_norm(gradient)], "found": [update.loss, update.grad_norm]}
 
 
 def against_adversary(ranks, stage):
@@ -78,7 +75,7 @@ def against_adversary(ranks, stage):
     with mock.patch("torch.rand", lambda shape, **_: torch.ones(shape)):
         model, engine, ids, labels, micro_batches = prepare(ranks, stage, *ADVERSARIAL)
         updates = [
-            engine.step(micro_batches, adversarial_pass=has_noise)
+            engine.step(micro_batches, has_adversarial_pass=has_noise)
             for has_noise in (True, True, False)
         ]
         adversary, total = Adversary(model, KAPPA), 0.0
@@ -92,8 +89,8 @@ def against_adversary(ranks, stage):
                 total += (loss * share).item() * (number == 0)
     return {
         "expected": [total, total_norm([p.grad for p in model.parameters()])],
-        "found": [updates[0].loss, updates[0].norm],
-        "solves": [len(update.stats) for update in updates],
+        "found": [updates[0].loss, updates[0].grad_norm],
+        "solves": [len(update.reports) for update in updates],
     }
 
 
@@ -104,7 +101,7 @@ def under_bf16(ranks, stage, *settings):
     of parameters whose gradients are exactly representable in bf16.
     """
     model, engine, ids, labels, micro_batches = prepare(ranks, stage, *BF16, *settings)
-    norm = engine.step(micro_batches).norm
+    norm = engine.step(micro_batches).grad_norm
     for row, targets in zip(ids, labels):
         with torch.autocast("cpu", torch.bfloat16):
             loss = model(input_ids=row[None], labels=targets[None], shift_labels=targets[None]).loss
@@ -125,17 +122,13 @@ def under_bf16(ranks, stage, *settings):
 
 def gradients(engine):
     """Yield the parts of each gradient that this rank's optimizer used."""
-    for flat, parts in engine._optimizer_parts():
+    for flat, fragments in engine._optimizer_fragments():
         moment = engine.base_optimizer.state[flat]["exp_avg"].view(-1)
-        for name, target, source in parts:
-            yield name, moment[target], source
+        for fragment in fragments:
+            yield fragment.name, moment[fragment.flat], fragment.flattened
 
 
-CASES = {
-    plain: [*STAGES, *OTHER_MODELS],
-    against_adversary: STAGES,
-    under_bf16: STAGES,
-}
+CASES = {plain: [*STAGES, *OTHER_MODELS], against_adversary: STAGES, under_bf16: STAGES}
 
 
 def main():

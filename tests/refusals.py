@@ -5,7 +5,7 @@ from tests.running import REFUSED
 
 
 def refused(capsys, *args, run=main, prog="fprnn") -> str:
-    """Run a refused command and return its error sentence.
+    """Run a command that must be refused, and return its error sentence.
 
     Fail if the command succeeds or prints anything else.
 
@@ -13,7 +13,7 @@ def refused(capsys, *args, run=main, prog="fprnn") -> str:
         capsys: The fixture of pytest.
         args: Arguments of the command line.
         run: The `main` of the command line.
-        prog: Its name in usage messages.
+        prog: Name of the command line in usage messages.
     """
     try:
         status = run([str(a) for a in args])
@@ -22,9 +22,9 @@ def refused(capsys, *args, run=main, prog="fprnn") -> str:
     captured = capsys.readouterr()
     assert status in {*REFUSED, 2}, captured
     assert captured.out == ""
-    last = captured.err.splitlines()[-1]
+    last_line = captured.err.splitlines()[-1]
     if status in REFUSED:
-        assert captured.err == last + "\n" and last.startswith("error: "), captured.err
+        assert captured.err == last_line + "\n" and last_line.startswith("error: "), captured.err
     else:
         assert captured.err.startswith(f"usage: {prog}"), captured.err
-    return last.partition("error: ")[2]
+    return last_line.partition("error: ")[2]

@@ -10,7 +10,7 @@ from lm.common.errors import BAD_CONFIG, BAD_DATA, DIVERGED, FAILED
 from tests.forked import ForkServer
 
 ROOT = Path(__file__).parent.parent
-REFUSED = {FAILED, BAD_CONFIG, BAD_DATA, DIVERGED}  # exit statuses of errors with one sentence
+REFUSED = {FAILED, BAD_CONFIG, BAD_DATA, DIVERGED}  # statuses of errors printed as a sentence
 ENV = {
     **{k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")},
     "OMP_NUM_THREADS": "1",
@@ -23,12 +23,12 @@ def command(out_dir, *overrides, processes=0, config="configs/tiny/lm.yaml"):
     """Return the command line of a training, with the `deepspeed` launcher if `processes` > 0."""
     from lm.training.process_group import find_free_port
 
-    start = [sys.executable, "-m", "lm"]
+    program = [sys.executable, "-m", "lm"]
     if processes:
         launcher = Path(sys.executable).parent / "deepspeed"
         port = find_free_port()
-        start = [launcher, "--num_gpus", processes, "--master_port", port, "--module", "lm"]
-    args = [*start, "train", "--config", ROOT / config, f"out_dir={out_dir}", *overrides]
+        program = [launcher, "--num_gpus", processes, "--master_port", port, "--module", "lm"]
+    args = [*program, "train", "--config", ROOT / config, f"out_dir={out_dir}", *overrides]
     return [str(a) for a in args]
 
 
@@ -36,7 +36,7 @@ FORKS = ForkServer(ROOT, ENV)
 # A server that has imported no module of this project.
 LIBRARIES = ("torch", "transformers.generation", "transformers.modeling_utils")
 PLAIN_FORKS = ForkServer(ROOT, ENV, LIBRARIES, "plain")
-# Hides this checkout, an editable install, and cached code of exports.
+# Code that hides this checkout, an editable install, and cached code of exports.
 HIDE_CHECKOUT = """
 import importlib.util, json, os, sys
 from transformers import dynamic_module_utils
@@ -58,7 +58,7 @@ def run_alone(code, *args, cwd, **environment):
     return PLAIN_FORKS.run("-c", [HIDE_CHECKOUT + code, *args], 120, environment, cwd)
 
 
-def losses(run_dir):
+def read_losses(run_dir):
     """Return the records of metrics.jsonl with a loss."""
     lines = (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
     return [r for r in map(json.loads, lines) if "loss" in r]
@@ -69,12 +69,12 @@ def start_ranks(module, arguments, processes, **environment):
 
     Args:
         module: Name of the module, or a list with a name per rank.
-        arguments: Its arguments, or a function of the rank that returns them.
+        arguments: Arguments of the module, or a function of the rank that returns them.
         processes: Number of ranks.
-        **environment: Additional variables.
+        **environment: Further environment variables.
 
     Returns:
-        Forked of each rank.
+        The ForkedProcess of each rank.
     """
     from lm.training.process_group import find_free_port
 
@@ -101,23 +101,26 @@ def run(out_dir, *overrides, processes=0, name="tiny", launcher=False):
         launcher: Start the ranks with `deepspeed`.
 
     Raises:
-        AssertionError: If it fails; the message has its output.
+        AssertionError: If the training fails; the message has its output.
     """
-    full = command(out_dir, *overrides, processes=processes if launcher else 0)
+    full_command = command(out_dir, *overrides, processes=processes if launcher else 0)
+    lm_arguments = full_command[3:]  # after `python -m lm`
     if launcher:
         path = f"{Path(sys.executable).parent}:{ENV['PATH']}"
         env = ENV | {"DS_ACCELERATOR": "cpu", "PATH": path}
-        done = subprocess.run(full, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+        result = subprocess.run(
+            full_command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+        )
     elif processes:
-        ranks = start_ranks("lm", full[3:], processes)
+        ranks = start_ranks("lm", lm_arguments, processes)
         outputs = [rank.communicate(300) for rank in ranks]
         status = max((rank.returncode for rank in ranks), key=abs)
         out, err = ("".join(texts) for texts in zip(*outputs))
-        done = subprocess.CompletedProcess(full, status, out, err)
+        result = subprocess.CompletedProcess(full_command, status, out, err)
     else:
-        done = fprnn(*full[3:])
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    return losses(Path(out_dir) / name), done
+        result = fprnn(*lm_arguments)
+    assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-3000:]
+    return read_losses(Path(out_dir) / name), result
 
 
 def run_ranks_for_json(module, processes):

@@ -91,9 +91,9 @@ def split_program(words: list[str]) -> tuple[str, list[str]]:
 
 def test_every_command_of_the_pages_is_valid():
     parsers = {
-        "fprnn": lm_cli.make_parser((synthetic_cli.add, synthetic_cli.add_demo)),
+        "fprnn": lm_cli.make_parser((synthetic_cli.add_synthetic, synthetic_cli.add_demo)),
         "lm": lm_cli.make_parser(),
-        "synthetic": synthetic_cli.parser(),
+        "synthetic": synthetic_cli.make_parser(),
     }
     programs, invalid = set(), []
     for page, words in find_commands():
@@ -249,18 +249,18 @@ def test_the_pages_run(pages, checkout):
 
 def test_the_page_of_keys_matches_the_schema():
     text = config_page.PAGE.read_text(encoding="utf-8")
-    assert config_page.page(text) == text, "run `python -m tests.config_page`"
-    assert config_page.MISSING not in text, "a key has no meaning"
+    assert config_page.update_page(text) == text, "run `python -m tests.config_page`"
+    assert config_page.MISSING_MEANING not in text, "a key has no meaning"
 
 
 def test_the_page_of_keys_is_updated():
     text = config_page.PAGE.read_text(encoding="utf-8")
     row = next(row for row in text.splitlines() if row.startswith("| `zero_stage`"))
-    updated = config_page.page(text.replace(row, "| `d_stat` | text | `1` | Old. |"))
-    expected = f"| `zero_stage` | `0`, `1`, `2`, `3` | `1` | {config_page.MISSING} |"
+    updated = config_page.update_page(text.replace(row, "| `d_stat` | text | `1` | Old. |"))
+    expected = f"| `zero_stage` | `0`, `1`, `2`, `3` | `1` | {config_page.MISSING_MEANING} |"
     assert expected in updated and "d_stat`" not in updated
     with pytest.raises(ValueError, match=r"no heading .* for \['engine'\]"):
-        config_page.page(text.replace("## `engine`", "## DeepSpeed"))
+        config_page.update_page(text.replace("## `engine`", "## DeepSpeed"))
 
 
 # The site.

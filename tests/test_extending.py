@@ -96,11 +96,7 @@ def test_check_mixer_accepts_the_pages_mixer(page):
     """The checks include the gradient against finite differences of the loss in fp64."""
     findings = {f.name: f for f in check_mixer(MIXER)}
     assert all(f.holds is not False for f in findings.values()), findings
-    required = (
-        "gradient of all parameters",
-        "gradient of the mixer's parameters",
-        "causal",
-    )
+    required = ("gradient of all parameters", "gradient of the mixer's parameters", "causal")
     assert all(findings[name].holds for name in required), findings
 
 
@@ -288,7 +284,7 @@ def test_unknown_and_duplicate_mixer_names_are_refused(page):
         ("my_mixer_2", "import lm.model.layers", "write `from lm.model.FILE import NAME`"),
         ("my_mixer_2", "from lm.model import layers", "write `from lm.model.FILE import NAME`"),
         ("my_mixer_2", "from lm.common.errors import UserError", "write `from lm.model.FILE"),
-        ("layers", "import math", "like the layers.py that every export has: rename its file"),
+        ("layers", "import math", "and the layers.py that every export has: rename the"),
     ],
 )
 def test_mixer_with_other_imports_is_not_exported(page, tmp_path, name, line, message):
@@ -315,13 +311,13 @@ def test_language_model_trains_resumes_and_exports(page, tmp_path):
     for extra in (["train.steps=4"], ["train.steps=6", "resume=auto"]):
         train = running.command(tmp_path / "runs", *overrides, *extra)
         subprocess.run(train, env=environment, cwd=ROOT, check=True, timeout=300)
-    records = running.losses(tmp_path / "runs/tiny")
+    records = running.read_losses(tmp_path / "runs/tiny")
     assert [r["step"] for r in records] == [1, 2, 3, 4, 5, 6]
     assert all(np.isfinite(r["loss"]) for r in records)
     with pytest.raises(ConfigError, match=r"config\.yaml, and nothing here .* --trust"):
         export(tmp_path / "runs/tiny", tmp_path / "hf")
     out = export(tmp_path / "runs/tiny", tmp_path / "hf", trust=True)
-    from lm.evaluation.facade import load
+    from lm.evaluation.language_model import load
 
     assert load(out, trust=True).generate("The", max_new_tokens=3, temperature=0)
 
@@ -339,7 +335,7 @@ def lights(tmp_path, *overrides):
 def test_pages_task_has_correct_labels_and_disjoint_splits(page, tmp_path):
     cfg = lights(tmp_path)
     assert yaml.safe_load((page / "lights.yaml").read_text())["task"]["name"] == cfg.task.name
-    task = tasks.build(cfg.task)
+    task = tasks.build_task(cfg.task)
     batches = {split: task.batch(0, split, 0, 64, (10, 10)) for split in tasks.SPLITS}
     for batch in batches.values():
         for ids, labels in zip(batch.input_ids, batch.labels):
@@ -388,7 +384,7 @@ def test_invalid_task_classes_are_refused(page, tmp_path, old, new, message):
     write_variant(page, "my_tasks", old, new)
     with pytest.raises((tasks.TaskError, ConfigError)) as e:
         cfg = lights(tmp_path, "task.name=my_tasks_2:Lights")
-        check_lengths_and_thresholds(cfg, tasks.build(cfg.task), [10])
+        check_lengths_and_thresholds(cfg, tasks.build_task(cfg.task), [10])
     assert message in str(e.value)
 
 
@@ -403,7 +399,7 @@ def test_task_without_options_needs_no_init(monkeypatch):
             return False
 
     monkeypatch.setitem(tasks.TASKS, "silence", Silence)
-    task = tasks.build(SimpleNamespace(name="silence"))
+    task = tasks.build_task(SimpleNamespace(name="silence"))
     assert task.batch(0, "train", 0, 3, (4, 4)).labels.shape == (3, 4)
 
 
@@ -413,5 +409,5 @@ def test_options_need_a_custom_task_and_names_are_checked(page, tmp_path):
     with pytest.raises(ConfigError, match=r"unknown task `parrity`.*did you mean `parity`\?"):
         lights(tmp_path, "task.name=parrity")
     with pytest.raises(tasks.TaskError, match=r"task.options.n is 9"):
-        tasks.build(lights(tmp_path, "task.options={n: 9}").task)
+        tasks.build_task(lights(tmp_path, "task.options={n: 9}").task)
     assert Config().model.mixer == "householder"

@@ -14,15 +14,17 @@ XML = """<testsuites><testsuite>{}</testsuite></testsuites>"""
 PASSED = '<testcase classname="a" name="one"/>'
 SKIPPED = '<testcase classname="a" name="two"><skipped message="no mamba_ssm"/></testcase>'
 FAILED = '<testcase classname="a" name="three"><failure message="off by 1">…</failure></testcase>'
-BARE = """<testcase classname="" name="tests.b"><error message="collection failure">
+IMPORT_ERROR = """<testcase classname="" name="tests.b"><error message="collection failure">
 E   ModuleNotFoundError: No module named 'pydantic'
 </error></testcase>"""
 # The child keeps the pipe open and must end with its parent.
-HANGS = "import subprocess as s; print('so far', flush=True); s.run(['sleep', '99'])"
-BROKEN = BARE.replace("ModuleNotFoundError: No module named 'pydantic'", "SyntaxError")
+HANGING_CODE = "import subprocess as s; print('so far', flush=True); s.run(['sleep', '99'])"
+SYNTAX_ERROR = IMPORT_ERROR.replace(
+    "ModuleNotFoundError: No module named 'pydantic'", "SyntaxError"
+)
 
 
-def make(out, *args):
+def run_check(out, *args):
     environment = {"CUDA_VISIBLE_DEVICES": ""}
     return FORKS.run("benchmarks.gpu_check", ["--out", out, *args], 200, environment)
 
@@ -30,7 +32,7 @@ def make(out, *args):
 @pytest.mark.slow  # a minute: eight processes that import everything
 def test_quick_run_on_cpu(tmp_path):
     names = "plan,train,resume,mamba,export,generate,eval"
-    result = make(tmp_path, "--device", "cpu", "--quick", "--parts", names)
+    result = run_check(tmp_path, "--device", "cpu", "--quick", "--parts", names)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["ok"] and summary["complete"] and summary["environment"]["torch"]
@@ -46,28 +48,28 @@ def test_quick_run_on_cpu(tmp_path):
 
 
 def test_missing_gpu_is_reported(tmp_path):
-    result = make(tmp_path / "out")
+    result = run_check(tmp_path / "out")
     assert result.returncode == 2 and not (tmp_path / "out").exists()
     assert "gpu-check needs a CUDA device" in result.stdout.splitlines()[-1]
-    assert "--quick" in make(tmp_path, "--device", "cpu").stderr
-    assert "unknown part nothing" in make(tmp_path, "--parts", "nothing").stderr
-    assert "no such folder" in make(tmp_path, "--card", str(tmp_path / "none")).stderr
+    assert "--quick" in run_check(tmp_path, "--device", "cpu").stderr
+    assert "unknown part nothing" in run_check(tmp_path, "--parts", "nothing").stderr
+    assert "no such folder" in run_check(tmp_path, "--card", str(tmp_path / "none")).stderr
 
 
 def test_failing_or_hanging_part_does_not_stop_the_others(tmp_path, capsys):
-    def part(name, code, limit=10.0, **kwargs):
-        def judge(rc, lines):
+    def make_part(name, code, limit=10.0, **kwargs):
+        def judge(status, lines):
             text = lines[-1].strip() if lines else ""
-            return gpu_check.Outcome("failed" if rc else "ok", {"text": text})
+            return gpu_check.Outcome("failed" if status else "ok", {"text": text})
 
         return gpu_check.Part(name, [sys.executable, "-c", code], judge, limit=limit, **kwargs)
 
     parts = [
-        part("good", "print('fine')"),
-        part("bad", "import sys; sys.exit('a reason')"),
-        part("absent", "", reason="there is no such script"),
-        part("hangs", HANGS, limit=-25.0),  # uses the time that the others left
-        part("last", "print('fine again')", env={"PYTHONUNBUFFERED": "1"}),
+        make_part("good", "print('fine')"),
+        make_part("bad", "import sys; sys.exit('a reason')"),
+        make_part("absent", "", skip_reason="there is no such script"),
+        make_part("hangs", HANGING_CODE, limit=-25.0),  # uses the time that the others left
+        make_part("last", "print('fine again')", env={"PYTHONUNBUFFERED": "1"}),
     ]
     status = gpu_check.run_parts(parts, tmp_path, dict(os.environ), {}, tmp_path / "runs")
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -84,42 +86,45 @@ def test_failing_or_hanging_part_does_not_stop_the_others(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "cases, rc, status, message",
+    "cases, exit_status, status, message",
     [
         ([PASSED, SKIPPED], 0, "ok", "no mamba_ssm"),
-        ([PASSED, BARE], 1, "ok", "1 without pydantic"),
+        ([PASSED, IMPORT_ERROR], 1, "ok", "1 without pydantic"),
         ([PASSED, FAILED], 1, "failed", "a.three: ['off by 1']"),
-        ([PASSED, BROKEN], 1, "failed", "tests.b: ['collection failure']"),
+        ([PASSED, SYNTAX_ERROR], 1, "failed", "tests.b: ['collection failure']"),
         ([SKIPPED], 0, "failed", "no test passed"),
         ([PASSED], 3, "failed", "exit status 3"),
         ([], None, "failed", "wrote no results"),
     ],
 )
-def test_pytest_results_are_judged(cases, rc, status, message, tmp_path):
+def test_pytest_results_are_judged(cases, exit_status, status, message, tmp_path):
     xml = tmp_path / "tests.xml"
     if cases:
         xml.write_text(XML.format("".join(cases)))
-    outcome = gpu_check.judge_tests(xml, rc, [])
+    outcome = gpu_check.judge_tests(xml, exit_status, [])
     assert outcome.status == status and message in str(outcome.figures) + outcome.reason
     assert outcome.figures.get("passed", 1) == int(PASSED in cases or not cases)
 
 
 def test_parts_fit_into_ten_minutes(tmp_path):
-    assert sum(gpu_check.LIMITS.values()) <= 560
+    assert sum(gpu_check.TIME_LIMITS_S.values()) <= 560
     parts = {
         part.name: part for part in gpu_check.make_parts(tmp_path, tmp_path / "runs", "cuda", False)
     }
-    assert list(parts) == list(gpu_check.LIMITS)
+    assert list(parts) == list(gpu_check.TIME_LIMITS_S)
     files = [a for a in parts["tests"].command if a.startswith("tests/")]
     assert {"tests/lm/kernels/test_triton_cell.py", "tests/lm/kernels/test_triton_scan.py"} <= set(
         files
     )
-    assert gpu_check.FPRNN in parts["train"].command and gpu_check.MAMBA in parts["mamba"].command
+    assert (
+        gpu_check.FPMAMBA_CONFIG in parts["train"].command
+        and gpu_check.MAMBA_CONFIG in parts["mamba"].command
+    )
     assert parts["mamba"].env == {"FPRNN_KERNELS": "triton"}
     assert parts["mamba_ssm"].env == {"FPRNN_KERNELS": "mamba_ssm"}
 
 
-@pytest.mark.parametrize("name", ["FPRNN", "MAMBA"])
+@pytest.mark.parametrize("name", ["FPMAMBA_CONFIG", "MAMBA_CONFIG"])
 def test_overrides_give_a_valid_config(name, tmp_path):
     (tmp_path / "fineweb").mkdir()
     overrides = gpu_check.make_overrides(False, tmp_path, tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.running import ENV, ROOT, losses
+from tests.running import ENV, ROOT, read_losses
 
 pytestmark = pytest.mark.slow
 LONG = ("train.steps=100000", "data.val_tokens=2000", "checkpoint.every=1000", "log.every=1")
@@ -49,7 +49,7 @@ def check_clean_stop(tmp_path, process):
     """Check that it exits with 75, has saved the last update, and leaves no process."""
     assert process.wait(60) == 75, output(tmp_path)
     assert "stopped by a signal after update" in output(tmp_path)
-    last = losses(tmp_path / "runs/tiny")[-1]["step"]
+    last = read_losses(tmp_path / "runs/tiny")[-1]["step"]
     assert f"step-{last:06d}" in os.listdir(tmp_path / "runs/tiny/checkpoints")
     remaining = subprocess.run(
         ["pgrep", "-f", str(tmp_path)], capture_output=True, text=True

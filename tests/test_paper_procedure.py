@@ -90,13 +90,7 @@ def test_cases_of_the_repository_are_included():
 
 def test_procedure_imports_nothing_of_ours():
     imported = find_imports(Path(paper.__file__).read_text(encoding="utf-8"), "benchmarks.paper")
-    assert imported == {
-        "__future__",
-        "collections.abc",
-        "typing",
-        "torch",
-        "torch.nn.functional",
-    }
+    assert imported == {"__future__", "collections.abc", "typing", "torch", "torch.nn.functional"}
 
 
 def test_unsupported_mixer_is_refused():

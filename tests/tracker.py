@@ -12,28 +12,28 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 
-from lm.data.sources.groups import group
+from lm.data.sources.groups import get_group
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 
 WEIGHTS = Path(__file__).parent / "data" / "s3.safetensors"
 
 
-def tracker(dtype=torch.float32, **fields):
-    """Return the model in training mode; `fields` are fields of its FPRNNConfig."""
+def load_tracker(dtype=torch.float32, **fields):
+    """Load the model in training mode; `fields` are fields of its FPRNNConfig."""
     config = FPRNNConfig(vocab_size=6, d_model=16, n_layer=1, tie_embeddings=False, **fields)
     model = FPRNNForCausalLM(config)
     model.load_state_dict(load_file(WEIGHTS))
     return model.to(dtype).train()
 
 
-def words(count, length, seed=0):
-    """Return random sequences of S3 and their running products, shape (count,length) each."""
-    x = np.random.default_rng(seed).integers(6, size=(count, length), dtype=np.int64)
-    return torch.from_numpy(x), torch.from_numpy(group("S3").products(x))
+def draw_words(count, length, seed=0):
+    """Draw sequences of S3; return them and their running products, shape (count,length) each."""
+    elements = np.random.default_rng(seed).integers(6, size=(count, length), dtype=np.int64)
+    return torch.from_numpy(elements), torch.from_numpy(get_group("S3").products(elements))
 
 
-def loss_and_gradient(model, ids, answers):
+def compute_gradient(model, ids, answers):
     """Return the mean loss and {parameter name: gradient}."""
     model.zero_grad()
     logits = model(ids).logits

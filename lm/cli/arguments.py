@@ -19,12 +19,13 @@ from lm.common.errors import FAILED, Stopped, describe_user_error, exit_status
 from lm.common.files import printable
 from lm.common.secrets import mask_logs
 
-RANK_0_PRINTS_S = 1.0  # seconds in which rank 0 prints an error before the other ranks end
+# Delay in seconds before ranks other than 0 end after an error, which rank 0 prints meanwhile.
+WAIT_FOR_RANK_0_S = 1.0
 
 
 @dataclass(frozen=True)
 class Integer:
-    """Type of an argument: an integer within bounds, or a keyword in its place.
+    """Type of an argument for argparse: an integer within bounds, or a keyword instead.
 
     Attributes:
         min: Smallest value.
@@ -54,7 +55,7 @@ class Integer:
 
 @dataclass(frozen=True)
 class PositiveNumber:
-    """Type of an argument: a finite number above 0, or also 0 with `allow_zero`."""
+    """Type of an argument for argparse: a finite number above 0; with `allow_zero` also 0."""
 
     allow_zero: bool = False
 
@@ -75,7 +76,7 @@ SEED = Integer(0, 2**64 - 1)  # the seeds that torch.manual_seed accepts
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Formatter that does not wrap the lines of examples."""
+    """Formatter of help texts that does not wrap the lines of examples."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
@@ -99,7 +100,10 @@ def add_examples(commands: argparse._SubParsersAction, examples: str) -> None:
 def add_overrides(command: argparse.ArgumentParser) -> None:
     """Add the argument `key=value …` to a command that reads a YAML."""
     command.add_argument(
-        "override", nargs="*", metavar="key=value", help="sets keys of the YAML to other values"
+        "override",
+        nargs="*",
+        metavar="key=value",
+        help="set a key of the YAML to another value, such as optim.lr=1e-3",
     )
 
 
@@ -108,7 +112,8 @@ def add_trust(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--trust",
         action="store_true",
-        help="run code that comes with the run or export: a custom mixer, task or tokenizer",
+        help="allow running code that comes with the model, such as a custom mixer or tokenizer"
+        " (default: refuse such a model)",
     )
 
 
@@ -125,28 +130,30 @@ def parse_names(text: str) -> list[str]:
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """Return the parsed arguments; words of a list may precede and follow the options.
+    """Return the parsed arguments. Words of a list may precede and follow options.
 
-    argparse would refuse the words that follow an option. A command that has a list other than
-    `override` names it by `set_defaults(list_argument=…)`.
+    argparse does not add the words that follow an option to the list; this function adds them. The
+    list is `override`, or the argument that the command names by `set_defaults(list_argument=…)`.
     """
-    args, rest = parser.parse_known_args(argv)
-    name = getattr(args, "list_argument", "override")
-    end = rest.index("--") if "--" in rest else len(rest)  # what follows `--` is no option
-    has_option = any(text.startswith("-") and text != "-" for text in rest[:end])
-    if has_option or (rest and not hasattr(args, name)):
+    args, unparsed = parser.parse_known_args(argv)
+    list_name = getattr(args, "list_argument", "override")
+    # Words after `--` are no options, even if they start with a dash.
+    end = unparsed.index("--") if "--" in unparsed else len(unparsed)
+    has_option = any(word.startswith("-") and word != "-" for word in unparsed[:end])
+    if has_option or (unparsed and not hasattr(args, list_name)):
         has_overrides = hasattr(args, "override")
         hint = ". Keys of the YAML are set without dashes: key=value" if has_overrides else ""
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
-    if rest:
-        setattr(args, name, [*getattr(args, name), *rest[:end], *rest[end + 1 :]])
+        parser.error(f"unrecognized arguments: {' '.join(unparsed)}{hint}")
+    if unparsed:
+        words = [*getattr(args, list_name), *unparsed[:end], *unparsed[end + 1 :]]
+        setattr(args, list_name, words)
     return args
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command of parsed arguments and return its exit status.
 
-    An error that the user can correct is printed as one sentence and has its own exit status
+    An error that the user can correct is printed without a traceback and has its own exit status
     (`lm.common.errors`). Any other error is a bug and keeps its traceback. Characters that the
     terminal's encoding lacks are printed as escape sequences.
     """
@@ -161,28 +168,28 @@ def run(args: argparse.Namespace) -> int:
         return status
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return 130  # as the shell reports a process that SIGINT has ended
     except Exception as e:
-        if isinstance(e, BrokenPipeError) and _drop_output():  # such as `| head`, which has ended
+        if isinstance(e, BrokenPipeError) and _discard_unwritable_output():  # `| head` has ended
             return FAILED
         text = describe_user_error(e)
         if text is None:
             raise
-        if getattr(e, "is_reported_by_main", False):
-            # The launcher kills all ranks, rank 0 too, when the first rank ends.
-            time.sleep(RANK_0_PRINTS_S)
+        if getattr(e, "is_reported_by_main", False):  # rank 0 prints it
+            # When the first rank ends, the launcher kills all ranks, also rank 0.
+            time.sleep(WAIT_FOR_RANK_0_S)
         else:
             label = "" if isinstance(e, Stopped) else "error: "
             print(f"{label}{printable(text)}", file=sys.stderr)
-        _drop_output()
+        _discard_unwritable_output()
         return exit_status(e)
 
 
-def _drop_output() -> bool:
+def _discard_unwritable_output() -> bool:
     """Discard output that cannot be written, so that Python does not fail on it at exit.
 
     Returns:
-        True if the reader of the output has ended.
+        True if stdout is closed: the process that reads the output has ended.
     """
     if sys.stdout is None:
         return True
@@ -199,7 +206,7 @@ def _drop_output() -> bool:
 def _has_no_reader(stream: TextIO) -> bool:
     """Return whether a stream is a pipe whose reader has ended.
 
-    Flushing an unbuffered stream does not detect this.
+    Flushing does not detect this if the stream's buffer is empty.
     """
     poll = select.poll()
     try:

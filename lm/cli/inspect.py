@@ -1,4 +1,4 @@
-"""`fprnn inspect`: show per-token losses, predictions, ℓ* and states of a model on a text."""
+"""`fprnn inspect`: show ℓ*, losses, predictions, states and gates of a model on a text."""
 
 from __future__ import annotations
 
@@ -17,37 +17,40 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     """Add the command to the command line."""
     command = commands.add_parser(
         "inspect",
-        help="show ℓ*, loss, entropy and predictions of each token of a text, states and gates",
-        description="Run a model on a text, and show in the terminal and on one HTML page the"
-        " number of iterations that each token needs in each layer (ℓ*), its loss, the predictions"
-        " for it, and the states, gates and decays over time. docs/inspect.md explains each number."
-        " Several TEXTs are joined by spaces; `-` reads standard input (`- < FILE`).",
+        help="show how a model processes a text: ℓ*, loss and predictions per token, states, gates",
+        description="Run a model on a text and write an HTML page with these numbers for each"
+        " token: ℓ* (the number of iterations that the paper's solver needs) in each layer, the"
+        " loss in nats, the entropy, the most likely predictions, and states, gates and decays. In"
+        " the terminal, print the text and means per layer. docs/inspect.md explains the numbers.",
     )
     command.add_argument("checkpoint", metavar="CKPT", help="a run directory or an exported folder")
     command.add_argument(
-        "text", nargs="*", metavar="TEXT", help="the text, or `-` for standard input"
+        "text",
+        nargs="*",
+        metavar="TEXT",
+        help="the text; several TEXTs are joined by spaces; `-`: read the text from standard input",
     )
     command.add_argument(
         "--out",
         metavar="HTML",
-        help="file of the page (default: CKPT/inspect.html); an earlier page of this command is"
-        " replaced, any other file is kept",
+        help="page to write (default: CKPT/inspect.html). An earlier page of this command is"
+        " replaced; if HTML is any other file, the command stops",
     )
     add_trust(command)
     command.set_defaults(run_command=_inspect, list_argument="text")
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from lm.runs import places
+    from lm.runs.path_checks import check_model
 
     text = _read_text(args.text)
-    places.find_model(args.checkpoint)
+    check_model(args.checkpoint)
 
-    from lm.evaluation.facade import load
     from lm.evaluation.inspection.show import choose_page, show
+    from lm.evaluation.language_model import load
 
-    out = choose_page(args.checkpoint, args.out)
-    show(load(args.checkpoint, args.trust).inspect(text), out)
+    page = choose_page(args.checkpoint, args.out)
+    show(load(args.checkpoint, args.trust).inspect(text), page)
     return 0
 
 
@@ -59,7 +62,7 @@ def _read_text(words: list[str]) -> str:
     """
     if not words:
         raise InspectArgumentError(
-            "no text is given: write it after the checkpoint, or `-` to read standard input"
+            "no text is given: write the text after CKPT, or `-` to read standard input"
         )
     if words != ["-"]:
         return " ".join(words)

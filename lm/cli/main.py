@@ -1,7 +1,7 @@
 """Command line `fprnn`, also `python -m lm`, with the commands of this package.
 
-Nothing heavy is imported before a command runs, so that `--help` and mistyped arguments are
-answered at once. `synthetic.fprnn_command` adds the commands of the validation suite.
+PyTorch and other slow packages are imported only when a command runs, so that `--help` and errors
+in the arguments are printed at once. `synthetic.fprnn_command` adds its own commands.
 """
 
 from __future__ import annotations
@@ -28,20 +28,10 @@ from lm.cli import (
 from lm.cli.arguments import HelpFormatter, add_examples, parse, run
 
 AddCommand = Callable[[argparse._SubParsersAction], None]
-# In the order in which a user needs them.
+# Modules of the commands, in the order in which a user needs them.
 COMMANDS = (
-    doctor,
-    plan,
-    prepare,
-    train,
-    sweep,
-    status,
-    report,
-    inspect,
-    export,
-    eval,
-    generate,
-    serve,
+    *(doctor, plan, prepare, train, sweep, status),
+    *(report, inspect, export, eval, generate, serve),
 )
 EPILOG = """examples:
   fprnn train --config configs/lm/demo.yaml
@@ -77,7 +67,7 @@ def make_parser(more_commands: Sequence[AddCommand] = ()) -> argparse.ArgumentPa
         epilog=EPILOG,
         formatter_class=HelpFormatter,
     )
-    # DeepSpeed's launcher passes it in addition to LOCAL_RANK in the environment.
+    # DeepSpeed's launcher passes this option. It is ignored, because LOCAL_RANK has the same value.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--version", action="version", version=f"fprnn {lm.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -93,7 +83,7 @@ def main(argv: list[str] | None = None, more_commands: Sequence[AddCommand] = ()
     """Run one command and return its exit status.
 
     Args:
-        argv: Words after `fprnn`; None: those of this process.
+        argv: Words after `fprnn`; None: the words on the command line of this process.
         more_commands: As in `make_parser`.
     """
     return run(parse(make_parser(more_commands), argv))

@@ -12,20 +12,20 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "prepare",
         help="make the tokenizer and the tokenized corpus before training",
-        description="Train or download the tokenizer of a run and tokenize its text, into the"
-        " folder data.cache_dir, which all runs on the same data share. Runs on local sources then"
-        " start without a network. For a stream (fineweb), the command makes the validation split,"
-        " and downloads all files if data.download_dir is set; training still asks the hub for the"
-        " list of files, and without data.download_dir also for the text. For a sweep, all points"
-        " are prepared unless --job-index names one. Calling the command again verifies the files;"
-        " a command that was stopped continues.",
+        description="Train or download the tokenizer of a run, tokenize its text, and write both to"
+        " the folder data.cache_dir, which all runs on the same data share. With local text,"
+        " training then needs no network. With streamed text (fineweb), the command writes the"
+        " validation split, and if data.download_dir is set, it also downloads all text files."
+        " Training then still asks the Hugging Face hub for the list of files, and without"
+        " data.download_dir also for the text. The same command continues after an interruption,"
+        " and verifies files that are complete.",
     )
-    command.add_argument("config", metavar="CONFIG", help="the YAML of a run or sweep")
+    command.add_argument("config", metavar="CONFIG", help="the YAML of a run, or of a sweep")
     command.add_argument(
         "--job-index",
         type=Integer(0),
         metavar="I",
-        help="prepare only point I of the sweep, counted from 0",
+        help="prepare only point I of the sweep in the YAML, counted from 0 (default: all points)",
     )
     add_overrides(command)
     command.set_defaults(run_command=_prepare)
@@ -38,10 +38,10 @@ def _prepare(args: argparse.Namespace) -> int:
 
     tree = config.load_tree(args.config)
     config.set_overrides(tree, args.override)
-    indices = [args.job_index]
+    job_indices = [args.job_index]  # [None] for a YAML without a sweep
     if args.job_index is None and tree.get("sweep"):
-        indices = list(range(len(config.sweep_points(tree, args.config))))
-    configs = [config.load(args.config, args.override, index) for index in indices]
+        job_indices = list(range(len(config.sweep_points(tree, args.config))))
+    configs = [config.load(args.config, args.override, index) for index in job_indices]
     for cfg in configs:
         config.refuse_sweep(cfg, args.config)
         check_tokenizer(cfg)
@@ -49,10 +49,10 @@ def _prepare(args: argparse.Namespace) -> int:
 
     from lm.data.corpus.corpora import prepare_config
 
-    prepared = []
+    prepared_settings = []
     for cfg in configs:
-        inputs = (cfg.data.model_dump(), cfg.tokenizer.model_dump())
-        if inputs not in prepared:  # most points of a sweep train on the same data
-            prepared.append(inputs)
+        settings = (cfg.data.model_dump(), cfg.tokenizer.model_dump())
+        if settings not in prepared_settings:  # most points of a sweep train on the same data
+            prepared_settings.append(settings)
             say(prepare_config(cfg))
     return 0

@@ -1,4 +1,4 @@
-"""Configuration of a run that a command trains or plans."""
+"""Configuration of a run, for `fprnn train` and `fprnn plan`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def load_run_config(
     Args:
         path: The YAML of a run or a sweep.
         overrides: `key=value` for keys of the YAML.
-        job_index: Index of the run in the sweep; None if the YAML is no sweep.
+        job_index: Index of the point of the sweep; None for a YAML without a sweep.
 
     Raises:
         ConfigError: If the configuration is invalid, or is a sweep and `job_index` is None.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from lm.cli.arguments import Integer, add_trust
 from lm.common.errors import require
-from lm.runs.places import PlaceError
+from lm.runs.path_checks import PathError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -21,10 +21,10 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "serve",
         help="serve an export to OpenAI clients (/v1/completions)",
-        description="Load an export and answer requests to /v1/completions, complete or streamed,"
-        " until Ctrl-C. It runs `transformers serve`, which cannot find the model classes of an"
-        " export by itself, and needs the extra `serve` (docs/serving.md). Clients use CKPT, as"
-        " written here, as the name of the model.",
+        description="Start a server that loads an export and answers OpenAI requests to"
+        " /v1/completions, streamed or not, until Ctrl-C. The server is `transformers serve`; it"
+        " needs the extra `serve` of fprnn (docs/serving.md). In a request, the name of the model"
+        " is CKPT, exactly as in this command.",
     )
     command.add_argument("checkpoint", metavar="CKPT", help="an exported folder")
     command.add_argument(
@@ -46,7 +46,7 @@ def _serve(args: argparse.Namespace) -> int:
 
     if not (Path(args.checkpoint) / "config.json").is_file():
         fix = f"make one with `fprnn export RUN {args.checkpoint}`"
-        raise PlaceError(f"{args.checkpoint} is no export: {fix}")
+        raise PathError(f"{args.checkpoint} is no export: {fix}")
     for package in PACKAGES:
         require(package, "fprnn serve")
 
@@ -57,25 +57,20 @@ def _serve(args: argparse.Namespace) -> int:
     load_tokenizer(args.checkpoint, args.trust)
 
     # Import the server after the model: transformers replaces its own module object when it first
-    # imports models, and the server must see the object to which `provide_class` adds the class.
+    # imports models, and `add_model_class` must change the object that the server uses.
     from transformers.cli.serve import Serve
 
-    provide_class(config)
+    add_model_class(config)
     say(f"serving     {args.checkpoint} at http://{args.host}:{args.port}/v1")
-    Serve(
-        force_model=args.checkpoint,
-        host=args.host,
-        port=args.port,
-        trust_remote_code=args.trust,
-    )
+    Serve(force_model=args.checkpoint, host=args.host, port=args.port, trust_remote_code=args.trust)
     return 0
 
 
-def provide_class(config: PreTrainedConfig) -> None:
-    """Make a model's class an attribute of `transformers`, where `transformers serve` looks it up.
+def add_model_class(config: PreTrainedConfig) -> None:
+    """Add the name of a model's class to `transformers`, where `transformers serve` looks it up.
 
-    The attribute is AutoModelForCausalLM, which loads the classes of this package and, if trusted,
-    those of the export's own code.
+    It becomes another name of AutoModelForCausalLM, which loads the model classes of this package
+    and, if trusted, of the export's own code.
     """
     import transformers
 

@@ -12,11 +12,11 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         "status",
         help="show the progress of runs or of the points of a sweep",
         description="Show the progress of runs from the files in their directories: state (done,"
-        " running, stopped, failed or missing), updates, loss, validation loss, tokens/s,"
-        " iterations, time left, age of the last record, and why a run ended. For a sweep, also"
-        " show the results of its finished points, with mean and standard deviation over seeds."
-        " Give a sweep the same OVERRIDES as its training; `name` and `out_dir` determine the run"
-        " directories.",
+        " running, stopped, failed or missing), updates, loss and validation loss in nats per"
+        " token, tokens/s, ℓ*, time left, age of the last record, and why a run ended. For a sweep,"
+        " also show the results of its finished points, with mean and standard deviation over"
+        " seeds. Repeat overrides of `name` and `out_dir` with which the sweep was trained: they"
+        " determine the run directories.",
     )
     command.add_argument(
         "place",
@@ -32,24 +32,24 @@ def _status(args: argparse.Namespace) -> int:
     from lm.config.messages import is_key
     from lm.config.schema import Config
     from lm.config.yaml_text import load_tree
-    from lm.runs import places
+    from lm.runs.path_checks import PlaceError, check_run
 
-    # The directory of a sweep's point also has a `=` in its name, but names no key before it.
+    # The run directory of a sweep's point may also contain `=`, but no key of the YAML before it.
     overrides = [text for text in args.place if is_key(text.partition("=")[0], Config)]
-    run_places = [text for text in args.place if text not in overrides]
-    if overrides and not run_places:
-        raise places.PlaceError(
+    path_checks = [text for text in args.place if text not in overrides]
+    if overrides and not path_checks:
+        raise PathError(
             f"`{overrides[0]}` sets a key of a sweep, but no sweep is named: give its YAML as well"
         )
-    for place in run_places:
+    for place in places:
         if place.endswith((".yaml", ".yml")):
             load_tree(place)
         elif not Path(place, "lease.json").exists():  # a starting run has only this file
-            places.check_run(place)
+            check_run(place)
 
     from lm.report import status
 
-    statuses = status.read_statuses(run_places, overrides)
+    statuses = status.read_statuses(places, overrides)
     if args.json:
         print(status.to_json(statuses))
     else:

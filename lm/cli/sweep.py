@@ -23,15 +23,15 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         "sweep",
         help="list the points of a YAML's `sweep:` section, or train them on this machine (--run)",
         description="List the points of a YAML's sweep, one per line, or train them one after the"
-        " other. `fprnn status YAML` shows the progress and results of each point. Each OVERRIDE"
-        " applies to every point.",
+        " other with --run. Each key=value applies to every point. `fprnn status CONFIG` shows the"
+        " progress and results of each point.",
     )
-    command.add_argument("config", metavar="YAML", help="a YAML with a `sweep:` section")
+    command.add_argument("config", metavar="CONFIG", help="a YAML with a `sweep:` section")
     command.add_argument(
         "--run",
         action="store_true",
-        help="train every point that is not finished, each in its own process, except those that"
-        " diverged; the exit status is 1 if a point failed. After a stop, the same command"
+        help="train every point that is neither finished nor diverged, each in its own process."
+        " The exit status is 1 if a point failed. After an interruption, the same command"
         " continues",
     )
     command.add_argument(
@@ -39,7 +39,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         type=Integer(1, 1_000_000),
         metavar="N",
         help="with --run: train each point with the DeepSpeed launcher on N GPUs, at least 1"
-        " (default: one process without the launcher)",
+        " (default: train it in one process, without the launcher)",
     )
     add_overrides(command)
     command.set_defaults(run_command=_sweep)
@@ -54,7 +54,8 @@ def _sweep(args: argparse.Namespace) -> int:
     tree = config.load_tree(args.config)
     config.set_overrides(tree, args.override)
     points = config.sweep_points(tree, args.config)
-    names = [config.point_name(tree.get("name", "run"), i, p) for i, p in enumerate(points)]
+    sweep_name = tree.get("name", "run")
+    names = [config.point_name(sweep_name, i, point) for i, point in enumerate(points)]
     if args.run:
         return run_points(args.config, names, args.override, args.gpus)
     for name in names:
@@ -75,7 +76,7 @@ def run_points(path: str, names: list[str], overrides: list[str], gpus: int | No
         1 if a point failed, otherwise 0. Diverged points do not count as failed.
 
     Raises:
-        Stopped: If a signal requested a stop, after the point that was training has saved.
+        Stopped: If a signal requested a stop, after the point in training saved a checkpoint.
     """
     from lm.common.console import say
     from lm.common.errors import DIVERGED
@@ -84,27 +85,31 @@ def run_points(path: str, names: list[str], overrides: list[str], gpus: int | No
     from lm.runs.run_dir import RunDir
     from lm.runs.status import sweep_status
 
-    has_failed = False
+    has_failure = False
     with StopSignals() as signals:
         for i, name in enumerate(names):
-            point = sweep_status(path, overrides)[i]  # may have changed: others train too
+            # Read the state again before each point: another process may be training the sweep.
+            point = sweep_status(path, overrides)[i]
             failure = read_mapping(RunDir(point.run_dir).failure) or {}
-            if not point.is_left or failure.get("exit_code") == DIVERGED:
+            has_diverged = failure.get("exit_code") == DIVERGED
+            if not point.is_unfinished or has_diverged:
                 say(f"{name}: {point.state}")
                 continue
             say(f"{name}: point {i + 1} of {len(names)}")
-            status = _train_point(_make_command(path, i, overrides, gpus), signals)
-            if status:
-                has_failed |= status != DIVERGED
-                say(f"{name}: ended with exit status {status}")
-    return int(has_failed)
+            exit_status = _train_point(_make_command(path, i, overrides, gpus), signals)
+            if exit_status:
+                has_failure |= exit_status != DIVERGED
+                say(f"{name}: ended with exit status {exit_status}")
+    return int(has_failure)
 
 
 def _train_point(command: list[str], signals: StopSignals) -> int:
-    """Train a point in a new process, which ends with this one, and return its exit status.
+    """Train a point in a new process and return its exit status.
+
+    If this process is killed, the new process gets a stop signal.
 
     Raises:
-        Stopped: If a signal requested a stop, after the point has saved.
+        Stopped: If a signal requested a stop, after the point has saved a checkpoint.
     """
     from lm.common.errors import PREEMPTED, Stopped
     from lm.common.signals import stop_with_parent
@@ -112,7 +117,7 @@ def _train_point(command: list[str], signals: StopSignals) -> int:
     process = subprocess.Popen(command, preexec_fn=stop_with_parent())
     while process.poll() is None:
         time.sleep(0.2)
-        # Repeat the signal: a process that is being started does not listen yet.
+        # Repeat the signal, because a process that has just started does not handle it yet.
         if signals.is_stop_requested:
             process.terminate()
     if signals.is_stop_requested or process.returncode == PREEMPTED:
@@ -122,8 +127,8 @@ def _train_point(command: list[str], signals: StopSignals) -> int:
 
 def _make_command(path: str, index: int, overrides: list[str], gpus: int | None) -> list[str]:
     """Return the command that trains or continues a point."""
-    point = ["--job-index", str(index)]
+    point_options = ["--job-index", str(index)]
     if gpus is not None:  # the script adds resume=auto itself
-        return ["bash", str(LAUNCH_SCRIPT), path, str(gpus), *point, *overrides]
+        return ["bash", str(LAUNCH_SCRIPT), path, str(gpus), *point_options, *overrides]
     train = [sys.executable, "-m", "lm", "train", "--config", path]
-    return [*train, *point, "resume=auto", *overrides]
+    return [*train, *point_options, "resume=auto", *overrides]

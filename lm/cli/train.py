@@ -13,22 +13,30 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     command = commands.add_parser(
         "train",
         help="train a run, or continue it (resume=auto)",
-        description="Train the run that a YAML describes. Each OVERRIDE sets a key of the YAML,"
-        " e.g. optim.lr=1e-3 model.mixer=dplr solver.schedule=parallel resume=auto."
+        description="Train the run that a YAML describes, or continue it with resume=auto. Each"
+        " key=value sets a key of the YAML, such as optim.lr=1e-3 or model.mixer=dplr."
         " docs/config.md lists all keys, and which of them a resumed run may change.",
     )
-    command.add_argument("--config", required=True, metavar="YAML", help="the run or sweep")
     command.add_argument(
-        "--overwrite", action="store_true", help="delete an earlier run of this name first"
+        "--config",
+        required=True,
+        metavar="CONFIG",
+        help="the YAML of a run, or of a sweep (required)",
     )
     command.add_argument(
-        "--dry-run", action="store_true", help="print the configuration and the cost; do not train"
+        "--overwrite", action="store_true", help="first delete an earlier run in the same directory"
+    )
+    command.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the configuration and the cost (as `fprnn plan`), and do not train",
     )
     command.add_argument(
         "--job-index",
         type=Integer(0),
         metavar="I",
-        help="train point I of the YAML's sweep, counted from 0 (`fprnn sweep` lists the points)",
+        help="train point I of the sweep in the YAML, counted from 0 (needed for a sweep;"
+        " `fprnn sweep` lists the points)",
     )
     add_overrides(command)
     command.set_defaults(run_command=_train)
@@ -37,15 +45,15 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 def _train(args: argparse.Namespace) -> int:
     cfg = load_run_config(args.config, args.override, args.job_index)
     if args.dry_run:
-        from lm.cli.plan import make_plan
+        from lm.cli.plan import plan_run
         from lm.common.console import say
         from lm.common.ranks import read_launcher_ranks
 
-        say.enabled = read_launcher_ranks()[0] == 0
-        table, status = make_plan(cfg)
+        say.enabled = read_launcher_ranks().rank == 0
+        table, exit_status = plan_run(cfg)
         say(cfg.to_yaml())
         say(table)
-        return status
+        return exit_status
 
     from lm.training.train import train
 

@@ -7,25 +7,25 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from lm.config.model import Section, Size
-from lm.config.resuming import FREE
+from lm.config.resuming import FREE_ON_RESUME
 
 # The name of a source is also the name of a folder in the run directory.
 SourceName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$")]
 # Keys of `data` that describe a single source. With a mixture each source has its own.
 SINGLE_SOURCE_KEYS = ("source", "path", "dataset", "dataset_config", "text_field", "traces")
 MAX_TOKENS = 2**24  # largest sequence length, vocabulary and shuffle buffer
+# Number of group elements before a question in a trace.
 Gap = Annotated[int, Field(ge=0, le=2**14)]
 
 
 class Traces(Section):
-    """Generated text of `source: traces` (lm/data/sources/traces.py)."""
+    """Generated text that asks for products of group elements (lm/data/sources/traces.py)."""
 
     group: str = Field("S3", min_length=1)  # S5, A5, D4, Z60, A4_x_Z5, …; for `repl` S2 to S9
     form: Literal["words", "repl"] = "words"
-    # group elements before each question. A list: its gaps; a number n: all gaps up to n, longer
-    # gaps more rarely
+    # a list: each gap in it is equally likely; a number n: all gaps up to n, long gaps more rarely
     gaps: Gap | Annotated[list[Gap], Field(min_length=1)] = [1]  # noqa: RUF012 (pydantic copies it)
-    # for `words`: use only this many elements of the group, those of the lowest order; null: all
+    # for `words`: use only so many elements of the group, those of the lowest order; null: all
     num_elements: int | None = Field(None, ge=2)
     answers: int = Field(8, gt=0, le=2**16)  # largest number of answers in a document
     documents: int = Field(20_000, gt=0, le=10**9)
@@ -38,7 +38,7 @@ class Traces(Section):
 
     @model_validator(mode="after")
     def _check_gaps(self) -> Self:
-        if self.form == "words" and (self.gaps == 0 or 0 in self.lengths):
+        if self.form == "words" and (self.gaps == 0 or 0 in self.possible_gaps):
             raise ValueError(
                 "`gaps` must be at least 1 for form `words`: a gap of 0 would ask for a product of"
                 " no elements; only form `repl` may ask before the first swap"
@@ -46,15 +46,16 @@ class Traces(Section):
         return self
 
     @property
-    def lengths(self) -> list[int]:
-        """All gaps that occur."""
+    def possible_gaps(self) -> list[int]:
+        """Gaps that `gaps` stands for."""
         if isinstance(self.gaps, list):
             return self.gaps
-        return list(range(int(self.form == "words"), self.gaps + 1))
+        smallest = 1 if self.form == "words" else 0
+        return list(range(smallest, self.gaps + 1))
 
 
 def check_source(source: Source | Data) -> None:
-    """Raise a ValueError unless a source has exactly the keys that it reads."""
+    """Raise a ValueError if a source lacks a key that it reads, or has a key that it ignores."""
     if source.source in ("parquet", "jsonl", "text") and not source.path:
         raise ValueError(f"source `{source.source}` needs `path`: a file, folder or glob")
     if source.source == "traces" and source.path is not None:
@@ -68,12 +69,12 @@ def check_source(source: Source | Data) -> None:
 class Source(Section):
     """Source of `data.mixture`, with the keys of a single source in `data`, and its weight."""
 
-    # Required, so that an override with a misspelt name does not add a source.
+    # Without a default, so that an override with a misspelt name of a source is refused.
     source: Literal["builtin", "parquet", "jsonl", "text", "traces"]
     path: str | None = None
     text_field: str = "text"
     traces: Traces | None = None
-    weight: float = Field(ge=0, le=1e9)  # share of the sequences, relative to the other sources
+    weight: float = Field(ge=0, le=1e9)  # its share of sequences is weight / sum of all weights
 
     @field_validator("source", mode="before")
     @classmethod
@@ -94,22 +95,22 @@ class Source(Section):
 
 
 class Stage(Section):
-    """Stage of `data.curriculum`: weights until an update, or until its answers are learned."""
+    """Stage of `data.curriculum`: weights of the sources during the first part of a training."""
 
-    until: int = Field(gt=0, le=10**12)  # first update after the stage
+    until: int = Field(gt=0, le=10**12)  # number of the update after which the stage ends
     weights: dict[str, Annotated[float, Field(ge=0, le=1e9)]]  # sources not listed have weight 0
-    # The stage ends earlier if the mean probability of the right answers reaches this for each of
-    # its `traces` sources; null: it does not.
+    # The stage ends earlier if the mean probability of the right answers reaches this value in each
+    # of its `traces` sources; null: never earlier.
     min_answer_prob: float | None = Field(None, gt=0, lt=1)
 
-    def traces(self, mixture: dict[str, Source]) -> list[str]:
+    def trace_sources(self, mixture: dict[str, Source]) -> list[str]:
         """Return the names of the stage's `traces` sources with a weight above 0."""
         names = [name for name, weight in self.weights.items() if weight]
         return sorted(name for name in names if mixture[name].source == "traces")
 
 
 def check_curriculum(stages: list[Stage], mixture: dict[str, Source] | None) -> None:
-    """Raise a ValueError for stages that are out of order, have no weight, or do not fit."""
+    """Raise a ValueError if stages are out of order, or their weights do not fit the mixture."""
     if stages and mixture is None:
         raise ValueError(
             "`data.curriculum` changes the weights of `data.mixture`, which is null: give several"
@@ -117,22 +118,22 @@ def check_curriculum(stages: list[Stage], mixture: dict[str, Source] | None) -> 
         )
     previous_end = 0
     for number, stage in enumerate(stages):
-        where = f"`data.curriculum.{number}`"
+        key = f"`data.curriculum.{number}`"
         if unknown := sorted(set(stage.weights) - set(mixture or {})):
             raise ValueError(
-                f"{where} has a weight for {', '.join(unknown)}, which is not in `data.mixture`"
+                f"{key} has a weight for {', '.join(unknown)}, which is not in `data.mixture`"
                 f" ({', '.join(sorted(mixture or {}))})"
             )
         if not any(stage.weights.values()):
-            raise ValueError(f"the weights of {where} sum to 0: at least one must be above 0")
-        if stage.min_answer_prob is not None and not stage.traces(mixture or {}):
+            raise ValueError(f"the weights of {key} sum to 0: at least one must be above 0")
+        if stage.min_answer_prob is not None and not stage.trace_sources(mixture or {}):
             raise ValueError(
                 f"`data.curriculum.{number}.min_answer_prob` waits for the answers of its traces,"
                 " and none of its sources (`weights` above 0) is `source: traces`: leave it out"
             )
         if stage.until <= previous_end:
             raise ValueError(
-                f"{where} ends at update {stage.until}, but the stage before it at {previous_end}:"
+                f"{key} ends at update {stage.until}, but the stage before it at {previous_end}:"
                 " sort the stages by `until`"
             )
         previous_end = stage.until
@@ -142,7 +143,7 @@ def check_mixture(data: Data) -> None:
     """Raise a ValueError if `data` has a mixture and keys that contradict it."""
     if data.mixture is None:
         return
-    if not any(part.weight for part in data.mixture.values()):
+    if not any(source.weight for source in data.mixture.values()):
         raise ValueError(
             f"the weights of `data.mixture` ({', '.join(data.mixture)}) sum to 0: at least one must"
             " be above 0"
@@ -156,30 +157,32 @@ def check_mixture(data: Data) -> None:
 
 
 class Data(Section):
-    """Sources of text, and how text becomes blocks of seq_len + 1 tokens."""
+    """Sources of text, and the packing of text into blocks of seq_len + 1 tokens."""
 
     source: Literal["builtin", "fineweb", "parquet", "jsonl", "text", "traces"] = "builtin"
     path: str | None = None  # a file, folder or glob, for parquet, jsonl and text
     dataset: str = "HuggingFaceFW/fineweb"  # dataset on the hub, for `fineweb`
-    dataset_config: str = "sample-10BT"  # configuration of that dataset
-    download_dir: Annotated[str | None, FREE] = None  # folder for whole, checked files of the hub
+    dataset_config: str = "sample-10BT"  # configuration of the dataset on the hub
+    download_dir: Annotated[str | None, FREE_ON_RESUME] = (
+        None  # folder for files that are downloaded whole from the hub
+    )
     # Folder of tokenised corpora that runs share. auto: $FPRNN_CACHE, or a folder in the home
     # directory; null: each run has its own corpus.
-    cache_dir: Annotated[str | None, FREE] = Field("auto", min_length=1)
+    cache_dir: Annotated[str | None, FREE_ON_RESUME] = Field("auto", min_length=1)
     text_field: str = "text"  # column (parquet) or key (jsonl) of the text
     traces: Traces | None = None  # for source `traces`; null: the defaults
     seq_len: int = Field(256, gt=0, le=MAX_TOKENS)
     leading_eos: bool = False  # EOS before each document, as well as after it
     val_fraction: float = Field(0.05, gt=0, lt=1)  # share of documents, chosen by hash
-    val_tokens: int | None = Field(None, gt=0)  # largest number of tokens to evaluate
+    val_tokens: int | None = Field(None, gt=0)  # validate on at most so many tokens
     shuffle_buffer: int = Field(1024, ge=1, le=MAX_TOKENS)  # blocks, over all streams
     streams: Size | Literal["auto"] = "auto"  # parallel streams of a streamed source
-    workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], FREE] = (
+    workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], FREE_ON_RESUME] = (
         "auto"  # reader threads per rank
     )
-    # several sources instead of one
+    # {name: source}; null: the single source of the keys above
     mixture: dict[SourceName, Source] | None = Field(None, min_length=1)
-    # stages with other weights of the mixture, before its own weights apply
+    # stages with other weights; the weights in `mixture` apply after the last stage
     curriculum: list[Stage] = Field(default_factory=list)
 
     @model_validator(mode="after")

@@ -22,13 +22,13 @@ from lm.config.old_keys import (
     rename_keys,
     replacement,
 )
-from lm.config.schema import INVISIBLE, Config, Run, check_updates
+from lm.config.schema import INVISIBLE_CHARACTERS, Config, Run, check_updates
 from lm.config.yaml_text import load_tree, parse
 
-MAX_POINTS = 10_000  # points of a sweep
+MAX_POINTS = 10_000  # of a sweep
 SWEEP_WIDE_KEYS = {"name", "out_dir", "sweep"}  # keys that all points of a sweep share
-# Section → the key that a text in its place stands for: `model: mamba` is `model: {name: mamba}`.
-SHORTHANDS = {"model": "name", "init_from": "path"}
+# A text in place of a section sets this key of it: `model: mamba` is `model: {name: mamba}`.
+SHORTHAND_KEYS = {"model": "name", "init_from": "path"}
 # Functions below take the class of the configuration as `schema`: Config, or the configuration of
 # synthetic runs (synthetic/config.py).
 AnyRun = TypeVar("AnyRun", bound=Run, default=Config)
@@ -36,18 +36,19 @@ AnyRun = TypeVar("AnyRun", bound=Run, default=Config)
 
 def set_key(tree: dict, dotted: str, value: Any) -> None:
     """Put a value under a dotted key of a nested mapping."""
-    if dotted in SHORTHANDS and isinstance(value, str):  # keep the other keys of the section
-        dotted = f"{dotted}.{SHORTHANDS[dotted]}"
+    if dotted in SHORTHAND_KEYS and isinstance(value, str):  # keep the other keys of the section
+        dotted = f"{dotted}.{SHORTHAND_KEYS[dotted]}"
     *parents, last = current_key(dotted).split(".")
+    section = tree
     for key in parents:
-        if isinstance(tree.get(key), str) and key in SHORTHANDS:
-            tree[key] = {SHORTHANDS[key]: tree[key]}
-        if tree.get(key) is None:
-            tree[key] = {}
-        tree = tree[key]
-        if not isinstance(tree, dict):
+        if isinstance(section.get(key), str) and key in SHORTHAND_KEYS:
+            section[key] = {SHORTHAND_KEYS[key]: section[key]}
+        if section.get(key) is None:
+            section[key] = {}
+        section = section[key]
+        if not isinstance(section, dict):
             raise ConfigError(f"override `{dotted}`: `{key}` is a value, not a section")
-    tree[last] = value
+    section[last] = value
 
 
 class Variant(dict[str, Any]):
@@ -61,15 +62,15 @@ class Variant(dict[str, Any]):
 def set_point(tree: dict, point: dict[str, Any]) -> None:
     """Put the values of a sweep point into a tree.
 
-    A mapping replaces the keys of its section one by one. A variant sets its own dotted keys.
+    A mapping sets keys of its section and leaves the others. A variant sets its dotted keys.
     """
     for key, value in point.items():
         if isinstance(value, Variant):
             set_point(tree, value)
         # The keys of optim.lr_factors are patterns that contain dots, not dotted keys.
         elif isinstance(value, dict) and key != "optim.lr_factors":
-            for name, element in value.items():
-                set_key(tree, f"{key}.{name}", element)
+            for name, section_value in value.items():
+                set_key(tree, f"{key}.{name}", section_value)
         else:
             set_key(tree, key, value)
 
@@ -91,12 +92,12 @@ def parse_override(text: str, schema: type[Run] = Config) -> tuple[str, Any]:
         ConfigError: If the text is not key=value, the key is unknown or removed, or the value is
             not valid YAML.
     """
-    key, sep, value = text.partition("=")
-    if not sep or not key:
+    written_key, equals_sign, value = text.partition("=")
+    if not equals_sign or not written_key:
         raise ConfigError(f"override `{text}` must have the form key=value, such as optim.lr=1e-3")
-    if (new := current_key(key)) != key and new not in REMOVED:
-        note_renamed(key, new)
-    key = new
+    key = current_key(written_key)
+    if key != written_key and key not in REMOVED:
+        note_renamed(written_key, key)
     if key in REMOVED:
         raise ConfigError(f"override `{text}`: the key `{key}` was removed: {replacement(key)}")
     if not is_key(key, schema) and not key.startswith("engine.deepspeed."):
@@ -106,26 +107,26 @@ def parse_override(text: str, schema: type[Run] = Config) -> tuple[str, Any]:
 
 def build(
     tree: dict,
-    where: str = "config",
+    origin: str = "config",
     schema: type[AnyRun] = Config,  # type: ignore[assignment]
     trained: bool = False,
 ) -> AnyRun:
-    """Validate a tree and return the configuration.
+    """Build a configuration from a tree, and validate it.
 
     Args:
         tree: The YAML as a mapping.
-        where: Its file, for messages.
+        origin: File of the YAML, for messages.
         schema: Class of the configuration.
-        trained: As for `drop_removed`.
+        trained: As in `drop_removed`.
 
     Raises:
         ConfigError: If keys are unknown, mistyped or out of range. The message names all of them.
     """
-    tree = drop_removed(rename_keys(tree, where), where, trained)
+    tree = drop_removed(rename_keys(tree, origin), origin, trained)
     try:
         return schema.model_validate(tree)
     except ValidationError as e:
-        raise explain(e, tree, where, schema) from None
+        raise explain(e, tree, origin, schema) from None
 
 
 def load(
@@ -139,7 +140,7 @@ def load(
     Args:
         path: The YAML file.
         overrides: Texts of the form key=value.
-        job_index: Index of the sweep point, or None.
+        job_index: Index of the sweep point; None if the run is no point of a sweep.
         schema: Class of the configuration.
 
     Raises:
@@ -154,36 +155,36 @@ def load(
             )
         set_point(tree, points[job_index])
     set_overrides(tree, overrides, schema)
-    if job_index is not None:  # after the overrides, so that each point has its own directory
+    if job_index is not None:  # after overrides of `name`, so that each point has a directory
         tree["name"] = point_name(tree.get("name", "run"), job_index, points[job_index])
         tree["sweep"] = {}
     return build(tree, str(path), schema)
 
 
-def refuse_sweep(cfg: Run, where: str | Path) -> None:
+def refuse_sweep(cfg: Run, origin: str | Path) -> None:
     """Raise a ConfigError if a config is a sweep, which stands for several runs."""
     if empty := [key for key, values in cfg.sweep.items() if not values]:
-        raise ConfigError(f"{where}: sweep.{empty[0]} must be a non-empty list")
+        raise ConfigError(f"{origin}: sweep.{empty[0]} must be a non-empty list")
     if cfg.sweep:
         last = math.prod(len(values) for values in cfg.sweep.values()) - 1
         raise ConfigError(
-            f"{where} is a sweep: choose a point with --job-index 0 to {last}; or pass"
+            f"{origin} is a sweep: choose a point with --job-index 0 to {last}; or pass"
             " sweep={} to use the config without its sweep"
         )
 
 
 def sweep_points(
-    tree: dict, where: str = "config", schema: type[Run] = Config
+    tree: dict, origin: str = "config", schema: type[Run] = Config
 ) -> list[dict[str, Any]]:
     """Return the points of a sweep, each a mapping {dotted key: value}.
 
-    The points are the grid of the values in `sweep:`; the last key varies fastest. A dotted key has
-    a list of values. Any other name has variants: names with mappings of dotted keys that are set
-    together.
+    The points are all combinations of the values in `sweep:`; the last key varies fastest. A dotted
+    key has a list of values. Any other name has a mapping of variants, each with dotted keys that
+    are set together: `size: {small: {model.d_model: 64}, large: {model.d_model: 256}}`.
 
     Args:
         tree: The YAML as a mapping.
-        where: Its file, for messages.
+        origin: File of the YAML, for messages.
         schema: Class of the configuration.
 
     Raises:
@@ -191,44 +192,49 @@ def sweep_points(
     """
     sweep = tree.get("sweep") or {}
     if not isinstance(sweep, dict) or not sweep:
-        raise ConfigError(f"{where} has no `sweep:` section (a mapping of dotted key to list)")
-    sweep = {str(key): _axis(str(key), values, where, schema) for key, values in sweep.items()}
-    if (count := math.prod(map(len, sweep.values()))) > MAX_POINTS:
+        raise ConfigError(f"{origin} has no `sweep:` section (a mapping of dotted key to list)")
+    values_by_key = {
+        str(key): _parse_axis(str(key), values, origin, schema) for key, values in sweep.items()
+    }
+    if (count := math.prod(map(len, values_by_key.values()))) > MAX_POINTS:
         raise ConfigError(
-            f"{where}: its sweep has {count:,} points; a sweep may have at most {MAX_POINTS:,}"
+            f"{origin}: its sweep has {count:,} points; a sweep may have at most {MAX_POINTS:,}"
         )
-    points = [dict(zip(sweep, combo)) for combo in itertools.product(*sweep.values())]
+    combinations = itertools.product(*values_by_key.values())
+    points = [dict(zip(values_by_key, combination)) for combination in combinations]
     for point in points:  # find an invalid value now, not in task 37 of a job array
         candidate = copy.deepcopy(tree)
         set_point(candidate, point)
-        check_updates(build(candidate, where, schema))
+        check_updates(build(candidate, origin, schema))
     return points
 
 
-def _refuse_sweep_wide_key(key: str, sweep_key: str, where: str) -> None:
+def _refuse_sweep_wide_key(key: str, sweep_key: str, origin: str) -> None:
     """Raise a ConfigError for a key that all points of a sweep share."""
     if key.partition(".")[0] in SWEEP_WIDE_KEYS:
         raise ConfigError(
-            f"{where}: {sweep_key} is a sweep over `{key}`, which all points share: each has its"
-            " own directory below out_dir/name already"
+            f"{origin}: {sweep_key} is a sweep over `{key}`, which all points share: leave it"
+            " out; each point has its own directory below out_dir/name already"
         )
 
 
-def _axis(key: str, values: Any, where: str, schema: type[Run]) -> list[Any]:
-    """Return the values of a key of a sweep."""
-    _refuse_sweep_wide_key(key, f"sweep.{key}", where)
+def _parse_axis(key: str, values: Any, origin: str, schema: type[Run]) -> list[Any]:
+    """Return the values of a key of a sweep, or its variants."""
+    _refuse_sweep_wide_key(key, f"sweep.{key}", origin)
     if isinstance(values, dict) and values and not is_key(current_key(key), schema):
         invalid = [name for name, keys in values.items() if not isinstance(keys, dict)]
         if invalid:
-            raise ConfigError(f"{where}: sweep.{key}.{invalid[0]} must be a mapping of dotted keys")
+            raise ConfigError(
+                f"{origin}: sweep.{key}.{invalid[0]} must be a mapping of dotted keys"
+            )
         for name, keys in values.items():
             for dotted in keys:
-                _refuse_sweep_wide_key(str(dotted), f"sweep.{key}.{name}", where)
+                _refuse_sweep_wide_key(str(dotted), f"sweep.{key}.{name}", origin)
         return [Variant(str(name), keys) for name, keys in values.items()]
     if not is_key(current_key(key), schema):
-        raise ConfigError(f"{where}: sweep over unknown key `{key}`{nearest(key, schema)}")
+        raise ConfigError(f"{origin}: sweep over unknown key `{key}`{nearest(key, schema)}")
     if not isinstance(values, list) or not values:
-        raise ConfigError(f"{where}: sweep.{key} must be a non-empty list")
+        raise ConfigError(f"{origin}: sweep.{key} must be a non-empty list")
     return values
 
 
@@ -238,7 +244,7 @@ def point_name(name: str, index: int, point: dict[str, Any]) -> str:
 
 
 def point_label(point: dict[str, Any]) -> str:
-    """Return a label of a sweep point, such as `lr=0.001-mixer_rank=4`; for a variant its name."""
+    """Return a label such as `lr=0.001-mixer_rank=4`; a variant is labelled by its name."""
     parts = []
     for key, value in point.items():
         if isinstance(value, Variant):
@@ -246,4 +252,4 @@ def point_label(point: dict[str, Any]) -> str:
             continue
         text = "+".join(map(str, value.values())) if isinstance(value, dict) else value
         parts.append(f"{key.rpartition('.')[2]}={text}")
-    return INVISIBLE.sub("_", "-".join(parts).replace("/", "_").replace(" ", ""))
+    return INVISIBLE_CHARACTERS.sub("_", "-".join(parts).replace("/", "_").replace(" ", ""))

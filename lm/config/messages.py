@@ -20,10 +20,12 @@ def subsection(field: FieldInfo) -> type[BaseModel] | None:
 
 
 def _mapped_section(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the section of the values of a mapping or an optional mapping; otherwise None."""
-    mappings = [k for k in (field.annotation, *get_args(field.annotation)) if get_origin(k) is dict]
-    value = get_args(mappings[0])[1] if mappings else None
-    return value if isinstance(value, type) and issubclass(value, BaseModel) else None
+    """Return S of a field of type dict[str, S] or its optional; None if S is no section."""
+    types = (field.annotation, *get_args(field.annotation))
+    mappings = [t for t in types if get_origin(t) is dict]
+    value_type = get_args(mappings[0])[1] if mappings else None
+    is_section = isinstance(value_type, type) and issubclass(value_type, BaseModel)
+    return value_type if is_section else None
 
 
 def all_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
@@ -39,10 +41,17 @@ def all_keys(schema: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _keys_with_names(key: str, schema: type[BaseModel]) -> list[str]:
-    """Return all keys of a schema, where the parts of a dotted key replace each `*`."""
+    """Return all keys of a schema, with each `*` replaced by the name at its place in a dotted key.
+
+    With key `data.mixture.web.path`, `data.mixture.*.weight` gives `data.mixture.web.weight`.
+    """
     names = dict(enumerate(key.split(".")))
-    paths = [known_key.split(".") for known_key in all_keys(schema)]
-    return [".".join(names.get(i, "*") if n == "*" else n for i, n in enumerate(p)) for p in paths]
+    return [
+        ".".join(
+            names.get(i, "*") if part == "*" else part for i, part in enumerate(path.split("."))
+        )
+        for path in all_keys(schema)
+    ]
 
 
 def is_key(key: str, schema: type[BaseModel]) -> bool:
@@ -51,25 +60,27 @@ def is_key(key: str, schema: type[BaseModel]) -> bool:
 
 
 def nearest(key: str, schema: type[BaseModel]) -> str:
-    """Return '; did you mean `x.y`?' for an unknown dotted key, or the list of its siblings."""
+    """Return '; did you mean `x.y`?' for an unknown dotted key, or the list of keys next to it."""
     keys = _keys_with_names(key, schema)
-    parent, _, last = key.rpartition(".")
-    siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == parent}
-    outermost_last = sorted(keys, key=lambda k: k.count("."))[::-1]
-    by_leaf = {k.rpartition(".")[2]: k for k in outermost_last}
-    for candidates, cutoff in ((by_leaf, 1.0), (siblings, 0.6), (by_leaf, 0.7)):
-        if matches := difflib.get_close_matches(last, candidates, 1, cutoff):
+    section, _, name = key.rpartition(".")
+    siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == section}
+    # Of several keys with the same name, the outermost remains.
+    innermost_first = sorted(keys, key=lambda k: k.count("."))[::-1]
+    everywhere = {k.rpartition(".")[2]: k for k in innermost_first}
+    # The same name elsewhere; a similar name in this section; a similar name elsewhere.
+    for candidates, cutoff in ((everywhere, 1.0), (siblings, 0.6), (everywhere, 0.7)):
+        if matches := difflib.get_close_matches(name, candidates, 1, cutoff):
             return f"; did you mean `{candidates[matches[0]]}`?"
     return f"; the keys there are {', '.join(siblings or schema.model_fields)}"
 
 
-def explain(error: ValidationError, tree: Any, where: str, schema: type[BaseModel]) -> ConfigError:
+def explain(error: ValidationError, tree: Any, origin: str, schema: type[BaseModel]) -> ConfigError:
     """Convert a ValidationError of pydantic into one ConfigError, with a sentence for each key.
 
     Args:
-        error: The error.
+        error: Error of pydantic.
         tree: The YAML that was validated.
-        where: Its file.
+        origin: File of the YAML.
         schema: Class of the configuration.
     """
     problems: dict[str, tuple[Any, list[ErrorDetails]]] = {}
@@ -77,7 +88,7 @@ def explain(error: ValidationError, tree: Any, where: str, schema: type[BaseMode
         key, value = _locate(tree, details)
         problems.setdefault(key, (value, []))[1].append(details)
     sentences = [_sentence(key, *problem, schema) for key, problem in problems.items()]
-    return ConfigError(f"{where}: " + "; ".join(sentences))
+    return ConfigError(f"{origin}: " + "; ".join(sentences))
 
 
 def _locate(tree: Any, details: ErrorDetails) -> tuple[str, Any]:
@@ -86,8 +97,9 @@ def _locate(tree: Any, details: ErrorDetails) -> tuple[str, Any]:
     for part in details["loc"]:
         try:
             tree = tree[part]
-        except (KeyError, IndexError, TypeError):  # a missing key, or pydantic's name of a type
-            if details["type"] != "missing" or part != details["loc"][-1]:
+        except (KeyError, IndexError, TypeError):
+            is_missing_key = details["type"] == "missing" and part == details["loc"][-1]
+            if not is_missing_key:  # pydantic's name of a type, which is not in the YAML
                 break
         key += f"[{part}]" if isinstance(part, int) else f".{part}"
     return key.removeprefix("."), tree
@@ -104,13 +116,17 @@ def _sentence(key: str, value: Any, errors: list[ErrorDetails], schema: type[Bas
     if kind in ("value_error", "invalid_key"):
         message = message.removeprefix("Value error, ")
         return f"`{key}`: {message}" if key else message
+    # "Input should be greater than 0" becomes "it must be greater than 0".
     messages = [re.sub(r", (unable|got) .*", "", error["msg"]) for error in errors]
     requirement = " or ".join(dict.fromkeys(re.sub(r"^\w+ should", "it must", m) for m in messages))
-    text = repr(value) if isinstance(value, str | list | dict) else str(value)  # str for dates
+    # repr() quotes texts; of other values, such as dates, str() is what the YAML has.
+    text = repr(value) if isinstance(value, str | list | dict) else str(value)
     text = "null" if value is None else text[:80]
-    # A hint for a misspelt choice, or a misspelt name before a colon.
-    choices = [str(e.get("ctx", {}).get(n)) for e in errors for n in ("expected", "pattern")]
-    name, colon, rest = value.partition(":") if isinstance(value, str) else ("", "", "")
-    matches = difflib.get_close_matches(name, re.findall(r"\w+", " ".join(choices)), 1, 0.5)
-    hint = f"; did you mean `{matches[0]}{colon}{rest}`?" if matches and matches[0] != name else ""
+    # Suggest the choice that a misspelt value, or its part before a colon, is similar to.
+    contexts = [error.get("ctx", {}) for error in errors]
+    expected = " ".join(str(ctx.get(name)) for ctx in contexts for name in ("expected", "pattern"))
+    choice, colon, rest = value.partition(":") if isinstance(value, str) else ("", "", "")
+    matches = difflib.get_close_matches(choice, re.findall(r"\w+", expected), 1, 0.5)
+    is_other = bool(matches) and matches[0] != choice
+    hint = f"; did you mean `{matches[0]}{colon}{rest}`?" if is_other else ""
     return f"`{key}` is {text}: {requirement}{hint}"

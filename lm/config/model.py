@@ -16,7 +16,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from lm.config.plugin import check_name
-from lm.config.resuming import FREE
+from lm.config.resuming import FREE_ON_RESUME
 from lm.model.fields import ARCHITECTURE, FIXED_POINT, MIXERS, SOLVER, Field, Number
 
 
@@ -41,23 +41,26 @@ class Section(BaseModel):
         """Refuse true and false for numbers; in Python `train.steps: true` would be one step."""
         annotation = cls.model_fields[info.field_name].annotation
         elements = value if isinstance(value, list | tuple) else [value]
-        is_free = annotation is Any or bool in (annotation, *get_args(annotation))
-        if not is_free and any(isinstance(element, bool) for element in elements):
+        accepts_bool = annotation is Any or bool in (annotation, *get_args(annotation))
+        if not accepts_bool and any(isinstance(element, bool) for element in elements):
             raise ValueError("true and false are only for keys that switch something on or off")
         return value
 
 
 Fraction = Annotated[float, pydantic.Field(ge=0, lt=1)]
 Fraction1 = Annotated[float, pydantic.Field(ge=0, le=1)]
-Size = Annotated[int, pydantic.Field(gt=0, le=65_536)]  # far above any model
+Size = Annotated[int, pydantic.Field(gt=0, le=65_536)]  # the limit catches slips
 
 
 def registered_mixers() -> list[str]:
-    """Return the names of the registered mixers without importing torch."""
-    registry = sys.modules.get("lm.model.mixer_base")
-    if registry is None or "lm.model.mixers" not in sys.modules:
+    """Return the names of all mixers without importing torch.
+
+    Mixers of a user are only registered after lm.model.mixers is imported.
+    """
+    mixer_base = sys.modules.get("lm.model.mixer_base")
+    if mixer_base is None or "lm.model.mixers" not in sys.modules:
         return list(MIXERS)
-    return list(registry.MIXERS)
+    return list(mixer_base.MIXERS)
 
 
 def create_section(fields: dict[str, Field], base: type[Section], name: str) -> Any:
@@ -71,15 +74,16 @@ def _annotation(field: Field) -> Any:
 
     def check(value: Any) -> Any:
         if not field.accepts(value):
-            names = field.extra_values if isinstance(field.values, Number) else field.values
+            # `explain` reads "expected" for its hint "did you mean".
+            choices = field.extra_values if isinstance(field.values, Number) else field.values
             raise PydanticCustomError(
-                "field", "it must be {words}", {"words": field.describe(), "expected": names}
+                "field", "it must be {words}", {"words": field.describe(), "expected": choices}
             )
         is_real = isinstance(field.values, Number) and not field.values.is_whole
         return float(value) if is_real and isinstance(value, int) else value
 
     annotation: Any = Annotated[Any if field.values else str, pydantic.AfterValidator(check)]
-    return Annotated[annotation, FREE] if field.is_free else annotation
+    return Annotated[annotation, FREE_ON_RESUME] if field.is_free else annotation
 
 
 class _Named(Section):
@@ -111,7 +115,7 @@ class Model(create_section(ARCHITECTURE, _Named, "Architecture")):  # type: igno
 
     # a pattern of layers, "mamba*3 fp_mamba1" or a list with options; null: n_layer times `block`
     layers: str | list[str | dict[str, dict[str, Any]]] | None = None
-    gradient_checkpointing: Annotated[bool, FREE] = False
+    gradient_checkpointing: Annotated[bool, FREE_ON_RESUME] = False
 
     @field_validator("mixer")
     @classmethod
@@ -120,9 +124,9 @@ class Model(create_section(ARCHITECTURE, _Named, "Architecture")):  # type: igno
 
     @property
     def has_fixed_point(self) -> bool:
-        """Whether some layer is a fixed-point layer."""
-        is_in_pattern = any(kind in str(self.layers) for kind in FIXED_POINT)
-        return self.name == "fprnn" and (self.layers is None or is_in_pattern)
+        """True if a layer is a fixed-point layer."""
+        is_in_layers = any(kind in str(self.layers) for kind in FIXED_POINT)
+        return self.name == "fprnn" and (self.layers is None or is_in_layers)
 
 
 class Solver(create_section(SOLVER, Section, "HowToSolve")):  # type: ignore[misc]
@@ -133,32 +137,34 @@ class Solver(create_section(SOLVER, Section, "HowToSolve")):  # type: ignore[mis
 
     @property
     def iterates(self) -> bool:
-        """Whether the paper's map f is iterated, instead of solving each token exactly."""
+        """True if the fixed point is found by the paper's iteration, not exactly token by token."""
         return self.token == "iterate" or (self.token == "auto" and self.stopping == "paper")
 
-    def settled(self) -> dict:
-        """Return the fields with "auto" of token, stopping and gradient replaced as in FPRNNConfig.
+    def resolve_auto(self) -> dict:
+        """Return the fields, with each "auto" replaced by the value that FPRNNConfig derives.
 
         Two sections that describe the same solver are then equal.
         """
-        paper_defaults = ("iterate", "paper", "one_step")
-        defaults = paper_defaults if self.iterates else ("exact", "causal", "exact")
+        exact = {"token": "exact", "stopping": "causal", "gradient": "exact"}
+        paper = {"token": "iterate", "stopping": "paper", "gradient": "one_step"}
         fields = self.model_dump(mode="json")
-        for name, value in zip(("token", "stopping", "gradient"), defaults):
-            fields[name] = value if fields[name] == "auto" else fields[name]
+        for name, value in (paper if self.iterates else exact).items():
+            if fields[name] == "auto":
+                fields[name] = value
         if fields["stopping"] == "paper" and fields["schedule"] == "auto":
             fields["schedule"] = "parallel"
         return fields
 
 
 class InitFrom(Section):
-    """Source of the initial weights of a new run (lm/training/init_from.py).
+    """Model with whose weights a new run starts (lm/training/init_from.py).
 
-    The key `resume` continues a run instead.
+    To continue a run, set the key `resume` instead.
     """
 
     path: str = pydantic.Field(min_length=1)  # a run, checkpoint, export, or folder with a Mamba
-    # load all weights that fit; false: the new model must compute the same outputs as the source
+    # true: copy the weights that fit; false: refuse a model that would compute other outputs than
+    # this one
     partial: bool = False
 
     @model_validator(mode="before")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from lm.common.console import say
 from lm.common.errors import ConfigError
 from lm.model.fields import KINDS, LAYER_OPTIONS, RENAMED_FIELDS, rename_options
 
-# Old key → present key, of language models and of synthetic runs. The keys of a section that is
-# renamed come before the section. `*` stands for any name in a mapping.
+# {old key: present key} of all kinds of runs. `*` stands for any name in a mapping. If a section is
+# renamed, renamed keys inside it come first.
 RENAMED = {
     **{f"model.{old}": f"model.{new}" for old, new in RENAMED_FIELDS.items()},
     "data.name": "data.dataset_config",
@@ -66,7 +67,7 @@ REMOVED = {
     "engine.hang_s": 3600,
     "init_from.layers": "auto",
     "train.world_size": None,
-    "train.workers": 0,  # of a synthetic run
+    "train.workers": 0,  # in a synthetic run
     "task.csv": None,
     "task.mode": "answers",
     "task.automaton.states": 5,
@@ -77,7 +78,7 @@ REMOVED = {
     "log.contraction": False,
     "eval.micro_batch_size": None,
 }
-# Removed keys on which nothing trained depends: a YAML with any value of them is read without it.
+# Removed keys that may have any value, because trained weights never depended on them.
 WITHOUT_EFFECT = {"train.device", "eval.micro_batch_size", "data.prepare_workers"}
 # Sections that describe the weights; the others matter only while a run trains.
 MODEL_SECTIONS = ("model", "solver")
@@ -88,12 +89,15 @@ def current_key(key: str) -> str:
     return _translate(key, RENAMED.items())
 
 
-def _translate(key, table):
+def _translate(key: str, renamings: Iterable[tuple[str, str]]) -> str:
+    """Rename a dotted key by the first pair of patterns (from, to) whose first part it matches."""
     names = key.split(".")
-    for source, target in table:
-        pattern = source.split(".")
-        if len(pattern) == len(names) and all(p in ("*", n) for p, n in zip(pattern, names)):
-            return ".".join(n if p == "*" else p for p, n in zip(target.split("."), names))
+    for from_pattern, to_pattern in renamings:
+        parts = from_pattern.split(".")
+        is_match = all(part in ("*", name) for part, name in zip(parts, names))
+        if len(parts) == len(names) and is_match:
+            new_parts = to_pattern.split(".")
+            return ".".join(name if part == "*" else part for part, name in zip(new_parts, names))
     return key
 
 
@@ -103,83 +107,86 @@ def note_renamed(old: str, new: str) -> None:
     say(f"note: the key `{old}` is now called `{new}`; the old name still works")
 
 
-def rename_keys(tree: dict, where: str) -> dict:
+def rename_keys(tree: dict, origin: str) -> dict:
     """Return a copy of a whole YAML with the present names of its keys.
 
     Args:
         tree: The YAML.
-        where: Its place, for the message.
+        origin: File of the YAML, for the message.
 
     Raises:
         ConfigError: If a section holds a key under both of its names.
     """
     tree = copy.deepcopy(tree)
     for old, new in RENAMED.items():
-        _rename(tree, old.split("."), new.rpartition(".")[2], where)
+        _rename(tree, old.split("."), new.rpartition(".")[2], origin)
     model = tree.get("model")
     if isinstance(model, dict) and "layers" in model:
         model["layers"] = rename_options(model["layers"])
     return tree
 
 
-def _rename(node: Any, path: list[str], name: str, where: str) -> None:
-    """Give the key at the end of a path another name, also inside lists; its position stays."""
+def _rename(node: Any, path: list[str], new_name: str, origin: str) -> None:
+    """Rename the last key of a path in place, also in every item of a list on the path.
+
+    The order of the keys stays.
+    """
     if isinstance(node, list):
         for item in node:
-            _rename(item, path, name, where)
+            _rename(item, path, new_name, origin)
     if not isinstance(node, dict):
         return
-    first, *rest = path
+    name, *rest = path
     if rest:
-        for key in list(node) if first == "*" else [first]:
-            _rename(node.get(key), rest, name, where)
-    elif first in node:
-        if name in node:
+        for key in list(node) if name == "*" else [name]:
+            _rename(node.get(key), rest, new_name, origin)
+    elif name in node:
+        if new_name in node:
             raise ConfigError(
-                f"{where}: `{first}` is the old name of `{name}`, and both are there: leave out"
-                f" `{first}`"
+                f"{origin}: `{name}` is the old name of `{new_name}`, and both are there: leave out"
+                f" `{name}`"
             )
-        items = [(name if key == first else key, value) for key, value in node.items()]
+        items = [(new_name if key == name else key, value) for key, value in node.items()]
         node.clear()
         node.update(items)
 
 
 def with_first_names(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings by dotted keys under the names that the keys had when they were introduced.
+    """Return {dotted key: value} with the names that the keys had when they were introduced.
 
-    Checksums of settings are taken of these, so that renaming a key changes no checksum.
+    Checksums of settings use these names, so that renaming a key changes no checksum.
     """
-    former = [(new, old) for old, new in RENAMED.items()]
-    settings = {_translate(key, former): copy.deepcopy(v) for key, v in settings.items()}
+    to_old = [(new, old) for old, new in RENAMED.items()]
+    settings = {_translate(key, to_old): copy.deepcopy(v) for key, v in settings.items()}
     for old, new in RENAMED.items():
         section, _, name = new.rpartition(".")
         if isinstance(settings.get(section), list):
             _rename(settings[section], [name], old.rpartition(".")[2], section)
     if "model.layers" in settings:
-        table = {new: old for old, new in RENAMED_FIELDS.items()}
-        settings["model.layers"] = rename_options(settings["model.layers"], table)
+        old_names = {new: old for old, new in RENAMED_FIELDS.items()}
+        settings["model.layers"] = rename_options(settings["model.layers"], old_names)
     return settings
 
 
 def replacement(key: str) -> str:
-    """Return the advice that takes the place of a removed key, for a message."""
+    """Return advice for a message: what to write instead of a removed key."""
     section, _, name = key.partition(".")
     if section == "model" and name in LAYER_OPTIONS:
         return f"give it to layers, as in `model.layers: [KIND: {{{name}: …}}]`"
     return "leave it out, which trains with its default"
 
 
-def drop_removed(tree: dict, where: str, trained: bool = False) -> dict:
+def drop_removed(tree: dict, origin: str, trained: bool = False) -> dict:
     """Return a copy of a whole YAML without the keys of REMOVED.
 
     Args:
         tree: The YAML.
-        where: Its place, for the message.
-        trained: Whether only trained weights are read. The keys of training may then have any
-            value.
+        origin: File of the YAML, for the message.
+        trained: True if the YAML belongs to trained weights and nothing will be trained. Then
+            removed keys of training may have any value.
 
     Raises:
-        ConfigError: If a key has another value than its former default, and this has an effect.
+        ConfigError: If a removed key that matters has another value than its former default.
     """
     tree = copy.deepcopy(tree)
     if isinstance(tree.get("model"), dict):
@@ -192,17 +199,17 @@ def drop_removed(tree: dict, where: str, trained: bool = False) -> dict:
         if not isinstance(section, dict) or last not in section:
             continue
         value = section.pop(last)
-        is_read = parents[0] in MODEL_SECTIONS if trained else key not in WITHOUT_EFFECT
-        if value != default and is_read:
+        has_effect = parents[0] in MODEL_SECTIONS if trained else key not in WITHOUT_EFFECT
+        if value != default and has_effect:
             raise ConfigError(
-                f"{where}: `{key}` is {value!r}, but the key was removed (its default was"
+                f"{origin}: `{key}` is {value!r}, but the key was removed (its default was"
                 f" {default!r}): {replacement(key)}"
             )
     return tree
 
 
 def _move_to_layers(model: dict) -> None:
-    """Turn former keys of `model` into options of its layers, if these are all of one kind."""
+    """Move removed keys of `model` into `model.layers`, if all layers are of one kind."""
     kind = model.get("block", "fp_mamba1")
     options = {
         name: model[name]

@@ -1,4 +1,4 @@
-"""Rules for changed settings of resumed runs: a marker on the fields of the schema."""
+"""Markers on the fields of the schema: whether a resumed run may change their values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lm.config.messages import subsection
 
 
 class Resume(Enum):
-    """Rule for a field whose value differs when a run is resumed.
+    """Whether a resumed run accepts another value of a field.
 
     A field without a marker follows the rule of its section.
     """
@@ -20,7 +20,8 @@ class Resume(Enum):
     FREE = "accepted: trained weights do not depend on it"
 
 
-FIXED, NOTED, FREE = Resume.FIXED, Resume.NOTED, Resume.FREE
+# Markers for the fields of the schema: `seed: Annotated[int, FIXED_ON_RESUME]`.
+FIXED_ON_RESUME, NOTED_ON_RESUME, FREE_ON_RESUME = Resume.FIXED, Resume.NOTED, Resume.FREE
 
 
 def resume_rule(schema: type[BaseModel], key: str) -> Resume:

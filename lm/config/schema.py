@@ -18,13 +18,13 @@ from pydantic import (
 from lm.common.errors import ConfigError
 from lm.config.data import MAX_TOKENS, Data
 from lm.config.model import Fraction, InitFrom, Model, Section, Solver
-from lm.config.resuming import FIXED, FREE, NOTED
+from lm.config.resuming import FIXED_ON_RESUME, FREE_ON_RESUME, NOTED_ON_RESUME
 from lm.config.yaml_text import Dumper
 
-MAX_COUNT = 10**9  # largest number of updates and of sequences: far above any training
+MAX_COUNT = 10**9  # largest number of updates and of sequences; catches slips
 # Characters that names of folders must not contain: control characters, line separators, marks of
 # the writing direction, and surrogates.
-INVISIBLE = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+INVISIBLE_CHARACTERS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class Tokenizer(Section):
@@ -40,24 +40,24 @@ class Tokenizer(Section):
 
 
 DEFAULT_WSD_DECAY = 0.2  # fraction of all updates
-MAX_LR = 1000.0  # largest rate, factor of a rate, and weight decay: far above any training
-# Pattern of parameter names → factor, such as {'*.A_log': 0.1}.
+MAX_LR = 1000.0  # largest learning rate, factor of it, and weight decay; catches slips
+# Pattern of parameter names → factor of the learning rate, such as {'*.A_log': 0.1}.
 LrFactors = dict[Annotated[str, Field(min_length=1)], Annotated[float, Field(gt=0, le=MAX_LR)]]
 
 
 class Optim(Section):
     """AdamW with decoupled weight decay and a schedule, counted in updates."""
 
-    lr: float = Field(4e-3, gt=0, le=MAX_LR)
-    min_lr: float = Field(1e-5, ge=0)
-    warmup: float = Field(0.1, ge=0)  # below 1 a fraction of all updates, otherwise a number
+    lr: float = Field(4e-3, gt=0, le=MAX_LR)  # at the peak
+    min_lr: float = Field(1e-5, ge=0)  # at the last update
+    warmup: float = Field(0.1, ge=0)  # updates, or below 1 a fraction of all updates
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    # for `wsd`: updates of the decay, below 1 a fraction of all updates; null: DEFAULT_WSD_DECAY
+    # for `wsd`: updates of the decay, or below 1 a fraction of all; null: DEFAULT_WSD_DECAY
     wsd_decay: float | None = Field(None, gt=0)
     lr_factors: LrFactors = {}  # noqa: RUF012 (pydantic copies it)
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     weight_decay: float = Field(0.1, ge=0, le=MAX_LR)
-    grad_clip: float = Field(1.0, ge=0)  # 0: off
+    grad_clip: float = Field(1.0, ge=0)  # largest norm of the gradient; 0: no limit
 
     @model_validator(mode="after")
     def _check_min_lr(self) -> Self:
@@ -84,20 +84,21 @@ class Train(Section):
     """Length of the training and size of its batches."""
 
     steps: int = Field(4800, gt=0, le=MAX_COUNT)  # optimizer updates
-    # Sequences per update, over all ranks. Training is then the same on any number of ranks. A
-    # resumed run must have the same number, which its checkpoints hold.
+    # Sequences per update, over all ranks. If it is set, training is the same on any number of
+    # ranks. A resumed run must have the same number.
     global_batch_size: int | None = Field(None, gt=0, le=MAX_COUNT)
     micro_batch_size: int = Field(8, gt=0, le=65_536)  # sequences per forward pass and rank
     # null: follows from global_batch_size, or 1 without it
     grad_accum_steps: int | None = Field(None, gt=0, le=MAX_COUNT)
     precision: Literal["fp32", "bf16"] = "fp32"  # bf16: autocast over fp32 weights
     threads: int | None = Field(None, gt=0, le=4096)  # CPU threads per rank; null: torch's default
-    # How often a loss or gradient that is not finite may return the run to its last checkpoint. The
-    # run then continues with the data after the failure.
+    # A loss or gradient that is not finite returns the run to its last checkpoint at most this
+    # often. The run then continues with the data after the failure.
     max_rollbacks: int = Field(2, ge=0)
-    # κ of lm.model.state.Adversary: every update has a second pass with adversarial noise on the
-    # state, after the end of the curriculum if there is one. 0: no second pass.
-    adversarial_noise: Annotated[float, NOTED] = Field(0.0, ge=0)
+    # Largest norm of the adversarial noise on the state of a token, in units of √d_inner
+    # (lm.model.state.Adversary). If it is above 0, every update after the curriculum has a second
+    # pass with this noise.
+    adversarial_noise: Annotated[float, NOTED_ON_RESUME] = Field(0.0, ge=0)
 
     @model_validator(mode="after")
     def _check_batch_keys(self) -> Self:
@@ -109,20 +110,20 @@ class Train(Section):
         return self
 
     def accumulation(self, world_size: int) -> int:
-        """Return the number of forward passes per update.
+        """Return the number of micro-batches per update and rank.
 
         Raises:
             ConfigError: If the global batch is not a multiple of micro_batch_size · world_size.
         """
         if self.global_batch_size is None:
             return self.grad_accum_steps or 1
-        pass_size = self.micro_batch_size * world_size
-        count, remainder = divmod(self.global_batch_size, pass_size)
+        size = self.micro_batch_size * world_size  # of one micro-batch on every rank
+        count, remainder = divmod(self.global_batch_size, size)
         if remainder or not count:
             ranks = f"{world_size} rank{'s' * (world_size > 1)}"
             raise ConfigError(
                 f"train.global_batch_size {self.global_batch_size} is no multiple of"
-                f" micro_batch_size {self.micro_batch_size} × {ranks} = {pass_size}: change"
+                f" micro_batch_size {self.micro_batch_size} × {ranks} = {size}: change"
                 " train.micro_batch_size or train.global_batch_size"
             )
         return count
@@ -133,15 +134,14 @@ class Train(Section):
 
 
 class Engine(Section):
-    """Settings of DeepSpeed.
+    """Settings of DeepSpeed, whose JSON is derived from the whole config.
 
-    The whole config determines DeepSpeed's JSON. `deepspeed`, a mapping or the path of a JSON file,
-    is merged over it.
+    `deepspeed`, a mapping or the path of a JSON file, replaces values of that JSON.
     """
 
     zero_stage: Literal[0, 1, 2, 3] = 1
     deepspeed: dict[str, Any] | str | None = None
-    timeout_s: int = Field(1800, gt=0, le=31_536_000)  # longest time without a micro-batch
+    timeout_s: int = Field(1800, gt=0, le=31_536_000)  # a rank without progress for so long exits
 
 
 class Checkpoint(Section):
@@ -149,7 +149,8 @@ class Checkpoint(Section):
 
     every: int = Field(500, gt=0)  # updates
     keep: int = Field(2, gt=0)  # number of newest checkpoints to keep
-    keep_every: int | None = Field(None, gt=0)  # updates; checkpoints at multiples are kept, too
+    # also keep the checkpoints at multiples of this number of updates
+    keep_every: int | None = Field(None, gt=0)
 
 
 class Log(Section):
@@ -158,7 +159,9 @@ class Log(Section):
     every: int = Field(10, gt=0)  # updates
     wandb: bool = False
     tensorboard: bool = False
-    probe_every: int = Field(100, ge=0)  # updates between probes of ℓ*; 0: only at validations
+    # updates between probes, which count the iterations ℓ* that the paper's procedure makes in
+    # each fixed-point layer; 0: only at validations
+    probe_every: int = Field(100, ge=0)
     # first and last update of the PyTorch profile that rank 0 writes; null: no profile
     profile: tuple[PositiveInt, PositiveInt] | None = None
 
@@ -172,15 +175,17 @@ class Eval(Section):
 class Run(Section):
     """Configuration that every kind of run has. `out_dir/name` is the run directory.
 
-    A marker on each field or section states whether a resumed run may change it.
+    Markers on fields and sections state whether a resumed run may change them (`Resume`).
     """
 
-    name: Annotated[str, FREE] = Field("run", min_length=1)
-    out_dir: Annotated[str, FREE] = Field("runs", min_length=1)
-    seed: Annotated[int, FIXED] = Field(0, ge=0, le=2**64 - 1)  # the range of torch.manual_seed
-    model: Annotated[Model, FIXED] = Model()
-    solver: Annotated[Solver, NOTED] = Solver()
-    sweep: Annotated[dict[str, list[Any] | dict[str, dict[str, Any]]], FREE] = Field(
+    name: Annotated[str, FREE_ON_RESUME] = Field("run", min_length=1)
+    out_dir: Annotated[str, FREE_ON_RESUME] = Field("runs", min_length=1)
+    seed: Annotated[int, FIXED_ON_RESUME] = Field(
+        0, ge=0, le=2**64 - 1
+    )  # the range of torch.manual_seed
+    model: Annotated[Model, FIXED_ON_RESUME] = Model()
+    solver: Annotated[Solver, NOTED_ON_RESUME] = Solver()
+    sweep: Annotated[dict[str, list[Any] | dict[str, dict[str, Any]]], FREE_ON_RESUME] = Field(
         {}, description="a mapping of keys to lists, or of a name to variants"
     )
     if TYPE_CHECKING:  # subclasses define these fields, each with its own class
@@ -197,8 +202,8 @@ class Run(Section):
     @field_validator("out_dir")
     @classmethod
     def _expand_home(cls, value):
-        """Expand ~, because shells do not expand it in `out_dir=~/runs`."""
-        if INVISIBLE.search(value):
+        """Expand ~, which shells do not do in `out_dir=~/runs`."""
+        if INVISIBLE_CHARACTERS.search(value):
             raise ValueError(f"{value!r} contains a character that no folder name may contain")
         path = os.path.expanduser(value)
         if path.startswith("~"):
@@ -215,7 +220,7 @@ class Run(Section):
                 f"`{value}` is not the name of a folder inside out_dir: give a name, or several"
                 " names with `/` between them, such as mixers/first; set out_dir for another place"
             )
-        if "\\" in value or INVISIBLE.search(value):
+        if "\\" in value or INVISIBLE_CHARACTERS.search(value):
             raise ValueError(f"{value!r} contains a character that no folder name may contain")
         return value
 
@@ -247,11 +252,11 @@ def check_profile(profile: tuple[int, int] | None, steps: int) -> None:
         )
 
 
-def check_adversary(kappa: float, model: Model) -> None:
-    """Raise a ValueError if the model has no state for `train.adversarial_noise`."""
+def check_adversary(noise: float, model: Model) -> None:
+    """Raise a ValueError if the model cannot train with this `train.adversarial_noise`."""
     if not model.has_fixed_point:
         raise ValueError(
-            f"`train.adversarial_noise` is {kappa}, but only fixed-point layers have such noise and"
+            f"`train.adversarial_noise` is {noise}, but only fixed-point layers have such noise and"
             f" {model.layers or model.name} has none: set it to 0"
         )
     if model.gradient_checkpointing:
@@ -264,11 +269,11 @@ def check_adversary(kappa: float, model: Model) -> None:
 def check_updates(cfg: Run) -> None:
     """Check settings that depend on the number of updates.
 
-    The schema does not check them, so that runs of versions without this check still load.
+    The schema does not check them, so that old runs of versions without this check still load.
 
     Raises:
         ConfigError: If the warm-up is longer than the run or no whole number, the decay of `wsd`
-            does not fit after it, or the adversarial noise would never begin.
+            does not fit after the warm-up, or the adversarial noise would never begin.
     """
     if isinstance(cfg, Config):
         _check_adversary_begins(cfg)
@@ -280,22 +285,23 @@ def check_updates(cfg: Run) -> None:
                 f"optim.{name} is {value:g}: it must be a whole number of updates, or below 1 a"
                 " fraction of all updates"
             )
-    warmup, decay = convert_to_updates(optim.warmup, steps), convert_to_updates(decay, steps)
-    if warmup > steps:
+    warmup_updates = convert_to_updates(optim.warmup, steps)
+    decay_updates = convert_to_updates(decay, steps)
+    if warmup_updates > steps:
         raise ConfigError(
-            f"optim.warmup is {warmup} updates, but train.steps is only {steps}: the learning rate"
-            " would never reach optim.lr"
+            f"optim.warmup is {warmup_updates} updates, but train.steps is only {steps}: the"
+            " learning rate would never reach optim.lr"
         )
-    if warmup + decay > steps:
+    if warmup_updates + decay_updates > steps:
         raise ConfigError(
-            f"optim.warmup and optim.wsd_decay are {warmup} and {decay} updates, but train.steps is"
-            f" only {steps}: they do not fit one after the other"
+            f"optim.warmup and optim.wsd_decay are {warmup_updates} and {decay_updates} updates,"
+            f" but train.steps is only {steps}: they do not fit one after the other"
         )
 
 
 def _check_adversary_begins(cfg: Config) -> None:
     """Raise a ConfigError if the training ends before the adversarial noise begins."""
-    if not cfg.train.adversarial_noise or cfg.adversarial_updates or cfg.has_waiting_stage:
+    if not cfg.train.adversarial_noise or cfg.adversarial_updates or cfg.can_end_stage_early:
         return
     raise ConfigError(
         "train.adversarial_noise begins after data.curriculum, at update"
@@ -308,16 +314,16 @@ class Config(Run):
     """Configuration of a language-model run."""
 
     # never, auto (newest complete checkpoint of this run), or the path of a checkpoint
-    resume: Annotated[str, FREE] = Field("never", min_length=1)
-    init_from: Annotated[InitFrom | None, FIXED] = None
-    tokenizer: Annotated[Tokenizer, FIXED] = Tokenizer()
-    data: Annotated[Data, FIXED] = Data()
-    optim: Annotated[Optim, FIXED] = Optim()
-    train: Annotated[Train, FREE] = Train()
-    engine: Annotated[Engine, FREE] = Engine()
-    checkpoint: Annotated[Checkpoint, FREE] = Checkpoint()
-    log: Annotated[Log, FREE] = Log()
-    eval: Annotated[Eval, FREE] = Eval()
+    resume: Annotated[str, FREE_ON_RESUME] = Field("never", min_length=1)
+    init_from: Annotated[InitFrom | None, FIXED_ON_RESUME] = None
+    tokenizer: Annotated[Tokenizer, FIXED_ON_RESUME] = Tokenizer()
+    data: Annotated[Data, FIXED_ON_RESUME] = Data()
+    optim: Annotated[Optim, FIXED_ON_RESUME] = Optim()
+    train: Annotated[Train, FREE_ON_RESUME] = Train()
+    engine: Annotated[Engine, FREE_ON_RESUME] = Engine()
+    checkpoint: Annotated[Checkpoint, FREE_ON_RESUME] = Checkpoint()
+    log: Annotated[Log, FREE_ON_RESUME] = Log()
+    eval: Annotated[Eval, FREE_ON_RESUME] = Eval()
 
     @model_validator(mode="after")
     def _check_profile(self) -> Self:
@@ -331,15 +337,15 @@ class Config(Run):
         return self
 
     @property
-    def has_waiting_stage(self) -> bool:
-        """Whether a stage of the curriculum may end before its `until`."""
+    def can_end_stage_early(self) -> bool:
+        """True if a stage of the curriculum ends as soon as its answers are learned."""
         return any(stage.min_answer_prob is not None for stage in self.data.curriculum)
 
     @property
     def adversarial_updates(self) -> int:
         """Number of updates with a second pass with adversarial noise.
 
-        It is a lower bound if a stage of the curriculum may end before its `until`.
+        With `can_end_stage_early` it is a lower bound.
         """
         if not self.train.adversarial_noise:
             return 0

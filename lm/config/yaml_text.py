@@ -17,13 +17,14 @@ class Loader(yaml.SafeLoader):
     """Loader that reads numbers as in YAML 1.2 (PyYAML follows 1.1) and refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen = set()
+        keys = set()
         for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if key.value in keys:
                 problem = f"key `{key.value}` appears twice in one section"
                 raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
+            keys.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -52,15 +53,11 @@ for _class in (Loader, Dumper):
         _class.add_implicit_resolver(_tag, re.compile(f"^({_pattern})$"), list("-+.0123456789"))
 
 
-def parse(text: str, where: str) -> Any:
+def parse(text: str, origin: str) -> Any:
     """Parse YAML.
 
-    Args:
-        text: The YAML.
-        where: Description of the text, for the error.
-
     Raises:
-        ConfigError: If the text is not valid YAML.
+        ConfigError: If the text is not valid YAML; the message begins with `origin`.
     """
     try:
         return yaml.load(text, Loader)  # a SafeLoader
@@ -70,14 +67,14 @@ def parse(text: str, where: str) -> Any:
         if "\\t" in problem:
             problem = "it is indented with a tab: YAML takes spaces only"
         place = f"line {mark.line + 1}, column {mark.column + 1}"
-        raise ConfigError(f"{where} is not valid YAML, {place}: {problem}") from None
+        raise ConfigError(f"{origin} is not valid YAML, {place}: {problem}") from None
     except yaml.reader.ReaderError as e:
         reason = f"character {e.position + 1} is {chr(e.character)!r}, which must be escaped"
     except RecursionError:
         reason = "it is nested too deep"
     except (ValueError, LookupError, AttributeError, TypeError) as e:  # from PyYAML's constructors
         reason = f"a number, date or tag cannot be read ({e})"
-    raise ConfigError(f"{where} is not valid YAML: {reason}")
+    raise ConfigError(f"{origin} is not valid YAML: {reason}")
 
 
 def load_tree(path: str | Path) -> dict:

@@ -20,17 +20,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import lm
 from lm.common.errors import UserError, missing_package
 from lm.common.files import check_file, write_json
-from lm.evaluation import facade
+from lm.evaluation.language_model import LanguageModel, load
 from lm.evaluation.tasks import TASKS_DIR
-from lm.runs import places
 from lm.runs.metrics import find_failures, fixed_point_metrics
+from lm.runs.places import check_model
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
     from rich.table import Table
+    from transformers import PreTrainedModel
 
-# Tasks of the suite `paper`, with the metric that is reported for each (docs/evaluation.md).
-PAPER = {
+# Tasks of the suite `paper`, and the metric of each in the suite's mean (docs/evaluation.md).
+PAPER_METRICS = {
     "lambada_openai": "acc",
     "hellaswag": "acc_norm",
     "piqa": "acc",
@@ -45,13 +46,13 @@ class EvaluationError(UserError, RuntimeError):
 
 
 def evaluate(
-    checkpoint: Path,
+    checkpoint: Path | str,
     tasks: list[str],
     *,
     suite: Literal["paper"] | None = None,
     limit: int | None = None,
     batch_size: int | Literal["auto"] = 8,
-    out: Path | None = None,
+    out: Path | str | None = None,
     trust: bool = False,
 ) -> dict:
     """Evaluate a run or an export with lm-eval, and write the results to a JSON file.
@@ -60,11 +61,11 @@ def evaluate(
         checkpoint: A run directory (its newest checkpoint, in fp32) or an exported folder. On a
             CPU, weights are converted to fp32.
         tasks: Names of tasks, groups and tags; empty with a suite.
-        suite: "paper" for the tasks of PAPER, or None.
+        suite: "paper" for the tasks of PAPER_METRICS, or None.
         limit: Number of documents per task, at least 1; None: all.
         batch_size: Number of documents in a batch, at least 1, or "auto" for as many as fit in
             memory.
-        out: File to write; default: checkpoint/eval/results.json.
+        out: File to write; None: CHECKPOINT/eval/results.json.
         trust: Run code that comes with the checkpoint.
 
     Returns:
@@ -77,7 +78,7 @@ def evaluate(
         Values that are not finite are None.
 
     Raises:
-        PlaceError: If `checkpoint` is neither a run nor an export.
+        PathError: If `checkpoint` is neither a run nor an export.
         MissingPackageError: If lm-eval is not installed.
         EvaluationError: If a task is unknown, its data are missing, or options conflict.
         LoadError, CheckpointError: If the checkpoint is damaged.
@@ -85,37 +86,34 @@ def evaluate(
     """
     # 1. Check everything that can be checked before the model is loaded.
     checkpoint = Path(checkpoint)
-    places.find_model(checkpoint, on_hub=False)
+    results_file = Path(out) if out else checkpoint / "eval" / "results.json"
+    check_model(checkpoint, allow_hub=False)
     _check_options(tasks, suite)
-    for package in ("lm_eval", "accelerate"):  # lm-eval needs accelerate for any HF model
-        if importlib.util.find_spec(package) is None:
-            raise missing_package(package, "evaluation")
-    path = Path(out) if out else checkpoint / "eval" / "results.json"
-    check_file(path)
+    _check_packages()
+    check_file(results_file)
     with _stdout_to_stderr():
-        manager, selected = load_tasks(list(PAPER) if suite else tasks)
+        manager, selected_tasks = load_tasks(list(PAPER_METRICS) if suite else tasks)
         # 2. Run the tasks.
-        loaded = facade.load(checkpoint, trust)
-        raw, solves = _run(loaded, manager, selected, batch_size, limit)
+        loaded = load(checkpoint, trust)
+        raw_results, solves = _run(loaded, manager, selected_tasks, batch_size, limit)
     # 3. Write the results.
-    task_results = {name: _collect_results(raw, name) for name in raw["results"]}
     results = {
         "checkpoint": checkpoint.resolve().name,
         "limit": limit,
         "batch_size": batch_size,
-        "device": loaded.model.device.type,
-        "solver": loaded.model.solver() if hasattr(loaded.model, "solver") else "none",
-        "fixed_point": fixed_point_metrics(solves),
-        "versions": {"fprnn": lm.__version__}
-        | {name: importlib.metadata.version(name) for name in ("lm_eval", "transformers", "torch")},
-        "tasks": task_results,
+        **_collect_results(loaded.model, raw_results, solves),
     }
     if suite:
-        values = [task_results[name]["metrics"][metric]["value"] for name, metric in PAPER.items()]
-        mean = None if None in values else sum(values) / len(values)
-        results["suite"] = {"metrics": PAPER, "mean": mean, "complete": limit is None}
-    write_json(path, results)
+        results["suite"] = _summarize_suite(results["tasks"], is_complete=limit is None)
+    write_json(results_file, results)
     return results
+
+
+def _check_packages() -> None:
+    """Raise MissingPackageError unless the packages of the extra `evaluation` are installed."""
+    for package in ("lm_eval", "accelerate"):  # lm-eval needs accelerate for any HF model
+        if importlib.util.find_spec(package) is None:
+            raise missing_package(package, "evaluation")
 
 
 def _check_options(tasks: list[str], suite: str | None) -> None:
@@ -152,7 +150,7 @@ def _make_manager(names: list[str]) -> TaskManager:
 
 
 def load_tasks(names: list[str]) -> tuple[TaskManager, list[Any]]:
-    """Return lm-eval's TaskManager, and tasks and groups with their documents.
+    """Return lm-eval's TaskManager, and its objects for tasks and groups, with their documents.
 
     Args:
         names: Names of tasks, groups and tags.
@@ -167,20 +165,21 @@ def load_tasks(names: list[str]) -> tuple[TaskManager, list[Any]]:
             loaded = manager.load([name])
         except (OSError, ValueError, ImportError) as error:
             raise EvaluationError(f"task `{name}` could not be loaded: {error}") from error
-        nested = {child for group in loaded["groups"] for child in loaded["group_map"][group]}
-        items = loaded["groups"] | loaded["tasks"]
-        selected += [item for key, item in items.items() if key not in nested]
+        # `loaded` also lists the members of each group, which the group object runs itself.
+        members = {child for group in loaded["groups"] for child in loaded["group_map"][group]}
+        objects = loaded["groups"] | loaded["tasks"]
+        selected += [item for key, item in objects.items() if key not in members]
     return manager, selected
 
 
 def _run(
-    loaded: facade.LanguageModel,
+    loaded: LanguageModel,
     manager: TaskManager,
     tasks: list[Any],
     batch_size: int | str,
     limit: int | None,
 ) -> tuple[dict, list]:
-    """Return lm-eval's raw results, and the statistics of the solves of every forward pass."""
+    """Return lm-eval's raw results, and the model's report on the solves of each forward pass."""
     import lm_eval
 
     model = loaded.model.float() if loaded.model.device.type == "cpu" else loaded.model
@@ -207,7 +206,7 @@ def _run(
 
 
 def make_table(results: dict) -> Table:
-    """Return results of `evaluate` as a table with one row per metric, value ± standard error.
+    """Return the results of `evaluate` as a table: per metric one row, value ± standard error.
 
     For a suite, show one metric per task and their mean. A caption warns if the solver failed at
     too many tokens.
@@ -217,8 +216,8 @@ def make_table(results: dict) -> Table:
     title = results["checkpoint"]
     if results["limit"]:
         title += f" (first {results['limit']} documents)"
-    problems = find_failures(results["fixed_point"], results["solver"])
-    caption = "\n".join(f"warning: {text}" for text in problems.values()) or None
+    failures = find_failures(results["fixed_point"], results["solver"])
+    caption = "\n".join(f"warning: {text}" for text in failures.values()) or None
     table = Table("task", "n", "metric", "value", title=title, caption=caption)
     for column in (1, 3):
         table.columns[column].justify = "right"
@@ -226,7 +225,7 @@ def make_table(results: dict) -> Table:
     for name, task in results["tasks"].items():
         metrics = [suite["metrics"][name]] if suite else task["metrics"]
         label, count = name, "" if task["samples"] is None else str(task["samples"])
-        for metric in metrics:
+        for metric in metrics:  # only the first row of a task has its label and count
             entry = task["metrics"][metric]
             arrow = {True: " ↑", False: " ↓"}.get(entry["higher_is_better"], "")
             value = "not finite" if entry["value"] is None else f"{entry['value']:.4g}"
@@ -241,14 +240,41 @@ def make_table(results: dict) -> Table:
     return table
 
 
-def _collect_results(raw: dict, name: str) -> dict:
-    """Return the results of a task from lm-eval's {"acc,none": …, "acc_stderr,none": …, …}."""
+def _summarize_suite(task_results: dict[str, dict], is_complete: bool) -> dict:
+    """Return the metric of each task of the suite, and their mean, None if one is not finite."""
+    values = [
+        task_results[task]["metrics"][metric]["value"] for task, metric in PAPER_METRICS.items()
+    ]
+    mean = None if None in values else sum(values) / len(values)
+    return {"metrics": PAPER_METRICS, "mean": mean, "complete": is_complete}
+
+
+def _collect_results(model: PreTrainedModel, raw: dict, solves: list) -> dict:
+    """Return the results that depend on the model, from the values that `_run` returns."""
+    versions = {"fprnn": lm.__version__}
+    for package in ("lm_eval", "transformers", "torch"):
+        versions[package] = importlib.metadata.version(package)
+    return {
+        "device": model.device.type,
+        "solver": model.solver() if hasattr(model, "solver") else "none",
+        "fixed_point": fixed_point_metrics(solves),
+        "versions": versions,
+        "tasks": {name: _collect_task_results(raw, name) for name in raw["results"]},
+    }
+
+
+def _collect_task_results(raw: dict, name: str) -> dict:
+    """Return the results of a task from lm-eval's raw results.
+
+    Its keys are "METRIC,FILTER": "acc,none" and "acc_stderr,none", for example. A filter processes
+    the model's output before it is scored.
+    """
     values = raw["results"][name]
     higher_is_better = raw.get("higher_is_better", {}).get(name, {})
     metrics = {}
     for key, value in values.items():
         metric, comma, filter_name = key.partition(",")
-        if not comma or metric.endswith("_stderr"):
+        if not comma or metric.endswith("_stderr"):  # no comma: "alias" or "sample_len"
             continue
         metrics[metric if filter_name == "none" else f"{metric}/{filter_name}"] = {
             "value": _finite_or_none(value),
@@ -272,7 +298,7 @@ def _finite_or_none(value: Any) -> float | None:
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Print lm-eval's progress and warnings to stderr, and hide its notes."""
+    """Print lm-eval's progress and warnings to stderr, and hide its log messages of level INFO."""
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
     logging.getLogger("lm_eval.api.task").setLevel(logging.ERROR)  # hides hints on --metadata
     # Otherwise lm-eval forks a bootstrapping process per core, which is unsafe with torch threads.

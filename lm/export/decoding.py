@@ -1,7 +1,7 @@
 """Check that teacher forcing and generation agree, before a model is exported.
 
-A mixer of full rank can make a layer chaotic: rounding errors grow from token to token, until a
-single pass over a text and token-by-token decoding of the same text give unrelated logits
+A mixer of full rank can make a layer chaotic: rounding errors grow from token to token, until one
+forward pass over a text and token-by-token decoding of the same text give unrelated logits
 (docs/model.md, "Where a token has several solutions"). Teacher-forced scores of such a model do not
 describe the text that it generates. Mixers of low rank have not shown this and are not checked.
 """
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-SEQUENCES, LENGTH = 4, 64
-MAX_DIFFERENCE = 0.05  # of the logits of a token, relative to their 2-norm
+SEQUENCE_COUNT, LENGTH = 4, 64  # generated sequences, and tokens in each
+MAX_DIFFERENCE = 0.05  # 2-norm of the difference of a token's logits, relative to their 2-norm
 MAX_SHARE = 0.01  # share of tokens that may exceed MAX_DIFFERENCE
 
 
 def check_decoding(model: PreTrainedModel) -> None:
-    """Refuse a model whose single pass and cached decoding disagree.
+    """Refuse a model whose logits differ between one forward pass and cached decoding.
 
-    The model generates a few sequences token by token, and then reads them in one pass.
+    The model generates a few sequences token by token, and then reads them in one forward pass.
 
     Raises:
         ExportError: If the logits differ by more than MAX_DIFFERENCE at more than MAX_SHARE of the
             tokens.
     """
-    mixers = _full_rank_mixers(model)
-    if not mixers:
+    mixer_names = _find_full_rank_mixers(model)
+    if not mixer_names:
         return
     import torch
 
@@ -39,23 +39,23 @@ def check_decoding(model: PreTrainedModel) -> None:
     model.eval()
     with torch.no_grad():
         ids, decoding_logits = _generate(model)
-        pass_logits = model(input_ids=ids).logits
+        forward_logits = model(input_ids=ids).logits
     model.train(was_training)
     norm = torch.linalg.vector_norm(decoding_logits, dim=-1)
-    difference = torch.linalg.vector_norm(pass_logits - decoding_logits, dim=-1)
-    agrees = difference <= MAX_DIFFERENCE * norm  # False for NaN
-    share = (~agrees).double().mean().item()
+    difference = torch.linalg.vector_norm(forward_logits - decoding_logits, dim=-1)
+    is_close = difference <= MAX_DIFFERENCE * norm  # (sequences, tokens); False for NaN
+    share = (~is_close).double().mean().item()
     if share > MAX_SHARE:
         raise ExportError(
             f"teacher forcing and generation disagree: at {share:.0%} of {ids.numel()} generated"
             " tokens, the logits of a single pass and of cached decoding differ by more than"
-            f" {MAX_DIFFERENCE:.0%}. The mixer ({', '.join(mixers)}) amplifies rounding errors from"
-            " token to token. Train with a mixer that starts near the identity"
+            f" {MAX_DIFFERENCE:.0%}. The mixer ({', '.join(mixer_names)}) amplifies rounding errors"
+            " from token to token. Train with a mixer that starts near the identity"
             " (model.mixer_gate_init_bias: -3) or is bounded (model.contractive: 0.9)"
         )
 
 
-def _full_rank_mixers(model: PreTrainedModel) -> list[str]:
+def _find_full_rank_mixers(model: PreTrainedModel) -> list[str]:
     """Return the names of the full-rank mixers in layers that solve each token exactly."""
     blocks = model.fixed_point_blocks() if hasattr(model, "fixed_point_blocks") else []
     exact_blocks = [block for block in blocks if block.config.token == "exact"]
@@ -63,18 +63,19 @@ def _full_rank_mixers(model: PreTrainedModel) -> list[str]:
 
 
 def _generate(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """Sample sequences with the cache.
+    """Sample sequences from a random first token, with the cache.
 
     Returns:
-        Token ids (SEQUENCES, LENGTH), and the logits after each token (SEQUENCES, LENGTH, V).
+        Token ids, shape (SEQUENCE_COUNT, LENGTH), and the logits that cached decoding computed
+        after each of them, shape (SEQUENCE_COUNT, LENGTH, vocabulary).
     """
     import torch
 
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        start = torch.randint(model.config.vocab_size, (SEQUENCES, 1), device=model.device)
+        first_ids = torch.randint(model.config.vocab_size, (SEQUENCE_COUNT, 1), device=model.device)
         output = model.generate(
-            start,
+            first_ids,
             do_sample=True,
             top_k=0,
             min_new_tokens=LENGTH,
@@ -82,4 +83,5 @@ def _generate(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
             output_logits=True,
             return_dict_in_generate=True,
         )
+    # The last sampled token has no logits after it.
     return output.sequences[:, :-1], torch.stack(output.logits, 1)

@@ -16,7 +16,7 @@ from lm.export.export_code import (
     write_kernels,
     write_mixers,
 )
-from lm.export.folder import check_place, draft, publish, write_record
+from lm.export.folder import check_out_folder, draft_folder, publish, write_record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,10 +45,10 @@ def export(
         checkpoint: A checkpoint folder of the run; None: the newest complete one.
         licence: Licence of the weights by its name on the hub; None: unknown.
         trust: Run the code of a `module:Class` in the run's config.yaml.
-        overwrite: Replace the export of another run, and a model card that was edited.
+        overwrite: Also replace the export of another run, and a model card that was edited.
 
     Returns:
-        The folder.
+        The written folder.
 
     Raises:
         CheckpointError: If the run has no complete checkpoint, or the checkpoint does not fit the
@@ -65,16 +65,16 @@ def export(
     run, out = RunDir(run_dir), Path(out)
     if not run.holds_run:
         raise ExportError(f"{run} holds no run (it has no config.yaml)")
-    check_place(out, None, overwrite)
+    check_out_folder(out, None, overwrite)
     trained = load_trained(run_dir, checkpoint, trust)
     check_decoding(trained.model)
-    source = run_identity(trained.config)
-    check_place(out, source, overwrite)
+    source = identify_run(trained.config)
+    check_out_folder(out, source, overwrite)
     origin = f"Trained with fprnn for {trained.manifest['step']} updates."
     if run.init_from.is_file():
-        start = read_json(run.init_from, ("path", "what"))
-        start_name = Path(start["path"]).name
-        origin += f" Training started from the weights of {start_name} ({start['what']})."
+        init = read_json(run.init_from, ("path", "what"))
+        init_name = Path(init["path"]).name
+        origin += f" Training started from the weights of {init_name} ({init['what']})."
     return write_export(
         trained.model,
         out,
@@ -88,12 +88,12 @@ def export(
     )
 
 
-def run_identity(cfg: Config) -> dict:
+def identify_run(cfg: Config) -> dict:
     """Return the name, the seed and a checksum of the settings that a resumed run may not change.
 
-    Two runs are the same if these are equal, wherever their directories are. The checksum leaves
-    out settings with their default value, so that keys added by later versions do not change it,
-    and contains keys under their first names, so that renaming a key does not change it either.
+    Two runs with equal values count as the same run, wherever their directories are. The checksum
+    leaves out settings with their default value, so that keys added by later versions do not change
+    it. It uses the first name of each key, so that renaming a key does not change it either.
     """
     from lm.config.old_keys import with_first_names
     from lm.config.resuming import Resume, resume_rule
@@ -101,15 +101,15 @@ def run_identity(cfg: Config) -> dict:
 
     schema = type(cfg)
     defaults = flatten_config(schema())
-    fixed = {
+    fixed_settings = {
         key: value
         for key, value in flatten_config(cfg).items()
         if value != defaults.get(key)
         and resume_rule(schema, key) is Resume.FIXED
         and not key.endswith("path")
     }
-    named = dict(sorted(with_first_names(fixed).items()))
-    digest = hashlib.sha256(json.dumps(named).encode()).hexdigest()
+    renamed_settings = dict(sorted(with_first_names(fixed_settings).items()))
+    digest = hashlib.sha256(json.dumps(renamed_settings).encode()).hexdigest()
     return {"name": cfg.name, "seed": cfg.seed, "settings": digest}
 
 
@@ -129,18 +129,18 @@ def write_export(
     It replaces an earlier export of the same source, and keeps files that no export wrote.
 
     Args:
-        model: Model of this package, or of transformers, whose code is not written.
+        model: Model of this package; or of transformers, and then no code is written.
         out: Folder to write.
         tokenizer: Folder of the tokenizer; None: write no tokenizer.
         name: Title of the model card.
         origin: Sentences on where the weights come from, for the model card.
         facts: Facts about the training, for the model card; None: unknown.
         licence: Licence of the weights by its name on the hub; None: unknown.
-        source: The exported run, as in `check_place`; default: only its name.
+        source: The exported run, as `identify_run` describes it; None: only its name.
         overwrite: As in `export`.
 
     Returns:
-        The folder.
+        The written folder.
 
     Raises:
         ExportError: If `out` is not empty and no export of this source, or a custom mixer cannot
@@ -149,34 +149,27 @@ def write_export(
     """
     from transformers.utils import logging
 
-    from lm.data.corpus.tokenizer import RECORD
     from lm.export import model_card
-    from lm.model.checksums import SUMS, write_sums
-    from lm.runs.written import CARD
+    from lm.model.checksums import write_sums
+    from lm.runs.owned_files import CARD
 
     logging.disable_progress_bar()
     out, source = Path(out), source or {"name": name}
-    check_place(out, source, overwrite)
+    check_out_folder(out, source, overwrite)
     mixers = find_custom_mixers(model)
     mixer_files = flatten_mixer_files(mixers)
     if mixer_files:
         origin += f" It has a custom mixer, defined in {', '.join(mixer_files)} of this folder."
-    with writing(out):
+    card = model_card.format_card(model, name, origin, facts, licence)
+    with writing(out):  # turns errors of the file system into OutputError
         out = resolve_link(out)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with draft(out) as folder:
-        new = folder / "export"
-        _map_auto_classes(model)
-        model.save_pretrained(new)
-        for weights in new.glob("*.safetensors"):  # safetensors lets only the user read them
-            shutil.copymode(new / "config.json", weights)
+    with draft_folder(out) as draft:
+        new = draft / "export"
+        _write_model(model, new)
         write_mixers(new, mixers, mixer_files)
         write_kernels(new)
-        for file in Path(tokenizer).iterdir() if tokenizer else ():
-            if file.name not in (RECORD, SUMS):
-                shutil.copy(file, new)
-        _write_length(model, new / "tokenizer_config.json")
-        card = model_card.format_card(model, name, origin, facts, licence)
+        _copy_tokenizer(tokenizer, new, model)
         (new / CARD).write_text(card, encoding="utf-8")
         # The card has no checksum, because people edit it.
         write_sums(new, [file.name for file in new.iterdir() if file.name != CARD])
@@ -186,17 +179,36 @@ def write_export(
     return out
 
 
-def _write_length(model: PreTrainedModel, settings: Path) -> None:
-    """Set `model_max_length` in the tokenizer's settings to the model's length."""
+def _write_model(model: PreTrainedModel, folder: Path) -> None:
+    """Write the weights, the configuration and the files of lm/model."""
+    _map_auto_classes(model)
+    model.save_pretrained(folder)
+    for weights in folder.glob("*.safetensors"):  # safetensors lets only the user read them
+        shutil.copymode(folder / "config.json", weights)
+
+
+def _copy_tokenizer(tokenizer: Path | None, folder: Path, model: PreTrainedModel) -> None:
+    """Copy the tokenizer's files, and set its `model_max_length` to the model's length."""
+    from lm.data.corpus.tokenizer import RECORD
+    from lm.model.checksums import SUMS
+
+    for file in Path(tokenizer).iterdir() if tokenizer else ():
+        if file.name not in (RECORD, SUMS):
+            shutil.copy(file, folder)
+    settings_file = folder / "tokenizer_config.json"
     length = getattr(model.config, "max_position_embeddings", None)
-    if length and settings.is_file():
-        content = json.loads(settings.read_text(encoding="utf-8")) | {"model_max_length": length}
-        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-        settings.write_text(text, encoding="utf-8")
+    if length and settings_file.is_file():
+        settings = json.loads(settings_file.read_text(encoding="utf-8"))
+        settings["model_max_length"] = length
+        text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
+        settings_file.write_text(text, encoding="utf-8")
 
 
 def _map_auto_classes(model: PreTrainedModel) -> None:
-    """Make `save_pretrained` write the model's code, and an entry of each Auto class for it."""
+    """Make `save_pretrained` write the model's code, and `auto_map` in config.json.
+
+    `auto_map` names the class that each Auto class of transformers loads.
+    """
     from lm.model.modeling_fprnn import FPRNNForSequenceClassification
 
     model.config.register_for_auto_class()
@@ -206,5 +218,5 @@ def _map_auto_classes(model: PreTrainedModel) -> None:
         "AutoModel": type(model.base_model),
         "AutoModelForSequenceClassification": FPRNNForSequenceClassification,
     }
-    file = type(model).__module__.rpartition(".")[2]
-    model.config.auto_map = {auto: f"{file}.{cls.__name__}" for auto, cls in classes.items()}
+    module = type(model).__module__.rpartition(".")[2]
+    model.config.auto_map = {auto: f"{module}.{cls.__name__}" for auto, cls in classes.items()}

@@ -1,8 +1,8 @@
 """Code in an export besides the files of lm/model: the kernels, and custom mixers.
 
-An export is a flat folder, whose files import each other by `from .file import name`. The file of a
-custom mixer is rewritten accordingly. It may import names from lm.model, whose files are in the
-export as well, and installed packages.
+An export is a folder without subfolders, whose files import each other by `from .file import name`.
+Imports from lm.model in the file of a custom mixer are rewritten to this form, because an export
+contains the files of lm/model. The file may also import installed packages, and nothing else.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from lm.common.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-KERNELS_LINE = "FILES: dict[str, str] = {}"  # line of bundled_kernels.py that the kernels replace
+KERNELS_LINE = "FILES: dict[str, str] = {}"  # in bundled_kernels.py; an export has the files here
+# `from lm.model.FILE import NAME`, but not `import *`; group 1: indentation, group 2: FILE.
 MODEL_IMPORT = re.compile(r"^(\s*)from\s+lm\.model\.(\w+)\s+import\b(?!\s*\*)", re.MULTILINE)
 
 
@@ -29,23 +30,23 @@ class ExportError(UserError, RuntimeError):
 
 
 def find_custom_mixers(model: PreTrainedModel) -> dict[str, type]:
-    """Return the mixers of a model that are not built in, as {name in the config: class}."""
+    """Return the classes of a model's mixers that are not built in, by their name in the config."""
     from lm.model.fixed_point import FixedPointBlock
     from lm.model.mixer_base import MIXERS, is_built_in
 
-    blocks = (m for m in model.modules() if isinstance(m, FixedPointBlock))
-    used = {block.config.mixer: MIXERS[block.config.mixer] for block in blocks}
-    return {name: cls for name, cls in used.items() if not is_built_in(cls)}
+    blocks = (module for module in model.modules() if isinstance(module, FixedPointBlock))
+    mixers = {block.config.mixer: MIXERS[block.config.mixer] for block in blocks}
+    return {name: cls for name, cls in mixers.items() if not is_built_in(cls)}
 
 
 def flatten_mixer_files(mixers: dict[str, type]) -> dict[str, str]:
-    """Return the files that define custom mixers, rewritten for a flat folder.
+    """Return the files that define custom mixers, rewritten for a folder without subfolders.
 
     Args:
         mixers: As `find_custom_mixers` returns them.
 
     Returns:
-        File name → text.
+        The text of each file by its name.
 
     Raises:
         ExportError: If a mixer is not defined in a file, or its file has the name of a file of
@@ -56,15 +57,15 @@ def flatten_mixer_files(mixers: dict[str, type]) -> dict[str, str]:
     model_files = {path.name for path in Path(lm.model.__file__).parent.glob("*.py")}
     sources: dict[str, Path] = {}
     for cls in mixers.values():
-        path, name = _source(cls), f"{cls.__module__.rpartition('.')[2]}.py"
+        path, name = _find_source_file(cls), f"{cls.__module__.rpartition('.')[2]}.py"
         if name in model_files or sources.get(name, path) != path:
             other = sources.get(name, f"the {name} that every export has")
             raise ExportError(
-                f"the mixer {cls.__name__} is defined in {path}, which would be exported as {name},"
-                f" like {other}: rename its file"
+                f"the mixer {cls.__name__} is defined in {path}, but an export cannot contain both"
+                f" this {name} and {other}: rename the mixer's file"
             )
         sources[name] = path
-    return {name: _flatten(path, model_files) for name, path in sources.items()}
+    return {name: _rewrite_imports(path, model_files) for name, path in sources.items()}
 
 
 def write_mixers(folder: Path, mixers: dict[str, type], files: dict[str, str]) -> None:
@@ -72,6 +73,11 @@ def write_mixers(folder: Path, mixers: dict[str, type], files: dict[str, str]) -
 
     The folder's mixers.py then registers them, and its config.json gets the `model_type` of models
     that need the code of their folder.
+
+    Args:
+        folder: The folder.
+        mixers: Classes by their name in the config.
+        files: Texts of the mixers' files by file name.
     """
     from lm.model.configuration_fprnn import MODEL_TYPES
 
@@ -97,19 +103,23 @@ def write_mixers(folder: Path, mixers: dict[str, type], files: dict[str, str]) -
 def write_kernels(folder: Path) -> None:
     """Add the files of lm/kernels to a folder that `save_pretrained` has written.
 
-    They become strings in operators.py, so that the model is as fast without fprnn installed.
+    They become strings in its bundled_kernels.py, so that the model is as fast if fprnn is not
+    installed.
     """
     import lm.common.errors
     import lm.common.secrets
     import lm.kernels
 
     package = Path(lm.kernels.__file__).parent
-    sources = [path for path in sorted(package.rglob("*")) if path.suffix in (".py", ".h", ".cpp")]
+    sources = [
+        path for path in sorted(package.rglob("*")) if path.suffix in (".py", ".h", ".cpp", ".cu")
+    ]
     files = {path.relative_to(package).as_posix(): path for path in sources}
     for module in (lm.common.errors, lm.common.secrets):  # the kernels import them
         assert module.__file__ is not None
         files[Path(module.__file__).name] = Path(module.__file__)
-    # One string per line: transformers takes lines of code that start with `import` for imports.
+    # Write each line as a separate string: transformers takes lines that start with `import` for
+    # imports, also inside a string.
     lines = ["FILES: dict[str, str] = {"]
     for name, path in files.items():
         text = path.read_text(encoding="utf-8")
@@ -127,7 +137,7 @@ def _replace_line(file: Path, line: str, text: str) -> None:
     file.write_text(content.replace(line, text), encoding="utf-8")
 
 
-def _source(cls: type) -> Path:
+def _find_source_file(cls: type) -> Path:
     """Return the file that defines a class.
 
     Raises:
@@ -147,15 +157,15 @@ def _source(cls: type) -> Path:
     return Path(file)
 
 
-def _flatten(path: Path, model_files: set[str]) -> str:
-    """Return the text of a mixer's file, with `from lm.model.file` rewritten to `from .file`.
+def _rewrite_imports(path: Path, model_files: set[str]) -> str:
+    """Return the text of a mixer's file, with `from lm.model.FILE` rewritten to `from .FILE`.
 
     Args:
         path: File of the mixer.
         model_files: Names of the files of lm/model.
 
     Raises:
-        ExportError: If it imports a module that the export does not contain.
+        ExportError: If the file imports a module that the export does not contain.
     """
     text = path.read_text(encoding="utf-8")
     lines = text.splitlines()
@@ -170,7 +180,7 @@ def _flatten(path: Path, model_files: set[str]) -> str:
         else:
             continue
         for module in modules:
-            if not _is_installed(module):
+            if not _is_external(module):
                 raise ExportError(
                     f"{path}:{node.lineno} imports {module}, which the export does not contain:"
                     f" only {path.name} is exported; move the code into it, write `from"
@@ -179,14 +189,16 @@ def _flatten(path: Path, model_files: set[str]) -> str:
     return MODEL_IMPORT.sub(r"\1from .\2 import", text)
 
 
-def _is_installed(module: str) -> bool:
-    """Return whether a module is in the standard library or an installed package, or optional."""
-    top = module.split(".")[0]
-    if top in ("", "lm"):
+def _is_external(module: str) -> bool:
+    """Return whether a module belongs to Python or a package, not to lm or the user's code."""
+    top_module = module.split(".")[0]
+    if top_module in ("", "lm"):  # "": a relative import
         return False
-    spec = None if top in sys.stdlib_module_names else importlib.util.find_spec(top)
-    if spec is None:  # in the standard library, or an optional package that is not installed
+    if top_module in sys.stdlib_module_names:
+        return True
+    spec = importlib.util.find_spec(top_module)
+    if spec is None:  # an optional package that is not installed
         return True
     paths = [spec.origin] if spec.origin else list(spec.submodule_search_locations or [])
-    folders = {"site-packages", "dist-packages"}
-    return all(folders & set(Path(path).parts) for path in paths)
+    package_folders = {"site-packages", "dist-packages"}
+    return all(package_folders & set(Path(path).parts) for path in paths)

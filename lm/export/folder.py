@@ -1,7 +1,9 @@
 """Folder of an export: checks before writing, and replacement of an earlier export.
 
-Only files that an export wrote are replaced or deleted; `.fprnn.json` lists them. All other files,
-such as results of `fprnn eval` or a `.git` folder, are kept.
+An export lists its files in `.fprnn.json`. A new export replaces or deletes only files that are
+listed there. All other files, such as results of `fprnn eval` or a `.git` folder, are kept.
+
+The *source* of an export is the run that was exported, as `identify_run` describes it.
 """
 
 from __future__ import annotations
@@ -21,35 +23,35 @@ import lm
 from lm.common.files import check_folder, printable, read_mapping, write_json, writing
 from lm.export.export_code import ExportError
 from lm.model.checksums import SUMS, read_sums
-from lm.runs.written import CARD, EVALUATIONS, EXPORT_RECORD, delete_files, export_files
+from lm.runs.owned_files import CARD, EVALUATIONS, EXPORT_RECORD, delete_files, list_export_files
 
-# Earlier versions wrote the scores of `fprnn eval` into the model card, between these lines.
+# Version 0.1 wrote the scores of `fprnn eval` into the model card, between these lines.
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
-def check_place(out: Path, source: dict | None, overwrite: bool) -> None:
+def check_out_folder(out: Path, source: dict | None, overwrite: bool) -> None:
     """Refuse a folder that an export must not overwrite.
 
     Args:
         out: Folder of the export.
-        source: The exported run, as `.fprnn.json` records it; None: not yet known.
-        overwrite: Allow replacing the export of another run, and a model card that was edited.
+        source: Source of the new export; None: not yet known, and not compared.
+        overwrite: Allow replacing the export of another source, and a model card that was edited.
 
     Raises:
         ExportError: If `out` is not empty and no export, the export of another source, or its
             model card was edited.
         OutputError: If `out` cannot be written.
     """
-    with writing(out):
+    with writing(out):  # turns errors of the file system into OutputError
         is_file = out.is_file()
-        is_filled = out.is_dir() and any(out.iterdir())
-        exported_names = export_files(out) if is_filled else set()
+        has_files = out.is_dir() and any(out.iterdir())
+        has_export = has_files and bool(list_export_files(out))
     if is_file:
         raise ExportError(f"{out} is a file: an export is a folder")
-    if is_filled and not exported_names:
+    if has_files and not has_export:
         raise ExportError(f"{out} is not empty and holds no earlier export: choose another folder")
     check_folder(out)
-    if exported_names and source is not None and not overwrite:
+    if has_export and source is not None and not overwrite:
         _refuse_other_source(out, source)
         _refuse_changed_card(out)
 
@@ -57,18 +59,18 @@ def check_place(out: Path, source: dict | None, overwrite: bool) -> None:
 def _refuse_other_source(out: Path, source: dict) -> None:
     """Raise ExportError if a folder holds the export of another source."""
     record = read_mapping(out / EXPORT_RECORD)
-    if record is None:  # written by an earlier version: the title of the card is the name
+    if record is None:  # written by version 0.1: only the title of the card identifies the run
         title = re.search(r"^# (.*)$", _read_card(out), re.MULTILINE)
-        previous = {"name": title[1] if title else None}
+        old_source = {"name": title[1] if title else None}
         source = {"name": source["name"]}
     else:
-        previous = record.get("source") or {}
-    if previous != source:
-        has_same_name = previous.get("name") == source["name"]
-        name = printable(str(previous.get("name")))
-        kind = "another run of the same name" if has_same_name else f"another run, `{name}`"
+        old_source = record.get("source") or {}
+    if old_source != source:
+        has_same_name = old_source.get("name") == source["name"]
+        old_name = printable(str(old_source.get("name")))
+        old_run = "another run of the same name" if has_same_name else f"another run, `{old_name}`"
         raise ExportError(
-            f"{out} holds the export of {kind}: choose another folder, or replace it with"
+            f"{out} holds the export of {old_run}: choose another folder, or replace it with"
             " --overwrite"
         )
 
@@ -92,16 +94,21 @@ def _read_card(out: Path) -> str:
 
 
 def _digest_card(text: str) -> str:
-    """Return the checksum of a card, without the scores that an earlier version wrote into it."""
-    head, _, tail = text.partition(BEGIN)
-    return hashlib.sha256((head + tail.partition(END)[2]).encode()).hexdigest()
+    """Return the checksum of a card, without the scores that version 0.1 wrote into it."""
+    text_before, _, rest = text.partition(BEGIN)
+    _, _, text_after = rest.partition(END)
+    return hashlib.sha256((text_before + text_after).encode()).hexdigest()
 
 
 def write_record(folder: Path, source: dict | None) -> None:
     """Write `.fprnn.json`: version, source and files of a complete export."""
-    files = sorted(path.name for path in folder.iterdir() if path.name != EXPORT_RECORD)
-    record = {"fprnn": lm.__version__, "source": source, "files": files}
-    write_json(folder / EXPORT_RECORD, record | {"card": _digest_card(_read_card(folder))})
+    record = {
+        "fprnn": lm.__version__,
+        "source": source,
+        "files": sorted(path.name for path in folder.iterdir() if path.name != EXPORT_RECORD),
+        "card": _digest_card(_read_card(folder)),
+    }
+    write_json(folder / EXPORT_RECORD, record)
     shutil.copymode(folder / "config.json", folder / EXPORT_RECORD)
 
 
@@ -109,7 +116,7 @@ def publish(new: Path, out: Path) -> None:
     """Move a finished export to its final folder.
 
     If the process is killed between two files, the folder still counts as an export, and loading
-    the model fails because of its SHA256SUMS. Exporting again repairs it.
+    the model fails because files do not match SHA256SUMS. Exporting again repairs the folder.
 
     Args:
         new: Folder of the new export, in the same file system as `out`.
@@ -125,29 +132,32 @@ def publish(new: Path, out: Path) -> None:
     with _locked(out) as has_lock:
         if not has_lock:
             raise ExportError(f"another process is exporting to {out}: try again")
-        _replace(new, out)
+        _replace_export(new, out)
 
 
-def _replace(new: Path, out: Path) -> None:
+def _replace_export(new: Path, out: Path) -> None:
     """Replace the files of an earlier export in `out` by those in `new`."""
     names = {path.name for path in new.iterdir()}
-    old_names = export_files(out)
+    old_names = list_export_files(out)
     conflicts = sorted(name for name in names - old_names if os.path.lexists(out / name))
     if conflicts:
         raise ExportError(
             f"{out} has a file {conflicts[0]} that no export wrote there: move it away, or choose"
             " another folder"
         )
-    is_other = _source(out) is not None and _source(out) != _source(new)
-    has_same_weights = not is_other and _weight_sums(out) == _weight_sums(new) != {}
+    is_other_source = _read_source(out) not in (None, _read_source(new))
+    weight_sums = _read_weight_sums(new)
+    has_same_weights = bool(weight_sums) and _read_weight_sums(out) == weight_sums
+    # 1. List old and new files: if the process is killed, all of them belong to the export.
     record = read_mapping(new / EXPORT_RECORD) or {}
-    write_json(
-        out / EXPORT_RECORD, record | {"files": sorted((names | old_names) - {EXPORT_RECORD})}
-    )
+    all_names = sorted((names | old_names) - {EXPORT_RECORD})
+    write_json(out / EXPORT_RECORD, record | {"files": all_names})
+    # 2. Replace the checksums first: until all files are replaced, loading the model fails.
     for name in (SUMS, *sorted(names - {SUMS, EXPORT_RECORD})):
         os.replace(new / name, out / name)
-    stale = old_names - names | (set(EVALUATIONS) if is_other else set())
-    delete_files(out, stale.__contains__)
+    # 3. Delete files that the new export does not have, and evaluations of another source.
+    stale_names = old_names - names | (set(EVALUATIONS) if is_other_source else set())
+    delete_files(out, lambda name: name in stale_names)
     os.replace(new / EXPORT_RECORD, out / EXPORT_RECORD)
     evaluations = [name for name in EVALUATIONS if (out / name).is_file()]
     if evaluations and not has_same_weights:
@@ -157,13 +167,13 @@ def _replace(new: Path, out: Path) -> None:
         )
 
 
-def _source(folder: Path) -> dict | None:
-    """Return the source that the record of an export names, or None."""
+def _read_source(folder: Path) -> dict | None:
+    """Return the source that the record of an export names, or None without a record."""
     return (read_mapping(folder / EXPORT_RECORD) or {}).get("source")
 
 
-def _weight_sums(folder: Path) -> dict[str, str]:
-    """Return the checksums of the weights and config.json, {} if they cannot be read."""
+def _read_weight_sums(folder: Path) -> dict[str, str]:
+    """Return the checksums of the weights and of config.json, {} if they cannot be read."""
     try:
         sums = read_sums(folder)
     except (OSError, ValueError):
@@ -172,11 +182,11 @@ def _weight_sums(folder: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def draft(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `out`, to be filled and published.
+def draft_folder(out: Path) -> Iterator[Path]:
+    """Yield a temporary folder next to `out`, in which a new export is written.
 
-    Also delete the temporary folders of killed exports. A process locks the folder that it uses,
-    and the lock ends with the process.
+    Also delete the temporary folders of killed exports: those that no process has locked. A process
+    locks the folder that it uses, and the lock ends with the process.
     """
     pattern = re.compile(rf"\.{re.escape(out.name)}-[a-z0-9_]{{8}}")
     for path in out.parent.iterdir():
@@ -194,12 +204,12 @@ def draft(out: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
     """Lock a folder within the block; yield False if another process has locked it."""
-    descriptor = os.open(folder, os.O_RDONLY)
+    folder_fd = os.open(folder, os.O_RDONLY)
     has_lock = False
     try:
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(folder_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             has_lock = True
         yield has_lock
     finally:
-        os.close(descriptor)
+        os.close(folder_fd)

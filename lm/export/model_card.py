@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,7 +13,7 @@ from lm import __version__
 from lm.common.files import read_mapping
 from lm.config.schema import Config
 from lm.config.yaml_text import Dumper
-from lm.data.sources.mixture import parts
+from lm.data.sources.mixture import configs_by_source
 from lm.runs.metrics import (
     OTHER_SOLUTION_NOTE,
     find_other_solutions,
@@ -55,13 +55,13 @@ SPEED = (
 
 
 class Facts(NamedTuple):
-    """Facts about the training of a model.
+    """Facts about the training of a model, as text for the sections of the card.
 
     Attributes:
         training: Markdown lines of the section "Training".
         validation: Markdown lines of the section "Validation".
         limitations: Sentences of the section "Limitations".
-        datasets: Names of data sets on the hub.
+        datasets: Names of the training data sets on the hub.
     """
 
     training: list[str]
@@ -80,51 +80,66 @@ def read_facts(run: RunDir, cfg: Config, manifest: dict) -> Facts:
         cfg: Configuration of the run.
         manifest: Manifest of the checkpoint.
     """
-    step, size = manifest["step"], manifest["global_batch_size"]
-    tokens = f"{step * size * cfg.data.seq_len:,} tokens"
-    environment = read_mapping(run.environment) or {}
-    names = ("device", "fprnn", "commit", "python", "torch", "deepspeed")
-    versions = [f"{name} {environment[name]}" for name in names if environment.get(name)]
-    config = _strip_folders(cfg.model_dump(mode="json", include=SECTIONS))
-    text = yaml.dump(
-        config, Dumper=Dumper, sort_keys=False, allow_unicode=True, default_flow_style=None
-    )
+    step, batch_size = manifest["step"], manifest["global_batch_size"]
+    tokens = f"{step * batch_size * cfg.data.seq_len:,} tokens"
+    rank_count = manifest["world_size"]
+    ranks = "1 rank" if rank_count == 1 else f"{rank_count} ranks"
     training = [
-        f"- {step:,} of {cfg.train.steps:,} updates with {size} sequences each, {tokens} in all.",
-        f"- {manifest['world_size']} ranks; {', '.join(versions) or 'unknown hardware'}.",
+        f"- {step:,} of {cfg.train.steps:,} updates with {batch_size} sequences each, {tokens} in"
+        " all.",
+        f"- {ranks}; {_describe_environment(run)}.",
         "- Licence of the training text: see its source.",
         "- Configuration (file names without folders):",
         "",
         "```yaml",
-        text.rstrip(),
+        _format_config(cfg),
         "```",
     ]
-    records = [r for r in iter_metrics(run.path) if r is not None and r["step"] == step]
-    validation: list[str] = []
-    for name, describe in (("validation", _describe_scores), ("probe", _describe_iterations)):
-        values = [record[name] for record in records if name in record]
-        validation += _describe_intact(describe, values[-1]) if values else []
     limitation = (
-        f"It was trained on {tokens} in sequences of {cfg.data.seq_len}. Longer sequences were not"
-        " evaluated during training."
+        f"It was trained on {tokens} in sequences of {cfg.data.seq_len} tokens. Longer sequences"
+        " were not evaluated during training."
     )
-    sources = [part.data for part in parts(cfg).values()]
-    datasets = sorted({s.dataset for s in sources if s.source == "fineweb"})
+    sources = [source_cfg.data for source_cfg in configs_by_source(cfg).values()]
     return Facts(
-        training, validation or ["This checkpoint was not validated."], [limitation], datasets
+        training,
+        validation=_describe_validation(run, step) or ["This checkpoint was not validated."],
+        limitations=[limitation],
+        datasets=sorted({data.dataset for data in sources if data.source == "fineweb"}),
     )
 
 
-def _describe_intact(describe: Callable[[dict], list[str]], record: dict) -> list[str]:
-    """Return the lines about a record, [] if the record is damaged."""
-    try:
-        return describe(record)
-    except (LookupError, TypeError, AttributeError, ValueError):
-        return []
+def _describe_environment(run: RunDir) -> str:
+    """Return the device of a run and the versions of its software."""
+    environment = read_mapping(run.environment) or {}
+    names = ("device", "fprnn", "commit", "python", "torch", "deepspeed")
+    entries = [f"{name} {environment[name]}" for name in names if environment.get(name)]
+    return ", ".join(entries) or "unknown hardware"
+
+
+def _format_config(cfg: Config) -> str:
+    """Return the sections of a configuration that affect the weights, as YAML without folders."""
+    config = _strip_folders(cfg.model_dump(mode="json", include=SECTIONS))
+    options: dict = {"sort_keys": False, "allow_unicode": True, "default_flow_style": None}
+    return yaml.dump(config, Dumper=Dumper, **options).rstrip()
+
+
+def _describe_validation(run: RunDir, step: int) -> list[str]:
+    """Return lines about the last validation and the last probe at an update.
+
+    A damaged record is left out.
+    """
+    lines: list[str] = []
+    records = [r for r in iter_metrics(run.path) if r is not None and r["step"] == step]
+    for key, describe in (("validation", _describe_scores), ("probe", _describe_iterations)):
+        values = [record[key] for record in records if key in record]
+        if values:
+            with contextlib.suppress(LookupError, TypeError, AttributeError, ValueError):
+                lines += describe(values[-1])
+    return lines
 
 
 def _strip_folders(value: Any) -> Any:
-    """Return a value of a configuration, with paths of this machine reduced to their file names."""
+    """Return a value of a configuration with each path reduced to its file name."""
     if isinstance(value, dict):
         return {key: _strip_folders(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -136,6 +151,7 @@ def _strip_folders(value: Any) -> Any:
 
 
 def _describe_scores(scores: dict) -> list[str]:
+    """Return lines about a validation, the record `validation` of metrics.jsonl."""
     lines = [
         f"- Perplexity per token on held-out text of the same source: {scores['perplexity']:.3f}"
         f" on {scores['tokens']:,} tokens."
@@ -150,21 +166,18 @@ def _describe_scores(scores: dict) -> list[str]:
 
 
 def _describe_iterations(probe: dict) -> list[str]:
+    """Return lines about ℓ*, the record `probe` of metrics.jsonl."""
     counts = probe["num_iters"]
-    numbers = probe.get("layers", range(len(counts["mean"])))
-    layers = ", ".join(
-        f"{mean} (layer {i})" for i, mean in zip(numbers, format_marked_iterations(counts))
+    layer_indices = probe.get("layers", range(len(counts["mean"])))
+    means = ", ".join(
+        f"{mean} (layer {i})" for i, mean in zip(layer_indices, format_marked_iterations(counts))
     )
-    line = f"- Mean number of iterations ℓ\\* on a held-out batch, as in the paper: {layers}."
+    line = f"- Mean number of iterations ℓ\\* on a held-out batch, as in the paper: {means}."
     return [line, f"- {OTHER_SOLUTION_NOTE}."] if any(find_other_solutions(counts)) else [line]
 
 
 def format_card(
-    model: PreTrainedModel,
-    name: str,
-    origin: str,
-    facts: Facts | None,
-    licence: str | None,
+    model: PreTrainedModel, name: str, origin: str, facts: Facts | None, licence: str | None
 ) -> str:
     """Return the text of the model card.
 
@@ -177,11 +190,12 @@ def format_card(
     """
     from huggingface_hub import ModelCardData
 
-    has_code = type(model).__module__.startswith("lm.")  # otherwise it is a class of transformers
+    # The export contains code, unless the model's class belongs to transformers.
+    has_code = type(model).__module__.startswith("lm.")
     has_fixed_point = bool(getattr(model, "fixed_point_blocks", list)())
     facts = facts or Facts([], [], [], [])
-    front = ModelCardData(
-        license=licence or "unknown",  # the hub's name for it
+    front_matter = ModelCardData(
+        license=licence or "unknown",  # the hub's name of an unknown licence
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=[model.config.model_type, *(["fixed-point-rnn"] if has_fixed_point else [])],
@@ -191,24 +205,24 @@ def format_card(
     if licence is None:
         weights = "Weights: unknown (set it with `fprnn export --licence`)."
     sections = {
-        "Use": _snippet(has_code),
-        "The model": _architecture(model, has_fixed_point),
+        "Use": _make_example(has_code),
+        "The model": _describe_model(model, has_fixed_point),
         "Training": facts.training,
         "Validation": facts.validation,
         "Scores": [SCORES],
         "Limitations": [f"- {text}" for text in (GENERAL_LIMITATION, *facts.limitations)],
         "Licence": [weights + " Code of fprnn in this folder: Apache-2.0." * has_code],
-        "Versions": _versions(has_code),
+        "Versions": _list_versions(has_code),
         "Paper": [CITATION] if has_fixed_point else [],
     }
-    text = f"---\n{front.rstrip()}\n---\n\n# {name}\n\n{origin}\n"
+    text = f"---\n{front_matter.rstrip()}\n---\n\n# {name}\n\n{origin}\n"
     for title, lines in sections.items():
         if lines:
             text += f"\n## {title}\n\n" + "\n".join(lines) + "\n"
     return text
 
 
-def _snippet(has_code: bool) -> list[str]:
+def _make_example(has_code: bool) -> list[str]:
     trust = ", trust_remote_code=True" if has_code else ""
     return [
         "```python",
@@ -223,27 +237,27 @@ def _snippet(has_code: bool) -> list[str]:
     ]
 
 
-def _architecture(model: PreTrainedModel, has_fixed_point: bool) -> list[str]:
-    count = sum(p.numel() for p in model.parameters())
+def _describe_model(model: PreTrainedModel, has_fixed_point: bool) -> list[str]:
+    parameter_count = sum(p.numel() for p in model.parameters())
     lines = [
-        f"- `{model.config.model_type}`, {count:,} parameters (fp32), {model.config.vocab_size:,}"
-        " tokens. config.json describes the layers."
+        f"- `{model.config.model_type}`, {parameter_count:,} parameters (fp32), vocabulary of"
+        f" {model.config.vocab_size:,} tokens. config.json describes the layers."
     ]
     if has_fixed_point:
         lines.append(
-            "- The weights do not depend on the solver in config.json: `model.solving(…)` uses"
-            " another one."
+            "- The weights can be used with another solver than that in config.json:"
+            " `model.solving(…)` selects it."
         )
     return lines
 
 
-def _versions(has_code: bool) -> list[str]:
+def _list_versions(has_code: bool) -> list[str]:
     import torch
     import transformers
 
     requirements = ", ".join(f"`{package}`" for package in REQUIREMENTS)
     lines = [
-        f"- Requires {requirements}; fprnn need not be installed.",
+        f"- Requires {requirements}. fprnn does not need to be installed.",
         f"- Written by fprnn {__version__} with torch {torch.__version__}, transformers"
         f" {transformers.__version__}.",
     ]

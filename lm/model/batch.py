@@ -19,8 +19,8 @@ from .state import FPRNNCache, FPRNNState
 
 logger = logging.get_logger(__name__)
 
-# Arguments that transformers passes to any model, and that have no meaning for a model without
-# attention and experts. `generate` passes on the tokenizers that it reads stop strings with.
+# Arguments that transformers may pass to any model, and that have no meaning for this one. (The
+# tokenizers are arguments of `generate`, for stop strings.)
 ARGUMENTS_WITHOUT_EFFECT = (
     "num_items_in_batch",
     "output_router_logits",
@@ -44,11 +44,11 @@ def check_arguments(name: str, arguments: dict[str, Any], has_documents: bool) -
             be non-causal.
     """
     arguments = {key: value for key, value in arguments.items() if value is not None}
-    packed = [key for key in arguments if key in PACKED_ATTENTION_ARGUMENTS]
-    if packed and not has_documents:
+    packing_keys = [key for key in arguments if key in PACKED_ATTENTION_ARGUMENTS]
+    if packing_keys and not has_documents:
         raise ValueError(
-            f"{name} does not read {', '.join(packed)}: mark the starts of packed documents by"
-            " position_ids that restart at 0, or by seq_idx"
+            f"{name} does not read {', '.join(packing_keys)}: mark the starts of packed documents"
+            " by position_ids that restart at 0, or by seq_idx"
         )
     if arguments.get("is_causal") is False:
         raise ValueError(f"{name} is causal: is_causal cannot be False")
@@ -121,8 +121,8 @@ def read_attention_mask(
     if attention_mask is None:
         return None
     shape = tuple(attention_mask.shape)
-    is_batch = len(shape) == 2 and shape[0] == batch
-    if not is_batch or (shape[1] < length if has_cache else shape[1] != length):
+    has_rows = len(shape) == 2 and shape[0] == batch
+    if not has_rows or (shape[1] < length if has_cache else shape[1] != length):
         raise ValueError(
             f"attention_mask has shape {shape}: it must be ({batch}, {length}), 0 at padding and 1"
             " elsewhere. Other masks are not possible: a recurrence reads all earlier tokens of its"
@@ -183,8 +183,9 @@ def mark_after_eos(
 
 
 def _is_eos(input_ids, eos_token_id):
-    """Return whether each token is an end-of-sequence token, without a copy to the device."""
+    """Return whether each token is an end-of-sequence token."""
     is_eos = torch.zeros_like(input_ids, dtype=torch.bool)
+    # Comparing with numbers copies no list of ids to the device.
     for eos in [eos_token_id] if isinstance(eos_token_id, int) else eos_token_id:
         is_eos = is_eos | (input_ids == eos)
     return is_eos
@@ -232,7 +233,10 @@ def select_positions(x: torch.Tensor, logits_to_keep: Any) -> torch.Tensor:
     Args:
         x: Vectors of the tokens, (b,l,…).
         logits_to_keep: Number of last positions (0: all), or a tensor: positions (k,), positions of
-            each row (b,k), or bool (b,l). With bool, rows and positions become one dimension.
+            each row (b,k), or bool (b,l).
+
+    Returns:
+        (b,k,…); with bool (k,…) for the k selected tokens of all rows.
     """
     if not torch.is_tensor(logits_to_keep):
         return x[:, -logits_to_keep:] if logits_to_keep else x
@@ -284,7 +288,7 @@ def chunked_nll_sum(
 def count_targets(
     targets: torch.Tensor, num_items_in_batch: torch.Tensor | int | None = None
 ) -> torch.Tensor:
-    """Return the number that a summed loss is divided by, at least 1.
+    """Return the number of targets (,), at least 1, which a summed loss is divided by.
 
     Args:
         targets: Targets of this micro-batch, (b,l).
@@ -293,7 +297,7 @@ def count_targets(
     """
     if num_items_in_batch is None:
         return (targets != IGNORED).sum().clamp_min(1)
-    if not isinstance(num_items_in_batch, torch.Tensor):  # a copy to a GPU would wait for it
+    if not isinstance(num_items_in_batch, torch.Tensor):  # new_full does not wait for the GPU
         return targets.new_full((), max(num_items_in_batch, 1))
     return num_items_in_batch.to(targets.device).clamp_min(1)
 
@@ -305,8 +309,8 @@ class FixedPointReport:
     backward writes into them. Fields that were not asked for are None. In a hybrid, n_layer counts
     the fixed-point layers only, and `layers` has their indices.
 
-    It is not a tuple, because transformers takes tuples in an output apart, to concatenate them
-    over batches or to compare their elements.
+    It is not a tuple, because transformers would concatenate the elements of a tuple in an output
+    over batches.
     """
 
     token_iters: torch.Tensor | None

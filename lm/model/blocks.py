@@ -1,7 +1,7 @@
 """The fixed-point layers: FP-Mamba-1, FP-Mamba-2 and FP-RNN.
 
-Each defines `prepare` (once per solve), its recurrence and norm (once per iteration), and `finish`
-(once per solve). `run_kernel` calls the kernel that runs the whole exact solve; its arguments are
+Each defines its input projections and output (once per solve), and its recurrence and norm (once
+per iteration). `run_kernel` calls the kernel that runs the whole exact solve; its arguments are
 explained in lm/kernels.
 
 Shape suffixes: b batch, l length, d channels (d_inner), n d_state, h heads, g groups.
@@ -14,10 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .cell import Norm, TokenEquation
-from .fixed_point import FixedPointBlock
+from .fixed_point import BlockFlops, FixedPointBlock
 from .layers import Projection, RMSNorm, ShortConv, StepSize, WNLinear, affine_map
+from .mixer_base import ReflectionOptions
 from .mixers import nrm
-from .scan import faster, linear_scan, selective_scan, ssd_scan
+from .scan import linear_scan, selective_scan, ssd_scan, try_kernel
 from .state import Sequences, cached, shift
 from .strategies import SolveInputs, Solver
 
@@ -27,7 +28,7 @@ def normalize_groups(v: torch.Tensor, groups: int, eps: float) -> torch.Tensor:
     return nrm(v.unflatten(-1, (groups, -1)), eps).flatten(-2)
 
 
-def combine(
+def apply_skip_and_gate(
     o: torch.Tensor, x: torch.Tensor, D: torch.Tensor, z: torch.Tensor | None
 ) -> torch.Tensor:
     """Return (o + D ⊙ x) ⊙ silu(z) (b,l,d) in o's dtype, before the norm that ends an iteration.
@@ -70,29 +71,49 @@ class MambaConstants(NamedTuple):
 
 
 class MambaParameters(NamedTuple):
-    """Parameters of FP-Mamba's recurrence in one evaluation."""
+    """Parameters of FP-Mamba's recurrence in one evaluation of f."""
 
-    dt: torch.Tensor  # (b,l,d) or (b,l,h)
+    dt: torch.Tensor  # (b,l,d) or (b,l,h) step sizes
     B: torch.Tensor  # (b,l,g·n)
     C: torch.Tensor  # (b,l,g·n)
+
+
+class InputProjections(NamedTuple):
+    """Projections of FP-Mamba's input."""
+
+    x: torch.Tensor  # (b,l,d) after the convolution
+    z: torch.Tensor  # (b,l,d) output gate, before silu
+    bc_x: torch.Tensor  # (b,l,2·g·n) B and C, without the contribution of sh(y)
+    delta: torch.Tensor  # (b,l,·) step sizes, the argument of `_compute_dt`
+    conv_tail: torch.Tensor | None  # (b,d_conv−1,·) last inputs of the convolution
 
 
 class FPMamba(FixedPointBlock):
     """Common parts of FP-Mamba-1 and 2.
 
-    B, C and the step size depend on x, or on x and sh(y) (Table 1). A subclass also defines
-    `_project_input`, `_step_sizes` and `_skip_weights`.
+    B, C and the step size depend on x, or on x and sh(y) (paper, Table 1).
     """
 
     groups = 1  # of B and C
 
-    def _add_y_projections(self, n, dt):
-        """Create the maps of sh(y) to B and C (n wide each), to the step size, and to the gate."""
+    def _project_input(self, u: torch.Tensor, seqs: Sequences) -> InputProjections:
+        raise NotImplementedError
+
+    def _compute_dt(self, delta: torch.Tensor, seqs: Sequences) -> torch.Tensor:
+        """Return the step sizes, zero at padding."""
+        raise NotImplementedError
+
+    def _get_skip_weights(self) -> torch.Tensor:
+        """Return D, (d,)."""
+        raise NotImplementedError
+
+    def _add_y_projections(self, bc_width, dt_width):
+        """Create the maps of sh(y) to B and C (bc_width each), step size and gate that are used."""
         cfg, d = self.config, self.config.d_inner
         if cfg.b_h_dep or cfg.c_h_dep:
-            self.bc_y_proj = WNLinear(d, n * (cfg.b_h_dep + cfg.c_h_dep))
+            self.bc_y_proj = WNLinear(d, bc_width * (cfg.b_h_dep + cfg.c_h_dep))
         if cfg.dt_h_dep:
-            self.dt_y_proj = WNLinear(d, dt)
+            self.dt_y_proj = WNLinear(d, dt_width)
         if cfg.gate_h_dep and not cfg.glu_in_loop:
             self.z_y_proj = WNLinear(d, d)
 
@@ -103,51 +124,44 @@ class FPMamba(FixedPointBlock):
         solver: Solver | None = None,
     ) -> SolveInputs:
         solver = solver or self.choose_solver(u, seqs)
-        # 1. Project: x, z (b,l,d), B and C (b,l,2·g·n), step sizes before bias and softplus.
+        # 1. Project the input.
         x, z, bc_x, delta, conv_tail = self._project_input(u, seqs)
         # 2. Compute the recurrence's constants.
-        wide = torch.promote_types(x.dtype, torch.float32)
-        A = cached(seqs.cache, ("A", wide), lambda: self._decay_rates(wide))
-        keep = None if seqs.starts is None else 1 - seqs.starts.to(wide)
-        dt = None if self.config.dt_h_dep else self._step_sizes(delta, seqs)
-        # 3. Join all maps that may read sh(y): mixer, B, C, step size.
-        maps = self._y_projections(x, bc_x, delta, seqs)
-        mixed = x.to(wide).contiguous()
-        projections, mixer = self._project(x, mixed, seqs, solver, *maps)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        A = cached(seqs.cache, ("A", dtype), lambda: self._compute_decay_rates(dtype))
+        keep = None if seqs.starts is None else 1 - seqs.starts.to(dtype)
+        dt = None if self.config.dt_h_dep else self._compute_dt(delta, seqs)
+        # 3. Join all projections that may read sh(y): mixer, B, C, step size.
+        others = self._make_projections(x, bc_x, delta, seqs)
+        wide_x = x.to(dtype).contiguous()
+        projections, mixer = self._join_projections(x, wide_x, seqs, solver, *others)
         recurrence = MambaConstants(dt, A, keep)
-        return SolveInputs(mixed, z, projections, mixer, seqs, recurrence, conv_tail)
+        return SolveInputs(wide_x, z, projections, mixer, seqs, recurrence, conv_tail)
 
-    def _y_projections(self, x, bc_x, delta, seqs):
+    def _convolve_input(self, x, seqs):
+        """Return `conv1d` of x (b,l,·) with zeros at padding, and the last inputs of `conv1d`."""
+        x = seqs.zero_padding(x)
+        return self._convolve(x, seqs, getattr(self, "conv1d", None)), self._make_conv_tail(x, seqs)
+
+    def _make_projections(self, x, bc_x, delta, seqs):
         """Return the Projections to B, to C, and to the step size if it reads sh(y)."""
         cfg = self.config
         B, C = bc_x.chunk(2, dim=-1)
-        maps = {"B": Projection("B", B, None), "C": Projection("C", C, None)}
-        names = [name for name, reads_y in (("B", cfg.b_h_dep), ("C", cfg.c_h_dep)) if reads_y]
-        if names:
-            matrix, bias = cached(seqs.cache, "bc_y_proj", lambda: affine_map(self.bc_y_proj, x))
-            from_x = bc_x if len(names) == 2 else maps[names[0]].from_x
+        projections = {"B": Projection("B", B, None), "C": Projection("C", C, None)}
+        y_names = [name for name, reads_y in (("B", cfg.b_h_dep), ("C", cfg.c_h_dep)) if reads_y]
+        if y_names:  # one layer, bc_y_proj, maps sh(y) to all of them
+            weight_y, bias = cached(seqs.cache, "bc_y_proj", lambda: affine_map(self.bc_y_proj, x))
+            from_x = bc_x if len(y_names) == 2 else projections[y_names[0]].from_x
             from_x = from_x if bias is None else from_x + bias
-            parts = from_x.chunk(len(names), -1), matrix.chunk(len(names))
-            for name, x_part, weight_y in zip(names, *parts):
-                maps[name] = Projection(name, x_part, weight_y)
+            parts = zip(y_names, from_x.chunk(len(y_names), -1), weight_y.chunk(len(y_names)))
+            projections.update((part[0], Projection(*part)) for part in parts)
         if cfg.dt_h_dep:
-            matrix, bias = cached(seqs.cache, "dt_y_proj", lambda: affine_map(self.dt_y_proj, x))
-            maps["delta"] = Projection("delta", delta if bias is None else delta + bias, matrix)
-        return maps.values()
+            weight_y, bias = cached(seqs.cache, "dt_y_proj", lambda: affine_map(self.dt_y_proj, x))
+            from_x = delta if bias is None else delta + bias
+            projections["delta"] = Projection("delta", from_x, weight_y)
+        return projections.values()
 
-    def _project_input(self, u, seqs):
-        """Return x, z, B and C, the step size before bias and softplus, and the conv's tail."""
-        raise NotImplementedError
-
-    def _step_sizes(self, delta, seqs):
-        """Return softplus of the step sizes plus bias, zero at padding."""
-        raise NotImplementedError
-
-    def _skip_weights(self):
-        """Return D, (d,)."""
-        raise NotImplementedError
-
-    def _decay_rates(self, dtype):
+    def _compute_decay_rates(self, dtype):
         """Return A, (d,n) or (h,)."""
         A = -torch.exp(self.A_log.to(dtype))
         return A.t().contiguous().t() if A.dim() == 2 else A  # strides that the CPU's scan reads
@@ -155,65 +169,83 @@ class FPMamba(FixedPointBlock):
     def select_parameters(
         self, inputs: SolveInputs, rows: dict[str, torch.Tensor]
     ) -> MambaParameters:
-        cfg, dt, wide = self.config, inputs.recurrence.dt, inputs.x.dtype
-        B, C = rows["B"].to(wide), rows["C"].to(wide)
+        cfg, dt, dtype = self.config, inputs.recurrence.dt, inputs.x.dtype
+        B, C = rows["B"].to(dtype), rows["C"].to(dtype)
         if cfg.bc_norm:
             B, C = (normalize_groups(v, self.groups, cfg.eps) for v in (B, C))
         if dt is None:
-            dt = self._step_sizes(rows["delta"].to(wide), inputs.seqs)
+            dt = self._compute_dt(rows["delta"].to(dtype), inputs.seqs)
         return MambaParameters(dt, B, C)
+
+    def mean_decay(self, inputs: SolveInputs, params: MambaParameters) -> torch.Tensor:
+        """Return the mean of exp(Δ_t A) over the state, (b,l)."""
+        _, A, keep = inputs.recurrence
+        dt = params.dt.unsqueeze(-1) if A.dim() == 2 else params.dt
+        decay = torch.exp(dt * A).flatten(2).mean(-1)
+        return decay if keep is None else decay * keep
 
     def scale_noise(self, noise: torch.Tensor | None) -> torch.Tensor | None:
         return None if noise is None else noise * self.out_norm().weight
 
     def normalize(self, inputs: SolveInputs, o: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return norm((o + D x̃) ⊙ silu(z)), without silu(z) unless the gate is inside the loop."""
-        norm = self.out_norm()
-        return norm(combine(o, x, self._skip_weights(), inputs.z if self.gate_in_loop else None))
+        """Return norm((o + D x̃) ⊙ silu(z)), without silu(z) unless the gate is in the loop."""
+        norm, z = self.out_norm(), inputs.z if self.gate_in_loop else None
+        return norm(apply_skip_and_gate(o, x, self._get_skip_weights(), z))
 
     def token_equation(self, inputs: SolveInputs, params: MambaParameters) -> TokenEquation:
         B, C = params.B, params.C
         if self.groups > 1:
-            B, C = (m.unflatten(-1, (self.groups, -1)) for m in (B, C))
-        bc = (B * C).sum(-1, keepdim=self.groups == 1)
+            B, C = (v.unflatten(-1, (self.groups, -1)) for v in (B, C))
+        bc = (B * C).sum(-1, keepdim=self.groups == 1)  # (b,l,g)
         z = inputs.z if self.gate_in_loop else None
-        return TokenEquation(params.dt, bc, self._skip_weights(), z, self.out_norm())
+        return TokenEquation(params.dt, bc, self._get_skip_weights(), z, self.out_norm())
 
     def run_kernel(
-        self, inputs: SolveInputs, reflections: tuple[Any, ...]
+        self, inputs: SolveInputs, mixer_options: ReflectionOptions
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        dt, A, keep = inputs.recurrence
-        if dt is None:
+        if inputs.recurrence.dt is None:
             return None
-        cfg, x, seqs, raw = self.config, inputs.x, inputs.seqs, inputs.projections.raw
-        norm = self.out_norm()
-        start = {name: columns.start for name, columns in inputs.projections.columns.items()}
-        gates = start["mixer"] + reflections[0] * x.shape[-1]
-        layout = start["mixer"], gates, start["B"], start["C"]
-        options = *reflections, cfg.bc_norm, self.groups, norm.kind, norm.eps, cfg.d_state
-        weights = A, self._skip_weights(), norm.weight, norm.bias
+        cfg, x, norm = self.config, inputs.x, self.out_norm()
+        starts = [inputs.projections.columns[name].start for name in ("B", "C")]
+        options = *mixer_options, cfg.bc_norm, self.groups, norm.kind, norm.eps, cfg.d_state
+        weights = inputs.recurrence.A, self._get_skip_weights(), norm.weight, norm.bias
         A, D, weight, bias = (None if t is None else t.to(x.dtype) for t in weights)
-        gate = F.silu(inputs.z.to(x.dtype)) if self.gate_in_loop else None
-        y, h = (seqs.get_state(name) for name in ("y", "h"))
-        arguments = {
-            "layout": layout,
-            "options": options,
-            "raw": raw,
-            "weight_y": inputs.projections.weight_y.to(raw.dtype),
-            "x": x,
-            "dt": dt,
+        arguments = kernel_arguments(inputs, mixer_options.rank, starts, options) | {
+            "dt": inputs.recurrence.dt,
             "A": A,
-            "keep": keep,
-            "gate": gate,
+            "gate": F.silu(inputs.z.to(x.dtype)) if self.gate_in_loop else None,
             "D": D,
             "norm_weight": weight,
             "norm_bias": bias,
-            "y0": None if y is None else y.to(x.dtype),
-            "h0": h,
-            "adjoint": seqs.adjoint_norm,
+            "h0": inputs.seqs.get_state("h"),
             "readout": inputs.projections.readout(x.dtype),
         }
-        return faster("cell", "cell", x, arguments)
+        return try_kernel("cell", "cell", x, arguments)
+
+
+def kernel_arguments(
+    inputs: SolveInputs, rank: int, bc_starts: list[int], options: tuple[Any, ...]
+) -> dict[str, Any]:
+    """Return the arguments of lm/kernels/cell_arguments.py that FP-Mamba and FP-RNN share.
+
+    Args:
+        inputs: Inputs of the solve.
+        rank: Number of reflections of the mixer.
+        bc_starts: First columns of B and of C in the projections.
+        options: Values of the kernel's Options.
+    """
+    x, projections, y = inputs.x, inputs.projections, inputs.seqs.get_state("y")
+    start = projections.columns["mixer"].start
+    return {
+        "layout": (start, start + rank * x.shape[-1], *bc_starts),
+        "options": options,
+        "raw": projections.raw,
+        "weight_y": projections.weight_y.to(projections.raw.dtype),
+        "x": x,
+        "keep": inputs.recurrence.keep,
+        "y0": None if y is None else y.to(x.dtype),
+        "adjoint": inputs.seqs.adjoint_norm,
+    }
 
 
 class FPMamba1(FPMamba):
@@ -236,13 +268,11 @@ class FPMamba1(FPMamba):
     def _project_input(self, u, seqs):
         cfg = self.config
         x, z = self.in_proj(u).chunk(2, dim=-1)
-        x = seqs.zero_padding(x)
-        conv_tail = self._conv_tail(x, seqs)
-        x = self._convolve(x, seqs, getattr(self, "conv1d", None))
+        x, conv_tail = self._convolve_input(x, seqs)
         delta, bc_x = self.x_proj(x).split([cfg.dt_rank, 2 * cfg.d_state], dim=-1)
-        return x, z, bc_x, delta, conv_tail
+        return InputProjections(x, z, bc_x, delta, conv_tail)
 
-    def _step_sizes(self, delta, seqs):
+    def _compute_dt(self, delta, seqs):
         """Return Δ = softplus(δ W_dtᵀ + b_dt) (b,l,d), zero at padding. delta: (b,l,dt_rank)."""
         return seqs.zero_padding(F.softplus(self.dt_proj(delta)))
 
@@ -253,16 +283,10 @@ class FPMamba1(FPMamba):
         _, A, keep = inputs.recurrence
         return selective_scan(x, params.dt, A, params.B, params.C, inputs.seqs.get_state("h"), keep)
 
-    def mean_decay(self, inputs: SolveInputs, params: MambaParameters) -> torch.Tensor:
-        """Return the mean of exp(Δ_t A) over channels and their n states, (b,l)."""
-        _, A, keep = inputs.recurrence
-        decay = torch.exp(params.dt.unsqueeze(-1) * A).mean((-2, -1))
-        return decay if keep is None else decay * keep
-
-    def _skip_weights(self):
+    def _get_skip_weights(self):
         return self.D
 
-    def flops_per_token(self) -> tuple[int, int]:
+    def flops_per_token(self) -> BlockFlops:
         c, d = self.config, self.config.d_inner
         x_proj, dt_proj = 2 * d * (c.dt_rank + 2 * c.d_state), 2 * c.dt_rank * d
         per_solve = x_proj + (2 * d * c.d_conv if c.use_short_conv else 0)
@@ -278,7 +302,8 @@ class FPMamba2(FPMamba):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         d, bc = config.d_inner, 2 * config.ngroups * config.d_state
-        self.heads, self.groups, self.gate_in_loop = d // config.headdim, config.ngroups, True
+        self.heads, self.groups = d // config.headdim, config.ngroups
+        self.gate_in_loop = True  # Mamba-2's norm is gated; `glu_in_loop` only drops the outer gate
         self.in_proj = nn.Linear(config.d_model, 2 * d + bc + self.heads, bias=False)
         if config.use_short_conv:
             self.conv1d = ShortConv(d + bc, config.d_conv)
@@ -291,37 +316,29 @@ class FPMamba2(FPMamba):
     def _project_input(self, u, seqs):
         d, bc = self.config.d_inner, 2 * self.config.ngroups * self.config.d_state
         z, xbc, delta = self.in_proj(u).split([d, d + bc, self.heads], dim=-1)
-        xbc = seqs.zero_padding(xbc)
-        conv_tail = self._conv_tail(xbc, seqs)
-        xbc = self._convolve(xbc, seqs, getattr(self, "conv1d", None))
+        xbc, conv_tail = self._convolve_input(xbc, seqs)
         x, bc_x = xbc.split([d, bc], dim=-1)
-        return x, z, bc_x, delta, conv_tail
+        return InputProjections(x, z, bc_x, delta, conv_tail)
 
-    def _step_sizes(self, delta, seqs):
+    def _compute_dt(self, delta, seqs):
         """Return Δ = softplus(δ + bias) (b,l,h), zero at padding. delta: (b,l,h)."""
-        acc = torch.promote_types(delta.dtype, torch.float32)
-        return seqs.zero_padding(F.softplus(delta.to(acc) + self.dt_bias.to(acc)))
+        dtype = torch.promote_types(delta.dtype, torch.float32)
+        return seqs.zero_padding(F.softplus(delta.to(dtype) + self.dt_bias.to(dtype)))
 
     def run_recurrence(
         self, inputs: SolveInputs, params: MambaParameters, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run S_t = exp(Δ_t A) S_{t−1} + Δ_t x̃_t B_tᵀ per head, o_t = S_t C_t."""
         cfg, (_, A, keep) = self.config, inputs.recurrence
-        B, C = (m.unflatten(-1, (self.groups, cfg.d_state)) for m in (params.B, params.C))
-        heads = x.unflatten(-1, (self.heads, cfg.headdim))
-        o, h = ssd_scan(heads, params.dt, A, B, C, inputs.seqs.get_state("h"), keep)
+        B, C = (v.unflatten(-1, (self.groups, cfg.d_state)) for v in (params.B, params.C))
+        x_heads = x.unflatten(-1, (self.heads, cfg.headdim))
+        o, h = ssd_scan(x_heads, params.dt, A, B, C, inputs.seqs.get_state("h"), keep)
         return o.flatten(-2), h
 
-    def mean_decay(self, inputs: SolveInputs, params: MambaParameters) -> torch.Tensor:
-        """Return the mean of exp(Δ_t A) over heads, (b,l)."""
-        _, A, keep = inputs.recurrence
-        decay = torch.exp(params.dt * A).mean(-1)
-        return decay if keep is None else decay * keep
-
-    def _skip_weights(self):
+    def _get_skip_weights(self):
         return self.D.repeat_interleave(self.config.headdim)
 
-    def flops_per_token(self) -> tuple[int, int]:
+    def flops_per_token(self) -> BlockFlops:
         c, d = self.config, self.config.d_inner
         bc = 2 * c.ngroups * c.d_state
         per_solve = 2 * (d + bc) * c.d_conv if c.use_short_conv else 0
@@ -329,11 +346,11 @@ class FPMamba2(FPMamba):
 
 
 class VectorConstants(NamedTuple):
-    """Terms of FP-RNN's recurrence, all of which depend on the layer's input only."""
+    """Terms of FP-RNN's recurrence and output that depend on the layer's input only."""
 
     decay: torch.Tensor  # (b,l,d) λ
     complement: torch.Tensor  # (b,l,d) 1 − λ
-    x: torch.Tensor  # (b,l,d) what `finish` reads besides the states
+    x: torch.Tensor  # (b,l,d) input of c in the output
     keep: torch.Tensor | None  # (b,l) 0 at the first token of a packed document, otherwise 1
 
     def cut(self, start: int, end: int) -> "VectorConstants":
@@ -370,16 +387,15 @@ class FPRNN(FixedPointBlock):
         # 1. Project: x, z (b,l,d).
         x0, z = self.in_proj(u).chunk(2, dim=-1)
         x0 = seqs.zero_padding(x0)
-        conv_tail = self._conv_tail(x0, seqs)  # one for all four convolutions, which read x0
+        conv_tail = self._make_conv_tail(x0, seqs)  # one for all four convolutions, which read x0
         x, x_b, x_mixer, x_lambda = (
             self._convolve(x0, seqs, getattr(self, f"conv1d_{name}", None))
             for name in ("x", "b", "mixer", "lambda")
         )
         # 2. Compute the recurrence's constants: λ and 1 − λ (b,l,d).
-        wide = torch.promote_types(u.dtype, torch.float32)
-        keep = None if seqs.starts is None else 1 - seqs.starts.to(wide)
-        b = F.silu(self.b_proj(x_b)).to(wide)
-        gate = self.lambda_proj(x_lambda).to(wide)
+        dtype = torch.promote_types(u.dtype, torch.float32)
+        keep = None if seqs.starts is None else 1 - seqs.starts.to(dtype)
+        gate = self.lambda_proj(x_lambda).to(dtype)
         decay, complement = torch.sigmoid(gate), torch.sigmoid(-gate)
         if seqs.mask is not None:  # the state passes padding unchanged
             decay = decay.masked_fill(~seqs.mask.unsqueeze(-1), 1.0)
@@ -387,11 +403,11 @@ class FPRNN(FixedPointBlock):
             x = seqs.zero_padding(x)  # conv1d_x made it silu(bias), which conv1d_c would read
         if seqs.starts is not None:
             decay = decay.masked_fill(seqs.starts.unsqueeze(-1), 0.0)
-        # 3. Compute the mixer's map.
-        mixed = b * x.to(wide)
-        projections, mixer = self._project(x_mixer, mixed, seqs, solver)
+        # 3. Project the mixer's input; the mixer mixes b ⊙ x.
+        bx = F.silu(self.b_proj(x_b)).to(dtype) * x.to(dtype)
+        projections, mixer = self._join_projections(x_mixer, bx, seqs, solver)
         recurrence = VectorConstants(decay, complement, x, keep)
-        return SolveInputs(mixed, z, projections, mixer, seqs, recurrence, conv_tail)
+        return SolveInputs(bx, z, projections, mixer, seqs, recurrence, conv_tail)
 
     def select_parameters(
         self, inputs: SolveInputs, rows: dict[str, torch.Tensor]
@@ -421,38 +437,27 @@ class FPRNN(FixedPointBlock):
         return TokenEquation(params.complement, None, None, None, Norm("none"))
 
     def run_kernel(
-        self, inputs: SolveInputs, reflections: tuple[Any, ...]
+        self, inputs: SolveInputs, mixer_options: ReflectionOptions
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        x, raw = inputs.x, inputs.projections.raw
-        start = inputs.projections.columns["mixer"].start
         # No norm; B and C, which this kernel does not read, count as one normalized group.
-        options = (*reflections, True, 1, "none", 0.0, 0)
-        layout = start, start + reflections[0] * x.shape[-1], 0, 0
-        state = (inputs.seqs.get_state(name) for name in ("y", "h"))
-        y, h = (None if t is None else t.to(x.dtype) for t in state)
-        decay, complement, _, keep = inputs.recurrence
-        arguments = {
-            "layout": layout,
-            "options": options,
-            "raw": raw,
-            "weight_y": inputs.projections.weight_y.to(raw.dtype),
-            "x": x,
-            "decay": decay,
-            "fresh": complement,
-            "keep": keep,
-            "y0": y,
-            "h0": h,
-            "adjoint": inputs.seqs.adjoint_norm,
+        options = (*mixer_options, True, 1, "none", 0.0, 0)
+        h = inputs.seqs.get_state("h")
+        arguments = kernel_arguments(inputs, mixer_options.rank, [0, 0], options) | {
+            "decay": inputs.recurrence.decay,
+            "fresh": inputs.recurrence.complement,
+            "h0": None if h is None else h.to(inputs.x.dtype),
         }
-        return faster("cell", "cell_rnn", x, arguments)
+        return try_kernel("cell", "cell_rnn", inputs.x, arguments)
 
-    def _conv_state(self, inputs, y):
+    def _make_conv_state(self, inputs, y):
         if inputs.conv_tail is None:
             return ()
         x = inputs.recurrence.x
-        return inputs.conv_tail, self._conv_tail(torch.cat([x, y.to(x.dtype)], -1), inputs.seqs, 1)
+        return inputs.conv_tail, self._make_conv_tail(
+            torch.cat([x, y.to(x.dtype)], -1), inputs.seqs, 1
+        )
 
-    def finish(self, inputs: SolveInputs, y: torch.Tensor) -> torch.Tensor:
+    def gate_and_project(self, inputs: SolveInputs, y: torch.Tensor) -> torch.Tensor:
         """Return W_out RMSNorm(silu(z) ⊙ c ⊙ h) with c = silu(W_c silu(conv[x, h])); h is y."""
         x, seqs = inputs.recurrence.x, inputs.seqs
         if self.config.use_short_conv:
@@ -463,10 +468,12 @@ class FPRNN(FixedPointBlock):
         gated = self.out_norm(F.silu(inputs.z) * c * y)
         return self.out_proj(gated.to(inputs.z.dtype))
 
-    def flops_per_token(self) -> tuple[int, int]:
+    def flops_per_token(self) -> BlockFlops:
         c, d = self.config, self.config.d_inner
-        per_solve = 2 * (2 * d * d + 2 * d * d)
-        per_solve += 12 * d * c.d_conv if c.use_short_conv else 0
+        per_solve = 2 * (2 * d * d + 2 * d * d)  # lambda_proj and b_proj (d,d), c_proj (d,2d)
+        per_solve += (
+            2 * 6 * d * c.d_conv if c.use_short_conv else 0
+        )  # 4 of d and one of 2d channels
         return self._count_flops(per_solve, 4 * d)
 
 

@@ -10,10 +10,11 @@ r, M = Uᵀ T U and y = norm(c + Σ_j m_j s_j) with s = U y: r equations in r un
     s = φ(s) = (α + Β s) / √(γ₀ + 2 γ₁·s + sᵀ Γ₂ s) + δ.
 
 There may be several solutions. The search returns the solution that damped fixed-point iteration
-from s = 0 ("Picard") converges to, as in the paper, and Newton polishes it. For mixers of full
-rank, full_rank.py iterates y itself with Q_t held fixed.
+from s = 0 ("Picard") converges to, as in the paper, and Newton's method refines it. For mixers of
+full rank, full_rank.py iterates y itself with Q_t held fixed.
 
-Shape suffixes: b batch, l length, d channels (d_inner), r rank; n tokens, whatever their shape.
+Shape suffixes: b batch, l length, d channels (d_inner), r rank; n tokens, all batch dimensions in
+one.
 """
 
 from typing import NamedTuple
@@ -23,21 +24,22 @@ import torch.nn.functional as F
 
 from .certified_root import (
     DECIDE_AFTER,
-    MOST_GAIN,
+    MAX_GAIN,
     ROUNDING,
     SOLVED,
     find_certified_pairs,
     find_certified_roots,
 )
-from .certified_root import MAX_DIRECT_STEPS as MAX_DIRECT_STEPS
-from .scan import faster
+from .scan import try_kernel
 from .solver import BISECTED, FAILED, GRAD_LIMITED, Damping, Rule
 
-MOST_PICARD, MOST_NEWTON = 300, 10  # iterations of the search for s
-LEAST_INVERSE, BISECTIONS = 1e-18, 60  # bisection on the norm's inverse, if Picard fails
-# Newton is tried if Picard's residual shrinks by the factor SLOWEST or better, and if the remaining
-# distance is at most NEAR of the terms' size: another solution cannot be that near.
-SLOWEST, NEAR = 0.99, 0.05
+MAX_PICARD_STEPS, MAX_NEWTON_STEPS = 300, 10  # of the search for s
+# If Picard fails: steps of the bisection on 1/√(…) in φ, and its lower end.
+BISECTIONS, MIN_INVERSE_NORM = 60, 1e-18
+# Newton is tried if an iteration multiplies Picard's residual by less than MAX_PICARD_RATIO, and if
+# the distance to the root, relative to the size of φ's terms, is at most MAX_NEWTON_DISTANCE:
+# another solution cannot be that near.
+MAX_PICARD_RATIO, MAX_NEWTON_DISTANCE = 0.99, 0.05
 
 
 class Norm(NamedTuple):
@@ -62,7 +64,7 @@ class Norm(NamedTuple):
         return v * torch.rsqrt(v.square().mean(-1, keepdim=True) + self.eps) * weight
 
 
-class Token(NamedTuple):
+class EquationTerms(NamedTuple):
     """Terms of the equations of tokens (b,l), without their mixers."""
 
     x: torch.Tensor  # (b,l,d) input that the mixer mixes with y
@@ -78,10 +80,10 @@ class Token(NamedTuple):
 
 
 class TokenEquation(NamedTuple):
-    """The equation norm(silu(z) ⊙ (history + (dt (B·C) + D) ⊙ x̃)) of a token, without history."""
+    """Terms of y = norm(silu(z) ⊙ (history + (dt (B·C) + D) ⊙ x̃)) that FP-Mamba has at hand."""
 
-    dt: torch.Tensor  # (b,l,d), or (b,l,h) per head
-    bc: torch.Tensor | None  # (b,l,g) B·C of every group; None: 1
+    dt: torch.Tensor  # (b,l,d), or (b,l,·) per head
+    bc: torch.Tensor | None  # (b,l,·) B·C of every group of heads; None: 1
     D: torch.Tensor | None  # (d,) skip weights; None: 0
     z: torch.Tensor | None  # (b,l,d) gate; None: no gate
     norm: Norm
@@ -91,31 +93,32 @@ class TokenEquation(NamedTuple):
         gain, heads, bc = self.dt, self.dt.shape[-1], self.bc
         if bc is not None:
             groups = bc.shape[-1]
-            head_bc = bc if groups == 1 else bc.repeat_interleave(heads // groups, -1)
-            gain = gain * head_bc
+            gain = gain * (bc if groups == 1 else bc.repeat_interleave(heads // groups, -1))
         return gain if heads == d else gain.repeat_interleave(d // heads, -1)
 
-    def token(self, x: torch.Tensor, history: torch.Tensor, gain: torch.Tensor) -> Token:
-        """Return the terms of the equations.
+    def add_history(
+        self, x: torch.Tensor, history: torch.Tensor, gain: torch.Tensor
+    ) -> EquationTerms:
+        """Return all terms of the equations.
 
         Args:
             x: Input that the mixer mixes with y, (b,l,d).
             history: Output of the recurrence without the token's own input, (b,l,d).
-            gain: Result of `gain`.
+            gain: Result of the method `gain`.
         """
         gate = None if self.z is None else F.silu(self.z.to(x.dtype))
         total_gain = gain if self.D is None else gain + self.D.to(gain.dtype)
-        return Token(x, history, total_gain, gate, self.norm)
+        return EquationTerms(x, history, total_gain, gate, self.norm)
 
 
 class LowRank(NamedTuple):
-    """I − Q = Uᵀ T U of every token."""
+    """M = I − Q = Uᵀ T U of every token."""
 
     U: torch.Tensor  # (…,r,d)
     T: torch.Tensor  # (…,r,r)
 
     def project(self, v: torch.Tensor) -> torch.Tensor:
-        """Return U v (…,r) for v (…,d)."""
+        """Return s = U v (…,r) for v (…,d)."""
         return (self.U @ v.unsqueeze(-1)).squeeze(-1)
 
     def combine(self, s: torch.Tensor) -> torch.Tensor:
@@ -123,12 +126,12 @@ class LowRank(NamedTuple):
         return ((self.T @ s.unsqueeze(-1)).transpose(-1, -2) @ self.U).squeeze(-2)
 
 
-class Evaluation(NamedTuple):
-    """Parts of φ at some s, which its derivative and its rounding also need."""
+class PhiParts(NamedTuple):
+    """Parts of φ at some s; the derivative and the rounding error of φ also need them."""
 
     numerator: torch.Tensor  # (n,r) α + Β s
-    half_slope: torch.Tensor  # (n,r) half the derivative of the square under the root
-    inverse: torch.Tensor  # (n,1) inverse of the root
+    half_slope: torch.Tensor  # (n,r) γ₁ + Γ₂ s, half the derivative of the term under the root
+    inverse_root: torch.Tensor  # (n,1) 1/√(γ₀ + 2 γ₁·s + sᵀ Γ₂ s)
 
 
 class Coefficients(NamedTuple):
@@ -140,41 +143,38 @@ class Coefficients(NamedTuple):
     gamma0: torch.Tensor  # (n,)
     gamma1: torch.Tensor  # (n,r)
     gamma2: torch.Tensor  # (n,r,r)
-    floor: float  # lower bound of the square under the root
+    floor: float  # lower bound of the term under the root
 
     def select(self, indices: torch.Tensor) -> "Coefficients":
-        """Return the coefficients of these tokens."""
+        """Return the coefficients of the tokens with these indices."""
         return Coefficients(*(t[indices] for t in self[:-1]), self.floor)  # type: ignore[call-arg]
 
     def detach(self) -> "Coefficients":
         """Return the coefficients without gradients."""
         return Coefficients(*(t.detach() for t in self[:-1]), self.floor)  # type: ignore[call-arg]
 
-    def phi(self, s: torch.Tensor) -> tuple[torch.Tensor, Evaluation]:
-        """Evaluate φ at s (n,r).
-
-        Returns:
-            φ(s) (n,r), and the parts that `jacobian` and `size` need.
-        """
+    def phi(self, s: torch.Tensor) -> tuple[torch.Tensor, PhiParts]:
+        """Return φ(s) (n,r) and its parts, for s (n,r)."""
         numerator = self.alpha + _times(self.beta, s)
         half_slope = self.gamma1 + _times(self.gamma2, s)
         square = self.gamma0 + ((self.gamma1 + half_slope) * s).sum(-1)
-        inverse = square.clamp_min(self.floor).rsqrt().unsqueeze(-1)
-        return numerator * inverse + self.delta, Evaluation(numerator, half_slope, inverse)
+        inverse_root = square.clamp_min(self.floor).rsqrt().unsqueeze(-1)
+        return numerator * inverse_root + self.delta, PhiParts(numerator, half_slope, inverse_root)
 
-    def jacobian(self, parts: Evaluation) -> torch.Tensor:
+    def jacobian(self, parts: PhiParts) -> torch.Tensor:
         """Return φ′ (n,r,r)."""
-        numerator, half_slope, inverse = parts
-        inverse = inverse.unsqueeze(-1)
-        return self.beta * inverse - numerator.unsqueeze(-1) * half_slope.unsqueeze(-2) * inverse**3
+        numerator, half_slope, inverse_root = parts
+        inverse_root = inverse_root.unsqueeze(-1)
+        outer = numerator.unsqueeze(-1) * half_slope.unsqueeze(-2)
+        return self.beta * inverse_root - outer * inverse_root**3
 
-    def size(self, s: torch.Tensor, parts: Evaluation) -> torch.Tensor:
-        """Return the magnitude of the terms of φ(s) − s (n,), which its rounding depends on."""
-        size = (self.alpha.abs() + _times(self.beta.abs(), s.abs())) * parts.inverse
+    def size(self, s: torch.Tensor, parts: PhiParts) -> torch.Tensor:
+        """Return the sum of the absolute values of the terms of φ(s) − s, (n,)."""
+        size = (self.alpha.abs() + _times(self.beta.abs(), s.abs())) * parts.inverse_root
         return (size + self.delta.abs() + s.abs()).amax(-1)
 
-    def rounding(self, s: torch.Tensor, parts: Evaluation) -> torch.Tensor:
-        """Return one machine epsilon of the terms of φ(s) − s, (n,)."""
+    def rounding(self, s: torch.Tensor, parts: PhiParts) -> torch.Tensor:
+        """Return the machine epsilon times `size`: a rounding error of φ(s) − s, (n,)."""
         return self.size(s, parts) * torch.finfo(s.dtype).eps
 
 
@@ -187,25 +187,25 @@ class Guess(NamedTuple):
 
     s: torch.Tensor  # (n,r)
     value: torch.Tensor  # (n,r) φ(s)
-    parts: Evaluation
+    parts: PhiParts
 
     def residual(self) -> torch.Tensor:
         """Return the largest |φ(s) − s| of every token, (n,)."""
         return (self.value - self.s).abs().amax(-1)
 
     def replace(self, other: "Guess", is_replaced: torch.Tensor) -> "Guess":
-        """Return this guess, with the other one where `is_replaced` (n,) is true."""
+        """Return the other guess where `is_replaced` (n,) is true, and this guess elsewhere."""
         is_replaced = is_replaced.unsqueeze(-1)
         pairs = zip(other.parts, self.parts)
         return Guess(
             torch.where(is_replaced, other.s, self.s),
             torch.where(is_replaced, other.value, self.value),
-            Evaluation(*(torch.where(is_replaced, new, old) for new, old in pairs)),
+            PhiParts(*(torch.where(is_replaced, new, old) for new, old in pairs)),
         )
 
 
 def _newton_step(coefficients, guess):
-    """Return the Guess after one step of Newton; a step that is not finite is not taken."""
+    """Return the Guess after one Newton step; s stays where the step is NaN or infinite."""
     s, value, parts = guess
     eye = torch.eye(s.shape[-1], dtype=s.dtype, device=s.device)
     matrix = eye - coefficients.jacobian(parts)
@@ -214,49 +214,54 @@ def _newton_step(coefficients, guess):
     return Guess(next_s, *coefficients.phi(next_s))
 
 
-def _newton(coefficients, s, residual, reach):
-    """Run Newton from a point of Picard, as long as every step at least halves the residual.
+def _newton(coefficients, start, residual, max_distance):
+    """Run Newton from an iterate of Picard, as long as every step at least halves the residual.
 
     Args:
         coefficients: Equations of n tokens.
-        s: First point, (n,r).
-        residual: Residual at s, (n,).
-        reach: Largest distance of the root from s, (n,).
+        start: Iterate of Picard, (n,r).
+        residual: Residual at `start`, (n,).
+        max_distance: Largest distance of the root from `start`, (n,).
 
     Returns:
         The root (n,r), and whether (n,) Picard would have converged to it.
     """
-    start = s
-    best, is_active = residual, torch.ones_like(residual, dtype=torch.bool)
-    guess = Guess(s, *coefficients.phi(s))
-    for _ in range(MOST_NEWTON):
+    is_active = torch.ones_like(residual, dtype=torch.bool)
+    guess = Guess(start, *coefficients.phi(start))
+    for _ in range(MAX_NEWTON_STEPS):
         next_guess = _newton_step(coefficients, guess)
         next_residual = next_guess.residual()
-        is_active = is_active & (next_residual <= 0.5 * best)
+        is_active = is_active & (next_residual <= 0.5 * residual)
         guess = guess.replace(next_guess, is_active)
-        best = torch.where(is_active, next_residual, best)
+        residual = torch.where(is_active, next_residual, residual)
         if not is_active.any():
             break
     s, _, parts = guess
-    is_near = (s - start).abs().amax(-1) <= reach
-    is_root = best <= SOLVED * coefficients.rounding(s, parts)
+    is_near = (s - start).abs().amax(-1) <= max_distance
+    is_root = residual <= SOLVED * coefficients.rounding(s, parts)
     return s, is_root & is_near & _attracts(coefficients.jacobian(parts))
 
 
 def _attracts(slope):
-    """Return whether small Picard steps converge where φ′ is `slope` (n,r,r): eigenvalues < 1."""
+    """Return whether Picard with a small step size converges to a root with φ′ = slope (n,r,r).
+
+    It does if the real parts of the eigenvalues are below 1.
+    """
     if slope.shape[-1] == 1:
         return slope[:, 0, 0] < 1
-    slope = torch.where(torch.isfinite(slope), slope, 2.0)
+    slope = torch.where(
+        torch.isfinite(slope), slope, 2.0
+    )  # eigvals raises at NaN; 2 fails the test
     return torch.linalg.eigvals(slope).real.amax(-1) < 1
 
 
 def _bisect(coefficients):
     """Find a root by bisection, for equations whose Picard iteration does not converge.
 
-    With g = 1/√(γ₀ + 2γ₁·s + sᵀΓ₂s) the equation is linear, s(g) = (I − gΒ)⁻¹ (gα + δ), and g is
-    the only unknown: g² (γ₀ + 2γ₁·s(g) + s(g)ᵀΓ₂s(g)) = 1. The left side is 0 at g = 0, at least 1
-    at the largest g that the norm's eps allows, and +∞ on both sides of a pole. So it crosses 1.
+    For a fixed g = 1/√(γ₀ + 2γ₁·s + sᵀΓ₂s) the equation is linear: s(g) = (I − gΒ)⁻¹ (gα + δ). The
+    only unknown is g, in the equation g² (γ₀ + 2γ₁·s(g) + s(g)ᵀΓ₂s(g)) = 1. Its left side is 0 at
+    g = 0, at least 1 at the largest g that the norm's eps allows, and +∞ on both sides of a pole.
+    So it crosses 1.
 
     Returns:
         s (n,r), and whether (n,) it solves the equation.
@@ -269,18 +274,18 @@ def _bisect(coefficients):
         right = g[:, None] * alpha + delta
         s = torch.linalg.solve_ex(matrix, right.unsqueeze(-1))[0].squeeze(-1)
         _, parts = coefficients.phi(s)
-        is_above = ~(parts.inverse.squeeze(-1) >= g)  # the left side is above 1
+        is_above = ~(parts.inverse_root.squeeze(-1) >= g)  # whether the left side is above 1
         return s, is_above
 
-    low = torch.full_like(gamma0, LEAST_INVERSE)
+    low = torch.full_like(gamma0, MIN_INVERSE_NORM)
     high = torch.full_like(gamma0, floor**-0.5)
     for _ in range(BISECTIONS):
-        middle = (low * high).sqrt()
+        middle = (low * high).sqrt()  # in logarithms: g may have any magnitude
         _, is_above = solve_linear(middle)
         low, high = torch.where(is_above, low, middle), torch.where(is_above, middle, high)
     s, _ = solve_linear(low)
     guess = Guess(s, *coefficients.phi(s))
-    for _ in range(MOST_NEWTON):
+    for _ in range(MAX_NEWTON_STEPS):
         next_guess = _newton_step(coefficients, guess)
         guess = guess.replace(next_guess, next_guess.residual() < guess.residual())
     is_root = guess.residual() <= SOLVED * coefficients.rounding(guess.s, guess.parts)
@@ -297,14 +302,14 @@ def find_root(coefficients: Coefficients) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         s (n,r), and the status (n,) uint8: FAILED, BISECTED or 0.
     """
-    result = faster("roots", "find_roots", coefficients.alpha, *coefficients)
+    result = try_kernel("roots", "find_roots", coefficients.alpha, *coefficients)
     return _find_root_plain(coefficients) if result is None else result
 
 
 def _find_root_plain(coefficients):
     """Find the roots in plain PyTorch, for all tokens at once; see `find_root`."""
     if coefficients.alpha.shape[1] != 1:
-        return _find_root_by_picard(coefficients, decides=True)
+        return _find_root_by_picard(coefficients, can_prove_pairs=True)
     roots, is_proven = find_certified_roots(coefficients)
     status = torch.zeros(len(roots), dtype=torch.uint8, device=roots.device)
     unproven = (~is_proven).nonzero().squeeze(1)
@@ -313,12 +318,13 @@ def _find_root_plain(coefficients):
     return roots, status
 
 
-def _find_root_by_picard(coefficients, decides=False):
+def _find_root_by_picard(coefficients, can_prove_pairs=False):
     """Find the roots by damped Picard from zero, and by bisection if it does not converge.
 
     Args:
         coefficients: Equations of n tokens.
-        decides: Whether, for two reflections, `find_certified_pairs` decides after a few steps.
+        can_prove_pairs: Whether to call `find_certified_pairs` after DECIDE_AFTER steps, for two
+            unknowns.
 
     Returns:
         As `find_root`.
@@ -326,35 +332,35 @@ def _find_root_by_picard(coefficients, decides=False):
     alpha = coefficients.alpha
     roots = torch.zeros_like(alpha)
     status = alpha.new_full((len(alpha),), FAILED, dtype=torch.uint8)
-    unsolved = torch.arange(len(alpha), device=alpha.device)  # tokens still searched for
+    unsolved = torch.arange(len(alpha), device=alpha.device)  # indices of tokens without a root
     s = torch.zeros_like(alpha)
     damping = Damping(Rule(), alpha[:, 0])
     previous_residual = torch.full_like(alpha[:, 0], torch.inf)
-    for iteration in range(MOST_PICARD):
+    for iteration in range(MAX_PICARD_STEPS):
         # 1. Evaluate φ: is s a root?
         value, parts = coefficients.phi(s)
-        psi = value - s
-        residual = psi.abs().amax(-1)
+        change = value - s
+        residual = change.abs().amax(-1)
         is_root = residual <= ROUNDING * coefficients.rounding(s, parts)
         is_done = is_root & torch.isfinite(residual)
         # 2. Run Newton if the root is near.
-        candidates, by_newton = _polish(
+        candidates, is_newton_root = _try_newton(
             coefficients, s, parts, residual, previous_residual, ~is_done
         )
-        is_done = is_done | by_newton
+        is_done = is_done | is_newton_root
         new_status = torch.zeros_like(is_done, dtype=torch.uint8)
-        if decides and alpha.shape[1] == 2 and iteration == DECIDE_AFTER:
-            candidates, is_done, new_status = _decide(coefficients, candidates, is_done)
-        # 3. Store the roots. Equations that are NaN or infinite have none.
-        is_lost = ~torch.isfinite(residual)
+        if can_prove_pairs and alpha.shape[1] == 2 and iteration == DECIDE_AFTER:
+            candidates, is_done, new_status = _add_proven_pairs(coefficients, candidates, is_done)
+        # 3. Store the roots. Equations with NaN or infinity have none, and stay FAILED.
+        is_nonfinite = ~torch.isfinite(residual)
         roots[unsolved[is_done]] = candidates[is_done]
         status[unsolved[is_done]] = new_status[is_done]
-        roots[unsolved[is_lost]] = torch.nan
+        roots[unsolved[is_nonfinite]] = torch.nan
         # 4. Take a damped step with the other tokens.
         damping.update(residual)
-        s = s + damping.stepsize.unsqueeze(-1) * psi
+        s = s + damping.stepsize.unsqueeze(-1) * change
         previous_residual = residual
-        remaining = (~(is_done | is_lost)).nonzero().squeeze(1)
+        remaining = (~(is_done | is_nonfinite)).nonzero().squeeze(1)
         if len(remaining) == len(unsolved):
             continue
         if not len(remaining):
@@ -362,17 +368,18 @@ def _find_root_by_picard(coefficients, decides=False):
         coefficients, unsolved = coefficients.select(remaining), unsolved[remaining]
         s, previous_residual = s[remaining], previous_residual[remaining]
         damping.select(remaining)
+    # 5. Bisect the equations for which Picard has not converged.
     roots[unsolved], is_root = _bisect(coefficients)
     status[unsolved[is_root]] = BISECTED
     return roots, status
 
 
-def _decide(coefficients, candidates, is_done):
-    """Add the roots that `find_certified_pairs` proves.
+def _add_proven_pairs(coefficients, candidates, is_done):
+    """Add the roots that `find_certified_pairs` proves to the candidates (n,2) that are done (n,).
 
     Returns:
-        The roots (n,2), which of them are done (n,), and their status (n,): BISECTED where Picard
-        converges to no root.
+        The candidates (n,2), which of them are done (n,), and their status (n,): BISECTED if Picard
+        does not converge to the root, otherwise 0.
     """
     pairs, attracts, is_proven = find_certified_pairs(coefficients)
     is_new = is_proven & ~is_done
@@ -380,31 +387,37 @@ def _decide(coefficients, candidates, is_done):
     return torch.where(is_new.unsqueeze(-1), pairs, candidates), is_done | is_new, status
 
 
-def _polish(coefficients, s, parts, residual, previous_residual, is_unfinished):
-    """Return s (n,r), replaced by Newton's root if Picard is near it, and whether it is (n,)."""
+def _try_newton(coefficients, s, parts, residual, previous_residual, is_unfinished):
+    """Run Newton for unfinished tokens if the root that Picard converges to is near s (n,r).
+
+    Returns:
+        Newton's root or s (n,r), and whether it is Newton's root (n,).
+    """
+    # Picard's residual shrinks by `ratio` per step, so the remaining steps sum to `distance`.
     ratio = residual / previous_residual  # 0 in the first iteration, which has no previous residual
     distance = residual / (1 - ratio)
-    is_near = distance <= NEAR * coefficients.size(s, parts)
-    is_tried = is_unfinished & (ratio > 0) & (ratio < SLOWEST) & is_near
+    is_near = distance <= MAX_NEWTON_DISTANCE * coefficients.size(s, parts)
+    is_tried = is_unfinished & (ratio > 0) & (ratio < MAX_PICARD_RATIO) & is_near
     indices = is_tried.nonzero().squeeze(1)
-    by_newton = torch.zeros_like(is_unfinished)
+    is_newton_root = torch.zeros_like(is_unfinished)
     if not len(indices):
-        return s, by_newton
-    reach = 2 * distance[indices]
-    root, is_root = _newton(coefficients.select(indices), s[indices], residual[indices], reach)
+        return s, is_newton_root
+    root, is_root = _newton(
+        coefficients.select(indices), s[indices], residual[indices], 2 * distance[indices]
+    )
     root = torch.where(is_root.unsqueeze(-1), root, s[indices])
-    return s.index_copy(0, indices, root), by_newton.index_copy(0, indices, is_root)
+    return s.index_copy(0, indices, root), is_newton_root.index_copy(0, indices, is_root)
 
 
 class _Implicit(torch.autograd.Function):
-    """s* with the gradient of s = φ(s).
+    """The root s with the gradient of s = φ(s); forward(φ(s), s, I − φ′, status).
 
-    The backward multiplies the gradient by (I − φ′)⁻ᵀ. The product is at most MOST_GAIN times as
-    long as the gradient. Where s* is no solution, the gradient passes to φ(s*) unchanged.
+    The backward passes (I − φ′)⁻ᵀ grad to φ(s), shortened to MAX_GAIN times the length of grad. If
+    s is no root, it passes grad unchanged.
     """
 
     @staticmethod
-    def forward(ctx, value, s, matrix, status):  # matrix: I − φ′
+    def forward(ctx, value, s, matrix, status):
         ctx.save_for_backward(matrix, status)
         return s.clone()
 
@@ -418,30 +431,30 @@ class _Implicit(torch.autograd.Function):
             product_norm, grad_norm = (
                 torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (product, grad)
             )
-            factor = (MOST_GAIN * grad_norm / product_norm.clamp_min(1e-30)).clamp_max(1.0)
+            factor = (MAX_GAIN * grad_norm / product_norm.clamp_min(1e-30)).clamp_max(1.0)
             limited = product * factor
             is_valid = is_solved.unsqueeze(-1) & torch.isfinite(limited)
             return torch.where(is_valid, limited, grad), None, None, None
 
 
 def solve_low_rank(
-    token: Token, low_rank: LowRank
+    terms: EquationTerms, low_rank: LowRank
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Solve the equations of tokens whose I − Q has low rank, with the gradient of the solution.
 
     Args:
-        token: Terms of the equations.
+        terms: Terms of the equations.
         low_rank: I − Q of the same tokens.
 
     Returns:
         y (b,l,d), the mixed input x̃ = Q x + M y (b,l,d), and the status of each token (b,l).
     """
     U, T = low_rank
-    norm, gate = token.norm, token.gate
+    norm, gate = terms.norm, terms.gate
     # 1. Write y = norm(c + Σ_j m_j s_j).
-    reflected = token.x - low_rank.combine(low_rank.project(token.x))  # Q x
-    c = token.history + token.gain * reflected
-    m = (T.transpose(-1, -2) @ U) * token.gain.unsqueeze(-2)  # (b,l,r,d), a row for every s_j
+    reflected = terms.x - low_rank.combine(low_rank.project(terms.x))  # Q x
+    c = terms.history + terms.gain * reflected
+    m = (T.transpose(-1, -2) @ U) * terms.gain.unsqueeze(-2)  # (b,l,r,d), a row for every s_j
     if gate is not None:
         c, m = c * gate, m * gate.unsqueeze(-2)
     # 2. Solve for s (b,l,r).
@@ -449,7 +462,7 @@ def solve_low_rank(
         s, status = _solve_linear(c, m, U)
     else:
         s, status = _solve_normalized(c, m, U, norm)
-    # 3. Compute y and x̃ of s.
+    # 3. Compute y and x̃ from s.
     y = norm(c + (s.unsqueeze(-2) @ m).squeeze(-2))
     return y, reflected + low_rank.combine(s), status
 
@@ -507,7 +520,7 @@ def _attach_gradient(value, s, matrix, status):
     Returns:
         s with its gradient, and the status with GRAD_LIMITED if the gradient may be shortened.
     """
-    is_bounded = torch.linalg.matrix_norm(torch.linalg.inv_ex(matrix)[0]) <= MOST_GAIN
+    is_bounded = torch.linalg.matrix_norm(torch.linalg.inv_ex(matrix)[0]) <= MAX_GAIN
     is_limited = ~is_bounded & (status & FAILED == 0)  # NaN is limited, too
     if value.requires_grad:
         s = _Implicit.apply(value, s, matrix, status)

@@ -23,8 +23,8 @@ from .fields import (
     resolve_n_heads,
 )
 
-# `model_type` in config.json. Exports with a user's own mixer have the second, which no installed
-# package registers: transformers then uses the code in the export, if the user trusts it.
+# Values of `model_type` in config.json. Exports with a user's own mixer have the second, which no
+# installed package registers: transformers then uses the code in the export, if the user trusts it.
 MODEL_TYPES = ("fprnn", "fprnn_own_mixer")
 
 # Damping and stopping rule of the paper for each block, App. B.4.
@@ -42,7 +42,7 @@ FP_RNN_CONTRACTIVE = {"monarch": 0.95, "nonselective": 0.95}
 def resolve_mixer_bounds(
     block: str, mixer: str, kronecker_norm: str, contractive: float | str | None
 ) -> tuple[str, float | str | None]:
-    """Return kronecker_norm and contractive, with "auto" replaced."""
+    """Return (kronecker_norm, contractive), with "auto" replaced by the value for this mixer."""
     if kronecker_norm == "auto":
         kronecker_norm = "spectral" if block == "fp_rnn" else "rows"
     if contractive == "auto":
@@ -50,10 +50,10 @@ def resolve_mixer_bounds(
     return kronecker_norm, contractive
 
 
-# Gate biases of the mixers of full rank, which start near the identity: with open gates an
-# untrained layer amplifies rounding from token to token (docs/model.md, "Where a token has
-# several solutions").
-NEAR_IDENTITY = {"kronecker": -3.0, "monarch": -3.0, "mixture": -3.0}
+# `mixer_gate_init_bias: auto` of the mixers of full rank. Their gates start almost closed, so Q is
+# near the identity: with open gates an untrained layer amplifies rounding errors from token to
+# token (docs/model.md, "Where a token has several solutions").
+CLOSED_GATE_BIASES = {"kronecker": -3.0, "monarch": -3.0, "mixture": -3.0}
 
 
 def resolve_gate_init_bias(
@@ -70,11 +70,11 @@ def resolve_gate_init_bias(
     """
     if value != "auto":
         return value
-    return 0.0 if iterates or block == "fp_rnn" else NEAR_IDENTITY.get(mixer, 0.0)
+    return 0.0 if iterates or block == "fp_rnn" else CLOSED_GATE_BIASES.get(mixer, 0.0)
 
 
-# Removed fields and the only values that a config.json may hold for them.
-REMOVED = {
+# Removed fields and the only values that a config.json may have for them.
+REMOVED_FIELDS = {
     "jacobian_reg": 0.0,
     "rms_norm": True,
     "bias": False,
@@ -95,14 +95,15 @@ TOKEN_IDS = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
 def refuse_solver_token(kwargs: dict[str, Any]) -> None:
     """Raise a ValueError if `from_pretrained` was called with a value of the field `token`.
 
-    The argument `token` of transformers is a password for the hub, so the solver would not change.
+    The argument `token` of transformers is the access token of the hub: it would not reach the
+    solver.
     """
     token = kwargs.get("token")
     if token in TOKENS:
         raise ValueError(
-            f"token is `{token}`: `from_pretrained` passes it to the hub as a password, not to the"
-            " solver. Load without it and use `with model.solving(token=…)`, or pass `config=`, an"
-            " FPRNNConfig with that token"
+            f"token is `{token}`: `from_pretrained` passes it to the hub as an access token, not to"
+            " the solver. Load without it and use `with model.solving(token=…)`, or pass `config=`,"
+            " an FPRNNConfig with that token"
         )
 
 
@@ -121,8 +122,8 @@ class FPRNNConfig(PretrainedConfig):
     model_type = "fprnn"
     d_conv = 4  # width of every short convolution
     norm_epsilon = 1e-5  # of the norms of the residual stream
-    # Alias → name in `to_dict` and config.json. PEFT looks for `tie_word_embeddings` in that
-    # dictionary; without the entry it trains the embedding without the tied head.
+    # Alias → name in `to_dict` and config.json. PEFT looks for `tie_word_embeddings` in `to_dict`:
+    # without it PEFT would train the embedding, but not the tied head.
     attribute_map = {  # noqa: RUF012 (HuggingFace's convention)
         "hidden_size": "d_model",
         "num_hidden_layers": "n_layer",
@@ -130,21 +131,22 @@ class FPRNNConfig(PretrainedConfig):
         "tie_embeddings": "tie_word_embeddings",
         **RENAMED_FIELDS,
     }
-    # Trainer must not gather these outputs over an evaluation: they are no predictions.
+    # Trainer must not gather these outputs over an evaluation: they are not predictions.
     keys_to_ignore_at_inference = ["fixed_point", "state", "past_key_values", "cache"]  # noqa: RUF012
 
     def __init__(self, **fields: Any) -> None:
-        for name, default in REMOVED.items():
-            if (value := fields.pop(name, default)) != default:
+        for name, only_value in REMOVED_FIELDS.items():
+            if (value := fields.pop(name, only_value)) != only_value:
                 raise ValueError(
-                    f"{name} is {value!r}, and the field was removed: every model has {default!r}"
+                    f"{name} is {value!r}, and the field was removed: every model has"
+                    f" {only_value!r}"
                 )
         for old, new in RENAMED_FIELDS.items():
             if old in fields:
                 fields[new] = fields.pop(old)
         for name, field in FIELDS.items():
             setattr(self, name, fields.pop(name, field.default))
-        # Older exports only have `tie_embeddings`, which the loop has read.
+        # Older exports have only `tie_embeddings`, which the loop above has read.
         self.tie_embeddings = fields.pop("tie_word_embeddings", self.tie_embeddings)
         self.settle()
         for name, default in CONVENTIONAL_FIELDS.items():
@@ -159,16 +161,16 @@ class FPRNNConfig(PretrainedConfig):
 
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Call PretrainedConfig.get_config_dict; give both of MODEL_TYPES this class's type."""
+        """Call PretrainedConfig.get_config_dict; replace all MODEL_TYPES by this class's type."""
         fields, unused_kwargs = super().get_config_dict(*args, **kwargs)
         if fields.get("model_type") in MODEL_TYPES:
             fields["model_type"] = cls.model_type
         return fields, unused_kwargs
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-        """Call PretrainedConfig.save_pretrained, after the folder's SHA256SUMS is deleted.
+        """Delete the folder's SHA256SUMS, and call PretrainedConfig.save_pretrained.
 
-        `save_pretrained` of a model calls this first: its files replace the ones in SHA256SUMS.
+        `save_pretrained` of a model calls this first, before it replaces the files in SHA256SUMS.
         """
         delete_sums(save_directory)
         super().save_pretrained(save_directory, *args, **kwargs)
@@ -205,9 +207,10 @@ class FPRNNConfig(PretrainedConfig):
             self.dt_rank = math.ceil(self.d_model / 16)
         self._check_values()
         if self.expand == round(self.expand):
-            self.expand = round(self.expand)  # the schema of the YAML turns 2 into 2.0
+            self.expand = round(self.expand)  # a float from YAML: config.json has 2, not 2.0
 
     def _iterates(self):
+        """Return whether the solver iterates the paper's map; `token` may still be "auto"."""
         return self.token == "iterate" or (self.token == "auto" and self.stopping == "paper")
 
     def _check_values(self):
@@ -233,7 +236,7 @@ class FPRNNConfig(PretrainedConfig):
     def layer_config(self, layer: Layer) -> "FPRNNConfig":
         """Return the configuration of a layer: a copy with the layer's options.
 
-        Without a pattern all layers are equal, and the result is this object.
+        Without the field `layers` all layers are equal, and the result is this object.
 
         Raises:
             ValueError: If the layer cannot have an option, or sizes do not fit together.
@@ -245,7 +248,7 @@ class FPRNNConfig(PretrainedConfig):
         config.layers = None
         if (self.kronecker_norm, self.contractive) == resolve_mixer_bounds(
             self.block, self.mixer, "auto", "auto"
-        ):  # the layer may have another mixer, with other bounds
+        ):  # they were "auto", and the layer may have another mixer with other bounds
             config.kronecker_norm = config.contractive = "auto"
         if self.mixer_gate_init_bias == resolve_gate_init_bias(
             self.block, self.mixer, self._iterates(), "auto"
@@ -256,8 +259,8 @@ class FPRNNConfig(PretrainedConfig):
         try:
             config._settle_values()
             check_sizes(config, layer.kind)
-        except ValueError as e:
-            raise ValueError(f"layers, {layer.kind}: {e}") from None
+        except ValueError as error:
+            raise ValueError(f"layers, {layer.kind}: {error}") from None
         return config
 
     def _settle_solver(self):
@@ -279,7 +282,7 @@ class FPRNNConfig(PretrainedConfig):
                     "stopping `paper` ends the paper's iteration: it needs token `iterate`, not"
                     " `exact`, which solves each token's own equation"
                 )
-            if width:  # neither `auto` nor `parallel`
+            if width:  # neither None (`auto`) nor 0 (`parallel`)
                 raise ValueError(
                     "stopping `paper` solves all tokens at once: its schedule must be parallel, not"
                     f" `{self.schedule}`"
@@ -293,8 +296,8 @@ class FPRNNConfig(PretrainedConfig):
 
 
 # Fields that only FP-Mamba has, with their defaults.
-H_DEP = {"b_h_dep": True, "c_h_dep": True, "dt_h_dep": False, "gate_h_dep": True}
-MAX_DENSE = 256  # largest d_inner of selective_dense, which costs O(d³) per token
+FP_MAMBA_FIELDS = {"b_h_dep": True, "c_h_dep": True, "dt_h_dep": False, "gate_h_dep": True}
+MAX_DENSE_WIDTH = 256  # largest d_inner of selective_dense, which costs O(d_inner³) per token
 
 
 def nearest_divisor(number: int, target: int) -> int:
@@ -361,7 +364,7 @@ def _check_mixer(config, kind):
         raise ValueError(
             "glu_in_loop is only for fp_mamba1 and fp_mamba2: fp_rnn iterates its state itself"
         )
-    for name, default in H_DEP.items():
+    for name, default in FP_MAMBA_FIELDS.items():
         if kind == "fp_rnn" and getattr(config, name) != default:
             raise ValueError(
                 f"{name} is {getattr(config, name)}, which only fp_mamba1 and fp_mamba2 can have;"
@@ -384,10 +387,10 @@ def _check_mixer(config, kind):
             f" d_inner = expand · d_model = {d}, for example"
             f" {nearest_divisor(d, config.mixer_rank)}"
         )
-    if config.mixer == "selective_dense" and d > MAX_DENSE:
+    if config.mixer == "selective_dense" and d > MAX_DENSE_WIDTH:
         raise ValueError(
             f"selective_dense builds a {d}×{d} matrix per token and iteration: d_inner ="
-            f" expand · d_model may be at most {MAX_DENSE}"
+            f" expand · d_model may be at most {MAX_DENSE_WIDTH}"
         )
     if config.mixer_proj_rank is not None and config.mixer not in ("householder", "dplr"):
         raise ValueError(
@@ -396,17 +399,17 @@ def _check_mixer(config, kind):
 
 
 def _check_centroids(config, kind):
-    k = config.state_centroids
-    if k and "state_centroids" not in KINDS[kind]:
+    count = config.state_centroids
+    if count and "state_centroids" not in KINDS[kind]:
         raise ValueError(
-            f"state_centroids is {k}: it is only for fp_mamba1 and fp_mamba2, whose states all have"
-            f" the same norm, not for {kind}; leave it 0"
+            f"state_centroids is {count}: it is only for fp_mamba1 and fp_mamba2, whose states all"
+            f" have the same norm, not for {kind}; leave it 0"
         )
-    mixer_reads = config.mixer_h_dep and config.mixer != "nonselective"
-    if k and not (mixer_reads or config.b_h_dep or config.c_h_dep or config.dt_h_dep):
+    does_mixer_read_y = config.mixer_h_dep and config.mixer != "nonselective"
+    if count and not (does_mixer_read_y or config.b_h_dep or config.c_h_dep or config.dt_h_dep):
         raise ValueError(
-            f"state_centroids is {k}, but nothing reads sh(y): set b_h_dep, c_h_dep, dt_h_dep, or"
-            " mixer_h_dep with a mixer other than nonselective"
+            f"state_centroids is {count}, but nothing reads sh(y): set b_h_dep, c_h_dep, dt_h_dep,"
+            " or mixer_h_dep with a mixer other than nonselective"
         )
 
 
@@ -434,7 +437,7 @@ def _check_heads(config, kind):
         )
 
 
-def _signature() -> inspect.Signature:
+def _make_signature() -> inspect.Signature:
     """Return the signature that `help` and editors show instead of `**fields`."""
     defaults = (
         {name: field.default for name, field in FIELDS.items()} | CONVENTIONAL_FIELDS | TOKEN_IDS
@@ -445,12 +448,12 @@ def _signature() -> inspect.Signature:
     )
 
 
-def _documentation() -> str:
+def _make_docstring() -> str:
     """Return the docstring of the class with the table of its fields."""
     lines = [f"{name} ({field.default!r}): {field.meaning}" for name, field in FIELDS.items()]
-    text = [textwrap.fill(line, 100, subsequent_indent=" " * 4) for line in lines]
-    return inspect.cleandoc(FPRNNConfig.__doc__ or "") + "\n" + "\n".join(text)
+    table = [textwrap.fill(line, 100, subsequent_indent=" " * 4) for line in lines]
+    return inspect.cleandoc(FPRNNConfig.__doc__ or "") + "\n" + "\n".join(table)
 
 
-FPRNNConfig.__signature__ = _signature()
-FPRNNConfig.__doc__ = _documentation()
+FPRNNConfig.__signature__ = _make_signature()
+FPRNNConfig.__doc__ = _make_docstring()

@@ -21,7 +21,7 @@ from torch import nn
 
 from .baseline_layers import PlainLayer
 from .layers import RMSNorm, ShortConv, StepSize, is_hooked, without_autocast
-from .scan import faster, selective_scan, ssd_scan
+from .scan import selective_scan, ssd_scan, try_kernel
 from .state import Sequences, last_valid_tokens
 
 
@@ -110,7 +110,7 @@ class Mamba(DiagonalLayer):
         weight, bias = self.dt_proj.weight, self.dt_proj.bias.to(wide)
         with without_autocast(x):
             A, D = self._rates(wide), self.D.to(wide)
-            return faster("mamba_scan", "mamba_scan", x, x, delta, weight, bias, A, B, C, D, z)
+            return try_kernel("mamba_scan", "mamba_scan", x, x, delta, weight, bias, A, B, C, D, z)
 
     def flops_per_token(self, length: int) -> int:
         c, d = self.config, self.config.d_inner
@@ -165,7 +165,7 @@ class Mamba2(DiagonalLayer):
         # 1. Use one kernel if there is one. It does not support padding.
         if seqs.mask is None:
             args = x, delta, bias, A, B, C, D, z, before, keep
-            fused = faster("mamba2_scan", "mamba2_scan", x, *args)
+            fused = try_kernel("mamba2_scan", "mamba2_scan", x, *args)
             if fused is not None:
                 return fused
         # 2. Otherwise compute Δ (b,l,h), zero at padding, the scan, the skip connection and the

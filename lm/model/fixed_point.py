@@ -1,10 +1,11 @@
 """Base class of the fixed-point layers: input projections, solve, output gate.
 
+The output y of the recurrence is the fixed point of y = f(y): f mixes channels of the layer's input
+and y, and runs a diagonal recurrence over time. At token t it also reads sh(y), the y of token t−1.
 The forward pass has five numbered steps. blocks.py has the recurrences and their projections,
 strategies.py has the solvers.
 
-Shape suffixes: b batch, l length, d channels (d_inner), m columns of all projections, k width of
-the short convolution.
+Shape suffixes: b batch, l length, d channels (d_inner), m columns of all projections.
 """
 
 from collections.abc import Callable
@@ -20,17 +21,25 @@ from .layers import (
     Projection,
     affine_map,
     collect_parameters,
-    linear_by_eights,
-    side_by_side,
+    join_projections,
+    padded_linear,
 )
+from .mixer_base import ReflectionOptions
 from .mixers import Mixer, build_mixer
-from .solver import count_iterations
+from .solver import measure_num_iters
 from .state import BlockState, Sequences, cached, last_valid_tokens, shift, state_shapes
 from .strategies import SolveInputs, Solver, choose_solver
 
-# Layers that are used as matrices; a WeightCache depends on their parameters.
+# Layers whose matrices a WeightCache may hold.
 MATERIALIZED_LAYERS = ("mixer", "bc_y_proj", "dt_y_proj", "z_y_proj")
-UNLIMITED = 2**62  # length of sequences whose length is unknown
+UNKNOWN_LENGTH = 2**62  # longer than any sequence
+
+
+class BlockFlops(NamedTuple):
+    """Forward FLOPs per token of a block; a multiply-add counts as two."""
+
+    per_solve: int  # once per solve
+    per_step: int  # of each evaluation of f
 
 
 class TokenTrace(NamedTuple):
@@ -72,14 +81,14 @@ class FixedPointBlock(nn.Module):
             seqs: Padding, documents, state and solver options of the batch.
             checkpoint: Function like torch.utils.checkpoint.checkpoint. The backward then repeats
                 everything that the gradient goes through, but never an iteration. None: store it.
-            count_iterations: Whether to measure ℓ* as well.
+            count_iterations: Whether to measure ℓ*, the iterations that the paper needs, as well.
 
         Returns:
             Output (b,l,d_model), FixedPointStats, and with `seqs.return_state` the BlockState after
             the last token.
         """
         solver = self.choose_solver(u, seqs)
-        seqs = self._start_pass(u, seqs)
+        seqs = self._prepare_sequences(u, seqs)
 
         def solve(u):
             # 1. Compute everything that depends on u only: x and z (b,l,d), projections (b,l,m).
@@ -91,13 +100,14 @@ class FixedPointBlock(nn.Module):
             # 3. Attach the gradient of the solution, if `solve` has not.
             y, h, stats = solver.attach_gradient(inputs, solution)
             # 4. Apply the output gate, and project to (b,l,d_model).
-            return self.finish(inputs, y), stats, self._end_state(inputs, solution.y, y, h)
+            out = self.gate_and_project(inputs, y)
+            return out, stats, self._make_end_state(inputs, solution.y, y, h)
 
         if checkpoint is None:
             out, stats, state = compute_output(*solve(u))
         elif solver.is_differentiable:
             out, stats, state = checkpoint(lambda u: compute_output(*solve(u)), u)
-        else:  # solve once without a graph; the backward repeats the other steps
+        else:  # solve once without a graph; the backward repeats steps 1, 3 and 4
             with torch.no_grad():
                 solution = solve(u)[1]
             out, stats, state = checkpoint(
@@ -107,8 +117,8 @@ class FixedPointBlock(nn.Module):
         # 5. Complete the statistics.
         stats = solver.rescale_shares(stats, seqs.mask)._replace(adjoint_norm=seqs.adjoint_norm)
         if count_iterations:
-            stats = self._count_iterations(u, seqs, solver, stats)
-        else:  # the solver's own count is for its tolerance; ℓ* is defined at 0.1
+            stats = self._measure_num_iters(u, seqs, solver, stats)
+        else:  # remove the solver's own count: ℓ* has another tolerance
             stats = stats._replace(
                 num_iters=None, converged=None, token_iters=None, other_solution=None
             )
@@ -127,12 +137,12 @@ class FixedPointBlock(nn.Module):
         Args:
             u: Input, (b,l,d_model).
             seqs: Padding, documents, state and solver options of the batch.
-            solver: Solver that will read the result. None: the solver that the settings name.
+            solver: Solver that will read the result. None: as `choose_solver`.
         """
         raise NotImplementedError
 
     def select_parameters(self, inputs: SolveInputs, rows: dict[str, torch.Tensor]) -> Any:
-        """Return the parameters of the recurrence (dt, B, C) at every token.
+        """Return the parameters of the recurrence, such as dt, B and C, at every token.
 
         Args:
             inputs: Inputs of the solve.
@@ -146,26 +156,26 @@ class FixedPointBlock(nn.Module):
         """Run the recurrence over the mixed input x (b,l,d).
 
         Returns:
-            Its output o (b,l,d) and its state after the last token.
+            The recurrence's output o (b,l,d) and its state after the last token.
         """
         raise NotImplementedError
 
     def normalize(self, inputs: SolveInputs, o: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return the iterate (b,l,d) of the recurrence's output o and the mixed input x (b,l,d)."""
+        """Compute f(y) from the recurrence's output o and the mixed input x, all (b,l,d)."""
         raise NotImplementedError
 
     def token_equation(self, inputs: SolveInputs, params: Any) -> TokenEquation:
-        """Return the tokens' own equations, without their mixers and the tokens before them."""
+        """Return the tokens' own equations, without the mixer and the history (cell.py)."""
         raise NotImplementedError
 
     def run_kernel(
-        self, inputs: SolveInputs, reflections: tuple[Any, ...]
+        self, inputs: SolveInputs, mixer_options: ReflectionOptions
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
         """Run the whole exact solve in one kernel of lm/kernels.
 
         Args:
             inputs: Inputs of the solve.
-            reflections: `Mixer.reflections`.
+            mixer_options: Result of `Mixer.kernel_options`.
 
         Returns:
             y (b,l,d), the state after the last token, and the status of each token (b,l); None if
@@ -177,28 +187,24 @@ class FixedPointBlock(nn.Module):
         """Return the mean over the state of the factor on h_{t−1}, (b,l)."""
         raise NotImplementedError
 
-    def flops_per_token(self) -> tuple[int, int]:
-        """Count forward FLOPs per token; a multiply-add counts as two.
-
-        Returns:
-            FLOPs once per solve, and FLOPs of each evaluation.
-        """
+    def flops_per_token(self) -> BlockFlops:
+        """Count the forward FLOPs per token."""
         raise NotImplementedError
 
     def scale_noise(self, noise: torch.Tensor | None) -> torch.Tensor | None:
-        """Convert noise in units of the norm's output before its weights to noise on y."""
+        """Convert noise (b,l,d) in units of the unweighted norm's output to noise on y (b,l,d)."""
         return noise
 
     def state_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of the tensors in the BlockState, without the batch."""
+        """Return the shapes of the tensors in the BlockState, without the batch dimension."""
         return state_shapes(self.config)
 
-    # One evaluation.
+    # One evaluation of f.
 
     def mix_channels(
         self, inputs: SolveInputs, y: torch.Tensor
     ) -> tuple[torch.Tensor, Any, dict[str, torch.Tensor]]:
-        """Compute x̃ = Q x + (I − Q) y, with Q from x and the y of the token before.
+        """Compute the mixed input x̃ = Q x + (I − Q) y, where Q depends on x and sh(y).
 
         Args:
             inputs: Inputs of the solve.
@@ -216,7 +222,7 @@ class FixedPointBlock(nn.Module):
     def step(
         self, inputs: SolveInputs, y: torch.Tensor, with_state: bool = False
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """Apply the paper's iteration f once.
+        """Compute f(y), one iteration of the paper.
 
         Args:
             inputs: Inputs of the solve.
@@ -224,7 +230,7 @@ class FixedPointBlock(nn.Module):
             with_state: Whether to return the recurrence's state after the last token as well.
 
         Returns:
-            f(y), (b,l,d).
+            f(y), (b,l,d); with `with_state` a pair of it and the state.
         """
         # 1. Mix channels.
         x, params, _ = self.mix_channels(inputs, y)  # (b,l,d)
@@ -232,10 +238,10 @@ class FixedPointBlock(nn.Module):
             # 2. Mix time.
             o, h = self.run_recurrence(inputs, params, x)  # (b,l,d)
             # 3. Normalize.
-            g = inputs.seqs.zero_padding(self.normalize(inputs, o, x))
-        return (g, h) if with_state else g
+            f_y = inputs.seqs.zero_padding(self.normalize(inputs, o, x))
+        return (f_y, h) if with_state else f_y
 
-    def finish(self, inputs: SolveInputs, y: torch.Tensor) -> torch.Tensor:
+    def gate_and_project(self, inputs: SolveInputs, y: torch.Tensor) -> torch.Tensor:
         """Apply the output gate and project y (b,l,d) to (b,l,d_model)."""
         y = y.to(inputs.z.dtype)
         if not self.config.glu_in_loop:
@@ -243,7 +249,7 @@ class FixedPointBlock(nn.Module):
         return self.out_proj(y)
 
     def _read_gate(self, inputs, y):
-        """Return the gate z (b,l,d), which may also read the y of the token before."""
+        """Return the gate before its silu, (b,l,d): z, plus a map of sh(y) with `gate_h_dep`."""
         if not self.config.gate_h_dep:
             return inputs.z
         y_before = shift(y.to(inputs.z.dtype), inputs.seqs, "f_y")
@@ -258,27 +264,27 @@ class FixedPointBlock(nn.Module):
     # Parts of `prepare` that all blocks share.
 
     def _convolve(self, x, seqs, conv, index=0):
-        """Apply silu(causal convolution) within documents; return x if convolutions are off.
+        """Apply the ShortConv `conv` within documents; return x if convolutions are off.
 
-        index: Position in the state's `conv` of the inputs before x.
+        index: Position of the inputs before x in `BlockState.conv`.
         """
         if not self.config.use_short_conv:
             return x
         segments = None if seqs.starts is None else seqs.starts.cumsum(1)
         return conv(x, segments, seqs.get_state("conv", index))
 
-    def _conv_tail(self, x, seqs, index=0):
-        """Return the convolution's last inputs if a state will be returned, otherwise None."""
+    def _make_conv_tail(self, x, seqs, index=0):
+        """Return the last d_conv − 1 inputs of a convolution; None if no state is returned."""
         if not (self.config.use_short_conv and seqs.return_state):
             return None
         return last_valid_tokens(x, self.config.d_conv - 1, seqs.get_state("conv", index), seqs)
 
-    def _project(self, mixer_input, x, seqs, solver, *others):
-        """Put the mixer's projection next to others, so that one product computes all.
+    def _join_projections(self, mixer_input, x, seqs, solver, *others):
+        """Join the mixer's projection with others, so that one matrix product computes all.
 
         Args:
             mixer_input: Input of the mixer's map, (b,l,d).
-            x: Input that the mixer mixes, (b,l,d).
+            x: Input that the mixer mixes with y, (b,l,d).
             seqs: Properties of the batch.
             solver: Solver that will read the projections.
             others: Projection of each other map.
@@ -290,19 +296,20 @@ class FixedPointBlock(nn.Module):
 
         def compute_weights():
             weights = self.mixer.weights(mixer_input)
-            return weights if kernel is None else self.mixer.merged(weights)
+            return weights if kernel is None else self.mixer.merge_extra(weights)
 
         weights = cached(seqs.cache, ("mixer", kernel is None), compute_weights)
+        # The mixer's map reads [x, sh(y)], or x + sh(y) with symm_mixer.
         weight_y = None
         if cfg.mixer_h_dep:
-            weight_y = weights.first if cfg.symm_mixer else weights.first[:, d:]
-        from_x = linear_by_eights(mixer_input, weights.first[:, :d], weights.bias)
-        is_narrow = kernel is not None and kernel.NARROW  # it reads rows in the products' dtype
-        dtype = from_x.dtype if is_narrow else x.dtype
+            weight_y = weights.matrix if cfg.symm_mixer else weights.matrix[:, d:]
+        from_x = padded_linear(mixer_input, weights.matrix[:, :d], weights.bias)
+        # A kernel with NARROW reads the projections in the dtype of matrix products.
+        dtype = from_x.dtype if kernel is not None and kernel.NARROW else x.dtype
         mixer = Projection("mixer", from_x, weight_y)
-        projections = side_by_side([mixer, *others], d, dtype, seqs.cache)
+        projections = join_projections([mixer, *others], d, dtype, seqs.cache)
         projections = projections._replace(centroids=self.centroids)
-        return projections.moved(self.scale_noise(seqs.noise)), weights
+        return projections.add_noise(self.scale_noise(seqs.noise)), weights
 
     # The solver and the state.
 
@@ -315,21 +322,22 @@ class FixedPointBlock(nn.Module):
         return choose_solver(self, self.get_settings(seqs), u.shape[1], u)
 
     def describe_solver(self, settings: Any, length: int | None = None) -> dict[str, Any]:
-        """Return the solver's settings in the block's mode; see `Solver.describe`.
+        """Return `Solver.describe` of the solver in the block's mode (training or evaluation).
 
         Args:
             settings: Configuration with the solver's fields.
             length: Tokens per sequence. None: unknown.
         """
-        return choose_solver(self, settings, length or UNLIMITED, self.out_proj.weight).describe()
+        length = UNKNOWN_LENGTH if length is None else length
+        return choose_solver(self, settings, length, self.out_proj.weight).describe()
 
     def kernel_rank(self) -> int:
-        """Return the number of reflections per token for a compiled kernel; 0 if none can solve."""
-        reflections, reads_y = self.mixer.reflections(), getattr(self.config, "dt_h_dep", False)
-        return 0 if reflections is None or reads_y else reflections[0]
+        """Return the mixer's number of reflections; 0 if no compiled kernel can solve the block."""
+        options = self.mixer.kernel_options()
+        return 0 if options is None or self.config.dt_h_dep else options.rank
 
-    def _start_pass(self, u, seqs):
-        """Draw the noise, and set up the adjoint's norm and the cache of weights."""
+    def _prepare_sequences(self, u, seqs):
+        """Add the noise, the adjoint's norm and the valid cache of weights of this pass to seqs."""
         if self.training:
             options, sigma = seqs.options, self.get_settings(seqs).state_noise
             noise = options.draw_noise(self, u, sigma, options.generators)
@@ -343,42 +351,48 @@ class FixedPointBlock(nn.Module):
 
     def _materialized_parameters(self):
         """Return the parameters that cached weights depend on, or None if they depend on more."""
-        names = [name for name in MATERIALIZED_LAYERS if name in self._modules]
-        parameters = collect_parameters([self._modules[n] for n in names], (Mixer, nn.ModuleList))
-        rates = self._parameters.get("A_log")
-        return parameters if parameters is None or rates is None else [*parameters, rates]
+        layers = [self._modules[name] for name in MATERIALIZED_LAYERS if name in self._modules]
+        parameters = collect_parameters(layers, (Mixer, nn.ModuleList))
+        A_log = self._parameters.get("A_log")
+        return parameters if parameters is None or A_log is None else [*parameters, A_log]
 
-    def _end_state(self, inputs, y_star, y, h):
-        """Return the BlockState after the last token, or None unless it is asked for.
+    def _make_end_state(self, inputs, y_star, y, h):
+        """Return the BlockState after the last token, or None without `return_state`.
 
         It is detached: the gradient stops at the border of a segment (truncated backpropagation).
+
+        Args:
+            inputs: Inputs of the solve.
+            y_star: The solution, (b,l,d).
+            y: Iterate that the output is computed from, f(y*) or y*, (b,l,d).
+            h: State of the recurrence after the last token.
         """
         seqs = inputs.seqs
         if not seqs.return_state:
             return None
 
-        def last_token(y, name):
+        def take_last(y, name):
             previous = seqs.get_state(name)
             previous = None if previous is None else previous.unsqueeze(1)
             return last_valid_tokens(y, 1, previous, seqs).squeeze(1)
 
-        last_y = last_f_y = last_token(y_star, "y")
+        last_y = last_f_y = take_last(y_star, "y")
         if y is not y_star or seqs.mask is not None or seqs.starts is not None:
-            last_f_y = last_token(y, "f_y")
-        return BlockState(last_y, last_f_y, h.detach().clone(), self._conv_state(inputs, y))
+            last_f_y = take_last(y, "f_y")
+        return BlockState(last_y, last_f_y, h.detach().clone(), self._make_conv_state(inputs, y))
 
-    def _conv_state(self, inputs, y):
-        """Return `BlockState.conv`. y: The iterate that the output is computed from, (b,l,d)."""
+    def _make_conv_state(self, inputs, y):
+        """Return `BlockState.conv`. y: As in `_make_end_state`."""
         return () if inputs.conv_tail is None else (inputs.conv_tail,)
 
     # Measurements.
 
     @torch.no_grad()
-    def _count_iterations(self, u, seqs, solver, stats):
-        """Add ℓ* to the statistics: the iterations that the paper's procedure needs here."""
+    def _measure_num_iters(self, u, seqs, solver, stats):
+        """Add ℓ* to the statistics; see solver.measure_num_iters."""
         inputs = self.prepare(u, seqs, solver)
         y = solver.solve(inputs).y
-        return count_iterations(
+        return measure_num_iters(
             lambda y: self.step(inputs, y), y, self.config.block, stats, seqs.mask
         )
 
@@ -407,14 +421,21 @@ class FixedPointBlock(nn.Module):
         return TokenTrace(torch.cat(norms, 1), gate, torch.cat(decays, 1))
 
     def _count_flops(self, per_solve, scan):
-        """Add the FLOPs of mixer, gate and maps of sh(y) to those that a subclass has counted."""
+        """Add the FLOPs of mixer, gate and maps of sh(y) to the counts of a subclass.
+
+        Args:
+            per_solve: The subclass's own FLOPs per token once per solve.
+            scan: FLOPs of its recurrence per token and step.
+        """
         c, d, m = self.config, self.config.d_inner, self.mixer.out_features
 
-        def product(name):
+        def count_product(name):
             layer = getattr(self, name, None)
             return 0 if layer is None else 2 * layer.in_features * layer.out_features
 
-        per_solve += product("in_proj") + product("out_proj") + product("z_y_proj") + 2 * m * d
+        per_solve += sum(map(count_product, ("in_proj", "out_proj", "z_y_proj"))) + 2 * m * d
         per_step = (2 * d * m if c.mixer_h_dep else 0) + self.mixer.flops_per_token()
-        per_step += product("bc_y_proj") + product("dt_y_proj") + 4 * c.state_centroids * d
-        return per_solve, per_step + scan + 12 * d
+        per_step += count_product("bc_y_proj") + count_product("dt_y_proj")
+        per_step += 4 * c.state_centroids * d  # scores of the centroids, and their mean
+        elementwise = 12 * d  # about: x − y, + y, D ⊙ x̃, norm
+        return BlockFlops(per_solve, per_step + scan + elementwise)

@@ -1,8 +1,8 @@
 """Small layers that blocks and mixers use, and the joined linear projections of a block.
 
-Modules that hold parameters are called, and their parameters never read from outside. Adapters,
-quantisation and offloading replace a module or hook into its call, and would have no effect
-otherwise.
+Code calls modules, and does not read their parameters: adapters, quantisation and offloading
+replace a module or hook into its call, and would have no effect otherwise. sh(y) is the state y of
+the token before each token (state.shift).
 
 Shape suffixes: b batch, l length, d channels (d_inner), m columns.
 """
@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from .scan import causal_conv, faster
+from .scan import causal_conv, try_kernel
 from .state import cached
 
 
 class _ComputedWeight(torch.Tensor):
-    """Result of reading `WNLinear.weight`: W, computed from direction and gain.
+    """Value of `WNLinear.weight`: W, computed from direction and gain.
 
-    Its `.data` can be assigned, because adapters merge themselves that way (`layer.weight.data +=
-    …`). Other changes in place would be lost, and raise an error.
+    Assigning its `.data` changes the layer, because adapters merge themselves that way
+    (`layer.weight.data += …`). Other changes in place would be lost, and raise an error.
     """
 
     @classmethod
@@ -89,9 +89,9 @@ class WNLinear(NonDynamicallyQuantizableLinear):
         return F.linear(x, self.matrix(), self.bias)
 
 
-# Factor on the unit vectors with which `affine_map` measures a layer: W · PROBE + bias must keep
-# the digits of W in bf16. A power of two, so that the factor itself causes no rounding.
-PROBE = 1024.0
+# Factor on the unit vectors with which `affine_map` measures a layer: W · PROBE_SCALE + bias must
+# keep the digits of W in bf16. It is a power of two, so that the factor causes no rounding.
+PROBE_SCALE = 1024.0
 
 
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
@@ -107,21 +107,18 @@ def product_dtype(weight: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
 
 
-def on_cpu(x: torch.Tensor) -> bool:
+def is_on_cpu(x: torch.Tensor) -> bool:
     """Return whether a tensor is on the CPU."""
     return x.device.type == "cpu"
 
 
-def linear_by_eights(
+def padded_linear(
     x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Apply F.linear, on a GPU with rows of zeros up to a multiple of 8.
-
-    Tensor cores are only fast with such a number of rows.
-    """
+    """Apply F.linear. On a GPU, pad the matrix to a multiple of 8 rows, which tensor cores need."""
     rows = len(matrix)
     missing = -rows % 8
-    if on_cpu(x) or not missing:
+    if is_on_cpu(x) or not missing:
         return F.linear(x, matrix, bias)
     padded = F.pad(matrix, (0, 0, 0, missing))
     return F.linear(x, padded, None if bias is None else F.pad(bias, (0, missing)))[..., :rows]
@@ -148,16 +145,14 @@ def affine_map(linear: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
         matrix = linear.matrix() if isinstance(linear, WNLinear) else linear.weight
         return matrix, linear.bias
     eye = torch.eye(linear.in_features, dtype=like.dtype, device=like.device)
-    rows = linear(F.pad(PROBE * eye, (0, 0, 0, 1)))  # the last is zero
-    return (rows[:-1] - rows[-1]).t() / PROBE, rows[-1]
+    outputs = linear(F.pad(PROBE_SCALE * eye, (0, 0, 0, 1)))  # of the unit vectors and of zero
+    return (outputs[:-1] - outputs[-1]).t() / PROBE_SCALE, outputs[-1]
 
 
 class Orthogonal(nn.Module):
     """Orthogonal matrix Q = base · exp(X − Xᵀ), where X is the lower triangle of `weight` (d,d).
 
-    This is the matrix exponential with trivialisation that torch also uses.
-
-    Source: Lezcano-Casado 2019.
+    Source: trivialisation, Lezcano-Casado 2019, as in torch.nn.utils.parametrizations.orthogonal.
     """
 
     def __init__(self, d: int) -> None:
@@ -168,8 +163,8 @@ class Orthogonal(nn.Module):
     def forward(self) -> torch.Tensor:
         """Return Q, (d,d)."""
         X = self.weight.tril()
-        wide = torch.promote_types(X.dtype, torch.float32)
-        return self.base @ torch.matrix_exp((X - X.T).to(wide)).to(self.base.dtype)
+        dtype = torch.promote_types(X.dtype, torch.float32)
+        return self.base @ torch.matrix_exp((X - X.T).to(dtype)).to(self.base.dtype)
 
 
 def collect_parameters(
@@ -182,24 +177,24 @@ def collect_parameters(
         known: Classes of submodules that are allowed besides linear layers and Orthogonal.
     """
     tensors = []
-    for part in (part for module in modules for part in module.modules()):
-        is_plain = type(part) in (nn.Linear, WNLinear, Orthogonal) and not is_hooked(part)
-        if not is_plain and not isinstance(part, known):
+    for submodule in (submodule for module in modules for submodule in module.modules()):
+        is_plain = type(submodule) in (nn.Linear, WNLinear, Orthogonal) and not is_hooked(submodule)
+        if not is_plain and not isinstance(submodule, known):
             return None
-        tensors += part._parameters.values()
-        tensors += part._buffers.values()
+        tensors += submodule._parameters.values()
+        tensors += submodule._buffers.values()
     return [t for t in tensors if t is not None]
 
 
 class StepSize(nn.Linear):
-    """Linear map from the low-rank δ to Δ before its softplus.
+    """Linear map from the low-rank δ to the step size Δ before its softplus.
 
-    It multiplies in x's dtype and adds the bias in fp32 or wider, which softplus needs.
+    It multiplies in δ's dtype and adds the bias in fp32 or wider, which softplus needs.
     """
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.linear(x, self.weight.to(x.dtype)).to(wide) + self.bias.to(wide)
+    def forward(self, delta: torch.Tensor) -> torch.Tensor:
+        dtype = torch.promote_types(delta.dtype, torch.float32)
+        return F.linear(delta, self.weight.to(delta.dtype)).to(dtype) + self.bias.to(dtype)
 
 
 class ShortConv(nn.Conv1d):
@@ -222,7 +217,7 @@ class ShortConv(nn.Conv1d):
     ) -> torch.Tensor:
         """Return the convolution of x (b,l,d). segments, before: as for `causal_conv`."""
         args = x, self.weight, self.bias, segments, before
-        y = faster("short_conv", "short_conv", x, *args)
+        y = try_kernel("short_conv", "short_conv", x, *args)
         return F.silu(causal_conv(*args)) if y is None else y
 
 
@@ -251,7 +246,7 @@ class GroupNorm(nn.GroupNorm):
 
 
 class Centroids(nn.Module):
-    """Learned vectors c_i. Projections read their weighted mean r(y) instead of the state y.
+    """Learned vectors c_i. Projections read their weighted mean r(y) instead of y = sh(y).
 
         r(y) = Σ_i α_i c_i,    α = softmax_i(β (y · c_i − ‖c_i‖² / 2) / d),
 
@@ -282,9 +277,9 @@ class Centroids(nn.Module):
         """Read states through the centroids, in fp32 or wider.
 
         Args:
-            y: State before each token, (…,d); zero at the first token of a document. If it is None,
-                the call returns `maps(dtype)` for a kernel: adapters and offloading only affect
-                calls of the module.
+            y: State of the token before each token, (…,d); zero at the first token of a document.
+                If it is None, the call returns `maps(dtype)` for a kernel: adapters and offloading
+                only affect calls of the module.
             noise: Noise that is added to the states before they are read, (…,d), or None.
             dtype: Dtype of the maps.
 
@@ -297,11 +292,11 @@ class Centroids(nn.Module):
         # first token. Zero must not act as a centroid: it would attract states that lie between the
         # others.
         has_token_before = y.detach().ne(0).any(-1, keepdim=True)
-        wide = torch.promote_types(y.dtype, torch.float32)
+        wide_dtype = torch.promote_types(y.dtype, torch.float32)
         with without_autocast(y):
-            keys, key_bias, values = self.maps(wide)
-            noisy = (y if noise is None else y + noise).to(wide)
-            alpha = torch.softmax(F.linear(noisy, keys, key_bias), -1) * has_token_before
+            keys, key_bias, values = self.maps(wide_dtype)
+            noisy_y = (y if noise is None else y + noise).to(wide_dtype)
+            alpha = torch.softmax(F.linear(noisy_y, keys, key_bias), -1) * has_token_before
             return (alpha @ values).to(y.dtype)
 
 
@@ -309,21 +304,21 @@ class Projection(NamedTuple):
     """One linear projection of a block's inputs x and sh(y)."""
 
     name: str
-    from_x: torch.Tensor  # (b,l,m), part that x contributes, including the bias
-    of_y: torch.Tensor | None  # (m,d), matrix that multiplies sh(y); None if sh(y) is not read
+    from_x: torch.Tensor  # (b,l,m) contribution of x, including the bias
+    weight_y: torch.Tensor | None  # (m,d) matrix that multiplies sh(y); None if sh(y) is not read
 
 
 class Projections(NamedTuple):
-    """All projections of a solve in one tensor; those that read sh(y) come first.
+    """All projections of a solve in one tensor, so that one matrix product adds sh(y) to them.
 
-    They are joined so that one matrix product computes all of them.
+    The projections that read sh(y) come first.
     """
 
-    raw: torch.Tensor  # (b,l,m), part that x contributes to all projections
+    raw: torch.Tensor  # (b,l,m) contribution of x to all projections
     columns: dict[str, slice]  # name → its columns of raw
-    weight_y: torch.Tensor  # (k,d), matrix by which sh(y) contributes to the first k columns
+    weight_y: torch.Tensor  # (k,d) matrix by which sh(y) contributes to the first k columns
     centroids: Centroids | None = None  # applied to sh(y) first
-    noise: torch.Tensor | None = None  # (b,l,d), added to sh(y) before the centroids
+    noise: torch.Tensor | None = None  # (b,l,d) added to sh(y) before the centroids
 
     def rows(self, y_before: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return each projection by name, (b,l,·), in raw's dtype. y_before: sh(y), (b,l,d)."""
@@ -332,33 +327,33 @@ class Projections(NamedTuple):
         rows = {name: self.raw[..., part] for name, part in self.columns.items() if part.start >= k}
         if y_names:
             widths = [self.columns[name].stop - self.columns[name].start for name in y_names]
-            rows.update(zip(y_names, self._read(y_before).split(widths, -1)))
+            rows.update(zip(y_names, self._add_y(y_before).split(widths, -1)))
         return rows
 
-    def _read(self, y_before):
-        """Return the first k columns of raw plus the contribution of sh(y)."""
+    def _add_y(self, y_before):
+        """Return the first k columns of raw plus the contribution of sh(y), (b,l,k)."""
         raw, weight = self.raw[..., : len(self.weight_y)], self.weight_y
         if self.centroids is not None:
             y_before = self.centroids(y_before, self.noise)
         y_before = y_before.to(weight.dtype)
         has_one_dtype = raw.dtype == weight.dtype == product_dtype(weight)
-        if on_cpu(raw) or not has_one_dtype:
+        if is_on_cpu(raw) or not has_one_dtype:
             return raw + F.linear(y_before, weight).to(raw.dtype)
         columns = torch.addmm(raw.flatten(0, 1), y_before.flatten(0, 1), weight.t())
         return columns.unflatten(0, raw.shape[:2])
 
-    def moved(self, noise: torch.Tensor | None) -> "Projections":
+    def add_noise(self, noise: torch.Tensor | None) -> "Projections":
         """Return the projections with `noise` (b,l,d) added to sh(y); None adds nothing."""
-        k = self.weight_y.shape[0]
+        k = len(self.weight_y)
         if noise is None or not k:
             return self
-        if self.centroids is not None:
+        if self.centroids is not None:  # they are not linear in sh(y)
             return self._replace(noise=noise)
-        shift = F.linear(noise.to(self.weight_y.dtype), self.weight_y).to(self.raw.dtype)
-        return self._replace(raw=self.raw + F.pad(shift, (0, self.raw.shape[-1] - k)))
+        from_noise = F.linear(noise.to(self.weight_y.dtype), self.weight_y).to(self.raw.dtype)
+        return self._replace(raw=self.raw + F.pad(from_noise, (0, self.raw.shape[-1] - k)))
 
     def readout(self, dtype: torch.dtype) -> tuple[torch.Tensor | None, ...] | None:
-        """Return the tensors of a Readout (lm/kernels/cell_arguments.py), or None."""
+        """Return the fields of a Readout (lm/kernels/cell_arguments.py); None without centroids."""
         if self.centroids is None:
             return None
         noise = None if self.noise is None else self.noise.to(dtype)
@@ -370,41 +365,37 @@ class Projections(NamedTuple):
         return self._replace(raw=self.raw[:, start:end], noise=noise)
 
 
-def side_by_side(
+def join_projections(
     projections: Iterable[Projection], width: int, dtype: torch.dtype, cache: Any = None
 ) -> Projections:
     """Join projections into one Projections.
 
     Args:
         projections: The projections, in any order.
-        width: Number of channels d.
+        width: Number of channels d of sh(y).
         dtype: Dtype of raw.
         cache: A state.WeightCache for the joined matrix, or None.
     """
-    ordered = sorted(projections, key=lambda projection: projection.of_y is None)
-    maps = [projection.of_y for projection in ordered if projection.of_y is not None]
-    missing = -sum(map(len, maps)) % 8
-    if missing and not on_cpu(maps[0]):  # tensor cores are only fast with multiples of 8
-        from_x = ordered[0].from_x
-        from_x, of_y = (
-            from_x.new_zeros(*from_x.shape[:-1], missing),
-            maps[0].new_zeros(missing, width),
-        )
-        ordered.insert(len(maps), Projection("padding", from_x, of_y))
-        maps.append(of_y)
+    ordered = sorted(projections, key=lambda projection: projection.weight_y is None)
+    weights = [projection.weight_y for projection in ordered if projection.weight_y is not None]
+    missing = -sum(map(len, weights)) % 8
+    if missing and not is_on_cpu(weights[0]):  # tensor cores are only fast with multiples of 8
+        zeros_x = ordered[0].from_x.new_zeros(*ordered[0].from_x.shape[:-1], missing)
+        zeros_y = weights[0].new_zeros(missing, width)
+        ordered.insert(len(weights), Projection("padding", zeros_x, zeros_y))
+        weights.append(zeros_y)
     raw = torch.cat([projection.from_x.to(dtype) for projection in ordered], -1)
     columns, start = {}, 0
     for projection in ordered:
         end = start + projection.from_x.shape[-1]
         columns[projection.name] = slice(start, end)
         start = end
-    if not maps:
+    if not weights:
         return Projections(raw, columns, raw.new_zeros(0, width))
 
-    def joined():
-        weight = torch.cat(maps)
+    def join_weights():
+        weight = torch.cat(weights)
         return weight.to(dtype) if dtype.itemsize < weight.dtype.itemsize else weight
 
-    return Projections(
-        raw, columns, cached(cache, ("weight_y", dtype, sum(map(len, maps))), joined)
-    )
+    cache_key = "weight_y", dtype, sum(map(len, weights))
+    return Projections(raw, columns, cached(cache, cache_key, join_weights))

@@ -48,11 +48,18 @@ from .diagonal import Mamba
 from .fields import FIXED_POINT, IN_FP32, SOLVER
 from .fixed_point import FixedPointBlock
 from .full_rank import solve_by_iterating
-from .layers import RMSNorm, on_cpu
+from .layers import RMSNorm, is_on_cpu
 from .mixer_base import Mixer
 from .mixers import build_mixer, nrm
 from .scan import selective_scan
-from .solver import NonFiniteError, all_finite, explain_nonfinite, read_flags, stack_flags
+from .solver import (
+    FixedPointStats,
+    NonFiniteError,
+    all_finite,
+    explain_nonfinite,
+    read_flags,
+    stack_flags,
+)
 from .stack import FPRNNLayer, initialize, initialize_once, register_model_types
 from .state import (
     FPRNNCache,
@@ -97,7 +104,7 @@ class Tokens(NamedTuple):
     def move_padding_right(self) -> "Tokens":
         """Return the same tokens with padding on the right.
 
-        No padding may come between a row's state, or the first window, and its first token.
+        The solve starts from a row's state at its first position, which must be a token.
         """
         if self.mask is None:
             return self
@@ -109,17 +116,18 @@ class Tokens(NamedTuple):
         return Tokens(gather_tokens(self.hidden, order), input_ids, mask, starts, original_order)
 
     def restore_padding(self, x: torch.Tensor) -> torch.Tensor:
-        """Return vectors of these tokens (b,l,·) with the padding in its original place."""
+        """Return vectors x of these tokens (b,l,·) with the padding in its original place."""
         return x if self.original_order is None else gather_tokens(x, self.original_order)
 
 
 class LayerOutputs(NamedTuple):
     """Results of all layers for a batch."""
 
-    hidden_states: list  # (b,l,d_model) input of each layer, if asked for; last the final norm's
-    stats: list  # FixedPointStats of each fixed-point layer
-    states: list  # state of each layer after the last token, if asked for
-    is_finite: list  # (,) bool on the device: embeddings, each layer's output, final norm
+    # (b,l,d_model) each: input of every layer, if asked for, then the final norm's output
+    hidden_states: list[torch.Tensor]
+    stats: list[FixedPointStats]  # of each fixed-point layer
+    states: list[Any]  # state of each layer after the last token; empty without `return_state`
+    is_finite: list[torch.Tensor]  # (,) bool: embeddings, each layer's output, final norm's output
 
 
 class FPRNNPreTrainedModel(PreTrainedModel):
@@ -134,9 +142,8 @@ class FPRNNPreTrainedModel(PreTrainedModel):
     def __init__(self, config: FPRNNConfig) -> None:
         config.settle()
         super().__init__(config)
-        kinds = dict.fromkeys(layer.kind for layer in config.layer_list())
-        names = (name for kind in kinds for name in IN_FP32.get(kind, ()))
-        self._keep_in_fp32_modules_strict = list(dict.fromkeys(names))
+        names = (name for layer in config.layer_list() for name in IN_FP32.get(layer.kind, ()))
+        self._keep_in_fp32_modules_strict = list(dict.fromkeys(names))  # without duplicates
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
@@ -157,14 +164,15 @@ class FPRNNPreTrainedModel(PreTrainedModel):
         return super().from_pretrained(*args, **kwargs)
 
     def fixed_point_blocks(self) -> list[FixedPointBlock]:
-        """Return the blocks of all fixed-point layers, in their order."""
+        """Return the blocks of all fixed-point layers, from the first to the last."""
         return [module for module in self.modules() if isinstance(module, FixedPointBlock)]
 
     @contextlib.contextmanager
     def solving(self, **fields: Any) -> Iterator["FPRNNPreTrainedModel"]:
-        """Solve with other solver settings inside a `with` block.
+        """Solve with other solver settings inside a `with` block; blocks nest.
 
-        Another `token` comes with its own defaults. `config` does not change. Contexts nest.
+        `config` does not change. If `token` changes, schedule, stopping and gradient get the
+        defaults of the new token, unless they are in `fields`.
 
         Args:
             fields: Solver fields of FPRNNConfig.
@@ -184,12 +192,12 @@ class FPRNNPreTrainedModel(PreTrainedModel):
         for name, value in fields.items():
             setattr(settings, name, value)
         settings.settle()
-        with self.passes(settings=settings):
+        with self.override_solve_options(settings=settings):
             yield self
 
     @contextlib.contextmanager
-    def passes(self, **fields: Any) -> Iterator[None]:
-        """Change fields of state.SolveOptions inside a `with` block; contexts nest."""
+    def override_solve_options(self, **fields: Any) -> Iterator[None]:
+        """Change fields of state.SolveOptions inside a `with` block; blocks nest."""
         backbone = self.base_model
         options = backbone.solve_options
         backbone.solve_options = options._replace(**fields)
@@ -221,14 +229,14 @@ class FPRNNModel(FPRNNPreTrainedModel):
         self.layers = nn.ModuleList(FPRNNLayer(config, layer) for layer in config.layer_list())
         self.solve_options = SolveOptions(config)
         self.norm_f = RMSNorm(config.d_model, config.norm_epsilon)
-        self.solved_layers = None  # indices of the fixed-point layers; None: all layers
+        self.fixed_point_indices = None  # of the fixed-point layers; None: all layers
         if config.layers is not None:
             kinds = [layer.kind for layer in self.layers]
-            self.solved_layers = [i for i, kind in enumerate(kinds) if kind in FIXED_POINT]
+            self.fixed_point_indices = [i for i, kind in enumerate(kinds) if kind in FIXED_POINT]
         self.post_init()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Reset the solve options: a copy made inside `passes` would never leave it."""
+        """Reset the solve options: a copy of the model would keep overridden options forever."""
         return {**vars(self), "solve_options": SolveOptions(self.config)}
 
     def get_input_embeddings(self) -> nn.Module:
@@ -237,14 +245,12 @@ class FPRNNModel(FPRNNPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.embeddings = value
 
-    def _sequences(self, input_ids, mask=None, starts=None, state=None, return_state=False):
+    def _make_sequences(self, tokens, state, return_state):
         """Collect the properties of a batch's tokens: padding, and starts of documents.
 
         Args:
-            input_ids: Token ids, (b,l); None if unknown. For embedded tokens only the ids of EOS
-                tokens are known, and the others are −1.
-            mask: False at padding, (b,l), or None.
-            starts: True at the first token of a packed document, (b,l), or None.
+            tokens: The Tokens. Of embedded tokens only the ids of EOS tokens are known, and the
+                others are −1.
             state: FPRNNState before the first tokens, or None.
             return_state: Whether the layers return their state.
 
@@ -253,14 +259,15 @@ class FPRNNModel(FPRNNPreTrainedModel):
             GPU that returns no state does not check this, because the host would wait, and nearly
             every training batch of text has an EOS token.
         """
-        cfg = self.config
-        if input_ids is not None and cfg.reset_at_eos and cfg.eos_token_id is not None:
-            follows_eos = mark_after_eos(input_ids, cfg.eos_token_id, state and state.last_token)
+        cfg, mask, starts = self.config, tokens.mask, tokens.starts
+        if tokens.input_ids is not None and cfg.reset_at_eos and cfg.eos_token_id is not None:
+            last_token = None if state is None else state.last_token
+            follows_eos = mark_after_eos(tokens.input_ids, cfg.eos_token_id, last_token)
             starts = follows_eos if starts is None else starts | follows_eos
         if starts is not None and mask is not None:
             starts = starts & mask  # padding may be EOS tokens; it must not change the state
-        is_checked = starts is not None and (return_state or on_cpu(starts))
-        if is_checked and not starts.any():
+        can_read_starts = starts is not None and (return_state or is_on_cpu(starts))
+        if can_read_starts and not starts.any():
             starts = None
         return Sequences(mask, starts, return_state=return_state, options=self.solve_options)
 
@@ -290,7 +297,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
             attention_mask: 0 at padding, (b,l); padding may be on either side.
             inputs_embeds: Embedded tokens, (b,l,d_model), instead of input_ids.
             output_hidden_states: Whether to return the input of each layer. None: as in the config.
-            return_dict: Whether to return an FPRNNOutput, not a tuple. None: as in the config.
+            return_dict: Whether to return an FPRNNOutput; False: a tuple. None: as in the config.
             state: FPRNNState that an earlier pass returned; the rows continue from it.
             return_state: Whether to return the FPRNNState after each row's last token. It is
                 detached, so a stream that is processed in segments is trained by truncated
@@ -303,7 +310,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
                 above the previous position, and at the start of a row whose first position is 0.
                 With a cache the first token continues its document.
             seq_idx: Index of each token's document, (b,l) or (1,l), instead of position_ids.
-            count_iterations: Whether to measure ℓ* as well.
+            count_iterations: Whether to measure ℓ*, the iterations that the paper needs, as well.
             cache: Another name of past_key_values.
             defer_check: Whether to return without waiting for the device to check that the pass is
                 finite. The caller then passes FPRNNOutput.is_finite to `refuse_nonfinite`. A pass
@@ -335,8 +342,8 @@ class FPRNNModel(FPRNNPreTrainedModel):
         cache = choose_cache(past_key_values, cache)
         if cache is None and use_cache:
             cache = FPRNNCache()
-        state = self._initial_state(batch, state, cache)
-        returns_state = return_state or cache is not None
+        state = self._choose_initial_state(batch, state, cache)
+        needs_state = return_state or cache is not None
 
         # 2. Find padding and documents, (b,l) each.
         mask = read_attention_mask(attention_mask, batch, length, has_cache=cache is not None)
@@ -345,8 +352,8 @@ class FPRNNModel(FPRNNPreTrainedModel):
         if tokens.starts is not None:
             # A row without a state has no earlier document; with a cache its document continues.
             tokens.starts[:, 0] &= state is not None and cache is None
-        tokens = self._with_eos_ids(tokens)
-        seqs = self._sequences(tokens.input_ids, tokens.mask, tokens.starts, state, returns_state)
+        tokens = self._find_eos_ids(tokens)
+        seqs = self._make_sequences(tokens, state, needs_state)
 
         # 3. Apply the layers.
         outputs = self._apply_layers(
@@ -354,32 +361,33 @@ class FPRNNModel(FPRNNPreTrainedModel):
         )
         is_checked = not defer_check or cache is not None
         if is_checked:
-            self._check_finite(outputs.is_finite)
+            self.refuse_nonfinite(read_flags(outputs.is_finite))
 
         # 4. Collect the results, with padding in its original place.
         hidden_states = [tokens.restore_padding(hidden) for hidden in outputs.hidden_states]
         last_hidden = hidden_states[-1]
         end_state = None
-        if returns_state:
-            end_state = self._end_state(tokens.input_ids, seqs, state, outputs.states)
+        if needs_state:
+            end_state = self._make_end_state(tokens.input_ids, seqs, state, outputs.states)
         if cache is not None:
             cache.state = end_state
             cache.length += length
         output = FPRNNOutput(
             last_hidden_state=last_hidden,
             hidden_states=tuple(hidden_states) if output_hidden_states else None,
-            fixed_point=self._report(outputs.stats, tokens.original_order, last_hidden.device),
+            fixed_point=self._make_report(outputs.stats, tokens, last_hidden.device),
             state=end_state if return_state else None,
             **{CACHE: cache},
             is_finite=None if is_checked else stack_flags(outputs.is_finite),
         )
         return output if _returns_dict(return_dict, cfg) else output.to_tuple()
 
-    def _initial_state(self, batch, state, cache):
-        """Return the state before the first tokens, given or in the cache, or None.
+    def _choose_initial_state(self, batch, state, cache):
+        """Return the state before the first tokens: `state`, or the state in the cache, or None.
 
         Raises:
-            ValueError: If both are given, or if the cache or state does not fit.
+            ValueError: If state and cache are both given, or if the state is of another model or
+                batch.
         """
         if cache is not None:
             if state is not None:
@@ -392,8 +400,8 @@ class FPRNNModel(FPRNNPreTrainedModel):
         state.check(batch, [layer.block.state_shapes() for layer in self.layers])
         return state
 
-    def _with_eos_ids(self, tokens):
-        """Find the EOS tokens among embedded tokens, if a document starts after one."""
+    def _find_eos_ids(self, tokens):
+        """Return the Tokens with the ids of embedded EOS tokens, if a document starts after EOS."""
         cfg = self.config
         if tokens.input_ids is not None or not cfg.reset_at_eos or cfg.eos_token_id is None:
             return tokens
@@ -402,12 +410,14 @@ class FPRNNModel(FPRNNPreTrainedModel):
         )
 
     def _apply_layers(self, hidden, seqs, state, cache, output_hidden_states, count_iterations):
-        """Apply the layers and the final norm to the embedded tokens (b,l,d_model)."""
+        """Apply the layers and the final norm to the embedded tokens hidden (b,l,d_model)."""
         residual = None
         hidden_states, stats, states = [], [], []
         is_finite = [all_finite(hidden)]  # read later, because each reading waits for the device
         for index, layer in enumerate(self.layers):
-            if output_hidden_states:  # the layer reads the same tensor, which so gets a gradient
+            if (
+                output_hidden_states
+            ):  # the layer reads the returned tensor, so that it has a gradient
                 hidden = hidden if residual is None else residual + hidden
                 residual = None
                 hidden_states.append(hidden)
@@ -419,8 +429,8 @@ class FPRNNModel(FPRNNPreTrainedModel):
                 hidden, residual, layer_stats, *layer_state = layer(
                     hidden, residual, seqs, count_iterations
                 )
-            except NonFiniteError as error:
-                self._check_finite([*is_finite, torch.tensor(False)], str(error))
+            except NonFiniteError as error:  # names an earlier place if its output is not finite
+                self.refuse_nonfinite([*read_flags(is_finite), False], str(error))
             is_finite.append(all_finite(hidden))
             if layer_stats is not None:
                 stats.append(layer_stats)
@@ -429,12 +439,12 @@ class FPRNNModel(FPRNNPreTrainedModel):
         is_finite.append(all_finite(hidden))
         return LayerOutputs([*hidden_states, hidden], stats, states, is_finite)
 
-    def _report(self, stats, original_order, device):
+    def _make_report(self, stats, tokens, device):
         """Stack the layers' statistics, with padding in its original place.
 
         Args:
             stats: FixedPointStats of each fixed-point layer.
-            original_order: `Tokens.original_order`.
+            tokens: The Tokens.
             device: Device of the report, because layers may be on several.
 
         Returns:
@@ -442,33 +452,21 @@ class FPRNNModel(FPRNNPreTrainedModel):
         """
         if not stats:
             return None
-        *columns, adjoint_norms = zip(*stats)
+        *columns, adjoint_norms = zip(*stats)  # a column has the values of all layers
         fields = [
-            None if field[0] is None else torch.stack([t.to(device) for t in field])
-            for field in columns
+            None if column[0] is None else torch.stack([value.to(device) for value in column])
+            for column in columns
         ]
-        norms = (
-            None if adjoint_norms[0] is None else list(adjoint_norms)
-        )  # the backward writes them
-        report = FixedPointReport([*fields, norms], self.solved_layers)
-        if original_order is not None and report.token_iters is not None:
-            report.token_iters = report.token_iters.take_along_dim(original_order.unsqueeze(0), 2)
+        # Not stacked: the backward writes into the layers' own tensors.
+        fields.append(None if adjoint_norms[0] is None else list(adjoint_norms))
+        report = FixedPointReport(fields, self.fixed_point_indices)
+        order = tokens.original_order
+        if order is not None and report.token_iters is not None:
+            report.token_iters = report.token_iters.take_along_dim(order.unsqueeze(0), 2)
         return report
 
-    def _check_finite(self, is_finite, symptom="its output is NaN or infinite"):
-        """Read the flags of a pass at once, and raise an error if one is False.
-
-        Args:
-            is_finite: Bool tensors (,) of the embeddings, the layers' outputs and the final norm.
-            symptom: Description of the first place that is not finite.
-
-        Raises:
-            NonFiniteError: If a flag is False; the error names the first such place.
-        """
-        self.refuse_nonfinite(read_flags(is_finite), symptom)
-
     def _list_places(self):
-        """Return (name, module) of all places whose output is checked to be finite."""
+        """Return (name, module) of all places whose output is checked, in the order of flags."""
         layers = [(f"layer {index}", layer) for index, layer in enumerate(self.layers)]
         embedded = ("the embedded input", self.embeddings)
         return [embedded, *layers, ("the final norm", self.norm_f)]
@@ -482,7 +480,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
 
         Args:
             is_finite: FPRNNOutput.is_finite, or its values. None: the pass has been checked.
-            symptom: Description of that place.
+            symptom: Description of the output of that place.
 
         Raises:
             NonFiniteError: If a flag is False.
@@ -493,14 +491,15 @@ class FPRNNModel(FPRNNPreTrainedModel):
             place, module = self._list_places()[is_finite.index(False)]
             raise explain_nonfinite(place, module, self.config, symptom) from None
 
-    def _end_state(self, input_ids, seqs, state, layer_states):
+    def _make_end_state(self, input_ids, seqs, state, layer_states):
         """Return the FPRNNState after the last token."""
         if input_ids is None:
-            return FPRNNState(tuple(layer_states), None)
-        is_known = state is not None and state.last_token is not None
-        previous = state.last_token if is_known else input_ids.new_full(input_ids.shape[:1], -1)
-        tokens = last_valid_tokens(input_ids.unsqueeze(-1), 1, previous[:, None, None], seqs)
-        return FPRNNState(tuple(layer_states), tokens.flatten())
+            return FPRNNState(tuple(layer_states), last_token=None)
+        previous = None if state is None else state.last_token
+        if previous is None:
+            previous = input_ids.new_full(input_ids.shape[:1], -1)
+        last = last_valid_tokens(input_ids.unsqueeze(-1), 1, previous[:, None, None], seqs)
+        return FPRNNState(tuple(layer_states), last.flatten())
 
 
 class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
@@ -566,15 +565,15 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             logits_to_keep: Number of last positions whose logits are computed (0: all), or a tensor
                 as in batch.select_positions. The loss is then over these positions only.
             loss_only: Whether to compute the loss without logits, LOSS_CHUNK_TOKENS at a time.
-            kwargs: shift_labels, (b,l), are labels that are already shifted: shift_labels[t] is the
-                token after input_ids[t]; they win over labels. num_items_in_batch is the number of
-                targets in all micro-batches of an update, which the sum is divided by instead of
-                their number in this one. They are not named arguments, because the Trainer of
-                transformers would then require both kinds of labels.
+            kwargs: `shift_labels`, (b,l), are labels that are already shifted: shift_labels[t] is
+                the token after input_ids[t]. If given, labels are not used. `num_items_in_batch` is
+                the number of targets in all micro-batches of an update: the loss is then the sum
+                over this micro-batch divided by it. They are not named arguments, because the
+                Trainer of transformers would then require both kinds of labels.
         """
         # 1. Find the target of each token, (b,l).
         targets = choose_targets(labels, kwargs.pop("shift_labels", None))
-        num_items = kwargs.get("num_items_in_batch")
+        target_count = kwargs.get("num_items_in_batch")
         self._check_targets(targets, loss_only, logits_to_keep)
         if loss_only and use_cache is None:
             use_cache = False  # no later pass continues from a pass that computes a loss
@@ -600,10 +599,10 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         # 3. Apply the head: logits (b,·,vocab_size), and the loss.
         hidden = outputs.last_hidden_state
         if loss_only:
-            total = chunked_nll_sum(self.lm_head, hidden, targets, LOSS_CHUNK_TOKENS)
-            logits, loss = None, total / count_targets(targets, num_items)
+            nll = chunked_nll_sum(self.lm_head, hidden, targets, LOSS_CHUNK_TOKENS)
+            logits, loss = None, nll / count_targets(targets, target_count)
         else:
-            logits, loss = self._logits_and_loss(hidden, targets, logits_to_keep, num_items)
+            logits, loss = self._compute_logits(hidden, targets, logits_to_keep, target_count)
         self._check_finite(outputs.is_finite, logits, loss)
         output = FPRNNCausalLMOutput(
             loss=loss,
@@ -615,13 +614,13 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         )
         return output if _returns_dict(return_dict, self.config) else output.to_tuple()
 
-    def _logits_and_loss(self, hidden, targets, logits_to_keep, num_items):
+    def _compute_logits(self, hidden, targets, logits_to_keep, target_count):
         """Return the logits (b,·,vocab_size) and, given targets, the loss over these positions."""
         logits = to_fp32(self.lm_head(select_positions(hidden, logits_to_keep)))
         if targets is None:
             return logits, None
         targets = select_positions(targets, logits_to_keep)
-        return logits, nll_sum(logits, targets) / count_targets(targets, num_items)
+        return logits, nll_sum(logits, targets) / count_targets(targets, target_count)
 
     def _check_finite(self, backbone_flags, logits, loss):
         """Read the flags of the whole pass at once, and raise an error if one is False.
@@ -666,8 +665,8 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
         """Count FLOPs per token; a multiply-add counts as two.
 
         Training costs the forward of the solve, and three times the forward of `prepare`, of a
-        single evaluation (`n_backwards` with one_step), `finish` and the head. If the gradient
-        goes through a solve token by token, this evaluation is already part of the solve.
+        single evaluation (`n_backwards` with one_step), of `gate_and_project` and of the head. If
+        the gradient goes through a solve token by token, this evaluation is part of the solve.
         The iterations of an adjoint in windows are not counted, because they are only known
         afterwards. The number is affine in `evaluations`.
 
@@ -677,22 +676,23 @@ class FPRNNForCausalLM(FPRNNPreTrainedModel, GenerationMixin):
             length: Tokens per sequence, which the scores of attention depend on. None: the longest.
         """
         length = length or self.config.max_position_embeddings
-        solved = self.fixed_point_blocks()
-        layers = [block.flops_per_token() for block in solved]
-        per_pass, step = sum(p for p, _ in layers), sum(s for _, s in layers)
+        blocks = self.fixed_point_blocks()
+        block_flops = [block.flops_per_token() for block in blocks]
+        per_pass = sum(flops.per_solve for flops in block_flops)
+        per_step = sum(flops.per_step for flops in block_flops)
         baselines = [m for m in self.modules() if isinstance(m, PlainLayer)]
         per_pass += sum(layer.flops_per_token(length) for layer in baselines)
         head = 2 * self.lm_head.weight.numel()
-        if not solved:
-            return (3 if training else 1) * (per_pass + head)
+        factor = 3 if training else 1  # the backward costs two forwards
+        if not blocks:
+            return factor * (per_pass + head)
         settings = self._settings()
-        solver = solved[0].describe_solver(settings)
-        gradient = settings.gradient
-        steps = settings.n_backwards if gradient == "one_step" else 1
-        differentiated = per_pass + steps * step + head
-        if gradient == solver["token"] == "exact" and solver["schedule"] == "sequential":
+        solver = blocks[0].describe_solver(settings)
+        steps = settings.n_backwards if settings.gradient == "one_step" else 1
+        differentiated = per_pass + steps * per_step + head
+        if settings.gradient == solver["token"] == "exact" and solver["schedule"] == "sequential":
             evaluations = evaluations - 1
-        return evaluations * step + (3 if training else 1) * differentiated
+        return evaluations * per_step + factor * differentiated
 
 
 class FPRNNForSequenceClassification(FPRNNPreTrainedModel):
@@ -749,7 +749,7 @@ class FPRNNForSequenceClassification(FPRNNPreTrainedModel):
         )
         hidden = outputs.last_hidden_state
         positions = self._find_last_tokens(hidden, input_ids, attention_mask)
-        rows = torch.arange(hidden.shape[0], device=hidden.device)
+        rows = torch.arange(len(hidden), device=hidden.device)
         logits = to_fp32(self.score(hidden[rows, positions]))
         loss = None
         if labels is not None:

@@ -7,9 +7,10 @@ p head dimension, g groups.
 
     h_t = exp(dt_t A) ⊙ h_{t−1} + (dt_t ⊙ x_t) B_tᵀ        y_t = h_t C_t          (paper Eq. 12)
 
-The scan cuts time into i ≈ √L chunks of c ≈ √L steps, and one Python loop of c steps advances all
-chunks at once. A first pass from a zero state computes the contribution of each chunk. A loop over
-the chunks then computes the states at their boundaries. A second pass from these states gives h.
+The plain scan cuts time into i ≈ √l chunks of c ≈ √l steps, and one Python loop of c steps advances
+all chunks at once. A first pass from a zero state computes the contribution of each chunk. A loop
+over the chunks then computes the states at their boundaries. A second pass from these states gives
+h.
 """
 
 import importlib
@@ -31,16 +32,16 @@ logger = logging.get_logger(__name__)
 
 INTERFACE = ("fprnn-kernels", 5)  # the version of lm.kernels that this file needs
 
-# Largest temporary of the selective scan in bytes. It limits the channels computed at once.
-MAX_TEMPORARY = 512 * 2**20
+# Bytes of temporaries of the selective scan, which limit the channels that are computed at once.
+MAX_TEMPORARY_BYTES = 512 * 2**20
 
 
 @cache
 def _kernels():
     """Return lm.kernels, or the kernels that an export contains, or None with one warning.
 
-    The bundled kernels are used without the package, with another version of it, and if an
-    unrelated package is called `lm`.
+    The bundled kernels are used if the package fprnn is missing or of another version, or if the
+    installed `lm` is an unrelated package.
     """
     kernels, reason = _find_kernels()
     if kernels is None:
@@ -77,7 +78,7 @@ def _find_kernels():
     return None, f"`lm.kernels` at {kernels.__file__} offers {version}, not {INTERFACE}"
 
 
-def backend(operation: str, like: torch.Tensor) -> Any:
+def find_backend(operation: str, like: torch.Tensor) -> Any:
     """Return the module of lm.kernels for an operation, or None for the plain version.
 
     Args:
@@ -88,12 +89,12 @@ def backend(operation: str, like: torch.Tensor) -> Any:
     return None if kernels is None else kernels.find(operation, like)
 
 
-def faster(operation: str, function: str, like: torch.Tensor, *args: Any) -> Any:
-    """Compute an operation with a kernel, or return None if no kernel supports the arguments.
+def try_kernel(operation: str, function: str, like: torch.Tensor, *args: Any) -> Any:
+    """Compute an operation with a kernel; return None if no kernel supports the arguments.
 
     Args:
         operation: One of lm.kernels.OPERATIONS.
-        function: Name of the function in the module of the `backend`.
+        function: Name of the function in the module of `find_backend`.
         like: A tensor with the device and dtype of the computation.
         *args: Arguments of the function.
     """
@@ -114,12 +115,18 @@ def _chunked(x, c):
     return x.unflatten(1, (-1, c))
 
 
-def _carry(first, decay_bid, local_bid):
-    """Return the state before each chunk, (b,i,d): s_0 = first, s_{i+1} = decay_i s_i + local_i."""
-    entering, state = torch.empty_like(local_bid), first
-    for i in range(decay_bid.shape[1]):
-        entering[:, i] = state
-        state = torch.addcmul(local_bid[:, i], decay_bid[:, i], state)
+def _carry(h0, decay, contribution):
+    """Return the state before each chunk, (b,i,d).
+
+    Args:
+        h0: State before the first chunk, (b,d).
+        decay: Decay over each chunk, (b,i,d).
+        contribution: State after each chunk from a zero state, (b,i,d).
+    """
+    entering, h = torch.empty_like(contribution), h0
+    for i in range(decay.shape[1]):
+        entering[:, i] = h
+        h = torch.addcmul(contribution[:, i], decay[:, i], h)
     return entering
 
 
@@ -149,7 +156,7 @@ def selective_scan(
     Source: Gu & Dao 2023; paper Eq. 12.
     """
     inputs = _same_dtype(x, dt, A, B, C, h0, keep)
-    result = faster("selective_scan", "selective_scan", inputs[0], *inputs)
+    result = try_kernel("selective_scan", "selective_scan", inputs[0], *inputs)
     return selective_scan_plain(*inputs) if result is None else result  # type: ignore[arg-type]
 
 
@@ -177,17 +184,16 @@ def selective_scan_plain(
     x, dt, A, B, C, h0, keep = _same_dtype(x, dt, A, B, C, h0, keep)
     h0 = x.new_zeros(len(x), *A.shape) if h0 is None else h0
     channel_bytes = 4 * B.numel() * B.element_size()  # states, decays, inputs, products
-    width = max(1, MAX_TEMPORARY // channel_bytes)
+    width = max(1, MAX_TEMPORARY_BYTES // channel_bytes)  # channels at once
     with torch.autocast(x.device.type, enabled=False):
-        parts = [
+        slices = zip(x.split(width, 2), dt.split(width, 2), A.split(width), h0.split(width, 1))
+        results = [
             checkpoint(
-                _scan_channels, *part, B, C, keep, use_reentrant=False, preserve_rng_state=False
+                _scan_channels, *tensors, B, C, keep, use_reentrant=False, preserve_rng_state=False
             )
-            for part in zip(
-                x.split(width, 2), dt.split(width, 2), A.split(width), h0.split(width, 1)
-            )
+            for tensors in slices
         ]
-        y, h = zip(*parts)
+        y, h = zip(*results)
         return torch.cat(y, 2), torch.cat(h, 1)
 
 
@@ -196,8 +202,8 @@ def _scan_channels(x, dt, A, h0, B, C, keep):
     decays = torch.exp(dt.unsqueeze(-1) * A)  # (b,l,d,n)
     if keep is not None:
         decays = decays * keep[..., None, None]
-    written = (x * dt).unsqueeze(-1) * B.unsqueeze(2)
-    h = linear_scan(decays.flatten(2), written.flatten(2), h0.flatten(1)).view_as(written)
+    inputs = (x * dt).unsqueeze(-1) * B.unsqueeze(2)  # (b,l,d,n)
+    h = linear_scan(decays.flatten(2), inputs.flatten(2), h0.flatten(1)).view_as(inputs)
     # Not a matrix product: a backward under autocast would round it.
     return (h * C.unsqueeze(2)).sum(-1), h[:, -1].clone()
 
@@ -228,10 +234,13 @@ def _linear_recurrence(a, u, h0):
     a_c, u_c = _chunked(a, c), _chunked(u, c)
     if u_c.shape[1] * c > length:  # padded steps keep the state
         a_c[:, -1, length - u_c.shape[1] * c :] = 1
+    # 1. Compute each chunk's contribution from a zero state, (b,i,d).
     h = torch.zeros_like(u_c[:, :, 0])
     for j in range(c):
         h = torch.addcmul(u_c[:, :, j], a_c[:, :, j], h)
+    # 2. Compute the states before the chunks, (b,i,d).
     h = _carry(h0, a_c.prod(2), h)
+    # 3. Run each chunk from its state.
     out = torch.empty_like(u_c)
     for j in range(c):
         h = torch.addcmul(u_c[:, :, j], a_c[:, :, j], h)
@@ -256,13 +265,13 @@ def linear_scan(a: torch.Tensor, u: torch.Tensor, h0: torch.Tensor | None = None
         return _LinearScan.apply(a.to(dtype), u.to(dtype), h0.to(dtype))
 
 
-SSD_CHUNK = 64
+SSD_CHUNK = 64  # steps per chunk of Mamba-2's scan
 
 
 def ssd_decays(
     dt: torch.Tensor, A: torch.Tensor, keep: torch.Tensor | None = None, chunk: int = SSD_CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the decays of `ssd_scan`, which depend only on dt and A.
+    """Return the decays of `ssd_scan` between steps of a chunk.
 
     Args:
         dt: Step sizes, (b,l,h).
@@ -276,18 +285,19 @@ def ssd_decays(
         from_start: Decay from the start of the chunk to a step, inclusive, (b,i,c,h).
     """
     chunk = min(chunk, max(1, dt.shape[1]))
-    log = _chunked(dt * A, chunk).cumsum(2)  # (b,i,c,h)
-    between = (log.unsqueeze(3) - log.unsqueeze(2)).permute(0, 1, 4, 2, 3)
-    allowed = torch.ones(chunk, chunk, dtype=torch.bool, device=dt.device).tril()
-    alive = same_end = log.new_ones(())
-    if keep is not None:
-        resets = _chunked((keep == 0).long(), chunk).cumsum(2)  # (b,i,c)
-        allowed = allowed & (resets.unsqueeze(3) == resets.unsqueeze(2)).unsqueeze(2)
-        alive = (resets == 0).unsqueeze(-1)
-        same_end = (resets == resets[:, :, -1:]).unsqueeze(-1)
+    log_decay = _chunked(dt * A, chunk).cumsum(2)  # from the start of the chunk, (b,i,c,h)
+    between = (log_decay.unsqueeze(3) - log_decay.unsqueeze(2)).permute(0, 1, 4, 2, 3)
+    is_connected = torch.ones(chunk, chunk, dtype=torch.bool, device=dt.device).tril()
+    is_kept_from_start = is_kept_to_end = log_decay.new_ones(())
+    if keep is not None:  # two steps are connected if no reset lies between them
+        resets = _chunked((keep == 0).long(), chunk).cumsum(2)  # number of resets so far, (b,i,c)
+        is_connected = is_connected & (resets.unsqueeze(3) == resets.unsqueeze(2)).unsqueeze(2)
+        is_kept_from_start = (resets == 0).unsqueeze(-1)
+        is_kept_to_end = (resets == resets[:, :, -1:]).unsqueeze(-1)
     # Mask before the exponential: it would overflow above the diagonal.
-    between = torch.exp(between.masked_fill(~allowed, -torch.inf))
-    return between, torch.exp(log[:, :, -1:] - log) * same_end, torch.exp(log) * alive
+    between = torch.exp(between.masked_fill(~is_connected, -torch.inf))
+    to_end = torch.exp(log_decay[:, :, -1:] - log_decay) * is_kept_to_end
+    return between, to_end, torch.exp(log_decay) * is_kept_from_start
 
 
 def ssd_scan(
@@ -316,7 +326,7 @@ def ssd_scan(
         y (b,l,h,p) and the final state (b,h,p,n), in fp32, or in fp64 if an input is fp64.
     """
     inputs = *_same_dtype(x, dt, A, B, C, h0), keep
-    result = faster("ssd_scan", "ssd_scan", inputs[0], *inputs)
+    result = try_kernel("ssd_scan", "ssd_scan", inputs[0], *inputs)
     return ssd_scan_plain(*inputs) if result is None else result
 
 
@@ -345,29 +355,33 @@ def ssd_scan_plain(
         u = _chunked(x * dt.unsqueeze(-1), chunk)  # (b,i,c,h,p)
         B_c, C_c = _chunked(B, chunk), _chunked(C, chunk)  # (b,i,c,g,n)
 
+        # 1. Add what each step reads from the steps of its own chunk.
         scores = torch.einsum("bikgn,bijgn->bigkj", C_c, B_c)
         scores = scores.repeat_interleave(per_group, 2) * between  # (b,i,h,c,c)
         y = torch.einsum("bihkj,bijhp->bikhp", scores, u)
 
+        # 2. Compute the states before the chunks, (b,i,h,p,n).
         B_h = B_c.repeat_interleave(per_group, 3)
-        local = torch.einsum("bichp,bichn->bihpn", u * to_end.unsqueeze(-1), B_h)
+        contribution = torch.einsum("bichp,bichn->bihpn", u * to_end.unsqueeze(-1), B_h)
         chunk_decay = from_start[:, :, -1, :, None, None]  # (b,i,h,1,1)
-        state = local.new_zeros(local[:, 0].shape) if h0 is None else h0
+        state = contribution.new_zeros(contribution[:, 0].shape) if h0 is None else h0
         entering = []
-        for i in range(local.shape[1]):
+        for i in range(contribution.shape[1]):
             entering.append(state)
-            state = chunk_decay[:, i] * state + local[:, i]
+            state = chunk_decay[:, i] * state + contribution[:, i]
         entering = torch.stack(entering, 1)
+
+        # 3. Add what each step reads from the state before its chunk.
         C_h = C_c.repeat_interleave(per_group, 3) * from_start.unsqueeze(-1)
         y = y + torch.einsum("bichn,bihpn->bichp", C_h, entering)
         return y.flatten(1, 2)[:, :length], state
 
 
-def _few_conv(x, weight, bias):
+def _convolve_few(x, weight, bias):
     """Compute `causal_conv` of a few tokens: each window times the taps."""
-    acc = torch.promote_types(x.dtype, torch.float32)
-    taps = weight[:, 0].to(acc)
-    windows = F.pad(x.to(acc), (0, 0, taps.shape[1] - 1, 0)).unfold(1, taps.shape[1], 1)
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    taps = weight[:, 0].to(dtype)
+    windows = F.pad(x.to(dtype), (0, 0, taps.shape[1] - 1, 0)).unfold(1, taps.shape[1], 1)
     y = (windows * taps).sum(-1)
     return (y if bias is None else y + bias).to(x.dtype)
 
@@ -397,14 +411,13 @@ def causal_conv(
         x = torch.cat([before.to(x.dtype), x], 1)
         return causal_conv(x, weight, bias, segments)[:, k - 1 :]
     if segments is None and x.shape[1] < 2 * k:  # conv1d has a fixed cost
-        return _few_conv(x, weight, bias)
+        return _convolve_few(x, weight, bias)
     if segments is None:
-        return F.conv1d(x.transpose(1, 2), weight, bias, padding=k - 1, groups=x.shape[-1])[
-            ..., : x.shape[1]
-        ].transpose(1, 2)
+        y = F.conv1d(x.transpose(1, 2), weight, bias, padding=k - 1, groups=x.shape[-1])
+        return y[..., : x.shape[1]].transpose(1, 2)
     taps = weight[:, 0].to(x.dtype)
     y = x * taps[:, -1]
     for lag in range(1, min(k, x.shape[1])):
-        same = (segments[:, lag:] == segments[:, :-lag]).unsqueeze(-1)
-        y = y + F.pad(x[:, :-lag] * same * taps[:, -1 - lag], (0, 0, lag, 0))
+        is_same_document = (segments[:, lag:] == segments[:, :-lag]).unsqueeze(-1)
+        y = y + F.pad(x[:, :-lag] * is_same_document * taps[:, -1 - lag], (0, 0, lag, 0))
     return y if bias is None else y + bias

@@ -1,13 +1,16 @@
 """Loops that solve a layer, their stopping rule and statistics, and gradients of a solution.
 
-`solve_sequential` solves the tokens' own equations (cell.py) one after the other. `solve_windows`
-iterates within windows of tokens. `solve_paper` iterates the paper's f for all tokens of a batch at
-once, until the batch has converged (App. B.4). No gradient flows through an iteration:
-`implicit_gradient` and `adjoint_gradient` attach the gradient of the solution, which they compute
-by an iteration in the backward.
+    f    the paper's iteration y ← f(y)
+    F    every token's own equation (cell.py), solved given the y of the tokens before it
 
-A number that is not finite is never returned, because it would become a loss of NaN or a token
-sampled from NaN. The error names the place, the cause and a cure.
+A solution y* satisfies y* = f(y*) = F(y*). `solve_sequential` solves one token after the other.
+`solve_windows` iterates f or F within windows of tokens. `solve_paper` iterates f for all tokens of
+a batch at once, until the batch has converged (App. B.4). No gradient flows through an iteration:
+`implicit_gradient` (of f) and `adjoint_gradient` (of F) attach the gradient of the solution, which
+they compute by an iteration in the backward.
+
+NaN and infinity are never returned, because they would become a loss of NaN or a token sampled from
+NaN. The error names the place, the cause and a cure.
 
 Shape suffixes: b batch, l length, d channels; w tokens of a window.
 """
@@ -43,19 +46,19 @@ def read_flags(flags: list[torch.Tensor]) -> list[bool]:
 
 
 def explain_nonfinite(place: str, module: nn.Module, config: Any, symptom: str) -> NonFiniteError:
-    """Return the error for a place that is not finite, with its cause and a cure.
+    """Return an error that names the cause of NaN or infinity, and a cure.
 
     Args:
-        place: First place that is not finite, such as "layer 3".
+        place: First place whose output is not finite, such as "layer 3".
         module: Module at this place.
         config: FPRNNConfig of the model.
-        symptom: Description of that place.
+        symptom: Description of the output, such as "its output is NaN or infinite".
     """
     kind = getattr(module, "kind", config.block)
     layer_config = module.block.config if hasattr(module, "kind") else config
-    damaged = [name for name, p in module.named_parameters() if not all_finite(p)]
-    if damaged:
-        cause = f"its parameter {damaged[0]} is NaN or infinite ({len(damaged)} are)"
+    bad_names = [name for name, p in module.named_parameters() if not all_finite(p)]
+    if bad_names:
+        cause = f"its parameter {bad_names[0]} is NaN or infinite ({len(bad_names)} are)"
         cure = "the checkpoint is damaged, or its training had diverged: use an earlier one"
     elif isinstance(module, nn.Embedding):
         cause = "inputs_embeds holds a NaN or an infinity"
@@ -88,9 +91,9 @@ def explain_nonfinite(place: str, module: nn.Module, config: Any, symptom: str) 
 class Rule(NamedTuple):
     """Stopping and damping of an iteration (paper App. B.4)."""
 
-    tol: float = 0.1  # relative residual at which a sequence (causal: a token) has converged
-    max_iters: int = 100  # ℓmax
-    quantile: float = 1.0  # quantile of the batch's residuals that must be below tol (`paper` only)
+    tol: float = 0.1  # relative residual below which a sequence or token has converged
+    max_iters: int = 100  # ℓmax of the paper
+    quantile: float = 1.0  # solve_paper: quantile of the batch's residuals that must be below tol
     stepsize: float = 0.99  # first step size
     stepsize_decay: float = 0.9
     patience: int = 15  # iterations without improvement before the step size decays
@@ -100,25 +103,26 @@ class Rule(NamedTuple):
 class FixedPointStats(NamedTuple):
     """Statistics of a solve, (b,) each; `token_iters` is (b,l).
 
-    The model stacks them over layers, to (n_layer,b) and (n_layer,b,l). The last five are None
-    unless they are asked for.
+    The model stacks them over layers, to (n_layer,b) and (n_layer,b,l). "The paper's procedure" is
+    `solve_paper` from zero, see `measure_num_iters`; its fields are None if it was not run.
     """
 
     evaluations: torch.Tensor  # evaluations of f or F per token
     failed: torch.Tensor  # share of tokens that are not solved to the tolerance
     bisected: torch.Tensor  # share whose iteration does not converge, solved by bisection
-    grad_limited: torch.Tensor  # share whose gradient may be shortened (cell.MOST_GAIN)
+    grad_limited: torch.Tensor  # share whose gradient may be shortened (cell.MAX_GAIN)
     residual: torch.Tensor  # relative residual of the returned solution
     num_iters: torch.Tensor | None = None  # ℓ*: iterations that the paper's procedure needs
-    converged: torch.Tensor | None = None  # bool: whether that procedure has converged
+    converged: torch.Tensor | None = None  # bool: whether the paper's procedure has converged
     token_iters: torch.Tensor | None = None  # iterations until all tokens up to this one converge
-    other_solution: torch.Tensor | None = None  # share of tokens that it solves differently
-    # max over tokens of ‖adjoint‖ relative to the gradient from above; the backward writes it here
+    other_solution: torch.Tensor | None = None  # share of tokens with another solution in it
+    # max_t ‖g_t‖ / max_t ‖v_t‖ of the gradient v of y from above and its adjoint g, which includes
+    # the gradient through later tokens. The backward writes it here; None without a gradient.
     adjoint_norm: torch.Tensor | None = None
 
 
-# Relative distance of two iterates above which they are different solutions. The paper's procedure
-# stops at 0.1 of the largest entry.
+# Relative distance of two iterates above which they are different solutions. It is above the
+# tolerance of the paper's procedure, 0.1.
 MAX_DISTANCE = 0.5
 RESIDUAL_FLOOR = 1e-8  # added to ‖g‖∞ in a relative residual
 SHARES = ("failed", "bisected", "grad_limited")  # statistics that are shares of the tokens
@@ -126,7 +130,7 @@ SHARES = ("failed", "bisected", "grad_limited")  # statistics that are shares of
 # The status of a token is a sum of these flags; 0 means solved.
 FAILED = 1  # no solution was found, or iterations ended before this token had converged
 BISECTED = 2  # the iteration does not converge; bisection found a solution (cell.py)
-GRAD_LIMITED = 4  # ‖(I − φ′)⁻¹‖ is above cell.MOST_GAIN, so the gradient may be shortened
+GRAD_LIMITED = 4  # ‖(I − φ′)⁻¹‖ is above cell.MAX_GAIN, so the gradient may be shortened
 
 
 class Solution(NamedTuple):
@@ -134,21 +138,30 @@ class Solution(NamedTuple):
 
     y: torch.Tensor  # (b,l,d)
     stats: FixedPointStats
-    f_y: torch.Tensor | None = None  # (b,l,d) the map at y; None: not computed
+    f_y: torch.Tensor | None = None  # (b,l,d) f(y) or F(y); None: not computed
     h: torch.Tensor | None = None  # recurrence's state after the last token; None: not computed
 
 
-def token_residual(y: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """Return ‖y − g‖∞ / (‖g‖∞ + 1e-8) of every token, (b,l). y, g: (b,l,d)."""
-    return (y - g).abs().amax(-1) / (g.abs().amax(-1) + RESIDUAL_FLOOR)
+class MapValue(NamedTuple):
+    """Value of f or F at an iterate y of a window."""
+
+    f_y: torch.Tensor  # (b,w,d) f(y) or F(y)
+    h: torch.Tensor  # recurrence's state after the window
+    status: torch.Tensor  # (b,w) of each token's own equation
+    residual: torch.Tensor  # (b,w) `token_residual` of y
 
 
-def relative_residual(y: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """Return the largest `token_residual` of every sequence, (b,). y, g: (b,l,d)."""
-    return token_residual(y, g).amax(-1)
+def token_residual(y: torch.Tensor, f_y: torch.Tensor) -> torch.Tensor:
+    """Return ‖y − f(y)‖∞ / (‖f(y)‖∞ + 1e-8) of every token, (b,l). y, f_y: (b,l,d)."""
+    return (y - f_y).abs().amax(-1) / (f_y.abs().amax(-1) + RESIDUAL_FLOOR)
 
 
-def _read_iteration(residual, iteration, *flags):
+def relative_residual(y: torch.Tensor, f_y: torch.Tensor) -> torch.Tensor:
+    """Return the largest `token_residual` of every sequence, (b,). y, f_y: (b,l,d)."""
+    return token_residual(y, f_y).amax(-1)
+
+
+def _read_iteration_flags(residual, iteration, *flags):
     """Read the flags of an iteration, bool tensors (,); the host waits for the device once.
 
     Raises:
@@ -171,7 +184,7 @@ class Damping:
     """
 
     def __init__(self, rule: Rule, like: torch.Tensor) -> None:
-        """Start with the first step size. like: A tensor of the shape of the residuals."""
+        """Start with the first step size. like: A tensor with the shape of the residuals."""
         self.rule = rule
         self.stepsize = torch.full_like(like, rule.stepsize)
         self.lowest_residual = torch.full_like(like, torch.inf)
@@ -208,8 +221,8 @@ def solve_paper(
         f: Map from y (b,l,d) to f(y) (b,l,d).
         y: First iterate, (b,l,d).
         rule: Stopping and damping.
-        trace: List that receives (residual, lowest residual, step size, stale iterations) of every
-            iteration, (b,) each.
+        trace: List that receives (residual, lowest residual, step size, stale iterations) after
+            every iteration, (b,) each.
 
     Returns:
         Solution with ℓ*, and the residual of the last iterate that was evaluated.
@@ -217,51 +230,56 @@ def solve_paper(
     Raises:
         NonFiniteError: If a residual is NaN or infinite.
     """
-    damping, iterations = Damping(rule, y[:, 0, 0]), 0
+    damping = Damping(rule, y[:, 0, 0])
+    iterations = 0  # of the batch
     num_iters = torch.zeros(len(y), dtype=torch.long, device=y.device)
     token_iters = torch.ones(y.shape[:2], dtype=torch.long, device=y.device)
     while True:
         # 1. Evaluate f, and count the iterations of sequences and tokens that have not converged.
-        g = f(y)
-        token_residuals = token_residual(y, g)
+        f_y = f(y)
+        token_residuals = token_residual(y, f_y)
         residual = token_residuals.amax(1)
         iterations += 1
         is_unfinished = damping.lowest_residual >= rule.tol
         num_iters = num_iters + is_unfinished
-        is_outside = token_residuals.cummax(1).values >= rule.tol
-        token_iters = torch.where(is_outside & is_unfinished[:, None], iterations + 1, token_iters)
+        has_large_residual = token_residuals.cummax(1).values >= rule.tol  # of any token up to it
+        needs_another = has_large_residual & is_unfinished[:, None]
+        token_iters = torch.where(needs_another, iterations + 1, token_iters)
         # 2. Take a damped step.
-        y = torch.lerp(y, g, damping.stepsize[:, None, None])
+        y = torch.lerp(y, f_y, damping.stepsize[:, None, None])
         damping.update(residual)
         if trace is not None:
             trace.append((residual, damping.lowest_residual, damping.stepsize, damping.stale_iters))
         # 3. Stop if the batch has converged, or if it does not move any more.
         has_unfinished = torch.quantile(damping.lowest_residual, rule.quantile) >= rule.tol
         is_moving = damping.stepsize.max() >= rule.min_stepsize
-        has_unfinished, is_moving = _read_iteration(residual, iterations, has_unfinished, is_moving)
+        has_unfinished, is_moving = _read_iteration_flags(
+            residual, iterations, has_unfinished, is_moving
+        )
         if not has_unfinished or not is_moving or iterations >= rule.max_iters:
             break
     converged = damping.lowest_residual < rule.tol
     token_iters = torch.minimum(token_iters, num_iters[:, None])
-    evaluations = torch.full_like(residual, iterations)
-    failed = (~converged).to(residual.dtype)
-    zero = torch.zeros_like(residual)
-    counts = num_iters, converged, token_iters
-    stats = FixedPointStats(evaluations, failed, zero, zero, residual, *counts)
+    stats = FixedPointStats(
+        evaluations=torch.full_like(residual, iterations),
+        failed=(~converged).to(residual.dtype),
+        bisected=torch.zeros_like(residual),
+        grad_limited=torch.zeros_like(residual),
+        residual=residual,
+        num_iters=num_iters,
+        converged=converged,
+        token_iters=token_iters,
+    )
     return Solution(y, stats)
 
 
-def probe_rule(block: str) -> Rule:
-    """Return the rule that ℓ* is measured with: the paper's damping, tolerance 0.1, all sequences.
-
-    Args:
-        block: Name of the block, such as "fp_mamba1".
-    """
+def _num_iters_rule(block):
+    """Return the rule that defines ℓ*: the block's damping in the paper, and tolerance 0.1."""
     damping = {**PAPER_RULES[block], "quantile": 1.0}
     return Rule(tol=0.1, max_iters=1000, patience=15, **damping)
 
 
-def count_iterations(
+def measure_num_iters(
     f: Callable[[torch.Tensor], Any],
     y: torch.Tensor,
     block: str,
@@ -273,21 +291,26 @@ def count_iterations(
     Args:
         f: The paper's iteration, (b,l,d) → (b,l,d).
         y: The model's own solution, (b,l,d), which the result of `solve_paper` is compared with.
-        block: Name of the block.
+        block: Name of the block, such as "fp_mamba1".
         stats: Statistics of the model's own solve.
         mask: False at padding, (b,l), or None.
     """
-    rule = probe_rule(block)
+    rule = _num_iters_rule(block)
     try:
         paper_y, paper_stats, *_ = solve_paper(f, torch.zeros_like(y), rule)
-        counts = paper_stats.num_iters, paper_stats.converged, paper_stats.token_iters
+        token_iters, num_iters = paper_stats.token_iters, paper_stats.num_iters
+        converged = paper_stats.converged
     except NonFiniteError:  # it may diverge although the tokens' own equations have a solution
         paper_y = torch.nan * y
         token_iters = torch.full(y.shape[:2], rule.max_iters, device=y.device)
-        converged = torch.zeros_like(token_iters[:, 0], dtype=torch.bool)
-        counts = token_iters[:, 0], converged, token_iters
-    fields = dict(zip(("num_iters", "converged", "token_iters"), counts))
-    return stats._replace(**fields, other_solution=_share_other_solution(paper_y, y, mask))
+        num_iters = token_iters[:, 0]
+        converged = torch.zeros_like(num_iters, dtype=torch.bool)
+    return stats._replace(
+        num_iters=num_iters,
+        converged=converged,
+        token_iters=token_iters,
+        other_solution=_share_other_solution(paper_y, y, mask),
+    )
 
 
 def _share_other_solution(paper_y, y, mask):
@@ -300,21 +323,16 @@ def _share_other_solution(paper_y, y, mask):
 
 @torch.no_grad()
 def solve_windows(
-    evaluate: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]],
-    inputs: Any,
-    rule: Rule,
-    width: int,
+    evaluate: Callable[[Any, torch.Tensor], MapValue], inputs: Any, rule: Rule, width: int
 ) -> Solution:
     """Solve a window of tokens at once, then the next one from the state after it.
 
     A token has converged when the residuals of this token and of all tokens before it are below the
     tolerance. It is then frozen at the iterate that has this residual. So its result depends only
-    on tokens up to it in its own sequence.
+    on the tokens up to it, and not on other sequences.
 
     Args:
-        evaluate: Function of (inputs of a window, iterate y). It returns the map at y (b,w,d), the
-            recurrence's state after the window, the status (b,w) of each token's own equation, and
-            the `token_residual` (b,w) of y.
+        evaluate: Function of (inputs of a window, iterate y).
         inputs: SolveInputs.
         rule: Stopping rule. The step size does not decay, and max_iters counts per window.
         width: Tokens per window.
@@ -326,37 +344,39 @@ def solve_windows(
         NonFiniteError: If the iterate becomes NaN or infinite.
     """
     length = inputs.x.shape[1]
-    state, parts, evaluated = inputs.seqs.state, [], 0
+    state = inputs.seqs.state
+    results, token_evaluations = [], 0
     for start in range(0, length, width):
         window = inputs.cut(start, min(start + width, length), state)
-        y, g, residual, status, h, iterations = _solve_window(evaluate, window, rule)
-        evaluated += iterations * y.shape[1]
-        parts.append((y, g, residual, status))
-        state = BlockState(y[:, -1], None, h, ())
-    y, f_y, residual, status = (torch.cat(part, 1) for part in zip(*parts))
-    return Solution(y, make_stats(residual, status, evaluated / length), f_y, h)
+        y, value, iterations = _solve_window(evaluate, window, rule)
+        token_evaluations += iterations * y.shape[1]
+        results.append((y, value.f_y, value.residual, value.status))
+        state = BlockState(y[:, -1], None, value.h, ())
+    y, f_y, residual, status = (torch.cat(tensors, 1) for tensors in zip(*results))
+    return Solution(y, make_stats(residual, status, token_evaluations / length), f_y, state.h)
 
 
 def _solve_window(evaluate, window, rule):
+    """Iterate one window; return y (b,w,d), the MapValue at y, and the number of iterations."""
     y = torch.zeros_like(window.x)
     is_frozen = torch.zeros(y.shape[:2], dtype=torch.bool, device=y.device)
     iterations = 0
     while True:
-        g, h, status, residual = evaluate(window, y)
+        value = evaluate(window, y)
         iterations += 1
-        is_frozen = (is_frozen | (residual < rule.tol)).cumprod(1).bool()
-        (is_done,) = _read_iteration(residual.amax(1), iterations, is_frozen.all())
+        is_frozen = (is_frozen | (value.residual < rule.tol)).cumprod(1).bool()
+        (is_done,) = _read_iteration_flags(value.residual.amax(1), iterations, is_frozen.all())
         if iterations >= rule.max_iters or is_done:
-            status = torch.where(is_frozen, status, status | FAILED)
-            return y, g, residual, status, h, iterations
-        next_y = g if rule.stepsize == 1 else torch.lerp(y, g, rule.stepsize)
+            status = torch.where(is_frozen, value.status, value.status | FAILED)
+            return y, value._replace(status=status), iterations
+        next_y = value.f_y if rule.stepsize == 1 else torch.lerp(y, value.f_y, rule.stepsize)
         y = torch.where(is_frozen.unsqueeze(-1), y, next_y)
 
 
 def solve_sequential(
     solve_token: Callable[[Any], tuple[torch.Tensor, torch.Tensor, torch.Tensor]], inputs: Any
 ) -> Solution:
-    """Solve one token after the other, once each; differentiable where gradients are on.
+    """Solve one token after the other, each once; differentiable if gradients are enabled.
 
     Args:
         solve_token: Function of a single token's inputs. It returns y (b,1,d), the recurrence's
@@ -366,17 +386,24 @@ def solve_sequential(
     Returns:
         Solution. The graph of its y goes through all tokens: backpropagation through time.
     """
-    state, parts = inputs.seqs.state, []
+    state, results = inputs.seqs.state, []
     for t in range(inputs.x.shape[1]):
         y, h, status = solve_token(inputs.cut(t, t + 1, state))
-        parts.append((y, status))
+        results.append((y, status))
         state = BlockState(y[:, 0], None, h, ())
-    y, status = (torch.cat(part, 1) for part in zip(*parts))
-    return Solution(y, make_stats(torch.zeros_like(y[..., 0]), status, 1.0), y, h)
+    y, status = (torch.cat(tensors, 1) for tensors in zip(*results))
+    residual = torch.zeros_like(y[..., 0])
+    return Solution(y, make_stats(residual, status, evaluations=1.0), y, h)
 
 
 def make_stats(residual: torch.Tensor, status: torch.Tensor, evaluations: float) -> FixedPointStats:
-    """Return the statistics of tokens with these residuals and statuses, (b,l) each."""
+    """Return the statistics of a solve.
+
+    Args:
+        residual: `token_residual`, (b,l).
+        status: Status of each token, (b,l).
+        evaluations: Mean evaluations of f or F per token.
+    """
     residual = residual.detach().amax(1)
     evaluations = torch.full_like(residual, evaluations)
     failed, bisected, grad_limited = (
@@ -393,13 +420,16 @@ DIVERGENCE_CURE = (
 
 MAX_GROWTH = 1e3  # max|g| / max|v| above which an unfinished iteration counts as diverged
 
-# The adjoint's iteration also ends when its change is below this many machine epsilons of the
+# The sum of `adjoint_gradient` also ends when its change is below this many machine epsilons of the
 # products and no longer shrinks. Under bf16 the change would never fall below the tolerance.
 ROUNDING = 8
 
 
 def implicit_gradient(
-    f: Callable[[torch.Tensor], torch.Tensor], y_star: torch.Tensor, first: torch.Tensor, rule: Rule
+    f: Callable[[torch.Tensor], torch.Tensor],
+    y_star: torch.Tensor,
+    f_y_star: torch.Tensor,
+    rule: Rule,
 ) -> torch.Tensor:
     """Return f(y*) with the true gradient of the fixed point attached.
 
@@ -409,26 +439,26 @@ def implicit_gradient(
     Args:
         f: The iteration, (b,l,d) → (b,l,d).
         y_star: The fixed point, (b,l,d), detached.
-        first: f(y*), with the graph to the parameters.
-        rule: Tolerance and ℓmax of the solve in the backward.
+        f_y_star: f(y*), with the graph to the parameters.
+        rule: Tolerance and maximal iterations of the solve in the backward.
 
     Raises:
-        NonFiniteError: In the backward, if the iteration for g diverges. It warns if the iteration
-            has not converged.
+        NonFiniteError: In the backward, if the iteration for g diverges. The backward warns if the
+            iteration has not converged.
 
     Source: paper, Eq. 16.
     """
-    if not (torch.is_grad_enabled() and first.requires_grad):
-        return first
+    if not (torch.is_grad_enabled() and f_y_star.requires_grad):
+        return f_y_star
     y0 = y_star.detach().requires_grad_()
     f0 = f(y0)
 
     def solve_for_g(v):
-        def neumann(g):
+        def neumann_step(g):
             return v + torch.autograd.grad(f0, y0, g, retain_graph=True)[0]
 
         try:
-            g, stats, *_ = solve_paper(neumann, v, rule._replace(quantile=1.0))
+            g, stats, *_ = solve_paper(neumann_step, v, rule._replace(quantile=1.0))
         except NonFiniteError as error:
             raise NonFiniteError(f"{DIVERGENCE}: {error}. {DIVERGENCE_CURE}") from None
         if not stats.converged.all():
@@ -440,48 +470,47 @@ def implicit_gradient(
             warnings.warn(text, stacklevel=2)
         return g
 
-    y = first.view_as(first)
+    y = f_y_star.view_as(f_y_star)
     y.register_hook(solve_for_g)
     return y
 
 
 def adjoint_gradient(
     F: Callable[[torch.Tensor], torch.Tensor],
-    F_of_y: Callable[[torch.Tensor], torch.Tensor],
+    F_detached: Callable[[torch.Tensor], torch.Tensor],
     y_star: torch.Tensor,
-    norms: torch.Tensor | None,
+    adjoint_norm: torch.Tensor | None,
     tol: float,
     products: torch.dtype,
 ) -> torch.Tensor:
     """Return F(y*) with the gradient of the solution of y = F(y) attached.
 
-    The gradient v of y* becomes g = Σ_k (Jᵀ)ᵏ v with J = ∂F/∂y at y*. F at token t reads earlier
-    tokens only, so Jᴸ = 0 and the sum has at most L terms. It ends earlier if later terms are below
-    the tolerance of y*, or rounding.
+    The gradient v of y* becomes the adjoint g = Σ_k (Jᵀ)ᵏ v with J = ∂F/∂y at y*. F at token t
+    reads earlier tokens only, so Jᴸ = 0 for length L, and the sum has at most L terms. It ends
+    earlier if later terms are below the tolerance of y*, or if they are rounding errors.
 
     Args:
         F: Map (b,l,d) → (b,l,d).
-        F_of_y: The same map, with a graph to y only. The backward computes it, under the autocast
-            mode of the forward.
+        F_detached: The same map with detached inputs and parameters: it has a graph to y only. The
+            backward computes it, under the autocast mode of the forward.
         y_star: The solution, (b,l,d), detached.
-        norms: Tensor (b,) that the backward writes max ‖g_t‖ / max ‖v_t‖ of every sequence into,
-            or None.
-        tol: Largest change of a sequence, relative to its largest entry, at which the sum ends.
+        adjoint_norm: Tensor (b,) that the backward writes max ‖g_t‖ / max ‖v_t‖ into, or None.
+        tol: Change of a sequence, relative to its largest entry, below which the sum ends.
         products: dtype that F multiplies in.
     """
-    first = F(y_star)
-    if not first.requires_grad:
-        return first
+    F_y_star = F(y_star)
+    if not F_y_star.requires_grad:
+        return F_y_star
     device = y_star.device.type
     dtype, is_enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
     autocast = torch.autocast(device, dtype, enabled=is_enabled)
 
     def sum_terms(v):
-        max_v, g = _max_token_norm(v), v
-        # This is a new graph, because the graph of `first` may be checkpointed.
+        g = v
+        # This is a new graph, because the graph of F_y_star may be checkpointed.
         with torch.enable_grad(), autocast:
             y0 = y_star.detach().requires_grad_()
-            F0 = F_of_y(y0)
+            F0 = F_detached(y0)
         lowest_change = torch.full_like(v[:, 0, 0], torch.inf)
         for _ in range(v.shape[1]):
             (term,) = torch.autograd.grad(F0, y0, g, retain_graph=True)
@@ -491,12 +520,13 @@ def adjoint_gradient(
             if ((change < tol) | (is_rounding & (change >= lowest_change))).all():
                 break
             lowest_change = torch.minimum(lowest_change, change)
-        if norms is not None:
-            norms.copy_((_max_token_norm(g) / max_v.clamp_min(1e-30)).squeeze(1).detach())
+        if adjoint_norm is not None:
+            relative_norm = _max_token_norm(g) / _max_token_norm(v).clamp_min(1e-30)
+            adjoint_norm.copy_(relative_norm.detach())
         return g
 
-    first.register_hook(sum_terms)
-    return first
+    F_y_star.register_hook(sum_terms)
+    return F_y_star
 
 
 def _max_entry(v):
@@ -505,5 +535,5 @@ def _max_entry(v):
 
 
 def _max_token_norm(v):
-    """Return the largest ‖v_t‖₂ of every sequence of v (b,l,d), (b,1)."""
-    return torch.linalg.vector_norm(v, dim=-1).amax(1, keepdim=True)
+    """Return the largest ‖v_t‖₂ of every sequence of v (b,l,d), (b,)."""
+    return torch.linalg.vector_norm(v, dim=-1).amax(1)

@@ -42,11 +42,12 @@ class SolvesOnceLayer(GradientCheckpointingLayer):
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        # Skip the base class's method, which wraps `forward`.
         super(GradientCheckpointingLayer, cls).__init_subclass__(**kwargs)
 
 
 class FPRNNLayer(SolvesOnceLayer):
-    """One layer: residual += hidden; hidden = block(norm(residual))."""
+    """One layer: residual += hidden; hidden = block(norm(residual)); the residual is fp32."""
 
     def __init__(self, config: Any, layer: Any) -> None:
         """Create a layer.
@@ -103,12 +104,12 @@ def initialize(module: nn.Module, config: Any) -> None:
     if isinstance(module, nn.Embedding):
         init.normal_(module.weight, std=config.embedding_init_std)
     elif isinstance(module, nn.Linear | nn.Conv1d):
-        is_normed = isinstance(module, WNLinear)
-        weight = module.direction if is_normed else module.weight
+        has_weight_norm = isinstance(module, WNLinear)
+        weight = module.direction if has_weight_norm else module.weight
         init.kaiming_uniform_(weight, a=math.sqrt(5))
         if module.bias is not None:
             init.zeros_(module.bias)
-        if is_normed:
+        if has_weight_norm:
             init.copy_(module.gain, torch.linalg.vector_norm(weight, dim=1, keepdim=True))
     elif isinstance(module, RMSNorm | nn.LayerNorm | nn.GroupNorm):
         init.ones_(module.weight)
@@ -124,13 +125,16 @@ def initialize(module: nn.Module, config: Any) -> None:
 
 
 def _initialize_block(module, cfg):
+    """Initialize the parameters that a block holds itself, and its out_proj and gates."""
     init.kaiming_uniform_(module.out_proj.weight, a=math.sqrt(5))
     init.copy_(module.out_proj.weight, module.out_proj.weight / math.sqrt(cfg.n_layer))
     if isinstance(module, FixedPointBlock):
         init.copy_(module.out_proj.weight, module.out_proj.weight * cfg.out_proj_init_scale)
         _initialize_gates(module.mixer, cfg.mixer_gate_init_bias)
         if module.centroids is not None:
-            init.normal_(module.centroids.vectors)  # as long as the output of the block's norm
+            init.normal_(
+                module.centroids.vectors
+            )  # about as long as the output of the block's norm
             init.constant_(module.centroids.log_sharpness, math.log(16))
     if isinstance(module, FPMamba1 | Mamba):
         n = torch.arange(1, cfg.d_state + 1, dtype=torch.float32, device=module.A_log.device)
@@ -161,18 +165,19 @@ def _initialize_block(module, cfg):
         return
     if hasattr(module, "D"):
         init.ones_(module.D)
-    low, high = math.log(1e-3), math.log(1e-1)
+    low, high = math.log(1e-3), math.log(1e-1)  # the step sizes dt are log-uniform
     u = torch.rand(dt_bias.shape, device=dt_bias.device)
     dt = torch.exp(low + u * (high - low)).clamp_min(1e-4)
-    init.copy_(dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus⁻¹
+    init.copy_(dt_bias, dt + torch.log(-torch.expm1(-dt)))  # softplus(dt_bias) = dt
 
 
 def _initialize_rwkv7(layer):
     """Initialize as flash-linear-attention does in its first layer, except out_proj and g_norm."""
-    d, e = layer.config.d_model, layer.config.d_model // layer.heads
+    d, head_dim = layer.config.d_model, layer.config.d_model // layer.heads
     channel = torch.arange(d, dtype=torch.float32, device=layer.k_k.device)
-    linear = channel / max(1, d - 1) - 0.5
-    zigzag = (channel % e - (e - 1) / 2) / max(1, (e - 1) / 2)
+    linear = channel / max(1, d - 1) - 0.5  # from −0.5 to 0.5 over the channels
+    middle = (head_dim - 1) / 2
+    zigzag = (channel % head_dim - middle) / max(1, middle)  # from −1 to 1 over each head
     zigzag = zigzag * zigzag.abs()
     powers = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
     for name, power in powers.items():
@@ -214,11 +219,11 @@ def _initialize_lstm(lstm):
 
 def _initialize_gates(mixer, value):
     """Set the biases of the mixer's gates, which start near σ(value)."""
-    for part in mixer.modules():
-        if isinstance(part, Reflections):
-            init.constant_(part.alpha_proj.bias, value)
-        elif isinstance(part, Kronecker | Monarch):
-            init.constant_(part.gate_proj.bias, value)
+    for module in mixer.modules():
+        if isinstance(module, Reflections):
+            init.constant_(module.alpha_proj.bias, value)
+        elif isinstance(module, Kronecker | Monarch):
+            init.constant_(module.gate_proj.bias, value)
 
 
 def register_model_types(model: Any) -> None:
@@ -230,20 +235,19 @@ def register_model_types(model: Any) -> None:
     # Not imported at the top: the Auto classes may be importing the file that imports this one.
     from transformers.models.auto import modeling_auto
 
-    kind, name = model.config.model_type, type(model).__name__
+    model_type, name = model.config.model_type, type(model).__name__
     task_names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if name.endswith("ForSequenceClassification"):
         task_names = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-    task_names.setdefault(kind, name)
-    modeling_auto.MODEL_MAPPING_NAMES.setdefault(kind, type(model.base_model).__name__)
+    task_names.setdefault(model_type, name)
+    modeling_auto.MODEL_MAPPING_NAMES.setdefault(model_type, type(model.base_model).__name__)
 
 
 def initialize_once(model: Any, module: Any) -> None:
     """Initialize a module if it, or a child, has weights that no checkpoint has loaded.
 
-    For code that is not its own, transformers looks at a module's own parameters only. It would not
-    initialize the children of a layer without own parameters, or with own parameters that are all
-    loaded.
+    Transformers looks only at the parameters that a module holds itself. It would therefore not
+    initialize a block whose missing parameters all belong to its children.
 
     Args:
         model: The PreTrainedModel.

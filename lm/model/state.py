@@ -1,7 +1,7 @@
 """State between tokens and between segments of a stream, caches, and noise on the state.
 
-`Sequences` carries all of it to the layers. Noise in training makes a model pull perturbed states
-back.
+`Sequences` carries all of them to the layers. Noise in training makes a model pull perturbed states
+back. sh(y) is the y of the token before each token.
 
 Shape suffixes: b batch, l length, d channels (d_inner), k d_conv.
 """
@@ -20,21 +20,21 @@ class BlockState(NamedTuple):
     """State of a fixed-point block after each row's last token that is not padding; detached."""
 
     y: torch.Tensor  # (b,d) y*, which the next token reads as sh(y)
-    f_y: torch.Tensor  # (b,d) the iterate that the output was computed from
-    h: torch.Tensor  # scan's state: FP-Mamba-1 (b,d,n), FP-Mamba-2 (b,h,p,n), FP-RNN (b,d)
+    f_y: torch.Tensor  # (b,d) the iterate that the output was computed from: y* or f(y*)
+    h: torch.Tensor  # recurrence's state, (b,·) + `state_shapes`
     conv: tuple[torch.Tensor, ...]  # (b,k−1,·) last inputs of each convolution
 
 
 def state_shapes(config: Any) -> list[tuple[int, ...]]:
-    """Return the shapes of the tensors in a BlockState of such a block, without the batch."""
+    """Return the shapes of the tensors in a block's BlockState, without the batch dimension."""
     d, n, bc = config.d_inner, config.d_state, 2 * config.ngroups * config.d_state
-    h, convs = {
+    h_shape, conv_widths = {
         "fp_mamba1": ((d, n), (d,)),
         "fp_mamba2": ((d // config.headdim, config.headdim, n), (d + bc,)),
         "fp_rnn": ((d,), (d, 2 * d)),
     }[config.block]
-    tails = ((config.d_conv - 1, width) for width in convs if config.use_short_conv)
-    return [(d,), (d,), h, *tails]
+    tails = ((config.d_conv - 1, width) for width in conv_widths if config.use_short_conv)
+    return [(d,), (d,), h_shape, *tails]
 
 
 def list_tensors(layer: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -44,7 +44,7 @@ def list_tensors(layer: tuple[Any, ...]) -> list[torch.Tensor]:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], nested: Any) -> Any:
-    """Apply a function to every tensor in tuples of tuples, named or not."""
+    """Apply a function to every tensor in nested tuples and NamedTuples; keep other values."""
     if torch.is_tensor(nested):
         return function(nested)
     if not isinstance(nested, tuple):
@@ -55,15 +55,16 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], nested: Any) -
 
 def _matches(shape, pattern):
     """Return whether a shape has the sizes of a pattern, where −1 allows any size."""
-    return len(shape) == len(pattern) and all(n in (m, -1) for m, n in zip(shape, pattern))
+    pairs = zip(shape, pattern)
+    return len(shape) == len(pattern) and all(allowed in (size, -1) for size, allowed in pairs)
 
 
 class FPRNNState(NamedTuple):
     """State after a forward pass; the next segment of the same streams continues from it."""
 
     layers: tuple[Any, ...]  # state of every layer; a BlockState for fixed-point blocks
-    # (b,) last token of each row; −1 for a row without tokens, or for an embedding that is not an
-    # EOS token's. None: unknown
+    # (b,) id of each row's last token; −1 if there is none, or if the token was given as an
+    # embedding that is not EOS's. None: unknown
     last_token: torch.Tensor | None
 
     def check(self, batch: int, expected: list[list[tuple[int, ...]]]) -> None:
@@ -82,16 +83,16 @@ class FPRNNState(NamedTuple):
                 f" {len(expected)}"
             )
         for index, (layer, patterns) in enumerate(zip(self.layers, expected)):
-            shapes = [tuple(t.shape[1:]) for t in list_tensors(layer)]
+            shapes = [tuple(t.shape[1:]) for t in list_tensors(layer)]  # without the batch
             if len(shapes) != len(patterns) or not all(map(_matches, shapes, patterns)):
                 raise ValueError(
                     f"the state is of another model: layer {index} of the state has the shapes"
                     f" {shapes} per stream, and this model needs {patterns} (−1: any number)"
                 )
-            batches = {len(t) for t in list_tensors(layer)}
-            if batches - {batch}:
+            sizes = {len(t) for t in list_tensors(layer)} - {batch}
+            if sizes:
                 raise ValueError(
-                    f"the state is of a batch of {batches.pop()}, the input's is {batch}"
+                    f"the state is of a batch of {sizes.pop()} sequences, the input has {batch}"
                 )
 
     @property
@@ -106,16 +107,15 @@ class FPRNNState(NamedTuple):
 
 
 class FPRNNCache:
-    """Cache of `generate`: an FPRNNState, whose size does not grow with the text.
+    """Cache of `generate`: the FPRNNState from which the next forward pass continues.
 
-    The state of attention layers does grow. A forward pass with a cache continues exactly from the
-    end of the previous pass.
+    Its size does not grow with the text, except for the state of attention layers.
     """
 
     state: Any  # FPRNNState | None
     is_compileable = False
     is_croppable = False  # a recurrence cannot go back
-    is_linear = (False,)  # transformers 5.24 cuts a prompt by the length of a cache that is not
+    is_linear = (False,)  # if True, transformers 5.24 does not cut the cached tokens off a prompt
 
     def __init__(self, state: FPRNNState | None = None, length: int = 0) -> None:
         self.state, self.length = state, length
@@ -151,7 +151,7 @@ class FPRNNCache:
 
 
 class WeightCache:
-    """Tensors that a block computes from its parameters only (materialized and joined weights).
+    """Tensors that a block computes from its parameters only, such as joined weights.
 
     They stay valid from one pass to the next, until a parameter changes.
     """
@@ -167,11 +167,12 @@ class WeightCache:
         """Return this cache, emptied if a parameter has changed; None if caching is not safe.
 
         Args:
-            parameters: Parameters that the values depend on. None: they depend on more.
+            parameters: Parameters that the values depend on. None: they depend on other things,
+                too.
         """
         if parameters is None or torch.is_grad_enabled():
             return None
-        if any(t.is_inference() for t in parameters):  # such tensors do not count their changes
+        if any(t.is_inference() for t in parameters):  # inference tensors have no _version
             return None
         versions = [(t.data_ptr(), t._version, t.dtype) for t in parameters]
         if versions != self._versions:
@@ -225,7 +226,7 @@ def draw_state_noise(
     Args:
         block: The fixed-point block.
         u: Its input, (b,l,d_model).
-        sigma: σ, in units of the output of the block's norm before its weights.
+        sigma: σ, in units of the block's norm before its weights: 1 is the norm's rms.
         generators: As in `draw`.
 
     Returns:
@@ -243,22 +244,22 @@ class SolveOptions(NamedTuple):
     settings: Any = None  # configuration with the solver's fields; None: the block's own
     draw_noise: Callable[..., torch.Tensor | None] = draw_state_noise  # Adversary replaces it
     generators: list[torch.Generator] | None = None  # of the noise, one per sequence: see `draw`
-    # Makes a context around each solve, such as a timer's.
+    # Returns the context of a solve, such as a timer.
     solve_context: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 class Sequences(NamedTuple):
-    """Properties of a batch's tokens besides their embeddings; None means nothing special."""
+    """Properties of a batch's tokens besides their embeddings; None: does not apply."""
 
     mask: torch.Tensor | None = None  # (b,l) False at padding, which does not change states
     starts: torch.Tensor | None = None  # (b,l) True at the first token of a packed document
-    # A block that starts from a state, or returns one, needs padding on the right.
-    state: BlockState | None = None  # state before the first token
+    # State before the first token. A block that reads or returns a state needs right padding.
+    state: BlockState | None = None
     return_state: bool = False  # whether the block returns its BlockState as well
     noise: torch.Tensor | None = None  # (b,l,d) added to sh(y) (`state_noise`)
     cache: WeightCache | None = None  # cached weights of the block
     options: SolveOptions = SolveOptions()
-    adjoint_norm: torch.Tensor | None = None  # (b,) written by the backward: FixedPointStats
+    adjoint_norm: torch.Tensor | None = None  # (b,) that the backward fills, see FixedPointStats
 
     def get_state(self, name: str, index: int | None = None) -> Any:
         """Return a field of the state before the first token, or None without a state.
@@ -281,15 +282,15 @@ class Sequences(NamedTuple):
 
 
 def shift(y: torch.Tensor, seqs: Sequences, name: str = "y") -> torch.Tensor:
-    """Return sh(y): y (b,l,d) of the token before each token.
+    """Return sh(y) (b,l,d): the y of the token before each token.
 
-    It is zero at the first token of a packed document. At the first token of a row it is a field of
-    the state, or zero without a state.
+    It is zero at the first token of a packed document. At the first token of a row it is read from
+    the state, and zero without a state.
 
     Args:
         y: Iterate, (b,l,d).
         seqs: Properties of the batch.
-        name: Field of the state.
+        name: Field of the BlockState: "y" or "f_y".
     """
     last_y = seqs.get_state(name)
     first = torch.zeros_like(y[:, :1]) if last_y is None else last_y.to(y.dtype).unsqueeze(1)
@@ -305,14 +306,14 @@ def gather_tokens(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def last_valid_tokens(
     x: torch.Tensor, n: int, previous: torch.Tensor | None, seqs: Sequences
 ) -> torch.Tensor:
-    """Return the last n positions of each row that are not padding.
+    """Return the last n tokens of each row that are not padding.
 
-    Positions of another document than the last are zero.
+    Tokens of earlier documents than the last are zero.
 
     Args:
         x: Vectors of the tokens, (b,l,…), with padding on the right.
-        n: Number of positions.
-        previous: Vectors of the n positions before x, (b,n,…); zero if None.
+        n: Number of tokens.
+        previous: Vectors of the n tokens before x, (b,n,…); zero if None.
         seqs: Padding and documents.
 
     Returns:
@@ -323,14 +324,14 @@ def last_valid_tokens(
         return x[:, x.shape[1] - n :].clone()
     if previous is None:
         previous = x.new_zeros(x.shape[0], n, *x.shape[2:])
-    joined = torch.cat([previous.to(x.dtype), x], 1)
+    joined = torch.cat([previous.to(x.dtype), x], 1)  # (b,n+l,…)
     if seqs.mask is None and seqs.starts is None:
         return joined[:, x.shape[1] :].clone()
+    positions = torch.arange(n, device=x.device).expand(x.shape[0], n)  # in joined
     if seqs.mask is None:
-        positions = torch.arange(x.shape[1], x.shape[1] + n, device=x.device)
-        positions = positions.expand(x.shape[0], n)
+        positions = positions + x.shape[1]
     else:
-        positions = seqs.mask.sum(1, keepdim=True) + torch.arange(n, device=x.device)
+        positions = seqs.mask.sum(1, keepdim=True) + positions
     tail = gather_tokens(joined, positions)
     if seqs.starts is None or n == 0:
         return tail
@@ -385,11 +386,11 @@ class Adversary:
     def first_pass(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of the first pass, which records the noise of every block."""
         self.noise.clear()
-        return self.model.passes(draw_noise=self._record_noise)
+        return self.model.override_solve_options(draw_noise=self._record_noise)
 
     def second_pass(self) -> contextlib.AbstractContextManager[None]:
         """Return the context of the second pass, after the backward of the first."""
-        return self.model.passes(draw_noise=self._add_adversarial_noise)
+        return self.model.override_solve_options(draw_noise=self._add_adversarial_noise)
 
     def _record_noise(self, block, u, sigma, generators):
         noise = draw_state_noise(block, u, sigma, generators)
@@ -404,5 +405,5 @@ class Adversary:
             raise RuntimeError("the second pass needs the backward of the first")
         length = torch.linalg.vector_norm(noise.grad, dim=-1, keepdim=True)
         direction = noise.grad / length.clamp_min(torch.finfo(length.dtype).tiny)
-        share = draw(torch.rand, (len(u), 1, 1), u.device, generators)
-        return noise.detach() + self.size * math.sqrt(noise.shape[-1]) * share * direction
+        fraction = draw(torch.rand, (len(u), 1, 1), u.device, generators)
+        return noise.detach() + self.size * math.sqrt(noise.shape[-1]) * fraction * direction

@@ -6,10 +6,10 @@
     IteratedWindows   the paper's iteration, a window at once         one_step, implicit
     PaperIteration    the paper's iteration, all tokens at once       one_step, implicit
 
-The exact classes also accept one_step and implicit, which differentiate the paper's iteration at
-the exact solution. `choose_solver` picks the class that the solver settings name. The block
-provides the equation: `step`, `token_equation` and the recurrence (fixed_point.py). The loops and
-the gradients in the backward are functions of solver.py.
+The paper's iteration is y ← f(y) with f = `FixedPointBlock.step`; a token's own equation is
+explained in cell.py. The exact classes also accept one_step and implicit, which differentiate the
+paper's iteration at the exact solution. The loops are functions of solver.py. sh(y) is y shifted by
+one token (state.shift).
 
 Shape suffixes: b batch, l length, d channels (d_inner), w tokens of a window, m columns of all
 projections.
@@ -20,16 +20,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .cell import Token, solve_low_rank
+from .cell import EquationTerms, solve_low_rank
 from .fields import AUTO_WINDOW, parse_schedule
 from .full_rank import FullRank, solve_by_iterating
 from .layers import Projections, product_dtype, without_autocast
 from .mixers import MixerWeights
-from .scan import backend
+from .scan import find_backend
 from .solver import (
     FAILED,
     SHARES,
     FixedPointStats,
+    MapValue,
     Rule,
     Solution,
     adjoint_gradient,
@@ -43,9 +44,9 @@ from .solver import (
 )
 from .state import Sequences, map_tensors, shift
 
-# Upper limits of the tolerance. TRAIN_TOL limits the training of exact tokens, and the evaluation
-# with bf16 products or with the paper's iteration. EVAL_TOL limits the evaluation of exact tokens,
-# per dtype of the products.
+# Upper limits of the tolerance. EVAL_TOL is for the evaluation of exact tokens, by the dtype of the
+# matrix products. TRAIN_TOL is for their training, and for evaluation with bf16 products or with
+# the paper's iteration.
 TRAIN_TOL = 0.01
 EVAL_TOL = {torch.float32: 1e-5, torch.float64: 1e-9}
 
@@ -58,11 +59,11 @@ class SolveInputs(NamedTuple):
 
     x: torch.Tensor  # (b,l,d) input that the mixer mixes with the iterate
     z: torch.Tensor  # (b,l,d) output gate, before silu
-    projections: Projections  # (b,l,m) rows of the mixer, B, C, …; some also read sh(y)
+    projections: Projections  # (b,l,m) of x to the mixer's rows, B, C, …; some also read sh(y)
     mixer: MixerWeights
     seqs: Sequences
     recurrence: Any  # constants of the block's recurrence
-    conv_tail: torch.Tensor | None = None  # (b,k−1,·) last inputs of the convolution, if asked for
+    conv_tail: torch.Tensor | None = None  # (b,k−1,·) last inputs of the convolution
 
     def detach(self) -> "SolveInputs":
         """Return the same inputs without gradients."""
@@ -87,14 +88,15 @@ def find_kernel(block: Any, like: torch.Tensor) -> Any:
         block: The FixedPointBlock.
         like: A tensor with the device and dtype of the solve.
     """
-    rank, kernel = block.kernel_rank(), backend("cell", like)
+    rank, kernel = block.kernel_rank(), find_backend("cell", like)
     if kernel is None or not rank:
         return None
-    reads_centroids = block.centroids is None or kernel.CENTROIDS
-    return kernel if reads_centroids and kernel.fits(rank, block.config.d_inner) else None
+    if block.centroids is not None and not kernel.CENTROIDS:
+        return None
+    return kernel if kernel.fits(rank, block.config.d_inner) else None
 
 
-def window_width(block: Any, settings: Any, length: int, like: torch.Tensor) -> int:
+def choose_window_width(block: Any, settings: Any, length: int, like: torch.Tensor) -> int:
     """Return the number of tokens that are solved at once.
 
     Args:
@@ -106,19 +108,20 @@ def window_width(block: Any, settings: Any, length: int, like: torch.Tensor) -> 
     width = parse_schedule(settings.schedule)
     if width is None:  # auto
         has_low_rank = settings.token == "exact" and block.mixer.has_low_rank
-        on_cuda = like.device.type == "cuda"
-        by_token = has_low_rank and (not on_cuda or find_kernel(block, like) is not None)
-        width = 1 if by_token else AUTO_WINDOW
-    return min(width or length, length)
+        is_fast_by_token = like.device.type != "cuda" or find_kernel(block, like) is not None
+        width = 1 if has_low_rank and is_fast_by_token else AUTO_WINDOW
+    if width == 0:  # parallel
+        return length
+    return min(width, length)
 
 
 def choose_solver(block: Any, settings: Any, length: int, like: torch.Tensor) -> "Solver":
     """Return the solver that the settings name.
 
     Args:
-        block, settings, length, like: As in `window_width`.
+        block, settings, length, like: As in `choose_window_width`.
     """
-    width = window_width(block, settings, length, like)
+    width = choose_window_width(block, settings, length, like)
     if settings.stopping == "paper":
         solver_class: type[Solver] = PaperIteration
     elif settings.token == "iterate":
@@ -126,6 +129,14 @@ def choose_solver(block: Any, settings: Any, length: int, like: torch.Tensor) ->
     else:
         solver_class = ExactSequential if width == 1 else ExactWindows
     return solver_class(block, settings, length, width, like)
+
+
+class PaperSteps(NamedTuple):
+    """Result of the paper's iteration from a solution y*."""
+
+    f_y_star: torch.Tensor  # (b,l,d) f(y*)
+    y: torch.Tensor  # (b,l,d) after the last step, with the gradient
+    h: torch.Tensor  # recurrence's state in the last step
 
 
 class Solver:
@@ -152,7 +163,8 @@ class Solver:
     @property
     def rule(self) -> Rule:
         """Stopping rule in the block's mode: evaluation is stricter than training (App. B.4)."""
-        c, is_exact = self.settings, self.settings.token == "exact"
+        c = self.settings
+        is_exact = c.token == "exact"
         tol, max_iters, quantile = c.tol, c.max_iters, c.quantile
         if is_exact:
             tol = min(tol, TRAIN_TOL)
@@ -161,8 +173,8 @@ class Solver:
             if c.eval_tol != "auto":
                 tol = c.eval_tol
             elif c.stopping == "causal":
-                products = product_dtype(self.block.out_proj.weight)
-                tol = min(tol, EVAL_TOL.get(products, TRAIN_TOL) if is_exact else TRAIN_TOL)
+                dtype = product_dtype(self.block.out_proj.weight)
+                tol = min(tol, EVAL_TOL.get(dtype, TRAIN_TOL) if is_exact else TRAIN_TOL)
         return Rule(tol, max_iters, quantile, c.stepsize, c.stepsize_decay)
 
     def describe(self) -> dict[str, Any]:
@@ -211,29 +223,26 @@ class Solver:
         """
         y, h, stats = solution.f_y, solution.h, solution.stats
         if torch.is_grad_enabled():
-            attached = self._differentiable_map(inputs, solution.y)
-            y = y.detach() + (attached - attached.detach())  # type: ignore[union-attr]
+            differentiable_y = self._differentiable_map(inputs, solution.y)
+            zero = differentiable_y - differentiable_y.detach()  # 0 with the gradient
+            y = y.detach() + zero  # type: ignore[union-attr]
         return y, h, stats  # type: ignore[return-value]
 
     def _differentiable_map(self, inputs, y_star):
-        """Return the map at y* (b,l,d) with the gradient of the solution."""
-        return self._paper_steps(inputs, y_star)[1]
+        """Return f(y*) or F(y*) (b,l,d) with the gradient of the solution."""
+        return self._take_paper_steps(inputs, y_star).y
 
-    def _paper_steps(self, inputs, y_star):
-        """Run the paper's iteration from y*, for the gradients one_step and implicit.
-
-        Returns:
-            f(y*), the last step's y with its gradient, both (b,l,d), and the last step's state.
-        """
+    def _take_paper_steps(self, inputs, y_star):
+        """Run the paper's iteration from y*, for the gradients one_step and implicit."""
         block, settings = self.block, self.settings
-        first, h = block.step(inputs, y_star, with_state=True)
-        y = first
+        f_y_star, h = block.step(inputs, y_star, with_state=True)
+        y = f_y_star
         if settings.gradient == "implicit":
-            y = implicit_gradient(lambda y: block.step(inputs, y), y_star, first, self.rule)
+            y = implicit_gradient(lambda y: block.step(inputs, y), y_star, f_y_star, self.rule)
         else:
             for _ in range(settings.n_backwards - 1):
                 y, h = block.step(inputs, y, with_state=True)
-        return first, y, h
+        return PaperSteps(f_y_star, y, h)
 
     def rescale_shares(self, stats: FixedPointStats, mask: torch.Tensor | None) -> FixedPointStats:
         """Turn shares of all tokens into shares of the tokens that are not padding.
@@ -244,7 +253,7 @@ class Solver:
         """
         if mask is None or self.settings.stopping == "paper":
             return stats
-        factor = mask.shape[1] / mask.sum(1).clamp_min(1)
+        factor = mask.shape[1] / mask.sum(1).clamp_min(1)  # all tokens / tokens without padding
         return stats._replace(**{name: getattr(stats, name) * factor for name in SHARES})
 
 
@@ -252,7 +261,7 @@ class ExactSequential(Solver):
     """Token by token: each token's own equation, given the solution for the tokens before it.
 
     The exact gradient is backpropagation through time, and the implicit function theorem within a
-    token. A compiled kernel, if there is one, runs all of it.
+    token. A compiled kernel, if there is one, runs the whole forward and backward.
     """
 
     def __init__(
@@ -279,32 +288,33 @@ class ExactSequential(Solver):
     def attach_gradient(
         self, inputs: SolveInputs, solution: Solution
     ) -> tuple[torch.Tensor, torch.Tensor, FixedPointStats]:
-        if self.is_differentiable:  # `solve` has attached it
+        if self.is_differentiable:  # the graph of `solve` has the gradient
             return solution.y, solution.h, solution.stats  # type: ignore[return-value]
         return super().attach_gradient(inputs, solution)
 
     def run_kernel(self, inputs: SolveInputs) -> Solution | None:
         """Run the whole solve in one kernel; return None if no kernel can."""
-        reflections, mask = self.block.mixer.reflections(), inputs.seqs.mask
-        if reflections is None or inputs.mixer.extra:
+        mixer_options, mask = self.block.mixer.kernel_options(), inputs.seqs.mask
+        if mixer_options is None or inputs.mixer.extra:
             return None
         if self.block.centroids is not None and self.kernel is None:
             return None
-        after_padding = None  # the kernel is wrong for a token that follows padding
+        follows_padding = None  # (b,l) tokens that the kernel would solve wrongly
         if mask is not None:
-            after_padding = F.pad(mask[:, 1:] & ~mask[:, :-1], (1, 0))
-            if mask.device.type == "cpu" and after_padding.any():
+            follows_padding = F.pad(mask[:, 1:] & ~mask[:, :-1], (1, 0))
+            if mask.device.type == "cpu" and follows_padding.any():
                 return None
         with without_autocast(inputs.x):
-            result = self.block.run_kernel(inputs, reflections)
+            result = self.block.run_kernel(inputs, mixer_options)
         if result is None:
             return None
         y, h, status = result
-        if after_padding is not None:  # on a GPU: reading the mask would make the host wait
-            status = torch.where(after_padding, status | FAILED, status)
+        if follows_padding is not None:  # on a GPU: reading the mask would make the host wait
+            status = torch.where(follows_padding, status | FAILED, status)
         y = inputs.seqs.zero_padding(y)
         status = zero_status_at_padding(status, inputs)
-        return Solution(y, make_stats(torch.zeros_like(y[..., 0]), status, 1.0), y, h)
+        residual = torch.zeros_like(y[..., 0])
+        return Solution(y, make_stats(residual, status, evaluations=1.0), y, h)
 
     def solve_token(self, inputs: SolveInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Solve a single token.
@@ -316,48 +326,51 @@ class ExactSequential(Solver):
             y (b,1,d), the recurrence's state after the token, and its status (b,1).
         """
         block = self.block
-        # 1. Project the y of the token before, which is in the state: sh(y) of a single token.
+        # 1. Project sh(y), which for a single token is the state's y. (`shift` reads only the shape
+        #    of its first argument then.)
         rows = inputs.projections.rows(shift(inputs.x, inputs.seqs))
         with torch.autocast(inputs.x.device.type, enabled=False):
             # 2. Run the recurrence with zero input: its output is the history.
             params = block.select_parameters(inputs, rows)
             history, _ = block.run_recurrence(inputs, params, torch.zeros_like(inputs.x))
-            # 3. Solve for y and the mixed input.
+            # 3. Solve for y and the mixed input x̃.
             equation = block.token_equation(inputs, params)
             gain = equation.gain(inputs.x.shape[-1])
-            token = equation.token(inputs.x, history, gain)
-            y, mixed, status = solve_equations(block, inputs, rows, token)
-            # 4. Write the mixed input into the state.
+            terms = equation.add_history(inputs.x, history, gain)
+            y, mixed, status = solve_equations(block, inputs, rows, terms)
+            # 4. Write x̃ into the state.
             _, h = block.run_recurrence(inputs, params, mixed)
         return inputs.seqs.zero_padding(y), h, zero_status_at_padding(status, inputs)
 
     def _loop_with_hooks(self, inputs):
-        """Run the loop; its backward writes the largest adjoint into `seqs.adjoint_norm`.
+        """Run the loop; its backward writes `FixedPointStats.adjoint_norm`.
 
-        The adjoint of a token is the gradient of its y through all later tokens. The result is
-        the largest norm of an adjoint over the largest norm of the incoming gradient, per sequence.
+        The adjoint of a token is the gradient of its y through all later tokens. Its norm is
+        divided by the largest norm of a token in the gradient from above, per sequence.
         """
-        norms, largest = inputs.seqs.adjoint_norm, []
+        adjoint_norm = inputs.seqs.adjoint_norm  # (b,) or None
+        incoming_norms = []  # (b,) of each backward; the last is of the backward that runs
 
         def start_backward(v):  # v: gradient of y from above, (b,l,d)
             v = inputs.seqs.zero_padding(v)
-            largest.append(torch.linalg.vector_norm(v, dim=-1).amax(1))
-            if norms is not None:
-                norms.zero_()
+            incoming_norms.append(torch.linalg.vector_norm(v, dim=-1).amax(1))
+            if adjoint_norm is not None:
+                adjoint_norm.zero_()
             return v
 
-        def record_adjoint(g):  # g: (b,1,d)
-            relative = torch.linalg.vector_norm(g[:, 0], dim=-1) / largest[-1].clamp_min(1e-30)
-            if norms is not None:
-                norms.copy_(torch.maximum(norms, relative.detach()))
+        def record_adjoint(g):  # g: adjoint of a token, (b,1,d)
+            norm = torch.linalg.vector_norm(g[:, 0], dim=-1)
+            relative_norm = norm / incoming_norms[-1].clamp_min(1e-30)
+            if adjoint_norm is not None:
+                adjoint_norm.copy_(torch.maximum(adjoint_norm, relative_norm.detach()))
 
-        def solve_token(inputs):
+        def solve_token_with_hook(inputs):
             y, h, status = self.solve_token(inputs)
             if y.requires_grad:
                 y.register_hook(record_adjoint)
             return y, h, status
 
-        solution = solve_sequential(solve_token, inputs)
+        solution = solve_sequential(solve_token_with_hook, inputs)
         if solution.y.requires_grad:
             y = solution.y.view_as(solution.y)
             y.register_hook(start_backward)
@@ -381,8 +394,8 @@ class ExactWindows(Solver):
         return solve_windows(self._evaluate, inputs, rule, self.width)
 
     def _evaluate(self, window, y):
-        g, h, status = self.solve_all_tokens(window, y)
-        return g, h, status, token_residual(y, g)
+        F_y, h, status = self.solve_all_tokens(window, y)
+        return MapValue(F_y, h, status, token_residual(y, F_y))
 
     def solve_all_tokens(
         self, inputs: SolveInputs, y: torch.Tensor
@@ -401,21 +414,21 @@ class ExactWindows(Solver):
         x, params, rows = block.mix_channels(inputs, y)
         with torch.autocast(x.device.type, enabled=False):
             o, h = block.run_recurrence(inputs, params, x)
-            # 2. The history is o without the token's own part, gain · x.
+            # 2. The history is o without gain ⊙ x, the part of the token's own mixed input.
             equation = block.token_equation(inputs, params)
             gain = equation.gain(x.shape[-1])
-            token = equation.token(inputs.x, o - gain * x, gain)
+            terms = equation.add_history(inputs.x, o - gain * x, gain)
             # 3. Solve all equations.
-            g, _, status = solve_equations(block, inputs, rows, token)
-        return inputs.seqs.zero_padding(g), h, zero_status_at_padding(status, inputs)
+            F_y, _, status = solve_equations(block, inputs, rows, terms)
+        return inputs.seqs.zero_padding(F_y), h, zero_status_at_padding(status, inputs)
 
     def _differentiable_map(self, inputs, y_star):
         if self.settings.gradient != "exact":
             return super()._differentiable_map(inputs, y_star)
-        constants = inputs.detach()
+        detached_inputs = inputs.detach()
         return adjoint_gradient(
             lambda y: self.solve_all_tokens(inputs, y)[0],
-            lambda y: self.solve_all_tokens(constants, y)[0],
+            lambda y: self.solve_all_tokens(detached_inputs, y)[0],
             y_star,
             inputs.seqs.adjoint_norm,
             self.rule.tol,
@@ -430,8 +443,9 @@ class IteratedWindows(Solver):
         return solve_windows(self._evaluate, inputs, self.rule, self.width)
 
     def _evaluate(self, window, y):
-        g, h = self.block.step(window, y, with_state=True)
-        return g, h, torch.zeros_like(y[..., 0], dtype=torch.uint8), token_residual(y, g)
+        f_y, h = self.block.step(window, y, with_state=True)
+        status = torch.zeros_like(y[..., 0], dtype=torch.uint8)  # only the residual decides
+        return MapValue(f_y, h, status, token_residual(y, f_y))
 
 
 class PaperIteration(Solver):
@@ -448,30 +462,30 @@ class PaperIteration(Solver):
     def attach_gradient(
         self, inputs: SolveInputs, solution: Solution
     ) -> tuple[torch.Tensor, torch.Tensor, FixedPointStats]:
-        first, y, h = self._paper_steps(inputs, solution.y)
-        residual = relative_residual(solution.y, first.detach())
-        return y, h, solution.stats._replace(residual=residual)
+        steps = self._take_paper_steps(inputs, solution.y)
+        residual = relative_residual(solution.y, steps.f_y_star.detach())
+        return steps.y, steps.h, solution.stats._replace(residual=residual)
 
 
 def solve_equations(
-    block: Any, inputs: SolveInputs, rows: dict[str, torch.Tensor], token: Token
+    block: Any, inputs: SolveInputs, rows: dict[str, torch.Tensor], terms: EquationTerms
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Solve the tokens' equations: r unknowns if I − Q has rank r, otherwise the vector y.
 
     Args:
         block: The FixedPointBlock.
         inputs: Inputs of the tokens.
-        rows: Projections by name; "mixer" is the mixer's.
-        token: Terms of the equations.
+        rows: Projections by name.
+        terms: Terms of the equations.
 
     Returns:
         y (b,l,d), the mixed input x̃ (b,l,d), and the status of each token (b,l).
     """
-    raw = rows["mixer"].to(token.x.dtype)
-    low_rank = block.mixer.low_rank(raw, inputs.mixer)
+    mixer_rows = rows["mixer"].to(terms.x.dtype)
+    low_rank = block.mixer.low_rank(mixer_rows, inputs.mixer)
     if low_rank is not None:
-        return solve_low_rank(token, low_rank)
-    return solve_by_iterating(FullRank(token, raw, block.mixer, inputs.mixer))
+        return solve_low_rank(terms, low_rank)
+    return solve_by_iterating(FullRank(terms, mixer_rows, block.mixer, inputs.mixer))
 
 
 def zero_status_at_padding(status: torch.Tensor, inputs: SolveInputs) -> torch.Tensor:

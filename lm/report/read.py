@@ -1,9 +1,11 @@
-"""Files of a run directory, read for a report. The run may be running, finished or failed."""
+"""Contents of a run directory, for a report. The run may still train, be finished or have failed.
+
+Damaged files and records are left out, and a remark names them.
+"""
 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,99 +14,108 @@ from typing import Any
 import pandas as pd
 
 from lm.common.errors import ConfigError
-from lm.common.files import DamagedError, check_kinds, printable, read_mapping
+from lm.common.files import DamagedError, check_types, printable, read_mapping
 from lm.config import load as config
 from lm.config.yaml_text import load_tree
-from lm.report.status import short_names
+from lm.report.status import shorten_paths
 from lm.runs.metrics import read_log
 from lm.runs.run_dir import RunDir, RunDirError, flatten_config
 from lm.runs.status import Status, is_number, run_status
 
 MAX_STEP = 2**53  # a record with a larger update number is damaged
-RESULT = ("updates", "tokens", "training_seconds", "tokens_per_s", "validation")
-KINDS: dict = dict.fromkeys(("updates", "tokens", "parameters", "validation.tokens"), int)
-KINDS |= dict.fromkeys(("training_seconds", "tokens_per_s", "validation.loss"), float)
-KINDS |= {"validation": dict, "validation.perplexity": float, "validation.bits_per_byte": float}
-KINDS |= {"validation.sources": dict, "validation.sources.*": dict}
+# Keys that result.json must have, and the type of each value, by its dotted key.
+RESULT_KEYS = ("updates", "tokens", "training_seconds", "tokens_per_s", "validation")
+RESULT_TYPES: dict = dict.fromkeys(("updates", "tokens", "parameters", "validation.tokens"), int)
+RESULT_TYPES |= dict.fromkeys(("training_seconds", "tokens_per_s", "validation.loss"), float)
+RESULT_TYPES |= dict.fromkeys(("validation.perplexity", "validation.bits_per_byte"), float)
+RESULT_TYPES |= dict.fromkeys(("validation", "validation.sources", "validation.sources.*"), dict)
 
 
 @dataclass(frozen=True)
-class Files:
+class RunFiles:
     """Contents of a run directory.
 
     Attributes:
         label: Name of the run in the report.
-        run: The directory.
+        directory: The directory.
         status: State of the run (`lm.runs.status`).
         records: Records of metrics.jsonl in the order of their updates.
         config: Configuration by dotted keys.
         defaults: Defaults by dotted keys; empty if the configuration does not fit the schema.
-        solves: True if the model has a fixed-point layer; None if the configuration is damaged.
-        result: Numbers of a finished run, otherwise empty.
-        tasks: Scores of `fprnn eval` by task.
-        limit: Documents per task of `fprnn eval`; None for all.
-        texts: File name → text of the other files.
+        has_fixed_point: True if the model has a fixed-point layer; None if the configuration is
+            damaged.
+        result: result.json of a finished run, otherwise empty.
+        tasks: Metrics of `fprnn eval` by task.
+        limit: Number of documents per task of `fprnn eval`; None: all.
+        texts: Texts of the other files by their path in the run directory.
         remarks: Sentences on damaged files.
     """
 
     label: str
-    run: RunDir
+    directory: RunDir
     status: Status
     records: list[dict]
     config: dict[str, Any]
     defaults: dict[str, Any]
-    solves: bool | None
+    has_fixed_point: bool | None
     result: dict
     tasks: dict[str, dict]
     limit: int | None
     texts: dict[str, str]
     remarks: list[str]
 
-    def find(self, *keys: str) -> dict[int, Any]:
-        """Return the values under nested keys by update."""
+    def values_by_step(self, *keys: str) -> dict[int, Any]:
+        """Return the values under nested keys of the records, by update."""
         pairs = ((record["step"], get_nested(record, *keys)) for record in self.records)
         return {step: value for step, value in pairs if value is not None}
 
-    def column(self, *keys: str) -> pd.Series:
-        """Return the numbers under nested keys by update, with NaN for other values."""
-        values = {step: finite_or_none(value) for step, value in self.find(*keys).items()}
+    def number_series(self, *keys: str) -> pd.Series:
+        """Return the numbers under nested keys, by update, with NaN for other values."""
+        values = {step: finite_or_none(value) for step, value in self.values_by_step(*keys).items()}
         return pd.Series(values, dtype=float).rename_axis("update")
 
-    def last(self, *keys: str) -> float | None:
+    def last_number(self, *keys: str) -> float | None:
         """Return the last finite number under nested keys, or None."""
-        values = self.column(*keys).dropna()
+        values = self.number_series(*keys).dropna()
         return None if values.empty else float(values.iloc[-1])
 
     @property
     def baselines(self) -> dict[str, float]:
-        """Perplexities of the n-gram models by name."""
-        last = next(reversed(self.find("baselines").values()), None)
-        items = last.items() if isinstance(last, dict) else ()
+        """Perplexities of the n-gram models by name, from their last record."""
+        last_record = next(reversed(self.values_by_step("baselines").values()), None)
+        items = last_record.items() if isinstance(last_record, dict) else ()
         return {name: value for name, value in items if (finite_or_none(value) or 0) > 0}
 
-    def layers(self, *keys: str) -> dict[str, pd.Series]:
-        """Return the numbers of each layer by update.
+    def layer_series(self, *keys: str) -> dict[str, pd.Series]:
+        """Return the numbers of each fixed-point layer, by update.
 
-        Records of a hybrid name their layers under `layers`; in other records they are counted
-        from 0. A record with a wrong number of values has NaN.
+        A record has a list of numbers under `keys`, one per layer. The indices of these layers are
+        under the key `layers` of the same record or probe; without it they are 0, 1, …. Damaged
+        records become NaN.
         """
-        values = self.find(*keys)
-        names_by_step = self.find(*keys[:-1][:1], "layers")
+        probe_key = keys[:1] if len(keys) > 1 else ()
+        indices_by_step = self.values_by_step(*probe_key, "layers")
         rows = {}
-        for step, row in values.items():
-            row = row if isinstance(row, list) else []
-            names = names_by_step.get(step, list(range(len(row))))
-            fits = isinstance(names, list) and len(names) == len(row)
-            rows[step] = dict(zip(map(str, names), map(finite_or_none, row))) if fits else {}
+        for step, numbers in self.values_by_step(*keys).items():
+            numbers = numbers if isinstance(numbers, list) else []
+            indices = indices_by_step.get(step, list(range(len(numbers))))
+            is_intact = isinstance(indices, list) and len(indices) == len(numbers)
+            pairs = zip(map(str, indices), map(finite_or_none, numbers)) if is_intact else ()
+            rows[step] = dict(pairs)
         frame = pd.DataFrame(list(rows.values()), list(rows), dtype=float).rename_axis("update")
-        names = sorted((name for name in frame if name.isdigit()), key=int)
-        return {f"layer {name}": frame[name] for name in names}
+        columns = sorted((column for column in frame if column.isdigit()), key=int)
+        return {f"layer {column}": frame[column] for column in columns}
 
-    def names(self, keys: Sequence[str], leaf: Sequence[str]) -> dict[str, pd.Series]:
-        """Return the numbers of each name in a mapping by update, except names with only zeros."""
-        mappings = [value for value in self.find(*keys).values() if isinstance(value, dict)]
-        names = dict.fromkeys(name for mapping in mappings for name in mapping)
-        columns = {name: self.column(*keys, name, *leaf) for name in names}
+    def named_series(self, keys: Sequence[str], inner_keys: Sequence[str]) -> dict[str, pd.Series]:
+        """Return the numbers of each name, by update, without names that have only zeros.
+
+        Args:
+            keys: Nested keys of a mapping from names, such as those of the data's sources.
+            inner_keys: Nested keys of the number in the entry of a name; empty if it is the entry.
+        """
+        values = self.values_by_step(*keys).values()
+        names = dict.fromkeys(name for value in values if isinstance(value, dict) for name in value)
+        columns = {name: self.number_series(*keys, name, *inner_keys) for name in names}
         return {name: values for name, values in columns.items() if values.fillna(0).any()}
 
 
@@ -120,29 +131,27 @@ def get_nested(record: object, *keys: str) -> Any:
     return record
 
 
-def read_all(folders: Sequence[Path | str]) -> list[Files]:
+def read_all(folders: Sequence[Path | str]) -> list[RunFiles]:
     """Read run directories.
 
     Raises:
-        RunDirError: If one of them is no run or a run of the synthetic suite, or is given twice.
+        RunDirError: If a folder is no run or a run of the synthetic suite, or is given twice.
     """
     paths = [Path(folder) for folder in folders]
     resolved = [path.resolve() for path in paths]
     for i, path in enumerate(paths):
         if resolved[i] in resolved[:i]:
             raise RunDirError(f"{path} is given twice: name each run once")
-    names = short_names([str(path) for path in paths])
-    now = time.time()
-    return [read_run(path, encodable(names[str(path)]), now) for path in paths]
+    names = shorten_paths([str(path) for path in paths])
+    return [read_run(path, replace_surrogates(names[str(path)])) for path in paths]
 
 
-def read_run(path: Path, label: str, now: float) -> Files:
+def read_run(path: Path, label: str) -> RunFiles:
     """Read a run directory.
 
     Args:
         path: The directory.
         label: Name of the run in the report.
-        now: Current time in Unix seconds.
 
     Raises:
         RunDirError: As in `read_all`.
@@ -151,21 +160,21 @@ def read_run(path: Path, label: str, now: float) -> Files:
     if not run.holds_run:
         raise RunDirError(f"{run} holds no run (it has no config.yaml)")
     remarks: list[str] = []
-    records = _records(run, remarks)
-    settings, defaults, solves = _config(run, remarks)
-    tasks, limit = _scores(run, remarks)
-    sources = [*run.data.glob("corpus.json"), *run.data.glob("*/corpus.json")]
-    text_files = [run.config, run.environment, run.init_from, run.deepspeed, *sorted(sources)]
-    texts = {str(p.relative_to(run.path)): _text(p) for p in text_files if p.is_file()}
-    return Files(
+    records = _read_records(run, remarks)
+    settings, defaults, has_fixed_point = _read_config(run, remarks)
+    tasks, limit = _read_scores(run, remarks)
+    corpora = [*run.data.glob("corpus.json"), *run.data.glob("*/corpus.json")]
+    text_files = [run.config, run.environment, run.init_from, run.deepspeed, *sorted(corpora)]
+    texts = {str(p.relative_to(run.path)): _read_text(p) for p in text_files if p.is_file()}
+    return RunFiles(
         label=label,
-        run=run,
-        status=run_status(run, now),
+        directory=run,
+        status=run_status(run),
         records=records,
         config=settings,
         defaults=defaults,
-        solves=solves,
-        result=_result(run, remarks),
+        has_fixed_point=has_fixed_point,
+        result=_read_result(run, remarks),
         tasks=tasks,
         limit=limit,
         texts=texts,
@@ -173,60 +182,64 @@ def read_run(path: Path, label: str, now: float) -> Files:
     )
 
 
-def _result(run: RunDir, remarks: list[str]) -> dict:
+def _read_result(run: RunDir, remarks: list[str]) -> dict:
     """Return result.json of a finished run; add a remark if it is damaged."""
     if not run.is_finished:
         return {}
     try:
-        result = run.read_result(RESULT)
-        check_kinds(run.result, result, KINDS)
+        result = run.read_result(RESULT_KEYS)
+        check_types(run.result, result, RESULT_TYPES)
     except (DamagedError, RunDirError) as e:
         remarks.append(str(e))
         return {}
     return result
 
 
-def _scores(run: RunDir, remarks: list[str]) -> tuple[dict[str, dict], int | None]:
-    """Return the metrics of each task in eval/results.json, and the limit of documents."""
-    results = read_mapping(run.scores)
+def _read_scores(run: RunDir, remarks: list[str]) -> tuple[dict[str, dict], int | None]:
+    """Return the metrics of each task in eval/results.json, and the number of documents per task.
+
+    Add a remark if the file is damaged.
+    """
+    results = read_mapping(run.eval_results)
     if results is None:
         return {}, None
     try:
         scores = {name: dict(task["metrics"]) for name, task in results["tasks"].items()}
         for metrics in scores.values():
             for metric in metrics.values():
-                metric["value"]
+                metric["value"]  # raises an error if it is missing
     except (AttributeError, LookupError, TypeError, ValueError):
         remarks.append(
-            f"{run.scores} is damaged: each task must have metrics, and each metric a value"
+            f"{run.eval_results} is damaged: each task must have metrics, and each metric a value"
         )
         return {}, None
     limit = results.get("limit")
     return scores, limit if isinstance(limit, int) else None
 
 
-def _records(run: RunDir, remarks: list[str]) -> list[dict]:
-    """Return the records of a run in the order of their updates."""
+def _read_records(run: RunDir, remarks: list[str]) -> list[dict]:
+    """Return the records of a run in the order of their updates; add a remark on unread lines."""
     log = read_log(run.path)
     records = sorted((r for r in log.records if r["step"] <= MAX_STEP), key=lambda r: r["step"])
-    if unread_count := log.unread + len(log.records) - len(records):
+    if skipped_count := log.unread_count + len(log.records) - len(records):
+        lines_are = "1 line is" if skipped_count == 1 else f"{skipped_count} lines are"
         remarks.append(
-            f"{run.metrics.name}: {unread_count} lines are skipped (damaged, cut short when the"
-            " process was killed, or just being written)"
+            f"{run.metrics.name}: {lines_are} skipped (damaged, incomplete because the process was"
+            " killed, or just being written)"
         )
     return records
 
 
-def encodable(text: str) -> str:
-    """Return a text without characters that UTF-8 cannot encode, such as bytes of file names."""
+def replace_surrogates(text: str) -> str:
+    """Replace characters that UTF-8 cannot encode, as in file names that are not UTF-8, by "?"."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _config(run: RunDir, remarks: list[str]) -> tuple[dict, dict, bool | None]:
+def _read_config(run: RunDir, remarks: list[str]) -> tuple[dict, dict, bool | None]:
     """Return configuration and defaults by dotted keys, and whether there are fixed-point layers.
 
-    Keys that were added after the run have their defaults. If the configuration does not fit the
-    schema, a remark is added, and the report only contains its text.
+    Keys that config.yaml lacks have their defaults. If the file does not fit the schema, return
+    ({}, {}, None) and add a remark.
 
     Raises:
         RunDirError: If it is a run of the synthetic suite.
@@ -250,6 +263,6 @@ def format_config_value(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _text(path: Path) -> str:
-    """Return the text of a file, without control characters."""
+def _read_text(path: Path) -> str:
+    """Return the text of a file without control characters."""
     return printable(path.read_bytes().decode("utf-8", errors="replace"))

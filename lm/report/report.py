@@ -19,12 +19,12 @@ from lm.common.files import (
 )
 from lm.config.load import load
 from lm.runs.checkpoint import MANIFEST, list_checkpoints
+from lm.runs.owned_files import FIGURES
 from lm.runs.run_dir import RunDir, RunDirError
-from lm.runs.written import FIGURES
 from lm.training.resume import check_fingerprint
 
-MADE_BY = "by fprnn"  # marks pages that the command may replace
-FOLDER = "figures"
+MADE_BY = "by fprnn"  # text in every page, by which the command recognizes its own pages
+FIGURES_FOLDER = "figures"
 
 
 def report(run_dirs: Sequence[Path], out: Path | str | None = None) -> list[str]:
@@ -45,83 +45,85 @@ def report(run_dirs: Sequence[Path], out: Path | str | None = None) -> list[str]
     for package in ("matplotlib", "pandas"):
         require(package, "fprnn report")
     from lm.common.page import render
-    from lm.report.read import encodable, read_all
+    from lm.report.read import read_all, replace_surrogates
     from lm.report.summary import describe_state, summarize
 
     runs = read_all(run_dirs)
-    place = Path(run_dirs[0] if out is None else out)
-    page, summary = _check_place(place)
-    summaries = [summarize(files) for files in runs]
-    names = ", ".join(files.label for files in runs)
+    folder = Path(run_dirs[0] if out is None else out)
+    page, summary_file = _check_folder(folder)
+    summaries = [summarize(run) for run in runs]
+    names = ", ".join(run.label for run in runs)
     text = render(
         Path(__file__).with_name("report.html"),
         title=f"Report of {names}" if len(runs) < 4 else f"Report of {len(runs)} runs",
         made=f"Made {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC {MADE_BY} {lm.__version__}.",
-        sections=_sections(runs, summaries, place / FOLDER),
+        sections=_make_sections(runs, summaries, folder / FIGURES_FOLDER),
     )
-    write_text(page, encodable(text))
-    by_run = {numbers["run"]: numbers for numbers in summaries}
-    write_json(summary, by_run if len(runs) > 1 else summaries[0])
-    lines = [describe_state(files) for files in runs]
-    lines += [f"note: {files.run}: {remark}" for files in runs for remark in files.remarks]
-    lines += [f"note: {line}" for files in runs if (line := _find_change(files.run))]
-    return [*lines, f"page: {page}", f"figures: {place / FOLDER}", f"summary: {summary}"]
+    write_text(page, replace_surrogates(text))
+    summary_by_run = {summary["run"]: summary for summary in summaries}
+    write_json(summary_file, summary_by_run if len(runs) > 1 else summaries[0])
+    lines = [describe_state(run) for run in runs]
+    lines += [f"note: {run.directory}: {remark}" for run in runs for remark in run.remarks]
+    lines += [f"note: {line}" for run in runs if (line := _find_mismatch(run.directory))]
+    lines += [f"page: {page}", f"figures: {folder / FIGURES_FOLDER}", f"summary: {summary_file}"]
+    return lines
 
 
-def _check_place(place: Path) -> tuple[Path, Path]:
+def _check_folder(folder: Path) -> tuple[Path, Path]:
     """Return the paths of the page and the summary, after checking that they can be written.
 
     Raises:
         OutputError: If they cannot be written, or would replace other files.
     """
-    if place.is_file() or place.suffix in (".html", ".htm", ".md", ".pdf", ".json", ".txt"):
-        raise OutputError(f"{place} is not a folder: a report needs a folder")
-    check_folder(place / FOLDER)
-    page, summary = place / "report.html", place / "summary.json"
-    figures = [place / FOLDER / f"{name}.{kind}" for name in FIGURES for kind in ("png", "pdf")]
-    check_together(page, MADE_BY, summary, *(path for path in figures if path.exists()))
-    return page, summary
+    if folder.is_file() or folder.suffix in (".html", ".htm", ".md", ".pdf", ".json", ".txt"):
+        raise OutputError(f"{folder} is not a folder: a report needs a folder")
+    figures_folder = folder / FIGURES_FOLDER
+    check_folder(figures_folder)
+    page, summary_file = folder / "report.html", folder / "summary.json"
+    figures = [figures_folder / f"{name}.{kind}" for name in FIGURES for kind in ("png", "pdf")]
+    check_together(page, MADE_BY, summary_file, *(path for path in figures if path.exists()))
+    return page, summary_file
 
 
-def _sections(runs: Sequence, summaries: Sequence[dict], folder: Path) -> list[dict[str, Any]]:
+def _make_sections(runs: Sequence, summaries: Sequence[dict], folder: Path) -> list[dict[str, Any]]:
     """Return the sections of the page in order, and save their figures in a folder."""
     from lm.report import summary
     from lm.report.figures import SPECS, make_figures, save
 
-    states = [summary.describe_state(files) for files in runs]
-    remarks = [f"{files.label}: {remark}" for files in runs for remark in files.remarks]
+    # 1. Results.
+    states = [summary.describe_state(run) for run in runs]
+    remarks = [f"{run.label}: {remark}" for run in runs for remark in run.remarks]
     results = summary.result_table(runs, summaries)
     sections: list[dict[str, Any]] = []
     sections.append({"title": "Results", "lines": [*states, *remarks], "tables": [results]})
-    layers, lines = summary.layer_tables(runs)
-    lines += [
-        f"{f.label} has no fixed-point layer, and therefore no ℓ*."
-        for f in runs
-        if f.solves is False
-    ]
+    # 2. Sections with figures. Some have tables and notes as well.
+    layers, notes = summary.layer_tables(runs)
+    for run in runs:
+        if run.has_fixed_point is False:
+            notes.append(f"{run.label} has no fixed-point layer, and therefore no ℓ*.")
     section_tables = {"Fixed point": layers, "Optimization": summary.event_tables(runs)}
     for title in SPECS:
         figures, constants = make_figures(runs, title)
-        notes = constants + lines * (title == "Fixed point")
+        lines = [*constants, *notes] if title == "Fixed point" else constants
         images = [(figure, save(figure, folder)) for figure in figures]
         tables = section_tables.get(title, [])
-        sections.append({"title": title, "lines": notes, "figures": images, "tables": tables})
-    scores, settings = summary.score_tables(runs), summary.config_tables(runs)
-    sections.append({"title": "Evaluations", "tables": scores})
-    sections.append({"title": "Configuration", "tables": settings})
-    texts = {f"{name} of {f.label}": text for f in runs for name, text in f.texts.items()}
-    directories = [f"{files.label}: {files.run}" for files in runs]
+        sections.append({"title": title, "lines": lines, "figures": images, "tables": tables})
+    # 3. Scores, configuration and files.
+    sections.append({"title": "Evaluations", "tables": summary.score_tables(runs)})
+    sections.append({"title": "Configuration", "tables": summary.config_tables(runs)})
+    texts = {f"{name} of {run.label}": text for run in runs for name, text in run.texts.items()}
+    directories = [f"{run.label}: {run.directory}" for run in runs]
     sections.append({"title": "Files", "lines": directories, "texts": texts})
     return [s for s in sections if any(s.get(key) for key in ("lines", "figures", "tables"))]
 
 
-def _find_change(run: RunDir) -> str | None:
-    """Return a sentence if the run no longer matches its newest checkpoint, otherwise None."""
+def _find_mismatch(run: RunDir) -> str | None:
+    """Return a sentence if a run's files no longer match its newest checkpoint, otherwise None."""
     try:
         for path in list_checkpoints(run.checkpoints)[-1:]:
             check_fingerprint(path, read_json(path / MANIFEST), run, load(run.config))
     except RunDirError as e:
         return str(e)
     except UserError:
-        pass  # a damaged file, which the remarks name
+        pass  # a file is damaged; the remarks name it
     return None

@@ -1,4 +1,4 @@
-"""Content of summary.json, and the tables of a report."""
+"""Content of summary.json, and tables of a report."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any
 import pandas as pd
 
 from lm.common.console import format_duration
-from lm.report.read import Files, finite_or_none, format_config_value, get_nested
+from lm.report.read import RunFiles, finite_or_none, format_config_value, get_nested
 from lm.runs.metrics import OTHER_SOLUTION_MARK, OTHER_SOLUTION_NOTE, OTHER_SOLUTION_SHARE
 
 NO_VALUE = "–"
-MAX_EVENTS = 100
-SOURCE = (
+MAX_EVENTS = 100  # rows in the table of events
+RESULTS_SOURCE = (
     "result.json of a finished run, otherwise the last record of metrics.jsonl with the value:"
     " `step`, `tokens`, `validation`, `tokens_per_s`, `mfu`, `probe.num_iters.mean`, `evaluations`,"
     " `failed`"
 )
 OTHER_SOLUTION = f"{OTHER_SOLUTION_MARK} share"
-# Columns of the table of layers, by their title.
-LAYERS = {
+# Columns of the table of layers: title → keys in metrics.jsonl.
+LAYER_COLUMNS = {
     "ℓ* mean": ("probe", "num_iters", "mean"),
     "ℓ* median": ("probe", "num_iters", "median"),
     "ℓ* max": ("probe", "num_iters", "max"),
@@ -38,10 +38,10 @@ class Table:
     """Table of text.
 
     Attributes:
-        rows: Cells; the first row is the head.
+        rows: Cells; the first row contains the titles of the columns.
         source: File and keys of the numbers.
         title: Heading; "" for none.
-        has_words: True if most cells contain words, which are then left-aligned.
+        has_words: True if most cells contain words; they are left-aligned, numbers right-aligned.
     """
 
     rows: list[list[str]]
@@ -54,84 +54,85 @@ def format_value(value: object) -> str:
     """Return a value as text: numbers with six significant digits, NO_VALUE for missing values."""
     if isinstance(value, str):
         return value
-    finite = finite_or_none(value)
-    if finite is None:
+    number = finite_or_none(value)
+    if number is None:
         return NO_VALUE
-    if isinstance(finite, int) or abs(finite) >= 1e6:
-        return f"{finite:,.0f}"
-    return f"{finite:,.6g}"
+    if isinstance(number, int) or abs(number) >= 1e6:
+        return f"{number:,.0f}"
+    return f"{number:,.6g}"
 
 
-def summarize(files: Files) -> dict[str, Any]:
-    """Return the numbers of a run, which may still train.
+def summarize(run: RunFiles) -> dict[str, Any]:
+    """Return the numbers of a run, which may still train, for summary.json.
 
-    Numbers in result.json replace the last numbers in metrics.jsonl.
+    They are the last numbers in metrics.jsonl, and for a finished run those in result.json.
     """
     scores = ("loss", "perplexity", "bits_per_byte")
     summary = {
-        "run": files.label,
-        "state": files.status.state,
-        "updates": files.status.step,
-        "tokens": files.last("tokens"),
-        "training_seconds": files.last("spent", "seconds"),
-        "tokens_per_s": files.last("tokens_per_s"),
-        "training_loss": files.last("loss"),
-        "mfu": files.last("mfu"),
-        "validation": {name: files.last("validation", name) for name in scores},
-        **files.result,
+        "run": run.label,
+        "state": run.status.state,
+        "updates": run.status.step,
+        "tokens": run.last_number("tokens"),
+        "training_seconds": run.last_number("spent", "seconds"),
+        "tokens_per_s": run.last_number("tokens_per_s"),
+        "training_loss": run.last_number("loss"),
+        "mfu": run.last_number("mfu"),
+        "validation": {name: run.last_number("validation", name) for name in scores},
+        **run.result,
     }
     summary.pop("probe", None)
-    if files.baselines:
-        summary["baselines"] = files.baselines
-    layers = _layers(files)
+    if run.baselines:
+        summary["baselines"] = run.baselines
+    layers = _make_layer_frame(run)
     if not layers.empty:
-        summary["layers"] = layers.astype(object).where(layers.notna(), None).to_dict("index")
-    if files.tasks:
-        summary["evaluation"] = files.tasks
+        layers_with_none = layers.astype(object).where(layers.notna(), None)  # None instead of NaN
+        summary["layers"] = layers_with_none.to_dict("index")
+    if run.tasks:
+        summary["evaluation"] = run.tasks
     return summary
 
 
-def _layers(files: Files) -> pd.DataFrame:
-    """Return the last numbers of each layer, with one row per layer and the columns of LAYERS."""
+def _make_layer_frame(run: RunFiles) -> pd.DataFrame:
+    """Return the last numbers of each layer: one row per layer, the columns of LAYER_COLUMNS."""
     columns = {}
-    for title, keys in LAYERS.items():
-        layers = files.layers(*keys)
-        columns[title] = {name: values.ffill().iloc[-1] for name, values in layers.items()}
+    for title, keys in LAYER_COLUMNS.items():
+        series_by_layer = run.layer_series(*keys)
+        columns[title] = {layer: s.ffill().iloc[-1] for layer, s in series_by_layer.items()}
     return pd.DataFrame({title: values for title, values in columns.items() if values})
 
 
-def describe_state(files: Files) -> str:
-    """Return a sentence such as "demo is running: job 12 on n0; update 40 of 450"."""
-    status = files.status
-    line = f"{files.label} is {status.state}"
+def describe_state(run: RunFiles) -> str:
+    """Return a sentence such as "demo is running: process 9 on n0; update 40 of 450"."""
+    status = run.status
+    line = f"{run.label} is {status.state}"
     if status.text:
         line += f": {status.text}"
     if status.state != "done":
         total = "" if status.steps is None else f" of {status.steps:,}"
         step = "no update recorded yet" if status.step is None else f"update {status.step:,}{total}"
         line += f"; {step}"
-        if status.seen_s is not None:
-            line += f", last record {format_duration(status.seen_s)} ago"
+        if status.idle_s is not None:
+            line += f", last record {format_duration(status.idle_s)} ago"
     return line
 
 
-def result_table(runs: Sequence[Files], summaries: Sequence[dict]) -> Table:
+def result_table(runs: Sequence[RunFiles], summaries: Sequence[dict]) -> Table:
     """Return a table with one row per run, or, for a single run, one row per value.
 
     Values that no run has are left out.
     """
-    rows = [_row(files, summary) for files, summary in zip(runs, summaries, strict=True)]
-    names = list(dict.fromkeys(name for row in rows for name in row if row[name] is not None))
-    body = [[format_value(row.get(name)) for name in names] for row in rows]
+    rows = [_make_result_row(run, summary) for run, summary in zip(runs, summaries, strict=True)]
+    titles = list(dict.fromkeys(title for row in rows for title in row if row[title] is not None))
+    cells = [[format_value(row.get(title)) for title in titles] for row in rows]
     if len(rows) == 1:
-        return Table([list(pair) for pair in zip(names, body[0], strict=True)], SOURCE)
-    return Table([names, *body], SOURCE)
+        return Table([list(pair) for pair in zip(titles, cells[0], strict=True)], RESULTS_SOURCE)
+    return Table([titles, *cells], RESULTS_SOURCE)
 
 
-def _row(files: Files, summary: dict) -> dict[str, Any]:
-    """Return the cells of a run by column."""
+def _make_result_row(run: RunFiles, summary: dict) -> dict[str, Any]:
+    """Return the values of a run by column."""
     validation = summary["validation"] or {}
-    layers = _layers(files)
+    layers = _make_layer_frame(run)
     tokens = summary["tokens"]
     row = {
         "run": summary["run"],
@@ -145,9 +146,9 @@ def _row(files: Files, summary: dict) -> dict[str, Any]:
     }
     for name, scores in (validation.get("sources") or {}).items():
         row[f"perplexity of {name}"] = get_nested(scores, "perplexity")
-    row |= {f"{name} baseline": value for name, value in files.baselines.items()}
-    if files.baselines and row["perplexity"]:
-        ratio = row["perplexity"] / min(files.baselines.values())
+    row |= {f"{name} baseline": value for name, value in run.baselines.items()}
+    if run.baselines and row["perplexity"]:
+        ratio = row["perplexity"] / min(run.baselines.values())
         side = "below" if ratio < 1 else "NOT below"
         row["against the better baseline"] = f"{side}: ×{ratio:.2f}"
     row |= {
@@ -156,6 +157,7 @@ def _row(files: Files, summary: dict) -> dict[str, Any]:
         "MFU": summary["mfu"],
         "training s": summary["training_seconds"],
     }
+    # Mean over layers, except for the tokens that were not solved: maximum over layers.
     for name, title in (("ℓ*", "ℓ* mean"), ("evaluations", "evaluations (training)")):
         row[name] = layers[title].mean() if title in layers else None
     title = "not solved (training)"
@@ -163,35 +165,39 @@ def _row(files: Files, summary: dict) -> dict[str, Any]:
     return row
 
 
-def layer_tables(runs: Sequence[Files]) -> tuple[list[Table], list[str]]:
+def layer_tables(runs: Sequence[RunFiles]) -> tuple[list[Table], list[str]]:
     """Return a table of ℓ* and solver work for each run with fixed-point layers, and notes."""
-    tables, lines = [], []
-    for files in runs:
-        layers = _layers(files)
+    tables, notes = [], []
+    for run in runs:
+        layers = _make_layer_frame(run)
         if layers.empty:
             continue
         rows = [[name, *map(format_value, row)] for name, row in zip(layers.index, layers.values)]
-        title = "Layers" if len(runs) == 1 else f"Layers of {files.label}"
+        title = "Layers" if len(runs) == 1 else f"Layers of {run.label}"
         source = "metrics.jsonl: the last `probe`, `evaluations` and `failed`"
         tables.append(Table([["layer", *layers], *rows], source, title))
         if OTHER_SOLUTION in layers and (layers[OTHER_SOLUTION] > OTHER_SOLUTION_SHARE).any():
-            lines.append(f"{files.label}: {OTHER_SOLUTION_NOTE}")
-    return tables, lines
+            notes.append(f"{run.label}: {OTHER_SOLUTION_NOTE}")
+    return tables, notes
 
 
-def score_tables(runs: Sequence[Files]) -> list[Table]:
+def score_tables(runs: Sequence[RunFiles]) -> list[Table]:
     """Return a table of the scores of `fprnn eval`, with one row per task and metric."""
-    cells = {files.label: _scores(files) for files in runs}
-    rows = list(dict.fromkeys(row for scores in cells.values() for row in scores))
-    body = [[*row, *(scores.get(row, NO_VALUE) for scores in cells.values())] for row in rows]
+    scores_by_run = {run.label: _format_scores(run) for run in runs}
+    metrics = list(dict.fromkeys(key for scores in scores_by_run.values() for key in scores))
+    rows = [
+        [task, metric, *(scores.get((task, metric), NO_VALUE) for scores in scores_by_run.values())]
+        for task, metric in metrics
+    ]
+    head = ["task", "metric", *scores_by_run]
     source = "eval/results.json of the run, or of its export: value ± standard error"
-    return [Table([["task", "metric", *cells], *body], source, "Scores")] if rows else []
+    return [Table([head, *rows], source, "Scores")] if rows else []
 
 
-def _scores(files: Files) -> dict[tuple[str, str], str]:
-    """Return the scores of a run by task and metric, with an arrow in the better direction."""
+def _format_scores(run: RunFiles) -> dict[tuple[str, str], str]:
+    """Return the scores of a run as text, by task and metric; ↑ or ↓ marks the better direction."""
     cells = {}
-    for task, metrics in files.tasks.items():
+    for task, metrics in run.tasks.items():
         for metric, score in metrics.items():
             is_higher_better = score.get("higher_is_better")
             arrow = ""
@@ -201,38 +207,39 @@ def _scores(files: Files) -> dict[tuple[str, str], str]:
             text = format_value(value)
             if value is not None and error:
                 text = f"{value:.4f} ± {error:.4f}"
-            limit = "" if files.limit is None else f" ({files.limit} documents)"
+            limit = "" if run.limit is None else f" ({run.limit} documents)"
             cells[task, metric + arrow] = text + limit
     return cells
 
 
-def event_tables(runs: Sequence[Files]) -> list[Table]:
+def event_tables(runs: Sequence[RunFiles]) -> list[Table]:
     """Return a table of the last MAX_EVENTS rollbacks and ended curriculum stages."""
     rows = []
-    for files in runs:
-        for record in files.records:
-            start = [files.label, format_value(record["step"])]
+    for run in runs:
+        for record in run.records:
+            row_start = [run.label, format_value(record["step"])]
             if reason := get_nested(record, "rollback", "why"):
-                rows.append([*start, "rollback", str(reason)])
+                rows.append([*row_start, "rollback", str(reason)])
             if get_nested(record, "curriculum", "ended"):
-                stage, answers = (get_nested(record, "curriculum", k) for k in ("stage", "answers"))
-                text = f"stage {stage} is learned, answers {format_value(answers)}"
-                rows.append([*start, "curriculum", text])
+                stage = get_nested(record, "curriculum", "stage")
+                probability = format_value(get_nested(record, "curriculum", "answers"))
+                text = f"stage {stage} ended with probability {probability} of right answers"
+                rows.append([*row_start, "curriculum", text])
     head = ["run", "update", "event", "reason"]
     source = "metrics.jsonl: `rollback`, `curriculum`"
     return [Table([head, *rows[-MAX_EVENTS:]], source, "Events", has_words=True)] if rows else []
 
 
-def config_tables(runs: Sequence[Files]) -> list[Table]:
+def config_tables(runs: Sequence[RunFiles]) -> list[Table]:
     """Return a table of the keys that differ between runs, or, for a single run, from defaults."""
-    columns = {files.label: files.config for files in runs}
+    configs = {run.label: run.config for run in runs}
     if len(runs) == 1:
-        columns = {"value": runs[0].config, "default": runs[0].defaults}
-    keys = sorted({key for column in columns.values() for key in column} - {"name", "out_dir"})
-    rows = [
-        [key, *(format_config_value(c[key]) if key in c else NO_VALUE for c in columns.values())]
-        for key in keys
-    ]
-    rows = [row for row in rows if len(set(row[1:])) > 1]
+        configs = {"value": runs[0].config, "default": runs[0].defaults}
+    keys = sorted({key for config in configs.values() for key in config} - {"name", "out_dir"})
+    rows = []
+    for key in keys:
+        values = [format_config_value(c[key]) if key in c else NO_VALUE for c in configs.values()]
+        if len(set(values)) > 1:
+            rows.append([key, *values])
     source = "config.yaml; keys with equal values are left out"
-    return [Table([["key", *columns], *rows], source, has_words=True)] if rows else []
+    return [Table([["key", *configs], *rows], source, has_words=True)] if rows else []

@@ -1,10 +1,10 @@
 """Checkpoints: save in the background, verify, find the newest complete one, delete old ones.
 
-A checkpoint is a folder `RUN/checkpoints/step-NNNNNN`. It is written as `step-NNNNNN.partial`:
-first its files, each synced to the disk, then `manifest.json`, which lists every file with its size
-and SHA-256. Then the folder is renamed. So a folder with the final name is complete, unless it was
-damaged later: then its files differ from the manifest, and it is never loaded. Old checkpoints are
-deleted after the renaming.
+A checkpoint is a folder `RUN/checkpoints/step-NNNNNN`. A save first writes `step-NNNNNN.partial`:
+the files, each synced to the disk, and then `manifest.json`, which lists every file with its size
+and SHA-256. Then it renames the folder, and deletes old checkpoints. So a folder with the final
+name is complete, unless it was damaged later: then its files differ from the manifest, and it is
+never loaded.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from lm.model import checksums
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
-CLOSE_TIMEOUT_S = 20.0  # how long a rank that fails waits for the files of the other ranks
-NAME = re.compile(r"step-(\d+)")
+CLOSE_TIMEOUT_S = 20.0  # a rank that ends with an error waits so long for the other ranks' files
+FOLDER_NAME = re.compile(r"step-(\d+)")
 
 
 class CheckpointError(UserError, RuntimeError):
@@ -46,23 +46,26 @@ class _Job:
     """A save that this rank is writing."""
 
     step: int
-    partial: Path
-    files: dict[str, object]
-    start_time: float
-    blocked_s: float = 0.0
+    partial: Path  # the folder while it is written
+    files: dict[str, object]  # {file name: object for `torch.save`}
+    start_time: float  # by `time.monotonic`
+    blocked_s: float = 0.0  # seconds that training waited
     error: Exception | None = None
     is_written: threading.Event = field(default_factory=threading.Event)  # also set on failure
     is_cancelled: threading.Event = field(default_factory=threading.Event)
 
 
 class Checkpoints:
-    """Checkpoints of a training run. Every rank makes one such object and calls it alike.
+    """Checkpoints of a training run. Every rank makes one such object, and makes the same calls.
 
     Args:
         folder: Folder of all checkpoints.
         ranks: Ranks of the run.
-        settings: How many checkpoints to keep.
+        settings: Number of checkpoints to keep.
         manifest: Entries of every manifest in addition to its files, such as {"zero_stage": 1}.
+
+    Attributes:
+        last_complete_step: Step of the last checkpoint that this process completed or resumed from.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class Checkpoints:
     ):
         self.folder, self.ranks, self.settings = Path(folder), ranks, settings
         self.manifest = {"world_size": ranks.world_size, **(manifest or {})}
-        self.published: int | None = None  # step of this process's last complete checkpoint
+        self.last_complete_step: int | None = None
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None
         self._saves: queue.SimpleQueue[dict] = queue.SimpleQueue()
@@ -80,17 +83,17 @@ class Checkpoints:
 
         Args:
             step: Number of updates made.
-            collect: Returns {file name: object for `torch.save`} of this rank. Names must differ
-                between ranks.
+            collect: Function that returns {file name: object for `torch.save`} of this rank. File
+                names must differ between ranks.
 
         Raises:
             CheckpointError: If this save cannot begin, or the previous save failed.
         """
         start_time = time.monotonic()
         self.finish()
-        partial = self.folder / (_name(step) + PARTIAL)
+        partial = self.folder / (_checkpoint_name(step) + PARTIAL)
         self.ranks.run_on_main(self._make_partial_folder, partial)
-        self._job = _Job(step, partial, snapshot(collect()), start_time)
+        self._job = _Job(step, partial, copy_to_host(collect()), start_time)
         self._thread = threading.Thread(target=self._write, args=(self._job,), name="checkpoint")
         self._job.blocked_s = time.monotonic() - start_time
         self._thread.start()
@@ -99,7 +102,7 @@ class Checkpoints:
         """Wait until the current save is complete.
 
         Raises:
-            CheckpointError: On every rank, if one could not write its files.
+            CheckpointError: On every rank, if a rank could not write its files.
         """
         job, self._job = self._job, None
         if job is None:
@@ -107,9 +110,9 @@ class Checkpoints:
         assert self._thread is not None  # the thread that writes the job
         job.is_written.wait()
         try:
-            self.ranks.raise_first_error(job.error)
+            self.ranks.raise_first_error(job.error)  # of any rank, while it wrote its files
             self._thread.join()
-            self.ranks.raise_first_error(job.error)  # an error of rank 0 in `_publish`
+            self.ranks.raise_first_error(job.error)  # of rank 0, in `_publish`
         except Exception:
             job.is_cancelled.set()
             self._thread.join()
@@ -117,12 +120,12 @@ class Checkpoints:
             if self.ranks.is_main:
                 shutil.rmtree(job.partial, ignore_errors=True)
             raise
-        self.published = job.step
+        self.last_complete_step = job.step
 
     def close(self) -> None:
         """Complete the current save, or cancel it if another rank no longer writes its files.
 
-        Called before the run directory is released, also after an error.
+        Call it before the run directory is released, also after an error.
         """
         job, self._job = self._job, None
         if job is None:
@@ -147,14 +150,15 @@ class Checkpoints:
             partial.mkdir(parents=True)
 
     def _write(self, job: _Job) -> None:
+        """Write this rank's files and their list; on rank 0, complete the checkpoint."""
         try:
-            entries = {}
+            entries = {}  # {file name: [bytes, SHA-256]}
             for name, state in job.files.items():
                 if job.is_cancelled.is_set():
                     return
                 entries[name] = _write_file(job.partial / name, state)
-            job.files = {}  # frees the memory of the copy
-            write_json(_part(job.partial, self.ranks.rank), {"files": entries})
+            job.files = {}  # free the memory of the copy
+            write_json(_rank_manifest(job.partial, self.ranks.rank), {"files": entries})
             job.is_written.set()
             if self.ranks.is_main:
                 self._publish(job)
@@ -165,41 +169,43 @@ class Checkpoints:
 
     def _publish(self, job: _Job) -> None:
         """Wait for the other ranks' files, write the manifest, rename, delete old checkpoints."""
-        parts = [_part(job.partial, rank) for rank in range(self.ranks.world_size)]
-        while not all(part.exists() for part in parts):
+        rank_manifests = [_rank_manifest(job.partial, r) for r in range(self.ranks.world_size)]
+        while not all(path.exists() for path in rank_manifests):
             if job.is_cancelled.wait(0.05):
                 return
-        files: dict[str, tuple[int, str]] = {}  # {name: (bytes, SHA-256)}
-        for part in parts:
-            files |= read_json(part, ("files",))["files"]
-            part.unlink()
-        total = sum(size for size, _ in files.values())
+        files: dict[str, tuple[int, str]] = {}  # {file name: (bytes, SHA-256)}
+        for path in rank_manifests:
+            files |= read_json(path, ("files",))["files"]
+            path.unlink()
+        total_bytes = sum(size for size, _ in files.values())
         manifest = {"step": job.step, **self.manifest, "files": files}
         write_json(job.partial / MANIFEST, manifest)
-        path = job.partial.with_name(_name(job.step))
+        path = job.partial.with_name(_checkpoint_name(job.step))
         with writing(path):
-            if path.exists():  # damaged, or from before a rollback
+            if path.exists():  # it is damaged, or older than a rollback
                 _mark_for_deletion(path)
             job.partial.rename(path)
             sync(self.folder)
-        checksums.trust(path, {name: digest for name, (_, digest) in files.items()})
+        checksums.cache_sums(path, {name: digest for name, (_, digest) in files.items()})
         self._prune()
-        saved = {
+        save = {
             "step": job.step,
             "blocked_s": round(job.blocked_s, 3),
             "seconds": round(time.monotonic() - job.start_time, 3),
-            "bytes": total,
+            "bytes": total_bytes,
         }
-        self._saves.put(saved)
+        self._saves.put(save)
 
     def _prune(self) -> None:
         """Delete intact checkpoints except the newest `keep` and the multiples of `keep_every`.
 
         Damaged checkpoints stay, because the user may want to rescue them.
         """
-        every = self.settings.keep_every
+        keep_every = self.settings.keep_every
         candidates = [
-            p for p in list_checkpoints(self.folder) if not every or checkpoint_step(p) % every
+            path
+            for path in list_checkpoints(self.folder)
+            if not keep_every or checkpoint_step(path) % keep_every
         ]
         intact = [path for path in candidates if self._is_intact(path)]
         for path in intact[: -self.settings.keep]:
@@ -207,15 +213,15 @@ class Checkpoints:
         delete_partial_checkpoints(self.folder)
 
     def _is_intact(self, path: Path) -> bool:
-        """Verify a checkpoint without reading unchanged files again."""
+        """Return whether a checkpoint is complete, without reading unchanged files again."""
         try:
             verify(path, cached=True)
-        except Exception:  # any damage; the new checkpoint is complete already
+        except Exception:  # whatever the damage is, the new checkpoint is complete already
             return False
         return True
 
 
-def snapshot(value: Any) -> Any:
+def copy_to_host(value: Any) -> Any:
     """Copy tensors and arrays in nested containers to host memory.
 
     A tensor that occurs twice (tied weights) is copied once. Other values are not copied and must
@@ -247,7 +253,8 @@ def snapshot(value: Any) -> Any:
 def _write_file(path: Path, state) -> list:
     """Write a file and sync it to the disk; return [bytes, SHA-256]."""
     try:
-        # An open file, because torch's own writer does not free the space of a full disk on errors.
+        # Open the file here: on a full disk, torch's own writer would keep it open, and deleting it
+        # would free no space.
         with path.open("wb") as file:
             torch.save(state, file)
         sync(path)
@@ -265,11 +272,12 @@ def _first_line(error: BaseException) -> str:
     return (getattr(error, "strerror", None) or str(error)).strip().partition("\n")[0]
 
 
-def _name(step: int) -> str:
+def _checkpoint_name(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def _part(partial: Path, rank: int) -> Path:
+def _rank_manifest(partial: Path, rank: int) -> Path:
+    """Return the path of the list of a rank's files, which rank 0 merges into the manifest."""
     return partial / f"files-rank{rank:04d}.json"
 
 
@@ -285,8 +293,8 @@ def delete_partial_checkpoints(folder: Path) -> None:
 
 
 def checkpoint_step(path: Path) -> int:
-    """Return the number of updates in a checkpoint's name."""
-    match = NAME.fullmatch(path.name)
+    """Return the number of updates, which is in the checkpoint's name."""
+    match = FOLDER_NAME.fullmatch(path.name)
     assert match is not None, path
     return int(match[1])
 
@@ -294,15 +302,16 @@ def checkpoint_step(path: Path) -> int:
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the folders named step-NNNNNN, complete or damaged, sorted by step."""
     paths = Path(folder).iterdir() if Path(folder).is_dir() else ()
-    return sorted((p for p in paths if p.is_dir() and NAME.fullmatch(p.name)), key=checkpoint_step)
+    folders = (p for p in paths if p.is_dir() and FOLDER_NAME.fullmatch(p.name))
+    return sorted(folders, key=checkpoint_step)
 
 
 def verify(path: Path, cached: bool = False) -> dict:
-    """Return the manifest of a checkpoint after comparing its files with it.
+    """Compare the files of a checkpoint with its manifest, and return the manifest.
 
     Args:
         path: Folder of the checkpoint.
-        cached: Trust files whose size and times are as when this process read them.
+        cached: Do not read files again whose size and times are as when this process read them.
 
     Raises:
         CheckpointError: If the folder, the manifest or a file is missing, or a file has changed.
@@ -321,7 +330,7 @@ def verify(path: Path, cached: bool = False) -> dict:
         files = [(path / name, size, digest) for name, (size, digest) in entries]
     except (DamagedError, AttributeError, TypeError, ValueError) as e:
         raise CheckpointError(f"checkpoint {path}: {MANIFEST} is damaged ({e})") from None
-    match = NAME.fullmatch(path.name)
+    match = FOLDER_NAME.fullmatch(path.name)
     if not files or (match and manifest["step"] != int(match[1])):
         raise CheckpointError(
             f"checkpoint {path}: {MANIFEST} is damaged (it lists {len(files)} files of update"
@@ -335,8 +344,8 @@ def verify(path: Path, cached: bool = False) -> dict:
                 f"checkpoint {path}: {file.name} has {file.stat().st_size} bytes, not {size}"
             )
     digests = {file.name: digest for file, _, digest in files}
-    if difference := checksums.difference(path, digests, cached):
-        raise CheckpointError(f"checkpoint {path}: {difference}")
+    if mismatch := checksums.describe_mismatch(path, digests, cached):
+        raise CheckpointError(f"checkpoint {path}: {mismatch}")
     return manifest
 
 
@@ -374,7 +383,7 @@ def find_newest_checkpoint(
 def resume_checkpoint(
     resume: str, folder: Path, say: Callable[[str], None] = print, before: float = math.inf
 ) -> tuple[Path, dict] | None:
-    """Return the checkpoint that `resume` selects and its manifest, or None.
+    """Return (folder, manifest) of the checkpoint that `resume` selects, or None.
 
     Args:
         resume: never, auto (the newest complete checkpoint in `folder`), or a checkpoint's folder.
@@ -394,22 +403,23 @@ def resume_checkpoint(
 
 
 def rollback_checkpoint(
-    folder: Path, last: int | None, say: Callable[[str], None] = print
+    folder: Path, failed_step: int | None, say: Callable[[str], None] = print
 ) -> tuple[Path, dict] | None:
-    """Return the checkpoint to roll back to and its manifest, or None if none is complete.
+    """Return (folder, manifest) of the checkpoint to roll back to, or None if none is complete.
 
-    If the last rollback did not help, it is the checkpoint before, if any, and the later ones are
-    deleted.
+    This is the newest checkpoint, or the next older one if the last rollback did not help. Then the
+    newer checkpoints are deleted.
 
     Args:
         folder: Folder of the run's checkpoints.
-        last: Step of the last rollback if nothing was saved since, else None.
+        failed_step: Step of a rollback after which nothing was saved; None if there is none.
         say: Prints the checkpoints that are skipped.
     """
-    older = None if last is None else resume_checkpoint("auto", folder, say, before=last)
-    if older is not None:
-        delete_later_checkpoints(folder, older[1]["step"])
-        return older
+    if failed_step is not None:
+        older = resume_checkpoint("auto", folder, say, before=failed_step)
+        if older is not None:
+            delete_later_checkpoints(folder, older[1]["step"])
+            return older
     try:
         return resume_checkpoint("auto", folder, say)
     except CheckpointError:  # none is complete
@@ -422,17 +432,23 @@ def describe_nonfinite(tensors: Mapping[str, Sequence[torch.Tensor]]) -> str:
     Args:
         tensors: {name in the message: tensors}.
     """
-    nonfinite = [name for name, group in tensors.items() if not all(map(_is_finite, group))]
-    return f"NaN or infinity in {' and '.join(nonfinite)}" if nonfinite else ""
+    names = [name for name, group in tensors.items() if not all(map(_is_finite, group))]
+    return f"NaN or infinity in {' and '.join(names)}" if names else ""
 
 
-def _is_finite(t: torch.Tensor) -> bool:
-    """Test minimum and maximum, which are NaN if any is; 30 times faster than `isfinite`."""
-    return not t.numel() or all(map(math.isfinite, map(float, torch.aminmax(t.detach()))))
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Return whether all elements are finite.
+
+    Minimum and maximum are NaN if an element is; this is 30 times faster than `torch.isfinite`.
+    """
+    if not tensor.numel():
+        return True
+    minimum, maximum = torch.aminmax(tensor.detach())
+    return math.isfinite(minimum) and math.isfinite(maximum)
 
 
 def delete_later_checkpoints(folder: Path, step: int) -> None:
-    """Delete the checkpoints after `step`, at which a run was resumed."""
+    """Delete the checkpoints of later steps than `step`, from which the run continues."""
     for path in list_checkpoints(folder):
         if checkpoint_step(path) > step:
             _mark_for_deletion(path)
@@ -442,13 +458,13 @@ def delete_later_checkpoints(folder: Path, step: int) -> None:
 def read_state(
     path: Path, classes: Sequence[type] = (), device: torch.device | str = "cpu"
 ) -> dict[str, Any]:
-    """Read a file of a verified checkpoint without running code in it.
+    """Read a file of a verified checkpoint, without running code that it may contain.
 
-    The manifest does not prove who wrote the file.
+    The manifest proves that the file is undamaged, but not who wrote it.
 
     Args:
         path: The file.
-        classes: Classes of objects that it may hold, next to tensors, numbers and text.
+        classes: Classes of objects that the file may hold, next to tensors, numbers and text.
         device: Device of the tensors.
 
     Raises:

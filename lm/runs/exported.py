@@ -1,4 +1,4 @@
-"""Loading model and tokenizer of an export. Missing weights are refused, not initialised."""
+"""Loading of an export's model and tokenizer. Missing weights are refused, not initialised."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MAX_NAMES = 3  # names of weights in a message
 
 
 class LoadError(UserError, RuntimeError):
-    """A model that cannot be loaded as it was saved. The message names the problem."""
+    """A model or tokenizer that cannot be loaded as it was saved. The message names the problem."""
 
 
 def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
     """Load the causal language model of an export, or of a name on the hub, on the CPU.
 
-    Exports of built-in models are loaded with the classes of this package; the code next to the
-    weights is not run. transformers itself would initialise missing weights with random values.
+    Exports of built-in models are loaded with the classes of this package; the code in the folder
+    is not run. transformers itself would initialise missing weights with random values.
 
     Args:
         path: The folder, or the name on the hub.
@@ -32,8 +32,9 @@ def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
             the hub is never run.
 
     Raises:
-        LoadError: If the folder has code and is not trusted; if files are unreadable, damaged or
-            changed; if a weight is missing, unknown to the model, of another shape or not finite.
+        LoadError: If the model needs the code in the folder and `trust` is False; if files are
+            unreadable, damaged or changed; if a weight is missing, unknown to the model, of another
+            shape or not finite.
     """
     require("torch", "a model")
     from safetensors import SafetensorError
@@ -45,7 +46,7 @@ def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
     register_auto_classes()
     _refuse_changed(path)
     verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()  # the error below replaces its report on the weights
+    logging.set_verbosity_error()  # the error below replaces transformers' report on the weights
     logging.disable_progress_bar()
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -61,25 +62,27 @@ def load_model(path: Path | str, trust: bool = False) -> PreTrainedModel:
     except pickle.UnpicklingError as e:
         files = sorted(Path(path).glob("pytorch_model*.bin"))
         raise LoadError(describe_refused_pickle(files[0] if files else path, e)) from None
-    # ValueError: unknown model type. Others: a config.json that does not describe a model.
+    # ValueError for an unknown model type; other errors for a config.json without a valid model.
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RuntimeError) as e:
         raise _code_error(e, path) or LoadError(f"cannot load {path}: {_reason(e)}") from None
     finally:
         logging.set_verbosity(verbosity)
         if has_bars:
             logging.enable_progress_bar()
-    kinds = {
+    names_by_problem = {
         "missing": info["missing_keys"],
         "unknown to the model": info["unexpected_keys"],
         "of another shape than config.json says": [
             f"{name} {list(saved)}, not {list(expected)}"
             for name, saved, expected in info["mismatched_keys"]
         ],
-        "NaN or infinite": [n for n, p in model.named_parameters() if not p.isfinite().all()],
+        "NaN or infinite": [
+            name for name, weight in model.named_parameters() if not weight.isfinite().all()
+        ],
     }
     problems = [
-        f"{len(names)} weight{'s' * (len(names) > 1)} {kind} ({first_names(names)})"
-        for kind, names in kinds.items()
+        f"{len(names)} weight{'s' * (len(names) > 1)} {problem} ({format_first_names(names)})"
+        for problem, names in names_by_problem.items()
         if names
     ]
     if problems:
@@ -98,7 +101,7 @@ def load_tokenizer(path: Path | str, trust: bool = False) -> PreTrainedTokenizer
         trust: Run the tokenizer's code in the folder.
 
     Raises:
-        LoadError: If it is missing or damaged, or has code and is not trusted.
+        LoadError: If it is missing or damaged, or needs code and `trust` is False.
     """
     from transformers import AutoTokenizer
 
@@ -108,7 +111,7 @@ def load_tokenizer(path: Path | str, trust: bool = False) -> PreTrainedTokenizer
     _refuse_changed(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust and _is_local(path))
-        tokenizer("a")  # finds errors in its files that loading does not
+        tokenizer("a")  # fails on some errors in the files that loading does not find
         return tokenizer
     except ImportError:  # a missing package; the command line explains it
         raise
@@ -118,13 +121,13 @@ def load_tokenizer(path: Path | str, trust: bool = False) -> PreTrainedTokenizer
 
 
 def _code_error(error: Exception, path: Path | str) -> LoadError | None:
-    """Return the error for a folder whose code transformers would have to run, or None."""
+    """Return the LoadError if transformers refused to run the folder's code, or None."""
     if not isinstance(error, ValueError) or "trust_remote_code" not in str(error):
         return None
     if not _is_local(path):
         return LoadError(f"{path} needs code of its own, and code from the hub is never run")
     files = [file.name for file in Path(path).glob("*.py")]
-    names = first_names(files) or "named in its JSON files"
+    names = format_first_names(files) or "named in its JSON files"
     return LoadError(
         f"{path} needs code of its own ({names}), which has not been checked: --trust (in Python"
         " trust=True) runs it; use it only if you know the author"
@@ -150,14 +153,17 @@ def _is_local(path: Path | str) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of a loader's error, with its class if the line may be a bare key."""
+    """Return the first line of a loader's error, with the class of most errors.
+
+    The text of a KeyError, for example, is only the key.
+    """
     lines = str(error).strip().splitlines() or ["no reason given"]
     if isinstance(error, OSError | ValueError):
         return lines[0]
     return f"{type(error).__name__}: {lines[0]}"
 
 
-def first_names(names: Iterable[str]) -> str:
+def format_first_names(names: Iterable[str]) -> str:
     """Return the first MAX_NAMES sorted names for a message."""
     names = sorted(names)
     return ", ".join(names[:MAX_NAMES]) + (", …" if len(names) > MAX_NAMES else "")

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -15,8 +16,11 @@ from pathlib import Path
 from lm.common.errors import UserError
 from lm.common.files import read_mapping, writing
 
-BEAT_S = 10.0  # seconds between two touches of the file
+TOUCH_INTERVAL_S = 10.0  # seconds between two touches of the file by its holder
 PATIENCE_S = 30.0  # a holder on another host that does not touch it for this time is dead
+# `fprnn status` does not wait: it compares the last touch with the clock. A network file system may
+# show the touch up to a minute late.
+MAX_TOUCH_AGE_S = 60.0
 
 
 class LeaseError(UserError, RuntimeError):
@@ -26,15 +30,18 @@ class LeaseError(UserError, RuntimeError):
 class Lease:
     """A file that a process holds while it writes in the directory of the file.
 
-    It names the holder: {"host", "namespace" (of process ids), "pid", "started" (time of the
-    process), "job" (of Slurm), "since"}. The holder touches it every BEAT_S. Only changes of the
-    modification time matter, so that clocks may differ and the disk may be full. A holder in this
-    PID namespace is dead if its process is gone. A holder elsewhere (another host or container) is
-    dead if it does not touch the file for PATIENCE_S.
+    The file names the holder: {"host", "namespace" (of process ids), "pid", "started" (time of the
+    process), "job" (of Slurm), "since" (Unix seconds)}. A holder in the PID namespace of this
+    process is dead if its process is gone; a suspended process still holds the lease. A holder
+    elsewhere (another host or container) is dead if it does not touch the file for PATIENCE_S. Only
+    changes of the modification time matter, so that clocks may differ and the disk may be full.
 
     Args:
         path: The file.
         say: Prints a note about a lease that was left by a dead process.
+
+    Attributes:
+        record: Content of the file while this process holds the lease.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None] = print):
@@ -42,7 +49,7 @@ class Lease:
         self.record = _describe_process()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self._taken_by: dict | None = None
+        self._new_holder: dict | None = None  # a process that has taken this lease over
 
     def acquire(self) -> None:
         """Take the lease, and touch it from a thread until `release`.
@@ -55,9 +62,9 @@ class Lease:
             holder = read_mapping(self.path)
             if holder is None:
                 continue  # released in the meantime
-            self._wait_for_death(holder)
+            self._require_dead(holder)
             self._remove(holder)
-        self._thread = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._thread = threading.Thread(target=self._keep_touching, name="lease", daemon=True)
         self._thread.start()
 
     def release(self) -> None:
@@ -74,104 +81,102 @@ class Lease:
         """Check that no other process has taken the lease while this process was suspended.
 
         Raises:
-            LeaseError: If one has.
+            LeaseError: If another process has taken it.
         """
-        if self._taken_by is not None:
+        if self._new_holder is not None:
             raise LeaseError(
-                f"{self.path.parent} was taken over by {_name(self._taken_by)}, because this"
-                f" process did not respond for {PATIENCE_S:.0f} s: this process ends"
+                f"{self.path.parent} was taken over by {describe_holder(self._new_holder)}, because"
+                f" this process did not respond for {PATIENCE_S:.0f} s: this process ends"
             )
 
     def _create(self) -> bool:
         """Create the file; return False if it exists."""
         with writing(self.path):
             try:
-                number = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+                fd = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
             except FileExistsError:
                 return False
             try:
-                with os.fdopen(number, "w", encoding="utf-8") as f:
+                with os.fdopen(fd, "w", encoding="utf-8") as f:
                     f.write(json.dumps(self.record) + "\n")
             except OSError:  # the disk is full; an empty lease would block later processes
                 self.path.unlink(missing_ok=True)
                 raise
         return True
 
-    def _wait_for_death(self, holder: dict) -> None:
-        """Return once the holder is known to be dead.
-
-        Raises:
-            LeaseError: If the holder is running.
-        """
+    def _require_dead(self, holder: dict) -> None:
+        """Raise LeaseError if the holder is running, after waiting for a touch if necessary."""
         folder = self.path.parent
         is_running = is_alive(holder)
         if is_running is None:
             self.say(
-                f"note: {folder} is held by {_name(holder)}: waiting {PATIENCE_S:.0f} s to see"
-                " whether it responds"
+                f"note: {folder} is held by {describe_holder(holder)}: waiting"
+                f" {PATIENCE_S:.0f} s to see whether it responds"
             )
-            is_running = self._is_touched()
+            is_running = self._wait_for_touch()
         if is_running:
             holder = read_mapping(self.path) or holder  # it may have been incomplete before
             raise LeaseError(
-                f"{folder} is in use by {_name(holder)}: stop that process, or choose another"
-                " `name` (two processes would damage the run directory)"
+                f"{folder} is in use by {describe_holder(holder)}: stop that process, or choose"
+                " another `name` (two processes would damage the run directory)"
             )
-        self.say(f"note: {folder} was left by {_name(holder)}, which is gone: taken over")
+        self.say(f"note: {folder} was left by {describe_holder(holder)}, which is gone: taken over")
 
-    def _is_touched(self) -> bool:
-        """Return whether the file is touched within PATIENCE_S."""
-        first_time = _modification_time(self.path)
-        until = time.monotonic() + PATIENCE_S
-        while time.monotonic() < until:
+    def _wait_for_touch(self) -> bool:
+        """Wait up to PATIENCE_S; return True if the file is touched, False if not or if deleted."""
+        first_time = _modification_time_ns(self.path)
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
             time.sleep(min(0.5, PATIENCE_S / 10))
-            touched = _modification_time(self.path)
-            if touched is None:
+            current_time = _modification_time_ns(self.path)
+            if current_time is None:
                 return False
-            if touched != first_time:
+            if current_time != first_time:
                 return True
         return False
 
     def _remove(self, holder: dict) -> None:
         """Delete the holder's file, unless another process has replaced it in the meantime."""
-        aside = self.path.with_name(f"{self.path.name}.{self.record['pid']}")
+        # Several processes may try at once. Only one of them succeeds in renaming the file.
+        renamed_path = self.path.with_name(f"{self.path.name}.{self.record['pid']}")
         with contextlib.suppress(FileNotFoundError):
-            os.rename(self.path, aside)
-            if read_mapping(aside) != holder and not self.path.exists():
-                os.rename(aside, self.path)
+            os.rename(self.path, renamed_path)
+            if read_mapping(renamed_path) != holder and not self.path.exists():
+                os.rename(renamed_path, self.path)
             else:
-                aside.unlink()
+                renamed_path.unlink()
 
-    def _beat(self) -> None:
+    def _keep_touching(self) -> None:
         """Touch the file until `release`, or until another process takes the lease."""
-        while not self._stop.wait(BEAT_S):
+        while not self._stop.wait(TOUCH_INTERVAL_S):
             holder = read_mapping(self.path)
             if holder == {}:
                 continue  # being written, or the disk does not respond: try again
             if holder != self.record:
-                self._taken_by = holder or {}
+                self._new_holder = holder or {}
                 return
-            with contextlib.suppress(OSError):  # the next round tries again
+            with contextlib.suppress(OSError):  # the next touch may succeed
                 os.utime(self.path)
 
 
 def _describe_process() -> dict:
+    """Return the record of this process for a lease."""
     pid = os.getpid()
     return {
         "host": socket.gethostname(),
         "namespace": _pid_namespace(),
         "pid": pid,
-        "started": _start_time(pid),
-        "job": _job(),
+        "started": _start_ticks(pid),
+        "job": _slurm_job(),
         "since": round(time.time(), 3),
     }
 
 
 def _pid_namespace() -> str | None:
-    """Return the namespace of process ids, or None if the system does not name it.
+    """Return an id of the namespace of process ids, or None if the system has no such id.
 
-    Containers may share a host name, and hosts the number of their first namespace. The id of the
-    boot distinguishes them.
+    Two containers may have the same host name, and two hosts the same namespace number. The id of
+    the boot distinguishes hosts.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -181,29 +186,50 @@ def _pid_namespace() -> str | None:
 
 
 def _shares_pid_namespace(holder: dict) -> bool:
-    """Return whether a holder's process id means the same process here."""
+    """Return whether this process sees the holder's process under the same id."""
     if holder.get("host") != socket.gethostname() or not isinstance(holder.get("pid"), int):
         return False
     namespace = _pid_namespace()
-    has_namespaces = sys.platform == "linux"
-    return holder.get("namespace") == namespace and (namespace is not None or not has_namespaces)
+    is_known = namespace is not None or sys.platform != "linux"  # only Linux has namespaces
+    return is_known and holder.get("namespace") == namespace
 
 
-def _job() -> str | None:
+def _slurm_job() -> str | None:
     """Return the id of this process's Slurm job: 4711, or 4711_3 in an array; None without one."""
-    array, job = (os.environ.get(f"SLURM_{name}") for name in ("ARRAY_JOB_ID", "JOB_ID"))
-    return f"{array}_{os.environ.get('SLURM_ARRAY_TASK_ID')}" if array else job
+    array_id, job_id = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_JOB_ID")
+    return f"{array_id}_{os.environ.get('SLURM_ARRAY_TASK_ID')}" if array_id else job_id
 
 
-def _modification_time(path: Path) -> int | None:
+def _modification_time_ns(path: Path) -> int | None:
     try:
         return path.stat().st_mtime_ns
     except FileNotFoundError:
         return None
 
 
+def is_held(holder: dict, touch_age_s: float) -> bool:
+    """Return whether the holder of a lease is running, without waiting for a touch.
+
+    Args:
+        holder: Content of the lease.
+        touch_age_s: Seconds since the lease was touched, by the clock of its file system.
+    """
+    is_running = is_alive(holder)
+    return abs(touch_age_s) <= MAX_TOUCH_AGE_S if is_running is None else is_running
+
+
+def file_system_time(folder: Path) -> float:
+    """Return the Unix seconds on the clock that dates the files in a folder.
+
+    It may be the clock of a server, which differs from this host's clock.
+    """
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_mtime
+    return time.time()  # the folder is missing or read-only, or the disk is full
+
+
 def is_alive(holder: dict) -> bool | None:
-    """Return whether the process of a lease runs; None if that cannot be seen from here."""
+    """Return whether the holder's process exists; None if it is on another host or container."""
     if not _shares_pid_namespace(holder):
         return None
     try:
@@ -212,29 +238,34 @@ def is_alive(holder: dict) -> bool | None:
         return False
     except PermissionError:
         pass  # a process of another user
-    start_time = _start_time(holder["pid"])
-    if start_time is None or holder.get("started") is None:
+    start_ticks = _start_ticks(holder["pid"])
+    if start_ticks is None or holder.get("started") is None:
         return True
-    return start_time == holder["started"]  # otherwise the id is another process's now
+    return start_ticks == holder["started"]  # otherwise another process has the id now
 
 
-def _start_time(pid: int) -> int | None:
+def _start_ticks(pid: int) -> int | None:
     """Return the start time of a process in ticks since the boot.
 
     It is -1 for a zombie, and None if /proc does not have it.
     """
     try:
-        after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    return -1 if after_name[0] == "Z" else int(after_name[19])
+    # proc(5): fields 3 (state), 4, … after the name, which stands in parentheses.
+    fields = stat.rpartition(")")[2].split()
+    return -1 if fields[0] == "Z" else int(fields[22 - 3])
 
 
-def _name(holder: dict) -> str:
-    """Format the holder of a lease for a message."""
+def describe_holder(holder: dict) -> str:
+    """Return a text such as "process 4711 on n0, Slurm job 12 (since 2026-05-01 12:30:00)"."""
     if "pid" not in holder:
         return "an unknown process (its lease.json is incomplete)"
     job = f", Slurm job {holder['job']}" if holder.get("job") else ""
     since = holder.get("since")
-    time_text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(since)) if since else "some time"
-    return f"process {holder['pid']} on {holder.get('host')}{job} (since {time_text})"
+    since_text = ""
+    if isinstance(since, int | float):
+        with contextlib.suppress(ValueError, OverflowError, OSError):  # no time, in a damaged file
+            since_text = time.strftime(" (since %Y-%m-%d %H:%M:%S)", time.localtime(since))
+    return f"process {holder['pid']} on {holder.get('host')}{job}{since_text}"

@@ -29,9 +29,10 @@ GROUPS = {
     "validation": ("baselines", "over_lengths"),
     "data": ("curriculum", "data_epochs", "data_share"),
 }
-NAMES = {key: f"{group}/{key}" for group, keys in GROUPS.items() for key in keys}
-NAMES |= {"valid": "validation", "validation": "validation"}
-MAX_LAYERS = 6  # with more, a line shows mean and range instead of all layers
+# {key of a record: name in wandb and TensorBoard}; synthetic tasks log a validation as "valid".
+TRACKER_NAMES = {key: f"{group}/{key}" for group, keys in GROUPS.items() for key in keys}
+TRACKER_NAMES |= {"valid": "validation", "validation": "validation"}
+MAX_LAYERS = 6  # for more layers, a line shows mean and range instead of all values
 
 
 def describe_record(record: dict, num_iters: dict | None = None) -> str:
@@ -62,19 +63,18 @@ def describe_record(record: dict, num_iters: dict | None = None) -> str:
 
 
 def format_layers(values: list[float]) -> str:
-    """Format one number per layer: "8.6 4.1", or for many layers "5.2 (2.1 to 9.8)"."""
+    """Format one number per layer: "8.6 4.1", or as mean and range: "5.2 (2.1 to 9.8)"."""
     if len(values) <= MAX_LAYERS:
         return " ".join(f"{v:.1f}" for v in values)
     return f"{sum(values) / len(values):.1f} ({min(values):.1f} to {max(values):.1f})"
 
 
 def format_iterations(num_iters: dict) -> str:
-    """Format ℓ* of the layers, marked if it belongs to another solution than the model's."""
+    """Format ℓ* of the layers, marked if ℓ* belongs to another solution than the model's."""
     if len(num_iters["mean"]) <= MAX_LAYERS:
         return " ".join(format_marked_iterations(num_iters))
-    return format_layers(num_iters["mean"]) + OTHER_SOLUTION_MARK * any(
-        find_other_solutions(num_iters)
-    )
+    mark = OTHER_SOLUTION_MARK if any(find_other_solutions(num_iters)) else ""
+    return format_layers(num_iters["mean"]) + mark
 
 
 def probe_iterations(record: dict) -> dict | None:
@@ -109,7 +109,7 @@ def flatten_record(record: dict) -> dict[str, float]:
 
     for key, value in record.items():
         if key not in ("step", "layers"):
-            add(NAMES.get(key, f"train/{key}"), value, record.get("layers"))
+            add(TRACKER_NAMES.get(key, f"train/{key}"), value, record.get("layers"))
     return numbers
 
 
@@ -120,8 +120,8 @@ STEP_KEY = "global_step"  # wandb's own step must not decrease, as it does after
 class Wandb:
     """Weights & Biases. A resumed run continues the same wandb run.
 
-    Records in wandb cannot be deleted: after a rollback the old records stay, next to the new ones
-    of the same steps.
+    Records in wandb cannot be deleted. After a rollback the old records stay, and wandb has two
+    records of the same step.
     """
 
     def __init__(self, cfg: Run, run: RunDir, resumed_at: int):
@@ -143,21 +143,21 @@ class Wandb:
     def log(self, step: int, numbers: dict[str, float]) -> None:
         self.run.log({**numbers, STEP_KEY: step})
 
-    def keep_until(self, step: int) -> None: ...
+    def drop_records_after(self, step: int) -> None: ...
 
     def close(self) -> None:
         self.run.finish()
 
 
 class TensorBoard:
-    """Event files in the run directory, without records after the resumed step."""
+    """Event files in the run directory. After a rollback, TensorBoard hides the old records."""
 
     def __init__(self, cfg: Run, run: RunDir, resumed_at: int):
         self.folder = str(run.tensorboard)
         self._open(resumed_at + 1 if resumed_at else None)
 
     def _open(self, purge_step: int | None) -> None:
-        """Open the next event file; TensorBoard drops `purge_step` and all later steps."""
+        """Open the next event file; TensorBoard hides records of `purge_step` and later steps."""
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(self.folder, purge_step=purge_step)
@@ -166,7 +166,7 @@ class TensorBoard:
         for name, value in numbers.items():
             self.writer.add_scalar(name, value, step)
 
-    def keep_until(self, step: int) -> None:
+    def drop_records_after(self, step: int) -> None:
         self.writer.close()
         self._open(step + 1)
 
@@ -175,11 +175,11 @@ class TensorBoard:
 
 
 Tracker = Wandb | TensorBoard
-# {key of the section `log`: its tracker}
+# {key of a config's section `log`: its tracker}
 TRACKERS: dict[str, Callable[..., Tracker]] = {"wandb": Wandb, "tensorboard": TensorBoard}
 
 
-class Writer:
+class MetricsWriter:
     """Appends records to `metrics.jsonl` and to the trackers of the section `log`, on rank 0.
 
     A tracker that fails is closed with one warning; metrics.jsonl has every record.
@@ -195,37 +195,38 @@ class Writer:
         self.path = run.metrics
         self.file = self._open(resumed_at)
         self.trackers: dict[str, Tracker] = {}
-        for name, tracker in TRACKERS.items():
+        for name, make_tracker in TRACKERS.items():
             if getattr(cfg.log, name):
-                started = self._try(name, partial(tracker, cfg, run, resumed_at))
-                if started is not None:
-                    self.trackers[name] = started
+                tracker = self._try(name, partial(make_tracker, cfg, run, resumed_at))
+                if tracker is not None:
+                    self.trackers[name] = tracker
 
-    def keep_until(self, step: int) -> None:
-        """Drop the records of later steps (all at step 0), and continue from there."""
+    def drop_records_after(self, step: int) -> None:
+        """Drop the records of later steps than `step`, or all if it is 0."""
         with writing(self.path):
             self.file.close()
         self.file = self._open(step)
         for name, tracker in list(self.trackers.items()):
-            self._try(name, partial(tracker.keep_until, step))
+            self._try(name, partial(tracker.drop_records_after, step))
 
     def _open(self, step: int) -> TextIO:
-        """Drop the records after a step (all at step 0), and open metrics.jsonl for appending."""
-        unread = 0
+        """Drop the records after a step, or all if it is 0; open metrics.jsonl for appending."""
+        unread_count = 0
 
-        def lines() -> Iterator[str]:
-            nonlocal unread
+        def iter_lines() -> Iterator[str]:
+            nonlocal unread_count
             for record in iter_metrics(self.run.path) if step else ():
                 if record is None:
-                    unread += 1
+                    unread_count += 1
                 elif record["step"] <= step:
                     yield json.dumps(record) + "\n"
 
-        write_text(self.path, lines())
-        if unread:
+        write_text(self.path, iter_lines())
+        if unread_count:
+            lines = "1 line" if unread_count == 1 else f"{unread_count} lines"
             say(
-                f"note: {self.path}: dropped {unread} line{'s' * (unread > 1)} without a record"
-                " (cut short by a kill, or damaged)"
+                f"note: {self.path}: dropped {lines} without a record (cut short by a kill, or"
+                " damaged)"
             )
         with writing(self.path):
             return self.path.open("a", encoding="utf-8")
@@ -244,7 +245,7 @@ class Writer:
             self._try(name, partial(tracker.log, record["step"], numbers))
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # a full disk, which `write` has reported
+        with contextlib.suppress(OSError):  # `write` has reported that the disk is full
             self.file.close()
         for name, tracker in list(self.trackers.items()):
             self._try(name, tracker.close)

@@ -1,4 +1,8 @@
-"""Throughput, MFU, the work of the solver, ℓ* by a probe; reading metrics.jsonl."""
+"""Metrics of training: speed, memory, statistics of the solver, ℓ*; reading metrics.jsonl.
+
+ℓ* of a layer is the number of iterations that the paper's procedure would need on its input.
+MFU (model FLOPs utilization) is the share of the device's peak FLOP/s that the model uses.
+"""
 
 from __future__ import annotations
 
@@ -14,39 +18,50 @@ import torch
 
 from lm.common.files import CONTROL, parse_json, printable
 
-# Dense bf16 peak in FLOP/s by a part of the device's name, from the vendors' data sheets.
+# {part of the device's name: dense bf16 peak in FLOP/s}, from the vendors' data sheets.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "L40": 181e12, "V100": 125e12}
 
-Gather = Callable[[torch.Tensor], torch.Tensor]  # concatenates over ranks, along the last dimension
+# Function that concatenates a tensor of all ranks along the last dimension.
+Gather = Callable[[torch.Tensor], torch.Tensor]
 
-# Shares of tokens that a record has, by status of their solve (lm/model/solver.py).
+# Keys of a record with shares of tokens, by the status of their solve (lm/model/solver.py).
 SHARES = ("failed", "bisected", "limited")
-# Key of a record → field of FixedPointReport, if they differ: records keep their first keys.
-STATISTICS = {"limited": "grad_limited", "elsewhere": "other_solution"}
-FAILED_SHARE = 0.001  # warn above this share of a layer's tokens that were not solved
-ILL_SHARE = 0.01  # likewise for bisected tokens, and tokens whose gradient may be limited
-# {name of a share: (largest share without a warning, problem, consequence)}
+# {key of a record: field of FixedPointReport}, if they differ: records keep their first keys.
+REPORT_FIELDS = {"limited": "grad_limited", "elsewhere": "other_solution"}
+FAILED_SHARE = 0.001  # warn if more of a layer's tokens were not solved
+ILL_SHARE = 0.01  # warn if more of them were bisected, or may have a limited gradient
+
+
+class Problem(NamedTuple):
+    """A reason for a warning about a layer."""
+
+    max_share: float  # largest share of tokens without a warning
+    description: str
+    consequence: str
+
+
+# {key of a share in a record: its problem}
 PROBLEMS = {
-    "failed": (
+    "failed": Problem(
         FAILED_SHARE,
         "the token's equation was not solved",
         "so the layer's output there is not a solution",
     ),
-    "bisected": (
+    "bisected": Problem(
         ILL_SHARE,
         "the token's equation has a solution that its iteration does not reach",
         "so it was bisected, and a small change of the input may lead to another",
     ),
-    "limited": (
+    "limited": Problem(
         ILL_SHARE,
         "the token's equation is nearly singular",
         "so the gradient may be shortened there",
     ),
 }
-CURES = (
+REMEDIES = (
     "train with model.contractive: 0.9, or begin near the identity (model.mixer_gate_init_bias: -3)"
 )
-OTHER_SOLUTION_SHARE = 0.01  # above this share ℓ* of a layer is marked
+OTHER_SOLUTION_SHARE = 0.01  # mark a layer's ℓ* above this share of tokens with another solution
 OTHER_SOLUTION_MARK = "†"
 OTHER_SOLUTION_NOTE = (
     f"{OTHER_SOLUTION_MARK} the paper's procedure, whose iterations ℓ* counts, ends in another"
@@ -69,9 +84,10 @@ def fixed_point_metrics(
     """Average the reports of the solver over micro-batches and ranks, per layer.
 
     Args:
-        stats: FixedPointReports, whose tensors have shape (n_layer, batch).
+        stats: FixedPointReport of each micro-batch, whose tensors have shape (n_layer, batch).
         gather: Concatenates tensors over ranks.
-        rows: Sequences that count, of all micro-batches, bool, shape (batch,); None: all.
+        rows: True for sequences that count, bool, shape (sequences of all micro-batches,); None:
+            all count.
 
     Returns:
         {} for a model without a solver. Otherwise lists with one number per layer:
@@ -79,11 +95,11 @@ def fixed_point_metrics(
         "failed", "bisected", "limited": shares of tokens whose solve failed, whose solution was
             found by bisection, and whose gradient may be limited.
         "residual": mean over sequences of the largest residual of a token.
-        "num_iters", after a `probe`: {"mean", "median", "max"} of ℓ*, and "elsewhere", the share of
-            tokens where the paper's procedure ends in another solution.
-        "layers", for a hybrid: indices of the layers with a solver.
-        "adjoint", after a backward pass through time: norm of the last adjoint relative to the
-            incoming gradient, maximum over sequences and ranks.
+        "num_iters", only after a `probe`: {"mean", "median", "max"} of ℓ*, and "elsewhere", the
+            share of tokens where the paper's procedure ends in another solution.
+        "layers", only for a hybrid: indices of the layers with a solver.
+        "adjoint", only after a backward pass through time: norm of the last adjoint relative to
+            the incoming gradient, maximum over sequences and ranks.
     """
     if not stats:
         return {}
@@ -91,28 +107,29 @@ def fixed_point_metrics(
     if rows is not None:
         is_counted = gather(rows.to(stats[0].failed.device, torch.float64)) > 0
 
-    def gather_field(name):
-        name = STATISTICS.get(name, name)
-        values = gather(torch.cat([getattr(s, name) for s in stats], -1).double())
+    def gather_field(key):
+        field = REPORT_FIELDS.get(key, key)
+        values = gather(torch.cat([getattr(report, field) for report in stats], -1).double())
         return values if is_counted is None else values[:, is_counted]
 
     measured: dict[str, list[float] | dict[str, list[float]]] = {
-        name: _rounded(gather_field(name).mean(-1)) for name in ("evaluations", *SHARES, "residual")
+        key: _round_layers(gather_field(key).mean(-1))
+        for key in ("evaluations", *SHARES, "residual")
     }
     if stats[0].layers is not None:
         measured["layers"] = stats[0].layers
     if stats[0].num_iters is not None:
         iterations = gather_field("num_iters")
         measured["num_iters"] = {
-            "mean": _rounded(iterations.mean(-1)),
-            "median": _rounded(iterations.median(-1).values),
-            "max": _rounded(iterations.amax(-1)),
-            "elsewhere": _rounded(gather_field("elsewhere").mean(-1)),
+            "mean": _round_layers(iterations.mean(-1)),
+            "median": _round_layers(iterations.median(-1).values),
+            "max": _round_layers(iterations.amax(-1)),
+            "elsewhere": _round_layers(gather_field("elsewhere").mean(-1)),
         }
     if stats[-1].adjoint_norm is not None:
         norms = gather(torch.stack([n.double() for n in stats[-1].adjoint_norm])).amax(-1)
         if norms.any():  # all 0 without a backward pass through time
-            measured["adjoint"] = _rounded(norms)
+            measured["adjoint"] = _round_layers(norms)
     return measured
 
 
@@ -138,7 +155,7 @@ def peak_memory(device: torch.device) -> int:
     """Return the peak memory of this process in bytes.
 
     Args:
-        device: On a GPU only tensors count; on a CPU all memory of the process.
+        device: For a GPU, tensors on it count; for a CPU, all memory of the process.
     """
     if torch.device(device).type == "cuda":
         return torch.cuda.max_memory_allocated(device)
@@ -152,8 +169,9 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _rounded(t: torch.Tensor) -> list[float]:
-    return [float(f"{v:.6g}") for v in t.tolist()]  # residuals are small, adjoints may be large
+def _round_layers(values: torch.Tensor) -> list[float]:
+    """Round to 6 significant digits: residuals are small, adjoints may be large."""
+    return [float(f"{value:.6g}") for value in values.tolist()]
 
 
 @torch.no_grad()
@@ -162,8 +180,8 @@ def probe(
 ) -> Any:
     """Run one forward pass that also counts ℓ*, and return its FixedPointReport.
 
-    ℓ* is the number of iterations that the paper's procedure needs on each layer's input, whatever
-    schedule solves the model. The pass makes these iterations.
+    The pass makes the iterations of the paper's procedure on each layer's input, whatever solver
+    the model has.
 
     Args:
         model: A fixed-point model, or DeepSpeed's engine around one. Its mode is restored.
@@ -186,7 +204,10 @@ def probe(
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return whether an action is due that happens every `every` updates (0: never)."""
+    """Return whether an action is due after update `step` if it is due every `every` updates.
+
+    It is never due if `every` is 0.
+    """
     return every > 0 and step % every == 0
 
 
@@ -201,7 +222,7 @@ class FailureWatch:
     def __init__(self, say: Callable[[str], None], solver: dict | str):
         self.say = say
         self.solver = solver
-        self.warned: set[int] = set()
+        self.warned_layers: set[int] = set()
 
     def check(self, measured: dict, where: str) -> None:
         """Print a warning for each layer that needs one for the first time.
@@ -211,9 +232,9 @@ class FailureWatch:
             where: Position in the training, such as "update 30".
         """
         for layer, sentence in find_failures(measured, self.solver).items():
-            if layer not in self.warned:
+            if layer not in self.warned_layers:
                 self.say(f"warning: {where}: {sentence}")
-                self.warned.add(layer)
+                self.warned_layers.add(layer)
 
 
 def find_failures(measured: dict, solver: dict | str) -> dict[int, str]:
@@ -227,33 +248,35 @@ def find_failures(measured: dict, solver: dict | str) -> dict[int, str]:
         solver: As `model.solver()` returns it.
 
     Returns:
-        {position in the lists: warning about the first problem of the layer}.
+        {position of the layer in the record's lists: warning about its first problem}.
     """
     if not isinstance(solver, dict) or solver.get("token") != "exact":
         return {}
     layers = measured.get("layers")
     warnings: dict[int, str] = {}
-    for name, (max_share, problem, consequence) in PROBLEMS.items():
-        for position, share in enumerate(measured.get(name, [])):
-            if share > max_share:
+    for key, problem in PROBLEMS.items():
+        for position, share in enumerate(measured.get(key, [])):
+            if share > problem.max_share and position not in warnings:
                 layer = layers[position] if layers else position
-                shares = f"{share:.2%} of the tokens of layer {layer} (more than {max_share:.1%})"
-                warnings.setdefault(position, f"{problem} for {shares}, {consequence}: {CURES}")
+                warnings[position] = (
+                    f"{problem.description} for {share:.2%} of the tokens of layer {layer} (more"
+                    f" than {problem.max_share:.1%}), {problem.consequence}: {REMEDIES}"
+                )
     return warnings
 
 
-def imbalance(seconds: float, gather: Gather) -> dict:
+def measure_imbalance(seconds: float, gather: Gather) -> dict:
     """Return {"imbalance": mean share of time that ranks wait for the slowest}; {} for one rank.
 
     Args:
-        seconds: Time of this rank in forward passes.
+        seconds: Time that this rank spent in forward passes.
         gather: Concatenates tensors over ranks.
     """
-    over_ranks = gather(torch.tensor([seconds], dtype=torch.float64))
-    if len(over_ranks) == 1:
+    rank_seconds = gather(torch.tensor([seconds], dtype=torch.float64))
+    if len(rank_seconds) == 1:
         return {}
-    slowest = over_ranks.max().clamp_min(1e-9)
-    return {"imbalance": round(float(1 - over_ranks.mean() / slowest), 4)}
+    slowest = rank_seconds.max().clamp_min(1e-9)
+    return {"imbalance": round(float(1 - rank_seconds.mean() / slowest), 4)}
 
 
 class Throughput:
@@ -266,9 +289,9 @@ class Throughput:
         world_size: Number of ranks.
 
     Attributes:
-        spent: {"seconds", "processor_seconds"} of the updates, except those that a rollback or a
-            kill has undone. Processor seconds are of all threads of this rank, including the
-            thread that writes a checkpoint.
+        spent: {"seconds", "processor_seconds"} of all updates of the run, except updates that a
+            rollback or a kill has undone. Processor seconds are summed over the threads of this
+            rank, including the thread that writes a checkpoint.
     """
 
     def __init__(self, flops_per_token: Callable[[float], float] | None, world_size: int):
@@ -279,6 +302,7 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
+        """Begin a new measurement of tokens per second and MFU."""
         self.tokens = self.passed_tokens = 0
         self.start_clocks = self.last_clocks = _clocks()
 
@@ -327,16 +351,11 @@ def _clocks() -> dict[str, float]:
     return {"seconds": time.perf_counter(), "processor_seconds": time.process_time()}
 
 
-class Log(NamedTuple):
-    """Records of a run's `metrics.jsonl`.
+class RunLog(NamedTuple):
+    """Content of a run's `metrics.jsonl`."""
 
-    Attributes:
-        records: Records in the order of the file.
-        unread: Number of lines without a record: the last line after a kill, or damaged lines.
-    """
-
-    records: list[dict]
-    unread: int
+    records: list[dict]  # in the order of the file
+    unread_count: int  # lines without a record: the last line after a kill, or damaged lines
 
 
 def read_metrics(run_dir: Path) -> list[dict]:
@@ -344,11 +363,11 @@ def read_metrics(run_dir: Path) -> list[dict]:
     return read_log(run_dir).records
 
 
-def read_log(run_dir: Path) -> Log:
+def read_log(run_dir: Path) -> RunLog:
     """Read `metrics.jsonl`, and count the lines without a record."""
-    parsed = list(iter_metrics(run_dir))
-    records = [record for record in parsed if record is not None]
-    return Log(records, len(parsed) - len(records))
+    lines = list(iter_metrics(run_dir))
+    records = [record for record in lines if record is not None]
+    return RunLog(records, len(lines) - len(records))
 
 
 def iter_metrics(run_dir: Path) -> Iterator[dict | None]:
@@ -369,16 +388,16 @@ def parse_record(line: bytes) -> dict | None:
     step = record.get("step") if isinstance(record, dict) else None
     if type(step) is not int or step < 0:
         return None
-    needs_escapes = "\\" in text or CONTROL.search(text)  # rare, and fast to test
-    return printable(record) if needs_escapes else record
+    may_have_controls = "\\" in text or CONTROL.search(text)  # rare, and fast to test
+    return printable(record) if may_have_controls else record
 
 
-def affine_flops(
+def fit_flops(
     flops_per_token: Callable[..., float] | None, length: int
 ) -> Callable[[float], float] | None:
-    """Return FLOPs per token as a function of evaluations per token.
+    """Return FLOPs per token as a function of evaluations per token, which is affine.
 
-    Called before ZeRO-3 partitions the weights.
+    Call it before ZeRO-3 partitions the weights.
 
     Args:
         flops_per_token: The model's method, or None.
@@ -389,8 +408,9 @@ def affine_flops(
     """
     if flops_per_token is None:
         return None
-    at_zero, at_one = (flops_per_token(count, length=length) for count in (0, 1))
-    return lambda evaluations: at_zero + evaluations * (at_one - at_zero)
+    constant_flops = flops_per_token(0, length=length)
+    evaluation_flops = flops_per_token(1, length=length) - constant_flops
+    return lambda evaluations: constant_flops + evaluations * evaluation_flops
 
 
 def mean(values: Sequence[float]) -> float:

@@ -1,4 +1,4 @@
-"""A PyTorch profile of a few updates (`log.profile`), as a Chrome trace."""
+"""PyTorch profile of a few updates (`log.profile`), written as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lm.common.files import OutputError, writing
 class Profile:
     """Profile of updates `first` to `last` of this rank, written into a file.
 
-    Validations and saves between these updates are in the trace, too. If the profiler fails, a
+    The trace also contains validations and saves between these updates. If the profiler fails, a
     warning is printed and training continues.
 
     Args:
@@ -28,7 +28,7 @@ class Profile:
     ):
         self.updates, self.folder, self.say = updates, Path(folder), say
         self._profiler: profiler.profile | None = None
-        self._first = 0
+        self._first = 0  # first update in the profile
 
     @contextlib.contextmanager
     def update(self, number: int) -> Iterator[None]:
@@ -38,18 +38,18 @@ class Profile:
             return
         first, last = self.updates
         if self._profiler is None and first <= number <= last:
-            with self._warning():
-                profile = profiler.profile()  # of the CPU, and of the GPU if there is one
+            with self._errors_as_warnings():
+                profile = profiler.profile()  # of the CPU, and of a GPU if the host has one
                 profile.start()
                 self._profiler, self._first = profile, number
         with profiler.record_function(f"update {number}"):
             yield
         if self._profiler is not None and number >= last:
-            with self._warning():
+            with self._errors_as_warnings():
                 self._finish(self._profiler, number)
 
     def close(self) -> None:
-        """Stop the profile if the run ends before its last update."""
+        """Stop the profile if the run ends before the last update of the profile."""
         if self._profiler is not None and self.updates is not None:
             with contextlib.suppress(Exception):
                 self._profiler.stop()
@@ -67,7 +67,7 @@ class Profile:
         self.say(f"profile  of updates {self._first} to {number}: {trace}")
 
     @contextlib.contextmanager
-    def _warning(self) -> Iterator[None]:
+    def _errors_as_warnings(self) -> Iterator[None]:
         """Turn an error of the profiler into a warning, and end profiling."""
         try:
             yield

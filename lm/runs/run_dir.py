@@ -1,4 +1,4 @@
-"""Run directories: names of files, claiming for writing, comparing configs when resuming."""
+"""Run directories: file names, claiming one for writing, comparing configs on resuming."""
 
 from __future__ import annotations
 
@@ -21,43 +21,45 @@ from lm.config.schema import Run
 from lm.config.yaml_text import load_tree
 from lm.runs.lease import Lease, LeaseError
 from lm.runs.metrics import read_metrics
-from lm.runs.places import RUN_FILE
-from lm.runs.written import delete_files, foreign_files, run_file_test
+from lm.runs.owned_files import delete_files, describe_foreign_files, make_run_file_test
+from lm.runs.path_checks import RUN_FILE
 
-# Keys that every version writes into config.yaml; a file written by hand rarely has all of them.
-WRITTEN_KEYS = {"name", "out_dir", "seed", "model", "train", "log", "sweep"}
+# Keys of every config.yaml that fprnn writes; a file written by hand rarely has all of them.
+ALWAYS_WRITTEN_KEYS = {"name", "out_dir", "seed", "model", "train", "log", "sweep"}
 
 
 class RunDirError(UserError, RuntimeError):
-    """A run directory that cannot be used. The message names the reason."""
+    """A run directory that cannot be used. The message gives the reason."""
 
 
-def _named(name: str) -> property:
+def _file_property(name: str) -> property:
+    """Return a property for the path of a file or folder in the run directory."""
     return property(lambda self: self.path / name)
 
 
 class RunDir:
     """The directory of a run."""
 
-    config = _named(RUN_FILE)  # config of the training, with all defaults
-    tokenizer = _named("tokenizer")  # folder in HuggingFace's format
-    data = _named("data")  # the prepared corpus
-    checkpoints = _named("checkpoints")  # lm/runs/checkpoint.py
-    metrics = _named("metrics.jsonl")
-    result = _named("result.json")  # final results
-    failure = _named("failure.json")  # reason of a stop or failure
-    environment = _named("environment.json")  # versions and devices
-    deepspeed = _named("deepspeed.json")  # DeepSpeed's configuration
-    init_from = _named("init_from.json")  # source of the initial weights
-    lease = _named("lease.json")  # process that writes here
-    stacks = _named("stacks")  # stacks of a hanging run
-    profile = _named("profile")  # folder of `log.profile`
-    wandb_id = _named("wandb_id")
-    tensorboard = _named("tensorboard")
-    export = _named("hf")  # export made by the demo
-    figures = _named("figures")
-    summary = _named("summary.json")  # written by `fprnn report`
-    evaluation = _named("eval.json")  # written by `fprnn synthetic eval`
+    # Files and folders.
+    config = _file_property(RUN_FILE)  # config of the training, with all defaults
+    tokenizer = _file_property("tokenizer")  # folder in HuggingFace's format
+    data = _file_property("data")  # the prepared corpus
+    checkpoints = _file_property("checkpoints")  # lm/runs/checkpoint.py
+    metrics = _file_property("metrics.jsonl")
+    result = _file_property("result.json")  # final results
+    failure = _file_property("failure.json")  # reason of a stop or failure
+    environment = _file_property("environment.json")  # versions and devices
+    deepspeed = _file_property("deepspeed.json")  # DeepSpeed's configuration
+    init_from = _file_property("init_from.json")  # source of the initial weights
+    lease = _file_property("lease.json")  # names the process that writes here
+    stacks = _file_property("stacks")  # stack traces of a run that hangs
+    profile = _file_property("profile")  # profiles by `log.profile`
+    wandb_id = _file_property("wandb_id")
+    tensorboard = _file_property("tensorboard")
+    export = _file_property("hf")  # the folder that the demo exports to
+    figures = _file_property("figures")
+    summary = _file_property("summary.json")  # written by `fprnn report`
+    evaluation = _file_property("eval.json")  # written by `fprnn synthetic eval`
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
@@ -77,7 +79,7 @@ class RunDir:
         return self.result.exists()
 
     @property
-    def scores(self) -> Path:
+    def eval_results(self) -> Path:
         """Results of `fprnn eval` for the run, or for its export if the run has none."""
         paths = [folder / "eval" / "results.json" for folder in (self.path, self.export)]
         return paths[0] if paths[0].is_file() else paths[1]
@@ -89,44 +91,51 @@ class RunDir:
         has_checkpoints = self.checkpoints.is_dir() and any(self.checkpoints.iterdir())
         return has_log or has_checkpoints or self.is_finished
 
-    def claim(self, cfg: Run, overwrite: bool, say: Callable[[str], None] = print) -> None:
-        """Claim the directory for writing, for a new run or to continue the run in it.
+    @property
+    def can_be_continued(self) -> bool:
+        """True if the directory has a config.yaml and a trace of an update."""
+        return self.holds_run and self.is_started
 
-        It stays claimed until `release`. config.yaml stays unchanged until `save_config`. A run
-        that never made a step (its start failed) is replaced. Only files that a training writes are
-        deleted: a directory with other files is refused.
+    def claim(self, cfg: Run, overwrite: bool, say: Callable[[str], None] = print) -> None:
+        """Claim the directory until `release`, for a new run or to continue the run in it.
+
+        A run without an update (its start failed) is replaced. Only files that fprnn wrote are
+        deleted: a directory with other files is refused. If a run is continued, its config.yaml
+        stays unchanged until `save_config`.
 
         Args:
-            cfg: Configuration of the run. `lm.config.resuming` has the keys that may change when a
-                run is continued.
-            overwrite: Delete the run that the directory holds.
-            say: Prints a sentence.
+            cfg: Config of the run. `lm.config.resuming` defines which keys may differ from the
+                config of a run that is continued.
+            overwrite: Delete the run in the directory.
+            say: Prints a note.
 
         Raises:
-            RunDirError: If the directory holds a run and neither `resume` nor `overwrite` is set,
-                or other files, or a run with another config, or a run without its config or its
-                checkpoints.
+            RunDirError: If the directory holds a run and neither `resume` nor `overwrite` is set; a
+                run with another config; a run without its config or its checkpoints; or files that
+                fprnn did not write.
             LeaseError: If another process writes there.
             OutputError: If the directory cannot be written.
         """
         check_folder(self.path)
-        is_run_dir = self.holds_run or self.lease.exists()
-        if not self.holds_run and self.is_started and not (is_run_dir and overwrite):
+        has_lease = self.lease.exists()
+        has_lost_config = self.is_started and not self.holds_run
+        if has_lost_config and not (has_lease and overwrite):
             raise RunDirError(
                 f"{self} holds files of a run (a log, checkpoints or a result), but its config.yaml"
                 " is gone: restore it (a checkpoint's manifest.json holds it), or choose another"
                 " `name`"
             )
+        is_run_dir = self.holds_run or has_lease
         if not is_run_dir and self.path.exists() and any(self.path.iterdir()):
             raise RunDirError(f"{self} is not empty and holds no run: choose another `name`")
-        if overwrite or not (self.holds_run and self.is_started):
+        if overwrite or not self.can_be_continued:
             self._refuse_foreign_files()
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
         lease = Lease(self.lease, say)
         lease.acquire()
         try:
-            self._prepare(cfg, overwrite, say)
+            self._prepare_claimed(cfg, overwrite, say)
         except BaseException:
             lease.release()
             raise
@@ -155,7 +164,7 @@ class RunDir:
 
         Raises:
             RunDirError: If the run has not finished.
-            DamagedError: If the file has not these keys.
+            DamagedError: If the file lacks a key.
         """
         if not self.is_finished:
             raise RunDirError(f"{self} has no result.json: training is unfinished")
@@ -164,24 +173,30 @@ class RunDir:
     def record_failure(self, error: Exception, is_main: bool = True) -> None:
         """Write failure.json with the reason of a stop, for `fprnn status`.
 
-        Rank 0 writes it, unless a rank with a DivergedAlone error was first. `claim` deletes it.
+        Rank 0 writes it, or the rank that raised DivergedOnOneRank. The first error of a run is
+        kept; `claim` deletes the file.
+
+        Args:
+            error: Error that ends the run.
+            is_main: True on rank 0.
         """
+        # After a LeaseError the directory belongs to another process.
         if isinstance(error, LeaseError) or self.failure.exists():
             return
         if is_main or isinstance(error, DivergedOnOneRank):
-            masked = mask_credentials(describe_user_error(error) or repr(error))
-            with contextlib.suppress(Exception):  # the disk may be what failed
-                write_json(self.failure, {"sentence": masked, "exit_code": exit_status(error)})
+            sentence = mask_credentials(describe_user_error(error) or repr(error))
+            with contextlib.suppress(Exception):  # the failure may be that of the disk
+                write_json(self.failure, {"sentence": sentence, "exit_code": exit_status(error)})
 
-    def _prepare(self, cfg: Run, overwrite: bool, say: Callable[[str], None]) -> None:
-        """Check the run to continue, or delete a run that is overwritten."""
-        if self.holds_run and not overwrite and self.is_started:
+    def _prepare_claimed(self, cfg: Run, overwrite: bool, say: Callable[[str], None]) -> None:
+        """Check the run to continue; otherwise delete an old run and write config.yaml."""
+        if self.can_be_continued and not overwrite:
             if cfg.resume == "never":
                 raise RunDirError(
                     f"{self} already holds a run: continue it with resume=auto, choose another"
                     " `name`, or delete it with --overwrite"
                 )
-            _check_continued(cfg, self.config, say)
+            _check_resumed_config(cfg, self.config, say)
             if cfg.resume == "auto":
                 self._refuse_lost_checkpoints()
             self.failure.unlink(missing_ok=True)
@@ -202,11 +217,11 @@ class RunDir:
             return
         records = read_metrics(self.path)
         if self.is_finished or any("checkpoint" in record for record in records):
-            last = max((record["step"] for record in records), default=None)
+            last_step = max((record["step"] for record in records), default=None)
+            progress = "finished" if last_step is None else f"made {last_step} updates"
             raise RunDirError(
-                f"{self} has {'finished' if last is None else f'made {last} updates'}, but its"
-                f" checkpoints are gone from {self.checkpoints.name}/: restore them, or train from"
-                " scratch with --overwrite"
+                f"{self} has {progress}, but its checkpoints are gone from"
+                f" {self.checkpoints.name}/: restore them, or train from scratch with --overwrite"
             )
 
     def save_config(self, cfg: Run) -> None:
@@ -216,17 +231,13 @@ class RunDir:
         write_text(self.config, cfg.to_yaml())
 
     def _refuse_foreign_files(self) -> None:
-        """Refuse a directory with files that no training writes there.
-
-        Raises:
-            RunDirError: If there are such files.
-        """
+        """Raise RunDirError if the directory has files that fprnn did not write."""
         if self.holds_run and not self._has_written_config():
             raise RunDirError(
                 f"{self.config} was not written by a training, and the directory has no other file"
                 " of a run: choose another `name`, or move it away"
             )
-        if names := foreign_files(self.path, run_file_test(self.path)):
+        if names := describe_foreign_files(self.path, make_run_file_test(self.path)):
             raise RunDirError(
                 f"{self} holds files that no training wrote there ({names}), and a new run would"
                 " delete them: move them away, or choose another `name`"
@@ -241,17 +252,20 @@ class RunDir:
         except ConfigError:
             return False
         lines = self.config.read_text(encoding="utf-8").splitlines()
-        return tree.keys() >= WRITTEN_KEYS and not any(line.startswith("#") for line in lines)
+        has_comment = any(line.startswith("#") for line in lines)
+        return tree.keys() >= ALWAYS_WRITTEN_KEYS and not has_comment
 
     def _clear(self) -> None:
         """Delete the run's files except the lease.
 
         config.yaml is deleted last, so that an interrupted deletion leaves a run directory.
         """
-        is_run_file = run_file_test(self.path)
-        lease = self.lease.name
+        is_run_file = make_run_file_test(self.path)
+        lease_name = self.lease.name
         delete_files(
-            self.path, lambda name: name != lease and is_run_file(name), (self.config.name,)
+            self.path,
+            lambda name: name != lease_name and is_run_file(name),
+            last_names=(self.config.name,),
         )
 
 
@@ -259,104 +273,110 @@ def flatten_config(cfg: Run) -> dict:
     """Return {dotted key: value} of a config, with each "auto" of model and solver replaced."""
     tree = cfg.model_dump(mode="json")
     model = resolve_mixer_settings(tree["model"], cfg.solver.iterates)
-    return _flat({**tree, "model": model, "solver": cfg.solver.settled()})
+    return _flatten({**tree, "model": model, "solver": cfg.solver.resolve_auto()})
 
 
-def config_differences(was: Run, now: Run) -> dict[Resume, dict[str, str]]:
-    """Return the keys that two configurations set differently, by the rule for resumed runs.
+def find_config_changes(old_cfg: Run, new_cfg: Run) -> dict[Resume, dict[str, str]]:
+    """Return the keys that two configs set differently, by the rule for resumed runs.
 
     Returns:
         {rule: {dotted key: "KEY was 1, is 2"}}, without solver keys for a model without a solver.
     """
-    old, new = flatten_config(was), flatten_config(now)
+    old, new = flatten_config(old_cfg), flatten_config(new_cfg)
     changes: dict[Resume, dict[str, str]] = {rule: {} for rule in Resume}
     for key in sorted(old.keys() | new.keys()):
         old_value, new_value = old.get(key), new.get(key)
-        has_effect = not key.startswith("solver.") or now.model.name == "fprnn"
+        has_effect = not key.startswith("solver.") or new_cfg.model.name == "fprnn"
         if old_value != new_value and has_effect:
-            rule = resume_rule(type(now), key)
+            rule = resume_rule(type(new_cfg), key)
             changes[rule][key] = f"{key} was {old_value!r}, is {new_value!r}"
     return changes
 
 
-def check_config(path: Path, manifest: dict, run: RunDir, cfg: Run) -> None:
-    """Refuse a config that differs from a checkpoint's in keys that must not change.
+def check_checkpoint_config(path: Path, manifest: dict, run: RunDir, cfg: Run) -> None:
+    """Refuse a config that differs from a checkpoint's in keys that a resumed run must not change.
 
-    Paths of files may differ, and the files of the tokenizer are compared elsewhere.
+    Paths of files may differ. `lm/training/resume.py` compares the files of the tokenizer.
 
     Args:
         path: Folder of the checkpoint.
-        manifest: Its manifest, with the config of the training except in version 0.1.
+        manifest: The checkpoint's manifest, with the config of the training except in version 0.1.
         run: The run of the checkpoint.
-        cfg: The run's config now.
+        cfg: Current config of the run.
 
     Raises:
         RunDirError: If such keys differ; the message names each.
     """
     if "config" not in manifest:
         return
-    was = build(manifest["config"], f"{path}/manifest.json: config", type(cfg), trained=True)
-    changed = [
-        text
-        for key, text in config_differences(was, cfg)[Resume.FIXED].items()
+    source = f"{path}/manifest.json: config"
+    old_cfg = build(manifest["config"], source, type(cfg), trained=True)
+    changes = [
+        change
+        for key, change in find_config_changes(old_cfg, cfg)[Resume.FIXED].items()
         if not key.startswith("tokenizer.") and not key.endswith("path")
     ]
-    if changed:
+    if changes:
         raise RunDirError(
-            f"{run.config} differs from the config of {path} ({'; '.join(changed)}): restore it"
+            f"{run.config} differs from the config of {path} ({'; '.join(changes)}): restore it"
             " (the checkpoint's manifest.json holds it)"
         )
 
 
 def resolve_mixer_settings(model: dict, iterates: bool) -> dict:
-    """Return a model section with each "auto" of the mixer replaced.
+    """Return a config's section `model` with each "auto" of the mixer replaced.
 
-    Sections that describe the same model are equal then, also if an old version wrote one of them.
+    Two sections that describe the same model are then equal, even if an old version wrote one.
 
     Args:
-        model: Section `model` of a config.
+        model: The section.
         iterates: True if the solver iterates the paper's map (`Solver.iterates`).
     """
     from lm.model.configuration_fprnn import resolve_gate_init_bias, resolve_mixer_bounds
 
     block, mixer = model.get("block", "fp_mamba1"), model.get("mixer", "householder")
-    bounds = (model.get(name, "auto") for name in ("kronecker_norm", "contractive"))
-    norm, kappa = resolve_mixer_bounds(block, mixer, *bounds)
-    start = resolve_gate_init_bias(
-        block, mixer, iterates, model.get("mixer_gate_init_bias", "auto")
+    kronecker_norm, contractive = resolve_mixer_bounds(
+        block, mixer, model.get("kronecker_norm", "auto"), model.get("contractive", "auto")
     )
-    return {**model, "kronecker_norm": norm, "contractive": kappa, "mixer_gate_init_bias": start}
+    gate_init_bias = model.get("mixer_gate_init_bias", "auto")
+    return model | {
+        "kronecker_norm": kronecker_norm,
+        "contractive": contractive,
+        "mixer_gate_init_bias": resolve_gate_init_bias(block, mixer, iterates, gate_init_bias),
+    }
 
 
-def _flat(tree: dict, prefix: str = "") -> dict:
+def _flatten(tree: dict, prefix: str = "") -> dict:
+    """Return {dotted key: value} of nested dicts."""
     flat = {}
     for key, value in tree.items():
         is_section = isinstance(value, dict)
-        flat.update(_flat(value, f"{prefix}{key}.") if is_section else {prefix + key: value})
+        flat.update(_flatten(value, f"{prefix}{key}.") if is_section else {prefix + key: value})
     return flat
 
 
-def _check_continued(cfg: Run, saved: Path, say: Callable[[str], None]) -> None:
+def _check_resumed_config(cfg: Run, old_path: Path, say: Callable[[str], None]) -> None:
     """Refuse changed keys that a resumed run must not change, and print other changes.
 
     Args:
         cfg: Config to continue with.
-        saved: config.yaml that the run was trained with.
-        say: Prints a sentence.
+        old_path: config.yaml that the run was trained with.
+        say: Prints a note.
 
     Raises:
         RunDirError: If the run has another config.
     """
     # The schema fills in keys that are newer than the run.
-    was = build(load_tree(saved), str(saved), type(cfg))
-    changed = config_differences(was, cfg)
-    if changed[Resume.FIXED]:
+    old_cfg = build(load_tree(old_path), str(old_path), type(cfg))
+    changes = find_config_changes(old_cfg, cfg)
+    if forbidden_changes := changes[Resume.FIXED]:
         raise RunDirError(
-            f"{saved.parent} holds a run of another config"
-            f" ({'; '.join(changed[Resume.FIXED].values())}): choose another `name`, or delete it"
+            f"{old_path.parent} holds a run of another config"
+            f" ({'; '.join(forbidden_changes.values())}): choose another `name`, or delete it"
             " with --overwrite"
         )
-    if noted := changed[Resume.NOTED]:
-        say(f"note: {'; '.join(noted.values())}: training continues with the new values")
-    if (steps := cfg.train.steps) != was.train.steps:
-        say(f"note: train.steps was {was.train.steps}, is {steps}: the schedule ends at {steps}")
+    if noted_changes := changes[Resume.NOTED]:
+        say(f"note: {'; '.join(noted_changes.values())}: training continues with the new values")
+    old_steps, steps = old_cfg.train.steps, cfg.train.steps
+    if steps != old_steps:
+        say(f"note: train.steps was {old_steps}, is {steps}: the schedule ends at {steps}")

@@ -9,9 +9,8 @@ from __future__ import annotations
 import itertools
 import statistics
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeGuard
 
@@ -19,39 +18,44 @@ from lm.common.console import format_duration
 from lm.common.errors import PREEMPTED, ConfigError
 from lm.common.files import read_mapping
 from lm.config import load as config
-from lm.runs.lease import is_alive
+from lm.runs.lease import MAX_TOUCH_AGE_S, describe_holder, file_system_time, is_held
 from lm.runs.metrics import read_metrics
 from lm.runs.run_dir import RunDir
 
-FRESH_S = 60.0  # a process touches its lease every 10 s: an older lease is of a killed run
 STATES = ("done", "running", "stopped", "failed", "missing")
 
 
 @dataclass(frozen=True)
 class Status:
-    """State of a run by its files. Fields that the files do not determine are None or ""."""
+    """State of a run by its files. Unknown fields are None or ""."""
 
     run_dir: str
     state: str  # one of STATES
-    text: str = ""  # progress, or reason of the state
-    index: int | None = None  # of the point of a sweep
-    label: str = ""  # settings of the point of a sweep, without the seed
+    text: str = ""  # explanation of the state
+    index: int | None = None  # index of the sweep's point; None if the run is not in a sweep
+    label: str = ""  # settings of the sweep's point, without the seed
     step: int | None = None  # last recorded update
     steps: int | None = None  # updates of the whole run
     record: dict | None = None  # last record of training
-    validation: str = ""  # last validation
+    validation: str = ""  # last validation, as text
     num_iters: dict | None = None  # ℓ* of each layer in the last probe
-    left_s: float | None = None  # seconds until a running run ends
-    seen_s: float | None = None  # seconds since its last record
+    remaining_s: float | None = None  # estimated seconds until a running run ends
+    idle_s: float | None = None  # seconds since its last record
 
     @property
-    def is_left(self) -> bool:
+    def is_unfinished(self) -> bool:
         """True if the run is neither done nor running."""
         return self.state in ("stopped", "failed", "missing")
 
+    def to_dict(self) -> dict:
+        """Return the fields under the keys of `fprnn status --json`."""
+        fields = asdict(self)
+        # Published keys, which stay although the fields have other names now.
+        return fields | {"left_s": fields.pop("remaining_s"), "seen_s": fields.pop("idle_s")}
+
 
 def sweep_status(path: str | Path, overrides: Sequence[str] = ()) -> list[Status]:
-    """Return the state of every point of a YAML's sweep, in its order.
+    """Return the status of every point of a YAML's sweep, in the order of the sweep.
 
     Args:
         path: The YAML.
@@ -62,29 +66,32 @@ def sweep_status(path: str | Path, overrides: Sequence[str] = ()) -> list[Status
     """
     points = config.sweep_points(config.load_tree(path), str(path))
     base = config.load(path, [*overrides, "sweep={}"])
-    current_time = time.time()
+    now = file_system_time(Path(base.out_dir))
     statuses = []
     for i, point in enumerate(points):
         run = RunDir(Path(base.out_dir) / config.point_name(base.name, i, point))
         label = config.point_label({k: v for k, v in point.items() if k != "seed"})
-        statuses.append(replace(run_status(run, current_time), index=i, label=label))
+        statuses.append(replace(run_status(run, now), index=i, label=label))
     return statuses
 
 
-def run_status(run: RunDir, now: float) -> Status:
-    """Return the state of the run in a directory, of a language model or a synthetic task.
+def run_status(run: RunDir, now: float | None = None) -> Status:
+    """Return the status of a run of a language model or a synthetic task.
 
     Args:
         run: The run directory.
-        now: Unix seconds.
+        now: Unix seconds by the clock of the file system; None reads that clock.
     """
+    now = file_system_time(run.path) if now is None else now
     records = read_metrics(run.path)
     steps = planned_updates(run.config)
     state, text = determine_state(run, steps, now)
     training_records = [r for r in records if is_number(r.get("loss"))]
-    probes = [*records, read_mapping(run.result) or {}]
-    num_iters = [counts for r in probes if (counts := get_num_iters(r)) is not None]
-    is_running = state == "running" and steps is not None
+    results = [*records, read_mapping(run.result) or {}]
+    num_iters = [counts for r in results if (counts := get_num_iters(r)) is not None]
+    remaining_s = None
+    if state == "running" and steps is not None:
+        remaining_s = _estimate_remaining_s(training_records, steps)
     return Status(
         run_dir=str(run),
         state=state,
@@ -92,37 +99,43 @@ def run_status(run: RunDir, now: float) -> Status:
         step=max((r["step"] for r in records), default=None),
         steps=steps,
         record=training_records[-1] if training_records else None,
-        validation=next((text for r in reversed(records) if (text := _validation(r))), ""),
+        validation=next((text for r in reversed(records) if (text := _format_validation(r))), ""),
         num_iters=num_iters[-1] if num_iters else None,
-        left_s=_seconds_left(training_records, steps) if is_running and steps is not None else None,
-        seen_s=_seconds_since_record(run, now),
+        remaining_s=remaining_s,
+        idle_s=_seconds_since_record(run, now),
     )
 
 
-def _seconds_left(records: list[dict], steps: int) -> float | None:
-    """Estimate the seconds until `steps` updates are made, from the last records of training."""
-    points = []
+def _estimate_remaining_s(records: list[dict], steps: int) -> float | None:
+    """Estimate the seconds until `steps` updates are made, from the last 50 training records."""
+    times = []  # (seconds of training, update)
     for record in records[-50:]:
-        times = record.get("spent")
-        seconds = times.get("seconds") if isinstance(times, dict) else record.get("seconds")
+        spent = record.get("spent")
+        seconds = spent.get("seconds") if isinstance(spent, dict) else record.get("seconds")
         if is_number(seconds):
-            points.append((seconds, record["step"]))
-    rates = [
+            times.append((seconds, record["step"]))
+    seconds_per_update = [
         (seconds - last_seconds) / (step - last_step)
-        for (last_seconds, last_step), (seconds, step) in itertools.pairwise(points)
+        for (last_seconds, last_step), (seconds, step) in itertools.pairwise(times)
         if step > last_step
     ]
-    return statistics.median(rates) * max(0, steps - points[-1][1]) if rates else None
+    if not seconds_per_update:
+        return None
+    return statistics.median(seconds_per_update) * max(0, steps - times[-1][1])
 
 
-def _validation(record: dict) -> str:
-    """Format a validation: "4.065 (2.344 bits/byte)", or the first score of a synthetic task."""
+def _format_validation(record: dict) -> str:
+    """Format a record's validation: "4.065 (2.344 bits/byte)", or a synthetic task's first score.
+
+    Return "" if the record has none.
+    """
     validation = record.get("validation")
     if isinstance(validation, dict) and is_number(validation.get("loss")):
         bits = validation.get("bits_per_byte")
         return f"{validation['loss']:.3f}" + (f" ({bits:.3f} bits/byte)" if is_number(bits) else "")
-    synthetic = record.get("valid")
-    scores = synthetic.get("metrics") if isinstance(synthetic, dict) else None
+    synthetic_validation = record.get("valid")
+    is_synthetic = isinstance(synthetic_validation, dict)
+    scores = synthetic_validation.get("metrics") if is_synthetic else None
     for name, value in scores.items() if isinstance(scores, dict) else ():
         if is_number(value):
             return f"{name} {value:.3f}"
@@ -137,11 +150,16 @@ def determine_state(run: RunDir, steps: int | None, now: float) -> tuple[str, st
     Args:
         run: The run directory.
         steps: Updates of the whole run, or None if unknown.
-        now: Unix seconds.
+        now: Unix seconds by the clock of the file system.
     """
     lease, failure, result = (read_mapping(path) for path in (run.lease, run.failure, run.result))
-    if lease is not None and is_held(run, lease, now):
-        return "running", holder_name(lease)
+    if lease is not None and (touch_time := _modification_time(run.lease)) is not None:
+        touch_age_s = now - touch_time
+        if is_held(lease, touch_age_s):
+            text = describe_holder(lease)
+            if touch_age_s > MAX_TOUCH_AGE_S:  # suspended, or its disk is full
+                text += f", which has not responded for {format_duration(touch_age_s)}"
+            return "running", text
     if result is not None:
         updates = result.get("updates")
         # The result of a synthetic run has no validation, and may be of fewer updates.
@@ -156,10 +174,8 @@ def determine_state(run: RunDir, steps: int | None, now: float) -> tuple[str, st
         state = "stopped" if failure.get("exit_code") == PREEMPTED else "failed"
         return state, str(sentence)
     if lease is not None:
-        return (
-            "stopped",
-            f"killed: {holder_name(lease)} does not respond; continue with resume=auto",
-        )
+        holder = describe_holder(lease)
+        return "stopped", f"killed: {holder} does not respond; continue with resume=auto"
     if run.holds_run:
         return "stopped", "not finished, and no process is running: continue with resume=auto"
     return "missing", ""
@@ -190,10 +206,10 @@ def get_num_iters(record: dict) -> dict | None:
     """Return ℓ* of the layers in a record or result, or None."""
     try:
         counts = record["probe"]["num_iters"]
-        lists = [counts["mean"], counts.get("elsewhere", [0.0])]
+        layer_lists = [counts["mean"], counts.get("elsewhere", [0.0])]
     except (LookupError, TypeError, AttributeError):
         return None
-    is_valid = all(isinstance(v, list) and v and all(map(is_number, v)) for v in lists)
+    is_valid = all(isinstance(v, list) and v and all(map(is_number, v)) for v in layer_lists)
     return counts if is_valid else None
 
 
@@ -212,18 +228,6 @@ def describe_result(result: dict) -> str:
     return f"{result['updates']} updates{trained}"
 
 
-def is_held(run: RunDir, lease: dict, now: float) -> bool:
-    """Return whether the process of a lease is running: it touches the file.
-
-    Args:
-        lease: Content of lease.json.
-        now: Unix seconds.
-    """
-    touched = _modification_time(run.lease)
-    is_fresh = touched is not None and abs(now - touched) <= FRESH_S
-    return is_alive(lease) is not False and is_fresh
-
-
 def _modification_time(path: Path) -> float | None:
     try:
         return path.stat().st_mtime
@@ -232,14 +236,7 @@ def _modification_time(path: Path) -> float | None:
 
 
 def _seconds_since_record(run: RunDir, now: float) -> float | None:
-    """Return the seconds since a record or the result was written."""
+    """Return the seconds since the log, the result or the config was written."""
     paths = run.metrics, run.result, run.config
     times = [t for path in paths if (t := _modification_time(path)) is not None]
     return round(max(0.0, now - max(times)), 1) if times else None
-
-
-def holder_name(lease: dict) -> str:
-    """Format the holder of a lease: "job 12 on n0, process 4711"."""
-    job, host, pid = (lease.get(key) for key in ("job", "host", "pid"))
-    process = f"{host or 'an unknown host'}, process {pid or 'unknown'}"
-    return f"job {job} on {process}" if job else process

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from lm.common.errors import ConfigError
 from lm.config.model import Model, Solver
-from lm.config.plugin import is_place, load_class
+from lm.config.plugin import is_class_path, load_class
 from lm.config.schema import Config
 from lm.model.fields import KINDS, STACKS
 
@@ -20,25 +21,25 @@ if TYPE_CHECKING:
 
 
 def model_vocab_size(cfg: Config, tokenizer_size: int | None = None) -> int:
-    """Return the model's vocabulary size: configured, or the tokenizer's rounded up to 8.
+    """Return `model.vocab_size`; if it is auto, the tokenizer's size as a multiple of 8.
 
     Args:
         cfg: Configuration of the run.
-        tokenizer_size: Number of ids of the tokenizer; None if it is not loaded (dry run).
+        tokenizer_size: Number of tokens of the tokenizer; None if it is not loaded (dry run).
 
     Raises:
-        ConfigError: If the tokenizer has too many ids, or no size is known.
+        ConfigError: If the tokenizer has too many tokens, or no size is known.
     """
     size = cfg.model.vocab_size
     if size == "auto":
         bpe_size = cfg.tokenizer.vocab_size if cfg.tokenizer.name == "bpe" else 0
-        ids = tokenizer_size or bpe_size
-        if not ids:
+        size = tokenizer_size or bpe_size
+        if not size:
             raise ConfigError(
                 f"model.vocab_size is `auto` and tokenizer `{cfg.tokenizer.name}` is not loaded:"
                 " set model.vocab_size (50264 for gpt2)"
             )
-        return -(-ids // 8) * 8
+        return math.ceil(size / 8) * 8
     if tokenizer_size is not None and tokenizer_size > size:
         raise ConfigError(
             f"the tokenizer has {tokenizer_size} tokens but model.vocab_size is {size}:"
@@ -83,7 +84,7 @@ def build_section(
     Raises:
         ConfigError: If sizes or settings of the solver do not fit together.
     """
-    # transformers logs on every build which CUDA packages of Mamba are missing. `fprnn train`
+    # transformers would log at every build that CUDA packages of Mamba are missing. `fprnn train`
     # prints the kernels once.
     logger = logging.getLogger("transformers")
     level = logger.level
@@ -92,7 +93,7 @@ def build_section(
         _check_options(model)
         _register_custom_mixers(model)
         with contextlib.redirect_stdout(io.StringIO()):
-            return _build(model, solver, vocab_size, seq_len, **token_ids)
+            return _construct(model, solver, vocab_size, seq_len, **token_ids)
     finally:
         logger.setLevel(level)
 
@@ -107,15 +108,16 @@ def replace_custom_mixers(cfg: Config) -> tuple[Config, list[str]]:
     if not mixers:
         return cfg, mixers
     cfg = cfg.model_copy(deep=True)
-    for options in (*_options(cfg.model), cfg.model.__dict__):
-        if is_place(str(options.get("mixer"))):
+    layer_options = [options for _, options in _layer_options(cfg.model)]
+    for options in (*layer_options, cfg.model.__dict__):
+        if is_class_path(str(options.get("mixer"))):
             options["mixer"] = "householder"
-    cfg.init_from = None  # the source would be compared with the wrong mixer
+    cfg.init_from = None  # its layers would be compared with the wrong mixer
     return cfg, mixers
 
 
 def check_section(model: Model, solver: Solver, seq_len: int) -> PreTrainedModel:
-    """Build a model on the meta device, with a vocabulary of 8, to check its configuration.
+    """Build a model on the meta device to check its configuration; its vocabulary has 8 tokens.
 
     Raises:
         ConfigError: As `build_section`.
@@ -127,10 +129,10 @@ def check_section(model: Model, solver: Solver, seq_len: int) -> PreTrainedModel
 
 
 def expand_stack(model: Model) -> Model:
-    """Replace a `model.name` such as `mamba` by the layers that it abbreviates.
+    """Replace a `model.name` such as `mamba` by the layers that it stands for.
 
-    These models do not reset their state between packed documents. Other sections are returned
-    unchanged.
+    These models do not reset their state between packed documents. A section with the name `fprnn`
+    is returned unchanged.
 
     Raises:
         ConfigError: If `model.layers` is set as well, or sizes do not fit together.
@@ -159,7 +161,7 @@ def _check_headdim(model: Model) -> None:
 
 
 def _compute_headdim(model: Model) -> int:
-    """Return the head size of `n_heads` heads in d_inner; at most d_inner if n_heads is auto."""
+    """Return the size of a head: d_inner / n_heads, or headdim if n_heads is auto."""
     d_inner = round(model.expand * model.d_model)
     if model.n_heads == "auto":
         return min(model.headdim, max(1, d_inner))
@@ -170,7 +172,7 @@ def _compute_headdim(model: Model) -> int:
     return d_inner // model.n_heads
 
 
-def _build(
+def _construct(
     model: Model,
     solver: Solver,
     vocab_size: int,
@@ -202,11 +204,7 @@ def _build(
 
 
 def _register_custom_mixers(model: Model) -> None:
-    """Import the mixers named `module:Class`.
-
-    Raises:
-        ConfigError: If one cannot be used.
-    """
+    """Import the mixers named `module:Class`; raise ConfigError if one cannot be used."""
     from lm.model.mixer_base import MixerError, register
 
     for name in _custom_mixers(model):
@@ -216,33 +214,27 @@ def _register_custom_mixers(model: Model) -> None:
             raise ConfigError(f"model.mixer: {e}") from None
 
 
-def _options(model: Model) -> list[dict[str, Any]]:
-    """Return the options of single layers."""
+def _layer_options(model: Model) -> list[tuple[str, dict[str, Any]]]:
+    """Return (kind, options) of each layer in `model.layers` that has options."""
     layers = model.layers if isinstance(model.layers, list) else []
-    return [options for item in layers if isinstance(item, dict) for options in item.values()]
+    return [pair for layer in layers if isinstance(layer, dict) for pair in layer.items()]
 
 
 def _custom_mixers(model: Model) -> list[str]:
     """Return the mixers named `module:Class`, in the section and in options of single layers."""
-    mixers = (model.mixer, *(o["mixer"] for o in _options(model) if "mixer" in o))
-    return [name for name in dict.fromkeys(mixers) if is_place(str(name))]
+    layer_mixers = [o["mixer"] for _, o in _layer_options(model) if "mixer" in o]
+    mixers = dict.fromkeys([model.mixer, *layer_mixers])  # each once
+    return [name for name in mixers if is_class_path(str(name))]
 
 
 def _check_options(model: Model) -> None:
-    """Check the values of single layers' options.
-
-    Raises:
-        ConfigError: If a value is not allowed.
-    """
-    for item in model.layers if isinstance(model.layers, list) else ():
-        for kind, options in item.items() if isinstance(item, dict) else ():
-            for name, value in options.items():
-                if name not in Model.model_fields:
-                    continue  # FPRNNConfig refuses unknown options
-                try:
-                    Model.model_validate({name: value})
-                except ValidationError as e:
-                    reason = e.errors()[0]["msg"].removeprefix("Value error, ")
-                    raise ConfigError(
-                        f"model.layers, {kind}: {name} is {value!r}: {reason}"
-                    ) from None
+    """Raise a ConfigError if an option of a layer has a value that is not allowed."""
+    for kind, options in _layer_options(model):
+        for name, value in options.items():
+            if name not in Model.model_fields:
+                continue  # FPRNNConfig refuses unknown options
+            try:
+                Model.model_validate({name: value})
+            except ValidationError as e:
+                reason = e.errors()[0]["msg"].removeprefix("Value error, ")
+                raise ConfigError(f"model.layers, {kind}: {name} is {value!r}: {reason}") from None

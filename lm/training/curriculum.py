@@ -9,7 +9,7 @@ from lm.config.data import Data, Stage
 from lm.data.batches.mixture_loader import MixtureLoader
 from lm.data.batches.packing import MicroBatch
 
-EVERY = 50  # updates between measurements of the answers that a stage waits for
+CHECK_INTERVAL = 50  # updates between checks whether a stage is learned
 
 
 class Curriculum:
@@ -17,7 +17,7 @@ class Curriculum:
 
     Args:
         data: Configuration of the data.
-        batches: Batches of the run. Those of a mixture keep the number of the current stage.
+        batches: Training micro-batches. A MixtureLoader knows the current stage.
     """
 
     def __init__(self, data: Data, batches: Iterator[MicroBatch]):
@@ -26,42 +26,43 @@ class Curriculum:
         self._batches = batches
 
     @property
-    def number(self) -> int:
+    def stage_index(self) -> int:
         """Index of the next update's stage; the number of stages once all have ended."""
         return self._batches.stage if isinstance(self._batches, MixtureLoader) else 0
 
     @property
     def stage(self) -> Stage | None:
         """Stage of the next update; None if there are no stages or all have ended."""
-        return self._stages[self.number] if self.number < len(self._stages) else None
+        index = self.stage_index
+        return self._stages[index] if index < len(self._stages) else None
 
     def sources_to_check(self, step: int) -> list[str]:
-        """Return the sources whose answers must be measured after update `step`."""
-        if step % EVERY or self.stage is None or self.stage.min_answer_prob is None:
+        """Return the names of the sources whose answers must be measured after update `step`."""
+        if step % CHECK_INTERVAL or self.stage is None or self.stage.min_answer_prob is None:
             return []
-        return self.stage.traces(self._mixture)
+        return self.stage.trace_sources(self._mixture)
 
     def end_if_learned(self, step: int, probability: float) -> dict:
-        """End the stage if its answers have the probability that it waits for.
+        """End the current stage if its answers are learned.
 
         Args:
             step: Number of the last update.
-            probability: As `Validation.answer_probability`.
+            probability: Result of `Validation.answer_probability`.
 
         Returns:
             Record for metrics.jsonl.
         """
-        number, stage = self.number, self.stage
+        index, stage = self.stage_index, self.stage
         assert stage is not None and stage.min_answer_prob is not None
         assert isinstance(self._batches, MixtureLoader)
         has_ended = probability >= stage.min_answer_prob
         answers = f"answers {probability:.2f}"
         if has_ended:
             self._batches.end_stage()
-            say(f"update {step:>6}  stage {number} of the curriculum ends ({answers})")
-        elif step + EVERY > stage.until:
+            say(f"update {step:>6}  stage {index} of the curriculum ends ({answers})")
+        elif step + CHECK_INTERVAL > stage.until:
             say(
-                f"update {step:>6}  stage {number} of the curriculum ends unlearned after update"
+                f"update {step:>6}  stage {index} of the curriculum ends unlearned after update"
                 f" {stage.until} ({answers}, min_answer_prob: {stage.min_answer_prob:g})"
             )
-        return {"curriculum": {"stage": number, "answers": probability, "ended": has_ended}}
+        return {"curriculum": {"stage": index, "answers": probability, "ended": has_ended}}

@@ -1,4 +1,4 @@
-"""Access to DeepSpeed: its import, the files of ZeRO checkpoints. No other file imports it."""
+"""Import of DeepSpeed, and its checkpoint files. No other file of `lm` imports DeepSpeed."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def import_deepspeed() -> ModuleType:
 
     logger.setLevel("WARNING")
     if not torch.cuda.is_available():
-        # The extension would be compiled for 90 s at start, and one host does not need it. On a GPU
-        # this dictionary is not touched: its first use looks for every compiler.
+        # Otherwise DeepSpeed compiles this extension at start for 90 s; one host does not need it.
+        # On a GPU we leave this dictionary alone, because its first use looks for every compiler.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
@@ -48,10 +48,10 @@ def set_leaf_modules(model: torch.nn.Module, classes: Iterable[type]) -> None:
 
 
 def read_zero_file(path: Path) -> dict:
-    """Read a file of a verified checkpoint that DeepSpeed has filled, without running code in it.
+    """Read a file of DeepSpeed in a verified checkpoint without running code in it.
 
     Raises:
-        CheckpointError: If it holds objects other than tensors and DeepSpeed's own classes.
+        CheckpointError: If the file holds objects other than tensors and DeepSpeed's classes.
     """
     import_deepspeed()
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -70,13 +70,13 @@ def consolidate_zero(folder: Path, tag: str) -> dict[str, torch.Tensor]:
         tag: Name of the checkpoint in it.
 
     Raises:
-        CheckpointError: As `read_zero_file`, for any of its files.
+        CheckpointError: If `read_zero_file` refuses a file of the checkpoint.
     """
     import_deepspeed()
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     for file in (Path(folder) / tag).glob("*.pt"):
-        read_zero_file(file)  # DeepSpeed itself would run code in the file
+        read_zero_file(file)  # refuse it first, because DeepSpeed would run code in it
 
     with (
         contextlib.redirect_stdout(io.StringIO()),
@@ -90,6 +90,7 @@ class FileCollector:
     """Replacement of DeepSpeed's checkpoint engine that keeps files in memory.
 
     `save` only keeps the state, because `Checkpoints` writes it; `load` runs no code in a file.
+    The other methods are part of DeepSpeed's interface.
     """
 
     def __init__(self):

@@ -19,9 +19,9 @@ from lm.common.ranks import Ranks
 from lm.config.schema import Config
 from lm.model.batch import IGNORED
 from lm.model.state import Adversary
-from lm.runs.clock import UpdateTimes
+from lm.runs.update_times import UpdateTimes
+from lm.training import deepspeed_json
 from lm.training.deepspeed_api import FileCollector, import_deepspeed, set_leaf_modules
-from lm.training.deepspeed_json import bucket_size, deepspeed_config
 from lm.training.optim import lr_factor, optimizer
 from lm.training.process_group import set_collective_timeouts
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 NO_TARGET = f"every label of its sequences is {IGNORED}, which is no target"
 Batch = dict[str, torch.Tensor]  # a micro-batch: input_ids and labels, shape (batch, length)
+MAX_EXPONENT = 700.0  # e^x of a larger number overflows fp64
 
 
 class Update(NamedTuple):
@@ -39,18 +40,33 @@ class Update(NamedTuple):
 
     Attributes:
         loss: Mean over all ranks and micro-batches.
-        norm: Norm of the gradient before clipping.
-        stats: FixedPointReport of each micro-batch of this rank; empty for a baseline.
-        stopping: True if a rank has received a stop signal.
+        grad_norm: Norm of the gradient before clipping.
+        reports: FixedPointReport of each micro-batch of this rank; empty for a model without
+            fixed-point layers.
+        is_stop_requested: True if a rank has received a stop signal.
     """
 
     loss: float
-    norm: float
-    stats: list
-    stopping: bool
+    grad_norm: float
+    reports: list
+    is_stop_requested: bool
 
 
-def _slice(address) -> slice:
+class Fragment(NamedTuple):
+    """Part of a parameter in a flat tensor that the optimizer of a rank steps.
+
+    Attributes:
+        name: Name of the parameter.
+        flat: Position in the flat tensor.
+        flattened: Position in the flattened parameter.
+    """
+
+    name: str
+    flat: slice
+    flattened: slice
+
+
+def _to_slice(address) -> slice:
     """Convert DeepSpeed's fragment_address to a slice."""
     return slice(address.start, address.start + address.numel)
 
@@ -79,62 +95,70 @@ class Engine:
         cfg: Configuration of the run.
         model: Model with its initial weights.
         ranks: Ranks of the run.
-        config: DeepSpeed's JSON; None: derive it from `cfg`.
+        deepspeed_config: DeepSpeed's JSON; None: derive it from `cfg`.
     """
 
     def __init__(
-        self, cfg: Config, model: torch.nn.Module, ranks: Ranks, config: dict | None = None
+        self,
+        cfg: Config,
+        model: torch.nn.Module,
+        ranks: Ranks,
+        deepspeed_config: dict | None = None,
     ):
-        deepspeed = import_deepspeed()
         self.cfg, self.ranks = cfg, ranks
+        if deepspeed_config is None:
+            deepspeed_config = deepspeed_json.deepspeed_config(cfg, ranks.world_size)
         # Copied, so that an engine built after a rollback starts from the checked config again.
-        self.config = copy.deepcopy(config) if config else deepspeed_config(cfg, ranks.world_size)
-        self.zero_stage = self._prepare_model(model)
+        self.deepspeed_config = copy.deepcopy(deepspeed_config)
+        self.zero_stage = self.deepspeed_config["zero_optimization"]["stage"]
+        self._prepare_model(model)
         optim = cfg.optim
         self.base_optimizer = optimizer(model, optim, ranks.device.type == "cuda")
         # Read the peak of each group now, because loading a checkpoint overwrites group["lr"].
-        self.peaks = [group["lr"] for group in self.base_optimizer.param_groups]
+        self.peak_rates = [group["lr"] for group in self.base_optimizer.param_groups]
         with _explain_deepspeed_keys(cfg):
-            self.deepspeed, _, _, self.scheduler = deepspeed.initialize(
+            self.deepspeed, _, _, self.lr_scheduler = import_deepspeed().initialize(
                 model=model.to(ranks.device),
                 optimizer=self.base_optimizer,
                 lr_scheduler=lambda opt: torch.optim.lr_scheduler.LambdaLR(
                     opt, lambda update: lr_factor(optim, cfg.train.steps, update + 1)
                 ),
-                config=self.config,
+                config=self.deepspeed_config,
             )
-        kappa = cfg.train.adversarial_noise
-        self._adversary = Adversary(self.deepspeed.module, kappa) if kappa else None
-        self._has_solver = hasattr(model, "passes") and bool(model.fixed_point_blocks())
+        noise_size = cfg.train.adversarial_noise
+        self._adversary = Adversary(self.deepspeed.module, noise_size) if noise_size else None
+        self._has_solver = hasattr(model, "override_solve_options") and bool(
+            model.fixed_point_blocks()
+        )
         self._noise_generators: list[torch.Generator] | None = None  # one per sequence
         self.times = UpdateTimes(ranks.device)
         set_collective_timeouts(cfg, ranks)
 
-    def _prepare_model(self, model: torch.nn.Module) -> int:
-        """Set the options of a model that depend on DeepSpeed's config; return the ZeRO stage."""
-        zero = self.config["zero_optimization"]
-        counts = [p.numel() for p in model.parameters()]
-        zero.setdefault("reduce_bucket_size", bucket_size(sum(counts), max(counts)))
+    def _prepare_model(self, model: torch.nn.Module) -> None:
+        """Set the size of the gradient buffer, and the options of the model."""
+        sizes = [p.numel() for p in model.parameters()]
+        self.deepspeed_config["zero_optimization"].setdefault(
+            "reduce_bucket_size", deepspeed_json.bucket_size(sum(sizes), max(sizes))
+        )
         if self.cfg.model.gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        if zero["stage"] == 3:
-            # Ranks need different numbers of iterations, so that parameters cannot be gathered in
-            # each of them: all ranks gather a whole block once.
+        if self.zero_stage == 3:
+            # Ranks may make different numbers of iterations, and a collective in an iteration would
+            # wait for ever: all ranks gather the parameters of a whole block once.
             from lm.model.stack import FPRNNLayer
 
             blocks = (m.block for m in model.modules() if isinstance(m, FPRNNLayer))
             set_leaf_modules(model, map(type, blocks))
-        return zero["stage"]
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next update, before a parameter's own factor."""
+        """Learning rate of the next update, without the factors of `optim.lr_factors`."""
         peak = self.cfg.optim.lr
-        # Prefer a group without a factor: its rate is exact to the last bit.
-        group_peak, group = max(
-            zip(self.peaks, self.deepspeed.optimizer.param_groups),
-            key=lambda pair: pair[0] == peak,
-        )
+        groups = list(zip(self.peak_rates, self.deepspeed.optimizer.param_groups))
+        for group_peak, group in groups:
+            if group_peak == peak:  # a group without a factor: exact to the last bit
+                return group["lr"]
+        group_peak, group = groups[0]
         return group["lr"] * (peak / group_peak)
 
     def forward(self, batch: Batch) -> ModelOutput:
@@ -142,8 +166,8 @@ class Engine:
         batch = {k: v.to(self.ranks.device, non_blocking=True) for k, v in batch.items()}
         context: contextlib.AbstractContextManager = contextlib.nullcontext()
         if self._has_solver:
-            context = self.deepspeed.module.passes(
-                solve_context=self.times.solving, generators=self._noise_generators
+            context = self.deepspeed.module.override_solve_options(
+                solve_context=self.times.measure_solve, generators=self._noise_generators
             )
         with context:
             return self.deepspeed(
@@ -156,166 +180,140 @@ class Engine:
     def step(
         self,
         batches: list[Batch],
-        stop: bool = False,
-        alive: Callable[[], None] = lambda: None,
-        adversarial_pass: bool = False,
+        is_stop_requested: bool = False,
+        keep_alive: Callable[[], None] = lambda: None,
+        has_adversarial_pass: bool = False,
     ) -> Update:
         """Make one update.
 
         Args:
             batches: Micro-batches of this rank; every rank has `train.accumulation` of them.
-            stop: True if this rank has received a stop signal.
-            alive: Called after each micro-batch.
-            adversarial_pass: Pass each micro-batch a second time, with the noise of
+            is_stop_requested: True if this rank has received a stop signal.
+            keep_alive: Called after each micro-batch, so that the watchdog sees progress.
+            has_adversarial_pass: Pass each micro-batch a second time, with the noise of
                 `train.adversarial_noise`; each pass contributes half of the gradient.
 
         Raises:
             Diverged: If the loss or gradient of a rank is NaN or infinite. The engine must not be
                 used afterwards.
-            DivergedAlone: If only this rank knows of it.
+            DivergedOnOneRank: If only this rank knows of it.
         """
+        # 1. Accumulate the gradient of each micro-batch.
         self.deepspeed.train()
-        total, stats = torch.zeros((), device=self.ranks.device), []
-        shares = self._shares(batches)
-        adversary = self._adversary if adversarial_pass else None
-        for i, (batch, share) in enumerate(zip(batches, shares)):
+        loss_sum, reports = torch.zeros((), device=self.ranks.device), []
+        adversary = self._adversary if has_adversarial_pass else None
+        for i, (batch, loss_weight) in enumerate(zip(batches, self._loss_weights(batches))):
             is_last = i == len(batches) - 1
             self._noise_generators = self._make_noise_generators(i, len(batch["input_ids"]))
             with adversary.first_pass() if adversary else contextlib.nullcontext():
-                loss, report = self._pass(batch, share)
+                loss, report = self._forward_pass(batch, loss_weight)
             if report is not None:
-                stats.append(report)
-            total += loss.detach().float() / len(batches)
+                reports.append(report)
+            loss_sum += loss.detach().float() / len(batches)
             if adversary is None:
                 self._backward(loss, is_last)
             else:
                 self._backward(loss / 2, False)
-                self._backward(self._second_pass(adversary, batch, share, report is None), is_last)
-            alive()
+                has_failed = report is None
+                half_loss = self._second_pass(adversary, batch, loss_weight, has_failed)
+                self._backward(half_loss, is_last)
+            keep_alive()
             if not is_last:
-                with self.times.part("optimizer"):
-                    self.deepspeed.step()
-        loss, stop_count = self.ranks.sum(total.item(), stop)
+                with self.times.measure("optimizer"):
+                    self.deepspeed.step()  # only counts the micro-batch
+
+        # 2. Check the loss on all ranks before any weight changes.
+        loss, stop_count = self.ranks.sum(loss_sum.item(), is_stop_requested)
         loss = loss / self.ranks.world_size
         if not math.isfinite(loss):
             raise Diverged(f"the loss is {loss}")
-        with self.times.part("optimizer"):
-            norm = self._gradient_norm() if self.zero_stage == 0 else None
-            self.deepspeed.step()
-            if norm is None:
-                norm = float(self.deepspeed.get_global_grad_norm())
-        if not math.isfinite(norm):
-            raise Diverged(f"the gradient norm is {norm} (the loss was {loss:.4f})")
-        return Update(loss, norm, stats, stop_count > 0)
 
-    def _make_noise_generators(self, number: int, size: int) -> list[torch.Generator] | None:
+        # 3. Step the optimizer. DeepSpeed computes the norm only with ZeRO.
+        with self.times.measure("optimizer"):
+            grad_norm = self._gradient_norm() if self.zero_stage == 0 else None
+            self.deepspeed.step()
+            if grad_norm is None:
+                grad_norm = float(self.deepspeed.get_global_grad_norm())
+        if not math.isfinite(grad_norm):
+            raise Diverged(f"the gradient norm is {grad_norm} (the loss was {loss:.4f})")
+        return Update(loss, grad_norm, reports, stop_count > 0)
+
+    def _make_noise_generators(self, micro_batch: int, size: int) -> list[torch.Generator] | None:
         """Make the generators of the state noise, one for each sequence of a micro-batch.
 
         They are seeded by (seed, update, index of the sequence in the global batch), so that a
         sequence gets the same noise on any number of ranks and in micro-batches of any size.
-        Torch's default generator has the same seed on every rank: all ranks would draw the same
-        noise.
-
-        Args:
-            number: Index of the micro-batch on this rank in this update.
-            size: Sequences of the micro-batch.
-
-        Returns:
-            The generators; None for a model without fixed-point layers.
+        `micro_batch` is an index on this rank, `size` its number of sequences. A model without
+        fixed-point layers has no generators.
         """
         if not self._has_solver:
             return None
-        first = (number * self.ranks.world_size + self.ranks.rank) * size
+        start = (micro_batch * self.ranks.world_size + self.ranks.rank) * size
         update = self.deepspeed.global_steps
         generators = []
-        for index in range(first, first + size):
-            state = np.random.SeedSequence([self.cfg.seed, update, index]).generate_state(1, "u8")
-            generators.append(torch.Generator(self.ranks.device).manual_seed(int(state[0] >> 1)))
+        for index in range(start, start + size):
+            (seed,) = np.random.SeedSequence([self.cfg.seed, update, index]).generate_state(1, "u8")
+            # Torch's seeds are signed: 63 bits.
+            generators.append(torch.Generator(self.ranks.device).manual_seed(int(seed >> 1)))
         return generators
 
-    def _pass(self, batch: Batch, share: float) -> tuple[torch.Tensor, FixedPointReport | None]:
-        """Return the loss of a micro-batch times its share, and the report of its solves.
-
-        Raises:
-            Diverged, DivergedOnOneRank: As `_nan_loss`.
-        """
+    def _forward_pass(
+        self, batch: Batch, loss_weight: float
+    ) -> tuple[torch.Tensor, FixedPointReport | None]:
+        """Return the weighted loss of a micro-batch, and the report of its fixed-point layers."""
         try:
-            with self.times.part("forward"):
+            with self.times.measure("forward"):
                 output = self.forward(batch)
-                loss = output.loss * share
+                loss = output.loss * loss_weight
         except FloatingPointError as e:
             return self._nan_loss(e), None
         return loss, getattr(output, "fixed_point", None)
 
     def _second_pass(
-        self, adversary: Adversary, batch: Batch, share: float, has_failed: bool
+        self, adversary: Adversary, batch: Batch, loss_weight: float, has_failed: bool
     ) -> torch.Tensor:
-        """Return half of the loss with adversarial noise.
-
-        Args:
-            adversary: Noise along the gradient of the first pass.
-            batch: The micro-batch.
-            share: Weight of its loss.
-            has_failed: True if the first pass was not finite, and has left no gradient.
-        """
-        if has_failed:
+        """Return half of the weighted loss with adversarial noise."""
+        if has_failed:  # the first pass has left no gradient for the adversary
             return self._nan_loss(FloatingPointError("the first pass was not finite"))
         with adversary.second_pass():
-            loss, _ = self._pass(batch, share)
+            loss, _ = self._forward_pass(batch, loss_weight)
         return loss / 2
 
     def _nan_loss(self, error: FloatingPointError) -> torch.Tensor:
         """Return a loss of NaN for a forward pass that has failed on this rank.
 
-        Its backward pass takes part in the collectives of the other ranks, and the sum of the
-        losses is NaN on every rank.
-
-        Raises:
-            Diverged: If there is one rank only.
-            DivergedOnOneRank: Under ZeRO-3, where the other ranks already wait in the forward pass.
+        The rank can then take part in the collectives of the backward pass, and every rank sees
+        that the sum of the losses is NaN.
         """
         if self.ranks.world_size == 1:
             raise Diverged(str(error)) from None
-        if self.zero_stage == 3:
+        if self.zero_stage == 3:  # the other ranks already wait in the forward pass
             raise DivergedOnOneRank(f"rank {self.ranks.rank}: {error}") from None
         parameters = (p for p in self.deepspeed.module.parameters() if p.requires_grad)
         return sum(p.float().sum() for p in parameters) * float("nan")
 
     def _backward(self, loss: torch.Tensor, is_last: bool) -> None:
-        """Add the gradient of a pass to the gradient of the update.
-
-        Args:
-            loss: Loss of the pass.
-            is_last: True for the last pass of the update, after which the ranks' gradients are
-                reduced.
-
-        Raises:
-            Diverged: If the gradient of a solve is NaN or infinite, and there is one rank only.
-            DivergedOnOneRank: Likewise, with several ranks.
-        """
+        """Add the gradient of a pass to the gradient of the update; reduce it after the last."""
         self.deepspeed.set_gradient_accumulation_boundary(is_last)
         try:
-            with self.times.part("backward"):
+            with self.times.measure("backward"):
                 self.deepspeed.backward(loss)
         except FloatingPointError as e:
             kind = Diverged if self.ranks.world_size == 1 else DivergedOnOneRank
             raise kind(f"rank {self.ranks.rank}: {e}") from None
 
-    def _shares(self, batches: list[Batch]) -> list[float]:
-        """Return the weight of each micro-batch's mean loss in the mean over all of them.
+    def _loss_weights(self, batches: list[Batch]) -> list[float]:
+        """Return the weight of each micro-batch's mean loss in the mean over all micro-batches.
 
-        It is below 1 for a micro-batch with fewer targets than the mean (the last block of a
-        corpus), so that the loss does not depend on the size of the micro-batches.
-
-        Raises:
-            TrainingError: If no micro-batch of any rank has a target.
+        A micro-batch with fewer targets than the others, such as the last block of a corpus, has a
+        weight below 1, so that the loss does not depend on the size of the micro-batches.
         """
         counts = [float((batch["labels"] != IGNORED).sum()) for batch in batches]
         (targets,) = self.ranks.sum(sum(counts))
         if not targets:
             raise TrainingError(f"an update has nothing to learn from: {NO_TARGET}")
-        mean = targets / (len(batches) * self.ranks.world_size)
-        return [count / mean for count in counts]
+        mean_count = targets / (len(batches) * self.ranks.world_size)
+        return [count / mean_count for count in counts]
 
     @contextlib.contextmanager
     def _collect_files(self) -> Iterator[FileCollector]:
@@ -331,7 +329,7 @@ class Engine:
         """Return the tensors of this rank that a checkpoint holds.
 
         Returns:
-            {"the weights": …, and for each moment of the optimizer its name: …}.
+            {"the weights": […], and for each moment of the optimizer its name: […]}.
         """
         groups = self.base_optimizer.param_groups
         optimized = [p for group in groups for p in group["params"]]  # under ZeRO flat, in fp32
@@ -353,11 +351,11 @@ class Engine:
         with self._collect_files() as collector:
             self.deepspeed.save_checkpoint(
                 str(folder), tag="any", client_state={"step": step}, save_latest=False
-            )
+            )  # the collector keeps only the names of the files, not folder and tag
         return collector.files
 
     def load(self, path: Path) -> None:
-        """Load weights, optimizer and schedule of a verified checkpoint of the same `layout`.
+        """Load weights, optimizer and schedule of a verified checkpoint of the same layout.
 
         Raises:
             CheckpointError: If a file of it holds objects that `read_zero_file` does not read.
@@ -371,32 +369,34 @@ class Engine:
     def restore_optimizer(
         self, moments: dict[str, dict[str, torch.Tensor]], updates: int, adamw_steps: float
     ) -> None:
-        """Restore moments and schedule that were gathered from another layout over ranks.
+        """Restore moments and schedule from a checkpoint of another number of ranks or ZeRO stage.
 
-        The model must have had its weights before this engine was made.
+        The model must have had the checkpoint's weights before this engine was built.
 
         Args:
             moments: {"exp_avg", "exp_avg_sq": {parameter name: tensor of its shape}}.
             updates: Number of updates made.
-            adamw_steps: Steps of AdamW: `updates` without those that were skipped.
+            adamw_steps: Steps of AdamW: `updates` without the updates that DeepSpeed skipped.
         """
         on_gpu = self.ranks.device.type == "cuda"  # AdamW is fused there, and keeps `step` there
-        for flat, parts in self._optimizer_parts():
+        for flat, fragments in self._optimizer_fragments():
             steps = torch.tensor(adamw_steps, device=flat.device if on_gpu else "cpu")
             state = {"step": steps}
             for key, tensors in moments.items():
                 state[key] = torch.zeros_like(flat)
-                for name, target, source in parts:
+                for fragment in fragments:
+                    values = tensors[fragment.name].flatten()[fragment.flattened].to(flat)
                     # A partition may be padded past the end of the tensor.
-                    piece = tensors[name].flatten()[source].to(flat)
-                    state[key].view(-1)[target][: len(piece)] = piece
+                    state[key].view(-1)[fragment.flat][: len(values)] = values
             self.base_optimizer.state[flat] = state
         self.deepspeed.global_steps = updates
-        self.deepspeed.micro_steps = updates * self.config["gradient_accumulation_steps"]
-        self.deepspeed.global_samples = updates * self.config["train_batch_size"]
+        self.deepspeed.micro_steps = updates * self.deepspeed_config["gradient_accumulation_steps"]
+        self.deepspeed.global_samples = updates * self.deepspeed_config["train_batch_size"]
         # scheduler.step() would warn, because the optimizer of this process has not stepped yet.
-        scheduler = self.scheduler
-        rates = [base * f(updates) for base, f in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+        scheduler = self.lr_scheduler
+        rates = [
+            peak * factor(updates) for peak, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)
+        ]
         for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
         scheduler.load_state_dict(
@@ -404,42 +404,40 @@ class Engine:
             | {"last_epoch": updates, "_step_count": updates + 1, "_last_lr": rates}
         )
 
-    def _optimizer_parts(self) -> Iterator[tuple[torch.Tensor, list[tuple[str, slice, slice]]]]:
-        """Yield the tensors that the optimizer of this rank steps, and the parameters in them.
-
-        Yields:
-            (tensor, [(parameter name, slice of the tensor, slice of the flattened parameter)]).
-        """
+    def _optimizer_fragments(self) -> Iterator[tuple[torch.Tensor, list[Fragment]]]:
+        """Yield each tensor that the optimizer of this rank steps, and the parameters in it."""
         names = {p: n for n, p in self.deepspeed.module.named_parameters()}
         optimizer = self.deepspeed.optimizer
         if self.zero_stage == 0:
             for p, name in names.items():
-                yield p, [(name, slice(None), slice(None))]
+                yield p, [Fragment(name, slice(None), slice(None))]
         elif self.zero_stage < 3:
             groups = zip(optimizer.single_partition_of_fp32_groups, optimizer.bit16_groups)
             for flat, params in groups:
-                mapped = [(names[p], p._hp_mapping) for p in params if p._hp_mapping is not None]
-                yield (
-                    flat,
-                    [
-                        (name, _slice(part.hp_fragment_address), _slice(part.lp_fragment_address))
-                        for name, part in mapped
-                    ],
-                )
+                mappings = [(names[p], p._hp_mapping) for p in params if p._hp_mapping is not None]
+                fragments = [
+                    Fragment(
+                        name,
+                        _to_slice(mapping.hp_fragment_address),
+                        _to_slice(mapping.lp_fragment_address),
+                    )
+                    for name, mapping in mappings
+                ]
+                yield flat, fragments
         else:
-            parts: list[list[tuple[str, slice, slice]]]
-            parts = [[] for _ in optimizer.fp32_partitioned_groups_flat]
+            flats = optimizer.fp32_partitioned_groups_flat
+            by_group: list[list[Fragment]] = [[] for _ in flats]
             for p, name in names.items():
                 group, start, count = optimizer.grad_position[optimizer.get_param_id(p)]
-                first = self.ranks.rank * count
-                source = slice(first, first + count)
-                parts[group].append((name, slice(start, start + count), source))
-            yield from zip(optimizer.fp32_partitioned_groups_flat, parts)
+                first = self.ranks.rank * count  # every rank has the same number of elements
+                flattened = slice(first, first + count)
+                by_group[group].append(Fragment(name, slice(start, start + count), flattened))
+            yield from zip(flats, by_group)
 
     def release(self) -> None:
         """Free weights, gradients and optimizer before another engine is built."""
         self.deepspeed.destroy()
-        self.deepspeed = self.base_optimizer = self.scheduler = None
+        self.deepspeed = self.base_optimizer = self.lr_scheduler = None
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -464,21 +462,29 @@ class Engine:
     ) -> dict[str, float]:
         """Return mean loss and perplexity over all targets of all ranks' micro-batches.
 
+        Args:
+            batches: Micro-batches of this rank.
+            progress: Called after each micro-batch with its number, from 1, and their count.
+
+        Returns:
+            {"loss" (nats per token), "perplexity", "tokens" (targets)}.
+
         Raises:
             TrainingError: If there is no target.
         """
         self.deepspeed.eval()
-        nll = count = 0.0
+        loss_sum = token_count = 0.0
         for i, batch in enumerate(batches):
             output = self.forward(batch)
             targets = (batch["labels"] != IGNORED).sum().item()
             if targets:
-                nll += output.loss.item() * targets
-                count += targets
+                loss_sum += output.loss.item() * targets
+                token_count += targets
             if progress:
                 progress(i + 1, len(batches))
-        nll, count = self.ranks.sum(nll, count)
-        if not count:
+        loss_sum, token_count = self.ranks.sum(loss_sum, token_count)
+        if not token_count:
             raise TrainingError(f"a validation has nothing to measure: {NO_TARGET}")
-        loss = nll / count
-        return {"loss": loss, "perplexity": math.exp(min(loss, 700)), "tokens": int(count)}
+        loss = loss_sum / token_count
+        perplexity = math.exp(min(loss, MAX_EXPONENT))
+        return {"loss": loss, "perplexity": perplexity, "tokens": int(token_count)}

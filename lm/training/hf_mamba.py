@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.common.files import read_mapping
-from lm.training.upcycle import EMBEDDING, HEAD, Source, SourceError
+from lm.training.upcycle import EMBEDDING, HEAD, SourceError, SourceModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from lm.model.configuration_fprnn import FPRNNConfig
 
-# {our field: theirs}
+# {field of FPRNNConfig: field of MambaConfig and Mamba2Config}
 FIELDS = {
     "vocab_size": "vocab_size",
     "d_model": "hidden_size",
@@ -26,11 +26,11 @@ FIELDS = {
     "d_state": "state_size",
     "tie_embeddings": "tie_word_embeddings",
 }
-KIND_FIELDS = {
+KIND_FIELDS = {  # further fields of each kind
     "mamba": {"dt_rank": "time_step_rank"},
     "mamba2": {"headdim": "head_dim", "ngroups": "n_groups"},
 }
-# Values without which our layers compute something else.
+# Values that our layers assume.
 REQUIRED = {
     "conv_kernel": 4,
     "use_bias": False,
@@ -38,7 +38,7 @@ REQUIRED = {
     "hidden_act": "silu",
     "layer_norm_epsilon": 1e-5,
 }
-KIND_REQUIRED = {
+KIND_REQUIRED = {  # further values of each kind
     "mamba": {},
     "mamba2": {
         "n_groups": 1,  # with several, transformers has a norm per group; ours has one in all
@@ -49,7 +49,7 @@ KIND_REQUIRED = {
 }
 
 
-def read_folder(folder: Path) -> Source:
+def read_folder(folder: Path) -> SourceModel:
     """Read the Mamba or Mamba-2 in a folder.
 
     Raises:
@@ -70,10 +70,10 @@ def read_folder(folder: Path) -> Source:
     head = weights.pop(HEAD) if config.tie_embeddings else None
     if head is not None and not head.equal(weights[EMBEDDING]):
         raise SourceError(f"{folder}: config.json ties {HEAD} to {EMBEDDING}, but they differ")
-    return Source(folder, f"transformers' {kind}", config, weights)
+    return SourceModel(folder, f"transformers' {kind}", config, weights)
 
 
-def convert_config(theirs: PretrainedConfig) -> FPRNNConfig:
+def convert_config(source: PretrainedConfig) -> FPRNNConfig:
     """Return the FPRNNConfig of the model that a MambaConfig or Mamba2Config describes.
 
     Raises:
@@ -81,18 +81,20 @@ def convert_config(theirs: PretrainedConfig) -> FPRNNConfig:
     """
     from lm.model.configuration_fprnn import FPRNNConfig
 
-    kind, expand = theirs.model_type, int(theirs.expand)
+    kind, expand = source.model_type, int(source.expand)
     required = REQUIRED | KIND_REQUIRED[kind] | {"expand": expand}
     if kind == "mamba":
-        required["intermediate_size"] = expand * theirs.hidden_size
+        required["intermediate_size"] = expand * source.hidden_size
     wrong = []
     for name, value in required.items():
-        their_value = getattr(theirs, name, value)
-        if (list(their_value) if isinstance(their_value, tuple) else their_value) != value:
-            wrong.append(f"{name} is {their_value}, not {value}")
+        source_value = getattr(source, name, value)
+        if isinstance(source_value, tuple):
+            source_value = list(source_value)
+        if source_value != value:
+            wrong.append(f"{name} is {source_value}, not {value}")
     if wrong:
         raise SourceError(f"our {kind} layer cannot compute this model: {'; '.join(wrong)}")
-    fields = {field: getattr(theirs, name) for field, name in (FIELDS | KIND_FIELDS[kind]).items()}
+    fields = {field: getattr(source, name) for field, name in (FIELDS | KIND_FIELDS[kind]).items()}
     try:
         return FPRNNConfig(**fields, expand=expand, layers=kind, reset_at_eos=False)
     except (TypeError, ValueError) as error:

@@ -11,15 +11,16 @@ from lm.config.schema import Config
 from lm.runs.run_dir import RunDir
 from lm.training import hf_mamba
 from lm.training.inputs import check_source_folder
-from lm.training.upcycle import HEAD, Source, SourceError, match_weights
+from lm.training.upcycle import HEAD, SourceError, SourceModel, match_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+# Advice if the source's config.yaml names a mixer of the user (`module:Class`).
 CODE_ADVICE = "the configuration that you pass must name it as well, which imports it"
 
 
-def read_source(path: str | Path) -> Source:
+def read_source(path: str | Path) -> SourceModel:
     """Read the language model in a folder.
 
     Args:
@@ -27,34 +28,45 @@ def read_source(path: str | Path) -> Source:
             transformers' format.
 
     Raises:
-        SourceError: If the folder is missing, or holds none of these.
+        SourceError: If the folder is missing, or holds no such model.
         CheckpointError, RunDirError, LoadError: If its files are damaged or were changed.
     """
     from lm.common.files import read_mapping
     from lm.model.configuration_fprnn import MODEL_TYPES
     from lm.runs.checkpoint import MANIFEST
     from lm.runs.exported import load_model
-    from lm.training.trained import load_trained
 
     path = Path(path).expanduser()
     check_source_folder(path)
-    checkpoint = path if (path / MANIFEST).is_file() else None
-    run = RunDir(path.parent.parent if checkpoint else path)
-    if checkpoint or run.holds_run:
-        if not run.tokenizer.is_dir():
-            raise SourceError(f"{run} is no trained run: it has no tokenizer")
-        trained = load_trained(run.path, checkpoint, advice=CODE_ADVICE)
-        description = f"our run, update {trained.manifest['step']}"
-        model, path, tokenizer = trained.model, trained.path, run.tokenizer
-    else:
-        tokenizer = path if any(path.glob("tokenizer*")) else None
-        if (read_mapping(path / "config.json") or {}).get("model_type") not in MODEL_TYPES:
-            return hf_mamba.read_folder(path)._replace(tokenizer=tokenizer)
-        model, description = load_model(path), "our export"
+    if (path / MANIFEST).is_file():
+        return _read_run(RunDir(path.parent.parent), checkpoint=path)
+    if (run := RunDir(path)).holds_run:
+        return _read_run(run, checkpoint=None)
+    tokenizer = path if any(path.glob("tokenizer*")) else None
+    if (read_mapping(path / "config.json") or {}).get("model_type") not in MODEL_TYPES:
+        return hf_mamba.read_folder(path)._replace(tokenizer=tokenizer)
+    model = load_model(path)
+    return SourceModel(path, "our export", model.config, _untied_weights(model), tokenizer)
+
+
+def _read_run(run: RunDir, checkpoint: Path | None) -> SourceModel:
+    """Read a checkpoint of a run; None: the newest."""
+    from lm.training.trained import load_trained
+
+    if not run.tokenizer.is_dir():
+        raise SourceError(f"{run} is no trained run: it has no tokenizer")
+    trained = load_trained(run.path, checkpoint, advice=CODE_ADVICE)
+    description = f"our run, update {trained.manifest['step']}"
+    weights = _untied_weights(trained.model)
+    return SourceModel(trained.path, description, trained.model.config, weights, run.tokenizer)
+
+
+def _untied_weights(model: PreTrainedModel) -> dict:
+    """Return the state dict without the head if it is tied to the embedding."""
     weights = dict(model.state_dict())
     if model.config.tie_embeddings:
         del weights[HEAD]
-    return Source(path, description, model.config, weights, tokenizer)
+    return weights
 
 
 def check(cfg: Config, model: PreTrainedModel) -> list[str]:
@@ -62,10 +74,10 @@ def check(cfg: Config, model: PreTrainedModel) -> list[str]:
 
     Args:
         cfg: Configuration of the run.
-        model: Its model on the meta device, with any vocabulary.
+        model: Model of the run on the meta device, with any vocabulary.
 
     Returns:
-        Lines that describe the weights that the run will take.
+        Lines for the log that describe the weights that the run will take.
 
     Raises:
         ConfigError: If the source belongs to the run itself or does not match the model, or if
@@ -135,17 +147,17 @@ def initialize(
     ranks.run_on_all(copy_weights)
 
 
-def compare_tokenizers(source: Source, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the difference of a source's tokenizer from the run's, as a message.
+def compare_tokenizers(source: SourceModel, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a message if tokens of the source have other ids in the run's tokenizer, else "".
 
-    It is "" if every token of the source has the same id here, or the source has no tokenizer.
+    It is also "" if the source has no tokenizer.
     """
     from lm.runs.exported import load_tokenizer
 
     if source.tokenizer is None:
         return ""
     vocab = load_tokenizer(source.tokenizer).get_vocab()
-    changed = vocab.items() - tokenizer.get_vocab().items()
+    changed = vocab.items() - tokenizer.get_vocab().items()  # pairs (token, id)
     if not changed:
         return ""
     return (

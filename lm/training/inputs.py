@@ -9,8 +9,8 @@ from lm.config.schema import Config
 from lm.data.sources import traces
 from lm.data.sources.errors import DataError
 from lm.data.sources.listing import ENDINGS, source_files
-from lm.data.sources.mixture import name_source_in_errors, parts
-from lm.runs.places import check_resume, looks_local
+from lm.data.sources.mixture import configs_by_source, name_source_in_errors
+from lm.runs.path_checks import check_resume, looks_local
 from lm.training.upcycle import SourceError
 
 
@@ -18,28 +18,24 @@ def check_inputs(cfg: Config) -> None:
     """Refuse a configuration that names a missing file or folder.
 
     Raises:
-        PlaceError: If `resume` names no folder.
+        PathError: If `resume` names no folder.
         SourceError: If `init_from` names no folder.
         ConfigError: If `engine.deepspeed` names no file.
-        DataError: As `check_tokenizer` and `check_data`.
+        DataError: If `tokenizer.name`, `data.path` or `data.traces` names nothing that exists.
     """
     check_resume(cfg.resume)
     # A run that continues does not read init_from.
     if cfg.init_from is not None and not Path(cfg.run_dir, "checkpoints").exists():
         check_source_folder(Path(cfg.init_from.path).expanduser())
-    settings = cfg.engine.deepspeed
-    if isinstance(settings, str) and not Path(settings).is_file():
-        raise ConfigError(f"engine.deepspeed: cannot read {settings} as JSON: it is no file")
+    deepspeed = cfg.engine.deepspeed
+    if isinstance(deepspeed, str) and not Path(deepspeed).is_file():
+        raise ConfigError(f"engine.deepspeed: cannot read {deepspeed} as JSON: it is no file")
     check_tokenizer(cfg)
     check_data(cfg)
 
 
 def check_source_folder(path: Path) -> None:
-    """Refuse an `init_from` that is no folder.
-
-    Raises:
-        SourceError: If it is no folder.
-    """
+    """Raise SourceError if `init_from` names no folder."""
     if not path.is_dir():
         raise SourceError(
             f"{path} is no folder: init_from must name a run, a checkpoint, an export, or a Mamba"
@@ -48,23 +44,15 @@ def check_source_folder(path: Path) -> None:
 
 
 def check_tokenizer(cfg: Config) -> None:
-    """Refuse a `tokenizer.name` that is the path of a missing folder.
-
-    Raises:
-        DataError: If the folder is missing.
-    """
+    """Raise DataError if `tokenizer.name` is the path of a missing folder."""
     name = cfg.tokenizer.name
     if "/" in name and not Path(name).expanduser().is_dir() and looks_local(name):
         raise DataError(f"tokenizer.name {name}: no such folder")
 
 
 def check_data(cfg: Config) -> None:
-    """Refuse sources whose text is missing.
-
-    Raises:
-        DataError: If `data.path` names no file, or `data.traces` no task.
-    """
-    for source, part in parts(cfg).items():
+    """Raise DataError if `data.path` names no file, or `data.traces` no task."""
+    for source, part in configs_by_source(cfg).items():
         with name_source_in_errors(source):
             if part.data.path is not None and part.data.source in ENDINGS:
                 source_files(part.data)

@@ -13,7 +13,7 @@ from lm.common.console import say
 from lm.common.errors import Diverged, DivergedOnOneRank, Stopped
 from lm.config.schema import Run
 from lm.runs.checkpoint import Checkpoints
-from lm.runs.log import Writer
+from lm.runs.log import MetricsWriter
 from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
 
@@ -22,25 +22,26 @@ class Loop(ABC):
     """A training run.
 
     A subclass defines an update, the content of a checkpoint, how to roll back to one, and the
-    `update_hooks`: each is called after every update, in this order, and decides itself whether
-    something is due.
+    `update_hooks`. All hooks are called after every update, in their order. Each hook decides
+    itself whether it has something to do.
     """
 
     # Set by the subclass when the run directory is claimed.
     run: RunDir
     checkpoints: Checkpoints
     profile: Profile
-    writer: Writer | None
+    writer: MetricsWriter | None
     continue_advice: str  # how the user continues a stopped run, for messages
 
     def __init__(self, cfg: Run):
         self.cfg: Any = cfg
         self.step = 0  # updates made
         self.seconds = 0.0  # training time of earlier processes of this run
-        self.rollbacks = 0
-        self.rollback_step: int | None = None  # last rollback, unless a save followed
-        self.num_iters: dict | None = None  # ℓ* of each layer in the last probe
-        self.stopping = False  # a rank has received a stop signal
+        self.rollbacks = 0  # rollbacks made
+        # Update of the checkpoint of the last rollback; None if a checkpoint was saved since.
+        self.rollback_step: int | None = None
+        self.num_iters: dict | None = None  # ℓ* (see hooks.py) of each layer in the last probe
+        self.is_stop_requested = False  # a rank has received a stop signal
         self.update_hooks: tuple[Callable[[], object], ...] = ()
 
     @abstractmethod
@@ -68,7 +69,7 @@ class Loop(ABC):
         """Restore everything except the position in the data from the newest usable checkpoint.
 
         Returns:
-            True if there is such a checkpoint.
+            True if a checkpoint was restored, False if there is none.
 
         Raises:
             Diverged: If no checkpoint is usable, with the reason.
@@ -91,20 +92,20 @@ class Loop(ABC):
         """
         while not self.is_last:
             self.run.check_lease()
-            number = self.step + 1
+            update_number = self.step + 1
             try:
-                with self.profile.update(number):
+                with self.profile.update(update_number):
                     self.update()
                 for hook in self.update_hooks:
                     hook()
             except DivergedOnOneRank:
                 raise
             except Diverged as e:
-                self._handle_divergence(e, number)
+                self._handle_divergence(e, update_number)
         self._finish_saves()
 
     def write(self, record: dict) -> None:
-        """Write a record to metrics.jsonl with the number of the update; on rank 0."""
+        """Write a record with the number of the update to metrics.jsonl; on rank 0 only."""
         if self.writer:
             self.writer.write({"step": self.step, **record})
 
@@ -118,10 +119,10 @@ class Loop(ABC):
             Diverged: If the state is not finite.
             Stopped: If a stop signal has arrived.
         """
-        is_due = self.step % self.cfg.checkpoint.every == 0 or self.is_last or self.stopping
-        if is_due:
+        is_due = self.step % self.cfg.checkpoint.every == 0 or self.is_last
+        if is_due or self.is_stop_requested:
             self._save()
-        if self.stopping and not self.is_last:
+        if self.is_stop_requested and not self.is_last:
             self.stop()
         return is_due
 
@@ -135,7 +136,7 @@ class Loop(ABC):
         self._finish_saves()
         if not self.step:
             raise Stopped(f"stopped by a signal before the first update: {self.continue_advice}")
-        if self.checkpoints.published != self.step:
+        if self.checkpoints.last_complete_step != self.step:
             self._save()
             self._finish_saves()
         raise Stopped(
@@ -149,7 +150,7 @@ class Loop(ABC):
         self.rollback_step = None
 
     def log_saves(self) -> None:
-        """Write a record of every checkpoint that was completed since the last call."""
+        """Write a record for each checkpoint that was completed since the last call."""
         for saved in self.checkpoints.pop_saves():
             self.write({"checkpoint": saved})
 
@@ -157,37 +158,33 @@ class Loop(ABC):
         self.checkpoints.finish()
         self.log_saves()
 
-    def _handle_divergence(self, error: Diverged, failed: int) -> None:
+    def _handle_divergence(self, error: Diverged, failed_update: int) -> None:
         """Roll back to the last checkpoint, and continue with the next data.
 
-        If nothing was saved since a rollback, the checkpoint before the last is used.
-
-        Args:
-            error: Reason of the rollback.
-            failed: Number of the update.
-
-        Raises:
-            Diverged: If there is no checkpoint, or `train.max_rollbacks` rollbacks were made.
+        If nothing was saved since the last rollback, the checkpoint before it is used. The run ends
+        if there is no checkpoint, or after `train.max_rollbacks` rollbacks.
         """
         limit = self.cfg.train.max_rollbacks
-        count = self.rollbacks  # roll_back() replaces it by the checkpoint's
+        count = self.rollbacks  # read now, because roll_back() restores the checkpoint's number
         self.checkpoints.finish()
         try:
             is_restored = count < limit and self.roll_back()
         except Diverged as e:
-            raise Diverged(f"stopped at update {failed}: {error}; {e}") from None
+            raise Diverged(f"stopped at update {failed_update}: {error}; {e}") from None
         if not is_restored:
-            saved = self.checkpoints.published
+            saved = self.checkpoints.last_complete_step  # number of an update
             last = f"the last checkpoint is of update {saved}" if saved else "no checkpoint"
             raise Diverged(
-                f"stopped at update {failed}: {error}; {last}, {count} of {limit}"
+                f"stopped at update {failed_update}: {error}; {last}, {count} of {limit}"
                 " rollbacks (train.max_rollbacks) made"
             ) from None
         self.rollbacks, self.rollback_step = count + 1, self.step
         say(
-            f"note: update {failed}: {error}: back to the checkpoint of update {self.step}, then"
-            f" on with the next data (rollback {self.rollbacks} of {limit})"
+            f"note: update {failed_update}: {error}: back to the checkpoint of update {self.step},"
+            f" then on with the next data (rollback {self.rollbacks} of {limit})"
         )
         if self.writer:
-            self.writer.keep_until(self.step)
-        self.write({"rollback": {"number": self.rollbacks, "from": failed, "why": str(error)}})
+            self.writer.drop_records_after(self.step)
+        self.write(
+            {"rollback": {"number": self.rollbacks, "from": failed_update, "why": str(error)}}
+        )

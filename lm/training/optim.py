@@ -19,7 +19,7 @@ class Group(NamedTuple):
     """Parameters with the same weight decay and learning rate."""
 
     has_weight_decay: bool
-    factor: float  # of the learning rate (optim.lr_factors)
+    factor: float  # learning rate relative to optim.lr (optim.lr_factors)
     names: list[str]
     params: list[torch.nn.Parameter]
 
@@ -27,9 +27,9 @@ class Group(NamedTuple):
 def lr_factor(optim: Optim, steps: int, update: int) -> float:
     """Return the learning rate of an update as a fraction of the peak.
 
-    It rises linearly to the peak at update W, then falls to min_lr at update `steps` by
-    `optim.schedule`: cosine; linear; wsd (constant until the last D updates, then linear). With
-    constant it stays at the peak.
+    It rises linearly during the warm-up, then falls to min_lr at update `steps` by
+    `optim.schedule`: cosine; linear; wsd (constant until the last `wsd_decay` updates, then
+    linear). With `constant` it stays at the peak.
 
     Args:
         optim: Section `optim`.
@@ -42,13 +42,14 @@ def lr_factor(optim: Optim, steps: int, update: int) -> float:
     floor = optim.min_lr / optim.lr
     if optim.schedule == "constant":
         return 1.0
-    begin = warmup
+    decay_start = warmup
     if optim.schedule == "wsd":
         decay = max(1, convert_to_updates(optim.wsd_decay_or_default, steps))
-        begin = max(warmup, steps - decay)
-    done = min(1.0, max(0, update - begin) / max(1, steps - begin))
-    shape = 0.5 * (1 + math.cos(math.pi * done)) if optim.schedule == "cosine" else 1 - done
-    return floor + (1 - floor) * shape
+        decay_start = max(warmup, steps - decay)
+    progress = min(1.0, max(0, update - decay_start) / max(1, steps - decay_start))
+    is_cosine = optim.schedule == "cosine"
+    height = 0.5 * (1 + math.cos(math.pi * progress)) if is_cosine else 1 - progress
+    return floor + (1 - floor) * height
 
 
 def has_weight_decay(name: str) -> bool:
@@ -57,31 +58,34 @@ def has_weight_decay(name: str) -> bool:
     It does not apply to A_log, D, biases, norms, gains of weight normalisation, centroids, and the
     factors x_·, k_k, k_a and r_k of RWKV-7.
     """
-    *path, leaf = name.split(".")
-    owner = path[-1] if path else ""
-    is_factor = leaf in ("A_log", "D", "gain", "k_k", "k_a", "r_k") or leaf.startswith("x_")
-    is_bias = leaf.startswith("bias") or leaf.endswith("bias")
-    return not (is_factor or is_bias or "norm" in owner or owner == "centroids")
+    *modules, own_name = name.split(".")
+    module = modules[-1] if modules else ""
+    is_excluded = own_name in ("A_log", "D", "gain", "k_k", "k_a", "r_k")
+    is_bias_or_factor = own_name.startswith(("bias", "x_")) or own_name.endswith("bias")
+    is_in_excluded_module = "norm" in module or module == "centroids"
+    return not (is_excluded or is_bias_or_factor or is_in_excluded_module)
 
 
 def group_parameters(model: torch.nn.Module, optim: Optim) -> list[Group]:
     """Group the trainable parameters by weight decay and factor of the learning rate.
 
     Raises:
-        ConfigError: If a pattern of `optim.lr_factors` matches no parameter, or two match one.
+        ConfigError: If a pattern of `optim.lr_factors` matches no parameter, or two patterns match
+            the same parameter.
     """
     parameters = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    factors = _factors([name for name, _ in parameters], optim.lr_factors)
-    by_key: dict[tuple, Group] = {}
+    factors = _match_factors([name for name, _ in parameters], optim.lr_factors)
+    groups: dict[tuple[bool, float], Group] = {}
     for name, p in parameters:
-        key = (not has_weight_decay(name), factors.get(name, 1.0))
-        group = by_key.setdefault(key, Group(has_weight_decay(name), key[1], [], []))
+        has_decay, factor = has_weight_decay(name), factors.get(name, 1.0)
+        group = groups.setdefault((has_decay, factor), Group(has_decay, factor, [], []))
         group.names.append(name)
         group.params.append(p)
-    return [by_key[key] for key in sorted(by_key)]
+    # Checkpoints depend on this order: groups with weight decay first, then by factor.
+    return sorted(groups.values(), key=lambda group: (not group.has_weight_decay, group.factor))
 
 
-def _factors(names: list[str], patterns: dict[str, float]) -> dict[str, float]:
+def _match_factors(names: list[str], patterns: dict[str, float]) -> dict[str, float]:
     """Return {parameter: factor} of the parameters that a pattern matches."""
     patterns_by_name: dict[str, str] = {}
     for pattern in patterns:
@@ -102,11 +106,7 @@ def _factors(names: list[str], patterns: dict[str, float]) -> dict[str, float]:
 
 
 def parameter_groups(model: torch.nn.Module, optim: Optim) -> list[dict]:
-    """Return the groups in the format of torch's optimizers, with their peak learning rates.
-
-    Raises:
-        ConfigError: As `group_parameters`.
-    """
+    """Return `group_parameters` in the format of torch's optimizers, with peak learning rates."""
     return [
         {
             "params": group.params,
@@ -118,11 +118,7 @@ def parameter_groups(model: torch.nn.Module, optim: Optim) -> list[dict]:
 
 
 def optimizer(model: torch.nn.Module, optim: Optim, on_gpu: bool) -> torch.optim.Optimizer:
-    """Return AdamW over the parameters of a model, fused on a GPU.
-
-    Raises:
-        ConfigError: As `group_parameters`.
-    """
+    """Return AdamW over `group_parameters`, fused on a GPU."""
     import torch
 
     return torch.optim.AdamW(
@@ -145,12 +141,11 @@ def optimizer_signature(optim: Optim) -> dict:
 
 
 def describe_optimizer(model: torch.nn.Module, optim: Optim) -> list[str]:
-    """Return a line for the log for each group with a factor of the learning rate."""
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    """Return a line for the log for each group whose learning rate has a factor."""
     lines = []
     for group in group_parameters(model, optim):
         if group.factor != 1:
-            names, count = group.names, sum(sizes[name] for name in group.names)
+            names, count = group.names, sum(p.numel() for p in group.params)
             examples = ", ".join(names[:2]) + (", …" if len(names) > 2 else "")
             tensors = f"{len(names)} tensor{'s' * (len(names) > 1)}, {count:,} numbers"
             lines.append(f"AdamW, learning rate × {group.factor:g}: {tensors} ({examples})")

@@ -14,7 +14,7 @@ import lm
 from lm.common.errors import ConfigError, require
 from lm.common.ranks import Ranks
 from lm.config.schema import Config, check_updates
-from lm.data.sources.mixture import parts
+from lm.data.sources.mixture import configs_by_source
 from lm.kernels import OPERATIONS, choose_backends, describe_backends, requested_backend
 from lm.training import init_from
 from lm.training.build import check_section
@@ -23,7 +23,7 @@ from lm.training.inputs import check_inputs
 from lm.training.optim import group_parameters
 
 MAX_PARAMETERS_ON_CPU = 20e6  # without the embedding
-SSD_LAYERS = {"mamba2", "mamba3", "fp_mamba2"}  # kinds whose scan is Mamba-2's
+SSD_LAYERS = {"mamba2", "mamba3", "fp_mamba2"}  # kinds of layers with the scan of Mamba-2
 SSD_OPERATIONS = {"ssd_scan", "mamba2_scan"}
 
 
@@ -45,7 +45,7 @@ def environment(ranks: Ranks, model: torch.nn.Module) -> dict:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "fprnn": lm.__version__,
-        "commit": commit() if ranks.is_main else None,
+        "commit": find_git_commit() if ranks.is_main else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
@@ -68,27 +68,28 @@ def check_same_kernels(ranks: Ranks, model: torch.nn.Module) -> None:
     Raises:
         ConfigError: On every rank, if one differs.
     """
-    arguments = _device(), kernel_operations(model)
-    # On all ranks at once: it may take minutes, and may fail on one of them.
-    ranks.run_on_all(choose_backends, *arguments)
-    first = ranks.run_on_main(choose_backends, *arguments)
+    device, operations = _device(), kernel_operations(model)
+    # On all ranks at once, because the first call may take minutes, and may fail on any rank.
+    ranks.run_on_all(choose_backends, device, operations)
+    main_backends = ranks.run_on_main(choose_backends, device, operations)
 
-    def check():
-        if choose_backends(*arguments) != first:
+    def compare_backends() -> None:
+        if choose_backends(device, operations) != main_backends:
             raise ConfigError(
                 f"rank {ranks.rank} on {platform.node()} has other kernels than rank 0:"
-                f" {describe_backends(*arguments)}. Install the same packages on all hosts (`fprnn"
-                " doctor` lists what is missing), or set the same FPRNN_KERNELS on all, such as"
-                " plain"
+                f" {describe_backends(device, operations)}. Install the same packages on all hosts"
+                " (`fprnn doctor` lists what is missing), or set the same FPRNN_KERNELS on all,"
+                " such as plain"
             )
 
-    ranks.run_on_all(check)
+    ranks.run_on_all(compare_backends)
 
 
-def commit() -> str | None:
+def find_git_commit() -> str | None:
     """Return the git commit of this package's checkout, with a + if tracked files have changed.
 
-    It is None if the package is not a checkout, or git is not installed.
+    Returns:
+        The commit; None if the package is not a checkout, or git is not installed.
     """
     folder = Path(__file__).parents[2]
     if not (folder / ".git").exists():
@@ -111,7 +112,7 @@ class Checked(NamedTuple):
 
 
 def check_config(cfg: Config, world_size: int) -> Checked:
-    """Check a configuration independently of this machine; also for a dry run.
+    """Check a configuration, but not whether this machine can train it (dry run).
 
     Args:
         cfg: Configuration of the run.
@@ -119,11 +120,11 @@ def check_config(cfg: Config, world_size: int) -> Checked:
 
     Raises:
         ConfigError: If the warm-up, the sizes, DeepSpeed's JSON or `optim.lr_factors` are wrong.
-        PlaceError, SourceError, DataError: As `check_inputs`.
+        PathError, SourceError, DataError: As `check_inputs`.
         LoadError: If the source of `init_from` is damaged.
         BackendError: If FPRNN_KERNELS names unknown kernels.
     """
-    requested_backend()
+    requested_backend()  # raises BackendError
     check_updates(cfg)
     config = deepspeed_config(cfg, world_size)
     model = check_section(cfg.model, cfg.solver, cfg.data.seq_len)
@@ -136,10 +137,10 @@ def check_config(cfg: Config, world_size: int) -> Checked:
 def check_gpu(model: torch.nn.Module) -> None:
     """Refuse to train a large model where PyTorch finds no GPU.
 
-    An empty CUDA_VISIBLE_DEVICES hides the GPUs on purpose: then the CPU trains any model.
+    With an empty CUDA_VISIBLE_DEVICES, which hides GPUs on purpose, a CPU may train any model.
 
     Args:
-        model: Model of `check_config`, whose embedding is negligible.
+        model: Model of `check_config`, which has a vocabulary of 8 and so hardly an embedding.
 
     Raises:
         ConfigError: If no GPU is found and the model is larger than MAX_PARAMETERS_ON_CPU.
@@ -165,13 +166,13 @@ def check(cfg: Config, world_size: int) -> Checked:
 
     Raises:
         ConfigError: As `check_config` and `check_gpu`.
-        PlaceError, SourceError, DataError, LoadError, BackendError: As `check_config`.
+        PathError, SourceError, DataError, LoadError, BackendError: As `check_config`.
         MissingPackageError: If a package that the config needs is not installed.
     """
     checked = check_config(cfg, world_size)
     check_gpu(checked.model)
     check_device(checked.deepspeed)
-    sources = {part.data.source for part in parts(cfg).values()}
+    sources = {part.data.source for part in configs_by_source(cfg).values()}
     for package, key, is_needed in [
         ("wandb", "log.wandb", cfg.log.wandb),
         ("tensorboard", "log.tensorboard", cfg.log.tensorboard),

@@ -26,7 +26,7 @@ def find_free_port() -> int:
 def join_process_group(cfg: Config) -> Ranks:
     """Join the ranks that a launcher has started, or run as a single rank without a launcher.
 
-    Also sets the seed, the number of threads and, on a CPU, how freed memory is kept.
+    Also sets the seed and the number of threads, and makes a CPU process keep freed memory.
 
     Raises:
         ConfigError: If the launcher's environment variables are wrong.
@@ -34,11 +34,11 @@ def join_process_group(cfg: Config) -> Ranks:
     """
     on_gpu = torch.cuda.is_available()
     read_launcher_ranks()  # refuse a wrong environment before anything is set
-    if "RANK" not in os.environ:  # without these DeepSpeed looks for mpi4py
+    if "RANK" not in os.environ:  # DeepSpeed would look for mpi4py
         os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1")
         os.environ["MASTER_PORT"] = str(find_free_port())
     check_address()
-    rank, world, local_rank = read_launcher_ranks()
+    rank, world_size, local_rank = read_launcher_ranks()
     if cfg.train.threads:
         torch.set_num_threads(cfg.train.threads)
     if not on_gpu:
@@ -48,7 +48,7 @@ def join_process_group(cfg: Config) -> Ranks:
         torch.cuda.set_device(local_rank)
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     backend = "nccl" if on_gpu else "gloo"
-    if world == 1:
+    if world_size == 1:
         _init_single_process_group(backend, _collective_timeout(cfg))
     try:
         deepspeed.init_distributed(
@@ -58,12 +58,14 @@ def join_process_group(cfg: Config) -> Ranks:
             verbose=False,
         )
     except torch_dist.DistError as e:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise MachineError(f"the ranks did not meet at {place}: {str(e).splitlines()[0]}") from e
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise MachineError(f"the ranks did not meet at {address}: {str(e).splitlines()[0]}") from e
     torch.manual_seed(cfg.seed)
-    days = timedelta(days=7)
-    objects = torch_dist.new_group(backend="gloo", timeout=days) if world > 1 else None
-    return Ranks(rank, world, device, objects)
+    # In this group ranks wait for the work of rank 0, such as tokenising, which may take days.
+    object_group = None
+    if world_size > 1:
+        object_group = torch_dist.new_group(backend="gloo", timeout=timedelta(days=7))
+    return Ranks(rank, world_size, device, object_group)
 
 
 def leave_process_group() -> None:
@@ -75,25 +77,25 @@ def leave_process_group() -> None:
 def set_collective_timeouts(cfg: Config, ranks: Ranks) -> None:
     """Set the timeout of all process groups, except the one in which ranks wait for rank 0's work.
 
-    DeepSpeed makes groups of its own with torch's default timeout.
+    DeepSpeed makes further groups with torch's default timeout.
     """
     if not torch_dist.is_initialized():
         return
     for group in list(torch_dist.distributed_c10d._world.pg_map):
-        if group is not ranks.objects:
+        if group is not ranks.object_group:
             torch_dist.distributed_c10d._set_pg_timeout(_collective_timeout(cfg), group)
 
 
 def _collective_timeout(cfg: Config) -> timedelta:
-    """Return a timeout 10 % longer than the watchdog's, which first writes the threads' stacks."""
+    """Return a timeout 10 % longer than the watchdog's, so that the watchdog writes the stacks."""
     return timedelta(seconds=1.1 * cfg.engine.timeout_s)
 
 
 def _init_single_process_group(backend: str, timeout: timedelta) -> None:
-    """Make the process group of a single process, which DeepSpeed then uses.
+    """Make the process group of a single process without opening it to the network.
 
-    torch's own rendezvous would listen on every interface of the host, and gloo on the interface
-    that the host's name resolves to.
+    The default rendezvous of torch would listen on every interface of the host, and gloo on the
+    interface that the host's name resolves to.
     """
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     if loopback is not None:

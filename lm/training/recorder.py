@@ -12,17 +12,17 @@ from lm.config.schema import Config
 from lm.runs.metrics import (
     FailureWatch,
     Throughput,
-    affine_flops,
+    fit_flops,
     fixed_point_metrics,
-    imbalance,
     mean,
+    measure_imbalance,
     peak_memory,
 )
-from lm.training.engine import Engine, Update
+from lm.training.engine import MAX_EXPONENT, Engine, Update
 
 
 class Recorder:
-    """Collects what updates cost and reached, and makes a record of them every `log.every` updates.
+    """Loss and cost of the updates since the last record, from which it makes the next record.
 
     Args:
         cfg: Configuration of the run.
@@ -34,20 +34,20 @@ class Recorder:
     def __init__(self, cfg: Config, ranks: Ranks, engine: Engine, model: torch.nn.Module):
         self.cfg, self.ranks, self.engine = cfg, ranks, engine
         self.tokens_per_step = cfg.tokens_per_step(ranks.world_size)
-        flops = affine_flops(getattr(model, "flops_per_token", None), cfg.data.seq_len)
+        flops = fit_flops(getattr(model, "flops_per_token", None), cfg.data.seq_len)
         self.throughput = Throughput(flops, ranks.world_size)
         self.has_solver = cfg.model.has_fixed_point
-        self.watch = FailureWatch(say, model.solver() if self.has_solver else "none")
+        self.failure_watch = FailureWatch(say, model.solver() if self.has_solver else "none")
         self._reports: list = []  # FixedPointReports since the last record
 
     def count(self, update: Update, passes: int) -> None:
         """Count an update that has ended.
 
         Args:
-            update: Its result.
+            update: Result of the update.
             passes: Number of passes of each micro-batch through the model.
         """
-        self._reports += update.stats
+        self._reports += update.reports
         self.throughput.count(self.tokens_per_step, passes=passes)
         self.engine.times.end_update()
 
@@ -56,25 +56,26 @@ class Recorder:
 
         Args:
             step: Number of the last update.
-            update: Its result.
-            lr: Its learning rate.
+            update: Result of the last update.
+            lr: Learning rate of the last update.
         """
         solver = fixed_point_metrics(self._reports, self.ranks.gather)
         breakdown = self.engine.times.read()
+        forward_s = breakdown["forward"] + breakdown.get("solve", 0.0)
         record = {
             "step": step,
             "loss": update.loss,
-            "perplexity": math.exp(min(update.loss, 700.0)),
+            "perplexity": math.exp(min(update.loss, MAX_EXPONENT)),
             "lr": lr,
-            "grad_norm": update.norm,
+            "grad_norm": update.grad_norm,
             "tokens": step * self.tokens_per_step,
             **self.throughput.read(mean(solver.get("evaluations", []))),
             **solver,
-            **imbalance(breakdown["forward"] + breakdown.get("solve", 0.0), self._gather_host),
+            **measure_imbalance(forward_s, self._gather_host),
             "breakdown": breakdown,
         }
         self._reports = []
-        self.watch.check(record, f"update {step}")
+        self.failure_watch.check(record, f"update {step}")
         return record
 
     def peak_memory(self) -> int:

@@ -11,8 +11,8 @@ import torch
 from lm.runs.checkpoint import read_state, verify
 from lm.training.deepspeed_api import consolidate_zero, read_zero_file
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
-_STAGE_0_FILE = "mp_rank_00_model_states.pt"  # weights and optimizer of ZeRO stage 0
+MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
+_STAGE_0_FILE = "mp_rank_00_model_states.pt"  # DeepSpeed's file with weights and optimizer
 
 
 class TrainingState(NamedTuple):
@@ -21,7 +21,7 @@ class TrainingState(NamedTuple):
     Attributes:
         weights: {parameter name: fp32 tensor}.
         moments: {"exp_avg", "exp_avg_sq": {parameter name: tensor of its shape}}.
-        adamw_steps: Steps of AdamW: updates without those that were skipped.
+        adamw_steps: Steps of AdamW: updates without the updates that DeepSpeed skipped.
     """
 
     weights: dict[str, torch.Tensor]
@@ -52,7 +52,7 @@ def gather_checkpoint(path: Path, manifest: dict, names: list[str]) -> TrainingS
     stage = manifest["zero_stage"]
     if stage == 0:
         return _read_stage_0(path, names)
-    moments = {key: _consolidate_moment(path, stage, key) for key in MOMENTS}
+    moments = {moment: _consolidate_moment(path, stage, moment) for moment in MOMENTS}
     saved = read_zero_file(next(path.glob("*optim_states.pt")))["optimizer_state_dict"]
     states, _ = _states_and_weights(saved, stage)
     return TrainingState(consolidate_zero(path.parent, path.name), moments, _adamw_steps(states))
@@ -62,9 +62,10 @@ def _read_stage_0(path: Path, names: list[str]) -> TrainingState:
     """Read the training state of a checkpoint of ZeRO stage 0."""
     saved = read_state(path / _STAGE_0_FILE)
     states = saved["optimizer"]["state"]
+    state_by_name = {name: states[i] for i, name in enumerate(names) if i in states}
     moments = {
-        key: {name: states[i][key] for i, name in enumerate(names) if key in states.get(i, {})}
-        for key in MOMENTS
+        moment: {name: state[moment] for name, state in state_by_name.items() if moment in state}
+        for moment in MOMENTS
     }
     return TrainingState(saved["module"], moments, _adamw_steps(states))
 
@@ -73,34 +74,34 @@ def _adamw_steps(states: dict[int, dict]) -> float:
     return max(float(state["step"]) for state in states.values() if "step" in state)
 
 
-def _consolidate_moment(path: Path, stage: int, key: str) -> dict[str, torch.Tensor]:
+def _consolidate_moment(path: Path, stage: int, moment: str) -> dict[str, torch.Tensor]:
     """Return one moment of all parameters.
 
-    A rank's moments have the layout of its weights. So DeepSpeed consolidates them from a copy of
-    the checkpoint in which they replace the weights.
+    A rank's moments have the layout of its weights. So DeepSpeed can consolidate them from a copy
+    of the checkpoint in which they replace the weights.
     """
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "moment"
-        copy.mkdir()
+        copied_checkpoint = Path(folder) / "moment"
+        copied_checkpoint.mkdir()
         for file in path.glob("*model_states.pt"):
-            (copy / file.name).symlink_to(file.resolve())
+            (copied_checkpoint / file.name).symlink_to(file.resolve())
         for file in path.glob("*optim_states.pt"):
             saved = read_zero_file(file)
-            _replace_weights_by_moment(saved["optimizer_state_dict"], stage, key)
-            torch.save(saved, copy / file.name)
-        return consolidate_zero(copy.parent, copy.name)
+            _replace_weights_by_moment(saved["optimizer_state_dict"], stage, moment)
+            torch.save(saved, copied_checkpoint / file.name)
+        return consolidate_zero(copied_checkpoint.parent, copied_checkpoint.name)
 
 
 def _states_and_weights(saved: dict, stage: int) -> tuple[dict, list]:
-    """Return ({index of a group: its state}, [flat weights of each group]) of a rank's file."""
+    """Return ({index of a group: optimizer state}, [flat weights of each group]) of a rank."""
     if stage == 3:
         return saved["optimizer_state_dict"]["state"], saved["fp32_flat_groups"]
     return saved["base_optimizer_state"]["state"], saved["single_partition_of_fp32_groups"]
 
 
-def _replace_weights_by_moment(saved: dict, stage: int, key: str) -> None:
-    """Replace the weights in a rank's file by one of their moments."""
+def _replace_weights_by_moment(saved: dict, stage: int, moment: str) -> None:
+    """Replace the weights in a rank's file by a moment of theirs."""
     states, weights = _states_and_weights(saved, stage)
     for i, weight in enumerate(weights):
         # The weights are saved without the padding at the end of a partition.
-        weights[i] = states[i][key].flatten()[: weight.numel()].view(weight.shape)
+        weights[i] = states[i][moment].flatten()[: weight.numel()].view(weight.shape)

@@ -1,20 +1,23 @@
-"""Checks of a checkpoint and its run before the run continues."""
+"""Checks of a checkpoint and its run before the run continues.
+
+`path` and `manifest` are the folder and the manifest of the checkpoint, `current` is this run's.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from lm.config.schema import Config
-from lm.data.corpus.prepare import checksums, place_in_run
-from lm.data.sources.mixture import parts
-from lm.model.checksums import SUMS, difference, sha256
+from lm.data.corpus.prepare import corpus_record_folder, read_recorded_checksums
+from lm.data.sources.mixture import configs_by_source
+from lm.model.corpus_record_folder import SUMS, describe_mismatch, sha256
 from lm.runs.checkpoint import CheckpointError
-from lm.runs.run_dir import RunDir, RunDirError, check_config
+from lm.runs.run_dir import RunDir, RunDirError, check_checkpoint_config
 from lm.training.deepspeed_json import layout
 from lm.training.optim import optimizer_signature
 
 
-def identity(cfg: Config, world_size: int) -> dict:
+def training_manifest(cfg: Config, world_size: int) -> dict:
     """Return the entries of a manifest that describe the training: layout, optimizer, batch."""
     return {
         **layout(cfg, world_size),
@@ -30,101 +33,67 @@ def run_fingerprint(cfg: Config, run: RunDir) -> dict:
         {"tokenizer": checksums of its files, "corpora": checksums of each corpus, "config"}.
     """
     tokenizer = [file for file in sorted(run.tokenizer.iterdir()) if file.name != SUMS]
+    corpora = {name: read_recorded_checksums(run.path, name) for name in configs_by_source(cfg)}
     return {
         "tokenizer": {file.name: sha256(file) for file in tokenizer},
-        "corpora": {name: checksums(run.path, name) for name in parts(cfg)},
+        "corpora": corpora,
         "config": cfg.model_dump(mode="json"),
     }
 
 
 def check_fingerprint(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
-    """Refuse a run whose files have changed since one of its checkpoints was written.
+    """Refuse a run whose files have changed since a checkpoint of it was written.
 
     Checkpoints of version 0.1 have no fingerprint and are not compared.
 
-    Args:
-        path: Folder of the checkpoint.
-        manifest: Its manifest.
-        run: The run.
-        cfg: Config of the run now.
-
     Raises:
-        RunDirError: If its config, its tokenizer or one of its corpora has changed.
+        RunDirError: If the config, the tokenizer or a corpus has changed.
     """
-    check_config(path, manifest, run, cfg)
+    check_checkpoint_config(path, manifest, run, cfg)
     check_tokenizer(path, manifest, run)
     check_corpora(path, manifest, run, cfg)
 
 
 def check_tokenizer(path: Path, manifest: dict, run: RunDir) -> None:
-    """Refuse a run whose tokenizer differs from its checkpoint's.
-
-    Raises:
-        RunDirError: If a file differs.
-    """
-    if change := difference(run.tokenizer, manifest.get("tokenizer", {})):
+    """Raise RunDirError if the run's tokenizer differs from its checkpoint's."""
+    if changed_file := describe_mismatch(run.tokenizer, manifest.get("tokenizer", {})):
         raise RunDirError(
-            f"{run.tokenizer / change}: {path} was trained with another tokenizer; restore it"
+            f"{run.tokenizer / changed_file}: {path} was trained with another tokenizer; restore it"
         )
 
 
 def check_corpora(path: Path, manifest: dict, run: RunDir, cfg: Config) -> None:
-    """Refuse a run whose corpora differ from its checkpoint's.
-
-    Raises:
-        RunDirError: If the checksums of a corpus differ.
-    """
+    """Raise RunDirError if a corpus of the run differs from its checkpoint's."""
     for name, saved in manifest.get("corpora", {}).items():
-        current = checksums(run.path, name) if name in parts(cfg) else {}
+        current = read_recorded_checksums(run.path, name) if name in configs_by_source(cfg) else {}
         if saved and current and saved != current:
             raise RunDirError(
-                f"{place_in_run(run.path, name)} holds another corpus than {path} was trained on"
-                " (the sha256 of its files differ): restore the text, or train from scratch under"
-                " another `name`"
+                f"{corpus_record_folder(run.path, name)} holds another corpus than {path} was"
+                " trained on (the sha256 of its files differ): restore the text, or train from"
+                " scratch under another `name`"
             )
 
 
 def check_batch(path: Path, manifest: dict, current: dict) -> None:
-    """Refuse a checkpoint with another global batch size.
-
-    Args:
-        path: Folder of the checkpoint.
-        manifest: Its manifest.
-        current: `identity` of this run.
-
-    Raises:
-        CheckpointError: If the sizes differ.
-    """
-    saved, sequences = manifest["global_batch_size"], current["global_batch_size"]
-    if saved != sequences:
+    """Raise CheckpointError if the global batch size differs from `training_manifest`'s."""
+    saved_size, size = manifest["global_batch_size"], current["global_batch_size"]
+    if saved_size != size:
         raise CheckpointError(
-            f"{path} was trained with {saved} sequences per update, this run has {sequences}: set"
-            f" train.global_batch_size={saved} (and remove train.grad_accum_steps)"
+            f"{path} was trained with {saved_size} sequences per update, this run has {size}: set"
+            f" train.global_batch_size={saved_size} (and remove train.grad_accum_steps)"
         )
 
 
 def check_optimizer(path: Path, manifest: dict, current: dict) -> None:
-    """Refuse a checkpoint whose optimizer state does not fit this run's optimizer.
-
-    Args:
-        path: Folder of the checkpoint.
-        manifest: Its manifest.
-        current: `optimizer_signature` of this run.
-
-    Raises:
-        CheckpointError: If the settings of the optimizers differ.
-    """
-    settings = [
-        {key: value for key, value in signature.items() if value}
-        for signature in (manifest["optimizer"], current)
-    ]
-    if settings[0] != settings[1]:
-        texts = [
-            ", ".join(f"optim.{key}={value}" for key, value in entries.items())
-            or "default settings"
-            for entries in settings
-        ]
+    """Raise CheckpointError if the optimizer's settings differ from this `optimizer_signature`."""
+    saved = {key: value for key, value in manifest["optimizer"].items() if value}
+    settings = {key: value for key, value in current.items() if value}
+    if saved != settings:
         raise CheckpointError(
-            f"{path} was trained with another optimizer ({texts[0]}; this run: {texts[1]}): set the"
-            " same, or train from scratch"
+            f"{path} was trained with another optimizer ({_format_settings(saved)}; this run:"
+            f" {_format_settings(settings)}): set the same, or train from scratch"
         )
+
+
+def _format_settings(settings: dict) -> str:
+    return ", ".join(f"optim.{k}={v}" for k, v in settings.items()) or "default settings"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from lm.common.console import Progress, say
-from lm.common.errors import ConfigError, Diverged, Stopped, UserError
+from lm.common.errors import ConfigError, Diverged, UserError
 from lm.common.files import DamagedError, write_json
 from lm.common.ranks import Ranks, as_lost_peer_error
 from lm.common.signals import StopRequested, StopSignals
@@ -21,36 +20,28 @@ from lm.runs.checkpoint import (
     Checkpoints,
     delete_later_checkpoints,
     describe_nonfinite,
-    read_state,
     resume_checkpoint,
     rollback_checkpoint,
 )
-from lm.runs.log import Writer, describe_record, iterations_suffix, probe_iterations
-from lm.runs.metrics import is_due, iter_metrics
+from lm.runs.log import MetricsWriter
+from lm.runs.metrics import iter_metrics
 from lm.runs.profile import Profile
 from lm.runs.run_dir import RunDir
 from lm.training import init_from
 from lm.training.build import build_model, model_vocab_size
 from lm.training.curriculum import Curriculum
-from lm.training.engine import Engine, Update
-from lm.training.loop import Loop
-from lm.training.optim import describe_optimizer, optimizer_order, optimizer_signature
+from lm.training.engine import Engine
+from lm.training.hooks import HookedLoop
+from lm.training.optim import describe_optimizer
 from lm.training.preflight import check, check_same_kernels, environment
 from lm.training.process_group import join_process_group, leave_process_group
 from lm.training.recorder import Recorder
-from lm.training.reshard import gather_checkpoint
-from lm.training.resume import (
-    check_batch,
-    check_fingerprint,
-    check_optimizer,
-    check_tokenizer,
-    identity,
-    run_fingerprint,
-)
+from lm.training.restore import random_state, rank_file, restore_engine, restore_rank_state
+from lm.training.resume import check_batch, training_manifest
+from lm.training.run_data import RESUME_ADVICE, open_run_data
 from lm.training.validation import Validation
 
-RANK_FILE = "loader-rank{:04d}.pt"  # state of a rank in a checkpoint, next to DeepSpeed's files
-QUIET_S = 60.0  # seconds between progress lines on a pipe while no record is due
+PIPE_INTERVAL_S = 60.0  # between progress lines, if stdout is no terminal and no record is due
 
 
 def train(cfg: Config, overwrite: bool = False) -> Path:
@@ -67,6 +58,7 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
         Diverged: If the loss or gradient became NaN or infinite more often than
             `train.max_rollbacks`. The last checkpoint stays.
         Stopped: If a stop signal arrived.
+        MachineError: If another rank is gone or does not answer.
     """
     ranks = join_process_group(cfg)
     say.enabled = ranks.is_main
@@ -74,20 +66,17 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
     with contextlib.ExitStack() as on_exit:  # closes logs and checkpoints also after an error
         on_exit.callback(leave_process_group)
         on_exit.callback(run.release)
-        model, settings = check(cfg, ranks.world_size)
-        check_same_kernels(ranks, model)
+        meta_model, deepspeed_config = check(cfg, ranks.world_size)
+        check_same_kernels(ranks, meta_model)
         ranks.run_on_main(run.claim, cfg, overwrite, say)
         try:
-            training = Training(cfg, ranks, run, on_exit, settings)
+            training = Training(cfg, ranks, run, on_exit, deepspeed_config)
             training.resume()
-            training.introduce()
+            training.log_setup()
             training.fit()
             training.conclude()
         except Exception as e:
-            is_too_large = isinstance(e, torch.OutOfMemoryError)
-            error = (
-                _make_out_of_memory_error(cfg, run) if is_too_large else as_lost_peer_error(e) or e
-            )
+            error = _explain_error(e, cfg, run)
             run.record_failure(error, ranks.is_main)
             if error is e:
                 raise
@@ -96,8 +85,10 @@ def train(cfg: Config, overwrite: bool = False) -> Path:
     return run.path
 
 
-def _make_out_of_memory_error(cfg: Config, run: RunDir) -> ConfigError:
-    """Return the error for a micro-batch that does not fit in the GPU's memory."""
+def _explain_error(error: Exception, cfg: Config, run: RunDir) -> Exception:
+    """Replace torch's errors for a full GPU and a lost rank by messages for the user."""
+    if not isinstance(error, torch.OutOfMemoryError):
+        return as_lost_peer_error(error) or error
     memory = ""
     if torch.cuda.is_available():
         memory = f" {torch.cuda.get_device_properties(0).total_memory / 2**30:.1f} GiB"
@@ -108,18 +99,20 @@ def _make_out_of_memory_error(cfg: Config, run: RunDir) -> ConfigError:
     )
 
 
-class Training(Loop):
-    """A training run on one rank: `resume`, `introduce`, `fit`, `conclude`, on all ranks alike.
+class Training(HookedLoop):
+    """A training run on one rank. Every rank calls the same methods.
+
+    They are called in this order: `resume`, `log_setup`, `fit`, `conclude`.
 
     Args:
         cfg: Configuration of the run.
         ranks: Ranks of the run.
         run: Run directory, claimed by this process.
         on_exit: Stack that closes the files that are opened here.
-        settings: DeepSpeed's JSON.
+        deepspeed_config: DeepSpeed's JSON.
     """
 
-    continue_advice = "continue with resume=auto"
+    continue_advice = RESUME_ADVICE
 
     def __init__(
         self,
@@ -127,10 +120,11 @@ class Training(Loop):
         ranks: Ranks,
         run: RunDir,
         on_exit: contextlib.ExitStack,
-        settings: dict,
+        deepspeed_config: dict,
     ):
         super().__init__(cfg)
-        self.ranks, self.run, self.on_exit, self.settings = ranks, run, on_exit, settings
+        self.ranks, self.run, self.on_exit = ranks, run, on_exit
+        self.deepspeed_config = deepspeed_config
         self.start_time = time.perf_counter()
         self.writer = None  # opened on rank 0 by `resume`
         self.signals = on_exit.enter_context(StopSignals())
@@ -139,131 +133,42 @@ class Training(Loop):
         self.profile = Profile(profiled_updates, run.profile, say)
         on_exit.callback(self.profile.close)
         say(f"run      {run} ({ranks.world_size} process{'es' * (ranks.world_size > 1)})")
-        manifest = identity(cfg, ranks.world_size)
+        manifest = training_manifest(cfg, ranks.world_size)
         self.checkpoints = Checkpoints(run.checkpoints, ranks, cfg.checkpoint, manifest)
         on_exit.callback(self.checkpoints.close)
-        self.update_hooks = (
-            self._record_if_due,
-            self._probe_if_due,
-            self._end_stage_if_learned,
-            self._save_if_due,
-            self._validate_if_due,
-        )
+        # Folder and manifest of the checkpoint from which this run starts, or None.
         self.checkpoint = ranks.run_on_main(resume_checkpoint, cfg.resume, run.checkpoints, say)
-        self._open_data()
+        data = open_run_data(cfg, ranks, run, self.checkpoint, self.signals)
+        self.checkpoints.manifest |= data.fingerprint
+        self.tokenizer, self.batches, self.held_out = data.tokenizer, data.batches, data.held_out
+        self.curriculum = Curriculum(cfg.data, self.batches)
         self._build_model()
 
-    def _open_data(self) -> None:
-        """Load the tokenizer, prepare the corpora, and open this rank's batches.
-
-        Rank 0 tokenises and the other ranks open its files. On a node that does not see these files
-        one rank tokenises again, into the node's own cache.
-        """
-        from lm.data.batches import loader
-        from lm.data.corpus import corpora
-        from lm.data.corpus.tokenizer import load_tokenizer
-        from lm.data.sources import mixture
-
-        cfg, ranks, folder = self.cfg, self.ranks, self.run.path
-        say(f"data     {mixture.describe_data(cfg.data)}; tokenizer {cfg.tokenizer.name}")
-        ranks.run_on_main(self._run_interruptibly, load_tokenizer, cfg, folder)
-        ranks.run_on_main(self._check_fingerprint)
-        self.tokenizer = load_tokenizer(cfg, folder)
-        bar = Progress("tokenised", unit="documents")
-        progress = lambda documents, _: bar.update(documents)  # noqa: E731
-        prepare = corpora.prepare_sources
-        ranks.run_on_main(self._run_interruptibly, prepare, cfg, self.tokenizer, folder, progress)
-        ranks.run_on_main(self._check_fingerprint)  # again, because the corpora may be new
-        self.checkpoints.manifest |= ranks.run_on_main(run_fingerprint, cfg, self.run)
-        ranks.run_on_all(corpora.ensure_sources_on_node, cfg, self.tokenizer, folder)
-        self.batches, self.held_out = loader.build(
-            cfg, self.tokenizer, folder, ranks.rank, ranks.world_size
-        )
-        self.curriculum = Curriculum(cfg.data, self.batches)
-
-    def _run_interruptibly(self, prepare: Callable, *args) -> None:
-        """Call a function that may read, or wait for a hub, for hours.
-
-        Raises:
-            Stopped: If a stop signal ended it.
-        """
-        try:
-            with self.signals.interruptible():
-                prepare(*args)
-        except StopRequested:
-            raise Stopped(
-                f"stopped by a signal before the first update: {self.continue_advice}"
-            ) from None
-
-    def _check_fingerprint(self) -> None:
-        """Refuse a run whose tokenizer, corpora or config differ from its checkpoint's.
-
-        A checkpoint of another run only needs to have the same tokenizer.
-
-        Raises:
-            RunDirError: If they differ.
-        """
-        if self.checkpoint is None:
-            return
-        path, manifest = self.checkpoint
-        if path.resolve().parent == self.run.checkpoints.resolve():
-            check_fingerprint(path, manifest, self.run, self.cfg)
-        else:
-            check_tokenizer(path, manifest, self.run)
-
-    def check_finite(self) -> None:
-        """Check weights and moments on every rank.
-
-        Raises:
-            Diverged: On every rank, if NaN or infinity is found on one.
-        """
-        problem = describe_nonfinite(self.engine.collect_tensors())
-        self.ranks.raise_first_error(Diverged(problem) if problem else None)
-
     def _build_model(self) -> None:
-        """Build model, engine and validation, with the state of `self.checkpoint`, if any."""
-        cfg, tokenizer = self.cfg, self.tokenizer
+        """Build model, engine and validation, with the weights of `self.checkpoint`, if any."""
+        cfg, ranks, tokenizer = self.cfg, self.ranks, self.tokenizer
         self.vocab_size = model_vocab_size(cfg, len(tokenizer))
         self.model = build_model(
             cfg, self.vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id
         )
         # Counted before ZeRO-3 partitions the parameters.
-        self.parameters = sum(p.numel() for p in self.model.parameters())
-        self.engine = self._build_engine()
-        self.recorder = Recorder(cfg, self.ranks, self.engine, self.model)
+        self.parameter_count = sum(p.numel() for p in self.model.parameters())
+        if self.checkpoint is None:
+            init_from.initialize(cfg, self.model, tokenizer, ranks, self.run)
+            self.engine = Engine(cfg, self.model, ranks, self.deepspeed_config)
+        else:
+            self.engine = restore_engine(
+                *self.checkpoint, cfg, self.model, ranks, self.deepspeed_config
+            )
+        self.recorder = Recorder(cfg, ranks, self.engine, self.model)
         self.validation = Validation(
             cfg,
-            self.ranks,
+            ranks,
             self.held_out,
             self.batches.shares,
-            self.recorder.watch if self.recorder.has_solver else None,
+            self.recorder.failure_watch if self.recorder.has_solver else None,
             tokenizer,
         )
-
-    def _build_engine(self) -> Engine:
-        """Build the engine, with weights and optimizer of the checkpoint to resume, if any."""
-        cfg, ranks = self.cfg, self.ranks
-        if self.checkpoint is None:
-            init_from.initialize(cfg, self.model, self.tokenizer, ranks, self.run)
-            return Engine(cfg, self.model, ranks, self.settings)
-        path, manifest = self.checkpoint
-        check_optimizer(path, manifest, optimizer_signature(cfg.optim))
-        if self._has_same_layout(manifest):
-            engine = Engine(cfg, self.model, ranks, self.settings)
-            engine.load(path)
-            return engine
-        layout = f"{manifest['world_size']} ranks under ZeRO-{manifest['zero_stage']}"
-        say(f"note: {path} was written by {layout}: weights and optimizer are distributed again")
-        state = gather_checkpoint(path, manifest, optimizer_order(self.model, cfg.optim))
-        self.model.load_state_dict(state.weights)
-        engine = Engine(cfg, self.model, ranks, self.settings)
-        engine.restore_optimizer(state.moments, manifest["step"], state.adamw_steps)
-        return engine
-
-    def _has_same_layout(self, manifest: dict) -> bool:
-        """Return whether a checkpoint is distributed over ranks as this run is."""
-        current = self.checkpoints.manifest
-        return all(manifest[key] == current[key] for key in ("world_size", "zero_stage"))
 
     def resume(self) -> None:
         """Restore the checkpoint that `resume` names, if any, and open the log.
@@ -287,63 +192,32 @@ class Training(Loop):
         if self.ranks.is_main:
             if self.step < self.cfg.train.steps:
                 self.run.result.unlink(missing_ok=True)  # result of fewer updates
-            self.writer = Writer(self.cfg, self.run, resumed_at=self.step)
+            self.writer = MetricsWriter(self.cfg, self.run, resumed_at=self.step)
             self.on_exit.callback(self.writer.close)
 
     def _restore(self, path: Path, manifest: dict) -> None:
-        """Restore the state of a checkpoint other than weights and optimizer."""
-        from lm.data.batches.loader import merge_states
-
+        """Restore the state of a checkpoint except weights and optimizer."""
+        state = restore_rank_state(path, manifest, self.ranks, self.cfg.seed)
         self.step = manifest["step"]
-        if manifest["world_size"] == self.ranks.world_size:
-            state = read_state(path / self._rank_file)
-            torch.set_rng_state(state["rng"])
-            if "cuda_rng" in state and torch.cuda.is_available():
-                torch.cuda.set_rng_state(state["cuda_rng"])
-        else:
-            ranks = range(manifest["world_size"])
-            states = [read_state(path / RANK_FILE.format(rank)) for rank in ranks]
-            state = states[0] | {"loader": merge_states([s["loader"] for s in states])}
-            seed = self.cfg.seed + self.step * 1_000_003 + self.ranks.rank
-            torch.manual_seed(seed % 2**64)
         self.batches.load_state_dict(state["loader"])
         self.seconds = state["seconds"]
         self.recorder.throughput.spent = state["spent"]
         self.rollbacks = state["rollbacks"]
-        self.checkpoints.published = self.step
+        self.checkpoints.last_complete_step = self.step
 
-    @property
-    def _rank_file(self) -> str:
-        return RANK_FILE.format(self.ranks.rank)
-
-    def state_files(self) -> dict:
-        """Return {file name: state} of the files that this rank adds to a checkpoint."""
-        state = {
-            "loader": self.batches.state_dict(),
-            "seconds": self.seconds + time.perf_counter() - self.start_time,
-            "spent": dict(self.recorder.throughput.spent),
-            "rollbacks": self.rollbacks,
-            "rng": torch.get_rng_state(),
-        }
-        if torch.cuda.is_available():
-            state["cuda_rng"] = torch.cuda.get_rng_state()
-        files = self.engine.state_files(self.run.checkpoints, self.step)
-        return {**files, self._rank_file: state}
-
-    def introduce(self) -> None:
-        """Print device, model and training, and write environment.json and deepspeed.json."""
+    def log_setup(self) -> None:
+        """Print device, model and optimizer, and write environment.json and deepspeed.json."""
         cfg, env = self.cfg, environment(self.ranks, self.model)
         if self.ranks.is_main:
-            write_json(self.run.deepspeed, self.engine.config)
+            write_json(self.run.deepspeed, self.engine.deepspeed_config)
             write_json(self.run.environment, env)
         say(f"device   {env['device']}; kernels: {env['kernels']}")
-        size = f"{self.parameters / 1e6:.2f} M parameters"
+        size = f"{self.parameter_count / 1e6:.2f} M parameters"
         say(f"model    {cfg.model.name}, {size}, {self.vocab_size} tokens")
         for line in describe_optimizer(self.model, cfg.optim):
             say(f"optim    {line}")
         stage = self.engine.zero_stage
-        tokens = self.tokens_per_step
-        say(f"training {cfg.train.steps} updates of {tokens} tokens, ZeRO-{stage}")
+        say(f"training {cfg.train.steps} updates of {self.tokens_per_step} tokens, ZeRO-{stage}")
 
     def fit(self) -> None:
         """Make the remaining updates, with records, probes, validations and checkpoints when due.
@@ -358,26 +232,22 @@ class Training(Loop):
             )
             return
         watchdog = Watchdog(self.cfg.engine.timeout_s, self.run.stacks, self.ranks.rank)
-        self.alive = watchdog.alive
+        self.keep_alive = watchdog.alive
         self.start_time = time.perf_counter()
         self.recorder.throughput.skip()
-        self.bar = Progress("training", steps, "updates", QUIET_S)
+        self.progress_bar = Progress("training", steps, "updates", PIPE_INTERVAL_S)
         with watchdog:
             self._catch_up()
             self.run_updates()
         self.seconds += time.perf_counter() - self.start_time
 
     def _catch_up(self) -> None:
-        """Stop if a signal has arrived; make a validation that a stop or kill has prevented.
-
-        Raises:
-            Stopped: If a signal arrived before the first update.
-        """
+        """Stop if a signal has arrived; make a validation that the previous process has missed."""
         (stop_count,) = self.ranks.sum(self.signals.is_stop_requested)
         if stop_count:
             self.stop()
-        is_validation_due = self.step and self.step % self.cfg.eval.every == 0
-        if is_validation_due and not self.ranks.run_on_main(self._has_validation):
+        is_due = self.step > 0 and self._is_validation_due
+        if is_due and not self.ranks.run_on_main(self._has_validation):
             self._validate()
 
     def _has_validation(self) -> bool:
@@ -387,29 +257,42 @@ class Training(Loop):
             for record in iter_metrics(self.run.path)
         )
 
+    def update(self) -> None:
+        """Make one update of all ranks."""
+        self.lr = self.engine.lr
+        # Adversarial noise before the curriculum is learned would prevent learning it.
+        is_learned = self.curriculum.stage is None
+        has_adversarial_pass = self.cfg.train.adversarial_noise > 0 and is_learned
+        micro_batches = self._next_micro_batches()
+        self.last_update = self.engine.step(
+            micro_batches,
+            self.signals.is_stop_requested,
+            self.keep_alive,
+            has_adversarial_pass=has_adversarial_pass,
+        )
+        self.step += 1
+        self.recorder.count(self.last_update, passes=2 if has_adversarial_pass else 1)
+        self.is_stop_requested = self.last_update.is_stop_requested
+
     def _next_micro_batches(self) -> list:
         """Return the next update's micro-batches.
 
         A stream may wait for its hub for minutes. A stop signal ends the wait on every rank, and
         the micro-batches of this update are drawn again when the run continues.
-
-        Raises:
-            DataError: On every rank, if one cannot read.
-            Stopped: If a signal ended the wait.
         """
         from lm.data.batches.stream import StreamLoader
 
         stream = self.batches if isinstance(self.batches, StreamLoader) else None
-        mark = stream.mark() if stream else None
+        position = stream.mark() if stream else None
         micro_batches, error, is_stopped = [], None, False
         try:
             with (
-                self.engine.times.part("data"),
+                self.engine.times.measure("data"),
                 self.signals.interruptible() if stream else contextlib.nullcontext(),
             ):
                 for _ in range(self.cfg.train.accumulation(self.ranks.world_size)):
                     micro_batches.append(next(self.batches))
-                    self.alive()
+                    self.keep_alive()
         except UserError as e:
             error = e
         except StopRequested:
@@ -417,26 +300,10 @@ class Training(Loop):
         failures, stops = self.ranks.sum(error is not None, is_stopped)
         if failures:
             self.ranks.raise_first_error(error)
-        if stops and stream and mark:
-            stream.go_back(mark)
+        if stops and stream and position:
+            stream.go_back(position)
             self.stop()
         return micro_batches
-
-    def update(self) -> None:
-        """Make one update of all ranks."""
-        self.lr = self.engine.lr
-        # Adversarial noise before the curriculum is learned would prevent learning it.
-        has_adversary = self.cfg.train.adversarial_noise > 0 and self.curriculum.stage is None
-        micro_batches = self._next_micro_batches()
-        self.last_update: Update = self.engine.step(
-            micro_batches,
-            self.signals.is_stop_requested,
-            self.alive,
-            adversarial_pass=has_adversary,
-        )
-        self.step += 1
-        self.recorder.count(self.last_update, passes=1 + has_adversary)
-        self.stopping = self.last_update.stopping
 
     def roll_back(self) -> bool:
         """Restore weights and optimizer from the newest usable checkpoint; see `Loop`."""
@@ -458,87 +325,60 @@ class Training(Loop):
         self.recorder.throughput.skip()
         return True
 
-    def _record_if_due(self) -> None:
-        """Write a record every `log.every` updates and after the last."""
-        if self.step % self.cfg.log.every and not self.is_last:
-            self.bar.update(self.step, self.cfg.train.steps)
-            return
-        record = self.recorder.make_record(self.step, self.last_update, self.lr)
-        record |= self.batches.source_metrics()
-        record["peak_memory_bytes"] = self.recorder.peak_memory()
-        self.write(record)
-        self.log_saves()
-        self.bar.update(self.step, self.cfg.train.steps, describe_record(record, self.num_iters))
-        self.recorder.throughput.skip()
+    def check_finite(self) -> None:
+        """Check weights and moments on every rank.
 
-    def _probe_if_due(self) -> None:
-        """Count ℓ* every `log.probe_every` updates, unless a validation counts it."""
-        validates = self.step % self.cfg.eval.every == 0 or self.is_last
-        is_probe_due = is_due(self.step, self.cfg.log.probe_every)
-        if not self.recorder.has_solver or validates or not is_probe_due:
-            return
-        record = {"step": self.step, **self.validation.probe_solver(self.engine)}
-        self.write(record)
-        say(f"update {self.step:>6}{iterations_suffix(record)}")
-        self.num_iters = probe_iterations(record)
-        self.recorder.throughput.skip()
-
-    def _end_stage_if_learned(self) -> None:
-        """End a stage of the curriculum that is learned.
-
-        Called before the checkpoint is saved, so that the checkpoint holds the new stage.
+        Raises:
+            Diverged: On every rank, if NaN or infinity is found on one.
         """
-        sources = self.curriculum.sources_to_check(self.step)
-        if not sources:
-            return
-        self.check_finite()
-        probability = self.validation.answer_probability(self.engine, sources, self.alive)
-        self.write(self.curriculum.end_if_learned(self.step, probability))
-        self.recorder.throughput.skip()
+        problem = describe_nonfinite(self.engine.collect_tensors())
+        self.ranks.raise_first_error(Diverged(problem) if problem else None)
 
-    def _save_if_due(self) -> None:
-        if self.save_if_due():
-            self.recorder.throughput.skip()
-
-    def _validate_if_due(self) -> None:
-        if self.step % self.cfg.eval.every == 0 and not self.is_last:
-            self._validate()
-
-    def _validate(self) -> None:
-        record = self.validation.measure(self.engine, self.step, self.alive)
-        self.num_iters = probe_iterations(record)
-        self.write(record)
-        self.recorder.throughput.skip()
+    def state_files(self) -> dict:
+        """Return {file name: state} of the files that this rank adds to a checkpoint."""
+        state = {
+            "loader": self.batches.state_dict(),
+            "seconds": self.seconds + time.perf_counter() - self.start_time,
+            "spent": dict(self.recorder.throughput.spent),
+            "rollbacks": self.rollbacks,
+            **random_state(),
+        }
+        files = self.engine.state_files(self.run.checkpoints, self.step)
+        return {**files, rank_file(self.ranks.rank): state}
 
     def conclude(self) -> None:
         """Make the last validation and write result.json, unless that has been done."""
-        steps = self.cfg.train.steps
-        if not self.ranks.run_on_main(lambda: self._has_result(steps)):
+        if not self.ranks.run_on_main(self._has_result):
             final = self.validation.measure(self.engine, self.step, lambda: None)
             if self.ranks.is_main:
                 final |= self.validation.ngrams(self.run, self.vocab_size)
             self.write(final)
-            tokens = steps * self.tokens_per_step
-            result = {
-                "updates": steps,
-                "tokens": tokens,
-                "training_seconds": round(self.seconds, 1),
-                "tokens_per_s": round(tokens / max(self.seconds, 1e-9), 1),
-                "parameters": self.parameters,
-                "vocab_size": self.vocab_size,
-                **self.batches.source_metrics(),
-                **{k: v for k, v in final.items() if k != "step"},
-            }
-            self.ranks.run_on_main(write_json, self.run.result, result)
+            self.ranks.run_on_main(self._write_result, final)
         self.engine.close()
 
-    def _has_result(self, steps: int) -> bool:
-        """Return whether result.json is readable, and has this number of updates."""
+    def _has_result(self) -> bool:
+        """Return whether result.json is readable and has the number of updates of this run."""
+        if not self.run.is_finished:
+            return False
         try:
-            return (
-                self.run.is_finished
-                and self.run.read_result(("updates", "validation"))["updates"] == steps
-            )
+            result = self.run.read_result(("updates", "validation"))
         except DamagedError as e:
             say(f"note: {e}: it is written again")
             return False
+        return result["updates"] == self.cfg.train.steps
+
+    def _write_result(self, validation_record: dict) -> None:
+        """Write result.json with a record of `Validation.measure`."""
+        steps = self.cfg.train.steps
+        tokens = steps * self.tokens_per_step
+        result = {
+            "updates": steps,
+            "tokens": tokens,
+            "training_seconds": round(self.seconds, 1),
+            "tokens_per_s": round(tokens / max(self.seconds, 1e-9), 1),
+            "parameters": self.parameter_count,
+            "vocab_size": self.vocab_size,
+            **self.batches.source_metrics(),
+            **{key: value for key, value in validation_record.items() if key != "step"},
+        }
+        write_json(self.run.result, result)

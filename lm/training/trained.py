@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lm.config.plugin import TRUST_ADVICE, reading_run
+from lm.config.plugin import TRUST_ADVICE, guard_imports
 from lm.config.schema import Config
 from lm.runs import checkpoint as checkpoints
 from lm.runs.run_dir import RunDir
@@ -19,9 +19,9 @@ class Trained(NamedTuple):
 
     model: PreTrainedModel  # fp32, on the CPU, in training mode
     tokenizer: PreTrainedTokenizerBase
-    config: Config
+    config: Config  # of the run
     manifest: dict  # of the checkpoint
-    path: Path  # of the checkpoint
+    path: Path  # folder of the checkpoint
 
 
 def load_trained(
@@ -33,15 +33,15 @@ def load_trained(
     """Load the model of a run directory.
 
     Args:
-        run_dir: The run's folder.
-        checkpoint: One of its checkpoints; None: the newest complete checkpoint.
-        trust: Run the code of a `module:Class` in the run's config.yaml.
+        run_dir: Run directory.
+        checkpoint: Folder of a checkpoint of the run; None: the newest complete checkpoint.
+        trust: True to run the code of a `module:Class` in the run's config.yaml.
         advice: Advice in the error message if such code is needed and not trusted.
 
     Raises:
-        CheckpointError: If it holds no run or no complete checkpoint, or the checkpoint is damaged
-            or does not fit config.yaml.
-        RunDirError: If its tokenizer, corpus or config has changed since the checkpoint.
+        CheckpointError: If the folder holds no run or no complete checkpoint, or the checkpoint is
+            damaged or does not fit config.yaml.
+        RunDirError: If the tokenizer, a corpus or the config has changed since the checkpoint.
     """
     import torch
 
@@ -61,16 +61,16 @@ def load_trained(
     cfg = build(load_tree(run.config), str(run.config), Config, trained=True)
     check_fingerprint(path, manifest, run, cfg)
     tokenizer = load_tokenizer(cfg, run.path)
-    ids = tokenizer.eos_token_id, tokenizer.pad_token_id
-    with reading_run(run.config, trust, advice), torch.random.fork_rng(devices=[]):
-        model = build_model(cfg, model_vocab_size(cfg, len(tokenizer)), *ids)
+    vocab_size = model_vocab_size(cfg, len(tokenizer))
+    with guard_imports(run.config, trust, advice), torch.random.fork_rng(devices=[]):
+        model = build_model(cfg, vocab_size, tokenizer.eos_token_id, tokenizer.pad_token_id)
     weights = consolidate_weights(path)
     try:
         model.load_state_dict(weights, strict=True)
     except RuntimeError as e:
-        first = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
+        first_problem = str(e).partition("\n")[2].partition("\n")[0].strip().rstrip(".")
         raise checkpoints.CheckpointError(
-            f"the weights in {path} do not fit the model of {run.config} ({first}): restore the"
-            " config.yaml of the training"
+            f"the weights in {path} do not fit the model of {run.config} ({first_problem}):"
+            " restore the config.yaml of the training"
         ) from None
     return Trained(model, tokenizer, cfg, manifest, path)

@@ -1,4 +1,4 @@
-"""Start a model from the weights of another model: pair their layers and copy what fits.
+"""Start a model from the weights of another model: pair their layers and copy weights.
 
 A layer with a partner in the source takes the partner's weights. A layer without a partner is new:
 its out_proj is set to zero, so that it adds nothing to the residual stream at first. In this way
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm.common.errors import BAD_CONFIG, ConfigError, UserError
 from lm.model.fields import KINDS, resolve_d_ff, resolve_n_heads
-from lm.runs.exported import first_names
+from lm.runs.exported import format_first_names
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,13 +24,11 @@ if TYPE_CHECKING:
     from lm.model.modeling_fprnn import FPRNNForCausalLM
 
 EMBEDDING, HEAD = "backbone.embeddings.weight", "lm_head.weight"
-INIT_FIELDS = ("mixer_gate_init_bias", "out_proj_init_scale")  # they only choose initial values
-DERIVED_FIELDS = {
-    "n_heads": resolve_n_heads,
-    "d_ff": resolve_d_ff,
-}  # "auto" depends on other fields
+INIT_FIELDS = ("mixer_gate_init_bias", "out_proj_init_scale")  # only choose initial weights
+# Fields whose "auto" depends on other fields: {field: function of the config}.
+DERIVED_FIELDS = {"n_heads": resolve_n_heads, "d_ff": resolve_d_ff}
 LAYER_INDEX = re.compile(r"(?<=^backbone\.layers\.)\d+")
-# Fields that may differ from the source's and change outputs; the log lists them.
+# Settings that may differ from the source's although they change outputs; the log lists them.
 LOGGED_FIELDS = ("token", "stopping", "tol", "eval_tol", "max_iters", "reset_at_eos")
 
 
@@ -40,15 +38,15 @@ class SourceError(UserError, RuntimeError):
     exit_status = BAD_CONFIG
 
 
-class Source(NamedTuple):
+class SourceModel(NamedTuple):
     """A language model whose weights another model can take.
 
     Attributes:
-        path: Its folder.
-        description: The kind of folder, for messages.
-        config: FPRNNConfig of the same model.
-        weights: State dict under our names, without the head if it is the embedding.
-        tokenizer: Folder of its tokenizer, or None.
+        path: Folder of the model.
+        description: Kind of the folder, for messages.
+        config: FPRNNConfig of the model.
+        weights: State dict under our names, without the head if it is tied to the embedding.
+        tokenizer: Folder of the tokenizer, or None.
     """
 
     path: Path
@@ -64,12 +62,12 @@ class WeightMatch:
 
     Attributes:
         partners: For every layer of the model, the index of its partner in the source, or None.
-        weights: {name in the model: the source's tensor}.
-        new: Names of the model's other weights.
+        weights: {name in the model: tensor of the source}.
+        new: Names of the model's weights that the source does not have.
         differences: Reasons why the outputs at the start differ from the source's.
     """
 
-    source: Source
+    source: SourceModel
     model: FPRNNForCausalLM
     partners: list[int | None]
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -104,18 +102,18 @@ class WeightMatch:
 
     def record(self) -> dict:
         """Return the content of init_from.json."""
-        pairs = zip(self.model.config.layer_list(), self.partners)
+        layers = zip(self.model.config.layer_list(), self.partners)
         return {
             "path": str(self.source.path),
             "what": self.source.description,
-            "layers": [{"kind": layer.kind, "from": partner} for layer, partner in pairs],
+            "layers": [{"kind": layer.kind, "from": partner} for layer, partner in layers],
             "outputs_equal": not self.differences,
             "differs": self.differences,
         }
 
 
 def match_weights(
-    source: Source,
+    source: SourceModel,
     model: FPRNNForCausalLM,
     partial: bool = False,
     vocab_size: int | None = None,
@@ -124,14 +122,15 @@ def match_weights(
     """Find the weights that a model can take from a source, without changing the model.
 
     Args:
-        source: Model that the weights are taken from.
+        source: Model from which the weights are taken.
         model: Model of the run; it may be on the meta device, with any vocabulary.
-        partial: Take the weights that fit. Otherwise the outputs must equal the source's.
-        vocab_size: Tokens of the run's vocabulary, or None if they are not known yet.
-        token_difference: Reason why a token id means something else in the source, or "".
+        partial: Take the weights that fit. Otherwise refuse a model with other outputs.
+        vocab_size: Size of the run's vocabulary, or None if it is not known yet.
+        token_difference: Reason why token ids mean other tokens in the source, or "".
 
     Raises:
-        ConfigError: If a weight or an option does not match; with `partial`, if d_model differs.
+        ConfigError: If a weight or an option does not match; with `partial`, only if d_model
+            differs or a layer cannot be new.
     """
     source_config, config = source.config, model.config
     if source_config.d_model != config.d_model:
@@ -164,10 +163,14 @@ def match_weights(
 
 
 def pair_layers(source_config: FPRNNConfig, config: FPRNNConfig) -> list[int | None]:
-    """Pair each layer of a model with the source's next unused layer of the same kind, or None."""
+    """Pair each layer of a model with a layer of the same kind of the source, in their order.
+
+    Returns:
+        For each layer the index of its partner, or None if no later layer has its kind.
+    """
     source_kinds = [layer.kind for layer in source_config.layer_list()]
     partners: list[int | None] = []
-    start = 0
+    start = 0  # first layer of the source that may still become a partner
     for kind in (layer.kind for layer in config.layer_list()):
         partner = source_kinds.index(kind, start) if kind in source_kinds[start:] else None
         partners.append(partner)
@@ -178,46 +181,48 @@ def pair_layers(source_config: FPRNNConfig, config: FPRNNConfig) -> list[int | N
 def _compare_layers(
     source_config: FPRNNConfig, config: FPRNNConfig, index: int, partner: int | None
 ) -> list[str]:
-    """List the options in which a layer differs from its partner.
-
-    Raises:
-        ConfigError: If a layer without a partner has no out_proj that could be zeroed.
-    """
+    """List the options in which a layer differs from its partner; refuse a new LSTM."""
     layer = config.layer_list()[index]
     if partner is None:
-        if layer.kind == "lstm":
+        if layer.kind == "lstm":  # has no out_proj that could be zeroed
             raise ConfigError(f"layer {index} is a new lstm, which cannot begin by adding nothing")
         return []
-    configs = (
-        config.layer_config(layer),
-        source_config.layer_config(source_config.layer_list()[partner]),
-    )
+    layer_config = config.layer_config(layer)
+    source_layer_config = source_config.layer_config(source_config.layer_list()[partner])
     differences = []
     for name in KINDS[layer.kind]:
         get_value = DERIVED_FIELDS.get(name, attrgetter(name))
-        value, source_value = map(get_value, configs)
+        value, source_value = get_value(layer_config), get_value(source_layer_config)
         if value != source_value and name not in INIT_FIELDS:
             label = f"layer {index} ({layer.kind})"
             differences.append(f"{label}: {name} is {value}, in the source {source_value}")
     return differences
 
 
+def _rename_layers(weights: dict[str, Tensor], partners: list[int | None]) -> dict[str, Tensor]:
+    """Return the source's weights by their names in the model, without layers that are not used."""
+    layer_of_partner = {partner: layer for layer, partner in enumerate(partners)}
+    renamed = {}
+    for name, tensor in weights.items():
+        index = LAYER_INDEX.search(name)
+        if index is None:
+            renamed[name] = tensor
+        elif int(index[0]) in layer_of_partner:
+            renamed[LAYER_INDEX.sub(str(layer_of_partner[int(index[0])]), name)] = tensor
+    return renamed
+
+
 def _match_names(match: WeightMatch, excluded: set[str]) -> None:
-    """Sort the model's weights into taken and new ones; `excluded` are new."""
-    positions = {partner: index for index, partner in enumerate(match.partners)}
-    # The names of a layer that is not used get the index None, which no layer has.
-    weights = {
-        LAYER_INDEX.sub(lambda index: str(positions.get(int(index[0]))), name): tensor
-        for name, tensor in match.source.weights.items()
-    }
-    weights.setdefault(HEAD, weights[EMBEDDING])
+    """Sort the model's weights into `match.weights` and `match.new`; `excluded` are new."""
+    source_weights = _rename_layers(match.source.weights, match.partners)
+    source_weights.setdefault(HEAD, source_weights[EMBEDDING])
     new_layers = [f"backbone.layers.{i}." for i, p in enumerate(match.partners) if p is None]
     unmatched = []
     for name, tensor in match.model.state_dict().items():
         if name == HEAD and match.model.config.tie_embeddings:
             continue
-        # Vocabularies are compared elsewhere: the model may have any before the tokenizer is known.
-        source = weights.get(name)
+        source = source_weights.get(name)
+        # `match_weights` compares vocabularies: the model may have any size of it here.
         fits = source is not None and (name in (EMBEDDING, HEAD) or source.shape == tensor.shape)
         if fits and name not in excluded:
             match.weights[name] = source
@@ -226,4 +231,4 @@ def _match_names(match: WeightMatch, excluded: set[str]) -> None:
         if not fits and not name.startswith(tuple(new_layers)):
             unmatched.append(name)
     if unmatched:
-        match.differences.append(f"no weight of the same shape for {first_names(unmatched)}")
+        match.differences.append(f"no weight of the same shape for {format_first_names(unmatched)}")

@@ -19,18 +19,19 @@ from lm.data.batches.text_bytes import (
     bits_per_byte,
     format_bits_per_byte,
 )
-from lm.data.sources.mixture import parts
+from lm.data.sources.mixture import configs_by_source
 from lm.runs.log import iterations_suffix
 from lm.runs.metrics import FailureWatch, fixed_point_metrics, probe
 from lm.runs.run_dir import RunDir
-from lm.training.engine import Engine
+from lm.training.engine import MAX_EXPONENT, Engine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Tokens that a rank probes at most. Counting ℓ* takes up to 1,000 iterations per layer. On a CPU
-# their time grows with the number of tokens above about 500. On a GPU an iteration launches about
-# 50 kernels, and at d_inner 1,536 the launches dominate below about 4,000 tokens.
+# A rank probes at most so many tokens. A probe counts ℓ* (see hooks.py) and takes up to 1,000
+# iterations per layer. On a CPU their time grows with the number of tokens above about 500. On a
+# GPU an iteration launches about 50 kernels, which take most of the time below about 4,000 tokens
+# (at d_inner 1,536).
 MAX_PROBE_TOKENS = 4096
 
 
@@ -41,9 +42,10 @@ class Validation:
         cfg: Configuration of the run.
         ranks: Ranks of the run.
         held_out: {source: micro-batches of this rank}; a single source has the name "".
-        shares: Shares of the sources in training, which weight the mean loss.
-        watch: Warns of tokens that were not solved; None for a model without a solver.
-        tokenizer: Tokenizer of the corpus, for bits per byte.
+        shares: {source: its share in training}, which weights its loss in the mean.
+        failure_watch: Warns of tokens that were not solved; None for a model without fixed-point
+            layers.
+        tokenizer: Tokenizer of the run.
     """
 
     def __init__(
@@ -52,29 +54,30 @@ class Validation:
         ranks: Ranks,
         held_out: dict[str, list],
         shares: dict[str, float],
-        watch: FailureWatch | None,
+        failure_watch: FailureWatch | None,
         tokenizer: PreTrainedTokenizerBase,
     ):
-        self.cfg, self.ranks, self.watch = cfg, ranks, watch
+        self.cfg, self.ranks, self.failure_watch = cfg, ranks, failure_watch
         self.held_out, self.shares = held_out, shares
-        self.bytes = count_text_bytes(held_out, tokenizer, ranks)  # of all ranks
-        self.asked = {
+        self.text_bytes = count_text_bytes(held_out, tokenizer, ranks)
+        # {source of traces: micro-batches whose only targets are the answers to its questions}
+        self.questions = {
             name: question_batches(
                 part.data.traces, tokenizer, cfg.train.micro_batch_size, cfg.data.seq_len
             )
-            for name, part in parts(cfg).items()
+            for name, part in configs_by_source(cfg).items()
             if part.data.source == "traces"
         }
 
-    def measure(self, engine: Engine, step: int, alive: Callable[[], None]) -> dict:
+    def measure(self, engine: Engine, step: int, keep_alive: Callable[[], None]) -> dict:
         """Return and print the record of a validation after update `step`.
 
         Args:
             engine: Engine with the weights to measure.
             step: Number of updates made.
-            alive: Called after each micro-batch.
+            keep_alive: Called after each micro-batch, so that the watchdog sees progress.
         """
-        scores = self._scores(engine, alive)
+        scores = self._score_sources(engine, keep_alive)
         record = {"step": step, "validation": scores, **self.probe_solver(engine)}
         sources = "".join(
             f"  {name} {source_scores['perplexity']:.2f}{answers_suffix(source_scores)}"
@@ -86,73 +89,75 @@ class Validation:
             f" {scores['perplexity']:.2f}{bits}{answers_suffix(scores)}{sources}"
             f"{iterations_suffix(record)}"
         )
-        if self.watch is not None:
-            self.watch.check(record["probe"], f"validation after update {step}")
+        if self.failure_watch is not None:
+            self.failure_watch.check(record["probe"], f"validation after update {step}")
         return record
 
-    def _scores(self, engine: Engine, alive: Callable[[], None]) -> dict:
-        """Measure loss, perplexity, bits per byte and tokens; of traces also the answers."""
+    def _score_sources(self, engine: Engine, keep_alive: Callable[[], None]) -> dict:
+        """Return `pool_scores` of loss, perplexity, bits per byte and tokens; of traces answers."""
         total = sum(len(batches) for batches in self.held_out.values())
-        finished, scores_by_source = 0, {}
+        finished_count, scores_by_source = 0, {}
         bar = Progress("validating", unit="batches")
 
-        def progress(count, _):
-            alive()
-            bar.update(finished + count, total)
+        def progress(count: int, _: int) -> None:
+            keep_alive()
+            bar.update(finished_count + count, total)
 
         for name, batches in self.held_out.items():
             scores = engine.validate(batches, progress)
-            text = self.bytes[name]
-            bits = bits_per_byte(scores["loss"] * scores["tokens"], text)
-            scores_by_source[name] = scores | {"bits_per_byte": bits, "bytes": text}
-            if name in self.asked:
-                scores_by_source[name]["answers"] = self.answer_probability(engine, [name], alive)
-            finished += len(batches)
+            text_bytes = self.text_bytes[name]
+            bits = bits_per_byte(scores["loss"] * scores["tokens"], text_bytes)
+            scores_by_source[name] = scores | {"bits_per_byte": bits, "bytes": text_bytes}
+            if name in self.questions:
+                answers = self.answer_probability(engine, [name], keep_alive)
+                scores_by_source[name]["answers"] = answers
+            finished_count += len(batches)
         return pool_scores(scores_by_source, self.shares)
 
     def answer_probability(
-        self, engine: Engine, names: list[str], alive: Callable[[], None]
+        self, engine: Engine, names: list[str], keep_alive: Callable[[], None]
     ) -> float:
         """Return the probability of the right answers to the questions of sources of traces.
 
-        It is the geometric mean over the questions of a source (an answer may have several tokens),
-        and the minimum over the sources.
+        The probability of an answer is the product over its tokens. The result is the geometric
+        mean over the questions of a source, and the minimum over the sources.
 
         Args:
             engine: Engine with the weights to measure.
             names: Names of the sources.
-            alive: Called after each micro-batch.
+            keep_alive: Called after each micro-batch, so that the watchdog sees progress.
         """
         losses = []
         for name in names:
-            batches = self.asked[name]
-            questions = sum(len(batch["labels"]) for batch in batches)
+            batches = self.questions[name]
+            questions = sum(len(batch["labels"]) for batch in batches)  # one per sequence
             targets = sum(int((batch["labels"] != IGNORE).sum()) for batch in batches)
-            token_loss = engine.validate(batches, lambda *_: alive())["loss"]
+            token_loss = engine.validate(batches, lambda *_: keep_alive())["loss"]
             losses.append(token_loss * targets / questions)
         return math.exp(-max(losses, key=_sort_nan_last))
 
     def probe_solver(self, engine: Engine) -> dict:
         """Count ℓ* on the same sequences each time, so that only the model changes.
 
-        Every rank calls it. The sequences are chosen by `probe_sequences` from the rank's first
-        micro-batch of the source with the largest share.
+        Every rank calls it. `probe_sequences` chooses the sequences from the rank's first
+        micro-batch of the source with the largest share in training.
 
         Returns:
-            {"probe": as `fixed_point_metrics`, with ℓ* of each layer}; {} for a model without a
-            solver.
+            {"probe": result of `fixed_point_metrics`, with ℓ* of each layer}; {} for a model
+            without fixed-point layers.
         """
-        if self.watch is None:
+        if self.failure_watch is None:
             return {}
-        batch = self.held_out[max(self.shares, key=self.shares.__getitem__)][0]
+        main_source = max(self.shares, key=self.shares.__getitem__)
+        batch = self.held_out[main_source][0]
         sequences = probe_sequences(batch["labels"])
         input_ids = batch["input_ids"][sequences].to(self.ranks.device)
         report = probe(engine.deepspeed, input_ids)
-        rows = (batch["labels"][sequences] != IGNORE).any(-1)
-        return {"probe": fixed_point_metrics([report], self.ranks.gather, rows)}
+        has_targets = (batch["labels"][sequences] != IGNORE).any(-1)
+        return {"probe": fixed_point_metrics([report], self.ranks.gather, has_targets)}
 
     def ngrams(self, run: RunDir, vocab_size: int) -> dict[str, dict]:
-        """Return perplexities of unigrams and bigrams on the same text; {} for a mixture."""
+        """Return {"baselines": perplexities of unigrams and bigrams}; {} for a mixture."""
         from lm.data.batches import loader
         from lm.data.batches.ngram import ngram_baselines
         from lm.data.corpus.corpora import open_sources
@@ -168,14 +173,14 @@ class Validation:
 def probe_sequences(labels: torch.Tensor) -> torch.Tensor:
     """Choose the sequences of a micro-batch that a probe reads.
 
-    Their number depends only on the shape, so that it is the same on every rank.
+    Their number depends only on the shape, so every rank reads as many sequences.
 
     Args:
         labels: Targets, shape (batch, length); IGNORE marks tokens without one.
 
     Returns:
-        Indices, shape (n,), of as many sequences as MAX_PROBE_TOKENS allows, at least one.
-        Sequences with targets come first.
+        Indices of sequences, shape (count,): sequences with targets first, as many as
+        MAX_PROBE_TOKENS allows, at least one.
     """
     is_empty = (labels == IGNORE).all(-1)
     count = max(1, MAX_PROBE_TOKENS // labels.shape[1])
@@ -183,43 +188,45 @@ def probe_sequences(labels: torch.Tensor) -> torch.Tensor:
 
 
 def _sort_nan_last(loss: float) -> tuple[bool, float]:
-    """Return the key by which losses are compared: NaN is larger than any number."""
+    """Return a sort key with which NaN is larger than any number."""
     return math.isnan(loss), loss
 
 
 def answers_suffix(scores: dict) -> str:
-    """Format the probability of right answers for a terminal line; "" for other sources."""
+    """Format the probability of right answers for a line; "" for sources without questions."""
     return f" (answers {scores['answers']:.2f})" if "answers" in scores else ""
 
 
-def pool_scores(measured: dict[str, dict], shares: dict[str, float]) -> dict:
+def pool_scores(scores_by_source: dict[str, dict], shares: dict[str, float]) -> dict:
     """Combine the scores of all sources.
 
-    The loss is the mean of the sources' losses, weighted by their shares in training, as the
-    training loss is. Bits per byte are of text mixed with the same shares. The scores of a single
+    Like the training loss, the loss is the mean of the sources' losses, weighted by their shares in
+    training. Bits per byte are those of text mixed with the same shares. The scores of a single
     source are returned unchanged.
 
     Args:
-        measured: {source: its loss (nats per token), perplexity, tokens and bytes}.
+        scores_by_source: {source: its loss (nats per token), perplexity, tokens and bytes}.
         shares: {source: its share in training}.
     """
-    if list(measured) == [""]:
-        return measured[""]
-    loss = math.fsum(shares[name] * scores["loss"] for name, scores in measured.items())
-    bits = text = None
-    if all(scores["bytes"] for scores in measured.values()):
-        text = sum(scores["bytes"] for scores in measured.values())
-        bits = bits_per_byte(
-            loss,
-            sum(shares[name] * s["bytes"] / s["tokens"] for name, s in measured.items()),
+    if list(scores_by_source) == [""]:
+        return scores_by_source[""]
+    sources, all_scores = list(scores_by_source), list(scores_by_source.values())
+    loss = math.fsum(shares[name] * scores_by_source[name]["loss"] for name in sources)
+    bits = text_bytes = None
+    if all(scores["bytes"] for scores in all_scores):
+        text_bytes = sum(scores["bytes"] for scores in all_scores)
+        bytes_per_token = sum(
+            shares[name] * scores["bytes"] / scores["tokens"]
+            for name, scores in scores_by_source.items()
         )
+        bits = bits_per_byte(loss, bytes_per_token)
     return {
         "loss": loss,
-        "perplexity": math.exp(min(loss, 700.0)),
-        "tokens": sum(scores["tokens"] for scores in measured.values()),
+        "perplexity": math.exp(min(loss, MAX_EXPONENT)),
+        "tokens": sum(scores["tokens"] for scores in all_scores),
         "bits_per_byte": bits,
-        "bytes": text,
-        "sources": measured,
+        "bytes": text_bytes,
+        "sources": scores_by_source,
     }
 
 
@@ -241,8 +248,8 @@ def count_text_bytes(
     totals = {}
     for name, batches in held_out.items():
         counts = [text_bytes.count(batch["input_ids"], batch["labels"]) for batch in batches]
-        numbers = [count for count in counts if count is not None]
-        total, unknown = ranks.sum(sum(numbers), len(counts) - len(numbers))
+        known_counts = [count for count in counts if count is not None]
+        total, unknown = ranks.sum(sum(known_counts), len(counts) - len(known_counts))
         totals[name] = None if unknown else int(total)
     if None in totals.values():
         say("note: no bits per byte: the validation text has tokens that may stand for any text")

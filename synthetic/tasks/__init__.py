@@ -1,4 +1,4 @@
-"""Tasks of the validation suite: one file for each family, one interface (`Task`) for all."""
+"""Tasks of the validation suite: a file for each family, and their common interface `Task`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from lm.common.errors import UserError
-from lm.config.plugin import is_place, load_class
+from lm.config.plugin import is_class_path, load_class
 from synthetic.tasks import splits
 
 IGNORE = -100  # a label that is not scored
@@ -23,24 +23,23 @@ class TaskError(UserError, ValueError):
 
 
 class Batch(NamedTuple):
-    """Sequences with the expected answer at each position. b batch, l length."""
+    """Sequences with the expected answer at each position. b sequences, l tokens."""
 
     input_ids: np.ndarray  # (b,l) int64
     labels: np.ndarray  # (b,l) int64: the answer at the same position, or IGNORE
     mask: np.ndarray | None = None  # (b,l) bool, False at padding, which is always on the right
-    kinds: np.ndarray | None = (
-        None  # (b,l) int64: the subtask of each label, in tasks with subtasks
-    )
-    is_continuation: bool = False  # continues the sequences of the previous batch
+    subtasks: np.ndarray | None = None  # (b,l) int64: the subtask of each label, if there are any
+    is_continuation: bool = False  # True if row i continues row i of the previous batch
 
 
 class Task:
-    """A dataset: an endless, seeded source of batches, and its metrics.
+    """An endless, seeded source of batches, with its metrics.
 
-    `build` calls the subclass with the `task` section of a YAML. A subclass must set `vocab_size`
-    and `chance`, and define `sample` (which also computes the labels) and either `count_contents`
-    or `is_held_out`. docs/extending.md shows an example.
+    `build_task` calls the subclass with the `task` section of a YAML. A subclass must set
+    `vocab_size` and `chance`, and define `sample` (which also computes the labels) and either
+    `count_contents` or `is_held_out`. docs/extending.md shows an example.
 
+    The content of a sample is the row of numbers that were drawn for it; labels follow from it.
     Training, validation and test share no sample at the lengths for which `is_held_out` returns
     True (synthetic/tasks/splits.py): samples of different splits differ within the first
     `prefix_length` numbers of their content. Therefore no test sample is a prefix of a training
@@ -68,7 +67,7 @@ class Task:
     streams: bool = False
 
     def __init__(self, section: Any = None):
-        """Ignore the section; subclasses read their options from it."""
+        """Ignore the `task` section; subclasses read their options from it."""
 
     def check_length(self, length: int) -> None:
         """Check that the task has sequences of this length.
@@ -87,12 +86,12 @@ class Task:
         raise self._missing_method_error("count_contents(self, width)")
 
     def content_width(self, length: int) -> int:
-        """Return the smallest number of content numbers in a sequence of this length."""
+        """Return how many content numbers a sequence of this length has at least."""
         return length
 
     @cached_property
     def prefix_length(self) -> int | None:
-        """Numbers of the content that decide the split, or None if there are too few contents."""
+        """Number of content numbers that decide the split; None if there are too few contents."""
         return splits.find_prefix_length(self.count_contents)
 
     def is_held_out(self, length: int) -> bool:
@@ -128,9 +127,9 @@ class Task:
         raise self._missing_method_error("sample(self, rng, batch_size, lengths, split)")
 
     def _missing_method_error(self, signature: str) -> TaskError:
-        place = f"{type(self).__module__}:{type(self).__qualname__}"
+        class_name = f"{type(self).__module__}:{type(self).__qualname__}"
         return TaskError(
-            f"{place} has no method {signature}: a task must define it (docs/extending.md)"
+            f"{class_name} has no method {signature}: a task must define it (docs/extending.md)"
         )
 
     def batch(
@@ -141,7 +140,7 @@ class Task:
         return self.sample(rng, batch_size, lengths, split)
 
     def segments(self, split: str, batch_size: int, length: int) -> int:
-        """Return the number of batches in an epoch of a stream, with segments of `length` tokens.
+        """Count the batches in an epoch of a stream, with segments of `length` tokens.
 
         Raises:
             TaskError: If batch_size × length tokens are more than the split has.
@@ -167,10 +166,10 @@ class Task:
         }
 
     def item_rows(self, batch: Batch) -> dict[str, np.ndarray]:
-        """Return for each metric with several items per sequence the row of each item.
+        """Return the row of each item, for each metric with several items per sequence.
 
-        Items of the same row are not independent, so standard errors need this. Metrics with one
-        item per sequence are left out.
+        Standard errors need the rows, because items of the same row are not independent. Metrics
+        with one item per sequence are left out.
         """
         return {"token_accuracy": np.nonzero(batch.labels != IGNORE)[0]}
 
@@ -207,7 +206,8 @@ class Task:
         id_by_name = {name: token_id for token_id, name in enumerate(self.token_names)}
         ids = []
         for text in " ".join(texts).split():
-            for name in [text] if text in id_by_name else text:
+            names = [text] if text in id_by_name else text  # a token, or one-character tokens
+            for name in names:
                 if name not in id_by_name:
                     options = ", ".join(list(id_by_name)[:6]) + ", …" * (len(id_by_name) > 6)
                     raise TaskError(f"`{text}` is no token of the task: its tokens are {options}")
@@ -216,17 +216,17 @@ class Task:
         return self.label_ids(np.array([ids]))
 
 
-AnyTask = TypeVar("AnyTask", bound=Task)
+TaskClass = TypeVar("TaskClass", bound=type[Task])
 TASKS: dict[str, type[Task]] = {}  # name in a config → class
 
 
-def task(*names: str) -> Callable[[type[AnyTask]], type[AnyTask]]:
+def task(*names: str) -> Callable[[TaskClass], TaskClass]:
     """Return a decorator that registers a class under these values of `task.name`.
 
-    It is for classes in this folder. A config names a class elsewhere as `module:Class`.
+    Only classes in this folder need it. A config names a class elsewhere as `module:Class`.
     """
 
-    def register(cls: type[AnyTask]) -> type[AnyTask]:
+    def register(cls: TaskClass) -> TaskClass:
         TASKS.update(dict.fromkeys(names, cls))
         return cls
 
@@ -234,13 +234,13 @@ def task(*names: str) -> Callable[[type[AnyTask]], type[AnyTask]]:
 
 
 def registered_tasks() -> list[str]:
-    """Return the names that `@task` registers in the files of this folder."""
+    """Import all files of this folder, and return the names that they register with `@task`."""
     for module in pkgutil.iter_modules(__path__):
         import_module(f"{__name__}.{module.name}")
     return list(TASKS)
 
 
-def build(section: Any) -> Task:
+def build_task(section: Any) -> Task:
     """Build the task that a `synthetic.config.Task` names.
 
     Raises:
@@ -248,27 +248,27 @@ def build(section: Any) -> Task:
             named as `module:Class` is not a complete task.
         ConfigError: If there is no such module or class.
     """
-    if is_place(section.name):
+    if is_class_path(section.name):
         cls = load_class(section.name, "task.name")
         if not issubclass(cls, Task):
             raise TaskError(
                 f"{section.name} is no task: it must be derived from synthetic.tasks.Task"
             )
     else:
-        registered_tasks()
+        registered_tasks()  # fills TASKS
         cls = TASKS[section.name]
-    instance = cls(section)
-    missing = [name for name in ("vocab_size", "chance") if not hasattr(instance, name)]
+    built_task = cls(section)
+    missing = [name for name in ("vocab_size", "chance") if not hasattr(built_task, name)]
     if missing:
         raise TaskError(
             f"task `{section.name}` has no {' and no '.join(missing)}: its class, or its __init__,"
             " must set vocab_size (the number of ids) and chance (the accuracy of guessing)"
         )
-    return instance
+    return built_task
 
 
 def check_batch(name: str, task: Task, batch: Batch) -> None:
-    """Refuse a batch that would stop a run midway or be scored wrongly.
+    """Check a batch for errors that would stop a run midway or falsify its scores.
 
     Args:
         name: Name of the task, for messages.
@@ -287,7 +287,8 @@ def check_batch(name: str, task: Task, batch: Batch) -> None:
                 " and labels must be integers of shape (sequences, length)"
             )
         invalid = values[(values < 0) | (values >= task.vocab_size)]
-        invalid = invalid[invalid != IGNORE] if field == "labels" else invalid
+        if field == "labels":
+            invalid = invalid[invalid != IGNORE]
         if len(invalid):
             raise TaskError(
                 f"task `{name}`: {field} contain {invalid[0]}, and vocab_size is"
@@ -330,6 +331,6 @@ def draw_lengths(
     shortest = max(low, min_length)
     shortest += (min_length - shortest) % length_step
     if shortest > high:
-        possible = ", ".join(str(min_length + length_step * i) for i in range(3))
-        raise TaskError(f"no length between {low} and {high}: this task has lengths {possible}, …")
+        valid = ", ".join(str(min_length + length_step * i) for i in range(3))
+        raise TaskError(f"no length between {low} and {high}: this task has lengths {valid}, …")
     return shortest + length_step * rng.integers(0, (high - shortest) // length_step + 1, count)

@@ -10,8 +10,8 @@ from synthetic import config
 from synthetic.tasks import TaskError, task
 from synthetic.tasks.formal_language import FormalLanguage
 
-# Default table: its symbols permute the states and generate a group that is not solvable.
-DEFAULT = ((0, 0, 0, 2, 4), (4, 2, 0, 1, 3), (3, 1, 4, 2, 0))
+# Each symbol permutes the states, and the permutations generate a group that is not solvable.
+DEFAULT_TABLE = ((0, 0, 0, 2, 4), (4, 2, 0, 1, 3), (3, 1, 4, 2, 0))
 
 
 @task("automaton")
@@ -28,14 +28,14 @@ class Automaton(FormalLanguage):
     sequences.
     """
 
-    def __init__(self, task: config.Task):
-        super().__init__(task)
-        table = task.automaton.table
-        self.table = _check_table(DEFAULT if table is None else table)
+    def __init__(self, section: config.Task):
+        super().__init__(section)
+        table = section.automaton.table
+        self.table = _check_table(DEFAULT_TABLE if table is None else table)
         self.symbols, states = self.table.shape
         self.characters = ascii_lowercase[: self.symbols]
         self.vocab_size = max(self.symbols, states) + 1
-        self.chance = float(state_frequencies(self.table).max())
+        self.chance = float(compute_state_frequencies(self.table).max())
         if self.chance > 1 - 1e-9:
             raise TaskError(
                 "task.automaton.table ends in one state and never leaves it, so every answer is the"
@@ -67,18 +67,19 @@ def _check_table(rows: tuple[tuple[int, ...], ...]) -> np.ndarray:
     return np.array(rows)
 
 
-def state_frequencies(table: np.ndarray) -> np.ndarray:
+def compute_state_frequencies(table: np.ndarray) -> np.ndarray:
     """Return the frequency of each state after long random sequences, shape (states,).
 
-    It is the mean over lengths 1,024 to 2,047, so that a period of the automaton has no effect.
-    States that are left for good have frequency 0.
+    The mean over lengths 1,024 to 2,047 removes the effect of a period of the automaton. States
+    that are left for good have frequency 0.
     """
     symbols, states = table.shape
-    step = np.zeros((states, states))
-    np.add.at(step, (np.arange(states), table), 1 / symbols)
-    probabilities = np.eye(states)[0]
+    transition = np.zeros((states, states))  # probability from a state (row) to another
+    np.add.at(transition, (np.arange(states), table), 1 / symbols)
+    probabilities = np.eye(states)[0]  # the automaton starts in state 0
     total = np.zeros(states)
     for length in range(2048):
         total += probabilities * (length >= 1024)
-        probabilities = probabilities @ step
-    return np.where(total / 1024 < 1e-9, 0, total / 1024)
+        probabilities = probabilities @ transition
+    frequencies = total / 1024
+    return np.where(frequencies < 1e-9, 0, frequencies)

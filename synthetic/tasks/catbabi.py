@@ -1,7 +1,7 @@
 """CatbAbI: the bAbI stories as one long stream; each `?` is labelled with the question's answer.
 
-As in the authors' code, the stories of all tasks are shuffled and joined, with an `<eos>` before
-each story. This is their question answering (QM) mode.
+As in the authors' code, the stories of all 20 bAbI tasks are shuffled and joined, with an `<eos>`
+before each story. Only answers are scored, as in the authors' question answering (QM) mode.
 
 Source: Schlag, Munkhdalai, Schmidhuber 2021, arXiv 2011.07831.
 """
@@ -22,19 +22,22 @@ if TYPE_CHECKING:
 
 
 class _Corpus(NamedTuple):
-    """Stories of a split, joined, with an `<eos>` before each. t tokens."""
+    """Stories of a split, joined, with an `<eos>` before each story. t tokens."""
 
     tokens: np.ndarray  # (t,) int32
-    kinds: np.ndarray  # (t,) int8: the bAbI task if the token is an answer, else 0
+    subtasks: np.ndarray  # (t,) int8: the bAbI task if the token is an answer, else 0
     starts: np.ndarray  # (stories + 1,) int64: start of each story, then the end of the last
 
 
 class _Epoch(NamedTuple):
-    """A corpus in the order of an epoch, cut into b parallel streams, one per row. n columns."""
+    """A corpus in the order of an epoch, cut into b parallel streams, one per row.
+
+    n is the length of the longest stream.
+    """
 
     tokens: np.ndarray  # (b,n) int32
     labels: np.ndarray  # (b,n) int32
-    kinds: np.ndarray  # (b,n) int8
+    subtasks: np.ndarray  # (b,n) int8: the bAbI task at the `?` of a question, else 0
     lengths: np.ndarray  # (b,) int64: tokens of each row; padding follows
 
 
@@ -42,71 +45,74 @@ class _Epoch(NamedTuple):
 class CatBabi(Task):
     """Stories of bAbI (lm/evaluation/tasks/babi.py), read in consecutive segments.
 
-    `batch` cuts the stream of an epoch into batch_size parallel streams. Segment i consists of
-    their columns [i·S, (i + 1)·S) with S = lengths[1]; the last segment may be shorter. Segment 0
-    starts from an empty state and the others continue, so batch_size and S must not change within
-    an epoch.
+    `batch` cuts the stories of an epoch into batch_size parallel streams. Segment i consists of
+    columns i·S to (i + 1)·S − 1 of all streams, with S = lengths[1]; the last segment may be
+    shorter. Segment 0 starts from an empty state and later segments continue, so batch_size and S
+    must not change within an epoch.
 
-    In training, each epoch has its own order, a stream may begin within a story, and the tokens
-    left over (fewer than batch_size) are dropped. In validation and test the order never changes,
+    In training, each epoch has its own order of stories, a stream may begin within a story, and the
+    last tokens (fewer than batch_size) are dropped. In validation and test the order never changes,
     and every stream begins with a story, because otherwise its first questions would lack their
     facts. The streams are padded on the right to the longest one, and each question is scored
     exactly once.
 
-    The splits come from the files; bAbI's own splits have questions in common.
-
-    task.stories restricts the bAbI tasks used; ids and vocab_size do not depend on it.
+    The splits are bAbI's files, which have questions in common. `task.stories` restricts the bAbI
+    tasks used; ids and vocab_size do not depend on it.
     """
 
     headline = "accuracy"
     streams = True
 
-    def __init__(self, task: config.Task):
-        self.name = task.name
-        if task.data is None:
+    def __init__(self, section: config.Task):
+        self.name = section.name
+        if section.data is None:
             raise TaskError(
                 f"catbabi reads bAbI from a folder: set task.data to it, for example to"
                 f" {babi.FOLDER} after `{babi.DOWNLOAD}`"
             )
-        self.stories = sorted(set(task.stories))
-        if not self.stories or not set(self.stories) <= set(babi.TASKS):
+        self.babi_tasks = sorted(set(section.stories))
+        if not self.babi_tasks or not set(self.babi_tasks) <= set(babi.TASKS):
             raise TaskError(
-                f"task.stories is {task.stories}: it must be a list of bAbI tasks, 1 to 20"
+                f"task.stories is {section.stories}: it must be a list of bAbI tasks, 1 to 20"
             )
         try:
-            babi.check(task.data)
-            stories = {split: babi.read(task.data, split) for split in SPLITS}
+            babi.check(section.data)
+            stories = {split: babi.read(section.data, split) for split in SPLITS}
         except babi.BabiError as e:
             raise TaskError(f"task.data: {e}") from e
-        self.vocabulary = babi.words(story for split in SPLITS for story in stories[split])
+        self.vocabulary = babi.make_vocabulary(
+            story for split in SPLITS for story in stories[split]
+        )
         self.token_names = self.vocabulary
         self.vocab_size = len(self.vocabulary)
         self.eos = self.vocabulary.index(babi.EOS)
         self.pad = self.vocabulary.index(babi.PAD)
         selected = {
-            split: [story for story in stories[split] if story.task in self.stories]
+            split: [story for story in stories[split] if story.task in self.babi_tasks]
             for split in SPLITS
         }
         answers = {
-            story.tokens[answer]
+            story.tokens[position]
             for split in SPLITS
             for story in selected[split]
-            for answer in story.answers
+            for position in story.answers
         }
         self.chance = 1 / len(answers)
         self._corpora = {split: self._join(selected[split]) for split in SPLITS}
-        self._cached_streams = lru_cache(maxsize=len(SPLITS))(self._cut)
+        self._cut_cached = lru_cache(maxsize=len(SPLITS))(self._cut)
 
     def _join(self, stories: list[babi.Story]) -> _Corpus:
         """Join stories into one sequence of ids, with an `<eos>` before each."""
-        index = {token: i for i, token in enumerate(self.vocabulary)}
+        id_by_token = {token: i for i, token in enumerate(self.vocabulary)}
         starts = np.cumsum([0, *(len(story.tokens) + 1 for story in stories)])
         tokens = np.full(starts[-1], self.eos, np.int32)
-        kinds = np.zeros(starts[-1], np.int8)
-        for start, story in zip(starts + 1, stories):
-            tokens[start : start + len(story.tokens)] = [index[token] for token in story.tokens]
-            kinds[start + np.array(story.answers, np.int64)] = story.task
-        return _Corpus(tokens, kinds, starts)
+        subtasks = np.zeros(starts[-1], np.int8)
+        for start, story in zip(starts + 1, stories):  # + 1: after the `<eos>`
+            tokens[start : start + len(story.tokens)] = [
+                id_by_token[token] for token in story.tokens
+            ]
+            subtasks[start + np.array(story.answers, np.int64)] = story.task
+        return _Corpus(tokens, subtasks, starts)
 
     def check_length(self, length: int) -> None:
         super().check_length(length)
@@ -126,42 +132,38 @@ class CatBabi(Task):
             )
 
     def segments(self, split: str, batch_size: int, length: int) -> int:
-        """Return the number of batches in an epoch, with segments of `length` tokens.
-
-        Raises:
-            TaskError: If batch_size × length tokens are more than the split has.
-        """
         self._check_size(split, batch_size, length)
-        return math.ceil(self._bounds(split, batch_size)[1] / length)
+        _, longest = self._find_bounds(split, batch_size)
+        return math.ceil(longest / length)
 
     def batch(
         self, seed: int, split: str, index: int, batch_size: int, lengths: tuple[int, int]
     ) -> Batch:
-        """Return segment `index` modulo `segments` of epoch `index` div `segments`."""
+        """Return segment `index % segments` of epoch `index // segments`."""
         length = lengths[1]
         epoch, segment = divmod(index, self.segments(split, batch_size, length))
-        if split != "train":  # the order never changes
+        if split != "train":  # the order of stories never changes
             seed = epoch = 0
-        streams = self._cached_streams(seed, split, epoch, batch_size)
+        streams = self._cut_cached(seed, split, epoch, batch_size)
         columns = slice(segment * length, (segment + 1) * length)
         tokens = streams.tokens[:, columns].astype(np.int64)
-        position = np.arange(streams.tokens.shape[1])[columns]
-        mask = position < streams.lengths[:, None]
+        positions = np.arange(streams.tokens.shape[1])[columns]
+        mask = positions < streams.lengths[:, None]
         return Batch(
             tokens,
             streams.labels[:, columns].astype(np.int64),
             None if mask.all() else mask,
-            streams.kinds[:, columns].astype(np.int64),
+            streams.subtasks[:, columns].astype(np.int64),
             is_continuation=segment > 0,
         )
 
-    def _order(self, seed: int, split: str, epoch: int) -> np.ndarray:
-        """Return the order of the stories in an epoch."""
+    def _draw_order(self, seed: int, split: str, epoch: int) -> np.ndarray:
+        """Draw the order of the stories in an epoch."""
         rng = np.random.default_rng([seed, SPLITS.index(split), epoch])
         return rng.permutation(len(self._corpora[split].starts) - 1)
 
-    def _bounds(self, split: str, batch_size: int) -> tuple[np.ndarray, int]:
-        """Return the bounds of the parallel streams in an epoch's order.
+    def _find_bounds(self, split: str, batch_size: int) -> tuple[np.ndarray, int]:
+        """Find where to cut the joined stories of an epoch into parallel streams.
 
         Returns:
             The start of each stream followed by the end of the last, shape (batch_size + 1,), and
@@ -172,42 +174,42 @@ class CatBabi(Task):
         if split == "train":
             length = total // batch_size
             return np.arange(batch_size + 1) * length, length
-        sizes = np.diff(starts)[self._order(0, split, 0)]
-        ordered = np.cumsum([0, *sizes])
+        sizes = np.diff(starts)[self._draw_order(0, split, 0)]
+        story_starts = np.cumsum([0, *sizes])  # in the order of the epoch
         # Move each even cut to the story boundary at or after it.
-        even = np.arange(batch_size + 1) * total // batch_size
-        bounds = ordered[np.searchsorted(ordered, even)]
+        even_cuts = np.arange(batch_size + 1) * total // batch_size
+        bounds = story_starts[np.searchsorted(story_starts, even_cuts)]
         return bounds, int(np.diff(bounds).max())
 
     def _cut(self, seed: int, split: str, epoch: int, batch_size: int) -> _Epoch:
         """Join an epoch's stories and cut them into parallel streams."""
         # 1. All tokens in the order of the epoch, and their labels.
         corpus = self._corpora[split]
-        order = self._order(seed, split, epoch)
+        order = self._draw_order(seed, split, epoch)
         sizes = np.diff(corpus.starts)[order]
         ends = np.cumsum(sizes)
-        # Token t of the stream is token t − (story start in the stream) + (story start in the
-        # corpus) of the corpus.
+        # Position in the corpus = position in the epoch − start of the story in the epoch
+        # + start of the story in the corpus.
         source = np.arange(ends[-1]) + np.repeat(corpus.starts[order] - (ends - sizes), sizes)
         # An `<eos>` follows the last story, as it follows all others.
         tokens = np.append(corpus.tokens[source], np.int32(self.eos))
         # Shifted by one token: the label is at the `?`, not at the answer.
-        kinds = np.append(corpus.kinds[source], np.int8(0))[1:]
-        labels = np.where(kinds > 0, tokens[1:], IGNORE)
+        subtasks = np.append(corpus.subtasks[source], np.int8(0))[1:]
+        labels = np.where(subtasks > 0, tokens[1:], IGNORE)
 
         # 2. Cut into rows.
-        bounds, longest = self._bounds(split, batch_size)
+        bounds, longest = self._find_bounds(split, batch_size)
         streams = _Epoch(
             tokens=np.full((batch_size, longest), self.pad, np.int32),
             labels=np.full((batch_size, longest), IGNORE, np.int32),
-            kinds=np.zeros((batch_size, longest), np.int8),
+            subtasks=np.zeros((batch_size, longest), np.int8),
             lengths=np.diff(bounds),
         )
         for row, size in enumerate(streams.lengths):
             positions = slice(bounds[row], bounds[row] + size)
             streams.tokens[row, :size] = tokens[positions]
             streams.labels[row, :size] = labels[positions]
-            streams.kinds[row, :size] = kinds[positions]
+            streams.subtasks[row, :size] = subtasks[positions]
         return streams
 
     def score(self, predicted: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
@@ -216,11 +218,11 @@ class CatBabi(Task):
         The values of a bAbI task are empty if the batch has none of its questions.
         """
         is_correct = (predicted == batch.labels).astype(float)
-        assert batch.kinds is not None  # every batch of this class has them
-        metrics = {"accuracy": is_correct[batch.kinds > 0]}
-        for story in self.stories:
-            metrics[f"qa{story}"] = is_correct[batch.kinds == story]
+        assert batch.subtasks is not None  # every batch of this class has them
+        metrics = {"accuracy": is_correct[batch.subtasks > 0]}
+        for babi_task in self.babi_tasks:
+            metrics[f"qa{babi_task}"] = is_correct[batch.subtasks == babi_task]
         return metrics
 
     def item_rows(self, batch: Batch) -> dict[str, np.ndarray]:
-        return {}  # rows are arbitrary cuts of a stream, so each question counts as independent
+        return {}  # a row is an arbitrary cut of a stream: each question counts as independent

@@ -19,9 +19,9 @@ class Copying(Task):
     """String tasks of Jelassi et al. 2024.
 
     Tokens are the characters of the alphabet, then `$` (start), `|` (separator), `.` (end) and `*`
-    (padding). The length counts the characters of the string s, which is copied or searched; they
-    are uniform. The model answers the tokens in square brackets, one token ahead, and reads the
-    correct tokens before each answer (teacher forcing):
+    (padding). The length counts the characters of the string s, which is copied or searched; the
+    characters are uniform. The model answers the tokens in square brackets, one token ahead, and
+    reads the correct tokens before each answer (teacher forcing):
 
         copy             $ s | [s .]
         suffix_ngram     $ s | key [value .]   value: the n characters of s right after the key
@@ -42,16 +42,16 @@ class Copying(Task):
 
     headline = "string_accuracy"
 
-    def __init__(self, task: config.Task):
-        self.name = task.name
-        self.alphabet_size = task.alphabet
-        self.n = task.ngram
-        self.context = task.context
-        special = range(self.alphabet_size, self.alphabet_size + 4)
-        self.start, self.separator, self.end, self.pad = special
+    def __init__(self, section: config.Task):
+        self.name = section.name
+        self.alphabet_size = section.alphabet
+        self.n = section.ngram
+        self.context = section.context
+        special_ids = range(self.alphabet_size, self.alphabet_size + 4)
+        self.start, self.separator, self.end, self.pad = special_ids
         self.vocab_size = self.alphabet_size + 4
-        further = (chr(256 + i) for i in range(len(CHARACTERS), self.alphabet_size))
-        self.token_names = [*CHARACTERS[: self.alphabet_size], *further, *"$|.*"]
+        more_characters = (chr(256 + i) for i in range(len(CHARACTERS), self.alphabet_size))
+        self.token_names = [*CHARACTERS[: self.alphabet_size], *more_characters, *"$|.*"]
         self.chance = 1 / self.alphabet_size
         self.min_length = 1 if self.name == "copy" else 2 * self.n  # two n-grams fit
 
@@ -72,9 +72,9 @@ class Copying(Task):
         self.check_length(lengths[1])
         if split != "train":  # one example per row
             string_lengths = draw_lengths(rng, batch_size, lengths, min_length=self.min_length)
-            tokens, is_answer = self._examples(rng, string_lengths, split)
+            tokens, is_answer = self._draw_examples(rng, string_lengths, split)
             sizes = self.count_tokens(string_lengths)
-            return self._batch(tokens, is_answer, sizes, int(sizes.max()))
+            return self._build_batch(tokens, is_answer, sizes, int(sizes.max()))
         if self.count_tokens(lengths[1]) > self.context:
             raise TaskError(
                 f"{self.name} with strings of length {lengths[1]} needs a context of "
@@ -82,13 +82,14 @@ class Copying(Task):
                 " it or train on shorter strings"
             )
         # Draw the largest possible number of examples for each row, then keep those that fit.
-        slots = self.context // self.count_tokens(max(lengths[0], self.min_length))
-        string_lengths = draw_lengths(rng, batch_size * slots, lengths, min_length=self.min_length)
-        string_lengths = string_lengths.reshape(batch_size, slots)
+        max_examples = self.context // self.count_tokens(max(lengths[0], self.min_length))
+        string_lengths = draw_lengths(
+            rng, batch_size * max_examples, lengths, min_length=self.min_length
+        ).reshape(batch_size, max_examples)
         fits = self.count_tokens(string_lengths).cumsum(1) <= self.context
         sizes = (self.count_tokens(string_lengths) * fits).sum(1)
-        tokens, is_answer = self._examples(rng, string_lengths[fits], split)
-        return self._batch(tokens, is_answer, sizes, self.context)
+        tokens, is_answer = self._draw_examples(rng, string_lengths[fits], split)
+        return self._build_batch(tokens, is_answer, sizes, self.context)
 
     def score(self, predicted: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
         """Score predictions (b,l).
@@ -99,8 +100,8 @@ class Copying(Task):
         is_scored = batch.labels != IGNORE
         is_correct = predicted == batch.labels
         # Every example begins with `$`, which appears nowhere else.
-        example = (batch.input_ids == self.start).cumsum().reshape(is_scored.shape) - 1
-        mistakes = np.bincount(example[is_scored], ~is_correct[is_scored])
+        example_index = (batch.input_ids == self.start).cumsum().reshape(is_scored.shape) - 1
+        mistakes = np.bincount(example_index[is_scored], ~is_correct[is_scored])
         is_character = is_scored & (batch.labels < self.alphabet_size)
         return {
             "character_accuracy": is_correct[is_character].astype(float),
@@ -111,10 +112,10 @@ class Copying(Task):
         is_character = (batch.labels != IGNORE) & (batch.labels < self.alphabet_size)
         return {"character_accuracy": np.nonzero(is_character)[0]}
 
-    def _batch(
+    def _build_batch(
         self, tokens: np.ndarray, is_answer: np.ndarray, sizes: np.ndarray, width: int
     ) -> Batch:
-        """Split consecutive tokens into rows of `sizes` tokens, padded to `width`."""
+        """Split joined examples into rows of `sizes` tokens, padded to `width`, and add labels."""
         # A token's label is the next token. The token after an example's end is never an answer.
         labels = np.where(np.roll(is_answer, -1), np.roll(tokens, -1), IGNORE)
         mask = np.arange(width) < sizes[:, None]
@@ -125,7 +126,7 @@ class Copying(Task):
         batch.labels[mask] = labels
         return batch
 
-    def _examples(
+    def _draw_examples(
         self, rng: np.random.Generator, lengths: np.ndarray, split: str
     ) -> tuple[np.ndarray, np.ndarray]:
         """Draw examples with strings of these lengths (b,), one after another.
@@ -136,19 +137,19 @@ class Copying(Task):
         # 1. Draw the strings, from disjoint sets for the splits.
         width = int(lengths.max())
         can_redraw = lengths >= (self.prefix_length or np.inf)
-        arrays = self._strings(rng, lengths, width)
+        arrays = self._draw_strings(rng, lengths, width)
         splits.redraw_samples(
             split,
             arrays,
             can_redraw,
-            lambda rows: self._strings(rng, lengths[rows], width),
+            lambda rows: self._draw_strings(rng, lengths[rows], width),
             lengths,
         )
         strings = arrays[0]
 
         # 2. Put prompt and answer of each example side by side: (b, all columns), padded inside.
-        special = (self.start, self.separator, self.end)
-        start, separator, end = (np.full((len(strings), 1), token) for token in special)
+        tokens = (self.start, self.separator, self.end)
+        start, separator, end = (np.full((len(strings), 1), token) for token in tokens)
         if self.name == "copy":
             prompt, answer = [start, strings, separator], [strings, end]
         else:
@@ -162,7 +163,7 @@ class Copying(Task):
         is_token = padded != self.pad
         return padded[is_token], is_answer[is_token]
 
-    def _strings(
+    def _draw_strings(
         self, rng: np.random.Generator, lengths: np.ndarray, width: int
     ) -> tuple[np.ndarray, ...]:
         """Draw strings of these lengths (b,), padded to `width`; for look-ups also keys and values.
@@ -185,11 +186,11 @@ class Copying(Task):
             Keys and values, shape (b,n) each.
         """
         key_position = rng.integers(0, lengths - 2 * self.n + 1)
-        key = self._ngrams(strings, key_position)
-        can_be_unique = max(self.alphabet_size, self.n) > 2  # see the class
+        key = self._extract_ngrams(strings, key_position)
+        can_be_unique = max(self.alphabet_size, self.n) > 2  # see the docstring of the class
         unchecked = np.arange(len(strings) if can_be_unique else 0)
         while len(unchecked):
-            row, position = np.nonzero(self._matches(strings[unchecked], key[unchecked]))
+            row, position = np.nonzero(self._find_matches(strings[unchecked], key[unchecked]))
             row = unchecked[row]
             is_other = position != key_position[row]
             row = row[is_other]
@@ -199,14 +200,14 @@ class Copying(Task):
             farthest = np.where(position > key_position[row], position + self.n - 1, position)
             strings[row, farthest] = rng.integers(self.alphabet_size, size=len(row))
             unchecked = np.unique(row)
-        first = self._matches(strings, key).argmax(1)
-        return key, self._ngrams(strings, first + self.n)
+        first_match = self._find_matches(strings, key).argmax(1)
+        return key, self._extract_ngrams(strings, first_match + self.n)
 
-    def _matches(self, strings: np.ndarray, key: np.ndarray) -> np.ndarray:
-        """Return the positions at which the key (b,n) occurs in its string, (b, l − n + 1) bool."""
+    def _find_matches(self, strings: np.ndarray, key: np.ndarray) -> np.ndarray:
+        """Return True at each position where the key (b,n) begins, shape (b, l − n + 1)."""
         windows = np.lib.stride_tricks.sliding_window_view(strings, self.n, axis=1)
         return (windows == key[:, None]).all(-1)
 
-    def _ngrams(self, strings: np.ndarray, position: np.ndarray) -> np.ndarray:
+    def _extract_ngrams(self, strings: np.ndarray, position: np.ndarray) -> np.ndarray:
         """Return the n-gram of each string (b,l) that begins at `position` (b,), (b,n)."""
         return np.take_along_axis(strings, position[:, None] + np.arange(self.n), 1)

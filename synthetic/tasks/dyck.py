@@ -15,8 +15,9 @@ PAIRS = ("()", "[]", "{}", "<>", "«»", "‹›", "⟦⟧", "⟨⟩")
 class Dyck(FormalLanguage):
     """Dyck-(k, m): prefixes of well-nested sequences with k kinds of brackets and depth at most m.
 
-    k is `task.brackets`, m is `task.depth`. The answer is the kind of the innermost open bracket,
-    the only bracket that may be closed next: 1 to k, or 0 if all brackets are closed.
+    k is `task.brackets`, m is `task.depth`, the maximum number of open brackets. The answer is the
+    kind of the innermost open bracket, the only bracket that may be closed next: 1 to k, or 0 if
+    all brackets are closed.
 
         input      (  [  ]  (  )  )
         answers    1  2  1  1  1  0
@@ -29,17 +30,17 @@ class Dyck(FormalLanguage):
     memory", arXiv 2010.07515.
     """
 
-    def __init__(self, task: config.Task):
-        super().__init__(task)
-        self.kinds, self.depth = task.brackets, task.depth
-        pairs = PAIRS[: self.kinds]
+    def __init__(self, section: config.Task):
+        super().__init__(section)
+        self.kind_count, self.depth = section.brackets, section.depth
+        pairs = PAIRS[: self.kind_count]
         self.characters = [pair[0] for pair in pairs] + [pair[1] for pair in pairs]
-        self.symbols = 2 * self.kinds
+        self.symbols = 2 * self.kind_count  # ids: opening brackets by kind, then closing ones
         self.vocab_size = self.symbols + 1
-        # The depth is a random walk on 0 … m that turns at both ends. It visits 0 half as often as
-        # an inner depth, which is 1 / m of its even steps.
-        closed = 1 / self.depth
-        self.chance = max(closed, (1 - closed) / self.kinds)
+        # The depth is a random walk on 0 … m that turns at both ends, where it is half as often as
+        # at an inner depth. Therefore it is 0 with probability 1 / m, given an even length.
+        all_closed = 1 / self.depth
+        self.chance = max(all_closed, (1 - all_closed) / self.kind_count)
         if self.chance == 1:
             raise TaskError(
                 "task.depth is 1: after an even number of brackets all are closed; it must be 2 or"
@@ -47,13 +48,14 @@ class Dyck(FormalLanguage):
             )
 
     def chance_at(self, lengths: np.ndarray) -> np.ndarray:
-        odd = 1 / self.kinds if self.kinds > 1 else self.chance
-        return np.where(lengths % 2, odd, self.chance)
+        # With one kind, the answer at odd lengths is always 1: keep `chance` to scale accuracies.
+        odd_chance = 1 / self.kind_count if self.kind_count > 1 else self.chance
+        return np.where(lengths % 2, odd_chance, self.chance)
 
     def count_contents(self, width: int) -> float:
-        counts = [1] + [0] * self.depth  # sequences by the number of open brackets
+        counts = [1] + [0] * self.depth  # number of sequences for each number of open brackets
         for _ in range(width):
-            opened = [0, *(self.kinds * count for count in counts[:-1])]
+            opened = [0, *(self.kind_count * count for count in counts[:-1])]
             closed = [*counts[1:], 0]
             counts = [a + b for a, b in zip(opened, closed)]
         return sum(counts)
@@ -65,8 +67,8 @@ class Dyck(FormalLanguage):
         ids = np.empty((count, width), int)
         for position in range(width):
             opens = (depth == 0) | ((depth < self.depth) & (rng.random(count) < 0.5))
-            kind = rng.integers(self.kinds, size=count)
-            ids[:, position] = np.where(opens, kind, self.kinds + stack[rows, depth])
+            kind = rng.integers(self.kind_count, size=count)
+            ids[:, position] = np.where(opens, kind, self.kind_count + stack[rows, depth])
             depth += np.where(opens, 1, -1)
             stack[rows[opens], depth[opens]] = kind[opens]
         return ids
@@ -77,7 +79,7 @@ class Dyck(FormalLanguage):
         depth = np.zeros(len(ids), int)
         answers = np.empty(ids.shape, int)
         for position in range(ids.shape[1]):
-            opens = ids[:, position] < self.kinds
+            opens = ids[:, position] < self.kind_count
             depth += np.where(opens, 1, -1)
             stack[rows[opens], depth[opens]] = ids[opens, position] + 1
             answers[:, position] = stack[rows, depth]
@@ -92,10 +94,11 @@ class Dyck(FormalLanguage):
             return
 
         def draw(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            new = self.draw(rng, len(rows), ids.shape[1])
-            return new[:, :prefix_length].copy(), new
+            sequences = self.draw(rng, len(rows), ids.shape[1])
+            return sequences[:, :prefix_length].copy(), sequences
 
         arrays = ids[:, :prefix_length].copy(), ids
         splits.redraw_samples(split, arrays, self._can_redraw(sizes), draw)
 
-    label_ids = Task.label_ids  # typed brackets could close a bracket that is not open
+    # Typing is not supported: typed brackets could close a bracket that is not open.
+    label_ids = Task.label_ids

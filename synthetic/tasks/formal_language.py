@@ -20,11 +20,11 @@ class FormalLanguage(Task):
 
     headline = "scaled_accuracy"
     characters: str | list[str]  # names of the symbols by id; padding is the last id
-    symbols: int  # `draw` draws ids 0 to symbols − 1 uniformly
+    symbols: int  # number of symbols; `draw` draws ids 0 to symbols − 1 uniformly
 
-    def __init__(self, task: config.Task):
-        self.name = task.name
-        self.labels_every_token = task.supervision == "every"
+    def __init__(self, section: config.Task):
+        self.name = section.name
+        self.labels_every_token = section.supervision == "every"
 
     def count_contents(self, width: int) -> float:
         return self.symbols**width
@@ -86,11 +86,11 @@ class FormalLanguage(Task):
             answers: Answer at each position, shape (b,l).
             sizes: Length of each sequence, shape (b,); the positions after it become padding.
         """
-        position = np.arange(ids.shape[1])
+        positions = np.arange(ids.shape[1])
         last = sizes[:, None] - 1
-        mask = position <= last
-        is_scored = mask if self.labels_every_token else position == last
-        labels = np.where(is_scored, answers, IGNORE)
+        mask = positions <= last
+        is_labelled = mask if self.labels_every_token else positions == last
+        labels = np.where(is_labelled, answers, IGNORE)
         return Batch(np.where(mask, ids, self.pad), labels, None if mask.all() else mask)
 
     def score(self, predicted: np.ndarray, batch: Batch) -> dict[str, np.ndarray]:
@@ -98,7 +98,8 @@ class FormalLanguage(Task):
 
         `scaled_accuracy` is 0 for guessing and 1 for perfect answers.
         """
-        last = batch.labels.shape[1] - 1 - (batch.labels != IGNORE)[:, ::-1].argmax(1)
+        is_labelled = batch.labels != IGNORE
+        last = batch.labels.shape[1] - 1 - is_labelled[:, ::-1].argmax(1)
         rows = np.arange(len(last))
         accuracy = (predicted[rows, last] == batch.labels[rows, last]).astype(float)
         chance = self.chance_at(last + 1)
@@ -143,25 +144,25 @@ class Parity(FormalLanguage):
 class ModularArithmetic(FormalLanguage):
     """Value, modulo `task.modulus`, of an expression that ends with `=`.
 
-    The length n counts the tokens before the `=`, whose label is the value. Tokens are the digits
-    0 … m − 1 (one token each, also above 9), then + − * ( ) = and padding: 12 for m = 5.
+    The length n counts the tokens before the `=`. The label at the `=` is the value. Tokens are the
+    digits 0 … m − 1 (one token each, also above 9), then + − * ( ) = and padding: 12 ids for m = 5.
 
     Without brackets, digits and + − * alternate, with the usual precedence. With brackets, an
     expression is d, -d, (d) or (-d) for n = 1, 2, 3, 4; longer ones are `(left op right)`, where
-    the length of left is uniform in 1 … n − 4. With brackets op is + or −: Delétang et al. leave
-    out products by default, because they would make the value 0 too often. Grazzi et al. report
-    both (Table 5). The published scores that we compare FP-Mamba with agree with the version
-    without products.
+    the length of left is uniform in 1 … n − 4, and op is + or −. Delétang et al. leave out products
+    by default, because products would make the value 0 too often. Grazzi et al. report scores with
+    and without products (Table 5); those without agree with the published scores that we compare
+    FP-Mamba with.
 
     Source: `modular_arithmetic` and `modular_arithmetic_brackets` of Delétang et al. 2023
     (arXiv 2207.02098), with the `=` and the vocabulary of Beck et al. 2024 (xLSTM,
     arXiv 2405.04517) and Grazzi et al. 2024 (arXiv 2411.12537).
     """
 
-    def __init__(self, task: config.Task):
-        super().__init__(task)
-        self.modulus = task.modulus
-        self.chance = 1 / task.modulus
+    def __init__(self, section: config.Task):
+        super().__init__(section)
+        self.modulus = section.modulus
+        self.chance = 1 / section.modulus
         self.has_brackets = self.name == "mod_arithmetic_brackets"
         if self.has_brackets and self.labels_every_token:
             raise TaskError(
@@ -177,9 +178,11 @@ class ModularArithmetic(FormalLanguage):
 
     def count_contents(self, width: int) -> float:
         if not self.has_brackets:
+            if width % 2 == 0:
+                return 0  # expressions end with a digit
             digits = (width + 1) // 2
-            return self.modulus**digits * len(self.operators) ** (digits - 1) * (width % 2)
-        counts = [0, *[self.modulus] * 4]
+            return self.modulus**digits * len(self.operators) ** (digits - 1)
+        counts = [0, *[self.modulus] * 4]  # for each length; lengths 1 to 4 are leaves
         for n in range(5, width + 1):
             pairs = sum(counts[size] * counts[n - 3 - size] for size in range(1, n - 3))
             counts.append(len(self.operators) * pairs)
@@ -208,10 +211,10 @@ class ModularArithmetic(FormalLanguage):
         answers[rows, sizes] = answers[rows, sizes - 1]
         return self.label(ids, answers, sizes + 1)
 
-    label_ids = Task.label_ids  # expressions cannot be typed
+    label_ids = Task.label_ids  # `parse_typed` then refuses: expressions cannot be typed
 
     def draw(self, rng: np.random.Generator, count: int, width: int) -> np.ndarray:
-        """Draw expressions without brackets, shape (count,width)."""
+        """Draw expressions without brackets, shape (count,width): digits at even positions."""
         ids = np.empty((count, width), int)
         ids[:, ::2] = rng.integers(self.modulus, size=(count, (width + 1) // 2))
         ids[:, 1::2] = rng.choice(self.operators, (count, width // 2))
@@ -260,19 +263,18 @@ class ModularArithmetic(FormalLanguage):
         depths = []
         while len(start):
             is_leaf = length <= 4
-            leaf_values = self._write_leaves(rng, ids, start[is_leaf], length[is_leaf])
-            values = np.empty(len(start), int)
-            values[is_leaf] = leaf_values
+            values = np.empty(len(start), int)  # those of other parts follow in step 2
+            values[is_leaf] = self._write_leaves(rng, ids, start[is_leaf], length[is_leaf])
 
-            first = start[~is_leaf]
+            opening = start[~is_leaf]  # position of each `(`
             size = length[~is_leaf]
             left_size = rng.integers(1, size - 3)
-            op = rng.choice(self.operators, len(first))
-            ids[first] = self.open
-            ids[first + 1 + left_size] = op
-            ids[first + size - 1] = self.close
+            op = rng.choice(self.operators, len(opening))
+            ids[opening] = self.open
+            ids[opening + 1 + left_size] = op
+            ids[opening + size - 1] = self.close
             depths.append((values, is_leaf, op))
-            start = np.append(first + 1, first + 2 + left_size)
+            start = np.append(opening + 1, opening + 2 + left_size)
             length = np.append(left_size, size - 3 - left_size)
 
         # 2. Compute the values from the deepest parts up. `deeper_values` holds the values of all

@@ -18,7 +18,7 @@ class SelectiveCopying(UniformLengthTask):
 
     `task.content` tokens from an alphabet of `task.alphabet` have uniformly drawn positions.
     The length counts all tokens, so longer sequences have more blanks. The model does not read the
-    answers, so it must keep track of the next one itself. MAD uses `alphabet: 14`, `content: 16`
+    answers, so it must itself count which answer is next. MAD uses `alphabet: 14`, `content: 16`
     and 256 tokens.
 
     Source: `selective copying` of Poli et al. 2024 (MAD, arXiv 2403.17844), after Gu & Dao 2023
@@ -27,11 +27,12 @@ class SelectiveCopying(UniformLengthTask):
 
     headline = "token_accuracy"
 
-    def __init__(self, task: config.Task):
-        self.name = task.name
-        self.alphabet_size = task.alphabet
-        self.content = task.content
-        self.blank, self.copy = self.alphabet_size, self.alphabet_size + 1
+    def __init__(self, section: config.Task):
+        self.name = section.name
+        self.alphabet_size = section.alphabet
+        self.content = section.content
+        self.blank = self.alphabet_size
+        self.separator = self.alphabet_size + 1  # the answers follow it
         self.vocab_size = self.alphabet_size + 2
         self.chance = 1 / self.alphabet_size
         self.min_length = 2 * self.content + 1
@@ -46,12 +47,14 @@ class SelectiveCopying(UniformLengthTask):
     def draw(self, rng: np.random.Generator, count: int, length: int, split: str) -> Rows:
         content = rng.integers(self.alphabet_size, size=(count, self.content))
         ids = np.full((count, length), self.blank)
-        copy_position = length - self.content - 1
-        positions = np.sort(rng.random((count, copy_position)).argsort(1)[:, : self.content], 1)
+        separator_position = length - self.content - 1
+        positions = np.sort(
+            rng.random((count, separator_position)).argsort(1)[:, : self.content], 1
+        )
         np.put_along_axis(ids, positions, content, 1)
-        ids[:, copy_position] = self.copy
+        ids[:, separator_position] = self.separator
         labels = np.full((count, length), IGNORE)
-        labels[:, copy_position + 1 :] = content
+        labels[:, separator_position + 1 :] = content
         return Rows(content, ids, labels)
 
 
@@ -73,9 +76,9 @@ class Memorization(UniformLengthTask):
     min_length = 2
     length_step = 2
 
-    def __init__(self, task: config.Task):
-        self.name = task.name
-        self.key_count = task.alphabet
+    def __init__(self, section: config.Task):
+        self.name = section.name
+        self.key_count = section.alphabet
         self.query = 2 * self.key_count
         self.vocab_size = 2 * self.key_count + 1
         self.chance = 1 / self.key_count

@@ -11,7 +11,7 @@ from synthetic import config
 from synthetic.tasks import IGNORE, TaskError, task
 from synthetic.tasks.uniform_length import Rows, UniformLengthTask, key_value_names
 
-MAX_MOTIFS = 10_000
+MAX_MOTIFS = 10_000  # different keys of fuzzy_recall
 
 
 @task("mqar")
@@ -23,9 +23,9 @@ class MultiQueryRecall(UniformLengthTask):
 
     Ids are `task.alphabet` keys, then as many values. A sequence of `length` tokens begins with
     `task.pairs` pairs (default: length / 16), with no key and no value twice. Each key is repeated
-    at a random even position after the pairs, where the answer is its value. Short distances are
-    more frequent: the distance has the density a x^(a − 1) with a = 0.01. Random ids fill the other
-    positions.
+    at a random even position after the pairs, where the answer is its value. Early positions are
+    more frequent: the distance x from the pairs has the density a x^(a − 1) with a = 0.01. Random
+    ids fill the other positions.
 
     Source: Arora et al. 2024, "Zoology: Measuring and Improving Recall in Efficient Language
     Models", arXiv 2312.04927.
@@ -33,12 +33,12 @@ class MultiQueryRecall(UniformLengthTask):
 
     headline = "token_accuracy"
     length_step = 2
-    power = 0.01  # a in the density of distances
+    power = 0.01  # a in the density of x
 
-    def __init__(self, task: config.Task):
-        self.name = task.name
-        self.key_count = task.alphabet
-        self.pairs = task.pairs
+    def __init__(self, section: config.Task):
+        self.name = section.name
+        self.key_count = section.alphabet
+        self.pairs = section.pairs
         self.vocab_size = 2 * self.key_count
         self.token_names = key_value_names(self.key_count)
         self.chance = 1 / self.key_count
@@ -58,7 +58,7 @@ class MultiQueryRecall(UniformLengthTask):
             )
 
     def count_contents(self, width: int) -> float:
-        """Return the number of beginnings of `width` tokens with no key and no value twice."""
+        """Count the beginnings of `width` tokens in which no key and no value occurs twice."""
         keys, values = (width + 1) // 2, width // 2
         if keys > self.key_count:
             return 0.0
@@ -79,8 +79,8 @@ class MultiQueryRecall(UniformLengthTask):
         # 2. Draw a position for each query: by weight, without replacement (Gumbel top-k).
         positions = (length - 2 * pairs) // 2
         log_weight = (self.power - 1) * np.log(np.arange(1, positions + 1))
-        gumbel = log_weight + rng.gumbel(size=(count, positions))
-        query_positions = 2 * pairs + 2 * gumbel.argsort(1)[:, ::-1][:, :pairs]
+        scores = log_weight + rng.gumbel(size=(count, positions))
+        query_positions = 2 * pairs + 2 * scores.argsort(1)[:, ::-1][:, :pairs]
         labels = np.full((count, length), IGNORE)
         np.put_along_axis(ids, query_positions, keys, 1)
         np.put_along_axis(labels, query_positions, values, 1)
@@ -91,10 +91,11 @@ class MultiQueryRecall(UniformLengthTask):
 class InContextRecall(UniformLengthTask):
     """In-context recall of MAD, in its plain, noisy and fuzzy form, with many queries per sequence.
 
-    A sequence consists of key-value pairs, drawn with replacement. A key has the same value
-    throughout the sequence, and the last key is always one that occurred before. Whenever a key
-    occurs again, its value is the answer, one token ahead. The model reads the correct tokens
-    before each answer (teacher forcing):
+    A sequence consists of key-value pairs, drawn with replacement. Keys and values are motifs,
+    which have one token, or in fuzzy_recall several. A key has the same value throughout the
+    sequence, and the last key always occurred before. Whenever a key occurs again, its value is the
+    answer, one token ahead. The model reads the correct tokens before each answer (teacher
+    forcing):
 
         in_context_recall   k1 v5 k3 v2 k1 [v5]
         noisy_recall        with probability `task.noise`, two noise tokens replace a pair
@@ -112,11 +113,11 @@ class InContextRecall(UniformLengthTask):
     headline = "token_accuracy"
     noise_tokens = 16
 
-    def __init__(self, task: config.Task):
-        self.name = task.name
-        self.alphabet_size = task.alphabet
-        self.noise = task.noise if self.name == "noisy_recall" else 0.0
-        max_size = task.ngram if self.name == "fuzzy_recall" else 1
+    def __init__(self, section: config.Task):
+        self.name = section.name
+        self.alphabet_size = section.alphabet
+        self.noise = section.noise if self.name == "noisy_recall" else 0.0
+        max_size = section.ngram if self.name == "fuzzy_recall" else 1
         self.motifs = _list_motifs(self.alphabet_size, max_size)
         self.pad = 2 * self.alphabet_size + self.noise_tokens
         self.vocab_size = self.pad + 1
@@ -125,17 +126,17 @@ class InContextRecall(UniformLengthTask):
             *(f"n{i}" for i in range(self.noise_tokens)),
             "_",
         ]
-        # The tokens of a value are different: after i tokens, only the others can be guessed.
-        tokens = range(max_size)
-        frequencies = [max_size - i for i in tokens]
-        guesses = [frequencies[i] / (self.alphabet_size - i) for i in tokens]
-        self.chance = sum(guesses) / sum(frequencies)
+        # Token i of a value (from 0) is one of alphabet_size − i, because the tokens of a value are
+        # different. max_size − i of the max_size possible value lengths have a token i.
+        frequencies = [max_size - i for i in range(max_size)]
+        correct_guesses = [frequencies[i] / (self.alphabet_size - i) for i in range(max_size)]
+        self.chance = sum(correct_guesses) / sum(frequencies)
         self.min_length = 4 * max_size  # the same pair twice, whatever its size
         self.length_step = 2 if max_size == 1 else 1
-        self.max_padding = 0 if max_size == 1 else 4 * max_size - 3  # tokens
+        self.max_padding = 0 if max_size == 1 else 4 * max_size - 3  # tokens at the end of a row
 
     def count_contents(self, width: int) -> float:
-        """Return a lower bound: pairs with different keys, keys and values of one token."""
+        """Return a lower bound: the number of contents of different keys of one token."""
         pairs = min(width // 2, self.alphabet_size)
         different_keys = np.prod(np.arange(self.alphabet_size, self.alphabet_size - pairs, -1.0))
         return float(different_keys * float(self.alphabet_size) ** pairs)
@@ -176,8 +177,9 @@ class InContextRecall(UniformLengthTask):
         """Draw as many keys as fit, then one that occurred before.
 
         Returns:
-            Keys (b,pairs), the value of every key in each row (b, number of motifs), and which keys
-            are used (b,pairs). Keys and values are indices of motifs; a key of −1 is noise.
+            The keys (b,pairs), the dictionary with the value of every possible key in each row
+            (b, number of motifs), and True for keys that are used (b,pairs). Keys and values are
+            indices of motifs; a key of −1 is noise.
         """
         max_size = self.motifs.shape[1]
         sizes = (self.motifs >= 0).sum(1)
@@ -186,8 +188,9 @@ class InContextRecall(UniformLengthTask):
         dictionary = _draw_motifs(rng, (count, len(sizes)), sizes, 1)
         keys[:, 1:][rng.random((count, pairs - 1)) < self.noise] = -1
         pair_sizes = np.where(keys < 0, 2, sizes[keys] + sizes[_look_up(dictionary, keys)])
-        last = (pair_sizes.cumsum(1) <= length - 2 * max_size).sum(1)
+        last = (pair_sizes.cumsum(1) <= length - 2 * max_size).sum(1)  # index of the last pair
         last = np.minimum(last, pairs - 1)
+        # The last key repeats a random earlier one, which must not be noise.
         can_repeat = (np.arange(pairs) < last[:, None]) & (keys >= 0)
         earlier = np.where(can_repeat, rng.random(keys.shape), -1).argmax(1)
         rows = np.arange(count)
@@ -219,9 +222,9 @@ def _draw_motifs(
 ) -> np.ndarray:
     """Draw indices of motifs: a size, uniform from `min_size` up, then a motif of that size."""
     motif_sizes = rng.integers(min_size, sizes.max() + 1, shape)
-    first = np.searchsorted(sizes, np.arange(sizes.max() + 2))  # first motif of each size
-    count = np.diff(first)
-    return first[motif_sizes] + (rng.random(shape) * count[motif_sizes]).astype(int)
+    first_of_size = np.searchsorted(sizes, np.arange(sizes.max() + 2))  # motifs are sorted by size
+    count = np.diff(first_of_size)  # motifs of each size
+    return first_of_size[motif_sizes] + (rng.random(shape) * count[motif_sizes]).astype(int)
 
 
 def _look_up(dictionary: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -229,12 +232,12 @@ def _look_up(dictionary: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return np.take_along_axis(dictionary, np.maximum(keys, 0), 1)
 
 
-def _is_repeated(keys: np.ndarray, count: int) -> np.ndarray:
-    """Return whether each key (b,pairs) occurs earlier in its row, (b,pairs); −1 never does."""
+def _is_repeated(keys: np.ndarray, motif_count: int) -> np.ndarray:
+    """Return True for keys (b,pairs) that occur earlier in their row; noise (−1) never does."""
     pairs = keys.shape[1]
-    first = np.full((len(keys), count + 1), pairs)
+    first_position = np.full((len(keys), motif_count + 1), pairs)
     rows = np.arange(len(keys))
     for position in reversed(range(pairs)):
-        first[rows, keys[:, position]] = position
-    is_repeated = np.take_along_axis(first, keys % (count + 1), 1) < np.arange(pairs)
+        first_position[rows, keys[:, position]] = position  # −1 is the last column
+    is_repeated = np.take_along_axis(first_position, keys % (motif_count + 1), 1) < np.arange(pairs)
     return is_repeated & (keys >= 0)

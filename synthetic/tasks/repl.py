@@ -17,8 +17,8 @@ NAMES = "abcdefghi"
 class Repl(UniformLengthTask):
     """Variables hold the numbers 1, 2, …; the session prints one, then swaps two, and repeats.
 
-    `task.variables` is the number of variables. The form is the same as form `repl` of
-    `source: traces` in language-model training.
+    `task.variables` is the number of variables. Language models train on the same sessions with
+    `source: traces` in the form `repl`.
 
         >>> a, b, c = 2, 3, 1
         >>> print(a)            the answer at the closing bracket is 2
@@ -26,17 +26,17 @@ class Repl(UniformLengthTask):
         >>> print(b)            3
 
     Tokens are the same as in Python's tokenizer, except that `>>>` and `print(` are single tokens.
-    The length counts swaps. The input does not contain the printed output. So the model must
-    compose a swap from eight tokens, and no answer shows the whole state, which is a permutation.
+    The length counts swaps. The input does not contain the printed output. The state is a
+    permutation: the model reads each swap from eight tokens, and an answer shows only one value.
     With five variables or more the task is as hard as the word problem of S5 (beyond TC⁰ if
     TC⁰ ≠ NC¹).
 
     The first print needs only a look-up. Without it, no model that we tried learned one swap.
     """
 
-    def __init__(self, task: config.Task):
-        self.name = task.name
-        self.variables = task.variables
+    def __init__(self, section: config.Task):
+        self.name = section.name
+        self.variables = section.variables
         self.tokens = [*NAMES[: self.variables], *map(str, range(1, self.variables + 1))]
         self.tokens += [">>>", ",", "=", "print(", ")", "\n"]
         self.token_names = [*self.tokens[:-1], "⏎"]
@@ -44,7 +44,7 @@ class Repl(UniformLengthTask):
         self.chance = 1 / self.variables
 
     def count_contents(self, width: int) -> float:
-        """Return the number of contents: one number for the first values, then one per swap."""
+        """Count the contents of `width` numbers: one for the first values, then one per swap."""
         first_values = math.factorial(self.variables)
         return first_values * float(math.comb(self.variables, 2)) ** (width - 1)
 

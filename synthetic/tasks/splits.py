@@ -1,6 +1,6 @@
 """Disjoint splits: the hash of a sample's content decides which split the sample belongs to.
 
-b samples, w tokens of each that are hashed.
+Shapes: b samples, w numbers of their content that are hashed.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy as np
 # (`evaluate.measure`).
 PARTS = 16
 MIN_SAMPLES = 4096
-HELD_OUT = {"valid": 0, "test": 1}
+HELD_OUT_PART = {"valid": 0, "test": 1}
 
 # Candidates drawn at once to replace a sample that belongs to another split. Training rejects 1
 # sample in 8; validation and test accept only 1 in PARTS.
-TRIES = {"train": 2, "valid": PARTS, "test": PARTS}
+CANDIDATES = {"train": 2, "valid": PARTS, "test": PARTS}
 
 
 @lru_cache(maxsize=32)
 def _factors(width: int) -> np.ndarray:
-    """Return a random odd factor for each position, (w,) uint64; a wider sample has more."""
+    """Return a random odd factor for each position, (w,) uint64; the first do not depend on w."""
     return np.random.default_rng(0).integers(0, 2**64, width, np.uint64) | np.uint64(1)
 
 
@@ -47,11 +47,11 @@ def hash_samples(ids: np.ndarray, sizes: np.ndarray | None = None) -> np.ndarray
 
 
 def is_in_split(split: str, hashes: np.ndarray) -> np.ndarray:
-    """Return for each hash (b,) whether its sample belongs to the split, (b,) bool."""
-    part = hashes >> np.uint64(60)  # the highest bits depend on all of a sample
+    """Return True for hashes (b,) whose sample belongs to the split, (b,) bool."""
+    part = hashes >> np.uint64(60)  # 16 parts; the highest bits depend on all numbers of a sample
     if split == "train":
-        return part >= len(HELD_OUT)
-    return part == HELD_OUT[split]
+        return part >= len(HELD_OUT_PART)
+    return part == HELD_OUT_PART[split]
 
 
 def redraw_samples(
@@ -71,15 +71,15 @@ def redraw_samples(
         sizes: Length of each sample, as in `hash_samples`.
     """
     rows = np.flatnonzero(can_redraw & ~is_in_split(split, hash_samples(arrays[0], sizes)))
-    tries = TRIES[split]
+    count = CANDIDATES[split]
     while len(rows):
         # Draw several candidates for each row and use the first one of the split.
-        candidate_rows = np.repeat(rows, tries)
+        candidate_rows = np.repeat(rows, count)
         candidates = draw(candidate_rows)
         hashes = hash_samples(candidates[0], None if sizes is None else sizes[candidate_rows])
-        fits = is_in_split(split, hashes).reshape(-1, tries)
+        fits = is_in_split(split, hashes).reshape(-1, count)
         has_fit = fits.any(1)
-        first_fit = np.arange(len(rows)) * tries + fits.argmax(1)
+        first_fit = np.arange(len(rows)) * count + fits.argmax(1)
         for array, candidate in zip(arrays, candidates):
             array[rows[has_fit]] = candidate[first_fit[has_fit]]
         rows = rows[~has_fit]

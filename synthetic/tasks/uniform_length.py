@@ -10,7 +10,7 @@ from synthetic.tasks import Batch, Task, draw_lengths, splits
 
 
 class Rows(NamedTuple):
-    """Sequences as a subclass draws them. b rows, l tokens, w numbers of content."""
+    """Sequences that a subclass draws. b sequences, l tokens, w numbers of content."""
 
     content: np.ndarray  # (b,w): rows with different content are different samples
     input_ids: np.ndarray  # (b,l)
@@ -45,15 +45,16 @@ class UniformLengthTask(Task):
         if self.is_held_out(length):
             prefix_length = self.prefix_length
 
-            def arrays(rows: Rows) -> tuple[np.ndarray, ...]:
-                in_use = (array for array in rows if array is not None)
-                return rows.content[:, :prefix_length].copy(), *in_use
+            def list_arrays(rows: Rows) -> tuple[np.ndarray, ...]:
+                """Return the hashed prefix, then all arrays of the rows (mask may be None)."""
+                arrays = (array for array in rows if array is not None)
+                return rows.content[:, :prefix_length].copy(), *arrays
 
             splits.redraw_samples(
                 split,
-                arrays(rows),
+                list_arrays(rows),
                 np.ones(batch_size, bool),
-                lambda numbers: arrays(self.draw(rng, len(numbers), length, split)),
+                lambda row_numbers: list_arrays(self.draw(rng, len(row_numbers), length, split)),
             )
         mask = None if rows.mask is None or rows.mask.all() else rows.mask
         return Batch(rows.input_ids, rows.labels, mask)

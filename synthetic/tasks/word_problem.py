@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lm.data.sources.errors import DataError
-from lm.data.sources.groups import element_names, group
-
-from . import Batch, Task, TaskError, splits, task
+from lm.data.sources.groups import element_names, get_group
+from synthetic.tasks import Batch, Task, TaskError, splits, task
 
 if TYPE_CHECKING:
     from synthetic import config
@@ -17,22 +16,22 @@ if TYPE_CHECKING:
 
 @task("word_problem")
 class WordProblem(Task):
-    """Running products of random elements of a group.
+    """Running products of random elements of a group. Ids are the numbers of the elements.
 
     Source: Liu et al. 2023, arXiv 2210.10749; Merrill, Petty & Sabharwal 2024, "The Illusion of
     State in State-Space Models", arXiv 2404.08819.
     """
 
-    def __init__(self, task: config.Task):
+    def __init__(self, section: config.Task):
         try:
-            self.group = group(task.group)
+            self.get_group = get_group(section.get_group)
         except DataError as e:
             raise TaskError(str(e)) from None
-        self.name = task.name
+        self.name = section.name
         self.vocab_size = self.group.order
         self.chance = 1 / self.group.order
-        self.token_names = element_names(task.group)
-        self.elements = np.arange(self.group.order)  # the elements that sequences consist of
+        self.token_names = element_names(section.group)
+        self.elements = np.arange(self.group.order)  # elements that sequences are drawn from
 
     def count_contents(self, width: int) -> float:
         return self.group.order**width
@@ -43,8 +42,8 @@ class WordProblem(Task):
     def restrict_elements(self, count: int | None) -> None:
         """Draw later sequences from the `count` elements of lowest order only; None: from all.
 
-        With few elements, validation may draw training's sequences as well: it then measures
-        whether they are learned, and there may be only a hundred different prefixes.
+        Few elements may have only a hundred different prefixes, too few for disjoint splits. Then
+        validation may draw sequences of training, and measures whether these are learned.
 
         Raises:
             TaskError: If the group has fewer elements.
@@ -78,8 +77,9 @@ class WordProblem(Task):
 
         ids = draw(batch_size, length)
         prefix_length = self.prefix_length
-        is_split = self._has_all_elements or split == "train"
-        if is_split and prefix_length is not None and length >= prefix_length:
+        # Training never draws a sequence of another split. With few elements, validation draws all.
+        needs_split = self._has_all_elements or split == "train"
+        if needs_split and prefix_length is not None and length >= prefix_length:
             splits.redraw_prefixes(
                 split,
                 ids[:, :prefix_length],

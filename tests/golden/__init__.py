@@ -135,20 +135,20 @@ def record_final_iterates(blocks, is_output=False):
     """
     finals = []
 
-    def watching(finish):
+    def watching(gate_and_project):
         def note(s, y):
             finals.append(y)
-            return y if is_output else finish(s, y)
+            return y if is_output else gate_and_project(s, y)
 
         return note
 
     for block in blocks:
-        block.finish = watching(block.finish)
+        block.gate_and_project = watching(block.gate_and_project)
     try:
         yield finals
     finally:
         for block in blocks:
-            del block.finish  # restores the method of the class
+            del block.gate_and_project  # restores the method of the class
 
 
 def columns(trace):

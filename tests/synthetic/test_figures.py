@@ -9,11 +9,11 @@ from synthetic import plots, report
 from synthetic.result_tables import (
     FinishedRun,
     average_seeds,
-    figure_notes,
-    final_table,
-    metric_lines,
+    build_final_table,
+    build_metric_lines,
+    describe_figure,
 )
-from synthetic.results import summary_table
+from synthetic.results import build_summary_table
 from tests.fabricated import ROW, draw_report, fabricate, fabricate_all, sweep
 
 SEEDS = """
@@ -37,24 +37,27 @@ sweep:
 """
 
 
-def finished_runs(text, tmp_path, reach) -> list[FinishedRun]:
-    """Return the finished runs of a sweep; those whose reach is None are missing."""
+def make_finished_runs(text, tmp_path, choose_reach) -> list[FinishedRun]:
+    """Return the finished runs of a sweep; `choose_reach` gives their solved length.
+
+    Runs for which it returns None are missing.
+    """
     (tmp_path / "sweep.yaml").write_text(text)
-    expanded = report.expand(tmp_path / "sweep.yaml", (f"out_dir={tmp_path}",))
+    expanded = report.expand_sweep(tmp_path / "sweep.yaml", (f"out_dir={tmp_path}",))
     for cfg in expanded.configs:
-        if length := reach(cfg):
+        if length := choose_reach(cfg):
             fabricate(cfg, length)
-    return report.collect(expanded)
+    return report.collect_runs(expanded)
 
 
 @pytest.fixture
 def seeds(tmp_path):
-    return finished_runs(
+    return make_finished_runs(
         SEEDS, tmp_path, lambda cfg: 14 + 12 * (cfg.model.name == "lstm") + 3 * cfg.seed
     )
 
 
-def legend(drawing) -> set[str]:
+def read_legend(drawing) -> set[str]:
     return {text.get_text() for box in drawing.figure.legends for text in box.get_texts()}
 
 
@@ -62,10 +65,10 @@ def legend(drawing) -> set[str]:
 def test_seeds_are_drawn_together_with_their_count(name, seeds):
     entry = report.REPORTS[name]
     options = {"metric": "token_accuracy"} if name == "tab1" else entry.options
-    drawing = plots.KINDS[entry.kind](seeds, name, **options)
+    drawing = plots.DRAW_FUNCTIONS[entry.kind](seeds, name, **options)
     models = 2 if name != "fig3c" else 1  # a baseline has no ℓ*
     ticks = {text.get_text() for text in drawing.figure.axes[0].get_yticklabels()}
-    assert len({t for t in ticks | legend(drawing) if "(n = 3)" in t}) == models
+    assert len({t for t in ticks | read_legend(drawing) if "(n = 3)" in t}) == models
     footer = " ".join(drawing.figure._supxlabel.get_text().split())
     solver = "token iterate, parallel, causal, tol 0.01, at most 1000 iterations"
     assert f"Solver in evaluation: {solver}" in footer
@@ -99,7 +102,7 @@ def test_iterations_of_another_solution_are_marked(tmp_path):
         row["num_iters"]["elsewhere"] = [0.8 for _ in row["num_iters"]["mean"]]
     path.write_text(json.dumps(result))
     drawing = draw_report("fig3c", tmp_path)
-    assert len([label for label in legend(drawing) if "†" in label]) == 1
+    assert len([label for label in read_legend(drawing) if "†" in label]) == 1
     footer = " ".join(drawing.figure._supxlabel.get_text().split())
     assert "† the paper's procedure" in footer and "Not learned" not in footer
 
@@ -116,7 +119,7 @@ def test_table_averages_over_test_seeds_and_layers():
         {"length": 4, "metrics": {"a": 1.0}},
     ]
     rows = [{**ROW, **row} for row in rows]
-    table = final_table([make_run(eval=rows)])
+    table = build_final_table([make_run(eval=rows)])
     a = average_seeds(table[table["metric"] == "a"])
     assert a["value"].to_dict() == {4: 1.0, 8: 0.75}
     assert a["error"].to_dict() == pytest.approx({4: 0.1, 8: 0.1 / 2**0.5})
@@ -126,19 +129,19 @@ def test_table_averages_over_test_seeds_and_layers():
 
 def make_table(**rows_by_model) -> pd.DataFrame:
     models = [(make_run(model), rows) for model, rows in rows_by_model.items()]
-    return pd.DataFrame([line for run, rows in models for line in metric_lines(run, rows)])
+    return pd.DataFrame([line for run, rows in models for line in build_metric_lines(run, rows)])
 
 
 def test_unsolved_tokens_are_noted():
     solver = {"token": "exact", "schedule": "sequential", "tol": None, "max_iters": None}
     row = {**ROW, "solver": solver}
     rows = [{**row, "failed": [0.0, 0.02]}, {**row, "failed": [0.0, 0.04]}]
-    assert figure_notes(make_table(a=rows, b=[{**row, "failed": [0.001]}]), []) == [
+    assert describe_figure(make_table(a=rows, b=[{**row, "failed": [0.001]}]), []) == [
         "Solver in evaluation: token exact, sequential",
         "Tokens whose equation was not solved, more than 0.1%: a: 3.00%",
     ]
     iterated = {"num_iters": {"mean": [1.0, 1.0]}, "evaluations": [1.0, 1.0]}
-    caption = summary_table({"eval": [row | iterated for row in rows]}, "x").caption
+    caption = build_summary_table({"eval": [row | iterated for row in rows]}, "x").caption
     assert "warning: at length 2 the token's equation was not solved for 4.00% of" in caption
     assert "model.contractive: 0.9" in caption
 
@@ -146,7 +149,7 @@ def test_unsolved_tokens_are_noted():
 def test_overlap_with_training_is_noted():
     row = {**ROW, "in_training": {"count": 3, "of": 4}}
     held_out = {**row, "length": 9, "in_training": {"count": 0, "of": 4}}
-    assert figure_notes(make_table(a=[row, held_out]), []) == [
+    assert describe_figure(make_table(a=[row, held_out]), []) == [
         "Solver in evaluation: none",
         "Training may contain the test samples of length: 2",
     ]
@@ -156,7 +159,7 @@ def test_table_has_the_seed_of_the_finished_run(tmp_path):
     fabricate_all("fig3c", tmp_path)
     changed = sweep("fig3c", "small", f"out_dir={tmp_path}", "seed=7")
     assert {cfg.seed for cfg in changed.configs} == {7}
-    assert set(final_table(report.collect(changed))["seed"]) == {0}
+    assert set(build_final_table(report.collect_runs(changed))["seed"]) == {0}
 
 
 def test_curve_label_has_the_range_of_seed_counts(seeds):
@@ -164,8 +167,8 @@ def test_curve_label_has_the_range_of_seed_counts(seeds):
     runs = [run for run in seeds if run.cfg.model.name == "lstm"]
     for run in runs[1:]:
         run.result["eval"] = [row for row in run.result["eval"] if row["length"] >= 16]
-    drawing = plots.curves(runs, "uneven")
-    assert "LSTM (n = 1–3)" in legend(drawing)
+    drawing = plots.draw_curves(runs, "uneven")
+    assert "LSTM (n = 1–3)" in read_legend(drawing)
     ax = drawing.figure.axes[0]
     dots = [line for line in ax.get_lines() if line.get_marker() == "."]
     lengths = {row["length"] for row in runs[1].result["eval"]}
@@ -177,16 +180,16 @@ def test_curve_label_has_the_range_of_seed_counts(seeds):
 
 def test_scatter_pairs_points_by_seed(tmp_path):
     """For copying only seed 2 is finished, for the word problem all three."""
-    runs = finished_runs(
+    runs = make_finished_runs(
         PAIRS,
         tmp_path,
         lambda cfg: 20 + 6 * cfg.seed if cfg.task.name != "copy" or cfg.seed == 2 else None,
     )
     drawing = report.REPORTS["fig2"].draw(runs, "uneven")
-    (label,) = legend(drawing)
+    (label,) = read_legend(drawing)
     assert label.endswith("(n = 1–3)") and drawing.summary[0]["n"] == "1–3"
     (dots,) = [line for line in drawing.figure.axes[0].get_lines() if line.get_marker() == "."]
-    table = final_table(run for run in runs if run.seed == 2)
+    table = build_final_table(run for run in runs if run.seed == 2)
     values = table[table["length"] == 32].set_index(["task", "metric"])["value"]
     expected = values["copy", "character_accuracy"], values["word_problem", "token_accuracy"]
     assert [tuple(point) for point in dots.get_xydata()] == [expected]

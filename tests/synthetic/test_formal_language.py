@@ -8,18 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from synthetic.config import Task
-from synthetic.tasks import IGNORE, TaskError, build
+from synthetic.tasks import IGNORE, TaskError, build_task
 from synthetic.tasks.formal_language import FormalLanguage
 
 ARITHMETIC = ("mod_arithmetic", "mod_arithmetic_brackets")
 NAMES = (*ARITHMETIC, "parity")
 
 
-def task(name: str, **fields) -> FormalLanguage:
-    return build(Task(name=name, **fields))
+def make_task(name: str, **fields) -> FormalLanguage:
+    return build_task(Task(name=name, **fields))
 
 
-def oracle(language: FormalLanguage, text: str) -> int:
+def compute_answer(language: FormalLanguage, text: str) -> int:
     """Compute the answer at the end of a text from its characters."""
     if language.name in ARITHMETIC:
         return eval(text.partition("=")[0]) % language.modulus
@@ -27,34 +27,34 @@ def oracle(language: FormalLanguage, text: str) -> int:
 
 
 @st.composite
-def cases(draw, names=NAMES, supervisions=("last", "every")):
+def draw_cases(draw, names=NAMES, supervisions=("last", "every")):
     name = draw(st.sampled_from(names))
     supervision = (
         "last" if name == "mod_arithmetic_brackets" else draw(st.sampled_from(supervisions))
     )
     shortest = draw(st.integers(1, 40))
     lengths = shortest, shortest + draw(st.integers(1, 30))
-    language = task(name, modulus=draw(st.integers(2, 13)), supervision=supervision)
+    language = make_task(name, modulus=draw(st.integers(2, 13)), supervision=supervision)
     return language, language.batch(draw(st.integers(0, 2**30)), "train", 0, 6, lengths), lengths
 
 
 @settings(max_examples=60, deadline=None)
-@given(cases())
+@given(draw_cases())
 def test_last_label_matches_oracle(case):
     language, batch, lengths = case
     for ids, labels in zip(batch.input_ids, batch.labels):
-        real = ids[ids != language.pad]
-        assert lengths[0] <= len(real) - (language.name in ARITHMETIC) <= lengths[1]
-        assert labels[len(real) - 1] == oracle(language, language.text(real))
-        assert (labels[len(real) :] == IGNORE).all()
+        tokens = ids[ids != language.pad]
+        assert lengths[0] <= len(tokens) - (language.name in ARITHMETIC) <= lengths[1]
+        assert labels[len(tokens) - 1] == compute_answer(language, language.text(tokens))
+        assert (labels[len(tokens) :] == IGNORE).all()
         if not language.labels_every_token:
-            assert (labels[: len(real) - 1] == IGNORE).all()
+            assert (labels[: len(tokens) - 1] == IGNORE).all()
     assert batch.input_ids.min() >= 0 and batch.input_ids.max() < language.vocab_size
     assert batch.labels.max() < language.vocab_size - 1
 
 
 @settings(max_examples=30, deadline=None)
-@given(cases(names=("mod_arithmetic", "parity"), supervisions=("every",)))
+@given(draw_cases(names=("mod_arithmetic", "parity"), supervisions=("every",)))
 def test_every_label_matches_oracle(case):
     language, batch, _ = case
     for ids, labels in zip(batch.input_ids, batch.labels):
@@ -62,16 +62,16 @@ def test_every_label_matches_oracle(case):
             if language.name == "mod_arithmetic" and i % 2 and ids[i] != language.equals:
                 assert labels[i] == IGNORE  # an operator
             else:
-                assert labels[i] == oracle(language, language.text(ids[: i + 1]))
+                assert labels[i] == compute_answer(language, language.text(ids[: i + 1]))
 
 
 def test_supervision_every_with_brackets_is_refused():
     with pytest.raises(TaskError, match="no answer before its brackets are closed: set task"):
-        task("mod_arithmetic_brackets", supervision="every")
+        make_task("mod_arithmetic_brackets", supervision="every")
 
 
 def test_bracketed_expressions_have_the_documented_forms():
-    language = task("mod_arithmetic_brackets")
+    language = make_task("mod_arithmetic_brackets")
     shapes = {1: {"d"}, 2: {"-d"}, 3: {"(d)"}, 4: {"(-d)"}, 5: {"(d±d)"}, 6: {"(-d±d)", "(d±-d)"}}
     shapes[7] = {"((d)±d)", "(-d±-d)", "(d±(d))"}
     for length, forms in shapes.items():
@@ -83,7 +83,7 @@ def test_bracketed_expressions_have_the_documented_forms():
 
 @pytest.mark.parametrize("name, length", [*((n, 41) for n in NAMES), (ARITHMETIC[1], 256)])
 def test_answers_are_nearly_uniform(name, length):
-    language = task(name)
+    language = make_task(name)
     labels = language.batch(0, "valid", 0, 4000, (length, length)).labels[:, -1]
     counts = np.bincount(labels) / len(labels)
     assert len(counts) == round(1 / language.chance)
@@ -92,7 +92,7 @@ def test_answers_are_nearly_uniform(name, length):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_all_lengths_and_symbols_occur(name):
-    language = task(name)
+    language = make_task(name)
     batch = language.batch(0, "train", 0, 1000, (3, 12))
     lengths = batch.mask.sum(1) - (name in ARITHMETIC)
     assert set(lengths) == set(range(3, 13, 2 if name == "mod_arithmetic" else 1))
@@ -101,15 +101,15 @@ def test_all_lengths_and_symbols_occur(name):
 
 
 def test_vocabulary_sizes():
-    sizes = {n: task(n).vocab_size for n in NAMES}
+    sizes = {n: make_task(n).vocab_size for n in NAMES}
     assert sizes == dict(zip(NAMES, (12, 12, 3)))
-    assert task("mod_arithmetic", modulus=12).text([11, 12, 10, 17, 18]) == "11+10=_"
-    assert [task(n, modulus=4).chance for n in NAMES] == [1 / 4, 1 / 4, 1 / 2]
+    assert make_task("mod_arithmetic", modulus=12).text([11, 12, 10, 17, 18]) == "11+10=_"
+    assert [make_task(n, modulus=4).chance for n in NAMES] == [1 / 4, 1 / 4, 1 / 2]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_perfect_answers_score_one_and_guesses_zero_scaled(name):
-    language = task(name)
+    language = make_task(name)
     batch = language.batch(0, "valid", 0, 4000, (5, 21))
     perfect = language.score(batch.labels, batch)
     assert all(values.shape == (4000,) and (values == 1).all() for values in perfect.values())
@@ -121,7 +121,7 @@ def test_perfect_answers_score_one_and_guesses_zero_scaled(name):
 
 
 def test_only_the_last_label_is_scored():
-    language = task("parity", supervision="every")
+    language = make_task("parity", supervision="every")
     batch = language.batch(0, "valid", 0, 3, (4, 9))
     predicted = np.full(batch.labels.shape, language.pad)
     last = batch.mask.sum(1) - 1
@@ -133,10 +133,10 @@ def test_only_the_last_label_is_scored():
 def test_impossible_lengths_are_refused():
     for name in NAMES:
         with pytest.raises(TaskError, match=f"{name} has no .*of length 0: it has"):
-            task(name).check_length(0)
-        task(name).check_length(1)
+            make_task(name).check_length(0)
+        make_task(name).check_length(1)
     with pytest.raises(TaskError, match="length 4: it has lengths 1, 3, 5, …"):
-        task("mod_arithmetic").check_length(4)
+        make_task("mod_arithmetic").check_length(4)
     with pytest.raises(TaskError, match="no length between 4 and 4: this task has lengths 1, 3, 5"):
-        task("mod_arithmetic").batch(0, "train", 0, 2, (4, 4))
-    task("mod_arithmetic_brackets").check_length(4)
+        make_task("mod_arithmetic").batch(0, "train", 0, 2, (4, 4))
+    make_task("mod_arithmetic_brackets").check_length(4)

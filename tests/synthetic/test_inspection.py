@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from lm.data.sources.groups import element_names, group
+from lm.data.sources.groups import element_names, get_group
 from lm.evaluation.inspection.page import render_page
 from lm.runs.metrics import probe
 from lm.runs.run_dir import RunDir
 from synthetic import config, tasks
-from synthetic.build import build, load_run
+from synthetic.build import build_model, load_run
 from synthetic.cli import main
 from synthetic.inspection import inspect_batch
 from synthetic.tasks import IGNORE, TaskError
@@ -22,7 +22,7 @@ SPACED = ("word_problem",)  # tasks whose tokens are typed with spaces between t
 
 
 def build_task(name: str, **fields) -> tasks.Task:
-    return tasks.build(config.Task(name=name, **fields))
+    return tasks.build_task(config.Task(name=name, **fields))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_typed_sequences_have_the_same_labels_as_drawn_ones(name, fields, length
 
 def test_element_names_multiply_as_permutations():
     for name in ("S4", "A5", "D4"):
-        names, elements = element_names(name), group(name)
+        names, elements = element_names(name), get_group(name)
         assert (
             len(set(names)) == elements.order
             and names[elements.identity] == "12345"[: int(name[1])]
@@ -90,8 +90,8 @@ def untrained(tmp_path_factory):
     model = {"d_model": 16, "d_state": 4, "n_layer": 2}
     path.write_text(json.dumps({"name": "u", "model": model, "task": {"supervision": "every"}}))
     cfg = config.load(path)
-    task = tasks.build(cfg.task)
-    return build(cfg, task, 16)[0].eval(), task
+    task = tasks.build_task(cfg.task)
+    return build_model(cfg, task, 16)[0].eval(), task
 
 
 def test_answers_losses_and_iterations_match_the_model(untrained):
@@ -108,10 +108,10 @@ def test_answers_losses_and_iterations_match_the_model(untrained):
     torch.testing.assert_close(inspection.loss, expected, rtol=1e-4, atol=1e-5)
     is_correct = (logits.argmax(-1) == torch.tensor(labels)).tolist()
     assert [answer.is_right for answer in inspection.answers] == is_correct
-    assert [token.shown for token in inspection.tokens] == ["213", "231", "321", "123", "312"]
+    assert [token.label for token in inspection.tokens] == ["213", "231", "321", "123", "312"]
     # First 213, then 231: 1 → 2 → 3, 2 → 1 → 2, 3 → 3 → 1.
     assert [answer.right for answer in inspection.answers][:2] == ["213", "321"]
-    assert inspection.bits_per_byte is None and inspection.following == []
+    assert inspection.bits_per_byte is None and inspection.next_guesses == []
     text = render_page(inspection)
     classes = [part.split("'")[0] for part in text.split("<span class='token ")[1:]]
     assert classes == [f"answer {'right' if is_right else 'wrong'}" for is_right in is_correct]
@@ -120,22 +120,22 @@ def test_answers_losses_and_iterations_match_the_model(untrained):
 
 def test_predictions_beyond_the_tasks_ids_have_names():
     task = build_task("word_problem", group="Z2")
-    model = build(config.Config(name="z", model={"vocab_size": 8}), task, 4)[0].eval()
+    model = build_model(config.Config(name="z", model={"vocab_size": 8}), task, 4)[0].eval()
     inspection = inspect_batch(model, task, task.parse_typed(["1 0"]), "z")
     for guess in (
         guess for row in inspection.guesses for guess in row
     ):  # five of eight ids; the task has two
-        assert guess.shown == (str(guess.id) if guess.id < 2 else f"<{guess.id}>")
+        assert guess.label == (str(guess.id) if guess.id < 2 else f"<{guess.id}>")
 
 
 def test_unlabelled_positions_are_neither_right_nor_wrong():
     task = build_task("parity")
     torch.manual_seed(0)
     cfg = config.Config(name="p", task=config.Task(name="parity"))
-    model = build(cfg, task, 16)[0].eval()
+    model = build_model(cfg, task, 16)[0].eval()
     inspection = inspect_batch(model, task, task.parse_typed(["0110"]), "p")
     assert [answer.is_right for answer in inspection.answers][:3] == [None] * 3
-    assert inspection.answers[3].right == "0" and inspection.scored == 1
+    assert inspection.answers[3].right == "0" and inspection.scored_count == 1
     assert task.parse_typed(["0110"]).labels[0].tolist() == [IGNORE] * 3 + [0]
 
 
@@ -151,7 +151,7 @@ def test_command_shows_a_trained_run(tmp_path, capsys, monkeypatch):
     _, task, model, _ = load_run(run)
     inspection = inspect_batch(model, task, task.parse_typed(["1 2 0"]), "t")
     cells = [
-        f"{token.shown}={answer.predicted}{'✓' if answer.is_right else '✗'}"
+        f"{token.label}={answer.predicted}{'✓' if answer.is_right else '✗'}"
         for token, answer in zip(inspection.tokens, inspection.answers, strict=True)
     ]
     assert output.startswith(" ".join(cells)) and [a.right for a in inspection.answers] == list(

@@ -3,11 +3,11 @@
 import numpy as np
 
 from synthetic.config import Task
-from synthetic.tasks import IGNORE, build
+from synthetic.tasks import IGNORE, build_task
 
 
 def test_selective_copying_repeats_content_in_order():
-    task = build(Task(name="selective_copying", alphabet=14, content=6))
+    task = build_task(Task(name="selective_copying", alphabet=14, content=6))
     batch = task.batch(0, "train", 0, 400, (30, 30))
     for ids, labels in zip(batch.input_ids, batch.labels):
         names = [task.token_name(int(i)) for i in ids]
@@ -24,7 +24,7 @@ def test_selective_copying_repeats_content_in_order():
 def test_memorization_uses_one_fixed_dictionary():
     values = {}
     for seed, split, length in [(0, "train", 32), (1, "test", 32), (5, "valid", 8)]:
-        task = build(Task(name="memorization", alphabet=20))
+        task = build_task(Task(name="memorization", alphabet=20))
         batch = task.batch(seed, split, 0, 200, (length, length))
         assert (batch.labels[:, ::2] == IGNORE).all()
         for ids, labels in zip(batch.input_ids, batch.labels):

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from synthetic.config import Task
-from synthetic.tasks import IGNORE, build
+from synthetic.tasks import IGNORE, build_task
 
 
 @pytest.mark.parametrize("variables", [2, 5, 9])
 def test_answers_are_what_python_prints(variables):
-    task = build(Task(name="repl", variables=variables))
+    task = build_task(Task(name="repl", variables=variables))
     batch = task.batch(0, "train", 0, 40, (12, 12))
     for ids, labels in zip(batch.input_ids, batch.labels):
         output = io.StringIO()
@@ -26,7 +26,7 @@ def test_answers_are_what_python_prints(variables):
 
 
 def test_all_swaps_and_assignments_occur():
-    task = build(Task(name="repl", variables=4))
+    task = build_task(Task(name="repl", variables=4))
     ids = task.batch(0, "train", 0, 300, (1, 1)).input_ids
     swaps = {tuple(sorted(task.text(row).split("\n")[2][3:6:2])) for row in ids}
     assert len(swaps) == 6

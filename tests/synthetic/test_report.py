@@ -12,17 +12,17 @@ from lm.common.files import OutputError
 from lm.training.build import build_section
 from synthetic import cli, report, tasks
 from synthetic.evaluate import parse_lengths
-from synthetic.labels import model_label, task_label
+from synthetic.labels import label_model, label_task
 from synthetic.plots import ReportError
 from tests.fabricated import DATA, fabricate, fabricate_all, read_csv, sweep
 from tests.running import ROOT
 
 PNG = b"\x89PNG\r\n\x1a\n"
 NAMES = list(report.REPORTS)
-BOTH = pytest.mark.parametrize("scale", report.SCALES)
+BOTH_SCALES = pytest.mark.parametrize("scale", report.SCALES)
 
 
-@BOTH
+@BOTH_SCALES
 @pytest.mark.parametrize("name", NAMES)
 def test_all_points_of_all_configs_are_valid(name, scale):
     expanded = sweep(name, scale)
@@ -32,7 +32,7 @@ def test_all_points_of_all_configs_are_valid(name, scale):
         assert cfg.name.startswith(f"{scale}/")
         if cfg.task.name == "catbabi":
             continue  # its data is not in the repository
-        task = tasks.build(cfg.task)
+        task = tasks.build_task(cfg.task)
         lengths = parse_lengths(cfg.eval.lengths, task)
         task.check_length(cfg.train.lengths[1])
         if cfg.eval.during:
@@ -43,7 +43,7 @@ def test_all_points_of_all_configs_are_valid(name, scale):
             assert 2 * cfg.train.lengths[1] in lengths
 
 
-@BOTH
+@BOTH_SCALES
 def test_all_models_can_be_built(scale):
     """Models have an eighth of their width, which keeps incompatible sizes incompatible."""
     models = {}
@@ -56,7 +56,7 @@ def test_all_models_can_be_built(scale):
     assert all(isinstance(model, torch.nn.Module) for model in models.values())
 
 
-@BOTH
+@BOTH_SCALES
 def test_reports_with_shared_runs_agree_on_configs(scale):
     runs = {}
     for name in NAMES:
@@ -74,7 +74,7 @@ def test_reports_with_shared_runs_agree_on_configs(scale):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_report_draws_and_writes_its_read_csv(name, tmp_path):
+def test_report_writes_figure_table_and_measurements(name, tmp_path):
     configs = fabricate_all(name, tmp_path)
     paths = report.report(name, overrides=(f"out_dir={tmp_path}", *DATA))
     assert paths["figure"] == tmp_path / "reports/small" / f"{name}.png"
@@ -161,17 +161,17 @@ def test_longest_solved_length_over_training_time(tmp_path):
         assert value == max(solved_lengths, default=0)
 
 
-def labels(name, scale="small"):
+def make_labels(name, scale="small"):
     expanded = sweep(name, scale)
     points = zip(expanded.configs, expanded.points)
-    return [(task_label(cfg, point), model_label(cfg, point)) for cfg, point in points]
+    return [(label_task(cfg, point), label_model(cfg, point)) for cfg, point in points]
 
 
 def test_labels_are_short_and_unique():
-    limits = labels("fig6", "paper")
+    limits = make_labels("fig6", "paper")
     assert limits[0] == ("", "ℓmax 1")
     assert limits[-2:] == [("", "ℓmax unlimited"), ("", "ℓmax ~ ⌈Γ(4, 1)⌉")]
-    models = labels("fig4", "paper")
+    models = make_labels("fig4", "paper")
     assert {task for task, _ in models} == {"A5", "S5"}
     assert {
         "FP-Mamba kronecker",
@@ -179,16 +179,16 @@ def test_labels_are_short_and_unique():
         "Mamba, 2 layers",
         "Gated DeltaProduct 4, 2 layers",
     } <= {model for _, model in models}
-    assert labels("fig2", "paper")[0] == ("word problem A5", "Mamba, 1 layer")
-    assert labels("fig2", "paper")[-1] == ("copy", "FP-Mamba householder 4")
+    assert make_labels("fig2", "paper")[0] == ("word problem A5", "Mamba, 1 layer")
+    assert make_labels("fig2", "paper")[-1] == ("copy", "FP-Mamba householder 4")
     for scale in report.SCALES:
         for name in NAMES:
-            all_labels = labels(name, scale)
+            all_labels = make_labels(name, scale)
             assert len(set(all_labels)) == len(all_labels), name
 
 
 def test_labels_name_the_parameters_that_depend_on_y():
-    assert [label for _, label in labels("tab1")] == [
+    assert [label for _, label in make_labels("tab1")] == [
         "y in λ",
         "y in Q",
         "y in b, c",
@@ -209,8 +209,8 @@ def test_commands_of_missing_runs_can_be_parsed(tmp_path, capsys, monkeypatch):
     for i, expected in enumerate(
         sweep("fig4", "small", "train.steps=7", "out_dir=my runs").configs
     ):
-        parsed = parse(cli.parser(), shlex.split(command.replace("$i", str(i))))
-        assert report.load(parsed.config, parsed.override, parsed.job_index) == expected
+        parsed = parse(cli.make_parser(), shlex.split(command.replace("$i", str(i))))
+        assert report.load_config(parsed.config, parsed.override, parsed.job_index) == expected
     submit = shlex.split(next(line for line in lines if "sbatch" in line))
     assert submit[5:] == [
         "--array=0,1,2,3,4,5,6,7",
@@ -239,7 +239,9 @@ def test_finished_runs_are_drawn_and_missing_ones_listed(tmp_path, capsys):
 def test_run_with_another_config_is_noted(tmp_path, capsys):
     steps = fabricate_all("fig3c", tmp_path)[0].train.steps
     report.report("fig3c", overrides=(f"out_dir={tmp_path}", "train.steps=9"))
-    assert f"has another config: train.steps was {steps}, is 9" in capsys.readouterr().out
+    assert (
+        f"was trained with another config: train.steps was {steps}, is 9" in capsys.readouterr().out
+    )
 
 
 def test_scatter_needs_both_tasks(tmp_path):

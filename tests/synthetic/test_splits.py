@@ -14,12 +14,7 @@ SEQUENCE_TASKS = {
     "S3": ({"name": "word_problem", "group": "S3"}, 8, 3, (2, 16)),
     "A5": ({"name": "word_problem", "group": "A5"}, 4, 2, (4, 8)),
     "copy": ({"name": "copy", "alphabet": 8, "context": 40}, 4, 3, (2, 8)),
-    "recall": (
-        {"name": "suffix_ngram", "alphabet": 16, "ngram": 1, "context": 40},
-        4,
-        2,
-        (2, 8),
-    ),
+    "recall": ({"name": "suffix_ngram", "alphabet": 16, "ngram": 1, "context": 40}, 4, 2, (2, 8)),
     "arithmetic": (
         {"name": "mod_arithmetic", "modulus": 3, "supervision": "every"},
         11,
@@ -36,12 +31,7 @@ UNIFORM_LENGTH_TASKS = {
     "in_context": ({"name": "in_context_recall", "alphabet": 4}, 14, 4, (4, 20)),
     "noisy": ({"name": "noisy_recall", "alphabet": 4}, 16, 4, (4, 20)),
     "fuzzy": ({"name": "fuzzy_recall", "alphabet": 4, "ngram": 2}, 18, 8, (8, 24)),
-    "selective": (
-        {"name": "selective_copying", "alphabet": 8, "content": 5},
-        16,
-        None,
-        (11, 20),
-    ),
+    "selective": ({"name": "selective_copying", "alphabet": 8, "content": 5}, 16, None, (11, 20)),
     "memorization": ({"name": "memorization", "alphabet": 8}, 12, 6, (2, 16)),
     "repl": ({"name": "repl", "variables": 3}, 8, 3, (2, 10)),
 }
@@ -78,7 +68,7 @@ def read_content(task, ids) -> tuple:
     return tuple(name for name in names if name not in ("_", "|"))
 
 
-def training_samples(task, lengths) -> set:
+def collect_training_samples(task, lengths) -> set:
     """Return all samples of UPDATES training batches.
 
     For tasks with uniform lengths it is every prefix of the content, in a third of the batches.
@@ -91,7 +81,7 @@ def training_samples(task, lengths) -> set:
     return {row[:end] for row in rows for end in range(1, len(row) + 1)}
 
 
-def evaluation_samples(task, batch) -> set:
+def collect_evaluation_samples(task, batch) -> set:
     """Return the sample of each row of an evaluation batch."""
     if isinstance(task, UniformLengthTask):
         return {read_content(task, ids) for ids in batch.input_ids}
@@ -102,25 +92,26 @@ def evaluation_samples(task, batch) -> set:
 @pytest.mark.parametrize("name", [*SEQUENCE_TASKS, *UNIFORM_LENGTH_TASKS])
 def test_splits_share_no_sample(name):
     section, length, short, lengths = SEQUENCE_TASKS.get(name) or UNIFORM_LENGTH_TASKS[name]
-    task = tasks.build(Task(**section))
+    task = tasks.build_task(Task(**section))
     assert task.is_held_out(length) and not (short and task.is_held_out(short))
-    training = training_samples(task, lengths)
-    sets = {}
+    training = collect_training_samples(task, lengths)
+    samples = {}
     for split, seed in [("valid", 0), ("test", 0), ("test", 5)]:
         batches = [task.batch(seed, split, i, 100, (length, length)) for i in range(10)]
-        sets[split, seed] = set().union(*(evaluation_samples(task, batch) for batch in batches))
-        assert len(sets[split, seed]) > 30 and not sets[split, seed] & training
-    assert not sets["valid", 0] & (sets["test", 0] | sets["test", 5])
+        evaluated = set().union(*(collect_evaluation_samples(task, batch) for batch in batches))
+        assert len(evaluated) > 30 and not evaluated & training
+        samples[split, seed] = evaluated
+    assert not samples["valid", 0] & (samples["test", 0] | samples["test", 5])
 
 
 @pytest.mark.parametrize("name", [*SEQUENCE_TASKS, *UNIFORM_LENGTH_TASKS])
 def test_batches_are_valid_and_reproducible(name):
     section, *_, lengths = SEQUENCE_TASKS.get(name) or UNIFORM_LENGTH_TASKS[name]
-    task = tasks.build(Task(**section))
+    task = tasks.build_task(Task(**section))
     for split in tasks.SPLITS:
         batch = task.batch(3, split, 2, 16, lengths)
         tasks.check_batch(name, task, batch)
-        again = tasks.build(Task(**section)).batch(3, split, 2, 16, lengths)
+        again = tasks.build_task(Task(**section)).batch(3, split, 2, 16, lengths)
         assert np.array_equal(batch.input_ids, again.input_ids)
         assert np.array_equal(batch.labels, again.labels)
         for other in [(4, split, 2), (3, split, 3), (3, {"train": "test"}.get(split, "train"), 2)]:
@@ -134,17 +125,17 @@ def test_batches_are_valid_and_reproducible(name):
 
 def test_splits_share_all_samples_if_there_are_few():
     for split in tasks.SPLITS:
-        task = tasks.build(Task(name="word_problem", group="S3"))
+        task = tasks.build_task(Task(name="word_problem", group="S3"))
         assert not task.is_held_out(2)
         ids = task.batch(0, split, 0, 1000, (2, 2)).input_ids
         assert len(np.unique(ids, axis=0)) == 36
-    trivial = tasks.build(Task(name="word_problem", group="Z1"))
+    trivial = tasks.build_task(Task(name="word_problem", group="Z1"))
     assert not trivial.is_held_out(100)
 
 
 def test_redrawn_samples_stay_uniform():
     """Redrawing must not favour any symbol."""
-    task = tasks.build(Task(name="word_problem", group="S3"))
+    task = tasks.build_task(Task(name="word_problem", group="S3"))
     for split in tasks.SPLITS:
         ids = np.concatenate([task.batch(0, split, i, 500, (16, 16)).input_ids for i in range(20)])
         counts = np.bincount(ids[:, 5:].ravel(), minlength=6) / ids[:, 5:].size
@@ -162,20 +153,20 @@ def test_hashes_depend_only_on_content():
     hashes = splits.hash_samples(ids, sizes)
     wider = np.hstack([ids, rng.integers(0, 6, (5000, 40))])
     assert (splits.hash_samples(wider, sizes) == hashes).all()
-    read_content = {tuple(row[:n].tolist()) for row, n in zip(ids, sizes)}
-    assert len(np.unique(hashes)) == len(read_content)
+    contents = {tuple(row[:n].tolist()) for row, n in zip(ids, sizes)}
+    assert len(np.unique(hashes)) == len(contents)
     shares = [splits.is_in_split(split, splits.hash_samples(ids)).mean() for split in tasks.SPLITS]
     assert sum(shares) == 1
     assert shares == pytest.approx([14 / 16, 1 / 16, 1 / 16], abs=0.015)
 
 
-def task_of(name):
-    return tasks.build(Task(**UNIFORM_LENGTH_TASKS[name][0]))
+def build_uniform_length_task(name):
+    return tasks.build_task(Task(**UNIFORM_LENGTH_TASKS[name][0]))
 
 
 @pytest.mark.parametrize("name", UNIFORM_LENGTH_TASKS)
 def test_impossible_lengths_are_refused(name):
-    task = task_of(name)
+    task = build_uniform_length_task(name)
     task.check_length(task.min_length)
     with pytest.raises(
         TaskError, match=f"has no sequences of length {task.min_length - 1}: it has"

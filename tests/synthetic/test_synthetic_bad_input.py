@@ -17,13 +17,7 @@ from tests.refusals import refused as refused_by
 ROOT = Path(__file__).parents[2]
 S3 = str(ROOT / "configs/synthetic/small/s3.yaml")
 FIG3C = str(ROOT / "configs/synthetic/small/fig3c.yaml")
-QUICK = (
-    "train.steps=2",
-    "eval.lengths=4",
-    "eval.examples=4",
-    "thresholds=[]",
-    "model.d_model=16",
-)
+QUICK = ("train.steps=2", "eval.lengths=4", "eval.examples=4", "thresholds=[]", "model.d_model=16")
 MONARCH = ("model.mixer=monarch", "model.mixer_rank=7")
 
 refused = partial(refused_by, run=main, prog="python -m synthetic")

@@ -12,16 +12,16 @@ from torch import nn
 from synthetic import tasks
 from synthetic.config import Config, Task, Threshold
 from synthetic.evaluate import (
-    MAX_PROBED,
+    MAX_PROBED_SEQUENCES,
+    compute_standard_error,
     evaluate_all,
     measure,
     parse_lengths,
-    standard_error,
 )
-from synthetic.results import combine_stderrs, judge_thresholds, overlap_text, summary_table
+from synthetic.results import build_summary_table, combine_stderrs, format_overlap, judge_thresholds
 from synthetic.tasks import TaskError
 
-S3 = tasks.build(Task(name="word_problem", group="S3"))
+S3 = tasks.build_task(Task(name="word_problem", group="S3"))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_range_without_step_is_geometric_with_both_ends():
 
 
 def test_range_keeps_only_valid_lengths():
-    arithmetic = tasks.build(Task(name="mod_arithmetic"))
+    arithmetic = tasks.build_task(Task(name="mod_arithmetic"))
     lengths = parse_lengths("3:32", arithmetic)
     assert lengths[0] == 3 and all(n % 2 for n in lengths)
     with pytest.raises(TaskError):
@@ -75,15 +75,15 @@ class Oracle(nn.Module):
         return SimpleNamespace(logits=nn.functional.one_hot(y, 6).float())
 
 
-def config(**values):
+def make_config(**values):
     return Config.model_validate({"eval": {"examples": 600, "batch_size": 250, **values}})
 
 
 def test_metrics_below_and_above_the_solved_length():
-    row = measure(Oracle(8), S3, config(), 8, "test", 0, "fp32")
+    row = measure(Oracle(8), S3, make_config(), 8, "test", 0, "fp32")
     assert row["metrics"] == {"token_accuracy": 1.0, "sequence_accuracy": 1.0}
     assert row["sequences"] == 750
-    row = measure(Oracle(8), S3, config(), 16, "test", 0, "fp32")
+    row = measure(Oracle(8), S3, make_config(), 16, "test", 0, "fp32")
     # Half of the tokens are correct, and a sixth of the others by chance.
     assert row["metrics"]["token_accuracy"] == pytest.approx(0.5 + 0.5 / 6, abs=0.01)
     assert row["metrics"]["sequence_accuracy"] < 0.01
@@ -91,7 +91,7 @@ def test_metrics_below_and_above_the_solved_length():
 
 
 def test_seeds_give_different_data_and_thresholds_use_their_mean():
-    cfg = config(examples=50, seeds=[0, 1])
+    cfg = make_config(examples=50, seeds=[0, 1])
     results = evaluate_all(Oracle(8), S3, cfg, [5, 8, 16], "fp32")
     assert [(r["length"], r["seed"]) for r in results] == [
         (5, 0),
@@ -110,7 +110,7 @@ def test_seeds_give_different_data_and_thresholds_use_their_mean():
     judged = judge_thresholds(thresholds, results)
     assert [entry["value"] for entry in judged] == [pytest.approx(mean)] * 2 + [None]
     assert [entry["passed"] for entry in judged] == [True, False, False]
-    table = summary_table({"eval": results}, "x")
+    table = build_summary_table({"eval": results}, "x")
     assert table.caption == "read at once; solver: none"
     assert list(next(c for c in table.columns if c.header == "in training").cells) == ["0"] * 3
 
@@ -120,8 +120,9 @@ def test_token_errors_treat_a_sequence_as_one_sample():
     is_correct = np.repeat(np.random.default_rng(0).random(400) < 0.5, 32).astype(float)
     sequences = np.repeat(np.arange(400), 32)
     naive_error = is_correct.std() / len(is_correct) ** 0.5
-    assert standard_error(is_correct, np.arange(len(is_correct))) == pytest.approx(naive_error)
-    assert standard_error(is_correct, sequences) == pytest.approx(0.5 / 400**0.5, rel=0.01)
+    tokens = np.arange(len(is_correct))
+    assert compute_standard_error(is_correct, tokens) == pytest.approx(naive_error)
+    assert compute_standard_error(is_correct, sequences) == pytest.approx(0.5 / 400**0.5, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -130,15 +131,15 @@ def test_token_errors_treat_a_sequence_as_one_sample():
 )
 def test_overlap_with_training_is_counted(length, is_held_out, count, text):
     """All samples count if there are too few; None if the run was trained on another task."""
-    cfg = config(examples=36, batch_size=36)
+    cfg = make_config(examples=36, batch_size=36)
     row = measure(Oracle(8), S3, cfg, length, "test", 0, "fp32", is_held_out=is_held_out)
-    assert row["in_training"] == {"count": count, "of": 36} and overlap_text([row]) == text
+    assert row["in_training"] == {"count": count, "of": 36} and format_overlap([row]) == text
     rows = [{"in_training": {"count": n, "of": 10_000}} for n in (1, 0)]
-    assert overlap_text(rows) == "1 of 20000"
+    assert format_overlap(rows) == "1 of 20000"
 
 
 def test_errors_of_several_seeds_are_combined():
-    cfg = config(examples=50, seeds=[0, 1, 2, 3])
+    cfg = make_config(examples=50, seeds=[0, 1, 2, 3])
     rows = evaluate_all(Oracle(4), S3, cfg, [8], "fp32")
     errors = [r["stderr"]["token_accuracy"] for r in rows]
     assert combine_stderrs(errors) == pytest.approx(np.mean(errors) / 2, rel=0.05)
@@ -153,7 +154,7 @@ def test_repeated_sequences_count_as_one_sample():
             y = torch.where(input_ids[:, :1] < 3, y, (y + 1) % 6)
             return SimpleNamespace(logits=nn.functional.one_hot(y, 6).float())
 
-    row = measure(CorrectByFirst(0), S3, config(examples=1000), 2, "test", 0, "fp32")
+    row = measure(CorrectByFirst(0), S3, make_config(examples=1000), 2, "test", 0, "fp32")
     assert row["sequences"] == 1000
     assert row["stderr"]["sequence_accuracy"] == pytest.approx(0.5 / 36**0.5, rel=0.1)
 
@@ -210,29 +211,30 @@ class OracleWithSolver(Oracle):
 
 def test_iterations_are_probed_on_the_first_sequences():
     model = OracleWithSolver(8).train()
-    row = measure(model, S3, config(examples=500), 8, "test", 0, "fp32")
-    assert model.probes == [row["probed"]] == [MAX_PROBED]
-    first = S3.batch(0, "test", 0, 250, (8, 8)).input_ids[:MAX_PROBED, 0]
+    row = measure(model, S3, make_config(examples=500), 8, "test", 0, "fp32")
+    assert model.probes == [row["probed"]] == [MAX_PROBED_SEQUENCES]
+    first = S3.batch(0, "test", 0, 250, (8, 8)).input_ids[:MAX_PROBED_SEQUENCES, 0]
     assert row["num_iters"]["mean"] == pytest.approx([first.mean(), first.mean() + 2], abs=1e-6)
-    assert row["stderr"]["num_iters"] == pytest.approx(first.std() / MAX_PROBED**0.5, rel=1e-6)
+    expected_error = first.std() / MAX_PROBED_SEQUENCES**0.5
+    assert row["stderr"]["num_iters"] == pytest.approx(expected_error, rel=1e-6)
     assert row["evaluations"] == [1, 1] and row["failed"] == [0.008, 0.008]
-    small = measure(model, S3, config(examples=5), 8, "test", 0, "fp32")
+    small = measure(model, S3, make_config(examples=5), 8, "test", 0, "fp32")
     assert small["probed"] == small["sequences"] == 5
 
 
 def test_eval_max_iters_applies_only_during_evaluation():
     model = OracleWithSolver(8)
-    cfg = config(examples=5)
+    cfg = make_config(examples=5)
     cfg.eval.max_iters = 3
     row = measure(model, S3, cfg, 8, "test", 0, "fp32")
     assert row["solver"]["max_iters"] == 3 and model.limit == 1000
-    row = measure(model, S3, config(examples=5), 8, "test", 0, "fp32")
+    row = measure(model, S3, make_config(examples=5), 8, "test", 0, "fp32")
     assert row["solver"]["max_iters"] == 1000
 
 
 def test_table_shows_solving_costs_and_failures():
-    rows = evaluate_all(OracleWithSolver(8), S3, config(examples=5), [4, 16], "fp32")
-    table = summary_table({"eval": rows}, "x")
+    rows = evaluate_all(OracleWithSolver(8), S3, make_config(examples=5), [4, 16], "fp32")
+    table = build_summary_table({"eval": rows}, "x")
     cells = {c.header: list(c.cells) for c in table.columns}
     assert cells["failed"] == ["0.40%", "1.60%"] and cells["evaluations"] == ["1.0 1.0"] * 2
     assert all(len(cell.split()) == 2 for cell in cells["ℓ* per layer"])
@@ -240,5 +242,5 @@ def test_table_shows_solving_costs_and_failures():
     assert "warning: at length 16 the token's equation was not solved" in table.caption
     assert table.caption.count("warning") == 2  # one per layer, for the worst length
     hybrid_rows = [row | {"layers": [0, 3]} for row in rows]
-    caption = summary_table({"eval": hybrid_rows}, "x").caption
+    caption = build_summary_table({"eval": hybrid_rows}, "x").caption
     assert "of layer 3" in caption and "of layer 1" not in caption

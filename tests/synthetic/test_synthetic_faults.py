@@ -30,7 +30,7 @@ SMALL = (
 )
 
 
-def command(out, *overrides, fault=None):
+def make_command(out, *overrides, fault=None):
     """Return the module and the arguments of a run."""
     module = ["tests.faults", fault] if fault else ["synthetic"]
     args = ["train", "--config", "configs/synthetic/small/s3.yaml", f"out_dir={out}", "name=x"]
@@ -38,17 +38,17 @@ def command(out, *overrides, fault=None):
 
 
 def start(out, *overrides, fault=None):
-    return FORKS.start(*command(out, *overrides, fault=fault))
+    return FORKS.start(*make_command(out, *overrides, fault=fault))
 
 
 def run(out, *overrides, fault=None):
     """Run to the end, and return the exit status, stdout and stderr."""
-    module, arguments = command(out, *overrides, fault=fault)
+    module, arguments = make_command(out, *overrides, fault=fault)
     result = FORKS.run(module, arguments, timeout=120)
     return result.returncode, result.stdout, result.stderr
 
 
-def trace(run_dir):
+def read_losses(run_dir):
     return {r["step"]: (r["loss"], r["grad_norm"]) for r in read_metrics(run_dir) if "loss" in r}
 
 
@@ -58,12 +58,12 @@ def uninterrupted(tmp_path_factory):
     out = tmp_path_factory.mktemp("whole")
     status, _, error = run(out)
     assert status == 0, error
-    return trace(out / "x")
+    return read_losses(out / "x")
 
 
 def wait_for_step(run_dir, step, process):
     deadline = time.monotonic() + 60
-    while max(trace(run_dir), default=0) < step:
+    while max(read_losses(run_dir), default=0) < step:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.002)
 
@@ -76,7 +76,7 @@ def test_sigint_and_sighup_save_and_stop(tmp_path, uninterrupted, number):
     error = process.communicate(timeout=60)[1]
     assert process.returncode == PREEMPTED and "checkpoint saved: the same command" in error
     step = int(find_newest_checkpoint(tmp_path / "x/checkpoints").name.removeprefix("step-"))
-    assert step >= 13 and max(trace(tmp_path / "x")) == step
+    assert step >= 13 and max(read_losses(tmp_path / "x")) == step
     assert not (tmp_path / "x/lease.json").exists()
 
 
@@ -87,7 +87,7 @@ def test_resume_after_kill_gives_the_same_losses(tmp_path, uninterrupted):
     process.wait(60)
     status, output, _ = run(tmp_path)
     assert status == 0 and "resumed  at update" in output and "taken over" in output
-    assert trace(tmp_path / "x") == uninterrupted
+    assert read_losses(tmp_path / "x") == uninterrupted
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_nan_rolls_back_and_continues_with_next_batches(tmp_path, fault, message
     assert status == 0, error
     assert f"note: update 16: {message}" in output
     assert "back to the checkpoint of update 10" in " ".join(output.split())
-    records = trace(tmp_path / "x")
+    records = read_losses(tmp_path / "x")
     assert sorted(records) == list(range(1, 41))
     assert [r["rollback"]["from"] for r in read_metrics(tmp_path / "x") if "rollback" in r] == [16]
 
@@ -120,7 +120,7 @@ def test_nan_in_optimizer_moments_is_not_saved(tmp_path):
         "note: update 20: NaN or infinity in exp_avg_sq: back to the checkpoint of update 10"
         in (" ".join(output.split()))
     )
-    assert sorted(trace(tmp_path / "x")) == list(range(1, 41))
+    assert sorted(read_losses(tmp_path / "x")) == list(range(1, 41))
 
 
 def change_checkpoint(checkpoint, change):
@@ -154,7 +154,7 @@ def test_checkpoints_with_nan_or_overflow_are_skipped(tmp_path):
     assert "step-000030: NaN or infinity in exp_avg" in output and "resumed at update 20" in output
     assert "back to the checkpoint of update 20" in output
     assert "back to the checkpoint of update 10" in output
-    assert sorted(trace(tmp_path / "x")) == list(range(1, 31))
+    assert sorted(read_losses(tmp_path / "x")) == list(range(1, 31))
 
 
 def test_changed_config_is_refused(tmp_path):

@@ -51,7 +51,7 @@ def cfg(args):
     return config.load(args[2], args[3:])
 
 
-def logits(model) -> torch.Tensor:
+def compute_logits(model) -> torch.Tensor:
     ids = torch.arange(12).remainder(3).view(2, 6)
     with torch.no_grad():
         return model.eval()(ids).logits
@@ -59,10 +59,12 @@ def logits(model) -> torch.Tensor:
 
 def test_hybrid_starts_with_the_outputs_of_its_source(source, cfg):
     started = Training(cfg)
-    random_logits = logits(started.model)
-    lines = started.init_from.apply()
-    expected = logits(load_run(source).model)
-    assert torch.equal(logits(started.model), expected) and not torch.equal(random_logits, expected)
+    random_logits = compute_logits(started.model)
+    lines = started.initial_weights.apply()
+    expected = compute_logits(load_run(source).model)
+    assert torch.equal(compute_logits(started.model), expected) and not torch.equal(
+        random_logits, expected
+    )
     assert lines[-1] == "outputs at the start are the source's"
     assert "new layers, whose out_proj is zero: 0 (mamba), 2 (mamba)" in lines
 
@@ -70,7 +72,7 @@ def test_hybrid_starts_with_the_outputs_of_its_source(source, cfg):
 def test_resumed_run_does_not_read_the_source(source, cfg, capsys):
     copy = source.parent / "copy"
     shutil.copytree(source, copy)
-    cfg = cfg.model_copy(update={"init_from": config.base.InitFrom(path=str(copy))})
+    cfg = cfg.model_copy(update={"init_from": config.InitFrom(path=str(copy))})
     train(cfg)
     assert "outputs at the start are the source's" in capsys.readouterr().out
     record = json.loads((cfg.run_dir / "init_from.json").read_text())
@@ -106,7 +108,7 @@ CENTROIDS = "model.layers=[mamba, {fp_mamba1: {state_centroids: 3}}, mamba]"
 def test_new_centroids_are_the_mean_state_of_each_answer(args, source):
     cfg = config.load(args[2], (*args[3:], CENTROIDS, "init_from.partial=true"))
     started = Training(cfg)
-    lines = started.init_from.apply()
+    lines = started.initial_weights.apply()
     expected = "layer 1: 3 centroids, the means of 8,192 states by their 3 answers"
     assert lines[-1].startswith(expected)
     centroids = started.model.backbone.layers[1].block.centroids
@@ -132,7 +134,7 @@ def test_new_centroids_are_the_mean_state_of_each_answer(args, source):
 
 def make_ends(answers, tokens, states):
     answers, tokens = torch.tensor(answers), torch.tensor(tokens)
-    return centroids._Ends(answers, torch.stack([answers, tokens], dim=1), {0: states})
+    return centroids._SequenceEnds(answers, torch.stack([answers, tokens], dim=1), {0: states})
 
 
 def make_sign_ends(times=30):
@@ -189,8 +191,8 @@ def test_ends_are_read_at_the_last_token_of_padded_rows(source, monkeypatch):
     labels[::5] = IGNORE
     padded = batch._replace(input_ids=batch.input_ids * mask, labels=labels, mask=mask)
     monkeypatch.setattr(loaded.task, "batch", lambda *_: padded)
-    monkeypatch.setattr(centroids, "BATCHES", 1)
-    ends = centroids._read_ends(loaded)
+    monkeypatch.setattr(centroids, "NUM_BATCHES", 1)
+    ends = centroids._read_sequence_ends(loaded)
     expected, states = [], []
     for row in range(512):
         if row % 5:
@@ -224,7 +226,7 @@ def test_centroids_without_source_states_stay_random(args, overrides, reason):
     cfg = config.load(args[2], (*args[3:], CENTROIDS, "init_from.partial=true", *overrides))
     started = Training(cfg)
     random_vectors = started.model.backbone.layers[1].block.centroids.vectors.clone()
-    assert reason in started.init_from.apply()[-1]
+    assert reason in started.initial_weights.apply()[-1]
     assert torch.equal(started.model.backbone.layers[1].block.centroids.vectors, random_vectors)
 
 

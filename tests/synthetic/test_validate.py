@@ -10,14 +10,14 @@ import time
 import pytest
 
 from lm.common.errors import ConfigError, Stopped, TrainingError
-from lm.common.signals import STOP
-from lm.config import load as base
+from lm.common.signals import STOP_SIGNALS
+from lm.config.load import load as load_lm_config
 from lm.runs.checkpoint import list_checkpoints
 from synthetic import ability_table, config, tasks, validate
 from synthetic.cli import main
 from synthetic.evaluate import parse_lengths
-from synthetic.plots import curves
-from synthetic.result_tables import headline_table
+from synthetic.plots import draw_curves
+from synthetic.result_tables import build_headline_table
 from synthetic.runs import is_finished, run_all
 from tests.fabricated import read_csv
 
@@ -40,7 +40,7 @@ def recipes(tmp_path, monkeypatch):
         (folder / f"{name}.yaml").write_text(json.dumps(recipe))
         abilities[name[:4]] = validate.Ability(name, number < 2)
     monkeypatch.setattr(validate, "ABILITIES", abilities)
-    monkeypatch.setattr(validate, "RECIPES", folder)
+    monkeypatch.setattr(validate, "RECIPE_DIR", folder)
     return abilities
 
 
@@ -59,9 +59,9 @@ def two_configs(tmp_path):
 
 def test_recipes_have_two_measured_thresholds():
     for recipe, _ in validate.ABILITIES.values():
-        cfg = config.load(validate.RECIPES / f"{recipe}.yaml")
+        cfg = config.load(validate.RECIPE_DIR / f"{recipe}.yaml")
         assert len(cfg.thresholds) == 2 and cfg.name == recipe
-        lengths = parse_lengths(cfg.eval.lengths, tasks.build(cfg.task))
+        lengths = parse_lengths(cfg.eval.lengths, tasks.build_task(cfg.task))
         assert {entry.length for entry in cfg.thresholds} <= set(lengths)
         assert cfg.thresholds[0].length == cfg.train.lengths[1]
 
@@ -71,50 +71,50 @@ def test_plan_uses_the_configs_optimizer(tmp_path):
         tmp_path,
         "name: one\nmodel: {name: lstm, d_model: 24}\noptim: {lr: 5e-4}\ntrain: {steps: 9}\n",
     )
-    runs = validate.plan([path], ["model.n_layer=2"], str(tmp_path))
-    assert list(dict.fromkeys(point.ability for point in runs)) == list(validate.ABILITIES)
-    for point, cfg in runs.items():
+    runs = validate.plan_runs([path], ["model.n_layer=2"], str(tmp_path))
+    assert list(dict.fromkeys(key.ability for key in runs)) == list(validate.ABILITIES)
+    for key, cfg in runs.items():
         assert (cfg.model.name, cfg.model.d_model, cfg.model.n_layer) == ("lstm", 24, 2)
         assert cfg.optim.lr == 5e-4 and cfg.train.steps > 9
         assert cfg.train.adversarial_noise == 0  # an LSTM does not support it
         assert cfg.optim.warmup == 0.05  # from the recipe: the config does not set it
-        assert cfg.seed == point.seed and str(point.seed) in cfg.name
-    assert {point.seed for point in runs} == {0, 1, 2}
+        assert cfg.seed == key.seed and str(key.seed) in cfg.name
+    assert {key.seed for key in runs} == {0, 1, 2}
     assert len({cfg.run_dir for cfg in runs.values()}) == len(runs)
 
 
 def test_quick_profile_is_smaller(tmp_path):
     path = write(tmp_path, "model: {name: lstm, d_model: 24}\n")
-    runs = validate.plan([path], [], str(tmp_path), quick=True)
+    runs = validate.plan_runs([path], [], str(tmp_path), quick=True)
     quick = [name for name, ability in validate.ABILITIES.items() if ability.is_quick]
-    assert [point.ability for point in runs] == quick and 3 < len(quick) < 8
-    assert {point.seed for point in runs} == {0}
+    assert [key.ability for key in runs] == quick and 3 < len(quick) < 8
+    assert {key.seed for key in runs} == {0}
     assert {cfg.eval.examples for cfg in runs.values()} == {validate.QUICK_EXAMPLES}
-    runs = validate.plan([path], [], str(tmp_path), quick=True, seeds=[4, 7])
-    assert {point.seed for point in runs} == {4, 7}
+    runs = validate.plan_runs([path], [], str(tmp_path), quick=True, seeds=[4, 7])
+    assert {key.seed for key in runs} == {4, 7}
     with pytest.raises(ConfigError, match=r"seeds \[1, 1\]: one of them occurs twice"):
-        validate.plan([path], [], str(tmp_path), seeds=[1, 1])
+        validate.plan_runs([path], [], str(tmp_path), seeds=[1, 1])
 
 
 def test_lengths_are_multiples_of_the_training_length(tmp_path):
     path = write(tmp_path, "model: {name: lstm, d_model: 24}\n")
-    for point, cfg in validate.plan([path], [], str(tmp_path), seeds=[0]).items():
-        task = tasks.build(cfg.task)
+    for key, cfg in validate.plan_runs([path], [], str(tmp_path), seeds=[0]).items():
+        task = tasks.build_task(cfg.task)
         lengths = parse_lengths(cfg.eval.lengths, task)
         assert lengths[0] == cfg.train.lengths[1]
         assert {entry.length for entry in cfg.thresholds} <= set(lengths)
         longest = task.batch(0, "test", 0, 1, (lengths[-1],) * 2).input_ids.shape[1]
         assert 400 < longest <= validate.MAX_TOKENS
-        if point.ability in ("state", "arithmetic"):
+        if key.ability in ("state", "arithmetic"):
             multiples = [1, 2, 4, 8, 16, 32, 64]
             expected = [m * lengths[0] - (lengths[0] % 2 and m > 1) for m in multiples]
             assert lengths == expected
 
 
 def test_config_of_a_language_model_can_be_validated():
-    path = validate.RECIPES.parents[1] / "lm" / "fpmamba_160m_fineweb2b.yaml"
-    runs = validate.plan([str(path)], [], "runs")
-    cfg = base.load(path)
+    path = validate.RECIPE_DIR.parents[1] / "lm" / "fpmamba_160m_fineweb2b.yaml"
+    runs = validate.plan_runs([str(path)], [], "runs")
+    cfg = load_lm_config(path)
     assert {run.model.d_model for run in runs.values()} == {cfg.model.d_model}
     assert all(run.solver == cfg.solver for run in runs.values())
 
@@ -127,7 +127,7 @@ def test_config_of_a_language_model_can_be_validated():
     ],
 )
 def test_plan_uses_the_configs_solver(tmp_path, text, overrides):
-    runs = validate.plan([write(tmp_path, text)], overrides, str(tmp_path))
+    runs = validate.plan_runs([write(tmp_path, text)], overrides, str(tmp_path))
     assert {run.solver.tol for run in runs.values()} == {0.2}
 
 
@@ -137,22 +137,18 @@ def test_plan_uses_the_configs_solver(tmp_path, text, overrides):
         ("name: x\noptim: {lr: 1e-3}\n", [], "has no `model:` section"),
         ("model: {}\noptim: 3", [], "`optim` is 3: it must be a section"),
         ("modle: {d_model: 8}\n", [], "unknown section modle"),
-        (
-            "model: {d_model: 8}\n",
-            ["train.steps=3"],
-            "accepts only keys of model, solver",
-        ),
+        ("model: {d_model: 8}\n", ["train.steps=3"], "accepts only keys of model, solver"),
         ("model: {d_modle: 8}\n", [], "did you mean `model.d_model`"),
     ],
 )
 def test_invalid_configs_are_refused(tmp_path, text, overrides, message):
     with pytest.raises(ConfigError, match=message):
-        validate.plan([write(tmp_path, text)], overrides, "runs")
+        validate.plan_runs([write(tmp_path, text)], overrides, "runs")
 
 
 def test_two_configs_with_the_same_name_are_refused(two_configs):
     with pytest.raises(ConfigError, match="another config is named `fp` too"):
-        validate.plan([two_configs[0], two_configs[0]], [], "runs")
+        validate.plan_runs([two_configs[0], two_configs[0]], [], "runs")
 
 
 def test_command_prints_table_and_reuses_finished_runs(two_configs, tmp_path, recipes, capsys):
@@ -194,7 +190,7 @@ def test_tables_match_the_results(two_configs, tmp_path, recipes):
     for path in out.glob("*/*/*/result.json"):
         results[path.relative_to(out).parts[:3]] = json.loads(path.read_text())
     assert len(results) == 2 * 4 * 2
-    judged = ability_table.judge(runs)
+    judged = ability_table.judge_abilities(runs)
     assert len(judged) == 8 and set(judged["threshold"]) == {0.0} and judged["passed"].all()
     for row in judged.to_dict("records"):
         recipe = recipes[row["ability"]].recipe
@@ -207,10 +203,10 @@ def test_tables_match_the_results(two_configs, tmp_path, recipes):
         assert row["metric"] == "token accuracy at 5, trained to 3"
         assert row["value"] == pytest.approx(sum(values) / 2)
         assert row["error"] == pytest.approx(abs(values[0] - values[1]) / math.sqrt(2))
-    drawing = curves(runs, "")
-    lengths = set(headline_table(runs)["length"])
+    drawing = draw_curves(runs, "")
+    lengths = set(build_headline_table(runs)["length"])
     assert lengths == {3 * factor for factor in validate.LENGTH_FACTORS} | {5}
-    *rows, parameters, seconds = ability_table.summarize(runs)
+    *rows, parameters, seconds = ability_table.summarize_abilities(runs)
     assert parameters["fp"] == results["fp", "s3", "seed0"]["parameters"]
     assert seconds["fp"] == pytest.approx(
         sum(r["training_seconds"] for key, r in results.items() if key[0] == "fp")
@@ -218,14 +214,14 @@ def test_tables_match_the_results(two_configs, tmp_path, recipes):
 
     for value in judged["value"]:
         assert any(f"{value:.3f}" in str(cell) for row in rows for cell in row.values())
-    assert ability_table.write(drawing, out)[1].read_bytes().startswith(b"\x89PNG")
+    assert ability_table.write_files(drawing, out)[1].read_bytes().startswith(b"\x89PNG")
     assert [ax.get_title() for ax in drawing.figure.axes] == list(recipes)
 
 
 @pytest.mark.slow
 def test_parallel_runs_match_sequential_runs(two_configs, tmp_path, recipes):
-    sequential = list(validate.plan(two_configs, [], str(tmp_path / "one")).values())[:2]
-    parallel = list(validate.plan(two_configs, [], str(tmp_path / "two")).values())[:2]
+    sequential = list(validate.plan_runs(two_configs, [], str(tmp_path / "one")).values())[:2]
+    parallel = list(validate.plan_runs(two_configs, [], str(tmp_path / "two")).values())[:2]
     run_all(sequential)
     run_all(parallel, jobs=2)
     for a, b in zip(sequential, parallel):
@@ -254,7 +250,7 @@ def test_signal_stops_parallel_runs_after_saving(two_configs, tmp_path, recipes)
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    handlers = {number: signal.getsignal(number) for number in STOP}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     threading.Thread(target=signal_once_started, daemon=True).start()
     try:
         with pytest.raises(Stopped, match="stopped by a signal"):
@@ -267,7 +263,7 @@ def test_signal_stops_parallel_runs_after_saving(two_configs, tmp_path, recipes)
 
 
 def test_diverged_run_does_not_stop_the_others(two_configs, tmp_path, recipes):
-    runs = list(validate.plan(two_configs, [], str(tmp_path / "one")).values())[:2]
+    runs = list(validate.plan_runs(two_configs, [], str(tmp_path / "one")).values())[:2]
     runs[0].optim.min_lr, runs[0].optim.lr, runs[0].optim.grad_clip = 0, 1e30, 0
     runs[0].train.steps = 6
     with pytest.raises(TrainingError, match="1 of 2 runs failed"):

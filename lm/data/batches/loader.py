@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from lm.data.batches.stream import StreamLoader, merge_states
 from lm.data.corpus.corpora import open_sources
 from lm.data.corpus.integrity import Tokens
 from lm.data.sources.errors import DataError
-from lm.data.sources.mixture import shares
+from lm.data.sources.mixture import source_shares
 
 __all__ = ["StreamLoader", "build", "merge_states", "single_source_loader", "validation_blocks"]
 
@@ -37,26 +38,29 @@ def build(
         DataError: If the corpus is not prepared.
     """
     corpora = open_sources(cfg, run_dir)
-    size = cfg.train.micro_batch_size
-    train: StreamLoader | MixtureLoader
-    place = (rank, world_size)
+    seq_len, size = cfg.data.seq_len, cfg.train.micro_batch_size
+    train_loader: StreamLoader | MixtureLoader
     if cfg.data.mixture is not None:
         sources = {
-            name: ShuffledBlocks(corpus.train, cfg.data.seq_len, cfg.seed, number)
-            for number, (name, corpus) in enumerate(sorted(corpora.items()))
+            name: ShuffledBlocks(corpus.train, seq_len, cfg.seed, source_index)
+            for source_index, (name, corpus) in enumerate(sorted(corpora.items()))
         }
-        sequences = cfg.train.sequences(world_size)  # per update
-        stages = [(stage.until * sequences, stage.weights) for stage in cfg.data.curriculum]
-        train = MixtureLoader(sources, shares(cfg.data), size, cfg.seed, *place, stages)
+        shares = source_shares(cfg.data)
+        sequences_per_update = cfg.train.sequences(world_size)
+        stages = [
+            (stage.until * sequences_per_update, stage.weights) for stage in cfg.data.curriculum
+        ]
+        train_loader = MixtureLoader(sources, shares, size, cfg.seed, rank, world_size, stages)
     elif cfg.data.source == "fineweb":
-        train = StreamLoader(cfg.data, tokenizer, size, cfg.seed, *place)
+        train_loader = StreamLoader(cfg.data, tokenizer, size, cfg.seed, rank, world_size)
     else:
-        train = single_source_loader(corpora[""].train, cfg.data.seq_len, size, cfg.seed, *place)
+        tokens = corpora[""].train
+        train_loader = single_source_loader(tokens, seq_len, size, cfg.seed, rank, world_size)
     validation = {
-        name: validation_blocks(corpus.val, cfg.data, size, *place)
+        name: validation_blocks(corpus.val, cfg.data, size, rank, world_size)
         for name, corpus in corpora.items()
     }
-    return train, validation
+    return train_loader, validation
 
 
 def validation_blocks(
@@ -64,27 +68,27 @@ def validation_blocks(
 ) -> list[MicroBatch]:
     """Return this rank's share of the validation micro-batches.
 
-    Over all ranks every token except the first is a target once, up to `data.val_tokens` targets.
-    Every rank gets equally many micro-batches of equal shape, because collective operations need
-    that; they are padded with labels IGNORE.
+    Over all ranks, every token except the first is a target once, up to `data.val_tokens` targets.
+    Collective operations need equally many micro-batches of equal shape on every rank, so the last
+    ones are padded with labels IGNORE.
 
     Args:
-        tokens: Validation stream, shape (n,).
+        tokens: Validation tokens, shape (n,).
 
     Raises:
         DataError: If there is no target in the stream.
     """
     if data.val_tokens:
         tokens = tokens[: data.val_tokens + 1]
-    blocks = block_count(len(tokens), data.seq_len)
-    if not blocks:
+    num_blocks = block_count(len(tokens), data.seq_len)
+    if not num_blocks:
         raise DataError("the validation split is empty: raise data.val_fraction or add documents")
-    per_rank = -(-blocks // (micro_batch_size * world_size))
+    batches_per_rank = math.ceil(num_blocks / (micro_batch_size * world_size))
     batches = []
-    for number in range(rank, per_rank * world_size, world_size):
-        first = number * micro_batch_size
-        indices = np.arange(first, first + micro_batch_size)
-        batches.append(micro_batch(block_rows(tokens, data.seq_len, indices)))
+    for batch_index in range(rank, batches_per_rank * world_size, world_size):
+        first_block = batch_index * micro_batch_size
+        block_indices = np.arange(first_block, first_block + micro_batch_size)
+        batches.append(micro_batch(block_rows(tokens, data.seq_len, block_indices)))
     return batches
 
 
@@ -101,7 +105,7 @@ def single_source_loader(
     Epoch e contains every block once, in the permutation (seed, e).
 
     Args:
-        tokens: Training stream, shape (n,).
+        tokens: Training tokens, shape (n,).
 
     Raises:
         DataError: If there are fewer than 2 tokens, so that there is no target.

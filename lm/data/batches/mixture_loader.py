@@ -12,29 +12,30 @@ from lm.data.batches.packing import MicroBatch, block_count, block_rows, micro_b
 from lm.data.corpus.integrity import Tokens
 from lm.data.sources.errors import DataError
 
-STRATUM = 256  # consecutive sequences in which each source has its share, to within two sequences
+# Length of a stratum: consecutive sequences in which each source has its share, to within two.
+STRATUM = 256
 MIXTURE_KEY = 0x6D6978  # added to the seed: separates this generator from all others
 
 
 class ShuffledBlocks:
     """Blocks of a token stream in an endless shuffled order, with a new permutation every epoch.
 
-    Position p of the order is block `permutation(seed, p // blocks)[p % blocks]`. The stream is cut
-    every `seq_len` tokens, also inside documents. The last block is padded with IGNORE, so no token
-    is dropped.
+    Position p of the order holds block `permutation(seed, p // blocks)[p % blocks]`. The stream is
+    cut every `seq_len` tokens, also inside documents. The last block is padded with IGNORE, so no
+    token is dropped.
 
     Args:
         tokens: Token ids, shape (n,).
-        source: Number of the source in a mixture, so that sources have different permutations;
+        source_index: Index of the source in a mixture, so that sources have different permutations;
             None for a single source.
     """
 
-    def __init__(self, tokens: Tokens, seq_len: int, seed: int, source: int | None = None):
+    def __init__(self, tokens: Tokens, seq_len: int, seed: int, source_index: int | None = None):
         self._tokens = tokens
         self._seq_len = seq_len
         self._seed = seed
-        self._source = [] if source is None else [source]
-        self._permutations: dict[int, np.ndarray] = {}
+        self._source_key = [] if source_index is None else [source_index]
+        self._permutations: dict[int, np.ndarray] = {}  # by epoch
 
     def __len__(self) -> int:
         """Return the number of blocks in an epoch."""
@@ -46,56 +47,58 @@ class ShuffledBlocks:
         return block_rows(self._tokens, self._seq_len, indices)
 
     def _block_index(self, position: int) -> int:
-        epoch, place = divmod(int(position), len(self))
+        epoch, index = divmod(int(position), len(self))
         if epoch not in self._permutations:
-            # Keep only the previous permutation: a micro-batch may begin in it.
+            # A micro-batch may begin in the previous epoch. Forget all earlier ones.
             previous = self._permutations.get(epoch - 1)
             self._permutations = {} if previous is None else {epoch - 1: previous}
-            rng = np.random.default_rng([self._seed, epoch, *self._source])
+            rng = np.random.default_rng([self._seed, epoch, *self._source_key])
             self._permutations[epoch] = rng.permutation(len(self))
-        return int(self._permutations[epoch][place])
+        return int(self._permutations[epoch][index])
 
 
 class Stage(NamedTuple):
     """A stage of a curriculum."""
 
-    end: int  # first sequence after the stage, unless it ends earlier
-    weights: list[float]  # one per source, in alphabetic order
+    end: int  # index of the first sequence after the stage
+    weights: list[float]  # one per source, in alphabetic order of the names
 
 
 def draw_sources(first: int, count: int, seed: int, stages: Sequence[Stage]) -> np.ndarray:
-    """Draw the source of each sequence; the result depends only on the seed and the place.
+    """Draw the source of each of `count` sequences.
 
-    In every STRATUM consecutive sequences each source has its share, to within two sequences. The
-    places of a source within them are random.
+    The source of a sequence depends only on the seed, the stages and the sequence's index in the
+    run. In every stratum each source has its share, to within two sequences, in random order.
 
     Args:
-        first: Place of the first sequence in the run.
+        first: Index of the first sequence in the run.
         stages: Stages in their order; the last one never ends.
 
     Returns:
         Indices of sources, shape (count,).
     """
     strata = range(first // STRATUM, (first + count - 1) // STRATUM + 1)
-    sources = np.concatenate([_draw_stratum(number, seed, stages) for number in strata])
+    sources = np.concatenate([_draw_stratum(stratum, seed, stages) for stratum in strata])
     start = first - strata[0] * STRATUM
     return sources[start : start + count]
 
 
-def _draw_stratum(number: int, seed: int, stages: Sequence[Stage]) -> np.ndarray:
-    rng = np.random.default_rng([seed, MIXTURE_KEY, number])
-    points = (rng.permutation(STRATUM) + rng.random(STRATUM)) / STRATUM  # one per interval
-    places = number * STRATUM + np.arange(STRATUM)
-    stage_indices = np.searchsorted([stage.end for stage in stages[:-1]], places, side="right")
+def _draw_stratum(stratum: int, seed: int, stages: Sequence[Stage]) -> np.ndarray:
+    """Draw the sources of the sequences of a stratum, shape (STRATUM,)."""
+    rng = np.random.default_rng([seed, MIXTURE_KEY, stratum])
+    # One random point in each of STRATUM equal intervals of [0, 1), in random order.
+    points = (rng.permutation(STRATUM) + rng.random(STRATUM)) / STRATUM
+    sequences = stratum * STRATUM + np.arange(STRATUM)  # their indices in the run
+    stage_indices = np.searchsorted([stage.end for stage in stages[:-1]], sequences, side="right")
     sources = np.empty(STRATUM, dtype=np.int64)
     for stage in np.unique(stage_indices):
         is_in_stage = stage_indices == stage
-        sources[is_in_stage] = _assign(points[is_in_stage], stages[stage].weights)
+        sources[is_in_stage] = _map_to_sources(points[is_in_stage], stages[stage].weights)
     return sources
 
 
-def _assign(points: np.ndarray, weights: list[float]) -> np.ndarray:
-    """Map points of [0, 1) to sources, each of which has an interval as long as its share."""
+def _map_to_sources(points: np.ndarray, weights: list[float]) -> np.ndarray:
+    """Map points of [0, 1) to sources: each source has an interval as long as its share."""
     candidates = np.flatnonzero(weights)
     ends = np.cumsum(np.array(weights)[candidates])
     bounds = ends[:-1] / ends[-1]
@@ -105,14 +108,15 @@ def _assign(points: np.ndarray, weights: list[float]) -> np.ndarray:
 class MixtureLoader:
     """Endless micro-batches whose sequences come from one or several sources.
 
-    `draw_sources` chooses the source of sequence p of the run, and the sequence is the next block
-    in the shuffled order of that source. Micro-batch g contains the sequences g·b to g·b + b - 1
-    and goes to rank g % world_size, so the order does not depend on the number of ranks.
+    `draw_sources` chooses the source of each sequence of the run. The sequence is the next block in
+    the shuffled order of that source. Micro-batch g contains the sequences g·b to g·b + b - 1,
+    where b is the micro-batch size, and goes to rank g % world_size. So the order does not depend
+    on the number of ranks.
 
     Args:
         sources: Blocks of each source by name; the name of a single source is "".
         weights: Share of each source after the curriculum.
-        stages: Stages of the curriculum: (first sequence after the stage, weight of each source).
+        stages: Stages of the curriculum: (first sequence after the stage, {source: weight}).
     """
 
     def __init__(
@@ -132,15 +136,14 @@ class MixtureLoader:
             Stage(end, [stage_weights.get(name, 0.0) for name in self._names])
             for end, stage_weights in stages
         ]
-        self._ends = [stage.end for stage in self._stages]  # actual ends, see `end_stage`
+        self._ends = [stage.end for stage in self._stages]  # `end_stage` may make one smaller
         self._seed = seed
         self._size = micro_batch_size
         self._rank = rank
         self._world_size = world_size
         self._next = 0  # next sequence of the run, over all ranks
-        self._counts = np.zeros(
-            len(self._names), dtype=np.int64
-        )  # sequences drawn from each source
+        # Number of sequences drawn from each source.
+        self._counts = np.zeros(len(self._names), dtype=np.int64)
 
     @property
     def stage(self) -> int:
@@ -156,16 +159,16 @@ class MixtureLoader:
 
     def __next__(self) -> MicroBatch:
         stages = [Stage(end, stage.weights) for end, stage in zip(self._ends, self._stages)]
-        stages.append(Stage(-1, self._weights))
+        stages.append(Stage(-1, self._weights))  # never ends
         sources = draw_sources(self._next, self._world_size * self._size, self._seed, stages)
         start = self._rank * self._size
         rank_sources = sources[start : start + self._size]
-        # Blocks of each source that earlier sequences, and lower ranks of this update, have used.
-        used = self._counts + np.bincount(sources[:start], minlength=len(self._names))
+        # Positions of each source that earlier micro-batches, or lower ranks now, use.
+        used_counts = self._counts + np.bincount(sources[:start], minlength=len(self._names))
         blocks: dict[int, np.ndarray] = {}  # by row of the micro-batch
-        for number, source in enumerate(self._sources):
-            rows = np.flatnonzero(rank_sources == number)
-            positions = used[number] + np.arange(len(rows))
+        for source_index, source in enumerate(self._sources):
+            rows = np.flatnonzero(rank_sources == source_index)
+            positions = used_counts[source_index] + np.arange(len(rows))
             for row, block in zip(rows, source.rows(positions)):
                 blocks[int(row)] = block
         self._counts += np.bincount(sources, minlength=len(self._names))
@@ -178,18 +181,18 @@ class MixtureLoader:
         return dict(zip(self._names, self._weights))
 
     def source_metrics(self) -> dict[str, Any]:
-        """Return the share of the sequences and the epochs of each source since the run began.
+        """Return each source's share of the sequences, and its epochs, since the run began.
 
-        Counted over all ranks. Empty for a run on a single source.
+        The counts are over all ranks. The result is empty for a run on a single source.
         """
         if self._names == [""]:
             return {}
         counts = dict(zip(self._names, self._counts.tolist()))
         total = max(1, sum(counts.values()))
-        blocks = dict(zip(self._names, map(len, self._sources)))
+        sizes = dict(zip(self._names, map(len, self._sources)))
         return {
             "data_share": {name: round(count / total, 6) for name, count in counts.items()},
-            "data_epochs": {name: round(count / blocks[name], 4) for name, count in counts.items()},
+            "data_epochs": {name: round(count / sizes[name], 4) for name, count in counts.items()},
         }
 
     def state_dict(self) -> dict:
@@ -212,7 +215,7 @@ class MixtureLoader:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue at the state's sequence; the numbers of ranks and micro-batches may differ.
+        """Continue at the state's sequence, on any number of ranks with any micro-batch size.
 
         Raises:
             DataError: If the state has other sources, weights, sequence length or seed.
@@ -224,7 +227,7 @@ class MixtureLoader:
                 "the checkpoint's data position belongs to another kind of data (a stream, a single"
                 " source, a data.mixture): the data must not change on resuming"
             )
-        saved, current = _identify(state), _identify(current_state)
+        saved, current = _fixed_entries(state), _fixed_entries(current_state)
         for key in saved | current:
             if saved.get(key) != current.get(key):
                 raise DataError(
@@ -238,15 +241,15 @@ class MixtureLoader:
             return
         sources = state["mixture"].values()
         self._weights = [source["weight"] for source in sources]
-        configured = [stage.end for stage in self._stages]
-        self._ends = list(state.get("ends", configured))  # absent in older checkpoints
+        configured_ends = [stage.end for stage in self._stages]
+        self._ends = list(state.get("ends", configured_ends))  # absent in older checkpoints
         self._counts[:] = [source["drawn"] for source in sources]
 
 
-def _identify(state: dict) -> dict[str, Any]:
-    """Return the parts of a state that must not change on resuming, by their names."""
-    identity = {key: state[key] for key in ("seed", "blocks") if key in state}
+def _fixed_entries(state: dict) -> dict[str, Any]:
+    """Return the entries of a state that must not change on resuming, named as in messages."""
+    entries = {key: state[key] for key in ("seed", "blocks") if key in state}
     for name, source in state.get("mixture", {}).items():
-        identity[f"data.mixture.{name}: weight"] = float(f"{source['weight']:.9g}")
-        identity[f"data.mixture.{name}: blocks"] = source["blocks"]
-    return identity | {"data.curriculum": state.get("stages", [])}
+        entries[f"data.mixture.{name}: weight"] = float(f"{source['weight']:.9g}")
+        entries[f"data.mixture.{name}: blocks"] = source["blocks"]
+    return entries | {"data.curriculum": state.get("stages", [])}

@@ -1,6 +1,12 @@
-"""Fixed-size blocks of a token stream, and micro-batches of blocks."""
+"""Fixed-size blocks of a token stream, and micro-batches of blocks.
+
+A block has seq_len + 1 tokens: inputs `block[:-1]` and labels `block[1:]`. Block k of a stream is
+`stream[k*L : k*L + L + 1]` with L = seq_len, so every token except the first is a target once.
+"""
 
 from __future__ import annotations
+
+import math
 
 import numpy as np
 import torch
@@ -8,29 +14,27 @@ import torch
 from lm.data.corpus.integrity import Tokens
 
 IGNORE = -100  # label of a position without a target
-MicroBatch = dict[str, torch.Tensor]  # input_ids, labels: (b, L) int64; labels already shifted
+# {"input_ids", "labels"}, int64, shape (batch, seq_len); the labels are already shifted.
+MicroBatch = dict[str, torch.Tensor]
 
 
 class Packer:
-    """Cutter of a growing token stream into blocks of seq_len + 1 tokens that overlap by one token.
-
-    Block k is `stream[k*L : k*L + L + 1]`: inputs `block[:-1]`, labels `block[1:]`. So every token
-    except the first is a target exactly once. Tokens of an incomplete block are kept in the state.
-    """
+    """Cutter of a growing token stream into blocks; its state holds the incomplete last block."""
 
     def __init__(self, seq_len: int):
         self.seq_len = seq_len
         self._rest = np.empty(0, dtype=np.int64)
 
     def add(self, tokens: np.ndarray) -> np.ndarray:
-        """Add tokens (n,) to the stream; return the blocks (k, seq_len + 1) that are now complete.
+        """Add tokens (n,) to the stream; return the blocks that are now complete.
 
-        The blocks are int64, and k may be 0.
+        Returns:
+            Blocks, shape (k, seq_len + 1), int64; k may be 0.
         """
         stream = np.concatenate([self._rest, np.asarray(tokens, dtype=np.int64)])
-        blocks = max(0, (len(stream) - 1) // self.seq_len)
-        self._rest = stream[blocks * self.seq_len :].copy()
-        return block_rows(stream, self.seq_len, np.arange(blocks))
+        num_blocks = max(0, (len(stream) - 1) // self.seq_len)
+        self._rest = stream[num_blocks * self.seq_len :].copy()
+        return block_rows(stream, self.seq_len, np.arange(num_blocks))
 
     def state_dict(self) -> dict:
         """Return the tokens of the incomplete block."""
@@ -47,9 +51,9 @@ class Packer:
         self._rest = np.array(state["rest"], dtype=np.int64)
 
 
-def block_count(tokens: int, seq_len: int) -> int:
-    """Return the number of blocks of a stream of `tokens` tokens; the last one may be padded."""
-    return max(0, -(-(tokens - 1) // seq_len))
+def block_count(num_tokens: int, seq_len: int) -> int:
+    """Return the number of blocks of a stream, whose last block may be padded."""
+    return max(0, math.ceil((num_tokens - 1) / seq_len))
 
 
 def block_rows(stream: Tokens, seq_len: int, indices: np.ndarray) -> np.ndarray:
@@ -60,17 +64,17 @@ def block_rows(stream: Tokens, seq_len: int, indices: np.ndarray) -> np.ndarray:
         indices: Indices of the blocks, shape (k,).
 
     Returns:
-        Blocks, (k, seq_len + 1) int64.
+        Blocks, shape (k, seq_len + 1), int64.
     """
     rows = np.full((len(indices), seq_len + 1), IGNORE, dtype=np.int64)
     for row, index in zip(rows, indices):
-        piece = stream[index * seq_len : index * seq_len + seq_len + 1]
-        row[: len(piece)] = piece
+        tokens = stream[index * seq_len : index * seq_len + seq_len + 1]
+        row[: len(tokens)] = tokens
     return rows
 
 
 def micro_batch(blocks: np.ndarray) -> MicroBatch:
-    """Split blocks (b, L + 1) into inputs and labels (b, L); padding has id 0 in the inputs."""
+    """Split blocks (batch, seq_len + 1) into inputs and labels; padding has id 0 in the inputs."""
     ids = torch.from_numpy(np.ascontiguousarray(blocks, dtype=np.int64))
     inputs = ids[:, :-1].clone()
     labels = ids[:, 1:].clone()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -14,60 +14,64 @@ from lm.data.sources import traces
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-COUNT = 128  # questions per source
+COUNT = 128  # questions about each source
 
 
 def question_batches(
     source: Traces | None, tokenizer: PreTrainedTokenizerBase, micro_batch_size: int, seq_len: int
 ) -> list[MicroBatch]:
-    """Make COUNT questions about a source's traces, each at the end of a document of its own.
+    """Make COUNT questions about a source's traces, each at the end of its own document.
 
-    The gap before a question is the longest one whose questions fit into `seq_len` tokens; if none
-    fits, the shortest. A micro-batch has at most as many tokens as a micro-batch of training.
+    The gap before a question is the longest gap of the source with which every document fits into
+    `seq_len` tokens, or the shortest gap if none fits. A micro-batch has at most as many tokens as
+    a micro-batch of training.
     """
     source = source or Traces()
-    gap = _longest_fitting_gap(source, tokenizer, seq_len)
-    rows = [_encode(turn, tokenizer) for turn in traces.questions(source, gap, COUNT)]
-    width = max(len(ids) for ids, _ in rows)
+    gap = _find_longest_gap(source, tokenizer, seq_len)
+    documents = [_encode(turn, tokenizer) for turn in traces.iter_questions(source, gap, COUNT)]
+    width = max(len(document.ids) for document in documents)
     blocks = np.full((COUNT, width), IGNORE, dtype=np.int64)
-    targets = np.zeros((COUNT, width), dtype=bool)
-    for row, (ids, start) in enumerate(rows):
+    is_target = np.zeros((COUNT, width), dtype=bool)
+    for row, (ids, answer_start) in enumerate(documents):
         blocks[row, : len(ids)] = ids
-        targets[row, start : len(ids)] = True
+        is_target[row, answer_start : len(ids)] = True
     size = max(1, min(micro_batch_size, micro_batch_size * seq_len // width))
     return [
-        _batch(blocks[start : start + size], targets[start : start + size])
+        _micro_batch(blocks[start : start + size], is_target[start : start + size])
         for start in range(0, COUNT, size)
     ]
 
 
-def _longest_fitting_gap(source: Traces, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> int:
-    for gap in sorted(set(source.lengths), reverse=True):
+def _find_longest_gap(source: Traces, tokenizer: PreTrainedTokenizerBase, seq_len: int) -> int:
+    for gap in sorted(set(source.possible_gaps), reverse=True):
         # Every second document has two questions, which makes it longer.
-        _, longer = traces.questions(source, gap, 2)
-        if len(_encode(longer, tokenizer)[0]) <= seq_len:
+        _, longer_turn = traces.iter_questions(source, gap, 2)
+        if len(_encode(longer_turn, tokenizer).ids) <= seq_len:
             return gap
-    return min(source.lengths)
+    return min(source.possible_gaps)
 
 
-def _encode(turn: traces.Turn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
-    """Encode EOS, a question and its answer.
+class _Document(NamedTuple):
+    """Token ids of EOS, a question and its answer."""
 
-    Returns:
-        Token ids, and the index of the answer's first token: the first difference from the ids of
-        the question without its answer.
-    """
+    ids: list[int]
+    answer_start: int  # index of the first token that differs without the answer
+
+
+def _encode(turn: traces.Turn, tokenizer: PreTrainedTokenizerBase) -> _Document:
+    """Encode EOS, a question and its answer."""
     question, document = (
         tokenizer(text, add_special_tokens=False)["input_ids"]
         for text in (turn.question, turn.question + turn.answer)
     )
-    common = 0
-    while common < len(question) and question[common] == document[common]:
-        common += 1
-    return [tokenizer.eos_token_id, *document], 1 + common
+    common_length = 0
+    while common_length < len(question) and question[common_length] == document[common_length]:
+        common_length += 1
+    return _Document([tokenizer.eos_token_id, *document], 1 + common_length)
 
 
-def _batch(blocks: np.ndarray, targets: np.ndarray) -> MicroBatch:
+def _micro_batch(blocks: np.ndarray, is_target: np.ndarray) -> MicroBatch:
+    """Make a micro-batch of blocks (batch, width) in which only tokens of answers are targets."""
     batch = micro_batch(blocks)
-    batch["labels"][torch.from_numpy(~targets[:, 1:])] = IGNORE
+    batch["labels"][torch.from_numpy(~is_target[:, 1:])] = IGNORE
     return batch

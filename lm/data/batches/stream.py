@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,12 +19,12 @@ from lm.config.data import Data
 from lm.data.batches.packing import MicroBatch, Packer, micro_batch
 from lm.data.corpus.documents import encode_documents
 from lm.data.sources.errors import DataError
-from lm.data.sources.hub_parquet import HubDocuments, open_groups
+from lm.data.sources.hub_parquet import HubDocuments, open_row_groups
 from lm.data.sources.open import is_validation
 from lm.data.sources.readers import Readers
 
-BATCH = 64  # documents tokenised at a time
-AUTO_STREAMS = 16  # maximum for `data.streams: auto`, unless there are more ranks
+DOCUMENTS_AT_A_TIME = 64  # tokenised in one call
+AUTO_STREAMS = 16  # `data.streams: auto` gives at most so many streams, or one per rank
 AUTO_WORKERS = 2  # threads per rank for `data.workers: auto` and text from the hub
 
 
@@ -31,10 +32,10 @@ class BlockStream:
     """Endless packed training blocks of a shard of the documents, without validation documents.
 
     Args:
-        shard: (index, count).
-        seed: Each epoch has the document order (seed, epoch), if the source supports orders.
+        shard: (index of the shard, number of shards).
+        seed: The documents of each epoch have the order (seed, epoch), if the source supports it.
         state: State dict of an earlier stream.
-        open_documents: HubDocuments, or a test's replacement with its signature.
+        open_documents: HubDocuments, or a replacement with the same signature in a test.
         revision: Commit of the dataset that a new stream reads; None: the newest. Every later
             epoch reads the same commit.
     """
@@ -53,14 +54,14 @@ class BlockStream:
         self._seed = seed
         self._tokenizer = tokenizer
         self._shard = shard
-        self._open = open_documents
+        self._open_documents = open_documents
         self._packer = Packer(data.seq_len)
         self._epoch = state["epoch"] if state else 0
         self._had_training_text = bool(state)  # in the current epoch
         if state:
             self._packer.load_state_dict(state["packer"])
         position = state["documents"] if state else _first_position(revision)
-        self._documents = self._open(data, shard, position, (seed, self._epoch))
+        self._documents = open_documents(data, shard, position, (seed, self._epoch))
 
     def __next__(self) -> np.ndarray:
         """Return the next blocks, shape (k, seq_len + 1) with k ≥ 1.
@@ -69,7 +70,7 @@ class BlockStream:
             DataError: If the shard has no training document, or reading failed permanently.
         """
         while True:
-            batch = list(itertools.islice(self._documents, BATCH))
+            batch = list(itertools.islice(self._documents, DOCUMENTS_AT_A_TIME))
             texts = [text for text in batch if not is_validation(text, self._data.val_fraction)]
             if not batch:  # end of the shard
                 if not self._had_training_text:
@@ -81,7 +82,7 @@ class BlockStream:
                 self._had_training_text = False
                 order = (self._seed, self._epoch)
                 start = _first_position(self._documents.state_dict().get("revision"))
-                self._documents = self._open(self._data, self._shard, start, order)
+                self._documents = self._open_documents(self._data, self._shard, start, order)
             elif texts:
                 self._had_training_text = True
                 ids = encode_documents(self._tokenizer, texts, self._data.leading_eos)
@@ -98,7 +99,7 @@ class BlockStream:
 
 
 def _first_position(revision: str | None) -> dict | None:
-    """Return the position of a source's first document, in a commit if there is one."""
+    """Return the position of the first document: in a commit, or None for a source without."""
     return None if revision is None else {"revision": revision}
 
 
@@ -106,8 +107,7 @@ class StreamLoader:
     """Endless micro-batches from a document stream, for sources that are too large to prepare.
 
     The documents, in the order (seed, epoch), are distributed to `data.streams` streams. Each
-    stream packs its documents into blocks and has a shuffle buffer with the generator (seed,
-    stream).
+    stream packs its documents into blocks and has a shuffle buffer with its own generator.
     Micro-batch g of the run is drawn from stream g % streams and goes to rank g % world_size. So
     the order depends only on the seed and the number of streams, and a run can continue with any
     number of ranks that divides the number of streams.
@@ -128,7 +128,7 @@ class StreamLoader:
     ):
         self._data = data
         self._tokenizer = tokenizer
-        self._open = open_documents
+        self._open_documents = open_documents
         self._micro_batch_size = micro_batch_size
         self._seed = seed
         self._rank = rank
@@ -139,11 +139,11 @@ class StreamLoader:
         self._streams: dict[int, ShuffledStream] = {}  # streams of this rank by number
         self._readers: Readers | SimpleNamespace | None = None
         if self._stream_count is not None:
-            self._rank_streams(self._stream_count)  # raises before the model is built
+            self._rank_streams(self._stream_count)  # raises now, before the model is built
 
     @property
     def shares(self) -> dict[str, float]:
-        """Share of the sequences per source, as of `MixtureLoader`."""
+        """Share of the sequences per source, as in `MixtureLoader.shares`."""
         return {"": 1.0}
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -178,9 +178,9 @@ class StreamLoader:
     def go_back(self, mark: tuple) -> None:
         """Return to a marked position, so that the micro-batches since then come again."""
         self.close()
-        self._next, streams = mark
-        self._streams = {number: self._streams[number] for number in streams}
-        for number, stream_mark in streams.items():
+        self._next, stream_marks = mark
+        self._streams = {number: self._streams[number] for number in stream_marks}
+        for number, stream_mark in stream_marks.items():
             self._streams[number].go_back(stream_mark)
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class StreamLoader:
     def state_dict(self) -> dict:
         """Return the position of this rank's streams; `merge_states` combines all ranks.
 
-        It is plain data, and for each stream a tensor of the token ids in its buffer.
+        It consists of plain data and, for each stream, a tensor of the token ids in its buffer.
         """
         count = self._make_streams()
         return {
@@ -207,8 +207,8 @@ class StreamLoader:
         """Continue at the state's micro-batch; the numbers of ranks and workers may differ.
 
         Raises:
-            DataError: If the state lacks streams of this rank, has another micro-batch size, was
-                written by an early version, or the ranks do not divide the number of streams.
+            DataError: If the state lacks streams of this rank, has another micro-batch size, or was
+                written by an early version; if the ranks do not divide the number of streams.
         """
         if "blocks" in state or "mixture" in state:
             raise DataError(
@@ -237,7 +237,7 @@ class StreamLoader:
             raise DataError(
                 f"the checkpoint's data position lacks streams {missing} of rank {self._rank} of"
                 f" {self._world_size}: another number of ranks wrote it, and the positions of all"
-                " of them must be merged first"
+                " ranks must be merged first"
             )
         self._make_streams()
         for number, stream in self._streams.items():
@@ -259,8 +259,8 @@ class StreamLoader:
                 f" {', '.join(divisors)} ranks, not by {self._world_size}; a new run may set"
                 f" data.streams to a multiple of {self._world_size}"
             )
-        first = self._next + self._rank
-        return [(first + step) % count for step in range(0, count, self._world_size)]
+        first_batch = self._next + self._rank
+        return [(first_batch + offset) % count for offset in range(0, count, self._world_size)]
 
     def _make_streams(self) -> int:
         """Make this rank's streams at the first call; return the run's number of streams."""
@@ -268,37 +268,40 @@ class StreamLoader:
             self._stream_count = _auto_streams(self._data, self._world_size)
         count = self._stream_count
         if not self._streams:
-            buffer_size = -(-self._data.shuffle_buffer // count)
+            buffer_size = math.ceil(self._data.shuffle_buffer / count)
             for number in self._rank_streams(count):
                 self._streams[number] = ShuffledStream(number, buffer_size, self._seed)
         return count
 
     def _open_readers(self, count: int) -> Readers | SimpleNamespace:
-        """Start the threads, each of which reads some of this rank's streams."""
+        """Start the threads, each of which reads some of this rank's streams.
+
+        Without threads, return an object with the same methods that reads when asked.
+        """
         numbers = list(self._streams)
         if self._data.source == "fineweb" and self._revision is None:
             # Look it up once for all streams: a stream that starts later could get a newer commit.
-            self._revision = open_groups(self._data).files.revision
+            self._revision = open_row_groups(self._data).files.revision
         workers = min(worker_count(self._data), len(numbers))
         if not workers:
-            return SimpleNamespace(take=self._open_streams(count), close=lambda: None)
+            return SimpleNamespace(take=self._make_reader(count), close=lambda: None)
         # Our threads suffice; the threads of `tokenizers` on every rank would slow down training.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        functions = [self._open_streams(count) for _ in range(workers)]
+        functions = [self._make_reader(count) for _ in range(workers)]
         return Readers(functions, [numbers[i::workers] for i in range(workers)])
 
-    def _open_streams(self, count: int) -> Callable[[int], tuple[np.ndarray, dict]]:
+    def _make_reader(self, count: int) -> Callable[[int], tuple[np.ndarray, dict]]:
         """Make the function of a thread, which reads the next blocks of a stream.
 
         Returns:
-            Function from the number of a stream to its next blocks, (k, seq_len + 1) int32, and
-            the position after them.
+            Function that maps the number of a stream to its next blocks, shape (k, seq_len + 1),
+            int32, and the position after them.
         """
         positions = {number: stream.position for number, stream in self._streams.items()}
         tokenizer = copy.deepcopy(self._tokenizer)  # two threads must not share a tokenizer
         data = self._data
         seed = self._seed
-        source = (self._open, self._revision)
+        source = (self._open_documents, self._revision)
         streams: dict[int, BlockStream] = {}
 
         def read_blocks(number: int) -> tuple[np.ndarray, dict]:
@@ -317,7 +320,7 @@ class ShuffledStream:
 
     Args:
         number: Number of the stream, from 0.
-        buffer_size: Blocks in the buffer.
+        buffer_size: Number of blocks in the full buffer.
     """
 
     def __init__(self, number: int, buffer_size: int, seed: int):
@@ -353,7 +356,7 @@ class ShuffledStream:
         return self._buffer.pop()
 
     def state_dict(self) -> dict:
-        """Return the position, the generator, and the blocks as one int32 tensor."""
+        """Return the position, the generator's state, and the blocks as one int32 tensor."""
         blocks = np.array([*self._buffer, *self._pending], dtype=np.int32)
         return {
             "position": self.position,
@@ -382,25 +385,26 @@ def merge_states(states: Sequence[dict]) -> dict:
 
 
 def _find_revision(streams: dict) -> str | None:
-    """Return the commit in the states of streams; None if they were not read from a hub."""
+    """Return the commit in the states of streams; None if they do not read from a hub."""
     positions = [stream["position"] for stream in streams.values() if stream["position"]]
     revisions = [position["documents"].get("revision") for position in positions]
     return next((revision for revision in revisions if revision), None)
 
 
 def worker_count(data: Data) -> int:
-    """Return the number of reader threads per rank; `auto`: AUTO_WORKERS for the hub, else 0."""
+    """Return the reader threads per rank; `auto` means AUTO_WORKERS for the hub, otherwise 0."""
     if data.workers != "auto":
         return data.workers
     return AUTO_WORKERS if data.source == "fineweb" else 0
 
 
 def _auto_streams(data: Data, world_size: int) -> int:
-    """Return the largest multiple of the ranks up to AUTO_STREAMS, but at least the ranks.
+    """Return the number of streams for `data.streams: auto`, a multiple of the number of ranks.
 
-    For the hub it is at most the number of row groups, so that each is fetched only once.
+    For the hub it is at most AUTO_STREAMS and at most the number of row groups, so that each row
+    group is fetched once, but at least one stream per rank.
     """
     if data.source != "fineweb":
         return world_size
-    limit = min(AUTO_STREAMS, open_groups(data).count_up_to(AUTO_STREAMS))
-    return max(1, limit // world_size) * world_size
+    max_streams = min(AUTO_STREAMS, open_row_groups(data).count_up_to(AUTO_STREAMS))
+    return max(1, max_streams // world_size) * world_size

@@ -15,14 +15,14 @@ from lm.common.errors import UserError
 from lm.data.batches.packing import IGNORE
 from lm.data.corpus.documents import encode_documents
 
-UNKNOWN = -1  # bytes of a token that may replace any text, such as <unk>
-SPACE = "▁"  # sentencepiece's character for a space
-BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # sentencepiece's token for a single byte
-# Byte-level BPE's characters for bytes.
-ALPHABET = {character: byte for byte, character in bytes_to_unicode().items()}
+UNKNOWN = -1  # size of a token that may replace any text, such as <unk>
+SPACE = "▁"  # character for a space in sentencepiece
+BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # token for a single byte in sentencepiece
+# {character for a byte in byte-level BPE: the byte}
+BYTE_OF_CHARACTER = {character: byte for byte, character in bytes_to_unicode().items()}
 # Texts that only a lossless tokenizer reproduces: characters of 1 to 4 bytes, runs of spaces
 # and line ends, capitals, and characters that compatibility normalisation would change.
-PROBES = (
+TEXTS = (
     "The naïve café (½ of it, x²) ﬁlled  with   spaces\tand\ttabs.\n\n  Next: 東京 мир שלום end \n",
     "a 🙂👩‍👧",
     "Ω≈ç√∫ ⁂ \u200b\u00a0x\r\n",
@@ -37,8 +37,9 @@ class TextBytes:
     """Counter of the UTF-8 bytes of text behind token ids.
 
     A token of a byte-level BPE has as many bytes as characters. A token of sentencepiece has the
-    bytes of its characters, where ▁ is a space, a single byte; so is <0x0A>. EOS has 0 bytes.
-    The space that sentencepiece puts before a document is not text: it is not counted after EOS.
+    UTF-8 bytes of its characters, except that ▁ is a space (1 byte) and a token such as <0x0A> is 1
+    byte. EOS has 0 bytes. sentencepiece puts a space before a document, which is not text: it is
+    not counted after EOS.
 
     Raises:
         UncountableError: If the tokenizer does not reproduce some text exactly.
@@ -46,24 +47,24 @@ class TextBytes:
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast):
         self._eos = tokenizer.eos_token_id
-        kinds = _decoder_kinds(tokenizer)
+        decoder_types = _decoder_types(tokenizer)
         vocabulary = tokenizer.get_vocab()
         added = tokenizer.added_tokens_decoder
         size = max(vocabulary.values()) + 1
-        self._sizes = np.full(size, UNKNOWN, dtype=np.int64)
+        self._sizes = np.full(size, UNKNOWN, dtype=np.int64)  # bytes of each token
         self._begins_with_space = np.zeros(size, dtype=bool)
         for piece, token_id in vocabulary.items():
             if token_id in added and added[token_id].special:
                 continue
-            text = _text(piece, kinds, token_id in added)
+            text = _decode_piece(piece, decoder_types, token_id in added)
             self._sizes[token_id] = len(text)
             self._begins_with_space[token_id] = text.startswith(b" ")
         if self._eos is not None:
             self._sizes[self._eos] = 0
-        self._prefix = 0  # spaces that the tokenizer puts before each document
-        if {"Metaspace", "Strip"} & kinds and _count_text(tokenizer, self, "a") == 2:
-            self._prefix = 1
-        _check_probes(
+        self._prefix_size = 0  # number of spaces that the tokenizer puts before each document
+        if {"Metaspace", "Strip"} & decoder_types and _count_text(tokenizer, self, "a") == 2:
+            self._prefix_size = 1
+        _check_lossless(
             tokenizer, self, [token.content for token in added.values() if not token.special]
         )
 
@@ -84,7 +85,7 @@ class TextBytes:
             return None
         begins_document = np.asarray(previous)[is_counted] == self._eos
         has_prefix = begins_document & self._begins_with_space[ids]
-        return int(sizes.sum()) - self._prefix * int(has_prefix.sum())
+        return int(sizes.sum()) - self._prefix_size * int(has_prefix.sum())
 
 
 def bits_per_byte(nats: float, text_bytes: float | None) -> float | None:
@@ -105,8 +106,8 @@ def format_bits_per_byte(bits: float | None) -> str:
     return "" if bits is None else f"  bits per byte {bits:.4f}"
 
 
-def _decoder_kinds(tokenizer: PreTrainedTokenizerFast) -> set[str]:
-    """Return the types of the decoder's parts, which turn tokens into text.
+def _decoder_types(tokenizer: PreTrainedTokenizerFast) -> set[str]:
+    """Return the types of the parts of the decoder, which turns tokens into text.
 
     Raises:
         UncountableError: If a token's vocabulary entry does not determine its bytes.
@@ -118,7 +119,8 @@ def _decoder_kinds(tokenizer: PreTrainedTokenizerFast) -> set[str]:
     parts = settings["decoders"] if settings["type"] == "Sequence" else [settings]
     for part in parts:
         is_known = part["type"] in ("ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Strip")
-        if not is_known and (part["type"], part.get("pattern")) != ("Replace", {"String": SPACE}):
+        replaces_space = part["type"] == "Replace" and part.get("pattern") == {"String": SPACE}
+        if not is_known and not replaces_space:
             raise UncountableError(
                 f"the tokenizer's decoder has a part {part['type']}, for which the bytes of a token"
                 " are not known; byte-level BPE and sentencepiece are supported"
@@ -126,12 +128,18 @@ def _decoder_kinds(tokenizer: PreTrainedTokenizerFast) -> set[str]:
     return {part["type"] for part in parts}
 
 
-def _text(piece: str, decoder_kinds: set[str], is_added: bool) -> bytes:
-    """Return the bytes of text of a token that is not at the start of a document."""
-    if "ByteLevel" in decoder_kinds:
-        is_spelled = not is_added and ALPHABET.keys() >= set(piece)
-        return bytes(ALPHABET[c] for c in piece) if is_spelled else piece.encode()
-    if "ByteFallback" in decoder_kinds and BYTE.fullmatch(piece):
+def _decode_piece(piece: str, decoder_types: set[str], is_added: bool) -> bytes:
+    """Return the text of a token inside a document as bytes.
+
+    Args:
+        piece: Vocabulary entry of the token.
+        decoder_types: As `_decoder_types` returns them.
+        is_added: True for a token that was added to the vocabulary as plain text.
+    """
+    if "ByteLevel" in decoder_types:
+        has_byte_characters = not is_added and BYTE_OF_CHARACTER.keys() >= set(piece)
+        return bytes(BYTE_OF_CHARACTER[c] for c in piece) if has_byte_characters else piece.encode()
+    if "ByteFallback" in decoder_types and BYTE_TOKEN.fullmatch(piece):
         return bytes([int(piece[3:5], 16)])
     return piece.replace(SPACE, " ").encode()
 
@@ -149,21 +157,21 @@ def _count_text(tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, text:
     return text_bytes.count(ids[:-1], ids[1:])
 
 
-def _check_probes(
-    tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, added: list[str]
+def _check_lossless(
+    tokenizer: PreTrainedTokenizerFast, text_bytes: TextBytes, added_tokens: list[str]
 ) -> None:
     """Raise UncountableError if a text is not reproduced, or its bytes are miscounted.
 
     Args:
-        added: Added tokens that are not special.
+        added_tokens: Added tokens that are not special.
     """
     backend = tokenizer.backend_tokenizer
-    for text in (*PROBES, *(f"a {content} b" for content in added if SPACE not in content)):
+    for text in (*TEXTS, *(f"a {token} b" for token in added_tokens if SPACE not in token)):
         count = _count_text(tokenizer, text_bytes, text)
         ids = encode_documents(tokenizer, [text])
         decoded = backend.decode(ids[:-1].tolist(), skip_special_tokens=False)
         # Byte-level decoders garble added tokens such as "é", whose text is their entry itself.
-        if count != len(text.encode()) or (text in PROBES and decoded != text):
+        if count != len(text.encode()) or (text in TEXTS and decoded != text):
             raise UncountableError(
                 f"the tokenizer does not preserve text (it decodes the tokens of {text!r} to"
                 f" {decoded!r}), so the bytes of a token are not known"
@@ -171,13 +179,13 @@ def _check_probes(
 
 
 def token_bytes(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[bytes]:
-    """Return the bytes of text of each token inside a document.
+    """Return the text of each token inside a document as bytes.
 
-    A special token has its vocabulary entry. If the tokenizer is neither byte-level nor
+    The text of a special token is its vocabulary entry. If the tokenizer is neither byte-level nor
     sentencepiece, each token is decoded separately.
     """
     try:
-        kinds = _decoder_kinds(tokenizer)
+        decoder_types = _decoder_types(tokenizer)
     except UncountableError:
         return [tokenizer.decode([token_id]).encode() for token_id in ids]
     added = tokenizer.added_tokens_decoder
@@ -186,6 +194,8 @@ def token_bytes(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[byte
         is_special = token_id in added and added[token_id].special
         if piece is None:  # the model's vocabulary is rounded up beyond the tokenizer's
             texts.append(f"<{token_id}>".encode())
+        elif is_special:
+            texts.append(piece.encode())
         else:
-            texts.append(piece.encode() if is_special else _text(piece, kinds, token_id in added))
+            texts.append(_decode_piece(piece, decoder_types, token_id in added))
     return texts

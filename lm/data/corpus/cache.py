@@ -44,7 +44,7 @@ def default_root() -> Path:
     return Path(os.environ.get(VARIABLE) or "~/.cache/fprnn/corpora").expanduser()
 
 
-def settings(data: Data, tokenizer: PreTrainedTokenizerFast) -> dict:
+def corpus_settings(data: Data, tokenizer: PreTrainedTokenizerFast) -> dict:
     """Return everything that determines a corpus, except the text itself."""
     return {
         **_split_settings(data),
@@ -60,7 +60,9 @@ def corpus_folder(folder: Path, data: Data, tokenizer: PreTrainedTokenizerFast) 
     Raises:
         DataError: If the source cannot be read.
     """
-    address = digest(settings(data, tokenizer) | {"text": identify_text(folder, data)})
+    address = hash_settings(
+        corpus_settings(data, tokenizer) | {"text": identify_text(folder, data)}
+    )
     return folder / f"corpus-{address}"
 
 
@@ -77,11 +79,11 @@ def tokenizer_folder(folder: Path, cfg: Config) -> Path:
     else:
         budgets = mixture.tokenizer_bytes(cfg)
         text = {"mixture": []}
-        for name, part in mixture.parts(cfg).items():
+        for name, part in mixture.configs_by_source(cfg).items():
             with mixture.name_source_in_errors(name):
                 source = {"text": identify_text(folder, part.data), "bytes": budgets[name]}
             text["mixture"].append(_split_settings(part.data) | source)
-    address = digest(
+    address = hash_settings(
         text
         | {
             "vocab_size": cfg.tokenizer.vocab_size,
@@ -92,7 +94,7 @@ def tokenizer_folder(folder: Path, cfg: Config) -> Path:
     return folder / f"tokenizer-{address}"
 
 
-def digest(settings: dict) -> str:
+def hash_settings(settings: dict) -> str:
     """Return a hash of settings, 32 hexadecimal digits."""
     text = json.dumps(settings, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -123,7 +125,7 @@ def identify_text(folder: Path, data: Data) -> list | dict | str:
     return [checksums[path] for path in files]
 
 
-def refuse_change(entry: Path, current_entry: Path, sources: Iterable[Data]) -> None:
+def require_unchanged(entry: Path, current_entry: Path, sources: Iterable[Data]) -> None:
     """Raise DataError if the text changed while it was read, which gives it another entry."""
     if current_entry != entry:
         paths = ", ".join(str(data.path) for data in sources if data.path)

@@ -13,7 +13,12 @@ from lm.config.schema import Config
 from lm.data.corpus.corpus import Corpus, open_folder
 from lm.data.corpus.prepare import ensure_on_node, open_corpus, prepare, prepare_ahead
 from lm.data.corpus.tokenizer import new_tokenizer
-from lm.data.sources.mixture import describe_data, name_source_in_errors, parts, shares
+from lm.data.sources.mixture import (
+    configs_by_source,
+    describe_data,
+    name_source_in_errors,
+    source_shares,
+)
 
 Result = TypeVar("Result")
 
@@ -25,7 +30,7 @@ def _for_each(cfg: Config, action: Callable[[Config, str], Result]) -> dict[str,
         DataError: As the action; in a mixture the message names the source.
     """
     results = {}
-    for name, part in parts(cfg).items():
+    for name, part in configs_by_source(cfg).items():
         with name_source_in_errors(name):
             results[name] = action(part, name)
     return results
@@ -47,7 +52,7 @@ def prepare_sources(
     """
     corpora = _for_each(cfg, lambda part, name: prepare(part, tokenizer, run_dir, progress, name))
     if cfg.data.mixture is not None:
-        for name, share in shares(cfg.data).items():
+        for name, share in source_shares(cfg.data).items():
             tokens = corpora[name].meta.train_tokens
             say(f"data     {name}: {share:.2%} of the sequences, from {tokens:,} tokens")
     return corpora
@@ -97,7 +102,7 @@ def prepare_config(cfg: Config) -> str:
         source = f"{cfg.data.dataset} {cfg.data.dataset_config}"
         say(f"data     {count} files of {source} in {cfg.data.download_dir}")
     lines = []
-    for name, share in shares(cfg.data).items():
+    for name, share in source_shares(cfg.data).items():
         if name:
             lines.append(f"source   {name}: {share:.2%} of the sequences of a run")
         lines.append(_describe(*prepared[name]))

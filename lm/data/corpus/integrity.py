@@ -18,7 +18,7 @@ from lm.model.checksums import sha256
 LARGE = 2**30  # bytes; before more are read, a line is printed
 
 
-class Writer:
+class TokenWriter:
     """File of token ids that is being written, with its checksum.
 
     Raises:

@@ -63,8 +63,8 @@ def prepare(
             or is not the recorded one, or a recorded corpus is gone and cannot be made again.
         OutputError: If the disk is full or not writable.
     """
-    folder = place_in_run(run_dir, name)
-    settings = cache.digest(cache.settings(cfg.data, tokenizer))
+    folder = corpus_record_folder(run_dir, name)
+    settings = cache.hash_settings(cache.corpus_settings(cfg.data, tokenizer))
     record = _read_record(folder)
     if record is not None and record.settings != settings:
         say(f"data     {folder} has another split or tokenizer: prepared again")
@@ -98,7 +98,7 @@ def ensure_on_node(
     Raises:
         DataError, OutputError: As `prepare`.
     """
-    folder = place_in_run(run_dir, name)
+    folder = corpus_record_folder(run_dir, name)
     record = _read_record(folder)
     if record is None or _find(folder, record):
         return
@@ -136,7 +136,7 @@ def prepare_ahead(
     return entry, is_new
 
 
-def place_in_run(run_dir: Path, name: str = "") -> Path:
+def corpus_record_folder(run_dir: Path, name: str = "") -> Path:
     """Return the folder with the record of a run's corpus (of the source `name` of a mixture)."""
     return Path(run_dir) / "data" / name
 
@@ -147,7 +147,7 @@ def open_corpus(run_dir: Path, name: str = "") -> Corpus:
     Raises:
         DataError: If the corpus is missing, or a file does not have the recorded length.
     """
-    folder = place_in_run(run_dir, name)
+    folder = corpus_record_folder(run_dir, name)
     record = _read_record(folder)
     entry = _find(folder, record)
     if entry is not None:
@@ -161,9 +161,9 @@ def open_corpus(run_dir: Path, name: str = "") -> Corpus:
     )
 
 
-def checksums(run_dir: Path, name: str = "") -> dict[str, str]:
+def read_recorded_checksums(run_dir: Path, name: str = "") -> dict[str, str]:
     """Return the recorded sha256 of each file of a run's corpus; {} if nothing is recorded."""
-    folder = place_in_run(run_dir, name)
+    folder = corpus_record_folder(run_dir, name)
     record = read_mapping(folder / "meta.json") or read_mapping(folder / RECORD) or {}
     return record.get("sha256") or {}
 
@@ -220,7 +220,7 @@ def _make(
     """
 
     def check_source() -> None:
-        cache.refuse_change(entry, cache.corpus_folder(entry.parent, data, tokenizer), [data])
+        cache.require_unchanged(entry, cache.corpus_folder(entry.parent, data, tokenizer), [data])
 
     def make() -> None:
         address = entry.name.partition("-")[2]

@@ -16,7 +16,7 @@ from lm.data.corpus import integrity
 from lm.data.corpus.corpus import SPLITS, Meta
 from lm.data.corpus.documents import encode_documents
 from lm.data.sources.errors import DataError
-from lm.data.sources.open import documents, is_validation
+from lm.data.sources.open import is_validation, iter_documents
 
 BATCH = 256  # documents tokenised at a time; `tokenizers` uses all cores
 STREAM_VAL_TOKENS = 262_144  # held out of a stream if data.val_tokens is not set
@@ -46,11 +46,11 @@ def tokenise(
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "meta.json").unlink(missing_ok=True)  # marks the corpus as incomplete
-    writers: dict[str, integrity.Writer] = {}
+    writers: dict[str, integrity.TokenWriter] = {}
     counts = dict.fromkeys(SPLITS, 0)
     try:
         for split in SPLITS:
-            writers[split] = integrity.Writer(folder / f"{split}.tmp", dtype)
+            writers[split] = integrity.TokenWriter(folder / f"{split}.tmp", dtype)
         for texts in _batches(data, writers):
             _write_documents(texts, data, tokenizer, writers, counts)
             if progress:
@@ -80,13 +80,13 @@ def tokenise(
     return meta
 
 
-def _batches(data: Data, writers: dict[str, integrity.Writer]) -> Iterator[list[str]]:
+def _batches(data: Data, writers: dict[str, integrity.TokenWriter]) -> Iterator[list[str]]:
     """Yield batches of documents; stop a stream when enough validation tokens are written.
 
     Raises:
         DataError: If the source cannot be read.
     """
-    texts = iter(documents(data))
+    texts = iter(iter_documents(data))
     required = (data.val_tokens or STREAM_VAL_TOKENS) + 1
     while batch := list(itertools.islice(texts, BATCH)):
         yield batch
@@ -98,7 +98,7 @@ def _write_documents(
     texts: list[str],
     data: Data,
     tokenizer: PreTrainedTokenizerFast,
-    writers: dict[str, integrity.Writer],
+    writers: dict[str, integrity.TokenWriter],
     counts: dict[str, int],
 ) -> None:
     """Write the tokens of each document to the file of its split, and count the documents.

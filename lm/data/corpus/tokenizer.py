@@ -21,10 +21,10 @@ from lm.config.schema import Config
 from lm.data.corpus import cache
 from lm.data.sources.errors import DataError, first_line
 from lm.data.sources.hub import check_hub
-from lm.data.sources.mixture import name_source_in_errors, parts, tokenizer_bytes
-from lm.data.sources.open import documents, is_validation
+from lm.data.sources.mixture import configs_by_source, name_source_in_errors, tokenizer_bytes
+from lm.data.sources.open import is_validation, iter_documents
 from lm.model import checksums
-from lm.runs.places import looks_local
+from lm.runs.path_checks import looks_local
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 RECORD = "made_from.json"  # in the saved folder: the settings that the tokenizer was made from
@@ -82,12 +82,12 @@ def _read(folder: Path) -> PreTrainedTokenizerFast:
         DataError: If a file is damaged or was changed.
     """
     try:
-        difference = checksums.difference(folder, checksums.read_sums(folder))
+        mismatch = checksums.describe_mismatch(folder, checksums.read_sums(folder))
     except (OSError, ValueError) as e:
         raise DataError(f"the tokenizer in {folder} cannot be loaded: {first_line(e)}") from None
-    if difference:
+    if mismatch:
         raise DataError(
-            f"{folder / difference}: another tokenizer gives other tokens for the same text;"
+            f"{folder / mismatch}: another tokenizer gives other tokens for the same text;"
             " restore the file"
         )
     return _load(str(folder), PreTrainedTokenizerFast)
@@ -103,8 +103,8 @@ def _load_bpe(cfg: Config) -> PreTrainedTokenizerFast:
 
     def make() -> None:
         tokenizer = train_bpe(cfg)
-        sources = [part.data for part in parts(cfg).values()]
-        cache.refuse_change(entry, cache.tokenizer_folder(root, cfg), sources)
+        sources = [part.data for part in configs_by_source(cfg).values()]
+        cache.require_unchanged(entry, cache.tokenizer_folder(root, cfg), sources)
         save(tokenizer, folder, _settings(cfg))
 
     is_new = cache.make_once(entry, folder.is_dir, make)
@@ -159,7 +159,7 @@ def training_texts(cfg: Config) -> Iterator[str]:
         DataError: If a source cannot be read, or has no training document.
     """
     budgets = tokenizer_bytes(cfg)
-    for name, part in parts(cfg).items():
+    for name, part in configs_by_source(cfg).items():
         if budgets[name]:
             with name_source_in_errors(name):
                 yield from _first_texts(part.data, budgets[name])
@@ -168,7 +168,7 @@ def training_texts(cfg: Config) -> Iterator[str]:
 def _first_texts(data: Data, size: int) -> Iterator[str]:
     """Yield training documents until they have at least `size` bytes."""
     remaining = size
-    for text in documents(data):
+    for text in iter_documents(data):
         if is_validation(text, data.val_fraction):
             continue
         yield text

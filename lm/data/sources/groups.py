@@ -129,7 +129,7 @@ def _part_permutations(part: str) -> np.ndarray:
 
 
 @lru_cache(maxsize=8)
-def group(name: str) -> Group:
+def get_group(name: str) -> Group:
     """Return the group of a name such as S5, A5, D4, Z60 or A4_x_Z5.
 
     Raises:

@@ -50,7 +50,7 @@ class HubDocuments:
         state: dict | None = None,
         order: tuple[int, int] | None = None,
     ):
-        self._groups = open_groups(data, state["revision"] if state else None)
+        self._groups = open_row_groups(data, state["revision"] if state else None)
         self._position = {
             "revision": self._groups.files.revision,
             "file": 0,  # index in the shuffled order
@@ -119,7 +119,7 @@ class HubDocuments:
                 yield text
 
 
-def open_groups(data: Data, revision: str | None = None) -> RowGroups:
+def open_row_groups(data: Data, revision: str | None = None) -> RowGroups:
     """Open the row groups of the configured dataset, which the streams of a process share.
 
     Args:
@@ -142,7 +142,7 @@ def download_all(data: Data, progress: Callable[[int, int], None]) -> int:
     Raises:
         DataError: If a copy is damaged, the disk is full, or the hub does not answer.
     """
-    groups = open_groups(data)
+    groups = open_row_groups(data)
     count = len(groups.files.paths)
     for file in range(count):
         groups.count(file)  # reads the footer, which needs the whole copy

@@ -12,7 +12,7 @@ from lm.config.schema import Config
 from lm.data.sources.errors import DataError
 
 
-def parts(cfg: Config) -> dict[str, Config]:
+def configs_by_source(cfg: Config) -> dict[str, Config]:
     """Return the config of each source by name; {"": cfg} for a run on a single source.
 
     The names are in alphabetic order, so that nothing depends on the order of the YAML.
@@ -21,11 +21,11 @@ def parts(cfg: Config) -> dict[str, Config]:
         return {"": cfg}
     return {
         name: cfg.model_copy(update={"data": data})
-        for name, data in single_sources(cfg.data).items()
+        for name, data in data_by_source(cfg.data).items()
     }
 
 
-def single_sources(data: Data) -> dict[str, Data]:
+def data_by_source(data: Data) -> dict[str, Data]:
     """Return the `data` section of each source of a mixture, in alphabetic order."""
     sections = {}
     for name, source in sorted((data.mixture or {}).items()):
@@ -44,7 +44,7 @@ def describe_data(data: Data) -> str:
 def tokenizer_bytes(cfg: Config) -> dict[str, int]:
     """Return the bytes of each source for training a tokenizer: its share of `train_bytes`."""
     total = cfg.tokenizer.train_bytes
-    return {name: math.ceil(total * share) for name, share in shares(cfg.data).items()}
+    return {name: math.ceil(total * share) for name, share in source_shares(cfg.data).items()}
 
 
 @contextlib.contextmanager
@@ -67,7 +67,7 @@ def name_source_in_errors(name: str) -> Iterator[None]:
         raise DataError(message if message != str(e) else f"{key}: {e}") from None
 
 
-def shares(data: Data) -> dict[str, float]:
+def source_shares(data: Data) -> dict[str, float]:
     """Return the share of each source after the curriculum, in alphabetic order.
 
     The shares sum to 1; a run on a single source has {"": 1}.

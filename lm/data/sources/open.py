@@ -38,7 +38,7 @@ def is_validation(text: str, val_fraction: float) -> bool:
     return int.from_bytes(digest, "big") < val_fraction * 2**64
 
 
-def documents(data: Data) -> Iterator[str]:
+def iter_documents(data: Data) -> Iterator[str]:
     """Return the documents (non-blank strings) of a source, in the order of the source.
 
     Raises:
@@ -56,7 +56,7 @@ def _local_documents(data: Data) -> Iterator[str]:
         texts = iter(builtin_documents())
         place = "the standard library (its .py files are absent)"
     elif data.source == "traces":
-        texts = traces.documents(data.traces or Traces())
+        texts = traces.iter_documents(data.traces or Traces())
         place = "traces"
     else:
         files = source_files(data)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from lm.config.data import Traces
 from lm.data.sources.errors import DataError
-from lm.data.sources.groups import group
+from lm.data.sources.groups import get_group
 
 VERSION = 2  # of the text; raised when the same settings give other text
 CONSONANTS = "bcdfghjklmnprstvz"
@@ -37,7 +37,7 @@ class Words:
     end = " ;"  # at the end of a document
 
     def __init__(self, traces: Traces):
-        self.group = group(traces.group)
+        self.group = get_group(traces.group)
         self.names = syllables(self.group.order)
         self.elements = range(self.group.order)  # the elements that occur in questions
         if traces.num_elements is not None:
@@ -100,7 +100,7 @@ class Repl:
 FORMS: dict[str, type[Words] | type[Repl]] = {"words": Words, "repl": Repl}
 
 
-def documents(traces: Traces) -> Iterator[str]:
+def iter_documents(traces: Traces) -> Iterator[str]:
     """Yield the documents of a configuration, which are always the same.
 
     A document has 1 to `traces.answers` questions, each after a gap of `traces.gaps`. A question
@@ -126,10 +126,10 @@ def _gap(rng: random.Random, traces: Traces) -> int:
     if isinstance(traces.gaps, list):
         return rng.choice(traces.gaps)
     q = traces.gaps / (traces.gaps + 2)
-    return rng.choices(traces.lengths, [q**gap for gap in traces.lengths])[0]
+    return rng.choices(traces.possible_gaps, [q**gap for gap in traces.possible_gaps])[0]
 
 
-def questions(traces: Traces, gap: int, count: int) -> Iterator[Turn]:
+def iter_questions(traces: Traces, gap: int, count: int) -> Iterator[Turn]:
     """Yield documents up to their last question, and its answer, to test a trained model.
 
     Every second document has another question, with its answer, before the last one.

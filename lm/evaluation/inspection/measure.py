@@ -1,6 +1,7 @@
 """Measurements of a model on one sequence: predictions, ℓ* of each token, states and gates.
 
-Shapes: t tokens, n fixed-point layers, v vocabulary.
+ℓ* is the number of iterations that the paper's solver needs for a token.
+Shapes: t tokens, n fixed-point layers, v tokens in the vocabulary.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ import torch
 from lm.common.errors import UserError
 from lm.data.batches.text_bytes import token_bytes
 from lm.evaluation.inspection.page import Inspection
-from lm.evaluation.inspection.result import Guess, Layers
+from lm.evaluation.inspection.result import Guess, LayerMeasurements
 from lm.evaluation.inspection.tokens import make_tokens, show_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 GUESS_COUNT = 5  # most likely predictions per token
-CHUNK_TOKENS = 512  # tokens whose softmax is computed at once, which bounds memory
+CHUNK_TOKENS = 512  # tokens whose softmax is computed at once, to limit memory
 DEFAULT_MAX_TOKENS = 2048  # for a model without `max_position_embeddings`
 
 
@@ -40,7 +41,7 @@ class Predictions(NamedTuple):
 @torch.no_grad()
 def run_with_probe(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None = None
-) -> tuple[torch.Tensor, Layers | None]:
+) -> tuple[torch.Tensor, LayerMeasurements | None]:
     """Run a model on a sequence, and measure its fixed-point layers.
 
     Args:
@@ -49,34 +50,34 @@ def run_with_probe(
         mask: Attention mask, (1,t), or None.
 
     Returns:
-        Logits (t,v) in fp32, and the measurements, None for a model without fixed-point layers.
+        Logits (t,v) in fp32; and measurements of the layers, None if no layer is a fixed point.
     """
     blocks = model.fixed_point_blocks() if hasattr(model, "fixed_point_blocks") else []
     if not blocks:
         return model(input_ids=ids, attention_mask=mask).logits[0].float(), None
-    inputs = {}
+    inputs = {}  # block → its hidden states and `Sequences`
 
     def record_inputs(block, arguments):
-        inputs[block] = arguments[:2]  # hidden states and `Sequences`
+        inputs[block] = arguments[:2]
 
     with contextlib.ExitStack() as hooks:
         for block in blocks:
             hooks.callback(block.register_forward_pre_hook(record_inputs).remove)
         output = model(input_ids=ids, attention_mask=mask, count_iterations=True, use_cache=False)
     report = output.fixed_point
-    over_time = [block.trace_tokens(*inputs[block]) for block in blocks]
-    numbers = report.layers if report.layers is not None else list(range(len(blocks)))
+    traces = [block.trace_tokens(*inputs[block]) for block in blocks]
+    indices = report.layers if report.layers is not None else list(range(len(blocks)))
     no_gate = torch.full(ids.shape, torch.nan)
-    layers = Layers(
-        numbers=list(numbers),
+    layers = LayerMeasurements(
+        indices=list(indices),
         iterations=report.token_iters[:, 0].cpu(),
         converged=report.converged[:, 0].cpu(),
         other_solution=report.other_solution[:, 0].cpu(),
         bisected=report.bisected[:, 0].cpu(),
         grad_limited=report.grad_limited[:, 0].cpu(),
-        state_norm=_stack_rows(layer.state_norm for layer in over_time),
-        gate=_stack_rows(no_gate if layer.gate is None else layer.gate for layer in over_time),
-        decay=_stack_rows(layer.decay for layer in over_time),
+        state_norm=_stack_rows(trace.state_norm for trace in traces),
+        gate=_stack_rows(no_gate if trace.gate is None else trace.gate for trace in traces),
+        decay=_stack_rows(trace.decay for trace in traces),
     )
     return output.logits[0].float(), layers
 
@@ -91,7 +92,7 @@ def score_predictions(logits: torch.Tensor, targets: list[int | None]) -> Predic
 
     Args:
         logits: (t,v).
-        targets: (t,) ids of the right predictions; None if there is no right one.
+        targets: (t,) right ids; None at a position without a right prediction.
 
     Raises:
         InspectionError: If a logit is NaN or infinite.
@@ -102,33 +103,37 @@ def score_predictions(logits: torch.Tensor, targets: list[int | None]) -> Predic
     for start in range(0, len(targets), CHUNK_TOKENS):
         log_p = torch.log_softmax(logits[start : start + CHUNK_TOKENS], -1)
         chunk = targets[start : start + CHUNK_TOKENS]
-        target_ids = torch.tensor([0 if x is None else x for x in chunk], device=log_p.device)
-        has_no_target = torch.tensor([x is None for x in chunk], device=log_p.device)
+        target_ids = torch.tensor([target or 0 for target in chunk], device=log_p.device)
+        has_no_target = torch.tensor([target is None for target in chunk], device=log_p.device)
         loss = -log_p.gather(-1, target_ids[:, None])[:, 0]
         losses.append(loss.masked_fill(has_no_target, torch.nan).cpu())
-        entropies.append(-torch.xlogy(log_p.exp(), log_p.exp()).sum(-1).cpu())
+        p = log_p.exp()
+        entropies.append(-torch.xlogy(p, p).sum(-1).cpu())
         top = log_p.topk(min(GUESS_COUNT, log_p.shape[-1]), -1)
-        for ids, values in zip(top.indices.tolist(), top.values.exp().tolist(), strict=True):
-            guesses.append(list(zip(ids, values, strict=True)))
+        for ids, probabilities in zip(top.indices.tolist(), top.values.exp().tolist(), strict=True):
+            guesses.append(list(zip(ids, probabilities, strict=True)))
     return Predictions(torch.cat(losses), torch.cat(entropies), guesses)
 
 
 def name_guesses(
-    guesses: list[list[tuple[int, float]]], names: Callable[[list[int]], list[str]]
+    guesses: list[list[tuple[int, float]]], make_labels: Callable[[list[int]], list[str]]
 ) -> list[list[Guess]]:
-    """Return predictions with readable names.
+    """Return predictions with readable labels.
 
     Args:
         guesses: Ids and probabilities at each position.
-        names: Function that returns the readable names of a list of ids.
+        make_labels: Function that returns the labels of a list of ids.
     """
     ids = sorted({token_id for row in guesses for token_id, _ in row})
-    name_of_id = dict(zip(ids, names(ids), strict=True))
-    return [[Guess(token_id, name_of_id[token_id], p) for token_id, p in row] for row in guesses]
+    labels = dict(zip(ids, make_labels(ids), strict=True))
+    return [[Guess(token_id, labels[token_id], p) for token_id, p in row] for row in guesses]
 
 
 def find_start_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
-    """Return the token before a text, as in lm-eval: BOS, or EOS for a tokenizer without BOS."""
+    """Return the token before a text, as in lm-eval: BOS, or EOS for a tokenizer without BOS.
+
+    Return None for a tokenizer with neither.
+    """
     bos = tokenizer.bos_token_id
     return tokenizer.eos_token_id if bos is None else bos
 
@@ -136,20 +141,20 @@ def find_start_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def encode(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str
 ) -> tuple[list[int], list[int]]:
-    """Return [start token] or [], and the tokens of a text.
+    """Return the token before a text (a list of one id, or []), and the tokens of the text.
 
-    Text that spells a special token is tokenized as text, as in training.
+    Text that looks like a special token, such as "<eos>", is tokenized as text, as in training.
 
     Raises:
         InspectionError: If the text is empty, not Unicode, or too long for the model.
     """
     try:
-        size = len(text.encode())
+        byte_count = len(text.encode())
     except UnicodeEncodeError:
         raise InspectionError(
             "the text is not Unicode: it contains half of a surrogate pair"
         ) from None
-    if not size:
+    if byte_count == 0:
         raise InspectionError("the text is empty: give at least one character")
     ids = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)[
         "input_ids"
@@ -162,8 +167,8 @@ def encode(
         )
     if not ids:
         raise InspectionError("the tokenizer returns no tokens for this text: give another text")
-    first = find_start_token(tokenizer)
-    return ([] if first is None else [first]), list(ids)
+    start_token = find_start_token(tokenizer)
+    return ([] if start_token is None else [start_token]), list(ids)
 
 
 def inspect_text(
@@ -185,10 +190,10 @@ def inspect_text(
     logits, layers = run_with_probe(model, torch.tensor([ids], device=model.device))
     predictions = score_predictions(logits, [*ids[1:], None])
 
-    def names(token_ids: list[int]) -> list[str]:
+    def make_labels(token_ids: list[int]) -> list[str]:
         return list(map(show_bytes, token_bytes(tokenizer, token_ids)))
 
-    guesses = name_guesses(predictions.guesses, names)
+    guesses = name_guesses(predictions.guesses, make_labels)
     no_value = torch.full((1,), torch.nan)  # the first token is not predicted
     return Inspection(
         name=name,
@@ -197,7 +202,7 @@ def inspect_text(
         loss=torch.cat([no_value, predictions.loss[:-1]]),
         entropy=torch.cat([no_value, predictions.entropy[:-1]]),
         guesses=[[], *guesses[:-1]],
-        following=guesses[-1],
+        next_guesses=guesses[-1],
         layers=layers,
         text_bytes=len(text.encode()) if start else None,
         has_start=bool(start),
@@ -210,8 +215,9 @@ def describe_model(model: PreTrainedModel) -> str:
     config = model.config
     blocks = model.fixed_point_blocks() if hasattr(model, "fixed_point_blocks") else []
     kind = getattr(config, "layers", None) or (config.block if blocks else config.model_type)
-    words = [str(kind), *sorted({f"mixer {block.config.mixer}" for block in blocks})]
-    for label, name in (("layers", "num_hidden_layers"), ("d_model", "hidden_size")):
-        words.append(f"{label} {getattr(config, name, 'unknown')}")
-    count = sum(p.numel() for p in model.parameters())
-    return ", ".join([*words, f"{count:,} parameters"])
+    mixers = sorted({f"mixer {block.config.mixer}" for block in blocks})
+    layer_count = getattr(config, "num_hidden_layers", "unknown")
+    width = getattr(config, "hidden_size", "unknown")
+    parameter_count = sum(p.numel() for p in model.parameters())
+    sizes = [f"layers {layer_count}", f"d_model {width}", f"{parameter_count:,} parameters"]
+    return ", ".join([str(kind), *mixers, *sizes])

@@ -11,11 +11,11 @@ from markupsafe import Markup
 
 from lm.common.files import write_text
 from lm.common.page import render
-from lm.evaluation.inspection.result import Layers, Measurements
+from lm.evaluation.inspection.result import LayerMeasurements, Measurements
 from lm.evaluation.inspection.tokens import Token
 from lm.runs.metrics import OTHER_SOLUTION_MARK, OTHER_SOLUTION_NOTE, find_other_solutions
 
-MADE_BY = "<!-- made by fprnn inspect -->"  # marks pages that the command may replace
+MADE_BY = "<!-- made by fprnn inspect -->"  # by which the command recognizes its own pages
 LN2 = math.log(2)
 
 
@@ -23,7 +23,7 @@ class Inspection(Measurements):
     """Measurements of a model on one sequence, with their HTML page."""
 
     def to_html(self, path: Path | str) -> Path:
-        """Write the page, which needs no other file, and return its path.
+        """Write the page, a single file, and return its path.
 
         Raises:
             OutputError: If it cannot be written.
@@ -48,52 +48,52 @@ def render_page(inspection: Measurements) -> str:
         made_by=Markup(MADE_BY),
         inspection=inspection,
         facts=list_facts(inspection),
-        data=_script_data(inspection),
+        data=_make_script_data(inspection),
         layers=rows,
         note=explain_mark(rows or []),
     )
 
 
 def list_colourings(inspection: Measurements) -> list[dict]:
-    """Return the choices of numbers that colour the tokens.
+    """Return the measurements by which the page can colour the tokens.
 
     Returns:
-        For each choice its "name"; "values", a number per token or None; "low" and "high", the
-        numbers with no colour and full colour, which all choices of ℓ* share; and "digits", the
-        number of decimals.
+        For each measurement its "name"; "values", a number or None per token; "low" and "high", the
+        numbers without colour and with full colour, equal for all ℓ*; and "digits", the number of
+        decimals.
     """
-    choices = []
+    colourings = []
     if inspection.layers is not None:
-        scale = {"low": 1, "high": max(float(inspection.layers.iterations.max()), 2.0)}
-        rows = inspection.layers.iterations
-        if len(rows) > 1:
-            mean = rows.double().mean(0).tolist()
-            choices.append({"name": "ℓ*, mean over layers", "values": mean, **scale, "digits": 1})
-        for number, row in zip(inspection.layers.numbers, rows.tolist(), strict=True):
-            choices.append({"name": f"ℓ*, layer {number}", "values": row, **scale, "digits": 0})
+        iterations = inspection.layers.iterations
+        scale = {"low": 1, "high": max(float(iterations.max()), 2.0)}
+        if len(iterations) > 1:
+            mean = iterations.double().mean(0).tolist()
+            name = "ℓ*, mean over layers"
+            colourings.append({"name": name, "values": mean, **scale, "digits": 1})
+        for index, row in zip(inspection.layers.indices, iterations.tolist(), strict=True):
+            colourings.append({"name": f"ℓ*, layer {index}", "values": row, **scale, "digits": 0})
     subject = "answer" if inspection.answers else "token"
     for name, values in (("loss", inspection.loss), ("entropy", inspection.entropy)):
         scale = {"low": 0, "high": max(float(values.nan_to_num().max()), 0.1)}
         name = f"{name} of the {subject}, nats"
-        choices.append({"name": name, "values": _finite_or_none(values), **scale, "digits": 2})
-    return choices
+        colourings.append({"name": name, "values": _round_numbers(values), **scale, "digits": 2})
+    return colourings
 
 
 def list_facts(inspection: Measurements) -> list[tuple[str, str]]:
-    """Return names and values of facts about the model, the sequence and its scores."""
-    count = f"{len(inspection.tokens) - inspection.has_start:,}"
+    """Return facts about the model, the sequence and its scores, as pairs of name and value."""
+    token_count = f"{len(inspection.tokens) - inspection.has_start:,}"
     if inspection.text_bytes is not None:
-        count += f", for {inspection.text_bytes:,} bytes of text"
-    facts = [("model", inspection.model), ("tokens", count)]
+        token_count += f", for {inspection.text_bytes:,} bytes of text"
+    facts = [("model", inspection.model), ("tokens", token_count)]
     if inspection.answers is not None:
-        needed = [answer for answer in inspection.answers if answer.right is not None]
-        right_count = sum(answer.is_right is True for answer in needed)
-        value = f"{right_count} of {len(needed)}" if needed else "no answer is needed"
+        is_right = [a.is_right for a in inspection.answers if a.right is not None]
+        value = f"{sum(is_right)} of {len(is_right)}" if is_right else "no token needs an answer"
         facts.append(("right answers", value))
-    if inspection.scored:
-        nats = inspection.mean_loss
+    if inspection.scored_count:
+        loss = inspection.mean_loss
         subject = "answer" if inspection.answers else "token"
-        facts.append((f"mean loss per {subject}", f"{nats:.4f} nats, {nats / LN2:.4f} bits"))
+        facts.append((f"mean loss per {subject}", f"{loss:.4f} nats, {loss / LN2:.4f} bits"))
         if inspection.answers is None:
             facts.append(("perplexity", f"{inspection.perplexity:.2f}"))
     if inspection.bits_per_byte is not None:
@@ -104,24 +104,27 @@ def list_facts(inspection: Measurements) -> list[tuple[str, str]]:
     return facts
 
 
-def make_layer_rows(layers: Layers, tokens: list[Token]) -> list[list[str]]:
-    """Return a table of the fixed-point layers, whose first row is its head."""
-    heads = ["layer", "mean ℓ*", "max ℓ*", "at token", "state norm", "gate a", "decay λ"]
-    rows = [[*heads, "bisected", "grad_limited"]]
+def make_layer_rows(layers: LayerMeasurements, tokens: list[Token]) -> list[list[str]]:
+    """Return a table of the fixed-point layers; the first row contains the titles of the columns.
+
+    Gates and decays are means over tokens; "at token" is the token with the maximum of ℓ*.
+    """
+    titles = ["layer", "mean ℓ*", "max ℓ*", "at token", "state norm", "gate a", "decay λ"]
+    rows = [[*titles, "bisected", "grad_limited"]]
     is_marked = find_other_solutions(
-        {"mean": layers.numbers, "elsewhere": layers.other_solution.tolist()}
+        {"mean": layers.indices, "elsewhere": layers.other_solution.tolist()}
     )
-    for i, number in enumerate(layers.numbers):
-        counts = layers.iterations[i]
-        position = int(counts.argmax())
-        suffix = "" if layers.converged[i] else ", not converged"
+    for i, index in enumerate(layers.indices):
+        iterations = layers.iterations[i]
+        position = int(iterations.argmax())
+        note = "" if layers.converged[i] else ", not converged"
         gate = float(layers.gate[i].mean())
         rows.append(
             [
-                str(number),
-                f"{float(counts.double().mean()):.1f}{OTHER_SOLUTION_MARK * is_marked[i]}",
-                f"{int(counts.max())}{suffix}",
-                f"{position}: {tokens[position].shown}",
+                str(index),
+                f"{float(iterations.double().mean()):.1f}{OTHER_SOLUTION_MARK * is_marked[i]}",
+                f"{int(iterations.max())}{note}",
+                f"{position}: {tokens[position].label}",
                 f"{float(layers.state_norm[i].mean()):.3g}",
                 "–" if math.isnan(gate) else f"{gate:.2f}",
                 f"{float(layers.decay[i].mean()):.3f}",
@@ -133,30 +136,30 @@ def make_layer_rows(layers: Layers, tokens: list[Token]) -> list[list[str]]:
 
 
 def explain_mark(rows: list[list[str]]) -> str | None:
-    """Return the sentence that explains the mark at ℓ*, or None if no row has the mark."""
+    """Return the sentence that explains the mark after ℓ*, or None if no row has the mark."""
     return OTHER_SOLUTION_NOTE if any(OTHER_SOLUTION_MARK in row[1] for row in rows) else None
 
 
-def _finite_or_none(values: torch.Tensor) -> list[float | None]:
-    """Return numbers rounded to 6 digits, with None for NaN."""
+def _round_numbers(values: torch.Tensor) -> list[float | None]:
+    """Return numbers rounded to 6 significant digits, with None for NaN."""
     return [None if math.isnan(value) else float(f"{value:.6g}") for value in values.tolist()]
 
 
-def _script_data(inspection: Measurements) -> dict:
-    """Return the data of the page's script."""
+def _make_script_data(inspection: Measurements) -> dict:
+    """Return the data that the page's script reads as JSON."""
     layers = []
     if inspection.layers is not None:
-        for i, number in enumerate(inspection.layers.numbers):
-            layer = {"number": number, "iterations": inspection.layers.iterations[i].tolist()}
+        for i, index in enumerate(inspection.layers.indices):
+            layer = {"index": index, "iterations": inspection.layers.iterations[i].tolist()}
             for name in ("state_norm", "gate", "decay"):
-                layer[name] = _finite_or_none(getattr(inspection.layers, name)[i])
+                layer[name] = _round_numbers(getattr(inspection.layers, name)[i])
             layers.append(layer)
     return {
         "colourings": list_colourings(inspection),
         "tokens": [token._asdict() for token in inspection.tokens],
-        "loss": _finite_or_none(inspection.loss),
-        "entropy": _finite_or_none(inspection.entropy),
-        "guesses": [*inspection.guesses, inspection.following],
-        "answers": inspection.answers is not None,
+        "loss": _round_numbers(inspection.loss),
+        "entropy": _round_numbers(inspection.entropy),
+        "guesses": [*inspection.guesses, inspection.next_guesses],
+        "has_answers": inspection.answers is not None,
         "layers": layers,
     }

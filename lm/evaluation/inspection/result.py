@@ -13,10 +13,10 @@ from lm.evaluation.inspection.tokens import Token
 
 
 class Guess(NamedTuple):
-    """One of the most likely predictions of a model."""
+    """One of the most likely predictions of a model: token id, readable label, probability."""
 
     id: int
-    shown: str
+    label: str
     probability: float
 
 
@@ -38,13 +38,13 @@ class Answer(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Layers:
+class LayerMeasurements:
     """Measurements of the n fixed-point layers over t tokens."""
 
-    numbers: list[int]  # (n,) indices of the layers in the model, from 0
-    iterations: torch.Tensor  # (n,t) ℓ*, as the probe counts it
-    converged: torch.Tensor  # (n,) bool: the paper's iteration reached its tolerance
-    other_solution: torch.Tensor  # (n,) share of tokens where it converges to another solution
+    indices: list[int]  # (n,) indices of the layers in the model, from 0
+    iterations: torch.Tensor  # (n,t) ℓ*: iterations of the paper's solver
+    converged: torch.Tensor  # (n,) bool: the paper's solver reached its tolerance
+    other_solution: torch.Tensor  # (n,) share of tokens where it converged to another solution
     bisected: torch.Tensor  # (n,) share of tokens that were solved by bisection
     grad_limited: torch.Tensor  # (n,) share of tokens whose gradient may be limited
     state_norm: torch.Tensor  # (n,t) ‖h_t‖₂ of the recurrent state after the token
@@ -67,15 +67,15 @@ class Measurements:
     loss: torch.Tensor  # (t,) nats; NaN at tokens without a prediction
     entropy: torch.Tensor  # (t,) nats, of the prediction; NaN at tokens without a prediction
     guesses: list[list[Guess]]  # (t,) five most likely predictions; [] without a prediction
-    layers: Layers | None  # None for a model without fixed-point layers
-    text_bytes: int | None = None  # UTF-8 bytes of the scored tokens; None if it is no text
+    layers: LayerMeasurements | None  # None for a model without fixed-point layers
+    text_bytes: int | None = None  # UTF-8 bytes of the text, if all its tokens have a loss
     has_start: bool = False  # True if the first token is a BOS or EOS token before the text
-    following: list[Guess] = field(default_factory=list)  # predictions after the last token
+    next_guesses: list[Guess] = field(default_factory=list)  # predictions after the last token
     answers: list[Answer] | None = None  # (t,) answers, for a synthetic task
     solver: dict | str = "none"  # description of the solver
 
     @property
-    def scored(self) -> int:
+    def scored_count(self) -> int:
         """Number of tokens that have a loss."""
         return int((~self.loss.isnan()).sum())
 
@@ -91,7 +91,7 @@ class Measurements:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """Bits per byte; None if it is no text, or its first token was not predicted."""
+        """Bits per byte; None without a text, or if its first token has no loss."""
         return bits_per_byte(float(self.loss.double().nansum()), self.text_bytes)
 
     def __repr__(self) -> str:

@@ -13,7 +13,7 @@ from lm.evaluation.inspection.page import (
     list_facts,
     make_layer_rows,
 )
-from lm.runs.written import PAGE
+from lm.runs.owned_files import INSPECT_PAGE
 
 
 def choose_page(place: Path | str, out: str | None) -> Path:
@@ -21,13 +21,13 @@ def choose_page(place: Path | str, out: str | None) -> Path:
 
     Args:
         place: Folder of the model, or its name on the hub.
-        out: Path that the user chose, or None.
+        out: Path that the user chose, or None for the default.
 
     Raises:
         OutputError: If the page cannot be written, or another file has this path.
     """
     folder = Path(place)
-    default = folder / PAGE if folder.is_dir() else Path(PAGE)
+    default = folder / INSPECT_PAGE if folder.is_dir() else Path(INSPECT_PAGE)
     page = default if out is None else Path(out)
     check_replaceable(page, MADE_BY)
     return page
@@ -55,9 +55,9 @@ def show(inspection: Inspection, out: Path) -> None:
 
 
 def _format_tokens(inspection: Inspection) -> list[str]:
-    """Return the tokens as text, with the model's answers for a synthetic task."""
+    """Return each token as text: for a synthetic task, as TOKEN=ANSWER, with ✓ or ✗."""
     if inspection.answers is None:
-        return [token.shown + "\n" * token.ends_line for token in inspection.tokens]
+        return [token.label + "\n" * token.ends_line for token in inspection.tokens]
     marks = {True: "✓", False: "✗", None: ""}
     pairs = zip(inspection.tokens, inspection.answers, strict=True)
-    return [f"{token.shown}={answer.predicted}{marks[answer.is_right]} " for token, answer in pairs]
+    return [f"{token.label}={answer.predicted}{marks[answer.is_right]} " for token, answer in pairs]

@@ -12,30 +12,30 @@ class Token(NamedTuple):
 
     Attributes:
         id: Token id.
-        shown: Readable text.
-        ends_line: True if the token ends with a line end.
+        label: Readable text.
+        ends_line: True if the token's text ends with a line break.
     """
 
     id: int
-    shown: str
+    label: str
     ends_line: bool = False
 
 
-def make_tokens(ids: list[int], raw: list[bytes]) -> list[Token]:
-    """Return the tokens of these ids, given the bytes of text of each."""
+def make_tokens(ids: list[int], texts: list[bytes]) -> list[Token]:
+    """Return the tokens of these ids, given the bytes of each token's text."""
     return [
-        Token(number, show_bytes(part), part.endswith(b"\n"))
-        for number, part in zip(ids, raw, strict=True)
+        Token(token_id, show_bytes(token_text), token_text.endswith(b"\n"))
+        for token_id, token_text in zip(ids, texts, strict=True)
     ]
 
 
 def show_bytes(raw: bytes) -> str:
     """Return UTF-8 bytes as readable text, with incomplete characters as bytes such as ⟨E2⟩."""
     # surrogateescape decodes an invalid byte to the character U+DC00 plus the byte.
-    return "".join(map(_show, raw.decode("utf-8", errors="surrogateescape")))
+    return "".join(map(_show_character, raw.decode("utf-8", errors="surrogateescape")))
 
 
-def _show(character: str) -> str:
+def _show_character(character: str) -> str:
     if 0xDC80 <= ord(character) <= 0xDCFF:
         return f"⟨{ord(character) - 0xDC00:02X}⟩"
     if character.isprintable() and character != " ":

@@ -1,12 +1,12 @@
 """Reader and vocabulary of the bAbI stories, in the form of CatbAbI.
 
-bAbI v1.2 (Weston et al. 2015, arXiv 1502.05698) is twenty tasks of short stories with questions.
-CatbAbI (Schlag, Munkhdalai, Schmidhuber 2021, arXiv 2011.07831) makes each story one sequence of
-lower-cased words in which every question's answer follows directly after its question mark; an
-answer with commas (`milk,football`) is one token. The caller joins the stories.
+bAbI v1.2 (Weston et al. 2015, arXiv 1502.05698) has twenty tasks: short stories with questions.
+In CatbAbI (Schlag, Munkhdalai, Schmidhuber 2021, arXiv 2011.07831), each story is one sequence of
+lower-cased words, and each answer follows the question mark of its question. An answer with commas
+(`milk,football`) is one token. CatbAbI also joins the stories; here the caller does it.
 
-A folder holds qa1_train.txt, qa1_valid.txt, qa1_test.txt, …: `en-valid` or `en-valid-10k` of the
-archive at URL, which DOWNLOAD unpacks.
+A folder contains qa1_train.txt, qa1_valid.txt, qa1_test.txt, …: it is `en-valid` or `en-valid-10k`
+of the archive at URL, which the shell command DOWNLOAD unpacks.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from lm.common.errors import UserError
 
 URL = "http://www.thespermwhale.com/jaseweston/babi/tasks_1-20_v1-2.tar.gz"
 DOWNLOAD = f"curl -L {URL} | tar -xz"
-FOLDER = "tasks_1-20_v1-2/en-valid"  # which DOWNLOAD makes
+FOLDER = "tasks_1-20_v1-2/en-valid"  # in the unpacked archive
 SPLITS = ("train", "valid", "test")
 TASKS = tuple(range(1, 21))
 PAD, EOS = "<pad>", "<eos>"  # ids 0 and 1
 
 _WORD = re.compile(r"[.?]|[^\s.?]+")
+# Groups: number of the line, sentence, answer (None for a statement).
 _LINE = re.compile(r"(\d+) +([^\t]*[^\t ]) *(?:\t *([^\t ]+) *(?:\t[^\t]*)?)?", re.ASCII)
 
 
@@ -34,7 +35,7 @@ class BabiError(UserError, ValueError):
 
 
 class Line(NamedTuple):
-    """Statement (answer None), or question with its answer, as in the file."""
+    """Line of a story as in the file: a question with its answer, or a statement (answer None)."""
 
     text: str
     answer: str | None = None
@@ -66,7 +67,7 @@ def read(folder: Path | str, split: str, tasks: Sequence[int] = TASKS) -> list[S
 def read_lines(
     folder: Path | str, split: str, tasks: Sequence[int] = TASKS
 ) -> list[tuple[int, list[Line]]]:
-    """Return the task and the lines of each story, without lower-casing; errors as in `read`."""
+    """Return the task number and the lines of each story, as in the files; errors as in `read`."""
     check(folder, [split], tasks)
     paths = [(task, Path(folder) / f"qa{task}_{split}.txt") for task in tasks]
     return [(task, story) for task, path in paths for story in _parse(path)]
@@ -89,10 +90,10 @@ def check(folder: Path | str, splits: Sequence[str] = SPLITS, tasks: Sequence[in
         raise BabiError(f"{folder} lacks {', '.join(missing)}")
 
 
-def words(stories: Iterable[Story]) -> list[str]:
+def make_vocabulary(stories: Iterable[Story]) -> list[str]:
     """Return the vocabulary of stories: `<pad>`, `<eos>`, and the sorted words.
 
-    The index of a word is its id. Stories contain no `<eos>`; CatbAbI's code puts one before each.
+    The index of a word is its id. Stories contain no `<eos>`; CatbAbI's code adds one before each.
     """
     return [PAD, EOS, *sorted({token for story in stories for token in story.tokens})]
 
@@ -110,14 +111,16 @@ def _parse(path: Path) -> list[list[Line]]:
             continue
         match = _LINE.fullmatch(line.strip())
         index, sentence, answer = match.groups() if match else ("", "", None)
-        is_next = index == "1" or (stories and index == str(len(stories[-1]) + 1))
-        if not is_next or not sentence.endswith("." if answer is None else "?"):
+        starts_story = index == "1"
+        continues_story = bool(stories) and index == str(len(stories[-1]) + 1)
+        has_valid_index = starts_story or continues_story
+        if not has_valid_index or not sentence.endswith("." if answer is None else "?"):
             raise BabiError(
                 f"{path}:{number}: a line must be `N A statement.`, or `N A question?` followed by"
                 " a tab, its answer as one word, a tab and the supporting lines; N counts the lines"
                 " of a story from 1"
             )
-        if int(index) == 1:
+        if starts_story:
             stories.append([])
         stories[-1].append(Line(sentence, answer))
     if not stories:

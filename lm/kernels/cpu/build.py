@@ -1,8 +1,8 @@
 """Compilation of the CPU kernels into a shared library, its cache, and calls with ctypes.
 
 The library is compiled at first use and kept in the user's cache. Each of its functions takes one
-struct of eight-byte sizes, numbers and addresses. The struct is passed as packed bytes, because
-ctypes would take microseconds to convert that many arguments one by one.
+struct of sizes, real numbers and addresses of 8 bytes each. Callers pack the struct into bytes,
+because ctypes would take microseconds to convert that many arguments one by one.
 """
 
 import ctypes
@@ -48,15 +48,16 @@ FLAGS = (
 # For AMD's Zen, g++ would split some multiply-adds but not others. The rounding of a sequence's
 # sums would then depend on the number of sequences that are computed together.
 GCC_FLAGS = ("--param=avoid-fma-max-bits=0",)
-FUNCTIONS = ("scan", "backward", "cell", "cell_backward", "roots")
-DTYPES = {torch.float32: "float", torch.float64: "double"}
+FUNCTIONS = ("scan", "scan_backward", "cell", "cell_backward", "roots")
+C_TYPES = {torch.float32: "float", torch.float64: "double"}
 
 
 def usable(self_check: Callable[[torch.dtype], float]) -> tuple[bool, str]:
     """Check whether kernels run here; the result is cached.
 
     Args:
-        self_check: Returns the deviation from plain PyTorch for a dtype; see `lm.kernels.checks`.
+        self_check: Function of a dtype that returns a `lm.kernels.checks.deviation` from plain
+            PyTorch.
 
     Returns:
         True and "" if the kernels run, otherwise False and a sentence with the reason.
@@ -73,7 +74,7 @@ def _find_fault(self_check):
         return str(error)
     faults = (
         find_fault(functools.partial(self_check, dtype), "cpu", "the CPU kernels")
-        for dtype in DTYPES
+        for dtype in C_TYPES
     )
     return next(filter(None, faults), "")
 
@@ -83,7 +84,7 @@ def load_functions() -> dict:
     """Load the library, which is compiled if necessary.
 
     Returns:
-        {name: {dtype: function}}; each function takes one packed struct.
+        {name: {dtype: function}} for the names of FUNCTIONS.
 
     Raises:
         RuntimeError: If the library cannot be built or loaded.
@@ -92,7 +93,9 @@ def load_functions() -> dict:
         library = ctypes.CDLL(str(build()))
         functions = {}
         for name in FUNCTIONS:
-            functions[name] = {d: getattr(library, f"{name}_{kind}") for d, kind in DTYPES.items()}
+            functions[name] = {
+                dtype: getattr(library, f"{name}_{c_type}") for dtype, c_type in C_TYPES.items()
+            }
             for function in functions[name].values():
                 function.argtypes, function.restype = [ctypes.c_char_p], None
     except (OSError, subprocess.SubprocessError, RuntimeError, AttributeError) as error:
@@ -126,7 +129,7 @@ def build() -> Path:
         key.update(part.encode() + b"\0")
     folder, name = open_cache_folder(), f"cpu-{key.hexdigest()[:24]}"
     for library in sorted(folder.glob(f"{name}-*.so")):
-        if library.stem == f"{name}-{_checksum(library)}":
+        if library.stem == f"{name}-{_compute_checksum(library)}":
             return library
         _print_note(f"the compiled kernels {library} are damaged (wrong checksum) and are removed")
         library.unlink(missing_ok=True)
@@ -172,10 +175,10 @@ def _compile(compiler: Sequence[str], folder: Path, name: str) -> Path:
             for source, output in zip(SOURCES, objects)
         )
         _run_all([[*compiler, *objects, "-o", str(library)]])
-        return library.replace(folder / f"{name}-{_checksum(library)}.so")
+        return library.replace(folder / f"{name}-{_compute_checksum(library)}.so")
 
 
-def _checksum(path: Path) -> str:
+def _compute_checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:24]
 
@@ -240,28 +243,30 @@ def check(dtype: torch.dtype, *arguments: tuple[str, torch.Tensor | None, Sequen
             raise ValueError(f"{name} is {tuple(t.shape)}, but {tuple(shape)} is expected")
         if not t.is_cpu:
             raise TypeError(f"{name} is on {t.device}: all must be on the CPU")
-        if t.dtype is not dtype or dtype not in DTYPES:
+        if t.dtype is not dtype or dtype not in C_TYPES:
             raise Unsupported(
                 f"{name} is {t.dtype}, the first input {dtype}: all must be float32 or all float64"
             )
 
 
-def address(t: torch.Tensor | None) -> int:
+def get_address(t: torch.Tensor | None) -> int:
     """Return the address of a tensor's data, or 0 (a null pointer) for None."""
     return 0 if t is None else t.data_ptr()
 
 
 @functools.cache
-def checkpoint_steps(length: int) -> int:
+def choose_checkpoint_interval(length: int) -> int:
     """Return the number of steps between two checkpoints: the power of two at or above √length."""
     return 1 << math.ceil(math.log2(max(1.0, length**0.5)))
 
 
-def token_step(t: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """Return a tensor (b,l,k) that a kernel can read, and the entries between two of its tokens.
+def space_tokens_evenly(t: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return a tensor (b,l,k) whose tokens are contiguous and evenly spaced.
 
-    A slice of a wider tensor is used without a copy. A copy is made only if tokens are not evenly
-    spaced or not contiguous.
+    A slice of a wider tensor is such a tensor. Other tensors are copied.
+
+    Returns:
+        The tensor or its copy, and the number of entries between the starts of two tokens.
     """
     if not t.is_contiguous():
         (b, length, k), (stride_b, stride_l, stride_k) = t.shape, t.stride()

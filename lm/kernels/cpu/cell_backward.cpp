@@ -8,203 +8,209 @@ namespace {
 
 // Backpropagate through one token of the i-th sequence of the group.
 template <class T, int R>
-void backprop_token(const Cell &p, int64_t row, int64_t t, int64_t i, const Token<T> &k, const T *H,
-                Backward<T> &f, Sums<T> &sums, std::vector<double> &d_bc) {
-    const int64_t d = p.channels, index = row * p.length + t;
-    T *mu = f.mu + i * f.state, *d_row = out<T>(p.d_raw) + index * p.columns;
-    const T *raw = p.saved_rows ? in<T>(p.saved_rows) + index * p.columns : in<T>(p.raw) + index * p.raw_step;
-    std::fill(d_row, d_row + p.columns, T(0));
-    TokenGradient s;
+void backprop_token(const Cell &cell, int64_t sequence, int64_t t, int64_t i, const Token<T> &token, const T *H,
+                BackwardWork<T> &work, Sums<T> &sums, std::vector<double> &d_bc) {
+    const int64_t d = cell.channels, token_index = sequence * cell.length + t;
+    T *mu = work.mu + i * work.state, *d_row = out<T>(cell.d_raw) + token_index * cell.columns;
+    const T *row = find_row<T>(cell, token_index);
+    std::fill(d_row, d_row + cell.columns, T(0));
+    TokenGradient grads;
     T mean, inverse;
-    gather_lambda<T>(p, index, i, f);
-    if (p.kind == RNN)
-        std::fill(f.mu_B, f.mu_B + d, T(0));
+    gather_lambda<T>(cell, token_index, i, work);
+    if (cell.kind == RNN)
+        std::fill(work.mu_B, work.mu_B + d, T(0));
     else
-        backprop_inflow<T>(p, k, mu, f);
-    compute_v<T>(p, index, k, f.v, mean, inverse);
-    compute_sums<T, R>(p, index, k, mean, inverse, f, s);
-    solve_adjoint<R>(p, p.outcome[index] & FAILED, s);
-    backprop_y<T, R>(p, index, row, k, inverse, f, s, sums, d_bc.data());
-    backprop_map<T, R>(p, k, s);
-    backprop_vectors<T, R>(p, index, raw, k, s, f);
-    for (int64_t j = 0; j < p.rank; ++j) d_row[p.gates + j] = T(s.d_gate[j]);
-    const T keep_t = p.keep ? in<T>(p.keep)[index] : T(1);
-    if (p.kind == RNN) {
-        const T *h = t ? in<T>(p.y) + (index - 1) * d : p.h0 ? in<T>(p.h0) + row * d : f.zeros;
+        backprop_inflow<T>(cell, token, mu, work);
+    compute_v<T>(cell, token_index, token, work.v, mean, inverse);
+    compute_sums<T, R>(cell, token_index, token, mean, inverse, work, grads);
+    solve_adjoint<R>(cell, cell.outcome[token_index] & FAILED, grads);
+    backprop_y<T, R>(cell, token_index, sequence, token, inverse, work, grads, sums, d_bc.data());
+    backprop_map<T, R>(cell, token, grads);
+    backprop_vectors<T, R>(cell, token_index, row, token, grads, work);
+    for (int64_t j = 0; j < cell.rank; ++j) d_row[cell.gates + j] = T(grads.d_gate[j]);
+    const T keep_t = cell.keep ? in<T>(cell.keep)[token_index] : T(1);
+    if (cell.kind == RNN) {
+        const T *h = find_previous_y<T>(cell, token_index, cell.h0);
+        if (!h) h = work.zeros;
         for (int64_t c = 0; c < d; ++c) {
-            out<T>(p.dA)[index * d + c] = f.e[c] * h[c] * keep_t;
-            mu[c] = f.e[c] * k.decay[c];
-            out<T>(p.ddt)[index * d + c] = f.ddt[c];
+            out<T>(cell.dA)[token_index * d + c] = work.d_past[c] * h[c] * keep_t;
+            mu[c] = work.d_past[c] * token.decay[c];
+            out<T>(cell.ddt)[token_index * d + c] = work.ddt[c];
         }
         return;
     }
-    backprop_state<T>(p, k, keep_t, H, mu, f, &sums.dA[row * sums.A]);
-    backprop_units<T>(p, f.dB, k.B, k.C, d_bc.data(), k.B_length, d_row + p.B_column);
-    backprop_units<T>(p, f.dC, k.C, k.B, d_bc.data(), k.C_length, d_row + p.C_column);
-    if (p.kind == MAMBA1)
-        return void(std::memcpy(out<T>(p.ddt) + index * d, f.ddt, d * sizeof(T)));
-    for (int64_t h = 0, wide = d / p.heads; h < p.heads; ++h) {
+    backprop_state<T>(cell, token, keep_t, H, mu, work, &sums.dA[sequence * sums.A_size]);
+    backprop_units<T>(cell, work.dB, token.B, token.C, d_bc.data(), token.B_length, d_row + cell.B_column);
+    backprop_units<T>(cell, work.dC, token.C, token.B, d_bc.data(), token.C_length, d_row + cell.C_column);
+    if (cell.kind == MAMBA1)
+        return void(std::memcpy(out<T>(cell.ddt) + token_index * d, work.ddt, d * sizeof(T)));
+    for (int64_t h = 0, head_width = d / cell.heads; h < cell.heads; ++h) {
         T sum = 0;
-        for (int64_t c = h * wide; c < (h + 1) * wide; ++c) sum += f.ddt[c];
-        out<T>(p.ddt)[index * p.heads + h] = sum;
+        for (int64_t c = h * head_width; c < (h + 1) * head_width; ++c) sum += work.ddt[c];
+        out<T>(cell.ddt)[token_index * cell.heads + h] = sum;
     }
 }
 
-// Backpropagate `carried`, the gradient of the vector that token t reads, through the centroids to
+// Backpropagate `d_y_before`, the gradient of the vector that token t reads, through the centroids to
 // y_{t−1}.
 template <class T>
-void backprop_centroids(const Cell &p, int64_t first, int64_t count, int64_t t, const Maps<T> &maps,
-                       Backward<T> &f) {
-    const int64_t k = p.centroids, d = p.channels, tokens = first * p.length + t;
-    const int64_t step = p.length * k;
-    T *d_logits = out<T>(p.d_logits) + tokens * k;
+void backprop_centroids(const Cell &cell, int64_t first, int64_t count, int64_t t, const PaddedWeights<T> &weights,
+                       BackwardWork<T> &work) {
+    const int64_t centroids = cell.centroids, d = cell.channels, tokens = first * cell.length + t;
+    const int64_t step = cell.length * centroids;
+    T *d_logits = out<T>(cell.d_logits) + tokens * centroids;
     for (int64_t i = 0; i < count; ++i) {
-        std::memcpy(out<T>(p.d_reads) + (tokens + i * p.length) * d, f.carried + i * f.width,
+        std::memcpy(out<T>(cell.d_reads) + (tokens + i * cell.length) * d, work.d_y_before + i * work.width,
                     d * sizeof(T));
-        std::fill(d_logits + i * step, d_logits + i * step + k, T(0));
+        std::fill(d_logits + i * step, d_logits + i * step + centroids, T(0));
     }
     for_each_tile(count, [&](int64_t i, auto S) {
-        const T *carried = f.carried + i * f.width;
+        const T *d_y_before = work.d_y_before + i * work.width;
         T *to = d_logits + i * step;
-        project_some<T, decltype(S)::value>(maps.values, k, f.width, carried, to, step);
+        project_tile<T, decltype(S)::value>(weights.values, centroids, work.width, d_y_before, to, step);
     });
     for (int64_t i = 0; i < count; ++i) {
-        const T *alpha = in<T>(p.alphas) + tokens * k + i * step;
+        const T *alpha = in<T>(cell.alphas) + tokens * centroids + i * step;
         T *d_logit = d_logits + i * step;
         Vec<T> sums{};
-        for_each_block<T>(k, [&](int64_t j, int64_t lanes) {
+        for_each_block<T>(centroids, [&](int64_t j, int64_t lanes) {
             sums += load<T>(alpha + j, lanes) * load<T>(d_logit + j, lanes);
         });
         const T mean = sum_lanes<T>(sums);
-        for (int64_t j = 0; j < k; ++j) d_logit[j] = alpha[j] * (d_logit[j] - mean);
+        for (int64_t j = 0; j < centroids; ++j) d_logit[j] = alpha[j] * (d_logit[j] - mean);
     }
     for_each_tile(count, [&](int64_t i, auto S) {
-        T *carried = f.carried + i * f.width;
+        T *d_y_before = work.d_y_before + i * work.width;
         const T *from = d_logits + i * step;
-        gather_some<T, decltype(S)::value>(maps.keys, k, f.width, from, step, carried);
+        combine_weight_rows<T, decltype(S)::value>(weights.keys, centroids, work.width, from, step, d_y_before);
     });
-    for (int64_t i = 0; i < count && p.d_noise; ++i)
-        std::memcpy(out<T>(p.d_noise) + (tokens + i * p.length) * d, f.carried + i * f.width,
+    for (int64_t i = 0; i < count && cell.d_noise; ++i)
+        std::memcpy(out<T>(cell.d_noise) + (tokens + i * cell.length) * d, work.d_y_before + i * work.width,
                     d * sizeof(T));
 }
 
-// Compute `carried` of token t − 1 from the gradients of the rows of token t.
+// Compute `d_y_before` of token t − 1 from the gradients of the rows of token t.
 template <class T>
-void carry_back(const Cell &p, int64_t first, int64_t count, int64_t t, const Maps<T> &maps,
-           Backward<T> &f) {
-    const int64_t step = p.length * p.columns;
-    const T *rows = in<T>(p.d_raw) + (first * p.length + t) * p.columns;
+void backprop_rows(const Cell &cell, int64_t first, int64_t count, int64_t t, const PaddedWeights<T> &weights,
+           BackwardWork<T> &work) {
+    const int64_t step = cell.length * cell.columns;
+    const T *rows = in<T>(cell.d_raw) + (first * cell.length + t) * cell.columns;
     for_each_tile(count, [&](int64_t i, auto S) {
-        gather_some<T, decltype(S)::value>(maps.W, p.y_columns, f.width, rows + i * step, step,
-                                           f.carried + i * f.width);
+        combine_weight_rows<T, decltype(S)::value>(weights.W_y, cell.y_columns, work.width, rows + i * step, step,
+                                           work.d_y_before + i * work.width);
     });
-    if (p.centroids) backprop_centroids<T>(p, first, count, t, maps, f);
+    if (cell.centroids) backprop_centroids<T>(cell, first, count, t, weights, work);
     for (int64_t i = 0; i < count; ++i) {
-        T *carried = f.carried + i * f.width;
-        const T times = p.keep ? in<T>(p.keep)[(first + i) * p.length + t] : T(1);
-        for (int64_t c = 0; c < f.width; c += LANES<T>)
-            put<T>(carried + c, vector_at<T>(carried + c) * times);
+        T *d_y_before = work.d_y_before + i * work.width;
+        const T factor = cell.keep ? in<T>(cell.keep)[(first + i) * cell.length + t] : T(1);
+        for (int64_t c = 0; c < work.width; c += LANES<T>)
+            put<T>(d_y_before + c, vector_at<T>(d_y_before + c) * factor);
     }
 }
 
 template <class T, int R>
-void backprop_group(const Cell &p, int64_t first, int64_t count, const Maps<T> &maps, Sums<T> &sums) {
-    const int64_t d = p.channels, chunks = (p.length + p.every - 1) / p.every;
-    Backward<T> f(p, count);
-    std::vector<double> d_bc(p.groups), max_grad_norm(count);
+void backprop_group(const Cell &cell, int64_t first, int64_t count, const PaddedWeights<T> &weights,
+                    Sums<T> &sums) {
+    const int64_t d = cell.channels, interval = cell.checkpoint_interval;
+    BackwardWork<T> work(cell, count);
+    std::vector<double> d_bc(cell.groups), max_grad_norm(count);
     for (int64_t i = 0; i < count; ++i) {
-        for (int64_t t = 0; t < p.length; ++t) {
+        for (int64_t t = 0; t < cell.length; ++t) {
             Vec<T> squares{};
             for_each_block<T>(d, [&](int64_t c, int64_t lanes) {
-                const int64_t index = (first + i) * p.length + t;
-                const Vec<T> v = load<T>(in<T>(p.grad_y) + index * d + c, lanes);
-                squares += v * v;
+                const int64_t token_index = (first + i) * cell.length + t;
+                const Vec<T> grad = load<T>(in<T>(cell.grad_y) + token_index * d + c, lanes);
+                squares += grad * grad;
             });
-            const double size = std::sqrt(double(sum_lanes<T>(squares)));
-            if (!(size <= max_grad_norm[i])) max_grad_norm[i] = size;
+            const double grad_norm = std::sqrt(double(sum_lanes<T>(squares)));
+            if (!(grad_norm <= max_grad_norm[i])) max_grad_norm[i] = grad_norm;
         }
     }
-    for (int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
-        const int64_t start = chunk * p.every, steps = std::min(p.every, p.length - start);
-        const auto state_of = [&](int64_t i, int64_t t) {
-            return f.H ? f.H + (i * p.every + t) * f.state : nullptr;
+    for (int64_t chunk = count_chunks(cell) - 1; chunk >= 0; --chunk) {
+        const int64_t start = chunk * interval, steps = std::min(interval, cell.length - start);
+        const auto find_state = [&](int64_t i, int64_t t) {
+            return work.H ? work.H + (i * interval + t) * work.state : nullptr;
         };
         for (int64_t i = 0; i < count; ++i)
-            recompute_chunk<T, R>(p, first + i, start, steps, &f.tokens[i * p.every], state_of(i, 0), f);
+            recompute_chunk<T, R>(cell, first + i, start, steps, &work.tokens[i * interval], find_state(i, 0),
+                                  work);
         for (int64_t t = steps - 1; t >= 0; --t) {
             for (int64_t i = 0; i < count; ++i) {
-                const Token<T> &k = f.tokens[i * p.every + t];
-                backprop_token<T, R>(p, first + i, start + t, i, k, state_of(i, t), f, sums, d_bc);
+                const Token<T> &token = work.tokens[i * interval + t];
+                backprop_token<T, R>(cell, first + i, start + t, i, token, find_state(i, t), work, sums, d_bc);
             }
             // The first token reads centroids, too.
-            if (start + t > 0 || p.centroids) carry_back<T>(p, first, count, start + t, maps, f);
+            if (start + t > 0 || cell.centroids) backprop_rows<T>(cell, first, count, start + t, weights, work);
         }
     }
-    for (int64_t i = 0; i < count && p.adjoint; ++i)
-        out<T>(p.adjoint)[first + i] = T(max_grad_norm[i] == 0 ? 0 : f.largest[i] / max_grad_norm[i]);
+    for (int64_t i = 0; i < count && cell.adjoint; ++i)
+        out<T>(cell.adjoint)[first + i] = T(max_grad_norm[i] == 0 ? 0 : work.max_lambda_norm[i] / max_grad_norm[i]);
 }
 
 // Add the gradients of all sequences, in their order.
-template <class T> void sum_sequences(void *to, const std::vector<T> &from, int64_t rows, int64_t size) {
+template <class T> void sum_sequences(void *to, const std::vector<T> &from, int64_t batch, int64_t size) {
     if (!to) return;
     T *sum = out<T>(to);
     std::fill(sum, sum + size, T(0));
-    for (int64_t row = 0; row < rows; ++row)
-        for (int64_t i = 0; i < size; ++i) sum[i] += from[row * size + i];
+    for (int64_t sequence = 0; sequence < batch; ++sequence)
+        for (int64_t i = 0; i < size; ++i) sum[i] += from[sequence * size + i];
 }
 
-// Copy `wide` channels, from channel c on, of the vector that a token reads of y_{t−1}; zeros if it
+// Copy `panel_width` channels, from channel c on, of the vector that a token reads of y_{t−1}; zeros if it
 // reads nothing. index: the token's place among all tokens.
-template <class T> void read_previous_y(const Cell &p, int64_t index, int64_t c, int64_t wide, T *to) {
-    const int64_t d = p.channels, tile_size = std::min(wide, d - c), t = index % p.length;
-    const T *before = t ? in<T>(p.y) + (index - 1) * d : p.y0 ? in<T>(p.y0) + index / p.length * d : nullptr;
-    if (p.reads) before = in<T>(p.reads) + index * d;
-    const T keep_t = p.keep && !p.reads ? in<T>(p.keep)[index] : T(1);
-    for (int64_t i = 0; i < wide; ++i) to[i] = before && i < tile_size ? before[c + i] * keep_t : T(0);
+template <class T> void read_previous_y(const Cell &cell, int64_t token_index, int64_t c, int64_t panel_width,
+                                        T *to) {
+    const int64_t d = cell.channels, tile_size = std::min(panel_width, d - c);
+    const T *before = find_previous_y<T>(cell, token_index, cell.y0);
+    if (cell.reads) before = in<T>(cell.reads) + token_index * d;
+    const T keep_t = cell.keep && !cell.reads ? in<T>(cell.keep)[token_index] : T(1);
+    for (int64_t i = 0; i < panel_width; ++i) to[i] = before && i < tile_size ? before[c + i] * keep_t : T(0);
 }
 
 // Compute the gradient of W_y, Σ_t d_rowᵀ y_{t−1}, panel by panel of columns. The y_{t−1} of TOKENS
 // tokens stay in the cache while all rows are computed.
-template <class T> void compute_weight_gradient(const Cell &p) {
-    constexpr int64_t TOKENS = 128, wide = WIDE * LANES<T>;
-    const int64_t d = p.channels, tokens = p.rows * p.length, panels = (d + wide - 1) / wide;
-#pragma omp parallel for schedule(dynamic) num_threads(p.threads) if (tokens * p.y_columns * d > (1 << 22))
+template <class T> void compute_weight_gradient(const Cell &cell) {
+    constexpr int64_t TOKENS = 128, panel_width = TILE_VECTORS * LANES<T>;
+    const int64_t d = cell.channels, tokens = cell.batch * cell.length;
+    const int64_t panels = (d + panel_width - 1) / panel_width;
+#pragma omp parallel for schedule(dynamic) num_threads(cell.threads) if (tokens * cell.y_columns * d > (1 << 22))
     for (int64_t panel = 0; panel < panels; ++panel) {
-        Arena<T> arena(TOKENS * wide + p.y_columns * wide);
-        T *before = arena.take(TOKENS * wide), *sums = arena.take(p.y_columns * wide);
-        std::fill(sums, sums + p.y_columns * wide, T(0));
+        Arena<T> arena(TOKENS * panel_width + cell.y_columns * panel_width);
+        T *before = arena.take(TOKENS * panel_width), *sums = arena.take(cell.y_columns * panel_width);
+        std::fill(sums, sums + cell.y_columns * panel_width, T(0));
         for (int64_t first = 0; first < tokens; first += TOKENS) {
             const int64_t tile_size = std::min(TOKENS, tokens - first);
             for (int64_t t = 0; t < tile_size; ++t)
-                read_previous_y<T>(p, first + t, panel * wide, wide, before + t * wide);
-            for (int64_t j = 0; j < p.y_columns; j += TALL) {
-                const T *rows = in<T>(p.d_raw) + first * p.columns + j;
-                const int64_t tall = std::min<int64_t>(TALL, p.y_columns - j);
-                outer_tile<T>(rows, p.columns, before, tile_size, tall, sums + j * wide);
+                read_previous_y<T>(cell, first + t, panel * panel_width, panel_width, before + t * panel_width);
+            for (int64_t j = 0; j < cell.y_columns; j += TILE_ROWS) {
+                const T *rows = in<T>(cell.d_raw) + first * cell.columns + j;
+                const int64_t tall = std::min<int64_t>(TILE_ROWS, cell.y_columns - j);
+                outer_tile<T>(rows, cell.columns, before, tile_size, tall, sums + j * panel_width);
             }
         }
-        const int64_t tile_size = std::min(wide, d - panel * wide);
-        for (int64_t j = 0; j < p.y_columns; ++j)
-            std::memcpy(out<T>(p.d_weight) + j * d + panel * wide, sums + j * wide, tile_size * sizeof(T));
+        const int64_t tile_size = std::min(panel_width, d - panel * panel_width);
+        for (int64_t j = 0; j < cell.y_columns; ++j)
+            std::memcpy(out<T>(cell.d_weight) + j * d + panel * panel_width, sums + j * panel_width,
+                        tile_size * sizeof(T));
     }
 }
 
-template <class T> void backward(const Cell &p) {
-    const Maps<T> maps(p);
-    Sums<T> sums(p);
-    with_rank(p, [&](auto R) {
-        for_each_group(p, GROUP_SIZE, [&](int64_t first, int64_t count) {
-            backprop_group<T, decltype(R)::value>(p, first, count, maps, sums);
+template <class T> void backward(const Cell &cell) {
+    const PaddedWeights<T> weights(cell);
+    Sums<T> sums(cell);
+    with_rank(cell, [&](auto R) {
+        for_each_group(cell, GROUP_SIZE, [&](int64_t first, int64_t count) {
+            backprop_group<T, decltype(R)::value>(cell, first, count, weights, sums);
         });
     });
-    if (p.d_weight) compute_weight_gradient<T>(p);
-    if (p.kind != RNN) sum_sequences<T>(p.dA, sums.dA, p.rows, sums.A);
-    sum_sequences<T>(p.dD, sums.dD, p.rows, p.channels);
-    sum_sequences<T>(p.d_norm_weight, sums.d_weight, p.rows, p.channels);
-    sum_sequences<T>(p.d_norm_bias, sums.d_bias, p.rows, p.channels);
+    if (cell.d_weight) compute_weight_gradient<T>(cell);
+    if (cell.kind != RNN) sum_sequences<T>(cell.dA, sums.dA, cell.batch, sums.A_size);
+    sum_sequences<T>(cell.dD, sums.dD, cell.batch, cell.channels);
+    sum_sequences<T>(cell.d_norm_weight, sums.d_weight, cell.batch, cell.channels);
+    sum_sequences<T>(cell.d_norm_bias, sums.d_bias, cell.batch, cell.channels);
 }
 
 }  // namespace
 
-extern "C" void cell_backward_float(const Cell *p) { backward<float>(*p); }
-extern "C" void cell_backward_double(const Cell *p) { backward<double>(*p); }
+extern "C" void cell_backward_float(const Cell *cell) { backward<float>(*cell); }
+extern "C" void cell_backward_double(const Cell *cell) { backward<double>(*cell); }

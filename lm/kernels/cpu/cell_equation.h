@@ -18,9 +18,10 @@ constexpr int MAX_REFLECTIONS = 8;  // as in lm/kernels/cell_arguments.py
 
 // Constants with the names and values of lm/model/cell.py and lm/model/solver.py (`Rule`, outcomes);
 // tests/lm/kernels/test_constants.py compares them.
-constexpr int MOST_PICARD = 300, MOST_NEWTON = 10, BISECTIONS = 60, PATIENCE = 15;
-constexpr double STEPSIZE = 0.99, STEPSIZE_DECAY = 0.9, SLOWEST = 0.99, NEAR = 0.05;
-constexpr double ROUNDING = 8, SOLVED = 256, LEAST_INVERSE = 1e-18, MOST_GAIN = 20;
+constexpr int MAX_PICARD_STEPS = 300, MAX_NEWTON_STEPS = 10, BISECTIONS = 60, PATIENCE = 15;
+constexpr double STEPSIZE = 0.99, STEPSIZE_DECAY = 0.9;
+constexpr double MAX_PICARD_RATIO = 0.99, MAX_NEWTON_DISTANCE = 0.05;
+constexpr double ROUNDING = 8, SOLVED = 256, MIN_INVERSE_NORM = 1e-18, MAX_GAIN = 20;
 constexpr int MAX_DIRECT_STEPS = 12;
 
 enum Outcome : uint8_t { FAILED = 1, BISECTED = 2, GRAD_LIMITED = 4 };
@@ -28,6 +29,7 @@ enum Outcome : uint8_t { FAILED = 1, BISECTED = 2, GRAD_LIMITED = 4 };
 // Return r as a compile-time constant if R is not 0.
 template <int R> inline int rank_of(int64_t r) { return R ? R : int(r); }
 
+// Coefficients of φ.
 struct Equation {
     double alpha[MAX_REFLECTIONS], beta[MAX_REFLECTIONS][MAX_REFLECTIONS], delta[MAX_REFLECTIONS];
     double gamma0, gamma1[MAX_REFLECTIONS], gamma2[MAX_REFLECTIONS][MAX_REFLECTIONS];
@@ -43,27 +45,28 @@ struct Point {
     double inverse, residual, scale;  // 1/√…, max |ψ|, magnitude of ψ's terms (for rounding tests)
 };
 
-template <int R> inline void evaluate(const Equation &e, int64_t r_, Point &point) {
+// Compute the other fields of a point from s.
+template <int R> inline void evaluate(const Equation &eq, int64_t r_, Point &point) {
     const int r = rank_of<R>(r_);
-    ++e.evaluations;
-    double radicand = e.gamma0;
+    ++eq.evaluations;
+    double radicand = eq.gamma0;
     for (int i = 0; i < r; ++i) {
-        double slant = e.gamma1[i];
-        for (int j = 0; j < r; ++j) slant += e.gamma2[i][j] * point.s[j];
+        double slant = eq.gamma1[i];
+        for (int j = 0; j < r; ++j) slant += eq.gamma2[i][j] * point.s[j];
         point.slant[i] = slant;
-        radicand += point.s[i] * (e.gamma1[i] + slant);
+        radicand += point.s[i] * (eq.gamma1[i] + slant);
     }
-    point.inverse = 1 / std::sqrt(radicand < e.floor ? e.floor : radicand);
+    point.inverse = 1 / std::sqrt(radicand < eq.floor ? eq.floor : radicand);
     point.residual = point.scale = 0;
     double sum = 0;  // NaN if any ψ is NaN
     for (int i = 0; i < r; ++i) {
-        double numerator = e.alpha[i], size = std::abs(e.alpha[i]);
+        double numerator = eq.alpha[i], size = std::abs(eq.alpha[i]);
         double beta_s = 0;
-        for (int j = 0; j < r; ++j) beta_s += e.beta[i][j] * point.s[j];
+        for (int j = 0; j < r; ++j) beta_s += eq.beta[i][j] * point.s[j];
         numerator += beta_s;
-        size = (size + std::abs(beta_s)) * point.inverse + std::abs(e.delta[i]) + std::abs(point.s[i]);
+        size = (size + std::abs(beta_s)) * point.inverse + std::abs(eq.delta[i]) + std::abs(point.s[i]);
         point.numerator[i] = numerator;
-        point.psi[i] = numerator * point.inverse + e.delta[i] - point.s[i];
+        point.psi[i] = numerator * point.inverse + eq.delta[i] - point.s[i];
         sum += point.psi[i];
         const double magnitude = std::abs(point.psi[i]);
         point.residual = magnitude > point.residual ? magnitude : point.residual;
@@ -72,8 +75,9 @@ template <int R> inline void evaluate(const Equation &e, int64_t r_, Point &poin
     if (!(std::abs(sum) <= std::numeric_limits<double>::max())) point.residual = sum - sum;  // NaN
 }
 
-inline bool is_at_rounding(const Equation &e, const Point &point, double times) {
-    return point.residual <= times * e.rounding * point.scale;
+// Return true if ψ is at most `epsilons` machine epsilons of its terms.
+inline bool is_at_rounding(const Equation &eq, const Point &point, double epsilons) {
+    return point.residual <= epsilons * eq.rounding * point.scale;
 }
 
 // Solve M x = b by elimination with row exchanges. x replaces b; M is overwritten. Returns the
@@ -96,9 +100,9 @@ template <int R> inline double eliminate(double (*M)[MAX_REFLECTIONS], double *b
         }
         determinant *= M[i][i];
         for (int j = i + 1; j < r; ++j) {
-            const double times = M[j][i] / M[i][i];
-            for (int l = i; l < r; ++l) M[j][l] -= times * M[i][l];
-            b[j] -= times * b[i];
+            const double factor = M[j][i] / M[i][i];
+            for (int l = i; l < r; ++l) M[j][l] -= factor * M[i][l];
+            b[j] -= factor * b[i];
         }
     }
     for (int i = r - 1; i >= 0; --i) {
@@ -110,37 +114,39 @@ template <int R> inline double eliminate(double (*M)[MAX_REFLECTIONS], double *b
 
 // Compute M = I − φ′.
 template <int R>
-inline void identity_minus_slope(const Equation &e, int64_t r_, const Point &point, double (*M)[MAX_REFLECTIONS]) {
+inline void identity_minus_slope(const Equation &eq, int64_t r_, const Point &point,
+                                 double (*M)[MAX_REFLECTIONS]) {
     const int r = rank_of<R>(r_);
     const double inverse3 = point.inverse * point.inverse * point.inverse;
     for (int i = 0; i < r; ++i)
         for (int j = 0; j < r; ++j) {
-            const double slope = e.beta[i][j] * point.inverse - point.numerator[i] * point.slant[j] * inverse3;
+            const double slope = eq.beta[i][j] * point.inverse - point.numerator[i] * point.slant[j] * inverse3;
             M[i][j] = (i == j) - slope;
         }
 }
 
 // Compute Newton's step (I − φ′)⁻¹ ψ.
 template <int R>
-inline void newton_step(const Equation &e, int64_t r_, const Point &point, double *step) {
+inline void newton_step(const Equation &eq, int64_t r_, const Point &point, double *step) {
     const int r = rank_of<R>(r_);
     double M[MAX_REFLECTIONS][MAX_REFLECTIONS];
-    identity_minus_slope<R>(e, r, point, M);
+    identity_minus_slope<R>(eq, r, point, M);
     for (int i = 0; i < r; ++i) step[i] = point.psi[i];
     eliminate<R>(M, step, r);
 }
 
-// Return true if sufficiently damped Picard converges to the root from every point near it. This is
-// the case if all eigenvalues of I − φ′ have a positive real part, which is decided by the
-// characteristic polynomial (Faddeev and LeVerrier) and Routh's array.
-template <int R> inline bool attracts(const Equation &e, int64_t r_, const Point &point) {
+// Return true if sufficiently damped Picard converges to the root from every point near it, that is, if
+// all eigenvalues of M = I − φ′ have a positive real part. The characteristic polynomial det(λ + M)
+// (Faddeev and LeVerrier) and Routh's array decide it.
+template <int R> inline bool attracts(const Equation &eq, int64_t r_, const Point &point) {
     const int r = rank_of<R>(r_);
-    double M[MAX_REFLECTIONS][MAX_REFLECTIONS], power[MAX_REFLECTIONS][MAX_REFLECTIONS], next[MAX_REFLECTIONS][MAX_REFLECTIONS], coefficient[MAX_REFLECTIONS + 2] = {1};
-    identity_minus_slope<R>(e, r, point, M);
+    double M[MAX_REFLECTIONS][MAX_REFLECTIONS], power[MAX_REFLECTIONS][MAX_REFLECTIONS];
+    double next[MAX_REFLECTIONS][MAX_REFLECTIONS], coefficient[MAX_REFLECTIONS + 2] = {1};
+    identity_minus_slope<R>(eq, r, point, M);
     if (r == 1) return M[0][0] > 0;
     for (int i = 0; i < r; ++i)
         for (int j = 0; j < r; ++j) power[i][j] = i == j;
-    for (int k = 1; k <= r; ++k) {  // coefficients of det(λ + M)
+    for (int k = 1; k <= r; ++k) {  // the coefficients of det(λ + M)
         double trace = 0;
         for (int i = 0; i < r; ++i)
             for (int j = 0; j < r; ++j) {

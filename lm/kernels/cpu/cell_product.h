@@ -14,19 +14,20 @@
 namespace {
 
 // Sums that are held in registers. AVX-512 has 32 registers, other CPUs have 16.
-constexpr int SUMS = BYTES == 64 ? 16 : 8;
+constexpr int REGISTER_SUMS = BYTES == 64 ? 16 : 8;
 // Sequences that share one pass over the weight.
 constexpr int GROUP_SIZE = 8;
 
-// Add the halves of every part of 2·half lanes of a and b, and return all results in one vector,
-// those of a first.
+// Cut a and b into parts of 2·half lanes, add the two halves of every part, and return all results in
+// one vector: first the results of a, then of b.
 template <class T, int half, int... lane>
 inline Vec<T> fold_pair(Vec<T> a, Vec<T> b, std::integer_sequence<int, lane...>) {
     using Bits = typename Float<T>::Bits;
-    constexpr int of = LANES<T> / (2 * half);  // parts of a
+    constexpr int parts_of_a = LANES<T> / (2 * half);
     constexpr auto from = [](int i) {
         const int part = i / half;
-        return part < of ? part * 2 * half + i % half : LANES<T> + (part - of) * 2 * half + i % half;
+        return part < parts_of_a ? part * 2 * half + i % half : LANES<T> + (part - parts_of_a) * 2 * half +
+            i % half;
     };
     constexpr Bits low = {from(lane)...}, high = {from(lane) + half...};
     return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
@@ -47,13 +48,13 @@ template <class T, int count = LANES<T>, int half = LANES<T> / 2> inline Vec<T> 
 // out[g][j] += W_j · y_g for S sequences. W: (k, width); y: rows of `width` entries, padded with zeros
 // to whole vectors. W is read once.
 template <class T, int S>
-void project_some(const T *W, int64_t k, int64_t width, const T *y, T *out, int64_t out_step) {
-    constexpr int OUTPUTS = SUMS / S, L = LANES<T>;
+void project_tile(const T *W, int64_t k, int64_t width, const T *y, T *out, int64_t out_step) {
+    constexpr int OUTPUTS = REGISTER_SUMS / S, L = LANES<T>;
     for (int64_t j = 0; j < k; j += OUTPUTS) {
         const int64_t tile_size = std::min<int64_t>(OUTPUTS, k - j);
         const T *row[OUTPUTS];
         for (int o = 0; o < OUTPUTS; ++o) row[o] = W + (j + std::min<int64_t>(o, tile_size - 1)) * width;
-        Vec<T> sum[SUMS > L ? SUMS : L] = {};
+        Vec<T> sum[REGISTER_SUMS > L ? REGISTER_SUMS : L] = {};
         for (int64_t c = 0; c < width; c += L) {
             Vec<T> w[OUTPUTS];
             for (int o = 0; o < OUTPUTS; ++o) {
@@ -65,7 +66,7 @@ void project_some(const T *W, int64_t k, int64_t width, const T *y, T *out, int6
                 for (int o = 0; o < OUTPUTS; ++o) sum[g * OUTPUTS + o] += w[o] * y_g;
             }
         }
-        T total[SUMS > L ? SUMS : L];
+        T total[REGISTER_SUMS > L ? REGISTER_SUMS : L];
         for (int i = 0; i < OUTPUTS * S; i += L) put<T>(total + i, sum_each<T>(sum + i));
         for (int g = 0; g < S; ++g)
             for (int64_t o = 0; o < tile_size; ++o) out[g * out_step + j + o] += total[g * OUTPUTS + o];
@@ -74,8 +75,8 @@ void project_some(const T *W, int64_t k, int64_t width, const T *y, T *out, int6
 
 // to[g] = Σ_j from[g][j] W_j for S sequences. W: (k, width); to: rows of `width`.
 template <class T, int S>
-void gather_some(const T *W, int64_t k, int64_t width, const T *from, int64_t from_step, T *to) {
-    constexpr int WIDE = SUMS / S > 8 ? 8 : SUMS / S, L = LANES<T>;
+void combine_weight_rows(const T *W, int64_t k, int64_t width, const T *from, int64_t from_step, T *to) {
+    constexpr int PANEL_VECTORS = REGISTER_SUMS / S > 8 ? 8 : REGISTER_SUMS / S, L = LANES<T>;
     constexpr int64_t ROWS = 16;  // of W, which stay in the cache for all columns
     std::fill(to, to + S * width, T(0));
     const auto panel = [&](int64_t j0, int64_t j1, int64_t c, auto vectors) {
@@ -90,8 +91,8 @@ void gather_some(const T *W, int64_t k, int64_t width, const T *from, int64_t fr
                 __builtin_prefetch(W + (j + ROWS) * width + c + i * L);
             }
             for (int g = 0; g < S; ++g) {
-                const T times = from[g * from_step + j];
-                for (int i = 0; i < V; ++i) sum[g][i] += times * w[i];
+                const T factor = from[g * from_step + j];
+                for (int i = 0; i < V; ++i) sum[g][i] += factor * w[i];
             }
         }
         for (int g = 0; g < S; ++g)
@@ -100,47 +101,47 @@ void gather_some(const T *W, int64_t k, int64_t width, const T *from, int64_t fr
     for (int64_t j = 0; j < k; j += ROWS) {
         const int64_t last = std::min(k, j + ROWS);
         int64_t c = 0;
-        for (; c + WIDE * L <= width; c += WIDE * L)
-            panel(j, last, c, std::integral_constant<int, WIDE>{});
+        for (; c + PANEL_VECTORS * L <= width; c += PANEL_VECTORS * L)
+            panel(j, last, c, std::integral_constant<int, PANEL_VECTORS>{});
         for (; c < width; c += L) panel(j, last, c, std::integral_constant<int, 1>{});
     }
 }
 
 // Rows and vectors of a tile of Σ_t from_tᵀ to_t, which is summed in registers.
-constexpr int TALL = BYTES == 64 ? 6 : 4, WIDE = BYTES == 64 ? 4 : 2;
+constexpr int TILE_ROWS = BYTES == 64 ? 6 : 4, TILE_VECTORS = BYTES == 64 ? 4 : 2;
 
-// sums[j] += Σ_t from[t][j] to[t] for `tile_size` (at most TALL) rows j of WIDE vectors. to, sums:
-// consecutive rows of WIDE vectors.
+// sums[j] += Σ_t from[t][j] to[t] for `tile_size` (at most TILE_ROWS) rows j of TILE_VECTORS vectors. to, sums:
+// consecutive rows of TILE_VECTORS vectors.
 template <class T>
 void outer_tile(const T *from, int64_t from_step, const T *to, int64_t tokens, int64_t tile_size, T *sums) {
     constexpr int L = LANES<T>;
-    const T *column[TALL];
-    Vec<T> sum[TALL][WIDE];
-    for (int j = 0; j < TALL; ++j) {
+    const T *column[TILE_ROWS];
+    Vec<T> sum[TILE_ROWS][TILE_VECTORS];
+    for (int j = 0; j < TILE_ROWS; ++j) {
         column[j] = from + std::min<int64_t>(j, tile_size - 1);
-        for (int i = 0; i < WIDE; ++i)
-            sum[j][i] = vector_at<T>(sums + (std::min<int64_t>(j, tile_size - 1) * WIDE + i) * L);
+        for (int i = 0; i < TILE_VECTORS; ++i)
+            sum[j][i] = vector_at<T>(sums + (std::min<int64_t>(j, tile_size - 1) * TILE_VECTORS + i) * L);
     }
     for (int64_t t = 0; t < tokens; ++t) {
-        Vec<T> v[WIDE];
-        for (int i = 0; i < WIDE; ++i) v[i] = vector_at<T>(to + (t * WIDE + i) * L);
-        for (int j = 0; j < TALL; ++j) {
-            const T times = column[j][t * from_step];
-            for (int i = 0; i < WIDE; ++i) sum[j][i] += times * v[i];
+        Vec<T> v[TILE_VECTORS];
+        for (int i = 0; i < TILE_VECTORS; ++i) v[i] = vector_at<T>(to + (t * TILE_VECTORS + i) * L);
+        for (int j = 0; j < TILE_ROWS; ++j) {
+            const T factor = column[j][t * from_step];
+            for (int i = 0; i < TILE_VECTORS; ++i) sum[j][i] += factor * v[i];
         }
     }
     for (int j = 0; j < tile_size; ++j)
-        for (int i = 0; i < WIDE; ++i) put<T>(sums + (j * WIDE + i) * L, sum[j][i]);
+        for (int i = 0; i < TILE_VECTORS; ++i) put<T>(sums + (j * TILE_VECTORS + i) * L, sum[j][i]);
 }
 
-// Divide a group into tiles of S sequences, and call call(i, S) for the tile that begins at i. S is a
+// Divide a group of sequences into tiles, and call call(i, S) for the S sequences from i on. S is a
 // compile-time constant.
 template <class Call> inline void for_each_tile(int64_t sequences, Call call) {
     int64_t i = 0;
     const auto with = [&](auto S) {
         for (; i + S <= sequences; i += S) call(i, S);
     };
-    if constexpr (SUMS == 16) with(std::integral_constant<int, 8>{});
+    if constexpr (REGISTER_SUMS == 16) with(std::integral_constant<int, 8>{});
     with(std::integral_constant<int, 4>{});
     with(std::integral_constant<int, 2>{});
     with(std::integral_constant<int, 1>{});

@@ -2,8 +2,8 @@
 
 lm/kernels/cell_arguments.py has the equations and the arguments. This file checks and packs the
 arguments for cell_forward.cpp and cell_backward.cpp. States are stored as (b,n,d), as in scan.py.
-The results of a sequence do not depend on the batch, on how its tokens are cut into calls, or on
-the number of threads, bit for bit.
+A sequence gives the same bits in any batch, with any number of threads, and if its tokens are cut
+into several calls.
 
 Shape suffixes: b batch, l length, d channels, n states, r reflections, K columns of raw, k columns
 of raw that depend on y_{t−1} (the first ones).
@@ -32,13 +32,14 @@ from lm.kernels.cell_arguments import (
 from lm.kernels.checks import cell_deviation, needs_grad
 from lm.kernels.cpu import build as cpu_build
 from lm.kernels.cpu.build import (
-    address,
     check,
-    checkpoint_steps,
+    choose_checkpoint_interval,
+    get_address,
     load_functions,
-    token_step,
+    space_tokens_evenly,
 )
 
+# lm/model reads these two and `fits` before it calls `cell`.
 NARROW = False  # all tensors have one dtype
 CENTROIDS = True  # y_{t−1} may be read through centroids
 NO_READOUT = Readout(None, None, None, None)  # type: ignore[arg-type]
@@ -65,13 +66,13 @@ class _Sizes(NamedTuple):
     norm: int
     columns: int
     y_columns: int
-    vectors: int
-    gates: int
-    B: int
-    C: int
+    vectors_column: int  # the first column of a part in a row, as in Layout
+    gates_column: int
+    B_column: int
+    C_column: int
     centroids: int
-    raw_step: int
-    every: int  # tokens between two checkpoints
+    raw_step: int  # entries between two tokens of raw
+    checkpoint_interval: int  # tokens
     threads: int
 
 
@@ -79,12 +80,19 @@ class _Problem(NamedTuple):
     """Inputs of `struct Cell`: whole numbers, real numbers and tensors, in its order."""
 
     sizes: _Sizes
-    numbers: tuple[float, ...]
-    tensors: tuple[Tensor | None, ...]
+    real_numbers: tuple[float, ...]
+    tensors: tuple[Tensor | None, ...]  # in the order of CellArguments, then of Readout
+
+    @property
+    def x(self) -> Tensor:
+        """Input of the mixer. All tensors have its dtype."""
+        x = self.tensors[2]
+        assert x is not None
+        return x
 
 
-_NUMBERS, _ADDRESSES = 4, 38  # real numbers and addresses of `struct Cell`
-_pack = struct.Struct(f"{len(_Sizes._fields)}q{_NUMBERS}d{_ADDRESSES}q").pack
+_REAL_COUNT, _ADDRESS_COUNT = 4, 38  # real numbers and addresses of `struct Cell`
+_pack = struct.Struct(f"{len(_Sizes._fields)}q{_REAL_COUNT}d{_ADDRESS_COUNT}q").pack
 
 
 def fits(r: int, d: int) -> bool:
@@ -119,7 +127,7 @@ def _prepare(arguments: CellArguments) -> _Problem:
     readout_shapes = (centroids, d), (centroids,), (centroids, d), (b, length, d)
     check(x.dtype, *zip(readout._fields, readout, readout_shapes))
 
-    raw, raw_step = token_step(arguments.raw)
+    raw, raw_step = space_tokens_evenly(arguments.raw)
     A, h0 = arguments.A, arguments.h0
     if kind != "mamba1":
         A = A.contiguous()
@@ -127,12 +135,11 @@ def _prepare(arguments: CellArguments) -> _Problem:
         A = A.t().contiguous().t()
     if h0 is not None:
         h0 = _store_channels_last(h0, kind)
-    converted = {**fields, "raw": raw, "A": A, "h0": h0}
-    as_they_are = ("raw", "A", "keep", "h0")
-    tensors = (
-        *(converted[n] if n in as_they_are else _contiguous(converted[n]) for n in shapes),
-        *map(_contiguous, readout),
-    )
+    contiguous = {
+        name: _make_contiguous(fields[name]) for name in shapes if name not in ("raw", "A", "h0")
+    }
+    converted = {**contiguous, "raw": raw, "A": A, "h0": h0}
+    tensors = (*(converted[name] for name in shapes), *map(_make_contiguous, readout))
     struct_sizes = _Sizes(
         b=b,
         length=length,
@@ -148,20 +155,20 @@ def _prepare(arguments: CellArguments) -> _Problem:
         norm=_NORMS[options.norm],
         columns=sizes.columns,
         y_columns=sizes.y_columns,
-        vectors=layout.vectors,
-        gates=layout.gates,
-        B=layout.B,
-        C=layout.C,
+        vectors_column=layout.vectors,
+        gates_column=layout.gates,
+        B_column=layout.B,
+        C_column=layout.C,
         centroids=centroids,
         raw_step=raw_step,
-        every=checkpoint_steps(length),
+        checkpoint_interval=choose_checkpoint_interval(length),
         threads=torch.get_num_threads(),
     )
-    numbers = options.scale, options.eps, options.contractive or 0.0, options.norm_eps
-    return _Problem(struct_sizes, numbers, tensors)
+    real_numbers = options.scale, options.eps, options.contractive or 0.0, options.norm_eps
+    return _Problem(struct_sizes, real_numbers, tensors)
 
 
-def _contiguous(t):
+def _make_contiguous(t):
     return None if t is None else t.contiguous()
 
 
@@ -177,7 +184,7 @@ def _store_channels_last(h, kind):
 
 def _allocate_results(problem):
     """Allocate y (b,l,d), the state after the last token, and the outcomes (b,l)."""
-    sizes, x = problem.sizes, problem.tensors[2]
+    sizes, x = problem.sizes, problem.x
     b, d, n = sizes.b, sizes.d, sizes.n
     y = x.new_empty(b, sizes.length, d)
     if sizes.kind == _KINDS["mamba1"]:
@@ -198,10 +205,10 @@ def _call(name, problem, *results):
         problem: A _Problem.
         results: The tensors that follow in `struct Cell`. Missing ones at the end are null.
     """
-    addresses = [address(t) for t in (*problem.tensors, *results)]
-    nulls = [0] * (_ADDRESSES - len(addresses))
-    function = load_functions()[name][problem.tensors[2].dtype]
-    function(_pack(*problem.sizes, *problem.numbers, *addresses, *nulls))
+    addresses = [get_address(t) for t in (*problem.tensors, *results)]
+    nulls = [0] * (_ADDRESS_COUNT - len(addresses))
+    function = load_functions()[name][problem.x.dtype]
+    function(_pack(*problem.sizes, *problem.real_numbers, *addresses, *nulls))
 
 
 class _Cell(torch.autograd.Function):
@@ -209,8 +216,8 @@ class _Cell(torch.autograd.Function):
     def forward(ctx, arguments, *_):
         """Solve a layer and save what its gradient needs.
 
-        The other inputs are the tensors of `arguments` that have a gradient: autograd finds them
-        only if they are separate inputs.
+        The other inputs are the tensors of `arguments` that have a gradient, because autograd finds
+        only tensors that are inputs themselves.
         """
         problem = _prepare(arguments)
         sizes, x = problem.sizes, arguments.x
@@ -218,7 +225,7 @@ class _Cell(torch.autograd.Function):
         results = y, state, outcome = _allocate_results(problem)
         rows = x.new_empty(arguments.raw.shape) if sizes.y_columns else None
         roots = x.new_empty(b, length, sizes.rank)
-        chunks = -(-length // sizes.every)
+        chunks = -(-length // sizes.checkpoint_interval)
         checkpoints = None
         if arguments.kind != "rnn":
             checkpoints = x.new_empty(b, chunks, sizes.n, d)
@@ -263,7 +270,7 @@ class _Cell(torch.autograd.Function):
             ctx.adjoint.copy_(adjoint)
         d_readout: tuple[Tensor | None, ...] = NO_READOUT
         if d_logits is not None:
-            before = _shift_by_one(y, y0, noise)
+            before = _compute_read_vectors(y, y0, noise)
             d_keys = torch.einsum("blk,bld->kd", d_logits, before)
             d_values = torch.einsum("blk,bld->kd", alphas, d_reads)
             d_readout = d_keys, d_logits.sum((0, 1)), d_values, d_noise
@@ -274,13 +281,13 @@ def _empty_like(t):
     return None if t is None else torch.empty_like(t)
 
 
-def _shift_by_one(y, y0, noise):
-    """Return the vectors that every token reads of the token before it, (b,l,d).
+def _compute_read_vectors(y, y0, noise):
+    """Return y_{t−1} + noise, which every token reads, (b,l,d).
 
     Documents need no mask, because a document's first token has no gradient of its logits.
     """
-    first = torch.zeros_like(y[:, :1]) if y0 is None else y0.unsqueeze(1)
-    before = torch.cat([first, y[:, :-1]], 1)
+    y0 = torch.zeros_like(y[:, 0]) if y0 is None else y0
+    before = torch.cat([y0.unsqueeze(1), y[:, :-1]], 1)
     return before if noise is None else before + noise
 
 

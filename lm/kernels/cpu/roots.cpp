@@ -5,7 +5,7 @@
 
 // Arguments, packed field by field in roots.py. All arrays are contiguous.
 struct Roots {
-    int64_t tokens, rank, threads, by_picard;
+    int64_t tokens, rank, threads, uses_picard_only;
     double floor;
     const void *alpha, *beta, *delta;      // (n,r) (n,r,r) (n,r)
     const void *gamma0, *gamma1, *gamma2;  // (n) (n,r) (n,r,r)
@@ -16,41 +16,41 @@ struct Roots {
 
 namespace {
 
-template <class T> Equation equation_of(const Roots &p, int64_t token) {
+template <class T> Equation load_equation(const Roots &p, int64_t token) {
     const int64_t r = p.rank;
     const auto *alpha = static_cast<const T *>(p.alpha) + token * r;
     const auto *beta = static_cast<const T *>(p.beta) + token * r * r;
     const auto *delta = static_cast<const T *>(p.delta) + token * r;
     const auto *gamma1 = static_cast<const T *>(p.gamma1) + token * r;
     const auto *gamma2 = static_cast<const T *>(p.gamma2) + token * r * r;
-    Equation e;
-    e.gamma0 = static_cast<const T *>(p.gamma0)[token];
-    e.floor = p.floor;
-    e.rounding = std::numeric_limits<T>::epsilon();
+    Equation eq;
+    eq.gamma0 = static_cast<const T *>(p.gamma0)[token];
+    eq.floor = p.floor;
+    eq.rounding = std::numeric_limits<T>::epsilon();
     for (int64_t i = 0; i < r; ++i) {
-        e.alpha[i] = alpha[i];
-        e.delta[i] = delta[i];
-        e.gamma1[i] = gamma1[i];
+        eq.alpha[i] = alpha[i];
+        eq.delta[i] = delta[i];
+        eq.gamma1[i] = gamma1[i];
         for (int64_t j = 0; j < r; ++j) {
-            e.beta[i][j] = beta[i * r + j];
-            e.gamma2[i][j] = gamma2[i * r + j];
+            eq.beta[i][j] = beta[i * r + j];
+            eq.gamma2[i][j] = gamma2[i * r + j];
         }
     }
-    return e;
+    return eq;
 }
 
 template <class T, int R> void search(const Roots &p) {
 #pragma omp parallel for num_threads(p.threads) schedule(dynamic, 16)
     for (int64_t token = 0; token < p.tokens; ++token) {
-        const Equation e = equation_of<T>(p, token);
+        const Equation eq = load_equation<T>(p, token);
         Point point;
         const uint8_t outcome =
-            p.by_picard ? solve_by_picard<R>(e, p.rank, point.s) : solve<R>(e, p.rank, point.s);
+            p.uses_picard_only ? solve_by_picard<R>(eq, p.rank, point.s) : solve<R>(eq, p.rank, point.s);
         p.outcome[token] = outcome;
-        if (p.evaluations) p.evaluations[token] = e.evaluations;
+        if (p.evaluations) p.evaluations[token] = eq.evaluations;
         bool is_nonfinite = false;  // if the equation has NaN or infinity, the result is NaN
         if (outcome == FAILED) {
-            evaluate<R>(e, p.rank, point);
+            evaluate<R>(eq, p.rank, point);
             is_nonfinite = !(point.residual <= std::numeric_limits<double>::max());
         }
         T *s = static_cast<T *>(p.s) + token * p.rank;

@@ -1,7 +1,7 @@
 """The `roots` kernel for the CPU: solves the small equations of many tokens.
 
-It is used if cpu_cell.py cannot solve the whole layer: for a user's mixer, for windows, and for the
-parallel schedule.
+lm/model uses it if cpu_cell.py cannot solve the whole layer: for a user's mixer, for windows, and
+for the parallel schedule.
 
 Shape suffixes: n tokens, r rank.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from lm.kernels import Unsupported
 from lm.kernels.checks import roots_deviation
 from lm.kernels.cpu import build as cpu_build
-from lm.kernels.cpu.build import address, check, load_functions
+from lm.kernels.cpu.build import check, get_address, load_functions
 
 MAX_RANK = 8  # as in cell_equation.h
 BISECTED = 2  # as in lm/model/solver.py
@@ -70,26 +70,26 @@ def find_roots(
     return _search((alpha, beta, delta, gamma0, gamma1, gamma2), floor, False, None)
 
 
-def count_evaluations(equations: Sequence[Tensor], floor: float, by_picard: bool) -> tuple:
+def count_evaluations(equations: Sequence[Tensor], floor: float, uses_picard_only: bool) -> tuple:
     """Find the roots as `find_roots` does and count how often φ is evaluated for each token.
 
     Args:
         equations: The six tensors of `find_roots`.
         floor: As in `find_roots`.
-        by_picard: Use Picard's search without the certified searches for ranks 1 and 2.
+        uses_picard_only: Leave out the certified searches for ranks 1 and 2.
 
     Returns:
         The Roots, and the number of evaluations of every token, (n,) int32.
     """
     evaluations = torch.empty(len(equations[0]), dtype=torch.int32)
-    return _search(equations, floor, by_picard, evaluations), evaluations
+    return _search(equations, floor, uses_picard_only, evaluations), evaluations
 
 
-def _search(equations, floor, by_picard, evaluations):
+def _search(equations, floor, uses_picard_only, evaluations):
     alpha, beta, delta, gamma0, gamma1, gamma2 = equations
     n, r = alpha.shape
     if r > MAX_RANK:
-        raise Unsupported(f"mixers of rank {r}: the CPU kernel solves up to {MAX_RANK}")
+        raise Unsupported(f"the mixer has rank {r}: the CPU kernel solves up to {MAX_RANK}")
     check(
         alpha.dtype,
         ("alpha", alpha, (n, r)),
@@ -101,7 +101,7 @@ def _search(equations, floor, by_picard, evaluations):
     )
     inputs = [t.contiguous() for t in (alpha, beta, delta, gamma0, gamma1, gamma2)]
     roots = Roots(torch.empty_like(inputs[0]), torch.empty(n, dtype=torch.uint8))
-    addresses = [address(t) for t in (*inputs, *roots, evaluations)]
-    sizes = n, r, torch.get_num_threads(), by_picard
+    addresses = [get_address(t) for t in (*inputs, *roots, evaluations)]
+    sizes = n, r, torch.get_num_threads(), uses_picard_only
     load_functions()["roots"][alpha.dtype](_pack(*sizes, floor, *addresses))
     return roots

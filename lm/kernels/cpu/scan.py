@@ -17,11 +17,17 @@ from torch.autograd.function import once_differentiable
 
 from lm.kernels.checks import needs_grad, scan_deviation
 from lm.kernels.cpu import build as cpu_build
-from lm.kernels.cpu.build import address, check, checkpoint_steps, load_functions, token_step
+from lm.kernels.cpu.build import (
+    check,
+    choose_checkpoint_interval,
+    get_address,
+    load_functions,
+    space_tokens_evenly,
+)
 
-# Numbers of sizes and of addresses in `struct Problem` of scan.cpp.
-_SIZES, _ADDRESSES = 8, 18
-_pack = struct.Struct(f"{_SIZES + _ADDRESSES}q").pack
+# `struct Problem` of scan.cpp.
+_SIZE_COUNT, _ADDRESS_COUNT = 8, 18
+_pack = struct.Struct(f"{_SIZE_COUNT + _ADDRESS_COUNT}q").pack
 
 
 def usable() -> tuple[bool, str]:
@@ -38,8 +44,8 @@ def _call(name, sizes, *tensors):
 
     Missing tensors at the end are null.
     """
-    addresses = [address(t) for t in tensors]
-    nulls = [0] * (_ADDRESSES - len(tensors))
+    addresses = [get_address(t) for t in tensors]
+    nulls = [0] * (_ADDRESS_COUNT - len(tensors))
     load_functions()[name][tensors[0].dtype](_pack(*sizes, *addresses, *nulls))
 
 
@@ -62,8 +68,17 @@ def _prepare(x, dt, A, B, C, h0, keep):
         A = A.t().contiguous().t()
     if h0 is not None and h0.stride() != (n * d, 1, d):
         h0 = h0.transpose(1, 2).contiguous().transpose(1, 2)
-    (B, B_step), (C, C_step) = token_step(B), token_step(C)
-    sizes = b, length, d, n, checkpoint_steps(length), torch.get_num_threads(), B_step, C_step
+    (B, B_step), (C, C_step) = space_tokens_evenly(B), space_tokens_evenly(C)
+    sizes = (
+        b,
+        length,
+        d,
+        n,
+        choose_checkpoint_interval(length),
+        torch.get_num_threads(),
+        B_step,
+        C_step,
+    )
     return sizes, (x.contiguous(), dt.contiguous(), A, B, C, h0, keep)
 
 
@@ -77,9 +92,9 @@ class _SelectiveScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dt, A, B, C, h0, keep):
         sizes, tensors = _prepare(x, dt, A, B, C, h0, keep)
-        b, length, d, n, every = sizes[:5]
+        b, length, d, n, interval = sizes[:5]
         y, final = torch.empty_like(tensors[0]), _allocate_state(sizes, x)
-        checkpoints = x.new_empty(b, -(-length // every), n, d)
+        checkpoints = x.new_empty(b, -(-length // interval), n, d)
         _call("scan", sizes, *tensors, y, final, checkpoints)
         ctx.sizes = sizes
         ctx.save_for_backward(*tensors, checkpoints)
@@ -96,7 +111,17 @@ class _SelectiveScan(torch.autograd.Function):
         dA, dB, dC = A.new_empty(n, d), B.new_empty(b, length, n), C.new_empty(b, length, n)
         dh0 = None if h0 is None else _allocate_state(ctx.sizes, x)
         grads = dx, ddt, dA, dB, dC, dh0
-        _call("backward", ctx.sizes, *tensors, None, None, checkpoints, grad_y, grad_final, *grads)
+        _call(
+            "scan_backward",
+            ctx.sizes,
+            *tensors,
+            None,
+            None,
+            checkpoints,
+            grad_y,
+            grad_final,
+            *grads,
+        )
         return dx, ddt, dA.t(), dB, dC, dh0, None
 
 

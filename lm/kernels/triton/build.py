@@ -1,7 +1,7 @@
 """Helpers of the Triton kernels: self-check, checks of arguments, launches, activations.
 
-The kernels run on CUDA tensors. If TRITON_INTERPRET=1 was set when this file was imported, they run
-on CPU tensors, slowly. They compute in fp32, whatever the dtypes of their arguments.
+The kernels run on CUDA tensors. If TRITON_INTERPRET=1 was set when this file was imported, Triton's
+interpreter runs them slowly on CPU tensors. They compute in fp32 for all dtypes of their arguments.
 """
 
 import functools
@@ -14,11 +14,11 @@ import triton.language as tl
 from triton.runtime.errors import OutOfResources
 
 from lm.kernels import Unsupported
-from lm.kernels.checks import find_fault
+from lm.kernels.checks import find_fault, find_gpu_fault
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MaybeTensor = TypeVar("MaybeTensor", bound=torch.Tensor | None)
-MAX_PROGRAMS = 65535  # along the second and the third axis of a grid
+MAX_GRID_SIZE = 65535  # programs along the second and the third axis of a grid
 
 
 def usable(
@@ -27,9 +27,10 @@ def usable(
     """Check whether kernels run here; the result is cached. See `lm.kernels.checks.find_fault`.
 
     Args:
-        self_check: Function that computes on torch's default device and returns a `deviation`. Its
-            first call compiles the kernels (seconds); Triton's cache keeps them.
-        kernels: Name of the kernels in the sentence.
+        self_check: Function that computes on torch's default device and returns a
+            `lm.kernels.checks.deviation`. Its first call takes seconds, because Triton compiles the
+            kernels and caches them on disk.
+        kernels: Name of the kernels in the returned sentence.
 
     Returns:
         True and "" if the kernels run, otherwise False and a sentence with the reason.
@@ -42,17 +43,11 @@ def usable(
 def _find_fault(self_check, kernels):
     if INTERPRETED:
         return find_fault(self_check, "cpu", kernels)
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    capability = torch.cuda.get_device_capability()
-    if capability < (8, 0):
-        version = ".".join(map(str, capability))
-        return f"the GPU has compute capability {version}, {kernels} need 8.0"
-    return find_fault(self_check, "cuda", kernels)
+    return find_gpu_fault(self_check, kernels)
 
 
 def check(**tensors: tuple[torch.Tensor | None, Sequence[int]]) -> None:
-    """Check that kernels can read their tensors.
+    """Check that kernels can read their tensors; ignore tensors that are None.
 
     Args:
         tensors: name=(tensor or None, expected shape).
@@ -72,41 +67,43 @@ def check(**tensors: tuple[torch.Tensor | None, Sequence[int]]) -> None:
         if t.shape != tuple(shape):
             raise ValueError(f"{name} is {tuple(t.shape)}, but {tuple(shape)} is expected")
         if t.device != device or not (t.is_cuda or INTERPRETED):
-            raise TypeError(f"{name} is on {t.device}: all must be on one GPU, such as {device}")
+            raise TypeError(
+                f"{name} is on {t.device}: all tensors must be on one GPU, such as {device}"
+            )
 
 
-def launch(kernel: Any, programs: tuple[int, ...], *args: Any, **constants: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **named_args: Any) -> None:
     """Run a kernel on the device of its tensors.
 
     Args:
         kernel: The jitted function.
-        programs: The grid. If a size is 0, the kernel is not launched.
+        grid: Numbers of programs along its axes. If one is 0, the kernel is not launched.
         args: Arguments of the kernel.
-        constants: Further arguments, by name.
+        named_args: Further arguments of the kernel and launch options, such as num_warps.
 
     Raises:
         Unsupported: If the kernel needs more memory than the GPU has, or the grid is too large.
     """
-    if 0 in programs:
+    if 0 in grid:
         return
-    if max(programs[1:], default=0) > MAX_PROGRAMS:
-        raise Unsupported(f"{programs} programs are more than a grid can have")
-    tensors = (*args, *constants.values())
+    if max(grid[1:], default=0) > MAX_GRID_SIZE:
+        raise Unsupported(f"a grid of {grid} programs is larger than CUDA allows")
+    all_args = (*args, *named_args.values())
     try:
-        with torch.cuda.device_of(next(t for t in tensors if torch.is_tensor(t))):
-            kernel[programs](*args, **constants)
+        with torch.cuda.device_of(next(t for t in all_args if torch.is_tensor(t))):
+            kernel[grid](*args, **named_args)
     except OutOfResources as error:
         raise Unsupported(f"{kernel.__name__} does not fit this GPU: {error}") from error
 
 
-def dense(t: MaybeTensor) -> MaybeTensor:
+def make_dense(t: MaybeTensor) -> MaybeTensor:
     """Return a tensor whose last dimension is contiguous, copied if necessary; None stays None."""
     return t if t is None or t.shape[-1] == 1 or t.stride(-1) == 1 else t.contiguous()
 
 
 @triton.jit
 def activate(p, ACT: tl.constexpr):
-    """Return act(p)."""
+    """Return act(p), in the dtype of p."""
     if ACT == "silu":
         p *= tl.sigmoid(p)
     elif ACT == "relu":
@@ -119,8 +116,8 @@ def activate_grad(p, ACT: tl.constexpr):
     """Return act′(p)."""
     slope = tl.full(p.shape, 1.0, tl.float32)
     if ACT == "silu":
-        gate = tl.sigmoid(p)
-        slope = gate * (1.0 + p * (1.0 - gate))
+        sigmoid = tl.sigmoid(p)
+        slope = sigmoid * (1.0 + p * (1.0 - sigmoid))
     elif ACT == "relu":
         slope = tl.where(p > 0, 1.0, 0.0)
     return slope

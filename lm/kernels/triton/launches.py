@@ -1,8 +1,8 @@
 """Schedules of kernel launches that are built once and repeated, on a GPU as a CUDA graph.
 
-A token of the exact solve is two small kernels. Launching them one by one from Python would take
-ten times as long as they run. The arguments of a schedule are fixed; what changes between runs
-(addresses, the position in time) is in a table in the GPU's memory, which the kernels read.
+The exact solve launches two small kernels per token. Launching them one by one from Python would
+take ten times as long as they run. The arguments of a schedule are fixed. Addresses of tensors and
+the position in time change between runs: the kernels read them from a table in the GPU's memory.
 """
 
 import collections
@@ -23,73 +23,74 @@ class Launch(NamedTuple):
     """One launch of a kernel."""
 
     kernel: Any
-    programs: tuple[int, ...]  # the grid
+    grid: tuple[int, ...]  # numbers of programs along its axes
     args: dict[str, Any]  # all arguments except the table
 
 
 class Schedule:
     """List of launches that is run repeatedly.
 
-    The first run launches the kernels one by one, which compiles them. The second run records them
-    as a CUDA graph if that is possible, and later runs replay it. On a CPU every run launches them
-    one by one.
+    The first run launches the kernels one by one, which compiles them. The second run records a
+    CUDA graph if that is possible, and replays it, as later runs do. On a CPU every run launches
+    the kernels one by one.
 
     Args:
-        table: int64 tensor that the kernels read and `point` writes.
-        launches: The launches; their arguments are the table and constants.
+        table: int64 tensor that `write_table` writes and the kernels read. `run` writes entry 0.
+        launches: The launches. The arguments of a kernel are the table and constants.
     """
 
     def __init__(self, table: torch.Tensor, launches: list[Launch]) -> None:
         self.table, self.launches = table, launches
-        self.lock = threading.Lock()  # held from `point` to the last run
+        self.lock = threading.Lock()  # callers hold it from `write_table` to the last `run`
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.runs = 0
-        self.recordable = table.is_cuda
+        self.run_count = 0
+        self.can_record = table.is_cuda
 
-    def point(self, values: list[int]) -> None:
+    def write_table(self, values: list[int]) -> None:
         """Write the table without waiting for the GPU."""
         # The device is explicit because the caller may have changed torch's default device.
-        numbers = torch.tensor(values, dtype=torch.int64, device="cpu")
+        host_table = torch.tensor(values, dtype=torch.int64, device="cpu")
         if self.table.is_cuda:
-            numbers = numbers.pin_memory()  # pinned memory is not reused before it has been read
-        self.table.copy_(numbers, non_blocking=True)
+            # PyTorch does not reuse pinned memory before the copy has ended.
+            host_table = host_table.pin_memory()
+        self.table.copy_(host_table, non_blocking=True)
 
-    def run(self, first: int) -> None:
-        """Run all launches for the chunk that begins at token `first`."""
-        self.table[0].fill_(first)
-        if self.runs and self.recordable and self.graph is None:
+    def run(self, first_token: int) -> None:
+        """Run all launches for the chunk that begins at `first_token`."""
+        self.table[0].fill_(first_token)
+        if self.run_count and self.can_record and self.graph is None:
             self._record()
         if self.graph is None:
-            self._launch()
+            self._launch_all()
         else:
             self.graph.replay()
-        self.runs += 1
+        self.run_count += 1
 
-    def _launch(self):
-        for kernel, programs, args in self.launches:
-            launch(kernel, programs, self.table, **args)
+    def _launch_all(self):
+        for kernel, grid, args in self.launches:
+            launch(kernel, grid, self.table, **args)
 
     def _record(self):
+        """Record the launches into `graph`; if that fails, warn and do not try again."""
         graph = torch.cuda.CUDAGraph()
-        current = torch.cuda.current_stream()
-        recording = torch.cuda.Stream()
-        recording.wait_stream(current)
+        caller_stream, record_stream = torch.cuda.current_stream(), torch.cuda.Stream()
+        record_stream.wait_stream(caller_stream)
         try:
-            with torch.cuda.stream(recording):
+            with torch.cuda.stream(record_stream):
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
-                    self._launch()
+                    self._launch_all()
                 finally:
                     graph.capture_end()
         except RuntimeError as error:
-            self.recordable = False
+            self.can_record = False
             warnings.warn(
-                f"the exact token is launched kernel by kernel, which is slower: {error}",
+                f"no CUDA graph: the exact solve launches every kernel, which is slower: {error}",
                 RuntimeWarning,
                 stacklevel=2,
             )
             return
-        current.wait_stream(recording)
+        caller_stream.wait_stream(record_stream)
         self.graph = graph
 
 
@@ -97,17 +98,17 @@ _schedules: collections.OrderedDict[Hashable, Schedule] = collections.OrderedDic
 _lock = threading.Lock()
 
 
-def get_schedule(key: Hashable, make: Callable[[], Schedule]) -> Schedule:
-    """Return the schedule of a key on this device and stream; make it if it is missing.
+def get_schedule(key: Hashable, make_schedule: Callable[[], Schedule]) -> Schedule:
+    """Return the cached schedule of a key on this device and stream; make it if it is missing.
 
-    Above MAX_SCHEDULES the least recently used schedule is dropped.
+    The cache drops the least recently used schedule if there are more than MAX_SCHEDULES.
     """
     if torch.cuda.is_available():
         stream = torch.cuda.current_stream()
         key = key, stream.device, stream.cuda_stream
     with _lock:
         if key not in _schedules:
-            _schedules[key] = make()
+            _schedules[key] = make_schedule()
         _schedules.move_to_end(key)
         if len(_schedules) > MAX_SCHEDULES:
             _schedules.popitem(last=False)

@@ -1,13 +1,14 @@
 """The `roots` kernel for GPUs: solves the small equations of many tokens.
 
-A token's equation s = φ(s) has r unknowns (lm/model/cell.py). Plain PyTorch searches for all roots
-together, with some fifty small kernels for each of up to three hundred steps; here each program
-finishes its own tokens. The search uses fp64, whatever the dtype of the coefficients: near a fold a
-rounding error would select another root. It has the same steps as cell_root.h, except that two
-reflections are searched for without a certificate, as more reflections are.
+A token's equation s = φ(s) = (α + Β s) / √D(s) + δ, D(s) = γ0 + 2 γ1·s + sᵀ Γ2 s, has r unknowns
+(lm/model/cell.py). Plain PyTorch searches for all roots together, with some fifty small kernels for
+each of up to three hundred steps; here each program finishes its own tokens. The search uses fp64
+for any dtype of the coefficients: near a fold a rounding error would select another root. It has
+the steps of cell_root.h, but its only certificate is the one for r = 1.
 
-Shape suffixes: n tokens, r rank; T tokens of a program, R the power of two at or above r. An
-`equation` is a tuple (α, Β, δ, γ0, γ1, Γ2, lower bound of the radicand) of T tokens.
+ψ = φ(s) − s. An `equation` is the tuple (α, Β, δ, γ0, γ1, Γ2, lower bound of D) of T tokens.
+
+Shape suffixes: n tokens, r rank; T tokens of a program, R the power of two at or above r.
 """
 
 import torch
@@ -16,18 +17,23 @@ import triton.language as tl
 from torch import Tensor
 
 from lm.kernels import Unsupported
-from lm.kernels.checks import FAILED, roots_deviation
-from lm.kernels.cpu.roots import BISECTED, MAX_RANK, Roots
+from lm.kernels.checks import FAILED as FAILED_OUTCOME
+from lm.kernels.checks import roots_deviation
+from lm.kernels.cpu.roots import BISECTED as BISECTED_OUTCOME
+from lm.kernels.cpu.roots import MAX_RANK, Roots
 from lm.kernels.triton import build as triton_build
 from lm.kernels.triton.build import check, launch
 
-# Constants with the names and values of lm/model/cell.py and its `Rule`; test_constants.py compares
-# them. Triton 3.7's interpreter cannot multiply a constexpr by a tensor: put the tensor first.
-MOST_PICARD, MOST_NEWTON, BISECTIONS = 300, 10, 60
-MAX_DIRECT_STEPS, MOST_GAIN = tl.constexpr(12), tl.constexpr(20.0)
+# Constants with the names and values of lm/model/cell.py and its `Rule`, where they are explained;
+# test_constants.py compares them. Triton 3.7's interpreter cannot multiply a constexpr by a tensor:
+# put the tensor first.
+MAX_PICARD_STEPS, MAX_NEWTON_STEPS = tl.constexpr(300), tl.constexpr(10)
+MAX_DIRECT_STEPS, BISECTIONS, MAX_GAIN = tl.constexpr(12), tl.constexpr(60), tl.constexpr(20.0)
 STEPSIZE, STEPSIZE_DECAY, PATIENCE = tl.constexpr(0.99), tl.constexpr(0.9), tl.constexpr(15)
-SLOWEST, NEAR, LEAST_INVERSE = tl.constexpr(0.99), tl.constexpr(0.05), tl.constexpr(1e-18)
+MAX_PICARD_RATIO, MAX_NEWTON_DISTANCE = tl.constexpr(0.99), tl.constexpr(0.05)
+MIN_INVERSE_NORM = tl.constexpr(1e-18)
 ROUNDING, SOLVED = tl.constexpr(8.0), tl.constexpr(256.0)  # machine epsilons
+FAILED, BISECTED = tl.constexpr(FAILED_OUTCOME), tl.constexpr(BISECTED_OUTCOME)
 
 
 def usable() -> tuple[bool, str]:
@@ -50,8 +56,9 @@ def _evaluate(s, equation):
     """Evaluate φ and the terms of its slope at s (T,R).
 
     Returns:
-        ψ = φ(s) − s (T,R); α + Β s (T,R); γ1 + Γ2 s (T,R); 1/√… (T,); max |ψ| (T,), infinity if ψ
-        is not finite; the magnitude of ψ's terms (T,), for rounding tests.
+        ψ (T,R); numerator α + Β s (T,R); slant γ1 + Γ2 s (T,R); inverse 1/√D (T,); residual max |ψ|
+        (T,), infinity if ψ is not finite; scale, the magnitude of ψ's terms (T,), for rounding
+        tests.
     """
     alpha, beta, delta, gamma0, gamma1, gamma2, floor = equation
     beta_s = tl.sum(beta * s[:, None, :], 2)
@@ -68,16 +75,7 @@ def _evaluate(s, equation):
 
 @triton.jit
 def _eliminate(M, b, R: tl.constexpr):
-    """Solve M x = b by Gauss-Jordan elimination with row exchanges.
-
-    Args:
-        M: (T,R,R).
-        b: (T,R).
-        R: Size of the system.
-
-    Returns:
-        x (T,R).
-    """
+    """Solve M x = b by Gauss-Jordan elimination with row exchanges: (T,R,R), (T,R), (T,R)."""
     row = tl.arange(0, R)[None, :]
     column = tl.arange(0, R)[None, None, :]
     for k in range(R):
@@ -129,21 +127,21 @@ def _attracts(M, R: tl.constexpr):
         trace = tl.sum(tl.sum(tl.where(eye, product, 0.0), 2), 1)
         coefficient = -trace / k
         power = product + tl.where(eye, coefficient[:, None, None], 0.0)
-        is_place = row == k // 2
-        upper_row = tl.where(is_place & (k % 2 == 0), coefficient[:, None], upper_row)
-        lower_row = tl.where(is_place & (k % 2 == 1), coefficient[:, None], lower_row)
-    next_one = row[:, None, :] == row[:, :, None] + 1
-    stable = tl.sum(M * 0.0, 2) == 0.0  # (T,R), False for NaN
-    stable = tl.sum(stable.to(tl.int32), 1) == R
+        is_entry = row == k // 2
+        upper_row = tl.where(is_entry & (k % 2 == 0), coefficient[:, None], upper_row)
+        lower_row = tl.where(is_entry & (k % 2 == 1), coefficient[:, None], lower_row)
+    is_next_entry = row[:, None, :] == row[:, :, None] + 1
+    is_stable = tl.sum(M * 0.0, 2) == 0.0  # (T,R), False for NaN
+    is_stable = tl.sum(is_stable.to(tl.int32), 1) == R
     for _ in range(R):
         first = tl.sum(tl.where(row == 0, lower_row, 0.0), 1)
-        stable = stable & (first > 0.0)
+        is_stable = is_stable & (first > 0.0)
         ratio = tl.sum(tl.where(row == 0, upper_row, 0.0), 1) / first
-        shifted_upper = tl.sum(tl.where(next_one, upper_row[:, None, :], 0.0), 2)
-        shifted_lower = tl.sum(tl.where(next_one, lower_row[:, None, :], 0.0), 2)
+        shifted_upper = tl.sum(tl.where(is_next_entry, upper_row[:, None, :], 0.0), 2)
+        shifted_lower = tl.sum(tl.where(is_next_entry, lower_row[:, None, :], 0.0), 2)
         upper_row = lower_row
         lower_row = shifted_upper - ratio[:, None] * shifted_lower
-    return stable
+    return is_stable
 
 
 @triton.jit
@@ -154,7 +152,7 @@ def _try_newton(
 
     Args:
         s: Points, (T,R).
-        tries_newton: Which tokens to search for, (T,).
+        tries_newton: Mask of the tokens to solve, (T,).
         residual: Residuals at s, (T,).
         q: Contraction of Picard, (T,).
         equation: The equations.
@@ -171,8 +169,8 @@ def _try_newton(
     has_root = tries_newton & (residual < 0.0)  # none yet
     psi, numerator, slant, inverse, current, scale = _evaluate(s, equation)
     M = _identity_minus_slope(beta, numerator, slant, inverse, R)
-    attempts = 0
-    while (attempts < MAX_STEPS) & _any(tries_newton):
+    step_count = 0
+    while (step_count < MAX_STEPS) & _any(tries_newton):
         # 1. Take a step if it reduces the residual.
         ahead = s + _eliminate(M, psi, R)
         is_near = tl.sum((tl.abs(ahead - start) <= max_move).to(tl.int32), 1) == R
@@ -188,21 +186,19 @@ def _try_newton(
         current = tl.where(is_better, next_residual, current)
         scale = tl.where(is_better, next_scale, scale)
         # 2. Check whether the point is a root, and whether the root attracts.
-        no_better = (current <= eps * scale * SOLVED) & (is_halved == 0)
-        is_at_rounding = (current <= eps * scale * ROUNDING) | no_better
+        is_stalled = (current <= eps * scale * SOLVED) & (is_halved == 0)
+        is_at_rounding = (current <= eps * scale * ROUNDING) | is_stalled
         is_done = tries_newton & is_at_rounding
         if _any(is_done):
             has_root = has_root | (is_done & _attracts(M, R))
         tries_newton = tries_newton & is_halved & (is_done == 0)
-        attempts += 1
+        step_count += 1
     return s, has_root
 
 
 @triton.jit
-def _find_by_bisection(
-    equation, eps, MAX_BISECTIONS: tl.constexpr, MAX_STEPS: tl.constexpr, R: tl.constexpr
-):
-    """Find roots by bisection of g = 1/√…, for which the equation is linear, and then by Newton.
+def _find_by_bisection(equation, eps, R: tl.constexpr):
+    """Find roots by bisection of g = 1/√D, for which the equation is linear, and then by Newton.
 
     Returns:
         The points (T,R), and whether each is a root (T,).
@@ -210,9 +206,9 @@ def _find_by_bisection(
     eye = tl.arange(0, R)[None, :, None] == tl.arange(0, R)[None, None, :]
     eye = tl.where(eye, 1.0, 0.0)
     alpha, beta, delta, floor = equation[0], equation[1], equation[2], equation[6]
-    low = floor * 0.0 + LEAST_INVERSE
+    low = floor * 0.0 + MIN_INVERSE_NORM
     high = 1.0 / tl.sqrt(floor)
-    for _ in range(MAX_BISECTIONS):
+    for _ in range(BISECTIONS):
         g = tl.sqrt(low * high)
         s = _eliminate(eye - g[:, None, None] * beta, g[:, None] * alpha + delta, R)
         _, _, _, inverse, _, _ = _evaluate(s, equation)
@@ -221,7 +217,7 @@ def _find_by_bisection(
         high = tl.where(is_below, high, g)
     s = _eliminate(eye - low[:, None, None] * beta, low[:, None] * alpha + delta, R)
     is_active = low > 0.0
-    for _ in range(MAX_STEPS):
+    for _ in range(MAX_NEWTON_STEPS):
         psi, numerator, slant, inverse, previous, scale = _evaluate(s, equation)
         ahead = s + _eliminate(_identity_minus_slope(beta, numerator, slant, inverse, R), psi, R)
         _, _, _, _, next_residual, _ = _evaluate(ahead, equation)
@@ -232,8 +228,8 @@ def _find_by_bisection(
 
 
 @triton.jit
-def _square(s, equation):
-    """Return D(s) of one reflection. equation: seven tensors (T,)."""
+def _compute_radicand(s, equation):
+    """Return D(s) of one reflection, (T,); all tensors of `equation` are (T,)."""
     return equation[3] + s * (equation[4] + equation[4] + equation[5] * s)
 
 
@@ -243,15 +239,15 @@ def _has_no_zero(c0, c1, c2, c3):
     b1 = c0 * 3.0 + c1
     b2 = b1 + c1 + c2
     b3 = c0 + c1 + c2 + c3
-    positive = (c0 > 0.0) & (b1 > 0.0) & (b2 > 0.0) & (b3 > 0.0)
-    return positive | ((c0 < 0.0) & (b1 < 0.0) & (b2 < 0.0) & (b3 < 0.0))
+    is_positive = (c0 > 0.0) & (b1 > 0.0) & (b2 > 0.0) & (b3 > 0.0)
+    return is_positive | ((c0 < 0.0) & (b1 < 0.0) & (b2 < 0.0) & (b3 < 0.0))
 
 
 @triton.jit
 def _is_picards_root(equation, phi_0, root):
     """Return whether damped Picard from zero converges to a root (T,).
 
-    It has the same steps as `is_picards_root` in lm/model/certified_root.py.
+    lm/model/certified_root.py explains the steps. phi_0: φ(0), (T,).
     """
     side = tl.where(root < 0.0, -1.0, 1.0)
     alpha = equation[0] * side
@@ -266,41 +262,43 @@ def _is_picards_root(equation, phi_0, root):
     n0 = beta * gamma0 - alpha * gamma1
     n1 = beta * gamma1 - alpha * gamma2
     # 1. The largest value of φ on [0, root].
-    rises = (n0 >= 0.0) & (n0 + n1 * r >= 0.0)
-    falls = (rises == 0) & (n0 <= 0.0)
-    max_phi = tl.where(rises, r, phi_0)
-    stays_positive = rises
-    if _any(rises == 0):
+    is_rising = (n0 >= 0.0) & (n0 + n1 * r >= 0.0)
+    is_falling = (is_rising == 0) & (n0 <= 0.0)
+    max_phi = tl.where(is_rising, r, phi_0)
+    stays_positive = is_rising
+    if _any(is_rising == 0):
         turn = -n0 / n1
-        at_turn = (alpha + beta * turn) / tl.sqrt(_square(turn, mirrored)) + delta
-        max_phi = tl.where(rises | falls, max_phi, at_turn)
+        phi_at_turn = (alpha + beta * turn) / tl.sqrt(_compute_radicand(turn, mirrored)) + delta
+        max_phi = tl.where(is_rising | is_falling, max_phi, phi_at_turn)
         # 2. Beyond the root φ falls, and not below zero.
-        lowest = (alpha + beta * max_phi) / tl.sqrt(_square(max_phi, mirrored)) + delta
-        stays_positive = rises | ((n0 + n1 * max_phi <= 0.0) & (r <= max_phi) & (lowest >= 0.0))
+        min_phi = (alpha + beta * max_phi) / tl.sqrt(_compute_radicand(max_phi, mirrored)) + delta
+        stays_positive = is_rising | (
+            (n0 + n1 * max_phi <= 0.0) & (r <= max_phi) & (min_phi >= 0.0)
+        )
     # 3. D stays above its floor on [0, max_phi].
     vertex = -gamma1 / gamma2
-    square_at_max = _square(max_phi, mirrored)
-    min_square = tl.where(square_at_max < gamma0, square_at_max, gamma0)
-    min_square = tl.where((vertex > 0.0) & (vertex < max_phi), gamma0 + gamma1 * vertex, min_square)
+    D_at_max = _compute_radicand(max_phi, mirrored)
+    min_D = tl.where(D_at_max < gamma0, D_at_max, gamma0)
+    min_D = tl.where((vertex > 0.0) & (vertex < max_phi), gamma0 + gamma1 * vertex, min_D)
     # 4. There is no other root between 0 and this root.
     zero = -alpha / beta
     linear = r - delta
-    cut_at_delta = (delta > phi_0) & (delta < r)
-    cut_at_zero = (zero > phi_0) & (zero < r)
-    cut = tl.where(cut_at_delta, delta, zero)
-    w = tl.where(cut_at_delta == cut_at_zero, phi_0, cut) - r
+    cuts_at_delta = (delta > phi_0) & (delta < r)
+    cuts_at_zero = (zero > phi_0) & (zero < r)
+    cut = tl.where(cuts_at_delta, delta, zero)
+    w = tl.where(cuts_at_delta == cuts_at_zero, phi_0, cut) - r
     slant = gamma1 + gamma2 * r
-    at_root = _square(r, mirrored)
-    q0 = (linear * (linear * slant + at_root) - (alpha + beta * r) * beta) * 2.0
-    q1 = linear * (linear * gamma2 + slant * 4.0) + at_root - beta * beta
+    D_at_root = _compute_radicand(r, mirrored)
+    q0 = (linear * (linear * slant + D_at_root) - (alpha + beta * r) * beta) * 2.0
+    q1 = linear * (linear * gamma2 + slant * 4.0) + D_at_root - beta * beta
     q2 = (linear * gamma2 + slant) * 2.0
     is_lowest = _has_no_zero(q0, q1 * w, q2 * w * w, gamma2 * w * w * w)
-    is_lowest = is_lowest | falls | (phi_0 >= r)
-    return (phi_0 > 0.0) & stays_positive & (min_square >= equation[6]) & is_lowest
+    is_lowest = is_lowest | is_falling | (phi_0 >= r)
+    return (phi_0 > 0.0) & stays_positive & (min_D >= equation[6]) & is_lowest
 
 
 @triton.jit
-def _find_directly(equation, live, eps):
+def _find_directly(equation, is_token, eps):
     """Find roots by Newton, and prove that they are Picard's.
 
     One loop serves both starting points: a token that Newton from zero has not solved starts again
@@ -308,7 +306,7 @@ def _find_directly(equation, live, eps):
 
     Args:
         equation: Seven tensors (T,).
-        live: Which tokens exist, (T,).
+        is_token: Mask of the tokens that exist, (T,).
         eps: Machine epsilon of the coefficients, (T,).
 
     Returns:
@@ -317,11 +315,11 @@ def _find_directly(equation, live, eps):
     alpha, beta, delta, gamma0, gamma1, gamma2, floor = equation
     root = tl.zeros_like(gamma0)
     s = root
-    proven = live & (root > 0.0)  # none yet
-    is_active = live
+    is_proven = is_token & (root > 0.0)  # none yet
+    is_active = is_token
     previous = root + float("inf")
     phi_0 = alpha / tl.sqrt(tl.where(gamma0 < floor, floor, gamma0)) + delta
-    steps = (root * 0.0).to(tl.int32)  # since the last start
+    step_count = (root * 0.0).to(tl.int32)  # since the last start
     is_second_start = root > 0.0
     while _any(is_active):
         # 1. φ at s.
@@ -337,60 +335,49 @@ def _find_directly(equation, live, eps):
         # 2. Check whether Newton has converged.
         is_sound = (one_minus_slope > 0.0) & (residual < float("inf"))
         is_halved = residual <= previous / 2.0
-        no_better = (is_halved == 0) & (residual <= eps * scale * SOLVED)
+        is_stalled = (is_halved == 0) & (residual <= eps * scale * SOLVED)
         is_at_rounding = residual <= eps * scale * ROUNDING
         is_at_rounding = is_at_rounding & (residual < float("inf"))
-        zero = is_active & is_at_rounding & (s == 0.0) & (is_second_start == 0)
-        is_done = is_active & is_sound & (is_at_rounding | no_better) & (zero == 0)
+        is_zero_root = is_active & is_at_rounding & (s == 0.0) & (is_second_start == 0)
+        is_done = is_active & is_sound & (is_at_rounding | is_stalled) & (is_zero_root == 0)
         ahead = s + psi / one_minus_slope
-        result = tl.where(one_minus_slope * MOST_GAIN >= 1.0, ahead, s)
-        root = tl.where(is_done, result, root)
-        proven = proven | zero
+        candidate = tl.where(one_minus_slope * MAX_GAIN >= 1.0, ahead, s)
+        root = tl.where(is_done, candidate, root)
+        is_proven = is_proven | is_zero_root
         if _any(is_done):
-            proven = proven | (is_done & _is_picards_root(equation, phi_0, root))
+            is_proven = is_proven | (is_done & _is_picards_root(equation, phi_0, root))
         # 3. Continue, or restart from the second point.
-        is_active = is_active & (proven == 0)
-        stuck = is_active & (is_done | (is_sound == 0) | (steps == MAX_DIRECT_STEPS - 1))
-        restarts = stuck & (is_second_start == 0)
-        is_active = is_active & ((stuck & is_second_start) == 0)
-        previous = tl.where(restarts, float("inf"), residual)
+        is_active = is_active & (is_proven == 0)
+        is_stuck = is_active & (is_done | (is_sound == 0) | (step_count == MAX_DIRECT_STEPS - 1))
+        needs_restart = is_stuck & (is_second_start == 0)
+        is_active = is_active & ((is_stuck & is_second_start) == 0)
+        previous = tl.where(needs_restart, float("inf"), residual)
         s = ahead
-        if _any(restarts):
+        if _any(needs_restart):
             n0 = beta * gamma0 - alpha * gamma1
             n1 = beta * gamma1 - alpha * gamma2
             side = tl.where(phi_0 < 0.0, -1.0, 1.0)
             limit = delta + beta * side / tl.sqrt(gamma2)
             turn = -n0 / n1
-            turns = (n0 > 0.0) & (turn * side > 0.0) & ((turn * side >= tl.abs(limit)) == 0)
-            s = tl.where(restarts, tl.where(turns, turn, limit), s)
-            is_second_start = is_second_start | restarts
-        steps = tl.where(restarts, 0, steps + 1)
-    return tl.where(proven, root, 0.0), proven
+            has_turn = (n0 > 0.0) & (turn * side > 0.0) & ((turn * side >= tl.abs(limit)) == 0)
+            s = tl.where(needs_restart, tl.where(has_turn, turn, limit), s)
+            is_second_start = is_second_start | needs_restart
+        step_count = tl.where(needs_restart, 0, step_count + 1)
+    return tl.where(is_proven, root, 0.0), is_proven
 
 
 @triton.jit
-def search(
-    equation,
-    live,
-    eps,
-    MOST_PICARD: tl.constexpr,
-    MOST_NEWTON: tl.constexpr,
-    BISECTIONS: tl.constexpr,
-    R: tl.constexpr,
-):
+def search(equation, is_token, eps, R: tl.constexpr):
     """Find the roots to which damped Picard from zero converges.
 
     Args:
         equation: Equations of T tokens, in fp64.
-        live: Which tokens exist, (T,).
+        is_token: Mask of the tokens that exist, (T,).
         eps: Machine epsilon of the dtype in which the coefficients were computed, (T,).
-        MOST_PICARD: Steps of Picard.
-        MOST_NEWTON: Steps of Newton.
-        BISECTIONS: Steps of the bisection.
         R: Size of the equations.
 
     Returns:
-        The roots (T,R) in fp64; whether there is one (T,); whether Picard does not converge, so
+        The roots (T,R) in fp64; whether there is a root (T,); whether Picard does not converge, so
         that the root comes from the bisection (T,).
     """
     # 1. With one reflection, Newton's root if it is proven to be Picard's. Otherwise damped Picard
@@ -399,16 +386,16 @@ def search(
     root = s
     best_s = s
     zeros = tl.zeros_like(equation[3])  # (T,)
-    best = zeros + float("inf")
-    previous = best
+    best_residual = zeros + float("inf")
+    previous_residual = best_residual
     step = zeros + STEPSIZE
     stalled_steps = zeros.to(tl.int32)
-    active = live
-    is_solved = live & (zeros > 0)
-    bisected = is_solved
+    is_active = is_token
+    is_solved = is_token & (zeros > 0)
+    is_bisected = is_solved
     is_nonfinite = is_solved
     if R == 1:
-        ones = (
+        scalars = (
             tl.sum(equation[0], 1),
             tl.sum(tl.sum(equation[1], 2), 1),
             tl.sum(equation[2], 1),
@@ -417,45 +404,46 @@ def search(
             tl.sum(tl.sum(equation[5], 2), 1),
             equation[6],
         )
-        direct, is_solved = _find_directly(ones, live, eps)
-        root = direct[:, None]
-        active = live & (is_solved == 0)
+        direct_root, is_solved = _find_directly(scalars, is_token, eps)
+        root = direct_root[:, None]
+        is_active = is_token & (is_solved == 0)
     iteration = 0
-    while (iteration < MOST_PICARD) & _any(active):
+    while (iteration < MAX_PICARD_STEPS) & _any(is_active):
         psi, _, _, _, residual, scale = _evaluate(s, equation)
-        done = active & (residual < float("inf")) & (residual <= eps * scale * ROUNDING)
-        is_nonfinite = is_nonfinite | (active & (residual == float("inf")))
-        active = active & (done == 0) & (is_nonfinite == 0)
-        root = tl.where(done[:, None], s, root)
-        q = residual / previous
-        is_near = (q > 0.0) & (q < SLOWEST) & (residual / (1.0 - q) <= scale * NEAR)
-        tries_newton = active & is_near
+        is_done = is_active & (residual < float("inf")) & (residual <= eps * scale * ROUNDING)
+        is_nonfinite = is_nonfinite | (is_active & (residual == float("inf")))
+        is_active = is_active & (is_done == 0) & (is_nonfinite == 0)
+        root = tl.where(is_done[:, None], s, root)
+        q = residual / previous_residual
+        is_near = residual / (1.0 - q) <= scale * MAX_NEWTON_DISTANCE
+        is_near = (q > 0.0) & (q < MAX_PICARD_RATIO) & is_near
+        tries_newton = is_active & is_near
         if _any(tries_newton):
             ahead, has_root = _try_newton(
-                s, tries_newton, residual, q, equation, eps, MOST_NEWTON, R
+                s, tries_newton, residual, q, equation, eps, MAX_NEWTON_STEPS, R
             )
             root = tl.where(has_root[:, None], ahead, root)
-            done = done | has_root
-            active = active & (has_root == 0)
-        is_solved = is_solved | done
-        better = residual < best
-        best = tl.where(better, residual, best)
-        best_s = tl.where(better[:, None], s, best_s)
-        stalled_steps = tl.where(better, 0, stalled_steps + 1)
+            is_done = is_done | has_root
+            is_active = is_active & (has_root == 0)
+        is_solved = is_solved | is_done
+        is_better = residual < best_residual
+        best_residual = tl.where(is_better, residual, best_residual)
+        best_s = tl.where(is_better[:, None], s, best_s)
+        stalled_steps = tl.where(is_better, 0, stalled_steps + 1)
         step = tl.where(stalled_steps >= PATIENCE, step * STEPSIZE_DECAY, step)
         stalled_steps = tl.where(stalled_steps >= PATIENCE, 0, stalled_steps)
-        s = tl.where(active[:, None], s + step[:, None] * psi, s)
-        previous = residual
+        s = tl.where(is_active[:, None], s + step[:, None] * psi, s)
+        previous_residual = residual
         iteration += 1
 
     # 2. If Picard does not converge: bisection, or else the iterate with the smallest residual.
-    if _any(active):
-        bisection_root, has_root = _find_by_bisection(equation, eps, BISECTIONS, MOST_NEWTON, R)
+    if _any(is_active):
+        bisection_root, has_root = _find_by_bisection(equation, eps, R)
         fallback = tl.where(has_root[:, None], bisection_root, best_s)
-        root = tl.where(active[:, None], fallback, root)
-        bisected = bisected | (active & has_root)
+        root = tl.where(is_active[:, None], fallback, root)
+        is_bisected = is_bisected | (is_active & has_root)
     root = tl.where(is_nonfinite[:, None], float("nan"), root)
-    return root, is_solved | bisected, bisected
+    return root, is_solved | is_bisected, is_bisected
 
 
 @triton.jit
@@ -472,19 +460,14 @@ def _roots_kernel(
     r,
     floor,
     eps,
-    MOST_PICARD: tl.constexpr,
-    MOST_NEWTON: tl.constexpr,
-    BISECTIONS: tl.constexpr,
-    FAILED: tl.constexpr,
-    BISECTED: tl.constexpr,
     R: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
     # 1. Load the equations; entries beyond r are zero, and so is their solution.
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     row = tl.arange(0, R)
-    live = token < tokens
-    mask = live[:, None] & (row < r)[None, :]
+    is_token = token < tokens
+    mask = is_token[:, None] & (row < r)[None, :]
     offset = token[:, None] * r + row[None, :]
     matrix_mask = mask[:, :, None] & (row < r)[None, None, :]
     matrix_offset = offset[:, :, None] * r + row[None, None, :]
@@ -493,16 +476,16 @@ def _roots_kernel(
     gamma1 = tl.load(gamma1 + offset, mask=mask, other=0.0).to(tl.float64)
     beta = tl.load(beta + matrix_offset, mask=matrix_mask, other=0.0).to(tl.float64)
     gamma2 = tl.load(gamma2 + matrix_offset, mask=matrix_mask, other=0.0).to(tl.float64)
-    gamma0 = tl.load(gamma0 + token, mask=live, other=1.0).to(tl.float64)
+    gamma0 = tl.load(gamma0 + token, mask=is_token, other=1.0).to(tl.float64)
     floor = tl.zeros([TOKENS], tl.float64) + floor
     eps = tl.zeros([TOKENS], tl.float64) + eps
 
     # 2. Find the roots.
     equation = (alpha, beta, delta, gamma0, gamma1, gamma2, floor)
-    root, has_root, bisected = search(equation, live, eps, MOST_PICARD, MOST_NEWTON, BISECTIONS, R)
+    root, has_root, is_bisected = search(equation, is_token, eps, R)
     tl.store(out + offset, root.to(tl.float32), mask=mask)
-    outcome = tl.where(has_root, tl.where(bisected, BISECTED, 0), FAILED)
-    tl.store(outcome_out + token, outcome.to(tl.uint8), mask=live)
+    outcome = tl.where(has_root, tl.where(is_bisected, BISECTED, 0), FAILED)
+    tl.store(outcome_out + token, outcome.to(tl.uint8), mask=is_token)
 
 
 def find_roots(
@@ -536,7 +519,7 @@ def find_roots(
     """
     n, r = alpha.shape
     if r > MAX_RANK:
-        raise Unsupported(f"mixers of rank {r}: the Triton kernel solves up to {MAX_RANK}")
+        raise Unsupported(f"the mixer has rank {r}: the Triton kernel solves up to {MAX_RANK}")
     check(
         alpha=(alpha, (n, r)),
         beta=(beta, (n, r, r)),
@@ -546,16 +529,16 @@ def find_roots(
         gamma2=(gamma2, (n, r, r)),
     )
     inputs = [t.contiguous() for t in (alpha, beta, delta, gamma0, gamma1, gamma2)]
-    width = triton.next_power_of_2(r)
+    padded_r = triton.next_power_of_2(r)
     # One entry of a token's matrix per thread: in fp64 the registers do not hold more. With two
     # reflections two warps: ptxas spills 112 bytes per thread in programs of one warp.
-    warps = 2 if width in (2, 8) else 1
-    tokens = 32 * warps // width**2  # of a program
+    num_warps = 2 if padded_r in (2, 8) else 1
+    program_tokens = 32 * num_warps // padded_r**2
     s = alpha.new_empty((n, r), dtype=torch.float32)
     outcome = torch.empty(n, dtype=torch.uint8, device=alpha.device)
     launch(
         _roots_kernel,
-        (triton.cdiv(n, tokens),),
+        (triton.cdiv(n, program_tokens),),
         *inputs,
         s,
         outcome,
@@ -563,13 +546,8 @@ def find_roots(
         r,
         float(floor),
         torch.finfo(alpha.dtype).eps,
-        MOST_PICARD=MOST_PICARD,
-        MOST_NEWTON=MOST_NEWTON,
-        BISECTIONS=BISECTIONS,
-        FAILED=FAILED,
-        BISECTED=BISECTED,
-        R=width,
-        TOKENS=tokens,
-        num_warps=warps,
+        R=padded_r,
+        TOKENS=program_tokens,
+        num_warps=num_warps,
     )
     return Roots(s, outcome)

@@ -7,18 +7,19 @@ Shape suffixes: b batch, l length, d channels, n states; k chunks of time, t til
 lm.model.scan.selective_scan computes the same in plain PyTorch and is the oracle of the tests. A
 program goes through time with the states of BLOCK_D channels in registers: each column of the (n,d)
 tile belongs to one thread, so that y needs no exchange between threads. A sequential loop leaves
-most of a GPU idle unless rows × channels are many. Long inputs are cut into k chunks
+most of a GPU idle unless sequences × channels are many. Long inputs are cut into k chunks
 (`_chunk_length`):
 
-    1. for every chunk except the last, from a zero state: its final state, and its decay exp(A
-    Σdt); 2. the states entering the chunks, in one small kernel over k; 3. for every chunk, from
-    its entering state: y.
+    1. `_scan_kernel` computes the final state of every chunk except the last, from a zero state,
+       and the chunk's decay exp(A Σdt).
+    2. `_carry_kernel` computes the state before every chunk, in a loop over the chunks.
+    3. `_scan_kernel` computes y in every chunk, from the state before the chunk.
 
 The gradient of a state, p_{t−1} = keep_t exp(dt_t A) ⊙ (p_t + grad_y_t C_tᵀ), is the same
 recurrence in reverse time, and uses the same kernels. The backward pass stores h and p at the
-borders of tiles; within a tile `_grad_kernel` computes all gradients, one state n at a time. Sums
-over channels, rows and tiles are stored as parts and added by torch, so that results are the same
-in every run. Nothing of size (b,l,d,n) is stored.
+borders of tiles; within a tile `_grad_kernel` computes all gradients, for one of the n states at a
+time. The kernels store partial sums over channels and tiles, and torch adds them, so that results
+are the same in every run. Nothing of size (b,l,d,n) is stored.
 """
 
 import torch
@@ -30,167 +31,171 @@ from torch.autograd.function import once_differentiable
 from lm.kernels import Unsupported
 from lm.kernels.checks import needs_grad, scan_deviation
 from lm.kernels.triton import build as triton_build
-from lm.kernels.triton.build import MAX_PROGRAMS, check, dense, launch
+from lm.kernels.triton.build import MAX_GRID_SIZE, check, launch, make_dense
 
-TILE = 16  # steps whose states the backward holds in registers
+TILE = 16  # steps whose states the backward pass holds in registers
 # Time is cut until this many warps run: about five for each of the 528 schedulers of an H100. More
 # would not pay, because all chunks except the last are scanned twice.
 TARGET_WARPS = 2560
-MIN_CHUNK = 64
+MIN_CHUNK = 64  # steps
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["length", "chunk", "chunks", "zero"])
 def _scan_kernel(
-    value,  # in (b,l,d): x
+    value,  # in (b,l,d): x, or grad_y if REVERSE
     dt,  # in (b,l,d)
     A,  # in (n,d)
-    vector,  # in (b,l,n): B
+    vector,  # in (b,l,n): B, or C if REVERSE
     C,  # in (b,l,n)
     keep,  # in (b,l)
-    entering,  # in (b,k,n,d): the state before each chunk
+    initial_states,  # in (b,k,n,d): the state before each chunk
     chunk_states,  # out (b,k,n,d): final states from a zero state
     chunk_decays,  # out (b,k,n,d): decay over the whole chunk
     y,  # out (b,l,d)
-    tiles,  # out (b,t,n,d): the state at the border of every tile
-    leaving,  # out (b,n,d): the state after the last chunk
+    tile_states,  # out (b,t,n,d): the state at the border of every tile
+    final_state,  # out (b,n,d): the state after the last chunk
     length,
     chunk,
     chunks,
     d,
     n,
     zero,
-    value_row,
-    value_time,
-    dt_row,
-    dt_time,
-    vector_row,
-    vector_time,
-    C_row,
-    C_time,
+    value_stride_b,
+    value_stride_l,
+    dt_stride_b,
+    dt_stride_l,
+    vector_stride_b,
+    vector_stride_l,
+    C_stride_b,
+    C_stride_l,
     REVERSE: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Scan one chunk for BLOCK_D channels.
+    """Scan one chunk of a sequence for BLOCK_D channels.
 
     Arguments that are None are neither read nor written. REVERSE: go backwards in time; the state
-    is then the gradient p, value is grad_y and vector is C.
+    is then the gradient p.
     """
-    # 1. Select a chunk of a row and BLOCK_D channels, and load their rates A (n,d) in base 2.
-    row, c = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    # 1. Select a chunk of a sequence and BLOCK_D channels, and load their A (n,d) in base 2.
+    sequence, chunk_index = tl.program_id(2).to(tl.int64), tl.program_id(1)
     if REVERSE and chunk_states is not None:
-        c += 1  # the first chunk has no predecessor that needs its result
-    at_d, at_n = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
-    d_in, n_in = at_d < d, at_n < n
-    nd_in = n_in[:, None] & d_in[None, :]
+        chunk_index += 1  # the first chunk has no predecessor that needs its result
+    channel, state = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_N)
+    is_channel, is_state = channel < d, state < n
+    mask = is_state[:, None] & is_channel[None, :]
     # `zero` hides from the compiler that addresses are aligned: it would spread vectors of four
     # channels, and with them the n of a channel, over threads, and exchange them at every step.
-    at_nd = at_n[:, None] * d + at_d[None, :] + zero
-    rate = tl.load(A + at_nd, mask=nd_in, other=0.0).to(tl.float32) * LOG2E
+    entry = state[:, None] * d + channel[None, :] + zero
+    A_log2 = tl.load(A + entry, mask=mask, other=0.0).to(tl.float32) * LOG2E
 
-    # 2. Compute pointers to the chunk's first step (its last one if REVERSE).
-    begin = c * chunk
+    # 2. Compute pointers to the chunk's first step, or to its last step if REVERSE.
+    begin = chunk_index * chunk
     steps = tl.minimum(chunk, length - begin)
     t = begin
     if REVERSE:
         t = begin + steps - 1
-    value += row * value_row + t.to(tl.int64) * value_time
-    dt += row * dt_row + t.to(tl.int64) * dt_time
-    vector += row * vector_row + t.to(tl.int64) * vector_time
+    value += sequence * value_stride_b + t.to(tl.int64) * value_stride_l
+    dt += sequence * dt_stride_b + t.to(tl.int64) * dt_stride_l
+    vector += sequence * vector_stride_b + t.to(tl.int64) * vector_stride_l
     if y is not None:
-        C += row * C_row + t.to(tl.int64) * C_time
-        y += (row * length + t) * d
+        C += sequence * C_stride_b + t.to(tl.int64) * C_stride_l
+        y += (sequence * length + t) * d
     if REVERSE:
-        value_time, dt_time, vector_time = -value_time, -dt_time, -vector_time
+        value_stride_l, dt_stride_l = -value_stride_l, -dt_stride_l
+        vector_stride_l = -vector_stride_l
 
-    # 3. Load the state (n,d) before that step.
+    # 3. Load the state (n,d) before that step, and the step's value and dt. While the loop computes
+    # a step, it loads value and dt of the next step from the GPU's memory.
     h = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    if entering is not None:
-        h = tl.load(entering + (row * chunks + c) * n * d + at_nd, mask=nd_in, other=0.0)
-    total, total_keep = tl.zeros([BLOCK_D], tl.float32), 0.0
-    # Load x and dt of a step from the GPU's memory while the previous step is computed.
+    state_offset = (sequence * chunks + chunk_index) * n * d + entry
+    if initial_states is not None:
+        h = tl.load(initial_states + state_offset, mask=mask, other=0.0)
+    total_dt, total_log_keep = tl.zeros([BLOCK_D], tl.float32), 0.0
     next_end = tl.where(steps > 0, d, 0)
-    next_value = tl.load(value + at_d, mask=at_d < next_end, other=0.0)
-    next_dt = tl.load(dt + at_d, mask=at_d < next_end, other=0.0)
+    next_value = tl.load(value + channel, mask=channel < next_end, other=0.0)
+    next_dt = tl.load(dt + channel, mask=channel < next_end, other=0.0)
     # 4. For each step: store the state at a tile's border, update the state, and compute y.
     i = 0
     while i < steps:  # Triton 3.6 cannot interpret a range with numpy 2.4
         i += 1
-        if tiles is not None:
+        if tile_states is not None:
             if REVERSE:
-                border = (t % TILE == TILE - 1) | (i == 1)
+                is_border = (t % TILE == TILE - 1) | (i == 1)
             else:
-                border = t % TILE == 0
-            if border:
-                tile = row * tl.cdiv(length, TILE) + t // TILE
-                tl.store(tiles + tile * n * d + at_nd, h, mask=nd_in)
-        v, r = next_value.to(tl.float32), next_dt.to(tl.float32)
+                is_border = t % TILE == 0
+            if is_border:
+                tile_index = sequence * tl.cdiv(length, TILE) + t // TILE
+                tl.store(tile_states + tile_index * n * d + entry, h, mask=mask)
+        value_t, dt_t = next_value.to(tl.float32), next_dt.to(tl.float32)
         next_end = tl.where(i < steps, d, 0)
-        value += value_time
-        dt += dt_time
-        next_value = tl.load(value + at_d, mask=at_d < next_end, other=0.0)
-        next_dt = tl.load(dt + at_d, mask=at_d < next_end, other=0.0)
-        w = tl.load(vector + at_n, mask=n_in, other=0.0).to(tl.float32)
-        vector += vector_time
+        value += value_stride_l
+        dt += dt_stride_l
+        next_value = tl.load(value + channel, mask=channel < next_end, other=0.0)
+        next_dt = tl.load(dt + channel, mask=channel < next_end, other=0.0)
+        vector_t = tl.load(vector + state, mask=is_state, other=0.0).to(tl.float32)
+        vector += vector_stride_l
 
-        exponent = r[None, :] * rate
+        exponent = dt_t[None, :] * A_log2
         if keep is not None:  # a reset is a decay of 2^−∞, at no cost
-            log_keep = tl.where(tl.load(keep + row * length + t) == 0, float("-inf"), 0.0)
+            log_keep = tl.where(tl.load(keep + sequence * length + t) == 0, float("-inf"), 0.0)
             exponent += log_keep
-            total_keep += log_keep
+            total_log_keep += log_keep
         if REVERSE:
-            h = tl.exp2(exponent) * (h + v[None, :] * w[:, None])
+            h = tl.exp2(exponent) * (h + value_t[None, :] * vector_t[:, None])
             t -= 1
         else:
-            h = tl.exp2(exponent) * h + (r * v)[None, :] * w[:, None]
+            h = tl.exp2(exponent) * h + (dt_t * value_t)[None, :] * vector_t[:, None]
             t += 1
         if y is not None:
-            C_t = tl.load(C + at_n, mask=n_in, other=0.0).to(tl.float32)
-            tl.store(y + at_d, tl.sum(h * C_t[:, None], axis=0), mask=d_in)
-            C += C_time
+            C_t = tl.load(C + state, mask=is_state, other=0.0).to(tl.float32)
+            tl.store(y + channel, tl.sum(h * C_t[:, None], axis=0), mask=is_channel)
+            C += C_stride_l
             y += d
-        total += r
+        total_dt += dt_t
 
     # 5. Store the results for the next kernel, and the state after the last chunk.
     if chunk_states is not None:
-        state_offset = (row * chunks + c) * n * d + at_nd
-        tl.store(chunk_states + state_offset, h, mask=nd_in)
-        tl.store(
-            chunk_decays + state_offset, tl.exp2(total[None, :] * rate + total_keep), mask=nd_in
-        )
-    if leaving is not None:
+        tl.store(chunk_states + state_offset, h, mask=mask)
+        chunk_decay = tl.exp2(total_dt[None, :] * A_log2 + total_log_keep)
+        tl.store(chunk_decays + state_offset, chunk_decay, mask=mask)
+    if final_state is not None:
         last = chunks - 1
         if REVERSE:
             last = 0
-        if c == last:
-            tl.store(leaving + row * n * d + at_nd, h, mask=nd_in)
+        if chunk_index == last:
+            tl.store(final_state + sequence * n * d + entry, h, mask=mask)
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def _carry_kernel(first, states, decays, chunks, size, REVERSE: tl.constexpr, BLOCK: tl.constexpr):
-    """Replace the final state of each chunk by the state that enters it.
+def _carry_kernel(
+    initial_state, states, decays, chunks, entries, REVERSE: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Replace the final state of each chunk from zero by the state before the chunk.
 
-    states and decays are (b,k,n·d), first is (b,n·d). REVERSE: go from the last chunk to the first.
+    states and decays are (b,k,n·d), initial_state is (b,n·d), entries is n·d. REVERSE: go from
+    the last chunk to the first.
     """
-    row, entry = tl.program_id(1).to(tl.int64), tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = entry < size
+    sequence = tl.program_id(1).to(tl.int64)
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = entry < entries
     state = tl.zeros([BLOCK], tl.float32)
-    if first is not None:
-        state = tl.load(first + row * size + entry, mask=mask, other=0.0)
+    if initial_state is not None:
+        state = tl.load(initial_state + sequence * entries + entry, mask=mask, other=0.0)
     i = 0
     while i < chunks:
         k = i
         if REVERSE:
             k = chunks - 1 - i
         i += 1
-        offset = (row * chunks + k) * size + entry
-        has_next = entry < tl.where(i < chunks, size, 0)  # what leaves the last was not computed
-        added = tl.load(states + offset, mask=has_next, other=0.0)
+        offset = (sequence * chunks + k) * entries + entry
+        has_next = entry < tl.where(i < chunks, entries, 0)  # not computed for the last chunk
+        chunk_state = tl.load(states + offset, mask=has_next, other=0.0)
         decay = tl.load(decays + offset, mask=has_next, other=0.0)
         tl.store(states + offset, state, mask=mask)
-        state = decay * state + added
+        state = decay * state + chunk_state
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -202,95 +207,97 @@ def _grad_kernel(
     C,  # in (b,n,l), padded alike
     keep,  # in (b,l)
     grad_y,  # in (b,l,d)
-    h_tiles,  # in (b,t,n,d): h that enters each tile; out: the tile's part of dA
-    p_tiles,  # in (b,t,n,d): p that enters each tile, from the right
+    h_tiles,  # in (b,t,n,d): h before each tile; out: the tile's part of dA
+    p_tiles,  # in (b,t,n,d): p after each tile
     dx,  # out (b,l,d)
     ddt,  # out (b,l,d)
-    dB,  # out (blocks of d,b,n,l), padded: parts to be summed
+    dB,  # out (blocks of d,b,n,l), padded: torch adds the blocks
     dC,  # out, as dB
     length,
     d,
     n,
-    rows,
-    x_row,
-    x_time,
-    dt_row,
-    dt_time,
-    grad_row,
-    grad_time,
+    b,
+    x_stride_b,
+    x_stride_l,
+    dt_stride_b,
+    dt_stride_l,
+    grad_stride_b,
+    grad_stride_l,
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Compute all gradients of one tile (TILE steps, BLOCK_D channels) from the states around it.
+    """Compute all gradients of one tile, TILE steps and BLOCK_D channels, from h_tiles and p_tiles.
 
-    The loops over the steps are unrolled: entry j of a tuple belongs to step j; in dus and ddts it
-    belongs to step TILE − 1 − j.
+    The loops over the steps are unrolled, and a tuple has one entry per step, in the order of time;
+    dus and ddts are in reverse order. u = Δ x.
     """
-    block, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
+    block, sequence = tl.program_id(0), tl.program_id(2).to(tl.int64)
     tile, tiles = tl.program_id(1), tl.num_programs(1)
-    at_d = block * BLOCK_D + tl.arange(0, BLOCK_D)
-    d_in, start = at_d < d, tile.to(tl.int64) * TILE
-    x += row * x_row + start * x_time
-    dt += row * dt_row + start * dt_time
-    grad_y += row * grad_row + start * grad_time
-    at_out = (row * length + start) * d + at_d
+    channel = block * BLOCK_D + tl.arange(0, BLOCK_D)
+    is_channel, start = channel < d, tile.to(tl.int64) * TILE
+    x += sequence * x_stride_b + start * x_stride_l
+    dt += sequence * dt_stride_b + start * dt_stride_l
+    grad_y += sequence * grad_stride_b + start * grad_stride_l
+    out_offset = (sequence * length + start) * d + channel
 
-    # 1. Read the tile's steps: u = Δ x, Δ and the gradient of y, each (d,).
-    us, rs, gs, log_keeps, dus, ddts = (), (), (), (), (), ()
+    # 1. Load the steps of the tile: u, Δ and the gradient of y, each (BLOCK_D,).
+    us, dts, grads_y, log_keeps, dus, ddts = (), (), (), (), (), ()
     for j in tl.static_range(TILE):
         # Beyond the end dt = 0 and grad_y = 0: states and cotangents pass through unchanged.
-        is_inside = at_d < tl.where(start + j < length, d, 0)
-        r = tl.load(dt + j * dt_time + at_d, mask=is_inside, other=0.0).to(tl.float32)
-        rs += (r,)
-        us += (tl.load(x + j * x_time + at_d, mask=is_inside, other=0.0).to(tl.float32) * r,)
-        gs += (tl.load(grad_y + j * grad_time + at_d, mask=is_inside, other=0.0).to(tl.float32),)
+        is_step = channel < tl.where(start + j < length, d, 0)
+        dt_t = tl.load(dt + j * dt_stride_l + channel, mask=is_step, other=0.0).to(tl.float32)
+        dts += (dt_t,)
+        x_t = tl.load(x + j * x_stride_l + channel, mask=is_step, other=0.0).to(tl.float32)
+        us += (x_t * dt_t,)
+        grad_t = tl.load(grad_y + j * grad_stride_l + channel, mask=is_step, other=0.0)
+        grads_y += (grad_t.to(tl.float32),)
         if keep is not None:
-            keep_t = tl.load(keep + row * length + start + j, mask=start + j < length, other=1)
+            keep_t = tl.load(keep + sequence * length + start + j, mask=start + j < length, other=1)
             log_keeps += (tl.where(keep_t == 0, float("-inf"), 0.0),)
         dus += (tl.zeros([BLOCK_D], tl.float32),)
         ddts += (tl.zeros([BLOCK_D], tl.float32),)
 
-    # 2. State entry by state entry (n of them): forward through the tile for h, back for p and
-    #    all gradients.
-    s = 0
-    while s < n:
-        at_state = ((row * tiles + tile) * n + s) * d + at_d
-        at_B = ((row * n + s) * tiles + tile) * TILE
-        at_part = (((block * rows + row) * n + s) * tiles + tile) * TILE
-        rate = tl.load(A + s * d + at_d, mask=d_in, other=0.0).to(tl.float32)
-        h = tl.load(h_tiles + at_state, mask=d_in, other=0.0)
-        p = tl.load(p_tiles + at_state, mask=d_in, other=0.0)
+    # 2. For each of the n states: go forward through the tile for h, and back for p and all
+    #    gradients.
+    state = 0
+    while state < n:
+        state_offset = ((sequence * tiles + tile) * n + state) * d + channel
+        BC_offset = ((sequence * n + state) * tiles + tile) * TILE
+        part_offset = (((block * b + sequence) * n + state) * tiles + tile) * TILE
+        A_s = tl.load(A + state * d + channel, mask=is_channel, other=0.0).to(tl.float32)
+        h = tl.load(h_tiles + state_offset, mask=is_channel, other=0.0)
+        p = tl.load(p_tiles + state_offset, mask=is_channel, other=0.0)
         Bs, Cs, decays, hs = (), (), (), (h,)
         for j in tl.static_range(TILE):
-            Bs += (tl.load(B + at_B + j),)
-            Cs += (tl.load(C + at_B + j),)  # not later: loads must not overtake the stores below
-            exponent = rs[j] * (rate * LOG2E)
+            Bs += (tl.load(B + BC_offset + j),)
+            Cs += (tl.load(C + BC_offset + j),)  # here: loads must not overtake the stores below
+            exponent = dts[j] * (A_s * LOG2E)
             if keep is not None:
                 exponent += log_keeps[j]
             decays += (tl.exp2(exponent),)
             h = decays[j] * h + us[j] * Bs[j]
             hs += (h,)
-        d_rate, new_dus, new_ddts = tl.zeros([BLOCK_D], tl.float32), (), ()
+        dA_s, new_dus, new_ddts = tl.zeros([BLOCK_D], tl.float32), (), ()
         for j in tl.static_range(TILE - 1, -1, -1):
-            p += gs[j] * Cs[j]  # gradient of h_t
-            tl.store(dC + at_part + j, tl.sum(hs[j + 1] * gs[j], axis=0))
-            tl.store(dB + at_part + j, tl.sum(p * us[j], axis=0))
+            p += grads_y[j] * Cs[j]  # gradient of h_t
+            tl.store(dC + part_offset + j, tl.sum(hs[j + 1] * grads_y[j], axis=0))
+            tl.store(dB + part_offset + j, tl.sum(p * us[j], axis=0))
             new_dus += (dus[TILE - 1 - j] + p * Bs[j],)
             p *= decays[j]
             d_log = p * hs[j]
-            new_ddts += (ddts[TILE - 1 - j] + d_log * rate,)
-            d_rate += d_log * rs[j]
+            new_ddts += (ddts[TILE - 1 - j] + d_log * A_s,)
+            dA_s += d_log * dts[j]
         dus, ddts = new_dus, new_ddts
-        tl.store(h_tiles + at_state, d_rate, mask=d_in)
-        s += 1
+        tl.store(h_tiles + state_offset, dA_s, mask=is_channel)
+        state += 1
 
     # 3. Compute the gradients of x and Δ from the gradient of u = Δ x.
     for j in tl.static_range(TILE):
-        is_inside = at_d < tl.where(start + j < length, d, 0)
-        v = tl.load(x + j * x_time + at_d, mask=is_inside, other=0.0).to(tl.float32)
-        du, d_dt = dus[TILE - 1 - j], ddts[TILE - 1 - j] + dus[TILE - 1 - j] * v
-        tl.store(dx + at_out + j * d, (du * rs[j]).to(dx.dtype.element_ty), mask=is_inside)
-        tl.store(ddt + at_out + j * d, d_dt.to(ddt.dtype.element_ty), mask=is_inside)
+        is_step = channel < tl.where(start + j < length, d, 0)
+        x_t = tl.load(x + j * x_stride_l + channel, mask=is_step, other=0.0).to(tl.float32)
+        du, d_dt = dus[TILE - 1 - j], ddts[TILE - 1 - j] + dus[TILE - 1 - j] * x_t
+        tl.store(dx + out_offset + j * d, (du * dts[j]).to(dx.dtype.element_ty), mask=is_step)
+        tl.store(ddt + out_offset + j * d, d_dt.to(ddt.dtype.element_ty), mask=is_step)
 
 
 def usable() -> tuple[bool, str]:
@@ -314,9 +321,9 @@ def _block_sizes(d, n):
 
 
 def _chunk_length(b, length, d, n):
-    """Return the steps per chunk.
+    """Return the number of steps per chunk.
 
-    It is `length` (one pass) if rows and channels fill the GPU or if the sequence is short.
+    There is one chunk if sequences and channels fill the GPU or if the sequences are short.
     Otherwise there are enough chunks for TARGET_WARPS warps, each a multiple of MIN_CHUNK steps.
     """
     block_d, _, num_warps = _block_sizes(d, n)
@@ -347,34 +354,36 @@ def _prepare(x, dt, A, B, C, h0, keep):
         h0=(h0, (b, d, n)),
         keep=(keep, (b, length)),
     )
-    if max(b, triton.cdiv(length, TILE)) > MAX_PROGRAMS:  # not only in the backward pass
-        raise Unsupported(f"x is {tuple(x.shape)}: at most {MAX_PROGRAMS} rows and tiles of time")
+    # The backward pass has one program per tile; the forward pass must not run if it cannot.
+    if max(b, triton.cdiv(length, TILE)) > MAX_GRID_SIZE:
+        limit = f"at most {MAX_GRID_SIZE} sequences and {MAX_GRID_SIZE * TILE} tokens"
+        raise Unsupported(f"x is {tuple(x.shape)}: the Triton scan takes {limit}")
     if h0 is not None:
         h0 = h0.transpose(1, 2).float().contiguous()
     A = A.t().contiguous()
-    return dense(x), dense(dt), A, dense(B), dense(C), h0, keep
+    return make_dense(x), make_dense(dt), A, make_dense(B), make_dense(C), h0, keep
 
 
 def _count_chunks(length, chunk):
     return max(1, triton.cdiv(length, max(1, chunk)))
 
 
-def _entering_states(value, dt, A, vector, keep, first, chunk, reverse=False):
-    """Return the states entering the chunks, (b,k,n,d); `first` (b,n,d) if there is one chunk."""
-    b, chunks, size, block = value.shape[0], _count_chunks(value.shape[1], chunk), A.numel(), 256
+def _compute_initial_states(value, dt, A, vector, keep, initial_state, chunk, reverse=False):
+    """Return the states before the chunks, (b,k,n,d); with one chunk `initial_state`, (b,n,d)."""
+    b, chunks, entries, block = value.shape[0], _count_chunks(value.shape[1], chunk), A.numel(), 256
     if chunks == 1:
-        return first
+        return initial_state
     states, decays = value.new_empty(2, b, chunks, *A.shape, dtype=torch.float32)
     outputs = dict(chunk_states=states, chunk_decays=decays)
     _launch_scan(value, dt, A, vector, keep, chunk, reverse, **outputs)
     launch(
         _carry_kernel,
-        (triton.cdiv(size, block), b),
-        first,
+        (triton.cdiv(entries, block), b),
+        initial_state,
         states,
         decays,
         chunks,
-        size,
+        entries,
         REVERSE=reverse,
         BLOCK=block,
         num_warps=2,
@@ -391,13 +400,14 @@ def _launch_scan(
     chunk,
     reverse=False,
     C=None,
-    entering=None,
+    initial_states=None,
     chunk_states=None,
     chunk_decays=None,
     y=None,
-    tiles=None,
-    leaving=None,
+    tile_states=None,
+    final_state=None,
 ):
+    """Launch `_scan_kernel`; its arguments that are None are neither read nor written."""
     (b, length, d), n, chunks = value.shape, A.shape[0], _count_chunks(value.shape[1], chunk)
     block_d, block_n, num_warps = _block_sizes(d, n)
     grid = triton.cdiv(d, block_d), chunks if chunk_states is None else chunks - 1, b
@@ -410,18 +420,18 @@ def _launch_scan(
         vector,
         C,
         keep,
-        entering,
+        initial_states,
         chunk_states,
         chunk_decays,
         y,
-        tiles,
-        leaving,
+        tile_states,
+        final_state,
         length,
         chunk,
         chunks,
         d,
         n,
-        0,
+        0,  # `zero`
         *value.stride()[:2],
         *dt.stride()[:2],
         *vector.stride()[:2],
@@ -435,13 +445,13 @@ def _launch_scan(
 
 
 def _forward(x, dt, A, B, C, h0, keep):
-    """Return y (b,l,d), the final state (b,n,d), and the states entering the chunks."""
+    """Return y (b,l,d), the final state (b,n,d), and the states before the chunks."""
     (b, length, d), n = x.shape, A.shape[0]
     chunk = _chunk_length(b, length, d, n)
-    states = _entering_states(x, dt, A, B, keep, h0, chunk)
+    states = _compute_initial_states(x, dt, A, B, keep, h0, chunk)
     y = x.new_empty(b, length, d, dtype=torch.float32)
     final = x.new_empty(b, n, d, dtype=torch.float32)
-    _launch_scan(x, dt, A, B, keep, chunk, C=C, entering=states, y=y, leaving=final)
+    _launch_scan(x, dt, A, B, keep, chunk, C=C, initial_states=states, y=y, final_state=final)
     return y, final, states
 
 
@@ -450,11 +460,11 @@ def _backward(x, dt, A, B, C, keep, states, grad_y, grad_final):
     (b, length, d), n = x.shape, A.shape[0]
     chunk, tiles = _chunk_length(b, length, d, n), triton.cdiv(length, TILE)
     h_tiles, p_tiles = x.new_empty(2, b, tiles, n, d, dtype=torch.float32)
-    _launch_scan(x, dt, A, B, keep, chunk, entering=states, tiles=h_tiles)
+    _launch_scan(x, dt, A, B, keep, chunk, initial_states=states, tile_states=h_tiles)
     dh0 = torch.empty_like(grad_final)
     scan = grad_y, dt, A, C, keep
-    p = _entering_states(*scan, grad_final, chunk, reverse=True)
-    _launch_scan(*scan, chunk, reverse=True, entering=p, tiles=p_tiles, leaving=dh0)
+    p = _compute_initial_states(*scan, grad_final, chunk, reverse=True)
+    _launch_scan(*scan, chunk, reverse=True, initial_states=p, tile_states=p_tiles, final_state=dh0)
 
     block_d = min(32, triton.next_power_of_2(d))  # one warp, so that sums over d stay within it
     blocks = triton.cdiv(d, block_d)
@@ -505,7 +515,7 @@ class _SelectiveScan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_y, grad_final):
         grad_final = grad_final.transpose(1, 2).contiguous()
-        grads = _backward(*ctx.saved_tensors, dense(grad_y), grad_final)
+        grads = _backward(*ctx.saved_tensors, make_dense(grad_y), grad_final)
         dx, ddt, dA, dB, dC, dh0 = (
             None if dtype is None else t.to(dtype) for t, dtype in zip(grads, ctx.dtypes)
         )

@@ -3,13 +3,13 @@
 lm/kernels/cell_arguments.py has the equations and the arguments; cell_kernels.py has the Triton
 code. A token takes two launches: the product with W_y over the batch, and one program per sequence
 for everything else. Its gradient takes two launches as well. The backward pass goes through chunks
-of tokens from the last to the first, and recomputes the states of a chunk from the state that
-entered it. The launches of a chunk are recorded as a CUDA graph (launches.py). The gradient of W_y
-is one product at the end. The host never waits for the GPU.
+of tokens from the last to the first, and recomputes the states of a chunk from the state before it.
+The launches of a chunk are recorded as a CUDA graph (launches.py). The gradient of W_y is one
+product at the end. The host never waits for the GPU.
 
 Products use W_y's dtype and accumulate in fp32; rows are stored in raw's dtype; everything else is
-fp32. The results of a sequence do not depend on the batch bit for bit, except for the effect of its
-position in a block of `tl.dot`.
+fp32. A sequence gives the same bits in any batch, unless its position in a block of `tl.dot`
+changes them.
 
 Shape suffixes: b batch, l length, d channels, n states, g groups, r reflections, K columns of raw,
 k columns of raw that depend on y_{t−1} (the first ones), c steps of a chunk.
@@ -43,16 +43,17 @@ from lm.kernels.triton import cell_kernels
 from lm.kernels.triton.build import INTERPRETED, check
 from lm.kernels.triton.launches import Launch, Schedule, get_schedule
 
-CHUNK = 64  # tokens of a CUDA graph, and between two states from which the backward pass starts
-MAX_RECOMPUTED = 512 * 2**20  # bytes of the recomputed states of a chunk
-DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+CHUNK = 64  # tokens of a CUDA graph, and between two states that are saved for the backward pass
+MAX_RECOMPUTED_BYTES = 512 * 2**20  # of the recomputed states of a chunk
+TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 # Fields of CellArguments with a gradient, in the order of `_Cell`'s inputs.
 DIFFERENTIABLE = ("raw", "weight_y", "x", "dt", "A", "gate", "D", "norm_weight", "norm_bias")
 OPTIONAL = ("keep", "gate", "D", "norm_weight", "norm_bias", "h0")
 
+# lm/model reads these three before it calls `cell`.
 fits = cell_arguments.fits_a_gpu
 NARROW = True  # raw and weight_y may have a narrower dtype than the other tensors
-CENTROIDS = False  # y_{t−1} is read directly
+CENTROIDS = False  # y_{t−1} cannot be read through centroids
 
 
 def usable() -> tuple[bool, str]:
@@ -75,20 +76,20 @@ class Plan(NamedTuple):
     sizes: Sizes  # with length 0, because graphs do not depend on it
     raw_step: int  # entries between two tokens of raw
     chunk: int  # tokens
-    raw: torch.dtype
-    weight: torch.dtype
+    raw_dtype: torch.dtype
+    weight_dtype: torch.dtype
     device: torch.device
-    present: tuple[str, ...]  # fields of OPTIONAL that are not None
-    saves_for_backward: bool
+    optional_names: tuple[str, ...]  # fields of OPTIONAL that are not None
+    is_differentiable: bool  # save what the backward pass needs
     precision: str  # of products in fp32
 
     def token_arguments(self) -> dict[str, Any]:
-        """Return the arguments that all kernels of whole tokens have."""
+        """Return the arguments of all kernels whose programs hold a whole token."""
         options, sizes = self.options, self.sizes
         return {
             "columns": sizes.columns,
-            "vectors": self.layout.vectors,
-            "gates": self.layout.gates,
+            "vectors_column": self.layout.vectors,
+            "gates_column": self.layout.gates,
             "B_column": self.layout.B,
             "C_column": self.layout.C,
             "scale": options.scale,
@@ -103,69 +104,65 @@ class Plan(NamedTuple):
             "ACT": options.act,
             "SEQUENTIAL": options.sequential,
             "BC_NORM": options.bc_norm,
-            "ROWS": DTYPES[self.raw],
+            "ROW_DTYPE": TRITON_DTYPES[self.raw_dtype],
             "R": triton.next_power_of_2(options.rank),
             "D": triton.next_power_of_2(sizes.d),
             "N": triton.next_power_of_2(sizes.n),
-            "NB": min(4, triton.next_power_of_2(sizes.n)),
+            "STATES": min(4, triton.next_power_of_2(sizes.n)),
         }
 
     def norm_arguments(self) -> dict[str, Any]:
-        """Return the arguments of the two kernels that also compute the norm."""
+        """Return further arguments of the two kernels that compute the norm."""
         return {
-            "KEEP": "keep" in self.present,
-            "GATE": "gate" in self.present,
+            "HAS_KEEP": "keep" in self.optional_names,
+            "HAS_GATE": "gate" in self.optional_names,
             "norm_eps": self.options.norm_eps,
             "NORM": self.options.norm,
-            "SKIP": "D" in self.present,
-            "WEIGHTED": "norm_weight" in self.present,
-            "BIASED": "norm_bias" in self.present,
+            "HAS_D": "D" in self.optional_names,
+            "HAS_NORM_WEIGHT": "norm_weight" in self.optional_names,
+            "HAS_NORM_BIAS": "norm_bias" in self.optional_names,
         }
 
-    def warps(self, max_channels: int) -> int:
-        """Return the number of warps of a program that holds a whole token, a power of two.
+    def choose_warp_count(self, max_channels: int) -> int:
+        """Return the warps of a program that holds a whole token, a power of two up to 16.
 
         Fewer warps wait less for each other, as long as few registers spill
         (notes/2026-11-gpu-kernel.md).
 
         Args:
-            max_channels: Channels per warp. Several reflections get fewer, because the program
-                holds their vectors as well.
+            max_channels: Channels per warp with one or two reflections. With more reflections a
+                warp has fewer channels, because the program holds the vectors of all reflections.
         """
         per_rank = 2 * max_channels // triton.next_power_of_2(self.options.rank)
         channels = max(128, min(max_channels, per_rank))
         return max(1, min(16, triton.next_power_of_2(self.sizes.d) // channels))
 
 
-def _product_arguments(plan, depth, max_block=128):
-    """Return the block sizes and dtypes of a product.
-
-    Args:
-        plan: The Plan.
-        depth: Number of entries that are summed.
-        max_block: Entries that are summed at once, at most.
-    """
+def _product_arguments(plan, depth, max_block_depth=128):
+    """Return the block sizes and dtypes of a product that sums `depth` entries."""
     return {
-        "KEEP": "keep" in plan.present,
-        "WEIGHT": DTYPES[plan.weight],
-        "ROWS": DTYPES[plan.raw],
-        "PRODUCT_DTYPE": DTYPES[torch.float32 if INTERPRETED else plan.weight],
+        "HAS_KEEP": "keep" in plan.optional_names,
+        "WEIGHT_DTYPE": TRITON_DTYPES[plan.weight_dtype],
+        "ROW_DTYPE": TRITON_DTYPES[plan.raw_dtype],
+        "PRODUCT_DTYPE": TRITON_DTYPES[torch.float32 if INTERPRETED else plan.weight_dtype],
         "PRECISION": plan.precision,
-        "TALL": max(16, min(64, triton.next_power_of_2(plan.sizes.b))),
-        "COLUMNS": 16,
-        "DEPTH": max(16, min(max_block, triton.next_power_of_2(depth))),
+        "BLOCK_B": max(16, min(64, triton.next_power_of_2(plan.sizes.b))),
+        "BLOCK_COLUMNS": 16,
+        "DEPTH": max(16, min(max_block_depth, triton.next_power_of_2(depth))),
         "num_warps": 4,
     }
 
 
 def _product_grid(plan, columns):
-    """Return the grid of a product with a given number of output columns."""
+    """Return the grid of a product whose result has `columns` columns."""
     blocks = _product_arguments(plan, 1)
-    return triton.cdiv(columns, blocks["COLUMNS"]), triton.cdiv(plan.sizes.b, blocks["TALL"])
+    return triton.cdiv(columns, blocks["BLOCK_COLUMNS"]), triton.cdiv(
+        plan.sizes.b, blocks["BLOCK_B"]
+    )
 
 
 def _channel_grid(plan):
-    """Return the grid of a kernel whose programs share the channels, and the channels of each."""
+    """Return the grid of a kernel whose programs divide the channels, and the channels of each."""
     width = min(128, triton.next_power_of_2(plan.sizes.d))
     return (plan.sizes.b, triton.cdiv(plan.sizes.d, width)), width
 
@@ -173,22 +170,22 @@ def _channel_grid(plan):
 def forward_launches(plan: Plan) -> list[Launch]:
     """Return the launches of a chunk, from its first token to its last."""
     sizes, launches = plan.sizes, []
-    if plan.saves_for_backward and sizes.kind != "rnn":
-        launches.append(_settle_launch(plan, True))
+    if plan.is_differentiable and sizes.kind != "rnn":
+        launches.append(_add_inflow_launch(plan, is_checkpoint=True))
     product = {
         "b": sizes.b,
         "d": sizes.d,
         "columns": sizes.columns,
         "y_columns": sizes.y_columns,
         "raw_step": plan.raw_step,
-        "SAVES": plan.saves_for_backward,
-        "RAW": DTYPES[plan.raw],
-        **_product_arguments(plan, sizes.d, 512 // plan.weight.itemsize),
+        "SAVES": plan.is_differentiable,
+        "RAW_DTYPE": TRITON_DTYPES[plan.raw_dtype],
+        **_product_arguments(plan, sizes.d, 512 // plan.weight_dtype.itemsize),
     }
     token = {
-        "SAVES": plan.saves_for_backward,
-        "WEIGHT": DTYPES[plan.weight],
-        "num_warps": plan.warps(512),
+        "SAVES": plan.is_differentiable,
+        "WEIGHT_DTYPE": TRITON_DTYPES[plan.weight_dtype],
+        "num_warps": plan.choose_warp_count(512),
         **plan.token_arguments(),
         **plan.norm_arguments(),
     }
@@ -199,55 +196,56 @@ def forward_launches(plan: Plan) -> list[Launch]:
     return launches
 
 
-def _settle_launch(plan, entering):
-    """Return the launch that stores the state entering a chunk, or the final state."""
+def _add_inflow_launch(plan, is_checkpoint):
+    """Return the launch that stores the state before a chunk, or the final state."""
     sizes, groups = plan.sizes, plan.options.groups
     grid, width = _channel_grid(plan)
     arguments = {
         "chunk": plan.chunk,
         "d": sizes.d,
         "n": sizes.n,
-        "wide": sizes.d // groups,
-        "ENTERING": entering,
+        "group_width": sizes.d // groups,
+        "IS_CHECKPOINT": is_checkpoint,
         "GROUPS": groups,
         "D": width,
-        "NB": min(16, triton.next_power_of_2(sizes.n)),
+        "STATES": min(16, triton.next_power_of_2(sizes.n)),
     }
-    return Launch(cell_kernels.settle_kernel, grid, arguments)
+    return Launch(cell_kernels.add_inflow_kernel, grid, arguments)
 
 
 def final_launches(plan: Plan) -> list[Launch]:
     """Return the launches after the last token."""
-    return [_settle_launch(plan, False)]
+    return [_add_inflow_launch(plan, is_checkpoint=False)]
 
 
 def backward_launches(plan: Plan) -> list[Launch]:
     """Return the launches of a chunk's gradient, from its last token to its first."""
     sizes, groups = plan.sizes, plan.options.groups
-    shared = plan.token_arguments()
+    token_arguments = plan.token_arguments()
     launches = []
     if sizes.kind != "rnn":
-        again = {"chunk": plan.chunk, "num_warps": plan.warps(512), **shared}
-        launches.append(Launch(cell_kernels.recompute_kernel, (sizes.b, plan.chunk), again))
+        num_warps = plan.choose_warp_count(512)
+        recompute = {"chunk": plan.chunk, "num_warps": num_warps, **token_arguments}
+        launches.append(Launch(cell_kernels.recompute_kernel, (sizes.b, plan.chunk), recompute))
         grid, width = _channel_grid(plan)
         states = {
             "chunk": plan.chunk,
             "d": sizes.d,
             "n": sizes.n,
-            "wide": sizes.d // groups,
+            "group_width": sizes.d // groups,
             "headdim": sizes.d // sizes.heads,
             "KIND": sizes.kind,
             "GROUPS": groups,
-            "KEEP": "keep" in plan.present,
+            "HAS_KEEP": "keep" in plan.optional_names,
             "D": width,
-            "NB": triton.next_power_of_2(sizes.n),
+            "STATES": triton.next_power_of_2(sizes.n),
         }
         launches.append(Launch(cell_kernels.states_kernel, grid, states))
     token = {
         "chunk": plan.chunk,
-        "START": "h0" in plan.present,
-        "num_warps": plan.warps(256),
-        **shared,
+        "HAS_H0": "h0" in plan.optional_names,
+        "num_warps": plan.choose_warp_count(256),
+        **token_arguments,
         **plan.norm_arguments(),
     }
     product = {
@@ -285,7 +283,7 @@ def _prepare(arguments: CellArguments) -> tuple[Sizes, dict[str, Tensor | None]]
     options = arguments.options
     sizes = check_sizes(arguments)
     if arguments.readout is not None:
-        raise Unsupported("y is read through centroids, which the Triton kernels do not support")
+        raise Unsupported("the Triton kernels do not read y through centroids")
     if options.norm == "none":
         arguments = arguments._replace(norm_weight=None, norm_bias=None)
     if options.norm == "rms" and arguments.norm_bias is not None:
@@ -295,14 +293,16 @@ def _prepare(arguments: CellArguments) -> tuple[Sizes, dict[str, Tensor | None]]
     check(**{name: (fields[name], shape) for name, shape in shapes.items()})
     if not fits(options.rank, sizes.d):
         raise Unsupported(
-            f"{options.rank} vectors of {sizes.d} channels: a program holds at most"
-            f" {cell_arguments.MAX_GPU_ENTRIES} entries"
+            f"{options.rank} vectors of {sizes.d} channels: a Triton program holds at most"
+            f" {cell_arguments.MAX_GPU_ENTRIES:,} numbers"
         )
     if arguments.weight_y.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise Unsupported("a CUDA graph is being recorded, and the exact token replays its own")
-    narrow = "raw", "weight_y"
+        raise Unsupported(
+            "the exact solve replays CUDA graphs, which another CUDA graph cannot record"
+        )
+    # Only raw and weight_y keep their dtype.
     tensors = {
-        name: _align(fields[name]) if name in narrow else _align_fp32(fields[name])
+        name: _align(fields[name]) if name in ("raw", "weight_y") else _align_fp32(fields[name])
         for name in shapes
     }
     if sizes.kind == "mamba1":
@@ -310,10 +310,10 @@ def _prepare(arguments: CellArguments) -> tuple[Sizes, dict[str, Tensor | None]]
     return sizes, tensors
 
 
-def _make_plan(arguments, sizes, tensors, saves_for_backward):
+def _make_plan(arguments, sizes, tensors, is_differentiable):
     chunk = min(CHUNK, triton.next_power_of_2(max(1, sizes.length)))
-    if saves_for_backward:
-        max_chunk = max(1, MAX_RECOMPUTED // max(1, 4 * sizes.b * sizes.n * sizes.d))
+    if is_differentiable:
+        max_chunk = max(1, MAX_RECOMPUTED_BYTES // max(1, 4 * sizes.b * sizes.n * sizes.d))
         chunk = min(chunk, 1 << int(math.log2(max_chunk)))
     return Plan(
         layout=arguments.layout,
@@ -321,17 +321,17 @@ def _make_plan(arguments, sizes, tensors, saves_for_backward):
         sizes=sizes._replace(length=0),
         raw_step=sizes.columns,
         chunk=chunk,
-        raw=tensors["raw"].dtype,
-        weight=tensors["weight_y"].dtype,
+        raw_dtype=tensors["raw"].dtype,
+        weight_dtype=tensors["weight_y"].dtype,
         device=tensors["raw"].device,
-        present=tuple(name for name in OPTIONAL if tensors[name] is not None),
-        saves_for_backward=saves_for_backward,
+        optional_names=tuple(name for name in OPTIONAL if tensors[name] is not None),
+        is_differentiable=is_differentiable,
         precision=_product_precision(),
     )
 
 
 def _copy_state(h0, sizes, like):
-    """Return a copy of h0 as the kernels store it: (b,n·d), or (b,d) of an FP-RNN."""
+    """Return a copy of h0 in the order of the kernels: (b,n·d), or (b,d) for an FP-RNN."""
     b, d, n = sizes.b, sizes.d, sizes.n
     if h0 is None:
         return like.new_zeros(b, n * d)
@@ -343,7 +343,7 @@ def _copy_state(h0, sizes, like):
 
 
 def _view_state(state, sizes):
-    """Return a state of the kernels as a view with the shape of h0."""
+    """Return a view of the kernels' state with the shape of h0."""
     if sizes.kind == "mamba1":
         return state.view(sizes.b, sizes.n, sizes.d).transpose(1, 2)
     if sizes.kind == "mamba2":
@@ -351,16 +351,15 @@ def _view_state(state, sizes):
     return state.view(sizes.b, sizes.d)
 
 
-def _run(make_launches, plan, sizes, tensors, starts):
+def _run(make_launches, plan, sizes, tensors, first_tokens):
     """Run the launches of several chunks.
 
     Args:
-        make_launches: Function of the plan, one of `forward_launches`, `final_launches` and
-            `backward_launches`.
+        make_launches: `forward_launches`, `final_launches` or `backward_launches`.
         plan: The Plan.
         sizes: The Sizes.
         tensors: Tensors by the names of SLOTS; missing ones are null.
-        starts: First token of every chunk.
+        first_tokens: First token of every chunk.
     """
 
     def make_schedule():
@@ -371,10 +370,11 @@ def _run(make_launches, plan, sizes, tensors, starts):
         return
     schedule = get_schedule((make_launches.__name__, plan), make_schedule)
     slots = [tensors.get(name) for name in cell_kernels.SLOTS[2:]]
+    addresses = [0 if t is None else t.data_ptr() for t in slots]
     with schedule.lock:
-        schedule.point([0, sizes.length, *(0 if t is None else t.data_ptr() for t in slots)])
-        for start in starts:
-            schedule.run(start)
+        schedule.write_table([0, sizes.length, *addresses])
+        for first_token in first_tokens:
+            schedule.run(first_token)
 
 
 def _forward(plan, sizes, tensors):
@@ -386,20 +386,20 @@ def _forward(plan, sizes, tensors):
     """
     b, length, d, n = sizes.b, sizes.length, sizes.d, sizes.n
     like, y0 = tensors["x"], tensors["y0"]
-    before = like.new_zeros(b, d) if y0 is None else y0.clone()
-    row_shape = (b, length) if plan.saves_for_backward else (b,)
+    y_before = like.new_zeros(b, d) if y0 is None else y0.clone()
+    row_shape = (b, length) if plan.is_differentiable else (b,)
     buffers = {
         "weight": tensors["weight_y"],
         "y": like.new_empty(b, length, d),
         "outcome": torch.empty(b, length, dtype=torch.uint8, device=plan.device),
-        "rows": like.new_empty(*row_shape, sizes.columns, dtype=plan.raw),
-        "before": before.to(plan.weight),
+        "rows": like.new_empty(*row_shape, sizes.columns, dtype=plan.raw_dtype),
+        "y_before": y_before.to(plan.weight_dtype),
         "state": _copy_state(tensors["h0"], sizes, like),
     }
     if sizes.kind != "rnn":
         buffers["inflow"] = like.new_zeros(b, d)
         buffers["units"] = like.new_zeros(b, 4 * plan.options.groups * n)
-    if plan.saves_for_backward:
+    if plan.is_differentiable:
         buffers["roots"] = like.new_empty(b, length, plan.options.rank)
         if sizes.kind != "rnn":
             chunks = triton.cdiv(length, plan.chunk)
@@ -421,21 +421,21 @@ def _backward(plan, sizes, saved, grad_y):
         grad_y: Gradient of y, fp32.
 
     Returns:
-        Gradients by the names of DIFFERENTIABLE, and the largest relative adjoint (b,).
+        Gradients by the names of DIFFERENTIABLE, and `adjoint` of CellArguments, (b,).
     """
     b, length, d, n = sizes.b, sizes.length, sizes.d, sizes.n
-    like, units = saved["x"], 2 * plan.options.groups * n
-    max_grad = like.new_zeros(b)
+    zeros, empty = saved["x"].new_zeros, saved["x"].new_empty
+    unit_entries = 2 * plan.options.groups * n
+    max_grad_norm = zeros(b)
     if length:
-        max_grad = torch.linalg.vector_norm(grad_y, dim=-1).amax(1)
-    zeros, empty = like.new_zeros, like.new_empty
+        max_grad_norm = torch.linalg.vector_norm(grad_y, dim=-1).amax(1)
     buffers = {
         "weight": saved["weight_y"],
         "grad_y": grad_y,
-        "largest": zeros(b),
-        "carried": zeros(b, d),
+        "max_lambda": zeros(b),
+        "d_y_before": zeros(b, d),
         "mu": zeros(b, n * d),
-        "d_raw": zeros(b, length, sizes.columns, dtype=plan.raw),
+        "d_raw": zeros(b, length, sizes.columns, dtype=plan.raw_dtype),
         "dx": empty(b, length, d),
         "ddt": empty(b, length, d),
     }
@@ -444,18 +444,19 @@ def _backward(plan, sizes, saved, grad_y):
         buffers["state"] = saved["h0"]
     else:
         buffers["H"] = empty(b, plan.chunk, n * d)
-        buffers["past"] = empty(b, plan.chunk, d)
+        buffers["history"] = empty(b, plan.chunk, d)
         buffers["inflows"] = empty(b, plan.chunk, d)
-        buffers["all_units"] = empty(b, plan.chunk, units)
-        buffers["sums"] = empty(b, units)
+        buffers["all_units"] = empty(b, plan.chunk, unit_entries)
+        buffers["d_units"] = empty(b, unit_entries)
         buffers["dA"] = zeros(b, n * d if sizes.kind == "mamba1" else d)
-    summed = {"D": "dD", "norm_weight": "d_weight", "norm_bias": "d_bias"}  # over the batch
-    summed = {name: slot for name, slot in summed.items() if saved[name] is not None}
-    buffers |= {slot: zeros(b, d) for slot in summed.values()}
+    # The kernels sum the gradients of these vectors over time, and torch sums them over the batch.
+    slots = {"D": "dD", "norm_weight": "d_norm_weight", "norm_bias": "d_norm_bias"}
+    slots = {name: slot for name, slot in slots.items() if saved[name] is not None}
+    buffers |= {slot: zeros(b, d) for slot in slots.values()}
     if saved["gate"] is not None:
         buffers["d_gate"] = empty(b, length, d)
-    starts = reversed(range(0, length, plan.chunk))
-    _run(backward_launches, plan, sizes, {**saved, **buffers}, starts)
+    first_tokens = reversed(range(0, length, plan.chunk))
+    _run(backward_launches, plan, sizes, {**saved, **buffers}, first_tokens)
     d_dt, d_A = _reduce_time_gradients(buffers["ddt"], buffers["dA"], sizes)
     grads = {
         "raw": buffers["d_raw"],
@@ -464,9 +465,9 @@ def _backward(plan, sizes, saved, grad_y):
         "dt": d_dt,
         "A": d_A,
         "gate": buffers.get("d_gate"),
-        **{name: buffers[slot].sum(0) for name, slot in summed.items()},
+        **{name: buffers[slot].sum(0) for name, slot in slots.items()},
     }
-    return grads, torch.where(max_grad == 0, 0, buffers["largest"] / max_grad)
+    return grads, torch.where(max_grad_norm == 0, 0, buffers["max_lambda"] / max_grad_norm)
 
 
 def _reduce_time_gradients(ddt, dA, sizes):
@@ -482,13 +483,13 @@ def _reduce_time_gradients(ddt, dA, sizes):
 def _weight_gradient(d_raw, saved, sizes):
     """Return the gradient of W_y, Σ_t d_rowᵀ y_{t−1}, as one product."""
     y, y0, keep, weight_y = (saved[name] for name in ("y", "y0", "keep", "weight_y"))
-    before = torch.empty_like(y, dtype=weight_y.dtype)
-    before[:, :1] = 0 if y0 is None else y0.unsqueeze(1)
-    before[:, 1:] = y[:, :-1]
+    y_before = torch.empty_like(y, dtype=weight_y.dtype)
+    y_before[:, :1] = 0 if y0 is None else y0.unsqueeze(1)
+    y_before[:, 1:] = y[:, :-1]
     if keep is not None:
-        before *= keep.unsqueeze(-1)
+        y_before *= keep.unsqueeze(-1)
     d_rows = d_raw[..., : sizes.y_columns].flatten(0, 1).to(weight_y.dtype)
-    return d_rows.t() @ before.flatten(0, 1)
+    return d_rows.t() @ y_before.flatten(0, 1)
 
 
 class _Cell(torch.autograd.Function):
@@ -496,19 +497,19 @@ class _Cell(torch.autograd.Function):
     def forward(ctx, arguments, *inputs):
         """Solve a layer and save what its gradient needs.
 
-        `inputs` are the tensors of `arguments` that have a gradient: autograd finds them only if
-        they are separate inputs.
+        `inputs` are the tensors of `arguments` that have a gradient, because autograd finds only
+        tensors that are inputs themselves.
         """
         sizes, tensors = _prepare(arguments)
         plan = _make_plan(arguments, sizes, tensors, True)
         results = _forward(plan, sizes, tensors)
-        names = ("y", "outcome", "rows", "roots", "checkpoints")
+        saved_names = ("y", "outcome", "rows", "roots", "checkpoints")
         state = _view_state(results["state"], sizes)
         ctx.mark_non_differentiable(state, results["outcome"])
         ctx.set_materialize_grads(False)
         tensors["raw"] = None  # the rows contain it
-        ctx.save_for_backward(*tensors.values(), *(results.get(name) for name in names))
-        ctx.names = *tensors, *names
+        ctx.save_for_backward(*tensors.values(), *(results.get(name) for name in saved_names))
+        ctx.names = *tensors, *saved_names
         ctx.dtypes = [None if t is None else t.dtype for t in inputs]
         ctx.plan, ctx.sizes, ctx.adjoint = plan, sizes, arguments.adjoint
         return results["y"], state, results["outcome"]
@@ -521,9 +522,9 @@ class _Cell(torch.autograd.Function):
         grads, adjoint = _backward(ctx.plan, ctx.sizes, saved, grad_y)
         if ctx.adjoint is not None:
             ctx.adjoint.copy_(adjoint)
-        ordered = [grads.get(name) for name in DIFFERENTIABLE]
-        ordered = [None if g is None else g.to(dtype) for g, dtype in zip(ordered, ctx.dtypes)]
-        return None, *ordered
+        in_order = [grads.get(name) for name in DIFFERENTIABLE]
+        in_order = [None if g is None else g.to(dtype) for g, dtype in zip(in_order, ctx.dtypes)]
+        return None, *in_order
 
 
 def _solve(arguments):

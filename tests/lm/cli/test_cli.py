@@ -17,18 +17,8 @@ from tests.running import REFUSED
 ROOT = Path(__file__).parents[3]
 LM = ROOT / "configs/lm"
 COMMANDS = (
-    "doctor",
-    "plan",
-    "prepare",
-    "train",
-    "sweep",
-    "status",
-    "report",
-    "inspect",
-    "export",
-    "eval",
-    "generate",
-    "serve",
+    *("doctor", "plan", "prepare", "train", "sweep", "status"),
+    *("report", "inspect", "export", "eval", "generate", "serve"),
 )
 
 # As sitecustomize.py, it makes name resolution and connections fail in every Python process.
@@ -47,28 +37,24 @@ socket.socket.connect = socket.socket.connect_ex = refuse
 """
 
 
-def python(*args: str, cwd: Path, path: Path | None = None, **env: str):
-    """Run a new Python process in `cwd`, with the repository on its path."""
-    places = [str(p) for p in (path, ROOT) if p]
+def run_python(*args: str, cwd: Path, path: Path | None = None, **env: str):
+    """Run a new Python process in `cwd`, with `path` and the repository on its path."""
+    folders = [str(p) for p in (path, ROOT) if p]
     prefixes = ("HF_", "WORLD_SIZE", "RANK")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(prefixes)}
-    environment |= {"PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1", **env}
+    environment |= {"PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1", **env}
+    command = [sys.executable, *args]
     return subprocess.run(
-        [sys.executable, *args],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=environment,
+        command, cwd=cwd, capture_output=True, text=True, timeout=120, env=environment
     )
 
 
-def lm(*args: str, cwd: Path, **options):
-    return python("-m", "lm", *args, cwd=cwd, **options)
+def run_lm(*args: str, cwd: Path, **options):
+    return run_python("-m", "lm", *args, cwd=cwd, **options)
 
 
-def refused(result) -> str:
-    """Return the single line of a refused command."""
+def read_refusal(result) -> str:
+    """Return the single line that a refused command printed."""
     assert result.returncode in REFUSED, result
     lines = result.stderr.splitlines()
     assert len(lines) == 1 and lines[0].startswith("error: "), result.stderr
@@ -76,12 +62,12 @@ def refused(result) -> str:
     return lines[0].removeprefix("error: ")
 
 
-def test_help_is_quick_and_imports_nothing_heavy(tmp_path):
+def test_help_is_quick_and_imports_nothing_slow(tmp_path):
     seconds = []
     for _ in range(3):
-        began = time.perf_counter()
-        result = lm("--help", cwd=tmp_path)
-        seconds.append(time.perf_counter() - began)
+        start = time.perf_counter()
+        result = run_lm("--help", cwd=tmp_path)
+        seconds.append(time.perf_counter() - start)
         assert result.returncode == 0 and result.stdout.startswith("usage: fprnn")
     assert min(seconds) < 1
 
@@ -91,11 +77,11 @@ def test_help_is_quick_and_imports_nothing_heavy(tmp_path):
         "except SystemExit:\n    pass\n"
         "print('\\nIMPORTED', *{name.partition('.')[0] for name in sys.modules})"
     )
-    result = python("-c", code, cwd=tmp_path)
+    result = run_python("-c", code, cwd=tmp_path)
     imported = set(result.stdout.split("IMPORTED")[1].split())
     assert {"lm", "argparse"} <= imported
-    heavy = {"torch", "transformers", "pydantic", "deepspeed", "numpy", "yaml", "rich", "wandb"}
-    assert not imported & heavy
+    slow = {"torch", "transformers", "pydantic", "deepspeed", "numpy", "yaml", "rich", "wandb"}
+    assert not imported & slow
 
 
 def test_every_command_has_help_with_an_example(capsys):
@@ -106,9 +92,8 @@ def test_every_command_has_help_with_an_example(capsys):
             fprnn_main([command, "--help"])
         help_text = capsys.readouterr().out
         assert e.value.code == 0 and help_text.startswith(f"usage: fprnn {command}")
-        assert re.search(
-            rf"^  .*(fprnn|lm) {command}( |$)", help_text.partition("examples:")[2], re.M
-        )
+        examples = help_text.partition("examples:")[2]
+        assert re.search(rf"^  .*(fprnn|lm) {command}( |$)", examples, re.M)
 
 
 def test_list_of_commands(capsys):
@@ -119,19 +104,19 @@ def test_list_of_commands(capsys):
     assert tuple(commands.choices) == COMMANDS
 
 
-def config(folder: Path, text: str) -> str:
+def write_config(folder: Path, text: str) -> str:
     (folder / "c.yaml").write_text(text)
     return str(folder / "c.yaml")
 
 
 def test_unknown_key_gives_one_line(tmp_path):
-    path = config(tmp_path, "train: {lr: 1.0e-3}")
-    message = refused(lm("train", "--config", path, cwd=tmp_path))
+    path = write_config(tmp_path, "train: {lr: 1.0e-3}")
+    message = read_refusal(run_lm("train", "--config", path, cwd=tmp_path))
     assert message == f"{path}: unknown key `train.lr`; did you mean `optim.lr`?"
 
 
 def test_sweep_lists_the_points(tmp_path):
-    result = lm("sweep", str(LM / "sweep_mixers.yaml"), cwd=tmp_path)
+    result = run_lm("sweep", str(LM / "sweep_mixers.yaml"), cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     expected = [(m, lr) for m in ("householder", "dplr") for lr in ("0.002", "0.004", "0.008")]
     assert result.stdout.splitlines() == [
@@ -141,7 +126,7 @@ def test_sweep_lists_the_points(tmp_path):
 
 @pytest.fixture
 def offline(tmp_path) -> dict:
-    """Return options of `lm` with which any use of the network fails."""
+    """Return options of `run_lm` with which any use of the network fails."""
     folder = tmp_path / "offline"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(NO_NETWORK)
@@ -158,8 +143,9 @@ def offline(tmp_path) -> dict:
 def test_dry_run_prints_the_cost_and_writes_no_files(tmp_path, offline, name, parameters, flops):
     cwd = tmp_path / "cwd"
     cwd.mkdir()
-    wide = {**offline, "COLUMNS": "200"}  # no cell of the table is wrapped
-    result = lm("train", "--config", str(LM / f"{name}.yaml"), "--dry-run", cwd=cwd, **wide)
+    options = {**offline, "COLUMNS": "200"}  # wide enough to wrap no cell of the table
+    path = str(LM / f"{name}.yaml")
+    result = run_lm("train", "--config", path, "--dry-run", cwd=cwd, **options)
     assert (result.returncode, result.stderr) == (0, "")
     rows = {}
     for line in result.stdout.splitlines():
@@ -171,13 +157,13 @@ def test_dry_run_prints_the_cost_and_writes_no_files(tmp_path, offline, name, pa
     assert rows["tokens trained on"] == "2.517 B in 4,800 updates"
     assert rows[f"FLOPs per token{flops}"].endswith("in all)")
     assert "GiB (estimate): fits" in rows["memory per GPU, ZeRO-1"]
-    assert f"name: {name}\n" in result.stdout  # the resolved config, defaults and all
+    assert f"name: {name}\n" in result.stdout  # the configuration with all defaults
     assert "  weight_decay: 0.1\n" in result.stdout and "  timeout_s: 1800\n" in result.stdout
     assert list(cwd.iterdir()) == []
 
 
 def test_plan_prints_the_table_of_a_dry_run(tmp_path, capsys):
-    path = config(tmp_path, "model: {d_model: 16, n_layer: 1}\ntrain: {micro_batch_size: 3}")
+    path = write_config(tmp_path, "model: {d_model: 16, n_layer: 1}\ntrain: {micro_batch_size: 3}")
     assert main(["plan", path, "data.seq_len=7"]) == 0
     planned = capsys.readouterr().out
     assert "3 of 7 tokens" in planned and "seq_len" not in planned
@@ -186,7 +172,7 @@ def test_plan_prints_the_table_of_a_dry_run(tmp_path, capsys):
 
 
 def test_plan_options_set_the_hardware(tmp_path, capsys):
-    path = config(tmp_path, "model: {d_model: 16, n_layer: 1}\ntrain: {micro_batch_size: 3}")
+    path = write_config(tmp_path, "model: {d_model: 16, n_layer: 1}\ntrain: {micro_batch_size: 3}")
     assert main(["plan", path, "--gpus", "16", "--gpu", "h200", "data.seq_len=7"]) == 0
     planned = capsys.readouterr().out
     assert "16 × h200" in planned and "48 of 7 tokens" in planned
@@ -199,8 +185,10 @@ def test_plan_options_set_the_hardware(tmp_path, capsys):
 
 
 def test_local_rank_is_accepted_before_the_command(tmp_path):
-    path = config(tmp_path, "model: {d_model: 16, n_layer: 1}")
-    result = lm("--local_rank=0", "train", "--config", path, "--dry-run", "seed=4", cwd=tmp_path)
+    path = write_config(tmp_path, "model: {d_model: 16, n_layer: 1}")
+    result = run_lm(
+        "--local_rank=0", "train", "--config", path, "--dry-run", "seed=4", cwd=tmp_path
+    )
     assert (result.returncode, result.stderr) == (0, "")
     assert "seed: 4\n" in result.stdout
 
@@ -223,19 +211,17 @@ def test_interrupt_has_exit_status_130(monkeypatch, capsys):
 
 
 def test_version(capsys):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as e:
         main(["--version"])
-    assert ended.value.code == 0
+    assert e.value.code == 0
     assert capsys.readouterr().out == f"fprnn {__version__}\n"
 
 
-@pytest.mark.parametrize("micro, status", [(8, 0), (64, BAD_CONFIG)])
-def test_exit_status_of_a_plan_that_does_not_fit(micro, status, tmp_path, capsys):
-    path = config(tmp_path, "model: {d_model: 256, n_layer: 2}")
-    options = ["--gpu", "a100-40g", f"train.micro_batch_size={micro}", "data.seq_len=32768"]
-    if status == 0:
-        options[-1] = "data.seq_len=128"
-    assert main(["plan", path, *options]) == status
+@pytest.mark.parametrize("micro_batch, seq_len, status", [(8, 128, 0), (64, 32768, BAD_CONFIG)])
+def test_exit_status_shows_whether_a_plan_fits(micro_batch, seq_len, status, tmp_path, capsys):
+    path = write_config(tmp_path, "model: {d_model: 256, n_layer: 2}")
+    overrides = [f"train.micro_batch_size={micro_batch}", f"data.seq_len={seq_len}"]
+    assert main(["plan", path, "--gpu", "a100-40g", *overrides]) == status
     assert ("to make it fit" in capsys.readouterr().out) == bool(status)
 
 
@@ -249,12 +235,11 @@ def test_exit_status_of_a_plan_that_does_not_fit(micro, status, tmp_path, capsys
     ],
 )
 def test_160m_configurations_fit_their_gpus(name, gpu):
-    from lm.config import load as configs
+    from lm.config.load import load
     from lm.report.plan import parse_hardware, plan
 
-    cfg = configs.load(LM / f"{name}.yaml")
-    planned = plan(cfg, parse_hardware(4, gpu))
-    assert planned["fits"] and planned["sequences_per_step"] == 256
+    costs = plan(load(LM / f"{name}.yaml"), parse_hardware(4, gpu))
+    assert costs["fits"] and costs["sequences_per_step"] == 256
 
 
 def test_unknown_option_error_explains_overrides(capsys):
@@ -265,7 +250,7 @@ def test_unknown_option_error_explains_overrides(capsys):
 
 
 def test_dry_run_of_several_ranks_is_printed_once(tmp_path, capsys, monkeypatch):
-    path = config(tmp_path, "model: {d_model: 16, n_layer: 1}")
+    path = write_config(tmp_path, "model: {d_model: 16, n_layer: 1}")
     monkeypatch.setenv("WORLD_SIZE", "2")
     printed = []
     for rank in "01":

@@ -1,5 +1,7 @@
-"""Bad inputs, drawn at random, for both command lines; each must end as docs/cluster.md says, with
-a sentence and without a traceback. FPRNN_FUZZ: how many, 30 if unset.
+"""Random bad inputs for both command lines, `lm` and `synthetic`.
+
+Each command must end with a message, without a traceback, and with an exit status of
+docs/cluster.md. The environment variable FPRNN_FUZZ sets the number of inputs (default: 30).
 """
 
 import contextlib
@@ -25,11 +27,11 @@ from synthetic.train import train
 from tests.running import ROOT
 
 COUNT = int(os.environ.get("FPRNN_FUZZ", "30"))
-STATUSES = {0, 1, 2, 65, 71, 75, 76, 77, 78}
+EXIT_STATUSES = {0, 1, 2, 65, 71, 75, 76, 77, 78}
 TINY = ROOT / "configs/tiny/lm.yaml"
 TEXT = ROOT / "tests/data/tiny.jsonl"
-TRAINED = [TINY, f"data.path={TEXT}", "train.steps=1"]  # the least that is a training
-# For a key of a YAML, an argument, an option.
+TINY_RUN = [TINY, f"data.path={TEXT}", "train.steps=1"]
+# Invalid or unusual values of keys, arguments and options.
 VALUES = [
     *("-1", "0", "1", "3", "1e23", "1e400", "-1e-300", "1e-300", "0.5", "nan", "inf", "1_000"),
     *("9" * 20, "9" * 5000, "0x10", "0b_", "65537", "1000000", "true", "null", "on", "'on'"),
@@ -39,48 +41,48 @@ VALUES = [
     *("2026-13-45", "*anchor", "!!python/object:os", "<<: 1", "module:Class", "os:getcwd", "a: b"),
     *("auto", "window:0", "window:1000000", "parallel", "fp32", "householder", "mamba"),
 ]
-# In the place of a file, or of a part of it.
+# Bytes that replace a file or a part of it.
 JUNK = [
     *(b"", b"{", b"[]", b"{}", b"null", b"0", b'"a"', b'{"a": 1}', b"\xff\xfe\x00", b"\x00" * 64),
     *(b"[" * 5000, b'{"a":' * 5000, b"\x1b]0;title\x07", b"9" * 5000, b"1e999", b"NaN", b"a: [b"),
 ]
 
 
-class Places(NamedTuple):
-    """What the cases are about; copied before it is damaged."""
+class Folders(NamedTuple):
+    """Intact folders that the commands read."""
 
     run: Path
     export: Path
     synthetic: Path
 
 
-Case = tuple[str, list]  # the module of a command line, its arguments
+Command = tuple[str, list]  # name of the command line, and arguments
 
 
-def overrides(rng: random.Random, places: Places, folder: Path) -> Case:
-    """A training whose keys have values that they should not have."""
-    of_synthetic = [places.synthetic / "config.yaml", "train.steps=1"]
-    module, schema, config = rng.choice(
-        [("lm", Config, TRAINED), ("synthetic", SyntheticConfig, of_synthetic)]
+def make_bad_overrides(rng: random.Random, folders: Folders, out: Path) -> Command:
+    """Return a training with bad values of keys."""
+    synthetic_run = [folders.synthetic / "config.yaml", "train.steps=1"]
+    module, schema, run = rng.choice(
+        [("lm", Config, TINY_RUN), ("synthetic", SyntheticConfig, synthetic_run)]
     )
-    drawn = [key for key in all_keys(schema) if key != "resume"]
-    pairs = [f"{rng.choice(drawn)}={rng.choice(VALUES)}" for _ in range(rng.choice((1, 1, 2)))]
-    return module, ["train", "--config", *config, f"out_dir={folder}", *pairs]
+    keys = [key for key in all_keys(schema) if key != "resume"]
+    pairs = [f"{rng.choice(keys)}={rng.choice(VALUES)}" for _ in range(rng.choice((1, 1, 2)))]
+    return module, ["train", "--config", *run, f"out_dir={out}", *pairs]
 
 
-def commands(places: Places, folder: Path) -> dict[str, list[Case]]:
-    """Commands that work, by the place that they read."""
-    run, export, synthetic = places
-    page, scores = folder / "x.html", folder / "x.json"
-    going_on = [f"out_dir={folder}", "resume=auto"]
-    both = [("lm", ["report", "--out", folder / "out", run]), ("lm", ["status", run])]
+def list_commands(folders: Folders, out: Path) -> dict[str, list[Command]]:
+    """Return valid commands by the folder that they read; they write only into `out`."""
+    run, export, synthetic = folders
+    page, scores = out / "x.html", out / "x.json"
+    resume = [f"out_dir={out}", "resume=auto"]
     return {
         "run": [
-            *both,
+            ("lm", ["report", "--out", out / "out", run]),
+            ("lm", ["status", run]),
             ("lm", ["inspect", "--out", page, run, "a b"]),
-            ("lm", ["export", run, folder / "hf"]),
-            ("lm", ["train", "--config", *TRAINED, "train.steps=9", *going_on]),
-            ("lm", ["train", "--config", *TRAINED, f"out_dir={folder}/a", f"init_from={run}"]),
+            ("lm", ["export", run, out / "hf"]),
+            ("lm", ["train", "--config", *TINY_RUN, "train.steps=9", *resume]),
+            ("lm", ["train", "--config", *TINY_RUN, f"out_dir={out}/a", f"init_from={run}"]),
             ("lm", ["sweep", run / "config.yaml"]),
             ("lm", ["plan", run / "config.yaml", "--gpus", "1"]),
         ],
@@ -88,80 +90,82 @@ def commands(places: Places, folder: Path) -> dict[str, list[Case]]:
             ("lm", ["generate", export, "--max-new-tokens", "1", "--prompt", "a"]),
             ("lm", ["generate", export, "--prompt", "a", "--temperature", "1", "--top-k", "1"]),
             ("lm", ["inspect", "--out", page, export, "a b"]),
-            ("lm", ["report", "--out", folder / "out", export]),
+            ("lm", ["report", "--out", out / "out", export]),
             ("lm", ["eval", export, "--out", scores, "--tasks", "catbabi_mini", "--limit", "1"]),
         ],
         "synthetic": [
             ("synthetic", ["inspect", "--out", page, synthetic, "--length", "3"]),
             ("synthetic", ["eval", "--out", scores, synthetic, "eval.lengths=3"]),
-            ("synthetic", ["train", "--config", synthetic / "config.yaml", *going_on]),
-            ("synthetic", ["report", "fig1", f"out_dir={folder}"]),
-            ("lm", ["report", "--out", folder / "out", synthetic]),
+            ("synthetic", ["train", "--config", synthetic / "config.yaml", *resume]),
+            ("synthetic", ["report", "fig1", f"out_dir={out}"]),
+            ("lm", ["report", "--out", out / "out", synthetic]),
             ("lm", ["status", synthetic]),
         ],
     }
 
 
-def arguments(rng: random.Random, places: Places, folder: Path) -> Case:
-    """A command one of whose words is what it should not be."""
-    cases = [case for of_place in commands(places, folder).values() for case in of_place]
-    module, (command, *words) = rng.choice(cases)
-    # No training: its config is what `overrides` and `texts` are about.
+def make_bad_argument(rng: random.Random, folders: Folders, out: Path) -> Command:
+    """Return a command with one bad argument. It is no training: other functions vary its keys."""
+    commands = [c for of_folder in list_commands(folders, out).values() for c in of_folder]
+    module, (command, *words) = rng.choice(commands)
     while command == "train":
-        module, (command, *words) = rng.choice(cases)
-    at = rng.choice([i for i, word in enumerate(words) if not str(word).startswith("--")])
-    value = rng.choice([*VALUES, *places, folder])
+        module, (command, *words) = rng.choice(commands)
+    i = rng.choice([i for i, word in enumerate(words) if not str(word).startswith("--")])
+    value = rng.choice([*VALUES, *folders, out])
     if str(value).startswith("-"):
         value = f"./{value}"
-    return module, [command, *words[:at], value, *words[at + 1 :]]
+    return module, [command, *words[:i], value, *words[i + 1 :]]
 
 
-def damaged(rng: random.Random, places: Places, folder: Path) -> Case:
-    """A command on a folder one of whose files is damaged."""
-    which = rng.choice(places._fields)
-    copy = Path(shutil.copytree(getattr(places, which), folder / getattr(places, which).name))
+def damage_folder(rng: random.Random, folders: Folders, out: Path) -> Command:
+    """Return a command that reads a folder with one damaged file."""
+    name = rng.choice(folders._fields)
+    copy = Path(shutil.copytree(getattr(folders, name), out / getattr(folders, name).name))
     files = sorted(f for f in copy.rglob("*") if f.is_file() and f.suffix not in (".py", ".md"))
     damage(rng, rng.choice(files))
-    if rng.random() < 0.5:  # whoever changes a file may have meant it
+    if rng.random() < 0.5:  # as if a user had changed the file on purpose
         for sums in copy.rglob("SHA256SUMS"):
             sums.unlink()
-    return rng.choice(commands(places._replace(**{which: copy}), folder)[which])
+    return rng.choice(list_commands(folders._replace(**{name: copy}), out)[name])
 
 
-def texts(rng: random.Random, places: Places, folder: Path) -> Case:
-    """A training whose YAML or whose data is damaged."""
-    config, text = folder / "config.yaml", folder / "text.jsonl"
+def damage_training_inputs(rng: random.Random, folders: Folders, out: Path) -> Command:
+    """Return a training with a damaged YAML or damaged data."""
+    config, text = out / "config.yaml", out / "text.jsonl"
     shutil.copy(TINY, config)
     shutil.copy(TEXT, text)
     damage(rng, rng.choice((config, text)))
-    given = [f"data.path={text}", f"out_dir={folder}", "train.steps=1", "model.n_layer=1"]
-    return "lm", ["train", "--config", config, *given]
+    overrides = [f"data.path={text}", f"out_dir={out}", "train.steps=1", "model.n_layer=1"]
+    return "lm", ["train", "--config", config, *overrides]
 
 
 def damage(rng: random.Random, file: Path) -> None:
-    """Replace a file, cut it, or put something into it."""
+    """Replace a file, cut it, insert bytes into it, or replace bytes or a number in it."""
     raw = file.read_bytes()
-    at = rng.randrange(len(raw) + 1)
+    i = rng.randrange(len(raw) + 1)
     junk = rng.choice(JUNK)
     numbers = list(re.finditer(rb"-?\d+(\.\d+)?(e[-+]?\d+)?", raw)) if b"\0" not in raw else []
-    ways = [junk, raw[:at], raw[:at] + junk + raw[at:], raw[:at] + junk + raw[at + len(junk) :]]
-    if numbers:  # text: what looks right, with a number that is something else
+    results = [junk, raw[:i], raw[:i] + junk + raw[i:], raw[:i] + junk + raw[i + len(junk) :]]
+    if numbers:  # four times as likely: the rest of the text stays valid
         number = rng.choice(numbers)
-        ways += [raw[: number.start()] + junk + raw[number.end() :]] * 4
-    file.write_bytes(rng.choice(ways))
+        results += [raw[: number.start()] + junk + raw[number.end() :]] * 4
+    file.write_bytes(rng.choice(results))
 
 
-KINDS = (overrides, overrides, arguments, damaged, damaged, texts)
+MAKERS = (
+    *(make_bad_overrides, make_bad_overrides, make_bad_argument),
+    *(damage_folder, damage_folder, damage_training_inputs),
+)
 
 
-def wrong(status: int, said: str, errors: str) -> str:
-    """What a command's end should not have been; "" where it was right."""
-    if "Traceback (most recent call last)" in errors + said:
+def find_fault(status: int, output: str, errors: str) -> str:
+    """Return what is wrong with the way in which a command ended; "" if nothing is."""
+    if "Traceback (most recent call last)" in errors + output:
         return "a traceback"
-    if status not in STATUSES:
+    if status not in EXIT_STATUSES:
         return f"status {status}"
     if status and not errors.strip():
-        return f"status {status}, and nothing is said"
+        return f"status {status} without a message"
     if CONTROL.search(errors.replace("\r", "")):
         return "control characters on the terminal"
     return ""
@@ -169,27 +173,23 @@ def wrong(status: int, said: str, errors: str) -> str:
 
 MAINS = {"lm": lm.cli.main.main, "synthetic": synthetic.cli.main}
 SMALL = (
-    "model.d_model=8",
-    "train.steps=2",
-    "train.batch_size=2",
-    "train.length=3",
-    "thresholds=[]",
+    *("model.d_model=8", "train.steps=2", "train.batch_size=2", "train.length=3", "thresholds=[]"),
+    *("train.curriculum=null", "train.adversarial_noise=0", "eval.lengths=3", "eval.examples=2"),
 )
-SMALL += ("train.curriculum=null", "train.adversarial_noise=0", "eval.lengths=3", "eval.examples=2")
 
 
 @pytest.fixture(scope="module")
-def places(tiny_run, small_export, tmp_path_factory):
+def folders(tiny_run, small_export, tmp_path_factory):
     out = f"out_dir={tmp_path_factory.mktemp('synthetic')}"
     cfg = config.load(ROOT / "configs/synthetic/small/s3.yaml", [*SMALL, out])
     train(cfg)
     run = tmp_path_factory.mktemp("run") / "tiny"
     shutil.copytree(tiny_run, run, ignore=shutil.ignore_patterns("hf"))
-    return Places(run, small_export, cfg.run_dir)
+    return Folders(run, small_export, cfg.run_dir)
 
 
-def called(module: str, args: list, folder: Path) -> tuple[int, str, str]:
-    """Status, output and errors of a command; trainings of `lm` are checked and not made."""
+def run_command(module: str, args: list, folder: Path) -> tuple[int, str, str]:
+    """Return status, stdout and stderr of a command; a training of `lm` is only a dry run."""
     if (module, args[0]) == ("lm", "train"):
         args = [*args, "--dry-run"]
     out, errors = io.StringIO(), io.StringIO()
@@ -200,7 +200,7 @@ def called(module: str, args: list, folder: Path) -> tuple[int, str, str]:
     ):
         try:
             status = MAINS[module]([str(arg) for arg in args])
-        except SystemExit as e:  # of argparse
+        except SystemExit as e:  # raised by argparse
             status = e.code
         except Exception:
             status = 1
@@ -208,18 +208,20 @@ def called(module: str, args: list, folder: Path) -> tuple[int, str, str]:
     return status, out.getvalue(), errors.getvalue()
 
 
-def test_random_bad_inputs_give_one_line_errors(places, tmp_path):
-    refused, failures = 0, []
-    for number in range(COUNT):
-        folder = tmp_path / str(number)
-        (folder / "here").mkdir(parents=True)
-        kind = KINDS[number % len(KINDS)]
-        module, args = kind(random.Random(number), places, folder)
-        status, said, errors = called(module, args, folder / "here")
-        refused += status != 0
-        if how := wrong(status, said, errors):
-            shown = " ".join(repr(str(arg))[1:-1][:90] for arg in args)
-            failures.append(f"{kind.__name__}: {module} {shown}: {how}\n{errors[-1500:]}")
-        shutil.rmtree(folder)
+def test_random_bad_inputs_give_one_line_errors(folders, tmp_path):
+    refused_count, failures = 0, []
+    for seed in range(COUNT):
+        out = tmp_path / str(seed)
+        (out / "cwd").mkdir(parents=True)
+        make_command = MAKERS[seed % len(MAKERS)]
+        module, args = make_command(random.Random(seed), folders, out)
+        status, output, errors = run_command(module, args, out / "cwd")
+        refused_count += status != 0
+        if fault := find_fault(status, output, errors):
+            command = " ".join(repr(str(arg))[1:-1][:90] for arg in args)
+            failures.append(
+                f"{make_command.__name__}: {module} {command}: {fault}\n{errors[-1500:]}"
+            )
+        shutil.rmtree(out)
     assert not failures
-    assert refused > COUNT / 3  # or they are no bad inputs
+    assert refused_count > COUNT / 3  # otherwise the inputs are not bad enough

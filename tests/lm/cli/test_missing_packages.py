@@ -1,4 +1,4 @@
-"""Packages that are not installed: each is named with the extra that has it."""
+"""Errors for packages that are not installed name the package and the extra that contains it."""
 
 import importlib.util
 import subprocess
@@ -27,15 +27,16 @@ def test_extras_equal_those_of_pyproject():
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    brought = dict.fromkeys(("fastapi", "openai", "uvicorn"), "transformers")
-    brought |= {"accelerate": "lm_eval", "pyarrow": "datasets", "yaml": "pyyaml"}
+    # Package → the requirement that installs it, if the names differ.
+    required_by = dict.fromkeys(("fastapi", "openai", "uvicorn"), "transformers")
+    required_by |= {"accelerate": "lm_eval", "pyarrow": "datasets", "yaml": "pyyaml"}
     for package, extra in EXTRAS.items():
-        asked = [r.partition(">")[0].partition("[")[0].lower() for r in extras[extra]]
-        assert brought.get(package, package) in asked, package
+        requirements = [r.partition(">")[0].partition("[")[0].lower() for r in extras[extra]]
+        assert required_by.get(package, package) in requirements, package
 
 
 def test_install_command_names_the_missing_packages(monkeypatch, tmp_path):
-    """In a checkout its extras; in a wheel, whose name no index knows, their requirements."""
+    """A checkout names extras; a wheel, which no index contains, names their requirements."""
     constraints = ROOT / "constraints.txt"
     prefix = f"pip install -c {constraints} -e "
     assert install_command("wandb", "lm_eval", "rich") == f"{prefix}'{ROOT}[train,eval]'"
@@ -55,8 +56,8 @@ def test_install_command_names_the_missing_packages(monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def without(monkeypatch):
-    """A function that makes a package look as if it were not installed."""
+def hide_package(monkeypatch):
+    """Return a function that makes a package look as if it were not installed."""
     find = importlib.util.find_spec
 
     def hide(package):
@@ -78,11 +79,11 @@ def without(monkeypatch):
         ("datasets", "data.source=fineweb", "data.source: fineweb"),
     ],
 )
-def test_missing_package_is_named_before_training(tiny, without, package, override, key):
+def test_missing_package_is_named_before_training(tiny, hide_package, package, override, key):
     from lm.training.preflight import check
 
     check(tiny(override), 1)
-    without(package)
+    hide_package(package)
     check(tiny(), 1)
     with pytest.raises(MissingPackageError) as e:
         check(tiny(override), 1)
@@ -90,15 +91,15 @@ def test_missing_package_is_named_before_training(tiny, without, package, overri
     assert str(e.value).startswith(f"{key} needs the package {package}, which is not installed")
 
 
-def test_report_without_matplotlib_is_refused(capsys, without, tmp_path):
+def test_report_without_matplotlib_is_refused(capsys, hide_package, tmp_path):
     (tmp_path / "config.yaml").write_text("name: x")
-    without("matplotlib")
-    words = "fprnn report needs the package matplotlib, which is not installed"
-    assert refused(capsys, "report", tmp_path).startswith(words)
+    hide_package("matplotlib")
+    message = refused(capsys, "report", tmp_path)
+    assert message.startswith("fprnn report needs the package matplotlib, which is not installed")
 
 
-# Runs `python -m lm` in a Python in which a package is not installed, and has not been imported.
-WITHOUT = """
+# Code that runs `python -m lm` as if a package were not installed: sys.argv[1] names it.
+RUN_WITHOUT_PACKAGE = """
 import runpy, sys
 from importlib.machinery import PathFinder
 
@@ -126,21 +127,23 @@ runpy.run_module("lm", run_name="__main__")
     ],
 )
 def test_missing_package_error_names_the_extra(tmp_path, small_export, package, command):
-    places = {"EXPORT": str(small_export), "out_dir=OUT": f"out_dir={tmp_path / 'runs'}"}
-    command = [places.get(word, word) for word in command]
-    if package == "torch":  # a fresh interpreter, because a library has torch's parts
-        words = [sys.executable, "-c", WITHOUT, package, *command]
-        done = subprocess.run(words, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120)
+    paths = {"EXPORT": str(small_export), "out_dir=OUT": f"out_dir={tmp_path / 'runs'}"}
+    code = [RUN_WITHOUT_PACKAGE, package, *(paths.get(word, word) for word in command)]
+    if package == "torch":  # in a new interpreter, because torch cannot be removed from a process
+        python = [sys.executable, "-c", *code]
+        done = subprocess.run(
+            python, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120
+        )
     else:
-        done = PLAIN_FORKS.run("-c", [WITHOUT, package, *command], timeout=120)
-    last = done.stderr.splitlines()[-1]
+        done = PLAIN_FORKS.run("-c", code, timeout=120)
+    last_line = done.stderr.splitlines()[-1]
     assert done.returncode == BAD_CONFIG, done.stderr
-    assert last.startswith("error: ") and f"needs the package {package}, which is not" in last
-    assert last.endswith(install_command(package)) and "Traceback" not in done.stderr
+    assert last_line.startswith("error: ")
+    assert f"needs the package {package}, which is not" in last_line
+    assert last_line.endswith(install_command(package)) and "Traceback" not in done.stderr
 
 
 def test_generate_needs_only_the_base_dependencies(small_export):
-    """pydantic, rich, deepspeed, … are for training; the base is what generation needs."""
     command = ["generate", small_export, "--prompt", "a", "--max-new-tokens", "1"]
-    done = PLAIN_FORKS.run("-c", [WITHOUT, "pydantic", *command], timeout=120)
+    done = PLAIN_FORKS.run("-c", [RUN_WITHOUT_PACKAGE, "pydantic", *command], timeout=120)
     assert done.returncode == 0, done.stderr

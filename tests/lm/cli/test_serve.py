@@ -1,4 +1,4 @@
-"""`fprnn serve`: refusals in a sentence, and completions for the client of OpenAI."""
+"""`fprnn serve`: one-sentence errors, and completions for OpenAI's client."""
 
 import contextlib
 import importlib.util
@@ -21,14 +21,14 @@ PROMPT = "the list of"
 
 
 @pytest.fixture
-def installed(monkeypatch):
+def server_packages(monkeypatch):
     """Make the packages of the server look installed."""
     monkeypatch.setattr(serve, "require", lambda name, purpose: None)
 
 
 def test_path_that_is_no_export_is_refused(tmp_path, capsys):
-    said = refused(capsys, "serve", tmp_path)
-    assert said == f"{tmp_path} is no export: make one with `fprnn export RUN {tmp_path}`"
+    message = refused(capsys, "serve", tmp_path)
+    assert message == f"{tmp_path} is no export: make one with `fprnn export RUN {tmp_path}`"
     assert "must be an integer 1 to 65535" in refused(capsys, "serve", tmp_path, "--port", 70000)
 
 
@@ -45,7 +45,7 @@ def test_missing_package_of_serve_is_named(package, tmp_path, capsys, monkeypatc
 
 
 @pytest.mark.slow
-def test_damaged_weights_are_refused(tiny_export, tmp_path, capsys, installed):
+def test_damaged_weights_are_refused(tiny_export, tmp_path, capsys, server_packages):
     damaged = tmp_path / "export"
     shutil.copytree(tiny_export, damaged)
     with open(damaged / "model.safetensors", "r+b") as file:
@@ -55,8 +55,8 @@ def test_damaged_weights_are_refused(tiny_export, tmp_path, capsys, installed):
 
 
 @contextlib.contextmanager
-def served(export, log):
-    """Serve an export within the block → its port."""
+def serve_export(export, log):
+    """Serve an export within the block, and yield the port."""
     port = find_free_port()
     command = [sys.executable, "-m", "lm", "serve", export, "--host", "127.0.0.1", "--port", port]
     with open(log, "w") as out:
@@ -74,13 +74,14 @@ def served(export, log):
         server.wait(30)
 
 
-def expected(export, **sampling) -> str:
-    from lm.evaluation.facade import load
+def generate_expected(export) -> str:
+    """Return the greedy continuation of PROMPT by 12 tokens."""
+    from lm.evaluation.language_model import load
 
     loaded = load(export)
     model, tokenizer = loaded.model, loaded.tokenizer
     batch = tokenizer(PROMPT, return_tensors="pt").to(model.device)
-    out = model.generate(**batch, do_sample=False, max_new_tokens=12, **sampling)
+    out = model.generate(**batch, do_sample=False, max_new_tokens=12)
     return tokenizer.decode(out[0, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
@@ -90,13 +91,13 @@ def test_openai_client_receives_the_generated_text(tiny_export, tmp_path):
     openai = pytest.importorskip("openai")
     for package in ("fastapi", "uvicorn"):
         pytest.importorskip(package)
-    with served(tiny_export, tmp_path / "log") as port:
+    with serve_export(tiny_export, tmp_path / "log") as port:
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
-        asked = dict(model=str(tiny_export), prompt=PROMPT, max_tokens=12, temperature=0)
-        whole = client.completions.create(**asked)
-        streamed = client.completions.create(**asked, stream=True)
-        text = "".join(part.choices[0].text for part in streamed)
+        request = dict(model=str(tiny_export), prompt=PROMPT, max_tokens=12, temperature=0)
+        completion = client.completions.create(**request)
+        parts = client.completions.create(**request, stream=True)
+        streamed_text = "".join(part.choices[0].text for part in parts)
         with pytest.raises(openai.BadRequestError):
-            client.completions.create(**{**asked, "model": "another"})
-    assert whole.choices[0].text == text == expected(tiny_export)
-    assert whole.usage.completion_tokens == 12 and text
+            client.completions.create(**{**request, "model": "another"})
+    assert completion.choices[0].text == streamed_text == generate_expected(tiny_export)
+    assert completion.usage.completion_tokens == 12 and streamed_text

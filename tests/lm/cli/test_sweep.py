@@ -1,4 +1,4 @@
-"""`fprnn sweep --run`: which points are trained, how, and what their ends mean."""
+"""`fprnn sweep --run`: which points it trains, by which command, and its exit status."""
 
 import json
 import signal
@@ -15,7 +15,7 @@ from lm.cli.main import main
 from lm.common.errors import BAD_CONFIG, DIVERGED, FAILED, PREEMPTED
 from lm.runs.checkpoint import find_newest_checkpoint
 from lm.runs.lease import is_alive
-from tests.running import ENV, ROOT, losses
+from tests.running import ENV, ROOT, read_losses
 
 YAML = """
 name: s
@@ -39,22 +39,22 @@ def path(tmp_path):
     return file
 
 
-class Trainings:
-    """Stands for subprocess.Popen: notes commands, and ends as the test says."""
+class FakePopen:
+    """Replacement of subprocess.Popen that records commands and returns given exit statuses."""
 
-    def __init__(self, *ends):
-        self.ends, self.commands = list(ends), []
+    def __init__(self, *exit_statuses):
+        self.exit_statuses, self.commands = list(exit_statuses), []
 
     def __call__(self, command, preexec_fn=None):
         self.commands.append(command)
         return self
 
     def poll(self):
-        self.returncode = self.ends.pop(0)
+        self.returncode = self.exit_statuses.pop(0)
         return self.returncode
 
 
-def leave(folder: Path, name: str, value: dict) -> None:
+def write_run(folder: Path, name: str, value: dict) -> None:
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text("train: {steps: 4}")
     (folder / name).write_text(json.dumps(value))
@@ -62,68 +62,70 @@ def leave(folder: Path, name: str, value: dict) -> None:
 
 def test_sweep_continues_after_a_failed_point(path, tmp_path, monkeypatch, capsys):
     validation = {"loss": 2.0, "perplexity": 7.4}
-    leave(tmp_path / "s/000-fp-seed=0", "result.json", {"updates": 4, "validation": validation})
-    leave(tmp_path / "s/001-fp-seed=1", "failure.json", {"exit_code": DIVERGED, "sentence": "nan"})
-    trainings = Trainings(FAILED, 0)
-    monkeypatch.setattr(sweep.subprocess, "Popen", trainings)
+    write_run(tmp_path / "s/000-fp-seed=0", "result.json", {"updates": 4, "validation": validation})
+    write_run(
+        tmp_path / "s/001-fp-seed=1", "failure.json", {"exit_code": DIVERGED, "sentence": "nan"}
+    )
+    popen = FakePopen(FAILED, 0)
+    monkeypatch.setattr(sweep.subprocess, "Popen", popen)
     assert main(["sweep", str(path), "--run", "train.steps=4"]) == 1
-    options = [command[command.index("--job-index") :] for command in trainings.commands]
+    options = [command[command.index("--job-index") :] for command in popen.commands]
     expected = ["resume=auto", "train.steps=4"]
     assert options == [["--job-index", i, *expected] for i in ("2", "3")]
-    said = capsys.readouterr().out
-    for words in ("s/000-fp-seed=0: done", "s/001-fp-seed=1: failed", "exit status"):
-        assert words in said
+    output = capsys.readouterr().out
+    for text in ("s/000-fp-seed=0: done", "s/001-fp-seed=1: failed", "exit status"):
+        assert text in output
 
 
-@pytest.mark.parametrize("end, status", [(DIVERGED, 0), (PREEMPTED, PREEMPTED)])
-def test_sweep_status_after_divergence_and_stop(path, monkeypatch, end, status):
-    trainings = Trainings(end, 0, 0, 0)
-    monkeypatch.setattr(sweep.subprocess, "Popen", trainings)
-    assert main(["sweep", str(path), "--run", "--gpus", "2"]) == status
-    assert len(trainings.commands) == (1 if status else 4)
-    bash, script, *rest = trainings.commands[0]
+@pytest.mark.parametrize("point_status, sweep_status", [(DIVERGED, 0), (PREEMPTED, PREEMPTED)])
+def test_sweep_status_after_divergence_and_stop(path, monkeypatch, point_status, sweep_status):
+    popen = FakePopen(point_status, 0, 0, 0)
+    monkeypatch.setattr(sweep.subprocess, "Popen", popen)
+    assert main(["sweep", str(path), "--run", "--gpus", "2"]) == sweep_status
+    assert len(popen.commands) == (1 if sweep_status else 4)
+    bash, script, *rest = popen.commands[0]
     assert (bash, Path(script).is_file()) == ("bash", True)
     assert rest == [str(path), "2", "--job-index", "0"]
 
 
 def test_signal_is_forwarded_to_the_training_point(path, monkeypatch):
-    asked = []
+    stop_requests = []
 
-    class Training(Trainings):
+    class Training(FakePopen):
         def poll(self):
-            if not asked:
+            if not stop_requests:
                 signal.raise_signal(signal.SIGTERM)
-            return PREEMPTED if asked else None
+            return PREEMPTED if stop_requests else None
 
         def terminate(self):
-            asked.append(True)
+            stop_requests.append(True)
 
         returncode = PREEMPTED
 
     before = {number: signal.getsignal(number) for number in sweep_signals()}
     monkeypatch.setattr(sweep.subprocess, "Popen", Training())
     try:
-        assert main(["sweep", str(path), "--run"]) == PREEMPTED and asked
+        assert main(["sweep", str(path), "--run"]) == PREEMPTED and stop_requests
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
 def sweep_signals():
-    from lm.common.signals import STOP
+    from lm.common.signals import STOP_SIGNALS
 
-    return STOP
+    return STOP_SIGNALS
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
 def test_training_of_a_killed_sweep_saves_and_ends(path, tmp_path):
-    """It trained on, and the next sweep trained beside it."""
+    """Otherwise it would train on, next to the training of the next sweep."""
     path.write_text(path.read_text().replace("steps: 4", "steps: 100000"))
     command = [sys.executable, "-m", "lm", "sweep", str(path), "--run", "log.every=1"]
     run = tmp_path / "s/000-fp-seed=0"
     with subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.DEVNULL) as process:
-        wait_until(lambda: (run / "metrics.jsonl").is_file() and losses(run))
+        wait_until(lambda: (run / "metrics.jsonl").is_file() and read_losses(run))
         trainer = json.loads((run / "lease.json").read_text())
         process.kill()
     wait_until(lambda: is_alive(trainer) is False)
@@ -133,10 +135,10 @@ def test_training_of_a_killed_sweep_saves_and_ends(path, tmp_path):
     )
 
 
-def wait_until(is_so, seconds=120):
-    until = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < until
+def wait_until(condition, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
@@ -147,7 +149,7 @@ def test_gpus_option_needs_run(path, capsys):
 
 @pytest.mark.slow
 def test_point_may_start_from_an_earlier_point(tmp_path):
-    """As in configs/lm/compare/traces.yaml: a layer trained alone, then a Mamba layer behind it."""
+    """As in configs/lm/compare/traces.yaml: a Mamba layer is added to a trained model."""
     tree = yaml.safe_load((ROOT / "configs/tiny/lm.yaml").read_text())
     first = tmp_path / "tiny/000-first"
     tree |= {"out_dir": str(tmp_path), "eval": {"every": 8}}
@@ -164,5 +166,5 @@ def test_point_may_start_from_an_earlier_point(tmp_path):
     path = tmp_path / "chain.yaml"
     path.write_text(yaml.safe_dump(tree))
     assert main(["sweep", str(path), "--run"]) == 0
-    taken = json.loads((tmp_path / "tiny/001-then/init_from.json").read_text())
-    assert taken["path"] == str(first / "checkpoints/step-000008"), taken
+    init_from = json.loads((tmp_path / "tiny/001-then/init_from.json").read_text())
+    assert init_from["path"] == str(first / "checkpoints/step-000008"), init_from

@@ -12,7 +12,16 @@ import pytest
 
 from lm.common.errors import BAD_CONFIG, BAD_DATA, DIVERGED, HANG, MACHINE
 from lm.runs.metrics import read_metrics
-from tests.running import ENV, FORKS, ROOT, command, losses, run, run_ranks_for_json, start_ranks
+from tests.running import (
+    ENV,
+    FORKS,
+    ROOT,
+    command,
+    read_losses,
+    run,
+    run_ranks_for_json,
+    start_ranks,
+)
 
 TINY = ("train", "--config", "configs/tiny/lm.yaml")
 
@@ -95,7 +104,7 @@ def test_nan_on_one_rank_rolls_back_all(tmp_path, stage):
     assert [status for status, _ in ends] == [0, 0], ends
     (rollback,) = [r["rollback"] for r in read_metrics(tmp_path / "tiny") if "rollback" in r]
     assert (rollback["from"], rollback["number"]) == (6, 1)
-    assert sorted(r["step"] for r in losses(tmp_path / "tiny")) == list(range(1, 9))
+    assert sorted(r["step"] for r in read_losses(tmp_path / "tiny")) == list(range(1, 9))
 
 
 def test_nan_in_a_moment_of_one_rank_is_never_saved(tmp_path):
@@ -177,4 +186,4 @@ def test_run_continues_after_a_killed_rank(tmp_path):
     assert [r["step"] for r in resumed] == list(range(1, 61))
     for ours, theirs in zip(resumed, whole):
         assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
-    assert len(losses(out / "tiny")) == 60
+    assert len(read_losses(out / "tiny")) == 60

@@ -16,8 +16,8 @@ from lm.config import load as config
 from lm.config import old_keys
 from lm.config.messages import is_key
 from lm.config.model import Model, Solver
-from lm.config.resuming import FIXED, FREE, NOTED, resume_rule
-from lm.config.schema import INVISIBLE, Config
+from lm.config.resuming import FIXED_ON_RESUME, FREE_ON_RESUME, NOTED_ON_RESUME, resume_rule
+from lm.config.schema import INVISIBLE_CHARACTERS, Config
 from lm.config.yaml_text import Loader, parse
 from lm.model.fields import FIELDS, KINDS, LAYER_OPTIONS
 from lm.training.build import build_model
@@ -324,7 +324,7 @@ TEXTS = [
 @pytest.mark.parametrize("text", TEXTS)
 def test_to_yaml_reads_back_as_the_same_config(tmp_path, text):
     trees = [{"engine": {"deepspeed": {text: text}}}, {"engine": {"deepspeed": text}}]
-    trees += [{"name": text, "out_dir": text}] * (INVISIBLE.search(text) is None)
+    trees += [{"name": text, "out_dir": text}] * (INVISIBLE_CHARACTERS.search(text) is None)
     for tree in trees:
         cfg = config.build({"seed": 2**64 - 1, "optim": {"lr": 1e-300, "min_lr": 0}, **tree})
         assert load(tmp_path, cfg.to_yaml()) == cfg
@@ -356,7 +356,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("values", itertools.product(*CHOICES.values()))
 def test_the_autos_of_the_solver_are_those_of_the_model(values):
-    """`Solver.settled`, by which runs are compared, and what a model makes of the same fields."""
+    """`Solver.resolve_auto`, by which runs are compared, and the config of a model agree."""
     from lm.model.configuration_fprnn import FPRNNConfig
 
     solver = Solver(**dict(zip(CHOICES, values)))
@@ -364,7 +364,7 @@ def test_the_autos_of_the_solver_are_those_of_the_model(values):
         made = FPRNNConfig(**solver.model_dump())
     except ValueError:
         return  # they do not go together
-    assert {k: solver.settled()[k] for k in CHOICES} == {k: getattr(made, k) for k in CHOICES}
+    assert {k: solver.resolve_auto()[k] for k in CHOICES} == {k: getattr(made, k) for k in CHOICES}
     assert solver.iterates == (made.token == "iterate")
 
 
@@ -470,17 +470,17 @@ def test_the_page_says_what_a_resumed_run_may_change():
     items = [
         set(re.findall(r"`([\w.]+)`", item)) for item in re.split(r"^- ", part, flags=re.M)[1:]
     ]
-    said = dict(zip((FIXED, NOTED, FREE), items))
-    said[FREE] -= {"train.steps"}
+    said = dict(zip((FIXED_ON_RESUME, NOTED_ON_RESUME, FREE_ON_RESUME), items))
+    said[FREE_ON_RESUME] -= {"train.steps"}
     tops = {name: resume_rule(Config, name) for name in Config.model_fields}
     keys = [
         f"{prefix}.{name}"
-        for prefix, section in config_page.sections(Config()).items()
+        for prefix, section in config_page.collect_sections(Config()).items()
         for name in type(section).model_fields
         if prefix
     ]
     rules = {key: resume_rule(Config, key) for key in keys} | tops
     for key, rule in rules.items():
-        inherited = FREE if key in tops else tops[key.partition(".")[0]]
+        inherited = FREE_ON_RESUME if key in tops else tops[key.partition(".")[0]]
         named = [kind for kind, keys in said.items() if key in keys]
         assert named == ([] if rule is inherited else [rule]), key

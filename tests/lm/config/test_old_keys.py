@@ -10,7 +10,7 @@ from lm.config import load as config
 from lm.config import old_keys
 from lm.config.messages import is_key
 from lm.config.schema import Config
-from lm.export.export import run_identity
+from lm.export.export import identify_run
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.fields import RENAMED_FIELDS
 from lm.runs.run_dir import flatten_config
@@ -90,7 +90,7 @@ def test_run_identity_is_the_one_of_earlier_versions():
     """The checksum that commit 0786c216 computed: an export of that version can be replaced."""
     trained = {key: value for key, value in OLD.items() if key != "data"}
     trained["data"] = {key: OLD["data"][key] for key in ("mixture", "curriculum")}
-    assert run_identity(config.build(trained))["settings"] == (
+    assert identify_run(config.build(trained))["settings"] == (
         "54af6a7724b4f79ea35b17c0b6e482c3e9fdcf7a34e4423ae2e30ca723e6c2fe"
     )
 

@@ -2,7 +2,7 @@
 
 import itertools
 
-from lm.data.sources.open import documents
+from lm.data.sources.open import iter_documents
 
 
 class LocalShard:
@@ -11,7 +11,9 @@ class LocalShard:
     def __init__(self, data, shard=(0, 1), state=None, order=None):
         self._read = state["read"] if state else 0
         index, count = shard
-        self._texts = itertools.islice(documents(data), index + self._read * count, None, count)
+        self._texts = itertools.islice(
+            iter_documents(data), index + self._read * count, None, count
+        )
 
     def __iter__(self):
         return self

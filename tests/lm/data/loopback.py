@@ -47,7 +47,7 @@ from lm.config.data import Data
 from lm.config.schema import Config
 from lm.data.sources.errors import DataError
 from lm.data.sources.hub_parquet import HubDocuments
-from lm.data.sources.open import documents
+from lm.data.sources.open import iter_documents
 """
 
 

@@ -19,8 +19,8 @@ from lm.data.corpus import cache, tokenising
 from lm.data.corpus import tokenizer as tokenizers
 from lm.data.corpus.prepare import ensure_on_node, open_corpus, prepare, prepare_ahead
 from lm.data.sources.errors import DataError
-from lm.runs.written import foreign_files, run_file_test
-from tests.forked import Forked
+from lm.runs.owned_files import describe_foreign_files, make_run_file_test
+from tests.forked import ForkedProcess
 from tests.running import FORKS, ROOT, fprnn
 
 
@@ -63,7 +63,7 @@ def small_batches(monkeypatch):
     monkeypatch.setattr(tokenising, "BATCH", 10)
 
 
-def start_process(cfg, kill_at: int = 0, pause: float = 0.0) -> tuple[Forked, Path]:
+def start_process(cfg, kill_at: int = 0, pause: float = 0.0) -> tuple[ForkedProcess, Path]:
     """Start a process that prepares; return it and the file that it waits for."""
     go_file = Path(tempfile.mkdtemp()) / "go"
     arguments = [json.dumps(cfg.model_dump(mode="json")), kill_at, pause, go_file]
@@ -71,7 +71,7 @@ def start_process(cfg, kill_at: int = 0, pause: float = 0.0) -> tuple[Forked, Pa
     return FORKS.start("tests.lm.data.preparing", arguments, environment), go_file
 
 
-def release(*started: tuple[Forked, Path]) -> None:
+def release(*started: tuple[ForkedProcess, Path]) -> None:
     """Let processes begin together, when all of them are ready."""
     for process, _ in started:
         while "ready\n" not in process.read_output()[0] and process.poll() is None:
@@ -80,7 +80,7 @@ def release(*started: tuple[Forked, Path]) -> None:
         go_file.touch()
 
 
-def finish(started: tuple[Forked, Path]) -> tuple[str, dict]:
+def finish(started: tuple[ForkedProcess, Path]) -> tuple[str, dict]:
     """Wait for a process to succeed; return its output and its last line, which is JSON."""
     out, err = started[0].communicate(timeout=60)
     assert started[0].returncode == 0, out + err
@@ -216,7 +216,7 @@ def test_corpus_in_a_run_directory_is_no_foreign_file(cached, bpe, name):
     cached.data.cache_dir = None
     prepare(cached, bpe, cached.run_dir, name=name)
     assert list(cached.run_dir.rglob("train.bin"))
-    assert foreign_files(cached.run_dir, run_file_test(cached.run_dir)) == ""
+    assert describe_foreign_files(cached.run_dir, make_run_file_test(cached.run_dir)) == ""
 
 
 def test_one_process_makes_the_corpus_and_others_wait(cached, folder):

@@ -13,7 +13,7 @@ from tests.lm.data.loopback import REPO, Hub, digest, run, serving
 
 PRINT_ERROR = """
 try:
-    next(documents(Data(source="fineweb", **{}))); print("no error")
+    next(iter_documents(Data(source="fineweb", **{}))); print("no error")
 except DataError as e:
     print(e)
 """
@@ -51,7 +51,7 @@ def test_shards_stream_every_document_despite_faults(hub, all_texts, tmp_path):
     output, _ = run(
         READ
         + """
-print(digest(list(documents(data))))
+print(digest(list(iter_documents(data))))
 for count in (3, 5, 12, 17):  # fewer than the twelve row groups, as many, and more
     print(digest(sorted(t for i in range(count) for t in HubDocuments(data, (i, count)))))
 """,
@@ -82,7 +82,7 @@ import time
 waited = []
 time.sleep = waited.append  # also for `datasets` and huggingface_hub
 try:
-    print(digest(list(documents(data))))
+    print(digest(list(iter_documents(data))))
 except DataError as e:
     print(e)
 print(sum(waited))

@@ -105,7 +105,7 @@ for position in (state, source.state_dict(), HubDocuments(data).state_dict()):
 READ = """
 import hashlib
 try:
-    texts = list(documents(data))
+    texts = list(iter_documents(data))
     print(hashlib.sha1("\\0".join(texts).encode()).hexdigest())
 except DataError as e:
     print(e)

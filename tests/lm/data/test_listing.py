@@ -14,7 +14,7 @@ from lm.config.data import Data
 from lm.data.sources import listing
 from lm.data.sources.errors import DataError
 from lm.data.sources.listing import list_files, report_files, source_files
-from lm.data.sources.open import documents
+from lm.data.sources.open import iter_documents
 
 
 def names(path, source: str = "text") -> list[str]:
@@ -67,9 +67,9 @@ def test_compressed_files_give_the_same_documents(tmp_path, texts):
     (tmp_path / "b.jsonl.bz2").write_bytes(bz2.compress(raw))
     with pa.CompressedOutputStream(str(tmp_path / "c.ndjson.zst"), "zstd") as file:
         file.write(raw)
-    assert list(documents(Data(source="jsonl", path=str(tmp_path)))) == texts * 3
+    assert list(iter_documents(Data(source="jsonl", path=str(tmp_path)))) == texts * 3
     (tmp_path / "d.txt.gz").write_bytes(gzip.compress("é\r\n".encode()))
-    assert list(documents(Data(source="text", path=str(tmp_path)))) == ["é\r\n"]
+    assert list(iter_documents(Data(source="text", path=str(tmp_path)))) == ["é\r\n"]
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
@@ -79,7 +79,7 @@ def test_truncated_compressed_file_is_refused(tmp_path, ending):
         file.write(b'{"text": "x"}\n' * 9)
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(DataError, match=rf"a\.jsonl{ending} cannot be read: Truncated"):
-        list(documents(Data(source="jsonl", path=str(path))))
+        list(iter_documents(Data(source="jsonl", path=str(path))))
 
 
 def test_folder_links_are_followed_unless_circular(tmp_path):

@@ -27,9 +27,9 @@ from lm.data.batches.stream import StreamLoader
 from lm.data.corpus.corpora import open_sources, prepare_config, prepare_sources
 from lm.data.corpus.tokenizer import training_texts
 from lm.data.sources.errors import DataError
-from lm.data.sources.mixture import parts, shares, tokenizer_bytes
+from lm.data.sources.mixture import configs_by_source, source_shares, tokenizer_bytes
 from lm.data.sources.open import is_validation
-from lm.report.plan import _model_rows, describe, plan
+from lm.report.plan import _model_rows, make_table, plan
 from lm.training.validation import pool_scores
 from tests.lm.report.test_plan import LM
 from tests.refusals import refused
@@ -220,8 +220,11 @@ def test_state_of_another_mixture_is_refused():
 
 def test_shares_are_normalized_weights():
     mixture = {"b": {"source": "builtin", "weight": 3}, "a": {"source": "builtin", "weight": 1}}
-    assert shares(config.build({"data": {"mixture": mixture}}).data) == {"a": 0.25, "b": 0.75}
-    assert shares(Data()) == {"": 1.0}
+    assert source_shares(config.build({"data": {"mixture": mixture}}).data) == {
+        "a": 0.25,
+        "b": 0.75,
+    }
+    assert source_shares(Data()) == {"": 1.0}
 
 
 def test_validation_mean_is_weighted_by_shares():
@@ -315,7 +318,7 @@ def two(cfg, texts, tmp_path):
 def test_sources_are_prepared_and_validated_separately(two, bpe):
     corpora = prepare_sources(two, bpe, two.run_dir)
     assert list(corpora) == ["back", "own"]
-    for name, part in parts(two).items():
+    for name, part in configs_by_source(two).items():
         part.name = f"single-{name}"
         single = prepare_sources(part, bpe, part.run_dir)[""]
         assert np.array_equal(single.train[:], corpora[name].train[:]) and len(single.train)
@@ -356,7 +359,7 @@ def test_errors_of_a_source_name_its_key(two, bpe, capsys):
 
 def test_mixture_is_planned_and_prepared_ahead(two, capsys):
     two.model.d_model, two.model.n_layer, two.train.steps = 16, 1, 30
-    columns = describe(plan(two, 1), two).columns
+    columns = make_table(plan(two, 1), two).columns
     plan_rows = dict(zip(*(list(column.cells) for column in columns)))
     assert plan_rows["source own"] == "75.00% of the sequences"
     text = prepare_config(two)

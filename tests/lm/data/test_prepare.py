@@ -12,7 +12,7 @@ import pytest
 from lm.common.files import OutputError
 from lm.data.corpus import cache, corpus, integrity, tokenising
 from lm.data.corpus.documents import encode_documents
-from lm.data.corpus.prepare import checksums, open_corpus, prepare
+from lm.data.corpus.prepare import open_corpus, prepare, read_recorded_checksums
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import is_validation
 from tests.running import FORKS
@@ -66,7 +66,7 @@ def test_corpus_of_an_earlier_version_is_used(cfg, bpe):
     corpus = prepare(cfg, bpe, cfg.run_dir, lambda *done: calls.append(done))
     assert corpus.meta == meta and not calls and not (folder / "corpus.json").exists()
     assert open_corpus(cfg.run_dir).meta == meta
-    assert checksums(cfg.run_dir) == meta.sha256
+    assert read_recorded_checksums(cfg.run_dir) == meta.sha256
     flip(folder / "train.bin")
     with pytest.raises(DataError, match=r"data/train.bin is damaged"):
         prepare(cfg, bpe, cfg.run_dir)

@@ -22,13 +22,13 @@ from lm.data.sources.open import (
     MIN_DOCUMENT,
     builtin_documents,
     cut_at_blank_lines,
-    documents,
     is_validation,
+    iter_documents,
 )
 
 
 def test_builtin_text_is_large_and_ordered():
-    texts = list(documents(Data(source="builtin")))
+    texts = list(iter_documents(Data(source="builtin")))
     assert len(texts) > 500 and sum(map(len, texts)) > 1_500_000
     first = [topics[key] for key in sorted(topics)]
     assert texts[: len(first)] == first
@@ -56,25 +56,25 @@ def test_file_formats_give_the_same_documents(texts, jsonl, tmp_path):
     pq.write_table(pa.table({"id": range(200), "text": texts}), tmp_path / "a.parquet", 64)
     for i, text in enumerate(texts):
         (tmp_path / f"{i:03d}.txt").write_text(text, encoding="utf-8")
-    assert list(documents(Data(source="jsonl", path=str(jsonl)))) == texts
-    assert list(documents(Data(source="parquet", path=str(tmp_path)))) == texts
-    assert list(documents(Data(source="text", path=str(tmp_path)))) == texts
-    assert list(documents(Data(source="text", path=str(tmp_path / "00?.txt")))) == texts[:10]
+    assert list(iter_documents(Data(source="jsonl", path=str(jsonl)))) == texts
+    assert list(iter_documents(Data(source="parquet", path=str(tmp_path)))) == texts
+    assert list(iter_documents(Data(source="text", path=str(tmp_path)))) == texts
+    assert list(iter_documents(Data(source="text", path=str(tmp_path / "00?.txt")))) == texts[:10]
 
 
 def test_parquet_files_of_fineweb_are_read(shared):
-    texts = list(documents(Data(source="parquet", path=str(shared / "fineweb"))))
+    texts = list(iter_documents(Data(source="parquet", path=str(shared / "fineweb"))))
     assert len(texts) == 2400 and all(isinstance(t, str) and t for t in texts)
 
 
 def test_null_and_blank_documents_are_skipped(tmp_path):
     pq.write_table(pa.table({"text": ["a", None, " \n", "b"]}), tmp_path / "a.parquet")
-    assert list(documents(Data(source="parquet", path=str(tmp_path)))) == ["a", "b"]
+    assert list(iter_documents(Data(source="parquet", path=str(tmp_path)))) == ["a", "b"]
 
 
 def test_large_text_file_becomes_several_documents(shared):
     path = shared / "text" / "wikitext2_valid.txt"
-    texts = list(documents(Data(source="text", path=str(path))))
+    texts = list(iter_documents(Data(source="text", path=str(path))))
     assert "".join(texts) == path.read_bytes().decode()
     assert all(MIN_DOCUMENT <= len(t) <= MAX_DOCUMENT for t in texts[:-1]) and len(texts) > 100
 
@@ -88,13 +88,13 @@ def test_cutting_keeps_every_character(text):
 
 def test_text_keeps_crlf_and_drops_the_byte_order_mark(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
-    assert list(documents(Data(source="text", path=str(tmp_path)))) == ["one\r\ntwo\r\n"]
+    assert list(iter_documents(Data(source="text", path=str(tmp_path)))) == ["one\r\ntwo\r\n"]
 
 
 def test_lone_surrogate_in_json_is_replaced(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "x\\ud83d"}\n')
-    assert list(documents(Data(source="jsonl", path=str(path)))) == ["x\ufffd"]
+    assert list(iter_documents(Data(source="jsonl", path=str(path)))) == ["x\ufffd"]
 
 
 @given(st.text(), st.floats(0.01, 0.99))
@@ -112,7 +112,7 @@ def test_split_has_about_the_configured_fraction():
 
 def fails(match: str, **data):
     with pytest.raises(DataError, match=match) as caught:
-        list(documents(Data(**data)))
+        list(iter_documents(Data(**data)))
     assert "\n" not in str(caught.value)
 
 
@@ -128,9 +128,9 @@ def test_brackets_of_an_existing_folder_are_no_pattern(tmp_path):
         (tmp_path / name / "a.txt").write_text(f"in {name}")
     for pattern in ("part[1]", "part[1]/a.txt", "part[1]/*.txt", "part[1]/**/*.txt"):
         path = str(tmp_path / pattern)
-        assert list(documents(Data(source="text", path=path))) == ["in part[1]"], pattern
+        assert list(iter_documents(Data(source="text", path=path))) == ["in part[1]"], pattern
     path = str(tmp_path / "part[1-9]/*.txt")
-    assert list(documents(Data(source="text", path=path))) == ["in part1"]
+    assert list(iter_documents(Data(source="text", path=path))) == ["in part1"]
 
 
 def test_empty_corpus_is_refused(tmp_path):

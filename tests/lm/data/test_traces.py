@@ -16,7 +16,7 @@ from lm.data.batches.questions import COUNT, question_batches
 from lm.data.corpus import cache
 from lm.data.sources import traces
 from lm.data.sources.errors import DataError
-from lm.data.sources.open import documents
+from lm.data.sources.open import iter_documents
 from lm.training.validation import Validation, answers_suffix
 from tests.refusals import refused
 from tests.running import ROOT, run
@@ -72,17 +72,17 @@ def play(text: str) -> list[int]:
 @pytest.mark.parametrize(("form", "read"), [("words", read_words), ("repl", play)])
 def test_answers_are_right_and_gaps_as_configured(form, read):
     source = Traces(group="S3", form=form, gaps=[1, 3, 7], answers=4, documents=300)
-    texts = list(documents(Data(source="traces", traces=source)))
+    texts = list(iter_documents(Data(source="traces", traces=source)))
     assert len(texts) == 300
     gaps = [read(text) for text in texts]
     assert {gap for document in gaps for gap in document} == {1, 3, 7}
     assert {len(document) for document in gaps} == {1, 2, 3, 4}
-    assert texts == list(traces.documents(source)), "not deterministic"
+    assert texts == list(traces.iter_documents(source)), "not deterministic"
 
 
 def test_session_may_ask_before_any_swap():
     source = Traces(form="repl", gaps=[0, 2], answers=4, documents=200)
-    gaps = [play(text) for text in traces.documents(source)]
+    gaps = [play(text) for text in traces.iter_documents(source)]
     assert {0, 2} == {gap for document in gaps for gap in document}
     assert {document[0] for document in gaps} == {0, 2}
 
@@ -91,8 +91,8 @@ def test_session_may_ask_before_any_swap():
 def test_gaps_up_to_a_number_are_geometric(form, read):
     source = Traces(form=form, gaps=6, documents=2000)
     shortest = 1 if form == "words" else 0
-    gaps = [gap for text in traces.documents(source) for gap in read(text)]
-    assert set(gaps) == set(source.lengths) == set(range(shortest, 7))
+    gaps = [gap for text in traces.iter_documents(source) for gap in read(text)]
+    assert set(gaps) == set(source.possible_gaps) == set(range(shortest, 7))
     for gap in range(shortest, 6):
         assert gaps.count(gap + 1) / gaps.count(gap) == pytest.approx(6 / 8, rel=0.1)
 
@@ -101,8 +101,8 @@ def test_words_of_few_elements_have_low_order():
     """Four elements of S3 are the identity and the transpositions, whose products are all six."""
     source = Traces(num_elements=4, gaps=[1, 3], documents=300)
     for texts in (
-        list(traces.documents(source)),
-        [turn.question + turn.answer + " ;" for turn in traces.questions(source, 3, 100)],
+        list(traces.iter_documents(source)),
+        [turn.question + turn.answer + " ;" for turn in traces.iter_questions(source, 3, 100)],
     ):
         assert all(read_words(text) for text in texts)
         elements = {word for text in texts for word in re.findall(r"(?<!= )\b\w+", text)}
@@ -113,18 +113,18 @@ def test_words_of_few_elements_have_low_order():
 
 @pytest.mark.parametrize(("form", "read"), [("words", read_words), ("repl", play)])
 def test_questions_are_right_and_not_in_training(form, read):
-    turns = list(traces.questions(Traces(form=form), 20, 60))
+    turns = list(traces.iter_questions(Traces(form=form), 20, 60))
     end = traces.FORMS[form].end
     texts = [turn.question + turn.answer + end for turn in turns]
     assert [read(text) for text in texts] == [[20], [20, 20]] * 30
     for turn in turns:
         assert turn.question == turn.question.rstrip() and turn.answer == turn.answer.rstrip()
     source = Traces(group="S3", form=form, gaps=[20], answers=2, documents=2000)
-    assert not set(texts) & set(traces.documents(source))
+    assert not set(texts) & set(traces.iter_documents(source))
 
 
 def test_traces_without_settings_are_the_defaults():
-    assert list(documents(Data(source="traces"))) == list(traces.documents(Traces()))
+    assert list(iter_documents(Data(source="traces"))) == list(traces.iter_documents(Traces()))
 
 
 def test_syllables_are_distinct_for_the_largest_group():
@@ -147,7 +147,7 @@ def test_only_answers_are_targets_of_questions(bpe):
     source = Traces(group="S3", gaps=[2, 6], documents=1)
     batches = question_batches(source, bpe, 50, 128)
     assert [len(batch["labels"]) for batch in batches] == [50, 50, COUNT - 100]
-    turns = list(traces.questions(Traces(), 6, COUNT))
+    turns = list(traces.iter_questions(Traces(), 6, COUNT))
     inputs = torch.cat([batch["input_ids"] for batch in batches])
     labels = torch.cat([batch["labels"] for batch in batches])
     assert (inputs[:, 0] == bpe.eos_token_id).all()
@@ -187,7 +187,7 @@ def test_answer_merged_with_its_question_is_a_target():
     source = Traces(group="S3", gaps=[2], documents=2000)
     merged = Tokenizer(models.BPE(unk_token="?"))
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["?", "<end>"])
-    merged.train_from_iterator(traces.documents(source), trainer)
+    merged.train_from_iterator(traces.iter_documents(source), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=merged, eos_token="<end>")
     for batch in question_batches(source, tokenizer, 50, 128):
         assert (batch["labels"] != IGNORE).any(-1).all()
@@ -197,11 +197,12 @@ def test_answer_probability_covers_all_tokens_and_sources(bpe):
     """All tokens of an answer count, and the minimum over the sources."""
     session, words = Traces(form="repl", gaps=[1]), Traces(group="S3", gaps=[2])
     validation = object.__new__(Validation)
-    validation.asked = {
+    validation.questions = {
         "repl": question_batches(session, bpe, 50, 128),
         "words": question_batches(words, bpe, 50, 128),
     }
-    nll = {id(validation.asked["repl"]): 0.3, id(validation.asked["words"]): 0.1}  # loss per token
+    questions = validation.questions
+    nll = {id(questions["repl"]): 0.3, id(questions["words"]): 0.1}  # loss per token
 
     class Engine:
         def validate(self, batches, progress):
@@ -211,14 +212,14 @@ def test_answer_probability_covers_all_tokens_and_sources(bpe):
     answer_lengths = {
         name: [len(bpe(turn.answer)["input_ids"]) for turn in turns]
         for name, turns in (
-            ("repl", traces.questions(Traces(form="repl"), 1, COUNT)),
-            ("words", traces.questions(Traces(), 2, COUNT)),
+            ("repl", traces.iter_questions(Traces(form="repl"), 1, COUNT)),
+            ("words", traces.iter_questions(Traces(), 2, COUNT)),
         )
     }
     assert set(answer_lengths["repl"]) == {2}, "a line end and a number"
     answer_probability = {
         name: validation.answer_probability(Engine(), [name], lambda: None)
-        for name in validation.asked
+        for name in validation.questions
     }
     assert answer_probability["repl"] == pytest.approx(math.exp(-2 * 0.3))
     assert answer_probability["words"] == pytest.approx(

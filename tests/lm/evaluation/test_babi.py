@@ -59,7 +59,9 @@ def test_read_lines_keeps_the_text_of_the_files(folder):
 
 
 def test_vocabulary_is_sorted_after_padding_and_eos(folder):
-    words = babi.words(story for split in babi.SPLITS for story in babi.read(folder, split))
+    words = babi.make_vocabulary(
+        story for split in babi.SPLITS for story in babi.read(folder, split)
+    )
     assert words[:2] == ["<pad>", "<eos>"] and words[2:] == sorted(set(words[2:]))
     assert {"thing1", "thing20", "train1", "valid7", "test20", "milk,apple", ".", "?"} <= {*words}
 
@@ -82,7 +84,7 @@ def test_real_files_agree_with_a_plain_parser():
             assert split != "test" or len(asked) == 1000
             words |= {token.lower() for token in tokens}
             every += read
-    assert babi.words(every) == ["<pad>", "<eos>", *sorted(words)]
+    assert babi.make_vocabulary(every) == ["<pad>", "<eos>", *sorted(words)]
     assert len(words) == 176
 
 

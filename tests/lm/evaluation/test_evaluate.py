@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 from lm.common.errors import MissingPackageError
 from lm.evaluation.evaluate import EvaluationError, evaluate, make_table
 from lm.evaluation.tasks import TASKS_DIR
-from lm.runs.places import PlaceError
+from lm.runs.path_checks import PathError
 from tests.marks import slow
 from tests.running import PLAIN_FORKS
 
@@ -54,10 +54,7 @@ def test_tasks_of_this_project_run_on_a_tiny_model(checkpoint, tmp_path, capsys)
     assert {"lm_eval", "transformers", "torch", "fprnn"} == set(results["versions"])
     assert (results["solver"], results["fixed_point"]) == ("none", {})
     metrics = {name: set(task["metrics"]) for name, task in results["tasks"].items()}
-    assert metrics == {
-        "catbabi_mini": {"acc", "acc_norm"},
-        "catbabi_mini_gen": {"exact_match"},
-    }
+    assert metrics == {"catbabi_mini": {"acc", "acc_norm"}, "catbabi_mini_gen": {"exact_match"}}
     for task in results["tasks"].values():
         assert task["samples"] == 4 and task["version"] == 1.0
         for entry in task["metrics"].values():
@@ -111,9 +108,9 @@ def test_table_shows_each_metric_with_its_standard_error():
 
 
 def test_invalid_options_are_refused_before_loading(checkpoint, tmp_path, monkeypatch):
-    with pytest.raises(PlaceError, match="nowhere: no such folder"):
+    with pytest.raises(PathError, match="nowhere: no such folder"):
         evaluate(tmp_path / "nowhere", ["catbabi_mini"])
-    with pytest.raises(PlaceError, match=r"holds neither a run \(config\.yaml\) nor an export"):
+    with pytest.raises(PathError, match=r"holds neither a run \(config\.yaml\) nor an export"):
         evaluate(tmp_path, ["catbabi_mini"])
     monkeypatch.delenv("FPRNN_EVAL_DATA")
     with pytest.raises(EvaluationError, match=r"`text_local` could not.*FPRNN_EVAL_DATA names"):

@@ -5,10 +5,10 @@ import shutil
 import pytest
 
 from lm.cli.main import main
-from lm.evaluation.facade import FacadeError, load
+from lm.evaluation.language_model import LanguageModelError, load
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.runs.exported import LoadError
-from lm.runs.places import PlaceError
+from lm.runs.path_checks import PathError
 
 
 def test_generate_samples_by_seed_and_uses_the_cache(small_export, monkeypatch, capsys):
@@ -31,9 +31,9 @@ def test_generate_samples_by_seed_and_uses_the_cache(small_export, monkeypatch, 
 def test_foreign_models_generate_and_bad_folders_are_refused(tmp_path, byte_tokenizer):
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    with pytest.raises(PlaceError, match="nowhere: no such folder; give a run or an export"):
+    with pytest.raises(PathError, match="nowhere: no such folder; give a run or an export"):
         load(tmp_path / "nowhere").generate("Mary")
-    with pytest.raises(PlaceError, match=r"holds neither a run \(config.yaml\) nor an export"):
+    with pytest.raises(PathError, match=r"holds neither a run \(config.yaml\) nor an export"):
         load(tmp_path).generate("Mary")
     other = tmp_path / "other"
     shutil.copytree(byte_tokenizer, other)
@@ -47,5 +47,5 @@ def test_foreign_models_generate_and_bad_folders_are_refused(tmp_path, byte_toke
         load(bare).generate("Mary")
     (bare / "tokenizer.json").unlink()
     (bare / "tokenizer_config.json").unlink()
-    with pytest.raises(FacadeError, match="has no tokenizer"):
+    with pytest.raises(LanguageModelError, match="has no tokenizer"):
         load(bare).generate("Mary")

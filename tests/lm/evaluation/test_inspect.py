@@ -59,7 +59,7 @@ def test_iterations_equal_the_probe_and_losses_the_model(name, tokenizer):
     assert torch.equal(inspection.layers.iterations, report.token_iters[:, 0])
     assert torch.equal(inspection.layers.converged, report.converged[:, 0])
     solved = [i for i, layer in enumerate(model.config.layer_list()) if layer.kind != "mamba"]
-    assert inspection.layers.numbers == solved
+    assert inspection.layers.indices == solved
 
     with torch.no_grad():
         output = model(input_ids=ids, labels=ids)
@@ -77,7 +77,7 @@ def test_iterations_equal_the_probe_and_losses_the_model(name, tokenizer):
             float(best.values[0]), rel=1e-4
         )
     assert math.isnan(inspection.loss[0]) and inspection.guesses[0] == []
-    assert inspection.following[0].id == int(p[-1].argmax())
+    assert inspection.next_guesses[0].id == int(p[-1].argmax())
 
 
 @pytest.mark.parametrize("name", ["fp_mamba1", "fp_mamba2", "fp_rnn", "hybrid"])
@@ -88,7 +88,7 @@ def test_state_norms_equal_those_of_token_by_token_decoding(name, tokenizer):
         with torch.no_grad():
             output = model(input_ids=torch.tensor([[token.id]]), state=state, return_state=True)
         state = output.state
-        norms.append([float(state.layers[i].h.norm()) for i in inspection.layers.numbers])
+        norms.append([float(state.layers[i].h.norm()) for i in inspection.layers.indices])
     torch.testing.assert_close(
         inspection.layers.state_norm, torch.tensor(norms).T, rtol=2e-3, atol=1e-5
     )
@@ -110,8 +110,7 @@ def test_gate_is_half_the_norm_of_one_reflection(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "mixer, layer",
-    [("kronecker", "gate_proj"), ("monarch", "gate_proj"), ("dplr", "alpha_proj")],
+    "mixer, layer", [("kronecker", "gate_proj"), ("monarch", "gate_proj"), ("dplr", "alpha_proj")]
 )
 def test_gates_equal_the_output_of_the_gate_layer(mixer, layer):
     torch.manual_seed(0)
@@ -119,7 +118,7 @@ def test_gates_equal_the_output_of_the_gate_layer(mixer, layer):
     (block,), P = FPRNNForCausalLM(config).fixed_point_blocks(), torch.randn(3, 64)
     with torch.no_grad():
         weights = block.mixer.weights(P)
-        raw = torch.nn.functional.linear(P, weights.first, weights.bias)
+        raw = torch.nn.functional.linear(P, weights.matrix, weights.bias)
         expected = torch.sigmoid(getattr(block.mixer, layer)(P))
         torch.testing.assert_close(block.mixer.gates(raw), expected)
 
@@ -194,7 +193,7 @@ def test_page_has_all_tokens_and_escapes_markup(tokenizer):
     text = render_page(inspection)
     tokens = re.findall(r"<span class='token[^>]*>(.*?)</span>", text)
     assert [html.unescape(token) for token in tokens] == [
-        token.shown for token in inspection.tokens
+        token.label for token in inspection.tokens
     ]
     assert not re.search(r"[<>]|&(?!\w+;|#\d+;)", "".join(tokens))
     data = json.loads(text.split("id='data'>")[1].split("</script>")[0])
@@ -230,7 +229,7 @@ def test_model_without_solver_has_loss_and_entropy_only(tokenizer, tmp_path, cap
         bos_token_id=START,
     )
     inspection = measure.inspect_text(LlamaForCausalLM(config).eval(), tokenizer, "a (b)", "llama")
-    assert inspection.layers is None and inspection.scored == 5
+    assert inspection.layers is None and inspection.scored_count == 5
     text = render_page(inspection)
     assert "no fixed-point layer" in text
     show.show(inspection, tmp_path / "page.html")
@@ -266,7 +265,9 @@ def test_first_token_has_no_loss_without_a_start_token(byte_tokenizer):
     model = make_model("resets")
     inspection = measure.inspect_text(model, tokenizer, "abc", "x")
     assert (
-        len(inspection.tokens) == 3 and inspection.scored == 2 and inspection.bits_per_byte is None
+        len(inspection.tokens) == 3
+        and inspection.scored_count == 2
+        and inspection.bits_per_byte is None
     )
 
 

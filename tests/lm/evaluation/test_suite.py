@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 
 import fprnn
 from lm.cli.main import main
-from lm.evaluation.evaluate import PAPER, EvaluationError, evaluate, load_tasks
+from lm.evaluation.evaluate import PAPER_METRICS, EvaluationError, evaluate, load_tasks
 from lm.evaluation.tasks import TASKS_DIR
 
 CHOICES = {"text": ["rain", "a very long wooden bridge", "air"], "label": ["A", "B", "C"]}
@@ -73,8 +73,10 @@ def results(small_export, tmp_path_factory):
 
 def test_suite_has_one_metric_per_task_and_their_mean(results):
     suite = results["suite"]
-    assert suite["metrics"] == PAPER and suite["complete"]
-    values = [results["tasks"][name]["metrics"][of]["value"] for name, of in PAPER.items()]
+    assert suite["metrics"] == PAPER_METRICS and suite["complete"]
+    values = [
+        results["tasks"][name]["metrics"][metric]["value"] for name, metric in PAPER_METRICS.items()
+    ]
     assert suite["mean"] == pytest.approx(sum(values) / 6)
 
 
@@ -83,7 +85,7 @@ def test_command_prints_one_accuracy_per_task_and_the_mean(small_export, tmp_pat
     command = ["eval", str(small_export), "--suite", "paper", "--limit", "1", "--out", str(out)]
     assert main(command) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert all(f"│ {name} " in text for name in PAPER)
+    assert all(f"│ {name} " in text for name in PAPER_METRICS)
     suite = json.loads(out.read_text())["suite"]
     assert f"mean of the suite's 6 │ │ accuracies │ {suite['mean']:.4g} " in text
     assert text.count("acc_norm ↑") == 2 and text.count(" acc ↑") == 4

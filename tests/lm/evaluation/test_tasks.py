@@ -48,16 +48,14 @@ def test_lm_eval_finds_the_tasks_and_tags():
 def test_traces_in_lm_eval_equal_the_data_source(source):
     loaded = make_manager().load([f"traces_{source}"])["tasks"]
     assert set(loaded) == {f"traces_{source}_{gap}" for gap in TRACES[source]}
-    config = {
-        "s3": Traces(group="S3"),
-        "a5": Traces(group="A5"),
-        "repl": Traces(form="repl"),
-    }[source]
+    config = {"s3": Traces(group="S3"), "a5": Traces(group="A5"), "repl": Traces(form="repl")}[
+        source
+    ]
     for name, task in loaded.items():
         gap = int(name.rpartition("_")[2])
         documents = list(task.eval_docs)
         assert len(documents) == 500
-        for document, turn in zip(documents, traces.questions(config, gap, 20)):
+        for document, turn in zip(documents, traces.iter_questions(config, gap, 20)):
             ((context, continuation),) = [
                 request.args
                 for request in [task.construct_requests(document, task.doc_to_text(document))]

@@ -1,4 +1,4 @@
-"""Refusal to export a model whose teacher forcing and generation disagree."""
+"""Models whose teacher forcing and generation disagree are not exported."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_start_near_the_identity_passes_and_keeps_the_mode():
 
 
 def test_models_that_cannot_disagree_are_not_run():
-    """Reflections, and the paper's iteration, which depends on the schedule by definition."""
+    """Neither low-rank mixers nor the paper's iteration are checked."""
     for fields in ({"mixer_rank": 2}, {"mixer": "kronecker", "token": "iterate"}):
         model = make_model(**fields)
         model.forward = None  # calling it would fail

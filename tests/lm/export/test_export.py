@@ -10,11 +10,11 @@ import torch
 from transformers import AutoTokenizer
 
 from lm.common.files import OutputError
-from lm.evaluation.facade import load
-from lm.export.export import ExportError, export, run_identity
-from lm.export.folder import check_place, draft, publish, write_record
+from lm.evaluation.language_model import load
+from lm.export.export import ExportError, export, identify_run
+from lm.export.folder import check_out_folder, draft_folder, publish, write_record
 from lm.runs.checkpoint import find_newest_checkpoint
-from lm.runs.written import EXPORT_RECORD, export_files
+from lm.runs.owned_files import EXPORT_RECORD, list_export_files
 from lm.training.reshard import consolidate_weights
 from tests.running import run_alone
 
@@ -39,12 +39,12 @@ def write_file(folder, name, text=""):
 def test_export_loads_without_fprnn(tiny_export, tmp_path):
     done = run_alone(LOAD_AND_GENERATE, tiny_export, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
-    module, text, new, total = json.loads(done.stdout.splitlines()[-1])
+    module, text, new_tokens, logit_sum = json.loads(done.stdout.splitlines()[-1])
     assert module.startswith("transformers_modules") and text == "Mary went to the kitchen."
-    assert new == 3
+    assert new_tokens == 3
     loaded = load(tiny_export)
     ids = loaded.tokenizer("Mary went to the kitchen.", return_tensors="pt")["input_ids"]
-    assert loaded.model(ids).logits.double().sum().item() == pytest.approx(total, rel=1e-6)
+    assert loaded.model(ids).logits.double().sum().item() == pytest.approx(logit_sum, rel=1e-6)
 
 
 def test_exported_weights_equal_the_checkpoint(tiny_run, tiny_export):
@@ -73,26 +73,19 @@ def test_second_export_replaces_only_exported_files(tiny_run, tmp_path):
     out = tmp_path / "out"
     export(tiny_run, out)
     names = {path.name for path in out.iterdir()}
-    other_files = {
-        "eval/results.json": "{}",
-        "inspect.html": "page",
-        ".git/HEAD": "main",
-        "notes.txt": "",
-    }
+    other_files = {"eval/results.json": "{}", "inspect.html": "page", ".git/HEAD": "main"}
     for name, text in other_files.items():
         write_file(out, name, text)
     (out / "model.safetensors").write_bytes(b"")
     export(tiny_run, out, find_newest_checkpoint(tiny_run / "checkpoints"))
     assert (out / "model.safetensors").stat().st_size and load(out)
     assert {name: (out / name).read_text() for name in other_files} == other_files
-    assert {path.name for path in out.iterdir()} == names | {
-        name.split("/")[0] for name in other_files
-    }
+    other_names = {name.split("/")[0] for name in other_files}
+    assert {path.name for path in out.iterdir()} == names | other_names
 
 
 def test_second_export_deletes_stale_files(small_export, tmp_path):
     out = Path(shutil.copytree(small_export, tmp_path / "out"))
-    shutil.rmtree(out.parent / "new", ignore_errors=True)
     new = Path(shutil.copytree(small_export, tmp_path / "new"))
     (new / "tokenizer.json").unlink()
     write_record(new, {"name": "small"})
@@ -101,12 +94,7 @@ def test_second_export_deletes_stale_files(small_export, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "files",
-    [
-        ("thesis.txt",),
-        ("config.json", "notes.txt", ".git/HEAD"),
-        ("config.json", "model.safetensors"),
-    ],
+    "files", [("thesis.txt",), ("config.json", ".git/HEAD"), ("config.json", "model.safetensors")]
 )
 def test_folder_with_other_files_is_refused(tiny_run, tmp_path, files):
     other = tmp_path / "other"
@@ -133,13 +121,14 @@ def test_another_runs_export_needs_overwrite(tiny_run, small_export, tmp_path):
     out = Path(shutil.copytree(small_export, tmp_path / "out"))
     write_file(out, "eval/results.json", "{}")
     write_file(out, "notes.txt", "mine")
-    before = (out / "model.safetensors").read_bytes()
+    old_weights = (out / "model.safetensors").read_bytes()
     with pytest.raises(ExportError, match=r"another run, `small`.*--overwrite"):
         export(tiny_run, out)
-    assert (out / "model.safetensors").read_bytes() == before
+    assert (out / "model.safetensors").read_bytes() == old_weights
     export(tiny_run, out, overwrite=True)
-    assert (out / "model.safetensors").read_bytes() != before and (out / "notes.txt").is_file()
-    assert not (out / "eval/results.json").exists()  # of the other run
+    assert (out / "model.safetensors").read_bytes() != old_weights
+    assert (out / "notes.txt").is_file()
+    assert not (out / "eval/results.json").exists()  # it belonged to the other run
 
 
 def test_results_of_previous_weights_are_kept_with_a_note(tiny_run, tmp_path, capsys):
@@ -151,9 +140,9 @@ def test_results_of_previous_weights_are_kept_with_a_note(tiny_run, tmp_path, ca
 
 
 def test_run_identity_depends_on_fixed_settings(tiny):
-    same = run_identity(tiny())
-    assert run_identity(tiny("out_dir=elsewhere", "train.steps=99", "log.every=7")) == same
-    assert all(run_identity(tiny(key)) != same for key in ("name=b", "seed=1", "model.d_state=8"))
+    run = identify_run(tiny())
+    assert identify_run(tiny("out_dir=elsewhere", "train.steps=99", "log.every=7")) == run
+    assert all(identify_run(tiny(key)) != run for key in ("name=b", "seed=1", "model.d_state=8"))
 
 
 def test_edited_card_is_replaced_only_with_overwrite(tiny_run, tmp_path):
@@ -174,13 +163,13 @@ def test_export_of_an_earlier_version_is_recognized(small_export, tmp_path):
     expected = {path.name for path in out.iterdir()} - {EXPORT_RECORD}
     (out / EXPORT_RECORD).unlink()
     write_file(out, "train.py", "mine")
-    assert export_files(out) == expected
-    check_place(out, {"name": "small", "seed": 0}, overwrite=False)
+    assert list_export_files(out) == expected
+    check_out_folder(out, {"name": "small", "seed": 0}, overwrite=False)
     with pytest.raises(ExportError, match="another run, `small`"):
-        check_place(out, {"name": "other", "seed": 0}, overwrite=False)
+        check_out_folder(out, {"name": "other", "seed": 0}, overwrite=False)
     (out / "SHA256SUMS").unlink()
     with pytest.raises(ExportError, match="holds no earlier export"):
-        check_place(out, {"name": "small", "seed": 0}, overwrite=False)
+        check_out_folder(out, {"name": "small", "seed": 0}, overwrite=False)
 
 
 def test_export_after_a_killed_export_completes_it(small_export, tmp_path, monkeypatch):
@@ -188,16 +177,16 @@ def test_export_after_a_killed_export_completes_it(small_export, tmp_path, monke
     write_file(out, "notes.txt", "mine")
     replace, count = os.replace, 0
 
-    def fail_at_third(source, place):
+    def fail_at_third_file(source, target):
         nonlocal count
-        if Path(place).parent == out and not Path(place).name.startswith("."):
+        if Path(target).parent == out and not Path(target).name.startswith("."):
             count += 1
             if count == 3:
                 raise KeyboardInterrupt
-        replace(source, place)
+        replace(source, target)
 
     new = Path(shutil.copytree(small_export, tmp_path / "new"))
-    monkeypatch.setattr(os, "replace", fail_at_third)
+    monkeypatch.setattr(os, "replace", fail_at_third_file)
     with pytest.raises(KeyboardInterrupt):
         publish(new, out)
     monkeypatch.undo()
@@ -210,7 +199,7 @@ def test_drafts_of_killed_exports_are_deleted(tmp_path):
     write_file(tmp_path, ".out-abcd1234/export/config.json")
     write_file(tmp_path, ".out-backup/config.json")
     write_file(tmp_path, ".out-20261127/config.json")
-    with draft(tmp_path / "out"):
+    with draft_folder(tmp_path / "out"):
         pass
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out-20261127", ".out-backup"]
 
@@ -220,9 +209,9 @@ def test_export_of_a_missing_run_is_refused(tmp_path):
         export(tmp_path, tmp_path / "new")
 
 
-@pytest.mark.parametrize("place", ["https://huggingface.co/me/model", "s3://bucket/model"])
-def test_url_as_folder_is_refused(tiny_run, tmp_path, monkeypatch, place):
+@pytest.mark.parametrize("url", ["https://huggingface.co/me/model", "s3://bucket/model"])
+def test_url_as_folder_is_refused(tiny_run, tmp_path, monkeypatch, url):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(OutputError, match="is not on this machine"):
-        export(tiny_run, place)
+        export(tiny_run, url)
     assert not list(tmp_path.iterdir())

@@ -13,15 +13,15 @@ import torch
 from lm.kernels.cpu import build as cpu_build
 from lm.kernels.cpu import roots as cpu_roots
 from lm.kernels.cpu import scan as cpu
-from lm.kernels.cpu.build import token_step
-from tests.kernels import assert_close, poisoned_memory, skip_where_missing
-from tests.lm.kernels.test_scans import results
+from lm.kernels.cpu.build import space_tokens_evenly
+from tests.kernels import assert_close, poisoned_memory, skip_if_missing
+from tests.lm.kernels.test_scans import evaluate
 from tests.oracles import scan_inputs, sequential_scan
 
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    skip_where_missing(cpu)
+    skip_if_missing(cpu)
     with poisoned_memory():
         yield
 
@@ -31,7 +31,7 @@ def test_fresh_memory_is_poisoned():
     assert torch.ones(1).new_empty_strided((3, 4), (1, 3)).isnan().all()
 
 
-def resets(b, length):
+def make_keep(b, length):
     return (torch.rand(b, length, generator=torch.Generator().manual_seed(1)) > 0.3).double()
 
 
@@ -39,11 +39,11 @@ def resets(b, length):
 @pytest.mark.parametrize("d", [1, 5, 64, 100])
 @pytest.mark.parametrize("length", [1, 2, 7, 64, 257])
 def test_scan_and_gradients_equal_a_loop(length, d, n):
-    keep, tensors = resets(2, length), scan_inputs(2, length, d, n)
-    expected = results(sequential_scan, tensors, keep)
-    assert_close(results(cpu.selective_scan, tensors, keep), expected, 1e-12)
+    keep, tensors = make_keep(2, length), scan_inputs(2, length, d, n)
+    expected = evaluate(sequential_scan, tensors, keep)
+    assert_close(evaluate(cpu.selective_scan, tensors, keep), expected, 1e-12)
     single = {k: v.float() for k, v in tensors.items()}
-    assert_close(results(cpu.selective_scan, single, keep), expected, 2e-5)
+    assert_close(evaluate(cpu.selective_scan, single, keep), expected, 2e-5)
 
 
 def test_any_strides():
@@ -54,9 +54,9 @@ def test_any_strides():
         y, h = cpu.selective_scan(keep=spread(keep), **{k: spread(v) for k, v in tensors.items()})
         return spread(y), spread(h)  # the gradients are spread as well
 
-    t, keep = scan_inputs(2, 12, 20, 16), resets(2, 12)
+    t, keep = scan_inputs(2, 12, 20, 16), make_keep(2, 12)
     assert not any(spread(v).is_contiguous() for v in (*t.values(), keep))
-    assert_close(results(scan, t, keep), results(cpu.selective_scan, t, keep), 1e-15)
+    assert_close(evaluate(scan, t, keep), evaluate(cpu.selective_scan, t, keep), 1e-15)
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ def test_exponential_is_accurate(dtype, low, eps):
 
 def test_slices_of_B_and_C_are_read_without_copies():
     t = scan_inputs(3, 20, 37, 8, torch.float32)
-    both = torch.cat([t["B"], t["C"], t["B"] + torch.nan], -1)
-    slices = dict(zip("BC", both.split(8, -1)))
-    assert all(token_step(v)[0] is v for v in slices.values())
-    found, expected = (results(cpu.selective_scan, {**t, **s}, None) for s in (slices, {}))
+    BC = torch.cat([t["B"], t["C"], t["B"] + torch.nan], -1)
+    slices = dict(zip("BC", BC.split(8, -1)))
+    assert all(space_tokens_evenly(v)[0] is v for v in slices.values())
+    computed, expected = (evaluate(cpu.selective_scan, {**t, **s}, None) for s in (slices, {}))
     for name in expected:
-        assert torch.equal(found[name], expected[name]), name
+        assert torch.equal(computed[name], expected[name]), name
 
 
 def test_thread_count_changes_nothing():
@@ -97,7 +97,7 @@ def test_thread_count_changes_nothing():
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            runs.append(results(cpu.selective_scan, t, resets(5, 64)))
+            runs.append(evaluate(cpu.selective_scan, t, make_keep(5, 64)))
     finally:
         torch.set_num_threads(1)
     for other in runs[1:]:
@@ -250,6 +250,6 @@ def test_two_processes_can_compile_at_once(tmp_path):
         subprocess.Popen(command, cwd=root, env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = [p.communicate(timeout=300)[0].strip() for p in processes]
-    assert said == ["(True, '')"] * 2
+    outputs = [p.communicate(timeout=300)[0].strip() for p in processes]
+    assert outputs == ["(True, '')"] * 2
     assert [p.suffix for p in (tmp_path / "fprnn/kernels").iterdir()] == [".so"]

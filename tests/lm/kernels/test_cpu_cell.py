@@ -15,14 +15,14 @@ from lm.kernels.cell_arguments import CellArguments, Layout, Options, Readout, R
 from lm.kernels.cpu import cpu_cell
 from lm.model.solver import FAILED
 from tests import oracle_cell
-from tests.kernels import assert_close, poisoned_memory, skip_where_missing
+from tests.kernels import assert_close, poisoned_memory, skip_if_missing
 
 NOT_DIFFERENTIATED = ("keep", "y0", "h0")
 
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    skip_where_missing(cpu_cell)
+    skip_if_missing(cpu_cell)
     with poisoned_memory():
         yield
 
@@ -54,7 +54,7 @@ def place_columns(order, rank, d, bc):
     return firsts, column
 
 
-def problem(
+def make_problem(
     b=2,
     length=6,
     d=19,
@@ -97,8 +97,10 @@ def problem(
     return Layout(**firsts), options, {k: None if k in without else v for k, v in tensors.items()}
 
 
-def rnn_problem(b=2, length=6, d=19, order=("vectors", "gates"), reading=None, **option_values):
-    layout, options, tensors = problem(b, length, d, 1, None, order, reading, **option_values)
+def make_rnn_problem(
+    b=2, length=6, d=19, order=("vectors", "gates"), reading=None, **option_values
+):
+    layout, options, tensors = make_problem(b, length, d, 1, None, order, reading, **option_values)
     fresh = torch.sigmoid(tensors["dt"])
     tensors = {k: tensors[k] for k in ("raw", "weight_y", "x", "keep", "y0")}
     h0 = None if tensors["y0"] is None else tensors["y0"].flip(-1)
@@ -123,32 +125,32 @@ def cotangent(y):
     return wave.reshape(y.shape).sin() + 0.3
 
 
-def results(compute, given, dtype=torch.float64, fails=False, **others):
+def evaluate(compute, problem, dtype=torch.float64, fails=False, **others):
     """Return {"y", "state", "grad raw", …} of a kernel or an oracle."""
-    layout, options, tensors = given
+    layout, options, tensors = problem
     tensors = {k: None if v is None else v.to(dtype, copy=True) for k, v in tensors.items()}
-    wanted = [k for k, v in tensors.items() if v is not None and k not in NOT_DIFFERENTIATED]
-    wanted = [k for k in wanted if tensors[k].numel()]
-    for name in wanted:
+    names = [k for k, v in tensors.items() if v is not None and k not in NOT_DIFFERENTIATED]
+    names = [k for k in names if tensors[k].numel()]
+    for name in names:
         tensors[name].requires_grad_()
     y, h, outcome = solve(compute, layout, options, **tensors, **others)
     failed = outcome & FAILED != 0
     assert failed.any() == fails
-    grads = torch.autograd.grad(y, [tensors[k] for k in wanted], cotangent(y).to(dtype))
+    grads = torch.autograd.grad(y, [tensors[k] for k in names], cotangent(y).to(dtype))
     return {
         "y": y.detach(),
         "state": h.detach(),
-        **{f"grad {name}": g for name, g in zip(wanted, grads)},
+        **{f"grad {name}": g for name, g in zip(names, grads)},
     }
 
 
-def assert_equals_the_loop(given, tol=1e-9, tol32=3e-4, rnn=False):
+def assert_equals_the_loop(problem, tol=1e-9, tol32=3e-4, rnn=False):
     ours = cpu_cell.cell_rnn if rnn else cpu_cell.cell
-    theirs = oracle_cell.cell_rnn if rnn else oracle_cell.cell
-    expected = results(theirs, given)
-    assert_close(results(ours, given), expected, tol)
+    theirs = oracle_cell.solve_cell_rnn if rnn else oracle_cell.solve_cell
+    expected = evaluate(theirs, problem)
+    assert_close(evaluate(ours, problem), expected, tol)
     if tol32:
-        assert_close(results(ours, given, torch.float32), expected, tol32)
+        assert_close(evaluate(ours, problem, torch.float32), expected, tol32)
 
 
 @pytest.mark.parametrize("n", [1, 16, 33])
@@ -156,14 +158,14 @@ def assert_equals_the_loop(given, tol=1e-9, tol32=3e-4, rnn=False):
 @pytest.mark.parametrize("length", [1, 2, 9])
 def test_values_and_gradients_equal_the_loop(length, d, n):
     tol32 = None if d == 1 else 3e-4  # LayerNorm of a single channel is 0 up to rounding
-    assert_equals_the_loop(problem(2, length, d, n), tol32=tol32)
+    assert_equals_the_loop(make_problem(2, length, d, n), tol32=tol32)
 
 
 @pytest.mark.parametrize("sequential", [True, False], ids=["householder", "dplr"])
 @pytest.mark.parametrize("rank", [1, 2, 3, 4, 8])
 def test_all_ranks_equal_the_loop(rank, sequential):
     scale = 1.0 if not sequential and rank > 2 else 2.0
-    assert_equals_the_loop(problem(rank=rank, sequential=sequential, scale=scale))
+    assert_equals_the_loop(make_problem(rank=rank, sequential=sequential, scale=scale))
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ def test_all_ranks_equal_the_loop(rank, sequential):
     ids=str,
 )
 def test_all_options_equal_the_loop(others):
-    assert_equals_the_loop(problem(**others))
+    assert_equals_the_loop(make_problem(**others))
 
 
 @pytest.mark.parametrize("rank", [1, 2, 4])
@@ -208,7 +210,7 @@ def test_all_options_equal_the_loop(others):
     ids=str,
 )
 def test_mamba2_equals_the_loop(sizes, rank):
-    assert_equals_the_loop(problem(norm="rms", rank=rank, without=("norm_bias",), **sizes))
+    assert_equals_the_loop(make_problem(norm="rms", rank=rank, without=("norm_bias",), **sizes))
 
 
 @pytest.mark.parametrize(
@@ -224,15 +226,15 @@ def test_mamba2_equals_the_loop(sizes, rank):
     ids=str,
 )
 def test_rnn_equals_the_loop(others):
-    assert_equals_the_loop(rnn_problem(**{"scale": 1.0, **others}), rnn=True)
+    assert_equals_the_loop(make_rnn_problem(**{"scale": 1.0, **others}), rnn=True)
 
 
 # Centroids
 
 
-def with_centroids(k, without=(), **others):
-    """Return `problem` with the tensors of k centroids, through which y is read."""
-    layout, options, tensors = problem(without=without, **others)
+def make_centroid_problem(k, without=(), **others):
+    """Return a problem with the tensors of k centroids, through which the layer reads y."""
+    layout, options, tensors = make_problem(without=without, **others)
     b, length, d = tensors["x"].shape
     generator = torch.Generator().manual_seed(k)
 
@@ -259,19 +261,19 @@ def with_centroids(k, without=(), **others):
     ids=str,
 )
 def test_centroids_equal_the_loop(others):
-    given = with_centroids(**others)
-    expected = results(oracle_cell.cell, given)
-    assert_close(results(cpu_cell.cell, given), expected, 1e-9)
-    assert_close(results(cpu_cell.cell, given, torch.float32), expected, 3e-4)
+    problem = make_centroid_problem(**others)
+    expected = evaluate(oracle_cell.solve_cell, problem)
+    assert_close(evaluate(cpu_cell.solve_cell, problem), expected, 1e-9)
+    assert_close(evaluate(cpu_cell.solve_cell, problem, torch.float32), expected, 3e-4)
 
 
 def test_centroids_token_by_token_are_bit_identical():
-    layout, options, tensors = with_centroids(k=21, b=3, length=9, d=83)
+    layout, options, tensors = make_centroid_problem(k=21, b=3, length=9, d=83)
     y, h, _ = solve(cpu_cell.cell, layout, options, **tensors)
     shared = {name: tensors.pop(name) for name in ("keys", "key_bias", "values")}
     y_before, state, ys = tensors["y0"], tensors["h0"], []
     for t in range(9):
-        part = cut({**tensors, "y0": y_before, "h0": state}, tokens=slice(t, t + 1))
+        part = slice_tensors({**tensors, "y0": y_before, "h0": state}, tokens=slice(t, t + 1))
         y_part, state, _ = solve(cpu_cell.cell, layout, options, **part, **shared)
         y_before = y_part[:, -1]
         ys.append(y_part)
@@ -279,7 +281,7 @@ def test_centroids_token_by_token_are_bit_identical():
 
 
 def test_centroids_of_another_width_are_refused():
-    layout, options, tensors = with_centroids(k=5)
+    layout, options, tensors = make_centroid_problem(k=5)
     tensors["values"] = tensors["values"][:, :-1]
     with pytest.raises(ValueError, match="values is"):
         solve(cpu_cell.cell, layout, options, **tensors)
@@ -294,7 +296,7 @@ def test_centroids_of_another_width_are_refused():
 def test_root_is_the_limit_of_picard(rank, sequential, D, norm):
     """Many of the 300 equations have several roots; at D = 1e4 the output is y only."""
     without = ("keep", "y0", "h0", "norm_bias")
-    layout, options, tensors = problem(
+    layout, options, tensors = make_problem(
         b=300,
         length=1,
         d=16,
@@ -307,72 +309,74 @@ def test_root_is_the_limit_of_picard(rank, sequential, D, norm):
     )
     tensors["D"] *= D
     y, _, outcome = solve(cpu_cell.cell, layout, options, **tensors)
-    expected, _, slow = solve(oracle_cell.cell, layout, options, **tensors)
+    expected, _, is_slow = solve(oracle_cell.solve_cell, layout, options, **tensors)
     assert not (outcome & FAILED).any()
     error = (y - expected).abs().amax(-1) / expected.abs().amax(-1)
-    assert error[~slow].max() < 1e-8
+    assert error[~is_slow].max() < 1e-8
     single = cast(tensors, torch.float32)
     y32, _, outcome32 = solve(cpu_cell.cell, layout, options, **single)
-    both = (outcome | outcome32) & FAILED == 0
+    has_roots = (outcome | outcome32) & FAILED == 0
     error = (y32 - y).abs().amax(-1) / y.abs().amax(-1)
-    assert error[both].median() < 1e-6
-    assert (error[both] > 1e-2).sum() <= 1  # near a fold, rounding selects the root
+    assert error[has_roots].median() < 1e-6
+    assert (error[has_roots] > 1e-2).sum() <= 1  # near a fold, rounding selects the root
 
 
 def test_gradient_is_limited_near_a_fold(monkeypatch):
-    given = problem(b=400, length=1, d=16, n=2, reading=0, without=("keep", "y0", "h0"), seed=3)
+    problem = make_problem(
+        b=400, length=1, d=16, n=2, reading=0, without=("keep", "y0", "h0"), seed=3
+    )
     monkeypatch.setattr(oracle_cell, "ITERATIONS", 20000)
-    expected = results(oracle_cell.cell, given)
-    found = results(cpu_cell.cell, given)
-    assert_close(found, expected, 1e-6)  # Picard's root is less exact there
+    expected = evaluate(oracle_cell.solve_cell, problem)
+    computed = evaluate(cpu_cell.solve_cell, problem)
+    assert_close(computed, expected, 1e-6)  # Picard's root is less exact there
     monkeypatch.setattr(oracle_cell, "MAX_GAIN", math.inf)
-    beyond = results(oracle_cell.cell, given)["grad x"] - expected["grad x"]
+    beyond = evaluate(oracle_cell.solve_cell, problem)["grad x"] - expected["grad x"]
     assert (beyond.abs().amax((1, 2)) > 1e-3).any()
 
 
 @pytest.mark.parametrize("norm", ["layer", "rms"])
 def test_bisection_finds_roots_that_picard_misses(norm):
     without = ("keep", "y0", "h0", "norm_bias")
-    layout, options, tensors = problem(
+    layout, options, tensors = make_problem(
         b=300, length=1, d=16, n=2, rank=4, norm=norm, reading=0, without=without
     )
-    _, _, slow = solve(oracle_cell.cell, layout, options, **tensors)
+    _, _, is_slow = solve(oracle_cell.solve_cell, layout, options, **tensors)
     _, _, outcome = solve(cpu_cell.cell, layout, options, **tensors)
-    assert slow.any() and not (outcome & FAILED).any()
+    assert is_slow.any() and not (outcome & FAILED).any()
 
 
 def with_newton_fallback(picard):
     """Wrap oracle_cell's `picard`: if it fails, find a root by Newton from many points."""
 
-    def root_of(phi, start, tol, linear):
+    def find_root(phi, start, tol, linear):
         root, failed = picard(phi, start, tol, linear)
         generator = torch.Generator().manual_seed(5)
         for _ in range(100 if failed.any() else 0):
             s = torch.randn(start.shape, generator=generator, dtype=start.dtype)
             for _ in range(20):
-                rest = torch.eye(s.shape[1]).to(s) - oracle_cell.slope_of(phi, s)
+                rest = torch.eye(s.shape[1]).to(s) - oracle_cell.find_slope(phi, s)
                 s = s + torch.linalg.solve_ex(rest, (phi(s) - s).unsqueeze(-1))[0].squeeze(-1)
-            found = failed & ((phi(s) - s).abs().amax(-1) < 1e-12)
-            root, failed = torch.where(found.unsqueeze(-1), s, root), failed & ~found
+            computed = failed & ((phi(s) - s).abs().amax(-1) < 1e-12)
+            root, failed = torch.where(computed.unsqueeze(-1), s, root), failed & ~computed
             if not failed.any():
                 break
         return root, failed
 
-    return root_of
+    return find_root
 
 
 def test_repelling_root_has_the_exact_gradient(monkeypatch):
     """The only root of a token repels Picard from all sides; bisection finds it."""
     without = ("keep", "gate", "y0", "h0")
-    given = problem(reading=0, without=without, rank=2)
-    results(oracle_cell.cell, given, fails=True)
-    monkeypatch.setattr(oracle_cell, "picard", with_newton_fallback(oracle_cell.picard))
-    assert_close(results(cpu_cell.cell, given), results(oracle_cell.cell, given), 1e-8)
+    problem = make_problem(reading=0, without=without, rank=2)
+    evaluate(oracle_cell.solve_cell, problem, fails=True)
+    monkeypatch.setattr(oracle_cell, "run_picard", with_newton_fallback(oracle_cell.run_picard))
+    assert_close(evaluate(cpu_cell.solve_cell, problem), evaluate(oracle_cell.solve_cell, problem), 1e-8)
 
 
 @pytest.mark.parametrize("b, length", [(0, 3), (2, 0), (0, 0)])
 def test_empty_batch_or_sequence(b, length):
-    layout, options, tensors = problem(b=b, length=length)
+    layout, options, tensors = make_problem(b=b, length=length)
     tensors["raw"].requires_grad_()
     tensors["weight_y"].requires_grad_()
     y, h, outcome = solve(cpu_cell.cell, layout, options, **tensors)
@@ -385,7 +389,7 @@ def test_empty_batch_or_sequence(b, length):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_nan_gives_nan_and_a_failed_outcome(dtype):
-    layout, options, tensors = problem(b=3, length=4, reading=0, without=("keep",))
+    layout, options, tensors = make_problem(b=3, length=4, reading=0, without=("keep",))
     tensors["x"][1, 2, 5] = math.nan
     y, h, outcome = solve(cpu_cell.cell, layout, options, **cast(tensors, dtype))
     failed = outcome & FAILED != 0
@@ -396,9 +400,9 @@ def test_nan_gives_nan_and_a_failed_outcome(dtype):
 # Invariance of the results
 
 
-def long_problem(dtype=torch.float32, **others):
+def make_long_problem(dtype=torch.float32, **others):
     """Return a problem with several threads and checkpoints, whose d is no multiple of a vector."""
-    layout, options, tensors = problem(b=11, length=70, d=83, n=16, **others)
+    layout, options, tensors = make_problem(b=11, length=70, d=83, n=16, **others)
     return layout, options, cast(tensors, dtype)
 
 
@@ -411,14 +415,14 @@ def assert_same(ours, theirs):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("others", [dict(), dict(rank=3), dict(reading=3)], ids=str)
 def test_batch_does_not_change_a_sequence(others, dtype):
-    layout, options, tensors = long_problem(dtype, **others)
-    whole = forward_and_gradients(layout, options, tensors)
+    layout, options, tensors = make_long_problem(dtype, **others)
+    whole = compute_with_gradients(layout, options, tensors)
     for some in (slice(0, 1), slice(1, 3), slice(3, 10)):
-        part = forward_and_gradients(layout, options, cut(tensors, rows=some))
+        part = compute_with_gradients(layout, options, slice_tensors(tensors, rows=some))
         assert_same(part, {k: v[some] for k, v in whole.items()})
 
 
-def cut(tensors, rows=slice(None), tokens=slice(None)):
+def slice_tensors(tensors, rows=slice(None), tokens=slice(None)):
     """Select sequences and tokens of the tensors."""
     shared = ("weight_y", "A", "D", "norm_weight", "norm_bias")
     first = ("y0", "h0")
@@ -428,15 +432,15 @@ def cut(tensors, rows=slice(None), tokens=slice(None)):
     }
 
 
-def forward_and_gradients(layout, options, tensors, compute=None):
+def compute_with_gradients(layout, options, tensors, compute=None):
     """Return results and gradients whose loss treats every token alike, whatever the batch."""
     tensors = {k: None if v is None else v.clone() for k, v in tensors.items()}
-    wanted = [k for k in ("raw", "x", "dt", "gate") if tensors.get(k) is not None]
-    for name in wanted:
+    names = [k for k in ("raw", "x", "dt", "gate") if tensors.get(k) is not None]
+    for name in names:
         tensors[name].requires_grad_()
     y, h, _ = solve(compute or cpu_cell.cell, layout, options, **tensors)
-    grads = torch.autograd.grad((y.sin() * 3).sum(), [tensors[k] for k in wanted])
-    return {"y": y.detach(), "state": h, **dict(zip(wanted, grads))}
+    grads = torch.autograd.grad((y.sin() * 3).sum(), [tensors[k] for k in names])
+    return {"y": y.detach(), "state": h, **dict(zip(names, grads))}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -445,12 +449,12 @@ def forward_and_gradients(layout, options, tensors, compute=None):
 )
 def test_token_by_token_is_bit_identical(others, dtype):
     without = ("norm_bias",) if "norm" in others else ()
-    given = problem(**{"b": 3, "length": 20, "d": 83, "n": 16, **others}, without=without)
-    layout, options, tensors = given[0], given[1], cast(given[2], dtype)
+    problem = make_problem(**{"b": 3, "length": 20, "d": 83, "n": 16, **others}, without=without)
+    layout, options, tensors = problem[0], problem[1], cast(problem[2], dtype)
     y, h, outcome = solve(cpu_cell.cell, layout, options, **tensors)
     y_before, state, ys = tensors["y0"], tensors["h0"], []
     for tokens in (slice(0, 7), *(slice(t, t + 1) for t in range(7, 20))):
-        part = cut({**tensors, "y0": y_before, "h0": state}, tokens=tokens)
+        part = slice_tensors({**tensors, "y0": y_before, "h0": state}, tokens=tokens)
         y_part, state, _ = solve(cpu_cell.cell, layout, options, **part)
         y_before = y_part[:, -1]
         ys.append(y_part)
@@ -461,41 +465,41 @@ def test_token_by_token_is_bit_identical(others, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_thread_count_changes_nothing(dtype):
-    found, before = [], torch.get_num_threads()
+    computed, before = [], torch.get_num_threads()
     try:
         for threads in (1, 2, 5):
             torch.set_num_threads(threads)
-            found.append(results(cpu_cell.cell, long_problem(dtype), dtype))
+            computed.append(evaluate(cpu_cell.cell, make_long_problem(dtype), dtype))
     finally:
         torch.set_num_threads(before)
-    assert_same(found[1], found[0])
-    assert_same(found[2], found[0])
+    assert_same(computed[1], computed[0])
+    assert_same(computed[2], computed[0])
 
 
 def test_forward_without_gradient_is_bit_identical():
-    layout, options, tensors = long_problem()
+    layout, options, tensors = make_long_problem()
     y, h, _ = solve(cpu_cell.cell, layout, options, **tensors)
-    again = forward_and_gradients(layout, options, tensors)
+    with_grad = compute_with_gradients(layout, options, tensors)
     assert not y.requires_grad
-    assert torch.equal(y, again["y"]) and torch.equal(h, again["state"])
+    assert torch.equal(y, with_grad["y"]) and torch.equal(h, with_grad["state"])
     with torch.no_grad():
         tensors["x"].requires_grad_()
         assert not solve(cpu_cell.cell, layout, options, **tensors)[0].requires_grad
 
 
 def test_uninitialized_memory_changes_nothing():
-    """glibc fills new memory, and so the scratch of the kernel, with a given number."""
+    """glibc fills new memory, and so the scratch of the kernel, with a fixed byte."""
     script = (
         "from tests.lm.kernels.test_cpu_cell import *\n"
-        "for given in (problem(d=19, rank=2), problem(d=24, heads=4, norm='rms',"
+        "for problem in (make_problem(d=19, rank=2), make_problem(d=24, heads=4, norm='rms',"
         " without=('norm_bias',))):\n"
-        "    found = results(cpu_cell.cell, given, torch.float32)\n"
-        "    print([v.double().sum().item().hex() for v in found.values()])\n"
-        "given = with_centroids(k=7)\n"
-        "found = results(cpu_cell.cell, given, torch.float32)\n"
-        "print([v.double().sum().item().hex() for v in found.values()])\n"
+        "    computed = evaluate(cpu_cell.cell, problem, torch.float32)\n"
+        "    print([v.double().sum().item().hex() for v in computed.values()])\n"
+        "problem = make_centroid_problem(k=7)\n"
+        "computed = evaluate(cpu_cell.cell, problem, torch.float32)\n"
+        "print([v.double().sum().item().hex() for v in computed.values()])\n"
     )
-    said = []
+    outputs = []
     for filled in ("0", "1"):
         environment = {**os.environ, "MALLOC_PERTURB_": filled, "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
@@ -506,18 +510,18 @@ def test_uninitialized_memory_changes_nothing():
             cwd=Path(__file__).parents[3],
         )
         assert done.returncode == 0, done.stderr
-        said.append(done.stdout)
-    assert said[0] == said[1] and "nan" not in said[0]
+        outputs.append(done.stdout)
+    assert outputs[0] == outputs[1] and "nan" not in outputs[0]
 
 
 # Adjoint
 
 
 def test_largest_adjoint_is_reported():
-    layout, options, tensors = problem(b=3, length=8, without=("keep",), y_scale=2.0)
+    layout, options, tensors = make_problem(b=3, length=8, without=("keep",), y_scale=2.0)
     adjoint = torch.full((3,), math.nan, dtype=torch.float64)
-    found = results(cpu_cell.cell, (layout, options, tensors), adjoint=adjoint)
-    assert (adjoint >= 1).all() and all(v.isfinite().all() for v in found.values())
+    computed = evaluate(cpu_cell.cell, (layout, options, tensors), adjoint=adjoint)
+    assert (adjoint >= 1).all() and all(v.isfinite().all() for v in computed.values())
     tensors["x"].requires_grad_()
     norms = {}
     for scale in (0.0, 1.0, 1000.0):  # the adjoint is relative to the gradient of y
@@ -546,7 +550,7 @@ def test_largest_adjoint_is_reported():
     ids=["rank", "act", "norm", "overlap", "width", "length", "dtype", "state"],
 )
 def test_invalid_arguments_are_refused(change, error, words):
-    layout, options, tensors = problem()
+    layout, options, tensors = make_problem()
     layout = layout._replace(**change.get("layout", {}))
     options = options._replace(**change.get("options", {}))
     with pytest.raises(error, match=words):
@@ -554,7 +558,7 @@ def test_invalid_arguments_are_refused(change, error, words):
 
 
 def test_half_precision_is_refused():
-    layout, options, tensors = problem()
+    layout, options, tensors = make_problem()
     with pytest.raises(Unsupported, match="bfloat16"):
         solve(cpu_cell.cell, layout, options, **cast(tensors, torch.bfloat16))
 
@@ -563,16 +567,16 @@ def test_any_strides():
     def spread(v):
         return None if v is None else torch.stack([v, torch.full_like(v, torch.nan)], -1)[..., 0]
 
-    layout, options, tensors = problem(length=9)
+    layout, options, tensors = make_problem(length=9)
     spaced = {k: spread(v) for k, v in tensors.items()}
     assert_same(
-        results(cpu_cell.cell, (layout, options, spaced)),
-        results(cpu_cell.cell, (layout, options, tensors)),
+        evaluate(cpu_cell.cell, (layout, options, spaced)),
+        evaluate(cpu_cell.cell, (layout, options, tensors)),
     )
 
 
 def test_raw_may_be_a_slice():
-    layout, options, tensors = problem(length=9)
+    layout, options, tensors = make_problem(length=9)
     wide = torch.full((2, 9, tensors["raw"].shape[-1] + 5), torch.nan, dtype=torch.float64)
     wide[..., 2:-3] = tensors["raw"]
     expected = solve(cpu_cell.cell, layout, options, **tensors)[0]

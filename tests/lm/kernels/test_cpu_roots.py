@@ -10,7 +10,7 @@ from lm.kernels import Unsupported
 from lm.kernels.cpu import roots as cpu_roots
 from lm.model import cell
 from lm.model.solver import FAILED
-from tests.kernels import poisoned_memory, skip_where_missing
+from tests.kernels import poisoned_memory, skip_if_missing
 from tests.lm.model.test_causal import gradients_of, ids, model_of
 from tests.lm.model.test_cell import random_coefficients
 
@@ -19,12 +19,12 @@ DTYPES = [torch.float32, torch.float64]
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    skip_where_missing(cpu_roots)
+    skip_if_missing(cpu_roots)
     with poisoned_memory():
         yield
 
 
-def of_dtype(coefficients, dtype):
+def cast_coefficients(coefficients, dtype):
     return type(coefficients)(*(t.to(dtype) for t in coefficients[:-1]), coefficients.floor)
 
 
@@ -32,18 +32,18 @@ def of_dtype(coefficients, dtype):
 @pytest.mark.parametrize("r", [1, 2, 3, 4, 5, 8])
 def test_roots_equal_the_plain_search(r, dtype, tol):
     """Only equations that both solve are compared: near a fold, rounding selects the root."""
-    coefficients = of_dtype(random_coefficients(200, r, 1.0, seed=r), dtype)
+    coefficients = cast_coefficients(random_coefficients(200, r, 1.0, seed=r), dtype)
     s, outcome = cpu_roots.find_roots(*coefficients)
-    expected, there = cell._find_root_plain(coefficients)
-    assert not ((outcome | there) & FAILED).any()
-    assert (outcome == there).double().mean() > 0.98
-    off = (s - expected).abs().amax(-1) / (1 + expected.abs().amax(-1))
-    assert (off < tol).double().mean() > 0.98 and s.dtype is dtype
+    expected, expected_outcome = cell._find_root_plain(coefficients)
+    assert not ((outcome | expected_outcome) & FAILED).any()
+    assert (outcome == expected_outcome).double().mean() > 0.98
+    error = (s - expected).abs().amax(-1) / (1 + expected.abs().amax(-1))
+    assert (error < tol).double().mean() > 0.98 and s.dtype is dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_other_tokens_and_threads_change_nothing(dtype, monkeypatch):
-    coefficients = of_dtype(random_coefficients(150, 3, 3.0), dtype)
+    coefficients = cast_coefficients(random_coefficients(150, 3, 3.0), dtype)
     s, outcome = cpu_roots.find_roots(*coefficients)
     for token in (0, 77, 149):
         alone = cpu_roots.find_roots(*coefficients.select(slice(token, token + 1)))
@@ -74,7 +74,7 @@ def test_unsupported_equations_are_refused():
     with pytest.raises(Unsupported, match="rank 9"):
         cpu_roots.find_roots(*random_coefficients(2, 9))
     with pytest.raises(Unsupported, match="float16"):
-        cpu_roots.find_roots(*of_dtype(random_coefficients(2, 2), torch.float16))
+        cpu_roots.find_roots(*cast_coefficients(random_coefficients(2, 2), torch.float16))
     wrong = random_coefficients(2, 2)._replace(beta=torch.zeros(2, 2, 3).double())
     with pytest.raises(ValueError, match="beta is"):
         cpu_roots.find_roots(*wrong)
@@ -82,10 +82,10 @@ def test_unsupported_equations_are_refused():
 
 @pytest.mark.parametrize("schedule", ["parallel", pytest.param("window:4", marks=pytest.mark.slow)])
 def test_model_with_the_kernel_equals_the_plain_model(schedule, monkeypatch):
-    found = {}
+    solutions = {}
     for kernels in ("plain", "auto"):
         monkeypatch.setenv("FPRNN_KERNELS", kernels)
         model = model_of("fp_mamba1-householder4", schedule)
-        found[kernels] = gradients_of(model, ids(length=8), schedule=schedule)
-    for name, grad in found["plain"].items():
-        torch.testing.assert_close(found["auto"][name], grad, rtol=1e-6, atol=1e-9)
+        solutions[kernels] = gradients_of(model, ids(length=8), schedule=schedule)
+    for name, grad in solutions["plain"].items():
+        torch.testing.assert_close(solutions["auto"][name], grad, rtol=1e-6, atol=1e-9)

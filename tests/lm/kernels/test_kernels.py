@@ -20,11 +20,11 @@ from tests.kernels import assert_close, quicken_interpreter
 from tests.oracles import scan_inputs
 
 FP32, FP64 = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
-CACHED = ("_load", "_candidates", "_find", "_warn")
+CACHED = ("_load_checked", "_find_working", "_find_modules", "_warn_of_fallback")
 
 
 @pytest.fixture(autouse=True)
-def fresh(monkeypatch):
+def clear_caches(monkeypatch):
     """Clear the caches before and after a test."""
     monkeypatch.delenv("FPRNN_KERNELS", raising=False)
     for name in CACHED:
@@ -38,7 +38,7 @@ def fresh(monkeypatch):
 def on_cpu(monkeypatch):
     """Return a function (backend={operation: module}, …) that replaces the modules of backends."""
 
-    def put(**modules):
+    def install(**modules):
         for backend, operations in modules.items():
             names = {}
             for operation, own in operations.items():
@@ -46,7 +46,7 @@ def on_cpu(monkeypatch):
                 monkeypatch.setitem(sys.modules, f"lm.kernels.{names[operation]}", own)
             monkeypatch.setitem(kernels.MODULES, backend, names)
 
-    return put
+    return install
 
 
 def module(why="", **functions):
@@ -64,12 +64,14 @@ def interpreted():
 
 
 def test_unknown_backend_is_refused(monkeypatch):
-    monkeypatch.setenv("FPRNN_KERNELS", "cuda")
-    sentence = r"^FPRNN_KERNELS is `cuda`: it must be auto, plain or one of cpu, triton, mamba_ssm$"
+    monkeypatch.setenv("FPRNN_KERNELS", "rocm")
+    sentence = (
+        r"^FPRNN_KERNELS is `rocm`: it must be auto, plain or one of cpu, triton, cuda, mamba_ssm$"
+    )
     for call in (kernels.requested_backend, describe_backends, lambda: find("roots", FP32)):
         with pytest.raises(BackendError, match=sentence):
             call()
-    with pytest.raises(BackendError, match="`cuda`"):
+    with pytest.raises(BackendError, match="`rocm`"):
         scan.selective_scan(**scan_inputs(1, 2, 3, 2))
 
 
@@ -119,7 +121,8 @@ def test_named_backend_is_preferred_and_others_fill_gaps(monkeypatch, on_cpu):
 )
 def test_named_backend_with_the_scan_computes_the_layer(name, mamba, mamba2, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert [kernels._backends(fused, "cuda", name) for fused in kernels.FUSED] == [mamba, mamba2]
+    backends = [kernels._list_backends(fused, "cuda", name) for fused in kernels.FUSED]
+    assert backends == [mamba, mamba2]
 
 
 @pytest.mark.parametrize("name", kernels.MODULES)
@@ -175,12 +178,12 @@ def test_reason_for_all_operations_is_given_once(on_cpu, monkeypatch):
         triton=dict.fromkeys(kernels.MODULES["triton"], missing),
         mamba_ssm=dict.fromkeys(kernels.MODULES["mamba_ssm"], module("another")),
     )
-    said = "plain PyTorch (triton: there is no CUDA device; mamba_ssm: another)"
-    assert describe_backends("cuda") == said
+    expected = "plain PyTorch (triton: there is no CUDA device; mamba_ssm: another)"
+    assert describe_backends("cuda") == expected
 
 
 def test_missing_and_broken_packages_have_a_reason(monkeypatch):
-    load = kernels._load.__wrapped__
+    load = kernels._load_checked.__wrapped__
     monkeypatch.delitem(sys.modules, "lm.kernels.triton.scan", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     assert load("triton", "selective_scan") == (None, "triton is not installed")
@@ -204,8 +207,8 @@ def test_clean_threads_run_in_parallel_without_modes():
         return number, torch.empty(0).device.type, torch.is_inference_mode_enabled()
 
     with torch.inference_mode(), torch.device("meta"):
-        found = kernels.run_in_clean_threads(*(partial(compute, number) for number in range(3)))
-    assert found == [(number, "cpu", False) for number in range(3)]
+        results = kernels.run_in_clean_threads(*(partial(compute, number) for number in range(3)))
+    assert results == [(number, "cpu", False) for number in range(3)]
 
 
 def test_error_of_a_thread_is_raised_after_all_ended():
@@ -332,10 +335,11 @@ def test_other_errors_are_not_swallowed(on_cpu):
 
 def test_plain_versions_are_used_without_the_package(monkeypatch):
     monkeypatch.setattr(scan, "_kernels", lambda: None)
-    assert scan.backend("roots", FP32) is None and scan.faster("roots", "find_roots", FP32) is None
+    assert scan.find_backend("roots", FP32) is None
+    assert scan.try_kernel("roots", "find_roots", FP32) is None
     tensors = scan_inputs(1, 4, 3, 2)
-    found, plain = scan.selective_scan(**tensors), scan.selective_scan_plain(**tensors)
-    assert torch.equal(found[0], plain[0])
+    results, plain = scan.selective_scan(**tensors), scan.selective_scan_plain(**tensors)
+    assert torch.equal(results[0], plain[0])
 
 
 def test_fp64_under_triton_uses_another_backend(monkeypatch):
@@ -351,7 +355,7 @@ def test_fp64_under_triton_uses_another_backend(monkeypatch):
 # A whole model
 
 
-def model_of():
+def make_model():
     """Return a model whose iterations contract and whose biases are not zero."""
     torch.manual_seed(0)
     sizes = dict(vocab_size=11, d_model=8, n_layer=1, d_state=4, eos_token_id=0, mixer_rank=2)
@@ -378,12 +382,12 @@ def everything(model):
     ids, mask = ids[:, 4:], mask[:, 4:]
     out = model(ids, attention_mask=mask, labels=ids, state=state, count_iterations=True)
     out.loss.backward()
-    found = {f"grad {name}": p.grad.clone() for name, p in model.named_parameters()}
-    found |= {"logits": out.logits.detach(), "loss": out.loss.detach()}
-    found |= {f"state {i}": t for i, t in enumerate(state.layers[0][:3])}
+    results = {f"grad {name}": p.grad.clone() for name, p in model.named_parameters()}
+    results |= {"logits": out.logits.detach(), "loss": out.loss.detach()}
+    results |= {f"state {i}": t for i, t in enumerate(state.layers[0][:3])}
     stats = out.fixed_point
     exact = {name: getattr(stats, name) for name in ("num_iters", "converged", "token_iters")}
-    return {**found, "residual": stats.residual}, exact
+    return {**results, "residual": stats.residual}, exact
 
 
 def test_model_with_triton_equals_the_plain_model(monkeypatch):
@@ -393,18 +397,18 @@ def test_model_with_triton_equals_the_plain_model(monkeypatch):
     runs, used = {}, []
     compute = kernels.compute
 
-    def noted(operation, function, *args):
+    def record_call(operation, function, *args):
         used.append(function)
         return compute(operation, function, *args)
 
-    monkeypatch.setattr(kernels, "compute", noted)
+    monkeypatch.setattr(kernels, "compute", record_call)
     for backend in ("plain", "triton"):
         monkeypatch.setenv("FPRNN_KERNELS", backend)
         used.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("error", RuntimeWarning)
             warnings.filterwarnings("ignore", ".*encountered", RuntimeWarning)  # interpreted
-            runs[backend] = everything(model_of())
+            runs[backend] = everything(make_model())
     (ours, ours_exact), (plain, plain_exact) = runs["triton"], runs["plain"]
     assert_close(ours, plain, 2e-4)
     for key in plain_exact:

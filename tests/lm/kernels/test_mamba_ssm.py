@@ -19,7 +19,7 @@ from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.scan import causal_conv, ssd_scan, ssd_scan_plain
 from lm.model.state import Sequences
 from tests.kernels import assert_close
-from tests.lm.kernels.test_scans import results
+from tests.lm.kernels.test_scans import evaluate
 from tests.oracles import sequential_scan
 
 PACKAGE = "mamba_ssm"
@@ -122,7 +122,7 @@ def causal_conv1d_fn(
     return torch.nn.functional.silu(y).transpose(1, 2)
 
 
-KERNEL_CACHES = ("_load", "_candidates", "_find", "_warn")
+KERNEL_CACHES = ("_load_checked", "_find_working", "_find_modules", "_warn_of_fallback")
 
 
 @pytest.fixture
@@ -134,22 +134,22 @@ def on_cpu(stand_in, monkeypatch):
     monkeypatch.setattr(triton_build, "INTERPRETED", True)
     monkeypatch.setattr(kernels, "_get_device_type", lambda name: "cpu")
     triton_build._find_fault.cache_clear()
-    compute, used = kernels.compute, []
+    compute, called = kernels.compute, []
 
-    def noted(operation, function, *args):
-        found = compute(operation, function, *args)
-        if found is not None:
-            used.append(function)
-        return found
+    def record_call(operation, function, *args):
+        result = compute(operation, function, *args)
+        if result is not None:
+            called.append(function)
+        return result
 
     def choose(name):
         monkeypatch.setenv("FPRNN_KERNELS", name)
         for cached in KERNEL_CACHES:
             getattr(kernels, cached).cache_clear()
-        used.clear()
+        called.clear()
 
-    monkeypatch.setattr(kernels, "compute", noted)
-    yield choose, used
+    monkeypatch.setattr(kernels, "compute", record_call)
+    yield choose, called
     for cached in (
         *(getattr(kernels, name) for name in KERNEL_CACHES),
         triton_build._find_fault,
@@ -176,17 +176,17 @@ def stand_in(monkeypatch):
         sys.modules.pop(name, None)
 
 
-def adapter(name):
+def import_adapter(name):
     return importlib.import_module(f"lm.kernels.mamba_ssm.{name}")
 
 
 def test_scan_refuses_unsupported_arguments(stand_in):
-    x, weight, one = torch.ones(1, 2, 3), torch.ones(3, 3), torch.ones(3)
-    scan = adapter("scan").mamba_scan
+    x, weight, ones = torch.ones(1, 2, 3), torch.ones(3, 3), torch.ones(3)
+    scan = import_adapter("scan").mamba_scan
 
     def run(x, n=1):
         B = x[..., :1].expand(1, 2, n)
-        return scan(x, x, weight, one, -torch.ones(3, n), B, B, one, x)
+        return scan(x, x, weight, ones, -torch.ones(3, n), B, B, ones, x)
 
     _, h = run(x.requires_grad_())
     with pytest.raises(RuntimeError, match="no gradient of its final state"):
@@ -209,33 +209,33 @@ def test_chunked_scan_equals_the_plain_scan(stand_in, with_h0, with_keep):
     keep = torch.ones(2, 9) if with_keep else None
     if with_keep:
         keep[0, 0] = keep[:, 4] = keep[:, 5] = 0  # row 0 forgets its h0
-    scan = adapter("ssd").ssd_scan
-    assert_close(results(scan, tensors, keep), results(ssd_scan, tensors, keep), 1e-5)
+    scan = import_adapter("ssd").ssd_scan
+    assert_close(evaluate(scan, tensors, keep), evaluate(ssd_scan, tensors, keep), 1e-5)
     with pytest.raises(Unsupported, match=r"torch\.float64"):
         scan(**{k: v.double() for k, v in tensors.items()})
 
 
 @pytest.mark.parametrize("taps", [2, 4])
-@pytest.mark.parametrize("given", ["nothing", "documents", "before", "bias"])
-def test_short_convolution_equals_the_plain_one(stand_in, given, taps):
+@pytest.mark.parametrize("case", ["nothing", "documents", "before", "bias"])
+def test_short_convolution_equals_the_plain_one(stand_in, case, taps):
     r = torch.Generator().manual_seed(0)
     shapes = dict(x=(2, 9, 8), weight=(8, 1, taps))
-    shapes |= dict(bias=(8,)) if given == "bias" else {}
-    shapes |= dict(before=(2, taps - 1, 8)) if given == "before" else {}
+    shapes |= dict(bias=(8,)) if case == "bias" else {}
+    shapes |= dict(before=(2, taps - 1, 8)) if case == "before" else {}
     tensors = {name: torch.randn(*shape, generator=r) for name, shape in shapes.items()}
-    options = {} if given == "bias" else {"bias": None}
-    if given == "documents":
+    options = {} if case == "bias" else {"bias": None}
+    if case == "documents":
         options["segments"] = torch.tensor([0, 0, 1, 1, 1, 2, 3, 3, 3]).expand(2, 9)
 
-    def value_and_gradients(conv):
+    def compute_with_gradients(conv):
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
         y = conv(**leaves, **options)
         (y * torch.linspace(-1, 1, y.numel()).reshape(y.shape)).sum().backward()
         return {"y": y.detach(), **{name: leaf.grad for name, leaf in leaves.items()}}
 
-    conv = adapter("conv").short_conv
-    plain = value_and_gradients(lambda **args: torch.nn.functional.silu(causal_conv(**args)))
-    assert_close(value_and_gradients(conv), plain, 1e-5)
+    conv = import_adapter("conv").short_conv
+    plain = compute_with_gradients(lambda **args: torch.nn.functional.silu(causal_conv(**args)))
+    assert_close(compute_with_gradients(conv), plain, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -249,9 +249,9 @@ def test_short_convolution_equals_the_plain_one(stand_in, given, taps):
     ],
 )
 def test_convolution_refuses_unsupported_arguments(stand_in, change, said):
-    given = dict(x=torch.ones(1, 3, 8), weight=torch.ones(8, 1, 4)) | change
+    case = dict(x=torch.ones(1, 3, 8), weight=torch.ones(8, 1, 4)) | change
     with pytest.raises(Unsupported, match=said):
-        adapter("conv").short_conv(**given)
+        import_adapter("conv").short_conv(**case)
 
 
 def test_out_of_resources_is_unsupported(stand_in):
@@ -261,13 +261,13 @@ def test_out_of_resources_is_unsupported(stand_in):
     stand_in[NAMES[4]].mamba_chunk_scan_combined = out_of_resources
     x = torch.ones(1, 2, 1, 1)
     with pytest.raises(Unsupported, match="does not fit this GPU"):
-        adapter("ssd").ssd_scan(x, x[..., 0], -torch.ones(1), x, x)
+        import_adapter("ssd").ssd_scan(x, x[..., 0], -torch.ones(1), x, x)
 
 
 @pytest.mark.parametrize("name", ["scan", "ssd"])
 def test_self_check_runs_the_function(name, stand_in, monkeypatch):
     monkeypatch.setattr(triton_build, "INTERPRETED", True)  # on the CPU
-    own, function = adapter(name), {"scan": NAMES[3], "ssd": NAMES[4]}[name]
+    own, function = import_adapter(name), {"scan": NAMES[3], "ssd": NAMES[4]}[name]
     function = next(v for v in vars(stand_in[function]).values() if callable(v))
     assert own.usable() == (True, "")
     probe = triton_build._find_fault.__wrapped__
@@ -284,8 +284,8 @@ def test_self_check_runs_the_function(name, stand_in, monkeypatch):
         return y * 1.001, h
 
     def negated(name):
-        return lambda *args, **given: function(
-            *args, **{k: -v if k == name else v for k, v in given.items()}
+        return lambda *args, **case: function(
+            *args, **{k: -v if k == name else v for k, v in case.items()}
         )
 
     bias = {"scan": "delta_bias", "ssd": "dt_bias"}[name]
@@ -296,7 +296,7 @@ def test_self_check_runs_the_function(name, stand_in, monkeypatch):
 
 def test_tf32_is_allowed_if_pytorch_allows_it(stand_in, monkeypatch):
     monkeypatch.setattr(triton_build, "INTERPRETED", True)
-    own = adapter("ssd")
+    own = import_adapter("ssd")
 
     def rounded(x, *args, **options):
         y, S = mamba_chunk_scan_combined(x, *args, **options)
@@ -313,8 +313,8 @@ SIZES = dict(d_model=16, n_layer=1, d_state=4, headdim=8, ngroups=2, vocab_size=
 LAYERS = {"mamba": ("mamba_scan", "selective_scan"), "mamba2": ("mamba2_scan", "ssd_scan")}
 
 
-def layer_of(kind):
-    """A layer without a parameter that is zero or one, and its input (2,9,16)."""
+def make_layer(kind):
+    """A layer without a parameter that is zero or ones, and its input (2,9,16)."""
     torch.manual_seed(0)
     block = FPRNNForCausalLM(FPRNNConfig(layers=kind, **SIZES)).backbone.layers[0].block
     with torch.no_grad():
@@ -323,65 +323,66 @@ def layer_of(kind):
     return block, torch.randn(2, 9, SIZES["d_model"])
 
 
-def value_and_gradients(block, u, seqs):
+def compute_with_gradients(block, u, seqs):
     u = u.clone().requires_grad_()
     block.zero_grad()
     out, _, *state = block(u, seqs)
     (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
-    found = {"out": out.detach(), "grad u": u.grad}
-    found |= {"h": state[0].h, "conv": state[0].conv} if state else {}
-    return found | {f"grad {name}": p.grad.clone() for name, p in block.named_parameters()}
+    result = {"out": out.detach(), "grad u": u.grad}
+    result |= {"h": state[0].h, "conv": state[0].conv} if state else {}
+    return result | {f"grad {name}": p.grad.clone() for name, p in block.named_parameters()}
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("given", ["nothing", "return_state", "documents", "padding", "before"])
-def test_layer_with_mamba_ssm_equals_the_plain_layer(on_cpu, kind, given):
-    choose, used = on_cpu
-    block, u = layer_of(kind)
-    seqs = Sequences(return_state=given == "return_state")
-    if given == "documents":
+@pytest.mark.parametrize("case", ["nothing", "return_state", "documents", "padding", "before"])
+def test_layer_with_mamba_ssm_equals_the_plain_layer(on_cpu, kind, case):
+    choose, called = on_cpu
+    block, u = make_layer(kind)
+    seqs = Sequences(return_state=case == "return_state")
+    if case == "documents":
         seqs = Sequences(starts=(torch.arange(9) % 4 == 3).expand(2, 9))
-    elif given == "padding":
+    elif case == "padding":
         seqs = Sequences(mask=torch.arange(9).expand(2, 9) < torch.tensor([[9], [6]]))
-    elif given == "before":
+    elif case == "before":
         with torch.no_grad():
             seqs = Sequences(state=block(u.flip(1), Sequences(return_state=True))[2])
     results = {}
     for name in ("plain", "mamba_ssm"):
         choose(name)
-        results[name] = value_and_gradients(block, u, seqs)
+        results[name] = compute_with_gradients(block, u, seqs)
     fused, unfused = LAYERS[kind]
     takes = {"nothing", "return_state"} | ({"documents", "before"} if kind == "mamba2" else set())
-    assert [name for name in used if name != "short_conv"] == [fused if given in takes else unfused]
+    scan = fused if case in takes else unfused
+    assert [name for name in called if name != "short_conv"] == [scan]
     assert_close(results["mamba_ssm"], results["plain"], 1e-5)
 
 
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layer_under_autocast_passes_the_narrow_dtype(on_cpu, kind):
-    choose, used = on_cpu
-    block, u = layer_of(kind)
+    choose, called = on_cpu
+    block, u = make_layer(kind)
     results = {}
     for name in ("plain", "mamba_ssm"):
         choose(name)
         with torch.autocast("cpu", torch.bfloat16):
-            results[name] = value_and_gradients(block, u, Sequences())
-    assert LAYERS[kind][0] in used
+            results[name] = compute_with_gradients(block, u, Sequences())
+    assert LAYERS[kind][0] in called
     assert_close(results["mamba_ssm"], results["plain"], 0.05)
 
 
 def test_replaced_dt_projection_is_called(on_cpu):
-    choose, used = on_cpu
-    block, u = layer_of("mamba")
+    choose, called = on_cpu
+    block, u = make_layer("mamba")
     called = []
     block.dt_proj.register_forward_hook(lambda *args: called.append(args))
     choose("mamba_ssm")
     block(u)
-    assert called and "mamba_scan" not in used
+    assert called and "mamba_scan" not in called
 
 
 def test_dispatcher_reports_why_mamba_ssm_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, PACKAGE, None)
-    load = kernels._load.__wrapped__
+    load = kernels._load_checked.__wrapped__
     for operation in ("ssd_scan", "mamba_scan", "mamba2_scan"):
         name = f"lm.kernels.{kernels.MODULES['mamba_ssm'][operation]}"
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -7,11 +7,11 @@ import torch
 
 from lm.kernels import Unsupported
 from lm.model.scan import selective_scan_plain
-from tests.kernels import assert_close, poisoned_memory, skip_where_missing
+from tests.kernels import assert_close, poisoned_memory, skip_if_missing
 from tests.oracles import scan_inputs
 
 
-def results(scan, tensors, keep=None):
+def evaluate(scan, tensors, keep=None):
     """{"y", "final state", "grad x", …} of a scan."""
     tensors = {k: v.detach().clone().requires_grad_() for k, v in tensors.items()}
     keep = keep.to(tensors["x"].dtype) if keep is not None else None
@@ -28,7 +28,7 @@ def scan(request, monkeypatch):
     if request.param == "triton":
         pytest.importorskip("triton")
     module = importlib.import_module(f"lm.kernels.{request.param}.scan")
-    skip_where_missing(module)
+    skip_if_missing(module)
     if request.param == "triton":
         chunk_length = lambda b, length, d, n: 16 if length > 30 else length  # noqa: E731
         monkeypatch.setattr(module, "_chunk_length", chunk_length)
@@ -94,16 +94,16 @@ def test_scan_without_gradient_is_bit_identical(scan, inputs):
 @pytest.mark.parametrize("b, length", [(0, 4), (2, 0)], ids=["no rows", "no steps"])
 def test_empty_scan(b, length, scan, inputs):
     t = inputs(b, length, 5, 3)
-    found = results(scan, t)
-    assert found["y"].shape == (b, length, 5) and torch.equal(found["final state"], t["h0"])
-    assert torch.equal(found["grad h0"], t["h0"])  # of ‖h‖²/2
-    assert not found["grad A"].any()
+    computed = evaluate(scan, t)
+    assert computed["y"].shape == (b, length, 5) and torch.equal(computed["final state"], t["h0"])
+    assert torch.equal(computed["grad h0"], t["h0"])  # of ‖h‖²/2
+    assert not computed["grad A"].any()
 
 
-def plain(tensors, keep=None):
-    """The `results` of the plain scan in fp64."""
+def run_plain_scan(tensors, keep=None):
+    """`evaluate` of the plain scan in fp64."""
     keep = None if keep is None else keep.double()
-    return results(selective_scan_plain, {k: v.double() for k, v in tensors.items()}, keep)
+    return evaluate(selective_scan_plain, {k: v.double() for k, v in tensors.items()}, keep)
 
 
 @pytest.mark.parametrize("length", [21, 34], ids=["one chunk", "chunks"])
@@ -117,7 +117,7 @@ def test_optional_arguments_may_be_left_out(with_h0, with_keep, length, scan, in
         keep = torch.ones_like(t["x"][..., 0])
         keep[0, 0] = 0
         keep[:, 4::5] = keep[:, 5::5] = 0
-    assert_close(results(scan, t, keep), plain(t, keep), 2e-5)
+    assert_close(evaluate(scan, t, keep), run_plain_scan(t, keep), 2e-5)
 
 
 def test_expanded_and_partial_gradients(scan, inputs):

@@ -13,7 +13,7 @@ import triton
 from lm.kernels import Unsupported
 from lm.kernels.checks import deviation
 from lm.kernels.triton import build as triton_build
-from lm.kernels.triton.build import INTERPRETED, check, dense, launch
+from lm.kernels.triton.build import INTERPRETED, check, launch, make_dense
 
 FILES = ("triton_cell", "roots", "scan")
 
@@ -35,14 +35,14 @@ def test_self_check_ignores_the_callers_modes(name):
 
 def test_reasons_why_kernels_cannot_run(monkeypatch):
     monkeypatch.setattr(triton_build, "INTERPRETED", True)
-    said = triton_build.usable(lambda: float("nan"))
-    assert said == (
+    answer = triton_build.usable(lambda: float("nan"))
+    assert answer == (
         False,
         "the Triton kernels compute something else than plain PyTorch: nan × allowed",
     )
     assert "2.0e+00 × allowed" in triton_build.usable(lambda: 2.0)[1]
-    said = triton_build.usable(lambda: 1 / 0, "mamba-ssm's kernels")
-    assert said == (False, "mamba-ssm's kernels fail: ZeroDivisionError: division by zero")
+    answer = triton_build.usable(lambda: 1 / 0, "mamba-ssm's kernels")
+    assert answer == (False, "mamba-ssm's kernels fail: ZeroDivisionError: division by zero")
     monkeypatch.setattr(triton_build, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert triton_build.usable(lambda: 0.0) == (False, "there is no CUDA device")
@@ -100,8 +100,8 @@ def test_impossible_launches_are_unsupported():
 def test_rows_are_copied_only_if_necessary():
     t = torch.zeros(2, 5, 20)
     for part in (t, t[..., 4:9], t[:, :, :1], None):
-        assert dense(part) is part
-    assert dense(t[..., ::2]).is_contiguous()
+        assert make_dense(part) is part
+    assert make_dense(t[..., ::2]).is_contiguous()
 
 
 @pytest.mark.parametrize("name", FILES)

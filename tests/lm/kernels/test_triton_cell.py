@@ -17,16 +17,23 @@ from tests import oracle_cell
 from tests.kernels import (
     assert_close,
     assert_nothing_spills,
-    kernels_of,
-    launch_case,
+    compile_kernels,
+    describe_launch,
+    find_kernels,
     poisoned_memory,
     quicken_interpreter,
-    resources,
-    skip_where_missing,
+    skip_if_missing,
 )
-from tests.lm.kernels.test_cpu_cell import cast, cut, problem, results, rnn_problem, solve
+from tests.lm.kernels.test_cpu_cell import (
+    cast,
+    evaluate,
+    make_problem,
+    make_rnn_problem,
+    slice_tensors,
+    solve,
+)
 from tests.marks import slow
-from tests.tracker import loss_and_gradient, tracker, words
+from tests.tracker import compute_gradient, draw_words, load_tracker
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # The interpreter warns when a search goes through a pole.
@@ -38,28 +45,28 @@ quicken_interpreter()
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    skip_where_missing(triton_cell)
+    skip_if_missing(triton_cell)
     with poisoned_memory():
         yield
 
 
-def on_gpu(given):
-    layout, options, tensors = given
+def move_to_device(problem):
+    layout, options, tensors = problem
     return layout, options, {k: None if v is None else v.to(DEVICE) for k, v in tensors.items()}
 
 
-def ours(given, rnn=False, dtype=torch.float32, **others):
+def run_kernel(problem, rnn=False, dtype=torch.float32, **others):
     compute = triton_cell.cell_rnn if rnn else triton_cell.cell
-    found = results(compute, on_gpu(given), dtype, **others)
-    return {name: t.cpu() for name, t in found.items()}
+    computed = evaluate(compute, move_to_device(problem), dtype, **others)
+    return {name: t.cpu() for name, t in computed.items()}
 
 
-def oracle(given, rnn=False):
-    return results(oracle_cell.cell_rnn if rnn else oracle_cell.cell, given)
+def run_oracle(problem, rnn=False):
+    return evaluate(oracle_cell.solve_cell_rnn if rnn else oracle_cell.solve_cell, problem)
 
 
-def assert_equals_the_loop(given, tol=3e-4, rnn=False):
-    assert_close(ours(given, rnn), oracle(given, rnn), tol)
+def assert_equals_the_loop(problem, tol=3e-4, rnn=False):
+    assert_close(run_kernel(problem, rnn), run_oracle(problem, rnn), tol)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +81,7 @@ def assert_equals_the_loop(given, tol=3e-4, rnn=False):
     ids=str,
 )
 def test_values_and_gradients_equal_the_loop(sizes):
-    assert_equals_the_loop(problem(**sizes))
+    assert_equals_the_loop(make_problem(**sizes))
 
 
 @pytest.mark.parametrize(
@@ -88,8 +95,8 @@ def test_values_and_gradients_equal_the_loop(sizes):
 )
 def test_all_ranks_equal_the_loop(rank, sequential):
     scale = 1.0 if not sequential and rank > 2 else 2.0
-    given = problem(length=4, rank=rank, sequential=sequential, scale=scale)
-    assert_equals_the_loop(given)
+    problem = make_problem(length=4, rank=rank, sequential=sequential, scale=scale)
+    assert_equals_the_loop(problem)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +112,7 @@ def test_all_ranks_equal_the_loop(rank, sequential):
     ids=str,
 )
 def test_all_options_equal_the_loop(others):
-    assert_equals_the_loop(problem(**{"length": 3, **others}))
+    assert_equals_the_loop(make_problem(**{"length": 3, **others}))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +127,7 @@ def test_all_options_equal_the_loop(others):
     ids=str,
 )
 def test_mamba2_equals_the_loop(sizes):
-    assert_equals_the_loop(problem(length=4, norm="rms", without=("norm_bias",), **sizes))
+    assert_equals_the_loop(make_problem(length=4, norm="rms", without=("norm_bias",), **sizes))
 
 
 @pytest.mark.parametrize(
@@ -135,14 +142,14 @@ def test_mamba2_equals_the_loop(sizes):
     ids=str,
 )
 def test_rnn_equals_the_loop(others):
-    assert_equals_the_loop(rnn_problem(**{"scale": 1.0, "length": 4, **others}), rnn=True)
+    assert_equals_the_loop(make_rnn_problem(**{"scale": 1.0, "length": 4, **others}), rnn=True)
 
 
-def solved(given, dtype=torch.float32, **others):
+def solve_without_grad(problem, dtype=torch.float32, **others):
     """Return y, the state and the outcome, without a gradient."""
-    layout, options, tensors = on_gpu((given[0], given[1], cast(given[2], dtype)))
-    found = solve(triton_cell.cell, layout, options, **{**tensors, **others})
-    return tuple(t.cpu() for t in found)
+    layout, options, tensors = move_to_device((problem[0], problem[1], cast(problem[2], dtype)))
+    computed = solve(triton_cell.cell, layout, options, **{**tensors, **others})
+    return tuple(t.cpu() for t in computed)
 
 
 @pytest.mark.parametrize(
@@ -153,12 +160,12 @@ def solved(given, dtype=torch.float32, **others):
 def test_pieces_of_a_sequence_equal_the_whole(others):
     """Decoding uses chunks of a single token, after an even or odd number of tokens."""
     without = ("norm_bias",) if "norm" in others else ()
-    given = layout, options, tensors = problem(b=3, length=9, without=without, **others)
-    y, h, _ = solved(given)
+    problem = layout, options, tensors = make_problem(b=3, length=9, without=without, **others)
+    y, h, _ = solve_without_grad(problem)
     before, state, ys = tensors["y0"], tensors["h0"], []
     for tokens in (slice(0, 4), slice(4, 5), slice(5, 6), slice(6, 9)):
-        part = cut({**tensors, "y0": before, "h0": state}, tokens=tokens)
-        y_part, state, _ = solved((layout, options, part))
+        part = slice_tensors({**tensors, "y0": before, "h0": state}, tokens=tokens)
+        y_part, state, _ = solve_without_grad((layout, options, part))
         before = y_part[:, -1]
         ys.append(y_part)
     torch.testing.assert_close(torch.cat(ys, 1), y, rtol=1e-5, atol=1e-6)
@@ -166,10 +173,10 @@ def test_pieces_of_a_sequence_equal_the_whole(others):
 
 
 def test_sequence_does_not_depend_on_the_batch():
-    given = layout, options, tensors = problem(b=20, length=2, d=19)
-    y, h, _ = solved(given)
+    problem = layout, options, tensors = make_problem(b=20, length=2, d=19)
+    y, h, _ = solve_without_grad(problem)
     for rows in (slice(0, 1), slice(17, 20)):
-        y_part, h_part, _ = solved((layout, options, cut(tensors, rows=rows)))
+        y_part, h_part, _ = solve_without_grad((layout, options, slice_tensors(tensors, rows=rows)))
         torch.testing.assert_close(y_part, y[rows], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(h_part, h[rows], rtol=1e-5, atol=1e-6)
 
@@ -177,25 +184,25 @@ def test_sequence_does_not_depend_on_the_batch():
 @pytest.mark.parametrize("chunk", [2, slow(1), slow(4)])
 def test_chunk_length_of_the_backward_changes_nothing(chunk, monkeypatch):
     """The state that enters a chunk, and the gradient that leaves it, cross chunks."""
-    given = problem(length=7, d=16)
+    problem = make_problem(length=7, d=16)
     monkeypatch.setattr(triton_cell, "CHUNK", chunk)
-    assert_close(ours(given), oracle(given), 3e-4)
+    assert_close(run_kernel(problem), run_oracle(problem), 3e-4)
 
 
 def test_memory_of_a_chunk_is_bounded(monkeypatch):
-    layout, options, tensors = on_gpu(problem(b=2, length=64, d=8, n=2))
+    layout, options, tensors = move_to_device(make_problem(b=2, length=64, d=8, n=2))
     arguments = CellArguments(layout, options, **cast(tensors, torch.float32))
     sizes, named = triton_cell._prepare(arguments)
     plan = triton_cell._make_plan(arguments, sizes, named, True)
     assert plan.chunk == 64
-    monkeypatch.setattr(triton_cell, "MAX_RECOMPUTED", 4 * 2 * 2 * 8 * 20)
+    monkeypatch.setattr(triton_cell, "MAX_RECOMPUTED_BYTES", 4 * 2 * 2 * 8 * 20)
     plan = triton_cell._make_plan(arguments, sizes, named, True)
     assert plan.chunk == 16
 
 
 @pytest.mark.parametrize("b, length", [(0, 3), (2, 0), (0, 0)])
 def test_empty_batch_or_sequence(b, length):
-    layout, options, tensors = on_gpu(problem(b=b, length=length))
+    layout, options, tensors = move_to_device(make_problem(b=b, length=length))
     tensors = cast(tensors, torch.float32)
     tensors["raw"].requires_grad_()
     tensors["weight_y"].requires_grad_()
@@ -207,9 +214,9 @@ def test_empty_batch_or_sequence(b, length):
 
 
 def test_nan_gives_nan_and_a_failed_outcome():
-    given = problem(b=3, length=4, reading=0, without=("keep",))
-    given[2]["x"][1, 2, 5] = math.nan
-    y, h, outcome = solved(given)
+    problem = make_problem(b=3, length=4, reading=0, without=("keep",))
+    problem[2]["x"][1, 2, 5] = math.nan
+    y, h, outcome = solve_without_grad(problem)
     failed = outcome & FAILED != 0
     assert y[1, 2:].isnan().all() and h[1].isnan().any() and failed[1, 2:].all()
     assert not failed[[0, 2]].any() and not failed[1, :2].any() and y[[0, 2]].isfinite().all()
@@ -218,122 +225,132 @@ def test_nan_gives_nan_and_a_failed_outcome():
 @pytest.mark.slow
 def test_outcomes_equal_the_cpu_kernel():
     """Some roots come from bisection, and some gradients may be limited."""
-    skip_where_missing(cpu_cell)
+    skip_if_missing(cpu_cell)
     without = ("keep", "y0", "h0", "norm_bias")
-    given = problem(b=40, length=1, d=16, n=2, rank=4, norm="rms", reading=0, without=without)
-    expected = solve(cpu_cell.cell, *given[:2], **cast(given[2], torch.float32))[2]
-    _, _, outcome = solved(given)
+    problem = make_problem(
+        b=40, length=1, d=16, n=2, rank=4, norm="rms", reading=0, without=without
+    )
+    expected = solve(cpu_cell.cell, *problem[:2], **cast(problem[2], torch.float32))[2]
+    _, _, outcome = solve_without_grad(problem)
     assert torch.equal(outcome, expected) and not (outcome & FAILED).any()
     assert (outcome & BISECTED).any() and (outcome & GRAD_LIMITED).any()
 
 
 @pytest.mark.slow
 def test_gradient_is_limited_near_a_fold():
-    given = problem(b=40, length=1, d=16, n=2, rank=4, reading=0, without=("keep", "y0", "h0"))
-    skip_where_missing(cpu_cell)
-    expected = results(cpu_cell.cell, given, torch.float32)
-    assert_close(ours(given), expected, 1e-2)
+    problem = make_problem(
+        b=40, length=1, d=16, n=2, rank=4, reading=0, without=("keep", "y0", "h0")
+    )
+    skip_if_missing(cpu_cell)
+    expected = evaluate(cpu_cell.cell, problem, torch.float32)
+    assert_close(run_kernel(problem), expected, 1e-2)
 
 
 @pytest.mark.slow
 def test_largest_adjoint_is_reported():
-    given = problem(b=3, length=8, without=("keep",), y_scale=2.0)
-    skip_where_missing(cpu_cell)
+    problem = make_problem(b=3, length=8, without=("keep",), y_scale=2.0)
+    skip_if_missing(cpu_cell)
     adjoint = torch.full((3,), math.nan, device=DEVICE)
-    ours(given, adjoint=adjoint)
+    run_kernel(problem, adjoint=adjoint)
     expected = torch.full((3,), math.nan)
-    results(cpu_cell.cell, given, torch.float32, adjoint=expected)
+    evaluate(cpu_cell.cell, problem, torch.float32, adjoint=expected)
     torch.testing.assert_close(adjoint.cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_raw_and_weight_may_be_bf16():
     """Rows are rounded to raw's dtype and y to the weight's; nothing else is rounded."""
-    layout, options, tensors = problem(b=3, length=5, d=32)
+    layout, options, tensors = make_problem(b=3, length=5, d=32)
     half = {**tensors, **{k: tensors[k].bfloat16().double() for k in ("raw", "weight_y")}}
-    expected = solve(oracle_cell.cell, layout, options, **half)[0]
-    given = on_gpu((layout, options, cast(tensors, torch.float32)))[2]
+    expected = solve(oracle_cell.solve_cell, layout, options, **half)[0]
+    problem = move_to_device((layout, options, cast(tensors, torch.float32)))[2]
     for name in ("raw", "weight_y"):
-        given[name] = given[name].bfloat16().requires_grad_()
-    y, h, _ = solve(triton_cell.cell, layout, options, **given)
+        problem[name] = problem[name].bfloat16().requires_grad_()
+    y, h, _ = solve(triton_cell.cell, layout, options, **problem)
     assert y.dtype is h.dtype is torch.float32
-    off = (y.detach().cpu() - expected).norm() / expected.norm()
-    assert 1e-5 < off < 0.02
+    relative_error = (y.detach().cpu() - expected).norm() / expected.norm()
+    assert 1e-5 < relative_error < 0.02
     y.square().sum().backward()
-    assert given["raw"].grad.dtype is given["weight_y"].grad.dtype is torch.bfloat16
+    assert problem["raw"].grad.dtype is problem["weight_y"].grad.dtype is torch.bfloat16
 
 
 def test_any_strides_and_a_slice_of_raw():
-    layout, options, tensors = problem(length=4)
+    layout, options, tensors = make_problem(length=4)
     spaced = {
         k: None if v is None else torch.stack([v, torch.full_like(v, torch.nan)], -1)[..., 0]
         for k, v in tensors.items()
     }
-    assert_close(ours((layout, options, spaced)), ours((layout, options, tensors)), 1e-9)
+    assert_close(
+        run_kernel((layout, options, spaced)), run_kernel((layout, options, tensors)), 1e-9
+    )
     wide = torch.full((2, 4, tensors["raw"].shape[-1] + 5), torch.nan, dtype=torch.float64)
     wide[..., 2:-3] = tensors["raw"]
-    y = solved((layout, options, {**tensors, "raw": wide[..., 2:-3]}))[0]
-    assert torch.equal(y, solved((layout, options, tensors))[0])
+    y = solve_without_grad((layout, options, {**tensors, "raw": wide[..., 2:-3]}))[0]
+    assert torch.equal(y, solve_without_grad((layout, options, tensors))[0])
 
 
 def test_invalid_arguments_are_refused():
     """test_cpu_cell.py checks the refusals of lm/kernels/cell_arguments.py."""
-    given = problem()
-    for change, error, words_of_it in (
+    problem = make_problem()
+    for change, error, message in (
         (dict(x=torch.zeros(2, 5, 19)), ValueError, "expected"),
         (dict(D=torch.zeros(19).double().to(DEVICE)), Unsupported, "float64"),
     ):
-        with pytest.raises(error, match=words_of_it):
-            solved(given, **change)
+        with pytest.raises(error, match=message):
+            solve_without_grad(problem, **change)
 
 
 def test_too_wide_token_is_unsupported(monkeypatch):
     monkeypatch.setattr("lm.kernels.cell_arguments.MAX_GPU_ENTRIES", 16)
     with pytest.raises(Unsupported, match="1 vectors of 19 channels"):
-        solved(problem())
+        solve_without_grad(make_problem())
+
+
+def compute_relative_error(ours, theirs):
+    """Return the norm of the difference of two {name: gradient}, relative to the second."""
+    difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in theirs])
+    return difference.norm() / torch.cat([theirs[name].flatten() for name in theirs]).norm()
 
 
 @pytest.mark.parametrize("length", [6, slow(256), slow(1024)])
 def test_trained_tracker_equals_plain_pytorch(length, monkeypatch):
     """Every token depends on all tokens before it; loss and gradient agree to 1e-5."""
-    model, given, found = tracker().to(DEVICE), words(2, length), {}
+    model, problem, computed = load_tracker().to(DEVICE), draw_words(2, length), {}
     for kernels in ("plain", "triton"):
         monkeypatch.setenv("FPRNN_KERNELS", kernels)
         with model.solving(schedule="sequential"):
-            found[kernels] = loss_and_gradient(model, *(t.to(DEVICE) for t in given))
-    (loss, gradient), (ours, its_gradient) = found["plain"], found["triton"]
-    assert ours == pytest.approx(loss, rel=1e-5) and loss < 0.05
-    both = [torch.cat([g[name].flatten() for name in gradient]) for g in (gradient, its_gradient)]
-    assert (both[0] - both[1]).norm() < 1e-5 * both[0].norm()
+            computed[kernels] = compute_gradient(model, *(t.to(DEVICE) for t in problem))
+    (loss, gradient), (triton_loss, triton_gradient) = computed["plain"], computed["triton"]
+    assert triton_loss == pytest.approx(loss, rel=1e-5) and loss < 0.05
+    assert compute_relative_error(triton_gradient, gradient) < 1e-5
 
 
 def test_autocast_passes_bf16_rows_and_weights(monkeypatch):
     """Nothing is converted to fp32 before the kernel."""
-    model, given, found, dtypes = tracker().to(DEVICE), words(2, 5), {}, []
+    model, problem, computed, dtypes = load_tracker().to(DEVICE), draw_words(2, 5), {}, []
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
     real = triton_cell.cell
 
-    def watched(arguments):
+    def record_dtypes(arguments):
         dtypes.append(tuple(arguments[name].dtype for name in ("raw", "weight_y", "x")))
         return real(arguments)
 
-    monkeypatch.setattr(triton_cell, "cell", watched)
+    monkeypatch.setattr(triton_cell, "cell", record_dtypes)
     for narrow in (False, True):
         autocast = torch.autocast(DEVICE, torch.bfloat16, enabled=narrow)
         with model.solving(schedule="sequential"), autocast:
-            found[narrow] = loss_and_gradient(model, *(t.to(DEVICE) for t in given))
+            computed[narrow] = compute_gradient(model, *(t.to(DEVICE) for t in problem))
     wide, bf16 = torch.float32, torch.bfloat16
     assert dtypes == [(wide, wide, wide), (bf16, bf16, wide)]
-    (loss, gradient), (ours, its_gradient) = found[False], found[True]
-    assert ours == pytest.approx(loss, rel=0.05)
-    both = [torch.cat([g[name].flatten() for name in gradient]) for g in (gradient, its_gradient)]
-    assert 0 < (both[0] - both[1]).norm() < 0.1 * both[0].norm()
+    (loss, gradient), (triton_loss, triton_gradient) = computed[False], computed[True]
+    assert triton_loss == pytest.approx(loss, rel=0.05)
+    assert 0 < compute_relative_error(triton_gradient, gradient) < 0.1
 
 
 # Launches and CUDA graphs
 
 
 class Graph:
-    """Stand-in for a CUDA graph: it repeats the recorded launches with the same arguments."""
+    """Stand-in for a CUDA graph: it repeats recorded launches with the same arguments."""
 
     recording = None
 
@@ -344,24 +361,24 @@ class Graph:
         Graph.recording = None
 
     def replay(self):
-        for kernel, programs, args, constants in self.launched:
-            launches.launch.__wrapped__(kernel, programs, *args, **constants)
+        for kernel, grid, args, named_args in self.launched:
+            launches.launch.__wrapped__(kernel, grid, *args, **named_args)
 
 
 @pytest.fixture
-def recorded(monkeypatch):
+def recorded_graphs(monkeypatch):
     """Record schedules with Graph from their second run on; return the list of graphs."""
     real, graphs = launches.launch, []
 
-    def launch(kernel, programs, *args, **constants):
+    def launch(kernel, grid, *args, **named_args):
         if Graph.recording is None:
-            return real(kernel, programs, *args, **constants)
-        Graph.recording.append((kernel, programs, args, constants))
+            return real(kernel, grid, *args, **named_args)
+        Graph.recording.append((kernel, grid, args, named_args))
 
     def record(schedule):
         graph = Graph()
         graph.capture_begin()
-        schedule._launch()
+        schedule._launch_all()
         graph.capture_end()
         schedule.graph = graph
         graphs.append(graph)
@@ -372,29 +389,29 @@ def recorded(monkeypatch):
     monkeypatch.setattr(launches, "_schedules", type(launches._schedules)())
     init = launches.Schedule.__init__
 
-    def recordable(schedule, *args):
+    def init_recordable(schedule, *args):
         init(schedule, *args)
-        schedule.recordable = True
+        schedule.can_record = True
 
-    monkeypatch.setattr(launches.Schedule, "__init__", recordable)
+    monkeypatch.setattr(launches.Schedule, "__init__", init_recordable)
     return graphs
 
 
-def test_recorded_graph_serves_other_tensors_and_lengths(recorded, monkeypatch):
+def test_recorded_graph_serves_other_tensors_and_lengths(recorded_graphs, monkeypatch):
     """The arguments of a graph are fixed; everything that changes is in the table."""
     monkeypatch.setattr(triton_cell, "CHUNK", 2)
     for length, seed in ((3, 0), (3, 1), (5, 2), (2, 3)):
-        given = problem(b=2, length=length, d=12, seed=seed)
-        assert_close(ours(given), oracle(given), 3e-4)
-    assert len(recorded) == 3  # forward, backward, the last state
-    for graph in recorded:
-        for _, _, args, constants in graph.launched:
-            fixed = (*args[1:], *constants.values())
+        problem = make_problem(b=2, length=length, d=12, seed=seed)
+        assert_close(run_kernel(problem), run_oracle(problem), 3e-4)
+    assert len(recorded_graphs) == 3  # forward, backward, the last state
+    for graph in recorded_graphs:
+        for _, _, args, named_args in graph.launched:
+            fixed = (*args[1:], *named_args.values())
             assert len(args) == 1 and not any(torch.is_tensor(value) for value in fixed)
 
 
 def test_token_takes_two_launches_per_direction():
-    layout, options, tensors = on_gpu(problem(length=8))
+    layout, options, tensors = move_to_device(make_problem(length=8))
     arguments = CellArguments(layout, options, **cast(tensors, torch.float32))
     sizes, named = triton_cell._prepare(arguments)
     plan = triton_cell._make_plan(arguments, sizes, named, True)
@@ -407,42 +424,44 @@ def test_token_takes_two_launches_per_direction():
 def test_least_recently_used_schedule_is_dropped(monkeypatch):
     monkeypatch.setattr(launches, "_schedules", type(launches._schedules)())
     monkeypatch.setattr(launches, "MAX_SCHEDULES", 2)
-    made = [launches.get_schedule(key, object) for key in "abac"]
-    assert made[0] is made[2] and len(launches._schedules) == 2
-    assert launches.get_schedule("a", object) is made[0]
-    assert launches.get_schedule("b", object) is not made[1]
+    schedules = [launches.get_schedule(key, object) for key in "abac"]
+    assert schedules[0] is schedules[2] and len(launches._schedules) == 2
+    assert launches.get_schedule("a", object) is schedules[0]
+    assert launches.get_schedule("b", object) is not schedules[1]
 
 
 @pytest.mark.parametrize("rank", range(1, 9))
 def test_warps_are_a_power_of_two(rank):
-    layout, options, tensors = on_gpu(problem(length=1, rank=rank))
+    layout, options, tensors = move_to_device(make_problem(length=1, rank=rank))
     arguments = CellArguments(layout, options, **cast(tensors, torch.float32))
     sizes, named = triton_cell._prepare(arguments)
     plan = triton_cell._make_plan(arguments, sizes, named, True)
     for d in (8, 96, 512, 768, 1536, 4096, 65536):
-        warps = [plan._replace(sizes=sizes._replace(d=d)).warps(most) for most in (256, 512)]
+        warps = [
+            plan._replace(sizes=sizes._replace(d=d)).choose_warp_count(most) for most in (256, 512)
+        ]
         assert set(warps) <= {1, 2, 4, 8, 16}
 
 
 def test_table_is_written_under_any_default_device():
     """A self-check runs with the GPU as the default device."""
-    made = launches.Schedule(torch.zeros(2, dtype=torch.int64), [])
+    schedule = launches.Schedule(torch.zeros(2, dtype=torch.int64), [])
     with torch.device("meta"):
-        made.point([3, 4])
-    assert made.table.tolist() == [3, 4]
+        schedule.write_table([3, 4])
+    assert schedule.table.tolist() == [3, 4]
 
 
 def test_host_never_waits_for_the_device(monkeypatch):
     """The host never reads a number of a tensor, neither forward nor backward."""
 
-    def waits(self, *args):
+    def fail(self, *args):
         raise AssertionError("the device was waited for")
 
-    given = problem(b=2, length=3, d=12)
-    monkeypatch.setattr(torch.Tensor, "item", waits)
-    monkeypatch.setattr(torch.Tensor, "tolist", waits)
-    monkeypatch.setattr(torch.Tensor, "__bool__", waits)
-    layout, options, tensors = on_gpu((*given[:2], cast(given[2], torch.float32)))
+    problem = make_problem(b=2, length=3, d=12)
+    monkeypatch.setattr(torch.Tensor, "item", fail)
+    monkeypatch.setattr(torch.Tensor, "tolist", fail)
+    monkeypatch.setattr(torch.Tensor, "__bool__", fail)
+    layout, options, tensors = move_to_device((*problem[:2], cast(problem[2], torch.float32)))
     tensors["x"].requires_grad_()
     y, _, _ = solve(triton_cell.cell, layout, options, **tensors)
     y.backward(torch.ones_like(y))
@@ -453,13 +472,13 @@ def test_replayed_graphs_on_a_gpu_equal_the_cpu(monkeypatch):
     """At d 1,536 the first chunk is launched kernel by kernel, the others from a graph."""
     if INTERPRETED:
         pytest.skip("the kernels are interpreted")
-    skip_where_missing(cpu_cell)
+    skip_if_missing(cpu_cell)
     monkeypatch.setattr(launches, "_schedules", type(launches._schedules)())
-    given = problem(b=16, length=200, d=1536, n=16, y_scale=0.5)
-    expected = results(cpu_cell.cell, given, torch.float32)
+    problem = make_problem(b=16, length=200, d=1536, n=16, y_scale=0.5)
+    expected = evaluate(cpu_cell.cell, problem, torch.float32)
     for _ in range(2):
-        assert_close(ours(given), expected, 1e-2)
-    graphs = [made.graph for made in launches._schedules.values()]
+        assert_close(run_kernel(problem), expected, 1e-2)
+    graphs = [schedule.graph for schedule in launches._schedules.values()]
     assert len(graphs) == 3 and all(graph is not None for graph in graphs)
 
 
@@ -471,43 +490,43 @@ TRAINED += [{**DEFAULT, "d": 768, "n": 64}, {"d": 256, "n": 16, "r": 4, "kind": 
 TRAINED += [{**DEFAULT, "d": 1024, "r": 3}]
 
 
-def launched(d, n, r, kind):
+def make_launch_cases(d, n, r, kind):
     """Return one launch of each kernel, in bf16, as cases of `resources`."""
     norm, heads = ("layer", 1) if kind == "mamba1" else ("rms", d // 64)
     options = Options(r, 2.0, "silu", True, 1e-6, None, True, 1, norm, 1e-5, n)
     columns = r * d + r + 2 * n
-    present = ("keep", "gate", "D", "norm_weight") + (("norm_bias",) if norm == "layer" else ())
+    bias = ("norm_bias",) if norm == "layer" else ()
     plan = triton_cell.Plan(
         layout=Layout(0, r * d, r * d + r, r * d + r + n),
         options=options,
         sizes=Sizes(kind, 16, 0, d, n, heads, columns, columns),
         raw_step=columns,
         chunk=1,
-        raw=torch.float32,
-        weight=torch.bfloat16,
+        raw_dtype=torch.float32,
+        weight_dtype=torch.bfloat16,
         device=torch.device("cuda"),
-        present=present,
-        saves_for_backward=True,
+        optional_names=("keep", "gate", "D", "norm_weight", *bias),
+        is_differentiable=True,
         precision="tf32",
     )
-    made = triton_cell.forward_launches(plan) + triton_cell.backward_launches(plan)
+    all_launches = triton_cell.forward_launches(plan) + triton_cell.backward_launches(plan)
     table = torch.empty(32, dtype=torch.int64)
     # A chunk of a single token launches every kernel once. The loop over a chunk is compiled with
     # the chunk length of training.
     cases = []
-    for launch in made:
+    for launch in all_launches:
         is_loop = launch.kernel is triton_cell.cell_kernels.states_kernel
         chunk = {"chunk": triton_cell.CHUNK} if is_loop else {}
-        cases.append(launch_case(launch.kernel, table, **launch.args | chunk))
-    assert {case["kernel"] for case in cases} == kernels_of(triton_cell.cell_kernels)
+        cases.append(describe_launch(launch.kernel, table, **launch.args | chunk))
+    assert {case["kernel"] for case in cases} == find_kernels(triton_cell.cell_kernels)
     return cases
 
 
 def test_products_load_asynchronously(monkeypatch):
     """Loads of 16 bytes run while the tensor cores compute."""
     monkeypatch.setattr(triton_cell, "INTERPRETED", False)
-    cases = [case for case in launched(**DEFAULT) if "product" in case["kernel"]]
-    assert [bool(one["copies"]) for one in resources(cases, [80])] == [True, True]
+    cases = [case for case in make_launch_cases(**DEFAULT) if "product" in case["kernel"]]
+    assert [bool(one["copies"]) for one in compile_kernels(cases, [80])] == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -517,4 +536,5 @@ def test_products_load_asynchronously(monkeypatch):
 )
 def test_no_register_spills_at_training_shapes(sizes, targets, monkeypatch):
     monkeypatch.setattr(triton_cell, "INTERPRETED", False)
-    assert_nothing_spills([case for given in sizes for case in launched(**given)], targets)
+    cases = [case for arguments in sizes for case in make_launch_cases(**arguments)]
+    assert_nothing_spills(cases, targets)

@@ -12,8 +12,8 @@ from lm.model.solver import FAILED
 from tests.kernels import (
     assert_nothing_spills,
     poisoned_memory,
-    recorded_launches,
-    skip_where_missing,
+    record_launches,
+    skip_if_missing,
 )
 from tests.lm.model.test_cell import (
     coefficients_of,
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    skip_where_missing(triton_roots)
+    skip_if_missing(triton_roots)
     with poisoned_memory():
         yield
 
@@ -44,7 +44,7 @@ def on_device(coefficients, dtype=torch.float32):
     return type(coefficients)(*fields, coefficients.floor)
 
 
-def roots_of(coefficients):
+def solve_on_device(coefficients):
     s, outcome = triton_roots.find_roots(*on_device(coefficients))
     return s.cpu(), outcome.cpu()
 
@@ -56,9 +56,9 @@ def in_fp32(coefficients):
 @pytest.mark.parametrize("r, tokens", [(1, 11), (2, 11), slow(3, 11), (4, 11), slow(6, 3), (8, 3)])
 def test_roots_equal_the_plain_search(r, tokens):
     coefficients = random_coefficients(tokens, r, 1.0, seed=r)
-    s, outcome = roots_of(coefficients)
-    expected, there = cell._find_root_plain(in_fp32(coefficients))
-    assert torch.equal(outcome, there) and not (outcome == FAILED).any()
+    s, outcome = solve_on_device(coefficients)
+    expected, is_within = cell._find_root_plain(in_fp32(coefficients))
+    assert torch.equal(outcome, is_within) and not (outcome == FAILED).any()
     torch.testing.assert_close(s, expected, rtol=1e-3, atol=1e-3)
 
 
@@ -71,10 +71,10 @@ def test_search_has_the_steps_of_the_cpu_kernel(r, scale):
     if not cpu_roots.usable()[0]:
         pytest.skip(cpu_roots.usable()[1])
     coefficients = random_coefficients(16, r, scale, seed=20 + r)
-    s, outcome = roots_of(coefficients)
+    s, outcome = solve_on_device(coefficients)
     *equations, floor = in_fp32(coefficients)
-    (expected, there), _ = cpu_roots.count_evaluations(equations, floor, by_picard=r > 1)
-    assert torch.equal(outcome, there)
+    (expected, is_within), _ = cpu_roots.count_evaluations(equations, floor, by_picard=r > 1)
+    assert torch.equal(outcome, is_within)
     torch.testing.assert_close(s, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -85,9 +85,9 @@ def test_root_that_picard_circles_is_bisected():
     coefficients = coefficients_of(
         normal(3, 12), turn @ U, U, torch.ones(12).double(), torch.zeros(12).double(), kind="rms"
     )
-    s, outcome = roots_of(coefficients)
-    left = in_fp32(coefficients).phi(s)[0] - s
-    assert not (outcome == FAILED).any() and left.abs().max() < 1e-3
+    s, outcome = solve_on_device(coefficients)
+    residual_left = in_fp32(coefficients).phi(s)[0] - s
+    assert not (outcome == FAILED).any() and residual_left.abs().max() < 1e-3
 
 
 @triton.jit
@@ -97,21 +97,21 @@ def _newton_kernel(out, start, residual, TOKENS: tl.constexpr, R: tl.constexpr):
     one = tl.zeros([TOKENS], tl.float64)
     square = tl.zeros([TOKENS, R, R], tl.float64)
     equation = (none + 1e-3, square + 3.0, none, one + 1.0, none, square + 1.0, one + 1e-5)
-    s, found = triton_roots._try_newton(
+    s, roots = triton_roots._try_newton(
         none + start, one == 0.0, one + residual, one + 0.5, equation, one + 1e-16, 10, R
     )
-    tl.store(out + tl.arange(0, TOKENS), tl.where(found, tl.sum(s, 1), float("nan")))
+    tl.store(out + tl.arange(0, TOKENS), tl.where(roots, tl.sum(s, 1), float("nan")))
 
 
 def test_newton_stays_within_twice_the_remaining_distance():
     """The root is 2.828…; at a residual ρ its distance is 2 ρ, and Newton may move 4 ρ."""
     root = roots_by_bisection(scalar(1e-3, 3.0))[2].item()
-    for residual, there in [(0.026, True), (0.024, False), (0.003, False)]:
-        found = torch.empty(2, dtype=torch.float64, device=DEVICE)
-        _newton_kernel[(1,)](found, root + 0.1, residual, TOKENS=2, R=1)
-        assert found.isfinite().all() == there
-        if there:
-            torch.testing.assert_close(found, torch.full_like(found, root))
+    for residual, is_within in [(0.026, True), (0.024, False), (0.003, False)]:
+        roots = torch.empty(2, dtype=torch.float64, device=DEVICE)
+        _newton_kernel[(1,)](roots, root + 0.1, residual, TOKENS=2, R=1)
+        assert roots.isfinite().all() == is_within
+        if is_within:
+            torch.testing.assert_close(roots, torch.full_like(roots, root))
 
 
 def test_elimination_exchanges_rows():
@@ -122,7 +122,7 @@ def test_elimination_exchanges_rows():
     coefficients = cell.Coefficients(
         alpha, beta, zeros, torch.ones(2).double(), zeros, torch.zeros(2, 2, 2).double(), 1e-5
     )
-    s, outcome = roots_of(coefficients)
+    s, outcome = solve_on_device(coefficients)
     eye = torch.eye(2).double()
     expected = torch.linalg.solve(eye - beta, alpha)  # φ is linear here
     assert not (outcome == FAILED).any()
@@ -135,9 +135,9 @@ def test_elimination_exchanges_rows():
 )
 def test_nan_stays_in_its_token(name, value):
     coefficients = random_coefficients(6, 2)
-    expected, _ = roots_of(coefficients)
+    expected, _ = solve_on_device(coefficients)
     getattr(coefficients, name)[3] = value
-    s, outcome = roots_of(coefficients)
+    s, outcome = solve_on_device(coefficients)
     others = torch.arange(6) != 3
     assert torch.equal(s[others], expected[others]) and not outcome[others].any()
     assert outcome[3] == FAILED and s[3].isnan().all()
@@ -145,13 +145,13 @@ def test_nan_stays_in_its_token(name, value):
 
 def test_unsupported_equations_are_refused():
     with pytest.raises(Unsupported, match="rank 9"):
-        roots_of(random_coefficients(2, 9))
+        solve_on_device(random_coefficients(2, 9))
     with pytest.raises(Unsupported, match=r"alpha is torch\.float64"):
         triton_roots.find_roots(*on_device(random_coefficients(2, 2), torch.float64))
 
 
 @pytest.mark.parametrize("rank", [1, slow(2), slow(4), slow(8)])
 def test_no_register_spills(rank):
-    with recorded_launches(triton_roots) as cases:
+    with record_launches(triton_roots) as cases:
         triton_roots.find_roots(*on_device(random_coefficients(5, rank)))
     assert_nothing_spills(cases)

@@ -10,18 +10,18 @@ pytest.importorskip("triton")
 
 from lm.kernels import Unsupported
 from lm.kernels.triton import scan as triton_scan
-from lm.kernels.triton.build import INTERPRETED, dense
+from lm.kernels.triton.build import INTERPRETED, make_dense
 from lm.model.scan import selective_scan_plain
 from tests.kernels import (
     assert_close,
     assert_nothing_spills,
-    kernels_of,
+    find_kernels,
     poisoned_memory,
-    recorded_launches,
-    skip_where_missing,
-    sliced,
+    record_launches,
+    skip_if_missing,
+    slice_unaligned,
 )
-from tests.lm.kernels.test_scans import results
+from tests.lm.kernels.test_scans import evaluate
 from tests.oracles import scan_inputs
 
 LOW = 1e-2  # of results in bf16, which Triton's interpreter truncates instead of rounding
@@ -31,27 +31,27 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 @pytest.fixture(autouse=True)
 def poisoned():
     """Fill the memory that torch.empty returns with NaN."""
-    skip_where_missing(triton_scan)
+    skip_if_missing(triton_scan)
     with poisoned_memory():
         yield
 
 
 @pytest.fixture
-def chunks_of(monkeypatch):
+def set_chunk(monkeypatch):
     """Return a function (steps) that sets the length of the chunks."""
 
-    def fix(steps):
+    def set_steps(steps):
         monkeypatch.setattr(triton_scan, "_chunk_length", lambda b, length, d, n: steps or length)
 
-    return fix
+    return set_steps
 
 
-def inputs(b, length, d, n, dtype=torch.float32, device=DEVICE):
+def make_inputs(b, length, d, n, dtype=torch.float32, device=DEVICE):
     tensors = scan_inputs(b, length, d, n)
     return {k: v.to(device, dtype) for k, v in tensors.items()}
 
 
-def resets(b, length):
+def make_keep(b, length):
     """1, but 0 at the first token of row 0, and at every fifth and sixth."""
     keep = torch.ones(b, length, dtype=torch.bool, device=DEVICE)
     keep[0, 0] = False
@@ -59,9 +59,9 @@ def resets(b, length):
     return keep
 
 
-def oracle(tensors, keep=None):
+def run_plain_scan(tensors, keep=None):
     keep = None if keep is None else keep.double()
-    return results(selective_scan_plain, {k: v.double() for k, v in tensors.items()}, keep)
+    return evaluate(selective_scan_plain, {k: v.double() for k, v in tensors.items()}, keep)
 
 
 @pytest.mark.parametrize(
@@ -74,19 +74,19 @@ def oracle(tensors, keep=None):
         (1, 34, 3, 16, 16),
     ],
 )
-def test_scan_and_gradients_equal_the_plain_scan(b, length, d, n, chunk, chunks_of):
-    chunks_of(chunk)
-    tensors, keep = inputs(b, length, d, n), resets(b, length)
-    ours = results(triton_scan.selective_scan, tensors, keep)
-    assert_close(ours, oracle(tensors, keep), 1e-5)
+def test_scan_and_gradients_equal_the_plain_scan(b, length, d, n, chunk, set_chunk):
+    set_chunk(chunk)
+    tensors, keep = make_inputs(b, length, d, n), make_keep(b, length)
+    ours = evaluate(triton_scan.selective_scan, tensors, keep)
+    assert_close(ours, run_plain_scan(tensors, keep), 1e-5)
 
 
-def test_chunks_change_rounding_only(chunks_of):
-    tensors, keep = inputs(1, 34, 5, 2), resets(1, 34)
+def test_chunks_change_rounding_only(set_chunk):
+    tensors, keep = make_inputs(1, 34, 5, 2), make_keep(1, 34)
     runs = []
     for chunk in (None, 16, 16, 32):
-        chunks_of(chunk)
-        runs.append(results(triton_scan.selective_scan, tensors, keep))
+        set_chunk(chunk)
+        runs.append(evaluate(triton_scan.selective_scan, tensors, keep))
     whole, first, again, other = runs
     for name in first:
         assert torch.equal(first[name], again[name]), name
@@ -108,35 +108,35 @@ def test_chunks_are_whole_tiles():
 
 def test_each_argument_may_have_its_own_dtype():
     own = dict(x="bfloat16", dt="float16", A="float32", B="bfloat16", C="float16", h0="bfloat16")
-    tensors = {k: v.to(getattr(torch, own[k])) for k, v in inputs(2, 18, 5, 3).items()}
-    ours, expected = results(triton_scan.selective_scan, tensors), oracle(tensors)
+    tensors = {k: v.to(getattr(torch, own[k])) for k, v in make_inputs(2, 18, 5, 3).items()}
+    ours, expected = evaluate(triton_scan.selective_scan, tensors), run_plain_scan(tensors)
     for name, value in ours.items():
-        given = tensors.get(name.removeprefix("grad "))
-        assert value.dtype == (torch.float32 if given is None else given.dtype), name
+        argument = tensors.get(name.removeprefix("grad "))
+        assert value.dtype == (torch.float32 if argument is None else argument.dtype), name
         exact = value.dtype == torch.float32
         assert_close({name: value}, {name: expected[name]}, 1e-5 if exact else LOW)
 
 
 def test_bf16_equals_fp32_up_to_rounding():
-    tensors = inputs(1, 20, 5, 4, torch.bfloat16)
-    assert_close(results(triton_scan.selective_scan, tensors), oracle(tensors), LOW)
+    tensors = make_inputs(1, 20, 5, 4, torch.bfloat16)
+    assert_close(evaluate(triton_scan.selective_scan, tensors), run_plain_scan(tensors), LOW)
 
 
-def test_contiguous_views_are_not_copied(chunks_of):
-    chunks_of(16)
-    t, keep = inputs(2, 20, 6, 3), resets(2, 20)
+def test_contiguous_views_are_not_copied(set_chunk):
+    set_chunk(16)
+    t, keep = make_inputs(2, 20, 6, 3), make_keep(2, 20)
 
     def scan(keep, A, h0, x, dt, B, C):
         x, rest = torch.cat([x, dt, x], -1).split([6, 12], -1)
         _, B, C, _ = torch.cat([dt, B, C, dt], -1).split([6, 3, 3, 6], -1)
         dt, A = rest[..., :6], torch.stack([A, torch.full_like(A, torch.nan)], -1)[..., 0]
         views = x, dt, B, C
-        assert all(dense(v) is v and not v.is_contiguous() for v in views)
+        assert all(make_dense(v) is v and not v.is_contiguous() for v in views)
         h0 = h0.transpose(1, 2).contiguous().transpose(1, 2)
         keep = keep.t().contiguous().t()
         return triton_scan.selective_scan(x, dt, A, B, C, h0, keep)
 
-    views, plain = results(scan, t, keep), results(triton_scan.selective_scan, t, keep)
+    views, plain = evaluate(scan, t, keep), evaluate(triton_scan.selective_scan, t, keep)
     for name in plain:
         assert torch.equal(views[name], plain[name]), name
     by_time = {k: v.transpose(0, 1).contiguous().transpose(0, 1) for k, v in t.items()}
@@ -148,25 +148,28 @@ def test_contiguous_views_are_not_copied(chunks_of):
 
 
 def test_wrong_shapes_are_refused():
-    t = inputs(2, 4, 5, 3)
+    t = make_inputs(2, 4, 5, 3)
     with pytest.raises(TypeError, match=r"^B is on meta"):
         triton_scan.selective_scan(**{**t, "B": t["B"].to("meta")})
-    with pytest.raises(Unsupported, match=r"at most 65535 rows"):
-        triton_scan.selective_scan(**inputs(65536, 1, 1, 1))
+    with pytest.raises(Unsupported, match=r"at most 65535 sequences"):
+        triton_scan.selective_scan(**make_inputs(65536, 1, 1, 1))
 
 
-def launched(d, n, dtype, whole, length=128):
-    """What a forward and a backward launch: in two chunks from a state, with resets, or, where not
-    whole, on slices of projections, in one chunk from zero and without."""
-    tensors = inputs(1, length, d, n)
+def make_launch_cases(d, n, dtype, whole, length=128):
+    """Return the launches of a forward and a backward pass as cases of `resources`.
+
+    whole: in two chunks from a state, with resets. Otherwise: on slices of projections, in one
+    chunk from zero, without resets.
+    """
+    tensors = make_inputs(1, length, d, n)
     tensors |= {name: tensors[name].to(dtype) for name in ("x", "dt", "B", "C")}
-    keep = resets(1, length) if whole else None
+    keep = make_keep(1, length) if whole else None
     if not whole:
         del tensors["h0"]
-        tensors |= {name: sliced(tensors[name]) for name in ("x", "dt", "B", "C")}
+        tensors |= {name: slice_unaligned(tensors[name]) for name in ("x", "dt", "B", "C")}
     for tensor in tensors.values():
         tensor.requires_grad_()
-    with recorded_launches(triton_scan) as cases:
+    with record_launches(triton_scan) as cases:
         y, h = triton_scan.selective_scan(**tensors, keep=keep)
         (y.sum() + h.sum()).backward()
     return cases
@@ -177,8 +180,8 @@ TRAINED = [(768, 16), (768, 64), (1536, 16), (1536, 64)]
 
 def test_no_register_spills_at_the_default_shape():
     """Every kernel on one GPU: a compilation takes seconds."""
-    cases = launched(1536, 16, torch.bfloat16, True)
-    assert {case["kernel"] for case in cases} == kernels_of(triton_scan)
+    cases = make_launch_cases(1536, 16, torch.bfloat16, True)
+    assert {case["kernel"] for case in cases} == find_kernels(triton_scan)
     assert_nothing_spills(cases, [80])
 
 
@@ -188,29 +191,29 @@ def test_no_register_spills_at_training_shapes():
     for d, n in TRAINED:
         for dtype in (torch.float32, torch.bfloat16):
             for whole in (True, False):
-                # One chunk where not whole: no kernel for those before the last, none between.
-                cases += launched(d, n, dtype, whole, 128 if whole else 64)
+                # With one chunk, no kernel runs for the chunks before it.
+                cases += make_launch_cases(d, n, dtype, whole, 128 if whole else 64)
     assert_nothing_spills(cases)
 
 
 @pytest.mark.slow
 def test_single_channel_and_state_compile():
     """d = n = 1, which Triton compiles into the code."""
-    assert_nothing_spills(launched(1, 1, torch.float32, False, 20))
+    assert_nothing_spills(make_launch_cases(1, 1, torch.float32, False, 20))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, tol", [(torch.float32, 1e-4), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("chunk", [None, 512], ids=["its own chunks", "chunks of 512"])
-def test_training_shape_equals_the_plain_scan(dtype, tol, chunk, chunks_of):
+def test_training_shape_equals_the_plain_scan(dtype, tol, chunk, set_chunk):
     if chunk:
-        chunks_of(chunk)
-    tensors = inputs(2, 2048, 1536, 16, dtype)
+        set_chunk(chunk)
+    tensors = make_inputs(2, 2048, 1536, 16, dtype)
     tensors["dt"] = tensors["dt"] / 8
     keep = torch.rand(2, 2048, generator=torch.Generator().manual_seed(1)).to(DEVICE) > 0.01
-    ours = results(triton_scan.selective_scan, tensors, keep)
-    expected = oracle(tensors, keep)
+    ours = evaluate(triton_scan.selective_scan, tensors, keep)
+    expected = run_plain_scan(tensors, keep)
     assert_close(ours, expected, tol)
     assert_close({"y": ours["y"]}, {"y": expected["y"]}, 1e-4)
-    for name, value in results(triton_scan.selective_scan, tensors, keep).items():
+    for name, value in evaluate(triton_scan.selective_scan, tensors, keep).items():
         assert torch.equal(value, ours[name]), name

@@ -6,16 +6,16 @@ import torch
 from lm.kernels.cpu import roots as cpu_roots
 from lm.model import cell
 from lm.model.cell import (
-    MOST_GAIN,
+    MAX_GAIN,
     Coefficients,
+    EquationTerms,
     LowRank,
     Norm,
-    Token,
     find_root,
     solve_low_rank,
 )
 from lm.model.solver import BISECTED, FAILED, GRAD_LIMITED
-from tests.kernels import skip_where_missing
+from tests.kernels import skip_if_missing
 
 D = 12
 
@@ -24,7 +24,7 @@ D = 12
 def kernels(request, monkeypatch):
     """Run every test in plain PyTorch and with the compiled search."""
     if request.param == "auto":
-        skip_where_missing(cpu_roots)
+        skip_if_missing(cpu_roots)
     monkeypatch.setenv("FPRNN_KERNELS", request.param)
     return request.param
 
@@ -115,7 +115,7 @@ def test_root_solves_its_equation_and_is_picards(r, scale):
     assert not (outcome & FAILED).any()
     assert (residual_of(coefficients, s) <= cell.SOLVED).all()
     some = slice(0, 40)
-    for mine, theirs in zip(s[some], picard(coefficients.select(some), cell.MOST_PICARD)):
+    for mine, theirs in zip(s[some], picard(coefficients.select(some), cell.MAX_PICARD_STEPS)):
         if theirs is not None:
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
 
@@ -264,7 +264,7 @@ def test_bisection_finds_roots_that_picard_does_not(r, scale, monkeypatch):
     coefficients = random_coefficients(200, r, scale, seed=40 + r)
     s, solved = cell._bisect(coefficients)
     assert solved.all() and (residual_of(coefficients, s) <= cell.SOLVED).all()
-    monkeypatch.setattr(cell, "MOST_PICARD", 0)
+    monkeypatch.setattr(cell, "MAX_PICARD_STEPS", 0)
     found, outcome = cell._find_root_by_picard(coefficients)
     assert (outcome == BISECTED).all() and torch.equal(found, s)
 
@@ -273,7 +273,7 @@ def test_bisection_finds_roots_that_picard_does_not(r, scale, monkeypatch):
 
 
 def token_of(kind="layer", gate=True, b=2, length=5, seed=0):
-    """Return the tensors of a Token."""
+    """Return the tensors of an EquationTerms."""
     tensors = {
         "x": normal(b, length, D, seed=seed),
         "history": normal(b, length, D, seed=seed + 1),
@@ -287,7 +287,7 @@ def token_of(kind="layer", gate=True, b=2, length=5, seed=0):
 
 def make(kind, x, history, gain, weight, bias, gate):
     norm = Norm(kind, weight, bias if kind == "layer" else None, 1e-2)
-    return Token(x, history, gain, gate, norm if kind != "none" else Norm("none"))
+    return EquationTerms(x, history, gain, gate, norm if kind != "none" else Norm("none"))
 
 
 def low_rank_of(r, b=2, length=5, seed=30, size=0.3):
@@ -345,7 +345,7 @@ def attached(rest, outcome):
 
 def test_gradient_near_a_fold_is_limited_and_counted():
     grad, outcome = attached([[[0.5]], [[1e-9]], [[0.0]], [[-1.0]]], [0, 0, FAILED, BISECTED])
-    torch.testing.assert_close(grad.flatten(), torch.tensor([2.0, MOST_GAIN, 1.0, -1.0]).double())
+    torch.testing.assert_close(grad.flatten(), torch.tensor([2.0, MAX_GAIN, 1.0, -1.0]).double())
     assert outcome == [0, GRAD_LIMITED, FAILED, BISECTED]
 
 
@@ -356,7 +356,7 @@ def test_gradient_limit_is_on_the_euclidean_norm():
     """
     grad, outcome = attached([[[1 / 30, 0.0], [0.0, 1.0]]], [0])
     expected = torch.tensor([[30.0, 1.0]]).double()
-    expected *= MOST_GAIN * 2**0.5 / expected.norm()
+    expected *= MAX_GAIN * 2**0.5 / expected.norm()
     torch.testing.assert_close(grad, expected)
     assert outcome == [GRAD_LIMITED]
 

@@ -4,12 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.root_search import FLOOR, random_pairs
+from benchmarks.root_search import FLOOR, draw_pair_equations
 from lm.kernels.cpu import roots as cpu_roots
 from lm.model import certified_root
 from lm.model.cell import Coefficients, _find_root_by_picard, _find_root_plain
 from lm.model.solver import BISECTED, FAILED
-from tests.kernels import skip_where_missing
+from tests.kernels import skip_if_missing
 from tests.marks import slow
 
 SHAPES = {"alpha": (1, 2), "beta": (1, 2, 2), "delta": (1, 2), "gamma0": (1,), "gamma1": (1, 2)}
@@ -30,8 +30,8 @@ def scaled_distance(coefficients, s, other):
 
 @pytest.mark.parametrize("n", [20_000, slow(300_000)])
 def test_random_equations_have_the_root_that_picard_finds(n):
-    skip_where_missing(cpu_roots)
-    equations = random_pairs(n, 3)
+    skip_if_missing(cpu_roots)
+    equations = draw_pair_equations(n, 3)
     coefficients = Coefficients(*equations, FLOOR)
     picard, _ = cpu_roots.count_evaluations(equations, FLOOR, True)
     s, attracts, is_proven = certified_root.find_certified_pairs(coefficients)
@@ -42,8 +42,8 @@ def test_random_equations_have_the_root_that_picard_finds(n):
 
 
 def test_plain_pytorch_and_cpu_kernel_decide_alike():
-    skip_where_missing(cpu_roots)
-    equations = random_pairs(20_000, 4)
+    skip_if_missing(cpu_roots)
+    equations = draw_pair_equations(20_000, 4)
     coefficients = Coefficients(*equations, FLOOR)
     s, attracts, is_proven = certified_root.find_certified_pairs(coefficients)
     compiled, evaluations = cpu_roots.count_evaluations(equations, FLOOR, False)
@@ -126,7 +126,7 @@ def test_unproven_pairs_are_rejected(numbers):
 
 def test_the_polynomials_are_those_of_the_equation():
     """Random equations satisfy s = v / det and N² = det² D at some g."""
-    fields = [t.double() for t in random_pairs(50, 5)]
+    fields = [t.double() for t in draw_pair_equations(50, 5)]
     e = certified_root.PairEquation(*fields, FLOOR)
     for g in (1e-3, 0.3):
         powers = g ** torch.arange(5, dtype=torch.float64)

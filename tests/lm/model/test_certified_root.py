@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from benchmarks.root_search import FLOOR, random_equations
+from benchmarks.root_search import FLOOR, draw_equations
 from lm.kernels.cpu import roots as cpu_roots
 from lm.model import certified_root
 from lm.model.cell import Coefficients, _find_root_by_picard, _find_root_plain
 from lm.model.solver import BISECTED, FAILED
-from tests.kernels import skip_where_missing
+from tests.kernels import skip_if_missing
 from tests.lm.model.test_cell import roots_by_bisection, scalar
 from tests.marks import slow
 
@@ -17,8 +17,8 @@ from tests.marks import slow
 def test_random_equations_have_the_root_that_picard_finds(n):
     """They are compared if Picard converges, in units of the equation's terms: near zero a root is
     rounding."""
-    skip_where_missing(cpu_roots)
-    equations = random_equations(n, 1)
+    skip_if_missing(cpu_roots)
+    equations = draw_equations(n, 1)
     old, _ = cpu_roots.count_evaluations(equations, FLOOR, True)
     new, _ = cpu_roots.count_evaluations(equations, FLOOR, False)
     coefficients = Coefficients(*equations, FLOOR)
@@ -31,8 +31,8 @@ def test_random_equations_have_the_root_that_picard_finds(n):
 
 
 def test_plain_pytorch_and_cpu_kernel_prove_the_same_roots():
-    skip_where_missing(cpu_roots)
-    equations = random_equations(3000, 2)
+    skip_if_missing(cpu_roots)
+    equations = draw_equations(3000, 2)
     s, outcome = _find_root_plain(Coefficients(*equations, FLOOR))
     compiled = cpu_roots.find_roots(*equations, FLOOR)
     proven = certified_root.find_certified_roots(Coefficients(*equations, FLOOR))[1]

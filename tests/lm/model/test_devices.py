@@ -23,7 +23,7 @@ ACROSS_DEVICES = (aten._to_copy.default, aten.copy_.default)
 LIMITS = [
     (certified_root, "MAX_DIRECT_STEPS"),
     (full_rank, "MAX_ACCELERATED_ITERS"),
-    *itertools.product((cell, full_rank), ("MOST_PICARD", "MOST_NEWTON", "BISECTIONS")),
+    *itertools.product((cell, full_rank), ("MAX_PICARD_STEPS", "MAX_NEWTON_STEPS", "BISECTIONS")),
 ]
 PAPER = dict(token="iterate", stopping="paper")
 # The cases of the files next to this one, and every kind of layer.

@@ -75,7 +75,7 @@ def test_solver_token_is_not_used_as_a_password(tmp_path):
     model = model_of()
     model.save_pretrained(tmp_path)
     for load in (FPRNNForCausalLM, FPRNNConfig):
-        with pytest.raises(ValueError, match="as a password"):
+        with pytest.raises(ValueError, match="as an access token"):
             load.from_pretrained(tmp_path, token="iterate")
     config = FPRNNConfig(**SIZES, token="iterate")
     loaded = FPRNNForCausalLM.from_pretrained(tmp_path, config=config)
@@ -100,7 +100,7 @@ def test_flops_grow_with_the_evaluations():
 def test_padding_does_not_dilute_the_share_of_failures(monkeypatch):
     """A kronecker mixer too wide for bisection, with too few iterations."""
     monkeypatch.setattr(full_rank, "MAX_DENSE_WIDTH", 0)
-    monkeypatch.setattr(full_rank, "MOST_PICARD", 55)
+    monkeypatch.setattr(full_rank, "MAX_PICARD_STEPS", 55)
     monkeypatch.setattr(full_rank, "MAX_ACCELERATED_ITERS", 0)
     model, ids = (
         model_of(mixer="kronecker", n_layer=1, mixer_gate_init_bias=0.0).eval(),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lm.model import full_rank
-from lm.model.cell import LowRank, Norm, Token, solve_low_rank
+from lm.model.cell import EquationTerms, LowRank, Norm, solve_low_rank
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.full_rank import Anderson, FullRank, solve_by_iterating
 from lm.model.modeling_fprnn import FPRNNForCausalLM
@@ -68,7 +68,7 @@ def test_iterating_equals_the_low_rank_solution(kind):
 @pytest.mark.parametrize("way", ["picard", "anderson", "bisection"])
 @KINDS
 def test_each_method_finds_a_solution_and_its_gradient(kind, way, monkeypatch):
-    monkeypatch.setattr(full_rank, "MOST_PICARD", 300 if way == "picard" else 0)
+    monkeypatch.setattr(full_rank, "MAX_PICARD_STEPS", 300 if way == "picard" else 0)
     monkeypatch.setattr(full_rank, "MAX_DENSE_WIDTH", D if way == "bisection" else 0)
     _, tensors = token_of(kind, b=1, length=2)
     names = ["x", "history", "gain", "gate"] + (["weight"] if kind != "none" else [])
@@ -91,8 +91,8 @@ def test_each_method_finds_a_solution_and_its_gradient(kind, way, monkeypatch):
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_bisection_is_accurate_without_newton(kind, monkeypatch):
     """Newton could hide a bisection in the wrong direction."""
-    monkeypatch.setattr(full_rank, "MOST_PICARD", 0)
-    monkeypatch.setattr(full_rank, "MOST_NEWTON", 0)
+    monkeypatch.setattr(full_rank, "MAX_PICARD_STEPS", 0)
+    monkeypatch.setattr(full_rank, "MAX_NEWTON_STEPS", 0)
     monkeypatch.setattr(full_rank, "BISECTIONS", 80)
     token, _ = token_of(kind)
     y, _, outcome = solve(token, matrix_of(low_rank_of(2, size=0.3)))
@@ -116,7 +116,7 @@ def linear(rates):
     M = torch.tensor(rates, dtype=torch.float64)[None, :, None, None] * torch.eye(D).double()
     history = normal(1, 4, D, seed=50)[:, : len(rates)].clone().requires_grad_()
     one = torch.ones(1, len(rates), D, dtype=torch.float64)
-    y, _, outcome = solve(Token(0 * one, history, one, None, Norm("none")), M)
+    y, _, outcome = solve(EquationTerms(0 * one, history, one, None, Norm("none")), M)
     expected = history / (1 - torch.tensor(rates, dtype=torch.float64)[:, None])
     solved = outcome & FAILED == 0
     torch.testing.assert_close(y[solved], expected[solved], rtol=1e-10, atol=0)
@@ -124,7 +124,7 @@ def linear(rates):
 
 
 def test_adjoint_of_a_full_rank_equation_is_limited(monkeypatch):
-    monkeypatch.setattr(full_rank, "MOST_GAIN", 2.0)
+    monkeypatch.setattr(full_rank, "MAX_GAIN", 2.0)
     history, y, outcome = linear([0.8, 0.3])
     assert not (outcome & FAILED).any()
     (grad,) = torch.autograd.grad(y.sum(), history)
@@ -157,7 +157,7 @@ def test_unsolved_token_is_counted_and_has_one_step_gradient(most_dense, monkeyp
 
 def test_unsolved_wide_equation_is_counted(monkeypatch):
     """y → norm(R y) with a rotation R does not converge in a few damped iterations."""
-    monkeypatch.setattr(full_rank, "MOST_PICARD", 30)
+    monkeypatch.setattr(full_rank, "MAX_PICARD_STEPS", 30)
     token, _ = token_of("rms", gate=False)
     one = torch.arange(token.x.shape[1]) == 2
     turn = torch.linalg.qr(normal(D, D, seed=9))[0]

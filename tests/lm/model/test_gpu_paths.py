@@ -1,4 +1,4 @@
-"""Code paths for GPUs, tested on a CPU: `on_cpu` is replaced by a function that returns False.
+"""Code paths for GPUs, tested on a CPU: `is_on_cpu` is replaced by a function that returns False.
 
 On such a device projections may be narrower than the results computed from them, and a single
 `addmm` adds the part that reads sh(y).
@@ -16,7 +16,7 @@ from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests.kernels import quicken_interpreter
 from tests.marks import slow
-from tests.tracker import loss_and_gradient, words
+from tests.tracker import compute_gradient, draw_words
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(encountered|plain PyTorch):RuntimeWarning")
 PAPER = dict(token="iterate", stopping="paper", gradient="one_step")
@@ -24,7 +24,7 @@ PAPER = dict(token="iterate", stopping="paper", gradient="one_step")
 
 @pytest.fixture(autouse=True)
 def off_cpu(monkeypatch):
-    monkeypatch.setattr(layers, "on_cpu", lambda t: False)
+    monkeypatch.setattr(layers, "is_on_cpu", lambda t: False)
 
 
 def untrained(**fields):
@@ -63,22 +63,22 @@ def test_plain_pytorch_agrees_for_weights_of_any_dtype(fields, dtype, monkeypatc
     """With bf16 weights `raw` is in fp32 and the maps of y are in bf16."""
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
     model = untrained(**fields).to(dtype)
-    given = words(2, 6)
-    ours = loss_and_gradient(model, *given)
-    monkeypatch.setattr(layers, "on_cpu", lambda t: True)
-    loss, gradient = loss_and_gradient(model, *given)
+    given = draw_words(2, 6)
+    ours = compute_gradient(model, *given)
+    monkeypatch.setattr(layers, "is_on_cpu", lambda t: True)
+    loss, gradient = compute_gradient(model, *given)
     assert ours[0] == pytest.approx(loss, rel=1e-5 if dtype == torch.float32 else 0.02)
     assert wrong(ours[1], gradient) < (1e-4 if dtype == torch.float32 else 0.1)
 
 
 def refusing(monkeypatch, *functions):
     """Make these functions of all backends refuse their arguments as unsupported."""
-    real = kernels._find
+    real = kernels._find_modules
 
     def find(*args):
         return tuple(Refusing(module, functions) for module in real(*args))
 
-    monkeypatch.setattr(kernels, "_find", find)
+    monkeypatch.setattr(kernels, "_find_modules", find)
 
 
 class Refusing:
@@ -102,11 +102,11 @@ def test_bf16_rows_are_widened_if_a_kernel_refuses(rank, monkeypatch):
     quicken_interpreter()
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
     refusing(monkeypatch, "cell", "find_roots")
-    model, given = untrained(mixer_rank=rank, schedule="sequential"), words(1, 4)
+    model, given = untrained(mixer_rank=rank, schedule="sequential"), draw_words(1, 4)
     with torch.autocast("cpu", torch.bfloat16):
-        loss, gradient = loss_and_gradient(model, *given)
+        loss, gradient = compute_gradient(model, *given)
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
-    expected, its_gradient = loss_and_gradient(model, *given)
+    expected, its_gradient = compute_gradient(model, *given)
     assert loss == pytest.approx(expected, rel=0.02)
     assert wrong(gradient, its_gradient) < 0.1
 
@@ -117,7 +117,7 @@ def test_decoding_after_windows_works_in_any_dtype(monkeypatch):
     """The cached weights are from the prompt's pass."""
     quicken_interpreter()
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
-    ids = words(1, 4)[0]
+    ids = draw_words(1, 4)[0]
     for fields in (dict(mixer_rank=2, mixer_proj_rank=3), dict(dt_h_dep=True)):
         model = untrained(schedule="window:3", **fields).eval()
         expected = model(ids).logits[:, 3:]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from lm.model.layers import ShortConv, StepSize, WNLinear, affine_map, linear_by_eights
+from lm.model.layers import ShortConv, StepSize, WNLinear, affine_map, padded_linear
 from lm.model.scan import causal_conv
 
 
@@ -146,7 +146,7 @@ def test_on_a_gpu_a_matrix_has_a_multiple_of_eight_rows(rows, multiplied, with_b
     bias = bias if with_bias else None
     expected, seen = nn.functional.linear(x, matrix, bias), []
     real = nn.functional.linear
-    monkeypatch.setattr("lm.model.layers.on_cpu", lambda t: False)
+    monkeypatch.setattr("lm.model.layers.is_on_cpu", lambda t: False)
     monkeypatch.setattr(nn.functional, "linear", lambda *a: seen.append(len(a[1])) or real(*a))
-    torch.testing.assert_close(linear_by_eights(x, matrix, bias), expected)
+    torch.testing.assert_close(padded_linear(x, matrix, bias), expected)
     assert seen == [multiplied]

@@ -10,7 +10,7 @@ from lm.model import scan
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.mixers import build_mixer, largest_divisor, largest_eigenvalue, largest_stretch, nrm
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from tests.kernels import skip_where_missing
+from tests.kernels import skip_if_missing
 from tests.oracles import mixer_matrix
 
 CASES = {
@@ -51,7 +51,7 @@ def randomised(name):
 
 def apply(mixer, P, v):
     weights = mixer.weights(P)
-    return mixer(torch.nn.functional.linear(P, weights.first, weights.bias), v, weights)
+    return mixer(torch.nn.functional.linear(P, weights.matrix, weights.bias), v, weights)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -71,7 +71,7 @@ def test_equals_its_matrix(name):
 def test_out_features_is_what_the_map_gives(name):
     config, mixer = randomised(name)
     weights = mixer.weights(torch.zeros(1, dtype=torch.float64))
-    assert weights.first.shape == (mixer.out_features, 2 * config.d_inner)
+    assert weights.matrix.shape == (mixer.out_features, 2 * config.d_inner)
     assert len(weights.bias) == mixer.out_features
 
 
@@ -87,9 +87,9 @@ def test_the_two_layers_as_one_are_the_same_map(name, biases):
     v = torch.randn(2, 3, config.d_inner, dtype=torch.float64)
     found = {}
     for compiled in (True, False):
-        weights = mixer.merged(mixer.weights(P)) if compiled else mixer.weights(P)
+        weights = mixer.merge_extra(mixer.weights(P)) if compiled else mixer.weights(P)
         assert bool(weights.extra) is not compiled
-        mixed = mixer(F.linear(P, weights.first, weights.bias), v, weights)
+        mixed = mixer(F.linear(P, weights.matrix, weights.bias), v, weights)
         wanted = [p for p in mixer.parameters() if p.requires_grad]
         found[compiled] = [mixed, *torch.autograd.grad(mixed.sin().sum(), wanted)]
     torch.testing.assert_close(found[True], found[False], rtol=1e-11, atol=1e-11)
@@ -97,12 +97,10 @@ def test_the_two_layers_as_one_are_the_same_map(name, biases):
 
 @pytest.mark.parametrize("block", ["fp_mamba1", "fp_mamba2", "fp_rnn"])
 def test_low_rank_vectors_are_solved_by_the_compiled_cell(block, monkeypatch):
-    skip_where_missing(cpu_cell)
+    skip_if_missing(cpu_cell)
     torch.manual_seed(0)
-    config = FPRNNConfig(
-        vocab_size=11, d_model=8, n_layer=2, headdim=8, block=block, mixer_rank=2,
-        mixer_proj_rank=3, contractive=0.7,
-    )  # fmt: skip
+    sizes = dict(vocab_size=11, d_model=8, n_layer=2, headdim=8, mixer_rank=2, mixer_proj_rank=3)
+    config = FPRNNConfig(**sizes, block=block, contractive=0.7)
     model = FPRNNForCausalLM(config).double()
     ids = torch.randint(11, (2, 9))
     name = "cell_rnn" if block == "fp_rnn" else "cell"
@@ -135,7 +133,7 @@ def test_the_bound_is_above_the_norm(name):
     config, mixer = randomised(name)
     P = 5 * torch.randn(50, 2 * config.d_inner, dtype=torch.float64)
     weights = mixer.weights(P)
-    raw = torch.nn.functional.linear(P, weights.first, weights.bias)
+    raw = torch.nn.functional.linear(P, weights.matrix, weights.bias)
     off = torch.eye(config.d_inner, dtype=P.dtype) - mixer.matrix(P)
     norm = torch.linalg.matrix_norm(off, ord=2)
     bound = mixer.bound(raw, weights).squeeze(-1)

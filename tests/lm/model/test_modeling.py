@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import fprnn  # noqa: F401 (registers the Auto classes)
-from lm.model.configuration_fprnn import REMOVED, FPRNNConfig
+from lm.model.configuration_fprnn import REMOVED_FIELDS, FPRNNConfig
 from lm.model.fields import FIXED_POINT, GATED, KINDS
 from lm.model.modeling_fprnn import FPRNNForCausalLM, FPRNNModel
 
@@ -286,7 +286,7 @@ def test_invalid_value_is_refused_also_when_set_later(field, value):
         FPRNNForCausalLM(config)
 
 
-@pytest.mark.parametrize("name, value", REMOVED.items())
+@pytest.mark.parametrize("name, value", REMOVED_FIELDS.items())
 def test_removed_field_is_read_with_its_only_value(name, value):
     assert name not in FPRNNConfig(**{name: value}).to_dict()
     with pytest.raises(ValueError, match=rf"{name} is 'x', and the field was removed: every model"):

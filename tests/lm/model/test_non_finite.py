@@ -220,7 +220,7 @@ KERNEL = pytest.mark.skipif(
 @pytest.mark.parametrize("n_layer, eos", [(1, None), (5, None), (2, 39)])
 def test_forward_and_backward_wait_for_the_device_once(monkeypatch, n_layer, eos, layer, loss_only):
     """Also with an EOS token that starts documents."""
-    monkeypatch.setattr(modeling_fprnn, "on_cpu", lambda t: False)
+    monkeypatch.setattr(modeling_fprnn, "is_on_cpu", lambda t: False)
     model = model_of(n_layer=n_layer, layers=" ".join([layer] * n_layer), eos_token_id=eos)
     ids = tokens(8)
     model(ids, labels=ids, loss_only=loss_only).loss.backward()  # the first call checks the kernels
@@ -235,7 +235,7 @@ def test_document_starts_are_not_checked_on_a_gpu(name, monkeypatch):
     model, ids = test_state.model_of(**test_state.BLOCKS[name]).train(), test_state.ids(length=9)
     found = []
     for is_cpu in (True, False):
-        monkeypatch.setattr(modeling_fprnn, "on_cpu", lambda t, is_cpu=is_cpu: is_cpu)
+        monkeypatch.setattr(modeling_fprnn, "is_on_cpu", lambda t, is_cpu=is_cpu: is_cpu)
         model.zero_grad()
         loss = model(ids, labels=ids).loss
         loss.backward()

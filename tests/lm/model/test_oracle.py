@@ -15,7 +15,7 @@ from lm.model.blocks import BLOCKS, Sequences, build_block
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests import oracle_blocks as oracle
-from tests.kernels import skip_where_missing
+from tests.kernels import skip_if_missing
 from tests.marks import slow
 
 B, L, D_MODEL = 2, 7, 6  # d_inner 12 = 3 × 4
@@ -220,7 +220,7 @@ def computed_by(backend, monkeypatch):
             found = importlib.import_module(f"lm.kernels.{module}")
         except ModuleNotFoundError as missing:
             pytest.skip(str(missing))
-        skip_where_missing(found)
+        skip_if_missing(found)
 
 
 def documents_and_padding(side):
@@ -245,7 +245,7 @@ def test_iteration_equals_the_oracle(name, backend, monkeypatch):
     computed_by(backend, monkeypatch)
     block = block_of(**ALL[name])
     u, y = inputs(block)
-    expected = oracle.iteration(parameters_of(block), block.config, u, y)
+    expected = oracle.apply_map(parameters_of(block), block.config, u, y)
     assert_alike(block.step(block.prepare(u), y), expected, 1e-12)
 
 
@@ -259,7 +259,7 @@ def test_iteration_of_packed_documents_equals_the_oracle(name, backend, side, mo
     starts, mask = documents_and_padding(side)
     u, y = inputs(block)
     y = y if mask is None else y * mask.unsqueeze(-1)  # as in every iterate
-    expected = oracle.iteration(parameters_of(block), block.config, u, y, starts, mask)
+    expected = oracle.apply_map(parameters_of(block), block.config, u, y, starts, mask)
     assert_alike(block.step(block.prepare(u, Sequences(mask, starts)), y), expected, 1e-12)
 
 
@@ -398,11 +398,11 @@ def test_language_model_equals_the_oracle(name):
     ids = torch.randint(1, 9, (B, L), generator=torch.Generator().manual_seed(1))
     ids[0, 2] = ids[1, 4] = 0  # ends of documents
     parameters = parameters_of(model, requires_grad=True)
-    expected = oracle.logits_of(parameters, options, ids)
+    expected = oracle.compute_logits(parameters, options, ids)
     out = model(ids, labels=ids)
     assert (out.fixed_point.failed == 0).all()
     assert_alike(out.logits, expected, 1e-9, "logits")
-    loss = oracle.loss_of(expected, ids)
+    loss = oracle.compute_loss(expected, ids)
     assert_alike(out.loss, loss, 1e-10, "loss")
     mine = dict(model.named_parameters())
     found = torch.autograd.grad(out.loss, list(mine.values()))

@@ -32,7 +32,7 @@ HYBRIDS = {
     "newer": dict(layers="kda rwkv7 slstm fp_mamba1", n_layer=4),
     "newest": dict(layers="mamba3 m2rnn fp_mamba1", n_layer=3),
     "no fixed point": dict(layers="mamba attention", n_layer=2),
-}  # fmt: skip
+}
 
 
 def build(seed=0, dtype=torch.float64, **fields):
@@ -83,7 +83,7 @@ def test_a_line_and_a_list_name_the_same_layers():
         ("gated_delta_net", 1, r"did you mean gated_deltanet\?"),
         ([{"fp_mamba1": {"mixer": "monarch", "mixer_rank": 5}}], 1, "mixer_rank is 5: for monarch"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused(layers, n_layer, said):
     with pytest.raises(ValueError, match=said):
         FPRNNConfig(**{**SIZES, "layers": layers, "n_layer": n_layer})
@@ -118,10 +118,8 @@ def test_a_pattern_of_equal_layers_is_the_pure_stack():
 @pytest.mark.parametrize("kind", ["mamba", "mamba2"])
 def test_mamba_is_transformers_mamba(kind):
     ours = build(dtype=torch.float32, n_layer=2, layers=kind, tie_embeddings=False)
-    common = dict(
-        vocab_size=24, hidden_size=32, num_hidden_layers=2, state_size=4, expand=2,
-        tie_word_embeddings=False, use_cache=False,
-    )  # fmt: skip
+    common = dict(vocab_size=24, hidden_size=32, num_hidden_layers=2, state_size=4, expand=2)
+    common |= dict(tie_word_embeddings=False, use_cache=False)
     if kind == "mamba":
         theirs = MambaForCausalLM(MambaConfig(time_step_rank=2, **common))
     else:
@@ -228,7 +226,7 @@ def test_a_state_of_another_model_is_refused(hybrid):
     with pytest.raises(ValueError, match="the state is of another model: layer 0 of the state has"):
         hybrid(ids_of(2, 3), state=state)
     own = hybrid(ids_of(2, 3), return_state=True).state
-    with pytest.raises(ValueError, match="of a batch of 2, the input's is 3"):
+    with pytest.raises(ValueError, match="of a batch of 2 sequences, the input has 3"):
         hybrid(ids_of(3, 3), state=own)
 
 

@@ -70,7 +70,7 @@ def test_autocast_does_not_reach_inside():
 def test_small_memory_limit_gives_the_same_numbers(monkeypatch):
     t = inputs(2, 33, 7, 3)
     whole = torch.autograd.grad(selective_scan(*t.values())[0].square().sum(), list(t.values()))
-    monkeypatch.setattr(scan, "MAX_TEMPORARY", 4 * 2 * 33 * 3 * 8 * 2)  # two channels a slice
+    monkeypatch.setattr(scan, "MAX_TEMPORARY_BYTES", 4 * 2 * 33 * 3 * 8 * 2)  # two channels a slice
     sliced = torch.autograd.grad(selective_scan(*t.values())[0].square().sum(), list(t.values()))
     for name, a, b in zip(NAMES, sliced, whole):
         close(f"grad {name}", a, b, 1e-13)

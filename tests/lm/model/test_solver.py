@@ -38,7 +38,7 @@ def test_every_iteration_equals_the_papers_rule(name):
     solution = solve_paper(f, torch.zeros_like(exact), rule, trace)
     start = [list(torch.zeros_like(rows)) for rows in exact]
     maps = [lambda y, i=i: list(f(torch.stack(y))[i]) for i in range(len(rates))]
-    expected, steps = oracle_solvers.paper(maps, start, rule)
+    expected, steps = oracle_solvers.solve_batch(maps, start, rule)
     assert len(trace) == len(steps) and (solution.stats.evaluations == len(steps)).all()
     for ours, theirs in zip(trace, steps):
         theirs = [torch.tensor(row, dtype=torch.float64) for row in theirs]

@@ -7,7 +7,7 @@ from lm.model import strategies
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.fields import SOLVER
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from lm.model.scan import backend
+from lm.model.scan import find_backend
 
 LENGTH = 32
 IDS = torch.randint(0, 11, (2, LENGTH), generator=torch.Generator().manual_seed(0))
@@ -88,7 +88,7 @@ def test_description_equals_the_solver_that_runs(
 @pytest.mark.parametrize("name", ["plain", "auto"])
 def test_auto_is_sequential_on_a_cpu(called, name, monkeypatch):
     monkeypatch.setenv("FPRNN_KERNELS", name)
-    if name == "auto" and backend("cell", torch.zeros(1)) is None:
+    if name == "auto" and find_backend("cell", torch.zeros(1)) is None:
         pytest.skip("no compiler")
     made = model().eval()
     assert made.solver(LENGTH)["schedule"] == "sequential"

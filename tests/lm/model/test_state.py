@@ -189,7 +189,7 @@ def test_gradient_with_a_state_stops_at_the_segment(name):
 
     def at(epsilon):
         s = block.prepare(u + epsilon * direction, seqs)
-        return (block.finish(s, block.step(s, y_star)) * weights).sum().item()
+        return (block.gate_and_project(s, block.step(s, y_star)) * weights).sum().item()
 
     with torch.no_grad():
         numeric = (at(1e-6) - at(-1e-6)) / 2e-6

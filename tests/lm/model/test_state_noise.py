@@ -116,18 +116,18 @@ def generators(*seeds):
 def test_noise_of_a_sequence_does_not_depend_on_its_batch():
     model, ids = model_of(n_layer=2, state_noise=SIGMA), tokens()
     with torch.no_grad():
-        with model.passes(generators=generators(5, 6)):
+        with model.override_solve_options(generators=generators(5, 6)):
             together = model(ids).logits
-        with model.passes(generators=generators(6)):
+        with model.override_solve_options(generators=generators(6)):
             alone = model(ids[1:]).logits
-        with model.passes(generators=generators(6, 6)):
+        with model.override_solve_options(generators=generators(6, 6)):
             alike = model(ids).logits
     torch.testing.assert_close(alone, together[1:])
     torch.testing.assert_close(alike[1:], together[1:])
     assert (alike[0] - together[0]).abs().max() > 1e-3
     with (
         pytest.raises(ValueError, match="3 generators for 2 sequences"),
-        model.passes(generators=generators(1, 2, 3)),
+        model.override_solve_options(generators=generators(1, 2, 3)),
     ):
         model(ids)
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from lm.model import strategies
 from lm.model.blocks import build_block
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.layers import Projection, side_by_side
+from lm.model.layers import Projection, join_projections
 from lm.model.solver import FAILED, adjoint_gradient
 from lm.model.stack import initialize
 from lm.model.state import Sequences
@@ -132,7 +132,7 @@ def test_the_adjoint_ends_at_its_tolerance_or_at_rounding(tol, most):
 
 def test_noise_changes_only_projections_that_read_y():
     x, y, noise = normal(2, 5, 3), normal(2, 5, 4, seed=2), normal(2, 5, 4, seed=3)
-    made = side_by_side(
+    made = join_projections(
         [
             Projection("alone", x, None),
             Projection("first", 2 * x, normal(3, 4, seed=4)),
@@ -141,11 +141,11 @@ def test_noise_changes_only_projections_that_read_y():
         y.shape[-1],
         y.dtype,
     )
-    moved, expected = made.moved(noise).rows(y), made.rows(y + noise)
+    moved, expected = made.add_noise(noise).rows(y), made.rows(y + noise)
     for name in ("alone", "first", "second"):
         torch.testing.assert_close(moved[name], expected[name], rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(moved["alone"], x, rtol=0, atol=0)
-    assert made.moved(None) is made
+    assert made.add_noise(None) is made
 
 
 @pytest.mark.parametrize("kernels", ["auto", "plain"])

@@ -10,8 +10,8 @@ from lm.kernels.cpu import cpu_cell
 from lm.model import strategies
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
-from tests.kernels import skip_where_missing
-from tests.tracker import loss_and_gradient, tracker, words
+from tests.kernels import skip_if_missing
+from tests.tracker import compute_gradient, draw_words, load_tracker
 
 LONGER = 272  # more than two windows of 128
 
@@ -26,21 +26,21 @@ def relative(ours, theirs):
 @pytest.fixture
 def as_on_cuda(monkeypatch):
     """Let `auto` choose as on a GPU without kernels."""
-    real = strategies.window_width
+    real = strategies.choose_window_width
     stand_in = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
-    monkeypatch.setattr(strategies, "window_width", lambda *args: real(*args[:-1], stand_in))
+    monkeypatch.setattr(strategies, "choose_window_width", lambda *args: real(*args[:-1], stand_in))
 
 
 @pytest.mark.parametrize("schedule", ["auto", "window:16", "window:128", "parallel"])
 def test_loss_and_gradient_equal_the_sequential_ones(schedule, as_on_cuda):
-    model = tracker()
-    given = words(2, LONGER)
+    model = load_tracker()
+    given = draw_words(2, LONGER)
     with model.solving(schedule="sequential"):
-        loss, gradient = loss_and_gradient(model, *given)
+        loss, gradient = compute_gradient(model, *given)
     assert loss < 0.05
     with model.solving(schedule=schedule):
         assert model.solver(LONGER)["schedule"] != "sequential"
-        ours, its_gradient = loss_and_gradient(model, *given)
+        ours, its_gradient = compute_gradient(model, *given)
     assert ours == pytest.approx(loss, rel=1e-3)
     assert relative(its_gradient, gradient) < 0.01  # tol 0.01
 
@@ -48,8 +48,8 @@ def test_loss_and_gradient_equal_the_sequential_ones(schedule, as_on_cuda):
 @pytest.mark.parametrize("schedule", ["auto", "window:16", "parallel"])
 def test_chunks_and_windows_agree_in_evaluation(schedule, as_on_cuda):
     """The end of a chunk ends a window."""
-    model = tracker().eval()
-    ids, _ = words(2, LONGER)
+    model = load_tracker().eval()
+    ids, _ = draw_words(2, LONGER)
     with torch.no_grad():
         with model.solving(schedule="sequential"):
             expected = model(ids).logits
@@ -67,9 +67,9 @@ def test_chunks_and_windows_agree_in_evaluation(schedule, as_on_cuda):
 
 def test_window_passes_on_the_iterate_of_its_state(monkeypatch):
     """At a high tolerance y and F(y) differ, and h belongs to y."""
-    model = tracker(schedule="window:8", eval_tol=2.0).eval()  # y stays 0
+    model = load_tracker(schedule="window:8", eval_tol=2.0).eval()  # y stays 0
     (block,) = model.fixed_point_blocks()
-    u = model.backbone.embeddings(words(2, 16)[0])
+    u = model.backbone.embeddings(draw_words(2, 16)[0])
     solver = block.choose_solver(u)
     handed_on, solve_all_tokens = [], solver.solve_all_tokens
 
@@ -87,8 +87,8 @@ def test_window_passes_on_the_iterate_of_its_state(monkeypatch):
 
 def test_iterations_to_another_solution_are_counted():
     """On a state tracker the paper's procedure gives other answers, converged or not."""
-    model = tracker().eval()
-    ids, answers = words(10, 64)
+    model = load_tracker().eval()
+    ids, answers = draw_words(10, 64)
     with torch.no_grad():
         own = model(ids, count_iterations=True)
         with model.solving(token="iterate"):
@@ -103,16 +103,16 @@ def test_iterations_to_another_solution_are_counted():
 @pytest.mark.parametrize("rank", [1, 4])
 def test_limited_gradients_equal_plain_pytorch(rank, monkeypatch):
     """Random reflections have tokens with a nearly singular equation."""
-    skip_where_missing(cpu_cell)
+    skip_if_missing(cpu_cell)
     torch.manual_seed(0)
     sizes = {"vocab_size": 6, "d_model": 16, "n_layer": 1, "d_state": 4}
     model = FPRNNForCausalLM(FPRNNConfig(**sizes, mixer_rank=rank)).double()
-    ids, answers = words(6, 12)
+    ids, answers = draw_words(6, 12)
     found = {}
     for kernels in ("plain", "auto"):
         monkeypatch.setenv("FPRNN_KERNELS", kernels)
         stats = model(ids).fixed_point
-        found[kernels] = loss_and_gradient(model, ids, answers)[1], stats
+        found[kernels] = compute_gradient(model, ids, answers)[1], stats
     (plain, its_stats), (compiled, stats) = found["plain"], found["auto"]
     assert (stats.grad_limited.mean() > 0.005) == (rank > 1)
     for name in ("failed", "bisected", "grad_limited"):
@@ -121,8 +121,8 @@ def test_limited_gradients_equal_plain_pytorch(rank, monkeypatch):
 
 
 def test_max_iters_does_not_limit_exact_windows():
-    model = tracker(max_iters=5, eval_max_iters=5, schedule="window:64")
-    ids, _ = words(1, 130)
+    model = load_tracker(max_iters=5, eval_max_iters=5, schedule="window:64")
+    ids, _ = draw_words(1, 130)
     assert model(ids).fixed_point.failed.max() == 0
     assert model.eval()(ids).fixed_point.failed.max() == 0
     assert model.solver(130)["max_iters"] is None

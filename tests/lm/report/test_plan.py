@@ -14,7 +14,7 @@ from lm.config.data import Data, Stage
 from lm.config.model import Model
 from lm.config.schema import Config
 from lm.report import estimate
-from lm.report.plan import describe, parse_hardware, plan
+from lm.report.plan import make_table, parse_hardware, plan
 from lm.training.build import build_model
 
 ROOT = Path(__file__).parents[3]
@@ -44,16 +44,16 @@ def tiny_config(solver=None, **model) -> Config:
 def test_planned_parameters_equal_those_of_the_model(model):
     cfg = tiny_config(**model)
     real = build_model(cfg, 64)
-    p = plan(cfg, 1)
-    assert p["parameters"] == sum(w.numel() for w in real.parameters())
-    assert p["parameters_without_embedding"] == p["parameters"] - 64 * 16
+    costs = plan(cfg, 1)
+    assert costs["parameters"] == sum(w.numel() for w in real.parameters())
+    assert costs["parameters_without_embedding"] == costs["parameters"] - 64 * 16
 
 
 def test_sequences_and_tokens_per_step():
-    p = plan(tiny_config(), 4)
-    assert p["sequences_per_step"] == 3 * 2 * 4
-    assert p["tokens_per_step"] == 3 * 2 * 4 * 32
-    assert p["tokens"] == 3 * 2 * 4 * 32 * 7
+    costs = plan(tiny_config(), 4)
+    assert costs["sequences_per_step"] == 3 * 2 * 4
+    assert costs["tokens_per_step"] == 3 * 2 * 4 * 32
+    assert costs["tokens"] == 3 * 2 * 4 * 32 * 7
 
 
 def test_vocabulary_is_the_tokenizers_or_must_be_set():
@@ -67,14 +67,14 @@ def test_vocabulary_is_the_tokenizers_or_must_be_set():
 
 
 def count_flops(call) -> int:
-    """FLOPs of the matrix products inside a call, as torch counts them."""
+    """Return the FLOPs of the matrix products in a call, as torch counts them."""
     with FlopCounterMode(display=False) as counter:
         call()
     return counter.get_total_flops()
 
 
 def wide_config(**model) -> Config:
-    """Wide enough for products to dominate; the solve runs to `max_iters` exactly, all tokens."""
+    """Return a model so wide that products dominate; its solve always runs `max_iters` times."""
     solver = {"token": "iterate", "schedule": "parallel", "stopping": "paper"}
     solver |= {"max_iters": 3, "tol": 1e-12}
     return tiny_config(solver, **{"d_model": 256, "n_layer": 1, **model})
@@ -83,22 +83,25 @@ def wide_config(**model) -> Config:
 @pytest.mark.parametrize("rank", [1, 2])
 def test_flops_of_a_householder_block_match_its_products(rank):
     block = build_model(wide_config(mixer_rank=rank), 64).backbone.layers[0].block
-    tokens, d, n, d_model, dt_rank = 12, 512, 4, 256, 16
+    tokens, d_inner, d_state, d_model, dt_rank = 12, 512, 4, 256, 16
     u = torch.randn(2, tokens // 2, d_model)
-    once, step = block.flops_per_token()
+    fixed_flops, evaluation_flops = block.flops_per_token()
     with torch.no_grad():
         static = block.prepare(u)
         y = torch.randn_like(static.x)
+        # 1. One evaluation: projections of y to the mixer, B and C.
         counted = count_flops(lambda: block.step(static, y)) / tokens
-        m = rank * (1 + d)  # the mixer's gates and vectors
-        by_hand = 2 * d * (m + 2 * n)  # sh(y) → mixer, B and C
-        assert counted == pytest.approx(by_hand, rel=0.02)  # the scan may hold small products
-        assert step == pytest.approx(by_hand, rel=0.25) and step > by_hand
-        around = count_flops(lambda: (block.prepare(u), block.finish(static, y))) / tokens
-        by_hand = 2 * (d_model * 2 * d + d * (dt_rank + 2 * n) + dt_rank * d + d * m)
-        by_hand += 2 * (d * d + d * d_model)  # the gate's y part, and out_proj
-        assert around == pytest.approx(by_hand, rel=0.02)
-        assert once == pytest.approx(by_hand, rel=0.25)
+        mixer_size = rank * (1 + d_inner)  # gates and vectors
+        by_hand = 2 * d_inner * (mixer_size + 2 * d_state)
+        assert counted == pytest.approx(by_hand, rel=0.02)
+        assert evaluation_flops == pytest.approx(by_hand, rel=0.25) and evaluation_flops > by_hand
+        # 2. The rest of the block: projections of the input, the gate's y part and out_proj.
+        counted = count_flops(lambda: (block.prepare(u), block.gate_and_project(static, y))) / tokens
+        by_hand = 2 * d_model * 2 * d_inner
+        by_hand += 2 * d_inner * (dt_rank + 2 * d_state + dt_rank + mixer_size)
+        by_hand += 2 * (d_inner * d_inner + d_inner * d_model)
+        assert counted == pytest.approx(by_hand, rel=0.02)
+        assert fixed_flops == pytest.approx(by_hand, rel=0.25)
 
 
 @pytest.mark.parametrize("glu_in_loop", [False, True])
@@ -125,23 +128,22 @@ def plan_memory(cfg: Config, ranks: int = 1, gpu: str = "a100-80g"):
 def test_memory_falls_with_the_zero_stage():
     cfg = tiny_config()
     cfg.engine.deepspeed = {"zero_optimization": {"reduce_bucket_size": 1000}}
-    p = plan(cfg, parse_hardware(4, "a100-80g"))
-    n, stages = p["parameters"], p["stages"]
-    assert stages[1] == p["memory"]  # the default
+    costs = plan(cfg, parse_hardware(4, "a100-80g"))
+    n, stages = costs["parameters"], costs["memory_by_stage"]
+    assert stages[1] == costs["memory"]  # the default
     assert stages[0].weights == 4 * n and stages[0].optimizer == 8 * n and stages[0].master == 0
-    assert (
-        stages[1].optimizer == 8 * n / 4 and stages[1].master == n and stages[1].gradients == 4 * n
-    )
+    assert stages[1].optimizer == 8 * n / 4 and stages[1].master == n
+    assert stages[1].gradients == 4 * n
     assert stages[2].gradients == 4 * n / 4 and stages[2].weights == 4 * n
     assert stages[3].weights == 4 * n / 4
-    still = [m.weights + m.master + m.gradients + m.optimizer for m in stages.values()]
-    assert still == sorted(still, reverse=True) and len(set(still)) == 4
+    sums = [m.weights + m.master + m.gradients + m.optimizer for m in stages.values()]
+    assert sums == sorted(sums, reverse=True) and len(set(sums)) == 4
 
 
 def test_deepspeed_buffers_follow_its_configuration():
     cfg = tiny_config()
     costs = plan(cfg, parse_hardware(4, "a100-80g"))
-    buffers = {s: m.buffers for s, m in costs["stages"].items()}
+    buffers = {s: m.buffers for s, m in costs["memory_by_stage"].items()}
     n = costs["parameters"]
     # ZeRO-1 and 2 fill one buffer while the other is sent.
     assert buffers == {0: 0, 1: 2 * 4 * n, 2: 2 * 4 * n, 3: 4 * n + 4 * n}
@@ -159,7 +161,7 @@ def test_memory_uses_the_stage_in_the_deepspeed_json():
     by_json.engine.deepspeed = {"zero_optimization": {"stage": 3}}
     costs = plan(by_json, 4)
     assert costs["memory"] == plan(by_key, 4)["memory"]
-    assert costs["stages"] == plan(by_key, 4)["stages"]
+    assert costs["memory_by_stage"] == plan(by_key, 4)["memory_by_stage"]
     assert make_rows(costs, by_json)["memory per GPU, ZeRO-3"].endswith("fits, as configured")
 
 
@@ -195,15 +197,15 @@ COUNTED = [
 def test_saved_floats_match_counted_activations(on_gpu, precision, counted, model, solver):
     cfg = tiny_config(solver, **{"d_model": 256, "d_state": 16, **model})
     first, *_ = estimate.count_saved_floats(cfg, on_gpu)
-    in_bytes = 4 * first * (estimate.IN_BF16 if precision == "bf16" else 1)
+    in_bytes = 4 * first * (estimate.BF16_FACTOR if precision == "bf16" else 1)
     assert in_bytes == pytest.approx(counted, rel=0.26)
 
 
 def test_memory_formula_by_hand():
-    """ZeRO-1, two ranks, fp32, a CPU: 16 layers' channels and 4,096 tokens' logits at most."""
+    """ZeRO-1 on two CPU ranks in fp32; the logits of at most 4,096 tokens exist at a time."""
     cfg = tiny_config(n_layer=2)
-    p = plan(cfg, parse_hardware(2, "cpu"))
-    n, m, tokens = p["parameters"], p["memory"], 3 * 32
+    costs = plan(cfg, parse_hardware(2, "cpu"))
+    n, m, tokens = costs["parameters"], costs["memory"], 3 * 32
     assert (m.weights, m.gradients, m.master, m.optimizer) == (4 * n, 4 * n, 2 * n, 4 * n)
     assert m.activations == 2 * 14 * 4 * 32 * tokens + 8 * 16 * tokens
     assert m.working == 0.25 * 14 * 4 * 32 * tokens
@@ -213,7 +215,7 @@ def test_memory_formula_by_hand():
     assert plan(cfg, parse_hardware(2, "cpu"))["memory"].loss == 12 * 64 * 4096
 
 
-# Against the card.
+# Limits, time.
 
 
 def load_paper_config(*overrides: str) -> Config:
@@ -222,45 +224,43 @@ def load_paper_config(*overrides: str) -> Config:
 
 def test_plan_that_does_not_fit_gives_advice():
     cfg = load_paper_config("train.micro_batch_size=16")
-    p = plan(cfg, parse_hardware(4, "a100-40g"))
-    assert not p["fits"]
-    assert make_rows(p, cfg)["to make it fit"].startswith("a smaller train.micro_batch_size")
+    costs = plan(cfg, parse_hardware(4, "a100-40g"))
+    assert not costs["fits"]
+    assert make_rows(costs, cfg)["to make it fit"].startswith("a smaller train.micro_batch_size")
     smaller = load_paper_config("train.micro_batch_size=8")
-    again = plan(smaller, parse_hardware(4, "a100-40g"))
-    assert again["fits"] and again["tokens_per_step"] == p["tokens_per_step"]
-    assert "to make it fit" not in make_rows(again, smaller)
-
-
-# Time.
+    smaller_costs = plan(smaller, parse_hardware(4, "a100-40g"))
+    assert smaller_costs["fits"]
+    assert smaller_costs["tokens_per_step"] == costs["tokens_per_step"]
+    assert "to make it fit" not in make_rows(smaller_costs, smaller)
 
 
 def test_hours_are_flops_over_the_gpus_rate():
     cfg = config.load(LM / "mamba_160m_fineweb2b.yaml")
-    p = plan(cfg, parse_hardware(4, "a100-80g", utilisation=0.5))
+    costs = plan(cfg, parse_hardware(4, "a100-80g", utilisation=0.5))
     model = estimate.build_meta_model(cfg, 50264)
-    flops = model.flops_per_token(1, length=2048) * p["tokens"]
-    assert p["hours"]["matrix products"] == pytest.approx(flops / (4 * 312e12 * 0.5) / 3600)
-    assert p["hours"]["sequential kernel"] == 0 and p["evaluations"] is None
-    said = make_rows(p, cfg)
-    assert said["hours"] == f"{sum(p['hours'].values()):,.2f}"
-    assert said["… matrix products"].endswith("at 50% of 312 TFLOP/s (--utilisation)")
-    assert "… sequential kernel" not in said
+    flops = model.flops_per_token(1, length=2048) * costs["tokens"]
+    assert costs["hours"]["matrix products"] == pytest.approx(flops / (4 * 312e12 * 0.5) / 3600)
+    assert costs["hours"]["sequential kernel"] == 0 and costs["evaluations"] is None
+    rows = make_rows(costs, cfg)
+    assert rows["hours"] == f"{sum(costs['hours'].values()):,.2f}"
+    assert rows["… matrix products"].endswith("at 50% of 312 TFLOP/s (--utilisation)")
+    assert "… sequential kernel" not in rows
 
 
 def test_sequential_kernel_time_is_independent_of_flops():
     cfg = config.load(LM / "fpmamba_160m_fineweb2b.yaml")
-    p = plan(cfg, A100)
+    costs = plan(cfg, A100)
     micro_batches = cfg.train.steps * cfg.train.accumulation(4)
     seconds = 12 * 2048 * micro_batches * (TOKEN_S + SEQUENCE_S * cfg.train.micro_batch_size)
-    assert p["hours"]["sequential kernel"] == pytest.approx(seconds / 3600)
-    assert p["evaluations"] == 1
+    assert costs["hours"]["sequential kernel"] == pytest.approx(seconds / 3600)
+    assert costs["evaluations"] == 1
     faster = plan(cfg, parse_hardware(4, "a100-80g", utilisation=0.5))["hours"]
-    assert faster["sequential kernel"] == p["hours"]["sequential kernel"]
-    assert faster["matrix products"] == pytest.approx(p["hours"]["matrix products"] / 2)
+    assert faster["sequential kernel"] == costs["hours"]["sequential kernel"]
+    assert faster["matrix products"] == pytest.approx(costs["hours"]["matrix products"] / 2)
 
 
 @pytest.mark.parametrize(
-    "solver, model, at, kernels",
+    "solver, model, hardware, kernel_layers",
     [
         ({}, {}, H200, 2),
         ({}, {"layers": "mamba fp_mamba1"}, H200, 1),
@@ -275,22 +275,23 @@ def test_sequential_kernel_time_is_independent_of_flops():
     ],
     ids=str,
 )
-def test_hours_are_known_only_with_a_measured_rate(solver, model, at, kernels):
+def test_hours_are_known_only_with_a_measured_rate(solver, model, hardware, kernel_layers):
     cfg = tiny_config(solver, **model)
-    p = plan(cfg, at)
-    assert (p["hours"] is None) == (kernels is None)
-    if kernels is None:
-        assert make_rows(p, cfg)["hours"].startswith("unknown ")
-        assert make_rows(p, cfg)["hours"].endswith("train a few updates, which logs tokens/s")
+    costs = plan(cfg, hardware)
+    assert (costs["hours"] is None) == (kernel_layers is None)
+    if kernel_layers is None:
+        assert make_rows(costs, cfg)["hours"].startswith("unknown ")
+        assert make_rows(costs, cfg)["hours"].endswith("train a few updates, which logs tokens/s")
     else:
-        assert len(p["layers"].kernel) == kernels and p["hours"]["sequential kernel"] > 0
+        assert len(costs["layers"].kernel) == kernel_layers
+        assert costs["hours"]["sequential kernel"] > 0
 
 
 def test_evaluations_are_one_for_sequential_solves():
     assert plan(tiny_config(), parse_hardware(1, "cpu"))["evaluations"] == 1
     assert plan(tiny_config(mixer="kronecker"), H200)["evaluations"] == 10  # in windows
-    mixed = tiny_config(layers=["fp_mamba1", {"fp_mamba1": {"dt_h_dep": True}}])
-    assert plan(mixed, H200)["evaluations"] == 5.5
+    hybrid = tiny_config(layers=["fp_mamba1", {"fp_mamba1": {"dt_h_dep": True}}])
+    assert plan(hybrid, H200)["evaluations"] == 5.5
     assert plan(tiny_config(name="mamba"), H200)["evaluations"] is None
 
 
@@ -299,7 +300,7 @@ def test_utilisation_above_one_is_refused():
         parse_hardware(4, utilisation=25.0)
 
 
-# The shipped configs.
+# Shipped configurations.
 
 
 def test_papers_model_is_planned_on_the_meta_device(monkeypatch):
@@ -312,12 +313,12 @@ def test_papers_model_is_planned_on_the_meta_device(monkeypatch):
 
     monkeypatch.setattr(estimate, "build_model", record)
     cfg = load_paper_config()
-    p = plan(cfg, 4)
+    costs = plan(cfg, 4)
     assert built == [({"meta"}, 12)]
-    assert p["sequences_per_step"] == 256
-    assert p["tokens"] == 4800 * 256 * 2048
-    assert 160e6 < p["parameters"] < 175e6
-    assert 10 * 2**30 < p["memory"].total < 80 * 2**30
+    assert costs["sequences_per_step"] == 256
+    assert costs["tokens"] == 4800 * 256 * 2048
+    assert 160e6 < costs["parameters"] < 175e6
+    assert 10 * 2**30 < costs["memory"].total < 80 * 2**30
 
 
 def count_planned_parameters(name: str) -> int:
@@ -327,35 +328,35 @@ def count_planned_parameters(name: str) -> int:
 
 def test_parameters_of_the_baselines():
     names = ("fpmamba_160m", "mamba_160m", "mamba_169m")
-    ours, baseline, matched = map(count_planned_parameters, names)
-    assert baseline / ours == pytest.approx(0.5, abs=0.005)
-    assert matched == pytest.approx(ours, rel=0.02)
-    for name in names:  # the comment in the YAML
-        first = (LM / f"{name}_fineweb2b.yaml").read_text().partition("name:")[0]
-        assert f"{count_planned_parameters(name) / 1e6:.1f} M" in first
+    fp_mamba, same_layers, same_size = map(count_planned_parameters, names)
+    assert same_layers / fp_mamba == pytest.approx(0.5, abs=0.005)
+    assert same_size == pytest.approx(fp_mamba, rel=0.02)
+    for name in names:
+        comment = (LM / f"{name}_fineweb2b.yaml").read_text().partition("name:")[0]
+        assert f"{count_planned_parameters(name) / 1e6:.1f} M" in comment
 
 
-def make_rows(p: dict, cfg: Config) -> dict[str, str]:
-    """The rows of the table."""
-    table = describe(p, cfg)
+def make_rows(costs: dict, cfg: Config) -> dict[str, str]:
+    """Return the cells of the table by the label of their row."""
+    table = make_table(costs, cfg)
     return dict(zip(*(list(column.cells) for column in table.columns)))
 
 
 @pytest.mark.parametrize("until, passes", [(None, 14), (3, 11), (9, 7)])
 def test_adversarial_update_has_two_passes(until, passes):
     cfg = tiny_config()
-    plain = plan(cfg, H200)
+    one_pass = plan(cfg, H200)
     cfg.train.adversarial_noise = 0.1
     if until:
         data = cfg.data.model_copy(update={"curriculum": [Stage(until=until, weights={})]})
         cfg = cfg.model_copy(update={"data": data})
-    p = plan(cfg, H200)
-    assert p["tokens"] == plain["tokens"]
-    assert p["flops"] == pytest.approx(plain["flops"] * passes / 7)
-    for part, hours in p["hours"].items():
-        assert hours == pytest.approx(plain["hours"][part] * passes / 7)
-    assert f"with two passes in {passes - 7} updates" in make_rows(p, cfg)["hours"]
-    assert "two passes" not in make_rows(plain, tiny_config())["hours"]
+    costs = plan(cfg, H200)
+    assert costs["tokens"] == one_pass["tokens"]
+    assert costs["flops"] == pytest.approx(one_pass["flops"] * passes / 7)
+    for part, hours in costs["hours"].items():
+        assert hours == pytest.approx(one_pass["hours"][part] * passes / 7)
+    assert f"with two passes in {passes - 7} updates" in make_rows(costs, cfg)["hours"]
+    assert "two passes" not in make_rows(one_pass, tiny_config())["hours"]
 
 
 def test_waiting_stage_makes_the_passes_a_minimum():
@@ -369,15 +370,15 @@ def test_waiting_stage_makes_the_passes_a_minimum():
 
 @pytest.mark.parametrize("name", get_args(Model.model_fields["name"].annotation))
 def test_every_model_can_be_planned(name):
-    made = plan(tiny_config(name=name, d_model=64, headdim=16), 2)
-    assert made["parameters"] > 0 and made["flops_per_token"] > 0
-    assert all(v >= 0 for v in made["memory"]) and made["hours"]["matrix products"] > 0
+    costs = plan(tiny_config(name=name, d_model=64, headdim=16), 2)
+    assert costs["parameters"] > 0 and costs["flops_per_token"] > 0
+    assert all(size >= 0 for size in costs["memory"]) and costs["hours"]["matrix products"] > 0
 
 
 def test_gpu_can_be_described_by_its_data_sheet():
-    described = parse_hardware(2, "b200:2250:178").card
-    assert described.name == "b200" and described.memory == 178 * 2**30
-    assert described.peak == {"bf16": 2250e12, "fp32": 2250e12}
+    card = parse_hardware(2, "b200:2250:178").card
+    assert card.name == "b200" and card.memory == 178 * 2**30
+    assert card.peak == {"bf16": 2250e12, "fp32": 2250e12}
     costs = plan(tiny_config(), parse_hardware(2, "b200:2250:178"))
     assert "2 × b200" in make_rows(costs, tiny_config())["ranks (GPUs)"]
     for wrong in ("b200:2250:178:8", "b200:0:178", "b200:x:178", ":1:1", "b200:inf:1"):

@@ -18,53 +18,52 @@ def claim(cfg, overwrite=False, say=print):
     run.release()
 
 
-def started(cfg):
-    """A run directory with a trained checkpoint."""
+def start_run(cfg):
+    """Make the directory of a run with one logged update, and return its config.yaml."""
     claim(cfg, False)
     (cfg.run_dir / "metrics.jsonl").write_text('{"step": 1}\n')
     return cfg.run_dir / "config.yaml"
 
 
 @pytest.fixture
-def copy(tiny_run, tmp_path):
-    """A copy of the tiny run's newest checkpoint that a test may damage."""
+def checkpoint(tiny_run, tmp_path):
+    """A checkpoint of the tiny run's newest checkpoint that a test may damage."""
     shutil.copytree(tiny_run / "checkpoints", tmp_path / "checkpoints")
     return tmp_path / "checkpoints/step-000008"
 
 
-def test_consolidated_weights_are_fp32_with_model_names(copy, tiny):
+def test_consolidated_weights_are_fp32_with_model_names(checkpoint, tiny):
     from lm.training.build import build_model
 
-    state = consolidate_weights(copy)
+    state = consolidate_weights(checkpoint)
     expected = build_model(tiny(), 304).state_dict()
     assert set(state) == set(expected)
     for name, tensor in state.items():
         assert tensor.shape == expected[name].shape and str(tensor.dtype) == "torch.float32", name
 
 
-def test_path_with_brackets_is_no_glob_pattern(copy, tmp_path):
+def test_path_with_brackets_is_no_glob_pattern(checkpoint, tmp_path):
     """DeepSpeed globs its path: `exp[1]` must not match `exp1`."""
-    own, neighbor = tmp_path / "exp[1]", tmp_path / "exp1"
-    shutil.copytree(copy.parent, own)
-    expected = consolidate_weights(copy)
-    assert all(
-        tensor.equal(expected[name])
-        for name, tensor in consolidate_weights(own / copy.name).items()
-    )
-    shutil.copytree(copy.parent / "step-000004", neighbor / copy.name)  # other weights
-    assert all(
-        tensor.equal(expected[name])
-        for name, tensor in consolidate_weights(own / copy.name).items()
-    )
+    folder, neighbor = tmp_path / "exp[1]", tmp_path / "exp1"
+    shutil.copytree(checkpoint.parent, folder)
+    expected = consolidate_weights(checkpoint)
+
+    def assert_expected_weights():
+        for name, tensor in consolidate_weights(folder / checkpoint.name).items():
+            assert tensor.equal(expected[name]), name
+
+    assert_expected_weights()
+    shutil.copytree(checkpoint.parent / "step-000004", neighbor / checkpoint.name)  # other weights
+    assert_expected_weights()
 
 
-def test_temporary_folder_with_brackets_is_refused(copy, tmp_path, monkeypatch):
+def test_temporary_folder_with_brackets_is_refused(checkpoint, tmp_path, monkeypatch):
     folder = tmp_path / "tmp[1]"
     folder.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(folder))
-    shutil.copytree(copy.parent, tmp_path / "exp[1]")
+    shutil.copytree(checkpoint.parent, tmp_path / "exp[1]")
     with pytest.raises(OutputError, match="set TMPDIR"):
-        consolidate_weights(tmp_path / "exp[1]" / copy.name)
+        consolidate_weights(tmp_path / "exp[1]" / checkpoint.name)
     assert not list(folder.iterdir())
 
 
@@ -79,31 +78,31 @@ def test_json_is_written_atomically(tmp_path):
 def test_run_older_than_a_schema_key_resumes(tiny):
     """A key that config.yaml lacks has its default."""
     cfg = tiny("resume=auto")
-    saved = started(cfg)
-    lines = saved.read_text().splitlines(keepends=True)
-    saved.write_text("".join(line for line in lines if "mixer_h_dep" not in line))
+    config_path = start_run(cfg)
+    lines = config_path.read_text().splitlines(keepends=True)
+    config_path.write_text("".join(line for line in lines if "mixer_h_dep" not in line))
     claim(cfg, overwrite=False)
-    assert "mixer_h_dep: true" in saved.read_text()
+    assert "mixer_h_dep: true" in config_path.read_text()
     with pytest.raises(RunDirError, match=r"model.mixer_h_dep was True, is False"):
         claim(tiny("resume=auto", "model.mixer_h_dep=false"), overwrite=False)
 
 
 def test_run_older_than_auto_values_resumes(tiny):
     cfg = tiny()
-    saved = started(cfg)
-    text = saved.read_text()
-    old = text.replace("kronecker_norm: auto", "kronecker_norm: rows")
-    old = old.replace("contractive: auto", "contractive: null")
-    assert old != text
-    saved.write_text(old)
+    config_path = start_run(cfg)
+    text = config_path.read_text()
+    old_text = text.replace("kronecker_norm: auto", "kronecker_norm: rows")
+    old_text = old_text.replace("contractive: auto", "contractive: null")
+    assert old_text != text
+    config_path.write_text(old_text)
     claim(tiny("resume=auto"), False)
-    saved.write_text(old.replace("contractive: null", "contractive: 0.5"))
+    config_path.write_text(old_text.replace("contractive: null", "contractive: 0.5"))
     with pytest.raises(RunDirError, match=r"contractive was 0\.5, is None"):
         claim(tiny("resume=auto"), False)
 
 
 def test_resumed_run_may_change_the_solver(tiny):
-    saved = started(tiny())
+    config_path = start_run(tiny())
     messages = []
     claim(
         tiny("resume=auto", "solver.gradient=one_step", "solver.eval_tol=0.5"),
@@ -113,21 +112,21 @@ def test_resumed_run_may_change_the_solver(tiny):
     assert messages == [
         "note: solver.gradient was 'exact', is 'one_step': training continues with the new values"
     ]
-    assert "eval_tol: 0.5" in saved.read_text()
+    assert "eval_tol: 0.5" in config_path.read_text()
     claim(tiny("resume=auto", "solver.token=iterate", "model.gradient_checkpointing=true"), False)
 
 
 @pytest.mark.parametrize(
-    "first, then",
+    "overrides, resumed_overrides",
     [
         ((), ("solver.token=exact", "solver.stopping=causal", "solver.gradient=exact")),
         (("model.name=lstm",), ("model.name=lstm", "solver.tol=0.5")),  # a model without a solver
     ],
 )
-def test_auto_values_and_baseline_solvers_are_no_change(tiny, first, then):
-    started(tiny(*first))
+def test_auto_values_and_baseline_solvers_are_no_change(tiny, overrides, resumed_overrides):
+    start_run(tiny(*overrides))
     messages = []
-    claim(tiny("resume=auto", *then), False, messages.append)
+    claim(tiny("resume=auto", *resumed_overrides), False, messages.append)
     assert messages == []
 
 
@@ -143,7 +142,7 @@ def test_auto_values_and_baseline_solvers_are_no_change(tiny, first, then):
     ],
 )
 def test_forbidden_changes_on_resume_are_named(tiny, change):
-    started(tiny())
+    start_run(tiny())
     key = change.partition("=")[0]
     with pytest.raises(RunDirError, match=rf"holds a run of another config \({key} was "):
         claim(tiny("resume=auto", change, "solver.tol=0.5"), False)

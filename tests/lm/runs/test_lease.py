@@ -24,24 +24,24 @@ fork = multiprocessing.get_context("fork")
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    monkeypatch.setattr(leases, "BEAT_S", 0.05)
+    monkeypatch.setattr(leases, "TOUCH_INTERVAL_S", 0.05)
     monkeypatch.setattr(leases, "PATIENCE_S", 0.4)
     return tmp_path / "lease.json"
 
 
-def hold(path, held, say=lambda _: None):
-    Lease(path, say).acquire()
-    held.set()
+def hold_lease(path, is_held):
+    Lease(path).acquire()
+    is_held.set()
     time.sleep(60)
 
 
 @pytest.fixture
 def holder(path):
     """Start a process that holds the lease until it is killed."""
-    held = fork.Event()
-    process = fork.Process(target=hold, args=(path, held))
+    is_held = fork.Event()
+    process = fork.Process(target=hold_lease, args=(path, is_held))
     process.start()
-    assert held.wait(10)
+    assert is_held.wait(10)
     yield process
     process.kill()
     process.join()
@@ -66,9 +66,8 @@ def test_lease_of_a_killed_process_is_taken_over(path, holder):
 
 
 def test_reused_process_id_is_dead(path):
-    lease = Lease(path)
-    other = {**lease.record, "started": lease.record["started"] - 1}
-    path.write_text(json.dumps(other))
+    own_record = Lease(path).record
+    path.write_text(json.dumps({**own_record, "started": own_record["started"] - 1}))
     messages = []
     Lease(path, messages.append).acquire()
     assert "taken over" in messages[0]
@@ -83,8 +82,8 @@ def test_running_holder_in_another_pid_namespace_is_refused(path):
         pytest.skip("needs the right to make a PID namespace")
     program = (
         "import sys, time; from pathlib import Path; from lm.runs import lease;"
-        " lease.BEAT_S = 0.05; lease.Lease(Path(sys.argv[1])).acquire(); print(1, flush=True);"
-        " time.sleep(60)"
+        " lease.TOUCH_INTERVAL_S = 0.05; lease.Lease(Path(sys.argv[1])).acquire();"
+        " print(1, flush=True); time.sleep(60)"
     )
     command = [*unshare, sys.executable, "-c", program, path]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
@@ -98,15 +97,15 @@ def test_running_holder_in_another_pid_namespace_is_refused(path):
 
 
 @contextlib.contextmanager
-def beating(path):
+def keep_touching(path):
     """Touch the lease from another thread within the block."""
     stop = threading.Event()
 
-    def beat():
+    def touch():
         while not stop.wait(0.05):
             os.utime(path)
 
-    thread = threading.Thread(target=beat)
+    thread = threading.Thread(target=touch)
     thread.start()
     try:
         yield
@@ -116,7 +115,7 @@ def beating(path):
 
 
 @pytest.mark.parametrize(
-    "other",
+    "holder_fields",
     [
         {"host": "node17"},
         {"namespace": "pid:[4026531999] another boot"},  # a container on a host with the same name
@@ -124,15 +123,16 @@ def beating(path):
     ],
     ids=str,
 )
-def test_remote_holder_lives_while_it_touches_the_lease(path, other):
-    """Also if a local process has the holder's id."""
-    path.write_text(json.dumps(Lease(path).record | {"pid": 2**22 + 1, "job": "4711"} | other))
-    with beating(path), pytest.raises(LeaseError, match=r"use by process 4194305 .*job 4711"):
+def test_remote_holder_lives_while_it_touches_the_lease(path, holder_fields):
+    # 2**22 + 1 is above the largest process id, so a look-up on this host would call it dead.
+    record = Lease(path).record | {"pid": 2**22 + 1, "job": "4711"}
+    path.write_text(json.dumps(record | holder_fields))
+    with keep_touching(path), pytest.raises(LeaseError, match=r"use by process 4194305 .*job 4711"):
         Lease(path, lambda _: None).acquire()
     messages = []
-    began = time.monotonic()
+    start_time = time.monotonic()
     Lease(path, messages.append).acquire()
-    assert time.monotonic() - began >= 0.4
+    assert time.monotonic() - start_time >= 0.4
     assert "is held by process 4194305 on" in messages[0] and "waiting" in messages[0]
     assert "taken over" in messages[1]
 
@@ -159,48 +159,48 @@ def test_empty_lease_is_waited_for(path, text):
 def test_suspended_holder_detects_the_takeover(path):
     lease = Lease(path)
     lease.acquire()
-    theirs = json.dumps({"host": "node17", "pid": 1, "job": "4711", "since": time.time()})
-    path.write_text(theirs)  # another process takes it over
+    new_lease = json.dumps({"host": "node17", "pid": 1, "job": "4711", "since": time.time()})
+    path.write_text(new_lease)  # another process takes it over
     time.sleep(0.3)
     with pytest.raises(LeaseError, match=r"was taken over by process 1 on node17.*did not respond"):
         lease.check()
     lease.release()
-    assert path.read_text() == theirs  # the file is not changed
+    assert path.read_text() == new_lease  # the file is not changed
 
 
 def test_one_of_many_processes_gets_the_lease(path):
     """All processes find the lease of a dead process at once."""
-    ours = Lease(path).record
-    path.write_text(json.dumps({**ours, "started": 1}))
-    start, won = fork.Event(), fork.Queue()
+    own_record = Lease(path).record
+    path.write_text(json.dumps({**own_record, "started": 1}))
+    start, winners = fork.Event(), fork.Queue()
 
-    def rush():
+    def acquire_at_start():
         start.wait()
         try:
             Lease(path, lambda _: None).acquire()
-            won.put(os.getpid())
+            winners.put(os.getpid())
             time.sleep(2)
         except LeaseError:
-            won.put(None)
+            winners.put(None)
 
-    processes = [fork.Process(target=rush) for _ in range(8)]
+    processes = [fork.Process(target=acquire_at_start) for _ in range(8)]
     for process in processes:
         process.start()
     start.set()
-    results = [won.get(timeout=20) for _ in processes]
+    results = [winners.get(timeout=20) for _ in processes]
     for process in processes:
         process.join()
     assert sum(pid is not None for pid in results) == 1
 
 
 def test_full_disk_leaves_no_empty_lease(path, monkeypatch):
-    real = os.fdopen
+    real_fdopen = os.fdopen
 
-    def full(number, *args, **kwargs):
-        real(number, *args, **kwargs).close()
+    def raise_disk_full(fd, *args, **kwargs):
+        real_fdopen(fd, *args, **kwargs).close()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(leases.os, "fdopen", full)
+    monkeypatch.setattr(leases.os, "fdopen", raise_disk_full)
     with pytest.raises(OutputError, match="No space left"):
         Lease(path).acquire()
     assert not path.exists()

@@ -10,33 +10,33 @@ from lm.config.schema import Config
 from lm.model.batch import FixedPointReport
 from lm.model.solver import FixedPointStats
 from lm.runs import metrics
-from lm.runs.log import TRACKERS, Writer, describe_record, flatten_record
+from lm.runs.log import TRACKERS, MetricsWriter, describe_record, flatten_record
 from lm.runs.metrics import (
     Throughput,
     fixed_point_metrics,
-    imbalance,
+    measure_imbalance,
     read_metrics,
 )
 from lm.runs.run_dir import RunDir
 
 
-def report(evaluations, failed, residual, iterations=None) -> SimpleNamespace:
+def make_report(evaluations, failed, residual, iterations=None) -> SimpleNamespace:
     """A FixedPointReport with the fields that the metrics read."""
     fields = {"evaluations": evaluations, "failed": failed, "residual": residual}
     tensors = {name: torch.tensor(values) for name, values in fields.items()}
     tensors |= dict.fromkeys(
         ("bisected", "grad_limited", "other_solution"), 0.0 * tensors["residual"]
     )
-    counted = None if iterations is None else torch.tensor(iterations)
-    return SimpleNamespace(**tensors, num_iters=counted, layers=None, adjoint_norm=None)
+    num_iters = None if iterations is None else torch.tensor(iterations)
+    return SimpleNamespace(**tensors, num_iters=num_iters, layers=None, adjoint_norm=None)
 
 
 # Two layers, and three sequences in two micro-batches.
-HAND_MADE = [
-    report([[1.5, 2.5], [4.0, 6.0]], [[0.0, 0.0], [0.0, 0.25]], [[0.1, 0.3], [0.0, 0.9]]),
-    report([[5.0], [8.0]], [[0.0], [0.5]], [[0.2], [0.3]]),
+TRAINING_REPORTS = [
+    make_report([[1.5, 2.5], [4.0, 6.0]], [[0.0, 0.0], [0.0, 0.25]], [[0.1, 0.3], [0.0, 0.9]]),
+    make_report([[5.0], [8.0]], [[0.0], [0.5]], [[0.2], [0.3]]),
 ]
-PROBED = report(
+PROBE_REPORT = make_report(
     [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]],
     [[0.0, 0.0, 0.3], [0.0, 0.0, 0.0]],
     [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]],
@@ -46,14 +46,14 @@ PROBED = report(
 
 def test_solver_metrics_are_per_layer_over_all_sequences():
     assert fixed_point_metrics([]) == {}  # a model without a solver
-    assert fixed_point_metrics(HAND_MADE) == {
+    assert fixed_point_metrics(TRAINING_REPORTS) == {
         "evaluations": [3, 6],
         "failed": [0, 0.25],
         "bisected": [0, 0],
         "limited": [0, 0],
         "residual": [0.2, 0.4],
     }
-    assert fixed_point_metrics([PROBED])["num_iters"] == {
+    assert fixed_point_metrics([PROBE_REPORT])["num_iters"] == {
         "mean": [5, 10],
         "median": [4, 10],
         "max": [9, 10],
@@ -62,26 +62,25 @@ def test_solver_metrics_are_per_layer_over_all_sequences():
 
 
 def test_fixed_point_metrics_gather_over_ranks():
-    # A second rank with three times these numbers.
-    def gather(t):
+    def gather(t):  # the other rank has numbers three times as large
         return torch.cat([t, 3 * t], -1)
 
-    gathered = fixed_point_metrics([PROBED], gather)
+    gathered = fixed_point_metrics([PROBE_REPORT], gather)
     assert gathered["num_iters"]["mean"] == [10, 20]
     assert gathered["num_iters"]["median"] == [6, 10] and gathered["num_iters"]["max"] == [27, 30]
-    assert fixed_point_metrics(HAND_MADE, gather)["residual"] == [0.4, 0.8]
+    assert fixed_point_metrics(TRAINING_REPORTS, gather)["residual"] == [0.4, 0.8]
 
 
 def test_padding_sequences_do_not_count():
     rows = torch.tensor([True, True, False])
-    measured = fixed_point_metrics([PROBED], rows=rows)
+    measured = fixed_point_metrics([PROBE_REPORT], rows=rows)
     assert measured["num_iters"]["max"] == [4, 10] and measured["failed"] == [0, 0]
 
     def gather(t):  # the other rank has one sequence fewer
         other = torch.tensor([1.0, 0.0, 0.0]) if t.ndim == 1 else 10 * t
         return torch.cat([t, other], -1)
 
-    measured = fixed_point_metrics([PROBED], gather, rows)
+    measured = fixed_point_metrics([PROBE_REPORT], gather, rows)
     counts = measured["num_iters"]
     assert counts["mean"] == [8.66667, 40]
     assert counts["median"] == [4, 10] and counts["max"] == [20, 100]
@@ -131,7 +130,7 @@ def test_unsolved_tokens_warn_once_per_layer():
 def test_ill_conditioned_tokens_warn(name, words):
     message = metrics.find_failures({"failed": [0.0, 0.0], name: [metrics.ILL_SHARE, 0.16]}, EXACT)
     assert (
-        list(message) == [1]
+        list(message) == [1]  # the share of layer 0 is not above the limit
         and words in message[1]
         and "16.00% of the tokens of layer 1" in message[1]
     )
@@ -151,10 +150,10 @@ def test_unfinished_tokens_of_paper_procedure_do_not_warn(solver):
     assert metrics.find_failures({"failed": [0.5], "bisected": [0.5]}, solver) == {}
 
 
-def model(**fields):
+def make_model(**solver):
     from lm.training.build import build_model
 
-    cfg = Config(model={"d_model": 16, "n_layer": 3, "d_state": 4}, solver=fields)
+    cfg = Config(model={"d_model": 16, "n_layer": 3, "d_state": 4}, solver=solver)
     return build_model(cfg, 16)
 
 
@@ -168,29 +167,29 @@ IDS = torch.arange(10).reshape(2, 5)
 )
 def test_probe_counts_do_not_depend_on_the_solver(solver):
     """Compare the first layer, whose input does not depend on the solver."""
-    actual = []
+    first_layer_counts = []
     for fields in (solver, {"schedule": "parallel", "stopping": "paper"}):
         torch.manual_seed(0)
-        report = metrics.probe(model(**fields).train(), IDS)
+        report = metrics.probe(make_model(**fields).train(), IDS)
         assert report.num_iters.shape == (3, 2)
-        actual.append(report.num_iters[0])
-    assert torch.equal(*actual) and actual[0].min() >= 1
+        first_layer_counts.append(report.num_iters[0])
+    assert torch.equal(*first_layer_counts) and first_layer_counts[0].min() >= 1
 
 
 def test_probe_restores_the_mode_of_the_model():
     torch.manual_seed(0)
-    net = model()
+    model = make_model()
     for mode in (True, False):
-        net.train(mode)
-        report = metrics.probe(net, IDS)
-        assert net.training is mode and not report.evaluations.requires_grad
-    assert net(input_ids=IDS).fixed_point.num_iters is None
+        model.train(mode)
+        report = metrics.probe(model, IDS)
+        assert model.training is mode and not report.evaluations.requires_grad
+    assert model(input_ids=IDS).fixed_point.num_iters is None
 
 
 def test_fixed_point_metrics_of_a_real_model():
     torch.manual_seed(0)
-    net = model(schedule="sequential").train()
-    output = net(input_ids=IDS, labels=IDS)
+    model = make_model(schedule="sequential").train()
+    output = model(input_ids=IDS, labels=IDS)
     measured = fixed_point_metrics([output.fixed_point])
     assert measured.keys() == {"evaluations", "failed", "bisected", "limited", "residual"}
     assert measured["evaluations"] == [1, 1, 1] and measured["failed"] == [0, 0, 0]
@@ -204,11 +203,11 @@ def test_fixed_point_metrics_of_a_real_model():
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A performance counter that tests advance."""
-    now = SimpleNamespace(seconds=100.0, processor=7.0)
-    clocks = {"perf_counter": lambda: now.seconds, "process_time": lambda: now.processor}
+    """Clocks that tests advance: `seconds`, and `processor` seconds."""
+    times = SimpleNamespace(seconds=100.0, processor=7.0)
+    clocks = {"perf_counter": lambda: times.seconds, "process_time": lambda: times.processor}
     monkeypatch.setattr(metrics, "time", SimpleNamespace(**clocks))
-    return now
+    return times
 
 
 def test_throughput_and_mfu_are_per_second_of_training(monkeypatch, clock):
@@ -254,68 +253,70 @@ def test_skipped_time_does_not_count(monkeypatch, clock):
 # Writers.
 
 
-def record(step: int) -> dict:
+def make_record(step: int) -> dict:
     iterations = {"num_iters": {"mean": [1.5, 2.5]}}
     return {"step": step, "loss": 1 / step, "probe": iterations, "note": "text"}
 
 
 def test_jsonl_is_on_disk_after_every_write(tmp_path):
-    writer = Writer(Config(), RunDir(tmp_path))
+    writer = MetricsWriter(Config(), RunDir(tmp_path))
     for step in (1, 2):
-        writer.write(record(step))
+        writer.write(make_record(step))
         lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-        assert [json.loads(line) for line in lines] == [record(s) for s in range(1, step + 1)]
+        assert [json.loads(line) for line in lines] == [make_record(s) for s in range(1, step + 1)]
     writer.close()
-    assert read_metrics(tmp_path) == [record(1), record(2)]
+    assert read_metrics(tmp_path) == [make_record(1), make_record(2)]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]  # neither wandb nor a .tmp
 
 
 def test_resume_drops_records_after_the_checkpoint(tmp_path):
     assert read_metrics(tmp_path) == []
-    writer = Writer(Config(), RunDir(tmp_path))
+    writer = MetricsWriter(Config(), RunDir(tmp_path))
     for step in (1, 2, 3, 4):
-        writer.write(record(step))
+        writer.write(make_record(step))
     writer.close()
-    writer = Writer(Config(), RunDir(tmp_path), resumed_at=2)
-    assert read_metrics(tmp_path) == [record(1), record(2)]
+    writer = MetricsWriter(Config(), RunDir(tmp_path), resumed_at=2)
+    assert read_metrics(tmp_path) == [make_record(1), make_record(2)]
     writer.write({"step": 3, "loss": 9.0})
     writer.close()
-    assert read_metrics(tmp_path) == [record(1), record(2), {"step": 3, "loss": 9.0}]
-    Writer(Config(), RunDir(tmp_path)).close()  # a new run starts a new file
+    assert read_metrics(tmp_path) == [make_record(1), make_record(2), {"step": 3, "loss": 9.0}]
+    MetricsWriter(Config(), RunDir(tmp_path)).close()  # a new run starts a new file
     assert read_metrics(tmp_path) == []
 
 
 def test_damaged_lines_are_dropped_with_a_note(tmp_path, capsys):
     log = tmp_path / "metrics.jsonl"
-    log.write_text(f'{json.dumps(record(1))}\n{{"step": 2, "lo\0\n{json.dumps(record(2))[:-3]}')
-    assert read_metrics(tmp_path) == [record(1)]
-    writer = Writer(Config(), RunDir(tmp_path), resumed_at=2)
+    log.write_text(
+        f'{json.dumps(make_record(1))}\n{{"step": 2, "lo\0\n{json.dumps(make_record(2))[:-3]}'
+    )
+    assert read_metrics(tmp_path) == [make_record(1)]
+    writer = MetricsWriter(Config(), RunDir(tmp_path), resumed_at=2)
     message = " ".join(capsys.readouterr().out.split())
     assert (
         f"note: {log}: dropped 2 lines without a record (cut short by a kill, or damaged)"
         in message
     )
-    writer.write(record(3))
+    writer.write(make_record(3))
     writer.close()
-    assert read_metrics(tmp_path) == [record(1), record(3)]
+    assert read_metrics(tmp_path) == [make_record(1), make_record(3)]
 
 
 def test_tensorboard_drops_records_after_a_rollback(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    writer = Writer(Config(log={"tensorboard": True}), RunDir(tmp_path))
-    branches(writer)
+    writer = MetricsWriter(Config(log={"tensorboard": True}), RunDir(tmp_path))
+    write_with_rollback(writer)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     losses = [(e.step, e.value) for e in events.Scalars("train/loss")]
     assert losses == [(step, 1.0 if step <= 6 else 2.0) for step in range(1, 16)]
 
 
-def branches(writer):
+def write_with_rollback(writer):
     """Write updates 1 to 12, roll back to 6, and write 7 to 15 with another loss."""
     for step in range(1, 13):
         writer.write({"step": step, "loss": 1.0})
-    writer.keep_until(6)
+    writer.drop_records_after(6)
     for step in range(7, 16):
         writer.write({"step": step, "loss": 2.0})
     writer.close()
@@ -360,8 +361,12 @@ def test_tracker_names_are_grouped():
         "solver/probe/failed/layer2": 0.5,
         "solver/probe/num_iters/max/layer2": 9,
     }
-    tried = {"step": 1, "valid": {"metrics": {"acc": 0.5}, "failed": [0.25]}, "seconds": 2.0}
-    assert flatten_record(tried) == {
+    synthetic_validation = {
+        "step": 1,
+        "valid": {"metrics": {"acc": 0.5}, "failed": [0.25]},
+        "seconds": 2.0,
+    }
+    assert flatten_record(synthetic_validation) == {
         "validation/metrics/acc": 0.5,
         "validation/failed/layer0": 0.25,
         "time/seconds": 2.0,
@@ -382,8 +387,8 @@ def test_failing_tracker_warns_once_and_is_closed(tmp_path, monkeypatch, capsys,
         def close(self):
             self._fail_at("close")
 
-        def _fail_at(self, what):
-            if what == fault:
+        def _fail_at(self, method):
+            if method == fault:
                 raise ConnectionError("the server is gone")
 
     class Working:
@@ -397,7 +402,7 @@ def test_failing_tracker_warns_once_and_is_closed(tmp_path, monkeypatch, capsys,
 
     monkeypatch.setitem(TRACKERS, "wandb", Failing)
     monkeypatch.setitem(TRACKERS, "tensorboard", Working)
-    writer = Writer(Config(log={"wandb": True, "tensorboard": True}), RunDir(tmp_path))
+    writer = MetricsWriter(Config(log={"wandb": True, "tensorboard": True}), RunDir(tmp_path))
     for step in (1, 2):
         writer.write({"step": step, "loss": 1.0})
     writer.close()
@@ -412,15 +417,14 @@ def test_wandb_continues_after_a_rollback(tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    writer = Writer(Config(name="offline", log={"wandb": True}), RunDir(tmp_path))
+    writer = MetricsWriter(Config(name="offline", log={"wandb": True}), RunDir(tmp_path))
     session = writer.trackers["wandb"].run
     rows, real_log = [], session.log
     monkeypatch.setattr(session, "log", lambda row: (rows.append(row), real_log(row)))
-    branches(writer)
-    by_step = {
-        row["global_step"]: row["train/loss"] for row in rows
-    }  # the last record of a step counts
-    assert by_step == {step: 1.0 if step <= 6 else 2.0 for step in range(1, 16)}
+    write_with_rollback(writer)
+    # The last record of a step counts.
+    loss_by_step = {row["global_step"]: row["train/loss"] for row in rows}
+    assert loss_by_step == {step: 1.0 if step <= 6 else 2.0 for step in range(1, 16)}
     assert session.config["model"]
     assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert [r["step"] for r in read_metrics(tmp_path)] == list(range(1, 16))
@@ -441,8 +445,8 @@ def test_terminal_line_labels_its_numbers():
         describe_record(record)
         == "loss 2.000  perplexity 7.4  lr 1.0e-03  |g| 0.50  12,346 tokens/s"
     )
-    solved = record | {"evaluations": [1.0, 1.5], "failed": [0.0, 0.01], "mfu": 0.312}
-    assert describe_record(solved, {"mean": [8.62, 4.1]}).endswith(
+    solver_record = record | {"evaluations": [1.0, 1.5], "failed": [0.0, 0.01], "mfu": 0.312}
+    assert describe_record(solver_record, {"mean": [8.62, 4.1]}).endswith(
         "|g| 0.50  ℓ* 8.6 4.1  evaluations 1.0 1.5  failed 1.00%  12,346 tokens/s  MFU 31.2%"
     )
     assert "ℓ* 4.5 (1.0 to 8.0)" in describe_record(
@@ -451,9 +455,9 @@ def test_terminal_line_labels_its_numbers():
 
 
 def test_imbalance_is_the_mean_waiting_share():
-    def others(seconds):
+    def gather(seconds):  # the other ranks took 1 and 4 seconds
         return torch.cat([seconds, torch.tensor([1.0, 4.0], dtype=torch.float64)])
 
-    assert imbalance(1.0, others) == {"imbalance": 0.5}  # 1, 1 and 4 seconds
-    assert imbalance(4.0, others) == {"imbalance": 0.25}
-    assert imbalance(3.0, lambda t: t) == {}
+    assert measure_imbalance(1.0, gather) == {"imbalance": 0.5}
+    assert measure_imbalance(4.0, gather) == {"imbalance": 0.25}
+    assert measure_imbalance(3.0, lambda t: t) == {}

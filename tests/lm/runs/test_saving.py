@@ -18,44 +18,44 @@ from lm.runs import checkpoint as checkpoints
 from lm.runs.checkpoint import (
     CheckpointError,
     Checkpoints,
+    copy_to_host,
     delete_later_checkpoints,
     describe_nonfinite,
     find_newest_checkpoint,
     list_checkpoints,
-    snapshot,
     verify,
 )
 
 fork = multiprocessing.get_context("fork")
 
 
-def state(step):
+def make_state(step):
     return {"model.pt": {"w": torch.full((100,), float(step))}, "rank.pt": {"step": step}}
 
 
-def saver(folder, **settings):
+def make_checkpoints(folder, **settings):
     return Checkpoints(folder, Ranks(), Checkpoint(**settings), {"zero_stage": 0})
 
 
 def save(folder, *steps, **settings):
-    run_checkpoints = saver(folder, **settings)
+    run_checkpoints = make_checkpoints(folder, **settings)
     for step in steps:
-        run_checkpoints.save(step, lambda step=step: state(step))
+        run_checkpoints.save(step, lambda step=step: make_state(step))
     run_checkpoints.finish()
     return run_checkpoints
 
 
-def steps_of(folder):
+def list_steps(folder):
     return [checkpoints.checkpoint_step(path) for path in list_checkpoints(folder)]
 
 
-def silent(_): ...
+def ignore(_): ...
 
 
 def test_save_writes_the_state_at_the_call(tmp_path):
     """Training changes the state while the thread writes."""
     weights = {"w": torch.zeros(3)}
-    run_checkpoints = saver(tmp_path)
+    run_checkpoints = make_checkpoints(tmp_path)
     run_checkpoints.save(1, lambda: {"model.pt": weights})
     weights["w"] += 1
     run_checkpoints.finish()
@@ -70,28 +70,29 @@ def test_save_writes_the_state_at_the_call(tmp_path):
 
 def test_snapshot_copies_each_tensor_once():
     w = torch.arange(6.0)
-    taken = snapshot({"a": w, "b": [w, (w[:2], 7)], "c": None})
-    assert taken["a"] is taken["b"][0] and taken["a"].data_ptr() != w.data_ptr()
-    assert taken["b"][1][0].untyped_storage().nbytes() == 8  # not the storage that it was a view of
-    assert taken["b"][1][1] == 7 and taken["c"] is None
+    copies = copy_to_host({"a": w, "b": [w, (w[:2], 7)], "c": None})
+    assert copies["a"] is copies["b"][0] and copies["a"].data_ptr() != w.data_ptr()
+    view, number = copies["b"][1]
+    assert view.untyped_storage().nbytes() == 8  # two floats, not the whole storage of w
+    assert number == 7 and copies["c"] is None
 
 
 def test_nonfinite_tensors_are_named():
     large = torch.full((4,), 3e38)  # whose sum is infinite
-    held = {"the weights": [torch.ones(3), torch.ones(0), large], "step": [torch.tensor(7)]}
-    assert describe_nonfinite(held) == ""
+    finite = {"the weights": [torch.ones(3), torch.ones(0), large], "step": [torch.tensor(7)]}
+    assert describe_nonfinite(finite) == ""
     for value in (float("nan"), float("inf"), -float("inf")):
         for dtype in (torch.float32, torch.bfloat16, torch.float64):
-            spoilt = {"exp_avg": [torch.ones(5), torch.tensor([1.0, value], dtype=dtype)]}
-            assert describe_nonfinite(held | spoilt) == "NaN or infinity in exp_avg"
-    opposite = [torch.tensor([float("inf")]), torch.tensor([-float("inf")])]
-    assert describe_nonfinite({"a": opposite, "b": opposite}) == "NaN or infinity in a and b"
+            nonfinite = {"exp_avg": [torch.ones(5), torch.tensor([1.0, value], dtype=dtype)]}
+            assert describe_nonfinite(finite | nonfinite) == "NaN or infinity in exp_avg"
+    infinities = [torch.tensor([float("inf")]), torch.tensor([-float("inf")])]  # whose sum is NaN
+    assert describe_nonfinite({"a": infinities, "b": infinities}) == "NaN or infinity in a and b"
 
 
-class Killed:
-    """Kill the process at the k-th file operation of a save."""
+class Killer:
+    """Kills the process before the k-th file operation of a save."""
 
-    NAMES = (
+    OPERATIONS = (
         "os.fsync",
         "os.replace",
         "shutil.rmtree",
@@ -102,21 +103,21 @@ class Killed:
     )
 
     def __init__(self, number):
-        self.left = number
+        self.remaining_count = number
 
     def install(self):
-        places = {"os": os, "shutil": shutil, "torch": torch, "Path": Path}
-        for name in self.NAMES:
+        owners = {"os": os, "shutil": shutil, "torch": torch, "Path": Path}
+        for name in self.OPERATIONS:
             owner, attribute = name.split(".")
-            real = getattr(places[owner], attribute)
-            setattr(places[owner], attribute, self.counted(real))
+            operation = getattr(owners[owner], attribute)
+            setattr(owners[owner], attribute, self.count_down(operation))
 
-    def counted(self, real):
+    def count_down(self, operation):
         def wrapper(*args, **kwargs):
-            self.left -= 1
-            if self.left == 0:
+            self.remaining_count -= 1
+            if self.remaining_count == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
+            return operation(*args, **kwargs)
 
         return wrapper
 
@@ -124,41 +125,41 @@ class Killed:
 def test_kill_during_save_leaves_a_complete_checkpoint(tmp_path):
     """Kill before each file operation in turn; then the run continues and saves again."""
 
-    def child(folder, number):
-        Killed(number).install()
+    def save_and_die(folder, number):
+        Killer(number).install()
         save(folder, 3, keep=2)
         os._exit(0)
 
-    actual, number = set(), 0
+    newest_steps, number = set(), 0
     while True:
         number += 1
         folder = tmp_path / str(number)
         save(folder, 1, 2)
-        process = fork.Process(target=child, args=(folder, number))
+        process = fork.Process(target=save_and_die, args=(folder, number))
         process.start()
         process.join(30)
-        step = checkpoints.checkpoint_step(find_newest_checkpoint(folder, silent))
-        actual.add(step)
+        step = checkpoints.checkpoint_step(find_newest_checkpoint(folder, ignore))
+        newest_steps.add(step)
         assert step in (2, 3)
         save(folder, 4)
-        assert steps_of(folder) == [step, 4] and not list(folder.glob("*.partial"))
+        assert list_steps(folder) == [step, 4] and not list(folder.glob("*.partial"))
         if process.exitcode == 0:
             break
-    assert actual == {2, 3} and number > 12
+    assert newest_steps == {2, 3} and number > 12
 
 
 def test_multiples_of_keep_every_stay(tmp_path):
     save(tmp_path, *range(1, 11), keep=2, keep_every=4)
-    assert steps_of(tmp_path) == [4, 8, 9, 10]
+    assert list_steps(tmp_path) == [4, 8, 9, 10]
     save(tmp_path, 11, 12, keep=2, keep_every=4)
-    assert steps_of(tmp_path) == [4, 8, 10, 11, 12]  # the last three, and multiples of four
+    assert list_steps(tmp_path) == [4, 8, 10, 11, 12]  # the last three, and multiples of four
 
 
 def test_checkpoints_are_ordered_by_step(tmp_path):
     save(tmp_path, 999_999, 1_000_000, keep=2)
     assert find_newest_checkpoint(tmp_path).name == "step-1000000"
     save(tmp_path, 1_000_001, keep=2)
-    assert steps_of(tmp_path) == [1_000_000, 1_000_001]
+    assert list_steps(tmp_path) == [1_000_000, 1_000_001]
 
 
 def test_other_folders_are_ignored(tmp_path):
@@ -172,36 +173,37 @@ def test_other_folders_are_ignored(tmp_path):
     assert (tmp_path / "step-best").is_dir() and (tmp_path / "step-000009-old").is_dir()
 
 
-def flipped(path):
+def flip_bit(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
 
 
-def manifest(text):
+def replace_manifest(text):
     return lambda path: (path / "manifest.json").write_text(text)
 
 
-FILES = '{"step": 3, "world_size": 1, "files": %s}'
+MANIFEST = '{"step": 3, "world_size": 1, "files": %s}'
 DAMAGED = "manifest.json is damaged"
-# {damage: (function that does it, words of the error)}
+CHANGED = "model.pt is damaged, or was changed"
+# {damage: (function that damages the checkpoint in a folder, part of the error message)}
 DAMAGES = {
     "another update": (
-        manifest(FILES.replace("3", "13") % '{"a": [1, "b"]}'),
+        replace_manifest(MANIFEST.replace("3", "13") % '{"a": [1, "b"]}'),
         DAMAGED,
     ),
-    "no files": (manifest(FILES % "{}"), DAMAGED),
-    "files of null": (manifest(FILES % "null"), DAMAGED),
-    "short entries": (manifest(FILES % '{"model.pt": [1]}'), DAMAGED),
-    "other entries": (manifest(FILES % '{"model.pt": 3}'), DAMAGED),
-    "empty manifest": (manifest(""), DAMAGED),
-    "half a manifest": (manifest('{"step": 3, "fi'), DAMAGED),
+    "no files": (replace_manifest(MANIFEST % "{}"), DAMAGED),
+    "files of null": (replace_manifest(MANIFEST % "null"), DAMAGED),
+    "short entries": (replace_manifest(MANIFEST % '{"model.pt": [1]}'), DAMAGED),
+    "other entries": (replace_manifest(MANIFEST % '{"model.pt": 3}'), DAMAGED),
+    "empty manifest": (replace_manifest(""), DAMAGED),
+    "half a manifest": (replace_manifest('{"step": 3, "fi'), DAMAGED),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "it has no manifest.json"),
     "zeroed file": (
         lambda path: (path / "model.pt").write_bytes(bytes((path / "model.pt").stat().st_size)),
-        "model.pt is damaged, or was changed",
+        CHANGED,
     ),
-    "bit flipped": (lambda path: flipped(path / "model.pt"), "model.pt is damaged, or was changed"),
+    "bit flipped": (lambda path: flip_bit(path / "model.pt"), CHANGED),
     "torn file": (lambda path: os.truncate(path / "model.pt", 10), "model.pt has 10 bytes, not"),
     "empty file": (lambda path: os.truncate(path / "model.pt", 0), "model.pt has 0 bytes, not"),
     "file missing": (lambda path: (path / "rank.pt").unlink(), "rank.pt is missing"),
@@ -211,18 +213,18 @@ DAMAGES = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_checkpoint_is_skipped_with_a_message(tmp_path, damage):
     save(tmp_path, 2, 3)
-    spoil, words = DAMAGES[damage]
-    spoil(tmp_path / "step-000003")
+    do_damage, message_part = DAMAGES[damage]
+    do_damage(tmp_path / "step-000003")
     messages = []
     assert find_newest_checkpoint(tmp_path, messages.append).name == "step-000002"
     assert (
         len(messages) == 1
         and messages[0].startswith("skipped: checkpoint")
-        and words in messages[0]
+        and message_part in messages[0]
     )
-    spoil(tmp_path / "step-000002")
+    do_damage(tmp_path / "step-000002")
     with pytest.raises(CheckpointError, match=r"none of the 2 checkpoints .*--overwrite"):
-        find_newest_checkpoint(tmp_path, silent)
+        find_newest_checkpoint(tmp_path, ignore)
 
 
 @pytest.mark.parametrize("damage", ["no manifest", "bit flipped", "torn file"])
@@ -230,10 +232,10 @@ def test_damaged_checkpoints_do_not_count_as_kept(tmp_path, damage):
     """`keep: 2` keeps two loadable checkpoints in addition to damaged ones."""
     run_checkpoints = save(tmp_path, 1, 2, 3, keep=2)
     DAMAGES[damage][0](tmp_path / "step-000003")
-    run_checkpoints.save(4, lambda: state(4))
+    run_checkpoints.save(4, lambda: make_state(4))
     run_checkpoints.finish()
-    assert steps_of(tmp_path) == [2, 3, 4]
-    assert find_newest_checkpoint(tmp_path, silent).name == "step-000004"
+    assert list_steps(tmp_path) == [2, 3, 4]
+    assert find_newest_checkpoint(tmp_path, ignore).name == "step-000004"
     verify(tmp_path / "step-000002")
 
 
@@ -241,7 +243,7 @@ def test_damaged_checkpoint_is_replaced_by_a_new_save(tmp_path):
     save(tmp_path, 2, 3)
     DAMAGES["bit flipped"][0](tmp_path / "step-000003")
     save(tmp_path, 3)
-    assert verify(tmp_path / "step-000003") and steps_of(tmp_path) == [2, 3]
+    assert verify(tmp_path / "step-000003") and list_steps(tmp_path) == [2, 3]
 
 
 @pytest.fixture
@@ -249,11 +251,11 @@ def small_disk(tmp_path):
     """A folder on a disk of 1 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(
+    mount = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True
     )
-    if mounted.returncode:
-        pytest.skip("a small disk can be mounted by root alone")
+    if mount.returncode:
+        pytest.skip("only root can mount a small disk")
     yield folder
     subprocess.run(["umount", "-l", folder], check=True)
 
@@ -268,7 +270,7 @@ def test_full_disk_keeps_the_previous_checkpoint(small_disk):
         run_checkpoints.finish()
     # The files of the failed save are deleted, so that a smaller save fits.
     assert [p.name for p in (small_disk / "checkpoints").iterdir()] == ["step-000001"]
-    run_checkpoints.save(3, lambda: state(3))
+    run_checkpoints.save(3, lambda: make_state(3))
     run_checkpoints.finish()
     assert find_newest_checkpoint(small_disk / "checkpoints").name == "step-000003"
 
@@ -276,16 +278,17 @@ def test_full_disk_keeps_the_previous_checkpoint(small_disk):
 def test_partial_saves_are_deleted_before_a_new_save(small_disk):
     folder = small_disk / "checkpoints"
     save(folder, 1)
-    torn = folder / "step-000002.partial"
-    torn.mkdir()
-    with (torn / "model.pt").open("wb") as f, pytest.raises(OSError, match="No space"):
+    partial = folder / "step-000002.partial"
+    partial.mkdir()
+    with (partial / "model.pt").open("wb") as f, pytest.raises(OSError, match="No space"):
         f.write(bytes(2_000_000))
         f.flush()
     save(folder, 2)
     assert find_newest_checkpoint(folder).name == "step-000002"
 
 
-def two_ranks(rank, port, folder, results, fails_on):
+def save_twice(rank, port, folder, results, failing_rank):
+    """Save on one of two ranks; the second save fails on `failing_rank`."""
     import torch.distributed as dist
 
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -296,8 +299,8 @@ def two_ranks(rank, port, folder, results, fails_on):
     files = {f"rank{rank}.pt": torch.full((10,), float(rank))}
     run_checkpoints.save(1, lambda: files)
     run_checkpoints.finish()
-    if rank == fails_on:
-        checkpoints._write_file = failing
+    if rank == failing_rank:
+        checkpoints._write_file = raise_disk_full
     try:
         run_checkpoints.save(2, lambda: files)
         run_checkpoints.finish()
@@ -308,65 +311,67 @@ def two_ranks(rank, port, folder, results, fails_on):
     dist.destroy_process_group()
 
 
-def failing(path, state):
+def raise_disk_full(path, state):
     time.sleep(0.2)
     raise CheckpointError("the disk is full")
 
 
-@pytest.mark.parametrize("fails_on", [None, 0, 1])
-def test_failed_write_is_raised_on_all_ranks(tmp_path, fails_on):
+@pytest.mark.parametrize("failing_rank", [None, 0, 1])
+def test_failed_write_is_raised_on_all_ranks(tmp_path, failing_rank):
     from lm.training.process_group import find_free_port
 
     results, port = fork.Queue(), find_free_port()
     ranks = [
-        fork.Process(target=two_ranks, args=(rank, port, tmp_path, results, fails_on))
+        fork.Process(target=save_twice, args=(rank, port, tmp_path, results, failing_rank))
         for rank in range(2)
     ]
     for process in ranks:
         process.start()
-    message = dict(results.get(timeout=60) for _ in ranks)
+    messages = dict(results.get(timeout=60) for _ in ranks)
     for process in ranks:
         process.join(30)
-    if fails_on is None:
-        assert message == {0: "saved", 1: "saved"}
+    if failing_rank is None:
+        assert messages == {0: "saved", 1: "saved"}
         assert set(verify(tmp_path / "step-000002")["files"]) == {"rank0.pt", "rank1.pt"}
     else:
-        assert message == {0: "the disk is full", 1: "the disk is full"}
+        assert messages == {0: "the disk is full", 1: "the disk is full"}
         assert [p.name for p in tmp_path.iterdir()] == ["step-000001"]
 
 
 def test_files_are_synced_before_renaming(tmp_path, monkeypatch):
     """Files, manifest and folder reach the disk in this order, then the final name."""
-    order = []
+    operations = []  # names of synced files and folders, and "rename NEW_NAME"
     real_sync, real_rename = os.fsync, Path.rename
-    monkeypatch.setattr(
-        os, "fsync", lambda n: (order.append(os.readlink(f"/proc/self/fd/{n}")), real_sync(n))[1]
-    )
-    monkeypatch.setattr(
-        Path,
-        "rename",
-        lambda p, to: (order.append(f"rename {Path(to).name}"), real_rename(p, to))[1],
-    )
+
+    def sync(fd):
+        operations.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+        real_sync(fd)
+
+    def rename(path, new_path):
+        operations.append(f"rename {Path(new_path).name}")
+        return real_rename(path, new_path)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "rename", rename)
     save(tmp_path, 1)
-    names = [entry if entry.startswith("rename") else Path(entry).name for entry in order]
-    named = names.index("rename step-000001")
-    manifest = max(i for i, name in enumerate(names) if name.startswith(".manifest.json"))
-    assert {"model.pt", "rank.pt"} <= set(names[:manifest])
-    assert "step-000001.partial" in names[manifest:named]
-    assert names[named + 1] == tmp_path.name
+    renaming = operations.index("rename step-000001")
+    manifest = max(i for i, name in enumerate(operations) if name.startswith(".manifest.json"))
+    assert {"model.pt", "rank.pt"} <= set(operations[:manifest])
+    assert "step-000001.partial" in operations[manifest:renaming]
+    assert operations[renaming + 1] == tmp_path.name
     assert json.loads((tmp_path / "step-000001/manifest.json").read_text())["step"] == 1
 
 
 def test_directory_is_released_after_the_last_write(tmp_path, monkeypatch):
-    real = checkpoints._write_file
+    write_file = checkpoints._write_file
 
-    def slow(path, state):
+    def write_slowly(path, state):
         time.sleep(0.3)
-        return real(path, state)
+        return write_file(path, state)
 
-    monkeypatch.setattr(checkpoints, "_write_file", slow)
-    run_checkpoints = saver(tmp_path)
-    run_checkpoints.save(1, lambda: state(1))
+    monkeypatch.setattr(checkpoints, "_write_file", write_slowly)
+    run_checkpoints = make_checkpoints(tmp_path)
+    run_checkpoints.save(1, lambda: make_state(1))
     run_checkpoints.close()  # after an error elsewhere in the training
     assert verify(tmp_path / "step-000001") and not list(tmp_path.glob("*.partial"))
 
@@ -376,7 +381,7 @@ def test_save_with_a_dead_rank_is_cancelled(tmp_path, monkeypatch):
     ranks = Ranks(0, 2)  # the other rank is dead
     monkeypatch.setattr(Ranks, "run_on_main", lambda self, fn, *args: fn(*args))
     run_checkpoints = Checkpoints(tmp_path, ranks, Checkpoint())
-    run_checkpoints.save(1, lambda: state(1))
-    began = time.monotonic()
+    run_checkpoints.save(1, lambda: make_state(1))
+    start_time = time.monotonic()
     run_checkpoints.close()
-    assert 0.2 < time.monotonic() - began < 5 and find_newest_checkpoint(tmp_path) is None
+    assert 0.2 < time.monotonic() - start_time < 5 and find_newest_checkpoint(tmp_path) is None

@@ -49,9 +49,9 @@ class Sweep:
             path = folder / name.replace("_", ".")
             path.write_text(value if isinstance(value, str) else json.dumps(value))
         for path in folder.iterdir():
-            touched = files.get("lease_json") if path.name == "lease.json" else None
-            ago = touched.seconds_ago if isinstance(touched, Lease) else seconds_ago
-            os.utime(path, (time.time() - ago,) * 2)
+            lease = files.get("lease_json") if path.name == "lease.json" else None
+            age_s = lease.seconds_ago if isinstance(lease, Lease) else seconds_ago
+            os.utime(path, (time.time() - age_s,) * 2)
 
     def points(self, *overrides):
         return status.sweep_status(self.config, overrides)
@@ -61,11 +61,10 @@ class Sweep:
 
 
 class Lease(dict):
-    """Write a lease.json that was touched some seconds ago."""
+    """Content of a lease.json that was touched some seconds ago."""
 
-    def __init__(self, seconds_ago, **other):
-        own = {"host": "n7", "pid": 4711, "job": "12_3", "since": 1_700_000_000}
-        super().__init__(own | other)
+    def __init__(self, seconds_ago):
+        super().__init__({"host": "n7", "pid": 4711, "job": "12_3", "since": 1_700_000_000})
         self.seconds_ago = seconds_ago
 
 
@@ -94,9 +93,9 @@ def test_sweep_status_shows_every_state(sweep, capsys, monkeypatch):
     sweep.write(0, result_json=RESULT | bits)
     assert (done.step, done.steps, done.num_iters["mean"]) == (8, 8, [3.25, 7.5])
     assert (running.step, running.steps, running.num_iters["mean"]) == (5, 8, [3.25, 7.5])
-    assert running.seen_s > 3000 and "job 12_3 on n7, process 4711" in running.text
+    assert running.idle_s > 3000 and "process 4711 on n7, Slurm job 12_3" in running.text
     assert failed.text == "stopped at update 3: the loss is nan"
-    assert (absent.step, absent.steps, absent.seen_s, absent.text) == (None, None, None, "")
+    assert (absent.step, absent.steps, absent.idle_s, absent.text) == (None, None, None, "")
 
     monkeypatch.setattr(say.console, "width", 160)
     assert main(["status", str(sweep.config)]) == 0
@@ -137,6 +136,13 @@ def test_truncated_files_raise_no_error(sweep, name, text):
 
 def test_lease_being_written_counts_as_running(sweep):
     sweep.write(1, seconds_ago=5, lease_json='{"host": "n')
+    assert sweep.point(1).state == "running"
+
+
+def test_clock_of_this_host_may_differ(sweep, monkeypatch):
+    """The file system's clock dates the lease, so its age is taken from that clock."""
+    sweep.write(1, lease_json=Lease(4))
+    monkeypatch.setattr(time, "time", lambda: 1_000_000_000.0)
     assert sweep.point(1).state == "running"
 
 

@@ -20,11 +20,11 @@ from lm.runs.auto_classes import register_auto_classes
 from lm.runs.checkpoint import MANIFEST
 from lm.runs.exported import LoadError, load_model, load_tokenizer
 from lm.runs.lease import Lease
+from lm.runs.owned_files import CARD, EXPORT_RECORD
 from lm.runs.run_dir import RunDir, RunDirError
-from lm.runs.written import CARD, EXPORT_RECORD
 from lm.training.init_from import read_source
 from tests.refusals import refused
-from tests.running import ROOT, fprnn, losses, run, run_alone
+from tests.running import ROOT, fprnn, read_losses, run, run_alone
 
 
 @pytest.fixture
@@ -84,15 +84,23 @@ def test_export_with_changed_tokenizer_is_refused(capsys, copy):
         ("\xff", f"{SUMS} is damaged"),
         ("0" * 64 + "  ../config.json\n", f"{SUMS} is damaged"),
         ("", "it is empty"),
-        ("CONFIG", "is not listed in"),  # a list without the weights is refused
+        ("config.json", r"model\.safetensors is not listed in"),
     ],
 )
 def test_damaged_checksums_are_named(copy, text, words):
-    lines = (copy / SUMS).read_text().splitlines(True)
-    text = text.replace("CONFIG", next(line for line in lines if "config.json" in line))
+    if text == "config.json":  # the file lists nothing else
+        text = f"{read_sums(copy)[text]}  {text}\n"
     (copy / SUMS).write_text(text, encoding="latin-1")
     with pytest.raises(LoadError, match=words):
         load_model(copy)
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_from_pretrained_refuses_unlisted_weights(copy, weights):
+    (copy / "model.safetensors").rename(copy / weights)
+    write_sums(copy, ["tokenizer.json"])
+    with pytest.raises(ValueError, match=f"{weights} is not listed in {SUMS}"):
+        FPRNNForCausalLM.from_pretrained(copy)
 
 
 def test_missing_file_is_named_and_card_may_change(copy):
@@ -243,7 +251,7 @@ def test_run_with_changed_config_is_refused(capsys, stopped, tmp_path):
     # Keys that may change may be changed in config.yaml.
     config.write_text(whole.replace("steps: 8", "steps: 6"))
     _, done = run(stopped.parent, "resume=auto", "train.steps=6")
-    assert max(r["step"] for r in losses(stopped)) == 6
+    assert max(r["step"] for r in read_losses(stopped)) == 6
 
 
 def test_run_with_changed_corpus_is_refused(stopped, tmp_path):

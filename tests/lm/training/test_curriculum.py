@@ -9,7 +9,7 @@ import pytest
 
 from lm.config.data import Data
 from lm.data.batches.loader import single_source_loader
-from lm.training.curriculum import EVERY, Curriculum
+from lm.training.curriculum import CHECK_INTERVAL, Curriculum
 from tests.lm.data.test_mixture import loader, take
 from tests.lm.training.test_elastic import trace
 from tests.lm.training.test_recovery import TINY, faulty
@@ -34,35 +34,39 @@ def curriculum_and_batches():
 def test_stage_ends_when_its_answers_are_learned(capsys):
     curriculum, batches = curriculum_and_batches()
     take(batches, 5)
-    assert curriculum.sources_to_check(EVERY - 1) == curriculum.sources_to_check(EVERY + 1) == []
-    assert curriculum.sources_to_check(EVERY) == ["b"], "its traces alone"
-    record = curriculum.end_if_learned(EVERY, 0.89)
+    assert (
+        curriculum.sources_to_check(CHECK_INTERVAL - 1)
+        == curriculum.sources_to_check(CHECK_INTERVAL + 1)
+        == []
+    )
+    assert curriculum.sources_to_check(CHECK_INTERVAL) == ["b"], "its traces alone"
+    record = curriculum.end_if_learned(CHECK_INTERVAL, 0.89)
     assert record == {"curriculum": {"stage": 0, "answers": 0.89, "ended": False}}
     assert curriculum.stage.min_answer_prob == 0.9 and not capsys.readouterr().out
-    record = curriculum.end_if_learned(2 * EVERY, 0.9)
+    record = curriculum.end_if_learned(2 * CHECK_INTERVAL, 0.9)
     assert record == {"curriculum": {"stage": 0, "answers": 0.9, "ended": True}}
     assert batches.stage == 1 and curriculum.stage.until == ENDING["until"]
     assert "stage 0 of the curriculum ends (answers 0.90)" in capsys.readouterr().out
-    assert curriculum.sources_to_check(3 * EVERY) == [], "this one ends when it ends"
+    assert curriculum.sources_to_check(3 * CHECK_INTERVAL) == [], "this one ends when it ends"
     batches.end_stage()
-    assert curriculum.sources_to_check(4 * EVERY) == ["a", "b"]
-    assert not curriculum.end_if_learned(4 * EVERY, math.nan)["curriculum"]["ended"]
-    curriculum.end_if_learned(AFTER["until"] - EVERY + 1, 0.2)
+    assert curriculum.sources_to_check(4 * CHECK_INTERVAL) == ["a", "b"]
+    assert not curriculum.end_if_learned(4 * CHECK_INTERVAL, math.nan)["curriculum"]["ended"]
+    curriculum.end_if_learned(AFTER["until"] - CHECK_INTERVAL + 1, 0.2)
     message = capsys.readouterr().out
     assert (
         f"ends unlearned after update {AFTER['until']} (answers 0.20, min_answer_prob: 0.5)"
         in message
     )
-    curriculum.end_if_learned(4 * EVERY, 0.7)
+    curriculum.end_if_learned(4 * CHECK_INTERVAL, 0.7)
     assert batches.stage == 3 and curriculum.stage is None
-    assert curriculum.sources_to_check(5 * EVERY) == []
+    assert curriculum.sources_to_check(5 * CHECK_INTERVAL) == []
 
 
 def test_without_stages_no_answers_are_measured():
     plain = Curriculum(Data(), single_source_loader(range(50), 4, 3))
-    assert plain.stage is None and plain.sources_to_check(EVERY) == []
+    assert plain.stage is None and plain.sources_to_check(CHECK_INTERVAL) == []
     none = Curriculum(Data(source="builtin", mixture=MIXTURE), loader())
-    assert none.stage is None and none.sources_to_check(EVERY) == []
+    assert none.stage is None and none.sources_to_check(CHECK_INTERVAL) == []
 
 
 UNLEARNED = f"data.curriculum={json.dumps([WAITING | {'min_answer_prob': 0.999}])}"
@@ -102,7 +106,7 @@ def test_nan_is_detected_before_answers_are_measured(tmp_path):
 @pytest.mark.slow
 def test_resume_after_ended_stage_is_identical(tmp_path):
     """The adversary starts after the stage; two ranks train alike."""
-    steps, end = EVERY + 6, EVERY
+    steps, end = CHECK_INTERVAL + 6, CHECK_INTERVAL
     settings = [
         *SETTINGS,
         "train.global_batch_size=4",

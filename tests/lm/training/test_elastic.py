@@ -87,7 +87,7 @@ def test_resume_under_another_stage_on_one_rank(reference, tmp_path, stage):
     out, expected = reference
     checkpoint = out / "runs/tiny/checkpoints/step-000004"
     records, process = run(tmp_path, *EVERY, f"resume={checkpoint}", f"engine.zero_stage={stage}")
-    assert "was written by 1 ranks under ZeRO-1: weights and optimizer are distributed again" in (
+    assert "was written by 1 rank under ZeRO-1: weights and optimizer are distributed again" in (
         " ".join(process.stdout.split())
     )
     close(records, expected, 4)

@@ -184,8 +184,8 @@ def among(**sums):
 
 def test_micro_batches_are_weighted_by_their_targets():
     """Five targets on this rank and six on the other are 11 targets in six micro-batches."""
-    shares = Engine._shares(among(other=[6]), PADDED)
-    assert shares == pytest.approx([4 * 6 / 11, 6 / 11, 0])
+    weights = Engine._loss_weights(among(other=[6]), PADDED)
+    assert weights == pytest.approx([4 * 6 / 11, 6 / 11, 0])
 
 
 def test_validation_loss_is_the_mean_over_targets():
@@ -205,6 +205,6 @@ def test_batch_without_targets_is_refused():
     engine = among(other=[0, 0])
     engine.forward = lambda batch: SimpleNamespace(loss=torch.tensor(math.nan))
     with pytest.raises(TrainingError, match="an update has nothing to learn from: every label"):
-        Engine._shares(engine, PADDED[2:])
+        Engine._loss_weights(engine, PADDED[2:])
     with pytest.raises(TrainingError, match="a validation has nothing to measure: every label"):
         Engine.validate(engine, PADDED[2:])

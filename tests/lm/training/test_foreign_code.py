@@ -9,7 +9,7 @@ import torch
 
 from lm.cli.main import main
 from lm.common.files import read_json, write_json
-from lm.evaluation import facade
+from lm.evaluation import language_model
 from lm.model.checksums import delete_sums, sha256
 from lm.runs.checkpoint import read_state
 from lm.runs.exported import LoadError, load_model, load_tokenizer
@@ -134,7 +134,7 @@ def test_code_of_an_export_runs_only_with_trust(export, tmp_path, capsys):
             output
         )
     with pytest.raises(LoadError, match="needs code of its own"):
-        facade.load(export)
+        language_model.load(export)
     assert not mark.exists()
     with contextlib.suppress(Exception):  # the code may make the model unusable
         load_model(export, trust=True)

@@ -6,7 +6,7 @@ import torch
 from lm.runs.exported import LoadError
 from lm.training.hf_mamba import read_folder
 from lm.training.upcycle import SourceError
-from tests.hf_models import binary_folder, our_model, token_ids, transformers_folder
+from tests.hf_models import draw_ids, make_our_model, save_as_bin, save_hf_mamba
 
 
 @pytest.mark.parametrize(
@@ -19,10 +19,10 @@ from tests.hf_models import binary_folder, our_model, token_ids, transformers_fo
 )
 @torch.no_grad()
 def test_logits_equal_those_of_transformers(tmp_path, kind, fields):
-    folder, model = transformers_folder(tmp_path, kind, **fields)
+    folder, model = save_hf_mamba(tmp_path, kind, **fields)
     source = read_folder(folder)
     assert source.config.tie_embeddings is fields.get("tie_word_embeddings", True)
-    logits, expected = our_model(source)(token_ids()).logits, model(token_ids()).logits
+    logits, expected = make_our_model(source)(draw_ids()).logits, model(draw_ids()).logits
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
     assert expected.std() > 0.5
 
@@ -47,7 +47,7 @@ def untie_head(folder):
     ],
 )
 def test_a_damaged_folder_is_refused(tmp_path, damage, message):
-    folder, _ = binary_folder(tmp_path, "mamba")
+    folder, _ = save_as_bin(tmp_path, "mamba")
     damage(folder)
     with pytest.raises((SourceError, LoadError), match=message):
         read_folder(folder)
@@ -67,6 +67,6 @@ def test_a_damaged_folder_is_refused(tmp_path, damage, message):
     ],
 )
 def test_models_that_our_layers_cannot_compute_are_refused(tmp_path, kind, fields, message):
-    folder, _ = transformers_folder(tmp_path, kind, **fields)
+    folder, _ = save_hf_mamba(tmp_path, kind, **fields)
     with pytest.raises(SourceError, match=message):
         read_folder(folder)

@@ -13,12 +13,12 @@ from lm.data.corpus.tokenizer import load_tokenizer
 from lm.model.configuration_fprnn import FPRNNConfig
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.report.estimate import build_meta_model
-from lm.report.plan import describe, plan
+from lm.report.plan import make_table, plan
 from lm.training import init_from
 from lm.training.hf_mamba import read_folder
 from lm.training.preflight import check_config
 from lm.training.upcycle import SourceError, match_weights
-from tests.hf_models import binary_folder, our_model, token_ids, transformers_folder
+from tests.hf_models import draw_ids, make_our_model, save_as_bin, save_hf_mamba
 from tests.refusals import refused
 from tests.running import run
 
@@ -27,10 +27,10 @@ FIELDS = dict(vocab_size=24, d_model=32, d_state=4, dt_rank=3, headdim=8, reset_
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):
-    """{kind: (Source, model of transformers)}, with two layers each."""
+    """{kind: (SourceModel, model of transformers)}, with two layers each."""
     actual = {}
     for kind in ("mamba", "mamba2"):
-        folder, theirs = transformers_folder(tmp_path_factory.mktemp("there") / kind, kind)
+        folder, theirs = save_hf_mamba(tmp_path_factory.mktemp("there") / kind, kind)
         actual[kind] = read_folder(folder), theirs
     return actual
 
@@ -52,9 +52,9 @@ def assert_equal_logits(sources, kind, target):
     """Compare with transformers in fp32, and with our model of the source in fp64."""
     source, theirs = sources[kind]
     torch.testing.assert_close(
-        target(token_ids()).logits, theirs(token_ids()).logits, atol=1e-5, rtol=0
+        target(draw_ids()).logits, theirs(draw_ids()).logits, atol=1e-5, rtol=0
     )
-    actual, expected = (m.double()(token_ids()).logits for m in (target, our_model(source)))
+    actual, expected = (m.double()(draw_ids()).logits for m in (target, make_our_model(source)))
     torch.testing.assert_close(actual, expected, atol=1e-10, rtol=0)
 
 
@@ -82,7 +82,7 @@ def test_an_inserted_layer_adds_nothing_and_learns(sources, kind, layers, new):
     assert [i for i, partner in enumerate(match.partners) if partner is None] == new
     assert match.differences == []
     assert_equal_logits(sources, kind, target)
-    target.train()(token_ids(), labels=token_ids()).loss.backward()
+    target.train()(draw_ids(), labels=draw_ids()).loss.backward()
     for index in new:
         assert target.backbone.layers[index].block.out_proj.weight.grad.norm() > 1e-4
 
@@ -117,7 +117,7 @@ def test_differences_from_the_source_are_refused(sources, layers, n_layer, field
 
 
 def test_an_untied_head_of_the_source_needs_an_untied_head(tmp_path):
-    source = read_folder(transformers_folder(tmp_path, "mamba", tie_word_embeddings=False)[0])
+    source = read_folder(save_hf_mamba(tmp_path, "mamba", tie_word_embeddings=False)[0])
     with pytest.raises(ConfigError, match=r"its head is not its embedding, and model.tie_embe"):
         match_weights(source, model("mamba", 2))
     assert "lm_head.weight" not in match_weights(source, model("mamba", 2), partial=True).weights
@@ -168,12 +168,12 @@ OURS = (
 def test_plan_lists_taken_weights_and_refuses_mismatches(tiny, tmp_path, capsys):
     from lm.cli.main import main
 
-    folder, _ = binary_folder(tmp_path / "there", "mamba")
+    folder, _ = save_as_bin(tmp_path / "there", "mamba")
     cfg = tiny(*OURS, f"init_from={folder}")
     text = "\n".join(plan(cfg, 1)["init_from"])
     assert "(transformers' mamba): 22 weights (0.016 M) taken" in text
     assert "out_proj is zero: 1 (fp_mamba1)" in text and "start are the source's" in text
-    rows = describe(plan(cfg, 1), cfg).columns
+    rows = make_table(plan(cfg, 1), cfg).columns
     assert list(rows[0].cells).count("init from") == 5  # incl. reset_at_eos and the vocabulary
     check_config(cfg, 1)
     with pytest.raises(ConfigError, match=r"vocabulary has 24 tokens, this run's 304"):

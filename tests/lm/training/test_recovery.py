@@ -12,7 +12,7 @@ from lm.common.errors import BAD_CONFIG, BAD_DATA, DIVERGED, FAILED, HANG, PREEM
 from lm.model.checksums import sha256
 from lm.runs.checkpoint import MANIFEST, CheckpointError, list_checkpoints, verify
 from lm.runs.metrics import read_metrics
-from tests.running import FORKS, fprnn, losses, run
+from tests.running import FORKS, fprnn, read_losses, run
 
 TINY = ("train", "--config", "configs/tiny/lm.yaml")
 
@@ -50,7 +50,7 @@ def test_nan_rolls_back_and_continues_with_next_data(tmp_path, tiny_run, stage):
     checkpoint = tmp_path / "whole/tiny/checkpoints/step-000004"
     advance(checkpoint, micro_batches=4)
     expected, _ = run(tmp_path / "ahead", *settings, f"resume={checkpoint}")
-    actual = trace(losses(broken / "tiny"))
+    actual = trace(read_losses(broken / "tiny"))
     assert sorted(actual) == list(range(1, 9))
     assert {s: v for s, v in actual.items() if s > 4} == trace(expected)
 
@@ -107,7 +107,7 @@ def test_nan_in_a_weight_or_a_moment_is_not_saved(tmp_path, what, named, stage):
         f"note: update 4: NaN or infinity in {named}: back to the checkpoint of update 2" in message
     )
     assert "(rollback 1 of 2)" in message
-    assert sorted(trace(losses(tmp_path / "tiny"))) == list(range(1, 9))
+    assert sorted(trace(read_losses(tmp_path / "tiny"))) == list(range(1, 9))
 
 
 def spoilt(checkpoint, value, where="exp_avg"):
@@ -152,7 +152,7 @@ def test_second_failure_rolls_back_one_checkpoint_further(
     message = " ".join(done.stdout.split())
     assert "back to the checkpoint of update 6" in message
     assert "back to the checkpoint of update 4, then on with the next data (rollback 2" in message
-    assert sorted(trace(losses(out / "tiny"))) == list(range(1, 9))
+    assert sorted(trace(read_losses(out / "tiny"))) == list(range(1, 9))
     assert not verify_all(out / "tiny/checkpoints")
 
 

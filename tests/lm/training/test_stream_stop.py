@@ -11,7 +11,7 @@ import pytest
 from lm.common.errors import PREEMPTED
 from tests.lm.data.loopback import Hub, serving
 from tests.lm.data.test_hub_traffic import make_corpus
-from tests.running import ENV, ROOT, command, losses
+from tests.running import ENV, ROOT, command, read_losses
 
 STREAM = (
     "data.source=fineweb",
@@ -78,7 +78,7 @@ def test_signal_during_hub_wait_saves_within_seconds(tmp_path, workers, trouble)
         Hub.is_silent, Hub.faults = False, []
         assert "resumed" in finished(start(tmp_path / "stopped", hub, "resume=auto"))
     traces = [
-        [(record["step"], record["loss"]) for record in losses(tmp_path / name / "tiny")]
+        [(record["step"], record["loss"]) for record in read_losses(tmp_path / name / "tiny")]
         for name in ("whole", "stopped")
     ]
     assert traces[0] == traces[1] and len(traces[0]) == 60

@@ -12,7 +12,7 @@ import torch
 from lm.cli.main import main
 from lm.common.errors import PREEMPTED
 from lm.runs.metrics import read_metrics
-from tests.running import FORKS, REFUSED, ROOT, command, fprnn, losses, run
+from tests.running import FORKS, REFUSED, ROOT, command, fprnn, read_losses, run
 
 LONG = ("train.steps=60", "checkpoint.every=7", "checkpoint.keep=3")
 
@@ -108,7 +108,7 @@ def test_resume_after_kill_is_bit_identical(tmp_path, uninterrupted):
     process = start_and_wait_for(25, tmp_path / "runs")
     process.kill()
     process.wait(60)
-    assert len(losses(tmp_path / "runs/tiny")) < 60
+    assert len(read_losses(tmp_path / "runs/tiny")) < 60
     # An incomplete checkpoint, as a kill leaves it, is skipped.
     newest = sorted((tmp_path / "runs/tiny/checkpoints").glob("step-*"))[-1]
     torn = newest.with_name("step-000059")
@@ -165,7 +165,7 @@ def test_overwrite_restarts_and_finished_run_is_not_repeated(tmp_path, tiny_run,
     copied(tiny_run, tmp_path / "runs/tiny")
     done = fprnn(*tiny_args(tmp_path / "runs", *short), "--overwrite")
     assert done.returncode == 0, done.stderr
-    anew = [r["loss"] for r in losses(tmp_path / "runs/tiny")]
+    anew = [r["loss"] for r in read_losses(tmp_path / "runs/tiny")]
     assert anew == [r["loss"] for r in tiny_losses[:2]]
     second, done = run(tmp_path / "runs", *short, "resume=auto")
     assert "complete already" in done.stdout and [r["loss"] for r in second] == anew

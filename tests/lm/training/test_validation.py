@@ -49,7 +49,7 @@ def test_probe_reads_part_of_a_large_micro_batch(monkeypatch):
 
     def probed(labels):
         part = SimpleNamespace(
-            watch=object(),
+            failure_watch=object(),
             shares={"small": 0.25, "large": 0.75},
             held_out={"small": [], "large": [{"input_ids": ids, "labels": labels}, None]},
             ranks=Ranks(),

@@ -1,13 +1,12 @@
-"""Documents from real bAbI stories, with two or three stories per context.
+"""Documents of catbabi_qa: real bAbI stories, two or three in each context.
 
 As in CatbAbI, a context concatenates stories (one per line), and questions are followed by their
 answers. The model answers the last question, which is about the last story. All stories of a
 context belong to the same bAbI task, and therefore also show the form of the answers. Words keep
 their case.
 
-The environment variable FPRNN_BABI names the folder of the stories
-(lm/evaluation/tasks/babi.py has its source); on lm-eval's command line, --metadata
-'{"data": "DIR"}' names it.
+The stories are in the folder that the environment variable FPRNN_BABI names, or lm-eval's option
+--metadata '{"data": "DIR"}'; lm/evaluation/tasks/babi.py contains the command to download them.
 
 lm-eval loads this file by its path. fprnn must be installed, because the file imports from it.
 """
@@ -26,7 +25,9 @@ if TYPE_CHECKING:
 
 def format_story(story: list[babi.Line]) -> str:
     """Return a story with its answers: "John went home. Where is John? home."."""
-    return " ".join(x.text if x.answer is None else f"{x.text} {x.answer}." for x in story)
+    return " ".join(
+        line.text if line.answer is None else f"{line.text} {line.answer}." for line in story
+    )
 
 
 def make_documents(
@@ -34,20 +35,28 @@ def make_documents(
 ) -> list:
     """Return up to `count` documents, at most one per question.
 
-    A smaller count with the same seed returns the first documents of a larger count.
+    With the same seed, a smaller count returns the first documents of a larger count.
     """
     rng = random.Random(seed)
-    questions = [(s, i) for s, story in enumerate(stories) for i, x in enumerate(story) if x.answer]
+    questions = [
+        (story_index, line_index)
+        for story_index, story in enumerate(stories)
+        for line_index, line in enumerate(story)
+        if line.answer
+    ]
     documents = []
-    for s, i in rng.sample(questions, len(questions))[:count]:
-        others = [n for n in range(len(stories)) if n != s]
+    for story_index, line_index in rng.sample(questions, len(questions))[:count]:
+        story, question = stories[story_index], stories[story_index][line_index]
+        others = [i for i in range(len(stories)) if i != story_index]
         context = rng.sample(others, min(rng.randint(1, 2), len(others)))
-        last = [format_story(stories[s][:i])] if i else []
+        lines = [format_story(stories[i]) for i in context]
+        if line_index > 0:
+            lines.append(format_story(story[:line_index]))
         documents.append(
             {
-                "context": "\n".join([*(format_story(stories[n]) for n in context), *last]),
-                "question": stories[s][i].text,
-                "answer": stories[s][i].answer,
+                "context": "\n".join(lines),
+                "question": question.text,
+                "answer": question.answer,
                 "choices": choices,
             }
         )
@@ -57,10 +66,10 @@ def make_documents(
 def load(
     qa: int, data: str | None = None, num_docs: int = 200, seed: int = 2026, **_: object
 ) -> DatasetDict:
-    """Return lm-eval's `custom_dataset` for bAbI task `qa`.
+    """Return lm-eval's `custom_dataset` for the bAbI task number `qa`.
 
     The split `test` is scored, and `train` has few-shot examples. The choices of a question are
-    all answers of the bAbI task in any split.
+    all answers of its bAbI task, from all splits.
 
     Raises:
         babi.BabiError: If no folder is named, or files are missing in it.
@@ -74,12 +83,13 @@ def load(
             f" which is not set; `{babi.DOWNLOAD}` makes {babi.FOLDER}"
         )
     folder = os.path.expanduser(data)
-    splits = {s: [x for _, x in babi.read_lines(folder, s, [qa])] for s in babi.SPLITS}
-    choices = sorted(
-        {x.answer for stories in splits.values() for s in stories for x in s if x.answer}
-    )
-    documents = {
-        name: make_documents(splits[name], choices, count, f"{seed}/{qa}/{name}")
-        for name, count in (("test", num_docs), ("train", 40))
+    stories = {
+        split: [story for _, story in babi.read_lines(folder, split, [qa])] for split in babi.SPLITS
     }
-    return DatasetDict({name: Dataset.from_list(docs) for name, docs in documents.items()})
+    lines = [line for split in babi.SPLITS for story in stories[split] for line in story]
+    choices = sorted({line.answer for line in lines if line.answer})
+    documents = {
+        split: make_documents(stories[split], choices, count, f"{seed}/{qa}/{split}")
+        for split, count in (("test", num_docs), ("train", 40))
+    }
+    return DatasetDict({split: Dataset.from_list(docs) for split, docs in documents.items()})

@@ -1,10 +1,9 @@
 """Documents of catbabi_mini: stories of people, places and things, with questions.
 
 As in CatbAbI, a context concatenates stories (one per line), and questions are followed by their
-answers. The model answers the last question. Each story starts from an unknown world, so that only
-the facts of the last line matter for this question. documents.jsonl contains the documents. Kinds
-of questions alternate, as do the answers yes and no, so that any prefix (lm-eval's --limit) is
-balanced.
+answers. The model answers the last question. Stories are independent: only the facts in the last
+line matter for this question. documents.jsonl contains the documents. Kinds of questions alternate,
+as do the answers yes and no, so that the first documents (lm-eval's --limit) are balanced.
 
 lm-eval loads this file by its path, and it imports nothing from fprnn.
 """

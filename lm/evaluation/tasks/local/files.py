@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from datasets import DatasetDict
 
 
-def text(**_: object) -> DatasetDict:
+def load(**_: object) -> DatasetDict:
     """Return lm-eval's `custom_dataset`, in which each .txt file of the folder is a document.
 
     The environment variable FPRNN_EVAL_DATA names the folder.

@@ -1,7 +1,7 @@
 """Documents of the state-tracking tasks, made by lm/data/sources/traces.py.
 
-lm-eval loads this file by its path. fprnn must be installed, because the file imports from it. The
-file must not define a dataclass, which would look for this module in sys.modules.
+lm-eval loads this file by its path, so that the module is not in sys.modules; a dataclass here
+would not find it. fprnn must be installed, because the file imports from it.
 """
 
 from __future__ import annotations
@@ -26,5 +26,5 @@ def load(form: str, group: str, gap: int, num_docs: int = 500, **_: object) -> D
     """
     from datasets import Dataset, DatasetDict
 
-    turns = traces.questions(Traces(form=form, group=group), gap, num_docs)
+    turns = traces.iter_questions(Traces(form=form, group=group), gap, num_docs)
     return DatasetDict({"test": Dataset.from_list([turn._asdict() for turn in turns])})

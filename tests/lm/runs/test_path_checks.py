@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from lm.runs import places
-from lm.runs.places import PlaceError, find_model, looks_local
+from lm.runs import path_checks
+from lm.runs.path_checks import PathError, find_model_kind, looks_local
 
 ROOT = Path(__file__).parents[3]
 DEMO = str(ROOT / "configs/lm/demo.yaml")
 CATBABI = str(ROOT / "configs/synthetic/small/catbabi.yaml")
 HEAVY = ("torch", "transformers", "deepspeed", "matplotlib", "datasets")
 
-# Every command with a path, a wrong path, and words of the error.
+# (command line with a wrong path, part of the error message).
 MISTYPED = [
     ("generate runs/nope --prompt a", "runs/nope: no such folder; give a run or an export"),
     ("generate ./nope --prompt a", "./nope: no such folder"),
@@ -52,11 +52,11 @@ def test_mistyped_path_is_refused_without_slow_imports(tmp_path):
     code = (
         "import sys\n"
         "from synthetic.fprnn_command import main\n"
-        f"for words in {[words for words, _ in MISTYPED]!r}:\n"
-        "    status = main(words.split())\n"
+        f"for command in {[command for command, _ in MISTYPED]!r}:\n"
+        "    status = main(command.split())\n"
         f"    heavy = [name for name in {HEAVY!r} if name in sys.modules]\n"
         "    print(status, heavy, file=sys.stderr)\n"
-        "    assert not heavy, words\n"
+        "    assert not heavy, command\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", code],
@@ -69,27 +69,28 @@ def test_mistyped_path_is_refused_without_slow_imports(tmp_path):
     lines = result.stderr.splitlines()
     assert result.returncode == 0, result.stderr
     assert len(lines) == 2 * len(MISTYPED) and result.stdout == ""
-    for (words, refusal), message, ended in zip(MISTYPED, lines[::2], lines[1::2], strict=True):
-        assert message.startswith("error: ") and refusal in message, (words, message)
-        assert not ended.startswith("0 "), words
+    messages, statuses = lines[::2], lines[1::2]
+    for (command, part), message, status in zip(MISTYPED, messages, statuses, strict=True):
+        assert message.startswith("error: ") and part in message, (command, message)
+        assert not status.startswith("0 "), command
     assert [p.name for p in tmp_path.iterdir()] == ["runs"] and not list(tmp_path.glob("runs/*"))
 
 
 def test_runs_exports_and_other_folders_are_distinguished(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for place, file in (("runs/demo", "config.yaml"), ("runs/demo/hf", "config.json")):
-        Path(place).mkdir(parents=True)
-        Path(place, file).write_text("{}")
-    assert find_model("runs/demo") == "run" and find_model("runs/demo/hf") == "export"
-    for place, words in [
+    for folder, file in (("runs/demo", "config.yaml"), ("runs/demo/hf", "config.json")):
+        Path(folder).mkdir(parents=True)
+        Path(folder, file).write_text("{}")
+    assert find_model_kind("runs/demo") == "run" and find_model_kind("runs/demo/hf") == "export"
+    for path, message in [
         ("runs/demp", "runs/demp: no such folder; .*; did you mean runs/demo?"),
         ("runs", "runs holds neither a run .* it contains runs, such as runs/demo"),
         ("runs/demo/config.yaml", "is a file"),
     ]:
-        with pytest.raises(PlaceError, match=words):
-            find_model(place)
-    with pytest.raises(PlaceError, match=r"runs holds no run .*it contains runs"):
-        places.check_run("runs")
+        with pytest.raises(PathError, match=message):
+            find_model_kind(path)
+    with pytest.raises(PathError, match=r"runs holds no run .*it contains runs"):
+        path_checks.check_run("runs")
 
 
 def test_hub_name_is_not_a_path(tmp_path, monkeypatch):
@@ -111,30 +112,30 @@ class Hub:
         raise self.error
 
 
-def test_the_hub_is_asked_once(monkeypatch):
+def test_error_of_the_hub_is_reported(monkeypatch):
     import httpx
     from huggingface_hub import errors
 
-    def ask(error):
+    def find_with(error):
         monkeypatch.setattr("huggingface_hub.HfApi", lambda: Hub(error))
-        return find_model("owner/name")
+        return find_model_kind("owner/name")
 
     answer = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
-    with pytest.raises(PlaceError, match="no such folder, and not a model on the hub: 404"):
-        ask(errors.RepositoryNotFoundError("404", response=answer))
-    with pytest.raises(PlaceError, match="not a model on the hub: no route"):
-        ask(httpx.ConnectError("no route"))
-    assert ask(errors.GatedRepoError("ask first", response=answer)) == "hub"
-    with pytest.raises(PlaceError, match="not a model on the hub: Repo id must use"):
-        find_model("ow ner/name")
+    with pytest.raises(PathError, match="no such folder, and not a model on the hub: 404"):
+        find_with(errors.RepositoryNotFoundError("404", response=answer))
+    with pytest.raises(PathError, match="not a model on the hub: no route"):
+        find_with(httpx.ConnectError("no route"))
+    assert find_with(errors.GatedRepoError("ask first", response=answer)) == "hub"
+    with pytest.raises(PathError, match="not a model on the hub: Repo id must use"):
+        find_model_kind("ow ner/name")
 
 
 def test_options_with_missing_files_or_folders_are_refused(tmp_path):
-    places.check_files({"--text": None, "--config": __file__})
-    places.check_folders({"--data": tmp_path, "--tokenizer": None})
-    with pytest.raises(PlaceError, match="--text nope: no such file"):
-        places.check_files({"--text": "nope"})
-    with pytest.raises(PlaceError, match=r"--text \S+ is a folder: name a file in it"):
-        places.check_files({"--text": tmp_path})
-    with pytest.raises(PlaceError, match="--data nope: no such folder"):
-        places.check_folders({"--data": "nope"})
+    path_checks.check_files({"--text": None, "--config": __file__})
+    path_checks.check_folders({"--data": tmp_path, "--tokenizer": None})
+    with pytest.raises(PathError, match="--text nope: no such file"):
+        path_checks.check_files({"--text": "nope"})
+    with pytest.raises(PathError, match=r"--text \S+ is a folder: name a file in it"):
+        path_checks.check_files({"--text": tmp_path})
+    with pytest.raises(PathError, match="--data nope: no such folder"):
+        path_checks.check_folders({"--data": "nope"})

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from lm.runs.owned_files import RUN_FILES, describe_foreign_files, list_files, make_run_file_test
 from lm.runs.run_dir import RunDir, RunDirError
-from lm.runs.written import RUN_FILES, foreign_files, list_files, run_file_test
 from tests.running import fprnn
 
 ROOT = Path(__file__).parents[3]
@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def run_copy(tiny_run, tmp_path):
     """A copy of the tiny run that a test may delete."""
-    without_export = shutil.ignore_patterns("hf")  # another test may have exported
-    return Path(shutil.copytree(tiny_run, tmp_path / "runs/tiny", ignore=without_export))
+    ignore_export = shutil.ignore_patterns("hf")  # another test may have exported the run
+    return Path(shutil.copytree(tiny_run, tmp_path / "runs/tiny", ignore=ignore_export))
 
 
 def claim(tiny, folder, overwrite):
@@ -25,11 +25,11 @@ def claim(tiny, folder, overwrite):
     run.release()
 
 
-def contents(folder):
+def read_files(folder):
     return {name: (folder / name).read_bytes() for name in list_files(folder)}
 
 
-def put(folder, name, text="mine"):
+def write(folder, name, text="mine"):
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
@@ -40,8 +40,8 @@ def test_every_file_of_run_report_and_export_is_known(tiny, run_copy):
     for command in (("report", run_copy), *exports, ("inspect", run_copy, "abc")):
         process = fprnn(*command)
         assert process.returncode == 0, process.stderr
-    put(run_copy, "hf/eval/results.json")
-    assert foreign_files(run_copy, run_file_test(run_copy)) == ""
+    write(run_copy, "hf/eval/results.json")
+    assert describe_foreign_files(run_copy, make_run_file_test(run_copy)) == ""
     claim(tiny, run_copy, overwrite=True)
     assert set(list_files(run_copy)) == {"config.yaml"}
     assert not (run_copy / "hf").exists() and not (run_copy / "tokenizer").exists()
@@ -79,7 +79,7 @@ def test_run_files_pattern_matches_the_layout(name):
 
 
 @pytest.mark.parametrize(
-    "name,shown",
+    "name,folder",
     [
         ("notes.txt", ""),
         ("b/config.yaml", "b/"),
@@ -94,16 +94,16 @@ def test_run_files_pattern_matches_the_layout(name):
         ("wandb/notes.txt", "wandb/"),
     ],
 )
-def test_overwrite_refuses_files_of_others(tiny, run_copy, name, shown):
-    put(run_copy, name)
-    before = contents(run_copy)
-    with pytest.raises(RunDirError, match=rf"no training wrote there \({shown or name}\)"):
+def test_overwrite_refuses_files_of_others(tiny, run_copy, name, folder):
+    write(run_copy, name)
+    before = read_files(run_copy)
+    with pytest.raises(RunDirError, match=rf"no training wrote there \({folder or name}\)"):
         claim(tiny, run_copy, overwrite=True)
-    assert contents(run_copy) == before
+    assert read_files(run_copy) == before
 
 
 def test_link_to_a_folder_is_not_followed(tiny, run_copy, tmp_path):
-    put(tmp_path, "elsewhere/step-000008/manifest.json")
+    write(tmp_path, "elsewhere/step-000008/manifest.json")
     shutil.rmtree(run_copy / "checkpoints")
     (run_copy / "checkpoints").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RunDirError, match=r"no training wrote there \(checkpoints\)"):
@@ -125,18 +125,18 @@ def test_link_to_a_folder_is_not_followed(tiny, run_copy, tmp_path):
 def test_folder_with_handwritten_config_is_not_deleted(tiny, tmp_path, files, overwrite):
     folder = tmp_path / "runs/mine"
     for name, text in files.items():
-        put(folder, name, text)
-    before = contents(folder)
+        write(folder, name, text)
+    before = read_files(folder)
     with pytest.raises(RunDirError, match="mine"):
         claim(tiny, folder, overwrite)
-    assert contents(folder) == before
+    assert read_files(folder) == before
 
 
 def test_failed_start_is_repeated_and_foreign_file_stays(tiny, run_copy):
     for name in ("metrics.jsonl", "result.json"):
         (run_copy / name).unlink()
     shutil.rmtree(run_copy / "checkpoints")
-    put(run_copy, "notes.txt")
+    write(run_copy, "notes.txt")
     with pytest.raises(RunDirError, match=r"notes\.txt"):
         claim(tiny, run_copy, overwrite=False)
     (run_copy / "notes.txt").unlink()

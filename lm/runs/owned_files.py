@@ -14,11 +14,11 @@ from pathlib import Path
 from lm.common.files import printable, read_mapping, writing
 from lm.model.checksums import SUMS, read_sums
 
-EXPORT_RECORD = ".fprnn.json"
-CARD = "README.md"
-PAGE = "inspect.html"  # `fprnn inspect` writes it next to an export
-# Files next to an export; earlier versions wrote `agree.json`.
-EVALUATIONS = ("eval/results.json", "eval/agree.json", PAGE)
+EXPORT_RECORD = ".fprnn.json"  # lists the files of an export
+CARD = "README.md"  # model card of an export
+INSPECT_PAGE = "inspect.html"  # `fprnn inspect` writes it into an export
+# Results of evaluations in the folder of an export; earlier versions wrote `agree.json`.
+EVALUATIONS = ("eval/results.json", "eval/agree.json", INSPECT_PAGE)
 MAX_NAMES = 3  # names in a message
 
 TOKENIZER_FILES = (
@@ -44,11 +44,11 @@ RUN_FILES = re.compile(
       (config\.yaml | metrics\.jsonl | sample\.txt | wandb_id | inspect\.html)
     | (result|failure|environment|deepspeed|init_from|summary|eval|eval-max_iters-\d+)\.json
     | (.*/)? lease\.json (\.\d+)?
-    | (.*/)? \.[^/]+\.\d+\.tmp                                     # cut off while it was written
+    | (.*/)? \.[^/]+\.\d+\.tmp                                     # left by an interrupted write
     | report\.(html|markdown|tex)
     | figures/ ({"|".join(FIGURES)})\.(png|pdf)
     | (tokenizer | \.tokenizer-[a-z0-9_]{{8}}) / ({_TOKENIZER})
-    | data/ ([^/]+/)? (corpus-[0-9a-f]+/)? (                       # SOURCE, the corpus
+    | data/ ([^/]+/)? (corpus-[0-9a-f]+/)? (                       # data/SOURCE/corpus-ADDRESS/
         (corpus|meta|verified|about|files|shards)\.json | (train|val)\.(bin|tmp)
         | shards\.jsonl | lock)
     | checkpoints/ (last\.pt | step-\d+(-\d+)?(\.partial)?/ [^/]+\.(pt|json))
@@ -63,30 +63,28 @@ RUN_FILES = re.compile(
 
 def list_files(folder: Path) -> Iterator[str]:
     """Yield the path of every file below a folder, relative to it; a link counts as a file."""
-    for place, folders, names in os.walk(folder):
-        links = [name for name in folders if (Path(place) / name).is_symlink()]
+    for parent, folders, names in os.walk(folder):
+        links = [name for name in folders if (Path(parent) / name).is_symlink()]
         for name in (*names, *links):
-            yield (Path(place) / name).relative_to(folder).as_posix()
+            yield (Path(parent) / name).relative_to(folder).as_posix()
 
 
-def run_file_test(folder: Path) -> Callable[[str], bool]:
-    """Return a test of relative paths in a run directory: whether fprnn wrote the file."""
-    exported = {
-        f"{path.name}/{name}"
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if path.is_dir() and not path.is_symlink() and (names := export_files(path))
-        for name in (*names, *EVALUATIONS)
-    }
+def make_run_file_test(folder: Path) -> Callable[[str], bool]:
+    """Return a function that tells whether fprnn wrote the file with a relative path."""
+    exported = set()  # files of exports in the run directory
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if path.is_dir() and not path.is_symlink() and (names := list_export_files(path)):
+            exported |= {f"{path.name}/{name}" for name in (*names, *EVALUATIONS)}
     return lambda name: name in exported or RUN_FILES.fullmatch(name) is not None
 
 
-def export_files(folder: Path) -> set[str]:
-    """Return the names of the files of an export in a folder; {} if there is no export."""
+def list_export_files(folder: Path) -> set[str]:
+    """Return the names of the files of an export in a folder; an empty set without an export."""
     record = read_mapping(folder / EXPORT_RECORD)
     if record is not None:
         names = record.get("files")
-        is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        return {*names, EXPORT_RECORD} if names and is_list else set()
+        is_valid = isinstance(names, list) and all(isinstance(name, str) for name in names)
+        return {*names, EXPORT_RECORD} if names and is_valid else set()
     try:  # version 0.1: SHA256SUMS lists all files except the card
         card = (folder / CARD).read_text(encoding="utf-8", errors="replace")
         sums = read_sums(folder)
@@ -97,38 +95,42 @@ def export_files(folder: Path) -> set[str]:
     return {name for name in (*sums, SUMS, CARD) if (folder / name).is_file()}
 
 
-def foreign_files(folder: Path, is_ours: Callable[[str], bool]) -> str:
+def describe_foreign_files(folder: Path, is_ours: Callable[[str], bool]) -> str:
     """Return the names of files that fprnn did not write, for a message; "" if there are none.
 
     Args:
-        is_ours: Tells whether fprnn wrote a file, given its relative path.
+        is_ours: Tells whether fprnn wrote a file, given its path relative to `folder`.
     """
     names = sorted(list_files(folder))
     our_folders = {parent for name in names if is_ours(name) for parent in Path(name).parents}
-    # In order; a folder without any file of fprnn is named instead of its files.
-    entries: dict[str, None] = {}
+    # A folder without any file of fprnn is named instead of its files.
+    entries: dict[str, None] = {}  # keeps the order, without duplicates
     for name in names:
         if not is_ours(name):
-            parents = [parent for parent in Path(name).parents if parent not in our_folders]
-            outermost = parents[-1] if parents and parents[-1].name else None
-            entries[name if outermost is None else f"{outermost}/"] = None
+            foreign_folders = [p for p in Path(name).parents if p.name and p not in our_folders]
+            entries[f"{foreign_folders[-1]}/" if foreign_folders else name] = None
     text = ", ".join(printable(list(entries)[:MAX_NAMES]))
     surplus = len(entries) - MAX_NAMES
     return f"{text} and {surplus} more" if surplus > 0 else text
 
 
-def delete_files(folder: Path, is_ours: Callable[[str], bool], last: tuple[str, ...] = ()) -> None:
+def delete_files(
+    folder: Path, is_ours: Callable[[str], bool], last_names: tuple[str, ...] = ()
+) -> None:
     """Delete the files that fprnn wrote below a folder, and folders that become empty.
 
     Args:
-        is_ours: Tells whether fprnn wrote a file, given its relative path.
-        last: Files to delete after all others, in this order.
+        is_ours: Tells whether fprnn wrote a file, given its path relative to `folder`.
+        last_names: Files to delete after all others, in this order.
 
     Raises:
         OutputError: If the system refuses.
     """
     names = sorted(name for name in list_files(folder) if is_ours(name))
-    names = [name for name in names if name not in last] + [name for name in last if name in names]
+    names = [
+        *(name for name in names if name not in last_names),
+        *(name for name in last_names if name in names),
+    ]
     with writing(folder):
         for name in names:
             (folder / name).unlink(missing_ok=True)

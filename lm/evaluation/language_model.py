@@ -1,4 +1,4 @@
-"""Trained models in Python: `fprnn.load(PATH)` returns a model that generates and inspects text."""
+"""`fprnn.load(PATH)`: load a trained language model, to generate and inspect text with it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.common.errors import UserError
-from lm.runs import places
+from lm.runs import path_checks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 MIN_TEMPERATURE = 1e-3  # logits divided by a smaller number may be infinite
 
 
-class FacadeError(UserError, RuntimeError):
+class LanguageModelError(UserError, RuntimeError):
     """Model or prompt that cannot be used; the message has the reason and a fix."""
 
 
@@ -54,47 +54,50 @@ class LanguageModel:
             seed: Sampling seed.
 
         Raises:
-            FacadeError: If the prompt is empty or not Unicode, or the temperature is too low.
+            LanguageModelError: If the prompt is empty or not Unicode, or the temperature is
+                between 0 and 0.001.
             ValueError: If transformers refuses another option.
         """
         import torch
 
         from lm.model.configuration_fprnn import MODEL_TYPES
 
-        if temperature != 0 and not temperature >= MIN_TEMPERATURE:
-            raise FacadeError(
+        if temperature != 0 and not temperature >= MIN_TEMPERATURE:  # also refuses NaN
+            raise LanguageModelError(
                 f"temperature is {temperature:g}: it must be 0 (greedy) or at least"
                 f" {MIN_TEMPERATURE:g}"
             )
         try:
             prompt.encode()
         except UnicodeEncodeError as e:  # bytes of a command line that are not UTF-8
-            raise FacadeError(f"the prompt is not text: character {e.start} is not UTF-8") from None
+            raise LanguageModelError(
+                f"the prompt is not text: character {e.start} is not UTF-8"
+            ) from None
         inputs = self.tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
         if inputs["input_ids"].shape[1] == 0:
-            raise FacadeError("the prompt is empty: give at least one character")
+            raise LanguageModelError("the prompt is empty: give at least one character")
         options: dict = {"do_sample": False}
         if temperature > 0:
             options = {"do_sample": True, "temperature": temperature, "top_k": top_k}
-        if self.model.config.model_type in MODEL_TYPES:  # generation_config.json may disable it
-            options["use_cache"] = True
+        if self.model.config.model_type in MODEL_TYPES:  # a model of this package
+            options["use_cache"] = True  # even if its generation_config.json disables the cache
         pad_token_id = self.tokenizer.pad_token_id
         if pad_token_id is None:
             pad_token_id = self.tokenizer.eos_token_id
         torch.manual_seed(seed)
-        ids = self.model.generate(
+        output_ids = self.model.generate(
             **inputs.to(self.model.device),
             max_new_tokens=max_new_tokens,
             pad_token_id=pad_token_id,
             **options,
         )
-        return self.tokenizer.decode(ids[0], skip_special_tokens=True)
+        return self.tokenizer.decode(output_ids[0], skip_special_tokens=True)
 
     def inspect(self, text: str) -> Inspection:
-        """Return loss, entropy and predictions of each token, and ℓ*, states and gates of layers.
+        """Measure loss, entropy and predictions of each token, and ℓ*, states and gates of layers.
 
-        The model reads one BOS or EOS token before the text, as in lm-eval. A notebook displays
-        the result as a page, and `.to_html(path)` writes the page.
+        The model reads a BOS token before the text (an EOS token if the tokenizer has no BOS), as
+        in lm-eval. A notebook displays the result as a page, and `.to_html(path)` writes the page.
 
         Raises:
             InspectionError: If the text is empty, not Unicode, or longer than
@@ -120,28 +123,27 @@ def load(path: Path | str, trust: bool = False) -> LanguageModel:
             the code of an export with a custom mixer. Code from the hub never runs.
 
     Raises:
-        PlaceError: If `path` does not exist, or is a file.
-        FacadeError: If it is a run of the synthetic suite, or has no tokenizer.
+        PathError: If `path` does not exist, or is a file.
+        LanguageModelError: If it is a run of the synthetic suite, or has no tokenizer.
         LoadError: If files are damaged.
         CheckpointError: If the run has no complete checkpoint, or the checkpoint does not fit the
             run's config.yaml.
     """
     folder = Path(path).expanduser()
-    kind = places.find_model(path)
+    kind = path_checks.find_model_kind(path)
     if kind == "run":
         _refuse_synthetic(folder)
         from lm.training.trained import load_trained
 
         trained = load_trained(folder, trust=trust)
         model, tokenizer, name = trained.model, trained.tokenizer, trained.config.name
-    else:
-        place = folder if kind == "export" else path
-        if kind == "export":
-            _refuse_without_tokenizer(folder)
-        from lm.runs.exported import load_model, load_tokenizer
-
-        model, tokenizer = load_model(place, trust), load_tokenizer(place, trust)
-        name = folder.resolve().name if kind == "export" else str(path)
+    elif kind == "export":
+        _refuse_without_tokenizer(folder)
+        model, tokenizer = _load_pretrained(folder, trust)
+        name = folder.resolve().name
+    else:  # a name on the hub
+        model, tokenizer = _load_pretrained(path, trust)
+        name = str(path)
 
     import torch
 
@@ -149,19 +151,28 @@ def load(path: Path | str, trust: bool = False) -> LanguageModel:
     return LanguageModel(model.to(device), tokenizer, name)
 
 
+def _load_pretrained(
+    path: Path | str, trust: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model and the tokenizer of an export, or of a name on the hub."""
+    from lm.runs.exported import load_model, load_tokenizer
+
+    return load_model(path, trust), load_tokenizer(path, trust)
+
+
 def _refuse_synthetic(folder: Path) -> None:
-    """Raise FacadeError for a run of the synthetic suite."""
+    """Raise LanguageModelError for a run of the synthetic suite, whose config has a `task`."""
     from lm.config.yaml_text import load_tree
 
-    if "task" in load_tree(folder / places.RUN_FILE):
-        raise FacadeError(
+    if "task" in load_tree(folder / path_checks.RUN_FILE):
+        raise LanguageModelError(
             f"{folder} is a run of the synthetic suite, whose tokens are not text: use `fprnn"
             f" synthetic inspect {folder}`"
         )
 
 
 def _refuse_without_tokenizer(folder: Path) -> None:
-    """Raise FacadeError for a folder without a tokenizer."""
+    """Raise LanguageModelError for a folder without a tokenizer."""
     files = ("tokenizer.json", "tokenizer_config.json")
     if not any((folder / file).is_file() for file in files):
-        raise FacadeError(f"{folder} has no tokenizer ({files[0]}): copy one into it")
+        raise LanguageModelError(f"{folder} has no tokenizer ({files[0]}): copy one into it")

@@ -1,0 +1,395 @@
+"""The `cell` kernels for NVIDIA GPUs as persistent kernels: one launch per layer and direction.
+
+lm/kernels/cell_arguments.py has the equations and the arguments; team.h and cell_forward.h describe
+how blocks work together. W_y stays in the shared memory of the GPU, and blocks exchange what a
+token needs without barriers. The kernels solve FP-Mamba-1 with one reflection, bf16 weights and
+rows, and 16 states; Triton solves the other layers.
+
+The kernels were never run on a GPU: the tests emulate them on the CPU (tests/emulated_cell.py).
+Therefore they are used only if FPRNN_KERNELS is `cuda`.
+
+Products use bf16 factors and accumulate in fp32. Rows are rounded to bf16. Everything else is fp32,
+except the root of a token's equation, which is fp64. The results of a sequence do not depend on the
+batch bit for bit.
+
+Shape suffixes: b batch, l length, d channels, n states, K columns of raw.
+"""
+
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lm.kernels import Unsupported, cell_arguments
+from lm.kernels.cell_arguments import (
+    ACTS,
+    CellArguments,
+    RnnArguments,
+    Sizes,
+    as_cell_arguments,
+    as_rnn_arguments,
+    check_sizes,
+    expected_shapes,
+)
+from lm.kernels.checks import cell_deviation, find_gpu_fault, needs_grad
+
+STATES = 16  # n; as in team.h, like the next two
+TEAM_SEQUENCES = 8  # largest number of sequences of a team
+RECORD_SIZE = 16
+WORD_BYTES = 16
+# Tokens between two states from which the backward pass recomputes. The recomputed states of a
+# chunk (98 KB per sequence and token at d = 1,536) should fit into the L2 cache.
+CHUNK = 16
+# Fields of Cell in team.h, in its order.
+INTEGERS = (
+    *("b", "first_sequence", "length", "columns", "team_sequences", "chunk"),
+    *("vectors", "gates", "B", "C", "act", "layer_norm", "bc_norm"),
+)
+NUMBERS = ("scale", "eps", "kappa", "norm_eps")
+POINTERS = (
+    *("raw", "weight", "x", "dt", "A", "keep", "gate", "D", "norm_weight", "norm_bias", "y0", "h0"),
+    *("y", "state", "outcome", "rows", "records", "units", "checkpoints"),
+    *("grad_y", "largest", "d_raw", "dx", "ddt", "d_gate", "dA", "dD", "d_weight", "d_bias", "H"),
+    *("mail", "alarm"),
+)
+PACKED = struct.Struct(f"{len(INTEGERS)}q{len(NUMBERS)}d{len(POINTERS)}Q")
+# Fields of CellArguments with a gradient, in the order of `_Cell`'s inputs.
+DIFFERENTIABLE = ("raw", "weight_y", "x", "dt", "A", "gate", "D", "norm_weight", "norm_bias")
+CENTROIDS = False  # y_{t−1} is read directly
+NARROW = True  # raw and weight_y may have a narrower dtype than the other tensors
+
+
+class Partition(NamedTuple):
+    """Division of a layer among the blocks of a GPU; team.h explains the words."""
+
+    d: int
+    channels: int  # of a block
+    warps: int  # of a crew
+    crews: int  # of a block
+    groups: int
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks of a launch."""
+        return self.groups * (self.d // self.channels)
+
+    @property
+    def teams(self) -> int:
+        """Number of teams of a launch."""
+        return self.groups * self.crews
+
+
+class Kernels(Protocol):
+    """Compiled kernels of a partition: on a GPU, or the emulation of the tests."""
+
+    partition: Partition
+    mail_words: int  # of a team
+    items: int  # units of a warp
+
+    def run(self, is_backward: bool, cell: bytes, like: Tensor) -> None:
+        """Launch a pass.
+
+        Args:
+            is_backward: Which pass.
+            cell: The packed struct Cell.
+            like: A tensor on the device.
+        """
+
+    def alarm(self, like: Tensor) -> Tensor:
+        """Return the tensor (1,) that a kernel sets to 1 if a wait took too long."""
+
+
+# `compute` of lm.kernels passes the layers that these kernels refuse on to Triton.
+fits = cell_arguments.fits_a_gpu
+
+
+def usable() -> tuple[bool, str]:
+    """Return whether the kernels run here, and the reason if not."""
+    try:
+        from cuda.bindings import driver, nvrtc  # noqa: F401
+    except ImportError as error:
+        return False, f"cuda-bindings cannot be imported: {error}"
+    fault = find_gpu_fault(_self_check, "the persistent kernels")
+    return not fault, fault
+
+
+def _self_check():
+    # 192 channels are 12 blocks of 16; y and rows are rounded to bf16.
+    return cell_deviation(_narrow_cell, torch.float32, d=192, n=STATES, allowed=0.03)
+
+
+def _narrow_cell(arguments):
+    narrow = {name: getattr(arguments, name).bfloat16() for name in ("raw", "weight_y")}
+    return cell(arguments._replace(**narrow))
+
+
+class Problem(NamedTuple):
+    """A layer as the kernels read it."""
+
+    arguments: CellArguments
+    sizes: Sizes
+    tensors: dict[str, Tensor | None]  # fields of CellArguments by name, contiguous
+    kernels: Kernels
+    saves_for_backward: bool
+
+
+def _refuse_unsupported(arguments, sizes):
+    """Raise Unsupported if the kernels have no code for this layer."""
+    layout, options = arguments.layout, arguments.options
+    parts = {"vectors": sizes.d, "gates": 1, "B": sizes.n, "C": sizes.n}
+    reasons = {
+        f"an {sizes.kind} layer": sizes.kind != "mamba1",
+        f"{options.rank} reflections": options.rank != 1,
+        f"{sizes.n} states": sizes.n != STATES,
+        f"{options.groups} groups of B and C": options.groups != 1,
+        f"the norm `{options.norm}`": options.norm == "none",
+        f"d_inner {sizes.d}": bool(sizes.d % 16) or sizes.d < 3 * 16,
+        "rows that read y only in part": any(
+            getattr(layout, name) + width > sizes.y_columns for name, width in parts.items()
+        ),
+        "centroids": arguments.readout is not None,
+        f"raw in {arguments.raw.dtype}": arguments.raw.dtype != torch.bfloat16,
+        f"W_y in {arguments.weight_y.dtype}": arguments.weight_y.dtype != torch.bfloat16,
+    }
+    missing = [reason for reason, is_missing in reasons.items() if is_missing]
+    if missing:
+        raise Unsupported(f"the persistent kernels do not solve {', '.join(missing)}")
+
+
+def _prepare(arguments, saves_for_backward):
+    """Check the arguments and return the Problem."""
+    sizes = check_sizes(arguments)
+    _refuse_unsupported(arguments, sizes)
+    shapes = expected_shapes(sizes)
+    for name, shape in shapes.items():
+        t = getattr(arguments, name)
+        if t is not None and t.shape != shape:
+            raise ValueError(f"{name} is {tuple(t.shape)}, but {tuple(shape)} is expected")
+        if t is not None and t.device != arguments.raw.device:
+            raise TypeError(f"{name} is on {t.device}, raw on {arguments.raw.device}")
+    tensors = {name: getattr(arguments, name) for name in shapes}
+    tensors["A"] = arguments.A.t()
+    if arguments.h0 is not None:
+        tensors["h0"] = arguments.h0.transpose(1, 2)
+    narrow = ("raw", "weight_y")
+    for name, t in tensors.items():
+        if t is not None:
+            t = t.detach()
+            tensors[name] = t.contiguous() if name in narrow else t.float().contiguous()
+    kernels = find_kernels(sizes, arguments.raw)
+    return Problem(arguments, sizes, tensors, kernels, saves_for_backward)
+
+
+def find_kernels(sizes: Sizes, like: Tensor) -> Kernels:
+    """Return the kernels for a layer on the device of a tensor.
+
+    Raises:
+        Unsupported: If the GPU's shared memory cannot hold W_y.
+    """
+    from lm.kernels.cuda.build import load_kernels
+
+    return load_kernels(sizes.d, sizes.b, like.device)
+
+
+def _run(problem, is_backward, tensors):
+    """Run a pass for all sequences, as many per launch as the teams can solve.
+
+    Args:
+        problem: The Problem.
+        is_backward: Which pass.
+        tensors: Tensors by the names of POINTERS; missing ones are null.
+    """
+    layout, options, sizes, kernels = *problem.arguments[:2], problem.sizes, problem.kernels
+    teams, like = kernels.partition.teams, tensors["x"]
+    alarm = kernels.alarm(like)
+    if alarm.item():
+        raise RuntimeError(
+            "a block of the exact solve waited for another one for more than two seconds: another"
+            " program may use this GPU; FPRNN_KERNELS=triton solves without waits"
+        )
+    capacity = min(teams * TEAM_SEQUENCES, max(1, sizes.b))
+    values = {
+        "b": sizes.b,
+        "length": sizes.length,
+        "columns": sizes.columns,
+        "team_sequences": math.ceil(capacity / teams),
+        "chunk": CHUNK,
+        **layout._asdict(),
+        "act": ACTS.index(options.act),
+        "layer_norm": options.norm == "layer",
+        "bc_norm": options.bc_norm,
+        "scale": options.scale,
+        "eps": options.eps,
+        "kappa": options.contractive or 0.0,
+        "norm_eps": options.norm_eps,
+    }
+    for first in range(0, sizes.b if sizes.length else 0, capacity):
+        mail_shape = teams, kernels.mail_words, WORD_BYTES
+        slots = {
+            **tensors,
+            "mail": torch.zeros(mail_shape, dtype=torch.uint8, device=like.device),
+            "alarm": alarm,
+        }
+        pointers = (0 if slots.get(n) is None else slots[n].data_ptr() for n in POINTERS)
+        values["first_sequence"] = first
+        numbers = (values[name] for name in (*INTEGERS, *NUMBERS))
+        kernels.run(is_backward, PACKED.pack(*numbers, *pointers), like)
+
+
+def _forward(problem):
+    """Run the forward pass, and return its results by the names of POINTERS."""
+    sizes, tensors = problem.sizes, problem.tensors
+    b, length, d, n = sizes.b, sizes.length, sizes.d, sizes.n
+    like = tensors["x"]
+    results = {
+        "y": like.new_empty(b, length, d),
+        "state": like.new_empty(b, n, d),
+        "outcome": like.new_empty(b, length, dtype=torch.uint8),
+    }
+    if not length:
+        results["state"] = (
+            torch.zeros_like(results["state"]) if tensors["h0"] is None else tensors["h0"]
+        )
+    if problem.saves_for_backward:
+        results |= {
+            "rows": torch.empty_like(tensors["raw"]),
+            "records": like.new_empty(b, length, RECORD_SIZE),
+            "units": like.new_empty(b, length, 2, n),
+            "checkpoints": like.new_empty(b, math.ceil(length / CHUNK), n, d),
+        }
+    _run(problem, False, {**tensors, "weight": tensors["weight_y"], **results})
+    return results
+
+
+def _backward(problem, results, grad_y):
+    """Run the backward pass.
+
+    Args:
+        problem: The Problem.
+        results: Tensors of `_forward`, by name.
+        grad_y: Gradient of y, (b,l,d) in fp32.
+
+    Returns:
+        Gradients by the names of DIFFERENTIABLE, and the largest relative adjoint (b,).
+    """
+    sizes, tensors = problem.sizes, problem.tensors
+    b, length, d, n = sizes.b, sizes.length, sizes.d, sizes.n
+    like, partition = tensors["x"], problem.kernels.partition
+    summed = {"D": "dD", "norm_weight": "d_weight", "norm_bias": "d_bias"}  # over the batch
+    summed = {name: slot for name, slot in summed.items() if tensors[name] is not None}
+    states_per_token = partition.blocks * partition.crews * problem.kernels.items
+    buffers = {
+        "grad_y": grad_y,
+        "largest": like.new_zeros(b),
+        "d_raw": torch.zeros_like(tensors["raw"]),
+        "dx": like.new_empty(b, length, d),
+        "ddt": like.new_empty(b, length, d),
+        "d_gate": None if tensors["gate"] is None else like.new_empty(b, length, d),
+        "dA": like.new_zeros(b, n, d),
+        "H": like.new_empty(states_per_token * partition.warps * 32 * CHUNK * 4),
+        **{slot: like.new_zeros(b, d) for slot in summed.values()},
+    }
+    _run(problem, True, {**tensors, "weight": tensors["weight_y"], **results, **buffers})
+    grads = {
+        "raw": buffers["d_raw"],
+        "weight_y": _weight_gradient(buffers["d_raw"], tensors, results["y"]),
+        "x": buffers["dx"],
+        "dt": buffers["ddt"],
+        "A": buffers["dA"].sum(0).t(),
+        "gate": buffers["d_gate"],
+        **{name: buffers[slot].sum(0) for name, slot in summed.items()},
+    }
+    max_grad = like.new_zeros(b)
+    if length:
+        max_grad = torch.linalg.vector_norm(grad_y, dim=-1).amax(1)
+    return grads, torch.where(max_grad == 0, 0, buffers["largest"] / max_grad)
+
+
+def _weight_gradient(d_raw, tensors, y):
+    """Return the gradient of W_y, Σ_t d_rowᵀ y_{t−1}, as one product."""
+    y0, keep, weight_y = (tensors[name] for name in ("y0", "keep", "weight_y"))
+    before = torch.empty_like(y, dtype=weight_y.dtype)
+    before[:, :1] = 0 if y0 is None else y0.unsqueeze(1)
+    before[:, 1:] = y[:, :-1]
+    if keep is not None:
+        before *= keep.unsqueeze(-1)
+    return d_raw[..., : len(weight_y)].flatten(0, 1).t() @ before.flatten(0, 1)
+
+
+class _Cell(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, arguments, *inputs):
+        """Solve a layer and save what its gradient needs.
+
+        `inputs` are the tensors of `arguments` that have a gradient: autograd finds them only if
+        they are separate inputs.
+        """
+        problem = _prepare(arguments, True)
+        results = _forward(problem)
+        state = results.pop("state").transpose(1, 2)
+        ctx.mark_non_differentiable(state, results["outcome"])
+        ctx.set_materialize_grads(False)
+        problem.tensors["raw"] = None  # the rows contain it
+        ctx.save_for_backward(*problem.tensors.values(), *results.values())
+        ctx.names = [*problem.tensors], [*results]
+        ctx.problem = problem._replace(tensors={}, arguments=_without_tensors(arguments))
+        ctx.dtypes = [None if t is None else t.dtype for t in inputs]
+        ctx.adjoint = arguments.adjoint
+        return results["y"], state, results["outcome"]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y, *_):
+        names, result_names = ctx.names
+        saved = ctx.saved_tensors
+        tensors = dict(zip(names, saved))
+        results = dict(zip(result_names, saved[len(names) :]))
+        tensors["raw"] = results["rows"]
+        grad_y = torch.zeros_like(results["y"]) if grad_y is None else grad_y.float().contiguous()
+        grads, adjoint = _backward(ctx.problem._replace(tensors=tensors), results, grad_y)
+        if ctx.adjoint is not None:
+            ctx.adjoint.copy_(adjoint)
+        ordered = [grads.get(name) for name in DIFFERENTIABLE]
+        ordered = [None if g is None else g.to(dtype) for g, dtype in zip(ordered, ctx.dtypes)]
+        return None, *ordered
+
+
+def _without_tensors(arguments):
+    """Return arguments that hold only the layout and the options."""
+    return CellArguments(*arguments[:2], *(None for _ in arguments[2:]))
+
+
+def cell(arguments: CellArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Solve an FP-Mamba-1 layer, token by token; differentiable once.
+
+    Args:
+        arguments: CellArguments, or a mapping with its fields. All tensors are on one GPU.
+
+    Returns:
+        As `lm.kernels.cpu.cpu_cell.cell`; y and the state are in fp32.
+
+    Raises:
+        TypeError: If tensors are not on one GPU.
+        ValueError: If a shape or an option is wrong.
+        Unsupported: If the kernels have no code for the layer, or do not fit the GPU.
+    """
+    arguments = as_cell_arguments(arguments)
+    inputs = [getattr(arguments, name) for name in DIFFERENTIABLE]
+    if needs_grad(*inputs):
+        return _Cell.apply(arguments, *inputs)
+    results = _forward(_prepare(arguments, False))
+    return results["y"], results["state"].transpose(1, 2), results["outcome"]
+
+
+def cell_rnn(arguments: RnnArguments | Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Refuse an FP-RNN layer, which Triton solves.
+
+    Raises:
+        Unsupported: Always.
+    """
+    as_rnn_arguments(arguments)
+    raise Unsupported("the persistent kernels do not solve FP-RNN")

@@ -1,0 +1,425 @@
+"""The persistent CUDA kernels, emulated on the CPU: values, gradients by name, synchronization."""
+
+import itertools
+import re
+import shutil
+import warnings
+
+import pytest
+import torch
+
+from lm import kernels
+from lm.kernels import Unsupported
+from lm.kernels.cell_arguments import Readout
+from lm.kernels.cpu import cpu_cell
+from lm.kernels.cuda import cuda_cell
+from lm.kernels.cuda.build import choose_partition, compile_cubin, estimate_shared_bytes
+from lm.kernels.cuda.cuda_cell import INTEGERS, NUMBERS, POINTERS, Partition
+from lm.model.configuration_fprnn import FPRNNConfig
+from lm.model.modeling_fprnn import FPRNNForCausalLM
+from tests import oracle_cell
+from tests.emulated_cell import SOURCES, EmulatedKernels
+from tests.kernels import poisoned_memory
+from tests.lm.kernels.test_cpu_cell import problem, results, solve
+
+SMALL = Partition(64, channels=16, warps=2, crews=1, groups=1)
+TWO_CREWS = Partition(64, channels=16, warps=2, crews=2, groups=1)
+H100, A100, B200 = (132, 232_448), (108, 166_912), (148, 232_448)  # multiprocessors, shared bytes
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    with poisoned_memory():
+        yield
+
+
+class Round(torch.autograd.Function):
+    """Round a tensor to bf16; if `rounds_grad`, its gradient as well."""
+
+    @staticmethod
+    def forward(ctx, tensor, rounds_grad):
+        ctx.rounds_grad = rounds_grad
+        return tensor.float().bfloat16().to(tensor.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return (Round.apply(grad, False) if ctx.rounds_grad else grad), None
+
+
+@pytest.fixture
+def rounded_oracle(monkeypatch):
+    """The oracle with the kernels' rounding: y before the product, rows and their gradients."""
+    begin = oracle_cell.begin
+
+    def begin_rounded(t, keep, before, raw, weight_y, readout=None):
+        row, keep_t = begin(t, keep, Round.apply(before, False), raw, weight_y, readout)
+        return Round.apply(row, True), keep_t
+
+    monkeypatch.setattr(oracle_cell, "begin", begin_rounded)
+    return oracle_cell.cell
+
+
+@pytest.fixture
+def emulate(monkeypatch):
+    """Return a function that makes `cell` use emulated kernels."""
+
+    def use(partition=SMALL, seed=0, sources=SOURCES):
+        kernels = EmulatedKernels(partition, seed, sources)
+        monkeypatch.setattr(cuda_cell, "find_kernels", lambda sizes, like: kernels)
+        return kernels
+
+    return use
+
+
+def make_problem(b=3, length=5, d=64, **others):
+    layout, options, tensors = problem(b, length, d, 16, **others)
+    for name in ("raw", "weight_y"):
+        tensors[name] = tensors[name].bfloat16().double()
+    return layout, options, tensors
+
+
+def narrow_cell(arguments):
+    """`cell` with raw and W_y in bf16."""
+    raw, weight_y = arguments.raw.bfloat16(), arguments.weight_y.bfloat16()
+    return cuda_cell.cell(arguments._replace(raw=raw, weight_y=weight_y))
+
+
+def emulated_results(given, **others):
+    return results(narrow_cell, given, torch.float32, **others)
+
+
+def relative_error(ours, theirs):
+    return ((ours.double() - theirs).norm() / theirs.norm()).item()
+
+
+def errors_by_name(ours, theirs):
+    """Return relative errors; torch rounds W_y's gradient to bf16, so it counts a hundredth."""
+    errors = {name: relative_error(ours[name], theirs[name]) for name in theirs}
+    errors["grad weight_y"] /= 100
+    return errors
+
+
+CASES = {
+    "one group": dict(),
+    "two groups, one without sequences": dict(partition=SMALL._replace(groups=2), b=1),
+    "two crews": dict(partition=TWO_CREWS, b=5, length=3),
+    "several launches": dict(b=11, length=3),
+    "several chunks": dict(length=37, b=2),
+    "one token": dict(length=1),
+    "blocks of 32 channels": dict(partition=Partition(96, 32, 3, 1, 1), d=96, b=9, length=3),
+    "blocks of 48 channels": dict(partition=Partition(144, 48, 2, 1, 1), d=144, b=2),
+    "more blocks than small rows": dict(
+        partition=Partition(576, 16, 4, 1, 1), d=576, b=2, length=3
+    ),
+    "more warps than blocks": dict(partition=Partition(48, 16, 4, 1, 1), d=48),
+    "RMSNorm": dict(norm="rms", without=("norm_bias",)),
+    "no weights of the norm": dict(without=("norm_weight", "norm_bias")),
+    "no gate, no documents": dict(without=("gate", "keep")),
+    "no state": dict(without=("y0", "h0")),
+    "contractive": dict(contractive=0.5),
+    "dplr": dict(sequential=False, scale=1.0),
+    "B and C not normalized": dict(bc_norm=False),
+    "short vectors": dict(eps=7.0),
+    "relu": dict(act="relu"),
+    "identity": dict(act="identity"),
+    "parts in another order": dict(order=("B", "pad", "C", "vectors", "pad", "gates")),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_values_and_gradients_equal_the_oracle(case, emulate, rounded_oracle):
+    """A number near the middle of two bf16 numbers may be rounded to the other one.
+
+    Therefore one of four problems must agree to 4e-5 in every tensor, and all to 2e-3.
+    """
+    case = dict(case)
+    emulate(case.pop("partition", SMALL))
+    largest = []
+    for seed in range(4):
+        given = make_problem(**{"seed": seed, **case})
+        errors = errors_by_name(emulated_results(given), results(rounded_oracle, given))
+        largest.append(torch.tensor([*errors.values()]).max().item())  # NaN if any is NaN
+        assert largest[-1] < 2e-3, errors
+        if largest[-1] < 4e-5:
+            return
+    raise AssertionError(f"no problem agrees: {largest}")
+
+
+def test_outcome_and_adjoint_equal_the_cpu_kernel(emulate):
+    emulate()
+    layout, options, tensors = make_problem(b=3, length=6)
+    ours, theirs = torch.zeros(3), torch.zeros(3, dtype=torch.float64)
+    y = tensors["y0"].float().bfloat16().double()  # the CPU kernel does not round
+    tensors = {**tensors, "y0": y, "weight_y": tensors["weight_y"] * 0.01}
+    outcomes = []
+    for compute, adjoint, dtype in (
+        (narrow_cell, ours, torch.float32),
+        (cpu_cell.cell, theirs, torch.float64),
+    ):
+        leaves = {k: v.to(dtype).requires_grad_(k == "x") for k, v in tensors.items()}
+        y, _, outcome = solve(compute, layout, options, **leaves, adjoint=adjoint)
+        y.square().sum().backward()
+        outcomes.append(outcome)
+    assert torch.equal(*outcomes)
+    torch.testing.assert_close(ours.double(), theirs, rtol=1e-2, atol=0)
+
+
+def test_failed_tokens_have_the_oracles_gradients(emulate, rounded_oracle):
+    emulate()
+    layout, options, tensors = make_problem(b=2, length=3, norm="rms", without=("norm_bias",))
+    tensors["norm_weight"][0] = torch.nan
+    y, _, outcome = solve(
+        narrow_cell,
+        layout,
+        options,
+        **{k: None if v is None else v.float() for k, v in tensors.items()},
+    )
+    assert y.isnan().any() and (outcome & 1).all()
+
+
+def test_bits_do_not_depend_on_the_order_of_threads(emulate):
+    given = make_problem(b=5, length=6)
+    emulate(TWO_CREWS)
+    expected = emulated_results(given)
+    for seed in range(1, 6):
+        emulate(TWO_CREWS, seed)
+        ours = emulated_results(given)
+        assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+def test_bits_do_not_depend_on_the_batch(emulate):
+    layout, options, tensors = make_problem(b=11, length=4)
+    emulate(TWO_CREWS)
+    expected = emulated_results((layout, options, tensors))
+    per_sequence = ("raw", "x", "dt", "keep", "gate", "y0", "h0")
+    part = {k: v[4:7] if k in per_sequence else v for k, v in tensors.items()}
+    emulate(SMALL)
+    ours = emulated_results((layout, options, part))
+    assert torch.equal(ours["y"], expected["y"][4:7])
+
+
+def test_two_halves_equal_the_whole(emulate):
+    emulate()
+    layout, options, tensors = make_problem(b=2, length=40)
+    tensors = {k: v.float() for k, v in tensors.items()}
+    y, state, _ = solve(narrow_cell, layout, options, **tensors)
+    per_token = ("raw", "x", "dt", "keep", "gate")
+    first = {k: v[:, :17] if k in per_token else v for k, v in tensors.items()}
+    y_first, state_first, _ = solve(narrow_cell, layout, options, **first)
+    second = {k: v[:, 17:] if k in per_token else v for k, v in tensors.items()}
+    second.update(y0=y_first[:, -1], h0=state_first)
+    y_second, state_second, _ = solve(narrow_cell, layout, options, **second)
+    assert torch.equal(torch.cat([y_first, y_second], 1), y) and torch.equal(state_second, state)
+
+
+def test_no_tokens_and_no_sequences(emulate):
+    emulate()
+    for sizes in (dict(b=2, length=0), dict(b=0, length=2)):
+        layout, options, tensors = make_problem(**sizes)
+        tensors = {k: v.float() for k, v in tensors.items()}
+        y, state, _ = solve(narrow_cell, layout, options, **tensors)
+        assert y.shape == tensors["x"].shape and torch.equal(state, tensors["h0"])
+
+
+def list_barriers():
+    """Return (file, line, text without this barrier) of every barrier of the kernels."""
+    barriers = []
+    for file in ("cell_forward.h", "cell_backward.h", "team.h"):
+        text = (SOURCES / file).read_text(encoding="utf-8")
+        for match in re.finditer(r"(me\.)?\bsync(_block)?\(\);", text):
+            line = text[: match.start()].count("\n") + 1
+            barriers.append((file, line, text[: match.start()] + text[match.end() :]))
+    return barriers
+
+
+def is_missing_barrier_noticed(file, text, folder, emulate):
+    """Return whether results change, or no thread can continue, in one of a few orders."""
+    for header in SOURCES.glob("*.h"):
+        shutil.copy(header, folder)
+    (folder / file).write_text(text, encoding="utf-8")
+    given = make_problem(b=5, length=6)
+    emulate(TWO_CREWS)
+    expected = emulated_results(given)
+    for seed in range(8):
+        emulate(TWO_CREWS, seed, folder)
+        try:
+            ours = emulated_results(given)
+        except (RuntimeError, AssertionError):  # a deadlock, or tokens without a solution
+            return True
+        if not all(torch.equal(ours[name], expected[name]) for name in expected):
+            return True
+    return False
+
+
+BARRIERS = list_barriers()
+
+
+@pytest.mark.parametrize("file, line, text", BARRIERS, ids=[f"{b[0]}:{b[1]}" for b in BARRIERS])
+@pytest.mark.slow
+def test_every_missing_barrier_is_noticed(file, line, text, tmp_path, emulate, monkeypatch):
+    monkeypatch.setattr(cuda_cell, "CHUNK", 4)
+    assert is_missing_barrier_noticed(file, text, tmp_path, emulate)
+
+
+def test_a_missing_barrier_is_noticed(tmp_path, emulate, monkeypatch):
+    monkeypatch.setattr(cuda_cell, "CHUNK", 4)
+    assert is_missing_barrier_noticed(BARRIERS[3][0], BARRIERS[3][2], tmp_path, emulate)
+
+
+def test_words_that_never_arrive_are_a_deadlock(tmp_path, emulate):
+    text = (SOURCES / "team.h").read_text(encoding="utf-8")
+    for header in SOURCES.glob("*.h"):
+        shutil.copy(header, tmp_path)
+    changed = text.replace("store_word(mail.vectors", "if (block) store_word(mail.vectors")
+    assert changed != text
+    (tmp_path / "team.h").write_text(changed, encoding="utf-8")
+    emulate(SMALL, 0, tmp_path)
+    with pytest.raises(RuntimeError, match=r"no thread can continue: .* waits"):
+        emulated_results(make_problem())
+
+
+def test_alarm_is_an_error_at_the_next_call(emulate):
+    emulate().late.fill_(1)
+    with pytest.raises(RuntimeError, match="waited for another one for more than two seconds"):
+        emulated_results(make_problem())
+
+
+def test_fields_of_cell_are_those_of_the_header():
+    text = (SOURCES / "team.h").read_text(encoding="utf-8")
+    body = re.search(r"struct Cell \{(.*?)\n\};", text, re.DOTALL)[1]
+    body = re.sub(r"//.*", "", body)
+    fields = itertools.chain(*(d.split(",") for d in re.findall(r"(?:^|;)([^;]+)", body)))
+    names = [re.findall(r"\w+", field)[-1] for field in fields if field.strip()]
+    assert names == [*INTEGERS, *NUMBERS, *POINTERS]
+
+
+def readout(d):
+    return Readout(torch.zeros(2, d), torch.zeros(2), torch.zeros(2, d), None)
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        (dict(rank=2), "2 reflections"),
+        (dict(n=3), "3 states"),
+        (dict(norm="none", without=("norm_weight", "norm_bias")), "the norm `none`"),
+        (dict(reading=1), "rows that read y only in part"),
+        (dict(d=56), "d_inner 56"),
+        (dict(d=64, heads=4), "an mamba2 layer"),
+    ],
+    ids=str,
+)
+def test_other_layers_are_refused_by_name(changes, reason):
+    values = dict(b=1, length=2, d=64, n=16) | changes
+    layout, options, tensors = problem(**values)
+    tensors = {k: None if v is None else v.float() for k, v in tensors.items()}
+    with pytest.raises(Unsupported, match=reason):
+        solve(narrow_cell, layout, options, **tensors)
+
+
+def test_wrong_dtypes_and_centroids_are_refused_by_name(emulate):
+    emulate()
+    layout, options, tensors = make_problem()
+    tensors = {k: v.float() for k, v in tensors.items()}
+    with pytest.raises(Unsupported, match=r"raw in torch\.float32, W_y in torch\.float32"):
+        solve(cuda_cell.cell, layout, options, **tensors)
+    with pytest.raises(Unsupported, match="centroids"):
+        solve(narrow_cell, layout, options, **tensors, **readout(64)._asdict())
+    with pytest.raises(ValueError, match=r"dt is \(3, 5, 63\), but \(3, 5, 64\)"):
+        solve(narrow_cell, layout, options, **{**tensors, "dt": tensors["dt"][..., 1:]})
+
+
+@pytest.mark.parametrize("crews", [1, 2])
+def test_estimated_shared_memory_is_an_upper_bound(crews):
+    for partition in (SMALL, Partition(144, 48, 8, 1, 1)):
+        kernels = EmulatedKernels(partition._replace(crews=crews, warps=8))
+        needed = max(kernels.forward_bytes, kernels.backward_bytes)
+        estimate = estimate_shared_bytes(partition.d, partition.channels, crews)
+        assert needed <= estimate < needed + 500
+
+
+@pytest.mark.parametrize(
+    "gpu, d, b, expected",
+    [
+        (H100, 1536, 16, Partition(1536, 48, 8, 1, 4)),
+        (H100, 1536, 64, Partition(1536, 48, 8, 2, 4)),
+        (A100, 1536, 16, Partition(1536, 32, 8, 1, 2)),
+        (B200, 1536, 64, Partition(1536, 48, 8, 2, 4)),
+        (A100, 3072, 16, None),  # W_y does not fit
+    ],
+)
+def test_partition_of_known_gpus(gpu, d, b, expected):
+    assert choose_partition(d, b, *gpu) == expected
+
+
+@pytest.mark.parametrize(
+    "capability, gpu", [((8, 0), A100), ((9, 0), H100), ((10, 0), B200)], ids=str
+)
+@pytest.mark.parametrize("d", [768, 1536])
+@pytest.mark.slow
+def test_nvrtc_compiles_without_spills(d, capability, gpu):
+    pytest.importorskip("cuda.bindings.nvrtc", reason="it comes with torch's CUDA wheels")
+    partition = choose_partition(d, 16, *gpu)
+    cubin, log = compile_cubin(partition, capability, "--ptxas-options=-v")
+    assert cubin[:4] == b"\x7fELF" and partition.crews == 1
+    assert re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log) == [("0", "0")] * 2
+    assert all(int(registers) <= 255 for registers in re.findall(r"Used (\d+) registers", log))
+
+
+def test_nvrtc_reports_the_line_of_a_fault():
+    pytest.importorskip("cuda.bindings.nvrtc", reason="it comes with torch's CUDA wheels")
+    with pytest.raises(RuntimeError, match=r"team\.h\(\d+\): error: static assertion"):
+        compile_cubin(Partition(64, 20, 8, 1, 1), (9, 0))
+
+
+def test_model_uses_the_kernel_if_it_is_named(emulate, monkeypatch):
+    kernel_runs = []
+    emulated = emulate()
+    run = emulated.run
+    monkeypatch.setattr(emulated, "run", lambda *args: kernel_runs.append(args[0]) or run(*args))
+    monkeypatch.setattr(cuda_cell, "usable", lambda: (True, ""))
+    monkeypatch.setattr(kernels, "_get_device_type", lambda backend: "cpu")
+    config = FPRNNConfig(vocab_size=11, d_model=32, n_layer=1, d_state=16, mixer_rank=1)
+    torch.manual_seed(0)
+    model = FPRNNForCausalLM(config).bfloat16()
+    ids = torch.arange(12).view(2, 6) % 11
+    losses = {}
+    for name in ("plain", "cuda"):
+        monkeypatch.setenv("FPRNN_KERNELS", name)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+        losses[name] = loss.item()
+    assert kernel_runs == [False, True]
+    assert losses["cuda"] == pytest.approx(losses["plain"], rel=0.01)
+
+
+def test_self_check_passes_and_notices_a_fault(emulate, monkeypatch):
+    emulate(Partition(192, 16, 8, 1, 1))
+    assert cuda_cell._self_check() < 1
+    weight_gradient = cuda_cell._weight_gradient
+    monkeypatch.setattr(cuda_cell, "_weight_gradient", lambda *args: 1.1 * weight_gradient(*args))
+    assert not cuda_cell._self_check() < 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("b", [16, 64])
+def test_results_on_a_gpu_equal_triton(b):
+    """At d 1,536, with a chunk that is not full and, for 64 sequences, with two crews."""
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU")
+    works, reason = cuda_cell.usable()
+    assert works, reason
+    triton_cell = pytest.importorskip("lm.kernels.triton.triton_cell")
+    layout, options, tensors = problem(b=b, length=70, d=1536, n=16, y_scale=0.5)
+    given = layout, options, {name: t.cuda() for name, t in tensors.items()}
+
+    def narrow_triton_cell(arguments):
+        raw, weight_y = arguments.raw.bfloat16(), arguments.weight_y.bfloat16()
+        return triton_cell.cell(arguments._replace(raw=raw, weight_y=weight_y))
+
+    expected = results(narrow_triton_cell, given, torch.float32)
+    for _ in range(2):
+        ours = results(narrow_cell, given, torch.float32)
+        assert all(relative_error(ours[name], expected[name]) < 2e-2 for name in expected)
