@@ -171,6 +171,7 @@ def _compile(compiler: Sequence[str], folder: Path, name: str) -> Path:
 
 
 def compute_checksum(path: Path) -> str:
+    """Return the first 24 hex digits of the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:24]
 
