@@ -286,7 +286,7 @@ def _backward(problem, results, grad_y):
     buffers = {
         "grad_y": grad_y,
         "largest": like.new_zeros(b),
-        "d_raw": torch.zeros_like(tensors["raw"]),
+        "d_raw": _make_row_gradient(problem.arguments.layout, sizes, tensors["raw"]),
         "dx": like.new_empty(b, length, d),
         "ddt": like.new_empty(b, length, d),
         "d_gate": None if tensors["gate"] is None else like.new_empty(b, length, d),
@@ -308,6 +308,17 @@ def _backward(problem, results, grad_y):
     if length:
         max_grad = torch.linalg.vector_norm(grad_y, dim=-1).amax(1)
     return grads, torch.where(max_grad == 0, 0, buffers["largest"] / max_grad)
+
+
+def _make_row_gradient(layout, sizes, raw):
+    """Return a tensor like `raw` in which the columns of no part are zero."""
+    widths = {"vectors": sizes.d, "gates": 1, "B": sizes.n, "C": sizes.n}
+    parts = sorted((first, first + widths[name]) for name, first in layout._asdict().items())
+    d_raw, end = torch.empty_like(raw), 0
+    for first, next_end in [*parts, (sizes.columns, 0)]:
+        d_raw[..., end:first] = 0
+        end = next_end
+    return d_raw
 
 
 def _weight_gradient(d_raw, tensors, y):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lm.runs import path_checks
-from lm.runs.path_checks import PathError, find_model_kind, looks_local
+from lm.runs.path_checks import PathError, check_model, looks_local
 
 ROOT = Path(__file__).parents[3]
 DEMO = str(ROOT / "configs/lm/demo.yaml")
@@ -81,14 +81,14 @@ def test_runs_exports_and_other_folders_are_distinguished(tmp_path, monkeypatch)
     for folder, file in (("runs/demo", "config.yaml"), ("runs/demo/hf", "config.json")):
         Path(folder).mkdir(parents=True)
         Path(folder, file).write_text("{}")
-    assert find_model_kind("runs/demo") == "run" and find_model_kind("runs/demo/hf") == "export"
+    assert check_model("runs/demo") == "run" and check_model("runs/demo/hf") == "export"
     for path, message in [
         ("runs/demp", "runs/demp: no such folder; .*; did you mean runs/demo?"),
         ("runs", "runs holds neither a run .* it contains runs, such as runs/demo"),
         ("runs/demo/config.yaml", "is a file"),
     ]:
         with pytest.raises(PathError, match=message):
-            find_model_kind(path)
+            check_model(path)
     with pytest.raises(PathError, match=r"runs holds no run .*it contains runs"):
         path_checks.check_run("runs")
 
@@ -118,7 +118,7 @@ def test_error_of_the_hub_is_reported(monkeypatch):
 
     def find_with(error):
         monkeypatch.setattr("huggingface_hub.HfApi", lambda: Hub(error))
-        return find_model_kind("owner/name")
+        return check_model("owner/name")
 
     answer = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
     with pytest.raises(PathError, match="no such folder, and not a model on the hub: 404"):
@@ -127,7 +127,7 @@ def test_error_of_the_hub_is_reported(monkeypatch):
         find_with(httpx.ConnectError("no route"))
     assert find_with(errors.GatedRepoError("ask first", response=answer)) == "hub"
     with pytest.raises(PathError, match="not a model on the hub: Repo id must use"):
-        find_model_kind("ow ner/name")
+        check_model("ow ner/name")
 
 
 def test_options_with_missing_files_or_folders_are_refused(tmp_path):
