@@ -238,7 +238,7 @@ def test_cache_that_does_not_fit_is_refused():
             model(tokens, past_key_values=past_key_values, **kwargs)
         assert "\n" not in str(e.value)
 
-    refused("state is of a batch of 2, the input's is 3", tokens=ids(3))
+    refused("state is of a batch of 2 sequences, the input has 3", tokens=ids(3))
     refused("a model with 2 layers, this one has 1", quick(n_layer=1))
     refused(r"layer 0 of the state has the shapes \[\(16,\)", quick(d_model=16))
     refused("is a DynamicCache, not an FPRNNCache", past_key_values=DynamicCache())
