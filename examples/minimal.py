@@ -2,8 +2,8 @@
 
 A Mamba layer mixes time but not channels. FP-Mamba (arXiv 2503.10799) adds a channel mixer that
 reads the layer's own output y, which makes the recurrence dense and y the fixed point of an
-equation. Token t reads y at t − 1 only, so its equation has one unknown number s. `find_root`
-solves it, and `attach_gradient` gives s the gradient of the implicit function theorem.
+equation. Given y at t − 1, the equation of token t has one unknown number s. `find_root` solves
+it, and `attach_gradient` gives s the gradient of the implicit function theorem.
 
     python examples/minimal.py    # learns the group S3 in about 40 seconds on two CPU cores
 
@@ -33,27 +33,27 @@ def find_root(alpha, beta, g0, g1, g2, delta) -> tuple[Tensor, Tensor]:
         The root s (b,) and the slope φ′(s) (b,).
     """
     s = torch.zeros_like(alpha)
-    for _ in range(300):
-        step = (alpha + beta * s) * (g0 + (2 * g1 + g2 * s) * s).rsqrt() + delta - s
-        s = s + 0.99 * step
-        if (step.abs() <= 1e-3 * (1 + s.abs())).all():
+    for _ in range(300):  # damped iteration, as in the paper, until Newton's method is safe
+        change = (alpha + beta * s) * (g0 + (2 * g1 + g2 * s) * s).rsqrt() + delta - s
+        s = s + 0.99 * change
+        if (change.abs() <= 1e-3 * (1 + s.abs())).all():
             break
     for _ in range(5):  # Newton's method: each step doubles the number of correct digits
-        inverse = (g0 + (2 * g1 + g2 * s) * s).rsqrt()
+        inverse_root = (g0 + (2 * g1 + g2 * s) * s).rsqrt()
         numerator = alpha + beta * s
-        slope = beta * inverse - numerator * (g1 + g2 * s) * inverse**3
-        s = s + (numerator * inverse + delta - s) / (1 - slope)
+        slope = beta * inverse_root - numerator * (g1 + g2 * s) * inverse_root**3
+        s = s + (numerator * inverse_root + delta - s) / (1 - slope)
     return s, slope
 
 
 def attach_gradient(root: Tensor, phi: Tensor, slope: Tensor) -> Tensor:
     """Return the root with the gradient ds = dφ / (1 − φ′) of the implicit function theorem."""
-    gain = (1 / (1 - slope)).clamp(-20, 20)  # it is infinite where two roots meet
-    return root + gain * (phi - phi.detach())
+    factor = (1 / (1 - slope)).clamp(-20, 20)  # without a limit it is infinite where roots meet
+    return root + factor * (phi - phi.detach())
 
 
 class FPMamba(nn.Module):
-    """FP-Mamba-1 with one Householder reflection as its mixer.
+    """FP-Mamba-1 with one Householder reflection Q = I − a u uᵀ as its mixer.
 
     In training a token reads y at t − 1 with noise, whose scale is at most `state_noise`.
     """
@@ -72,8 +72,8 @@ class FPMamba(nn.Module):
         self.u_proj = weight_norm(nn.Linear(2 * d, d, bias=False))  # direction u of the reflection
         self.alpha_proj = weight_norm(nn.Linear(2 * d, 1))  # its strength a
         self.alpha_proj.bias.data.zero_()
-        self.bc_y_proj = weight_norm(nn.Linear(d, 2 * d_state, bias=False))
-        self.z_y_proj = weight_norm(nn.Linear(d, d, bias=False))
+        self.bc_y_proj = weight_norm(nn.Linear(d, 2 * d_state, bias=False))  # y's share of B, C
+        self.z_y_proj = weight_norm(nn.Linear(d, d, bias=False))  # y's share of the gate
         self.out_norm = nn.LayerNorm(d)
         self.out_proj = nn.Linear(d, d_model, bias=False)
 
@@ -84,14 +84,14 @@ class FPMamba(nn.Module):
         dt, bc_x = self.x_proj(x).split([self.dt_rank, 2 * self.n], dim=-1)
         dt = F.softplus(self.dt_proj(dt))  # (b,l,d)
         mixer_weight = torch.cat([self.u_proj.weight, self.alpha_proj.weight])
-        mixer_x, mixer_y = mixer_weight.split(self.d, dim=1)
-        rows_x = torch.cat([x @ mixer_x.T, bc_x], dim=-1)  # (b,l,d+1+2n)
-        weight_y = torch.cat([mixer_y, self.bc_y_proj.weight])
+        mixer_weight_x, mixer_weight_y = mixer_weight.split(self.d, dim=1)
+        rows_x = torch.cat([x @ mixer_weight_x.T, bc_x], dim=-1)  # (b,l,d+1+2n)
+        weight_y = torch.cat([mixer_weight_y, self.bc_y_proj.weight])
 
         # 2. Run the recurrence: one exact solve per token.
         y, h = x.new_zeros(len(x), self.d), x.new_zeros(len(x), self.d, self.n)
-        scale = self.state_noise * self.training * torch.rand(len(x), 1, 1)
-        noise = scale * torch.randn_like(x) * self.out_norm.weight
+        noise_scale = self.state_noise * self.training * torch.rand(len(x), 1, 1)
+        noise = noise_scale * torch.randn_like(x) * self.out_norm.weight
         ys = []
         for t in range(x.shape[1]):
             rows = rows_x[:, t] + (y + noise[:, t]) @ weight_y.T
@@ -124,7 +124,7 @@ class FPMamba(nn.Module):
 
         # With s = u·y the equation is y = LayerNorm(c + s m). Its product with u is s = φ(s).
         c, m = history + gain * qx, gain * a * u
-        c0, m0 = c - c.mean(-1, keepdim=True), m - m.mean(-1, keepdim=True)
+        c0, m0 = c - c.mean(-1, keepdim=True), m - m.mean(-1, keepdim=True)  # centered
         wu = self.out_norm.weight * u
         alpha, beta, delta = (wu * c0).sum(-1), (wu * m0).sum(-1), u @ self.out_norm.bias
         g0, g1, g2 = c0.square().mean(-1) + EPS, (c0 * m0).mean(-1), m0.square().mean(-1)

@@ -16,7 +16,7 @@ from lm.model import modeling_fprnn
 from lm.model.batch import CACHE
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.state import FPRNNCache
-from tests.lm.model.test_state import BLOCKS, EOS, assert_same_state, ids, leaves, model_of
+from tests.lm.model.test_state import BLOCKS, EOS, assert_same_state, ids, model_of, named_tensors
 from tests.running import run_alone
 
 # 24 tokens: the prompt, then chunks.
@@ -117,7 +117,9 @@ def test_decoding_with_other_solvers_and_with_gradients(kwargs):
     whole = model(tokens).logits
     for sizes in CUTS.values():
         logits, cache = decode(model, tokens, sizes)
-        assert logits.requires_grad and not any(t.requires_grad for _, t in leaves(cache.state))
+        assert logits.requires_grad and not any(
+            t.requires_grad for _, t in named_tensors(cache.state)
+        )
         torch.testing.assert_close(logits, whole, rtol=0, atol=1e-6)
 
 
@@ -187,11 +189,11 @@ def test_the_cache_does_not_grow(name):
     model, tokens = quick(name, schedule="parallel", eval_tol=0.1), ids(2, 50)
 
     def sizes(cache):
-        for leaf, t in leaves(cache.state):
+        for leaf, t in named_tensors(cache.state):
             assert t.untyped_storage().nbytes() == t.nbytes, (
                 leaf
             )  # and no reference to the sequence
-        return sum(t.numel() for _, t in leaves(cache.state))
+        return sum(t.numel() for _, t in named_tensors(cache.state))
 
     _, cache = decode(model, tokens[:, :1], (1,))
     after_one = sizes(cache)
@@ -238,7 +240,7 @@ def test_cache_that_does_not_fit_is_refused():
             model(tokens, past_key_values=past_key_values, **kwargs)
         assert "\n" not in str(e.value)
 
-    refused("state is of a batch of 2, the input's is 3", tokens=ids(3))
+    refused("state is of a batch of 2 sequences, the input has 3", tokens=ids(3))
     refused("a model with 2 layers, this one has 1", quick(n_layer=1))
     refused(r"layer 0 of the state has the shapes \[\(16,\)", quick(d_model=16))
     refused("is a DynamicCache, not an FPRNNCache", past_key_values=DynamicCache())

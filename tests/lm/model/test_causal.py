@@ -33,20 +33,19 @@ MODELS = {
     "fp_rnn": dict(block="fp_rnn", mixer_rank=2),
     "fp_rnn-conv-nonselective": dict(block="fp_rnn", use_short_conv=True, mixer="nonselective"),
 }
-EXACT = dict(
-    tol=1e-30, eval_tol=1e-30, max_iters=99, eval_max_iters=99
-)  # windows run all iterations
+# Windows run all iterations.
+EXACT = dict(tol=1e-30, eval_tol=1e-30, max_iters=99, eval_max_iters=99)
 BLOCKS = ("fp_mamba1", "fp_mamba2", "fp_rnn")
 SLOW_SCHEDULES = ("window:7",)  # window:4 tests the same
 # These take seconds each.
-LONG = (
+SLOW_MODELS = (
     "fp_mamba1-kronecker",
     "fp_mamba1-dt-lowrank",
     "fp_mamba1-symm-monarch",
     "fp_mamba2-mixture",
 )
 every_model = pytest.mark.parametrize(
-    "name", [slow(name) if name in LONG else name for name in MODELS]
+    "name", [slow(name) if name in SLOW_MODELS else name for name in MODELS]
 )
 
 
@@ -66,15 +65,15 @@ def run(model, tokens=None, **kwargs):
         return model(tokens, **kwargs)
 
 
-def largest(a, b):
+def max_distance(a, b):
     return (a - b).abs().max().item()
 
 
-def close(a, b, tol=1e-9):
-    assert largest(a, b) < tol * (1 + b.abs().max().item())
+def assert_close(a, b, tol=1e-9):
+    assert max_distance(a, b) < tol * (1 + b.abs().max().item())
 
 
-def of_models(*cases, quick):
+def every_model_with(*cases, quick):
     """Return (name, *case) of every model and case.
 
     Cases outside `quick` are slow; for BLOCKS only cases with SLOW_SCHEDULES are.
@@ -93,7 +92,7 @@ def of_models(*cases, quick):
 
 @pytest.mark.parametrize(
     "name, schedule, kernels",
-    of_models(
+    every_model_with(
         *((schedule, "plain") for schedule in SCHEDULES),
         ("sequential", "auto"),
         ("auto", "auto"),
@@ -104,10 +103,10 @@ def test_every_schedule_has_one_solution(name, schedule, kernels, monkeypatch):
     tokens, expected = token_by_token(name)
     monkeypatch.setenv("FPRNN_KERNELS", kernels)
     out = run(model_of(name, schedule), tokens, return_state=True)
-    close(out.logits, expected.logits, 1e-8)
+    assert_close(out.logits, expected.logits, 1e-8)
     for mine, theirs in zip(out.state.layers, expected.state.layers):
-        close(mine.y, theirs.y, 1e-8)
-        close(mine.h, theirs.h, 1e-8)
+        assert_close(mine.y, theirs.y, 1e-8)
+        assert_close(mine.h, theirs.h, 1e-8)
 
 
 @functools.cache
@@ -133,8 +132,8 @@ def gradients_and_norms(model, tokens, **fields):
     with model.solving(**fields):
         out = model.train()(tokens, labels=tokens)
     out.loss.backward()
-    every = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return every, out.fixed_point.adjoint_norm
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return gradients, out.fixed_point.adjoint_norm
 
 
 def assert_alike(ours, theirs, tol=1e-8):
@@ -145,11 +144,11 @@ def assert_alike(ours, theirs, tol=1e-8):
 
 def test_the_norm_of_the_adjoint_is_the_same_in_every_schedule():
     model, tokens = model_of("fp_mamba1", n_layer=1), ids()
-    _, (free,) = gradients_and_norms(model, tokens)
-    assert free.shape == (2,) and (free > 0.5).all()
+    _, (expected,) = gradients_and_norms(model, tokens)
+    assert expected.shape == (2,) and (expected > 0.5).all()
     for schedule in ("sequential", "parallel"):
         _, (norms,) = gradients_and_norms(model, tokens, schedule=schedule)
-        torch.testing.assert_close(norms, free, rtol=0.05, atol=0)
+        torch.testing.assert_close(norms, expected, rtol=0.05, atol=0)
 
 
 # Independence of other tokens.
@@ -157,7 +156,9 @@ def test_the_norm_of_the_adjoint_is_the_same_in_every_schedule():
 
 @pytest.mark.parametrize(
     "name, dtype, kernels",
-    of_models((torch.float32, "auto"), (torch.float64, "plain"), quick=[(torch.float32, "auto")]),
+    every_model_with(
+        (torch.float32, "auto"), (torch.float64, "plain"), quick=[(torch.float32, "auto")]
+    ),
     ids=str,
 )
 def test_later_tokens_do_not_change_a_bit(name, kernels, dtype, monkeypatch):
@@ -166,7 +167,7 @@ def test_later_tokens_do_not_change_a_bit(name, kernels, dtype, monkeypatch):
     changed = torch.cat([tokens[:, :7], ids(seed=1)[:, 7:]], 1)
     one, other = run(model, tokens), run(model, changed)
     assert torch.equal(one.logits[:, :7], other.logits[:, :7])
-    assert largest(one.logits[:, 7:], other.logits[:, 7:]) > 1e-3
+    assert max_distance(one.logits[:, 7:], other.logits[:, 7:]) > 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -175,19 +176,20 @@ def test_kernel_solves_a_row_alone_bit_for_bit_as_in_a_batch(name, dtype):
     block = model_of(name, dtype=dtype, n_layer=1).backbone.layers[0].block
     u = torch.randn(9, 16, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
     with torch.no_grad():
-        s, solver = block.prepare(u), block.choose_solver(u)
-        whole = solver.run_kernel(s)
+        inputs, solver = block.prepare(u), block.choose_solver(u)
+        whole = solver.run_kernel(inputs)
         if whole is None:
             pytest.skip("no compiler")
         for row in (0, 5, 8):
-            projections = s.projections._replace(raw=s.projections.raw[row : row + 1])
+            projections = inputs.projections._replace(raw=inputs.projections.raw[row : row + 1])
             constants = [
-                t[row : row + 1] if torch.is_tensor(t) and t.dim() == 3 else t for t in s.recurrence
+                t[row : row + 1] if torch.is_tensor(t) and t.dim() == 3 else t
+                for t in inputs.recurrence
             ]
-            alone = s._replace(
-                x=s.x[row : row + 1],
-                z=s.z[row : row + 1],
-                recurrence=type(s.recurrence)(*constants),
+            alone = inputs._replace(
+                x=inputs.x[row : row + 1],
+                z=inputs.z[row : row + 1],
+                recurrence=type(inputs.recurrence)(*constants),
                 projections=projections,
             )
             y = solver.run_kernel(alone).y
@@ -197,7 +199,7 @@ def test_kernel_solves_a_row_alone_bit_for_bit_as_in_a_batch(name, dtype):
 @every_model
 def test_a_sequence_alone_and_in_a_batch_are_the_same(name):
     model, tokens = model_of(name), ids(8)
-    close(run(model, tokens[5:6]).logits[0], run(model, tokens).logits[5], 1e-8)
+    assert_close(run(model, tokens[5:6]).logits[0], run(model, tokens).logits[5], 1e-8)
 
 
 # Statistics.
@@ -221,13 +223,14 @@ def test_stats_have_the_residual_of_the_returned_solution(name, schedule, tol):
     model = model_of(name, schedule, tol=tol, eval_tol=tol, contractive=0.5)
     block = model.backbone.layers[0].block
     solver = block.choose_solver(u_of())
-    s = block.prepare(u_of(), with_documents_and_padding())
-    y, stats, f_y, h = solver.solve(s)
-    g, end, outcome = solver.solve_all_tokens(s, y)
-    assert not (outcome & FAILED).any() and (stats.failed == 0).all()
-    torch.testing.assert_close(stats.residual, token_residual(y, g).amax(1), rtol=1e-7, atol=1e-11)
-    torch.testing.assert_close(f_y, g, rtol=1e-8, atol=1e-11)
-    torch.testing.assert_close(h, end, rtol=1e-8, atol=1e-11)
+    inputs = block.prepare(u_of(), with_documents_and_padding())
+    y, stats, f_y, h = solver.solve(inputs)
+    expected_f_y, expected_h, status = solver.solve_all_tokens(inputs, y)
+    assert not (status & FAILED).any() and (stats.failed == 0).all()
+    residual = token_residual(y, expected_f_y).amax(1)
+    torch.testing.assert_close(stats.residual, residual, rtol=1e-7, atol=1e-11)
+    torch.testing.assert_close(f_y, expected_f_y, rtol=1e-8, atol=1e-11)
+    torch.testing.assert_close(h, expected_h, rtol=1e-8, atol=1e-11)
     assert (stats.residual < tol).all()
 
 
@@ -236,15 +239,15 @@ def test_k_iterations_solve_the_first_k_tokens():
     """So a window of w tokens needs w + 1 evaluations, whatever max_iters is."""
     block = model_of("fp_mamba1").backbone.layers[0].block
     with torch.no_grad():
-        s = block.prepare(u_of())
-        exact, y = block.choose_solver(u_of()).solve(s).y, torch.zeros_like(s.x)
-        windows = choose_solver(block, FPRNNConfig(schedule="parallel"), 16, s.x)
+        inputs = block.prepare(u_of())
+        exact, y = block.choose_solver(u_of()).solve(inputs).y, torch.zeros_like(inputs.x)
+        windows = choose_solver(block, FPRNNConfig(schedule="parallel"), 16, inputs.x)
         for k in range(1, 17):
-            y = windows.solve_all_tokens(s, y)[0]
-            close(y[:, :k], exact[:, :k])
-            assert k > 10 or largest(y[:, k + 1 :], exact[:, k + 1 :]) > 1e-6
+            y = windows.solve_all_tokens(inputs, y)[0]
+            assert_close(y[:, :k], exact[:, :k])
+            assert k > 10 or max_distance(y[:, k + 1 :], exact[:, k + 1 :]) > 1e-6
     exact = run(model_of("fp_mamba1"), ids()).logits
-    for schedule, most in (("parallel", 13), ("window:4", 5)):
+    for schedule, count in (("parallel", 13), ("window:4", 5)):
         out = run(model_of("fp_mamba1", schedule, max_iters=3, eval_max_iters=3), ids())
-        assert (out.fixed_point.evaluations == most).all()  # this tolerance is never reached
-        close(out.logits, exact)
+        assert (out.fixed_point.evaluations == count).all()  # this tolerance is never reached
+        assert_close(out.logits, exact)

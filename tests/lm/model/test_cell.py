@@ -58,26 +58,26 @@ def random_coefficients(n=400, r=1, scale=1.0, seed=0, eps=1e-5):
     return coefficients_of(normal(n, D, seed=seed + 3), m, U, weight, bias, eps)
 
 
-def picard(coefficients, steps=20000, tol=1e-13):
+def run_picard(coefficients, steps=20000, tol=1e-13):
     """Run damped Picard from zero, one token at a time; return None if it does not converge."""
-    found = []
+    roots = []
     for i in range(len(coefficients.alpha)):
         one = coefficients.select(slice(i, i + 1))
-        s, step, lowest, waited = torch.zeros_like(one.alpha), 0.99, float("inf"), 0
-        end = None
+        s, step, lowest, stale = torch.zeros_like(one.alpha), 0.99, float("inf"), 0
+        root = None
         for _ in range(steps):
             psi = one.phi(s)[0] - s
             residual = psi.abs().max().item()
             if residual < tol * (1 + s.abs().max().item()):
-                end = s[0]
+                root = s[0]
                 break
-            waited = 0 if residual < lowest else waited + 1
+            stale = 0 if residual < lowest else stale + 1
             lowest = min(lowest, residual)
-            if waited >= 15:
-                step, waited = 0.9 * step, 0
+            if stale >= 15:
+                step, stale = 0.9 * step, 0
             s = s + step * psi
-        found.append(end)
-    return found
+        roots.append(root)
+    return roots
 
 
 def residual_of(coefficients, s):
@@ -95,12 +95,12 @@ def roots_by_bisection(one, points=4001):
         return many.phi(s.unsqueeze(1))[0][:, 0] - s
 
     signs = psi(grid).sign()
-    at = (signs[1:] != signs[:-1]).nonzero().flatten()
-    low, high, left = grid[at], grid[at + 1], signs[at]
+    crossings = (signs[1:] != signs[:-1]).nonzero().flatten()
+    low, high, low_sign = grid[crossings], grid[crossings + 1], signs[crossings]
     for _ in range(80):
         middle = (low + high) / 2
-        same = psi(middle).sign() == left
-        low, high = torch.where(same, middle, low), torch.where(same, high, middle)
+        is_low = psi(middle).sign() == low_sign
+        low, high = torch.where(is_low, middle, low), torch.where(is_low, high, middle)
     return (low + high) / 2
 
 
@@ -111,11 +111,12 @@ def roots_by_bisection(one, points=4001):
 @pytest.mark.parametrize("scale", [0.1, 1.0, 10.0, 1e4])
 def test_root_solves_its_equation_and_is_picards(r, scale):
     coefficients = random_coefficients(200, r, scale, seed=r)
-    s, outcome = find_root(coefficients)
-    assert not (outcome & FAILED).any()
+    s, status = find_root(coefficients)
+    assert not (status & FAILED).any()
     assert (residual_of(coefficients, s) <= cell.SOLVED).all()
-    some = slice(0, 40)
-    for mine, theirs in zip(s[some], picard(coefficients.select(some), cell.MAX_PICARD_STEPS)):
+    first = slice(0, 40)
+    expected = run_picard(coefficients.select(first), cell.MAX_PICARD_STEPS)
+    for mine, theirs in zip(s[first], expected):
         if theirs is not None:
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-8)
 
@@ -123,16 +124,16 @@ def test_root_solves_its_equation_and_is_picards(r, scale):
 @pytest.mark.parametrize("scale", [0.3, 3.0, 30.0])
 def test_root_of_one_reflection_is_among_all_roots(scale):
     coefficients = random_coefficients(60, 1, scale, seed=11)
-    s, outcome = find_root(coefficients)
-    assert not (outcome & FAILED).any()
-    several = 0
+    s, status = find_root(coefficients)
+    assert not (status & FAILED).any()
+    count_with_several = 0
     for i in range(len(s)):
         roots = roots_by_bisection(coefficients.select(slice(i, i + 1)))
-        several += len(roots) > 1
+        count_with_several += len(roots) > 1
         assert len(roots) >= 1
-        near = (roots - s[i, 0]).abs() / (1 + roots.abs())
-        assert near.min() < 1e-9, (i, roots, s[i])
-    assert several or scale < 1  # both kinds occur
+        distances = (roots - s[i, 0]).abs() / (1 + roots.abs())
+        assert distances.min() < 1e-9, (i, roots, s[i])
+    assert count_with_several or scale < 1
 
 
 def scalar(alpha, beta, gamma0=1.0, gamma1=0.0, gamma2=1.0, delta=0.0):
@@ -152,8 +153,8 @@ def test_sign_at_zero_decides_among_three_roots(sign):
     coefficients = scalar(sign * 1e-3, 3.0)
     roots = roots_by_bisection(coefficients)
     assert len(roots) == 3
-    s, outcome = find_root(coefficients)
-    assert not (outcome & FAILED).any()
+    s, status = find_root(coefficients)
+    assert not (status & FAILED).any()
     torch.testing.assert_close(s[0, 0], roots[2 if sign > 0 else 0], rtol=1e-12, atol=0)
     assert coefficients.jacobian(coefficients.phi(s)[1])[0, 0, 0] < 1
 
@@ -163,9 +164,9 @@ def test_root_that_picard_passes_near_a_fold_is_not_returned():
     for gap in (1e-2, 1e-4):
         # φ near s = 0 is s + gap + …: no root is near.
         coefficients = scalar(gap, 1.0, gamma2=1.0, gamma1=-0.5)
-        s, outcome = find_root(coefficients)
-        assert not (outcome & FAILED).any() and (residual_of(coefficients, s) <= cell.SOLVED).all()
-        (theirs,) = picard(coefficients, 20000, 1e-12)
+        s, status = find_root(coefficients)
+        assert not (status & FAILED).any() and (residual_of(coefficients, s) <= cell.SOLVED).all()
+        (theirs,) = run_picard(coefficients, 20000, 1e-12)
         if theirs is not None:
             torch.testing.assert_close(s[0], theirs, rtol=1e-5, atol=1e-6)
 
@@ -186,9 +187,9 @@ def test_root_that_picard_passes_near_a_fold_is_not_returned():
 )
 def test_adversarial_coefficients_are_solved_or_failed(case):
     coefficients = scalar(**case)
-    s, outcome = find_root(coefficients)
+    s, status = find_root(coefficients)
     assert torch.isfinite(s).all()
-    assert not (outcome & FAILED).any() and (residual_of(coefficients, s) <= cell.SOLVED).all()
+    assert not (status & FAILED).any() and (residual_of(coefficients, s) <= cell.SOLVED).all()
 
 
 def test_root_of_a_token_does_not_depend_on_others():
@@ -203,18 +204,19 @@ def test_every_token_is_solved_in_fp32():
     for r in (1, 2, 4):
         exact = random_coefficients(300, r, 3.0, seed=21)
         low = Coefficients(*(t.float() for t in exact[:-1]), exact.floor)
-        s, outcome = find_root(low)
-        assert not (outcome & FAILED).any() and s.dtype == torch.float32
+        s, status = find_root(low)
+        assert not (status & FAILED).any() and s.dtype == torch.float32
 
 
 # Newton and bisection.
 
 
 def newton_from(coefficients, start, reach):
+    """Return Newton's root and whether it is accepted, at most `reach` from the start."""
     s = torch.tensor([[start]], dtype=torch.float64)
     residual = (coefficients.phi(s)[0] - s).abs().amax(-1)
-    root, good = cell._newton(coefficients, s, residual, torch.full_like(residual, reach))
-    return root.item(), good.item()
+    root, is_root = cell._newton(coefficients, s, residual, torch.full_like(residual, reach))
+    return root.item(), is_root.item()
 
 
 def test_newton_rejects_roots_that_repel_picard():
@@ -265,15 +267,15 @@ def test_bisection_finds_roots_that_picard_does_not(r, scale, monkeypatch):
     s, solved = cell._bisect(coefficients)
     assert solved.all() and (residual_of(coefficients, s) <= cell.SOLVED).all()
     monkeypatch.setattr(cell, "MAX_PICARD_STEPS", 0)
-    found, outcome = cell._find_root_by_picard(coefficients)
-    assert (outcome == BISECTED).all() and torch.equal(found, s)
+    found, status = cell._find_root_by_picard(coefficients)
+    assert (status == BISECTED).all() and torch.equal(found, s)
 
 
 # A token.
 
 
 def token_of(kind="layer", gate=True, b=2, length=5, seed=0):
-    """Return the tensors of an EquationTerms."""
+    """Return random EquationTerms and their tensors."""
     tensors = {
         "x": normal(b, length, D, seed=seed),
         "history": normal(b, length, D, seed=seed + 1),
@@ -304,14 +306,14 @@ def matrix_of(low_rank):
 @pytest.mark.parametrize("gate", [True, False])
 @pytest.mark.parametrize("kind", ["layer", "rms", "none"])
 def test_a_solved_token_satisfies_its_own_equation(kind, gate, r):
-    token, _ = token_of(kind, gate)
+    terms, _ = token_of(kind, gate)
     low_rank = low_rank_of(r)
     M = matrix_of(low_rank)
-    y, mixed, outcome = solve_low_rank(token, low_rank)
-    assert not (outcome & FAILED).any()
-    expected = token.x - (M @ token.x.unsqueeze(-1) - M @ y.unsqueeze(-1)).squeeze(-1)
+    y, mixed, status = solve_low_rank(terms, low_rank)
+    assert not (status & FAILED).any()
+    expected = terms.x - (M @ terms.x.unsqueeze(-1) - M @ y.unsqueeze(-1)).squeeze(-1)
     torch.testing.assert_close(mixed, expected, rtol=1e-11, atol=1e-12)
-    torch.testing.assert_close(token.value(mixed), y, rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(terms.value(mixed), y, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("kind", ["layer", "rms", "none"])
@@ -322,8 +324,8 @@ def test_gradient_equals_that_of_the_solution(kind):
     names += ["bias"] if kind == "layer" else []
 
     def solve(U, T, *values):
-        token = make(kind, **{**tensors, **dict(zip(names, values))})
-        return solve_low_rank(token, LowRank(U, T))[:2]
+        terms = make(kind, **{**tensors, **dict(zip(names, values))})
+        return solve_low_rank(terms, LowRank(U, T))[:2]
 
     inputs = [*low_rank, *(tensors[name] for name in names)]
     inputs = [t.clone().requires_grad_() for t in inputs]
@@ -332,21 +334,23 @@ def test_gradient_equals_that_of_the_solution(kind):
     )
 
 
-def attached(rest, outcome):
-    """Return the gradient that s passes back for ones, and its status. rest: I − φ′, (n,r,r)."""
-    rest = torch.tensor(rest, dtype=torch.float64)
-    value = torch.zeros(rest.shape[:2], dtype=torch.float64, requires_grad=True)
-    s, outcome = cell._attach_gradient(
-        value, torch.ones_like(value), rest, torch.tensor(outcome, dtype=torch.uint8)
+def limited_gradient(matrix, status):
+    """Return the gradient that s passes back for ones, and its status. matrix: I − φ′, (n,r,r)."""
+    matrix = torch.tensor(matrix, dtype=torch.float64)
+    value = torch.zeros(matrix.shape[:2], dtype=torch.float64, requires_grad=True)
+    s, status = cell._attach_gradient(
+        value, torch.ones_like(value), matrix, torch.tensor(status, dtype=torch.uint8)
     )
     (grad,) = torch.autograd.grad(s.sum(), value)
-    return grad, outcome.tolist()
+    return grad, status.tolist()
 
 
 def test_gradient_near_a_fold_is_limited_and_counted():
-    grad, outcome = attached([[[0.5]], [[1e-9]], [[0.0]], [[-1.0]]], [0, 0, FAILED, BISECTED])
+    grad, status = limited_gradient(
+        [[[0.5]], [[1e-9]], [[0.0]], [[-1.0]]], [0, 0, FAILED, BISECTED]
+    )
     torch.testing.assert_close(grad.flatten(), torch.tensor([2.0, MAX_GAIN, 1.0, -1.0]).double())
-    assert outcome == [0, GRAD_LIMITED, FAILED, BISECTED]
+    assert status == [0, GRAD_LIMITED, FAILED, BISECTED]
 
 
 def test_gradient_limit_is_on_the_euclidean_norm():
@@ -354,13 +358,13 @@ def test_gradient_limit_is_on_the_euclidean_norm():
 
     A limit on the largest entry would scale it by 20 / 30, and one on the sum by 40 / 31.
     """
-    grad, outcome = attached([[[1 / 30, 0.0], [0.0, 1.0]]], [0])
+    grad, status = limited_gradient([[[1 / 30, 0.0], [0.0, 1.0]]], [0])
     expected = torch.tensor([[30.0, 1.0]]).double()
     expected *= MAX_GAIN * 2**0.5 / expected.norm()
     torch.testing.assert_close(grad, expected)
-    assert outcome == [GRAD_LIMITED]
+    assert status == [GRAD_LIMITED]
 
 
 def test_failed_token_has_the_one_step_gradient():
-    grad, _ = attached([[[0.5]], [[0.5]]], [0, FAILED])
+    grad, _ = limited_gradient([[[0.5]], [[0.5]]], [0, FAILED])
     assert grad.flatten().tolist() == [2.0, 1.0]

@@ -51,7 +51,7 @@ def ids(b=2, length=24, seed=0):
     return torch.randint(1, 30, (b, length), generator=torch.Generator().manual_seed(seed))
 
 
-def leaves(state):
+def named_tensors(state):
     """Return (name, tensor) of all tensors in a state."""
     for index, layer in enumerate(state.layers):
         yield f"{index}.y", layer.y
@@ -62,13 +62,13 @@ def leaves(state):
 
 
 def assert_same_state(a, b, **tolerance):
-    a, b = dict(leaves(a)), dict(leaves(b))
+    a, b = dict(named_tensors(a)), dict(named_tensors(b))
     assert a.keys() == b.keys()
     for name in a:
         torch.testing.assert_close(a[name], b[name], **(tolerance or dict(rtol=0, atol=1e-9)))
 
 
-def in_segments(model, tokens, sizes, **kwargs):
+def run_segments(model, tokens, sizes, **kwargs):
     state, logits = None, []
     for segment in tokens.split(sizes, 1):
         out = model(segment, state=state, return_state=True, **kwargs)
@@ -83,16 +83,15 @@ def in_segments(model, tokens, sizes, **kwargs):
 def test_segments_equal_the_whole(name):
     model, tokens = model_of(**BLOCKS[name]), ids()
     whole = model(tokens, return_state=True)
-    assert (
-        whole.logits[:, 8:] - model(tokens[:, 8:]).logits
-    ).abs().max() > 1e-4  # the state matters
+    without_state = model(tokens[:, 8:]).logits
+    assert (whole.logits[:, 8:] - without_state).abs().max() > 1e-4
     for sizes in SEGMENTS.values():
-        logits, state = in_segments(model, tokens, sizes)
+        logits, state = run_segments(model, tokens, sizes)
         torch.testing.assert_close(logits, whole.logits, rtol=0, atol=1e-8)
         assert_same_state(state, whole.state)
     layer = whole.state.layers[0]
-    n_convs = {"fp_rnn": 2}.get(model.config.block, 1) if model.config.use_short_conv else 0
-    assert layer.y.shape == (2, 16) and len(layer.conv) == n_convs
+    conv_count = {"fp_rnn": 2}.get(model.config.block, 1) if model.config.use_short_conv else 0
+    assert layer.y.shape == (2, 16) and len(layer.conv) == conv_count
     h_shape = {"fp_mamba1": (2, 16, 4), "fp_mamba2": (2, 4, 4, 4), "fp_rnn": (2, 16)}
     assert layer.h.shape == h_shape[model.config.block]
 
@@ -106,15 +105,17 @@ def test_documents_in_segments_start_from_an_empty_state(name):
     whole = model(tokens, return_state=True)
     alone = model(tokens[:1, 8:18]).logits
     for sizes in SEGMENTS.values():
-        logits, state = in_segments(model, tokens, sizes)
+        logits, state = run_segments(model, tokens, sizes)
         torch.testing.assert_close(logits, whole.logits, rtol=0, atol=1e-8)
         torch.testing.assert_close(logits[:1, 8:18], alone, rtol=0, atol=1e-8)
         assert_same_state(state, whole.state)
     assert state.last_token.tolist() == [tokens[0, -1].item(), EOS]
     model.config.reset_at_eos = False
-    running = model(tokens).logits
-    assert (running - whole.logits).abs().max() > 1e-4
-    torch.testing.assert_close(in_segments(model, tokens, (8, 8, 8))[0], running, rtol=0, atol=1e-8)
+    one_document = model(tokens).logits
+    assert (one_document - whole.logits).abs().max() > 1e-4
+    torch.testing.assert_close(
+        run_segments(model, tokens, (8, 8, 8))[0], one_document, rtol=0, atol=1e-8
+    )
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -139,11 +140,17 @@ def test_padding_changes_neither_state_nor_logits(name, side):
         alone = model(row[:, : 5 + n], return_state=True)
         mine = padded.logits[i, mask[i].bool()]
         torch.testing.assert_close(mine, alone.logits[0, 5:], rtol=0, atol=1e-8)
-        mine = dict(leaves(padded.state))
-        for leaf, value in leaves(alone.state):
-            torch.testing.assert_close(mine[leaf][i : i + 1], value, rtol=0, atol=1e-9, msg=leaf)
-        goes_on = model(torch.cat([row[:, : 5 + n], row[:, 11:]], 1)).logits[0, -1]
-        torch.testing.assert_close(after[i, 0], goes_on, rtol=0, atol=1e-8)
+        padded_tensors = dict(named_tensors(padded.state))
+        for name_of_tensor, value in named_tensors(alone.state):
+            torch.testing.assert_close(
+                padded_tensors[name_of_tensor][i : i + 1],
+                value,
+                rtol=0,
+                atol=1e-9,
+                msg=name_of_tensor,
+            )
+        continued = model(torch.cat([row[:, : 5 + n], row[:, 11:]], 1)).logits[0, -1]
+        torch.testing.assert_close(after[i, 0], continued, rtol=0, atol=1e-8)
 
 
 @torch.no_grad()
@@ -164,7 +171,7 @@ def test_gradients_stay_within_a_segment(name):
     ]
     first = model(inputs_embeds=embeds[0], return_state=True)
     assert (first.state.last_token == -1).all()  # unknown, but no EOS token
-    assert all(not t.requires_grad for _, t in leaves(first.state))
+    assert all(not t.requires_grad for _, t in named_tensors(first.state))
     second = model(inputs_embeds=embeds[1], state=first.state)
     second.logits[:, -1].sum().backward()
     assert embeds[0].grad is None
@@ -187,12 +194,13 @@ def test_gradient_with_a_state_stops_at_the_segment(name):
     (block(u, seqs)[0] * weights).sum().backward()
     direction = torch.randn_like(u)
 
-    def at(epsilon):
-        s = block.prepare(u + epsilon * direction, seqs)
-        return (block.gate_and_project(s, block.step(s, y_star)) * weights).sum().item()
+    def output_at(epsilon):
+        inputs = block.prepare(u + epsilon * direction, seqs)
+        out = block.gate_and_project(inputs, block.step(inputs, y_star))
+        return (out * weights).sum().item()
 
     with torch.no_grad():
-        numeric = (at(1e-6) - at(-1e-6)) / 2e-6
+        numeric = (output_at(1e-6) - output_at(-1e-6)) / 2e-6
     assert numeric == pytest.approx((u.grad * direction).sum().item(), rel=1e-5, abs=1e-7)
 
 
@@ -217,10 +225,10 @@ def test_segments_agree_under_bf16_autocast(name):
 def test_returning_the_state_changes_nothing(name):
     model, tokens = model_of(**BLOCKS[name], tol=1e-2), ids()
     tokens[0, 5] = EOS
-    plain, asked = model(tokens, use_cache=False), model(tokens, return_state=True)
+    plain, with_state = model(tokens, use_cache=False), model(tokens, return_state=True)
     assert plain.state is None and "state" not in plain and len(plain.to_tuple()) == 2
-    assert torch.equal(plain.logits, asked.logits)
-    assert torch.equal(plain.fixed_point.evaluations, asked.fixed_point.evaluations)
+    assert torch.equal(plain.logits, with_state.logits)
+    assert torch.equal(plain.fixed_point.evaluations, with_state.fixed_point.evaluations)
     assert model.carries_state
 
 

@@ -36,35 +36,33 @@ def test_unsolved_tokens_are_counted_without_padding(schedule, monkeypatch):
     monkeypatch.setenv("FPRNN_KERNELS", "plain")
     block, u = block_of(schedule=schedule), normal(2, 10, 8)
     solve = strategies.solve_low_rank
-    hopeless = block.prepare(u).x[0, 3]
+    unsolvable_x = block.prepare(u).x[0, 3]
 
-    def solve_some(token, low_rank):
-        y, mixed, outcome = solve(token, low_rank)
-        missed = (token.x == hopeless).all(-1) | (token.x == 0).all(-1)
-        return y, mixed, outcome | FAILED * missed
+    def solve_all_but_one(terms, low_rank):
+        y, mixed, status = solve(terms, low_rank)
+        is_missed = (terms.x == unsolvable_x).all(-1) | (terms.x == 0).all(-1)
+        return y, mixed, status | FAILED * is_missed
 
-    monkeypatch.setattr(strategies, "solve_low_rank", solve_some)
+    monkeypatch.setattr(strategies, "solve_low_rank", solve_all_but_one)
     _, stats = block(u)
     assert stats.failed.tolist() == [0.1, 0.0]
     mask = torch.ones(2, 10, dtype=torch.bool)
     mask[0, 9] = False
     _, stats = block(u, Sequences(mask))
-    assert stats.failed.tolist() == pytest.approx(
-        [1 / 9, 0.0]
-    )  # share of tokens that are not padding
+    assert stats.failed.tolist() == pytest.approx([1 / 9, 0.0])  # padding is not counted
 
 
-def of_the_sum(rate, v):
+def adjoint_of_shift(rate, v):
     """Return c's gradient and the norm by `adjoint_gradient` of F(y)_t = c_t + rate y_{t−1}."""
-    c, norms = torch.zeros_like(v, requires_grad=True), v.new_zeros(len(v))
+    c, adjoint_norm = torch.zeros_like(v, requires_grad=True), v.new_zeros(len(v))
 
-    def of_y(c):
+    def make_F(c):
         return lambda y: c + rate * F.pad(y[:, :-1], (0, 0, 1, 0))
 
     start = torch.zeros_like(v)
-    y = adjoint_gradient(of_y(c), of_y(c.detach()), start, norms, 1e-13, v.dtype)
+    y = adjoint_gradient(make_F(c), make_F(c.detach()), start, adjoint_norm, 1e-13, v.dtype)
     (grad,) = torch.autograd.grad(y, c, v)
-    return grad[0, :, 0].tolist(), norms.item()
+    return grad[0, :, 0].tolist(), adjoint_norm.item()
 
 
 def cotangent(length, size):
@@ -74,9 +72,9 @@ def cotangent(length, size):
 
 
 def test_the_adjoint_reaches_the_first_token():
-    grad, told = of_the_sum(2.0, cotangent(6, 10.0))
+    grad, norm = adjoint_of_shift(2.0, cotangent(6, 10.0))
     assert grad == [10.0 * 2**k for k in (5, 4, 3, 2, 1, 0)]
-    assert told == 2.0**5
+    assert norm == 2.0**5
 
 
 class _Counted(torch.autograd.Function):
@@ -93,22 +91,22 @@ class _Counted(torch.autograd.Function):
         return grad, None
 
 
-@pytest.mark.parametrize("tol, most", [(1e-2, 10), (1e-7, 24)])
-def test_the_adjoint_ends_at_its_tolerance_or_at_rounding(tol, most):
+@pytest.mark.parametrize("tol, max_terms", [(1e-2, 10), (1e-7, 24)])
+def test_the_adjoint_ends_at_its_tolerance_or_at_rounding(tol, max_terms):
     """Under bf16 the change never falls below rounding, so the sum would have L = 256 terms.
 
     The backward multiplies in the forward's dtype, although it runs outside of its autocast.
     """
     torch.manual_seed(0)
     weight, v = torch.randn(8, 8) / 6, torch.randn(2, 256, 8)
-    multiplied, terms = [], []
+    product_dtypes, terms = [], []
 
     def F_of(y, c):
-        moved = torch.nn.functional.pad(y[:, :-1], (0, 0, 1, 0)) @ weight
-        multiplied.append(moved.dtype)
-        return _Counted.apply(c + moved.float(), terms)
+        product = F.pad(y[:, :-1], (0, 0, 1, 0)) @ weight
+        product_dtypes.append(product.dtype)
+        return _Counted.apply(c + product.float(), terms)
 
-    def grad(autocast, tol):
+    def compute_gradient(autocast, tol):
         c = torch.zeros_like(v, requires_grad=True)
         products = torch.bfloat16 if autocast else torch.float32
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -122,17 +120,17 @@ def test_the_adjoint_ends_at_its_tolerance_or_at_rounding(tol, most):
             )
         return torch.autograd.grad(y, c, v)[0]
 
-    exact = grad(False, 0.0)
-    multiplied.clear(), terms.clear()
-    error = (grad(True, tol) - exact).norm() / exact.norm()
+    exact = compute_gradient(False, 0.0)
+    product_dtypes.clear(), terms.clear()
+    error = (compute_gradient(True, tol) - exact).norm() / exact.norm()
     assert error < 1e-2
-    assert multiplied == [torch.bfloat16] * 2
-    assert 1 < len(terms) <= most
+    assert product_dtypes == [torch.bfloat16] * 2
+    assert 1 < len(terms) <= max_terms
 
 
 def test_noise_changes_only_projections_that_read_y():
     x, y, noise = normal(2, 5, 3), normal(2, 5, 4, seed=2), normal(2, 5, 4, seed=3)
-    made = join_projections(
+    projections = join_projections(
         [
             Projection("alone", x, None),
             Projection("first", 2 * x, normal(3, 4, seed=4)),
@@ -141,11 +139,11 @@ def test_noise_changes_only_projections_that_read_y():
         y.shape[-1],
         y.dtype,
     )
-    moved, expected = made.add_noise(noise).rows(y), made.rows(y + noise)
+    rows, expected = projections.add_noise(noise).rows(y), projections.rows(y + noise)
     for name in ("alone", "first", "second"):
-        torch.testing.assert_close(moved[name], expected[name], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(moved["alone"], x, rtol=0, atol=0)
-    assert made.add_noise(None) is made
+        torch.testing.assert_close(rows[name], expected[name], rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(rows["alone"], x, rtol=0, atol=0)
+    assert projections.add_noise(None) is projections
 
 
 @pytest.mark.parametrize("kernels", ["auto", "plain"])
@@ -163,14 +161,14 @@ def test_noise_is_the_same_under_every_schedule(kernels, monkeypatch):
         torch.testing.assert_close(found[schedule], found["sequential"], rtol=1e-7, atol=1e-8)
 
 
-LOOSE = dict(tol=0.1, eval_tol=0.1, contractive=0.8)
+HIGH_TOL = dict(tol=0.1, eval_tol=0.1, contractive=0.8)
 
 
 @pytest.mark.parametrize("schedule", ["window:5", "parallel"])
 @torch.no_grad()
 def test_later_tokens_do_not_change_where_a_token_stops(schedule):
     """At a high tolerance, a converged token keeps its iterate."""
-    block, u = block_of(schedule=schedule, **LOOSE), normal(3, 12, 8)
+    block, u = block_of(schedule=schedule, **HIGH_TOL), normal(3, 12, 8)
     other = torch.cat([u[:, :-4], 9 * normal(3, 4, 8, seed=6)], 1)
     ours, theirs = block(u)[0], block(other)[0]
     torch.testing.assert_close(ours[:, :-4], theirs[:, :-4], rtol=1e-11, atol=1e-12)
@@ -179,7 +177,7 @@ def test_later_tokens_do_not_change_where_a_token_stops(schedule):
 @torch.no_grad()
 def test_segments_of_window_length_equal_the_whole():
     """A segment reads both the iterate and the map at it from the previous token."""
-    block, u = block_of(schedule="window:4", **LOOSE), normal(2, 12, 8)
+    block, u = block_of(schedule="window:4", **HIGH_TOL), normal(2, 12, 8)
     whole, stats = block(u)
     assert (stats.residual > 1e-4).all()  # the iterate and the map at it differ
     state, found = None, []

@@ -16,11 +16,11 @@ from tests.tracker import compute_gradient, draw_words, load_tracker
 LONGER = 272  # more than two windows of 128
 
 
-def relative(ours, theirs):
+def relative_distance(ours, theirs):
     """Return ‖ours − theirs‖ / ‖theirs‖ of two {name: gradient}."""
     pairs = [(ours[name] - t, t) for name, t in theirs.items()]
-    off, size = (torch.cat([p[i].flatten() for p in pairs]).norm() for i in (0, 1))
-    return (off / size).item()
+    distance, size = (torch.cat([p[i].flatten() for p in pairs]).norm() for i in (0, 1))
+    return (distance / size).item()
 
 
 @pytest.fixture
@@ -34,15 +34,15 @@ def as_on_cuda(monkeypatch):
 @pytest.mark.parametrize("schedule", ["auto", "window:16", "window:128", "parallel"])
 def test_loss_and_gradient_equal_the_sequential_ones(schedule, as_on_cuda):
     model = load_tracker()
-    given = draw_words(2, LONGER)
+    batch = draw_words(2, LONGER)
     with model.solving(schedule="sequential"):
-        loss, gradient = compute_gradient(model, *given)
+        loss, gradient = compute_gradient(model, *batch)
     assert loss < 0.05
     with model.solving(schedule=schedule):
         assert model.solver(LONGER)["schedule"] != "sequential"
-        ours, its_gradient = compute_gradient(model, *given)
-    assert ours == pytest.approx(loss, rel=1e-3)
-    assert relative(its_gradient, gradient) < 0.01  # tol 0.01
+        found_loss, found_gradient = compute_gradient(model, *batch)
+    assert found_loss == pytest.approx(loss, rel=1e-3)
+    assert relative_distance(found_gradient, gradient) < 0.01  # tol 0.01
 
 
 @pytest.mark.parametrize("schedule", ["auto", "window:16", "parallel"])
@@ -71,33 +71,35 @@ def test_window_passes_on_the_iterate_of_its_state(monkeypatch):
     (block,) = model.fixed_point_blocks()
     u = model.backbone.embeddings(draw_words(2, 16)[0])
     solver = block.choose_solver(u)
-    handed_on, solve_all_tokens = [], solver.solve_all_tokens
+    state_ys, solve_all_tokens = [], solver.solve_all_tokens
 
-    def watched(inputs, *others):
+    def record_state_y(inputs, *others):
         if inputs.seqs.state is not None:
-            handed_on.append(inputs.seqs.state.y)
+            state_ys.append(inputs.seqs.state.y)
         return solve_all_tokens(inputs, *others)
 
-    monkeypatch.setattr(solver, "solve_all_tokens", watched)
+    monkeypatch.setattr(solver, "solve_all_tokens", record_state_y)
     with torch.no_grad():
         solution = solver.solve(block.prepare(u))
-    assert torch.equal(handed_on[0], solution.y[:, 7])
+    assert torch.equal(state_ys[0], solution.y[:, 7])
     assert not torch.equal(solution.y[:, 7], solution.f_y[:, 7])
 
 
 def test_iterations_to_another_solution_are_counted():
-    """On a state tracker the paper's procedure gives other answers, converged or not."""
+    """On a state tracker the paper's iteration gives other answers, converged or not."""
     model = load_tracker().eval()
     ids, answers = draw_words(10, 64)
     with torch.no_grad():
-        own = model(ids, count_iterations=True)
+        exact = model(ids, count_iterations=True)
         with model.solving(token="iterate"):
-            papers = model(ids, count_iterations=True)
-    right = [(output.logits.argmax(-1) == answers).float().mean() for output in (own, papers)]
-    assert right[0] > 0.95 and right[1] < 0.5
-    assert own.fixed_point.other_solution.mean() > 0.5
-    assert papers.fixed_point.other_solution.max() == 0
-    torch.testing.assert_close(own.fixed_point.num_iters, papers.fixed_point.num_iters)
+            iterated = model(ids, count_iterations=True)
+    accuracy, iterated_accuracy = (
+        (output.logits.argmax(-1) == answers).float().mean() for output in (exact, iterated)
+    )
+    assert accuracy > 0.95 and iterated_accuracy < 0.5
+    assert exact.fixed_point.other_solution.mean() > 0.5
+    assert iterated.fixed_point.other_solution.max() == 0
+    torch.testing.assert_close(exact.fixed_point.num_iters, iterated.fixed_point.num_iters)
 
 
 @pytest.mark.parametrize("rank", [1, 4])
@@ -113,11 +115,11 @@ def test_limited_gradients_equal_plain_pytorch(rank, monkeypatch):
         monkeypatch.setenv("FPRNN_KERNELS", kernels)
         stats = model(ids).fixed_point
         found[kernels] = compute_gradient(model, ids, answers)[1], stats
-    (plain, its_stats), (compiled, stats) = found["plain"], found["auto"]
+    (plain, plain_stats), (compiled, stats) = found["plain"], found["auto"]
     assert (stats.grad_limited.mean() > 0.005) == (rank > 1)
     for name in ("failed", "bisected", "grad_limited"):
-        torch.testing.assert_close(getattr(stats, name), getattr(its_stats, name))
-    assert relative(compiled, plain) < 1e-6
+        torch.testing.assert_close(getattr(stats, name), getattr(plain_stats, name))
+    assert relative_distance(compiled, plain) < 1e-6
 
 
 def test_max_iters_does_not_limit_exact_windows():
@@ -143,5 +145,5 @@ def test_auto_on_a_gpu_is_sequential_if_kernels_can(fields, schedule, as_on_cuda
     sizes = {"vocab_size": 6, "d_model": 16, "n_layer": 1}
     model = FPRNNForCausalLM(FPRNNConfig(**sizes, **fields))
     assert model.solver(LONGER)["schedule"] == "window:128"  # no GPU kernels are available
-    monkeypatch.setattr(strategies, "backend", lambda *_: SimpleNamespace(fits=fits_a_gpu))
+    monkeypatch.setattr(strategies, "find_backend", lambda *_: SimpleNamespace(fits=fits_a_gpu))
     assert model.solver(LONGER)["schedule"] == schedule
