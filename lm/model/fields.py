@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 AUTO_WINDOW = 128
-TOKENS = ("auto", "exact", "iterate")
+TOKEN_MODES = ("auto", "exact", "iterate")
 SCHEDULES = {
     "auto": "sequential with householder or dplr (on a GPU: if its kernel can), else window:128",
     "sequential": "one token after the other",
@@ -310,7 +310,7 @@ LAYER_OPTIONS = {
 SOLVER = {
     "token": Field(
         "auto",
-        TOKENS,
+        TOKEN_MODES,
         "How the fixed point is computed. `exact`: solve one equation per token, given the"
         " solutions of all tokens before it; every schedule gives the same solution. `iterate`: the"
         " paper's iteration f. `auto`: `iterate` with `stopping: paper`, otherwise `exact`.",
@@ -416,7 +416,7 @@ MIXERS = (
     "selective_dense",
     "mixture",
 )
-GATED = ("householder", "dplr", "kronecker", "monarch", "mixture")  # mixers with gates a_t
+GATED_MIXERS = ("householder", "dplr", "kronecker", "monarch", "mixture")  # mixers with gates a_t
 
 
 def resolve_n_heads(config: Any) -> int:
@@ -436,7 +436,7 @@ def resolve_d_ff(config: Any) -> int:
     return -(-8 * config.d_model // (3 * 64)) * 64 if config.d_ff == "auto" else config.d_ff
 
 
-FIXED_POINT = ("fp_mamba1", "fp_mamba2", "fp_rnn")
+FIXED_POINT_KINDS = ("fp_mamba1", "fp_mamba2", "fp_rnn")
 _MIXER_FIELDS = (
     "mixer",
     "mixer_rank",
@@ -470,7 +470,7 @@ _FP_MAMBA_FIELDS = (
 )
 _DELTA_FIELDS = ("n_heads", "headdim", "expand", "allow_neg_eigval")
 # Kind of layer → fields of FPRNNConfig that it reads. A pattern may set these as its options.
-KINDS = {
+FIELDS_BY_KIND = {
     "fp_mamba1": (*_FP_MAMBA_FIELDS, "dt_rank"),
     "fp_mamba2": (*_FP_MAMBA_FIELDS, "headdim", "ngroups"),
     "fp_rnn": (*_MIXER_FIELDS, *_BLOCK_FIELDS),
@@ -506,7 +506,7 @@ STACKS = {
     "m2rnn": "m2rnn mlp",
 }
 # Parameters that stay in fp32: their exp() and softplus() need more digits than bf16 has.
-IN_FP32 = {
+FP32_PARAMETERS = {
     "fp_mamba1": _MAMBA_FP32,
     "mamba": _MAMBA_FP32,
     "fp_mamba2": _MAMBA2_FP32,
@@ -522,7 +522,7 @@ IN_FP32 = {
 class Layer(NamedTuple):
     """One layer of a pattern."""
 
-    kind: str  # a key of KINDS
+    kind: str  # a key of FIELDS_BY_KIND
     options: dict  # fields of FPRNNConfig with another value in this layer
 
 
@@ -534,7 +534,7 @@ def parse_pattern(layers: Any) -> list[Layer]:
             and of mappings {kind: {field: value}}.
 
     Raises:
-        ValueError: As for `parse`, except for n_layer.
+        ValueError: As for `parse_layers`, except for n_layer.
     """
     pattern = []
     for item in [layers] if isinstance(layers, str) else _checked_list(layers):
@@ -545,7 +545,7 @@ def parse_pattern(layers: Any) -> list[Layer]:
             pattern += _parse_mapping(item)
     if not pattern:
         raise ValueError("layers is empty: it must name a layer, as `mamba*3 fp_mamba1` does")
-    kinds = sorted({layer.kind for layer in pattern} & set(FIXED_POINT))
+    kinds = sorted({layer.kind for layer in pattern} & set(FIXED_POINT_KINDS))
     if len(kinds) > 1:
         raise ValueError(
             f"layers has {' and '.join(kinds)}: all fixed-point layers of a model must be of one"
@@ -554,7 +554,7 @@ def parse_pattern(layers: Any) -> list[Layer]:
     return pattern
 
 
-def parse(layers: Any, n_layer: int) -> list[Layer]:
+def parse_layers(layers: Any, n_layer: int) -> list[Layer]:
     """Return the layers of a model, one after the other.
 
     Args:
@@ -615,19 +615,20 @@ def _parse_mapping(item):
 def _parse_element(element, options):
     """Return the layers of an element, such as `mamba*3`."""
     kind, star, count = element.partition("*")
-    if kind not in KINDS:
-        matches = difflib.get_close_matches(kind, KINDS, 1)
+    if kind not in FIELDS_BY_KIND:
+        matches = difflib.get_close_matches(kind, FIELDS_BY_KIND, 1)
         hint = f" (did you mean {matches[0]}?)" if matches else ""
-        raise ValueError(f"layers names `{kind}`{hint}: the kinds are {', '.join(KINDS)}")
+        raise ValueError(f"layers names `{kind}`{hint}: the kinds are {', '.join(FIELDS_BY_KIND)}")
     if star and not (count.isdecimal() and int(count) > 0):
         raise ValueError(
             f"layers has `{element}`: a count is a whole number above 0, as in {kind}*3"
         )
     for name in options:
-        if name not in KINDS[kind]:
-            matches = difflib.get_close_matches(name, KINDS[kind], 1)
+        if name not in FIELDS_BY_KIND[kind]:
+            matches = difflib.get_close_matches(name, FIELDS_BY_KIND[kind], 1)
             hint = f" (did you mean {matches[0]}?)" if matches else ""
             raise ValueError(
-                f"layers gives `{name}` to {kind}{hint}: its options are {', '.join(KINDS[kind])}"
+                f"layers gives `{name}` to {kind}{hint}: its options are"
+                f" {', '.join(FIELDS_BY_KIND[kind])}"
             )
     return [Layer(kind, options)] * (int(count) if star else 1)

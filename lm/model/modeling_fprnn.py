@@ -45,7 +45,7 @@ from .checksums import refuse_changed
 from .configuration_fprnn import FPRNNConfig, refuse_solver_token
 from .delta import GatedDeltaNet
 from .diagonal import Mamba
-from .fields import FIXED_POINT, IN_FP32, SOLVER
+from .fields import FIXED_POINT_KINDS, FP32_PARAMETERS, SOLVER
 from .fixed_point import FixedPointBlock
 from .full_rank import solve_by_iterating
 from .layers import RMSNorm, on_cpu
@@ -135,7 +135,7 @@ class FPRNNPreTrainedModel(PreTrainedModel):
         config.settle()
         super().__init__(config)
         kinds = dict.fromkeys(layer.kind for layer in config.layer_list())
-        names = (name for kind in kinds for name in IN_FP32.get(kind, ()))
+        names = (name for kind in kinds for name in FP32_PARAMETERS.get(kind, ()))
         self._keep_in_fp32_modules_strict = list(dict.fromkeys(names))
 
     @classmethod
@@ -224,7 +224,7 @@ class FPRNNModel(FPRNNPreTrainedModel):
         self.solved_layers = None  # indices of the fixed-point layers; None: all layers
         if config.layers is not None:
             kinds = [layer.kind for layer in self.layers]
-            self.solved_layers = [i for i, kind in enumerate(kinds) if kind in FIXED_POINT]
+            self.solved_layers = [i for i, kind in enumerate(kinds) if kind in FIXED_POINT_KINDS]
         self.post_init()
 
     def __getstate__(self) -> dict[str, Any]:
