@@ -17,7 +17,7 @@ from .layers import Orthogonal, RMSNorm, WNLinear
 from .mixers import Kronecker, Monarch, Reflections
 from .state import Sequences
 
-# Kinds of layers (fields.KINDS) that are not fixed-point blocks.
+# Kinds of layers (fields.FIELDS_BY_KIND) that are not fixed-point blocks.
 BASELINES = {
     "mamba": Mamba,
     "mamba2": Mamba2,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm.common.errors import BAD_CONFIG, ConfigError, UserError
-from lm.model.fields import KINDS, resolve_d_ff, resolve_n_heads
+from lm.model.fields import FIELDS_BY_KIND, resolve_d_ff, resolve_n_heads
 from lm.runs.exported import format_first_names
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def _compare_layers(
     layer_config = config.layer_config(layer)
     source_layer_config = source_config.layer_config(source_config.layer_list()[partner])
     differences = []
-    for name in KINDS[layer.kind]:
+    for name in FIELDS_BY_KIND[layer.kind]:
         get_value = DERIVED_FIELDS.get(name, attrgetter(name))
         value, source_value = get_value(layer_config), get_value(source_layer_config)
         if value != source_value and name not in INIT_FIELDS:
