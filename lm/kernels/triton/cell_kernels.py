@@ -12,9 +12,7 @@ and `reflections`; `units` are the normalized B and C of a token, (2,g·n).
 Arguments of the kernels: columns K; y_columns k; …_column the first column of a part in a row, as
 in Layout; group_width d/g; headdim the channels of a head; ACT, BC_NORM, eps and others as in
 Options; KIND as in Sizes; …_DTYPE the dtype of raw, W_y or rows; STATES the states that are loaded
-at once; N the power of two at or above n.
-
-Arguments in capitals are compile-time constants.
+at once; N the power of two at or above n. Arguments in capitals are compile-time constants.
 
 Shape suffixes: b sequences, l length, d channels, n states, g groups, r reflections, K columns of
 raw, k columns of raw that depend on y_{t−1} (the first ones), c tokens of a chunk; D, R the powers

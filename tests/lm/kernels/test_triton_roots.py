@@ -73,7 +73,7 @@ def test_search_has_the_steps_of_the_cpu_kernel(r, scale):
     coefficients = random_coefficients(16, r, scale, seed=20 + r)
     s, outcome = solve_on_device(coefficients)
     *equations, floor = in_fp32(coefficients)
-    (expected, is_within), _ = cpu_roots.count_evaluations(equations, floor, by_picard=r > 1)
+    (expected, is_within), _ = cpu_roots.count_evaluations(equations, floor, uses_picard_only=r > 1)
     assert torch.equal(outcome, is_within)
     torch.testing.assert_close(s, expected, rtol=1e-5, atol=1e-6)
 
