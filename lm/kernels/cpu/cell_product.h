@@ -24,12 +24,11 @@ template <class T, int half, int... lane>
 inline Vec<T> fold_pair(Vec<T> a, Vec<T> b, std::integer_sequence<int, lane...>) {
     using Bits = typename Float<T>::Bits;
     constexpr int parts_of_a = LANES<T> / (2 * half);
-    constexpr auto from = [](int i) {
-        const int part = i / half;
-        return part < parts_of_a ? part * 2 * half + i % half : LANES<T> + (part - parts_of_a) * 2 * half +
-            i % half;
+    constexpr auto find_lane = [](int i) {  // of a and b together
+        const int part = i / half, first = part < parts_of_a ? 0 : LANES<T> - parts_of_a * 2 * half;
+        return first + part * 2 * half + i % half;
     };
-    constexpr Bits low = {from(lane)...}, high = {from(lane) + half...};
+    constexpr Bits low = {find_lane(lane)...}, high = {find_lane(lane) + half...};
     return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
 }
 
