@@ -368,7 +368,7 @@ def token_kernel(
         bc = _normalize_units(
             row, current_units, B_column, C_column, channel, group_width, eps, n, BC_NORM, GROUPS, N
         )
-        tl.debug_barrier()  # threads read what other threads have written
+        tl.debug_barrier()  # threads read units of other threads
         inflow = tl.load(inflow_address, mask=is_channel, other=0.0)
         C = current_units + GROUPS * n
         history = tl.zeros([D], tl.float32)
@@ -806,11 +806,12 @@ def token_back_kernel(
     else:
         ddt = d_gain * bc + mixed * d_inflow
         H = address(table, AT_H) + chunk_token * (n * d)
-        pointers = (H, units + GROUPS * n, mu, d_units + GROUPS * n)
+        C, d_C = units + GROUPS * n, d_units + GROUPS * n
+        tensors = (H, C, mu, d_C)
         ddt = _backprop_state(
             table,
             sequence,
-            pointers,
+            tensors,
             d_history,
             dt,
             keep,
@@ -824,7 +825,7 @@ def token_back_kernel(
             STATES,
         )
         tl.store(ddt_address, ddt, mask=is_channel)
-        tl.debug_barrier()  # threads read what other threads have written
+        tl.debug_barrier()  # threads read units of other threads
         for g in tl.static_range(GROUPS):
             d_bc = tl.sum(tl.where(channel // group_width == g, d_gain * dt, 0.0), 0)
             _backprop_units(
