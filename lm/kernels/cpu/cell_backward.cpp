@@ -11,7 +11,7 @@ template <class T, int R>
 void backprop_token(const Cell &cell, int64_t sequence, int64_t t, int64_t i, const Token<T> &token, const T *H,
                 BackwardWork<T> &work, Sums<T> &sums, std::vector<double> &d_bc) {
     const int64_t d = cell.channels, token_index = sequence * cell.length + t;
-    T *mu = work.mu + i * work.state, *d_row = out<T>(cell.d_raw) + token_index * cell.columns;
+    T *mu = work.mu + i * work.state, *d_row = output<T>(cell.d_raw) + token_index * cell.columns;
     const T *row = find_row<T>(cell, token_index);
     std::fill(d_row, d_row + cell.columns, T(0));
     TokenGradient grads;
@@ -28,14 +28,14 @@ void backprop_token(const Cell &cell, int64_t sequence, int64_t t, int64_t i, co
     backprop_map<T, R>(cell, token, grads);
     backprop_vectors<T, R>(cell, token_index, row, token, grads, work);
     for (int64_t j = 0; j < cell.rank; ++j) d_row[cell.gates + j] = T(grads.d_gate[j]);
-    const T keep_t = cell.keep ? in<T>(cell.keep)[token_index] : T(1);
+    const T keep_t = cell.keep ? input<T>(cell.keep)[token_index] : T(1);
     if (cell.kind == RNN) {
         const T *h = find_previous_y<T>(cell, token_index, cell.h0);
         if (!h) h = work.zeros;
         for (int64_t c = 0; c < d; ++c) {
-            out<T>(cell.dA)[token_index * d + c] = work.d_past[c] * h[c] * keep_t;
+            output<T>(cell.dA)[token_index * d + c] = work.d_past[c] * h[c] * keep_t;
             mu[c] = work.d_past[c] * token.decay[c];
-            out<T>(cell.ddt)[token_index * d + c] = work.ddt[c];
+            output<T>(cell.ddt)[token_index * d + c] = work.ddt[c];
         }
         return;
     }
@@ -43,11 +43,11 @@ void backprop_token(const Cell &cell, int64_t sequence, int64_t t, int64_t i, co
     backprop_units<T>(cell, work.dB, token.B, token.C, d_bc.data(), token.B_length, d_row + cell.B_column);
     backprop_units<T>(cell, work.dC, token.C, token.B, d_bc.data(), token.C_length, d_row + cell.C_column);
     if (cell.kind == MAMBA1)
-        return void(std::memcpy(out<T>(cell.ddt) + token_index * d, work.ddt, d * sizeof(T)));
+        return void(std::memcpy(output<T>(cell.ddt) + token_index * d, work.ddt, d * sizeof(T)));
     for (int64_t h = 0, head_width = d / cell.heads; h < cell.heads; ++h) {
         T sum = 0;
         for (int64_t c = h * head_width; c < (h + 1) * head_width; ++c) sum += work.ddt[c];
-        out<T>(cell.ddt)[token_index * cell.heads + h] = sum;
+        output<T>(cell.ddt)[token_index * cell.heads + h] = sum;
     }
 }
 
@@ -58,9 +58,9 @@ void backprop_centroids(const Cell &cell, int64_t first, int64_t count, int64_t 
                        BackwardWork<T> &work) {
     const int64_t centroids = cell.centroids, d = cell.channels, tokens = first * cell.length + t;
     const int64_t step = cell.length * centroids;
-    T *d_logits = out<T>(cell.d_logits) + tokens * centroids;
+    T *d_logits = output<T>(cell.d_logits) + tokens * centroids;
     for (int64_t i = 0; i < count; ++i) {
-        std::memcpy(out<T>(cell.d_reads) + (tokens + i * cell.length) * d, work.d_y_before + i * work.width,
+        std::memcpy(output<T>(cell.d_reads) + (tokens + i * cell.length) * d, work.d_y_before + i * work.width,
                     d * sizeof(T));
         std::fill(d_logits + i * step, d_logits + i * step + centroids, T(0));
     }
@@ -70,7 +70,7 @@ void backprop_centroids(const Cell &cell, int64_t first, int64_t count, int64_t 
         project_tile<T, decltype(S)::value>(weights.values, centroids, work.width, d_y_before, to, step);
     });
     for (int64_t i = 0; i < count; ++i) {
-        const T *alpha = in<T>(cell.alphas) + tokens * centroids + i * step;
+        const T *alpha = input<T>(cell.alphas) + tokens * centroids + i * step;
         T *d_logit = d_logits + i * step;
         Vec<T> sums{};
         for_each_block<T>(centroids, [&](int64_t j, int64_t lanes) {
@@ -85,7 +85,7 @@ void backprop_centroids(const Cell &cell, int64_t first, int64_t count, int64_t 
         combine_weight_rows<T, decltype(S)::value>(weights.keys, centroids, work.width, from, step, d_y_before);
     });
     for (int64_t i = 0; i < count && cell.d_noise; ++i)
-        std::memcpy(out<T>(cell.d_noise) + (tokens + i * cell.length) * d, work.d_y_before + i * work.width,
+        std::memcpy(output<T>(cell.d_noise) + (tokens + i * cell.length) * d, work.d_y_before + i * work.width,
                     d * sizeof(T));
 }
 
@@ -94,7 +94,7 @@ template <class T>
 void backprop_rows(const Cell &cell, int64_t first, int64_t count, int64_t t, const PaddedWeights<T> &weights,
            BackwardWork<T> &work) {
     const int64_t step = cell.length * cell.columns;
-    const T *rows = in<T>(cell.d_raw) + (first * cell.length + t) * cell.columns;
+    const T *rows = input<T>(cell.d_raw) + (first * cell.length + t) * cell.columns;
     for_each_tile(count, [&](int64_t i, auto S) {
         combine_weight_rows<T, decltype(S)::value>(weights.W_y, cell.y_columns, work.width, rows + i * step, step,
                                            work.d_y_before + i * work.width);
@@ -102,7 +102,7 @@ void backprop_rows(const Cell &cell, int64_t first, int64_t count, int64_t t, co
     if (cell.centroids) backprop_centroids<T>(cell, first, count, t, weights, work);
     for (int64_t i = 0; i < count; ++i) {
         T *d_y_before = work.d_y_before + i * work.width;
-        const T factor = cell.keep ? in<T>(cell.keep)[(first + i) * cell.length + t] : T(1);
+        const T factor = cell.keep ? input<T>(cell.keep)[(first + i) * cell.length + t] : T(1);
         for (int64_t c = 0; c < work.width; c += LANES<T>)
             put<T>(d_y_before + c, vector_at<T>(d_y_before + c) * factor);
     }
@@ -119,7 +119,7 @@ void backprop_group(const Cell &cell, int64_t first, int64_t count, const Padded
             Vec<T> squares{};
             for_each_block<T>(d, [&](int64_t c, int64_t lanes) {
                 const int64_t token_index = (first + i) * cell.length + t;
-                const Vec<T> grad = load<T>(in<T>(cell.grad_y) + token_index * d + c, lanes);
+                const Vec<T> grad = load<T>(input<T>(cell.grad_y) + token_index * d + c, lanes);
                 squares += grad * grad;
             });
             const double grad_norm = std::sqrt(double(sum_lanes<T>(squares)));
@@ -144,13 +144,13 @@ void backprop_group(const Cell &cell, int64_t first, int64_t count, const Padded
         }
     }
     for (int64_t i = 0; i < count && cell.adjoint; ++i)
-        out<T>(cell.adjoint)[first + i] = T(max_grad_norm[i] == 0 ? 0 : work.max_lambda_norm[i] / max_grad_norm[i]);
+        output<T>(cell.adjoint)[first + i] = T(max_grad_norm[i] == 0 ? 0 : work.max_lambda_norm[i] / max_grad_norm[i]);
 }
 
 // Add the gradients of all sequences, in their order.
 template <class T> void sum_sequences(void *to, const std::vector<T> &from, int64_t batch, int64_t size) {
     if (!to) return;
-    T *sum = out<T>(to);
+    T *sum = output<T>(to);
     std::fill(sum, sum + size, T(0));
     for (int64_t sequence = 0; sequence < batch; ++sequence)
         for (int64_t i = 0; i < size; ++i) sum[i] += from[sequence * size + i];
@@ -162,8 +162,8 @@ template <class T> void read_previous_y(const Cell &cell, int64_t token_index, i
                                         T *to) {
     const int64_t d = cell.channels, tile_size = std::min(panel_width, d - c);
     const T *before = find_previous_y<T>(cell, token_index, cell.y0);
-    if (cell.reads) before = in<T>(cell.reads) + token_index * d;
-    const T keep_t = cell.keep && !cell.reads ? in<T>(cell.keep)[token_index] : T(1);
+    if (cell.reads) before = input<T>(cell.reads) + token_index * d;
+    const T keep_t = cell.keep && !cell.reads ? input<T>(cell.keep)[token_index] : T(1);
     for (int64_t i = 0; i < panel_width; ++i) to[i] = before && i < tile_size ? before[c + i] * keep_t : T(0);
 }
 
@@ -183,14 +183,14 @@ template <class T> void compute_weight_gradient(const Cell &cell) {
             for (int64_t t = 0; t < tile_size; ++t)
                 read_previous_y<T>(cell, first + t, panel * panel_width, panel_width, before + t * panel_width);
             for (int64_t j = 0; j < cell.y_columns; j += TILE_ROWS) {
-                const T *rows = in<T>(cell.d_raw) + first * cell.columns + j;
+                const T *rows = input<T>(cell.d_raw) + first * cell.columns + j;
                 const int64_t tall = std::min<int64_t>(TILE_ROWS, cell.y_columns - j);
                 outer_tile<T>(rows, cell.columns, before, tile_size, tall, sums + j * panel_width);
             }
         }
         const int64_t tile_size = std::min(panel_width, d - panel * panel_width);
         for (int64_t j = 0; j < cell.y_columns; ++j)
-            std::memcpy(out<T>(cell.d_weight) + j * d + panel * panel_width, sums + j * panel_width,
+            std::memcpy(output<T>(cell.d_weight) + j * d + panel * panel_width, sums + j * panel_width,
                         tile_size * sizeof(T));
     }
 }

@@ -10,7 +10,9 @@ namespace {
 template <class T> struct ForwardWork {
     int64_t width;               // entries of a row of y_before, a multiple of a vector
     std::vector<Token<T>> tokens;
-    T *rows, *y_before, *h, *inflow, *B_before, *c, *m, *v;
+    T *rows, *y_before, *h;      // (sequence, K), (sequence, width), (sequence, n, d)
+    T *inflow, *B_before;        // (sequence, d), (sequence, groups·n): h lacks inflow B_beforeᵀ
+    T *c, *m, *v;                // (d), (r, d), (d) of one token: v = c + Σ_j m_j s_j
     T *alpha, *read;             // centroids: (sequence, k), (sequence, width)
     T *has_before;               // (sequence): 0 at the first token of a document, else 1
     Arena<T> arena;
@@ -30,9 +32,8 @@ template <class T> struct ForwardWork {
         h = arena.take(count * cell.states * cell.channels);
         inflow = arena.take(count * cell.channels);
         B_before = arena.take(count * cell.groups * cell.states);
-        c = arena.take(cell.channels);
+        for (T **pointer : {&c, &v}) *pointer = arena.take(cell.channels);
         m = arena.take(cell.rank * cell.channels);
-        v = arena.take(cell.channels);
         alpha = arena.take(count * cell.centroids);
         read = arena.take(count * width);
         has_before = arena.take(count);
@@ -51,12 +52,12 @@ void split_v(const Cell &cell, int64_t token_index, const Token<T> &token, Forwa
     }
     Vec<T> sums[MAX_REFLECTIONS + 1] = {};
     for_each_group_block<T>(cell, [&](int64_t c, int64_t lanes, int64_t g) {
-        Vec<T> remainder = load<T>(in<T>(cell.x) + token_index * d + c, lanes);
+        Vec<T> remainder = load<T>(input<T>(cell.x) + token_index * d + c, lanes);
         for (int i = 0; i < r; ++i) remainder -= load<T>(token.u + i * d + c, lanes) * T(T_Ux[i]);
         Vec<T> gamma = load<T>(token.dt + c, lanes) * token.bc[g] + load_or_default<T>(cell.D, c, lanes, 0);
         Vec<T> constant = load<T>(token.past + c, lanes) + gamma * remainder;
         if (cell.gate) {
-            const Vec<T> gate = load<T>(in<T>(cell.gate) + token_index * d + c, lanes);
+            const Vec<T> gate = load<T>(input<T>(cell.gate) + token_index * d + c, lanes);
             constant *= gate;
             gamma *= gate;
         }
@@ -137,9 +138,9 @@ void solve_token(const Cell &cell, int64_t token_index, int64_t i, const T *row,
     const int64_t d = cell.channels, n = cell.states;
     Token<T> &token = work.tokens[i];
     T *h = work.h + i * n * d, *inflow = work.inflow + i * d, *B_before = work.B_before + i * cell.groups * n;
-    T *y = out<T>(cell.y) + token_index * d;
+    T *y = output<T>(cell.y) + token_index * d;
     prepare_token<T, R>(cell, token_index, row, token);
-    advance_state<T>(cell, token, cell.keep ? in<T>(cell.keep)[token_index] : T(1), inflow, B_before, h, h);
+    advance_state<T>(cell, token, cell.keep ? input<T>(cell.keep)[token_index] : T(1), inflow, B_before, h, h);
     Equation eq;
     T means[MAX_REFLECTIONS + 1], mean, inverse;
     split_v<T, R>(cell, token_index, token, work, means);
@@ -150,7 +151,7 @@ void solve_token(const Cell &cell, int64_t token_index, int64_t i, const T *row,
     cell.outcome[token_index] = outcome;
     for (int64_t j = 0; j < cell.rank; ++j) {
         token.root[j] = T(token.root[j]);  // as the backward pass reads it
-        if (cell.roots) out<T>(cell.roots)[token_index * cell.rank + j] = T(token.root[j]);
+        if (cell.roots) output<T>(cell.roots)[token_index * cell.rank + j] = T(token.root[j]);
     }
     compute_mixed<T, R>(cell, token_index, token);
     compute_v<T>(cell, token_index, token, work.v, mean, inverse);
@@ -175,8 +176,8 @@ template <class T> void init_group(const Cell &cell, int64_t first, int64_t coun
     std::fill(work.inflow, work.inflow + count * d, T(0));
     std::fill(work.B_before, work.B_before + count * cell.groups * cell.states, T(0));
     for (int64_t i = 0; i < count && cell.y0; ++i)
-        std::memcpy(work.y_before + i * work.width, in<T>(cell.y0) + (first + i) * d, d * sizeof(T));
-    if (cell.h0) std::memcpy(work.h, in<T>(cell.h0) + first * state, count * state * sizeof(T));
+        std::memcpy(work.y_before + i * work.width, input<T>(cell.y0) + (first + i) * d, d * sizeof(T));
+    if (cell.h0) std::memcpy(work.h, input<T>(cell.h0) + first * state, count * state * sizeof(T));
 }
 
 // Replace `count` numbers by `factor` factor their softmax.
@@ -198,7 +199,7 @@ template <class T>
 void read_centroids(const Cell &cell, int64_t first, int64_t count, int64_t t, const PaddedWeights<T> &weights,
                     ForwardWork<T> &work) {
     const int64_t centroids = cell.centroids, d = cell.channels, tokens = first * cell.length + t;
-    T *alphas = cell.alphas ? out<T>(cell.alphas) + tokens * centroids : work.alpha;
+    T *alphas = cell.alphas ? output<T>(cell.alphas) + tokens * centroids : work.alpha;
     const int64_t step = cell.alphas ? cell.length * centroids : centroids;
     for (int64_t i = 0; i < count; ++i) std::memcpy(alphas + i * step, cell.key_bias, centroids * sizeof(T));
     for_each_tile(count, [&](int64_t i, auto S) {
@@ -212,7 +213,7 @@ void read_centroids(const Cell &cell, int64_t first, int64_t count, int64_t t, c
                                                    step, read);
     });
     for (int64_t i = 0; i < count && cell.reads; ++i)
-        std::memcpy(out<T>(cell.reads) + (tokens + i * cell.length) * d, work.read + i * work.width,
+        std::memcpy(output<T>(cell.reads) + (tokens + i * cell.length) * d, work.read + i * work.width,
                     d * sizeof(T));
 }
 
@@ -220,20 +221,20 @@ void read_centroids(const Cell &cell, int64_t first, int64_t count, int64_t t, c
 template <class T>
 void compute_rows(const Cell &cell, int64_t first, int64_t count, int64_t t, const PaddedWeights<T> &weights,
              ForwardWork<T> &work) {
-    T *rows = cell.saved_rows ? out<T>(cell.saved_rows) + (first * cell.length + t) * cell.columns : work.rows;
+    T *rows = cell.saved_rows ? output<T>(cell.saved_rows) + (first * cell.length + t) * cell.columns : work.rows;
     const int64_t step = cell.saved_rows ? cell.length * cell.columns : cell.columns;
     for (int64_t i = 0; i < count; ++i) {
         const int64_t token_index = (first + i) * cell.length + t;
-        std::memcpy(rows + i * step, in<T>(cell.raw) + token_index * cell.raw_step, cell.columns * sizeof(T));
-        if (cell.keep && in<T>(cell.keep)[token_index] != T(1))
+        std::memcpy(rows + i * step, input<T>(cell.raw) + token_index * cell.raw_step, cell.columns * sizeof(T));
+        if (cell.keep && input<T>(cell.keep)[token_index] != T(1))
             for (int64_t c = 0; c < cell.channels; ++c)
-                work.y_before[i * work.width + c] *= in<T>(cell.keep)[token_index];
+                work.y_before[i * work.width + c] *= input<T>(cell.keep)[token_index];
         if (cell.centroids) {
             const T *y = work.y_before + i * work.width;
             work.has_before[i] = std::any_of(y, y + cell.channels, [](T value) { return value != 0; });
         }
         for (int64_t c = 0; c < cell.channels && cell.noise; ++c)
-            work.y_before[i * work.width + c] += in<T>(cell.noise)[token_index * cell.channels + c];
+            work.y_before[i * work.width + c] += input<T>(cell.noise)[token_index * cell.channels + c];
     }
     if (cell.centroids) read_centroids<T>(cell, first, count, t, weights, work);
     const T *before = cell.centroids ? work.read : work.y_before;
@@ -263,7 +264,7 @@ void solve_group(const Cell &cell, int64_t first, int64_t count, const PaddedWei
     for (int64_t t = 0; t < cell.length; ++t) {
         for (int64_t i = 0; i < count && cell.checkpoints && t % interval == 0; ++i) {
             const int64_t checkpoint = (first + i) * count_chunks(cell) + t / interval;
-            store_state(i, out<T>(cell.checkpoints) + checkpoint * state);
+            store_state(i, output<T>(cell.checkpoints) + checkpoint * state);
         }
         compute_rows<T>(cell, first, count, t, weights, work);
         for (int64_t i = 0; i < count; ++i) {
@@ -272,7 +273,7 @@ void solve_group(const Cell &cell, int64_t first, int64_t count, const PaddedWei
             solve_token<T, R>(cell, token_index, i, row, work);
         }
     }
-    for (int64_t i = 0; i < count; ++i) store_state(i, out<T>(cell.final) + (first + i) * state);
+    for (int64_t i = 0; i < count; ++i) store_state(i, output<T>(cell.final) + (first + i) * state);
 }
 
 template <class T> void forward(const Cell &cell) {

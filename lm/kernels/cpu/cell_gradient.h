@@ -14,7 +14,7 @@ namespace {
 
 // Sums over tokens, stored per sequence, so that results do not depend on the number of threads.
 template <class T> struct Sums {
-    int64_t A_size, d;
+    int64_t A_size, d;  // entries of A, and channels
     std::vector<T> dA, dD, d_weight, d_bias;
     explicit Sums(const Cell &cell)
         : A_size(cell.kind == MAMBA1 ? cell.states * cell.channels : cell.kind == MAMBA2 ? cell.heads : 0),
@@ -23,10 +23,10 @@ template <class T> struct Sums {
 
 // Gradients that a group of sequences carries from token to token, and one recomputed chunk.
 template <class T> struct BackwardWork {
-    int64_t width, state;
+    int64_t width, state;                // entries of a padded row of d channels, and of a padded state
     std::vector<Token<T>> tokens;        // (sequence, step)
     T *H;                                // (sequence, step, n, d): states after their decay
-    T *mu, *d_y_before;                     // (sequence, n, d), (sequence, width)
+    T *mu, *d_y_before;                  // (sequence, n, d), (sequence, width)
     T *lambda, *v, *d_past, *d_mixed, *mu_B, *ddt, *d_log_decay, *inflow, *d_u;  // (d) each, of one token
     T *dB, *dC, *zeros;                  // (groups·n), zeros (d)
     std::vector<Vec<T>> dB_lanes, dC_lanes;
@@ -74,10 +74,11 @@ struct TokenGradient {
 // Recompute the tokens of a chunk from the saved roots: vectors, x̃, and states after their decay.
 template <class T, int R>
 void recompute_chunk(const Cell &cell, int64_t sequence, int64_t first, int64_t steps, Token<T> *tokens, T *H,
-           BackwardWork<T> &work) {
+                     BackwardWork<T> &work) {
     const int64_t d = cell.channels, n = cell.states;
     const int64_t checkpoint = sequence * count_chunks(cell) + first / cell.checkpoint_interval;
-    const T *B_before = work.zeros, *h = cell.kind == RNN ? nullptr : in<T>(cell.checkpoints) + checkpoint * n * d;
+    const T *B_before = work.zeros, *h = nullptr;
+    if (cell.kind != RNN) h = input<T>(cell.checkpoints) + checkpoint * n * d;
     for (int64_t t = 0; t < steps; ++t) {
         const int64_t token_index = sequence * cell.length + first + t;
         Token<T> &token = tokens[t];
@@ -87,12 +88,12 @@ void recompute_chunk(const Cell &cell, int64_t sequence, int64_t first, int64_t 
             if (!h) h = work.zeros;
             advance_state<T>(cell, token, T(1), work.zeros, work.zeros, h, nullptr);
         } else {
-            const T keep_t = cell.keep ? in<T>(cell.keep)[token_index] : T(1);
+            const T keep_t = cell.keep ? input<T>(cell.keep)[token_index] : T(1);
             advance_state<T>(cell, token, keep_t, t ? work.inflow : work.zeros, B_before, h, H + t * work.state);
             h = H + t * work.state;
             B_before = token.B;
         }
-        for (int64_t i = 0; i < cell.rank; ++i) token.root[i] = in<T>(cell.roots)[token_index * cell.rank + i];
+        for (int64_t i = 0; i < cell.rank; ++i) token.root[i] = input<T>(cell.roots)[token_index * cell.rank + i];
         compute_mixed<T, R>(cell, token_index, token);
         for_each_block<T>(d, [&](int64_t c, int64_t lanes) {
             store<T>(work.inflow + c, load<T>(token.dt + c, lanes) * load<T>(token.mixed + c, lanes), lanes);
@@ -122,7 +123,7 @@ template <class T>
 void gather_lambda(const Cell &cell, int64_t token_index, int64_t i, BackwardWork<T> &work) {
     Vec<T> squares{};
     for_each_block<T>(cell.channels, [&](int64_t c, int64_t lanes) {
-        Vec<T> lambda = load<T>(in<T>(cell.grad_y) + token_index * cell.channels + c, lanes);
+        Vec<T> lambda = load<T>(input<T>(cell.grad_y) + token_index * cell.channels + c, lanes);
         lambda += load<T>(work.d_y_before + i * work.width + c, lanes);
         squares += lambda * lambda;
         if (cell.kind == RNN) lambda += load<T>(work.mu + i * work.state + c, lanes);
@@ -146,7 +147,7 @@ void compute_sums(const Cell &cell, int64_t token_index, const Token<T> &token, 
         const Vec<T> weight = load_or_default<T>(cell.norm_weight, c, lanes, 1);
         const Vec<T> lambda = load<T>(work.lambda + c, lanes) * weight;
         const Vec<T> dt = load<T>(token.dt + c, lanes);
-        const Vec<T> gate = cell.gate ? load<T>(in<T>(cell.gate) + token_index * cell.channels + c, lanes)
+        const Vec<T> gate = cell.gate ? load<T>(input<T>(cell.gate) + token_index * cell.channels + c, lanes)
                                    : broadcast<T>(1);
         const Vec<T> theta = (dt * token.bc[g] + load_or_default<T>(cell.D, c, lanes, 0)) * gate;
         const Vec<T> d_mixed = dt * load<T>(work.mu_B + c, lanes);
@@ -177,13 +178,11 @@ void compute_sums(const Cell &cell, int64_t token_index, const Token<T> &token, 
         grads.mean_u_normed[i] = sum_lanes<T>(sum_u_normed[i]) * mean_normed_factor;
     }
     for (int l = 0; l < r; ++l) {
-        const double theta_l = sum_lanes<T>(sum_theta[l]), theta_normed_l = sum_lanes<T>(sum_theta_normed[l]);
-        z[l] = sum_lanes<T>(theta_lambda[l]) - grads.mean_lambda * theta_l -
-            grads.mean_lambda_normed * theta_normed_l;
+        const double sum = sum_lanes<T>(sum_theta[l]), normed = sum_lanes<T>(sum_theta_normed[l]);
+        z[l] = sum_lanes<T>(theta_lambda[l]) - grads.mean_lambda * sum - grads.mean_lambda_normed * normed;
         z[l] = inverse * z[l] + sum_lanes<T>(z_state[l]);
         for (int i = 0; i < r; ++i) {
-            z_u[l][i] = sum_lanes<T>(theta_u[l][i]) - grads.mean_u[i] * theta_l -
-                grads.mean_u_normed[i] * theta_normed_l;
+            z_u[l][i] = sum_lanes<T>(theta_u[l][i]) - grads.mean_u[i] * sum - grads.mean_u_normed[i] * normed;
             z_u[l][i] *= inverse;
         }
     }
@@ -252,8 +251,8 @@ void backprop_y(const Cell &cell, int64_t token_index, int64_t sequence, const T
         d_past *= inverse;
         if (cell.gate) {
             const Vec<T> ungated = load<T>(token.past + c, lanes) + gamma * mixed;
-            store<T>(out<T>(cell.d_gate) + token_index * d + c, d_past * ungated, lanes);
-            d_past *= load<T>(in<T>(cell.gate) + token_index * d + c, lanes);
+            store<T>(output<T>(cell.d_gate) + token_index * d + c, d_past * ungated, lanes);
+            d_past *= load<T>(input<T>(cell.gate) + token_index * d + c, lanes);
         }
         d_past = zero_padding_lanes<T>(d_past, lanes);
         const Vec<T> d_gamma = d_past * mixed, d_mixed = gamma * d_past + dt * mu_B;
@@ -327,18 +326,18 @@ void backprop_vectors(const Cell &cell, int64_t token_index, const T *row, const
     constexpr int M = R ? R : MAX_REFLECTIONS;
     const int r = rank_of<R>(cell.rank);
     const int64_t d = cell.channels;
-    T *d_row = out<T>(cell.d_raw) + token_index * cell.columns + cell.vectors;
+    T *d_row = output<T>(cell.d_raw) + token_index * cell.columns + cell.vectors;
     Vec<T> dots[M] = {};
     for_each_block<T>(d, [&](int64_t c, int64_t lanes) {
-        const Vec<T> x = load<T>(in<T>(cell.x) + token_index * d + c, lanes);
-        const Vec<T> y = load<T>(in<T>(cell.y) + token_index * d + c, lanes);
+        const Vec<T> x = load<T>(input<T>(cell.x) + token_index * d + c, lanes);
+        const Vec<T> y = load<T>(input<T>(cell.y) + token_index * d + c, lanes);
         const Vec<T> d_mixed = load<T>(work.d_mixed + c, lanes);
         Vec<T> dx = d_mixed, u[M];
         for (int i = 0; i < r; ++i) {
             u[i] = load<T>(token.u + i * d + c, lanes);
             dx += u[i] * T(grads.d_Ux[i]);
         }
-        store<T>(out<T>(cell.dx) + token_index * d + c, dx, lanes);
+        store<T>(output<T>(cell.dx) + token_index * d + c, dx, lanes);
         for (int i = 0; i < r; ++i) {
             Vec<T> d_u = d_mixed * T(token.mix_weights[i]) + y * T(grads.eta[i]) + x * T(grads.d_Ux[i]);
             for (int j = 0; j < r && cell.sequential; ++j)
@@ -365,7 +364,7 @@ template <class T>
 void backprop_state(const Cell &cell, const Token<T> &token, T keep_t, const T *H, T *mu, BackwardWork<T> &work,
                     T *dA) {
     const int64_t n = cell.states, d = cell.channels;
-    const T *A = in<T>(cell.A);
+    const T *A = input<T>(cell.A);
     std::fill(work.dC_lanes.begin(), work.dC_lanes.end(), Vec<T>{});
     const auto pass = [&](auto decay_of, auto backprop_log_decay) {
         for_each_group_block<T>(cell, [&](int64_t c, int64_t lanes, int64_t g) {

@@ -167,10 +167,10 @@ inline bool find_pair(const Equation &eq, double *root, bool &is_attracting) {
         if (!has_zero[p]) continue;
         const double g = find_zero(eq, polynomials, ends[p], ends[p + 1], is_rising[p]);
         const double d = polynomials.det[0] + g * (polynomials.det[1] + g * polynomials.det[2]);
+        const auto &v = polynomials.numerator;
         Point point;
         for (int i = 0; i < 2; ++i)
-            point.s[i] = (polynomials.numerator[0][i] + g * (polynomials.numerator[1][i] +
-                g * polynomials.numerator[2][i])) / d;
+            point.s[i] = (v[0][i] + g * (v[1][i] + g * v[2][i])) / d;
         evaluate<2>(eq, 2, point);
         const double rounding = ROUNDING * std::numeric_limits<double>::epsilon();
         for (int step = 0; step < MAX_POLISH_STEPS; ++step) {

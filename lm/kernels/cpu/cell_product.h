@@ -24,12 +24,11 @@ template <class T, int half, int... lane>
 inline Vec<T> fold_pair(Vec<T> a, Vec<T> b, std::integer_sequence<int, lane...>) {
     using Bits = typename Float<T>::Bits;
     constexpr int parts_of_a = LANES<T> / (2 * half);
-    constexpr auto from = [](int i) {
-        const int part = i / half;
-        return part < parts_of_a ? part * 2 * half + i % half : LANES<T> + (part - parts_of_a) * 2 * half +
-            i % half;
+    constexpr auto find_lane = [](int i) {  // of a and b together
+        const int part = i / half, first = part < parts_of_a ? 0 : LANES<T> - parts_of_a * 2 * half;
+        return first + part * 2 * half + i % half;
     };
-    constexpr Bits low = {from(lane)...}, high = {from(lane) + half...};
+    constexpr Bits low = {find_lane(lane)...}, high = {find_lane(lane) + half...};
     return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
 }
 
@@ -45,13 +44,13 @@ template <class T, int count = LANES<T>, int half = LANES<T> / 2> inline Vec<T> 
     }
 }
 
-// out[g][j] += W_j · y_g for S sequences. W: (k, width); y: rows of `width` entries, padded with zeros
+// out[s][j] += W_j · y_s for S sequences s. W: (rows, width); y: rows of `width` entries, padded with zeros
 // to whole vectors. W is read once.
 template <class T, int S>
-void project_tile(const T *W, int64_t k, int64_t width, const T *y, T *out, int64_t out_step) {
+void project_tile(const T *W, int64_t rows, int64_t width, const T *y, T *out, int64_t out_step) {
     constexpr int OUTPUTS = REGISTER_SUMS / S, L = LANES<T>;
-    for (int64_t j = 0; j < k; j += OUTPUTS) {
-        const int64_t tile_size = std::min<int64_t>(OUTPUTS, k - j);
+    for (int64_t j = 0; j < rows; j += OUTPUTS) {
+        const int64_t tile_size = std::min<int64_t>(OUTPUTS, rows - j);
         const T *row[OUTPUTS];
         for (int o = 0; o < OUTPUTS; ++o) row[o] = W + (j + std::min<int64_t>(o, tile_size - 1)) * width;
         Vec<T> sum[REGISTER_SUMS > L ? REGISTER_SUMS : L] = {};
@@ -61,49 +60,49 @@ void project_tile(const T *W, int64_t k, int64_t width, const T *y, T *out, int6
                 w[o] = vector_at<T>(row[o] + c);
                 __builtin_prefetch(row[o] + OUTPUTS * width + c);  // harmless beyond the end of W
             }
-            for (int g = 0; g < S; ++g) {
-                const Vec<T> y_g = vector_at<T>(y + g * width + c);
-                for (int o = 0; o < OUTPUTS; ++o) sum[g * OUTPUTS + o] += w[o] * y_g;
+            for (int s = 0; s < S; ++s) {
+                const Vec<T> y_s = vector_at<T>(y + s * width + c);
+                for (int o = 0; o < OUTPUTS; ++o) sum[s * OUTPUTS + o] += w[o] * y_s;
             }
         }
         T total[REGISTER_SUMS > L ? REGISTER_SUMS : L];
         for (int i = 0; i < OUTPUTS * S; i += L) put<T>(total + i, sum_each<T>(sum + i));
-        for (int g = 0; g < S; ++g)
-            for (int64_t o = 0; o < tile_size; ++o) out[g * out_step + j + o] += total[g * OUTPUTS + o];
+        for (int s = 0; s < S; ++s)
+            for (int64_t o = 0; o < tile_size; ++o) out[s * out_step + j + o] += total[s * OUTPUTS + o];
     }
 }
 
-// to[g] = Σ_j from[g][j] W_j for S sequences. W: (k, width); to: rows of `width`.
+// to[s] = Σ_j from[s][j] W_j for S sequences s. W: (rows, width); to: rows of `width`.
 template <class T, int S>
-void combine_weight_rows(const T *W, int64_t k, int64_t width, const T *from, int64_t from_step, T *to) {
+void combine_weight_rows(const T *W, int64_t rows, int64_t width, const T *from, int64_t from_step, T *to) {
     constexpr int PANEL_VECTORS = REGISTER_SUMS / S > 8 ? 8 : REGISTER_SUMS / S, L = LANES<T>;
-    constexpr int64_t ROWS = 16;  // of W, which stay in the cache for all columns
+    constexpr int64_t PANEL_ROWS = 16;  // they stay in the cache for all columns
     std::fill(to, to + S * width, T(0));
-    const auto panel = [&](int64_t j0, int64_t j1, int64_t c, auto vectors) {
+    const auto panel = [&](int64_t first_row, int64_t end_row, int64_t c, auto vectors) {
         constexpr int V = decltype(vectors)::value;
         Vec<T> sum[S][V];
-        for (int g = 0; g < S; ++g)
-            for (int i = 0; i < V; ++i) sum[g][i] = vector_at<T>(to + g * width + c + i * L);
-        for (int64_t j = j0; j < j1; ++j) {
+        for (int s = 0; s < S; ++s)
+            for (int i = 0; i < V; ++i) sum[s][i] = vector_at<T>(to + s * width + c + i * L);
+        for (int64_t j = first_row; j < end_row; ++j) {
             Vec<T> w[V];
             for (int i = 0; i < V; ++i) {
                 w[i] = vector_at<T>(W + j * width + c + i * L);
-                __builtin_prefetch(W + (j + ROWS) * width + c + i * L);
+                __builtin_prefetch(W + (j + PANEL_ROWS) * width + c + i * L);
             }
-            for (int g = 0; g < S; ++g) {
-                const T factor = from[g * from_step + j];
-                for (int i = 0; i < V; ++i) sum[g][i] += factor * w[i];
+            for (int s = 0; s < S; ++s) {
+                const T factor = from[s * from_step + j];
+                for (int i = 0; i < V; ++i) sum[s][i] += factor * w[i];
             }
         }
-        for (int g = 0; g < S; ++g)
-            for (int i = 0; i < V; ++i) put<T>(to + g * width + c + i * L, sum[g][i]);
+        for (int s = 0; s < S; ++s)
+            for (int i = 0; i < V; ++i) put<T>(to + s * width + c + i * L, sum[s][i]);
     };
-    for (int64_t j = 0; j < k; j += ROWS) {
-        const int64_t last = std::min(k, j + ROWS);
+    for (int64_t j = 0; j < rows; j += PANEL_ROWS) {
+        const int64_t end_row = std::min(rows, j + PANEL_ROWS);
         int64_t c = 0;
         for (; c + PANEL_VECTORS * L <= width; c += PANEL_VECTORS * L)
-            panel(j, last, c, std::integral_constant<int, PANEL_VECTORS>{});
-        for (; c < width; c += L) panel(j, last, c, std::integral_constant<int, 1>{});
+            panel(j, end_row, c, std::integral_constant<int, PANEL_VECTORS>{});
+        for (; c < width; c += L) panel(j, end_row, c, std::integral_constant<int, 1>{});
     }
 }
 

@@ -89,20 +89,20 @@ inline int64_t count_chunks(const Cell &cell) {
 
 // Return the row of a token, in the backward pass.
 template <class T> const T *find_row(const Cell &cell, int64_t token_index) {
-    if (cell.saved_rows) return in<T>(cell.saved_rows) + token_index * cell.columns;
-    return in<T>(cell.raw) + token_index * cell.raw_step;
+    if (cell.saved_rows) return input<T>(cell.saved_rows) + token_index * cell.columns;
+    return input<T>(cell.raw) + token_index * cell.raw_step;
 }
 
 // Return y (d) of the token before, or a row of `initial` (b,d) for a first token; null if that is null.
 template <class T> const T *find_previous_y(const Cell &cell, int64_t token_index, const void *initial) {
-    if (token_index % cell.length) return in<T>(cell.y) + (token_index - 1) * cell.channels;
-    return initial ? in<T>(initial) + token_index / cell.length * cell.channels : nullptr;
+    if (token_index % cell.length) return input<T>(cell.y) + (token_index - 1) * cell.channels;
+    return initial ? input<T>(initial) + token_index / cell.length * cell.channels : nullptr;
 }
 
 // Load a block of an array; if the array is null, return `default_value` in all lanes.
 template <class T>
 inline Vec<T> load_or_default(const void *from, int64_t offset, int64_t lanes, double default_value) {
-    return from ? load<T>(in<T>(from) + offset, lanes) : broadcast<T>(default_value);
+    return from ? load<T>(input<T>(from) + offset, lanes) : broadcast<T>(default_value);
 }
 
 // Uninitialized memory, handed out in pieces that are aligned and padded to whole vectors.
@@ -142,8 +142,7 @@ template <class T> struct Token {
     static int64_t size(const Cell &cell) {
         const auto round_up = Arena<T>::round_up;
         return round_up(cell.rank * cell.channels) + 4 * round_up(cell.channels) +
-            2 * round_up(cell.groups * cell.states) +
-               3 * round_up(cell.groups);
+               2 * round_up(cell.groups * cell.states) + 3 * round_up(cell.groups);
     }
     explicit Token(const Cell &cell, Arena<T> &arena) {
         u = arena.take(cell.rank * cell.channels);
@@ -232,23 +231,23 @@ template <class T> void normalize_groups(const Cell &cell, const T *from, T *to,
 template <class T, int R>
 void prepare_token(const Cell &cell, int64_t token_index, const T *row, Token<T> &token) {
     const int64_t d = cell.channels;
-    const T *x = in<T>(cell.x) + token_index * d;
+    const T *x = input<T>(cell.x) + token_index * d;
     compute_unit_vectors<T, R>(cell, row, x, token);
     compute_reflection_map<T, R>(cell, row, token);
-    const T keep_t = cell.keep ? in<T>(cell.keep)[token_index] : T(1);
+    const T keep_t = cell.keep ? input<T>(cell.keep)[token_index] : T(1);
     if (cell.kind == MAMBA2) {
         const int64_t head_width = d / cell.heads;
         for (int64_t h = 0; h < cell.heads; ++h) {
-            const T dt = in<T>(cell.dt)[token_index * cell.heads + h];
-            const T decay = exponential<T>(broadcast<T>(dt * in<T>(cell.A)[h]))[0] * keep_t;
+            const T dt = input<T>(cell.dt)[token_index * cell.heads + h];
+            const T decay = exponential<T>(broadcast<T>(dt * input<T>(cell.A)[h]))[0] * keep_t;
             std::fill(token.dt + h * head_width, token.dt + (h + 1) * head_width, dt);
             std::fill(token.decay + h * head_width, token.decay + (h + 1) * head_width, decay);
         }
     } else {
-        std::memcpy(token.dt, in<T>(cell.dt) + token_index * d, d * sizeof(T));
+        std::memcpy(token.dt, input<T>(cell.dt) + token_index * d, d * sizeof(T));
     }
     if (cell.kind == RNN) {
-        for (int64_t c = 0; c < d; ++c) token.decay[c] = in<T>(cell.A)[token_index * d + c] * keep_t;
+        for (int64_t c = 0; c < d; ++c) token.decay[c] = input<T>(cell.A)[token_index * d + c] * keep_t;
         token.bc[0] = 1;
         return;
     }
@@ -271,7 +270,7 @@ template <class T>
 void advance_state(const Cell &cell, const Token<T> &token, T keep_t, const T *inflow, const T *B, const T *h,
                    T *H) {
     const int64_t n = cell.states, d = cell.channels;
-    const T *A = in<T>(cell.A);
+    const T *A = input<T>(cell.A);
     const auto pass = [&](auto decay_of) {
         for_each_group_block<T>(cell, [&](int64_t c, int64_t lanes, int64_t g) {
             const Vec<T> in_c = load<T>(inflow + c, lanes);
@@ -318,7 +317,7 @@ template <class T, int R> void compute_mixed(const Cell &cell, int64_t token_ind
         for (int j = 0; j <= i; ++j) token.mix_weights[i] += token.map[i][j] * (token.root[j] - token.Ux[j]);
     }
     for_each_block<T>(d, [&](int64_t c, int64_t lanes) {
-        Vec<T> mixed = load<T>(in<T>(cell.x) + token_index * d + c, lanes);
+        Vec<T> mixed = load<T>(input<T>(cell.x) + token_index * d + c, lanes);
         for (int i = 0; i < r; ++i) mixed += load<T>(token.u + i * d + c, lanes) * T(token.mix_weights[i]);
         store<T>(token.mixed + c, mixed, lanes);
     });
@@ -332,7 +331,7 @@ void compute_v(const Cell &cell, int64_t token_index, const Token<T> &token, T *
     for_each_group_block<T>(cell, [&](int64_t c, int64_t lanes, int64_t g) {
         const Vec<T> gamma = load<T>(token.dt + c, lanes) * token.bc[g] + load_or_default<T>(cell.D, c, lanes, 0);
         const Vec<T> ungated = load<T>(token.past + c, lanes) + gamma * load<T>(token.mixed + c, lanes);
-        const Vec<T> gated = cell.gate ? ungated * load<T>(in<T>(cell.gate) + token_index * d + c,
+        const Vec<T> gated = cell.gate ? ungated * load<T>(input<T>(cell.gate) + token_index * d + c,
                                                            lanes) : ungated;
         store<T>(v + c, gated, lanes);
         sum += gated;
@@ -366,10 +365,10 @@ template <class Run> void for_each_group(const Cell &cell, int64_t group_size, R
 template <class T>
 const T *pad_rows(const Cell &cell, const void *matrix, int64_t rows, std::vector<T> &copy) {
     const int64_t d = cell.channels, width = Arena<T>::round_up(d);
-    if (width == d) return in<T>(matrix);
+    if (width == d) return input<T>(matrix);
     copy.assign(rows * width, T(0));
     for (int64_t j = 0; j < rows; ++j)
-        std::memcpy(&copy[j * width], in<T>(matrix) + j * d, d * sizeof(T));
+        std::memcpy(&copy[j * width], input<T>(matrix) + j * d, d * sizeof(T));
     return copy.data();
 }
 

@@ -56,16 +56,17 @@ template <class T>
 void scan_block(const Problem &problem, int64_t sequence, int64_t block, Vec<T> *A, Vec<T> *h) {
     const int64_t n = problem.states, d = problem.channels, first_channel = block * LANES<T>;
     const int64_t lanes = std::min<int64_t>(LANES<T>, d - first_channel);
-    const int64_t index = sequence * problem.length;
-    const T *x = in<T>(problem.x) + index * d + first_channel, *dt = in<T>(problem.dt) + index * d + first_channel;
-    const T *B = in<T>(problem.B) + index * problem.B_step, *C = in<T>(problem.C) + index * problem.C_step;
-    const T *keep = problem.keep ? in<T>(problem.keep) + index : nullptr;
-    T *y = out<T>(problem.y) + index * d + first_channel;
-    T *checkpoints = out<T>(problem.checkpoints);
+    const int64_t index = sequence * problem.length, offset = index * d + first_channel;
+    const T *x = input<T>(problem.x) + offset, *dt = input<T>(problem.dt) + offset;
+    const T *B = input<T>(problem.B) + index * problem.B_step, *C = input<T>(problem.C) + index * problem.C_step;
+    const T *keep = problem.keep ? input<T>(problem.keep) + index : nullptr;
+    T *y = output<T>(problem.y) + offset;
+    T *checkpoints = output<T>(problem.checkpoints);
     if (checkpoints) checkpoints += sequence * count_chunks(problem) * n * d + first_channel;
 
-    load_state<T>(A, in<T>(problem.A) + first_channel, problem, lanes);
-    load_state<T>(h, problem.h0 ? in<T>(problem.h0) + sequence * n * d + first_channel : nullptr, problem, lanes);
+    load_state<T>(A, input<T>(problem.A) + first_channel, problem, lanes);
+    load_state<T>(h, problem.h0 ? input<T>(problem.h0) + sequence * n * d + first_channel : nullptr, problem,
+                  lanes);
     for (int64_t t = 0; t < problem.length; ++t) {
         if (checkpoints && t % problem.checkpoint_interval == 0)
             store_state<T>(checkpoints + t / problem.checkpoint_interval * n * d, h, problem, lanes);
@@ -81,7 +82,7 @@ void scan_block(const Problem &problem, int64_t sequence, int64_t block, Vec<T> 
         }
         store<T>(y + t * d, sum, lanes);
     }
-    store_state<T>(out<T>(problem.final) + sequence * n * d + first_channel, h, problem, lanes);
+    store_state<T>(output<T>(problem.final) + sequence * n * d + first_channel, h, problem, lanes);
 }
 
 // Scratch memory of one backward task.
@@ -102,19 +103,19 @@ void backward_chunk(const Problem &problem, Scratch<T> &scratch, int64_t sequenc
                     int64_t slot) {
     const int64_t n = problem.states, d = problem.channels, first_channel = block * LANES<T>;
     const int64_t lanes = std::min<int64_t>(LANES<T>, d - first_channel);
-    const int64_t first = chunk * problem.checkpoint_interval, steps =
-        std::min(problem.checkpoint_interval, problem.length - first);
-    const int64_t index = sequence * problem.length + first;
-    const T *x = in<T>(problem.x) + index * d + first_channel, *dt = in<T>(problem.dt) + index * d + first_channel;
-    const T *grad_y = in<T>(problem.grad_y) + index * d + first_channel;
-    const T *B = in<T>(problem.B) + index * problem.B_step, *C = in<T>(problem.C) + index * problem.C_step;
-    const T *keep = problem.keep ? in<T>(problem.keep) + index : nullptr;
-    T *dx = out<T>(problem.dx) + index * d + first_channel, *ddt = out<T>(problem.ddt) + index * d + first_channel;
+    const int64_t interval = problem.checkpoint_interval, first = chunk * interval;
+    const int64_t steps = std::min(interval, problem.length - first);
+    const int64_t index = sequence * problem.length + first, offset = index * d + first_channel;
+    const T *x = input<T>(problem.x) + offset, *dt = input<T>(problem.dt) + offset;
+    const T *grad_y = input<T>(problem.grad_y) + offset;
+    const T *B = input<T>(problem.B) + index * problem.B_step, *C = input<T>(problem.C) + index * problem.C_step;
+    const T *keep = problem.keep ? input<T>(problem.keep) + index : nullptr;
+    T *dx = output<T>(problem.dx) + offset, *ddt = output<T>(problem.ddt) + offset;
     const Vec<T> *A = &scratch.A[slot * n];
     Vec<T> *dA = &scratch.dA[slot * n], *g = &scratch.g[slot * n];
 
-    load_state<T>(&scratch.h[0], in<T>(problem.checkpoints) +
-                  (sequence * count_chunks(problem) + chunk) * n * d + first_channel, problem, lanes);
+    const int64_t checkpoint = (sequence * count_chunks(problem) + chunk) * n * d + first_channel;
+    load_state<T>(&scratch.h[0], input<T>(problem.checkpoints) + checkpoint, problem, lanes);
     for (int64_t t = 0; t < steps; ++t) {
         const Vec<T> dt_t = load<T>(dt + t * d, lanes), u = dt_t * load<T>(x + t * d, lanes);
         const Vec<T> *before = &scratch.h[t * n];
@@ -159,9 +160,8 @@ template <class T> void scan(const Problem &problem) {
 
 template <class T> void backward(const Problem &problem) {
     const int64_t n = problem.states, d = problem.channels, length = problem.length;
-    const int64_t blocks = (d + LANES<T> - 1) / LANES<T>, sequence_tasks =
-        (blocks + TASK_BLOCKS - 1) / TASK_BLOCKS;
-    const int64_t chunks = count_chunks(problem);
+    const int64_t blocks = (d + LANES<T> - 1) / LANES<T>, interval = problem.checkpoint_interval;
+    const int64_t sequence_tasks = (blocks + TASK_BLOCKS - 1) / TASK_BLOCKS;
     // Parts of the sums over sequences (dA) and over tasks (dB, dC) are stored and then added in order.
     std::vector<T> dA(problem.batch * n * d);
     std::vector<T> dB(problem.batch * sequence_tasks * length * n), dC(dB.size());
@@ -181,26 +181,25 @@ template <class T> void backward(const Problem &problem) {
             };
             std::fill(scratch.dA.begin(), scratch.dA.end(), Vec<T>{});
             for_each_block([&](int64_t, int64_t slot, int64_t state, int64_t first_channel, int64_t lanes) {
-                load_state<T>(&scratch.A[slot * n], in<T>(problem.A) + first_channel, problem, lanes);
-                load_state<T>(&scratch.g[slot * n], in<T>(problem.grad_final) + state, problem, lanes);
+                load_state<T>(&scratch.A[slot * n], input<T>(problem.A) + first_channel, problem, lanes);
+                load_state<T>(&scratch.g[slot * n], input<T>(problem.grad_final) + state, problem, lanes);
             });
-            for (int64_t chunk = chunks - 1; chunk >= 0; --chunk) {
+            for (int64_t chunk = count_chunks(problem) - 1; chunk >= 0; --chunk) {
                 std::fill(scratch.dB.begin(), scratch.dB.end(), Vec<T>{});
                 std::fill(scratch.dC.begin(), scratch.dC.end(), Vec<T>{});
                 for_each_block([&](int64_t block, int64_t slot, int64_t, int64_t, int64_t) {
                     backward_chunk<T>(problem, scratch, sequence, chunk, block, slot);
                 });
-                const int64_t index = (task * length + chunk * problem.checkpoint_interval) * n;
-                const int64_t chunk_size = std::min(problem.checkpoint_interval, length -
-                                                    chunk * problem.checkpoint_interval) * n;
-                for (int64_t i = 0; i < chunk_size; ++i) {
+                const int64_t index = (task * length + chunk * interval) * n;
+                for (int64_t i = 0; i < std::min(interval, length - chunk * interval) * n; ++i) {
                     dB[index + i] = sum_lanes<T>(scratch.dB[i]);
                     dC[index + i] = sum_lanes<T>(scratch.dC[i]);
                 }
             }
             for_each_block([&](int64_t, int64_t slot, int64_t state, int64_t, int64_t lanes) {
                 store_state<T>(&dA[state], &scratch.dA[slot * n], problem, lanes);
-                if (problem.dh0) store_state<T>(out<T>(problem.dh0) + state, &scratch.g[slot * n], problem, lanes);
+                if (problem.dh0) store_state<T>(output<T>(problem.dh0) + state, &scratch.g[slot * n], problem,
+                                                lanes);
             });
         }
     }
@@ -210,12 +209,12 @@ template <class T> void backward(const Problem &problem) {
             for (int64_t i = 0; i < size; ++i) to[i] += from[part * size + i];
     };
     for (int64_t sequence = 0, size = length * n; sequence < problem.batch; ++sequence) {
-        add(out<T>(problem.dB) + sequence * size, dB.data() + sequence * sequence_tasks * size, sequence_tasks,
+        add(output<T>(problem.dB) + sequence * size, dB.data() + sequence * sequence_tasks * size, sequence_tasks,
             size);
-        add(out<T>(problem.dC) + sequence * size, dC.data() + sequence * sequence_tasks * size, sequence_tasks,
+        add(output<T>(problem.dC) + sequence * size, dC.data() + sequence * sequence_tasks * size, sequence_tasks,
             size);
     }
-    add(out<T>(problem.dA), dA.data(), problem.batch, n * d);
+    add(output<T>(problem.dA), dA.data(), problem.batch, n * d);
 }
 
 }  // namespace

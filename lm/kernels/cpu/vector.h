@@ -108,8 +108,8 @@ template <class T> inline Vec<T> zero_padding_lanes(Vec<T> v, int64_t lanes) {
     return load<T>(part, lanes);
 }
 
-template <class T> const T *in(const void *p) { return static_cast<const T *>(p); }
-template <class T> T *out(void *p) { return static_cast<T *>(p); }
+template <class T> const T *input(const void *p) { return static_cast<const T *>(p); }
+template <class T> T *output(void *p) { return static_cast<T *>(p); }
 
 // Return the sum of all lanes, by adding halves: log₂(lanes) steps.
 template <class T, int lanes = LANES<T>, class V = Vec<T>> inline T sum_lanes(V v) {

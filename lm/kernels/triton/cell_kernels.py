@@ -12,9 +12,7 @@ and `reflections`; `units` are the normalized B and C of a token, (2,g·n).
 Arguments of the kernels: columns K; y_columns k; …_column the first column of a part in a row, as
 in Layout; group_width d/g; headdim the channels of a head; ACT, BC_NORM, eps and others as in
 Options; KIND as in Sizes; …_DTYPE the dtype of raw, W_y or rows; STATES the states that are loaded
-at once; N the power of two at or above n.
-
-Arguments in capitals are compile-time constants.
+at once; N the power of two at or above n. Arguments in capitals are compile-time constants.
 
 Shape suffixes: b sequences, l length, d channels, n states, g groups, r reflections, K columns of
 raw, k columns of raw that depend on y_{t−1} (the first ones), c tokens of a chunk; D, R the powers
@@ -370,7 +368,7 @@ def token_kernel(
         bc = _normalize_units(
             row, current_units, B_column, C_column, channel, group_width, eps, n, BC_NORM, GROUPS, N
         )
-        tl.debug_barrier()  # threads read what other threads have written
+        tl.debug_barrier()  # threads read units of other threads
         inflow = tl.load(inflow_address, mask=is_channel, other=0.0)
         C = current_units + GROUPS * n
         history = tl.zeros([D], tl.float32)
@@ -808,11 +806,12 @@ def token_back_kernel(
     else:
         ddt = d_gain * bc + mixed * d_inflow
         H = address(table, AT_H) + chunk_token * (n * d)
-        pointers = (H, units + GROUPS * n, mu, d_units + GROUPS * n)
+        C, d_C = units + GROUPS * n, d_units + GROUPS * n
+        tensors = (H, C, mu, d_C)
         ddt = _backprop_state(
             table,
             sequence,
-            pointers,
+            tensors,
             d_history,
             dt,
             keep,
@@ -826,7 +825,7 @@ def token_back_kernel(
             STATES,
         )
         tl.store(ddt_address, ddt, mask=is_channel)
-        tl.debug_barrier()  # threads read what other threads have written
+        tl.debug_barrier()  # threads read units of other threads
         for g in tl.static_range(GROUPS):
             d_bc = tl.sum(tl.where(channel // group_width == g, d_gain * dt, 0.0), 0)
             _backprop_units(

@@ -4,7 +4,7 @@ A token's equation s = φ(s) = (α + Β s) / √D(s) + δ, D(s) = γ0 + 2 γ1·s
 (lm/model/cell.py). Plain PyTorch searches for all roots together, with some fifty small kernels for
 each of up to three hundred steps; here each program finishes its own tokens. The search uses fp64
 for any dtype of the coefficients: near a fold a rounding error would select another root. It has
-the steps of cell_root.h, but its only certificate is the one for r = 1.
+the steps of cell_root.h, except that it proves roots to be Picard's only for r = 1, not for r = 2.
 
 ψ = φ(s) − s. An `equation` is the tuple (α, Β, δ, γ0, γ1, Γ2, lower bound of D) of T tokens.
 

@@ -57,8 +57,8 @@ def in_fp32(coefficients):
 def test_roots_equal_the_plain_search(r, tokens):
     coefficients = random_coefficients(tokens, r, 1.0, seed=r)
     s, outcome = solve_on_device(coefficients)
-    expected, is_within = cell._find_root_plain(in_fp32(coefficients))
-    assert torch.equal(outcome, is_within) and not (outcome == FAILED).any()
+    expected, expected_outcome = cell._find_root_plain(in_fp32(coefficients))
+    assert torch.equal(outcome, expected_outcome) and not (outcome == FAILED).any()
     torch.testing.assert_close(s, expected, rtol=1e-3, atol=1e-3)
 
 
@@ -73,8 +73,10 @@ def test_search_has_the_steps_of_the_cpu_kernel(r, scale):
     coefficients = random_coefficients(16, r, scale, seed=20 + r)
     s, outcome = solve_on_device(coefficients)
     *equations, floor = in_fp32(coefficients)
-    (expected, is_within), _ = cpu_roots.count_evaluations(equations, floor, by_picard=r > 1)
-    assert torch.equal(outcome, is_within)
+    (expected, expected_outcome), _ = cpu_roots.count_evaluations(
+        equations, floor, uses_picard_only=r > 1
+    )
+    assert torch.equal(outcome, expected_outcome)
     torch.testing.assert_close(s, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -86,21 +88,21 @@ def test_root_that_picard_circles_is_bisected():
         normal(3, 12), turn @ U, U, torch.ones(12).double(), torch.zeros(12).double(), kind="rms"
     )
     s, outcome = solve_on_device(coefficients)
-    residual_left = in_fp32(coefficients).phi(s)[0] - s
-    assert not (outcome == FAILED).any() and residual_left.abs().max() < 1e-3
+    psi = in_fp32(coefficients).phi(s)[0] - s
+    assert not (outcome == FAILED).any() and psi.abs().max() < 1e-3
 
 
 @triton.jit
 def _newton_kernel(out, start, residual, TOKENS: tl.constexpr, R: tl.constexpr):
     """Run `_try_newton` on φ(s) = (1e-3 + 3 s) / √(1 + s²) from `start`, at q = 1/2."""
-    none = tl.zeros([TOKENS, R], tl.float64)
+    zeros = tl.zeros([TOKENS, R], tl.float64)
     one = tl.zeros([TOKENS], tl.float64)
     square = tl.zeros([TOKENS, R, R], tl.float64)
-    equation = (none + 1e-3, square + 3.0, none, one + 1.0, none, square + 1.0, one + 1e-5)
-    s, roots = triton_roots._try_newton(
-        none + start, one == 0.0, one + residual, one + 0.5, equation, one + 1e-16, 10, R
+    equation = (zeros + 1e-3, square + 3.0, zeros, one + 1.0, zeros, square + 1.0, one + 1e-5)
+    s, has_root = triton_roots._try_newton(
+        zeros + start, one == 0.0, one + residual, one + 0.5, equation, one + 1e-16, 10, R
     )
-    tl.store(out + tl.arange(0, TOKENS), tl.where(roots, tl.sum(s, 1), float("nan")))
+    tl.store(out + tl.arange(0, TOKENS), tl.where(has_root, tl.sum(s, 1), float("nan")))
 
 
 def test_newton_stays_within_twice_the_remaining_distance():
