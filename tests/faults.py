@@ -106,8 +106,8 @@ def plain_kernels(_: int) -> None:
     os.environ["FPRNN_KERNELS"] = "plain"
 
 
-def looks_every(count: int) -> None:
-    """Check the condition of a curriculum's stage every `count` updates; this is no fault."""
+def check_interval(count: int) -> None:
+    """Check every `count` updates whether a stage is learned; this is no fault."""
     from lm.training import curriculum
 
     curriculum.CHECK_INTERVAL = count
@@ -115,7 +115,7 @@ def looks_every(count: int) -> None:
 
 FAULTS = {
     "plain_kernels": plain_kernels,
-    "looks_every": looks_every,
+    "check_interval": check_interval,
     # In the count-th forward pass of training.
     "nan_at": wrap(ENGINE, "forward", _nan_loss, _trains),
     "nonfinite_at": wrap(ENGINE, "forward", _nonfinite, _trains),
