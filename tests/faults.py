@@ -115,8 +115,8 @@ def use_plain_kernels(_: int) -> None:
     os.environ["FPRNN_KERNELS"] = "plain"
 
 
-def set_curriculum_interval(count: int) -> None:
-    """Check the condition of a curriculum's stage every `count` updates (no fault)."""
+def check_interval(count: int) -> None:
+    """Check every `count` updates whether a stage is learned; this is no fault."""
     from lm.training import curriculum
 
     curriculum.CHECK_INTERVAL = count
@@ -124,7 +124,7 @@ def set_curriculum_interval(count: int) -> None:
 
 FAULTS = {
     "plain_kernels": use_plain_kernels,
-    "looks_every": set_curriculum_interval,
+    "check_interval": check_interval,
     # In the N-th forward pass of training.
     "nan_at": replace_call(ENGINE, "forward", _spoil_loss, _is_training),
     "nonfinite_at": replace_call(ENGINE, "forward", _raise_nonfinite, _is_training),

@@ -111,7 +111,9 @@ class Mamba(DiagonalLayer):
         weight, bias = self.dt_proj.weight, self.dt_proj.bias.to(wide)
         with without_autocast(x):
             A, D = self._rates(wide), self.D.to(wide)
-            return try_kernel("mamba_scan", "mamba_scan", x, x, low_rank, weight, bias, A, B, C, D, z)
+            return try_kernel(
+                "mamba_scan", "mamba_scan", x, x, low_rank, weight, bias, A, B, C, D, z
+            )
 
     def flops_per_token(self, length: int) -> int:
         c, d = self.config, self.config.d_inner

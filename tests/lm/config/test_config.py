@@ -49,7 +49,7 @@ def test_defaults_are_a_config():
 
 
 @pytest.mark.parametrize(
-    "tree, key, meant",
+    "tree, key, suggestion",
     [
         ({"optm": {}}, "optm", "optim"),
         ({"sed": 1}, "sed", "seed"),
@@ -61,8 +61,8 @@ def test_defaults_are_a_config():
         ({"model": {"token": "exact"}}, "model.token", "solver.token"),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest(tree, key, meant):
-    assert refused(tree) == f"config: unknown key `{key}`; did you mean `{meant}`?"
+def test_an_unknown_key_is_refused_with_the_nearest(tree, key, suggestion):
+    assert refused(tree) == f"config: unknown key `{key}`; did you mean `{suggestion}`?"
 
 
 def test_an_unknown_key_that_resembles_none_lists_what_is_known_there():
@@ -336,13 +336,13 @@ def test_to_yaml_reads_back_as_the_same_config(tmp_path, text):
 def test_the_defaults_of_the_sections_are_those_of_fprnn_config():
     from lm.model.configuration_fprnn import FPRNNConfig
 
-    said = Model().model_dump(exclude={"name", "gradient_checkpointing", "vocab_size"})
+    listed = Model().model_dump(exclude={"name", "gradient_checkpointing", "vocab_size"})
     assert (
-        said.keys() | Solver.model_fields.keys() | {"vocab_size"} == FIELDS.keys() - LAYER_OPTIONS
+        listed.keys() | Solver.model_fields.keys() | {"vocab_size"} == FIELDS.keys() - LAYER_OPTIONS
     )
-    assert FPRNNConfig(**said, **Solver().model_dump()).to_dict() == FPRNNConfig().to_dict()
-    shown = inspect.signature(FPRNNConfig).parameters
-    assert shown.keys() > FIELDS.keys() and shown["d_model"].default == 768
+    assert FPRNNConfig(**listed, **Solver().model_dump()).to_dict() == FPRNNConfig().to_dict()
+    parameters = inspect.signature(FPRNNConfig).parameters
+    assert parameters.keys() > FIELDS.keys() and parameters["d_model"].default == 768
     assert "d_model (768): Width of the residual stream." in FPRNNConfig.__doc__
 
 
@@ -361,11 +361,13 @@ def test_the_autos_of_the_solver_are_those_of_the_model(values):
 
     solver = Solver(**dict(zip(CHOICES, values)))
     try:
-        made = FPRNNConfig(**solver.model_dump())
+        model_config = FPRNNConfig(**solver.model_dump())
     except ValueError:
         return  # they do not go together
-    assert {k: solver.resolve_auto()[k] for k in CHOICES} == {k: getattr(made, k) for k in CHOICES}
-    assert solver.iterates == (made.token == "iterate")
+    assert {k: solver.resolve_auto()[k] for k in CHOICES} == {
+        k: getattr(model_config, k) for k in CHOICES
+    }
+    assert solver.iterates == (model_config.token == "iterate")
 
 
 def test_what_does_not_go_together_in_the_solver_is_named_as_the_solvers():
@@ -403,12 +405,12 @@ def test_every_shipped_yaml_parses(path):
         assert len(names) == len(points)
 
 
-PAPERS = ROOT / "configs/lm/fpmamba_160m_fineweb2b_paper.yaml"
+PAPER_CONFIG = ROOT / "configs/lm/fpmamba_160m_fineweb2b_paper.yaml"
 
 
 def test_the_papers_language_model_has_the_papers_constants():
     """The table 'Constants of the paper's experiments', row 'language model', written out."""
-    cfg = config.load(PAPERS)
+    cfg = config.load(PAPER_CONFIG)
     m, d, o, t = cfg.model, cfg.data, cfg.optim, cfg.train
     assert (d.source, d.dataset, d.val_tokens) == ("fineweb", "HuggingFaceFW/fineweb", 200_000)
     assert (cfg.tokenizer.name, d.leading_eos) == ("gpt2", True)  # EOS text EOS
@@ -433,32 +435,32 @@ def test_the_papers_language_model_has_the_papers_constants():
 
 
 def test_the_baseline_differs_from_the_papers_model_only_in_the_model_and_its_solver():
-    papers = config.load(PAPERS)
+    paper = config.load(PAPER_CONFIG)
     baseline = config.load(ROOT / "configs/lm/mamba_160m_fineweb2b.yaml")
-    changes = {"name": papers.name, "model": papers.model, "solver": papers.solver}
+    changes = {"name": paper.name, "model": paper.model, "solver": paper.solver}
     assert baseline.model.name == "mamba"
-    assert baseline.model_copy(update=changes) == papers
+    assert baseline.model_copy(update=changes) == paper
     for field in ("vocab_size", "d_model", "n_layer", "d_state"):
-        assert getattr(baseline.model, field) == getattr(papers.model, field)
+        assert getattr(baseline.model, field) == getattr(paper.model, field)
 
 
 def test_our_configuration_of_it_differs_only_in_the_solver_and_in_what_changes_no_update():
-    papers = config.load(PAPERS)
-    ours = config.load(ROOT / "configs/lm/fpmamba_160m_fineweb2b.yaml")
-    assert ours.solver == Config().solver
-    assert ours.train.micro_batch_size == 32
-    ours.name, ours.solver = papers.name, papers.solver
-    ours.train.micro_batch_size = papers.train.micro_batch_size
-    assert ours == papers
+    paper = config.load(PAPER_CONFIG)
+    exact = config.load(ROOT / "configs/lm/fpmamba_160m_fineweb2b.yaml")
+    assert exact.solver == Config().solver
+    assert exact.train.micro_batch_size == 32
+    exact.name, exact.solver = paper.name, paper.solver
+    exact.train.micro_batch_size = paper.train.micro_batch_size
+    assert exact == paper
 
 
 def test_the_matched_baseline_differs_from_the_papers_only_in_the_number_of_layers():
     """And in how many sequences a GPU takes at once, which changes no update."""
-    papers = config.load(ROOT / "configs/lm/mamba_160m_fineweb2b.yaml")
+    paper = config.load(ROOT / "configs/lm/mamba_160m_fineweb2b.yaml")
     matched = config.load(ROOT / "configs/lm/mamba_169m_fineweb2b.yaml")
-    matched.name, matched.model.n_layer = papers.name, papers.model.n_layer
-    matched.train.micro_batch_size = papers.train.micro_batch_size
-    assert matched == papers
+    matched.name, matched.model.n_layer = paper.name, paper.model.n_layer
+    matched.train.micro_batch_size = paper.train.micro_batch_size
+    assert matched == paper
 
 
 # docs/config.md.
@@ -470,8 +472,8 @@ def test_the_page_says_what_a_resumed_run_may_change():
     items = [
         set(re.findall(r"`([\w.]+)`", item)) for item in re.split(r"^- ", part, flags=re.M)[1:]
     ]
-    said = dict(zip((FIXED_ON_RESUME, NOTED_ON_RESUME, FREE_ON_RESUME), items))
-    said[FREE_ON_RESUME] -= {"train.steps"}
+    listed = dict(zip((FIXED_ON_RESUME, NOTED_ON_RESUME, FREE_ON_RESUME), items))
+    listed[FREE_ON_RESUME] -= {"train.steps"}
     tops = {name: resume_rule(Config, name) for name in Config.model_fields}
     keys = [
         f"{prefix}.{name}"
@@ -482,5 +484,5 @@ def test_the_page_says_what_a_resumed_run_may_change():
     rules = {key: resume_rule(Config, key) for key in keys} | tops
     for key, rule in rules.items():
         inherited = FREE_ON_RESUME if key in tops else tops[key.partition(".")[0]]
-        named = [kind for kind, keys in said.items() if key in keys]
+        named = [kind for kind, keys in listed.items() if key in keys]
         assert named == ([] if rule is inherited else [rule]), key

@@ -12,7 +12,7 @@ from lm.data.batches.loader import single_source_loader
 from lm.training.curriculum import CHECK_INTERVAL, Curriculum
 from tests.lm.data.test_mixture import loader, take
 from tests.lm.training.test_elastic import trace
-from tests.lm.training.test_recovery import TINY, faulty
+from tests.lm.training.test_recovery import TINY, run_with_fault
 from tests.running import run
 
 MIXTURE = {
@@ -81,8 +81,8 @@ SETTINGS = (
 
 def test_rollback_restores_the_stage_of_the_checkpoint(tmp_path):
     """Update 4 ends the stage and 5 is NaN: after the rollback to 3 the stage is current again."""
-    fault = "looks_every=4,nan_at=9"
-    process = faulty(fault, *TINY, f"out_dir={tmp_path}", *SETTINGS, "checkpoint.every=3")
+    fault = "check_interval=4,nan_at=9"
+    process = run_with_fault(fault, *TINY, f"out_dir={tmp_path}", *SETTINGS, "checkpoint.every=3")
     assert process.returncode == 0, process.stderr
     message = " ".join(process.stdout.split())
     end = "update 4 stage 0 of the curriculum ends"
@@ -91,8 +91,8 @@ def test_rollback_restores_the_stage_of_the_checkpoint(tmp_path):
 
 
 def test_nan_is_detected_before_answers_are_measured(tmp_path):
-    fault = "looks_every=2,weight_nan_at=4"
-    process = faulty(
+    fault = "check_interval=2,weight_nan_at=4"
+    process = run_with_fault(
         fault, *TINY, f"out_dir={tmp_path}", *SETTINGS[:3], UNLEARNED, "checkpoint.every=3"
     )
     assert process.returncode == 0, process.stderr
@@ -115,18 +115,18 @@ def test_resume_after_ended_stage_is_identical(tmp_path):
         f"train.steps={steps}",
         f"checkpoint.every={end}",
     ]
-    whole, process = run(tmp_path / "whole", *settings)
+    uninterrupted, process = run(tmp_path / "uninterrupted", *settings)
     assert f"update {end:>6}  stage 0 of the curriculum ends" in process.stdout
-    records = {r["step"]: r for r in whole}
+    records = {r["step"]: r for r in uninterrupted}
     targets = {step: r["data_share"]["a"] for step, r in records.items()}
     assert targets[end] == 0 < targets[steps]
-    metrics = (tmp_path / "whole/tiny/metrics.jsonl").read_text().splitlines()
-    looks = [json.loads(line) for line in metrics if '"curriculum"' in line]
-    assert [(r["step"], r["curriculum"]["stage"]) for r in looks] == [(end, 0)]
-    assert 0 < looks[0]["curriculum"]["answers"] < 1
-    checkpoint = tmp_path / f"whole/tiny/checkpoints/step-{end:06}"
+    metrics = (tmp_path / "uninterrupted/tiny/metrics.jsonl").read_text().splitlines()
+    checks = [json.loads(line) for line in metrics if '"curriculum"' in line]
+    assert [(r["step"], r["curriculum"]["stage"]) for r in checks] == [(end, 0)]
+    assert 0 < checks[0]["curriculum"]["answers"] < 1
+    checkpoint = tmp_path / f"uninterrupted/tiny/checkpoints/step-{end:06}"
     repeated, _ = run(tmp_path / "again", *settings, f"resume={checkpoint}")
-    expected = trace(whole)
+    expected = trace(uninterrupted)
     assert trace(repeated) == {step: expected[step] for step in range(end + 1, steps + 1)}
     on_two, _ = run(tmp_path / "two", *settings, processes=2)
     shares = {r["step"]: r["data_share"] for r in on_two}

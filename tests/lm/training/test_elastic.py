@@ -8,8 +8,8 @@ import pytest
 from lm.runs.checkpoint import list_checkpoints
 from tests.running import ENV, fprnn, run
 
-# With noise on the states, which must not depend on the number of ranks.
-EVERY = (
+# With state noise and adversarial noise, which must not depend on the number of ranks.
+SETTINGS = (
     "checkpoint.every=2",
     "checkpoint.keep=9",
     "train.global_batch_size=4",
@@ -24,7 +24,7 @@ def trace(records):
     return {r["step"]: (r["loss"], r["lr"], r["tokens"]) for r in records}
 
 
-def close(records, reference, after):
+def assert_close(records, reference, after):
     """Check that every update after `after` has the loss of the reference."""
     actual = trace(records)
     assert sorted(actual) == list(range(after + 1, 9))
@@ -33,9 +33,10 @@ def close(records, reference, after):
         assert (lr, tokens) == (pytest.approx(reference[step][1], rel=1e-12), reference[step][2])
 
 
-def going_on(tmp_path, name, from_step, of, *overrides, processes=0):
-    checkpoint = tmp_path / "runs" / of / f"checkpoints/step-{from_step:06d}"
-    overrides = (*EVERY, f"name={name}", f"resume={checkpoint}", *overrides)
+def resume_run(tmp_path, name, from_step, source, *overrides, processes=0):
+    """Train a run `name` from a checkpoint of the run `source`, with another layout."""
+    checkpoint = tmp_path / "runs" / source / f"checkpoints/step-{from_step:06d}"
+    overrides = (*SETTINGS, f"name={name}", f"resume={checkpoint}", *overrides)
     records, process = run(tmp_path / "runs", *overrides, processes=processes, name=name)
     assert "distributed again" in process.stdout
     assert "Warning" not in process.stdout + process.stderr
@@ -46,7 +47,7 @@ def going_on(tmp_path, name, from_step, of, *overrides, processes=0):
 def reference(tmp_path_factory):
     """An uninterrupted run on one rank under ZeRO-1, with micro-batches of two."""
     out = tmp_path_factory.mktemp("elastic")
-    records, _ = run(out / "runs", *EVERY)
+    records, _ = run(out / "runs", *SETTINGS)
     return out, trace(records)
 
 
@@ -56,17 +57,17 @@ def test_resume_on_2_1_2_ranks_and_stages_1_3_0(reference, tmp_path):
     Each run resumes the previous run's checkpoint.
     """
     out, expected = reference
-    first, _ = run(tmp_path / "runs", *EVERY, processes=2)
-    close(first, expected, 0)
-    of_two, of_one = (
+    first, _ = run(tmp_path / "runs", *SETTINGS, processes=2)
+    assert_close(first, expected, 0)
+    two_ranks, one_rank = (
         json.loads((folder / "runs/tiny/result.json").read_text())["validation"]
         for folder in (tmp_path, out)
     )
-    assert of_two["bytes"] == of_one["bytes"] > of_one["tokens"]
-    assert of_two["bits_per_byte"] == pytest.approx(of_one["bits_per_byte"], rel=1e-5)
-    second = going_on(tmp_path, "second", 2, "tiny", "engine.zero_stage=3")
-    close(second, expected, 2)
-    third = going_on(
+    assert two_ranks["bytes"] == one_rank["bytes"] > one_rank["tokens"]
+    assert two_ranks["bits_per_byte"] == pytest.approx(one_rank["bits_per_byte"], rel=1e-5)
+    second = resume_run(tmp_path, "second", 2, "tiny", "engine.zero_stage=3")
+    assert_close(second, expected, 2)
+    third = resume_run(
         tmp_path,
         "third",
         4,
@@ -75,7 +76,7 @@ def test_resume_on_2_1_2_ranks_and_stages_1_3_0(reference, tmp_path):
         "train.micro_batch_size=1",
         processes=2,
     )
-    close(third, expected, 4)
+    assert_close(third, expected, 4)
     assert [p.name for p in list_checkpoints(tmp_path / "runs/third/checkpoints")] == [
         "step-000006",
         "step-000008",
@@ -86,20 +87,22 @@ def test_resume_on_2_1_2_ranks_and_stages_1_3_0(reference, tmp_path):
 def test_resume_under_another_stage_on_one_rank(reference, tmp_path, stage):
     out, expected = reference
     checkpoint = out / "runs/tiny/checkpoints/step-000004"
-    records, process = run(tmp_path, *EVERY, f"resume={checkpoint}", f"engine.zero_stage={stage}")
+    records, process = run(
+        tmp_path, *SETTINGS, f"resume={checkpoint}", f"engine.zero_stage={stage}"
+    )
     assert "was written by 1 rank under ZeRO-1: weights and optimizer are distributed again" in (
         " ".join(process.stdout.split())
     )
-    close(records, expected, 4)
+    assert_close(records, expected, 4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("before,after", [(0, 3), (2, 1), (3, 2), (0, 1), (2, 0)])
 def test_resume_from_any_stage_to_any_on_two_ranks(reference, tmp_path, before, after):
     _, expected = reference
-    run(tmp_path / "runs", *EVERY, f"engine.zero_stage={before}", processes=2)
-    records = going_on(tmp_path, "second", 2, "tiny", f"engine.zero_stage={after}", processes=2)
-    close(records, expected, 2)
+    run(tmp_path / "runs", *SETTINGS, f"engine.zero_stage={before}", processes=2)
+    records = resume_run(tmp_path, "second", 2, "tiny", f"engine.zero_stage={after}", processes=2)
+    assert_close(records, expected, 2)
 
 
 def test_resume_with_another_batch_size_is_refused(reference, tmp_path):
@@ -125,7 +128,7 @@ def test_resume_with_fewer_updates_than_made_is_refused(reference, tmp_path):
         "--config",
         "configs/tiny/lm.yaml",
         f"out_dir={tmp_path / 'runs'}",
-        *EVERY,
+        *SETTINGS,
         "resume=auto",
         "train.steps=4",
     )

@@ -15,25 +15,25 @@ from lm.training.engine import Engine
 from tests.running import run
 
 
-def formula(o, steps, warmup, k):
-    """The rate rises linearly to the peak at update W, and falls by a cosine to the floor."""
+def cosine_rate(settings, steps, warmup, k):
+    """Return the rate of update k: linear up to the peak, then a cosine down to min_lr."""
     if k <= warmup:
-        return o.lr * k / warmup
-    return o.min_lr + 0.5 * (o.lr - o.min_lr) * (
+        return settings.lr * k / warmup
+    return settings.min_lr + 0.5 * (settings.lr - settings.min_lr) * (
         1 + math.cos(math.pi * (k - warmup) / (steps - warmup))
     )
 
 
 @pytest.mark.parametrize("steps,warmup,w", [(100, 0.1, 10), (12, 4, 4), (1, 0.1, 1), (50, 0, 1)])
 def test_lr_equals_the_formula(steps, warmup, w):
-    o = Optim(lr=4e-3, min_lr=1e-5, warmup=warmup)
+    settings = Optim(lr=4e-3, min_lr=1e-5, warmup=warmup)
     for k in range(1, steps + 1):
-        assert o.lr * optim.lr_factor(o, steps, k) == pytest.approx(
-            formula(o, steps, w, k), rel=1e-12
+        assert settings.lr * optim.lr_factor(settings, steps, k) == pytest.approx(
+            cosine_rate(settings, steps, w, k), rel=1e-12
         )
-    assert o.lr * optim.lr_factor(o, steps, w) == pytest.approx(4e-3)
+    assert settings.lr * optim.lr_factor(settings, steps, w) == pytest.approx(4e-3)
     if steps > w:
-        assert o.lr * optim.lr_factor(o, steps, steps) == pytest.approx(1e-5)
+        assert settings.lr * optim.lr_factor(settings, steps, steps) == pytest.approx(1e-5)
 
 
 def test_linear_and_constant_schedules():
@@ -91,9 +91,9 @@ def test_deepspeed_config_matches_the_yaml(tiny, tmp_path):
 
 
 def test_lr_of_every_update_is_applied(tiny_losses):
-    o = Optim(lr=1e-2)
+    settings = Optim(lr=1e-2)
     assert [r["lr"] for r in tiny_losses] == pytest.approx(
-        [formula(o, 8, 1, k) for k in range(1, 9)], rel=1e-9
+        [cosine_rate(settings, 8, 1, k) for k in range(1, 9)], rel=1e-9
     )
 
 
@@ -109,8 +109,8 @@ def test_two_ranks_have_the_losses_of_one(tmp_path, tiny_losses, stage):
         processes=2,
         launcher=True,
     )
-    ours, theirs = ([r["loss"] for r in rs] for rs in (records, tiny_losses))
-    assert ours == pytest.approx(theirs, abs=1e-4)
+    actual, expected = ([r["loss"] for r in rs] for rs in (records, tiny_losses))
+    assert actual == pytest.approx(expected, abs=1e-4)
     norms = [[r["grad_norm"] for r in rs] for rs in (records, tiny_losses)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
@@ -118,9 +118,9 @@ def test_two_ranks_have_the_losses_of_one(tmp_path, tiny_losses, stage):
 @pytest.mark.parametrize("stage", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1))])
 def test_bf16_trains_near_fp32(tmp_path, tiny_losses, stage):
     records, _ = run(tmp_path / "runs", "train.precision=bf16", f"engine.zero_stage={stage}")
-    ours, theirs = ([r["loss"] for r in rs] for rs in (records, tiny_losses))
-    assert ours == pytest.approx(theirs, rel=0.02)
-    assert ours != theirs
+    actual, expected = ([r["loss"] for r in rs] for rs in (records, tiny_losses))
+    assert actual == pytest.approx(expected, rel=0.02)
+    assert actual != expected
 
 
 @pytest.mark.parametrize(
@@ -174,9 +174,9 @@ LABELS = [[1, 2, 3, 4]], [[1, -100, -100, -100]], [[-100] * 4]
 PADDED = [{"labels": torch.tensor(labels)} for labels in LABELS]  # the end of a corpus
 
 
-def among(**sums):
+def fake_engine(**sums):
     """Return a fake Engine on one of two ranks; the other rank adds these numbers to sums."""
-    ranks = SimpleNamespace(sum=lambda *ours: [a + b for a, b in zip(ours, sums["other"])])
+    ranks = SimpleNamespace(sum=lambda *values: [a + b for a, b in zip(values, sums["other"])])
     ranks.world_size = 2
     deepspeed = SimpleNamespace(eval=lambda: None)
     return SimpleNamespace(ranks=ranks, deepspeed=deepspeed, **sums)
@@ -184,7 +184,7 @@ def among(**sums):
 
 def test_micro_batches_are_weighted_by_their_targets():
     """Five targets on this rank and six on the other are 11 targets in six micro-batches."""
-    weights = Engine._loss_weights(among(other=[6]), PADDED)
+    weights = Engine._loss_weights(fake_engine(other=[6]), PADDED)
     assert weights == pytest.approx([4 * 6 / 11, 6 / 11, 0])
 
 
@@ -194,7 +194,7 @@ def test_validation_loss_is_the_mean_over_targets():
     The loss of a micro-batch without targets is NaN and does not count.
     """
     losses = iter([2.0, 5.0, math.nan])
-    engine = among(other=[18, 6])
+    engine = fake_engine(other=[18, 6])
     engine.forward = lambda batch: SimpleNamespace(loss=torch.tensor(next(losses)))
     measured = Engine.validate(engine, PADDED)
     mean = (4 * 2 + 5 + 6 * 3) / 11
@@ -202,7 +202,7 @@ def test_validation_loss_is_the_mean_over_targets():
 
 
 def test_batch_without_targets_is_refused():
-    engine = among(other=[0, 0])
+    engine = fake_engine(other=[0, 0])
     engine.forward = lambda batch: SimpleNamespace(loss=torch.tensor(math.nan))
     with pytest.raises(TrainingError, match="an update has nothing to learn from: every label"):
         Engine._loss_weights(engine, PADDED[2:])

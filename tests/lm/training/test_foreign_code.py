@@ -20,7 +20,7 @@ from tests.running import ROOT, command, fprnn
 STEP = "checkpoints/step-000008"
 
 
-class Planted:
+class MaliciousPickle:
     """An object that creates a folder when it is unpickled."""
 
     def __init__(self, place):
@@ -30,24 +30,24 @@ class Planted:
         return __import__("os").mkdir, (str(self.place),)
 
 
-def plant(run, name, mark):
-    """Put a Planted into a file of a checkpoint, and the new checksum into the manifest."""
+def plant_object(run, name, mark):
+    """Put a MaliciousPickle into a file of a checkpoint, and the new checksum into the manifest."""
     file = run / STEP / name
     saved = torch.load(file, weights_only=False)
-    torch.save({**saved, "more": Planted(mark)}, file)
+    torch.save({**saved, "more": MaliciousPickle(mark)}, file)
     manifest = read_json(run / STEP / "manifest.json")
     manifest["files"][name] = [file.stat().st_size, sha256(file)]
     write_json(run / STEP / "manifest.json", manifest)
 
 
 @pytest.fixture
-def planted(tiny_run, tmp_path):
+def plant_code(tiny_run, tmp_path):
     """Return a function that plants code in a file of a copy of the tiny run."""
 
     def make(name):
-        copy = tmp_path / "planted" / "tiny"
+        copy = tmp_path / "plant_code" / "tiny"
         shutil.copytree(tiny_run, copy)
-        plant(copy, name, tmp_path / "mark")
+        plant_object(copy, name, tmp_path / "mark")
         return copy, tmp_path / "mark"
 
     return make
@@ -66,15 +66,15 @@ def test_files_of_a_training_are_read(tiny_run):
 
 
 @pytest.mark.parametrize("name", [OPTIMIZER, WEIGHTS])
-def test_commands_run_no_code_in_a_run_folder(planted, capsys, tmp_path, name):
-    run, mark = planted(name)
-    own = f"{name} is not read: it holds posix.mkdir, which fprnn never writes"
+def test_commands_run_no_code_in_a_run_folder(plant_code, capsys, tmp_path, name):
+    run, mark = plant_code(name)
+    message = f"{name} is not read: it holds posix.mkdir, which fprnn never writes"
     config = ("--config", "configs/tiny/lm.yaml", f"out_dir={tmp_path / 'others'}")
-    assert own in refused(capsys, "export", run, tmp_path / "hf")
-    assert own in refused(capsys, "inspect", run, "a b")
+    assert message in refused(capsys, "export", run, tmp_path / "hf")
+    assert message in refused(capsys, "inspect", run, "a b")
     for override in (f"init_from={run}", f"resume={run / STEP}"):
         process = fprnn("train", *config, override)
-        assert own in process.stderr and "Traceback" not in process.stderr, (
+        assert message in process.stderr and "Traceback" not in process.stderr, (
             override,
             process.stderr,
         )
@@ -83,9 +83,9 @@ def test_commands_run_no_code_in_a_run_folder(planted, capsys, tmp_path, name):
 
 @pytest.mark.parametrize("name", [OPTIMIZER, RANK])
 @pytest.mark.parametrize("stage", [1, 0])
-def test_resume_runs_no_code_in_a_run_folder(planted, name, stage):
+def test_resume_runs_no_code_in_a_run_folder(plant_code, name, stage):
     """With the layout of the checkpoint and with another."""
-    run, mark = planted(name)
+    run, mark = plant_code(name)
     overrides = ("resume=auto", "train.steps=10", f"engine.zero_stage={stage}")
     process = fprnn(*command(run.parent, *overrides)[3:])
     assert f"{name} is not read" in process.stderr and "Traceback" not in process.stderr, (
@@ -96,7 +96,7 @@ def test_resume_runs_no_code_in_a_run_folder(planted, name, stage):
 
 # Code in an export, or named in a configuration.
 
-RUNS = 'open({mark!r}, "w").close()\n'
+CODE = 'open({mark!r}, "w").close()\n'
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_code_next_to_builtin_export_is_not_run(export, tmp_path):
     """Such an export loads without --trust."""
     mark = tmp_path / "mark"
     for file in export.glob("*.py"):
-        file.write_text(RUNS.format(mark=str(mark)) + file.read_text())
+        file.write_text(CODE.format(mark=str(mark)) + file.read_text())
     assert load_model(export).config.model_type == "fprnn"
     assert load_model(export, trust=True).config.model_type == "fprnn"
     assert not mark.exists()
@@ -119,17 +119,17 @@ def test_code_next_to_builtin_export_is_not_run(export, tmp_path):
 def test_code_of_an_export_runs_only_with_trust(export, tmp_path, capsys):
     mark = tmp_path / "mark"
     for file in export.glob("modeling_fprnn.py"):
-        file.write_text(RUNS.format(mark=str(mark)) + file.read_text())
+        file.write_text(CODE.format(mark=str(mark)) + file.read_text())
     config = read_json(export / "config.json")
     write_json(export / "config.json", config | {"model_type": "somebodys"})
     code = (export / "configuration_fprnn.py").read_text()
     (export / "configuration_fprnn.py").write_text(code.replace('"fprnn"', '"somebodys"'))
-    for words in (
+    for arguments in (
         ("generate", export, "--prompt", "a"),
         ("inspect", export, "a"),
         ("eval", export, "--tasks", "catbabi_mini"),
     ):
-        output = refused(capsys, *words)
+        output = refused(capsys, *arguments)
         assert "needs code of its own (" in output and "--trust (in Python trust=True)" in output, (
             output
         )
@@ -144,12 +144,12 @@ def test_code_of_an_export_runs_only_with_trust(export, tmp_path, capsys):
 def test_code_of_a_tokenizer_runs_only_with_trust(export, tmp_path):
     mark = tmp_path / "mark"
     settings = read_json(export / "tokenizer_config.json")
-    of_its_own = {"auto_map": {"AutoTokenizer": ["tok.Tok", None]}, "tokenizer_class": "Tok"}
-    write_json(export / "tokenizer_config.json", settings | of_its_own)
+    custom_class = {"auto_map": {"AutoTokenizer": ["tok.Tok", None]}, "tokenizer_class": "Tok"}
+    write_json(export / "tokenizer_config.json", settings | custom_class)
     code = (
         "from transformers import PreTrainedTokenizerFast\nclass Tok(PreTrainedTokenizerFast): ..."
     )
-    (export / "tok.py").write_text(RUNS.format(mark=str(mark)) + code)
+    (export / "tok.py").write_text(CODE.format(mark=str(mark)) + code)
     try:
         load_tokenizer(export)  # with a built-in class, or refused
     except LoadError as e:
@@ -170,16 +170,16 @@ def test_class_is_announced_before_import_and_not_run_by_plan(tmp_path, capsys, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_evil.py").write_text("open('mark', 'w').close()\nprint('it ran')\n")
     config = str(ROOT / "configs/tiny/lm.yaml")
-    words = (config, "model.mixer=my_evil:Mixer", f"data.path={ROOT}/tests/data/tiny.jsonl")
+    arguments = (config, "model.mixer=my_evil:Mixer", f"data.path={ROOT}/tests/data/tiny.jsonl")
     for start in (("plan",), ("train", "--dry-run", "--config")):
-        assert main([*start, *words]) == 0
+        assert main([*start, *arguments]) == 0
         assert "my_evil:Mixer is not imported by plan" in capsys.readouterr().out
     assert not (tmp_path / "mark").exists()
-    assert main(["train", "--config", *words]) != 0
-    shown = capsys.readouterr()
-    told = "note: model.mixer is my_evil:Mixer: running the code of my_evil"
-    assert shown.out.index(told) < shown.out.index("it ran")
-    assert "has no class Mixer" in shown.err
+    assert main(["train", "--config", *arguments]) != 0
+    captured = capsys.readouterr()
+    announcement = "note: model.mixer is my_evil:Mixer: running the code of my_evil"
+    assert captured.out.index(announcement) < captured.out.index("it ran")
+    assert "has no class Mixer" in captured.err
 
 
 @pytest.mark.parametrize("zipped", [True, False])
@@ -193,7 +193,7 @@ def test_pickled_weights_are_refused(tmp_path, zipped):
     MambaConfig(**sizes).save_pretrained(tmp_path)
     file = tmp_path / "pytorch_model.bin"
     mark = tmp_path / "mark"
-    torch.save({"x": Planted(mark)}, file, _use_new_zipfile_serialization=zipped)
+    torch.save({"x": MaliciousPickle(mark)}, file, _use_new_zipfile_serialization=zipped)
     for read in (init_from.read_source, load_model):
         with pytest.raises(LoadError, match=rf"{file} is not read: it is a pickle that holds the"):
             read(tmp_path)

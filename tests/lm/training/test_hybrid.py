@@ -51,11 +51,11 @@ def test_options_of_fixed_points_are_refused_without_them():
 def test_the_plan_counts_every_layer():
     """Each layer counts as in a model of its own; Mamba's FLOPs do not depend on evaluations."""
     kinds = ("mamba", "mlp", "gated_deltaproduct")
-    alone = [count_saved_floats(hybrid(layers=kind, n_layer=1), False) for kind in kinds]
-    together = count_saved_floats(hybrid(layers=" ".join(kinds), n_layer=6), False)
-    assert together == [kept for [kept] in alone] * 2
+    single = [count_saved_floats(hybrid(layers=kind, n_layer=1), False) for kind in kinds]
+    combined = count_saved_floats(hybrid(layers=" ".join(kinds), n_layer=6), False)
+    assert combined == [count for [count] in single] * 2
     narrow = count_saved_floats(hybrid(layers=[{"mamba": {"expand": 0.5}}], n_layer=1), False)
-    assert narrow == [alone[0][0] / 4]
+    assert narrow == [single[0][0] / 4]
     mlp = [
         count_saved_floats(hybrid(layers="mlp", n_layer=1, expand=e), False)[0] * e for e in (1, 4)
     ]

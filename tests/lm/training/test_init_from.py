@@ -30,8 +30,8 @@ def sources(tmp_path_factory):
     """{kind: (SourceModel, model of transformers)}, with two layers each."""
     actual = {}
     for kind in ("mamba", "mamba2"):
-        folder, theirs = save_hf_mamba(tmp_path_factory.mktemp("there") / kind, kind)
-        actual[kind] = read_folder(folder), theirs
+        folder, hf_model = save_hf_mamba(tmp_path_factory.mktemp("there") / kind, kind)
+        actual[kind] = read_folder(folder), hf_model
     return actual
 
 
@@ -50,9 +50,9 @@ def start_model(source, target, **options):
 @torch.no_grad()
 def assert_equal_logits(sources, kind, target):
     """Compare with transformers in fp32, and with our model of the source in fp64."""
-    source, theirs = sources[kind]
+    source, hf_model = sources[kind]
     torch.testing.assert_close(
-        target(draw_ids()).logits, theirs(draw_ids()).logits, atol=1e-5, rtol=0
+        target(draw_ids()).logits, hf_model(draw_ids()).logits, atol=1e-5, rtol=0
     )
     actual, expected = (m.double()(draw_ids()).logits for m in (target, make_our_model(source)))
     torch.testing.assert_close(actual, expected, atol=1e-10, rtol=0)
@@ -98,7 +98,7 @@ def test_untied_head_starts_as_the_embedding(sources):
 
 
 @pytest.mark.parametrize(
-    "layers, n_layer, fields, how, message",
+    "layers, n_layer, fields, options, message",
     [
         ("mamba", 2, {"d_model": 16}, {"partial": True}, "d_model 32, model.d_model is 16"),
         ("mamba", 2, {}, {"vocab_size": 32}, "vocabulary has 24 tokens, this run's 32"),
@@ -108,11 +108,13 @@ def test_untied_head_starts_as_the_embedding(sources):
         ("mamba fp_mamba1", 2, {}, {}, r"layer 1 of the source \(mamba\) is not used"),
     ],
 )
-def test_differences_from_the_source_are_refused(sources, layers, n_layer, fields, how, message):
+def test_differences_from_the_source_are_refused(
+    sources, layers, n_layer, fields, options, message
+):
     with torch.device("meta"):
         target = model(layers, n_layer, **fields)
     with pytest.raises(ConfigError, match=message) as e:
-        match_weights(sources["mamba"][0], target, **how)
+        match_weights(sources["mamba"][0], target, **options)
     assert str(e.value).startswith("init_from") and "\n" not in str(e.value)
 
 
@@ -157,7 +159,7 @@ def test_different_reset_at_eos_is_logged(sources):
 
 # Configurations.
 
-OURS = (
+MODEL_KEYS = (
     "model.d_model=32",
     "model.layers=[mamba: {dt_rank: 3}, fp_mamba1: {dt_rank: 3}, mamba: {dt_rank: 3}]",
     "model.n_layer=3",
@@ -169,7 +171,7 @@ def test_plan_lists_taken_weights_and_refuses_mismatches(tiny, tmp_path, capsys)
     from lm.cli.main import main
 
     folder, _ = save_as_bin(tmp_path / "there", "mamba")
-    cfg = tiny(*OURS, f"init_from={folder}")
+    cfg = tiny(*MODEL_KEYS, f"init_from={folder}")
     text = "\n".join(plan(cfg, 1)["init_from"])
     assert "(transformers' mamba): 22 weights (0.016 M) taken" in text
     assert "out_proj is zero: 1 (fp_mamba1)" in text and "start are the source's" in text
@@ -177,7 +179,7 @@ def test_plan_lists_taken_weights_and_refuses_mismatches(tiny, tmp_path, capsys)
     assert list(rows[0].cells).count("init from") == 5  # incl. reset_at_eos and the vocabulary
     check_config(cfg, 1)
     with pytest.raises(ConfigError, match=r"vocabulary has 24 tokens, this run's 304"):
-        check_config(tiny(*OURS, f"init_from={folder}", "model.vocab_size=304"), 1)
+        check_config(tiny(*MODEL_KEYS, f"init_from={folder}", "model.vocab_size=304"), 1)
     for wrong, message in [
         (
             (f"init_from={tmp_path / 'no'}",),
@@ -188,8 +190,8 @@ def test_plan_lists_taken_weights_and_refuses_mismatches(tiny, tmp_path, capsys)
         (("init_from.partial=true",), "init_from.path` is missing"),
     ]:
         with pytest.raises((ConfigError, SourceError), match=message):
-            check_config(tiny(*OURS, *wrong), 1)
-    args = ["configs/tiny/lm.yaml", f"out_dir={tmp_path / 'runs'}", *OURS]
+            check_config(tiny(*MODEL_KEYS, *wrong), 1)
+    args = ["configs/tiny/lm.yaml", f"out_dir={tmp_path / 'runs'}", *MODEL_KEYS]
     assert main(["plan", *args, f"init_from={folder}"]) == 0
     assert "0.016 M" in capsys.readouterr().out.replace("\n", " ")
     message = refused(capsys, "plan", *args, f"init_from={folder}", "model.d_state=8")
@@ -240,7 +242,7 @@ def test_another_tokenizer_is_refused(byte_tokenizer, tiny_run):
 
 # Runs.
 
-START = ("model.layers=fp_mamba1 mamba fp_mamba1", "model.n_layer=3", "optim.schedule=constant")
+RUN_KEYS = ("model.layers=fp_mamba1 mamba fp_mamba1", "model.n_layer=3", "optim.schedule=constant")
 
 
 def first_loss(model, cfg):
@@ -257,7 +259,7 @@ def test_resumed_run_does_not_read_init_from_again(tmp_path, tiny_run, tiny):
     """A resumed run has the losses of an uninterrupted one although the source is deleted."""
     there = tmp_path / "there"
     shutil.copytree(tiny_run, there)
-    start = (*START, f"init_from={there}")
+    start = (*RUN_KEYS, f"init_from={there}")
     whole, process = run(tmp_path / "whole", *start)
     assert process.stdout.count("init     ") == 3
     source = init_from.read_source(there)
@@ -289,7 +291,7 @@ def test_resumed_run_must_keep_init_from(tiny, tiny_run):
 
 @pytest.mark.slow
 def test_two_ranks_under_zero_3_start_from_the_source(tmp_path, tiny_run):
-    start = (*START, f"init_from={tiny_run}", "train.global_batch_size=4")
+    start = (*RUN_KEYS, f"init_from={tiny_run}", "train.global_batch_size=4")
     start += ("train.grad_accum_steps=null", "train.micro_batch_size=2")
     alone, _ = run(tmp_path / "alone", *start)
     both, process = run(tmp_path / "both", *start, "engine.zero_stage=3", processes=2)

@@ -50,19 +50,19 @@ def kill_after(seconds, out, processes, settings) -> bool:
     )
     metrics = out / "tiny/metrics.jsonl"
     before = metrics.stat().st_mtime_ns if metrics.exists() else 0
-    until = time.monotonic() + 120
+    deadline = time.monotonic() + 120
     while not metrics.exists() or metrics.stat().st_mtime_ns == before:
         if process.poll() is not None:
             output = process.communicate()[0]
             assert process.returncode == 0, output
             return False
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             os.killpg(process.pid, signal.SIGKILL)
             raise AssertionError(f"no update in 120 s: {process.communicate()[0][-3000:]}")
         time.sleep(0.02)
     time.sleep(seconds)
-    actual = subprocess.run(["pgrep", "-f", f"out_dir={out}"], capture_output=True, text=True)
-    for pid in map(int, actual.stdout.split()):
+    pgrep = subprocess.run(["pgrep", "-f", f"out_dir={out}"], capture_output=True, text=True)
+    for pid in map(int, pgrep.stdout.split()):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     process.communicate()
@@ -72,25 +72,27 @@ def kill_after(seconds, out, processes, settings) -> bool:
 @pytest.mark.slow
 def test_resume_after_random_kills_is_identical(tmp_path):
     """FPRNN_KILLS cycles (100), each on one rank or two."""
-    draw = random.Random(0)
+    rng = random.Random(0)
     out = tmp_path / "runs"
     endless = (*SETTINGS, "train.steps=1000000")
-    reached = [0]
+    resume_steps = [0]
     for cycle in range(CYCLES):
-        assert kill_after(draw.uniform(0, 1.5), out, (1, 2, 1)[cycle % 3], endless)
+        assert kill_after(rng.uniform(0, 1.5), out, (1, 2, 1)[cycle % 3], endless)
         path = find_newest_checkpoint(out / "tiny/checkpoints", lambda _: None)
-        reached.append(checkpoint_step(path) if path else 0)
-        assert reached[-1] >= reached[-2]
-    final = (*SETTINGS, f"train.steps={reached[-1] + 5}")
+        resume_steps.append(checkpoint_step(path) if path else 0)
+        assert resume_steps[-1] >= resume_steps[-2]
+    final = (*SETTINGS, f"train.steps={resume_steps[-1] + 5}")
     resumed, _ = run(out, *final, "resume=auto")
     whole, _ = run(tmp_path / "whole", *final)
     assert [(r["step"], r["tokens"]) for r in resumed] == [(r["step"], r["tokens"]) for r in whole]
-    apart = [abs(ours["loss"] - theirs["loss"]) for ours, theirs in zip(resumed, whole)]
-    assert max(apart) < 1e-4
+    differences = [abs(ours["loss"] - theirs["loss"]) for ours, theirs in zip(resumed, whole)]
+    assert max(differences) < 1e-4
     weights = [
         consolidate_weights(find_newest_checkpoint(o / "tiny/checkpoints"))
         for o in (out, tmp_path / "whole")
     ]
     for name, tensor in weights[0].items():
         torch.testing.assert_close(tensor, weights[1][name], atol=1e-5, rtol=0)
-    print(f"score: {CYCLES} kills, {reached[-1]} updates, losses within {max(apart):.1e}")
+    print(
+        f"score: {CYCLES} kills, {resume_steps[-1]} updates, losses within {max(differences):.1e}"
+    )

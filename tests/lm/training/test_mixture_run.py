@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lm.data.corpus.prepare import open_corpus
-from tests.lm.training.test_elastic import EVERY, close, trace
+from tests.lm.training.test_elastic import SETTINGS, assert_close, trace
 from tests.running import ROOT, fprnn, run
 
 SOURCES = {
@@ -15,19 +15,19 @@ SOURCES = {
 }
 
 
-def mixed(folder: Path, **data) -> list[str]:
+def mixture_overrides(folder: Path, **data) -> list[str]:
     """Overrides of the tiny config for a mixture."""
     text = folder / "pages.txt"
     if not text.exists():
         text.write_text("\n\n".join(f"Page {i}: {'so it goes ' * (i % 17)}" for i in range(2000)))
     sources = SOURCES | {"pages": SOURCES["pages"] | {"path": str(text)}}
     keys = {"source": "builtin", "path": None, "mixture": sources, "val_tokens": 300, **data}
-    return [*EVERY, *(f"data.{key}={json.dumps(value)}" for key, value in keys.items())]
+    return [*SETTINGS, *(f"data.{key}={json.dumps(value)}" for key, value in keys.items())]
 
 
 @pytest.mark.slow
 def test_mixture_resumes_on_one_and_two_ranks(tmp_path):
-    overrides = mixed(tmp_path)
+    overrides = mixture_overrides(tmp_path)
     whole, process = run(tmp_path / "whole", *overrides)
     assert "data     facts: 70.00% of the sequences" in process.stdout
     run_dir = tmp_path / "whole/tiny"
@@ -42,7 +42,7 @@ def test_mixture_resumes_on_one_and_two_ranks(tmp_path):
     for processes in (0, 2):
         out = tmp_path / f"again-{processes}"
         repeated, _ = run(out, *overrides, f"resume={checkpoint}", processes=processes)
-        close(repeated, expected, 4)
+        assert_close(repeated, expected, 4)
         if not processes:
             assert trace(repeated) == {step: expected[step] for step in range(5, 9)}  # bit for bit
         actual = {r["step"]: (r["data_share"], r["data_epochs"]) for r in repeated}
@@ -56,14 +56,14 @@ def test_mixture_resumes_on_one_and_two_ranks(tmp_path):
     assert validation["loss"] == pytest.approx(mean, rel=1e-9)
     assert result["data_share"]
     assert len(open_corpus(run_dir, "pages").train)
-    refused_with_another_weight(tmp_path, overrides, checkpoint)
+    assert_other_weight_is_refused(tmp_path, overrides, checkpoint)
 
 
-def refused_with_another_weight(tmp_path, overrides, checkpoint):
+def assert_other_weight_is_refused(tmp_path, overrides, checkpoint):
     """The run's config refuses it; in another run the checkpoint's data position does."""
-    more = ("train", "--config", "configs/tiny/lm.yaml", *overrides)
+    command_line = ("train", "--config", "configs/tiny/lm.yaml", *overrides)
     other = "data.mixture.facts.weight=0.6"
-    process = fprnn(*more, other, f"out_dir={tmp_path / 'whole'}", "resume=auto")
+    process = fprnn(*command_line, other, f"out_dir={tmp_path / 'whole'}", "resume=auto")
     assert "data.mixture.facts.weight was 0.7, is 0.6" in process.stderr
-    process = fprnn(*more, other, f"out_dir={tmp_path / 'other'}", f"resume={checkpoint}")
+    process = fprnn(*command_line, other, f"out_dir={tmp_path / 'other'}", f"resume={checkpoint}")
     assert "data position in data.mixture.facts is of weight 0.7" in process.stderr, process.stderr

@@ -92,9 +92,9 @@ def test_a_bad_pattern_or_factor_is_refused(tiny, value, words):
         check_config(tiny(f"optim.lr_factors={value}"), 1)
 
 
-@pytest.mark.parametrize("key, most", [("lr", 1000), ("weight_decay", 1000)])
-def test_absurdly_large_numbers_are_refused(tiny, key, most):
-    with pytest.raises(ConfigError, match=rf"`optim.{key}` is 1e\+300: it must be .* {most}"):
+@pytest.mark.parametrize("key, limit", [("lr", 1000), ("weight_decay", 1000)])
+def test_absurdly_large_numbers_are_refused(tiny, key, limit):
+    with pytest.raises(ConfigError, match=rf"`optim.{key}` is 1e\+300: it must be .* {limit}"):
         tiny(f"optim.{key}=1e300")
 
 

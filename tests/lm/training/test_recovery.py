@@ -17,7 +17,7 @@ from tests.running import FORKS, fprnn, read_losses, run
 TINY = ("train", "--config", "configs/tiny/lm.yaml")
 
 
-def faulty(fault, *args, timeout=120):
+def run_with_fault(fault, *args, timeout=120):
     """Run a command with a fault; return its CompletedProcess."""
     return FORKS.run("tests.faults", [fault, *args], timeout)
 
@@ -34,7 +34,7 @@ def test_nan_rolls_back_and_continues_with_next_data(tmp_path, tiny_run, stage):
     """
     settings = (f"engine.zero_stage={stage}", "log.every=1", "train.max_rollbacks=1")
     broken = tmp_path / "broken"
-    done = faulty("nan_at=11", *TINY, f"out_dir={broken}", *settings)
+    done = run_with_fault("nan_at=11", *TINY, f"out_dir={broken}", *settings)
     assert done.returncode == 0, done.stderr
     message = " ".join(done.stdout.split())
     assert "note: update 6: the loss is nan: back to the checkpoint of update 4" in message
@@ -56,16 +56,16 @@ def test_nan_rolls_back_and_continues_with_next_data(tmp_path, tiny_run, stage):
 
 
 def advance(checkpoint, micro_batches):
-    """Move the position in the data."""
+    """Move the checkpoint's position in the data."""
 
-    def further(state):
+    def move(state):
         state["loader"]["next_global_micro_batch"] += micro_batches
 
-    rewritten(checkpoint / "loader-rank0000.pt", further)
+    rewrite_file(checkpoint / "loader-rank0000.pt", move)
 
 
-def rewritten(path, change):
-    """Change a file of a checkpoint and its digest in the manifest."""
+def rewrite_file(path, change):
+    """Change the state in a file of a checkpoint, and the checksum in the manifest."""
     checkpoint, state = path.parent, torch.load(path, weights_only=False)
     change(state)
     torch.save(state, path)
@@ -75,15 +75,19 @@ def rewritten(path, change):
 
 
 def test_nan_without_checkpoint_or_rollbacks_left_stops(tmp_path):
-    done = faulty("nan_at=3", *TINY, f"out_dir={tmp_path}")
+    done = run_with_fault("nan_at=3", *TINY, f"out_dir={tmp_path}")
     assert done.returncode == DIVERGED
     assert "stopped at update 2: the loss is nan; no checkpoint" in done.stderr
-    word = json.loads((tmp_path / "tiny/failure.json").read_text())
-    assert word["exit_code"] == DIVERGED and word["sentence"].startswith("stopped at update 2")
+    failure = json.loads((tmp_path / "tiny/failure.json").read_text())
+    assert failure["exit_code"] == DIVERGED and failure["sentence"].startswith(
+        "stopped at update 2"
+    )
     # The same command continues and deletes failure.json.
     run(tmp_path, "resume=auto")
     assert not (tmp_path / "tiny/failure.json").exists()
-    done = faulty("nan_at=3", *TINY, f"out_dir={tmp_path}", "name=other", "train.max_rollbacks=0")
+    done = run_with_fault(
+        "nan_at=3", *TINY, f"out_dir={tmp_path}", "name=other", "train.max_rollbacks=0"
+    )
     assert "0 of 0 rollbacks (train.max_rollbacks) made" in done.stderr
 
 
@@ -91,11 +95,13 @@ STAGES = [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3))]
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("what, named", [("weight", "the weights"), ("moment", "exp_avg_sq")])
-def test_nan_in_a_weight_or_a_moment_is_not_saved(tmp_path, what, named, stage):
-    """NaN after update 4 would be saved with it; the checkpoint of update 2 is finite."""
-    done = faulty(
-        f"{what}_nan_at=4",
+@pytest.mark.parametrize(
+    "fault, tensor_name", [("weight", "the weights"), ("moment", "exp_avg_sq")]
+)
+def test_nan_in_a_weight_or_a_moment_is_not_saved(tmp_path, fault, tensor_name, stage):
+    """The run rolls back to update 2 before it saves the NaN of update 4."""
+    done = run_with_fault(
+        f"{fault}_nan_at=4",
         *TINY,
         f"out_dir={tmp_path}",
         "checkpoint.every=2",
@@ -104,36 +110,37 @@ def test_nan_in_a_weight_or_a_moment_is_not_saved(tmp_path, what, named, stage):
     assert done.returncode == 0, done.stderr
     message = " ".join(done.stdout.split())
     assert (
-        f"note: update 4: NaN or infinity in {named}: back to the checkpoint of update 2" in message
+        f"note: update 4: NaN or infinity in {tensor_name}: back to the checkpoint of update 2"
+        in message
     )
     assert "(rollback 1 of 2)" in message
     assert sorted(trace(read_losses(tmp_path / "tiny"))) == list(range(1, 9))
 
 
-def spoilt(checkpoint, value, where="exp_avg"):
+def damage_optimizer(checkpoint, value, key="exp_avg"):
     """Put a value into the optimizer's fp32 weights, or into a moment."""
 
-    def spoil(saved):
+    def damage(saved):
         state = saved["optimizer_state_dict"]
-        if where == "weights":
+        if key == "weights":
             state["single_partition_of_fp32_groups"][0].view(-1)[:] = value
         else:
-            state["base_optimizer_state"]["state"][0][where].view(-1)[0] = value
+            state["base_optimizer_state"]["state"][0][key].view(-1)[0] = value
 
-    rewritten(checkpoint / "zero_pp_rank_0_mp_rank_00_optim_states.pt", spoil)
+    rewrite_file(checkpoint / "zero_pp_rank_0_mp_rank_00_optim_states.pt", damage)
 
 
 @pytest.fixture(scope="module")
-def every_second(tmp_path_factory):
-    """A run killed after update 6, with checkpoints of 2, 4 and 6."""
-    out = tmp_path_factory.mktemp("every_second")
+def killed_run(tmp_path_factory):
+    """Run directory of a run that was killed after update 6, with checkpoints of 2, 4 and 6."""
+    out = tmp_path_factory.mktemp("killed_run")
     run(out, "checkpoint.every=2", "checkpoint.keep=4")
     shutil.rmtree(out / "tiny/checkpoints/step-000008")
     (out / "tiny/result.json").unlink()
     return out
 
 
-KEPT = ("checkpoint.every=2", "checkpoint.keep=4", "resume=auto")
+RESUME = ("checkpoint.every=2", "checkpoint.keep=4", "resume=auto")
 
 
 @pytest.mark.parametrize(
@@ -142,21 +149,21 @@ KEPT = ("checkpoint.every=2", "checkpoint.keep=4", "resume=auto")
     ids=["overflow", "NaN"],
 )
 def test_second_failure_rolls_back_one_checkpoint_further(
-    every_second, tmp_path, value, place, resume
+    killed_run, tmp_path, value, place, resume
 ):
     """Finite weights that overflow in every pass, or a moment that is NaN."""
-    out = shutil.copytree(every_second, tmp_path / "out")
+    out = shutil.copytree(killed_run, tmp_path / "out")
     newest = out / "tiny/checkpoints/step-000006"
-    spoilt(newest, value, place)
-    _, done = run(out, *KEPT, f"resume={'auto' if resume == 'auto' else newest}")
+    damage_optimizer(newest, value, place)
+    _, done = run(out, *RESUME, f"resume={'auto' if resume == 'auto' else newest}")
     message = " ".join(done.stdout.split())
     assert "back to the checkpoint of update 6" in message
     assert "back to the checkpoint of update 4, then on with the next data (rollback 2" in message
     assert sorted(trace(read_losses(out / "tiny"))) == list(range(1, 9))
-    assert not verify_all(out / "tiny/checkpoints")
+    assert not find_damaged(out / "tiny/checkpoints")
 
 
-def verify_all(folder):
+def find_damaged(folder):
     """Return the checkpoints that are not complete."""
     damaged = []
     for path in list_checkpoints(folder):
@@ -169,7 +176,7 @@ def verify_all(folder):
 
 @pytest.mark.slow
 def test_hanging_run_ends_and_writes_stacks(tmp_path):
-    done = faulty("sleep_at=3", *TINY, f"out_dir={tmp_path}", "engine.timeout_s=3")
+    done = run_with_fault("sleep_at=3", *TINY, f"out_dir={tmp_path}", "engine.timeout_s=3")
     assert done.returncode == HANG
     assert "error: rank 0 has stood still" in done.stderr
     stacks = (tmp_path / "tiny/stacks/rank0000.txt").read_text()
@@ -184,7 +191,7 @@ def test_second_run_in_the_same_directory_is_refused(tmp_path):
     first = FORKS.start("lm", [*TINY, f"out_dir={tmp_path}", *long])
     try:
         metrics = tmp_path / "tiny/metrics.jsonl"
-        wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
+        wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 3)
         for overwrite in ((), ("--overwrite",)):
             done = fprnn(*TINY, f"out_dir={tmp_path}", *long, "resume=auto", *overwrite)
             assert done.returncode == FAILED
@@ -197,10 +204,10 @@ def test_second_run_in_the_same_directory_is_refused(tmp_path):
         first.kill()
 
 
-def wait_until(true, seconds=60):
-    until = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < until
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
 
 

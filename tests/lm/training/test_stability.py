@@ -31,9 +31,9 @@ def test_adversarial_update_counts_evaluations_of_first_pass(updates):
 
 
 def test_gradients_are_accumulated_and_summed_in_fp32_under_bf16(updates):
-    of_stages = updates[1]["under_bf16"].values()
-    assert len(of_stages) == 4
-    assert all(case["error"] < 1e-6 and case["bf16"] == 0.0 for case in of_stages)
+    cases = updates[1]["under_bf16"].values()
+    assert len(cases) == 4
+    assert all(case["error"] < 1e-6 and case["bf16"] == 0.0 for case in cases)
 
 
 def test_adversary_starts_after_the_curriculum(tmp_path):
@@ -50,20 +50,20 @@ def test_adversary_starts_after_the_curriculum(tmp_path):
         run(tmp_path / str(kappa), *settings, f"train.adversarial_noise={kappa}")
         for kappa in (0, 0.5)
     )
-    same = [one["grad_norm"] == other["grad_norm"] for one, other in zip(plain, with_one)]
-    assert same[:4] == [True, True, True, False]
-    assert with_one[3]["loss"] == plain[3]["loss"], "the loss in the log is without it"
+    is_equal = [one["grad_norm"] == other["grad_norm"] for one, other in zip(plain, with_one)]
+    assert is_equal[:4] == [True, True, True, False]
+    assert with_one[3]["loss"] == plain[3]["loss"], "the logged loss is of the first pass"
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (["model.name=mamba"], "mamba has none: set it to 0"),
         (["model.gradient_checkpointing=true"], "leave out one of them"),
     ],
 )
-def test_adversary_without_fixed_point_layer_is_refused(tiny, settings, said):
-    with pytest.raises(ConfigError, match=said):
+def test_adversary_without_fixed_point_layer_is_refused(tiny, settings, message):
+    with pytest.raises(ConfigError, match=message):
         tiny("train.adversarial_noise=0.05", *settings)
 
 

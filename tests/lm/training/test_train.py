@@ -89,14 +89,14 @@ def test_same_seed_gives_identical_losses_with_any_probes(tmp_path, tiny_losses)
     assert ["validation" in r for r in probes] == [False, True, True]
 
 
-def copied(tiny_run, place):
-    """A copy of the tiny run."""
+def copy_run(tiny_run, place):
+    """Copy the tiny run without its export."""
     return shutil.copytree(tiny_run, place, ignore=shutil.ignore_patterns("hf"))
 
 
 def test_run_name_with_brackets_is_no_glob_pattern(tmp_path, tiny_run, tiny_losses):
     """The run whose name matches the pattern has other weights at the same update."""
-    own, neighbor = (copied(tiny_run, tmp_path / name) for name in ("exp[1]", "exp1"))
+    own, neighbor = (copy_run(tiny_run, tmp_path / name) for name in ("exp[1]", "exp1"))
     shutil.rmtree(neighbor / "checkpoints/step-000004")
     (own / "checkpoints/step-000008").rename(neighbor / "checkpoints/step-000004")
     (own / "result.json").unlink()
@@ -111,23 +111,23 @@ def test_resume_after_kill_is_bit_identical(tmp_path, uninterrupted):
     assert len(read_losses(tmp_path / "runs/tiny")) < 60
     # An incomplete checkpoint, as a kill leaves it, is skipped.
     newest = sorted((tmp_path / "runs/tiny/checkpoints").glob("step-*"))[-1]
-    torn = newest.with_name("step-000059")
-    shutil.copytree(newest, torn)
-    (torn / "manifest.json").unlink(missing_ok=True)
+    incomplete = newest.with_name("step-000059")
+    shutil.copytree(newest, incomplete)
+    (incomplete / "manifest.json").unlink(missing_ok=True)
     resumed, done = run(tmp_path / "runs", *LONG, "resume=auto")
     assert "skipped" in done.stdout and "resumed" in done.stdout
     assert trace(resumed) == trace(uninterrupted)
 
 
 @pytest.mark.parametrize(
-    "number",
+    "signal_number",
     [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)],
     ids=lambda n: n.name,
 )
-def test_a_signal_saves_and_stops(tmp_path, uninterrupted, number):
+def test_a_signal_saves_and_stops(tmp_path, uninterrupted, signal_number):
     process = start_and_wait_for(10, tmp_path / "runs")
     for _ in range(3):  # launchers repeat the signal
-        process.send_signal(number)
+        process.send_signal(signal_number)
         time.sleep(0.01)
     output = "".join(process.communicate(timeout=60))
     assert process.returncode == PREEMPTED and "stopped by a signal after update" in output
@@ -137,7 +137,7 @@ def test_a_signal_saves_and_stops(tmp_path, uninterrupted, number):
     assert trace(resumed) == trace(uninterrupted)
 
 
-def refused(*args):
+def run_refused(*args):
     """Return the line on stderr of a command that must fail without traceback."""
     done = fprnn(*args)
     assert done.returncode in REFUSED, done.stdout
@@ -153,22 +153,22 @@ def tiny_args(out, *overrides):
 
 def test_run_is_not_overwritten_without_overwrite(tiny_run):
     before = (tiny_run / "metrics.jsonl").read_text()
-    message = refused(*tiny_args(tiny_run.parent))
+    message = run_refused(*tiny_args(tiny_run.parent))
     assert "already holds a run" in message and "--overwrite" in message
-    message = refused(*tiny_args(tiny_run.parent, "resume=auto", "model.d_model=32"))
+    message = run_refused(*tiny_args(tiny_run.parent, "resume=auto", "model.d_model=32"))
     assert "model.d_model was 16, is 32" in message
     assert (tiny_run / "metrics.jsonl").read_text() == before
 
 
 def test_overwrite_restarts_and_finished_run_is_not_repeated(tmp_path, tiny_run, tiny_losses):
     short = ("train.steps=2", "checkpoint.every=2")
-    copied(tiny_run, tmp_path / "runs/tiny")
+    copy_run(tiny_run, tmp_path / "runs/tiny")
     done = fprnn(*tiny_args(tmp_path / "runs", *short), "--overwrite")
     assert done.returncode == 0, done.stderr
-    anew = [r["loss"] for r in read_losses(tmp_path / "runs/tiny")]
-    assert anew == [r["loss"] for r in tiny_losses[:2]]
+    restarted_losses = [r["loss"] for r in read_losses(tmp_path / "runs/tiny")]
+    assert restarted_losses == [r["loss"] for r in tiny_losses[:2]]
     second, done = run(tmp_path / "runs", *short, "resume=auto")
-    assert "complete already" in done.stdout and [r["loss"] for r in second] == anew
+    assert "complete already" in done.stdout and [r["loss"] for r in second] == restarted_losses
 
 
 @pytest.mark.parametrize(
@@ -182,8 +182,10 @@ def test_overwrite_restarts_and_finished_run_is_not_repeated(tmp_path, tiny_run,
 def test_data_errors_are_one_sentence(tmp_path, override, sentence, capsys):
     """Wrong data is refused before the process group is made."""
     assert main(list(tiny_args(tmp_path / "runs", override))) in REFUSED
-    (said,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert sentence in said.lower()
+    (message,) = [
+        line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")
+    ]
+    assert sentence in message.lower()
 
 
 def test_mamba_trains_through_the_same_config(tmp_path):
@@ -204,7 +206,7 @@ def test_mamba_trains_through_the_same_config(tmp_path):
 
 
 def test_resuming_from_older_checkpoint_deletes_later_ones(tmp_path, tiny_run, tiny_losses):
-    checkpoints = copied(tiny_run, tmp_path / "tiny") / "checkpoints"
+    checkpoints = copy_run(tiny_run, tmp_path / "tiny") / "checkpoints"
     older = checkpoints / "step-000004"
     second, _ = run(tmp_path, "checkpoint.every=3", "checkpoint.keep=1", f"resume={older}")
     assert trace(second) == trace(tiny_losses)

@@ -42,23 +42,23 @@ def test_probe_reads_part_of_a_large_micro_batch(monkeypatch):
     torch.manual_seed(0)
     cfg = Config(model={"d_model": 16, "n_layer": 2, "d_state": 4})
     model = build_model(cfg, 16)
-    read = []
+    inputs = []
     model.register_forward_pre_hook(
-        lambda _, args, kwargs: read.append(kwargs["input_ids"]), with_kwargs=True
+        lambda _, args, kwargs: inputs.append(kwargs["input_ids"]), with_kwargs=True
     )
 
-    def probed(labels):
-        part = SimpleNamespace(
+    def run_probe(labels):
+        fake_validation = SimpleNamespace(
             failure_watch=object(),
             shares={"small": 0.25, "large": 0.75},
             held_out={"small": [], "large": [{"input_ids": ids, "labels": labels}, None]},
             ranks=Ranks(),
         )
-        return Validation.probe_solver(part, SimpleNamespace(deepspeed=model))["probe"]
+        return Validation.probe_solver(fake_validation, SimpleNamespace(deepspeed=model))["probe"]
 
     ids = torch.randint(16, (4, 8))
-    measured = [probed(labels_of(*lengths)) for lengths in ((8, 0, 3, 8), (8, 0, 0, 0))]
-    assert [batch.tolist() for batch in read] == [ids[[0, 2]].tolist(), ids[[0, 1]].tolist()]
+    measured = [run_probe(labels_of(*lengths)) for lengths in ((8, 0, 3, 8), (8, 0, 0, 0))]
+    assert [batch.tolist() for batch in inputs] == [ids[[0, 2]].tolist(), ids[[0, 1]].tolist()]
     expected = [fixed_point_metrics([probe(model, ids[rows])]) for rows in ([0, 2], [0])]
     assert measured == expected and measured[0] != measured[1]
     assert measured != [fixed_point_metrics([probe(model, ids)])] * 2
