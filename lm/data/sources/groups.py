@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -18,8 +19,8 @@ class Group:
     """A finite group as its multiplication table.
 
     Attributes:
-        name: Such as S5.
-        table: (n, n) int32; table[i, j] is the element i·j.
+        name: Name of the group, such as S5.
+        table: Products, shape (order, order), int32: table[i, j] is the element i·j.
         identity: Index of the identity.
     """
 
@@ -35,37 +36,39 @@ class Group:
         """Number of elements."""
         return len(self.table)
 
-    @lru_cache(maxsize=8)  # noqa: B019 (`group` caches as many groups)
+    @lru_cache(maxsize=8)  # noqa: B019 (`get_group` caches as many groups)
     def simplest_first(self) -> np.ndarray:
-        """Return the elements (n,), sorted by their order, then by the number of conjugates.
+        """Return the elements, shape (order,), sorted by their order, then by their conjugates.
 
-        For S5: the identity, 10 transpositions, 15 pairs of them, 20 cycles of three, …
+        For S5: the identity, 10 transpositions, 15 pairs of transpositions, 20 cycles of three, …
         """
-        orders = np.ones(self.order, dtype=np.int64)
-        power = np.arange(self.order)
-        while (is_unfinished := power != self.identity).any():
-            orders += is_unfinished
-            power = np.where(is_unfinished, self.table[power, np.arange(self.order)], power)
-        commuting = (self.table == self.table.T).sum(1)
-        return np.lexsort((self.order // commuting, orders))
+        elements = np.arange(self.order)
+        element_orders = np.ones(self.order, dtype=np.int64)  # smallest k > 0 with g^k = identity
+        powers = elements
+        while (is_unfinished := powers != self.identity).any():
+            element_orders += is_unfinished
+            powers = np.where(is_unfinished, self.table[powers, elements], powers)
+        commuting_counts = (self.table == self.table.T).sum(1)
+        conjugate_counts = self.order // commuting_counts  # orbit–stabilizer theorem
+        return np.lexsort((conjugate_counts, element_orders))
 
     def products(self, x: np.ndarray) -> np.ndarray:
-        """Return the running products x_1 · x_2 ⋯ x_t of elements x (b, l), shape (b, l)."""
-        y = np.empty_like(x)
-        state = np.full(len(x), self.identity, dtype=x.dtype)
+        """Return the running products x_1 · x_2 ⋯ x_t of elements x, shape (batch, length)."""
+        products = np.empty_like(x)
+        product = np.full(len(x), self.identity, dtype=x.dtype)
         for t in range(x.shape[1]):
-            state = self.table[state, x[:, t]]
-            y[:, t] = state
-        return y
+            product = self.table[product, x[:, t]]
+            products[:, t] = product
+        return products
 
 
 def permutations(n: int, even: bool = False) -> np.ndarray:
     """Return the (even) permutations of 0…n−1 in lexicographic order, shape (count, n)."""
     p = np.array(list(itertools.permutations(range(n))), dtype=np.int8)
-    if not even:
+    if not even or n == 1:
         return p
-    inversions = sum((p[:, [i]] > p[:, i + 1 :]).sum(1) for i in range(n - 1))
-    return p[inversions % 2 == 0] if n > 1 else p
+    inversion_counts = sum((p[:, [i]] > p[:, i + 1 :]).sum(1) for i in range(n - 1))
+    return p[inversion_counts % 2 == 0]
 
 
 def symmetries(n: int) -> np.ndarray:
@@ -80,10 +83,14 @@ def symmetries(n: int) -> np.ndarray:
 
 
 def _permutation_group(name: str, p: np.ndarray) -> Group:
-    """Make a group of permutations p (count, n); p·q is first p, then q: (p·q)[i] = q[p[i]]."""
+    """Make a group of permutations p, shape (count, n), in lexicographic order.
+
+    The product p·q is first p, then q: (p·q)[i] = q[p[i]].
+    """
     n = p.shape[1]
+    # The code of a permutation reads it as a number in base n, so that the codes are ascending.
     weights = n ** np.arange(n - 1, -1, -1, dtype=np.int64)
-    codes = p @ weights  # ascending, because p is in lexicographic order
+    codes = p @ weights
     table = np.empty((len(p), len(p)), dtype=np.int32)
     for i, first in enumerate(p):
         table[i] = np.searchsorted(codes, p[:, first] @ weights)
@@ -117,8 +124,8 @@ def _order(name: str) -> int:
         elif kind == "D":
             order *= 2 * n
         else:
-            halves = 2 if kind == "A" and n > 1 else 1
-            order *= math.factorial(min(n, 9)) // halves  # 9! is above MAX_ORDER
+            index_in_s_n = 2 if kind == "A" and n > 1 else 1
+            order *= math.factorial(min(n, 9)) // index_in_s_n  # 9! / 2 is above MAX_ORDER
     return order
 
 
@@ -138,25 +145,22 @@ def get_group(name: str) -> Group:
     order = _order(name)
     if order > MAX_ORDER:
         raise DataError(f"group `{name}` has more than {MAX_ORDER} elements, too many to tabulate")
-    parts = []
+    factors = []
     for part in name.split("_x_"):
         n = int(part[1:])
         if part[0] == "Z":
             numbers = np.arange(n, dtype=np.int32)
-            parts.append(Group(part, (numbers[:, None] + numbers) % n))
+            factors.append(Group(part, (numbers[:, None] + numbers) % n))
         else:
-            parts.append(_permutation_group(part, _part_permutations(part)))
-    product = parts[0]
-    for factor in parts[1:]:
-        product = _product(product, factor)
-    return product
+            factors.append(_permutation_group(part, _part_permutations(part)))
+    return functools.reduce(_product, factors)
 
 
 def element_names(name: str) -> list[str]:
     """Return the names of a group's elements, in their order.
 
-    A permutation is named by the images of 1, 2, 3, …, such as 213; a number modulo n by itself;
-    an element of a product by both parts, such as 213,4.
+    A permutation is named by the images of 1, 2, 3, …, such as 213; a number modulo n by its
+    digits; an element of a product by both parts, such as 213,4.
     """
     names = [""]
     for part in name.split("_x_"):

@@ -16,7 +16,7 @@ from lm.data.sources.errors import DataError, HubUnreachable, first_line
 
 MAX_WAIT_S = 300.0  # sum of the pauses between the attempts at one request
 MAX_PAUSE_S = 60.0  # between two attempts; the first pauses are 1, 2, 4, … s
-TRANSIENT_STATUSES = (408, 425, 429)  # HTTP statuses below 500 that a retry may cure
+TRANSIENT_STATUSES = (408, 425, 429)  # HTTP statuses below 500 after which a retry may succeed
 
 Result = TypeVar("Result")
 _jitter = random.Random()  # a separate generator: it must not affect the run's random numbers
@@ -24,9 +24,9 @@ _jitter = random.Random()  # a separate generator: it must not affect the run's 
 
 @dataclass(frozen=True)
 class HubFiles:
-    """Training files of a hub dataset's configuration, at a fixed commit."""
+    """Training files of a configuration of a hub dataset, at a fixed commit."""
 
-    name: str  # for messages
+    name: str  # "dataset OWNER/NAME (CONFIGURATION)", for messages
     revision: str  # commit hash
     paths: tuple[str, ...]  # hf://datasets/OWNER/NAME@COMMIT/…
 
@@ -65,10 +65,12 @@ def check_hub(subject: str, offline_hint: str = "") -> None:
 
 @functools.lru_cache(maxsize=4)  # the streams of a process share it
 def open_hub(dataset: str, config: str, revision: str | None = None) -> HubFiles:
-    """List the training files of a dataset's configuration.
+    """List the training files of a configuration of a dataset.
 
     Args:
-        revision: Commit; None: the newest.
+        dataset: Name of the dataset, OWNER/NAME.
+        config: Name of the configuration.
+        revision: Commit hash; None: the newest commit.
 
     Raises:
         DataError: If there is no such dataset or configuration, access is denied, the training
@@ -87,8 +89,8 @@ def open_hub(dataset: str, config: str, revision: str | None = None) -> HubFiles
         raise DataError(
             f"{name} has no files of a training split; set data.dataset and data.dataset_config"
         )
-    if foreign_files := [path for path in files if not path.endswith(".parquet")]:
-        example = foreign_files[0].rpartition("/")[2]
+    if other_files := [path for path in files if not path.endswith(".parquet")]:
+        example = other_files[0].rpartition("/")[2]
         raise DataError(
             f"{name} does not consist of parquet files ({example} is one of {len(files)} files):"
             " download it and use `data.source: jsonl` or `text`"
@@ -100,42 +102,43 @@ def open_hub(dataset: str, config: str, revision: str | None = None) -> HubFiles
 
 
 def retry(action: str, attempt: Callable[[], Result]) -> Result:
-    """Return the attempt's result; repeat it after a transient fault of the network or the server.
+    """Call a function, again after each transient fault of the network or the server.
 
-    Each pause is twice the previous one, minus a random part of up to a half, so that many readers
-    do not repeat their requests at the same time.
+    The pauses double, each shortened by a random part of up to a half, so that many readers do not
+    repeat their requests at the same time.
 
     Args:
-        action: Description of the attempt, for messages.
+        action: Description of the function, for messages.
+        attempt: The function, whose result is returned.
 
     Raises:
         DataError: If the fault is permanent (not found, access denied, no such configuration).
         HubUnreachable: If the pauses would exceed MAX_WAIT_S in all.
     """
-    waited = 0.0
-    failures = 0
+    waited_s = 0.0
+    failure_count = 0
     while True:
         try:
             return attempt()
         except DataError:
             raise
         except Exception as error:
-            failures += 1
+            failure_count += 1
             reason = first_line(error)
             if not _is_transient(error):
                 raise DataError(f"{action} failed: {_describe_permanent(error)}") from None
-            pause = min(MAX_PAUSE_S, 2.0 ** (failures - 1)) * _jitter.uniform(0.5, 1)
-            if waited + pause > MAX_WAIT_S:
+            pause_s = min(MAX_PAUSE_S, 2.0 ** (failure_count - 1)) * _jitter.uniform(0.5, 1)
+            if waited_s + pause_s > MAX_WAIT_S:
                 raise HubUnreachable(
-                    f"{action} failed {failures} times in a row, waiting {waited:.0f} s in all: "
-                    f"{reason}; start again later with resume=auto"
+                    f"{action} failed {failure_count} times in a row, waiting {waited_s:.0f} s in"
+                    f" all: {reason}; start again later with resume=auto"
                 ) from None
         say(
-            f"waiting  {pause:.1f} s for the Hugging Face hub, then attempt {failures + 1} at "
-            f"{action}: {reason}"
+            f"waiting  {pause_s:.1f} s for the Hugging Face hub, then attempt {failure_count + 1}"
+            f" at {action}: {reason}"
         )
-        time.sleep(pause)
-        waited += pause
+        time.sleep(pause_s)
+        waited_s += pause_s
 
 
 def _list_causes(error: BaseException | None) -> list[BaseException]:
@@ -154,9 +157,9 @@ def _http_statuses(error: Exception) -> list[int]:
 
 
 def _is_transient(error: Exception) -> bool:
-    """Return True if another attempt may succeed.
+    """Return whether another attempt may succeed.
 
-    The server's status decides if there is one: `datasets` reports "not found" after a 503 too.
+    A status of the server decides, because `datasets` reports "not found" also after a 503.
     """
     if statuses := _http_statuses(error):
         return any(status >= 500 or status in TRANSIENT_STATUSES for status in statuses)
@@ -171,12 +174,12 @@ def _is_transient(error: Exception) -> bool:
 
 
 def _describe_permanent(error: Exception) -> str:
-    """Describe a permanent fault, with the setting that cures it if there is one."""
+    """Describe a permanent fault, and name the setting that may mend it."""
     if isinstance(error, ValueError) and "BuilderConfig" in str(error):
         return f"{str(error).strip().splitlines()[0]}; set data.dataset_config"
-    cure = ""
+    remedy = ""
     if {401, 403} & set(_http_statuses(error)):
-        cure = "; log in (`hf auth login`) or set HF_TOKEN"
+        remedy = "; log in (`hf auth login`) or set HF_TOKEN"
     elif isinstance(error, FileNotFoundError):
-        cure = "; set data.dataset"
-    return first_line(error) + cure
+        remedy = "; set data.dataset"
+    return first_line(error) + remedy

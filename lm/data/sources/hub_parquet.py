@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,24 +21,23 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-FILES = 0x66696C65  # added to seed and epoch: separates this generator from all others
+ORDER_KEY = 0x66696C65  # added to seed and epoch: separates these generators from all others
 
 
 class HubDocuments:
     """Iterator over the texts of a shard of a hub dataset.
 
-    The row groups of all files are distributed in turn: row group u goes to the shard u % count.
-    If there are fewer row groups than shards, k shards share a row group, and each of them reads
-    every k-th row. An order (seed, epoch) shuffles the files, the row groups of each file, and the
-    rows of each row group, so a shuffled pass fetches no more than a plain one. The order is the
-    same for all shards.
+    The row groups of all files are distributed in turn: row group u goes to shard u % count. If
+    there are fewer row groups than shards, k shards share a row group, and each of them reads every
+    k-th row. An order (seed, epoch) shuffles the files, the row groups of each file, and the rows
+    of each row group, so a shuffled pass fetches no more than a plain one. All shards have the same
+    order.
 
-    Only the text column is fetched, and after resuming only from the position's row group on. The
-    commit is part of the position: a run continues with the old commit of a dataset that has
-    changed.
+    Only the text column is fetched, and after resuming only from the row group of the position on.
+    The position includes the commit: a run continues with the old commit if the dataset changes.
 
     Args:
-        shard: (index, count).
+        shard: (index of the shard, number of shards).
         state: State dict of an earlier iterator, whose order replaces `order`. A state with only
             the `revision` is the beginning of that commit.
         order: (seed, epoch); None: the order of the dataset.
@@ -54,19 +54,19 @@ class HubDocuments:
         self._position = {
             "revision": self._groups.files.revision,
             "file": 0,  # index in the shuffled order
-            "groups_before": 0,  # row groups of the files before
+            "groups_before": 0,  # number of row groups in the files before it
             "row_group": 0,  # index in the shuffled order of the file
             "row": 0,  # index in the shuffled order of the row group
             "order": None if order is None else list(order),
         } | (state or {})
-        self._file_order = self._permutation(len(self._groups.files.paths), FILES)
-        # This shard has the row groups u with u % count == index, and in each of them the rows r
-        # with r % parts == part.
-        index, shards = shard
-        self._count = min(shards, self._groups.count_up_to(shards))
-        self._index = index % self._count
-        self._part = index // self._count
-        self._parts = -(-(shards - self._index) // self._count)
+        self._file_order = self._permutation(len(self._groups.files.paths), ORDER_KEY)
+        # This shard reads the row groups u with u % group_stride == first_group, and in each of
+        # them the rows r with r % row_stride == first_row.
+        shard_index, shard_count = shard
+        self._group_stride = min(shard_count, self._groups.count_up_to(shard_count))
+        self._first_group = shard_index % self._group_stride
+        self._first_row = shard_index // self._group_stride
+        self._row_stride = math.ceil((shard_count - self._first_group) / self._group_stride)
         self._texts = self._iterate()
 
     def __iter__(self) -> Iterator[str]:
@@ -80,21 +80,22 @@ class HubDocuments:
         return dict(self._position)
 
     def _permutation(self, count: int, *key: int) -> np.ndarray:
-        """Return the numbers below `count` in this order; every key has another permutation."""
+        """Return a permutation of 0 to count - 1, which depends on the order and the key."""
         order = self._position["order"]
         if order is None:
             return np.arange(count)
         return np.random.default_rng([*order, *key]).permutation(count)
 
     def _iterate(self) -> Iterator[str]:
+        """Yield this shard's texts from the position on, and advance the position."""
         position = self._position
         while position["file"] < len(self._file_order):
             file = int(self._file_order[position["file"]])
-            count = self._groups.count(file)
-            row_groups = self._permutation(count, FILES, file)
+            count = self._groups.count_row_groups(file)
+            row_groups = self._permutation(count, ORDER_KEY, file)
             while position["row_group"] < count:
-                number = position["groups_before"] + position["row_group"]
-                if number % self._count == self._index:
+                group_number = position["groups_before"] + position["row_group"]
+                if group_number % self._group_stride == self._first_group:
                     yield from self._read_row_group(file, int(row_groups[position["row_group"]]))
                 position["row_group"] += 1
                 position["row"] = 0
@@ -103,27 +104,28 @@ class HubDocuments:
             position["row_group"] = 0
 
     def _read_row_group(self, file: int, row_group: int) -> Iterator[str]:
-        """Yield this shard's texts from the position's row on; fetch nothing if none is left."""
+        """Yield this shard's texts from the position's row on; fetch nothing if it has none."""
         position = self._position
-        first = position["row"] + (self._part - position["row"]) % self._parts
-        count = self._groups.rows(file)[row_group]
-        places = range(first, count, self._parts)
-        if not places:
+        # The first index from the position on that belongs to this shard.
+        start = position["row"] + (self._first_row - position["row"]) % self._row_stride
+        count = self._groups.row_counts(file)[row_group]
+        indices = range(start, count, self._row_stride)  # in the shuffled order of the row group
+        if not indices:
             return
         column = self._groups.texts(file, row_group)
-        rows = self._permutation(count, FILES, file, row_group)
-        for place in places:
-            position["row"] = place + 1
-            text = column[int(rows[place])].as_py()
+        rows = self._permutation(count, ORDER_KEY, file, row_group)
+        for index in indices:
+            position["row"] = index + 1
+            text = column[int(rows[index])].as_py()
             if text and text.strip():
                 yield text
 
 
 def open_row_groups(data: Data, revision: str | None = None) -> RowGroups:
-    """Open the row groups of the configured dataset, which the streams of a process share.
+    """Open the row groups of the configured dataset; the streams of a process share them.
 
     Args:
-        revision: Commit; None: the newest.
+        revision: Commit hash; None: the newest commit.
     """
     return _row_groups(
         open_hub(data.dataset, data.dataset_config, revision), data.text_field, data.download_dir
@@ -134,7 +136,7 @@ def download_all(data: Data, progress: Callable[[int, int], None]) -> int:
     """Download every file of the dataset that is not in `data.download_dir` yet.
 
     Args:
-        progress: Called with (files there, all files).
+        progress: Called with the number of files downloaded so far, and of all files.
 
     Returns:
         Number of files.
@@ -145,17 +147,20 @@ def download_all(data: Data, progress: Callable[[int, int], None]) -> int:
     groups = open_row_groups(data)
     count = len(groups.files.paths)
     for file in range(count):
-        groups.count(file)  # reads the footer, which needs the whole copy
+        groups.count_row_groups(file)  # reads the footer, for which the file is downloaded
         progress(file + 1, count)
     return count
 
 
 class RowGroups:
-    """Row groups of a hub dataset's parquet files; a file's footer is read when it is needed.
+    """Row groups of the parquet files of a hub dataset; footers are read when they are needed.
+
+    Methods have the index of a file as argument `file`.
 
     Args:
         field: Name of the text column.
-        folder: Folder to which files are downloaded whole and checked; None: read in pieces.
+        folder: Folder to which whole files are downloaded and verified; None: fetch only the bytes
+            that are needed.
     """
 
     def __init__(self, files: HubFiles, field: str, folder: str | None = None):
@@ -165,23 +170,23 @@ class RowGroups:
         self._field = field
         self._folder = folder
         self._hub = HfFileSystem()
-        self.rows = functools.cache(self._read_rows)
+        self.row_counts = functools.cache(self._read_row_counts)
         # Several streams of a rank may share a row group, which may be large.
         self.texts = functools.lru_cache(maxsize=1)(self._read_texts)
         self._copy = functools.cache(self._download)
         self._footer = functools.lru_cache(maxsize=4)(self._read_footer)
 
-    def count(self, file: int) -> int:
-        """Return the number of row groups of a file, which is given by its index."""
-        return len(self.rows(file))
+    def count_row_groups(self, file: int) -> int:
+        """Return the number of row groups of a file."""
+        return len(self.row_counts(file))
 
-    def _read_rows(self, file: int) -> list[int]:
+    def _read_row_counts(self, file: int) -> list[int]:
         """Return the number of rows of each row group of a file."""
         footer = self._footer(file)
         return [footer.row_group(number).num_rows for number in range(footer.num_row_groups)]
 
     def count_up_to(self, limit: int) -> int:
-        """Count the row groups of all files; stop reading footers once there are `limit`.
+        """Count the row groups of all files; stop reading footers after `limit` row groups.
 
         Raises:
             DataError: If the dataset has no row groups.
@@ -190,16 +195,16 @@ class RowGroups:
         for file in range(len(self.files.paths)):
             if count >= limit:
                 break
-            count += self.count(file)
+            count += self.count_row_groups(file)
         if not count:
             raise DataError(f"{self.files.name} is empty: its files have no rows")
         return count
 
     def _read_texts(self, file: int, row_group: int) -> pa.Array:
-        """Return the texts (rows,) of a row group; fetch them again if they are damaged.
+        """Return the texts of a row group, shape (rows,); fetch them again if they are damaged.
 
         Raises:
-            DataError: If the second copy is damaged too, so that the hub's own file must be.
+            DataError: If the second copy is damaged as well: then the file on the hub is damaged.
         """
         import pyarrow as pa
 
@@ -220,12 +225,12 @@ class RowGroups:
     def _fetch_column(
         self, file: int, row_group: int, metadata: pq.FileMetaData
     ) -> pa.BufferReader:
-        """Return a buffer with the text column's bytes at their offset in the file.
+        """Return a buffer with the bytes of the text column at their offset in the file.
 
-        pyarrow looks for them there. The memory before them is never touched, so none is used.
-        A Python file object that fetches the ranges which pyarrow requests would be simpler, but
-        aborts the process in one exit of 80: an Arrow thread may release it while the interpreter
-        shuts down.
+        pyarrow reads them at this offset. The memory before it is never touched, so the system does
+        not allocate it. A Python file object that fetches the ranges requested by pyarrow would be
+        simpler, but aborts the process in one of 80 exits: an Arrow thread may release it while the
+        interpreter shuts down.
         """
         import pyarrow as pa
 
@@ -240,7 +245,7 @@ class RowGroups:
         return pa.BufferReader(buffer)
 
     def _read_footer(self, file: int) -> pq.FileMetaData:
-        """Read the metadata of a file in two requests of the smallest size."""
+        """Read the metadata of a file in two small requests: its last 8 bytes, then the footer."""
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -260,19 +265,19 @@ class RowGroups:
         return metadata
 
     def _info(self, file: int) -> dict:
-        """Return the hub's entry for a file: `size`, `lfs` with its sha256, and so on."""
+        """Return what the hub knows about a file: `size`, `lfs` with its sha256, and so on."""
         path = self.files.paths[file]
         return retry(f"looking up {path}", lambda: self._hub.info(path))
 
     def _fetch(self, file: int, start: int, stop: int) -> bytes:
-        """Return bytes of a file: from its local copy if files are downloaded, else the hub."""
+        """Return bytes of a file: from its local copy if files are downloaded, or from the hub."""
         path = self.files.paths[file]
         if self._folder is not None:
             copy = self._copy(file)
             try:
-                with open(copy, "rb") as local:
-                    local.seek(start)
-                    return local.read(stop - start)
+                with open(copy, "rb") as local_file:
+                    local_file.seek(start)
+                    return local_file.read(stop - start)
             except OSError as e:
                 raise DataError(f"{copy} cannot be read: {e.strerror}") from None
 
@@ -285,7 +290,7 @@ class RowGroups:
         return retry(f"reading bytes {start} to {stop} of {path}", attempt)
 
     def _download(self, file: int) -> Path:
-        """Return the local copy of a file, downloaded if it is missing, and compare its sha256.
+        """Return the local copy of a file after verifying its sha256; download it if it is missing.
 
         Raises:
             DataError: If two downloads differ from the hub's sha256, or the download fails.
@@ -309,16 +314,17 @@ class RowGroups:
         info = self._info(file)
         if not (folder / name).is_file():
             say(f"data     downloading {path} ({info['size'] / 1e6:.0f} MB) to {folder}")
-        expected = (info.get("lfs") or {}).get("sha256")
+        expected_sha256 = (info.get("lfs") or {}).get("sha256")
         for _ in range(2):
             copy = Path(retry(f"downloading {path}", download))
-            actual = sha256(copy)
-            if expected in (None, actual):
+            actual_sha256 = sha256(copy)
+            if expected_sha256 in (None, actual_sha256):
                 return copy
             copy.unlink()
         raise DataError(
-            f"{path} was downloaded twice and is damaged: its sha256 is {actual}, the hub's is "
-            f"{expected}; report it to the dataset's owner, or use another data.dataset_config"
+            f"{path} was downloaded twice and is damaged: its sha256 is {actual_sha256}, the hub's"
+            f" is {expected_sha256}; report it to the dataset's owner, or use another"
+            " data.dataset_config"
         )
 
 

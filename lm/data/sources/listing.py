@@ -1,4 +1,4 @@
-"""Files behind `data.path`: a file, a folder or a glob; and the files that a source skips."""
+"""Files that `data.path` names: a file, the files of a folder, or the matches of a glob."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import glob
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -18,24 +18,24 @@ from lm.common.console import say
 from lm.config.data import Data
 from lm.data.sources.errors import DataError
 
-# Endings of the files that a source reads in a folder. A glob reads files with any ending.
+# {source: endings of the files that it reads in a folder}. A glob reads files with any ending.
 ENDINGS = {
     "text": (".txt", ".text", ".md", ".markdown", ".rst"),
     "jsonl": (".jsonl", ".ndjson"),
     "parquet": (".parquet",),
 }
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}  # ending → pyarrow's name
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}  # {ending: pyarrow's name}
 COMPRESSED_SOURCES = ("text", "jsonl")  # parquet compresses its own columns
-MAX_NAMED = 6  # endings in a message; longer lists are hard to read
+MAX_ENDINGS = 6  # in a message; longer lists are hard to read
 
 
 @dataclass
 class Listing:
-    """The files behind `data.path`.
+    """The files that `data.path` names.
 
     Fields:
         files: Sorted paths of the files that the source reads.
-        skipped: Number of other files in the folder, by ending.
+        skipped: Number of other files in the folder by their ending.
     """
 
     files: list[Path]
@@ -43,7 +43,7 @@ class Listing:
 
 
 def source_files(data: Data) -> list[Path]:
-    """Return the files behind `data.path` (a file, folder or glob), sorted.
+    """Return the files that `data.path` names, sorted.
 
     Raises:
         DataError: If there is no such file, a folder cannot be read, or data.path is not set.
@@ -52,9 +52,9 @@ def source_files(data: Data) -> list[Path]:
 
 
 def list_files(data: Data) -> Listing:
-    """List the files behind `data.path`, and count the other files in the folder.
+    """List the files that `data.path` names, and count the other files in the folder.
 
-    Links to folders are followed, except links to a folder above, which form a circle.
+    Links to folders are followed, except links to a folder above them.
 
     Raises:
         DataError: As `source_files`.
@@ -81,14 +81,13 @@ def report_files(data: Data, listing: Listing) -> None:
 
     Nothing is printed if `data.path` is a single file.
     """
-    place = Path(data.path or "").expanduser()
-    if listing.files == [place]:
+    if listing.files == [Path(data.path or "").expanduser()]:
         return
     endings = Counter(_ending(path.name) for path in listing.files)
-    text = f"data     {data.path}: {_files(endings.total())} read ({_counts(endings)})"
-    if listing.skipped:
+    text = f"data     {data.path}: {_format_total(endings)} read ({_format_counts(endings)})"
+    if skipped := listing.skipped:
         text += (
-            f", {_files(listing.skipped.total())} skipped ({_counts(listing.skipped)};"
+            f", {_format_total(skipped)} skipped ({_format_counts(skipped)};"
             " data.path='FOLDER/**' reads every file)"
         )
     _say_once(text)
@@ -100,13 +99,18 @@ def _say_once(text: str) -> None:
 
 
 def _list_folder(folder: Path, source: str) -> Listing:
+    """List the files of a folder by ending; raise DataError if the source reads none of them."""
     endings = list(ENDINGS[source])
     if source in COMPRESSED_SOURCES:
-        endings += [ending + packed for ending in ENDINGS[source] for packed in COMPRESSIONS]
-    listing = _sorted_files(_walk(folder))
-    skipped = listing.skipped
-    skipped.update(end for path in listing.files if (end := _ending(path.name)) not in endings)
-    files = [path for path in listing.files if _ending(path.name) in endings]
+        endings += [first + second for first in ENDINGS[source] for second in COMPRESSIONS]
+    all_files = _sort_files(_walk(folder))
+    skipped = all_files.skipped
+    files = []
+    for path in all_files.files:
+        if (ending := _ending(path.name)) in endings:
+            files.append(path)
+        else:
+            skipped[ending] += 1
     if files:
         return Listing(files, skipped)
     expected = ", ".join(f"*{ending}" for ending in ENDINGS[source])
@@ -114,21 +118,21 @@ def _list_folder(folder: Path, source: str) -> Listing:
         expected += f" (or compressed with {', '.join(COMPRESSIONS)})"
     content = "it is empty"
     if skipped:
-        content = f"it contains {_counts(skipped)}; data.path='{folder}/**' reads every file"
+        content = f"it contains {_format_counts(skipped)}; data.path='{folder}/**' reads every file"
     raise DataError(f"data.path {folder} is a folder without any {expected} file: {content}")
 
 
 def _list_matches(pattern: Path) -> Listing:
     """List the files that match a glob; `**` matches any number of folders.
 
-    The leading folders that exist are not part of the pattern: `part[1]/*.txt` reads a folder
-    named `part[1]` if there is one, and not `part1`.
+    Leading folders that exist are taken literally: if a folder `part[1]` exists, `part[1]/*.txt`
+    reads it, and not `part1`.
 
     Raises:
         DataError: If a folder cannot be read, or `**` is only a part of a name.
     """
     base = next(folder for folder in pattern.parents if folder.is_dir())
-    parts = pattern.parts[len(base.parts) :]
+    parts = pattern.parts[len(base.parts) :]  # the parts of the pattern below `base`
     if not glob.has_magic(parts[0]):
         return Listing([])
     try:
@@ -136,19 +140,20 @@ def _list_matches(pattern: Path) -> Listing:
     except ValueError as e:
         raise DataError(f"data.path {pattern}: {e}") from None
 
-    dots = sum(part.startswith(".") for part in parts)
+    def count_hidden(names: Sequence[str]) -> int:
+        return sum(name.startswith(".") for name in names)
 
     def is_match(path: Path) -> bool:
         relative = path.relative_to(base)
-        # As in a shell, only a part of the pattern with a leading dot matches a hidden name.
-        has_all_dots = sum(name.startswith(".") for name in relative.parts) == dots
-        return has_all_dots and expression.match(relative.as_posix()) is not None
+        # As in a shell, a hidden name matches only a part of the pattern with a leading dot.
+        has_hidden_match = count_hidden(relative.parts) == count_hidden(parts)
+        return has_hidden_match and expression.match(relative.as_posix()) is not None
 
     paths = _walk(base, None if "**" in parts else len(parts))
-    return _sorted_files(filter(is_match, paths))
+    return _sort_files(filter(is_match, paths))
 
 
-def _sorted_files(paths: Iterable[Path]) -> Listing:
+def _sort_files(paths: Iterable[Path]) -> Listing:
     """Sort files; count broken links and special files as skipped."""
     listing = Listing([])
     for path in sorted(paths):
@@ -160,10 +165,10 @@ def _sorted_files(paths: Iterable[Path]) -> Listing:
 
 
 def _walk(base: Path, max_depth: int | None = None) -> Iterator[Path]:
-    """Yield the files below a folder; follow links to folders, unless they form a circle.
+    """Yield the files below a folder; follow links to folders, except to a folder above them.
 
     Args:
-        max_depth: Maximum number of parts of a path below `base`; None: no limit.
+        max_depth: Maximum number of parts in the path of a file relative to `base`; None: no limit.
 
     Raises:
         DataError: If a folder cannot be read.
@@ -173,8 +178,10 @@ def _walk(base: Path, max_depth: int | None = None) -> Iterator[Path]:
         ancestors = [p for p in (path, *path.parents) if p.is_relative_to(base)]
         real_paths = {os.path.realpath(p) for p in ancestors}
         if len(ancestors) == max_depth:
-            subfolders.clear()  # os.walk does not enter them
-        subfolders[:] = [s for s in subfolders if os.path.realpath(path / s) not in real_paths]
+            subfolders.clear()  # so os.walk does not enter them
+        subfolders[:] = [
+            name for name in subfolders if os.path.realpath(path / name) not in real_paths
+        ]
         yield from (path / name for name in names)
 
 
@@ -193,16 +200,18 @@ def _ending(name: str) -> str:
     return path.suffix or "no ending"
 
 
-def _files(count: int) -> str:
+def _format_total(endings: Counter[str]) -> str:
+    """Format the number of files: `1 file`, `97 files`."""
+    count = endings.total()
     return f"{count:,} file{'s' * (count != 1)}"
 
 
-def _counts(endings: Counter[str]) -> str:
+def _format_counts(endings: Counter[str]) -> str:
     """Format the number of files per ending, the most frequent first: `95 .py, 2 .json`."""
-    most_common = endings.most_common(MAX_NAMED)
+    most_common = endings.most_common(MAX_ENDINGS)
     texts = [f"{count:,} {ending}" for ending, count in most_common]
-    if unnamed := endings.total() - sum(count for _, count in most_common):
-        texts.append(f"{unnamed:,} others")
+    if other_count := endings.total() - sum(count for _, count in most_common):
+        texts.append(f"{other_count:,} others")
     return ", ".join(texts)
 
 

@@ -1,4 +1,4 @@
-"""Sources of a mixture: the config of each, by name, and its share."""
+"""Sources of a mixture: the config and the share of each source, by its name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lm.data.sources.errors import DataError
 def configs_by_source(cfg: Config) -> dict[str, Config]:
     """Return the config of each source by name; {"": cfg} for a run on a single source.
 
-    The names are in alphabetic order, so that nothing depends on the order of the YAML.
+    The names are in alphabetic order, so the order in the YAML has no effect.
     """
     if cfg.data.mixture is None:
         return {"": cfg}
@@ -26,7 +26,7 @@ def configs_by_source(cfg: Config) -> dict[str, Config]:
 
 
 def data_by_source(data: Data) -> dict[str, Data]:
-    """Return the `data` section of each source of a mixture, in alphabetic order."""
+    """Return a section `data` for each source of a mixture, in alphabetic order of the names."""
     sections = {}
     for name, source in sorted((data.mixture or {}).items()):
         values = {key: getattr(source, key) for key in SINGLE_SOURCE_KEYS if hasattr(source, key)}
@@ -35,14 +35,14 @@ def data_by_source(data: Data) -> dict[str, Data]:
 
 
 def describe_data(data: Data) -> str:
-    """Name the source, or the sources of a mixture."""
+    """Return the name of the source, or "a mixture of …"."""
     if data.mixture is None:
         return data.source
     return f"a mixture of {', '.join(sorted(data.mixture))}"
 
 
 def tokenizer_bytes(cfg: Config) -> dict[str, int]:
-    """Return the bytes of each source for training a tokenizer: its share of `train_bytes`."""
+    """Return how many bytes of each source train the tokenizer: its share of `train_bytes`."""
     total = cfg.tokenizer.train_bytes
     return {name: math.ceil(total * share) for name, share in source_shares(cfg.data).items()}
 
@@ -51,11 +51,13 @@ def tokenizer_bytes(cfg: Config) -> dict[str, int]:
 def name_source_in_errors(name: str) -> Iterator[None]:
     """Replace `data.path` and other keys in error messages by the keys of a mixture's source.
 
+    In source "web", `data.path` becomes `data.mixture.web.path`.
+
     Args:
         name: Name of the source; "" for a single source, which changes nothing.
 
     Raises:
-        DataError: Instead of the DataError of the `with` block.
+        DataError: With the replaced message, if the `with` block raises a DataError.
     """
     try:
         yield
@@ -68,7 +70,7 @@ def name_source_in_errors(name: str) -> Iterator[None]:
 
 
 def source_shares(data: Data) -> dict[str, float]:
-    """Return the share of each source after the curriculum, in alphabetic order.
+    """Return {name: share} of the sources after the curriculum, in alphabetic order.
 
     The shares sum to 1; a run on a single source has {"": 1}.
     """

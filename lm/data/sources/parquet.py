@@ -1,4 +1,4 @@
-"""Text columns of parquet files, verified while they are read."""
+"""Reading of text columns of parquet files, with verification."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def read_parquet(path: Path, field: str) -> Iterator[str]:
-    """Yield the texts of a local file's column, row group by row group, without null rows.
+    """Yield the texts of a column of a local file, row group by row group, without null rows.
 
     Args:
         field: Name of the column.
@@ -44,7 +44,9 @@ def read_parquet(path: Path, field: str) -> Iterator[str]:
 def read_text_column(
     source: Path | pa.BufferReader, metadata: pq.FileMetaData, row_group: int, field: str
 ) -> pa.ChunkedArray:
-    """Read the texts (rows,) of a row group; verify page checksums, if any, UTF-8 and row count.
+    """Read the texts of a row group, shape (rows,).
+
+    Page checksums (if the file has them), the UTF-8 encoding and the number of rows are verified.
 
     Raises:
         ArrowException, OSError: If the column is damaged.
@@ -54,10 +56,10 @@ def read_text_column(
 
     with pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True) as file:
         column = file.read_row_group(row_group, [field], use_threads=False).column(0)
-    column.validate(full=True)  # checks the UTF-8 too
-    expected = metadata.row_group(row_group).num_rows
-    if len(column) != expected:
-        raise pa.ArrowInvalid(f"{len(column)} rows, {expected} according to the footer")
+    column.validate(full=True)  # also checks the UTF-8 encoding
+    expected_rows = metadata.row_group(row_group).num_rows
+    if len(column) != expected_rows:
+        raise pa.ArrowInvalid(f"{len(column)} rows, {expected_rows} according to the footer")
     return column
 
 

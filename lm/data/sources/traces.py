@@ -1,4 +1,4 @@
-"""Generated text that contains state: words of a group, or swaps in a Python session."""
+"""Traces: generated text that contains state, as words of a group or as a Python session."""
 
 from __future__ import annotations
 
@@ -12,34 +12,31 @@ from lm.config.data import Traces
 from lm.data.sources.errors import DataError
 from lm.data.sources.groups import get_group
 
-VERSION = 2  # of the text; raised when the same settings give other text
+VERSION = 2  # of the text; increase it if the same settings give other text
 CONSONANTS = "bcdfghjklmnprstvz"
 VOWELS = "aeiou"
 
 
 class Turn(NamedTuple):
-    """Text up to the end of a question, from the previous answer on, and the answer to it.
+    """A question and its answer. Neither ends in white space."""
 
-    Neither ends in white space. The answer begins with the separator after the question.
-    """
-
-    question: str
-    answer: str
+    question: str  # the text from the previous answer to the end of the question
+    answer: str  # begins with the separator after the question
 
 
 class Words:
-    """Words of a group, such as "ba bo = bi ; bi be ca = bu ;".
+    """Text in which syllables stand for elements of a group: "ba bo = bi ; bi be ca = bu ;".
 
-    The answer after "=" is the product of all elements before it, as in the word problem of
-    `synthetic/tasks/`.
+    The answer after "=" is the product of all elements in the questions up to there, as in the word
+    problem of `synthetic/tasks/`.
     """
 
     end = " ;"  # at the end of a document
 
     def __init__(self, traces: Traces):
         self.group = get_group(traces.group)
-        self.names = syllables(self.group.order)
-        self.elements = range(self.group.order)  # the elements that occur in questions
+        self.names = make_syllables(self.group.order)  # names of the elements
+        self.elements = range(self.group.order)  # elements that occur in questions
         if traces.num_elements is not None:
             self.elements = self.group.simplest_first()[: traces.num_elements].tolist()
             if len(self.elements) < traces.num_elements:
@@ -56,16 +53,16 @@ class Words:
             elements = [rng.choice(self.elements) for _ in range(gap)]
             for element in elements:
                 state = int(self.group.table[state, element])
-            word = " ".join(self.names[element] for element in elements)
+            question = " ".join(self.names[element] for element in elements)
             separator = " ; " if turns else ""
-            turns.append(Turn(f"{separator}{word} =", f" {self.names[state]}"))
+            turns.append(Turn(f"{separator}{question} =", f" {self.names[state]}"))
         return turns
 
 
 class Repl:
-    """Python session, in which variables with the values 1, 2, … are swapped and printed.
+    """Text of a Python session in which variables with the values 1, 2, … are swapped and printed.
 
-    A swap is several tokens long, and an answer shows only one variable of the state.
+    A swap is several tokens long, and an answer reveals only one variable of the state.
     """
 
     end = "\n"
@@ -82,26 +79,27 @@ class Repl:
         """Make a turn for each gap, the number of swaps before its question."""
         count = len(self.variables)
         values = rng.sample(range(1, count + 1), count)
-        lines = f">>> {', '.join(self.variables)} = {', '.join(map(str, values))}\n"
+        text = f">>> {', '.join(self.variables)} = {', '.join(map(str, values))}\n"
         turns = []
         for gap in gaps:
             for _ in range(gap):
                 i, j = rng.sample(range(count), 2)
                 values[i], values[j] = values[j], values[i]
                 a, b = self.variables[i], self.variables[j]
-                lines += f">>> {a}, {b} = {b}, {a}\n"
+                text += f">>> {a}, {b} = {b}, {a}\n"
             index = rng.randrange(count)
-            question = f"{lines}>>> print({self.variables[index]})"
+            question = f"{text}>>> print({self.variables[index]})"
             turns.append(Turn(question, f"\n{values[index]}"))
-            lines = "\n"
+            text = "\n"
         return turns
 
 
+# {form of traces: its class}
 FORMS: dict[str, type[Words] | type[Repl]] = {"words": Words, "repl": Repl}
 
 
 def iter_documents(traces: Traces) -> Iterator[str]:
-    """Yield the documents of a configuration, which are always the same.
+    """Yield the documents of a configuration, the same at every call.
 
     A document has 1 to `traces.answers` questions, each after a gap of `traces.gaps`. A question
     does not reset the state.
@@ -112,16 +110,16 @@ def iter_documents(traces: Traces) -> Iterator[str]:
     form = FORMS[traces.form](traces)
     for number in range(traces.documents):
         rng = random.Random(f"{traces.form} {traces.group} {traces.gaps} {number}")
-        gaps = [_gap(rng, traces) for _ in range(rng.randint(1, traces.answers))]
+        gaps = [_draw_gap(rng, traces) for _ in range(rng.randint(1, traces.answers))]
         turns = form.turns(rng, gaps)
         yield "".join(turn.question + turn.answer for turn in turns) + form.end
 
 
-def _gap(rng: random.Random, traces: Traces) -> int:
+def _draw_gap(rng: random.Random, traces: Traces) -> int:
     """Draw a gap: uniformly from a list, or up to a number n with probability ∝ (n / (n + 2))^gap.
 
-    The geometric distribution makes a question about equally likely after every element, so that
-    counting elements does not help a reader to predict it.
+    With this geometric distribution a question is about equally likely after every element, so
+    a model cannot predict it by counting elements.
     """
     if isinstance(traces.gaps, list):
         return rng.choice(traces.gaps)
@@ -130,12 +128,12 @@ def _gap(rng: random.Random, traces: Traces) -> int:
 
 
 def iter_questions(traces: Traces, gap: int, count: int) -> Iterator[Turn]:
-    """Yield documents up to their last question, and its answer, to test a trained model.
+    """Yield `count` turns for testing a model: a document as the question, and the last answer.
 
     Every second document has another question, with its answer, before the last one.
 
     Args:
-        gap: Elements or swaps before each question.
+        gap: Number of elements or swaps before each question.
         count: Number of documents.
 
     Raises:
@@ -144,22 +142,22 @@ def iter_questions(traces: Traces, gap: int, count: int) -> Iterator[Turn]:
     form = FORMS[traces.form](traces)
     for number in range(count):
         rng = random.Random(f"questions {traces.form} {traces.group} {gap} {number}")
-        *earlier, last = form.turns(rng, [gap] * (1 + number % 2))
-        context = "".join(turn.question + turn.answer for turn in earlier)
-        yield Turn(context + last.question, last.answer)
+        *earlier_turns, last_turn = form.turns(rng, [gap] * (1 + number % 2))
+        context = "".join(turn.question + turn.answer for turn in earlier_turns)
+        yield Turn(context + last_turn.question, last_turn.answer)
 
 
-def syllables(count: int) -> list[str]:
-    """Return different short words: ba, be, …, zu, then bab, bac, and so on."""
-    kinds = ((CONSONANTS, VOWELS), (CONSONANTS, VOWELS, CONSONANTS), (CONSONANTS, VOWELS) * 2)
-    words = itertools.chain.from_iterable(itertools.product(*letters) for letters in kinds)
-    return ["".join(letters) for letters in itertools.islice(words, count)]
+def make_syllables(count: int) -> list[str]:
+    """Return different syllables: ba, be, …, zu, then bab, bac, and so on."""
+    patterns = ((CONSONANTS, VOWELS), (CONSONANTS, VOWELS, CONSONANTS), (CONSONANTS, VOWELS) * 2)
+    syllables = itertools.chain.from_iterable(itertools.product(*pattern) for pattern in patterns)
+    return ["".join(letters) for letters in itertools.islice(syllables, count)]
 
 
 def describe_text(traces: Traces | None) -> dict:
-    """Return all settings of the text, which change whenever the text does."""
+    """Return all settings that determine the text."""
     settings = (traces or Traces()).model_dump(mode="json", exclude_none=True)
-    if "num_elements" in settings:  # under its first name: cached corpora keep their address
+    if "num_elements" in settings:  # its first name, so that cached corpora keep their address
         settings["letters"] = settings.pop("num_elements")
     return settings | {"version": VERSION}
 

@@ -17,7 +17,7 @@ from lm.data.sources.readers import Readers
 readers = Readers([lambda key: time.sleep(60) if key else "result"], [[0, 1]])
 readers.take(0)
 if sys.argv[1] == "busy":
-    readers._thread[1].requests.put(1)
+    readers._threads[1].requests.put(1)
     time.sleep(0.2)
 if sys.argv[1] == "closed":
     readers.close()

@@ -128,7 +128,7 @@ def test_traces_without_settings_are_the_defaults():
 
 
 def test_syllables_are_distinct_for_the_largest_group():
-    words = traces.syllables(5040)
+    words = traces.make_syllables(5040)
     assert len(set(words)) == 5040 and words[:6] == list(WORDS)
     assert all(re.fullmatch("[a-z]{2,4}", word) for word in words)
 
