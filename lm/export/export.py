@@ -44,8 +44,8 @@ def export(
         out: Folder to write.
         checkpoint: A checkpoint folder of the run; None: the newest complete one.
         licence: Licence of the weights by its name on the hub; None: unknown.
-        trust: Run the code of a `module:Class` in the run's config.yaml.
-        overwrite: Also replace the export of another run, and a model card that was edited.
+        trust: True to run the code of a `module:Class` in the run's config.yaml.
+        overwrite: True to replace the export of another run, and a model card that was edited.
 
     Returns:
         The written folder.

@@ -35,7 +35,7 @@ def check_out_folder(out: Path, source: dict | None, overwrite: bool) -> None:
     Args:
         out: Folder of the export.
         source: Source of the new export; None: not yet known, and not compared.
-        overwrite: Allow replacing the export of another source, and a model card that was edited.
+        overwrite: True to allow the export of another source, and a model card that was edited.
 
     Raises:
         ExportError: If `out` is not empty and no export, the export of another source, or its
