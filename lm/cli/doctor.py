@@ -109,8 +109,9 @@ def _check_torch() -> tuple[str, ...]:
     if gpu_count := _count_gpus():
         text = f"nvidia-smi lists {gpu_count} GPU(s), but torch {torch.__version__} sees none"
         return "bad", text, INSTALL_TORCH
-    threads = torch.get_num_threads()
-    return "ok", f"{torch.__version__}; no GPU: training runs on {threads} CPU threads"
+    count = torch.get_num_threads()
+    threads = "1 CPU thread" if count == 1 else f"{count} CPU threads"
+    return "ok", f"{torch.__version__}; no GPU: training runs on {threads}"
 
 
 def _count_gpus() -> int:

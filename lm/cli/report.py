@@ -1,4 +1,4 @@
-"""`fprnn report`: write the HTML page of one or several runs."""
+"""`fprnn report`: write the HTML page of runs."""
 
 from __future__ import annotations
 

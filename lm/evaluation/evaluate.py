@@ -66,7 +66,7 @@ def evaluate(
         batch_size: Number of documents in a batch, at least 1, or "auto" for as many as fit in
             memory.
         out: File to write; None: CHECKPOINT/eval/results.json.
-        trust: Run code that comes with the checkpoint.
+        trust: True to run code that comes with the checkpoint, such as a custom mixer.
 
     Returns:
         The content of the file, with these keys among others:

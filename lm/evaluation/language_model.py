@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lm.common.errors import UserError
-from lm.runs import path_checks
+from lm.runs.path_checks import RUN_FILE, check_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -55,7 +55,7 @@ class LanguageModel:
 
         Raises:
             LanguageModelError: If the prompt is empty or not Unicode, or the temperature is
-                between 0 and 0.001.
+                neither 0 nor at least 0.001.
             ValueError: If transformers refuses another option.
         """
         import torch
@@ -119,8 +119,8 @@ def load(path: Path | str, trust: bool = False) -> LanguageModel:
     Args:
         path: A run directory (its newest complete checkpoint), an export or another folder for
             `from_pretrained`, or a name on the hub.
-        trust: Run code that comes with the model: a `module:Class` in the run's config.yaml, or
-            the code of an export with a custom mixer. Code from the hub never runs.
+        trust: True to run code that comes with the model: a `module:Class` in the run's
+            config.yaml, or the code of an export with a custom mixer. Code from the hub never runs.
 
     Raises:
         PathError: If `path` does not exist, or is a file.
@@ -130,7 +130,7 @@ def load(path: Path | str, trust: bool = False) -> LanguageModel:
             run's config.yaml.
     """
     folder = Path(path).expanduser()
-    kind = path_checks.check_model(path)
+    kind = check_model(path)
     if kind == "run":
         _refuse_synthetic(folder)
         from lm.training.trained import load_trained
@@ -164,7 +164,7 @@ def _refuse_synthetic(folder: Path) -> None:
     """Raise LanguageModelError for a run of the synthetic suite, whose config has a `task`."""
     from lm.config.yaml_text import load_tree
 
-    if "task" in load_tree(folder / path_checks.RUN_FILE):
+    if "task" in load_tree(folder / RUN_FILE):
         raise LanguageModelError(
             f"{folder} is a run of the synthetic suite, whose tokens are not text: use `fprnn"
             f" synthetic inspect {folder}`"

@@ -44,8 +44,8 @@ def export(
         out: Folder to write.
         checkpoint: A checkpoint folder of the run; None: the newest complete one.
         licence: Licence of the weights by its name on the hub; None: unknown.
-        trust: Run the code of a `module:Class` in the run's config.yaml.
-        overwrite: Also replace the export of another run, and a model card that was edited.
+        trust: True to run the code of a `module:Class` in the run's config.yaml.
+        overwrite: True to replace the export of another run, and a model card that was edited.
 
     Returns:
         The written folder.
@@ -78,11 +78,11 @@ def export(
     return write_export(
         trained.model,
         out,
-        run.tokenizer,
-        trained.config.name,
-        origin,
-        model_card.read_facts(run, trained.config, trained.manifest),
-        licence,
+        tokenizer=run.tokenizer,
+        name=trained.config.name,
+        origin=origin,
+        facts=model_card.read_facts(run, trained.config, trained.manifest),
+        licence=licence,
         source=source,
         overwrite=overwrite,
     )
@@ -133,7 +133,7 @@ def write_export(
         out: Folder to write.
         tokenizer: Folder of the tokenizer; None: write no tokenizer.
         name: Title of the model card.
-        origin: Sentences on where the weights come from, for the model card.
+        origin: Sentences on the origin of the weights, for the model card.
         facts: Facts about the training, for the model card; None: unknown.
         licence: Licence of the weights by its name on the hub; None: unknown.
         source: The exported run, as `identify_run` describes it; None: only its name.

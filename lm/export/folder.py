@@ -35,7 +35,7 @@ def check_out_folder(out: Path, source: dict | None, overwrite: bool) -> None:
     Args:
         out: Folder of the export.
         source: Source of the new export; None: not yet known, and not compared.
-        overwrite: Allow replacing the export of another source, and a model card that was edited.
+        overwrite: True to allow the export of another source, and a model card that was edited.
 
     Raises:
         ExportError: If `out` is not empty and no export, the export of another source, or its
@@ -95,13 +95,13 @@ def _read_card(out: Path) -> str:
 
 def _digest_card(text: str) -> str:
     """Return the checksum of a card, without the scores that version 0.1 wrote into it."""
-    text_before, _, rest = text.partition(BEGIN)
-    _, _, text_after = rest.partition(END)
+    text_before, _, scores_and_text_after = text.partition(BEGIN)
+    _, _, text_after = scores_and_text_after.partition(END)
     return hashlib.sha256((text_before + text_after).encode()).hexdigest()
 
 
 def write_record(folder: Path, source: dict | None) -> None:
-    """Write `.fprnn.json`: version, source and files of a complete export."""
+    """Write `.fprnn.json`: version, source, files and the card's checksum of a complete export."""
     record = {
         "fprnn": lm.__version__,
         "source": source,
@@ -129,7 +129,7 @@ def publish(new: Path, out: Path) -> None:
     if not out.exists() or not any(out.iterdir()):
         os.replace(new, out)
         return
-    with _locked(out) as has_lock:
+    with _lock_folder(out) as has_lock:
         if not has_lock:
             raise ExportError(f"another process is exporting to {out}: try again")
         _replace_export(new, out)
@@ -191,18 +191,18 @@ def draft_folder(out: Path) -> Iterator[Path]:
     pattern = re.compile(rf"\.{re.escape(out.name)}-[a-z0-9_]{{8}}")
     for path in out.parent.iterdir():
         if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
-            with _locked(path) as has_lock:
+            with _lock_folder(path) as has_lock:
                 if has_lock and {entry.name for entry in path.iterdir()} <= {"export"}:
                     shutil.rmtree(path, ignore_errors=True)
     with (
         tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as folder,
-        _locked(Path(folder)),
+        _lock_folder(Path(folder)),
     ):
         yield Path(folder)
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
+def _lock_folder(folder: Path) -> Iterator[bool]:
     """Lock a folder within the block; yield False if another process has locked it."""
     folder_fd = os.open(folder, os.O_RDONLY)
     has_lock = False

@@ -177,7 +177,7 @@ def format_card(
     Args:
         model: The exported model.
         name: Title.
-        origin: Sentences on where the weights come from.
+        origin: Sentences on the origin of the weights.
         facts: Facts about the training; None: unknown.
         licence: Licence of the weights by its name on the hub; None: unknown.
     """

@@ -153,10 +153,10 @@ def estimate_memory(
         stage: Stage of ZeRO.
     """
     zero = deepspeed_config(cfg, world_size, card.on_gpu)["zero_optimization"]
+    # 1. Bytes that do not depend on the batch; weights and AdamW's two moments are fp32.
     weights = 4.0 * counts.total
     shard = weights / world_size
     moments = 2 * weights
-    # 1. Memory that does not depend on the batch.
     constant = {
         "weights": shard if stage == 3 else weights,
         "master": shard if stage else 0.0,

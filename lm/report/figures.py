@@ -98,9 +98,9 @@ SPECS = {
 def make_figures(runs: Sequence[RunFiles], section: str) -> tuple[list[Figure], list[str]]:
     """Return the figures of a section, and a sentence for each quantity that is constant.
 
-    Figures without records are left out.
+    A quantity without records has neither.
     """
-    figures, lines = [], []
+    figures, sentences = [], []
     for spec in SPECS[section]:
         panels = _collect_panels(runs, spec, over_tokens=section == "Loss")
         curves = [curve for panel in panels.values() for curve in panel.values()]
@@ -110,13 +110,13 @@ def make_figures(runs: Sequence[RunFiles], section: str) -> tuple[list[Figure], 
         baselines = _find_shared_baselines(runs) if spec.name == "validation_loss" else {}
         source = f"metrics.jsonl: `{'.'.join(spec.keys)}`"
         if nan_count := int(values.isna().sum()):
-            source += f"; {nan_count} values that are not finite are left out"
+            source += f"; values left out because they are not finite: {nan_count}"
         if values.nunique() > 1 or baselines:
             figures.append(Figure(spec, panels, baselines, source))
         else:
             value = format_value(float(values.iloc[0]))
-            lines.append(f"{spec.title} ({spec.unit}): {value}, constant. From {source}.")
-    return figures, lines
+            sentences.append(f"{spec.title} ({spec.unit}): {value}, constant. From {source}.")
+    return figures, sentences
 
 
 def _collect_panels(
@@ -141,7 +141,8 @@ def _collect_panels(
 def _index_by_tokens(runs: Sequence[RunFiles], run: RunFiles, values: pd.Series) -> pd.Series:
     """Replace the index of a series, updates, by training tokens if several runs are compared.
 
-    The tokens at an update between two training records are interpolated.
+    The tokens at an update between two training records are interpolated. Values after the last
+    training record are left out.
     """
     if len(runs) == 1 or any(other.last_number("tokens") is None for other in runs):
         return values
@@ -195,11 +196,11 @@ def _draw_panel(axes: Axes, figure: Figure, curves: dict[str, pd.Series]) -> Non
         axes.axhline(loss, color="gray", ls=line_style, lw=1.2, label=_escape(name))
     axes.set_xlabel(next(iter(curves.values())).index.name)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    positive = [value for values in curves.values() for value in values if value > 0]
-    ratio = max(positive) / min(positive) if positive else 1.0
+    positive_values = [value for values in curves.values() for value in values if value > 0]
+    ratio = max(positive_values) / min(positive_values) if positive_values else 1.0
     if figure.spec.can_be_log and ratio > MIN_LOG_RATIO:
         axes.set_yscale("log")
-    elif max(positive, default=0) >= 1e5:
+    elif max(positive_values, default=0) >= 1e5:  # labels such as 200k
         axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     axes.legend(fontsize="small", framealpha=0.6)
 
@@ -209,7 +210,7 @@ def _draw_curve(axes: Axes, values: pd.Series, label: str, color: Any, is_noisy:
     style: dict[str, Any] = {"color": color}
     if len(values) < MIN_VALUES_WITHOUT_MARKERS:
         style |= {"marker": "o", "ms": 3.5}
-    mean_count = len(values) // 20
+    mean_count = len(values) // 20  # the mean is over 5 % of the curve
     if is_noisy and mean_count > 1:
         axes.plot(values.index, values, lw=0.7, alpha=0.4, **style)
         values = values.rolling(mean_count, min_periods=1).mean()

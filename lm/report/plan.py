@@ -79,7 +79,9 @@ class LayersBySolver:
 
 def fits_kernel(block: Any) -> bool:
     """Return whether a GPU kernel can solve the tokens of a layer one after the other."""
-    rank = 0 if block.centroids is not None else block.kernel_rank()
+    if block.centroids is not None:
+        return False
+    rank = block.kernel_rank()  # 0 if no kernel supports the layer
     return rank > 0 and fits_a_gpu(rank, block.config.d_inner)
 
 
@@ -108,9 +110,10 @@ def classify_layers(cfg: Config, model: PreTrainedModel, on_gpu: bool) -> Layers
 
 
 def resolve_schedule(cfg: Config, layers: LayersBySolver) -> Config:
-    """Replace the schedule `auto` by the one of its schedules that needs the most memory."""
+    """Replace the schedule `auto` by the schedule, among those it uses, with the most memory."""
     solver = cfg.solver.resolve_auto()
-    if not cfg.model.has_fixed_point or (solver["token"], solver["schedule"]) != ("exact", "auto"):
+    is_auto = solver["token"] == "exact" and solver["schedule"] == "auto"
+    if not (cfg.model.has_fixed_point and is_auto):
         return cfg
     copy = cfg.model_copy(deep=True)
     copy.solver.schedule = f"window:{AUTO_WINDOW}" if layers.iterated else "sequential"
@@ -148,7 +151,12 @@ def plan(cfg: Config, hardware: Hardware | int) -> dict:
 
     Args:
         cfg: The configuration.
-        hardware: The hardware, or the number of GPUs of the default kind.
+        hardware: The hardware, or the number of GPUs of this machine's kind.
+
+    Returns:
+        The costs by name. "tokens" and "flops" are of the whole run, "hours" are by part (None if
+        unknown), "memory" and "memory_by_stage" are bytes of a rank (`estimate.Memory`), "limit" is
+        the memory limit in bytes, and "fits" is True if "memory" does not exceed it.
 
     Raises:
         ConfigError: As in `build_model`, `model_vocab_size` and `deepspeed_config`.

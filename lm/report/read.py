@@ -94,7 +94,7 @@ class RunFiles:
         """Return the numbers of each name, by update, without names that have only zeros.
 
         Args:
-            keys: Nested keys of a mapping from names, such as those of the data's sources.
+            keys: Nested keys of a mapping from names, such as names of the data's sources.
             inner_keys: Nested keys of the number in the entry of a name; empty if it is the entry.
         """
         values = self.values_by_step(*keys).values()

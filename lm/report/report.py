@@ -56,7 +56,7 @@ def report(run_dirs: Sequence[Path], out: Path | str | None = None) -> list[str]
     text = render(
         Path(__file__).with_name("report.html"),
         title=f"Report of {names}" if len(runs) < 4 else f"Report of {len(runs)} runs",
-        made=f"Made {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC {MADE_BY} {lm.__version__}.",
+        creation_note=f"Made {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC {MADE_BY} {lm.__version__}.",
         sections=_make_sections(runs, summaries, folder / FIGURES_FOLDER),
     )
     write_text(page, replace_surrogates(text))
@@ -86,22 +86,25 @@ def _check_folder(folder: Path) -> tuple[Path, Path]:
 
 
 def _make_sections(runs: Sequence, summaries: Sequence[dict], folder: Path) -> list[dict[str, Any]]:
-    """Return the sections of the page in order, and save their figures in a folder."""
+    """Return the sections of the page in their order, and save their figures in a folder.
+
+    report.html reads the keys of a section: "title", "lines", "figures", "tables" and "texts".
+    """
     from lm.report import summary
     from lm.report.figures import SPECS, make_figures, save
 
     # 1. Results.
     states = [summary.describe_state(run) for run in runs]
     remarks = [f"{run.label}: {remark}" for run in runs for remark in run.remarks]
-    results = summary.result_table(runs, summaries)
+    results = summary.make_result_table(runs, summaries)
     sections: list[dict[str, Any]] = []
     sections.append({"title": "Results", "lines": [*states, *remarks], "tables": [results]})
     # 2. Sections with figures. Some have tables and notes as well.
-    layers, notes = summary.layer_tables(runs)
+    layers, notes = summary.make_layer_tables(runs)
     for run in runs:
         if run.has_fixed_point is False:
             notes.append(f"{run.label} has no fixed-point layer, and therefore no ℓ*.")
-    section_tables = {"Fixed point": layers, "Optimization": summary.event_tables(runs)}
+    section_tables = {"Fixed point": layers, "Optimization": summary.make_event_tables(runs)}
     for title in SPECS:
         figures, constants = make_figures(runs, title)
         lines = [*constants, *notes] if title == "Fixed point" else constants
@@ -109,8 +112,8 @@ def _make_sections(runs: Sequence, summaries: Sequence[dict], folder: Path) -> l
         tables = section_tables.get(title, [])
         sections.append({"title": title, "lines": lines, "figures": images, "tables": tables})
     # 3. Scores, configuration and files.
-    sections.append({"title": "Evaluations", "tables": summary.score_tables(runs)})
-    sections.append({"title": "Configuration", "tables": summary.config_tables(runs)})
+    sections.append({"title": "Evaluations", "tables": summary.make_score_tables(runs)})
+    sections.append({"title": "Configuration", "tables": summary.make_config_tables(runs)})
     texts = {f"{name} of {run.label}": text for run in runs for name, text in run.texts.items()}
     directories = [f"{run.label}: {run.directory}" for run in runs]
     sections.append({"title": "Files", "lines": directories, "texts": texts})

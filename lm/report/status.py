@@ -87,9 +87,8 @@ def make_table(statuses: list[Status]) -> Table:
     short_paths = shorten_paths([status.run_dir for status in statuses])
     for name in make_cells(statuses[0]):
         # Fold long cells on narrow terminals instead of truncating them.
-        table.add_column(
-            name, justify="right" if name in RIGHT_ALIGNED else "left", overflow="fold"
-        )
+        is_right_aligned = name in RIGHT_ALIGNED
+        table.add_column(name, justify="right" if is_right_aligned else "left", overflow="fold")
     for status in statuses:
         row = make_cells(status) | {"run": short_paths[status.run_dir]}
         table.add_row(*row.values())

@@ -73,7 +73,7 @@ def summarize(run: RunFiles) -> dict[str, Any]:
         "validation": {name: run.last_number("validation", name) for name in scores},
         **run.result,
     }
-    summary.pop("probe", None)
+    summary.pop("probe", None)  # the numbers of each layer are under "layers"
     if run.baselines:
         summary["baselines"] = run.baselines
     layers = _make_layer_frame(run)
@@ -109,7 +109,7 @@ def describe_state(run: RunFiles) -> str:
     return line
 
 
-def result_table(runs: Sequence[RunFiles], summaries: Sequence[dict]) -> Table:
+def make_result_table(runs: Sequence[RunFiles], summaries: Sequence[dict]) -> Table:
     """Return a table with one row per run, or, for a single run, one row per value.
 
     Values that no run has are left out.
@@ -150,7 +150,7 @@ def _make_result_row(run: RunFiles, summary: dict) -> dict[str, Any]:
         "MFU": summary["mfu"],
         "training s": summary["training_seconds"],
     }
-    # Mean over layers, except for the tokens that were not solved: maximum over layers.
+    # Means over layers; of the share of tokens that were not solved, the maximum over layers.
     for name, title in (("ℓ*", "ℓ* mean"), ("evaluations", "evaluations (training)")):
         row[name] = layers[title].mean() if title in layers else None
     title = "not solved (training)"
@@ -158,7 +158,7 @@ def _make_result_row(run: RunFiles, summary: dict) -> dict[str, Any]:
     return row
 
 
-def layer_tables(runs: Sequence[RunFiles]) -> tuple[list[Table], list[str]]:
+def make_layer_tables(runs: Sequence[RunFiles]) -> tuple[list[Table], list[str]]:
     """Return a table of ℓ* and solver work for each run with fixed-point layers, and notes."""
     tables, notes = [], []
     for run in runs:
@@ -174,8 +174,8 @@ def layer_tables(runs: Sequence[RunFiles]) -> tuple[list[Table], list[str]]:
     return tables, notes
 
 
-def score_tables(runs: Sequence[RunFiles]) -> list[Table]:
-    """Return a table of the scores of `fprnn eval`, with one row per task and metric."""
+def make_score_tables(runs: Sequence[RunFiles]) -> list[Table]:
+    """Return a table of the scores of `fprnn eval`, one row per task and metric, or []."""
     scores_by_run = {run.label: _format_scores(run) for run in runs}
     metrics = list(dict.fromkeys(key for scores in scores_by_run.values() for key in scores))
     rows = [
@@ -205,8 +205,8 @@ def _format_scores(run: RunFiles) -> dict[tuple[str, str], str]:
     return cells
 
 
-def event_tables(runs: Sequence[RunFiles]) -> list[Table]:
-    """Return a table of the last MAX_EVENTS rollbacks and ended curriculum stages."""
+def make_event_tables(runs: Sequence[RunFiles]) -> list[Table]:
+    """Return a table of the last MAX_EVENTS rollbacks and ended curriculum stages, or []."""
     rows = []
     for run in runs:
         for record in run.records:
@@ -223,8 +223,11 @@ def event_tables(runs: Sequence[RunFiles]) -> list[Table]:
     return [Table([head, *rows[-MAX_EVENTS:]], source, "Events", has_words=True)] if rows else []
 
 
-def config_tables(runs: Sequence[RunFiles]) -> list[Table]:
-    """Return a table of the keys that differ between runs, or, for a single run, from defaults."""
+def make_config_tables(runs: Sequence[RunFiles]) -> list[Table]:
+    """Return a table of the keys that differ between runs, or for a single run from the defaults.
+
+    Return [] if no key differs.
+    """
     configs = {run.label: run.config for run in runs}
     if len(runs) == 1:
         configs = {"value": runs[0].config, "default": runs[0].defaults}

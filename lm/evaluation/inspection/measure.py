@@ -141,7 +141,7 @@ def find_start_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
 def encode(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str
 ) -> tuple[list[int], list[int]]:
-    """Return the token before a text (a list of one id, or []), and the tokens of the text.
+    """Return the token before a text (a list with an id, or []), and the tokens of the text.
 
     Text that looks like a special token, such as "<eos>", is tokenized as text, as in training.
 

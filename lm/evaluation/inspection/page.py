@@ -39,9 +39,9 @@ class Inspection(Measurements):
 
 def render_page(inspection: Measurements) -> str:
     """Return the HTML of the page."""
-    rows = (
-        None if inspection.layers is None else make_layer_rows(inspection.layers, inspection.tokens)
-    )
+    rows = []
+    if inspection.layers is not None:
+        rows = make_layer_rows(inspection.layers, inspection.tokens)
     return render(
         Path(__file__).with_name("inspection.html"),
         title=f"Inside {inspection.name}",
@@ -49,8 +49,8 @@ def render_page(inspection: Measurements) -> str:
         inspection=inspection,
         facts=list_facts(inspection),
         data=_make_script_data(inspection),
-        layers=rows,
-        note=explain_mark(rows or []),
+        layer_rows=rows,
+        note=explain_mark(rows),
     )
 
 
@@ -58,9 +58,9 @@ def list_colourings(inspection: Measurements) -> list[dict]:
     """Return the measurements by which the page can colour the tokens.
 
     Returns:
-        For each measurement its "name"; "values", a number or None per token; "low" and "high", the
-        numbers without colour and with full colour, equal for all ℓ*; and "digits", the number of
-        decimals.
+        For each measurement its "name"; its "values", a number or None per token; "low" and "high",
+        the numbers that have no colour and full colour (the same for all ℓ*); and "digits", the
+        number of decimals that the page shows.
     """
     colourings = []
     if inspection.layers is not None:
@@ -87,8 +87,9 @@ def list_facts(inspection: Measurements) -> list[tuple[str, str]]:
         token_count += f", for {inspection.text_bytes:,} bytes of text"
     facts = [("model", inspection.model), ("tokens", token_count)]
     if inspection.answers is not None:
-        is_right = [bool(a.is_right) for a in inspection.answers if a.right is not None]
-        value = f"{sum(is_right)} of {len(is_right)}" if is_right else "no token needs an answer"
+        needed = [answer for answer in inspection.answers if answer.right is not None]
+        right_count = sum(answer.predicted == answer.right for answer in needed)
+        value = f"{right_count} of {len(needed)}" if needed else "no token needs an answer"
         facts.append(("right answers", value))
     if inspection.scored_count:
         loss = inspection.mean_loss

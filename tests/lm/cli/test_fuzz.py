@@ -159,7 +159,7 @@ MAKERS = (
 
 
 def find_fault(status: int, output: str, errors: str) -> str:
-    """Return what is wrong with the way in which a command ended; "" if nothing is."""
+    """Return the fault in the way in which a command ended, or ""."""
     if "Traceback (most recent call last)" in errors + output:
         return "a traceback"
     if status not in EXIT_STATUSES:

@@ -160,7 +160,7 @@ def test_decay_is_zero_at_the_start_of_a_document(tokenizer):
 
 
 def test_losses_equal_those_of_lm_eval(small_export):
-    """The window and the start token are those of lm-eval."""
+    """lm-eval's function makes the window and the start token."""
     from lm_eval import utils
 
     model = fprnn.load(small_export)

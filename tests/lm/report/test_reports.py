@@ -14,7 +14,7 @@ from lm.common.files import OutputError
 from lm.report import figures
 from lm.report.read import read_all
 from lm.report.report import report
-from lm.report.summary import config_tables, result_table, summarize
+from lm.report.summary import make_config_tables, make_result_table, summarize
 from lm.runs.owned_files import FIGURES
 
 STEPS, LOG_EVERY = 40, 4
@@ -94,7 +94,7 @@ def read_panels(*folders) -> dict[str, dict[str, dict]]:
 def read_results(folder) -> dict[str, str]:
     """Return the table of results of a run."""
     runs = read_all([folder])
-    return dict(result_table(runs, [summarize(runs[0])]).rows)
+    return dict(make_result_table(runs, [summarize(runs[0])]).rows)
 
 
 def read_records(folder) -> list[dict]:
@@ -358,7 +358,7 @@ def test_damaged_records_are_skipped_and_counted(tmp_path, undrawn):
     text = write_report(folder)
     assert "3 lines are skipped" in text and " nan " not in text
     for key in ("grad_norm", "evaluations", "residual"):
-        assert f"metrics.jsonl: {key} ; 2 values that are not finite are left out" in text
+        assert f"metrics.jsonl: {key} ; values left out because they are not finite: 2" in text
 
 
 def test_names_are_escaped(tmp_path):
@@ -401,9 +401,9 @@ def test_report_of_two_runs(tmp_path, fp_run, undrawn):
     assert label.endswith("/fp") and f"{other_label} has no fixed-point layer" in text
     (panel,) = read_panels(fp_run, other)["Gradient norm"].values()
     assert list(panel) == [label, other_label]
-    head, first, second = result_table(runs, [summarize(run) for run in runs]).rows
+    head, first, second = make_result_table(runs, [summarize(run) for run in runs]).rows
     assert first[head.index("ℓ*")] != "–" and second[head.index("ℓ*")] == "–"
-    (table,) = config_tables(runs)
+    (table,) = make_config_tables(runs)
     rows = {row[0]: row[1:] for row in table.rows[1:]}
     assert rows["optim.lr"] == ["0.004", "0.002"] and "model.name" in rows
     assert not {"train.steps", "name"} & rows.keys()
