@@ -321,7 +321,7 @@ def test_root_is_the_limit_of_picard(rank, sequential, D, norm):
 
 def test_gradient_is_limited_near_a_fold(monkeypatch):
     given = problem(b=400, length=1, d=16, n=2, reading=0, without=("keep", "y0", "h0"), seed=3)
-    monkeypatch.setattr(oracle_cell, "ITERATIONS", 20000)
+    monkeypatch.setattr(oracle_cell, "MAX_ITERS", 20000)
     expected = results(oracle_cell.solve_cell, given)
     found = results(cpu_cell.cell, given)
     assert_close(found, expected, 1e-6)  # Picard's root is less exact there
@@ -366,7 +366,7 @@ def test_repelling_root_has_the_exact_gradient(monkeypatch):
     without = ("keep", "gate", "y0", "h0")
     given = problem(reading=0, without=without, rank=2)
     results(oracle_cell.solve_cell, given, fails=True)
-    monkeypatch.setattr(oracle_cell, "picard", with_newton_fallback(oracle_cell.run_picard))
+    monkeypatch.setattr(oracle_cell, "run_picard", with_newton_fallback(oracle_cell.run_picard))
     assert_close(results(cpu_cell.cell, given), results(oracle_cell.solve_cell, given), 1e-8)
 
 
