@@ -50,11 +50,7 @@ class InitialWeights:
         self.source, source_run = _load_source(settings.path)
         task_difference = _describe_task_difference(source_run.cfg.task, cfg.task)
         self.match = match_weights(
-            self.source,
-            model,
-            settings.partial,
-            model.config.vocab_size,
-            task_difference,
+            self.source, model, settings.partial, model.config.vocab_size, task_difference
         )
         self.centroids = centroids.compute_centroids(
             model, self.match.new, self.match.partners, source_run, task_difference

@@ -54,10 +54,7 @@ REPORTS = {
     ),
     "fig3b": Report("Fig. 3b", "Length generalisation by mixer", "curves"),
     "fig3c": Report(
-        "Fig. 3c",
-        "Iterations to the fixed point by mixer",
-        "curves",
-        {"metric": "num_iters"},
+        "Fig. 3c", "Iterations to the fixed point by mixer", "curves", {"metric": "num_iters"}
     ),
     "fig4": Report("Fig. 4", "Word problem: fixed-point models and deeper baselines", "curves"),
     "tab1": Report(

@@ -1,4 +1,4 @@
-"""Helpers of the tests of kernels: comparison, poisoned memory, compilation without a GPU."""
+"""Helpers for tests of kernels: comparison, poisoned memory, compilation without a GPU."""
 
 import ast
 import contextlib
@@ -15,19 +15,19 @@ import tempfile
 import pytest
 import torch
 
-TARGETS = (80, 90)  # A100, H100
-TYPES = {
+TARGETS = (80, 90)  # compute capability × 10: A100, H100
+TRITON_TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
     torch.uint8: "*u8",
     torch.int64: "*i64",
 }
-NUMBERS = {int: "i32", float: "fp32"}
+TRITON_NUMBER_TYPES = {int: "i32", float: "fp32"}
 # Bytes per thread that may spill, by Triton's version and kernel; 0 for others. The matrices of
 # _roots_kernel for eight reflections do not fit into registers before Triton 3.9, and the states of
 # FP-Mamba-2 with 64 states do not fit on sm_90 under Triton 3.7.
-SPILLS = {(3, 6): {"_roots_kernel": 48}, (3, 7): {"_roots_kernel": 40, "states_kernel": 8}}
+MAX_SPILLS = {(3, 6): {"_roots_kernel": 48}, (3, 7): {"_roots_kernel": 40, "states_kernel": 8}}
 
 
 def quicken_interpreter():
@@ -36,16 +36,16 @@ def quicken_interpreter():
     By default it does so for every call of a device function, which takes most of its time.
     """
     interpreter = pytest.importorskip("triton.runtime.interpreter")
-    call, patch, patched = interpreter.InterpretedFunction, interpreter._patch_lang, set()
+    patch, patched_ids = interpreter._patch_lang, set()
 
     def device_call(self, *args, **kwargs):
         scope = self.fn.__globals__
-        if scope.get("tl") is not interpreter.tl and id(scope) not in patched:
-            patched.add(id(scope))  # unlike the patch of `tl`, this one is never undone
+        if scope.get("tl") is not interpreter.tl and id(scope) not in patched_ids:
+            patched_ids.add(id(scope))  # unlike the patch of `tl`, it is never undone
             patch(self.fn)
         return self.rewrite()(*args, **kwargs)
 
-    call.__call__ = device_call
+    interpreter.InterpretedFunction.__call__ = device_call
 
 
 def skip_if_missing(*modules):
@@ -54,10 +54,10 @@ def skip_if_missing(*modules):
     A kernel that fails or computes something else is not skipped: the test must find it.
     """
     for module in modules:
-        works, why = module.usable()
-        wrong = "something else" in why or " fail: " in why
-        if not works and not wrong:
-            pytest.skip(why)
+        is_usable, reason = module.usable()
+        is_broken = "something else" in reason or " fail: " in reason
+        if not is_usable and not is_broken:
+            pytest.skip(reason)
 
 
 @contextlib.contextmanager
@@ -81,7 +81,7 @@ def assert_close(ours, theirs, tol):
 
 
 def describe_launch(kernel, *args, **named):
-    """Return a launch as `resources` takes it: kernel, arguments and options.
+    """Describe a launch for `compile_kernels`: kernel, arguments and options.
 
     A tensor is represented by its type and whether its address is a multiple of 16 bytes.
     """
@@ -89,7 +89,10 @@ def describe_launch(kernel, *args, **named):
     options = {"num_warps": arguments.pop("num_warps")} if "num_warps" in arguments else {}
     for name, value in arguments.items():
         if torch.is_tensor(value):
-            arguments[name] = {"tensor": TYPES[value.dtype], "aligned": value.data_ptr() % 16 == 0}
+            arguments[name] = {
+                "tensor": TRITON_TYPES[value.dtype],
+                "aligned": value.data_ptr() % 16 == 0,
+            }
         elif type(value).__name__ == "dtype":  # Triton's, a constant
             arguments[name] = {"dtype": str(value)}
     name, module = kernel.fn.__name__, kernel.fn.__module__
@@ -97,7 +100,7 @@ def describe_launch(kernel, *args, **named):
 
 
 def slice_unaligned(t):
-    """Return t as columns of a wider tensor, at unaligned places, like a part of a projection."""
+    """Return t as columns of a wider tensor, at unaligned addresses, as in a projection."""
     return torch.nn.functional.pad(t, (3, 6))[..., 3:-6]
 
 
@@ -117,7 +120,7 @@ def record_launches(module):
 
 
 def find_kernels(*modules):
-    """Return the names of the jitted functions of modules that are launched, not called."""
+    """Return the names of the jitted functions in modules that other kernels do not call."""
     nodes = [node for m in modules for node in ast.parse(inspect.getsource(m)).body]
     functions = [f for f in nodes if isinstance(f, ast.FunctionDef) and f.decorator_list]
     jitted = [f for f in functions if ast.unparse(f.decorator_list[0]).startswith("triton.jit")]
@@ -134,7 +137,7 @@ def compile_kernels(cases, targets=TARGETS):
 
     Returns:
         For every case and target {"case", "target", "registers", "warps", "stack", "shared",
-        "copies"}: stack is the bytes per thread that do not fit into registers, copies is the
+        "copies"}: "stack" is the bytes per thread that do not fit into registers, "copies" the
         number of asynchronous copies into shared memory.
     """
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -146,10 +149,10 @@ def compile_kernels(cases, targets=TARGETS):
 
 
 def assert_nothing_spills(cases, targets=TARGETS):
-    """Check that kernels compile, spill at most SPILLS, and fit a multiprocessor."""
+    """Check that kernels compile, spill at most MAX_SPILLS, and fit a multiprocessor."""
     import triton
 
-    limits = SPILLS.get(tuple(map(int, triton.__version__.split(".")[:2])), {})
+    limits = MAX_SPILLS.get(tuple(map(int, triton.__version__.split(".")[:2])), {})
     results = compile_kernels(cases, targets)
     assert len(results) == len(cases) * len(targets) > 0
     assert not [r for r in results if r["stack"] > limits.get(r["case"]["kernel"], 0)]
@@ -158,7 +161,7 @@ def assert_nothing_spills(cases, targets=TARGETS):
     assert all(r["shared"] <= max_shared[r["target"]] for r in results)
 
 
-def _source(case):
+def _make_source(case):
     """Return the source that Triton compiles for a launch.
 
     Arguments that are None or 1 are constants. Addresses and numbers that are multiples of 16 are
@@ -177,13 +180,13 @@ def _source(case):
             signature[name] = "constexpr"
             constants[name] = tl.dtype(value["dtype"]) if isinstance(value, dict) else value
             continue
-        signature[name] = value["tensor"] if is_tensor else NUMBERS[type(value)]
+        signature[name] = value["tensor"] if is_tensor else TRITON_NUMBER_TYPES[type(value)]
         if value["aligned"] if is_tensor else is_number and value % 16 == 0:
             attributes[i,] = [["tt.divisibility", 16]]
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def _resources(cases, targets):
+def _compile_and_measure(cases, targets):
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -192,7 +195,7 @@ def _resources(cases, targets):
     for case, target in itertools.product(cases, targets):
         gpu = GPUTarget("cuda", target, 32)
         try:
-            compiled = triton.compile(_source(case), target=gpu, options=case["options"])
+            compiled = triton.compile(_make_source(case), target=gpu, options=case["options"])
         except Exception as error:  # the compiler raises many types
             raise RuntimeError(f"sm_{target} does not compile {case}") from error
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -216,4 +219,4 @@ def _resources(cases, targets):
 
 
 if __name__ == "__main__":
-    print(json.dumps(_resources(*json.load(sys.stdin))))
+    print(json.dumps(_compile_and_measure(*json.load(sys.stdin))))

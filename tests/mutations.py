@@ -1,10 +1,10 @@
-"""Put one-line mistakes into mathematics, kernels, data order, checkpoints: tests must catch them.
+"""Put one-line mistakes into the sources and check that tests catch them.
 
     python -m tests.mutations [--only TEXT] [--jobs N] [--check]
 
 tests/mutations.yaml lists the mistakes: file → tests that must fail → name → old and new text. Each
-mistake is tried in a copy of the working tree, without ../shared, in a process that is forked from
-one that has already imported torch, but nothing of this project.
+mistake is tried in a copy of the working tree, without ../shared. The tests run in a process that
+is forked from a process with torch imported, but nothing of this project.
 """
 
 import argparse
@@ -27,9 +27,9 @@ from typing import NamedTuple
 import yaml
 
 ROOT = Path(__file__).parents[1]
-TABLE = Path(__file__).with_suffix(".yaml")
-LIMIT_S = 300  # for the tests of one mutation, which may compile the kernels
-CHECK_LIMIT_S = 900  # for all these tests together, without a mutation
+TABLE_PATH = Path(__file__).with_suffix(".yaml")
+TEST_TIMEOUT_S = 300  # for the tests of one mutation, which may compile the kernels
+CHECK_TIMEOUT_S = 900  # for all these tests together, without a mutation
 
 
 class Mutation(NamedTuple):
@@ -55,7 +55,7 @@ class MutationError(Exception):
     """The mutations cannot be tried, or their tests fail without any."""
 
 
-def read_mutations(path=TABLE):
+def read_mutations(path=TABLE_PATH):
     """Return every mutation of the table."""
     table = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.CSafeLoader)
     return [
@@ -69,13 +69,13 @@ def read_mutations(path=TABLE):
 def find_stale(mutations, root=ROOT):
     """Return a sentence for each mutation whose old text does not occur once in its file."""
     sentences = []
-    for m in mutations:
-        path = Path(root) / m.file
-        count = path.read_text(encoding="utf-8").count(m.old) if path.exists() else 0
+    for name, file, old, new, _ in mutations:
+        path = Path(root) / file
+        count = path.read_text(encoding="utf-8").count(old) if path.exists() else 0
         if count != 1:
-            sentences.append(f"`{m.name}`: {m.file} has `{m.old}` {count} times, not once")
-        if m.old == m.new:
-            sentences.append(f"`{m.name}` changes nothing")
+            sentences.append(f"`{name}`: {file} has `{old}` {count} times, not once")
+        if old == new:
+            sentences.append(f"`{name}` changes nothing")
     return sentences
 
 
@@ -87,10 +87,10 @@ def copy_tree(target):
     """
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
-        listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
+        output = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         raise MutationError(f"mutations need a git checkout to copy: {error}") from error
-    for name in filter(None, listed.decode().split("\0")):
+    for name in filter(None, output.decode().split("\0")):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, target / name)
@@ -125,7 +125,7 @@ def prepare_process():
     gc.freeze()  # the attempts need not look at these objects again
 
 
-def run_pytest(tree, arguments, limit_s):
+def run_pytest(tree, arguments, timeout_s):
     """Run pytest in a copy of the tree, in a forked process.
 
     Returns:
@@ -135,11 +135,11 @@ def run_pytest(tree, arguments, limit_s):
     child = os.fork()
     if child == 0:
         _become_pytest(tree, arguments, output)
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + timeout_s
     status = None
     while status is None and time.monotonic() < deadline:
-        done, waited = os.waitpid(child, os.WNOHANG)
-        status = os.waitstatus_to_exitcode(waited) if done else None
+        ended_pid, wait_status = os.waitpid(child, os.WNOHANG)
+        status = os.waitstatus_to_exitcode(wait_status) if ended_pid else None
         time.sleep(0.02)
     if status is None:
         os.killpg(child, signal.SIGKILL)
@@ -152,13 +152,13 @@ def _become_pytest(tree, arguments, output):
     status = 70
     try:
         os.setpgid(0, 0)
-        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
+        fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
         os.chdir(tree)
         os.environ["PYTHONPATH"] = str(tree)
-        checkout = {"", str(ROOT), str(Path.cwd())}
-        sys.path[:] = [str(tree), *(place for place in sys.path if place not in checkout)]
+        checkout_paths = {"", str(ROOT), str(Path.cwd())}
+        sys.path[:] = [str(tree), *(path for path in sys.path if path not in checkout_paths)]
         for name in [n for n in sys.modules if n.partition(".")[0] in ("tests", "lm")]:
             del sys.modules[name]
         import pytest
@@ -199,7 +199,7 @@ def attempt(mutation, tree):
     source = path.read_text(encoding="utf-8")
     path.write_text(source.replace(mutation.old, mutation.new), encoding="utf-8")
     try:
-        outcome, reason = judge(*run_pytest(tree, mutation.tests, LIMIT_S))
+        outcome, reason = judge(*run_pytest(tree, mutation.tests, TEST_TIMEOUT_S))
     finally:
         path.write_text(source, encoding="utf-8")
     return Verdict(mutation, outcome, reason, time.monotonic() - start)
@@ -211,11 +211,12 @@ def check_tests(mutations, tree):
     Raises:
         MutationError: If a test fails.
     """
-    distinct = dict.fromkeys(m.tests for m in mutations)
-    selecting = [arguments for arguments in distinct if " -" in arguments]
-    together = " ".join(arguments for arguments in distinct if arguments not in selecting)
-    for arguments in filter(None, [together, *selecting]):
-        status, output = run_pytest(tree, arguments, CHECK_LIMIT_S)
+    distinct = dict.fromkeys(mutation.tests for mutation in mutations)
+    # Arguments with options such as -k run alone; all others run together.
+    with_options = [arguments for arguments in distinct if " -" in arguments]
+    joined = " ".join(arguments for arguments in distinct if arguments not in with_options)
+    for arguments in filter(None, [joined, *with_options]):
+        status, output = run_pytest(tree, arguments, CHECK_TIMEOUT_S)
         if status != 0:
             raise MutationError(
                 f"`pytest {arguments[:500]}` fails without any mutation (status {status}):"
@@ -225,31 +226,31 @@ def check_tests(mutations, tree):
 
 def summarize(verdicts):
     """Return the score as text, and the exit status: 0 if every mutation was caught."""
-    caught = sum(v.outcome == "caught" for v in verdicts)
-    lines = [f"score: {caught}/{len(verdicts)} mutations caught"]
+    caught_count = sum(verdict.outcome == "caught" for verdict in verdicts)
+    lines = [f"score: {caught_count}/{len(verdicts)} mutations caught"]
     for outcome in ("survived", "broken"):
         lines += [
             f"{outcome}: {v.mutation.name} ({v.reason})" for v in verdicts if v.outcome == outcome
         ]
-    return "\n".join(lines), int(caught < len(verdicts) or not verdicts)
+    return "\n".join(lines), int(caught_count < len(verdicts) or not verdicts)
 
 
-_worker_tree = None
+_worker_copy = None
 
 
 def _start_worker(folder):
     """Copy the tree for this worker process."""
-    global _worker_tree
-    _worker_tree = Path(folder) / f"copy-{os.getpid()}" / "repo"
-    copy_tree(_worker_tree)
+    global _worker_copy
+    _worker_copy = Path(folder) / f"copy-{os.getpid()}" / "repo"
+    copy_tree(_worker_copy)
 
 
 def _attempt_in_worker(mutation):
-    return attempt(mutation, _worker_tree)
+    return attempt(mutation, _worker_copy)
 
 
 def _check_in_worker(mutations):
-    check_tests(mutations, _worker_tree)
+    check_tests(mutations, _worker_copy)
 
 
 def try_mutations(mutations, jobs):
@@ -262,25 +263,20 @@ def try_mutations(mutations, jobs):
         context = multiprocessing.get_context("fork")
         # The workers of a multiprocessing.Pool are daemons, which may not start processes.
         with ProcessPoolExecutor(jobs, context, _start_worker, (folder,)) as pool:
-            parts = [part for i in range(jobs) if (part := mutations[i::jobs])]
+            shares = [share for i in range(jobs) if (share := mutations[i::jobs])]
             try:
-                list(pool.map(_check_in_worker, parts))
+                list(pool.map(_check_in_worker, shares))
             except MutationError as error:
                 print(error, file=sys.stderr)
                 return 2
-            print(
-                f"the tests pass without a mutation ({time.monotonic() - start:.0f} s)", flush=True
-            )
-            futures = [pool.submit(_attempt_in_worker, m) for m in mutations]
-            for done in as_completed(futures):
-                v = done.result()
-                verdicts.append(v)
+            seconds = time.monotonic() - start
+            print(f"the tests pass without a mutation ({seconds:.0f} s)", flush=True)
+            futures = [pool.submit(_attempt_in_worker, mutation) for mutation in mutations]
+            for future in as_completed(futures):
+                verdicts.append(v := future.result())
                 count = f"{len(verdicts)}/{len(mutations)}"
-                print(
-                    count,
-                    f"{v.outcome} ({v.seconds:.0f} s) {v.mutation.name}: {v.reason}",
-                    flush=True,
-                )
+                text = f"{v.outcome} ({v.seconds:.0f} s) {v.mutation.name}: {v.reason}"
+                print(count, text, flush=True)
     gc.unfreeze()
     text, status = summarize(verdicts)
     print(f"{text} ({time.monotonic() - start:.0f} s, {jobs} processes)")

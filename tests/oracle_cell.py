@@ -13,21 +13,21 @@ import torch
 import torch.nn.functional as F
 
 MAX_GAIN = 20  # limit of the gradient of a root, in units of the gradient of φ
-ITERATIONS = 1000
-ACTS = {"silu": F.silu, "relu": F.relu, "identity": lambda v: v}
+MAX_ITERS = 1000
+ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "identity": lambda v: v}
 
 
 def unit(v, eps):
     return v / v.norm(dim=-1, keepdim=True).clamp_min(eps)
 
 
-class Reflect:
-    """M = I − Q of a token, for all sequences."""
+class Reflections:
+    """The map v ↦ M v with M = I − Q of a token, for all sequences."""
 
     def __init__(self, row, d, layout, options):
         r, self.options = options.rank, options
         raw = row[:, layout.vectors : layout.vectors + r * d].unflatten(-1, (r, d))
-        self.u = unit(ACTS[options.act](raw), options.eps)  # (b,r,d)
+        self.u = unit(ACTIVATIONS[options.act](raw), options.eps)  # (b,r,d)
         self.a = options.scale * torch.sigmoid(row[:, layout.gates : layout.gates + r])
         self.shrink = torch.ones_like(self.a[:, :1])
         if options.contractive is not None:
@@ -35,6 +35,7 @@ class Reflect:
             self.shrink = kappa / self.a.sum(-1, keepdim=True).clamp_min(kappa)
 
     def dots(self, v):
+        """Return s = U v, shape (b,r)."""
         return (self.u * v.unsqueeze(1)).sum(-1)
 
     def from_dots(self, s):
@@ -48,16 +49,16 @@ class Reflect:
         return self.shrink * (self.u * torch.stack(weights, 1).unsqueeze(-1)).sum(1)
 
     def __call__(self, v):
-        left = v
+        mixed = v  # Q v without `shrink`
         for i in range(self.options.rank):
-            source = left if self.options.sequential else v
+            source = mixed if self.options.sequential else v
             u = self.u[:, i]
-            left = left - self.a[:, i : i + 1] * (u * source).sum(-1, keepdim=True) * u
-        return self.shrink * (v - left)
+            mixed = mixed - self.a[:, i : i + 1] * (u * source).sum(-1, keepdim=True) * u
+        return self.shrink * (v - mixed)
 
 
-class Attach(torch.autograd.Function):
-    """The root s* with the limited gradient (I − φ′)⁻ᵀ; without it if the search failed."""
+class AttachGradient(torch.autograd.Function):
+    """Gives a root the limited gradient (I − φ′)⁻ᵀ, or that of φ if the search failed."""
 
     @staticmethod
     def forward(ctx, phi, root, slope, failed):
@@ -69,14 +70,14 @@ class Attach(torch.autograd.Function):
         slope, failed = ctx.saved_tensors
         matrix = (torch.eye(g.shape[1], dtype=g.dtype) - slope).transpose(1, 2)
         solved = torch.linalg.solve(matrix, g.unsqueeze(-1)).squeeze(-1)
-        times = MAX_GAIN * g.norm(dim=-1, keepdim=True) / solved.norm(dim=-1, keepdim=True)
-        times = torch.where(times.isfinite(), times.clamp_max(1), torch.ones_like(times))
-        return torch.where(failed.unsqueeze(-1), g, solved * times), None, None, None
+        scale = MAX_GAIN * g.norm(dim=-1, keepdim=True) / solved.norm(dim=-1, keepdim=True)
+        scale = torch.where(scale.isfinite(), scale.clamp_max(1), torch.ones_like(scale))
+        return torch.where(failed.unsqueeze(-1), g, solved * scale), None, None, None
 
 
-def run_picard(phi, start, tol, linear):
-    """Return the root to which damped Picard from zero converges, and whether it fails."""
-    if linear:  # s = Φ s + α
+def run_picard(phi, start, tol, is_linear):
+    """Return the root to which damped Picard from zero converges, and True where it fails."""
+    if is_linear:  # s = Φ s + α
         alpha = phi(start)
         columns = [phi(e.expand_as(start)) - alpha for e in torch.eye(start.shape[1]).to(start)]
         matrix = torch.eye(start.shape[1]).to(start) - torch.stack(columns, -1)
@@ -84,22 +85,22 @@ def run_picard(phi, start, tol, linear):
     s, best = start.clone(), start.clone()
     step = torch.full_like(start[:, 0], 0.99)
     lowest, stalled = torch.full_like(step, math.inf), torch.zeros_like(step)
-    done = torch.zeros_like(step, dtype=torch.bool)
-    for _ in range(ITERATIONS):
+    is_done = torch.zeros_like(step, dtype=torch.bool)
+    for _ in range(MAX_ITERS):
         psi = phi(s) - s
         residual = psi.abs().amax(-1)
-        better = residual < lowest
-        best = torch.where((better & ~done).unsqueeze(-1), s, best)
-        lowest = torch.where(better & ~done, residual, lowest)
-        stalled = torch.where(better, torch.zeros_like(stalled), stalled + 1)
-        done |= residual <= tol * (1 + s.abs().amax(-1))
-        if done.all():
+        is_better = residual < lowest
+        best = torch.where((is_better & ~is_done).unsqueeze(-1), s, best)
+        lowest = torch.where(is_better & ~is_done, residual, lowest)
+        stalled = torch.where(is_better, torch.zeros_like(stalled), stalled + 1)
+        is_done |= residual <= tol * (1 + s.abs().amax(-1))
+        if is_done.all():
             break
-        tired = stalled >= 15
-        step = torch.where(tired, step * 0.9, step)
-        stalled = torch.where(tired, torch.zeros_like(stalled), stalled)
-        s = torch.where(done.unsqueeze(-1), s, s + step.unsqueeze(-1) * psi)
-    return best, ~done
+        needs_smaller_step = stalled >= 15
+        step = torch.where(needs_smaller_step, step * 0.9, step)
+        stalled = torch.where(needs_smaller_step, torch.zeros_like(stalled), stalled)
+        s = torch.where(is_done.unsqueeze(-1), s, s + step.unsqueeze(-1) * psi)
+    return best, ~is_done
 
 
 def find_slope(phi, s):
@@ -121,12 +122,12 @@ def norm(v, options, weight, bias):
     return v if bias is None else v + bias
 
 
-def solve_token(reflect, free, gamma, x, end, options, tol):
-    """Solve y = end(free + γ x̃) with x̃ = x + M(y − x); return y, x̃ (b,d) and failed (b,)."""
+def solve_token(reflect, past, gamma, x, end, options, tol):
+    """Solve y = end(past + γ x̃) with x̃ = x + M(y − x); return y, x̃ (b,d) and failed (b,)."""
     rest = x - reflect(x)
 
     def value(s):
-        return end(free + gamma * (rest + reflect.from_dots(s)))
+        return end(past + gamma * (rest + reflect.from_dots(s)))
 
     def phi(s):
         return reflect.dots(value(s))
@@ -134,12 +135,12 @@ def solve_token(reflect, free, gamma, x, end, options, tol):
     with torch.no_grad():
         zero = torch.zeros_like(reflect.a)
         root, failed = run_picard(phi, zero, tol, options.norm == "none")
-    s = Attach.apply(phi(root), root, find_slope(phi, root).detach(), failed)
+    s = AttachGradient.apply(phi(root), root, find_slope(phi, root).detach(), failed)
     return value(s), rest + reflect.from_dots(s), failed
 
 
-def nearest(before, t, readout):
-    """Read `before` through the centroids, by hand; zero at the first token of a document.
+def read_centroids(before, t, readout):
+    """Read the previous state through the centroids; zero at the first token of a document.
 
     Args:
         before: (b,d), zero at the first token of a document.
@@ -157,10 +158,10 @@ def nearest(before, t, readout):
     return read * has_token_before
 
 
-def begin(t, keep, before, raw, weight_y, readout=None):
-    """Return the row of token t, and keep (b,1)."""
+def make_row(t, keep, before, raw, weight_y, readout=None):
+    """Return the projections of token t from x and the previous state, and keep (b,1)."""
     keep_t = torch.ones(len(raw), 1, dtype=raw.dtype) if keep is None else keep[:, t : t + 1]
-    read = nearest(before * keep_t, t, readout) @ weight_y.t()
+    read = read_centroids(before * keep_t, t, readout) @ weight_y.t()
     row = raw[:, t] + F.pad(read, (0, raw.shape[-1] - read.shape[-1]))
     return row, keep_t
 
@@ -177,8 +178,8 @@ def solve_cell(arguments, tol=1e-14):
     h = x.new_zeros(b, d, n) if h0 is None else h0.reshape(b, d, n)
     ys, failures = [], []
     for t in range(length):
-        row, keep_t = begin(t, keep, y, raw, weight_y, readout)
-        reflect = Reflect(row, d, layout, options)
+        row, keep_t = make_row(t, keep, y, raw, weight_y, readout)
+        reflect = Reflections(row, d, layout, options)
         B, C = (
             row[:, at : at + options.groups * n].unflatten(-1, (options.groups, n))
             for at in (layout.B, layout.C)
@@ -214,8 +215,8 @@ def solve_cell_rnn(arguments):
     h = x.new_zeros(b, d) if h0 is None else h0
     ys, failures = [], []
     for t in range(length):
-        row, keep_t = begin(t, keep, y, raw, weight_y)
-        reflect = Reflect(row, d, layout, options)
+        row, keep_t = make_row(t, keep, y, raw, weight_y)
+        reflect = Reflections(row, d, layout, options)
         past = decay[:, t] * keep_t * h
         y, _, failed = solve_token(reflect, past, fresh[:, t], x[:, t], lambda v: v, options, 0)
         h = y

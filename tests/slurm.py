@@ -46,7 +46,7 @@ PartitionName=test Nodes=ALL Default=YES MaxTime=60 State=UP
 """
 
 
-def missing() -> str:
+def find_missing() -> str:
     """Return the reason why Slurm cannot run here, or ""."""
     path = f"{os.environ['PATH']}:/usr/sbin"
     absent = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
@@ -55,7 +55,7 @@ def missing() -> str:
     return "" if os.geteuid() == 0 else "needs root"
 
 
-def free_ports(count: int) -> list[int]:
+def find_free_ports(count: int) -> list[int]:
     """Return free ports of this host."""
     sockets = [socket.socket() for _ in range(count)]
     for s in sockets:
@@ -91,7 +91,7 @@ class Slurm:
         self.folder.mkdir(parents=True)
         (self.folder / "state").mkdir()
         host = socket.gethostname().partition(".")[0]
-        control, *ports = free_ports(1 + len(self.names))
+        control, *ports = find_free_ports(1 + len(self.names))
         nodes = "\n".join(
             f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4"
             for name, port in zip(self.names, ports)

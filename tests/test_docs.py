@@ -20,7 +20,7 @@ from synthetic import cli as synthetic_cli
 from synthetic import config as synthetic_config
 from tests import config_page
 from tests.running import ENV, FORKS
-from tests.test_layers import ROOT, relative, repository_files
+from tests.test_layers import ROOT, list_repository_files, relative
 
 DOCS = ROOT / "docs"
 
@@ -36,7 +36,7 @@ FILE = re.compile(
 PLACEHOLDER = re.compile(r"(?:^|/)(?:NAME|SCALE)\b")  # in a path that the reader completes
 
 
-def named_files(path: Path, text: str) -> set[str]:
+def find_named_files(path: Path, text: str) -> set[str]:
     """Return the files that a text names: link targets, pages, and paths in our folders."""
     names = set(PAGE.findall(text)) | set(FILE.findall(text))
     if path.suffix == ".md":
@@ -46,8 +46,8 @@ def named_files(path: Path, text: str) -> set[str]:
     return {name for name in names if not PLACEHOLDER.search(name)}
 
 
-def exists(name: str, path: Path) -> bool:
-    """Whether a named file exists, relative to the text's folder, to the root, or to docs/."""
+def file_exists(name: str, path: Path) -> bool:
+    """Return True if a named file exists, relative to the text's folder, the root, or docs/."""
     folders = [path.parent, ROOT, *([DOCS] if "/" not in name else [])]
     candidates = [(folder / name).resolve() for folder in folders]
     return any(file.exists() and file.is_relative_to(ROOT) for file in candidates)
@@ -55,22 +55,22 @@ def exists(name: str, path: Path) -> bool:
 
 def test_every_named_file_exists():
     text = "[x](docs/a.md#b), `lm/no.py`, ../z/q.md, [h](https://e.org/w.md); b.md's, a/lm/x.py"
-    assert named_files(Path("x.md"), text) == {"docs/a.md", "lm/no.py", "../z/q.md", "b.md"}
-    assert exists("model.md", ROOT / "lm/model/blocks.py")
-    assert not exists("math.md", ROOT / "lm/model/blocks.py")
+    assert find_named_files(Path("x.md"), text) == {"docs/a.md", "lm/no.py", "../z/q.md", "b.md"}
+    assert file_exists("model.md", ROOT / "lm/model/blocks.py")
+    assert not file_exists("math.md", ROOT / "lm/model/blocks.py")
     missing = []
-    for file in repository_files():
+    for file in list_repository_files():
         if not file.is_file() or not file.name.endswith(SUFFIXES) or file == Path(__file__):
             continue
-        names = named_files(file, file.read_text(encoding="utf-8"))
-        missing += [f"{relative(file)}: {name}" for name in names if not exists(name, file)]
+        names = find_named_files(file, file.read_text(encoding="utf-8"))
+        missing += [f"{relative(file)}: {name}" for name in names if not file_exists(name, file)]
     assert sorted(missing) == []
 
 
 def find_commands() -> list[tuple[str, list[str]]]:
     """Return the command lines of all pages, in blocks and in sentences, as (page, words)."""
     commands = []
-    for page in (p for p in repository_files() if p.suffix == ".md" and p.is_file()):
+    for page in (p for p in list_repository_files() if p.suffix == ".md" and p.is_file()):
         text = page.read_text(encoding="utf-8").replace("\\\n", " ")
         blocks = re.findall(r"```\w*\n(.*?)```", text, re.S)
         lines = [line for block in blocks for line in block.splitlines()]
@@ -79,8 +79,8 @@ def find_commands() -> list[tuple[str, list[str]]]:
         for line in lines:
             if re.match(r"(fprnn|python -m) .", line):
                 words = shlex.split(line, comments=True)
-                redirected = (i for i, word in enumerate(words) if word in ("<", ">"))
-                commands.append((relative(page), words[: next(redirected, None)]))
+                redirections = (i for i, word in enumerate(words) if word in ("<", ">"))
+                commands.append((relative(page), words[: next(redirections, None)]))
     return commands
 
 
@@ -109,8 +109,8 @@ def test_every_command_of_the_pages_is_valid():
             invalid.append(f"{page}: {shlex.join(words)}")
             continue
         path = getattr(parsed, "config", None)
-        trains = args[0] == "train" or args[:2] == ["synthetic", "train"]
-        if trains and (ROOT / path).is_file():  # its overrides name existing keys
+        is_training = args[0] == "train" or args[:2] == ["synthetic", "train"]
+        if is_training and (ROOT / path).is_file():  # check that the overrides name existing keys
             is_synthetic = "synthetic" in (program, args[0])
             load = synthetic_config.load if is_synthetic else config.load
             load(ROOT / path, parsed.override, parsed.job_index)
@@ -125,10 +125,10 @@ def test_every_option_of_a_benchmark_in_the_pages_exists():
         name, args = split_program(words)
         if name.startswith("benchmarks."):
             options.setdefault(name, set()).update(w for w in args if w.startswith("--"))
-    for name, used in options.items():
+    for name, named_options in options.items():
         result = FORKS.run(name, ["--help"], timeout=120)
         assert result.returncode == 0, result.stderr
-        assert {option for option in used if option not in result.stdout} == set(), name
+        assert {option for option in named_options if option not in result.stdout} == set(), name
 
 
 def test_the_functions_named_in_the_architecture_exist():
@@ -181,7 +181,7 @@ def find_blocks(page: str) -> list[tuple[str, str, str]]:
     return BLOCK.findall((DOCS / page).read_text(encoding="utf-8"))
 
 
-def command_lines(text: str) -> list[str]:
+def split_commands(text: str) -> list[str]:
     """Return the commands of a block, each as one line."""
     return [line for line in text.replace("\\\n", " ").splitlines() if line.strip()]
 
@@ -192,15 +192,15 @@ def test_every_block_can_be_run_or_has_a_reason(page):
     assert [reason for reason, _, _ in blocks if reason and not REASONS.match(reason)] == []
     bash = [text for reason, language, text in blocks if not reason and language == "bash"]
     assert bash, "no block of the page is run"
-    for line in (line for text in bash for line in command_lines(text)):
+    for line in (line for text in bash for line in split_commands(text)):
         assert line.startswith(("fprnn ", "python -m ")), line
     for reason, language, text in blocks:
         if language == "python":
             ast.parse(text)
             assert not reason
     head = (DOCS / page).read_text(encoding="utf-8").partition("\n## ")[0]
-    stated = re.search(r"\b[Tt]ook\b.+(second|minute)s?\b.+\bon\b", head, re.S)
-    assert stated, "the page does not state how long it takes on which machine"
+    duration = re.search(r"\b[Tt]ook\b.+(second|minute)s?\b.+\bon\b", head, re.S)
+    assert duration, "the page does not state how long it takes on which machine"
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def run_page(page: str, folder: Path) -> None:
         if language == "python":
             session.append(text)
             commands.append([sys.executable, "-c", "\n".join(session)])
-        for line in command_lines(text) if language == "bash" and not reason else ():
+        for line in split_commands(text) if language == "bash" and not reason else ():
             overrides = next((more for start, more in TINY.items() if line.startswith(start)), "")
             words = [*shlex.split(line, comments=True), *overrides.split()]
             module = ["-m", "fprnn"] if words[0] == "fprnn" else []
@@ -297,12 +297,12 @@ def site(tmp_path_factory):
     )
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     command = [sys.executable, "-c", offline, str(out)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
     return out
 
 
-def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(site):
+def test_the_site_has_every_page_and_loads_nothing_remote(site):
     pages = sorted(site.glob("*.html"))
     expected = {path.stem for path in DOCS.glob("*.md")}
     expected |= {"benchmarks", "changelog", "contributing", "overview"}

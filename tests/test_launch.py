@@ -33,14 +33,14 @@ def note(*words):
         print(*words, file=f)
 
 def worker():
-    got = []
-    time.sleep(float(os.environ.get("STARTS_UP", 0)))
+    received = []
+    time.sleep(float(os.environ.get("STARTUP_SECONDS", 0)))
     for name in ("TERM", "INT", "USR1"):
-        signal.signal(getattr(signal, f"SIG{{name}}"), lambda *_, name=name: got.append(name))
+        signal.signal(getattr(signal, f"SIG{{name}}"), lambda *_, name=name: received.append(name))
     note("ready", os.getpid())
-    while not got or "STUBBORN" in os.environ:
+    while not received or "STUBBORN" in os.environ:
         time.sleep(0.05)
-    note("got", got[0])
+    note("got", received[0])
     time.sleep(0.5)
     note("saved")
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # reset when the interpreter exits
@@ -79,11 +79,13 @@ QUOTING_RECORDER = '#!/usr/bin/env bash\nprintf "%s\\n" "${*@Q}" >> "$LOG"\n'  #
 
 @pytest.fixture
 def fake(tmp_path):
-    """A folder of fake programs, first on PATH; `fake.lines()` returns their records."""
+    """Fake programs, first on PATH; `fake.lines()` returns the lines that they wrote."""
     return Fake(tmp_path)
 
 
 class Fake:
+    """Fake programs that write a line per call into `log`."""
+
     def __init__(self, folder: Path):
         self.log = folder / "log"
         self.bin = folder / "bin"
@@ -136,7 +138,7 @@ class Fake:
         return [int(line.split()[1]) for line in self.wait_for("ready", 2)]
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -200,8 +202,8 @@ def test_deepspeed_script_uses_hosts_of_a_file(fake, tmp_path):
         f"deepspeed --no_local_rank --hostfile {hosts} --master_port 1234 --module lm train "
         "--config c.yaml --job-index 1 resume=auto gpus="
     ]
-    asked = "run=$(pgrep -d, -f '[-]-master_port=1234 ') && pkill -USR1 -P $run"
-    assert set(fake.lines("ssh")) == {f"ssh -n worker-1 {asked}"}
+    remote_command = "run=$(pgrep -d, -f '[-]-master_port=1234 ') && pkill -USR1 -P $run"
+    assert set(fake.lines("ssh")) == {f"ssh -n worker-1 {remote_command}"}
 
 
 def test_deepspeed_script_refuses_wrong_arguments(fake):
@@ -227,18 +229,19 @@ def test_signal_reaches_workers_and_leaves_no_process(fake, name, to_group, agai
     scripts = (*again, str(LAUNCH / "deepspeed.sh") if again else "deepspeed.sh")
     process = fake.start(*scripts, "c.yaml")
     workers = fake.workers()
-    time.sleep(0.7 * to_group)  # the script sleeps
-    (os.killpg if to_group else os.kill)(process.pid, getattr(signal, f"SIG{name}"))
+    time.sleep(0.7 if to_group else 0)  # until the script is in its `sleep`
+    send = os.killpg if to_group else os.kill
+    send(process.pid, getattr(signal, f"SIG{name}"))
     process.communicate(timeout=20)
     # The script ended after both had saved, although the launcher died at once.
     assert to_group or fake.lines("got") == ["got USR1"] * 2  # never TERM or INT, see the script
     assert fake.lines("saved") == ["saved"] * 2
-    assert process.returncode == 75, "what the run itself has left"
-    assert not any(alive(pid) for pid in workers)
+    assert process.returncode == 75, "the exit status of the workers"
+    assert not any(is_alive(pid) for pid in workers)
 
 
 def test_signal_before_workers_listen_is_not_lost(fake):
-    process = fake.start("deepspeed.sh", "c.yaml", STARTS_UP="2")
+    process = fake.start("deepspeed.sh", "c.yaml", STARTUP_SECONDS="2")
     fake.wait_for("deepspeed", 1)
     process.terminate()
     process.communicate(timeout=20)
@@ -257,7 +260,7 @@ def test_workers_that_ignore_signals_are_killed(fake, is_killed):
         process.terminate()
     process.communicate(timeout=20)
     time.sleep(0.1)
-    assert fake.lines("saved") == [] and not any(alive(pid) for pid in workers)
+    assert fake.lines("saved") == [] and not any(is_alive(pid) for pid in workers)
     assert process.returncode == 137 or not is_killed
 
 
@@ -317,8 +320,8 @@ def test_job_sets_the_rank_of_each_task(fake_python, script, environment, point,
     overrides = ("optim.lr=1e-3", "name=a b")
     status, output = fake_python.run(script, "c.yaml", *overrides, EXIT_AT_ONCE="0", **environment)
     assert status == 0 and words in output
-    trains = f"python -m lm train --config c.yaml resume=auto{point} optim.lr=1e-3 name=a b"
-    assert fake_python.lines("python") == [trains] * 4
+    command = f"python -m lm train --config c.yaml resume=auto{point} optim.lr=1e-3 name=a b"
+    assert fake_python.lines("python") == [command] * 4
     assert fake_python.lines("rank") == [
         "rank 0/4 0/2 n7:15234",
         "rank 1/4 1/2 n7:15234",
@@ -403,11 +406,11 @@ def test_demo_stops_at_the_first_failure(fake):
     assert status == 4 and len(fake.lines()) == 2
 
 
-@pytest.mark.parametrize("left, status", [("0", 0), ("2", 0), ("1", 1)])
-def test_synthetic_array_task_trains_its_point(fake_python, left, status):
+@pytest.mark.parametrize("exit_status, status", [("0", 0), ("2", 0), ("1", 1)])
+def test_synthetic_array_task_trains_its_point(fake_python, exit_status, status):
     """Exit status 2 means a missed threshold: a result, not a failed job."""
     script = ("synthetic_array.sbatch", "c.yaml", "seed=1")
-    actual, output = fake_python.run(*script, EXIT_AT_ONCE=left, **SLURM)
+    actual, output = fake_python.run(*script, EXIT_AT_ONCE=exit_status, **SLURM)
     assert actual == status and "sweep point 3, job 71234" in output
     assert fake_python.lines("python") == [
         "python -m synthetic train --config c.yaml --job-index 3 seed=1"
@@ -423,17 +426,21 @@ def test_synthetic_array_task_is_requeued_at_time_limit(fake_python, name, send)
     assert fake_python.lines("saved") == [f"saved after {'USR1' if name == 'USR1' else 'TERM'}"]
     expected = ["scontrol requeue 71231_3"] if name == "USR1" else []
     assert fake_python.lines("scontrol") == expected
-    assert process.returncode == 75 and not alive(int(ready.split()[1]))
+    assert process.returncode == 75 and not is_alive(int(ready.split()[1]))
 
 
-def again(tmp_path, times, *statuses):
-    """Return (exit status, number of runs, output) of a command with one status per run."""
+def run_again(tmp_path, times, *endings):
+    """Run again.sh with a command whose i-th run ends with the i-th shell command of `endings`.
+
+    Returns:
+        The exit status, the number of runs, and stderr.
+    """
     log = tmp_path / "runs"
-    cases = " ".join(f"{i}) {end} ;;" for i, end in enumerate(statuses, 1))
+    cases = " ".join(f"{i}) {command} ;;" for i, command in enumerate(endings, 1))
     command = f"echo run >> {log}; case $(wc -l < {log}) in {cases} esac"
     script = [LAUNCH / "again.sh", str(times), "bash", "-c", command]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=30)
-    return done.returncode, log.read_text().count("run"), done.stderr
+    result = subprocess.run(script, capture_output=True, text=True, timeout=30)
+    return result.returncode, log.read_text().count("run"), result.stderr
 
 
 @pytest.mark.parametrize(
@@ -448,25 +455,25 @@ def again(tmp_path, times, *statuses):
 )
 def test_again_retries_temporary_failures(tmp_path, monkeypatch, times, ends, status, runs):
     monkeypatch.setenv("PAUSE", "0.1")
-    ended, made, message = again(tmp_path, times, *ends)
-    assert (ended, made) == (status, runs)
+    actual_status, actual_runs, message = run_again(tmp_path, times, *ends)
+    assert (actual_status, actual_runs) == (status, runs)
     assert message.count(": again, at most") == runs - 1
 
 
-def test_again_of_a_command_that_ends_at_once(tmp_path, monkeypatch):
+def test_again_retries_a_command_that_ends_at_once(tmp_path, monkeypatch):
     """It may end before the script checks it: here every line of the script is delayed."""
     (tmp_path / "late").write_text("case $0 in *again.sh) trap 'sleep 0.1' DEBUG;; esac\n")
     monkeypatch.setenv("BASH_ENV", str(tmp_path / "late"))
-    ended, made, _ = again(tmp_path, 5, "exit 77", "exit 78")
-    assert (ended, made) == (78, 2)
+    status, runs, _ = run_again(tmp_path, 5, "exit 77", "exit 78")
+    assert (status, runs) == (78, 2)
 
 
 def test_again_forwards_signals_and_ends(tmp_path):
     command = f"trap 'exit 77' TERM; touch {tmp_path / 'ready'}; while true; do sleep 0.05; done"
     process = subprocess.Popen([LAUNCH / "again.sh", "5", "bash", "-c", command])
-    until = time.monotonic() + 20
+    deadline = time.monotonic() + 20
     while not (tmp_path / "ready").exists():
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 77

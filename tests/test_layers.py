@@ -53,7 +53,7 @@ def find_imports(source: str, module: str, is_package: bool = False) -> set[str]
     Args:
         source: Text of the module; `importlib.import_module("name")` counts as an import.
         module: Name of the module, which relative imports start from.
-        is_package: Whether the text is an __init__.py.
+        is_package: True if the text is of an __init__.py.
     """
     names = set()
     for node in ast.walk(ast.parse(source)):
@@ -78,13 +78,13 @@ def find_imports(source: str, module: str, is_package: bool = False) -> set[str]
     return names
 
 
-def imports_of(path: Path) -> set[str]:
+def list_imports(path: Path) -> set[str]:
     """Return the modules that a file imports."""
     is_package = path.name == "__init__.py"
     return find_imports(path.read_text(encoding="utf-8"), module_name(path), is_package)
 
 
-def package_of(module: str) -> str | None:
+def find_package(module: str) -> str | None:
     """Return the innermost package of a module; None for an entry point or another library."""
     if module in ENTRY_POINTS:
         return None
@@ -120,20 +120,20 @@ def f():
 
 
 def test_every_module_is_in_a_package():
-    outside = [name for name in MODULES if package_of(name) is None]
+    outside = [name for name in MODULES if find_package(name) is None]
     assert sorted(outside) == sorted(ENTRY_POINTS)
     for name in PACKAGES:
         assert (ROOT / name.replace(".", "/") / "__init__.py").is_file(), name
-    assert package_of("lm.data.sources.hub") == "lm.data.sources"
-    assert package_of("lm.datafile") is package_of("torch.nn") is None
+    assert find_package("lm.data.sources.hub") == "lm.data.sources"
+    assert find_package("lm.datafile") is find_package("torch.nn") is None
 
 
 def test_no_import_points_upwards():
     upward = []
     for path in SOURCES:
-        importing = package_of(module_name(path))
-        for module in imports_of(path):
-            imported = package_of(module)
+        importing = find_package(module_name(path))
+        for module in list_imports(path):
+            imported = find_package(module)
             if importing and imported and PACKAGES.index(imported) < PACKAGES.index(importing):
                 upward.append(f"{relative(path)} imports {module}")
     assert upward == []
@@ -141,21 +141,21 @@ def test_no_import_points_upwards():
 
 def test_import_lm_is_light():
     """`import lm` takes milliseconds, and with it `fprnn --help`."""
-    assert imports_of(ROOT / "lm/__init__.py") == set()
+    assert list_imports(ROOT / "lm/__init__.py") == set()
 
 
 def test_no_modules_import_each_other():
     graph = networkx.DiGraph()
     for path in SOURCES:
         name = module_name(path)
-        graph.add_edges_from((name, m) for m in imports_of(path) if m in MODULES and m != name)
+        graph.add_edges_from((name, m) for m in list_imports(path) if m in MODULES and m != name)
     cycles = [group for group in networkx.strongly_connected_components(graph) if len(group) > 1]
     assert cycles == []
 
 
 def test_one_file_imports_deepspeed():
     users = [
-        relative(p) for p in SOURCES if any(m.split(".")[0] == "deepspeed" for m in imports_of(p))
+        relative(p) for p in SOURCES if any(m.split(".")[0] == "deepspeed" for m in list_imports(p))
     ]
     assert users == ["lm/training/deepspeed_api.py"]
 
@@ -166,7 +166,7 @@ def test_model_imports_only_its_own_files():
     names = {p.stem for p in folder.glob("*.py")} - {"__init__"}
     assert set(folder.rglob("*.py")) == set(folder.glob("*.py"))  # no package below
     for path in sorted(folder.glob("*.py")):
-        kernels = [m for m in imports_of(path) if m.startswith("lm.kernels")]
+        kernels = [m for m in list_imports(path) if m.startswith("lm.kernels")]
         assert path.name == "scan.py" or not kernels, "scan.py chooses the backend"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.level:
@@ -178,7 +178,7 @@ def test_model_imports_only_its_own_files():
                 assert not {m.split(".")[0] for m in modules} & {"lm", "synthetic"}, relative(path)
 
 
-def untyped_functions(tree: ast.Module) -> list[str]:
+def list_untyped(tree: ast.Module) -> list[str]:
     """Return the public functions and methods without a complete signature of types.
 
     Functions that Triton compiles have no types. Methods of a private class are not public.
@@ -207,9 +207,9 @@ def untyped_functions(tree: ast.Module) -> list[str]:
 
 def test_public_functions_have_types():
     source = "def f(x): pass\nclass A:\n    def g(self, y: int) -> int: pass\n    def h(self): pass"
-    assert untyped_functions(ast.parse(source)) == ["f", "A.h"]
+    assert list_untyped(ast.parse(source)) == ["f", "A.h"]
     for path in SOURCES:
-        assert untyped_functions(ast.parse(path.read_text(encoding="utf-8"))) == [], relative(path)
+        assert list_untyped(ast.parse(path.read_text(encoding="utf-8"))) == [], relative(path)
 
 
 def test_every_module_docstring_starts_with_one_sentence():
@@ -220,7 +220,7 @@ def test_every_module_docstring_starts_with_one_sentence():
         assert first.endswith((".", ":")) and not rest.partition("\n")[0].strip(), relative(path)
 
 
-def repository_files() -> list[Path]:
+def list_repository_files() -> list[Path]:
     """Return the tracked files, and new files that git does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
@@ -241,7 +241,7 @@ def test_no_file_contains_a_local_path():
         for text in ("a/{}/x", "../{}/x", "$DIR/{}/x", "https://example.org/{}/x", "/{}book/"):
             assert not LOCAL_PATH.search(text.format(top)), text
     lines = []
-    for path in repository_files():
+    for path in list_repository_files():
         if not path.is_file() or path == Path(__file__):
             continue
         try:

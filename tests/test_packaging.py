@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_layers import ROOT, relative, repository_files
+from tests.test_layers import ROOT, list_repository_files, relative
 
 PACKAGES = ("fprnn", "lm", "synthetic")
 EXTRAS = ("train", "eval", "docs", "dev")  # as in the Makefile
@@ -23,7 +23,7 @@ PLATFORM = "x86_64-manylinux_2_28"
 def wheel(tmp_path_factory):
     """Wheel built without a network from a copy of the repository's files."""
     folder = tmp_path_factory.mktemp("wheel")
-    for path in repository_files():
+    for path in list_repository_files():
         copy = folder / "source" / path.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         if path.is_symlink() or path.is_file():
@@ -38,7 +38,7 @@ def wheel(tmp_path_factory):
 def test_wheel_has_every_file_of_the_packages(wheel):
     with zipfile.ZipFile(wheel) as file:
         names = {name for name in file.namelist() if ".dist-info/" not in name}
-    tracked = {relative(path) for path in repository_files() if path.is_file()}
+    tracked = {relative(path) for path in list_repository_files() if path.is_file()}
     expected = {name for name in tracked if name.startswith(tuple(f"{p}/" for p in PACKAGES))}
     expected |= {f"fprnn/{name}" for name in tracked if name.startswith(("configs/", "launch/"))}
     assert names == expected
@@ -52,23 +52,23 @@ def installed(wheel, tmp_path):
     The environment also sees the packages of the present one, but not the checkout. With `until`,
     the program is terminated after a line with this text.
     """
-    place, folder = tmp_path / "env", tmp_path / "empty"
+    env_dir, folder = tmp_path / "env", tmp_path / "empty"
     folder.mkdir()
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
-    python = place / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", env_dir], check=True)
+    python = env_dir / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python]
     subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", wheel], check=True)
-    target = Path(sysconfig.get_path("purelib", vars={"base": place, "platbase": place}))
+    target = Path(sysconfig.get_path("purelib", vars={"base": env_dir, "platbase": env_dir}))
     # A line of a .pth file extends sys.path, without the editable installs of that folder.
-    others = [p for p in sys.path if p.endswith("site-packages") and p != str(target)]
-    (target / "packages_of_the_tests.pth").write_text("\n".join(others))
+    other_packages = [p for p in sys.path if p.endswith("site-packages") and p != str(target)]
+    (target / "packages_of_the_tests.pth").write_text("\n".join(other_packages))
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     environment |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
     def run(*command, status=0, until=None):
         options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         process = subprocess.Popen(
-            [place / "bin" / command[0], *command[1:]], cwd=folder, env=environment, **options
+            [env_dir / "bin" / command[0], *command[1:]], cwd=folder, env=environment, **options
         )
         if until is not None:
             lines = iter(process.stdout.readline, "")
@@ -79,7 +79,7 @@ def installed(wheel, tmp_path):
         return subprocess.CompletedProcess(command, status, out, err)
 
     result = run("python", "-c", "import lm, synthetic; print(lm.__file__, synthetic.__file__)")
-    assert result.stdout.count(str(place)) == 2 and str(ROOT) not in result.stdout
+    assert result.stdout.count(str(env_dir)) == 2 and str(ROOT) not in result.stdout
     return run
 
 
@@ -141,7 +141,7 @@ def resolve(tmp_path_factory):
     return run
 
 
-def pins():
+def read_pins():
     """Return the lines of constraints.txt."""
     return (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
 
@@ -149,9 +149,9 @@ def pins():
 @pytest.mark.slow
 @pytest.mark.parametrize("python", ["3.11.0", "3.12.0"])
 def test_makefile_installs_resolve_from_the_index(resolve, python):
-    torch = resolve(python, ["torch"], pins())
-    everything = resolve(python, [f"fprnn[{','.join(EXTRAS)}] @ {ROOT.as_uri()}"], pins())
-    pinned = dict(line.split("==") for line in pins() if "==" in line)
+    torch = resolve(python, ["torch"], read_pins())
+    everything = resolve(python, [f"fprnn[{','.join(EXTRAS)}] @ {ROOT.as_uri()}"], read_pins())
+    pinned = dict(line.split("==") for line in read_pins() if "==" in line)
     for versions in (torch, everything):
         assert versions["torch"] == pinned["torch"] and versions["triton"] == pinned["triton"]
     unpinned = everything.keys() - {name.lower().replace("_", "-") for name in pinned}

@@ -27,7 +27,7 @@ def case(request):
     return case
 
 
-def gradients(case, tag):
+def read_gradients(case, tag):
     """Return {our name: the authors' gradient} for the parameters."""
     stored, _ = case.gradients(tag)
     return {
@@ -37,7 +37,7 @@ def gradients(case, tag):
     }
 
 
-def run(case, rule):
+def run_case(case, rule):
     """Run a case.
 
     Returns:
@@ -64,7 +64,7 @@ def test_procedure_matches_the_authors_code(case, precision, mode):
     setting = SETTINGS[precision]
     case.module.zero_grad()
     max_iters = setting.max_iters if mode == "train" else 1000
-    out, scalar, iterations, y = run(case, MODES[mode](setting.tol, max_iters))
+    out, scalar, iterations, y = run_case(case, MODES[mode](setting.tol, max_iters))
 
     # The authors count one more than they evaluate.
     theirs = case.record["iters"][tag]
@@ -74,7 +74,7 @@ def test_procedure_matches_the_authors_code(case, precision, mode):
     if y is not None and f"{tag}/y_star" in case.tensors:
         assert relative_error(y, case.tensors[f"{tag}/y_star"]) <= setting.values
 
-    expected = gradients(case, tag)
+    expected = read_gradients(case, tag)
     assert bool(expected) == (tag == "tight_f64_train")
     if expected:
         scalar.backward()

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.running import ENV, ROOT, fprnn
-from tests.slurm import Slurm, missing
+from tests.slurm import Slurm, find_missing
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(bool(missing()), reason=missing() or "Slurm is here"),
+    pytest.mark.skipif(bool(find_missing()), reason=find_missing() or "Slurm is here"),
 ]
 
 # No GPUs and few cores. Options of sbatch override those in the script.
@@ -55,7 +55,7 @@ def submit_run(slurm, tmp_path, steps, *options, nodes=1) -> tuple[str, Path, Pa
     return job, tmp_path / "runs/tiny", log
 
 
-def steps(run_dir) -> list[int]:
+def read_steps(run_dir) -> list[int]:
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line)["step"] for line in lines[:-1]]
@@ -63,12 +63,12 @@ def steps(run_dir) -> list[int]:
 
 def wait_for_step(run_dir, step, log, seconds=120):
     deadline = time.monotonic() + seconds
-    while max(steps(run_dir), default=0) < step:
+    while max(read_steps(run_dir), default=0) < step:
         assert time.monotonic() < deadline, read_log(log)[-3000:]
         time.sleep(0.1)
 
 
-def status(config, *overrides) -> list[dict]:
+def read_status(config, *overrides) -> list[dict]:
     result = fprnn("status", config, "--json", *overrides)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
@@ -83,13 +83,13 @@ def test_preempted_job_is_requeued_and_finishes(slurm, tmp_path):
     job, run_dir, log = submit_run(slurm, tmp_path, 400, nodes=2)
     wait_for_step(run_dir, 30, log)
     slurm.call("scancel", "--signal=USR1", job)
-    shown = slurm.wait(job, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
+    fields = slurm.wait(job, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")
     output = log.read_text()
-    assert shown["JobState"] == "COMPLETED" and shown["Restarts"] == "1", output
-    assert shown["NodeList"] == "n[0-1]"
+    assert fields["JobState"] == "COMPLETED" and fields["Restarts"] == "1", output
+    assert fields["NodeList"] == "n[0-1]"
     assert "(2 processes)" in output and output.count("exit status 75: queued again") == 1
-    stopped = int(output.partition("stopped by a signal after update ")[2].partition(",")[0])
-    assert 30 <= stopped < 400 and f"at update {stopped}" in output.partition("resumed")[2]
+    stop_update = int(output.partition("stopped by a signal after update ")[2].partition(",")[0])
+    assert 30 <= stop_update < 400 and f"at update {stop_update}" in output.partition("resumed")[2]
     assert json.loads((run_dir / "result.json").read_text())["updates"] == 400
 
 
@@ -97,15 +97,14 @@ def test_killed_rank_fails_the_job(slurm, tmp_path):
     """After a kill on the second node the job fails, is not requeued, and leaves no process."""
     job, run_dir, log = submit_run(slurm, tmp_path, 100000, nodes=2)
     wait_for_step(run_dir, 5, log)
-    listed = subprocess.run(
-        ["pgrep", "-f", f"^python .*{tmp_path}"], capture_output=True, text=True
-    )
-    ranks = {read_rank(pid): pid for pid in map(int, listed.stdout.split())}
-    assert sorted(ranks) == ["0", "1"]
-    os.kill(ranks["1"], signal.SIGKILL)
-    shown = slurm.wait(job, "FAILED", "COMPLETED", seconds=150)
-    assert shown["JobState"] == "FAILED" and shown["Restarts"] == "0", read_log(log)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks.values())
+    command = ["pgrep", "-f", f"^python .*{tmp_path}"]
+    pids = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    pid_by_rank = {read_rank(pid): pid for pid in map(int, pids)}
+    assert sorted(pid_by_rank) == ["0", "1"]
+    os.kill(pid_by_rank["1"], signal.SIGKILL)
+    fields = slurm.wait(job, "FAILED", "COMPLETED", seconds=150)
+    assert fields["JobState"] == "FAILED" and fields["Restarts"] == "0", read_log(log)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pid_by_rank.values())
 
 
 def read_rank(pid: int) -> str:
@@ -123,8 +122,8 @@ def test_run_continues_after_the_time_limit(slurm, tmp_path):
     output = read_log(log)
     slurm.call("scancel", job)
     assert "exit status 75: queued again" in output and "TIME LIMIT" not in output
-    stopped = int(output.partition("stopped by a signal after update ")[2].partition(",")[0])
-    assert f"at update {stopped}" in output.partition("resumed")[2]
+    stop_update = int(output.partition("stopped by a signal after update ")[2].partition(",")[0])
+    assert f"at update {stop_update}" in output.partition("resumed")[2]
     assert slurm.wait(job, "CANCELLED")["Restarts"] == "1"
 
 
@@ -135,7 +134,7 @@ def test_array_status_is_correct_at_every_stage(slurm, tmp_path):
     with config.open("a") as f:
         f.write("\nsweep:\n  optim.lr: [1.0e-2, 2.0e-2, 1.0e+30]\n")
     overrides = (f"out_dir={out}", "train.steps=300", *LONG)
-    points = status(config, *overrides)
+    points = read_status(config, *overrides)
     assert [p["state"] for p in points] == ["missing"] * 3
 
     options = ("--array=0-2%2", "--nodes=1", "--ntasks-per-node=1")
@@ -145,7 +144,7 @@ def test_array_status_is_correct_at_every_stage(slurm, tmp_path):
     logs = [tmp_path / f"out-{i}" for i in range(3)]
     for i in (0, 1):
         wait_for_step(folders[i], 10, logs[i])
-    points = status(config, *overrides)
+    points = read_status(config, *overrides)
     assert [p["state"] for p in points] == ["running", "running", "missing"]
     assert all(10 <= p["step"] < p["steps"] == 300 for p in points[:2])
     assert all(len(p["num_iters"]) == 2 and p["seen_s"] < 30 for p in points[:2])
@@ -158,7 +157,7 @@ def test_array_status_is_correct_at_every_stage(slurm, tmp_path):
     for text in output[:2]:
         assert "stopped by a signal after update" in text and "resumed" in text
     assert "queued again" in output[0] and "queued again" not in output[1] + output[2]
-    points = status(config, *overrides)
+    points = read_status(config, *overrides)
     assert [p["state"] for p in points][:2] == ["done", "done"]
     assert [p["step"] for p in points[:2]] == [300, 300]
     assert points[2]["state"] == "failed"

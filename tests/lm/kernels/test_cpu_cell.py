@@ -325,7 +325,7 @@ def test_gradient_is_limited_near_a_fold(monkeypatch):
     problem = make_problem(
         b=400, length=1, d=16, n=2, reading=0, without=("keep", "y0", "h0"), seed=3
     )
-    monkeypatch.setattr(oracle_cell, "ITERATIONS", 20000)
+    monkeypatch.setattr(oracle_cell, "MAX_ITERS", 20000)
     expected = evaluate(oracle_cell.solve_cell, problem)
     computed = evaluate(cpu_cell.solve_cell, problem)
     assert_close(computed, expected, 1e-6)  # Picard's root is less exact there
