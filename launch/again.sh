@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # usage: launch/again.sh TIMES COMMAND ...
-# Run COMMAND, such as launch/deepspeed.sh CONFIG, and restart it at most TIMES times if it ends with
-# a status after which another try may succeed: a hang (77), no network (69; restarts after PAUSE
+# Run COMMAND, such as launch/deepspeed.sh CONFIG. Restart it at most TIMES times if it ends with a
+# status after which another try may succeed: a hang (77), no network (69; restarts after PAUSE
 # seconds, default 60), a killed process (71, 134, 137, 139). TERM, USR1 and INT (as TERM) are
-# forwarded to COMMAND, and after them it is not restarted. docs/cluster.md lists the exit statuses.
+# forwarded to COMMAND, and after them it is not restarted. docs/cluster.md lists the statuses.
 set -uo pipefail
 
 if [ $# -lt 2 ] || ! [[ $1 =~ ^[0-9]+$ ]]; then sed -n '2s/^# //p' "$0" >&2; exit 2; fi
@@ -19,7 +19,7 @@ while true; do
     wait "$run"; status=$?
     case $status in 69 | 71 | 77 | 134 | 137 | 139) ;; *) exit "$status" ;; esac
     if [ -n "$asked" ] || [ "$left" = 0 ]; then exit "$status"; fi
-    echo "$(date '+%F %T') ended with status $status: started again, at most $left times" >&2
+    echo "$(date '+%F %T') ended with status $status: again, at most $left times" >&2
     left=$((left - 1))
     if [ "$status" = 69 ]; then
         sleep "${PAUSE:-60}" & run=$!; wait "$run"

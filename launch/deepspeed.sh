@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # usage: launch/deepspeed.sh CONFIG [GPUS | --hostfile FILE] [--job-index N] [key=value ...]
-# Train on the first GPUS of the visible GPUs (default: all), or on the hosts of FILE, whose lines are
-# `host slots=8` (needs pdsh, and ssh without a password). TERM, INT and USR1 are forwarded to the run
-# as USR1; it has GRACE seconds (default 90) to save and stop. The exit status is that of the run.
+# Train on the first GPUS of the visible GPUs (default: all), or on the hosts of FILE, with lines
+# `host slots=8` (needs pdsh, and ssh without a password). TERM, INT and USR1 are forwarded to the
+# run as USR1; it has GRACE seconds (default 90) to save and stop. Its exit status is passed on.
 set -euo pipefail
 
 if [ $# -eq 0 ]; then sed -n '2s/^# //p' "$0" >&2; exit 2; fi
@@ -29,7 +29,7 @@ set -m  # the run gets its own process group; its launchers ignore USR1
 run=$!
 set +m
 
-far="run=\$(pgrep -d, -f '[-]-master_port=$port ') && pkill -USR1 -P \$run"  # signals the ranks on the host
+far="run=\$(pgrep -d, -f '[-]-master_port=$port ') && pkill -USR1 -P \$run"  # all ranks there
 while kill -0 -- "-$run" 2>/dev/null; do
     kill -0 "$run" 2>/dev/null || deadline=${deadline:-$((SECONDS + ${GRACE:-90}))}
     if [ -n "$deadline" ]; then  # repeated, because a rank that starts up ignores signals
@@ -39,7 +39,7 @@ while kill -0 -- "-$run" 2>/dev/null; do
     fi
     sleep 0.5 || true  # a signal to the process group ends `sleep`, too
 done
-if [ -n "$first" ] && kill "$run" 2>/dev/null; then sleep 5 || true; fi  # it ends the ranks on other hosts
+if [ -n "$first" ] && kill "$run" 2>/dev/null; then sleep 5 || true; fi  # ends the other hosts
 kill -KILL -- "-$run" 2>/dev/null || true
 wait "$run" || status=$?
 exit "$status"

@@ -169,7 +169,7 @@ def load_run(run_dir: str | Path, overrides: Sequence[str] = (), trust: bool = F
             f"the overrides change the model of {run}: leave the `model` section as it was trained"
         )
     with guard_imports(run.config, trust):
-        task = tasks.build_model(cfg.task)
+        task = tasks.build_task(cfg.task)
         model, _, precision = build_model(cfg, task, cfg.train.lengths[1])
     try:
         model.load_state_dict(saved["model"])

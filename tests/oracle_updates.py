@@ -66,7 +66,10 @@ def plain(ranks, stage, *settings):
     update = engine.step(micro_batches)
     loss = cross_entropy(model(input_ids=ids).logits, labels)
     gradient = torch.autograd.grad(loss, list(model.parameters()))
-    return {"expected": [loss.item(), total_norm(gradient)], "found": [update.loss, update.grad_norm]}
+    return {
+        "expected": [loss.item(), total_norm(gradient)],
+        "found": [update.loss, update.grad_norm],
+    }
 
 
 def against_adversary(ranks, stage):

@@ -25,17 +25,11 @@ WAIT_FOR_RANK_0_S = 1.0
 
 @dataclass(frozen=True)
 class Integer:
-    """Type of an argument for argparse: an integer within bounds, or a keyword instead.
-
-    Attributes:
-        min: Smallest value.
-        max: Largest value; None: there is no limit.
-        keyword: Word that is accepted as well, such as `auto`.
-    """
+    """Type of an argument for argparse: an integer within bounds, or a keyword instead."""
 
     min: int = 1
-    max: int | None = None
-    keyword: str | None = None
+    max: int | None = None  # None: no upper bound
+    keyword: str | None = None  # word that is accepted as well, such as "auto"
 
     def __call__(self, text: str) -> int | str:
         if text == self.keyword:

@@ -33,19 +33,12 @@ FIXES = {
 
 
 class Finding(NamedTuple):
-    """Result of a check.
-
-    Attributes:
-        name: Name of the check.
-        state: `ok`; `note` for a problem with which training still works; or `bad`.
-        text: Explanation in a sentence.
-        fix: Command or environment variable that may solve the problem; "" without a problem.
-    """
+    """Result of a check."""
 
     name: str
-    state: str
-    text: str
-    fix: str = ""
+    state: str  # "ok"; "note" for a problem with which training still works; or "bad"
+    text: str  # explanation in a sentence
+    fix: str = ""  # command or environment variable that may solve the problem
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:

@@ -48,13 +48,6 @@ def _export(args: argparse.Namespace) -> int:
 
     from lm.export.export import export
 
-    folder = export(
-        args.run,
-        args.out,
-        args.checkpoint,
-        args.licence,
-        trust=args.trust,
-        overwrite=args.overwrite,
-    )
-    print(folder)
+    options = {"trust": args.trust, "overwrite": args.overwrite}
+    print(export(args.run, args.out, args.checkpoint, args.licence, **options))
     return 0

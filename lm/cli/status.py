@@ -32,12 +32,12 @@ def _status(args: argparse.Namespace) -> int:
     from lm.config.messages import is_key
     from lm.config.schema import Config
     from lm.config.yaml_text import load_tree
-    from lm.runs.path_checks import PlaceError, check_run
+    from lm.runs.path_checks import PathError, check_run
 
     # The run directory of a sweep's point may also contain `=`, but no key of the YAML before it.
     overrides = [text for text in args.place if is_key(text.partition("=")[0], Config)]
-    path_checks = [text for text in args.place if text not in overrides]
-    if overrides and not path_checks:
+    places = [text for text in args.place if text not in overrides]
+    if overrides and not places:
         raise PathError(
             f"`{overrides[0]}` sets a key of a sweep, but no sweep is named: give its YAML as well"
         )

@@ -23,7 +23,7 @@ from lm.common.files import check_file, write_json
 from lm.evaluation.language_model import LanguageModel, load
 from lm.evaluation.tasks import TASKS_DIR
 from lm.runs.metrics import find_failures, fixed_point_metrics
-from lm.runs.places import check_model
+from lm.runs.path_checks import check_model
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager

@@ -130,7 +130,7 @@ def load(path: Path | str, trust: bool = False) -> LanguageModel:
             run's config.yaml.
     """
     folder = Path(path).expanduser()
-    kind = path_checks.find_model_kind(path)
+    kind = path_checks.check_model(path)
     if kind == "run":
         _refuse_synthetic(folder)
         from lm.training.trained import load_trained

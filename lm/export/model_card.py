@@ -55,19 +55,12 @@ SPEED = (
 
 
 class Facts(NamedTuple):
-    """Facts about the training of a model, as text for the sections of the card.
+    """Facts about the training of a model, as text for the sections of the card."""
 
-    Attributes:
-        training: Markdown lines of the section "Training".
-        validation: Markdown lines of the section "Validation".
-        limitations: Sentences of the section "Limitations".
-        datasets: Names of the training data sets on the hub.
-    """
-
-    training: list[str]
-    validation: list[str]
-    limitations: list[str]
-    datasets: list[str]
+    training: list[str]  # Markdown lines
+    validation: list[str]  # Markdown lines
+    limitations: list[str]  # sentences
+    datasets: list[str]  # names of the training data sets on the hub
 
 
 def read_facts(run: RunDir, cfg: Config, manifest: dict) -> Facts:

@@ -150,7 +150,7 @@ def _initialize_block(module, cfg):
         init.ones_(module.B_bias)
         init.ones_(module.C_bias)
         dt_bias = module.dt_bias
-    elif isinstance(module, M2RNN) or (isinstance(module, GatedDeltaProduct) and module.gated):
+    elif isinstance(module, M2RNN) or (isinstance(module, GatedDeltaProduct) and module.has_gate):
         A = torch.empty(module.heads, device=module.A_log.device).uniform_(0, 16).clamp_min(1e-3)
         init.copy_(module.A_log, A.log())
         dt_bias = module.dt_bias

@@ -54,13 +54,7 @@ LOGIT_BYTES = 12.0  # bytes per logit, with the loss and its backward
 
 
 class ParameterCounts(NamedTuple):
-    """Parameter counts of a model.
-
-    Attributes:
-        total: All parameters.
-        embedding: Parameters of the embedding.
-        largest_tensor: Parameters of the largest tensor.
-    """
+    """Numbers of parameters of a model, of its embedding, and of its largest tensor."""
 
     total: int
     embedding: int

@@ -32,46 +32,29 @@ DPI = 130
 class Spec(NamedTuple):
     """Description of a figure.
 
-    Attributes:
-        name: File name, one of `lm.runs.owned_files.FIGURES`.
-        title: Heading.
-        unit: Unit of the values.
-        keys: Nested keys of the values in the records.
-        curve_per: `run`: one curve per run. `layer` or `name`: one curve per layer, or per name in
-            the mapping under `keys`, and one panel per run.
-        inner_keys: Nested keys of the value in the entry of a name.
-        can_be_log: True for a logarithmic y axis if max / min exceeds MIN_LOG_RATIO.
-        is_noisy: True to draw a running mean over the values.
-        is_stacked: True to stack the curves, as parts of a whole.
-        divisor: Number by which the values are divided.
+    `curve_per` is "run" for one curve per run; or "layer" or "name" for one curve per layer, or per
+    name in the mapping under `keys`, and one panel per run.
     """
 
-    name: str
+    name: str  # file name, one of `lm.runs.written.FIGURES`
     title: str
-    unit: str
-    keys: tuple[str, ...]
+    unit: str  # of the values
+    keys: tuple[str, ...]  # nested keys of the values in the records
     curve_per: Literal["run", "layer", "name"] = "run"
-    inner_keys: tuple[str, ...] = ()
-    can_be_log: bool = False
-    is_noisy: bool = False
-    is_stacked: bool = False
-    divisor: float = 1.0
+    inner_keys: tuple[str, ...] = ()  # nested keys of the value in the entry of a name
+    can_be_log: bool = False  # True: a logarithmic y axis if max / min exceeds MIN_LOG_RATIO
+    is_noisy: bool = False  # True: draw a running mean over the values
+    is_stacked: bool = False  # True: stack the curves, as parts of a whole
+    divisor: float = 1.0  # number by which the values are divided
 
 
 class Figure(NamedTuple):
-    """Data of a figure.
-
-    Attributes:
-        spec: Description of the figure.
-        panels: Panel title → curve label → numbers by update or by training tokens.
-        baselines: Name → value of horizontal lines.
-        source: File and keys of the numbers.
-    """
+    """Data of a figure."""
 
     spec: Spec
-    panels: dict[str, dict[str, pd.Series]]
-    baselines: dict[str, float]
-    source: str
+    panels: dict[str, dict[str, pd.Series]]  # panel title → curve label → values by update or token
+    baselines: dict[str, float]  # name → value of horizontal lines
+    source: str  # file and keys of the numbers
 
 
 NATS = "nats per token"

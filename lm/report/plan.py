@@ -31,17 +31,11 @@ ITERATIVE_EVALUATIONS = 10.0  # evaluations per token and layer of an iterative 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Hardware that a run is planned for.
+    """Hardware that a run is planned for."""
 
-    Attributes:
-        world_size: Number of GPUs.
-        card: Kind of GPU.
-        utilisation: Share of the GPU's peak FLOP/s that matrix products reach.
-    """
-
-    world_size: int
-    card: Card
-    utilisation: float = DEFAULT_UTILISATION
+    world_size: int  # number of GPUs
+    card: Card  # kind of GPU, or the CPU
+    utilisation: float = DEFAULT_UTILISATION  # share of the peak FLOP/s in matrix products
 
 
 def parse_hardware(
@@ -68,17 +62,11 @@ def parse_hardware(
 
 @dataclass(frozen=True)
 class LayersBySolver:
-    """Fixed-point layers of a model, by the solver that a run would use.
+    """Fixed-point layers of a model, by the solver that a run would use."""
 
-    Attributes:
-        kernel: Layers whose tokens a GPU kernel solves one after the other.
-        loop: Layers whose tokens PyTorch or the CPU kernel solves one after the other.
-        iterated: Layers that are solved iteratively, in windows or by the paper's iteration.
-    """
-
-    kernel: list
-    loop: list
-    iterated: list
+    kernel: list  # a GPU kernel solves their tokens one after the other
+    loop: list  # PyTorch or the CPU kernel solves their tokens one after the other
+    iterated: list  # solved iteratively, in windows or by the paper's iteration
 
     @property
     def evaluations(self) -> float | None:
@@ -247,10 +235,7 @@ def _model_rows(costs: dict, cfg: Config) -> list[tuple[str, str]]:
         ("sequences per update", f"{costs['sequences_per_step']:,} of {cfg.data.seq_len:,} tokens"),
         ("tokens per update", f"{costs['tokens_per_step']:,}"),
         ("tokens trained on", f"{_format_count(costs['tokens'])} in {cfg.train.steps:,} updates"),
-        *(
-            (f"source {name}", f"{share:.2%} of the sequences")
-            for name, share in shares.items()
-        ),
+        *((f"source {name}", f"{share:.2%} of the sequences") for name, share in shares.items()),
         *(("optimizer", line) for line in costs["optimizer"]),
     ]
 

@@ -33,36 +33,20 @@ RESULT_TYPES |= dict.fromkeys(("validation", "validation.sources", "validation.s
 
 @dataclass(frozen=True)
 class RunFiles:
-    """Contents of a run directory.
+    """Contents of a run directory."""
 
-    Attributes:
-        label: Name of the run in the report.
-        directory: The directory.
-        status: State of the run (`lm.runs.status`).
-        records: Records of metrics.jsonl in the order of their updates.
-        config: Configuration by dotted keys.
-        defaults: Defaults by dotted keys; empty if the configuration does not fit the schema.
-        has_fixed_point: True if the model has a fixed-point layer; None if the configuration is
-            damaged.
-        result: result.json of a finished run, otherwise empty.
-        tasks: Metrics of `fprnn eval` by task.
-        limit: Number of documents per task of `fprnn eval`; None: all.
-        texts: Texts of the other files by their path in the run directory.
-        remarks: Sentences on damaged files.
-    """
-
-    label: str
+    label: str  # name of the run in the report
     directory: RunDir
-    status: Status
-    records: list[dict]
-    config: dict[str, Any]
-    defaults: dict[str, Any]
-    has_fixed_point: bool | None
-    result: dict
-    tasks: dict[str, dict]
-    limit: int | None
-    texts: dict[str, str]
-    remarks: list[str]
+    status: Status  # state of the run (`lm.runs.status`)
+    records: list[dict]  # records of metrics.jsonl in the order of their updates
+    config: dict[str, Any]  # configuration by dotted keys
+    defaults: dict[str, Any]  # defaults by dotted keys; empty if the configuration is damaged
+    has_fixed_point: bool | None  # True for a model with fixed-point layers; None: unknown
+    result: dict  # result.json of a finished run, otherwise empty
+    tasks: dict[str, dict]  # metrics of `fprnn eval` by task
+    limit: int | None  # number of documents per task of `fprnn eval`; None: all
+    texts: dict[str, str]  # texts of the other files by their path in the directory
+    remarks: list[str]  # sentences on damaged files
 
     def values_by_step(self, *keys: str) -> dict[int, Any]:
         """Return the values under nested keys of the records, by update."""

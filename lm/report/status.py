@@ -87,8 +87,9 @@ def make_table(statuses: list[Status]) -> Table:
     short_paths = shorten_paths([status.run_dir for status in statuses])
     for name in make_cells(statuses[0]):
         # Fold long cells on narrow terminals instead of truncating them.
-        justify = "right" if name in RIGHT_ALIGNED else "left"
-        table.add_column(name, justify=justify, overflow="fold")
+        table.add_column(
+            name, justify="right" if name in RIGHT_ALIGNED else "left", overflow="fold"
+        )
     for status in statuses:
         row = make_cells(status) | {"run": short_paths[status.run_dir]}
         table.add_row(*row.values())

@@ -35,19 +35,12 @@ LAYER_COLUMNS = {
 
 @dataclass(frozen=True)
 class Table:
-    """Table of text.
+    """Table of text."""
 
-    Attributes:
-        rows: Cells; the first row contains the titles of the columns.
-        source: File and keys of the numbers.
-        title: Heading; "" for none.
-        has_words: True if most cells contain words; they are left-aligned, numbers right-aligned.
-    """
-
-    rows: list[list[str]]
-    source: str
-    title: str = ""
-    has_words: bool = False
+    rows: list[list[str]]  # cells; the first row contains the titles of the columns
+    source: str  # file and keys of the numbers
+    title: str = ""  # heading; "" for none
+    has_words: bool = False  # True: align left, for words; False: align right, for numbers
 
 
 def format_value(value: object) -> str:

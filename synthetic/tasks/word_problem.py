@@ -24,7 +24,7 @@ class WordProblem(Task):
 
     def __init__(self, section: config.Task):
         try:
-            self.get_group = get_group(section.get_group)
+            self.group = get_group(section.group)
         except DataError as e:
             raise TaskError(str(e)) from None
         self.name = section.name

@@ -25,14 +25,14 @@ from lm.data.sources import mixture, traces
 from lm.data.sources.errors import DataError
 from lm.data.sources.listing import list_files, report_files
 
-FORMAT = 1  # version of an entry; raised when the same text and settings give other tokens
-VARIABLE = "FPRNN_CACHE"
-LOCK = "lock"  # in an entry, held by the process that makes it
-HASHES = "files.json"  # in the cache: checksums of source files, with their size and times
+FORMAT = 1  # version of an entry; increase it if the same text and settings give other tokens
+ENVIRONMENT_VARIABLE = "FPRNN_CACHE"  # sets the folder of `data.cache_dir: auto`
+LOCK = "lock"  # file in an entry; the process that makes the entry locks it
+CHECKSUMS = "files.json"  # file in the cache: checksums of source files, with their size and times
 
 
 def root(data: Data) -> Path | None:
-    """Return the cache's folder (absolute); None if corpora go into run directories."""
+    """Return the absolute path of the cache; None if corpora are kept in run directories."""
     if data.cache_dir is None:
         return None
     folder = Path(data.cache_dir) if data.cache_dir != "auto" else default_root()
@@ -41,7 +41,7 @@ def root(data: Data) -> Path | None:
 
 def default_root() -> Path:
     """Return the folder that `data.cache_dir: auto` means."""
-    return Path(os.environ.get(VARIABLE) or "~/.cache/fprnn/corpora").expanduser()
+    return Path(os.environ.get(ENVIRONMENT_VARIABLE) or "~/.cache/fprnn/corpora").expanduser()
 
 
 def corpus_settings(data: Data, tokenizer: PreTrainedTokenizerFast) -> dict:
@@ -77,12 +77,13 @@ def tokenizer_folder(folder: Path, cfg: Config) -> Path:
     if cfg.data.mixture is None:
         text = _split_settings(cfg.data) | {"text": identify_text(folder, cfg.data)}
     else:
-        budgets = mixture.tokenizer_bytes(cfg)
+        byte_counts = mixture.tokenizer_bytes(cfg)
         text = {"mixture": []}
-        for name, part in mixture.configs_by_source(cfg).items():
+        for name, source_cfg in mixture.configs_by_source(cfg).items():
             with mixture.name_source_in_errors(name):
-                source = {"text": identify_text(folder, part.data), "bytes": budgets[name]}
-            text["mixture"].append(_split_settings(part.data) | source)
+                identity = identify_text(folder, source_cfg.data)
+            source_text = {"text": identity, "bytes": byte_counts[name]}
+            text["mixture"].append(_split_settings(source_cfg.data) | source_text)
     address = hash_settings(
         text
         | {
@@ -101,13 +102,13 @@ def hash_settings(settings: dict) -> str:
 
 
 def identify_text(folder: Path, data: Data) -> list | dict | str:
-    """Return a value that changes whenever the text of a source does.
+    """Return a value that differs for different texts of a source.
 
-    For files it is the list of their sha256. A stream has only its name, so that no network is
-    needed; the built-in text has the version of Python, and traces have their settings.
+    This is the list of sha256 for files, the version of Python for the built-in text, and the
+    settings for traces. For a stream it is only the name of the dataset, to need no network.
 
     Args:
-        folder: Cache, which remembers the checksums of files.
+        folder: Cache, which stores the checksums of files.
 
     Raises:
         DataError: If a file cannot be read, or no file exists.
@@ -121,32 +122,43 @@ def identify_text(folder: Path, data: Data) -> list | dict | str:
     listing = list_files(data)
     report_files(data, listing)
     files = [path.resolve() for path in listing.files]
-    checksums = integrity.checksums(files, folder / HASHES)
+    checksums = integrity.checksums(files, folder / CHECKSUMS)
     return [checksums[path] for path in files]
 
 
 def require_unchanged(entry: Path, current_entry: Path, sources: Iterable[Data]) -> None:
-    """Raise DataError if the text changed while it was read, which gives it another entry."""
+    """Raise DataError if the text changed while it was read.
+
+    Args:
+        entry: Cache entry of the text before it was read.
+        current_entry: Its entry now, which differs if the text has changed.
+        sources: Sections `data` of the sources, for the message.
+    """
     if current_entry != entry:
         paths = ", ".join(str(data.path) for data in sources if data.path)
         raise DataError(
-            f"data.path {paths} changed while it was read, so nothing of it is kept: start again"
+            f"data.path {paths} changed while it was read, so its tokens are not kept: start again"
             " when no program writes to it"
         )
 
 
 def make_once(folder: Path, is_complete: Callable[[], bool], make: Callable[[], None]) -> bool:
-    """Make an entry in one process; other processes that need it wait and print a line.
+    """Make an entry in one process; other processes that need it print a line and wait.
+
+    Args:
+        folder: Folder of the entry.
+        is_complete: Returns whether the entry exists and is complete.
+        make: Makes the entry.
 
     Returns:
         True if this process made it.
 
     Raises:
-        OutputError: If the folder cannot be written. Also whatever `make` raises.
+        OutputError: If the folder cannot be written. `make` may raise other errors.
     """
     if is_complete():
         return False
-    lock = FileLock(folder / LOCK)  # the system releases it if the process dies
+    lock = FileLock(folder / LOCK)  # the operating system releases it if the process dies
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:

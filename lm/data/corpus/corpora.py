@@ -1,4 +1,4 @@
-"""Corpora of all sources of a run or a config: prepared, found and opened."""
+"""Preparation and opening of the corpora of all sources of a run or a config."""
 
 from __future__ import annotations
 
@@ -23,16 +23,15 @@ from lm.data.sources.mixture import (
 Result = TypeVar("Result")
 
 
-def _for_each(cfg: Config, action: Callable[[Config, str], Result]) -> dict[str, Result]:
+def _for_each_source(cfg: Config, action: Callable[[Config, str], Result]) -> dict[str, Result]:
     """Call an action with the config and the name of each source; return the results by name.
 
-    Raises:
-        DataError: As the action; in a mixture the message names the source.
+    If it raises a DataError, the message names the source of a mixture.
     """
     results = {}
-    for name, part in configs_by_source(cfg).items():
+    for name, source_cfg in configs_by_source(cfg).items():
         with name_source_in_errors(name):
-            results[name] = action(part, name)
+            results[name] = action(source_cfg, name)
     return results
 
 
@@ -45,12 +44,14 @@ def prepare_sources(
     """Prepare the corpus of each source; print the shares of a mixture.
 
     Args:
-        progress: Called with the numbers of documents and tokens of a source that are done.
+        progress: Called with the numbers of documents and tokens of a source so far.
 
     Raises:
         DataError, OutputError: As `prepare`.
     """
-    corpora = _for_each(cfg, lambda part, name: prepare(part, tokenizer, run_dir, progress, name))
+    corpora = _for_each_source(
+        cfg, lambda source_cfg, name: prepare(source_cfg, tokenizer, run_dir, progress, name)
+    )
     if cfg.data.mixture is not None:
         for name, share in source_shares(cfg.data).items():
             tokens = corpora[name].meta.train_tokens
@@ -64,7 +65,9 @@ def ensure_sources_on_node(cfg: Config, tokenizer: PreTrainedTokenizerFast, run_
     Raises:
         DataError, OutputError: As `prepare`.
     """
-    _for_each(cfg, lambda part, name: ensure_on_node(part, tokenizer, run_dir, name))
+    _for_each_source(
+        cfg, lambda source_cfg, name: ensure_on_node(source_cfg, tokenizer, run_dir, name)
+    )
 
 
 def open_sources(cfg: Config, run_dir: Path) -> dict[str, Corpus]:
@@ -73,11 +76,11 @@ def open_sources(cfg: Config, run_dir: Path) -> dict[str, Corpus]:
     Raises:
         DataError: If a corpus is missing, or a file does not have the recorded length.
     """
-    return _for_each(cfg, lambda _, name: open_corpus(run_dir, name))
+    return _for_each_source(cfg, lambda _, name: open_corpus(run_dir, name))
 
 
 def prepare_config(cfg: Config) -> str:
-    """Make, or verify, the corpora in the cache that a run of a config needs.
+    """Make or verify the corpora in the cache that a run with this config needs.
 
     Returns:
         A description: documents, tokens, bytes and folder of each corpus; shares of a mixture.
@@ -93,25 +96,27 @@ def prepare_config(cfg: Config) -> str:
     def progress(documents: int, tokens: int) -> None:
         bar.update(documents)
 
-    prepared = _for_each(cfg, lambda part, _: prepare_ahead(part, tokenizer, progress))
+    entries = _for_each_source(
+        cfg, lambda source_cfg, _: prepare_ahead(source_cfg, tokenizer, progress)
+    )
     is_stream = cfg.data.source == "fineweb"
     if is_stream and cfg.data.download_dir:
         from lm.data.sources.hub_parquet import download_all
 
         count = download_all(cfg.data, Progress("downloaded", unit="files").update)
-        source = f"{cfg.data.dataset} {cfg.data.dataset_config}"
-        say(f"data     {count} files of {source} in {cfg.data.download_dir}")
+        dataset = f"{cfg.data.dataset} {cfg.data.dataset_config}"
+        say(f"data     {count} files of {dataset} in {cfg.data.download_dir}")
     lines = []
     for name, share in source_shares(cfg.data).items():
         if name:
             lines.append(f"source   {name}: {share:.2%} of the sequences of a run")
-        lines.append(_describe(*prepared[name]))
+        lines.append(_describe_entry(*entries[name]))
     if is_stream:
         lines.append("         only the validation split: training reads its text from the hub")
     return "\n".join(lines)
 
 
-def _describe(folder: Path, is_new: bool) -> str:
+def _describe_entry(folder: Path, is_new: bool) -> str:
     meta = open_folder(folder).meta
     return (
         f"corpus   {meta.documents} documents, {meta.tokens} tokens ({meta.val_tokens} of them for"

@@ -1,4 +1,4 @@
-"""A prepared corpus in a folder: train.bin, val.bin and meta.json; reading and verifying it."""
+"""Reading and verifying a prepared corpus: a folder with train.bin, val.bin and meta.json."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from lm.data.sources.errors import DataError
 
 SPLITS = ("train", "val")
 VERIFIED = "verified.json"  # checksums of large files when they were last verified
-ALWAYS_BYTES = 2**30  # a smaller file is verified at every start, a larger one after a change
+# Smaller files are verified at every start; larger ones only if their size or times have changed.
+MIN_TRUSTED_BYTES = 2**30
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,8 @@ class Meta:
 
     Fields:
         fingerprint: Address of the corpus in the cache.
-        complete: True if train.bin is the whole training corpus. For a stream it has only the
-            training documents before the last validation document, for n-gram baselines.
+        complete: True if train.bin is the whole training corpus. For a stream, train.bin has only
+            the training documents before the last validation document, for n-gram baselines.
         sha256: Checksum of each file by name.
     """
 
@@ -60,10 +61,10 @@ class Corpus:
 
 
 def open_folder(folder: Path) -> Corpus:
-    """Open the corpus in a folder; check the length of its files, but not their checksums.
+    """Open the corpus in a folder; check the size of its files, but not their checksums.
 
     Raises:
-        DataError: If it is missing, or a file does not have the recorded length.
+        DataError: If it is missing, or a file does not have the recorded size.
     """
     meta = read_meta(folder)
     if meta is None:
@@ -87,42 +88,42 @@ def read_meta(folder: Path) -> Meta | None:
     try:
         content = read_json(path, keys)
     except DamagedError as e:
-        raise DataError(f"{e}; {_cure(folder)}") from None
+        raise DataError(f"{e}; {_format_remedy(folder)}") from None
     return Meta(**{key: content[key] for key in keys})
 
 
 def verify(folder: Path, meta: Meta) -> None:
-    """Compare the files with the lengths and checksums in meta.json.
+    """Compare the files with the sizes and checksums in meta.json.
 
     Raises:
-        DataError: If a length or a sha256 differs.
+        DataError: If a size or a sha256 differs.
     """
     check_sizes(folder, meta)
     paths = [folder / f"{split}.bin" for split in SPLITS]
-    sums = integrity.checksums(paths, folder / VERIFIED, ALWAYS_BYTES)
+    sums = integrity.checksums(paths, folder / VERIFIED, MIN_TRUSTED_BYTES)
     for path in paths:
         expected = meta.sha256[path.name]
         if sums[path] != expected:
-            raise damaged(path, f"its sha256 is {sums[path]}, in meta.json {expected}")
+            raise damaged_file_error(path, f"its sha256 is {sums[path]}, in meta.json {expected}")
 
 
 def check_sizes(folder: Path, meta: Meta) -> None:
-    """Raise DataError if a file is missing or does not have the recorded length."""
-    width = np.dtype(meta.dtype).itemsize
+    """Raise DataError if a file is missing or does not have the recorded size."""
+    itemsize = np.dtype(meta.dtype).itemsize
     for split, tokens in (("train", meta.train_tokens), ("val", meta.val_tokens)):
         path = folder / f"{split}.bin"
         if not path.is_file():
-            raise damaged(path, "it is missing")
-        if (size := path.stat().st_size) != tokens * width:
-            raise damaged(path, f"it has {size} bytes, in meta.json {tokens * width}")
+            raise damaged_file_error(path, "it is missing")
+        if (size := path.stat().st_size) != tokens * itemsize:
+            raise damaged_file_error(path, f"it has {size} bytes, in meta.json {tokens * itemsize}")
 
 
-def damaged(path: Path, fault: str) -> DataError:
-    """Return the error of a damaged file, with a cure."""
-    return DataError(f"{path} is damaged: {fault}; {_cure(path.parent)}")
+def damaged_file_error(path: Path, fault: str) -> DataError:
+    """Return the error for a damaged file of a corpus."""
+    return DataError(f"{path} is damaged: {fault}; {_format_remedy(path.parent)}")
 
 
-def _cure(folder: Path) -> str:
+def _format_remedy(folder: Path) -> str:
     return f"delete {folder}, and the next start prepares it again from the source"
 
 

@@ -11,15 +11,15 @@ from transformers import PreTrainedTokenizerFast
 def encode_documents(
     tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], leading_eos: bool = False
 ) -> np.ndarray:
-    """Encode documents, each as `tokens + EOS`, into one row.
+    """Encode documents, each followed by EOS, as one row of token ids.
 
-    Text that spells a special token remains text, so no document can contain a boundary.
+    Text that spells a special token is encoded as text, so no document can contain a boundary.
 
     Args:
-        leading_eos: Put EOS before each document too.
+        leading_eos: Put EOS before each document as well.
 
     Returns:
-        Token ids, (n,) int64.
+        Token ids, shape (n,), int64.
     """
     backend, eos = tokenizer.backend_tokenizer, tokenizer.eos_token_id
     backend.no_truncation()

@@ -1,4 +1,4 @@
-"""Token files with checksums: written durably, read in pieces, verified later."""
+"""Files of token ids with checksums: writing them durably, reading slices, verifying them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lm.common.files import OutputError, read_mapping, write_json, writing
 from lm.data.sources.errors import DataError
 from lm.model.checksums import sha256
 
-LARGE = 2**30  # bytes; before more are read, a line is printed
+ANNOUNCED_BYTES = 2**30  # before reading more for checksums, print a line
 
 
 class TokenWriter:
@@ -42,7 +42,7 @@ class TokenWriter:
         self.tokens += len(ids)
 
     def finish(self, path: Path) -> str:
-        """Flush the file to the disk, then rename it to `path`; return its sha256."""
+        """Flush the file to the disk, and rename it to `path`; return its sha256."""
         with writing(self._path):
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -58,16 +58,16 @@ class TokenWriter:
 
 
 class TokenFile:
-    """Token ids in a file, which are sliced like an array and read in pieces.
+    """Token ids in a file. A slice reads its ids from the file.
 
-    It is not a memory map: if the file were truncated while a map is read, SIGBUS would kill the
-    process without a message.
+    A memory map is not used: if the file were truncated meanwhile, SIGBUS would kill the process
+    without a message.
 
     Args:
         count: Number of ids in the file.
 
     Raises:
-        DataError: If the file cannot be opened; in each slice, if the file ends too early.
+        DataError: If the file cannot be opened; in a slice, if the file ends too early.
     """
 
     def __init__(self, path: Path, dtype: str, count: int):
@@ -82,10 +82,10 @@ class TokenFile:
     def __len__(self) -> int:
         return self._count
 
-    def __getitem__(self, piece: slice) -> np.ndarray:
-        first, stop, step = piece.indices(self._count)
-        count = max(0, stop - first)
-        self._file.seek(first * self.dtype.itemsize)
+    def __getitem__(self, key: slice) -> np.ndarray:
+        start, stop, step = key.indices(self._count)
+        count = max(0, stop - start)
+        self._file.seek(start * self.dtype.itemsize)
         ids = np.fromfile(self._file, self.dtype, count)
         if len(ids) < count:
             raise DataError(
@@ -99,47 +99,47 @@ class TokenFile:
 Tokens = np.ndarray | TokenFile  # token ids, shape (n,)
 
 
-def checksums(paths: Iterable[Path], record: Path, trusted_from: int = 0) -> dict[Path, str]:
+def checksums(paths: Iterable[Path], record: Path, min_trusted_bytes: int = 0) -> dict[Path, str]:
     """Return the sha256 of each file.
 
     Args:
-        record: JSON file with earlier checksums, to which new ones are added. A file with the
-            recorded size, times and inode is not read again.
-        trusted_from: Size in bytes; smaller files are always read.
+        record: JSON file {path: [state, sha256]}, to which new checksums are added. A file whose
+            size, times and inode are as recorded is not read again.
+        min_trusted_bytes: Files of fewer bytes are read again in any case.
 
     Raises:
         DataError: If a file cannot be read.
     """
     records = read_mapping(record) or {}
     sums = {}
-    unread = {}
+    unread = {}  # {path: state} of the files to read
     for path in sorted(set(paths)):
         state = file_state(path)
         entry = records.get(str(path))
-        is_large = state[0] >= trusted_from
-        if is_large and isinstance(entry, list) and entry[:1] == [state]:
+        is_recorded = isinstance(entry, list) and entry[:1] == [state]
+        if is_recorded and state[0] >= min_trusted_bytes:
             sums[path] = entry[1]
         else:
             unread[path] = state
-    size = sum(state[0] for state in unread.values())
-    if size > LARGE:
-        say(f"data     reading {size / 1e9:.1f} GB to compute checksums")
+    total_bytes = sum(size for size, *_ in unread.values())
+    if total_bytes > ANNOUNCED_BYTES:
+        say(f"data     reading {total_bytes / 1e9:.1f} GB to compute checksums")
     for path in unread:
         try:
             sums[path] = sha256(path)
         except OSError as e:
             raise DataError(f"{path} cannot be read: {e.strerror}") from None
     if unread:
-        with contextlib.suppress(OutputError):  # not writable: the next start reads them again
-            new = {str(path): [state, sums[path]] for path, state in unread.items()}
-            write_json(record, records | new)
+        with contextlib.suppress(OutputError):  # if not written, the next start reads them again
+            new_records = {str(path): [state, sums[path]] for path, state in unread.items()}
+            write_json(record, records | new_records)
     return sums
 
 
 def file_state(path: Path) -> list[int]:
-    """Return the size, times and inode of a file, which change when its content does.
+    """Return the size, times and inode of a file, which differ if its content has changed.
 
-    Programs cannot set the change time (ctime), unlike the modification time.
+    The change time (ctime) is included, because programs can set the modification time.
 
     Raises:
         DataError: If the file is missing or not accessible.

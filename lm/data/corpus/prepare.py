@@ -19,10 +19,9 @@ from lm.data.corpus.corpus import Corpus, Meta, check_enough, open_folder, read_
 from lm.data.corpus.tokenising import tokenise
 from lm.data.sources.errors import DataError
 
-RECORD = "corpus.json"  # in RUN/data: names the corpus that the run uses
-Progress = Callable[
-    [int, int], None
-]  # called with the numbers of documents and tokens that are done
+RECORD = "corpus.json"  # file in RUN/data: names the corpus that the run uses
+# Function that is called with the numbers of documents and tokens so far.
+ProgressCallback = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ class Record:
     Fields:
         corpus: Folder of the corpus; relative to RUN/data if the folder is in the run directory or
             `data.cache_dir` is a relative path.
-        settings: Digest of the split and the tokenizer.
+        settings: Hash of the settings of the split and the tokenizer.
         sha256: Checksum of each file.
     """
 
@@ -45,7 +44,7 @@ def prepare(
     cfg: Config,
     tokenizer: PreTrainedTokenizerFast,
     run_dir: Path,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
     name: str = "",
 ) -> Corpus:
     """Find or make the corpus of a run, verify it, and record it in the run directory.
@@ -56,7 +55,7 @@ def prepare(
     then every process calls `ensure_on_node`.
 
     Args:
-        name: Source of a mixture that `cfg` configures; "" for a single source.
+        name: Name of the source of a mixture that `cfg` configures; "" for a single source.
 
     Raises:
         DataError: If the source cannot be read, a split has too little text, the corpus is damaged
@@ -69,7 +68,8 @@ def prepare(
     if record is not None and record.settings != settings:
         say(f"data     {folder} has another split or tokenizer: prepared again")
         record = None
-    is_old_run = read_meta(folder) is not None  # earlier versions wrote into RUN/data itself
+    # Earlier versions wrote the corpus into RUN/data itself.
+    is_old_run = read_meta(folder) is not None
     entry = folder if is_old_run else _find_or_make(cfg.data, tokenizer, folder, record, progress)
     meta = _read_entry(entry)
     verify(entry, meta)
@@ -100,7 +100,7 @@ def ensure_on_node(
     """
     folder = corpus_record_folder(run_dir, name)
     record = _read_record(folder)
-    if record is None or _find(folder, record):
+    if record is None or _find_corpus(folder, record):
         return
     entry = _find_or_make(cfg.data, tokenizer, folder, record)
     if _read_entry(entry).sha256 != record.sha256:
@@ -111,7 +111,7 @@ def ensure_on_node(
 
 
 def prepare_ahead(
-    cfg: Config, tokenizer: PreTrainedTokenizerFast, progress: Progress | None = None
+    cfg: Config, tokenizer: PreTrainedTokenizerFast, progress: ProgressCallback | None = None
 ) -> tuple[Path, bool]:
     """Make the corpus of a config in the cache, or verify the existing corpus.
 
@@ -128,7 +128,7 @@ def prepare_ahead(
             " prepared ahead of a run; set data.cache_dir to a folder, or auto"
         )
     entry = cache.corpus_folder(root, cfg.data, tokenizer)
-    is_new = _make(entry, cfg.data, tokenizer, progress)
+    is_new = _make_entry(entry, cfg.data, tokenizer, progress)
     meta = _read_entry(entry)
     if not is_new:
         verify(entry, meta)
@@ -137,7 +137,7 @@ def prepare_ahead(
 
 
 def corpus_record_folder(run_dir: Path, name: str = "") -> Path:
-    """Return the folder with the record of a run's corpus (of the source `name` of a mixture)."""
+    """Return the folder with the record of a run's corpus, or of source `name` of a mixture."""
     return Path(run_dir) / "data" / name
 
 
@@ -149,7 +149,7 @@ def open_corpus(run_dir: Path, name: str = "") -> Corpus:
     """
     folder = corpus_record_folder(run_dir, name)
     record = _read_record(folder)
-    entry = _find(folder, record)
+    entry = _find_corpus(folder, record)
     if entry is not None:
         return open_folder(entry)
     if record is None:
@@ -162,7 +162,7 @@ def open_corpus(run_dir: Path, name: str = "") -> Corpus:
 
 
 def read_recorded_checksums(run_dir: Path, name: str = "") -> dict[str, str]:
-    """Return the recorded sha256 of each file of a run's corpus; {} if nothing is recorded."""
+    """Return the recorded sha256 of each file of a run's corpus, or {} without a record."""
     folder = corpus_record_folder(run_dir, name)
     record = read_mapping(folder / "meta.json") or read_mapping(folder / RECORD) or {}
     return record.get("sha256") or {}
@@ -173,19 +173,19 @@ def _find_or_make(
     tokenizer: PreTrainedTokenizerFast,
     folder: Path,
     record: Record | None,
-    progress: Progress | None = None,
+    progress: ProgressCallback | None = None,
 ) -> Path:
     """Return the folder of a run's corpus, which is made if it is missing.
 
     Args:
-        folder: RUN/data.
-        record: Record of the run, if it began before.
+        folder: Folder of the record, in RUN/data.
+        record: Record of a run that is continued; None for a new run.
 
     Raises:
         DataError: If the source cannot be read, or a recorded corpus is missing and the source has
             another text now.
     """
-    if record is not None and (entry := _find(folder, record)):
+    if record is not None and (entry := _find_corpus(folder, record)):
         return entry
     root = cache.root(data) or folder
     try:
@@ -197,21 +197,21 @@ def _find_or_make(
         entry = None
         reason = f"it cannot be made again: {e}"
     if record is not None:
-        recorded = _recorded_entry(folder, record)
-        if entry is None or entry.name != recorded.name:
+        recorded_entry = _recorded_entry(folder, record)
+        if entry is None or entry.name != recorded_entry.name:
             raise DataError(
-                f"{folder.parent} uses the corpus {recorded}, which is missing, and {reason};"
-                f" restore {recorded} or the original text, or train from scratch under another"
-                " `name`"
+                f"{folder.parent} uses the corpus {recorded_entry}, which is missing, and {reason};"
+                f" restore {recorded_entry} or the original text, or train from scratch under"
+                " another `name`"
             )
-        say(f"data     {recorded} is missing: looking for it, or making it again, in {root}")
+        say(f"data     {recorded_entry} is missing: looking for it, or making it again, in {root}")
     assert entry is not None
-    _make(entry, data, tokenizer, progress)
+    _make_entry(entry, data, tokenizer, progress)
     return entry
 
 
-def _make(
-    entry: Path, data: Data, tokenizer: PreTrainedTokenizerFast, progress: Progress | None
+def _make_entry(
+    entry: Path, data: Data, tokenizer: PreTrainedTokenizerFast, progress: ProgressCallback | None
 ) -> bool:
     """Make a corpus unless it exists; return True if this call made it.
 
@@ -226,15 +226,15 @@ def _make(
         address = entry.name.partition("-")[2]
         meta = tokenise(data, tokenizer, entry, address, progress, check_source)
         text = data.path or (data.dataset if data.source == "fineweb" else data.source)
-        with contextlib.suppress(OutputError):  # only for people who look into the cache
+        with contextlib.suppress(OutputError):  # the file only informs people, no program reads it
             write_json(entry / "about.json", {"text": text, "documents": meta.documents})
 
     try:
         return cache.make_once(entry, lambda: read_meta(entry) is not None, make)
     except OutputError as e:
         raise OutputError(
-            f"{e} (a prepared corpus; data.cache_dir, or {cache.VARIABLE}, sets another folder,"
-            " and data.cache_dir=null is the run directory)"
+            f"{e} (a prepared corpus; data.cache_dir, or {cache.ENVIRONMENT_VARIABLE}, sets another"
+            " folder, and data.cache_dir=null is the run directory)"
         ) from None
 
 
@@ -251,7 +251,7 @@ def _read_entry(entry: Path) -> Meta:
 
 
 def _format_entry(entry: Path, folder: Path, data: Data) -> str:
-    """Return the path of a corpus for the record."""
+    """Return the path of a corpus as `Record.corpus` stores it."""
     if entry.parent.resolve() == folder.resolve():
         return entry.name
     if data.cache_dir not in (None, "auto") and not Path(data.cache_dir).expanduser().is_absolute():
@@ -260,17 +260,17 @@ def _format_entry(entry: Path, folder: Path, data: Data) -> str:
 
 
 def _recorded_entry(folder: Path, record: Record) -> Path:
-    """Return the corpus folder that a record names."""
+    """Return the folder of the corpus that a record names."""
     return Path(os.path.normpath(folder / record.corpus))
 
 
-def _find(folder: Path, record: Record | None) -> Path | None:
-    """Find the corpus of a run: at its recorded path, in this machine's cache, in RUN/data."""
-    places = [folder]  # earlier versions wrote into RUN/data itself
+def _find_corpus(folder: Path, record: Record | None) -> Path | None:
+    """Find the corpus of a run: in RUN/data, at its recorded path, or in this machine's cache."""
+    candidates = [folder]  # earlier versions wrote into RUN/data itself
     if record is not None:
-        recorded = _recorded_entry(folder, record)
-        places += [recorded, cache.default_root() / recorded.name]
-    return next((place for place in places if (place / "meta.json").is_file()), None)
+        recorded_entry = _recorded_entry(folder, record)
+        candidates += [recorded_entry, cache.default_root() / recorded_entry.name]
+    return next((path for path in candidates if (path / "meta.json").is_file()), None)
 
 
 def _read_record(folder: Path) -> Record | None:

@@ -18,8 +18,8 @@ from lm.data.corpus.documents import encode_documents
 from lm.data.sources.errors import DataError
 from lm.data.sources.open import is_validation, iter_documents
 
-BATCH = 256  # documents tokenised at a time; `tokenizers` uses all cores
-STREAM_VAL_TOKENS = 262_144  # held out of a stream if data.val_tokens is not set
+DOCUMENTS_AT_A_TIME = 256  # tokenised in one call, in which `tokenizers` uses all cores
+STREAM_VAL_TOKENS = 262_144  # validation tokens of a stream if data.val_tokens is not set
 
 
 def tokenise(
@@ -35,7 +35,7 @@ def tokenise(
     Args:
         folder: Folder of the files, which is made if it is missing.
         fingerprint: Address of the corpus, for meta.json.
-        progress: Called with the numbers of documents and tokens that are done.
+        progress: Called with the numbers of documents and tokens so far.
         check_source: Called after the last document; raises DataError if the text has changed.
 
     Raises:
@@ -45,7 +45,7 @@ def tokenise(
     dtype = np.dtype(np.uint16 if len(tokenizer) < 65_536 else np.uint32)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "meta.json").unlink(missing_ok=True)  # marks the corpus as incomplete
+        (folder / "meta.json").unlink(missing_ok=True)  # without it the corpus is incomplete
     writers: dict[str, integrity.TokenWriter] = {}
     counts = dict.fromkeys(SPLITS, 0)
     try:
@@ -54,8 +54,8 @@ def tokenise(
         for texts in _batches(data, writers):
             _write_documents(texts, data, tokenizer, writers, counts)
             if progress:
-                total = sum(writer.tokens for writer in writers.values())
-                progress(sum(counts.values()), total)
+                total_tokens = sum(writer.tokens for writer in writers.values())
+                progress(sum(counts.values()), total_tokens)
         check_source()
         sums = {f"{split}.bin": writers[split].finish(folder / f"{split}.bin") for split in SPLITS}
         with writing(folder):
@@ -76,7 +76,7 @@ def tokenise(
         val_documents=counts["val"],
         sha256=sums,
     )
-    write_json(folder / "meta.json", asdict(meta))  # last: marks the corpus as complete
+    write_json(folder / "meta.json", asdict(meta))  # from now on the corpus is complete
     return meta
 
 
@@ -87,10 +87,10 @@ def _batches(data: Data, writers: dict[str, integrity.TokenWriter]) -> Iterator[
         DataError: If the source cannot be read.
     """
     texts = iter(iter_documents(data))
-    required = (data.val_tokens or STREAM_VAL_TOKENS) + 1
-    while batch := list(itertools.islice(texts, BATCH)):
+    required_tokens = (data.val_tokens or STREAM_VAL_TOKENS) + 1  # the first one is no target
+    while batch := list(itertools.islice(texts, DOCUMENTS_AT_A_TIME)):
         yield batch
-        if data.source == "fineweb" and writers["val"].tokens >= required:
+        if data.source == "fineweb" and writers["val"].tokens >= required_tokens:
             return
 
 

@@ -27,7 +27,7 @@ from lm.model import checksums
 from lm.runs.path_checks import looks_local
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
-RECORD = "made_from.json"  # in the saved folder: the settings that the tokenizer was made from
+RECORD = "made_from.json"  # file next to a saved tokenizer: the settings that it was made from
 
 
 def load_tokenizer(cfg: Config, run_dir: Path) -> PreTrainedTokenizerFast:
@@ -39,14 +39,14 @@ def load_tokenizer(cfg: Config, run_dir: Path) -> PreTrainedTokenizerFast:
     folder = Path(run_dir) / "tokenizer"
     settings = _settings(cfg)
     if folder.is_dir():
-        record = folder / RECORD
-        saved_settings = read_json(record) if record.is_file() else settings
+        record_path = folder / RECORD
+        saved_settings = read_json(record_path) if record_path.is_file() else settings
         if saved_settings != settings:
             raise DataError(
                 f"{folder} was made from {saved_settings}, but the config has {settings}; "
                 "use another run name, or the old tokenizer settings"
             )
-        return _read(folder)
+        return _load_saved(folder)
     tokenizer = new_tokenizer(cfg)
     save(tokenizer, folder, settings)
     return tokenizer
@@ -75,8 +75,8 @@ def new_tokenizer(cfg: Config) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _read(folder: Path) -> PreTrainedTokenizerFast:
-    """Read a tokenizer that `save` has written.
+def _load_saved(folder: Path) -> PreTrainedTokenizerFast:
+    """Load a tokenizer that `save` has written.
 
     Raises:
         DataError: If a file is damaged or was changed.
@@ -103,13 +103,13 @@ def _load_bpe(cfg: Config) -> PreTrainedTokenizerFast:
 
     def make() -> None:
         tokenizer = train_bpe(cfg)
-        sources = [part.data for part in configs_by_source(cfg).values()]
+        sources = [source_cfg.data for source_cfg in configs_by_source(cfg).values()]
         cache.require_unchanged(entry, cache.tokenizer_folder(root, cfg), sources)
         save(tokenizer, folder, _settings(cfg))
 
     is_new = cache.make_once(entry, folder.is_dir, make)
     try:
-        tokenizer = _read(folder)
+        tokenizer = _load_saved(folder)
     except DataError as e:
         raise DataError(f"{e}; delete {entry}, and the next start trains it again") from None
     if not is_new:
@@ -120,8 +120,8 @@ def _load_bpe(cfg: Config) -> PreTrainedTokenizerFast:
 def train_bpe(cfg: Config) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE on `tokenizer.train_bytes` of training documents.
 
-    It has `tokenizer.vocab_size` tokens, including 256 bytes, EOS and PAD, so that
-    decode(encode(text)) == text for any text.
+    Its `tokenizer.vocab_size` tokens include all 256 bytes, so that decode(encode(text)) == text
+    for any text, and EOS and PAD.
     """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -158,24 +158,24 @@ def training_texts(cfg: Config) -> Iterator[str]:
     Raises:
         DataError: If a source cannot be read, or has no training document.
     """
-    budgets = tokenizer_bytes(cfg)
-    for name, part in configs_by_source(cfg).items():
-        if budgets[name]:
+    byte_counts = tokenizer_bytes(cfg)
+    for name, source_cfg in configs_by_source(cfg).items():
+        if byte_counts[name]:
             with name_source_in_errors(name):
-                yield from _first_texts(part.data, budgets[name])
+                yield from _first_texts(source_cfg.data, byte_counts[name])
 
 
-def _first_texts(data: Data, size: int) -> Iterator[str]:
-    """Yield training documents until they have at least `size` bytes."""
-    remaining = size
+def _first_texts(data: Data, num_bytes: int) -> Iterator[str]:
+    """Yield training documents until they have at least `num_bytes` bytes."""
+    remaining_bytes = num_bytes
     for text in iter_documents(data):
         if is_validation(text, data.val_fraction):
             continue
         yield text
-        remaining -= len(text.encode())
-        if remaining <= 0:
+        remaining_bytes -= len(text.encode())
+        if remaining_bytes <= 0:
             return
-    if remaining == size:
+    if remaining_bytes == num_bytes:
         raise DataError(
             "no training document to train a tokenizer on: every document of the corpus is held "
             "out; lower data.val_fraction or add documents"
@@ -183,19 +183,20 @@ def _first_texts(data: Data, size: int) -> Iterator[str]:
 
 
 def _settings(cfg: Config) -> dict:
-    """Return the settings for which a run's tokenizer was made."""
-    t = cfg.tokenizer
-    return {"name": t.name} | ({"vocab_size": t.vocab_size} if t.name == "bpe" else {})
+    """Return the settings of a config that determine its tokenizer, for RECORD."""
+    if cfg.tokenizer.name == "bpe":
+        return {"name": "bpe", "vocab_size": cfg.tokenizer.vocab_size}
+    return {"name": cfg.tokenizer.name}
 
 
 def _load_huggingface(name: str) -> PreTrainedTokenizerFast:
-    """Load a tokenizer from a folder, the hub's local cache, or the hub."""
+    """Load a tokenizer from a folder, from the local cache of the hub, or from the hub."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return _load_folder(folder)
     if "/" in name and looks_local(name):
         raise DataError(f"tokenizer.name {name}: no such folder")
-    with contextlib.suppress(DataError):  # the hub's local cache
+    with contextlib.suppress(DataError):  # not in the local cache
         return _load(name, AutoTokenizer, local_files_only=True)
     check_hub(
         f"tokenizer {name}",
@@ -205,7 +206,7 @@ def _load_huggingface(name: str) -> PreTrainedTokenizerFast:
 
 
 def _load_folder(folder: Path) -> PreTrainedTokenizerFast:
-    """Load a tokenizer from its files, also GPT-2's vocab.json and merges.txt."""
+    """Load a tokenizer from its files, which may be GPT-2's vocab.json and merges.txt."""
     names = {path.name for path in folder.iterdir()}
     if names & {"tokenizer.json", "tokenizer_config.json"}:
         return _load(str(folder), AutoTokenizer, local_files_only=True)
@@ -217,14 +218,14 @@ def _load_folder(folder: Path) -> PreTrainedTokenizerFast:
     )
 
 
-def _load(name: str, kind: Any, **options: bool) -> PreTrainedTokenizerFast:
-    """Load a tokenizer by a class of transformers, from a folder or the hub.
+def _load(name: str, tokenizer_class: Any, **options: bool) -> PreTrainedTokenizerFast:
+    """Load a tokenizer from a folder or the hub, with a class of transformers.
 
     Raises:
-        DataError: If the class cannot load it, or would have to run its own code.
+        DataError: If the class cannot load the tokenizer, or would have to run its code.
     """
     try:
-        return kind.from_pretrained(name, trust_remote_code=False, **options)
+        return tokenizer_class.from_pretrained(name, trust_remote_code=False, **options)
     except Exception as e:  # the loaders raise many types, including a bare Exception
         if "trust_remote_code" in str(e):
             raise DataError(
@@ -242,16 +243,17 @@ def save(tokenizer: PreTrainedTokenizerFast, folder: Path, record: dict) -> None
         record: Settings that the tokenizer was made from.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=".tokenizer-", dir=folder.parent))
+    temporary_folder = Path(tempfile.mkdtemp(prefix=".tokenizer-", dir=folder.parent))
     try:
-        draft.chmod(0o755)
-        tokenizer.save_pretrained(str(draft))
-        (draft / RECORD).write_text(json.dumps(record), encoding="utf-8")
-        checksums.write_sums(draft, [file.name for file in draft.iterdir()])
+        temporary_folder.chmod(0o755)
+        tokenizer.save_pretrained(str(temporary_folder))
+        (temporary_folder / RECORD).write_text(json.dumps(record), encoding="utf-8")
+        names = [file.name for file in temporary_folder.iterdir()]
+        checksums.write_sums(temporary_folder, names)
         try:
-            os.replace(draft, folder)
+            os.replace(temporary_folder, folder)
         except OSError:
             if not folder.is_dir():  # otherwise another process was faster
                 raise
     finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(temporary_folder, ignore_errors=True)

@@ -87,7 +87,7 @@ def list_facts(inspection: Measurements) -> list[tuple[str, str]]:
         token_count += f", for {inspection.text_bytes:,} bytes of text"
     facts = [("model", inspection.model), ("tokens", token_count)]
     if inspection.answers is not None:
-        is_right = [a.is_right for a in inspection.answers if a.right is not None]
+        is_right = [bool(a.is_right) for a in inspection.answers if a.right is not None]
         value = f"{sum(is_right)} of {len(is_right)}" if is_right else "no token needs an answer"
         facts.append(("right answers", value))
     if inspection.scored_count:

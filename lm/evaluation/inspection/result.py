@@ -21,15 +21,10 @@ class Guess(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Answer at a token of a synthetic task.
+    """Answer at a token of a synthetic task."""
 
-    Attributes:
-        predicted: Answer of the model.
-        right: Right answer; None at tokens that need no answer.
-    """
-
-    predicted: str
-    right: str | None
+    predicted: str  # answer of the model
+    right: str | None  # right answer; None at tokens that need no answer
 
     @property
     def is_right(self) -> bool | None:

@@ -8,17 +8,11 @@ MARKS = {" ": "·", "\t": "→", "\n": "↵", "\r": "␍"}
 
 
 class Token(NamedTuple):
-    """Token of the input.
-
-    Attributes:
-        id: Token id.
-        label: Readable text.
-        ends_line: True if the token's text ends with a line break.
-    """
+    """Token of the input."""
 
     id: int
-    label: str
-    ends_line: bool = False
+    label: str  # readable text
+    ends_line: bool = False  # True if its text ends with a line break
 
 
 def make_tokens(ids: list[int], texts: list[bytes]) -> list[Token]:

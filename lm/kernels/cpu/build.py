@@ -25,15 +25,7 @@ from lm.kernels.checks import find_fault
 
 HERE = Path(__file__).parent
 SOURCES = ("scan.cpp", "cell_forward.cpp", "cell_backward.cpp", "roots.cpp")
-HEADERS = (
-    "vector.h",
-    "cell_token.h",
-    "cell_equation.h",
-    "cell_gradient.h",
-    "cell_pair.h",
-    "cell_product.h",
-    "cell_root.h",
-)
+HEADERS = tuple(sorted(path.name for path in HERE.glob("*.h")))
 # Without -ffast-math; vector.h has the reason.
 FLAGS = (
     "-std=c++17",
@@ -129,7 +121,7 @@ def build() -> Path:
         key.update(part.encode() + b"\0")
     folder, name = open_cache_folder(), f"cpu-{key.hexdigest()[:24]}"
     for library in sorted(folder.glob(f"{name}-*.so")):
-        if library.stem == f"{name}-{_compute_checksum(library)}":
+        if library.stem == f"{name}-{compute_checksum(library)}":
             return library
         _print_note(f"the compiled kernels {library} are damaged (wrong checksum) and are removed")
         library.unlink(missing_ok=True)
@@ -175,10 +167,11 @@ def _compile(compiler: Sequence[str], folder: Path, name: str) -> Path:
             for source, output in zip(SOURCES, objects)
         )
         _run_all([[*compiler, *objects, "-o", str(library)]])
-        return library.replace(folder / f"{name}-{_compute_checksum(library)}.so")
+        return library.replace(folder / f"{name}-{compute_checksum(library)}.so")
 
 
-def _compute_checksum(path: Path) -> str:
+def compute_checksum(path: Path) -> str:
+    """Return the first 24 hex digits of the SHA-256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()[:24]
 

@@ -9,6 +9,7 @@ Shape suffixes: b batch, l length, d channels, n states, r reflections, K column
 of raw that depend on y_{t−1} (the first ones).
 """
 
+import functools
 import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -100,13 +101,11 @@ def fits(r: int, d: int) -> bool:
     return r <= cell_arguments.MAX_REFLECTIONS
 
 
-def usable() -> tuple[bool, str]:
-    """Return whether the kernels run here, and the reason if not; see `usable` of build.py."""
-    return cpu_build.usable(_self_check)
-
-
 def _self_check(dtype):
     return cell_deviation(cell, dtype)
+
+
+usable = functools.partial(cpu_build.usable, _self_check)
 
 
 def _prepare(arguments: CellArguments) -> _Problem:
@@ -329,11 +328,6 @@ def cell_rnn(arguments: RnnArguments | Mapping[str, Any]) -> tuple[Tensor, Tenso
         arguments: RnnArguments, or a mapping with its fields.
 
     Returns:
-        As `cell`; the state is (b,d).
-
-    Raises:
-        TypeError: As `cell`.
-        ValueError: As `cell`.
-        Unsupported: As `cell`.
+        As `cell`, which also lists the errors; the state is (b,d).
     """
     return _solve(as_rnn_arguments(arguments).as_cell_arguments())

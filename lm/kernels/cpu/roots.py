@@ -6,6 +6,7 @@ for the parallel schedule.
 Shape suffixes: n tokens, r rank.
 """
 
+import functools
 import struct
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -30,13 +31,11 @@ class Roots(NamedTuple):
     outcome: Tensor  # (n,) uint8: 0, or FAILED or BISECTED of lm/model/solver.py
 
 
-def usable() -> tuple[bool, str]:
-    """Return whether the kernel runs here, and the reason if not; see `usable` of build.py."""
-    return cpu_build.usable(_self_check)
-
-
 def _self_check(dtype):
     return roots_deviation(find_roots, dtype)
+
+
+usable = functools.partial(cpu_build.usable, _self_check)
 
 
 def find_roots(

@@ -9,6 +9,7 @@ if it is the transpose of an (n,d) tensor.
 Shape suffixes: b batch, l length, d channels, n states.
 """
 
+import functools
 import struct
 
 import torch
@@ -30,13 +31,11 @@ _SIZE_COUNT, _ADDRESS_COUNT = 8, 18
 _pack = struct.Struct(f"{_SIZE_COUNT + _ADDRESS_COUNT}q").pack
 
 
-def usable() -> tuple[bool, str]:
-    """Return whether the kernel runs here, and the reason if not; see `usable` of build.py."""
-    return cpu_build.usable(_self_check)
-
-
 def _self_check(dtype):
     return scan_deviation(selective_scan, dtype)
+
+
+usable = functools.partial(cpu_build.usable, _self_check)
 
 
 def _call(name, sizes, *tensors):
@@ -69,16 +68,8 @@ def _prepare(x, dt, A, B, C, h0, keep):
     if h0 is not None and h0.stride() != (n * d, 1, d):
         h0 = h0.transpose(1, 2).contiguous().transpose(1, 2)
     (B, B_step), (C, C_step) = space_tokens_evenly(B), space_tokens_evenly(C)
-    sizes = (
-        b,
-        length,
-        d,
-        n,
-        choose_checkpoint_interval(length),
-        torch.get_num_threads(),
-        B_step,
-        C_step,
-    )
+    interval, threads = choose_checkpoint_interval(length), torch.get_num_threads()
+    sizes = b, length, d, n, interval, threads, B_step, C_step
     return sizes, (x.contiguous(), dt.contiguous(), A, B, C, h0, keep)
 
 
@@ -111,17 +102,8 @@ class _SelectiveScan(torch.autograd.Function):
         dA, dB, dC = A.new_empty(n, d), B.new_empty(b, length, n), C.new_empty(b, length, n)
         dh0 = None if h0 is None else _allocate_state(ctx.sizes, x)
         grads = dx, ddt, dA, dB, dC, dh0
-        _call(
-            "scan_backward",
-            ctx.sizes,
-            *tensors,
-            None,
-            None,
-            checkpoints,
-            grad_y,
-            grad_final,
-            *grads,
-        )
+        saved = *tensors, None, None, checkpoints
+        _call("scan_backward", ctx.sizes, *saved, grad_y, grad_final, *grads)
         return dx, ddt, dA.t(), dB, dC, dh0, None
 
 

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 
 from lm.kernels import Unsupported
-from lm.kernels.cpu.build import _checksum as checksum
-from lm.kernels.cpu.build import open_cache_folder
+from lm.kernels.cpu.build import compute_checksum, open_cache_folder
 from lm.kernels.cuda.cuda_cell import PACKED, TEAM_SEQUENCES, Partition
 
 HERE = Path(__file__).parent
@@ -105,7 +104,7 @@ def _load_cubin(partition, capability):
         key.update(part.encode() + b"\0")
     folder, name = open_cache_folder(), f"cuda-{key.hexdigest()[:24]}"
     for path in sorted(folder.glob(f"{name}-*.cubin")):
-        if path.stem == f"{name}-{checksum(path)}":
+        if path.stem == f"{name}-{compute_checksum(path)}":
             return path.read_bytes()
         path.unlink(missing_ok=True)
     cubin, _ = compile_cubin(partition, capability)
@@ -113,7 +112,7 @@ def _load_cubin(partition, capability):
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         path = Path(temporary) / "cell.cubin"
         path.write_bytes(cubin)
-        path.replace(folder / f"{name}-{checksum(path)}.cubin")
+        path.replace(folder / f"{name}-{compute_checksum(path)}.cubin")
     return cubin
 
 

@@ -203,7 +203,8 @@ def _run(problem, is_backward, tensors):
         is_backward: Which pass.
         tensors: Tensors by the names of POINTERS; missing ones are null.
     """
-    layout, options, sizes, kernels = *problem.arguments[:2], problem.sizes, problem.kernels
+    layout, options = problem.arguments.layout, problem.arguments.options
+    sizes, kernels = problem.sizes, problem.kernels
     teams, like = kernels.partition.teams, tensors["x"]
     alarm = kernels.alarm(like)
     if alarm.item():

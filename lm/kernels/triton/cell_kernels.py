@@ -14,6 +14,8 @@ in Layout; group_width d/g; headdim the channels of a head; ACT, BC_NORM, eps an
 Options; KIND as in Sizes; …_DTYPE the dtype of raw, W_y or rows; STATES the states that are loaded
 at once; N the power of two at or above n.
 
+Arguments in capitals are compile-time constants.
+
 Shape suffixes: b sequences, l length, d channels, n states, g groups, r reflections, K columns of
 raw, k columns of raw that depend on y_{t−1} (the first ones), c tokens of a chunk; D, R the powers
 of two at or above d, r.
@@ -216,16 +218,7 @@ def _load_or_default(
 
 @triton.jit
 def _load_inputs(
-    table,
-    token,
-    channel,
-    d,
-    headdim,
-    KIND: tl.constexpr,
-    HAS_GATE: tl.constexpr,
-    HAS_D: tl.constexpr,
-    HAS_NORM_WEIGHT: tl.constexpr,
-    HAS_NORM_BIAS: tl.constexpr,
+    table, token, channel, d, headdim, KIND, HAS_GATE, HAS_D, HAS_NORM_WEIGHT, HAS_NORM_BIAS
 ):
     """Load the `inputs` of a token: x, dt, gate, D, norm_weight, norm_bias, each (D,)."""
     offset, is_channel = token * d + channel, channel < d
@@ -240,17 +233,7 @@ def _load_inputs(
 
 @triton.jit
 def _normalize_units(
-    row,
-    units,
-    B_column,
-    C_column,
-    channel,
-    group_width,
-    eps,
-    n,
-    BC_NORM: tl.constexpr,
-    GROUPS: tl.constexpr,
-    N: tl.constexpr,
+    row, units, B_column, C_column, channel, group_width, eps, n, BC_NORM, GROUPS, N
 ):
     """Write the normalized B and C into `units`; return B·C of every channel's group (D,)."""
     bc = channel * 0.0
@@ -597,19 +580,7 @@ def _accumulate(table, slot: tl.constexpr, offset, value, mask):
 
 @triton.jit
 def _backprop_units(
-    row,
-    d_row,
-    d_units,
-    units,
-    column,
-    part: tl.constexpr,
-    group,
-    d_bc,
-    eps,
-    n,
-    GROUPS: tl.constexpr,
-    BC_NORM: tl.constexpr,
-    N: tl.constexpr,
+    row, d_row, d_units, units, column, part, group, d_bc, eps, n, GROUPS, BC_NORM, N
 ):
     """Backpropagate from a group's B (part 0) or C (part 1), and from B·C, to the row.
 
@@ -660,32 +631,17 @@ def _compute_bc(units, channel, group_width, n, GROUPS: tl.constexpr, N: tl.cons
 
 @triton.jit
 def _backprop_state(
-    table,
-    sequence,
-    H,
-    C,
-    d_history,
-    dt,
-    keep,
-    mu,
-    d_C,
-    ddt,
-    channel,
-    headdim,
-    d: tl.constexpr,
-    n: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUPS: tl.constexpr,
-    STATES: tl.constexpr,
+    table, sequence, tensors, d_history, dt, keep, ddt, channel, headdim, d, n, KIND, GROUPS, STATES
 ):
     """Backpropagate from the history H C, and through the decay of the state.
 
-    It replaces μ by the gradient of the state before the token, writes the gradient of C, and adds
-    to the gradient of A.
+    tensors: H, C, μ, and the gradient of C, which is written. μ is replaced by the gradient of the
+    state before the token. The gradient of A is added to its sum.
 
     Returns:
         ddt plus the gradient of dt through the decay, (D,).
     """
+    H, C, mu, d_C = tensors
     group_width: tl.constexpr = d // GROUPS
     is_channel = channel < d
     d_A = tl.zeros_like(dt)  # summed over states
@@ -852,17 +808,14 @@ def token_back_kernel(
     else:
         ddt = d_gain * bc + mixed * d_inflow
         H = address(table, AT_H) + chunk_token * (n * d)
-        C, d_C = units + GROUPS * n, d_units + GROUPS * n
+        pointers = (H, units + GROUPS * n, mu, d_units + GROUPS * n)
         ddt = _backprop_state(
             table,
             sequence,
-            H,
-            C,
+            pointers,
             d_history,
             dt,
             keep,
-            mu,
-            d_C,
             ddt,
             channel,
             headdim,

@@ -11,6 +11,8 @@ the steps of cell_root.h, but its only certificate is the one for r = 1.
 Shape suffixes: n tokens, r rank; T tokens of a program, R the power of two at or above r.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -36,13 +38,11 @@ ROUNDING, SOLVED = tl.constexpr(8.0), tl.constexpr(256.0)  # machine epsilons
 FAILED, BISECTED = tl.constexpr(FAILED_OUTCOME), tl.constexpr(BISECTED_OUTCOME)
 
 
-def usable() -> tuple[bool, str]:
-    """Return whether the kernel runs here, and the reason if not; see `usable` of build.py."""
-    return triton_build.usable(_self_check)
-
-
 def _self_check():
     return roots_deviation(find_roots, torch.float32)
+
+
+usable = functools.partial(triton_build.usable, _self_check)
 
 
 @triton.jit

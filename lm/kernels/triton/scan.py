@@ -22,6 +22,8 @@ time. The kernels store partial sums over channels and tiles, and torch adds the
 are the same in every run. Nothing of size (b,l,d,n) is stored.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -300,13 +302,11 @@ def _grad_kernel(
         tl.store(ddt + out_offset + j * d, d_dt.to(ddt.dtype.element_ty), mask=is_step)
 
 
-def usable() -> tuple[bool, str]:
-    """Return whether the kernel runs here, and the reason if not; see `usable` of build.py."""
-    return triton_build.usable(_self_check)
-
-
 def _self_check():
     return scan_deviation(selective_scan)
+
+
+usable = functools.partial(triton_build.usable, _self_check)
 
 
 def _block_sizes(d, n):

@@ -12,7 +12,8 @@ the norm's weight and bias, `channel` is the index of a channel; `d_…` is a gr
                   (R,); gram (R,R), u_i · u_j for j < i; unscaled_map (R,R), T before the factor
                   `shrink`; T (R,R); shrink = κ / max(κ, Σ a); Ux (R,) = U x
 
-Shape suffixes: D, R the powers of two at or above d, r. Vectors are zero beyond d.
+Arguments in capitals are compile-time constants. Vectors are zero beyond d. Shape suffixes: D and R
+are the powers of two at or above d and r.
 """
 
 import triton
@@ -106,19 +107,7 @@ def max_length(length, eps):
 
 @triton.jit
 def compute_reflections(
-    row,
-    x,
-    channel,
-    d,
-    r,
-    vectors_column,
-    gates_column,
-    scale,
-    eps,
-    kappa,
-    ACT: tl.constexpr,
-    SEQUENTIAL: tl.constexpr,
-    R: tl.constexpr,
+    row, x, channel, d, r, vectors_column, gates_column, scale, eps, kappa, ACT, SEQUENTIAL, R
 ):
     """Compute `reflections` from a token's row.
 
@@ -189,18 +178,7 @@ def _is_gain_limited(M, r: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def solve_equation(
-    reflections,
-    inputs,
-    history,
-    gain,
-    channel,
-    d,
-    norm_eps,
-    NORM: tl.constexpr,
-    r: tl.constexpr,
-    R: tl.constexpr,
-):
+def solve_equation(reflections, inputs, history, gain, channel, d, norm_eps, NORM, r, R):
     """Solve s = U y with y = norm(gate ⊙ (history + gain ⊙ x̃)); see lm/model/cell.py.
 
     Returns:
@@ -288,17 +266,7 @@ def _solve_adjoint(phi_slope, d_s, has_failed, R: tl.constexpr):
 
 @triton.jit
 def _backprop_root(
-    lambda_,
-    d_mixed,
-    has_failed,
-    reflections,
-    inputs,
-    normed,
-    inverse,
-    gain,
-    d,
-    NORM: tl.constexpr,
-    R: tl.constexpr,
+    lambda_, d_mixed, has_failed, reflections, inputs, normed, inverse, gain, d, NORM, R
 ):
     """Backpropagate from y and x̃ to the root s.
 

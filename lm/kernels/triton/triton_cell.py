@@ -15,6 +15,7 @@ Shape suffixes: b batch, l length, d channels, n states, g groups, r reflections
 k columns of raw that depend on y_{t−1} (the first ones), c steps of a chunk.
 """
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -56,13 +57,11 @@ NARROW = True  # raw and weight_y may have a narrower dtype than the other tenso
 CENTROIDS = False  # y_{t−1} cannot be read through centroids
 
 
-def usable() -> tuple[bool, str]:
-    """Return whether the kernels run here, and the reason if not; see `usable` of build.py."""
-    return triton_build.usable(_self_check)
-
-
 def _self_check():
     return cell_deviation(cell, torch.float32)
+
+
+usable = functools.partial(triton_build.usable, _self_check)
 
 
 class Plan(NamedTuple):
@@ -561,11 +560,6 @@ def cell_rnn(arguments: RnnArguments | Mapping[str, Any]) -> tuple[Tensor, Tenso
         arguments: RnnArguments, or a mapping with its fields.
 
     Returns:
-        As `cell`; the state is (b,d).
-
-    Raises:
-        TypeError: As `cell`.
-        ValueError: As `cell`.
-        Unsupported: As `cell`.
+        As `cell`, which also lists the errors; the state is (b,d).
     """
     return _solve(as_rnn_arguments(arguments).as_cell_arguments())

@@ -24,7 +24,7 @@ def main(cfg: str, kill_at: str, pause: str, go: str) -> None:
         pause: Seconds after each batch of ten documents.
         go: File that the process waits for before it begins.
     """
-    tokenising.BATCH = 10
+    tokenising.DOCUMENTS_AT_A_TIME = 10
     config = build(json.loads(cfg))
     seen = []
 

@@ -26,7 +26,7 @@ from tests.running import FORKS, ROOT, fprnn
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv(cache.VARIABLE, str(tmp_path / "default"))
+    monkeypatch.setenv(cache.ENVIRONMENT_VARIABLE, str(tmp_path / "default"))
     return tmp_path / "cache"
 
 
@@ -60,14 +60,14 @@ def read_record(cfg) -> dict:
 
 @pytest.fixture
 def small_batches(monkeypatch):
-    monkeypatch.setattr(tokenising, "BATCH", 10)
+    monkeypatch.setattr(tokenising, "DOCUMENTS_AT_A_TIME", 10)
 
 
 def start_process(cfg, kill_at: int = 0, pause: float = 0.0) -> tuple[ForkedProcess, Path]:
     """Start a process that prepares; return it and the file that it waits for."""
     go_file = Path(tempfile.mkdtemp()) / "go"
     arguments = [json.dumps(cfg.model_dump(mode="json")), kill_at, pause, go_file]
-    environment = {cache.VARIABLE: os.environ[cache.VARIABLE]}
+    environment = {cache.ENVIRONMENT_VARIABLE: os.environ[cache.ENVIRONMENT_VARIABLE]}
     return FORKS.start("tests.lm.data.preparing", arguments, environment), go_file
 
 
@@ -385,7 +385,7 @@ def test_command_prepares_each_corpus_of_a_sweep_once(tmp_path):
     sweep = tmp_path / "sweep.yaml"
     text = (ROOT / "configs/tiny/lm.yaml").read_text()
     sweep.write_text(text + "sweep:\n  optim.lr: [1e-3, 2e-3]\n  data.leading_eos: [true, false]\n")
-    process = fprnn("prepare", sweep, **{cache.VARIABLE: str(tmp_path / "cache")})
+    process = fprnn("prepare", sweep, **{cache.ENVIRONMENT_VARIABLE: str(tmp_path / "cache")})
     assert process.returncode == 0, process.stderr
     assert process.stdout.count("bytes, made") == 2 and len(entries(tmp_path / "cache")) == 2
     assert len(entries(tmp_path / "cache", "tokenizer")) == 1

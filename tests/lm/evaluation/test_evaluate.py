@@ -1,4 +1,4 @@
-"""Evaluation of tiny models with lm-eval: results file, table, and refusals."""
+"""Evaluation of tiny models with lm-eval: results file, table, and errors."""
 
 import importlib.util
 import json
@@ -45,11 +45,11 @@ def offline(monkeypatch, tmp_path_factory):
 def test_tasks_of_this_project_run_on_a_tiny_model(checkpoint, tmp_path, capsys):
     results = evaluate(checkpoint, ["catbabi"], limit=4)
     assert capsys.readouterr().out == ""
-    written = checkpoint / "eval" / "results.json"
-    assert json.loads(written.read_text()) == results
-    assert list(written.parent.iterdir()) == [written]
-    assert str(checkpoint.parent) not in written.read_text()
-    assert str(REPOSITORY) not in written.read_text()
+    results_file = checkpoint / "eval" / "results.json"
+    assert json.loads(results_file.read_text()) == results
+    assert list(results_file.parent.iterdir()) == [results_file]
+    assert str(checkpoint.parent) not in results_file.read_text()
+    assert str(REPOSITORY) not in results_file.read_text()
     assert (results["checkpoint"], results["limit"], results["device"]) == ("tiny", 4, "cpu")
     assert {"lm_eval", "transformers", "torch", "fprnn"} == set(results["versions"])
     assert (results["solver"], results["fixed_point"]) == ("none", {})
@@ -117,18 +117,18 @@ def test_invalid_options_are_refused_before_loading(checkpoint, tmp_path, monkey
         evaluate(checkpoint, ["text_local"])
 
 
-@pytest.mark.parametrize("absent", ["lm_eval", "accelerate"])
-def test_missing_package_error_has_the_install_command(checkpoint, monkeypatch, absent):
+@pytest.mark.parametrize("package", ["lm_eval", "accelerate"])
+def test_missing_package_error_has_the_install_command(checkpoint, monkeypatch, package):
     find = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == absent else find(name, *a)
+        importlib.util, "find_spec", lambda name, *a: None if name == package else find(name, *a)
     )
-    with pytest.raises(MissingPackageError, match=rf"{absent}.*pip install .*\[eval\]'"):
+    with pytest.raises(MissingPackageError, match=rf"{package}.*pip install .*\[eval\]'"):
         evaluate(checkpoint, ["catbabi_mini"])
 
 
 class FewTasks(TaskManager):
-    """lm-eval's tasks are one and ours: it takes seconds to read all of its own."""
+    """TaskManager that knows only one of lm-eval's tasks, because reading all takes seconds."""
 
     def __init__(self, include_path, include_defaults=True):
         super().__init__(include_path=include_path, include_defaults=False)
@@ -159,31 +159,33 @@ TaskManager.__init__ = functools.partialmethod(init, include_defaults=False)
 """
 
 
-@pytest.mark.parametrize("manager", [FEW_TASKS, slow("")], ids=["few", "all"])
-def test_lm_eval_command_line_runs_our_tasks(checkpoint, tmp_path, manager):
+@pytest.mark.parametrize("setup", [FEW_TASKS, slow("")], ids=["few", "all"])
+def test_lm_eval_command_line_runs_our_tasks(checkpoint, tmp_path, setup):
     arguments = (
         *("--model", "hf", "--model_args", f"pretrained={checkpoint}"),
         *("--tasks", "catbabi_mini,catbabi_mini_gen", "--include_path", str(TASKS_DIR)),
         *("--device", "cpu", "--limit", "5", "--output_path", str(tmp_path / "out")),
     )
-    code = f"{manager}\nfrom lm_eval.__main__ import cli_evaluate\ncli_evaluate()"
+    code = f"{setup}\nfrom lm_eval.__main__ import cli_evaluate\ncli_evaluate()"
     run = PLAIN_FORKS.run("-c", [code, *arguments], timeout=300)
     assert run.returncode == 0, run.stderr
     assert "|catbabi_mini " in run.stdout and "exact_match" in run.stdout
-    (written,) = (tmp_path / "out").rglob("results_*.json")
-    theirs = json.loads(written.read_text())["results"]["catbabi_mini"]
-    ours = evaluate(checkpoint, ["catbabi_mini"], limit=5, out=tmp_path / "r.json")
-    metrics = ours["tasks"]["catbabi_mini"]["metrics"]
-    assert theirs["acc,none"] == metrics["acc"]["value"]
-    assert theirs["acc_norm,none"] == metrics["acc_norm"]["value"]
+    (results_file,) = (tmp_path / "out").rglob("results_*.json")
+    scores = json.loads(results_file.read_text())["results"]["catbabi_mini"]
+    results = evaluate(checkpoint, ["catbabi_mini"], limit=5, out=tmp_path / "r.json")
+    metrics = results["tasks"]["catbabi_mini"]["metrics"]
+    assert scores["acc,none"] == metrics["acc"]["value"]
+    assert scores["acc_norm,none"] == metrics["acc_norm"]["value"]
 
 
 def test_run_and_its_export_have_the_same_results(tiny_run, tiny_export, tmp_path):
-    options = {"limit": 3}
-    of_run = evaluate(tiny_run, ["catbabi_mini"], **options, out=tmp_path / "run.json")
-    of_export = evaluate(tiny_export, ["catbabi_mini"], **options, out=tmp_path / "export.json")
-    assert of_run["tasks"] == of_export["tasks"] and of_run["solver"] == of_export["solver"]
-    assert of_run["checkpoint"] == "tiny"
+    run_results, export_results = (
+        evaluate(model, ["catbabi_mini"], limit=3, out=tmp_path / "r.json")
+        for model in (tiny_run, tiny_export)
+    )
+    assert run_results["tasks"] == export_results["tasks"]
+    assert run_results["solver"] == export_results["solver"]
+    assert run_results["checkpoint"] == "tiny"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Inspection: each number against an independent computation; tokens, page, terminal, API."""
+"""Inspection: each number equals an independent computation; tokens, page, terminal, API."""
 
 import html
 import io
@@ -23,7 +23,7 @@ from lm.runs.exported import load_tokenizer
 from lm.runs.metrics import probe
 
 TEXT = "f(g(h(x), [1, 2]))\n  naïve 東 🙂 <b>&amp;</b> $x$"
-START = 0  # the id of EOS, which stands before a text
+START = 0  # id of EOS, which is put before a text
 SIZES = dict(vocab_size=264, d_model=16, d_state=4, contractive=0.9, eos_token_id=START)
 MODELS = {
     "fp_mamba1": dict(n_layer=2, mixer_rank=2),
@@ -58,8 +58,8 @@ def test_iterations_equal_the_probe_and_losses_the_model(name, tokenizer):
     report = probe(model, ids)
     assert torch.equal(inspection.layers.iterations, report.token_iters[:, 0])
     assert torch.equal(inspection.layers.converged, report.converged[:, 0])
-    solved = [i for i, layer in enumerate(model.config.layer_list()) if layer.kind != "mamba"]
-    assert inspection.layers.indices == solved
+    layers = model.config.layer_list()
+    assert inspection.layers.indices == [i for i, x in enumerate(layers) if x.kind != "mamba"]
 
     with torch.no_grad():
         output = model(input_ids=ids, labels=ids)
@@ -71,11 +71,10 @@ def test_iterations_equal_the_probe_and_losses_the_model(name, tokenizer):
         assert float(inspection.loss[t]) == pytest.approx(-math.log(p[t - 1, ids[0, t]]), rel=1e-4)
         entropy = -float((p[t - 1] * p[t - 1].log()).sum())
         assert float(inspection.entropy[t]) == pytest.approx(entropy, rel=1e-4)
-        best = p[t - 1].topk(5)
-        assert [guess.id for guess in inspection.guesses[t]] == best.indices.tolist()
-        assert inspection.guesses[t][0].probability == pytest.approx(
-            float(best.values[0]), rel=1e-4
-        )
+        top = p[t - 1].topk(5)
+        assert [guess.id for guess in inspection.guesses[t]] == top.indices.tolist()
+        probability = inspection.guesses[t][0].probability
+        assert probability == pytest.approx(float(top.values[0]), rel=1e-4)
     assert math.isnan(inspection.loss[0]) and inspection.guesses[0] == []
     assert inspection.next_guesses[0].id == int(p[-1].argmax())
 
@@ -99,14 +98,14 @@ def test_gate_is_half_the_norm_of_one_reflection(tokenizer):
     sizes = {**SIZES, "contractive": None}
     model = FPRNNForCausalLM(FPRNNConfig(**sizes, n_layer=1, mixer_rank=1, glu_in_loop=True)).eval()
     (block,), hidden = model.fixed_point_blocks(), torch.randn(1, 7, 16)
-    inspection = block.trace_tokens(hidden)
+    trace = block.trace_tokens(hidden)
     with torch.no_grad():
-        s = block.prepare(hidden)
-        y = block.choose_solver(hidden).solve(s).y
-        before = torch.nn.functional.pad(y[:, :-1], (0, 0, 1, 0))
-        Q = block.mixer.matrix(torch.cat([s.x, before], -1))
-    mixing = torch.linalg.matrix_norm(torch.eye(Q.shape[-1]) - Q, ord=2)
-    torch.testing.assert_close(inspection.gate, mixing / 2, rtol=1e-4, atol=1e-5)
+        static = block.prepare(hidden)
+        y = block.choose_solver(hidden).solve(static).y
+        previous_y = torch.nn.functional.pad(y[:, :-1], (0, 0, 1, 0))
+        Q = block.mixer.matrix(torch.cat([static.x, previous_y], -1))
+    mixing_norm = torch.linalg.matrix_norm(torch.eye(Q.shape[-1]) - Q, ord=2)
+    torch.testing.assert_close(trace.gate, mixing_norm / 2, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -115,12 +114,12 @@ def test_gate_is_half_the_norm_of_one_reflection(tokenizer):
 def test_gates_equal_the_output_of_the_gate_layer(mixer, layer):
     torch.manual_seed(0)
     config = FPRNNConfig(**{**SIZES, "contractive": None}, mixer=mixer, mixer_rank=4, n_layer=1)
-    (block,), P = FPRNNForCausalLM(config).fixed_point_blocks(), torch.randn(3, 64)
+    (block,), inputs = FPRNNForCausalLM(config).fixed_point_blocks(), torch.randn(3, 64)
     with torch.no_grad():
-        weights = block.mixer.weights(P)
-        raw = torch.nn.functional.linear(P, weights.matrix, weights.bias)
-        expected = torch.sigmoid(getattr(block.mixer, layer)(P))
-        torch.testing.assert_close(block.mixer.gates(raw), expected)
+        weights = block.mixer.weights(inputs)
+        projected = torch.nn.functional.linear(inputs, weights.matrix, weights.bias)
+        expected = torch.sigmoid(getattr(block.mixer, layer)(inputs))
+        torch.testing.assert_close(block.mixer.gates(projected), expected)
 
 
 def test_gate_is_nan_for_mixers_without_gates():
@@ -131,28 +130,27 @@ def test_gate_is_nan_for_mixers_without_gates():
 
 
 def test_decay_is_the_factor_on_an_unwritten_state():
-    """If nothing is written to it, FP-Mamba's state is multiplied by exp(Δ A)."""
+    """With an input of 0, FP-Mamba's state is multiplied by exp(Δ A)."""
     model = make_model("fp_mamba1")
     block, hidden = model.fixed_point_blocks()[0], torch.randn(1, 5, 16)
-    inspection = block.trace_tokens(hidden)
+    trace = block.trace_tokens(hidden)
     with torch.no_grad():
-        s = block.prepare(hidden)
+        static = block.prepare(hidden)
         means = []
         for t in range(5):
-            window = s.cut(t, t + 1, None)
-            ones = torch.ones(1, block.config.d_inner, block.config.d_state)
-            state = fprnn_state(ones)
+            window = static.cut(t, t + 1, None)
+            state = make_state_of_ones(block.config)
             window = window._replace(seqs=window.seqs._replace(state=state))
             parts = block.select_parameters(window, window.projections.rows(state.y[:, None]))
             _, h = block.run_recurrence(window, parts, torch.zeros_like(window.x))
             means.append(float(h.mean()))
-    torch.testing.assert_close(inspection.decay[0], torch.tensor(means), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(trace.decay[0], torch.tensor(means), rtol=1e-4, atol=1e-6)
 
 
-def fprnn_state(h):
+def make_state_of_ones(config):
     from lm.model.state import BlockState
 
-    y = torch.zeros(1, h.shape[1])
+    y, h = torch.zeros(1, config.d_inner), torch.ones(1, config.d_inner, config.d_state)
     return BlockState(y, y, h, ())
 
 
@@ -162,7 +160,7 @@ def test_decay_is_zero_at_the_start_of_a_document(tokenizer):
 
 
 def test_losses_equal_those_of_lm_eval(small_export):
-    """Computed with the window and the start token of lm-eval."""
+    """The window and the start token are those of lm-eval."""
     from lm_eval import utils
 
     model = fprnn.load(small_export)
@@ -176,15 +174,15 @@ def test_losses_equal_those_of_lm_eval(small_export):
 
 
 def test_tokens_show_spaces_and_incomplete_characters():
-    shown = {
+    readable = {
         b" a\n\t": "·a↵→",
         "東".encode()[:2]: "⟨E6⟩⟨9D⟩",
         b"a\x00\xff": "a⟨U+0000⟩⟨FF⟩",
         "\u202e\u200b\u00a0".encode(): "⟨U+202E⟩⟨U+200B⟩⟨U+00A0⟩",
     }
-    assert {raw: show_bytes(raw) for raw in shown} == shown
-    whole = "a東🙂\n".encode()
-    tokens = make_tokens([0, 1, 2, 3], [whole[:2], whole[2:5], whole[5:8], whole[8:]])
+    assert {raw: show_bytes(raw) for raw in readable} == readable
+    raw = "a東🙂\n".encode()
+    tokens = make_tokens([0, 1, 2, 3], [raw[:2], raw[2:5], raw[5:8], raw[8:]])
     assert [token.ends_line for token in tokens] == [False, False, False, True]
 
 
@@ -192,15 +190,13 @@ def test_page_has_all_tokens_and_escapes_markup(tokenizer):
     _, inspection = inspect_model("fp_mamba1", tokenizer)
     text = render_page(inspection)
     tokens = re.findall(r"<span class='token[^>]*>(.*?)</span>", text)
-    assert [html.unescape(token) for token in tokens] == [
-        token.label for token in inspection.tokens
-    ]
+    labels = [token.label for token in inspection.tokens]
+    assert [html.unescape(token) for token in tokens] == labels
     assert not re.search(r"[<>]|&(?!\w+;|#\d+;)", "".join(tokens))
     data = json.loads(text.split("id='data'>")[1].split("</script>")[0])
-    assert [
-        layer["iterations"] for layer in data["layers"]
-    ] == inspection.layers.iterations.tolist()
-    names = [choice["name"] for choice in data["colourings"]]
+    iterations = [layer["iterations"] for layer in data["layers"]]
+    assert iterations == inspection.layers.iterations.tolist()
+    names = [colouring["name"] for colouring in data["colourings"]]
     assert names == [
         "ℓ*, mean over layers",
         "ℓ*, layer 0",
@@ -219,15 +215,8 @@ def test_model_without_solver_has_loss_and_entropy_only(tokenizer, tmp_path, cap
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=264,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        eos_token_id=START,
-        bos_token_id=START,
-    )
+    sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    config = LlamaConfig(vocab_size=264, **sizes, eos_token_id=START, bos_token_id=START)
     inspection = measure.inspect_text(LlamaForCausalLM(config).eval(), tokenizer, "a (b)", "llama")
     assert inspection.layers is None and inspection.scored_count == 5
     text = render_page(inspection)
@@ -246,11 +235,11 @@ def test_terminal_output_has_the_text_and_a_table_of_layers(tokenizer, tmp_path,
 
 
 @pytest.mark.parametrize(
-    "text, words",
+    "text, message",
     [("", "is empty"), ("\ud800", "not Unicode"), ("x" * 3000, "3,000 tokens, but the model")],
 )
-def test_invalid_texts_are_refused(tokenizer, text, words):
-    with pytest.raises(UserError, match=words):
+def test_invalid_texts_are_refused(tokenizer, text, message):
+    with pytest.raises(UserError, match=message):
         measure.inspect_text(make_model("resets"), tokenizer, text, "x")
 
 
@@ -272,11 +261,10 @@ def test_first_token_has_no_loss_without_a_start_token(byte_tokenizer):
 
 
 def test_model_description_names_layers_and_sizes():
-    words = measure.describe_model(make_model("hybrid"))
-    assert "mamba', 'fp_mamba1'], mixer householder, layers 4, d_model 16, " in words
-    assert measure.describe_model(make_model("fp_rnn")).startswith(
-        "fp_rnn, mixer dplr, layers 1, d_model"
-    )
+    description = measure.describe_model(make_model("hybrid"))
+    assert "mamba', 'fp_mamba1'], mixer householder, layers 4, d_model 16, " in description
+    description = measure.describe_model(make_model("fp_rnn"))
+    assert description.startswith("fp_rnn, mixer dplr, layers 1, d_model")
 
 
 def test_run_and_its_export_give_the_same_inspection(tiny_run, tiny_export):
@@ -313,15 +301,15 @@ def test_command_reads_standard_input(small_export, tmp_path, capsys, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "arguments, words", [([], "no text is given"), (["a", "--out", "."], "is a folder")]
+    "arguments, message", [([], "no text is given"), (["a", "--out", "."], "is a folder")]
 )
 def test_invalid_arguments_give_a_one_line_error(
-    small_export, tmp_path, monkeypatch, capsys, arguments, words
+    small_export, tmp_path, monkeypatch, capsys, arguments, message
 ):
     monkeypatch.chdir(tmp_path)
     assert main(["inspect", str(small_export), *arguments]) == FAILED
     err = capsys.readouterr().err
-    assert err.startswith("error: ") and err.count("\n") == 1 and words in err
+    assert err.startswith("error: ") and err.count("\n") == 1 and message in err
     assert list(tmp_path.iterdir()) == []
 
 

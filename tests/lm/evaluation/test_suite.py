@@ -1,4 +1,4 @@
-"""The suite `paper`: lm-eval's tasks on rows of the hub's form; plain text; refusals."""
+"""The suite `paper` on rows like those on the hub; perplexity of text; errors."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from lm.evaluation.tasks import TASKS_DIR
 
 CHOICES = {"text": ["rain", "a very long wooden bridge", "air"], "label": ["A", "B", "C"]}
 ARC = {"id": "q", "question": "What falls?", "choices": CHOICES, "answerKey": "A"}
-ROWS = {  # by the data set that lm-eval asks the hub for
+ROWS = {  # by data set that lm-eval downloads
     "EleutherAI/lambada_openai": [{"text": "she saw a naïve cat"}, {"text": "one two"}],
     "Rowan/hellaswag": [
         {
@@ -50,7 +50,7 @@ def load_rows(path, name=None, **_):
 
 @pytest.fixture(scope="module", autouse=True)
 def few_tasks():
-    """lm-eval needs seconds to read all of its task files: it reads those of the suite."""
+    """Let lm-eval read only the files of the suite's tasks; reading all takes seconds."""
     root = Path(tasks.__file__).parent
     folders = [str(root / name) for name in ("lambada", "hellaswag", "piqa", "arc", "winogrande")]
 
@@ -93,14 +93,14 @@ def test_command_prints_one_accuracy_per_task_and_the_mean(small_export, tmp_pat
 
 
 @pytest.mark.parametrize(
-    "names, suite, words",
+    "names, suite, message",
     [
         (["piqa"], "paper", "--suite paper defines the tasks: do not give --tasks"),
         ([], None, "no tasks are given: --tasks catbabi_mini needs no network, --suite paper"),
     ],
 )
-def test_conflicting_options_are_refused(small_export, names, suite, words):
-    with pytest.raises(EvaluationError, match=words):
+def test_conflicting_options_are_refused(small_export, names, suite, message):
+    with pytest.raises(EvaluationError, match=message):
         evaluate(small_export, names, suite=suite)
 
 
@@ -114,7 +114,7 @@ def test_unreachable_hub_is_an_evaluation_error(monkeypatch):
 
 
 def test_bits_per_byte_of_text_equal_those_of_inspect(small_export, tmp_path, monkeypatch):
-    """Both read the unchanged file after an EOS that is not scored, and score no EOS at the end."""
+    """Both score the unchanged text after an EOS token, and no EOS token."""
     text = "naïve 東京, [and] more.\n\n"
     (tmp_path / "a.txt").write_bytes(text.encode())
     monkeypatch.setenv("FPRNN_EVAL_DATA", str(tmp_path))

@@ -1,4 +1,4 @@
-"""lm-eval tasks of this project: their documents, as lm-eval reads them."""
+"""lm-eval tasks of this project: documents, as lm-eval reads them."""
 
 import hashlib
 import json
@@ -48,19 +48,14 @@ def test_lm_eval_finds_the_tasks_and_tags():
 def test_traces_in_lm_eval_equal_the_data_source(source):
     loaded = make_manager().load([f"traces_{source}"])["tasks"]
     assert set(loaded) == {f"traces_{source}_{gap}" for gap in TRACES[source]}
-    config = {"s3": Traces(group="S3"), "a5": Traces(group="A5"), "repl": Traces(form="repl")}[
-        source
-    ]
+    config = Traces(form="repl") if source == "repl" else Traces(group=source.upper())
     for name, task in loaded.items():
-        gap = int(name.rpartition("_")[2])
+        _, _, gap = name.rpartition("_")
         documents = list(task.eval_docs)
         assert len(documents) == 500
-        for document, turn in zip(documents, traces.iter_questions(config, gap, 20)):
-            ((context, continuation),) = [
-                request.args
-                for request in [task.construct_requests(document, task.doc_to_text(document))]
-            ]
-            assert (context, continuation) == (turn.question, turn.answer)
+        for document, turn in zip(documents, traces.iter_questions(config, int(gap), 20)):
+            request = task.construct_requests(document, task.doc_to_text(document))
+            assert request.args == (turn.question, turn.answer)
 
 
 def test_catbabi_mini_in_lm_eval_is_balanced():

@@ -371,7 +371,9 @@ def test_repelling_root_has_the_exact_gradient(monkeypatch):
     problem = make_problem(reading=0, without=without, rank=2)
     evaluate(oracle_cell.solve_cell, problem, fails=True)
     monkeypatch.setattr(oracle_cell, "run_picard", with_newton_fallback(oracle_cell.run_picard))
-    assert_close(evaluate(cpu_cell.solve_cell, problem), evaluate(oracle_cell.solve_cell, problem), 1e-8)
+    assert_close(
+        evaluate(cpu_cell.solve_cell, problem), evaluate(oracle_cell.solve_cell, problem), 1e-8
+    )
 
 
 @pytest.mark.parametrize("b, length", [(0, 3), (2, 0), (0, 0)])

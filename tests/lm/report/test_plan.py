@@ -96,7 +96,9 @@ def test_flops_of_a_householder_block_match_its_products(rank):
         assert counted == pytest.approx(by_hand, rel=0.02)
         assert evaluation_flops == pytest.approx(by_hand, rel=0.25) and evaluation_flops > by_hand
         # 2. The rest of the block: projections of the input, the gate's y part and out_proj.
-        counted = count_flops(lambda: (block.prepare(u), block.gate_and_project(static, y))) / tokens
+        counted = (
+            count_flops(lambda: (block.prepare(u), block.gate_and_project(static, y))) / tokens
+        )
         by_hand = 2 * d_model * 2 * d_inner
         by_hand += 2 * d_inner * (dt_rank + 2 * d_state + dt_rank + mixer_size)
         by_hand += 2 * (d_inner * d_inner + d_inner * d_model)

@@ -137,7 +137,8 @@ def test_run_without_process_is_stopped(run):
     assert run.read_status().state == "stopped"
     run.write_lease(age_s=1, **live_lease)
     assert run.read_status().state == "running"
-    run.write_lease(ago=3600, **here)  # suspended: `Lease.acquire` refuses its directory, too
+    # A process that is suspended: `Lease.acquire` refuses its directory as well.
+    run.write_lease(age_s=3600, **live_lease)
     assert run.read_status().state == "running"
     assert run.read_status().text.endswith("which has not responded for 60 min")
     with pytest.raises(LeaseError, match=f"in use by process {os.getpid()}"):
