@@ -10,7 +10,7 @@ from pathlib import Path
 from lm.config.schema import Config
 from lm.data.corpus.prepare import corpus_record_folder, read_recorded_checksums
 from lm.data.sources.mixture import configs_by_source
-from lm.model.corpus_record_folder import SUMS, describe_mismatch, sha256
+from lm.model.checksums import SUMS, describe_mismatch, sha256
 from lm.runs.checkpoint import CheckpointError
 from lm.runs.run_dir import RunDir, RunDirError, check_checkpoint_config
 from lm.training.deepspeed_json import layout
