@@ -51,7 +51,8 @@ class Ranks:
 
     def run_on_main(self, fn: Callable[..., Result], *args: Any) -> Result:
         """Call a function on rank 0; return its result, or raise its error, on every rank."""
-        result, error = None, None
+        result: Any = None
+        error: Any = None
         if self.is_main:
             try:
                 result = fn(*args)
