@@ -81,7 +81,7 @@ def make_plan(
     from lm.training.build import replace_custom_mixers
     from lm.training.preflight import check_config
 
-    gpus = gpus or read_launcher_ranks()[1]
+    gpus = gpus or read_launcher_ranks().world_size
     hardware = parse_hardware(gpus, gpu, utilisation)
     check_config(replace_custom_mixers(cfg)[0], gpus)
     check_folder(cfg.run_dir)

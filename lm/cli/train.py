@@ -41,7 +41,7 @@ def _train(args: argparse.Namespace) -> int:
         from lm.common.console import say
         from lm.common.ranks import read_launcher_ranks
 
-        say.enabled = read_launcher_ranks()[0] == 0
+        say.enabled = read_launcher_ranks().rank == 0
         table, status = make_plan(cfg)
         say(cfg.to_yaml())
         say(table)

@@ -17,7 +17,7 @@ class Card(NamedTuple):
     Attributes:
         name: Name for `--gpu`.
         memory: Bytes, as CUDA reports them.
-        peak: Dense FLOP/s by precision (fp32 without TF32), or None if unknown.
+        peak: Precision → dense FLOP/s (fp32 without TF32); None if unknown.
         on_gpu: False for the CPU.
     """
 
@@ -37,15 +37,15 @@ CARDS = {
         Card("h200", 139.8 * GIB, {"bf16": 989e12, "fp32": 67e12}),
     )
 }
-DEFAULT = "a100-80g"
+DEFAULT_CARD = "a100-80g"
 CARD_FORMAT = (
     "NAME:TFLOPS:GIB, such as b200:2250:178 (dense TFLOP/s in the precision of the run, memory in"
     " GiB)"
 )
-# Seconds per token of a layer that is solved token by token, forward and backward: a constant, and
-# a term per sequence of the batch. Measured on an H100 with d_inner 1,536 and one reflection, and
-# used for all cards. The layer was untrained and used Picard's search, which needs 52, 104 and 158
-# evaluations for the slowest of 16, 64 and 128 sequences; Newton's needs 7 to 8.
+# A layer that is solved token by token takes TOKEN_S + batch size · SEQUENCE_S seconds per token,
+# forward and backward. Measured on an H100 with d_inner 1,536 and one reflection, and used for all
+# cards. The layer was untrained and used Picard's search, which needs 52, 104 and 158 evaluations
+# for the slowest of 16, 64 and 128 sequences; Newton's search needs 7 to 8.
 TOKEN_S, SEQUENCE_S = 62.0e-6, 0.622e-6
 CPU = "cpu"
 
@@ -97,15 +97,15 @@ def _parse_card(text: str) -> Card:
 
 
 def detect_gpu_name() -> str:
-    """Return the name of this machine's GPU, or DEFAULT without a GPU of CARDS."""
+    """Return the name of this machine's GPU, or DEFAULT_CARD if it has no GPU of CARDS."""
     import torch
 
     if not torch.cuda.is_available():
-        return DEFAULT
+        return DEFAULT_CARD
     device = torch.cuda.get_device_properties(0)
     name = device.name.lower().replace(" ", "")
     for card in CARDS.values():
-        has_its_memory = abs(card.memory - device.total_memory) < 0.1 * card.memory
-        if card.name.partition("-")[0] in name and has_its_memory:
+        has_same_memory = abs(card.memory - device.total_memory) < 0.1 * card.memory
+        if card.name.partition("-")[0] in name and has_same_memory:
             return card.name
-    return DEFAULT
+    return DEFAULT_CARD

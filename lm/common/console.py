@@ -1,4 +1,4 @@
-"""Output for people: messages and progress, line by line."""
+"""Output on the terminal: messages, and the progress of long work."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ from datetime import datetime
 from lm.common.files import printable
 from lm.common.secrets import mask_credentials
 
-PIPE_WIDTH = 1000  # columns without a terminal, so that no table is cut
+PIPE_WIDTH = 1000  # characters per line without a terminal, so that no table is cut
 PROGRESS_INTERVAL_S = 5.0  # seconds between two lines of progress
-MIN_TIMED_S = 2.0  # seconds of timed work before the remaining time is printed
+MIN_TIMED_S = 2.0  # seconds of work after which the remaining time can be estimated
 
 
-class _Say:
-    """Printer for the main rank. Calling it prints a text; `console` is its rich console."""
+class _Printer:
+    """Callable that prints a text. `enabled` is set to False on all ranks except rank 0."""
 
     def __init__(self):
-        self.enabled, self._console = True, None
+        self.enabled = True
+        self._console = None
 
     @property
     def console(self):
+        """The rich console on which texts and tables are printed."""
         if self._console is None:
             from rich.console import Console
 
@@ -45,7 +47,7 @@ class _Say:
             self.console.print(text, markup=False, emoji=False)
 
 
-say = _Say()
+say = _Printer()
 
 
 def format_duration(seconds: float) -> str:
@@ -62,13 +64,13 @@ def format_duration(seconds: float) -> str:
 
 
 class Progress:
-    """Progress of long work: one line per text, and at intervals a line without text.
+    """Progress of long work, printed at intervals, and whenever there is a text to print.
 
     Args:
         name: Name of the work.
         total: Units of the whole work, or None if unknown.
         unit: Name of the units.
-        every_s: Seconds between two lines without a text.
+        every_s: Smallest number of seconds between a line and the next line without a text.
     """
 
     def __init__(
@@ -79,8 +81,9 @@ class Progress:
         every_s: float = PROGRESS_INTERVAL_S,
     ):
         self.name, self.total, self.unit, self.every_s = name, total, unit, every_s
-        self.last_line = time.monotonic()
-        self.first: tuple[float, int] | None = None  # seconds and units at the first update
+        self.last_line_time = time.monotonic()
+        # Time in seconds and finished units at the first update.
+        self.first_update: tuple[float, int] | None = None
 
     def update(self, done: int, total: int | None = None, text: str | None = None) -> None:
         """Print a line if there is a text or if the last line is old enough.
@@ -92,23 +95,26 @@ class Progress:
         """
         total = total or self.total
         now = time.monotonic()
-        self.first = self.first or (now, done)
-        if text is None and now - self.last_line < self.every_s:
+        self.first_update = self.first_update or (now, done)
+        if text is None and now - self.last_line_time < self.every_s:
             return
-        self.last_line = now
-        suffix = f"/{total}" if total else ""
-        count = f"{self.name} {done}{suffix} {self.unit}".rstrip()
-        parts = [count, text, self._format_time_left(now, done, total)]
-        say("  ".join([f"{datetime.now():%H:%M:%S}", *(part for part in parts if part)]))
+        self.last_line_time = now
+        count = f"{done}/{total}" if total else f"{done}"
+        columns = [
+            f"{datetime.now():%H:%M:%S}",
+            f"{self.name} {count} {self.unit}".rstrip(),
+            text,
+            self._format_time_left(now, done, total),
+        ]
+        say("  ".join(column for column in columns if column))
 
     def _format_time_left(self, now: float, done: int, total: int | None) -> str:
-        """Return a text such as "12 min left", or "" if unknown or if the work is finished.
-
-        The first update is not timed, because it may compile.
-        """
-        if self.first is None or not total or done >= total:
+        """Return a text such as "12 min left", or "" if unknown or if the work is finished."""
+        if self.first_update is None or not total or done >= total:
             return ""
-        seconds, units = now - self.first[0], done - self.first[1]
+        # Time before the first update does not count, because it may include compilation.
+        first_time, first_done = self.first_update
+        seconds, units = now - first_time, done - first_done
         if units <= 0 or seconds < MIN_TIMED_S:
             return ""
         return f"{format_duration(seconds / units * (total - done))} left"

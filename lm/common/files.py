@@ -1,4 +1,4 @@
-"""Checks of output paths, atomic writes, and reading of our own JSON files."""
+"""Checks of output paths, atomic writes, and reading of JSON files that this program wrote."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from lm.common.errors import UserError
+from lm.common.errors import UserError, exit_status
 
 # Control characters C0 and C1, except tab and newline, and those that change the text direction.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -39,7 +39,9 @@ def writing(path: Path | str) -> Iterator[None]:
     try:
         yield
     except OSError as e:
-        raise OutputError(f"{path} cannot be written: {e.strerror or e}") from None
+        error = OutputError(f"{path} cannot be written: {e.strerror or e}")
+        error.exit_status = exit_status(e)
+        raise error from None
 
 
 def check_folder(path: Path | str) -> None:
@@ -52,15 +54,15 @@ def check_folder(path: Path | str) -> None:
     """
     path = Path(path)
     _refuse_url(path)
-    missing = []  # innermost first
+    missing = []  # folders to create, the innermost first
     with writing(path):
-        for place in (path, *path.parents):
-            if place.exists():
+        for existing in (path, *path.parents):
+            if existing.exists():
                 break
-            missing.append(place)
-        is_blocked = not place.is_dir()
-    if is_blocked:
-        name = "it" if place == path else str(place)
+            missing.append(existing)
+        is_file = not existing.is_dir()
+    if is_file:
+        name = "it" if existing == path else str(existing)
         raise OutputError(f"{path} cannot be a folder to write to: {name} is a file")
     with writing(path):
         try:
@@ -68,10 +70,10 @@ def check_folder(path: Path | str) -> None:
             with tempfile.TemporaryFile(dir=path):
                 pass
         finally:
-            for place in missing:
-                # A folder was perhaps not created, or another process has put files into it.
+            for folder in missing:
+                # Fails if the folder was not created, or another process has put files into it.
                 with contextlib.suppress(OSError):
-                    place.rmdir()
+                    folder.rmdir()
 
 
 def _refuse_url(path: Path) -> None:
@@ -99,11 +101,11 @@ def check_file(path: Path | str) -> None:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         return
     with writing(path):
-        real = resolve_link(path)
-    check_folder(real.parent)
+        target = resolve_link(path)
+    check_folder(target.parent)
     with writing(path):
-        if real.exists():
-            with real.open("ab"):
+        if target.exists():
+            with target.open("ab"):
                 pass
 
 
@@ -131,24 +133,24 @@ def check_replaceable(path: Path | str, mark: str) -> None:
 
 
 def check_together(record: Path, mark: str, *paths: Path) -> None:
-    """Check that files can be written, and that a record shows that this program wrote them.
+    """Check that files can be written, and that existing ones were written by this program.
 
     Args:
-        record: Text file among the files or next to them.
-        mark: Text that the record contains if this program wrote it together with the files.
+        record: Text file that this program writes together with the files; it may be one of them.
+        mark: Text that the record contains if this program wrote it.
         paths: The files.
 
     Raises:
-        OutputError: If a file cannot be written, or if one exists without such a record.
+        OutputError: If a file cannot be written, or if a file exists without such a record.
     """
     check_replaceable(record, mark)
     for path in paths:
         check_file(path)
     with writing(record):
-        present = [] if record.is_file() else [path for path in paths if path.is_file()]
-    if present:
+        foreign = [] if record.is_file() else [path for path in paths if path.is_file()]
+    if foreign:
         raise OutputError(
-            f"{present[0]} is there already, and this command did not write it (there is no"
+            f"{foreign[0]} is there already, and this command did not write it (there is no"
             f" {record.name}): choose another folder, or move it away"
         )
 
@@ -166,14 +168,14 @@ def without_wildcards(folder: Path) -> Iterator[Path]:
     if not glob.has_magic(str(folder)):
         yield folder
         return
-    with tempfile.TemporaryDirectory() as place:
-        if glob.has_magic(place):
+    with tempfile.TemporaryDirectory() as temporary:
+        if glob.has_magic(temporary):
             raise OutputError(
                 f"{folder} has a `*`, `?` or `[` in its path, which DeepSpeed takes for a pattern,"
                 f" and so has the folder for temporary files, {tempfile.gettempdir()}: set TMPDIR"
                 " to a folder without them"
             )
-        link = Path(place) / "link"
+        link = Path(temporary) / "link"
         link.symlink_to(folder.resolve(), target_is_directory=True)
         yield link
 
@@ -182,8 +184,8 @@ def find_shipped(name: str) -> Path:
     """Return the path of a file that is distributed with the program, in a checkout or a wheel.
 
     Args:
-        name: Path from the repository's root, such as `configs/lm/demo.yaml`. The package `fprnn`
-            links to the folders `configs` and `launch`; a wheel contains copies of them.
+        name: Path from the repository's root, such as `configs/lm/demo.yaml`. In a checkout the
+            package `fprnn` has links to the folders `configs` and `launch`, in a wheel copies.
     """
     # Path.resolve would raise for circular links.
     return Path(os.path.realpath(Path(__file__).parents[2] / "fprnn" / name))
@@ -197,10 +199,10 @@ def resolve_link(path: Path | str) -> Path:
     Raises:
         OSError: If links are circular.
     """
-    real = Path(os.path.realpath(path))
-    if real.is_symlink():
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-    return real
+    return target
 
 
 def _is_special(path: Path) -> bool:
@@ -211,7 +213,7 @@ def _is_special(path: Path) -> bool:
 def write_text(path: Path | str, text: str | Iterable[str]) -> None:
     """Write a text file atomically.
 
-    A reader sees the old file or the new one, even after a power failure, never a part. A link is
+    A reader sees the whole old file or the whole new file, even after a power failure. A link is
     followed. A device or a pipe is written directly.
 
     Args:
@@ -248,7 +250,7 @@ def write_json(path: Path | str, value: Any) -> None:
 
     Raises:
         OutputError: If the file cannot be written.
-        TypeError: If JSON cannot represent the value; nothing is written then.
+        TypeError: If JSON cannot represent the value. Then nothing is written.
     """
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
@@ -286,22 +288,22 @@ def read_json(path: Path | str, keys: tuple[str, ...] = ()) -> dict:
     return value
 
 
-def check_kinds(
-    path: Path | str, value: Any, kinds: dict[str, type | tuple], key: str = ""
+def check_types(
+    path: Path | str, value: Any, types: dict[str, type | tuple], key: str = ""
 ) -> None:
     """Check the types of the entries of a JSON value.
 
     Args:
-        path: File of the value, for the message.
+        path: File of the value, for the error message.
         value: The value.
-        kinds: Dotted key → type of its entry, if present and not null: float (any number), int,
+        types: Dotted key → type of its entry, if present and not null: float (any number), int,
             str, list or dict. `*` matches every entry of a list or mapping.
         key: Dotted key of the value itself within the file.
 
     Raises:
         DamagedError: If an entry has another type. The message names the first one.
     """
-    for dotted_key, kind in kinds.items():
+    for dotted_key, type_ in types.items():
         first, _, subkeys = dotted_key.partition(".")
         entries: dict = {}
         if first == "*" and isinstance(value, dict | list):
@@ -311,29 +313,29 @@ def check_kinds(
         for name, entry in entries.items():
             entry_key = f"{key}.{name}" if key else str(name)
             if subkeys:
-                check_kinds(path, entry, {subkeys: kind}, entry_key)
-            elif entry is not None and not _is_kind(entry, kind):
+                check_types(path, entry, {subkeys: type_}, entry_key)
+            elif entry is not None and not _has_type(entry, type_):
                 raise DamagedError(
                     f"{path} is damaged: `{entry_key}` is {entry!r:.60}, and was written as"
-                    f" {KINDS[kind]}"
+                    f" {TYPE_NAMES[type_]}"
                 )
 
 
-KINDS: dict = {float: "a number", int: "a whole number", str: "text", list: "a list"}
-KINDS |= {dict: "a mapping", (str, dict): "text or a mapping"}
+TYPE_NAMES: dict = {float: "a number", int: "a whole number", str: "text", list: "a list"}
+TYPE_NAMES |= {dict: "a mapping", (str, dict): "text or a mapping"}
 
 
-def _is_kind(value: Any, kind: type | tuple) -> bool:
+def _has_type(value: Any, type_: type | tuple) -> bool:
     # True is an int in Python, but not a number in JSON.
-    return isinstance(value, (int, float) if kind is float else kind) and value is not True
+    return isinstance(value, (int, float) if type_ is float else type_) and value is not True
 
 
 def read_mapping(path: Path | str) -> dict | None:
     """Read a JSON mapping that another process may be writing.
 
     Returns:
-        The mapping with control characters escaped; None if there is no file; {} if the file cannot
-        be read or contains something else.
+        The mapping, with control characters escaped. None if there is no file; {} if the file
+        cannot be read or contains something else.
     """
     try:
         value = parse_json(Path(path).read_bytes())
@@ -358,11 +360,11 @@ def printable(value: Any) -> Any:
 
 def sync(path: Path | str) -> None:
     """Flush a file's content, or a folder's list of names, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        os.fsync(fd)
     except OSError as e:
         if e.errno != errno.EINVAL:  # some file systems cannot flush a folder
             raise
     finally:
-        os.close(descriptor)
+        os.close(fd)

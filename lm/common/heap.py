@@ -7,7 +7,7 @@ import sys
 
 # Parameters of mallopt in glibc's malloc.h.
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-# Bytes. glibc allows no more: a larger tensor would leave a hole of its size in the heap.
+# Bytes, the largest value that glibc allows. Larger blocks are still returned to the system.
 MAX_MMAP_THRESHOLD = 2**25
 
 
@@ -26,6 +26,6 @@ def keep_freed_memory() -> bool:
     settings = (
         (M_MMAP_THRESHOLD, MAX_MMAP_THRESHOLD),
         (M_TRIM_THRESHOLD, -1),  # never return memory
-        (M_TOP_PAD, 2**26),
+        (M_TOP_PAD, 2**26),  # bytes by which the heap grows
     )
     return all(mallopt(key, value) for key, value in settings)

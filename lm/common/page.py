@@ -1,4 +1,4 @@
-"""Rendering of the HTML pages, which all extend page.html."""
+"""Rendering of HTML pages from Jinja templates, which all extend page.html."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def render(template: Path, **values: object) -> str:
     """Render a template to HTML.
 
     Args:
-        template: File of the template. It may extend page.html.
+        template: File of the template.
         values: Variables of the template. Strings are escaped; `Markup` is inserted as HTML.
     """
     environment = Environment(

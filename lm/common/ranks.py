@@ -1,4 +1,4 @@
-"""Ranks of a run: launcher variables, work of rank 0 for all, and errors that all ranks share."""
+"""Ranks (processes) of a run: their numbers, work of rank 0 for all ranks, and shared errors."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -15,7 +15,7 @@ import torch.distributed as torch_dist
 from lm.common.errors import HANG, ConfigError, MachineError
 
 MAX_RANKS = 1_000_000
-# Words that gloo, NCCL and torch's store use for a connection whose other end is gone.
+# Patterns of the messages of gloo, NCCL and torch's store if the other process is gone or silent.
 LOST_CONNECTION = (
     r"connection (was )?(closed|reset|refused)|broken pipe|remote (process|worker)|time(d |-)?out"
 )
@@ -28,17 +28,17 @@ class Ranks:
     """One process of a run and its peers. A single process needs no process group.
 
     Attributes:
-        rank: Number of this process, from 0.
+        rank: Number of this process, from 0 to world_size − 1.
         world_size: Number of processes.
         device: Device of the collectives on tensors.
-        objects: gloo group with a timeout of days, for work that only rank 0 does. None: the
-            default group.
+        object_group: gloo group with a timeout of days, in which the ranks wait for work of rank 0.
+            None: the default group.
     """
 
     rank: int = 0
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    objects: Any = None
+    object_group: Any = None
 
     @property
     def is_main(self) -> bool:
@@ -51,23 +51,26 @@ class Ranks:
 
     def run_on_main(self, fn: Callable[..., Result], *args: Any) -> Result:
         """Call a function on rank 0; return its result, or raise its error, on every rank."""
-        box: list[Any] = [None, None]  # result, error
+        result, error = None, None
         if self.is_main:
             try:
-                box[0] = fn(*args)
+                result = fn(*args)
             except Exception as e:
-                box[1] = e
-                if self.world_size > 1:
-                    box[1] = _make_picklable(e)
+                error = e if self.world_size == 1 else _make_picklable(e)
         if self.world_size > 1:
-            torch_dist.broadcast_object_list(box, src=0, group=self.objects)
-        if box[1] is not None:
-            box[1].is_reported_by_main = not self.is_main
-            raise box[1]
-        return box[0]
+            shared: list[Any] = [result, error]
+            torch_dist.broadcast_object_list(shared, src=0, group=self.object_group)
+            result, error = shared
+        if error is not None:
+            error.is_reported_by_main = not self.is_main  # then this rank does not print it
+            raise error
+        return result
 
     def run_on_all(self, fn: Callable[..., object], *args: Any) -> None:
-        """Call a function on every rank; if it fails on some, raise the first error on all."""
+        """Call a function on every rank; if it fails on some ranks, raise one error on all.
+
+        The error is the one of the lowest failed rank.
+        """
         error: Exception | None = None
         try:
             fn(*args)
@@ -85,7 +88,7 @@ class Ranks:
         if self.world_size > 1:
             errors = [None] * self.world_size
             local_error = None if error is None else _make_picklable(error)
-            torch_dist.all_gather_object(errors, local_error, group=self.objects)
+            torch_dist.all_gather_object(errors, local_error, group=self.object_group)
         for rank_error in errors:
             if rank_error is not None:
                 raise rank_error
@@ -94,9 +97,9 @@ class Ranks:
         """Return the element-wise sum over ranks, in fp64."""
         if self.world_size == 1:
             return [float(value) for value in values]
-        t = torch.tensor(values, dtype=torch.float64, device=self.device)
-        torch_dist.all_reduce(t)
-        return t.tolist()
+        total = torch.tensor(values, dtype=torch.float64, device=self.device)
+        torch_dist.all_reduce(total)
+        return total.tolist()
 
     def gather(self, t: torch.Tensor) -> torch.Tensor:
         """Return tensors of equal shape from all ranks, concatenated along the last dimension."""
@@ -141,11 +144,19 @@ def _make_picklable(error: Exception) -> Exception:
         return RuntimeError(repr(error))
 
 
-def read_launcher_ranks() -> tuple[int, int, int]:
+class LauncherRanks(NamedTuple):
+    """Numbers that a launcher sets in the environment of a process."""
+
+    rank: int
+    world_size: int
+    local_rank: int  # rank among the processes of this host
+
+
+def read_launcher_ranks() -> LauncherRanks:
     """Read RANK, WORLD_SIZE and LOCAL_RANK from the environment.
 
     Returns:
-        Rank, number of ranks, and rank on this host; (0, 1, 0) without a launcher.
+        The numbers; (0, 1, 0) without a launcher.
 
     Raises:
         ConfigError: If a value is not a valid number, if RANK is set without WORLD_SIZE, or if
@@ -164,7 +175,7 @@ def read_launcher_ranks() -> tuple[int, int, int]:
         )
     world_size = _read_number("WORLD_SIZE", 1, 1, MAX_RANKS)
     rank = _read_number("RANK", 0, 0, world_size - 1)
-    return rank, world_size, _read_number("LOCAL_RANK", 0, 0, MAX_RANKS - 1)
+    return LauncherRanks(rank, world_size, _read_number("LOCAL_RANK", 0, 0, MAX_RANKS - 1))
 
 
 def check_address() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 
-# `user:password@` or `token@` of a URL. hf://datasets/NAME@COMMIT has a slash before its @.
+# `user:password@` or `token@` of a URL; not the @ in hf://datasets/NAME@COMMIT, after a slash.
 CREDENTIALS = re.compile(r"(?<=://)[^/\s?#'\"]+@")
 
 
@@ -15,12 +15,12 @@ def mask_credentials(text: str) -> str:
 
 
 def mask_logs() -> None:
-    """Mask the log records of all libraries in this process.
+    """Mask credentials in the log records of all libraries in this process.
 
-    huggingface_hub logs the URL of every request that it repeats.
+    For example, huggingface_hub logs the URL of every request that it repeats.
     """
     make_record = logging.getLogRecordFactory()
-    if getattr(make_record, "masks_credentials", False):
+    if getattr(make_record, "masks_credentials", False):  # `mask_logs` was called before
         return
 
     def make_masked_record(*args, **kwargs) -> logging.LogRecord:

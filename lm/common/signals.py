@@ -9,9 +9,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 
-# Senders: a launcher before it kills, a batch system before its time limit, a terminal that is
-# closed, Ctrl-C.
-STOP = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
+STOP_SIGNALS = (
+    signal.SIGTERM,  # from a launcher before it kills the process
+    signal.SIGUSR1,  # from a batch system before the time limit
+    signal.SIGHUP,  # from a terminal that was closed
+    signal.SIGINT,  # Ctrl-C
+)
+PR_SET_PDEATHSIG = 1  # in prctl.h: the signal that a process gets when its parent ends
 
 
 class StopRequested(BaseException):
@@ -23,22 +27,21 @@ class StopRequested(BaseException):
 
 
 def stop_with_parent() -> Callable[[], None] | None:
-    """Return a `preexec_fn` for `subprocess.Popen` that ends a training with its parent process.
+    """Return a `preexec_fn` for `subprocess.Popen` that stops a child when this process ends.
 
-    The kernel sends SIGTERM to the training when this process ends, even by SIGKILL: the training
-    then saves and stops. Call this function and Popen in the main thread, because the kernel
-    watches the thread that called Popen.
+    The kernel sends SIGTERM to the child when this process ends, even by SIGKILL; a training then
+    saves and stops. Call this function and Popen in the main thread, because the kernel watches
+    the thread that called Popen.
 
     Returns:
         The function, or None on systems other than Linux.
     """
     if sys.platform != "linux":
         return None
-    pr_set_pdeathsig = 1
     prctl, parent = ctypes.CDLL(None, use_errno=True).prctl, os.getpid()
 
     def request_sigterm() -> None:
-        prctl(pr_set_pdeathsig, signal.SIGTERM)
+        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # the parent ended before prctl was called
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -46,7 +49,7 @@ def stop_with_parent() -> Callable[[], None] | None:
 
 
 class StopSignals:
-    """Context in which each signal of STOP sets `is_stop_requested`; training then stops.
+    """Context in which each signal of STOP_SIGNALS sets `is_stop_requested`; training then stops.
 
     A second Ctrl-C interrupts at once. Other signals are ignored after the first one, because
     launchers repeat them, even while Python shuts down. SIGHUP and SIGINT stay ignored if they are
@@ -67,7 +70,7 @@ class StopSignals:
             StopRequested: In the block, or at its beginning if a signal came before.
         """
         try:
-            self._is_interruptible = True  # first: a signal between the two lines is not lost
+            self._is_interruptible = True  # before the test, or a signal between them is lost
             if self.is_stop_requested:
                 raise StopRequested
             yield
@@ -75,22 +78,22 @@ class StopSignals:
             self._is_interruptible = False
 
     def __enter__(self):
-        for number in STOP:
-            is_ignored = signal.getsignal(number) == signal.SIG_IGN
-            if not is_ignored or number in (signal.SIGTERM, signal.SIGUSR1):
-                self._previous_handlers[number] = signal.signal(number, self._handle)
+        for signum in STOP_SIGNALS:
+            is_ignored = signal.getsignal(signum) == signal.SIG_IGN
+            if not is_ignored or signum in (signal.SIGTERM, signal.SIGUSR1):
+                self._previous_handlers[signum] = signal.signal(signum, self._handle)
         return self
 
     def __exit__(self, *exc):
         if not self.is_stop_requested:
-            for number, handler in self._previous_handlers.items():
-                signal.signal(number, handler)
+            for signum, handler in self._previous_handlers.items():
+                signal.signal(signum, handler)
 
-    def _handle(self, number, _):
+    def _handle(self, signum, _frame):
         self.is_stop_requested = True
-        name = signal.Signals(number).name
+        name = signal.Signals(signum).name
         note = f"{name}: saves and stops after this update (press again to quit unsaved)\n"
-        os.write(2, note.encode())
+        os.write(2, note.encode())  # print is not safe in a signal handler
         for other in self._previous_handlers:
             signal.signal(other, signal.SIG_IGN)
         if signal.SIGINT in self._previous_handlers:

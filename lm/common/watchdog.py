@@ -29,7 +29,7 @@ class Watchdog:
     def __init__(self, limit_s: float, folder: Path, rank: int = 0):
         self.limit_s, self.folder, self.rank = limit_s, Path(folder), rank
         self.tick_s = min(1.0, limit_s / 20)
-        self._is_alive = False  # `alive` was called since the last tick
+        self._is_alive = False  # whether `alive` was called since the last tick
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
@@ -59,7 +59,7 @@ class Watchdog:
             f"error: rank {self.rank} has stood still for {self.limit_s:g} s (engine.timeout_s):"
             f" the stacks of its threads are in {self.folder}"
         )
-        # If the disk is the cause of the hang, writing the stacks hangs too.
+        # If the disk is the cause of the hang, writing the stacks hangs too: exit after 60 s.
         threading.Timer(60, os._exit, (HANG,)).start()
         try:
             print(text, file=sys.stderr, flush=True)
@@ -68,7 +68,7 @@ class Watchdog:
                 file.write(text + "\n")
                 file.flush()
                 faulthandler.dump_traceback(file, all_threads=True)
-            # A launcher kills all ranks when the first has ended: leave the others time to write.
+            # A launcher kills all ranks when the first has ended: give the others time to write.
             time.sleep(5 * self.tick_s)
         finally:
             os._exit(HANG)

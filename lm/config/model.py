@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from lm.config.plugin import check_name
 from lm.config.resuming import FREE
-from lm.model.fields import ARCHITECTURE, FIXED_POINT, MIXERS, SOLVER, Field, Number
+from lm.model.fields import ARCHITECTURE, FIXED_POINT_KINDS, MIXERS, SOLVER, Field, Number
 
 
 class Section(BaseModel):
@@ -121,7 +121,7 @@ class Model(create_section(ARCHITECTURE, _Named, "Architecture")):  # type: igno
     @property
     def has_fixed_point(self) -> bool:
         """Whether some layer is a fixed-point layer."""
-        is_in_pattern = any(kind in str(self.layers) for kind in FIXED_POINT)
+        is_in_pattern = any(kind in str(self.layers) for kind in FIXED_POINT_KINDS)
         return self.name == "fprnn" and (self.layers is None or is_in_pattern)
 
 

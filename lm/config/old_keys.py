@@ -8,7 +8,7 @@ from typing import Any
 
 from lm.common.console import say
 from lm.common.errors import ConfigError
-from lm.model.fields import KINDS, LAYER_OPTIONS, RENAMED_FIELDS, rename_options
+from lm.model.fields import FIELDS_BY_KIND, LAYER_OPTIONS, RENAMED_FIELDS, rename_options
 
 # Old key → present key, of language models and of synthetic runs. The keys of a section that is
 # renamed come before the section. `*` stands for any name in a mapping.
@@ -207,7 +207,7 @@ def _move_to_layers(model: dict) -> None:
     options = {
         name: model[name]
         for name, field in LAYER_OPTIONS.items()
-        if name in KINDS.get(kind, ()) and model.get(name, field.default) != field.default
+        if name in FIELDS_BY_KIND.get(kind, ()) and model.get(name, field.default) != field.default
     }
     if options and model.get("layers") is None and model.get("name", "fprnn") == "fprnn":
         model["layers"] = [{kind: options}]

@@ -1,9 +1,9 @@
 """Compiled backends of slow operations, and the selection of a backend.
 
 A backend is imported only if it may be used, and its results are compared with plain PyTorch before
-its first use. The environment variable `FPRNN_KERNELS` selects one: `auto` (the default), `plain`
-(plain PyTorch only), or a backend of MODULES, which is then preferred on its device; it is an error
-if that backend cannot run.
+its first use. The environment variable `FPRNN_KERNELS` is `auto` (the default), `plain` (only plain
+PyTorch), or a backend of MODULES, which is then preferred on its device. It is an error if that
+backend cannot run.
 """
 
 import functools
@@ -19,9 +19,9 @@ import torch
 
 from lm.common.errors import UserError
 
-# lm/model/scan.py compares this value before it uses the package. The name is needed because
-# another package may be called `lm`. The number is the version of `find`, `compute` and the
-# arguments of the kernels: an exported model has a copy of scan.py, which may be older or newer.
+# lm/model/scan.py compares this value before it uses the package. The text rules out another
+# package that is called `lm`. The number is the version of `find`, `compute` and the arguments of
+# the kernels: an exported model has a copy of scan.py, which may be older or newer.
 INTERFACE = ("fprnn-kernels", 5)
 
 # Backend → operation → module. The first backend is preferred. If a backend lacks an operation,
@@ -44,11 +44,11 @@ MODULES = {
         "short_conv": "mamba_ssm.conv",
     },
 }
-Result = TypeVar("Result")
-# Whole recurrence of a Mamba layer (bias and softplus of Δ, scan, skip, gate) → scan within it.
+# Whole recurrence of a Mamba layer (bias and softplus of Δ, scan, skip, gate) → the scan in it.
 FUSED = {"mamba_scan": "selective_scan", "mamba2_scan": "ssd_scan"}
 OPERATIONS = ("selective_scan", "ssd_scan", *FUSED, "short_conv", "cell", "roots")
 BACKENDS_WITHOUT_FP64 = ("triton", "mamba_ssm")
+Result = TypeVar("Result")
 
 
 class BackendError(UserError, ValueError):
@@ -80,7 +80,7 @@ def run_in_clean_threads(*computations: Callable[[], Result]) -> list[Result]:
 
     with ThreadPoolExecutor(len(computations), "fprnn-kernels") as pool:
         futures = [pool.submit(run, compute) for compute in computations]
-    return [future.result() for future in futures]
+    return [future.result() for future in futures]  # the pool has waited for all
 
 
 def requested_backend() -> str:
@@ -114,7 +114,7 @@ def _import(backend, operation):
 
 
 @functools.cache
-def _load(backend, operation):
+def _load_checked(backend, operation):
     """Import the module of a backend for an operation, and run its self-check.
 
     Returns:
@@ -123,15 +123,16 @@ def _load(backend, operation):
     module, reason = _import(backend, operation)
     if module is None:
         return None, reason
-    works, reason = module.usable()
-    # A training run prints its backends at startup; the kernels bundled with an export do not.
-    if not works and not __name__.startswith("lm."):
-        _warn_once_about_failure(reason)
-    return (module, "") if works else (None, reason)
+    is_usable, reason = module.usable()
+    # A training run prints its backends at startup. An export prints nothing, so it warns.
+    is_bundled = not __name__.startswith("lm.")
+    if not is_usable and is_bundled:
+        _warn_of_failed_check(reason)
+    return (module, "") if is_usable else (None, reason)
 
 
 @functools.cache
-def _warn_once_about_failure(reason):
+def _warn_of_failed_check(reason):
     warnings.warn(
         f"fprnn's kernels are not used, and the model is computed in plain PyTorch: {reason}",
         RuntimeWarning,
@@ -139,75 +140,78 @@ def _warn_once_about_failure(reason):
     )
 
 
-def _backends(operation, device_type, name):
+def _list_backends(operation, device_type, requested):
     """List the backends that have an operation for a type of device, the preferred one first.
 
     Args:
         operation: One of OPERATIONS.
         device_type: "cpu" or "cuda".
-        name: Value of FPRNN_KERNELS. If this backend has the scan of a fused operation, no other
-            backend's fused form is used.
+        requested: Value of FPRNN_KERNELS.
     """
-    operations_of_named = MODULES.get(name, {})
-    if operation not in operations_of_named and FUSED.get(operation) in operations_of_named:
+    if requested == "plain":
         return []
-    candidates = [
-        backend
-        for backend, modules in MODULES.items()
-        if operation in modules
-        and name != "plain"
-        and _get_device_type(backend) == device_type
-        # Interpreted Triton is for tests: it is used only if FPRNN_KERNELS names it.
-        and (backend == name or (device_type == "cpu") == (backend == "cpu"))
-    ]
-    return sorted(candidates, key=lambda backend: backend != name)
+    # If the requested backend has the scan of a fused operation, it is used instead of the fused
+    # operation of another backend.
+    requested_operations = MODULES.get(requested, {})
+    if operation not in requested_operations and FUSED.get(operation) in requested_operations:
+        return []
+    backends = []
+    for backend, modules in MODULES.items():
+        # Interpreted Triton runs on a CPU. It is for tests, so it is used only on request.
+        is_interpreted = device_type == "cpu" and backend != "cpu"
+        has_operation = operation in modules and _get_device_type(backend) == device_type
+        if has_operation and (backend == requested or not is_interpreted):
+            backends.append(backend)
+    return sorted(backends, key=lambda backend: backend != requested)
 
 
 def _load_on_gpu(device_type, operations):
-    """Fill the cache of `_load` for all modules of GPU backends, in parallel.
+    """Fill the cache of `_load_checked` for all modules of GPU backends, in parallel.
 
     A self-check compiles its kernels, and Triton's compiler releases the GIL for about 9 of 11 s.
-    Modules are imported one after the other, because packages may have circular imports. The first
-    module is also checked before the others, because its check initializes CUDA and Triton. A
-    module with several operations is checked in one thread, because Triton's autotuner is not
-    thread-safe.
+    Modules are imported one after the other, because packages may have circular imports.
     """
-    name = requested_backend()
-    loads: dict[str, tuple[str, str]] = {}  # module → arguments of `_load`
+    requested = requested_backend()
+    # Module → arguments of `_load_checked`. A module with several operations is checked in one
+    # thread, because Triton's autotuner is not thread-safe.
+    loads: dict[str, tuple[str, str]] = {}
     for operation in operations:
-        for backend in _backends(operation, device_type, name):
+        for backend in _list_backends(operation, device_type, requested):
             if _get_device_type(backend) == "cuda" and _import(backend, operation)[0] is not None:
                 loads.setdefault(MODULES[backend][operation], (backend, operation))
-    pairs = list(loads.values())
-    for pair in pairs[:1]:
-        _load(*pair)
-    if len(pairs) > 1:
-        run_in_clean_threads(*(functools.partial(_load, *pair) for pair in pairs[1:]))
+    if not loads:
+        return
+    # The first check initializes CUDA and Triton, so the others start after it.
+    first, *others = loads.values()
+    _load_checked(*first)
+    if others:
+        run_in_clean_threads(*(functools.partial(_load_checked, *pair) for pair in others))
 
 
 @functools.cache
-def _candidates(operation, device_type, name):
-    """List the working backends of an operation as (backend, module), the preferred one first.
+def _find_working(operation, device_type, requested):
+    """Return the working backends of an operation: backend → module, the preferred one first.
 
     Raises:
         BackendError: If the backend named by FPRNN_KERNELS cannot run.
     """
-    if operation in MODULES.get(name, ()):
-        module, reason = _load(name, operation)
+    if operation in MODULES.get(requested, ()):
+        module, reason = _load_checked(requested, operation)
         if module is None:
             raise BackendError(
-                f"FPRNN_KERNELS is `{name}`, which cannot compute {operation} here: {reason}"
+                f"FPRNN_KERNELS is `{requested}`, which cannot compute {operation} here: {reason}"
             )
-    loaded = [(b, _load(b, operation)[0]) for b in _backends(operation, device_type, name)]
-    return [(backend, module) for backend, module in loaded if module is not None]
+    backends = _list_backends(operation, device_type, requested)
+    modules = {backend: _load_checked(backend, operation)[0] for backend in backends}
+    return {backend: module for backend, module in modules.items() if module is not None}
 
 
 @functools.cache
-def _find(operation, device_type, dtype, name):
+def _find_modules(operation, device_type, dtype, requested):
     """Return the modules that can compute an operation, the preferred one first."""
     return tuple(
         module
-        for backend, module in _candidates(operation, device_type, name)
+        for backend, module in _find_working(operation, device_type, requested).items()
         if not (dtype == torch.float64 and backend in BACKENDS_WITHOUT_FP64)
     )
 
@@ -222,7 +226,7 @@ def find(operation: str, like: torch.Tensor) -> ModuleType | None:
     Raises:
         BackendError: If FPRNN_KERNELS names a backend that is unknown or cannot run.
     """
-    modules = _find(operation, like.device.type, like.dtype, requested_backend())
+    modules = _find_modules(operation, like.device.type, like.dtype, requested_backend())
     return modules[0] if modules else None
 
 
@@ -244,18 +248,18 @@ def compute(operation: str, function: str, like: torch.Tensor, *args: Any) -> An
         BackendError: If FPRNN_KERNELS names a backend that is unknown or cannot run.
     """
     reasons = []
-    for module in _find(operation, like.device.type, like.dtype, requested_backend()):
+    for module in _find_modules(operation, like.device.type, like.dtype, requested_backend()):
         try:
             return getattr(module, function)(*args)
         except Unsupported as unsupported:
             reasons.append(str(unsupported))
     if reasons:
-        _warn(function, "; ".join(reasons))
+        _warn_of_fallback(function, "; ".join(reasons))
     return None
 
 
 @functools.cache
-def _warn(function, reasons):
+def _warn_of_fallback(function, reasons):
     warnings.warn(
         f"{function} is computed in plain PyTorch, which is slower: {reasons}",
         RuntimeWarning,
@@ -276,10 +280,9 @@ def choose_backends(
         BackendError: If FPRNN_KERNELS names a backend that cannot run here.
     """
     _load_on_gpu(device_type, operations)
+    requested = requested_backend()
     return {
-        operation: tuple(
-            backend for backend, _ in _candidates(operation, device_type, requested_backend())
-        )
+        operation: tuple(_find_working(operation, device_type, requested))
         for operation in operations
     }
 
@@ -294,33 +297,35 @@ def describe_backends(device_type: str = "cpu", operations: Sequence[str] = OPER
     Raises:
         BackendError: If FPRNN_KERNELS names a backend that can compute none of the operations.
     """
-    name = requested_backend()
-    parts: list[str] = []
-    failures: dict[str, dict[str, list[str]]] = {}  # backend → reason → operations
-    if name == "plain":
+    requested = requested_backend()
+    if requested == "plain":
         return "plain PyTorch (FPRNN_KERNELS is plain)"
     _load_on_gpu(device_type, operations)
+    choices: list[str] = []  # such as "cell triton"
+    failures: dict[str, dict[str, list[str]]] = {}  # backend → reason → operations
     for operation in operations:
-        candidates = _backends(operation, device_type, name)
-        is_named = operation in MODULES.get(name, ())
-        checked = dict.fromkeys([*candidates, name] if is_named else candidates)
-        reasons = {backend: _load(backend, operation)[1] for backend in checked}
-        working = [backend for backend in candidates if not reasons[backend]]
-        parts += [f"{operation} {' or '.join(working)}"] if working else []
+        backends = _list_backends(operation, device_type, requested)
+        checked = backends
+        if operation in MODULES.get(requested, ()) and requested not in backends:
+            checked = [*backends, requested]  # for another device: print the reason
+        reasons = {backend: _load_checked(backend, operation)[1] for backend in checked}
+        working = [backend for backend in backends if not reasons[backend]]
+        if working:
+            choices.append(f"{operation} {' or '.join(working)}")
         for backend, reason in reasons.items():
             if reason:
                 failures.setdefault(backend, {}).setdefault(reason, []).append(operation)
     notes = []
-    for backend, operations_by_reason in failures.items():
+    for backend, failed_by_reason in failures.items():
         count = len(set(MODULES[backend]) & set(operations))
-        failed_count = sum(map(len, operations_by_reason.values()))
-        is_one_reason_for_all = len(operations_by_reason) == 1 and failed_count == count
-        for reason, failed in operations_by_reason.items():
+        failed_count = sum(map(len, failed_by_reason.values()))
+        is_one_reason_for_all = len(failed_by_reason) == 1 and failed_count == count
+        for reason, failed in failed_by_reason.items():
             suffix = "" if is_one_reason_for_all else f" for {' and '.join(failed)}"
             notes.append(f"{backend}{suffix}: {reason}")
-        if backend == name and failed_count == count:
+        if backend == requested and failed_count == count:
             raise BackendError(
                 f"FPRNN_KERNELS names a backend that cannot be used: {'; '.join(notes)}"
             )
-    text = ", ".join(parts) or "plain PyTorch"
+    text = ", ".join(choices) or "plain PyTorch"
     return f"{text} ({'; '.join(notes)})" if notes else text

@@ -1,19 +1,21 @@
 """Arguments of the `cell` kernels, which solve a whole layer exactly, token by token.
 
-The backends (cpu/cpu_cell.py, triton/triton_cell.py) share these structures and their checks. The
-equations that they solve, for token t, given y_{t−1} and h_{t−1} (docs/model.md derives them):
+The backends (cpu/cpu_cell.py, triton/triton_cell.py) share these structures and their checks. For
+token t, given y_{t−1} and the state h_{t−1}, they solve (docs/model.md derives the equations):
 
-    row = raw_t + [W_y y_{t−1}, 0]                  u_i = nrm(act(·)), a, B, C: parts of the row
-          (with centroids: W_y Σ_i α_i c_i, α = softmax(keys (y_{t−1} + noise) + key_bias))
-    M v = Σ_i u_i (T U v)_i                         T from a: householder or dplr
-    v(s) = g ⊙ (exp(dt A) h_{t−1} C + γ ⊙ x̃(s))     x̃(s) = x + Σ_i u_i (T (s − U x))_i
-    s = U norm(v(s)): r equations; y_t = norm(v(s))  γ = dt (B·C) + D
-    h_t = exp(dt A) h_{t−1} + (dt ⊙ x̃) Bᵀ           with the solution s
+    row = raw_t + [W_y y_{t−1}, 0]                  its parts: vectors, gates, B and C (see Layout)
+          (with centroids c_i: W_y Σ_i α_i c_i, α = softmax(keys (y_{t−1} + noise) + key_bias))
+    u_i = nrm(act(vector_i)), the rows of U         nrm(v) = v / max(‖v‖, eps)
+    a = scale · σ(gates)                            T (r,r) from a: householder or dplr
+    (I − Q) v = Uᵀ T U v                            x̃(s) = x + Uᵀ T (s − U x) = Q x + (I − Q) y
+    v(s) = g ⊙ (exp(dt A) h_{t−1} C + γ ⊙ x̃(s))     γ = dt (B·C) + D
+    s = U norm(v(s))                                r equations for the unknown s = U y_t
+    y_t = norm(v(s));  h_t = exp(dt A) h_{t−1} + (dt ⊙ x̃(s)) Bᵀ
 
-The gradient is backpropagation through that recurrence, with the implicit function theorem for s.
+The gradient is backpropagation through this recurrence, with the implicit function theorem for s.
 
 Shape suffixes: b batch, l length, d channels, n states, r reflections, K columns of raw, k columns
-of raw that depend on y_{t−1} (the first ones).
+to which W_y y_{t−1} is added (the first ones).
 """
 
 import functools
@@ -33,8 +35,8 @@ ACTS = ("silu", "relu", "identity")
 class Layout(NamedTuple):
     """First column of each part within a row of raw."""
 
-    vectors: int  # r·d columns: the vectors before act and nrm, the i-th at vectors + i·d
-    gates: int  # r columns, before the sigmoid
+    vectors: int  # r·d columns: vector_i is at vectors + i·d
+    gates: int  # r columns
     B: int = 0  # groups·n columns
     C: int = 0  # groups·n columns
 
@@ -43,16 +45,16 @@ class Options(NamedTuple):
     """Settings of a layer that select its equations."""
 
     rank: int  # r, the number of reflections
-    scale: float  # of the gates: 2 for eigenvalues in [−1, 1], 1 for [0, 1]
+    scale: float  # 2 for eigenvalues of Q in [−1, 1], 1 for [0, 1]
     act: str  # activation of the vectors, one of ACTS
     sequential: bool  # True: householder; False: dplr
-    eps: float  # smallest length by which a vector is divided
-    contractive: float | None  # κ: T is scaled by κ / max(κ, Σ a)
-    bc_norm: bool  # normalize B and C
-    groups: int  # of B and C
+    eps: float  # eps of nrm
+    contractive: float | None  # bound κ of ‖I − Q‖: T is multiplied by κ / max(κ, Σ a)
+    bc_norm: bool  # True: B and C are normalized by nrm
+    groups: int  # number of groups of B and C
     norm: str  # one of NORMS
     norm_eps: float
-    states: int = 0  # n of FP-Mamba-2; 0: B and C reach to the next part of the row
+    states: int = 0  # n of FP-Mamba-2; 0: B and C end where the next part of the row begins
 
 
 class Readout(NamedTuple):
@@ -67,8 +69,8 @@ class Readout(NamedTuple):
 class CellArguments(NamedTuple):
     """Arguments of `cell`, which solves an FP-Mamba-1 or FP-Mamba-2 layer.
 
-    Only y is differentiable, once, by raw, weight_y, x, dt, A, gate, D, norm_weight, norm_bias and
-    the readout.
+    Of its results only y has a gradient, of first order, with respect to raw, weight_y, x, dt, A,
+    gate, D, norm_weight, norm_bias and the readout.
 
     Attributes:
         layout: Columns of raw.
@@ -86,9 +88,10 @@ class CellArguments(NamedTuple):
         y0: y before the first token, (b,d); zero if None.
         h0: State before the first token, FP-Mamba-1: (b,d,n); FP-Mamba-2: (b,heads,d/heads,n);
             zero if None.
-        adjoint: Output (b,), or None. The backward pass writes max_t ‖λ_t‖ / max_t ‖∂y_t‖ into it;
-            λ_t is ∂y_t plus the gradient that W_y carries back to y_t.
-        readout: Centroids, or None: y_{t−1} is read directly.
+        adjoint: Tensor (b,) into which the backward pass writes max_t ‖λ_t‖ / max_t ‖∂y_t‖; or
+            None. ∂y_t is the gradient of the output y_t; λ_t also has the gradient that the next
+            token gives to y_t through W_y.
+        readout: Centroids; None if y_{t−1} is read directly.
     """
 
     layout: Layout
@@ -121,8 +124,8 @@ class RnnArguments(NamedTuple):
     of B, C and the norm are ignored.
 
     Attributes:
-        decay: (b,l,d).
-        fresh: (b,l,d).
+        decay: Factor on the state, (b,l,d).
+        fresh: Factor on the mixed input x̃, (b,l,d).
         h0: State before the first token, (b,d); zero if None.
     """
 
@@ -198,23 +201,24 @@ class Sizes(NamedTuple):
 @functools.lru_cache(1024)
 def expected_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """Return the shape of every tensor among the fields of CellArguments, in their order."""
-    b, d, tokens = sizes.b, sizes.d, (sizes.b, sizes.length, sizes.d)
-    steps = (b, sizes.length, sizes.heads) if sizes.kind == "mamba2" else tokens
-    rates = {"mamba1": (d, sizes.n), "mamba2": (sizes.heads,), "rnn": tokens}
-    states = {"mamba1": (b, d, sizes.n), "mamba2": (b, sizes.heads, d // sizes.heads, sizes.n)}
+    b, d, n, heads = sizes.b, sizes.d, sizes.n, sizes.heads
+    tokens = (b, sizes.length, d)
+    dt = {"mamba1": tokens, "mamba2": (b, sizes.length, heads), "rnn": tokens}
+    A = {"mamba1": (d, n), "mamba2": (heads,), "rnn": tokens}
+    h0 = {"mamba1": (b, d, n), "mamba2": (b, heads, d // heads, n), "rnn": (b, d)}
     return {
         "raw": (b, sizes.length, sizes.columns),
         "weight_y": (sizes.y_columns, d),
         "x": tokens,
-        "dt": steps,
-        "A": rates[sizes.kind],
+        "dt": dt[sizes.kind],
+        "A": A[sizes.kind],
         "keep": (b, sizes.length),
         "gate": tokens,
         "D": (d,),
         "norm_weight": (d,),
         "norm_bias": (d,),
         "y0": (b, d),
-        "h0": states.get(sizes.kind, (b, d)),
+        "h0": h0[sizes.kind],
     }
 
 
@@ -248,11 +252,12 @@ def _check_layout(layout, options, kind, d, n, heads, columns, y_columns):
         )
     if heads < 1 or groups < 1 or d % heads or heads % groups:
         raise ValueError(f"{d} channels, {heads} heads and {groups} groups do not divide evenly")
-    parts = [(layout.vectors, r * d), (layout.gates, r)]
-    parts += [] if kind == "rnn" else [(layout.B, groups * n), (layout.C, groups * n)]
+    parts = [(layout.vectors, r * d), (layout.gates, r)]  # first column, width
+    if kind != "rnn":
+        parts += [(layout.B, groups * n), (layout.C, groups * n)]
     ends = [0, *(start + width for start, width in sorted(parts))]
-    starts = [*(start for start, _ in sorted(parts)), columns]
-    if any(end > start for end, start in zip(ends, starts)) or y_columns > columns:
+    next_starts = [*(start for start, _ in sorted(parts)), columns]
+    if any(end > start for end, start in zip(ends, next_starts)) or y_columns > columns:
         raise ValueError(
             f"parts {sorted(parts)} (first column, width) overlap or exceed the {columns} columns"
             f" of raw, {y_columns} of which read y"
@@ -269,10 +274,13 @@ def fits_a_gpu(r: int, d: int) -> bool:
 
 
 def _count_states(arguments):
-    """Return n of FP-Mamba-2: B and C reach to the next part of the row, or to its end."""
+    """Return n of FP-Mamba-2; see `Options.states`."""
     layout, options = arguments.layout, arguments.options
     if options.states:
         return options.states
-    bounds = (*layout, arguments.raw.shape[-1])
-    widths = [min((b for b in bounds if b > start), default=start) - start for start in layout[2:]]
-    return min(widths) // options.groups
+    bounds = (*layout, arguments.raw.shape[-1])  # starts of the parts, and the end of the row
+
+    def width(start):
+        return min((bound for bound in bounds if bound > start), default=start) - start
+
+    return min(width(layout.B), width(layout.C)) // options.groups

@@ -14,19 +14,21 @@ from lm.kernels import run_in_clean_threads
 from lm.kernels.cell_arguments import CellArguments, Layout, Options
 
 FAILED = 1  # as in lm/model/solver.py
-PICARD_FAILS_SCALE = 30.0  # factor of an equation for which Picard's iteration does not converge
+# Factor on α and β of an equation, so that Picard's iteration does not converge.
+PICARD_FAILS_SCALE = 30.0
 
 
 def find_fault(self_check: Callable[[], float], device: str, kernels: str) -> str:
     """Run a self-check in a clean thread.
 
     Args:
-        self_check: Solves a small problem on torch's default device, and returns a `deviation`.
+        self_check: Function that solves a small problem on torch's default device and returns a
+            `deviation`.
         device: The default device to set.
-        kernels: Name of the kernels in the sentence.
+        kernels: Name of the kernels, the subject of the sentence.
 
     Returns:
-        A sentence with the fault of the kernels, or "" if they are right.
+        A sentence that describes the fault of the kernels, or "" if they are right.
     """
 
     def check():
@@ -43,12 +45,12 @@ def find_fault(self_check: Callable[[], float], device: str, kernels: str) -> st
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
-    """Return whether autograd needs a gradient of any of the tensors."""
+    """Return whether autograd needs the gradient of any of the tensors."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def deviation(ours: Sequence[Tensor], theirs: Sequence[Tensor], allowed: float) -> float:
-    """Return the largest difference between two lists of tensors, in units of the allowed one.
+    """Return the largest difference between two lists of tensors, divided by the allowed one.
 
     Args:
         ours: Tensors of the kernels.
@@ -76,14 +78,14 @@ def gradient_deviation(
         ours: Kernel, a function of the tensors that returns several tensors.
         theirs: Reference with the same arguments and results.
         tensors: Arguments of both.
-        loss: Function of the results; its gradients by the arguments are compared.
+        loss: Scalar function of the results. Its gradients by the tensors are compared.
         allowed: See `deviation`.
     """
 
     def with_gradients(function):
-        leaves = [t.detach().clone().requires_grad_() for t in tensors]
-        outputs = function(*leaves)
-        return *outputs, *torch.autograd.grad(loss(*outputs), leaves)
+        inputs = [t.detach().clone().requires_grad_() for t in tensors]
+        outputs = function(*inputs)
+        return *outputs, *torch.autograd.grad(loss(*outputs), inputs)
 
     return deviation(with_gradients(ours), with_gradients(theirs), allowed)
 
@@ -91,14 +93,18 @@ def gradient_deviation(
 def loop_over_time(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h0: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute Mamba-1's selective scan token by token, with the arguments of `selective_scan`."""
+    """Compute Mamba-1's selective scan token by token, with the arguments of `selective_scan`.
+
+    Returns:
+        The outputs (b,l,d) and the final state (b,d,n).
+    """
     h = x.new_zeros(len(x), *A.shape) if h0 is None else h0
-    ys = []
+    outputs = []
     for t in range(x.shape[1]):
-        u = (dt[:, t] * x[:, t]).unsqueeze(-1)
-        h = torch.exp(dt[:, t].unsqueeze(-1) * A) * h + u * B[:, t].unsqueeze(-2)
-        ys.append((h * C[:, t].unsqueeze(-2)).sum(-1))
-    return torch.stack(ys, 1), h
+        decay = torch.exp(dt[:, t].unsqueeze(-1) * A)
+        h = decay * h + (dt[:, t] * x[:, t]).unsqueeze(-1) * B[:, t].unsqueeze(-2)
+        outputs.append((h * C[:, t].unsqueeze(-2)).sum(-1))
+    return torch.stack(outputs, 1), h
 
 
 def scan_deviation(scan: Callable[..., Any], dtype: torch.dtype = torch.float32) -> float:
@@ -122,59 +128,70 @@ def cell_deviation(cell: Callable[..., Any], dtype: torch.dtype) -> float:
         dtype: Dtype of the tensors.
     """
     b, length, d, n = 2, 3, 19, 3
-    layout = Layout(0, d, d + 1, d + 1 + n)
-    options = Options(1, 1.0, "silu", True, 1e-6, None, True, 1, "layer", 1e-5)
+    layout = Layout(vectors=0, gates=d, B=d + 1, C=d + 1 + n)
+    options = Options(
+        rank=1,
+        scale=1.0,
+        act="silu",
+        sequential=True,
+        eps=1e-6,
+        contractive=None,
+        bc_norm=True,
+        groups=1,
+        norm="layer",
+        norm_eps=1e-5,
+    )
 
     def wave(*shape):
         return torch.linspace(-3, 40, math.prod(shape), dtype=dtype).sin().reshape(shape)
 
     columns = d + 1 + 2 * n
-    tensors = (
-        wave(b, length, columns),
-        wave(columns, d) / 9,
-        wave(b, length, d),
-        wave(b, length, d).abs() / 4,
-        -1 - wave(n, d).abs().t(),
-        wave(b, length, d) / 2 + 1,
-        wave(d) / 4,
-        wave(d) + 1,
-        wave(d) / 4,
-    )
+    tensors = {
+        "raw": wave(b, length, columns),
+        "weight_y": wave(columns, d) / 9,
+        "x": wave(b, length, d),
+        "dt": wave(b, length, d).abs() / 4,
+        "A": -1 - wave(n, d).abs().t(),
+        "gate": wave(b, length, d) / 2 + 1,
+        "D": wave(d) / 4,
+        "norm_weight": wave(d) + 1,
+        "norm_bias": wave(d) / 4,
+    }
 
-    def ours(raw, weight_y, x, dt, A, gate, D, norm_weight, norm_bias):
-        tensors = raw, weight_y, x, dt, A, None, gate, D, norm_weight, norm_bias, None, None
-        return cell(CellArguments(layout, options, *tensors))[:1]
+    def ours(*values):
+        fields = dict(zip(tensors, values), keep=None, y0=None, h0=None)
+        return cell(CellArguments(layout, options, **fields))[:1]  # y only
 
     def loss(y):
         return y.square().sum()
 
-    return gradient_deviation(ours, _iterate_tokens, tensors, loss, 1e-3)
+    return gradient_deviation(ours, _iterate_tokens, [*tensors.values()], loss, 1e-3)
 
 
 def _iterate_tokens(raw, weight_y, x, dt, A, gate, D, weight, bias):
     """Solve the problem of `cell_deviation` by iterating each token's equation."""
     (b, length, d), n = x.shape, A.shape[1]
-    y, h, ys = x.new_zeros(b, d), x.new_zeros(b, d, n), []
+    y, h, outputs = x.new_zeros(b, d), x.new_zeros(b, d, n), []
     normalize, layer_norm = torch.nn.functional.normalize, torch.nn.functional.layer_norm
     for t in range(length):
         vector, a, B, C = (raw[:, t] + y @ weight_y.t()).split([d, 1, n, n], -1)
         u = normalize(torch.nn.functional.silu(vector), dim=-1)
         B, C = normalize(B, dim=-1), normalize(C, dim=-1)
         h = torch.exp(dt[:, t].unsqueeze(-1) * A) * h
-        past = (h * C.unsqueeze(1)).sum(-1)
-        for _ in range(40):
+        history = (h * C.unsqueeze(1)).sum(-1)
+        gamma = dt[:, t] * (B * C).sum(-1, keepdim=True) + D
+        for _ in range(40):  # until it has converged
             moved = torch.sigmoid(a) * (u * (y - x[:, t])).sum(-1, keepdim=True)
             mixed = x[:, t] + moved * u
-            gamma = dt[:, t] * (B * C).sum(-1, keepdim=True) + D
-            y = layer_norm(gate[:, t] * (past + gamma * mixed), (d,), weight, bias, 1e-5)
+            y = layer_norm(gate[:, t] * (history + gamma * mixed), (d,), weight, bias, 1e-5)
         moved = torch.sigmoid(a) * (u * (y - x[:, t])).sum(-1, keepdim=True)
         h = h + (dt[:, t] * (x[:, t] + moved * u)).unsqueeze(-1) * B.unsqueeze(1)
-        ys.append(y)
-    return (torch.stack(ys, 1),)
+        outputs.append(y)
+    return (torch.stack(outputs, 1),)
 
 
 def roots_deviation(search: Callable[..., Any], dtype: torch.dtype) -> float:
-    """Return the largest relative |φ(s) − s| of the solutions s, in units of the allowed one.
+    """Return the largest relative |φ(s) − s| of the solutions s, divided by the allowed one.
 
     Args:
         search: Function with the arguments of `lm.kernels.cpu.roots.find_roots`.
@@ -185,13 +202,15 @@ def roots_deviation(search: Callable[..., Any], dtype: torch.dtype) -> float:
     """
     errors = []
     for r in (1, 3, 5):
-        steps = torch.arange(4 * r * r + 2, dtype=torch.float64)
-        alpha, delta, gamma1 = (steps[k : k + 4 * r].sin().view(4, r) for k in range(3))
-        beta = steps[: 4 * r * r].cos().view(4, r, r) / 4
+        # 1. Make four equations with r unknowns; for the last one, Picard's iteration fails.
+        angles = torch.arange(4 * r * r + 2, dtype=torch.float64)
+        alpha, delta, gamma1 = (angles[k : k + 4 * r].sin().view(4, r) for k in range(3))
+        beta = angles[: 4 * r * r].cos().view(4, r, r) / 4
         gamma2 = beta @ beta.mT + torch.eye(r, dtype=torch.float64)
         gamma0 = gamma1.square().sum(-1) + 1
         alpha[3] *= PICARD_FAILS_SCALE
         beta[3] *= PICARD_FAILS_SCALE
+        # 2. Solve them, and evaluate φ(s) in fp64.
         s, outcome = search(
             *(t.to(dtype) for t in (alpha, beta, delta, gamma0, gamma1, gamma2)), 1e-5
         )

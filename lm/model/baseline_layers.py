@@ -25,7 +25,7 @@ from .state import Sequences, last_valid_tokens
 
 
 class NoState(NamedTuple):
-    """Empty state of a layer that reads one token at a time."""
+    """Empty state of a layer whose output depends only on the token itself."""
 
 
 class PlainLayer(nn.Module):
@@ -41,7 +41,7 @@ class PlainLayer(nn.Module):
         self.config = config
 
     def state_shapes(self) -> list[tuple[int, ...]]:
-        """Return the shapes of the state's tensors without b; −1 is any number."""
+        """Return the shapes of the state's tensors without b; −1 stands for any number."""
         return []
 
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, Any]:
@@ -96,7 +96,7 @@ class GatedMLP(PlainLayer):
 
 
 ROPE_BASE = 10_000.0
-NO_POSITION = -1  # position of a key that no query may read: padding or a finished document
+NO_POSITION = -1  # position of a key that no query may read (padding, or an earlier document)
 
 
 class AttentionState(NamedTuple):
@@ -125,17 +125,17 @@ class Attention(PlainLayer):
         return [(-1, *head), (-1, *head), (-1,), ()]
 
     def run(self, u: torch.Tensor, seqs: Any) -> tuple[torch.Tensor, AttentionState | None]:
-        # 1. Queries, keys, values (b,l,h,e), and the position of each token (b,l) in its row.
+        # 1. Compute queries, keys, values (b,l,h,e), and each token's position in its row (b,l).
         q, k, v = (
             proj(u).unflatten(-1, (self.heads, -1))
             for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         before = seqs.state
-        first = None if before is None else before.next_position
         positions = torch.arange(u.shape[1], device=u.device).expand(len(u), -1)
-        positions = positions if first is None else positions + first.unsqueeze(1)
+        if before is not None:
+            positions = positions + before.next_position.unsqueeze(1)
         q, k = rotate(q, positions), rotate(k, positions)
-        # 2. Prepend the keys and values of the state. It holds no finished document.
+        # 2. Prepend the keys and values of the state, all of which are of the first document.
         keys, values, key_positions = k, v, mask_key_positions(positions, seqs)
         if before is not None:
             keys = torch.cat([before.keys.to(k.dtype), k], 1)
@@ -143,7 +143,7 @@ class Attention(PlainLayer):
             key_positions = torch.cat([before.positions, key_positions], 1)
         # 3. Attend.
         is_plain = before is None and seqs.mask is None and seqs.starts is None
-        visible = None if is_plain else self._visible_keys(positions, key_positions, seqs)
+        visible = None if is_plain else self._find_visible_keys(positions, key_positions, seqs)
         o = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             keys.transpose(1, 2),
@@ -156,7 +156,7 @@ class Attention(PlainLayer):
             end = self._end(keys, values, key_positions, positions, seqs)
         return self.out_proj(o.transpose(1, 2).flatten(-2)), end
 
-    def _visible_keys(self, positions, key_positions, seqs):
+    def _find_visible_keys(self, positions, key_positions, seqs):
         """Return which keys each query reads, (b,l,t) bool.
 
         A query at padding reads itself, so that no softmax is empty. positions: (b,l) of the
@@ -187,16 +187,16 @@ class Attention(PlainLayer):
             document = F.pad(seqs.starts.cumsum(1), (state_length, 0))
             is_finished = document != document[:, -1:]
             key_positions = key_positions.masked_fill(is_finished, NO_POSITION)
-        drop = 0
+        first = 0
         if seqs.starts is not None:
             # Drop the oldest keys that no row needs any more. `int` waits for the device.
-            needed_keys = (key_positions != NO_POSITION).any(0).cumsum(0)
-            drop = int((needed_keys == 0).sum())
-        keys, values = (t[:, drop:].detach().clone() for t in (keys, values))
-        return AttentionState(keys, values, key_positions[:, drop:].clone(), next_position)
+            needed_count = (key_positions != NO_POSITION).any(0).cumsum(0)
+            first = int((needed_count == 0).sum())
+        keys, values = (t[:, first:].detach().clone() for t in (keys, values))
+        return AttentionState(keys, values, key_positions[:, first:].clone(), next_position)
 
     def flops_per_token(self, length: int) -> int:
-        """Return the FLOPs per token: a query reads half of the sequence on average."""
+        """Return the FLOPs per token; on average a query reads half of the sequence."""
         d = self.config.d_model
         return 8 * d**2 + 2 * d * length
 
@@ -258,20 +258,20 @@ class LSTM(PlainLayer):
         outputs = []
         for begin, end in itertools.pairwise(bounds):
             if seqs.starts is not None:
-                continues = ~seqs.starts[:, begin, None]
-                h, c = h * continues, c * continues
-            lengths = None  # padding is on the right, so it only affects the final state
+                is_continued = ~seqs.starts[:, begin, None]
+                h, c = h * is_continued, c * is_continued
+            lengths = None  # padding is on the right, so it affects only the final state
             if seqs.mask is not None and seqs.return_state:
                 lengths = seqs.mask[:, begin:end].sum(1)
-            output, h, c = self._piece(u[:, begin:end], h, c, lengths)
+            output, h, c = self._run_piece(u[:, begin:end], h, c, lengths)
             outputs.append(output)
         state = LSTMState(h.detach().clone(), c.detach().clone()) if seqs.return_state else None
         return torch.cat(outputs, 1), state
 
-    def _piece(self, u, h, c, lengths):
+    def _run_piece(self, u, h, c, lengths):
         """Return the outputs (b,l,d), and h and c (b,d) after the first `lengths` tokens.
 
-        h, c: The state before, (b,d). lengths: Tokens per row, (b,); None is all.
+        h, c: The state before the piece, (b,d). lengths: Tokens per row, (b,), or None for all.
         """
         start = h.unsqueeze(0), c.unsqueeze(0)
         if lengths is None:
@@ -291,7 +291,7 @@ class LSTM(PlainLayer):
         return 16 * self.config.d_model**2
 
 
-LOG_ZERO = -1e30  # the initial m, log of an empty sum; finite, so that differences are not NaN
+LOG_ZERO = -1e30  # the initial m, the log of zero; finite, so that differences are not NaN
 
 
 class SLSTMState(NamedTuple):
@@ -309,7 +309,7 @@ class SLSTM(PlainLayer):
         c_t = f c_{t−1} + i tanh(z̃);    n_t = f n_{t−1} + i;    y_t = σ(õ) c_t / n_t,
 
     and the output is out_proj(GroupNorm(y_t)). All W and R have one block per head. The forget gate
-    is a sigmoid, one of the paper's two variants. m only keeps the exponentials finite.
+    is a sigmoid, one of the paper's two variants. m keeps the exponentials finite and cancels in y.
     """
 
     def __init__(self, config: Any) -> None:
@@ -341,33 +341,30 @@ class SLSTM(PlainLayer):
             inputs = torch.einsum("gblhe,ghoe->lghbo", gate_inputs.to(wide), weight)
             inputs = inputs + self.gate_bias.to(wide)[:, :, None]
             # 2. Run token by token. y, c, n, m: (h,b,e)
+            empty = _split_cell(_empty_cell(u, wide), h)
             cell = seqs.get_state("cell")
-            if cell is None:
-                cell = _empty_cell(u, wide)
-            state = [t.unflatten(-1, (h, -1)).transpose(0, 1) for t in cell.to(wide).unbind(1)]
-            empty = [
-                t.unflatten(-1, (h, -1)).transpose(0, 1) for t in _empty_cell(u, wide).unbind(1)
-            ]
+            state = empty if cell is None else _split_cell(cell.to(wide), h)
             outputs = []
             for t in range(u.shape[1]):
                 if seqs.starts is not None:
                     is_start = seqs.starts[:, t, None]
-                    state = [torch.where(is_start, new, old) for new, old in zip(empty, state)]
-                new = _slstm_step(inputs[t], recurrent, *state)
+                    state = [torch.where(is_start, zero, old) for zero, old in zip(empty, state)]
+                new_state = _slstm_step(inputs[t], recurrent, *state)
                 if seqs.mask is not None:
                     is_token = seqs.mask[:, t, None]
-                    new = [torch.where(is_token, a, b) for a, b in zip(new, state)]
-                state = list(new)
+                    new_state = [
+                        torch.where(is_token, new, old) for new, old in zip(new_state, state)
+                    ]
+                state = new_state
                 outputs.append(state[0])
             y = torch.stack(outputs).permute(2, 0, 1, 3).flatten(-2)  # (b,l,d)
             # 3. Normalise each head.
             y = self.group_norm(y)
         end = None
         if seqs.return_state:
-            rows = torch.stack([t.detach().transpose(0, 1).flatten(1) for t in state], 1)
-            end = SLSTMState(
-                rows.clone(), (last_valid_tokens(u, self.config.d_conv - 1, before, seqs),)
-            )
+            cell = torch.stack([t.detach().transpose(0, 1).flatten(1) for t in state], 1)
+            tail = last_valid_tokens(u, self.config.d_conv - 1, before, seqs)
+            end = SLSTMState(cell.clone(), (tail,))
         return self.out_proj(y.to(u.dtype)), end
 
     def flops_per_token(self, length: int) -> int:
@@ -382,13 +379,18 @@ def _empty_cell(u, dtype):
     return state
 
 
+def _split_cell(cell, heads):
+    """Return y, c, n, m (h,b,e) of a state (b,4,d)."""
+    return [t.unflatten(-1, (heads, -1)).transpose(0, 1) for t in cell.unbind(1)]
+
+
 def _slstm_step(inputs, recurrent, y, c, n, m):
     """Return y, c, n, m (h,b,e) after a token. inputs: (4,h,b,e). recurrent: (4,h,e,e)."""
     i, f, z, o = inputs + torch.einsum("hbe,ghoe->ghbo", y, recurrent)
-    log_f = F.logsigmoid(f) + m
-    new_m = torch.maximum(log_f, i)
+    log_decay = F.logsigmoid(f) + m
+    new_m = torch.maximum(log_decay, i)
     i = torch.exp(i - new_m)
-    f = torch.exp(log_f - new_m)
+    f = torch.exp(log_decay - new_m)
     c = f * c + i * torch.tanh(z)
     n = f * n + i
     return torch.sigmoid(o) * c / n, c, n, new_m

@@ -1,8 +1,8 @@
 """Kernels in an export, for machines on which fprnn is not installed.
 
-`fprnn export` writes the text of lm/kernels into FILES (lm/export/export_code.py); in this
-repository FILES is empty. At first use the files are written to the user's cache as a package of
-their own, in which g++ compiles the CPU kernels.
+In the export's copy of this file, FILES contains the text of lm/kernels (lm/export/export_code.py);
+in this repository FILES is empty. At first use, the files are written to a folder in the user's
+cache and imported as a package, in which g++ compiles the CPU kernels.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-SAID = "fprnn is not installed: the kernels that came with the model are used"
+NOTE = "fprnn is not installed: the kernels that came with the model are used"
 LOCK = threading.Lock()  # held during the first import
-FILES: dict[str, str] = {}  # path in the package → text
+FILES: dict[str, str] = {}  # path within lm/kernels → text
 
 
 def load_bundled_kernels() -> ModuleType | None:
@@ -32,13 +32,15 @@ def load_bundled_kernels() -> ModuleType | None:
     """
     if not FILES:
         return None
-    digest = hashlib.sha256("\0".join(f"{k}\0{v}" for k, v in sorted(FILES.items())).encode())
-    name = f"fprnn_kernels_{digest.hexdigest()[:16]}"  # two exports may have two versions
+    content = "\0".join(f"{file}\0{text}" for file, text in sorted(FILES.items()))
+    digest = hashlib.sha256(content.encode()).hexdigest()
+    name = f"fprnn_kernels_{digest[:16]}"  # two exports may have two versions
     with LOCK:
         return sys.modules.get(name) or _import_package(name)
 
 
 def _import_package(name):
+    """Write the package `name` to the cache and import it."""
     folder = _write_package(name)
     spec = importlib.util.spec_from_file_location(name, folder / "__init__.py")
     module = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
@@ -52,10 +54,10 @@ def _import_package(name):
 
 
 def _write_package(name):
-    """Write FILES into a folder of the user's cache, replace changed files, and return it."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    parent = Path(base) / "fprnn" / "kernels"
-    # The files import each other and two modules of lm.common, which are in the same folder.
+    """Write FILES into the folder `name` of the user's cache, and return the folder."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    parent = Path(cache) / "fprnn" / "kernels"
+    # The files import each other and two modules of lm.common, whose text is in FILES too.
     texts = {
         file: text.replace("lm.kernels", name).replace("lm.common.", f"{name}.")
         for file, text in FILES.items()
@@ -64,9 +66,9 @@ def _write_package(name):
     if all(_read(folder / file) == text for file, text in texts.items()):
         _refuse_if_open(folder)
         return folder
-    logger.warning(f"{SAID}, from {folder}; on a CPU the first use compiles them (up to a minute)")
+    logger.warning(f"{NOTE}, from {folder}; on a CPU the first use compiles them (up to a minute)")
     parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    # Other processes may write the same files, so each is written elsewhere and then moved.
+    # Other processes may write the same files, so each file is written elsewhere and then moved.
     folder.mkdir(exist_ok=True, mode=0o700)
     _refuse_if_open(folder)
     with tempfile.TemporaryDirectory(dir=parent) as temporary:
@@ -80,10 +82,10 @@ def _write_package(name):
 
 def _refuse_if_open(folder):
     """Raise OSError if other users may write into the folder: their code would run."""
-    for place in (folder, folder.parent):
-        stat = place.stat()
+    for checked in (folder, folder.parent):
+        stat = checked.stat()
         if hasattr(os, "getuid") and (stat.st_uid != os.getuid() or stat.st_mode & 0o022):
-            raise OSError(f"other users may write into {place}")
+            raise OSError(f"other users may write into {checked}")
 
 
 def _read(file):

@@ -1,9 +1,12 @@
 """Newton's root of a token's equation, and the proof that damped Picard from zero converges to it.
 
-With r = 1 the equation is s = φ(s) = (α + β s) / √D(s) + δ with D = γ₀ + 2γ₁s + γ₂s², and
-φ′ = (n₀ + n₁s) / D^(3/2), so φ has at most one extremum. docs/proofs.md ("Newton's root and
-its proof") has the proof. Everything is computed in fp64, because near a fold rounding decides
-which root Picard reaches.
+Picard iterates s ← s + stepsize · (φ(s) − s). With r = 1 the equation is
+
+    s = φ(s) = (α + β s) / √D(s) + δ,    D = γ₀ + 2γ₁s + γ₂s²,    φ′ = (n₀ + n₁s) / D^(3/2),
+
+so φ has at most one extremum. docs/proofs.md ("Newton's root and its proof") has the proof.
+Everything is computed in fp64, because near a fold, where two roots meet, rounding decides which
+root Picard reaches.
 
 With r = 2 the equation is s = φ(s) = (α + B s) / √D(s) + δ with D = γ₀ + 2 γ₁·s + sᵀ Γ₂ s. Given
 g = 1/√D it is linear, s(g) = (I − g B)⁻¹ (g α + δ), so its roots are the zeros of a function of g,
@@ -15,7 +18,7 @@ and of the polynomial P = g² N² − det² of degree 6. Picard cannot leave a h
 an eigenvector of Bᵀ. The roots in this half-plane have g below one over the eigenvalue.
 docs/proofs.md ("Two reflections") has the proof.
 
-Shape suffixes: n tokens; p pieces of the interval of g. With r = 1 every tensor is (n,).
+Shape suffixes: n tokens; p pieces of the interval of g (PIECES). With r = 1 every tensor is (n,).
 """
 
 from typing import Any, NamedTuple
@@ -23,8 +26,8 @@ from typing import Any, NamedTuple
 import torch
 
 MAX_DIRECT_STEPS = 12  # Newton steps from each of two starts
-# In machine epsilons of the terms of φ(s) − s: a residual below ROUNDING is rounding, and a search
-# that ends with a residual below SOLVED has found a solution.
+# Limits of the residual |φ(s) − s|, in machine epsilons of the size of its terms: below ROUNDING it
+# is rounding; a search that ends below SOLVED has found a solution.
 ROUNDING = 8
 SOLVED = 256
 # Largest factor by which the gradient of s is multiplied on its way back to the coefficients. The
@@ -33,7 +36,7 @@ MAX_GAIN = 20.0
 
 
 class ScalarEquation(NamedTuple):
-    """Coefficients of φ for n tokens with one reflection."""
+    """Coefficients of φ for n tokens with one reflection, (n,) each."""
 
     alpha: torch.Tensor
     beta: torch.Tensor
@@ -41,7 +44,7 @@ class ScalarEquation(NamedTuple):
     gamma0: torch.Tensor
     gamma1: torch.Tensor
     gamma2: torch.Tensor
-    floor: float  # lower bound of the square under the root
+    floor: float  # lower bound of D
 
     def square(self, s: torch.Tensor) -> torch.Tensor:
         """Return D(s)."""
@@ -54,12 +57,12 @@ class ScalarEquation(NamedTuple):
         ).sqrt() + self.delta
 
     def slope_signs(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return n₀ and n₁: n₀ + n₁ s has the sign of φ′(s)."""
+        """Return n₀ and n₁; n₀ + n₁ s has the sign of φ′(s)."""
         n0 = self.beta * self.gamma0 - self.alpha * self.gamma1
         return n0, self.beta * self.gamma1 - self.alpha * self.gamma2
 
     def mirror(self, side: torch.Tensor) -> "ScalarEquation":
-        """Return the equations of side · s, where side is 1 or −1 per token."""
+        """Return the equations whose unknown is side · s, where side is 1 or −1 per token."""
         alpha, beta, delta, gamma0, gamma1, gamma2, floor = self
         return ScalarEquation(
             side * alpha, beta, side * delta, gamma0, side * gamma1, gamma2, floor
@@ -74,8 +77,8 @@ def find_certified_roots(coefficients: Any) -> tuple[torch.Tensor, torch.Tensor]
         coefficients: The `cell.Coefficients` of n tokens with r = 1.
 
     Returns:
-        The roots (n,1) in the dtype of the coefficients, and whether (n,) damped Picard from zero
-        is proven to converge to each. Unproven roots are zero.
+        The roots (n,1) in the dtype of the coefficients, and whether (n,) it is proven that damped
+        Picard from zero converges to the root. Unproven roots are zero.
     """
     dtype = coefficients.alpha.dtype
     fields = [t.double().flatten() for t in coefficients[:-1]]
@@ -86,35 +89,38 @@ def find_certified_roots(coefficients: Any) -> tuple[torch.Tensor, torch.Tensor]
     # 1. Accept zero if it is a root to rounding.
     is_proven = torch.isfinite(at_zero) & (at_zero.abs() <= ROUNDING * eps * size)
     roots = zero
-    # 2. Run Newton from zero; then from φ's extremum on the root's side, or from its limit.
+    # 2. Run Newton from zero; then from φ's extremum if it lies between zero and φ's limit on the
+    #    root's side, otherwise from this limit.
     side = torch.where(at_zero < 0, -1.0, 1.0)
     n0, n1 = e.slope_signs()
-    turn, limit = -n0 / n1, e.delta + side * e.beta / e.gamma2.sqrt()
-    turns = (n0 > 0) & (turn * side > 0) & ~(turn * side >= limit.abs())
-    for start in (zero, torch.where(turns, turn, limit)):
-        unproven = ~is_proven
-        if not unproven.any():
+    extremum, limit = -n0 / n1, e.delta + side * e.beta / e.gamma2.sqrt()
+    is_between = (extremum * side > 0) & ~(extremum * side >= limit.abs())
+    second_start = torch.where((n0 > 0) & is_between, extremum, limit)
+    for start in (zero, second_start):
+        is_unproven = ~is_proven
+        if not is_unproven.any():
             break
-        candidates, is_root = _newton(e, start, unproven, eps)
-        is_new = unproven & is_root & is_picards_root(e, at_zero, candidates)
+        candidates, is_root = _newton(e, start, is_unproven, eps)
+        is_new = is_unproven & is_root & is_picards_root(e, at_zero, candidates)
         roots = torch.where(is_new, candidates, roots)
         is_proven = is_proven | is_new
     return roots.to(dtype).unsqueeze(1), is_proven
 
 
 def _evaluate(e, s):
-    """Return ψ = φ(s) − s, 1 − φ′, and the size of φ's terms, each (n,)."""
-    slant = e.gamma1 + e.gamma2 * s
-    inverse = (e.gamma0 + s * (e.gamma1 + slant)).clamp_min(e.floor).rsqrt()
-    linear = e.beta * s
-    numerator = e.alpha + linear
-    psi = numerator * inverse + e.delta - s
-    slope = e.beta * inverse - numerator * slant * inverse**3
-    return psi, 1 - slope, (e.alpha.abs() + linear.abs()) * inverse + e.delta.abs() + s.abs()
+    """Return ψ = φ(s) − s, 1 − φ′, and the size of ψ's terms, each (n,)."""
+    half_slope = e.gamma1 + e.gamma2 * s  # D′ / 2
+    inverse_root = (e.gamma0 + s * (e.gamma1 + half_slope)).clamp_min(e.floor).rsqrt()
+    beta_s = e.beta * s
+    numerator = e.alpha + beta_s
+    psi = numerator * inverse_root + e.delta - s
+    slope = e.beta * inverse_root - numerator * half_slope * inverse_root**3
+    size = (e.alpha.abs() + beta_s.abs()) * inverse_root + e.delta.abs() + s.abs()
+    return psi, 1 - slope, size
 
 
 def _newton(e, s, is_searched, eps):
-    """Run Newton from s; return its last points and whether each is a root, each (n,)."""
+    """Run Newton from s; return the last s, and whether it is a root, (n,) each."""
     is_active, is_root = is_searched, torch.zeros_like(is_searched)
     previous_residual = torch.full_like(s, torch.inf)
     for _ in range(MAX_DIRECT_STEPS):
@@ -125,7 +131,7 @@ def _newton(e, s, is_searched, eps):
         is_stuck = ~is_halved & (residual <= SOLVED * eps * size)
         is_done = is_active & ((residual <= ROUNDING * eps * size) | is_stuck)
         is_root = is_root | is_done
-        # Where φ′ is near 1, a step from a root's neighbourhood may lead away from it.
+        # A finished token takes one more step, unless φ′ is near 1: the step may then lead away.
         is_moving = is_active & (~is_done | (one_minus_slope * MAX_GAIN >= 1))
         s = torch.where(is_moving, s + psi / one_minus_slope, s)
         is_active = is_active & ~is_done
@@ -140,18 +146,20 @@ def is_picards_root(e: ScalarEquation, phi_0: torch.Tensor, root: torch.Tensor) 
 
     Args:
         e: The equations.
-        phi_0: φ(0).
-        root: A root of φ(s) − s.
+        phi_0: φ(0), (n,).
+        root: A root of φ(s) − s, (n,).
     """
     side = torch.where(root < 0, -1.0, 1.0)
-    e, r, phi_0 = e.mirror(side), side * root, side * phi_0
+    e, r, phi_0 = e.mirror(side), side * root, side * phi_0  # now r ≥ 0
     n0, n1 = e.slope_signs()
-    # 1. The largest value of φ on [0, root]: no step leads beyond it.
-    rises = (n0 >= 0) & (n0 + n1 * r >= 0)
-    falls = ~rises & (n0 <= 0)
-    max_phi = torch.where(rises, r, torch.where(falls, phi_0, e.phi(-n0 / n1)))
+    # 1. The largest value of φ on [0, r]: no step leads beyond it.
+    is_rising = (n0 >= 0) & (n0 + n1 * r >= 0)  # on all of [0, r]
+    is_falling = ~is_rising & (n0 <= 0)
+    at_extremum = e.phi(-n0 / n1)
+    max_phi = torch.where(is_rising, r, torch.where(is_falling, phi_0, at_extremum))
     # 2. Beyond the root φ falls, and not below zero: no step leads below zero.
-    stays = rises | ((n0 + n1 * max_phi <= 0) & (r <= max_phi) & (e.phi(max_phi) >= 0))
+    is_falling_beyond = (n0 + n1 * max_phi <= 0) & (r <= max_phi)
+    stays_positive = is_rising | (is_falling_beyond & (e.phi(max_phi) >= 0))
     # 3. D stays above its floor on [0, max_phi].
     vertex = -e.gamma1 / e.gamma2
     min_square = torch.minimum(e.gamma0, e.square(max_phi))
@@ -159,37 +167,38 @@ def is_picards_root(e: ScalarEquation, phi_0: torch.Tensor, root: torch.Tensor) 
     min_square = torch.where((vertex > 0) & (vertex < max_phi), at_vertex, min_square)
     is_smooth = min_square >= e.floor
     # 4. There is no other root below.
-    is_lowest = falls | (phi_0 >= r) | _is_lowest(e, phi_0, r)
-    return (phi_0 > 0) & stays & is_smooth & is_lowest
+    is_lowest = is_falling | (phi_0 >= r) | _is_lowest(e, phi_0, r)
+    return (phi_0 > 0) & stays_positive & is_smooth & is_lowest
 
 
 def _is_lowest(e, phi_0, r):
-    """Return whether the quartic (s − δ)² D − (α + β s)² has no other root of φ in [φ(0), r].
+    """Return whether φ(s) = s has no other root than r in [φ(0), r].
 
-    At a root of φ(s) = s the numbers s − δ and α + β s have the same sign; other parts of the
-    interval need no test.
-    With s = r + t the quartic is t (q0 + q1 t + q2 t² + q3 t³).
+    Roots are zeros of the quartic (s − δ)² D − (α + β s)². With s = r + t it is
+    t (q0 + q1 t + q2 t² + q3 t³). At a root, s − δ and α + β s have the same sign: if one of them
+    changes its sign in the interval, only the part between this change and r is tested.
     """
-    zero, above_delta, numerator = -e.alpha / e.beta, r - e.delta, e.alpha + e.beta * r
-    cut_at_delta = (e.delta > phi_0) & (e.delta < r)
-    cut_at_zero = (zero > phi_0) & (zero < r)
-    cut = torch.where(cut_at_delta, e.delta, zero)
-    w = torch.where(cut_at_delta == cut_at_zero, phi_0, cut) - r
-    slant, at_root = e.gamma1 + e.gamma2 * r, e.square(r)
-    q0 = 2 * (above_delta * (above_delta * slant + at_root) - numerator * e.beta)
-    q1 = above_delta * (above_delta * e.gamma2 + 4 * slant) + at_root - e.beta.square()
-    q2 = 2 * (above_delta * e.gamma2 + slant)
-    return has_no_zero(q0, q1 * w, q2 * w * w, e.gamma2 * w * w * w)
+    sign_change, above_delta, numerator = -e.alpha / e.beta, r - e.delta, e.alpha + e.beta * r
+    has_delta = (e.delta > phi_0) & (e.delta < r)
+    has_sign_change = (sign_change > phi_0) & (sign_change < r)  # of α + β s
+    cut = torch.where(has_delta, e.delta, sign_change)
+    w = torch.where(has_delta == has_sign_change, phi_0, cut) - r  # lower end of t
+    half_slope, at_root = e.gamma1 + e.gamma2 * r, e.square(r)  # D′(r) / 2, D(r)
+    q0 = 2 * (above_delta * (above_delta * half_slope + at_root) - numerator * e.beta)
+    q1 = above_delta * (above_delta * e.gamma2 + 4 * half_slope) + at_root - e.beta.square()
+    q2 = 2 * (above_delta * e.gamma2 + half_slope)
+    q3 = e.gamma2
+    return has_no_zero(q0, q1 * w, q2 * w * w, q3 * w * w * w)
 
 
 def has_no_zero(
     c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor
 ) -> torch.Tensor:
-    """Return whether the Bernstein coefficients of a cubic on [0, 1] have one sign.
+    """Return whether c0 + c1 x + c2 x² + c3 x³ has Bernstein coefficients of one sign on [0, 1].
 
-    If they have, c0 + c1 x + c2 x² + c3 x³ has no zero there. The two middle ones are scaled by 3.
+    If they have one sign, the cubic has no zero there.
     """
-    b1 = 3 * c0 + c1
+    b1 = 3 * c0 + c1  # the two middle coefficients are multiplied by 3
     bernstein = torch.stack([c0, b1, b1 + c1 + c2, c0 + c1 + c2 + c3])
     return (bernstein > 0).all(0) | (bernstein < 0).all(0)
 
@@ -199,19 +208,21 @@ def has_no_zero(
 # Picard steps before this search. On a CPU they cost a third of the search, and most equations need
 # fewer. On a GPU this search comes first, because a launch waits for its slowest sequence.
 DECIDE_AFTER = 12
-# Ends of the pieces: shares of a half-plane's interval, or in 1/√|det B| for the whole plane.
+# Upper ends of the pieces into which the interval of g is cut: if Picard stays in a half-plane, as
+# shares of its interval; otherwise in units of 1/√|det B|.
 PIECES = (0.25, 0.5, 0.75, 0.9, 0.97, 0.99, 0.999, 1.0)
 WIDE_PIECES = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 4.0)
 # Newton within a piece ends after MAX_PAIR_STEPS; in C++ and Triton also after a step below
 # STILL · g.
 MAX_PAIR_STEPS, STILL = 20, 1e-12
 MAX_POLISH_STEPS = 2  # Newton steps in s
-# Distance of α and δ from the line, relative to their lengths, above which their side is certain.
-# Rounding may carry Picard across a nearer line.
+# Distance of α and δ from the edge of the half-plane, relative to their lengths, above which their
+# side is certain. Rounding may carry Picard across a nearer edge.
 MIN_SIDE = 1e-4
 # A Bernstein coefficient has a sign if it exceeds this share of its terms' sizes.
 CERTAIN = 1e-13
-DEGREE = 6
+DEGREE = 6  # of P
+UNKNOWN = 9  # as a number of sign changes: more than DEGREE
 
 
 class PairEquation(NamedTuple):
@@ -223,7 +234,7 @@ class PairEquation(NamedTuple):
     gamma0: torch.Tensor  # (n,)
     gamma1: torch.Tensor  # (n,2)
     gamma2: torch.Tensor  # (n,2,2)
-    floor: float  # lower bound of the square under the root
+    floor: float  # lower bound of D
 
     def expand_determinant(self) -> torch.Tensor:
         """Return the coefficients of det(I − g B), (n,3)."""
@@ -233,19 +244,20 @@ class PairEquation(NamedTuple):
 
     def expand_numerator(self) -> torch.Tensor:
         """Return the coefficients of adj(I − g B) (g α + δ), (n,3,2)."""
-        moved_alpha, moved_delta = (_apply_adjugate(self.beta, v) for v in (self.alpha, self.delta))
-        return torch.stack([self.delta, self.alpha + moved_delta, moved_alpha], 1)
+        g1_delta, g1_alpha = (_apply_adjugate(self.beta, v) for v in (self.delta, self.alpha))
+        return torch.stack([self.delta, self.alpha + g1_delta, g1_alpha], 1)
 
     def expand_square(self) -> torch.Tensor:
         """Return the coefficients of N², (n,5)."""
         det, v = self.expand_determinant(), self.expand_numerator()
-        along = 2 * (v @ self.gamma1.unsqueeze(-1)).squeeze(-1)
-        pairs = v @ self.gamma2 @ v.transpose(1, 2)
-        pairs = pairs + self.gamma0[:, None, None] * det.unsqueeze(2) * det.unsqueeze(1)
-        pairs = pairs + along.unsqueeze(2) * det.unsqueeze(1)
+        # Entry (i, j) of `products` is the product of coefficients i and j, a term of g^(i+j).
+        two_gamma1_v = 2 * (v @ self.gamma1.unsqueeze(-1)).squeeze(-1)
+        products = v @ self.gamma2 @ v.transpose(1, 2)
+        products = products + self.gamma0[:, None, None] * det.unsqueeze(2) * det.unsqueeze(1)
+        products = products + two_gamma1_v.unsqueeze(2) * det.unsqueeze(1)
         zero = torch.zeros_like(det[:, 0])
         rows = [
-            torch.stack([zero] * i + [pairs[:, i, j] for j in range(3)] + [zero] * (2 - i), -1)
+            torch.stack([zero] * i + [products[:, i, j] for j in range(3)] + [zero] * (2 - i), -1)
             for i in range(3)
         ]
         return rows[0] + rows[1] + rows[2]
@@ -256,7 +268,7 @@ def _det(m):
 
 
 def _apply_adjugate(b, x):
-    """Return −adj(B) x = (B − tr B · I) x, (n,2)."""
+    """Return −adj(B) x = (B − tr B · I) x, (n,2), the term of g¹ in adj(I − g B) x."""
     first = b[:, 0, 1] * x[:, 1] - b[:, 1, 1] * x[:, 0]
     return torch.stack([first, b[:, 1, 0] * x[:, 0] - b[:, 0, 0] * x[:, 1]], -1)
 
@@ -279,10 +291,10 @@ def find_ends(e: PairEquation) -> tuple[torch.Tensor, torch.Tensor]:
     """
     b = e.beta
     half_trace, det = (b[:, 0, 0] + b[:, 1, 1]) / 2, _det(b)
-    square = ((b[:, 0, 0] - b[:, 1, 1]) / 2).square() + b[:, 0, 1] * b[:, 1, 0]
-    spread = square.clamp_min(0).sqrt()
-    largest = half_trace + spread  # eigenvalue
-    # 1. A normal w with wᵀ B = largest · wᵀ. Both rows are multiples of w; the longer one is used.
+    discriminant = ((b[:, 0, 0] - b[:, 1, 1]) / 2).square() + b[:, 0, 1] * b[:, 1, 0]
+    largest = half_trace + discriminant.clamp_min(0).sqrt()  # eigenvalue of B, if it is real
+    # 1. Find a normal w with wᵀ B = largest · wᵀ. Both rows are multiples of w; use the longer one.
+    #    Picard stays in its half-plane if α and δ lie clearly on the same side, or one is zero.
     rows = torch.stack(
         [
             torch.stack([b[:, 1, 0], largest - b[:, 0, 0]], -1),
@@ -296,12 +308,12 @@ def find_ends(e: PairEquation) -> tuple[torch.Tensor, torch.Tensor]:
     lengths = [w.norm(dim=-1) * x.norm(dim=-1) for x in (e.alpha, e.delta)]
     is_zero = [length == 0 for length in lengths]
     is_clear = [side.abs() > MIN_SIDE * length for side, length in zip(sides, lengths)]
-    agree = (sides[0] * sides[1] > 0) & is_clear[0] & is_clear[1]
-    agree = agree | (is_zero[0] & is_clear[1]) | (is_zero[1] & is_clear[0])
+    is_same_side = (sides[0] * sides[1] > 0) & is_clear[0] & is_clear[1]
+    is_same_side = is_same_side | (is_zero[0] & is_clear[1]) | (is_zero[1] & is_clear[0])
     max_g = e.floor**-0.5
-    is_half = (square > 0) & (largest * max_g > 1) & agree
-    # 2. Otherwise search the whole plane, if det has no zero.
-    is_whole = ~is_half & ((square < 0) | (largest <= 0))
+    is_half = (discriminant > 0) & (largest * max_g > 1) & is_same_side
+    # 2. Otherwise search the whole plane, if det(I − g B) has no zero.
+    is_whole = ~is_half & ((discriminant < 0) | (largest <= 0))
     unit = det.abs().rsqrt().clamp_max(max_g / 8)
     half_ends = largest.reciprocal().unsqueeze(-1) * _like(PIECES, largest)
     whole_ends = unit.unsqueeze(-1) * _like(WIDE_PIECES, unit)
@@ -311,6 +323,7 @@ def find_ends(e: PairEquation) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _like(values, t):
+    """Return a tensor of these values with the dtype and device of t."""
     return torch.tensor(values, dtype=t.dtype, device=t.device)
 
 
@@ -323,13 +336,16 @@ def to_bernstein(coefficients: torch.Tensor, ends: torch.Tensor) -> torch.Tensor
     """
     low, width = ends[:, :-1], ends.diff(dim=1)
     c = [coefficients[:, i : i + 1].expand_as(low) for i in range(DEGREE + 1)]
-    for j in range(DEGREE):  # Taylor coefficients at `low`
+    # 1. Taylor coefficients at `low`.
+    for j in range(DEGREE):
         for i in reversed(range(j, DEGREE)):
             c[i] = c[i] + low * c[i + 1]
+    # 2. Scale the piece to [0, 1], and divide by the binomial coefficients of DEGREE.
     power = torch.ones_like(width)
-    for i, choices in enumerate((1, 6, 15, 20, 15, 6, 1)):
-        c[i] = c[i] * power / choices
+    for i, binomial in enumerate((1, 6, 15, 20, 15, 6, 1)):
+        c[i] = c[i] * power / binomial
         power = power * width
+    # 3. Sum them to Bernstein coefficients.
     for j in range(DEGREE):
         for i in reversed(range(j, DEGREE)):
             c[i + 1] = c[i + 1] + c[i]
@@ -344,26 +360,26 @@ def count_sign_changes(p: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tenso
         ends: Ends of the pieces, (n,p+1).
 
     Returns:
-        The sign changes, (n,p); 9 if a coefficient is too small to have a sign. And the last
-        coefficient, P at the upper end, (n,p).
+        The number of sign changes, (n,p), or UNKNOWN if a coefficient is too small to have a sign;
+        and the last coefficient, which is P at the upper end, (n,p).
     """
     b = to_bernstein(p, ends)
     is_certain = (b.abs() > CERTAIN * to_bernstein(p.abs(), ends)).all(-1)
     changes = ((b[..., 1:] > 0) != (b[..., :-1] > 0)).sum(-1)
-    return torch.where(is_certain, changes, 9), b[..., -1]
+    return torch.where(is_certain, changes, UNKNOWN), b[..., -1]
 
 
 @torch.no_grad()
 def find_certified_pairs(
     coefficients: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Find all roots on Picard's side, and decide which one Picard converges to.
+    """Find all roots in Picard's half-plane or plane, and decide which one Picard converges to.
 
     Args:
         coefficients: The `cell.Coefficients` of n tokens with r = 2.
 
     Returns:
-        The roots (n,2) in the dtype of the coefficients, zero if not proven; whether (n,) the root
+        The root (n,2) in the dtype of the coefficients, zero if not proven; whether (n,) the root
         attracts Picard; and whether (n,) this is proven. If a proven root does not attract, Picard
         converges to no root.
     """
@@ -413,23 +429,24 @@ def find_certified_pairs(
 
 
 def _middle(low, high):
-    """Return the geometric mean; half of `high` where `low` is zero."""
+    """Return the geometric mean of low and high, or high / 2 if low is zero."""
     return torch.where(low > 0, (low * high).sqrt(), high / 2)
 
 
 def _evaluate_pairs(e, s):
-    """Return ψ = φ(s) − s (n,p,2), I − φ′ (n,p,2,2), and the size of φ's terms (n,p)."""
-    moved = s @ e.beta.transpose(1, 2)
-    slant = e.gamma1.unsqueeze(1) + s @ e.gamma2.transpose(1, 2)
-    square = e.gamma0.unsqueeze(1) + ((e.gamma1.unsqueeze(1) + slant) * s).sum(-1)
-    inverse = square.clamp_min(e.floor).rsqrt().unsqueeze(-1)
-    top = e.alpha.unsqueeze(1) + moved
-    slope = e.beta.unsqueeze(1) * inverse.unsqueeze(-1)
-    slope = slope - top.unsqueeze(-1) * slant.unsqueeze(-2) * inverse.unsqueeze(-1) ** 3
-    size = (e.alpha.abs().unsqueeze(1) + s.abs() @ e.beta.abs().transpose(1, 2)) * inverse
+    """Return ψ = φ(s) − s (n,p,2), I − φ′ (n,p,2,2), and the size of ψ's terms (n,p)."""
+    half_slope = e.gamma1.unsqueeze(1) + s @ e.gamma2.transpose(1, 2)  # gradient of D / 2
+    square = e.gamma0.unsqueeze(1) + ((e.gamma1.unsqueeze(1) + half_slope) * s).sum(-1)
+    inverse_root = square.clamp_min(e.floor).rsqrt().unsqueeze(-1)
+    numerator = e.alpha.unsqueeze(1) + s @ e.beta.transpose(1, 2)
+    psi = numerator * inverse_root + e.delta.unsqueeze(1) - s
+    slope = e.beta.unsqueeze(1) * inverse_root.unsqueeze(-1)
+    outer = numerator.unsqueeze(-1) * half_slope.unsqueeze(-2)
+    slope = slope - outer * inverse_root.unsqueeze(-1) ** 3
+    size = (e.alpha.abs().unsqueeze(1) + s.abs() @ e.beta.abs().transpose(1, 2)) * inverse_root
     size = (size + e.delta.abs().unsqueeze(1) + s.abs()).amax(-1)
     eye = torch.eye(2, dtype=s.dtype, device=s.device)
-    return top * inverse + e.delta.unsqueeze(1) - s, eye - slope, size
+    return psi, eye - slope, size
 
 
 def _solve_2x2(m, b):

@@ -11,47 +11,51 @@ from pathlib import Path
 
 SUMS = "SHA256SUMS"
 
-# Device, inode, size and times of a file → checksum, for files that this process has read. Programs
-# cannot set the change time, so `cp -p` and `touch` do not hide a change.
-_read: dict[tuple[int, ...], str] = {}
+# Fingerprint of a file (see `_fingerprint`) → checksum, for files that this process read or wrote.
+_cache: dict[tuple[int, ...], str] = {}
 
 
-def sha256(path: Path, once: bool = False) -> str:
+def sha256(path: Path, use_cache: bool = False) -> str:
     """Return the SHA-256 checksum of a file.
 
     Args:
         path: The file.
-        once: Whether to use the cached checksum if the file has the same size and times as before.
+        use_cache: Whether to return the cached checksum if size and times have not changed.
     """
     before = _fingerprint(path)
-    if once and before in _read:
-        return _read[before]
+    if use_cache and before in _cache:
+        return _cache[before]
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if _fingerprint(path) == before:
-        _read[before] = digest
+    if _fingerprint(path) == before:  # otherwise the file changed while it was read
+        _cache[before] = digest
     return digest
 
 
-def trust(folder: Path, sums: Mapping[str, str]) -> None:
-    """Cache the checksums of files that were just written."""
+def cache_sums(folder: Path, sums: Mapping[str, str]) -> None:
+    """Cache the checksums of files that were just written.
+
+    Args:
+        folder: The folder.
+        sums: File name → checksum.
+    """
     for name, digest in sums.items():
-        _read[_fingerprint(folder / name)] = digest
+        _cache[_fingerprint(folder / name)] = digest
 
 
-def difference(folder: Path, sums: Mapping[str, str], once: bool = False) -> str:
+def describe_mismatch(folder: Path, sums: Mapping[str, str], use_cache: bool = False) -> str:
     """Describe the first file that does not match its checksum; "" if all files match.
 
     Args:
         folder: The folder.
         sums: File name → checksum.
-        once: As for `sha256`.
+        use_cache: As for `sha256`.
     """
     for name, digest in sums.items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
-        if sha256(path, once) != digest:
+        if sha256(path, use_cache) != digest:
             return f"{name} is damaged, or was changed (its SHA-256 differs)"
     return ""
 
@@ -65,7 +69,7 @@ def write_sums(folder: Path, names: Iterable[str]) -> None:
 def read_sums(folder: Path) -> dict[str, str]:
     """Return file name → checksum from SHA256SUMS; {} if there is no such file.
 
-    The first versions wrote no SHA256SUMS.
+    Exports and tokenizers of the first versions have none.
 
     Raises:
         ValueError: If SHA256SUMS is damaged.
@@ -85,24 +89,26 @@ def read_sums(folder: Path) -> dict[str, str]:
     return sums
 
 
-def refuse_changed(folder: Path | str, is_wanted: Callable[[str], bool] = lambda _: True) -> None:
-    """Refuse a folder whose files do not match its SHA256SUMS.
+def refuse_changed(folder: Path | str, is_checked: Callable[[str], bool] = lambda _: True) -> None:
+    """Refuse a folder whose files do not match its SHA256SUMS, or that has unlisted weights.
 
-    A folder without SHA256SUMS is accepted. Unchanged files are not read again.
+    A folder without SHA256SUMS is accepted. Cached checksums are used, so that a file is read once.
 
     Args:
         folder: The folder.
-        is_wanted: Function that selects the file names to check.
+        is_checked: Function of a listed file's name that returns whether to check the file.
 
     Raises:
-        ValueError: If a file is missing, damaged or changed, or SHA256SUMS is damaged.
+        ValueError: If a file is missing, damaged or changed, a file of weights is not listed, or
+            SHA256SUMS is damaged.
     """
     folder = Path(folder)
-    sums = {name: digest for name, digest in read_sums(folder).items() if is_wanted(name)}
-    problem = difference(folder, sums, once=True)
-    if sums and not problem:  # weights that SHA256SUMS does not list would otherwise pass unchecked
-        weights = [path.name for path in folder.glob("model*.safetensors") if is_wanted(path.name)]
-        unlisted = [name for name in weights if name not in sums]
+    sums = read_sums(folder)
+    checked = {name: digest for name, digest in sums.items() if is_checked(name)}
+    problem = describe_mismatch(folder, checked, use_cache=True)
+    if sums and not problem:  # weights that SHA256SUMS does not list would pass unchecked
+        weights = [*folder.glob("model*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
+        unlisted = sorted(path.name for path in weights if path.name not in sums)
         problem = f"{unlisted[0]} is not listed in {SUMS}" if unlisted else ""
     if problem:
         raise ValueError(
@@ -119,5 +125,9 @@ def delete_sums(folder: Path | str) -> None:
 
 
 def _fingerprint(path: Path) -> tuple[int, ...]:
+    """Return device, inode, size and times of a file.
+
+    Programs cannot set the change time (ctime), so `cp -p` and `touch` do not hide a change.
+    """
     stat = os.stat(path)
     return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)

@@ -11,13 +11,13 @@ from transformers.configuration_utils import PretrainedConfig
 from .checksums import delete_sums
 from .fields import (
     FIELDS,
-    FIXED_POINT,
-    GATED,
-    KINDS,
+    FIELDS_BY_KIND,
+    FIXED_POINT_KINDS,
+    GATED_MIXERS,
     RENAMED_FIELDS,
-    TOKENS,
+    TOKEN_MODES,
     Layer,
-    parse,
+    parse_layers,
     parse_schedule,
     rename_options,
     resolve_n_heads,
@@ -99,7 +99,7 @@ def refuse_solver_token(kwargs: dict[str, Any]) -> None:
     solver.
     """
     token = kwargs.get("token")
-    if token in TOKENS:
+    if token in TOKEN_MODES:
         raise ValueError(
             f"token is `{token}`: `from_pretrained` passes it to the hub as an access token, not to"
             " the solver. Load without it and use `with model.solving(token=…)`, or pass `config=`,"
@@ -186,7 +186,7 @@ class FPRNNConfig(PretrainedConfig):
         if self.layers is not None:
             self.layers = rename_options(self.layers)
             kinds = [layer.kind for layer in self.layer_list()]
-            self.block = next((kind for kind in kinds if kind in FIXED_POINT), self.block)
+            self.block = next((kind for kind in kinds if kind in FIXED_POINT_KINDS), self.block)
         self._settle_values()
         for layer in self.distinct_layers():
             self.layer_config(layer)
@@ -226,7 +226,7 @@ class FPRNNConfig(PretrainedConfig):
         """Return the n_layer layers of the model."""
         if self.layers is None:
             return [Layer(self.block, {})] * self.n_layer
-        return parse(self.layers, self.n_layer)
+        return parse_layers(self.layers, self.n_layer)
 
     def distinct_layers(self) -> list[Layer]:
         """Return the layers of the model without duplicates."""
@@ -311,14 +311,14 @@ def check_sizes(config: Any, kind: str) -> None:
 
     Args:
         config: The FPRNNConfig of the layer.
-        kind: Its kind, a key of fields.KINDS.
+        kind: Its kind, a key of fields.FIELDS_BY_KIND.
 
     Raises:
         ValueError: If they do not. The message names the field and a valid value.
     """
-    if "expand" in KINDS[kind]:
+    if "expand" in FIELDS_BY_KIND[kind]:
         _check_width(config)
-    if "ngroups" in KINDS[kind]:
+    if "ngroups" in FIELDS_BY_KIND[kind]:
         _check_groups(config)
     if kind == "mamba3" and config.d_state < 4:
         raise ValueError(
@@ -328,7 +328,7 @@ def check_sizes(config: Any, kind: str) -> None:
     if kind.startswith("fp_"):
         _check_mixer(config, kind)
         _check_centroids(config, kind)
-    if "n_heads" in KINDS[kind]:
+    if "n_heads" in FIELDS_BY_KIND[kind]:
         _check_heads(config, kind)
 
 
@@ -375,11 +375,11 @@ def _check_mixer(config, kind):
             "gate_h_dep is False: with glu_in_loop the gate is inside the iteration and reads only"
             " x anyway; leave gate_h_dep True (in the options of this layer)"
         )
-    if config.mixer_gate_init_bias and config.mixer not in GATED:
+    if config.mixer_gate_init_bias and config.mixer not in GATED_MIXERS:
         raise ValueError(
             f"mixer_gate_init_bias is {config.mixer_gate_init_bias}: it is only for mixers with"
-            f" gates ({', '.join(GATED)}), not for {config.mixer}; leave it 0 (in the options of"
-            " this layer)"
+            f" gates ({', '.join(GATED_MIXERS)}), not for {config.mixer}; leave it 0 (in the"
+            " options of this layer)"
         )
     if config.mixer == "monarch" and d % config.mixer_rank:
         raise ValueError(
@@ -400,7 +400,7 @@ def _check_mixer(config, kind):
 
 def _check_centroids(config, kind):
     count = config.state_centroids
-    if count and "state_centroids" not in KINDS[kind]:
+    if count and "state_centroids" not in FIELDS_BY_KIND[kind]:
         raise ValueError(
             f"state_centroids is {count}: it is only for fp_mamba1 and fp_mamba2, whose states all"
             f" have the same norm, not for {kind}; leave it 0"
@@ -420,7 +420,7 @@ def _check_heads(config, kind):
             f"n_heads is {config.n_heads} ({heads} heads): it must divide d_model = {d},"
             f" for example {nearest_divisor(d, heads)}"
         )
-    if "expand" in KINDS[kind] and config.d_inner % heads:
+    if "expand" in FIELDS_BY_KIND[kind] and config.d_inner % heads:
         raise ValueError(
             f"n_heads is {config.n_heads} ({heads} heads): it must also divide d_inner ="
             f" expand · d_model = {config.d_inner}, for example"

@@ -13,13 +13,13 @@ DeltaProduct makes n such steps per token, each with its own k, v and β. The ga
     S_{t,j} = S_{t,j−1} (I − β_tj k_tj k_tjᵀ) + β_tj v_tj k_tjᵀ,          S_t = S_{t,n}.
 
 `delta_rule` computes both in chunks of c steps. Step i of a chunk adds u_i k_iᵀ to the decayed
-state. With S the state before the chunk, g_ij the product of the gates after step j up to step i
-(inclusive), and g_i the product from the start of the chunk,
+state. Let S be the state before the chunk, g_ij the product of the gates of the steps j + 1 to i,
+and g_i the product of the gates from the first step of the chunk to step i. Then
 
     u_i = β_i (v_i − g_i S k_i − Σ_{j<i} g_ij (k_iᵀ k_j) u_j).
 
 This is a triangular system for all u of a chunk, and its solution is linear in S. The systems of
-all chunks are solved at once, and a loop over the chunks computes S.
+all chunks are solved at once; then a loop over the chunks computes S.
 
 **One decay per channel.** KDA and RWKV-7 multiply S (v×k) by a diagonal matrix plus a matrix of
 rank one before they write. `channel_delta_rule` computes this token by token in plain PyTorch:
@@ -35,7 +35,7 @@ RWKV-7 erases along one key, κ̂, and writes along another, k̃:
     S_t = S_{t−1} (diag(w_t) − κ̂_t (a_t ⊙ κ̂_t)ᵀ) + v_t k̃_tᵀ.
 
 Shape suffixes: b batch, l length, d d_model, n steps per token, h heads, k key and v value
-dimension of a head; i chunks, c steps of a chunk, t tokens of a chunk.
+dimension of a head (e if they are equal); i chunks, c steps of a chunk, t tokens of a chunk.
 
 Source: Gated DeltaNet and its chunked form, Yang et al. 2024; DeltaProduct, Siems et al. 2025; KDA,
 Kimi Team 2025 ("Kimi Linear", arXiv 2510.26692); RWKV-7, Peng et al. 2025 (arXiv 2503.14456).
@@ -54,7 +54,7 @@ from .layers import GroupNorm, RMSNorm, ShortConv, without_autocast
 from .scan import _chunked, ssd_decays
 from .state import Sequences, last_valid_tokens, shift
 
-CHUNK = 64  # steps
+CHUNK = 64  # largest number of steps in a chunk
 
 
 def delta_rule(
@@ -77,7 +77,7 @@ def delta_rule(
         log_alpha: log α ≤ 0, (b,l,h).
         S: Initial state, (b,h,v,k); None is zero.
         starts: True at tokens that start from an empty state, (b,l), or None.
-        chunk: Largest number of steps in a chunk; a chunk holds whole tokens.
+        chunk: Largest number of steps in a chunk. A chunk contains whole tokens.
 
     Returns:
         o (b,l,h,v) and the final state (b,h,v,k), in fp32, or in fp64 if an input is fp64.
@@ -87,18 +87,20 @@ def delta_rule(
         dtype = torch.promote_types(dtype, t.dtype)
     with torch.autocast(q.device.type, enabled=False):
         length, n = k.shape[1:3]
-        tokens = max(1, min(chunk // n, length))  # tokens of a chunk
+        chunk_tokens = max(1, min(chunk // n, length))
         # 1. Cut into chunks. K (b,i,h,c,k), V (b,i,h,c,v), B (b,i,h,c,1); Q (b,i,h,t,k).
         K, V, B = (
-            _chunked(t.to(dtype).flatten(1, 2), tokens * n).transpose(2, 3)
+            _chunked(t.to(dtype).flatten(1, 2), chunk_tokens * n).transpose(2, 3)
             for t in (k, v, beta.unsqueeze(-1))
         )
-        Q = _chunked(q.to(dtype), tokens).transpose(2, 3)
-        # 2. Multiply the gates, which apply at the first step of each token: between two steps
-        #    (b,i,h,c,c), and from a step to the end or from the start of its chunk (b,i,h,c,1).
-        between, to_end, from_start = _gates(log_alpha.to(dtype), starts, n, tokens * n)
-        # 3. Solve for the update of each step, u = u_zero − W Sᵀ, as a function of the state S.
-        #    `solve_triangular` reads only the part of `scores` below the diagonal.
+        Q = _chunked(q.to(dtype), chunk_tokens).transpose(2, 3)
+        # 2. Products of the gates: g_ij between two steps (b,i,h,c,c), from a step to the end of
+        #    its chunk, and g_i from the start of its chunk (b,i,h,c,1).
+        between, to_end, from_start = _multiply_gates(
+            log_alpha.to(dtype), starts, n, chunk_tokens * n
+        )
+        # 3. Solve for the update of each step as a function of the state, u = u_zero − W Sᵀ, where
+        #    u_zero is the update for S = 0. `solve_triangular` reads `scores` below the diagonal.
         scores = (K @ K.transpose(-1, -2)) * between * B
         right = torch.cat([B * V, B * from_start * K], -1)
         solution = torch.linalg.solve_triangular(scores, right, upper=False, unitriangular=True)
@@ -120,7 +122,7 @@ def delta_rule(
         return o.transpose(2, 3).flatten(1, 2)[:, :length], S
 
 
-def _gates(log_alpha, starts, n, chunk):
+def _multiply_gates(log_alpha, starts, n, chunk_steps):
     """Return `ssd_decays` for n steps per token. log_alpha: (b,l,h). starts: (b,l) or None."""
     batch, length, heads = log_alpha.shape
     steps = log_alpha.new_zeros(batch, length, n, heads)
@@ -131,11 +133,8 @@ def _gates(log_alpha, starts, n, chunk):
         keep[:, :, 0] = ~starts
         keep = keep.flatten(1, 2)
     one = log_alpha.new_ones(heads)
-    between, to_end, from_start = ssd_decays(steps.flatten(1, 2), one, keep, chunk)
+    between, to_end, from_start = ssd_decays(steps.flatten(1, 2), one, keep, chunk_steps)
     return between, *(t.transpose(2, 3).unsqueeze(-1) for t in (to_end, from_start))
-
-
-NORM_EPS = 1e-6  # added to ‖x‖² before x is divided by its norm
 
 
 class DeltaState(NamedTuple):
@@ -145,28 +144,31 @@ class DeltaState(NamedTuple):
     conv: tuple[torch.Tensor, ...]  # last inputs of the convolutions of q, k, v, (b,d_conv−1,·)
 
 
+NORM_EPS = 1e-6  # added to ‖x‖² before x is divided by its norm
+
+
 def unit(x: torch.Tensor) -> torch.Tensor:
     """Return x / ‖x‖₂, with the norm over the last dimension."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
 
 
 class GatedDeltaProduct(PlainLayer):
-    """Gated DeltaProduct; its output is out_proj(RMSNorm(S q / √d_k) ⊙ silu(z))."""
+    """Gated DeltaProduct; its output is out_proj(RMSNorm(S q / √k) ⊙ silu(z)) with a gate z."""
 
     kind = "gated_deltaproduct"
-    gated = True  # whether it has a gate α; otherwise α = 1
+    has_gate = True  # whether it has a gate α; otherwise α = 1
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         d, d_v = config.d_model, config.d_inner
         self.heads = resolve_n_heads(config)
         self.steps = self.get_steps(config)
-        self.negative = has_negative_eigenvalues(config, self.kind)
+        self.has_negative_eigenvalues = has_negative_eigenvalues(config, self.kind)
         self.q_proj = nn.Linear(d, d, bias=False)
         self.k_proj = nn.Linear(d, self.steps * d, bias=False)
         self.v_proj = nn.Linear(d, self.steps * d_v, bias=False)
         self.b_proj = nn.Linear(d, self.steps * self.heads, bias=False)
-        if self.gated:
+        if self.has_gate:
             self._add_decay(config)
         self.q_conv1d = ShortConv(d, config.d_conv, bias=False)
         self.k_conv1d = ShortConv(self.steps * d, config.d_conv, bias=False)
@@ -206,10 +208,10 @@ class GatedDeltaProduct(PlainLayer):
         q = unit(q.unflatten(-1, (h, -1))) * (self.config.d_model // h) ** -0.5
         k, v = unit(k.unflatten(-1, (n, h, -1))), v.unflatten(-1, (n, h, -1))
         beta = seqs.zero_padding(self.b_proj(u).to(wide).sigmoid()).unflatten(-1, (n, h))
-        if self.negative:
+        if self.has_negative_eigenvalues:
             beta = 2 * beta
         log_alpha = torch.zeros_like(beta[:, :, 0])
-        if self.gated:
+        if self.has_gate:
             dt = F.softplus(self.a_proj(u).to(wide) + self.dt_bias.to(wide))
             log_alpha = seqs.zero_padding(-self.A_log.to(wide).exp() * dt)
         # 3. Run the recurrence; normalise and gate each head.
@@ -223,7 +225,7 @@ class GatedDeltaProduct(PlainLayer):
     def _convolve(self, u, seqs):
         """Return silu(conv(·)) of the projections q, k, v of u, and the convolutions' last inputs.
 
-        The second is () unless `seqs.return_state`.
+        The last inputs are () unless `seqs.return_state`.
         """
         segments = None if seqs.starts is None else seqs.starts.cumsum(1)
         projections = self.q_proj, self.k_proj, self.v_proj
@@ -238,10 +240,10 @@ class GatedDeltaProduct(PlainLayer):
 
     def flops_per_token(self, length: int) -> int:
         c, h, n = self.config, self.heads, self.steps
-        convolved = c.d_model + n * (c.d_model + c.d_inner)
-        matrices = c.d_model * (convolved + (n + self.gated) * h + 2 * c.d_inner)
+        convolved = c.d_model + n * (c.d_model + c.d_inner)  # channels of q, k and v
+        matrices = c.d_model * (convolved + (n + self.has_gate) * h + 2 * c.d_inner)
         # S has d_inner × d_model/h entries. Per step: S k, update. Per token: gate, S q.
-        recurrence = (4 * n + 2 + self.gated) * c.d_inner * c.d_model // h
+        recurrence = (4 * n + 2 + self.has_gate) * c.d_inner * c.d_model // h
         return 2 * matrices + 2 * convolved * c.d_conv + recurrence
 
 
@@ -259,7 +261,7 @@ class DeltaProduct(GatedDeltaProduct):
     """DeltaProduct: Gated DeltaProduct without the gate."""
 
     kind = "deltaproduct"
-    gated = False
+    has_gate = False
 
 
 def channel_delta_rule(
@@ -291,10 +293,11 @@ def channel_delta_rule(
     """
     batch, length, heads, _ = q.shape
     if starts is not None:  # w = a = 0 erases the state
-        continues = ~starts[:, :, None, None]
-        w, a = w * continues, a * continues
+        is_continued = ~starts[:, :, None, None]
+        w, a = w * is_continued, a * is_continued
 
     def split_time(t: torch.Tensor, *shape: int) -> tuple[torch.Tensor, ...]:
+        """Return the tensor of each token, (b·h, *shape)."""
         return t.transpose(0, 1).reshape(length, batch * heads, *shape).unbind(0)
 
     rows = (split_time(t, 1, t.shape[-1]) for t in (w, b, k))
@@ -302,33 +305,33 @@ def channel_delta_rule(
     if S is None:
         S = q.new_zeros(batch, heads, v.shape[-1], k.shape[-1])
     S = S.to(q.dtype).flatten(0, 1)
-    o = []
+    outputs = []
     for w_t, b_t, k_t, a_t, v_t, q_t in zip(*rows, *columns):
-        moved = torch.baddbmm(S * w_t, torch.bmm(S, a_t), b_t)
-        S = torch.baddbmm(moved, v_t, k_t)
-        o.append(torch.bmm(S, q_t))
-    outputs = torch.stack(o).view(length, batch, heads, -1).transpose(0, 1)
-    return outputs, S.view(batch, heads, *S.shape[1:])
+        transformed = torch.baddbmm(S * w_t, torch.bmm(S, a_t), b_t)  # S (diag(w) + a bᵀ)
+        S = torch.baddbmm(transformed, v_t, k_t)
+        outputs.append(torch.bmm(S, q_t))
+    o = torch.stack(outputs).view(length, batch, heads, -1).transpose(0, 1)
+    return o, S.view(batch, heads, *S.shape[1:])
 
 
 class KDA(GatedDeltaNet):
-    """Kimi Delta Attention; its output is out_proj(RMSNorm(S q / √d_k) ⊙ σ(z)).
+    """Kimi Delta Attention; its output is out_proj(RMSNorm(S q / √k) ⊙ σ(z)).
 
-    Two low-rank maps compute α, one value per channel, and z.
+    Low-rank maps compute z, and α, which has one value per channel.
     """
 
     kind = "kda"
 
     def _add_decay(self, config: Any) -> None:
-        d, low = config.d_model, config.d_inner // self.heads
-        self.f_proj = nn.Sequential(nn.Linear(d, low, bias=False), nn.Linear(low, d, bias=False))
+        d, rank = config.d_model, config.d_inner // self.heads
+        self.f_proj = nn.Sequential(nn.Linear(d, rank, bias=False), nn.Linear(rank, d, bias=False))
         self.A_log = nn.Parameter(torch.empty(self.heads))
         self.dt_bias = nn.Parameter(torch.empty(d))
 
     def _output_gate(self, config: Any) -> nn.Module:
         d, d_v = config.d_model, config.d_inner
-        low = d_v // self.heads
-        return nn.Sequential(nn.Linear(d, low, bias=False), nn.Linear(low, d_v))
+        rank = d_v // self.heads
+        return nn.Sequential(nn.Linear(d, rank, bias=False), nn.Linear(rank, d_v))
 
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, DeltaState | None]:
         h = self.heads
@@ -340,7 +343,7 @@ class KDA(GatedDeltaNet):
         k = unit(k)
         # 2. Compute β (b,l,h,1) and log α (b,l,h,k), which are zero at padding and keep the state.
         beta = seqs.zero_padding(self.b_proj(u).to(wide).sigmoid()).unsqueeze(-1)
-        if self.negative:
+        if self.has_negative_eigenvalues:
             beta = 2 * beta
         dt = F.softplus(self.f_proj(u).to(wide) + self.dt_bias.to(wide)).unflatten(-1, (h, -1))
         log_alpha = seqs.zero_padding((-self.A_log.to(wide).exp()[:, None] * dt).flatten(-2))
@@ -356,16 +359,16 @@ class KDA(GatedDeltaNet):
 
     def flops_per_token(self, length: int) -> int:
         c, h = self.config, self.heads
-        low = c.d_inner // h
-        convolved = 2 * c.d_model + c.d_inner
-        gates = 3 * low * c.d_model + low * c.d_inner + h * c.d_model
+        rank = c.d_inner // h
+        convolved = 2 * c.d_model + c.d_inner  # channels of q, k and v
+        gates = 3 * rank * c.d_model + rank * c.d_inner + h * c.d_model
         matrices = c.d_model * (convolved + c.d_inner) + gates
         recurrence = 9 * c.d_inner * c.d_model // h
         return 2 * matrices + 2 * convolved * c.d_conv + recurrence
 
 
-def lora_rank(d_model: int, factor: float) -> int:
-    """Return the rank of an RWKV-7 map: factor · √d, rounded to a multiple of 32, at least 32."""
+def rwkv7_rank(d_model: int, factor: float) -> int:
+    """Return the rank of a map of RWKV-7: factor · √d, rounded to a multiple of 32, at least 32."""
     return max(32, round(factor * math.sqrt(d_model) / 32) * 32)
 
 
@@ -390,24 +393,27 @@ class RWKV7State(NamedTuple):
 
 
 class RWKV7(PlainLayer):
-    """Time mixing of RWKV-7. Every map reads its own mixture of a token and the previous token.
+    """Time mixing of RWKV-7.
+
+    Every map reads its own mixture of the inputs u_t and u_{t−1}, such as x_r. The vectors k_k, k_a
+    and r_k are parameters.
 
         r, k, v = W x_r, W x_k, W x_v;    w = exp(−e^(−½) σ(map_w(x_w)));    a = σ(map_a(x_a));
         κ̂ = unit(k ⊙ k_k);    k̃ = k ⊙ (1 + (a − 1) ⊙ k_a);
         S ← S (diag(w) − κ̂ (a ⊙ κ̂)ᵀ) + v k̃ᵀ;
         out_proj((GroupNorm(S r) + (r · (r_k ⊙ k̃)) v) ⊙ map_g(x_g)).
 
-    As in the first layer of RWKV-7 there is no value residual between layers. The decay w is above
-    0.545, so an eigenvalue (w − a along a channel) can be as low as −0.45.
+    As in the first layer of RWKV-7, there is no value residual between layers. The decay w is above
+    0.545 and a below 1, so an eigenvalue of the transition (w − a along a channel) can be −0.45.
     """
 
-    mixes = "rwkvag"  # suffixes of x_r, x_w, …: inputs of r, the decay w, k, v, a, and the gate g
+    mixtures = "rwkvag"  # x_r, x_w, …: inputs of r, of the decay w, of k, v, a and of the gate g
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         d = config.d_model
         self.heads = resolve_n_heads(config)
-        for name in self.mixes:
+        for name in self.mixtures:
             setattr(self, f"x_{name}", nn.Parameter(torch.empty(d)))
         self.k_k = nn.Parameter(torch.empty(d))
         self.k_a = nn.Parameter(torch.empty(d))
@@ -415,10 +421,10 @@ class RWKV7(PlainLayer):
         self.r_proj = nn.Linear(d, d, bias=False)
         self.k_proj = nn.Linear(d, d, bias=False)
         self.v_proj = nn.Linear(d, d, bias=False)
-        self.w_lora = LowRankMap(d, lora_rank(d, 2.5), torch.tanh)
-        self.a_lora = LowRankMap(d, lora_rank(d, 2.5), nn.Identity())
-        self.g_lora = LowRankMap(d, lora_rank(d, 5.0), torch.sigmoid, bias=False)
-        # eps as in the authors' code: 1e-5 times the width of a head
+        self.w_lora = LowRankMap(d, rwkv7_rank(d, 2.5), torch.tanh)
+        self.a_lora = LowRankMap(d, rwkv7_rank(d, 2.5), nn.Identity())
+        self.g_lora = LowRankMap(d, rwkv7_rank(d, 5.0), torch.sigmoid, bias=False)
+        # eps is 1e-5 times the width of a head, as in the authors' code.
         self.g_norm = GroupNorm(self.heads, d, eps=1e-5 * (d // self.heads))
         self.out_proj = nn.Linear(d, d, bias=False)
 
@@ -428,10 +434,10 @@ class RWKV7(PlainLayer):
 
     def run(self, u: torch.Tensor, seqs: Sequences) -> tuple[torch.Tensor, RWKV7State | None]:
         h, wide = self.heads, torch.promote_types(u.dtype, torch.float32)
-        # 1. Mix each input with the previous token: u + (u_{t−1} − u) ⊙ x_·.
+        # 1. Mix each token with the previous one, for each map in its own way.
         u = seqs.zero_padding(u)
         change = shift(u, seqs, "u") - u
-        x = {name: u + change * getattr(self, f"x_{name}").to(u.dtype) for name in self.mixes}
+        x = {name: u + change * getattr(self, f"x_{name}").to(u.dtype) for name in self.mixtures}
         # 2. Compute reads, writes and decays, (b,l,h,e), in fp32 or wider; padding keeps the state.
         r, k, v = self.r_proj(x["r"]), seqs.zero_padding(self.k_proj(x["k"])), self.v_proj(x["v"])
         log_w = seqs.zero_padding(-math.exp(-0.5) * self.w_lora(x["w"]).to(wide).sigmoid())
@@ -456,5 +462,5 @@ class RWKV7(PlainLayer):
 
     def flops_per_token(self, length: int) -> int:
         d, h = self.config.d_model, self.heads
-        ranks = 2 * lora_rank(d, 2.5) + lora_rank(d, 5.0)
+        ranks = 2 * rwkv7_rank(d, 2.5) + rwkv7_rank(d, 5.0)
         return 2 * (4 * d * d + 2 * d * ranks) + 9 * d * d // h

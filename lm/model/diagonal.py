@@ -6,7 +6,7 @@ authors' `Mamba3`. M²RNN is a non-linear recurrence with a matrix as state, com
 in plain PyTorch; its parameters have the meaning of the authors' `M2RNN`.
 
 Shape suffixes: b batch, l length, d channels (d_inner), n d_state, h heads, p channels of a head,
-g groups, k d_conv, r rotated pairs.
+g groups, k d_conv, r rank of Mamba's Δ or rotated pairs of Mamba-3.
 
 Source: Mamba, Gu & Dao 2023; Mamba-2, Dao & Gu 2024; Mamba-3, Lahoti et al. 2026; M²RNN, Mishra et
 al. 2026, arXiv 2603.14360.
@@ -36,7 +36,7 @@ class DiagonalLayer(PlainLayer):
     """Base class of Mamba, Mamba-2 and M²RNN."""
 
     def _convolve(self, x, seqs):
-        """Return silu(conv(x)) for x (b,l,·), and the last inputs if `seqs.return_state`."""
+        """Return silu(conv(x)), x (b,l,·), and the last inputs or None if no state is needed."""
         x = seqs.zero_padding(x)
         before = seqs.get_state("conv")
         tail = None
@@ -46,10 +46,11 @@ class DiagonalLayer(PlainLayer):
         return self.conv1d(x, segments, before), tail
 
     def _rates(self, dtype):
-        """Return A, (d,n) or (h,)."""
+        """Return A < 0, (d,n) or (h,)."""
         return -torch.exp(self.A_log.to(dtype))
 
     def _end(self, h, tail):
+        """Return the state after the last token, or None if no state is needed."""
         return None if tail is None else ScanState(h.detach().clone(), tail)
 
 
@@ -81,15 +82,15 @@ class Mamba(DiagonalLayer):
         # 1. Project and convolve. x, z: (b,l,d)
         x, z = self.in_proj(u).chunk(2, dim=-1)
         x, tail = self._convolve(x, seqs)
-        # 2. Compute the low-rank Δ (b,l,r), B and C (b,l,n).
-        delta, B, C = self.x_proj(x).split([cfg.dt_rank, cfg.d_state, cfg.d_state], dim=-1)
+        # 2. Compute the low-rank part of Δ (b,l,r), B and C (b,l,n).
+        low_rank, B, C = self.x_proj(x).split([cfg.dt_rank, cfg.d_state, cfg.d_state], dim=-1)
         # 3. Run the recurrence in one kernel, if a kernel supports these sequences.
-        fused = self._fused(x, delta, B, C, z, seqs)
+        fused = self._run_fused(x, low_rank, B, C, z, seqs)
         if fused is not None:
             return self.out_proj(fused[0]), self._end(fused[1], tail)
-        # 4. Otherwise compute Δ (b,l,d), which is zero at padding and keeps the state; then the
-        #    scan in fp32 or wider, the skip connection and the gate.
-        dt = seqs.zero_padding(F.softplus(self.dt_proj(delta)))
+        # 4. Otherwise compute Δ (b,l,d), which is zero at padding, so that padding keeps the state;
+        #    then the scan in fp32 or wider, the skip connection and the gate.
+        dt = seqs.zero_padding(F.softplus(self.dt_proj(low_rank)))
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         with without_autocast(x):
             A, keep = self._rates(wide.dtype), document_keep(seqs, wide.dtype)
@@ -97,8 +98,8 @@ class Mamba(DiagonalLayer):
             o = o + self.D.to(wide.dtype) * wide
         return self.out_proj(o.to(z.dtype) * F.silu(z)), self._end(h, tail)
 
-    def _fused(self, x, delta, B, C, z, seqs):
-        """Return the gated output (b,l,d) and final state of the kernel `mamba_scan`, or None.
+    def _run_fused(self, x, low_rank, B, C, z, seqs):
+        """Return the gated output (b,l,d) and the final state by the kernel `mamba_scan`, or None.
 
         The kernel supports no padding, documents or initial state. It reads the parameters of
         dt_proj, so dt_proj must not be wrapped or hooked.
@@ -110,7 +111,9 @@ class Mamba(DiagonalLayer):
         weight, bias = self.dt_proj.weight, self.dt_proj.bias.to(wide)
         with without_autocast(x):
             A, D = self._rates(wide), self.D.to(wide)
-            return try_kernel("mamba_scan", "mamba_scan", x, x, delta, weight, bias, A, B, C, D, z)
+            return try_kernel(
+                "mamba_scan", "mamba_scan", x, x, low_rank, weight, bias, A, B, C, D, z
+            )
 
     def flops_per_token(self, length: int) -> int:
         c, d = self.config, self.config.d_inner
@@ -162,7 +165,7 @@ class Mamba2(DiagonalLayer):
         wide = torch.promote_types(x.dtype, torch.float32)
         bias, A, D = self.dt_bias.to(wide), self._rates(wide), self.D.to(wide)
         before, keep = seqs.get_state("h"), document_keep(seqs, wide)
-        # 1. Use one kernel if there is one. It does not support padding.
+        # 1. Use one kernel for everything, if there is one. It does not support padding.
         if seqs.mask is None:
             args = x, delta, bias, A, B, C, D, z, before, keep
             fused = try_kernel("mamba2_scan", "mamba2_scan", x, *args)
@@ -217,6 +220,7 @@ class Mamba3(PlainLayer):
         d, n = config.d_inner, config.d_state
         self.heads = d // config.headdim
         self.angles = rotated_pairs(n)
+        # z, x, B, C, Δ, A, λ, θ
         self.widths = [d, d, config.ngroups * n, config.ngroups * n, *[self.heads] * 3, self.angles]
         self.in_proj = nn.Linear(config.d_model, sum(self.widths), bias=False)
         self.dt_bias = nn.Parameter(torch.empty(self.heads))
@@ -238,7 +242,7 @@ class Mamba3(PlainLayer):
         x = seqs.zero_padding(x).to(wide)
         dt = seqs.zero_padding(F.softplus(dt.to(wide) + self.dt_bias.to(wide)))  # (b,l,h)
         A = F.softplus(A.to(wide)).clamp_min(1e-4)
-        again = (1 - trapezoid.to(wide).sigmoid()) * dt  # weight of the previous token's value
+        previous_weight = (1 - trapezoid.to(wide).sigmoid()) * dt  # of the previous token's value
         with without_autocast(u):
             # 2. Compute and rotate keys and queries (b,l,h,n).
             turn = dt.unsqueeze(-1) * math.pi * theta.to(wide).tanh().unsqueeze(-2)  # (b,l,h,r)
@@ -252,16 +256,16 @@ class Mamba3(PlainLayer):
             #    which the next token writes it again. The token's own output must not contain the
             #    second part, so it is subtracted. (At the end of a document the second part enters
             #    a state that no token reads.)
-            next_again = F.pad(again[:, 1:], (0, 0, 0, 1))
-            weight = dt - again + next_again
-            # The decay is a divisor, squared in the gradient, and 0 at padding.
+            next_weight = F.pad(previous_weight[:, 1:], (0, 0, 0, 1))
+            weight = dt - previous_weight + next_weight
+            # The decay is 0 at padding, but a divisor here, and a squared one in the gradient.
             decay = (dt * A).clamp_min(1e-16)
             heads = x.unflatten(-1, (self.heads, -1))
             rates = -torch.ones_like(self.D, dtype=wide)
             inputs = heads * (weight / decay).unsqueeze(-1)
-            h = self._initial_state(again, seqs)
+            h = self._initial_state(previous_weight[:, 0], seqs)
             o, h = ssd_scan(inputs, decay, rates, key, query, h, document_keep(seqs, wide))
-            skip = self.D.to(wide) - next_again * (key * query).sum(-1)
+            skip = self.D.to(wide) - next_weight * (key * query).sum(-1)
             o = (o + skip.unsqueeze(-1) * heads).flatten(-2)
             o = o * F.silu(z.to(wide))
         return self.out_proj(o.to(z.dtype)), self._end(h, x, key, angle, seqs)
@@ -271,18 +275,19 @@ class Mamba3(PlainLayer):
         groups = norm(projected.unflatten(-1, (self.config.ngroups, -1))).to(bias.dtype)
         return groups.repeat_interleave(self.heads // self.config.ngroups, 2) + bias
 
-    def _initial_state(self, again, seqs):
-        """Return the state before the first token, plus the value that this token writes again.
+    def _initial_state(self, weight, seqs):
+        """Return the state (b,h,p,n) before the first token plus what this token writes again.
 
-        Its shape is (b,h,p,n).
+        weight: Weight of the last token's value, (b,h).
         """
         h, x, key = (seqs.get_state(name) for name in ("h", "x", "k"))
         if h is None:
             return None
-        x = x.unflatten(-1, (self.heads, -1)).to(again.dtype)
-        return h + again[:, 0, :, None, None] * x.unsqueeze(-1) * key.unsqueeze(-2)
+        x = x.unflatten(-1, (self.heads, -1)).to(weight.dtype)
+        return h + weight[..., None, None] * x.unsqueeze(-1) * key.unsqueeze(-2)
 
     def _end(self, h, x, key, angle, seqs):
+        """Return the TrapezoidState after the last token, or None unless `seqs.return_state`."""
         if not seqs.return_state:
             return None
         before = [seqs.get_state(name) for name in ("x", "k", "angle")]
@@ -348,14 +353,14 @@ class M2RNN(DiagonalLayer):
         z, vkq, gate = self.in_proj(u).split(self.widths, dim=-1)
         vkq, tail = self._convolve(vkq, seqs)
         v, k, q = vkq.to(wide).split([d, bc, bc], dim=-1)
-        # 2. Compute the inputs of the recurrence: k and q (b,l,h,n), v (b,l,h,p), and log f
-        #    (b,l,h), which is zero at padding and keeps the state.
+        # 2. Compute the inputs of the recurrence: k and q (b,l,h,n), v (b,l,h,p), and f (b,l,h),
+        #    which is 1 at padding and keeps the state.
         k, q = (
             t.unflatten(-1, (cfg.ngroups, -1)).repeat_interleave(self.heads // cfg.ngroups, 2)
             for t in (k, q)
         )
         dt = F.softplus(gate.to(wide) + self.dt_bias.to(wide))
-        forget = seqs.zero_padding(self._rates(wide) * dt).exp()
+        forget = seqs.zero_padding(self._rates(wide) * dt).exp()  # f
         with without_autocast(u):
             # 3. Run the recurrence; add the skip connection; gate and normalise.
             heads = v.unflatten(-1, (self.heads, -1))
@@ -403,8 +408,8 @@ def m2rnn(
     for t in range(q.shape[1]):
         if starts is not None:
             H = H * ~starts[:, t, None, None, None]
-        written = k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
+        outer = k[:, t].unsqueeze(-1) * v[:, t].unsqueeze(-2)
         f = forget[:, t, :, None, None]
-        H = f * H + (1 - f) * torch.tanh(H @ W + written)
+        H = f * H + (1 - f) * torch.tanh(H @ W + outer)
         outputs.append((q[:, t].unsqueeze(-2) @ H).squeeze(-2))
     return torch.stack(outputs, 1), H

@@ -1,8 +1,8 @@
 """Fields of a model and its solver: name, default, accepted values and meaning.
 
 `FPRNNConfig`, the sections `model:` and `solver:` of the YAML and docs/config.md are generated from
-these tables. Below them: the kinds of layers, and the parser of layer patterns, which are texts
-such as `"mamba*3 fp_mamba1 mlp"` or lists with options.
+these tables. After the tables follow the kinds of layers, and the parser of layer patterns, which
+are texts such as `"mamba*3 fp_mamba1 mlp"` or lists with options.
 """
 
 import difflib
@@ -11,8 +11,9 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-AUTO_WINDOW = 128
-TOKENS = ("auto", "exact", "iterate")
+AUTO_WINDOW = 128  # tokens that `schedule: auto` solves at once, unless it is sequential
+TOKEN_MODES = ("auto", "exact", "iterate")  # values of the field `token`
+# Values of the field `schedule` → meaning.
 SCHEDULES = {
     "auto": "sequential with householder or dplr (on a GPU: if its kernel can), else window:128",
     "sequential": "one token after the other",
@@ -28,28 +29,29 @@ def parse_schedule(text: str) -> int | None:
         text: One of SCHEDULES.
 
     Returns:
-        A number of tokens, 0 for all tokens, None for `auto`.
+        The number of tokens; 0 for all tokens, None for `auto`.
 
     Raises:
         ValueError: If there is no such schedule, or the width is not a whole number above 0.
     """
-    widths, text = {"auto": None, "sequential": 1, "parallel": 0}, str(text)
-    if text in widths:
-        return widths[text]
-    kind, _, width = text.partition(":")
-    if kind == "window" and width.isdecimal() and int(width) > 0:
+    text = str(text)
+    width_by_name = {"auto": None, "sequential": 1, "parallel": 0}
+    if text in width_by_name:
+        return width_by_name[text]
+    name, _, width = text.partition(":")
+    if name == "window" and width.isdecimal() and int(width) > 0:
         return int(width)
     schedules = "; ".join(f"{name} ({meaning})" for name, meaning in SCHEDULES.items())
     raise ValueError(f"schedule is `{text}`; W is at least 1, and the schedules are: {schedules}")
 
 
 class Number(NamedTuple):
-    """Interval of finite numbers. Both ends belong to it unless `open` names them."""
+    """Interval of finite numbers."""
 
     min: float
     max: float = math.inf
-    open: str = ""  # "left", "right" or "both"
-    is_whole: bool = False
+    open: str = ""  # ends that do not belong to it: "left", "right" or "both"
+    is_whole: bool = False  # only whole numbers belong to it
 
     def contains(self, value: Any) -> bool:
         """Return whether a value is one of these numbers."""
@@ -72,11 +74,11 @@ class Number(NamedTuple):
         return f"{kind} above {self.min:g} and {upper_end} {self.max:g}"
 
 
-class Parsed(NamedTuple):
-    """Texts that a function parses. The function raises a ValueError that lists the valid forms."""
+class ParsedText(NamedTuple):
+    """Texts that a function parses."""
 
-    parse: Callable[[str], Any]
-    forms: tuple[str, ...]
+    parse: Callable[[str], Any]  # raises a ValueError that lists the valid forms
+    forms: tuple[str, ...]  # valid forms, for the documentation
 
 
 class Field(NamedTuple):
@@ -84,16 +86,16 @@ class Field(NamedTuple):
 
     Args:
         default: Its default.
-        values: Accepted values: names, `bool`, an interval of numbers, or texts that a function
-            parses. None if only the code that reads the field can check them.
+        values: Accepted values: a tuple of names, `bool`, an interval of numbers, or texts that a
+            function parses. None if only the code that reads the field can check them.
         meaning: Its description in docs/config.md.
-        extra_values: Further accepted values, "auto" or None.
+        extra_values: Further accepted values, such as "auto" or None.
         is_free: Whether a resumed run may have another value, because nothing trained depends on
             it.
     """
 
     default: Any
-    values: tuple[str, ...] | type[bool] | Number | Parsed | None
+    values: tuple[str, ...] | type[bool] | Number | ParsedText | None
     meaning: str
     extra_values: tuple[Any, ...] = ()
     is_free: bool = False
@@ -102,7 +104,7 @@ class Field(NamedTuple):
         """Return a text such as `one of rows, spectral, or auto`; "" if `values` is None."""
         if isinstance(self.values, Number):
             text = self.values.describe()
-        elif isinstance(self.values, Parsed):
+        elif isinstance(self.values, ParsedText):
             text = f"one of {', '.join(self.values.forms)}"
         elif isinstance(self.values, tuple):
             text = f"one of {', '.join(map(str, self.values))}"
@@ -119,7 +121,7 @@ class Field(NamedTuple):
         """
         if any(value is extra or value == extra for extra in self.extra_values):
             return True
-        if isinstance(self.values, Parsed):
+        if isinstance(self.values, ParsedText):
             self.values.parse(value)
             return True
         if isinstance(self.values, Number):
@@ -134,13 +136,12 @@ class Field(NamedTuple):
             raise ValueError(f"{name} is {value!r}: it must be {self.describe()}")
 
 
-# The limits are far above any model that a machine can hold. They catch slips of the keyboard.
+# The upper limits are far above any model that a machine can hold. They catch typing errors.
 SIZE = Number(1, 65_536, is_whole=True)
 COUNT = Number(1, 10**9, is_whole=True)
-EXPAND = Number(0, 65_536, open="left")
 POSITIVE = Number(0, open="left")
 FRACTION = Number(0, 1)
-SHARE = Number(0, 1, open="left")
+POSITIVE_FRACTION = Number(0, 1, open="left")
 AUTO = ("auto",)
 
 # The architecture: the section `model:` of the YAML.
@@ -149,7 +150,9 @@ ARCHITECTURE = {
     "n_layer": Field(12, Number(1, 10_000, is_whole=True), "Number of layers."),
     "d_state": Field(16, SIZE, "N, the state size of a channel."),
     "expand": Field(
-        2, EXPAND, "Width of the recurrence: d_inner = expand · d_model, a whole number."
+        2,
+        Number(0, 65_536, open="left"),
+        "Width of the recurrence: d_inner = expand · d_model, a whole number.",
     ),
     "tie_embeddings": Field(True, bool, "Share the weights of embedding and head."),
     "embedding_init_std": Field(
@@ -310,14 +313,14 @@ LAYER_OPTIONS = {
 SOLVER = {
     "token": Field(
         "auto",
-        TOKENS,
+        TOKEN_MODES,
         "How the fixed point is computed. `exact`: solve one equation per token, given the"
         " solutions of all tokens before it; every schedule gives the same solution. `iterate`: the"
         " paper's iteration f. `auto`: `iterate` with `stopping: paper`, otherwise `exact`.",
     ),
     "schedule": Field(
         "auto",
-        Parsed(parse_schedule, tuple(SCHEDULES)),
+        ParsedText(parse_schedule, tuple(SCHEDULES)),
         "Tokens that are solved at once. `sequential`: one token after the other; `window:W`: W"
         " tokens, then the next W; `parallel`: all tokens. `auto`: `sequential` with householder or"
         " dplr (on a GPU only if its kernel supports it: r ≤ 8, padded d·r ≤ 65,536,"
@@ -363,13 +366,13 @@ SOLVER = {
     ),
     "stepsize": Field(
         "auto",
-        SHARE,
+        POSITIVE_FRACTION,
         "Damping: the initial step size; `auto`: the paper's.",
         AUTO,
     ),
     "stepsize_decay": Field(
         "auto",
-        SHARE,
+        POSITIVE_FRACTION,
         "Damping: the factor on the step size after 15 iterations without a smaller residual."
         " `auto`: the paper's value for the block.",
         AUTO,
@@ -397,8 +400,8 @@ SOLVER = {
 
 VOCAB_SIZE = Field(50280, Number(1, 2**24, is_whole=True), "Number of rows of the embedding.")
 FIELDS = {"vocab_size": VOCAB_SIZE, **ARCHITECTURE, **LAYER_OPTIONS, **SOLVER}
-# Former name → present name, for the config.json of an earlier version (lm/config/old_keys.py has
-# the keys of YAML files).
+# Old name → new name, for the config.json of an earlier version (lm/config/old_keys.py has the keys
+# of YAML files).
 RENAMED_FIELDS = {
     "embedding_start": "embedding_init_std",
     "out_start": "out_proj_init_scale",
@@ -406,7 +409,7 @@ RENAMED_FIELDS = {
 }
 
 
-# The mixers of lm/model/mixers.py, in the order of their registration.
+# Names of the mixers of lm/model/mixers.py, in the order of their registration.
 MIXERS = (
     "householder",
     "dplr",
@@ -416,7 +419,7 @@ MIXERS = (
     "selective_dense",
     "mixture",
 )
-GATED = ("householder", "dplr", "kronecker", "monarch", "mixture")  # mixers with gates a_t
+GATED_MIXERS = ("householder", "dplr", "kronecker", "monarch", "mixture")  # mixers with gates a_t
 
 
 def resolve_n_heads(config: Any) -> int:
@@ -432,11 +435,13 @@ def has_negative_eigenvalues(config: Any, kind: str) -> bool:
 
 
 def resolve_d_ff(config: Any) -> int:
-    """Return the hidden width of the gated MLP; "auto" follows Llama's rule."""
-    return -(-8 * config.d_model // (3 * 64)) * 64 if config.d_ff == "auto" else config.d_ff
+    """Return the hidden width of the gated MLP; "auto" is Llama's rule, in multiples of 64."""
+    if config.d_ff != "auto":
+        return config.d_ff
+    return math.ceil(8 * config.d_model / (3 * 64)) * 64
 
 
-FIXED_POINT = ("fp_mamba1", "fp_mamba2", "fp_rnn")
+FIXED_POINT_KINDS = ("fp_mamba1", "fp_mamba2", "fp_rnn")
 _MIXER_FIELDS = (
     "mixer",
     "mixer_rank",
@@ -469,8 +474,8 @@ _FP_MAMBA_FIELDS = (
     "state_centroids",
 )
 _DELTA_FIELDS = ("n_heads", "headdim", "expand", "allow_neg_eigval")
-# Kind of layer → fields of FPRNNConfig that it reads. A pattern may set these as its options.
-KINDS = {
+# Kind of layer → fields of FPRNNConfig that it reads. A pattern may set them as its options.
+FIELDS_BY_KIND = {
     "fp_mamba1": (*_FP_MAMBA_FIELDS, "dt_rank"),
     "fp_mamba2": (*_FP_MAMBA_FIELDS, "headdim", "ngroups"),
     "fp_rnn": (*_MIXER_FIELDS, *_BLOCK_FIELDS),
@@ -488,8 +493,6 @@ KINDS = {
     "mlp": ("d_ff",),
     "lstm": (),
 }
-_MAMBA_FP32, _MAMBA2_FP32 = ("A_log", "D", "dt_proj.bias"), ("A_log", "D", "dt_bias")
-_DELTA_FP32 = ("A_log", "dt_bias")
 # Short form of `model.name` → pattern, which is repeated n_layer times.
 STACKS = {
     "mamba": "mamba",
@@ -505,8 +508,11 @@ STACKS = {
     "slstm": "slstm mlp",
     "m2rnn": "m2rnn mlp",
 }
-# Parameters that stay in fp32: their exp() and softplus() need more digits than bf16 has.
-IN_FP32 = {
+_MAMBA_FP32, _MAMBA2_FP32 = ("A_log", "D", "dt_proj.bias"), ("A_log", "D", "dt_bias")
+_DELTA_FP32 = ("A_log", "dt_bias")
+# Kind of layer → parameters that stay in fp32: exp() and softplus() of them need more digits than
+# bf16 has.
+FP32_PARAMETERS = {
     "fp_mamba1": _MAMBA_FP32,
     "mamba": _MAMBA_FP32,
     "fp_mamba2": _MAMBA2_FP32,
@@ -522,7 +528,7 @@ IN_FP32 = {
 class Layer(NamedTuple):
     """One layer of a pattern."""
 
-    kind: str  # a key of KINDS
+    kind: str  # a key of FIELDS_BY_KIND
     options: dict  # fields of FPRNNConfig with another value in this layer
 
 
@@ -534,10 +540,11 @@ def parse_pattern(layers: Any) -> list[Layer]:
             and of mappings {kind: {field: value}}.
 
     Raises:
-        ValueError: As for `parse`, except for n_layer.
+        ValueError: If a kind is unknown, a kind does not have an option, or there are several kinds
+            of fixed-point layers.
     """
     pattern = []
-    for item in [layers] if isinstance(layers, str) else _checked_list(layers):
+    for item in [layers] if isinstance(layers, str) else _check_list(layers):
         if isinstance(item, str):
             for element in item.split():
                 pattern += _parse_element(element, {})
@@ -545,7 +552,7 @@ def parse_pattern(layers: Any) -> list[Layer]:
             pattern += _parse_mapping(item)
     if not pattern:
         raise ValueError("layers is empty: it must name a layer, as `mamba*3 fp_mamba1` does")
-    kinds = sorted({layer.kind for layer in pattern} & set(FIXED_POINT))
+    kinds = sorted({layer.kind for layer in pattern} & set(FIXED_POINT_KINDS))
     if len(kinds) > 1:
         raise ValueError(
             f"layers has {' and '.join(kinds)}: all fixed-point layers of a model must be of one"
@@ -554,7 +561,7 @@ def parse_pattern(layers: Any) -> list[Layer]:
     return pattern
 
 
-def parse(layers: Any, n_layer: int) -> list[Layer]:
+def parse_layers(layers: Any, n_layer: int) -> list[Layer]:
     """Return the layers of a model, one after the other.
 
     Args:
@@ -562,8 +569,7 @@ def parse(layers: Any, n_layer: int) -> list[Layer]:
         n_layer: Number of layers; a shorter pattern is repeated.
 
     Raises:
-        ValueError: If a kind is unknown, a kind does not have an option, there are several kinds of
-            fixed-point layers, or n_layer is no multiple of the pattern's length.
+        ValueError: As for `parse_pattern`, or if n_layer is no multiple of the pattern's length.
     """
     pattern = parse_pattern(layers)
     if n_layer % len(pattern):
@@ -575,24 +581,31 @@ def parse(layers: Any, n_layer: int) -> list[Layer]:
     return pattern * (n_layer // len(pattern))
 
 
-def rename_options(layers: Any, table: dict[str, str] = RENAMED_FIELDS) -> Any:
-    """Return a pattern whose options have other names, by a table of old name → new name."""
+def rename_options(layers: Any, new_names: dict[str, str] = RENAMED_FIELDS) -> Any:
+    """Return a pattern with the options of its layers renamed.
+
+    Args:
+        layers: The pattern, which is not checked.
+        new_names: Old name → new name.
+    """
     if not isinstance(layers, list | tuple):
         return layers
+
+    def rename(options):
+        if not isinstance(options, dict):
+            return options
+        return {new_names.get(name, name): value for name, value in options.items()}
+
     return [
-        {
-            kind: {table.get(name, name): value for name, value in options.items()}
-            if isinstance(options, dict)
-            else options
-            for kind, options in item.items()
-        }
+        {kind: rename(options) for kind, options in item.items()}
         if isinstance(item, dict)
         else item
         for item in layers
     ]
 
 
-def _checked_list(layers):
+def _check_list(layers):
+    """Return the pattern; raise a ValueError unless it is a list of texts and mappings."""
     if isinstance(layers, list | tuple) and all(isinstance(item, str | dict) for item in layers):
         return layers
     raise ValueError(
@@ -615,19 +628,20 @@ def _parse_mapping(item):
 def _parse_element(element, options):
     """Return the layers of an element, such as `mamba*3`."""
     kind, star, count = element.partition("*")
-    if kind not in KINDS:
-        matches = difflib.get_close_matches(kind, KINDS, 1)
+    if kind not in FIELDS_BY_KIND:
+        matches = difflib.get_close_matches(kind, FIELDS_BY_KIND, 1)
         hint = f" (did you mean {matches[0]}?)" if matches else ""
-        raise ValueError(f"layers names `{kind}`{hint}: the kinds are {', '.join(KINDS)}")
+        raise ValueError(f"layers names `{kind}`{hint}: the kinds are {', '.join(FIELDS_BY_KIND)}")
     if star and not (count.isdecimal() and int(count) > 0):
         raise ValueError(
             f"layers has `{element}`: a count is a whole number above 0, as in {kind}*3"
         )
+    fields = FIELDS_BY_KIND[kind]
     for name in options:
-        if name not in KINDS[kind]:
-            matches = difflib.get_close_matches(name, KINDS[kind], 1)
+        if name not in fields:
+            matches = difflib.get_close_matches(name, fields, 1)
             hint = f" (did you mean {matches[0]}?)" if matches else ""
             raise ValueError(
-                f"layers gives `{name}` to {kind}{hint}: its options are {', '.join(KINDS[kind])}"
+                f"layers gives `{name}` to {kind}{hint}: its options are {', '.join(fields)}"
             )
     return [Layer(kind, options)] * (int(count) if star else 1)

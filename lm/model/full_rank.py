@@ -6,9 +6,9 @@ An equation may have several solutions. Every precision and every schedule must 
 
 1. Damped Picard from zero, the paper's iteration, chooses the solution that it reaches to within
    ROOT_TOL in at most MAX_PICARD_STEPS iterations. Neither number depends on the precision.
-2. fp64 needs a smaller residual: more iterations, then Newton, polish the solution.
-3. If Picard does not come that near, bisection in fp64 solves the token: with g, the inverse of the
-   norm's root, the equation is linear in y, and g is the only unknown.
+2. fp64 needs a smaller residual: more iterations, and then Newton, polish the solution.
+3. If Picard does not come that near, bisection in fp64 solves the token. Given g, the inverse of
+   the root in the norm, the equation is linear in y; so g is the only unknown.
 
 Steps 2 and 3 factorize matrices. If these are too large, Anderson acceleration replaces them; it
 usually finds a solution. The same steps compute the gradient.
@@ -32,17 +32,18 @@ Indices = tuple[torch.Tensor, ...]
 # precision, fp64 would bisect tokens that fp32 iterates, and find another solution.
 ROOT_TOL = 2e-6
 INNER_TOL = {torch.float32: ROOT_TOL, torch.float64: 1e-12}  # relative residual of a solution
-# Bisection factorizes a (d,d) matrix of every remaining token about 40 times.
-MAX_DENSE_WIDTH, BISECTIONS, MAX_NEWTON_STEPS = 256, 30, 10
-MAX_MATRIX_ELEMENTS = 1 << 22  # of the matrices that are factorized at once
+BISECTIONS, MAX_NEWTON_STEPS = 30, 10
+# Largest d for bisection and Newton: each of their steps factorizes a (d,d) matrix per token.
+MAX_DENSE_WIDTH = 256
+MAX_MATRIX_ELEMENTS = 1 << 22  # of all matrices that are factorized at once
 # Larger matrices are solved one by one on a CPU: with several threads torch 2.13 solves batches of
 # 150 rows and more wrongly, raises, or hangs (pytorch issue 142815).
 MAX_BATCHED_ROWS = 128
-ANDERSON_MEMORY = 8  # changes that Anderson acceleration combines
-ANDERSON_PERIOD = 20  # iterations before acceleration is switched off or on
+ANDERSON_MEMORY = 8  # differences of residuals that Anderson acceleration combines
+ANDERSON_PERIOD = 20  # iterations with acceleration, before as many without it
 MAX_ACCELERATED_ITERS = 120
-# Longest next iterate of Anderson acceleration, in lengths of the last value. It rules out steps to
-# infinity.
+# Largest norm of the next iterate of Anderson acceleration, relative to the last value f(y). It
+# rules out steps to infinity.
 MAX_STEP_RATIO = 1e6
 
 
@@ -50,7 +51,7 @@ class FullRank(NamedTuple):
     """Equations of tokens (b,l), or of n tokens."""
 
     token: EquationTerms
-    raw: torch.Tensor  # (…,m) rows that the mixer reads
+    raw: torch.Tensor  # (…,m), see mixer_base.py
     mixer: Any  # Mixer
     weights: Any  # MixerWeights
 
@@ -70,10 +71,7 @@ class FullRank(NamedTuple):
         return self._replace(token=token, raw=self.raw[indices])
 
     def with_matrices(self) -> "FullRank":
-        """Return the same equations with Q as a matrix, if that is cheaper.
-
-        The mixer computes Q again in every product.
-        """
+        """Return the same equations with Q as a matrix, if products with it are cheaper."""
         d = self.token.x.shape[-1]
         if d > MAX_DENSE_WIDTH or self.mixer.flops_per_token() <= 2 * d**2:
             return self
@@ -92,7 +90,7 @@ class FullRank(NamedTuple):
 
 
 class MatrixMixer:
-    """A mixer whose rows `raw` (…,d·d) are the matrices Q."""
+    """A mixer whose argument `raw` (…,d·d) is the matrix Q."""
 
     def dense(self, raw: torch.Tensor, weights: None) -> torch.Tensor:
         """Return Q, (…,d,d)."""
@@ -116,13 +114,14 @@ def solve_by_iterating(
         `cell.find_root`.
     """
     with torch.no_grad():
-        fixed = equations.with_matrices()
+        fast_equations = equations.with_matrices()
 
         def make_map(indices):
-            return (fixed if indices is None else fixed.select(indices)).value
+            selected = fast_equations if indices is None else fast_equations.select(indices)
+            return selected.value
 
         def solve_dense(indices, start, is_near):
-            return _solve_dense(fixed.select(indices), start, is_near)
+            return _solve_dense(fast_equations.select(indices), start, is_near)
 
         y, status = _search(make_map, torch.zeros_like(equations.token.x), solve_dense)
     if torch.is_grad_enabled():
@@ -134,22 +133,24 @@ def _search(make_map, start, solve_dense):
     """Solve y = f(y) for each token by itself.
 
     Args:
-        make_map: Function of Indices (None: all tokens) that returns f of these tokens.
+        make_map: Function of Indices (None: all tokens) that returns the function f of the tokens.
         start: First iterate, (b,l,d).
-        solve_dense: Function of Indices, the tokens' iterates (n,d), and whether Picard has chosen
-            their solution (n,). It returns y (n,d) and whether it is solved (n,).
+        solve_dense: Function for small d, which factorizes matrices. Its arguments are Indices, the
+            tokens' iterates (n,d), and whether these are within ROOT_TOL of a solution (n,). It
+            returns y (n,d) and whether it is solved (n,).
 
     Returns:
         y (b,l,d) and the status (b,l).
     """
     y, is_near, is_solved = _run_picard(make_map, start)
-    is_left = ~is_solved
-    status = is_left.to(torch.uint8) * FAILED
-    if not is_left.any():
+    is_unsolved = ~is_solved
+    status = is_unsolved.to(torch.uint8) * FAILED
+    if not is_unsolved.any():
         return y, status
-    is_dense = y.shape[-1] <= MAX_DENSE_WIDTH
-    chunk = max(1, MAX_MATRIX_ELEMENTS // y.shape[-1] ** 2) if is_dense else is_left.numel()
-    for tokens in is_left.nonzero().split(chunk):
+    d = y.shape[-1]
+    is_dense = d <= MAX_DENSE_WIDTH
+    chunk = max(1, MAX_MATRIX_ELEMENTS // d**2) if is_dense else is_unsolved.numel()
+    for tokens in is_unsolved.nonzero().split(chunk):
         indices = tokens.unbind(1)
         if is_dense:
             root, is_root = solve_dense(indices, y[indices], is_near[indices])
@@ -166,27 +167,28 @@ def _search(make_map, start, solve_dense):
 def _run_picard(make_map, start):
     """Iterate from `start` (b,l,d) with the paper's damping.
 
-    A token leaves the iteration when it is solved, or if it is not within ROOT_TOL of a solution
-    after MAX_PICARD_STEPS iterations. The others may iterate as often again, down to INNER_TOL.
+    A token stops when it is solved (residual below INNER_TOL), and after MAX_PICARD_STEPS
+    iterations unless it is near a solution (residual below ROOT_TOL). Then it may iterate as often
+    again.
 
     Returns:
-        y (b,l,d), whether it is within ROOT_TOL (b,l), and whether it is solved (b,l).
+        y (b,l,d), whether it is near a solution (b,l), and whether it is solved (b,l).
     """
     shape = start.shape[:-1]
     iterate = start.flatten(0, -2)
     y = iterate.clone()
     all_near, all_solved = (torch.zeros_like(y[:, 0], dtype=torch.bool) for _ in range(2))
-    # The variables below have the tokens that still iterate; `active` are their flat indices.
+    # The variables below contain only the tokens that still iterate, at the flat indices `active`.
     active = torch.arange(len(y), device=y.device)
     is_near, is_solved = all_near.clone(), all_solved.clone()
-    f, is_whole, damping = make_map(None), True, Damping(Rule(), iterate[:, 0])
+    f, has_all_tokens, damping = make_map(None), True, Damping(Rule(), iterate[:, 0])
     for iteration in range(2 * MAX_PICARD_STEPS):
         # 1. Evaluate f.
-        value = f(iterate.view(start.shape) if is_whole else iterate).flatten(0, -2)
+        value = f(iterate.view(start.shape) if has_all_tokens else iterate).flatten(0, -2)
         residual = token_residual(iterate, value)
         if iteration < MAX_PICARD_STEPS:
             is_near = is_near | (residual < ROOT_TOL)
-        # 2. Freeze solved tokens: their value may not depend on other tokens.
+        # 2. Freeze solved tokens, so that their solution does not depend on other tokens.
         is_done = ~is_solved & (residual < INNER_TOL[iterate.dtype])
         iterate = torch.where(is_done.unsqueeze(-1), value, iterate)
         is_solved = is_solved | is_done
@@ -197,20 +199,20 @@ def _run_picard(make_map, start):
         count = int(is_moving.sum())
         if not count:
             break
-        # 4. Store frozen tokens once they are half, and continue with the others only.
+        # 4. When half of the tokens are frozen, store all and continue only with the others.
         if 2 * count <= len(is_moving):
             y[active], all_near[active], all_solved[active] = iterate, is_near, is_solved
             moving = is_moving.nonzero().squeeze(1)
             active, iterate = active[moving], iterate[moving]
             is_near, is_solved = is_near[moving], is_solved[moving]
             damping.select(moving)
-            f, is_whole = make_map(torch.unravel_index(active, shape)), False
+            f, has_all_tokens = make_map(torch.unravel_index(active, shape)), False
     y[active], all_near[active], all_solved[active] = iterate, is_near, is_solved
     return y.view(start.shape), all_near.view(shape), all_solved.view(shape)
 
 
 def _run_accelerated(f, y):
-    """Iterate from y (n,d), alternately with Anderson acceleration and damped.
+    """Iterate from y (n,d), with Anderson acceleration and with damping in turn.
 
     Returns:
         y (n,d) and whether it is solved (n,).
@@ -218,48 +220,48 @@ def _run_accelerated(f, y):
     damping, anderson = Damping(Rule(), y[..., 0]), Anderson()
     is_solved = torch.zeros_like(y[..., 0], dtype=torch.bool)
     for iteration in range(MAX_ACCELERATED_ITERS):
-        g = f(y)
-        residual = token_residual(y, g)
+        value = f(y)
+        residual = token_residual(y, value)
         has_converged = residual < INNER_TOL[y.dtype]
-        y = torch.where((has_converged & ~is_solved).unsqueeze(-1), g, y)
+        y = torch.where((has_converged & ~is_solved).unsqueeze(-1), value, y)
         is_solved = is_solved | has_converged
         if is_solved.all():
             break
         damping.update(residual)
         if iteration // ANDERSON_PERIOD % 2:
-            anderson, next_y = Anderson(), torch.lerp(y, g, damping.stepsize.unsqueeze(-1))
+            anderson, next_y = Anderson(), torch.lerp(y, value, damping.stepsize.unsqueeze(-1))
         else:
-            next_y = anderson.next(y, g)
+            next_y = anderson.next(y, value)
         y = torch.where(is_solved.unsqueeze(-1), y, next_y)
     return y, is_solved
 
 
 class Anderson:
-    """Anderson acceleration of y ← g = f(y), for each of n tokens by itself.
+    """Anderson acceleration of y ← f(y), for each of n tokens by itself (Walker & Ni 2011).
 
-    The next iterate is the combination of the last values whose residuals cancel best (Walker & Ni
-    2011).
+    The next iterate is the combination of the last values f(y) whose residuals cancel best.
     """
 
     def __init__(self) -> None:
         self.residuals: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
 
-    def next(self, y: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        """Return the next iterate (n,d) after y, with g = f(y), (n,d) each."""
-        self.residuals = [*self.residuals, g - y][-ANDERSON_MEMORY - 1 :]
-        self.values = [*self.values, g][-ANDERSON_MEMORY - 1 :]
+    def next(self, y: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return the next iterate (n,d) after y (n,d), given value = f(y)."""
+        self.residuals = [*self.residuals, value - y][-ANDERSON_MEMORY - 1 :]
+        self.values = [*self.values, value][-ANDERSON_MEMORY - 1 :]
         if len(self.values) == 1:
-            return g
+            return value
         changes = torch.stack(self.residuals, -1).diff(dim=-1)  # (n,d,k)
         gram = changes.mT @ changes
         scale = gram.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None, None].clamp_min(1e-30)
-        gram = gram / scale + torch.finfo(g.dtype).eps * _eye(gram)
+        gram = gram / scale + torch.finfo(value.dtype).eps * _eye(gram)
         right = changes.mT @ self.residuals[-1].unsqueeze(-1) / scale
         weights = _solve(gram, right)
-        next_y = g - (torch.stack(self.values, -1).diff(dim=-1) @ weights).squeeze(-1)
-        length, size = (torch.linalg.vector_norm(t, dim=-1, keepdim=True) for t in (next_y, g))
-        return torch.where(length <= MAX_STEP_RATIO * size, next_y, g)  # NaN becomes g
+        next_y = value - (torch.stack(self.values, -1).diff(dim=-1) @ weights).squeeze(-1)
+        y_norm = torch.linalg.vector_norm(next_y, dim=-1, keepdim=True)
+        max_norm = MAX_STEP_RATIO * torch.linalg.vector_norm(value, dim=-1, keepdim=True)
+        return torch.where(y_norm <= max_norm, next_y, value)  # NaN: also `value`
 
 
 def _solve_dense(equations, start, is_near):
@@ -284,24 +286,26 @@ def _solve_dense(equations, start, is_near):
 
 
 def _bisect(c, A, norm):
-    """Find y (n,d) by bisection on g, the inverse of the norm's root."""
+    """Find y (n,d) by bisection on g, the inverse of the root in the norm."""
     weight = norm.weight.double()
     bias = torch.zeros_like(weight) if norm.bias is None else norm.bias.double()
-    slope, right = weight.unsqueeze(-1) * norm.center(A.mT).mT, weight * norm.center(c)
+    # Given g, the equation is y = g · (constant + linear · y) + bias.
+    linear, constant = weight.unsqueeze(-1) * norm.center(A.mT).mT, weight * norm.center(c)
 
     def solve_linear(g):
-        matrix = _eye(A) - g[:, None, None] * slope
-        y = _solve(matrix, (g[:, None] * right + bias).unsqueeze(-1)).squeeze(-1)
+        matrix = _eye(A) - g[:, None, None] * linear
+        y = _solve(matrix, (g[:, None] * constant + bias).unsqueeze(-1)).squeeze(-1)
         square = norm.center(c + _times(A, y)).square().mean(-1) + norm.eps
-        is_above = ~(square.rsqrt() >= g)
-        return y, is_above
+        is_too_large = ~(square.rsqrt() >= g)  # also if y is NaN
+        return y, is_too_large
 
     low = torch.full_like(c[:, 0], MIN_INVERSE_NORM)
     high = torch.full_like(c[:, 0], norm.eps**-0.5)
     for _ in range(BISECTIONS):
         middle = (low * high).sqrt()
-        _, is_above = solve_linear(middle)
-        low, high = torch.where(is_above, low, middle), torch.where(is_above, middle, high)
+        _, is_too_large = solve_linear(middle)
+        low = torch.where(is_too_large, low, middle)
+        high = torch.where(is_too_large, middle, high)
     y, _ = solve_linear(low)
     return y
 
@@ -311,7 +315,7 @@ def _polish(c, A, norm, y):
     residual = token_residual(y, norm(c + _times(A, y)))
     for _ in range(MAX_NEWTON_STEPS):
         error = norm(c + _times(A, y)) - y
-        step = _solve(_eye(A) - _slope(c, A, norm, y), error.unsqueeze(-1))
+        step = _solve(_eye(A) - _jacobian(c, A, norm, y), error.unsqueeze(-1))
         next_y = y + step.squeeze(-1)
         next_residual = token_residual(next_y, norm(c + _times(A, next_y)))
         is_better = next_residual < residual  # false for NaN
@@ -322,15 +326,15 @@ def _polish(c, A, norm, y):
     return y
 
 
-def _slope(c, A, norm, y):
+def _jacobian(c, A, norm, y):
     """Return ∂f/∂y (n,d,d) at y (n,d)."""
     if norm.kind == "none":
         return A
     v = norm.center(c + _times(A, y))
-    inverse = (v.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
-    unit, centered_A = v * inverse, norm.center(A.mT).mT
-    along = unit.unsqueeze(-1) * (unit.unsqueeze(-2) @ centered_A) / v.shape[-1]
-    return (norm.weight.double() * inverse).unsqueeze(-1) * (centered_A - along)
+    inverse_root = (v.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    normalized, centered_A = v * inverse_root, norm.center(A.mT).mT
+    along_v = normalized.unsqueeze(-1) * (normalized.unsqueeze(-2) @ centered_A) / v.shape[-1]
+    return (norm.weight.double() * inverse_root).unsqueeze(-1) * (centered_A - along_v)
 
 
 def _solve(matrix, right):
@@ -347,6 +351,7 @@ def _solve(matrix, right):
 
 
 def _times(matrix, vector):
+    """Return matrix · vector for (…,d,d) and (…,d)."""
     return (matrix @ vector.unsqueeze(-1)).squeeze(-1)
 
 
@@ -357,13 +362,13 @@ def _eye(like):
 def _attach_gradient(equations, y, status):
     """Return y = f(y) with the gradient of the solution.
 
-    The backward multiplies the gradient by (I − ∂f/∂y)⁻ᵀ. The product is at most MAX_GAIN times as
-    long as the gradient. Where y is no solution, or the product is not found, f(y) gets the
-    gradient unchanged.
+    The backward pass multiplies the gradient v by (I − ∂f/∂y)⁻ᵀ: it solves g = v + (∂f/∂y)ᵀ g. The
+    norm of g is limited to MAX_GAIN times the norm of v. If y is no solution, or g is not found,
+    f(y) gets the gradient v unchanged.
     """
-    first = equations.value(y)
-    if not first.requires_grad:
-        return first
+    value = equations.value(y)
+    if not value.requires_grad:
+        return value
 
     def solve_adjoint(v):
         def make_map(indices):
@@ -377,9 +382,9 @@ def _attach_gradient(equations, y, status):
         def solve_dense(indices, start, is_near):
             selected = equations.select(indices)
             c, A = selected.linear_part()
-            slope = _slope(c, A, selected.token.norm, y[indices].double())
+            jacobian = _jacobian(c, A, selected.token.norm, y[indices].double())
             right = v[indices].double().unsqueeze(-1)
-            g = _solve(_eye(slope) - slope.mT, right).squeeze(-1)
+            g = _solve(_eye(jacobian) - jacobian.mT, right).squeeze(-1)
             return g, torch.isfinite(g).all(-1)
 
         with torch.no_grad():
@@ -389,5 +394,5 @@ def _attach_gradient(equations, y, status):
             is_valid = (g_status | status) & FAILED == 0
             return torch.where(is_valid.unsqueeze(-1), limited, v)
 
-    first.register_hook(solve_adjoint)
-    return y + (first - first.detach())
+    value.register_hook(solve_adjoint)
+    return y + (value - value.detach())  # y, with the gradient of f(y)

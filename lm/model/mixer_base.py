@@ -1,8 +1,10 @@
 """`Mixer`, the base class of channel mixers, and their registry: `@mixer("name")`.
 
-docs/extending.md shows how to write a mixer of your own.
+A mixer reads an argument P of every token, (…,p): the token's input x, and with `mixer_h_dep` also
+the output y of the token before. Its linear map gives raw = P Wᵀ + bias, (…,m), and from raw it
+computes M(P; v) = Q v. docs/extending.md shows how to write a mixer of your own.
 
-Shape suffixes: b batch, l length, d channels (d_inner), p width of P, m outputs of the mixer's map.
+Shape suffixes: d channels (d_inner), p width of P, m width of raw.
 """
 
 import copy
@@ -27,9 +29,9 @@ class MixerError(ValueError):
 
 
 class MixerWeights(NamedTuple):
-    """A mixer's linear map, materialised once per solve."""
+    """Weights of a mixer's linear map raw = P Wᵀ + bias, computed once per solve."""
 
-    matrix: torch.Tensor  # (m, p), weight of the map from P to raw; m may be 0
+    matrix: torch.Tensor  # W (m,p); m may be 0
     bias: torch.Tensor  # (m,)
     extra: tuple = ()  # further tensors of the mixer that do not depend on the token
 
@@ -46,31 +48,30 @@ class ReflectionOptions(NamedTuple):
 
 
 def norm_bound(matrices: torch.Tensor) -> torch.Tensor:
-    """Return √(‖·‖₁ ‖·‖_∞) ≥ ‖·‖₂ of matrices (…,m,n), shape (…)."""
+    """Return √(‖A‖₁ ‖A‖_∞), which is at least ‖A‖₂, of matrices A (…,m,n); shape (…)."""
     entries = matrices.abs()
     return (entries.sum(-1).amax(-1) * entries.sum(-2).amax(-1)).sqrt()
 
 
 class Mixer(nn.Module):
-    """Channel mixer M(P; v) = Q_t v, linear in v, with a matrix Q_t that depends only on P.
+    """Channel mixer M(P; v) = Q v, linear in v, with a matrix Q that depends only on P.
 
     A subclass must define
 
     - `__init__(self, d_inner, d_arg)`, or `from_config` if it reads further fields. It sets
       `d_inner` (d) and `out_features` (m, the width of raw). d_arg is p, the width of P.
-    - `weights(self, like)`, which returns its MixerWeights. like: as for `layers.affine_map`.
-    - `forward(self, raw, v, weights)`, which returns M(P; v), (…,d), from raw = P Wᵀ + bias (…,m)
-      and v (…,d). Leading dimensions broadcast: one raw may come with many v.
+    - `weights(self, like)`, which returns its MixerWeights.
+    - `forward(self, raw, v, weights)`, which returns M(P; v). Leading dimensions broadcast: one raw
+      may come with many v.
 
     and may define
 
-    - `from_config`, which builds it from the configuration of the model.
-    - `flops_per_token`, the cost of M(P; v), and `bound`, an upper bound of ‖I − Q_t‖.
-    - `has_low_rank = True` and `low_rank`, which returns I − Q_t in factors, so that a token's
-      equation is solved in closed form. Otherwise y itself is iterated with Q_t held fixed. Both
-      ways have the exact gradient.
+    - `flops_per_token`, the cost of M(P; v), and `bound`, an upper bound of ‖I − Q‖.
+    - `has_low_rank = True` and `low_rank`, which returns I − Q in factors, so that a token's
+      equation has one unknown per rank. Otherwise the equation has the unknown y, with Q held
+      fixed. The gradient is exact either way.
     - `gates`, which `fprnn inspect` draws.
-    - `kernel_options`, the options of a compiled kernel.
+    - `kernel_options`, with which a compiled kernel computes the mixer.
     """
 
     out_features = 0
@@ -92,26 +93,30 @@ class Mixer(nn.Module):
         return cls(d_inner, d_arg)
 
     def weights(self, like: torch.Tensor) -> MixerWeights:
-        """Return the MixerWeights of the current parameters. like: as for `layers.affine_map`."""
+        """Return the MixerWeights of the current parameters.
+
+        Args:
+            like: A tensor with the dtype and device of the computation.
+        """
         raise NotImplementedError
 
     def merge_extra(self, weights: MixerWeights) -> MixerWeights:
-        """Return the weights for a compiled cell, which supports no second layer in `extra`."""
+        """Return equal weights without `extra`, for a compiled kernel, which does not read it."""
         return weights
 
     def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
-        """Return M(P; v), (…,d). raw: P Wᵀ + bias, (…,m). v: (…,d)."""
+        """Return M(P; v), (…,d), for raw (…,m) and v (…,d)."""
         raise NotImplementedError
 
     def flops_per_token(self) -> int:
-        """Return the FLOPs of M(P; v) without P Wᵀ, where a multiply-add counts two.
+        """Return the FLOPs of M(P; v) without P Wᵀ. A multiply-add counts two.
 
-        The default is the cost of a product with a full matrix; most mixers need less.
+        By default this is the cost of a product with a full matrix.
         """
         return 2 * self.d_inner**2
 
     def low_rank(self, raw: torch.Tensor, weights: MixerWeights) -> Any:
-        """Return I − Q of every token as a LowRank, or None. raw: (…,m)."""
+        """Return I − Q of every token as a `cell.LowRank`, or None, for raw (…,m)."""
         return None
 
     def kernel_options(self) -> ReflectionOptions | None:
@@ -119,7 +124,7 @@ class Mixer(nn.Module):
         return None
 
     def gates(self, raw: torch.Tensor) -> torch.Tensor | None:
-        """Return the gates a_t = σ(·) of every token, (…,·), or None. raw: (…,m)."""
+        """Return the gates of every token, in (0, 1), or None if it has no gates."""
         return None
 
     def mix(
@@ -129,22 +134,22 @@ class Mixer(nn.Module):
         y: torch.Tensor,
         weights: MixerWeights,
     ) -> torch.Tensor:
-        """Return Q x + (I − Q) y = M(P; x − y) + y, (…,d). raw: P Wᵀ + b, (…,m). x, y: (…,d)."""
+        """Return Q x + (I − Q) y = M(P; x − y) + y, (…,d), for raw (…,m), x and y (…,d)."""
         return self(raw.to(x.dtype), x - y, weights) + y
 
     def bound(self, raw: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
-        """Return an upper bound of ‖I − Q‖₂, (…,1): √(‖·‖₁ ‖·‖_∞), from d applications."""
+        """Return an upper bound of ‖I − Q‖₂, (…,1): the `norm_bound` of the matrix I − Q."""
         eye = torch.eye(self.d_inner, dtype=raw.dtype, device=raw.device)
         return norm_bound(eye - self.dense(raw, weights)).unsqueeze(-1)
 
     def dense(self, raw: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
-        """Return Q as a matrix (…,d,d), from d applications. raw: (…,m)."""
+        """Return Q as a matrix (…,d,d), by applying M to the d unit vectors."""
         eye = torch.eye(self.d_inner, dtype=raw.dtype, device=raw.device)
-        rows = self(raw.unsqueeze(-2), eye.expand(*raw.shape[:-1], -1, -1), weights)
-        return rows.transpose(-1, -2)
+        columns = self(raw.unsqueeze(-2), eye.expand(*raw.shape[:-1], -1, -1), weights)
+        return columns.transpose(-1, -2)
 
     def matrix(self, P: torch.Tensor) -> torch.Tensor:
-        """Return Q_t = M(P; ·) as a matrix (…,d,d). P: (…,p)."""
+        """Return Q as a matrix (…,d,d), for P (…,p)."""
         weights = self.weights(P)
         return self.dense(F.linear(P, weights.matrix, weights.bias), weights)
 
@@ -152,8 +157,8 @@ class Mixer(nn.Module):
 def mixer(*names: str) -> Callable[[type["Mixer"]], type["Mixer"]]:
     """Return a decorator that registers a subclass of Mixer under these names.
 
-    `model.mixer` may then have such a name. Classes outside this folder are also registered under
-    `module:Class`.
+    A configuration selects the mixer by such a name (`model.mixer`). Classes outside this folder
+    are also registered under `module:Class`.
 
     Raises:
         MixerError: If the class is no Mixer or lacks a method, or another class has the name.
@@ -201,8 +206,8 @@ def _check_class(cls):
             " lm.model.mixer_base.Mixer"
         )
     missing = [
-        call
-        for name, call in REQUIRED_METHODS.items()
+        signature
+        for name, signature in REQUIRED_METHODS.items()
         if getattr(cls, name) is getattr(Mixer, name)
     ]
     if missing:
@@ -211,7 +216,7 @@ def _check_class(cls):
             f" {' and '.join(REQUIRED_METHODS.values())} (docs/extending.md)"
         )
     if cls.from_config.__func__ is Mixer.from_config.__func__:
-        try:
+        try:  # whether cls(d_inner, d_arg) is a valid call
             inspect.signature(cls).bind(1, 1)
         except TypeError as e:
             raise MixerError(
@@ -253,7 +258,7 @@ def build_named_mixer(name: str, config: Any, d_inner: int, d_arg: int, **fields
         config = copy.copy(config)
         for field, value in fields.items():
             setattr(config, field, value)
-    if is_built_in(MIXERS[name]):
+    if is_built_in(MIXERS[name]):  # its sizes were checked by FPRNNConfig, and it needs no check
         return MIXERS[name].from_config(config, d_inner, d_arg)
     try:
         module = MIXERS[name].from_config(config, d_inner, d_arg)

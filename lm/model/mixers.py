@@ -1,12 +1,12 @@
-"""The channel mixers Q_t of the fixed-point iteration (paper App. C.3).
+"""The channel mixers Q of the fixed-point iteration (paper App. C.3).
 
-A mixer computes `raw = P Wᵀ + b` from its argument P and applies M(P; v) = Q_t v. The block, not
-the mixer, evaluates the linear map: it fuses the map with its other projections and computes the
-part that depends only on x once per solve. `eigen_range: signed` doubles I − Q, so that Q has
-eigenvalues in [−1, 1] (Grazzi et al. 2024) instead of [0, 1].
+mixer_base.py defines P, raw = P Wᵀ + bias, and M(P; v) = Q v. The block, not the mixer, computes
+raw: it joins the map with its other projections, and computes the part that depends only on x once
+per solve. k is a factor on I − Q: with `eigen_range: signed` k is 2, and Q has eigenvalues in
+[−1, 1] (Grazzi et al. 2024); with `positive` k is 1, and they are in [0, 1].
 
-Shape suffixes: b batch, l length, d channels (d_inner), r rank. Any number of leading dimensions is
-allowed, so a mixer can apply one Q_t to many vectors v, as `Mixer.matrix` does.
+Shape suffixes: d channels (d_inner), p width of P, r rank. Any number of leading dimensions is
+allowed, so that a mixer can apply one Q to many vectors v.
 """
 
 import math
@@ -29,7 +29,7 @@ from .mixer_base import (
 )
 
 ACTIVATIONS = {"silu": F.silu, "relu": F.relu, "identity": lambda x: x}
-POWER_STEPS = {"kronecker": 16, "selective_dense": 32}
+POWER_STEPS = {"kronecker": 16, "selective_dense": 32}  # power iterations, as in the paper's code
 
 
 def nrm(v: torch.Tensor, eps: float) -> torch.Tensor:
@@ -38,20 +38,20 @@ def nrm(v: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def compose_reflections(a: torch.Tensor, u: torch.Tensor, sequential: bool) -> LowRank:
-    """Return I − Q of r reflections in the form U T.
+    """Return I − Q = Uᵀ T U of r reflections.
 
     Args:
-        a: Gates times k, (…,r).
-        u: Unit vectors, (…,r,d).
+        a: Factors k a_i of the reflections I − k a_i u_i u_iᵀ, (…,r).
+        u: Unit vectors u_i, the rows of U, (…,r,d).
         sequential: Whether Q is the product of the reflections (householder). Otherwise I − Q is
-            the sum of their rank-one terms (dplr).
+            the sum of k a_i u_i u_iᵀ (dplr).
     """
     T = torch.diag_embed(a)
     if sequential and a.shape[-1] > 1:
         # The compact WY form: each reflection applies to the result of the ones before it.
-        below = torch.tril(u @ u.transpose(-1, -2), -1)
+        gram_below = torch.tril(u @ u.transpose(-1, -2), -1)
         T = torch.linalg.solve_triangular(
-            a.unsqueeze(-1) * below, T, upper=False, unitriangular=True
+            a.unsqueeze(-1) * gram_below, T, upper=False, unitriangular=True
         )
     return LowRank(u, T)
 
@@ -98,7 +98,7 @@ def largest_stretch(S: torch.Tensor, steps: int, eps: float) -> torch.Tensor:
     Args:
         S: Symmetric matrices, (…,m,m).
         steps: Number of iterations.
-        eps: Floor of the norms.
+        eps: Added to the norms.
 
     Returns:
         The estimate, (…,1,1).
@@ -117,19 +117,19 @@ def _scale(config):
 
 
 def _with_gates(projection, gate, like):
-    """Return weight and bias of a projection and a gate, stacked. like: as for `affine_map`."""
-    parts = [affine_map(layer, like) for layer in (projection, gate)]
-    biases = [matrix.new_zeros(len(matrix)) if bias is None else bias for matrix, bias in parts]
-    return torch.cat([matrix for matrix, _ in parts]), torch.cat(biases)
+    """Return matrix and bias of a projection and of the gates, stacked."""
+    maps = [affine_map(layer, like) for layer in (projection, gate)]
+    biases = [matrix.new_zeros(len(matrix)) if bias is None else bias for matrix, bias in maps]
+    return torch.cat([matrix for matrix, _ in maps]), torch.cat(biases)
 
 
 @mixer("householder", "dplr")
 class Reflections(Mixer):
-    """Householder products and DPLR: r unit vectors u_i and gates a_i ∈ (0,1); k = 2 or 1.
+    """Householder products and DPLR, with r unit vectors u_i and gates a_i ∈ (0,1).
 
     `householder` computes v ← v − k a_i u_i (u_iᵀ v) for i = 1…r in order, so Q is a product of r
-    generalised Householder reflections. `dplr` computes v − k Σ_i a_i u_i (u_iᵀ v), every term from
-    the same v.
+    generalised Householder reflections. `dplr` computes v − k Σ_i a_i u_i (u_iᵀ v): Q is diagonal
+    plus low-rank.
 
     Args:
         d_inner: Number of channels d.
@@ -181,33 +181,30 @@ class Reflections(Mixer):
     def weights(self, like: torch.Tensor) -> MixerWeights:
         if self.u_down is None:
             return MixerWeights(*_with_gates(self.u_proj, self.alpha_proj, like))
-        first, bias = _with_gates(self.u_down, self.alpha_proj, like)
-        return MixerWeights(first, bias, affine_map(self.u_proj, like))
+        matrix, bias = _with_gates(self.u_down, self.alpha_proj, like)
+        return MixerWeights(matrix, bias, extra=affine_map(self.u_proj, like))
 
     def merge_extra(self, weights: MixerWeights) -> MixerWeights:
-        """Return the weights with the two layers p → q → r·d multiplied into one.
-
-        The product costs less than applying the second layer to r·d tokens.
-        """
+        """Return the weights with the two layers p → q → r·d multiplied into one, p → r·d."""
         if not weights.extra:
             return weights
-        first, bias, (matrix, second_bias) = weights
-        q = len(first) - self.rank
-        vector_map, vector_bias = matrix @ first[:q], matrix @ bias[:q]
-        if second_bias is not None:
-            vector_bias = vector_bias + second_bias
-        return MixerWeights(torch.cat([vector_map, first[q:]]), torch.cat([vector_bias, bias[q:]]))
+        matrix, bias, (up, up_bias) = weights
+        q = len(matrix) - self.rank  # rows before those of the gates
+        vector_map, vector_bias = up @ matrix[:q], up @ bias[:q]
+        if up_bias is not None:
+            vector_bias = vector_bias + up_bias
+        return MixerWeights(torch.cat([vector_map, matrix[q:]]), torch.cat([vector_bias, bias[q:]]))
 
     def _second_layer(self, u, weights):
         """Return the vectors (…,r·d) of u (…,q), in u's dtype."""
-        matrix, bias = weights.extra
-        bias = None if bias is None else bias.to(matrix.dtype)
-        return F.linear(u.to(matrix.dtype), matrix, bias).to(u.dtype)
+        up, bias = weights.extra
+        bias = None if bias is None else bias.to(up.dtype)
+        return F.linear(u.to(up.dtype), up, bias).to(u.dtype)
 
     def vectors(
         self, raw: torch.Tensor, weights: MixerWeights
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return k a, (…,r), and the unit vectors u, (…,r,d)."""
+        """Return the factors k a_i, (…,r), and the unit vectors u_i, (…,r,d)."""
         u, a = raw[..., : -self.rank], raw[..., -self.rank :]
         if weights.extra:
             u = self._second_layer(u, weights)
@@ -236,24 +233,24 @@ class Reflections(Mixer):
     def bound(self, raw: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         """Return Σ k a_i ≥ ‖I − Q‖, (…,1).
 
-        For dplr it is the sum of the norms of the terms. For householder ‖I − Q‖ ≤ Σ ‖I − Q_i‖,
-        because every partial product has norm ≤ 1.
+        For dplr this is the sum of the norms of the terms. For householder ‖I − Q‖ ≤ Σ ‖I − Q_i‖,
+        because a product of the factors Q_i has norm ≤ 1.
         """
         return self.scale * torch.sigmoid(raw[..., -self.rank :]).sum(-1, True)
 
     def flops_per_token(self) -> int:
         """Return the FLOPs of M(P; v): normalise (≈4rd), reflect (4rd), second layer."""
-        low_rank = 2 * self.u_proj.in_features * self.u_proj.out_features if self.u_down else 0
-        return 8 * self.rank * self.d_inner + low_rank
+        second_layer = 2 * self.u_proj.in_features * self.u_proj.out_features if self.u_down else 0
+        return 8 * self.rank * self.d_inner + second_layer
 
 
 @mixer("kronecker")
 class Kronecker(Mixer):
-    """Kronecker product: with v reshaped to X (m₁,m₂), M(P; v) = X − k K₁ᵀ X K₂ᵀ, k = 2 or 1.
+    """Kronecker product: with v reshaped to X (m₁,m₂), M(P; v) = X − k K₁ᵀ X K₂ᵀ.
 
-    m₁ is the largest divisor of d that is at most √d. act(P Wᵀ) fills two triangles T by rows. S is
-    T Tᵀ with normalised rows; with norm "spectral" it is also divided by its largest
-    eigenvalue. K = diag(σ(P W_gᵀ + b_g)) S.
+    m₁ is the largest divisor of d that is at most √d, and m₂ = d / m₁. Each factor K (m,m) is
+    diag(gates) S. S is T Tᵀ with normalised rows, where act(raw) fills the upper triangle T by
+    rows. With norm "spectral", S is also divided by its largest eigenvalue.
     """
 
     def __init__(
@@ -263,7 +260,7 @@ class Kronecker(Mixer):
         self.d_inner, self.m1 = d_inner, largest_divisor(d_inner)
         self.m2 = d_inner // self.m1
         self.act, self.eps, self.scale, self.norm = ACTIVATIONS[act], eps, scale, norm
-        self.triangles = [m * (m + 1) // 2 for m in (self.m1, self.m2)]
+        self.triangles = [m * (m + 1) // 2 for m in (self.m1, self.m2)]  # entries of each T
         self.uv_proj = WNLinear(d_arg, sum(self.triangles))
         self.gate_proj = WNLinear(d_arg, self.m1 + self.m2, bias=True)
         self.out_features = sum(self.triangles) + self.m1 + self.m2
@@ -277,7 +274,7 @@ class Kronecker(Mixer):
         return MixerWeights(*_with_gates(self.uv_proj, self.gate_proj, like))
 
     def _factor(self, gate, triangle, m):
-        """Return K (…,m,m). gate: (…,m). triangle: (…,m(m+1)/2)."""
+        """Return K (…,m,m) for gate (…,m) and triangle (…,m(m+1)/2)."""
         S = nrm(gram_from_triangle(triangle, m), self.eps)
         if self.norm == "spectral":
             S = S / (largest_eigenvalue(S, POWER_STEPS["kronecker"]) + self.eps)
@@ -301,10 +298,10 @@ class Kronecker(Mixer):
 
 @mixer("monarch")
 class Monarch(Mixer):
-    """Block-diagonal matrix with d/r blocks of size r, each I − k a S.
+    """Block-diagonal matrix with d/r blocks of size r, each I − k a S with a gate a per block.
 
-    S = T Tᵀ / (largest column norm + eps), where act(P Wᵀ) fills the upper triangle T, and a = σ(·)
-    is the gate of the block.
+    S = T Tᵀ / (largest column norm of T Tᵀ + eps), where act(raw) fills the upper triangle T by
+    rows.
     """
 
     def __init__(
@@ -331,9 +328,9 @@ class Monarch(Mixer):
         triangles, gate = raw[..., : -self.blocks], raw[..., -self.blocks :]
         triangles = self.act(triangles).unflatten(-1, (self.blocks, self.triangle))
         S = gram_from_triangle(triangles, self.size)
-        largest = torch.linalg.vector_norm(S, dim=-2).amax(-1)[..., None, None]
+        max_norm = torch.linalg.vector_norm(S, dim=-2).amax(-1)[..., None, None]
         a = self.scale * torch.sigmoid(gate)[..., None, None]
-        return a * (S / (largest + self.eps))
+        return a * (S / (max_norm + self.eps))
 
     def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         X = v.unflatten(-1, (self.blocks, self.size))
@@ -376,7 +373,7 @@ class NonSelective(Mixer):
 
 @mixer("selective_dense")
 class SelectiveDense(Mixer):
-    """Full matrix per token: M(P; v) = S v with S = T Tᵀ / ρ(T Tᵀ); O(d³) per token."""
+    """Full matrix per token: Q = T Tᵀ / ρ(T Tᵀ), where act(raw) fills T; O(d³) per token."""
 
     def __init__(self, d_inner: int, d_arg: int, act: str, eps: float) -> None:
         super().__init__()
@@ -389,8 +386,8 @@ class SelectiveDense(Mixer):
         return cls(d_inner, d_arg, config.mixer_act, config.eps)
 
     def weights(self, like: torch.Tensor) -> MixerWeights:
-        first, bias = affine_map(self.uv_proj, like)
-        return MixerWeights(first, first.new_zeros(len(first)) if bias is None else bias)
+        matrix, bias = affine_map(self.uv_proj, like)
+        return MixerWeights(matrix, matrix.new_zeros(len(matrix)) if bias is None else bias)
 
     def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
         S = gram_from_triangle(self.act(raw), self.d_inner)
@@ -409,7 +406,7 @@ class Mixture(Mixer):
         super().__init__()
         self.parts = nn.ModuleList(parts)
         self.d_inner = parts[0].d_inner
-        self.out_features = sum(p.out_features for p in parts)
+        self.out_features = sum(part.out_features for part in parts)
 
     @classmethod
     def from_config(cls, config: Any, d_inner: int, d_arg: int) -> "Mixture":
@@ -421,28 +418,28 @@ class Mixture(Mixer):
         return cls(parts)
 
     def weights(self, like: torch.Tensor) -> MixerWeights:
-        weights = [p.weights(like) for p in self.parts]
-        first = torch.cat([w.matrix for w in weights])
-        return MixerWeights(first, torch.cat([w.bias for w in weights]), tuple(weights))
+        weights = [part.weights(like) for part in self.parts]
+        matrix = torch.cat([w.matrix for w in weights])
+        return MixerWeights(matrix, torch.cat([w.bias for w in weights]), extra=tuple(weights))
 
     def forward(self, raw: torch.Tensor, v: torch.Tensor, weights: MixerWeights) -> torch.Tensor:
-        raws = raw.split([p.out_features for p in self.parts], dim=-1)
+        raws = raw.split([part.out_features for part in self.parts], dim=-1)
         for part, part_raw, part_weights in zip(self.parts, raws, weights.extra):
             v = part(part_raw, v, part_weights)
         return v
 
     def gates(self, raw: torch.Tensor) -> torch.Tensor:
-        raws = raw.split([p.out_features for p in self.parts], dim=-1)
+        raws = raw.split([part.out_features for part in self.parts], dim=-1)
         return torch.cat([part.gates(raw) for part, raw in zip(self.parts, raws)], -1)
 
     def flops_per_token(self) -> int:
-        return sum(p.flops_per_token() for p in self.parts)
+        return sum(part.flops_per_token() for part in self.parts)
 
 
 class Contractive(Mixer):
     """Wrapper that scales any mixer so that ‖I − Q'‖ ≤ κ < 1, the condition of the paper's Thm 3.1.
 
-    Q' = I − s (I − Q) with s = κ / max(κ, β), where β ≥ ‖I − Q‖ is the `bound` of the mixer.
+    Q' = I − shrink · (I − Q) with shrink = κ / max(κ, β), where β ≥ ‖I − Q‖ is the mixer's `bound`.
     """
 
     def __init__(self, mixer: Mixer, kappa: float) -> None:
@@ -486,7 +483,7 @@ class Contractive(Mixer):
         return v - self._shrink(raw, weights) * (v - mixed)
 
     def _shrink(self, raw, weights):
-        """Return the factor s (…,1) on I − Q."""
+        """Return the factor on I − Q, (…,1)."""
         return self.kappa / self.mixer.bound(raw, weights).clamp_min(self.kappa)
 
     def flops_per_token(self) -> int:
@@ -505,5 +502,5 @@ def build_mixer(config: Any, d_inner: int, d_arg: int) -> Mixer:
         ValueError: If the name is unknown, or the mixer cannot have these sizes. FPRNNConfig has
             checked the sizes of built-in mixers.
     """
-    module = build_named_mixer(config.mixer, config, d_inner, d_arg)
-    return module if config.contractive is None else Contractive(module, config.contractive)
+    built = build_named_mixer(config.mixer, config, d_inner, d_arg)
+    return built if config.contractive is None else Contractive(built, config.contractive)

@@ -45,7 +45,7 @@ from .checksums import refuse_changed
 from .configuration_fprnn import FPRNNConfig, refuse_solver_token
 from .delta import GatedDeltaNet
 from .diagonal import Mamba
-from .fields import FIXED_POINT, IN_FP32, SOLVER
+from .fields import FIXED_POINT_KINDS, FP32_PARAMETERS, SOLVER
 from .fixed_point import FixedPointBlock
 from .full_rank import solve_by_iterating
 from .layers import RMSNorm, is_on_cpu
@@ -142,7 +142,9 @@ class FPRNNPreTrainedModel(PreTrainedModel):
     def __init__(self, config: FPRNNConfig) -> None:
         config.settle()
         super().__init__(config)
-        names = (name for layer in config.layer_list() for name in IN_FP32.get(layer.kind, ()))
+        names = (
+            name for layer in config.layer_list() for name in FP32_PARAMETERS.get(layer.kind, ())
+        )
         self._keep_in_fp32_modules_strict = list(dict.fromkeys(names))  # without duplicates
 
     @classmethod
@@ -232,7 +234,9 @@ class FPRNNModel(FPRNNPreTrainedModel):
         self.fixed_point_indices = None  # of the fixed-point layers; None: all layers
         if config.layers is not None:
             kinds = [layer.kind for layer in self.layers]
-            self.fixed_point_indices = [i for i, kind in enumerate(kinds) if kind in FIXED_POINT]
+            self.fixed_point_indices = [
+                i for i, kind in enumerate(kinds) if kind in FIXED_POINT_KINDS
+            ]
         self.post_init()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from .layers import Orthogonal, RMSNorm, WNLinear
 from .mixers import Kronecker, Monarch, Reflections
 from .state import Sequences
 
-# Kinds of layers (fields.KINDS) that are not fixed-point blocks.
+# Kinds of layers (fields.FIELDS_BY_KIND) that are not fixed-point blocks.
 BASELINES = {
     "mamba": Mamba,
     "mamba2": Mamba2,
@@ -150,7 +150,7 @@ def _initialize_block(module, cfg):
         init.ones_(module.B_bias)
         init.ones_(module.C_bias)
         dt_bias = module.dt_bias
-    elif isinstance(module, M2RNN) or (isinstance(module, GatedDeltaProduct) and module.gated):
+    elif isinstance(module, M2RNN) or (isinstance(module, GatedDeltaProduct) and module.has_gate):
         A = torch.empty(module.heads, device=module.A_log.device).uniform_(0, 16).clamp_min(1e-3)
         init.copy_(module.A_log, A.log())
         dt_bias = module.dt_bias

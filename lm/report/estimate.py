@@ -13,7 +13,7 @@ import torch
 from lm.common.cards import GIB, Card
 from lm.config.model import Model
 from lm.config.schema import Config
-from lm.model.fields import KINDS, Layer, parse
+from lm.model.fields import FIELDS_BY_KIND, Layer, parse_layers
 from lm.model.modeling_fprnn import LOSS_CHUNK_TOKENS
 from lm.training.build import build_model, expand_stack
 from lm.training.deepspeed_json import bucket_size, deepspeed_config
@@ -114,7 +114,7 @@ def count_saved_floats(cfg: Config, on_gpu: bool) -> list[float]:
     m, solver = expand_stack(cfg.model), cfg.solver.settled()
     layers = [Layer(m.block, {})] * m.n_layer
     if m.layers is not None:
-        layers = parse(m.layers, m.n_layer)
+        layers = parse_layers(m.layers, m.n_layer)
     return [_count_saved(layer, m, solver, on_gpu) for layer in layers]
 
 
@@ -124,7 +124,7 @@ def _count_saved(layer: Layer, m: Model, solver: dict, on_gpu: bool) -> float:
     saved = SAVED.get(layer.kind) or _count_saved_by_fixed_point(config, solver, on_gpu)
     saved += SAVED_PER_STATE.get(layer.kind, 0.0) * config.d_state
     # A layer without `expand` was measured in a model with expand 2.
-    expand = config.expand if "expand" in KINDS[layer.kind] else 2.0
+    expand = config.expand if "expand" in FIELDS_BY_KIND[layer.kind] else 2.0
     return saved * expand / m.expand
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from lm.common.errors import ConfigError
-from lm.common.files import DamagedError, check_kinds, printable, read_mapping
+from lm.common.files import DamagedError, check_types, printable, read_mapping
 from lm.config import load as config
 from lm.config.yaml_text import load_tree
 from lm.report.status import short_names
@@ -179,7 +179,7 @@ def _result(run: RunDir, remarks: list[str]) -> dict:
         return {}
     try:
         result = run.read_result(RESULT)
-        check_kinds(run.result, result, KINDS)
+        check_types(run.result, result, KINDS)
     except (DamagedError, RunDirError) as e:
         remarks.append(str(e))
         return {}

@@ -182,7 +182,7 @@ class Checkpoints:
                 _mark_for_deletion(path)
             job.partial.rename(path)
             sync(self.folder)
-        checksums.trust(path, {name: digest for name, (_, digest) in files.items()})
+        checksums.cache_sums(path, {name: digest for name, (_, digest) in files.items()})
         self._prune()
         saved = {
             "step": job.step,
@@ -335,8 +335,8 @@ def verify(path: Path, cached: bool = False) -> dict:
                 f"checkpoint {path}: {file.name} has {file.stat().st_size} bytes, not {size}"
             )
     digests = {file.name: digest for file, _, digest in files}
-    if difference := checksums.difference(path, digests, cached):
-        raise CheckpointError(f"checkpoint {path}: {difference}")
+    if mismatch := checksums.describe_mismatch(path, digests, cached):
+        raise CheckpointError(f"checkpoint {path}: {mismatch}")
     return manifest
 
 

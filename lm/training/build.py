@@ -13,7 +13,7 @@ from lm.common.errors import ConfigError
 from lm.config.model import Model, Solver
 from lm.config.plugin import is_place, load_class
 from lm.config.schema import Config
-from lm.model.fields import KINDS, STACKS
+from lm.model.fields import FIELDS_BY_KIND, STACKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -142,7 +142,7 @@ def expand_stack(model: Model) -> Model:
     pattern = STACKS[model.name]
     fields: dict[str, Any] = {"name": "fprnn", "layers": pattern, "reset_at_eos": False}
     fields["n_layer"] = model.n_layer * len(pattern.split())
-    if "ngroups" in KINDS[pattern.split()[0]]:
+    if "ngroups" in FIELDS_BY_KIND[pattern.split()[0]]:
         fields["headdim"] = _compute_headdim(model)
     elif "mlp" in pattern and model.n_heads == "auto":
         _check_headdim(model)

@@ -62,8 +62,8 @@ def join_process_group(cfg: Config) -> Ranks:
         raise MachineError(f"the ranks did not meet at {place}: {str(e).splitlines()[0]}") from e
     torch.manual_seed(cfg.seed)
     days = timedelta(days=7)
-    objects = torch_dist.new_group(backend="gloo", timeout=days) if world > 1 else None
-    return Ranks(rank, world, device, objects)
+    object_group = torch_dist.new_group(backend="gloo", timeout=days) if world > 1 else None
+    return Ranks(rank, world, device, object_group)
 
 
 def leave_process_group() -> None:
@@ -80,7 +80,7 @@ def set_collective_timeouts(cfg: Config, ranks: Ranks) -> None:
     if not torch_dist.is_initialized():
         return
     for group in list(torch_dist.distributed_c10d._world.pg_map):
-        if group is not ranks.objects:
+        if group is not ranks.object_group:
             torch_dist.distributed_c10d._set_pg_timeout(_collective_timeout(cfg), group)
 
 

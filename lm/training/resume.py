@@ -7,7 +7,7 @@ from pathlib import Path
 from lm.config.schema import Config
 from lm.data.corpus.prepare import checksums, place_in_run
 from lm.data.sources.mixture import parts
-from lm.model.checksums import SUMS, difference, sha256
+from lm.model.checksums import SUMS, describe_mismatch, sha256
 from lm.runs.checkpoint import CheckpointError
 from lm.runs.run_dir import RunDir, RunDirError, check_config
 from lm.training.deepspeed_json import layout
@@ -62,7 +62,7 @@ def check_tokenizer(path: Path, manifest: dict, run: RunDir) -> None:
     Raises:
         RunDirError: If a file differs.
     """
-    if change := difference(run.tokenizer, manifest.get("tokenizer", {})):
+    if change := describe_mismatch(run.tokenizer, manifest.get("tokenizer", {})):
         raise RunDirError(
             f"{run.tokenizer / change}: {path} was trained with another tokenizer; restore it"
         )

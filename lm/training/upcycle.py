@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lm.common.errors import BAD_CONFIG, ConfigError, UserError
-from lm.model.fields import KINDS, resolve_d_ff, resolve_n_heads
+from lm.model.fields import FIELDS_BY_KIND, resolve_d_ff, resolve_n_heads
 from lm.runs.exported import first_names
 
 if TYPE_CHECKING:
@@ -193,7 +193,7 @@ def _compare_layers(
         source_config.layer_config(source_config.layer_list()[partner]),
     )
     differences = []
-    for name in KINDS[layer.kind]:
+    for name in FIELDS_BY_KIND[layer.kind]:
         get_value = DERIVED_FIELDS.get(name, attrgetter(name))
         value, source_value = map(get_value, configs)
         if value != source_value and name not in INIT_FIELDS:

@@ -165,7 +165,7 @@ def test_kernels_of_another_package_are_not_used(stranger, found):
 
 def test_installed_kernels_are_used_without_warning(found):
     used, said = found[1]["ours"]
-    assert used == "lm.kernels" and SAID not in said and bundled_kernels.SAID not in said
+    assert used == "lm.kernels" and SAID not in said and bundled_kernels.NOTE not in said
     assert scan._find_kernels()[1] == "" and scan.INTERFACE == INTERFACE
 
 
@@ -217,7 +217,7 @@ def test_export_without_package_uses_bundled_kernels(tmp_path):
     env = warm_cache(tmp_path)
     (ours, theirs, (module,)), said = elsewhere(ALONE, tmp_path, out, **env)
     assert (ours, theirs) == pytest.approx((loss.item(), grads), rel=1e-5)
-    assert said.count(bundled_kernels.SAID) == 1
+    assert said.count(bundled_kernels.NOTE) == 1
     # A changed file in the cache is not run but written again; the library stays.
     file = tmp_path / "cache/fprnn/kernels" / (module.replace(".", "/") + ".py")
     text = file.read_text()

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from lm.common.errors import ConfigError, Stopped, TrainingError
-from lm.common.signals import STOP
+from lm.common.signals import STOP_SIGNALS
 from lm.config import load as base
 from lm.runs.checkpoint import list_checkpoints
 from synthetic import ability_table, config, tasks, validate
@@ -254,7 +254,7 @@ def test_signal_stops_parallel_runs_after_saving(two_configs, tmp_path, recipes)
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    handlers = {number: signal.getsignal(number) for number in STOP}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     threading.Thread(target=signal_once_started, daemon=True).start()
     try:
         with pytest.raises(Stopped, match="stopped by a signal"):

@@ -82,12 +82,12 @@ def _read(folder: Path) -> PreTrainedTokenizerFast:
         DataError: If a file is damaged or was changed.
     """
     try:
-        difference = checksums.difference(folder, checksums.read_sums(folder))
+        mismatch = checksums.describe_mismatch(folder, checksums.read_sums(folder))
     except (OSError, ValueError) as e:
         raise DataError(f"the tokenizer in {folder} cannot be loaded: {first_line(e)}") from None
-    if difference:
+    if mismatch:
         raise DataError(
-            f"{folder / difference}: another tokenizer gives other tokens for the same text;"
+            f"{folder / mismatch}: another tokenizer gives other tokens for the same text;"
             " restore the file"
         )
     return _load(str(folder), PreTrainedTokenizerFast)

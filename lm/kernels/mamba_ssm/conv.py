@@ -1,4 +1,7 @@
-"""The `short_conv` kernel: causal-conv1d's short convolution, compiled for CUDA."""
+"""The `short_conv` kernel: causal-conv1d's short convolution, compiled for CUDA.
+
+Shape suffixes: b batch, l length, d channels, k taps (the kernel size).
+"""
 
 import torch
 from causal_conv1d import causal_conv1d_fn
@@ -8,11 +11,11 @@ from lm.kernels import Unsupported
 from lm.kernels.checks import deviation
 from lm.kernels.triton import build as triton_build
 
-TAPS = (2, 3, 4)  # kernel sizes for which causal-conv1d is compiled
+KERNEL_SIZES = (2, 3, 4)  # for which causal-conv1d is compiled
 
 
 def usable() -> tuple[bool, str]:
-    """Return whether the kernel runs here, or the reason; see `usable` of triton/build.py."""
+    """Return whether the kernel runs here, and the reason if not; as `triton.build.usable`."""
     return triton_build.usable(_self_check, "causal-conv1d's kernels")
 
 
@@ -37,32 +40,33 @@ def short_conv(
     """Compute silu(lm.model.scan.causal_conv(x, weight, bias, segments, before)) by causal-conv1d.
 
     Args:
-        x: (b,l,d).
-        weight: (d,1,k).
+        x: Input, (b,l,d).
+        weight: Weight of the convolution, (d,1,k).
         bias: (d,), or None.
         segments: Document index of each token, (b,l) int64, or None.
         before: Inputs before x, in document 0, (b,k−1,d); zero if None.
 
     Returns:
-        (b,l,d).
+        The output, (b,l,d).
 
     Raises:
-        Unsupported: If x is fp64 or empty, if k is not in TAPS, if 8 does not divide d, or if there
-            are both documents and inputs before x.
+        Unsupported: If x is fp64 or empty, if k is not in KERNEL_SIZES, if 8 does not divide
+            d, or if there are both documents and inputs before x.
     """
     (_, length, d), k = x.shape, weight.shape[-1]
-    if x.dtype not in triton_build.DTYPES or length == 0 or k not in TAPS or d % 8:
+    if x.dtype not in triton_build.DTYPES or length == 0 or k not in KERNEL_SIZES or d % 8:
         raise Unsupported(
             f"x is {x.dtype} {tuple(x.shape)}, k = {k}: causal-conv1d takes fp32, fp16 and bf16,"
-            f" a d that 8 divides, and k of {TAPS}"
+            f" a d that 8 divides, and k of {KERNEL_SIZES}"
         )
     if segments is not None and before is not None:
         raise Unsupported("causal-conv1d takes documents or inputs before x, not both")
-    index = None if segments is None else segments.to(torch.int32).contiguous()
-    # causal-conv1d needs channels last in memory for documents and states: (b,d,l) is a view.
-    channels = x.contiguous().transpose(1, 2)
+    documents = None if segments is None else segments.to(torch.int32).contiguous()
+    # causal-conv1d takes (b,d,l), but with documents or initial states the channels must be last in
+    # memory: pass views.
+    transposed = x.contiguous().transpose(1, 2)
     initial = None if before is None else before.to(x.dtype).contiguous().transpose(1, 2)
     y = causal_conv1d_fn(
-        channels, weight.squeeze(1), bias, index, initial_states=initial, activation="silu"
+        transposed, weight.squeeze(1), bias, documents, initial_states=initial, activation="silu"
     )
     return y.transpose(1, 2)

@@ -1,4 +1,7 @@
-"""The `mamba_scan` kernel: the recurrence of a Mamba layer by mamba-ssm's scan for CUDA."""
+"""The `mamba_scan` kernel: the recurrence of a Mamba layer by mamba-ssm's scan for CUDA.
+
+Shape suffixes: b batch, l length, d channels, n states, r rank of Δ.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +12,7 @@ from lm.kernels import Unsupported
 from lm.kernels.checks import gradient_deviation, loop_over_time
 from lm.kernels.triton import build as triton_build
 
-MAX_STATES = 256
+MAX_STATES = 256  # largest n of mamba-ssm's kernel
 
 
 def usable() -> tuple[bool, str]:
@@ -35,6 +38,7 @@ def _self_check():
 
 
 def _unfused(x, low_rank, weight, bias, A, B, C, D, z):
+    """Compute `mamba_scan` token by token."""
     # Use the same product as `mamba_scan`: another product may be rounded differently in TF32.
     dt = _step_sizes(low_rank, weight).transpose(1, 2)
     y, h = loop_over_time(x, F.softplus(dt + bias), A, B, C)
@@ -73,8 +77,8 @@ def mamba_scan(
     Args:
         x: Input after the convolution, (b,l,d).
         low_rank: Low-rank Δ, (b,l,r).
-        weight: (d,r).
-        bias: (d,), fp32.
+        weight: Weight of the map to Δ, (d,r).
+        bias: Bias of Δ, (d,), fp32.
         A: (d,n), negative, fp32.
         B: (b,l,n).
         C: (b,l,n).
@@ -97,17 +101,18 @@ def mamba_scan(
 
 
 def _step_sizes(low_rank, weight):
-    """Return low_rank weightᵀ as (b,d,l), consecutive in l: the kernel copies other layouts."""
+    """Return low_rank weightᵀ as (b,d,l), contiguous in l, because other layouts are copied."""
     dt = weight.to(low_rank.dtype) @ low_rank.flatten(0, 1).t()  # (d,b·l)
     return dt.unflatten(1, low_rank.shape[:2]).transpose(0, 1)
 
 
 def _check(A, x, *others):
-    """Raise Unsupported if the kernel cannot read A, x and others, which have x's dtype."""
+    """Raise Unsupported if the kernel cannot read A, or x and the others, which need one dtype."""
     n, dtypes = A.shape[1], {t.dtype for t in (x, *others)}
-    fits = len(dtypes) == 1 and x.dtype in triton_build.DTYPES and A.dtype == torch.float32
-    if not fits or x.numel() == 0 or n > MAX_STATES:
+    has_dtypes = len(dtypes) == 1 and x.dtype in triton_build.DTYPES and A.dtype == torch.float32
+    if not has_dtypes or x.numel() == 0 or n > MAX_STATES:
         raise Unsupported(
             f"x is {tuple(x.shape)}, A {A.dtype} of n = {n}, the others {dtypes}: mamba-ssm's scan"
-            f" takes an A in fp32, all else in one of its dtypes, and n up to {MAX_STATES}"
+            f" takes A in fp32, all other tensors in one dtype, fp32, fp16 or bf16, and n up to"
+            f" {MAX_STATES}"
         )

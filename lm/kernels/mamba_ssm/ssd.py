@@ -1,4 +1,10 @@
-"""The `ssd_scan` and `mamba2_scan` kernels: mamba-ssm's chunked scan of Mamba-2, in Triton."""
+"""The `ssd_scan` and `mamba2_scan` kernels: mamba-ssm's chunked scan of Mamba-2, in Triton.
+
+The scan has one state S (p,n) per head, S_t = exp(dt_t A) S_{t−1} + dt_t x_t B_tᵀ, and the output
+S_t C_t; h0 is the state before the first token.
+
+Shape suffixes: b batch, l length, h heads, p channels of a head, g groups, n states.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +17,8 @@ from lm.kernels import Unsupported
 from lm.kernels.checks import gradient_deviation
 from lm.kernels.triton import build as triton_build
 
-CHUNK = 256  # as in Mamba-2
+CHUNK = 256  # tokens, as in Mamba-2
+LENGTH = 266  # tokens of the self-check: two chunks
 # Allowed relative error of products in TF32, which are used if PyTorch's own products may use it.
 TF32_ERROR = 5e-3
 
@@ -26,52 +33,54 @@ def usable() -> tuple[bool, str]:
 
 
 def _self_check() -> float:
-    """Compare the scan with a loop, then `mamba2_scan` with the scan inside PyTorch's operations.
+    """Compare `ssd_scan` with a loop, and `mamba2_scan` with `ssd_scan` and PyTorch's operations.
 
     Returns:
-        The `deviation` on problems of 266 tokens, which are two chunks, gradients included.
+        The `deviation` on problems of LENGTH tokens, gradients included.
     """
     is_exact = torch.get_float32_matmul_precision() == "highest"
     allowed = 1e-4 if is_exact else TF32_ERROR
     error = _scan_deviation(allowed)
     if not error < 1:
         return error
-    x, z = torch.sin(torch.arange(2 * 266 * 2 * 3.0)).reshape(2, 1, 266, 2, 3)
-    B, C = torch.cos(torch.arange(2 * 266 * 2.0)).reshape(2, 1, 266, 1, 2)
-    dt = torch.linspace(-2, 1, 266 * 2).reshape(1, 266, 2)
+    x, z = torch.sin(torch.arange(2 * LENGTH * 2 * 3.0)).reshape(2, 1, LENGTH, 2, 3)
+    B, C = torch.cos(torch.arange(2 * LENGTH * 2.0)).reshape(2, 1, LENGTH, 1, 2)
+    dt = torch.linspace(-2, 1, LENGTH * 2).reshape(1, LENGTH, 2)
     bias, A, D = torch.tensor([[0.5, -0.5], [-0.1, -1.0], [2.0, -1.0]])
     tensors = (x, dt, bias, A, B, C, D, z)
     return gradient_deviation(mamba2_scan, _unfused, tensors, _loss, allowed)
 
 
 def _loss(y, S):
+    """Return a scalar function of the outputs and the final state."""
     return y.sum() + S.sum()
 
 
 def _unfused(x, dt, bias, A, B, C, D, z):
+    """Compute `mamba2_scan` with `ssd_scan`."""
     y, S = ssd_scan(x, F.softplus(dt + bias), A, B, C)
     return (y + D.unsqueeze(-1) * x) * F.silu(z), S
 
 
 def _scan_deviation(allowed):
     """Return the `deviation` of `ssd_scan` from a loop over time."""
-    x = torch.sin(torch.arange(266 * 2 * 3.0)).reshape(1, 266, 2, 3)
-    B, C = torch.cos(torch.arange(2 * 266 * 2.0)).reshape(2, 1, 266, 1, 2)
-    dt, A = torch.linspace(0.1, 1, 266 * 2).reshape(1, 266, 2), torch.tensor([-0.1, -1.0])
+    x = torch.sin(torch.arange(LENGTH * 2 * 3.0)).reshape(1, LENGTH, 2, 3)
+    B, C = torch.cos(torch.arange(2 * LENGTH * 2.0)).reshape(2, 1, LENGTH, 1, 2)
+    dt, A = torch.linspace(0.1, 1, LENGTH * 2).reshape(1, LENGTH, 2), torch.tensor([-0.1, -1.0])
     tensors = (x, dt, A, B, C, x[:, :2].reshape(1, 2, 3, 2))
-    keep = (torch.arange(266.0) % 40 != 20)[None]
+    keep = (torch.arange(float(LENGTH)) % 40 != 20)[None]
 
     def scan(x, dt, A, B, C, S):
         return ssd_scan(x, dt, A, B, C, S, keep)
 
     def loop(x, dt, A, B, C, S):
-        ys = []
-        for t in range(266):
-            u = (dt[:, t, :, None] * x[:, t]).unsqueeze(-1)
+        outputs = []
+        for t in range(LENGTH):
+            scaled_x = (dt[:, t, :, None] * x[:, t]).unsqueeze(-1)
             decay = keep[:, t, None] * torch.exp(dt[:, t] * A)
-            S = decay[..., None, None] * S + u * B[:, t].unsqueeze(-2)
-            ys.append((S * C[:, t].unsqueeze(-2)).sum(-1))
-        return torch.stack(ys, 1), S
+            S = decay[..., None, None] * S + scaled_x * B[:, t].unsqueeze(-2)
+            outputs.append((S * C[:, t].unsqueeze(-2)).sum(-1))
+        return torch.stack(outputs, 1), S
 
     return gradient_deviation(scan, loop, tensors, _loss, allowed)
 
@@ -85,10 +94,14 @@ def ssd_scan(
     h0: Tensor | None = None,
     keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Compute Mamba-2's scan; differentiable once. Shapes are as in lm.model.scan.ssd_scan.
+    """Compute Mamba-2's scan; differentiable once. Arguments are as in lm.model.scan.ssd_scan.
+
+    Returns:
+        The outputs (b,l,h,p) and the final state (b,h,p,n), in fp32.
 
     Raises:
-        Unsupported: If the dtypes differ or are fp64, there are no tokens, or the GPU is too small.
+        Unsupported: If the dtypes of x, B and C differ or are fp64, there are no tokens, or the GPU
+            has too little shared memory.
     """
     y, S = _chunk_scan(x, dt, A, B, C, h0, keep)
     return y.float(), S
@@ -119,27 +132,30 @@ def mamba2_scan(
         C: (b,l,g,n).
         D: (h,), fp32.
         z: Gate, (b,l,h,p).
-        h0: State before, (b,h,p,n); zero if None.
+        h0: State before the first token, (b,h,p,n); zero if None.
         keep: (b,l), 0 at tokens that start from an empty state, else 1.
 
     Returns:
         y (b,l,h,p) in x's dtype, and the final state (b,h,p,n) in fp32.
 
     Raises:
-        Unsupported: If the dtypes differ or are fp64, there are no tokens, or the GPU is too small.
+        Unsupported: As for `ssd_scan`.
     """
     return _chunk_scan(x, dt, A, B, C, h0, keep, D=D, z=z, dt_bias=bias, dt_softplus=True)
 
 
 def _chunk_scan(x, dt, A, B, C, h0, keep, **fused):
-    """Call mamba-ssm's function, or raise Unsupported."""
-    dtypes = {t.dtype for t in (x, B, C)}
+    """Call mamba-ssm's function with the options `fused`, or raise Unsupported."""
+    dtypes = {t.dtype for t in (x, B, C)}  # other tensors may have others
     if len(dtypes) > 1 or x.dtype not in triton_build.DTYPES or x.numel() == 0:
-        raise Unsupported(f"x is {tuple(x.shape)}, the dtypes {dtypes}: mamba-ssm's scan takes one")
+        raise Unsupported(
+            f"x, B and C have the dtypes {dtypes}, x the shape {tuple(x.shape)}: mamba-ssm's scan"
+            " takes one dtype, fp32, fp16 or bf16, and at least one token"
+        )
     # mamba-ssm calls a document a sequence; the state h0 belongs to sequence 0.
-    index = None if keep is None else (keep == 0).cumsum(1, dtype=torch.int32)
+    document = None if keep is None else (keep == 0).cumsum(1, dtype=torch.int32)
     chunk = min(CHUNK, max(16, triton.next_power_of_2(x.shape[1])))
-    options = dict(initial_states=h0, seq_idx=index, return_final_states=True)
+    options = dict(initial_states=h0, seq_idx=document, return_final_states=True)
     try:
         y, S = mamba_chunk_scan_combined(x, dt, A, B, C, chunk, **options, **fused)
     except OutOfResources as error:

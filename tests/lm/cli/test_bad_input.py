@@ -62,10 +62,10 @@ TORCH = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can'
 @pytest.mark.parametrize(
     "error, words",
     [
-        (RuntimeError(TORCH + ": you tried to allocate 67108864 bytes."), "have more memory"),
-        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB."), "have more memory"),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), "have more memory"),
-        (MemoryError(), "have more memory"),
+        (RuntimeError(TORCH + ": you tried to allocate 67108864 bytes."), "allocate more memory"),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB."), "allocate more memory"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "allocate more memory"),
+        (MemoryError(), "allocate more memory"),
         (RuntimeError(GLOO), "cannot open more files: `ulimit -n`"),
         (OSError(errno.EMFILE, "Too many open files", "x"), "cannot open more files"),
         (RuntimeError("size mismatch"), None),

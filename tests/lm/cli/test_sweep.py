@@ -110,9 +110,9 @@ def test_signal_is_forwarded_to_the_training_point(path, monkeypatch):
 
 
 def sweep_signals():
-    from lm.common.signals import STOP
+    from lm.common.signals import STOP_SIGNALS
 
-    return STOP
+    return STOP_SIGNALS
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Paths that cannot be written, and damaged runs and exports: each is refused in a sentence."""
 
+import errno
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lm.cli.main import main
+from lm.common.errors import BAD_CONFIG, FAILED, describe_user_error, exit_status
 from lm.common.files import CONTROL, OutputError, check_file, check_folder, write_text, writing
 from lm.export.export import write_export
 from lm.export.folder import _locked
@@ -58,6 +60,18 @@ def test_checks_of_paths_leave_no_trace(tmp_path, blocked):
         writing("x.json"),
     ):
         raise full
+
+
+@pytest.mark.parametrize(
+    "code, status", [(errno.EACCES, BAD_CONFIG), (errno.EROFS, BAD_CONFIG), (errno.ENOSPC, FAILED)]
+)
+def test_exit_status_of_a_wrong_path_differs_from_a_full_disk(code, status):
+    error = OSError(code, os.strerror(code), "a")
+    assert exit_status(error) == status
+    assert describe_user_error(error) == f"a: {os.strerror(code)}"
+    with pytest.raises(OutputError, match="a cannot be written") as caught, writing("a"):
+        raise error
+    assert exit_status(caught.value) == status
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="a place that even root cannot write")

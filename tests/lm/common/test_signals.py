@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from lm.common.signals import STOP, StopRequested, StopSignals
+from lm.common.signals import STOP_SIGNALS, StopRequested, StopSignals
 
 
 @pytest.fixture
 def signals():
-    handlers = {number: signal.getsignal(number) for number in STOP}
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     with StopSignals() as stop_signals:
         yield stop_signals
     for number, handler in handlers.items():

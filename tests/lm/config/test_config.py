@@ -19,7 +19,7 @@ from lm.config.model import Model, Solver
 from lm.config.resuming import FIXED, FREE, NOTED, resume_rule
 from lm.config.schema import INVISIBLE, Config
 from lm.config.yaml_text import Loader, parse
-from lm.model.fields import FIELDS, KINDS, LAYER_OPTIONS
+from lm.model.fields import FIELDS, FIELDS_BY_KIND, LAYER_OPTIONS
 from lm.training.build import build_model
 from tests import config_page
 
@@ -82,7 +82,7 @@ def test_a_key_that_was_removed_is_read_with_its_default_alone(key):
     with pytest.raises(ConfigError, match=r"was removed: (leave it out|give it to layers)"):
         config.parse_override(f"{key}=1")
     config.set_key(tree, key, "another")
-    if key.removeprefix("model.") in KINDS["fp_mamba1"]:
+    if key.removeprefix("model.") in FIELDS_BY_KIND["fp_mamba1"]:
         option = {"fp_mamba1": {key.removeprefix("model."): "another"}}
         assert old_keys.drop_removed(tree, "config") == {"model": {"layers": [option]}}
         tree["model"]["layers"] = "fp_mamba1"  # a pattern of its own is not changed

@@ -20,7 +20,7 @@ from tests.kernels import assert_close, quicken_interpreter
 from tests.oracles import scan_inputs
 
 FP32, FP64 = torch.zeros(1), torch.zeros(1, dtype=torch.float64)
-CACHED = ("_load", "_candidates", "_find", "_warn")
+CACHED = ("_load_checked", "_find_working", "_find_modules", "_warn_of_fallback")
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +119,8 @@ def test_named_backend_is_preferred_and_others_fill_gaps(monkeypatch, on_cpu):
 )
 def test_named_backend_with_the_scan_computes_the_layer(name, mamba, mamba2, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
-    assert [kernels._backends(fused, "cuda", name) for fused in kernels.FUSED] == [mamba, mamba2]
+    backends = [kernels._list_backends(fused, "cuda", name) for fused in kernels.FUSED]
+    assert backends == [mamba, mamba2]
 
 
 @pytest.mark.parametrize("name", kernels.MODULES)
@@ -180,7 +181,7 @@ def test_reason_for_all_operations_is_given_once(on_cpu, monkeypatch):
 
 
 def test_missing_and_broken_packages_have_a_reason(monkeypatch):
-    load = kernels._load.__wrapped__
+    load = kernels._load_checked.__wrapped__
     monkeypatch.delitem(sys.modules, "lm.kernels.triton.scan", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     assert load("triton", "selective_scan") == (None, "triton is not installed")

@@ -122,7 +122,7 @@ def causal_conv1d_fn(
     return torch.nn.functional.silu(y).transpose(1, 2)
 
 
-KERNEL_CACHES = ("_load", "_candidates", "_find", "_warn")
+KERNEL_CACHES = ("_load_checked", "_find_working", "_find_modules", "_warn_of_fallback")
 
 
 @pytest.fixture
@@ -381,7 +381,7 @@ def test_replaced_dt_projection_is_called(on_cpu):
 
 def test_dispatcher_reports_why_mamba_ssm_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, PACKAGE, None)
-    load = kernels._load.__wrapped__
+    load = kernels._load_checked.__wrapped__
     for operation in ("ssd_scan", "mamba_scan", "mamba2_scan"):
         name = f"lm.kernels.{kernels.MODULES['mamba_ssm'][operation]}"
         monkeypatch.delitem(sys.modules, name, raising=False)

@@ -108,7 +108,7 @@ def written_out(block, u, n, negative):
     v = convolved(u, block.v_proj, block.v_conv1d).view(length, n, 4, -1)
     beta = (1 + negative) * torch.sigmoid(u @ block.b_proj.weight.T).view(length, n, 4)
     alpha = torch.ones(length, 4, dtype=u.dtype)
-    if block.gated:
+    if block.has_gate:
         dt = F.softplus(u @ block.a_proj.weight.T + block.dt_bias)
         alpha = torch.exp(-torch.exp(block.A_log) * dt)
     z = (u @ block.g_proj.weight.T).view(length, 4, -1)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lm.model import cell, certified_root, full_rank
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.fields import KINDS
+from lm.model.fields import FIELDS_BY_KIND
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from tests.lm.model import test_causal, test_mixers, test_patterns, test_state
 from tests.marks import slow
@@ -28,7 +28,7 @@ LIMITS = [
 PAPER = dict(token="iterate", stopping="paper")
 # The cases of the files next to this one, and every kind of layer.
 CASES = {
-    **{f"kind-{kind}": dict(layers=kind) for kind in KINDS},
+    **{f"kind-{kind}": dict(layers=kind) for kind in FIELDS_BY_KIND},
     **{f"hybrid-{name}": fields for name, fields in test_patterns.HYBRIDS.items()},
     **{f"block-{name}": fields for name, fields in test_state.BLOCKS.items()},
     **{f"model-{name}": fields for name, fields in test_causal.MODELS.items()},

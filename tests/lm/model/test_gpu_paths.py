@@ -73,12 +73,12 @@ def test_plain_pytorch_agrees_for_weights_of_any_dtype(fields, dtype, monkeypatc
 
 def refusing(monkeypatch, *functions):
     """Make these functions of all backends refuse their arguments as unsupported."""
-    real = kernels._find
+    real = kernels._find_modules
 
     def find(*args):
         return tuple(Refusing(module, functions) for module in real(*args))
 
-    monkeypatch.setattr(kernels, "_find", find)
+    monkeypatch.setattr(kernels, "_find_modules", find)
 
 
 class Refusing:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import fprnn  # noqa: F401 (registers the Auto classes)
 from lm.model.configuration_fprnn import REMOVED_FIELDS, FPRNNConfig
-from lm.model.fields import FIXED_POINT, GATED, KINDS
+from lm.model.fields import FIELDS_BY_KIND, FIXED_POINT_KINDS, GATED_MIXERS
 from lm.model.modeling_fprnn import FPRNNForCausalLM, FPRNNModel
 
 
@@ -133,11 +133,11 @@ def test_a_layer_may_be_narrower_than_the_model():
 
 
 @pytest.mark.parametrize(
-    "kind", [kind for kind in KINDS if kind != "lstm"]
+    "kind", [kind for kind in FIELDS_BY_KIND if kind != "lstm"]
 )  # this layer has no out_proj
 def test_every_layers_output_starts_small_in_a_deep_stack(kind, tmp_path):
     """Kaiming's bound over √n_layer; loaded weights are not scaled again."""
-    block = kind if kind in FIXED_POINT else "fp_mamba1"
+    block = kind if kind in FIXED_POINT_KINDS else "fp_mamba1"
     fields = dict(layers=kind, block=block, headdim=8, glu_in_loop=False, mixer="dplr")
     model = small(n_layer=16, **fields)
     for layer in model.backbone.layers:
@@ -182,7 +182,7 @@ def test_loaded_layer_is_not_initialized(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("block", ["fp_mamba1", "fp_rnn"])
-@pytest.mark.parametrize("mixer", GATED)
+@pytest.mark.parametrize("mixer", GATED_MIXERS)
 @torch.no_grad()
 def test_a_mixer_starts_near_the_identity(mixer, block):
     """‖I − Q‖ of new weights falls with σ(mixer_gate_init_bias); loaded weights do not change."""

@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import (
 
 from lm.model.baseline_layers import Attention, GatedMLP, rotate
 from lm.model.configuration_fprnn import FPRNNConfig
-from lm.model.fields import KINDS, Layer, parse
+from lm.model.fields import FIELDS_BY_KIND, Layer, parse_layers
 from lm.model.modeling_fprnn import FPRNNForCausalLM
 from lm.model.solver import NonFiniteError
 from lm.model.state import Sequences
@@ -49,11 +49,11 @@ def ids_of(batch, length, seed=1):
 
 
 def test_a_line_and_a_list_name_the_same_layers():
-    line = parse("mamba*2 fp_mamba1 attention", 4)
+    line = parse_layers("mamba*2 fp_mamba1 attention", 4)
     assert [layer.kind for layer in line] == ["mamba", "mamba", "fp_mamba1", "attention"]
-    assert parse(["mamba*2", "fp_mamba1 attention"], 4) == line
-    assert parse("mamba fp_mamba1", 4) == parse("mamba fp_mamba1 mamba fp_mamba1", 4)
-    with_options = parse([{"fp_mamba1*2": {"mixer_rank": 3}}, "mlp"], 3)
+    assert parse_layers(["mamba*2", "fp_mamba1 attention"], 4) == line
+    assert parse_layers("mamba fp_mamba1", 4) == parse_layers("mamba fp_mamba1 mamba fp_mamba1", 4)
+    with_options = parse_layers([{"fp_mamba1*2": {"mixer_rank": 3}}, "mlp"], 3)
     assert with_options == [Layer("fp_mamba1", {"mixer_rank": 3})] * 2 + [Layer("mlp", {})]
 
 
@@ -91,7 +91,7 @@ def test_what_cannot_be_is_refused(layers, n_layer, said):
 
 def test_every_option_is_a_field():
     fields = FPRNNConfig().to_dict()
-    assert {name for options in KINDS.values() for name in options} <= fields.keys()
+    assert {name for options in FIELDS_BY_KIND.values() for name in options} <= fields.keys()
 
 
 def test_an_option_is_of_its_layer_alone():

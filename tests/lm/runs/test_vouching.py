@@ -84,15 +84,23 @@ def test_export_with_changed_tokenizer_is_refused(capsys, copy):
         ("\xff", f"{SUMS} is damaged"),
         ("0" * 64 + "  ../config.json\n", f"{SUMS} is damaged"),
         ("", "it is empty"),
-        ("CONFIG", "is not listed in"),  # a list without the weights is refused
+        ("config.json", r"model\.safetensors is not listed in"),
     ],
 )
 def test_damaged_checksums_are_named(copy, text, words):
-    lines = (copy / SUMS).read_text().splitlines(True)
-    text = text.replace("CONFIG", next(line for line in lines if "config.json" in line))
+    if text == "config.json":  # the file lists nothing else
+        text = f"{read_sums(copy)[text]}  {text}\n"
     (copy / SUMS).write_text(text, encoding="latin-1")
     with pytest.raises(LoadError, match=words):
         load_model(copy)
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_from_pretrained_refuses_unlisted_weights(copy, weights):
+    (copy / "model.safetensors").rename(copy / weights)
+    write_sums(copy, ["tokenizer.json"])
+    with pytest.raises(ValueError, match=f"{weights} is not listed in {SUMS}"):
+        FPRNNForCausalLM.from_pretrained(copy)
 
 
 def test_missing_file_is_named_and_card_may_change(copy):
