@@ -243,10 +243,7 @@ def _newton(coefficients, start, residual, max_distance):
 
 
 def _attracts(slope):
-    """Return whether Picard with a small step size converges to a root with φ′ = slope (n,r,r).
-
-    It does if the real parts of the eigenvalues are below 1.
-    """
+    """Return whether Picard with small steps converges to a root with φ′ = slope (n,r,r)."""
     if slope.shape[-1] == 1:
         return slope[:, 0, 0] < 1
     slope = torch.where(
@@ -388,11 +385,7 @@ def _add_proven_pairs(coefficients, candidates, is_done):
 
 
 def _try_newton(coefficients, s, parts, residual, previous_residual, is_unfinished):
-    """Run Newton for unfinished tokens if the root that Picard converges to is near s (n,r).
-
-    Returns:
-        Newton's root or s (n,r), and whether it is Newton's root (n,).
-    """
+    """Return s (n,r), or Newton's root if Picard is near it, and whether it is the root (n,)."""
     # Picard's residual shrinks by `ratio` per step, so the remaining steps sum to `distance`.
     ratio = residual / previous_residual  # 0 in the first iteration, which has no previous residual
     distance = residual / (1 - ratio)

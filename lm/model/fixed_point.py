@@ -360,12 +360,7 @@ class FixedPointBlock(nn.Module):
         """Return the BlockState after the last token, or None without `return_state`.
 
         It is detached: the gradient stops at the border of a segment (truncated backpropagation).
-
-        Args:
-            inputs: Inputs of the solve.
-            y_star: The solution, (b,l,d).
-            y: Iterate that the output is computed from, f(y*) or y*, (b,l,d).
-            h: State of the recurrence after the last token.
+        y is the iterate that the output is computed from, f(y*) or y*, (b,l,d).
         """
         seqs = inputs.seqs
         if not seqs.return_state:
@@ -421,12 +416,7 @@ class FixedPointBlock(nn.Module):
         return TokenTrace(torch.cat(norms, 1), gate, torch.cat(decays, 1))
 
     def _count_flops(self, per_solve, scan):
-        """Add the FLOPs of mixer, gate and maps of sh(y) to the counts of a subclass.
-
-        Args:
-            per_solve: The subclass's own FLOPs per token once per solve.
-            scan: FLOPs of its recurrence per token and step.
-        """
+        """Add the FLOPs of mixer, gate and maps of sh(y) to the counts of a subclass."""
         c, d, m = self.config, self.config.d_inner, self.mixer.out_features
 
         def count_product(name):

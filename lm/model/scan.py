@@ -116,13 +116,7 @@ def _chunked(x, c):
 
 
 def _carry(h0, decay, contribution):
-    """Return the state before each chunk, (b,i,d).
-
-    Args:
-        h0: State before the first chunk, (b,d).
-        decay: Decay over each chunk, (b,i,d).
-        contribution: State after each chunk from a zero state, (b,i,d).
-    """
+    """Return the state before each chunk, (b,i,d); contribution: state after it from zero."""
     entering, h = torch.empty_like(contribution), h0
     for i in range(decay.shape[1]):
         entering[:, i] = h

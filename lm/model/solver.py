@@ -397,13 +397,7 @@ def solve_sequential(
 
 
 def make_stats(residual: torch.Tensor, status: torch.Tensor, evaluations: float) -> FixedPointStats:
-    """Return the statistics of a solve.
-
-    Args:
-        residual: `token_residual`, (b,l).
-        status: Status of each token, (b,l).
-        evaluations: Mean evaluations of f or F per token.
-    """
+    """Return the statistics of tokens with these residuals and statuses, (b,l) each."""
     residual = residual.detach().amax(1)
     evaluations = torch.full_like(residual, evaluations)
     failed, bisected, grad_limited = (
