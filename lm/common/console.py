@@ -100,12 +100,9 @@ class Progress:
             return
         self.last_line_time = now
         count = f"{done}/{total}" if total else f"{done}"
-        columns = [
-            f"{datetime.now():%H:%M:%S}",
-            f"{self.name} {count} {self.unit}".rstrip(),
-            text,
-            self._format_time_left(now, done, total),
-        ]
+        progress = f"{self.name} {count} {self.unit}".rstrip()
+        columns = [f"{datetime.now():%H:%M:%S}", progress, text]
+        columns.append(self._format_time_left(now, done, total))
         say("  ".join(column for column in columns if column))
 
     def _format_time_left(self, now: float, done: int, total: int | None) -> str:

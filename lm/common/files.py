@@ -136,7 +136,7 @@ def check_together(record: Path, mark: str, *paths: Path) -> None:
     """Check that files can be written, and that existing ones were written by this program.
 
     Args:
-        record: Text file that this program writes together with the files; it may be one of them.
+        record: Text file that this program writes together with the files; it may be among them.
         mark: Text that the record contains if this program wrote it.
         paths: The files.
 

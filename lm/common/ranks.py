@@ -68,10 +68,7 @@ class Ranks:
         return result
 
     def run_on_all(self, fn: Callable[..., object], *args: Any) -> None:
-        """Call a function on every rank; if it fails on some ranks, raise one error on all.
-
-        The error is the one of the lowest failed rank.
-        """
+        """Call a function on every rank; if some ranks fail, raise the first one's error on all."""
         error: Exception | None = None
         try:
             fn(*args)

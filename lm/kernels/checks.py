@@ -107,11 +107,7 @@ def gradient_deviation(
 def loop_over_time(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, h0: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute Mamba-1's selective scan token by token, with the arguments of `selective_scan`.
-
-    Returns:
-        The outputs (b,l,d) and the final state (b,d,n).
-    """
+    """Compute Mamba-1's scan token by token; arguments and results as for `selective_scan`."""
     h = x.new_zeros(len(x), *A.shape) if h0 is None else h0
     outputs = []
     for t in range(x.shape[1]):
@@ -152,18 +148,9 @@ def cell_deviation(
     """
     b, length = 2, 3
     layout = Layout(vectors=0, gates=d, B=d + 1, C=d + 1 + n)
-    options = Options(
-        rank=1,
-        scale=1.0,
-        act="silu",
-        sequential=True,
-        eps=1e-6,
-        contractive=None,
-        bc_norm=True,
-        groups=1,
-        norm="layer",
-        norm_eps=1e-5,
-    )
+    mixer: dict[str, Any] = dict(rank=1, scale=1.0, act="silu", sequential=True, eps=1e-6)
+    norms: dict[str, Any] = dict(bc_norm=True, norm="layer", norm_eps=1e-5)
+    options = Options(**mixer, **norms, contractive=None, groups=1)
 
     def wave(*shape):
         return torch.linspace(-3, 40, math.prod(shape), dtype=dtype).sin().reshape(shape)

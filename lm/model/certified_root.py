@@ -1,12 +1,9 @@
 """Newton's root of a token's equation, and the proof that damped Picard from zero converges to it.
 
-Picard iterates s ← s + stepsize · (φ(s) − s). With r = 1 the equation is
-
-    s = φ(s) = (α + β s) / √D(s) + δ,    D = γ₀ + 2γ₁s + γ₂s²,    φ′ = (n₀ + n₁s) / D^(3/2),
-
-so φ has at most one extremum. docs/proofs.md ("Newton's root and its proof") has the proof.
-Everything is computed in fp64, because near a fold, where two roots meet, rounding decides which
-root Picard reaches.
+Picard iterates s ← s + stepsize · (φ(s) − s). With r = 1 the equation is s = φ(s) =
+(α + β s) / √D(s) + δ with D = γ₀ + 2γ₁s + γ₂s², and φ′ = (n₀ + n₁s) / D^(3/2), so φ has at most
+one extremum. docs/proofs.md ("Newton's root and its proof") has the proof. All computation is in
+fp64, because near a fold, where two roots meet, rounding decides which root Picard reaches.
 
 With r = 2 the equation is s = φ(s) = (α + B s) / √D(s) + δ with D = γ₀ + 2 γ₁·s + sᵀ Γ₂ s. Given
 g = 1/√D it is linear, s(g) = (I − g B)⁻¹ (g α + δ), so its roots are the zeros of a function of g,
@@ -175,7 +172,7 @@ def _is_lowest(e, phi_0, r):
     """Return whether φ(s) = s has no other root than r in [φ(0), r].
 
     Roots are zeros of the quartic (s − δ)² D − (α + β s)². With s = r + t it is
-    t (q0 + q1 t + q2 t² + q3 t³). At a root, s − δ and α + β s have the same sign: if one of them
+    t (q0 + q1 t + q2 t² + q3 t³). At a root, s − δ and α + β s have the same sign: if either alone
     changes its sign in the interval, only the part between this change and r is tested.
     """
     sign_change, above_delta, numerator = -e.alpha / e.beta, r - e.delta, e.alpha + e.beta * r
@@ -187,16 +184,15 @@ def _is_lowest(e, phi_0, r):
     q0 = 2 * (above_delta * (above_delta * half_slope + at_root) - numerator * e.beta)
     q1 = above_delta * (above_delta * e.gamma2 + 4 * half_slope) + at_root - e.beta.square()
     q2 = 2 * (above_delta * e.gamma2 + half_slope)
-    q3 = e.gamma2
-    return has_no_zero(q0, q1 * w, q2 * w * w, q3 * w * w * w)
+    return has_no_zero(q0, q1 * w, q2 * w * w, e.gamma2 * w * w * w)  # q3 = γ₂
 
 
 def has_no_zero(
     c0: torch.Tensor, c1: torch.Tensor, c2: torch.Tensor, c3: torch.Tensor
 ) -> torch.Tensor:
-    """Return whether c0 + c1 x + c2 x² + c3 x³ has Bernstein coefficients of one sign on [0, 1].
+    """Return whether the signs of Bernstein coefficients prove that a cubic has no zero in [0, 1].
 
-    If they have one sign, the cubic has no zero there.
+    The cubic is c0 + c1 x + c2 x² + c3 x³.
     """
     b1 = 3 * c0 + c1  # the two middle coefficients are multiplied by 3
     bernstein = torch.stack([c0, b1, b1 + c1 + c2, c0 + c1 + c2 + c3])
@@ -250,7 +246,7 @@ class PairEquation(NamedTuple):
     def expand_square(self) -> torch.Tensor:
         """Return the coefficients of N², (n,5)."""
         det, v = self.expand_determinant(), self.expand_numerator()
-        # Entry (i, j) of `products` is the product of coefficients i and j, a term of g^(i+j).
+        # products[:, i, j] is a coefficient of g^(i+j).
         two_gamma1_v = 2 * (v @ self.gamma1.unsqueeze(-1)).squeeze(-1)
         products = v @ self.gamma2 @ v.transpose(1, 2)
         products = products + self.gamma0[:, None, None] * det.unsqueeze(2) * det.unsqueeze(1)

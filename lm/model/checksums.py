@@ -33,12 +33,7 @@ def sha256(path: Path, use_cache: bool = False) -> str:
 
 
 def cache_sums(folder: Path, sums: Mapping[str, str]) -> None:
-    """Cache the checksums of files that were just written.
-
-    Args:
-        folder: The folder.
-        sums: File name → checksum.
-    """
+    """Cache the checksums of files that were just written; sums: file name → checksum."""
     for name, digest in sums.items():
         _cache[_fingerprint(folder / name)] = digest
 

@@ -602,12 +602,7 @@ def parse_layers(layers: Any, n_layer: int) -> list[Layer]:
 
 
 def rename_options(layers: Any, new_names: dict[str, str] = RENAMED_FIELDS) -> Any:
-    """Return a pattern with the options of its layers renamed.
-
-    Args:
-        layers: The pattern, which is not checked.
-        new_names: Old name → new name.
-    """
+    """Return a pattern with the options of its layers renamed; new_names: old name → new name."""
     if not isinstance(layers, list | tuple):
         return layers
 

@@ -93,11 +93,7 @@ class Mixer(nn.Module):
         return cls(d_inner, d_arg)
 
     def weights(self, like: torch.Tensor) -> MixerWeights:
-        """Return the MixerWeights of the current parameters.
-
-        Args:
-            like: A tensor with the dtype and device of the computation.
-        """
+        """Return the MixerWeights; like: a tensor with the dtype and device of the computation."""
         raise NotImplementedError
 
     def merge_extra(self, weights: MixerWeights) -> MixerWeights:
@@ -109,10 +105,7 @@ class Mixer(nn.Module):
         raise NotImplementedError
 
     def flops_per_token(self) -> int:
-        """Return the FLOPs of M(P; v) without P Wᵀ. A multiply-add counts two.
-
-        By default this is the cost of a product with a full matrix.
-        """
+        """Return the FLOPs of M(P; v) without P Wᵀ; default: of a product with a full matrix."""
         return 2 * self.d_inner**2
 
     def low_rank(self, raw: torch.Tensor, weights: MixerWeights) -> Any:

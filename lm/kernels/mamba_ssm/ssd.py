@@ -1,7 +1,7 @@
 """The `ssd_scan` and `mamba2_scan` kernels: mamba-ssm's chunked scan of Mamba-2, in Triton.
 
-The scan has one state S (p,n) per head, S_t = exp(dt_t A) S_{t−1} + dt_t x_t B_tᵀ, and the output
-S_t C_t; h0 is the state before the first token.
+A head has a state S (p,n), S_t = exp(dt_t A) S_{t−1} + dt_t x_t B_tᵀ, with S_0 = h0, and the output
+S_t C_t.
 
 Shape suffixes: b batch, l length, h heads, p channels of a head, g groups, n states.
 """
@@ -52,7 +52,6 @@ def _self_check() -> float:
 
 
 def _loss(y, S):
-    """Return a scalar function of the outputs and the final state."""
     return y.sum() + S.sum()
 
 
@@ -149,8 +148,8 @@ def _chunk_scan(x, dt, A, B, C, h0, keep, **fused):
     dtypes = {t.dtype for t in (x, B, C)}  # other tensors may have others
     if len(dtypes) > 1 or x.dtype not in triton_build.DTYPES or x.numel() == 0:
         raise Unsupported(
-            f"x, B and C have the dtypes {dtypes}, x the shape {tuple(x.shape)}: mamba-ssm's scan"
-            " takes one dtype, fp32, fp16 or bf16, and at least one token"
+            f"x is {tuple(x.shape)}, the dtypes of x, B, C are {dtypes}: mamba-ssm's scan takes"
+            " fp32, fp16 or bf16"
         )
     # mamba-ssm calls a document a sequence; the state h0 belongs to sequence 0.
     document = None if keep is None else (keep == 0).cumsum(1, dtype=torch.int32)
