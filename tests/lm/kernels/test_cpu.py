@@ -20,7 +20,7 @@ from tests.oracles import scan_inputs, sequential_scan
 
 
 @pytest.fixture(autouse=True)
-def poisoned():
+def poison_memory():
     skip_if_missing(cpu)
     with poisoned_memory():
         yield

@@ -21,7 +21,7 @@ NOT_DIFFERENTIATED = ("keep", "y0", "h0")
 
 
 @pytest.fixture(autouse=True)
-def poisoned():
+def poison_memory():
     skip_if_missing(cpu_cell)
     with poisoned_memory():
         yield

@@ -18,7 +18,7 @@ DTYPES = [torch.float32, torch.float64]
 
 
 @pytest.fixture(autouse=True)
-def poisoned():
+def poison_memory():
     skip_if_missing(cpu_roots)
     with poisoned_memory():
         yield

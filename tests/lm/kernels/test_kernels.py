@@ -35,7 +35,7 @@ def clear_caches(monkeypatch):
 
 
 @pytest.fixture
-def on_cpu(monkeypatch):
+def install_modules(monkeypatch):
     """Return a function (backend={operation: module}, …) that replaces the modules of backends."""
 
     def install(**modules):
@@ -76,9 +76,9 @@ def test_unknown_backend_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["", "auto"])
-def test_auto_on_a_cpu_never_interprets_triton(name, monkeypatch, on_cpu):
+def test_auto_on_a_cpu_never_interprets_triton(name, monkeypatch, install_modules):
     own = module()
-    on_cpu(cpu={"selective_scan": own, "roots": own})
+    install_modules(cpu={"selective_scan": own, "roots": own})
     monkeypatch.setenv("FPRNN_KERNELS", name)
     assert find("selective_scan", FP32) is find("selective_scan", FP64) is own
     assert find("ssd_scan", FP32) is None and find("short_conv", FP32) is None
@@ -95,9 +95,9 @@ def test_plain_selects_no_backend(monkeypatch):
     )
 
 
-def test_named_backend_is_preferred_and_others_fill_gaps(monkeypatch, on_cpu):
+def test_named_backend_is_preferred_and_others_fill_gaps(monkeypatch, install_modules):
     scan_of_cpu, roots_of_cpu, scan_of_triton = module(), module(), module()
-    on_cpu(
+    install_modules(
         cpu={"selective_scan": scan_of_cpu, "roots": roots_of_cpu},
         triton={"selective_scan": scan_of_triton},
     )
@@ -126,9 +126,9 @@ def test_named_backend_with_the_scan_computes_the_layer(name, mamba, mamba2, mon
 
 
 @pytest.mark.parametrize("name", kernels.MODULES)
-def test_named_backend_that_cannot_run_is_an_error(name, monkeypatch, on_cpu):
+def test_named_backend_that_cannot_run_is_an_error(name, monkeypatch, install_modules):
     own = module("there is no such thing")
-    on_cpu(**{name: dict.fromkeys(kernels.MODULES[name], own)})
+    install_modules(**{name: dict.fromkeys(kernels.MODULES[name], own)})
     monkeypatch.setenv("FPRNN_KERNELS", name)
     operation = next(iter(kernels.MODULES[name]))
     with pytest.raises(BackendError, match=f"`{name}`, .*{operation} here: there is no such"):
@@ -154,9 +154,9 @@ def test_without_a_gpu_triton_is_an_error(monkeypatch):
 # Descriptions
 
 
-def test_description_lists_working_and_missing_backends(monkeypatch, on_cpu):
+def test_description_lists_working_and_missing_backends(monkeypatch, install_modules):
     works = module()
-    on_cpu(
+    install_modules(
         cpu={"selective_scan": works, "roots": module("there is no g++ on PATH")},
         triton=dict.fromkeys(kernels.MODULES["triton"], works),
         mamba_ssm={"short_conv": module("built without"), "ssd_scan": works},
@@ -171,10 +171,10 @@ def test_description_lists_working_and_missing_backends(monkeypatch, on_cpu):
     assert describe_backends("cuda").startswith("selective_scan triton, ssd_scan mamba_ssm, ")
 
 
-def test_reason_for_all_operations_is_given_once(on_cpu, monkeypatch):
+def test_reason_for_all_operations_is_given_once(install_modules, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     missing = module("there is no CUDA device")
-    on_cpu(
+    install_modules(
         triton=dict.fromkeys(kernels.MODULES["triton"], missing),
         mamba_ssm=dict.fromkeys(kernels.MODULES["mamba_ssm"], module("another")),
     )
@@ -227,7 +227,7 @@ def test_error_of_a_thread_is_raised_after_all_ended():
 
 
 @pytest.mark.parametrize("call", [kernels.choose_backends, describe_backends])
-def test_gpu_kernels_are_checked_in_parallel(call, on_cpu, monkeypatch):
+def test_gpu_kernels_are_checked_in_parallel(call, install_modules, monkeypatch):
     """A failing module and a missing module have their own reasons.
 
     Two operations of a module share its check.
@@ -245,7 +245,7 @@ def test_gpu_kernels_are_checked_in_parallel(call, on_cpu, monkeypatch):
 
         return types.SimpleNamespace(usable=usable)
 
-    on_cpu(
+    install_modules(
         triton={
             operation: checking(operation, "it is off" if operation == "cell" else "")
             for operation in kernels.MODULES["triton"]
@@ -279,7 +279,7 @@ def test_gpu_kernels_are_checked_in_parallel(call, on_cpu, monkeypatch):
 
 
 @pytest.mark.parametrize("name, device", [("auto", "cpu"), ("cpu", "cuda")])
-def test_cpu_kernels_are_loaded_in_sequence(name, device, on_cpu, monkeypatch):
+def test_cpu_kernels_are_loaded_in_sequence(name, device, install_modules, monkeypatch):
     """They share a library, which is compiled at first use."""
     monkeypatch.setenv("FPRNN_KERNELS", name)
     threads = []
@@ -289,7 +289,7 @@ def test_cpu_kernels_are_loaded_in_sequence(name, device, on_cpu, monkeypatch):
         return True, ""
 
     operations = dict.fromkeys(kernels.MODULES["cpu"], types.SimpleNamespace(usable=usable))
-    on_cpu(cpu=operations, triton={}, mamba_ssm={})
+    install_modules(cpu=operations, triton={}, mamba_ssm={})
     kernels.choose_backends(device)
     assert threads == [threading.main_thread()] * len(operations)
 
@@ -301,8 +301,8 @@ def refusing(*args):
     raise Unsupported(f"n = {args[2].shape[1]} is too many")
 
 
-def test_unsupported_arguments_fall_back_with_one_warning(on_cpu):
-    on_cpu(cpu={"selective_scan": module(selective_scan=refusing)})
+def test_unsupported_arguments_fall_back_with_one_warning(install_modules):
+    install_modules(cpu={"selective_scan": module(selective_scan=refusing)})
     tensors = scan_inputs(1, 4, 3, 2, torch.float32)
     with pytest.warns(RuntimeWarning) as caught:
         y, _ = scan.selective_scan(**tensors)
@@ -315,10 +315,10 @@ def test_unsupported_arguments_fall_back_with_one_warning(on_cpu):
     ]
 
 
-def test_second_backend_takes_over_without_a_warning(on_cpu, monkeypatch):
+def test_second_backend_takes_over_without_a_warning(install_modules, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("FPRNN_KERNELS", "triton")
-    on_cpu(
+    install_modules(
         triton={"selective_scan": module(selective_scan=refusing)},
         cpu={"selective_scan": module(selective_scan=lambda *args: "it")},
     )
@@ -327,8 +327,8 @@ def test_second_backend_takes_over_without_a_warning(on_cpu, monkeypatch):
         assert scan.selective_scan(**scan_inputs(1, 4, 3, 2, torch.float32)) == "it"
 
 
-def test_other_errors_are_not_swallowed(on_cpu):
-    on_cpu(cpu={"selective_scan": module(selective_scan=lambda *args: 1 / 0)})
+def test_other_errors_are_not_swallowed(install_modules):
+    install_modules(cpu={"selective_scan": module(selective_scan=lambda *args: 1 / 0)})
     with pytest.raises(ZeroDivisionError):
         scan.selective_scan(**scan_inputs(1, 4, 3, 2))
 

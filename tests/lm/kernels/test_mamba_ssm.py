@@ -126,7 +126,7 @@ KERNEL_CACHES = ("_load_checked", "_find_working", "_find_modules", "_warn_of_fa
 
 
 @pytest.fixture
-def on_cpu(stand_in, monkeypatch):
+def use_stand_in(stand_in, monkeypatch):
     """Let the dispatcher use the stand-in on a CPU.
 
     Yields a function (name) that sets FPRNN_KERNELS, and a list of the functions that were called.
@@ -335,8 +335,8 @@ def compute_with_gradients(block, u, seqs):
 
 @pytest.mark.parametrize("kind", LAYERS)
 @pytest.mark.parametrize("case", ["nothing", "return_state", "documents", "padding", "before"])
-def test_layer_with_mamba_ssm_equals_the_plain_layer(on_cpu, kind, case):
-    choose, called = on_cpu
+def test_layer_with_mamba_ssm_equals_the_plain_layer(use_stand_in, kind, case):
+    choose, called = use_stand_in
     block, u = make_layer(kind)
     seqs = Sequences(return_state=case == "return_state")
     if case == "documents":
@@ -358,8 +358,8 @@ def test_layer_with_mamba_ssm_equals_the_plain_layer(on_cpu, kind, case):
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_layer_under_autocast_passes_the_narrow_dtype(on_cpu, kind):
-    choose, called = on_cpu
+def test_layer_under_autocast_passes_the_narrow_dtype(use_stand_in, kind):
+    choose, called = use_stand_in
     block, u = make_layer(kind)
     results = {}
     for name in ("plain", "mamba_ssm"):
@@ -370,8 +370,8 @@ def test_layer_under_autocast_passes_the_narrow_dtype(on_cpu, kind):
     assert_close(results["mamba_ssm"], results["plain"], 0.05)
 
 
-def test_replaced_dt_projection_is_called(on_cpu):
-    choose, called = on_cpu
+def test_replaced_dt_projection_is_called(use_stand_in):
+    choose, called = use_stand_in
     block, u = make_layer("mamba")
     called = []
     block.dt_proj.register_forward_hook(lambda *args: called.append(args))

@@ -44,7 +44,7 @@ quicken_interpreter()
 
 
 @pytest.fixture(autouse=True)
-def poisoned():
+def poison_memory():
     skip_if_missing(triton_cell)
     with poisoned_memory():
         yield

@@ -33,23 +33,23 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)
-def poisoned():
+def poison_memory():
     skip_if_missing(triton_roots)
     with poisoned_memory():
         yield
 
 
-def on_device(coefficients, dtype=torch.float32):
+def move_to_device(coefficients, dtype=torch.float32):
     fields = (t.to(DEVICE, dtype) for t in coefficients[:-1])
     return type(coefficients)(*fields, coefficients.floor)
 
 
 def solve_on_device(coefficients):
-    s, outcome = triton_roots.find_roots(*on_device(coefficients))
+    s, outcome = triton_roots.find_roots(*move_to_device(coefficients))
     return s.cpu(), outcome.cpu()
 
 
-def in_fp32(coefficients):
+def cast_to_fp32(coefficients):
     return type(coefficients)(*(t.float() for t in coefficients[:-1]), coefficients.floor)
 
 
@@ -57,7 +57,7 @@ def in_fp32(coefficients):
 def test_roots_equal_the_plain_search(r, tokens):
     coefficients = random_coefficients(tokens, r, 1.0, seed=r)
     s, outcome = solve_on_device(coefficients)
-    expected, expected_outcome = cell._find_root_plain(in_fp32(coefficients))
+    expected, expected_outcome = cell._find_root_plain(cast_to_fp32(coefficients))
     assert torch.equal(outcome, expected_outcome) and not (outcome == FAILED).any()
     torch.testing.assert_close(s, expected, rtol=1e-3, atol=1e-3)
 
@@ -72,7 +72,7 @@ def test_search_has_the_steps_of_the_cpu_kernel(r, scale):
         pytest.skip(cpu_roots.usable()[1])
     coefficients = random_coefficients(16, r, scale, seed=20 + r)
     s, outcome = solve_on_device(coefficients)
-    *equations, floor = in_fp32(coefficients)
+    *equations, floor = cast_to_fp32(coefficients)
     (expected, expected_outcome), _ = cpu_roots.count_evaluations(
         equations, floor, uses_picard_only=r > 1
     )
@@ -88,7 +88,7 @@ def test_root_that_picard_circles_is_bisected():
         normal(3, 12), turn @ U, U, torch.ones(12).double(), torch.zeros(12).double(), kind="rms"
     )
     s, outcome = solve_on_device(coefficients)
-    psi = in_fp32(coefficients).phi(s)[0] - s
+    psi = cast_to_fp32(coefficients).phi(s)[0] - s
     assert not (outcome == FAILED).any() and psi.abs().max() < 1e-3
 
 
@@ -149,11 +149,11 @@ def test_unsupported_equations_are_refused():
     with pytest.raises(Unsupported, match="rank 9"):
         solve_on_device(random_coefficients(2, 9))
     with pytest.raises(Unsupported, match=r"alpha is torch\.float64"):
-        triton_roots.find_roots(*on_device(random_coefficients(2, 2), torch.float64))
+        triton_roots.find_roots(*move_to_device(random_coefficients(2, 2), torch.float64))
 
 
 @pytest.mark.parametrize("rank", [1, slow(2), slow(4), slow(8)])
 def test_no_register_spills(rank):
     with record_launches(triton_roots) as cases:
-        triton_roots.find_roots(*on_device(random_coefficients(5, rank)))
+        triton_roots.find_roots(*move_to_device(random_coefficients(5, rank)))
     assert_nothing_spills(cases)

@@ -29,7 +29,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 @pytest.fixture(autouse=True)
-def poisoned():
+def poison_memory():
     """Fill the memory that torch.empty returns with NaN."""
     skip_if_missing(triton_scan)
     with poisoned_memory():
