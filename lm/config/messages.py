@@ -46,12 +46,8 @@ def _keys_with_names(key: str, schema: type[BaseModel]) -> list[str]:
     With key `data.mixture.web.path`, `data.mixture.*.weight` gives `data.mixture.web.weight`.
     """
     names = dict(enumerate(key.split(".")))
-    return [
-        ".".join(
-            names.get(i, "*") if part == "*" else part for i, part in enumerate(path.split("."))
-        )
-        for path in all_keys(schema)
-    ]
+    paths = [known_key.split(".") for known_key in all_keys(schema)]
+    return [".".join(names.get(i, "*") if n == "*" else n for i, n in enumerate(p)) for p in paths]
 
 
 def is_key(key: str, schema: type[BaseModel]) -> bool:

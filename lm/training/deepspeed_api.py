@@ -68,9 +68,6 @@ def consolidate_zero(folder: Path, tag: str) -> dict[str, torch.Tensor]:
     Args:
         folder: Folder of the run's checkpoints.
         tag: Name of the checkpoint in it.
-
-    Raises:
-        CheckpointError: If `read_zero_file` refuses a file of the checkpoint.
     """
     import_deepspeed()
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
