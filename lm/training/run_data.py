@@ -21,7 +21,7 @@ RESUME_ADVICE = "continue with resume=auto"
 
 
 class RunData(NamedTuple):
-    """Tokenizer and micro-batches of one rank."""
+    """Tokenizer and micro-batches of this rank."""
 
     tokenizer: PreTrainedTokenizerFast
     batches: Any  # endless iterator over training micro-batches, which can save its position
