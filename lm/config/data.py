@@ -25,7 +25,7 @@ class Traces(Section):
     form: Literal["words", "repl"] = "words"
     # a list: each gap in it is equally likely; a number n: all gaps up to n, long gaps more rarely
     gaps: Gap | Annotated[list[Gap], Field(min_length=1)] = [1]  # noqa: RUF012 (pydantic copies it)
-    # for `words`: use only so many elements of the group, those of the lowest order; null: all
+    # for `words`: number of group elements to use, the elements of lowest order; null: all
     num_elements: int | None = Field(None, ge=2)
     answers: int = Field(8, gt=0, le=2**16)  # largest number of answers in a document
     documents: int = Field(20_000, gt=0, le=10**9)
@@ -174,7 +174,7 @@ class Data(Section):
     seq_len: int = Field(256, gt=0, le=MAX_TOKENS)
     leading_eos: bool = False  # EOS before each document, as well as after it
     val_fraction: float = Field(0.05, gt=0, lt=1)  # share of documents, chosen by hash
-    val_tokens: int | None = Field(None, gt=0)  # validate on at most so many tokens
+    val_tokens: int | None = Field(None, gt=0)  # largest number of tokens to validate on
     shuffle_buffer: int = Field(1024, ge=1, le=MAX_TOKENS)  # blocks, over all streams
     streams: Size | Literal["auto"] = "auto"  # parallel streams of a streamed source
     workers: Annotated[Annotated[int, Field(ge=0, le=1024)] | Literal["auto"], FREE_ON_RESUME] = (

@@ -76,11 +76,7 @@ def set_point(tree: dict, point: dict[str, Any]) -> None:
 
 
 def set_overrides(tree: dict, overrides: Iterable[str], schema: type[Run] = Config) -> None:
-    """Put `key=value` overrides into a tree.
-
-    Raises:
-        ConfigError: As for `parse_override`.
-    """
+    """Put `key=value` overrides into a tree, each parsed by `parse_override`."""
     for text in overrides:
         set_key(tree, *parse_override(text, schema))
 

@@ -46,12 +46,8 @@ def _keys_with_names(key: str, schema: type[BaseModel]) -> list[str]:
     With key `data.mixture.web.path`, `data.mixture.*.weight` gives `data.mixture.web.weight`.
     """
     names = dict(enumerate(key.split(".")))
-    return [
-        ".".join(
-            names.get(i, "*") if part == "*" else part for i, part in enumerate(path.split("."))
-        )
-        for path in all_keys(schema)
-    ]
+    paths = [known_key.split(".") for known_key in all_keys(schema)]
+    return [".".join(names.get(i, "*") if n == "*" else n for i, n in enumerate(p)) for p in paths]
 
 
 def is_key(key: str, schema: type[BaseModel]) -> bool:
@@ -119,7 +115,7 @@ def _sentence(key: str, value: Any, errors: list[ErrorDetails], schema: type[Bas
     # "Input should be greater than 0" becomes "it must be greater than 0".
     messages = [re.sub(r", (unable|got) .*", "", error["msg"]) for error in errors]
     requirement = " or ".join(dict.fromkeys(re.sub(r"^\w+ should", "it must", m) for m in messages))
-    # repr() quotes texts; of other values, such as dates, str() is what the YAML has.
+    # repr() quotes texts; str() writes other values, such as dates, as the YAML does.
     text = repr(value) if isinstance(value, str | list | dict) else str(value)
     text = "null" if value is None else text[:80]
     # Suggest the choice that a misspelt value, or its part before a colon, is similar to.

@@ -6,13 +6,7 @@ import sys
 from typing import Annotated, Any, Literal, get_args
 
 import pydantic
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    create_model,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, create_model, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from lm.config.plugin import check_name

@@ -11,7 +11,7 @@ from lm.common.console import say
 from lm.common.errors import ConfigError
 from lm.model.fields import FIELDS_BY_KIND, LAYER_OPTIONS, RENAMED_FIELDS, rename_options
 
-# {old key: present key} of all kinds of runs. `*` stands for any name in a mapping. If a section is
+# {old key: present key} of all kinds of runs. `*` matches any name in a mapping. If a section is
 # renamed, renamed keys inside it come first.
 RENAMED = {
     **{f"model.{old}": f"model.{new}" for old, new in RENAMED_FIELDS.items()},

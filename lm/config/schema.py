@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import (
-    Field,
-    PositiveInt,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from lm.common.errors import ConfigError
 from lm.config.data import MAX_TOKENS, Data
@@ -117,7 +112,7 @@ class Train(Section):
         """
         if self.global_batch_size is None:
             return self.grad_accum_steps or 1
-        size = self.micro_batch_size * world_size  # of one micro-batch on every rank
+        size = self.micro_batch_size * world_size  # sequences in one pass of all ranks
         count, remainder = divmod(self.global_batch_size, size)
         if remainder or not count:
             ranks = f"{world_size} rank{'s' * (world_size > 1)}"
@@ -141,7 +136,7 @@ class Engine(Section):
 
     zero_stage: Literal[0, 1, 2, 3] = 1
     deepspeed: dict[str, Any] | str | None = None
-    timeout_s: int = Field(1800, gt=0, le=31_536_000)  # a rank without progress for so long exits
+    timeout_s: int = Field(1800, gt=0, le=31_536_000)  # longest time without progress
 
 
 class Checkpoint(Section):

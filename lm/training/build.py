@@ -49,10 +49,7 @@ def model_vocab_size(cfg: Config, tokenizer_size: int | None = None) -> int:
 
 
 def build_model(
-    cfg: Config,
-    vocab_size: int,
-    eos_token_id: int | None = None,
-    pad_token_id: int | None = None,
+    cfg: Config, vocab_size: int, eos_token_id: int | None = None, pad_token_id: int | None = None
 ) -> PreTrainedModel:
     """Build the model of a configuration with initial weights, on the default device."""
     return build_section(
@@ -66,11 +63,7 @@ def build_model(
 
 
 def build_section(
-    model: Model,
-    solver: Solver,
-    vocab_size: int,
-    seq_len: int,
-    **token_ids: Any,
+    model: Model, solver: Solver, vocab_size: int, seq_len: int, **token_ids: Any
 ) -> PreTrainedModel:
     """Build the model of the sections `model` and `solver` with initial weights.
 
@@ -117,11 +110,7 @@ def replace_custom_mixers(cfg: Config) -> tuple[Config, list[str]]:
 
 
 def check_section(model: Model, solver: Solver, seq_len: int) -> PreTrainedModel:
-    """Build a model on the meta device to check its configuration; its vocabulary has 8 tokens.
-
-    Raises:
-        ConfigError: As `build_section`.
-    """
+    """Check sections by `build_section` on the meta device, with a vocabulary of 8 tokens."""
     import torch
 
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
@@ -173,11 +162,7 @@ def _compute_headdim(model: Model) -> int:
 
 
 def _construct(
-    model: Model,
-    solver: Solver,
-    vocab_size: int,
-    seq_len: int,
-    **token_ids: Any,
+    model: Model, solver: Solver, vocab_size: int, seq_len: int, **token_ids: Any
 ) -> PreTrainedModel:
     from lm.model.configuration_fprnn import FPRNNConfig
     from lm.model.mixer_base import MixerError

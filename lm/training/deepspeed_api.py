@@ -30,7 +30,7 @@ def import_deepspeed() -> ModuleType:
     logger.setLevel("WARNING")
     if not torch.cuda.is_available():
         # Otherwise DeepSpeed compiles this extension at start for 90 s; one host does not need it.
-        # On a GPU we leave this dictionary alone, because its first use looks for every compiler.
+        # On a GPU this dictionary must not be read, because its first use looks for every compiler.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed
 
@@ -68,9 +68,6 @@ def consolidate_zero(folder: Path, tag: str) -> dict[str, torch.Tensor]:
     Args:
         folder: Folder of the run's checkpoints.
         tag: Name of the checkpoint in it.
-
-    Raises:
-        CheckpointError: If `read_zero_file` refuses a file of the checkpoint.
     """
     import_deepspeed()
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint

@@ -174,14 +174,7 @@ def layout(cfg: Config, world_size: int) -> dict[str, int]:
 
 
 def check_device(config: dict) -> None:
-    """Refuse fp16 weights on a CPU, which DeepSpeed does not support.
-
-    Args:
-        config: As `deepspeed_config` returns it.
-
-    Raises:
-        ConfigError: If `fp16` is enabled on a CPU, or is no mapping.
-    """
+    """Raise ConfigError if DeepSpeed's JSON has fp16 on a CPU, which DeepSpeed does not support."""
     fp16 = config.get("fp16", {})
     if not isinstance(fp16, dict):
         raise ConfigError(

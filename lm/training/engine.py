@@ -76,7 +76,7 @@ def _explain_deepspeed_keys(cfg: Config) -> Iterator[None]:
     """Raise ConfigError if DeepSpeed refuses the keys of `engine.deepspeed` within the block."""
     try:
         yield
-    except (RuntimeError, UserError):  # errors of devices and ranks, or messages already
+    except (RuntimeError, UserError):  # not about keys, or a message for the user already
         raise
     except Exception as e:
         if not cfg.engine.deepspeed:
@@ -135,7 +135,7 @@ class Engine:
         set_collective_timeouts(cfg, ranks)
 
     def _prepare_model(self, model: torch.nn.Module) -> None:
-        """Set the size of the gradient buffer, and the options of the model."""
+        """Set the size of DeepSpeed's gradient buffer, and options of the model."""
         sizes = [p.numel() for p in model.parameters()]
         self.deepspeed_config["zero_optimization"].setdefault(
             "reduce_bucket_size", deepspeed_json.bucket_size(sum(sizes), max(sizes))
@@ -200,7 +200,7 @@ class Engine:
         """
         # 1. Accumulate the gradient of each micro-batch.
         self.deepspeed.train()
-        loss_sum, reports = torch.zeros((), device=self.ranks.device), []
+        mean_loss, reports = torch.zeros((), device=self.ranks.device), []
         adversary = self._adversary if has_adversarial_pass else None
         for i, (batch, loss_weight) in enumerate(zip(batches, self._loss_weights(batches))):
             is_last = i == len(batches) - 1
@@ -209,7 +209,7 @@ class Engine:
                 loss, report = self._forward_pass(batch, loss_weight)
             if report is not None:
                 reports.append(report)
-            loss_sum += loss.detach().float() / len(batches)
+            mean_loss += loss.detach().float() / len(batches)
             if adversary is None:
                 self._backward(loss, is_last)
             else:
@@ -223,7 +223,7 @@ class Engine:
                     self.deepspeed.step()  # only counts the micro-batch
 
         # 2. Check the loss on all ranks before any weight changes.
-        loss, stop_count = self.ranks.sum(loss_sum.item(), is_stop_requested)
+        loss, stop_count = self.ranks.sum(mean_loss.item(), is_stop_requested)
         loss = loss / self.ranks.world_size
         if not math.isfinite(loss):
             raise Diverged(f"the loss is {loss}")

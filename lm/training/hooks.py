@@ -29,7 +29,7 @@ class HookedLoop(Loop):
     recorder: Recorder
     validation: Validation
     progress_bar: Progress
-    keep_alive: Callable[[], None]  # tells the watchdog that the process makes progress
+    keep_alive: Callable[[], None]  # reports progress to the watchdog
     # Set by every update.
     last_update: Update
     lr: float  # learning rate of the last update

@@ -114,10 +114,6 @@ class Loop(ABC):
 
         Returns:
             True if a checkpoint was due.
-
-        Raises:
-            Diverged: If the state is not finite.
-            Stopped: If a stop signal has arrived.
         """
         is_due = self.step % self.cfg.checkpoint.every == 0 or self.is_last
         if is_due or self.is_stop_requested:
@@ -127,12 +123,7 @@ class Loop(ABC):
         return is_due
 
     def stop(self) -> NoReturn:
-        """Save a checkpoint of the last update if there is none yet, and stop.
-
-        Raises:
-            Stopped: Always.
-            Diverged: If the state is not finite.
-        """
+        """Save a checkpoint of the last update if there is none yet, and raise Stopped."""
         self._finish_saves()
         if not self.step:
             raise Stopped(f"stopped by a signal before the first update: {self.continue_advice}")

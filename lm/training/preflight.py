@@ -138,9 +138,7 @@ def check_gpu(model: torch.nn.Module) -> None:
     """Refuse to train a large model where PyTorch finds no GPU.
 
     With an empty CUDA_VISIBLE_DEVICES, which hides GPUs on purpose, a CPU may train any model.
-
-    Args:
-        model: Model of `check_config`, which has a vocabulary of 8 and so hardly an embedding.
+    `model` is the model of `check_config`, which has a vocabulary of 8 and so hardly an embedding.
 
     Raises:
         ConfigError: If no GPU is found and the model is larger than MAX_PARAMETERS_ON_CPU.
@@ -160,13 +158,8 @@ def check_gpu(model: torch.nn.Module) -> None:
 def check(cfg: Config, world_size: int) -> Checked:
     """Check a configuration and this machine, before anything is read or written.
 
-    Args:
-        cfg: Configuration of the run.
-        world_size: Number of ranks.
-
     Raises:
-        ConfigError: As `check_config` and `check_gpu`.
-        PathError, SourceError, DataError, LoadError, BackendError: As `check_config`.
+        The errors of `check_config` and `check_gpu`.
         MissingPackageError: If a package that the config needs is not installed.
     """
     checked = check_config(cfg, world_size)

@@ -52,10 +52,7 @@ def join_process_group(cfg: Config) -> Ranks:
         _init_single_process_group(backend, _collective_timeout(cfg))
     try:
         deepspeed.init_distributed(
-            backend,
-            timeout=_collective_timeout(cfg),
-            auto_mpi_discovery=False,
-            verbose=False,
+            backend, timeout=_collective_timeout(cfg), auto_mpi_discovery=False, verbose=False
         )
     except torch_dist.DistError as e:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"

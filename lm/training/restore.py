@@ -1,4 +1,7 @@
-"""Restore the state of a checkpoint: weights, optimizer, position in the data, random numbers."""
+"""Restore the state of a checkpoint: weights, optimizer, position in the data, random numbers.
+
+`path` and `manifest` are the folder and the manifest of the checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,6 @@ def restore_engine(
     deepspeed_config: dict,
 ) -> Engine:
     """Build an engine with the weights and the optimizer of a checkpoint.
-
-    Args:
-        path: Folder of the checkpoint.
-        manifest: Manifest of the checkpoint.
-        cfg: Configuration of the run.
-        model: Model of the run, with any weights.
-        ranks: Ranks of the run.
-        deepspeed_config: DeepSpeed's JSON.
 
     Raises:
         CheckpointError: If the checkpoint does not fit the optimizer, or cannot be read.

@@ -21,19 +21,12 @@ RESUME_ADVICE = "continue with resume=auto"
 
 
 class RunData(NamedTuple):
-    """Tokenizer and micro-batches of one rank.
-
-    Attributes:
-        tokenizer: Tokenizer of the run.
-        batches: Endless iterator over training micro-batches, which can save its position.
-        held_out: {source: validation micro-batches}; a single source has the name "".
-        fingerprint: As `run_fingerprint`.
-    """
+    """Tokenizer and micro-batches of this rank."""
 
     tokenizer: PreTrainedTokenizerFast
-    batches: Any
-    held_out: dict[str, list]
-    fingerprint: dict
+    batches: Any  # endless iterator over training micro-batches, which can save its position
+    held_out: dict[str, list]  # {source: validation micro-batches}; a single source is ""
+    fingerprint: dict  # result of `run_fingerprint`
 
 
 def open_run_data(

@@ -216,8 +216,8 @@ class Training(HookedLoop):
         say(f"model    {cfg.model.name}, {size}, {self.vocab_size} tokens")
         for line in describe_optimizer(self.model, cfg.optim):
             say(f"optim    {line}")
-        stage = self.engine.zero_stage
-        say(f"training {cfg.train.steps} updates of {self.tokens_per_step} tokens, ZeRO-{stage}")
+        zero_stage, tokens = self.engine.zero_stage, self.tokens_per_step
+        say(f"training {cfg.train.steps} updates of {tokens} tokens, ZeRO-{zero_stage}")
 
     def fit(self) -> None:
         """Make the remaining updates, with records, probes, validations and checkpoints when due.
@@ -251,7 +251,7 @@ class Training(HookedLoop):
             self._validate()
 
     def _has_validation(self) -> bool:
-        """Return whether metrics.jsonl has a validation after this update."""
+        """Return whether metrics.jsonl has a validation after the last update."""
         return any(
             record is not None and record["step"] == self.step and "validation" in record
             for record in iter_metrics(self.run.path)
@@ -317,8 +317,9 @@ class Training(HookedLoop):
         self.checkpoint = checkpoint
         self._build_model()
         self._restore(*self.checkpoint)
+        # Keep the position in the data, but not the ends of stages that the weights have forgotten.
         restored = self.batches.state_dict()
-        if "ends" in restored:  # the stages that the restored weights have learned
+        if "ends" in restored:
             data_state["ends"] = restored["ends"]
         self.batches.load_state_dict(data_state)
         self.seconds = seconds

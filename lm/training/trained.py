@@ -25,10 +25,7 @@ class Trained(NamedTuple):
 
 
 def load_trained(
-    run_dir: Path,
-    checkpoint: Path | None = None,
-    trust: bool = False,
-    advice: str = TRUST_ADVICE,
+    run_dir: Path, checkpoint: Path | None = None, trust: bool = False, advice: str = TRUST_ADVICE
 ) -> Trained:
     """Load the model of a run directory.
 

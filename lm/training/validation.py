@@ -28,7 +28,7 @@ from lm.training.engine import MAX_EXPONENT, Engine
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# A rank probes at most so many tokens. A probe counts ℓ* (see hooks.py) and takes up to 1,000
+# Largest number of tokens that a rank probes. A probe counts ℓ* (hooks.py) and takes up to 1,000
 # iterations per layer. On a CPU their time grows with the number of tokens above about 500. On a
 # GPU an iteration launches about 50 kernels, which take most of the time below about 4,000 tokens
 # (at d_inner 1,536).

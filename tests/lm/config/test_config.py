@@ -109,10 +109,7 @@ def test_every_error_is_named_at_once():
         ({"train": {"steps": True}}, ["`train.steps`: true and false are only for keys"]),
         ({"optim": {"betas": [0.9]}}, ["`optim.betas[1]` is missing"]),
         ({"optim": {"betas": [True, 0.9]}}, ["`optim.betas`: true and false"]),
-        (
-            {"name": datetime.date(2020, 1, 2)},
-            ["`name` is 2020-01-02", "must be a valid string"],
-        ),
+        ({"name": datetime.date(2020, 1, 2)}, ["`name` is 2020-01-02", "must be a valid string"]),
         (
             {"engine": {"deepspeed": 3}},
             ["`engine.deepspeed` is 3", "dictionary or it must be a valid string"],

@@ -34,12 +34,9 @@ def curriculum_and_batches():
 def test_stage_ends_when_its_answers_are_learned(capsys):
     curriculum, batches = curriculum_and_batches()
     take(batches, 5)
-    assert (
-        curriculum.sources_to_check(CHECK_INTERVAL - 1)
-        == curriculum.sources_to_check(CHECK_INTERVAL + 1)
-        == []
-    )
-    assert curriculum.sources_to_check(CHECK_INTERVAL) == ["b"], "its traces alone"
+    for step in (CHECK_INTERVAL - 1, CHECK_INTERVAL + 1):
+        assert curriculum.sources_to_check(step) == []
+    assert curriculum.sources_to_check(CHECK_INTERVAL) == ["b"], "only its traces"
     record = curriculum.end_if_learned(CHECK_INTERVAL, 0.89)
     assert record == {"curriculum": {"stage": 0, "answers": 0.89, "ended": False}}
     assert curriculum.stage.min_answer_prob == 0.9 and not capsys.readouterr().out
@@ -47,7 +44,9 @@ def test_stage_ends_when_its_answers_are_learned(capsys):
     assert record == {"curriculum": {"stage": 0, "answers": 0.9, "ended": True}}
     assert batches.stage == 1 and curriculum.stage.until == ENDING["until"]
     assert "stage 0 of the curriculum ends (answers 0.90)" in capsys.readouterr().out
-    assert curriculum.sources_to_check(3 * CHECK_INTERVAL) == [], "this one ends when it ends"
+    assert curriculum.sources_to_check(3 * CHECK_INTERVAL) == [], (
+        "this stage does not wait for answers"
+    )
     batches.end_stage()
     assert curriculum.sources_to_check(4 * CHECK_INTERVAL) == ["a", "b"]
     assert not curriculum.end_if_learned(4 * CHECK_INTERVAL, math.nan)["curriculum"]["ended"]

@@ -136,10 +136,7 @@ def test_bf16_trains_near_fp32(tmp_path, tiny_losses, stage):
             "gradient_clipping to nan: it must be a norm of at least 0",
         ),
         ({"gradient_clipping": "x"}, "sets gradient_clipping to 'x': it must be a number"),
-        (
-            {"zero_optimization": {"overlap_comm": 3}},
-            "overlap_comm of zero_optimization to 3: it",
-        ),
+        ({"zero_optimization": {"overlap_comm": 3}}, "overlap_comm of zero_optimization to 3: it"),
         ({"torch_autocast": {}}, "sets torch_autocast, which is derived from `train.precision`"),
         ({"optimizer": {}}, "sets optimizer, which is derived from `optim`"),
         ({"communication_data_type": "bf16"}, "DeepSpeed ignores with autocast and ZeRO"),

@@ -26,7 +26,10 @@ def trace(records):
     return {r["step"]: (r["loss"], r["grad_norm"]) for r in records}
 
 
-@pytest.mark.parametrize("stage", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3))])
+STAGES = [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3))]
+
+
+@pytest.mark.parametrize("stage", STAGES)
 def test_nan_rolls_back_and_continues_with_next_data(tmp_path, tiny_run, stage):
     """Update 6 is NaN: the run rolls back to 4, and updates 5 to 8 get the data of 7 to 10.
 
@@ -79,19 +82,14 @@ def test_nan_without_checkpoint_or_rollbacks_left_stops(tmp_path):
     assert done.returncode == DIVERGED
     assert "stopped at update 2: the loss is nan; no checkpoint" in done.stderr
     failure = json.loads((tmp_path / "tiny/failure.json").read_text())
-    assert failure["exit_code"] == DIVERGED and failure["sentence"].startswith(
-        "stopped at update 2"
-    )
+    assert failure["exit_code"] == DIVERGED
+    assert failure["sentence"].startswith("stopped at update 2")
     # The same command continues and deletes failure.json.
     run(tmp_path, "resume=auto")
     assert not (tmp_path / "tiny/failure.json").exists()
-    done = run_with_fault(
-        "nan_at=3", *TINY, f"out_dir={tmp_path}", "name=other", "train.max_rollbacks=0"
-    )
+    settings = (f"out_dir={tmp_path}", "name=other", "train.max_rollbacks=0")
+    done = run_with_fault("nan_at=3", *TINY, *settings)
     assert "0 of 0 rollbacks (train.max_rollbacks) made" in done.stderr
-
-
-STAGES = [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 3))]
 
 
 @pytest.mark.parametrize("stage", STAGES)
