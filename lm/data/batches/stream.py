@@ -244,14 +244,7 @@ class StreamLoader:
             stream.load_state_dict(state["streams"][number])
 
     def _rank_streams(self, count: int) -> list[int]:
-        """Return the numbers of this rank's streams, in the order in which it draws from them.
-
-        Args:
-            count: Number of streams of the run.
-
-        Raises:
-            DataError: If the ranks do not divide the number of streams.
-        """
+        """Return the numbers of this rank's streams, in the order in which it draws from them."""
         if count % self._world_size:
             divisors = [str(ranks) for ranks in range(1, count + 1) if count % ranks == 0]
             raise DataError(

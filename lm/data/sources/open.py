@@ -142,11 +142,7 @@ def _read_text(path: Path, _field: str) -> Iterator[str]:
 
 
 def _iter_lines(path: Path) -> Iterator[bytes]:
-    """Yield the lines of a file, decompressed according to its ending.
-
-    Raises:
-        DataError: If the file cannot be read, or is truncated.
-    """
+    """Yield the lines of a file, decompressed according to its ending."""
     import pyarrow as pa  # supports all COMPRESSIONS; Python 3.11 has no zstd
 
     compression = COMPRESSIONS.get(path.suffix.lower())
