@@ -24,7 +24,7 @@ from lm.data.sources.open import is_validation
 from lm.data.sources.readers import Readers
 
 DOCUMENTS_AT_A_TIME = 64  # tokenised in one call
-AUTO_STREAMS = 16  # `data.streams: auto` gives at most so many streams, or one per rank
+AUTO_STREAMS = 16  # maximum for `data.streams: auto`, unless there are more ranks
 AUTO_WORKERS = 2  # threads per rank for `data.workers: auto` and text from the hub
 
 

@@ -124,7 +124,7 @@ def prepare_ahead(
     root = cache.root(cfg.data)
     if root is None:
         raise DataError(
-            "data.cache_dir is null, so each run directory has its own corpus and none can be"
+            "data.cache_dir is null, so each run directory has its own corpus, which cannot be"
             " prepared ahead of a run; set data.cache_dir to a folder, or auto"
         )
     entry = cache.corpus_folder(root, cfg.data, tokenizer)
